@@ -1,7 +1,10 @@
 package engine
 
 import (
+	"bytes"
+	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -12,25 +15,27 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"github.com/dpserve/dpserve/app"
 )
 
-// Limits of what is read of an engine's answer to a question of ours.
+// Limits on the size of an engine's answers to dpserve's own requests, in bytes.
 const (
 	maxAnswer  = 1 << 20 // JSON of models, version, canary
 	maxMetrics = 8 << 20 // the Prometheus page
 )
 
-// ErrTooLong says that an engine's answer was longer than a sane one.
-var ErrTooLong = errors.New("answer is too long")
+// errTooLong: an engine's answer exceeded its size limit.
+var errTooLong = errors.New("answer is too long")
 
-// Addressing is how a rank is named behind its URL. The zero value is "by the URL alone".
+// Addressing selects a rank behind its URL. The zero value means that the URL alone selects it.
 type Addressing struct {
 	Mode     string // url | header | body
 	Selector int
 }
 
-// Client asks one rank's engine the questions of its keeper. It holds no state but its transport; safe for concurrent use.
-// Deadlines come with the context of each call.
+// Client queries one rank's engine: health, models, metrics, canary. Its only state is the transport; it is
+// safe for concurrent use. The context of each call sets the deadline.
 type Client struct {
 	base string
 	addr Addressing
@@ -38,10 +43,13 @@ type Client struct {
 	http *http.Client
 }
 
-// NewClient makes a client of the engine at base (http://host:port). rt is shared by all clients of a node; key is sent as a
-// bearer token on /v1 routes unless it is empty.
+// NewClient makes a client of the engine at base (http://host:port). rt is shared by all clients of a node;
+// key is sent as a bearer token on /v1 routes unless it is empty.
 func NewClient(base string, addr Addressing, key string, rt http.RoundTripper) *Client {
-	return &Client{base: strings.TrimRight(base, "/"), addr: addr, key: key, http: &http.Client{Transport: rt, CheckRedirect: noRedirect}}
+	return &Client{
+		base: strings.TrimRight(base, "/"), addr: addr, key: key,
+		http: &http.Client{Transport: rt, CheckRedirect: noRedirect},
+	}
 }
 
 // noRedirect keeps probes on the engine they were meant for.
@@ -50,7 +58,7 @@ func noRedirect(*http.Request, []*http.Request) error { return http.ErrUseLastRe
 // Transport settings of probes.
 const (
 	dialTimeout = 2 * time.Second
-	idleTimeout = 4 * time.Second // below the 5 s of an engine that someone else started (ENGINES 3.6)
+	idleTimeout = 4 * time.Second // below the keep-alive of an attached engine: 5 s in vLLM
 )
 
 // NewTransport makes the transport of probes: no proxy, no compression, short-lived idle connections.
@@ -63,14 +71,15 @@ func NewTransport() *http.Transport {
 	}
 }
 
-// Health is what GET /health tells.
+// Health is the result of GET /health.
 type Health uint8
 
-// The kinds of health. The zero value is Unanswered: nothing is known.
+// The values of Health. The zero value is Unanswered.
 const (
-	Unanswered Health = iota // no answer in time, or a torn one: only a canary can tell
-	Alive                    // 2xx, or 404 of an engine without the route: the process lives, which is all it proves
-	Dead                     // 503: the front end has given its engine up
+	Unanswered Health = iota // no answer in time, or an incomplete one: only a canary can decide
+	// 2xx, or 404 of an engine without the route. It proves only that the process lives.
+	Alive
+	Dead // 503: the front end has given its engine up
 	RefusedConn
 	Odd // any other status
 )
@@ -95,8 +104,9 @@ func (c *Client) Health(ctx context.Context) (Health, error) {
 	return Odd, fmt.Errorf("/health answered %d", status)
 }
 
-// IsRefused says that nobody listens at the address. A network in memory has no errno, so a dial that failed with the
-// kernel's words counts too; other dial errors (no file descriptor left, no route) do not: they may be ours.
+// IsRefused reports that no process listens at the address. A network in memory has no errno, so a dial error
+// with the kernel's text counts too. Other dial errors (no file descriptor left, no route) do not count:
+// their cause may be on this side.
 func IsRefused(err error) bool {
 	var op *net.OpError
 	return errors.Is(err, syscall.ECONNREFUSED) ||
@@ -104,7 +114,9 @@ func IsRefused(err error) bool {
 }
 
 // ask sends one request and reads the whole answer, at most limit bytes.
-func (c *Client) ask(ctx context.Context, method, path string, body io.Reader, limit int64) (status int, answer []byte, err error) {
+func (c *Client) ask(ctx context.Context, method, path string, body io.Reader,
+	limit int64,
+) (status int, answer []byte, err error) {
 	req, err := http.NewRequestWithContext(ctx, method, c.base+path, body)
 	if err != nil {
 		return 0, nil, err
@@ -114,7 +126,7 @@ func (c *Client) ask(ctx context.Context, method, path string, body io.Reader, l
 	if err != nil {
 		var inner *url.Error
 		if errors.As(err, &inner) {
-			err = inner.Err // without method and URL: who asks names them
+			err = inner.Err // without method and URL: the caller adds them
 		}
 		return 0, nil, err
 	}
@@ -126,7 +138,8 @@ func (c *Client) ask(ctx context.Context, method, path string, body io.Reader, l
 func (c *Client) setHeaders(req *http.Request) {
 	if req.Body != nil {
 		req.Header.Set("Content-Type", "application/json")
-		req.Header["Idempotency-Key"] = nil // lets the transport repeat it on a connection that was closed while idle
+		// allows the transport to resend on a connection that the engine closed while idle
+		req.Header["Idempotency-Key"] = nil
 	}
 	if c.key != "" && strings.HasPrefix(req.URL.Path, "/v1/") {
 		req.Header.Set("Authorization", "Bearer "+c.key)
@@ -163,7 +176,186 @@ func (e *StatusError) Error() string {
 func readAll(r io.Reader, limit int64) ([]byte, error) {
 	b, err := io.ReadAll(io.LimitReader(r, limit+1))
 	if err == nil && int64(len(b)) > limit {
-		return nil, ErrTooLong
+		return nil, errTooLong
 	}
 	return b, err
+}
+
+// Counters asks /metrics. Where several ranks share a URL, the counters are those of the client's rank.
+func (c *Client) Counters(ctx context.Context) (Counters, error) {
+	p, err := c.metrics(ctx)
+	return p.Counters, err
+}
+
+func (c *Client) metrics(ctx context.Context) (metricsPage, error) {
+	b, err := c.get(ctx, "/metrics", maxMetrics)
+	if err != nil {
+		return metricsPage{}, err
+	}
+	rank := ""
+	if c.addr.Mode == app.AddressHeader || c.addr.Mode == app.AddressBody {
+		rank = strconv.Itoa(c.addr.Selector)
+	}
+	return parsePage(b, rank), nil
+}
+
+// EventSources asks /kv_event_sources and returns the body, which engine/kvevents parses. An engine without
+// the route gives a *StatusError of 404.
+func (c *Client) EventSources(ctx context.Context) ([]byte, error) {
+	return c.get(ctx, "/kv_event_sources", maxAnswer)
+}
+
+// Models asks /v1/models. At least one entry, or an error.
+func (c *Client) Models(ctx context.Context) ([]Model, error) {
+	b, err := c.get(ctx, "/v1/models", maxAnswer)
+	if err != nil {
+		return nil, err
+	}
+	return parseModels(b)
+}
+
+// MaxModelLen asks /v1/models for the most tokens that a request and its answer may have together; 0 if the
+// engine does not report it.
+func (c *Client) MaxModelLen(ctx context.Context) (int, error) {
+	models, err := c.Models(ctx)
+	if err != nil {
+		return 0, err
+	}
+	return toCount(float64(models[0].MaxModelLen), maxModelLen), nil
+}
+
+// Version asks /version; "" with an error where the engine has none.
+func (c *Client) Version(ctx context.Context) (string, error) {
+	b, err := c.get(ctx, "/version", maxAnswer)
+	if err != nil {
+		return "", err
+	}
+	var v struct {
+		Version string `json:"version"`
+	}
+	if err := json.Unmarshal(b, &v); err != nil {
+		return "", fmt.Errorf("/version: %w", err)
+	}
+	return v.Version, nil
+}
+
+// ReadBack asks for the settings in force. The block size stays 0 if /metrics does not report it.
+func (c *Client) ReadBack(ctx context.Context) (Settings, error) {
+	models, err := c.Models(ctx)
+	if err != nil {
+		return Settings{}, err
+	}
+	s := Settings{Model: models[0].ID, MaxModelLen: models[0].MaxModelLen}
+	if n, err := c.Counters(ctx); err == nil {
+		s.BlockSize = n.BlockSize
+	}
+	return s, nil
+}
+
+// Cache asks /metrics, and /server_info of SGLang, which may run without metrics. The error is the reason why
+// some fields are unknown.
+func (c *Client) Cache(ctx context.Context) (Cache, error) {
+	p, err := c.metrics(ctx)
+	out := Cache{BlockSize: p.BlockSize, Blocks: p.Blocks, CachingOff: p.CachingOff}
+	if !p.sglang && out.BlockSize > 0 {
+		return out, nil
+	}
+	b, infoErr := c.get(ctx, "/server_info", maxAnswer)
+	var s *StatusError
+	if errors.As(infoErr, &s) && s.Status == http.StatusNotFound {
+		b, infoErr = c.get(ctx, "/get_server_info", maxAnswer) // its older name
+	}
+	if infoErr != nil {
+		return out, errors.Join(err, infoErr)
+	}
+	told := parseServerInfo(b)
+	return Cache{
+		BlockSize: cmp.Or(out.BlockSize, told.BlockSize), Blocks: cmp.Or(out.Blocks, told.Blocks),
+		CachingOff: out.CachingOff || told.CachingOff,
+	}, nil
+}
+
+// errNoCompletion: an engine answered a canary without a completion.
+var errNoCompletion = errors.New("the canary was answered without a completion")
+
+// errorTextLimit cuts an engine's error text in bytes.
+const errorTextLimit = 300
+
+// Canary asks model for one token, non-stream, at temperature 0. nil means that the rank computes: the engine
+// sent a completion, or it refused because its own queue is full (503 Service Unavailable), which a dead
+// engine cannot do. An engine without /v1/completions is asked for a chat completion.
+func (c *Client) Canary(ctx context.Context, model string) error {
+	err := c.canary(ctx, "/v1/completions", c.canaryBody(model, "prompt", "1"))
+	var status *StatusError
+	if errors.As(err, &status) &&
+		(status.Status == http.StatusNotFound || status.Status == http.StatusMethodNotAllowed) &&
+		status.Text == "" {
+		messages := []map[string]string{{"role": "user", "content": "1"}}
+		return c.canary(ctx, "/v1/chat/completions", c.canaryBody(model, "messages", messages))
+	}
+	return err
+}
+
+func (c *Client) canaryBody(model, key string, prompt any) map[string]any {
+	body := map[string]any{"model": model, key: prompt, "max_tokens": 1, "temperature": 0}
+	if c.addr.Mode == "body" {
+		body["routed_dp_rank"] = c.addr.Selector
+	}
+	return body
+}
+
+func (c *Client) canary(ctx context.Context, path string, body map[string]any) error {
+	b, err := json.Marshal(body)
+	if err != nil {
+		return err
+	}
+	status, answer, err := c.ask(ctx, http.MethodPost, path, bytes.NewReader(b), maxAnswer)
+	if err != nil {
+		return err
+	}
+	if status != http.StatusOK {
+		return refusedCanary(path, status, answer)
+	}
+	return completed(answer)
+}
+
+func refusedCanary(path string, status int, answer []byte) error {
+	var e struct {
+		Error struct {
+			Message string `json:"message"`
+			Type    string `json:"type"`
+		} `json:"error"`
+	}
+	if err := json.Unmarshal(answer, &e); err != nil {
+		return &StatusError{Path: path, Status: status}
+	}
+	if status == http.StatusServiceUnavailable && e.Error.Type == "Service Unavailable" {
+		return nil
+	}
+	return &StatusError{Path: path, Status: status, Text: cut(e.Error.Message)}
+}
+
+func cut(s string) string {
+	if len(s) > errorTextLimit {
+		return s[:errorTextLimit] + "…"
+	}
+	return s
+}
+
+// completed wants a finish_reason other than abort: a stopping engine answers 200 with abort and no tokens.
+func completed(answer []byte) error {
+	var r struct {
+		Choices []struct {
+			FinishReason *string `json:"finish_reason"`
+		} `json:"choices"`
+	}
+	if err := json.Unmarshal(answer, &r); err != nil {
+		return fmt.Errorf("%w: %w", errNoCompletion, err)
+	}
+	for _, ch := range r.Choices {
+		if ch.FinishReason != nil && *ch.FinishReason != "abort" {
+			return nil
+		}
+	}
+	return errNoCompletion
 }

@@ -36,7 +36,10 @@ func serve(t *testing.T, addr engine.Addressing, key string, h http.HandlerFunc)
 }
 
 func TestHealthIsTyped(t *testing.T) {
-	for status, want := range map[int]engine.Health{200: engine.Alive, 204: engine.Alive, 503: engine.Dead, 500: engine.Odd, 404: engine.Alive, 302: engine.Odd} {
+	for status, want := range map[int]engine.Health{
+		200: engine.Alive, 204: engine.Alive, 503: engine.Dead,
+		500: engine.Odd, 404: engine.Alive, 302: engine.Odd,
+	} {
 		c := serve(t, engine.Addressing{}, "", func(w http.ResponseWriter, r *http.Request) {
 			assert.Equal(t, "GET /health", r.Method+" "+r.URL.Path)
 			w.WriteHeader(status)
@@ -65,7 +68,8 @@ func TestHealthOfNobodyAndOfAFrozenEngine(t *testing.T) {
 	require.Error(t, err)
 
 	var net memnet.Network
-	c = engine.NewClient("http://127.0.0.1:1", engine.Addressing{}, "", &http.Transport{DialContext: net.DialContext})
+	c = engine.NewClient("http://127.0.0.1:1", engine.Addressing{}, "",
+		&http.Transport{DialContext: net.DialContext})
 	got, _ = c.Health(t.Context())
 	assert.Equal(t, engine.RefusedConn, got)
 }
@@ -83,8 +87,12 @@ func TestCanary(t *testing.T) {
 		"front gone":    {503, "", "/v1/completions answered 503"},
 		"unauthorized":  {401, `{"error":"Unauthorized"}`, "/v1/completions answered 401"},
 		"unknown model": {404, `{"error":{"message":"The model x does not exist.","type":"NotFoundError","param":"model","code":404}}`, "/v1/completions answered 404: The model x does not exist."},
-		"garbage":       {200, "<html>", "the canary was answered without a completion: invalid character '<' looking for beginning of value"},
-		"long text":     {500, `{"error":{"message":"` + strings.Repeat("x", 400) + `"}}`, "/v1/completions answered 500: " + strings.Repeat("x", 300) + "…"},
+		"garbage": {200, "<html>", "the canary was answered without a completion: invalid character '<' " +
+			"looking for beginning of value"},
+		"long text": {
+			500, `{"error":{"message":"` + strings.Repeat("x", 400) + `"}}`,
+			"/v1/completions answered 500: " + strings.Repeat("x", 300) + "…",
+		},
 	}
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
@@ -112,10 +120,12 @@ func TestCanaryNamesItsRankAndKey(t *testing.T) {
 		_ = json.NewDecoder(r.Body).Decode(&body)
 		_, _ = w.Write(file(t, "completion.json"))
 	}
-	require.NoError(t, serve(t, engine.Addressing{Mode: "header", Selector: 3}, "", record).Canary(t.Context(), "m"))
+	require.NoError(t, serve(t, engine.Addressing{Mode: "header", Selector: 3}, "", record).
+		Canary(t.Context(), "m"))
 	assert.Equal(t, "3", header)
 	assert.Equal(t, map[string]any{"model": "m", "prompt": "1", "max_tokens": 1.0, "temperature": 0.0}, body)
-	require.NoError(t, serve(t, engine.Addressing{Mode: "body", Selector: 2}, "secret", record).Canary(t.Context(), "m"))
+	require.NoError(t, serve(t, engine.Addressing{Mode: "body", Selector: 2}, "secret", record).
+		Canary(t.Context(), "m"))
 	assert.Equal(t, 2.0, body["routed_dp_rank"]) //nolint:testifylint // a small integer
 	assert.Equal(t, "Bearer secret", key)
 }
@@ -192,9 +202,18 @@ func TestCacheIsAskedWhereTheEngineTells(t *testing.T) {
 		want  engine.Cache
 		err   string
 	}{
-		"vllm":                     {pages: map[string]string{"/metrics": string(file(t, "metrics_dense.txt")), "/server_info": info}, want: engine.Cache{BlockSize: 32, Blocks: 24}},
-		"sglang":                   {pages: map[string]string{"/metrics": "sglang_page_size 8\n", "/server_info": info}, want: engine.Cache{BlockSize: 8, Blocks: 100, CachingOff: true}},
-		"sglang without metrics":   {pages: map[string]string{"/get_server_info": info}, want: engine.Cache{BlockSize: 16, Blocks: 100, CachingOff: true}},
+		"vllm": {pages: map[string]string{
+			"/metrics":     string(file(t, "metrics_dense.txt")),
+			"/server_info": info,
+		}, want: engine.Cache{BlockSize: 32, Blocks: 24}},
+		"sglang": {
+			pages: map[string]string{"/metrics": "sglang_page_size 8\n", "/server_info": info},
+			want:  engine.Cache{BlockSize: 8, Blocks: 100, CachingOff: true},
+		},
+		"sglang without metrics": {
+			pages: map[string]string{"/get_server_info": info},
+			want:  engine.Cache{BlockSize: 16, Blocks: 100, CachingOff: true},
+		},
 		"an engine that is silent": {err: "/metrics answered 404\n/get_server_info answered 404"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -211,15 +230,20 @@ func TestCacheIsAskedWhereTheEngineTells(t *testing.T) {
 
 func TestARankBehindASharedURLReadsItsOwnSeries(t *testing.T) {
 	pages := map[string]string{"/metrics": "vllm:kv_cache_usage_perc{engine=\"0\"} 0.9\nvllm:kv_cache_usage_perc{engine=\"1\"} 0.1\n"}
-	for mode, want := range map[string]float64{app.AddressURL: 0.9, app.AddressHeader: 0.1, app.AddressBody: 0.1} {
-		c, err := serve(t, engine.Addressing{Mode: mode, Selector: 1}, "", answers(pages)).Counters(t.Context())
+	for mode, want := range map[string]float64{
+		app.AddressURL: 0.9, app.AddressHeader: 0.1,
+		app.AddressBody: 0.1,
+	} {
+		c, err := serve(t, engine.Addressing{Mode: mode, Selector: 1}, "", answers(pages)).
+			Counters(t.Context())
 		require.NoError(t, err)
 		assert.InDelta(t, want, c.KVUsage, 0, mode)
 	}
 }
 
 func TestEventSourcesAreHandedOnAsTheyAre(t *testing.T) {
-	b, err := serve(t, engine.Addressing{}, "", answers(map[string]string{"/kv_event_sources": "<html>"})).EventSources(t.Context())
+	b, err := serve(t, engine.Addressing{}, "", answers(map[string]string{"/kv_event_sources": "<html>"})).
+		EventSources(t.Context())
 	require.NoError(t, err)
 	assert.Equal(t, "<html>", string(b))
 	_, err = serve(t, engine.Addressing{}, "", answers(nil)).EventSources(t.Context())

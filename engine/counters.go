@@ -3,15 +3,12 @@ package engine
 import (
 	"bytes"
 	"cmp"
-	"context"
 	"math"
 	"strconv"
-
-	"github.com/dpserve/dpserve/app"
 )
 
-// Counters are what an engine's /metrics says about its progress and its load. The token counters only grow in one process.
-// What is not told is zero.
+// Counters are an engine's progress and load, from /metrics. The token counters of one process only grow. A
+// value that the page lacks is zero.
 type Counters struct {
 	PromptTokens     float64
 	GenerationTokens float64
@@ -27,35 +24,19 @@ type Counters struct {
 	Seen             bool // at least one of the two token counters was there
 }
 
-// Moved says that the engine worked between before and c.
+// Moved reports that the engine computed tokens between before and c.
 func (c Counters) Moved(before Counters) bool {
 	return c.Seen && (c.PromptTokens != before.PromptTokens || c.GenerationTokens != before.GenerationTokens)
 }
 
-// Restarted says that c comes from another process than before: a counter fell or the start time changed (ENGINES 1.6).
+// Restarted reports whether c comes from another process than before: the start time changed or a counter
+// fell.
 func (c Counters) Restarted(before Counters) bool {
 	if c.StartTime != 0 && before.StartTime != 0 && c.StartTime != before.StartTime {
 		return true
 	}
-	return c.Seen && before.Seen && (c.PromptTokens < before.PromptTokens || c.GenerationTokens < before.GenerationTokens)
-}
-
-// Counters asks /metrics. Where several ranks answer behind one URL, it is what the page says of the client's own.
-func (c *Client) Counters(ctx context.Context) (Counters, error) {
-	p, err := c.metrics(ctx)
-	return p.Counters, err
-}
-
-func (c *Client) metrics(ctx context.Context) (metricsPage, error) {
-	b, err := c.get(ctx, "/metrics", maxMetrics)
-	if err != nil {
-		return metricsPage{}, err
-	}
-	rank := ""
-	if c.addr.Mode == app.AddressHeader || c.addr.Mode == app.AddressBody {
-		rank = strconv.Itoa(c.addr.Selector)
-	}
-	return parsePage(b, rank), nil
+	return c.Seen && before.Seen &&
+		(c.PromptTokens < before.PromptTokens || c.GenerationTokens < before.GenerationTokens)
 }
 
 // metricsPage is a page while it is read.
@@ -64,9 +45,10 @@ type metricsPage struct {
 	sglang bool // it is SGLang's
 }
 
-// parsePage reads what a Prometheus page says of one rank; "" = of all: counters, running and waiting are summed over label sets, of
-// usage the highest is taken. Names are matched whole: every counter has a _created twin that holds a unix time (TRAPS 26). Lines it
-// does not understand and values that cannot be are skipped.
+// parsePage reads one rank's values from a Prometheus page, or those of all ranks if rank is "". It sums
+// counters, running and waiting over label sets and takes the highest usage. Names are matched whole: every
+// counter has a twin with the suffix _created that holds a unix time. It skips lines that it cannot parse and
+// impossible values.
 func parsePage(b []byte, rank string) metricsPage {
 	var p metricsPage
 	for line := range bytes.Lines(b) {
@@ -89,7 +71,8 @@ func parsePage(b []byte, rank string) metricsPage {
 
 // cutSGLang takes SGLang's prefix off: sglang: up to 0.5.3, sglang_ from then on.
 func cutSGLang(name []byte) (rest []byte, ok bool) {
-	if rest, ok = bytes.CutPrefix(name, []byte("sglang")); !ok || len(rest) < 2 || rest[0] != ':' && rest[0] != '_' {
+	if rest, ok = bytes.CutPrefix(name, []byte("sglang")); !ok || len(rest) < 2 ||
+		rest[0] != ':' && rest[0] != '_' {
 		return nil, false
 	}
 	return rest[1:], true
@@ -114,9 +97,9 @@ func (p *metricsPage) add(name, labels []byte, value float64) {
 			p.KVUsage, p.HasKVUsage = max(p.KVUsage, value), true
 		}
 	case "page_size": // newer SGLang; in older ones a label of cache_config_info
-		p.BlockSize = sane(value, maxBlockSize)
+		p.BlockSize = toCount(value, maxBlockSize)
 	case "num_pages":
-		p.Blocks = sane(value, maxBlocks)
+		p.Blocks = toCount(value, maxBlocks)
 	case "cache_config_info":
 		p.config(labels)
 	case "engine_sleep_state": // one series per state, the present one is 1
@@ -128,26 +111,28 @@ func (p *metricsPage) add(name, labels []byte, value float64) {
 
 // config reads the labels of an info series. "None" is a value that is not set.
 func (p *metricsPage) config(labels []byte) {
-	p.BlockSize = cmp.Or(intLabel(labels, "block_size", maxBlockSize), intLabel(labels, "page_size", maxBlockSize), p.BlockSize)
-	p.Blocks = cmp.Or(intLabel(labels, "num_gpu_blocks", maxBlocks), intLabel(labels, "num_pages", maxBlocks), p.Blocks)
+	p.BlockSize = cmp.Or(intLabel(labels, "block_size", maxBlockSize),
+		intLabel(labels, "page_size", maxBlockSize), p.BlockSize)
+	p.Blocks = cmp.Or(intLabel(labels, "num_gpu_blocks", maxBlocks), intLabel(labels, "num_pages", maxBlocks),
+		p.Blocks)
 	p.CachingOff = p.CachingOff || label(labels, "enable_prefix_caching") == "False"
 }
 
-// Bounds of what is believed.
+// Larger values are taken for faults and ignored.
 const (
 	maxBlockSize = 1 << 20 // tokens per block
 	maxBlocks    = 1 << 30 // blocks of a device
 )
 
-// sane is a number of things as an int, 0 if it cannot be one.
-func sane(value, limit float64) int {
+// toCount converts a count to an int; 0 if the value cannot be a count.
+func toCount(value, limit float64) int {
 	if value != math.Trunc(value) || value < 1 || value > limit {
 		return 0
 	}
 	return int(value)
 }
 
-// ofRank says whether a series is the rank's: it names it, or names none.
+// ofRank reports whether a series belongs to the rank: it names the rank or none.
 func ofRank(labels []byte, rank string) bool {
 	for _, key := range []string{"engine", "dp_rank"} {
 		if text := label(labels, key); text != "" {
@@ -157,8 +142,8 @@ func ofRank(labels []byte, rank string) bool {
 	return true
 }
 
-// parseSample splits one line of the text format: name, the label part without its braces, value. A timestamp behind the
-// value is ignored. ok is false for comments, blank lines and anything malformed.
+// parseSample splits one line of the text format: name, the label part without its braces, value. A timestamp
+// behind the value is ignored. ok is false for comments, blank lines and anything malformed.
 func parseSample(line []byte) (name, labels []byte, value float64, ok bool) {
 	line = bytes.TrimSpace(line)
 	end := bytes.IndexAny(line, "{ \t")
@@ -176,7 +161,8 @@ func parseSample(line []byte) (name, labels []byte, value float64, ok bool) {
 		return nil, nil, 0, false
 	}
 	value, err := strconv.ParseFloat(string(fields[0]), 64)
-	return name, labels, value, err == nil && !math.IsNaN(value) && !math.IsInf(value, 0) // those are no counts
+	// those are no counts
+	return name, labels, value, err == nil && !math.IsNaN(value) && !math.IsInf(value, 0)
 }
 
 // cutLabels finds the closing brace outside of quotes.

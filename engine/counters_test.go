@@ -15,18 +15,26 @@ import (
 func TestCountersOfRealPages(t *testing.T) {
 	dense, err := os.ReadFile("testdata/metrics_dense.txt")
 	require.NoError(t, err)
-	assert.Equal(t, Counters{PromptTokens: 3524, GenerationTokens: 3074, StartTime: 1.79523078344e9, BlockSize: 32, Blocks: 24, Seen: true}, counters(dense))
+	assert.Equal(t, Counters{
+		PromptTokens: 3524, GenerationTokens: 3074, StartTime: 1.79523078344e9,
+		BlockSize: 32, Blocks: 24, Seen: true,
+	}, counters(dense))
 	two, err := os.ReadFile("testdata/metrics_internal_lb.txt")
 	require.NoError(t, err)
-	assert.Equal(t, Counters{PromptTokens: 810, GenerationTokens: 18, BlockSize: 32, Blocks: 65536, Seen: true}, counters(two))
+	assert.Equal(t, Counters{
+		PromptTokens: 810, GenerationTokens: 18, BlockSize: 32, Blocks: 65536,
+		Seen: true,
+	}, counters(two))
 	var sum Counters
 	for rank := range 2 {
 		c := parsePage(two, strconv.Itoa(rank)).Counters
 		assert.Less(t, c.PromptTokens, 810.0)
 		assert.Equal(t, 65536, c.Blocks)
-		sum.PromptTokens, sum.GenerationTokens = sum.PromptTokens+c.PromptTokens, sum.GenerationTokens+c.GenerationTokens
+		sum.PromptTokens, sum.GenerationTokens = sum.PromptTokens+c.PromptTokens,
+			sum.GenerationTokens+c.GenerationTokens
 	}
-	assert.Equal(t, Counters{PromptTokens: 810, GenerationTokens: 18}, sum, "the page of two engines, one by one")
+	assert.Equal(t, Counters{PromptTokens: 810, GenerationTokens: 18}, sum,
+		"the page of two engines, one by one")
 	assert.Equal(t, Counters{}, parsePage(two, "2").Counters, "a rank that is not there")
 	assert.Equal(t, Counters{}, counters([]byte("# nothing\n\nup 1\nvllm:prompt_tokens_total NaN\n")))
 }
@@ -63,8 +71,11 @@ func TestSamplesSurviveLabels(t *testing.T) {
 // FuzzParseCountersNeverFails: an engine's page may be anything.
 func FuzzParseCountersNeverFails(f *testing.F) {
 	for _, s := range []string{
-		"", "a", "a{", `a{b="\`, `vllm:cache_config_info{block_size="x"} 1`, `vllm:cache_config_info{a="\"",block_size="16",num_gpu_blocks="9"} 1`,
-		"vllm:kv_cache_usage_perc{engine=\"0\"} 0.5", "sglang_token_usage 2", `{"page_size":1e300,"max_total_num_tokens":-1}`, "vllm:prompt_tokens_total 1e3\n", "a{} 1 2 3", "{ 1",
+		"", "a", "a{", `a{b="\`, `vllm:cache_config_info{block_size="x"} 1`,
+		`vllm:cache_config_info{a="\"",block_size="16",num_gpu_blocks="9"} 1`,
+		"vllm:kv_cache_usage_perc{engine=\"0\"} 0.5", "sglang_token_usage 2",
+		`{"page_size":1e300,"max_total_num_tokens":-1}`, "vllm:prompt_tokens_total 1e3\n", "a{} 1 2 3",
+		"{ 1",
 	} {
 		f.Add([]byte(s))
 	}
@@ -76,7 +87,8 @@ func FuzzParseCountersNeverFails(f *testing.F) {
 		if c.KVUsage < 0 || c.KVUsage > 1 || c.KVUsage != 0 && !c.HasKVUsage {
 			t.Fatalf("usage %v, seen %v", c.KVUsage, c.HasKVUsage)
 		}
-		if c.BlockSize < 0 || c.BlockSize > maxBlockSize || c.Blocks < 0 || c.Blocks > maxBlocks || c.Running < 0 || c.Waiting < 0 {
+		if c.BlockSize < 0 || c.BlockSize > maxBlockSize || c.Blocks < 0 || c.Blocks > maxBlocks ||
+			c.Running < 0 || c.Waiting < 0 {
 			t.Fatalf("%+v", c)
 		}
 		for _, key := range []string{"a", "block_size", ""} {
@@ -98,10 +110,16 @@ vllm:num_requests_waiting{engine="0"} 2.0
 vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 2.0
 vllm:kv_cache_usage_perc{engine="0"} 0.25
 vllm:cache_config_info{effective_attention_block_size="64",block_size="16",enable_prefix_caching="True",num_gpu_blocks="100",num_gpu_blocks_override="7"} 1.0`,
-			want: Counters{Running: 3, Waiting: 2, KVUsage: 0.25, HasKVUsage: true, BlockSize: 16, Blocks: 100},
+			want: Counters{
+				Running: 3, Waiting: 2, KVUsage: 0.25, HasKVUsage: true, BlockSize: 16,
+				Blocks: 100,
+			},
 		},
-		"older vllm":   {page: "vllm:gpu_cache_usage_perc 0.5", want: Counters{KVUsage: 0.5, HasKVUsage: true}},
-		"caching off":  {page: `vllm:cache_config_info{enable_prefix_caching="False"} 1`, want: Counters{CachingOff: true}},
+		"older vllm": {page: "vllm:gpu_cache_usage_perc 0.5", want: Counters{KVUsage: 0.5, HasKVUsage: true}},
+		"caching off": {
+			page: `vllm:cache_config_info{enable_prefix_caching="False"} 1`,
+			want: Counters{CachingOff: true},
+		},
 		"not told":     {page: `vllm:cache_config_info{block_size="None",enable_prefix_caching="None",num_gpu_blocks="None"} 1`},
 		"not its name": {page: `vllm:cache_config_info{x="enable_prefix_caching=\"False\"",y=",block_size=\"4\""} 1`},
 		"all ranks": {
@@ -118,7 +136,10 @@ sglang:num_running_reqs{dp_rank="1"} 4
 sglang:num_queue_reqs{dp_rank="1"} 5
 sglang:token_usage{dp_rank="1"} 0.75
 sglang:cache_config_info{page_size="64",num_pages="2000",dp_rank="1"} 1.0`,
-			rank: "1", want: Counters{Running: 4, Waiting: 5, KVUsage: 0.75, HasKVUsage: true, BlockSize: 64, Blocks: 2000},
+			rank: "1", want: Counters{
+				Running: 4, Waiting: 5, KVUsage: 0.75, HasKVUsage: true, BlockSize: 64,
+				Blocks: 2000,
+			},
 		},
 		"newer sglang": {
 			page: "sglang_page_size 1.0\nsglang_num_pages 40000.0\nsglang_prompt_tokens_total 7\n",
@@ -140,22 +161,30 @@ sglang 1
 vllm:cache_config_info{block_size="1000000000",num_gpu_blocks="1e3" 1`,
 		},
 	} {
-		t.Run(name, func(t *testing.T) { assert.Equal(t, c.want, parsePage([]byte(c.page), c.rank).Counters) })
+		t.Run(name, func(t *testing.T) {
+			assert.Equal(t, c.want, parsePage([]byte(c.page), c.rank).Counters)
+		})
 	}
 }
 
 func TestServerInfo(t *testing.T) {
 	for text, want := range map[string]Cache{
-		`{"page_size":16,"max_total_num_tokens":1000,"disable_radix_cache":false,"x":[1]}`: {BlockSize: 16, Blocks: 62},
-		`{"page_size":1,"max_total_num_tokens":1000,"disable_radix_cache":true}`:           {BlockSize: 1, Blocks: 1000, CachingOff: true},
-		`{"max_total_num_tokens":1000}`:                                                    {},
-		`{"page_size":0,"max_total_num_tokens":1000}`:                                      {},
-		`{"page_size":1e-300,"max_total_num_tokens":1e300}`:                                {},
-		`{"page_size":-1,"max_total_num_tokens":-1000}`:                                    {},
-		`{"page_size":1,"max_total_num_tokens":1e300}`:                                     {BlockSize: 1},
-		`{"page_size":"16"}`:              {},
-		`{"vllm_config":"block_size=16"}`: {},
-		`[]`:                              {}, ``: {}, `<html>`: {}, `null`: {},
+		`{"page_size":16,"max_total_num_tokens":1000,"disable_radix_cache":false,"x":[1]}`: {
+			BlockSize: 16,
+			Blocks:    62,
+		},
+		`{"page_size":1,"max_total_num_tokens":1000,"disable_radix_cache":true}`: {
+			BlockSize: 1, Blocks: 1000,
+			CachingOff: true,
+		},
+		`{"max_total_num_tokens":1000}`:                     {},
+		`{"page_size":0,"max_total_num_tokens":1000}`:       {},
+		`{"page_size":1e-300,"max_total_num_tokens":1e300}`: {},
+		`{"page_size":-1,"max_total_num_tokens":-1000}`:     {},
+		`{"page_size":1,"max_total_num_tokens":1e300}`:      {BlockSize: 1},
+		`{"page_size":"16"}`:                                {},
+		`{"vllm_config":"block_size=16"}`:                   {},
+		`[]`:                                                {}, ``: {}, `<html>`: {}, `null`: {},
 	} {
 		assert.Equal(t, want, parseServerInfo([]byte(text)), text)
 	}

@@ -1,7 +1,6 @@
 package engine
 
 import (
-	"context"
 	"encoding/json"
 	"net/url"
 
@@ -9,17 +8,17 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// EventSource is where dpserve finds the KV events of one rank: exactly one of Connect and Bind (the engine dials). All are
+// EventSource locates the KV events of one rank: exactly one of Connect and Bind (the engine dials). All are
 // tcp://HOST:PORT.
 type EventSource struct {
 	Connect string
 	Bind    string
 	Replay  string // "" = none
-	Host    string // where the engine runs; nobody else may publish
+	Host    string // where the engine runs; publishers on other hosts are refused
 }
 
-// WantsEvents says whether the engines of a should publish KV events: its policy reads the KV index, its file does not forbid
-// them, its kind can, and its engines cache prefixes.
+// WantsEvents reports whether the engines of a should publish KV events: its policy reads the KV index, its
+// file does not forbid them, its kind can, and its engines cache prefixes.
 func WantsEvents(a *app.Application) bool {
 	if a.Engine.KVEvents == app.KVEventsOff || a.Engine.Family == app.FamilyOpenAI || CachingOff(a) {
 		return false
@@ -32,8 +31,8 @@ func WantsEvents(a *app.Application) bool {
 	return needs.Hits && !needs.Approximate
 }
 
-// CachingOff says that engine.args start the engines of a without prefix caching. Of several flags the last one counts, as it
-// does for the engines.
+// CachingOff reports that engine.args start the engines of a without prefix caching. Of several flags the
+// last one counts, as in the engines.
 func CachingOff(a *app.Application) bool {
 	off := false
 	for _, arg := range a.Engine.Args {
@@ -49,20 +48,16 @@ func CachingOff(a *app.Application) bool {
 	return off
 }
 
-// AskedBlockSize is the tokens per KV block that engine.args ask for, which an engine need not keep to; 0 = they do not say.
+// AskedBlockSize is the tokens per KV block that engine.args ask for, which an engine need not keep to; 0 =
+// they do not say.
 func AskedBlockSize(a *app.Application) int {
 	for _, arg := range a.Engine.Args {
-		if n, ok := arg.Value.(int64); ok && flagName(arg.Name) == "block-size" && n > 0 && n <= maxBlockSize {
+		if n, ok := arg.Value.(int64); ok && flagName(arg.Name) == "block-size" && n > 0 &&
+			n <= maxBlockSize {
 			return int(n)
 		}
 	}
 	return 0
-}
-
-// EventSources asks /kv_event_sources: the body, which engine/kvevents reads. An engine without the route gives a *StatusError
-// of 404.
-func (c *Client) EventSources(ctx context.Context) ([]byte, error) {
-	return c.get(ctx, "/kv_event_sources", maxAnswer)
 }
 
 // eventsConfig is vLLM's --kv-events-config as dpserve writes it.
@@ -74,14 +69,17 @@ type eventsConfig struct {
 	Topic     string `json:"topic"`
 }
 
-// eventFlags make a launched engine publish. It is told the ports of index 0: it adds its own number, which is 0 where it does
-// not know of others.
+// eventFlags make a launched engine publish. It gets the ports of index 0 and adds its own rank number, which
+// is 0 for an independent rank.
 func eventFlags(s *Spec) ([]string, error) {
 	if !WantsEvents(s.App) {
 		return nil, nil
 	}
 	p := s.Ports()
-	b, err := json.Marshal(eventsConfig{Enabled: true, Publisher: "zmq", Endpoint: s.tcp(p.KV(0)), Replay: s.tcp(p.Replay(0))})
+	b, err := json.Marshal(eventsConfig{
+		Enabled: true, Publisher: "zmq", Endpoint: s.tcp(p.KV(0)),
+		Replay: s.tcp(p.Replay(0)),
+	})
 	return []string{"--kv-events-config", string(b)}, err
 }
 
@@ -94,12 +92,16 @@ func launchedEvents(s *Spec) *EventSource {
 	return &EventSource{Bind: s.tcp(p.KV(s.Index())), Replay: s.tcp(p.Replay(s.Index())), Host: s.host()}
 }
 
-// declaredEvents is what the app file says of an attached rank; nil if it says nothing, or nobody wants to know.
+// declaredEvents is an attached rank's event source from the app file; nil if the file has none or the
+// application reads no events.
 func declaredEvents(a *app.Application, r *app.AttachRank) *EventSource {
 	if r.KVEvents == nil || !WantsEvents(a) {
 		return nil
 	}
-	return &EventSource{Connect: r.KVEvents.Connect, Bind: r.KVEvents.Bind, Replay: r.KVEvents.Replay, Host: HostOf(r.URL)}
+	return &EventSource{
+		Connect: r.KVEvents.Connect, Bind: r.KVEvents.Bind, Replay: r.KVEvents.Replay,
+		Host: HostOf(r.URL),
+	}
 }
 
 // HostOf is the host of an engine's URL, without port and brackets; "" if there is none.

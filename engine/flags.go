@@ -13,8 +13,9 @@ import (
 // DefaultMaxOngoing is max_ongoing_requests of a rank whose engine's max_num_seqs is not known.
 const DefaultMaxOngoing = 256
 
-// Flags renders engine.args as command line flags in file order: snake_case becomes kebab-case, true a bare flag, false
-// --no-flag, a list or map one JSON argument. A list under a simulator flag (sim_…) repeats the flag: those are schedules.
+// Flags renders engine.args as command line flags in file order: snake_case becomes kebab-case, true a bare
+// flag, false --no-flag, a list or map one JSON argument. A list under a simulator flag (sim_…) repeats the
+// flag: those are schedules.
 func Flags(args app.Args) ([]string, error) {
 	var out []string
 	for _, a := range args {
@@ -54,13 +55,14 @@ func flag(name string, value any) ([]string, error) {
 	}
 	b, err := json.Marshal(value)
 	if err != nil {
-		return nil, problem.New(problem.InvalidArgument, "engine.args.%s: cannot be written as JSON: %w", name, err)
+		return nil, problem.New(problem.InvalidArgument, "engine.args.%s: cannot be written as JSON: %w",
+			name, err)
 	}
 	return []string{"--" + name, string(b)}, nil
 }
 
-// Arg looks a value of engine.args up by its kebab-case flag name.
-func Arg(args app.Args, name string) (any, bool) {
+// lookupArg looks up a value of engine.args by its flag name in kebab case.
+func lookupArg(args app.Args, name string) (any, bool) {
 	for _, a := range args {
 		if flagName(a.Name) == name {
 			return a.Value, true
@@ -69,13 +71,14 @@ func Arg(args app.Args, name string) (any, bool) {
 	return nil, false
 }
 
-// MaxOngoing is how many requests a rank of a takes at once: max_ongoing_requests of the file, else the engine's max_num_seqs
-// as it was given, else DefaultMaxOngoing. No engine reports max_num_seqs over HTTP.
+// MaxOngoing is the number of requests that a rank of a admits at once: max_ongoing_requests of the file,
+// else the engine's max_num_seqs as it was given, else DefaultMaxOngoing. No engine reports max_num_seqs over
+// HTTP.
 func MaxOngoing(a *app.Application) int {
 	if a.MaxOngoingRequests > 0 {
 		return a.MaxOngoingRequests
 	}
-	if v, ok := Arg(a.Engine.Args, "max-num-seqs"); ok {
+	if v, ok := lookupArg(a.Engine.Args, "max-num-seqs"); ok {
 		if n, err := strconv.ParseFloat(fmt.Sprint(v), 64); err == nil && n >= 1 && n <= 1<<20 {
 			return int(n)
 		}
@@ -83,9 +86,10 @@ func MaxOngoing(a *app.Application) int {
 	return DefaultMaxOngoing
 }
 
-// APIKey is the key a launched engine asks for on its /v1 routes: engine.args api_key, else VLLM_API_KEY of engine.env, else "".
+// APIKey is the key a launched engine asks for on its /v1 routes: engine.args api_key, else VLLM_API_KEY of
+// engine.env, else "".
 func APIKey(a *app.Application) string {
-	if v, ok := Arg(a.Engine.Args, "api-key"); ok {
+	if v, ok := lookupArg(a.Engine.Args, "api-key"); ok {
 		if s, isString := v.(string); isString {
 			return s
 		}

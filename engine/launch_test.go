@@ -20,8 +20,13 @@ func demo(coupling app.Coupling) *app.Application {
 		Model: app.Model{ID: "demo", Aliases: []string{"d"}},
 		Engine: app.Engine{
 			Kind: app.KindSim,
-			Args: app.Args{{Name: "max_num_seqs", Value: int64(8)}, {Name: "enable-scale-out", Value: true}, {Name: "prefix_caching", Value: false}, {Name: "sim_fail", Value: []any{"crash@1", "hang@2.5"}}},
-			Env:  map[string]string{"A": "1", "VLLM_DP_RANK": "3", "GOGC": "50"},
+			Args: app.Args{
+				{Name: "max_num_seqs", Value: int64(8)},
+				{Name: "enable-scale-out", Value: true},
+				{Name: "prefix_caching", Value: false},
+				{Name: "sim_fail", Value: []any{"crash@1", "hang@2.5"}},
+			},
+			Env: map[string]string{"A": "1", "VLLM_DP_RANK": "3", "GOGC": "50"},
 		},
 		DataParallel:            app.DataParallel{DPSize: 4, Coupling: coupling},
 		GracefulShutdownTimeout: 9.5,
@@ -34,18 +39,26 @@ func TestRG11AnIndependentRankGetsNoDataParallelFlags(t *testing.T) {
 	l, err := engine.Render(s, environ)
 	require.NoError(t, err)
 	assert.Equal(t, []string{
-		"dpserve", "engine", "sim", "--host", "127.0.0.1", "--port", "20016", "--served-model-name", "demo", "d",
+		"dpserve", "engine", "sim", "--host", "127.0.0.1", "--port", "20016", "--served-model-name", "demo",
+		"d",
 		"--shutdown-timeout", "10", "--enable-prompt-tokens-details", "--sim-watch-stdin",
-		"--max-num-seqs", "8", "--enable-scale-out", "--no-prefix-caching", "--sim-fail", "crash@1", "--sim-fail", "hang@2.5",
+		"--max-num-seqs", "8", "--enable-scale-out", "--no-prefix-caching", "--sim-fail", "crash@1",
+		"--sim-fail", "hang@2.5",
 	}, l.Argv)
-	assert.Equal(t, []string{"A=1", "GOGC=50", "GOMAXPROCS=1", "PATH=/bin", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE=120"}, l.Env)
+	assert.Equal(t, []string{
+		"A=1", "GOGC=50", "GOMAXPROCS=1", "PATH=/bin",
+		"VLLM_HTTP_TIMEOUT_KEEP_ALIVE=120",
+	}, l.Env)
 	assert.Equal(t, "http://127.0.0.1:20016", l.URL)
 }
 
 func TestALockstepRankNamesItsPlaceAndRankZero(t *testing.T) {
 	a := demo(app.Lockstep)
 	a.Engine.Args, a.Engine.Command = nil, []string{"other", "engine"}
-	l, err := engine.Render(&engine.Spec{App: a, Rank: 2, Base: 20016, Rank0Addr: "127.0.0.1", Rank0Port: 20036}, nil)
+	l, err := engine.Render(&engine.Spec{
+		App: a, Rank: 2, Base: 20016, Rank0Addr: "127.0.0.1",
+		Rank0Port: 20036,
+	}, nil)
 	require.NoError(t, err)
 	assert.Equal(t, []string{
 		"other", "engine", "--host", "127.0.0.1", "--port", "20018", "--served-model-name", "demo", "d",
@@ -56,17 +69,24 @@ func TestALockstepRankNamesItsPlaceAndRankZero(t *testing.T) {
 	assert.Equal(t, []string{"other", "engine"}, a.Engine.Command, "the app's own slice is left alone")
 }
 
-// Nodes that share a machine have their engines on addresses of their own, event sockets too; ranks of one start share a secret.
+// Nodes that share a machine have their engines on addresses of their own, event sockets too; ranks of one
+// start share a secret.
 func TestALaunchOnAnotherAddress(t *testing.T) {
 	a := demo(app.Lockstep)
 	a.Engine.Args, a.Routing.Policy = nil, "kv"
-	s := &engine.Spec{App: a, Rank: 2, Base: 20016, Host: "127.0.0.2", Rank0Addr: "127.0.0.1", Rank0Port: 20036, GroupKey: "k"}
+	s := &engine.Spec{
+		App: a, Rank: 2, Base: 20016, Host: "127.0.0.2", Rank0Addr: "127.0.0.1",
+		Rank0Port: 20036, GroupKey: "k",
+	}
 	l, err := engine.Render(s, nil)
 	require.NoError(t, err)
 	assert.Equal(t, "http://127.0.0.2:20018", l.URL)
 	assert.Equal(t, []string{"--host", "127.0.0.2", "--port", "20018"}, l.Argv[3:7])
 	assert.Contains(t, l.Argv, `{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://127.0.0.2:20020","replay_endpoint":"tcp://127.0.0.2:20024","topic":""}`)
-	assert.Equal(t, &engine.EventSource{Bind: "tcp://127.0.0.2:20022", Replay: "tcp://127.0.0.2:20026", Host: "127.0.0.2"}, l.Events)
+	assert.Equal(t, &engine.EventSource{
+		Bind: "tcp://127.0.0.2:20022", Replay: "tcp://127.0.0.2:20026",
+		Host: "127.0.0.2",
+	}, l.Events)
 	assert.Contains(t, l.Env, "DPSERVE_GROUP_KEY=k")
 	assert.NotContains(t, l.Argv, "k", "every user of the machine sees a command line")
 	a.DataParallel.Coupling = app.Independent
@@ -137,7 +157,10 @@ func TestFlagValues(t *testing.T) {
 		{Name: "--h", Value: int64(-1)},
 	})
 	require.NoError(t, err)
-	assert.Equal(t, []string{"--a-b", "x y", "--c", "1.5", "--d", "1000000", "--e", `["x",2]`, "--f", `{"k":true}`, "--h", "-1"}, flags)
+	assert.Equal(t, []string{
+		"--a-b", "x y", "--c", "1.5", "--d", "1000000", "--e", `["x",2]`, "--f",
+		`{"k":true}`, "--h", "-1",
+	}, flags)
 	_, err = engine.Flags(app.Args{{Name: "x", Value: []any{func() {}}}})
 	require.Error(t, err)
 }
@@ -147,7 +170,8 @@ func TestMaxOngoingAndKey(t *testing.T) {
 	assert.Equal(t, 8, engine.MaxOngoing(a))
 	a.MaxOngoingRequests = 3
 	assert.Equal(t, 3, engine.MaxOngoing(a))
-	a.MaxOngoingRequests, a.Engine.Args = 0, app.Args{{Name: "max-num-seqs", Value: float64(64)}, {Name: "api_key", Value: "k"}}
+	a.MaxOngoingRequests, a.Engine.Args = 0,
+		app.Args{{Name: "max-num-seqs", Value: float64(64)}, {Name: "api_key", Value: "k"}}
 	assert.Equal(t, 64, engine.MaxOngoing(a))
 	assert.Equal(t, "k", engine.APIKey(a))
 	a.Engine.Args = app.Args{{Name: "max-num-seqs", Value: "many"}}

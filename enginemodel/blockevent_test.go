@@ -48,7 +48,8 @@ func TestEqualPromptsStoreTheirLastBlockTwice(t *testing.T) {
 	b := &em.Request{Prompt: 8, Output: 1, Ending: em.FinishLength, Content: text(8, 4, "")}
 	got, _ := steps(core, 0, add(a, b))
 	assert.Equal(t, [][]em.BlockEvent{{
-		{Kind: em.BlocksStored, Req: a, First: 0, Count: 2}, {Kind: em.BlocksStored, Req: b, First: 1, Count: 1},
+		{Kind: em.BlocksStored, Req: a, First: 0, Count: 2},
+		{Kind: em.BlocksStored, Req: b, First: 1, Count: 1},
 	}}, got)
 	copies := 0
 	core.CachedBlocks(func(_ uint64, n int) { copies += n })
@@ -83,7 +84,10 @@ func TestResetIsToldWithTheNextStep(t *testing.T) {
 	assert.Equal(t, em.Never, wake, "an idle engine says nothing")
 	b := &em.Request{Prompt: 8, Output: 1, Ending: em.FinishLength, Content: text(8, 4, "")}
 	got, _ := steps(core, end, add(b))
-	assert.Equal(t, [][]em.BlockEvent{{{Kind: em.BlocksCleared}, {Kind: em.BlocksStored, Req: b, First: 0, Count: 2}}}, got)
+	assert.Equal(t, [][]em.BlockEvent{{
+		{Kind: em.BlocksCleared},
+		{Kind: em.BlocksStored, Req: b, First: 0, Count: 2},
+	}}, got)
 	assert.Zero(t, b.Cached())
 }
 
@@ -101,7 +105,10 @@ func TestResetIsRefusedWhileBlocksAreHeld(t *testing.T) {
 
 func TestNoEventsUnlessAsked(t *testing.T) {
 	core := newCore(t, small())
-	got, _ := steps(core, 0, add(&em.Request{Prompt: 8, Output: 5, Ending: em.FinishLength, Content: text(8, 4, "")}))
+	got, _ := steps(core, 0, add(&em.Request{
+		Prompt: 8, Output: 5, Ending: em.FinishLength,
+		Content: text(8, 4, ""),
+	}))
 	assert.Empty(t, got)
 }
 

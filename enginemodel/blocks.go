@@ -1,8 +1,9 @@
 package enginemodel
 
-// blockPool is the KV memory of one rank: fixed blocks, counted references, and a cache of full blocks by chained hash. A block
-// that nobody references keeps its content on the free list until it is the oldest there and its memory is needed (LRU).
-// Several blocks may hold the same hash (copies made by requests that ran at the same time).
+// blockPool is the KV memory of one rank: fixed blocks, counted references, and a cache of full blocks by
+// chained hash. A block without references keeps its content on the free list until it is the oldest there
+// and its memory is needed (LRU). Several blocks may hold the same hash (copies made by requests that ran at
+// the same time).
 type blockPool struct {
 	blocks []block
 	byHash map[uint64]int32 // hash → the copy cached last, further copies through block.sameHash
@@ -24,7 +25,10 @@ type block struct {
 const none int32 = -1
 
 func newBlockPool(n int, log *blockLog) *blockPool {
-	p := &blockPool{blocks: make([]block, n), byHash: make(map[uint64]int32), head: none, tail: none, log: log}
+	p := &blockPool{
+		blocks: make([]block, n), byHash: make(map[uint64]int32), head: none, tail: none,
+		log: log,
+	}
 	for i := range p.blocks {
 		p.blocks[i].sameHash = none
 		p.pushFree(int32(i))

@@ -11,14 +11,14 @@ import (
 const (
 	DefaultBlockSize        = 16
 	DefaultBlocks           = 43712 // what an 80 GB device leaves the reference model at 16 tokens a block
-	DefaultMaxSeqs          = 256
+	defaultMaxSeqs          = 256
 	DefaultMaxModelLen      = 32768
-	DefaultMaxBatchedTokens = 8192
+	defaultMaxBatchedTokens = 8192
 	DefaultSyncInterval     = 16 // steps between wave checks
 )
 
-// DefaultCollectiveTimeout is NCCL's: how long a rank stays frozen beside a dead peer.
-const DefaultCollectiveTimeout = 600 * time.Second
+// defaultCollectiveTimeout is NCCL's: how long a rank stays frozen beside a dead peer.
+const defaultCollectiveTimeout = 600 * time.Second
 
 // Config is the shape of one rank.
 type Config struct {
@@ -45,9 +45,10 @@ type Config struct {
 // Default is the reference rank: uncoupled, at real speed.
 func Default() Config {
 	return Config{
-		BlockSize: DefaultBlockSize, Blocks: DefaultBlocks, MaxSeqs: DefaultMaxSeqs, MaxModelLen: DefaultMaxModelLen,
-		MaxBatchedTokens: DefaultMaxBatchedTokens, PrefixCaching: true, Law: steptime.Reference(), Speed: 1,
-		CollectiveTimeout: DefaultCollectiveTimeout,
+		BlockSize: DefaultBlockSize, Blocks: DefaultBlocks, MaxSeqs: defaultMaxSeqs,
+		MaxModelLen:      DefaultMaxModelLen,
+		MaxBatchedTokens: defaultMaxBatchedTokens, PrefixCaching: true, Law: steptime.Reference(), Speed: 1,
+		CollectiveTimeout: defaultCollectiveTimeout,
 	}
 }
 
@@ -55,10 +56,12 @@ func Default() Config {
 func (c Config) Validate() error {
 	switch {
 	case c.BlockSize < 1 || c.Blocks < 1 || c.MaxSeqs < 1 || c.MaxModelLen < 1 || c.MaxBatchedTokens < 1:
-		return fmt.Errorf("block size %d, blocks %d, max_num_seqs %d, max_model_len %d, max_num_batched_tokens %d: all must be at least 1",
+		return fmt.Errorf("block size %d, blocks %d, max_num_seqs %d, max_model_len %d, "+
+			"max_num_batched_tokens %d: all must be at least 1",
 			c.BlockSize, c.Blocks, c.MaxSeqs, c.MaxModelLen, c.MaxBatchedTokens)
 	case c.Blocks*c.BlockSize < c.MaxModelLen:
-		return fmt.Errorf("%d blocks of %d tokens hold less than one request of max_model_len %d: raise num_gpu_blocks_override or lower max_model_len",
+		return fmt.Errorf("%d blocks of %d tokens hold less than one request of max_model_len %d: raise "+
+			"num_gpu_blocks_override or lower max_model_len",
 			c.Blocks, c.BlockSize, c.MaxModelLen)
 	case !(c.Speed > 0):
 		return fmt.Errorf("speed is %v: it must be above 0", c.Speed)

@@ -7,11 +7,12 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// Content names the blocks of a request for the prefix cache. A trace-driven simulator brings the hashes of its trace, the
-// engine process hashes real tokens (TokenContent). Used by one goroutine at a time.
+// Content names the blocks of a request for the prefix cache. A trace-driven simulator brings the hashes of
+// its trace, the engine process hashes real tokens (TokenContent). Used by one goroutine at a time.
 type Content interface {
-	// BlockHash is the chained hash of block i (from 0) of prompt and answer: it covers every token up to the block's end, so
-	// equal hashes mean equal prefixes. false = unknown, the block is never shared. Asked only for blocks whose tokens exist.
+	// BlockHash is the chained hash of block i (from 0) of prompt and answer: it covers every token up to the
+	// block's end, so equal hashes mean equal prefixes. false = unknown, the block is never shared. Asked
+	// only for blocks whose tokens exist.
 	BlockHash(i int) (hash uint64, ok bool)
 }
 
@@ -20,8 +21,9 @@ type HashAlgo uint8
 
 // The algorithms.
 const (
-	HashFast       HashAlgo = iota // chained xxh3 of 64 bits
-	HashSHA256CBOR                 // vLLM's sha256_cbor: SHA-256 of canonical CBOR [parent, tokens, extra keys]
+	HashFast HashAlgo = iota // chained xxh3 of 64 bits
+	// vLLM's sha256_cbor: SHA-256 of canonical CBOR [parent, tokens, extra keys]
+	HashSHA256CBOR
 )
 
 // DigestSize is the length of a whole block hash.
@@ -51,8 +53,8 @@ type TokenContent struct {
 
 var _ Content = (*TokenContent)(nil)
 
-// NewTokenContent is the content of prompt followed by the answer of seed (TextSeed). salt separates caches: only requests with
-// an equal salt share blocks.
+// NewTokenContent is the content of prompt followed by the answer of seed (TextSeed). salt separates caches:
+// only requests with an equal salt share blocks.
 func NewTokenContent(prompt []uint32, seed uint64, blockSize int, salt string) *TokenContent {
 	c := &TokenContent{prompt: prompt, seed: seed, blockSize: blockSize, saltText: salt}
 	if salt != "" {
@@ -161,4 +163,32 @@ func (c *TokenContent) token(t int) uint32 {
 		c.gen = NewGenerator(c.seed)
 	}
 	return c.gen.Token(t - len(c.prompt))
+}
+
+// Major types of CBOR (RFC 8949), as far as block hashes need them.
+const (
+	cborUint  = 0 << 5
+	cborBytes = 2 << 5
+	cborText  = 3 << 5
+	cborArray = 4 << 5
+	cborNull  = 0xf6
+)
+
+// appendCBORHead appends a type with its number in the shortest form, as canonical CBOR wants it.
+func appendCBORHead(b []byte, major byte, n uint64) []byte {
+	switch {
+	case n < 24:
+		return append(b, major|byte(n))
+	case n < 1<<8:
+		return append(b, major|24, byte(n))
+	case n < 1<<16:
+		return binary.BigEndian.AppendUint16(append(b, major|25), uint16(n))
+	case n < 1<<32:
+		return binary.BigEndian.AppendUint32(append(b, major|26), uint32(n))
+	}
+	return binary.BigEndian.AppendUint64(append(b, major|27), n)
+}
+
+func appendCBORText(b []byte, s string) []byte {
+	return append(appendCBORHead(b, cborText, uint64(len(s))), s...)
 }

@@ -18,7 +18,8 @@ func TestSHA256CBORChain(t *testing.T) {
 		prompt[i] = uint32(i)
 	}
 	root := em.RootOf("0")
-	assert.Equal(t, "4e1195df020de59e0d65a33a4279f1183e7ae4e5d980e309f8b55adff2e61c3e", hex.EncodeToString(root[:]))
+	assert.Equal(t, "4e1195df020de59e0d65a33a4279f1183e7ae4e5d980e309f8b55adff2e61c3e",
+		hex.EncodeToString(root[:]))
 	c := em.NewTokenContent(prompt, 1, 16, "").Use(em.Hashing{Algo: em.HashSHA256CBOR, Root: root})
 	for i, want := range []struct {
 		digest string

@@ -1,6 +1,7 @@
-// Package enginemodel is the simulated inference engine of one rank without its process: continuous batching with chunked
-// prefill, a FCFS queue, preemption, a block cache with prefix reuse, lockstep waves and failure states. It is pure: time is an
-// argument, nothing blocks. engine/sim drives it by wall time, tests by fake time, a simulator by its event queue.
+// Package enginemodel is the simulated inference engine of one rank without its process: continuous batching
+// with chunked prefill, a FCFS queue, preemption, a block cache with prefix reuse, lockstep waves and failure
+// states. It is pure: time is an argument, nothing blocks. engine/sim drives it by wall time, tests by fake
+// time, a simulator by its event queue.
 package enginemodel
 
 import (
@@ -8,7 +9,8 @@ import (
 	"time"
 )
 
-// How a rank notices a dead peer over Gloo: a busy one when its collective breaks, an idle one at its next request.
+// How a rank notices a dead peer over Gloo: a busy one when its collective breaks, an idle one at its next
+// request.
 const (
 	glooBusyNotice = 300 * time.Millisecond
 	glooIdleNotice = 40 * time.Millisecond
@@ -65,12 +67,12 @@ func (c *Core) Stats() Stats {
 	return s
 }
 
-// Dead says that the core died and ends everything it is given with FinishError.
+// Dead reports that the core died and ends everything it is given with FinishError.
 func (c *Core) Dead() bool { return c.dead }
 
-// Step is the whole engine: at now it ends a due step, takes the inputs in order, and begins the next step if there is work. At most
-// one step ends per call; the result says when to call again at the latest (it may be now or earlier: at once). The effects
-// are valid until the next call. now must not go backwards.
+// Step is the whole engine: at now it ends a due step, takes the inputs in order, and begins the next step if
+// there is work. At most one step ends per call; the result says when to call again at the latest (it may be
+// now or earlier: at once). The effects are valid until the next call. now must not go backwards.
 func (c *Core) Step(now time.Duration, in []Input) ([]Effect, time.Duration) {
 	c.effects = c.effects[:0]
 	if now >= c.failAt {
@@ -236,7 +238,7 @@ func (c *Core) recover(now time.Duration) {
 	}
 }
 
-// group takes a word of the lockstep group.
+// group applies an input of the lockstep group.
 func (c *Core) group(now time.Duration, in *Input) {
 	if c.dead {
 		return
@@ -266,7 +268,7 @@ func (c *Core) report(now time.Duration) {
 	c.emit(Effect{Kind: EffectReport, Took: took, Unfinished: c.unfinishedAfter()})
 }
 
-// unfinishedAfter says whether work is left when the scheduled step has ended, barring arrivals.
+// unfinishedAfter reports whether work is left when the scheduled step has ended, barring arrivals.
 func (c *Core) unfinishedAfter() bool {
 	if c.waiting.len() > 0 || len(c.batch) < len(c.running) {
 		return true
@@ -294,4 +296,30 @@ func (c *Core) noticeLoss(now, gloo time.Duration) {
 		gloo = c.cfg.CollectiveTimeout
 	}
 	c.failAt = now + time.Duration(float64(gloo)/max(1, c.cfg.Speed))
+}
+
+// ResetPrefixCache drops every cached block and says whether that was possible: not while requests hold
+// blocks. force takes the blocks of running requests first (they start again). With BlockEvents on, the next
+// step reports BlocksCleared; with silent it does not, because a restarted engine sends no such event.
+func (c *Core) ResetPrefixCache(force, silent bool) bool {
+	for force && len(c.running) > 0 {
+		c.preempt(c.running[len(c.running)-1])
+	}
+	if c.dead || c.pool.used() > 0 {
+		return false
+	}
+	c.pool.forget()
+	c.log.clear(silent)
+	return true
+}
+
+// CachedBlocks calls each with every hash in the prefix cache and its number of copies.
+func (c *Core) CachedBlocks(each func(hash uint64, copies int)) {
+	for hash, i := range c.pool.byHash {
+		copies := 0
+		for ; i != none; i = c.pool.blocks[i].sameHash {
+			copies++
+		}
+		each(hash, copies)
+	}
 }

@@ -102,12 +102,16 @@ func TestPrefixIsReusedAfterFinish(t *testing.T) {
 	assert.Equal(t, uint64(8), s.CacheHits)
 }
 
-// The next turn's prompt holds this turn's prompt and answer: prompt + output - 1 tokens are cached, in whole blocks.
+// The next turn's prompt holds this turn's prompt and answer: prompt + output - 1 tokens are cached, in whole
+// blocks.
 func TestAnswerBlocksEnterTheCache(t *testing.T) {
 	core := newCore(t, small())
 	prompt := em.AppendTokens(nil, "0123456789abcdef") // 4 tokens
 	seed := em.TextSeed(0, prompt, 0)
-	a := &em.Request{Prompt: 4, Output: 9, Ending: em.FinishLength, Content: em.NewTokenContent(prompt, seed, 4, "")}
+	a := &em.Request{
+		Prompt: 4, Output: 9, Ending: em.FinishLength,
+		Content: em.NewTokenContent(prompt, seed, 4, ""),
+	}
 	_, wake := core.Step(0, add(a))
 	now := run(core, 0, wake, nil)
 
@@ -236,8 +240,8 @@ func TestConfigFaultsSayWhatToDo(t *testing.T) {
 	require.ErrorContains(t, err, "raise num_gpu_blocks_override")
 }
 
-// Any load on a scarce rank: everything ends with its exact number of tokens, in order of first scheduling, within all limits,
-// and nothing is left behind.
+// Any load on a scarce rank: everything ends with its exact number of tokens, in order of first scheduling,
+// within all limits, and nothing is left behind.
 func TestSchedulerInvariants(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		cfg := small()
@@ -263,7 +267,10 @@ func TestSchedulerInvariants(t *testing.T) {
 		}
 		for i := range n {
 			prompt := rapid.IntRange(1, 40).Draw(t, "prompt")
-			r := &em.Request{Prompt: prompt, Output: rapid.IntRange(1, 64-prompt).Draw(t, "output"), Ending: em.FinishLength}
+			r := &em.Request{
+				Prompt: prompt, Output: rapid.IntRange(1, 64-prompt).Draw(t, "output"),
+				Ending: em.FinishLength,
+			}
 			if rapid.Bool().Draw(t, "content") {
 				r.Content = text(prompt, 4, []string{"x", "y"}[i%2])
 			}

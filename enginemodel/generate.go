@@ -6,22 +6,29 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// An answer that neither max_tokens nor a stop string cuts ends by itself after AnswerMin to AnswerMin+AnswerSpan-1 tokens, the
-// end-of-sequence token included: long enough to watch, short enough for a curl without max_tokens.
+// An answer that neither max_tokens nor a stop string cuts ends by itself after AnswerMin to
+// AnswerMin+AnswerSpan-1 tokens, the end-of-sequence token included: long enough to watch, short enough for a
+// curl without max_tokens.
 const (
 	AnswerMin  = 128
 	AnswerSpan = 256
 )
 
-// vocabulary is what answers are made of. The non-ASCII words make characters span tokens, as real byte-level tokenizers do.
+// vocabulary is what answers are made of. The non-ASCII words make characters span tokens, as real byte-level
+// tokenizers do.
 var vocabulary = [...]string{ //nolint:gochecknoglobals // a constant table
-	"the", "rank", "token", "batch", "a", "block", "of", "cache", "and", "queue", "step", "prefix", "to", "router", "group", "is",
-	"in", "stream", "wave", "every", "slot", "memory", "over", "engine", "decode", "with", "prompt", "one", "expert", "layer", "as", "warm",
-	"request", "on", "from", "replica", "naïve", "until", "head", "tail", "node", "by", "answer", "under", "load", "café", "then", "epoch",
-	"lease", "it", "waits", "runs", "when", "quiet", "depth", "moves", "größe", "early", "late", "small", "wide", "日本語", "fresh", "🚀",
+	"the", "rank", "token", "batch", "a", "block", "of", "cache", "and", "queue", "step", "prefix", "to",
+	"router", "group", "is",
+	"in", "stream", "wave", "every", "slot", "memory", "over", "engine", "decode", "with", "prompt", "one",
+	"expert", "layer", "as", "warm",
+	"request", "on", "from", "replica", "naïve", "until", "head", "tail", "node", "by", "answer", "under",
+	"load", "café", "then", "epoch",
+	"lease", "it", "waits", "runs", "when", "quiet", "depth", "moves", "größe", "early", "late", "small",
+	"wide", "日本語", "fresh", "🚀",
 }
 
-// TextSeed identifies an answer: equal engine seed, prompt and choice give the equal text, on every rank and in every run.
+// TextSeed identifies an answer: equal engine seed, prompt and choice give the equal text, on every rank and
+// in every run.
 func TextSeed(seed uint64, prompt []uint32, choice int) uint64 {
 	var scratch [1024]byte
 	h := mix(seed ^ uint64(choice)*0x9E3779B97F4A7C15) //nolint:gosec // choice is never negative
@@ -38,7 +45,8 @@ func AnswerLen(seed uint64) int {
 	return AnswerMin + int(mix(seed^0xA5A5A5A5)%AnswerSpan)
 }
 
-// Generator writes an answer. It is a pure function of its seed, made piece by piece; not safe for concurrent use.
+// Generator writes an answer. It is a pure function of its seed, made piece by piece; not safe for concurrent
+// use.
 type Generator struct {
 	state uint64
 	words int
@@ -48,8 +56,8 @@ type Generator struct {
 // NewGenerator begins the answer of seed (TextSeed).
 func NewGenerator(seed uint64) *Generator { return &Generator{state: seed} }
 
-// Bytes is the text of the first n tokens: exactly BytesPerToken*n bytes, the last character perhaps incomplete. The result
-// is valid until the next call.
+// Bytes is the text of the first n tokens: exactly BytesPerToken*n bytes, the last character perhaps
+// incomplete. The result is valid until the next call.
 func (g *Generator) Bytes(n int) []byte {
 	want := n * BytesPerToken
 	for len(g.buf) < want {

@@ -5,8 +5,8 @@ import (
 	"time"
 )
 
-// MinWallStep is the shortest step of a group whose ranks are processes: one message per rank and step must fit. It bounds the
-// speed-up of lockstep groups to step / MinWallStep.
+// MinWallStep is the shortest step of a group whose ranks are processes: one message per rank and step must
+// fit. It bounds the speed-up of lockstep groups to step / MinWallStep.
 const MinWallStep = time.Millisecond
 
 // GroupConfig is the shape of a lockstep group.
@@ -16,7 +16,7 @@ type GroupConfig struct {
 	MinStep      time.Duration // floor of a step
 }
 
-// GroupInputKind is the closed list of what a coordinator hears.
+// GroupInputKind is the closed list of a coordinator's inputs.
 type GroupInputKind uint8
 
 // The inputs of a coordinator.
@@ -50,8 +50,9 @@ type GroupEffect struct {
 	Continue bool
 }
 
-// Group coordinates the steps of a lockstep group: while any rank has work every rank steps, a step lasts as long as the slowest
-// rank's, and only every SyncInterval steps a wave without work left may end. Pure, like Core; not safe for concurrent use.
+// Group coordinates the steps of a lockstep group: while any rank has work every rank steps, a step lasts as
+// long as the slowest rank's, and only every SyncInterval steps a wave without work left may end. Pure, like
+// Core; not safe for concurrent use.
 type Group struct {
 	cfg      GroupConfig
 	effects  []GroupEffect
@@ -74,7 +75,8 @@ type Group struct {
 // NewGroup makes an idle coordinator.
 func NewGroup(cfg GroupConfig) (*Group, error) {
 	if cfg.Ranks < 1 || cfg.SyncInterval < 1 || cfg.MinStep < 0 {
-		return nil, fmt.Errorf("group of %d ranks with a sync interval of %d steps: both must be at least 1", cfg.Ranks, cfg.SyncInterval)
+		return nil, fmt.Errorf("group of %d ranks with a sync interval of %d steps: both must be at least 1",
+			cfg.Ranks, cfg.SyncInterval)
 	}
 	return &Group{cfg: cfg, reported: make([]bool, cfg.Ranks), missing: cfg.Ranks}, nil
 }
@@ -85,7 +87,8 @@ func (g *Group) Waves() uint64 { return g.waves }
 // Steps counts the steps that ended.
 func (g *Group) Steps() uint64 { return g.steps }
 
-// Step takes what the ranks said, in order, and ends the step that is due. Effects are valid until the next call.
+// Step takes what the ranks said, in order, and ends the step that is due. Effects are valid until the next
+// call.
 func (g *Group) Step(now time.Duration, in []GroupInput) ([]GroupEffect, time.Duration) {
 	g.effects = g.effects[:0]
 	for i := range in {

@@ -27,7 +27,10 @@ type lab struct {
 func newLab(t require.TestingT, ranks int, mutate func(rank int, c *em.Config)) *lab {
 	g, err := em.NewGroup(em.GroupConfig{Ranks: ranks, SyncInterval: 16, MinStep: time.Millisecond})
 	require.NoError(t, err)
-	l := &lab{t: t, group: g, gwake: em.Never, lost: make([]bool, ranks), died: map[int]time.Duration{}, finish: map[*em.Request]time.Duration{}}
+	l := &lab{
+		t: t, group: g, gwake: em.Never, lost: make([]bool, ranks), died: map[int]time.Duration{},
+		finish: map[*em.Request]time.Duration{},
+	}
 	for r := range ranks {
 		cfg := small()
 		cfg.Lockstep = true
@@ -52,7 +55,10 @@ func (l *lab) send(rank int, in ...em.Input) {
 		case em.EffectWave:
 			words = append(words, em.GroupInput{Kind: em.GroupWave, Rank: rank})
 		case em.EffectReport:
-			words = append(words, em.GroupInput{Kind: em.GroupReport, Rank: rank, Took: e.Took, Unfinished: e.Unfinished})
+			words = append(words, em.GroupInput{
+				Kind: em.GroupReport, Rank: rank, Took: e.Took,
+				Unfinished: e.Unfinished,
+			})
 		case em.EffectDied:
 			l.died[rank] = l.now
 		case em.EffectFinished:
@@ -126,7 +132,9 @@ func TestOneRequestCostsTheGroupAWave(t *testing.T) {
 }
 
 func TestGroupStepsAsItsSlowestRank(t *testing.T) {
-	l := newLab(t, 3, func(rank int, c *em.Config) { c.FixedStep = time.Duration(rank+1) * 10 * time.Millisecond })
+	l := newLab(t, 3, func(rank int, c *em.Config) {
+		c.FixedStep = time.Duration(rank+1) * 10 * time.Millisecond
+	})
 	r := &em.Request{Prompt: 4, Output: 5, Ending: em.FinishLength}
 	l.send(0, add(r)...)
 	l.runUntil(time.Hour)
@@ -191,7 +199,8 @@ func TestGroupInvariants(t *testing.T) {
 		l := newLab(t, ranks, nil)
 		var reqs []*em.Request
 		for range rapid.IntRange(1, 12).Draw(t, "requests") {
-			r := &em.Request{Prompt: rapid.IntRange(1, 20).Draw(t, "prompt"), Output: rapid.IntRange(1, 30).Draw(t, "output"), Ending: em.FinishLength}
+			r := &em.Request{Prompt: rapid.IntRange(1, 20).Draw(t, "prompt"), Output: rapid.IntRange(1, 30).
+				Draw(t, "output"), Ending: em.FinishLength}
 			reqs = append(reqs, r)
 			l.send(rapid.IntRange(0, ranks-1).Draw(t, "rank"), add(r)...)
 			l.now += time.Duration(rapid.IntRange(0, 400).Draw(t, "gap ms")) * time.Millisecond

@@ -5,7 +5,8 @@ import "time"
 // FinishReason says how a request ended.
 type FinishReason uint8
 
-// The finish reasons. FinishError stands for a dead engine core; the process turns it into HTTP 500 or an error event.
+// The finish reasons. FinishError stands for a dead engine core; the process turns it into HTTP 500 or an
+// error event.
 const (
 	FinishNone FinishReason = iota
 	FinishStop
@@ -31,12 +32,13 @@ func (r FinishReason) String() string {
 	return ""
 }
 
-// Request is one sequence. The caller fills the exported fields and hands it in with InputAdd; until its EffectFinished or
-// EffectRejected it belongs to the core, which alone writes it; after InputAbort until the running step has ended. A request is added
-// once: it is not for reuse.
+// Request is one sequence. The caller fills the exported fields and hands it in with InputAdd; until its
+// EffectFinished or EffectRejected it belongs to the core, which alone writes it; after InputAbort until the
+// running step has ended. A request is added once: it is not for reuse.
 type Request struct {
-	Prompt  int          // prompt tokens, at least 1
-	Output  int          // tokens until it ends by itself, at least 1; Prompt+Output must fit the model length
+	Prompt int // prompt tokens, at least 1
+	// tokens until it ends by itself, at least 1; Prompt+Output must fit the model length
+	Output  int
 	Ending  FinishReason // FinishLength or FinishStop: how it ends after Output tokens
 	Content Content      // nil = no prefix reuse
 	User    any          // the caller's own

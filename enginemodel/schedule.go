@@ -6,9 +6,9 @@ import (
 	"github.com/dpserve/dpserve/steptime"
 )
 
-// schedule fills the batch of the step that begins at now and returns how long it takes. Running requests come first, in the
-// order of their admission (so decodes before the one prefill that may be unfinished), then waiting ones first come first
-// served while sequences, blocks and the token budget allow.
+// schedule fills the batch of the step that begins at now and returns how long it takes. Running requests
+// come first, in the order of their admission (so decodes before the one prefill that may be unfinished),
+// then waiting ones first come first served while sequences, blocks and the token budget allow.
 func (c *Core) schedule(now time.Duration) time.Duration {
 	c.batch = c.batch[:0]
 	budget, preempted := c.scheduleRunning(c.cfg.MaxBatchedTokens)
@@ -86,8 +86,8 @@ func (c *Core) countStart(r *Request) {
 
 func (c *Core) caching(r *Request) bool { return c.cfg.PrefixCaching && r.Content != nil }
 
-// match finds the cached prefix of r in whole blocks, at most total-1 tokens (the last token must be computed to get an
-// output). idle is how many of the hits are on the free list, so not available for new blocks.
+// match finds the cached prefix of r in whole blocks, at most total-1 tokens (the last token must be computed
+// to get an output). idle is how many of the hits are on the free list, so not available for new blocks.
 func (c *Core) match(r *Request) (hits []int32, idle int) {
 	hits = r.blocks[:0]
 	if !c.caching(r) {
@@ -110,8 +110,8 @@ func (c *Core) match(r *Request) (hits []int32, idle int) {
 	return hits, idle
 }
 
-// Cached is how many tokens of a prompt the prefix cache holds now: what a request with this content would not compute if it
-// began at once.
+// Cached is how many tokens of a prompt the prefix cache holds now: what a request with this content would
+// not compute if it began at once.
 func (c *Core) Cached(content Content, prompt int) int {
 	n := 0
 	for c.cfg.PrefixCaching && n < (prompt-1)/c.cfg.BlockSize {
@@ -129,8 +129,9 @@ func (c *Core) Cached(content Content, prompt int) int {
 
 func (c *Core) blocksFor(tokens int) int { return (tokens + c.cfg.BlockSize - 1) / c.cfg.BlockSize }
 
-// grow gives r blocks for tokens tokens and enters the ones that become full into the cache; false = not enough memory, and
-// nothing was taken. Blocks are entered before they are computed, as vLLM does: the same step computes them.
+// grow gives r blocks for tokens tokens and enters the ones that become full into the cache; false = not
+// enough memory, and nothing was taken. Blocks are entered before they are computed, as vLLM does: the same
+// step computes them.
 func (c *Core) grow(r *Request, tokens int) bool {
 	need := c.blocksFor(tokens) - len(r.blocks)
 	if need > c.pool.free {
@@ -158,8 +159,8 @@ func (c *Core) enterFull(r *Request, full int) {
 	c.log.store(r, first, r.hashed-first)
 }
 
-// preempt takes the blocks of a running request and puts it first in the queue; it computes everything again, but for what is
-// still cached then.
+// preempt takes the blocks of a running request and puts it first in the queue; it computes everything again,
+// but for what is still cached then.
 func (c *Core) preempt(r *Request) {
 	c.running = c.running[:len(c.running)-1]
 	c.freeBlocks(r)
@@ -250,4 +251,60 @@ func (c *Core) dropDone() {
 	}
 	clear(c.running[len(kept):])
 	c.running = kept
+}
+
+// queue is the waiting line: first come first served, but preempted requests return to its front.
+type queue struct {
+	items  []*Request
+	head   int
+	tokens int // prompt tokens that wait
+}
+
+func (q *queue) len() int { return len(q.items) - q.head }
+
+func (q *queue) front() *Request { return q.items[q.head] }
+
+func (q *queue) pushBack(r *Request) {
+	q.items = append(q.items, r)
+	q.tokens += r.Prompt
+}
+
+func (q *queue) popFront() *Request {
+	r := q.items[q.head]
+	q.items[q.head] = nil
+	q.head++
+	q.tokens -= r.Prompt
+	switch {
+	case q.head == len(q.items):
+		q.items, q.head = q.items[:0], 0
+	case q.head > 64 && q.head > len(q.items)/2:
+		n := copy(q.items, q.items[q.head:])
+		clear(q.items[n:])
+		q.items, q.head = q.items[:n], 0
+	}
+	return r
+}
+
+func (q *queue) pushFront(r *Request) {
+	if q.head == 0 {
+		q.items = append(q.items, nil)
+		copy(q.items[1:], q.items)
+	} else {
+		q.head--
+	}
+	q.items[q.head] = r
+	q.tokens += r.Prompt
+}
+
+// remove takes r out, wherever it stands.
+func (q *queue) remove(r *Request) {
+	for i := q.head; i < len(q.items); i++ {
+		if q.items[i] == r {
+			copy(q.items[i:], q.items[i+1:])
+			q.items[len(q.items)-1] = nil
+			q.items = q.items[:len(q.items)-1]
+			q.tokens -= r.Prompt
+			return
+		}
+	}
 }

@@ -8,7 +8,8 @@ import (
 // BytesPerToken is how much text one token holds at most.
 const BytesPerToken = 4
 
-// Marker tokens stand for what has no text. No UTF-8 text holds a byte 0xFF, so no text token can collide with them.
+// Marker tokens stand for what has no text. No UTF-8 text holds a byte 0xFF, so no text token can collide
+// with them.
 const (
 	MarkerSystem    uint32 = 0xFFFFFF00
 	MarkerUser      uint32 = 0xFFFFFF01
@@ -21,8 +22,9 @@ const (
 	firstMarker     uint32 = 0xFFFFFF00
 )
 
-// AppendTokens appends the tokens of text to dst. A token is the next up to BytesPerToken bytes, its id these bytes as a
-// little-endian number. It is reversible, and prefix-stable but for the last token: appending to a text changes no earlier token.
+// AppendTokens appends the tokens of text to dst. A token is the next up to BytesPerToken bytes, its id these
+// bytes as a little-endian number. It is reversible, and prefix-stable but for the last token: appending to a
+// text changes no earlier token.
 func AppendTokens(dst []uint32, text string) []uint32 {
 	for len(text) > 0 {
 		n, id := cut(text)
@@ -43,18 +45,8 @@ func cut(text string) (n int, id uint32) {
 	return n, id
 }
 
-// CountTokens is the number of tokens of text, without making them.
-func CountTokens(text string) int {
-	var count int
-	for len(text) > 0 {
-		n, _ := cut(text)
-		text = text[n:]
-		count++
-	}
-	return count
-}
-
-// AppendText appends the bytes of a token to dst: nothing for a marker, and perhaps only a part of a character.
+// AppendText appends the bytes of a token to dst: nothing for a marker, and perhaps only a part of a
+// character.
 func AppendText(dst []byte, id uint32) []byte {
 	if id == MarkerNUL {
 		return append(dst, 0)
@@ -91,8 +83,9 @@ type Message struct {
 	Content string
 }
 
-// AppendChat appends the chat template of messages to dst: per message role marker, content, end; then, if generate is set,
-// the assistant's marker, behind which the answer begins. The next turn's prompt thus begins with this turn's tokens.
+// AppendChat appends the chat template of messages to dst: per message role marker, content, end; then, if
+// generate is set, the assistant's marker, behind which the answer begins. The next turn's prompt thus begins
+// with this turn's tokens.
 func AppendChat(dst []uint32, messages []Message, generate bool) []uint32 {
 	for _, m := range messages {
 		dst = append(dst, roleMarker(m.Role))

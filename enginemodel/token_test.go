@@ -28,7 +28,6 @@ func TestTokenizerRoundTripsAndIsPrefixStable(t *testing.T) {
 		a, b := rapid.String().Draw(t, "a"), rapid.String().Draw(t, "b")
 		ids := em.AppendTokens(nil, a)
 		assert.Equal(t, a, em.Text(ids))
-		assert.Equal(t, len(ids), em.CountTokens(a))
 		if len(ids) > 0 {
 			more := em.AppendTokens(nil, a+b)
 			assert.Equal(t, ids[:len(ids)-1], more[:len(ids)-1])
@@ -47,12 +46,14 @@ func TestChatTemplateExtendsFromTurnToTurn(t *testing.T) {
 	for !utf8.ValidString(answer) {
 		answer = answer[:len(answer)-1]
 	}
-	next := append(append([]em.Message{}, first...), em.Message{Role: "assistant", Content: answer}, em.Message{Role: "user", Content: "go on"})
+	next := append(append([]em.Message{}, first...), em.Message{Role: "assistant", Content: answer},
+		em.Message{Role: "user", Content: "go on"})
 	second := em.AppendChat(nil, next, true)
 	whole := len(answer) / em.BytesPerToken
 	assert.Equal(t, prompt, second[:len(prompt)])
 	for i := range whole {
-		assert.Equal(t, gen.Token(i), second[len(prompt)+i], "the answer's tokens come back as the next prompt's")
+		assert.Equal(t, gen.Token(i), second[len(prompt)+i],
+			"the answer's tokens come back as the next prompt's")
 	}
 }
 

@@ -19,11 +19,15 @@ func tuned(t require.TestingT, name string) Policy {
 
 // workPolicies are those that weigh prefill work against caches, tuned.
 func workPolicies(t require.TestingT) []Policy {
-	return []Policy{tuned(t, "kv"), tuned(t, "lmetric"), tuned(t, "lmetric-1"), tuned(t, "lpwl"), tuned(t, "min-ttft"), MinTTFT{Eta: true}}
+	return []Policy{
+		tuned(t, "kv"), tuned(t, "lmetric"), tuned(t, "lmetric-1"), tuned(t, "lpwl"),
+		tuned(t, "min-ttft"),
+		MinTTFT{Eta: true},
+	}
 }
 
-// rt4 plays ranks of unit speed: a request occupies its rank for the prefill it could not reuse and a decode that others
-// share; ranks hold what they were sent.
+// rt4 plays ranks of unit speed: a request occupies its rank for the prefill it could not reuse and a decode
+// that others share; ranks hold what they were sent.
 type rt4 struct {
 	r      *Router
 	now    time.Duration
@@ -59,7 +63,10 @@ func (s *rt4) push(e rt4End) {
 
 func (s *rt4) arrive(id uint64, busy map[RankID]time.Duration) {
 	const system, own, perToken, decode = 2048, 256, 50 * time.Microsecond, 600 * time.Millisecond
-	q := Request{ID: id, Now: s.now, Tokens: system + own, Blocks: chain([]byte("system")), Text: fmt.Appendf(nil, "%0*d%d", system, 7, id)}
+	q := Request{
+		ID: id, Now: s.now, Tokens: system + own, Blocks: chain([]byte("system")),
+		Text: fmt.Appendf(nil, "%0*d%d", system, 7, id),
+	}
 	for i := range s.r.view.Ranks {
 		if id := s.r.view.Ranks[i].ID; s.warm[id] {
 			q.Hits = append(q.Hits, Hit{Rank: id, Tokens: system})
@@ -81,12 +88,14 @@ func (s *rt4) arrive(id uint64, busy map[RankID]time.Duration) {
 // repeats it.
 func TestRT4SharedPromptSpreadsOverAllRanks(t *testing.T) {
 	const ranks, requests = 8, 2000
-	for _, p := range append(workPolicies(t), tuned(t, "cache-aware"), tuned(t, "prefix-aware"), tuned(t, "least-kv"), tuned(t, "chwbl")) {
+	for _, p := range append(workPolicies(t), tuned(t, "cache-aware"), tuned(t, "prefix-aware"),
+		tuned(t, "least-kv"), tuned(t, "chwbl")) {
 		t.Run(p.Name(), func(t *testing.T) {
 			s := &rt4{r: routerWith(p, ranks, 256), warm: map[RankID]bool{}, counts: map[RankID]int{}}
 			rnd, busy, warm := seeded(11), map[RankID]time.Duration{}, ranks
 			switch p.(type) {
-			case LPWL, MinTTFT: // a cold rank is as far away as its prefill: seven warm ones never have that much in front
+			// a cold rank is as far away as its prefill: seven warm ones never have that much in front
+			case LPWL, MinTTFT:
 				warm = ranks - 1
 			}
 			mean := 256 * 50 * time.Microsecond * 10 / 7 / ranks
@@ -108,24 +117,35 @@ func TestRT4SharedPromptSpreadsOverAllRanks(t *testing.T) {
 	}
 }
 
-// RT6: cold prompts while A is loaded and B is idle with a large tree: the misses go to B until both have as much to do.
+// RT6: cold prompts while A is loaded and B is idle with a large tree: the misses go to B until both have as
+// much to do.
 func TestRT6ColdPromptsGoToTheIdleRank(t *testing.T) {
 	a, b := ID(0, 0), ID(0, 1)
-	for _, p := range append(workPolicies(t), tuned(t, "cache-aware"), tuned(t, "least-kv"), tuned(t, "scoring")) {
+	for _, p := range append(workPolicies(t), tuned(t, "cache-aware"), tuned(t, "least-kv"),
+		tuned(t, "scoring")) {
 		t.Run(p.Name(), func(t *testing.T) {
 			r := routerWith(p, 2, 256)
 			for i := range uint64(20) { // B has served a lot, and all of it is over
-				q := Request{ID: 1000 + i, Tokens: 500, Text: fmt.Appendf(nil, "%d%02000d", i, i), HasDirect: true, Direct: b, Force: true}
+				q := Request{
+					ID: 1000 + i, Tokens: 500, Text: fmt.Appendf(nil, "%d%02000d", i, i),
+					HasDirect: true, Direct: b, Force: true,
+				}
 				require.Equal(t, b, pick(r, q).Ranked[0])
 				r.Observe(&Event{Kind: EvUndo, Rank: b, ReqID: q.ID})
 			}
 			for i := range uint64(20) { // A has 20 requests in hand
-				require.Equal(t, a, pick(r, Request{ID: 2000 + i, Tokens: 500, HasDirect: true, Direct: a, Force: true}).Ranked[0])
+				require.Equal(t, a, pick(r, Request{
+					ID: 2000 + i, Tokens: 500, HasDirect: true, Direct: a,
+					Force: true,
+				}).Ranked[0])
 			}
 			toB, n := 0, 0
 			for loadOf(r, b).O() < loadOf(r, a).O() {
 				n++
-				q := Request{ID: uint64(n), Tokens: 500, Text: fmt.Appendf(nil, "x%d%02000d", n, n), Hits: []Hit{}}
+				q := Request{
+					ID: uint64(n), Tokens: 500, Text: fmt.Appendf(nil, "x%d%02000d", n, n),
+					Hits: []Hit{},
+				}
 				if pick(r, q).Ranked[0] == b {
 					toB++
 				}
@@ -153,17 +173,20 @@ func TestRT7TurnLeavesWhenTheWaitExceedsThePrefillItSaves(t *testing.T) {
 		})
 	}
 	q := Request{ID: 2, Tokens: prompt, Hits: []Hit{{Rank: home, Tokens: hit}}}
-	for _, p := range append(workPolicies(t), tuned(t, "scoring"), tuned(t, "sticky"), tuned(t, "cache-aware")) {
+	for _, p := range append(workPolicies(t), tuned(t, "scoring"), tuned(t, "sticky"),
+		tuned(t, "cache-aware")) {
 		if p == (LMetric{}) {
 			continue // idle ranks all score 0
 		}
-		assert.Equal(t, home, pick(routerWith(p, 4, 256), q).Ranked[0], "%s: nothing is in the way of staying", p.Name())
+		assert.Equal(t, home, pick(routerWith(p, 4, 256), q).Ranked[0],
+			"%s: nothing is in the way of staying", p.Name())
 	}
 }
 
 // RT9: a 100k-token prompt prefills on rank 0; ten short ones arrive; none goes there.
 func TestRT9ShortPromptsKeepAwayFromALongPrefill(t *testing.T) {
-	for _, p := range append(workPolicies(t), tuned(t, "least-kv"), tuned(t, "scoring"), tuned(t, "sticky"), KV{Weight: 1}) {
+	for _, p := range append(workPolicies(t), tuned(t, "least-kv"), tuned(t, "scoring"), tuned(t, "sticky"),
+		KV{Weight: 1}) {
 		t.Run(p.Name(), func(t *testing.T) {
 			r := routerWith(p, 4, 256)
 			pick(r, Request{ID: 1, Tokens: 100_000, HasDirect: true, Direct: ID(0, 0), Force: true})
@@ -221,7 +244,8 @@ func TestRT10FullRanksGetNothingUntilTheyHaveDrained(t *testing.T) {
 	})
 }
 
-// RT13: ten thousand random states, live, explained and driven as a simulator does: the same pick, bit-equal scores.
+// RT13: ten thousand random states, live, explained and driven as a simulator does: the same pick, bit-equal
+// scores.
 func TestRT13LiveExplainedAndSimulatedAgree(t *testing.T) {
 	const states = 10_000
 	all := allPolicies(t)
@@ -266,11 +290,14 @@ func TestRT13LiveExplainedAndSimulatedAgree(t *testing.T) {
 
 func randomEvent(r *rand.Rand) Event {
 	e := Event{
-		Rank: ID(0, r.IntN(6)), Incarnation: 7, Epoch: 1, MaxOngoing: 1 + r.IntN(20), ReqID: uint64(r.IntN(500)), Tokens: r.IntN(3000), Seq: uint64(r.IntN(50)),
-		Hit: r.IntN(500), Capacity: 50_000, BlockSize: 16, KVUsage: r.Float64(), Now: time.Duration(r.IntN(1000)) * time.Second, Out: r.IntN(100),
+		Rank: ID(0, r.IntN(6)), Incarnation: 7, Epoch: 1, MaxOngoing: 1 + r.IntN(20),
+		ReqID: uint64(r.IntN(500)), Tokens: r.IntN(3000), Seq: uint64(r.IntN(50)),
+		Hit: r.IntN(500), Capacity: 50_000, BlockSize: 16, KVUsage: r.Float64(),
+		Now: time.Duration(r.IntN(1000)) * time.Second, Out: r.IntN(100),
 	}
 	e.Kind = []EventKind{
-		EvRankUp, EvAdmitted, EvAdmitted, EvFirstToken, EvProgress, EvFinished, EvUndo, EvStatus, EvStatus, EvPrefillDone, EvTicket, EvRankDown,
+		EvRankUp, EvAdmitted, EvAdmitted, EvFirstToken, EvProgress, EvFinished, EvUndo, EvStatus, EvStatus,
+		EvPrefillDone, EvTicket, EvRankDown,
 	}[r.IntN(12)]
 	if e.Kind == EvRankDown && r.IntN(4) > 0 {
 		e.Kind = EvRankUp
@@ -279,7 +306,10 @@ func randomEvent(r *rand.Rand) Event {
 }
 
 func randomRequest(r *rand.Rand) Request {
-	q := Request{ID: uint64(r.IntN(500)), Tokens: r.IntN(4000), HasDirect: true, Direct: ID(0, r.IntN(6)), Now: time.Duration(r.IntN(1000)) * time.Second}
+	q := Request{
+		ID: uint64(r.IntN(500)), Tokens: r.IntN(4000), HasDirect: true, Direct: ID(0, r.IntN(6)),
+		Now: time.Duration(r.IntN(1000)) * time.Second,
+	}
 	for i := range 6 {
 		if r.IntN(2) == 0 {
 			q.Hits = append(q.Hits, Hit{Rank: ID(0, i), Tokens: int32(r.IntN(4000))})
@@ -333,8 +363,8 @@ func scoresOf(_ Policy, r *Router, q *Request) map[RankID]float64 {
 	return scores
 }
 
-// RT14: prompts under one block on two idle ranks split evenly; prompts without text, images alone, huge ones and forks
-// inside a character fall back to load; nothing panics.
+// RT14: prompts under one block on two idle ranks split evenly; prompts without text, images alone, huge ones
+// and forks inside a character fall back to load; nothing panics.
 func TestRT14ShortPromptsSplitEvenly(t *testing.T) {
 	for _, p := range allPolicies(t) {
 		switch kv := p.(type) {
@@ -348,7 +378,8 @@ func TestRT14ShortPromptsSplitEvenly(t *testing.T) {
 		t.Run(fmt.Sprintf("%+v", p), func(t *testing.T) {
 			r, got := routerWith(p, 2, 256), map[RankID]int{}
 			for i := range uint64(12) {
-				got[pick(r, Request{ID: i + 1, Tokens: 3, Text: []byte("hi there"), Hits: []Hit{}}).Ranked[0]]++
+				got[pick(r, Request{ID: i + 1, Tokens: 3, Text: []byte("hi there"), Hits: []Hit{}}).
+					Ranked[0]]++
 			}
 			assert.InDelta(t, 6, got[ID(0, 0)], 1)
 		})
@@ -383,7 +414,8 @@ func TestRT14OddPromptsFallBackToLoad(t *testing.T) {
 	}
 }
 
-// RT16: two of four ranks above busy_threshold get nothing under any policy; all four: rejected; woken when it falls.
+// RT16: two of four ranks above busy_threshold get nothing under any policy; all four: rejected; woken when
+// it falls.
 func TestRT16BusyThresholdHoldsUnderEveryPolicy(t *testing.T) {
 	for _, p := range allPolicies(t) {
 		t.Run(fmt.Sprintf("%+v", p), func(t *testing.T) {
@@ -394,7 +426,10 @@ func TestRT16BusyThresholdHoldsUnderEveryPolicy(t *testing.T) {
 			usage(r, 3, 0.99)
 			usage(r, 1, 0.5)
 			ask := func(i int) Decision {
-				return pick(r, Request{ID: uint64(i), Tokens: 300, HasDirect: true, Direct: ID(0, 1+i%2), Text: make([]byte, 1200), Session: "s"})
+				return pick(r, Request{
+					ID: uint64(i), Tokens: 300, HasDirect: true, Direct: ID(0, 1+i%2),
+					Text: make([]byte, 1200), Session: "s",
+				})
 			}
 			for i := range 100 {
 				d := ask(i)
@@ -420,8 +455,8 @@ func TestRT16BusyThresholdHoldsUnderEveryPolicy(t *testing.T) {
 	}
 }
 
-// RT17: equal request counts, KV 10, 40, 40 and 90 %: the first gets the next until the sums meet; ties rotate; waiting
-// prompts count.
+// RT17: equal request counts, KV 10, 40, 40 and 90 %: the first gets the next until the sums meet; ties
+// rotate; waiting prompts count.
 func TestRT17LeastKVLevelsMemory(t *testing.T) {
 	const capacity, prompt = 10_000, 500
 	r := NewRouter(LeastKV{}, 4)

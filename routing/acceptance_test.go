@@ -18,7 +18,8 @@ func TestRT2IdleRankGetsTheNextTenOfTen(t *testing.T) {
 			}
 			r.Observe(up(ID(0, 1), 256))
 			for i := range 10 {
-				require.Equal(t, ID(0, 1), pick(r, Request{ID: uint64(100 + i), Tokens: 5}).Ranked[0], "pick %d", i)
+				require.Equal(t, ID(0, 1), pick(r, Request{ID: uint64(100 + i), Tokens: 5}).Ranked[0],
+					"pick %d", i)
 			}
 		})
 	}
@@ -86,7 +87,8 @@ func TestRT3QueuedRequestIsWokenByRankUp(t *testing.T) {
 	assert.Equal(t, []uint64{1}, w.served)
 }
 
-// RT3: full, then free; a hundred wait, each place that falls free takes the head, order is kept, nothing is left.
+// RT3: full, then free; a hundred wait, each place that falls free takes the head, order is kept, nothing is
+// left.
 func TestRT3HundredWaitingAreServedInOrder(t *testing.T) {
 	const room, all = 4, 100
 	r := NewRouter(PowerOfTwo{}, 1)

@@ -5,34 +5,41 @@ import (
 	"time"
 )
 
-// account is what a Router knows of one rank's open requests: the replica's own account as its stream tells it, plus
-// the bumps of this ingress that the stream has not confirmed yet (CONTRACTS 6). One request is counted once: a bump
-// turns into the replica's entry when that is heard of, it is never beside it.
+// account is what a Router knows of one rank's open requests: the replica's own account as its stream tells
+// it, plus the bumps of this ingress that the stream has not confirmed yet (Router states the rule). Each
+// request counts once: its bump becomes the replica's entry when the replica reports the request.
 //
-// The row's Q, Pairs and Computed are what is left of the prompts at the instant of the last reckon: the account gives back to the
-// row what was reckoned before it changes the prompt that is computed first.
+// The row's Q, Pairs and Computed hold the prefill work that is left at the instant of the last reckon.
+// Before the account changes the prompt that is computed first, it adds the work that reckon subtracted to
+// the row again.
 type account struct {
-	opens   opens
-	queue   prefills       // of the opens whose prompt is not known to be computed; empty if nothing is reckoned
+	opens opens
+	// of the opens whose prompt is not known to be computed; empty if nothing is reckoned
+	queue   prefills
 	reckons bool           // the policy reads prefill work
 	clock   *time.Duration // the view's time
-	when    time.Duration  // when the record at hand happened, on the view's clock; 0 = what is at hand is no record
-	remote  rankClock      // the rank's clock
-	pace    decodePace     // a request whose tokens are timed
-	law     *law           // of the application; nil in tests of an account alone
-	lastSeq uint64         // stream number of the last record applied
-	tickets int            // entries that are ticketed
-	minSeq  uint64         // no ticketed entry has a smaller seq; meaningful while tickets > 0
-	spare   []open         // memory of expire and forget
+	// when the record at hand happened, on the view's clock; 0 = what is at hand is no record
+	when    time.Duration
+	remote  rankClock  // the rank's clock
+	pace    decodePace // a request whose tokens are timed
+	law     *law       // of the application; nil in tests of an account alone
+	lastSeq uint64     // stream number of the last record applied
+	tickets int        // entries that are ticketed
+	minSeq  uint64     // no ticketed entry has a smaller seq; meaningful while tickets > 0
+	spare   []open     // memory of expire and forget
 	log     *opensLog
 }
 
 // bump counts an own dispatch, unless the request is on this rank already.
 func (a *account) bump(rk *Rank, key uint64, tokens, hit int) {
-	a.insert(rk, open{key: key, tokens: small(tokens), hit: cached(hit, tokens), phase: bumped, mine: true, sent: *a.clock})
+	a.insert(rk, open{
+		key: key, tokens: clampTokens(tokens), hit: clampHit(hit, tokens), phase: bumped, mine: true,
+		sent: *a.clock,
+	})
 }
 
-// ticket says that the dispatch was admitted as number seq. Already applied ⇒ the replica's account stands.
+// ticket records that the replica admitted the dispatch as number seq. If the stream has already passed seq,
+// the replica's account is right and the bump is dropped.
 func (a *account) ticket(rk *Rank, key, seq uint64) (freed bool) {
 	o := a.opens.get(key)
 	if o == nil || !o.own() {
@@ -56,7 +63,7 @@ func (a *account) ticket(rk *Rank, key, seq uint64) (freed bool) {
 	return false
 }
 
-// undo takes a bump back. An entry of the replica's account stays: its stream will tell of the end.
+// undo removes a bump. An entry of the replica's account stays: the stream reports its end.
 func (a *account) undo(rk *Rank, key uint64) (freed bool) {
 	o := a.opens.get(key)
 	if o == nil || !o.own() {
@@ -66,23 +73,24 @@ func (a *account) undo(rk *Rank, key uint64) (freed bool) {
 	return true
 }
 
-// admit counts a request of the replica's account; a bump under the same key becomes it.
+// admit counts a request that the replica reports. A bump under the same key becomes the replica's entry.
 func (a *account) admit(rk *Rank, key uint64, tokens, hit int) {
 	o := a.opens.get(key)
 	switch {
 	case o == nil:
-		a.insert(rk, open{key: key, tokens: small(tokens), hit: cached(hit, tokens), phase: admitted})
+		a.insert(rk, open{key: key, tokens: clampTokens(tokens), hit: clampHit(hit, tokens), phase: admitted})
 	case o.own():
 		a.add(rk, o, -1)
-		a.settle(o)
-		o.phase, o.tokens, o.hit = admitted, small(tokens), cached(hit, tokens)
+		a.clearTicket(o)
+		o.phase, o.tokens, o.hit = admitted, clampTokens(tokens), clampHit(hit, tokens)
 		a.enqueue(o)
 		a.confirm(rk, o)
 		a.add(rk, o, 1)
 	}
 }
 
-// firstToken moves a request from waiting to decoding. One that nobody has seen says nothing of the rank's speed.
+// firstToken moves a request from waiting to decoding. If the token is only assumed (seen is false), it is no
+// measurement of the rank's speed.
 func (a *account) firstToken(rk *Rank, key uint64, seen bool) {
 	if o := a.opens.get(key); o != nil && o.phase != decoding {
 		if seen {
@@ -90,7 +98,7 @@ func (a *account) firstToken(rk *Rank, key uint64, seen bool) {
 		}
 		a.dequeue(rk, o)
 		a.add(rk, o, -1)
-		a.settle(o)
+		a.clearTicket(o)
 		o.phase = decoding
 		a.add(rk, o, 1)
 	}
@@ -104,24 +112,24 @@ func (a *account) prefillDone(rk *Rank, key uint64) (known bool) {
 	}
 	a.dequeue(rk, o)
 	a.add(rk, o, -1)
-	a.settle(o)
+	a.clearTicket(o)
 	o.phase = held
 	a.add(rk, o, 1)
 	return true
 }
 
-// progress says that a request has put out n tokens so far; it never goes back.
+// progress sets a request's output to n tokens; a smaller n is ignored.
 func (a *account) progress(rk *Rank, key uint64, n int) {
 	a.firstToken(rk, key, true)
-	if o := a.opens.get(key); o != nil && small(n) > o.out {
-		a.timeTokens(rk, o, small(n))
+	if o := a.opens.get(key); o != nil && clampTokens(n) > o.out {
+		a.timeTokens(rk, o, clampTokens(n))
 		a.add(rk, o, -1)
-		o.out = small(n)
+		o.out = clampTokens(n)
 		a.add(rk, o, 1)
 	}
 }
 
-// at is when what is at hand happened.
+// at is the time of the record that is being applied, or the view's time.
 func (a *account) at() time.Duration {
 	if a.when != 0 {
 		return a.when
@@ -129,7 +137,8 @@ func (a *account) at() time.Duration {
 	return *a.clock
 }
 
-// place finds out when a record happened, and how old the rank's records are when they come.
+// place sets the time at which a record happened and updates the rank's Lag, the age of its records at
+// arrival.
 func (a *account) place(rk *Rank, e *Event) {
 	now := *a.clock
 	if o := a.opens.get(e.ReqID); e.At != 0 && e.Kind == EvAdmitted && o != nil && o.own() {
@@ -151,9 +160,10 @@ func (a *account) finish(rk *Rank, key uint64) (freed bool) {
 	return true
 }
 
-// reached notes that the stream is at seq and lets the bumps go whose ticket is not above it: normally none, because
-// the Admitted record took them over; after a gap those that the stream never named.
-func (a *account) reached(rk *Rank, seq uint64) (freed bool) {
+// advanceStream records that the stream is at seq and drops the bumps whose ticket is not above it. Normally
+// there are none, because the Admitted record turned them into entries; after a gap the stream never named
+// them.
+func (a *account) advanceStream(rk *Rank, seq uint64) (freed bool) {
 	a.lastSeq = max(a.lastSeq, seq)
 	if a.tickets == 0 || a.minSeq > seq {
 		return false
@@ -182,13 +192,14 @@ func (a *account) expire(rk *Rank, seq uint64) (freed bool) {
 	return len(late) > 0
 }
 
-// reset replaces the account by a snapshot taken at seq. same (the incarnation goes on) spares the own bumps that the
-// snapshot cannot know of, those without a ticket and those whose ticket is above seq, and remembers which of its
-// requests are own.
+// reset replaces the account by a snapshot taken at seq. same (the incarnation goes on) spares the own bumps
+// that the snapshot cannot know of, those without a ticket and those whose ticket is above seq, and remembers
+// which of its requests are own.
 func (a *account) reset(rk *Rank, snapshot []Open, seq uint64, same bool) {
 	old, log := a.opens, a.log
 	a.opens, a.log = opens{}, nil
-	a.tickets, a.lastSeq, rk.Load, rk.Own, rk.Pairs, rk.Bumps, rk.Computed = 0, seq, Load{}, 0, 0, Bumps{}, Prompts{}
+	a.tickets, a.lastSeq, rk.Load, rk.Own, rk.Pairs, rk.Bumps, rk.Computed = 0, seq, Load{}, 0, 0, Bumps{},
+		Prompts{}
 	a.queue.clear(same)
 	if a.pace = (decodePace{decode: a.pace.decode}); !same {
 		a.pace, a.remote = decodePace{}, rankClock{}
@@ -209,13 +220,16 @@ func (a *account) reset(rk *Rank, snapshot []Open, seq uint64, same bool) {
 }
 
 func (a *account) load(rk *Rank, s *Open, mine bool) {
-	a.insert(rk, open{key: s.ReqID, tokens: small(s.Tokens), hit: cached(s.Hit, s.Tokens), phase: admitted, mine: mine})
+	a.insert(rk, open{
+		key: s.ReqID, tokens: clampTokens(s.Tokens), hit: clampHit(s.Hit, s.Tokens), phase: admitted,
+		mine: mine,
+	})
 	if s.Decoding || s.Out > 0 {
 		a.progress(rk, s.ReqID, s.Out)
 	}
 }
 
-// keep takes a bump over from the table before.
+// keep copies a bump from the previous table.
 func (a *account) keep(rk *Rank, o *open) {
 	if a.insert(rk, *o); o.phase != ticketed || a.opens.get(o.key).phase != ticketed {
 		return
@@ -253,13 +267,14 @@ func (a *account) drop(rk *Rank, o *open) {
 	key := o.key
 	a.dequeue(rk, o)
 	a.add(rk, o, -1)
-	a.settle(o)
+	a.clearTicket(o)
 	a.opens.remove(key)
 	a.log.closed(rk.ID, key)
 }
 
-// settle ends o's life as a ticketed entry, if it was one. Numbers are unique, so behind the smallest comes a larger one.
-func (a *account) settle(o *open) {
+// clearTicket removes o from the count of ticketed entries, if it is one. Stream numbers are unique, so the
+// next smallest one is larger.
+func (a *account) clearTicket(o *open) {
 	if o.phase != ticketed {
 		return
 	}
@@ -269,7 +284,7 @@ func (a *account) settle(o *open) {
 	}
 }
 
-// enqueue puts o behind the prompts of its rank, unless it is among them or its prompt is computed.
+// enqueue appends o to the rank's queue of prompts, unless o is in it already or its prompt is computed.
 func (a *account) enqueue(o *open) {
 	if a.reckons && o.slot == 0 && o.hasPrefill() {
 		o.slot = a.queue.join(o.tokens, o.hit, a.at())
@@ -277,7 +292,7 @@ func (a *account) enqueue(o *open) {
 	}
 }
 
-// dequeue takes o from among the prompts of its rank. o may be a copy of its entry.
+// dequeue removes o from the rank's queue of prompts. o may be a copy of its entry.
 func (a *account) dequeue(rk *Rank, o *open) {
 	if o.slot == 0 {
 		return
@@ -287,8 +302,8 @@ func (a *account) dequeue(rk *Rank, o *open) {
 	o.slot = 0
 }
 
-// confirm notes that the replica has o in hand, with the tokens that it told. From here on the times of the prompt are
-// those of the stream, so that the delay of the stream is in none of their differences.
+// confirm updates o's prompt to the tokens that the replica reported. From here on all times of the prompt
+// come from the stream, so the stream's delay cancels out in their differences.
 func (a *account) confirm(rk *Rank, o *open) {
 	if o.slot == 0 {
 		return
@@ -297,7 +312,7 @@ func (a *account) confirm(rk *Rank, o *open) {
 	a.queue.renew(o.slot, o.tokens, o.hit, a.at())
 }
 
-// add puts what o weighs into the rank's row (sign 1) or takes it out (sign -1).
+// add adds o's load to the rank's row (sign 1) or subtracts it (sign -1).
 func (a *account) add(rk *Rank, o *open, sign int) {
 	rk.Load.add(o, sign)
 	if o.mine {
@@ -334,8 +349,50 @@ func (l *Load) add(o *open, sign int) {
 	l.Kq += s * int64(o.tokens)
 }
 
-// cached is a hit as an entry keeps it: 0 to tokens-1, the last token is always computed.
-func cached(hit, tokens int) int32 { return small(min(hit, int(small(tokens))-1)) }
+// clampHit limits a hit to 0..tokens-1: an engine always computes the last token.
+func clampHit(hit, tokens int) int32 { return clampTokens(min(hit, int(clampTokens(tokens))-1)) }
 
-// small is a token count as an entry keeps it: not negative, and no prompt is longer than 2^31.
-func small(n int) int32 { return int32(min(max(n, 0), math.MaxInt32)) }
+// clampTokens limits a token count to 0..2^31-1.
+func clampTokens(n int) int32 { return int32(min(max(n, 0), math.MaxInt32)) }
+
+// logDifference logs the requests that are only in before as closed, and those that are only in the account
+// as opened.
+func (a *account) logDifference(rank RankID, before *opens) {
+	if a.log == nil {
+		return
+	}
+	for i := range before.cells {
+		if o := &before.cells[i]; o.phase != free && a.opens.get(o.key) == nil {
+			a.log.closed(rank, o.key)
+		}
+	}
+	for i := range a.opens.cells {
+		if o := &a.opens.cells[i]; o.phase != free && before.get(o.key) == nil {
+			a.log.opened(rank, o)
+		}
+	}
+}
+
+// timeTokens learns from a report of o's tokens, n by now, if the rank had no prompt to compute since the
+// report before.
+func (a *account) timeTokens(rk *Rank, o *open, n int32) {
+	p := &a.pace
+	if !a.reckons || a.law == nil || a.when == 0 || a.queue.first != 0 {
+		p.key = 0
+		return
+	}
+	if p.key != o.key {
+		if p.key == 0 || a.opens.get(p.key) == nil {
+			p.key, p.out, p.since = o.key, n, a.when
+		}
+		return
+	}
+	observed := float64(a.when-p.since) / float64(time.Millisecond)
+	if observed < leastSpan {
+		return
+	}
+	b := &a.law.base
+	p.decode.learn(observed, float64(n-p.out)*b.Step(0, rk.Load.R, int(rk.Load.K), 0), a.when)
+	p.out, p.since = n, a.when
+	a.law.addDecodeSample(*a.clock)
+}

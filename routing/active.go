@@ -3,17 +3,18 @@ package routing
 import "math/bits"
 
 const (
-	// maxTrackedBlocks bounds what is remembered of one prompt (131,072 tokens at 16 per block); the rest counts, but
-	// is not shared.
+	// maxTrackedBlocks bounds what is remembered of one prompt (131,072 tokens at 16 per block); the rest
+	// counts, but is not shared.
 	maxTrackedBlocks = 8192
 	// blockJump is how many blocks of a prompt are skipped at a time while nothing changes.
 	blockJump = 32
 	wordBits  = 64
 )
 
-// activeBlocks counts the distinct KV blocks of the sequences that are active on each rank: blocks that several of them
-// share (by chain hash) count once. A sequence holds its whole prefix, so what is active on a rank is closed under
-// prefixes, and the overlap of a prompt with a rank is one number. Bounded by the requests that the ranks hold open.
+// activeBlocks counts the distinct KV blocks of the sequences that are active on each rank: blocks that
+// several of them share (by chain hash) count once. A sequence holds its whole prefix, so what is active on a
+// rank is closed under prefixes, and the overlap of a prompt with a rank is one number. Bounded by the
+// requests that the ranks hold open.
 type activeBlocks struct {
 	ranks   []activeRank // by slot
 	slotOf  table        // rank id + 1 → slot + 1
@@ -31,7 +32,7 @@ type activeBlocks struct {
 type activeRank struct {
 	id     RankID
 	used   bool
-	single int64  // blocks that nobody can share: unknown ones, and partial ones
+	single int64  // blocks that cannot be shared: unknown ones, and partial ones
 	shared int64  // distinct blocks by hash
 	list   uint32 // its opens, +1
 }
@@ -52,7 +53,7 @@ func newActiveBlocks(v *View) *activeBlocks {
 	return b
 }
 
-// slot is the rank's place in the tables; it makes one.
+// slot returns the rank's place in the tables and adds it if necessary.
 func (b *activeBlocks) slot(id RankID) int {
 	if s := b.slotOf.get(uint64(id) + 1); s != 0 {
 		return int(s - 1)
@@ -82,7 +83,7 @@ func (b *activeBlocks) widen() {
 	}
 }
 
-// align notes which slot each row of the view has.
+// align records the slot of each row of the view.
 func (b *activeBlocks) align(v *View) {
 	b.rows = b.rows[:0]
 	for i := range v.Ranks {
@@ -104,13 +105,13 @@ func (b *activeBlocks) removeRank(id RankID) {
 	b.ranks[slot] = activeRank{}
 }
 
-// mix folds a slot into a key; hashes are random, so two pairs meet as rarely as two hashes do.
+// mix folds a slot into a key. Hashes are random, so two pairs collide as rarely as two hashes.
 func mix(key uint64, slot int) uint64 {
 	return key ^ bits.RotateLeft64(uint64(slot+1)*fibonacci, 29) //nolint:gosec // a slot is not negative
 }
 
-// open notes that request key is active on rank id. blocks is all of its prompt, hashes the chain of its full blocks as
-// far as it is known. hashes is copied.
+// open notes that request key is active on rank id. blocks is all of its prompt, hashes the chain of its full
+// blocks as far as it is known. hashes is copied.
 func (b *activeBlocks) open(id RankID, key uint64, blocks int64, hashes []uint64) {
 	slot := b.slot(id)
 	if b.openOf.get(mix(key, slot)) != 0 {
@@ -228,8 +229,8 @@ func (b *activeBlocks) release(slot int, h uint64) {
 // of is the number of distinct blocks active on a slot.
 func (b *activeBlocks) of(slot int) int64 { return b.ranks[slot].single + b.ranks[slot].shared }
 
-// depths is, by slot, how many leading blocks of the chain are active there. It jumps over blocks while the holders stay
-// the same and halves the range where they change.
+// depths is, by slot, how many leading blocks of the chain are active there. It jumps over blocks while the
+// holders stay the same and halves the range where they change.
 func (b *activeBlocks) depths(hashes []uint64, c *scratch) []int32 {
 	out := resize(&c.depths, len(b.ranks))
 	clear(out)

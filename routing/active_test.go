@@ -19,7 +19,8 @@ func TestActiveBlocksMatchTheOracle(t *testing.T) {
 		want := map[RankID]map[uint64]open{}
 		var c scratch
 		for range rapid.IntRange(1, 80).Draw(t, "steps") {
-			id, key := ID(0, rapid.IntRange(0, ranks-1).Draw(t, "rank")), rapid.Uint64Range(0, 9).Draw(t, "key")
+			id, key := ID(0, rapid.IntRange(0, ranks-1).Draw(t, "rank")), rapid.Uint64Range(0, 9).
+				Draw(t, "key")
 			switch act := rapid.IntRange(0, 9).Draw(t, "act"); {
 			case act == 0:
 				b.removeRank(id)

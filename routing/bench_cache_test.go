@@ -13,8 +13,8 @@ const (
 	benchBlocks = benchPrompt / DefaultBlockSize
 )
 
-// cacheCycle is a router in the middle of its day under shared prompts: every rank holds the first half of the prompt and
-// every second one more, four requests are open on each.
+// cacheCycle is a router in the middle of its day under shared prompts: every rank holds the first half of
+// the prompt and every second one more, four requests are open on each.
 type cacheCycle struct {
 	r    *Router
 	q    Request
@@ -98,7 +98,8 @@ func TestPicksWithPromptsDoNotAllocate(t *testing.T) {
 	}
 }
 
-// benchmarkDecide times the decision, and beside it the whole life of a request in the Router (Pick and Undo).
+// benchmarkDecide times the decision, and beside it the whole life of a request in the Router (Pick and
+// Undo).
 func benchmarkDecide(b *testing.B, p Policy) {
 	for _, ranks := range []int{8, 64, 1024} {
 		c := newCacheCycle(p, ranks)
@@ -133,7 +134,11 @@ func BenchmarkTextTree(b *testing.B) {
 }
 
 func BenchmarkPolicy(b *testing.B) {
-	for _, name := range []string{"round-robin", "random", "power-of-two", "least-loaded", "lmetric", "kv", "scoring", "lmetric-1", "lpwl", "min-ttft", "least-kv", "sticky", "cache-aware", "prefix-aware", "chwbl", "session-affinity", "mex"} {
+	for _, name := range []string{
+		"round-robin", "random", "power-of-two", "least-loaded", "lmetric", "kv",
+		"scoring", "lmetric-1", "lpwl", "min-ttft", "least-kv", "sticky", "cache-aware", "prefix-aware",
+		"chwbl", "session-affinity", "mex",
+	} {
 		p, err := New(name, PresetTuned, nil)
 		require.NoError(b, err)
 		b.Run(name, func(b *testing.B) { benchmarkDecide(b, p) })

@@ -14,22 +14,24 @@ const (
 	tierSilent             // eligible, stream silent: an old "full" never blocks, admission has the last word
 )
 
-// Eligible says whether q may go to rk at all: ready, not left out because its answers failed, not above busy_threshold, not tried.
-// Room is another question. Every policy asks here, so busy_threshold and the cap of tripped ranks hold under all of them.
+// Eligible reports whether q may go to rk: the rank is ready, not left out because its answers failed, not
+// above busy_threshold, and not tried. It does not ask for room. Every policy calls it, so busy_threshold and
+// the cap of tripped ranks hold under all policies.
 func Eligible(q *Request, rk *Rank) bool {
 	return rk.Serves() && !rk.Busy && (len(q.Tried) == 0 || !slices.Contains(q.Tried, rk.ID))
 }
 
-// Serves says that rk is ready and not left out because its answers failed.
+// Serves reports whether rk is ready and not left out because its answers failed.
 func (rk *Rank) Serves() bool { return rk.Ready && !rk.LeftOut }
 
-// maxLeftOut is how many of n ready ranks may be left out because their answers failed: 30 %, at least one, and never all of them. A
-// failed answer may be the fault of its request; if every engine answers with an error, its answers are still the best that there are.
+// maxLeftOut is how many of n ready ranks may be left out because their answers failed: 30 %, at least one,
+// and never all of them. A failed answer may be the fault of its request, and if every engine answers with
+// errors, clients should still see those answers.
 func maxLeftOut(n int) int { return max(0, min(max(1, n*3/10), n-1)) }
 
-// leaveOut marks the ranks that get nothing because their answers failed: those that tripped first, up to the cap. The others that
-// tripped are used like every rank. changed says that some mark is another one now.
-func (v *View) leaveOut() (changed bool) {
+// markLeftOut marks the ranks that get no requests because their answers failed: those that tripped first, up
+// to the cap. Other tripped ranks are used like every rank. changed reports whether a mark changed.
+func (v *View) markLeftOut() (changed bool) {
 	ready := 0
 	for i := range v.Ranks {
 		if v.Ranks[i].Ready {
@@ -58,13 +60,13 @@ func (v *View) trippedBefore(rk *Rank) int {
 	return n
 }
 
-// HasRoom says whether the view still sees a free place on rk.
+// HasRoom reports whether rk has fewer open requests than max_ongoing_requests, as far as the view knows.
 func HasRoom(rk *Rank) bool { return rk.ongoing() < rk.MaxOngoing }
 
 // ongoing is rk.Load.O() without the copy of the Load, which would be a tenth of a pick.
 func (rk *Rank) ongoing() int { return rk.Load.W + rk.Load.F + rk.Load.R }
 
-// has says whether rk is a candidate of the tier for q.
+// has reports whether rk is a candidate of the tier for q.
 func (t tier) has(q *Request, rk *Rank) bool {
 	switch t {
 	case tierLocal:
@@ -102,12 +104,12 @@ func (t tier) nth(q *Request, v *View, k int) int {
 	return -1
 }
 
-// blindDraws is how often a draw goes over all ranks before the candidates are counted. With half of the ranks out,
-// all eight miss once in 256 picks.
+// blindDraws is how often a draw goes over all ranks before the candidates are counted. With half of the
+// ranks not eligible, all eight draws miss once in 256 picks.
 const blindDraws = 8
 
-// one draws a candidate uniformly, -1 if the tier is empty. It draws over all ranks and throws misses away, which
-// is uniform over the candidates and reads one row instead of all of them.
+// one draws a candidate uniformly; -1 if the tier is empty. It draws over all ranks and rejects misses: that
+// is uniform over the candidates and reads one row instead of all.
 func (t tier) one(q *Request, v *View, r *rand.Rand) int {
 	for range min(blindDraws, len(v.Ranks)) {
 		if i := r.IntN(len(v.Ranks)); t.has(q, &v.Ranks[i]) {
@@ -121,8 +123,9 @@ func (t tier) one(q *Request, v *View, r *rand.Rand) int {
 	return t.nth(q, v, r.IntN(n))
 }
 
-// pair draws two distinct candidates, uniform over ordered pairs; j is -1 if there is only one, both are if there is
-// none. A blind draw that gives up and the counted draw after it are both uniform, so their mixture is.
+// pair draws two distinct candidates, uniform over ordered pairs; j is -1 if there is only one, both are if
+// there is none. A blind draw that gives up and the counted draw after it are both uniform, so their mixture
+// is.
 func (t tier) pair(q *Request, v *View, r *rand.Rand) (i, j int) {
 	if i, j = t.blindPair(q, v, r); j >= 0 {
 		return i, j
@@ -165,9 +168,12 @@ func (t tier) blindPair(q *Request, v *View, r *rand.Rand) (i, j int) {
 const halfWord = 1<<32 - 1
 
 // below maps 32 random bits to [0, n); the bias is below n/2^32, 2e-8 at 64 ranks.
-func below(bits uint64, n int) int { return int(bits * uint64(n) >> 32) } //nolint:gosec // n is a length, the result is below it
+func below(bits uint64, n int) int {
+	return int(bits * uint64(n) >> 32) //nolint:gosec // n is a length, the result is below it
+}
 
-// openTier is the tier that a load policy chooses from: open ranks, else silent ones. ok is false if both are empty.
+// openTier is the tier that a load policy chooses from: open ranks, else silent ones. ok is false if both are
+// empty.
 func openTier(q *Request, v *View) (t tier, ok bool) {
 	silent := false
 	for i := range v.Ranks {
@@ -203,8 +209,8 @@ func gather(q *Request, v *View, c *scratch) (t tier, ok bool) {
 	return t, n > 0
 }
 
-// begin empties d for a new decision; its memory stays.
-func begin(d *Decision) {
+// resetDecision empties d for a new decision and keeps its memory.
+func resetDecision(d *Decision) {
 	d.Kind, d.Reason, d.Disqualified = Reject, "", 0
 	d.Ranked, d.Terms = d.Ranked[:0], d.Terms[:0]
 }
@@ -218,8 +224,9 @@ func routeTo(d *Decision, t tier, rk *Rank, reason string) {
 	d.Ranked = append(d.Ranked, rk.ID)
 }
 
-// none fills d when no tier has a candidate: Queue while room may come, else Reject (CONTRACTS 8).
-func none(q *Request, v *View, d *Decision) {
+// queueOrReject fills d when no tier has a candidate: Queue while a rank may get room, else Reject. DESIGN.md
+// has the table.
+func queueOrReject(q *Request, v *View, d *Decision) {
 	eligible, ready, busy := false, false, false
 	for i := range v.Ranks {
 		rk := &v.Ranks[i]

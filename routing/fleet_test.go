@@ -44,10 +44,10 @@ func agentTurns(seed uint64, perSecond float64, span time.Duration) []fleetTurn 
 		systems[i] = 4 + rnd.IntN(20)
 	}
 	var turns []fleetTurn
-	begin := time.Duration(0)
+	resetDecision := time.Duration(0)
 	for session := uint64(1); ; session++ {
-		begin += time.Duration(rnd.ExpFloat64() / perSecond * float64(time.Second))
-		if begin > span {
+		resetDecision += time.Duration(rnd.ExpFloat64() / perSecond * float64(time.Second))
+		if resetDecision > span {
 			slices.SortStableFunc(turns, func(a, b fleetTurn) int { return cmp.Compare(a.at, b.at) })
 			return turns
 		}
@@ -61,7 +61,7 @@ func agentTurns(seed uint64, perSecond float64, span time.Duration) []fleetTurn 
 		}
 		system := int(20 * math.Pow(rnd.Float64(), 2.2))
 		grow(uint64(1<<30+system), systems[system])
-		at := begin
+		at := resetDecision
 		for range 1 + int(10*rnd.ExpFloat64()) {
 			grow(session, 1+int(3*rnd.ExpFloat64()))
 			if len(chain) > 200 {
@@ -146,7 +146,8 @@ func (f *fleet) start(i int) {
 	rk.epoch++
 	for _, r := range f.routers {
 		r.Observe(&Event{
-			Kind: EvRankUp, Rank: rk.id, Epoch: rk.epoch, Incarnation: rk.epoch, MaxOngoing: fleetRoom, Now: f.now,
+			Kind: EvRankUp, Rank: rk.id, Epoch: rk.epoch, Incarnation: rk.epoch, MaxOngoing: fleetRoom,
+			Now:      f.now,
 			Capacity: int64(fleetCapacity * f.block), BlockSize: f.block,
 		})
 	}
@@ -202,7 +203,8 @@ func (f *fleet) arrive(turn *fleetTurn) {
 	f.homes[turn.session] = rk.id
 	f.sent = append(f.sent, fleetSent{f.now, rk.id})
 	f.tell(rk, Event{
-		Kind: EvAdmitted, ReqID: job.id, Tokens: q.Tokens, Hit: q.HitOn(rk.id), Session: SessionKey(q.Session),
+		Kind: EvAdmitted, ReqID: job.id, Tokens: q.Tokens, Hit: q.HitOn(rk.id),
+		Session: SessionKey(q.Session),
 	})
 	router.Observe(&Event{Kind: EvTicket, Rank: rk.id, ReqID: job.id, Incarnation: rk.epoch, Seq: rk.seq})
 	rk.sent.keep(turn.chain)
@@ -344,12 +346,19 @@ func TestPrefillUtilisationIsThatOfAllIngresses(t *testing.T) {
 				f.jobs++
 				rk := f.ranks[i%fleetRanks]
 				tokens := len(turns[i].chain) * agentBlock
-				q := Request{ID: f.jobs, Now: f.now, Tokens: tokens, HasDirect: true, Direct: rk.id, Force: true}
+				q := Request{
+					ID: f.jobs, Now: f.now, Tokens: tokens, HasDirect: true, Direct: rk.id,
+					Force: true,
+				}
 				r := f.routers[i%k]
 				r.Pick(&q, &f.choice)
 				f.tell(rk, Event{Kind: EvAdmitted, ReqID: q.ID, Tokens: q.Tokens})
-				f.tell(rk, Event{Kind: EvAdmitted, ReqID: q.ID, Tokens: q.Tokens}) // one that comes twice counts once
-				r.Observe(&Event{Kind: EvTicket, Rank: rk.id, ReqID: q.ID, Incarnation: rk.epoch, Seq: rk.seq})
+				// one that comes twice counts once
+				f.tell(rk, Event{Kind: EvAdmitted, ReqID: q.ID, Tokens: q.Tokens})
+				r.Observe(&Event{
+					Kind: EvTicket, Rank: rk.id, ReqID: q.ID, Incarnation: rk.epoch,
+					Seq: rk.seq,
+				})
 			})
 		}
 		f.play(nil)
@@ -373,7 +382,8 @@ func TestSessionsKeepTheirRankBehindSeveralRouters(t *testing.T) {
 	}
 	turns := agentTurns(11, 1, span)
 	for _, p := range []Policy{
-		tuned(t, "session-affinity"), tuned(t, "prefix-aware"), newPolicy(t, "prefix-aware"), newPolicy(t, "cache-aware"),
+		tuned(t, "session-affinity"), tuned(t, "prefix-aware"), newPolicy(t, "prefix-aware"),
+		newPolicy(t, "cache-aware"),
 	} {
 		t.Run(fmt.Sprintf("%+v", p), func(t *testing.T) {
 			one := newFleet(t, p, agentBlock, 1, 20*time.Millisecond)
@@ -385,7 +395,8 @@ func TestSessionsKeepTheirRankBehindSeveralRouters(t *testing.T) {
 			}{{2, 20 * time.Millisecond}, {4, 100 * time.Millisecond}} {
 				many := newFleet(t, p, agentBlock, c.routers, c.lag)
 				many.play(turns)
-				t.Logf("%d Routers, %v: goodput %.3f, stability %.3f", c.routers, c.lag, many.goodput(), many.stability())
+				t.Logf("%d Routers, %v: goodput %.3f, stability %.3f", c.routers, c.lag, many.goodput(),
+					many.stability())
 				require.GreaterOrEqual(t, many.goodput(), one.goodput()-0.03)
 				require.GreaterOrEqual(t, many.stability(), one.stability()-0.03)
 			}
@@ -410,7 +421,8 @@ func TestAReturnedRankIsUsedWithinAMinute(t *testing.T) {
 			f.play(turns)
 			share := f.share(ID(0, 3), returns, returns+time.Minute)
 			t.Logf("goodput %.3f, share %.3f in 10 s, %.3f in 60 s, %.3f later", f.goodput(),
-				f.share(ID(0, 3), returns, returns+10*time.Second), share, f.share(ID(0, 3), returns+time.Minute, end))
+				f.share(ID(0, 3), returns, returns+10*time.Second), share,
+				f.share(ID(0, 3), returns+time.Minute, end))
 			require.GreaterOrEqual(t, share, 0.04)
 			require.LessOrEqual(t, share, 0.25)
 			require.GreaterOrEqual(t, f.goodput(), 0.99)
@@ -437,7 +449,8 @@ func TestASharedSystemPromptPinsScoring(t *testing.T) {
 		turns = append(turns, turn)
 		at += time.Duration(rnd.ExpFloat64() / perSecond * float64(time.Second))
 	}
-	limits := map[string]float64{namePrefixAware: 2} // the shortest queue among the ranks that have the prompt, ties drawn
+	// the shortest queue among the ranks that have the prompt, ties drawn
+	limits := map[string]float64{namePrefixAware: 2}
 	pinned := map[string]bool{nameScoring: true, nameSticky: true}
 	for _, p := range []Policy{
 		LMetric{PlusOne: true},
@@ -447,7 +460,8 @@ func TestASharedSystemPromptPinsScoring(t *testing.T) {
 		MinTTFT{},
 		MinTTFT{Eta: true},
 		tuned(t, "cache-aware"),
-		tuned(t, "least-kv"), tuned(t, "prefix-aware"), tuned(t, "chwbl"), newPolicy(t, "scoring"), tuned(t, "sticky"),
+		tuned(t, "least-kv"), tuned(t, "prefix-aware"), tuned(t, "chwbl"), newPolicy(t, "scoring"),
+		tuned(t, "sticky"),
 	} {
 		t.Run(fmt.Sprintf("%+v", p), func(t *testing.T) {
 			f := newFleet(t, p, block, 1, 20*time.Millisecond)
@@ -479,8 +493,10 @@ func BenchmarkAgentsBehindRouters(b *testing.B) {
 		tuned(b, "kv"),
 		MinTTFT{Eta: true},
 		tuned(b, "sticky"), newPolicy(b, "scoring"),
-		tuned(b, "cache-aware"), newPolicy(b, "cache-aware"), newPolicy(b, "prefix-aware"), tuned(b, "prefix-aware"),
-		newPolicy(b, "session-affinity"), tuned(b, "session-affinity"), tuned(b, "chwbl"), tuned(b, "least-loaded"),
+		tuned(b, "cache-aware"), newPolicy(b, "cache-aware"), newPolicy(b, "prefix-aware"),
+		tuned(b, "prefix-aware"),
+		newPolicy(b, "session-affinity"), tuned(b, "session-affinity"), tuned(b, "chwbl"),
+		tuned(b, "least-loaded"),
 	} {
 		for _, c := range []struct {
 			routers int

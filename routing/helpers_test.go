@@ -49,15 +49,18 @@ func loadOf(r *Router, id RankID) Load {
 
 // drawView is any view: ranks of several groups, ready or not, silent or not, busy or not, empty to overfull.
 func drawView(t *rapid.T) View {
-	v := View{OnTheWay: rapid.IntRange(0, 1).Draw(t, "on the way"), PrefixCachingOff: rapid.IntRange(0, 9).Draw(t, "caching") == 0}
+	v := View{OnTheWay: rapid.IntRange(0, 1).Draw(t, "on the way"), PrefixCachingOff: rapid.IntRange(0, 9).
+		Draw(t, "caching") == 0}
 	ids := rapid.SliceOfNDistinct(rapid.IntRange(0, 40), 0, 20, rapid.ID[int]).Draw(t, "ids")
 	for _, n := range ids {
 		id := ID(n/8, n%8)
 		i, _ := v.Find(id)
 		rk := Rank{
 			ID: id, Epoch: 1, MaxOngoing: rapid.IntRange(0, 6).Draw(t, "max"),
-			Ready: rapid.IntRange(0, 4).Draw(t, "ready") > 0, Silent: rapid.IntRange(0, 4).Draw(t, "silent") == 0, Local: rapid.Bool().Draw(t, "local"),
-			Busy: rapid.IntRange(0, 4).Draw(t, "busy") == 0, LeftOut: rapid.IntRange(0, 4).Draw(t, "left out") == 0,
+			Ready: rapid.IntRange(0, 4).Draw(t, "ready") > 0, Silent: rapid.IntRange(0, 4).
+				Draw(t, "silent") == 0, Local: rapid.Bool().Draw(t, "local"),
+			Busy: rapid.IntRange(0, 4).Draw(t, "busy") == 0, LeftOut: rapid.IntRange(0, 4).
+				Draw(t, "left out") == 0,
 		}
 		drawLoad(t, &rk)
 		v.Ranks = append(v.Ranks[:i:i], append([]Rank{rk}, v.Ranks[i:]...)...)
@@ -66,7 +69,10 @@ func drawView(t *rapid.T) View {
 }
 
 func drawLoad(t *rapid.T, rk *Rank) {
-	rk.Load = Load{W: rapid.IntRange(0, 3).Draw(t, "w"), F: rapid.IntRange(0, 1).Draw(t, "f"), R: rapid.IntRange(0, 3).Draw(t, "r")}
+	rk.Load = Load{
+		W: rapid.IntRange(0, 3).Draw(t, "w"), F: rapid.IntRange(0, 1).Draw(t, "f"),
+		R: rapid.IntRange(0, 3).Draw(t, "r"),
+	}
 	before := int64(rk.Load.W + rk.Load.F)
 	rk.Load.Q, rk.Load.Kq = before*rapid.Int64Range(0, 40).Draw(t, "q"), before*40
 	rk.Load.K = int64(rk.Load.R) * rapid.Int64Range(0, 50).Draw(t, "k")
@@ -81,7 +87,8 @@ func drawLoad(t *rapid.T, rk *Rank) {
 
 // drawRequest is any request over the ranks of v and a few that are not there.
 func drawRequest(t *rapid.T, v *View) Request {
-	q := Request{ID: 1, Tokens: rapid.IntRange(0, 100).Draw(t, "tokens"), HasDirect: rapid.IntRange(0, 3).Draw(t, "direct") > 0}
+	q := Request{ID: 1, Tokens: rapid.IntRange(0, 100).Draw(t, "tokens"), HasDirect: rapid.IntRange(0, 3).
+		Draw(t, "direct") > 0}
 	any := func(label string) RankID {
 		if len(v.Ranks) == 0 || rapid.IntRange(0, 5).Draw(t, label+" stranger") == 0 {
 			return ID(9, 9)
@@ -105,7 +112,8 @@ func drawRequest(t *rapid.T, v *View) Request {
 
 // drawText is a text of few letters, so that texts share prefixes, and of some that fork inside a character.
 func drawText(t *rapid.T) []byte {
-	return []byte(strings.Join(rapid.SliceOfN(rapid.SampledFrom([]string{"a", "b", "\xc3\xa4", "\xc3\xb6"}), 0, 20).Draw(t, "text"), ""))
+	return []byte(strings.Join(rapid.SliceOfN(rapid.SampledFrom([]string{"a", "b", "\xc3\xa4", "\xc3\xb6"}),
+		0, 20).Draw(t, "text"), ""))
 }
 
 // chain is one block hash per byte of text.

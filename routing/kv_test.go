@@ -33,7 +33,8 @@ func TestKVVectorThroughTheRouter(t *testing.T) {
 		{Rank: ID(0, 2), Name: "prefill_blocks", Unit: "blocks", Raw: 2, Weight: 1, Value: 2},
 		{Rank: ID(0, 2), Name: "decode_blocks", Unit: "blocks", Raw: 19, Weight: 1, Value: 19},
 	}, d.Terms)
-	assert.Equal(t, []PotentialLoad{{ID(0, 0), 128, 20}, {ID(0, 1), 80, 15}, {ID(0, 2), 32, 19}}, r.PotentialLoads(q))
+	assert.Equal(t, []PotentialLoad{{ID(0, 0), 128, 20}, {ID(0, 1), 80, 15}, {ID(0, 2), 32, 19}},
+		r.PotentialLoads(q))
 }
 
 // kvRouter has three ranks with 10, 5 and 9 blocks decoding.
@@ -41,14 +42,24 @@ func kvRouter(t *testing.T, p Policy) *Router {
 	t.Helper()
 	r := routerWith(p, 3, 100)
 	for i, blocks := range []int{10, 5, 9} {
-		r.Observe(&Event{Kind: EvAdmitted, Rank: ID(0, i), ReqID: uint64(100 + i), Incarnation: 7, Seq: 1, Tokens: blocks * 16})
+		r.Observe(&Event{
+			Kind: EvAdmitted, Rank: ID(0, i), ReqID: uint64(100 + i), Incarnation: 7, Seq: 1,
+			Tokens: blocks * 16,
+		})
 		r.Observe(&Event{Kind: EvFirstToken, Rank: ID(0, i), ReqID: uint64(100 + i), Incarnation: 7, Seq: 2})
 	}
 	return r
 }
 
 func kvRequest() *Request {
-	return &Request{ID: 1, Tokens: 160, Hits: []Hit{{Rank: ID(0, 0), Tokens: 32}, {Rank: ID(0, 1), Tokens: 80}, {Rank: ID(0, 2), Tokens: 128}}}
+	return &Request{
+		ID: 1, Tokens: 160,
+		Hits: []Hit{
+			{Rank: ID(0, 0), Tokens: 32},
+			{Rank: ID(0, 1), Tokens: 80},
+			{Rank: ID(0, 2), Tokens: 128},
+		},
+	}
 }
 
 func TestKVOverridesHoldForOneRequest(t *testing.T) {
@@ -77,10 +88,10 @@ func TestKVSharedBlocksCountOnce(t *testing.T) {
 	assert.Equal(t, int64(16), decode(&other))
 	pick(r, other)
 	r.Observe(&Event{Kind: EvUndo, Rank: ID(0, 0), ReqID: 1})
-	none := Request{ID: 3}
-	assert.Equal(t, int64(10), decode(&none))
+	queueOrReject := Request{ID: 3}
+	assert.Equal(t, int64(10), decode(&queueOrReject))
 	r.Observe(&Event{Kind: EvUndo, Rank: ID(0, 0), ReqID: 2})
-	assert.Equal(t, int64(0), decode(&none))
+	assert.Equal(t, int64(0), decode(&queueOrReject))
 }
 
 // T > 0 draws with the probabilities of the softmax over min–max scaled costs; all equal is uniform.
@@ -119,7 +130,8 @@ func TestKV2(t *testing.T) {
 	p, err := New("kv", "", map[string]any{"variant": "kv2", "overlap_decay": 1, "request_weight": 2})
 	require.NoError(t, err)
 	v := View{Ranks: []Rank{
-		{ID: ID(0, 0), Ready: true, MaxOngoing: 9, Load: Load{W: 1, Q: 160}}, {ID: ID(0, 1), Ready: true, MaxOngoing: 9, Load: Load{R: 1}},
+		{ID: ID(0, 0), Ready: true, MaxOngoing: 9, Load: Load{W: 1, Q: 160}},
+		{ID: ID(0, 1), Ready: true, MaxOngoing: 9, Load: Load{R: 1}},
 	}}
 	q := Request{Tokens: 160, Hits: []Hit{{Rank: ID(0, 0), Tokens: 80, Host: 32, Disk: 16}}}
 	d := Decision{Explain: true}
@@ -127,6 +139,7 @@ func TestKV2(t *testing.T) {
 	// rank 0: 10 queued + 10 own − (½·5 + ¾·2 + ¼·1) = 15.75; rank 1: 10.
 	assert.InDelta(t, 15.75, d.Terms[0].Value, 1e-12)
 	assert.InDelta(t, 10, d.Terms[3].Value, 1e-12)
-	assert.Equal(t, Term{Rank: ID(0, 1), Name: "open", Unit: "requests", Raw: 1, Weight: 2, Value: 2}, d.Terms[5])
+	assert.Equal(t, Term{Rank: ID(0, 1), Name: "open", Unit: "requests", Raw: 1, Weight: 2, Value: 2},
+		d.Terms[5])
 	assert.Equal(t, ID(0, 1), d.Ranked[0])
 }

@@ -12,17 +12,18 @@ const (
 	lawPeriod = time.Second
 	// errorMemory is how many first tokens the law's error is the mean of, about.
 	errorMemory = 64
-	// leastSpan is the shortest time between two reports of a request's tokens that says something about decoding, in ms.
+	// leastSpan is the shortest time between two reports of a request's tokens that says something about
+	// decoding, in ms.
 	leastSpan = 50
 	// leastSlow and mostSlow bound how much slower than the median of its application's ranks a rank counts.
 	leastSlow, mostSlow = 0.25, 8
-	// slowMemory is the time after the last sample at which half of a rank's slowness is forgotten: nobody asks a slow rank, so it could
-	// never show that it is well again.
+	// slowMemory is the time after the last sample at which half of a rank's slowness is forgotten: a slow
+	// rank gets no requests, so it could never show that it has recovered.
 	slowMemory = 30 * time.Second
 )
 
-// law is the step law of an application's engines: a preset, and how long the engines take beside it. Both factors are medians over the
-// ranks that have shown one, so one slow rank does not change them.
+// law is the step law of an application's engines: a preset, and two measured factors on its times. Both
+// factors are medians over the ranks with samples, so one slow rank does not change them.
 type law struct {
 	preset          string
 	base            steptime.Coefficients
@@ -41,71 +42,34 @@ const (
 	lawMoE   = "moe"
 )
 
-// lawful is a policy that predicts how long an engine takes.
-type lawful interface {
+// predictor is a policy that predicts the times of an engine.
+type predictor interface {
 	law() steptime.Coefficients
 	preset() string
 }
 
 func newLaw(p Policy) law {
 	l := law{preset: lawDense, base: steptime.Reference(), prefill: 1, decode: 1}
-	if p, ok := p.(lawful); ok {
+	if p, ok := p.(predictor); ok {
 		l.base, l.preset = p.law(), p.preset()
 	}
 	return l
 }
 
-// LawInfo is what an application's Router knows of its engines' steps.
-type LawInfo struct {
-	Preset          string        // dense or moe
-	Prefill, Decode float64       // measured factor on the preset's milliseconds; 1 = as the preset says
-	PrefillSamples  uint64        // prompts whose first token was timed
-	DecodeSamples   uint64        // spans in which a rank did nothing but decode
-	Age             time.Duration // since the last sample; meaningless without one
-	Error           float64       // mean |observed/predicted - 1| of the last first tokens that were timed
-}
-
-// Law says what the Router knows of its engines' steps; ok is false if the policy predicts nothing.
-func (r *Router) Law() (info LawInfo, ok bool) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	l := &r.law
-	return LawInfo{
-		Preset: l.preset, Prefill: l.prefill, Decode: l.decode, PrefillSamples: l.prompts, DecodeSamples: l.spans, Age: r.view.Now - l.last, Error: l.missed,
-	}, r.reckons
-}
-
-// tookPrompt notes a first token that took observed ms where predicted ms were expected.
-func (l *law) tookPrompt(observed, predicted float64, now time.Duration) {
+// addPromptSample records a first token that took observed ms where the law predicted predicted ms.
+func (l *law) addPromptSample(observed, predicted float64, now time.Duration) {
 	l.prompts++
 	l.stale, l.last = true, now
 	off := min(max(observed/predicted-1, 1-observed/predicted), mostSlow) // |observed/predicted - 1|
 	l.missed += (off - l.missed) / float64(min(l.prompts, errorMemory))
 }
 
-func (l *law) tookSpan(now time.Duration) {
+func (l *law) addDecodeSample(now time.Duration) {
 	l.spans++
 	l.stale, l.last = true, now
 }
 
-// relearn takes the law anew from what the ranks have shown. It is called after events, never at a decision: a decision that is only
-// explained must not change the next one.
-func (r *Router) relearn() {
-	l, now := &r.law, r.view.Now
-	if !l.stale || l.taken != 0 && now-l.taken < lawPeriod {
-		return
-	}
-	l.stale, l.taken = false, max(now, 1)
-	l.prefill = l.median(r.accounts, func(a *account) *speed { return &a.queue.speed })
-	l.decode = l.median(r.accounts, func(a *account) *speed { return &a.pace.decode })
-	b := &l.base
-	r.view.Law = steptime.Coefficients{
-		TokenMS: b.TokenMS * l.prefill, PairMS: b.PairMS * l.prefill,
-		WeightMS: b.WeightMS * l.decode, FixedMS: b.FixedMS * l.decode, DecodeMS: b.DecodeMS * l.decode, ContextMS: b.ContextMS * l.decode,
-	}
-}
-
-// median is that of the ranks that have shown a speed, 1 if none has. Of two it is the faster one.
+// median is the median slowness of the ranks with samples; 1 without any. Of two it takes the faster one.
 func (l *law) median(accounts []account, of func(*account) *speed) float64 {
 	l.scratch = l.scratch[:0]
 	for i := range accounts {
@@ -120,13 +84,15 @@ func (l *law) median(accounts []account, of func(*account) *speed) float64 {
 	return l.scratch[(len(l.scratch)-1)/2]
 }
 
-// slow is how long a rank takes beside the median of all: what it has shown, which fades while it shows nothing new.
+// slow is a rank's slowness relative to the median of all ranks. It decays towards 1 while the rank has no
+// new sample.
 func (l *law) slow(s *speed, now time.Duration) float64 {
 	age := float64(max(0, now-s.last)) / float64(slowMemory)
 	return min(max(1+(s.slowness(l.prefill)/l.prefill-1)/(1+age*age), leastSlow), mostSlow)
 }
 
-// decodePace times the tokens of one request of a rank while the rank does nothing but decode: what a step takes without prefill.
+// decodePace times the tokens of one request of a rank while the rank does nothing but decode: what a step
+// takes without prefill.
 type decodePace struct {
 	key    uint64 // of the request; 0 = none
 	out    int32  // its tokens at since
@@ -134,25 +100,51 @@ type decodePace struct {
 	decode speed
 }
 
-// timeTokens learns from a report of o's tokens, n by now, if the rank had no prompt to compute since the report before.
-func (a *account) timeTokens(rk *Rank, o *open, n int32) {
-	p := &a.pace
-	if !a.reckons || a.law == nil || a.when == 0 || a.queue.first != 0 {
-		p.key = 0
-		return
+const (
+	// clockMemory is how long the best sample of a rank's clock stands before a newer one takes its place:
+	// clocks drift.
+	clockMemory = 30 * time.Second
+	// clockSlack is what two samples of one clock may contradict each other by, beside what they are unsure
+	// by.
+	clockSlack = 2 * time.Millisecond
+	// oldestRecord is the age above which a record's time is not believed.
+	oldestRecord = 10 * time.Second
+	// lagMemory is how many records the lag of a rank's stream is the mean of, about.
+	lagMemory = 8
+)
+
+// rankClock converts times of a rank's clock to the view's clock. The two clocks have unrelated origins, and
+// either may jump. A request of this ingress is a sample: the rank admitted it after the dispatch and before
+// the ticket arrived.
+//
+// Until there is a sample, and after a contradiction until the next one, records count as of their arrival.
+type rankClock struct {
+	ahead time.Duration // the rank's clock minus the view's
+	doubt time.Duration // by how much ahead may be wrong
+	taken time.Duration // when the sample was, on the view's clock
+	known bool
+}
+
+// learn takes a sample: at, on the rank's clock, was between from and to.
+func (c *rankClock) learn(at, from, to, now time.Duration) {
+	doubt := max(0, to-from) / 2
+	ahead := at - (from + doubt)
+	apart := max(ahead-c.ahead, c.ahead-ahead)
+	if !c.known || doubt <= c.doubt || now-c.taken > clockMemory || apart > doubt+c.doubt+clockSlack {
+		*c = rankClock{ahead: ahead, doubt: doubt, taken: now, known: true}
 	}
-	if p.key != o.key {
-		if p.key == 0 || a.opens.get(p.key) == nil {
-			p.key, p.out, p.since = o.key, n, a.when
-		}
-		return
+}
+
+// place is the time of a record on the view's clock, at most now. Without a usable sample ok is false and
+// when is now.
+func (c *rankClock) place(at, now time.Duration) (when time.Duration, ok bool) {
+	if at == 0 || !c.known {
+		return now, false
 	}
-	observed := float64(a.when-p.since) / float64(time.Millisecond)
-	if observed < leastSpan {
-		return
+	when = at - c.ahead
+	if when > now+c.doubt+clockSlack || when < now-oldestRecord { // one of the clocks has jumped
+		c.known = false
+		return now, false
 	}
-	b := &a.law.base
-	p.decode.learn(observed, float64(n-p.out)*b.Step(0, rk.Load.R, int(rk.Load.K), 0), a.when)
-	p.out, p.since = n, a.when
-	a.law.tookSpan(*a.clock)
+	return max(1, min(when, now)), true
 }

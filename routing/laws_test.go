@@ -18,7 +18,10 @@ func decideTwice(t *rapid.T, p Policy, q *Request, v *View) (plain, explained De
 		last := v.Ranks[rapid.IntRange(0, len(v.Ranks)-1).Draw(t, "last")].ID
 		before := drawRequest(t, v)
 		p.Observe(state, v, &Event{Kind: EvDispatched, Rank: last, Request: &before, Tokens: before.Tokens})
-		p.Observe(state, v, &Event{Kind: EvOpened, Rank: last, ReqID: 7, Request: &before, Tokens: before.Tokens})
+		p.Observe(state, v, &Event{
+			Kind: EvOpened, Rank: last, ReqID: 7, Request: &before,
+			Tokens: before.Tokens,
+		})
 	}
 	explained.Explain = true
 	p.Decide(q, v, state, seeded(seed), &plain)
@@ -85,9 +88,9 @@ func checkScore(t *rapid.T, p Policy, v *View, q *Request, id RankID, got float6
 		want = float64(l.O())
 	case LeastLoaded:
 		switch p.Variant {
-		case VariantCount:
+		case variantCount:
 			want = float64(4*l.W + (l.F + l.R))
-		case VariantKV:
+		case variantKV:
 			want = max(float64(p.Clients*int(rk.Own)), float64(l.O())) + 6*float64(l.W)*max(0, rk.Usage()-0.5)
 			near = 1e-9
 		}
@@ -197,8 +200,8 @@ func TestLawQueueAndReject(t *testing.T) {
 	})
 }
 
-// Relabelling that keeps the order keeps every decision. (An order-changing one permutes only the distribution, which
-// TestTiesAreUniform watches.)
+// Relabelling that keeps the order keeps every decision. (An order-changing one permutes only the
+// distribution, which TestTiesAreUniform watches.)
 func TestLawRelabellingPermutesTheResult(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		v := drawView(t)
@@ -277,7 +280,8 @@ func TestPairIsUniform(t *testing.T) {
 	const draws = 12000
 	v := View{}
 	for i := range 12 {
-		v.Ranks = append(v.Ranks, Rank{ID: ID(0, i), Ready: i%3 == 0, MaxOngoing: 9}) // 4 candidates, 12 ordered pairs
+		// 4 candidates, 12 ordered pairs
+		v.Ranks = append(v.Ranks, Rank{ID: ID(0, i), Ready: i%3 == 0, MaxOngoing: 9})
 	}
 	counts, r := map[[2]int]int{}, seeded(5)
 	for range draws {

@@ -10,7 +10,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestTheExampleOfMexInTheDocs: docs/routing.md prints what `route explain` prints of three ranks; the numbers are the policy's.
+// TestTheExampleOfMexInTheDocs: docs/routing.md prints what `route explain` prints of three ranks; the
+// numbers are the policy's.
 func TestTheExampleOfMexInTheDocs(t *testing.T) {
 	text, err := os.ReadFile("../docs/routing.md")
 	require.NoError(t, err)
@@ -30,7 +31,8 @@ func TestTheExampleOfMexInTheDocs(t *testing.T) {
 	}}
 	decide := func(rho float64) (scores map[RankID][]float64, pick RankID) {
 		d := Decision{Explain: true}
-		newPolicy(t, "mex").Decide(&Request{Tokens: 12_000, Hits: []Hit{{Rank: ID(0, 0), Tokens: 8192}}}, &v, busy(rho), seeded(1), &d)
+		newPolicy(t, "mex").Decide(&Request{Tokens: 12_000, Hits: []Hit{{Rank: ID(0, 0), Tokens: 8192}}}, &v,
+			busy(rho), seeded(1), &d)
 		scores = map[RankID][]float64{}
 		for _, term := range d.Terms {
 			scores[term.Rank] = append(scores[term.Rank], term.Value)

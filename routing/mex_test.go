@@ -21,7 +21,8 @@ func busy(rho float64) *mexState {
 func costOf(p Policy, st State, tokens int, rk Rank, hit int32) map[string]float64 {
 	rk.ID, rk.Ready, rk.MaxOngoing = ID(0, 0), true, 1<<20
 	d := Decision{Explain: true}
-	p.Decide(&Request{Tokens: tokens, Hits: []Hit{{Rank: rk.ID, Tokens: hit}}}, &View{Ranks: []Rank{rk}}, st, seeded(1), &d)
+	p.Decide(&Request{Tokens: tokens, Hits: []Hit{{Rank: rk.ID, Tokens: hit}}}, &View{Ranks: []Rank{rk}}, st,
+		seeded(1), &d)
 	out := map[string]float64{}
 	for _, t := range d.Terms {
 		out[t.Name] = t.Value
@@ -30,15 +31,17 @@ func costOf(p Policy, st State, tokens int, rk Rank, hit int32) map[string]float
 	return out
 }
 
-// The worked example of docs/routing.md: a rank that holds two thirds of the prompt and decodes for twelve others, and one that is
-// nearly idle and holds nothing. With the prefill utilisation at 0.6 the hit is worth more; with none at all the idle rank is.
+// The worked example of docs/routing.md: a rank that holds two thirds of the prompt and decodes for twelve
+// others, and one that is nearly idle and holds nothing. With the prefill utilisation at 0.6 the hit is worth
+// more; with none at all the idle rank is.
 func TestMexCosts(t *testing.T) {
 	p := newPolicy(t, "mex")
 	warm := Rank{Load: Load{W: 1, R: 12, Q: 6383, K: 140_000, Kq: 6000}, Capacity: 699_392}
 	idle := Rank{Load: Load{R: 2, K: 20_000}, Capacity: 699_392}
 	a := costOf(p, busy(.6), 12_000, warm, 8192)
 	for name, want := range map[string]float64{
-		"queue": 306.19, "prefill": 243.09, "later_arrivals": 357.27, "own_tokens": 659.29, "others_tokens": 467.79, "memory": 0, "beyond_goal": 0,
+		"queue": 306.19, "prefill": 243.09, "later_arrivals": 357.27, "own_tokens": 659.29,
+		"others_tokens": 467.79, "memory": 0, "beyond_goal": 0,
 	} {
 		assert.InDelta(t, want, a[name], .5, name)
 	}
@@ -48,7 +51,8 @@ func TestMexCosts(t *testing.T) {
 	assert.Greater(t, a["score"], b["score"])
 }
 
-// A first token that comes too late anyway costs little more by being later still; with goal latency every millisecond counts.
+// A first token that comes too late anyway costs little more by being later still; with goal latency every
+// millisecond counts.
 func TestMexGoals(t *testing.T) {
 	goodput, latency := newPolicy(t, "mex"), Policy(Mex{Latency: true, TTFT: 2000, TPOT: 50})
 	queued := func(p Policy, tokens int64) map[string]float64 {
@@ -62,7 +66,8 @@ func TestMexGoals(t *testing.T) {
 	assert.Zero(t, queued(goodput, 20_000)["beyond_goal"])
 }
 
-// Goals that nobody can mean are refused with the parameter's name; those that somebody may mean make scores that are numbers.
+// Goals that nobody can mean are refused with the parameter's name; those that somebody may mean make scores
+// that are numbers.
 func TestMexParameters(t *testing.T) {
 	for _, bad := range []map[string]any{
 		{"ttft_s": 0},
@@ -87,7 +92,8 @@ func TestMexParameters(t *testing.T) {
 	for _, goals := range [][2]float64{{0.001, 60}, {3600, 0.0001}, {2, 0.05}} {
 		p, err := New("mex", "", map[string]any{"ttft_s": goals[0], "tpot_s": goals[1]})
 		require.NoError(t, err)
-		for _, c := range costOf(p, busy(1e300), math.MaxInt32, Rank{Load: Load{W: 1 << 20, R: 1 << 20, Q: 1 << 50, K: 1 << 50, Kq: 1 << 50}, Capacity: 1}, 0) {
+		for _, c := range costOf(p, busy(1e300), math.MaxInt32,
+			Rank{Load: Load{W: 1 << 20, R: 1 << 20, Q: 1 << 50, K: 1 << 50, Kq: 1 << 50}, Capacity: 1}, 0) {
 			assert.False(t, math.IsNaN(c) || math.IsInf(c, 0), goals)
 		}
 	}
@@ -104,7 +110,8 @@ func TestMexCostsAreNumbers(t *testing.T) {
 		}
 		q := drawRequest(t, &v)
 		st := &mexState{traffic{
-			rho: rapid.Float64Range(0, 5).Draw(t, "rho"), own: rapid.Float64Range(0, 9).Draw(t, "own"), others: rapid.Float64Range(0, 9).Draw(t, "others"),
+			rho: rapid.Float64Range(0, 5).Draw(t, "rho"), own: rapid.Float64Range(0, 9).Draw(t, "own"),
+			others: rapid.Float64Range(0, 9).Draw(t, "others"),
 			answer: rapid.Float64Range(1, 1e5).Draw(t, "answer"),
 		}}
 		d := Decision{Explain: true}
@@ -116,13 +123,16 @@ func TestMexCostsAreNumbers(t *testing.T) {
 	})
 }
 
-// Behind several ingresses costs that differ by less than what may have come unseen count as equal: the longest hit wins then. A
-// Router that sends all requests itself takes the lowest cost.
+// Behind several ingresses costs that differ by less than what may have come unseen count as equal: the
+// longest hit wins then. A Router that sends all requests itself takes the lowest cost.
 func TestMexNearTies(t *testing.T) {
 	p := newPolicy(t, "mex")
 	v := View{Ranks: []Rank{
 		{ID: ID(0, 0), Ready: true, MaxOngoing: 99, Lag: 500 * time.Millisecond},
-		{ID: ID(0, 1), Ready: true, MaxOngoing: 99, Lag: 500 * time.Millisecond, Load: Load{W: 1, F: 1, Q: 9000, Kq: 9000}},
+		{
+			ID: ID(0, 1), Ready: true, MaxOngoing: 99, Lag: 500 * time.Millisecond,
+			Load: Load{W: 1, F: 1, Q: 9000, Kq: 9000},
+		},
 	}}
 	q := Request{Tokens: 4000, Hits: []Hit{{Rank: ID(0, 1), Tokens: 3584}}}
 	decide := func(own, others float64) Decision {
@@ -151,7 +161,10 @@ func TestMexOwnDispatchesStandForOthers(t *testing.T) {
 			r.Observe(&Event{Kind: EvUndo, Rank: d.Ranked[0], ReqID: key, Now: now})
 			continue
 		}
-		r.Observe(&Event{Kind: EvAdmitted, Rank: ID(0, 0), ReqID: key, Tokens: 100, Incarnation: 7, Seq: key, Now: now})
+		r.Observe(&Event{
+			Kind: EvAdmitted, Rank: ID(0, 0), ReqID: key, Tokens: 100, Incarnation: 7, Seq: key,
+			Now: now,
+		})
 		r.Observe(&Event{Kind: EvFinished, Rank: ID(0, 0), ReqID: key, Incarnation: 7, Seq: key, Now: now})
 	}
 	d := pick(r, Request{ID: 99, Tokens: 10_000, Now: now})
@@ -163,7 +176,10 @@ func TestMexOwnDispatchesStandForOthers(t *testing.T) {
 	once := costOf(r.policy, busy(0), 100, Rank{Load: v.Ranks[i].Load, Pairs: v.Ranks[i].Pairs}, 0)
 	more := costOf(r.policy, st, 100, v.Ranks[i], 0)
 	assert.InEpsilon(t, 1/st.traffic.share(), more["queue"]/once["queue"], .01)
-	r.Observe(&Event{Kind: EvAdmitted, Rank: d.Ranked[0], ReqID: 99, Tokens: 10_000, Incarnation: 7, Seq: 50, Now: now})
+	r.Observe(&Event{
+		Kind: EvAdmitted, Rank: d.Ranked[0], ReqID: 99, Tokens: 10_000, Incarnation: 7, Seq: 50,
+		Now: now,
+	})
 	_, v = r.Why(&Request{ID: 100, Tokens: 100, Now: now})
 	assert.Equal(t, Bumps{}, v.Ranks[i].Bumps, "its record has named it")
 }
@@ -175,13 +191,17 @@ type clocked struct {
 	key        uint64
 }
 
-// serve plays one request of this router: dispatched at now, admitted and first token on the rank, and heard of later.
+// serve plays one request of this router: dispatched at now, admitted and first token on the rank, and heard
+// of later.
 func (c *clocked) serve(tokens int, takes time.Duration) {
 	c.key++
 	begun := c.now
 	d := pick(c.r, Request{ID: c.key, Tokens: tokens, Now: begun})
 	c.seq++
-	c.r.Observe(&Event{Kind: EvTicket, Rank: d.Ranked[0], ReqID: c.key, Seq: c.seq, Incarnation: 7, Now: begun})
+	c.r.Observe(&Event{
+		Kind: EvTicket, Rank: d.Ranked[0], ReqID: c.key, Seq: c.seq, Incarnation: 7,
+		Now: begun,
+	})
 	c.record(EvAdmitted, tokens, begun)
 	c.seq++
 	c.record(EvFirstToken, 0, begun+takes)
@@ -192,11 +212,13 @@ func (c *clocked) serve(tokens int, takes time.Duration) {
 func (c *clocked) record(kind EventKind, tokens int, at time.Duration) {
 	c.now = max(c.now, at+c.lag)
 	c.r.Observe(&Event{
-		Kind: kind, Rank: c.rank, ReqID: c.key, Tokens: tokens, Out: 1, Incarnation: 7, Seq: c.seq, Now: c.now, At: max(1, at+c.ahead),
+		Kind: kind, Rank: c.rank, ReqID: c.key, Tokens: tokens, Out: 1, Incarnation: 7, Seq: c.seq,
+		Now: c.now, At: max(1, at+c.ahead),
 	})
 }
 
-// How old a rank's records are is known whatever its clock says, and known again soon after the clock has jumped either way.
+// How old a rank's records are is known whatever its clock says, and known again soon after the clock has
+// jumped either way.
 func TestLagOfARanksRecords(t *testing.T) {
 	for _, ahead := range []time.Duration{0, time.Hour, 3 * time.Millisecond} {
 		c := &clocked{told: newTold(newPolicy(t, "mex")), ahead: ahead, lag: 100 * time.Millisecond}
@@ -205,7 +227,10 @@ func TestLagOfARanksRecords(t *testing.T) {
 			c.serve(1000, 50*time.Millisecond)
 		}
 		assert.InDelta(t, 100, float64(c.r.Snapshot().Ranks[0].Lag.Milliseconds()), 5, ahead)
-		for _, jump := range []time.Duration{time.Minute, -2 * time.Minute, 300 * time.Millisecond, -time.Second} {
+		for _, jump := range []time.Duration{
+			time.Minute, -2 * time.Minute, 300 * time.Millisecond,
+			-time.Second,
+		} {
 			c.ahead += jump
 			for range 60 {
 				c.serve(1000, 50*time.Millisecond)
@@ -213,7 +238,8 @@ func TestLagOfARanksRecords(t *testing.T) {
 				require.GreaterOrEqual(t, lag, time.Duration(0))
 				require.LessOrEqual(t, lag, oldestRecord)
 			}
-			assert.InDelta(t, 100, float64(c.r.Snapshot().Ranks[0].Lag.Milliseconds()), 5, "%s after a jump of %s", ahead, jump)
+			assert.InDelta(t, 100, float64(c.r.Snapshot().Ranks[0].Lag.Milliseconds()), 5,
+				"%s after a jump of %s", ahead, jump)
 		}
 	}
 }
@@ -235,17 +261,27 @@ func TestSpeedIsOfTheRanksOwnTime(t *testing.T) {
 	assert.Equal(t, "dense", info.Preset)
 }
 
-// The law is the median of the ranks; a rank that is slower than it has costs as much higher, until it has shown nothing for a while.
+// The law is the median of the ranks; a rank that is slower than it has costs as much higher, until it has
+// shown nothing for a while.
 func TestASlowRankCostsMore(t *testing.T) {
 	r := routerWith(newPolicy(t, "mex"), 3, 1000)
 	now, seq := time.Second, uint64(0)
 	for range 40 {
 		for i, slow := range []float64{2, 10, 2} {
 			seq++
-			r.Observe(&Event{Kind: EvAdmitted, Rank: ID(0, i), ReqID: seq, Tokens: 8000, Incarnation: 7, Seq: seq, Now: now})
+			r.Observe(&Event{
+				Kind: EvAdmitted, Rank: ID(0, i), ReqID: seq, Tokens: 8000, Incarnation: 7,
+				Seq: seq, Now: now,
+			})
 			now += lawOf(8000, 0, slow)
-			r.Observe(&Event{Kind: EvFirstToken, Rank: ID(0, i), ReqID: seq, Incarnation: 7, Seq: seq, Now: now})
-			r.Observe(&Event{Kind: EvFinished, Rank: ID(0, i), ReqID: seq, Incarnation: 7, Seq: seq, Now: now})
+			r.Observe(&Event{
+				Kind: EvFirstToken, Rank: ID(0, i), ReqID: seq, Incarnation: 7, Seq: seq,
+				Now: now,
+			})
+			r.Observe(&Event{
+				Kind: EvFinished, Rank: ID(0, i), ReqID: seq, Incarnation: 7, Seq: seq,
+				Now: now,
+			})
 		}
 	}
 	slow := func(later time.Duration) float64 {
@@ -261,7 +297,8 @@ func TestASlowRankCostsMore(t *testing.T) {
 	assert.NotEqual(t, ID(0, 1), d.Ranked[0])
 }
 
-// What a step takes without prefill is learned from the reports of answers, and only while there is no prompt to compute.
+// What a step takes without prefill is learned from the reports of answers, and only while there is no prompt
+// to compute.
 func TestDecodingSpeedIsLearned(t *testing.T) {
 	for _, slow := range []float64{0.5, 1, 3} {
 		t.Run(fmt.Sprint(slow), func(t *testing.T) {
@@ -286,7 +323,8 @@ func TestDecodingSpeedIsLearned(t *testing.T) {
 					s.tell(EvFinished, 2, 0, 0)
 				}
 				s.r.Observe(&Event{
-					Kind: EvProgress, Rank: s.rank, ReqID: 1, Out: tokens + 1, Incarnation: 7, Seq: s.seq, Now: s.now, At: s.now + time.Hour,
+					Kind: EvProgress, Rank: s.rank, ReqID: 1, Out: tokens + 1, Incarnation: 7, Seq: s.seq,
+					Now: s.now, At: s.now + time.Hour,
 				})
 			}
 			info, _ := s.r.Law()

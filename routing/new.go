@@ -31,7 +31,8 @@ const (
 	nameMex             = "mex"
 )
 
-// The presets: a policy's documented defaults, and one fair-comparison setting. They are the same for every policy here.
+// The presets: a policy's documented defaults, and one fair-comparison setting. They are the same for every
+// policy here.
 const (
 	PresetDocumented = "documented"
 	PresetTuned      = "tuned"
@@ -47,7 +48,10 @@ type entry struct {
 // policies lists every policy; there is no other registration.
 func policies() []entry {
 	return []entry{
-		{nameRoundRobin, []string{"profile"}, func(p *params) Policy { p.refuseProfile(); return RoundRobin{} }},
+		{nameRoundRobin, []string{"profile"}, func(p *params) Policy {
+			p.refuseProfile()
+			return RoundRobin{}
+		}},
 		{nameRandom, nil, func(*params) Policy { return Random{} }},
 		{nameDirect, nil, func(*params) Policy { return Direct{} }},
 		{namePowerOfTwo, []string{"prefer_local"}, newPowerOfTwo},
@@ -55,14 +59,17 @@ func policies() []entry {
 		{nameLeastKV, nil, func(*params) Policy { return LeastKV{} }},
 		{nameScoring, []string{"profile", "norm"}, newScoring},
 		{nameCacheAware, []string{
-			"variant", "cache_threshold", "balance_abs_threshold", "balance_rel_threshold", "eviction_interval_s", "max_tree_size", "low_match",
+			"variant", "cache_threshold", "balance_abs_threshold", "balance_rel_threshold",
+			"eviction_interval_s", "max_tree_size", "low_match",
 			"matches", "kv_usage_spread", "kv_usage_ceiling", "max_worker_retries", "max_total_retries",
 		}, newCacheAware},
 		{namePrefixAware, []string{
-			"imbalanced_threshold", "match_rate_threshold", "do_eviction", "eviction_threshold_chars", "eviction_target_chars", "eviction_interval_s",
+			"imbalanced_threshold", "match_rate_threshold", "do_eviction", "eviction_threshold_chars",
+			"eviction_target_chars", "eviction_interval_s",
 		}, newPrefixAware},
 		{nameKV, []string{
-			"variant", "overlap_score_weight", "router_temperature", "no_track_active_blocks", "no_kv_events", "prefill_weight", "overlap_credit",
+			"variant", "overlap_score_weight", "router_temperature", "no_track_active_blocks", "no_kv_events",
+			"prefill_weight", "overlap_credit",
 			"overlap_decay", "request_weight",
 		}, newKV},
 		{nameLMetric, nil, func(*params) Policy { return LMetric{} }},
@@ -71,7 +78,11 @@ func policies() []entry {
 		{nameMinTTFT, []string{"eta"}, newMinTTFT},
 		{nameSticky, []string{"threshold", "spill_tokens", "by"}, newSticky},
 		{nameCHWBL, []string{"variant", "key", "load_factor", "virtual_nodes"}, newCHWBL},
-		{nameSessionAffinity, []string{"num_virtual_nodes", "num_fallback_replicas", "table", "ttl_s"}, newSessionAffinity},
+		{
+			nameSessionAffinity,
+			[]string{"num_virtual_nodes", "num_fallback_replicas", "table", "ttl_s"},
+			newSessionAffinity,
+		},
 		{nameMex, []string{"goal", "ttft_s", "tpot_s", "law"}, newMex},
 	}
 }

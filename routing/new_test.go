@@ -31,32 +31,68 @@ func TestNewReadsParameters(t *testing.T) {
 		params       map[string]any
 		want         Policy
 	}{
-		{"least-loaded", "", map[string]any{"variant": "kv", "clients": 4}, LeastLoaded{Variant: VariantKV, Clients: 4}},
+		{
+			"least-loaded", "",
+			map[string]any{"variant": "kv", "clients": 4},
+			LeastLoaded{Variant: variantKV, Clients: 4},
+		},
 		{"round-robin", "", map[string]any{"profile": "balanced"}, RoundRobin{}},
-		{"scoring", "", nil, Scoring{Profile: ProfileBalanced}},
-		{"scoring", "", map[string]any{"profile": "load", "norm": "spread"}, Scoring{Profile: ProfileLoad, Spread: true}},
+		{"scoring", "", nil, Scoring{Profile: profileBalanced}},
+		{
+			"scoring", "",
+			map[string]any{"profile": "load", "norm": "spread"},
+			Scoring{Profile: profileLoad, Spread: true},
+		},
 		{"sticky", "", nil, Sticky{Threshold: 0.8, Spill: 286_704}},
-		{"sticky", "tuned", map[string]any{"by": "requests"}, Sticky{Threshold: 0.8, Spill: 65_536, Requests: true}},
+		{
+			"sticky", "tuned",
+			map[string]any{"by": "requests"},
+			Sticky{Threshold: 0.8, Spill: 65_536, Requests: true},
+		},
 		{"min-ttft", "", map[string]any{"eta": true}, MinTTFT{Eta: true}},
 		{"chwbl", "", nil, CHWBL{Factor: 1.25, Nodes: 256}},
 		{"chwbl", "tuned", nil, CHWBL{Factor: 3, Nodes: 256, Session: true}},
-		{"chwbl", "", map[string]any{"variant": "prefix-hash"}, CHWBL{Factor: 1.25, Nodes: 150, PrefixHash: true}},
+		{
+			"chwbl", "",
+			map[string]any{"variant": "prefix-hash"},
+			CHWBL{Factor: 1.25, Nodes: 150, PrefixHash: true},
+		},
 		{"session-affinity", "", nil, SessionAffinity{Nodes: 100, Fallbacks: 2, TTL: 300 * time.Second}},
-		{"session-affinity", "tuned", nil, SessionAffinity{Nodes: 100, Fallbacks: 2, Table: true, TTL: 300 * time.Second}},
-		{"kv", "", nil, KV{Variant: VariantKV071, Weight: 1, PrefillWeight: 1, Credit: 1}},
-		{"kv", "tuned", map[string]any{"no_kv_events": true}, KV{Variant: VariantKV071, Weight: 32, NoEvents: true, PrefillWeight: 1, Credit: 1}},
-		{"prefix-aware", "", nil, PrefixAware{Imbalanced: math.Inf(1), MatchRate: 0.1, High: 400_000, Low: 360_000, Interval: 10 * time.Second}},
-		{"prefix-aware", "tuned", nil, PrefixAware{Imbalanced: 64, MatchRate: 0.1, Interval: 10 * time.Second}},
-		{"prefix-aware", "tuned", map[string]any{"do_eviction": true}, PrefixAware{Imbalanced: 64, MatchRate: 0.1, Evict: true, Interval: 10 * time.Second}},
+		{
+			"session-affinity", "tuned", nil,
+			SessionAffinity{Nodes: 100, Fallbacks: 2, Table: true, TTL: 300 * time.Second},
+		},
+		{"kv", "", nil, KV{Variant: variantKV071, Weight: 1, PrefillWeight: 1, Credit: 1}},
+		{
+			"kv", "tuned",
+			map[string]any{"no_kv_events": true},
+			KV{Variant: variantKV071, Weight: 32, NoEvents: true, PrefillWeight: 1, Credit: 1},
+		},
+		{"prefix-aware", "", nil, PrefixAware{
+			Imbalanced: math.Inf(1), MatchRate: 0.1, High: 400_000,
+			Low: 360_000, Interval: 10 * time.Second,
+		}},
+		{
+			"prefix-aware", "tuned", nil,
+			PrefixAware{Imbalanced: 64, MatchRate: 0.1, Interval: 10 * time.Second},
+		},
+		{
+			"prefix-aware", "tuned",
+			map[string]any{"do_eviction": true},
+			PrefixAware{Imbalanced: 64, MatchRate: 0.1, Evict: true, Interval: 10 * time.Second},
+		},
 		{"cache-aware", "", nil, CacheAware{
-			Threshold: 0.5, Abs: 32, Rel: 1.0001, Interval: time.Minute, MaxTree: 16_777_216, SizeInNodes: true,
+			Threshold: 0.5, Abs: 32, Rel: 1.0001, Interval: time.Minute, MaxTree: 16_777_216,
+			SizeInNodes:    true,
 			RetriesPerRank: 3, RetriesPerRequest: 6,
 		}},
 		{"cache-aware", "", map[string]any{"variant": "gateway"}, CacheAware{
-			Threshold: 0.3, Abs: 64, Rel: 1.5, LeastPending: true, KVMatches: true, Interval: 2 * time.Minute, MaxTree: 67_108_864,
+			Threshold: 0.3, Abs: 64, Rel: 1.5, LeastPending: true, KVMatches: true, Interval: 2 * time.Minute,
+			MaxTree: 67_108_864,
 		}},
 		{"cache-aware", "tuned", nil, CacheAware{
-			Threshold: 0.3, Abs: 32, Rel: 1.1, LeastPending: true, KVMatches: true, Interval: time.Minute, MaxTree: 16_777_216, SizeInNodes: true,
+			Threshold: 0.3, Abs: 32, Rel: 1.1, LeastPending: true, KVMatches: true, Interval: time.Minute,
+			MaxTree: 16_777_216, SizeInNodes: true,
 		}},
 	} {
 		got, err := New(tt.name, tt.preset, tt.params)
@@ -69,12 +105,15 @@ func TestNeeds(t *testing.T) {
 	assert.Equal(t, Needs{}, NeedsOf(PowerOfTwo{}))
 	assert.Equal(t, Needs{Hits: true, Blocks: true}, NeedsOf(newPolicy(t, "kv")))
 	assert.Equal(t, Needs{Blocks: true}, NeedsOf(KV{Weight: 0}), "weight 0: no index")
-	assert.Equal(t, Needs{Hits: true, Blocks: true, Approximate: true, ApproximateTTL: 2 * time.Minute}, NeedsOf(KV{Weight: 1, NoEvents: true}))
+	assert.Equal(t, Needs{Hits: true, Blocks: true, Approximate: true, ApproximateTTL: 2 * time.Minute},
+		NeedsOf(KV{Weight: 1, NoEvents: true}))
 	assert.Equal(t, Needs{Text: true, Hits: true}, NeedsOf(tuned(t, "cache-aware")))
 	assert.Equal(t, Needs{
-		Text: true, Hits: true, Approximate: true, ApproximateTTL: 2 * time.Minute, AttemptsPerRank: 3, AttemptsPerRequest: 6,
+		Text: true, Hits: true, Approximate: true, ApproximateTTL: 2 * time.Minute, AttemptsPerRank: 3,
+		AttemptsPerRequest: 6,
 	}, NeedsOf(newPolicy(t, "cache-aware")))
-	assert.Equal(t, Needs{Text: true, Hits: true, Approximate: true, ApproximateTTL: 2 * time.Minute}, NeedsOf(newPolicy(t, "prefix-aware")))
+	assert.Equal(t, Needs{Text: true, Hits: true, Approximate: true, ApproximateTTL: 2 * time.Minute},
+		NeedsOf(newPolicy(t, "prefix-aware")))
 	assert.Equal(t, Needs{Session: true}, NeedsOf(newPolicy(t, "session-affinity")))
 }
 
@@ -86,13 +125,23 @@ func TestNewRefuses(t *testing.T) {
 		message      string
 		hint         string
 	}{
-		{"power_of_two", "", nil, `unknown routing policy "power_of_two"`, `did you mean "power-of-two"? ` + all},
+		{"power_of_two", "", nil, `unknown routing policy "power_of_two"`, `did you mean "power-of-two"? ` +
+			all},
 		{"least-load", "", nil, `unknown routing policy "least-load"`, `did you mean "least-loaded"? ` + all},
 		{"mexican-hat", "", nil, `unknown routing policy "mexican-hat"`, all},
-		{"cache_aware", "", nil, `unknown routing policy "cache_aware"`, `did you mean "cache-aware"? ` + all},
+		{"cache_aware", "", nil, `unknown routing policy "cache_aware"`, `did you mean "cache-aware"? ` +
+			all},
 		{"lmetric+1", "", nil, `unknown routing policy "lmetric+1"`, `did you mean "lmetric-1"? ` + all},
-		{"random", "tunde", nil, `routing policy random: preset: unknown preset "tunde"`, `did you mean "tuned"? presets: documented, tuned`},
-		{"random", "", map[string]any{"x": 1}, `routing policy random: params.x: unknown parameter`, `there are no parameters here; drop it`},
+		{
+			"random", "tunde", nil, `routing policy random: preset: unknown preset "tunde"`,
+			`did you mean "tuned"? presets: documented, tuned`,
+		},
+		{
+			"random", "",
+			map[string]any{"x": 1},
+			`routing policy random: params.x: unknown parameter`,
+			`there are no parameters here; drop it`,
+		},
 		{
 			"power-of-two", "best",
 			map[string]any{"prefer_local": "yes", "local": true},

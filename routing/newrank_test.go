@@ -52,7 +52,10 @@ func TestANewRankGetsPromptsWithoutAHome(t *testing.T) {
 			assert.Equal(t, holder, ask(r, 221*time.Second, half), "no longer new")
 
 			give := func(id uint64, tokens int) {
-				q := Request{ID: id, Now: 101 * time.Second, Tokens: tokens, HasDirect: true, Direct: fresh, Force: true}
+				q := Request{
+					ID: id, Now: 101 * time.Second, Tokens: tokens, HasDirect: true, Direct: fresh,
+					Force: true,
+				}
 				require.Equal(t, Route, pick(r, q).Kind)
 			}
 			r = newRankRouter(p)
@@ -81,7 +84,10 @@ func TestRanksThatBeginTogetherAreNotNew(t *testing.T) {
 			}
 			r.Observe(e)
 		}
-		q := Request{ID: 1, Now: 10 * time.Second, Tokens: 10_000, Hits: []Hit{{Rank: ID(0, 0), Tokens: 5000}}}
+		q := Request{
+			ID: 1, Now: 10 * time.Second, Tokens: 10_000,
+			Hits: []Hit{{Rank: ID(0, 0), Tokens: 5000}},
+		}
 		d := pick(r, q)
 		assert.Equal(t, ID(0, 0), d.Ranked[0], p.Name())
 	}

@@ -11,14 +11,15 @@ type phase uint8
 
 const (
 	free     phase = iota
-	bumped         // own dispatch, nothing heard yet
+	bumped         // own dispatch without a ticket or a record
 	ticketed       // own dispatch, admitted as number seq; lives until the stream is at seq
 	admitted       // in the replica's account, prefill not known to be done
 	decoding       // in the replica's account, first token seen
-	held           // own dispatch whose prefill is done, as its caller told
+	held           // own dispatch whose caller reported the end of its prefill
 )
 
-// open is one request on one rank: what it adds to the rank's Load, so that taking it out is exact.
+// open is one request on one rank. It keeps what the request adds to the rank's Load, so that subtracting it
+// is exact.
 type open struct {
 	key    uint64
 	seq    uint64        // ticketed: the ticket's stream number
@@ -32,13 +33,14 @@ type open struct {
 	mine   bool // dispatched by this router
 }
 
-// own says whether the entry is a bump of this router and not of the replica's account.
+// own reports whether the entry is a bump of this Router and not an entry of the replica's account.
 func (o *open) own() bool { return o.phase == bumped || o.phase == ticketed || o.phase == held }
 
-// isBump says whether it is an own dispatch that waits for its prefill and that the rank's records have not named.
+// isBump reports whether it is an own dispatch that waits for its prefill and that the rank's records have
+// not named.
 func (o *open) isBump() bool { return o.phase == bumped || o.phase == ticketed }
 
-// ticketAt notes when the ticket came.
+// ticketAt records the time of the ticket.
 func (o *open) ticketAt(now time.Duration) {
 	o.took = uint32(min(max((now-o.sent).Microseconds(), 1), math.MaxUint32))
 }
@@ -51,16 +53,17 @@ func (o *open) admittedBy(now time.Duration) time.Duration {
 	return min(now, o.sent+time.Duration(o.took)*time.Microsecond)
 }
 
-// hasPrefill says whether its prompt is still to be computed, as far as the Router was told.
+// hasPrefill reports whether the prompt is still to be computed, as far as the Router knows.
 func (o *open) hasPrefill() bool { return o.phase != decoding && o.phase != held }
 
-// uncached is what a prefill of it computes, in tokens.
+// uncached is the number of prompt tokens that the prefill computes.
 func (o *open) uncached() int64 { return int64(o.tokens - o.hit) }
 
 // pairs is twice the attention pairs of its prefill.
 func (o *open) pairs() int64 { return attention(o.uncached(), int64(o.hit)) }
 
-// longestPrompt is how long a prompt counts whose pairs are added up, in tokens: sums stay far inside 63 bits.
+// longestPrompt is how long a prompt counts whose pairs are added up, in tokens: sums stay far inside 63
+// bits.
 const longestPrompt = 1 << 24
 
 // attention is twice the attention pairs of u tokens behind hit cached ones: u² + 2·u·hit.
@@ -69,8 +72,9 @@ func attention(u, hit int64) int64 {
 	return u*u + 2*u*hit
 }
 
-// opens is a hash table of open requests by key: linear probing, no tombstones (deletion shifts back), so that a
-// full day of adds and removes neither allocates nor slows down. A built-in map would regrow from time to time.
+// opens is a hash table of open requests by key: linear probing, no tombstones (deletion shifts back), so
+// that a full day of adds and removes neither allocates nor slows down. A built-in map would regrow from time
+// to time.
 type opens struct {
 	cells []open // length is a power of two
 	n     int
@@ -102,7 +106,7 @@ func (t *opens) get(key uint64) *open {
 	}
 }
 
-// add stores o unless its key is there already, and says whether it did.
+// add stores o unless its key is there already, and reports whether it did.
 func (t *opens) add(o open) bool {
 	if 2*(t.n+1) > len(t.cells) {
 		t.resize(max(minCells, 2*len(t.cells)))
@@ -130,7 +134,8 @@ func (t *opens) resize(size int) {
 	}
 }
 
-// remove takes the entry of key out, if it is there, and moves those behind it back to where a search finds them.
+// remove takes the entry of key out, if it is there, and moves those behind it back to where a search finds
+// them.
 func (t *opens) remove(key uint64) {
 	o := t.get(key)
 	if o == nil {
@@ -149,4 +154,32 @@ func (t *opens) remove(key uint64) {
 	}
 	t.cells[hole] = open{}
 	t.n--
+}
+
+// opensWatcher is a policy whose state follows every open request. The Router sends it EvOpened and EvClosed
+// exactly when a request begins and ceases to count on a rank: only the account knows about bumps that
+// expire, snapshots that no longer name a request, and tickets of another incarnation.
+type opensWatcher interface{ watchesOpens() bool }
+
+// opensLog collects the account changes of an event until the policy has seen the event itself. A nil
+// opensLog records nothing.
+type opensLog struct{ list []openChange }
+
+type openChange struct {
+	key    uint64
+	rank   RankID
+	tokens int32
+	open   bool
+}
+
+func (l *opensLog) opened(rank RankID, o *open) {
+	if l != nil {
+		l.list = append(l.list, openChange{key: o.key, rank: rank, tokens: o.tokens, open: true})
+	}
+}
+
+func (l *opensLog) closed(rank RankID, key uint64) {
+	if l != nil {
+		l.list = append(l.list, openChange{key: key, rank: rank})
+	}
 }

@@ -8,7 +8,7 @@ import (
 	"pgregory.net/rapid"
 )
 
-// oracle is the bump rule of CONTRACTS 6 as plainly as it can be said: two maps per rank, everything summed anew.
+// oracle is a plain model of the bump rule (see Router): it keeps two maps per rank and sums everything anew.
 type oracle struct{ ranks map[RankID]*oracleRank }
 
 type oracleRank struct {
@@ -104,9 +104,13 @@ func (o *oracle) apply(e *Event) bool {
 
 func (o *oracle) rankUp(e *Event) bool {
 	old := o.ranks[e.Rank]
-	rk := &oracleRank{epoch: e.Epoch, incarnation: e.Incarnation, last: e.Seq, account: map[uint64]oracleOpen{}, bumps: map[uint64]oracleBump{}}
+	rk := &oracleRank{
+		epoch: e.Epoch, incarnation: e.Incarnation, last: e.Seq,
+		account: map[uint64]oracleOpen{}, bumps: map[uint64]oracleBump{},
+	}
 	for _, s := range e.Snapshot {
-		a := oracleOpen{tokens: s.Tokens, out: s.Out, hit: hitOf(s.Hit, s.Tokens), decoding: s.Decoding || s.Out > 0}
+		a := oracleOpen{tokens: s.Tokens, out: s.Out, hit: hitOf(s.Hit, s.Tokens), decoding: s.Decoding ||
+			s.Out > 0}
 		if old != nil && old.epoch == e.Epoch && old.incarnation == e.Incarnation {
 			_, bumped := old.bumps[s.ReqID]
 			a.mine = bumped || old.account[s.ReqID].mine
@@ -179,12 +183,14 @@ func (o *oracleRank) record(e *Event) bool {
 // drawEvent is any event, sensible or not: the rules must hold for every order.
 func drawEvent(t *rapid.T, seq uint64) Event {
 	kinds := []EventKind{
-		EvDispatched, EvDispatched, EvTicket, EvTicket, EvUndo, EvAdmitted, EvAdmitted, EvFirstToken, EvProgress, EvFinished, EvFinished, EvRankUp, EvRankDown,
+		EvDispatched, EvDispatched, EvTicket, EvTicket, EvUndo, EvAdmitted, EvAdmitted, EvFirstToken,
+		EvProgress, EvFinished, EvFinished, EvRankUp, EvRankDown,
 		EvPrefillDone,
 	}
 	e := Event{
 		Kind: rapid.SampledFrom(kinds).Draw(t, "kind"), Rank: ID(0, rapid.IntRange(0, 1).Draw(t, "rank")),
-		ReqID: rapid.Uint64Range(0, 40).Draw(t, "key"), Tokens: rapid.IntRange(0, 9).Draw(t, "tokens"), Out: rapid.IntRange(0, 9).Draw(t, "out"),
+		ReqID: rapid.Uint64Range(0, 40).Draw(t, "key"), Tokens: rapid.IntRange(0, 9).Draw(t, "tokens"),
+		Out: rapid.IntRange(0, 9).Draw(t, "out"),
 		Hit: rapid.IntRange(0, 9).Draw(t, "hit"),
 		Seq: seq + rapid.Uint64Range(0, 3).Draw(t, "ahead"), Epoch: 1, Incarnation: 1, MaxOngoing: 1 << 20,
 	}
@@ -192,8 +198,13 @@ func drawEvent(t *rapid.T, seq uint64) Event {
 		e.Incarnation = 2
 	}
 	if e.Kind == EvRankUp {
-		for _, key := range rapid.SliceOfDistinct(rapid.Uint64Range(0, 40), rapid.ID[uint64]).Draw(t, "snapshot") {
-			e.Snapshot = append(e.Snapshot, Open{ReqID: key, Tokens: int(key % 7), Hit: int(key % 5), Decoding: key%3 == 0, Out: int(key % 2)})
+		for _, key := range rapid.SliceOfDistinct(rapid.Uint64Range(0, 40), rapid.ID[uint64]).
+			Draw(t, "snapshot") {
+			e.Snapshot = append(e.Snapshot,
+				Open{
+					ReqID: key, Tokens: int(key % 7), Hit: int(key % 5), Decoding: key%3 == 0,
+					Out: int(key % 2),
+				})
 		}
 	}
 	return e
@@ -241,7 +252,7 @@ func checkRouter(t *rapid.T, r *Router, o *oracle) {
 	checkFollowed(t, r)
 }
 
-// checkFollowed says that kv's state knows exactly the requests that the accounts count.
+// checkFollowed reports that kv's state knows exactly the requests that the accounts count.
 func checkFollowed(t *rapid.T, r *Router) {
 	st, ok := r.state.(*kvState)
 	if !ok {
@@ -271,9 +282,11 @@ func TestOpensMatchAMap(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		var table opens
 		want := map[uint64]int32{}
-		// Few distinct homes: keys differ in multiples of 2^56 times the inverse of the multiplier, so chains are long.
+		// Few distinct homes: keys differ in multiples of 2^56 times the inverse of the multiplier, so chains
+		// are long.
 		key := rapid.Custom(func(t *rapid.T) uint64 {
-			return (rapid.Uint64Range(0, 3).Draw(t, "home")<<60 | rapid.Uint64Range(0, 30).Draw(t, "low")) * inverse(fibonacci)
+			return (rapid.Uint64Range(0, 3).Draw(t, "home")<<60 | rapid.Uint64Range(0, 30).
+				Draw(t, "low")) * inverse(fibonacci)
 		})
 		for range rapid.IntRange(0, 200).Draw(t, "steps") {
 			k := key.Draw(t, "key")

@@ -13,10 +13,10 @@ var (
 
 // The variants of CacheAware.
 const (
-	// VariantPage is SGLang's router page: what the name means.
-	VariantPage = "page"
-	// VariantGateway is the newer CLI's defaults.
-	VariantGateway = "gateway"
+	// variantPage is SGLang's router page: what the name means.
+	variantPage = "page"
+	// variantGateway is the newer CLI's defaults.
+	variantGateway = "gateway"
 )
 
 // cacheAwareDefaults are one set of parameter values.
@@ -28,23 +28,6 @@ type cacheAwareDefaults struct {
 	sizeInNodes         bool
 }
 
-func (p *params) cacheAwareDefaults(variant string) cacheAwareDefaults {
-	page := cacheAwareDefaults{
-		threshold: 0.5, abs: 32, rel: 1.0001, interval: 60, size: 16_777_216, sizeInNodes: true,
-		lowMatch: "smallest-tree", matches: "text", perRank: 3, perRequest: 6,
-	}
-	switch {
-	case variant == VariantGateway:
-		return cacheAwareDefaults{
-			threshold: 0.3, abs: 64, rel: 1.5, interval: 120, size: 67_108_864, lowMatch: "least-pending", matches: "kv",
-		}
-	case p.tuned:
-		page.threshold, page.rel, page.lowMatch, page.matches = 0.3, 1.1, "least-pending", "kv"
-		page.perRank, page.perRequest = 0, 0
-	}
-	return page
-}
-
 // CacheAware is SGLang's cache-aware router:
 //
 //	imbalanced ⇔ max − min > Abs and max > Rel · min, on open requests per rank
@@ -52,14 +35,14 @@ func (p *params) cacheAwareDefaults(variant string) cacheAwareDefaults {
 //	balanced   ⇒ match rate > Threshold: the ranks with the longest match, among them the shortest queue
 //	             else: the rank with the smallest tree (page), or the shortest queue (gateway, tuned)
 //
-// Matches are characters of the tree of what was sent to whom (textState), which knows nothing of evictions
-// on the engine, or, with KVMatches and a look-up in the request, cached tokens; the tree is the fallback
-// then. The prompt is inserted for the chosen rank, imbalanced or not; a removed rank leaves tree and queues.
-// Ties: shortest queue, then drawn. A prompt below one KV block goes to the shortest queue.
+// Matches are characters in the tree of the texts sent to each rank (textState), which does not see the
+// engines' evictions. With KVMatches and a look-up in the request they are cached tokens, and the tree is the
+// fallback. The prompt is inserted for the chosen rank, imbalanced or not; a removed rank leaves tree and
+// queues. Ties: shortest queue, then drawn. A prompt below one KV block goes to the shortest queue.
 //
 // Parameters: variant (page, gateway), cache_threshold, balance_abs_threshold, balance_rel_threshold,
-// eviction_interval_s, max_tree_size, low_match (smallest-tree, least-pending), matches (text, kv), kv_usage_spread,
-// kv_usage_ceiling, max_worker_retries, max_total_retries.
+// eviction_interval_s, max_tree_size, low_match (smallest-tree, least-pending), matches (text, kv),
+// kv_usage_spread, kv_usage_ceiling, max_worker_retries, max_total_retries.
 type CacheAware struct {
 	Threshold    float64 // 0 to 1
 	Abs          int     // requests
@@ -78,12 +61,13 @@ type CacheAware struct {
 }
 
 func newCacheAware(p *params) Policy {
-	def := p.cacheAwareDefaults(p.word("variant", VariantPage, VariantPage, VariantGateway))
+	def := p.cacheAwareDefaults(p.word("variant", variantPage, variantPage, variantGateway))
 	return CacheAware{
-		Threshold:         p.number("cache_threshold", def.threshold, 0, 1),
-		Abs:               p.integer("balance_abs_threshold", def.abs, 0, math.MaxInt32),
-		Rel:               p.number("balance_rel_threshold", def.rel, 1, maxWeight),
-		LeastPending:      p.word("low_match", def.lowMatch, "smallest-tree", "least-pending") == "least-pending",
+		Threshold: p.number("cache_threshold", def.threshold, 0, 1),
+		Abs:       p.integer("balance_abs_threshold", def.abs, 0, math.MaxInt32),
+		Rel:       p.number("balance_rel_threshold", def.rel, 1, maxWeight),
+		LeastPending: p.word("low_match", def.lowMatch, "smallest-tree", "least-pending") ==
+			"least-pending",
 		KVMatches:         p.word("matches", def.matches, "text", "kv") == "kv",
 		Interval:          p.seconds("eviction_interval_s", float64(def.interval)),
 		MaxTree:           p.integer("max_tree_size", def.size, 1, math.MaxInt32),
@@ -103,7 +87,8 @@ func (CacheAware) Name() string { return nameCacheAware }
 
 func (p CacheAware) needs() Needs {
 	n := needsText()
-	n.Usage, n.AttemptsPerRank, n.AttemptsPerRequest = p.UsageSpread > 0 || p.UsageCeiling > 0, p.RetriesPerRank, p.RetriesPerRequest
+	n.Usage, n.AttemptsPerRank, n.AttemptsPerRequest = p.UsageSpread > 0 || p.UsageCeiling > 0,
+		p.RetriesPerRank, p.RetriesPerRequest
 	if p.KVMatches {
 		n.Approximate, n.ApproximateTTL = false, 0
 	}
@@ -121,7 +106,7 @@ func (p CacheAware) Observe(s State, v *View, e *Event) {
 	}
 }
 
-// Decide balances queues while they are uneven and follows caches while they are not.
+// Decide takes the shortest queue while the queues are uneven, and the longest match otherwise.
 func (p CacheAware) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
 	decideByScore(p, q, v, s, r, d)
 }
@@ -152,12 +137,12 @@ func (p CacheAware) prepare(q *Request, v *View, s State, c *scratch) aggregate 
 	return aggregate{why: ReasonLowMatch, mode: modeTree}
 }
 
-// usable says whether there is something to match: a look-up, or text.
+// usable reports whether there is something to match: a look-up, or text.
 func (p CacheAware) usable(q *Request, v *View) bool {
 	return p.KVMatches && q.Hits != nil && q.Tokens > 0 || anyCacheable(q, v)
 }
 
-// longest finds the longest match of a candidate, marks those that have it, and says its rate.
+// longest finds the longest match of a candidate, marks the candidates that have it, and returns its rate.
 func (p CacheAware) longest(st *textState, q *Request, v *View, c *scratch) float64 {
 	if !p.KVMatches || q.Hits == nil || q.Tokens == 0 {
 		return st.longestMatch(q, v, c)
@@ -186,7 +171,7 @@ func (p CacheAware) imbalanced(q *Request, v *View) bool {
 }
 
 func (CacheAware) summands(_ *Request, rk *Rank, _, extra int64, a *aggregate) sums {
-	return three(float64(extra), outside, float64(rk.ongoing()), 1, a.x[0], 0)
+	return three(float64(extra), notPreferredCost, float64(rk.ongoing()), 1, a.x[0], 0)
 }
 
 func (p CacheAware) fill(q *Request, v *View, c *scratch) {

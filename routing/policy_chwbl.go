@@ -23,14 +23,15 @@ const (
 	maxNodes = 4096
 )
 
-// CHWBL is consistent hashing with bounded loads (KubeAI): from the key's point on the ring, the first rank with
+// CHWBL is consistent hashing with bounded loads (KubeAI): from the key's point on the ring, the first rank
+// with
 //
 //	O ≤ Factor · (ΣO + 1) / N
 //
-// over the N ranks that the request may go to. The key is the first chwblChars characters of the prompt and the adapter,
-// or the session; a request without either goes where its number falls. Variant prefix-hash: the first 256 tokens are the
-// key, and a rank above the bound is left for the shortest queue, not for the next on the ring. Parameters: variant,
-// key (prefix, session), load_factor, virtual_nodes.
+// over the N ranks that the request may go to. The key is the first chwblChars characters of the prompt and
+// the adapter, or the session; a request without either has its number as the key. Variant prefix-hash: the
+// first 256 tokens are the key, and a rank above the bound is left for the shortest queue, not for the next
+// rank on the ring. Parameters: variant, key (prefix, session), load_factor, virtual_nodes.
 type CHWBL struct {
 	Factor     float64 // c, at least 1
 	Nodes      int     // points per rank
@@ -105,7 +106,8 @@ func firstChars(text []byte, n int) []byte {
 	return text[:end]
 }
 
-// prepare: extra is 0 for the rank that the ring gives, 1 for the others; all 0 if it gives none. x[0] is the bound.
+// prepare: extra is 0 for the rank that the ring gives, 1 for the others; all 0 if it gives none. x[0] is the
+// bound.
 func (p CHWBL) prepare(q *Request, v *View, s State, c *scratch) aggregate {
 	sum, n := 0, 0
 	for i := range v.Ranks {
@@ -145,7 +147,7 @@ func onRing(found int, c *scratch, a aggregate) aggregate {
 }
 
 func (CHWBL) summands(_ *Request, rk *Rank, _, extra int64, a *aggregate) sums {
-	return three(float64(extra), outside, float64(rk.ongoing()), 1, a.x[0], 0)
+	return three(float64(extra), notPreferredCost, float64(rk.ongoing()), 1, a.x[0], 0)
 }
 
 func (p CHWBL) fill(q *Request, v *View, c *scratch) {

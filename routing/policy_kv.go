@@ -14,20 +14,22 @@ var (
 
 // The variants of KV.
 const (
-	// VariantKV071 is the cost of Dynamo's KV cache routing page, v0.7.1. The empty variant is this one.
-	VariantKV071 = "0.7.1"
-	// VariantKV2 is its newer form.
-	VariantKV2 = "kv2"
+	// variantKV071 is the cost of Dynamo's KV cache routing page, v0.7.1. The empty variant is this one.
+	variantKV071 = "0.7.1"
+	// variantKV2 is its newer form.
+	variantKV2 = "kv2"
 )
 
 const (
-	// kvWeight and kvWeightTuned are overlap_score_weight. The documented 1, and anything up to 8, is far too low.
+	// kvWeight and kvWeightTuned are overlap_score_weight. The documented 1, and anything up to 8, is far too
+	// low.
 	kvWeight, kvWeightTuned = 1, 32
 	// approximateTTL is how long a routed prompt counts as cached in approximate mode.
 	approximateTTL = 120 * time.Second
 	// maxWeight bounds weights and temperatures, so that no cost overflows.
 	maxWeight = 1e9
-	// hostCredit and diskCredit: variant kv2, what a block in host memory and on disk is worth beside one on the device.
+	// hostCredit and diskCredit: variant kv2, what a block in host memory and on disk is worth beside one on
+	// the device.
 	hostCredit, diskCredit = 0.75, 0.25
 )
 
@@ -37,15 +39,15 @@ const (
 //	kv2:   PrefillWeight * max(raw_prefill_blocks - credit, 0) + decode_blocks + RequestWeight * O
 //
 //	prefill_blocks     = (Q + L - hit) / b
-//	decode_blocks      = distinct prompt blocks of the rank's active sequences, plus the new ones of this request
+//	decode_blocks      = distinct prompt blocks of the rank's active sequences and of this request
 //	raw_prefill_blocks = (Q + L) / b
 //	credit             = Credit * decay * device + 0.75 * host + 0.25 * disk          blocks
 //	decay              = 1 / (1 + Decay * (queued prefill blocks above the least loaded) / request blocks)
 //
-// Temperature T > 0 draws a rank with probability ∝ exp(-(c - min)/((max - min)·T)); all equal is uniform. Per request,
-// weight and temperature may be overridden (Request.Override).
+// Temperature T > 0 draws a rank with probability ∝ exp(-(c - min)/((max - min)·T)); all equal is uniform.
+// Per request, weight and temperature may be overridden (Request.Override).
 type KV struct {
-	Variant     string  // VariantKV071 or VariantKV2; empty is VariantKV071
+	Variant     string  // variantKV071 or VariantKV2; empty is VariantKV071
 	Weight      float64 // overlap_score_weight; 0 ignores caches, and no index is built
 	Temperature float64 // router_temperature, 0 = lowest cost
 	NoTrack     bool    // no_track_active_blocks: no decode term, for ranks that only prefill
@@ -61,7 +63,7 @@ type kvState struct{ active *activeBlocks }
 
 func newKV(p *params) Policy {
 	return KV{
-		Variant:       p.word("variant", VariantKV071, VariantKV071, VariantKV2),
+		Variant:       p.word("variant", variantKV071, variantKV071, variantKV2),
 		Weight:        p.number("overlap_score_weight", p.choose(kvWeight, kvWeightTuned), 0, maxWeight),
 		Temperature:   p.number("router_temperature", 0, 0, maxWeight),
 		NoTrack:       p.boolean("no_track_active_blocks", false),
@@ -84,7 +86,7 @@ func (p KV) needs() Needs {
 	return n
 }
 
-func (p KV) newForm() bool { return p.Variant == VariantKV2 }
+func (p KV) newForm() bool { return p.Variant == variantKV2 }
 
 func (p KV) watchesOpens() bool { return !p.NoTrack }
 
@@ -130,10 +132,10 @@ func (st *kvState) open(rk *Rank, e *Event) {
 // Decide takes the candidate with the lowest cost, or draws one.
 func (p KV) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
 	p = p.overridden(q.Override)
-	begin(d)
+	resetDecision(d)
 	t, ok := gather(q, v, &d.scratch)
 	if !ok {
-		none(q, v, d)
+		queueOrReject(q, v, d)
 		return
 	}
 	decideAmong(p, t, q, v, s, r, d)
@@ -155,7 +157,8 @@ func (p KV) overridden(o *Override) KV {
 	return p
 }
 
-// prepare: extra is the rank's decode_blocks; x[0] is the least queued prefill of all candidates in blocks (kv2).
+// prepare: extra is the rank's decode_blocks; x[0] is the least queued prefill of all candidates in blocks
+// (kv2).
 func (p KV) prepare(q *Request, v *View, s State, c *scratch) aggregate {
 	a := aggregate{why: ReasonLowestScore, x: [4]float64{math.Inf(1)}}
 	p.decodeBlocks(q, v, s, c)

@@ -9,12 +9,12 @@ var (
 
 // The variants of LeastLoaded.
 const (
-	// VariantCount scores request counts: releases of vLLM up to about 0.26. The empty variant is this one.
-	VariantCount = "count"
-	// VariantKV adds a penalty for queues behind a full KV cache: vLLM's main branch since July 2026.
-	VariantKV = "kv"
-	// VariantTokens is the community's form in tokens, with the hit of the longest match credited.
-	VariantTokens = "tokens"
+	// variantCount scores request counts: releases of vLLM up to about 0.26. The empty variant is this one.
+	variantCount = "count"
+	// variantKV adds a penalty for queues behind a full KV cache: vLLM's main branch since July 2026.
+	variantKV = "kv"
+	// variantTokens is the community's form in tokens, with the hit of the longest match credited.
+	variantTokens = "tokens"
 )
 
 const (
@@ -31,16 +31,17 @@ const (
 	maxClients = 1024
 )
 
-// LeastLoaded is vLLM's DP load balancer. The lowest score wins, ties rotate: argmin scans from a start that moves on
-// by one rank per dispatch.
+// LeastLoaded is vLLM's DP load balancer. The lowest score wins, ties rotate: argmin scans from a start that
+// moves on by one rank per dispatch.
 //
 //	count:  waitingWeight * W + (F + R)
 //	kv:     max(Clients * own open requests, W + F + R) + fullWeight * W * max(0, kv usage - fullFrom)
-//	tokens: L - credit + queueTokens * (waitingWeight*W + F + R) + recentWeight * (tokens of the last recentRequests sent)
+//	tokens: L - credit + queueTokens * (waitingWeight*W + F + R) + recentWeight * recent
 //
-// where credit is the hit, on the rank with the longest match alone (the first of equals). Count and kv know no cache.
+// where recent is the tokens of the last recentRequests requests sent there and credit is the hit, on the
+// rank with the longest match alone (the first of equals). Count and kv know no cache.
 type LeastLoaded struct {
-	Variant string // VariantCount, VariantKV or VariantTokens; empty is VariantCount
+	Variant string // variantCount, VariantKV or VariantTokens; empty is VariantCount
 	Clients int    // variant kv: number of front-ends; 0 is 1
 }
 
@@ -64,7 +65,7 @@ func (t *recentTokens) add(tokens int64) {
 
 func newLeastLoaded(p *params) Policy {
 	return LeastLoaded{
-		Variant: p.word("variant", VariantCount, VariantCount, VariantKV, VariantTokens),
+		Variant: p.word("variant", variantCount, variantCount, variantKV, variantTokens),
 		Clients: p.integer("clients", 1, 1, maxClients),
 	}
 }
@@ -73,13 +74,13 @@ func newLeastLoaded(p *params) Policy {
 func (LeastLoaded) Name() string { return nameLeastLoaded }
 
 func (p LeastLoaded) needs() Needs {
-	return Needs{Hits: p.Variant == VariantTokens, Usage: p.Variant == VariantKV}
+	return Needs{Hits: p.Variant == variantTokens, Usage: p.Variant == variantKV}
 }
 
 // NewState draws the first start.
 func (p LeastLoaded) NewState(v *View, r *rand.Rand) State {
 	st := &leastLoadedState{rotation: newRotation(r)}
-	if p.Variant == VariantTokens {
+	if p.Variant == variantTokens {
 		st.recent = make(map[RankID]*recentTokens, len(v.Ranks))
 		for i := range v.Ranks {
 			st.recent[v.Ranks[i].ID] = &recentTokens{}
@@ -122,7 +123,7 @@ func (p LeastLoaded) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decis
 func (p LeastLoaded) prepare(_ *Request, v *View, s State, c *scratch) aggregate {
 	a := aggregate{why: ReasonLowestScore}
 	st, ok := s.(*leastLoadedState)
-	if p.Variant != VariantTokens || !ok {
+	if p.Variant != variantTokens || !ok {
 		return a
 	}
 	longest := int64(0)
@@ -141,14 +142,15 @@ func (p LeastLoaded) prepare(_ *Request, v *View, s State, c *scratch) aggregate
 func (p LeastLoaded) summands(q *Request, rk *Rank, hit, extra int64, a *aggregate) sums {
 	w, running := float64(rk.Load.W), float64(rk.Load.F+rk.Load.R)
 	switch p.Variant {
-	case VariantKV:
+	case variantKV:
 		open := max(max(1, p.Clients)*int(rk.Own), rk.ongoing())
 		return two(float64(open), 1, w*max(0, rk.Usage()-fullFrom), fullWeight)
-	case VariantTokens:
+	case variantTokens:
 		if a.mode == 0 || a.spare != rk.ID {
 			hit = 0
 		}
-		return three(float64(int64(q.Tokens)-hit), 1, waitingWeight*w+running, queueTokens, float64(extra), recentWeight)
+		return three(float64(int64(q.Tokens)-hit), 1, waitingWeight*w+running, queueTokens, float64(extra),
+			recentWeight)
 	}
 	return two(w, waitingWeight, running, 1)
 }
@@ -161,9 +163,9 @@ func (p LeastLoaded) fill(q *Request, v *View, c *scratch) {
 
 func (p LeastLoaded) labels(*aggregate) []label {
 	switch p.Variant {
-	case VariantKV:
+	case variantKV:
 		return []label{{"open", "requests"}, {"waiting_when_full", "requests"}}
-	case VariantTokens:
+	case variantTokens:
 		return []label{{"uncached", "tokens"}, {"queue", "requests"}, {"recent", "tokens"}}
 	}
 	return []label{{"waiting", "requests"}, {"running", "requests"}}

@@ -10,44 +10,52 @@ import (
 )
 
 var (
-	_ Policy = Mex{}
-	_ lawful = Mex{}
+	_ Policy    = Mex{}
+	_ predictor = Mex{}
 )
 
 const (
 	goalGoodput = "goodput"
 	goalLatency = "latency"
 
-	// nearWidth is how many times the prefill work that may have come to a rank unseen two scores may differ by and count as equal.
+	// nearWidth is how many times the prefill work that may have come to a rank unseen two scores may differ
+	// by and count as equal.
 	nearWidth = 2
 	// mostUnseen bounds how many dispatches of other ingresses one own unconfirmed dispatch stands for.
 	mostUnseen = 64
-	// kvPressure is what each share of the KV cache that is asked for and not there costs, in goals of the first token.
+	// kvPressure is what each share of the KV cache that is asked for and not there costs, in goals of the
+	// first token.
 	kvPressure = 2
 )
 
-// Mex charges a request for what it costs everybody, in milliseconds of waiting for a first token. The lowest sum wins.
+// Mex charges a request for what it costs everybody, in milliseconds of waiting for a first token. The lowest
+// sum wins.
 //
 //	queue          Wq·σ                        prompts in front of it
 //	prefill        P·σ                         its own prompt
 //	later_arrivals η·P                         what its prompt delays requests that are still to come
 //	own_tokens     X·d                         its own tokens, d ms each
-//	others_tokens  X·R·(P/ō + ½·(dB + dC·L))   the tokens of the R requests that decode there: its prompt stalls them, its context slows them
-//	memory         2·TTFT·max(0, f-1)          the share f of the KV cache that would be asked for, beyond all of it
-//	beyond_goal    TTFT·(1 + ln x) - TTFT·x    with goal goodput, if x = (queue + prefill)/TTFT is above 1: a goal cannot be missed twice
+//	others_tokens  X·R·(P/ō + ½·(dB + dC·L))   tokens of the R requests that decode there, slowed by it
+//	memory         2·TTFT·max(0, f-1)          the KV cache that would be missing; f is the share in use
+//	beyond_goal    TTFT·(1 + ln x) - TTFT·x    goal goodput, x = (queue + prefill)/TTFT > 1: beyond the goal
 //
-// P and Wq are prefill times by the step law, d = gW + dA + dB·(O+1) + dC·(K+Kq+L) the step that its tokens come in, σ = 1 + D/(gT·8192)
-// the stretch of a prefill that shares its steps with D = dA + dB·R + dC·K ms of decoding; on a slow rank all of them are as much longer.
-// Requests whose prompt is computed as reckoned count among R and K.
-// X = TTFT/TPOT exchanges ms per token for ms of the first token, by the application's goals for both. η = ρ/(1-ρ) with the prefill
-// utilisation ρ, at most 0.9; ō is the mean length of answers, f = (K+Kq+L+ō)/C.
+// Its prompt stalls the requests that decode on the rank, and its context makes their steps longer. A goal
+// cannot be missed twice, so the time beyond it counts logarithmically.
 //
-// Behind several ingresses a Router does not see what the others sent since the ranks' last records: ρ·Lag ms of prefill, less its own
-// share. Scores within two of those of the lowest count as equal, and the longest hit among them wins; and each own dispatch that no
-// record has named stands for those that the other ingresses are taken to have sent to that rank meanwhile.
+// P and Wq are prefill times by the step law, d = gW + dA + dB·(O+1) + dC·(K+Kq+L) the step that its tokens
+// come in, σ = 1 + D/(gT·8192) the stretch of a prefill that shares its steps with D = dA + dB·R + dC·K ms of
+// decoding; on a slow rank all of them are as much longer. Requests whose prompt is computed as reckoned
+// count among R and K. X = TTFT/TPOT exchanges ms per token for ms of the first token, by the application's
+// goals for both. η = ρ/(1-ρ) with the prefill utilisation ρ, at most 0.9; ō is the mean length of answers, f
+// = (K+Kq+L+ō)/C.
 //
-// Equal scores are drawn. A rank that came up lately has credit for prompts without a home (newrank.go). Parameters: goal (goodput;
-// latency leaves beyond_goal out), ttft_s (2), tpot_s (0.05), law (dense; moe).
+// Behind several ingresses a Router does not see what the others sent since the ranks' last records: ρ·Lag ms
+// of prefill, less its own share. Scores within two of those of the lowest count as equal, and the longest
+// hit among them wins; and each own dispatch that no record has named stands for those that the other
+// ingresses are taken to have sent to that rank meanwhile.
+//
+// Equal scores are drawn. A rank that came up lately has credit for prompts without a home (creditNewRanks).
+// Parameters: goal (goodput; latency leaves beyond_goal out), ttft_s (2), tpot_s (0.05), law (dense; moe).
 type Mex struct {
 	Latency    bool
 	TTFT, TPOT float64 // ms: the goals
@@ -106,11 +114,11 @@ func (p Mex) current(v *View) steptime.Coefficients {
 
 // Decide takes the candidate with the lowest cost.
 func (p Mex) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
-	begin(d)
+	resetDecision(d)
 	c := &d.scratch
 	t, ok := gather(q, v, c)
 	if !ok {
-		none(q, v, d)
+		queueOrReject(q, v, d)
 		return
 	}
 	alignHits(q, v, c)
@@ -141,16 +149,20 @@ type mexCosts struct {
 	later     float64 // η
 	answer    float64 // ō
 	perAnswer float64 // 1/ō
-	slower    float64 // ms per token that the request's context adds to a step, for half of the other answers' time
-	exchange  float64 // TTFT goal over TPOT goal
-	goal      float64 // ms: TTFT
-	late      bool    // what is beyond the goal counts logarithmically
-	unseen    float64 // dispatches of other ingresses per own one that no record has named
-	width     float64 // near per ms of lag
+	// ms per token that the request's context adds to a step, for half of the other answers' time
+	slower   float64
+	exchange float64 // TTFT goal over TPOT goal
+	goal     float64 // ms: TTFT
+	late     bool    // what is beyond the goal counts logarithmically
+	unseen   float64 // dispatches of other ingresses per own one that no record has named
+	width    float64 // near per ms of lag
 }
 
 func (p Mex) costs(q *Request, v *View, s State) mexCosts {
-	c := mexCosts{law: p.current(v), tokens: int64(q.Tokens), answer: firstAnswer, exchange: p.TTFT / p.TPOT, goal: p.TTFT, late: !p.Latency}
+	c := mexCosts{
+		law: p.current(v), tokens: int64(q.Tokens), answer: firstAnswer, exchange: p.TTFT / p.TPOT,
+		goal: p.TTFT, late: !p.Latency,
+	}
 	c.stretch = 1 / (c.law.TokenMS * stepTokens)
 	if st, ok := s.(*mexState); ok {
 		t := &st.traffic
@@ -173,7 +185,8 @@ func (m *mexCosts) fill(v *View, c *scratch) {
 	}
 }
 
-// near is by how much scores may differ and count as equal, ms: prefill work that the candidates may have got unseen.
+// near is by how much scores may differ and count as equal, ms: prefill work that the candidates may have got
+// unseen.
 func (m *mexCosts) near(v *View, c *scratch) float64 {
 	if m.width == 0 {
 		return 0
@@ -185,10 +198,12 @@ func (m *mexCosts) near(v *View, c *scratch) float64 {
 	return m.width * float64(lag) / (float64(len(c.candidates)) * float64(time.Millisecond))
 }
 
-// of is what the request costs on a rank that holds hit tokens of its prompt, in ms. Its terms go into terms unless that is nil.
+// of is what the request costs on a rank that holds hit tokens of its prompt, in ms. Its terms go into terms
+// unless that is nil.
 func (m *mexCosts) of(rk *Rank, hit int64, terms *mexTerms) float64 {
 	law, slow := &m.law, rk.slowness()
-	open, work, pairs, waiting := float64(rk.ongoing()+1), float64(rk.Load.Q), float64(rk.Pairs), float64(rk.Load.Kq+m.tokens)
+	open, work, pairs, waiting := float64(rk.ongoing()+1), float64(rk.Load.Q), float64(rk.Pairs),
+		float64(rk.Load.Kq+m.tokens)
 	if rk.Bumps.N > 0 && m.unseen > 0 {
 		open += m.unseen * float64(rk.Bumps.N)
 		work += m.unseen * float64(rk.Bumps.Q)
@@ -196,7 +211,8 @@ func (m *mexCosts) of(rk *Rank, hit int64, terms *mexTerms) float64 {
 		waiting += m.unseen * float64(rk.Bumps.Kq)
 	}
 	waiting -= float64(rk.Computed.Tokens)
-	u, decodes, context := float64(m.tokens-hit), float64(rk.Load.R+rk.Computed.N), float64(rk.Load.K+rk.Computed.Tokens)
+	u, decodes, context := float64(m.tokens-hit), float64(rk.Load.R+rk.Computed.N),
+		float64(rk.Load.K+rk.Computed.Tokens)
 	decoding := law.FixedMS + law.DecodeMS*decodes + law.ContextMS*context
 	stretch := 1 + decoding*m.stretch
 	prompt := slow * (law.TokenMS*u + law.PairMS*(u*u/2+u*float64(hit)))
@@ -221,7 +237,10 @@ func (m *mexCosts) of(rk *Rank, hit int64, terms *mexTerms) float64 {
 // mexTerms are the terms of a cost in their printed order, and mexLabels their names.
 type mexTerms [7]float64
 
-var mexLabels = [len(mexTerms{})]string{"queue", "prefill", "later_arrivals", "own_tokens", "others_tokens", "memory", "beyond_goal"}
+var mexLabels = [len(mexTerms{})]string{
+	"queue", "prefill", "later_arrivals", "own_tokens", "others_tokens",
+	"memory", "beyond_goal",
+}
 
 // explain adds one row per candidate and term.
 func (m *mexCosts) explain(v *View, d *Decision) {
@@ -233,7 +252,10 @@ func (m *mexCosts) explain(v *View, d *Decision) {
 		var terms mexTerms
 		m.of(&v.Ranks[i], c.hits[i], &terms)
 		for n, ms := range terms {
-			d.Terms = append(d.Terms, Term{Rank: v.Ranks[i].ID, Name: mexLabels[n], Unit: "ms", Raw: ms, Weight: 1, Value: ms})
+			d.Terms = append(d.Terms, Term{
+				Rank: v.Ranks[i].ID, Name: mexLabels[n], Unit: "ms", Raw: ms,
+				Weight: 1, Value: ms,
+			})
 		}
 	}
 }

@@ -31,7 +31,7 @@ const (
 //
 //  1. draw a power-of-two pair as fallback; no usable text ⇒ fallback
 //  2. max − min open requests > Imbalanced ⇒ fallback
-//  3. longest match on the tree of what was sent to whom, rate = matched / prompt characters:
+//  3. longest match in the tree of the texts sent to each rank, rate = matched / prompt characters:
 //     rate ≥ MatchRate ⇒ the ranks that own the deepest matched node, else those with the fewest characters
 //  4. among them the shortest queue, ties drawn
 //  5. the prompt, never the answer, is inserted for the chosen rank; a removed rank loses its marks
@@ -61,15 +61,10 @@ func newPrefixAware(p *params) Policy {
 		made.Low = int(evictionShare * float64(made.High))
 	}
 	if made.Low > made.High && made.High > 0 {
-		p.fault("params.eviction_target_chars: above eviction_threshold_chars", "write a target at or below the threshold")
+		p.fault("params.eviction_target_chars: above eviction_threshold_chars",
+			"write a target at or below the threshold")
 	}
 	return made
-}
-
-// seconds reads a span of time in seconds.
-func (p *params) seconds(name string, def float64) time.Duration {
-	const least = 0.001
-	return time.Duration(p.number(name, def, least, maxSeconds) * float64(time.Second))
 }
 
 // Name is "prefix-aware".
@@ -112,10 +107,10 @@ func (p PrefixAware) limit(v *View, id RankID, given int, share float64) int {
 
 // Decide takes the least busy rank of those that know the prompt best, or falls back to power-of-two.
 func (p PrefixAware) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
-	begin(d)
+	resetDecision(d)
 	t, ok := gather(q, v, &d.scratch)
 	if !ok {
-		none(q, v, d)
+		queueOrReject(q, v, d)
 		return
 	}
 	i, j := t.pair(q, v, r)
@@ -146,7 +141,7 @@ func (p PrefixAware) prepare(q *Request, v *View, s State, c *scratch) aggregate
 }
 
 func (PrefixAware) summands(_ *Request, rk *Rank, _, extra int64, a *aggregate) sums {
-	return three(float64(extra), outside, float64(rk.ongoing()), 1, a.x[0], 0)
+	return three(float64(extra), notPreferredCost, float64(rk.ongoing()), 1, a.x[0], 0)
 }
 
 func (p PrefixAware) fill(q *Request, v *View, c *scratch) {

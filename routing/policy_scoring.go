@@ -1,11 +1,6 @@
 package routing
 
-import (
-	"fmt"
-	"math/rand/v2"
-	"slices"
-	"strings"
-)
+import "math/rand/v2"
 
 var (
 	_ Policy  = Scoring{}
@@ -14,22 +9,22 @@ var (
 
 // The profiles of Scoring, and of nothing else.
 const (
-	ProfileBalanced = "balanced" // mixed or unknown work
-	ProfileLocality = "locality" // repeated system prompts, multi-turn, RAG prefixes
-	ProfileLoad     = "load"     // prompts that rarely share prefixes
+	profileBalanced = "balanced" // mixed or unknown work
+	profileLocality = "locality" // repeated system prompts, multi-turn, RAG prefixes
+	profileLoad     = "load"     // prompts that rarely share prefixes
 )
 
 // removedProfile is what locality was called once.
 const removedProfile = "prefix-aware"
 
-func profiles() []string { return []string{ProfileBalanced, ProfileLocality, ProfileLoad} }
+func profiles() []string { return []string{profileBalanced, profileLocality, profileLoad} }
 
 // weights of a profile: prefix, load.
 func weights(profile string) (prefix, load float64) {
 	switch profile {
-	case ProfileLocality:
+	case profileLocality:
 		return 0.90, 0.10
-	case ProfileLoad:
+	case profileLoad:
 		return 0.10, 0.90
 	}
 	return 0.55, 0.45
@@ -42,11 +37,13 @@ func weights(profile string) (prefix, load float64) {
 //	load_score   = 1 - load / max load          (norm max)
 //	             = (max - load) / (max - min)   (norm spread)
 //
-// load is the active context in tokens: whole prompts from dispatch on, outputs as they come, until the end. max and min
-// are over the live ranks. Exact ties keep the first live rank. Without prefix caching the load profile holds, whatever
-// was asked. The source gives no formula for load_score; norm max is ours. Parameters: profile, norm.
+// load is the active context in tokens: whole prompts from dispatch on, outputs as they come, until the end.
+// max and min are over the live ranks. Exact ties keep the first live rank. Without prefix caching the load
+// profile holds, whatever was asked. The source gives no formula for load_score; norm max is ours.
+// Parameters: profile, norm.
 type Scoring struct {
-	Profile string // ProfileBalanced, ProfileLocality or ProfileLoad; empty is balanced
+	byHits
+	Profile string // profileBalanced, ProfileLocality or ProfileLoad; empty is balanced
 	Spread  bool   // norm: spread
 }
 
@@ -54,54 +51,21 @@ func newScoring(p *params) Policy {
 	return Scoring{Profile: p.profile(), Spread: p.word("norm", "max", "max", "spread") == "spread"}
 }
 
-// profile reads the scoring profile and refuses the removed name with the new one.
-func (p *params) profile() string {
-	x, given := p.given["profile"]
-	if !given {
-		return ProfileBalanced
-	}
-	name, _ := x.(string)
-	switch {
-	case slices.Contains(profiles(), name):
-		return name
-	case name == removedProfile:
-		p.fault("profile 'prefix-aware' was removed; use 'locality'", "write profile: locality")
-	default:
-		p.fault(fmt.Sprintf("params.profile: found %v, wanted %s", x, strings.Join(profiles(), " or ")), didYouMean(name, profiles(), "profiles"))
-	}
-	return ""
-}
-
-// refuseProfile is what round-robin says to a scoring profile: only the default one does no harm.
-func (p *params) refuseProfile() {
-	if name := p.profile(); name != "" && name != ProfileBalanced {
-		p.fault(fmt.Sprintf("profile '%s' has no effect with round-robin; use policy: scoring or drop the profile", name),
-			"write policy: scoring, or drop profile")
-	}
-}
-
 // Name is "scoring".
 func (Scoring) Name() string { return nameScoring }
-
-func (Scoring) needs() Needs { return Needs{Hits: true} }
-
-// NewState is nil.
-func (Scoring) NewState(*View, *rand.Rand) State { return nil }
-
-// Observe does nothing: the view has the load.
-func (Scoring) Observe(State, *View, *Event) {}
 
 // Decide takes the candidate with the highest score, the first of equals.
 func (p Scoring) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
 	decideByScore(p, q, v, s, r, d)
 }
 
-// prepare: x is prefix weight, load weight, the largest load (norm spread) and the divisor of the norm, both in tokens.
+// prepare: x is prefix weight, load weight, the largest load (norm spread) and the divisor of the norm, both
+// in tokens.
 func (p Scoring) prepare(_ *Request, v *View, _ State, _ *scratch) aggregate {
 	a := aggregate{why: ReasonHighestScore}
 	profile := p.Profile
 	if v.PrefixCachingOff {
-		profile, a.why = ProfileLoad, ReasonPrefixCachingOff
+		profile, a.why = profileLoad, ReasonPrefixCachingOff
 	}
 	a.x[0], a.x[1] = weights(profile)
 	first, most, least := true, int64(0), int64(0)

@@ -20,14 +20,14 @@ const (
 	maxSessions = 1 << 17
 )
 
-// SessionAffinity keeps a session on one rank. Load counts for nothing below max_ongoing_requests; chwbl is the one that
-// lets go under load.
+// SessionAffinity keeps a session on one rank. Load does not count below max_ongoing_requests; chwbl moves
+// sessions under load.
 //
 // With the ring (documented; Ray Serve's ConsistentHashRouter): the key's rank, else the next Fallbacks on
 // the ring, else the shortest queue. The key is the session, or the request's own number. With the table
 // (tuned): the rank that had the session last, if that is less than TTL ago; a new session goes to the
-// shortest queue. The table hears of the requests of all ingresses: of this one's at dispatch, of the others'
-// with their ranks' streams. Parameters: num_virtual_nodes, num_fallback_replicas, table, ttl_s.
+// shortest queue. The table records the requests of all ingresses: those of this ingress at dispatch, the
+// others from the ranks' streams. Parameters: num_virtual_nodes, num_fallback_replicas, table, ttl_s.
 type SessionAffinity struct {
 	Nodes     int // ring: points per rank
 	Fallbacks int // ring: ranks behind the first
@@ -63,8 +63,8 @@ func (p SessionAffinity) NewState(v *View, _ *rand.Rand) State {
 	return st
 }
 
-// SessionKey is what the ranks' streams say of a request's session, so that every ingress knows where the
-// session is; 0 for none.
+// SessionKey identifies a request's session in the ranks' streams, so that every ingress knows the session's
+// rank; 0 for none.
 func SessionKey(session string) uint64 {
 	if session == "" {
 		return 0
@@ -72,7 +72,7 @@ func SessionKey(session string) uint64 {
 	return hashString(session)
 }
 
-// Observe keeps the ring, or remembers where the session went.
+// Observe updates the ring, or records the session's rank.
 func (p SessionAffinity) Observe(s State, v *View, e *Event) {
 	st, ok := s.(*sessionState)
 	switch {
@@ -127,7 +127,7 @@ func (p SessionAffinity) fromTable(st *sessionState, q *Request, v *View, c *scr
 }
 
 func (SessionAffinity) summands(_ *Request, rk *Rank, _, extra int64, _ *aggregate) sums {
-	return two(float64(extra), outside, float64(rk.ongoing()), 1)
+	return two(float64(extra), notPreferredCost, float64(rk.ongoing()), 1)
 }
 
 func (p SessionAffinity) fill(q *Request, v *View, c *scratch) {
@@ -142,7 +142,8 @@ func (SessionAffinity) labels(*aggregate) []label {
 
 func (SessionAffinity) rule(*aggregate) rule { return rule{} }
 
-// sessions remembers where each session went last: at most maxSessions, the one idle longest leaves first.
+// sessions records each session's last rank: at most maxSessions sessions; the one that is idle longest is
+// dropped first.
 type sessions struct {
 	at             table // session → index into list, +1
 	list           []sessionEntry

@@ -26,7 +26,7 @@ const (
 //	        min Q over warm − min Q over the others > Spill
 //
 // The lowest wins, ties are drawn. By work, a rank that came up lately has credit for prompts that no rank is
-// warm for (newrank.go). Parameters: threshold, spill_tokens, by.
+// warm for (creditNewRanks). Parameters: threshold, spill_tokens, by.
 type Sticky struct {
 	Threshold float64 // 0 to 1
 	Spill     float64 // tokens
@@ -89,9 +89,9 @@ func (p Sticky) prepare(q *Request, v *View, _ State, c *scratch) aggregate {
 
 func (p Sticky) summands(q *Request, rk *Rank, hit, extra int64, _ *aggregate) sums {
 	if p.Requests {
-		return two(float64(extra), outside, float64(rk.ongoing()), 1)
+		return two(float64(extra), notPreferredCost, float64(rk.ongoing()), 1)
 	}
-	return three(float64(extra), outside, float64(rk.Load.Q), 1, float64(int64(q.Tokens)-hit), 1)
+	return three(float64(extra), notPreferredCost, float64(rk.Load.Q), 1, float64(int64(q.Tokens)-hit), 1)
 }
 
 func (p Sticky) fill(q *Request, v *View, c *scratch) {

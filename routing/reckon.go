@@ -7,25 +7,27 @@ import (
 )
 
 const (
-	// stepTokens is how many tokens a step of an engine that prefills is taken to have: vLLM's max_num_batched_tokens.
+	// stepTokens is how many tokens a step of an engine that prefills is taken to have: vLLM's
+	// max_num_batched_tokens.
 	stepTokens = 8192
-	// speedMemory is what every older prompt weighs beside the next newer one in a rank's measured speed: the last ten
-	// prompts are two thirds of it.
+	// speedMemory is what every older prompt weighs beside the next newer one in a rank's measured speed: the
+	// last ten prompts are two thirds of it.
 	speedMemory = 0.9
-	// leastSample is the shortest predicted prefill, in ms, that says something about a rank's speed: the first token of a
-	// shorter one waits mostly for the end of a step.
+	// leastSample is the shortest predicted prefill, in ms, that says something about a rank's speed: the
+	// first token of a shorter one waits mostly for the end of a step.
 	leastSample = 50
 	// maxSlowness bounds a rank's measured speed to both sides of the law's.
 	maxSlowness = 64
 )
 
-// prefills are the prompts that a rank has still to compute, in the order in which they came to it, and how much of the
-// first of them is computed.
+// prefills is a rank's queue of prompts to compute, in the order of their arrival at the rank, and the
+// computed part of the first one.
 //
-// An engine computes prompts first come first served and tells only when one is done. In between the Router reckons: of
-// the first prompt the share is computed that the step law says for the time since its turn came, at the speed that this
-// rank has shown. The prompts behind it are whole until its end is told, but for what the rank can have computed in the time
-// that a record takes to come: a wrong law is wrong by one prompt and that time, and never empties a queue.
+// An engine computes prompts first come first served and reports only the end of each. In between the Router
+// reckons: the computed share of the first prompt follows from the step law, the time since its turn came and
+// the rank's measured speed. The prompts behind it count whole until the rank reports the first one's end,
+// except for the work that fits into the records' delay (Lag). So a wrong law is wrong by one prompt and that
+// delay, and never empties a queue.
 type prefills struct {
 	slots       []queuedPrompt
 	first, last int32         // numbers of slots, from 1 on; 0 = none
@@ -37,7 +39,8 @@ type prefills struct {
 	tokens, pairs int64 // of the first prompt: what is taken off the row as computed
 }
 
-// front is the first prompt as every pick reads it for every rank: its share of u tokens and of the pairs is computed.
+// front is the first prompt as every pick reads it for every rank: its share of u tokens and of the pairs is
+// computed.
 type front struct {
 	rate  float64       // share per nanosecond; 0 = nothing here is known
 	began time.Duration // when its turn came
@@ -55,7 +58,7 @@ type queuedPrompt struct {
 
 func (p *prefills) at(slot int32) *queuedPrompt { return &p.slots[slot-1] }
 
-// join puts a prompt behind all others.
+// join appends a prompt to the queue.
 func (p *prefills) join(tokens, hit int32, now time.Duration) (slot int32) {
 	if slot = p.spare; slot != 0 {
 		p.spare = p.at(slot).next
@@ -73,7 +76,7 @@ func (p *prefills) join(tokens, hit int32, now time.Duration) (slot int32) {
 	return slot
 }
 
-// leave takes a prompt out. If it was the first, the next one's turn comes.
+// leave removes a prompt. If it was the first, the next prompt's turn begins.
 func (p *prefills) leave(slot int32, now time.Duration) {
 	f := p.at(slot)
 	if slot == p.first {
@@ -89,7 +92,7 @@ func (p *prefills) leave(slot int32, now time.Duration) {
 	f.next, p.spare = p.spare, slot
 }
 
-// renew replaces what is known of a prompt; its place stays.
+// renew replaces a prompt's token counts and arrival; its place in the queue stays.
 func (p *prefills) renew(slot, tokens, hit int32, now time.Duration) {
 	f := p.at(slot)
 	f.since, f.tokens, f.hit = now, tokens, hit
@@ -104,7 +107,7 @@ func (p *prefills) clear(same bool) {
 	}
 }
 
-// begun is when the rank began to compute the first prompt.
+// begun is the time at which the rank began to compute the first prompt.
 func (p *prefills) begun() time.Duration { return max(p.turn, p.at(p.first).since) }
 
 // predict is how long the preset of the law gives the first prompt, in ms, beside what the rank decodes.
@@ -113,8 +116,8 @@ func (p *prefills) predict(rk *Rank, law *steptime.Coefficients) float64 {
 	return law.Prefill(int(f.tokens-f.hit), int(f.hit)) * law.Stretch(rk.Load.R, rk.Load.K, stepTokens)
 }
 
-// aim finds out what the front is.
-func (p *prefills) aim(rk *Rank, law *law) {
+// setFront computes front from the first prompt.
+func (p *prefills) setFront(rk *Rank, law *law) {
 	f := p.at(p.first)
 	p.front = front{began: p.begun(), u: int64(f.tokens - f.hit), twice: 2 * int64(f.tokens)}
 	p.front.pairs = attention(p.front.u, int64(f.hit))
@@ -124,10 +127,10 @@ func (p *prefills) aim(rk *Rank, law *law) {
 	p.front.rate = 1 / (p.predict(rk, &law.base) * p.speed.slowness(law.prefill) * float64(time.Millisecond))
 }
 
-// reckon makes the row's Q, Pairs and Computed what they are at now. There is a first prompt.
+// reckon sets the row's Q, Pairs and Computed to their values at now. The queue must not be empty.
 func (p *prefills) reckon(rk *Rank, law *law, now time.Duration) {
 	if p.front.rate == 0 {
-		p.aim(rk, law)
+		p.setFront(rk, law)
 	}
 	f, tokens, pairs := &p.front, int64(0), int64(0)
 	rk.Computed = Prompts{}
@@ -137,7 +140,7 @@ func (p *prefills) reckon(rk *Rank, law *law, now time.Duration) {
 		rk.Computed = Prompts{N: 1, Tokens: int64(p.at(p.first).tokens)}
 		if rk.Lag > 0 && p.first != p.last {
 			left := min(now-f.began-time.Duration(1/f.rate), rk.Lag)
-			tokens, pairs = p.untold(rk, law, left, tokens, pairs)
+			tokens, pairs = p.computedUnreported(rk, law, left, tokens, pairs)
 		}
 	case share > 0: // neither negative nor no number
 		tokens, pairs = f.computed(share)
@@ -151,18 +154,22 @@ func (p *prefills) reckon(rk *Rank, law *law, now time.Duration) {
 func (f *front) computed(share float64) (tokens, pairs int64) {
 	tokens = int64(float64(f.u) * share)
 	if left := f.u - tokens; f.twice > 0 {
-		pairs = f.pairs - left*(f.twice-left) // what is left attends to all before it: left² + 2·left·(tokens-left)
+		// what is left attends to all before it: left² + 2·left·(tokens-left)
+		pairs = f.pairs - left*(f.twice-left)
 	}
 	return tokens, pairs
 }
 
-// mostUntold bounds how many prompts are taken to have followed the first one unheard.
+// mostUntold is the most prompts that computedUnreported looks at.
 const mostUntold = 16
 
-// untold adds what a rank whose records come late has computed of the prompts behind the first one, in the time for which nobody can
-// have heard of the first one's end.
-func (p *prefills) untold(rk *Rank, law *law, left time.Duration, tokens, pairs int64) (int64, int64) {
-	slowness := p.speed.slowness(law.prefill) * law.base.Stretch(rk.Load.R, rk.Load.K, stepTokens) * float64(time.Millisecond)
+// computedUnreported adds the work behind the first prompt that the rank can have computed during left: the
+// first prompt has ended by the law, and the record of its end is still on its way.
+func (p *prefills) computedUnreported(rk *Rank, law *law, left time.Duration,
+	tokens, pairs int64,
+) (int64, int64) {
+	slowness := p.speed.slowness(law.prefill) * law.base.Stretch(rk.Load.R, rk.Load.K,
+		stepTokens) * float64(time.Millisecond)
 	slot := p.at(p.first).next
 	for n := 0; n < mostUntold && slot != 0 && left > 0; n++ {
 		q := p.at(slot)
@@ -183,7 +190,7 @@ func (p *prefills) untold(rk *Rank, law *law, left time.Duration, tokens, pairs 
 	return tokens, pairs
 }
 
-// restore gives back to the row what was taken off it.
+// restore adds the work that reckon subtracted to the row again.
 func (p *prefills) restore(rk *Rank) {
 	rk.Load.Q += p.tokens
 	rk.Pairs += p.pairs
@@ -191,21 +198,21 @@ func (p *prefills) restore(rk *Rank) {
 	rk.Computed = Prompts{}
 }
 
-// measure learns the rank's speed from the first token of the prompt in slot, if that was the first of the rank's prompts:
-// of others nobody knows when their turn came.
+// measure learns the rank's speed from the first token of the prompt in slot, if that is the first of the
+// queue: for others the time at which their turn came is unknown.
 func (p *prefills) measure(slot int32, rk *Rank, now time.Duration, law *law) {
 	if slot == 0 || slot != p.first {
 		return
 	}
 	if predicted := p.predict(rk, &law.base); predicted >= leastSample {
 		observed := float64(now-p.begun()) / float64(time.Millisecond)
-		law.tookPrompt(max(0, observed), predicted*p.speed.slowness(law.prefill), now)
+		law.addPromptSample(max(0, observed), predicted*p.speed.slowness(law.prefill), now)
 		p.speed.learn(observed, predicted, now)
 	}
 }
 
-// speed is how long a rank takes for its prompts beside what the step law says, in ms. Both are sums in which older
-// prompts count less and less; prompts that end in one step are right together, not one by one.
+// speed compares a rank's measured prefill times with the step law's, in ms. Both are sums in which older
+// prompts decay: prompts that end in one step are right in their sum only.
 type speed struct {
 	observed, predicted float64
 	last                time.Duration // when it was shown
@@ -228,11 +235,12 @@ func (s *speed) slowness(usual float64) float64 {
 	return min(max(s.observed/s.predicted, 1.0/maxSlowness), maxSlowness)
 }
 
-// readsWork says whether a policy may read the prefill work of ranks. Those that do not are named, so that a pick that
-// looks at two rows does not cost more with every rank; a test holds the list to the truth.
+// readsWork reports whether a policy may read the prefill work of ranks. For the policies listed here the
+// Router does not reckon, so their picks do not cost more with every rank. A test checks the list.
 func readsWork(p Policy) bool {
 	switch p.(type) {
-	case RoundRobin, Random, Direct, PowerOfTwo, LeastLoaded, LeastKV, Scoring, CacheAware, PrefixAware, CHWBL, SessionAffinity:
+	case RoundRobin, Random, Direct, PowerOfTwo, LeastLoaded, LeastKV, Scoring, CacheAware, PrefixAware,
+		CHWBL, SessionAffinity:
 		return false
 	}
 	return true

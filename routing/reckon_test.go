@@ -13,10 +13,12 @@ import (
 	"github.com/dpserve/dpserve/steptime"
 )
 
-// lawOf is how long the step law gives a prompt on a rank that decodes nothing, stretched by the rank's slowness.
+// lawOf is how long the step law gives a prompt on a rank that decodes nothing, stretched by the rank's
+// slowness.
 func lawOf(tokens, hit int, slowness float64) time.Duration {
 	law := steptime.Reference()
-	return time.Duration(slowness * law.Prefill(tokens-hit, hit) * law.Stretch(0, 0, stepTokens) * float64(time.Millisecond))
+	return time.Duration(slowness * law.Prefill(tokens-hit, hit) * law.Stretch(0, 0,
+		stepTokens) * float64(time.Millisecond))
 }
 
 // told is one rank and the time at which its records are told.
@@ -31,7 +33,10 @@ func newTold(p Policy) *told { return &told{r: routerWith(p, 1, 1000), rank: ID(
 
 func (s *told) tell(kind EventKind, key uint64, tokens, hit int) {
 	s.seq++
-	s.r.Observe(&Event{Kind: kind, Rank: s.rank, ReqID: key, Tokens: tokens, Hit: hit, Out: 1, Incarnation: 7, Seq: s.seq, Now: s.now})
+	s.r.Observe(&Event{
+		Kind: kind, Rank: s.rank, ReqID: key, Tokens: tokens, Hit: hit, Out: 1, Incarnation: 7,
+		Seq: s.seq, Now: s.now,
+	})
 }
 
 // work is the rank's row as a pick at now would see it.
@@ -40,8 +45,8 @@ func (s *told) work(now time.Duration) (q, pairs int64) {
 	return v.Ranks[0].Load.Q, v.Ranks[0].Pairs
 }
 
-// While a prompt is being computed its work goes down as the step law says, to nothing and not below; those behind it wait
-// until its end is told, however late that is.
+// While a prompt is being computed its work goes down as the step law says, to nothing and not below; those
+// behind it wait until its end is told, however late that is.
 func TestWorkGoesDownWhileAPromptIsComputed(t *testing.T) {
 	const first, second, hit = 40_000, 9_000, 1_000
 	s := newTold(LPWL{})
@@ -54,10 +59,12 @@ func TestWorkGoesDownWhileAPromptIsComputed(t *testing.T) {
 		q, pairs := s.work(time.Second + time.Duration(at*float64(takes)))
 		left := first * max(0, 1-at)
 		if at == 0 {
-			left = first * (1 - float64(100*time.Millisecond)/float64(takes)) // the Router's time does not go back
+			// the Router's time does not go back
+			left = first * (1 - float64(100*time.Millisecond)/float64(takes))
 		}
 		assert.InDelta(t, left+second-hit, float64(q), 2, "%v of the prefill", at)
-		assert.InDelta(t, left*left+2*left*(first-left)+float64(attention(second-hit, hit)), float64(pairs), 4*first, "%v of the prefill", at)
+		assert.InDelta(t, left*left+2*left*(first-left)+float64(attention(second-hit, hit)), float64(pairs),
+			4*first, "%v of the prefill", at)
 	}
 	s.now = time.Second + takes
 	s.tell(EvFirstToken, 1, 0, 0)
@@ -68,15 +75,18 @@ func TestWorkGoesDownWhileAPromptIsComputed(t *testing.T) {
 	assert.Equal(t, Load{F: 1, R: 1, Q: second - hit, K: first, Kq: second}, loadOf(s.r, s.rank))
 }
 
-// The prompt that is first counts as being prefilled, the others as waiting: least-loaded then is vLLM's 4·W + (F+R).
+// The prompt that is first counts as being prefilled, the others as waiting: least-loaded then is vLLM's 4·W
+// + (F+R).
 func TestTheFirstPromptIsPrefilling(t *testing.T) {
 	s := newTold(LeastLoaded{})
 	for key := range uint64(4) {
 		s.tell(EvAdmitted, key+1, 100, 0)
 	}
-	assert.Equal(t, []int{3, 1, 0}, []int{loadOf(s.r, s.rank).W, loadOf(s.r, s.rank).F, loadOf(s.r, s.rank).R})
+	assert.Equal(t, []int{3, 1, 0},
+		[]int{loadOf(s.r, s.rank).W, loadOf(s.r, s.rank).F, loadOf(s.r, s.rank).R})
 	s.tell(EvFirstToken, 1, 0, 0)
-	assert.Equal(t, []int{2, 1, 1}, []int{loadOf(s.r, s.rank).W, loadOf(s.r, s.rank).F, loadOf(s.r, s.rank).R})
+	assert.Equal(t, []int{2, 1, 1},
+		[]int{loadOf(s.r, s.rank).W, loadOf(s.r, s.rank).F, loadOf(s.r, s.rank).R})
 	d := s.r.Explain(&Request{})
 	assert.InDelta(t, 4*2+(1+1), d.Terms[0].Value+d.Terms[1].Value, 0)
 	for key := range uint64(4) {
@@ -85,7 +95,8 @@ func TestTheFirstPromptIsPrefilling(t *testing.T) {
 	assert.Equal(t, Load{}, loadOf(s.r, s.rank))
 }
 
-// A rank's prompts go down at the speed that the rank has shown: five times slower, or by a law that is 30 % wrong.
+// A rank's prompts go down at the speed that the rank has shown: five times slower, or by a law that is 30 %
+// wrong.
 func TestWorkGoesDownAtTheRanksOwnSpeed(t *testing.T) {
 	const tokens = 4096
 	for _, slowness := range []float64{0.1, 0.7, 1, 1.3, 5} {
@@ -101,9 +112,13 @@ func TestWorkGoesDownAtTheRanksOwnSpeed(t *testing.T) {
 			s.tell(EvAdmitted, 99, tokens, 0)
 			q, _ := s.work(s.now + takes/2)
 			assert.InEpsilon(t, tokens/2, float64(q), 0.1)
-			s.r.Observe(&Event{Kind: EvRankUp, Rank: s.rank, Epoch: 2, Incarnation: 8, MaxOngoing: 9, Snapshot: []Open{{ReqID: 99, Tokens: tokens}}})
+			s.r.Observe(&Event{
+				Kind: EvRankUp, Rank: s.rank, Epoch: 2, Incarnation: 8, MaxOngoing: 9,
+				Snapshot: []Open{{ReqID: 99, Tokens: tokens}},
+			})
 			q, _ = s.work(s.now + takes/2)
-			assert.InEpsilon(t, tokens/2, float64(q), 0.2, "another incarnation is taken to be as the application's ranks are")
+			assert.InEpsilon(t, tokens/2, float64(q), 0.2,
+				"another incarnation is taken to be as the application's ranks are")
 		})
 	}
 }
@@ -124,7 +139,8 @@ func TestSpeedOfPromptsThatShareAStep(t *testing.T) {
 	assert.InDelta(t, 2, s.r.accounts[0].queue.speed.slowness(1), 0.35)
 }
 
-// A request that is given up while its prompt is computed gives its turn to the next one; one that waits takes none away.
+// A request that is given up while its prompt is computed gives its turn to the next one; one that waits
+// takes none away.
 func TestTheTurnPassesOnWhenARequestIsGivenUp(t *testing.T) {
 	s := newTold(LPWL{})
 	for key := range uint64(3) {
@@ -142,7 +158,8 @@ func TestTheTurnPassesOnWhenARequestIsGivenUp(t *testing.T) {
 	assert.InDelta(t, 7_500, float64(q), 2)
 }
 
-// checkReckoned says that every row is within its account: what is taken off is of the first prompt, and no more than it.
+// checkReckoned reports that every row is within its account: what is taken off is of the first prompt, and
+// no more than it.
 func checkReckoned(t *rapid.T, r *Router) {
 	r.reckon(r.view.Now)
 	for i := range r.accounts {
@@ -151,7 +168,8 @@ func checkReckoned(t *rapid.T, r *Router) {
 		for k := range a.opens.cells {
 			if o := &a.opens.cells[k]; o.phase != free && o.hasPrefill() {
 				whole, pairs, n = whole+o.uncached(), pairs+o.pairs(), n+1
-				require.Equal(t, []int32{o.tokens, o.hit}, []int32{a.queue.at(o.slot).tokens, a.queue.at(o.slot).hit})
+				require.Equal(t, []int32{o.tokens, o.hit},
+					[]int32{a.queue.at(o.slot).tokens, a.queue.at(o.slot).hit})
 			} else if o.phase != free {
 				require.Zero(t, o.slot)
 			}
@@ -176,8 +194,8 @@ func checkReckoned(t *rapid.T, r *Router) {
 	}
 }
 
-// Whatever comes in whatever order at whatever time: the work left is neither negative nor more than the whole, goes down
-// while nothing comes, and is exactly zero when all has ended.
+// Whatever comes in whatever order at whatever time: the work left is neither negative nor more than the
+// whole, goes down while nothing comes, and is exactly zero when all has ended.
 func TestReckonedWorkIsWithinTheWhole(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		r := NewRouter(LPWL{}, 1)
@@ -193,7 +211,8 @@ func TestReckonedWorkIsWithinTheWhole(t *testing.T) {
 			r.Observe(&e)
 			checkReckoned(t, r)
 			if rapid.Bool().Draw(t, "explained") {
-				q := Request{ID: 1 << 50, Tokens: 100, Now: now + time.Duration(rapid.Int64Range(0, int64(time.Second)).Draw(t, "ahead"))}
+				q := Request{ID: 1 << 50, Tokens: 100, Now: now +
+					time.Duration(rapid.Int64Range(0, int64(time.Second)).Draw(t, "ahead"))}
 				before := r.Snapshot()
 				_, later := r.Why(&q)
 				for i := range later.Ranks {
@@ -206,7 +225,10 @@ func TestReckonedWorkIsWithinTheWhole(t *testing.T) {
 		for i := range r.view.Ranks {
 			rk := &r.view.Ranks[i]
 			for key := range uint64(41) {
-				r.Observe(&Event{Kind: EvFinished, Rank: rk.ID, ReqID: key, Incarnation: rk.Incarnation, Seq: seq + 10, Now: now + time.Second})
+				r.Observe(&Event{
+					Kind: EvFinished, Rank: rk.ID, ReqID: key, Incarnation: rk.Incarnation,
+					Seq: seq + 10, Now: now + time.Second,
+				})
 			}
 		}
 		for _, rk := range r.Snapshot().Ranks {
@@ -221,7 +243,10 @@ func TestExplainShowsTheReckonedWork(t *testing.T) {
 	for _, p := range allPolicies(t) {
 		r := routerWith(p, 3, 100)
 		for i := range 3 {
-			r.Observe(&Event{Kind: EvAdmitted, Rank: ID(0, i), ReqID: uint64(i) + 1, Incarnation: 7, Seq: 1, Tokens: 20_000 * (i + 1), Now: time.Second})
+			r.Observe(&Event{
+				Kind: EvAdmitted, Rank: ID(0, i), ReqID: uint64(i) + 1, Incarnation: 7, Seq: 1,
+				Tokens: 20_000 * (i + 1), Now: time.Second,
+			})
 		}
 		q := Request{ID: 9, Tokens: 500, HasDirect: true, Direct: ID(0, 1), Now: 2 * time.Second}
 		want, d := r.Explain(&q), Decision{Explain: true}
@@ -231,7 +256,8 @@ func TestExplainShowsTheReckonedWork(t *testing.T) {
 	}
 }
 
-// A policy for which nothing is reckoned decides alike whatever the prefill work is; for all others some work makes a difference.
+// A policy for which nothing is reckoned decides alike whatever the prefill work is; for all others some work
+// makes a difference.
 func TestPoliciesThatDoNotReadWorkAreNamed(t *testing.T) {
 	for _, p := range allPolicies(t) {
 		t.Run(fmt.Sprintf("%+v", p), func(t *testing.T) {
@@ -245,7 +271,8 @@ func TestPoliciesThatDoNotReadWorkAreNamed(t *testing.T) {
 				other := v
 				other.Ranks = slices.Clone(v.Ranks)
 				for i := range other.Ranks {
-					other.Ranks[i].Load.Q, other.Ranks[i].Pairs = rapid.Int64Range(0, 1<<20).Draw(t, "work"), rapid.Int64Range(0, 1<<20).Draw(t, "pairs")
+					other.Ranks[i].Load.Q, other.Ranks[i].Pairs = rapid.Int64Range(0, 1<<20).Draw(t, "work"),
+						rapid.Int64Range(0, 1<<20).Draw(t, "pairs")
 				}
 				a, b := Decision{Explain: true}, Decision{Explain: true}
 				p.Decide(&q, &v, p.NewState(&v, seeded(3)), seeded(4), &a)
@@ -271,8 +298,8 @@ func TestReckoningDoesNotAllocate(t *testing.T) {
 	assert.InDelta(t, 0, testing.AllocsPerRun(1000, step), 0)
 }
 
-// BenchmarkReckon is what a pick costs more over ranks of which each has prompts under way: all of them are reckoned, and one of
-// them has changed since the last pick.
+// BenchmarkReckon is what a pick costs more over ranks of which each has prompts under way: all of them are
+// reckoned, and one of them has changed since the last pick.
 func BenchmarkReckon(b *testing.B) {
 	for _, ranks := range []int{8, 64, 1024} {
 		b.Run(fmt.Sprintf("ranks=%d", ranks), func(b *testing.B) {
@@ -287,12 +314,18 @@ func BenchmarkReckon(b *testing.B) {
 	}
 }
 
-// A snapshot lists requests in the order of their admission: the first of them that has no token yet is the one that is computed.
+// A snapshot lists requests in the order of their admission: the first of them that has no token yet is the
+// one that is computed.
 func TestASnapshotsFirstPromptIsComputedFirst(t *testing.T) {
 	s := newTold(LPWL{})
-	s.r.Observe(&Event{Kind: EvRankUp, Rank: s.rank, Epoch: 2, Incarnation: 8, MaxOngoing: 9, Now: time.Minute, Snapshot: []Open{
-		{ReqID: 5, Tokens: 500, Decoding: true, Out: 3}, {ReqID: 2, Tokens: 30_000}, {ReqID: 1, Tokens: 1000},
-	}})
+	s.r.Observe(&Event{
+		Kind: EvRankUp, Rank: s.rank, Epoch: 2, Incarnation: 8, MaxOngoing: 9,
+		Now: time.Minute, Snapshot: []Open{
+			{ReqID: 5, Tokens: 500, Decoding: true, Out: 3},
+			{ReqID: 2, Tokens: 30_000},
+			{ReqID: 1, Tokens: 1000},
+		},
+	})
 	q, _ := s.work(time.Minute)
 	assert.Equal(t, int64(31_000), q)
 	q, _ = s.work(time.Minute + time.Hour)
@@ -306,7 +339,10 @@ func TestAnAssumedFirstTokenMeasuresNothing(t *testing.T) {
 		s.tell(EvAdmitted, key, 4096, 0)
 		s.now += lawOf(4096, 0, 5)
 		s.seq++
-		s.r.Observe(&Event{Kind: EvFirstToken, Rank: s.rank, ReqID: key, Assumed: true, Incarnation: 7, Seq: s.seq, Now: s.now})
+		s.r.Observe(&Event{
+			Kind: EvFirstToken, Rank: s.rank, ReqID: key, Assumed: true, Incarnation: 7,
+			Seq: s.seq, Now: s.now,
+		})
 		assert.Equal(t, Load{R: 1, K: 4096}, loadOf(s.r, s.rank))
 		s.tell(EvFinished, key, 0, 0)
 	}

@@ -8,11 +8,13 @@ import (
 	"github.com/twmb/murmur3"
 )
 
-// ringSeed is the seed of Ray Serve's consistent-hash ring; with it a session falls on the same point here as there.
+// ringSeed is the seed of Ray Serve's consistent-hash ring; with it a session falls on the same point here as
+// there.
 const ringSeed = 0xF9B4CA77
 
-// ring is a consistent-hash ring: every rank has the same number of points, hashed from "GROUP/RANK:n". Points of a
-// rank do not depend on the others, so a rank that comes or goes moves only its own share of the keys.
+// ring is a consistent-hash ring: every rank has the same number of points, hashed from "GROUP/RANK:n".
+// Points of a rank do not depend on the others, so a rank that comes or goes moves only its own share of the
+// keys.
 type ring struct {
 	points []ringPoint // ascending by hash, then rank
 	nodes  int         // points per rank
@@ -59,7 +61,8 @@ func (r *ring) observe(e *Event) {
 	}
 }
 
-// add merges a rank's points into the ring from behind, so that a thousand ranks coming up one by one stay cheap.
+// add merges a rank's points into the ring from behind, so that a thousand ranks coming up one by one stay
+// cheap.
 func (r *ring) add(id RankID) {
 	r.ids.set(uint64(id)+1, 1)
 	fresh := r.appendPoints(nil, id)
@@ -88,8 +91,9 @@ func (r *ring) first(key uint64) int {
 	return i % len(r.points)
 }
 
-// walk calls visit with the row of each rank of the view, in the order of the ring from key on, each once, until it
-// returns false. seen is scratch of one number per row, all 0; it is 1 for the rows that were visited.
+// walk calls visit with the row of each rank of the view, in the order of the ring from key on, each once,
+// until it returns false. seen is scratch of one number per row, all 0; it is 1 for the rows that were
+// visited.
 func (r *ring) walk(v *View, key uint64, seen []int64, visit func(row int) bool) {
 	if len(r.points) == 0 {
 		return

@@ -11,7 +11,8 @@ import (
 	"pgregory.net/rapid"
 )
 
-// Golden values of MurmurHash3 x64 128, low half, seed 0xF9B4CA77, computed with an independent implementation.
+// Golden values of MurmurHash3 x64 128, low half, seed 0xF9B4CA77, computed with an independent
+// implementation.
 func TestRingHashIsMurmur3(t *testing.T) {
 	for key, want := range map[string]uint64{
 		"": 0xf909160d05c35c01, "session-42": 0x96692c1ffc363c65, "0/3:17": 0x9529bbc7daab98ff,
@@ -42,7 +43,8 @@ func TestRingMatchesTheOracle(t *testing.T) {
 			var want []ringPoint
 			for _, rk := range v.Ranks {
 				for n := range nodes {
-					want = append(want, ringPoint{hashString(fmt.Sprintf("%d/%d:%d", rk.ID.Group(), rk.ID.Rank(), n)), rk.ID})
+					want = append(want, ringPoint{hashString(fmt.Sprintf("%d/%d:%d", rk.ID.Group(),
+						rk.ID.Rank(), n)), rk.ID})
 				}
 			}
 			slices.SortFunc(want, comparePoints)
@@ -54,7 +56,10 @@ func TestRingMatchesTheOracle(t *testing.T) {
 
 func checkWalk(t *rapid.T, r *ring, v *View, points []ringPoint, key uint64) {
 	var got, want []RankID
-	r.walk(v, key, make([]int64, len(v.Ranks)), func(row int) bool { got = append(got, v.Ranks[row].ID); return true })
+	r.walk(v, key, make([]int64, len(v.Ranks)), func(row int) bool {
+		got = append(got, v.Ranks[row].ID)
+		return true
+	})
 	first := 0
 	for first < len(points) && points[first].hash <= key {
 		first++

@@ -14,7 +14,8 @@ func TestRoundRobinGoesOnFromTheLastID(t *testing.T) {
 		assert.Equal(t, (first+k)%4, next())
 	}
 	at := (first + 6) % 4
-	r.Observe(&Event{Kind: EvRankDown, Rank: ID(0, at)}) // the cursor's own rank leaves: the turn does not shift
+	// the cursor's own rank leaves: the turn does not shift
+	r.Observe(&Event{Kind: EvRankDown, Rank: ID(0, at)})
 	assert.Equal(t, (at+1)%4, next())
 	r.Observe(up(ID(0, at), 100))
 	assert.Equal(t, (at+2)%4, next())

@@ -5,18 +5,21 @@ import (
 	"slices"
 	"sync"
 	"time"
+
+	"github.com/dpserve/dpserve/steptime"
 )
 
-// Router is one application's view and policy under one lock (CONTRACTS 8). It is the only writer of both: Pick bumps
-// the view in the same critical section that decided, so two picks never see the same free place.
+// Router is one application's view and policy under one lock. It is the only writer of both: Pick counts its
+// dispatch in the view in the same critical section, so two picks never use the same free place.
 //
-// Bump rule: a dispatch counts at once (W+1, Q+tokens, Kq+tokens) under its ReqID. It lives until the stream says
-// Admitted for that very ReqID, or until a record with seq ≥ the ticket's is applied, whichever comes first; from then
-// on the replica's own account stands. Undo, RankDown and a new incarnation take it back. Nothing is counted twice and
-// nothing goes below zero.
+// Bump rule: a dispatch counts at once (W+1, Q+tokens, Kq+tokens) under its ReqID. It lives until the stream
+// says Admitted for that very ReqID, or until a record with seq ≥ the ticket's is applied, whichever comes
+// first; from then on the replica's own account stands. Undo, RankDown and a new incarnation take it back.
+// Nothing is counted twice and nothing goes below zero.
 type Router struct {
-	// OnRoom is called, outside the lock and never from Pick, after an event that can change what a queued request
-	// gets: room, or the end of hope for it. Set it before the first event; it must not block.
+	// OnRoom is called, outside the lock and never from Pick, after an event that can change the decision for
+	// a queued request: a rank got room, or no rank can get it any more. Set it before the first event; it
+	// must not block.
 	OnRoom func()
 
 	policy  Policy
@@ -56,8 +59,8 @@ func NewRouter(p Policy, seed uint64) *Router {
 // Policy is the policy's name.
 func (r *Router) Policy() string { return r.policy.Name() }
 
-// Pick decides for q and, on Route, bumps Ranked[0] under q.ID. The caller owes the bump's end: a ticket (EvTicket) or
-// EvUndo. d is the caller's, reused.
+// Pick decides for q and, on Route, bumps Ranked[0] under q.ID. The caller owes the bump's end: a ticket
+// (EvTicket) or EvUndo. d is the caller's, reused.
 func (r *Router) Pick(q *Request, d *Decision) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -73,7 +76,7 @@ func (r *Router) Pick(q *Request, d *Decision) {
 	hit := r.view.hitOn(q, rk.ID)
 	r.accounts[i].bump(rk, q.ID, q.Tokens, hit)
 	if r.view.HasBusyThreshold {
-		r.view.judge(rk)
+		r.view.updateBusy(rk)
 	}
 	if r.state != nil {
 		r.picked = Event{Kind: EvDispatched, Rank: rk.ID, ReqID: q.ID, Tokens: q.Tokens, Hit: hit, Request: q}
@@ -83,8 +86,8 @@ func (r *Router) Pick(q *Request, d *Decision) {
 	}
 }
 
-// reckon makes the prefill work of every row what is left at now. It may be done again for any other instant: nothing but
-// the rows depends on it.
+// reckon sets the prefill work of every row to what is left at now. It may be repeated for any other time:
+// only the rows change.
 func (r *Router) reckon(now time.Duration) {
 	if !r.reckons {
 		return
@@ -100,10 +103,10 @@ func (r *Router) reckon(now time.Duration) {
 	}
 }
 
-// decide asks the policy, unless the caller has decided.
+// decide asks the policy, unless the request forces a rank.
 func (r *Router) decide(q *Request, v *View, rand *rand.Rand, d *Decision) {
 	if q.Force && q.HasDirect {
-		begin(d)
+		resetDecision(d)
 		_, known := r.epochs[q.Direct]
 		decideDirect(q, v, known, d)
 		return
@@ -111,8 +114,8 @@ func (r *Router) decide(q *Request, v *View, rand *rand.Rand, d *Decision) {
 	r.policy.Decide(q, v, r.state, rand, d)
 }
 
-// Observe applies an event: to the view first, then to the policy's state. Events of an older incarnation or epoch,
-// or of a rank that is not in the view, are dropped and counted. e is not kept.
+// Observe applies an event: to the view first, then to the policy's state. Events of an older incarnation or
+// epoch, or of a rank that is not in the view, are dropped and counted. e is not kept.
 func (r *Router) Observe(e *Event) {
 	if r.observe(e) && r.OnRoom != nil {
 		r.OnRoom()
@@ -129,7 +132,8 @@ func (r *Router) observe(e *Event) (wake bool) {
 func (r *Router) apply(e *Event) (wake bool) {
 	r.view.Now = max(r.view.Now, e.Now)
 	seen := e
-	if e.Kind == EvAdmitted && r.state != nil && !r.isOpen(e.Rank, e.ReqID) { // asked before the event is applied
+	// asked before the event is applied
+	if e.Kind == EvAdmitted && r.state != nil && !r.isOpen(e.Rank, e.ReqID) {
 		r.admitted = *e
 		r.admitted.Elsewhere = true
 		seen = &r.admitted
@@ -139,28 +143,28 @@ func (r *Router) apply(e *Event) (wake bool) {
 		r.dropped++
 		return false
 	}
-	r.relearn()
+	r.updateLaw()
 	if r.state != nil {
 		r.policy.Observe(r.state, &r.view, seen)
 		r.derive(e.Request)
 	}
-	return r.rejudge(e.Rank) || wake
+	return r.updateBusyAt(e.Rank) || wake
 }
 
-// isOpen says whether the request counts on the rank already: a dispatch of this router, or a record that
-// comes twice.
+// isOpen reports whether the request counts on the rank already: it is a dispatch of this Router, or the
+// record came twice.
 func (r *Router) isOpen(id RankID, reqID uint64) bool {
 	i, ok := r.view.findNear(id, r.width)
 	return ok && r.accounts[i].opens.get(reqID) != nil
 }
 
-// rejudge looks at a rank's KV usage again after an event; freed says that it may be picked again.
-func (r *Router) rejudge(id RankID) (freed bool) {
+// updateBusyAt updates the rank's Busy after an event; freed reports that the rank may be picked again.
+func (r *Router) updateBusyAt(id RankID) (freed bool) {
 	if !r.view.HasBusyThreshold {
 		return false
 	}
 	i, ok := r.view.findNear(id, r.width)
-	return ok && r.view.judge(&r.view.Ranks[i])
+	return ok && r.view.updateBusy(&r.view.Ranks[i])
 }
 
 // Explain is what Pick would decide now, with Terms; nothing changes, not even the generator.
@@ -179,8 +183,9 @@ func (r *Router) explain(q *Request) Decision {
 	return d
 }
 
-// Reset forgets what the policy remembers and what the replicas have not confirmed (`router reset`); the view of the
-// ranks stays until their next snapshots. In-flight requests go on; their tickets and ends are harmless.
+// Reset forgets what the policy remembers and what the replicas have not confirmed (`router reset`); the view
+// of the ranks stays until their next snapshots. In-flight requests go on; their tickets and ends are
+// harmless.
 func (r *Router) Reset() {
 	r.mu.Lock()
 	for i := range r.accounts {
@@ -210,7 +215,8 @@ func (r *Router) Snapshot() View {
 	return v
 }
 
-// Dropped counts events that came too late: of an older incarnation or epoch, or for a rank that is not there.
+// Dropped counts events that came too late: of an older incarnation or epoch, or for a rank that is not
+// there.
 func (r *Router) Dropped() uint64 {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -224,7 +230,8 @@ func (r *Router) Disqualified() uint64 {
 	return r.spoiled
 }
 
-// MaxMean is the imbalance of the ready ranks: open requests on the fullest over the mean; 1 is even, and so is idle.
+// MaxMean is the imbalance of the ready ranks: open requests on the fullest over the mean; 1 is even, and so
+// is idle.
 func (r *Router) MaxMean() float64 {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -240,4 +247,110 @@ func (r *Router) MaxMean() float64 {
 		return 1
 	}
 	return float64(most) * float64(n) / float64(sum)
+}
+
+// Why is Explain together with the view that the decision read, so that a caller can show why some ranks were
+// not candidates.
+func (r *Router) Why(q *Request) (Decision, View) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	d := r.explain(q)
+	v := r.view
+	v.Ranks = slices.Clone(v.Ranks)
+	return d, v
+}
+
+// PotentialLoad is what a rank would have in hand with one more request (get_potential_loads).
+type PotentialLoad struct {
+	Rank          RankID `json:"rank"`
+	PrefillTokens int64  `json:"potential_prefill_tokens"` // Q + L − hit
+	// distinct blocks under policy kv, else the contexts of all open requests and this one
+	DecodeBlocks int64 `json:"potential_decode_blocks"`
+}
+
+// PotentialLoads computes it for every rank of the view; nothing changes.
+func (r *Router) PotentialLoads(q *Request) []PotentialLoad {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.reckon(max(r.view.Now, q.Now))
+	var d Decision
+	clear(resize(&d.scratch.extra, len(r.view.Ranks)))
+	kv, tracked := r.policy.(KV)
+	tracked = tracked && !kv.NoTrack
+	if tracked {
+		kv.decodeBlocks(q, &r.view, r.state, &d.scratch)
+	}
+	out := make([]PotentialLoad, len(r.view.Ranks))
+	for i := range out {
+		rk := &r.view.Ranks[i]
+		blocks := d.scratch.extra[i]
+		if !tracked {
+			blocks = ceilDiv(rk.Load.K+rk.Load.Kq+int64(q.Tokens), int64(rk.blockSize(q)))
+		}
+		out[i] = PotentialLoad{
+			Rank: rk.ID, PrefillTokens: rk.Load.Q + int64(q.Tokens-r.view.hitOn(q, rk.ID)),
+			DecodeBlocks: blocks,
+		}
+	}
+	return out
+}
+
+// derive passes the logged changes to the policy. q is the request that was dispatched, nil for any other
+// event.
+func (r *Router) derive(q *Request) {
+	if r.log == nil {
+		return
+	}
+	for i := range r.log.list {
+		c := &r.log.list[i]
+		r.derived = Event{Kind: EvClosed, Rank: c.rank, ReqID: c.key, Tokens: int(c.tokens)}
+		if c.open {
+			r.derived.Kind = EvOpened
+			if q != nil && q.ID == c.key {
+				r.derived.Request = q
+			}
+		}
+		r.policy.Observe(r.state, &r.view, &r.derived)
+	}
+	r.derived.Request = nil
+	r.log.list = r.log.list[:0]
+}
+
+// LawInfo is what an application's Router knows of its engines' steps.
+type LawInfo struct {
+	Preset          string        // dense or moe
+	Prefill, Decode float64       // measured factor on the preset's milliseconds; 1 = as the preset says
+	PrefillSamples  uint64        // prompts whose first token was timed
+	DecodeSamples   uint64        // spans in which a rank did nothing but decode
+	Age             time.Duration // since the last sample; meaningless without one
+	Error           float64       // mean |observed/predicted - 1| of the last first tokens that were timed
+}
+
+// Law says what the Router knows of its engines' steps; ok is false if the policy predicts nothing.
+func (r *Router) Law() (info LawInfo, ok bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	l := &r.law
+	return LawInfo{
+		Preset: l.preset, Prefill: l.prefill, Decode: l.decode, PrefillSamples: l.prompts,
+		DecodeSamples: l.spans, Age: r.view.Now - l.last, Error: l.missed,
+	}, r.reckons
+}
+
+// updateLaw recomputes the law from the ranks' samples. Events call it, decisions never do: an explained
+// decision must not change the next one.
+func (r *Router) updateLaw() {
+	l, now := &r.law, r.view.Now
+	if !l.stale || l.taken != 0 && now-l.taken < lawPeriod {
+		return
+	}
+	l.stale, l.taken = false, max(now, 1)
+	l.prefill = l.median(r.accounts, func(a *account) *speed { return &a.queue.speed })
+	l.decode = l.median(r.accounts, func(a *account) *speed { return &a.pace.decode })
+	b := &l.base
+	r.view.Law = steptime.Coefficients{
+		TokenMS: b.TokenMS * l.prefill, PairMS: b.PairMS * l.prefill,
+		WeightMS: b.WeightMS * l.decode, FixedMS: b.FixedMS * l.decode, DecodeMS: b.DecodeMS * l.decode,
+		ContextMS: b.ContextMS * l.decode,
+	}
 }

@@ -77,7 +77,8 @@ func TestStatusReportsAreChecked(t *testing.T) {
 	r.Observe(&Event{Kind: EvStatus, KVUsage: 0.4, Capacity: 1000, BlockSize: 32})
 	r.Observe(&Event{Kind: EvStatus, KVUsage: 0.3})
 	v := r.Snapshot()
-	assert.Equal(t, []any{0.3, int64(1000), 32}, []any{v.Ranks[0].Usage(), v.Ranks[0].Capacity, v.Ranks[0].BlockSize})
+	assert.Equal(t, []any{0.3, int64(1000), 32},
+		[]any{v.Ranks[0].Usage(), v.Ranks[0].Capacity, v.Ranks[0].BlockSize})
 	r.Observe(up(ID(0, 0), 9)) // a snapshot after a gap: the same incarnation
 	assert.InDelta(t, 0.3, r.Snapshot().Ranks[0].Usage(), 0)
 	r.Observe(&Event{Kind: EvRankUp, Epoch: 2, Incarnation: 8, MaxOngoing: 9})

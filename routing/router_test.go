@@ -103,7 +103,10 @@ func TestNewIncarnationBeginsAnewAndGhostsStayOut(t *testing.T) {
 	r := routerWith(PowerOfTwo{}, 1, 4)
 	rank := ID(0, 0)
 	pick(r, Request{ID: 1, Tokens: 5})
-	r.Observe(&Event{Kind: EvRankUp, Rank: rank, Epoch: 2, Incarnation: 8, MaxOngoing: 4, Seq: 3, Snapshot: []Open{{ReqID: 5, Tokens: 9, Decoding: true, Out: 1}}})
+	r.Observe(&Event{
+		Kind: EvRankUp, Rank: rank, Epoch: 2, Incarnation: 8, MaxOngoing: 4, Seq: 3,
+		Snapshot: []Open{{ReqID: 5, Tokens: 9, Decoding: true, Out: 1}},
+	})
 	assert.Equal(t, Load{R: 1, K: 10}, loadOf(r, rank))
 	r.Observe(&Event{Kind: EvRankDown, Rank: rank})
 	r.Observe(up(rank, 4)) // epoch 1, late

@@ -4,17 +4,19 @@ import (
 	"math"
 	"math/rand/v2"
 	"slices"
+	"time"
 )
 
-// formula is a policy that gives every candidate a score and takes the best: most of them. decideByScore is the one
-// loop that all of them share, with and without Explain, so an explanation cannot differ from the decision.
+// formula is a policy that gives every candidate a score and takes the best: most of them. decideByScore is
+// the one loop that all of them share, with and without Explain, so an explanation cannot differ from the
+// decision.
 type formula interface {
 	// prepare looks at all ranks once. It may fill c.extra, aligned with v.Ranks.
 	prepare(q *Request, v *View, s State, c *scratch) aggregate
 	// summands are the parts of rank rk's score, in the order of labels. hit is in tokens.
 	summands(q *Request, rk *Rank, hit, extra int64, a *aggregate) sums
-	// fill gives every candidate its score. Each policy has the same three lines, because a call through the interface
-	// per rank would be half of a decision over a thousand ranks.
+	// fill gives every candidate its score. Each policy has the same three lines, because a call through the
+	// interface per rank would be half of a decision over a thousand ranks.
 	fill(q *Request, v *View, c *scratch)
 	// labels name the summands that count in this decision.
 	labels(a *aggregate) []label
@@ -22,7 +24,40 @@ type formula interface {
 	rule(a *aggregate) rule
 }
 
-// aggregate is what a formula found out about all ranks together; each formula says what its numbers mean.
+// byHits is embedded by formulas that read what ranks hold of a prompt and keep no state of their own.
+type byHits struct{}
+
+func (byHits) needs() Needs { return Needs{Hits: true} }
+
+// NewState is nil.
+func (byHits) NewState(*View, *rand.Rand) State { return nil }
+
+// Observe does nothing: the view has all that the formula reads.
+func (byHits) Observe(State, *View, *Event) {}
+
+func (byHits) prepare(*Request, *View, State, *scratch) aggregate {
+	return aggregate{why: ReasonLowestScore}
+}
+
+// rotatingTies is embedded by formulas whose ties may rotate (tieRotate). The state is the rank from which
+// the search for the best candidate starts.
+type rotatingTies struct{ byHits }
+
+// NewState draws the first start.
+func (rotatingTies) NewState(_ *View, r *rand.Rand) State {
+	st := newRotation(r)
+	return &st
+}
+
+// Observe advances the start by one rank per dispatch.
+func (rotatingTies) Observe(s State, _ *View, e *Event) {
+	if st, ok := s.(*rotation); ok {
+		st.observe(e)
+	}
+}
+
+// aggregate holds what a formula computes over all ranks before it scores each; every formula documents its
+// own numbers.
 type aggregate struct {
 	mode  int8
 	x     [4]float64
@@ -33,8 +68,8 @@ type aggregate struct {
 // summand is one term before it is named: it adds raw × weight.
 type summand struct{ raw, weight float64 }
 
-// sums are up to three terms. A struct, not an array, because Go passes structs in registers: an array would be a
-// third of a decision.
+// sums are up to three terms. A struct, not an array, because Go passes structs in registers: an array would
+// be a third of a decision.
 type sums struct{ a, b, c summand }
 
 func one(raw, weight float64) sums { return sums{a: summand{raw, weight}} }
@@ -47,8 +82,8 @@ func three(raw, weight, raw2, weight2, raw3, weight3 float64) sums {
 	return sums{a: summand{raw, weight}, b: summand{raw2, weight2}, c: summand{raw3, weight3}}
 }
 
-// total adds the terms in their printed order. The conversions keep compilers from fusing the products into the sum,
-// so that the printed values add up to the score bit for bit everywhere.
+// total adds the terms in their printed order. The conversions keep compilers from fusing the products into
+// the sum, so that the printed values add up to the score bit for bit everywhere.
 func total(s sums) float64 {
 	return float64(s.a.raw*s.a.weight) + float64(s.b.raw*s.b.weight) + float64(s.c.raw*s.c.weight)
 }
@@ -80,17 +115,18 @@ type rule struct {
 	near    float64 // costs up to so far above the lowest count as equal to it
 }
 
-// outside is added to the cost of a rank that a staged policy (warm ranks first, longest match first) does not prefer:
-// far above any cost in requests or tokens, and small enough that both add up exactly in a float64.
-const outside = 1 << 45
+// notPreferredCost is added to the cost of a rank that a staged policy (warm ranks first, longest match
+// first) does not prefer: far above any cost in requests or tokens, and small enough that both add up exactly
+// in a float64.
+const notPreferredCost = 1 << 45
 
-// decideByScore routes to the best candidate of the first tier that has one. It is generic so that the policy, a small
-// struct, need not be boxed for every decision.
+// decideByScore routes to the best candidate of the first tier that has one. It is generic so that the
+// policy, a small struct, is not boxed for every decision.
 func decideByScore[F formula](f F, q *Request, v *View, s State, r *rand.Rand, d *Decision) {
-	begin(d)
+	resetDecision(d)
 	t, ok := gather(q, v, &d.scratch)
 	if !ok {
-		none(q, v, d)
+		queueOrReject(q, v, d)
 		return
 	}
 	decideAmong(f, t, q, v, s, r, d)
@@ -156,7 +192,7 @@ func (u rule) best(q *Request, v *View, s State, r *rand.Rand, d *Decision) int 
 	return best
 }
 
-// level makes the costs that count as equal to the lowest equal to it.
+// level sets every cost that is within near of the lowest to the lowest.
 func (u rule) level(c *scratch) {
 	least := math.Inf(1)
 	for _, cost := range c.scores {
@@ -184,7 +220,10 @@ func explainScores[F formula](f F, q *Request, v *View, d *Decision) {
 		parts := [...]summand{s.a, s.b, s.c}
 		for n, l := range labels {
 			p := parts[n]
-			d.Terms = append(d.Terms, Term{Rank: rk.ID, Name: l.name, Unit: l.unit, Raw: p.raw, Weight: p.weight, Value: p.raw * p.weight})
+			d.Terms = append(d.Terms, Term{
+				Rank: rk.ID, Name: l.name, Unit: l.unit, Raw: p.raw,
+				Weight: p.weight, Value: p.raw * p.weight,
+			})
 		}
 	}
 }
@@ -203,7 +242,7 @@ func (s second) of(q *Request, rk *Rank, hit int64) int64 {
 // rotation is the state of policies whose ties rotate.
 type rotation struct{ start uint32 }
 
-// newRotation draws the first start, or every front-end would begin with the same rank.
+// newRotation draws the first start; otherwise every ingress would begin with the same rank.
 func newRotation(r *rand.Rand) rotation { return rotation{start: r.Uint32()} }
 
 func (s *rotation) observe(e *Event) {
@@ -223,3 +262,55 @@ func start(s State, n int) int {
 
 // ceilDiv is a/b rounded up, for a ≥ 0 and b > 0.
 func ceilDiv(a, b int64) int64 { return (a + b - 1) / b }
+
+// min-ttft and sticky weigh a rank by the prefill that its cache spares, so a rank that starts with an empty
+// cache beside serving ranks loses every comparison: it gets no request, and its cache stays empty. For a
+// while such a rank counts as new: a prompt of which no rank holds most is scored as if the new rank held as
+// much as the rank with the longest match.
+const (
+	// newRankTime is how long a rank may count as new. A session of an agent lasts about as long.
+	newRankTime = 2 * time.Minute
+	// newRankLead is how much later than another candidate a new rank must have started: ranks that started
+	// together have equally empty caches.
+	newRankLead = 10 * time.Second
+	// homeShare is the share of its prompt that a request finds at its home: sticky's documented threshold.
+	homeShare = stickyThreshold
+)
+
+// modeNewRanks marks an aggregate whose hits have credit for new ranks in them: equal scores go to the rank
+// with fewer requests.
+const modeNewRanks = 1
+
+// creditNewRanks gives the new candidates the longest hit of all candidates, if that is below share of the
+// prompt, and reports whether there are any. A rank is no longer new when it has as many open requests as the
+// candidates' mean. Its queued work counts in full, so the credit moves few requests at a time.
+func (c *scratch) creditNewRanks(q *Request, v *View, share float64) (found bool) {
+	longest := c.longestHit()
+	if float64(longest) >= share*float64(q.Tokens) {
+		return false
+	}
+	oldest, newest, open := v.Now, time.Duration(0), 0
+	for _, i := range c.candidates {
+		oldest, newest = min(oldest, v.Ranks[i].Since), max(newest, v.Ranks[i].Since)
+		open += v.Ranks[i].ongoing()
+	}
+	if newest-oldest < newRankLead || v.Now-newest >= newRankTime {
+		return false
+	}
+	for _, i := range c.candidates {
+		rk := &v.Ranks[i]
+		if v.Now-rk.Since < newRankTime && rk.Since-oldest >= newRankLead &&
+			rk.ongoing()*len(c.candidates) < open {
+			c.hits[i], found = longest, true
+		}
+	}
+	return found
+}
+
+// newRanksRule is the rule of a formula that gives new ranks credit.
+func newRanksRule(a *aggregate) rule {
+	if a.mode == modeNewRanks {
+		return rule{second: secondOpen}
+	}
+	return rule{}
+}

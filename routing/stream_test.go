@@ -16,7 +16,8 @@ type replica struct {
 	links []*link
 }
 
-// link is one ingress: its router, what the replica's stream has under way to it, and its own requests under way.
+// link is one ingress: its router, what the replica's stream has under way to it, and its own requests under
+// way.
 type link struct {
 	r       *Router
 	stream  []Event
@@ -85,8 +86,9 @@ func (l *link) answer() {
 	l.r.Observe(&e)
 }
 
-// Two ingresses, one truthful rank, every interleaving of stream and answers, gaps included: no view ever counts a
-// request twice or goes below zero, and when all has arrived both views equal the rank's own account.
+// Two ingresses, one truthful rank, every interleaving of stream and answers, gaps included: no view ever
+// counts a request twice or goes below zero, and when all has arrived both views equal the rank's own
+// account.
 func TestViewsConvergeToTheReplicasAccount(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		p := &replica{rank: ID(0, 0), room: 6, open: map[uint64]*Open{}}
@@ -132,7 +134,8 @@ func checkBounds(t *rapid.T, p *replica, dispatched uint64) {
 		require.GreaterOrEqual(t, min(load.W, load.F, load.R), 0)
 		require.GreaterOrEqual(t, min(load.Q, load.K, load.Kq), int64(0))
 		require.LessOrEqual(t, uint64(load.O()), dispatched, "a request was counted twice")
-		if len(l.stream) == 0 { // the stream is at its end: own dispatches that live are all counted, none twice
+		// the stream is at its end: own dispatches that live are all counted, none twice
+		if len(l.stream) == 0 {
 			require.GreaterOrEqual(t, load.O(), len(p.open))
 		}
 	}

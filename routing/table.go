@@ -2,8 +2,9 @@ package routing
 
 import "math/bits"
 
-// table is a hash table from 64-bit keys to values that are not 0: linear probing, deletion shifts back, so that adds
-// and removes neither allocate nor slow down once it is as large as it needs to be. Policies keep their memory in it.
+// table is a hash table from 64-bit keys to values that are not 0: linear probing, deletion shifts back, so
+// that adds and removes neither allocate nor slow down once it is as large as it needs to be. Policies keep
+// their memory in it.
 type table struct {
 	cells []tableCell // length is a power of two
 	n     int
@@ -65,7 +66,7 @@ func (t *table) grow() {
 	}
 }
 
-// remove takes key out, if it is there, and moves those behind it back to where a search finds them.
+// remove deletes key, if it is there, and moves the cells behind it back to where a search finds them.
 func (t *table) remove(key uint64) {
 	if t.get(key) == 0 {
 		return

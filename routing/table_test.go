@@ -12,7 +12,8 @@ func TestTableMatchesAMap(t *testing.T) {
 		var table table
 		want := map[uint64]uint32{}
 		key := rapid.Custom(func(t *rapid.T) uint64 { // few distinct homes: long chains
-			return (rapid.Uint64Range(0, 3).Draw(t, "home")<<60 | rapid.Uint64Range(0, 30).Draw(t, "low")) * inverse(fibonacci)
+			return (rapid.Uint64Range(0, 3).Draw(t, "home")<<60 | rapid.Uint64Range(0, 30).
+				Draw(t, "low")) * inverse(fibonacci)
 		})
 		for range rapid.IntRange(0, 200).Draw(t, "steps") {
 			k := key.Draw(t, "key")

@@ -2,9 +2,10 @@ package routing
 
 import "time"
 
-// textState is what prefix-aware and cache-aware remember: the text sent to each rank, and when they last
-// swept it. It knows what its own ingress sent. What the others sent comes with the hits of a request: from
-// the ranks' records of what they were sent, of which every ingress hears, without the engines' events.
+// textState is the state of prefix-aware and cache-aware: the text sent to each rank, and the time of the
+// last sweep. It holds the text that its own ingress sent. The text of other ingresses shows in the hits of a
+// request: the ranks record the prompts that they were sent, and every ingress receives those records,
+// without the engines' events.
 type textState struct {
 	tree     *textTree
 	swept    time.Duration // view.Now
@@ -15,15 +16,15 @@ func newTextState(v *View) *textState {
 	return &textState{tree: newTextTree(v, maxTreeChars), swept: v.Now}
 }
 
-// sweep is how a policy's tree is kept small: every interval, each rank above high loses its least recently used text
-// until it is at low. 0 interval never sweeps.
+// sweep bounds a policy's tree: every interval, each rank above high loses its least recently used text until
+// it is at low. An interval of 0 never sweeps.
 type sweep struct {
 	interval  time.Duration
 	high, low func(v *View, id RankID) int
 	nodes     bool // high and low count tree nodes, not characters
 }
 
-// observe follows ranks and dispatches, and sweeps when it is time.
+// observe applies rank changes and dispatches, and sweeps when the interval is over.
 func (st *textState) observe(v *View, e *Event, w sweep) {
 	switch e.Kind {
 	case EvRankUp:
@@ -41,7 +42,8 @@ func (st *textState) observe(v *View, e *Event, w sweep) {
 	}
 }
 
-// maxSweep is how many evictions a sweep makes under the Router's lock before it leaves the rest to the next event: 0.1 ms.
+// maxSweep is how many evictions a sweep makes under the Router's lock before it leaves the rest to the next
+// event: 0.1 ms.
 const maxSweep = 512
 
 // sweep is false if there is more to do.
@@ -72,8 +74,8 @@ func (st *textState) size(slot uint32, nodes bool) int {
 	return st.tree.ranks[slot].chars
 }
 
-// cacheable says whether a prompt is worth remembering: there is text, and at least one whole block for an engine to
-// cache. Shorter prompts would all follow the first of their kind to one rank and gain nothing there.
+// cacheable reports whether the tree should store a prompt: it has text, and at least one whole block that an
+// engine can cache. Shorter prompts would all follow the first of their kind to one rank without a hit.
 func cacheable(q *Request, rk *Rank) bool {
 	return len(q.Text) > 0 && q.Tokens >= rk.blockSize(q)
 }
@@ -88,8 +90,9 @@ func anyCacheable(q *Request, v *View) bool {
 	return false
 }
 
-// owners finds the longest match that a candidate has been sent and gives its owners among the candidates 0 and all
-// others 1, in c.extra. length is the match in characters; 0 if no candidate was ever sent a prefix of the text.
+// owners finds the longest match that a candidate has been sent and gives its owners among the candidates 0
+// and all others 1, in c.extra. length is the match in characters; 0 if no candidate was ever sent a prefix
+// of the text.
 func (st *textState) owners(q *Request, v *View, c *scratch) (length int) {
 	c.exclude()
 	for m := st.tree.match(q.Text); m.node != 0; m = st.tree.up(m) {
@@ -109,7 +112,7 @@ func (st *textState) owners(q *Request, v *View, c *scratch) (length int) {
 
 // longestMatch finds the longest match that a candidate has been sent and gives the candidates that have it 0
 // and all others 1, in c.extra: the owners in the tree, or the holders by the ranks' records where these
-// match more, because another ingress sent it. It says the match's share of the prompt.
+// match more, because another ingress sent it. It returns the match's share of the prompt.
 func (st *textState) longestMatch(q *Request, v *View, c *scratch) float64 {
 	rate := matchRate(st.owners(q, v, c), q)
 	if held := c.longestHit(); held > 0 && float64(held) > rate*float64(q.Tokens) {
@@ -125,8 +128,8 @@ func needsText() Needs {
 	return Needs{Text: true, Hits: true, Approximate: true, ApproximateTTL: approximateTTL}
 }
 
-// smallest gives the candidates with the fewest characters of text 0 and all others 1, in c.extra. It never counts nodes of the tree:
-// a prompt of 100 and one of 100,000 tokens would weigh alike.
+// smallest gives the candidates with the fewest characters of text 0 and all others 1, in c.extra. It never
+// counts nodes of the tree, because a prompt of 100 and one of 100,000 tokens would count the same.
 func (st *textState) smallest(v *View, c *scratch) {
 	c.exclude()
 	least := -1
@@ -181,8 +184,8 @@ func matchRate(length int, q *Request) float64 {
 	return float64(length) / float64(min(len(q.Text), maxTextChars))
 }
 
-// spreadOpen is the largest and the smallest number of open requests over the ranks that q may go to, full ones
-// included: a full rank is the clearest sign of imbalance.
+// spreadOpen is the largest and the smallest number of open requests over the ranks that q may go to, full
+// ones included: a full rank is the clearest sign of imbalance.
 func spreadOpen(q *Request, v *View) (most, least int) {
 	first := true
 	for i := range v.Ranks {

@@ -7,25 +7,28 @@ import (
 )
 
 const (
-	// maxTreeChars bounds the charge of one tree, whatever a policy's own limits say: its distinct text, and what its nodes and marks
-	// take. The least recently used text of the rank with the most goes first.
+	// maxTreeChars bounds the charge of one tree, whatever a policy's own limits say: its distinct text, and
+	// what its nodes and marks take. The least recently used text of the rank with the most goes first.
 	maxTreeChars = 64 << 20
-	// nodeChars and markChars are what a node and a mark are charged as, in characters: about their bytes, with their place in the
-	// tables. Without them, prompts that share all but their last byte would cost memory and count as nothing.
+	// nodeChars and markChars are the charges of a node and a mark, in characters: about their bytes, with
+	// their place in the tables. Without them, prompts that share all but their last byte would use memory
+	// without a charge.
 	nodeChars, markChars = 128, 64
-	// maxTextChars is how much of one prompt a tree remembers. It bounds what an insert copies, and evicts, under the Router's lock.
+	// maxTextChars is how much of one prompt a tree remembers. It bounds what an insert copies, and evicts,
+	// under the Router's lock.
 	maxTextChars = 256 << 10
 	// maxPath is how many nodes of one prompt a tree remembers: an insert touches all of them.
 	maxPath = 1024
 )
 
-// textTree is a radix tree over the prompts that were sent to ranks, each node marked with the ranks that were sent the
-// text down to it. prefix-aware and cache-aware share it. A character is a byte: nothing here decodes text, so a fork
-// inside a UTF-8 sequence is a fork like any other.
+// textTree is a radix tree over the prompts that were sent to ranks, each node marked with the ranks that
+// were sent the text down to it. prefix-aware and cache-aware share it. A character is a byte: nothing here
+// decodes text, so a fork inside a UTF-8 sequence is a fork like any other.
 //
-// Every mark is in its rank's list, most recently used first. A touch goes over the whole path from the leaf up, so a
-// parent is always more recent than its children, and the last mark of the list is a leaf of that rank: evicting it
-// leaves the rank's text closed under prefixes. Once the tree is as large as it gets, nothing is allocated.
+// Every mark is in its rank's list, most recently used first. A touch goes over the whole path from the leaf
+// up, so a parent is always more recent than its children, and the last mark of the list is a leaf of that
+// rank: evicting it leaves the rank's text closed under prefixes. Once the tree has its largest size, it
+// allocates nothing.
 type textTree struct {
 	nodes []textNode // 0 is the root
 	marks []textMark // 0 is no mark
@@ -40,13 +43,13 @@ type textTree struct {
 	limit                int // of charge
 }
 
-// charge is what the tree is held against its limit with.
+// charge is the tree's size, which limit bounds.
 func (t *textTree) charge() int {
 	nodes, marks := len(t.nodes)-1-len(t.freeNodes), len(t.marks)-1-len(t.freeMarks)
 	return t.chars + nodes*nodeChars + marks*markChars
 }
 
-// charge is a rank's part, as if its nodes were nobody else's.
+// charge is a rank's part, as if no other rank shared its nodes.
 func (r *textRank) charge() int { return r.chars + r.nodes*(nodeChars+markChars) }
 
 type textNode struct {
@@ -78,7 +81,7 @@ func newTextTree(v *View, limit int) *textTree {
 	return t
 }
 
-// addRank makes a rank known. A new incarnation begins with nothing: its engine's cache is empty.
+// addRank adds a rank. A new incarnation begins without text, because its engine's cache is empty.
 func (t *textTree) addRank(id RankID, incarnation uint64) {
 	if s := t.slots.get(uint64(id) + 1); s != 0 {
 		if rk := &t.ranks[s-1]; rk.incarnation != incarnation {
@@ -98,7 +101,7 @@ func (t *textTree) addRank(id RankID, incarnation uint64) {
 	t.slots.set(uint64(id)+1, uint32(s+1))
 }
 
-// removeRank takes a rank and its marks out.
+// removeRank removes a rank and its marks.
 func (t *textTree) removeRank(id RankID) {
 	s := t.slots.get(uint64(id) + 1)
 	if s == 0 {
@@ -127,7 +130,7 @@ func (t *textTree) match(text []byte) textMatch {
 	return m
 }
 
-// follow is match, and says whether it ended at maxPath.
+// follow is match, and reports whether it ended at maxPath.
 func (t *textTree) follow(text []byte) (m textMatch, deep bool) {
 	text = text[:min(len(text), maxTextChars)]
 	for nodes := 0; m.length < len(text); nodes++ {
@@ -209,8 +212,8 @@ func (t *textTree) newNode(text []byte, parent uint32) uint32 {
 	return n
 }
 
-// split cuts node's text behind at characters. The upper part is a new node with the same marks, each just ahead of the
-// lower one's in its rank's list.
+// split cuts node's text behind at characters. The upper part is a new node with the same marks, each just
+// ahead of the lower one's in its rank's list.
 func (t *textTree) split(node uint32, at int) uint32 {
 	whole := t.nodes[node].text
 	upper := t.newNode(whole[:at], t.nodes[node].parent)
@@ -290,7 +293,7 @@ func (t *textTree) unlink(m uint32) {
 	}
 }
 
-// evict takes the rank's least recently used mark away; it has one.
+// evict removes the rank's least recently used mark; the rank must have one.
 func (t *textTree) evict(slot uint32) {
 	m := t.ranks[slot].oldest
 	k := t.marks[m]
@@ -309,7 +312,7 @@ func (t *textTree) evict(slot uint32) {
 	t.freeMarks = append(t.freeMarks, m)
 	t.ranks[slot].chars -= len(n.text)
 	t.ranks[slot].nodes--
-	if n.marks == 0 { // nobody's: it has no children either, whose marks would be here too
+	if n.marks == 0 { // no rank has it, so it has no children: their marks would be here too
 		t.removeNode(k.node)
 	}
 }
@@ -348,7 +351,7 @@ const (
 	maxSpareChars = 16 << 20
 )
 
-// textBuffers keeps the memory of texts that went, by size, for those that come.
+// textBuffers keeps the memory of removed texts, by size, for new ones.
 type textBuffers struct {
 	free  [maxBuffer + 1][][]byte
 	spare int

@@ -34,7 +34,7 @@ func (o textOracle) match(text []byte) (length int, owners map[RankID]bool) {
 	return 0, nil
 }
 
-// checkTree says that counts, lists and marks of a tree agree with each other.
+// checkTree reports that counts, lists and marks of a tree agree with each other.
 func checkTree(t require.TestingT, tree *textTree) {
 	chars := 0
 	for i := 1; i < len(tree.nodes); i++ {
@@ -113,7 +113,8 @@ func TestTextTreeMatchesTheOracle(t *testing.T) {
 	})
 }
 
-// Eviction takes the least recently used text of a rank, never a head before its tail, and never more than asked.
+// Eviction takes the least recently used text of a rank, never a head before its tail, and never more than
+// asked.
 func TestTextTreeEviction(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		limit := rapid.IntRange(1, 4000).Draw(t, "limit")
@@ -158,7 +159,8 @@ func TestTextTreeNewIncarnationBeginsEmpty(t *testing.T) {
 	require.Zero(t, tree.chars)
 }
 
-// TestSmallSuffixesFillATree: prompts that share all but their last byte are bounded by the nodes that they take, not by their text.
+// TestSmallSuffixesFillATree: prompts that share all but their last byte are bounded by the nodes that they
+// take, not by their text.
 func TestSmallSuffixesFillATree(t *testing.T) {
 	a := ID(0, 0)
 	const limit = 256 << 10
@@ -170,7 +172,8 @@ func TestSmallSuffixesFillATree(t *testing.T) {
 	}
 	checkTree(t, tree)
 	require.LessOrEqual(t, len(tree.nodes), limit/(nodeChars+markChars)+3)
-	require.Equal(t, len(system)+2, tree.match(append(system, byte(19_999&0xff), byte(19_999>>8))).length, "the newest is there")
+	require.Equal(t, len(system)+2, tree.match(append(system, byte(19_999&0xff), byte(19_999>>8))).length,
+		"the newest is there")
 }
 
 // TestAPathIsBounded: a conversation that grows by a byte a turn does not make every insert touch more nodes.
@@ -265,19 +268,28 @@ func TestTheSmallestTreeIsCountedInCharacters(t *testing.T) {
 // TestTextPoliciesFollowWhatOtherIngressesSent: the longer of the own tree's match and of what the ranks'
 // records say counts.
 func TestTextPoliciesFollowWhatOtherIngressesSent(t *testing.T) {
-	for _, p := range []Policy{newPolicy(t, "prefix-aware"), tuned(t, "prefix-aware"), newPolicy(t, "cache-aware")} {
+	for _, p := range []Policy{
+		newPolicy(t, "prefix-aware"), tuned(t, "prefix-aware"),
+		newPolicy(t, "cache-aware"),
+	} {
 		r := routerWith(p, 3, 99)
 		text := bytes.Repeat([]byte("abcdefgh"), 500) // 4,000 characters, 1,000 tokens
 		own := pick(r, Request{ID: 1, Tokens: 550, Text: text[:2200]}).Ranked[0]
 		other := ID(0, (own.Rank()+1)%3)
 		ask := func(held int32) RankID {
-			d := r.Explain(&Request{ID: 2, Tokens: 1000, Text: text, Hits: []Hit{{Rank: other, Tokens: held}}})
+			d := r.Explain(&Request{
+				ID: 2, Tokens: 1000, Text: text,
+				Hits: []Hit{{Rank: other, Tokens: held}},
+			})
 			require.Equal(t, ReasonPrefixMatch, d.Reason)
 			return d.Ranked[0]
 		}
 		assert.Equal(t, other, ask(750))
 		assert.Equal(t, own, ask(500), "the own tree has as much")
-		d := r.Explain(&Request{ID: 3, Tokens: 1000, Text: bytes.Repeat([]byte("z"), 4000), Hits: []Hit{{Rank: other, Tokens: 50}}})
+		d := r.Explain(&Request{
+			ID: 3, Tokens: 1000, Text: bytes.Repeat([]byte("z"), 4000),
+			Hits: []Hit{{Rank: other, Tokens: 50}},
+		})
 		assert.Equal(t, ReasonLowMatch, d.Reason)
 	}
 }

@@ -7,19 +7,22 @@ import (
 )
 
 const (
-	// trafficPeriod is how often the prefill utilisation ρ is measured: ρ ← ½ρ + ½·(prefill ms that all ingresses
-	// sent)/(N·Δt).
+	// trafficPeriod is how often the prefill utilisation ρ is measured: ρ ← ½ρ + ½·(prefill ms that all
+	// ingresses sent)/(N·Δt).
 	trafficPeriod = 5 * time.Second
 	// maxRho bounds η = ρ/(1-ρ) to 9.
 	maxRho = 0.9
-	// firstAnswer is how long answers are taken to be, in tokens, until there were some; it weighs as much as firstAnswers of them.
+	// firstAnswer is how long answers are taken to be, in tokens, until there were some; it weighs as much as
+	// firstAnswers of them.
 	firstAnswer, firstAnswers = 300, 64
-	// lastAnswers is how many answers the mean of their length goes back, about: half of it is younger than 1,000 answers.
+	// lastAnswers is how many answers the mean of their length goes back, about: half of it is younger than
+	// 1,000 answers.
 	lastAnswers = 1443
 )
 
-// traffic is what all ingresses together send to an application's ranks, as one Router hears of it: of its own dispatches at once, of
-// the others' when a rank's records name them. Each request counts once.
+// traffic measures what all ingresses together send to an application's ranks, as far as one Router knows: it
+// counts its own dispatches at once, and those of other ingresses when a rank's records name them. Each
+// request counts once.
 type traffic struct {
 	began       time.Duration // of the running period, View.Now
 	work        float64       // ms of prefill that all ingresses sent to ranks in it
@@ -33,7 +36,7 @@ func newTraffic(v *View) traffic {
 	return traffic{began: v.Now, answer: firstAnswer, answers: firstAnswers}
 }
 
-// observe hears of an event under the law of one rank.
+// observe counts an event; law gives the prefill time of its prompt.
 func (t *traffic) observe(v *View, e *Event, law *steptime.Coefficients) {
 	switch {
 	case e.Kind == EvDispatched:
@@ -48,12 +51,12 @@ func (t *traffic) observe(v *View, e *Event, law *steptime.Coefficients) {
 		t.turn(v)
 		return
 	}
-	tokens, hit := int64(small(e.Tokens)), int64(cached(e.Hit, e.Tokens))
+	tokens, hit := int64(clampTokens(e.Tokens)), int64(clampHit(e.Hit, e.Tokens))
 	t.work += law.Prefill(int(tokens-hit), int(hit))
 	t.turn(v)
 }
 
-// turn begins the next period if it is time.
+// turn begins the next period when the current one has ended.
 func (t *traffic) turn(v *View) {
 	spent := v.Now - t.began
 	if spent < trafficPeriod || len(v.Ranks) == 0 {

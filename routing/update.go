@@ -2,7 +2,8 @@ package routing
 
 import "slices"
 
-// update applies an event to the view. wake: a queued request may get another answer now. ok false: too late, drop it.
+// update applies an event to the view. wake reports that a queued request may get another decision now; ok is
+// false if the event is too old and must be dropped.
 func (r *Router) update(e *Event) (wake, ok bool) {
 	i, found := r.view.findNear(e.Rank, r.width)
 	switch e.Kind {
@@ -33,7 +34,8 @@ func (r *Router) update(e *Event) (wake, ok bool) {
 	return false, false
 }
 
-// rankUp adds a rank or begins its account anew. An epoch below the highest ever seen is a ghost.
+// rankUp adds a rank or restarts its account. An event with an epoch below the highest one seen comes from an
+// earlier start of the rank and is dropped.
 func (r *Router) rankUp(i int, found bool, e *Event) (wake, ok bool) {
 	if e.Epoch < r.epochs[e.Rank] {
 		return false, false
@@ -41,19 +43,24 @@ func (r *Router) rankUp(i int, found bool, e *Event) (wake, ok bool) {
 	r.epochs[e.Rank], r.width = e.Epoch, max(r.width, e.Rank.Rank()+1)
 	if !found {
 		r.view.Ranks = slices.Insert(r.view.Ranks, i, Rank{})
-		r.accounts = slices.Insert(r.accounts, i, account{log: r.log, clock: &r.view.Now, reckons: r.reckons, law: &r.law})
+		r.accounts = slices.Insert(r.accounts, i,
+			account{log: r.log, clock: &r.view.Now, reckons: r.reckons, law: &r.law})
 	}
 	rk := &r.view.Ranks[i]
 	same := found && rk.Epoch == e.Epoch && rk.Incarnation == e.Incarnation
 	before := *rk
-	*rk = Rank{ID: e.Rank, Epoch: e.Epoch, Incarnation: e.Incarnation, Ready: true, Local: e.Local, MaxOngoing: e.MaxOngoing, Since: r.view.Now}
+	*rk = Rank{
+		ID: e.Rank, Epoch: e.Epoch, Incarnation: e.Incarnation, Ready: true, Local: e.Local,
+		MaxOngoing: e.MaxOngoing, Since: r.view.Now,
+	}
 	if same { // what the engine reported last still holds, and whether it tripped
-		rk.KVUsage, rk.HasKVUsage, rk.Busy, rk.Capacity, rk.BlockSize = before.KVUsage, before.HasKVUsage, before.Busy, before.Capacity, before.BlockSize
+		rk.KVUsage, rk.HasKVUsage, rk.Busy, rk.Capacity, rk.BlockSize = before.KVUsage, before.HasKVUsage,
+			before.Busy, before.Capacity, before.BlockSize
 		rk.Since, rk.Tripped, rk.Lag, rk.Slow = before.Since, before.Tripped, before.Lag, before.Slow
 	}
 	rk.size(e)
 	r.accounts[i].reset(rk, e.Snapshot, e.Seq, same)
-	r.view.leaveOut()
+	r.view.markLeftOut()
 	return true, true
 }
 
@@ -68,7 +75,8 @@ func (r *Router) dispatched(i int, e *Event) bool {
 	return true
 }
 
-// ticket notes an admission. One of another incarnation ends the bump: that account is not the one in the view.
+// ticket records an admission. A ticket of another incarnation ends the bump, because the view holds another
+// account.
 func (r *Router) ticket(i int, e *Event) (wake bool) {
 	a, rk := &r.accounts[i], &r.view.Ranks[i]
 	if e.Incarnation != rk.Incarnation {
@@ -95,11 +103,12 @@ func (r *Router) record(i int, e *Event) (wake, ok bool) {
 		wake = a.finish(rk, e.ReqID)
 	}
 	a.when = 0
-	return a.reached(rk, e.Seq) || wake, true
+	return a.advanceStream(rk, e.Seq) || wake, true
 }
 
-// rankChange applies what concerns a rank as a whole. An incarnation, if given, must be the current one. Every change
-// wakes: a rank that goes may turn Queue into Reject, a silent one may be taken whatever its load.
+// rankChange applies what concerns a rank as a whole. An incarnation, if given, must be the current one.
+// Every change wakes: a rank that goes may turn Queue into Reject, a silent one may be taken whatever its
+// load.
 func (r *Router) rankChange(i int, e *Event) (wake, ok bool) {
 	rk := &r.view.Ranks[i]
 	if e.Incarnation != 0 && e.Incarnation != rk.Incarnation {
@@ -110,14 +119,14 @@ func (r *Router) rankChange(i int, e *Event) (wake, ok bool) {
 	case EvRankDown:
 		r.view.Ranks = slices.Delete(r.view.Ranks, i, i+1)
 		r.accounts = slices.Delete(r.accounts, i, i+1)
-		r.view.leaveOut()
+		r.view.markLeftOut()
 		return true, true
 	case EvAccepting:
 		rk.Ready = e.Accepting
-		return r.view.leaveOut() || *rk != before, true
+		return r.view.markLeftOut() || *rk != before, true
 	case EvTripped:
 		rk.Tripped = e.N
-		return r.view.leaveOut() || *rk != before, true
+		return r.view.markLeftOut() || *rk != before, true
 	case EvSilent:
 		rk.Silent = e.Silent
 	case EvStatus:
@@ -128,32 +137,7 @@ func (r *Router) rankChange(i int, e *Event) (wake, ok bool) {
 	return *rk != before, true
 }
 
-// size takes over what a rank says of its KV cache, if it says it.
-func (rk *Rank) size(e *Event) {
-	if e.Capacity > 0 {
-		rk.Capacity = e.Capacity
-	}
-	if e.BlockSize > 0 {
-		rk.BlockSize = e.BlockSize
-	}
-}
-
-// status takes over an engine's report. ok is false for a usage that is no share: the report is dropped and counted.
-func (rk *Rank) status(e *Event) (ok bool) {
-	if e.NoKVUsage {
-		rk.KVUsage, rk.HasKVUsage = 0, false
-		rk.size(e)
-		return true
-	}
-	if !(e.KVUsage >= 0 && e.KVUsage <= 1) { // NaN too
-		return false
-	}
-	rk.KVUsage, rk.HasKVUsage = e.KVUsage, true
-	rk.size(e)
-	return true
-}
-
-// configure takes over the application's settings.
+// configure applies the application's settings.
 func (r *Router) configure(c *Config) (wake, ok bool) {
 	if c == nil {
 		return false, false
@@ -165,25 +149,7 @@ func (r *Router) configure(c *Config) (wake, ok bool) {
 	}
 	for i := range v.Ranks {
 		v.Ranks[i].Busy = false
-		v.judge(&v.Ranks[i])
+		v.updateBusy(&v.Ranks[i])
 	}
 	return true, true
-}
-
-// busyMargin is how far usage must fall below busy_threshold before a rank gets requests again: without it a rank at
-// the threshold would flap with every report. Thresholds below 0.1 release at half.
-const busyMargin = 0.05
-
-// judge sets Busy; freed says that the rank may be picked again.
-func (v *View) judge(rk *Rank) (freed bool) {
-	was := rk.Busy
-	switch usage := rk.Usage(); {
-	case !v.HasBusyThreshold:
-		rk.Busy = false
-	case usage > v.BusyThreshold:
-		rk.Busy = true
-	case usage == 0 || usage < v.BusyThreshold-min(busyMargin, v.BusyThreshold/2):
-		rk.Busy = false
-	}
-	return was && !rk.Busy
 }

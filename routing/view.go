@@ -1,5 +1,6 @@
-// Package routing holds every routing policy, the view they read and the Router that serializes them. A policy is a
-// pure function (request, view, state, rand) → decision: no clock, no network, no lock, no log inside.
+// Package routing holds every routing policy, the view they read and the Router that serializes them. A
+// policy is a pure function (request, view, state, rand) → decision: no clock, no network, no lock, no log
+// inside.
 package routing
 
 import (
@@ -11,11 +12,14 @@ import (
 	"github.com/dpserve/dpserve/steptime"
 )
 
-// RankID numbers a rank inside its application: group in the high, rank in the low 16 bits, so that ids order by group, then rank.
+// RankID numbers a rank inside its application: group in the high, rank in the low 16 bits, so that ids order
+// by group, then rank.
 type RankID uint32
 
 // ID packs group and rank.
-func ID(group, rank int) RankID { return RankID(uint32(group)<<16 | uint32(rank)&0xffff) } //nolint:gosec // both are bounded by app validation (< 65536)
+func ID(group, rank int) RankID {
+	return RankID(uint32(group)<<16 | uint32(rank)&0xffff) //nolint:gosec // both are at most 65535
+}
 
 // Group is the group number.
 func (id RankID) Group() int { return int(id >> 16) }
@@ -26,12 +30,14 @@ func (id RankID) Rank() int { return int(id & 0xffff) }
 // String is "GROUP/RANK", as in x-dpserve-rank.
 func (id RankID) String() string { return fmt.Sprintf("%d/%d", id.Group(), id.Rank()) }
 
-// Load is what a rank has in hand, own bumps included. Requests unless said.
+// Load is the open work of a rank, own bumps included, in requests unless a field says otherwise.
 type Load struct {
-	W  int   // waiting for their prefill
-	F  int   // prefilling: the first of those whose first token is not known of
-	R  int   // decoding
-	Q  int64 // tokens: uncached prompt tokens still to prefill, without what was computed of the first prompt by View.Now
+	W int // waiting for their prefill
+	F int // prefilling: the first of those whose first token is not known of
+	R int // decoding
+	// tokens: uncached prompt tokens still to prefill, without what was computed of the first prompt by
+	// View.Now
+	Q  int64
 	K  int64 // tokens: context of decoding requests
 	Kq int64 // tokens: full prompts of waiting and prefilling requests
 }
@@ -53,20 +59,26 @@ type Rank struct {
 	HasKVUsage  bool // the engine reported KVUsage
 	MaxOngoing  int  // max_ongoing_requests of this rank
 	Load        Load
-	Bumps       Bumps   // of Load: what this router sent and the rank's records have not named yet
-	Computed    Prompts // of Load: prompts that are computed by View.Now as reckoned, and whose first token nobody has told of
-	Pairs       int64   // token pairs × 2: attention still to prefill, Σ u² + 2·u·hit over waiting and prefilling requests; as of View.Now like Load.Q
-	Capacity    int64   // tokens: the rank's KV cache (C); 0 = unknown
-	BlockSize   int     // tokens per KV block; 0 = unknown, DefaultBlockSize is assumed
-	KVUsage     float64 // referenced blocks / all blocks, as reported by the engine
-	Tripped     int     // its answers failed in a row: its place in the order in which ranks tripped, from 1; 0 = they did not
+	Bumps       Bumps // of Load: what this router sent and the rank's records have not named yet
+	// of Load: prompts that are computed by View.Now as reckoned, and whose first token is not reported yet
+	Computed Prompts
+	// token pairs × 2: attention still to prefill, Σ u² + 2·u·hit over waiting and prefilling requests; as of
+	// View.Now like Load.Q
+	Pairs     int64
+	Capacity  int64   // tokens: the rank's KV cache (C); 0 = unknown
+	BlockSize int     // tokens per KV block; 0 = unknown, DefaultBlockSize is assumed
+	KVUsage   float64 // referenced blocks / all blocks, as reported by the engine
+	// its answers failed in a row: its place in the order in which ranks tripped, from 1; 0 = they did not
+	Tripped int
 
 	Since time.Duration // View.Now when this incarnation came into the view
 	Lag   time.Duration // how old the rank's records are when they come; 0 = not known
-	Slow  float64       // how long the rank takes beside the median of its application's ranks; 0 = not known, 1 is assumed
+	// how long the rank takes beside the median of its application's ranks; 0 = not known, 1 is assumed
+	Slow float64
 }
 
-// Bumps are own dispatches that a rank's records have not named: other ingresses have as many, which nobody here knows of.
+// Bumps counts own dispatches that the rank's records have not named yet. Other ingresses have such
+// dispatches too, which this Router cannot see.
 type Bumps struct {
 	N     int   // requests
 	Q     int64 // tokens: uncached prompt tokens
@@ -74,13 +86,13 @@ type Bumps struct {
 	Pairs int64 // as Rank.Pairs
 }
 
-// Prompts are a number of them, and how long they are together.
+// Prompts is a number of prompts and their total length.
 type Prompts struct {
 	N      int
 	Tokens int64
 }
 
-// slowness is Slow, or the best guess.
+// slowness is Slow; 1 if that is unknown.
 func (rk *Rank) slowness() float64 {
 	if rk.Slow > 0 {
 		return rk.Slow
@@ -91,7 +103,7 @@ func (rk *Rank) slowness() float64 {
 // DefaultBlockSize is the tokens per KV block of a rank that has not said its own: vLLM's default.
 const DefaultBlockSize = 16
 
-// blockSize is the rank's tokens per block, or the best guess.
+// blockSize is the rank's tokens per block, else the request's, else DefaultBlockSize.
 func (rk *Rank) blockSize(q *Request) int {
 	switch {
 	case rk.BlockSize > 0:
@@ -102,8 +114,8 @@ func (rk *Rank) blockSize(q *Request) int {
 	return DefaultBlockSize
 }
 
-// Usage is the share of the KV cache in use, 0 to 1: the engine's report; without one, the context of all open requests
-// over the capacity, which counts shared prefixes once per request; 0 if neither is known.
+// Usage is the share of the KV cache in use, 0 to 1: the engine's report; without one, the context of all
+// open requests over the capacity, which counts shared prefixes once per request; 0 if neither is known.
 func (rk *Rank) Usage() float64 {
 	switch {
 	case rk.HasKVUsage:
@@ -124,10 +136,11 @@ type View struct {
 	HasBusyThreshold bool
 	PrefixCachingOff bool // the engines cache no prefixes: every hit counts as 0
 
-	Law steptime.Coefficients // of one rank's steps, as measured; the zero value: nothing is measured, a policy has its own
+	// of one rank's steps, as measured; the zero value: nothing is measured, a policy has its own
+	Law steptime.Coefficients
 }
 
-// Hit says what one rank holds of a request's prompt.
+// Hit is the part of a request's prompt that one rank holds.
 type Hit struct {
 	Rank   RankID
 	Tokens int32 // leading prompt tokens in the device's cache, whole blocks, at most L-1
@@ -143,7 +156,7 @@ type Override struct {
 	HasRouterTemperature  bool
 }
 
-// Request is what a policy knows of a request.
+// Request is the input of a decision: everything that a policy may read of a request.
 type Request struct {
 	ID        uint64 // unique per ingress process; the key of its bump
 	Tokens    int    // prompt length L
@@ -152,15 +165,18 @@ type Request struct {
 	HasDirect bool
 	Tried     []RankID // never picked again
 
-	Now       time.Duration // on View.Now's clock; 0 leaves the view's
-	Hits      []Hit         // what ranks hold of the prompt, ascending by Rank, absent = nothing; nil if nobody looked
-	Blocks    []uint64      // chain hashes of the prompt's full blocks, nil if unknown
-	BlockSize int           // tokens per entry of Blocks; 0 = unknown
-	Text      []byte        // canonical prompt bytes, for policies with a text tree; empty if there is none. Not kept
-	Session   string        // session key (header or body field user), "" = none
-	Adapter   string        // adapter named by the request, "" = none
-	Force     bool          // with HasDirect: the caller's rank is taken under every policy (generate with a worker id)
-	Override  *Override     // parameters for this request alone; nil = none
+	Now time.Duration // on View.Now's clock; 0 leaves the view's
+	// what ranks hold of the prompt, ascending by Rank, absent = nothing; nil without a look-up
+	Hits      []Hit
+	Blocks    []uint64 // chain hashes of the prompt's full blocks, nil if unknown
+	BlockSize int      // tokens per entry of Blocks; 0 = unknown
+	// canonical prompt bytes, for policies with a text tree; empty if there is none. Not kept
+	Text    []byte
+	Session string // session key (header or body field user), "" = none
+	Adapter string // adapter named by the request, "" = none
+	// with HasDirect: the caller's rank is taken under every policy (generate with a worker id)
+	Force    bool
+	Override *Override // parameters for this request alone; nil = none
 
 	Priority int     // reserved: higher goes first
 	TTFTms   float64 // reserved: SLO of the first token, ms; 0 = the application's
@@ -177,7 +193,9 @@ func (q *Request) HitOn(id RankID) int {
 
 // findHit is the entry of rank id, nil if there is none.
 func (q *Request) findHit(id RankID) *Hit {
-	i, ok := slices.BinarySearchFunc(q.Hits, id, func(h Hit, id RankID) int { return cmp.Compare(h.Rank, id) })
+	i, ok := slices.BinarySearchFunc(q.Hits, id, func(h Hit, id RankID) int {
+		return cmp.Compare(h.Rank, id)
+	})
 	if !ok {
 		return nil
 	}
@@ -187,7 +205,7 @@ func (q *Request) findHit(id RankID) *Hit {
 // clamp keeps a hit within 0 to L-1: the last token is always computed.
 func (q *Request) clamp(hit int32) int64 { return max(0, min(int64(hit), int64(q.Tokens)-1)) }
 
-// Kind says what to do with a request.
+// Kind is the outcome of a decision.
 type Kind uint8
 
 // Route to Ranked[0]; Queue until room is freed; Reject now.
@@ -207,7 +225,8 @@ type Term struct {
 	Value  float64 `json:"value"`
 }
 
-// Decision is a policy's answer. The caller owns and reuses it; Ranked and Terms are truncated, not reallocated.
+// Decision is a policy's answer. The caller owns and reuses it; Ranked and Terms are truncated, not
+// reallocated.
 type Decision struct {
 	Explain bool     // set by the caller: fill Terms
 	Kind    Kind     //
@@ -229,4 +248,119 @@ type scratch struct {
 	extra      []int64   // by row: what else a formula needs to know of a rank
 	depths     []int32   // by slot of a policy's own table
 	all        aggregate
+}
+
+// Find is the index of rank id in v.Ranks, or where it would be inserted and false.
+func (v *View) Find(id RankID) (int, bool) {
+	lo, hi := 0, len(v.Ranks)
+	for lo < hi {
+		mid := (lo + hi) / 2
+		if v.Ranks[mid].ID < id {
+			lo = mid + 1
+		} else {
+			hi = mid
+		}
+	}
+	return lo, lo < len(v.Ranks) && v.Ranks[lo].ID == id
+}
+
+// maxWalk is how many rows findNear looks at before it searches: as many ranks may be missing without a cost.
+const maxWalk = 8
+
+// findNear is Find for a view of groups of about width ranks each. With all ranks there the row is group ×
+// width + rank, every missing one before it moves it one back. The binary search's wrong guesses are a third
+// of a pick otherwise.
+func (v *View) findNear(id RankID, width int) (int, bool) {
+	i := min(id.Group()*width+id.Rank(), len(v.Ranks)-1)
+	for n := 0; n < maxWalk && i >= 0; n++ {
+		if v.Ranks[i].ID == id {
+			return i, true
+		}
+		i--
+	}
+	return v.Find(id)
+}
+
+// hitOn is the number of q's prompt tokens that rank id has cached, 0 while prefix caching is off.
+func (v *View) hitOn(q *Request, id RankID) int {
+	if v.PrefixCachingOff || len(q.Hits) == 0 {
+		return 0
+	}
+	return q.HitOn(id)
+}
+
+// alignHits writes every rank's hit beside its row. Both lists ascend by rank, so one walk does it; ranks
+// that left between the look-up and now are skipped, ranks that came hold nothing.
+func alignHits(q *Request, v *View, c *scratch) {
+	hits := resize(&c.hits, len(v.Ranks))
+	clear(hits)
+	if v.PrefixCachingOff {
+		return
+	}
+	i := 0
+	for k := range q.Hits {
+		h := &q.Hits[k]
+		for i < len(v.Ranks) && v.Ranks[i].ID < h.Rank {
+			i++
+		}
+		if i == len(v.Ranks) {
+			break
+		}
+		if v.Ranks[i].ID == h.Rank {
+			hits[i] = q.clamp(h.Tokens)
+		}
+	}
+}
+
+// resize gives a scratch slice the length n, allocating only when it was never that long.
+func resize[T any](s *[]T, n int) []T {
+	if cap(*s) < n {
+		*s = make([]T, n)
+	}
+	*s = (*s)[:n]
+	return *s
+}
+
+// size copies the KV cache's size from an event, if the event has it.
+func (rk *Rank) size(e *Event) {
+	if e.Capacity > 0 {
+		rk.Capacity = e.Capacity
+	}
+	if e.BlockSize > 0 {
+		rk.BlockSize = e.BlockSize
+	}
+}
+
+// status applies an engine's report. ok is false for a usage outside 0 to 1: the report is dropped and
+// counted.
+func (rk *Rank) status(e *Event) (ok bool) {
+	if e.NoKVUsage {
+		rk.KVUsage, rk.HasKVUsage = 0, false
+		rk.size(e)
+		return true
+	}
+	if !(e.KVUsage >= 0 && e.KVUsage <= 1) { // NaN too
+		return false
+	}
+	rk.KVUsage, rk.HasKVUsage = e.KVUsage, true
+	rk.size(e)
+	return true
+}
+
+// busyMargin is how far usage must fall below busy_threshold before a rank gets requests again: without it a
+// rank at the threshold would flap with every report. Thresholds below 0.1 release at half.
+const busyMargin = 0.05
+
+// updateBusy sets Busy; freed reports that the rank may be picked again.
+func (v *View) updateBusy(rk *Rank) (freed bool) {
+	was := rk.Busy
+	switch usage := rk.Usage(); {
+	case !v.HasBusyThreshold:
+		rk.Busy = false
+	case usage > v.BusyThreshold:
+		rk.Busy = true
+	case usage == 0 || usage < v.BusyThreshold-min(busyMargin, v.BusyThreshold/2):
+		rk.Busy = false
+	}
+	return was && !rk.Busy
 }

@@ -1,5 +1,5 @@
-// Package steptime predicts how long one engine step takes. It is pure arithmetic: the simulated engine, the simulator and the
-// routing policies all read the same law, so none of them can be right in its own way.
+// Package steptime predicts how long one engine step takes. It is pure arithmetic: the simulated engine, the
+// simulator and the routing policies all read the same law, so none of them can be right in its own way.
 package steptime
 
 import "math"
@@ -21,8 +21,9 @@ type Coefficients struct {
 // referenceLayers is the number of layers of the reference model, Qwen3-32B.
 const referenceLayers = 64
 
-// Reference is Qwen3-32B in bf16 with tensor parallelism 2 on H200: per-layer attention figures are fits to measured kernel tables
-// (mean error 4 to 8 %), the token cost is 2*32e9 FLOP over 2 x 650 TFLOPS, the 3 ms of fixed cost beside attention are assumed.
+// Reference is Qwen3-32B in bf16 with tensor parallelism 2 on H200: per-layer attention figures are fits to
+// measured kernel tables (mean error 4 to 8 %), the token cost is 2*32e9 FLOP over 2 x 650 TFLOPS, the 3 ms
+// of fixed cost beside attention are assumed.
 func Reference() Coefficients {
 	return Coefficients{
 		WeightMS:  8.0,
@@ -34,9 +35,10 @@ func Reference() Coefficients {
 	}
 }
 
-// MoE is Qwen3-30B-A3B in bf16 on one H200 by the same reckoning: a step reads the weights of all 30.5e9 parameters (61 GB at 4.8 TB/s)
-// and computes with 3.3e9 of them (2*3.3e9 FLOP over 650 TFLOPS), 48 layers of 32 heads over 4 KV heads. A batch of few tokens reads fewer
-// experts than that; the floor is that of a busy rank.
+// MoE is Qwen3-30B-A3B in bf16 on one H200 by the same reckoning: a step reads the weights of all 30.5e9
+// parameters (61 GB at 4.8 TB/s) and computes with 3.3e9 of them (2*3.3e9 FLOP over 650 TFLOPS), 48 layers of
+// 32 heads over 4 KV heads. A batch of few tokens reads fewer experts than that; the floor is that of a busy
+// rank.
 func MoE() Coefficients {
 	const layers = 48
 	return Coefficients{
@@ -49,37 +51,29 @@ func MoE() Coefficients {
 	}
 }
 
-// Step is the predicted duration in milliseconds of a step that computes tokens tokens in all, of which decodes are one-token
-// decodes whose contexts sum up to kv tokens, and whose prefill chunks have pairs attention pairs (see Pairs).
+// Step is the predicted duration in milliseconds of a step that computes tokens tokens in all, of which
+// decodes are one-token decodes whose contexts sum up to kv tokens, and whose prefill chunks have pairs
+// attention pairs (see Pairs).
 func (c Coefficients) Step(tokens, decodes, kv int, pairs float64) float64 {
 	return math.Max(c.WeightMS, c.TokenMS*float64(tokens)) +
 		c.FixedMS + c.DecodeMS*float64(decodes) + c.ContextMS*float64(kv) + c.PairMS*pairs
 }
 
-// Prefill is the predicted time in milliseconds of tokens new tokens behind cached ones that are in the KV cache, in steps that are
-// full and compute nothing else.
+// Prefill is the predicted time in milliseconds of tokens new tokens behind cached ones that are in the KV
+// cache, in steps that are full and compute nothing else.
 func (c Coefficients) Prefill(tokens, cached int) float64 {
 	return c.TokenMS*float64(tokens) + c.PairMS*Pairs(tokens, cached)
 }
 
-// Stretch is the factor by which a prefill in steps of chunk tokens takes longer beside decodes whose contexts sum up to kv tokens:
-// every step of it has their share, and the step's own fixed cost, in it.
+// Stretch is the factor by which a prefill in steps of chunk tokens takes longer beside decodes whose
+// contexts sum up to kv tokens: every step of it has their share, and the step's own fixed cost, in it.
 func (c Coefficients) Stretch(decodes int, kv int64, chunk int) float64 {
 	return 1 + (c.FixedMS+c.DecodeMS*float64(decodes)+c.ContextMS*float64(kv))/(c.TokenMS*float64(chunk))
 }
 
-// Pairs is the number of attention pairs of one prefill chunk: chunk new tokens behind context tokens that are in the KV cache.
+// Pairs is the number of attention pairs of one prefill chunk: chunk new tokens behind context tokens that
+// are in the KV cache.
 func Pairs(chunk, context int) float64 {
 	c := float64(chunk)
 	return c*c/2 + c*float64(context)
-}
-
-// Group is the step of a lockstep group: it ends when its slowest rank ends. Steps are of any one unit of time; an empty
-// group steps in no time.
-func Group(steps ...float64) float64 {
-	var slowest float64
-	for _, s := range steps {
-		slowest = math.Max(slowest, s)
-	}
-	return slowest
 }

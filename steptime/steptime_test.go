@@ -55,7 +55,8 @@ func TestMoreWorkNeverTakesLess(t *testing.T) {
 	})
 }
 
-// Chunking a prefill never changes the pairs it costs: the law must not reward or punish a chunk size by itself.
+// Chunking a prefill never changes the pairs it costs: the law must not reward or punish a chunk size by
+// itself.
 func TestChunksHaveThePairsOfTheWhole(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		whole := rapid.IntRange(1, 20000).Draw(t, "prompt")
@@ -69,12 +70,8 @@ func TestChunksHaveThePairsOfTheWhole(t *testing.T) {
 	})
 }
 
-func TestGroupIsAsSlowAsItsSlowestRank(t *testing.T) {
-	assert.Zero(t, steptime.Group())
-	assert.InDelta(t, 7.0, steptime.Group(3, 7, 5), 0)
-}
-
-// A prefill alone is what its full steps take, but for their fixed cost; Stretch adds that and the decodes beside it.
+// A prefill alone is what its full steps take, but for their fixed cost; Stretch adds that and the decodes
+// beside it.
 func TestPrefillIsTheSumOfItsSteps(t *testing.T) {
 	const chunk, steps, decodes, kv = 8192, 4, 20, 100_000
 	ref := steptime.Reference()

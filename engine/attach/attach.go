@@ -1,4 +1,4 @@
-// Package attach finds out what answers at a URL that someone else runs: its family, its models, its version.
+// Package attach probes an engine that dpserve did not start: its family, models and version.
 package attach
 
 import (
@@ -17,7 +17,7 @@ const (
 	OpenAI = "openai"
 )
 
-// Found is what a probe learned.
+// Found is the result of a probe.
 type Found struct {
 	URL         string
 	Family      string   // vllm | sglang | openai
@@ -26,8 +26,8 @@ type Found struct {
 	MaxModelLen int      // of the first model; 0 = not told
 }
 
-// Probe asks the engine at url for its models and version; the deadline is ctx's. Errors are problem.Unavailable with a hint
-// for the person who typed the URL. rt nil means a transport of its own.
+// Probe asks the engine at url for its models and version; the deadline is ctx's. Errors are
+// problem.Unavailable with a hint for the person who typed the URL. rt nil means a transport of its own.
 func Probe(ctx context.Context, url string, rt http.RoundTripper) (Found, error) {
 	if rt == nil {
 		t := engine.NewTransport()
@@ -74,14 +74,19 @@ func explain(url string, err error) error {
 	var status *engine.StatusError
 	switch {
 	case engine.IsRefused(err):
-		return problem.New(problem.Unavailable, "nothing listens at %s: %w", url, err).WithHint("start the engine there, or check host and port")
+		return problem.New(problem.Unavailable, "nothing listens at %s: %w", url, err).
+			WithHint("start the engine there, or check host and port")
 	case errors.Is(err, context.DeadlineExceeded):
-		return problem.New(problem.Unavailable, "%s does not answer: %w", url, err).WithHint("try: curl %s/v1/models", url)
+		return problem.New(problem.Unavailable, "%s does not answer: %w", url, err).
+			WithHint("try: curl %s/v1/models", url)
 	case errors.As(err, &status) && status.Status == http.StatusUnauthorized:
-		return problem.New(problem.Unavailable, "%s asks for an API key, which dpserve cannot send in this version", url).
+		return problem.New(problem.Unavailable,
+			"%s asks for an API key, which dpserve cannot send in this version", url).
 			WithHint("start the engine without --api-key on an address that only this machine reaches")
 	case errors.As(err, &status):
-		return problem.New(problem.Unavailable, "%s is no OpenAI-compatible engine: %w", url, err).WithHint("the URL is scheme://host:port without a path; try: curl %s/v1/models", url)
+		return problem.New(problem.Unavailable, "%s is no OpenAI-compatible engine: %w", url, err).
+			WithHint("the URL is scheme://host:port without a path; try: curl %s/v1/models", url)
 	}
-	return problem.New(problem.Unavailable, "cannot probe %s: %w", url, err).WithHint("try: curl %s/v1/models", url)
+	return problem.New(problem.Unavailable, "cannot probe %s: %w", url, err).
+		WithHint("try: curl %s/v1/models", url)
 }

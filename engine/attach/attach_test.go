@@ -43,8 +43,19 @@ func TestProbeFindsTheFamily(t *testing.T) {
 			"/version":   `{"version":"0.32.0"}`,
 		}, attach.Found{Family: "vllm", Models: []string{"m", "lora"}, Version: "0.32.0"}},
 		{"sglang", map[string]string{"/v1/models": `{"data":[{"id":"m","owned_by":"sglang","max_model_len":8}]}`}, attach.Found{Family: "sglang", Models: []string{"m"}, MaxModelLen: 8}},
-		{"other", map[string]string{"/v1/models": `{"data":[{"id":"m","owned_by":"me"}]}`}, attach.Found{Family: "openai", Models: []string{"m"}}},
-		{"renamed owner", map[string]string{"/v1/models": `{"data":[{"id":"m"}]}`, "/version": `{"version":"1"}`}, attach.Found{Family: "vllm", Models: []string{"m"}, Version: "1"}},
+		{
+			"other",
+			map[string]string{"/v1/models": `{"data":[{"id":"m","owned_by":"me"}]}`},
+			attach.Found{Family: "openai", Models: []string{"m"}},
+		},
+		{
+			"renamed owner",
+			map[string]string{
+				"/v1/models": `{"data":[{"id":"m"}]}`,
+				"/version":   `{"version":"1"}`,
+			},
+			attach.Found{Family: "vllm", Models: []string{"m"}, Version: "1"},
+		},
 	}
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
@@ -76,7 +87,9 @@ func TestProbeExplainsWhatIsWrong(t *testing.T) {
 	_, err = attach.Probe(t.Context(), url, nil)
 	explained(t, err, "cannot probe "+url, "curl")
 
-	locked := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusUnauthorized) }))
+	locked := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.WriteHeader(http.StatusUnauthorized)
+	}))
 	defer locked.Close()
 	_, err = attach.Probe(t.Context(), locked.URL, nil)
 	explained(t, err, locked.URL+" asks for an API key", "--api-key")

@@ -8,18 +8,18 @@ import (
 
 // Limits of one batch. Beyond them a batch is not decoded at all.
 const (
-	MaxBatchBytes = 16 << 20
-	MaxEvents     = 1 << 16 // events of a batch
-	MaxHashes     = 1 << 18 // block hashes of a batch
-	MaxTokens     = 1 << 22 // token ids of a batch
-	MaxBlockSize  = 1 << 16 // tokens of a block
+	maxBatchBytes = 16 << 20
+	maxEvents     = 1 << 16 // events of a batch
+	maxHashes     = 1 << 18 // block hashes of a batch
+	maxTokens     = 1 << 22 // token ids of a batch
+	maxBlockSize  = 1 << 16 // tokens of a block
 	maxText       = 4 << 10
 	maxDepth      = 16
 	maxFields     = 64 // named fields of a map event
 )
 
-// ErrMalformed says that a payload is no event batch, or cannot be trusted to be a whole one.
-var ErrMalformed = errors.New("malformed event batch")
+// errMalformed: a payload is no event batch, or may be incomplete.
+var errMalformed = errors.New("malformed event batch")
 
 // kind is what an event is.
 type kind uint8
@@ -30,9 +30,9 @@ const (
 	kindCleared
 )
 
-// Decoder turns payloads into events. It keeps its buffers: after a few batches it allocates nothing but unusual names. Not safe for
-// concurrent use.
-type Decoder struct {
+// batchDecoder decodes payloads into events. It reuses its buffers: after a few batches it allocates only for
+// new names. Not safe for concurrent use.
+type batchDecoder struct {
 	events  []decoded
 	hashes  []Hash
 	tokens  []uint32
@@ -42,7 +42,7 @@ type Decoder struct {
 	removed Removed
 }
 
-// decoded is one event of the batch at hand; the spans are into the Decoder's buffers.
+// decoded is one event of the current batch; its spans index the batchDecoder's buffers.
 type decoded struct {
 	kind   kind
 	fields fields
@@ -68,88 +68,91 @@ type fields struct {
 	hasExtra  bool
 }
 
-// Batch is what a payload holds beside its events.
-type Batch struct {
-	TS        float64 // the engine's clock, seconds
-	Rank      int     // as the engine numbers itself, -1 = not told; identity comes from the socket, never from here
-	Events    int     // that were decoded
-	Unknown   int     // events of unknown types, skipped
-	Malformed int     // BlockStored events that contradict themselves, skipped: nothing else changes
+// batchInfo is a payload without its events.
+type batchInfo struct {
+	TS float64 // the engine's clock, seconds
+	// the engine's own number, -1 = absent; the socket identifies the rank, not this field
+	Rank      int
+	Events    int // that were decoded
+	Unknown   int // events of unknown types, skipped
+	Malformed int // BlockStored events that contradict themselves, skipped: nothing else changes
 }
 
-// Decode reads a whole payload before anything of it is delivered; Deliver hands its events on. On an error (wrapping ErrMalformed)
-// there is nothing to deliver: not msgpack, cut off, beyond a limit, or a removal that cannot be read (skipping one would leave blocks
-// that are gone).
-func (d *Decoder) Decode(payload []byte) (Batch, error) {
+// Decode reads a whole payload; Deliver passes its events to a sink afterwards. On an error (wrapping
+// errMalformed) there is nothing to deliver: not msgpack, cut off, beyond a limit, or a removal that cannot
+// be read (skipping one would leave blocks that are gone).
+func (d *batchDecoder) Decode(payload []byte) (batchInfo, error) {
 	d.events, d.hashes, d.tokens, d.extra = d.events[:0], d.hashes[:0], d.tokens[:0], d.extra[:0]
 	batch, err := d.decode(payload)
 	if err != nil {
 		d.events = d.events[:0]
-		return Batch{}, err
+		return batchInfo{}, err
 	}
 	batch.Events = len(d.events)
 	return batch, nil
 }
 
-func (d *Decoder) decode(payload []byte) (Batch, error) {
-	if len(payload) > MaxBatchBytes {
-		return Batch{}, fmt.Errorf("%w: %d bytes", ErrMalformed, len(payload))
+func (d *batchDecoder) decode(payload []byte) (batchInfo, error) {
+	if len(payload) > maxBatchBytes {
+		return batchInfo{}, fmt.Errorf("%w: %d bytes", errMalformed, len(payload))
 	}
 	r := reader{b: payload}
 	batch, n, err := header(&r)
 	if err != nil {
-		return Batch{}, err
+		return batchInfo{}, err
 	}
 	count, ok := r.array()
-	if !ok || count > MaxEvents {
-		return Batch{}, fmt.Errorf("%w: no list of events, or more than %d", ErrMalformed, MaxEvents)
+	if !ok || count > maxEvents {
+		return batchInfo{}, fmt.Errorf("%w: no list of events, or more than %d", errMalformed, maxEvents)
 	}
 	for i := range count {
 		if err := d.event(&r, &batch); err != nil {
-			return Batch{}, fmt.Errorf("event %d: %w", i, err)
+			return batchInfo{}, fmt.Errorf("event %d: %w", i, err)
 		}
 	}
 	return batch, trailer(&r, n-2, &batch)
 }
 
 // header reads the head of a batch up to its events: [ts, events, rank?, …] has n elements.
-func header(r *reader) (b Batch, n int, err error) {
+func header(r *reader) (b batchInfo, n int, err error) {
 	n, ok := r.array()
 	if !ok || n < 2 {
-		return Batch{}, 0, fmt.Errorf("%w: no array of time and events", ErrMalformed)
+		return batchInfo{}, 0, fmt.Errorf("%w: no array of time and events", errMalformed)
 	}
 	ts, ok := r.float()
 	if !ok || math.IsNaN(ts) || math.IsInf(ts, 0) {
-		return Batch{}, 0, fmt.Errorf("%w: no time", ErrMalformed)
+		return batchInfo{}, 0, fmt.Errorf("%w: no time", errMalformed)
 	}
-	return Batch{TS: ts, Rank: -1}, n, nil
+	return batchInfo{TS: ts, Rank: -1}, n, nil
 }
 
-// trailer reads what stands behind the events: the rank, and elements of versions to come. Bytes behind the batch are refused.
-func trailer(r *reader, n int, b *Batch) error {
+// trailer reads what stands behind the events: the rank, and elements of versions to come. Bytes behind the
+// batch are refused.
+func trailer(r *reader, n int, b *batchInfo) error {
 	if n > 0 && !r.null() {
 		rank, ok := r.unsigned()
 		if !ok || rank > math.MaxInt32 {
-			return fmt.Errorf("%w: the rank is no rank", ErrMalformed)
+			return fmt.Errorf("%w: the rank is no rank", errMalformed)
 		}
 		b.Rank = int(rank)
 	}
 	for range n - 1 {
 		if !r.skip(maxDepth) {
-			return fmt.Errorf("%w: cut off behind the events", ErrMalformed)
+			return fmt.Errorf("%w: cut off behind the events", errMalformed)
 		}
 	}
 	if r.rest() > 0 {
-		return fmt.Errorf("%w: %d bytes behind its end", ErrMalformed, r.rest())
+		return fmt.Errorf("%w: %d bytes behind its end", errMalformed, r.rest())
 	}
 	return nil
 }
 
-// event reads one event of either shape. Its extent is settled first, so that what is wrong inside cannot shift what follows.
-func (d *Decoder) event(r *reader, b *Batch) error {
+// event reads one event of either shape. It finds the event's end first, so that a fault inside cannot shift
+// the next event.
+func (d *batchDecoder) event(r *reader, b *batchInfo) error {
 	from := r.i
 	if !r.skip(maxDepth) {
-		return fmt.Errorf("%w: cut off or nested too deep", ErrMalformed)
+		return fmt.Errorf("%w: cut off or nested too deep", errMalformed)
 	}
 	own := reader{b: r.b[from:r.i]}
 	hashes, tokens, extra := len(d.hashes), len(d.tokens), len(d.extra)
@@ -157,7 +160,8 @@ func (d *Decoder) event(r *reader, b *Batch) error {
 	verdict := d.shape(&own, &e)
 	switch verdict {
 	case fine:
-		e.hashes, e.tokens, e.extra = span{hashes, len(d.hashes)}, span{tokens, len(d.tokens)}, span{extra, len(d.extra)}
+		e.hashes, e.tokens, e.extra = span{hashes, len(d.hashes)}, span{tokens, len(d.tokens)},
+			span{extra, len(d.extra)}
 		verdict = d.check(&e)
 	case unknown, bad, fatal:
 	}
@@ -170,13 +174,13 @@ func (d *Decoder) event(r *reader, b *Batch) error {
 	case bad:
 		b.Malformed++
 	case fatal:
-		return fmt.Errorf("%w: unreadable removal, or beyond a limit", ErrMalformed)
+		return fmt.Errorf("%w: unreadable removal, or beyond a limit", errMalformed)
 	}
 	d.hashes, d.tokens, d.extra = d.hashes[:hashes], d.tokens[:tokens], d.extra[:extra]
 	return nil
 }
 
-// verdict is what becomes of an event.
+// verdict decides how Decode treats an event.
 type verdict uint8
 
 const (
@@ -187,13 +191,13 @@ const (
 )
 
 // check looks at a readable event as a whole.
-func (d *Decoder) check(e *decoded) verdict {
+func (d *batchDecoder) check(e *decoded) verdict {
 	if e.kind != kindStored || !indexed(e.fields.spec) {
-		return fine // nobody sees the others
+		return fine // other events are not delivered
 	}
 	hashes := d.hashes[e.hashes.from:e.hashes.to]
 	if len(hashes) > 0 && (e.fields.blockSize < 1 || e.tokens.len() != len(hashes)*e.fields.blockSize) {
-		return bad // hashes omitted inside a span, or nonsense: positions would be wrong
+		return bad // the number of hashes does not fit the tokens, so positions would be wrong
 	}
 	if e.fields.hasExtra && e.extra.len() != len(hashes) {
 		return bad
@@ -207,7 +211,7 @@ func (d *Decoder) check(e *decoded) verdict {
 }
 
 // Deliver hands the decoded events to sink, in order, those of groups that cannot be indexed excepted.
-func (d *Decoder) Deliver(sink Sink, groups *Groups) {
+func (d *batchDecoder) Deliver(sink Sink, groups *groupFilter) {
 	for i := range d.events {
 		e := &d.events[i]
 		switch e.kind {
@@ -216,7 +220,8 @@ func (d *Decoder) Deliver(sink Sink, groups *Groups) {
 		case kindRemoved:
 			if e.hashes.len() > 0 && groups.removed(e) {
 				d.removed = Removed{
-					Hashes: d.hashes[e.hashes.from:e.hashes.to], Medium: e.fields.medium, Group: e.fields.group, Locality: e.fields.locality,
+					Hashes: d.hashes[e.hashes.from:e.hashes.to], Medium: e.fields.medium,
+					Group: e.fields.group, Locality: e.fields.locality,
 				}
 				sink.Removed(&d.removed)
 			}
@@ -229,19 +234,21 @@ func (d *Decoder) Deliver(sink Sink, groups *Groups) {
 	}
 }
 
-func (d *Decoder) fill(e *decoded) {
+func (d *batchDecoder) fill(e *decoded) {
 	f := &e.fields
 	d.stored = Stored{
-		Hashes: d.hashes[e.hashes.from:e.hashes.to], Parent: f.parent, Tokens: d.tokens[e.tokens.from:e.tokens.to],
-		BlockSize: f.blockSize, Medium: f.medium, LoraName: f.loraName, LoraID: f.loraID, Group: f.group, Kind: f.spec, Locality: f.locality,
+		Hashes: d.hashes[e.hashes.from:e.hashes.to], Parent: f.parent,
+		Tokens:    d.tokens[e.tokens.from:e.tokens.to],
+		BlockSize: f.blockSize, Medium: f.medium, LoraName: f.loraName, LoraID: f.loraID, Group: f.group,
+		Kind: f.spec, Locality: f.locality,
 	}
 	if f.hasExtra {
 		d.stored.Extra = d.extra[e.extra.from:e.extra.to]
 	}
 }
 
-// cleared says whether the batch at hand has an AllBlocksCleared.
-func (d *Decoder) cleared() bool {
+// cleared reports whether the current batch has an AllBlocksCleared.
+func (d *batchDecoder) cleared() bool {
 	for i := range d.events {
 		if d.events[i].kind == kindCleared {
 			return true
@@ -254,7 +261,7 @@ func (d *Decoder) cleared() bool {
 const maxNames = 1024
 
 // name makes a string of b, once per different text.
-func (d *Decoder) name(b []byte) string {
+func (d *batchDecoder) name(b []byte) string {
 	if s, ok := d.names[string(b)]; ok {
 		return s
 	}

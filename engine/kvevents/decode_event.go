@@ -24,13 +24,16 @@ const (
 	fieldOther
 )
 
-// storedFields and removedFields are the array shapes: read by length, the tail may be missing, more may follow (ENGINES 5.2).
+// storedFields and removedFields are the fields of events in array form, in order. Older engines send fewer
+// fields, newer ones send more.
 var (
 	storedFields = [...]field{ //nolint:gochecknoglobals // a constant table
-		fieldHashes, fieldParent, fieldTokens, fieldBlockSize, fieldLoraID, fieldMedium, fieldLoraName, fieldExtra, fieldGroup, fieldSpec,
+		fieldHashes, fieldParent, fieldTokens, fieldBlockSize, fieldLoraID, fieldMedium, fieldLoraName,
+		fieldExtra, fieldGroup, fieldSpec,
 		fieldWindow, fieldLocality,
 	}
-	removedFields = [...]field{fieldHashes, fieldMedium, fieldGroup, fieldLocality} //nolint:gochecknoglobals // a constant table
+	//nolint:gochecknoglobals // a constant table
+	removedFields = [...]field{fieldHashes, fieldMedium, fieldGroup, fieldLocality}
 )
 
 func fieldOf(name []byte) field {
@@ -73,8 +76,8 @@ func kindOf(name []byte) (kind, bool) {
 	return 0, false
 }
 
-// shape decides per event, never by version: an array or a map.
-func (d *Decoder) shape(r *reader, e *decoded) verdict {
+// shape reads one event: an array or a map. The shape may differ from event to event.
+func (d *batchDecoder) shape(r *reader, e *decoded) verdict {
 	if n, ok := r.array(); ok {
 		return d.arrayEvent(r, n, e)
 	}
@@ -84,7 +87,7 @@ func (d *Decoder) shape(r *reader, e *decoded) verdict {
 	return unknown
 }
 
-func (d *Decoder) arrayEvent(r *reader, n int, e *decoded) verdict {
+func (d *batchDecoder) arrayEvent(r *reader, n int, e *decoded) verdict {
 	if n == 0 {
 		return unknown
 	}
@@ -112,7 +115,7 @@ func (d *Decoder) arrayEvent(r *reader, n int, e *decoded) verdict {
 }
 
 // mapEvent reads the fields in the order they come, the type first or last.
-func (d *Decoder) mapEvent(r *reader, n int, e *decoded) verdict {
+func (d *batchDecoder) mapEvent(r *reader, n int, e *decoded) verdict {
 	if n > maxFields {
 		return fatal
 	}
@@ -146,7 +149,7 @@ func (d *Decoder) mapEvent(r *reader, n int, e *decoded) verdict {
 	return d.members(r, n, e)
 }
 
-func (d *Decoder) members(r *reader, n int, e *decoded) verdict {
+func (d *batchDecoder) members(r *reader, n int, e *decoded) verdict {
 	var hashes bool
 	for range n {
 		key, ok := r.text(maxText)
@@ -155,7 +158,7 @@ func (d *Decoder) members(r *reader, n int, e *decoded) verdict {
 		}
 		f := fieldOf(key)
 		if f == fieldHashes && hashes {
-			return e.spoiled() // twice
+			return e.skipOrFail() // twice
 		}
 		hashes = hashes || f == fieldHashes
 		if v := d.field(r, f, e); v != fine {
@@ -165,24 +168,25 @@ func (d *Decoder) members(r *reader, n int, e *decoded) verdict {
 	return d.complete(hashes, e)
 }
 
-// complete: an event without hashes is none.
-func (*Decoder) complete(hashes bool, e *decoded) verdict {
+// An event without hashes cannot be read.
+func (*batchDecoder) complete(hashes bool, e *decoded) verdict {
 	if !hashes {
-		return e.spoiled()
+		return e.skipOrFail()
 	}
 	return fine
 }
 
-// spoiled is the verdict on an event that cannot be read: without a store less is known than there is, without a removal more.
-func (e *decoded) spoiled() verdict {
+// skipOrFail is the verdict on an event that cannot be read. Skipping a store only under-reports the cache;
+// skipping a removal would over-report it, so that is fatal.
+func (e *decoded) skipOrFail() verdict {
 	if e.kind == kindRemoved {
 		return fatal
 	}
 	return bad
 }
 
-// field reads one member; nil stands for its default everywhere.
-func (d *Decoder) field(r *reader, f field, e *decoded) verdict {
+// field reads one member; nil means the default of any field.
+func (d *batchDecoder) field(r *reader, f field, e *decoded) verdict {
 	if f == fieldOther || f == fieldWindow || e.kind == kindRemoved && !removable(f) {
 		if !r.skip(maxDepth) {
 			return fatal
@@ -194,7 +198,7 @@ func (d *Decoder) field(r *reader, f field, e *decoded) verdict {
 	}
 	if v := d.value(r, f, e); v != fine {
 		if v == bad {
-			return e.spoiled()
+			return e.skipOrFail()
 		}
 		return v
 	}
@@ -205,7 +209,7 @@ func removable(f field) bool {
 	return f == fieldHashes || f == fieldMedium || f == fieldGroup || f == fieldLocality
 }
 
-func (d *Decoder) value(r *reader, f field, e *decoded) verdict {
+func (d *batchDecoder) value(r *reader, f field, e *decoded) verdict {
 	switch f {
 	case fieldHashes:
 		return d.hashList(r)
@@ -217,8 +221,8 @@ func (d *Decoder) value(r *reader, f field, e *decoded) verdict {
 		return d.tokenList(r)
 	case fieldBlockSize:
 		n, ok := r.unsigned()
-		e.fields.blockSize = int(min(n, MaxBlockSize+1))
-		return readable(ok && n <= MaxBlockSize)
+		e.fields.blockSize = int(min(n, maxBlockSize+1))
+		return readable(ok && n <= maxBlockSize)
 	case fieldLoraID:
 		v, _, ok := r.integer()
 		e.fields.loraID = int64(v) //nolint:gosec // two's complement
@@ -250,7 +254,7 @@ func readable(ok bool) verdict {
 	return bad
 }
 
-func (d *Decoder) text(r *reader, to *string) verdict {
+func (d *batchDecoder) text(r *reader, to *string) verdict {
 	b, ok := r.text(maxText)
 	if ok {
 		*to = d.name(b)
@@ -281,12 +285,12 @@ func (r *reader) integerHash() (h Hash, negative, ok bool) {
 	return UintHash(v), false, true
 }
 
-func (d *Decoder) hashList(r *reader) verdict {
+func (d *batchDecoder) hashList(r *reader) verdict {
 	n, ok := r.array()
 	if !ok {
 		return bad
 	}
-	if len(d.hashes)+n > MaxHashes {
+	if len(d.hashes)+n > maxHashes {
 		return fatal
 	}
 	for range n {
@@ -299,12 +303,12 @@ func (d *Decoder) hashList(r *reader) verdict {
 	return fine
 }
 
-func (d *Decoder) tokenList(r *reader) verdict {
+func (d *batchDecoder) tokenList(r *reader) verdict {
 	n, ok := r.array()
 	if !ok {
 		return bad
 	}
-	if len(d.tokens)+n > MaxTokens {
+	if len(d.tokens)+n > maxTokens {
 		return fatal
 	}
 	d.tokens = slices.Grow(d.tokens, n)
@@ -318,12 +322,12 @@ func (d *Decoder) tokenList(r *reader) verdict {
 	return fine
 }
 
-func (d *Decoder) extraList(r *reader) verdict {
+func (d *batchDecoder) extraList(r *reader) verdict {
 	n, ok := r.array()
 	if !ok {
 		return bad
 	}
-	if len(d.extra)+n > MaxHashes {
+	if len(d.extra)+n > maxHashes {
 		return fatal
 	}
 	for range n {

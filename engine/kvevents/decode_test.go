@@ -27,8 +27,10 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 type record []string
 
 func (l *record) Stored(ev *Stored) {
-	*l = append(*l, fmt.Sprintf("S %v parent=%v tokens=%v bs=%d medium=%s lora=%s/%d group=%d kind=%s extra=%x",
-		ev.Hashes, ev.Parent, ev.Tokens, ev.BlockSize, ev.Medium, ev.LoraName, ev.LoraID, ev.Group, ev.Kind, ev.Extra))
+	*l = append(*l, fmt.Sprintf("S %v parent=%v tokens=%v bs=%d medium=%s lora=%s/%d group=%d kind=%s "+
+		"extra=%x",
+		ev.Hashes, ev.Parent, ev.Tokens, ev.BlockSize, ev.Medium, ev.LoraName, ev.LoraID, ev.Group, ev.Kind,
+		ev.Extra))
 }
 
 func (l *record) Removed(ev *Removed) {
@@ -44,9 +46,9 @@ func unhex(t testing.TB, s string) []byte {
 	return b
 }
 
-func decodeAll(t testing.TB, payload []byte) (Batch, record) {
+func decodeAll(t testing.TB, payload []byte) (batchInfo, record) {
 	t.Helper()
-	var d Decoder
+	var d batchDecoder
 	b, err := d.Decode(payload)
 	require.NoError(t, err)
 	var got record
@@ -64,13 +66,15 @@ var goldens = map[string]string{
 }
 
 func TestGoldenPayloads(t *testing.T) {
-	const stored = "S [12687895063098490012] parent=none tokens=[1 2 3 4] bs=4 medium=GPU lora=/-1 group=0 kind=%s extra=[]"
+	const stored = "S [12687895063098490012] parent=none tokens=[1 2 3 4] bs=4 medium=GPU lora=/-1 group=0 " +
+		"kind=%s extra=[]"
 	for name, want := range map[string]record{
 		"map stored":     {fmt.Sprintf(stored, "full_attention")},
 		"array stored":   {fmt.Sprintf(stored, "")},
 		"map removed":    {"R [12687895063098490012] medium=GPU group=0"},
 		"array rm+clear": {"R [12687895063098490012] medium=GPU group=0", "C"},
-		"old sglang":     {"S [-3488128144981237669] parent=none tokens=[1 2 3 4] bs=4 medium= lora=/-1 group=0 kind= extra=[]"},
+		"old sglang": {"S [-3488128144981237669] parent=none tokens=[1 2 3 4] bs=4 medium= lora=/-1 " +
+			"group=0 kind= extra=[]"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			batch, got := decodeAll(t, unhex(t, goldens[name]))
@@ -126,7 +130,8 @@ func wantOf(event map[string]any) string {
 	case "AllBlocksCleared":
 		return "C"
 	case "BlockRemoved":
-		return fmt.Sprintf("R %v medium=%v group=%v", list(event["block_hashes"]), event["medium"], event["group_idx"])
+		return fmt.Sprintf("R %v medium=%v group=%v", list(event["block_hashes"]), event["medium"],
+			event["group_idx"])
 	}
 	extra := ""
 	for _, k := range event["extra_keys"].([]any) {
@@ -137,8 +142,10 @@ func wantOf(event map[string]any) string {
 		}
 		extra += " " + raw
 	}
-	return fmt.Sprintf("S %v parent=%v tokens=%v bs=%v medium=%v lora=/-1 group=%v kind=%v extra=[%s]", list(event["block_hashes"]),
-		hashText(event["parent_block_hash"]), event["token_ids"], event["block_size"], event["medium"], event["group_idx"],
+	return fmt.Sprintf("S %v parent=%v tokens=%v bs=%v medium=%v lora=/-1 group=%v kind=%v extra=[%s]",
+		list(event["block_hashes"]),
+		hashText(event["parent_block_hash"]), event["token_ids"], event["block_size"], event["medium"],
+		event["group_idx"],
 		event["kv_cache_spec_kind"], strings.TrimPrefix(extra, " "))
 }
 
@@ -201,8 +208,12 @@ func TestBothShapesAndAllHashTypesMakeOneSequence(t *testing.T) {
 	batch := list{
 		1.5, list{
 			stored(list{uint64(1<<63 + 5)}, nil, 2),
-			dict{"type": "BlockStored", "block_hashes": list{-7}, "parent_block_hash": uint64(1<<63 + 5), "token_ids": list{1, 2}, "block_size": 2, "later": dict{"a": list{1}}},
-			stored(list{raw}, short, 2, nil, "CPU", nil, nil, 0, "mla_attention", nil, "LOCAL", "from the future", 7),
+			dict{
+				"type": "BlockStored", "block_hashes": list{-7}, "parent_block_hash": uint64(1<<63 + 5),
+				"token_ids": list{1, 2}, "block_size": 2, "later": dict{"a": list{1}},
+			},
+			stored(list{raw}, short, 2, nil, "CPU", nil, nil, 0, "mla_attention", nil, "LOCAL",
+				"from the future", 7),
 			list{"BlockRemoved", list{raw, 3}, "CPU"},
 			dict{"type": "BlockRemoved", "block_hashes": list{}},
 			list{"SomethingNew", 1, 2},
@@ -213,11 +224,12 @@ func TestBothShapesAndAllHashTypesMakeOneSequence(t *testing.T) {
 		}, 3, "more", dict{},
 	}
 	got, events := decodeAll(t, pack(t, batch))
-	assert.Equal(t, Batch{TS: 1.5, Rank: 3, Events: 7, Unknown: 3}, got)
+	assert.Equal(t, batchInfo{TS: 1.5, Rank: 3, Events: 7, Unknown: 3}, got)
 	assert.Equal(t, record{
 		"S [9223372036854775813] parent=none tokens=[0 1] bs=2 medium= lora=/-1 group=0 kind= extra=[]",
 		"S [-7] parent=9223372036854775813 tokens=[1 2] bs=2 medium= lora=/-1 group=0 kind= extra=[]",
-		"S [" + strings.Repeat("09", 32) + "] parent=" + strings.Repeat("08", 16) + " tokens=[0 1] bs=2 medium=CPU lora=/-1 group=0 kind=mla_attention extra=[]",
+		"S [" + strings.Repeat("09", 32) + "] parent=" + strings.Repeat("08", 16) +
+			" tokens=[0 1] bs=2 medium=CPU lora=/-1 group=0 kind=mla_attention extra=[]",
 		"R [" + strings.Repeat("09", 32) + " 3] medium=CPU group=0", "C", "C",
 	}, events)
 }
@@ -271,15 +283,19 @@ func TestEventsThatContradictThemselvesAreDroppedAlone(t *testing.T) {
 func TestBatchesThatCannotBeTrusted(t *testing.T) {
 	whole := unhex(t, goldens["map stored"])
 	cases := map[string][]byte{
-		"empty": {}, "nil": {0xc0}, "no array": pack(t, dict{"a": 1}), "too short": pack(t, list{1.5}), "no time": pack(t, list{"x", list{}}),
-		"NaN": pack(t, list{math.NaN(), list{}}), "events no list": pack(t, list{1.5, 3}), "negative rank": pack(t, list{1.5, list{}, -1}),
-		"rank 2^31": pack(t, list{1.5, list{}, 1 << 31}), "rank text": pack(t, list{1.5, list{}, "0"}),
+		"empty": {}, "nil": {0xc0}, "no array": pack(t, dict{"a": 1}), "too short": pack(t, list{1.5}),
+		"no time": pack(t, list{"x", list{}}),
+		"NaN":     pack(t, list{math.NaN(), list{}}), "events no list": pack(t, list{1.5, 3}),
+		"negative rank": pack(t, list{1.5, list{}, -1}),
+		"rank 2^31":     pack(t, list{1.5, list{}, 1 << 31}), "rank text": pack(t, list{1.5, list{}, "0"}),
 		"trailing bytes":     append(slices.Clone(whole), 0),
 		"removal unreadable": pack(t, list{1.5, list{list{"BlockRemoved", list{"x"}}}, 0}),
 		"removal no hashes":  pack(t, list{1.5, list{list{"BlockRemoved"}}, 0}),
 		"removal bad group":  pack(t, list{1.5, list{list{"BlockRemoved", list{1}, "GPU", -3}}, 0}),
-		"2^31 events":        append([]byte{0x92, 0xcb, 0, 0, 0, 0, 0, 0, 0, 0, 0xdd, 0x80, 0, 0, 0}, make([]byte, 100)...),
-		"2^31 hashes": append(append(append([]byte{0x92, 0xcb, 0, 0, 0, 0, 0, 0, 0, 0, 0x91, 0x95, 0xab}, "BlockStored"...),
+		"2^31 events": append([]byte{0x92, 0xcb, 0, 0, 0, 0, 0, 0, 0, 0, 0xdd, 0x80, 0, 0, 0},
+			make([]byte, 100)...),
+		"2^31 hashes": append(append(append([]byte{0x92, 0xcb, 0, 0, 0, 0, 0, 0, 0, 0, 0x91, 0x95, 0xab},
+			"BlockStored"...),
 			0xdd, 0x80, 0, 0, 0), make([]byte, 100)...),
 		"2^32-1 text":  {0x92, 0xcb, 0, 0, 0, 0, 0, 0, 0, 0, 0x91, 0x91, 0xdb, 0xff, 0xff, 0xff, 0xff, 'x'},
 		"deep nesting": append([]byte{0x92, 0x01, 0x91}, bytes.Repeat([]byte{0x91}, 1000)...),
@@ -290,9 +306,9 @@ func TestBatchesThatCannotBeTrusted(t *testing.T) {
 	}
 	for name, payload := range cases {
 		t.Run(name, func(t *testing.T) {
-			var d Decoder
+			var d batchDecoder
 			_, err := d.Decode(payload)
-			require.ErrorIs(t, err, ErrMalformed)
+			require.ErrorIs(t, err, errMalformed)
 			var got record
 			d.Deliver(&got, nil)
 			assert.Empty(t, got)
@@ -301,20 +317,20 @@ func TestBatchesThatCannotBeTrusted(t *testing.T) {
 }
 
 func TestCountsAreLimited(t *testing.T) {
-	var d Decoder
-	events := make(list, MaxEvents+1)
+	var d batchDecoder
+	events := make(list, maxEvents+1)
 	for i := range events {
 		events[i] = 0
 	}
 	_, err := d.Decode(pack(t, list{1.5, events}))
-	require.ErrorIs(t, err, ErrMalformed)
-	_, err = d.Decode(make([]byte, MaxBatchBytes+1))
-	require.ErrorIs(t, err, ErrMalformed)
+	require.ErrorIs(t, err, errMalformed)
+	_, err = d.Decode(make([]byte, maxBatchBytes+1))
+	require.ErrorIs(t, err, errMalformed)
 }
 
 func TestSalt(t *testing.T) {
 	salted := func(parent any, lora any, extra ...any) *Stored {
-		var d Decoder
+		var d batchDecoder
 		_, err := d.Decode(pack(t, list{1.5, list{stored(list{5, 6}, parent, 4, nil, "GPU", lora, extra)}}))
 		require.NoError(t, err)
 		require.Len(t, d.events, 1)
@@ -332,8 +348,10 @@ func TestSalt(t *testing.T) {
 	check(salted(nil, "adapter", list{"adapter", "tenant"}, list{"adapter"}), "tenant", true)
 	check(salted(7, "adapter", list{"adapter"}, list{"adapter"}), "", true)
 	for _, ev := range []*Stored{
-		salted(nil, nil, nil, list{"tenant"}), salted(7, nil, list{"tenant"}, nil), salted(nil, "adapter", list{"other"}, nil),
-		salted(nil, nil, list{list{"image", 3}}, nil), salted(nil, nil, list{"a", "b"}, nil), salted(nil, nil, 3, nil),
+		salted(nil, nil, nil, list{"tenant"}), salted(7, nil, list{"tenant"}, nil),
+		salted(nil, "adapter", list{"other"}, nil),
+		salted(nil, nil, list{list{"image", 3}}, nil), salted(nil, nil, list{"a", "b"}, nil),
+		salted(nil, nil, 3, nil),
 	} {
 		_, ok := ev.Salt()
 		assert.False(t, ok)
@@ -344,8 +362,8 @@ func TestGroupsThatCannotBeIndexed(t *testing.T) {
 	event := func(group int, spec string) list {
 		return stored(list{1}, nil, 2, nil, "GPU", nil, list{nil}, group, spec)
 	}
-	var d Decoder
-	var groups Groups
+	var d batchDecoder
+	var groups groupFilter
 	var got record
 	window := event(1, "sliding_window")
 	window[3] = list{1, 2, 3, 4, 5, 6} // a span whose inner hashes are left out
@@ -366,19 +384,32 @@ func TestGroupsThatCannotBeIndexed(t *testing.T) {
 // The SGLang page hash, as its engines publish it: signed integers.
 func TestSGLangChain(t *testing.T) {
 	_, got := decodeAll(t, pack(t, list{1.5, list{
-		list{"BlockStored", list{int64(-3488128144981237669), int64(-3787494577174227566)}, nil, list{1, 2, 3, 4, 5, 6, 7, 8}, 4, nil},
+		list{
+			"BlockStored",
+			list{int64(-3488128144981237669), int64(-3787494577174227566)},
+			nil,
+			list{1, 2, 3, 4, 5, 6, 7, 8},
+			4, nil,
+		},
 	}}))
-	assert.Equal(t, record{"S [-3488128144981237669 -3787494577174227566] parent=none tokens=[1 2 3 4 5 6 7 8] bs=4 medium= lora=/-1 group=0 kind= extra=[]"}, got)
+	assert.Equal(t, record{"S [-3488128144981237669 -3787494577174227566] parent=none tokens=[1 2 3 4 5 6 " +
+		"7 8] bs=4 medium= lora=/-1 group=0 kind= extra=[]"}, got)
 }
 
-// FuzzDecodeBatch: nothing panics, nothing is trusted, and what is accepted is msgpack that an independent decoder accepts too.
+// FuzzDecodeBatch: nothing panics, nothing is trusted, and what is accepted is msgpack that an independent
+// decoder accepts too.
 func FuzzDecodeBatch(f *testing.F) {
 	for _, g := range goldens {
 		b, _ := hex.DecodeString(g)
 		f.Add(b)
 	}
-	f.Add(pack(f, list{1.5, list{stored(list{5}, 5, 2), list{"AllBlocksCleared"}, dict{"type": "X"}}, nil, "tail"}))
-	var d Decoder
+	f.Add(pack(f, list{
+		1.5,
+		list{stored(list{5}, 5, 2), list{"AllBlocksCleared"}, dict{"type": "X"}},
+		nil,
+		"tail",
+	}))
+	var d batchDecoder
 	f.Fuzz(func(t *testing.T, payload []byte) {
 		b, err := d.Decode(payload)
 		var got record
@@ -389,7 +420,7 @@ func FuzzDecodeBatch(f *testing.F) {
 		}
 		assert.LessOrEqual(t, len(got), b.Events)
 		assert.LessOrEqual(t, cap(d.hashes), 2*len(payload)+1024, "memory is bounded by the input")
-		var again Decoder
+		var again batchDecoder
 		b2, err := again.Decode(payload)
 		require.NoError(t, err)
 		assert.Equal(t, b, b2, "no state is carried over")
@@ -408,9 +439,13 @@ func BenchmarkDecode(b *testing.B) {
 		for i := range blocks * 16 {
 			ids = append(ids, i%50000)
 		}
-		payload := pack(b, list{1.5, list{dict{"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": nil, "token_ids": ids, "block_size": 16, "medium": "GPU", "group_idx": 0, "kv_cache_spec_kind": "full_attention"}}, 0})
+		payload := pack(b, list{1.5, list{dict{
+			"type": "BlockStored", "block_hashes": hashes,
+			"parent_block_hash": nil, "token_ids": ids, "block_size": 16, "medium": "GPU", "group_idx": 0,
+			"kv_cache_spec_kind": "full_attention",
+		}}, 0})
 		b.Run(fmt.Sprintf("blocks=%d", blocks), func(b *testing.B) {
-			var d Decoder
+			var d batchDecoder
 			var sink discard
 			b.ReportAllocs()
 			for b.Loop() {

@@ -10,15 +10,16 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// Endpoints are the sockets of one rank: exactly one of Connect and Bind, and where replays are asked. All are tcp://HOST:PORT.
+// Endpoints are the sockets of one rank: exactly one of Connect and Bind, and where replays are asked. All
+// are tcp://HOST:PORT.
 type Endpoints struct {
 	Connect string // the engine binds its publisher here
 	Bind    string // the engine dials its publisher to here; host * = the node address, loopback without one
 	Replay  string // the engine's ROUTER; "" = none
 }
 
-// Hosts says which hosts event sockets may touch beside loopback: event data steer routing, so it must not come from, or go to, just
-// anybody (ACCEPTANCE SP12).
+// Hosts lists the hosts that event sockets may use beside loopback. Events steer routing, so they are
+// accepted from declared engines only (docs/acceptance.md, SP12).
 type Hosts struct {
 	Node  string   // this node's advertised address: where Bind may listen; "" = loopback only
 	Peers []string // hosts or addresses of declared engines
@@ -33,14 +34,15 @@ func hostPort(endpoint string) (host, port string, err error) {
 		host, port, err = net.SplitHostPort(rest)
 	}
 	if n, bad := strconv.ParseUint(port, 10, 16); !ok || err != nil || bad != nil || n > 65535 {
-		return "", "", problem.New(problem.InvalidArgument, "event endpoint %q is not tcp://HOST:PORT", endpoint).
+		return "", "", problem.New(problem.InvalidArgument, "event endpoint %q is not tcp://HOST:PORT",
+			endpoint).
 			WithHint("other transports of engines are not supported; write the TCP form")
 	}
 	return host, port, nil
 }
 
-// IsLoopback says that host is this machine's loopback.
-func IsLoopback(host string) bool {
+// isLoopback reports that host is this machine's loopback.
+func isLoopback(host string) bool {
 	if host == "localhost" {
 		return true
 	}
@@ -56,9 +58,9 @@ func isWildcard(host string) bool {
 	return err == nil && a.Unmap().IsUnspecified()
 }
 
-// peer says whether host may be spoken to.
+// peer reports whether sockets may connect to host.
 func (h Hosts) peer(host string) bool {
-	if IsLoopback(host) || h.Node != "" && sameHost(host, h.Node) {
+	if isLoopback(host) || h.Node != "" && sameHost(host, h.Node) {
 		return true
 	}
 	for _, p := range h.Peers {
@@ -85,7 +87,8 @@ func (h Hosts) dialAddr(endpoint string) (string, error) {
 		return "", err
 	}
 	if isWildcard(host) || !h.peer(host) || port == "0" {
-		return "", problem.New(problem.InvalidArgument, "event endpoint %s is neither loopback nor a declared engine's address", endpoint).
+		return "", problem.New(problem.InvalidArgument,
+			"event endpoint %s is neither loopback nor a declared engine's address", endpoint).
 			WithHint("name the host that the rank's url names")
 	}
 	return net.JoinHostPort(host, port), nil
@@ -102,15 +105,17 @@ func (h Hosts) listenAddr(endpoint string) (string, error) {
 			host = "127.0.0.1"
 		}
 	}
-	if isWildcard(host) || !IsLoopback(host) && !sameHost(host, h.Node) {
-		return "", problem.New(problem.InvalidArgument, "event endpoint %s would listen beyond loopback and the node's address", endpoint).
-			WithHint("bind tcp://127.0.0.1:PORT, or the node's advertised address for engines on other machines")
+	if isWildcard(host) || !isLoopback(host) && !sameHost(host, h.Node) {
+		return "", problem.New(problem.InvalidArgument,
+			"event endpoint %s would listen beyond loopback and the node's address", endpoint).
+			WithHint("bind tcp://127.0.0.1:PORT, or the node's advertised address for engines on other " +
+				"machines")
 	}
 	return net.JoinHostPort(host, port), nil
 }
 
-// accepts says whether a peer that dialled may publish here. Names are not resolved: an engine that dials from elsewhere is declared by
-// address.
+// accepts reports whether a peer that dialled may publish here. Names are not resolved: an engine that dials
+// from another host must be declared by address.
 func (h Hosts) accepts(a net.Addr) bool {
 	tcp, ok := a.(*net.TCPAddr)
 	if !ok {
@@ -130,7 +135,8 @@ type addresses struct{ connect, bind, replay string }
 
 func (e Endpoints) resolve(h Hosts) (a addresses, err error) {
 	if (e.Connect == "") == (e.Bind == "") {
-		return a, problem.New(problem.InvalidArgument, "event endpoints of a rank: want exactly one of connect and bind")
+		return a, problem.New(problem.InvalidArgument,
+			"event endpoints of a rank: want exactly one of connect and bind")
 	}
 	if e.Connect != "" {
 		a.connect, err = h.dialAddr(e.Connect)

@@ -1,5 +1,13 @@
 package kvevents
 
+import (
+	"encoding/binary"
+	"encoding/hex"
+	"fmt"
+
+	"github.com/zeebo/xxh3"
+)
+
 // Media and localities as engines spell them; others are passed on as they come.
 const (
 	MediumGPU     = "GPU"
@@ -7,7 +15,7 @@ const (
 	MediumStorage = "STORAGE"
 )
 
-// Stored says that blocks entered a rank's cache. The slices are valid only during the call they are passed in.
+// Stored: blocks entered a rank's cache. The slices are valid only during the call.
 type Stored struct {
 	Hashes    []Hash
 	Parent    Hash     // zero at the root
@@ -19,12 +27,13 @@ type Stored struct {
 	Group     int      // KV group of a hybrid model, 0 otherwise
 	Kind      string   // kv_cache_spec_kind; "" = not told
 	Locality  string   // "" = not told
-	// Extra holds, per block, the raw msgpack of its extra_keys entry, nil where the entry is nil; nil as a whole where the event has
-	// none. Blocks with different extras never share (cache_salt, LoRA, images): see Salt.
+	// Extra holds, per block, the raw msgpack of its extra_keys entry, nil where the entry is nil; nil as a
+	// whole where the event has none. Blocks with different extras never share (cache_salt, LoRA, images):
+	// see Salt.
 	Extra [][]byte
 }
 
-// Removed says that copies of blocks left the cache: one count down per hash, (Hash, Group, Medium) is the key.
+// Removed: one copy of each block left the cache. The key of a block is (Hash, Group, Medium).
 type Removed struct {
 	Hashes   []Hash
 	Medium   string
@@ -32,19 +41,19 @@ type Removed struct {
 	Locality string
 }
 
-// Sink takes the events of one rank, in the engine's order, from one goroutine at a time. Its methods must not block and must not
-// keep what they are given. The first call is Reset.
+// Sink takes the events of one rank, in the engine's order, from one goroutine at a time. Its methods must
+// not block and must not keep what they are given. The first call is Reset.
 type Sink interface {
 	Stored(ev *Stored)
 	Removed(ev *Removed)
-	// Cleared: the engine dropped every block. What is known from here on is exact again.
+	// Cleared: the engine dropped every block. From here on the state is exact again.
 	Cleared()
-	// Reset: forget every block of the rank. partial = the engine may hold blocks that will never be told.
+	// Reset: forget every block of the rank. partial = the engine may hold blocks that no event will report.
 	Reset(partial bool)
 }
 
-// Salt is the cache_salt of a Stored event, "" without one. ok is false if its blocks are set apart by something else too (images,
-// embeddings): such blocks match no text prompt.
+// Salt is the cache_salt of a Stored event, "" without one. ok is false if its blocks are set apart by
+// something else too (images, embeddings): such blocks match no text prompt.
 func (ev *Stored) Salt() (salt string, ok bool) {
 	for i, raw := range ev.Extra {
 		if raw == nil {
@@ -66,10 +75,125 @@ func (ev *Stored) Salt() (salt string, ok bool) {
 			continue
 		}
 		text, isText := r.text(maxText)
-		if n > 1 || !isText || i > 0 || !ev.Parent.IsZero() { // the salt stands on the first block of a chain only
+		// the salt stands on the first block of a chain only
+		if n > 1 || !isText || i > 0 || !ev.Parent.IsZero() {
 			return "", false
 		}
 		salt = string(text)
 	}
 	return salt, true
+}
+
+// maxGroups bounds the KV groups of a hybrid model.
+const maxGroups = 64
+
+// groupFilter remembers which KV groups of a rank can be indexed by prefix, because removals name the group
+// but not its kind. A nil groupFilter passes every removal. Not safe for concurrent use.
+type groupFilter struct {
+	out     uint64 // groups whose kind cannot be indexed
+	Skipped uint64 // events of such groups
+}
+
+// indexed reports whether blocks of this kind hold every token of a prefix (a sliding window or a Mamba
+// state keeps only a part of it).
+func indexed(spec string) bool {
+	switch spec {
+	case "", "full_attention", "mla_attention", "sink_full_attention":
+		return true
+	}
+	return false
+}
+
+func (g *groupFilter) stored(e *decoded) bool {
+	if indexed(e.fields.spec) {
+		return true
+	}
+	if g != nil {
+		g.out |= 1 << e.fields.group
+		g.Skipped++
+	}
+	return false
+}
+
+func (g *groupFilter) removed(e *decoded) bool {
+	if g == nil || g.out&(1<<e.fields.group) == 0 {
+		return true
+	}
+	g.Skipped++
+	return false
+}
+
+// forget clears the groups, for a new incarnation.
+func (g *groupFilter) forget() { g.out = 0 }
+
+// HashKind is the wire type of an engine's block hash.
+type HashKind uint8
+
+// The kinds. HashNone is the zero Hash: no parent.
+const (
+	HashNone  HashKind = iota
+	HashUint           // integer ≥ 0, whatever its encoding
+	HashInt            // integer < 0
+	HashBytes          // 1 to MaxHashBytes raw bytes
+)
+
+// MaxHashBytes is the longest raw hash: SHA-256.
+const MaxHashBytes = 32
+
+// Hash is an engine's name of a KV block: opaque, comparable, and distinct for distinct wire types (integer,
+// bytes). It means nothing outside one incarnation of one rank.
+type Hash struct {
+	Kind HashKind
+	Len  uint8              // bytes used
+	Data [MaxHashBytes]byte // integers: 8 bytes big-endian
+}
+
+// UintHash is the hash of a non-negative integer.
+func UintHash(v uint64) Hash {
+	h := Hash{Kind: HashUint, Len: 8}
+	binary.BigEndian.PutUint64(h.Data[:], v)
+	return h
+}
+
+// IntHash is the hash of any integer: non-negative ones equal UintHash.
+func IntHash(v int64) Hash {
+	//nolint:gosec // the bits are the name
+	h := UintHash(uint64(v))
+	if v < 0 {
+		h.Kind = HashInt
+	}
+	return h
+}
+
+// BytesHash is the hash of raw bytes; ok is false for none or more than MaxHashBytes.
+func BytesHash(b []byte) (h Hash, ok bool) {
+	if len(b) == 0 || len(b) > MaxHashBytes {
+		return Hash{}, false
+	}
+	h.Kind, h.Len = HashBytes, uint8(len(b)) //nolint:gosec // at most 32
+	copy(h.Data[:], b)
+	return h, true
+}
+
+// IsZero reports that there is no hash.
+func (h Hash) IsZero() bool { return h.Kind == HashNone }
+
+// Handle condenses h, kind and length included, to 64 bits for tables that are keyed by them. Two hashes of
+// one rank share a handle with probability 2^-64 per pair.
+func (h Hash) Handle() uint64 {
+	return xxh3.HashSeed(h.Data[:h.Len], uint64(h.Kind)<<8|uint64(h.Len))
+}
+
+// String is for logs and tests.
+func (h Hash) String() string {
+	switch h.Kind {
+	case HashUint:
+		return fmt.Sprintf("%d", binary.BigEndian.Uint64(h.Data[:]))
+	case HashInt:
+		return fmt.Sprintf("%d", int64(binary.BigEndian.Uint64(h.Data[:]))) //nolint:gosec // the bits are the name
+	case HashBytes:
+		return hex.EncodeToString(h.Data[:h.Len])
+	case HashNone:
+	}
+	return "none"
 }

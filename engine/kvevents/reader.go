@@ -5,8 +5,9 @@ import (
 	"math"
 )
 
-// reader walks msgpack without copying or allocating. Every method consumes the value it wanted and says so, or leaves the reader
-// where it was and returns false: wrong type, cut off, or beyond the limit. Nothing trusts an announced length.
+// reader reads msgpack without copying or allocating. Every method consumes a value of its type and returns
+// true, or leaves the position unchanged and returns false: wrong type, cut off, or beyond the limit. It
+// checks every announced length against the bytes that are left.
 type reader struct {
 	b []byte
 	i int
@@ -81,8 +82,8 @@ func (r *reader) unsigned() (uint64, bool) {
 	return v, true
 }
 
-// integer takes any integer, as two's complement with its sign beside it. On a negative one that the caller cannot use the reader
-// stands behind it all the same; the event is dropped then.
+// integer takes any integer, as two's complement with its sign beside it. A negative one that the caller
+// cannot use is consumed too; the caller then drops the event.
 func (r *reader) integer() (v uint64, negative, ok bool) {
 	if r.rest() < 1 {
 		return 0, false, false
@@ -139,7 +140,8 @@ func (r *reader) float() (float64, bool) {
 	return float64(v), ok
 }
 
-// head takes the head of a container: fix codes from base, then the 8-, 16- and 32-bit forms (c8 0 = there is none).
+// head takes the head of a container: fix codes from base, then the 8-, 16- and 32-bit forms (c8 0 = there is
+// none).
 func (r *reader) head(base, mask, c8, c16, c32 byte) (int, bool) {
 	if r.rest() < 1 {
 		return 0, false
@@ -166,7 +168,7 @@ func (r *reader) head(base, mask, c8, c16, c32 byte) (int, bool) {
 	return int(v), true //nolint:gosec // at most 32 bits
 }
 
-// array takes an array's head. Each element has a byte at least, so a length beyond the rest is a lie.
+// array takes an array's head. Each element has at least one byte, so a length beyond the rest is wrong.
 func (r *reader) array() (int, bool) {
 	at := r.i
 	n, ok := r.head(0x90, 0x0f, 0, codeArray16, codeArray32)
@@ -230,7 +232,8 @@ func (r *reader) skip(depth int) bool {
 		return r.advance(2 + 1<<(c-codeFixExt1))
 	case c >= codeExt8 && c <= codeExt32:
 		n, ok := r.be(1 << (c - codeExt8))
-		return ok && n <= uint64(r.rest()) && r.advance(2+1<<(c-codeExt8)+int(n)) //nolint:gosec // checked against the rest
+		//nolint:gosec // checked against the rest
+		return ok && n <= uint64(r.rest()) && r.advance(2+1<<(c-codeExt8)+int(n))
 	case c >= codeBin8 && c <= codeBin32:
 		_, ok := r.bin(math.MaxInt)
 		return ok
@@ -268,7 +271,8 @@ func (r *reader) skipAll(n, depth int) bool {
 	return true
 }
 
-// intSize is the length of the small integer at i, 0 if there is none: the quick way through lists of token ids.
+// intSize is the length of the small integer at i, 0 if there is none: the quick way through lists of token
+// ids.
 func intSize(b []byte, i int) int {
 	if i >= len(b) {
 		return 0

@@ -13,20 +13,21 @@ import (
 
 // Limits of replays.
 const (
-	MaxReplays    = 8                // at a time, per Replays
+	maxReplays    = 8                // at a time, per Replays
 	replayStall   = 2 * time.Second  // without an answer, first or next
 	replayTotal   = 20 * time.Second // of one attempt: a ring of 10,000 batches takes a while
 	replayBacklog = 64               // batches between the reader and the tracker
 )
 
-// errReplay is the reason of a replay that ended wrongly.
+// errReplay is the reason of a replay that failed.
 var errReplay = errors.New("replay answer is malformed")
 
-// Replays bounds how many replays run at a time, for all subscriptions that share it. Nil-safe: nil bounds nothing.
+// Replays bounds how many replays run at a time, for all subscriptions that share it. Nil-safe: nil bounds
+// nothing.
 type Replays struct{ slots chan struct{} }
 
-// NewReplays allows MaxReplays at a time.
-func NewReplays() *Replays { return &Replays{slots: make(chan struct{}, MaxReplays)} }
+// NewReplays allows maxReplays at a time.
+func NewReplays() *Replays { return &Replays{slots: make(chan struct{}, maxReplays)} }
 
 func (r *Replays) enter(ctx context.Context) error {
 	if r == nil {
@@ -54,8 +55,9 @@ type answer struct {
 	err error
 }
 
-// replay asks the engine for its batches from a.from on and passes them to out, then the end. One DEALER per replay, closed after it
-// (TRAPS 11). It ends with ctx at the latest; out is read until then.
+// replay asks the engine for its batches from a.from on and passes them to out, then the end. Each replay has
+// its own DEALER and closes it, so no answer of one replay can reach the next. It ends with ctx at the
+// latest; the caller reads out until then.
 func (s *Subscriber) replay(ctx context.Context, a ask, out chan<- answer) {
 	err := s.cfg.Replays.enter(ctx)
 	if err == nil {

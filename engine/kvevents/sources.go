@@ -30,12 +30,13 @@ type Source struct {
 	Topic          string  `json:"topic"`
 }
 
-// publishes says that the source has a ZeroMQ publisher.
+// publishes reports that the source has a ZeroMQ publisher.
 func (s Source) publishes() bool { return s.Enabled && s.Publisher == "zmq" }
 
-// binds says whether the engine's PUB binds, by the engine's own rule.
+// binds reports whether the engine's PUB binds, by the engine's own rule.
 func (s Source) binds() bool {
-	return strings.Contains(s.Endpoint, "*") || strings.Contains(s.Endpoint, "::") || strings.HasPrefix(s.Endpoint, "ipc://") ||
+	return strings.Contains(s.Endpoint, "*") || strings.Contains(s.Endpoint, "::") ||
+		strings.HasPrefix(s.Endpoint, "ipc://") ||
 		strings.HasPrefix(s.Endpoint, "inproc://")
 }
 
@@ -49,7 +50,8 @@ func ParseSources(body []byte) (map[int]Source, error) {
 		return nil, problem.New(problem.Upstream, "/kv_event_sources: %w", err)
 	}
 	if len(byText) > maxSources {
-		return nil, problem.New(problem.Upstream, "/kv_event_sources lists %d ranks: at most %d are possible", len(byText), maxSources)
+		return nil, problem.New(problem.Upstream, "/kv_event_sources lists %d ranks: at most %d are possible",
+			len(byText), maxSources)
 	}
 	out := make(map[int]Source, len(byText))
 	for text, s := range byText {
@@ -62,15 +64,15 @@ func ParseSources(body []byte) (map[int]Source, error) {
 	return out, nil
 }
 
-// Discovered is what a subscription needs, from the engine's own word.
+// Discovered holds a subscription's settings as the engine reports them.
 type Discovered struct {
 	Endpoints Endpoints
 	Topic     string
 }
 
-// Discover finds the sockets of a rank that was attached without declared ones. host is the engine's, from its URL: * reads as it, any
-// other host is refused. ok is false where the engine publishes nothing for that rank. rank is the engine's own number; -1 = the only
-// one there is.
+// Discover finds the sockets of a rank that was attached without declared ones. host is the engine's, from
+// its URL: * reads as it, any other host is refused. ok is false where the engine publishes nothing for that
+// rank. rank is the engine's own number; -1 = the only one there is.
 func Discover(sources map[int]Source, rank int, host string, hosts Hosts) (d Discovered, ok bool, err error) {
 	if rank < 0 && len(sources) == 1 {
 		rank = slices.Collect(maps.Keys(sources))[0]
@@ -84,7 +86,7 @@ func Discover(sources map[int]Source, rank int, host string, hosts Hosts) (d Dis
 	if s.binds() {
 		d.Endpoints.Connect, err = onHost(s.Endpoint, host)
 	} else {
-		d.Endpoints.Bind = s.Endpoint // the engine dials: it must be us
+		d.Endpoints.Bind = s.Endpoint // the engine dials, so the socket must be ours
 	}
 	if err == nil && s.ReplayEndpoint != nil && *s.ReplayEndpoint != "" {
 		d.Endpoints.Replay, err = onHost(*s.ReplayEndpoint, host)
@@ -98,7 +100,8 @@ func Discover(sources map[int]Source, rank int, host string, hosts Hosts) (d Dis
 	return d, true, nil
 }
 
-// onHost replaces a wildcard by the engine's host and refuses every other one that is not loopback beside a loopback engine.
+// onHost replaces a wildcard by the engine's host and refuses every other one that is not loopback beside a
+// loopback engine.
 func onHost(endpoint, host string) (string, error) {
 	h, port, err := hostPort(endpoint)
 	if err != nil {
@@ -106,29 +109,33 @@ func onHost(endpoint, host string) (string, error) {
 	}
 	switch {
 	case isWildcard(h), sameHost(h, host):
-	case IsLoopback(h) && IsLoopback(host):
+	case isLoopback(h) && isLoopback(host):
 	default:
-		return "", problem.New(problem.Upstream, "the engine names %s, which is not on its host %s", endpoint, host).
+		return "", problem.New(problem.Upstream, "the engine names %s, which is not on its host %s", endpoint,
+			host).
 			WithHint("declare kv_events for the rank if it is meant")
 	}
 	return schemeTCP + net.JoinHostPort(host, port), nil
 }
 
-// Verify compares what a launched engine says with what it was told: a difference is a start failure. want are the endpoints of the
-// engine's side: pub is where it dials, replay where it binds.
+// Verify compares the endpoints that a launched engine reports with its flags; a difference is a start
+// failure. pub is the address that the engine dials, replay the one that it binds.
 func Verify(sources map[int]Source, rank int, pub, replay string) error {
 	s, ok := sources[rank]
 	switch {
 	case !ok || !s.publishes():
-		return problem.New(problem.Upstream, "the engine publishes no kv events for rank %d, though it was told to", rank)
+		return problem.New(problem.Upstream,
+			"the engine publishes no kv events for rank %d, though it was told to", rank)
 	case s.Endpoint != pub:
-		return problem.New(problem.Upstream, "the engine publishes kv events of rank %d on %s instead of %s", rank, s.Endpoint, pub)
+		return problem.New(problem.Upstream, "the engine publishes kv events of rank %d on %s instead of %s",
+			rank, s.Endpoint, pub)
 	case s.ReplayEndpoint == nil || *s.ReplayEndpoint != replay:
 		got := "nothing"
 		if s.ReplayEndpoint != nil {
 			got = *s.ReplayEndpoint
 		}
-		return problem.New(problem.Upstream, "the engine replays kv events of rank %d on %s instead of %s", rank, got, replay)
+		return problem.New(problem.Upstream, "the engine replays kv events of rank %d on %s instead of %s",
+			rank, got, replay)
 	}
 	return nil
 }

@@ -6,7 +6,8 @@ import "time"
 type Stats struct {
 	Connected bool // the event socket has its engine
 	Synced    bool // there is a baseline: blocks are known and events are followed in order
-	Partial   bool // the engine may hold blocks that are not known (ring too short, replay failed, unreadable batch)
+	// the engine may hold blocks that are not known (ring too short, replay failed, unreadable batch)
+	Partial   bool
 	Replaying bool
 	LastSeq   uint64    // of the newest batch applied; only while Synced
 	LastEvent time.Time // when the newest batch came (live); zero = none yet
@@ -35,7 +36,7 @@ type Stats struct {
 	Refused        uint64 // peers that may not publish here
 }
 
-// status is what a reader acts upon; the rest counts.
+// status holds the fields whose change triggers Config.Changed; the others only count.
 type status struct {
 	connected, synced, partial bool
 	restarts                   uint64
@@ -43,8 +44,9 @@ type status struct {
 
 func (s *Stats) status() status { return status{s.Connected, s.Synced, s.Partial, s.Restarts} }
 
-// Silence is the alarm on "requests complete, but no events come" (ENGINES 7.3). It is pure: the time is handed in. The zero value
-// begins with its first Check.
+// Silence detects that requests complete while no events come: the engine's publisher is broken or not
+// enabled, and the index would stay empty. It is pure: the caller passes the time. The zero value begins with
+// its first Check.
 type Silence struct {
 	batches, completed uint64
 	since              time.Time     // the first completion without a batch behind it
@@ -52,9 +54,10 @@ type Silence struct {
 	began              bool
 }
 
-// Check tells how long requests have completed without a batch: from the first such completion to the newest, as far as they were
-// looked at. Time in which nothing completes does not count: an idle engine is silent. batches and completed are counters. The
-// caller compares the result with its limit (30 s by ACCEPTANCE KV10).
+// Check returns for how long requests have completed without a batch: from the first such completion to the
+// newest one that a Check saw. Time in which nothing completes does not count, because an idle engine is
+// silent. batches and completed are counters. The caller compares the result with its limit (30 s;
+// docs/acceptance.md, KV10).
 func (s *Silence) Check(now time.Time, batches, completed uint64) time.Duration {
 	switch {
 	case !s.began || batches != s.batches || completed < s.completed:

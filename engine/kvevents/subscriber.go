@@ -1,6 +1,7 @@
-// Package kvevents follows the KV-cache events of engine ranks: it subscribes to an engine's ZeroMQ publisher, puts batches into their
-// order, fetches missing ones from the engine's replay socket, notices new incarnations, and hands events to a Sink. What it hands on
-// is exactly what the engine did, or visibly partial. See DESIGN.md.
+// Package kvevents follows the KV-cache events of engine ranks: it subscribes to an engine's ZeroMQ
+// publisher, puts batches into their order, fetches missing ones from the engine's replay socket, notices new
+// incarnations, and hands events to a Sink. The events that it passes on are exact, or the state is marked as
+// partial. See DESIGN.md.
 package kvevents
 
 import (
@@ -15,21 +16,22 @@ import (
 	"github.com/dpserve/dpserve/engine/kvevents/zmtp"
 )
 
-// tickInterval is how often the clock is looked at: cooldowns, checks of a silent stream.
+// tickInterval is the period of the checks of cooldowns and of a silent stream.
 const tickInterval = 250 * time.Millisecond
 
-// ErrStarted is given by a second Start.
-var ErrStarted = errors.New("kv event subscriber was started before")
+// errStarted is given by a second Start.
+var errStarted = errors.New("kv event subscriber was started before")
 
 // Config is one subscription: one rank, one incarnation or, for attached engines, any number of them.
 type Config struct {
 	Endpoints Endpoints
 	Hosts     Hosts
-	Topic     string   // prefix of the topics; "" = all
-	FirstSeq  uint64   // the engine's first sequence number: 0, 1 for llm-d-inference-sim
-	Sink      Sink     // required
-	Changed   func()   // optional: Stats tell of another state; behind what the Sink was told, and must not block either
-	Replays   *Replays // shared by the subscriptions of a node; nil = unbounded
+	Topic     string // prefix of the topics; "" = all
+	FirstSeq  uint64 // the engine's first sequence number: 0, 1 for llm-d-inference-sim
+	Sink      Sink   // required
+	// optional: called when the state in Stats changed, after the calls of the Sink; it must not block
+	Changed func()
+	Replays *Replays // shared by the subscriptions of a node; nil = unbounded
 
 	Logger *slog.Logger // nil = silent
 	// Dial and Listen replace the network (tests on memory transports); nil = net.
@@ -70,12 +72,13 @@ func New(cfg Config) (*Subscriber, error) {
 	return s, nil
 }
 
-// Start binds, where the engine dials, and begins to follow. ctx bounds the start only; Close ends the subscription.
+// Start binds, where the engine dials, and begins to follow. ctx bounds the start only; Close ends the
+// subscription.
 func (s *Subscriber) Start(ctx context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.started || s.closed {
-		return ErrStarted
+		return errStarted
 	}
 	if s.addr.bind != "" {
 		l, err := s.listen(ctx)
@@ -134,7 +137,7 @@ func (s *Subscriber) Stats() Stats {
 	return out
 }
 
-// Close ends the subscription and waits; the Sink is not called any more. It may be called often.
+// Close ends the subscription and waits; the Sink is not called any more. It is idempotent.
 func (s *Subscriber) Close() error {
 	s.mu.Lock()
 	s.closed = true
@@ -151,9 +154,12 @@ func (s *Subscriber) Close() error {
 	return err
 }
 
-// follow is the one goroutine that decides and calls the Sink.
+// follow runs the tracker and calls the Sink, on the subscription's one goroutine.
 func (s *Subscriber) follow(ctx context.Context) {
-	f := &follower{s: s, t: newTracker(s.cfg.FirstSeq, s.addr.replay != "", s.cfg.Sink), answers: make(chan answer, replayBacklog)}
+	f := &follower{
+		s: s, t: newTracker(s.cfg.FirstSeq, s.addr.replay != "", s.cfg.Sink),
+		answers: make(chan answer, replayBacklog),
+	}
 	defer f.end()
 	tick := time.NewTicker(tickInterval)
 	defer tick.Stop()
@@ -226,7 +232,8 @@ func (f *follower) answer(a answer) {
 	}
 }
 
-// launch runs the replay that the tracker wants; the one before has lost its purpose.
+// launch runs the replay that the tracker wants and cancels the previous one, whose results are no longer
+// needed.
 func (f *follower) launch(ctx context.Context) {
 	a := f.t.take()
 	if a == nil {
@@ -261,4 +268,143 @@ func (f *follower) publish() {
 	if changed && f.s.cfg.Changed != nil {
 		f.s.cfg.Changed()
 	}
+}
+
+// Bounds of the queue between the socket and the tracker. The reader takes messages as fast as the socket
+// delivers them, because the engine's publisher drops batches without notice when a subscriber is slow. A
+// message that does not fit here becomes a gap in the sequence, which the tracker repairs by a replay.
+const (
+	maxQueued      = 8192
+	maxQueuedBytes = 64 << 20
+)
+
+// itemKind is the kind of an item of the queue.
+type itemKind uint8
+
+const (
+	itemMessage itemKind = iota
+	itemConnect
+	itemDisconnect
+	itemOverflow
+	itemBadFrames
+)
+
+type item struct {
+	kind itemKind
+	conn uint64 // which connection it is of
+	msg  message
+}
+
+// queue is bounded in messages and bytes. Safe for concurrent use.
+type queue struct {
+	kick chan struct{}
+
+	mu    sync.Mutex
+	items []item
+	bytes int
+}
+
+func newQueue() *queue { return &queue{kick: make(chan struct{}, 1)} }
+
+// push never blocks: beyond the bound a message becomes one overflow item.
+func (q *queue) push(it item) {
+	q.mu.Lock()
+	full := len(q.items) >= maxQueued || q.bytes+len(it.msg.payload) > maxQueuedBytes
+	switch {
+	case !full || it.kind == itemConnect || it.kind == itemDisconnect:
+		q.items = append(q.items, it)
+		q.bytes += len(it.msg.payload)
+	case q.items[len(q.items)-1].kind != itemOverflow:
+		q.items = append(q.items, item{kind: itemOverflow, conn: it.conn})
+	}
+	q.mu.Unlock()
+	select {
+	case q.kick <- struct{}{}:
+	default:
+	}
+}
+
+// take returns all items; spare becomes the buffer of the next ones.
+func (q *queue) take(spare []item) []item {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	out := q.items
+	q.items, q.bytes = spare[:0], 0
+	return out
+}
+
+// Times of the event socket.
+const (
+	dialTimeout = 2 * time.Second
+	firstPause  = 50 * time.Millisecond // between attempts to reach a publisher, doubling
+	lastPause   = time.Second
+	maxPeers    = 4 // connections to a bound socket: the publisher, its successor, and handshakes
+)
+
+// dialLoop keeps a connection to a publisher that binds.
+func (s *Subscriber) dialLoop(ctx context.Context) {
+	for pause := firstPause; ; pause = min(2*pause, lastPause) {
+		dial, cancel := context.WithTimeout(ctx, dialTimeout)
+		c, err := zmtp.Dial(dial, s.cfg.Dial, s.addr.connect, zmtp.Sub, zmtp.DefaultLimits())
+		cancel()
+		if err == nil {
+			pause = firstPause
+			stop := context.AfterFunc(ctx, func() { _ = c.Close() })
+			s.read(c)
+			stop()
+			_ = c.Close()
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(pause):
+		}
+	}
+}
+
+// read reads one connection until it ends and puts every message into the queue.
+func (s *Subscriber) read(c *zmtp.Conn) {
+	if err := c.SetWriteDeadline(time.Now().Add(dialTimeout)); err != nil {
+		return
+	}
+	if err := c.Subscribe(s.cfg.Topic); err != nil {
+		return
+	}
+	id := s.setCurrent(c)
+	s.queue.push(item{kind: itemConnect, conn: id})
+	defer s.queue.push(item{kind: itemDisconnect, conn: id})
+	for {
+		frames, err := c.Recv()
+		if err != nil {
+			return
+		}
+		m, ok := liveMessage(frames)
+		it := item{kind: itemMessage, conn: id, msg: m}
+		if !ok {
+			it = item{kind: itemBadFrames, conn: id}
+		}
+		s.queue.push(it)
+	}
+}
+
+// setCurrent makes c the current connection. The newest one wins: it belongs to the engine's successor or to
+// its next attempt, and the previous one may stay half open for minutes.
+func (s *Subscriber) setCurrent(c *zmtp.Conn) uint64 {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.current != nil && s.current != c {
+		_ = s.current.Close()
+	}
+	s.current = c
+	s.conns++
+	return s.conns
+}
+
+// liveMessage reads [topic, seq, payload].
+func liveMessage(frames [][]byte) (message, bool) {
+	if len(frames) != 3 {
+		return message{}, false
+	}
+	seq, ok := seqOf(frames[1])
+	return message{seq: seq, payload: frames[2]}, ok
 }

@@ -118,7 +118,7 @@ func begin(t *testing.T, cfg Config) (*Subscriber, *box) {
 	s, err := New(cfg)
 	require.NoError(t, err)
 	require.NoError(t, s.Start(t.Context()))
-	require.ErrorIs(t, s.Start(t.Context()), ErrStarted)
+	require.ErrorIs(t, s.Start(t.Context()), errStarted)
 	t.Cleanup(func() { assert.NoError(t, s.Close()); assert.NoError(t, s.Close()) })
 	return s, sink
 }
@@ -272,7 +272,10 @@ func TestNewestPublisherWins(t *testing.T) {
 
 func TestUndeclaredPeersAreRefused(t *testing.T) {
 	h := Hosts{Node: "10.0.0.1", Peers: []string{"10.0.0.7", "engine-3"}}
-	for ip, want := range map[string]bool{"127.0.0.1": true, "::1": true, "10.0.0.1": true, "10.0.0.7": true, "10.0.0.8": false, "::ffff:10.0.0.7": true} {
+	for ip, want := range map[string]bool{
+		"127.0.0.1": true, "::1": true, "10.0.0.1": true, "10.0.0.7": true,
+		"10.0.0.8": false, "::ffff:10.0.0.7": true,
+	} {
 		assert.Equal(t, want, h.accepts(&net.TCPAddr{IP: net.ParseIP(ip)}), ip)
 	}
 	s := &Subscriber{cfg: Config{Hosts: h}, log: discardLog()}
@@ -371,7 +374,10 @@ func TestSources(t *testing.T) {
 	d, ok, err := Discover(two, 1, "10.0.0.7", Hosts{})
 	require.NoError(t, err)
 	require.True(t, ok)
-	assert.Equal(t, Discovered{Endpoints: Endpoints{Connect: "tcp://10.0.0.7:15901", Replay: "tcp://10.0.0.7:16901"}}, d)
+	assert.Equal(t, Discovered{Endpoints: Endpoints{
+		Connect: "tcp://10.0.0.7:15901",
+		Replay:  "tcp://10.0.0.7:16901",
+	}}, d)
 	_, ok, err = Discover(two, 2, "10.0.0.7", Hosts{})
 	require.NoError(t, err)
 	assert.False(t, ok)
@@ -383,30 +389,42 @@ func TestSources(t *testing.T) {
 	d, ok, err = Discover(dials, -1, "127.0.0.1", Hosts{})
 	require.NoError(t, err)
 	require.True(t, ok)
-	assert.Equal(t, Discovered{Endpoints: Endpoints{Bind: "tcp://127.0.0.1:15700", Replay: "tcp://127.0.0.1:15800"}, Topic: "t"}, d)
+	assert.Equal(t, Discovered{Endpoints: Endpoints{
+		Bind:   "tcp://127.0.0.1:15700",
+		Replay: "tcp://127.0.0.1:15800",
+	}, Topic: "t"}, d)
 	_, _, err = Discover(dials, 0, "10.0.0.7", Hosts{})
 	require.ErrorContains(t, err, "not on its host", "the replay is on a loopback that is not ours")
 
 	require.NoError(t, Verify(dials, 0, "tcp://127.0.0.1:15700", "tcp://127.0.0.1:15800"))
-	require.ErrorContains(t, Verify(dials, 0, "tcp://127.0.0.1:15701", "tcp://127.0.0.1:15800"), "instead of tcp://127.0.0.1:15701")
+	require.ErrorContains(t, Verify(dials, 0, "tcp://127.0.0.1:15701", "tcp://127.0.0.1:15800"),
+		"instead of tcp://127.0.0.1:15701")
 	require.ErrorContains(t, Verify(dials, 0, "tcp://127.0.0.1:15700", "tcp://127.0.0.1:1"), "replays")
-	assert.ErrorContains(t, Verify(dials, 1, "tcp://127.0.0.1:15700", "tcp://127.0.0.1:1"), "publishes no kv events")
+	assert.ErrorContains(t, Verify(dials, 1, "tcp://127.0.0.1:15700", "tcp://127.0.0.1:1"),
+		"publishes no kv events")
 }
 
 func TestSourcesOfBadEngines(t *testing.T) {
-	for _, body := range []string{"", "[]", `{"x":{}}`, `{"-1":{}}`, `{"0":3}`, strings.Repeat(" ", maxSourcesBody+1)} {
+	for _, body := range []string{
+		"", "[]", `{"x":{}}`, `{"-1":{}}`, `{"0":3}`,
+		strings.Repeat(" ", maxSourcesBody+1),
+	} {
 		_, err := ParseSources([]byte(body))
 		require.Error(t, err)
 	}
 	for endpoint, want := range map[string]string{
-		"tcp://192.0.2.9:5557": "would listen beyond", "ipc:///tmp/x": "not tcp", "tcp://*:x": "not tcp", "inproc://a": "not tcp",
+		"tcp://192.0.2.9:5557": "would listen beyond", "ipc:///tmp/x": "not tcp", "tcp://*:x": "not tcp",
+		"inproc://a": "not tcp",
 	} {
 		sources := map[int]Source{0: {Enabled: true, Publisher: "zmq", Endpoint: endpoint}}
 		_, _, err := Discover(sources, 0, "127.0.0.1", Hosts{})
 		require.ErrorContains(t, err, want)
 	}
 	other := "tcp://192.0.2.9:1"
-	sources := map[int]Source{0: {Enabled: true, Publisher: "zmq", Endpoint: "tcp://*:5557", ReplayEndpoint: &other}}
+	sources := map[int]Source{0: {
+		Enabled: true, Publisher: "zmq", Endpoint: "tcp://*:5557",
+		ReplayEndpoint: &other,
+	}}
 	_, _, err := Discover(sources, 0, "127.0.0.1", Hosts{})
 	require.ErrorContains(t, err, "not on its host")
 	_, ok, err := Discover(map[int]Source{0: {Enabled: true, Publisher: "null"}}, 0, "127.0.0.1", Hosts{})
@@ -426,7 +444,8 @@ func FuzzParseSources(f *testing.F) {
 		for rank := range sources {
 			d, ok, err := Discover(sources, rank, "10.0.0.7", hosts)
 			if ok && err == nil {
-				require.NoError(t, d.Endpoints.Check(Hosts{Node: "10.0.0.1", Peers: []string{"10.0.0.7"}}), "%+v", d)
+				require.NoError(t, d.Endpoints.Check(Hosts{Node: "10.0.0.1", Peers: []string{"10.0.0.7"}}),
+					"%+v", d)
 				assert.NotContains(t, d.Endpoints.Connect+d.Endpoints.Replay, "*")
 			}
 		}
@@ -451,5 +470,6 @@ func FuzzReplies(f *testing.F) {
 func TestHashText(t *testing.T) {
 	raw, ok := BytesHash([]byte{0xab, 0xcd})
 	require.True(t, ok)
-	assert.Equal(t, "abcd -3 18446744073709551615 none", fmt.Sprint(raw, " ", IntHash(-3), " ", UintHash(math.MaxUint64), " ", Hash{}))
+	assert.Equal(t, "abcd -3 18446744073709551615 none",
+		fmt.Sprint(raw, " ", IntHash(-3), " ", UintHash(math.MaxUint64), " ", Hash{}))
 }

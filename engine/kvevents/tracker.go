@@ -10,8 +10,9 @@ import (
 
 // Times and bounds of a tracker.
 const (
-	ReplayCooldown  = 30 * time.Second // after a failed replay
-	tailDelay       = 2 * time.Second  // silence after which the end of the stream is checked: a lost last batch makes no gap
+	replayCooldown = 30 * time.Second // after a failed replay
+	// silence after which the end of the stream is checked: a lost last batch makes no gap
+	tailDelay       = 2 * time.Second
 	tailInterval    = 30 * time.Second // between such checks of a stream that stays silent
 	maxPending      = 4096             // live batches kept while a replay runs
 	maxPendingBytes = 32 << 20
@@ -45,18 +46,19 @@ type ask struct {
 	from uint64
 }
 
-// tracker decides in which order batches reach the sink, and when that is no longer possible. It is pure: the time is an argument,
-// nothing blocks, replays are run by its owner (want). See DESIGN.md for its states.
+// tracker puts batches into the engine's order and detects when that is no longer possible. It is pure: the
+// time is an argument, nothing blocks, and its owner runs the replays that it asks for (want). DESIGN.md has
+// its states.
 type tracker struct {
 	first   uint64 // the engine's first sequence number
 	replays bool   // there is a replay endpoint
 	sink    Sink
-	decoder Decoder
-	groups  Groups
+	decoder batchDecoder
+	groups  groupFilter
 
 	connected bool
 	have      bool   // next is known
-	suspect   bool   // the connection is new: what is known may be of an engine that is gone
+	suspect   bool   // the connection is new: the known blocks may be those of an earlier engine
 	next      uint64 // the number of the next batch
 	high      uint64 // what next was when it was lost; 0 = nothing to compare with
 	lastTS    float64
@@ -138,8 +140,8 @@ func (t *tracker) restart(now time.Time) {
 	}
 }
 
-// base makes seq the next number, with nothing known of what was before it.
-func (t *tracker) base(seq uint64) {
+// setBaseline makes seq the next number; the batches before it are unknown.
+func (t *tracker) setBaseline(seq uint64) {
 	t.reset(seq > t.first)
 	if seq < t.high {
 		t.stats.Restarts++
@@ -186,9 +188,9 @@ func (t *tracker) order(now time.Time, m message) bool {
 		t.restart(now)
 		return true
 	case !t.have:
-		t.base(m.seq)
+		t.setBaseline(m.seq)
 	case m.seq < t.next:
-		return t.old(now, m)
+		return t.handlePassed(now, m)
 	case m.seq > t.next:
 		t.stats.Gaps++
 		if t.replays {
@@ -196,26 +198,28 @@ func (t *tracker) order(now time.Time, m message) bool {
 				return false
 			}
 		}
-		t.base(m.seq)
+		t.setBaseline(m.seq)
 	}
 	if t.apply(m) {
 		return true
 	}
-	if t.replays && t.healed != m.seq && t.rounds < maxRounds && !now.Before(t.cooldown) { // the wire may have damaged what the ring has whole
+	// the wire may have damaged what the ring has whole
+	if t.replays && t.healed != m.seq && t.rounds < maxRounds && !now.Before(t.cooldown) {
 		t.healed = m.seq
 		t.start(now, replayGap, t.next)
 		return false
 	}
-	t.giveUp(m)
+	t.skipUnreadable(m)
 	if t.fullAt.IsZero() {
-		t.fullAt = now.Add(ReplayCooldown)
+		t.fullAt = now.Add(replayCooldown)
 	}
 	return true
 }
 
-// old judges a batch whose number has passed: a duplicate, a straggler from before a gap, or a new incarnation.
-func (t *tracker) old(now time.Time, m message) bool {
-	known, same := t.knows(m)
+// handlePassed handles a batch whose number has passed: a duplicate, a straggler from before a gap, or a sign
+// of a new incarnation.
+func (t *tracker) handlePassed(now time.Time, m message) bool {
+	known, same := t.isRecent(m)
 	if known && same {
 		t.stats.Duplicates++
 		return true
@@ -236,14 +240,14 @@ func (t *tracker) old(now time.Time, m message) bool {
 	return t.order(now, m)
 }
 
-// knows says whether the number of m was seen lately, and whether its content was the same.
-func (t *tracker) knows(m message) (known, same bool) {
+// isRecent reports whether the number of m was seen recently, and whether its content was the same.
+func (t *tracker) isRecent(m message) (known, same bool) {
 	p := &t.recent[m.seq%recentSize]
 	known = p.set && p.seq == m.seq
 	return known, known && p.sum == xxh3.Hash(m.payload)
 }
 
-// apply decodes the batch whose turn it is; false = it is unreadable and its turn remains.
+// apply decodes and delivers the next batch; false = it cannot be decoded, and next is unchanged.
 func (t *tracker) apply(m message) bool {
 	b, err := t.decoder.Decode(m.payload)
 	if err != nil {
@@ -264,19 +268,19 @@ func (t *tracker) apply(m message) bool {
 	return true
 }
 
-// step books that m had its turn.
+// step records that m was handled and advances next.
 func (t *tracker) step(m message) {
 	t.recent[m.seq%recentSize] = print{seq: m.seq, sum: xxh3.Hash(m.payload), set: true}
 	t.next = m.seq + 1
 }
 
-// giveUp passes an unreadable batch: what is known stays, but it is no longer all there is.
-func (t *tracker) giveUp(m message) {
+// skipUnreadable skips a batch that cannot be decoded: the known blocks stay, and the state becomes partial.
+func (t *tracker) skipUnreadable(m message) {
 	t.step(m)
 	t.stats.Partial = true
 }
 
-// drain applies what came meanwhile.
+// drain applies the live batches that waited for the replay.
 func (t *tracker) drain(now time.Time) {
 	for len(t.pending) > 0 && t.mode == replayNone {
 		m := t.pending[0]
@@ -312,7 +316,7 @@ func (t *tracker) overflow(now time.Time) {
 	}
 }
 
-// tick does what is due.
+// tick starts the checks and replays that are due.
 func (t *tracker) tick(now time.Time) {
 	if !t.connected || !t.replays || t.mode != replayNone || now.Before(t.cooldown) {
 		return
@@ -325,7 +329,7 @@ func (t *tracker) tick(now time.Time) {
 	}
 }
 
-// wantsFull says that a replay was not possible, and that another one could still tell more than is known.
+// wantsFull records that a replay was not possible and that a later full replay could complete the state.
 func (t *tracker) wantsFull() bool { return !t.fullAt.IsZero() && (t.stats.Partial || !t.have) }
 
 // snapshot is the state for readers.
@@ -365,4 +369,118 @@ func seqOf(frame []byte) (uint64, bool) {
 		return 0, false
 	}
 	return binary.BigEndian.Uint64(frame), true
+}
+
+// start asks for a replay, or acts as if it had failed where none is allowed now.
+func (t *tracker) start(now time.Time, mode replayMode, from uint64) {
+	if t.rounds++; t.rounds > maxRounds {
+		t.cooldown = now.Add(replayCooldown)
+	}
+	if now.Before(t.cooldown) {
+		t.fail(now, mode)
+		return
+	}
+	t.asked++
+	t.mode, t.seen, t.want = mode, false, &ask{id: t.asked, from: from}
+	t.stats.Replays++
+}
+
+// stop forgets the replay that runs.
+func (t *tracker) stop() { t.mode, t.want = replayNone, nil }
+
+// take is the ask that the owner has to run now; it replaces one that runs.
+func (t *tracker) take() *ask {
+	a := t.want
+	t.want = nil
+	return a
+}
+
+// running reports whether the results of ask id are wanted.
+func (t *tracker) running(id uint64) bool { return t.mode != replayNone && id == t.asked }
+
+// fail handles a replay that was not possible.
+func (t *tracker) fail(now time.Time, mode replayMode) {
+	t.stop()
+	if mode == replayTail {
+		t.tailAt = now.Add(tailInterval)
+		return
+	}
+	t.fullAt = t.cooldown
+	if t.suspect || t.have && mode != replayFull {
+		t.reset(true)
+	}
+}
+
+// replayed takes one batch of the replay that runs.
+func (t *tracker) replayed(now time.Time, m message) {
+	first := !t.seen
+	t.seen = true
+	switch {
+	case first && t.mode == replayFull, !t.have, m.seq > t.next:
+		t.setBaseline(m.seq) // what lay between is gone
+	case t.suspect && m.seq == t.next:
+		t.setBaseline(m.seq) // the last batch we saw is gone: nothing says that it is the same engine
+	case m.seq < t.next:
+		known, same := t.isRecent(m)
+		if known && !same {
+			t.restart(now)
+			return
+		}
+		t.suspect = t.suspect && !known
+		t.stats.Duplicates++
+		return
+	}
+	if !t.apply(m) {
+		t.skipUnreadable(m)
+	}
+}
+
+// replayEnd handles the end of the replay: its end marker, or err.
+func (t *tracker) replayEnd(now time.Time, err error) {
+	mode := t.mode
+	t.stop()
+	if err != nil {
+		t.failed(now, mode)
+	} else {
+		t.ended(now, mode)
+	}
+	t.drain(now)
+}
+
+// failed handles a broken replay. The batches that it brought before are applied.
+func (t *tracker) failed(now time.Time, mode replayMode) {
+	t.stats.ReplayFailures++
+	if mode == replayTail { // nothing is known to be missing
+		t.tailAt = now.Add(tailInterval)
+		return
+	}
+	t.cooldown = now.Add(replayCooldown)
+	t.fullAt = t.cooldown
+	if t.suspect {
+		t.reset(true)
+	} // gap: the next live batch shows what is missing
+}
+
+func (t *tracker) ended(now time.Time, mode replayMode) {
+	t.tailAt = now.Add(tailDelay)
+	if mode == replayTail {
+		t.tailAt = now.Add(tailInterval)
+	}
+	if mode == replayFull {
+		t.fullAt = time.Time{}
+	}
+	if t.seen {
+		return
+	}
+	switch mode {
+	case replayFull:
+		if t.suspect || !t.have { // nothing was published yet
+			t.setBaseline(t.first)
+		}
+	case replayVerify: // the last batch we saw is unknown there
+		t.restart(now)
+	case replayGap: // a gap that stays: the next live batch is the baseline
+		t.reset(true)
+	case replayNone, replayTail:
+	}
 }

@@ -24,7 +24,10 @@ func newBench(t *testing.T, first uint64, replays bool) *bench {
 // batch n of incarnation run stores block 1000·run + n.
 func (b *bench) batch(run, n int) message {
 	at := float64(run*1_000_000 + n)
-	return message{seq: uint64(n), payload: pack(b.t, list{at, list{stored(list{1000*run + n + 1}, nil, 2)}, 0})}
+	return message{
+		seq:     uint64(n),
+		payload: pack(b.t, list{at, list{stored(list{1000*run + n + 1}, nil, 2)}, 0}),
+	}
 }
 
 func (b *bench) lives(run int, seqs ...int) {
@@ -118,7 +121,7 @@ func TestFailedReplayCoolsDown(t *testing.T) {
 	b.lives(1, 8)
 	assert.Nil(t, b.take(), "not within the cooldown")
 	b.holds(1, 8)
-	b.now = b.now.Add(ReplayCooldown - time.Second)
+	b.now = b.now.Add(replayCooldown - time.Second)
 	b.tick(b.now)
 	assert.Nil(t, b.take())
 	b.now = b.now.Add(time.Second)

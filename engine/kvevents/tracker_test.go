@@ -71,7 +71,7 @@ func (e *fakeEngine) publish(draw func(limit int) int) message {
 	}
 	e.clock++
 	payload := pack(e.t, list{e.clock, events, 0})
-	var d Decoder
+	var d batchDecoder
 	_, err := d.Decode(payload)
 	require.NoError(e.t, err)
 	d.Deliver(e.truth, nil)
@@ -96,8 +96,9 @@ func (e *fakeEngine) replay(from uint64) []message {
 
 var errTest = errors.New("no answer")
 
-// The tracker against an engine behind a line that drops, doubles, reorders, damages and breaks: what it shows as whole is exactly what
-// the engine holds, what it shows as partial is a part of it; at rest it has caught up.
+// The tracker against an engine behind a line that drops, doubles, reorders, damages and breaks: what it
+// shows as whole is exactly what the engine holds, what it shows as partial is a part of it; at rest it has
+// caught up.
 func TestTrackerAgainstOracle(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		draw := func(limit int) int { return rapid.IntRange(0, limit-1).Draw(rt, "n") }
@@ -193,7 +194,7 @@ func TestTrackerAgainstOracle(t *testing.T) {
 		for range 4 {
 			deliver(engine.publish(draw))
 			runReplay(1<<30, false)
-			now = now.Add(ReplayCooldown + time.Second)
+			now = now.Add(replayCooldown + time.Second)
 			tr.tick(now)
 			runReplay(1<<30, false)
 			runReplay(1<<30, false)

@@ -11,7 +11,8 @@ import (
 	"time"
 )
 
-// benchBodies are the bodies whose cost is a goal: small, a 400 KB prompt, the same full of escapes, and token ids.
+// benchBodies are the bodies whose cost is a goal: small, a 400 KB prompt, the same full of escapes, and
+// token ids.
 func benchBodies() map[string][]byte {
 	body := func(prompt string) []byte {
 		return fmt.Appendf(nil, `{"model":"tiny","messages":[{"role":"user","content":%s}],"max_tokens":64,"temperature":0,"stream":true}`, prompt)
@@ -49,8 +50,9 @@ func BenchmarkScan(b *testing.B) {
 	}
 }
 
-// BenchmarkPlain prints how many times faster plain is than the loop over words that it has replaced, on the same bytes in the
-// same run, the two in turn, by the best time of each. "prose" has lines of 20 to 140 bytes.
+// BenchmarkPlain prints how many times faster plain is than the loop over words that it has replaced, on the
+// same bytes in the same run, the two in turn, by the best time of each. "prose" has lines of 20 to 140
+// bytes.
 func BenchmarkPlain(b *testing.B) {
 	const size = 400 << 10
 	texts := map[string][]byte{
@@ -91,7 +93,8 @@ func runs(b []byte, plain func([]byte, int) int) {
 	}
 }
 
-// plainByWords is the baseline of BenchmarkPlain: a test for each word, and one for each of the three kinds in it.
+// plainByWords is the baseline of BenchmarkPlain: a test for each word, and one for each of the three kinds
+// in it.
 func plainByWords(b []byte, i int) int {
 	const quotes, blanks = ones * '"', ones * ' '
 	for ; i+8 <= len(b); i += 8 {
@@ -152,11 +155,12 @@ func BenchmarkParseUsage(b *testing.B) {
 	}
 }
 
-// BenchmarkRefuse is the longest that a bad shape can occupy the gateway (goal: 10 ms, SP8): keys up to the limit.
+// BenchmarkRefuse is the longest that a bad shape can occupy the gateway (goal: 10 ms, SP8): keys up to the
+// limit.
 func BenchmarkRefuse(b *testing.B) {
 	million := strings.Repeat(`"kkkk":0,`, 1_000_000)
 	fields := make([]byte, 0, 1<<20)
-	for i := range MaxFields + 1 {
+	for i := range maxFields + 1 {
 		fields = fmt.Appendf(fields, `"k%d":0,`, i)
 	}
 	bodies := map[string][]byte{

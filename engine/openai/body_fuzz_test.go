@@ -13,9 +13,12 @@ import (
 
 func addBodies(f *testing.F) {
 	for _, body := range []string{
-		`{}`, `[]`, ``, `{"a":1,}`, `{"model":"tiny","prompt":[[1,2],[3]],"n":3,"max_tokens":7}`, `{"model":"t\u0069ny","stream":true,"stream_options":{"include_usage":true}}`,
-		`{"\u006e":2,"n":3}`, `{"bootstrap_room":1,"a":2,"routed_dp_rank":3}`, `{"messages":[{"role":"user","content":"a\n\ud83d\ude00"}],"n":"1_29"}`,
-		`{"a":NaN,"b":-Infinity}`, `{"prompt":[1,02]}`, "{\"a\":\"\x01\"}", `{"n":1e400,"max_tokens":2147483649}`,
+		`{}`, `[]`, ``, `{"a":1,}`, `{"model":"tiny","prompt":[[1,2],[3]],"n":3,"max_tokens":7}`,
+		`{"model":"t\u0069ny","stream":true,"stream_options":{"include_usage":true}}`,
+		`{"\u006e":2,"n":3}`, `{"bootstrap_room":1,"a":2,"routed_dp_rank":3}`,
+		`{"messages":[{"role":"user","content":"a\n\ud83d\ude00"}],"n":"1_29"}`,
+		`{"a":NaN,"b":-Infinity}`, `{"prompt":[1,02]}`, "{\"a\":\"\x01\"}",
+		`{"n":1e400,"max_tokens":2147483649}`,
 	} {
 		for route := range uint8(NumRoutes) {
 			f.Add(route, []byte(body))
@@ -23,8 +26,9 @@ func addBodies(f *testing.F) {
 	}
 }
 
-// FuzzScan: Scan accepts exactly what encoding/json calls valid, is an object, and breaks no limit; a refusal of valid
-// JSON names a limit, never the syntax. What it read of an accepted body is what encoding/json reads.
+// FuzzScan: Scan accepts exactly what encoding/json calls valid, is an object, and breaks no limit; a refusal
+// of valid JSON names a limit, never the syntax. What it read of an accepted body is what encoding/json
+// reads.
 func FuzzScan(f *testing.F) {
 	addBodies(f)
 	f.Fuzz(func(t *testing.T, route uint8, body []byte) {
@@ -53,7 +57,8 @@ func checkScanned(t *testing.T, r Route, b *Body, body []byte) {
 	seen := map[string]string{}
 	for _, m := range rawMembers(t, body) {
 		if _, double := seen[m.key]; double {
-			require.True(t, strings.ContainsRune(m.key, utf8.RuneError), "field %q twice", m.key) // its decoder merges what is not UTF-8
+			// its decoder merges what is not UTF-8
+			require.True(t, strings.ContainsRune(m.key, utf8.RuneError), "field %q twice", m.key)
 			return
 		}
 		seen[m.key] = m.value
@@ -67,8 +72,8 @@ func checkScanned(t *testing.T, r Route, b *Body, body []byte) {
 		}
 	}
 	require.GreaterOrEqual(t, b.Choices, 1)
-	require.LessOrEqual(t, b.N, MaxN)
-	require.LessOrEqual(t, b.MaxTokens, int64(MaxMaxTokens))
+	require.LessOrEqual(t, b.N, maxN)
+	require.LessOrEqual(t, b.MaxTokens, int64(maxMaxTokens))
 	if r.Generates() {
 		require.Equal(t, seen["stream"] == "true", b.Stream)
 	}
@@ -125,7 +130,8 @@ func FuzzParseUsage(f *testing.F) {
 				PromptTokens *int `json:"prompt_tokens"`
 			} `json:"usage"`
 		}
-		if !ok || json.Unmarshal(b, &want) != nil || bytes.Count(bytes.ToLower(b), []byte("prompt_tokens")) != 1 || bytes.Contains(b, []byte(`\u`)) {
+		if !ok || json.Unmarshal(b, &want) != nil ||
+			bytes.Count(bytes.ToLower(b), []byte("prompt_tokens")) != 1 || bytes.Contains(b, []byte(`\u`)) {
 			return
 		}
 		if bytes.Count(bytes.ToLower(b), []byte(`"usage"`)) == 1 {

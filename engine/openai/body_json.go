@@ -1,17 +1,19 @@
 package openai
 
-// The shape limits of a request body. Whatever breaks one is refused with 400; nothing is clamped.
+// The shape limits of a request body. A body that exceeds one is refused with 400.
 const (
-	// MaxDepth is how deep objects and arrays may nest, the body's own braces included.
-	MaxDepth = 64
-	// MaxKeys bounds the keys of all objects together: a logit_bias over a whole vocabulary fits, a key bomb does not.
-	MaxKeys = 1 << 18
-	// MaxFields bounds the top-level fields; every one is compared with those before it. The APIs know about a hundred.
-	MaxFields = 1024
+	// maxDepth is how deep objects and arrays may nest, the body's own braces included.
+	maxDepth = 64
+	// maxKeys bounds the keys of all objects together: a logit_bias over a whole vocabulary fits, a body made
+	// of keys does not.
+	maxKeys = 1 << 18
+	// maxFields bounds the top-level fields; each is compared with all before it. The APIs have about a
+	// hundred.
+	maxFields = 1024
 )
 
-// scanner checks JSON in one pass and allocates nothing. Its methods take an index and return the one behind what they
-// read, -1 after fail.
+// scanner checks JSON in one pass and allocates nothing. Its methods take an index and return the one behind
+// what they read, -1 after fail.
 type scanner struct {
 	b       []byte
 	keys    int   // seen so far, all objects
@@ -151,7 +153,7 @@ func (s *scanner) exponent(i int) int {
 
 // array checks an array at b[i] and counts its elements in t, if there is one.
 func (s *scanner) array(i, depth int, t *tally) int {
-	if depth > MaxDepth {
+	if depth > maxDepth {
 		return s.fail(faultDepth, i)
 	}
 	var ignored tally
@@ -181,8 +183,8 @@ func (s *scanner) array(i, depth int, t *tally) int {
 	}
 }
 
-// ids skips plain positive numbers that each have a comma behind them, which is what a prompt of token ids is made of.
-// It stops at the first element that is anything else, the last one included.
+// ids skips plain positive numbers followed by a comma, the form of a prompt of token ids. It stops at the
+// first other element; the last element is one, as it has no comma.
 func (s *scanner) ids(i int, t *tally) int {
 	for {
 		j := i
@@ -197,7 +199,7 @@ func (s *scanner) ids(i int, t *tally) int {
 	}
 }
 
-// count notes an element by its first byte.
+// count counts an element by its first byte.
 func (t *tally) count(first byte) {
 	switch {
 	case first == '"':
@@ -216,14 +218,14 @@ func (s *scanner) object(i, depth int) int {
 	return s.members(i, depth, nil)
 }
 
-// member is told of every member of an object: its key as written, between the quotes, whether that holds escapes, and
-// where its value is. It says whether to go on.
+// member is called for every member of an object, with its key as written between the quotes, whether the key
+// has escapes, and the position of its value. It reports whether to go on.
 type member func(key []byte, escaped bool, value Span) bool
 
-// members checks the object at b[i] and tells f, if there is one, of each member. If f stops it, the index behind the
-// last value is returned and the rest is not checked.
+// members checks the object at b[i] and calls f, if it is not nil, for each member. If f stops it, the index
+// behind the last value is returned and the rest is not checked.
 func (s *scanner) members(i, depth int, f member) int {
-	if depth > MaxDepth {
+	if depth > maxDepth {
 		return s.fail(faultDepth, i)
 	}
 	if i = s.space(i + 1); s.peek(i) == '}' {
@@ -260,7 +262,7 @@ func (s *scanner) key(i int) (key []byte, value int) {
 	if s.peek(i) != '"' {
 		return nil, s.unexpected(i)
 	}
-	if s.keys++; s.keys > MaxKeys {
+	if s.keys++; s.keys > maxKeys {
 		return nil, s.fail(faultKeys, i)
 	}
 	end := s.str(i)
@@ -272,4 +274,9 @@ func (s *scanner) key(i int) (key []byte, value int) {
 		return nil, s.unexpected(colon)
 	}
 	return s.b[i+1 : end-1], s.space(colon + 1)
+}
+
+// err is the scanner's fault as an error; key is the top-level field it is in.
+func (s *scanner) err(key []byte) error {
+	return newBodyError(s.fault, key, "%s", s.fault.text(s.at))
 }

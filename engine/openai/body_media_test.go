@@ -19,8 +19,14 @@ func TestScanTellsTextFromMedia(t *testing.T) {
 		{`[{"type":"text","text":"look at image_url"}]`, ``, 0},
 		{`[{"type":"image_url","image_url":{"url":"data:x"}}]`, `{"url":"data:x"}`, 1},
 		{`[{"image_url":"http://a/b.png"},{"type":"text","text":"x"}]`, `"http://a/b.png"`, 1},
-		{`[{"type":"input_audio", "input_audio" : {"data":"QUJD","format":"wav"}}]`, `{"data":"QUJD","format":"wav"}`, 1},
-		{`[{"type":"video_url","video_url":{"url":"v"}},{"type":"audio_url","audio_url":{"url":"a"}}]`, `{"url":"v"}{"url":"a"}`, 2},
+		{
+			`[{"type":"input_audio", "input_audio" : {"data":"QUJD","format":"wav"}}]`,
+			`{"data":"QUJD","format":"wav"}`, 1,
+		},
+		{
+			`[{"type":"video_url","video_url":{"url":"v"}},{"type":"audio_url","audio_url":{"url":"a"}}]`,
+			`{"url":"v"}{"url":"a"}`, 2,
+		},
 		{`[{"type":"image_embeds","image_embeds":"QUJD"}]`, `"QUJD"`, 1},
 		{`[{"type":"text","text":"x","image_url":null}]`, ``, 0},
 		{`[{"type":"image_url","image\u005furl":"counts as text"}]`, ``, 0},
@@ -35,8 +41,10 @@ func TestScanTellsTextFromMedia(t *testing.T) {
 }
 
 func TestScanCountsToolsAsText(t *testing.T) {
-	const messages, tools = `[{"role":"user","content":"hi"}]`, `[{"type":"function","function":{"name":"f"}}]`
-	for _, body := range []string{`{"tools":` + tools + `,"messages":` + messages + `}`, `{"messages":` + messages + `, "tools": ` + tools + `}`} {
+	const messages, tools = `[{"role":"user","content":"hi"}]`,
+		`[{"type":"function","function":{"name":"f"}}]`
+	for _, body := range []string{`{"tools":` + tools + `,"messages":` + messages + `}`, `{"messages":` +
+		messages + `, "tools": ` + tools + `}`} {
 		b := scan(t, Chat, body)
 		assert.Equal(t, len(messages), b.PromptBytes)
 		assert.Equal(t, len(messages)+len(tools), b.TextBytes)
@@ -59,7 +67,8 @@ func TestTextBytesIgnoreMedia(t *testing.T) {
 				var content []any
 				for j := range rapid.IntRange(0, 4).Draw(t, "parts") {
 					if (i+j)%2 == 0 {
-						content = append(content, map[string]any{"type": "image_url", "image_url": strings.Repeat("A", size)})
+						content = append(content,
+							map[string]any{"type": "image_url", "image_url": strings.Repeat("A", size)})
 						parts++
 					} else {
 						content = append(content, map[string]any{"type": "text", "text": "tell \"me\" more"})

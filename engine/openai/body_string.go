@@ -9,25 +9,29 @@ import (
 
 // Eight bytes at a time: each constant is one byte repeated.
 const (
-	ones     = 0x0101010101010101
-	highs    = 0x8080808080808080
-	slashes  = ones * '\\'
-	flipped  = ones * ('"' ^ ' ') // exchanges quote and blank, and maps the control characters onto themselves
-	controls = ones * (' ' + 1)   // once flipped, the quote and the control characters are below it
+	ones    = 0x0101010101010101
+	highs   = 0x8080808080808080
+	slashes = ones * '\\'
+	// exchanges quote and blank, and maps the control characters onto themselves
+	flipped  = ones * ('"' ^ ' ')
+	controls = ones * (' ' + 1) // once flipped, the quote and the control characters are below it
 )
 
 // block is how many bytes one test covers in a long run.
 const block = 64
 
-// marks sets the high bit of every byte of w that ends a plain run of a JSON string: quote, backslash and control
-// characters. It may set the bit of a byte beyond ASCII too, and of a byte above a marked one, because of the borrow.
+// marks sets the high bit of every byte of w that ends a plain run of a JSON string: quote, backslash and
+// control characters. It may set the bit of a byte beyond ASCII too, and of a byte above a marked one,
+// because of the borrow.
 func marks(w uint64) uint64 { return ((w ^ flipped) - controls) | ((w ^ slashes) - ones) }
 
-// exact is marks without the bytes beyond ASCII: the xored constants leave the high bits of w alone, so one &^w serves
-// both tests. The lowest mark is exact; a higher one may be a borrow's, so only the lowest may be used.
+// exact is marks without the bytes beyond ASCII: the xored constants leave the high bits of w alone, so one
+// &^w serves both tests. The lowest mark is exact; a higher one may be a borrow's, so only the lowest may be
+// used.
 func exact(w uint64) uint64 { return marks(w) &^ w }
 
-// plain is the index of the first special byte of b from i on, len(b) if there is none. Many runs end in the first words.
+// plain is the index of the first special byte of b from i on, len(b) if there is none. It tests the first
+// words one by one, because most runs are short.
 func plain(b []byte, i int) int {
 	if i+16 > len(b) {
 		return plainFar(b, i)
@@ -42,7 +46,7 @@ func plain(b []byte, i int) int {
 	return plainFar(b, i+16)
 }
 
-// plainFar is plain for a run that is long, and for the last bytes of b.
+// plainFar is plain for long runs and for the last bytes of b.
 func plainFar(b []byte, i int) int {
 	i = skipASCII(b, i)
 	end := i + block
@@ -56,8 +60,8 @@ func plainFar(b []byte, i int) int {
 	return i
 }
 
-// plainWords looks at the whole words of b[i:end] one by one. It gives the index of the first special byte, or of the
-// first byte that it did not look at.
+// plainWords tests the whole words of b[i:end] one by one. It returns the index of the first special byte, or
+// of the first byte that it did not test.
 func plainWords(b []byte, i, end int) (at int, found bool) {
 	for last := min(end, len(b)) - 8; i <= last; i += 8 {
 		if m := exact(binary.LittleEndian.Uint64(b[i:i+8:i+8])) & highs; m != 0 {
@@ -67,14 +71,16 @@ func plainWords(b []byte, i, end int) (at int, found bool) {
 	return i, false
 }
 
-// skipASCII skips plain ASCII in whole blocks. It stops at the half of a block that holds a special byte or a byte beyond
-// ASCII, or where less than a block is left.
+// skipASCII skips plain ASCII in whole blocks. It stops at the half of a block that holds a special byte or a
+// byte beyond ASCII, or where less than a block is left.
 func skipASCII(b []byte, i int) int {
 	le := binary.LittleEndian
 	for ; i+block <= len(b); i += block {
 		p := (*[block]byte)(b[i : i+block : i+block])
-		low := marks(le.Uint64(p[0:8])) | marks(le.Uint64(p[8:16])) | marks(le.Uint64(p[16:24])) | marks(le.Uint64(p[24:32]))
-		high := marks(le.Uint64(p[32:40])) | marks(le.Uint64(p[40:48])) | marks(le.Uint64(p[48:56])) | marks(le.Uint64(p[56:64]))
+		low := marks(le.Uint64(p[0:8])) | marks(le.Uint64(p[8:16])) |
+			marks(le.Uint64(p[16:24])) | marks(le.Uint64(p[24:32]))
+		high := marks(le.Uint64(p[32:40])) | marks(le.Uint64(p[40:48])) |
+			marks(le.Uint64(p[48:56])) | marks(le.Uint64(p[56:64]))
 		if (low|high)&highs == 0 {
 			continue
 		}
@@ -86,14 +92,16 @@ func skipASCII(b []byte, i int) int {
 	return i
 }
 
-// skipText skips plain text of any characters in whole blocks. It stops at a block that holds a special byte, or where
-// less than a block is left.
+// skipText skips plain text of any characters in whole blocks. It stops at a block that holds a special byte,
+// or where less than a block is left.
 func skipText(b []byte, i int) int {
 	le := binary.LittleEndian
 	for ; i+block <= len(b); i += block {
 		p := (*[block]byte)(b[i : i+block : i+block])
-		low := exact(le.Uint64(p[0:8])) | exact(le.Uint64(p[8:16])) | exact(le.Uint64(p[16:24])) | exact(le.Uint64(p[24:32]))
-		high := exact(le.Uint64(p[32:40])) | exact(le.Uint64(p[40:48])) | exact(le.Uint64(p[48:56])) | exact(le.Uint64(p[56:64]))
+		low := exact(le.Uint64(p[0:8])) | exact(le.Uint64(p[8:16])) |
+			exact(le.Uint64(p[16:24])) | exact(le.Uint64(p[24:32]))
+		high := exact(le.Uint64(p[32:40])) | exact(le.Uint64(p[40:48])) |
+			exact(le.Uint64(p[48:56])) | exact(le.Uint64(p[56:64]))
 		if (low|high)&highs != 0 {
 			break
 		}
@@ -101,8 +109,8 @@ func skipText(b []byte, i int) int {
 	return i
 }
 
-// str checks the string that begins at the quote b[i] and is the index behind its closing quote, -1 on a fault.
-// s.escaped says afterwards whether it holds a backslash.
+// str checks the string that begins at the quote b[i] and returns the index behind its closing quote, -1 on a
+// fault. Afterwards s.escaped is true if the string holds a backslash.
 func (s *scanner) str(i int) int {
 	s.escaped = false
 	for i = plain(s.b, i+1); i < len(s.b); i = plain(s.b, i) {
@@ -159,8 +167,8 @@ func nibble(c byte) rune {
 	return -1
 }
 
-// unescape appends the meaning of src, the checked inside of a JSON string, to dst. A lone surrogate stays distinct from
-// every other (three bytes as if it were a character), so that two different keys never look equal.
+// unescape appends the unescaped src, the checked inside of a JSON string, to dst. A lone surrogate is
+// encoded in three bytes as if it were a character, so that two different keys never become equal.
 func unescape(dst, src []byte) []byte {
 	for i := 0; i < len(src); {
 		if src[i] != '\\' {

@@ -46,7 +46,10 @@ func TestScanReadsTheFields(t *testing.T) {
 }
 
 func TestScanDefaults(t *testing.T) {
-	for _, body := range []string{`{}`, "{ }\n", `{"model":null,"n":null,"stream":null,"stream_options":null,"max_tokens":null,"prompt":null}`} {
+	for _, body := range []string{
+		`{}`, "{ }\n",
+		`{"model":null,"n":null,"stream":null,"stream_options":null,"max_tokens":null,"prompt":null}`,
+	} {
 		b := scan(t, Completions, body)
 		assert.False(t, b.HasModel)
 		assert.False(t, b.Stream)
@@ -60,7 +63,8 @@ func TestScanDefaults(t *testing.T) {
 
 func TestScanForgetsTheBodyBefore(t *testing.T) {
 	var b Body
-	require.NoError(t, b.Scan(Chat, []byte(`{"model":"\u0061","stream":true,"n":3,"bootstrap_room":1,"max_completion_tokens":5}`)))
+	require.NoError(t, b.Scan(Chat,
+		[]byte(`{"model":"\u0061","stream":true,"n":3,"bootstrap_room":1,"max_completion_tokens":5}`)))
 	require.NoError(t, b.Scan(Chat, []byte(`{"max_tokens":9}`)))
 	assert.Equal(t, int64(9), b.MaxTokens)
 	assert.False(t, b.HasModel)
@@ -110,9 +114,11 @@ func TestScanPromptForms(t *testing.T) {
 
 func TestScanMaxTokens(t *testing.T) {
 	want := map[string]int64{
-		`{"max_tokens":0}`: 0, `{"max_tokens":1000000000}`: 1e9, `{"max_tokens":2147483648}`: 1 << 31, `{"max_tokens":-1}`: -1,
+		`{"max_tokens":0}`: 0, `{"max_tokens":1000000000}`: 1e9, `{"max_tokens":2147483648}`: 1 << 31,
+		`{"max_tokens":-1}`:                          -1,
 		`{"max_tokens":7,"max_completion_tokens":5}`: 5, `{"max_completion_tokens":5,"max_tokens":7}`: 5,
-		`{"max_completion_tokens":null,"max_tokens":7}`: 7, `{"max_tokens":"12"}`: 12, `{"max_tokens":"abc"}`: -1, `{"max_tokens":1e3}`: 1000,
+		`{"max_completion_tokens":null,"max_tokens":7}`: 7, `{"max_tokens":"12"}`: 12,
+		`{"max_tokens":"abc"}`: -1, `{"max_tokens":1e3}`: 1000,
 		`{"max_tokens":[3]}`: -1, `{"max_tokens":true}`: -1, `{"max_tokens":""}`: -1,
 	}
 	for body, tokens := range want {
@@ -122,8 +128,10 @@ func TestScanMaxTokens(t *testing.T) {
 
 func TestScanModelIsDecoded(t *testing.T) {
 	want := map[string]string{
-		`"a\/b"`: "a/b", `"\u0074iny"`: "tiny", `"\ud83d\ude00"`: "😀", `"\"\\\b\f\n\r\t"`: "\"\\\b\f\n\r\t", `""`: "", `"é"`: "é",
-		`"\ud83d"`: "\xed\xa0\xbd", `"\ud83d\u0041"`: "\xed\xa0\xbdA", `"\ude00\ud83d"`: "\xed\xb8\x80\xed\xa0\xbd",
+		`"a\/b"`: "a/b", `"\u0074iny"`: "tiny", `"\ud83d\ude00"`: "😀", `"\"\\\b\f\n\r\t"`: "\"\\\b\f\n\r\t",
+		`""`: "", `"é"`: "é",
+		`"\ud83d"`: "\xed\xa0\xbd", `"\ud83d\u0041"`: "\xed\xa0\xbdA",
+		`"\ude00\ud83d"`: "\xed\xb8\x80\xed\xa0\xbd",
 	}
 	for raw, model := range want {
 		b := scan(t, Completions, `{"model":`+raw+`}`)
@@ -133,7 +141,7 @@ func TestScanModelIsDecoded(t *testing.T) {
 }
 
 func TestScanRefuses(t *testing.T) {
-	deep := strings.Repeat("[", MaxDepth) + strings.Repeat("]", MaxDepth)
+	deep := strings.Repeat("[", maxDepth) + strings.Repeat("]", maxDepth)
 	tests := []struct{ name, body, message, param string }{
 		{"empty", ``, "body is empty; send a JSON object", ""},
 		{"white", " \n", "body is empty; send a JSON object", ""},
@@ -142,25 +150,51 @@ func TestScanRefuses(t *testing.T) {
 		{"word", `nul`, "body is not valid JSON: it ends at byte 3, in the middle of a value", ""},
 		{"two values", `[1] 2`, "body is not valid JSON: something follows the object at byte 4", ""},
 		{"tail", `{} x`, "body is not valid JSON: something follows the object at byte 3", ""},
-		{"cut", `{"model": "tiny", `, "body is not valid JSON: it ends at byte 18, in the middle of a value", ""},
-		{"cut string", `{"model": "ti`, "body is not valid JSON: it ends at byte 13, in the middle of a value", "model"},
+		{
+			"cut", `{"model": "tiny", `, "body is not valid JSON: it ends at byte 18, in the middle of a value",
+			"",
+		},
+		{
+			"cut string", `{"model": "ti`,
+			"body is not valid JSON: it ends at byte 13, in the middle of a value", "model",
+		},
 		{"no colon", `{"a" 1}`, "body is not valid JSON: unexpected character at byte 5", ""},
 		{"trailing comma", `{"a":1,}`, "body is not valid JSON: unexpected character at byte 7", ""},
 		{"no quotes", `{a:1}`, "body is not valid JSON: unexpected character at byte 1", ""},
-		{"control", "{\"prompt\":\"a\nb\"}", "body is not valid JSON: raw control character in a string at byte 12; escape it", "prompt"},
-		{"escape", `{"prompt":"\x"}`, "body is not valid JSON: unknown escape in a string at byte 12", "prompt"},
-		{"hex", `{"prompt":"\u12g4"}`, "body is not valid JSON: unknown escape in a string at byte 15", "prompt"},
+		{
+			"control", "{\"prompt\":\"a\nb\"}",
+			"body is not valid JSON: raw control character in a string at byte 12; escape it", "prompt",
+		},
+		{
+			"escape", `{"prompt":"\x"}`, "body is not valid JSON: unknown escape in a string at byte 12",
+			"prompt",
+		},
+		{
+			"hex", `{"prompt":"\u12g4"}`, "body is not valid JSON: unknown escape in a string at byte 15",
+			"prompt",
+		},
 		{"zero", `{"n":01}`, "body is not valid JSON: malformed number at byte 5", "n"},
 		{"plus", `{"n":+1}`, "body is not valid JSON: unexpected character at byte 5", "n"},
 		{"point", `{"n":1.}`, "body is not valid JSON: malformed number at byte 7", "n"},
 		{"zero id", `{"prompt":[1,02,3]}`, "body is not valid JSON: malformed number at byte 13", "prompt"},
 		{"true", `{"stream":tru}`, "body is not valid JSON: unknown word at byte 10; there are true, false and null", "stream"},
-		{"NaN", `{"temperature":NaN}`, "body is not valid JSON: NaN or Infinity at byte 15; send a finite number or leave the field out", "temperature"},
-		{"Infinity", `{"temperature":-Infinity}`, "body is not valid JSON: NaN or Infinity at byte 16; send a finite number or leave the field out", "temperature"},
+		{
+			"NaN", `{"temperature":NaN}`,
+			"body is not valid JSON: NaN or Infinity at byte 15; send a finite number or leave the field out",
+			"temperature",
+		},
+		{
+			"Infinity", `{"temperature":-Infinity}`,
+			"body is not valid JSON: NaN or Infinity at byte 16; send a finite number or leave the field out",
+			"temperature",
+		},
 		{"deep", `{"a":` + deep + `}`, "body is nested deeper than 64 levels", "a"},
 		{"double", `{"model":"a","n":1,"model":"b"}`, `field "model" is there twice; send it once`, "model"},
 		{"double, escaped", `{"n":1,"\u006e":2}`, `field "n" is there twice; send it once`, "n"},
-		{"double, both escaped", `{"\u0061b":1,"a\u0062":2}`, `field "ab" is there twice; send it once`, "ab"},
+		{
+			"double, both escaped", `{"\u0061b":1,"a\u0062":2}`, `field "ab" is there twice; send it once`,
+			"ab",
+		},
 		{"n", `{"n":129}`, "n must be at most 128", "n"},
 		{"n, a million", `{"n":1000000}`, "n must be at most 128", "n"},
 		{"n, float", `{"n":1.29e2}`, "n must be at most 128", "n"},
@@ -168,7 +202,10 @@ func TestScanRefuses(t *testing.T) {
 		{"n, string", `{"n":" 1_000 "}`, "n must be at most 128", "n"},
 		{"n, escaped string", `{"n":"\u0031\u0032\u0039"}`, "n must be at most 128", "n"},
 		{"max_tokens", `{"max_tokens":2147483649}`, "max_tokens must be at most 2147483648", "max_tokens"},
-		{"max_completion_tokens", `{"max_completion_tokens":1e10}`, "max_completion_tokens must be at most 2147483648", "max_completion_tokens"},
+		{
+			"max_completion_tokens", `{"max_completion_tokens":1e10}`,
+			"max_completion_tokens must be at most 2147483648", "max_completion_tokens",
+		},
 		{"stream", `{"stream":1}`, "stream must be true or false", "stream"},
 		{"stream, string", `{"stream":"true"}`, "stream must be true or false", "stream"},
 		{"model", `{"model":7}`, "model must be a string", "model"},
@@ -187,16 +224,19 @@ func TestScanBoundsTheSequencesOfARequest(t *testing.T) {
 	list := func(n int) string { return `{"n":8,"prompt":["a"` + strings.Repeat(`,"a"`, n-1) + `]}` }
 	assert.Equal(t, 1024, scan(t, Completions, list(128)).Choices)
 	got := refused(t, Completions, list(129))
-	assert.Equal(t, [...]string{"n × prompts must be at most 1024", "prompt"}, [...]string{got.Message, got.Param})
-	tokens := `{"prompt":[[1]` + strings.Repeat(`,[1]`, MaxSequences) + `]}`
+	assert.Equal(t, [...]string{"n × prompts must be at most 1024", "prompt"},
+		[...]string{got.Message, got.Param})
+	tokens := `{"prompt":[[1]` + strings.Repeat(`,[1]`, maxSequences) + `]}`
 	assert.Equal(t, "prompt", refused(t, Completions, tokens).Param)
 }
 
 func TestScanAcceptsWhatIsTheEnginesToJudge(t *testing.T) {
-	deep := strings.Repeat("[", MaxDepth-1) + strings.Repeat("]", MaxDepth-1)
+	deep := strings.Repeat("[", maxDepth-1) + strings.Repeat("]", maxDepth-1)
 	for _, body := range []string{
-		`{"a":` + deep + `}`, `{"n":0}`, `{"n":-3}`, `{"n":128}`, `{"n":"x"}`, `{"n":[1]}`, `{"n":1.5}`, `{"max_tokens":-1e999}`, `{"temperature":-1}`,
-		`{"messages":7}`, `{"":1,"a":{"x":1,"x":2}}`, `{"A":1,"a":2}`, `{"\ud800":1,"\ud801":2}`, `{"stream_options":[1]}`, `{"stream_options":"x"}`,
+		`{"a":` + deep + `}`, `{"n":0}`, `{"n":-3}`, `{"n":128}`, `{"n":"x"}`, `{"n":[1]}`, `{"n":1.5}`,
+		`{"max_tokens":-1e999}`, `{"temperature":-1}`,
+		`{"messages":7}`, `{"":1,"a":{"x":1,"x":2}}`, `{"A":1,"a":2}`, `{"\ud800":1,"\ud801":2}`,
+		`{"stream_options":[1]}`, `{"stream_options":"x"}`,
 	} {
 		scan(t, Chat, body)
 	}
@@ -211,12 +251,19 @@ func TestSP8BodyLimits(t *testing.T) {
 		}
 		return b.String()[1:]
 	}
-	more := func(n int) string { return strings.Repeat(`,"k":0`, n) } // below the top level doubles are the engine's to judge
+	// below the top level doubles are the engine's to judge
+	more := func(n int) string { return strings.Repeat(`,"k":0`, n) }
 	tests := []struct{ name, body, message string }{
-		{"depth 10,000", `{"a":` + strings.Repeat("[", 10_000) + strings.Repeat("]", 10_000) + `}`, "body is nested deeper than 64 levels"},
+		{
+			"depth 10,000", `{"a":` + strings.Repeat("[", 10_000) + strings.Repeat("]", 10_000) + `}`,
+			"body is nested deeper than 64 levels",
+		},
 		{"depth 10,000, objects", strings.Repeat(`{"a":`, 10_000), "body is nested deeper than 64 levels"},
-		{"1M keys", `{` + distinct(MaxFields+1) + more(1_000_000) + `}`, "body has more than 1024 fields"},
-		{"1M nested keys", `{"logit_bias":{"a":0` + more(1_000_000) + `}}`, "body has more than 262144 keys in all"},
+		{"1M keys", `{` + distinct(maxFields+1) + more(1_000_000) + `}`, "body has more than 1024 fields"},
+		{
+			"1M nested keys", `{"logit_bias":{"a":0` + more(1_000_000) + `}}`,
+			"body has more than 262144 keys in all",
+		},
 		{"duplicate keys", `{"model":"a","model":"b"}`, `field "model" is there twice; send it once`},
 		{"n 129", `{"n":129}`, "n must be at most 128"},
 		{"n 10^6", `{"n":1000000}`, "n must be at most 128"},
@@ -232,8 +279,8 @@ func TestSP8BodyLimits(t *testing.T) {
 	}
 	body := []byte(`{"max_tokens":1000000000}`)
 	assert.Equal(t, body, scan(t, Chat, string(body)).Spliced(nil, body), "10^9 passes: nothing is clamped")
-	scan(t, Chat, `{`+distinct(MaxFields)+`}`)
-	scan(t, Chat, `{"logit_bias":{"a":0`+more(MaxKeys-2)+`}}`)
+	scan(t, Chat, `{`+distinct(maxFields)+`}`)
+	scan(t, Chat, `{"logit_bias":{"a":0`+more(maxKeys-2)+`}}`)
 }
 
 func TestScanDoesNotAllocate(t *testing.T) {
@@ -281,7 +328,8 @@ func TestSpliced(t *testing.T) {
 
 func TestAppendField(t *testing.T) {
 	tests := map[string]string{
-		`{}`: `{"rank":3}`, `{ }`: `{"rank":3}`, `{"a":1}`: `{"a":1,"rank":3}`, " {\"a\":{}\n} \n": " {\"a\":{},\"rank\":3} \n", `{"a":"{"}`: `{"a":"{","rank":3}`,
+		`{}`: `{"rank":3}`, `{ }`: `{"rank":3}`, `{"a":1}`: `{"a":1,"rank":3}`,
+		" {\"a\":{}\n} \n": " {\"a\":{},\"rank\":3} \n", `{"a":"{"}`: `{"a":"{","rank":3}`,
 	}
 	for body, want := range tests {
 		got := AppendField(nil, []byte(body), "rank", []byte("3"))
@@ -293,7 +341,10 @@ func TestAppendField(t *testing.T) {
 // drawObject is any object: members in order, keys of ours among them, odd white space, some keys escaped.
 func drawObject(t *rapid.T) (body string, keys []string) {
 	space := rapid.SampledFrom([]string{"", "", " ", "\n\t", "  \r\n"})
-	key := rapid.SampledFrom([]string{"a", "model2", "routed_dp_rank", "data_parallel_rank", "bootstrap_room", "bootstrap_host", "kv_transfer_params", "disagg_prefill_dp_rank", "z", ""})
+	key := rapid.SampledFrom([]string{
+		"a", "model2", "routed_dp_rank", "data_parallel_rank", "bootstrap_room",
+		"bootstrap_host", "kv_transfer_params", "disagg_prefill_dp_rank", "z", "",
+	})
 	value := rapid.SampledFrom([]string{`1`, `"x,}]"`, `{"b":[1,2]}`, `[]`, `null`, `-1.5e3`, `"\"\\"`})
 	keys = rapid.SliceOfDistinct(key, rapid.ID[string]).Draw(t, "keys")
 	var out strings.Builder
@@ -313,7 +364,8 @@ func drawObject(t *rapid.T) (body string, keys []string) {
 	return out.String(), keys
 }
 
-// What is left after splicing is the same object without our members: order, spelling and values as they were.
+// What is left after splicing is the same object without our members: order, spelling and values as they
+// were.
 func TestSplicedKeepsTheRest(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		body, _ := drawObject(t)
@@ -365,14 +417,19 @@ func plainByBytes(b []byte, i int) int {
 	return i
 }
 
-// TestPlainMatchesTheByteLoop draws runs that end in the first words, in a block and behind many, of ASCII and of other text.
+// TestPlainMatchesTheByteLoop draws runs that end in the first words, in a block and behind many, of ASCII
+// and of other text.
 func TestPlainMatchesTheByteLoop(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		filler := rapid.SampledFrom([]byte{'x', ' ', '!', '#', 0x7f, 0x80, 0xa0, 0xa2, 0xdc, 0xff})
-		alphabet := rapid.SampledFrom([]byte{'a', ' ', 0x7f, 0x80, 0xff, 0xa2, 0xdc, '!', '#', '[', ']', '"', '\\', 0, 0x1f})
+		alphabet := rapid.SampledFrom([]byte{
+			'a', ' ', 0x7f, 0x80, 0xff, 0xa2, 0xdc, '!', '#', '[', ']', '"',
+			'\\', 0, 0x1f,
+		})
 		var b []byte
 		for range rapid.IntRange(1, 4).Draw(t, "runs") {
-			b = append(b, bytes.Repeat([]byte{filler.Draw(t, "filler")}, rapid.IntRange(0, 200).Draw(t, "run"))...)
+			b = append(b, bytes.Repeat([]byte{filler.Draw(t, "filler")}, rapid.IntRange(0, 200).
+				Draw(t, "run"))...)
 			b = append(b, rapid.SliceOfN(alphabet, 0, 12).Draw(t, "bytes")...)
 		}
 		from := rapid.IntRange(0, len(b)).Draw(t, "from")
@@ -380,8 +437,8 @@ func TestPlainMatchesTheByteLoop(t *testing.T) {
 	})
 }
 
-// TestPlainFindsEveryByteAtEveryPlace: each byte value at each place of a run that is longer than a block and the words
-// before it, in ASCII and behind other text, ends the run or does not.
+// TestPlainFindsEveryByteAtEveryPlace: each byte value at each place of a run that is longer than a block and
+// the words before it, in ASCII and behind other text, ends the run or does not.
 func TestPlainFindsEveryByteAtEveryPlace(t *testing.T) {
 	const size = 16 + 3*block + 9
 	for _, around := range []byte{'x', '!', '#', ']', ' ', 0x80, 0xa2, 0xff} {

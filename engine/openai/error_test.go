@@ -16,7 +16,8 @@ func TestErrorBody(t *testing.T) {
 	want := `{"error":{"message":"model \"x\" does not exist\n","type":"not_found_error","param":"model","code":"model_not_found"}}`
 	assert.Equal(t, want, string(got))
 	got = ErrorBody([]byte("kept "), 503, "overloaded_error", "", "", "")
-	assert.Equal(t, `kept {"error":{"message":"","type":"overloaded_error","param":null,"code":null}}`, string(got))
+	assert.Equal(t, `kept {"error":{"message":"","type":"overloaded_error","param":null,"code":null}}`,
+		string(got))
 }
 
 func TestErrorEvent(t *testing.T) {
@@ -43,8 +44,10 @@ func TestErrorBodyIsJSONWhateverTheText(t *testing.T) {
 
 func TestStatusOfEveryCode(t *testing.T) {
 	want := map[string]int{
-		CodeInvalidRequest: 400, CodeModelNotFound: 404, CodeUnsupportedRoute: 404, CodeSlowRequest: 408, CodeBodyTooLarge: 413, CodeQuotaExceeded: 429,
-		CodeUpstreamFailed: 502, CodeOverloaded: 503, CodeQueueTimeout: 503, CodeNoReadyRank: 503, CodeFirstTokenTimeout: 504, CodeDeadlineExceeded: 504,
+		CodeInvalidRequest: 400, CodeModelNotFound: 404, CodeUnsupportedRoute: 404, CodeSlowRequest: 408,
+		CodeBodyTooLarge: 413, CodeQuotaExceeded: 429,
+		CodeUpstreamFailed: 502, CodeOverloaded: 503, CodeQueueTimeout: 503, CodeNoReadyRank: 503,
+		CodeFirstTokenTimeout: 504, CodeDeadlineExceeded: 504,
 		CodeUpstreamLost: 502, CodeStalled: 502, CodeDrained: 503, "never heard of": 500,
 	}
 	for code, status := range want {
@@ -54,10 +57,11 @@ func TestStatusOfEveryCode(t *testing.T) {
 
 func TestErrorTypeOfStatus(t *testing.T) {
 	want := map[int]string{
-		400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "invalid_request_error",
+		400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
+		404: "not_found_error", 413: "invalid_request_error",
 		429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "server_error",
 	}
 	for status, typ := range want {
-		assert.Equal(t, typ, ErrorType(status), status)
+		assert.Equal(t, typ, errorType(status), status)
 	}
 }

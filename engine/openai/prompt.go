@@ -10,29 +10,32 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// templated says whether a top-level field decides, with the prompt, what its tokens are. These are the ones that an
-// engine's /tokenize takes too.
+// templated reports whether a top-level field changes the prompt's tokens and is accepted by an engine's
+// /tokenize.
 func templated(key []byte) bool {
 	switch string(key) {
-	case "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "add_special_tokens", "mm_processor_kwargs":
+	case "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
+		"add_special_tokens", "mm_processor_kwargs":
 		return true
 	}
 	return false
 }
 
-// isBeside says whether a top-level field decides what the prompt's tokens are, and an engine's /tokenize does not take it.
+// isBeside reports whether a top-level field changes the prompt's tokens and is not accepted by an engine's
+// /tokenize.
 func isBeside(key, value []byte) bool {
 	switch string(key) {
 	case "documents", "reasoning_effort", "truncate_prompt_tokens":
 		return value[0] != 'n'
 	case "tool_choice":
-		return string(value) == `"none"` // the tools may stay out of the prompt
+		return string(value) == `"none"` // the template may leave the tools out of the prompt
 	}
 	return false
 }
 
-// Text is the first prompt of body, as last scanned, as bytes with which a later prompt begins that goes on where it ends:
-// messages and token ids without their closing bracket, a string without its quotes, all as written. Nil if there is none.
+// Text returns the first prompt of body, as last scanned, in a form that is a prefix of every prompt that
+// continues it: messages and token ids without their closing bracket, a string without its quotes, all as
+// written. It is nil if there is no prompt.
 func (b *Body) Text(body []byte) []byte {
 	raw := body[b.first.Start:b.first.End]
 	if len(raw) < 2 {
@@ -51,8 +54,8 @@ func (b *Body) Text(body []byte) []byte {
 	return raw
 }
 
-// TokenIDs appends the first prompt of body, as last scanned, to dst if it is given as token ids. ok is false if it is not,
-// or if a number is no id of 32 bits.
+// TokenIDs appends the first prompt of body, as last scanned, to dst if it is given as token ids. ok is false
+// if it is not, or if a number is no id of 32 bits.
 func (b *Body) TokenIDs(dst []uint32, body []byte) (ids []uint32, ok bool) {
 	if b.PromptTokens <= 0 {
 		return dst, false
@@ -84,7 +87,8 @@ func appendIDs(dst []uint32, raw []byte) (ids []uint32, ok bool) {
 	return dst, true
 }
 
-// shortID reads one to seven digits and the comma behind them, eight bytes at a time; n is 0 if that is not what b begins with.
+// shortID reads one to seven digits and the comma behind them, eight bytes at a time; n is 0 if that is not
+// what b begins with.
 func shortID(b []byte) (id uint32, n int) {
 	if len(b) < 8 {
 		return 0, 0
@@ -113,8 +117,8 @@ func longID(raw []byte, i int) (id uint32, end int) {
 	return uint32(n), i
 }
 
-// Media says whether the messages of body, as last scanned, may hold parts that are no text: what an engine makes of those is
-// not in the tokens of the text.
+// Media reports whether the messages of body, as last scanned, may hold media parts: their tokens are not
+// those of the text.
 func (b *Body) Media(body []byte) bool {
 	if b.route != Chat {
 		return false
@@ -128,8 +132,9 @@ func (b *Body) Media(body []byte) bool {
 	return false
 }
 
-// TokenizeBody appends to dst what asks an engine's /tokenize for the tokens of the first prompt of body, as last scanned:
-// model, prompt, and the fields that decide what its tokens are, all as written. Nothing is appended if there is no prompt.
+// TokenizeBody appends to dst the body of a /tokenize request for the first prompt of body, as last scanned:
+// model, prompt, and the fields that change its tokens, all as written. It appends nothing if there is no
+// prompt.
 func (b *Body) TokenizeBody(dst, body []byte) []byte {
 	if b.first.End == 0 {
 		return dst
@@ -146,8 +151,8 @@ func (b *Body) TokenizeBody(dst, body []byte) []byte {
 	return append(dst, '}')
 }
 
-// TokenizeKey is a hash of what TokenizeBody would append: equal questions have equal keys. hi and lo are 0 if there is no prompt, or if
-// its tokens are not those that an engine would answer.
+// TokenizeKey is a hash of the body that TokenizeBody appends: equal requests have equal keys. hi and lo are
+// 0 if there is no prompt, or if /tokenize would not return the prompt's tokens.
 func (b *Body) TokenizeKey(body []byte, seed uint64) (hi, lo uint64) {
 	if b.first.End == 0 || len(b.Beside) > 0 {
 		return 0, 0

@@ -26,8 +26,14 @@ func TestText(t *testing.T) {
 		body  string
 		want  string
 	}{
-		{"messages", Chat, `{"messages":[{"role":"user","content":"hi"}]}`, `[{"role":"user","content":"hi"}`},
-		{"messages with white space", Chat, "{\"messages\": [ {\"role\":\"user\"}\n ] }", `[ {"role":"user"}`},
+		{
+			"messages", Chat, `{"messages":[{"role":"user","content":"hi"}]}`,
+			`[{"role":"user","content":"hi"}`,
+		},
+		{
+			"messages with white space", Chat, "{\"messages\": [ {\"role\":\"user\"}\n ] }",
+			`[ {"role":"user"}`,
+		},
 		{"no messages", Chat, `{"model":"m"}`, ``},
 		{"empty messages", Chat, `{"messages":[ ]}`, ``},
 		{"null messages", Chat, `{"messages":null}`, ``},
@@ -68,7 +74,8 @@ func TestTokenIDs(t *testing.T) {
 		{"[ 0 ,\n4294967295 ]", []uint32{0, 4294967295}, true},
 		{`[[7,8],[9]]`, []uint32{7, 8}, true},
 		{`[1,12,123,1234,12345,123456,1234567,12345678,123456789,9,98,987,9876,98765,987654,9876543,98765432]`, []uint32{
-			1, 12, 123, 1234, 12345, 123456, 1234567, 12345678, 123456789, 9, 98, 987, 9876, 98765, 987654, 9876543, 98765432,
+			1, 12, 123, 1234, 12345, 123456, 1234567, 12345678, 123456789, 9, 98, 987, 9876, 98765, 987654,
+			9876543, 98765432,
 		}, true},
 		{`[4294967296]`, nil, false},
 		{`[-1]`, nil, false},
@@ -93,7 +100,8 @@ func TestTokenIDs(t *testing.T) {
 // Every number reads as itself, wherever it stands.
 func TestAppendIDs(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		want := rapid.SliceOfN(rapid.OneOf(rapid.Uint32(), rapid.Uint32Max(200_000), rapid.Uint32Max(9_999_999)), 1, 50).Draw(t, "ids")
+		want := rapid.SliceOfN(rapid.OneOf(rapid.Uint32(), rapid.Uint32Max(200_000),
+			rapid.Uint32Max(9_999_999)), 1, 50).Draw(t, "ids")
 		raw, err := json.Marshal(want)
 		require.NoError(t, err)
 		got, ok := appendIDs(nil, raw)
@@ -147,7 +155,10 @@ func TestTokenizeBody(t *testing.T) {
 			Chat, `{"stream":true,"tools":[{"a":1}],"model":"m","messages":[1],"chat_template_kwargs":{"k":false},"seed":3}`,
 			`{"model":"m","messages":[1],"tools":[{"a":1}],"chat_template_kwargs":{"k":false}}`,
 		},
-		{Completions, `{"prompt":["a","b"],"add_special_tokens":false}`, `{"prompt":"a","add_special_tokens":false}`},
+		{
+			Completions, `{"prompt":["a","b"],"add_special_tokens":false}`,
+			`{"prompt":"a","add_special_tokens":false}`,
+		},
 		{Completions, `{"model":null,"prompt":"a"}`, `{"prompt":"a"}`},
 		{Completions, `{"model":"m"}`, ``},
 	} {
@@ -159,8 +170,10 @@ func TestTokenizeBody(t *testing.T) {
 // Two questions have one key exactly when they are one question.
 func TestTokenizeKey(t *testing.T) {
 	bodies := []string{
-		`{"model":"m","messages":[1]}`, `{"messages":[1]}`, `{"model":"n","messages":[1]}`, `{"model":"m","messages":[2]}`,
-		`{"model":"m","messages":[1],"tools":[1]}`, `{"model":"m","messages":[1],"chat_template":[1]}`, `{"model":"m","messages":[1],"tools":[2]}`,
+		`{"model":"m","messages":[1]}`, `{"messages":[1]}`, `{"model":"n","messages":[1]}`,
+		`{"model":"m","messages":[2]}`,
+		`{"model":"m","messages":[1],"tools":[1]}`, `{"model":"m","messages":[1],"chat_template":[1]}`,
+		`{"model":"m","messages":[1],"tools":[2]}`,
 	}
 	seen := map[[2]uint64]string{}
 	for _, body := range bodies {
@@ -172,7 +185,10 @@ func TestTokenizeKey(t *testing.T) {
 	more := `{"seed":3,"model":"m","stream":true,"messages":[1],"max_tokens":5}`
 	hi, lo := scanned(t, Chat, more).TokenizeKey([]byte(more), 1)
 	assert.Equal(t, bodies[0], seen[[2]uint64{hi, lo}], "what is not asked makes no difference")
-	for _, member := range []string{`"documents":[]`, `"reasoning_effort":"low"`, `"truncate_prompt_tokens":8`, `"tool_choice":"none"`} {
+	for _, member := range []string{
+		`"documents":[]`, `"reasoning_effort":"low"`,
+		`"truncate_prompt_tokens":8`, `"tool_choice":"none"`,
+	} {
 		body := `{"messages":[{"role":"user"}],` + member + `}`
 		b := scanned(t, Chat, body)
 		hi, lo := b.TokenizeKey([]byte(body), 1)
@@ -180,7 +196,9 @@ func TestTokenizeKey(t *testing.T) {
 		require.Len(t, b.Beside, 1)
 		assert.Equal(t, member, body[b.Beside[0].Start:b.Beside[0].End])
 	}
-	assert.Empty(t, scanned(t, Chat, `{"documents":null,"reasoning_effort":null,"tool_choice":"auto","truncate_prompt_tokens":null}`).Beside)
+	assert.Empty(t, scanned(t, Chat,
+		`{"documents":null,"reasoning_effort":null,"tool_choice":"auto","truncate_prompt_tokens":null}`).
+		Beside)
 	hi, _ = scanned(t, Chat, `{}`).TokenizeKey([]byte(`{}`), 1)
 	assert.Zero(t, hi)
 }
@@ -197,13 +215,17 @@ func TestParseTokenizeOfCapturedAnswers(t *testing.T) {
 		assert.True(t, ok, file)
 		assert.Equal(t, want, got, file)
 	}
-	for _, bad := range []string{``, `[]`, `{}`, `{"tokens":null}`, `{"tokens":["a"]}`, `{"tokens":[1]`, `{"tokens":[1]} x`, `{"tokens":[-1]}`, `{"a":{"tokens":[1]}}`} {
+	for _, bad := range []string{
+		``, `[]`, `{}`, `{"tokens":null}`, `{"tokens":["a"]}`, `{"tokens":[1]`,
+		`{"tokens":[1]} x`, `{"tokens":[-1]}`, `{"a":{"tokens":[1]}}`,
+	} {
 		_, ok := ParseTokenize(nil, []byte(bad))
 		assert.False(t, ok, bad)
 	}
 }
 
-// FuzzPrompt: what is read of an accepted prompt is what encoding/json reads, and the question to a tokenizer is JSON.
+// FuzzPrompt: what is read of an accepted prompt is what encoding/json reads, and the question to a tokenizer
+// is JSON.
 func FuzzPrompt(f *testing.F) {
 	addBodies(f)
 	f.Add(uint8(Completions), []byte(`{"prompt":[[1,2],[3]],"cache_salt":"x","model":"a"}`))
@@ -224,7 +246,8 @@ func FuzzPrompt(f *testing.F) {
 		var whole struct {
 			Prompt json.RawMessage `json:"prompt"`
 		}
-		if !ok || r != Completions || bytes.Count(bytes.ToLower(body), []byte("prompt")) != 1 || bytes.Contains(body, []byte(`\u`)) || json.Unmarshal(body, &whole) != nil {
+		if !ok || r != Completions || bytes.Count(bytes.ToLower(body), []byte("prompt")) != 1 ||
+			bytes.Contains(body, []byte(`\u`)) || json.Unmarshal(body, &whole) != nil {
 			return
 		}
 		var want []uint32
@@ -253,7 +276,8 @@ func FuzzParseTokenize(f *testing.F) {
 }
 
 func TestPromptAllocatesNothing(t *testing.T) {
-	body := []byte(`{"model":"m","tools":[1],"user":"u","cache_salt":"s","prompt":[` + strings.TrimSuffix(strings.Repeat("123,", 1000), ",") + `]}`)
+	body := []byte(`{"model":"m","tools":[1],"user":"u","cache_salt":"s","prompt":[` +
+		strings.TrimSuffix(strings.Repeat("123,", 1000), ",") + `]}`)
 	var b Body
 	var ids []uint32
 	var ask []byte

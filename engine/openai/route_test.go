@@ -8,8 +8,10 @@ import (
 
 func TestRouteOf(t *testing.T) {
 	paths := map[string]Route{
-		"/v1/completions": Completions, "/v1/chat/completions": Chat, "/tokenize": Tokenize, "/detokenize": Detokenize, "/v1/models": Models,
-		"": NoRoute, "/": NoRoute, "/v1/completions/": NoRoute, "/v1/embeddings": NoRoute, "/V1/models": NoRoute,
+		"/v1/completions": Completions, "/v1/chat/completions": Chat, "/tokenize": Tokenize,
+		"/detokenize": Detokenize, "/v1/models": Models,
+		"": NoRoute, "/": NoRoute, "/v1/completions/": NoRoute, "/v1/embeddings": NoRoute,
+		"/V1/models": NoRoute,
 	}
 	for path, want := range paths {
 		assert.Equal(t, want, RouteOf(path), path)

@@ -1,9 +1,13 @@
 package openai
 
-import "bytes"
+import (
+	"bytes"
+	"strconv"
+)
 
-// cursor walks over JSON that an engine wrote. It does not validate: what it cannot read sets bad, and the walk ends.
-// It never allocates, and it does not unescape: engines write their keys and finish reasons plainly.
+// cursor reads JSON that an engine wrote. It does not validate: input that it cannot read sets bad and ends
+// the reading. It never allocates and does not unescape, because engines write keys and finish reasons
+// without escapes.
 type cursor struct {
 	b   []byte
 	i   int
@@ -60,7 +64,7 @@ func (c *cursor) str() []byte {
 	return nil
 }
 
-// escaped says that the byte behind s is escaped: s ends in an odd number of backslashes.
+// escaped reports that the byte behind s is escaped: s ends in an odd number of backslashes.
 func escaped(s []byte) bool {
 	n := 0
 	for n < len(s) && s[len(s)-1-n] == '\\' {
@@ -154,4 +158,112 @@ func (c *cursor) array(element func(c *cursor)) {
 			return
 		}
 	}
+}
+
+// chunk is the summary of a chunk's or an answer's JSON for a relay.
+type chunk struct {
+	choices  int  // entries of "choices"
+	content  bool // some choice shows something
+	abort    bool // some choice ended with "abort"
+	finished int  // choices that carry a finish_reason
+	failed   bool // "error" instead of an answer
+	onFinish func(index int)
+
+	index  int
+	finish bool
+	at     cursor // here and not on the stack: its address goes to callbacks
+}
+
+// read walks over data; false if it is no JSON object.
+func (k *chunk) read(data []byte) bool {
+	k.at = cursor{b: data}
+	k.at.object(k.member)
+	return !k.at.bad
+}
+
+func (k *chunk) member(c *cursor, key []byte) {
+	switch string(key) {
+	case "choices":
+		if c.peek() == '[' {
+			c.array(k.choice)
+			return
+		}
+		c.skip()
+	case "error":
+		k.failed = c.skip() || k.failed
+	case "object":
+		if c.peek() == '"' {
+			k.failed = string(c.str()) == "error" || k.failed
+			return
+		}
+		c.skip()
+	default:
+		c.skip()
+	}
+}
+
+func (k *chunk) choice(c *cursor) {
+	k.choices++
+	k.index, k.finish = 0, false
+	if c.peek() != '{' {
+		c.skip()
+		return
+	}
+	c.object(k.choiceMember)
+	if !k.finish {
+		return
+	}
+	k.finished++
+	if k.onFinish != nil {
+		k.onFinish(k.index)
+	}
+}
+
+func (k *chunk) choiceMember(c *cursor, key []byte) {
+	switch string(key) {
+	case "index":
+		k.readIndex(c)
+	case "finish_reason":
+		k.readFinish(c)
+	case "text", "token_ids":
+		k.content = c.skip() || k.content
+	case "delta":
+		if c.peek() == '{' {
+			c.object(k.deltaMember)
+			return
+		}
+		c.skip()
+	default:
+		c.skip()
+	}
+}
+
+// deltaMember counts every member but the role as content: text, reasoning, refusal, tool calls, and members
+// of later engines.
+func (k *chunk) deltaMember(c *cursor, key []byte) {
+	filled := c.skip()
+	k.content = k.content || filled && string(key) != "role"
+}
+
+func (k *chunk) readIndex(c *cursor) {
+	if ch := c.peek(); ch < '0' || ch > '9' {
+		c.skip()
+		return
+	}
+	n, err := strconv.Atoi(string(c.word()))
+	if err != nil {
+		c.bad = true
+		return
+	}
+	k.index = n
+}
+
+func (k *chunk) readFinish(c *cursor) {
+	if c.peek() != '"' {
+		k.finish = c.skip()
+		return
+	}
+	reason := c.str()
+	k.finish = len(reason) > 0
+	k.abort = k.abort || string(reason) == "abort"
 }

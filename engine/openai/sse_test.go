@@ -61,7 +61,10 @@ func TestWatcherKinds(t *testing.T) {
 		{"empty text", `{"choices":[{"index":0,"text":"","finish_reason":null}]}`, EventEmpty},
 		{"text", `{"choices":[{"index":0,"text":"a","finish_reason":null}]}`, EventContent},
 		{"delta", `{"choices":[{"index":0,"delta":{"content":"a"}}]}`, EventContent},
-		{"reasoning", `{"choices":[{"delta":{"role":"assistant","reasoning_content":"hm","content":null}}]}`, EventContent},
+		{
+			"reasoning", `{"choices":[{"delta":{"role":"assistant","reasoning_content":"hm","content":null}}]}`,
+			EventContent,
+		},
 		{"tool call", `{"choices":[{"delta":{"tool_calls":[{"index":0,"id":"x"}]}}]}`, EventContent},
 		{"no tool call", `{"choices":[{"delta":{"tool_calls":[]}}]}`, EventEmpty},
 		{"ids", `{"choices":[{"delta":{"content":""},"token_ids":[7]}]}`, EventContent},
@@ -93,7 +96,9 @@ func TestWatcherOtherLines(t *testing.T) {
 	assert.Equal(t, EventOther, w.Event([]byte(": ping\n\n")))
 	assert.Equal(t, EventOther, w.Event([]byte("\n\n")))
 	w.Begun()
-	assert.Equal(t, EventContent, w.Event([]byte("data: {\"choices\":[{\"text\":\"\",\"finish_reason\":null}]}\n\n")), "after the beginning nobody tells them apart")
+	assert.Equal(t, EventContent,
+		w.Event([]byte("data: {\"choices\":[{\"text\":\"\",\"finish_reason\":null}]}\n\n")),
+		"after the beginning nobody tells them apart")
 }
 
 func TestWatcherCompleteNeedsEveryChoice(t *testing.T) {
@@ -192,12 +197,24 @@ func TestParseError(t *testing.T) {
 		in   string
 		want EngineError
 	}{
-		{`{"error":{"message":"m","type":"Service Unavailable","param":null,"code":503}}`, EngineError{Status: 503, Type: "Service Unavailable", Message: "m", Length: 1}},
-		{`{"error":{"message":"m","type":"t","code":"400"}}`, EngineError{Type: "t", Message: "m", Length: 1}},
+		{
+			`{"error":{"message":"m","type":"Service Unavailable","param":null,"code":503}}`,
+			EngineError{Status: 503, Type: "Service Unavailable", Message: "m", Length: 1},
+		},
+		{
+			`{"error":{"message":"m","type":"t","code":"400"}}`,
+			EngineError{Type: "t", Message: "m", Length: 1},
+		},
 		{`{"error":{"message":"m","type":"t","code":200}}`, EngineError{Type: "t", Message: "m", Length: 1}},
 		{`{"error":"Unauthorized"}`, EngineError{Message: "Unauthorized", Length: 12}},
-		{`{"object":"error","message":"m","type":"BadRequestError","param":"n","code":400}`, EngineError{Status: 400, Type: "BadRequestError", Message: "m", Param: "n", Length: 1}},
-		{`{"error":{"message":"m","param":{"a":1},"code":503}}`, EngineError{Status: 503, Message: "m", Length: 1}},
+		{
+			`{"object":"error","message":"m","type":"BadRequestError","param":"n","code":400}`,
+			EngineError{Status: 400, Type: "BadRequestError", Message: "m", Param: "n", Length: 1},
+		},
+		{
+			`{"error":{"message":"m","param":{"a":1},"code":503}}`,
+			EngineError{Status: 503, Message: "m", Length: 1},
+		},
 		{`{"detail":"Not Found"}`, EngineError{Message: "Not Found", Length: 9}},
 		{`nonsense`, EngineError{}},
 		{`{"error":null}`, EngineError{}},
@@ -214,11 +231,14 @@ func TestParseError(t *testing.T) {
 func TestOnlySentencesOfEnginesAreKnown(t *testing.T) {
 	for message, known := range map[string]bool{
 		"Unauthorized": true, "Unauthorized: sesame": false, "": false, "unauthorized": false,
-		"n must be at least 1, got -3.": true, "n must be at least 1, got sesame.": false, "n must be at least 1, got .": false,
+		"n must be at least 1, got -3.": true, "n must be at least 1, got sesame.": false,
+		"n must be at least 1, got .": false,
 		"temperature must be non-negative, got -0.5. (parameter=temperature, value=-0.5)": true,
 		"EngineCore encountered an issue. See stack trace (above) for the root cause.":    true,
 		"EngineCore encountered an issue. prompt: sesame":                                 false,
-		"This model's maximum context length is 2048 tokens. However, your prompt contains 5000 input tokens, which exceeds this limit even without any output tokens. Please reduce the length of the input prompt. (parameter=input_tokens, value=5000)": true,
+		"This model's maximum context length is 2048 tokens. However, your prompt contains 5000 input " +
+			"tokens, which exceeds this limit even without any output tokens. Please reduce the length of " +
+			"the input prompt. (parameter=input_tokens, value=5000)": true,
 	} {
 		e := EngineError{Message: message}
 		assert.Equal(t, known, e.IsKnown(), message)
@@ -235,8 +255,8 @@ func TestAborted(t *testing.T) {
 	assert.False(t, Aborted([]byte(`{"choices":[{"finish_reason":"stop"}]}`)))
 }
 
-// FuzzSSE: however the bytes are cut, the same events come out; the classifier never panics; and what it says of a chunk
-// with one plain choice agrees with encoding/json.
+// FuzzSSE: however the bytes are cut, the same events come out; the classifier never panics; and what it says
+// of a chunk with one plain choice agrees with encoding/json.
 func FuzzSSE(f *testing.F) {
 	f.Add([]byte("data: {\"choices\":[{\"index\":0,\"text\":\"a\",\"finish_reason\":null}]}\n\ndata: [DONE]\n\n"), 7)
 	f.Add([]byte("data: {\"error\": {\"message\": \"m\", \"code\": 500}}\n\n"), 1)
@@ -282,11 +302,13 @@ func checkAgainstJSON(t *testing.T, got EventKind, data []byte) {
 			Finish *string `json:"finish_reason"`
 		} `json:"choices"`
 	}
-	plain := !bytes.ContainsAny(data, "\\") && bytes.Count(data, []byte(`"choices"`)) == 1 && bytes.Count(data, []byte(`"`)) <= 12
+	plain := !bytes.ContainsAny(data, "\\") && bytes.Count(data, []byte(`"choices"`)) == 1 &&
+		bytes.Count(data, []byte(`"`)) <= 12
 	if !plain || json.Unmarshal(data, &c) != nil || len(c.Choices) != 1 || got == EventError {
 		return
 	}
-	if f := c.Choices[0].Finish; f != nil && bytes.Count(data, finishKey) == 1 && bytes.Contains(data, []byte(`"choices":[{`)) {
+	if f := c.Choices[0].Finish; f != nil && bytes.Count(data, finishKey) == 1 &&
+		bytes.Contains(data, []byte(`"choices":[{`)) {
 		want := EventFinish
 		if *f == "abort" {
 			want = EventAbort

@@ -1,16 +1,18 @@
 package openai
 
 import (
+	"bytes"
 	"math"
 	"sync/atomic"
 )
 
 const (
-	// startBytesPerToken is what a token is taken to be before the first usage is seen, in bytes.
+	// startBytesPerToken is the assumed length of a token in bytes before the first usage is seen.
 	startBytesPerToken = 4
-	// estimatorHalfLife is after how many requests an observation counts half.
+	// estimatorHalfLife is the number of requests after which an observation counts half.
 	estimatorHalfLife = 100
-	// One observation beyond these is cut to them: what no text has would spoil the estimate for a hundred requests.
+	// Observations are clamped to these bounds: a value that no text has would spoil the estimate for a
+	// hundred requests.
 	minBytesPerToken = 0.25
 	maxBytesPerToken = 64
 )
@@ -18,8 +20,9 @@ const (
 // estimatorWeight is the weight of one observation: 1 - 2^(-1/estimatorHalfLife).
 var estimatorWeight = 1 - math.Exp2(-1.0/estimatorHalfLife)
 
-// Estimator guesses prompt tokens from bytes where no tokenizer was asked: tokens = bytes / k, k the moving average of
-// bytes per prompt token that engines reported. One per (app, route). The zero value is ready; safe for concurrent use.
+// Estimator estimates prompt tokens from bytes without a tokenizer: tokens = bytes / k, k the moving average
+// of bytes per prompt token that engines reported. One per (app, route). The zero value is ready; safe for
+// concurrent use.
 type Estimator struct{ bits atomic.Uint64 } // k as float64 bits; 0 = not yet observed
 
 // Estimators are an app's estimators, by Route.
@@ -33,13 +36,14 @@ func (e *Estimator) K() float64 {
 	return startBytesPerToken
 }
 
-// PromptTokens is the estimate for the prompt of b: its text by its bytes, and its media parts by their number.
+// PromptTokens is the estimate for the prompt of b: its text by its bytes, and its media parts by their
+// number.
 func (e *Estimator) PromptTokens(b *Body) int {
 	return e.Tokens(b.TextBytes) + b.MediaParts*MediaTokens
 }
 
-// ObservePrompt learns from a request that the engine counted as tokens. One with media teaches nothing: how many of its tokens are
-// the text's is not known.
+// ObservePrompt learns from a request whose tokens the engine counted. It ignores requests with media,
+// because the share of their text in the tokens is unknown.
 func (e *Estimator) ObservePrompt(b *Body, tokens int) {
 	if b.MediaParts == 0 {
 		e.Observe(b.TextBytes, tokens)
@@ -49,7 +53,7 @@ func (e *Estimator) ObservePrompt(b *Body, tokens int) {
 // Tokens is the estimate for a prompt of n bytes, at least 1 unless n is 0.
 func (e *Estimator) Tokens(n int) int { return int(math.Ceil(float64(n) / e.K())) }
 
-// Observe learns from a request of n bytes that the engine counted as tokens. Give it the bytes that Tokens was given.
+// Observe learns from a request of n bytes whose tokens the engine counted. n must be counted as for Tokens.
 func (e *Estimator) Observe(n, tokens int) {
 	if n <= 0 || tokens <= 0 {
 		return
@@ -65,4 +69,92 @@ func (e *Estimator) Observe(n, tokens int) {
 			return
 		}
 	}
+}
+
+// Usage is the "usage" of an answer. Details differ by route and mode and may be absent or null: a Has flag
+// tells an absent count from a 0.
+type Usage struct {
+	PromptTokens     int
+	CompletionTokens int // 0 if absent, as in an answer without output
+	TotalTokens      int
+
+	CachedTokens       int // prompt_tokens_details.cached_tokens
+	HasCached          bool
+	CreatedCacheTokens int // prompt_tokens_details.created_cache_tokens
+	HasCreatedCache    bool
+}
+
+var (
+	usageKey   = []byte(`"usage"`)
+	dataPrefix = []byte("data:")
+)
+
+// ParseUsage finds the top-level "usage" object of a JSON answer or of one server-sent event (with or without
+// "data:"). False if there is none, if it is null, or if it has no prompt_tokens. It does not check the bytes
+// behind the object.
+func ParseUsage(b []byte) (u Usage, ok bool) {
+	if !bytes.Contains(b, usageKey) { // most chunks end here; inside a string its quotes would be escaped
+		return Usage{}, false
+	}
+	s := scanner{b: bytes.TrimPrefix(b, dataPrefix)}
+	i := s.space(0)
+	if s.peek(i) != '{' {
+		return Usage{}, false
+	}
+	s.members(i, 1, func(key []byte, _ bool, v Span) bool {
+		if string(key) != "usage" {
+			return true
+		}
+		ok = u.read(s.b[v.Start:v.End])
+		return false
+	})
+	if !ok {
+		return Usage{}, false
+	}
+	return u, true
+}
+
+// read takes the counts from a usage object.
+func (u *Usage) read(raw []byte) (ok bool) {
+	if raw[0] != '{' {
+		return false
+	}
+	s := scanner{b: raw}
+	s.members(0, 1, func(key []byte, _ bool, v Span) bool {
+		value := raw[v.Start:v.End]
+		switch string(key) {
+		case "prompt_tokens":
+			u.PromptTokens, ok = count(value)
+		case "completion_tokens":
+			u.CompletionTokens, _ = count(value)
+		case "total_tokens":
+			u.TotalTokens, _ = count(value)
+		case "prompt_tokens_details":
+			u.readDetails(value)
+		}
+		return true
+	})
+	return ok
+}
+
+func (u *Usage) readDetails(raw []byte) {
+	if raw[0] != '{' {
+		return
+	}
+	s := scanner{b: raw}
+	s.members(0, 1, func(key []byte, _ bool, v Span) bool {
+		switch string(key) {
+		case "cached_tokens":
+			u.CachedTokens, u.HasCached = count(raw[v.Start:v.End])
+		case "created_cache_tokens":
+			u.CreatedCacheTokens, u.HasCreatedCache = count(raw[v.Start:v.End])
+		}
+		return true
+	})
+}
+
+// count reads a plain number of tokens.
+func count(raw []byte) (int, bool) {
+	n, ok := smallInt(raw)
+	return int(n), ok
 }

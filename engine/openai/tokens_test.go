@@ -26,7 +26,8 @@ func TestEstimatorStartsAtFourAndHalvesInAHundred(t *testing.T) {
 	assert.InDelta(t, 3, e.K(), 1e-9)
 }
 
-// TestAnEstimateTakesMediaByNumber: text by its bytes, media by their number, and what has both teaches nothing.
+// TestAnEstimateTakesMediaByNumber: text by its bytes, media by their number, and what has both teaches
+// nothing.
 func TestAnEstimateTakesMediaByNumber(t *testing.T) {
 	var e Estimator
 	text := scan(t, Chat, `{"messages":[{"role":"user","content":"hello"}]}`)
@@ -66,10 +67,16 @@ func TestEstimatorIsSafeForConcurrentUse(t *testing.T) {
 
 func TestParseUsageOfCapturedAnswers(t *testing.T) {
 	want := map[string]Usage{
-		"cmpl.json":             {PromptTokens: 4, CompletionTokens: 6, TotalTokens: 10, HasCached: true},
-		"chat.json":             {PromptTokens: 12, CompletionTokens: 6, TotalTokens: 18, HasCached: true, HasCreatedCache: true},
-		"cmpl_stream.event":     {PromptTokens: 4, CompletionTokens: 6, TotalTokens: 10, HasCached: true},
-		"chat_stream.event":     {PromptTokens: 12, CompletionTokens: 6, TotalTokens: 18, HasCached: true, HasCreatedCache: true},
+		"cmpl.json": {PromptTokens: 4, CompletionTokens: 6, TotalTokens: 10, HasCached: true},
+		"chat.json": {
+			PromptTokens: 12, CompletionTokens: 6, TotalTokens: 18, HasCached: true,
+			HasCreatedCache: true,
+		},
+		"cmpl_stream.event": {PromptTokens: 4, CompletionTokens: 6, TotalTokens: 10, HasCached: true},
+		"chat_stream.event": {
+			PromptTokens: 12, CompletionTokens: 6, TotalTokens: 18, HasCached: true,
+			HasCreatedCache: true,
+		},
 		"cmpl_continuous.event": {PromptTokens: 4, CompletionTokens: 1, TotalTokens: 5},
 	}
 	for file, usage := range want {
@@ -90,13 +97,33 @@ func TestParseUsage(t *testing.T) {
 	}{
 		{"none", `{"id":"x"}`, Usage{}, false},
 		{"null", `{"usage":null}`, Usage{}, false},
-		{"a value called usage", `{"model":"usage","text":"\"usage\":{\"prompt_tokens\":9}"}`, Usage{}, false},
-		{"deeper down is not it", `{"a":{"usage":{"prompt_tokens":9}},"usage":{"prompt_tokens":3}}`, Usage{PromptTokens: 3}, true},
+		{
+			"a value called usage", `{"model":"usage","text":"\"usage\":{\"prompt_tokens\":9}"}`,
+			Usage{},
+			false,
+		},
+		{
+			"deeper down is not it", `{"a":{"usage":{"prompt_tokens":9}},"usage":{"prompt_tokens":3}}`,
+			Usage{PromptTokens: 3},
+			true,
+		},
 		{"only deeper down", `{"a":{"usage":{"prompt_tokens":9}}}`, Usage{}, false},
 		{"no prompt tokens", `{"usage":{"completion_tokens":3}}`, Usage{}, false},
-		{"null details", `{"usage":{"prompt_tokens":3,"prompt_tokens_details":null}}`, Usage{PromptTokens: 3}, true},
-		{"null cached", `{"usage":{"prompt_tokens":3,"prompt_tokens_details":{"cached_tokens":null}}}`, Usage{PromptTokens: 3}, true},
-		{"cached", `{"usage":{"prompt_tokens":3,"prompt_tokens_details":{"cached_tokens":2}}}`, Usage{PromptTokens: 3, CachedTokens: 2, HasCached: true}, true},
+		{
+			"null details", `{"usage":{"prompt_tokens":3,"prompt_tokens_details":null}}`,
+			Usage{PromptTokens: 3},
+			true,
+		},
+		{
+			"null cached", `{"usage":{"prompt_tokens":3,"prompt_tokens_details":{"cached_tokens":null}}}`,
+			Usage{PromptTokens: 3},
+			true,
+		},
+		{
+			"cached", `{"usage":{"prompt_tokens":3,"prompt_tokens_details":{"cached_tokens":2}}}`,
+			Usage{PromptTokens: 3, CachedTokens: 2, HasCached: true},
+			true,
+		},
 		{"not a count", `{"usage":{"prompt_tokens":"3"}}`, Usage{}, false},
 		{"beyond reason", `{"usage":{"prompt_tokens":99999999999999999999}}`, Usage{}, false},
 		{"cut behind it", `{"usage":{"prompt_tokens":3},"x":[`, Usage{PromptTokens: 3}, true},

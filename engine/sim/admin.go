@@ -12,7 +12,7 @@ import (
 	em "github.com/dpserve/dpserve/enginemodel"
 )
 
-// Stats is what GET /_sim/stats tells: sums over the ranks of this process.
+// Stats is the answer of GET /_sim/stats: sums over the ranks of this process.
 type Stats struct {
 	Running      int               `json:"running"`
 	Waiting      int               `json:"waiting"`
@@ -45,7 +45,10 @@ func (s *Server) Stats() Stats {
 		out.Preemptions += c.Preemptions
 		out.Aborted += c.Aborted
 		out.Rejected += c.Rejected[em.RejectRequests] + c.Rejected[em.RejectTokens]
-		for _, why := range []em.FinishReason{em.FinishStop, em.FinishLength, em.FinishAbort, em.FinishError} {
+		for _, why := range []em.FinishReason{
+			em.FinishStop, em.FinishLength, em.FinishAbort,
+			em.FinishError,
+		} {
 			out.Finished[why.String()] += c.Finished[why]
 		}
 	}
@@ -57,7 +60,9 @@ func (s *Server) Fail(f Fault) error {
 	if err := f.validate(); err != nil {
 		return err
 	}
-	note := func() { s.log.Info("failure injected", "mode", string(f.Mode), "for_s", f.ForS, "count", f.Count) }
+	note := func() {
+		s.log.Info("failure injected", "mode", string(f.Mode), "for_s", f.ForS, "count", f.Count)
+	}
 	switch f.Mode { // the first may end the process at once
 	case ModeCrash, ModeKill, ModeOrphan, ModeCoreDead:
 		note()
@@ -79,8 +84,10 @@ func (s *Server) Fail(f Fault) error {
 		s.tellAll(em.Input{Kind: em.InputKill})
 	case ModeHang, ModeSlow, ModeRefuse:
 		return s.failFor(f)
-	case ModeHealth503, ModeStopping, ModeIgnoreSigterm, ModeHTTP500, ModeHTTP503, ModeBusy, ModeCut, ModeNoDone, ModeErrorEvent,
-		ModeAbort, ModeBareDone, ModeStall, ModeKVDrop, ModeKVDuplicate, ModeKVReorder, ModeKVGarbage, ModeKVUnknown, ModeKVNoReplay,
+	case ModeHealth503, ModeStopping, ModeIgnoreSigterm, ModeHTTP500, ModeHTTP503, ModeBusy, ModeCut,
+		ModeNoDone, ModeErrorEvent,
+		ModeAbort, ModeBareDone, ModeStall, ModeKVDrop, ModeKVDuplicate, ModeKVReorder, ModeKVGarbage,
+		ModeKVUnknown, ModeKVNoReplay,
 		ModeKVShortReplay, ModeKVSlowReplay:
 		s.faults.on(f, func() {})
 	case ModeKVRestart:
@@ -91,7 +98,7 @@ func (s *Server) Fail(f Fault) error {
 	return nil
 }
 
-// failFor switches on a mode that needs an act at its end too.
+// failFor switches on a mode that needs an action at its end too.
 func (s *Server) failFor(f Fault) error {
 	switch f.Mode { //nolint:exhaustive // called for three modes
 	case ModeHang:
@@ -133,7 +140,8 @@ func (s *Server) tellAll(in em.Input) {
 	}
 }
 
-// killed ends the process without a trace; where that is not ours to do, at least the server.
+// killed ends the process without cleanup; in tests, where the process is not the engine's own, it ends the
+// server.
 func (s *Server) killed() {
 	if s.cfg.kill != nil {
 		s.cfg.kill()
@@ -141,7 +149,7 @@ func (s *Server) killed() {
 	s.leave(-1, "killed as told")
 }
 
-// orphaned leaves a child behind that holds a port, then dies.
+// orphaned starts a child that holds a port, then ends the process.
 func (s *Server) orphaned(port int) error {
 	if s.cfg.orphan == nil {
 		return errors.New("mode orphan needs an engine process of its own")
@@ -157,8 +165,9 @@ func (s *Server) orphaned(port int) error {
 	return nil
 }
 
-// kvPort is a KV event port of the rank's block that the engine binds: the one of replays where there are events (their publisher
-// dials), else the first one. Port blocks hold one HTTP port per rank, then one KV port per rank.
+// kvPort is a KV event port of the rank's block that the engine binds: the one of replays where there are
+// events (their publisher dials), else the first one. Port blocks hold one HTTP port per rank, then one KV
+// port per rank.
 func (s *Server) kvPort() int {
 	if kv := s.ranks[0].kv; kv != nil && kv.sockets.replay != "" {
 		_, text, _ := net.SplitHostPort(strings.TrimPrefix(kv.sockets.replay, schemeTCP))
@@ -170,7 +179,7 @@ func (s *Server) kvPort() int {
 	return port + max(1, s.cfg.DPSize)
 }
 
-// admin serves /_sim/*: no key, loopback is its guard.
+// admin serves /_sim/* without a key, because engines listen on loopback by default.
 func (s *Server) admin(w http.ResponseWriter, r *http.Request) {
 	switch r.Method + " " + r.URL.Path {
 	case "GET /_sim/stats":
@@ -219,4 +228,28 @@ func (s *Server) adminAnswer(w http.ResponseWriter, body []byte, err error) {
 		return
 	}
 	s.writeJSON(w, http.StatusOK, body)
+}
+
+// restartKV restarts the engine's cache and events as a new process would: requests are computed again.
+func (s *Server) restartKV() {
+	for _, r := range s.ranks {
+		r.mu.Lock()
+		r.core.ResetPrefixCache(true, true)
+		if r.kv != nil {
+			r.kv.restart()
+		}
+		r.mu.Unlock()
+		r.wake()
+	}
+}
+
+// sleep drops the caches without an event; Recover ends it. The engine goes on computing.
+func (s *Server) sleep(f Fault) {
+	for _, r := range s.ranks {
+		r.mu.Lock()
+		r.core.ResetPrefixCache(true, true)
+		r.mu.Unlock()
+		r.wake()
+	}
+	s.faults.on(f, func() {})
 }

@@ -72,7 +72,11 @@ func joinStream(t testing.TB, body string) (texts map[int]string, last completio
 
 func TestStreamAndPlainAnswerAreTheSameText(t *testing.T) {
 	s := start(t, fast())
-	for _, extra := range []string{"", `,"stop":["cache"]`, `,"stop":["e b","queue"],"include_stop_str_in_output":true`, `,"stream_interval":7`, `,"n":3`, `,"seed":5`} {
+	for _, extra := range []string{
+		"", `,"stop":["cache"]`,
+		`,"stop":["e b","queue"],"include_stop_str_in_output":true`, `,"stream_interval":7`, `,"n":3`,
+		`,"seed":5`,
+	} {
 		body := `{"prompt":"the quick","max_tokens":300` + extra
 		plain := complete(t, s, "/v1/completions", body+"}")
 		_, stream := ask(t, s, "/v1/completions", body+`,"stream":true}`)
@@ -91,7 +95,8 @@ func TestStopStringsCutTheText(t *testing.T) {
 	s := start(t, fast())
 	base := complete(t, s, "/v1/completions", `{"prompt":"p","max_tokens":200,"ignore_eos":true}`)
 	word := strings.Fields(base.Choices[0].Text)[9]
-	got := complete(t, s, "/v1/completions", fmt.Sprintf(`{"prompt":"p","max_tokens":200,"ignore_eos":true,"stop":%q}`, word))
+	got := complete(t, s, "/v1/completions",
+		fmt.Sprintf(`{"prompt":"p","max_tokens":200,"ignore_eos":true,"stop":%q}`, word))
 	assert.Equal(t, "stop", got.Choices[0].FinishReason)
 	assert.Equal(t, word, got.Choices[0].StopReason)
 	assert.NotContains(t, got.Choices[0].Text, word)
@@ -101,9 +106,11 @@ func TestStopStringsCutTheText(t *testing.T) {
 
 func TestStopTokenAndNaturalEnd(t *testing.T) {
 	s := start(t, fast())
-	ids := complete(t, s, "/v1/completions", `{"prompt":"p","max_tokens":20,"return_token_ids":true}`).Choices[0].TokenIDs
+	ids := complete(t, s, "/v1/completions", `{"prompt":"p","max_tokens":20,"return_token_ids":true}`).
+		Choices[0].TokenIDs
 	require.Len(t, ids, 20)
-	got := complete(t, s, "/v1/completions", fmt.Sprintf(`{"prompt":"p","max_tokens":20,"stop_token_ids":[%d]}`, ids[6]))
+	got := complete(t, s, "/v1/completions",
+		fmt.Sprintf(`{"prompt":"p","max_tokens":20,"stop_token_ids":[%d]}`, ids[6]))
 	assert.Equal(t, "stop", got.Choices[0].FinishReason)
 	assert.InDelta(t, float64(ids[6]), got.Choices[0].StopReason, 0)
 	assert.LessOrEqual(t, got.Usage.CompletionTokens, 7)
@@ -127,7 +134,8 @@ func TestPrefixCacheShowsInUsage(t *testing.T) {
 	prompt := strings.Repeat("0123456789abcdef", 20) // 80 tokens
 	body := fmt.Sprintf(`{"prompt":%q,"max_tokens":2}`, prompt)
 	assert.Zero(t, complete(t, s, "/v1/completions", body).Usage.Details.Cached)
-	assert.Equal(t, 64, complete(t, s, "/v1/completions", body).Usage.Details.Cached, "whole blocks, at most prompt-1")
+	assert.Equal(t, 64, complete(t, s, "/v1/completions", body).Usage.Details.Cached,
+		"whole blocks, at most prompt-1")
 
 	c := fast()
 	c.PromptTokensDetails = false
@@ -187,8 +195,12 @@ func TestPacedStreamOnFakeTime(t *testing.T) {
 		c.Listen = func(_ context.Context, addr string) (net.Listener, error) { return network.Listen(addr) }
 		s, err := Start(t.Context(), c)
 		require.NoError(t, err)
-		hc := &http.Client{Transport: &http.Transport{DialContext: network.DialContext, DisableKeepAlives: true}}
-		req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.URL()+"/v1/completions", strings.NewReader(streamBody))
+		hc := &http.Client{Transport: &http.Transport{
+			DialContext:       network.DialContext,
+			DisableKeepAlives: true,
+		}}
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.URL()+"/v1/completions",
+			strings.NewReader(streamBody))
 		require.NoError(t, err)
 		req.Header.Set("Content-Type", "application/json")
 		begun := time.Now()
@@ -210,7 +222,8 @@ func TestPacedStreamOnFakeTime(t *testing.T) {
 func TestParserAgreesWithEncodingJSON(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		var doc any = rapid.MapOf(rapid.String(), rapid.OneOf(
-			rapid.String().AsAny(), rapid.Float64Range(-1e9, 1e9).AsAny(), rapid.Bool().AsAny(), rapid.Just[any](nil),
+			rapid.String().AsAny(), rapid.Float64Range(-1e9, 1e9).AsAny(), rapid.Bool().AsAny(),
+			rapid.Just[any](nil),
 			rapid.SliceOf(rapid.Int64()).AsAny(), rapid.SliceOf(rapid.String()).AsAny(),
 		)).Draw(t, "doc")
 		raw, err := json.Marshal(doc)
@@ -281,9 +294,11 @@ func TestSyntaxErrorsSpeakPython(t *testing.T) {
 // Whatever a client sends, the engine answers with an error or an answer, and is empty afterwards.
 func FuzzRequest(f *testing.F) {
 	for _, seed := range []string{
-		wholeBody, streamBody, chatBody, idsBody, `{"prompt":[[1,2],[3]],"n":2,"logprobs":2,"echo":true}`, `{"prompt":["a","b"],"stop":["x"]}`,
+		wholeBody, streamBody, chatBody, idsBody, `{"prompt":[[1,2],[3]],"n":2,"logprobs":2,"echo":true}`,
+		`{"prompt":["a","b"],"stop":["x"]}`,
 		`{"messages":[{"role":"user","content":[{"type":"text","text":"x"}]}],"stream":true,"stream_options":{"include_usage":true}}`,
-		`{"prompt":"x","stop_token_ids":[1],"min_tokens":3,"prompt_logprobs":1}`, `{"prompt":-1}`, `{`, `[]`, `{"prompt":"\ud83d"}`,
+		`{"prompt":"x","stop_token_ids":[1],"min_tokens":3,"prompt_logprobs":1}`, `{"prompt":-1}`, `{`, `[]`,
+		`{"prompt":"\ud83d"}`,
 	} {
 		f.Add(seed)
 	}
@@ -302,7 +317,8 @@ func FuzzRequest(f *testing.F) {
 		}
 		for _, path := range []string{"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"} {
 			rec := &recorder{header: http.Header{}}
-			req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, path, strings.NewReader(body))
+			req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, path,
+				strings.NewReader(body))
 			require.NoError(t, err)
 			req.Header.Set("Content-Type", "application/json")
 			s.ServeHTTP(rec, req)

@@ -21,17 +21,22 @@ func (e *apiError) Error() string { return e.message }
 const (
 	msgEngineDead = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 	msgStopping   = "cannot schedule new futures after shutdown"
-	msgBusy       = "The engine is currently busy and cannot accept new requests. Please try again later or on a different instance."
-	msgScaleOut   = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
-	msgMediaType  = "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
-	msgNoPrompt   = "Either prompt or prompt_embeds must be provided and non-empty. (parameter=prompt)"
-	msgInjected   = "simulated failure"
+	msgBusy       = "The engine is currently busy and cannot accept new requests. Please try again later " +
+		"or on a different instance."
+	msgScaleOut = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to " +
+		"enable them."
+	msgMediaType = "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
+	msgNoPrompt  = "Either prompt or prompt_embeds must be provided and non-empty. (parameter=prompt)"
+	msgInjected  = "simulated failure"
 )
 
 const kindInternal = "InternalServerError"
 
 func badRequest(param, format string, args ...any) *apiError {
-	return &apiError{status: http.StatusBadRequest, kind: "BadRequestError", message: fmt.Sprintf(format, args...), param: param}
+	return &apiError{
+		status: http.StatusBadRequest, kind: "BadRequestError",
+		message: fmt.Sprintf(format, args...), param: param,
+	}
 }
 
 func internalError(message string) *apiError {
@@ -96,5 +101,8 @@ func schemaError(faults []fieldError) *apiError {
 		b.WriteString("\n  ")
 		b.WriteString(faults[i].String())
 	}
-	return &apiError{status: http.StatusBadRequest, kind: "Bad Request", message: b.String(), param: faults[0].loc}
+	return &apiError{
+		status: http.StatusBadRequest, kind: "Bad Request", message: b.String(),
+		param: faults[0].loc,
+	}
 }

@@ -96,7 +96,8 @@ func BenchmarkSmallRequests(b *testing.B) {
 }
 
 func BenchmarkFlatOutStreams(b *testing.B) {
-	benchLoad(b, `{"model":"sim","prompt":"hello there","max_tokens":256,"ignore_eos":true,"stream":true}`, "--sim-step-ms", "0")
+	benchLoad(b, `{"model":"sim","prompt":"hello there","max_tokens":256,"ignore_eos":true,"stream":true}`,
+		"--sim-step-ms", "0")
 }
 
 func BenchmarkAppendChunk(b *testing.B) {

@@ -8,9 +8,10 @@ import (
 	"log/slog"
 	"net"
 	"strconv"
+	"strings"
 	"time"
 
-	"github.com/dpserve/dpserve/enginemodel"
+	em "github.com/dpserve/dpserve/enginemodel"
 )
 
 // Version is the engine version that is imitated, as GET /version tells it.
@@ -18,12 +19,13 @@ const Version = "0.32.0"
 
 // Defaults of Config.
 const (
-	DefaultHost      = "127.0.0.1"
-	DefaultPort      = 8000
-	DefaultModel     = "sim"
-	DefaultKeepAlive = 5 * time.Second        // idle connections are closed after it
-	DefaultLinger    = 500 * time.Millisecond // from the last drained request to the exit; vLLM takes up to 10 s
-	DefaultHandshake = 5 * time.Minute        // how long ranks of a group wait for each other
+	defaultHost      = "127.0.0.1"
+	defaultPort      = 8000
+	defaultModel     = "sim"
+	defaultKeepAlive = 5 * time.Second // idle connections are closed after it
+	// from the last drained request to the exit; vLLM takes up to 10 s
+	defaultLinger    = 500 * time.Millisecond
+	defaultHandshake = 5 * time.Minute        // how long ranks of a group wait for each other
 	deathDelay       = 600 * time.Millisecond // from the core's death to the exit of the process
 	maxTopLogprobs   = 20
 	maxInternalRanks = 1024
@@ -37,7 +39,7 @@ type Config struct {
 	Names []string // served model names, at least one; answers carry the first where the client sent none
 	Root  string   // model source as /v1/models tells it; empty = the first name
 
-	Model enginemodel.Config
+	Model em.Config
 	Seed  uint64 // of the texts
 
 	APIKey              string // empty = open
@@ -54,7 +56,7 @@ type Config struct {
 	DPSize           int    // ranks of the group; 0 or 1 = uncoupled
 	DPRank           int    // this rank
 	RPCAddr          string // host:port of rank 0's meeting point, which it binds
-	GroupKey         string // what only the ranks of this group know; "" = whoever can connect is believed
+	GroupKey         string // a secret of the group's ranks; "" = every caller is accepted
 	SyncInterval     int    // steps between wave checks, equal on all ranks
 	ExpertParallel   bool   // must be equal on all ranks
 	TensorParallel   int    // must be equal on all ranks
@@ -64,7 +66,7 @@ type Config struct {
 	ToldBlockSize int // what /metrics tells in place of Model.BlockSize; 0 = the truth
 
 	KVEvents KVEvents
-	Hashing  enginemodel.Hashing // of blocks
+	Hashing  em.Hashing // of blocks
 
 	Startup       time.Duration // before the port opens
 	StartExit     bool          // fail while starting
@@ -90,9 +92,11 @@ type Scheduled struct {
 // Default is an uncoupled rank on a free port at real speed.
 func Default() Config {
 	return Config{
-		Host: DefaultHost, Names: []string{DefaultModel}, Model: enginemodel.Default(), KeepAlive: DefaultKeepAlive, Linger: DefaultLinger,
-		SyncInterval: enginemodel.DefaultSyncInterval, TensorParallel: 1, HandshakeTimeout: DefaultHandshake, PromptTokensDetails: true,
-		KVEvents: DefaultKVEvents(),
+		Host: defaultHost, Names: []string{defaultModel}, Model: em.Default(),
+		KeepAlive: defaultKeepAlive, Linger: defaultLinger,
+		SyncInterval: em.DefaultSyncInterval, TensorParallel: 1, HandshakeTimeout: defaultHandshake,
+		PromptTokensDetails: true,
+		KVEvents:            defaultKVEvents(),
 	}
 }
 
@@ -102,7 +106,8 @@ func (c *Config) Validate() error {
 	case len(c.Names) == 0:
 		return fmt.Errorf("no served model name: give --served-model-name one")
 	case c.DPSize < 0 || c.DPSize > maxGroupRanks || c.DPRank < 0 || c.DPRank >= max(1, c.DPSize):
-		return fmt.Errorf("data parallel rank %d of %d: the rank must be in [0, size), the size at most %d", c.DPRank, c.DPSize, maxGroupRanks)
+		return fmt.Errorf("data parallel rank %d of %d: the rank must be in [0, size), the size at most %d",
+			c.DPRank, c.DPSize, maxGroupRanks)
 	case c.DPSize > 1 && c.RPCAddr == "":
 		return fmt.Errorf("a group of %d ranks has no meeting point: give --data-parallel-rpc-port", c.DPSize)
 	case c.InternalLB < 0 || c.InternalLB > maxInternalRanks:
@@ -149,7 +154,8 @@ func (c *Config) scaled(d time.Duration) time.Duration {
 // fingerprint is vllm-<version>[-dp<N>]-<8 hex>, equal for equal configurations, so on all ranks of a group.
 func (c *Config) fingerprint() string {
 	h := fnv.New32a()
-	_, _ = fmt.Fprint(h, c.Names, c.Root, c.Model.BlockSize, c.Model.MaxModelLen, c.Model.MaxSeqs, c.TensorParallel, c.Seed)
+	_, _ = fmt.Fprint(h, c.Names, c.Root, c.Model.BlockSize, c.Model.MaxModelLen, c.Model.MaxSeqs,
+		c.TensorParallel, c.Seed)
 	dp := ""
 	if n := max(c.DPSize, c.InternalLB); n > 1 {
 		dp = "-dp" + strconv.Itoa(n)
@@ -162,4 +168,49 @@ func (c *Config) collectiveHash() uint64 {
 	h := fnv.New64a()
 	_, _ = fmt.Fprint(h, c.DPSize, c.ExpertParallel, c.TensorParallel, c.SyncInterval)
 	return h.Sum64()
+}
+
+// settings is the engine's configuration as request checks and answer writers read it; it never changes.
+type settings struct {
+	names         []string
+	maxModelLen   int
+	seed          uint64
+	blockSize     int
+	fingerprint   string
+	promptDetails bool
+	forceUsage    bool
+	hashing       em.Hashing
+}
+
+func (c *Config) settings() *settings {
+	return &settings{
+		names: c.Names, maxModelLen: c.Model.MaxModelLen, seed: c.Seed, blockSize: c.Model.BlockSize,
+		fingerprint: c.fingerprint(), promptDetails: c.PromptTokensDetails, forceUsage: c.ForceIncludeUsage,
+		hashing: c.Hashing,
+	}
+}
+
+// knows checks the model that a request names and returns the name for the answer.
+func (s *settings) knows(p *plan) *apiError {
+	if p.model == "" {
+		p.model = s.names[0]
+		return nil
+	}
+	return s.knowsModel(p.model)
+}
+
+func (s *settings) knowsModel(name string) *apiError {
+	if name == "" {
+		return nil
+	}
+	for _, n := range s.names {
+		if n == name {
+			return nil
+		}
+	}
+	return &apiError{
+		status: 404, kind: "NotFoundError", param: "model",
+		message: "The model `" + name + "` does not exist. Valid aliases: " + strings.Join(s.names, ", ") +
+			".",
+	}
 }

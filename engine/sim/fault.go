@@ -1,6 +1,7 @@
 package sim
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"strconv"
@@ -33,7 +34,7 @@ const (
 	ModeAbort      Mode = "abort"       // finish_reason abort after AfterTokens tokens
 	ModeBareDone   Mode = "bare-done"   // a stream of nothing but [DONE]
 	ModeStall      Mode = "stall"       // this stream alone hangs after AfterTokens tokens
-	// The modes of KV events: kvfault.go.
+	// The modes of KV events stand below.
 )
 
 // Defaults of a Fault.
@@ -45,15 +46,18 @@ const (
 
 // Fault is one injected failure, as POST /_sim/fail takes it.
 type Fault struct {
-	Mode        Mode    `json:"mode"`
-	ForS        float64 `json:"for_s"`        // seconds until it ends by itself; 0 = until /_sim/recover
-	Count       int     `json:"count"`        // request modes: how many requests it hits, KV modes: how many batches; 0 = all
-	Rate        float64 `json:"rate"`         // KV modes that strike batches: the share of them, above 0 to 1 [1]
+	Mode Mode    `json:"mode"`
+	ForS float64 `json:"for_s"` // seconds until it ends by itself; 0 = until /_sim/recover
+	// request modes: how many requests it hits, KV modes: how many batches; 0 = all
+	Count int `json:"count"`
+	// KV modes that strike batches: the share of them, above 0 to 1 [1]
+	Rate        float64 `json:"rate"`
 	AfterTokens int     `json:"after_tokens"` // request modes: tokens (over all choices) before it strikes
 	Factor      float64 `json:"factor"`       // slow [5]
 	ExitCode    *int    `json:"exit_code"`    // crash [1]
 	Code        int     `json:"code"`         // error-event [500]
-	Port        int     `json:"port"`         // orphan: the port it holds [the first KV port of the rank's block]
+	// orphan: the port it holds [the first KV port of the rank's block]
+	Port int `json:"port"`
 }
 
 // argument takes the short form's value: factor, exit code, error code, tokens or port, as the mode has one.
@@ -79,8 +83,10 @@ func (f *Fault) argument(arg string) error {
 		f.AfterTokens = n
 	case ModeKVDrop, ModeKVDuplicate, ModeKVReorder, ModeKVGarbage, ModeKVUnknown:
 		f.Rate = v
-	case ModeKill, ModeCoreDead, ModeHang, ModeRefuse, ModeHealth503, ModeStopping, ModeIgnoreSigterm, ModeHTTP500, ModeHTTP503,
-		ModeBusy, ModeBareDone, ModeKVRestart, ModeKVSleep, ModeKVNoReplay, ModeKVShortReplay, ModeKVSlowReplay:
+	case ModeKill, ModeCoreDead, ModeHang, ModeRefuse, ModeHealth503, ModeStopping, ModeIgnoreSigterm,
+		ModeHTTP500, ModeHTTP503,
+		ModeBusy, ModeBareDone, ModeKVRestart, ModeKVSleep, ModeKVNoReplay, ModeKVShortReplay,
+		ModeKVSlowReplay:
 		return fmt.Errorf("mode %s takes no argument", f.Mode)
 	}
 	return nil
@@ -96,9 +102,12 @@ func (f *Fault) validate() error {
 		return fmt.Errorf("fault %q: code %d is no error: want 400 to 599", f.Mode, f.Code)
 	}
 	switch f.Mode {
-	case ModeCrash, ModeKill, ModeOrphan, ModeCoreDead, ModeHang, ModeSlow, ModeRefuse, ModeHealth503, ModeStopping, ModeIgnoreSigterm,
-		ModeHTTP500, ModeHTTP503, ModeBusy, ModeCut, ModeNoDone, ModeErrorEvent, ModeAbort, ModeBareDone, ModeStall,
-		ModeKVDrop, ModeKVDuplicate, ModeKVReorder, ModeKVGarbage, ModeKVUnknown, ModeKVRestart, ModeKVSleep, ModeKVNoReplay, ModeKVShortReplay,
+	case ModeCrash, ModeKill, ModeOrphan, ModeCoreDead, ModeHang, ModeSlow, ModeRefuse, ModeHealth503,
+		ModeStopping, ModeIgnoreSigterm,
+		ModeHTTP500, ModeHTTP503, ModeBusy, ModeCut, ModeNoDone, ModeErrorEvent, ModeAbort, ModeBareDone,
+		ModeStall,
+		ModeKVDrop, ModeKVDuplicate, ModeKVReorder, ModeKVGarbage, ModeKVUnknown, ModeKVRestart, ModeKVSleep,
+		ModeKVNoReplay, ModeKVShortReplay,
 		ModeKVSlowReplay:
 		return nil
 	}
@@ -168,14 +177,14 @@ func (s *faults) clear() {
 	}
 }
 
-// is says whether a process mode is on.
+// is reports whether a process mode is on.
 func (s *faults) is(m Mode) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.any && s.active[m] != nil
 }
 
-// chance says whether a batch mode strikes the next batch, counting it. roll gives a number in [0, 1).
+// chance reports whether a batch mode strikes the next batch, counting it. roll gives a number in [0, 1).
 func (s *faults) chance(m Mode, roll func() float64) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -215,4 +224,42 @@ func (s *faults) hit(modes ...Mode) *Fault {
 		return &f
 	}
 	return nil
+}
+
+// The failures of KV events. Where they strike single batches, rate and count limit them.
+const (
+	ModeKVDrop      Mode = "kv-drop"      // batches are not sent; the replay ring has them
+	ModeKVDuplicate Mode = "kv-duplicate" // batches are sent twice
+	ModeKVReorder   Mode = "kv-reorder"   // a batch is sent behind its successor
+	ModeKVGarbage   Mode = "kv-garbage"   // batches arrive damaged; the replay ring has them whole
+	ModeKVUnknown   Mode = "kv-unknown"   // batches hold an event of an unknown type
+	// as if the engine had begun anew in its place: cache empty, numbers from the first, connections cut
+	ModeKVRestart Mode = "kv-restart"
+	// put to sleep: cache empty without any event, the sleep state says so
+	ModeKVSleep       Mode = "kv-sleep"
+	ModeKVNoReplay    Mode = "kv-no-replay"    // replay requests get no answer
+	ModeKVShortReplay Mode = "kv-short-replay" // the ring holds two batches
+	ModeKVSlowReplay  Mode = "kv-slow-replay"  // answers come 3 s apart
+)
+
+// damaged is a payload with its second half overwritten.
+func damaged(payload []byte) []byte {
+	out := bytes.Clone(payload)
+	for i := len(out) / 2; i < len(out); i++ {
+		out[i] = 0xc1 // what msgpack never uses
+	}
+	return out
+}
+
+// withUnknown puts an event of a type to come in front of a batch's events.
+func withUnknown(payload []byte) []byte {
+	const head = 1 + 9 // of the batch, and its time
+	if len(payload) <= head || payload[head]&0xf0 != 0x90 || payload[head] == 0x9f {
+		return payload // a long list: left alone
+	}
+	out := append([]byte{}, payload[:head]...)
+	out = append(out, payload[head]+1, 0x92, 0xab)
+	out = append(out, "BlockDreamt"...)
+	out = append(out, 0x01)
+	return append(out, payload[head+1:]...)
 }

@@ -65,15 +65,40 @@ func TestRequestFaults(t *testing.T) {
 		broken        bool     // the connection is cut
 		recoversAlone bool
 	}{
-		{name: "http-500", fault: `{"mode":"http-500","count":2}`, status: 500, plain: `"code":500`, recoversAlone: true},
+		{
+			name: "http-500", fault: `{"mode":"http-500","count":2}`, status: 500, plain: `"code":500`,
+			recoversAlone: true,
+		},
 		{name: "http-503", fault: `{"mode":"http-503"}`, status: 503, plain: `"type":"InternalServerError"`},
-		{name: "busy", fault: `{"mode":"busy"}`, status: 503, plain: `"type":"Service Unavailable"`, events: 2, tail: []string{`"code": 503`, "[DONE]"}},
-		{name: "error first", fault: `{"mode":"error-event","code":400}`, status: 400, plain: `"code":400`, events: 2, tail: []string{`"code": 400`, "[DONE]"}},
-		{name: "error later", fault: `{"mode":"error-event","after_tokens":3}`, status: 500, plain: `"code":500`, events: 5, tail: []string{`"code": 500`, "[DONE]"}},
-		{name: "no done", fault: `{"mode":"no-done","after_tokens":3}`, status: 200, plain: `"length"`, events: 3, tail: []string{`"finish_reason":null`}},
-		{name: "no done at the end", fault: `{"mode":"no-done"}`, status: 200, plain: `"length"`, events: 40, tail: []string{`"finish_reason":"length"`}},
-		{name: "abort", fault: `{"mode":"abort","after_tokens":2}`, status: 200, plain: `"finish_reason":"abort"`, events: 3, tail: []string{`"abort"`, "[DONE]"}},
-		{name: "bare done", fault: `{"mode":"bare-done"}`, status: 200, plain: `"completion_tokens":0`, events: 1, tail: []string{"[DONE]"}},
+		{
+			name: "busy", fault: `{"mode":"busy"}`, status: 503, plain: `"type":"Service Unavailable"`,
+			events: 2, tail: []string{`"code": 503`, "[DONE]"},
+		},
+		{
+			name: "error first", fault: `{"mode":"error-event","code":400}`, status: 400, plain: `"code":400`,
+			events: 2, tail: []string{`"code": 400`, "[DONE]"},
+		},
+		{
+			name: "error later", fault: `{"mode":"error-event","after_tokens":3}`, status: 500,
+			plain: `"code":500`, events: 5, tail: []string{`"code": 500`, "[DONE]"},
+		},
+		{
+			name: "no done", fault: `{"mode":"no-done","after_tokens":3}`, status: 200, plain: `"length"`,
+			events: 3, tail: []string{`"finish_reason":null`},
+		},
+		{
+			name: "no done at the end", fault: `{"mode":"no-done"}`, status: 200, plain: `"length"`,
+			events: 40,
+			tail:   []string{`"finish_reason":"length"`},
+		},
+		{
+			name: "abort", fault: `{"mode":"abort","after_tokens":2}`, status: 200,
+			plain: `"finish_reason":"abort"`, events: 3, tail: []string{`"abort"`, "[DONE]"},
+		},
+		{
+			name: "bare done", fault: `{"mode":"bare-done"}`, status: 200, plain: `"completion_tokens":0`,
+			events: 1, tail: []string{"[DONE]"},
+		},
 		{name: "cut", fault: `{"mode":"cut","after_tokens":3}`, events: 3, broken: true},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -83,7 +108,8 @@ func TestRequestFaults(t *testing.T) {
 				resp := post(t, s, "/v1/completions", streamBody)
 				body, err := io.ReadAll(resp.Body)
 				_ = resp.Body.Close()
-				assert.True(t, errors.Is(err, syscall.ECONNRESET) || errors.Is(err, io.ErrUnexpectedEOF), "%v", err)
+				assert.True(t, errors.Is(err, syscall.ECONNRESET) || errors.Is(err, io.ErrUnexpectedEOF),
+					"%v", err)
 				assert.LessOrEqual(t, len(pieces(string(body))), c.events)
 			} else {
 				status, body := ask(t, s, "/v1/completions", wholeBody)
@@ -106,7 +132,10 @@ func TestRequestFaults(t *testing.T) {
 			status, body := ask(t, s, "/v1/completions", streamBody)
 			assert.Equal(t, 200, status)
 			assert.Len(t, pieces(body), 41)
-			eventually(t, func() bool { st := s.Stats(); return st.Running == 0 && st.UsedBlocks == 0 && st.InFlight == 0 })
+			eventually(t, func() bool {
+				st := s.Stats()
+				return st.Running == 0 && st.UsedBlocks == 0 && st.InFlight == 0
+			})
 		})
 	}
 }
@@ -211,7 +240,8 @@ func TestBadFaultsAreRefusedWithAReason(t *testing.T) {
 	}
 }
 
-// A dead core ends streams with the error event, plain requests with 500, and then the process with exit code 0.
+// A dead core ends streams with the error event, plain requests with 500, and then the process with exit code
+// 0.
 func TestCoreDead(t *testing.T) {
 	c := paced()
 	s, err := New(c)
@@ -241,7 +271,7 @@ func TestCoreDead(t *testing.T) {
 func TestCrashCutsEverything(t *testing.T) {
 	s, err := New(paced())
 	require.NoError(t, err)
-	require.ErrorIs(t, s.Serve(), ErrNotListening)
+	require.ErrorIs(t, s.Serve(), errNotListening)
 	require.NoError(t, s.Listen(t.Context()))
 	ended := make(chan error, 1)
 	go func() { ended <- s.Serve() }()
@@ -285,12 +315,17 @@ func TestShutdownDrains(t *testing.T) {
 	require.ErrorIs(t, err, syscall.ECONNREFUSED)
 }
 
-// A client that leaves takes its request out of the engine at once, streaming or not, and nothing counts it as a success.
+// A client that leaves takes its request out of the engine at once, streaming or not, and nothing counts it
+// as a success.
 func TestClientThatLeavesIsGoneFromTheEngine(t *testing.T) {
 	s := start(t, paced())
-	for _, body := range []string{strings.Replace(streamBody, "40", "4000", 1), strings.Replace(wholeBody, "4", "4000", 1)} {
+	for _, body := range []string{
+		strings.Replace(streamBody, "40", "4000", 1),
+		strings.Replace(wholeBody, "4", "4000", 1),
+	} {
 		ctx, leave := context.WithCancel(t.Context())
-		req, err := http.NewRequestWithContext(ctx, http.MethodPost, s.URL()+"/v1/completions", strings.NewReader(body))
+		req, err := http.NewRequestWithContext(ctx, http.MethodPost, s.URL()+"/v1/completions",
+			strings.NewReader(body))
 		require.NoError(t, err)
 		req.Header.Set("Content-Type", "application/json")
 		gone := make(chan struct{})
@@ -305,7 +340,10 @@ func TestClientThatLeavesIsGoneFromTheEngine(t *testing.T) {
 		eventually(t, func() bool { return s.Stats().Running == 1 })
 		leave()
 		<-gone
-		eventually(t, func() bool { st := s.Stats(); return st.Running == 0 && st.UsedBlocks == 0 && st.InFlight == 0 })
+		eventually(t, func() bool {
+			st := s.Stats()
+			return st.Running == 0 && st.UsedBlocks == 0 && st.InFlight == 0
+		})
 	}
 	st := s.Stats()
 	assert.Equal(t, uint64(2), st.Aborted)

@@ -6,8 +6,8 @@ import (
 	"strings"
 )
 
-// fields reads typed members of a body and collects what is wrong with them, in the words and with the tolerance of the
-// imitated server: numbers in strings pass, a wrong type is a complaint, null is absent.
+// fields reads typed members of a body and collects what is wrong with them, in the words and with the
+// tolerance of the imitated server: numbers in strings pass, a wrong type is a complaint, null is absent.
 type fields struct {
 	body   value
 	faults []fieldError
@@ -90,7 +90,8 @@ func (f *fields) float(name string) (x float64, ok bool) {
 		if err == nil {
 			return x, true
 		}
-		f.complain("float_parsing", name, "Input should be a valid number, unable to parse string as a number", &v)
+		f.complain("float_parsing", name,
+			"Input should be a valid number, unable to parse string as a number", &v)
 	case kindBool:
 		return map[bool]float64{true: 1}[v.flag], true
 	case kindAbsent, kindNull, kindArray, kindObject:
@@ -182,7 +183,10 @@ func (f *fields) nums(name string) []int {
 
 // missing complains about a required member.
 func (f *fields) missing(loc string) {
-	f.faults = append(f.faults, fieldError{kind: "missing", loc: "body." + loc, msg: "Field required", input: describe(&f.body)})
+	f.faults = append(f.faults, fieldError{
+		kind: "missing", loc: "body." + loc, msg: "Field required",
+		input: describe(&f.body),
+	})
 }
 
 func (f *fields) err() *apiError {

@@ -11,12 +11,13 @@ import (
 	"github.com/dpserve/dpserve/enginemodel"
 )
 
-// ParseFlags turns the command line of an engine into a Config. It takes vLLM's spelling (--name value, --name=value, bare
-// --name and --no-name, several values behind a list flag) and vLLM's names; flags of vLLM that a simulation cannot use are
-// accepted and returned, so that a file written for real engines runs unchanged.
+// ParseFlags turns the command line of an engine into a Config. It takes vLLM's spelling (--name value,
+// --name=value, bare --name and --no-name, several values behind a list flag) and vLLM's names; flags of vLLM
+// that a simulation cannot use are accepted and returned, so that a file written for real engines runs
+// unchanged.
 func ParseFlags(args []string) (Config, []string, error) {
-	p := &flagParser{cfg: Default(), rpcHost: DefaultHost, dpRank: -1}
-	p.cfg.Port = DefaultPort
+	p := &flagParser{cfg: Default(), rpcHost: defaultHost, dpRank: -1}
+	p.cfg.Port = defaultPort
 	p.cfg.PromptTokensDetails = false
 	var ignored []string
 	for len(args) > 0 {
@@ -70,7 +71,10 @@ func (p *flagParser) set(name string, values []string) (known bool, err error) {
 		return true, nil
 	}
 	if target := p.ints(name); target != nil {
-		return true, p.parse(name, values, func(s string) (err error) { *target, err = strconv.Atoi(s); return })
+		return true, p.parse(name, values, func(s string) (err error) {
+			*target, err = strconv.Atoi(s)
+			return
+		})
 	}
 	if target := p.texts(name); target != nil {
 		return true, p.parse(name, values, func(s string) error { *target = s; return nil })
@@ -225,7 +229,8 @@ func seconds(target *time.Duration) func(string) error {
 	}
 }
 
-// failOf takes a fault for every rank, or for one rank of a lockstep group: MODE%RANK. Ranks are compared when all flags are read.
+// failOf takes a fault for every rank, or for one rank of a lockstep group: MODE%RANK. Ranks are compared
+// when all flags are read.
 func (p *flagParser) failOf(s string) error {
 	if at := strings.LastIndexByte(s, '%'); at >= 0 {
 		if rank, err := strconv.Atoi(s[at+1:]); err == nil {
@@ -303,12 +308,16 @@ func (p *flagParser) finish() error {
 	case c.DPSize > 1: // a size without a rank is vLLM's internal load balancing
 		c.InternalLB, c.DPSize = c.DPSize, 0
 	}
-	if blocks := enginemodel.DefaultBlocks * enginemodel.DefaultBlockSize / max(1, c.Model.BlockSize); c.Model.Blocks == enginemodel.DefaultBlocks {
+	blocks := enginemodel.DefaultBlocks * enginemodel.DefaultBlockSize / max(1, c.Model.BlockSize)
+	if c.Model.Blocks == enginemodel.DefaultBlocks {
 		c.Model.Blocks = blocks // the memory stays, the blocks change their size
 	}
 	c.Model.Lockstep = c.lockstep()
 	if p.sha256 {
-		c.Hashing = enginemodel.Hashing{Algo: enginemodel.HashSHA256CBOR, Root: enginemodel.RootOf(defaultHashSeed)}
+		c.Hashing = enginemodel.Hashing{
+			Algo: enginemodel.HashSHA256CBOR,
+			Root: enginemodel.RootOf(defaultHashSeed),
+		}
 	}
 	return c.Validate()
 }

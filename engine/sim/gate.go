@@ -5,7 +5,8 @@ import (
 	"sync"
 )
 
-// gate is a listener that can refuse connections for a while: the real one behind it is closed and opened again.
+// gate is a listener that can refuse connections for a while: the real one behind it is closed and opened
+// again.
 type gate struct {
 	open func() (net.Listener, error) // the same address again
 
@@ -72,7 +73,7 @@ func (g *gate) swap(next net.Listener) error {
 	return nil
 }
 
-// refuse closes the door until admit.
+// refuse closes the listener until admit.
 func (g *gate) refuse() error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -82,7 +83,7 @@ func (g *gate) refuse() error {
 	return g.swap(nil)
 }
 
-// admit opens the door again.
+// admit opens the listener again.
 func (g *gate) admit() error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -94,4 +95,48 @@ func (g *gate) admit() error {
 		return err
 	}
 	return g.swap(l)
+}
+
+// inflight counts requests and says when there are none.
+type inflight struct {
+	mu   sync.Mutex
+	n    int
+	zero chan struct{} // closed while n is 0
+}
+
+func newInflight() *inflight {
+	f := &inflight{zero: make(chan struct{})}
+	close(f.zero)
+	return f
+}
+
+func (f *inflight) enter() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.n == 0 {
+		f.zero = make(chan struct{})
+	}
+	f.n++
+}
+
+func (f *inflight) leave() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.n--
+	if f.n == 0 {
+		close(f.zero)
+	}
+}
+
+func (f *inflight) count() int {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.n
+}
+
+// idle is closed as soon as nothing is in flight.
+func (f *inflight) idle() <-chan struct{} {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.zero
 }

@@ -1,9 +1,11 @@
 package sim
 
 import (
+	"math"
 	"net/http"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	em "github.com/dpserve/dpserve/enginemodel"
@@ -29,7 +31,7 @@ func (s *Server) generate(w http.ResponseWriter, r *http.Request) {
 	defer s.active.leave()
 	body, apiErr := s.body(r)
 	if apiErr == nil {
-		apiErr = s.broken()
+		apiErr = s.earlyFailure()
 	}
 	if apiErr != nil {
 		s.fail(w, apiErr)
@@ -44,12 +46,12 @@ func (s *Server) generate(w http.ResponseWriter, r *http.Request) {
 		s.fail(w, apiErr)
 		return
 	}
-	s.dress(p, r, prefix)
+	s.setRequestFields(p, r, prefix)
 	s.answer(w, r, p)
 }
 
-// dress fills in what does not come from the body.
-func (s *Server) dress(p *plan, r *http.Request, prefix string) {
+// setRequestFields sets the fields of a plan that do not come from the body.
+func (s *Server) setRequestFields(p *plan, r *http.Request, prefix string) {
 	id := r.Header.Get("X-Request-Id")
 	if id == "" {
 		id = s.newID()
@@ -63,8 +65,8 @@ func (s *Server) dress(p *plan, r *http.Request, prefix string) {
 	}
 }
 
-// broken is what stands in front of any request: a dead core, an injected status.
-func (s *Server) broken() *apiError {
+// earlyFailure answers requests that fail before they are read: a dead core, an injected status.
+func (s *Server) earlyFailure() *apiError {
 	if s.dead.Load() {
 		return internalError(msgEngineDead)
 	}
@@ -95,7 +97,7 @@ func (s *Server) answer(w http.ResponseWriter, r *http.Request, p *plan) {
 	}
 	given := p.maxNew > 0
 	c := newCall(p, s.set, func(q *prompt) int { return p.room(q, s.set.maxModelLen, given) })
-	fault = c.bend(fault)
+	fault = c.shortenToFault(fault)
 	rank := s.pick(p.rank)
 	rank.load.Add(1)
 	defer rank.load.Add(-1)
@@ -113,7 +115,8 @@ func (s *Server) answer(w http.ResponseWriter, r *http.Request, p *plan) {
 
 func (s *Server) isStopping() bool { return s.stopping.Load() || s.faults.is(ModeStopping) }
 
-// stopped answers for an engine that takes no work any more: text needs its tokenizer, which is gone; ids are aborted at once.
+// stopped answers for an engine that takes no work any more: text needs its tokenizer, which is gone; ids are
+// aborted at once.
 func (s *Server) stopped(w http.ResponseWriter, p *plan) {
 	if p.stream && s.fromIDs(p) || p.stream && !s.isStopping() {
 		s.sse(w)
@@ -169,9 +172,9 @@ func (s *Server) pick(pinned int) *rank {
 	return best
 }
 
-// bend shortens the sequences of a call whose fault strikes after some tokens, so that the engine does no more than that. It
-// returns what is left to strike at the end.
-func (c *call) bend(f *Fault) *Fault {
+// shortenToFault shortens the sequences of a call whose fault strikes after some tokens, so that the engine
+// computes no more tokens. It returns the fault that is left for the end.
+func (c *call) shortenToFault(f *Fault) *Fault {
 	if f == nil || f.Mode != ModeAbort && (c.plan.stream || f.AfterTokens == 0) {
 		return f
 	}
@@ -235,7 +238,7 @@ func (f *Fault) code() int {
 	return f.Code
 }
 
-// failure is why the engine could not finish a call; nil = it did.
+// failure is the reason why the engine could not finish a call; nil = it finished.
 func (c *call) failure() *apiError {
 	for i := range c.choices {
 		ch := &c.choices[i]
@@ -247,4 +250,150 @@ func (c *call) failure() *apiError {
 		}
 	}
 	return nil
+}
+
+// maxPooledBuffer bounds what a finished stream leaves for the next one.
+const maxPooledBuffer = 64 << 10
+
+// buffers are reused by streams.
+//
+//nolint:gochecknoglobals // a pool serves all servers
+var buffers = sync.Pool{New: func() any { b := make([]byte, 0, 4096); return &b }}
+
+// writer is one stream on its way to the client.
+type writer struct {
+	server *Server
+	out    http.ResponseWriter
+	flush  http.Flusher
+	call   *call
+	fault  *Fault
+	buf    []byte
+	sent   int // tokens, over all choices
+	open   int // choices without their last chunk
+	roles  bool
+}
+
+// stream writes the events of a call as the engine makes them: everything that is there, then one flush.
+func (s *Server) stream(w http.ResponseWriter, r *http.Request, rank *rank, c *call, fault *Fault) {
+	buf, _ := buffers.Get().(*[]byte)
+	out := &writer{server: s, out: w, call: c, fault: fault, buf: (*buf)[:0], open: len(c.choices)}
+	out.flush, _ = w.(http.Flusher)
+	defer func() {
+		if cap(out.buf) <= maxPooledBuffer {
+			*buf = out.buf[:0]
+			buffers.Put(buf)
+		}
+	}()
+	s.sse(w)
+	for done := false; !done; {
+		if out.due() {
+			rank.abort(c)
+			out.strike(r)
+			return
+		}
+		select {
+		case <-c.bell:
+			done = out.write()
+		case <-r.Context().Done():
+			rank.abort(c)
+			return
+		}
+	}
+}
+
+// write sends what is new; true = the stream is complete.
+func (o *writer) write() bool {
+	o.buf = o.buf[:0]
+	failure := o.call.failure()
+	o.chunks()
+	done := o.open == 0 || failure != nil
+	switch {
+	case failure != nil:
+		o.buf = append(failure.event(o.buf), doneEvent...)
+	case done:
+		o.ending()
+	}
+	o.send()
+	return done
+}
+
+func (o *writer) send() {
+	if len(o.buf) == 0 {
+		return
+	}
+	_, _ = o.out.Write(o.buf) // a client that left is noticed by its context
+	o.flush.Flush()
+}
+
+// chunks collects the events of all choices, as far as a fault lets them.
+func (o *writer) chunks() {
+	if o.call.plan.chat && !o.roles && o.anything() {
+		o.roles = true
+		for i := range o.call.choices {
+			o.buf = o.call.choices[i].appendRole(o.buf)
+		}
+	}
+	for i := range o.call.choices {
+		ch := &o.call.choices[i]
+		if ch.finished {
+			continue
+		}
+		before := ch.sentTokens
+		var done bool
+		o.buf, done = ch.appendNew(o.buf, o.server.set, o.limit())
+		o.sent += ch.sentTokens - before
+		if done {
+			o.open--
+		}
+	}
+}
+
+// anything reports whether there is a token or an end to tell.
+func (o *writer) anything() bool {
+	for i := range o.call.choices {
+		if tokens, why := o.call.choices[i].progress(); tokens > 0 || why != 0 && o.call.failure() == nil {
+			return true
+		}
+	}
+	return false
+}
+
+// ending writes what follows the last choice.
+func (o *writer) ending() {
+	if o.call.plan.includeUsage {
+		o.buf = o.call.appendUsageEvent(o.buf, o.server.set)
+	}
+	if o.fault == nil || o.fault.Mode != ModeNoDone {
+		o.buf = append(o.buf, doneEvent...)
+	}
+}
+
+// limit is how many more tokens may go out before the fault strikes.
+func (o *writer) limit() int {
+	if !o.bounded() {
+		return math.MaxInt
+	}
+	return o.fault.AfterTokens - o.sent
+}
+
+// bounded reports that the fault strikes after a number of tokens.
+func (o *writer) bounded() bool {
+	return o.fault != nil && (o.fault.Mode != ModeNoDone || o.fault.AfterTokens > 0)
+}
+
+// due reports that the fault strikes now.
+func (o *writer) due() bool { return o.bounded() && o.sent >= o.fault.AfterTokens }
+
+// strike ends the stream as its fault says.
+func (o *writer) strike(r *http.Request) {
+	switch o.fault.Mode {
+	case ModeCut:
+		reset(r)
+	case ModeStall:
+		<-r.Context().Done()
+	case ModeNoDone:
+	default:
+		o.buf = append(codeError(o.fault.code()).event(o.buf[:0]), doneEvent...)
+		o.send()
+	}
 }

@@ -38,8 +38,8 @@ var notPlayed = map[string]string{
 	"http/err_oov_id":                                     "our vocabulary spans all 32-bit ids: see TestTokenIDsOutOfRange",
 }
 
-// textDecides are fixtures whose number of chunks and end depend on the words of the answer: compared event by event as far as
-// both go, ends aside.
+// textDecides are fixtures whose number of chunks and end depend on the words of the answer: compared event
+// by event as far as both go, ends aside.
 var textDecides = map[string]string{
 	"http/cmpl_stop_string":          "stop strings meet other words",
 	"http/cmpl_stream_stop":          "stop strings meet other words",
@@ -47,12 +47,13 @@ var textDecides = map[string]string{
 	"http/chat_stream_stop_token_id": "stop tokens are other ids",
 }
 
-// mayDiffer are the values that a made-up model cannot share with the captured one, by the last key of their path. Types and
-// nulls must still be equal.
+// mayDiffer are the values that a made-up model cannot share with the captured one, by the last key of their
+// path. Types and nulls must still be equal.
 var mayDiffer = map[string]string{
 	"id": "random", "created": "time", "text": "words", "content": "words", "system_fingerprint": "hash",
 	"prompt_tokens": "tokenizer", "total_tokens": "tokenizer", "cached_tokens": "order of play",
-	"token": "words", "tokens": "words", "token_strs": "words", "bytes": "words", "logprob": "made up", "rank": "made up",
+	"token": "words", "tokens": "words", "token_strs": "words", "bytes": "words", "logprob": "made up",
+	"rank":          "made up",
 	"decoded_token": "words", "token_logprobs": "made up", "text_offset": "words", "top_logprobs": "words",
 	"token_ids": "tokenizer", "prompt_token_ids": "tokenizer", "count": "tokenizer", "prompt": "words",
 	"root": "model folder", "prompt_logprobs": "tokenizer",
@@ -60,7 +61,8 @@ var mayDiffer = map[string]string{
 
 // lengthMayDiffer are lists and maps whose size depends on the tokenizer or on a clash of token texts.
 var lengthMayDiffer = map[string]bool{
-	"token_ids": true, "prompt_token_ids": true, "tokens": true, "token_strs": true, "bytes": true, "prompt_logprobs": true, "top_logprobs": true,
+	"token_ids": true, "prompt_token_ids": true, "tokens": true, "token_strs": true, "bytes": true,
+	"prompt_logprobs": true, "top_logprobs": true,
 }
 
 // headersAside are not compared: transport and time.
@@ -255,7 +257,8 @@ func events(t *testing.T, body []byte) []string {
 	return out
 }
 
-// byChoice sorts the events by choice: how several choices interleave is a matter of time, in the captures too.
+// byChoice sorts the events by choice: how several choices interleave is a matter of time, in the captures
+// too.
 func byChoice(events []string) []string {
 	index := func(e string) int {
 		v, err := parseJSON(e)
@@ -284,7 +287,8 @@ func compareJSON(t *testing.T, name string, want, got []byte) {
 }
 
 func compareValues(t *testing.T, name, path, key string, want, got value) {
-	if textDecides[name] != "" && (key == "finish_reason" || key == "stop_reason" || key == "completion_tokens") {
+	if textDecides[name] != "" &&
+		(key == "finish_reason" || key == "stop_reason" || key == "completion_tokens") {
 		return
 	}
 	if !assert.Equal(t, want.kind, got.kind, "type of %s: %s, %s", path, describe(&want), describe(&got)) {
@@ -331,7 +335,8 @@ func TestGoldenTablesNameRealFixtures(t *testing.T) {
 	}
 }
 
-// Names, types and labels of every engine metric are the captured ones; only the engine-private estimates are missing.
+// Names, types and labels of every engine metric are the captured ones; only the engine-private estimates are
+// missing.
 func TestGoldenMetrics(t *testing.T) {
 	s := start(t, goldenConfig())
 	want, err := os.ReadFile(filepath.Join(goldenDir, "metrics", "dense_one_rank_after_load.txt"))
@@ -348,7 +353,8 @@ func TestGoldenMetrics(t *testing.T) {
 		assert.Equal(t, kind, gotTypes[name], name)
 	}
 	for name, labels := range wantLabels {
-		if gotTypes[name] == "" && gotLabels[name] == nil || name == "vllm:cache_config_info" || strings.HasSuffix(name, "_bucket") {
+		if gotTypes[name] == "" && gotLabels[name] == nil || name == "vllm:cache_config_info" ||
+			strings.HasSuffix(name, "_bucket") {
 			continue
 		}
 		assert.Equal(t, labels, gotLabels[name], name)

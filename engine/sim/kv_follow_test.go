@@ -74,13 +74,16 @@ func (v *kvView) size() int {
 	return len(v.copies)
 }
 
-// follow subscribes to rank i of s, and waits until the rank knows: what it publishes before that is lost to the subscriber, which
-// is connected by its own account.
+// follow subscribes to rank i of s, and waits until the rank knows: what it publishes before that is lost to
+// the subscriber, which is connected by its own account.
 func follow(t *testing.T, s *Server, i int, edit func(*kvevents.Config)) (*kvevents.Subscriber, *kvView) {
 	t.Helper()
 	kv := s.ranks[i].kv
 	known := kv.listeners()
-	cfg := kvevents.Config{Endpoints: kvevents.Endpoints{Connect: schemeTCP + kvAddr(s, kv.sockets.endpoint), Replay: kv.sockets.replay}}
+	cfg := kvevents.Config{Endpoints: kvevents.Endpoints{
+		Connect: schemeTCP + kvAddr(s, kv.sockets.endpoint),
+		Replay:  kv.sockets.replay,
+	}}
 	sub, view := subscribe(t, cfg, edit)
 	eventually(t, func() bool { return kv.listeners() > known })
 	return sub, view
@@ -100,7 +103,9 @@ func (p *kvPublisher) listeners() (n int) {
 	return n
 }
 
-func subscribe(t *testing.T, cfg kvevents.Config, edit func(*kvevents.Config)) (*kvevents.Subscriber, *kvView) {
+func subscribe(t *testing.T, cfg kvevents.Config,
+	edit func(*kvevents.Config),
+) (*kvevents.Subscriber, *kvView) {
 	t.Helper()
 	view := newKVView()
 	cfg.Sink, cfg.Replays = view, kvevents.NewReplays()
@@ -150,7 +155,8 @@ func agree(t *testing.T, s *Server, sub *kvevents.Subscriber, view *kvView, i in
 	}, 15*time.Second, 5*time.Millisecond)
 	if !ok {
 		table := s.BlockTables()[i]
-		t.Fatalf("view of %d blocks, engine has %d, next batch %d: %+v", view.size(), len(table.Blocks), table.Next, sub.Stats())
+		t.Fatalf("view of %d blocks, engine has %d, next batch %d: %+v", view.size(), len(table.Blocks),
+			table.Next, sub.Stats())
 	}
 }
 
@@ -187,9 +193,15 @@ func TestLossesAreReplayed(t *testing.T) {
 		{name: "drop, old replies", faults: []Fault{{Mode: ModeKVDrop, Rate: 0.05}}, format: KVArray},
 		{name: "reorder", faults: []Fault{{Mode: ModeKVReorder, Rate: 0.1}}},
 		{name: "garbage", faults: []Fault{{Mode: ModeKVGarbage, Rate: 0.05}}},
-		{name: "duplicate and unknown", faults: []Fault{{Mode: ModeKVDuplicate, Rate: 0.2}, {Mode: ModeKVUnknown, Rate: 0.2}}},
+		{
+			name:   "duplicate and unknown",
+			faults: []Fault{{Mode: ModeKVDuplicate, Rate: 0.2}, {Mode: ModeKVUnknown, Rate: 0.2}},
+		},
 		{name: "all", faults: []Fault{
-			{Mode: ModeKVDrop, Rate: 0.03}, {Mode: ModeKVDuplicate, Rate: 0.03}, {Mode: ModeKVReorder, Rate: 0.03}, {Mode: ModeKVGarbage, Rate: 0.03},
+			{Mode: ModeKVDrop, Rate: 0.03},
+			{Mode: ModeKVDuplicate, Rate: 0.03},
+			{Mode: ModeKVReorder, Rate: 0.03},
+			{Mode: ModeKVGarbage, Rate: 0.03},
 		}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -226,7 +238,10 @@ func TestWithoutReplayAGapIsVisible(t *testing.T) {
 	require.NoError(t, s.Fail(Fault{Mode: ModeKVDrop, Count: 1}))
 	ask(t, s, "/v1/completions", `{"prompt":"a request whose blocks nobody hears of, a lost one","max_tokens":1}`)
 	ask(t, s, "/v1/completions", `{"prompt":"another request that shows the gap, and fills blocks","max_tokens":1}`)
-	eventually(t, func() bool { st := sub.Stats(); return st.Gaps == 1 && st.LastSeq+1 == s.BlockTables()[0].Next })
+	eventually(t, func() bool {
+		st := sub.Stats()
+		return st.Gaps == 1 && st.LastSeq+1 == s.BlockTables()[0].Next
+	})
 	st := sub.Stats()
 	assert.True(t, st.Partial)
 	assert.Less(t, view.size(), len(s.BlockTables()[0].Blocks), "only what came after the gap")
@@ -243,7 +258,10 @@ func TestLateJoinerOfALongHistoryIsPartial(t *testing.T) {
 	s := start(t, c)
 	converse(t, s.URL())
 	sub, view := follow(t, s, 0, nil)
-	eventually(t, func() bool { st := sub.Stats(); return st.Synced && st.LastSeq+1 == s.BlockTables()[0].Next })
+	eventually(t, func() bool {
+		st := sub.Stats()
+		return st.Synced && st.LastSeq+1 == s.BlockTables()[0].Next
+	})
 	assert.True(t, sub.Stats().Partial)
 	assert.Equal(t, []bool{true}, view.resets)
 	for hash, n := range s.BlockTables()[0].Blocks {
@@ -254,7 +272,8 @@ func TestLateJoinerOfALongHistoryIsPartial(t *testing.T) {
 	eventually(t, func() bool { return view.size() > before })
 }
 
-// An engine that begins anew in its place, its numbers from the first: the blocks of the one before are gone at once.
+// An engine that begins anew in its place, its numbers from the first: the blocks of the one before are gone
+// at once.
 func TestRestartInPlace(t *testing.T) {
 	for _, replay := range []bool{true, false} {
 		t.Run(fmt.Sprintf("replay=%v", replay), func(t *testing.T) {
@@ -305,7 +324,8 @@ func TestStreamsOfRanksAreTheirOwn(t *testing.T) {
 	s.ranks[2].core.ResetPrefixCache(false, false)
 	s.ranks[2].mu.Unlock()
 	ask(t, s, "/v1/completions", `{"prompt":"tiny","max_tokens":1}`, "X-data-parallel-rank", "2")
-	ask(t, s, "/v1/completions", `{"prompt":"one that fills a block, at last","max_tokens":1}`, "X-data-parallel-rank", "2")
+	ask(t, s, "/v1/completions", `{"prompt":"one that fills a block, at last","max_tokens":1}`,
+		"X-data-parallel-rank", "2")
 	agree(t, s, subs[2], views[2], 2)
 	assert.Equal(t, uint64(1), subs[2].Stats().Cleared)
 	assert.Positive(t, views[1].size())
@@ -333,14 +353,18 @@ func TestSlowAndSilentReplays(t *testing.T) {
 	}
 }
 
-// The launched form: the engine dials its publisher to a socket that is bound before it starts, and comes back after a restart.
+// The launched form: the engine dials its publisher to a socket that is bound before it starts, and comes
+// back after a restart.
 func TestEngineProcessDialsAndRestarts(t *testing.T) {
 	if testing.Short() {
 		t.Skip("starts processes")
 	}
 	replay, http := ports.Take(t, 1), ports.Take(t, 1)
 	sub, view := subscribe(t, kvevents.Config{
-		Endpoints: kvevents.Endpoints{Bind: "tcp://127.0.0.1:0", Replay: fmt.Sprintf("tcp://127.0.0.1:%d", replay)},
+		Endpoints: kvevents.Endpoints{
+			Bind:   "tcp://127.0.0.1:0",
+			Replay: fmt.Sprintf("tcp://127.0.0.1:%d", replay),
+		},
 	}, nil)
 	config := fmt.Sprintf(`{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://%s","replay_endpoint":"tcp://127.0.0.1:%d","topic":""}`,
 		sub.Addr(), replay)
@@ -351,7 +375,8 @@ func TestEngineProcessDialsAndRestarts(t *testing.T) {
 		return out
 	}
 	for run := range 2 {
-		p := launchOn(t, http, "--kv-events-config", config, "--sim-step-ms", "0", "--block-size", "4", "--num-gpu-blocks-override", "200", "--max-model-len", "400")
+		p := launchOn(t, http, "--kv-events-config", config, "--sim-step-ms", "0", "--block-size", "4",
+			"--num-gpu-blocks-override", "200", "--max-model-len", "400")
 		p.waitReady(t)
 		eventually(t, func() bool { return sub.Stats().Synced && sub.Stats().Connects == uint64(run+1) })
 		if run > 0 {
@@ -424,10 +449,16 @@ func TestJoinAfterTwentyThousandBatches(t *testing.T) {
 	kv := s.ranks[0].kv
 	for i := range uint32(20_000) {
 		content := em.NewTokenContent([]uint32{i, 1, 2, 3}, 0, 4, "")
-		kv.step([]em.BlockEvent{{Kind: em.BlocksStored, Req: &em.Request{Prompt: 4, Output: 1, Content: content}, Count: 1}})
+		kv.step([]em.BlockEvent{{
+			Kind: em.BlocksStored,
+			Req:  &em.Request{Prompt: 4, Output: 1, Content: content}, Count: 1,
+		}})
 	}
 	sub, view := follow(t, s, 0, nil)
-	eventually(t, func() bool { st := sub.Stats(); return st.Synced && st.LastSeq == 19_999 && !st.Replaying })
+	eventually(t, func() bool {
+		st := sub.Stats()
+		return st.Synced && st.LastSeq == 19_999 && !st.Replaying
+	})
 	st := sub.Stats()
 	assert.True(t, st.Partial)
 	assert.Equal(t, uint64(10_000), st.Batches)

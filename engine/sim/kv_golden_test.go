@@ -132,7 +132,8 @@ func unpack(t *testing.T, payload []byte) []kvEvent {
 	return out
 }
 
-// player repeats the captured requests. Prompts are known by the events they caused; what no event tells is filled up.
+// player repeats the captured requests. Prompts are known by the events they caused; what no event tells is
+// filled up.
 type player struct {
 	t        *testing.T
 	s        *Server
@@ -210,7 +211,8 @@ func (p *player) play(a act) {
 	require.Equal(p.t, http.StatusOK, status, text)
 }
 
-// kvShape is an event with its hashes replaced by numbers in order of their appearance, and with the tokens of answers left out.
+// kvShape is an event with its hashes replaced by numbers in order of their appearance, and with the tokens
+// of answers left out.
 func kvShape(e kvEvent, names map[string]int) string {
 	name := func(h any) any {
 		if h == nil {
@@ -242,8 +244,8 @@ func kvShape(e kvEvent, names map[string]int) string {
 	return string(b)
 }
 
-// The captured requests cause the captured events: kinds, order, keys, counts, parents, duplicates, evictions. Under sha256_cbor the bytes
-// are equal too, wherever no answer is in the blocks.
+// The captured requests cause the captured events: kinds, order, keys, counts, parents, duplicates,
+// evictions. Under sha256_cbor the bytes are equal too, wherever no answer is in the blocks.
 func TestKVEventGoldens(t *testing.T) {
 	play := func(t *testing.T, file string, c Config) (got, want []act) {
 		s := start(t, c)
@@ -292,14 +294,16 @@ func TestKVEventGoldens(t *testing.T) {
 	t.Run("sha256_cbor", func(t *testing.T) {
 		c := kvConfig()
 		c.DevMode = true
-		c.Model.Blocks, c.Model.MaxModelLen, c.Model.MaxSeqs = 23, 512, 8 // the captured engine had 24, one of them never used
+		// the captured engine had 24, one of them never used
+		c.Model.Blocks, c.Model.MaxModelLen, c.Model.MaxSeqs = 23, 512, 8
 		c.Hashing = em.Hashing{Algo: em.HashSHA256CBOR, Root: em.RootOf("0")}
 		c.KVEvents.Topic = "kv@127.0.0.1:18100@tiny"
 		got, want := play(t, "sha256_cbor_hashseed0_24blocks_live.jsonl", c)
 		compare(t, got, want)
 		equal := 0
 		for i := range want {
-			if strings.Contains(want[i].note, "d_decode_fill") || strings.HasPrefix(want[i].note, "two identical") {
+			if strings.Contains(want[i].note, "d_decode_fill") ||
+				strings.HasPrefix(want[i].note, "two identical") {
 				continue // an answer in the blocks; two requests that came in one step here, in two there
 			}
 			assert.Equal(t, want[i].raw, got[i].raw, want[i].note)
@@ -313,20 +317,24 @@ func TestKVEventSources(t *testing.T) {
 	replay := func(port string) *string { s := "tcp://*:" + port; return &s }
 	for name, edit := range map[string]func(*Config){
 		"http/kv_event_sources": func(c *Config) {
-			c.KVEvents.Endpoint, c.KVEvents.Replay, c.KVEvents.BufferSteps = "tcp://*:15557", replay("16557"), 1000
+			c.KVEvents.Endpoint, c.KVEvents.Replay, c.KVEvents.BufferSteps = "tcp://*:15557", replay("16557"),
+				1000
 		},
 		"moe_external_lb/r1_kv_event_sources": func(c *Config) {
-			c.KVEvents.Endpoint, c.KVEvents.Replay, c.DPSize, c.DPRank, c.RPCAddr = "tcp://*:15600", replay("16600"), 2, 1, "127.0.0.1:1"
+			c.KVEvents.Endpoint, c.KVEvents.Replay, c.DPSize, c.DPRank, c.RPCAddr = "tcp://*:15600",
+				replay("16600"), 2, 1, "127.0.0.1:1"
 		},
 		"moe_external_lb/r0_kv_event_sources": func(c *Config) {
-			c.KVEvents.Endpoint, c.KVEvents.Replay, c.DPSize, c.RPCAddr = "tcp://*:15600", replay("16600"), 2, "127.0.0.1:1"
+			c.KVEvents.Endpoint, c.KVEvents.Replay, c.DPSize, c.RPCAddr = "tcp://*:15600", replay("16600"), 2,
+				"127.0.0.1:1"
 		},
 		"dense_internal_lb/kv_event_sources": func(c *Config) {
 			c.KVEvents.Endpoint, c.KVEvents.Replay, c.InternalLB = "tcp://*:15900", replay("16900"), 2
 		},
 		"http_auth_force_usage/auth_kv_event_sources_missing": func(c *Config) {
 			at := "tcp://127.0.0.1:15800"
-			c.KVEvents.Endpoint, c.KVEvents.Replay, c.KVEvents.Topic, c.APIKey = "tcp://127.0.0.1:15700", &at, "t", "secret"
+			c.KVEvents.Endpoint, c.KVEvents.Replay, c.KVEvents.Topic, c.APIKey = "tcp://127.0.0.1:15700", &at,
+				"t", "secret"
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -362,15 +370,24 @@ func TestKVFormats(t *testing.T) {
 		want   string
 	}{
 		{"map stored", KVMap, []em.BlockEvent{storedEvent}, "93cb3ff8000000000000918ba474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657391cfb0147556276afc9cb1706172656e745f626c6f636b5f68617368c0a9746f6b656e5f6964739401020304aa626c6f636b5f73697a6504a76c6f72615f6964c0a66d656469756da3475055a96c6f72615f6e616d65c0aa65787472615f6b65797391c0a967726f75705f69647800b26b765f63616368655f737065635f6b696e64ae66756c6c5f617474656e74696f6e00"},
-		{"array stored", KVArray, []em.BlockEvent{storedEvent}, "93cb3ff80000000000009197ab426c6f636b53746f72656491cfb0147556276afc9cc0940102030404c0a347505500"},
+		{
+			"array stored", KVArray,
+			[]em.BlockEvent{storedEvent},
+			"93cb3ff80000000000009197ab426c6f636b53746f72656491cfb0147556276afc9cc0940102030404c0a347505500",
+		},
 		{"map removed", KVMap, []em.BlockEvent{removed}, "93cb3ff80000000000009184a474797065ac426c6f636b52656d6f766564ac626c6f636b5f68617368657391cfb0147556276afc9ca66d656469756da3475055a967726f75705f6964780000"},
 		{"array removed and cleared", KVArray, []em.BlockEvent{removed, {Kind: em.BlocksCleared}}, "93cb3ff80000000000009293ac426c6f636b52656d6f76656491cfb0147556276afc9ca347505591b0416c6c426c6f636b73436c656172656400"},
-		{"old sglang", KVOldSGLang, []em.BlockEvent{storedEvent}, "92cb3ff80000000000009196ab426c6f636b53746f72656491cfb0147556276afc9cc0940102030404c0"},
+		{
+			"old sglang", KVOldSGLang,
+			[]em.BlockEvent{storedEvent},
+			"92cb3ff80000000000009196ab426c6f636b53746f72656491cfb0147556276afc9cc0940102030404c0",
+		},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			e := newKVEncoder(&KVEvents{Format: tc.format, Hash: KVUint}, 4, 0)
 			got := e.batch(1.5, tc.events)
-			own, theirs := binary.BigEndian.AppendUint64([]byte{0xcf}, hash), binary.BigEndian.AppendUint64([]byte{0xcf}, golden)
+			own, theirs := binary.BigEndian.AppendUint64([]byte{0xcf}, hash),
+				binary.BigEndian.AppendUint64([]byte{0xcf}, golden)
 			assert.Equal(t, tc.want, hex.EncodeToString(bytes.ReplaceAll(got, own, theirs)))
 		})
 	}

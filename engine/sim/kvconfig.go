@@ -31,10 +31,10 @@ const (
 
 // Defaults of KVEvents, the imitated engine's.
 const (
-	DefaultKVEndpoint  = "tcp://*:5557"
-	DefaultKVBuffer    = 10000  // batches in the replay ring
-	DefaultKVHWM       = 100000 // batches that wait for one slow subscriber
-	DefaultKVQueueSize = 100000
+	defaultKVEndpoint  = "tcp://*:5557"
+	defaultKVBuffer    = 10000  // batches in the replay ring
+	defaultKVHWM       = 100000 // batches that wait for one slow subscriber
+	defaultKVQueueSize = 100000
 	maxKVBuffer        = 1 << 20
 )
 
@@ -42,9 +42,10 @@ const schemeTCP = "tcp://"
 
 // KVEvents is --kv-events-config, and what the --sim-kv flags add to it.
 type KVEvents struct {
-	Enabled      bool    `json:"enable_kv_cache_events"`
-	Publisher    string  `json:"publisher"`
-	Endpoint     string  `json:"endpoint"`        // bound where it has a *, on the host of the API; else dialled
+	Enabled   bool   `json:"enable_kv_cache_events"`
+	Publisher string `json:"publisher"`
+	// bound where it has a *, on the host of the API; else dialled
+	Endpoint     string  `json:"endpoint"`
 	Replay       *string `json:"replay_endpoint"` // always bound; null = none
 	BufferSteps  int     `json:"buffer_steps"`
 	HWM          int     `json:"hwm"`
@@ -57,11 +58,12 @@ type KVEvents struct {
 	SlidingWindow bool     `json:"-"` // a second KV group, whose events cannot be indexed
 }
 
-// DefaultKVEvents is the engine's default: off.
-func DefaultKVEvents() KVEvents {
+// defaultKVEvents is the engine's default: off.
+func defaultKVEvents() KVEvents {
 	return KVEvents{
-		Endpoint: DefaultKVEndpoint, BufferSteps: DefaultKVBuffer, HWM: DefaultKVHWM, MaxQueueSize: DefaultKVQueueSize,
-		Format: KVMap, Hash: KVUint,
+		Endpoint: defaultKVEndpoint, BufferSteps: defaultKVBuffer, HWM: defaultKVHWM,
+		MaxQueueSize: defaultKVQueueSize,
+		Format:       KVMap, Hash: KVUint,
 	}
 }
 
@@ -81,7 +83,7 @@ func (k *KVEvents) parse(text string) error {
 	return k.validate()
 }
 
-// active says that there is something to publish to.
+// active reports that there is something to publish to.
 func (k *KVEvents) active() bool { return k.Enabled && k.Publisher == "zmq" }
 
 func (k *KVEvents) validate() error {
@@ -89,7 +91,8 @@ func (k *KVEvents) validate() error {
 	case k.Publisher != "" && k.Publisher != "zmq" && k.Publisher != "null":
 		return fmt.Errorf("kv events publisher %q: want zmq or null", k.Publisher)
 	case k.BufferSteps < 0 || k.BufferSteps > maxKVBuffer || k.HWM < 0:
-		return fmt.Errorf("kv events buffer_steps %d, hwm %d: must not be negative, buffer_steps at most %d", k.BufferSteps, k.HWM, maxKVBuffer)
+		return fmt.Errorf("kv events buffer_steps %d, hwm %d: must not be negative, buffer_steps at most %d",
+			k.BufferSteps, k.HWM, maxKVBuffer)
 	}
 	if !k.active() {
 		return nil

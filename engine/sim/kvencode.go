@@ -7,8 +7,8 @@ import (
 	em "github.com/dpserve/dpserve/enginemodel"
 )
 
-// kvEncoder writes the batches of one rank in the msgpack that the imitated publishers write: order of keys, types and widths as
-// captured. Not safe for concurrent use.
+// kvEncoder writes the batches of one rank in the msgpack that the imitated publishers write: order of keys,
+// types and widths as captured. Not safe for concurrent use.
 type kvEncoder struct {
 	format KVFormat
 	hash   KVHash
@@ -16,7 +16,8 @@ type kvEncoder struct {
 	block  int // tokens per block
 	rank   int
 
-	// digests are the whole hashes of what is stored, by their low 64 bits: a removal names those only. Kept for KVBytes.
+	// digests are the whole hashes of what is stored, by their low 64 bits: a removal names those only. Kept
+	// for KVBytes.
 	digests map[uint64]*digest
 	tokens  []uint32
 	b       []byte
@@ -28,7 +29,10 @@ type digest struct {
 }
 
 func newKVEncoder(k *KVEvents, block, rank int) *kvEncoder {
-	return &kvEncoder{format: k.Format, hash: k.Hash, window: k.SlidingWindow, block: block, rank: rank, digests: map[uint64]*digest{}}
+	return &kvEncoder{
+		format: k.Format, hash: k.Hash, window: k.SlidingWindow, block: block, rank: rank,
+		digests: map[uint64]*digest{},
+	}
 }
 
 // batch is [ts, events, rank] for the changes of one step; the result is the caller's.
@@ -273,7 +277,8 @@ func (e *kvEncoder) text(s string) {
 	case n < 1<<16:
 		e.b = binary.BigEndian.AppendUint16(append(e.b, 0xda), uint16(n))
 	default:
-		e.b = binary.BigEndian.AppendUint32(append(e.b, 0xdb), uint32(n)) //nolint:gosec // bounded by the body
+		//nolint:gosec // bounded by the body
+		e.b = binary.BigEndian.AppendUint32(append(e.b, 0xdb), uint32(n))
 	}
 	e.b = append(e.b, s...)
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/binary"
 	"fmt"
+	"math"
 	"net"
 	"strings"
 	"sync"
@@ -15,14 +16,16 @@ import (
 
 // Bounds of a publisher beside those of its settings.
 const (
-	kvRingBytes  = 64 << 20               // payloads in the replay ring: the oldest leave first
-	kvQueueBytes = 64 << 20               // payloads that wait for one slow subscriber; beyond it batches are dropped, as at a high-water mark
+	kvRingBytes = 64 << 20 // payloads in the replay ring: the oldest leave first
+	// payloads that wait for one slow subscriber; beyond it batches are dropped, as at a high-water mark
+	kvQueueBytes = 64 << 20
 	kvPeers      = 64                     // connections to a bound socket
 	kvRedial     = 100 * time.Millisecond // between attempts to reach the subscriber
 	kvDialLimit  = 2 * time.Second
 )
 
-// kvPublisher is the event side of one rank: sequence numbers, the replay ring, the sockets. Safe for concurrent use.
+// kvPublisher is the event side of one rank: sequence numbers, the replay ring, the sockets. Safe for
+// concurrent use.
 type kvPublisher struct {
 	cfg     *Config
 	set     KVEvents
@@ -59,8 +62,10 @@ func newKVPublisher(cfg *Config, rank int, faults *faults) (*kvPublisher, error)
 		return nil, err
 	}
 	return &kvPublisher{
-		quit: make(chan struct{}), cfg: cfg, set: cfg.KVEvents, sockets: s, encoder: newKVEncoder(&cfg.KVEvents, cfg.Model.BlockSize, rank), faults: faults,
-		next: cfg.KVEvents.FirstSeq, subs: map[*kvSubscriber]struct{}{}, dice: cfg.Seed + uint64(rank), //nolint:gosec // not negative
+		quit: make(chan struct{}), cfg: cfg, set: cfg.KVEvents, sockets: s,
+		encoder: newKVEncoder(&cfg.KVEvents, cfg.Model.BlockSize, rank), faults: faults,
+		next: cfg.KVEvents.FirstSeq, subs: map[*kvSubscriber]struct{}{},
+		dice: cfg.Seed + uint64(rank), //nolint:gosec // not negative
 	}, nil
 }
 
@@ -72,7 +77,8 @@ func (p *kvPublisher) open(ctx context.Context) (err error) {
 		}
 	}
 	if p.sockets.replay != "" {
-		if p.router, err = p.bind(ctx, &p.sockets.replay, p.sockets.answer, zmtp.Router, p.replays); err != nil {
+		p.router, err = p.bind(ctx, &p.sockets.replay, p.sockets.answer, zmtp.Router, p.replays)
+		if err != nil {
 			return err
 		}
 	}
@@ -85,7 +91,9 @@ func (p *kvPublisher) open(ctx context.Context) (err error) {
 }
 
 // bind listens; a wildcard is the host of the API. told learns the port where any was wanted.
-func (p *kvPublisher) bind(ctx context.Context, told *string, addr string, role zmtp.Role, handle func(*zmtp.Conn)) (*zmtp.Server, error) {
+func (p *kvPublisher) bind(ctx context.Context, told *string, addr string, role zmtp.Role,
+	handle func(*zmtp.Conn),
+) (*zmtp.Server, error) {
 	host, port, err := net.SplitHostPort(addr)
 	if err != nil {
 		return nil, err
@@ -106,7 +114,7 @@ func (p *kvPublisher) bind(ctx context.Context, told *string, addr string, role 
 	return s, nil
 }
 
-// close ends the sockets and waits. It may be called often.
+// close ends the sockets and waits. It is idempotent.
 func (p *kvPublisher) close() {
 	p.once.Do(func() { close(p.quit) })
 	if p.cancel != nil {
@@ -201,7 +209,7 @@ func (p *kvPublisher) fan(b kvBatch) {
 	}
 }
 
-// strikes rolls the dice of a failure mode.
+// strikes draws whether a failure mode hits the next batch.
 func (p *kvPublisher) strikes(m Mode) bool {
 	return p.faults.chance(m, func() float64 {
 		p.dice = p.dice*6364136223846793005 + 1442695040888963407
@@ -233,7 +241,7 @@ func (p *kvPublisher) published() uint64 {
 	return p.next
 }
 
-// serve is the life of one subscriber's connection: it reads subscriptions, a goroutine beside it writes batches.
+// serve handles one subscriber's connection: it reads subscriptions, and another goroutine writes batches.
 func (p *kvPublisher) serve(c *zmtp.Conn) {
 	s := newKVSubscriber(p.set.HWM)
 	p.mu.Lock()
@@ -271,7 +279,10 @@ type kvSubscriber struct {
 }
 
 func newKVSubscriber(hwm int) *kvSubscriber {
-	return &kvSubscriber{hwm: hwm, kick: make(chan struct{}, 1), done: make(chan struct{}), topics: map[string]struct{}{}}
+	return &kvSubscriber{
+		hwm: hwm, kick: make(chan struct{}, 1), done: make(chan struct{}),
+		topics: map[string]struct{}{},
+	}
 }
 
 // maxKVTopics bounds what one subscriber can ask for.
@@ -287,7 +298,8 @@ func (s *kvSubscriber) subscribe(on bool, prefix string) {
 	}
 }
 
-// offer queues a batch, or drops it in silence where nobody asked or the queue is full: so does a PUB socket.
+// offer queues a batch, or drops it silently if the subscriber did not ask for it or its queue is full, as a
+// PUB socket does.
 func (s *kvSubscriber) offer(topic string, b kvBatch) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -341,3 +353,79 @@ func (s *kvSubscriber) write(c *zmtp.Conn, topic string) {
 }
 
 func seqFrame(seq uint64) []byte { return binary.BigEndian.AppendUint64(nil, seq) }
+
+// Failures of the replay socket.
+const (
+	kvShortRing = 2 // batches that a short ring still holds
+	// in front of each answer of a slow one: longer than any consumer should wait
+	kvSlowPause = 3 * time.Second
+	kvChunk     = 64 // batches that are copied out of the ring at a time
+)
+
+// replays handles one connection to the ROUTER: it answers each request of exactly two frames (three with the
+// identity that the socket adds) from the ring and ignores others.
+func (p *kvPublisher) replays(c *zmtp.Conn) {
+	for {
+		frames, err := c.Recv()
+		if err != nil {
+			return
+		}
+		if len(frames) != 2 || len(frames[1]) != 8 {
+			p.cfg.logger().Error("kv events: invalid replay request", "frames", len(frames))
+			continue
+		}
+		if p.faults.is(ModeKVNoReplay) {
+			continue
+		}
+		if p.answer(c, binary.BigEndian.Uint64(frames[1])) != nil {
+			return
+		}
+	}
+}
+
+// answer sends what the ring has from the number from on, then the end marker.
+func (p *kvPublisher) answer(c *zmtp.Conn, from uint64) error {
+	for {
+		batches := p.since(from)
+		if len(batches) == 0 {
+			break
+		}
+		for _, b := range batches {
+			if err := p.reply(c, p.set.Topic, b.seq, b.payload); err != nil {
+				return err
+			}
+		}
+		from = batches[len(batches)-1].seq + 1
+	}
+	return p.reply(c, "", math.MaxUint64, nil)
+}
+
+// since copies the next batches of the ring.
+func (p *kvPublisher) since(from uint64) []kvBatch {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	ring := p.ring[p.head:]
+	if p.faults.is(ModeKVShortReplay) {
+		ring = ring[max(0, len(ring)-kvShortRing):]
+	}
+	if len(ring) == 0 || from > ring[len(ring)-1].seq {
+		return nil
+	}
+	if from > ring[0].seq {
+		ring = ring[from-ring[0].seq:]
+	}
+	return append([]kvBatch{}, ring[:min(len(ring), kvChunk)]...)
+}
+
+func (p *kvPublisher) reply(c *zmtp.Conn, topic string, seq uint64, payload []byte) error {
+	if p.faults.is(ModeKVSlowReplay) {
+		select {
+		case <-time.After(kvSlowPause):
+		case <-p.quit:
+		}
+	}
+	if p.set.Format == KVMap {
+		return c.Send(nil, []byte(topic), seqFrame(seq), payload)
+	}
+	return c.Send(nil, seqFrame(seq), payload)
+}

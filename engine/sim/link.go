@@ -13,9 +13,9 @@ import (
 	em "github.com/dpserve/dpserve/enginemodel"
 )
 
-// The ranks of a lockstep group meet at rank 0 over TCP. Every message is one frame of frameSize bytes: kind, a flag, the rank (2
-// bytes), a spare word of 4, then 8 bytes of duration or hash; little-endian. Behind the first one, the hello, comes the proof that
-// its sender belongs to the group.
+// The ranks of a lockstep group meet at rank 0 over TCP. Every message is one frame of frameSize bytes: kind,
+// a flag, the rank (2 bytes), a spare word of 4, then 8 bytes of duration or hash; little-endian. Behind the
+// first one, the hello, comes the proof that its sender belongs to the group.
 const frameSize = 16
 
 // Kinds of frames.
@@ -89,7 +89,7 @@ type link struct {
 // errMismatch ends rank 0 alone when the ranks' collectives do not fit.
 var errMismatch = errors.New("configuration mismatch")
 
-// join meets the group: it returns when all ranks are there, at most after HandshakeTimeout.
+// join joins the group: it returns when all ranks have joined, at most after HandshakeTimeout.
 func join(ctx context.Context, cfg *Config, r *rank) (*link, error) {
 	ctx, cancel := context.WithTimeout(ctx, cfg.HandshakeTimeout)
 	defer cancel()
@@ -100,20 +100,21 @@ func join(ctx context.Context, cfg *Config, r *rank) (*link, error) {
 	return l, l.dial(ctx, cfg)
 }
 
-// gather is rank 0's side of the meeting.
+// gather is rank 0's side of join.
 func (l *link) gather(ctx context.Context, cfg *Config) error {
 	ln, err := cfg.listen(ctx, cfg.RPCAddr)
 	if err != nil {
 		return fmt.Errorf("open the group's meeting point: %w", err)
 	}
 	d := newDoor(ctx, ln, cfg)
-	defer d.close() // nobody can join later: a lone rank never comes back
+	defer d.close() // no rank can join later: a group never restarts a single rank
 	l.conns = make([]net.Conn, cfg.DPSize)
 	for missing := cfg.DPSize - 1; missing > 0; {
 		g, err := d.next()
 		if err != nil {
 			l.hangUp()
-			return fmt.Errorf("%d of %d ranks came to the group's meeting point: %w", cfg.DPSize-missing, cfg.DPSize, errors.Join(context.Cause(ctx), err))
+			return fmt.Errorf("%d of %d ranks came to the group's meeting point: %w", cfg.DPSize-missing,
+				cfg.DPSize, errors.Join(context.Cause(ctx), err))
 		}
 		ok, err := l.welcome(g, cfg)
 		if err != nil {
@@ -127,22 +128,26 @@ func (l *link) gather(ctx context.Context, cfg *Config) error {
 	return l.open(cfg)
 }
 
-// welcome seats a rank of the group; false = its seat is taken, or it has none.
-func (l *link) welcome(g guest, cfg *Config) (bool, error) {
+// welcome accepts a rank of the group; false = the rank has joined already or does not exist.
+func (l *link) welcome(g groupCaller, cfg *Config) (bool, error) {
 	rank := int(g.hello.rank)
 	if int(g.hello.spare) != cfg.DPSize || rank == 0 || rank >= cfg.DPSize || l.conns[rank] != nil {
 		return false, g.conn.Close()
 	}
 	l.conns[rank] = g.conn
 	if g.hello.value != cfg.collectiveHash() {
-		return false, fmt.Errorf("%w detected for engine %d: all ranks of a group need equal sizes, expert parallelism and sync interval", errMismatch, rank)
+		return false, fmt.Errorf("%w detected for engine %d: all ranks of a group need equal sizes, expert "+
+			"parallelism and sync interval", errMismatch, rank)
 	}
 	return true, nil
 }
 
-// open tells everybody that the group is complete and begins to coordinate.
+// open tells all ranks that the group is complete and starts the coordinator.
 func (l *link) open(cfg *Config) error {
-	group, err := em.NewGroup(em.GroupConfig{Ranks: cfg.DPSize, SyncInterval: cfg.SyncInterval, MinStep: em.MinWallStep})
+	group, err := em.NewGroup(em.GroupConfig{
+		Ranks: cfg.DPSize, SyncInterval: cfg.SyncInterval,
+		MinStep: em.MinWallStep,
+	})
 	if err != nil {
 		return err
 	}
@@ -167,7 +172,8 @@ func (l *link) dial(ctx context.Context, cfg *Config) error {
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("rank %d waited for its group in vain: %w", cfg.DPRank, errors.Join(context.Cause(ctx), err))
+			return fmt.Errorf("rank %d waited for its group in vain: %w", cfg.DPRank,
+				errors.Join(context.Cause(ctx), err))
 		case <-time.After(dialPause):
 		}
 	}
@@ -180,7 +186,11 @@ func (l *link) hello(ctx context.Context, cfg *Config) (net.Conn, error) {
 	}
 	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
 	defer stop()
-	hello := frame{kind: frameHello, rank: uint16(cfg.DPRank), spare: uint32(cfg.DPSize), value: cfg.collectiveHash()} //nolint:gosec // bounded by maxGroupRanks
+	//nolint:gosec // bounded by maxGroupRanks
+	hello := frame{
+		kind: frameHello, rank: uint16(cfg.DPRank), spare: uint32(cfg.DPSize),
+		value: cfg.collectiveHash(),
+	}
 	if err := writeHello(conn, hello, cfg.GroupKey); err != nil {
 		_ = conn.Close()
 		return nil, err
@@ -234,7 +244,11 @@ func (l *link) lost(from int) {
 
 func asReport(from int, f frame) em.GroupInput {
 	if f.kind == frameReport {
-		return em.GroupInput{Kind: em.GroupReport, Rank: from, Took: time.Duration(f.value), Unfinished: f.flag} //nolint:gosec // was a duration
+		//nolint:gosec // was a duration
+		return em.GroupInput{
+			Kind: em.GroupReport, Rank: from, Took: time.Duration(f.value),
+			Unfinished: f.flag,
+		}
 	}
 	return em.GroupInput{Kind: em.GroupWave, Rank: from}
 }
@@ -249,7 +263,7 @@ func asInput(f frame) em.Input {
 	return em.Input{Kind: em.InputPeerLost}
 }
 
-// report is a member's word to rank 0. A failed write shows as a lost peer to the reader.
+// report sends a member's message to rank 0. After a failed write the reader reports a lost peer.
 func (l *link) report(rank int, in em.GroupInput) {
 	f := frame{kind: frameWave, rank: uint16(rank)} //nolint:gosec // bounded by maxGroupRanks
 	if in.Kind == em.GroupReport {
@@ -260,7 +274,7 @@ func (l *link) report(rank int, in em.GroupInput) {
 	}
 }
 
-// broadcast passes the coordinator's word to all ranks, the own one included.
+// broadcast sends the coordinator's message to all ranks, the own one included.
 func (l *link) broadcast(e em.GroupEffect) {
 	f := frame{kind: frameBroken}
 	switch e.Kind {
@@ -296,4 +310,69 @@ func (l *link) close() {
 		}
 	})
 	l.wg.Wait()
+}
+
+// coordinator drives the group's state machine by wall time, in rank 0.
+type coordinator struct {
+	group *em.Group
+	say   func(em.GroupEffect)
+	zero  time.Time
+	stop  chan struct{}
+	kick  chan struct{}
+
+	mu    sync.Mutex
+	inbox []em.GroupInput // at most one wave and one report per rank and step
+}
+
+func newCoordinator(group *em.Group, say func(em.GroupEffect)) *coordinator {
+	return &coordinator{
+		group: group, say: say, zero: time.Now(), stop: make(chan struct{}),
+		kick: make(chan struct{}, 1),
+	}
+}
+
+// tell never blocks.
+func (c *coordinator) tell(in em.GroupInput) {
+	c.mu.Lock()
+	c.inbox = append(c.inbox, in)
+	c.mu.Unlock()
+	select {
+	case c.kick <- struct{}{}:
+	default:
+	}
+}
+
+func (c *coordinator) run() {
+	timer := time.NewTimer(time.Hour)
+	defer timer.Stop()
+	for {
+		wait := c.turn() - time.Since(c.zero)
+		if wait <= 0 {
+			select {
+			case <-c.stop:
+				return
+			default:
+				continue
+			}
+		}
+		timer.Reset(min(wait, time.Hour))
+		select {
+		case <-c.kick:
+		case <-timer.C:
+		case <-c.stop:
+			return
+		}
+	}
+}
+
+func (c *coordinator) turn() time.Duration {
+	c.mu.Lock()
+	in := c.inbox
+	c.inbox = nil
+	c.mu.Unlock()
+	effects, wake := c.group.Step(time.Since(c.zero), in)
+	for _, e := range effects {
+		c.say(e)
+	}
+	return wake
 }

@@ -32,9 +32,11 @@ func TestGroupStepsTogetherInWaves(t *testing.T) {
 	status, _ := ask(t, g[2], "/v1/completions", `{"prompt":"x","max_tokens":20,"ignore_eos":true}`)
 	assert.Equal(t, 200, status)
 	for _, s := range g {
-		eventually(t, func() bool { return s.Stats().Steps == 32 }) // two times the sync interval, idle ranks too
+		// two times the sync interval, idle ranks too
+		eventually(t, func() bool { return s.Stats().Steps == 32 })
 	}
-	assert.Contains(t, get(t, g[2], "/metrics"), `vllm:generation_tokens_total{engine="2",model_name="sim"} 20.0`)
+	assert.Contains(t, get(t, g[2], "/metrics"),
+		`vllm:generation_tokens_total{engine="2",model_name="sim"} 20.0`)
 }
 
 func TestHungRankStallsItsPeers(t *testing.T) {
@@ -65,7 +67,11 @@ func TestDeadRankOverGloo(t *testing.T) {
 		require.NoError(t, g[victim].Fail(Fault{Mode: ModeKill}))
 		events := pieces(<-got)
 		assert.Contains(t, events[len(events)-2], msgEngineDead)
-		eventually(t, func() bool { busy.mu.Lock(); defer busy.mu.Unlock(); return busy.exit != nil && busy.exit.Code == 0 })
+		eventually(t, func() bool {
+			busy.mu.Lock()
+			defer busy.mu.Unlock()
+			return busy.exit != nil && busy.exit.Code == 0
+		})
 	}
 }
 

@@ -7,7 +7,8 @@ import (
 	em "github.com/dpserve/dpserve/enginemodel"
 )
 
-// Log probabilities are made up: the k-th best token of any position has one fixed value, the chosen one is the best.
+// Log probabilities are made up: the k-th best token of any position has one fixed value, the chosen one is
+// the best.
 func logprobOf(k int) float64 { return -0.25 - 1.5*float64(k) }
 
 // alternative is the k-th best token (k ≥ 1) beside id.
@@ -19,7 +20,8 @@ func tokenText(id uint32) string { return em.ValidText(em.AppendText(nil, id)) }
 
 func appendFloat(dst []byte, x float64) []byte { return strconv.AppendFloat(dst, x, 'f', -1, 64) }
 
-// appendCompletionLogprobs writes the logprobs object of /v1/completions for ids, offset characters into the text.
+// appendCompletionLogprobs writes the logprobs object of /v1/completions for ids, offset characters into the
+// text.
 func appendCompletionLogprobs(dst []byte, ids []uint32, top, offset int, firstIsPrompt bool) []byte {
 	dst = append(dst, `{"text_offset":[`...)
 	for i, id := range ids {
@@ -97,8 +99,8 @@ func appendChatToken(dst []byte, id uint32, k int) []byte {
 	return append(dst, ']')
 }
 
-// appendPromptLogprobs writes prompt_logprobs: null for the first token, then per token a map by id of the token itself and the
-// best ones.
+// appendPromptLogprobs writes prompt_logprobs: null for the first token, then per token a map by id of the
+// token itself and the best ones.
 func appendPromptLogprobs(dst []byte, ids []uint32, top int) []byte {
 	dst = append(dst, '[')
 	for i, id := range ids {

@@ -32,23 +32,27 @@ const holdFlag = "--sim-hold-port"
 // holdTime bounds the life of such a child.
 const holdTime = 2 * time.Minute
 
-// groupKeyVar is the environment variable with Config.GroupKey. A flag would show it to every user of the machine.
+// groupKeyVar is the environment variable with Config.GroupKey. A flag would show it to every user of the
+// machine.
 const groupKeyVar = "DPSERVE_GROUP_KEY"
 
 // watchFlag ends the process when its standard input does: its parent is gone.
 const watchFlag = "--sim-watch-stdin"
 
-// Main is the process of one simulated rank: args are the flags of the engine, the result is the exit code. It ends with ctx,
-// SIGTERM or SIGINT (drain, then 0), with the end of standard input under --sim-watch-stdin, or by an injected failure.
+// Main is the process of one simulated rank: args are the flags of the engine, the result is the exit code.
+// It ends with ctx, SIGTERM or SIGINT (drain, then 0), with the end of standard input under
+// --sim-watch-stdin, or by an injected failure.
 func Main(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	if os.Getenv("GOMAXPROCS") == "" {
-		runtime.GOMAXPROCS(1) // many ranks share a machine (TRAPS 9)
+		runtime.GOMAXPROCS(1) // many ranks share a machine
 	}
 	if i := slices.Index(args, holdFlag); i >= 0 && i+1 < len(args) {
 		return hold(ctx, args[i+1], stderr)
 	}
 	watch := slices.Contains(args, watchFlag)
-	cfg, ignored, err := ParseFlags(slices.DeleteFunc(slices.Clone(args), func(a string) bool { return a == watchFlag }))
+	cfg, ignored, err := ParseFlags(slices.DeleteFunc(slices.Clone(args), func(a string) bool {
+		return a == watchFlag
+	}))
 	if err != nil {
 		return complain(stderr, err)
 	}
@@ -109,7 +113,7 @@ func kvFromEnv(cfg *Config) {
 	}
 }
 
-// run is the life of the engine's process from its start to its exit code.
+// run runs the engine's process and returns its exit code.
 func run(ctx context.Context, cfg Config, stdout, stderr io.Writer) int {
 	signals := make(chan os.Signal, 1)
 	signal.Notify(signals, syscall.SIGTERM, syscall.SIGINT)
@@ -117,8 +121,8 @@ func run(ctx context.Context, cfg Config, stdout, stderr io.Writer) int {
 	return Run(ctx, cfg, signals, stdout, stderr)
 }
 
-// Run is an engine from its start to its exit code, without a process of its own: whoever starts it sends the signals. The
-// end of ctx ends it at once, without answers.
+// Run runs an engine inside this process and returns its exit code; the caller sends the signals. The end of
+// ctx ends it at once, without answers.
 func Run(ctx context.Context, cfg Config, signals <-chan os.Signal, stdout, stderr io.Writer) int {
 	if cfg.Logger != nil {
 		cfg.Logger.Info("starting", "host", cfg.Host, "port", cfg.Port)
@@ -180,40 +184,6 @@ func portFree(ctx context.Context, cfg *Config) error {
 	return l.Close()
 }
 
-// wait is the engine's life while it serves.
-func (s *Server) wait(ctx context.Context, signals <-chan os.Signal, served <-chan error) int {
-	for {
-		select {
-		case err := <-served:
-			return s.exitCode(err)
-		case <-ctx.Done():
-			s.log.Info("stopping", "cause", context.Cause(ctx).Error())
-			return exitOK
-		case sig := <-signals:
-			if s.faults.is(ModeIgnoreSigterm) {
-				s.log.Info("signal ignored as told", "signal", sig.String())
-				continue
-			}
-			s.log.Info("stopping", "signal", sig.String(), "in_flight", s.active.count())
-			s.Shutdown(ctx, s.cfg.ShutdownTimeout)
-			return exitOK
-		}
-	}
-}
-
-func (s *Server) exitCode(err error) int {
-	var exit *ExitError
-	if errors.As(err, &exit) {
-		s.log.Info("leaving", "cause", exit.Cause, "code", exit.Code)
-		return exit.Code
-	}
-	if err != nil {
-		s.log.Error("serving failed", "error", err.Error())
-		return exitStartup
-	}
-	return exitOK
-}
-
 // orphan starts this program again, as a child in the same process group that only holds port.
 func orphan(ctx context.Context, args []string, port int) error {
 	program, err := os.Executable()
@@ -221,7 +191,8 @@ func orphan(ctx context.Context, args []string, port int) error {
 		return err
 	}
 	own := os.Args[1:max(1, len(os.Args)-len(args))] // the words in front of the engine's flags: "engine sim"
-	cmd := exec.CommandContext(context.WithoutCancel(ctx), program, append(slices.Clone(own), holdFlag, strconv.Itoa(port))...)
+	cmd := exec.CommandContext(context.WithoutCancel(ctx), program,
+		append(slices.Clone(own), holdFlag, strconv.Itoa(port))...)
 	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr // as a real engine's children do
 	ready, err := cmd.StdinPipe()
 	if err != nil {
@@ -236,7 +207,7 @@ func orphan(ctx context.Context, args []string, port int) error {
 
 // portTaken waits until the child holds its port.
 func portTaken(ctx context.Context, port int) error {
-	addr := net.JoinHostPort(DefaultHost, strconv.Itoa(port))
+	addr := net.JoinHostPort(defaultHost, strconv.Itoa(port))
 	for end := time.Now().Add(frameTimeout); time.Now().Before(end); time.Sleep(dialPause) {
 		d := net.Dialer{Timeout: time.Second}
 		c, err := d.DialContext(ctx, "tcp", addr)
@@ -250,7 +221,7 @@ func portTaken(ctx context.Context, port int) error {
 // hold keeps a port until it is killed or its time is over.
 func hold(ctx context.Context, port string, stderr io.Writer) int {
 	var lc net.ListenConfig
-	l, err := lc.Listen(ctx, "tcp", net.JoinHostPort(DefaultHost, port))
+	l, err := lc.Listen(ctx, "tcp", net.JoinHostPort(defaultHost, port))
 	if err != nil {
 		return complain(stderr, err)
 	}

@@ -16,7 +16,8 @@ import (
 	"github.com/dpserve/dpserve/test/ports"
 )
 
-// Whoever is not of the group gets no seat and holds up nobody: silent callers, junk, another size, another key, a seat taken twice.
+// Whoever is not of the group gets no seat and holds up nobody: silent callers, junk, another size, another
+// key, a seat taken twice.
 func TestStrangersAtTheMeetingPoint(t *testing.T) {
 	c := fast()
 	c.RPCAddr, c.DPSize, c.GroupKey = ports.TakeAddr(t), 2, "key of this start"
@@ -61,7 +62,8 @@ func TestStrangersAtTheMeetingPoint(t *testing.T) {
 
 func TestARankOfAnotherStartWaitsInVain(t *testing.T) {
 	c := fast()
-	c.RPCAddr, c.DPSize, c.GroupKey, c.HandshakeTimeout = ports.TakeAddr(t), 2, "epoch 2", 300*time.Millisecond
+	c.RPCAddr, c.DPSize, c.GroupKey, c.HandshakeTimeout = ports.TakeAddr(t), 2, "epoch 2",
+		300*time.Millisecond
 	old := c
 	old.DPRank, old.GroupKey = 1, "epoch 1"
 	late := make(chan error, 1)
@@ -74,7 +76,8 @@ func TestARankOfAnotherStartWaitsInVain(t *testing.T) {
 	require.ErrorContains(t, <-late, "waited for its group in vain")
 }
 
-// Sixteen ranks on two addresses, each in a process of its own: one wave steps them all, and the end of one ends all.
+// Sixteen ranks on two addresses, each in a process of its own: one wave steps them all, and the end of one
+// ends all.
 func TestAGroupOverTwoAddressesStepsTogether(t *testing.T) {
 	const ranks = 16
 	l, err := net.Listen("tcp", "127.0.0.2:0")
@@ -86,8 +89,10 @@ func TestAGroupOverTwoAddressesStepsTogether(t *testing.T) {
 	base := ports.Take(t, ranks+1, host(0), host(ranks-1))
 	var all []*process
 	for rank := range ranks {
-		p := launchOn(t, base+rank, "--host", host(rank), "--data-parallel-size", strconv.Itoa(ranks), "--data-parallel-rank", strconv.Itoa(rank),
-			"--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", strconv.Itoa(base+ranks), "--sim-speed", "50", "--sim-step-ms", "0")
+		p := launchOn(t, base+rank, "--host", host(rank), "--data-parallel-size", strconv.Itoa(ranks),
+			"--data-parallel-rank", strconv.Itoa(rank),
+			"--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", strconv.Itoa(base+ranks),
+			"--sim-speed", "50", "--sim-step-ms", "0")
 		all = append(all, p)
 	}
 	at := func(rank int) string { return fmt.Sprintf("http://%s:%d", host(rank), all[rank].port) }
@@ -102,7 +107,8 @@ func TestAGroupOverTwoAddressesStepsTogether(t *testing.T) {
 	for _, p := range all {
 		p.waitReady(t)
 	}
-	require.Contains(t, tryAsk(at(ranks-1)+"/v1/completions", `{"prompt":"x","max_tokens":20,"ignore_eos":true}`), `"length"`)
+	require.Contains(t, tryAsk(at(ranks-1)+"/v1/completions",
+		`{"prompt":"x","max_tokens":20,"ignore_eos":true}`), `"length"`)
 	for rank := range ranks {
 		eventually(t, func() bool { return steps(rank) == 32 }) // two times the sync interval, idle ranks too
 	}
@@ -110,7 +116,8 @@ func TestAGroupOverTwoAddressesStepsTogether(t *testing.T) {
 	require.NoError(t, kill.cmd.Process.Kill())
 	for rank, p := range all {
 		if p != kill {
-			_ = tryAsk(at(rank)+"/v1/completions", wholeBody) // over gloo an idle peer dies of its next request
+			// over gloo an idle peer dies of its next request
+			_ = tryAsk(at(rank)+"/v1/completions", wholeBody)
 		}
 	}
 	for _, p := range all {

@@ -2,8 +2,9 @@ package sim
 
 import (
 	"math"
-	"net/http"
+	"sort"
 	"strconv"
+	"time"
 
 	em "github.com/dpserve/dpserve/enginemodel"
 )
@@ -15,7 +16,8 @@ type page struct {
 	created float64 // unix seconds
 }
 
-// sample is one series: extra labels in order before and behind model_name, by the alphabet of the client library.
+// sample is one series: extra labels in order before and behind model_name, by the alphabet of the client
+// library.
 type sample struct {
 	engine string // "" = no engine label
 	before string // label="value", sorts between engine and model_name
@@ -92,7 +94,10 @@ func (g *page) histogram(name, help string, engines []string, hs []*histogram) {
 			if k < len(h.bounds) {
 				le = pyFloat(h.bounds[k])
 			}
-			g.line(name+"_bucket", &sample{engine: engines[i], before: `le="` + le + `"`, value: float64(total)})
+			g.line(name+"_bucket", &sample{
+				engine: engines[i], before: `le="` + le + `"`,
+				value: float64(total),
+			})
 		}
 		g.line(name+"_count", &sample{engine: engines[i], value: float64(total)})
 		g.line(name+"_sum", &sample{engine: engines[i], value: h.sum})
@@ -106,33 +111,6 @@ type snapshot struct {
 	engine string
 	stats  em.Stats
 	meters meters
-}
-
-func (r *rank) snapshot() snapshot {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	s := snapshot{engine: r.label, stats: r.core.Stats(), meters: r.meters}
-	for k := range s.meters.h {
-		s.meters.h[k].counts = append([]uint64(nil), s.meters.h[k].counts...)
-	}
-	return s
-}
-
-// metrics is the body of GET /metrics.
-func (s *Server) metrics() []byte {
-	g := &page{model: string(appendEscaped(nil, s.cfg.Names[0])), created: float64(s.started.UnixNano()) / 1e9}
-	snaps := make([]snapshot, len(s.ranks))
-	for i, r := range s.ranks {
-		snaps[i] = r.snapshot()
-	}
-	g.b = appendMetric(append(g.b, "# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.\n"+
-		"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds "...), g.created)
-	g.b = append(g.b, '\n')
-	g.gauges(snaps, s.faults.is(ModeKVSleep))
-	g.counters(snaps)
-	g.histograms(snaps)
-	g.config(s, snaps)
-	return g.b
 }
 
 // each makes one sample per rank.
@@ -159,14 +137,16 @@ func (g *page) gauges(snaps []snapshot, asleep bool) {
 	g.gauge("num_requests_running", "Requests in the running batch.", each(snaps, running)...)
 	g.gauge("num_requests_waiting", "Requests in the queue.", each(snaps, waiting)...)
 	g.gauge("num_requests_waiting_by_reason", "Requests in the queue by what they wait for.",
-		append(labelled(snaps, "", `reason="capacity"`, waiting), labelled(snaps, "", `reason="deferred"`, zero)...)...)
+		append(labelled(snaps, "", `reason="capacity"`, waiting),
+			labelled(snaps, "", `reason="deferred"`, zero)...)...)
 	awake, discarded := one, zero
 	if asleep {
 		awake, discarded = zero, one
 	}
 	sleep := labelled(snaps, "", `sleep_state="awake"`, awake)
 	sleep = append(sleep, labelled(snaps, "", `sleep_state="weights_offloaded"`, zero)...)
-	g.gauge("engine_sleep_state", "Sleep state, one series per state.", append(sleep, labelled(snaps, "", `sleep_state="discard_all"`, discarded)...)...)
+	g.gauge("engine_sleep_state", "Sleep state, one series per state.",
+		append(sleep, labelled(snaps, "", `sleep_state="discard_all"`, discarded)...)...)
 	g.gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", each(snaps, usage)...)
 }
 
@@ -176,11 +156,16 @@ func (g *page) counters(snaps []snapshot) {
 	cached := func(s *em.Stats) float64 { return float64(s.PromptCached) }
 	g.counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", each(snaps, queries)...)
 	g.counter("prefix_cache_hits", "Tokens found in the prefix cache.", each(snaps, hits)...)
-	g.counter("external_prefix_cache_queries", "Tokens looked up in caches of other engines.", each(snaps, zero)...)
+	g.counter("external_prefix_cache_queries", "Tokens looked up in caches of other engines.",
+		each(snaps, zero)...)
 	g.counter("external_prefix_cache_hits", "Tokens found in caches of other engines.", each(snaps, zero)...)
-	g.counter("num_preemptions", "Requests that lost their blocks.", each(snaps, func(s *em.Stats) float64 { return float64(s.Preemptions) })...)
-	g.counter("prompt_tokens", "Prompt tokens processed.", each(snaps, func(s *em.Stats) float64 { return float64(s.PromptTokens) })...)
-	source := labelled(snaps, "", `source="local_compute"`, func(s *em.Stats) float64 { return float64(s.PromptTokens - s.PromptCached) })
+	g.counter("num_preemptions", "Requests that lost their blocks.",
+		each(snaps, func(s *em.Stats) float64 { return float64(s.Preemptions) })...)
+	g.counter("prompt_tokens", "Prompt tokens processed.",
+		each(snaps, func(s *em.Stats) float64 { return float64(s.PromptTokens) })...)
+	source := labelled(snaps, "", `source="local_compute"`, func(s *em.Stats) float64 {
+		return float64(s.PromptTokens - s.PromptCached)
+	})
 	source = append(source, labelled(snaps, "", `source="local_cache_hit"`, cached)...)
 	g.counter("prompt_tokens_by_source", "Prompt tokens by where their KV came from.",
 		append(source, labelled(snaps, "", `source="external_kv_transfer"`, zero)...)...)
@@ -190,23 +175,27 @@ func (g *page) counters(snaps []snapshot) {
 		tiers = append(tiers, labelled(snaps, "", `source="`+t+`"`, zero)...)
 	}
 	g.counter("prompt_tokens_cached_by_source", "Cached prompt tokens by the tier that held them.", tiers...)
-	g.counter("generation_tokens", "Tokens generated.", each(snaps, func(s *em.Stats) float64 { return float64(s.GeneratedTokens) })...)
+	g.counter("generation_tokens", "Tokens generated.",
+		each(snaps, func(s *em.Stats) float64 { return float64(s.GeneratedTokens) })...)
 	g.ends(snaps)
 }
 
 func (g *page) ends(snaps []snapshot) {
 	var ends []sample
 	for _, why := range []em.FinishReason{em.FinishStop, em.FinishLength, em.FinishAbort, em.FinishError} {
-		ends = append(ends, labelled(snaps, `finished_reason="`+why.String()+`"`, "", func(s *em.Stats) float64 { return float64(s.Finished[why]) })...)
+		ends = append(ends, labelled(snaps, `finished_reason="`+why.String()+`"`, "",
+			func(s *em.Stats) float64 { return float64(s.Finished[why]) })...)
 	}
-	g.counter("request_success", "Requests that ended, by reason.", append(ends, labelled(snaps, `finished_reason="repetition"`, "", zero)...)...)
+	g.counter("request_success", "Requests that ended, by reason.",
+		append(ends, labelled(snaps, `finished_reason="repetition"`, "", zero)...)...)
 	var reqs, tokens float64
 	for i := range snaps {
 		reqs += float64(snaps[i].stats.Rejected[em.RejectRequests])
 		tokens += float64(snaps[i].stats.Rejected[em.RejectTokens])
 	}
 	g.counter("admission_rejections", "Requests turned away by a queue limit.",
-		sample{after: `reason="max_num_queued_reqs"`, value: reqs}, sample{after: `reason="max_num_queued_tokens"`, value: tokens})
+		sample{after: `reason="max_num_queued_reqs"`, value: reqs},
+		sample{after: `reason="max_num_queued_tokens"`, value: tokens})
 }
 
 func (g *page) histograms(snaps []snapshot) {
@@ -223,14 +212,23 @@ func (g *page) histograms(snaps []snapshot) {
 		meterMaxTokens:    {"request_params_max_tokens", "Parameter max_tokens of requests."},
 		meterFirstToken:   {"time_to_first_token_seconds", "Time to the first token in seconds."},
 		meterBetween:      {"inter_token_latency_seconds", "Time between two tokens in seconds."},
-		meterPerToken:     {"request_time_per_output_token_seconds", "Mean time per token of a request in seconds."},
-		meterEndToEnd:     {"e2e_request_latency_seconds", "Time from arrival to end in seconds."},
-		meterQueue:        {"request_queue_time_seconds", "Time in the queue in seconds."},
-		meterInference:    {"request_inference_time_seconds", "Time in the batch in seconds."},
-		meterPrefill:      {"request_prefill_time_seconds", "Time from the batch to the first token in seconds."},
-		meterDecode:       {"request_decode_time_seconds", "Time from the first to the last token in seconds."},
-		meterPreemptions:  {"request_num_preemptions", "Preemptions per request."},
-		meterComputed:     {"request_prefill_kv_computed_tokens", "Prompt tokens computed per request."},
+		meterPerToken: {
+			"request_time_per_output_token_seconds",
+			"Mean time per token of a request in seconds.",
+		},
+		meterEndToEnd:  {"e2e_request_latency_seconds", "Time from arrival to end in seconds."},
+		meterQueue:     {"request_queue_time_seconds", "Time in the queue in seconds."},
+		meterInference: {"request_inference_time_seconds", "Time in the batch in seconds."},
+		meterPrefill: {
+			"request_prefill_time_seconds",
+			"Time from the batch to the first token in seconds.",
+		},
+		meterDecode: {
+			"request_decode_time_seconds",
+			"Time from the first to the last token in seconds.",
+		},
+		meterPreemptions: {"request_num_preemptions", "Preemptions per request."},
+		meterComputed:    {"request_prefill_kv_computed_tokens", "Prompt tokens computed per request."},
 	} {
 		hs := make([]*histogram, len(snaps))
 		for i := range snaps {
@@ -249,12 +247,145 @@ func (g *page) config(s *Server, snaps []snapshot) {
 	}
 	g.head("cache_config_info", "gauge", "Settings of the KV cache as labels.")
 	for i := range snaps {
-		g.b = append(g.b, `vllm:cache_config_info{block_size="`+strconv.Itoa(s.cfg.toldBlockSize())+`",cache_dtype="auto",enable_prefix_caching="`+caching+
-			`",engine="`+snaps[i].engine+`",kv_cache_size_tokens="`+strconv.Itoa(m.Blocks*m.BlockSize)+`",num_cpu_blocks="None",num_gpu_blocks="`+
-			strconv.Itoa(m.Blocks)+`",num_gpu_blocks_override="None",prefix_caching_hash_algo="xxh3",sliding_window="None"} 1.0`+"\n"...)
+		g.b = append(g.b, `vllm:cache_config_info{block_size="`+strconv.Itoa(s.cfg.toldBlockSize())+`",cache_dtype="auto",`+
+			`enable_prefix_caching="`+caching+
+			`",engine="`+snaps[i].engine+`",kv_cache_size_tokens="`+strconv.Itoa(m.Blocks*m.BlockSize)+`",`+
+			`num_cpu_blocks="None",num_gpu_blocks="`+
+			strconv.Itoa(m.Blocks)+`",num_gpu_blocks_override="None",`+
+			`prefix_caching_hash_algo="xxh3",sliding_window="None"} 1.0`+"\n"...)
 	}
 }
 
-func (s *Server) serveMetrics(w http.ResponseWriter, _ *http.Request) {
-	writeBody(w, http.StatusOK, "text/plain; version=0.0.4; charset=utf-8", s.metrics())
+// meter names a histogram of the engine.
+type meter uint8
+
+const (
+	meterPrompt meter = iota
+	meterGenerated
+	meterStepTokens
+	meterMaxGenerated
+	meterN
+	meterMaxTokens
+	meterFirstToken
+	meterBetween
+	meterPerToken
+	meterEndToEnd
+	meterQueue
+	meterInference
+	meterPrefill
+	meterDecode
+	meterPreemptions
+	meterComputed
+	meterCount
+)
+
+// meters are the histograms of one rank. Guarded by the rank's mutex.
+type meters struct {
+	h     [meterCount]histogram
+	steps uint64
+}
+
+func newMeters() meters {
+	var m meters
+	tokens := tokenBounds(em.DefaultMaxModelLen)
+	for k, bounds := range [meterCount][]float64{
+		meterPrompt: tokens, meterGenerated: tokens, meterStepTokens: stepTokens, meterMaxGenerated: tokens,
+		meterN:         smallCounts,
+		meterMaxTokens: tokens, meterFirstToken: secondsFirst, meterBetween: secondsToken,
+		meterPerToken: secondsToken,
+		meterEndToEnd: secondsRequest, meterQueue: secondsRequest, meterInference: secondsRequest,
+		meterPrefill: secondsRequest,
+		meterDecode:  secondsRequest, meterPreemptions: smallCounts, meterComputed: tokens,
+	} {
+		m.h[k] = newHistogram(bounds)
+	}
+	return m
+}
+
+// step books the tokens of a step, if one ended since the last call.
+func (m *meters) step(s em.Stats) {
+	if s.Steps != m.steps {
+		m.steps = s.Steps
+		m.h[meterStepTokens].observe(float64(s.StepTokens))
+	}
+}
+
+func (m *meters) token(r *em.Request) {
+	t := r.Times()
+	if r.Produced() == 1 {
+		m.seconds(meterFirstToken, t.First-t.Arrived)
+		return
+	}
+	m.seconds(meterBetween, t.Last-t.Previous)
+}
+
+func (m *meters) seconds(k meter, d time.Duration) { m.h[k].observe(max(0, d).Seconds()) }
+
+func (m *meters) finished(r *em.Request) {
+	if r.Finish() == em.FinishError || r.Produced() == 0 {
+		return
+	}
+	t, n := r.Times(), r.Produced()
+	m.h[meterPrompt].observe(float64(r.Prompt))
+	m.h[meterGenerated].observe(float64(n))
+	m.h[meterMaxGenerated].observe(float64(r.Output))
+	m.h[meterPreemptions].observe(float64(r.Preemptions()))
+	m.h[meterComputed].observe(float64(r.Prompt - r.Cached()))
+	m.seconds(meterEndToEnd, t.Last-t.Arrived)
+	m.seconds(meterQueue, t.Scheduled-t.Arrived)
+	m.seconds(meterInference, t.Last-t.Scheduled)
+	m.seconds(meterPrefill, t.First-t.Scheduled)
+	m.seconds(meterDecode, t.Last-t.First)
+	if n > 1 {
+		m.seconds(meterPerToken, (t.Last-t.First)/time.Duration(n-1))
+	}
+}
+
+// histogram counts observations in buckets with fixed upper bounds. Guarded by the rank's mutex.
+type histogram struct {
+	bounds []float64
+	counts []uint64 // one more than bounds: the last is +Inf
+	sum    float64
+}
+
+func newHistogram(bounds []float64) histogram {
+	return histogram{bounds: bounds, counts: make([]uint64, len(bounds)+1)}
+}
+
+func (h *histogram) observe(x float64) {
+	h.counts[sort.SearchFloat64s(h.bounds, x)]++
+	h.sum += x
+}
+
+// Bucket bounds of the imitated engine.
+//
+//nolint:gochecknoglobals // constant tables
+var (
+	secondsFirst = []float64{
+		0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
+		640, 2560,
+	}
+	secondsToken = []float64{
+		0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5,
+		10, 20, 40, 80,
+	}
+	secondsRequest = []float64{
+		0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480,
+		960, 1920, 7680,
+	}
+	stepTokens  = []float64{1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384}
+	smallCounts = []float64{1, 2, 5, 10, 20}
+)
+
+// tokenBounds are 1, 2, 5, 10, … up to the model length.
+func tokenBounds(maxLen int) []float64 {
+	var out []float64
+	for decade := 1; ; decade *= 10 {
+		for _, m := range []int{1, 2, 5} {
+			if m*decade > maxLen {
+				return out
+			}
+			out = append(out, float64(m*decade))
+		}
+	}
 }

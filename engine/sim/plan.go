@@ -3,6 +3,7 @@ package sim
 import (
 	"math"
 	"strconv"
+	"strings"
 
 	em "github.com/dpserve/dpserve/enginemodel"
 )
@@ -77,13 +78,15 @@ func (p *plan) common(f *fields) {
 	}
 	options := f.body.get("stream_options")
 	p.includeUsage = f.flagOf(options, "include_usage", "stream_options.include_usage")
-	p.contUsage = f.flagOf(options, "continuous_usage_stats", "stream_options.continuous_usage_stats") && p.includeUsage
+	p.contUsage = f.flagOf(options, "continuous_usage_stats", "stream_options.continuous_usage_stats") &&
+		p.includeUsage
 }
 
 // streamOptions refuses stream_options without stream.
 func (p *plan) streamOptions(f *fields) *apiError {
 	if options := f.body.get("stream_options"); options.present() && !p.stream {
-		return badRequest("stream_options", "Stream options can only be defined when `stream=True`. (parameter=stream_options)")
+		return badRequest("stream_options",
+			"Stream options can only be defined when `stream=True`. (parameter=stream_options)")
 	}
 	return nil
 }
@@ -97,21 +100,29 @@ func (p *plan) sampling(f *fields) *apiError {
 		return badRequest("", "n must be at most %d, got %d for %d prompts.", maxN, p.n, len(p.prompts))
 	}
 	if t, ok := f.float("temperature"); ok && t < 0 {
-		return badRequest("temperature", "temperature must be non-negative, got %s. (parameter=temperature, value=%s)", pyFloat(t), pyFloat(t))
+		return badRequest("temperature",
+			"temperature must be non-negative, got %s. (parameter=temperature, value=%s)", pyFloat(t),
+			pyFloat(t))
 	}
 	if t, ok := f.float("top_p"); ok && (t <= 0 || t > 1) {
-		return badRequest("top_p", "top_p must be in (0, 1], got %s. (parameter=top_p, value=%s)", pyFloat(t), pyFloat(t))
+		return badRequest("top_p", "top_p must be in (0, 1], got %s. (parameter=top_p, value=%s)", pyFloat(t),
+			pyFloat(t))
 	}
 	if p.minTokens < 0 {
-		return badRequest("min_tokens", "min_tokens must be greater than or equal to 0, got %d. (parameter=min_tokens, value=%d)", p.minTokens, p.minTokens)
+		return badRequest("min_tokens",
+			"min_tokens must be greater than or equal to 0, got %d. (parameter=min_tokens, value=%d)",
+			p.minTokens, p.minTokens)
 	}
 	return nil
 }
 
-// lengths checks prompts and max_tokens against the model length and settles how many tokens each prompt may get.
+// lengths checks prompts and max_tokens against the model length and settles how many tokens each prompt may
+// get.
 func (p *plan) lengths(maxLen int, given bool) *apiError {
 	if given && p.maxNew > maxLen {
-		return badRequest("max_tokens", "max_tokens=%d cannot be greater than max_model_len=%d. Please request fewer output tokens. (parameter=max_tokens, value=%d)",
+		return badRequest("max_tokens",
+			"max_tokens=%d cannot be greater than max_model_len=%d. Please request fewer output tokens. "+
+				"(parameter=max_tokens, value=%d)",
 			p.maxNew, maxLen, p.maxNew)
 	}
 	for i := range p.prompts {
@@ -119,7 +130,8 @@ func (p *plan) lengths(maxLen int, given bool) *apiError {
 			return err
 		}
 		if n := p.room(&p.prompts[i], maxLen, given); n < 1 {
-			return badRequest("max_tokens", "max_tokens must be at least 1, got %d. (parameter=max_tokens, value=%d)", n, n)
+			return badRequest("max_tokens",
+				"max_tokens must be at least 1, got %d. (parameter=max_tokens, value=%d)", n, n)
 		}
 	}
 	return nil
@@ -142,25 +154,32 @@ func (q *prompt) tooLong(maxLen int) *apiError {
 	if n <= maxLen {
 		return nil
 	}
-	if !q.fromIDs { // texts are cut one token behind the limit, nobody counts further
+	if !q.fromIDs { // the server counts a text's tokens only up to one beyond the limit
 		n, how = maxLen+1, "at least "
 	}
-	return badRequest("input_tokens", "This model's maximum context length is %d tokens. However, your prompt contains %s%d input tokens, "+
-		"which exceeds this limit even without any output tokens. Please reduce the length of the input prompt. (parameter=input_tokens, value=%d)",
+	return badRequest("input_tokens",
+		"This model's maximum context length is %d tokens. However, your prompt contains %s%d input tokens, "+
+			"which exceeds this limit even without any output tokens. Please reduce the length of the input "+
+			"prompt. (parameter=input_tokens, value=%d)",
 		maxLen, how, n, n)
 }
 
-// late checks what the imitated server finds out only after it has begun to answer: for streams an error event under 200.
+// late makes the checks that the imitated server makes only after it has begun to answer: for streams the
+// result is an error event under status 200.
 func (p *plan) late(ranks int) *apiError {
 	if p.rank != noRank && (p.rank < 0 || p.rank >= ranks) {
 		return badRequest("", "data_parallel_rank %d is out of range [0, %d).", p.rank, ranks)
 	}
 	if p.logprobs > maxTopLogprobs {
-		return badRequest("logprobs", "Requested sample logprobs of %d, which is greater than max allowed: %d (parameter=logprobs, value=%d)",
+		return badRequest("logprobs",
+			"Requested sample logprobs of %d, which is greater than max allowed: %d (parameter=logprobs, "+
+				"value=%d)",
 			p.logprobs, maxTopLogprobs, p.logprobs)
 	}
 	if p.promptLogprobs > maxTopLogprobs {
-		return badRequest("prompt_logprobs", "Requested prompt logprobs of %d, which is greater than max allowed: %d (parameter=prompt_logprobs, value=%d)",
+		return badRequest("prompt_logprobs",
+			"Requested prompt logprobs of %d, which is greater than max allowed: %d "+
+				"(parameter=prompt_logprobs, value=%d)",
 			p.promptLogprobs, maxTopLogprobs, p.promptLogprobs)
 	}
 	return nil
@@ -308,4 +327,102 @@ func tokenIDs(ints []int64) ([]uint32, bool) {
 		ids[i] = uint32(n)
 	}
 	return ids, true
+}
+
+// readChat checks the body of /v1/chat/completions.
+func readChat(body value, s *settings) (*plan, *fields, *apiError) {
+	p, f := &plan{chat: true, logprobs: -1}, &fields{body: body}
+	p.common(f)
+	if f.flag("logprobs") {
+		p.logprobs, _ = f.num("top_logprobs")
+	}
+	given := p.maxTokens(f, "max_completion_tokens", "max_tokens")
+	messages := f.messages()
+	if err := f.err(); err != nil {
+		return nil, nil, err
+	}
+	if err := p.streamOptions(f); err != nil {
+		return nil, nil, err
+	}
+	if err := s.knows(p); err != nil {
+		return nil, nil, err
+	}
+	if err := toolChoice(body); err != nil {
+		return nil, nil, err
+	}
+	if len(messages) == 0 {
+		return nil, nil, badRequest("",
+			"Cannot apply chat template to an empty conversation. Provide at least one message.")
+	}
+	p.prompts = []prompt{{ids: em.AppendChat(nil, messages, true)}}
+	return p, f, p.finishCheck(f, s, given)
+}
+
+func toolChoice(body value) *apiError {
+	tools, choice := body.get("tools"), body.get("tool_choice")
+	if tools.len() > 0 && (!choice.present() || choice.text == "auto") {
+		return badRequest("",
+			`"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set`)
+	}
+	return nil
+}
+
+// messages reads the conversation; texts of several parts are joined.
+func (f *fields) messages() []em.Message {
+	v := f.body.get("messages")
+	switch {
+	case v.kind == kindAbsent:
+		f.missing("messages")
+		return nil
+	case v.kind != kindArray:
+		f.complain("list_type", "messages", "Input should be a valid list", &v)
+		return nil
+	}
+	var out []em.Message
+	for i := range v.len() {
+		item := v.at(i)
+		out = append(out, f.message(&item, "messages."+strconv.Itoa(i)))
+	}
+	return out
+}
+
+func (f *fields) message(v *value, loc string) em.Message {
+	if v.kind != kindObject {
+		f.complain("dict_type", loc, "Input should be a valid dictionary", v)
+		return em.Message{}
+	}
+	role := v.get("role")
+	if role.kind != kindString {
+		f.faults = append(f.faults, fieldError{
+			kind: "missing", loc: "body." + loc + ".role",
+			msg: "Field required", input: describe(v),
+		})
+		return em.Message{}
+	}
+	return em.Message{Role: role.text, Content: f.content(v.get("content"), loc+".content")}
+}
+
+func (f *fields) content(v value, loc string) string {
+	switch v.kind {
+	case kindAbsent, kindNull:
+		return ""
+	case kindString:
+		return v.text
+	case kindArray:
+		var parts []string
+		for i := range v.len() {
+			part := v.at(i)
+			text := part.get("text")
+			if part.kind != kindObject || text.kind != kindString {
+				f.complain("string_type", loc+"."+strconv.Itoa(i),
+					"Input should be a text part: this model reads no other media", &part)
+				continue
+			}
+			parts = append(parts, text.text)
+		}
+		return strings.Join(parts, "\n")
+	case kindBool, kindNumber, kindObject:
+	}
+	f.complain("string_type", loc, "Input should be a valid string", &v)
+	return ""
 }

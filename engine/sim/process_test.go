@@ -47,7 +47,8 @@ func launch(t testing.TB, args ...string) *process {
 func launchOn(t testing.TB, port int, args ...string) *process {
 	t.Helper()
 	p := &process{port: port, ready: make(chan struct{}), ended: make(chan struct{})}
-	p.cmd = exec.CommandContext(context.Background(), os.Args[0], append([]string{"--port", strconv.Itoa(p.port)}, args...)...)
+	p.cmd = exec.CommandContext(context.Background(), os.Args[0],
+		append([]string{"--port", strconv.Itoa(p.port)}, args...)...)
 	p.cmd.Env = append(os.Environ(), asEngine+"=1", "GOMAXPROCS=", "GORACE=atexit_sleep_ms=0")
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	p.cmd.WaitDelay = time.Second
@@ -143,7 +144,10 @@ func TestProcessFailures(t *testing.T) {
 		fault string
 		code  int
 	}{
-		{`{"mode":"crash"}`, 1}, {`{"mode":"crash","exit_code":0}`, 0}, {`{"mode":"kill"}`, -1}, {`{"mode":"core-dead"}`, 0},
+		{`{"mode":"crash"}`, 1},
+		{`{"mode":"crash","exit_code":0}`, 0},
+		{`{"mode":"kill"}`, -1},
+		{`{"mode":"core-dead"}`, 0},
 	} {
 		p := launch(t, "--sim-speed", "10")
 		p.waitReady(t)
@@ -168,7 +172,8 @@ func TestProcessLeavesAnOrphan(t *testing.T) {
 	p.waitReady(t)
 	held := ports.TakeAddr(t)
 	_, port, _ := net.SplitHostPort(held)
-	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, p.url()+"/_sim/fail", strings.NewReader(`{"mode":"orphan","port":`+port+`}`))
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, p.url()+"/_sim/fail",
+		strings.NewReader(`{"mode":"orphan","port":`+port+`}`))
 	require.NoError(t, err)
 	if resp, err := client.Do(req); err == nil {
 		_ = resp.Body.Close()
@@ -218,7 +223,8 @@ func TestProcessRefusesUntilReady(t *testing.T) {
 	p := launch(t, "--sim-fail", "start-hang")
 	_, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", p.port))
 	require.ErrorIs(t, err, syscall.ECONNREFUSED)
-	require.Eventually(t, func() bool { return strings.Contains(p.log(), "msg=starting") }, 20*time.Second, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return strings.Contains(p.log(), "msg=starting") }, 20*time.Second,
+		5*time.Millisecond)
 	_, err = net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", p.port))
 	require.ErrorIs(t, err, syscall.ECONNREFUSED)
 	require.NoError(t, p.cmd.Process.Signal(syscall.SIGTERM))
@@ -227,11 +233,16 @@ func TestProcessRefusesUntilReady(t *testing.T) {
 
 func TestFlagsOfTheLaunchProfile(t *testing.T) {
 	cfg, ignored, err := ParseFlags([]string{
-		"--host", "127.0.0.1", "--port", "20000", "--served-model-name", "demo", "alias", "--shutdown-timeout", "10",
-		"--enable-prompt-tokens-details", "--data-parallel-size", "4", "--data-parallel-rank", "2", "--data-parallel-size-local", "1",
-		"--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", "20020", "--max-num-seqs", "8", "--block-size=32",
-		"--no-enable-prefix-caching", "--enable-expert-parallel", "--gpu-memory-utilization", "0.9", "--enforce-eager",
-		"--hf-overrides", `{"a":1}`, "--sim-speed", "50", "--sim-fail", "crash=3@1.5", "--sim-fail", "slow=4@2", "--sim-death", "nccl",
+		"--host", "127.0.0.1", "--port", "20000", "--served-model-name", "demo", "alias",
+		"--shutdown-timeout", "10",
+		"--enable-prompt-tokens-details", "--data-parallel-size", "4", "--data-parallel-rank", "2",
+		"--data-parallel-size-local", "1",
+		"--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", "20020", "--max-num-seqs", "8",
+		"--block-size=32",
+		"--no-enable-prefix-caching", "--enable-expert-parallel", "--gpu-memory-utilization", "0.9",
+		"--enforce-eager",
+		"--hf-overrides", `{"a":1}`, "--sim-speed", "50", "--sim-fail", "crash=3@1.5", "--sim-fail",
+		"slow=4@2", "--sim-death", "nccl",
 	})
 	require.NoError(t, err)
 	assert.Equal(t, []string{"demo", "alias"}, cfg.Names)
@@ -247,7 +258,10 @@ func TestFlagsOfTheLaunchProfile(t *testing.T) {
 	assert.Equal(t, 1500*time.Millisecond, cfg.Schedule[0].After)
 	assert.Equal(t, 3, *cfg.Schedule[0].Fault.ExitCode)
 	assert.InDelta(t, 4.0, cfg.Schedule[1].Fault.Factor, 0)
-	assert.Equal(t, []string{"--data-parallel-size-local", "--gpu-memory-utilization", "--enforce-eager", "--hf-overrides"}, ignored)
+	assert.Equal(t, []string{
+		"--data-parallel-size-local", "--gpu-memory-utilization", "--enforce-eager",
+		"--hf-overrides",
+	}, ignored)
 
 	internal, _, err := ParseFlags([]string{"--data-parallel-size", "2"})
 	require.NoError(t, err)

@@ -10,11 +10,13 @@ import (
 	em "github.com/dpserve/dpserve/enginemodel"
 )
 
-// maxInbox bounds what handlers may hand in between two turns of the engine; beyond it the engine is busy.
+// maxInbox bounds the inputs from handlers between two turns of the engine; beyond it the engine answers that
+// it is busy.
 const maxInbox = 1 << 16
 
-// maxBurst bounds the steps without duration that follow each other before the writers get their turn: with many of them a stream
-// is flushed once for several tokens, as a client sees them that is slower than the engine.
+// maxBurst bounds the steps without duration that follow each other before the writers get their turn: with
+// many of them a stream is flushed once for several tokens, as a client sees them that is slower than the
+// engine.
 const maxBurst = 32
 
 // rank drives one engine core by wall time: one goroutine, one bounded inbox, no decisions of its own.
@@ -135,7 +137,7 @@ func (r *rank) stats() em.Stats {
 	return r.core.Stats()
 }
 
-// pass hands one effect to whom it concerns.
+// pass delivers one effect to its call, the group or the publisher.
 func (r *rank) pass(e *em.Effect) {
 	switch e.Kind {
 	case em.EffectToken:
@@ -169,10 +171,36 @@ func (r *rank) pass(e *em.Effect) {
 	}
 }
 
-// finish books the end of a sequence and wakes the handler: a stream at each end, a plain answer at the last one.
+// finish books the end of a sequence and wakes the handler: a stream at each end, a plain answer at the last
+// one.
 func (c *choice) finish(why em.FinishReason) {
 	c.ended.Store(uint32(why))
 	if c.call.open.Add(-1) == 0 || c.call.plan.stream {
 		c.call.ring()
 	}
+}
+
+// blocks hands the changes of a step to the publisher; it runs in the rank's turn.
+func (r *rank) blocks(events []em.BlockEvent) {
+	if r.kv != nil {
+		r.kv.step(events)
+	}
+}
+
+// params counts a call's parameters in the histograms.
+func (r *rank) params(c *call) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.meters.h[meterN].observe(float64(c.plan.n))
+	r.meters.h[meterMaxTokens].observe(float64(c.choices[0].req.Output))
+}
+
+func (r *rank) snapshot() snapshot {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	s := snapshot{engine: r.label, stats: r.core.Stats(), meters: r.meters}
+	for k := range s.meters.h {
+		s.meters.h[k].counts = append([]uint64(nil), s.meters.h[k].counts...)
+	}
+	return s
 }

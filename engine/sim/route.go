@@ -3,6 +3,7 @@ package sim
 import (
 	"context"
 	"crypto/subtle"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -10,6 +11,8 @@ import (
 	"net/http"
 	"strconv"
 	"strings"
+
+	em "github.com/dpserve/dpserve/enginemodel"
 )
 
 type connKey struct{}
@@ -85,7 +88,8 @@ func (s *Server) route(w http.ResponseWriter, r *http.Request) {
 		s.only(w, post, "POST", func() { s.tokenize(w, r) })
 	case "/detokenize":
 		s.only(w, post, "POST", func() { s.detokenize(w, r) })
-	case "/inference/v1/generate", "/inference/v1/abort_requests", "/v1/completions/render", "/v1/chat/completions/render":
+	case "/inference/v1/generate", "/inference/v1/abort_requests", "/v1/completions/render",
+		"/v1/chat/completions/render":
 		s.scaleOut(w, post)
 	default:
 		s.writeJSON(w, http.StatusNotFound, []byte(`{"detail":"Not Found"}`))
@@ -111,14 +115,18 @@ func (s *Server) only(w http.ResponseWriter, ok bool, allow string, serve func()
 	s.writeJSON(w, http.StatusMethodNotAllowed, []byte(`{"detail":"Method Not Allowed"}`))
 }
 
-// scaleOut refuses the routes that need a flag; with the flag they are unknown, this version does not serve them.
+// scaleOut refuses the routes that need a flag; with the flag they are unknown, this version does not serve
+// them.
 func (s *Server) scaleOut(w http.ResponseWriter, post bool) {
 	s.only(w, post, "POST", func() {
 		if s.cfg.ScaleOut {
 			s.writeJSON(w, http.StatusNotFound, []byte(`{"detail":"Not Found"}`))
 			return
 		}
-		s.fail(w, &apiError{status: http.StatusForbidden, kind: "PermissionDeniedError", message: msgScaleOut})
+		s.fail(w, &apiError{
+			status: http.StatusForbidden, kind: "PermissionDeniedError",
+			message: msgScaleOut,
+		})
 	})
 }
 
@@ -151,9 +159,12 @@ func (s *Server) models(w http.ResponseWriter) {
 		b = appendJSON(append(comma(b, i), `{"id":`...), name)
 		b = fmt.Appendf(b, `,"object":"model","created":%d,"owned_by":"vllm","root":`, now)
 		b = appendJSON(b, root)
-		b = fmt.Appendf(b, `,"parent":null,"max_model_len":%d,"permission":[{"id":"modelperm-%s","object":"model_permission","created":%d,`+
-			`"allow_create_engine":false,"allow_sampling":true,"allow_logprobs":true,"allow_search_indices":false,"allow_view":true,`+
-			`"allow_fine_tuning":false,"organization":"*","group":null,"is_blocking":false}]}`, s.cfg.Model.MaxModelLen, s.newID(), now)
+		b = fmt.Appendf(b, `,"parent":null,"max_model_len":%d,"permission":[{`+
+			`"id":"modelperm-%s","object":"model_permission","created":%d,`+
+			`"allow_create_engine":false,"allow_sampling":true,"allow_logprobs":true,"allow_search_indices":false,`+
+			`"allow_view":true,`+
+			`"allow_fine_tuning":false,"organization":"*","group":null,"is_blocking":false}]}`,
+			s.cfg.Model.MaxModelLen, s.newID(), now)
 	}
 	s.writeJSON(w, http.StatusOK, append(b, "]}"...))
 }
@@ -176,17 +187,22 @@ func writeBody(w http.ResponseWriter, status int, contentType string, body []byt
 
 func (s *Server) fail(w http.ResponseWriter, e *apiError) { s.writeJSON(w, e.status, e.body()) }
 
-// body reads and parses a JSON body. The whole body is read, or the connection would not tell when its client leaves (TRAPS 2).
+// body reads and parses a JSON body. The whole body is read, because net/http reports that a
+// client left only after the handler has read the body to its end.
 func (s *Server) body(r *http.Request) (value, *apiError) {
 	raw, apiErr := readAll(r)
 	if apiErr != nil {
 		return value{}, apiErr
 	}
-	if kind, _, _ := strings.Cut(r.Header.Get("Content-Type"), ";"); !strings.EqualFold(strings.TrimSpace(kind), "application/json") {
+	kind, _, _ := strings.Cut(r.Header.Get("Content-Type"), ";")
+	if !strings.EqualFold(strings.TrimSpace(kind), "application/json") {
 		return value{}, &apiError{status: http.StatusBadRequest, kind: "Bad Request", message: msgMediaType}
 	}
 	if len(raw) == 0 {
-		return value{}, schemaError([]fieldError{{kind: "missing", loc: "body", msg: "Field required", input: "None"}})
+		return value{}, schemaError([]fieldError{{
+			kind: "missing", loc: "body", msg: "Field required",
+			input: "None",
+		}})
 	}
 	v, err := parseJSON(string(raw))
 	var bad *syntaxError
@@ -198,14 +214,19 @@ func (s *Server) body(r *http.Request) (value, *apiError) {
 	}
 	if v.kind != kindObject {
 		return value{}, schemaError([]fieldError{{
-			kind: "model_attributes_type", loc: "body", msg: "Input should be a valid dictionary or object to extract fields from", input: describe(&v),
+			kind: "model_attributes_type", loc: "body",
+			msg:   "Input should be a valid dictionary or object to extract fields from",
+			input: describe(&v),
 		}})
 	}
 	return v, nil
 }
 
 func readAll(r *http.Request) ([]byte, *apiError) {
-	tooLarge := &apiError{status: http.StatusRequestEntityTooLarge, kind: "Request Entity Too Large", message: "The request body is too large."}
+	tooLarge := &apiError{
+		status: http.StatusRequestEntityTooLarge, kind: "Request Entity Too Large",
+		message: "The request body is too large.",
+	}
 	if r.ContentLength > maxBody {
 		return nil, tooLarge
 	}
@@ -224,4 +245,170 @@ func readAll(r *http.Request) ([]byte, *apiError) {
 		return nil, tooLarge
 	}
 	return raw, nil
+}
+
+// kvSources answers GET /kv_event_sources: the sockets of every rank of this process, rank offset applied.
+func (s *Server) kvSources(w http.ResponseWriter) {
+	b := []byte{'{'}
+	for i, r := range s.ranks {
+		if r.kv == nil {
+			continue
+		}
+		told := r.kv.set
+		told.Endpoint = r.kv.sockets.endpoint
+		if told.Replay != nil {
+			told.Replay = &r.kv.sockets.replay
+		}
+		entry, err := json.Marshal(told)
+		if err != nil {
+			s.fail(w, internalError(err.Error()))
+			return
+		}
+		b = append(comma(b, i), '"')
+		b = append(append(append(b, r.label...), `":`...), entry...)
+	}
+	s.writeJSON(w, http.StatusOK, append(b, '}'))
+}
+
+// resetCache answers POST /reset_prefix_cache of the development mode.
+func (s *Server) resetCache(w http.ResponseWriter, r *http.Request) {
+	force, _ := strconv.ParseBool(r.URL.Query().Get("reset_running_requests"))
+	ok := true
+	for _, r := range s.ranks {
+		r.mu.Lock()
+		ok = r.core.ResetPrefixCache(force, false) && ok
+		r.mu.Unlock()
+		r.wake()
+	}
+	s.writeJSON(w, http.StatusOK, []byte(`{"success":`+strconv.FormatBool(ok)+`}`))
+}
+
+// BlockTable is the prefix cache of one rank and the point in its event stream that it stands at.
+type BlockTable struct {
+	Rank   string         `json:"rank"`
+	Next   uint64         `json:"next"`   // sequence number of the next batch
+	Blocks map[uint64]int `json:"blocks"` // copies by hash
+}
+
+// BlockTables is what every rank of this process holds. Changes of the step that runs are in the blocks and
+// not yet in the stream.
+func (s *Server) BlockTables() []BlockTable {
+	out := make([]BlockTable, 0, len(s.ranks))
+	for _, r := range s.ranks {
+		t := BlockTable{Rank: r.label, Blocks: map[uint64]int{}}
+		r.mu.Lock()
+		r.core.CachedBlocks(func(hash uint64, copies int) { t.Blocks[hash] = copies })
+		if r.kv != nil {
+			t.Next = r.kv.published()
+		}
+		r.mu.Unlock()
+		out = append(out, t)
+	}
+	return out
+}
+
+// textBody is the common beginning of the tokenizer routes.
+func (s *Server) textBody(w http.ResponseWriter, r *http.Request) (*fields, bool) {
+	body, apiErr := s.body(r)
+	f := &fields{body: body}
+	if apiErr == nil {
+		name := f.str("model")
+		if apiErr = f.err(); apiErr == nil {
+			apiErr = s.set.knowsModel(name)
+		}
+	}
+	if apiErr == nil && s.isStopping() {
+		apiErr = internalError(msgStopping)
+	}
+	if apiErr != nil {
+		s.fail(w, apiErr)
+		return nil, false
+	}
+	return f, true
+}
+
+// tokenize serves a text or a conversation.
+func (s *Server) tokenize(w http.ResponseWriter, r *http.Request) {
+	f, ok := s.textBody(w, r)
+	if !ok {
+		return
+	}
+	var ids []uint32
+	if f.body.get("messages").present() {
+		add := f.body.get("add_generation_prompt")
+		ids = em.AppendChat(nil, f.messages(), !add.present() || f.flag("add_generation_prompt"))
+	} else {
+		if !f.body.get("prompt").present() {
+			f.missing("prompt")
+		}
+		ids = em.AppendTokens(nil, f.str("prompt"))
+	}
+	withText := f.flag("return_token_strs")
+	if apiErr := f.err(); apiErr != nil {
+		s.fail(w, apiErr)
+		return
+	}
+	b := strconv.AppendInt([]byte(`{"count":`), int64(len(ids)), 10)
+	b = strconv.AppendInt(append(b, `,"max_model_len":`...), int64(s.set.maxModelLen), 10)
+	b = appendIDList(append(b, `,"tokens":`...), ids)
+	b = append(b, `,"token_strs":`...)
+	if withText {
+		b = append(b, '[')
+		for i, id := range ids {
+			b = appendJSON(comma(b, i), tokenText(id))
+		}
+		b = append(b, "]}"...)
+	} else {
+		b = append(b, "null}"...)
+	}
+	s.writeJSON(w, http.StatusOK, b)
+}
+
+// detokenize turns ids into text.
+func (s *Server) detokenize(w http.ResponseWriter, r *http.Request) {
+	f, ok := s.textBody(w, r)
+	if !ok {
+		return
+	}
+	if !f.body.get("tokens").present() {
+		f.missing("tokens")
+	}
+	var ids []uint32
+	for _, n := range f.nums("tokens") {
+		if n < 0 || n > maxTokenID {
+			f.faults = append(f.faults, fieldError{kind: outOfVocabulary, input: strconv.Itoa(n)})
+			break
+		}
+		ids = append(ids, uint32(n))
+	}
+	if apiErr := f.err(); apiErr != nil {
+		s.fail(w, apiErr)
+		return
+	}
+	s.writeJSON(w, http.StatusOK, append(appendJSON([]byte(`{"prompt":`), em.Text(ids)), '}'))
+}
+
+// metrics is the body of GET /metrics.
+func (s *Server) metrics() []byte {
+	g := &page{
+		model:   string(appendEscaped(nil, s.cfg.Names[0])),
+		created: float64(s.started.UnixNano()) / 1e9,
+	}
+	snaps := make([]snapshot, len(s.ranks))
+	for i, r := range s.ranks {
+		snaps[i] = r.snapshot()
+	}
+	g.b = appendMetric(append(g.b,
+		"# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.\n"+
+			"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds "...), g.created)
+	g.b = append(g.b, '\n')
+	g.gauges(snaps, s.faults.is(ModeKVSleep))
+	g.counters(snaps)
+	g.histograms(snaps)
+	g.config(s, snaps)
+	return g.b
+}
+
+func (s *Server) serveMetrics(w http.ResponseWriter, _ *http.Request) {
+	writeBody(w, http.StatusOK, "text/plain; version=0.0.4; charset=utf-8", s.metrics())
 }

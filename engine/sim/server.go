@@ -1,5 +1,6 @@
-// Package sim is the built-in engine: one rank in one process that speaks vLLM's HTTP, answers with made-up text at the speed of a
-// step law, and fails on demand. The engine itself is enginemodel; this is its process. See DESIGN.md.
+// Package sim is the built-in engine: one rank in one process that speaks vLLM's HTTP, answers with made-up
+// text at the speed of a step law, and fails on demand. The engine itself is enginemodel; this is its
+// process. See DESIGN.md.
 package sim
 
 import (
@@ -28,10 +29,11 @@ const (
 	endWait           = time.Second // for the last answers after an abort of everything
 )
 
-// ErrNotListening is given by Serve before Listen.
-var ErrNotListening = errors.New("not listening: call Listen first")
+// errNotListening is given by Serve before Listen.
+var errNotListening = errors.New("not listening: call Listen first")
 
-// ExitError says that the engine ended by itself (an injected failure, a dead core), and how its process ends.
+// ExitError reports that the engine ended by itself (an injected failure, a dead core), and how its process
+// ends.
 type ExitError struct {
 	Code  int
 	Cause string
@@ -78,7 +80,8 @@ func New(cfg Config) (*Server, error) {
 	cfg.Model.BlockEvents = cfg.KVEvents.active()
 	s := &Server{
 		cfg: cfg, set: cfg.settings(), log: cfg.logger(), active: newInflight(), started: time.Now(),
-		serverHeader: []string{"uvicorn"}, varyHeader: []string{"Origin"}, jsonHeader: []string{"application/json"},
+		serverHeader: []string{"uvicorn"}, varyHeader: []string{"Origin"},
+		jsonHeader: []string{"application/json"},
 	}
 	s.ids.Store(uint64(s.started.UnixNano()))
 	for i := range cfg.ranks() {
@@ -95,8 +98,9 @@ func New(cfg Config) (*Server, error) {
 		s.ranks = append(s.ranks, r)
 	}
 	s.http = &http.Server{
-		Handler: s, IdleTimeout: cfg.KeepAlive, ReadHeaderTimeout: readHeaderTimeout, MaxHeaderBytes: maxHeaderBytes,
-		ErrorLog: log.New(io.Discard, "", 0), ConnContext: withConn,
+		Handler: s, IdleTimeout: cfg.KeepAlive, ReadHeaderTimeout: readHeaderTimeout,
+		MaxHeaderBytes: maxHeaderBytes,
+		ErrorLog:       log.New(io.Discard, "", 0), ConnContext: withConn,
 	}
 	return s, nil
 }
@@ -138,8 +142,8 @@ func StartGroup(ctx context.Context, cfg Config, n int) ([]*Server, error) {
 	return servers, nil
 }
 
-// Listen starts the engine up: it waits for the simulated load time and for the group, then opens the port, which refuses
-// connections until then. ctx bounds the start only.
+// Listen starts the engine up: it waits for the simulated load time and for the group, then opens the port,
+// which refuses connections until then. ctx bounds the start only.
 func (s *Server) Listen(ctx context.Context) error {
 	if err := s.startup(ctx); err != nil {
 		return err
@@ -166,7 +170,7 @@ func (s *Server) Listen(ctx context.Context) error {
 	return nil
 }
 
-// openKV opens the event sockets, in front of the port: who asks for them finds them.
+// openKV opens the event sockets before the port, so that they exist when a client asks for them.
 func (s *Server) openKV(ctx context.Context) error {
 	for _, r := range s.ranks {
 		if r.kv == nil {
@@ -202,7 +206,7 @@ func (s *Server) begin(ctx context.Context) {
 	}
 }
 
-// startup plays the load time and the failures of a start.
+// startup simulates the load time and the failures of a start.
 func (s *Server) startup(ctx context.Context) error {
 	if s.cfg.StartHang {
 		<-ctx.Done()
@@ -256,7 +260,7 @@ func (c *Config) dial(ctx context.Context, addr string) (net.Conn, error) {
 // Serve answers until Close (nil) or until the engine ends by itself (*ExitError).
 func (s *Server) Serve() error {
 	if s.gate == nil {
-		return ErrNotListening
+		return errNotListening
 	}
 	return s.serve()
 }
@@ -324,7 +328,8 @@ func (s *Server) drop(exit *ExitError) bool {
 	return true
 }
 
-// leave ends the engine from inside: connections are closed, Serve returns the cause. The goroutines end with Close.
+// leave ends the engine by itself: it closes the connections, and Serve returns the cause. The goroutines end
+// with Close.
 func (s *Server) leave(code int, cause string) {
 	if !s.drop(&ExitError{Code: code, Cause: cause}) {
 		return
@@ -343,8 +348,9 @@ func (s *Server) coreDied() {
 	s.after(s.cfg.scaled(deathDelay), func() { s.leave(0, "engine core died") })
 }
 
-// Shutdown ends the engine as SIGTERM does: with timeout 0 everything in flight is aborted, else it may finish until then. New
-// requests get the answers of a stopping engine meanwhile. It returns when the port is closed; Close is still needed.
+// Shutdown ends the engine as SIGTERM does: with timeout 0 everything in flight is aborted, else it may
+// finish until then. New requests get the answers of a stopping engine meanwhile. It returns when the port is
+// closed; Close is still needed.
 func (s *Server) Shutdown(ctx context.Context, timeout time.Duration) {
 	s.stopping.Store(true)
 	if timeout > 0 && s.drain(ctx, timeout) {
@@ -391,4 +397,38 @@ func (s *Server) linger(ctx context.Context, d time.Duration) {
 	case <-time.After(d):
 	case <-ctx.Done():
 	}
+}
+
+// wait is the engine's life while it serves.
+func (s *Server) wait(ctx context.Context, signals <-chan os.Signal, served <-chan error) int {
+	for {
+		select {
+		case err := <-served:
+			return s.exitCode(err)
+		case <-ctx.Done():
+			s.log.Info("stopping", "cause", context.Cause(ctx).Error())
+			return exitOK
+		case sig := <-signals:
+			if s.faults.is(ModeIgnoreSigterm) {
+				s.log.Info("signal ignored as told", "signal", sig.String())
+				continue
+			}
+			s.log.Info("stopping", "signal", sig.String(), "in_flight", s.active.count())
+			s.Shutdown(ctx, s.cfg.ShutdownTimeout)
+			return exitOK
+		}
+	}
+}
+
+func (s *Server) exitCode(err error) int {
+	var exit *ExitError
+	if errors.As(err, &exit) {
+		s.log.Info("leaving", "cause", exit.Cause, "code", exit.Code)
+		return exit.Code
+	}
+	if err != nil {
+		s.log.Error("serving failed", "error", err.Error())
+		return exitStartup
+	}
+	return exitOK
 }

@@ -22,32 +22,53 @@ func TestAnswers(t *testing.T) {
 		length int64
 		pooled bool
 	}{
-		"length":                {okAnswer, 200, "ok", 2, true},
-		"length 0":              {"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", 200, "", 0, true},
-		"no reason":             {"HTTP/1.1 200\r\nContent-Length: 1\r\n\r\nx", 200, "x", 1, true},
-		"empty reason":          {"HTTP/1.1 200 \r\nContent-Length: 1\r\n\r\nx", 200, "x", 1, true},
-		"equal lengths":         {"HTTP/1.1 200 OK\r\nContent-Length: 1\r\ncontent-length: 1\r\n\r\nx", 200, "x", 1, true},
-		"close":                 {"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 1\r\n\r\nx", 200, "x", 1, false},
-		"close among others":    {"HTTP/1.1 200 OK\r\nConnection: x, Close\r\nContent-Length: 1\r\n\r\nx", 200, "x", 1, false},
-		"1.0":                   {"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\nx", 200, "x", 1, false},
-		"1.0 keep-alive":        {"HTTP/1.0 200 OK\r\nConnection: keep-alive\r\nContent-Length: 1\r\n\r\nx", 200, "x", 1, true},
-		"until close":           {"HTTP/1.1 200 OK\r\n\r\nabc", 200, "abc", -1, false},
-		"interim":               {"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early\r\nLink: x\r\n\r\n" + okAnswer, 200, "ok", 2, true},
-		"204":                   {"HTTP/1.1 204 No Content\r\n\r\n", 204, "", 0, true},
-		"204 with a length":     {"HTTP/1.1 204 No Content\r\nContent-Length: 3\r\n\r\nabc", 204, "", 0, false},
-		"204 chunked":           {"HTTP/1.1 204 No Content\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 204, "", 0, false},
-		"304":                   {"HTTP/1.1 304 Not Modified\r\n\r\n", 304, "", 0, true},
-		"chunked":               {chunkTop + "3\r\nabc\r\nA\r\n0123456789\r\n0\r\n\r\n", 200, "abc0123456789", -1, true},
-		"no chunks":             {chunkTop + "0\r\n\r\n", 200, "", -1, true},
-		"extensions":            {chunkTop + "3;a=b\r\nabc\r\n1 ; x\r\nd\r\n0;z\r\n\r\n", 200, "abcd", -1, true},
-		"leading zeros":         {chunkTop + "0003\r\nabc\r\n000\r\n\r\n", 200, "abc", -1, true},
-		"trailer":               {chunkTop + "3\r\nabc\r\n0\r\nX-A: b\r\nX-C: d\r\n\r\n", 200, "abc", -1, true},
-		"large chunk":           {chunkTop + "10000\r\n" + long + "\r\n1\r\nx\r\n0\r\n\r\n", 200, long + "x", -1, true},
-		"large body":            {"HTTP/1.1 200 OK\r\nContent-Length: 65536\r\n\r\n" + long, 200, long, 65536, true},
-		"large head":            {"HTTP/1.1 200 OK\r\nX-Long: " + long[:60<<10] + "\r\nContent-Length: 1\r\n\r\nx", 200, "x", 1, true},
-		"bytes behind the end":  {okAnswer + "HTTP/1.1 200 OK\r\n", 200, "ok", 2, false},
-		"bytes behind chunks":   {chunkTop + "0\r\n\r\nx", 200, "", -1, false},
-		"blanks around a value": {"HTTP/1.1 200 OK\r\nContent-Length: \t 1 \r\nX-E:\r\n\r\nx", 200, "x", 1, true},
+		"length":       {okAnswer, 200, "ok", 2, true},
+		"length 0":     {"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", 200, "", 0, true},
+		"no reason":    {"HTTP/1.1 200\r\nContent-Length: 1\r\n\r\nx", 200, "x", 1, true},
+		"empty reason": {"HTTP/1.1 200 \r\nContent-Length: 1\r\n\r\nx", 200, "x", 1, true},
+		"equal lengths": {
+			"HTTP/1.1 200 OK\r\nContent-Length: 1\r\ncontent-length: 1\r\n\r\nx", 200, "x", 1,
+			true,
+		},
+		"close": {"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 1\r\n\r\nx", 200, "x", 1, false},
+		"close among others": {
+			"HTTP/1.1 200 OK\r\nConnection: x, Close\r\nContent-Length: 1\r\n\r\nx", 200,
+			"x", 1, false,
+		},
+		"1.0": {"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\nx", 200, "x", 1, false},
+		"1.0 keep-alive": {
+			"HTTP/1.0 200 OK\r\nConnection: keep-alive\r\nContent-Length: 1\r\n\r\nx", 200,
+			"x", 1, true,
+		},
+		"until close": {"HTTP/1.1 200 OK\r\n\r\nabc", 200, "abc", -1, false},
+		"interim": {
+			"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early\r\nLink: x\r\n\r\n" + okAnswer, 200,
+			"ok", 2, true,
+		},
+		"204":               {"HTTP/1.1 204 No Content\r\n\r\n", 204, "", 0, true},
+		"204 with a length": {"HTTP/1.1 204 No Content\r\nContent-Length: 3\r\n\r\nabc", 204, "", 0, false},
+		"204 chunked": {
+			"HTTP/1.1 204 No Content\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 204, "", 0,
+			false,
+		},
+		"304":           {"HTTP/1.1 304 Not Modified\r\n\r\n", 304, "", 0, true},
+		"chunked":       {chunkTop + "3\r\nabc\r\nA\r\n0123456789\r\n0\r\n\r\n", 200, "abc0123456789", -1, true},
+		"no chunks":     {chunkTop + "0\r\n\r\n", 200, "", -1, true},
+		"extensions":    {chunkTop + "3;a=b\r\nabc\r\n1 ; x\r\nd\r\n0;z\r\n\r\n", 200, "abcd", -1, true},
+		"leading zeros": {chunkTop + "0003\r\nabc\r\n000\r\n\r\n", 200, "abc", -1, true},
+		"trailer":       {chunkTop + "3\r\nabc\r\n0\r\nX-A: b\r\nX-C: d\r\n\r\n", 200, "abc", -1, true},
+		"large chunk":   {chunkTop + "10000\r\n" + long + "\r\n1\r\nx\r\n0\r\n\r\n", 200, long + "x", -1, true},
+		"large body":    {"HTTP/1.1 200 OK\r\nContent-Length: 65536\r\n\r\n" + long, 200, long, 65536, true},
+		"large head": {
+			"HTTP/1.1 200 OK\r\nX-Long: " + long[:60<<10] + "\r\nContent-Length: 1\r\n\r\nx", 200,
+			"x", 1, true,
+		},
+		"bytes behind the end": {okAnswer + "HTTP/1.1 200 OK\r\n", 200, "ok", 2, false},
+		"bytes behind chunks":  {chunkTop + "0\r\n\r\nx", 200, "", -1, false},
+		"blanks around a value": {
+			"HTTP/1.1 200 OK\r\nContent-Length: \t 1 \r\nX-E:\r\n\r\nx", 200, "x", 1,
+			true,
+		},
 	} {
 		for _, size := range []int{1, 2, 3, 7, 1 << 20} {
 			if size < 7 && len(tc.raw) > 60<<10 {
@@ -59,7 +80,8 @@ func TestAnswers(t *testing.T) {
 				assert.Equal(t, tc.status, got.status)
 				assert.Equal(t, tc.body, got.body)
 				assert.Equal(t, tc.length, got.length)
-				if size > 7 || !strings.HasPrefix(name, "bytes behind") { // else they are left for the look before the next request
+				// else they are left for the look before the next request
+				if size > 7 || !strings.HasPrefix(name, "bytes behind") {
 					assert.Equal(t, tc.pooled, got.pooled, "pooled")
 				}
 			})
@@ -139,10 +161,12 @@ func TestMalformed(t *testing.T) {
 	}
 }
 
-// TestOneReadGivesAllPayloads: what one read of the socket has brought comes in one Read, in however many chunks.
+// TestOneReadGivesAllPayloads: what one read of the socket has brought comes in one Read, in however many
+// chunks.
 func TestOneReadGivesAllPayloads(t *testing.T) {
 	s := &script{pieces: [][]byte{
-		[]byte(chunkTop + "1\r\na\r\n2\r\nbc\r\n"), []byte("1\r\nd\r\n1\r\ne\r\n3\r\nf"), []byte("gh\r\n1"), []byte("\r\ni\r\n0\r\n\r\n"),
+		[]byte(chunkTop + "1\r\na\r\n2\r\nbc\r\n"), []byte("1\r\nd\r\n1\r\ne\r\n3\r\nf"), []byte("gh\r\n1"),
+		[]byte("\r\ni\r\n0\r\n\r\n"),
 	}}
 	resp, err := post(t, scripted(t, s), "{}")
 	require.NoError(t, err)
@@ -165,7 +189,8 @@ func TestOneReadGivesAllPayloads(t *testing.T) {
 // TestSmallReads: a reader with little room loses nothing.
 func TestSmallReads(t *testing.T) {
 	for size := range 4 {
-		resp, err := post(t, scripted(t, &script{pieces: split(chunkTop+"3\r\nabc\r\nA\r\n0123456789\r\n0\r\n\r\n", 1<<10)}), "{}")
+		resp, err := post(t, scripted(t,
+			&script{pieces: split(chunkTop+"3\r\nabc\r\nA\r\n0123456789\r\n0\r\n\r\n", 1<<10)}), "{}")
 		require.NoError(t, err)
 		var got []byte
 		p := make([]byte, size+1)
@@ -183,7 +208,10 @@ func TestHeaderFields(t *testing.T) {
 	raw := "HTTP/1.1 429 Too Many Requests\r\nserver: uvicorn\r\nx-a: 1\r\nX-A: 2\r\nretry-after: 7\r\ncontent-length: 0\r\ntrailer: x\r\n\r\n"
 	got := outcome(t, scripted(t, &script{pieces: split(raw, 1000)}))
 	require.NoError(t, got.err)
-	assert.Equal(t, http.Header{"Server": {"uvicorn"}, "X-A": {"1", "2"}, "Retry-After": {"7"}, "Content-Length": {"0"}}, got.header)
+	assert.Equal(t, http.Header{
+		"Server": {"uvicorn"}, "X-A": {"1", "2"}, "Retry-After": {"7"},
+		"Content-Length": {"0"},
+	}, got.header)
 	server := got.header["Server"]
 	_ = append(server, "mine")
 	assert.Equal(t, []string{"7"}, got.header["Retry-After"], "values do not share spare room")
@@ -203,7 +231,8 @@ func TestHEADHasNoBody(t *testing.T) {
 
 func TestRequests(t *testing.T) {
 	h := http.Header{
-		"X-A": {"1", "2"}, "User-Agent": nil, "Host": {"evil"}, "content-length": {"9"}, "Transfer-Encoding": {"chunked"}, "Connection": {"close"},
+		"X-A": {"1", "2"}, "User-Agent": nil, "Host": {"evil"}, "content-length": {"9"},
+		"Transfer-Encoding": {"chunked"}, "Connection": {"close"},
 		"Expect": {"100-continue"}, "Upgrade": {"x"}, "TRAILER": {"y"},
 	}
 	b, err := appendRequest(nil, http.MethodPost, "/v1/x?y=z", "engine:1", h, 3)
@@ -212,7 +241,13 @@ func TestRequests(t *testing.T) {
 	b, err = appendRequest(nil, http.MethodGet, "/", "e", nil, 0)
 	require.NoError(t, err)
 	assert.Equal(t, "GET / HTTP/1.1\r\nHost: e\r\n\r\n", string(b))
-	for _, bad := range []http.Header{{"A\r\nB": {"x"}}, {"A": {"x\r\nB: y"}}, {"": {"x"}}, {"A ": {"x"}}, {"A": {"\x00"}}} {
+	for _, bad := range []http.Header{
+		{"A\r\nB": {"x"}},
+		{"A": {"x\r\nB: y"}},
+		{"": {"x"}},
+		{"A ": {"x"}},
+		{"A": {"\x00"}},
+	} {
 		_, err = appendRequest(nil, http.MethodPost, "/", "e", bad, 0)
 		require.Error(t, err, bad)
 	}
@@ -223,7 +258,10 @@ func TestRequests(t *testing.T) {
 }
 
 func TestAddress(t *testing.T) {
-	for host, want := range map[string]string{"h": "h:80", "h:8000": "h:8000", "[::1]": "[::1]:80", "[::1]:9": "[::1]:9", "127.0.0.1": "127.0.0.1:80"} {
+	for host, want := range map[string]string{
+		"h": "h:80", "h:8000": "h:8000", "[::1]": "[::1]:80",
+		"[::1]:9": "[::1]:9", "127.0.0.1": "127.0.0.1:80",
+	} {
 		assert.Equal(t, want, address(host))
 	}
 }

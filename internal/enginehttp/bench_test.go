@@ -25,8 +25,8 @@ func cpu() time.Duration {
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
-// BenchmarkClient compares CPU per small request with http.Transport in the same run, slices in turn. Both over quiet connections;
-// the peer's cost, which is small, is in both.
+// BenchmarkClient compares CPU per small request with http.Transport in the same run, slices in turn. Both
+// over quiet connections; the peer's cost, which is small, is in both.
 func BenchmarkClient(b *testing.B) {
 	const answer = "HTTP/1.1 200 OK\r\nserver: uvicorn\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\nok"
 	body := []byte(`{"model":"demo","messages":[{"role":"user","content":"hi"}]}`)
@@ -52,13 +52,17 @@ func BenchmarkClient(b *testing.B) {
 	defer own.Close()
 	std := &http.Transport{DialContext: dial, DisableCompression: true}
 	defer std.CloseIdleConnections()
-	header := http.Header{"Content-Type": {"application/json"}, "X-Request-Id": {"0123456789abcdef"}, "User-Agent": {"bench"}}
+	header := http.Header{
+		"Content-Type": {"application/json"}, "X-Request-Id": {"0123456789abcdef"},
+		"User-Agent": {"bench"},
+	}
 	ways := []func(context.Context) (*http.Response, error){
 		func(ctx context.Context) (*http.Response, error) {
 			return own.Send(ctx, http.MethodPost, "/v1/chat/completions", header, body)
 		},
 		func(ctx context.Context) (*http.Response, error) {
-			req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+peer.host+"/v1/chat/completions", strings.NewReader(string(body)))
+			req, err := http.NewRequestWithContext(ctx, http.MethodPost,
+				"http://"+peer.host+"/v1/chat/completions", strings.NewReader(string(body)))
 			if err != nil {
 				return nil, err
 			}

@@ -7,7 +7,7 @@ import (
 	"strings"
 )
 
-// exchange is an answer whose body is being read: one allocation per request. Not for concurrent use.
+// exchange is an answer whose body is being read. It is one allocation per request. Not for concurrent use.
 type exchange struct {
 	resp   http.Response
 	client *Client
@@ -21,8 +21,8 @@ type exchange struct {
 	err    error // why there is nothing more to read
 }
 
-// Read gives what is buffered, else what one read of the socket brings: of a chunked body all payloads in it. The body's end
-// may come with the last bytes.
+// Read returns the buffered bytes, else those of one read of the socket; of a chunked body all payloads in
+// them. The body's end may come with the last bytes.
 func (x *exchange) Read(p []byte) (int, error) {
 	if x.err != nil || len(p) == 0 {
 		return 0, x.err
@@ -81,7 +81,7 @@ func unsized(x *exchange, p []byte) (int, error) {
 	return c.net.Read(p)
 }
 
-// place is where in a chunked body the next byte stands.
+// place is the position of the next byte in the grammar of a chunked body.
 type place uint8
 
 const (
@@ -145,7 +145,8 @@ func (x *exchange) data(n int) {
 	}
 }
 
-// frame reads one step of what stands between payloads. It gives false if not enough is buffered, io.EOF at the body's end.
+// frame reads the next element between payloads. It returns false if not enough bytes are buffered, and
+// io.EOF at the body's end.
 func (x *exchange) frame() (bool, error) {
 	limit, c := maxChunkLine, x.conn
 	switch {
@@ -178,7 +179,7 @@ func (x *exchange) frame() (bool, error) {
 	return true, nil
 }
 
-// trailer checks a line of the trailer, and drops it.
+// trailer checks a line of the trailer and drops it.
 func (x *exchange) trailer(line []byte) error {
 	if len(line) == 0 {
 		return io.EOF
@@ -217,7 +218,8 @@ func lower(b byte) byte {
 	return b
 }
 
-// extension says that what stands behind a size is blank, or begins with a semicolon; control characters are in neither.
+// extension reports that what stands behind a size is blank, or begins with a semicolon; control characters
+// are in neither.
 func extension(b []byte) bool {
 	began := false
 	for _, x := range b {

@@ -1,24 +1,47 @@
+// Package enginehttp is an HTTP/1.1 client for one engine, made for a relay: it writes a request in one
+// piece, reads the answer on the caller's goroutine, and returns all chunks of a body that one read of the
+// socket brought. docs/performance.md has what this saves against http.Transport, whose two goroutines per
+// connection hand every request over four times.
+//
+// It is strict where net/http is lenient, because a message that two parsers understand differently allows
+// request smuggling: lines end in CRLF, there are no folded fields, Content-Length and chunked exclude each
+// other, repeated lengths must agree. A connection is used again only if its answer was read to the end, no
+// bytes follow that end, the request was written whole and not aborted, and the peer has sent nothing since
+// (checked by a look into the socket before each reuse, where the system allows it).
+//
+// What it does not do: TLS, proxies, redirects, compression, Expect, upgrades, requests whose body is not in
+// memory, and sending a request twice: the caller decides that, from the fields of SendError.
 package enginehttp
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"io"
 	"net"
 	"net/http"
+	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"golang.org/x/net/http/httpguts"
 )
 
 // Config of a Client. Every field must be set.
 type Config struct {
-	Host    string                                                            // host and port, or host alone: the Host field, and where to dial
-	Dial    func(ctx context.Context, network, addr string) (net.Conn, error) // bounds its own time
-	Idle    time.Duration                                                     // how long a connection may wait for its next request
-	MaxIdle int                                                               // connections kept; more are closed
+	// host and port, or host alone: the Host field, and where to dial
+	Host string
+	Dial func(ctx context.Context, network, addr string) (net.Conn, error) // bounds its own time
+	// how long a connection may wait for its next request
+	Idle time.Duration
+	// connections kept; more are closed
+	MaxIdle int
 }
 
-// Client sends requests to one engine. Safe for concurrent use. It has no goroutine; the pool's timer ends with Close.
+// Client sends requests to one engine. Safe for concurrent use. It has no goroutine; the pool's timer ends
+// with Close.
 type Client struct {
 	host string
 	addr string
@@ -32,7 +55,10 @@ type Client struct {
 
 // New makes a client; it dials when a request needs it, and in Warm.
 func New(c Config) *Client {
-	out := &Client{host: c.Host, addr: address(c.Host), dial: c.Dial, pool: pool{idle: c.Idle, most: c.MaxIdle}}
+	out := &Client{
+		host: c.Host, addr: address(c.Host), dial: c.Dial,
+		pool: pool{idle: c.Idle, most: c.MaxIdle},
+	}
 	out.buffers.New = func() any { b := make([]byte, readBuffer); return &b }
 	out.requests.New = func() any { return new([]byte) }
 	return out
@@ -49,13 +75,14 @@ func address(host string) string {
 	return net.JoinHostPort(host, "80")
 }
 
-// Unused says that the client holds no connection at all.
+// Unused reports that the client holds no connection.
 func (c *Client) Unused() bool { return c.busy.Load() == 0 && c.pool.empty() }
 
-// HasIdle says that a connection waits for a request.
+// HasIdle reports that a connection waits for a request.
 func (c *Client) HasIdle() bool { return !c.pool.empty() }
 
-// Warm dials a connection for a request to come. It waits for that request as one that has served another does.
+// Warm dials a connection for a later request. The connection waits in the pool like one that has served a
+// request.
 func (c *Client) Warm(ctx context.Context) error {
 	c.busy.Add(1)
 	defer c.busy.Add(-1)
@@ -72,17 +99,21 @@ func (c *Client) Warm(ctx context.Context) error {
 // CloseIdle closes the connections that wait for a request.
 func (c *Client) CloseIdle() { c.pool.drop() }
 
-// Close closes what waits, and keeps no connection from now on. Requests under way go on, and their callers end them. Idempotent.
+// Close closes the waiting connections and keeps none from now on. Requests under way go on; their callers
+// end them. It is idempotent.
 func (c *Client) Close() { c.pool.close() }
 
-// Send writes a request and reads the answer's head. target is the path with its query. header and body are only read, and no more
-// once Send has returned. Of header the fields that frame the message or belong to the connection are left out, and nothing is added
-// but Host and Content-Length.
+// Send writes a request and reads the answer's head. target is the path with its query. header and body are
+// only read, and no more once Send has returned. Of header the fields that frame the message or belong to the
+// connection are left out, and nothing is added but Host and Content-Length.
 //
-// The caller closes the answer's body and reads it from one goroutine. The end of ctx ends Send and Read at once. The answer's header
-// must not be changed: answers share it. Errors are *SendError. After one without a byte of an answer on a connection that
-// had waited, all waiting connections are closed too (they have waited longer), so that a second Send dials.
-func (c *Client) Send(ctx context.Context, method, target string, header http.Header, body []byte) (*http.Response, error) {
+// The caller closes the answer's body and reads it from one goroutine. The end of ctx ends Send and Read at
+// once. The answer's header must not be changed: answers share it. Errors are *SendError. After one without a
+// byte of an answer on a connection that had waited, all waiting connections are closed too (they have waited
+// longer), so that a second Send dials.
+func (c *Client) Send(ctx context.Context, method, target string, header http.Header,
+	body []byte,
+) (*http.Response, error) {
 	if ctx.Err() != nil {
 		return nil, &SendError{Err: context.Cause(ctx)}
 	}
@@ -134,8 +165,8 @@ func (c *Client) connect(ctx context.Context) (*conn, error) {
 	return newConn(n), nil
 }
 
-// roundTrip writes the request and reads the head of the answer, also if writing failed: a peer that refuses a request may answer and
-// close before it has read it all.
+// roundTrip writes the request and reads the head of the answer, also if writing failed: a peer that refuses
+// a request may answer and close before it has read it all.
 func (c *conn) roundTrip(req, rest []byte) (h *head, whole bool, err error) {
 	whole, unwritten := c.write(req, rest)
 	if unwritten == nil {
@@ -145,7 +176,7 @@ func (c *conn) roundTrip(req, rest []byte) (h *head, whole bool, err error) {
 	if c.aborted.Load() {
 		return nil, false, unwritten
 	}
-	c.readBy(time.Now().Add(lastWords))
+	c.readBy(time.Now().Add(answerWait))
 	defer c.readBy(time.Time{})
 	if h, err = c.readHead(); err != nil && c.w == 0 {
 		err = unwritten
@@ -167,7 +198,8 @@ func (c *Client) failed(ctx context.Context, x *exchange, err error) error {
 	return e
 }
 
-// cause prefers the context's reason to what its end has made of the connection.
+// cause returns the context's cause if the context has ended, instead of the connection's error that follows
+// from it.
 func cause(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
@@ -175,7 +207,7 @@ func cause(ctx context.Context, err error) error {
 	return err
 }
 
-// answer begins the body. One without a byte is at its end already.
+// answer makes the response and begins its body. An empty body is at its end already.
 func (x *exchange) answer(h *head, method string, whole bool) *http.Response {
 	x.resp = http.Response{
 		Status: h.text, StatusCode: h.status, Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: h.minor,
@@ -186,7 +218,7 @@ func (x *exchange) answer(h *head, method string, whole bool) *http.Response {
 	}
 	x.keep = h.keep && whole
 	switch {
-	case h.bodiless(method):
+	case h.hasNoBody(method):
 		if method != http.MethodHead {
 			x.resp.ContentLength = 0
 		}
@@ -204,12 +236,102 @@ func (x *exchange) answer(h *head, method string, whole bool) *http.Response {
 	return &x.resp
 }
 
-// done takes a connection back from its request: into the pool, or closed.
+// done returns a connection from its request to the pool, or closes it.
 func (c *Client) done(cn *conn, reusable bool) {
-	c.buffers.Put(cn.mem) // as it came: what has grown for a large head is other memory
+	c.buffers.Put(cn.mem) // the original buffer: a larger one for a large head is other memory
 	cn.mem, cn.buf = nil, nil
 	if !reusable || !c.pool.put(cn) {
 		cn.close()
 	}
 	c.busy.Add(-1)
+}
+
+// ErrAborted is returned by a body's Read when the request's context has ended. The context has the cause.
+var ErrAborted = errors.New("the request was given up")
+
+// errClosed is returned by a body's Read after Close.
+var errClosed = errors.New("read of a closed body")
+
+// SendError is the reason why Send returned no answer. Err tells an end of file (io.EOF) from a reset
+// (syscall.ECONNRESET), and is a *net.OpError of op "dial" if no connection came about; after the context's
+// end it is the context's cause.
+type SendError struct {
+	Reused bool // the connection had waited for a request: behind another one, or since Warm
+	Begun  bool // a byte of an answer has come
+	Err    error
+}
+
+// Error implements error.
+func (e *SendError) Error() string { return "engine: " + e.Err.Error() }
+
+// Unwrap gives the reason.
+func (e *SendError) Unwrap() error { return e.Err }
+
+// ProtocolError reports an answer that is no well-formed HTTP/1.1 by this package's rules.
+type ProtocolError struct{ What string }
+
+// Error implements error.
+func (e *ProtocolError) Error() string { return "malformed answer: " + e.What }
+
+func malformed(what string) error { return &ProtocolError{What: what} }
+
+// appendRequest writes the head of a request. The fields that frame a message or belong to the connection are
+// this package's alone: they are left out of header, however they are spelt.
+func appendRequest(b []byte, method, target, host string, header http.Header, length int) ([]byte, error) {
+	if !validTarget(target) {
+		return b, fmt.Errorf("request target %q must begin with / and hold no blanks or control characters",
+			target)
+	}
+	b = append(append(append(b, method...), ' '), target...)
+	b = append(append(append(b, " HTTP/1.1\r\nHost: "...), host...), '\r', '\n')
+	for name, values := range header {
+		if framing(name) {
+			continue
+		}
+		if !httpguts.ValidHeaderFieldName(name) {
+			return b, fmt.Errorf("invalid header field name %q", name)
+		}
+		for _, v := range values {
+			if !httpguts.ValidHeaderFieldValue(v) {
+				return b, fmt.Errorf("invalid value of header field %s", name)
+			}
+			b = append(append(append(append(b, name...), ':', ' '), v...), '\r', '\n')
+		}
+	}
+	if length > 0 || method == http.MethodPost || method == http.MethodPut || method == http.MethodPatch {
+		b = strconv.AppendInt(append(b, "Content-Length: "...), int64(length), 10)
+		b = append(b, '\r', '\n')
+	}
+	return append(b, '\r', '\n'), nil
+}
+
+func validTarget(s string) bool {
+	if s == "" || s[0] != '/' {
+		return false
+	}
+	for i := range len(s) {
+		if s[i] <= ' ' || s[i] == 0x7f {
+			return false
+		}
+	}
+	return true
+}
+
+// framing reports that a field is set by this package alone.
+func framing(name string) bool {
+	switch len(name) {
+	case len("Host"):
+		return strings.EqualFold(name, "Host")
+	case len("Expect"):
+		return strings.EqualFold(name, "Expect")
+	case len("Trailer"): // and Upgrade
+		return strings.EqualFold(name, "Trailer") || strings.EqualFold(name, "Upgrade")
+	case len("Connection"):
+		return strings.EqualFold(name, "Connection")
+	case len("Content-Length"):
+		return strings.EqualFold(name, "Content-Length")
+	case len("Transfer-Encoding"):
+		return strings.EqualFold(name, "Transfer-Encoding")
+	}
+	return false
 }

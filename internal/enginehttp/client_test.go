@@ -27,7 +27,10 @@ func echo(_ int, c *net.TCPConn, r *bufio.Reader) {
 		if err != nil {
 			return
 		}
-		resp := &http.Response{StatusCode: 200, ProtoMajor: 1, ProtoMinor: 1, ContentLength: int64(len(body)), Body: io.NopCloser(strings.NewReader(body))}
+		resp := &http.Response{
+			StatusCode: 200, ProtoMajor: 1, ProtoMinor: 1, ContentLength: int64(len(body)),
+			Body: io.NopCloser(strings.NewReader(body)),
+		}
 		if i%2 == 0 {
 			resp.ContentLength, resp.TransferEncoding = -1, []string{"chunked"}
 		}
@@ -115,7 +118,8 @@ func TestNobodyListens(t *testing.T) {
 	assert.True(t, c.Unused())
 }
 
-// TestKeepAliveRace: a connection that is closed when the request reaches it tells so, and the second Send dials.
+// TestKeepAliveRace: a connection that is closed when the request reaches it tells so, and the second Send
+// dials.
 func TestKeepAliveRace(t *testing.T) {
 	c := server(t, func(n int, c *net.TCPConn, r *bufio.Reader) {
 		for i := 0; ; i++ {
@@ -146,7 +150,10 @@ func TestKeepAliveRace(t *testing.T) {
 
 // TestClosedWhileIdle is seen before a request is wasted, as is a peer that speaks unasked.
 func TestClosedWhileIdle(t *testing.T) {
-	for name, last := range map[string]string{"closed": "", "unasked": "HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil"} {
+	for name, last := range map[string]string{
+		"closed":  "",
+		"unasked": "HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil",
+	} {
 		t.Run(name, func(t *testing.T) {
 			said := make(chan struct{})
 			c := server(t, func(n int, c *net.TCPConn, r *bufio.Reader) {
@@ -167,7 +174,10 @@ func TestClosedWhileIdle(t *testing.T) {
 			require.Equal(t, "ok", outcome(t, c).body)
 			said <- struct{}{}
 			<-said
-			require.Eventually(t, func() bool { return c.pool.free[0].probe == nil || !c.pool.free[0].probe.quiet() }, 5*time.Second, time.Millisecond)
+			require.Eventually(t, func() bool {
+				return c.pool.free[0].probe == nil ||
+					!c.pool.free[0].probe.quiet()
+			}, 5*time.Second, time.Millisecond)
 			got := outcome(t, c)
 			require.NoError(t, got.err)
 			assert.Equal(t, "ok", got.body)
@@ -265,11 +275,14 @@ func TestCancel(t *testing.T) {
 	})
 	t.Run("while dialling", func(t *testing.T) {
 		ctx, cancel := context.WithCancelCause(t.Context())
-		c := New(Config{Host: "h", Idle: time.Minute, MaxIdle: 1, Dial: func(ctx context.Context, _, _ string) (net.Conn, error) {
-			cancel(cause)
-			<-ctx.Done()
-			return nil, ctx.Err()
-		}})
+		c := New(Config{
+			Host: "h", Idle: time.Minute, MaxIdle: 1,
+			Dial: func(ctx context.Context, _, _ string) (net.Conn, error) {
+				cancel(cause)
+				<-ctx.Done()
+				return nil, ctx.Err()
+			},
+		})
 		_, err := c.Send(ctx, http.MethodPost, "/", nil, nil)
 		require.ErrorIs(t, err, cause)
 		assert.True(t, c.Unused())
@@ -308,8 +321,8 @@ func TestCancelBeforeTheEndIsRead(t *testing.T) {
 	assert.True(t, c.Unused())
 }
 
-// TestEarlyAnswer: an answer that comes while the body is still being written is not lost, whether the peer then waits, closes or
-// resets. The connection is not used again.
+// TestEarlyAnswer: an answer that comes while the body is still being written is not lost, whether the peer
+// then waits, closes or resets. The connection is not used again.
 func TestEarlyAnswer(t *testing.T) {
 	const refusal = "HTTP/1.1 413 Too Large\r\nContent-Length: 3\r\n\r\nbig"
 	for _, size := range []int{100 << 10, 1 << 20, 16 << 20} {
@@ -363,7 +376,10 @@ func TestAnswerBehindAFailedWrite(t *testing.T) {
 		} {
 			t.Run(name, func(t *testing.T) {
 				s := &refuser{script: script{pieces: split(tc.said, 1000), end: io.EOF}, took: 3}
-				c := New(Config{Host: "h", Idle: time.Minute, MaxIdle: 1, Dial: func(context.Context, string, string) (net.Conn, error) { return s, nil }})
+				c := New(Config{
+					Host: "h", Idle: time.Minute, MaxIdle: 1,
+					Dial: func(context.Context, string, string) (net.Conn, error) { return s, nil },
+				})
 				resp, err := post(t, c, string(make([]byte, size)))
 				require.ErrorIs(t, err, tc.want)
 				if tc.want == nil {
@@ -387,7 +403,10 @@ func TestSlowPeer(t *testing.T) {
 	want := bytes.Repeat([]byte("0123456789"), 50<<10)
 	synctest.Test(t, func(t *testing.T) {
 		here, there := net.Pipe()
-		c := New(Config{Host: "h", Idle: time.Minute, MaxIdle: 1, Dial: func(context.Context, string, string) (net.Conn, error) { return here, nil }})
+		c := New(Config{
+			Host: "h", Idle: time.Minute, MaxIdle: 1,
+			Dial: func(context.Context, string, string) (net.Conn, error) { return here, nil },
+		})
 		go func() {
 			r := bufio.NewReader(there)
 			_, _ = r.Peek(1)
@@ -410,7 +429,10 @@ func TestSlowPeer(t *testing.T) {
 func TestPipes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		here, there := net.Pipe()
-		c := New(Config{Host: "h", Idle: time.Minute, MaxIdle: 1, Dial: func(context.Context, string, string) (net.Conn, error) { return here, nil }})
+		c := New(Config{
+			Host: "h", Idle: time.Minute, MaxIdle: 1,
+			Dial: func(context.Context, string, string) (net.Conn, error) { return here, nil },
+		})
 		go func() {
 			_, _ = there.Read(make([]byte, 10))
 			say(there, okAnswer)
@@ -427,10 +449,16 @@ func TestPipes(t *testing.T) {
 func TestIdleTimeout(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var all []*script
-		c := New(Config{Host: "h", Idle: 4 * time.Second, MaxIdle: 2, Dial: func(context.Context, string, string) (net.Conn, error) {
-			all = append(all, &script{pieces: split(strings.Repeat(okAnswer, 3), len(okAnswer)), end: io.EOF})
-			return all[len(all)-1], nil
-		}})
+		c := New(Config{
+			Host: "h", Idle: 4 * time.Second, MaxIdle: 2,
+			Dial: func(context.Context, string, string) (net.Conn, error) {
+				all = append(all, &script{
+					pieces: split(strings.Repeat(okAnswer, 3), len(okAnswer)),
+					end:    io.EOF,
+				})
+				return all[len(all)-1], nil
+			},
+		})
 		var open []*http.Response
 		for range 3 {
 			resp, err := post(t, c, "{}")

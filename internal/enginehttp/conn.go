@@ -11,20 +11,23 @@ import (
 )
 
 const (
-	readBuffer  = 16 << 10 // one read of the socket at most, while chunks or a head are read (HOTPATH 3)
+	readBuffer  = 16 << 10 // one read of the socket at most, while chunks or a head are read
 	packed      = 64 << 10 // head and body up to here leave in one write; what lies behind is not copied
 	keptRequest = 80 << 10 // larger buffers of requests are left to the garbage collector
 	keptHead    = 4 << 10  // heads up to this size are remembered for the next answer
 
-	// A write that has stood still for firstLook looks whether an answer has come, then after twice the time, up to lastLook.
+	// A write without progress for firstLook checks whether an answer has come; it checks again after twice
+	// the time, up to lastLook.
 	firstLook = 50 * time.Millisecond
 	lastLook  = time.Second
 	lookFor   = time.Millisecond // how long such a look may wait
-	// lastWords bounds the wait for an answer behind a failed write: what the peer has sent is there already.
-	lastWords = time.Second
+	// answerWait bounds the wait for an answer after a failed write: an answer that the peer sent before has
+	// arrived already.
+	answerWait = time.Second
 )
 
-// conn is a connection to the engine. It belongs to one request at a time, or to the pool. Only abort may be called from elsewhere.
+// conn is a connection to the engine. It belongs to one request at a time, or to the pool. Only abort may be
+// called from elsewhere.
 type conn struct {
 	net     net.Conn
 	probe   *probe // nil: the system shows nothing of this connection without reading
@@ -47,7 +50,7 @@ func newConn(c net.Conn) *conn {
 	return out
 }
 
-// giveUp ends whatever waits on the connection. A given-up connection never gets into the pool.
+// giveUp ends all calls that wait on the connection. Such a connection never enters the pool.
 func (c *conn) giveUp() {
 	c.aborted.Store(true)
 	c.close()
@@ -55,14 +58,15 @@ func (c *conn) giveUp() {
 
 func (c *conn) close() {
 	if c.net.Close() != nil {
-		return // closed already, or as good as: nobody uses it again
+		return // closed, or about to be: the connection is not used again
 	}
 }
 
-// write sends a request: req holds the head and as much of the body as is packed with it, rest what is left. whole is false if an
-// answer came before the request was out: it is in the buffer or can be read, and the connection ends with it.
+// write sends a request: req holds the head and as much of the body as is packed with it, rest what is left.
+// whole is false if an answer came before the request was out: it is in the buffer or can be read, and the
+// connection ends with it.
 func (c *conn) write(req, rest []byte) (whole bool, err error) {
-	if len(rest) == 0 && c.probe != nil { // it fits into the kernel's buffers: nothing to be patient about
+	if len(rest) == 0 && c.probe != nil { // it fits into the kernel's buffers, so the write does not wait
 		_, err = c.net.Write(req)
 		return err == nil, err
 	}
@@ -74,8 +78,8 @@ func (c *conn) write(req, rest []byte) (whole bool, err error) {
 	return true, nil
 }
 
-// writePatiently writes to a peer that may answer instead of reading on. It lasts until the peer has read, answered or gone, or
-// until abort.
+// writePatiently writes to a peer that may answer before it has read everything. It returns when the peer has
+// read everything, answered or left, or on abort.
 func (c *conn) writePatiently(p []byte) (whole bool, err error) {
 	defer c.writeBy(time.Time{})
 	for wait := firstLook; len(p) > 0; wait = min(2*wait, lastLook) {
@@ -95,7 +99,7 @@ func (c *conn) writePatiently(p []byte) (whole bool, err error) {
 	return true, nil
 }
 
-// answered looks whether an answer that is not an interim one has begun.
+// answered reports whether a final answer has begun.
 func (c *conn) answered() (bool, error) {
 	c.readBy(time.Now().Add(lookFor))
 	defer c.readBy(time.Time{})
@@ -109,7 +113,8 @@ func (c *conn) answered() (bool, error) {
 	return c.w == len(c.buf) || c.final(), nil
 }
 
-// final skips interim answers in the buffer and says that one has begun which is the last, or none at all: readHead tells which.
+// final skips interim answers in the buffer and reports that other bytes follow: the final answer, or no
+// answer. readHead decides which.
 func (c *conn) final() bool {
 	const class = len("HTTP/1.1 ")
 	for {
@@ -172,7 +177,8 @@ func (c *conn) readHead() (*head, error) {
 	}
 }
 
-// parse knows a head again: an engine's answers within one second are mostly alike to the byte.
+// parse reuses the parsed form of the last head if the bytes are equal, as an engine's heads within one
+// second mostly are.
 func (c *conn) parse(raw []byte) (*head, error) {
 	if c.head != nil && bytes.Equal(raw, c.raw) {
 		return c.head, nil
@@ -203,7 +209,8 @@ func (c *conn) more() error {
 	return err
 }
 
-// fill reads on in a body. What is not consumed stays: less than a line, so there is room.
+// fill reads more of a body. The bytes that are not consumed stay; they are less than a line, so there is
+// room.
 func (c *conn) fill() error {
 	if c.r == c.w {
 		c.r, c.w = 0, 0

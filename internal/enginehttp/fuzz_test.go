@@ -12,12 +12,14 @@ import (
 	"time"
 )
 
-// FuzzResponse: what both this package and net/http take for an answer, they understand alike; what comes in pieces means what it
-// means in one; and nothing panics or hangs.
+// FuzzResponse: what both this package and net/http take for an answer, they understand alike; what comes in
+// pieces means what it means in one; and nothing panics or hangs.
 func FuzzResponse(f *testing.F) {
 	for _, s := range []string{
-		okAnswer, chunkTop + "3;a=b\r\nabc\r\n0\r\nA: b\r\n\r\n", "HTTP/1.0 200\r\n\r\nabc", "HTTP/1.1 204 No Content\r\n\r\n",
-		"HTTP/1.1 100 Continue\r\n\r\n" + okAnswer, "HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+		okAnswer, chunkTop + "3;a=b\r\nabc\r\n0\r\nA: b\r\n\r\n", "HTTP/1.0 200\r\n\r\nabc",
+		"HTTP/1.1 204 No Content\r\n\r\n",
+		"HTTP/1.1 100 Continue\r\n\r\n" + okAnswer,
+		"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
 		"HTTP/1.1 200 OK\r\nA: b\r\n c\r\n\r\n", okAnswer + okAnswer,
 	} {
 		f.Add([]byte(s), uint8(3))
@@ -27,7 +29,8 @@ func FuzzResponse(f *testing.F) {
 			return
 		}
 		whole, pieces := exchanged(t, raw, len(raw)+1), exchanged(t, raw, int(size)+1)
-		if (whole.err == nil) != (pieces.err == nil) || whole.status != pieces.status || whole.err == nil && whole.body != pieces.body {
+		if (whole.err == nil) != (pieces.err == nil) || whole.status != pieces.status ||
+			whole.err == nil && whole.body != pieces.body {
 			t.Fatalf("whole %+v, in pieces %+v", whole, pieces)
 		}
 		if whole.err != nil {
@@ -54,7 +57,8 @@ func FuzzResponse(f *testing.F) {
 			t.Fatal("kept, though bytes lie behind the answer")
 		}
 		for name, values := range whole.header {
-			if got := resp.Header[name]; name != "Content-Length" && name != "Connection" && len(got) != len(values) {
+			if got := resp.Header[name]; name != "Content-Length" && name != "Connection" &&
+				len(got) != len(values) {
 				t.Fatalf("field %s: net/http %q, here %q", name, got, values)
 			}
 		}
@@ -63,7 +67,10 @@ func FuzzResponse(f *testing.F) {
 
 func exchanged(t *testing.T, raw []byte, size int) result {
 	s := &script{pieces: split(string(raw), size), end: io.EOF}
-	c := New(Config{Host: "h", Idle: time.Minute, MaxIdle: 1, Dial: func(context.Context, string, string) (net.Conn, error) { return s, nil }})
+	c := New(Config{
+		Host: "h", Idle: time.Minute, MaxIdle: 1,
+		Dial: func(context.Context, string, string) (net.Conn, error) { return s, nil },
+	})
 	defer c.Close()
 	got := outcome(t, c)
 	if errors.Is(got.err, ErrAborted) {

@@ -27,8 +27,9 @@ type head struct {
 	keep    bool // the connection outlives the answer
 }
 
-// headEnd finds the length of a head at the beginning of b, of which the lines before from are already looked at; 0: not all of it is
-// there, and next is where to look on. A line must end in CRLF, and the first one begin as HTTP/1 does: garbage is not waited for.
+// headEnd finds the length of a head at the beginning of b, of which the lines before from are already looked
+// at; 0: not all of it is there, and next is where to look on. A line must end in CRLF, and the first one
+// begin as HTTP/1 does: so that the client does not wait for the rest of garbage.
 func headEnd(b []byte, from int) (end, next int, err error) {
 	const magic = "HTTP/1."
 	if n := min(len(b), len(magic)); string(b[:n]) != magic[:n] {
@@ -109,7 +110,7 @@ func (h *head) fields(s string) error {
 		}
 		values = append(values, value)
 		i := len(values) - 1
-		h.header[name] = values[i : i+1 : i+1] // whoever appends gets memory of its own
+		h.header[name] = values[i : i+1 : i+1] // an append to it copies
 	}
 	return nil
 }
@@ -127,7 +128,7 @@ func field(line string) (name, value string, err error) {
 	return name, value, nil
 }
 
-// frame finds out where the body ends and whether the connection lives on (RFC 9112, 6.3 and 9.3).
+// frame decides where the body ends and whether the connection is kept (RFC 9112, 6.3 and 9.3).
 func (h *head) frame() error {
 	if codings, ok := h.header["Transfer-Encoding"]; ok {
 		if len(codings) != 1 || !strings.EqualFold(codings[0], "chunked") || h.minor == 0 {
@@ -142,7 +143,8 @@ func (h *head) frame() error {
 	if h.minor == 1 {
 		h.keep = !httpguts.HeaderValuesContainsToken(conn, "close")
 	} else {
-		h.keep = httpguts.HeaderValuesContainsToken(conn, "keep-alive") && !httpguts.HeaderValuesContainsToken(conn, "close")
+		h.keep = httpguts.HeaderValuesContainsToken(conn, "keep-alive") &&
+			!httpguts.HeaderValuesContainsToken(conn, "close")
 	}
 	delete(h.header, "Transfer-Encoding") // as net/http does: the body comes without it
 	delete(h.header, "Trailer")
@@ -171,13 +173,13 @@ func (h *head) contentLength() error {
 	return nil
 }
 
-// bodiless says that an answer ends with its head, whatever its fields say.
-func (h *head) bodiless(method string) bool {
+// hasNoBody reports that an answer ends with its head, whatever its fields say.
+func (h *head) hasNoBody(method string) bool {
 	return method == http.MethodHead || h.status == http.StatusNoContent || h.status == http.StatusNotModified
 }
 
-// reusable says that a connection is at a boundary behind the end of an answer without a body: a 204 that announces one is not
-// trusted to leave it out.
+// reusable reports that a connection is at a boundary behind the end of an answer without a body: a 204 that
+// announces one is not trusted to leave it out.
 func (h *head) reusable(method string) bool {
 	return h.keep && (method == http.MethodHead || !h.chunked && h.length <= 0)
 }

@@ -5,7 +5,8 @@ import (
 	"time"
 )
 
-// pool keeps connections between requests. The one that was used last is taken first, so that the others can grow old.
+// pool keeps connections between requests. It takes the one that was used last first, so that the others
+// reach their idle time.
 type pool struct {
 	idle time.Duration // how long a connection may wait
 	most int
@@ -17,7 +18,7 @@ type pool struct {
 	closed bool
 }
 
-// get gives a connection that shows no sign of being closed by its peer; nil if there is none.
+// get returns a connection that its peer does not seem to have closed; nil if there is none.
 func (p *pool) get() *conn {
 	for {
 		c := p.pop()
@@ -64,7 +65,7 @@ func (p *pool) arm(after time.Duration) {
 	p.timer.Reset(after)
 }
 
-// expire closes what has waited too long, and comes back when the next one will have.
+// expire closes the connections that have waited too long and sets the timer for the next one.
 func (p *pool) expire() {
 	for _, c := range p.expired(time.Now()) {
 		c.close()
@@ -95,10 +96,10 @@ func (p *pool) empty() bool {
 	return len(p.free) == 0
 }
 
-// drop closes what waits.
+// drop closes the waiting connections.
 func (p *pool) drop() { closeAll(p.takeAll(false)) }
 
-// close closes what waits, and refuses what comes.
+// close closes the waiting connections and refuses others.
 func (p *pool) close() { closeAll(p.takeAll(true)) }
 
 func (p *pool) takeAll(forEver bool) []*conn {

@@ -4,7 +4,8 @@ package enginehttp
 
 import "net"
 
-// probe is not there on this system: a request on a connection that its peer has closed fails, and may be sent again.
+// probe is not there on this system: a request on a connection that its peer has closed fails, and may be
+// sent again.
 type probe struct{}
 
 func newProbe(net.Conn) *probe { return nil }

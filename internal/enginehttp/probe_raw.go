@@ -10,7 +10,9 @@ import (
 // peek makes the system call without telling the scheduler: it never blocks (see package quietnet).
 func (p *probe) peek(fd uintptr) (done bool) {
 	for {
-		_, _, errno := syscall.RawSyscall6(syscall.SYS_RECVFROM, fd, uintptr(unsafe.Pointer(&p.byte[0])), 1, syscall.MSG_PEEK|syscall.MSG_DONTWAIT, 0, 0) //nolint:gosec // the address is taken within the call, as package unsafe asks (rule 4)
+		//nolint:gosec // the address is taken within the call, as package unsafe asks (rule 4)
+		_, _, errno := syscall.RawSyscall6(syscall.SYS_RECVFROM, fd, uintptr(unsafe.Pointer(&p.byte[0])), 1,
+			syscall.MSG_PEEK|syscall.MSG_DONTWAIT, 0, 0)
 		if errno != syscall.EINTR {
 			p.alive = errno == syscall.EAGAIN
 			return true

@@ -7,7 +7,7 @@ import (
 	"syscall"
 )
 
-// probe looks at a waiting connection without taking anything from it.
+// probe checks a waiting connection without consuming bytes.
 type probe struct {
 	raw   syscall.RawConn
 	look  func(fd uintptr) bool // bound once: a look allocates nothing
@@ -30,7 +30,8 @@ func newProbe(c net.Conn) *probe {
 	return p
 }
 
-// quiet says that the peer has neither closed nor sent anything. A connection that shows nothing counts as quiet.
+// quiet reports that the peer has neither closed nor sent anything. A connection that cannot be checked
+// counts as quiet.
 func (p *probe) quiet() bool {
 	if p == nil {
 		return true

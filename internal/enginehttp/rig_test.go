@@ -64,13 +64,16 @@ func scripted(tb testing.TB, s *script) *Client {
 		s.end = io.EOF
 	}
 	dialled := false
-	c := New(Config{Host: "engine:1", Idle: time.Minute, MaxIdle: 4, Dial: func(context.Context, string, string) (net.Conn, error) {
-		if dialled {
-			return nil, &net.OpError{Op: "dial", Err: errors.New("one is enough")}
-		}
-		dialled = true
-		return s, nil
-	}})
+	c := New(Config{
+		Host: "engine:1", Idle: time.Minute, MaxIdle: 4,
+		Dial: func(context.Context, string, string) (net.Conn, error) {
+			if dialled {
+				return nil, &net.OpError{Op: "dial", Err: errors.New("one is enough")}
+			}
+			dialled = true
+			return s, nil
+		},
+	})
 	tb.Cleanup(c.Close)
 	return c
 }
@@ -87,7 +90,8 @@ type result struct {
 
 func post(tb testing.TB, c *Client, body string) (*http.Response, error) {
 	tb.Helper()
-	return c.Send(tb.Context(), http.MethodPost, "/v1/x", http.Header{"Content-Type": {"application/json"}}, []byte(body))
+	return c.Send(tb.Context(), http.MethodPost, "/v1/x", http.Header{"Content-Type": {"application/json"}},
+		[]byte(body))
 }
 
 func outcome(tb testing.TB, c *Client) result {
@@ -98,7 +102,10 @@ func outcome(tb testing.TB, c *Client) result {
 	}
 	defer func() { assert.NoError(tb, resp.Body.Close()) }()
 	b, err := io.ReadAll(resp.Body)
-	return result{status: resp.StatusCode, header: resp.Header, length: resp.ContentLength, body: string(b), err: err, pooled: !c.pool.empty()}
+	return result{
+		status: resp.StatusCode, header: resp.Header, length: resp.ContentLength, body: string(b),
+		err: err, pooled: !c.pool.empty(),
+	}
 }
 
 // server accepts on loopback; serve is called per connection, with its number from 0.
@@ -124,7 +131,8 @@ func server(tb testing.TB, serve func(n int, c *net.TCPConn, r *bufio.Reader)) *
 			})
 		}
 	})
-	c := New(Config{Host: l.Addr().String(), Idle: time.Minute, MaxIdle: 64, Dial: (&net.Dialer{}).DialContext})
+	c := New(Config{Host: l.Addr().String(), Idle: time.Minute, MaxIdle: 64, Dial: (&net.Dialer{}).
+		DialContext})
 	tb.Cleanup(func() {
 		c.Close()
 		_ = l.Close()

@@ -5,11 +5,11 @@ import (
 	"syscall"
 )
 
-// connectNow is the Control of a net.Dialer: it begins the connection before package net does. A connection to an engine
-// on this machine is complete when the system call returns, although the call says that it is in progress. Package net
-// then connects again, hears that the socket is connected, and does not wait for the poller. That wait lasts some
-// microseconds on an idle machine. On a busy one it lasts until no other goroutine is ready, or until Go's monitor looks
-// at the poller, which it does every 10 ms.
+// connectNow is the Control of a net.Dialer: it begins the connection before package net does. A connection
+// to an engine on this machine is complete when the system call returns, although the call says that it is in
+// progress. Package net then connects again, hears that the socket is connected, and does not wait for the
+// poller. That wait lasts some microseconds on an idle machine. On a busy one it lasts until no other
+// goroutine is ready, or until Go's monitor looks at the poller, which it does every 10 ms.
 func connectNow(_, address string, c syscall.RawConn) error {
 	to, err := netip.ParseAddrPort(address)
 	if err != nil || !to.Addr().IsLoopback() {

@@ -14,8 +14,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestConnectNow: a connection to an engine on this machine is complete before package net waits for it, over IPv4 and IPv6;
-// connections to other machines are left alone.
+// TestConnectNow: a connection to an engine on this machine is complete before package net waits for it, over
+// IPv4 and IPv6; connections to other machines are left alone.
 func TestConnectNow(t *testing.T) {
 	for _, address := range []string{"127.0.0.1:0", "[::1]:0"} {
 		t.Run(address, func(t *testing.T) {
@@ -43,8 +43,8 @@ func TestConnectNow(t *testing.T) {
 	require.NoError(t, connectNow("tcp6", "[fe80::1%eth0]:80", nil))
 }
 
-// BenchmarkDial prints what a dial takes with connectNow and without it, in turn, while other goroutines are ready to run,
-// as those of a burst of requests are.
+// BenchmarkDial prints what a dial takes with connectNow and without it, in turn, while other goroutines are
+// ready to run, as those of a burst of requests are.
 func BenchmarkDial(b *testing.B) {
 	l, err := (&net.ListenConfig{}).Listen(context.Background(), "tcp", "127.0.0.1:0")
 	require.NoError(b, err)

@@ -14,22 +14,25 @@ import (
 	"github.com/dpserve/dpserve/internal/enginehttp"
 )
 
-// maxDirect is the largest body for the own client, in bytes. It writes before it reads, so a large body stays with
-// http.Transport, whose second goroutine reads meanwhile (HOTPATH 4).
+// maxDirect is the largest body for the own client, in bytes. It writes before it reads, so a large body
+// stays with http.Transport, whose second goroutine reads meanwhile: an engine that answers before it has
+// read the whole body would otherwise block both sides.
 const maxDirect = 1 << 20
 
-// direct is the leg on the own client, for plain HTTP; the rest goes to the transport.
+// direct sends plain HTTP requests through enginehttp and the others through the transport.
 type direct struct {
 	transport *transport
 	dial      Dialer
 	patience  time.Duration // for the dial of a spare connection
 	idle      time.Duration
 
-	mu      sync.RWMutex
-	clients map[string]*enginehttp.Client             // by host and port; one without connections goes when another comes
-	spares  map[*enginehttp.Client]context.CancelFunc // the clients for which a spare connection is being dialled
-	closed  bool
-	dials   sync.WaitGroup // of spare connections
+	mu sync.RWMutex
+	// by host and port; one without connections goes when another comes
+	clients map[string]*enginehttp.Client
+	// the clients for which a spare connection is being dialled
+	spares map[*enginehttp.Client]context.CancelFunc
+	closed bool
+	dials  sync.WaitGroup // of spare connections
 }
 
 func newDirect(dial Dialer, patience, idle time.Duration) *direct {
@@ -39,7 +42,8 @@ func newDirect(dial Dialer, patience, idle time.Duration) *direct {
 	}
 }
 
-// send: the own client has let go of the request when it returns: it is settled.
+// send sends through the own client. When it returns, the client no longer reads the request, so the request
+// is settled.
 func (l *direct) send(ctx context.Context, o *Request) (*http.Response, error) {
 	if len(o.Body) > maxDirect || !plain(o.URL) {
 		return l.transport.send(ctx, o)
@@ -61,10 +65,10 @@ func (l *direct) send(ctx context.Context, o *Request) (*http.Response, error) {
 	return resp, nil
 }
 
-// dialSpare dials a connection for the next request in the background, so that this request does not wait for a
-// dial. send calls it when an engine has answered and no connection waits, so that nothing dials an engine that does
-// not answer or gets no requests. An engine has at most one such dial. It ends after the patience for a dial, or with
-// close. A failed dial says nothing: the next request dials itself.
+// dialSpare dials a connection for the next request in the background, so that this request does not wait for
+// a dial. send calls it when an engine has answered and no connection waits, so that nothing dials an engine
+// that does not answer or gets no requests. An engine has at most one such dial. It ends after the patience
+// for a dial, or with close. A failed dial is not reported, because the next request dials itself.
 func (l *direct) dialSpare(ctx context.Context, c *enginehttp.Client) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -82,7 +86,7 @@ func (l *direct) dialSpare(ctx context.Context, c *enginehttp.Client) {
 	})
 }
 
-// plain says that a URL is of the simple kind: plain HTTP to a host in ASCII without a zone. net/http knows what to do with others.
+// plain reports that a URL is plain HTTP to a host in ASCII without a zone. Others go through net/http.
 func plain(u *url.URL) bool {
 	if u.Scheme != "http" || u.Opaque != "" || strings.Contains(u.Host, "%") {
 		return false
@@ -106,8 +110,8 @@ func (l *direct) client(host string) *enginehttp.Client {
 	return l.add(host)
 }
 
-// add makes a client. Engines come and go with their ports, so those that nobody uses any more are forgotten here. A request that
-// has just found one of them goes on: its connection is closed behind it.
+// add makes a client. Engines come and go with their ports, so it also drops the clients that hold no
+// connection. A request that has just found one of them goes on; its connection is closed afterwards.
 func (l *direct) add(host string) *enginehttp.Client {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -128,7 +132,8 @@ func (l *direct) add(host string) *enginehttp.Client {
 	return c
 }
 
-// close closes idle connections, and those in use when their requests end. It ends the dials of spare connections.
+// close closes idle connections, and those in use when their requests end. It ends the dials of spare
+// connections.
 func (l *direct) close() {
 	l.mu.Lock()
 	l.closed = true

@@ -1,15 +1,19 @@
-// Package engineleg is the way of one request to an engine: on the own client where that can be, else on http.Transport
-// (HOTPATH 4). An ingress uses it for ranks of its node, a data port for requests of other nodes.
+// Package engineleg sends one request to an engine: through enginehttp where that client can (plain HTTP,
+// body up to maxDirect), else through http.Transport. An ingress uses it for ranks of its node, a data port
+// for requests of other nodes.
 package engineleg
 
 import (
 	"bytes"
 	"context"
 	"errors"
+	"io"
 	"net"
 	"net/http"
 	"net/http/httptrace"
+	"net/textproto"
 	"net/url"
+	"strings"
 	"sync/atomic"
 	"time"
 
@@ -20,7 +24,7 @@ import (
 // Dialer opens a connection to an engine.
 type Dialer func(ctx context.Context, network, addr string) (net.Conn, error)
 
-// Request is one request on its way to an engine: a POST. One per send; not reused.
+// Request is one POST to an engine. It is used for one send only.
 type Request struct {
 	URL    *url.URL
 	Header http.Header // read only
@@ -32,11 +36,11 @@ type Request struct {
 	writing atomic.Int32  // connections that may still read Body
 }
 
-// Settled says that nobody reads the request's memory any more.
+// Settled reports that no goroutine reads the request's memory any more.
 func (r *Request) Settled() bool { return r.writing.Load() == 0 }
 
-// Stale says of a request that failed: its connection had waited for a request and turned out to be closed. That is
-// nobody's fault; the request may be sent once more.
+// Stale reports that a failed request used a connection that had waited for a request and that the engine had
+// closed. The engine got nothing, so the request may be sent once more.
 func (r *Request) Stale() bool { return r.reused.Load() && !r.begun.Load() }
 
 func (r *Request) trace() *httptrace.ClientTrace {
@@ -56,26 +60,29 @@ func (r *Request) trace() *httptrace.ClientTrace {
 	}
 }
 
-// Refused says of a send's error that no connection came about: nothing was sent.
+// Refused reports that a send failed without a connection: nothing was sent.
 func Refused(err error) bool {
 	var op *net.OpError
 	return errors.As(err, &op) && op.Op == "dial"
 }
 
-// Malformed says of a send's error that bytes came which are no HTTP answer, or a head that is too large.
+// Malformed reports that a send failed because the engine sent bytes that are no HTTP answer, or a head that
+// is too large.
 func Malformed(err error) bool {
 	var p *enginehttp.ProtocolError
 	return errors.As(err, &p)
 }
 
-// Numbers without a knob.
+// Limits that cannot be configured.
 const (
-	// maxIdle connections per engine must not be below max_ongoing_requests, or a burst dials once per request (TRAPS 4).
+	// maxIdle connections per engine must not be below max_ongoing_requests, or a burst dials once per
+	// request.
 	maxIdle = 4096
 	maxHead = 64 << 10 // bytes of an answer's header
-	// kernelBuffer is the size in bytes of a connection's receive buffer. It bounds what a stuck reader can pile up. A larger one
-	// is slower: at 256 KiB the window never moves, so the kernel acknowledges each segment at once, the engine's writes never
-	// join in its send queue, and each token costs the engine a segment of its own (70 % more CPU per answer, 40 % fewer chunks).
+	// kernelBuffer is the size in bytes of a connection's receive buffer. It bounds what a stuck reader can
+	// pile up. A larger one is slower: at 256 KiB the window never moves, so the kernel acknowledges each
+	// segment at once, the engine's writes never join in its send queue, and each token costs the engine a
+	// segment of its own (70 % more CPU per answer, 40 % fewer chunks).
 	kernelBuffer = 64 << 10
 )
 
@@ -86,7 +93,8 @@ type Timers struct {
 	IdleAttached time.Duration // idle connections to other engines
 }
 
-// Legs are the two ways to an engine: one that dpserve started keeps idle connections for longer. Safe for concurrent use.
+// Legs are the connections to engines. Those to engines that dpserve started may be idle for longer than
+// those to attached ones. Safe for concurrent use.
 type Legs struct{ owned, attached *direct }
 
 // New makes the legs; a nil dial is TCP.
@@ -95,12 +103,15 @@ func New(t Timers, dial Dialer) *Legs {
 		dial = (&net.Dialer{Timeout: t.Dial, KeepAlive: -1, Control: connectNow}).DialContext
 	}
 	dial = cappedDial(dial)
-	return &Legs{owned: newDirect(dial, t.Dial, t.IdleOwned), attached: newDirect(dial, t.Dial, t.IdleAttached)}
+	return &Legs{
+		owned:    newDirect(dial, t.Dial, t.IdleOwned),
+		attached: newDirect(dial, t.Dial, t.IdleAttached),
+	}
 }
 
-// Send returns when the answer's header is there. It never follows redirects and never sends twice. The caller closes the
-// answer's body, and does not change its header. The request's memory may still be read after Send has returned, until
-// Settled says otherwise. owned: dpserve started the engine.
+// Send returns when the answer's header is there. It never follows redirects and never sends twice. The
+// caller closes the answer's body, and does not change its header. The request's memory may still be read
+// after Send has returned, until Settled is true. owned: dpserve started the engine.
 func (l *Legs) Send(ctx context.Context, owned bool, r *Request) (*http.Response, error) {
 	if owned {
 		return l.owned.send(ctx, r)
@@ -108,7 +119,8 @@ func (l *Legs) Send(ctx context.Context, owned bool, r *Request) (*http.Response
 	return l.attached.send(ctx, r)
 }
 
-// Close closes idle connections, and those in use when their requests end. It ends the dials of spare connections.
+// Close closes idle connections, and those in use when their requests end. It ends the dials of spare
+// connections.
 func (l *Legs) Close() {
 	l.owned.close()
 	l.attached.close()
@@ -125,12 +137,72 @@ func cappedDial(dial Dialer) Dialer {
 	}
 }
 
-// capped bounds what a stuck client makes pile up in the kernel on the engine's side, and gives a quiet connection.
+// capped limits the connection's receive buffer, which bounds the bytes that a stuck client makes pile up in
+// the kernel, and returns a quietnet connection over it.
 func capped(c net.Conn) net.Conn {
 	if tcp, ok := c.(*net.TCPConn); ok {
 		if tcp.SetReadBuffer(kernelBuffer) != nil {
-			return c // closing already: the first use will say so
+			return c // already closed: the first use fails
 		}
 	}
 	return quietnet.Conn(c)
+}
+
+// Hop reports whether a header field (in canonical form) belongs to one connection and is never passed on
+// (RFC 9110, 7.6.1).
+func Hop(name string) bool {
+	switch name {
+	case "Connection", "Keep-Alive", "Proxy-Connection", "Proxy-Authenticate", "Proxy-Authorization", "Te",
+		"Trailer", "Transfer-Encoding", "Upgrade":
+		return true
+	}
+	return false
+}
+
+// HopNames are the fields that Connection declares to be for this hop; nil for most messages.
+func HopNames(h http.Header) map[string]bool {
+	var out map[string]bool
+	for _, line := range h["Connection"] {
+		for _, name := range strings.Split(line, ",") {
+			name = textproto.CanonicalMIMEHeaderKey(strings.TrimSpace(name))
+			if name == "" || name == "Close" || name == "Keep-Alive" {
+				continue
+			}
+			if out == nil {
+				out = map[string]bool{}
+			}
+			out[name] = true
+		}
+	}
+	return out
+}
+
+// transport is the leg on net/http: for TLS, and for large bodies.
+type transport struct{ inner *http.Transport }
+
+// newTransport sets what the defaults of net/http get wrong for a relay: no compression (the transport would
+// decode answers on its own), and no proxy from the environment (it would see the prompts).
+func newTransport(dial Dialer, patience, idle time.Duration) *transport {
+	return &transport{&http.Transport{
+		DialContext:            dial,
+		DisableCompression:     true,
+		Proxy:                  nil,
+		IdleConnTimeout:        idle,
+		MaxIdleConns:           0,
+		MaxIdleConnsPerHost:    maxIdle,
+		MaxResponseHeaderBytes: maxHead,
+		TLSHandshakeTimeout:    patience,
+	}}
+}
+
+// send gives the body as a bytes.Reader, which the transport knows: it writes header and body in one piece.
+// GetBody stays unset, or the transport would resend by itself, uncounted.
+func (t *transport) send(ctx context.Context, o *Request) (*http.Response, error) {
+	o.reader = bytes.NewReader(o.Body)
+	r := http.Request{
+		Method: http.MethodPost, URL: o.URL, Host: o.URL.Host, Header: o.Header,
+		Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1,
+		Body: io.NopCloser(o.reader), ContentLength: int64(len(o.Body)),
+	}
+	return t.inner.RoundTrip(r.WithContext(httptrace.WithClientTrace(ctx, o.trace())))
 }

@@ -45,8 +45,8 @@ func TestPlain(t *testing.T) {
 	}
 }
 
-// TestBySize: small bodies use the own client, large ones the transport, and both keep their connections. The own client
-// has a spare one besides.
+// TestBySize: small bodies use the own client, large ones the transport, and both keep their connections. The
+// own client has a spare one besides.
 func TestBySize(t *testing.T) {
 	seen := make(chan string, 8)
 	srv := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {

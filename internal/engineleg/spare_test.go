@@ -17,8 +17,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// fakeEngine is an engine behind pipes: it counts the dials, and answers until it is told otherwise. A request for
-// /stream gets a head and then nothing, until its client closes.
+// fakeEngine is an engine behind pipes: it counts the dials, and answers until it is told otherwise. A
+// request for /stream gets a head and then nothing, until its client closes.
 type fakeEngine struct {
 	t    *testing.T
 	legs *Legs
@@ -113,7 +113,10 @@ func (e *fakeEngine) closeAll() {
 // send sends a request and lets what it has begun in the background end.
 func (e *fakeEngine) send(path string) (*http.Response, *Request, error) {
 	e.t.Helper()
-	r := &Request{URL: &url.URL{Scheme: "http", Host: "engine:1", Path: path}, Header: http.Header{}, Body: []byte("{}")}
+	r := &Request{
+		URL: &url.URL{Scheme: "http", Host: "engine:1", Path: path}, Header: http.Header{},
+		Body: []byte("{}"),
+	}
 	resp, err := e.legs.Send(e.t.Context(), false, r)
 	synctest.Wait()
 	return resp, r, err
@@ -150,8 +153,8 @@ func TestARequestBesideOthersNeedsNoDial(t *testing.T) {
 	})
 }
 
-// TestNothingIsDialledWithoutRequests: a spare connection that nobody used is closed when its time is over, and no other
-// one takes its place before the next request.
+// TestNothingIsDialledWithoutRequests: a spare connection that nobody used is closed when its time is over,
+// and no other one takes its place before the next request.
 func TestNothingIsDialledWithoutRequests(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		e := newFakeEngine(t)
@@ -168,8 +171,8 @@ func TestNothingIsDialledWithoutRequests(t *testing.T) {
 	})
 }
 
-// TestADeadEngineIsDialledByItsRequestsAlone: no spare connection is dialled to an engine that refuses connections, or
-// takes them and does not answer.
+// TestADeadEngineIsDialledByItsRequestsAlone: no spare connection is dialled to an engine that refuses
+// connections, or takes them and does not answer.
 func TestADeadEngineIsDialledByItsRequestsAlone(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		for _, kind := range []func(*fakeEngine) *bool{
@@ -206,7 +209,8 @@ func TestASpareThatTheEngineClosedIsAFreeResend(t *testing.T) {
 	})
 }
 
-// TestDialsOfSparesAreBounded: one at a time per engine, for as long as a dial may take; and none outlives the legs.
+// TestDialsOfSparesAreBounded: one at a time per engine, for as long as a dial may take; and none outlives
+// the legs.
 func TestDialsOfSparesAreBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		e := newFakeEngine(t)

@@ -51,8 +51,8 @@ type one struct {
 	_         [64]byte
 }
 
-// TestSK8BoundHoldsAgainstAStoppedReader: a million messages to a reader that does not read stay within the bound; what gives
-// back passes; order per sender holds once it reads again.
+// TestSK8BoundHoldsAgainstAStoppedReader: a million messages to a reader that does not read stay within the
+// bound; what gives back passes; order per sender holds once it reads again.
 func TestSK8BoundHoldsAgainstAStoppedReader(t *testing.T) {
 	total := 1_000_000
 	if testing.Short() {

@@ -6,25 +6,25 @@ import (
 	"time"
 )
 
-// Host is one machine on a Network. Between two hosts the links can be cut, silenced and delayed; what stays on a host is untouched
-// by that. Safe for concurrent use.
+// Host is one machine on a Network. The links between two hosts can be cut, silenced and delayed; connections
+// inside a host are not affected. Safe for concurrent use.
 type Host struct {
 	net  *Network
 	name string
 }
 
-// link is the way from one host to another.
+// link is one direction between two hosts.
 type link struct{ from, to string }
 
 func (l link) back() link { return link{l.to, l.from} }
 
-// Pauses of TCP before it sends again what nobody acknowledged; each is twice the one before.
+// Pauses of TCP before it resends unacknowledged data; each is twice the one before.
 const (
 	firstRetransmit = 200 * time.Millisecond
 	firstSYN        = time.Second
 )
 
-// Host gives a machine by its name: the host part of the addresses it listens at.
+// Host returns a machine by its name: the host part of the addresses it listens at.
 func (n *Network) Host(name string) *Host { return &Host{net: n, name: name} }
 
 // Listen binds addr; it fails once the host is down.
@@ -38,8 +38,8 @@ func (h *Host) Listen(addr string) (net.Listener, error) {
 	return h.net.Listen(addr)
 }
 
-// DialContext connects this host with a listener, here or on another host. While the way there or back is silent it waits, as TCP
-// does, until the next SYN gets through.
+// DialContext connects this host with a listener, here or on another host. While either direction is silent
+// it waits, as TCP does, until the next SYN gets through.
 func (h *Host) DialContext(ctx context.Context, network, addr string) (net.Conn, error) {
 	to, _, err := net.SplitHostPort(addr)
 	if err != nil {
@@ -78,7 +78,8 @@ func (n *Network) reach(ctx context.Context, way link, addr string) error {
 		case dead:
 			return refused(addr)
 		case !silent:
-			if now := time.Now(); now.After(began) { // it was silent: there is nothing to hear before the next one
+			// the link was silent, so nothing arrives before the next one
+			if now := time.Now(); now.After(began) {
 				rest += again(began, now, firstSYN).Sub(now)
 			}
 			return sleep(ctx, rest)
@@ -105,7 +106,7 @@ func sleep(ctx context.Context, d time.Duration) error {
 	}
 }
 
-// again is when TCP next sends what it sent first at a time.
+// again is the time at which TCP next resends data that it first sent at the given time.
 func again(sent, now time.Time, pause time.Duration) time.Time {
 	at := sent
 	for ; !at.After(now); pause *= 2 {
@@ -114,7 +115,7 @@ func again(sent, now time.Time, pause time.Duration) time.Time {
 	return at
 }
 
-// watch gives the channel that closes with the next change of links. Called under mu.
+// watch returns the channel that closes with the next change of links. Called under mu.
 func (n *Network) watch() <-chan struct{} {
 	if n.turned == nil {
 		n.turned = make(chan struct{})
@@ -122,12 +123,13 @@ func (n *Network) watch() <-chan struct{} {
 	return n.turned
 }
 
-// change alters links under mu and wakes who waits for one.
+// change alters links under mu and wakes all that wait for a change.
 func (n *Network) change(alter func()) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if n.silent == nil {
-		n.silent, n.cut, n.delays, n.down = map[link]bool{}, map[link]bool{}, map[link]time.Duration{}, map[string]bool{}
+		n.silent, n.cut, n.delays, n.down = map[link]bool{}, map[link]bool{}, map[link]time.Duration{},
+			map[string]bool{}
 	}
 	alter()
 	if n.turned != nil {
@@ -136,8 +138,8 @@ func (n *Network) change(alter func()) {
 	}
 }
 
-// Silence lets vanish what one host sends to another, one way; nobody is told. Connections stay, and what is sent meanwhile arrives
-// after Heal when TCP would send it again.
+// Silence drops the data of one direction without an error. Connections stay, and data sent meanwhile arrives
+// after Heal, when TCP would resend it.
 func (n *Network) Silence(from, to string) {
 	n.change(func() {
 		n.silent[link{from, to}] = true
@@ -173,13 +175,13 @@ func (n *Network) Heal(a, b string) {
 	})
 }
 
-// Delay makes what one host sends to another arrive that much later; 0 = at once.
+// Delay delays the data of one direction; 0 = no delay.
 func (n *Network) Delay(from, to string, d time.Duration) {
 	n.change(func() { n.delays[link{from, to}] = d })
 }
 
-// Down is the death of all that ran on the host: listeners close, connections with others are reset, and it hears and says nothing
-// more. Others learn it if the way to them is not silent.
+// Down ends the host: its listeners close, its connections are reset, and it neither receives nor sends.
+// Other hosts see the resets unless the direction to them is silent.
 func (h *Host) Down() {
 	n := h.net
 	var bound []*listener

@@ -1,5 +1,5 @@
-// Package memnet is a network inside one process: named listeners over net.Pipe, for whole-node tests on fake time (testing/synctest
-// sees pipe reads as durable waits, socket reads it does not).
+// Package memnet is a network inside one process: named listeners over net.Pipe, for whole-node tests on fake
+// time (testing/synctest sees pipe reads as durable waits, socket reads it does not).
 package memnet
 
 import (
@@ -12,25 +12,26 @@ import (
 	"time"
 )
 
-// ErrRefused is what Dial gives where nobody listens, as the kernel would.
+// ErrRefused is returned by Dial for an address without a listener, as by the kernel.
 var ErrRefused = errors.New("connection refused")
 
 // backlog bounds connections that were dialled and not yet accepted.
 const backlog = 128
 
-// Network is a set of listeners by address, for streams and for packets. The zero value is ready; safe for concurrent use.
+// Network is a set of listeners by address, for streams and for packets. The zero value is ready; safe for
+// concurrent use.
 type Network struct {
 	mu        sync.Mutex
 	listeners map[string]*listener
 	packets   map[string]*Packets
 	next      int
 
-	silent map[link]bool // what is sent that way does not arrive
+	silent map[link]bool // data of that direction does not arrive
 	cut    map[link]bool // both ways
 	delays map[link]time.Duration
 	down   map[string]bool // hosts
 	wires  map[*wire]bool
-	turned chan struct{} // closed when links change; nil = nobody waits
+	turned chan struct{} // closed when links change; nil = no waiter
 }
 
 // Listen binds addr ("host:port"; port 0 picks a free one).
@@ -87,12 +88,12 @@ type listener struct {
 	once  sync.Once
 }
 
-// take queues a connection that was dialled.
+// take queues a dialled connection.
 func (l *listener) take(ctx context.Context, c net.Conn) error {
 	select {
 	case l.conns <- c:
 		select {
-		case <-l.done: // closed meanwhile: whoever empties the queue last, nobody waits in it
+		case <-l.done: // closed meanwhile: this call or Close empties the queue
 			l.empty()
 		default:
 		}
@@ -139,5 +140,92 @@ func (l *listener) Addr() net.Addr { return l.addr }
 
 type address string
 
-func (address) Network() string  { return "mem" }
+func (address) Network() string { return "mem" }
+
 func (a address) String() string { return string(a) }
+
+// packetQueue bounds the unread packets; further ones are lost, as on a socket.
+const packetQueue = 256
+
+// Packets is a bound packet address. Packets to an address that is not bound are lost without an error.
+type Packets struct {
+	net  *Network
+	addr address
+	in   chan packet
+	done chan struct{}
+	once sync.Once
+}
+
+type packet struct {
+	data []byte
+	from net.Addr
+}
+
+// ListenPacket binds addr for packets ("host:port"; port 0 picks a free one). Streams have ports of their
+// own, as TCP and UDP have.
+func (n *Network) ListenPacket(addr string) (*Packets, error) {
+	host, port, err := net.SplitHostPort(addr)
+	if err != nil {
+		return nil, fmt.Errorf("listen for packets on %q: %w", addr, err)
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.packets == nil {
+		n.packets = map[string]*Packets{}
+	}
+	for next := 50000; port == "0" || port == ""; next++ {
+		if p := strconv.Itoa(next); n.packets[net.JoinHostPort(host, p)] == nil {
+			port = p
+		}
+	}
+	key := net.JoinHostPort(host, port)
+	if n.packets[key] != nil {
+		return nil, fmt.Errorf("listen for packets on %s: address already in use", key)
+	}
+	p := &Packets{net: n, addr: address(key), in: make(chan packet, packetQueue), done: make(chan struct{})}
+	n.packets[key] = p
+	return p, nil
+}
+
+// ReadFrom waits for a packet, or for Close.
+func (p *Packets) ReadFrom(b []byte) (int, net.Addr, error) {
+	select {
+	case got := <-p.in:
+		return copy(b, got.data), got.from, nil
+	case <-p.done:
+		return 0, nil, net.ErrClosed
+	}
+}
+
+// WriteTo sends a packet. It never blocks.
+func (p *Packets) WriteTo(b []byte, to net.Addr) (int, error) {
+	select {
+	case <-p.done:
+		return 0, net.ErrClosed
+	default:
+	}
+	p.net.mu.Lock()
+	there := p.net.packets[to.String()]
+	p.net.mu.Unlock()
+	if there != nil {
+		select {
+		case there.in <- packet{data: append([]byte(nil), b...), from: p.addr}:
+		default:
+		}
+	}
+	return len(b), nil
+}
+
+// LocalAddr is where it is bound.
+func (p *Packets) LocalAddr() net.Addr { return p.addr }
+
+// Close frees the address.
+func (p *Packets) Close() error {
+	p.once.Do(func() {
+		p.net.mu.Lock()
+		delete(p.net.packets, string(p.addr))
+		p.net.mu.Unlock()
+		close(p.done)
+	})
+	return nil
+}

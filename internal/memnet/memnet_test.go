@@ -18,7 +18,9 @@ func TestHTTPOverMemory(t *testing.T) {
 	_, err = n.Listen(l.Addr().String())
 	require.ErrorContains(t, err, "already in use")
 
-	srv := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, "hi") })}
+	srv := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		_, _ = io.WriteString(w, "hi")
+	})}
 	done := make(chan struct{})
 	go func() { defer close(done); _ = srv.Serve(l) }()
 	tr := &http.Transport{DialContext: n.DialContext}

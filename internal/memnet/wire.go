@@ -8,13 +8,13 @@ import (
 	"time"
 )
 
-// window bounds what was sent one way and not read yet, as socket buffers do.
+// window bounds the unread bytes of one direction, as socket buffers do.
 const window = 256 << 10
 
 // wire is a connection between two hosts. All of it is guarded by the network's mu.
 type wire struct {
 	net  *Network
-	ends [2]*end // of who dialled, and of who listens
+	ends [2]*end // the dialling and the listening one
 }
 
 // end is a host's end of a wire.
@@ -33,7 +33,7 @@ type end struct {
 	wasReset bool
 }
 
-// chunk is what one write sent.
+// chunk is the data of one write.
 type chunk struct {
 	data []byte
 	fin  bool      // nothing comes after it
@@ -44,7 +44,7 @@ type chunk struct {
 
 var _ net.Conn = (*end)(nil)
 
-// connect makes a wire; l is nil where nobody listens.
+// connect makes a wire; l is nil without a listener.
 func (n *Network) connect(way link, addr string) (here, there *end, l *listener) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -97,7 +97,7 @@ func (w *wire) forget() {
 
 func (e *end) over() bool { return e.closed || e.wasReset }
 
-// hold keeps back what has not arrived that way yet. Under mu.
+// hold keeps back the data of that direction that has not arrived. Under mu.
 func (w *wire) hold(l link) {
 	for _, e := range w.ends {
 		if e.way.back() != l {
@@ -111,7 +111,7 @@ func (w *wire) hold(l link) {
 	}
 }
 
-// release sends again what was held. Under mu.
+// release resends the held data. Under mu.
 func (w *wire) release(l link) {
 	now := time.Now()
 	for _, e := range w.ends {
@@ -128,7 +128,7 @@ func (w *wire) release(l link) {
 				c.held, c.at = false, at
 			}
 		}
-		if e.over() && !at.IsZero() { // nobody is there for it: the sender hears that
+		if e.over() && !at.IsZero() { // this end is closed, so the sender gets a reset
 			e.peer.wasReset = true
 			w.forget()
 			e.peer.wake()
@@ -137,7 +137,7 @@ func (w *wire) release(l link) {
 	}
 }
 
-// wake makes who waits at this end look again. Under mu.
+// wake wakes the calls that wait at this end. Under mu.
 func (e *end) wake() {
 	close(e.changed)
 	e.changed = make(chan struct{})
@@ -147,7 +147,7 @@ func (e *end) fail(op string, err error) error {
 	return &net.OpError{Op: op, Net: "mem", Source: e.local, Addr: e.remote, Err: err}
 }
 
-// broken is why nothing goes on at this end. Under mu.
+// broken is the reason why this end cannot be used any more. Under mu.
 func (e *end) broken(op string, deadline time.Time) error {
 	switch {
 	case e.closed:
@@ -174,7 +174,7 @@ func (e *end) Read(b []byte) (int, error) {
 	}
 }
 
-// take reads what has arrived. Under mu.
+// take reads the data that has arrived. Under mu.
 func (e *end) take(b []byte) (int, error) {
 	if err := e.broken("read", e.read); err != nil {
 		return 0, err
@@ -200,7 +200,7 @@ func (e *end) take(b []byte) (int, error) {
 	return n, nil
 }
 
-// arrival is when the next chunk can be read; zero: nobody knows. Under mu.
+// arrival is the time at which the next chunk can be read; zero: unknown. Under mu.
 func (e *end) arrival() time.Time {
 	if len(e.in) == 0 || e.in[0].held {
 		return time.Time{}
@@ -226,7 +226,7 @@ func (e *end) Write(b []byte) (int, error) {
 	}
 }
 
-// put sends what there is room for. Under mu.
+// put sends as many bytes as there is room for. Under mu.
 func (e *end) put(b []byte) (int, error) {
 	if err := e.broken("write", e.write); err != nil {
 		return 0, err
@@ -306,7 +306,7 @@ func (e *end) set(alter func()) error {
 	return nil
 }
 
-// earliest of two moments, of which none, one or both are there.
+// earliest returns the earlier of two times; a zero time does not count.
 func earliest(a, b time.Time) time.Time {
 	if a.IsZero() || !b.IsZero() && b.Before(a) {
 		return b
@@ -314,7 +314,7 @@ func earliest(a, b time.Time) time.Time {
 	return a
 }
 
-// await waits for a change, or for a moment if there is one.
+// await waits for a change, or until the given time if it is not zero.
 func await(changed <-chan struct{}, until time.Time) {
 	if until.IsZero() {
 		<-changed

@@ -3,8 +3,8 @@ package nearest
 
 import "strings"
 
-// Word is the word of words that was probably meant by found, or "". Case and the choice of _ or - do not count as
-// a difference; otherwise about one edit in three characters is forgiven.
+// Word is the word of words that was probably meant by found, or "". Case and the choice of _ or - do not
+// count as a difference; otherwise about one edit in three characters is forgiven.
 func Word(found string, words []string) string {
 	if len(found) > maxWord {
 		return ""

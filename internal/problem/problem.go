@@ -1,5 +1,5 @@
-// Package problem is the one error type that reaches users: a code, a message and a hint. Only the edges (admin API, CLI,
-// inference routes) map codes to HTTP statuses and exit codes.
+// Package problem is the one error type that reaches users: a code, a message and a hint. Only the edges
+// (admin API, CLI, inference routes) map codes to HTTP statuses and exit codes.
 package problem
 
 import (
@@ -72,7 +72,8 @@ func CodeOf(err error) Code {
 }
 
 var https = map[Code]int{
-	InvalidArgument: 400, Unauthenticated: 401, PermissionDenied: 403, NotFound: 404, SlowRequest: 408, Conflict: 409,
+	InvalidArgument: 400, Unauthenticated: 401, PermissionDenied: 403, NotFound: 404, SlowRequest: 408,
+	Conflict: 409,
 	TooLarge: 413, Unplaceable: 422, QuotaExceeded: 429, HeaderTooLarge: 431, Internal: 500, Upstream: 502,
 	Overloaded: 503, Unavailable: 503, Timeout: 504,
 }

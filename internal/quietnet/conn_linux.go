@@ -13,10 +13,12 @@ import (
 	"unsafe"
 )
 
-// maxPiece bounds one raw call: a copy of so many bytes takes some 20 µs, for which the processor cannot be taken away.
+// maxPiece bounds one raw call: a copy of so many bytes takes some 20 µs, for which the processor cannot be
+// taken away.
 const maxPiece = 128 << 10
 
-// Conn gives a quiet connection over c. What is not a *net.TCPConn, or is closed, is given back as it is.
+// Conn returns a connection over c that uses raw system calls. If c is no *net.TCPConn, or closed, it returns
+// c.
 func Conn(c net.Conn) net.Conn {
 	tcp, ok := c.(*net.TCPConn)
 	if !ok {
@@ -31,7 +33,8 @@ func Conn(c net.Conn) net.Conn {
 	return q
 }
 
-// conn is a net.Conn over raw system calls. The TCPConn is no embedded field: its ReadFrom and WriteTo would go around them.
+// conn is a net.Conn over raw system calls. The TCPConn is no embedded field: its ReadFrom and WriteTo would
+// go around them.
 type conn struct {
 	tcp *net.TCPConn
 	raw syscall.RawConn
@@ -39,8 +42,8 @@ type conn struct {
 	out side
 }
 
-// side is one direction. Its callback is bound once per connection, so that a call allocates nothing; mu keeps two callers of the
-// same direction apart, as the connection below does.
+// side is one direction. Its callback is bound once per connection, so that a call allocates nothing; mu
+// keeps two callers of the same direction apart, as the connection below does.
 type side struct {
 	mu    sync.Mutex
 	try   func(fd uintptr) bool
@@ -126,16 +129,20 @@ func (s *side) write(fd uintptr) (done bool) {
 
 // call makes the raw system call. p is not empty.
 func call(trap, fd uintptr, p []byte) (int, syscall.Errno) {
-	n, _, errno := syscall.RawSyscall(trap, fd, uintptr(unsafe.Pointer(unsafe.SliceData(p))), uintptr(len(p))) //nolint:gosec // the address is taken within the call, as package unsafe asks (rule 4)
+	//nolint:gosec // the address is taken within the call, as package unsafe asks (rule 4)
+	n, _, errno := syscall.RawSyscall(trap, fd, uintptr(unsafe.Pointer(unsafe.SliceData(p))), uintptr(len(p)))
 	return int(n), errno
 }
 
 // failed is a system call's error in the form that package net gives it.
 func (c *conn) failed(op string, errno syscall.Errno) error {
-	return &net.OpError{Op: op, Net: "tcp", Source: c.tcp.LocalAddr(), Addr: c.tcp.RemoteAddr(), Err: os.NewSyscallError(op, errno)}
+	return &net.OpError{
+		Op: op, Net: "tcp", Source: c.tcp.LocalAddr(), Addr: c.tcp.RemoteAddr(),
+		Err: os.NewSyscallError(op, errno),
+	}
 }
 
-// renamed gives an error of the raw connection the name of the operation that its caller knows.
+// renamed sets the operation of an error of the raw connection to the one that its caller used.
 func renamed(err error, op string) error {
 	var e *net.OpError
 	if errors.As(err, &e) {

@@ -45,7 +45,8 @@ func random(tb testing.TB, n int) []byte {
 	return b
 }
 
-// TestBytesArriveWhole: large transfers in both directions at once, in many partial writes because the kernel's buffers are small.
+// TestBytesArriveWhole: large transfers in both directions at once, in many partial writes because the
+// kernel's buffers are small.
 func TestBytesArriveWhole(t *testing.T) {
 	quiet, plain := pair(t)
 	require.NoError(t, plain.SetReadBuffer(64<<10))
@@ -118,7 +119,8 @@ func TestEmptyReadsAndWritesDoNothing(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// TestDeadlines: a passed deadline ends a call that waits, fails those that follow, and a later deadline heals it.
+// TestDeadlines: a passed deadline ends a call that waits, fails those that follow, and a later deadline
+// heals it.
 func TestDeadlines(t *testing.T) {
 	quiet, plain := pair(t)
 	require.NoError(t, quiet.SetReadDeadline(time.Now().Add(10*time.Millisecond)))

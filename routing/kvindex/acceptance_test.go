@@ -26,7 +26,8 @@ func newStream(t *testing.T) *stream {
 	return s
 }
 
-// churn is a batch of an engine's life: prompts that share prefixes come, and go from their ends, sometimes from the front.
+// churn is a batch of an engine's life: prompts that share prefixes come, and go from their ends, sometimes
+// from the front.
 func (s *stream) churn(r *rand.Rand) {
 	ids := count(1 + r.IntN(80))
 	for i := r.IntN(len(ids)); i < len(ids); i++ {
@@ -49,7 +50,8 @@ func (s *stream) churn(r *rand.Rand) {
 	}
 }
 
-// reader is an ingress: it applies records in order, drops those it has, and starts over from a snapshot after a gap.
+// reader is an ingress: it applies records in order, drops those it has, and starts over from a snapshot
+// after a gap.
 type reader struct {
 	t         *testing.T
 	from      *stream
@@ -130,7 +132,8 @@ func TestKV3ExactAfterDropsDuplicatesAndReorders(t *testing.T) {
 	verify(t, in.ix)
 	assert.Positive(t, in.snapshots)
 	assert.Zero(t, in.ix.Stats().Conflict)
-	t.Logf("%d records, %d snapshots, %d blocks, %d orphans", len(from.records), in.snapshots, in.c.Len(), in.c.Orphans())
+	t.Logf("%d records, %d snapshots, %d blocks, %d orphans", len(from.records), in.snapshots, in.c.Len(),
+		in.c.Orphans())
 }
 
 func TestKV3SnapshotPlusLaterDeltasEqualsTheWholeStream(t *testing.T) {
@@ -185,7 +188,8 @@ func TestKV6OneBitPerPhysicalCopy(t *testing.T) {
 	c.Stored(testHasher, ev)
 	c.Stored(testHasher, ev)
 	c.Removed(0, ev.Blocks)
-	assert.Equal(t, 7, hitsOf(ix, chain(ids, 16))[0], "resident after the first removal; a 7-block hit scores 7")
+	assert.Equal(t, 7, hitsOf(ix, chain(ids, 16))[0],
+		"resident after the first removal; a 7-block hit scores 7")
 	c.Removed(0, ev.Blocks)
 	assert.Equal(t, 0, hitsOf(ix, chain(ids, 16))[0])
 	c.Removed(0, ev.Blocks)
@@ -201,7 +205,10 @@ func TestKV6TheLastBlockIsStoredTwiceInABatchOfItsOwn(t *testing.T) {
 	ids := count(7 * 16)
 	ev := event(ids, 16, 1)
 	c.Stored(testHasher, ev)
-	again := &StoredEvent{HasParent: true, Parent: ev.Blocks[5], Blocks: ev.Blocks[6:], Tokens: ids[6*16:], BlockSize: 16}
+	again := &StoredEvent{
+		HasParent: true, Parent: ev.Blocks[5], Blocks: ev.Blocks[6:], Tokens: ids[6*16:],
+		BlockSize: 16,
+	}
 	c.Stored(testHasher, again)
 	c.Removed(0, ev.Blocks[6:])
 	assert.Equal(t, 7, hitsOf(ix, chain(ids, 16))[0])
@@ -215,7 +222,10 @@ func TestKV7OnlyFullAttentionCounts(t *testing.T) {
 	ids := count(128)
 	store := func(from int, group int, size int, kind string) {
 		n := (len(ids) - from) / size
-		ev := &StoredEvent{Root: rootOf(size), Tokens: ids[from : from+n*size], BlockSize: size, Group: group, Kind: kind}
+		ev := &StoredEvent{
+			Root: rootOf(size), Tokens: ids[from : from+n*size], BlockSize: size, Group: group,
+			Kind: kind,
+		}
 		for i := range n {
 			ev.Blocks = append(ev.Blocks, UintHandle(group, uint64(from/size+i)))
 		}
@@ -239,10 +249,12 @@ func TestKV7OnlyFullAttentionCounts(t *testing.T) {
 	assert.Zero(t, ix.Stats().UnknownParent)
 	assert.Zero(t, ix.Stats().UnknownRemove)
 	store(0, 0, 32, "full_attention")
-	assert.Equal(t, uint64(1), ix.Stats().BadBlockSize, "another size is counted, not indexed as a silent zero")
+	assert.Equal(t, uint64(1), ix.Stats().BadBlockSize,
+		"another size is counted, not indexed as a silent zero")
 }
 
-// kv11 is 8 engines with prompts of 20,000 tokens, 4,000 of them the same system prompt, several times what the cap holds.
+// kv11 is 8 engines with prompts of 20,000 tokens, 4,000 of them the same system prompt, several times what
+// the cap holds.
 type kv11 struct {
 	ix      *Index
 	columns []*Column
@@ -303,13 +315,15 @@ func TestKV11TheCapHolds(t *testing.T) {
 	}
 	used := int64(heap()) - int64(before)
 	s := k.ix.Stats()
-	t.Logf("cap %d KiB, charged %d, heap %d; %d blocks, %d handles, %d evicted, %d refused, %d aside", kv11Cap>>10, s.Bytes>>10, used>>10,
+	t.Logf("cap %d KiB, charged %d, heap %d; %d blocks, %d handles, %d evicted, %d refused, %d aside",
+		kv11Cap>>10, s.Bytes>>10, used>>10,
 		s.Blocks, s.Handles, s.Evicted, s.Refused, s.Aside)
 	assert.Less(t, used, int64(kv11Cap)*11/10, "heap within cap + 10 %")
 	assert.Positive(t, s.Evicted)
 	assert.Zero(t, s.Orphans, "prefix closure kept")
 	full, hits := chain(k.ids, 16), make([]Hit, 0, 8)
-	assert.Zero(t, testing.AllocsPerRun(100, func() { hits = k.ix.Match(full, hits[:0]) }), "a look-up at the cap costs no memory, as below it")
+	assert.Zero(t, testing.AllocsPerRun(100, func() { hits = k.ix.Match(full, hits[:0]) }),
+		"a look-up at the cap costs no memory, as below it")
 	verify(t, k.ix)
 	for rank, c := range k.columns {
 		for _, n := range k.live[rank] {
@@ -362,7 +376,8 @@ func TestKV12OtherSaltsShareNothing(t *testing.T) {
 	for k, s := range salts {
 		add(k, testHasher.Tokens(nil, testHasher.Root(s), ids, 16, nil))
 	}
-	image := testHasher.Tokens(nil, testHasher.Root(base), ids, 16, []Extra{{Block: 1, Key: testHasher.Key("sha of a cat")}})
+	image := testHasher.Tokens(nil, testHasher.Root(base), ids, 16,
+		[]Extra{{Block: 1, Key: testHasher.Key("sha of a cat")}})
 	plain := testHasher.Tokens(nil, testHasher.Root(base), ids, 16, nil)
 	assert.Equal(t, plain[0], image[0], "in front of the image nothing changed")
 	add(6, image[1:])
@@ -382,21 +397,64 @@ func TestKV13HostileEventsAreDroppedAndCounted(t *testing.T) {
 		ev   StoredEvent
 		want func(Stats) uint64
 	}{
-		"self-parent":       {StoredEvent{HasParent: true, Parent: x, Blocks: []Handle{x}, Tokens: other[:16], BlockSize: 16}, func(s Stats) uint64 { return s.SelfParent }},
-		"twice in a chain":  {StoredEvent{Root: 5, Blocks: []Handle{x, UintHandle(0, 78), x}, Tokens: other[:48], BlockSize: 16}, func(s Stats) uint64 { return s.Cycle }},
-		"cycle":             {StoredEvent{HasParent: true, Parent: b, Blocks: []Handle{x, a}, Tokens: other[:32], BlockSize: 16}, func(s Stats) uint64 { return s.Cycle }},
-		"length 2^31":       {StoredEvent{Blocks: []Handle{x}, Tokens: other[:16], BlockSize: 1 << 31}, func(s Stats) uint64 { return s.BadLength }},
-		"length 0":          {StoredEvent{Blocks: []Handle{x}, Tokens: other[:16]}, func(s Stats) uint64 { return s.BadLength }},
-		"length negative":   {StoredEvent{Blocks: []Handle{x}, Tokens: other[:16], BlockSize: -16}, func(s Stats) uint64 { return s.BadLength }},
-		"too few tokens":    {StoredEvent{Blocks: []Handle{x}, Tokens: other[:15], BlockSize: 16}, func(s Stats) uint64 { return s.BadLength }},
-		"too many tokens":   {StoredEvent{Blocks: []Handle{x}, Tokens: other[:17], BlockSize: 16}, func(s Stats) uint64 { return s.BadLength }},
-		"other block size":  {StoredEvent{Blocks: []Handle{x}, Tokens: other[:8], BlockSize: 8}, func(s Stats) uint64 { return s.BadBlockSize }},
-		"known elsewhere":   {StoredEvent{Root: 5, Blocks: []Handle{a}, Tokens: other[:16], BlockSize: 16}, func(s Stats) uint64 { return s.Cycle }},
-		"unknown parent":    {StoredEvent{HasParent: true, Parent: x, Blocks: []Handle{UintHandle(0, 78)}, Tokens: other[:16], BlockSize: 16}, func(s Stats) uint64 { return s.UnknownParent }},
-		"negative group":    {StoredEvent{Group: -5, Kind: "mamba", Blocks: []Handle{x}, Tokens: other[:16], BlockSize: 16}, func(s Stats) uint64 { return s.OtherGroup }},
-		"aside, twice":      {StoredEvent{HasParent: true, Parent: x, Blocks: []Handle{UintHandle(0, 78), UintHandle(0, 78)}, Tokens: other[:32], BlockSize: 16}, func(s Stats) uint64 { return s.Conflict }},
-		"nothing in it":     {StoredEvent{BlockSize: 16}, func(Stats) uint64 { return 1 }},
-		"blocks, no tokens": {StoredEvent{Blocks: []Handle{x}, BlockSize: 16}, func(s Stats) uint64 { return s.BadLength }},
+		"self-parent": {StoredEvent{
+			HasParent: true, Parent: x, Blocks: []Handle{x}, Tokens: other[:16],
+			BlockSize: 16,
+		}, func(s Stats) uint64 { return s.SelfParent }},
+		"twice in a chain": {StoredEvent{
+			Root: 5, Blocks: []Handle{x, UintHandle(0, 78), x},
+			Tokens: other[:48], BlockSize: 16,
+		}, func(s Stats) uint64 { return s.Cycle }},
+		"cycle": {StoredEvent{
+			HasParent: true, Parent: b, Blocks: []Handle{x, a}, Tokens: other[:32],
+			BlockSize: 16,
+		}, func(s Stats) uint64 { return s.Cycle }},
+		"length 2^31": {
+			StoredEvent{Blocks: []Handle{x}, Tokens: other[:16], BlockSize: 1 << 31},
+			func(s Stats) uint64 { return s.BadLength },
+		},
+		"length 0": {StoredEvent{Blocks: []Handle{x}, Tokens: other[:16]}, func(s Stats) uint64 {
+			return s.BadLength
+		}},
+		"length negative": {
+			StoredEvent{Blocks: []Handle{x}, Tokens: other[:16], BlockSize: -16},
+			func(s Stats) uint64 { return s.BadLength },
+		},
+		"too few tokens": {
+			StoredEvent{Blocks: []Handle{x}, Tokens: other[:15], BlockSize: 16},
+			func(s Stats) uint64 { return s.BadLength },
+		},
+		"too many tokens": {
+			StoredEvent{Blocks: []Handle{x}, Tokens: other[:17], BlockSize: 16},
+			func(s Stats) uint64 { return s.BadLength },
+		},
+		"other block size": {
+			StoredEvent{Blocks: []Handle{x}, Tokens: other[:8], BlockSize: 8},
+			func(s Stats) uint64 { return s.BadBlockSize },
+		},
+		"known elsewhere": {
+			StoredEvent{Root: 5, Blocks: []Handle{a}, Tokens: other[:16], BlockSize: 16},
+			func(s Stats) uint64 { return s.Cycle },
+		},
+		"unknown parent": {StoredEvent{
+			HasParent: true, Parent: x, Blocks: []Handle{UintHandle(0, 78)},
+			Tokens: other[:16], BlockSize: 16,
+		}, func(s Stats) uint64 { return s.UnknownParent }},
+		"negative group": {StoredEvent{
+			Group: -5, Kind: "mamba", Blocks: []Handle{x}, Tokens: other[:16],
+			BlockSize: 16,
+		}, func(s Stats) uint64 { return s.OtherGroup }},
+		"aside, twice": {
+			StoredEvent{
+				HasParent: true, Parent: x,
+				Blocks: []Handle{UintHandle(0, 78), UintHandle(0, 78)}, Tokens: other[:32], BlockSize: 16,
+			},
+			func(s Stats) uint64 { return s.Conflict },
+		},
+		"nothing in it": {StoredEvent{BlockSize: 16}, func(Stats) uint64 { return 1 }},
+		"blocks, no tokens": {StoredEvent{Blocks: []Handle{x}, BlockSize: 16}, func(s Stats) uint64 {
+			return s.BadLength
+		}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			ix := newIndex(t, Config{})
@@ -417,8 +475,14 @@ func TestKV13ACycleOfBlocksKeptAsideIsBroken(t *testing.T) {
 	c := open(t, ix, 0, FromEvents)
 	h := named(0, 4)
 	ids := count(4)
-	c.Stored(testHasher, &StoredEvent{HasParent: true, Parent: h[0], Blocks: h[1:3], Tokens: ids[1:3], BlockSize: 1})
-	c.Stored(testHasher, &StoredEvent{HasParent: true, Parent: h[2], Blocks: h[:1], Tokens: ids[:1], BlockSize: 1})
+	c.Stored(testHasher, &StoredEvent{
+		HasParent: true, Parent: h[0], Blocks: h[1:3], Tokens: ids[1:3],
+		BlockSize: 1,
+	})
+	c.Stored(testHasher, &StoredEvent{
+		HasParent: true, Parent: h[2], Blocks: h[:1], Tokens: ids[:1],
+		BlockSize: 1,
+	})
 	assert.Equal(t, uint64(1), ix.Stats().Cycle)
 	assert.Equal(t, 2, c.Aside())
 	c.Stored(testHasher, &StoredEvent{Root: rootOf(1), Blocks: h[:1], Tokens: ids[:1], BlockSize: 1})
@@ -445,7 +509,7 @@ func TestKV13CircularRecordsAreDropped(t *testing.T) {
 	verify(t, ix)
 }
 
-// The promises of ROUTING 9 in bytes of heap.
+// The index keeps the bytes of heap per block that docs/performance.md claims.
 func TestSK5HeapPerBlock(t *testing.T) {
 	if scale > 1 {
 		t.Skip("the race detector shows nothing here: one goroutine")
@@ -458,7 +522,8 @@ func TestSK5HeapPerBlock(t *testing.T) {
 	handles := newBench(t, 8, chains, true, FromEvents)
 	s := handles.ix.Stats()
 	perHandle := (handles.perHeap - plain.perHeap) * float64(s.Blocks) / float64(s.Handles)
-	t.Logf("8 ranks, %d blocks, %d (rank, block): %.1f B per block, %.1f B per (rank, block); charged %.1f per block in all",
+	t.Logf("8 ranks, %d blocks, %d (rank, block): %.1f B per block, %.1f B per (rank, block); charged %.1f "+
+		"per block in all",
 		s.Blocks, s.Handles, plain.perHeap, perHandle, float64(s.Bytes)/float64(s.Blocks))
 	assert.LessOrEqual(t, plain.perHeap, 64.0)
 	assert.LessOrEqual(t, perHandle, 24.0)

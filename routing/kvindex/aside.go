@@ -2,8 +2,8 @@ package kvindex
 
 import "slices"
 
-// aside keeps stored blocks whose parent is not known, as digests. They count for nothing until the parent is stored,
-// and are never taken for blocks 0.
+// aside keeps stored blocks whose parent is not known, as digests. They count for nothing until the parent is
+// stored, and are never taken for blocks 0.
 type aside struct {
 	blocks   map[Handle]waiting
 	children map[Handle][]Handle // by parent, in order of arrival
@@ -31,36 +31,6 @@ const (
 
 func (a *aside) bytes() int { return len(a.blocks) * asideBytes }
 
-// setAside keeps the event's blocks, whose parent is unknown. It stops at a block that is held: at and up say where the
-// chain goes on. up is none if all were kept, or the event was dropped.
-func (c *Column) setAside(h Hasher, ev *StoredEvent) (at int, up slot) {
-	if contains(ev.Blocks, c.aside.top(ev.Parent)) {
-		c.ix.counters.Cycle++
-		return 0, none
-	}
-	parent, extras := ev.Parent, ev.Extras
-	for i, b := range ev.Blocks {
-		var d uint64
-		d, extras = h.digest(i, ev.Tokens[i*ev.BlockSize:(i+1)*ev.BlockSize], extras)
-		if s := c.resolve(b); s != none {
-			c.addCopies(b, 1)
-			return i + 1, s
-		}
-		switch c.aside.add(c.ix, b, parent, d) {
-		case clashes:
-			c.ix.counters.Conflict++
-			c.removeAll(ev.Blocks[:i])
-			return 0, none
-		case full:
-			c.ix.counters.AsideDropped += uint64(len(ev.Blocks) - i) //nolint:gosec // not negative
-			return 0, none
-		case kept:
-		}
-		parent = b
-	}
-	return 0, none
-}
-
 // top is the first ancestor of h that is not aside; h itself if it is not.
 func (a *aside) top(h Handle) Handle {
 	for {
@@ -73,10 +43,10 @@ func (a *aside) top(h Handle) Handle {
 }
 
 // add keeps one block, in place of the oldest when there are too many.
-func (a *aside) add(ix *Index, b, parent Handle, digest uint64) verdict {
+func (a *aside) add(ix *Index, b, parent Handle, digest uint64) retainResult {
 	if w, ok := a.blocks[b]; ok {
 		if w.parent != parent || w.digest != digest {
-			return clashes
+			return conflicts
 		}
 		w.more++
 		a.blocks[b] = w
@@ -86,7 +56,7 @@ func (a *aside) add(ix *Index, b, parent Handle, digest uint64) verdict {
 	if len(a.blocks) >= maxAside {
 		a.dropOldest(ix)
 	}
-	if !ix.pay(asideBytes) {
+	if !ix.chargeBytes(asideBytes) {
 		return full
 	}
 	if a.blocks == nil {
@@ -150,39 +120,4 @@ func (a *aside) remove(ix *Index, b Handle, all bool) bool {
 	w.more--
 	a.blocks[b] = w
 	return true
-}
-
-// attachAside stores what waited for these blocks, and what waited for that.
-func (c *Column) attachAside(h Hasher, blocks []Handle) {
-	if len(c.aside.blocks) == 0 {
-		return
-	}
-	todo := slices.Clone(blocks)
-	for len(todo) > 0 {
-		parent := todo[len(todo)-1]
-		todo = todo[:len(todo)-1]
-		for _, b := range slices.Clone(c.aside.children[parent]) {
-			if c.attachOne(h, parent, b) {
-				todo = append(todo, b)
-			}
-		}
-	}
-}
-
-// attachOne stores a block that waited for parent, if that is held now.
-func (c *Column) attachOne(h Hasher, parent, b Handle) bool {
-	ix := c.ix
-	up := c.resolve(parent)
-	if up == none {
-		return false
-	}
-	w, copies := c.aside.take(ix, b)
-	ix.pin = up
-	_, v := c.retain(b, h.fold(ix.hash(up), w.digest), up, copies-1)
-	if v == clashes {
-		ix.counters.Conflict++
-	}
-	ix.unpin()
-	ix.endRun(c)
-	return v == kept
 }

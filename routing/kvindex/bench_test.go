@@ -9,8 +9,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// The shape of ROUTING 9: prompts of 2,048 tokens = 128 blocks of 16. R1: each chain on one rank. R8: the first 64 blocks of
-// each chain on every rank, the rest on one.
+// The workload: prompts of 2,048 tokens, which are 128 blocks of 16. R1: one rank holds each chain. R8: every
+// rank holds the first 64 blocks of each chain, and one rank holds the rest.
 const (
 	benchBlock  = 16
 	benchPrompt = 128
@@ -32,8 +32,8 @@ type bench struct {
 	perHeap float64       // heap bytes per block, handles included
 }
 
-// newBench fills an index of ranks columns with about 1M blocks; wide chains have their first half on every rank when
-// everywhere is set.
+// newBench fills an index of ranks columns with about 1M blocks; wide chains have their first half on every
+// rank when everywhere is set.
 func newBench(tb testing.TB, ranks, chains int, everywhere bool, feed Feed) *bench {
 	b := &bench{}
 	r := rand.New(rand.NewPCG(1, 2))
@@ -42,7 +42,10 @@ func newBench(tb testing.TB, ranks, chains int, everywhere bool, feed Feed) *ben
 		for i := range ids {
 			ids[i] = r.Uint32N(150_000)
 		}
-		ev := StoredEvent{Root: benchRoot(), BlockSize: benchBlock, Tokens: ids, Blocks: make([]Handle, benchPrompt)}
+		ev := StoredEvent{
+			Root: benchRoot(), BlockSize: benchBlock, Tokens: ids,
+			Blocks: make([]Handle, benchPrompt),
+		}
 		for i := range ev.Blocks {
 			ev.Blocks[i] = UintHandle(0, r.Uint64())
 		}
@@ -158,8 +161,8 @@ func BenchmarkMatchR8(b *testing.B)      { benchmarkMatch(b, 8, true) }
 func BenchmarkMatch1024R1(b *testing.B)  { benchmarkMatch(b, 1024, false) }
 func BenchmarkMatch1024All(b *testing.B) { benchmarkMatch(b, 1024, true) }
 
-// BenchmarkApply is decoded events at 1M resident blocks: each round removes a chain and stores it again. Blocks/s of
-// processor time, stored and removed ones counted alike.
+// BenchmarkApply is decoded events at 1M resident blocks: each round removes a chain and stores it again.
+// Blocks/s of processor time, stored and removed ones counted alike.
 func BenchmarkApply(b *testing.B) {
 	x := newBench(b, 8, benchChains, false, FromEvents)
 	order := rand.New(rand.NewPCG(5, 6)).Perm(len(x.events))
@@ -184,8 +187,8 @@ func BenchmarkApply(b *testing.B) {
 	b.ReportMetric(float64(removed.Nanoseconds())/float64(blocks), "ns/removed")
 }
 
-// BenchmarkBound is what an apply cannot do without: the hash of 16 tokens and one write each to two tables of 32-byte
-// entries, 1M keys in each. Its ratio to BenchmarkApply says more than either on a busy machine.
+// BenchmarkBound is what an apply cannot do without: the hash of 16 tokens and one write each to two tables
+// of 32-byte entries, 1M keys in each. Its ratio to BenchmarkApply says more than either on a busy machine.
 func BenchmarkBound(b *testing.B) {
 	type entry struct {
 		key, value uint64

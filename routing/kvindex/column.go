@@ -2,7 +2,7 @@ package kvindex
 
 import "time"
 
-// Tier is where an engine keeps a block. Tiers are columns of their own: what is on disk is no hit in the GPU.
+// Tier is where an engine keeps a block. Each tier has its own column: a block on disk is no hit in the GPU.
 type Tier uint8
 
 // The tiers.
@@ -13,7 +13,7 @@ const (
 	Sent // not a place: what the rank was sent, by its own record. Its blocks need not be token blocks
 )
 
-// Owner is whom a column belongs to.
+// Owner identifies the rank start that a column belongs to.
 type Owner struct {
 	Rank        uint32 // routing.RankID
 	Tier        Tier
@@ -21,39 +21,44 @@ type Owner struct {
 	Incarnation uint64 // random: equal or not, never older
 }
 
-// place is what at most one column is open for.
+// place is a rank and tier; at most one column is open for it.
 type place struct {
 	rank uint32
 	tier Tier
 }
 
-// Feed is what a column is filled from. Calls of another feed are dropped and counted.
+// Feed is the source that fills a column. Calls of another feed are dropped and counted.
 type Feed uint8
 
 // The feeds.
 const (
-	FromEvents  Feed = iota + 1 // Stored and Removed: an engine's events, counted per physical copy, by engine handle
-	FromDeltas                  // Apply: a replica's records, by chain hash; storing twice is storing once
-	FromRecords                 // Record and Forget: what was routed, for a time (identity text; engines without events)
+	// Stored and Removed: an engine's events, counted per physical copy, by engine handle
+	FromEvents Feed = iota + 1
+	FromDeltas      // Apply: a replica's records, by chain hash; storing twice is storing once
+	// Record and Forget: what was routed, for a time (identity text; engines without events)
+	FromRecords
 )
 
 // Options of a column.
 type Options struct {
 	Feed Feed
-	// BlockSize is that of the chain hashes, tokens or bytes. 0 with FromEvents: learned from the first event.
+	// BlockSize is that of the chain hashes, tokens or bytes. 0 with FromEvents: learned from the first
+	// event.
 	BlockSize int
 	// TTL of a record, with FromRecords; 0 is DefaultRecord.
 	TTL time.Duration
-	// Capacity, with FromRecords, is the most blocks the rank holds: over it the least recently recorded go. 0: no bound.
+	// Capacity, with FromRecords, is the most blocks the rank holds: over it the least recently recorded
+	// blocks are dropped. 0: no bound.
 	Capacity int
-	// Shown columns answer at once; others after Show (a snapshot comes first).
+	// Shown columns are visible to look-ups at once; others after Show, because their snapshot comes first.
 	Shown bool
 }
 
-// DefaultRecord is how long a routed prompt counts as cached while no event says more.
+// DefaultRecord is how long a routed prompt counts as cached without events of the engine.
 const DefaultRecord = 120 * time.Second
 
-// Column is what one incarnation of a rank holds in one tier. Its methods are the writer's.
+// Column is the set of blocks that one incarnation of a rank holds in one tier. Only the writer may call its
+// methods.
 type Column struct {
 	ix    *Index
 	bit   int // -1: closed
@@ -86,22 +91,24 @@ func (c *Column) Len() int { return c.count }
 // Sum is the sum of the hashes of the blocks held: two columns with equal Len and Sum hold the same.
 func (c *Column) Sum() uint64 { return c.sum }
 
-// Orphans is the number of held blocks whose parent is not held. While it is not 0, look-ups scan this column.
+// Orphans is the number of held blocks whose parent is not held. While it is not 0, look-ups scan this
+// column.
 func (c *Column) Orphans() int { return c.orphans }
 
 // Aside is the number of stored blocks that wait for an unknown parent.
 func (c *Column) Aside() int { return len(c.aside.blocks) }
 
-// BlockSize of the column, 0 until an event told. Requests cut otherwise cannot hit: that is an error to show.
+// BlockSize of the column, 0 until the first event. Requests that are cut into blocks of another size cannot
+// hit; the caller should report that as a fault.
 func (c *Column) BlockSize() int { return c.opt.BlockSize }
 
-// Shown says whether look-ups see the column.
+// Shown reports whether look-ups see the column.
 func (c *Column) Shown() bool { return c.shown }
 
-// Closed says that another incarnation or Close ended the column for good.
+// Closed reports that another incarnation or Close ended the column for good.
 func (c *Column) Closed() bool { return c.bit < 0 }
 
-// usable is whether a call of feed may go on.
+// usable reports whether a call of feed may go on, and counts those that may not.
 func (c *Column) usable(feed Feed) bool {
 	switch {
 	case c.bit < 0:
@@ -116,9 +123,9 @@ func (c *Column) usable(feed Feed) bool {
 
 func (c *Column) has(s slot) bool { return c.ix.holds(s, c.bit) }
 
-// gain sets the column's bit of s, which is not set, and keeps count of orphans: a hole is announced before it can be
-// seen, and taken back after it is gone.
-func (c *Column) gain(s slot) {
+// setHolder sets the column's bit of s, which is not set, and updates the orphans. Readers must never see a
+// hole that is not announced, so the hole is announced before the bit changes and withdrawn after it.
+func (c *Column) setHolder(s slot) {
 	ix := c.ix
 	up := ix.cold(s).parent
 	if up == unknown || up >= firstSlot && !c.has(up) {
@@ -131,8 +138,8 @@ func (c *Column) gain(s slot) {
 	}
 }
 
-// lack clears the column's bit of s, which is set.
-func (c *Column) lack(s slot) {
+// unsetHolder clears the column's bit of s, which is set.
+func (c *Column) unsetHolder(s slot) {
 	ix := c.ix
 	if ix.cold(s).child != none {
 		c.addOrphans(ix.childrenHolding(s, c.bit))
@@ -158,23 +165,332 @@ func (c *Column) addOrphans(n int) {
 	}
 }
 
-// enter and leave keep the account of what is held.
-func (c *Column) enter(hash uint64) { c.count++; c.sum += hash }
-func (c *Column) leave(hash uint64) { c.count--; c.sum -= hash }
+// countBlock and uncountBlock update the number and the sum of the blocks held.
+func (c *Column) countBlock(hash uint64) { c.count++; c.sum += hash }
 
-// lose takes s from the column whatever it is held for; the caller reaps s.
-func (c *Column) lose(s slot, hash uint64) {
+func (c *Column) uncountBlock(hash uint64) { c.count--; c.sum -= hash }
+
+// dropBlock removes s from the column, whatever holds it; the caller calls freeUnheld.
+func (c *Column) dropBlock(s slot, hash uint64) {
 	at, end := c.ends[s]
 	if end {
-		c.unend(s)
+		c.removeEnd(s)
 	}
 	c.side.forgetAliases(c.ix, s)
 	c.stale = true
 	up := c.ix.cold(s).parent
-	c.lack(s)
-	c.leave(hash)
-	c.ix.tell(c, Removed, hash)
+	c.unsetHolder(s)
+	c.uncountBlock(hash)
+	c.ix.notify(c, Removed, hash)
 	if end {
-		c.cover(up, at)
+		c.addEndAbove(up, at)
 	}
+}
+
+// Mask hides the column from look-ups at once: a gap, a reset, a lost stream.
+func (c *Column) Mask() { c.show(false) }
+
+// Show lets look-ups see the column: its snapshot is complete.
+func (c *Column) Show() { c.show(true) }
+
+func (c *Column) show(on bool) {
+	if c.bit >= 0 && c.shown != on {
+		c.shown = on
+		c.ix.publish()
+	}
+}
+
+// Close hides the column for good and leaves its blocks to Sweep. Idempotent.
+func (c *Column) Close() {
+	if c.bit < 0 {
+		return
+	}
+	ix := c.ix
+	ix.notify(c, Cleared, 0)
+	delete(ix.owners, place{c.owner.Rank, c.owner.Tier})
+	c.drop()
+	c.bit = -1
+	ix.publish()
+}
+
+// Clear empties the column (AllBlocksCleared); the owner keeps it. It takes constant time: the blocks move to
+// a column that Sweep clears.
+func (c *Column) Clear() {
+	if c.bit < 0 {
+		c.ix.counters.Fenced++
+		return
+	}
+	ix := c.ix
+	ix.notify(c, Cleared, 0)
+	c.drop()
+	ix.publish()
+	c.bit = ix.bit() // there is one: the old, once it is swept
+	ix.columns[c.bit] = c
+	ix.publish()
+}
+
+// drop empties the column and leaves its bit to Sweep.
+func (c *Column) drop() {
+	ix := c.ix
+	ix.columns[c.bit] = nil
+	ix.sweep.add(c.bit)
+	ix.handles -= c.handles.n
+	ix.charge -= c.handles.bytes() + c.aside.bytes() + c.side.bytes() + c.endFee
+	c.handles, c.side, c.aside, c.ends, c.prompts = handleTable{}, side{}, aside{}, nil, nil
+	c.count, c.sum, c.orphans, c.endFee, c.stale = 0, 0, 0, 0, false
+}
+
+// Change is the kind of a Delta.
+type Change uint8
+
+// The changes.
+const (
+	// Hashes is a chain: the first follows Parent (0: it is a block 0), each other the one in front
+	Stored  Change = iota + 1
+	Removed        // Hashes in any order
+	Cleared        // nothing is left
+)
+
+// Delta is a change of what a column holds, in chain hashes: what the replica's stream carries and an ingress
+// applies.
+type Delta struct {
+	Change Change
+	Parent uint64
+	Hashes []uint64
+}
+
+// Apply applies a delta. Storing a held block and removing a block that is not held change nothing. A chain
+// that contradicts a block's known parent or forms a cycle is dropped from there on. FromDeltas.
+func (c *Column) Apply(d Delta) {
+	if !c.usable(FromDeltas) {
+		return
+	}
+	switch d.Change {
+	case Stored:
+		c.put(d.Parent, d.Hashes)
+	case Removed:
+		c.remove(d.Hashes)
+	case Cleared:
+		c.Clear()
+	}
+}
+
+// put stores a chain behind parent; the parent need not be held or known.
+func (c *Column) put(parent uint64, hashes []uint64) {
+	if len(hashes) == 0 {
+		return
+	}
+	ix := c.ix
+	ix.prefetchHashes(hashes)
+	up, ok := ix.findOrAddParent(parent)
+	ix.pin = up
+	for i := 0; ok && i < len(hashes); i++ {
+		if up, ok = ix.findOrAddChild(up, hashes[i]); ok {
+			ix.pin = up
+			c.hold(up, hashes[i])
+		}
+	}
+	ix.unpin()
+	ix.endRun(c)
+}
+
+// hold makes the column hold s.
+func (c *Column) hold(s slot, hash uint64) {
+	if c.has(s) {
+		c.ix.endRun(c) // the chain goes on with a block that was held
+		return
+	}
+	c.setHolder(s)
+	c.countBlock(hash)
+	c.ix.addRun(hash, c.ix.cold(s).parent)
+}
+
+// remove removes blocks of a column that is fed by hash, the last first, so that the column is closed under
+// prefixes at every moment.
+func (c *Column) remove(hashes []uint64) {
+	for i := len(hashes) - 1; i >= 0; i-- {
+		s := c.ix.table.find(&c.ix.pool, hashes[i])
+		if s == none || !c.has(s) {
+			c.ix.counters.UnknownRemove++
+			continue
+		}
+		c.release(s, hashes[i])
+	}
+}
+
+// release removes s from the column.
+func (c *Column) release(s slot, hash uint64) {
+	c.unsetHolder(s)
+	c.uncountBlock(hash)
+	c.ix.notify(c, Removed, hash)
+	c.ix.freeUnheld(s)
+}
+
+// Snapshot hands out what the column holds as Stored deltas of at most n hashes, such that applying them to
+// an empty column makes an equal one. A chain is one run as far as it is the first branch of its parent.
+// Delta.Hashes is reused between calls of emit.
+func (c *Column) Snapshot(n int, emit func(Delta)) {
+	if c.bit < 0 {
+		return
+	}
+	ix := c.ix
+	n = max(n, 1)
+	chain := make([]uint64, 0, n)
+	for s := firstSlot; int(s) < ix.end(); s++ {
+		if ix.hash(s) == 0 || !c.has(s) || c.continues(s) {
+			continue
+		}
+		parent := uint64(0)
+		if up := ix.cold(s).parent; up >= firstSlot {
+			parent = ix.hash(up)
+		}
+		for k := s; k != none && c.has(k); k = ix.cold(k).child {
+			if len(chain) == n {
+				emit(Delta{Change: Stored, Parent: parent, Hashes: chain})
+				parent, chain = chain[n-1], chain[:0]
+			}
+			chain = append(chain, ix.hash(k))
+		}
+		emit(Delta{Change: Stored, Parent: parent, Hashes: chain})
+		chain = chain[:0]
+	}
+}
+
+// continues reports whether Snapshot emits s in the run of its parent.
+func (c *Column) continues(s slot) bool {
+	up := c.ix.cold(s).parent
+	return up >= firstSlot && c.ix.cold(up).child == s && c.has(up)
+}
+
+// resolve is the slot of a handle, none if unknown or evicted.
+func (c *Column) resolve(h Handle) slot {
+	r := c.handles.find(h)
+	if r == nil || !c.fresh(r) {
+		return none
+	}
+	return r.slot
+}
+
+// fresh reports whether the record's block is still held.
+func (c *Column) fresh(r *record) bool {
+	return uint32(c.ix.hash(r.slot)) == r.proof && c.has(r.slot) //nolint:gosec // the low half is wanted
+}
+
+// bind records that h names s; old is the result of find for h. False if there is no room.
+func (c *Column) bind(old *record, h Handle, s slot, hash uint64) bool {
+	r := record{handle: h, slot: s, proof: uint32(hash)} //nolint:gosec // the low half is wanted
+	if old != nil {
+		*old = r
+		c.side.forget(c.ix, h)
+		return true
+	}
+	seg := c.handles.segment(h)
+	if (seg.n+1)*handleLoadDen > len(seg.records)*handleLoadNum && !c.grow(seg) {
+		return false
+	}
+	seg.put(r)
+	c.handles.n++
+	c.ix.handles++
+	return true
+}
+
+// unbind deletes the record at i.
+func (c *Column) unbind(seg *handleSegment, i int) {
+	c.side.forget(c.ix, seg.records[i].handle)
+	c.handles.remove(seg, i)
+	c.ix.handles--
+}
+
+// grow makes room for one more record: it removes stale records, allocates memory, or evicts blocks, which
+// makes records stale.
+func (c *Column) grow(seg *handleSegment) bool {
+	c.purge(seg)
+	if c.resize(seg) {
+		return true
+	}
+	for range max(64, c.ix.pool.live/64) {
+		if !c.ix.evict() {
+			break
+		}
+	}
+	c.purge(seg)
+	return c.resize(seg) || (seg.n+1)*handleLoadDen <= len(seg.records)*handleFullNum
+}
+
+// resize gives seg the length its records need, if the cap allows it.
+func (c *Column) resize(seg *handleSegment) bool {
+	want := max(handleMin, (seg.n+1)*handleSizeNum/handleSizeDen+1)
+	if (seg.n+1)*handleLoadDen <= len(seg.records)*handleLoadNum && want >= len(seg.records)/2 {
+		return true
+	}
+	if !c.ix.chargeBytes((want - len(seg.records)) * recordBytes) {
+		return false
+	}
+	seg.rebuild(want)
+	return true
+}
+
+// purge takes stale records out of seg.
+func (c *Column) purge(seg *handleSegment) {
+	if !c.stale {
+		return
+	}
+	n := len(seg.records)
+	for i := 0; i < n; {
+		r := &seg.records[i]
+		if r.slot == none || c.fresh(r) {
+			i++
+			continue
+		}
+		c.unbind(seg, i) // may move another record to i
+	}
+}
+
+// An apply reads a few words spread over tens of megabytes, and its atomic writes keep the processor from
+// fetching those of the next block meanwhile. So the column first reads the words of all blocks of an event,
+// where the reads overlap: that doubles the applies per second. Callers should therefore pass whole events,
+// and consecutive removals in one call.
+
+// prefetchMin is the number of blocks from which prefetching is faster.
+const prefetchMin = 4
+
+// prefetchStore fetches what storing blocks under hashes will read.
+func (c *Column) prefetchStore(blocks []Handle, hashes []uint64) {
+	if len(blocks) < prefetchMin {
+		return
+	}
+	sum := uint64(0)
+	for _, b := range blocks {
+		sum += c.handles.peek(b)
+	}
+	for _, hash := range hashes {
+		sum += c.ix.table.peek(hash)
+	}
+	c.ix.prefetched += sum
+}
+
+// prefetchRemove fetches what removing blocks will read: records, then slots, then the table.
+func (c *Column) prefetchRemove(blocks []Handle) {
+	if len(blocks) < prefetchMin {
+		return
+	}
+	ix := c.ix
+	sum := uint64(0)
+	for _, b := range blocks {
+		sum += c.handles.peek(b)
+	}
+	ix.slots, ix.scratch = ix.slots[:0], ix.scratch[:0]
+	for _, b := range blocks {
+		if r := c.handles.find(b); r != nil {
+			ix.slots = append(ix.slots, r.slot)
+		}
+	}
+	for _, s := range ix.slots {
+		ix.scratch = append(ix.scratch, ix.hash(s))
+		sum += uint64(ix.cold(s).parent)
+	}
+	for _, hash := range ix.scratch {
+		sum += ix.table.peek(hash)
+	}
+	ix.prefetched += sum
 }

@@ -11,8 +11,10 @@ import (
 func TestHandlesAreTaggedByTypeAndGroup(t *testing.T) {
 	seen := map[Handle]bool{}
 	for _, h := range []Handle{
-		UintHandle(0, 1), UintHandle(1, 1), UintHandle(0, 1<<63), IntHandle(0, -1), IntHandle(1, -1), IntHandle(0, -1<<63),
-		BytesHandle(0, []byte{1}), BytesHandle(0, make([]byte, 32)), BytesHandle(0, make([]byte, 16)), BytesHandle(2, []byte{1}),
+		UintHandle(0, 1), UintHandle(1, 1), UintHandle(0, 1<<63), IntHandle(0, -1), IntHandle(1, -1),
+		IntHandle(0, -1<<63),
+		BytesHandle(0, []byte{1}), BytesHandle(0, make([]byte, 32)), BytesHandle(0, make([]byte, 16)),
+		BytesHandle(2, []byte{1}),
 	} {
 		assert.False(t, seen[h])
 		seen[h] = true
@@ -53,7 +55,8 @@ func TestFencingByEpochAndIncarnation(t *testing.T) {
 	assert.Nil(t, ix.Find(second), "another incarnation")
 	d, err := ix.Open(second, Options{Feed: FromDeltas})
 	require.NoError(t, err)
-	assert.Empty(t, ix.Match([]uint64{1}, nil), "the old column is hidden at once, the new one until its snapshot")
+	assert.Empty(t, ix.Match([]uint64{1}, nil),
+		"the old column is hidden at once, the new one until its snapshot")
 	c.Apply(Delta{Change: Stored, Hashes: []uint64{3}})
 	assert.True(t, c.Closed())
 	_, err = ix.Open(Owner{Rank: 5, Epoch: 1, Incarnation: 9}, Options{})
@@ -72,7 +75,8 @@ func TestFencingByEpochAndIncarnation(t *testing.T) {
 func TestColumnsAreSweptThenReused(t *testing.T) {
 	ix := newIndex(t, Config{})
 	for i := range 300 {
-		c, err := ix.Open(Owner{Rank: uint32(i % 40), Epoch: uint64(i)}, Options{Feed: FromDeltas, Shown: true})
+		c, err := ix.Open(Owner{Rank: uint32(i % 40), Epoch: uint64(i)},
+			Options{Feed: FromDeltas, Shown: true})
 		require.NoError(t, err)
 		c.Apply(Delta{Change: Stored, Hashes: []uint64{1, 2, uint64(i + 3)}})
 	}
@@ -97,7 +101,8 @@ func TestTiersAreColumnsOfTheirOwn(t *testing.T) {
 		require.NoError(t, err)
 		c.Apply(Delta{Change: Stored, Hashes: []uint64{1, 2, 3}[:1+tier]})
 	}
-	assert.Equal(t, []Hit{{Rank: 1, Blocks: 1}, {Rank: 1, Blocks: 2, Tier: CPU}}, ix.Match([]uint64{1, 2, 3}, nil))
+	assert.Equal(t, []Hit{{Rank: 1, Blocks: 1}, {Rank: 1, Blocks: 2, Tier: CPU}},
+		ix.Match([]uint64{1, 2, 3}, nil))
 }
 
 // A handle whose block was evicted must not remove what is in its slot now.
@@ -130,7 +135,8 @@ func TestAsideForksAttachTogether(t *testing.T) {
 	name := named(1, 30)
 	for k := range uint32(3) {
 		c.Stored(testHasher, &StoredEvent{
-			HasParent: true, Parent: name[2], Blocks: name[10+2*k : 12+2*k], Tokens: []uint32{100 + k, 200}, BlockSize: 1,
+			HasParent: true, Parent: name[2], Blocks: name[10+2*k : 12+2*k], Tokens: []uint32{100 + k, 200},
+			BlockSize: 1,
 		})
 	}
 	assert.Equal(t, 6, c.Aside())
@@ -147,18 +153,27 @@ func TestAsideIsBounded(t *testing.T) {
 	c := open(t, ix, 0, FromEvents)
 	for i := range 3 * maxAside {
 		c.Stored(testHasher, &StoredEvent{
-			HasParent: true, Parent: UintHandle(0, 0), Blocks: []Handle{UintHandle(0, uint64(i+1))}, Tokens: []uint32{uint32(i)}, BlockSize: 1,
+			HasParent: true, Parent: UintHandle(0, 0), Blocks: []Handle{UintHandle(0, uint64(i+1))},
+			Tokens: []uint32{uint32(i)}, BlockSize: 1,
 		})
 	}
 	assert.Equal(t, maxAside, c.Aside())
 	assert.Equal(t, uint64(2*maxAside), ix.Stats().AsideDropped)
-	c.Stored(testHasher, &StoredEvent{Root: rootOf(1), Blocks: []Handle{UintHandle(0, 0)}, Tokens: []uint32{7}, BlockSize: 1})
+	c.Stored(testHasher, &StoredEvent{
+		Root: rootOf(1), Blocks: []Handle{UintHandle(0, 0)},
+		Tokens: []uint32{7}, BlockSize: 1,
+	})
 	assert.Equal(t, maxAside+1, c.Len(), "the youngest were kept")
 	verify(t, ix)
 }
 
 func TestNewRefusesWhatCannotWork(t *testing.T) {
-	for _, c := range []Config{{Columns: -1}, {Columns: MaxColumns + 1}, {Bytes: 1000}, {Columns: MaxColumns, Bytes: MinBytes}} {
+	for _, c := range []Config{
+		{Columns: -1},
+		{Columns: MaxColumns + 1},
+		{Bytes: 1000},
+		{Columns: MaxColumns, Bytes: minBytes},
+	} {
 		_, err := New(c)
 		assert.Error(t, err)
 	}

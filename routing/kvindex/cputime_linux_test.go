@@ -6,7 +6,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// cpu is the processor time of the calling thread (lock it first): what a busy machine takes away does not count.
+// cpu is the processor time of the calling thread (lock it first): what a busy machine takes away does not
+// count.
 func cpu() time.Duration {
 	var ts unix.Timespec
 	if unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &ts) != nil {

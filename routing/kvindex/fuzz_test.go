@@ -39,7 +39,10 @@ func (t *tape) hashes(most int) []uint64 {
 }
 
 func (t *tape) event() *StoredEvent {
-	ev := &StoredEvent{Root: uint64(t.n(2)), HasParent: t.n(3) > 0, Parent: UintHandle(0, uint64(t.n(24))), Blocks: t.names(6), BlockSize: 1}
+	ev := &StoredEvent{
+		Root: uint64(t.n(2)), HasParent: t.n(3) > 0, Parent: UintHandle(0, uint64(t.n(24))),
+		Blocks: t.names(6), BlockSize: 1,
+	}
 	for range ev.Blocks {
 		ev.Tokens = append(ev.Tokens, uint32(t.n(3)))
 	}
@@ -57,8 +60,8 @@ func (t *tape) event() *StoredEvent {
 	return ev
 }
 
-// FuzzIndexOps: whatever is applied, in whatever order, nothing panics, every count stays right, the cap holds, and
-// look-ups equal a scan of each column.
+// FuzzIndexOps: whatever is applied, in whatever order, nothing panics, every count stays right, the cap
+// holds, and look-ups equal a scan of each column.
 func FuzzIndexOps(f *testing.F) {
 	f.Add([]byte("\x00\x01\x02\x03stored, removed, cleared"))
 	f.Add([]byte{0, 0, 1, 0, 3, 1, 2, 3, 4, 0, 0, 0, 5, 1, 2, 6, 7, 8, 9})

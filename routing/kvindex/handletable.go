@@ -1,11 +1,13 @@
 package kvindex
 
-// handleTable maps an engine's handles to slots: 16 bytes per record in open addressing by linear probing, in segments
-// that grow by a seventh, so that a record costs 19.8 to 22.5 bytes. The writer's alone.
+import "github.com/zeebo/xxh3"
+
+// handleTable maps an engine's handles to slots: 16 bytes per record in open addressing by linear probing, in
+// segments that grow by a seventh, so that a record costs 19.8 to 22.5 bytes. The writer's alone.
 //
-// A record holds a part of its block's chain hash: when the slot was evicted, and perhaps used again, the two differ and
-// the record counts as stale. (A stale record passes for a live one with odds of 2^-32, if the same column also holds
-// what is now in the slot.)
+// A record holds a part of its block's chain hash: when the slot was evicted, and perhaps used again, the two
+// differ and the record counts as stale. (A stale record passes for a live one with odds of 2^-32, if the
+// same column also holds what is now in the slot.)
 type handleTable struct {
 	segments []handleSegment // none until the first record
 	n        int
@@ -49,7 +51,9 @@ func (t *handleTable) segment(h Handle) *handleSegment {
 	return &t.segments[h>>60]
 }
 
-func handleHome(h Handle, n int) int { return int(uint64(h) & 0xffffffff * uint64(n) >> 32) } //nolint:gosec // below n
+func handleHome(h Handle, n int) int {
+	return int(uint64(h) & 0xffffffff * uint64(n) >> 32) //nolint:gosec // below n
+}
 
 // find is h's record, or nil. It stays valid until the next insert or remove.
 func (t *handleTable) find(h Handle) *record {
@@ -130,85 +134,55 @@ func (seg *handleSegment) rebuild(n int) {
 	}
 }
 
-// resolve is the slot of a handle, none if unknown or evicted.
-func (c *Column) resolve(h Handle) slot {
-	r := c.handles.find(h)
-	if r == nil || !c.fresh(r) {
-		return none
+// peek reads the record at h's home.
+func (t *handleTable) peek(h Handle) uint64 {
+	if t.n == 0 {
+		return 0
 	}
-	return r.slot
-}
-
-// fresh says that the record's block is still there.
-func (c *Column) fresh(r *record) bool {
-	return uint32(c.ix.hash(r.slot)) == r.proof && c.has(r.slot) //nolint:gosec // the low half is wanted
-}
-
-// bind records that h names s; old is what find says of h. False if there is no room for it.
-func (c *Column) bind(old *record, h Handle, s slot, hash uint64) bool {
-	r := record{handle: h, slot: s, proof: uint32(hash)} //nolint:gosec // the low half is wanted
-	if old != nil {
-		*old = r
-		c.side.forget(c.ix, h)
-		return true
-	}
-	seg := c.handles.segment(h)
-	if (seg.n+1)*handleLoadDen > len(seg.records)*handleLoadNum && !c.grow(seg) {
-		return false
-	}
-	seg.put(r)
-	c.handles.n++
-	c.ix.handles++
-	return true
-}
-
-// unbind deletes the record at i.
-func (c *Column) unbind(seg *handleSegment, i int) {
-	c.side.forget(c.ix, seg.records[i].handle)
-	c.handles.remove(seg, i)
-	c.ix.handles--
-}
-
-// grow makes room for one more record: by taking out stale ones, by memory, or by evictions that make records stale.
-func (c *Column) grow(seg *handleSegment) bool {
-	c.purge(seg)
-	if c.resize(seg) {
-		return true
-	}
-	for range max(64, c.ix.pool.live/64) {
-		if !c.ix.evict() {
-			break
-		}
-	}
-	c.purge(seg)
-	return c.resize(seg) || (seg.n+1)*handleLoadDen <= len(seg.records)*handleFullNum
-}
-
-// resize gives seg the length its records need, if the cap allows it.
-func (c *Column) resize(seg *handleSegment) bool {
-	want := max(handleMin, (seg.n+1)*handleSizeNum/handleSizeDen+1)
-	if (seg.n+1)*handleLoadDen <= len(seg.records)*handleLoadNum && want >= len(seg.records)/2 {
-		return true
-	}
-	if !c.ix.pay((want - len(seg.records)) * recordBytes) {
-		return false
-	}
-	seg.rebuild(want)
-	return true
-}
-
-// purge takes stale records out of seg.
-func (c *Column) purge(seg *handleSegment) {
-	if !c.stale {
-		return
-	}
+	seg := t.segment(h)
 	n := len(seg.records)
-	for i := 0; i < n; {
-		r := &seg.records[i]
-		if r.slot == none || c.fresh(r) {
-			i++
-			continue
-		}
-		c.unbind(seg, i) // may move another record to i
+	if n == 0 {
+		return 0
 	}
+	return uint64(seg.records[handleHome(h, n)].slot)
+}
+
+// Handle names a block in its engine's own words: an opaque key for parents and removals, never for look-up.
+// It is tagged by type and attention group: the integer 1, the bytes {1} and the 1 of another group are three
+// handles. Integers map to handles one to one inside a tag; byte strings (16 and 32 byte digests) by xxh3.
+type Handle uint64
+
+// Tags of a handle's type.
+const (
+	tagUint  = 0x9e3779b97f4a7c15
+	tagInt   = 0xc2b2ae3d27d4eb4f
+	tagBytes = 0x165667b19e3779f9
+)
+
+// UintHandle is the handle of an unsigned integer hash (vLLM).
+func UintHandle(group int, v uint64) Handle { return Handle(scramble(v ^ tag(tagUint, group))) }
+
+// IntHandle is the handle of a signed integer hash (SGLang). What is not negative has two forms on the wire,
+// and one handle.
+func IntHandle(group int, v int64) Handle {
+	if v >= 0 {
+		return UintHandle(group, uint64(v))
+	}
+	return Handle(scramble(uint64(v) ^ tag(tagInt, group))) //nolint:gosec // the bits are wanted
+}
+
+// BytesHandle is the handle of a digest.
+func BytesHandle(group int, b []byte) Handle { return Handle(xxh3.HashSeed(b, tag(tagBytes, group))) }
+
+func tag(kind uint64, group int) uint64 {
+	return scramble(kind + uint64(group)) //nolint:gosec // the bits are wanted
+}
+
+// scramble is a bijection that spreads its input over all bits (the finalizer of MurmurHash3).
+func scramble(x uint64) uint64 {
+	x ^= x >> 33
+	x *= 0xff51afd7ed558ccd
+	x ^= x >> 33
+	x *= 0xc4ceb9fe1a85ec53
+	return x ^ x>>33
 }

@@ -10,8 +10,9 @@ import (
 
 // Block sizes.
 const (
-	MaxBlockSize     = 1 << 16 // tokens or bytes per block; larger ones in events are faults (engines are seen with 1 to 784)
-	DefaultTextBlock = 256     // bytes per block of identity "text": about 64 tokens of English
+	// tokens or bytes per block; larger ones in events are faults (engines are seen with 1 to 784)
+	MaxBlockSize     = 1 << 16
+	DefaultTextBlock = 256 // bytes per block of identity "text": about 64 tokens of English
 )
 
 // Unit is what a chain's blocks are made of. Chains of different units never share a block.
@@ -38,11 +39,12 @@ type Extra struct {
 	Key   uint64 // Hasher.Key of the engine's name for it
 }
 
-// Hasher computes chain hashes under a cluster's secret. It is a value, safe for concurrent use, and never allocates.
+// Hasher computes chain hashes under a cluster's secret. It is a value, safe for concurrent use, and never
+// allocates.
 //
-// A block's digest is d_i = xxh3(tokens_i, seed), with its extras folded in; its chain hash is s_i = fold(s_{i-1}, d_i),
-// s_{-1} = Root(salt). Two steps instead of one let a block whose parent is not known yet be kept as 8 bytes, and the
-// digests of a prompt do not wait for each other. Hashes are 64 bit and never 0.
+// A block's digest is d_i = xxh3(tokens_i, seed), with its extras folded in; its chain hash is s_i =
+// fold(s_{i-1}, d_i), s_{-1} = Root(salt). Two steps instead of one let a block whose parent is not known yet
+// be kept as 8 bytes, and the digests of a prompt do not wait for each other. Hashes are 64 bit and never 0.
 type Hasher struct{ seed, left, right uint64 }
 
 // Labels under which keys are drawn from the secret.
@@ -52,8 +54,8 @@ const (
 	labelRight = 0x64707365727665c3
 )
 
-// NewHasher keys hashes by secret (cluster wide, from state/). Processes with one secret agree on every hash; without it
-// nobody can make two prompts collide.
+// NewHasher keys hashes by secret (cluster wide, from state/). Processes with one secret agree on every hash;
+// without it an attacker cannot construct two prompts that collide.
 func NewHasher(secret []byte) Hasher {
 	return Hasher{
 		seed:  xxh3.HashSeed(secret, labelSeed),
@@ -64,7 +66,8 @@ func NewHasher(secret []byte) Hasher {
 
 // Root is the hash in front of block 0.
 func (h Hasher) Root(s Salt) uint64 {
-	x := h.fold(h.seed, uint64(s.Unit)<<32|uint64(uint32(s.BlockSize))) //nolint:gosec // checked against MaxBlockSize by who cuts blocks
+	//nolint:gosec // the caller has checked it against MaxBlockSize
+	x := h.fold(h.seed, uint64(s.Unit)<<32|uint64(uint32(s.BlockSize)))
 	for _, part := range [...]string{s.Model, s.Adapter, s.CacheSalt} {
 		x = h.fold(x, xxh3.HashStringSeed(part, h.seed)+uint64(len(part)))
 	}
@@ -74,8 +77,9 @@ func (h Hasher) Root(s Salt) uint64 {
 // Key is the digest of an engine's name for an extra input (an image hash).
 func (h Hasher) Key(name string) uint64 { return xxh3.HashStringSeed(name, h.left) }
 
-// Tokens appends the chain hashes of the full blocks of ids to dst; a last short block is left out, and so is everything
-// when size is not in 1..MaxBlockSize. prev is Root, or the hash of the block in front. extras ascend by Block.
+// Tokens appends the chain hashes of the full blocks of ids to dst; a last short block is left out, and so is
+// everything when size is not in 1..MaxBlockSize. prev is Root, or the hash of the block in front. extras
+// ascend by Block.
 func (h Hasher) Tokens(dst []uint64, prev uint64, ids []uint32, size int, extras []Extra) []uint64 {
 	if size < 1 || size > MaxBlockSize {
 		return dst
@@ -129,7 +133,8 @@ func (h Hasher) fold(a, b uint64) uint64 {
 // tokens hashes ids as little-endian 32-bit words on every machine.
 func (h Hasher) tokens(ids []uint32) uint64 {
 	if binary.NativeEndian.Uint16([]byte{1, 0}) == 1 { // memory is the wanted order; the compiler knows
-		return xxh3.HashSeed(unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(ids))), 4*len(ids)), h.seed) //nolint:gosec // a read-only look at the caller's ids for the time of the call
+		//nolint:gosec // a read-only look at the caller's ids for the time of the call
+		return xxh3.HashSeed(unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(ids))), 4*len(ids)), h.seed)
 	}
 	swapped := make([]byte, 0, 4*len(ids))
 	for _, id := range ids {

@@ -54,7 +54,10 @@ func named(salt, n int) []Handle {
 
 // event is ids from block 0 on, named by salt.
 func event(ids []uint32, size, salt int) *StoredEvent {
-	return &StoredEvent{Root: rootOf(size), Blocks: named(salt, len(ids)/size), Tokens: ids[:len(ids)/size*size], BlockSize: size}
+	return &StoredEvent{
+		Root: rootOf(size), Blocks: named(salt, len(ids)/size),
+		Tokens: ids[:len(ids)/size*size], BlockSize: size,
+	}
 }
 
 func hitsOf(ix *Index, hashes []uint64) map[uint32]int {

@@ -2,7 +2,7 @@ package kvindex
 
 import "math/bits"
 
-// Hit is how much of a prompt a column holds.
+// Hit is the part of a prompt that a column holds.
 type Hit struct {
 	Rank   uint32 // routing.RankID
 	Blocks int32  // leading blocks held
@@ -10,10 +10,12 @@ type Hit struct {
 }
 
 const (
-	// Jump is how many blocks a look-up skips while all columns in question hold the block it lands on.
-	Jump = 32
+	// jumpBlocks is how many blocks a look-up skips while all columns in question hold the block it lands on.
+	jumpBlocks = 32
 
-	matchTries = 3 // a look-up that a restart, a clear or a new hole crossed is done again; the last scans, and stands
+	// a look-up is repeated if a restart, a clear or a new hole happened meanwhile; the last try scans and
+	// counts
+	matchTries = 3
 	memoSlots  = 64
 )
 
@@ -40,13 +42,14 @@ func (ix *Index) publish() {
 	ix.live.Store(set)
 }
 
-// Match appends to out, per shown column, how many leading blocks of the prompt it holds, and remembers the match's end as
-// recently used. Safe from any goroutine, without locks; it allocates only if out is too small.
+// Match appends to out, per shown column, the number of leading blocks of the prompt that it holds, and marks
+// the match's end as recently used. Safe from any goroutine, without locks; it allocates only if out is too
+// small.
 //
-// With no writer at work the answer is exact. Beside a writer each column's answer is a number of leading blocks that were
-// held while the call ran; it never reports a column that was masked before the call. (A reader that sleeps while a slot is
-// freed and used 2 times, first for another block and then for the same, may see bits of the other: the free list makes
-// that need every free slot to be used in between.)
+// Without a concurrent writer the answer is exact. With one, each column's answer is a number of leading
+// blocks that were held while the call ran; it never reports a column that was masked before the call. (A
+// reader that sleeps while a slot is freed and used 2 times, first for another block and then for the same,
+// may see bits of the other: the free list makes that need every free slot to be used in between.)
 func (ix *Index) Match(hashes []uint64, out []Hit) []Hit {
 	from := len(out)
 	for try := 1; ; try++ {
@@ -67,16 +70,17 @@ func (ix *Index) Match(hashes []uint64, out []Hit) []Hit {
 	}
 }
 
-// matcher is one look-up. The word of 64 columns at hand is m.w; slots found for one word serve the others.
+// matcher is one look-up. m.w is the current word of 64 columns; slots found for one word are used for the
+// others.
 type matcher struct {
-	ix     *Index
-	set    *liveSet
-	hashes []uint64
-	rows   []Hit
-	w      int
-	deep   int // blocks of the longest match
-	memo   [memoSlots]memo
-	warmth uint64 // what warming loads ends up here, or the compiler would leave it out
+	ix         *Index
+	set        *liveSet
+	hashes     []uint64
+	rows       []Hit
+	w          int
+	deep       int // blocks of the longest match
+	memo       [memoSlots]memo
+	prefetched uint64 // what warming loads ends up here, or the compiler would leave it out
 }
 
 type memo struct {
@@ -107,8 +111,8 @@ func (m *matcher) word(w int, scanAll bool) {
 	}
 }
 
-// jump finds where each of the columns in set stops, all of which hold block 0 and are closed under prefixes: while the
-// block Jump further on has the same holders, nobody stopped in between.
+// jump finds where each of the columns in set stops, all of which hold block 0 and are closed under prefixes:
+// while the block Jump further on has the same holders, no column stopped in between.
 func (m *matcher) jump(set uint64) {
 	last := len(m.hashes) - 1
 	for at := 0; ; {
@@ -116,7 +120,7 @@ func (m *matcher) jump(set uint64) {
 			m.assign(set, last+1)
 			return
 		}
-		next := min(at+Jump, last)
+		next := min(at+jumpBlocks, last)
 		on := m.holders(next) & set
 		if stopped := set &^ on; stopped != 0 {
 			m.split(at, next, stopped)
@@ -128,11 +132,12 @@ func (m *matcher) jump(set uint64) {
 	}
 }
 
-// split finds where columns stop that all hold block lo, and none block hi.
+// split finds where each column of set stops; all of them hold block lo and none holds block hi.
 func (m *matcher) split(lo, hi int, set uint64) {
 	for hi-lo > 1 {
 		mid := (lo + hi) / 2
-		m.warm((lo+mid)/2, (mid+hi)/2) // which of them is next, nobody can foresee: the processor would wait
+		// The processor cannot predict which of them is next and would wait.
+		m.prefetch((lo+mid)/2, (mid+hi)/2)
 		on := m.holders(mid) & set
 		switch on {
 		case set:
@@ -147,9 +152,9 @@ func (m *matcher) split(lo, hi int, set uint64) {
 	m.assign(set, hi)
 }
 
-// warm fetches the table's words of two blocks.
-func (m *matcher) warm(a, b int) {
-	m.warmth += m.ix.table.peek(m.hashes[a]) + m.ix.table.peek(m.hashes[b])
+// prefetch fetches the table's words of two blocks.
+func (m *matcher) prefetch(a, b int) {
+	m.prefetched += m.ix.table.peek(m.hashes[a]) + m.ix.table.peek(m.hashes[b])
 }
 
 // scan follows columns block by block.
@@ -172,7 +177,8 @@ func (m *matcher) assign(set uint64, blocks int) {
 	base, live := m.set.base[m.w], m.set.mask[m.w]
 	for ; set != 0; set &= set - 1 {
 		below := set&-set - 1
-		m.rows[base+bits.OnesCount64(live&below)].Blocks = int32(blocks) //nolint:gosec // a prompt has fewer than 2^31 blocks
+		//nolint:gosec // a prompt has fewer than 2^31 blocks
+		m.rows[base+bits.OnesCount64(live&below)].Blocks = int32(blocks)
 	}
 }
 
@@ -195,8 +201,8 @@ func (m *matcher) holders(at int) uint64 {
 	return held
 }
 
-// touch marks the end of the longest match as used now. Blocks in front of it are as young: eviction takes leaves only,
-// and hands a leaf's age on to its parent.
+// touch marks the end of the longest match as used now. That covers the blocks in front of it: eviction takes
+// leaves only and passes a leaf's age on to its parent.
 func (m *matcher) touch() {
 	if m.deep == 0 {
 		return

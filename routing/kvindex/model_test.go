@@ -22,7 +22,8 @@ type model struct {
 
 func (m *model) open(t require.TestingT, rank int, shown bool) {
 	m.opened++
-	c, err := m.ix.Open(Owner{Rank: uint32(rank), Epoch: 1, Incarnation: m.opened}, Options{Feed: FromEvents, Shown: shown})
+	c, err := m.ix.Open(Owner{Rank: uint32(rank), Epoch: 1, Incarnation: m.opened},
+		Options{Feed: FromEvents, Shown: shown})
 	require.NoError(t, err)
 	m.columns[rank], m.oracles[rank] = c, newOracle()
 }
@@ -56,7 +57,10 @@ func (m *model) step(t *rapid.T) {
 func (m *model) store(t *rapid.T, rank int) {
 	k, a, b := m.f.stretch(t)
 	v := rapid.IntRange(0, 1).Draw(t, "variant")
-	ev := StoredEvent{Root: rootOf(1), Blocks: m.f.names(k, a, b, rank, v), Tokens: m.f.ids[k][a:b], BlockSize: 1}
+	ev := StoredEvent{
+		Root: rootOf(1), Blocks: m.f.names(k, a, b, rank, v), Tokens: m.f.ids[k][a:b],
+		BlockSize: 1,
+	}
 	var parent *Handle
 	if a > 0 {
 		ev.HasParent, ev.Parent = true, m.f.name(k, a-1, rank, v)
@@ -190,7 +194,10 @@ func TestEvictsLeastRecentlyMatchedLeaves(t *testing.T) {
 		ix := newIndex(t, Config{})
 		small(ix, 1)
 		c := open(t, ix, 0, FromDeltas)
-		o := &lruOracle{parent: map[uint64]uint64{}, stamp: map[uint64]int{}, cap: chunkSlots - int(firstSlot)}
+		o := &lruOracle{
+			parent: map[uint64]uint64{}, stamp: map[uint64]int{},
+			cap: chunkSlots - int(firstSlot),
+		}
 		var prompts [][]uint64
 		for k := range 12 {
 			ids := count(400)
@@ -211,7 +218,10 @@ func TestEvictsLeastRecentlyMatchedLeaves(t *testing.T) {
 				require.Equal(t, o.touch(p, now+1), hitsOf(ix, p)[0])
 				continue
 			case 1:
-				c.Apply(Delta{Change: Removed, Hashes: o.remove(p, rapid.IntRange(0, len(p)-1).Draw(t, "keep"))})
+				c.Apply(Delta{
+					Change: Removed,
+					Hashes: o.remove(p, rapid.IntRange(0, len(p)-1).Draw(t, "keep")),
+				})
 			default:
 				c.Apply(Delta{Change: Stored, Hashes: p})
 				o.store(p, now+1)

@@ -154,7 +154,8 @@ func (f forest) stretch(t *rapid.T) (k, a, b int) {
 	return k, a, rapid.IntRange(a+1, n).Draw(t, "end")
 }
 
-// name is the engine's own hash of a block: of column salt, variant v (an engine may have two for one content).
+// name is the engine's own hash of a block: of column salt, variant v (an engine may have two for one
+// content).
 func (f forest) name(k, i, salt, v int) Handle {
 	return UintHandle(0, f.hashes[k][i]^uint64(salt)<<8^uint64(v))
 }

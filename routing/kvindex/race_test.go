@@ -10,8 +10,9 @@ import (
 	"github.com/stretchr/testify/assert"
 )
 
-// One writer churns while readers look. Rank 0 never changes; rank 1 breathes between 40 and 100 blocks from its end; rank 2
-// gets holes, rank 3 restarts and clears; rank 4 is masked before the readers begin. Evictions run all the time.
+// One writer churns while readers look. Rank 0 never changes; rank 1 breathes between 40 and 100 blocks from
+// its end; rank 2 gets holes, rank 3 restarts and clears; rank 4 is masked before the readers begin.
+// Evictions run all the time.
 func TestReadersBesideTheWriter(t *testing.T) {
 	ix := newIndex(t, Config{})
 	small(ix, 2)

@@ -10,7 +10,8 @@ import (
 	"pgregory.net/rapid"
 )
 
-// recordOracle is the record of a rank as a list of prompts by age. What is held is the union of their blocks.
+// recordOracle is the record of a rank as a list of prompts by age. What is held is the union of their
+// blocks.
 type recordOracle []routed
 
 type routed struct {
@@ -97,7 +98,10 @@ func TestRecordsEqualAListOfPrompts(t *testing.T) {
 			deltas = append(deltas, d)
 		}})
 		capacity := rapid.IntRange(0, 120).Draw(t, "capacity")
-		c, err := ix.Open(Owner{}, Options{Feed: FromRecords, Shown: true, TTL: 10 * second, Capacity: capacity})
+		c, err := ix.Open(Owner{}, Options{
+			Feed: FromRecords, Shown: true, TTL: 10 * second,
+			Capacity: capacity,
+		})
 		require.NoError(t, err)
 		copied := open(t, newIndex(t, Config{}), 0, FromDeltas)
 		var o recordOracle
@@ -152,7 +156,8 @@ func TestRecordsEqualAListOfPrompts(t *testing.T) {
 	})
 }
 
-// TestARecordUnderTheCapStaysCovered: whatever is evicted, what is left still expires, and other columns of the blocks do not matter.
+// TestARecordUnderTheCapStaysCovered: whatever is evicted, what is left still expires, and other columns of
+// the blocks do not matter.
 func TestARecordUnderTheCapStaysCovered(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		f := drawForest(t)
@@ -167,7 +172,10 @@ func TestARecordUnderTheCapStaysCovered(t *testing.T) {
 			k, a, b := f.stretch(t)
 			switch rapid.IntRange(0, 6).Draw(t, "op") {
 			case 0:
-				events.Stored(testHasher, &StoredEvent{Root: rootOf(1), Blocks: f.names(k, 0, b, 1, 0), Tokens: f.ids[k][:b], BlockSize: 1})
+				events.Stored(testHasher, &StoredEvent{
+					Root: rootOf(1), Blocks: f.names(k, 0, b, 1, 0),
+					Tokens: f.ids[k][:b], BlockSize: 1,
+				})
 			case 1:
 				events.Removed(0, f.names(k, a, b, 1, 0))
 			case 2:

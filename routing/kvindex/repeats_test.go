@@ -7,8 +7,8 @@ import (
 	"pgregory.net/rapid"
 )
 
-// repeater is an engine with few blocks that tells of every block of a prompt as stored, also of those that it has: what vLLM does for
-// requests that ask for it. Each removal is told once.
+// repeater is an engine with few blocks that tells of every block of a prompt as stored, also of those that
+// it has: what vLLM does for requests that ask for it. Each removal is told once.
 type repeater struct {
 	room  int
 	order []int // numbers of the prompts that it holds, the least recently used in front
@@ -42,8 +42,8 @@ func (e *repeater) serve(c *Column, k int) {
 	c.Stored(testHasher, promptOf(k))
 }
 
-// TestRepeatsLeaveNoPhantomBlocks: an engine that repeats what it has stored is found out before the blocks that are counted are more
-// than it has, and from then on no block is held that the engine has removed.
+// TestRepeatsLeaveNoPhantomBlocks: an engine that repeats what it has stored is found out before the blocks
+// that are counted are more than it has, and from then on no block is held that the engine has removed.
 func TestRepeatsLeaveNoPhantomBlocks(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		ix := newIndex(t, Config{Bytes: 1 << 20, Columns: 2})
@@ -71,7 +71,8 @@ func TestRepeatsLeaveNoPhantomBlocks(t *testing.T) {
 	})
 }
 
-// TestCopiesOfAnHonestEngineAreCounted: as many copies as it has blocks are believed, each until it is removed.
+// TestCopiesOfAnHonestEngineAreCounted: as many copies as it has blocks are believed, each until it is
+// removed.
 func TestCopiesOfAnHonestEngineAreCounted(t *testing.T) {
 	ix := newIndex(t, Config{Bytes: 1 << 20, Columns: 2})
 	c := open(t, ix, 1, FromEvents)

@@ -11,12 +11,13 @@ const sideBytes = 40 // charged per entry
 
 func (s *side) bytes() int { return sideBytes * (len(s.copies) + len(s.aliases)) }
 
-// copy counts one more copy of h. Without room it goes uncounted, and the block is lost one removal too early.
+// copy counts one more copy of h. Without room it goes uncounted, and the block is lost one removal too
+// early.
 func (s *side) copy(ix *Index, h Handle, n uint32) {
 	if n == 0 {
 		return
 	}
-	if s.copies[h] == 0 && !ix.pay(sideBytes) {
+	if s.copies[h] == 0 && !ix.chargeBytes(sideBytes) {
 		ix.counters.Refused++
 		return
 	}
@@ -29,7 +30,7 @@ func (s *side) copy(ix *Index, h Handle, n uint32) {
 
 // alias counts one more handle of a block.
 func (s *side) alias(ix *Index, x slot) {
-	if s.aliases[x] == 0 && !ix.pay(sideBytes) {
+	if s.aliases[x] == 0 && !ix.chargeBytes(sideBytes) {
 		ix.counters.Refused++
 		return
 	}

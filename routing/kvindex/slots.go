@@ -4,8 +4,9 @@ import "sync/atomic"
 
 // A slot is one chain hash known to the index: its holders and its place in the tree of prefixes.
 //
-// Hot words are shared with readers: [hash, holders…], one bit per column. hash 0 is a free slot. Cold fields belong to
-// the writer, but for the stamp. A slot without holders lives on while it has children ("ghost"): it keeps their place.
+// Hot words are shared with readers: [hash, holders…], one bit per column. hash 0 is a free slot. Cold fields
+// belong to the writer, but for the stamp. A slot without holders lives on while it has children ("ghost"):
+// it keeps their place.
 type slot = uint32
 
 const (
@@ -18,8 +19,9 @@ const (
 )
 
 type cold struct {
-	parent, child, next, prev slot          // child: the first of a list linked by next and prev
-	stamp                     atomic.Uint32 // tick of the last match that ended here, or of the store; readers write it
+	parent, child, next, prev slot // child: the first of a list linked by next and prev
+	// tick of the last match that ended here, or of the store; readers write it
+	stamp atomic.Uint32
 }
 
 type chunk struct {
@@ -28,17 +30,18 @@ type chunk struct {
 	queued [chunkSlots / 64]uint64 // slot has an element in the heap
 }
 
-// What a slot is charged against the cap: cold fields, its share of the table (8 B per word at a load of at least 0.4)
-// and an element of the heap.
+// What a slot is charged against the cap: cold fields, its share of the table (8 B per word at a load of at
+// least 0.4) and an element of the heap.
 const slotCharge = 20 + 20 + 8
 
 // pool hands out slots.
 type pool struct {
-	stride     int                     // words per slot: 1 + columns/64
-	chunks     []atomic.Pointer[chunk] // as long as the cap allows; filled from the left
-	n          int                     // chunks in use
-	live       int                     // slots in use
-	head, tail slot                    // free slots, oldest first, linked by next: a freed slot is reused as late as possible
+	stride int                     // words per slot: 1 + columns/64
+	chunks []atomic.Pointer[chunk] // as long as the cap allows; filled from the left
+	n      int                     // chunks in use
+	live   int                     // slots in use
+	// free slots, oldest first, linked by next: a freed slot is reused as late as possible
+	head, tail slot
 }
 
 func (p *pool) chargePerChunk() int { return chunkSlots * (8*p.stride + slotCharge) }
@@ -69,7 +72,10 @@ func (p *pool) setQueued(s slot, on bool) {
 
 // addChunk puts chunkSlots free slots at the end of the free list.
 func (p *pool) addChunk() {
-	p.chunks[p.n].Store(&chunk{hot: make([]atomic.Uint64, chunkSlots*p.stride), cold: make([]cold, chunkSlots)})
+	p.chunks[p.n].Store(&chunk{
+		hot:  make([]atomic.Uint64, chunkSlots*p.stride),
+		cold: make([]cold, chunkSlots),
+	})
 	first := slot(p.n << chunkBits) //nolint:gosec // bounded by New
 	p.n++
 	for s := max(first, firstSlot); s < first+chunkSlots; s++ {
@@ -107,14 +113,14 @@ func (p *pool) take() slot {
 	return s
 }
 
-// free gives s back. Its holders are 0 already, it is in no table and no list.
+// free returns s to the pool. It has no holders and is in no table or list.
 func (p *pool) free(s slot) {
 	p.hot(s)[0].Store(0)
 	p.live--
 	p.append(s)
 }
 
-// holderless says that no column holds s.
+// holderless reports that no column holds s.
 func (p *pool) holderless(s slot) bool {
 	for w := range p.hot(s)[1:] {
 		if p.hot(s)[1+w].Load() != 0 {
@@ -155,7 +161,7 @@ func (p *pool) unlink(s slot) {
 	c.next, c.prev = none, none
 }
 
-// holdsChild says whether the column of bit holds a child of s.
+// holdsChild reports whether the column of bit holds a child of s.
 func (p *pool) holdsChild(s slot, bit int) bool {
 	for k := p.cold(s).child; k != none; k = p.cold(k).next {
 		if p.holds(k, bit) {
@@ -174,4 +180,84 @@ func (p *pool) childrenHolding(s slot, bit int) int {
 		}
 	}
 	return n
+}
+
+// leaves is a binary heap of leaf slots by stamp with delayed updates: an element's stamp is at most its
+// slot's, so a top whose stamps are equal is the least recently matched leaf. Slots that are no leaves any
+// more are removed when they reach the top.
+type leaves struct {
+	chunks [][]leaf // by 1024: growth copies nothing
+	n      int
+}
+
+type leaf struct{ stamp, slot uint32 }
+
+func (l *leaves) at(i int) *leaf { return &l.chunks[i>>chunkBits][i%chunkSlots] }
+
+func (l *leaves) push(x leaf) {
+	if l.n>>chunkBits == len(l.chunks) {
+		l.chunks = append(l.chunks, make([]leaf, chunkSlots))
+	}
+	i := l.n
+	l.n++
+	for i > 0 && l.at((i-1)/2).stamp > x.stamp {
+		*l.at(i) = *l.at((i - 1) / 2)
+		i = (i - 1) / 2
+	}
+	*l.at(i) = x
+}
+
+// sink puts x at the top and lets it fall to its place.
+func (l *leaves) sink(x leaf) {
+	i := 0
+	for {
+		k := 2*i + 1
+		if k >= l.n {
+			break
+		}
+		if k+1 < l.n && l.at(k+1).stamp < l.at(k).stamp {
+			k++
+		}
+		if l.at(k).stamp >= x.stamp {
+			break
+		}
+		*l.at(i) = *l.at(k)
+		i = k
+	}
+	*l.at(i) = x
+}
+
+func (l *leaves) pop() {
+	l.n--
+	if l.n > 0 {
+		l.sink(*l.at(l.n))
+	}
+}
+
+// sweep clears the bits of closed columns, so that they can be used again.
+type sweep struct {
+	dying  []uint64 // bits to wipe in the next pass
+	pass   []uint64 // bits being wiped
+	cursor int      // slot to go on at; 0: no pass
+	n      int      // dying bits
+}
+
+func newSweep(words int) sweep {
+	return sweep{dying: make([]uint64, words), pass: make([]uint64, words)}
+}
+
+func (w *sweep) add(bit int) {
+	w.dying[bit>>6] |= 1 << (bit & 63)
+	w.n++
+}
+
+// begin starts a pass over all dying bits; false if there are none.
+func (w *sweep) begin() bool {
+	if w.n == 0 {
+		return false
+	}
+	w.pass, w.dying = w.dying, w.pass
+	clear(w.dying)
+	w.n, w.cursor = 0, int(firstSlot)
+	return true
 }

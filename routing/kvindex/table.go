@@ -4,10 +4,10 @@ import "sync/atomic"
 
 // table finds slots by hash: 256 segments (the hash's top byte) of open addressing, linear probing.
 //
-// A word is the hash's low 32 bits and the slot; a word never moves inside a segment, so that readers never miss an
-// entry that is there. Removal leaves a tombstone, or nothing when the next word is empty; a segment that is too full is
-// rebuilt and published anew, readers of the old one finish on it. A word's home is its own upper half scaled to the
-// length: lengths need not be powers of two, and a rebuild reads no slot.
+// A word is the hash's low 32 bits and the slot; a word never moves inside a segment, so that readers never
+// miss an entry that is there. Removal leaves a tombstone, or nothing when the next word is empty; a segment
+// that is too full is rebuilt and published anew, readers of the old one finish on it. A word's home is its
+// own upper half scaled to the length: lengths need not be powers of two, and a rebuild reads no slot.
 type table struct {
 	segments [tableSegments]atomic.Pointer[segment]
 	used     [tableSegments]int // words with a slot
@@ -19,8 +19,8 @@ const (
 	segmentMin    = 32 // words
 	tombstone     = 1
 
-	// A segment of n words holds at most n·4/5 entries and tombstones, and is rebuilt to hold 5/2 words per entry:
-	// a rebuild for as many inserts as there are entries.
+	// A segment of n words holds at most n·4/5 entries and tombstones, and is rebuilt to hold 5/2 words per
+	// entry: a rebuild for as many inserts as there are entries.
 	loadNum, loadDen = 4, 5
 	sizeNum, sizeDen = 5, 2
 )
@@ -49,7 +49,8 @@ func (t *table) find(p *pool, hash uint64) slot {
 		if w == 0 {
 			return none
 		}
-		if s := slot(w); uint32(w>>32) == tag && s >= firstSlot && p.hash(s) == hash { //nolint:gosec // the halves are wanted
+		//nolint:gosec // the halves are wanted
+		if s := slot(w); uint32(w>>32) == tag && s >= firstSlot && p.hash(s) == hash {
 			return s
 		}
 		i = after(i, len(words))
@@ -124,4 +125,10 @@ func (t *table) rebuild(k int) *segment {
 	t.full[k] = t.used[k]
 	t.segments[k].Store(fresh)
 	return fresh
+}
+
+// peek reads the word at hash's home.
+func (t *table) peek(hash uint64) uint64 {
+	words := t.segments[hash>>56].Load().words
+	return words[home(hash<<32, len(words))].Load()
 }

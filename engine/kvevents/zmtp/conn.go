@@ -1,3 +1,8 @@
+// Package zmtp is one ZeroMQ connection at a time, with limits. The wire protocol is go-zeromq's (zmq4.Open);
+// listening, dialling, queues and reconnects stay with the caller, because the library's sockets cannot be
+// bounded: they have no high-water mark, accept frames of any size a peer announces, handshake inside the
+// accept loop, die with a peer's malformed handshake, and leave goroutines behind. Used by the event
+// subscriber and by the simulated engine's publisher.
 package zmtp
 
 import (
@@ -28,7 +33,7 @@ const (
 // Sizes and times of a connection.
 const (
 	readBuffer       = 32 << 10
-	HandshakeTimeout = 5 * time.Second // what a peer gets to say hello
+	handshakeTimeout = 5 * time.Second // for the peer's whole handshake
 )
 
 // errHandshake stands for a handshake that made the library panic: hostile metadata.
@@ -41,38 +46,41 @@ type Conn struct {
 	out    []byte // guarded by stream.mu
 }
 
-// Open shakes hands on raw, which it owns from now on: it is closed on an error. server is the side that accepted the connection.
+// Open performs the handshake on raw and owns raw from then on: on an error it closes raw. server is the side
+// that accepted the connection.
 func Open(raw net.Conn, role Role, server bool, lim Limits) (*Conn, error) {
 	s := &stream{Conn: raw, in: bufio.NewReaderSize(raw, readBuffer), lim: newLimiter(lim)}
 	z, err := shake(s, role, server)
 	if err != nil {
 		_ = raw.Close()
-		s.spoken()
+		s.awaitHandshakeWritten()
 		return nil, err
 	}
 	s.open = true
 	return &Conn{stream: s, zmq: z}, nil
 }
 
-// shake bounds the handshake in time, and in damage: the library indexes a peer's metadata unchecked.
+// shake performs the handshake with a deadline and recovers from panics: the library indexes a peer's
+// metadata without a check.
 func shake(s *stream, role Role, server bool) (z *zmq4.Conn, err error) {
 	defer func() {
 		if recover() != nil {
 			z, err = nil, errHandshake
 		}
 	}()
-	if err := s.SetDeadline(time.Now().Add(HandshakeTimeout)); err != nil {
+	if err := s.SetDeadline(time.Now().Add(handshakeTimeout)); err != nil {
 		return nil, fmt.Errorf("zmtp: handshake: %w", err)
 	}
 	z, err = zmq4.Open(s, null.Security(), zmq4.SocketType(role), nil, server, nil)
 	if err != nil {
 		return nil, fmt.Errorf("zmtp: handshake: %w", err)
 	}
-	s.spoken()
+	s.awaitHandshakeWritten()
 	return z, s.SetDeadline(time.Time{})
 }
 
-// Recv is the next message; its frames belong to the caller. Commands of the protocol (heartbeats) are answered and skipped.
+// Recv is the next message; its frames belong to the caller. Commands of the protocol (heartbeats) are
+// answered and skipped.
 func (c *Conn) Recv() ([][]byte, error) {
 	for {
 		msg, err := c.zmq.RecvMsg()
@@ -129,10 +137,10 @@ func (c *Conn) SetWriteDeadline(t time.Time) error { return c.stream.SetWriteDea
 // RemoteAddr is the peer's address.
 func (c *Conn) RemoteAddr() net.Addr { return c.stream.RemoteAddr() }
 
-// Close ends the connection and whoever waits on it. It may be called often.
+// Close ends the connection and all calls that wait on it. It is idempotent.
 func (c *Conn) Close() error { return c.stream.Close() }
 
-// stream is what the library reads and writes: buffered and limited on the way in, whole commands on the way out.
+// stream is the library's side of the connection: reads are buffered and limited, writes are whole commands.
 type stream struct {
 	net.Conn
 	in   *bufio.Reader
@@ -154,11 +162,11 @@ func (s *stream) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// Write is reached by the library alone. After the handshake these are commands, in two calls each, head and body: they may not
-// fall between the frames of a message that another goroutine sends.
+// Write is called by the library alone. After the handshake it writes commands, in two calls each for head
+// and body. They must not get between the frames of a message that another goroutine sends.
 func (s *stream) Write(p []byte) (int, error) {
 	if !s.open {
-		return s.say(p)
+		return s.writeHandshake(p)
 	}
 	if s.held == nil {
 		s.held = append([]byte{}, p...)
@@ -171,9 +179,10 @@ func (s *stream) Write(p []byte) (int, error) {
 	return len(p), err
 }
 
-// say writes a part of the handshake beside the reader: both peers speak first, and on a transport without a buffer (a pipe) they
-// would wait for each other. A failed write closes the connection, which the reader notices; the handshake's deadline bounds both.
-func (s *stream) say(p []byte) (int, error) {
+// writeHandshake writes a part of the handshake on its own goroutine: both peers write first, and on a
+// transport without a buffer (a pipe) they would wait for each other. A failed write closes the connection,
+// which the reader notices; the handshake's deadline bounds both.
+func (s *stream) writeHandshake(p []byte) (int, error) {
 	part, before, done := bytes.Clone(p), s.said, make(chan struct{})
 	s.said = done
 	go func() {
@@ -188,8 +197,8 @@ func (s *stream) say(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// spoken waits until what was said is written.
-func (s *stream) spoken() {
+// awaitHandshakeWritten waits until all parts of the handshake are written.
+func (s *stream) awaitHandshakeWritten() {
 	if s.said != nil {
 		<-s.said
 	}

@@ -5,14 +5,15 @@ import (
 	"errors"
 )
 
-// ErrTooLarge says that a peer announced a frame or a message beyond the limits. The connection is of no more use.
+// ErrTooLarge: a peer announced a frame or a message beyond the limits. The connection cannot be used any
+// more.
 var ErrTooLarge = errors.New("zmtp: frame or message beyond the limit")
 
 // Defaults of Limits.
 const (
-	DefaultFrame   = 16 << 20
-	DefaultMessage = 32 << 20
-	DefaultFrames  = 16
+	defaultFrame   = 16 << 20
+	defaultMessage = 32 << 20
+	defaultFrames  = 16
 )
 
 // Limits bounds what a peer can make this side allocate.
@@ -24,7 +25,7 @@ type Limits struct {
 
 // DefaultLimits fits KV event batches: a full prefill step of the largest models is below 1 MiB.
 func DefaultLimits() Limits {
-	return Limits{Frame: DefaultFrame, Message: DefaultMessage, Frames: DefaultFrames}
+	return Limits{Frame: defaultFrame, Message: defaultMessage, Frames: defaultFrames}
 }
 
 // ZMTP 3.0 framing.
@@ -35,8 +36,8 @@ const (
 	flagCommand   = 0x4
 )
 
-// limiter follows the framing of the bytes that pass, so that a frame is refused when its length is known and before the library
-// allocates it.
+// limiter parses the framing of the bytes that pass, so that it refuses a frame when its length is known,
+// before the library allocates it.
 type limiter struct {
 	lim    Limits
 	part   part

@@ -11,7 +11,8 @@ import (
 // acceptPause is the wait after a failed accept (out of file descriptors).
 const acceptPause = 50 * time.Millisecond
 
-// Server accepts connections for one role and hands each to a goroutine of its own. Slow handshakes hold nobody up.
+// Server accepts connections for one role and hands each to a goroutine of its own. Slow handshakes do not
+// delay other connections.
 type Server struct {
 	listener net.Listener
 	role     Role
@@ -26,9 +27,12 @@ type Server struct {
 	wg     sync.WaitGroup
 }
 
-// NewServer serves l. At most conns connections exist at a time, further ones are closed at once, as are those that allow (nil =
-// everybody) refuses. handle runs in a goroutine per connection; the connection is closed when it returns.
-func NewServer(l net.Listener, role Role, lim Limits, conns int, allow func(net.Addr) bool, handle func(*Conn)) *Server {
+// NewServer serves l. At most conns connections exist at a time, further ones are closed at once, as are
+// those that allow (nil = everybody) refuses. handle runs in a goroutine per connection; the connection is
+// closed when it returns.
+func NewServer(l net.Listener, role Role, lim Limits, conns int, allow func(net.Addr) bool,
+	handle func(*Conn),
+) *Server {
 	return &Server{
 		listener: l, role: role, limits: lim, slots: make(chan struct{}, conns), allow: allow, handle: handle,
 		conns: make(map[net.Conn]struct{}),
@@ -87,7 +91,7 @@ func (s *Server) serve(raw net.Conn) {
 	}()
 	c, err := Open(raw, s.role, true, s.limits)
 	if err != nil {
-		return // a stranger, or a peer that left
+		return // not a ZMTP peer, or it has left
 	}
 	s.handle(c)
 }
@@ -107,7 +111,7 @@ func (s *Server) DropAll() {
 	}
 }
 
-// Close stops accepting, closes every connection and waits for the handlers. It may be called often.
+// Close stops accepting, closes every connection and waits for the handlers. It is idempotent.
 func (s *Server) Close() error {
 	s.mu.Lock()
 	s.closed = true
@@ -121,8 +125,11 @@ func (s *Server) Close() error {
 	return err
 }
 
-// Dial connects and shakes hands. dial nil = TCP. ctx bounds the connect and, by closing the socket, the handshake.
-func Dial(ctx context.Context, dial func(ctx context.Context, addr string) (net.Conn, error), addr string, role Role, lim Limits) (*Conn, error) {
+// Dial connects and shakes hands. dial nil = TCP. ctx bounds the connect and, by closing the socket, the
+// handshake.
+func Dial(ctx context.Context, dial func(ctx context.Context, addr string) (net.Conn, error), addr string,
+	role Role, lim Limits,
+) (*Conn, error) {
 	if dial == nil {
 		dial = func(ctx context.Context, addr string) (net.Conn, error) {
 			var d net.Dialer

@@ -44,7 +44,12 @@ func TestMessagesCrossWhole(t *testing.T) {
 	c, err := Dial(t.Context(), nil, echo.Addr().String(), Dealer, DefaultLimits())
 	require.NoError(t, err)
 	defer func() { require.NoError(t, c.Close()) }()
-	for _, m := range [][][]byte{{{}}, {{}, {1, 2}}, {long, {}, long}, {bytes.Repeat([]byte{1}, 255), bytes.Repeat([]byte{1}, 256)}} {
+	for _, m := range [][][]byte{
+		{{}},
+		{{}, {1, 2}},
+		{long, {}, long},
+		{bytes.Repeat([]byte{1}, 255), bytes.Repeat([]byte{1}, 256)},
+	} {
 		require.NoError(t, c.Send(m...))
 		got, err := c.Recv()
 		require.NoError(t, err)
@@ -89,10 +94,12 @@ func TestAnnouncedSizesAreLimited(t *testing.T) {
 	head := func(size uint64, flags byte) []byte {
 		return binary.BigEndian.AppendUint64([]byte{flags | flagLong}, size)
 	}
-	many := bytes.Repeat([]byte{flagMore, 1, 0}, DefaultFrames+1)
+	many := bytes.Repeat([]byte{flagMore, 1, 0}, defaultFrames+1)
 	for name, raw := range map[string][]byte{
-		"2^31": head(1<<31, 0), "2^63": head(1<<63, 0), "all ones": head(1<<64-1, flagMore), "limit+1": head(DefaultFrame+1, 0),
-		"frames without end": many, "empty frames without end": bytes.Repeat([]byte{flagMore, 0}, DefaultFrames+1),
+		"2^31": head(1<<31, 0), "2^63": head(1<<63, 0), "all ones": head(1<<64-1, flagMore),
+		"limit+1":            head(defaultFrame+1, 0),
+		"frames without end": many, "empty frames without end": bytes.Repeat([]byte{flagMore, 0},
+			defaultFrames+1),
 	} {
 		t.Run(name, func(t *testing.T) {
 			got := make(chan error, 1)
@@ -139,7 +146,8 @@ func TestConnectionsAreCounted(t *testing.T) {
 }
 
 func TestPeersMayBeRefused(t *testing.T) {
-	s := NewServer(listen(t), Router, DefaultLimits(), 4, func(net.Addr) bool { return false }, func(*Conn) {})
+	s := NewServer(listen(t), Router, DefaultLimits(), 4, func(net.Addr) bool { return false },
+		func(*Conn) {})
 	s.Start()
 	_, err := Dial(t.Context(), nil, s.Addr().String(), Dealer, DefaultLimits())
 	require.Error(t, err)
@@ -193,7 +201,8 @@ func TestHostileMetadataIsAnError(t *testing.T) {
 	b[0], b[9], b[10] = 0xFF, 0x7F, 3
 	copy(b[12:], "NULL")
 	b = append(b, flagCommand, 8)
-	b = append(b, "\x05READY\x02\x00"...) // a name of two bytes of which one is there: the library slices past the end
+	// a name of two bytes of which one is there: the library slices past the end
+	b = append(b, "\x05READY\x02\x00"...)
 	_, err := Open(wire{in: bytes.NewReader(b)}, Sub, true, DefaultLimits())
 	assert.ErrorIs(t, err, errHandshake)
 }
@@ -204,7 +213,8 @@ func FuzzPeer(f *testing.F) {
 	f.Add(peerBytes(Pub, flagLong, 0, 0, 0, 0, 0x80, 0, 0, 0))
 	f.Add(peerBytes("REQ"))
 	f.Fuzz(func(t *testing.T, raw []byte) {
-		c, err := Open(wire{in: bytes.NewReader(raw)}, Sub, true, Limits{Frame: 1000, Message: 3000, Frames: 5})
+		c, err := Open(wire{in: bytes.NewReader(raw)}, Sub, true,
+			Limits{Frame: 1000, Message: 3000, Frames: 5})
 		if err != nil {
 			return
 		}

@@ -11,54 +11,56 @@ import (
 	"time"
 )
 
-// doorGuests bounds connections to a meeting point that have not said who they are.
-const doorGuests = 64
+// maxUnknownCallers bounds the connections to a groupListener that have not sent their hello.
+const maxUnknownCallers = 64
 
-// door is rank 0's meeting point while it waits for the group: strangers and silent callers hold up nobody.
-type door struct {
-	ctx    context.Context //nolint:containedctx // ends with close: it is the life of the goroutines that listen to callers
+// groupListener is rank 0's listener while it waits for the group. Unknown and silent callers do not delay
+// the others.
+type groupListener struct {
+	//nolint:containedctx // it ends with close: the goroutines that listen to callers live as long
+	ctx    context.Context
 	cancel context.CancelFunc
 	ln     net.Listener
 	cfg    *Config
-	guests chan guest
+	guests chan groupCaller
 	work   sync.WaitGroup
 	failed chan error // one slot: the listener's end
 }
 
-// guest is a caller that has proved to be of this group.
-type guest struct {
+// groupCaller is a caller that has proved to belong to this group.
+type groupCaller struct {
 	conn  net.Conn
 	hello frame
 }
 
-func newDoor(ctx context.Context, ln net.Listener, cfg *Config) *door {
-	d := &door{ln: ln, cfg: cfg, guests: make(chan guest), failed: make(chan error, 1)}
+func newDoor(ctx context.Context, ln net.Listener, cfg *Config) *groupListener {
+	d := &groupListener{ln: ln, cfg: cfg, guests: make(chan groupCaller), failed: make(chan error, 1)}
 	d.ctx, d.cancel = context.WithCancel(ctx)
 	d.work.Go(d.accept)
 	return d
 }
 
 // next gives the next rank that came, or why none will.
-func (d *door) next() (guest, error) {
+func (d *groupListener) next() (groupCaller, error) {
 	select {
 	case g := <-d.guests:
 		return g, nil
 	case err := <-d.failed:
-		return guest{}, err
+		return groupCaller{}, err
 	case <-d.ctx.Done():
-		return guest{}, context.Cause(d.ctx)
+		return groupCaller{}, context.Cause(d.ctx)
 	}
 }
 
-// close ends the meeting point. Those who were not welcomed are gone.
-func (d *door) close() {
+// close closes the listener and all callers that were not accepted.
+func (d *groupListener) close() {
 	d.cancel()
 	_ = d.ln.Close() // nothing is lost with it
 	d.work.Wait()
 }
 
-func (d *door) accept() {
-	seats := make(chan struct{}, doorGuests)
+func (d *groupListener) accept() {
+	seats := make(chan struct{}, maxUnknownCallers)
 	for {
 		select {
 		case seats <- struct{}{}:
@@ -78,15 +80,16 @@ func (d *door) accept() {
 }
 
 // receive listens to one caller.
-func (d *door) receive(conn net.Conn) {
+func (d *groupListener) receive(conn net.Conn) {
 	stop := context.AfterFunc(d.ctx, func() { _ = conn.Close() })
 	hello, ok := readHello(conn, d.cfg.GroupKey)
-	if !stop() || !ok { // stopped before it is handed on: the end of the meeting must not close what was welcomed
+	// stopped before it is handed on: the end of the meeting must not close what was welcomed
+	if !stop() || !ok {
 		_ = conn.Close()
 		return
 	}
 	select {
-	case d.guests <- guest{conn, hello}:
+	case d.guests <- groupCaller{conn, hello}:
 	case <-d.ctx.Done():
 		_ = conn.Close()
 	}
@@ -108,7 +111,7 @@ func writeHello(c net.Conn, hello frame, key string) error {
 	return err
 }
 
-// readHello reads who calls; false if it is nobody of the group.
+// readHello reads the caller's hello; false if the caller does not belong to the group.
 func readHello(c net.Conn, key string) (frame, bool) {
 	deadline := c.SetReadDeadline(time.Now().Add(frameTimeout))
 	hello, err := readFrame(c)
