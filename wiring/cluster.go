@@ -17,13 +17,13 @@ var _ api.Nodes = (*backend)(nil)
 
 // Nodes implements api.Nodes.
 func (b *backend) Nodes(ctx context.Context) ([]msg.NodeStatus, error) {
-	l, err := b.n.lead()
+	l, err := b.n.requireLeader()
 	if err != nil {
-		return b.n.withoutLeader(), nil //nolint:nilerr // what is known is better than an error
+		return b.n.nodesWithoutLeader(), nil //nolint:nilerr // show what this node knows
 	}
 	list := l.control.Nodes()
 	inflight := map[string]int{}
-	ranks, _, _ := b.n.accounts(ctx)
+	ranks, _, _ := b.n.collectStatus(ctx)
 	for _, unit := range ranks {
 		for i := range unit {
 			inflight[unit[i].Node] += unit[i].InFlight
@@ -33,29 +33,30 @@ func (b *backend) Nodes(ctx context.Context) ([]msg.NodeStatus, error) {
 		s := &list[i]
 		s.Leader, s.InFlight = s.Node == b.n.cfg.NodeID, inflight[s.Node]
 		if rec := b.n.store.State().Nodes[s.Node]; rec != nil {
-			s.Voter = b.n.votes(rec.UID)
-			b.n.mesh.sight(s, rec)
+			s.Voter = b.n.isVoter(rec.UID)
+			b.n.peering.addGossipView(s, rec)
 		}
 	}
 	return list, nil
 }
 
-// withoutLeader is what this node knows by itself: the last state, and whom the gossip hears.
-func (n *Node) withoutLeader() []msg.NodeStatus {
+// nodesWithoutLeader returns what this node knows by itself: the last state, and the nodes that gossip sees.
+func (n *Node) nodesWithoutLeader() []msg.NodeStatus {
 	st := n.store.State()
-	who := n.whoVotes()
+	who := n.describeVoters()
 	var out []msg.NodeStatus
 	for _, id := range slices.Sorted(maps.Keys(st.Nodes)) {
 		rec := st.Nodes[id]
 		s := msg.NodeStatus{
 			Node: id, State: "unknown", Reason: "no node leads; " + who, Address: rec.Address, Zone: rec.Zone,
-			Version: rec.Version, Voter: n.votes(rec.UID), Slots: rec.Offer.Slots, GPUs: len(rec.Offer.Devices),
+			Version: rec.Version, Voter: n.isVoter(rec.UID), Slots: rec.Offer.Slots,
+			GPUs: len(rec.Offer.Devices),
 		}
 		for _, r := range rec.Roles {
 			s.Roles = append(s.Roles, string(r))
 		}
-		n.mesh.sight(&s, rec)
-		if t := n.trouble(); t != "" && rec.UID == n.ident.UID {
+		n.peering.addGossipView(&s, rec)
+		if t := n.warning(); t != "" && rec.UID == n.ident.UID {
 			s.Notes = append(s.Notes, t)
 		}
 		if s.SeenBy == "" && rec.UID != n.ident.UID {
@@ -68,7 +69,7 @@ func (n *Node) withoutLeader() []msg.NodeStatus {
 
 // Drain implements api.Nodes.
 func (b *backend) Drain(ctx context.Context, node string, deadline *time.Duration) error {
-	l, err := b.n.lead()
+	l, err := b.n.requireLeader()
 	if err != nil {
 		return err
 	}
@@ -81,7 +82,7 @@ func (b *backend) Drain(ctx context.Context, node string, deadline *time.Duratio
 
 // Undrain implements api.Nodes.
 func (b *backend) Undrain(ctx context.Context, node string) error {
-	l, err := b.n.lead()
+	l, err := b.n.requireLeader()
 	if err != nil {
 		return err
 	}
@@ -90,7 +91,7 @@ func (b *backend) Undrain(ctx context.Context, node string) error {
 
 // Remove implements api.Nodes.
 func (b *backend) Remove(ctx context.Context, node string) error {
-	l, err := b.n.lead()
+	l, err := b.n.requireLeader()
 	if err != nil {
 		return err
 	}
@@ -99,7 +100,7 @@ func (b *backend) Remove(ctx context.Context, node string) error {
 
 // CheckLeave implements api.Nodes.
 func (b *backend) CheckLeave(ctx context.Context, node string) error {
-	if _, err := b.n.lead(); err != nil {
+	if _, err := b.n.requireLeader(); err != nil {
 		return err
 	}
 	return b.n.checkLeave(ctx, node)
@@ -107,13 +108,14 @@ func (b *backend) CheckLeave(ctx context.Context, node string) error {
 
 // NewToken implements api.Nodes.
 func (b *backend) NewToken(ctx context.Context, req api.TokenRequest) (api.Token, error) {
-	if b.n.mesh == nil {
-		return api.Token{}, problem.New(problem.Conflict, "this node stands alone: no other can join it").WithHint("start it with --advertise IP")
+	if b.n.peering == nil {
+		return api.Token{}, problem.New(problem.Conflict, "this node stands alone: no other can join it").
+			WithHint("start it with --advertise IP")
 	}
 	return b.n.newToken(ctx, req.TTL, req.Uses)
 }
 
-// newToken makes a join token; the cluster keeps its hash.
+// newToken makes a join token. The cluster stores only its hash.
 func (n *Node) newToken(ctx context.Context, ttl time.Duration, uses int) (api.Token, error) {
 	authority := n.store.State().Secrets.Authority
 	if len(authority) == 0 {
@@ -128,5 +130,5 @@ func (n *Node) newToken(ctx context.Context, ttl time.Duration, uses int) (api.T
 	if _, err := n.store.Propose(ctx, state.Command{PutToken: put}); err != nil {
 		return api.Token{}, err
 	}
-	return api.Token{Token: t.String(), Address: n.mesh.address, Uses: uses, Expires: expires}, nil
+	return api.Token{Token: t.String(), Address: n.peering.address, Uses: uses, Expires: expires}, nil
 }

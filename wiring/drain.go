@@ -9,7 +9,8 @@ import (
 	"github.com/dpserve/dpserve/app"
 )
 
-// longestGrace is the drain of the app that asks for the most; each unit still ends with its own app's.
+// longestGrace returns the longest drain time of all applications. Each unit still ends with the time of its
+// own application.
 func (n *Node) longestGrace() time.Duration {
 	var longest time.Duration
 	for _, a := range n.store.State().Apps {
@@ -21,24 +22,24 @@ func (n *Node) longestGrace() time.Duration {
 	return longest
 }
 
-// scrape refreshes the gauges that nobody pushes, then serves /metrics: the accounts of this node's replicas.
-func (n *Node) scrape() http.Handler {
+// metricsHandler updates the gauges of ranks, KV caches and the lease, then serves /metrics.
+func (n *Node) metricsHandler() http.Handler {
 	pages := n.metrics.Handler()
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		n.here.Show(n.node.LeaseLeft().Seconds(), n.leads.Load() != nil)
-		var kv kvPage
+		n.nodeMetrics.Show(n.node.LeaseLeft().Seconds(), n.leading.Load() != nil)
+		var kv kvMetrics
 		for unit, ranks := range n.node.RankStatuses() {
 			name, _, _ := strings.Cut(unit, "/")
 			for i := range ranks {
 				k := &ranks[i]
 				n.metrics.RankInflight(name, k.Group, k.Rank, k.InFlight)
 				n.metrics.RankTripped(name, k.Group, k.Rank, k.Tripped)
-				kv.rank(name, k)
+				kv.addRank(name, k)
 			}
 		}
 		if n.ingress != nil {
 			for name := range n.store.State().Apps {
-				kv.index(name, n.ingress.Index(name))
+				kv.addIndex(name, n.ingress.Index(name))
 			}
 		}
 		n.metrics.ShowKV(kv.ranks, kv.apps)

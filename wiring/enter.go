@@ -20,26 +20,28 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// seedsFile says where the others were when this node joined. Where it is, the cluster began elsewhere.
+// seedsFile lists the other nodes at the time of the join. A data dir with this file belongs to a member that
+// joined; without it the node founded its cluster.
 const seedsFile = "seeds.json"
 
-// removedFile says that the cluster has removed this node.
+// removedFile marks the data dir of a node that the cluster has removed.
 const removedFile = "removed"
 
-// enter makes the node's mesh: from the files of its data dir, by joining, or as the first node of a new cluster. The node port
-// is bound before anybody hears of this node.
-func (n *Node) enter(ctx context.Context) error {
-	m := &mesh{n: n, dir: pkiDir(n.cfg.DataDir), gossipAddress: hostPort(n.cfg.Advertise, n.cfg.GossipPort)}
-	n.mesh = m
+// bootstrap makes the node's peering: from the files of its data dir, by joining, or as the first node of a
+// new cluster. It binds the node port before any other node learns of this one.
+func (n *Node) bootstrap(ctx context.Context) error {
+	m := &peering{n: n, dir: pkiDir(n.cfg.DataDir),
+		gossipAddress: hostPort(n.cfg.Advertise, n.cfg.GossipPort)}
+	n.peering = m
 	id, err := n.identify()
 	if err != nil {
 		return err
 	}
 	n.ident = id
-	if err := m.removedBefore(); err != nil {
+	if err := m.refuseRemoved(); err != nil {
 		return err
 	}
-	if err := m.open(ctx); err != nil {
+	if err := m.listen(ctx); err != nil {
 		return err
 	}
 	if m.files, err = m.load(); errors.Is(err, fs.ErrNotExist) && n.cfg.Roles == nil {
@@ -50,12 +52,12 @@ func (n *Node) enter(ctx context.Context) error {
 		return err
 	case err == nil:
 		if err = m.readSeeds(); err == nil {
-			err = m.again()
+			err = m.checkRejoin()
 		}
 	case n.cfg.Join != nil:
 		err = m.join(ctx)
 	default:
-		err = m.found()
+		err = m.initCluster()
 	}
 	if err != nil {
 		return err
@@ -64,7 +66,8 @@ func (n *Node) enter(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if err := errors.Join(m.owned(c.Identity), n.cfg.keepRoles(c.Identity.Roles)); err != nil {
+	if err := errors.Join(m.verifyIdentity(c.Identity),
+		n.cfg.applyJoinedRoles(c.Identity.Roles)); err != nil {
 		return err
 	}
 	n.ident.Cluster = c.Identity.Cluster
@@ -73,29 +76,30 @@ func (n *Node) enter(ctx context.Context) error {
 		return err
 	}
 	m.keyring = [][]byte{m.files.GossipKey}
-	return m.talk(ctx)
+	return m.startGossip(ctx)
 }
 
-// identify reads whose data dir it is, or draws it.
+// identify reads the identity of the data dir, or creates it.
 func (n *Node) identify() (cluster.Identity, error) {
 	if n.cfg.DataDir == "" {
 		return cluster.Identity{Node: n.cfg.NodeID, UID: strings.ToLower(rand.Text())}, nil
 	}
 	if err := os.MkdirAll(n.cfg.DataDir, 0o700); err != nil {
-		return cluster.Identity{}, problem.New(problem.InvalidArgument, "make data dir: %w", err).WithHint("choose a --data-dir that you may write to")
+		return cluster.Identity{}, problem.New(problem.InvalidArgument, "make data dir: %w", err).
+			WithHint("choose a --data-dir that you may write to")
 	}
 	return cluster.Identify(n.cfg.DataDir, n.cfg.NodeID)
 }
 
-func (m *mesh) load() (pki.Files, error) {
+func (m *peering) load() (pki.Files, error) {
 	if m.dir == "" {
 		return pki.Files{}, fs.ErrNotExist
 	}
 	return pki.Load(m.dir)
 }
 
-// noteRemoval leaves word in the data dir of a node that was removed: nobody would tell a later process of it.
-func (m *mesh) noteRemoval() {
+// noteRemoval marks the data dir of a removed node, because the cluster does not tell a later process.
+func (m *peering) noteRemoval() {
 	if m == nil || m.dir == "" {
 		return
 	}
@@ -104,16 +108,18 @@ func (m *mesh) noteRemoval() {
 	}
 }
 
-// removedBefore refuses the data dir of a node that was removed.
-func (m *mesh) removedBefore() error {
+// refuseRemoved refuses the data dir of a node that was removed.
+func (m *peering) refuseRemoved() error {
 	if _, err := os.Stat(filepath.Join(m.dir, removedFile)); m.dir == "" || err != nil {
-		return nil //nolint:nilerr // there is no such file
+		return nil //nolint:nilerr // the file does not exist
 	}
-	return problem.New(problem.PermissionDenied, "this node was removed from its cluster").WithHint("to come back, join with an empty --data-dir: `dpserve token` on a member makes the command")
+	return problem.New(problem.PermissionDenied, "this node was removed from its cluster").
+		WithHint("to come back, join with an empty --data-dir: `dpserve token` on a member makes the command")
 }
 
-// again is a join with the data dir of a member: the address is where a control node is now (meet), if it is the same cluster.
-func (m *mesh) again() error {
+// checkRejoin handles a join with the data dir of a member. If the token is of the same cluster, the join's
+// address is used to find a control node (identifyRejoinPeer).
+func (m *peering) checkRejoin() error {
 	if m.n.cfg.Join == nil {
 		return nil
 	}
@@ -121,51 +127,57 @@ func (m *mesh) again() error {
 	if err != nil {
 		return err
 	}
-	m.rejoin = m.n.cfg.Join.Address
+	m.rejoinAddress = m.n.cfg.Join.Address
 	own, err := pki.Fingerprint(m.files.Authority)
 	if err == nil && own != t.Fingerprint {
-		err = problem.New(problem.Conflict, "data dir %s belongs to another cluster than the token", m.n.cfg.DataDir).
+		err = problem.New(problem.Conflict, "data dir %s belongs to another cluster than the token",
+			m.n.cfg.DataDir).
 			WithHint("start it with `dpserve start --advertise IP`, or join with an empty --data-dir")
 	}
 	return err
 }
 
-// alone refuses to begin a cluster on the data dir of another one's member.
-func (n *Node) alone() error {
+// refuseStandalone refuses to begin a cluster on the data dir of a member of another cluster.
+func (n *Node) refuseStandalone() error {
 	if n.cfg.DataDir == "" {
 		return nil
 	}
 	if _, err := os.Stat(filepath.Join(pkiDir(n.cfg.DataDir), seedsFile)); err != nil {
-		return nil //nolint:nilerr // there is no such file: it has not joined
+		return nil //nolint:nilerr // the file does not exist: the node has not joined
 	}
-	return problem.New(problem.Conflict, "data dir %s belongs to a member of a cluster, and members need --advertise", n.cfg.DataDir).
+	return problem.New(problem.Conflict,
+		"data dir %s belongs to a member of a cluster, and members need --advertise", n.cfg.DataDir).
 		WithHint("add --advertise with this machine's IP")
 }
 
-// owned refuses certificate files of another node: two data dirs were mixed.
-func (m *mesh) owned(id pki.Identity) error {
+// verifyIdentity refuses certificate files of another node, which happens when two data dirs are mixed.
+func (m *peering) verifyIdentity(id pki.Identity) error {
 	if want := m.n.ident; id.UID != want.UID || want.Cluster != "" && id.Cluster != want.Cluster {
-		return problem.New(problem.Conflict, "the certificate in %s is of node %s of cluster %s, the data dir of node %s of cluster %s", m.dir, id.Node, id.Cluster, want.Node, want.Cluster).
+		return problem.New(problem.Conflict,
+			"the certificate in %s is of node %s of cluster %s, the data dir of node %s of cluster %s",
+			m.dir, id.Node, id.Cluster, want.Node, want.Cluster).
 			WithHint("two data dirs were mixed: restore one from a backup, or join again with an empty one")
 	}
 	return nil
 }
 
-// join becomes a member: token, certificate, member.
-func (m *mesh) join(ctx context.Context) error {
+// join makes this node a member: it presents the token and receives a certificate.
+func (m *peering) join(ctx context.Context) error {
 	n := m.n
 	if n.ident.Cluster != "" {
-		return problem.New(problem.Conflict, "data dir %s belongs to cluster %s already", n.cfg.DataDir, n.ident.Cluster).
+		return problem.New(problem.Conflict, "data dir %s belongs to cluster %s already", n.cfg.DataDir,
+			n.ident.Cluster).
 			WithHint("start it with `dpserve start`, or join with an empty --data-dir")
 	}
-	var key []byte // kept before it is shown: the token is bound to it, and the answer may be lost
+	var key []byte // the key is saved before it is sent: the token is bound to it, and the answer may be lost
 	if m.dir != "" {
 		var err error
 		if key, err = pki.KeepKey(m.dir); err != nil {
 			return err
 		}
 	}
-	joined, err := remote.Join(ctx, remote.JoinConfig{Address: n.cfg.Join.Address, Token: n.cfg.Join.Token, Node: n.describe(m), Key: key, Dial: n.cfg.joinDialer()})
+	joined, err := remote.Join(ctx, remote.JoinConfig{Address: n.cfg.Join.Address, Token: n.cfg.Join.Token,
+		Node: n.nodeRecord(m), Key: key, Dial: n.cfg.joinDialer()})
 	if err != nil {
 		return err
 	}
@@ -173,14 +185,15 @@ func (m *mesh) join(ctx context.Context) error {
 	if m.dir == "" {
 		return nil
 	}
-	if err := m.writeSeeds(); err != nil { // first: certificate files without it would begin a cluster
+	// seeds come first: certificate files without them look like those of a founder
+	if err := m.writeSeeds(); err != nil {
 		return err
 	}
 	return pki.Save(m.dir, m.files)
 }
 
-// found begins a cluster: its authority, this node's certificate, the key of its gossip.
-func (m *mesh) found() error {
+// initCluster begins a cluster: it makes the authority, this node's certificate and the gossip key.
+func (m *peering) initCluster() error {
 	n := m.n
 	if n.ident.Cluster == "" {
 		n.ident.Cluster = strings.ToLower(rand.Text())
@@ -209,14 +222,15 @@ func (m *mesh) found() error {
 	return nil
 }
 
-// keep writes the files of a founder: after its cluster has them too, or a crash in between would leave a node whose certificate no
-// authority stands behind. Other control nodes keep the authority's key beside theirs, for signOwn.
-func (m *mesh) keep() error {
+// saveFounderFiles writes the files of a founder. It runs after the cluster's state holds the authority: a
+// crash before that would leave a certificate without an authority behind it. Other control nodes store the
+// authority's key beside their own, for signOwn.
+func (m *peering) saveFounderFiles() error {
 	if m == nil || m.dir == "" {
 		return nil
 	}
-	m.held.Lock()
-	defer m.held.Unlock()
+	m.mu.Lock()
+	defer m.mu.Unlock()
 	secrets := m.n.store.State().Secrets
 	next := m.files
 	next.AuthorityKey = secrets.AuthorityKey
@@ -225,33 +239,38 @@ func (m *mesh) keep() error {
 			return nil
 		}
 		if err := m.save(next); err != nil {
-			m.n.log.Warn("the authority's key could not be kept, trying again at the next renewal", slog.Any("err", err))
+			m.n.log.Warn("the authority's key could not be kept, trying again at the next renewal",
+				slog.Any("err", err))
 		}
 		return nil
 	}
 	if string(secrets.Authority) != string(m.files.Authority) {
-		return problem.New(problem.Conflict, "the certificates of this node's cluster are gone from %s", m.dir).
-			WithHint("restore that folder from a backup; otherwise this node has to be removed and to join again with an empty --data-dir")
+		return problem.New(problem.Conflict, "the certificates of this node's cluster are gone from %s",
+			m.dir).
+			WithHint("restore that folder from a backup; otherwise this node has to be removed and to " +
+				"join again with an empty --data-dir")
 	}
 	return m.save(next)
 }
 
-func (m *mesh) writeSeeds() error {
+func (m *peering) writeSeeds() error {
 	data, err := json.Marshal(m.seeds)
 	if err != nil {
 		return err
 	}
 	if err := os.MkdirAll(m.dir, 0o700); err != nil {
-		return problem.New(problem.InvalidArgument, "make %s: %w", m.dir, err).WithHint("choose a --data-dir that you may write to")
+		return problem.New(problem.InvalidArgument, "make %s: %w", m.dir, err).
+			WithHint("choose a --data-dir that you may write to")
 	}
 	if err := os.WriteFile(filepath.Join(m.dir, seedsFile), data, 0o600); err != nil {
-		return problem.New(problem.InvalidArgument, "write %s: %w", seedsFile, err).WithHint("free space in the --data-dir")
+		return problem.New(problem.InvalidArgument, "write %s: %w", seedsFile, err).
+			WithHint("free space in the --data-dir")
 	}
 	return nil
 }
 
-// readSeeds reads where the others were; a node that began its cluster has no such file.
-func (m *mesh) readSeeds() error {
+// readSeeds reads the nodes that were there at the join. A founder has no such file.
+func (m *peering) readSeeds() error {
 	data, err := os.ReadFile(filepath.Join(m.dir, seedsFile))
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
@@ -260,7 +279,8 @@ func (m *mesh) readSeeds() error {
 		err = json.Unmarshal(data, &m.seeds)
 	}
 	if err != nil {
-		return problem.New(problem.Conflict, "%s in %s cannot be read: %w", seedsFile, m.dir, err).WithHint("restore the data dir from a backup, or join again with an empty one")
+		return problem.New(problem.Conflict, "%s in %s cannot be read: %w", seedsFile, m.dir, err).
+			WithHint("restore the data dir from a backup, or join again with an empty one")
 	}
 	m.member = true
 	return nil

@@ -14,32 +14,32 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// turnCall bounds one step of a change of the gossip key.
-const turnCall = 5 * time.Second
+// rotateTimeout bounds one step of a rotation of the gossip key.
+const rotateTimeout = 5 * time.Second
 
-// keyed is the leader as this node renews its lease with it: what it says of the gossip's keys is done before the next renewal, which
-// tells the leader so, and the ingress hears of units that find no room.
-type keyed struct{ n *Node }
+// keyringLeader wraps lease renewal: new gossip keys in the reply are installed before the next renewal
+// reports them, and the ingress learns which units wait for resources.
+type keyringLeader struct{ n *Node }
 
 // Renew implements msg.Leader.
-func (k keyed) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) {
-	lease, err := k.n.leader.Renew(ctx, nextReport(r))
-	if in := k.n.serving.Load(); err == nil && in != nil {
+func (k keyringLeader) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) {
+	lease, err := k.n.leader.Renew(ctx, withNextVersionEvents(r))
+	if in := k.n.readyIngress.Load(); err == nil && in != nil {
 		in.TakeWaiting(lease.Waiting, lease.TTL)
 	}
-	if err == nil && len(lease.Keyring) > 0 && k.n.mesh != nil {
-		if err := k.n.mesh.takeKeyring(lease.Keyring); err != nil {
+	if err == nil && len(lease.Keyring) > 0 && k.n.peering != nil {
+		if err := k.n.peering.applyKeyring(lease.Keyring); err != nil {
 			k.n.log.Warn("the gossip's new key cannot be taken, trying again", slog.Any("err", err))
 		}
 	}
 	return lease, err
 }
 
-// takeKeyring lets these keys in and sends with the first, which the data dir keeps.
-func (m *mesh) takeKeyring(ring [][]byte) error {
-	m.held.Lock()
-	defer m.held.Unlock()
-	if err := m.gossipWith(ring); err != nil {
+// applyKeyring accepts these keys, sends with the first one and saves it in the data dir.
+func (m *peering) applyKeyring(ring [][]byte) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if err := m.setGossipKeys(ring); err != nil {
 		return err
 	}
 	if next := m.files; !bytes.Equal(next.GossipKey, ring[0]) {
@@ -53,8 +53,8 @@ func (m *mesh) takeKeyring(ring [][]byte) error {
 	return nil
 }
 
-// gossipWith gives the gossip its keys; a network in memory has none to give them to.
-func (m *mesh) gossipWith(ring [][]byte) error {
+// setGossipKeys gives the gossip its keys. An in-memory network has no gossip.
+func (m *peering) setGossipKeys(ring [][]byte) error {
 	if m.gossip == nil {
 		return nil
 	}
@@ -69,43 +69,46 @@ func (m *mesh) gossipWith(ring [][]byte) error {
 	return m.gossip.SetKeys(derived...)
 }
 
-// keyringSum names the keys this node has, "" before it has one.
-func (m *mesh) keyringSum() string {
-	m.held.Lock()
-	defer m.held.Unlock()
+// keyringSum identifies the keys of this node; "" before it has one.
+func (m *peering) keyringSum() string {
+	m.mu.Lock()
+	defer m.mu.Unlock()
 	return state.KeyringSum(m.keyring)
 }
 
-// turnKey goes on with a change of the gossip key once every node has taken the step before; false = there is nothing to do now.
-func (n *Node) turnKey(ctx context.Context) bool {
+// continueKeyRotation takes the next step of a rotation once every node has taken the previous one. It
+// returns false if there is nothing to do now.
+func (n *Node) continueKeyRotation(ctx context.Context) bool {
 	st := n.store.State()
 	if !st.Secrets.Turning() || len(st.Untaken()) > 0 {
 		return false
 	}
-	ctx, cancel := context.WithTimeout(ctx, turnCall)
+	ctx, cancel := context.WithTimeout(ctx, rotateTimeout)
 	defer cancel()
-	if err := n.turn(ctx, st, nil); err != nil {
+	if err := n.rotateKey(ctx, st, nil); err != nil {
 		n.log.Warn("the change of the gossip key did not go on, trying again", slog.Any("err", err))
 		return false
 	}
 	return true
 }
 
-// turn begins a change to the next key, or goes on with the one that st shows.
-func (n *Node) turn(ctx context.Context, st *state.State, next []byte) error {
-	_, err := n.consensus.ProposeHere(ctx, state.Command{TurnKey: &state.TurnKey{From: state.KeyringSum(st.Secrets.Keyring()), Next: next}})
+// rotateKey begins a rotation to the key next, or continues the one in st.
+func (n *Node) rotateKey(ctx context.Context, st *state.State, next []byte) error {
+	_, err := n.consensus.ProposeHere(ctx,
+		state.Command{TurnKey: &state.TurnKey{From: state.KeyringSum(st.Secrets.Keyring()), Next: next}})
 	return err
 }
 
 // RotateKey implements api.Nodes.
 func (b *backend) RotateKey(ctx context.Context) error {
-	if b.n.mesh == nil {
-		return problem.New(problem.Conflict, "this node stands alone: it does not gossip").WithHint("start it with --advertise IP")
+	if b.n.peering == nil {
+		return problem.New(problem.Conflict, "this node stands alone: it does not gossip").
+			WithHint("start it with --advertise IP")
 	}
-	if _, err := b.n.lead(); err != nil {
+	if _, err := b.n.requireLeader(); err != nil {
 		return err
 	}
-	return b.n.turn(ctx, b.n.store.State(), newGossipKey())
+	return b.n.rotateKey(ctx, b.n.store.State(), newGossipKey())
 }
 
 func newGossipKey() []byte {
@@ -116,7 +119,7 @@ func newGossipKey() []byte {
 
 // KeyRotation implements api.Nodes.
 func (b *backend) KeyRotation(context.Context) (api.KeyRotation, error) {
-	if _, err := b.n.lead(); err != nil {
+	if _, err := b.n.requireLeader(); err != nil {
 		return api.KeyRotation{}, err
 	}
 	st := b.n.store.State()

@@ -9,12 +9,12 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 )
 
-// collectLogs gives the lines of all nodes: of the past in order of time, new ones as they come. Ranks move, so every node may have
-// lines of any; one that does not answer is left out.
+// collectLogs passes the lines of all nodes to give: past lines ordered by time, new ones as they arrive.
+// Ranks move, so every node may have lines of any rank. A node that does not answer is left out.
 func (n *Node) collectLogs(ctx context.Context, q msg.LogQuery, give func(msg.LogLine) error) {
 	views := n.views()
 	if len(views) == 1 || q.Follow {
-		n.interleave(ctx, views, q, give)
+		n.followLogs(ctx, views, q, give)
 		return
 	}
 	ctx, cancel := context.WithCancel(ctx)
@@ -27,14 +27,15 @@ func (n *Node) collectLogs(ctx context.Context, q msg.LogQuery, give func(msg.Lo
 		lines = append(lines, ch)
 		wg.Go(func() {
 			defer close(ch)
-			_ = views[id].Logs(ctx, q, func(l msg.LogLine) error { return send(ctx, ch, l) })
+			_ = views[id].Logs(ctx, q, func(l msg.LogLine) error { return sendLine(ctx, ch, l) })
 		})
 	}
 	mergeLogs(lines, give)
 }
 
-// interleave gives lines as they come.
-func (n *Node) interleave(ctx context.Context, views map[string]msg.NodeView, q msg.LogQuery, give func(msg.LogLine) error) {
+// followLogs passes lines to give as they arrive.
+func (n *Node) followLogs(ctx context.Context, views map[string]msg.NodeView, q msg.LogQuery,
+	give func(msg.LogLine) error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var mu sync.Mutex
@@ -55,7 +56,7 @@ func (n *Node) interleave(ctx context.Context, views map[string]msg.NodeView, q 
 	wg.Wait()
 }
 
-func send(ctx context.Context, ch chan<- msg.LogLine, l msg.LogLine) error {
+func sendLine(ctx context.Context, ch chan<- msg.LogLine, l msg.LogLine) error {
 	select {
 	case ch <- l:
 		return nil
@@ -64,7 +65,8 @@ func send(ctx context.Context, ch chan<- msg.LogLine, l msg.LogLine) error {
 	}
 }
 
-// mergeLogs gives the lines of several ordered sources in order of time, until all are closed or give fails.
+// mergeLogs passes the lines of several ordered sources to give, ordered by time, until all sources are
+// closed or give fails.
 func mergeLogs(sources []<-chan msg.LogLine, give func(msg.LogLine) error) {
 	heads := make([]*msg.LogLine, len(sources))
 	for {

@@ -9,10 +9,12 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// The schema knows every policy of the router: it takes it, or says that this version does not serve it yet.
-func TestEveryPolicyIsKnown(t *testing.T) {
+// The schema accepts every policy of the router, or says that this version does not support it yet.
+func TestSchemaKnowsEveryPolicy(t *testing.T) {
 	for _, name := range routing.Names() {
-		_, _, err := ParseApps("app.yaml", []byte("applications: [{name: a, model: {id: a}, engine: {kind: sim}, routing: {policy: "+name+"}}]"))
+		_, _, err := ParseApps("app.yaml",
+			[]byte("applications: [{name: a, model: {id: a}, engine: {kind: sim}, "+
+				"routing: {policy: "+name+"}}]"))
 		if err != nil {
 			assert.ErrorContains(t, err, "not supported in this version", name)
 		}

@@ -8,25 +8,25 @@ import (
 	"github.com/dpserve/dpserve/app"
 )
 
-// present is the applications' files as they are now, each decoded once per revision. Safe for concurrent use.
-type present struct {
+// specCache decodes each application's spec once per revision. Safe for concurrent use.
+type specCache struct {
 	store msg.Store
 
 	mu   sync.Mutex
-	apps map[string]*revision
+	apps map[string]*decodedSpec
 }
 
-type revision struct {
+type decodedSpec struct {
 	number uint64
 	app    *app.Application // nil: not readable
 }
 
-func newPresent(store msg.Store) *present {
-	return &present{store: store, apps: map[string]*revision{}}
+func newSpecCache(store msg.Store) *specCache {
+	return &specCache{store: store, apps: map[string]*decodedSpec{}}
 }
 
-// app is the present file of an application; nil if there is none.
-func (p *present) app(name string) *app.Application {
+// spec returns an application's current spec; nil if there is none.
+func (p *specCache) spec(name string) *app.Application {
 	a := p.store.State().Apps[name]
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -41,6 +41,6 @@ func (p *present) app(name string) *app.Application {
 	if json.Unmarshal(a.Spec, spec) != nil {
 		spec = nil
 	}
-	p.apps[name] = &revision{number: a.Revision, app: spec}
+	p.apps[name] = &decodedSpec{number: a.Revision, app: spec}
 	return spec
 }

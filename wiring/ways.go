@@ -9,51 +9,52 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// ways are the HTTP/2 connections to other nodes, one per protocol and node. A node that moved gets a new one, one that was removed
-// none. Safe for concurrent use.
-type ways struct {
+// peerTransports holds the HTTP/2 connections to other nodes, one per protocol and node. A node that moved
+// gets a new connection; a removed node gets none. Safe for concurrent use.
+type peerTransports struct {
 	port *nodeport.Port
 	node func(id string) *state.Node
 
 	mu   sync.Mutex
-	held map[way]*nodeport.Transport
+	open map[transportKey]*nodeport.Transport
 }
 
-// way is whom a connection is for.
-type way struct{ alpn, node, address, uid string }
+// transportKey identifies a connection.
+type transportKey struct{ alpn, node, address, uid string }
 
-func newWays(port *nodeport.Port, node func(id string) *state.Node) *ways {
-	return &ways{port: port, node: node, held: map[way]*nodeport.Transport{}}
+func newPeerTransports(port *nodeport.Port, node func(id string) *state.Node) *peerTransports {
+	return &peerTransports{port: port, node: node, open: map[transportKey]*nodeport.Transport{}}
 }
 
-// to gives the way to a node without waiting for it.
-func (w *ways) to(alpn, id string) (http.RoundTripper, error) {
+// transport returns the transport to a node and does not wait for the connection.
+func (w *peerTransports) transport(alpn, id string) (http.RoundTripper, error) {
 	n := w.node(id)
 	if n == nil || n.Address == "" {
-		return nil, problem.New(problem.Unavailable, "there is no way to node %s", id).WithHint("see `dpserve nodes`")
+		return nil, problem.New(problem.Unavailable, "there is no way to node %s", id).
+			WithHint("see `dpserve nodes`")
 	}
-	key := way{alpn, id, n.Address, n.UID}
+	key := transportKey{alpn, id, n.Address, n.UID}
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if t := w.held[key]; t != nil {
+	if t := w.open[key]; t != nil {
 		return t, nil
 	}
-	for old, t := range w.held {
+	for old, t := range w.open {
 		if now := w.node(old.node); now == nil || now.Address != old.address || now.UID != old.uid {
-			_ = t.Close() // it was elsewhere: its requests have failed already
-			delete(w.held, old)
+			_ = t.Close() // the node has moved: requests on this connection have failed already
+			delete(w.open, old)
 		}
 	}
 	t := w.port.Transport(alpn, n.Address, n.UID)
-	w.held[key] = t
+	w.open[key] = t
 	return t, nil
 }
 
-func (w *ways) close() {
+func (w *peerTransports) close() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	for key, t := range w.held {
+	for key, t := range w.open {
 		_ = t.Close()
-		delete(w.held, key)
+		delete(w.open, key)
 	}
 }
