@@ -10,18 +10,12 @@ import (
 	"slices"
 	"time"
 
-	"google.golang.org/grpc"
-
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/cluster"
 	"github.com/dpserve/dpserve/cluster/nodeport"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/state"
 )
-
-// deferredStore is a msg.Store for components that are constructed before the store is open. It is empty
-// until then.
-type deferredStore struct{ n *Node }
 
 var _ msg.Store = deferredStore{}
 
@@ -259,24 +253,6 @@ func (n *Node) members() []cluster.Member {
 	return n.consensus.Members()
 }
 
-// dial connects remote.Conns. A node that stands alone reaches no other node.
-func (m *peering) dial(address, uid string) (*grpc.ClientConn, error) {
-	if m == nil {
-		return nil, errors.New("this node stands alone")
-	}
-	return m.port.GRPC(address, uid)
-}
-
-// resolveAddress finds a node's address before the state is there: from gossip, or from the seeds of the
-// join.
-func (m *peering) resolveAddress(uid string) (string, bool) {
-	if address, ok := m.lastAddress(uid); ok {
-		return address, true
-	}
-	for i := range m.seeds {
-		if m.seeds[i].UID == uid {
-			return m.seeds[i].Address, true
-		}
-	}
-	return "", false
-}
+// deferredStore is a msg.Store for components that are constructed before the store is open. It is empty
+// until then.
+type deferredStore struct{ n *Node }

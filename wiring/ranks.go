@@ -2,7 +2,6 @@ package wiring
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
@@ -152,14 +151,6 @@ func findAttachedApp(st *state.State, name string) (*app.Application, uint64, er
 			len(found)).
 			WithHint("name one with app=: %s", strings.Join(names, ", "))
 	}
-}
-
-func decodeSpec(s *state.App) (*app.Application, error) {
-	a := new(app.Application)
-	if err := json.Unmarshal(s.Spec, a); err != nil {
-		return nil, fmt.Errorf("read the stored specification of %s: %w", s.Name, err)
-	}
-	return a, nil
 }
 
 // isNumberTaken reports whether a unit still has a rank's number. A draining unit keeps its number until it

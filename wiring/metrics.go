@@ -1,6 +1,9 @@
 package wiring
 
 import (
+	"net/http"
+	"strings"
+
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/telemetry"
 )
@@ -30,4 +33,29 @@ func (p *kvMetrics) addIndex(app string, ix *msg.IndexStatus) {
 		p.apps = append(p.apps, telemetry.AppIndex{App: app, Blocks: ix.Blocks, Bytes: ix.Bytes,
 			Evicted: ix.Evicted, Resyncs: ix.Resyncs})
 	}
+}
+
+// metricsHandler updates the gauges of ranks, KV caches and the lease, then serves /metrics.
+func (n *Node) metricsHandler() http.Handler {
+	pages := n.metrics.Handler()
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		n.nodeMetrics.Show(n.node.LeaseLeft().Seconds(), n.leading.Load() != nil)
+		var kv kvMetrics
+		for unit, ranks := range n.node.RankStatuses() {
+			name, _, _ := strings.Cut(unit, "/")
+			for i := range ranks {
+				k := &ranks[i]
+				n.metrics.RankInflight(name, k.Group, k.Rank, k.InFlight)
+				n.metrics.RankTripped(name, k.Group, k.Rank, k.Tripped)
+				kv.addRank(name, k)
+			}
+		}
+		if n.ingress != nil {
+			for name := range n.store.State().Apps {
+				kv.addIndex(name, n.ingress.Index(name))
+			}
+		}
+		n.metrics.ShowKV(kv.ranks, kv.apps)
+		pages.ServeHTTP(w, r)
+	})
 }

@@ -295,3 +295,75 @@ func pkiDir(dataDir string) string {
 }
 
 func hostPort(host string, port int) string { return net.JoinHostPort(host, strconv.Itoa(port)) }
+
+// peerTransports holds the HTTP/2 connections to other nodes, one per protocol and node. A node that moved
+// gets a new connection; a removed node gets none. Safe for concurrent use.
+type peerTransports struct {
+	port *nodeport.Port
+	node func(id string) *state.Node
+
+	mu   sync.Mutex
+	open map[transportKey]*nodeport.Transport
+}
+
+// transportKey identifies a connection.
+type transportKey struct{ alpn, node, address, uid string }
+
+func newPeerTransports(port *nodeport.Port, node func(id string) *state.Node) *peerTransports {
+	return &peerTransports{port: port, node: node, open: map[transportKey]*nodeport.Transport{}}
+}
+
+// transport returns the transport to a node and does not wait for the connection.
+func (w *peerTransports) transport(alpn, id string) (http.RoundTripper, error) {
+	n := w.node(id)
+	if n == nil || n.Address == "" {
+		return nil, problem.New(problem.Unavailable, "there is no way to node %s", id).
+			WithHint("see `dpserve nodes`")
+	}
+	key := transportKey{alpn, id, n.Address, n.UID}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if t := w.open[key]; t != nil {
+		return t, nil
+	}
+	for old, t := range w.open {
+		if now := w.node(old.node); now == nil || now.Address != old.address || now.UID != old.uid {
+			_ = t.Close() // the node has moved: requests on this connection have failed already
+			delete(w.open, old)
+		}
+	}
+	t := w.port.Transport(alpn, n.Address, n.UID)
+	w.open[key] = t
+	return t, nil
+}
+
+func (w *peerTransports) close() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for key, t := range w.open {
+		_ = t.Close()
+		delete(w.open, key)
+	}
+}
+
+// dial connects remote.Conns. A node that stands alone reaches no other node.
+func (m *peering) dial(address, uid string) (*grpc.ClientConn, error) {
+	if m == nil {
+		return nil, errors.New("this node stands alone")
+	}
+	return m.port.GRPC(address, uid)
+}
+
+// resolveAddress finds a node's address before the state is there: from gossip, or from the seeds of the
+// join.
+func (m *peering) resolveAddress(uid string) (string, bool) {
+	if address, ok := m.lastAddress(uid); ok {
+		return address, true
+	}
+	for i := range m.seeds {
+		if m.seeds[i].UID == uid {
+			return m.seeds[i].Address, true
+		}
+	}
+	return "", false
+}
