@@ -8,19 +8,21 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// boot takes up what is granted.
-func (c *Core) boot(now time.Time) {
-	c.led = now
+// resumeAll takes over all grants of the first snapshot.
+func (c *Core) resumeAll(now time.Time) {
+	c.ledSince = now
 	for _, id := range slices.Sorted(maps.Keys(c.state.Units)) {
-		c.resume(now, c.state.Units[id])
+		c.resumeUnit(now, c.state.Units[id])
 	}
 }
 
-// resume goes on with a unit under its epoch. Its nodes will say what they have of it; one that does not is lost.
-func (c *Core) resume(now time.Time, rec *state.Unit) {
-	u := c.adopt(rec)
+// resumeUnit continues a unit under its epoch. Its nodes report what they have of it; a node that does not
+// report is lost.
+func (c *Core) resumeUnit(now time.Time, rec *state.Unit) {
+	u := c.addFromRecord(rec)
 	u.m = state.Machine{
-		Phase: rec.Phase, Epoch: rec.Epoch, Attempt: rec.Attempt, Starts: 1, Since: sinceOf(rec, now), Attach: c.isAttach(rec.App),
+		Phase: rec.Phase, Epoch: rec.Epoch, Attempt: rec.Attempt, Starts: 1, Since: phaseSince(rec, now),
+		Attach: c.isAttach(rec.App),
 		Reason: rec.Reason, LogTail: rec.LogTail,
 	}
 	switch rec.Phase {
@@ -31,33 +33,33 @@ func (c *Core) resume(now time.Time, rec *state.Unit) {
 	default:
 	}
 	if rec.Holds() && !u.m.Confirmed {
-		u.m.Due = now.Add(c.timers.Unit.Resend) // the last order may not have come through
+		u.m.Due = now.Add(c.timers.Unit.Resend) // the last order may not have arrived
 	}
 	for _, p := range u.parts {
 		if p.adopted = rec.Holds(); !p.adopted {
-			p.end()
+			p.markGone()
 		}
 	}
 	c.changed(now, u, "", u.m.Phase)
 }
 
-// sinceOf is when the phase of a record began; now where no leader has told, because it ran an older version.
-func sinceOf(rec *state.Unit, now time.Time) time.Time {
+// phaseSince is when the phase of a record began; now if the leader that wrote it ran an older version.
+func phaseSince(rec *state.Unit, now time.Time) time.Time {
 	if rec.Since == 0 {
 		return now
 	}
 	return time.UnixMilli(rec.Since)
 }
 
-// adopt makes a unit of a record.
-func (c *Core) adopt(rec *state.Unit) *unit {
+// addFromRecord makes a unit from a record of the state.
+func (c *Core) addFromRecord(rec *state.Unit) *unit {
 	u := newUnit(rec.ID, rec.App, rec.Group, nil)
 	u.record = rec
 	for i := range rec.Ranks {
 		u.ranks = append(u.ranks, rec.Ranks[i].Rank)
 	}
-	u.sit(c.seatOf(rec))
-	c.add(u)
+	u.applyGrant(c.seatOf(rec))
+	c.addUnit(u)
 	return u
 }
 

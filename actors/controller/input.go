@@ -5,21 +5,21 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// What the core is told, one at a time.
+// Inputs of the core.
 type (
-	// StateSeen carries a snapshot of the store. The first one after the barrier wakes the core; an older one than the last says
-	// nothing.
+	// StateSeen carries a snapshot of the store. The first one after the barrier starts the core; one older
+	// than the last is ignored.
 	StateSeen struct{ State *state.State }
-	// NodeSeen is a renewal of a node's lease with all that the node has to say; the answer is a RenewEffect of the same step. The
-	// report is not changed, and must not be by others.
+	// NodeSeen is the renewal of a node's lease with the node's report. The same step answers it with a
+	// RenewEffect. Neither the core nor the caller may change the report.
 	NodeSeen struct{ Report *msg.NodeReport }
-	// Ticked says that a time named by Due has come.
+	// Ticked reports that a time returned by Due has come.
 	Ticked struct{}
-	// Redeployed says that applications were deployed again: their failed units get another chance. State holds the change (nil =
-	// it was seen before).
+	// Redeployed reports that applications were deployed again: their failed units are tried again. State
+	// holds the change (nil = the core has it).
 	Redeployed struct {
 		Apps   []string
-		Before map[string]uint64 // the units there were before the change, with their epochs; nil = whichever there are now
+		Before map[string]uint64 // epochs of the units before the change; nil = all current units
 		State  *state.State
 	}
 	// Granted is the outcome of a GrantEffect.
@@ -28,12 +28,13 @@ type (
 		Result state.Result
 		Err    error
 	}
-	// Concluded is the outcome of a ProposeEffect or ReleaseEffect: of a unit, of an application (Unit empty), or of a node.
+	// Concluded is the result of a ProposeEffect or ReleaseEffect: of a unit, of an application (Unit empty),
+	// or of a node.
 	Concluded struct {
 		App, Unit, Node string
 		Err             error
 	}
-	// Refused says that a node would not start a unit.
+	// Refused reports that a node refused to start a unit.
 	Refused struct {
 		Node, Unit string
 		Epoch      uint64

@@ -9,26 +9,27 @@ import (
 	"github.com/dpserve/dpserve/engine"
 )
 
-// publishes stands for engine.kv_events in the hash of units whose engines publish KV events.
-const publishes = "on"
+// kvEventsOn stands for engine.kv_events in the hash of units whose engines publish KV events.
+const kvEventsOn = "on"
 
-// launchHash is a hash of all that a unit's engines and replicas are started with. A revision that leaves it as it is, such as
-// another routing policy or one group more, restarts nothing; but engines publish KV events only for a policy that reads them.
+// launchHash is a hash of everything that a unit's engines and replicas are started with. A revision with the
+// same hash, for example with another routing policy or one more group, restarts nothing. Engines publish KV
+// events only for a policy that reads them, so such a change of policy changes the hash.
 func launchHash(a *app.Application, u *app.Unit) (string, error) {
 	l := *a
 	l.RoutePrefix, l.Routing, l.Timeouts, l.Retries = "", app.Routing{}, app.Timeouts{}, app.Retries{}
 	l.MaxQueuedRequests, l.GracefulShutdownTimeout = 0, 0
 	l.NumReplicas, l.NumGroups = 0, 0
 	l.Model.Aliases = nil
-	l.Engine.KVEvents = app.KVEventsAuto // what the file says matters only by what comes of it
+	l.Engine.KVEvents = app.KVEventsAuto // only its effect matters
 	if engine.WantsEvents(a) {
-		l.Engine.KVEvents = publishes
+		l.Engine.KVEvents = kvEventsOn
 	}
 	if l.DataParallel.Coupling == app.Independent {
-		l.DataParallel.DPSize = 0 // a rank of its own does not know the others
+		l.DataParallel.DPSize = 0 // an independent rank does not know the others
 	}
 	if l.Engine.Kind == app.KindAttach {
-		l.Engine.Ranks = attached(&a.Engine, u)
+		l.Engine.Ranks = attachedRanks(&a.Engine, u)
 	}
 	b, err := json.Marshal(&l)
 	if err != nil {
@@ -38,13 +39,13 @@ func launchHash(a *app.Application, u *app.Unit) (string, error) {
 	return hex.EncodeToString(sum[:8]), nil
 }
 
-// attached are the engines of the unit's own ranks.
-func attached(e *app.Engine, u *app.Unit) []app.AttachRank {
+// attachedRanks returns the engines of the unit's own ranks.
+func attachedRanks(e *app.Engine, u *app.Unit) []app.AttachRank {
 	var out []app.AttachRank
 	for _, n := range u.Ranks {
 		if a := e.Rank(u.Group, n); a != nil {
 			r := *a
-			r.Number = nil // the unit's name says it; whether it is written depends on the other ranks
+			r.Number = nil // the unit's name has it; whether it is written depends on other ranks
 			out = append(out, r)
 		}
 	}

@@ -10,25 +10,25 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// The states of a node.
+// States of a node.
 const (
 	nodeAlive    = "alive"
-	nodeSilent   = "silent" // more than half of its lease has passed without a renewal
+	nodeSilent   = "silent" // no renewal for more than half of its lease
 	nodeLost     = "lost"
 	nodeDraining = "draining"
 	nodeStopping = "stopping" // its process was told to end
 	nodeDrained  = "drained"
-	nodeUnknown  = "unknown" // this leader has not heard of it
+	nodeUnknown  = "unknown" // no renewal under this leader
 )
 
 const (
 	silentPart = 2 // of lease_ttl
-	// skewNoted is a difference of clocks that a person should know of: certificates and logs are read by them.
+	// skewNoted is the clock difference that users are told of: certificates and logs depend on the clocks.
 	skewNoted  = time.Second
 	seenLeader = "leader"
 )
 
-// Nodes is the picture of all nodes, in order. Voter and InFlight are filled in by those who know them.
+// Nodes returns the status of all nodes, in order. The caller fills in Voter and InFlight.
 func (c *Controller) Nodes() []msg.NodeStatus {
 	now := c.cfg.Clock()
 	c.mu.Lock()
@@ -36,14 +36,14 @@ func (c *Controller) Nodes() []msg.NodeStatus {
 	return c.core.Nodes(now, c.cfg.Self)
 }
 
-// Silence is how long the leader has not heard of a node: since its last renewal, or, of a node that has not
-// renewed since this leader leads, since then.
+// Silence is the time since a node's last renewal, or since this leader began if the node has not renewed
+// since.
 type Silence struct {
 	For  time.Duration
-	Long bool // more than half of its lease: the node is not asked for anything that people wait for
+	Long bool // more than half of its lease: user requests do not wait for this node
 }
 
-// Silences are those of all nodes that are not lost.
+// Silences returns the silence of every node that is not lost.
 func (c *Controller) Silences() map[string]Silence {
 	now := c.cfg.Clock()
 	c.mu.Lock()
@@ -51,7 +51,7 @@ func (c *Controller) Silences() map[string]Silence {
 	return c.core.Silences(now)
 }
 
-// Silences are those of all nodes that are not lost.
+// Silences returns the silence of every node that is not lost.
 func (c *Core) Silences(now time.Time) map[string]Silence {
 	out := map[string]Silence{}
 	if c.state == nil {
@@ -61,7 +61,7 @@ func (c *Core) Silences(now time.Time) map[string]Silence {
 		if n.Lost {
 			continue
 		}
-		heard := c.led
+		heard := c.ledSince
 		if p := c.peers[id]; p != nil && !p.seen.IsZero() {
 			heard = p.seen
 		}
@@ -71,7 +71,7 @@ func (c *Core) Silences(now time.Time) map[string]Silence {
 	return out
 }
 
-// Nodes is the picture of all nodes now, in order, as the node named leader sees it.
+// Nodes returns the status of all nodes, in order. leader is the name of the leading node.
 func (c *Core) Nodes(now time.Time, leader string) []msg.NodeStatus {
 	if c.state == nil {
 		return nil
@@ -85,12 +85,13 @@ func (c *Core) Nodes(now time.Time, leader string) []msg.NodeStatus {
 
 func (c *Core) nodeStatus(now time.Time, n *state.Node, leader string) msg.NodeStatus {
 	s := msg.NodeStatus{
-		Node: n.ID, Address: n.Address, Zone: n.Zone, Version: n.Version, Leader: n.ID == leader, Slots: n.Offer.Slots, GPUs: len(n.Offer.Devices),
+		Node: n.ID, Address: n.Address, Zone: n.Zone, Version: n.Version, Leader: n.ID == leader,
+		Slots: n.Offer.Slots, GPUs: len(n.Offer.Devices),
 	}
 	for _, r := range n.Roles {
 		s.Roles = append(s.Roles, string(r))
 	}
-	c.load(&s)
+	c.addLoad(&s)
 	p := c.peers[n.ID]
 	if p != nil && !p.seen.IsZero() {
 		s.LastSeen, s.SeenBy = p.seen, seenLeader
@@ -99,16 +100,16 @@ func (c *Core) nodeStatus(now time.Time, n *state.Node, leader string) msg.NodeS
 			s.SkewMs = p.wall.Sub(p.seen.Round(0)).Milliseconds()
 		}
 	}
-	s.State, s.Reason = c.stateOf(now, n, p)
-	s.Notes = c.notes(&s, p, leader)
+	s.State, s.Reason = c.nodeState(now, n, p)
+	s.Notes = c.nodeNotes(&s, p, leader)
 	return s
 }
 
-// load adds what units have of the node.
-func (c *Core) load(s *msg.NodeStatus) {
+// addLoad adds the resources that units use on the node.
+func (c *Core) addLoad(s *msg.NodeStatus) {
 	for _, id := range slices.Sorted(maps.Keys(c.state.Units)) {
 		rec := c.state.Units[id]
-		if !rec.Holds() || !liesOn(rec, s.Node) {
+		if !rec.Holds() || !hasRankOn(rec, s.Node) {
 			continue
 		}
 		if g := rec.App + "/" + strconv.Itoa(rec.Group); !slices.Contains(s.Groups, g) {
@@ -117,27 +118,27 @@ func (c *Core) load(s *msg.NodeStatus) {
 		for i := range rec.Ranks {
 			if r := &rec.Ranks[i]; r.Node == s.Node {
 				s.Ranks++
-				s.SlotsUsed += slots(r)
+				s.SlotsUsed += slotsOf(r)
 				s.GPUsUsed += len(r.Devices)
 			}
 		}
 	}
 }
 
-// stateOf is the word for a node, and why.
-func (c *Core) stateOf(now time.Time, n *state.Node, p *peer) (word, reason string) {
-	left := c.partsOn(n.ID)
+// nodeState is the state of a node, and its reason.
+func (c *Core) nodeState(now time.Time, n *state.Node, p *peer) (word, reason string) {
+	left := c.unitsOn(n.ID)
 	switch {
 	case n.Lost:
 		return nodeLost, n.Reason
 	case p != nil && p.stopping && !c.isSilent(now, p) && len(left) == 0:
 		return nodeStopping, ""
 	case p != nil && p.stopping && !c.isSilent(now, p):
-		return nodeStopping, whyLeft(left)
+		return nodeStopping, leftReason(left)
 	case n.Draining && len(left) == 0:
 		return nodeDrained, ""
 	case n.Draining:
-		return nodeDraining, whyLeft(left)
+		return nodeDraining, leftReason(left)
 	case p == nil || p.seen.IsZero():
 		return nodeUnknown, "it has not renewed its lease since this leader leads"
 	case c.isSilent(now, p):
@@ -147,23 +148,23 @@ func (c *Core) stateOf(now time.Time, n *state.Node, p *peer) (word, reason stri
 	}
 }
 
-// isSilent says whether more than half of the node's lease has passed without a renewal.
+// isSilent reports whether the node has not renewed for more than half of its lease.
 func (c *Core) isSilent(now time.Time, p *peer) bool {
 	return now.Sub(p.seen) > c.timers.LeaseTTL/silentPart
 }
 
-// whyLeft is the first reason why a unit is still on a draining or stopping node.
-func whyLeft(left []*unit) string {
+// leftReason is the first reason why a unit is still on a draining or stopping node.
+func leftReason(left []*unit) string {
 	for _, u := range left {
-		if u.stays != "" {
-			return u.id + " " + u.stays
+		if u.stayReason != "" {
+			return u.id + " " + u.stayReason
 		}
 	}
 	return left[0].id + " is " + string(left[0].m.Phase)
 }
 
-// notes are what a person should know.
-func (c *Core) notes(s *msg.NodeStatus, p *peer, leader string) []string {
+// nodeNotes lists the warnings for the node's status.
+func (c *Core) nodeNotes(s *msg.NodeStatus, p *peer, leader string) []string {
 	var out []string
 	if skew := time.Duration(s.SkewMs) * time.Millisecond; skew.Abs() > skewNoted {
 		out = append(out, "its clock differs by "+skew.Round(time.Millisecond).String()+" from the leader's")
@@ -174,7 +175,7 @@ func (c *Core) notes(s *msg.NodeStatus, p *peer, leader string) []string {
 	if p == nil {
 		return out
 	}
-	for _, why := range []string{p.why, p.trouble} {
+	for _, why := range []string{p.why, p.warning} {
 		if why != "" {
 			out = append(out, why)
 		}

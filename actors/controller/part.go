@@ -2,21 +2,21 @@ package controller
 
 import "time"
 
-// part is what one node has of the grant in hand of a unit.
+// part is one node's share of a unit's current grant.
 type part struct {
 	started, ready, draining bool
 	ended                    bool // its node ends it, or has ended it, by itself
 	gone                     bool // nothing is left of it
-	adopted                  bool // granted before this leader led, and its node has not spoken of it
-	absent                   bool // adopted, and its node says that it does not have it
+	adopted                  bool // granted before this leader led, and its node has not reported it
+	absent                   bool // adopted, and its node reports that it does not have it
 
-	process uint64    // of the node that spoke of it last
-	number  uint64    // of the newest event taken from that process
-	missed  time.Time // since when that process has not spoken of it; zero = it does
+	process      uint64    // incarnation of the node that reported it last
+	number       uint64    // newest event taken from that incarnation
+	missingSince time.Time // since when that incarnation has not reported it; zero = it does
 }
 
-// news says whether an event is newer than what is known. 0 is no number and always new.
-func (p *part) news(process, number uint64) bool {
+// isNewer reports whether an event is newer than the last one. Number 0 means no number and is always new.
+func (p *part) isNewer(process, number uint64) bool {
 	if p.process != process {
 		p.process, p.number = process, 0
 	}
@@ -30,11 +30,11 @@ func (p *part) news(process, number uint64) bool {
 	return true
 }
 
-// end notes that nothing is left of the part.
-func (p *part) end() { p.ended, p.gone, p.adopted = true, true, false }
+// markGone notes that nothing is left of the part.
+func (p *part) markGone() { p.ended, p.gone, p.adopted = true, true, false }
 
-// all says whether every part is so.
-func (u *unit) all(so func(*part) bool) bool {
+// allParts reports whether so holds for every part.
+func (u *unit) allParts(so func(*part) bool) bool {
 	for _, p := range u.parts {
 		if !so(p) {
 			return false
@@ -43,8 +43,8 @@ func (u *unit) all(so func(*part) bool) bool {
 	return true
 }
 
-// others says whether a part on another node is not so.
-func (u *unit) others(node string, so func(*part) bool) bool {
+// othersLack reports whether so is false for a part on another node.
+func (u *unit) othersLack(node string, so func(*part) bool) bool {
 	for n, p := range u.parts {
 		if n != node && !so(p) {
 			return true
@@ -53,8 +53,8 @@ func (u *unit) others(node string, so func(*part) bool) bool {
 	return false
 }
 
-// unsure says whether a node of the unit has not told this leader yet what it has of it.
-func (u *unit) unsure() bool { return !u.all(func(p *part) bool { return !p.adopted }) }
+// hasUnreportedPart reports whether a node has not told this leader yet what it has of the unit.
+func (u *unit) hasUnreportedPart() bool { return !u.allParts(func(p *part) bool { return !p.adopted }) }
 
 func isStarted(p *part) bool  { return p.started }
 func isReady(p *part) bool    { return p.ready }

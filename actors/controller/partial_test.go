@@ -19,7 +19,7 @@ func groups(name string, n, dp int) *app.Application {
 	return a
 }
 
-// TestRG7ThreeGangsOnTenSlots: what fits runs, the third waits, and starts when a node joins.
+// What fits runs. The third gang waits, and starts when a node joins.
 func TestRG7ThreeGangsOnTenSlots(t *testing.T) {
 	c := newFleet(t, newHost("a", 4), newHost("b", 6))
 	c.deploy(groups("moe", 3, 4))
@@ -27,7 +27,8 @@ func TestRG7ThreeGangsOnTenSlots(t *testing.T) {
 	assert.Equal(t, "DEPLOYING", c.status("moe"))
 	assert.Equal(t, 8, c.ready("moe"))
 	assert.Equal(t, state.Pending, c.phase("moe/2"))
-	assert.Contains(t, c.core.Status()[0].Message, "moe/2 is pending: place moe/2: 2 of 4 ranks can be placed")
+	assert.Contains(t, c.core.Status()[0].Message,
+		"moe/2 is pending: place moe/2: 2 of 4 ranks can be placed")
 	c.join(newHost("c", 4))
 	c.renew("c")
 	assert.Equal(t, 12, c.ready("moe"))
@@ -55,7 +56,7 @@ func TestNodeThatJoinsGivesFailedUnitsAnotherChance(t *testing.T) {
 	assert.Equal(t, 1, c.state.Units["chat/0/0"].Attempt)
 }
 
-// TestPL3WholeGroupsOnly: 4 to 2 to 8 groups; those that stay keep their epoch.
+// The app goes from 4 to 2 to 8 groups; groups that stay keep their epoch.
 func TestPL3WholeGroupsOnly(t *testing.T) {
 	c := newFleet(t, newHost("a", 12), newHost("b", 12), newHost("c", 12))
 	for _, n := range []int{4, 2, 8} {
@@ -76,7 +77,7 @@ func TestPL3WholeGroupsOnly(t *testing.T) {
 	assert.Equal(t, uint64(2), c.state.Epochs["moe/2"])
 }
 
-// TestRG1RanksInConsecutiveBlocks: two groups of 8 over two nodes of 8, then one of 16.
+// Two groups of 8 over two nodes of 8, then one group of 16.
 func TestRG1RanksInConsecutiveBlocks(t *testing.T) {
 	for range 20 {
 		c := newFleet(t, newHost("a", 8), newHost("b", 8))

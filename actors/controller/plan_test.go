@@ -11,7 +11,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// plan makes a plan and checks that it changed nothing.
+// plan computes a plan and checks that it changed nothing.
 func (c *fleet) plan(prune bool, apps ...*app.Application) msg.Plan {
 	before, _ := c.state.Encode()
 	p, err := planOf(c.state, apps, prune)
@@ -90,7 +90,7 @@ func TestPlanSaysWhyItDoesNotFit(t *testing.T) {
 	assert.Regexp(t, `^moving one/0/(0 from a to b|1 from b to a) would make room$`, u.Hint)
 	assert.Empty(t, u.Seats)
 
-	err := dryRun(c.state, []*app.Application{groups("gang", 1, 4)}, false)
+	err := checkPlaceable(c.state, []*app.Application{groups("gang", 1, 4)}, false)
 	require.Error(t, err)
 	assert.Contains(t, explain(err), "3 of 4")
 }
@@ -103,7 +103,8 @@ func TestPlanShowsNodesThatAreLeftOut(t *testing.T) {
 	p := c.plan(false, sim("moe", 6, app.Lockstep))
 	assert.False(t, p.Fits)
 	require.Len(t, p.Nodes, 3)
-	assert.Equal(t, []string{"", "lost: silent", "draining"}, []string{p.Nodes[0].Note, p.Nodes[1].Note, p.Nodes[2].Note})
+	assert.Equal(t, []string{"", "lost: silent", "draining"},
+		[]string{p.Nodes[0].Note, p.Nodes[1].Note, p.Nodes[2].Note})
 }
 
 func TestPlanIsRefusedAsTheDeployWouldBe(t *testing.T) {

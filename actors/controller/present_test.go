@@ -11,18 +11,19 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// hearPresent makes the newest news of a unit one of a kind that this version does not know.
+// hearPresent makes the newest event of a unit one of an unknown kind.
 func (w *world) hearPresent(node, unit string) {
 	e := w.hears[node][unit]
 	e.Kind, e.Number = msg.UnitPresent, e.Number+10
 	w.hears[node][unit] = e
 }
 
-// TestUnitWithNewsOfALaterVersionStaysReady: neither this leader nor the next one takes a unit for gone because its node speaks of it
-// in words of a later version.
+// Neither this leader nor the next one takes a unit for gone because its node reports an event kind of a
+// later version.
 func TestUnitWithNewsOfALaterVersionStaysReady(t *testing.T) {
 	w := newWorld(t, node("a", 4))
-	w.core.timers.LeaseTTL = 10 * time.Second // of the rule; the leases of this world outlive it
+	// used by the rule under test; the leases of this world outlast it
+	w.core.timers.LeaseTTL = 10 * time.Second
 	w.deploy(sim("chat", 1, app.Independent))
 	w.up("chat/0/0")
 	w.hearPresent("a", "chat/0/0")
@@ -43,14 +44,15 @@ func TestUnitWithNewsOfALaterVersionStaysReady(t *testing.T) {
 	w.core.timers.LeaseTTL = 10 * time.Second
 	w.takeTrace()
 	renews()
-	assert.False(t, w.core.units["chat/0/0"].unsure(), "the node has spoken of it")
+	assert.False(t, w.core.units["chat/0/0"].hasUnreportedPart(), "the node has spoken of it")
 
-	w.hears["a"]["chat/0/0"] = msg.UnitEvent{Unit: "chat/0/0", Epoch: 1, Kind: msg.UnitGone, WasReady: true, Number: 1000}
+	w.hears["a"]["chat/0/0"] = msg.UnitEvent{Unit: "chat/0/0", Epoch: 1, Kind: msg.UnitGone, WasReady: true,
+		Number: 1000}
 	w.renews("a")
 	assert.NotEqual(t, state.Ready, w.phase("chat/0/0"), "what this version knows counts as before")
 }
 
-// TestEarlierNewsStillCountsBehindALaterVersions: the ready of a unit may come in a report after one that says more than is known.
+// The ready event of a unit may arrive after a report with an unknown kind.
 func TestEarlierNewsStillCountsBehindALaterVersions(t *testing.T) {
 	w := newWorld(t, node("a", 4))
 	w.deploy(sim("chat", 1, app.Independent))

@@ -52,7 +52,7 @@ func (w *worker) renew(c *Controller) (msg.Lease, error) {
 	return l, err
 }
 
-// nodesRig is a controller over nodes of its state.
+// nodesRig is a controller with the nodes of its state.
 type nodesRig struct {
 	*Controller
 	t       *testing.T
@@ -80,7 +80,8 @@ func withNodes(t *testing.T, change func(*Config), f func(t *testing.T, r *nodes
 			require.NoError(t, err)
 		}
 		cfg := Config{
-			Self: "a", Store: r.store, Proposer: r.store, Granter: r.store, Log: slog.New(slog.DiscardHandler),
+			Self: "a", Store: r.store, Proposer: r.store, Granter: r.store,
+			Log:   slog.New(slog.DiscardHandler),
 			Agent: func(id string) (msg.NodeAgent, bool) { w, ok := r.workers[id]; return w, ok },
 		}
 		if change != nil {
@@ -124,7 +125,8 @@ func TestRenewThroughTheActor(t *testing.T) {
 
 func TestNodesAreLostDrainedAndRemovedThroughTheActor(t *testing.T) {
 	withNodes(t, nil, func(t *testing.T, r *nodesRig) {
-		_, err := r.Deploy(t.Context(), []*app.Application{sim("chat", 2, app.Independent)}, nil, false, false)
+		_, err := r.Deploy(t.Context(), []*app.Application{sim("chat", 2, app.Independent)}, nil, false,
+			false)
 		require.NoError(t, err)
 		synctest.Wait()
 		r.renewAll(2)
@@ -189,7 +191,7 @@ func TestRenewWaitsForALeaderThatHasJustBegun(t *testing.T) {
 	})
 }
 
-// TestLeadersFollowEachOtherInOneProcess: this node leads, another does, this one again.
+// This node leads, then another one, then this one again.
 func TestLeadersFollowEachOtherInOneProcess(t *testing.T) {
 	withNodes(t, nil, func(t *testing.T, r *nodesRig) {
 		r.cfg.Metrics = &counter{phases: map[string]state.Phase{}}
@@ -221,7 +223,7 @@ func TestLeadersFollowEachOtherInOneProcess(t *testing.T) {
 	})
 }
 
-// TestPartialDeployStartsWhatFits, and without it nothing is started.
+// Without partial nothing starts.
 func TestPartialDeployStartsWhatFits(t *testing.T) {
 	withNodes(t, nil, func(t *testing.T, r *nodesRig) {
 		apps := []*app.Application{groups("moe", 3, 4)}
@@ -239,15 +241,16 @@ func TestPartialDeployStartsWhatFits(t *testing.T) {
 	})
 }
 
-// TestOrdersForAnOldGrantAreNotSent: they waited behind a node that did not answer.
+// The orders waited behind a node that did not answer.
 func TestOrdersForAnOldGrantAreNotSent(t *testing.T) {
 	withNodes(t, nil, func(t *testing.T, r *nodesRig) {
-		_, err := r.Deploy(t.Context(), []*app.Application{sim("chat", 1, app.Independent)}, nil, false, false)
+		_, err := r.Deploy(t.Context(), []*app.Application{sim("chat", 1, app.Independent)}, nil, false,
+			false)
 		require.NoError(t, err)
 		synctest.Wait()
 		before := len(r.workers["a"].events) + len(r.workers["b"].events)
-		r.acts.do(StartEffect{"a", &msg.StartRank{Unit: "chat/0/0", Epoch: 7}})
-		r.acts.do(StartEffect{"b", &msg.StartRank{Unit: "chat/0/1", Epoch: 1}})
+		r.executor.execute(StartEffect{"a", &msg.StartRank{Unit: "chat/0/0", Epoch: 7}})
+		r.executor.execute(StartEffect{"b", &msg.StartRank{Unit: "chat/0/1", Epoch: 1}})
 		synctest.Wait()
 		assert.Equal(t, before, len(r.workers["a"].events)+len(r.workers["b"].events))
 	})

@@ -9,44 +9,46 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// Reshape puts an application with other attached ranks in the place of its revision: new ranks start, missing ones drain (the
-// units in grace for so long, else as the application says) and are released. Unlike Deploy it is no second chance for units
-// that wait or have failed: nothing but what comes and goes is touched. Errors: problem.Conflict if the application is at
-// another revision by now, problem.Unplaceable. The caller has the Turn.
-func (c *Controller) Reshape(ctx context.Context, a *app.Application, revision uint64, grace map[string]time.Duration) (state.Result, error) {
-	if err := dryRun(c.placeable(), []*app.Application{a}, false); err != nil {
+// Reshape replaces a revision of an application by one with other attached ranks: new ranks start, missing
+// ones drain (for the time in grace, else the application's) and are released. Unlike Deploy it does not
+// retry waiting or failed units and touches no other unit. Errors: problem.Conflict if the application has
+// another revision by now, problem.Unplaceable. The caller holds the Turn.
+func (c *Controller) Reshape(ctx context.Context, a *app.Application, revision uint64,
+	grace map[string]time.Duration) (state.Result, error) {
+	if err := checkPlaceable(c.planningState(), []*app.Application{a}, false); err != nil {
 		return state.Result{}, err
 	}
-	spec, err := specOf(a)
+	spec, err := encodeSpec(a)
 	if err != nil {
 		return state.Result{}, err
 	}
-	c.order(grace)
+	c.setGrace(grace)
 	put := &state.PutApps{Apps: []state.AppSpec{spec}, Expect: map[string]uint64{a.Name: revision}}
 	r, err := c.cfg.Proposer.Propose(ctx, state.Command{PutApps: put})
 	if err != nil {
-		if typedRefusal(err) { // else it may be committed
-			c.forgetOrder(grace)
+		if isTypedRefusal(err) { // else it may be committed
+			c.clearGrace(grace)
 		}
 		return r, err
 	}
-	return r, c.catchUp(ctx, nil, nil)
+	return r, c.awaitCore(ctx, nil, nil)
 }
 
-// Turn waits until no other change of ranks is under way; done ends the turn. Who reads the application that it changes within its
-// turn is not overtaken by the next one, again and again.
+// Turn waits until no other change of ranks is under way; done ends the turn. A caller that reads and changes
+// the application within its turn cannot be overtaken by another change of ranks.
 func (c *Controller) Turn(ctx context.Context) (done func(), err error) {
 	select {
-	case c.reshaping <- struct{}{}:
-		return func() { <-c.reshaping }, nil
+	case c.rankTurn <- struct{}{}:
+		return func() { <-c.rankTurn }, nil
 	case <-ctx.Done():
-		return nil, problem.New(problem.Timeout, "change the ranks: other changes are under way: %w", ctx.Err()).WithHint("try again")
+		return nil, problem.New(problem.Timeout, "change the ranks: other changes are under way: %w",
+			ctx.Err()).WithHint("try again")
 	}
 }
 
-// order notes how long units that are about to end may drain. It is not replicated: after a restart there are no streams left
-// to wait for.
-func (c *Controller) order(grace map[string]time.Duration) {
+// setGrace notes how long ending units may drain. It is not replicated: after a restart there are no streams
+// left to wait for.
+func (c *Controller) setGrace(grace map[string]time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for id, d := range grace {
@@ -56,7 +58,7 @@ func (c *Controller) order(grace map[string]time.Duration) {
 	}
 }
 
-func (c *Controller) forgetOrder(grace map[string]time.Duration) {
+func (c *Controller) clearGrace(grace map[string]time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for id := range grace {

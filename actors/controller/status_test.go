@@ -12,7 +12,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// statusOf is an application's status while a node does not answer; node "" means that all do.
+// statusOf is an application's status while a node does not answer; node "" means that all answer.
 func (c *fleet) statusOf(t *testing.T, name, node string) msg.AppStatus {
 	t.Helper()
 	for _, s := range c.core.StatusWithout(map[string]string{node: "node " + node + " is silent for 7s"}) {
@@ -24,7 +24,7 @@ func (c *fleet) statusOf(t *testing.T, name, node string) msg.AppStatus {
 	return msg.AppStatus{}
 }
 
-// phases are those of an application's ranks, in order.
+// phases lists the phases of an application's ranks, in order.
 func phases(s *msg.AppStatus) (out []string) {
 	for i := range s.Units {
 		for _, r := range s.Units[i].Ranks {
@@ -45,7 +45,9 @@ func TestRanksOnANodeThatDoesNotAnswerAreShownUnreachable(t *testing.T) {
 	assert.Equal(t, "UNHEALTHY", s.Status)
 	assert.Equal(t, 2, s.Ready)
 	assert.Equal(t, []string{"ready", "ready", "unreachable", "unreachable"}, phases(&s))
-	assert.Equal(t, "chat/0/2 is unreachable: node b is silent for 7s\nchat/0/3 is unreachable: node b is silent for 7s", s.Message)
+	assert.Equal(t,
+		"chat/0/2 is unreachable: node b is silent for 7s\nchat/0/3 is unreachable: node b is silent for "+
+			"7s", s.Message)
 	assert.Equal(t, before, c.core.Status(), "it is shown, and nothing else")
 
 	s = c.statusOf(t, "chat", "c")
@@ -96,7 +98,8 @@ func TestAgesAndRestartsSurviveAChangeOfLeader(t *testing.T) {
 	after := c.core.Status()
 	for i := range before {
 		for j, u := range before[i].Units {
-			assert.True(t, u.Since.Truncate(time.Millisecond).Equal(after[i].Units[j].Since), "%s: since %s, then %s", u.Unit, u.Since, after[i].Units[j].Since)
+			assert.True(t, u.Since.Truncate(time.Millisecond).Equal(after[i].Units[j].Since),
+				"%s: since %s, then %s", u.Unit, u.Since, after[i].Units[j].Since)
 			assert.Equal(t, u.Restarts, after[i].Units[j].Restarts, u.Unit)
 		}
 	}
@@ -106,7 +109,8 @@ func TestAgesAndRestartsSurviveAChangeOfLeader(t *testing.T) {
 // more.
 func TestRestartsSurviveTheLossOfANode(t *testing.T) {
 	a := newHost("a", 1)
-	c := newFleet(t, a, newHost("c", 0), newHost("d", 0)) // most nodes are heard, so the leader does not blame itself
+	// most nodes renew, so the leader does not blame itself
+	c := newFleet(t, a, newHost("c", 0), newHost("d", 0))
 	c.deploy(sim("chat", 1, app.Independent))
 	c.renew(c.ids()...)
 	a.crash("chat/0/0")
@@ -134,7 +138,8 @@ func TestSilenceIsCountedFromTheLastRenewalOrTheLeadersFirstMoment(t *testing.T)
 	c.newLeader()
 	c.pass(6 * time.Second)
 	c.renew("a")
-	assert.Equal(t, map[string]Silence{"a": {}, "b": {For: 6 * time.Second, Long: true}}, c.core.Silences(c.now))
+	assert.Equal(t, map[string]Silence{"a": {}, "b": {For: 6 * time.Second, Long: true}},
+		c.core.Silences(c.now))
 	c.pass(7 * time.Second)
 	assert.NotContains(t, c.core.Silences(c.now), "b", "it is lost by now")
 }

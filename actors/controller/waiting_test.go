@@ -28,7 +28,9 @@ func TestLeaseTellsIngressesWhichUnitsFindNoRoom(t *testing.T) {
 	assert.Empty(t, c.waitingAt(t, "a"))
 	c.deploy(groups("moe", 3, 4))
 	c.run(4 * time.Second)
-	want := []msg.Waiting{{App: "moe", Revision: 1, Reason: "place moe/2: 2 of 4 ranks can be placed (STRICT_PACK)", Units: map[string]uint64{"moe/2": 0}}}
+	want := []msg.Waiting{{App: "moe", Revision: 1,
+		Reason: "place moe/2: 2 of 4 ranks can be placed (STRICT_PACK)",
+		Units:  map[string]uint64{"moe/2": 0}}}
 	assert.Equal(t, want, c.waitingAt(t, "a"))
 	assert.Equal(t, want, c.waitingAt(t, "b"))
 	assert.Nil(t, c.waitingAt(t, "w"), "it has no ingress")
@@ -42,7 +44,7 @@ func TestLeaseTellsIngressesWhichUnitsFindNoRoom(t *testing.T) {
 	assert.Equal(t, "RUNNING", c.status("moe"))
 }
 
-// A unit that waits for its next start has its place, and requests wait for it.
+// A unit that waits for its next start has its seat, and requests wait for it.
 func TestUnitInBackoffDoesNotWaitForRoom(t *testing.T) {
 	a := newHost("a", 1)
 	c := newFleet(t, a)
@@ -57,7 +59,7 @@ func TestUnitInBackoffDoesNotWaitForRoom(t *testing.T) {
 	assert.Empty(t, c.waitingAt(t, "a"))
 }
 
-// A unit that lost its node names the epoch it had: with that one it waits.
+// A unit that lost its node is listed with its last epoch.
 func TestUnitOfALostNodeWaitsWithItsEpoch(t *testing.T) {
 	a, b := newHost("a", 1), newHost("b", 0)
 	c := newFleet(t, a, b)
@@ -81,9 +83,9 @@ func TestUnitsWithoutRoomInALeaseAreBounded(t *testing.T) {
 		for i := range a.units {
 			u := newUnit(a.units[i].ID, name, 0, nil)
 			u.m.Phase, u.noRoom = state.Pending, "no room; node a: full"
-			c.add(u)
+			c.addUnit(u)
 		}
-		c.noteWaiting(a)
+		c.addWaiting(a)
 	}
 	require.Len(t, c.waiting, 2)
 	assert.Equal(t, maxWaiting, len(c.waiting[0].Units)+len(c.waiting[1].Units))
