@@ -8,7 +8,7 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// Why a question was refused; each comes wrapped in a *problem.Error.
+// Reasons for a refusal. Each is wrapped in a *problem.Error.
 var (
 	ErrNotGranted = errors.New("not granted")
 	ErrGroupFull  = errors.New("group is full")
@@ -19,10 +19,11 @@ var (
 	ErrTooMany    = errors.New("too many commands under way")
 )
 
-// ErrStopped says that the assigner was closed: its node does not lead any more, and the next leader's is to be asked. It is
-// cluster.ErrNotLeader.
+// ErrStopped says that the assigner was closed: its node no longer leads, and callers should ask the next
+// leader. It wraps cluster.ErrNotLeader.
 var ErrStopped = fmt.Errorf("rank assigner is stopped: %w", cluster.ErrNotLeader)
 
 func errStopped() error {
-	return problem.New(problem.Unavailable, "ask the rank assigner: %w", ErrStopped).WithHint("ask the leader; if this node is the only one, after its restart")
+	return problem.New(problem.Unavailable, "ask the rank assigner: %w", ErrStopped).
+		WithHint("ask the leader; if this node is the only one, after its restart")
 }

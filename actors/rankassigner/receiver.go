@@ -11,7 +11,7 @@ import (
 // stateChanged carries a new snapshot of the store.
 type stateChanged struct{ state *state.State }
 
-// receiver is the actor: one message at a time, nothing that blocks.
+// receiver is the actor. It handles one message at a time and never blocks.
 type receiver struct{ *Assigner }
 
 // Receive implements inbox.Receiver.
@@ -32,9 +32,10 @@ func (a receiver) Receive(m any) {
 		a.table.prune(m.state)
 	case *proposal:
 		a.proposals.begin(m)
-	case *concluded:
+	case *proposalDone:
 		a.proposals.end(m)
 	default:
-		a.cfg.Log.Warn("unknown message dropped", slog.String("room", actorName), slog.String("type", fmt.Sprintf("%T", m)))
+		a.cfg.Log.Warn("unknown message dropped", slog.String("room", actorName),
+			slog.String("type", fmt.Sprintf("%T", m)))
 	}
 }
