@@ -67,7 +67,8 @@ type Metrics interface {
 	AppRanksForget(app string)
 }
 
-// Config is the configuration of a Controller. Store, Proposer, Granter, Agent and Log are required.
+// Config is the configuration of a Controller. Store, Proposer, Granter, Agent and Log are required. Store must
+// have everything that was committed before this node led: a grant on an older state could use an epoch twice.
 type Config struct {
 	// Self is the id of the leader's node.
 	Self     string
@@ -76,9 +77,6 @@ type Config struct {
 	Granter  Granter
 	// Agent returns the client for commands to a node; false while the node is not connected.
 	Agent func(node string) (msg.NodeAgent, bool)
-	// Barrier waits until the store has all that was committed before this node led; a grant on an older
-	// state could use an epoch twice. nil = Start is called after it.
-	Barrier func(ctx context.Context) error
 	// Confirm asks a majority whether this node still leads, before a node is declared lost. nil = it leads.
 	Confirm func(ctx context.Context) error
 	// StepDown hands the leadership to another voter. An error means that this node still leads. nil = there

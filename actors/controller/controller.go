@@ -37,7 +37,7 @@ type Controller struct {
 	core *Core
 
 	rankTurn  chan struct{} // held by the change of ranks under way
-	ready     chan struct{} // closed when the core has the first state after the barrier
+	ready     chan struct{} // closed when the core has the first state
 	boot      sync.Once
 	timer     *time.Timer // used by the actor only
 	stop      context.CancelFunc
@@ -57,7 +57,7 @@ func New(cfg Config) *Controller {
 		ready: make(chan struct{})}
 }
 
-// Start spawns the actor. It grants nothing before the barrier.
+// Start spawns the actor. Call it after the barrier of the election.
 func (c *Controller) Start(system *actor.ActorSystem) error {
 	ctx, stop := context.WithCancel(context.Background())
 	c.executor = newExecutor(ctx, &c.cfg, func(m any) { c.box.Send(m) }, c.checkValid)
@@ -97,11 +97,8 @@ func (c *Controller) Close() error {
 	return c.closeErr
 }
 
-// followStore passes the barrier, then posts every change of the store. It never polls.
+// followStore posts every change of the store. It never polls.
 func (c *Controller) followStore(ctx context.Context) {
-	if !c.passBarrier(ctx) {
-		return
-	}
 	for {
 		changed := c.cfg.Store.Changed() // Changed comes before State, so that no change in between is missed
 		c.box.Send(StateSeen{c.cfg.Store.State()})
@@ -111,24 +108,6 @@ func (c *Controller) followStore(ctx context.Context) {
 			return
 		}
 	}
-}
-
-// passBarrier repeats the barrier until it succeeds or the controller is closed. Nothing may be decided
-// without it.
-func (c *Controller) passBarrier(ctx context.Context) bool {
-	for c.cfg.Barrier != nil {
-		err := c.cfg.Barrier(ctx)
-		if err == nil {
-			break
-		}
-		c.cfg.Log.Warn("barrier failed, trying again", slog.String("room", actorName), slog.Any("err", err))
-		select {
-		case <-time.After(c.cfg.Timers.Retry):
-		case <-ctx.Done():
-			return false
-		}
-	}
-	return ctx.Err() == nil
 }
 
 // redeployRequest tells the core of a deploy; done is closed when the core has handled it.

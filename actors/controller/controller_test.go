@@ -3,7 +3,6 @@ package controller
 import (
 	"bytes"
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"maps"
@@ -273,34 +272,6 @@ func TestStaleRevisionIsRefused(t *testing.T) {
 		require.ErrorIs(t, err, state.ErrStaleRevision)
 		assert.Equal(t, problem.Conflict, problem.CodeOf(err))
 	})
-}
-
-func TestNothingIsDecidedBeforeTheBarrier(t *testing.T) {
-	var barrier chan error
-	rigged(t, func(c *Config) {
-		barrier = make(chan error) // made inside the bubble
-		c.Barrier = func(ctx context.Context) error {
-			select {
-			case err := <-barrier:
-				return err
-			case <-ctx.Done():
-				return ctx.Err()
-			}
-		}
-	}, func(t *testing.T, r *rig) {
-		r.deploy(t, sim("chat", 1, app.Independent))
-		barrier <- errors.New("no leader yet")
-		time.Sleep(10 * time.Second)
-		synctest.Wait()
-		assert.Empty(t, r.agent.seen())
-		assert.Empty(t, r.Status())
-		barrier <- nil
-		synctest.Wait()
-		assert.Equal(t, []string{"start chat/0/0 1"}, r.agent.seen())
-	})
-	rigged(t, func(c *Config) {
-		c.Barrier = func(ctx context.Context) error { <-ctx.Done(); return ctx.Err() }
-	}, func(*testing.T, *rig) {}) // Close works all the same
 }
 
 func TestRG6ThroughTheActor(t *testing.T) {

@@ -166,18 +166,19 @@ func (r *nodesRig) renewOnly(id string) {
 	}
 }
 
+// slowStore shows the state only after ready is closed.
+type slowStore struct {
+	msg.Store
+	ready chan struct{}
+}
+
+func (s slowStore) State() *state.State { <-s.ready; return s.Store.State() }
+
 func TestRenewWaitsForALeaderThatHasJustBegun(t *testing.T) {
 	var barrier chan struct{}
 	withNodes(t, func(c *Config) {
 		barrier = make(chan struct{})
-		c.Barrier = func(ctx context.Context) error {
-			select {
-			case <-barrier:
-				return nil
-			case <-ctx.Done():
-				return ctx.Err()
-			}
-		}
+		c.Store = slowStore{c.Store, barrier}
 	}, func(t *testing.T, r *nodesRig) {
 		_, err := r.workers["a"].renew(r.Controller)
 		require.ErrorIs(t, err, context.DeadlineExceeded)
