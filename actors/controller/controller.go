@@ -2,7 +2,6 @@ package controller
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -12,7 +11,6 @@ import (
 	"github.com/asynkron/protoactor-go/actor"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/cluster"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
@@ -108,12 +106,6 @@ func (c *Controller) followStore(ctx context.Context) {
 			return
 		}
 	}
-}
-
-// redeployRequest tells the core of a deploy; done is closed when the core has handled it.
-type redeployRequest struct {
-	Redeployed
-	done chan struct{}
 }
 
 // validityQuery asks whether a command may still be proposed. The actor answers after all messages before it.
@@ -270,96 +262,59 @@ func (c *Controller) Watch() <-chan struct{} { return c.ring.watch() }
 // Events returns the changes after number since, at most the last 1000.
 func (c *Controller) Events(since uint64) []Event { return c.ring.since(since) }
 
-// Deploy creates or replaces applications and, with prune, deletes the others. It first computes a placement
-// of all new units and refuses a deploy that does not fit; with partial, groups without room wait for it
-// instead. expect gives the revision that the caller saw per app (0 = none). Failed units of apps that do not
-// change are tried again. Errors: problem.Unplaceable, problem.Conflict.
-func (c *Controller) Deploy(ctx context.Context, apps []*app.Application, expect map[string]uint64, prune,
-	partial bool) (state.Result, error) {
-	if err := checkRunnable(apps); err != nil {
-		return state.Result{}, err
-	}
-	if !partial {
-		if err := checkPlaceable(c.planningState(), apps, prune); err != nil {
-			return state.Result{}, err
-		}
-	}
-	put := &state.PutApps{Expect: expect, Prune: prune}
-	names := make([]string, 0, len(apps))
-	for _, a := range apps {
-		spec, err := encodeSpec(a)
-		if err != nil {
-			return state.Result{}, err
-		}
-		put.Apps = append(put.Apps, spec)
-		names = append(names, a.Name)
-	}
-	before := c.unitEpochs()
-	r, err := c.cfg.Proposer.Propose(ctx, state.Command{PutApps: put})
-	if err != nil {
-		return r, err
-	}
-	return r, c.awaitCore(ctx, names, before)
+// renewRequest is a node's report on its way to the core.
+type renewRequest struct {
+	report *msg.NodeReport
+	reply  chan RenewEffect // one slot
 }
 
-// planningState is the current state for a trial placement.
-func (c *Controller) planningState() *state.State {
-	s := c.cfg.Store.State()
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.core.withStoppingAsDraining(s)
-}
-
-// encodeSpec is an application as the state stores it.
-func encodeSpec(a *app.Application) (state.AppSpec, error) {
-	spec, err := json.Marshal(a)
-	if err != nil {
-		return state.AppSpec{}, problem.New(problem.Internal, "deploy %s: %w", a.Name, err)
-	}
-	return state.AppSpec{Name: a.Name, Spec: spec, Names: a.Model.ServedNames(), Route: a.RoutePrefix}, nil
-}
-
-// Delete ends an application: its units drain and stop, then it is forgotten. A second call changes nothing.
-func (c *Controller) Delete(ctx context.Context, name string) (state.Result, error) {
-	r, err := c.cfg.Proposer.Propose(ctx, state.Command{DeleteApp: &state.DeleteApp{Name: name}})
-	if err != nil {
-		return r, err
-	}
-	return r, c.awaitCore(ctx, nil, nil)
-}
-
-// unitEpochs returns the current epoch of every unit.
-func (c *Controller) unitEpochs() map[string]uint64 {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	out := make(map[string]uint64, len(c.core.units))
-	for id, u := range c.core.units {
-		out[id] = u.m.Epoch
-	}
-	return out
-}
-
-// awaitCore waits until Status shows what was committed, so that a status request after a deploy does not get
-// a false 404. The change is already committed, so a timeout is no error.
-func (c *Controller) awaitCore(ctx context.Context, apps []string, before map[string]uint64) error {
-	ctx, cancel := context.WithTimeout(ctx, c.cfg.Timers.Call)
-	defer cancel()
+// Renew implements msg.Leader: it takes a node's report and prolongs the node's lease. The caller must not
+// change the report afterwards. It waits until a new leader is ready, and for nothing else. Errors:
+// problem.PermissionDenied for a node that is not, or no longer, a member; problem.Unavailable,
+// problem.Overloaded, problem.Conflict and ctx's mean "try again".
+func (c *Controller) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) {
 	select {
-	case <-c.ready: // nothing to wait for before
+	case <-c.ready:
 	case <-c.box.Stopped():
 	case <-ctx.Done():
+		return msg.Lease{}, context.Cause(ctx)
 	}
-	m := &redeployRequest{Redeployed{apps, before, c.cfg.Store.State()}, make(chan struct{})}
+	m := &renewRequest{r, make(chan RenewEffect, 1)}
 	if err := c.box.TrySend(m); errors.Is(err, inbox.ErrStopped) {
-		return errStopped()
+		return msg.Lease{}, errStopped()
 	} else if err != nil {
-		return problem.New(problem.Overloaded, "tell the controller: %w", err).
-			WithHint("deploy again in a second")
+		return msg.Lease{}, problem.New(problem.Overloaded, "renew the lease of node %s: %w", r.Node.ID,
+			err).WithHint("try again in a moment")
 	}
 	select {
-	case <-m.done:
+	case e := <-m.reply:
+		e.Lease.Leader = c.cfg.Self
+		return e.Lease, e.Err
 	case <-c.box.Stopped():
+		return msg.Lease{}, errStopped()
 	case <-ctx.Done():
+		return msg.Lease{}, context.Cause(ctx)
 	}
-	return nil
+}
+
+func errStopped() error {
+	return problem.New(problem.Unavailable, "tell the controller: %w", ErrStopped).
+		WithHint("this node does not lead any more; ask the new leader")
+}
+
+// refreshState loads the latest state first, so that a node that joined a moment ago is recognised. The
+// caller holds mu.
+func (c *Controller) refreshState() []Effect {
+	s := c.cfg.Store.State()
+	if c.core.state == nil || s.Index <= c.core.state.Index {
+		return nil
+	}
+	return c.core.Step(c.cfg.Clock(), StateSeen{s})
+}
+
+// Note adds a change of an application that another component made to the events, for example a reset of its
+// Router. Safe for concurrent use.
+func (c *Controller) Note(app, what, reason string) {
+	c.ring.add(Event{At: time.Now(), App: app, To: what, Reason: reason})
+	c.ring.wake()
 }

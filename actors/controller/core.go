@@ -301,3 +301,159 @@ func sortByGroup(us []*unit) {
 			slices.Compare(a.ranks, b.ranks), cmp.Compare(a.id, b.id))
 	})
 }
+
+// resumeAll takes over all grants of the first snapshot.
+func (c *Core) resumeAll(now time.Time) {
+	c.ledSince = now
+	for _, id := range slices.Sorted(maps.Keys(c.state.Units)) {
+		c.resumeUnit(now, c.state.Units[id])
+	}
+}
+
+// resumeUnit continues a unit under its epoch. Its nodes report what they have of it; a node that does not
+// report is lost.
+func (c *Core) resumeUnit(now time.Time, rec *state.Unit) {
+	u := c.addFromRecord(rec)
+	u.m = state.Machine{
+		Phase: rec.Phase, Epoch: rec.Epoch, Attempt: rec.Attempt, Starts: 1, Since: phaseSince(rec, now),
+		Attach: c.isAttach(rec.App),
+		Reason: rec.Reason, LogTail: rec.LogTail,
+	}
+	switch rec.Phase {
+	case state.Ready:
+		u.m.WasReady, u.m.ReadyAt, u.m.Confirmed = true, now, true
+	case state.Fenced:
+		u.m.WasReady, u.m.Confirmed = true, u.m.Attach
+	default:
+	}
+	if rec.Holds() && !u.m.Confirmed {
+		u.m.Due = now.Add(c.timers.Unit.Resend) // the last order may not have arrived
+	}
+	for _, p := range u.parts {
+		if p.adopted = rec.Holds(); !p.adopted {
+			p.markGone()
+		}
+	}
+	c.changed(now, u, "", u.m.Phase)
+}
+
+// phaseSince is when the phase of a record began; now if the leader that wrote it ran an older version.
+func phaseSince(rec *state.Unit, now time.Time) time.Time {
+	if rec.Since == 0 {
+		return now
+	}
+	return time.UnixMilli(rec.Since)
+}
+
+// addFromRecord makes a unit from a record of the state.
+func (c *Core) addFromRecord(rec *state.Unit) *unit {
+	u := newUnit(rec.ID, rec.App, rec.Group, nil)
+	u.record = rec
+	for i := range rec.Ranks {
+		u.ranks = append(u.ranks, rec.Ranks[i].Rank)
+	}
+	u.applyGrant(c.seatOf(rec))
+	c.addUnit(u)
+	return u
+}
+
+func (c *Core) seatOf(rec *state.Unit) seat {
+	s := seat{revision: rec.AppRevision, launch: rec.Launch, ranks: rec.Ranks, blocks: rec.Blocks}
+	if a := c.apps[rec.App]; a != nil {
+		s.spec = a.spec
+	}
+	return s
+}
+
+// Inputs of the core.
+type (
+	// StateSeen carries a snapshot of the store. The first one after the barrier starts the core; one older
+	// than the last is ignored.
+	StateSeen struct{ State *state.State }
+	// NodeSeen is the renewal of a node's lease with the node's report. The same step answers it with a
+	// RenewEffect. Neither the core nor the caller may change the report.
+	NodeSeen struct{ Report *msg.NodeReport }
+	// Ticked reports that a time returned by Due has come.
+	Ticked struct{}
+	// Redeployed reports that applications were deployed again: their failed units are tried again. State
+	// holds the change (nil = the core has it).
+	Redeployed struct {
+		Apps   []string
+		Before map[string]uint64 // epochs of the units before the change; nil = all current units
+		State  *state.State
+	}
+	// Granted is the outcome of a GrantEffect.
+	Granted struct {
+		Units  []string
+		Result state.Result
+		Err    error
+	}
+	// Concluded is the result of a ProposeEffect or ReleaseEffect: of a unit, of an application (Unit empty),
+	// or of a node.
+	Concluded struct {
+		App, Unit, Node string
+		Err             error
+	}
+	// Refused reports that a node refused to start a unit.
+	Refused struct {
+		Node, Unit string
+		Epoch      uint64
+		Err        error
+	}
+)
+
+// Effect is an action for the shell. The orders of one node are carried out in sequence, all other effects in
+// any order.
+type Effect any
+
+// The effects.
+type (
+	// GrantEffect proposes the units of one placed group. The answer is Granted.
+	GrantEffect struct{ Grant state.GrantGroup }
+	// ProposeEffect proposes any other command. The answer is Concluded with the same App, Unit and Node.
+	// NodeLost is proposed only if a majority confirms this leader when the effect is carried out, and if the
+	// effect still Stands after that.
+	ProposeEffect struct {
+		App, Unit, Node string
+		Command         state.Command
+	}
+	// ReleaseEffect releases a unit. The answer is Concluded.
+	ReleaseEffect struct {
+		App     string
+		Release msg.ReleaseRank
+	}
+	// StartEffect is an order to a node. A refusal is answered by Refused; a missing answer by nothing.
+	StartEffect struct {
+		Node  string
+		Order *msg.StartRank
+	}
+	// StopEffect is an order to a node.
+	StopEffect struct {
+		Node  string
+		Order *msg.StopRank
+	}
+	// RenewEffect answers a NodeSeen with a lease, or with Err.
+	RenewEffect struct {
+		Node  string
+		Lease msg.Lease
+		Err   error
+	}
+	// StepDownEffect hands the leadership to another voter, because this leader may be the cause of the
+	// silence. It has no answer: without another voter nothing happens.
+	StepDownEffect struct {
+		Overdue []string // nodes that would otherwise be declared lost
+	}
+	// ChangeEffect is a change for the ring, the log and the metrics.
+	ChangeEffect struct{ Event }
+	// RanksEffect reports how many ranks of an application are ready and wanted, first and after each change.
+	RanksEffect struct {
+		App            string
+		Ready, Desired int
+	}
+	// ForgetAppEffect reports that an application is gone.
+	ForgetAppEffect struct{ App string }
+	// RestartEffect counts a start of a unit after its first one.
+	RestartEffect struct{ App, Unit string }
+	// ForgetEffect reports that nothing is left of a unit.
+	ForgetEffect struct{ App, Unit string }
+)

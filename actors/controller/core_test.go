@@ -2,6 +2,7 @@ package controller
 
 import (
 	"context"
+	"fmt"
 	"testing"
 	"time"
 
@@ -282,5 +283,23 @@ func TestOfAPartOnlyTheNewestNewsCount(t *testing.T) {
 	}{{1, 2, true}, {1, 1, false}, {1, 2, false}, {1, 4, true}, {1, 0, true}, {1, 3, false}, {2, 1, true},
 		{2, 1, false}, {2, 2, true}} {
 		assert.Equal(t, c.news, p.isNewer(c.process, c.number), c)
+	}
+}
+
+// BenchmarkRenewal measures one renewal on the leader of 64 nodes with 1024 ranks.
+func BenchmarkRenewal(b *testing.B) {
+	var hosts []*host
+	for i := range 64 {
+		hosts = append(hosts, newHost(fmt.Sprintf("n%02d", i), 16))
+	}
+	c := newFleet(b, hosts...)
+	c.deploy(sim("chat", 1024, app.Independent))
+	c.renew(c.ids()...)
+	if c.status("chat") != "RUNNING" {
+		b.Fatal(c.status("chat"))
+	}
+	b.ReportAllocs()
+	for b.Loop() {
+		c.core.Step(c.now, NodeSeen{hosts[7].report(c.now)})
 	}
 }

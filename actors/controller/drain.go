@@ -1,41 +1,11 @@
 package controller
 
 import (
-	"context"
 	"time"
 
 	"github.com/dpserve/dpserve/placement"
 	"github.com/dpserve/dpserve/state"
 )
-
-// Drain begins to move a node's units to other nodes. Running streams are cut at by; zero = after each
-// application's graceful_shutdown_timeout_s. Errors: state.ErrUnknownNode.
-func (c *Controller) Drain(ctx context.Context, node string, by time.Time) error {
-	d := &state.DrainNode{Node: node}
-	if !by.IsZero() {
-		d.By = by.UnixMilli()
-	}
-	return c.proposeNodeCommand(ctx, state.Command{DrainNode: d})
-}
-
-// Undrain allows new ranks on a node again. Units that are already moving still move.
-func (c *Controller) Undrain(ctx context.Context, node string) error {
-	return c.proposeNodeCommand(ctx, state.Command{DrainNode: &state.DrainNode{Node: node, Undo: true}})
-}
-
-// Remove removes a node permanently. Errors: state.ErrUnitsLeft while a living node has ranks,
-// state.ErrLastControl, state.ErrUnknownNode.
-func (c *Controller) Remove(ctx context.Context, node string) error {
-	return c.proposeNodeCommand(ctx, state.Command{RemoveNode: &state.RemoveNode{Node: node,
-		Now: c.cfg.Clock().UnixMilli()}})
-}
-
-func (c *Controller) proposeNodeCommand(ctx context.Context, cmd state.Command) error {
-	if _, err := c.cfg.Proposer.Propose(ctx, cmd); err != nil {
-		return err
-	}
-	return c.awaitCore(ctx, nil, nil)
-}
 
 // giveUpUnitsOn gives up the units of a stopping node, except those that already end. The node ends them in
 // any case, even without room elsewhere. They are granted anew after their end and do not count as failed. No

@@ -19,16 +19,6 @@ const (
 	actionUnchanged = "unchanged"
 )
 
-// Plan computes what Deploy would do now: what is created, replaced and deleted, where every rank would be,
-// and why something would not fit, which is no error here. An error means that the deploy would be refused
-// for another reason.
-func (c *Controller) Plan(apps []*app.Application, prune bool) (msg.Plan, error) {
-	if err := checkRunnable(apps); err != nil {
-		return msg.Plan{}, err
-	}
-	return planOf(c.planningState(), apps, prune)
-}
-
 // planner builds a plan.
 type planner struct {
 	*dryRunner
