@@ -6,6 +6,7 @@ package rankassigner
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"sync"
 	"time"
@@ -13,6 +14,7 @@ import (
 	"github.com/asynkron/protoactor-go/actor"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/cluster"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/state"
@@ -204,4 +206,56 @@ func ask[R any](ctx context.Context, box *inbox.Inbox, m any, reply <-chan R) (R
 	case <-box.Stopped():
 		return none, errStopped()
 	}
+}
+
+// stateChanged carries a new snapshot of the store.
+type stateChanged struct{ state *state.State }
+
+// receiver is the actor. It handles one message at a time and never blocks.
+type receiver struct{ *Assigner }
+
+// Receive implements inbox.Receiver.
+func (a receiver) Receive(m any) {
+	switch m := m.(type) {
+	case *msg.Assign:
+		m.Reply <- assign(a.cfg.Store.State(), m)
+	case *msg.Publish:
+		if err := a.table.publish(a.cfg.Store.State(), m); err != nil {
+			a.cfg.Log.Warn("publish refused", slog.String("room", actorName), slog.String("unit", m.Unit),
+				slog.Uint64("epoch", m.Epoch), slog.Any("err", err))
+		}
+	case *msg.Await:
+		a.table.await(a.cfg.Store.State(), m)
+	case expired:
+		a.table.expire(m)
+	case stateChanged:
+		a.table.prune(m.state)
+	case *proposal:
+		a.proposals.begin(m)
+	case *proposalDone:
+		a.proposals.end(m)
+	default:
+		a.cfg.Log.Warn("unknown message dropped", slog.String("room", actorName),
+			slog.String("type", fmt.Sprintf("%T", m)))
+	}
+}
+
+// Reasons for a refusal. Each is wrapped in a *problem.Error.
+var (
+	ErrNotGranted = errors.New("not granted")
+	ErrGroupFull  = errors.New("group is full")
+	ErrBadReplica = errors.New("malformed replica id")
+	ErrRendezvous = errors.New("rendezvous timed out")
+	ErrSuperseded = errors.New("superseded by a later call of the same rank")
+	ErrPartial    = errors.New("a unit is released whole")
+	ErrTooMany    = errors.New("too many commands under way")
+)
+
+// ErrStopped says that the assigner was closed: its node no longer leads, and callers should ask the next
+// leader. It wraps cluster.ErrNotLeader.
+var ErrStopped = fmt.Errorf("rank assigner is stopped: %w", cluster.ErrNotLeader)
+
+func errStopped() error {
+	return problem.New(problem.Unavailable, "ask the rank assigner: %w", ErrStopped).
+		WithHint("ask the leader; if this node is the only one, after its restart")
 }
