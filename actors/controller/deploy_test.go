@@ -9,18 +9,6 @@ import (
 	"github.com/dpserve/dpserve/app"
 )
 
-func TestRingKeepsTheLastThousand(t *testing.T) {
-	r := newRing()
-	for range 3 * eventRing {
-		r.add(Event{})
-	}
-	got := r.since(0)
-	require.Len(t, got, eventRing)
-	assert.Equal(t, uint64(2*eventRing+1), got[0].Seq)
-	assert.Equal(t, uint64(3*eventRing), got[eventRing-1].Seq)
-	assert.Len(t, r.since(3*eventRing-5), 5)
-}
-
 func TestLaunchHash(t *testing.T) {
 	base := sim("chat", 2, app.Independent)
 	hash := func(change func(a *app.Application)) string {
