@@ -9,29 +9,31 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// Causes of what the guard does.
+// Causes of fences by enforceLease.
 const (
 	causeLeaseLost  = "lease_lost"
 	causeSuperseded = "superseded"
 )
 
-// guardPart is how often the guard looks, in parts of a lease: each 500 ms of 10 s, and at each change of the state.
+// guardPart is how often enforceLease checks, in parts of a lease: each 500 ms of 10 s, and at each change of
+// the state.
 const guardPart = 20
 
 // errNoLease refuses what needs a lease.
 var errNoLease = errors.New("no lease")
 
-// guard ends what this node may no longer run: units that the cluster has released or granted anew, and with on_lease_loss fence
-// all of them when the lease is over. It ends with ctx, which outlives the units.
-func (n *Node) guard(ctx context.Context) {
+// enforceLease ends what this node may no longer run: units that the cluster has released or granted anew,
+// and with on_lease_loss fence all units when the lease is over. It ends with ctx, which outlives the units.
+func (n *Node) enforceLease(ctx context.Context) {
 	every := n.timers.LeaseTTL / guardPart
 	timer := time.NewTimer(every)
 	defer timer.Stop()
 	for {
 		var changed <-chan struct{}
 		if n.cfg.Store != nil {
-			changed = n.cfg.Store.Changed() // before State, or a change in between goes unseen
-			n.supersede(n.cfg.Store.State())
+			// Changed comes before State, so that no change in between is missed
+			changed = n.cfg.Store.Changed()
+			n.stopSuperseded(n.cfg.Store.State())
 		}
 		timer.Reset(min(every, n.checkLease(every)))
 		select {
@@ -43,13 +45,14 @@ func (n *Node) guard(ctx context.Context) {
 	}
 }
 
-// checkLease looks at the clock, fences if it is time, and says when to look again at the latest.
+// checkLease checks the clock, fences if the lease is over, and returns the longest pause until the next
+// check.
 func (n *Node) checkLease(every time.Duration) time.Duration {
-	if n.renewer == nil {
+	if n.leaseKeeper == nil {
 		return every
 	}
-	n.renewer.look()
-	now, in := n.renewer.fences()
+	n.leaseKeeper.look()
+	now, in := n.leaseKeeper.fences()
 	if now {
 		for _, u := range n.list() {
 			u.cut(causeLeaseLost)
@@ -61,26 +64,26 @@ func (n *Node) checkLease(every time.Duration) time.Duration {
 	return every
 }
 
-// superseded says that the cluster has given the unit away, or taken it back, since that epoch. A copy of the state that lags
-// behind says nothing.
+// superseded reports whether the cluster has released the unit, or granted it anew, since that epoch. An
+// older copy of the state shows nothing.
 func superseded(s *state.State, unit string, epoch uint64) bool {
 	last := s.LastEpoch(unit)
 	return last > epoch || last == epoch && s.Units[unit] == nil
 }
 
-// supersede stops what s shows to be over, and forgets what is gone: its leader has heard of it.
-func (n *Node) supersede(s *state.State) {
+// stopSuperseded stops the units that s shows superseded, and forgets ended ones: the leader knows their end.
+func (n *Node) stopSuperseded(s *state.State) {
 	for _, u := range n.list() {
 		if superseded(s, u.m.Unit, u.m.Epoch) && !u.cut(causeSuperseded) && u.heldNow() == "" {
 			n.forget(u)
 		}
 	}
-	if n.renewer == nil {
+	if n.leaseKeeper == nil {
 		return
 	}
-	for unit, epoch := range n.renewer.news.units() { // also those that were asked for and never were here
+	for unit, epoch := range n.leaseKeeper.outbox.units() { // also units that were never on this node
 		if superseded(s, unit, epoch) && n.unit(unit) == nil {
-			n.renewer.news.forget(unit, epoch)
+			n.leaseKeeper.outbox.forget(unit, epoch)
 		}
 	}
 }
@@ -101,37 +104,39 @@ func (n *Node) forget(u *unit) {
 
 // mayStart refuses a start that the lease does not cover.
 func (n *Node) mayStart() error {
-	if n.renewer == nil || n.renewer.starts() {
+	if n.leaseKeeper == nil || n.leaseKeeper.starts() {
 		return nil
 	}
 	return problem.New(problem.Unavailable, "node %s: %w: it may start no engines", n.cfg.ID, errNoLease).
 		WithHint("wait until the node reaches the cluster's leader again, or look at its log")
 }
 
-// Renew asks the leader now, and returns when that has ended, well or not: who has just begun to lead learns what its own node has
-// before anybody asks it.
+// Renew asks the leader now and returns when the renewal has ended, with or without success. A new leader
+// learns the units of its own node before it answers status requests.
 func (n *Node) Renew(ctx context.Context) {
-	if n.renewer != nil {
-		n.renewer.ask(ctx, func() bool { return false })
+	if n.leaseKeeper != nil {
+		n.leaseKeeper.ask(ctx, func() bool { return false })
 	}
 }
 
-// Admits says whether this node's ranks may admit requests now: always without a leader; else not after the node was frozen, until
-// it has asked the leader once, and with on_lease_loss fence not without a lease. Cheap: it is asked for every request.
-func (n *Node) Admits() bool { return n.renewer == nil || n.renewer.admits() }
+// Admits reports whether this node's ranks may admit requests now: always without a leader; otherwise not
+// after a freeze until the leader has answered once, and with on_lease_loss fence not without a lease. It is
+// cheap, because every request asks.
+func (n *Node) Admits() bool { return n.leaseKeeper == nil || n.leaseKeeper.admits() }
 
-// Serves says whether a relay of this node may pass on the next bytes; nil = always. With on_lease_loss fence it is Admits.
+// Serves returns a function that reports whether a relay of this node may pass on the next bytes; nil =
+// always. With on_lease_loss fence it is Admits.
 func (n *Node) Serves() func() bool {
-	if n.renewer == nil || n.cfg.OnLeaseLoss != Fence {
+	if n.leaseKeeper == nil || n.cfg.OnLeaseLoss != Fence {
 		return nil
 	}
-	return n.renewer.admits
+	return n.leaseKeeper.admits
 }
 
-// LeaseLeft is what the lease still lasts; 0 without one.
+// LeaseLeft is the remaining time of the lease; 0 without one.
 func (n *Node) LeaseLeft() time.Duration {
-	if n.renewer == nil {
+	if n.leaseKeeper == nil {
 		return 0
 	}
-	return n.renewer.left()
+	return n.leaseKeeper.left()
 }

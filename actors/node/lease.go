@@ -2,32 +2,35 @@ package node
 
 import "time"
 
-// LeaseLoss is what a node does with the units it has when its lease has run out.
+// LeaseLoss says what a node does with its units when its lease is over.
 type LeaseLoss string
 
-// The choices. The zero value means Serve.
+// Values of LeaseLoss. The zero value means Serve.
 const (
-	Serve LeaseLoss = "serve" // what runs is served; nothing new starts
-	Fence LeaseLoss = "fence" // everything is fenced and killed before the leader may grant it elsewhere
+	Serve LeaseLoss = "serve" // running units are served; nothing new starts
+	Fence LeaseLoss = "fence" // all units are fenced and killed before the leader may grant them elsewhere
 )
 
-// leaseMargin is the part of a lease at whose beginning the node stops to act on it: a tenth, so the leader, which waits longer
-// than the whole, never acts first.
+// leaseMargin is the part of a lease at its end in which the node no longer acts on it: a tenth. The leader
+// waits longer than the whole lease, so it never acts first.
 const leaseMargin = 10
 
-// lease is what a node may do by its own monotonic clock: start engines, and admit requests. Pure: the time is an argument.
+// lease says what a node may do by its own monotonic clock: start engines, and admit requests. It is pure:
+// the time is an argument.
 //
-// A node that was frozen (stopped process, starved machine) does not know how much it slept through. So its right to admit always
-// ends at an instant that only looking at the clock moves on; who finds that instant passed asks the leader before it goes on.
+// A frozen node (stopped process, starved machine) does not know how long it slept. So its right to admit
+// always ends at an instant that only a check of the clock moves on. A node that finds the instant passed
+// asks the leader before it continues.
 type lease struct {
 	fence bool
 	ttl   time.Duration
-	until time.Time // granted till then, counted from when the renewal was sent; zero: never
-	beat  time.Time // last look at the clock
-	doubt time.Time // when a freeze was noticed, until a renewal that began later has ended; zero: none
+	until time.Time // end, counted from the start of the renewal; zero: never granted
+	beat  time.Time // last check of the clock
+	doubt time.Time // when a freeze was noticed, until a later renewal has ended; zero: none
 }
 
-// look notes that the node runs. Who has not looked for as long as a lease lasts was frozen.
+// look records that the node runs. If more than one TTL passed since the last call, the process was
+// suspended.
 func (l *lease) look(now time.Time) {
 	if now.Sub(l.beat) > l.ttl {
 		l.doubt = now
@@ -35,7 +38,8 @@ func (l *lease) look(now time.Time) {
 	l.beat = now
 }
 
-// sleep takes the machine's suspension for d, which its clock did not count: all that was before is longer ago by that.
+// sleep accounts for a suspension of the machine, which the clock did not count: everything before is older
+// by d.
 func (l *lease) sleep(d time.Duration) {
 	if !l.until.IsZero() {
 		l.until = l.until.Add(-d)
@@ -43,7 +47,7 @@ func (l *lease) sleep(d time.Duration) {
 	l.beat = l.beat.Add(-d)
 }
 
-// ended takes the end of a renewal that was sent at sent; ttl 0: it was not granted.
+// ended takes the end of a renewal that was sent at sent; ttl 0: it was refused.
 func (l *lease) ended(sent, now time.Time, ttl time.Duration) {
 	l.look(now)
 	if until := sent.Add(ttl); ttl > 0 && until.After(l.until) {
@@ -54,16 +58,16 @@ func (l *lease) ended(sent, now time.Time, ttl time.Duration) {
 	}
 }
 
-// stop is when the node stops to act on its lease.
+// stop is when the node no longer acts on its lease.
 func (l *lease) stop() time.Time { return l.until.Add(-l.ttl / leaseMargin) }
 
-// starts says whether an engine may be started.
+// starts reports whether an engine may be started.
 func (l *lease) starts(now time.Time) bool { return l.doubt.IsZero() && now.Before(l.stop()) }
 
-// fences says whether all units must be out.
+// fences reports whether all units must be fenced.
 func (l *lease) fences(now time.Time) bool { return l.fence && !now.Before(l.stop()) }
 
-// admitsUntil is the instant at which requests are no longer admitted, as far as is known now; zero: they are not.
+// admitsUntil is when the node stops to admit requests, as far as is known now; zero: it does not admit.
 func (l *lease) admitsUntil() time.Time {
 	if !l.doubt.IsZero() {
 		return time.Time{}
@@ -75,5 +79,5 @@ func (l *lease) admitsUntil() time.Time {
 	return open
 }
 
-// left is what the lease still lasts, 0 if it is over.
+// left is the remaining time of the lease, 0 if it is over.
 func (l *lease) left(now time.Time) time.Duration { return max(0, l.until.Sub(now)) }

@@ -9,29 +9,31 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// Bounds of what one renewal of a lease carries and of what waits for one.
+// Bounds of a renewal and of the events that wait for one.
 const (
-	newsKept  = 1024    // events that wait; over it the oldest goes: the newest of each unit is in every report anyway
-	newsSent  = 256     // events in one report; the rest follows at once
-	tailBytes = 1 << 20 // of all log tails in one report; a message has a limit
+	// waiting events; the oldest is dropped above it, as every report has the newest of each unit
+	maxWaitingEvents = 1024
+	maxSentEvents    = 256     // events in one report; the rest follows at once
+	tailBytes        = 1 << 20 // of all log tails in one report; messages are limited
 )
 
-// news is what the leader has not taken yet of a node's events, and the newest of each unit. Safe for concurrent use.
-type news struct {
+// eventOutbox holds the node's events that the leader has not acknowledged, and the newest event of each
+// unit. Safe for concurrent use.
+type eventOutbox struct {
 	mu     sync.Mutex
-	queue  []msg.UnitEvent          // not yet taken, by Number
+	queue  []msg.UnitEvent          // not acknowledged, by Number
 	newest map[string]msg.UnitEvent // by unit: of its highest epoch
-	full   bool                     // events were dropped since some were taken last
+	full   bool                     // events were dropped since the last acknowledgement
 }
 
-func newNews() *news { return &news{newest: map[string]msg.UnitEvent{}} }
+func newEventOutbox() *eventOutbox { return &eventOutbox{newest: map[string]msg.UnitEvent{}} }
 
-// add takes an event that has its number. dropped says that older ones have to go from now on.
-func (n *news) add(e msg.UnitEvent) (dropped bool) {
+// add takes a numbered event. dropped is true for the first event that displaces an older one.
+func (n *eventOutbox) add(e msg.UnitEvent) (dropped bool) {
 	e.LogTail = state.Tail(e.LogTail)
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	if len(n.queue) == newsKept {
+	if len(n.queue) == maxWaitingEvents {
 		n.queue, dropped, n.full = slices.Delete(n.queue, 0, 1), !n.full, true
 	}
 	n.queue = append(n.queue, e)
@@ -41,11 +43,12 @@ func (n *news) add(e msg.UnitEvent) (dropped bool) {
 	return dropped
 }
 
-// report gives what a renewal carries. Both lists are of one moment: none of events is newer than its unit in units.
-func (n *news) report() (events, units []msg.UnitEvent) {
+// report returns the content of a renewal. Both lists are of one moment: no event is newer than its unit's
+// entry in units.
+func (n *eventOutbox) report() (events, units []msg.UnitEvent) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	events = slices.Clone(n.queue[:min(len(n.queue), newsSent)])
+	events = slices.Clone(n.queue[:min(len(n.queue), maxSentEvents)])
 	for _, e := range n.newest {
 		units = append(units, e)
 	}
@@ -56,7 +59,7 @@ func (n *news) report() (events, units []msg.UnitEvent) {
 	return events, units
 }
 
-// trim drops log tails that are over the budget.
+// trim removes log tails above the budget.
 func trim(events []msg.UnitEvent, budget *int) {
 	for i := range events {
 		size := 0
@@ -71,8 +74,8 @@ func trim(events []msg.UnitEvent, budget *int) {
 	}
 }
 
-// taken drops the events up to number. more says that some went and others wait.
-func (n *news) taken(number uint64) (more bool) {
+// acknowledge drops the events up to number. more is true if it dropped some and others wait.
+func (n *eventOutbox) acknowledge(number uint64) (more bool) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	before := len(n.queue)
@@ -84,8 +87,8 @@ func (n *news) taken(number uint64) (more bool) {
 	return len(n.queue) > 0
 }
 
-// forget drops the newest event of a unit that the cluster knows no more, unless a later epoch came meanwhile.
-func (n *news) forget(unit string, epoch uint64) {
+// forget drops the newest event of a unit that the cluster no longer knows, unless it is of a later epoch.
+func (n *eventOutbox) forget(unit string, epoch uint64) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if n.newest[unit].Epoch <= epoch {
@@ -93,8 +96,8 @@ func (n *news) forget(unit string, epoch uint64) {
 	}
 }
 
-// units are the units in the digest with their epochs.
-func (n *news) units() map[string]uint64 {
+// units returns the epochs of the units in the digest.
+func (n *eventOutbox) units() map[string]uint64 {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	out := make(map[string]uint64, len(n.newest))
@@ -104,8 +107,8 @@ func (n *news) units() map[string]uint64 {
 	return out
 }
 
-// waiting says whether events wait to be taken.
-func (n *news) waiting() bool {
+// waiting reports whether events wait.
+func (n *eventOutbox) waiting() bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	return len(n.queue) > 0

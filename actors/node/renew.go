@@ -13,66 +13,71 @@ import (
 
 // Parts of lease_renew: 1 s, and 100 ms to 1 s, of its 2 s.
 const (
-	renewPatience = 2  // the deadline of one renewal
-	retryFirst    = 20 // the first wait after one that failed; doubles
-	retryLast     = 2  // the longest such wait
+	renewPatience = 2  // deadline of one renewal
+	retryFirst    = 20 // first pause after a failure; doubles
+	retryLast     = 2  // longest such pause
 )
 
-// copyWait is how long an order to start waits for this node's copy of the state. A copy is some 10 ms behind; one that is a second
-// behind has lost its source (a control node whose disk is sick, say), and that must not keep a node with a lease from its work.
+// copyWait is how long StartRank waits for this node's copy of the state. A copy is usually 10 ms behind. A
+// copy that is a second behind has lost its source, for example on a control node with a failing disk, and
+// must not keep a node with a lease from working.
 const copyWait = time.Second
 
-// renewer keeps the node's lease and tells the leader what happened here. It implements msg.Reporter.
-type renewer struct {
+// leaseKeeper keeps the node's lease and sends the node's events to the leader. It implements msg.Reporter.
+type leaseKeeper struct {
 	leader      msg.Leader
 	self        func() state.Node
 	trouble     func() string // may be nil
 	store       msg.Store     // may be nil
 	incarnation uint64
-	ttl         time.Duration // unless the leader says another
+	ttl         time.Duration // until the leader says another
 	period      time.Duration
 	log         *slog.Logger
-	news        *news
-	wake        chan struct{} // one slot: there is news
+	outbox      *eventOutbox
+	wake        chan struct{} // one slot: an event waits
 	demand      chan struct{} // one slot: a command waits for the lease
-	afterStop   bool          // the process of the node before this one was told to end
-	closing     atomic.Bool   // the node ends: that its leader went first is no news
+	afterStop   bool          // the previous process of the node was told to end
+	closing     atomic.Bool   // the node ends: a leader that ended first is no warning
 
-	// The loop's own.
+	// Used by the loop only.
 	failing bool      // the last renewal failed
 	warned  bool      // it has failed for long
-	granted time.Time // when the last one that did not was sent; at first: the beginning
+	granted time.Time // when the last successful renewal was sent; at first: the start
 
 	base time.Time
-	open atomic.Int64 // requests are admitted until base plus this, in ns: one load and a look at the clock for each
+	open atomic.Int64 // requests are admitted until base plus this, in ns
 
 	suspended func() time.Duration // of the machine since its boot
 
 	mu      sync.Mutex
 	lease   lease
-	slept   time.Duration // what of suspended is in the lease already
-	sleptAt time.Duration // slept when the renewal that is under way was sent
+	slept   time.Duration // the part of suspended that the lease already includes
+	sleptAt time.Duration // slept at the start of the current renewal
 	tried   chan struct{} // closed and replaced when a renewal has ended
-	begun   uint64        // renewals
-	last    uint64        // the number of the last that has ended
-	index   uint64        // of the newest state of a leader that has granted a lease
-	done    chan struct{} // closed when nothing is renewed any more
+	begun   uint64        // number of renewals
+	last    uint64        // number of the last renewal that has ended
+	index   uint64        // newest state index of a leader that granted a lease
+	done    chan struct{} // closed when renewals have ended
 }
 
-var _ msg.Reporter = (*renewer)(nil)
+var _ msg.Reporter = (*leaseKeeper)(nil)
 
-func newRenewer(c *Config, t *Timers) *renewer {
+func newLeaseKeeper(c *Config, t *Timers) *leaseKeeper {
 	now := time.Now()
-	return &renewer{
-		suspended: suspended, slept: suspended(), leader: c.Leader, self: c.Self, trouble: c.Trouble, store: c.Store, incarnation: draw(c.Rand), ttl: t.LeaseTTL, period: t.LeaseRenew, log: c.Log, news: newNews(),
-		wake: make(chan struct{}, 1), demand: make(chan struct{}, 1), base: now, granted: now, tried: make(chan struct{}), done: make(chan struct{}),
-		lease: lease{fence: c.OnLeaseLoss == Fence, ttl: t.LeaseTTL, beat: now, doubt: now}, // nothing is known of before
+	return &leaseKeeper{
+		suspended: suspended, slept: suspended(), leader: c.Leader, self: c.Self, trouble: c.Trouble,
+		store: c.Store, incarnation: draw(c.Rand), ttl: t.LeaseTTL, period: t.LeaseRenew, log: c.Log,
+		outbox: newEventOutbox(),
+		wake:   make(chan struct{}, 1), demand: make(chan struct{}, 1), base: now, granted: now,
+		tried: make(chan struct{}), done: make(chan struct{}),
+		// nothing is known of before
+		lease: lease{fence: c.OnLeaseLoss == Fence, ttl: t.LeaseTTL, beat: now, doubt: now},
 	}
 }
 
-// Report implements msg.Reporter: the event goes out at once.
-func (r *renewer) Report(e msg.UnitEvent) {
-	if r.news.add(e) {
+// Report implements msg.Reporter. The event is sent at once.
+func (r *leaseKeeper) Report(e msg.UnitEvent) {
+	if r.outbox.add(e) {
 		r.log.Warn("the leader takes no events, the oldest is dropped: it will learn the newest of each unit")
 	}
 	strike(r.wake)
@@ -85,14 +90,14 @@ func strike(bell chan struct{}) {
 	}
 }
 
-// close has the leader told that the node ends.
-func (r *renewer) close() {
+// close tells the leader that the node ends.
+func (r *leaseKeeper) close() {
 	r.closing.Store(true)
 	strike(r.wake)
 }
 
-// run renews until ctx ends, and once more if events wait then and somebody takes them.
-func (r *renewer) run(ctx context.Context) {
+// run renews until ctx ends, and once more if events wait then.
+func (r *leaseKeeper) run(ctx context.Context) {
 	defer close(r.done)
 	retry := r.period / retryFirst
 	for ctx.Err() == nil {
@@ -108,13 +113,13 @@ func (r *renewer) run(ctx context.Context) {
 			retry = r.period / retryFirst
 		}
 	}
-	if r.news.waiting() && !r.failing {
+	if r.outbox.waiting() && !r.failing {
 		_, _ = r.renew(context.WithoutCancel(ctx))
 	}
 }
 
-// pause waits for longest, until there is news, but then for least, or until a command waits for the lease.
-func (r *renewer) pause(ctx context.Context, least, longest time.Duration) {
+// pause waits for longest; for least if an event waits; and not at all if a command waits for the lease.
+func (r *leaseKeeper) pause(ctx context.Context, least, longest time.Duration) {
 	over := time.NewTimer(longest)
 	defer over.Stop()
 	if least > 0 {
@@ -136,8 +141,8 @@ func (r *renewer) pause(ctx context.Context, least, longest time.Duration) {
 	}
 }
 
-// renew asks once. more says that the leader took events and others wait.
-func (r *renewer) renew(ctx context.Context) (more bool, err error) {
+// renew asks once. more is true if the leader took events and others wait.
+func (r *leaseKeeper) renew(ctx context.Context) (more bool, err error) {
 	sent := r.begin()
 	report := r.report(sent)
 	limit, cancel := context.WithTimeout(ctx, r.period/renewPatience)
@@ -148,7 +153,7 @@ func (r *renewer) renew(ctx context.Context) (more bool, err error) {
 		r.failed(ctx, err)
 		return false, err
 	}
-	more = r.news.taken(granted.Taken)
+	more = r.outbox.acknowledge(granted.Taken)
 	if granted.TTL <= 0 {
 		granted.TTL = r.ttl
 	}
@@ -164,9 +169,10 @@ func (r *renewer) renew(ctx context.Context) (more bool, err error) {
 	return more, nil
 }
 
-func (r *renewer) report(now time.Time) *msg.NodeReport {
-	m := &msg.NodeReport{Node: r.self(), Incarnation: r.incarnation, Wall: now, Stopping: r.closing.Load(), AfterStop: r.afterStop}
-	m.Events, m.Units = r.news.report()
+func (r *leaseKeeper) report(now time.Time) *msg.NodeReport {
+	m := &msg.NodeReport{Node: r.self(), Incarnation: r.incarnation, Wall: now, Stopping: r.closing.Load(),
+		AfterStop: r.afterStop}
+	m.Events, m.Units = r.outbox.report()
 	if r.store != nil {
 		m.Index = r.store.State().Index
 	}
@@ -176,9 +182,10 @@ func (r *renewer) report(now time.Time) *msg.NodeReport {
 	return m
 }
 
-// failed tells once of a lease that is half over: leaders change, and a node may be there before its first one.
-func (r *renewer) failed(ctx context.Context, err error) {
-	if ctx.Err() != nil { // cut off: it says nothing of the leader
+// failed warns once of a lease that is half over. Shorter failures are normal: leaders change, and a node may
+// start before its first leader.
+func (r *leaseKeeper) failed(ctx context.Context, err error) {
+	if ctx.Err() != nil { // cut off by the node's end
 		return
 	}
 	r.failing = true
@@ -186,11 +193,12 @@ func (r *renewer) failed(ctx context.Context, err error) {
 		return
 	}
 	r.warned = true
-	r.log.Warn("the node's lease cannot be renewed", slog.Duration("left", r.left()), slog.String("err", err.Error()))
+	r.log.Warn("the node's lease cannot be renewed", slog.Duration("left", r.left()),
+		slog.String("err", err.Error()))
 }
 
-// begin is look, for a renewal.
-func (r *renewer) begin() time.Time {
+// begin is look for a renewal.
+func (r *leaseKeeper) begin() time.Time {
 	r.mu.Lock()
 	r.begun++
 	r.countSuspension()
@@ -199,19 +207,20 @@ func (r *renewer) begin() time.Time {
 	return r.look()
 }
 
-// suspensionNoted is more than the time between the two looks at clocks that suspended takes.
+// suspensionNoted is more than the time between the two clock readings of suspended.
 const suspensionNoted = 200 * time.Millisecond
 
-// countSuspension takes what the machine slept since the last look off the lease, under mu.
-func (r *renewer) countSuspension() {
+// countSuspension subtracts the machine's suspension since the last check from the lease. The caller holds
+// mu.
+func (r *leaseKeeper) countSuspension() {
 	if d := r.suspended() - r.slept; d >= suspensionNoted {
 		r.slept += d
 		r.lease.sleep(d)
 	}
 }
 
-// look notes that the node runs.
-func (r *renewer) look() time.Time {
+// look records that the node runs.
+func (r *leaseKeeper) look() time.Time {
 	now := time.Now()
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -221,7 +230,7 @@ func (r *renewer) look() time.Time {
 	return now
 }
 
-func (r *renewer) ended(sent time.Time, ttl time.Duration) {
+func (r *leaseKeeper) ended(sent time.Time, ttl time.Duration) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.countSuspension()
@@ -232,33 +241,34 @@ func (r *renewer) ended(sent time.Time, ttl time.Duration) {
 	r.tried = make(chan struct{})
 }
 
-// publish tells admits, under mu.
-func (r *renewer) publish() {
-	var open time.Duration // base itself: over
+// publish updates open for admits. The caller holds mu.
+func (r *leaseKeeper) publish() {
+	var open time.Duration // zero means base itself: over
 	if until := r.lease.admitsUntil(); !until.IsZero() {
 		open = until.Sub(r.base)
 	}
 	r.open.Store(int64(open))
 }
 
-// admits says whether requests may be admitted now. After a suspension of the machine it is the next look that finds the lease over:
-// in fence within TTL/20 of the thaw.
-func (r *renewer) admits() bool { return int64(time.Since(r.base)) < r.open.Load() }
+// admits reports whether requests may be admitted now. After a suspension of the machine the next look finds
+// the lease over: with on_lease_loss fence within TTL/20 of the resume.
+func (r *leaseKeeper) admits() bool { return int64(time.Since(r.base)) < r.open.Load() }
 
-// starts says whether an engine may be started now.
-func (r *renewer) starts() bool {
+// starts reports whether an engine may be started now.
+func (r *leaseKeeper) starts() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.countSuspension()
 	return r.lease.starts(time.Now())
 }
 
-// ensure is starts for a command of the leader: before it is refused the lease is asked for once more, as a leader is there.
-func (r *renewer) ensure(ctx context.Context) { r.ask(ctx, r.starts) }
+// ensure asks for the lease once more before a leader's command is refused, because the command shows that a
+// leader exists.
+func (r *leaseKeeper) ensure(ctx context.Context) { r.ask(ctx, r.starts) }
 
-// isBehind says whether this node's copy of the state is older than what the leader had when it granted the last lease. Such a copy
-// may still show an epoch that was released, and an order of a leader that was replaced may be on its way.
-func (r *renewer) isBehind() bool {
+// isBehind reports whether this node's copy of the state is older than the leader's at the last lease. Such a
+// copy may still show an epoch that was released, and an order of a replaced leader may be on its way.
+func (r *leaseKeeper) isBehind() bool {
 	if r.store == nil {
 		return false
 	}
@@ -268,15 +278,15 @@ func (r *renewer) isBehind() bool {
 	return r.store.State().Index < index
 }
 
-// catchUp waits until the copy of the state is not behind, at most copyWait.
-func (r *renewer) catchUp(ctx context.Context) {
-	if !r.isBehind() { // nearly always
+// catchUp waits at most copyWait until the copy of the state is not behind.
+func (r *leaseKeeper) catchUp(ctx context.Context) {
+	if !r.isBehind() { // the usual case
 		return
 	}
 	ctx, cancel := context.WithTimeout(ctx, copyWait)
 	defer cancel()
 	for {
-		changed := r.store.Changed() // before isBehind, or a change in between goes unseen
+		changed := r.store.Changed() // Changed comes before isBehind, so that no change in between is missed
 		if !r.isBehind() {
 			return
 		}
@@ -290,8 +300,9 @@ func (r *renewer) catchUp(ctx context.Context) {
 	}
 }
 
-// ask asks the leader, and returns when a renewal that began after the call has ended, or enough says so before.
-func (r *renewer) ask(ctx context.Context, enough func() bool) {
+// ask asks the leader. It returns when a renewal that began after the call has ended, or earlier when enough
+// returns true.
+func (r *leaseKeeper) ask(ctx context.Context, enough func() bool) {
 	r.mu.Lock()
 	before := r.begun
 	r.mu.Unlock()
@@ -313,8 +324,8 @@ func (r *renewer) ask(ctx context.Context, enough func() bool) {
 	}
 }
 
-// fences says whether all units must be out, and else when that will be if nothing is renewed; 0: never.
-func (r *renewer) fences() (now bool, in time.Duration) {
+// fences reports whether all units must be fenced now, and else after which time without a renewal; 0: never.
+func (r *leaseKeeper) fences() (now bool, in time.Duration) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	at := time.Now()
@@ -324,7 +335,7 @@ func (r *renewer) fences() (now bool, in time.Duration) {
 	return false, r.lease.stop().Sub(at)
 }
 
-func (r *renewer) left() time.Duration {
+func (r *leaseKeeper) left() time.Duration {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.lease.left(time.Now())

@@ -24,8 +24,9 @@ type (
 	}
 )
 
-// supervisor is the node's actor: it decides which units there are; each unit runs by itself. The one thing it does to a disk
-// is to record an epoch: a start that is acknowledged must not be forgotten. A panic loses no unit: they are the Node's.
+// supervisor is the node's actor. It decides which units exist; each unit runs by itself. Its only disk
+// access is to record an epoch, because an acknowledged start must not be forgotten. A panic loses no unit:
+// they belong to Node.
 type supervisor struct {
 	*Node
 	epochs *epochs
@@ -46,8 +47,9 @@ func (s *supervisor) Receive(m any) {
 	}
 }
 
-// start takes a unit, unless it is there already, older than what this node or its copy of the state has seen, or not covered by
-// the lease. An older incarnation is ended first, at once: two owners of a rank must never overlap.
+// start accepts a unit, unless it exists already, is older than an epoch that this node or its copy of the
+// state has seen, or is not covered by the lease. An older incarnation is ended first, at once: two owners of
+// a rank must never overlap.
 func (s *supervisor) start(m *msg.StartRank) error {
 	before := s.unit(m.Unit)
 	if before != nil && before.m.Epoch == m.Epoch && s.epochs.seen[m.Unit] == m.Epoch {
@@ -71,13 +73,16 @@ func (s *supervisor) start(m *msg.StartRank) error {
 	return nil
 }
 
-// mayBegin checks a start, and records its epoch if nothing speaks against it.
+// mayBegin checks a start, and records its epoch if the start is allowed.
 func (s *supervisor) mayBegin(m *msg.StartRank) error {
 	if s.cfg.Store != nil {
 		if now := s.cfg.Store.State(); superseded(now, m.Unit, m.Epoch) {
-			return problem.New(problem.Conflict, "unit %s: %w: epoch %d was asked for, the cluster has released it (it is at %d)", m.Unit, ErrStaleEpoch, m.Epoch, now.LastEpoch(m.Unit))
+			return problem.New(problem.Conflict,
+				"unit %s: %w: epoch %d was asked for, the cluster has released it (it is at %d)", m.Unit,
+				ErrStaleEpoch, m.Epoch, now.LastEpoch(m.Unit))
 		} else if s.epochs.isBehind(now) {
-			return problem.New(problem.Unavailable, "unit %s: this node's copy of the state is older than before it was started", m.Unit).
+			return problem.New(problem.Unavailable,
+				"unit %s: this node's copy of the state is older than before it was started", m.Unit).
 				WithHint("wait until the node has the present state")
 		}
 	}
@@ -85,20 +90,22 @@ func (s *supervisor) mayBegin(m *msg.StartRank) error {
 		return err
 	}
 	if s.cfg.Store != nil {
-		s.epochs.prune(s.cfg.Store.State(), func(unit string) bool { return unit == m.Unit || s.unit(unit) != nil })
+		s.epochs.prune(s.cfg.Store.State(),
+			func(unit string) bool { return unit == m.Unit || s.unit(unit) != nil })
 	}
 	return s.epochs.begin(m.Unit, m.Epoch)
 }
 
-// stop asks a unit to end. One that is not here is gone already, and says so: the controller may have missed it. One that ends
-// already says so again: an order that nothing follows would be repeated.
+// stop asks a unit to end. A unit that is not here is reported as gone, because the controller may have
+// missed its end. A unit that already ends repeats its last event, or the controller would repeat the order.
 func (s *supervisor) stop(m *msg.StopRank) error {
 	if err := s.epochs.admit(m.Unit, m.Epoch); err != nil {
 		return err
 	}
 	u := s.unit(m.Unit)
 	if u == nil || u.m.Epoch < m.Epoch {
-		s.report(msg.UnitEvent{Unit: m.Unit, Epoch: m.Epoch, Kind: msg.UnitGone, Rank: -1, Reason: m.Reason, Asked: true})
+		s.report(msg.UnitEvent{Unit: m.Unit, Epoch: m.Epoch, Kind: msg.UnitGone, Rank: -1, Reason: m.Reason,
+			Asked: true})
 	}
 	if u == nil {
 		return nil

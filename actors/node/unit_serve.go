@@ -9,10 +9,11 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// serve waits until the ready unit has to end. An attached unit may be fenced and come back many times on the way.
+// serve waits until the ready unit has to end. An attached unit may be fenced and come back many times
+// meanwhile.
 func (u *unit) serve() {
-	for range u.wake { // never closed: each wish wakes once
-		stop, fail, back := u.wishes()
+	for range u.wake { // never closed: each request wakes once
+		stop, fail, back := u.pendingInput()
 		switch {
 		case stop != nil:
 			return
@@ -22,7 +23,7 @@ func (u *unit) serve() {
 			if !u.attached() {
 				return
 			}
-			u.nudge() // its ranks may be back already
+			u.nudge() // its ranks may already be back
 		case back:
 			u.comeBack()
 		}
@@ -35,7 +36,8 @@ func (u *unit) currentPhase() state.Phase {
 	return u.phase
 }
 
-// fenced reports a fence that has happened: fail closed the DPServers, and their streams have told so.
+// fenced reports a fence after it is complete: the DPServers have stopped admission, and their streams have
+// published it.
 func (u *unit) fenced(f *failure) {
 	late := time.NewTimer(u.n.timers.ReplicaStop)
 	defer late.Stop()
@@ -49,14 +51,14 @@ func (u *unit) fenced(f *failure) {
 	}
 	u.enter(state.Fenced, f.cause)
 	u.log.Warn("unit is fenced", slog.Int("rank", f.rank), slog.String("cause", f.cause))
-	u.tell(msg.UnitEvent{Kind: msg.UnitFenced, Rank: f.rank, Reason: f.cause, LogTail: u.tail(f.rank)})
+	u.reportEvent(msg.UnitEvent{Kind: msg.UnitFenced, Rank: f.rank, Reason: f.cause, LogTail: u.tail(f.rank)})
 }
 
-// comeBack makes an attached unit ready again: same epoch, new incarnations. If it fails on the way it is fenced again, and
-// the DPServers go on probing.
+// comeBack makes an attached unit ready again, with the same epoch and new incarnations. If it fails, the
+// unit is fenced again, and the DPServers continue to probe.
 func (u *unit) comeBack() {
 	u.mu.Lock()
-	over := u.stop != nil // since it was looked at: serve sees it next
+	over := u.stop != nil // since the check: serve sees it next
 	if !over {
 		u.failure = nil
 		clear(u.back)
@@ -65,7 +67,7 @@ func (u *unit) comeBack() {
 	if over {
 		return
 	}
-	err := u.forEach(context.Background(), u.learn) // another engine may answer now
+	err := u.forEach(context.Background(), u.learn) // it may be another engine now
 	if err == nil {
 		ctx, cancel := context.WithTimeout(context.Background(), u.n.timers.ReplicaStop)
 		defer cancel()
