@@ -82,16 +82,16 @@ func (n *Node) changeVoters(ctx context.Context) bool {
 	return true
 }
 
-// removedMember is the node that consensus removes next, and when this leader first saw that the node is no longer
-// a member of the cluster.
+// removedMember is the node that consensus removes next, and when this leader first saw that the node is no
+// longer a member of the cluster.
 type removedMember struct {
 	uid   string
 	since time.Time
 }
 
-// isRemovalDelivered reports whether consensus has continued to send to a removed node for disconnectDelay. The
-// node learns of its removal, and ends, only by an entry that is committed there too. Raft stops sending at once
-// when the node is taken out of its members.
+// isRemovalDelivered reports whether consensus has continued to send to a removed node for disconnectDelay.
+// The node learns of its removal, and ends, only by an entry that is committed there too. Raft stops sending
+// at once when the node is taken out of its members.
 func (n *Node) isRemovalDelivered(uid string, now time.Time) bool {
 	if n.removing.uid != uid {
 		n.removing = removedMember{uid, now}

@@ -67,8 +67,9 @@ type Metrics interface {
 	AppRanksForget(app string)
 }
 
-// Config is the configuration of a Controller. Store, Proposer, Granter, Agent and Log are required. Store must
-// have everything that was committed before this node led: a grant on an older state could use an epoch twice.
+// Config is the configuration of a Controller. Store, Proposer, Granter, Agent and Log are required. Store
+// must have everything that was committed before this node led: a grant on an older state could use an epoch
+// twice.
 type Config struct {
 	// Self is the id of the leader's node.
 	Self     string
