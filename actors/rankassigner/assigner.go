@@ -163,18 +163,12 @@ func (a *Assigner) Grant(ctx context.Context, g state.GrantGroup) (state.Result,
 }
 
 // Release releases a unit's ranks, slots, devices and ports after its processes are gone: release_rank(rank).
-// A unit of several ranks is released whole (Rank -1). If m.Reply is not nil, it gets the error too.
+// A unit of several ranks is released whole (Rank -1).
 func (a *Assigner) Release(ctx context.Context, m msg.ReleaseRank) error {
 	err := checkWholeUnit(a.cfg.Store.State(), &m)
 	if err == nil {
 		ref := &state.UnitRef{Unit: m.Unit, Epoch: m.Epoch, Reason: m.Reason}
 		_, err = a.propose(ctx, state.Command{Release: ref})
-	}
-	if m.Reply != nil {
-		select {
-		case m.Reply <- err:
-		default: // an answer was given before
-		}
 	}
 	return err
 }
