@@ -215,8 +215,10 @@ func (b *backend) Events(since uint64) ([]api.Event, <-chan struct{}) {
 	next := l.control.Watch() // Watch comes before Events, so that no change in between is missed
 	var out []api.Event
 	for _, e := range l.control.Events(since) {
-		out = append(out, api.Event{Number: e.Seq, Time: e.At, Kind: eventKind(e.Unit, e.To), App: e.App,
-			Unit: e.Unit, Epoch: e.Epoch, Phase: e.To, Reason: e.Reason})
+		out = append(out, api.Event{
+			Number: e.Seq, Time: e.At, Kind: eventKind(e.Unit, e.To), App: e.App,
+			Unit: e.Unit, Epoch: e.Epoch, Phase: e.To, Reason: e.Reason,
+		})
 	}
 	return out, next
 }

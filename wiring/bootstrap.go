@@ -30,8 +30,10 @@ const removedFile = "removed"
 // bootstrap makes the node's peering: from the files of its data dir, by joining, or as the first node of a
 // new cluster. It binds the node port before any other node learns of this one.
 func (n *Node) bootstrap(ctx context.Context) error {
-	m := &peering{n: n, dir: pkiDir(n.cfg.DataDir),
-		gossipAddress: hostPort(n.cfg.Advertise, n.cfg.GossipPort)}
+	m := &peering{
+		n: n, dir: pkiDir(n.cfg.DataDir),
+		gossipAddress: hostPort(n.cfg.Advertise, n.cfg.GossipPort),
+	}
 	n.peering = m
 	id, err := n.identify()
 	if err != nil {
@@ -176,8 +178,10 @@ func (m *peering) join(ctx context.Context) error {
 			return err
 		}
 	}
-	joined, err := remote.Join(ctx, remote.JoinConfig{Address: n.cfg.Join.Address, Token: n.cfg.Join.Token,
-		Node: n.nodeRecord(m), Key: key, Dial: n.cfg.joinDialer()})
+	joined, err := remote.Join(ctx, remote.JoinConfig{
+		Address: n.cfg.Join.Address, Token: n.cfg.Join.Token,
+		Node: n.nodeRecord(m), Key: key, Dial: n.cfg.joinDialer(),
+	})
 	if err != nil {
 		return err
 	}

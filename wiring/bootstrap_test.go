@@ -29,8 +29,10 @@ func memberFiles(t *testing.T) pki.Files {
 	require.NoError(t, err)
 	csr, err := pki.NewCSR(f.Key)
 	require.NoError(t, err)
-	f.Cert, err = a.Sign(csr, pki.Identity{Cluster: "c", Node: "a", UID: "uid-a",
-		Roles: []string{"control"}}, time.Now(), pki.DefaultLife)
+	f.Cert, err = a.Sign(csr, pki.Identity{
+		Cluster: "c", Node: "a", UID: "uid-a",
+		Roles: []string{"control"},
+	}, time.Now(), pki.DefaultLife)
 	require.NoError(t, err)
 	return f
 }
@@ -39,8 +41,10 @@ func memberFiles(t *testing.T) pki.Files {
 // renewals fail for days.
 func TestTheCertificateIsKeptValidFor60Days(t *testing.T) {
 	t.Parallel()
-	for name, fails := range map[string]time.Duration{"always": 0,
-		"not for nine days after the first attempt": 9 * 24 * time.Hour} {
+	for name, fails := range map[string]time.Duration{
+		"always": 0,
+		"not for nine days after the first attempt": 9 * 24 * time.Hour,
+	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			synctest.Test(t, func(t *testing.T) {
@@ -55,7 +59,8 @@ func TestTheCertificateIsKeptValidFor60Days(t *testing.T) {
 				first, renewed := held.Load(), 0
 				var asked time.Time
 				var log bytes.Buffer
-				k := certificateKeeper{current: held.Load, log: slog.New(slog.NewTextHandler(&log, nil)),
+				k := certificateKeeper{
+					current: held.Load, log: slog.New(slog.NewTextHandler(&log, nil)),
 					renew: func(context.Context) error {
 						if asked.IsZero() {
 							asked = time.Now()
@@ -69,7 +74,8 @@ func TestTheCertificateIsKeptValidFor60Days(t *testing.T) {
 						load()
 						renewed++
 						return err
-					}}
+					},
+				}
 				ctx, cancel := context.WithCancel(t.Context())
 				done := make(chan struct{})
 				go func() { k.run(ctx); close(done) }()
@@ -102,12 +108,14 @@ func TestTheCertificateIsLookedAtEveryHour(t *testing.T) {
 		var held atomic.Pointer[pki.Credentials]
 		held.Store(c)
 		due := make(chan time.Time, 1)
-		k := certificateKeeper{current: held.Load, log: slog.New(slog.DiscardHandler),
+		k := certificateKeeper{
+			current: held.Load, log: slog.New(slog.DiscardHandler),
 			renew: func(context.Context) error {
 				due <- time.Now()
 				held.Store(c)
 				return nil
-			}}
+			},
+		}
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan struct{})
 		go func() { k.run(ctx); close(done) }()

@@ -95,8 +95,11 @@ func DefaultConfig() Config {
 
 // Validate checks everything that needs no bind. Errors are problem.InvalidArgument and name the flag.
 func (c *Config) Validate() error {
-	for _, b := range []struct{ flag, addr string }{{"--http-bind", c.HTTPBind},
-		{"--admin-bind", c.AdminBind}, {"--metrics-bind", c.MetricsBind}} {
+	for _, b := range []struct{ flag, addr string }{
+		{"--http-bind", c.HTTPBind},
+		{"--admin-bind", c.AdminBind},
+		{"--metrics-bind", c.MetricsBind},
+	} {
 		if b.addr == "" && b.flag == "--metrics-bind" {
 			continue
 		}

@@ -143,8 +143,10 @@ func (n *Node) takeOver(ctx context.Context) error {
 	}
 	t := n.timers()
 	here := localProposer{n.consensus}
-	l := &leaderActors{term: term, assign: rankassigner.New(rankassigner.Config{Store: n.store,
-		Proposer: here, Timers: t.assigner, Log: n.log})}
+	l := &leaderActors{term: term, assign: rankassigner.New(rankassigner.Config{
+		Store:    n.store,
+		Proposer: here, Timers: t.assigner, Log: n.log,
+	})}
 	l.control = controller.New(controller.Config{
 		Store: n.store, Proposer: here, Granter: l.assign, Metrics: n.metrics, Timers: t.controller,
 		Log: n.log, Agent: n.nodeAgent, Self: n.cfg.NodeID,
@@ -174,8 +176,10 @@ func (n *Node) putSelf(ctx context.Context) error {
 	if self.Key, err = n.peering.publicKeySum(); err != nil {
 		return err
 	}
-	_, err = n.store.Propose(ctx, state.Command{PutNode: &state.PutNode{Node: self,
-		AnyRoles: n.peering == nil || n.peering.founding}})
+	_, err = n.store.Propose(ctx, state.Command{PutNode: &state.PutNode{
+		Node:     self,
+		AnyRoles: n.peering == nil || n.peering.founding,
+	}})
 	return err
 }
 
@@ -233,8 +237,10 @@ func (n *Node) warning() string {
 func (n *Node) selfRecord() state.Node { return n.nodeRecord(n.peering) }
 
 func (n *Node) nodeRecord(m *peering) state.Node {
-	out := state.Node{ID: n.cfg.NodeID, UID: n.ident.UID, Zone: n.cfg.Zone, Version: n.cfg.Version,
-		Level: state.Level, Offer: n.offer}
+	out := state.Node{
+		ID: n.cfg.NodeID, UID: n.ident.UID, Zone: n.cfg.Zone, Version: n.cfg.Version,
+		Level: state.Level, Offer: n.offer,
+	}
 	for _, r := range n.cfg.Roles {
 		out.Roles = append(out.Roles, state.Role(r))
 	}

@@ -12,8 +12,10 @@ import (
 
 // --max-body is the limit of the endpoint, and the 413 answer names the flag.
 func TestMaxBodyReachesTheEndpoint(t *testing.T) {
-	for mib, want := range map[int]map[int]int{1: {1: 413, 0: 404}, DefaultMaxBody: {17: 413, 1: 404},
-		LargestMaxBody: {17: 404}} {
+	for mib, want := range map[int]map[int]int{
+		1: {1: 413, 0: 404}, DefaultMaxBody: {17: 413, 1: 404},
+		LargestMaxBody: {17: 404},
+	} {
 		c := DefaultConfig()
 		c.NodeID, c.DataDir, c.LogWriter, c.Ephemeral, c.MaxBody = "n1", t.TempDir(), io.Discard, true, mib
 		c.HTTPBind, c.AdminBind = "127.0.0.1:0", "127.0.0.1:0"

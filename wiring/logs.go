@@ -101,8 +101,10 @@ func (s *logStream) push(ctx context.Context, l msg.LogLine) error {
 		return nil
 	}
 	select {
-	case s.lines <- api.LogLine{Time: l.At, App: s.app, Group: group, Rank: l.Rank, Stream: l.Stream,
-		Text: l.Text}:
+	case s.lines <- api.LogLine{
+		Time: l.At, App: s.app, Group: group, Rank: l.Rank, Stream: l.Stream,
+		Text: l.Text,
+	}:
 		return nil
 	case <-ctx.Done():
 		return context.Cause(ctx)
@@ -180,7 +182,8 @@ func (n *Node) collectLogs(ctx context.Context, q msg.LogQuery, give func(msg.Lo
 
 // followLogs passes lines to give as they arrive.
 func (n *Node) followLogs(ctx context.Context, views map[string]msg.NodeView, q msg.LogQuery,
-	give func(msg.LogLine) error) {
+	give func(msg.LogLine) error,
+) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var mu sync.Mutex

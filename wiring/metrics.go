@@ -19,8 +19,10 @@ func (p *kvMetrics) addRank(app string, r *msg.RankStatus) {
 	if kv == nil {
 		return
 	}
-	out := telemetry.RankKV{App: app, Group: r.Group, Rank: r.Rank, Blocks: kv.Blocks, Bytes: kv.Bytes,
-		Orphans: kv.Orphans, Evicted: kv.Evicted}
+	out := telemetry.RankKV{
+		App: app, Group: r.Group, Rank: r.Rank, Blocks: kv.Blocks, Bytes: kv.Bytes,
+		Orphans: kv.Orphans, Evicted: kv.Evicted,
+	}
 	if e := kv.Events; e != nil {
 		out.Events, out.Silent = true, e.State == msg.EventsSilent
 		out.Batches, out.Gaps, out.Restarts, out.Dropped = e.Batches, e.Gaps, e.Restarts, e.Dropped
@@ -30,8 +32,10 @@ func (p *kvMetrics) addRank(app string, r *msg.RankStatus) {
 
 func (p *kvMetrics) addIndex(app string, ix *msg.IndexStatus) {
 	if ix != nil {
-		p.apps = append(p.apps, telemetry.AppIndex{App: app, Blocks: ix.Blocks, Bytes: ix.Bytes,
-			Evicted: ix.Evicted, Resyncs: ix.Resyncs})
+		p.apps = append(p.apps, telemetry.AppIndex{
+			App: app, Blocks: ix.Blocks, Bytes: ix.Bytes,
+			Evicted: ix.Evicted, Resyncs: ix.Resyncs,
+		})
 	}
 }
 

@@ -91,7 +91,8 @@ func (c *Config) joinDialer() func(ctx context.Context, address string,
 		return nil
 	}
 	return func(ctx context.Context, address string, fingerprint [sha256.Size]byte) (*grpc.ClientConn,
-		error) {
+		error,
+	) {
 		return nodeport.JoinGRPC(ctx, c.Network.DialContext, address, fingerprint)
 	}
 }

@@ -86,8 +86,10 @@ func New(c Config) (*Node, error) {
 		return nil, problem.New(problem.InvalidArgument, "--log-level %q: want debug, info, warn or error",
 			c.LogLevel)
 	}
-	n := &Node{cfg: c, metrics: telemetry.New(), hub: dpserver.NewHub(), probes: c.probes(),
-		removedFromCluster: make(chan struct{})}
+	n := &Node{
+		cfg: c, metrics: telemetry.New(), hub: dpserver.NewHub(), probes: c.probes(),
+		removedFromCluster: make(chan struct{}),
+	}
 	n.nodeMetrics = n.metrics.Node(c.NodeID)
 	n.metrics.BuildInfo(c.Version)
 	n.log = telemetry.NewLogger(c.LogWriter, c.LogFormat, level).With(slog.String("node", c.NodeID))
@@ -127,8 +129,10 @@ func (n *Node) build() error {
 		return err
 	}
 	n.conns = remote.NewConns(remote.ConnsConfig{Dial: n.peering.dial, Nodes: n.peersAtLastAddress})
-	n.leader = remote.NewLeaderClient(remote.LeaderConfig{Self: n.cfg.NodeID, Conns: n.conns,
-		Hint: n.leaderUID, Leading: n.currentLeader, Store: deferredStore{n}, Log: n.log})
+	n.leader = remote.NewLeaderClient(remote.LeaderConfig{
+		Self: n.cfg.NodeID, Conns: n.conns,
+		Hint: n.leaderUID, Leading: n.currentLeader, Store: deferredStore{n}, Log: n.log,
+	})
 	if err := n.openStore(ctx); err != nil {
 		return err
 	}
@@ -153,8 +157,10 @@ func (n *Node) openStore(ctx context.Context) error {
 			ApplySeconds: n.metrics.RaftApply(n.cfg.NodeID), Forward: n.leader.Forward, Stores: n.cfg.Stores,
 		}
 		if n.peering != nil {
-			cfg.Layer, cfg.Member, cfg.Resolve = raftLayer{n.peering.port,
-				n.peering.port.Listener(nodeport.Raft), giveUp}, n.peering.member, n.peering.resolveAddress
+			cfg.Layer, cfg.Member, cfg.Resolve = raftLayer{
+				n.peering.port,
+				n.peering.port.Listener(nodeport.Raft), giveUp,
+			}, n.peering.member, n.peering.resolveAddress
 			if n.peering.founding {
 				cfg.Secrets, cfg.LeaseTTL = func() state.Secrets { return n.peering.secrets },
 					n.cfg.leaseTTL()

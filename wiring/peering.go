@@ -92,8 +92,10 @@ func (m *peering) serve() error {
 	n := m.n
 	m.grpc = grpc.NewServer(append(nodeport.ServerOptions(),
 		remote.ServerOptions(n.nodeMetrics.Unknown)...)...)
-	dpservev1.RegisterNodeServer(m.grpc, remote.NewNodeServer(remote.NodeConfig{Agent: n.localAgent(),
-		View: localView{n}, Peer: nodeport.PeerFromContext}))
+	dpservev1.RegisterNodeServer(m.grpc, remote.NewNodeServer(remote.NodeConfig{
+		Agent: n.localAgent(),
+		View:  localView{n}, Peer: nodeport.PeerFromContext,
+	}))
 	if n.hasRole(state.RoleControl) {
 		m.serveControl()
 	}
@@ -136,8 +138,10 @@ func (m *peering) serveControl() {
 	}))
 	m.enroll = grpc.NewServer(append(nodeport.ServerOptions(), remote.EnrollOptions()...)...)
 	dpservev1.RegisterEnrollServer(m.enroll,
-		remote.NewEnrollServer(remote.EnrollConfig{Store: n.store, Proposer: n.store,
-			Version: n.cfg.Version, Log: n.log}))
+		remote.NewEnrollServer(remote.EnrollConfig{
+			Store: n.store, Proposer: n.store,
+			Version: n.cfg.Version, Log: n.log,
+		}))
 	m.serveGRPC(m.enroll, nodeport.Join)
 	m.renew = grpc.NewServer(append(nodeport.ServerOptions(), remote.EnrollOptions()...)...)
 	dpservev1.RegisterControlServer(m.renew, remote.NewRenewServer(remote.RenewConfig{
@@ -151,14 +155,18 @@ func (m *peering) serveControl() {
 func (m *peering) serveRanks() error {
 	n := m.n
 	var err error
-	m.stream, err = remote.NewStreamServer(remote.StreamServerConfig{Feed: n.hub, Peer: peerName,
-		Unknown: n.nodeMetrics.Unknown, Timers: n.cfg.timers().stream, Log: n.log})
+	m.stream, err = remote.NewStreamServer(remote.StreamServerConfig{
+		Feed: n.hub, Peer: peerName,
+		Unknown: n.nodeMetrics.Unknown, Timers: n.cfg.timers().stream, Log: n.log,
+	})
 	if err != nil {
 		return err
 	}
 	dpservev1.RegisterReplicaServer(m.grpc, m.stream)
-	m.data, err = remote.NewDataServer(remote.DataConfig{Feed: n.hub, Caller: ingressName,
-		Serves: n.node.Serves(), Dial: n.cfg.dialer(), Log: n.log})
+	m.data, err = remote.NewDataServer(remote.DataConfig{
+		Feed: n.hub, Caller: ingressName,
+		Serves: n.node.Serves(), Dial: n.cfg.dialer(), Log: n.log,
+	})
 	if err != nil {
 		return err
 	}
@@ -195,8 +203,10 @@ func (m *peering) streamCounts() telemetry.StreamCounts {
 // ranks.
 func (m *peering) openFeed(local msg.Feed, t remote.StreamTimers) (msg.Feed, error) {
 	var err error
-	m.feed, err = remote.NewFeed(remote.FeedConfig{Self: m.n.cfg.NodeID, Local: local, Store: m.n.store,
-		Timers: t, Log: m.n.log, Open: m.subscribe})
+	m.feed, err = remote.NewFeed(remote.FeedConfig{
+		Self: m.n.cfg.NodeID, Local: local, Store: m.n.store,
+		Timers: t, Log: m.n.log, Open: m.subscribe,
+	})
 	return m.feed, err
 }
 
@@ -221,7 +231,8 @@ func (m *peering) nodeAgent(node string) (msg.NodeAgent, bool) {
 
 // dataTransport returns the transport to a node's data port.
 func (m *peering) dataTransport(node string) (http.RoundTripper,
-	error) {
+	error,
+) {
 	return m.transports.transport(nodeport.Data, node)
 }
 

@@ -87,7 +87,8 @@ func attachedGroups(a *app.Application) map[int]bool {
 // changeRanks stores a change of an application's ranks. Changes run one after another. If a deploy overtakes
 // a change, it is repeated on the new revision.
 func (b *backend) changeRanks(ctx context.Context, name string,
-	edit func(*app.Application, *state.State) (rankEdit, error)) (api.RankChange, error) {
+	edit func(*app.Application, *state.State) (rankEdit, error),
+) (api.RankChange, error) {
 	l, err := b.n.requireLeader()
 	if err != nil {
 		return api.RankChange{}, err

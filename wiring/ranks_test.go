@@ -146,8 +146,10 @@ func TestDeployReplacesRankChanges(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, []api.Change{{
 		App: "edge", Action: api.ActionReplace,
-		Fields: []string{"data_parallel.dp_size", "engine.ranks[http://127.0.0.1:3 selector 4]",
-			"num_replicas"},
+		Fields: []string{
+			"data_parallel.dp_size", "engine.ranks[http://127.0.0.1:3 selector 4]",
+			"num_replicas",
+		},
 		Gone: []string{"0/2 http://127.0.0.1:3 selector 4"},
 	}}, res.Changes)
 }

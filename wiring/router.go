@@ -78,12 +78,14 @@ func (r *routers) Free(_ context.Context, app, requestID string) error {
 
 // DumpEvents implements api.Routers.
 func (r *routers) DumpEvents(ctx context.Context, app string, emit func(*msg.KVRun) error) (truncated bool,
-	err error) {
+	err error,
+) {
 	return r.n.ingress.DumpEvents(ctx, app, emit)
 }
 
 // Generate implements api.Routers.
 func (r *routers) Generate(ctx context.Context, app string, q *msg.Generate,
-	emit func(*msg.Generated) error) error {
+	emit func(*msg.Generated) error,
+) error {
 	return r.n.ingress.Generate(ctx, app, q, emit)
 }

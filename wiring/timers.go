@@ -37,8 +37,10 @@ var timersByName = map[string]func(t *timers) durations{
 	"kill_grace":     func(t *timers) durations { return durations{&t.node.KillGrace} },
 	"verify_named":   func(t *timers) durations { return durations{&t.node.VerifyNamed} },
 	"rendezvous": func(t *timers) durations {
-		return durations{&t.node.Rendezvous,
-			&t.assigner.Rendezvous}
+		return durations{
+			&t.node.Rendezvous,
+			&t.assigner.Rendezvous,
+		}
 	},
 	"ticket_unused": func(t *timers) durations { return durations{&t.replica.TicketLapse} },
 	"scrape":        func(t *timers) durations { return durations{&t.replica.Scrape} },
@@ -53,8 +55,10 @@ var timersByName = map[string]func(t *timers) durations{
 	"body_stall":    func(t *timers) durations { return durations{&t.ingress.BodyStall} },
 	"reservation":   func(t *timers) durations { return durations{&t.ingress.Reservation} },
 	"lease_ttl": func(t *timers) durations {
-		return durations{&t.node.LeaseTTL,
-			&t.controller.LeaseTTL}
+		return durations{
+			&t.node.LeaseTTL,
+			&t.controller.LeaseTTL,
+		}
 	},
 	"lease_renew":      func(t *timers) durations { return durations{&t.node.LeaseRenew} },
 	"lease_regrant":    func(t *timers) durations { return durations{&t.controller.Regrant} },

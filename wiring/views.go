@@ -27,7 +27,8 @@ var _ msg.NodeView = localView{}
 
 // Statuses implements msg.NodeView.
 func (v localView) Statuses(context.Context) (ranks map[string][]msg.RankStatus, queued map[string]int,
-	err error) {
+	err error,
+) {
 	queued = map[string]int{}
 	if in := v.n.ingress; in != nil {
 		for name := range v.n.store.State().Apps {

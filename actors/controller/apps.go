@@ -224,8 +224,10 @@ func (c *Core) rollUnit(now time.Time, a *application, u *unit) {
 	default:
 		return
 	}
-	c.stepUnit(now, u, state.Event{Kind: state.EvUnwant, Grace: c.grace(u),
-		Reason: "replaced by revision " + strconv.FormatUint(a.revision, 10)})
+	c.stepUnit(now, u, state.Event{
+		Kind: state.EvUnwant, Grace: c.grace(u),
+		Reason: "replaced by revision " + strconv.FormatUint(a.revision, 10),
+	})
 }
 
 // hasUnreadyUnit reports whether another unit of the app is not ready. A unit without room does not count,
@@ -312,8 +314,10 @@ func (c *Core) updateAppStatus(now time.Time, a *application) {
 	if s == a.status {
 		return
 	}
-	c.emit(ChangeEffect{Event{At: now, App: a.name, From: string(a.status), To: string(s),
-		Reason: c.message(a)}})
+	c.emit(ChangeEffect{Event{
+		At: now, App: a.name, From: string(a.status), To: string(s),
+		Reason: c.message(a),
+	}})
 	a.status = s
 }
 

@@ -126,8 +126,10 @@ func TestRenewalWithdrawsALoss(t *testing.T) {
 	c.renew("b")
 	require.NoError(t, c.lease["b"].Err)
 	assert.False(t, c.core.Stands(waiting))
-	assert.True(t, c.core.Stands(&ProposeEffect{Node: "b",
-		Command: state.Command{NodeBack: &state.NodeRef{}}}))
+	assert.True(t, c.core.Stands(&ProposeEffect{
+		Node:    "b",
+		Command: state.Command{NodeBack: &state.NodeRef{}},
+	}))
 }
 
 // silentNode has node a renew once, and joins node b, which renews once and is silent then. beat keeps a

@@ -51,8 +51,10 @@ func New(cfg Config) *Controller {
 	cfg = cfg.withDefaults()
 	core := NewCore(cfg.Timers)
 	core.Self = cfg.Self
-	return &Controller{cfg: cfg, ring: newRing(), core: core, rankTurn: make(chan struct{}, 1),
-		ready: make(chan struct{})}
+	return &Controller{
+		cfg: cfg, ring: newRing(), core: core, rankTurn: make(chan struct{}, 1),
+		ready: make(chan struct{}),
+	}
 }
 
 // Start spawns the actor. Call it after the barrier of the election.
@@ -198,8 +200,10 @@ func (c *Controller) step(m any) ([]Effect, time.Time) {
 // publishEvent adds a change to ring, metrics and log.
 func (c *Controller) publishEvent(e Event) {
 	c.ring.add(e)
-	attrs := []any{slog.String("room", actorName), slog.String("app", e.App), slog.String("from", e.From),
-		slog.String("to", e.To)}
+	attrs := []any{
+		slog.String("room", actorName), slog.String("app", e.App), slog.String("from", e.From),
+		slog.String("to", e.To),
+	}
 	if e.Unit != "" {
 		c.cfg.Metrics.UnitPhase(e.App, e.Unit, state.Phase(e.To), e.Epoch)
 		attrs = append(attrs, slog.String("unit", e.Unit), slog.Uint64("epoch", e.Epoch))

@@ -128,9 +128,11 @@ type rig struct {
 func rigged(t *testing.T, change func(*Config), f func(t *testing.T, r *rig)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
-		r := &rig{store: newMemStore(), agent: &agent{newest: map[string]msg.UnitEvent{}},
+		r := &rig{
+			store: newMemStore(), agent: &agent{newest: map[string]msg.UnitEvent{}},
 			metrics: &counter{phases: map[string]state.Phase{}, ranks: map[string][2]int{}},
-			logs:    new(bytes.Buffer)}
+			logs:    new(bytes.Buffer),
+		}
 		_, err := r.store.Propose(t.Context(), state.Command{PutNode: &state.PutNode{Node: node("a", 8)}})
 		require.NoError(t, err)
 		cfg := Config{
@@ -207,8 +209,10 @@ func TestDeployIsRefusedBeforeAnythingStarts(t *testing.T) {
 		require.ErrorAs(t, err, &p)
 		assert.Equal(t, problem.Unplaceable, p.Code)
 		assert.Equal(t, "place big/0: 4 of 16 ranks can be placed (PACK)", p.Message)
-		assert.Equal(t, []string{"need: 16 ranks of 1 slot each, PACK",
-			"node a: 4 of 8 slots free, 0 of 0 devices free, room for 4 ranks"}, p.Details)
+		assert.Equal(t, []string{
+			"need: 16 ranks of 1 slot each, PACK",
+			"node a: 4 of 8 slots free, 0 of 0 devices free, room for 4 ranks",
+		}, p.Details)
 		assert.Len(t, r.store.State().Apps, 1)
 
 		grown := sim("small", 8, app.Independent)

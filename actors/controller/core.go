@@ -166,8 +166,10 @@ func (c *Core) stepUnit(now time.Time, u *unit, e state.Event) {
 }
 
 func (c *Core) changed(now time.Time, u *unit, from, to state.Phase) {
-	c.emit(ChangeEffect{Event{At: now, App: u.app, Unit: u.id, Epoch: u.m.Epoch, From: string(from),
-		To: string(to), Reason: u.m.Reason}})
+	c.emit(ChangeEffect{Event{
+		At: now, App: u.app, Unit: u.id, Epoch: u.m.Epoch, From: string(from),
+		To: string(to), Reason: u.m.Reason,
+	}})
 }
 
 func (c *Core) applyEffect(u *unit, f state.Effect) {
@@ -205,8 +207,10 @@ func (c *Core) startOn(u *unit, node string) {
 func (c *Core) stop(u *unit, done func(*part) bool, grace time.Duration) {
 	for _, n := range u.nodes {
 		if !done(u.parts[n]) {
-			c.emit(StopEffect{n, &msg.StopRank{Unit: u.id, Epoch: u.m.Epoch, Grace: grace,
-				Reason: u.m.Reason}})
+			c.emit(StopEffect{n, &msg.StopRank{
+				Unit: u.id, Epoch: u.m.Epoch, Grace: grace,
+				Reason: u.m.Reason,
+			}})
 		}
 	}
 }

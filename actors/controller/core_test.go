@@ -70,8 +70,10 @@ func TestStopIsSentAgainWithTheGraceThatIsLeft(t *testing.T) {
 	w.delete("chat")
 	w.takeTrace()
 	w.pass(4 * time.Second)
-	assert.Equal(t, []string{"stop chat/0/0 epoch 1 on a, grace 28s",
-		"stop chat/0/0 epoch 1 on a, grace 26s"}, w.takeTrace())
+	assert.Equal(t, []string{
+		"stop chat/0/0 epoch 1 on a, grace 28s",
+		"stop chat/0/0 epoch 1 on a, grace 26s",
+	}, w.takeTrace())
 	w.says("a", "chat/0/0", msg.UnitDraining)
 	w.pass(time.Hour)
 	assert.Empty(t, w.takeTrace())
@@ -280,8 +282,17 @@ func TestOfAPartOnlyTheNewestNewsCount(t *testing.T) {
 	for _, c := range []struct {
 		process, number uint64
 		news            bool
-	}{{1, 2, true}, {1, 1, false}, {1, 2, false}, {1, 4, true}, {1, 0, true}, {1, 3, false}, {2, 1, true},
-		{2, 1, false}, {2, 2, true}} {
+	}{
+		{1, 2, true},
+		{1, 1, false},
+		{1, 2, false},
+		{1, 4, true},
+		{1, 0, true},
+		{1, 3, false},
+		{2, 1, true},
+		{2, 1, false},
+		{2, 2, true},
+	} {
 		assert.Equal(t, c.news, p.isNewer(c.process, c.number), c)
 	}
 }

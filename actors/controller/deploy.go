@@ -21,7 +21,8 @@ import (
 // retry waiting or failed units and touches no other unit. Errors: problem.Conflict if the application has
 // another revision by now, problem.Unplaceable. The caller holds the Turn.
 func (c *Controller) Reshape(ctx context.Context, a *app.Application, revision uint64,
-	grace map[string]time.Duration) (state.Result, error) {
+	grace map[string]time.Duration,
+) (state.Result, error) {
 	if err := checkPlaceable(c.planningState(), []*app.Application{a}, false); err != nil {
 		return state.Result{}, err
 	}
@@ -86,7 +87,8 @@ type redeployRequest struct {
 // instead. expect gives the revision that the caller saw per app (0 = none). Failed units of apps that do not
 // change are tried again. Errors: problem.Unplaceable, problem.Conflict.
 func (c *Controller) Deploy(ctx context.Context, apps []*app.Application, expect map[string]uint64, prune,
-	partial bool) (state.Result, error) {
+	partial bool,
+) (state.Result, error) {
 	if err := checkRunnable(apps); err != nil {
 		return state.Result{}, err
 	}
@@ -193,8 +195,10 @@ func (c *Controller) Undrain(ctx context.Context, node string) error {
 // Remove removes a node permanently. Errors: state.ErrUnitsLeft while a living node has ranks,
 // state.ErrLastControl, state.ErrUnknownNode.
 func (c *Controller) Remove(ctx context.Context, node string) error {
-	return c.proposeNodeCommand(ctx, state.Command{RemoveNode: &state.RemoveNode{Node: node,
-		Now: c.cfg.Clock().UnixMilli()}})
+	return c.proposeNodeCommand(ctx, state.Command{RemoveNode: &state.RemoveNode{
+		Node: node,
+		Now:  c.cfg.Clock().UnixMilli(),
+	}})
 }
 
 func (c *Controller) proposeNodeCommand(ctx context.Context, cmd state.Command) error {

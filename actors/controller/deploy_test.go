@@ -49,8 +49,10 @@ func TestLaunchHashFollowsWhoWantsEvents(t *testing.T) {
 				a := *sim("chat", 2, app.Independent)
 				a.Engine.Kind, a.Engine.KVEvents, a.Routing.Policy = kind, events, policy
 				if kind == app.KindAttach {
-					a.Engine.Ranks = []app.AttachRank{{URL: "http://127.0.0.1:1"},
-						{URL: "http://127.0.0.1:2"}}
+					a.Engine.Ranks = []app.AttachRank{
+						{URL: "http://127.0.0.1:1"},
+						{URL: "http://127.0.0.1:2"},
+					}
 				}
 				change(&a)
 				u := a.Units()[0]

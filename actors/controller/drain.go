@@ -21,8 +21,10 @@ func (c *Core) giveUpUnitsOn(now time.Time, node string) {
 // giveUp gives up a unit because one of its nodes stops.
 func (c *Core) giveUp(now time.Time, u *unit, node string) {
 	u.reserved = nil
-	c.stepUnit(now, u, state.Event{Kind: state.EvUnwant, Grace: c.grace(u),
-		Reason: "node " + node + " is stopping"})
+	c.stepUnit(now, u, state.Event{
+		Kind: state.EvUnwant, Grace: c.grace(u),
+		Reason: "node " + node + " is stopping",
+	})
 }
 
 // moveOffDraining ends units on draining nodes that find room elsewhere, one ready unit at a time per
@@ -87,8 +89,10 @@ func (c *Core) moveUnit(now time.Time, a *application, u *unit, n *state.Node) {
 		return
 	}
 	u.reserved = to
-	c.stepUnit(now, u, state.Event{Kind: state.EvUnwant, Grace: c.moveGrace(now, u, n),
-		Reason: "node " + n.ID + " is being drained"})
+	c.stepUnit(now, u, state.Event{
+		Kind: state.EvUnwant, Grace: c.moveGrace(now, u, n),
+		Reason: "node " + n.ID + " is being drained",
+	})
 }
 
 // unitInTransit names another unit of the application that is starting or ending; "" = none. Failed units and

@@ -59,8 +59,10 @@ type groupOutcome struct {
 // newDryRunner reserves what keeps running. Then it places the other apps' waiting units without judging the
 // result, because this deploy did not ask for them.
 func newDryRunner(s *state.State, apps []*app.Application, prune bool) (*dryRunner, error) {
-	d := &dryRunner{state: s, overlay: newOverlay(placementNodes(s), s),
-		deployed: map[string]*application{}, remaining: map[string]*application{}}
+	d := &dryRunner{
+		state: s, overlay: newOverlay(placementNodes(s), s),
+		deployed: map[string]*application{}, remaining: map[string]*application{},
+	}
 	for _, a := range apps {
 		next := &application{name: a.Name, launch: map[string]string{}}
 		if err := next.setSpec(a); err != nil {
@@ -163,8 +165,10 @@ func (d *dryRunner) occupant(a *application, u *app.Unit) placement.Occupant {
 	rec := d.state.Units[u.ID]
 	for _, r := range rec.Ranks {
 		o.Group.Held[r.Node]--
-		o.Seats = append(o.Seats, placement.Seat{Rank: r.Rank, Node: r.Node, Slot: r.Slot,
-			Devices: r.Devices})
+		o.Seats = append(o.Seats, placement.Seat{
+			Rank: r.Rank, Node: r.Node, Slot: r.Slot,
+			Devices: r.Devices,
+		})
 	}
 	for _, b := range rec.Blocks {
 		block := placement.Block{Rank: -1, Node: b.Node, Base: b.Base, Size: b.Size}

@@ -23,9 +23,12 @@ type executor struct {
 }
 
 func newExecutor(ctx context.Context, cfg *Config, post func(any),
-	checkValid func(context.Context, *ProposeEffect) error) *executor {
-	return &executor{ctx: ctx, cfg: cfg, post: post, checkValid: checkValid,
-		slots: make(chan struct{}, maxCommands), nodes: map[string]chan Effect{}}
+	checkValid func(context.Context, *ProposeEffect) error,
+) *executor {
+	return &executor{
+		ctx: ctx, cfg: cfg, post: post, checkValid: checkValid,
+		slots: make(chan struct{}, maxCommands), nodes: map[string]chan Effect{},
+	}
 }
 
 // execute starts an effect and returns at once.

@@ -86,8 +86,10 @@ func (h *host) tell(unit string, epoch uint64, kind msg.UnitEventKind, more ...f
 }
 
 func (h *host) report(now time.Time) *msg.NodeReport {
-	r := &msg.NodeReport{Node: h.node, Incarnation: h.process, Wall: now, Events: slices.Clone(h.events),
-		Stopping: h.stopping, AfterStop: h.afterStop}
+	r := &msg.NodeReport{
+		Node: h.node, Incarnation: h.process, Wall: now, Events: slices.Clone(h.events),
+		Stopping: h.stopping, AfterStop: h.afterStop,
+	}
 	for _, u := range slices.Sorted(maps.Keys(h.newest)) {
 		r.Units = append(r.Units, h.newest[u])
 	}

@@ -82,7 +82,8 @@ func TestNewLeaderTakesUpEveryPhase(t *testing.T) {
 		"in backoff":        {func(c *fleet, a, b *host) { b.crash("moe/0"); c.renew("b", "a") }, 2},
 		"with a lost node": {
 			func(c *fleet, _,
-				b *host) {
+				b *host,
+			) {
 				b.cut = true
 				c.run(13 * time.Second)
 				b.cut = false
@@ -143,8 +144,11 @@ func TestDataDirFromBeforeNodesHadRecords(t *testing.T) {
 		Unit: "chat/0/0", Attempt: 1, Launch: h, Ranks: []state.RankGrant{{Node: "a"}},
 		Blocks: []state.Block{{Node: "a", Base: 20000, Size: 16}},
 	}}}
-	for _, cmd := range []state.Command{{PutApps: &state.PutApps{Apps: []state.AppSpec{spec}}},
-		{GrantGroup: g}, {UnitReady: &state.UnitRef{Unit: "chat/0/0", Epoch: 1}}} {
+	for _, cmd := range []state.Command{
+		{PutApps: &state.PutApps{Apps: []state.AppSpec{spec}}},
+		{GrantGroup: g},
+		{UnitReady: &state.UnitRef{Unit: "chat/0/0", Epoch: 1}},
+	} {
 		_, err := c.apply(cmd)
 		require.NoError(t, err)
 	}
@@ -213,8 +217,10 @@ func TestLeaderChangesRestartNothing(t *testing.T) {
 		for range rapid.IntRange(1, 60).Draw(rt, "steps") {
 			h := hosts[rapid.IntRange(0, 2).Draw(rt, "host")]
 			u := units[rapid.IntRange(0, 3).Draw(rt, "unit")]
-			switch rapid.SampledFrom([]string{"leader", "renew", "renew", "up", "pass", "crash",
-				"lose"}).Draw(rt, "what") {
+			switch rapid.SampledFrom([]string{
+				"leader", "renew", "renew", "up", "pass", "crash",
+				"lose",
+			}).Draw(rt, "what") {
 			case "leader":
 				c.newLeader()
 			case "renew":

@@ -292,8 +292,10 @@ func (c *Core) markLostParts(now time.Time) {
 			why := c.nodeGoneReason(n)
 			if p := u.parts[n]; why != "" && !p.gone {
 				p.markGone()
-				c.stepUnit(now, u, state.Event{Kind: state.EvNodeLost, Reason: why,
-					Others: u.othersLack(n, isGone)})
+				c.stepUnit(now, u, state.Event{
+					Kind: state.EvNodeLost, Reason: why,
+					Others: u.othersLack(n, isGone),
+				})
 			}
 		}
 	}

@@ -188,8 +188,10 @@ func TestPartOfAGangThatEndsWithItsNodeEndsTheOthers(t *testing.T) {
 	b.restart()
 	c.takeTrace()
 	c.renew("b")
-	assert.Equal(t, []string{"moe/0: ready → killing", "stop moe/0 epoch 1 on a, grace 0s",
-		"unit_fenced moe/0", "moe: RUNNING → UNHEALTHY"}, c.takeTrace())
+	assert.Equal(t, []string{
+		"moe/0: ready → killing", "stop moe/0 epoch 1 on a, grace 0s",
+		"unit_fenced moe/0", "moe: RUNNING → UNHEALTHY",
+	}, c.takeTrace())
 	c.renew("a")
 	assert.Equal(t, state.Backoff, c.phase("moe/0"))
 	c.run(2 * time.Second)

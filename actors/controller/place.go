@@ -178,8 +178,10 @@ func (c *Core) proposeGrant(now time.Time, us []*unit, placed []placement.Placed
 func (s *seat) addPlaced(ranks []int, p *placement.Placed) {
 	for i := range p.Seats {
 		if at := &p.Seats[i]; slices.Contains(ranks, at.Rank) {
-			s.ranks = append(s.ranks, state.RankGrant{Rank: at.Rank, Node: at.Node, Slot: at.Slot,
-				Devices: at.Devices})
+			s.ranks = append(s.ranks, state.RankGrant{
+				Rank: at.Rank, Node: at.Node, Slot: at.Slot,
+				Devices: at.Devices,
+			})
 		}
 	}
 	for _, b := range p.Blocks {
@@ -200,8 +202,10 @@ func (c *Core) groupOf(us []*unit, placed []placement.Placed) placement.Group {
 			continue
 		}
 		for _, r := range c.state.Units[u.id].Ranks {
-			g.Keep = append(g.Keep, placement.Seat{Rank: r.Rank, Node: r.Node, Slot: r.Slot,
-				Devices: r.Devices})
+			g.Keep = append(g.Keep, placement.Seat{
+				Rank: r.Rank, Node: r.Node, Slot: r.Slot,
+				Devices: r.Devices,
+			})
 		}
 	}
 	slices.Sort(g.Ranks)

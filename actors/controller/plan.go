@@ -42,8 +42,10 @@ func planOf(s *state.State, apps []*app.Application, prune bool) (msg.Plan, erro
 	if err != nil {
 		return msg.Plan{}, err
 	}
-	p := &planner{dryRunner: d, plan: msg.Plan{Revision: s.Revision, Fits: true},
-		nodes: map[string]*msg.NodePlan{}}
+	p := &planner{
+		dryRunner: d, plan: msg.Plan{Revision: s.Revision, Fits: true},
+		nodes: map[string]*msg.NodePlan{},
+	}
 	p.addNodes()
 	for _, a := range slices.SortedFunc(slices.Values(apps), compareNames) { // in the core's order
 		p.planApp(d.deployed[a.Name])

@@ -123,8 +123,10 @@ type rankWorld struct {
 // and only removed ranks are told to stop.
 func TestRankChangesNeverTouchTheOthers(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
-		w := &rankWorld{world: newWorld(t), app: attachedTo("http://0", "http://1"),
-			epochs: map[string]uint64{}, names: map[string]string{}, t: rt}
+		w := &rankWorld{
+			world: newWorld(t), app: attachedTo("http://0", "http://1"),
+			epochs: map[string]uint64{}, names: map[string]string{}, t: rt,
+		}
 		w.deploy(w.app)
 		w.came("http://0", 0)
 		w.came("http://1", 1)

@@ -292,8 +292,10 @@ func TestUnitWithNewsOfALaterVersionStaysReady(t *testing.T) {
 	renews()
 	assert.False(t, w.core.units["chat/0/0"].hasUnreportedPart(), "the node has spoken of it")
 
-	w.hears["a"]["chat/0/0"] = msg.UnitEvent{Unit: "chat/0/0", Epoch: 1, Kind: msg.UnitGone, WasReady: true,
-		Number: 1000}
+	w.hears["a"]["chat/0/0"] = msg.UnitEvent{
+		Unit: "chat/0/0", Epoch: 1, Kind: msg.UnitGone, WasReady: true,
+		Number: 1000,
+	}
 	w.renews("a")
 	assert.NotEqual(t, state.Ready, w.phase("chat/0/0"), "what this version knows counts as before")
 }

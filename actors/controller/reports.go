@@ -139,15 +139,19 @@ func (c *Core) applyRefusal(now time.Time, in Refused) {
 		c.markEndedWithProcess(now, u, in.Node)
 		return
 	}
-	c.markPartGone(now, u, in.Node, state.Event{Epoch: in.Epoch,
-		Reason: "node " + in.Node + " refused: " + in.Err.Error()})
+	c.markPartGone(now, u, in.Node, state.Event{
+		Epoch:  in.Epoch,
+		Reason: "node " + in.Node + " refused: " + in.Err.Error(),
+	})
 }
 
 // markEndedWithProcess marks a part as gone because the node's process that had it has ended. If that process
 // was not told to end while the unit was starting, the start may be the cause.
 func (c *Core) markEndedWithProcess(now time.Time, u *unit, node string) {
-	ev := state.Event{Kind: state.EvLost, Epoch: u.m.Epoch,
-		Reason: "dpserve was started again on node " + node, WasReady: u.m.WasReady}
+	ev := state.Event{
+		Kind: state.EvLost, Epoch: u.m.Epoch,
+		Reason: "dpserve was started again on node " + node, WasReady: u.m.WasReady,
+	}
 	if p := c.peers[node]; p != nil {
 		ev.Asked = p.afterStop
 	}
@@ -332,7 +336,9 @@ func (c *Core) handleMissingPart(now time.Time, u *unit, node string, p *part, p
 	case p.started && p.missingSince.IsZero():
 		p.missingSince = now // the report may have been overtaken
 	case p.started && now.Sub(p.missingSince) >= c.timers.LeaseTTL/delayPart:
-		c.markPartGone(now, u, node, state.Event{Epoch: u.m.Epoch,
-			Reason: "node " + node + " has it no more", WasReady: u.m.WasReady})
+		c.markPartGone(now, u, node, state.Event{
+			Epoch:  u.m.Epoch,
+			Reason: "node " + node + " has it no more", WasReady: u.m.WasReady,
+		})
 	}
 }

@@ -36,8 +36,10 @@ type parcel struct {
 const reportLife = time.Second
 
 func newLossy(t testing.TB, seed uint64) *lossy {
-	l := &lossy{r: rand.New(rand.NewPCG(seed, seed)), granted: map[string]uint64{},
-		where: map[string][]state.RankGrant{}, lost: map[string]bool{}}
+	l := &lossy{
+		r: rand.New(rand.NewPCG(seed, seed)), granted: map[string]uint64{},
+		where: map[string][]state.RankGrant{}, lost: map[string]bool{},
+	}
 	l.fleet = newFleet(t, newHost("a", 6), newHost("b", 6), newHost("c", 6))
 	l.auto = l.carry
 	l.after = l.note
@@ -178,8 +180,10 @@ func (l *lossy) chance() {
 	case n < 11:
 		h.restart()
 	case n < 12:
-		_, err := l.apply(state.Command{DrainNode: &state.DrainNode{Node: id,
-			Undo: l.state.Nodes[id].Draining}})
+		_, err := l.apply(state.Command{DrainNode: &state.DrainNode{
+			Node: id,
+			Undo: l.state.Nodes[id].Draining,
+		}})
 		require.NoError(l.t, err)
 		l.step(Ticked{})
 	case n < 16:

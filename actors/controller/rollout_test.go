@@ -121,8 +121,10 @@ func TestResizeOfAGroupInBackoff(t *testing.T) {
 		require.Equal(t, state.Backoff, w.phase("gang/0"))
 		spec, err := json.Marshal(sim("gang", size, app.Lockstep))
 		require.NoError(t, err)
-		_, err = w.apply(state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{Name: "gang",
-			Spec: spec, Names: []string{"gang"}, Route: "/"}}}})
+		_, err = w.apply(state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{
+			Name: "gang",
+			Spec: spec, Names: []string{"gang"}, Route: "/",
+		}}}})
 		require.NoError(t, err)
 		w.inbox = nil // the deploy is faster than the store's watch and brings the state along
 		w.step(Redeployed{Apps: []string{"gang"}, State: w.state.Clone()})

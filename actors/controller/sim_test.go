@@ -53,8 +53,10 @@ func newWorld(t testing.TB, nodes ...state.Node) *world {
 const endlessLease = 10000 * time.Hour
 
 func bareWorld(t testing.TB, timers Timers, nodes ...state.Node) *world {
-	w := &world{t: t, state: state.New(), now: start, timers: timers,
-		hears: map[string]map[string]msg.UnitEvent{}, starts: 1}
+	w := &world{
+		t: t, state: state.New(), now: start, timers: timers,
+		hears: map[string]map[string]msg.UnitEvent{}, starts: 1,
+	}
 	w.core = NewCore(timers)
 	for _, n := range nodes {
 		_, err := w.apply(state.Command{PutNode: &state.PutNode{Node: n}})
@@ -142,8 +144,10 @@ func (w *world) do(e Effect) {
 		w.inbox = append(w.inbox, Concluded{e.App, e.Unit, e.Node, err})
 	case ReleaseEffect:
 		w.log("release %s epoch %d", e.Release.Unit, e.Release.Epoch)
-		_, err := w.apply(state.Command{Release: &state.UnitRef{Unit: e.Release.Unit,
-			Epoch: e.Release.Epoch}})
+		_, err := w.apply(state.Command{Release: &state.UnitRef{
+			Unit:  e.Release.Unit,
+			Epoch: e.Release.Epoch,
+		}})
 		w.inbox = append(w.inbox, Concluded{App: e.App, Unit: e.Release.Unit, Err: err})
 	case StartEffect:
 		w.log("start %s epoch %d on %s", e.Order.Unit, e.Order.Epoch, e.Node)
@@ -197,8 +201,10 @@ func (w *world) deploy(apps ...*app.Application) {
 	for _, a := range apps {
 		spec, err := json.Marshal(a)
 		require.NoError(w.t, err)
-		put.Apps = append(put.Apps, state.AppSpec{Name: a.Name, Spec: spec, Names: a.Model.ServedNames(),
-			Route: a.RoutePrefix})
+		put.Apps = append(put.Apps, state.AppSpec{
+			Name: a.Name, Spec: spec, Names: a.Model.ServedNames(),
+			Route: a.RoutePrefix,
+		})
 		names = append(names, a.Name)
 	}
 	_, err := w.apply(state.Command{PutApps: put})
@@ -215,8 +221,10 @@ func (w *world) delete(name string) {
 // says posts a node's report of a unit at its current epoch.
 func (w *world) says(node, unit string, kind msg.UnitEventKind, more ...func(*msg.UnitEvent)) {
 	w.number++
-	e := msg.UnitEvent{Node: node, Number: w.number, Unit: unit, Epoch: w.state.Epochs[unit], Kind: kind,
-		Rank: -1}
+	e := msg.UnitEvent{
+		Node: node, Number: w.number, Unit: unit, Epoch: w.state.Epochs[unit], Kind: kind,
+		Rank: -1,
+	}
 	for _, f := range more {
 		f(&e)
 	}
@@ -356,8 +364,10 @@ func (m *memStore) Grant(ctx context.Context, g state.GrantGroup) (state.Result,
 }
 
 func (m *memStore) Release(ctx context.Context, r msg.ReleaseRank) error {
-	_, err := m.Propose(ctx, state.Command{Release: &state.UnitRef{Unit: r.Unit, Epoch: r.Epoch,
-		Reason: r.Reason}})
+	_, err := m.Propose(ctx, state.Command{Release: &state.UnitRef{
+		Unit: r.Unit, Epoch: r.Epoch,
+		Reason: r.Reason,
+	}})
 	return err
 }
 

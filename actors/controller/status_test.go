@@ -160,9 +160,11 @@ func TestLeaseTellsIngressesWhichUnitsFindNoRoom(t *testing.T) {
 	assert.Empty(t, c.waitingAt(t, "a"))
 	c.deploy(groups("moe", 3, 4))
 	c.run(4 * time.Second)
-	want := []msg.Waiting{{App: "moe", Revision: 1,
+	want := []msg.Waiting{{
+		App: "moe", Revision: 1,
 		Reason: "place moe/2: 2 of 4 ranks can be placed (STRICT_PACK)",
-		Units:  map[string]uint64{"moe/2": 0}}}
+		Units:  map[string]uint64{"moe/2": 0},
+	}}
 	assert.Equal(t, want, c.waitingAt(t, "a"))
 	assert.Equal(t, want, c.waitingAt(t, "b"))
 	assert.Nil(t, c.waitingAt(t, "w"), "it has no ingress")

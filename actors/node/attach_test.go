@@ -37,7 +37,8 @@ func newRemote(t *testing.T) *remote {
 func (e *remote) start() {
 	ln, err := net.Listen("tcp", e.addr)
 	require.NoError(e.t, err)
-	e.srv = &http.Server{ReadHeaderTimeout: time.Second,
+	e.srv = &http.Server{
+		ReadHeaderTimeout: time.Second,
 		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			text, ok := e.pages[r.URL.Path]
 			switch {
@@ -50,7 +51,8 @@ func (e *remote) start() {
 			case r.URL.Path != "/health":
 				w.WriteHeader(http.StatusNotFound)
 			}
-		})}
+		}),
+	}
 	go func() { _ = e.srv.Serve(ln) }()
 }
 

@@ -266,8 +266,10 @@ func (b *bubble) RoundTrip(r *http.Request) (*http.Response, error) {
 	case "/v1/completions":
 		body = `{"choices":[{"finish_reason":"length"}]}`
 	}
-	return &http.Response{StatusCode: 200, Header: http.Header{},
-		Body: io.NopCloser(strings.NewReader(body)), Request: r}, nil
+	return &http.Response{
+		StatusCode: 200, Header: http.Header{},
+		Body: io.NopCloser(strings.NewReader(body)), Request: r,
+	}, nil
 }
 
 func (b *bubble) Assign(context.Context, string, int, string) (msg.AssignReply, error) {

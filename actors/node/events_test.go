@@ -116,9 +116,12 @@ func cached(coupling app.Coupling, dpSize int, mode string) *app.Application {
 	a.Routing.Policy = "scoring"
 	if mode == "" {
 		a.Engine.Command = []string{os.Args[0], simWord}
-		a.Engine.Args = app.Args{{Name: "block_size", Value: int64(16)},
+		a.Engine.Args = app.Args{
+			{Name: "block_size", Value: int64(16)},
 			{Name: "num_gpu_blocks_override", Value: int64(600)},
-			{Name: "max_model_len", Value: int64(2048)}, {Name: "sim_speed", Value: int64(50)}}
+			{Name: "max_model_len", Value: int64(2048)},
+			{Name: "sim_speed", Value: int64(50)},
+		}
 	}
 	return a
 }
@@ -261,8 +264,10 @@ func TestAnAttachedEngineIsAskedForItsEventSockets(t *testing.T) {
 	const two = `{"0":{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:15557"},` +
 		`"1":{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:15558"}}`
 	declared := &app.KVSocket{Connect: "tcp://127.0.0.1:7"}
-	discovered := &msg.EventSource{Connect: "tcp://127.0.0.1:15557", Replay: "tcp://127.0.0.1:16557",
-		Topic: "t", Host: "127.0.0.1"}
+	discovered := &msg.EventSource{
+		Connect: "tcp://127.0.0.1:15557", Replay: "tcp://127.0.0.1:16557",
+		Topic: "t", Host: "127.0.0.1",
+	}
 	for name, c := range map[string]struct {
 		sources string // answer; "" = 404
 		policy  string
@@ -308,8 +313,10 @@ func TestAnAttachedEngineIsAskedForItsEventSockets(t *testing.T) {
 			e.start()
 			c.rank.URL = "http://" + e.addr
 			a := demo(app.Independent, 1, "")
-			a.Engine, a.Routing.Policy = app.Engine{Kind: app.KindAttach,
-				Ranks: []app.AttachRank{c.rank}}, c.policy
+			a.Engine, a.Routing.Policy = app.Engine{
+				Kind:  app.KindAttach,
+				Ranks: []app.AttachRank{c.rank},
+			}, c.policy
 			r.start(a)
 			r.expect(msg.UnitReady, msg.UnitStarted)
 			assert.Equal(t, c.spec, of(0).spec.Events)
@@ -329,8 +336,10 @@ func TestAnAttachedEngineThatComesBackIsAskedAgain(t *testing.T) {
 	}
 	e.start()
 	a := demo(app.Independent, 1, "")
-	a.Engine, a.Routing.Policy = app.Engine{Kind: app.KindAttach,
-		Ranks: []app.AttachRank{{URL: "http://" + e.addr}}}, "scoring"
+	a.Engine, a.Routing.Policy = app.Engine{
+		Kind:  app.KindAttach,
+		Ranks: []app.AttachRank{{URL: "http://" + e.addr}},
+	}, "scoring"
 	m := r.start(a)
 	r.expect(msg.UnitReady, msg.UnitStarted)
 	e.stop()
@@ -340,8 +349,10 @@ func TestAnAttachedEngineThatComesBackIsAskedAgain(t *testing.T) {
 	}
 	e.start()
 	f := of(0)
-	f.spec.Watcher.ReplicaEvent(msg.ReplicaEvent{Unit: m.Unit, Epoch: m.Epoch, Kind: msg.ReplicaLost,
-		Cause: "gone"})
+	f.spec.Watcher.ReplicaEvent(msg.ReplicaEvent{
+		Unit: m.Unit, Epoch: m.Epoch, Kind: msg.ReplicaLost,
+		Cause: "gone",
+	})
 	r.expect(msg.UnitFenced)
 	f.spec.Watcher.ReplicaEvent(msg.ReplicaEvent{Unit: m.Unit, Epoch: m.Epoch, Kind: msg.ReplicaBack})
 	r.expect(msg.UnitReady)
@@ -360,8 +371,10 @@ func TestSettingsThatDoNotComeAreZero(t *testing.T) {
 	e.start()
 	a := demo(app.Independent, 1, "")
 	a.HealthCheckTimeoutS = 0.2
-	a.Engine, a.Routing.Policy = app.Engine{Kind: app.KindAttach,
-		Ranks: []app.AttachRank{{URL: "http://" + e.addr}}}, "scoring"
+	a.Engine, a.Routing.Policy = app.Engine{
+		Kind:  app.KindAttach,
+		Ranks: []app.AttachRank{{URL: "http://" + e.addr}},
+	}, "scoring"
 	r.start(a)
 	r.expect(msg.UnitReady, msg.UnitStarted)
 	facts, _ := of(0).seen()

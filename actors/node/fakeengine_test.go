@@ -32,8 +32,10 @@ func fakeEngine(args []string) int {
 	mode := fs.String("mode", "", "comma separated")
 	file := fs.String("file", "", "")
 	var ignored string
-	for _, name := range []string{"host", "served-model-name", "shutdown-timeout", "data-parallel-size",
-		"data-parallel-size-local", "data-parallel-address", "data-parallel-rpc-port"} {
+	for _, name := range []string{
+		"host", "served-model-name", "shutdown-timeout", "data-parallel-size",
+		"data-parallel-size-local", "data-parallel-address", "data-parallel-rpc-port",
+	} {
 		fs.StringVar(&ignored, name, "", "")
 	}
 	events := fs.String("kv-events-config", "", "")

@@ -321,8 +321,10 @@ func TestARendezvousThatComesAndOneThatDoesNot(t *testing.T) {
 		assert.Equal(t, state.Ready, b.phase("demo/0"))
 		require.Equal(t, 2, b.launched())
 		for _, l := range b.launches {
-			assert.Subset(t, l.Argv, []string{"--data-parallel-address", "10.0.0.7",
-				"--data-parallel-rpc-port", "20010"})
+			assert.Subset(t, l.Argv, []string{
+				"--data-parallel-address", "10.0.0.7",
+				"--data-parallel-rpc-port", "20010",
+			})
 			assert.Equal(t, b.launches[0].Env, l.Env, "one secret for all")
 			assert.Contains(t, strings.Join(l.Env, " "), engine.GroupKeyVar)
 		}

@@ -170,8 +170,10 @@ func (r *leaseKeeper) renew(ctx context.Context) (more bool, err error) {
 }
 
 func (r *leaseKeeper) report(now time.Time) *msg.NodeReport {
-	m := &msg.NodeReport{Node: r.self(), Incarnation: r.incarnation, Wall: now, Stopping: r.closing.Load(),
-		AfterStop: r.afterStop}
+	m := &msg.NodeReport{
+		Node: r.self(), Incarnation: r.incarnation, Wall: now, Stopping: r.closing.Load(),
+		AfterStop: r.afterStop,
+	}
 	m.Events, m.Units = r.outbox.report()
 	if r.store != nil {
 		m.Index = r.store.State().Index

@@ -137,8 +137,10 @@ func (s *logStore) unwritten(r *ring) (from uint64, lines []LogLine, ends bool) 
 	from = max(r.first, r.written)
 	rest := r.lines[from-r.first:]
 	if missed := from - r.written; missed > 0 {
-		lines = append(lines, LogLine{At: time.Now(), Stream: streamSelf,
-			Text: fmt.Sprintf("%d lines are missing here: the disk did not take them in time", missed)})
+		lines = append(lines, LogLine{
+			At: time.Now(), Stream: streamSelf,
+			Text: fmt.Sprintf("%d lines are missing here: the disk did not take them in time", missed),
+		})
 		from--
 	}
 	return from, append(lines, rest[:min(len(rest), logBatch)]...), r.dropped || s.closed

@@ -52,8 +52,10 @@ type logKey struct {
 }
 
 func newLogStore(dir string, log *slog.Logger) *logStore {
-	return &logStore{dir: dir, log: log, rings: map[logKey]*ring{}, changed: make(chan struct{}),
-		done: make(chan struct{})}
+	return &logStore{
+		dir: dir, log: log, rings: map[logKey]*ring{}, changed: make(chan struct{}),
+		done: make(chan struct{}),
+	}
 }
 
 // ring holds the last lines of one rank.
@@ -118,8 +120,10 @@ func (s *logStore) add(w *lineWriter, text string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	r := w.ring
-	line := LogLine{At: time.Now(), Unit: r.key.unit, Rank: r.key.rank, Epoch: w.epoch, Stream: w.stream,
-		Text: text}
+	line := LogLine{
+		At: time.Now(), Unit: r.key.unit, Rank: r.key.rank, Epoch: w.epoch, Stream: w.stream,
+		Text: text,
+	}
 	r.lines, r.bytes, r.last = append(r.lines, line), r.bytes+len(text), line.At
 	drop := 0
 	for len(r.lines)-drop > ringLines || r.bytes > ringBytes && len(r.lines)-drop > 1 {

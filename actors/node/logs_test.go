@@ -121,8 +121,10 @@ func TestLogFilesAreTurnedOver(t *testing.T) {
 	w.ring.file.size = logFileSize
 	_, _ = w.Write([]byte("second\n"))
 	s.close()
-	for name, want := range map[string]string{"a.0.1.1.log": " stdout second\n",
-		"a.0.1.1.log.1": " stdout first\n"} {
+	for name, want := range map[string]string{
+		"a.0.1.1.log":   " stdout second\n",
+		"a.0.1.1.log.1": " stdout first\n",
+	} {
 		b, err := os.ReadFile(filepath.Join(dir, name))
 		require.NoError(t, err)
 		assert.True(t, strings.HasSuffix(string(b), want), "%s: %q", name, b)

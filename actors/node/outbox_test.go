@@ -94,8 +94,10 @@ func TestEveryEventArrivesInOrderAndTheViewConverges(t *testing.T) {
 	for seed := range uint64(150) {
 		synctest.Test(t, func(t *testing.T) {
 			r := rand.New(rand.NewPCG(seed, 5))
-			l := &lossyLeader{rand: rand.New(rand.NewPCG(seed, 6)), view: map[string]msg.UnitEvent{},
-				seen: map[uint64]bool{}}
+			l := &lossyLeader{
+				rand: rand.New(rand.NewPCG(seed, 6)), view: map[string]msg.UnitEvent{},
+				seen: map[uint64]bool{},
+			}
 			timers := Timers{}.withDefaults()
 			w := newLeaseKeeper(&Config{
 				Leader: l, Self: func() state.Node { return state.Node{ID: "n"} },
@@ -105,14 +107,18 @@ func TestEveryEventArrivesInOrderAndTheViewConverges(t *testing.T) {
 			var running sync.WaitGroup
 			running.Go(func() { w.run(ctx) })
 			truth := map[string]msg.UnitEvent{}
-			kinds := []msg.UnitEventKind{msg.UnitStarted, msg.UnitReady, msg.UnitFenced, msg.UnitKilling,
-				msg.UnitGone}
+			kinds := []msg.UnitEventKind{
+				msg.UnitStarted, msg.UnitReady, msg.UnitFenced, msg.UnitKilling,
+				msg.UnitGone,
+			}
 			number := uint64(0)
 			for range 1 + r.IntN(60) {
 				for range r.IntN(8) {
 					number++
-					e := msg.UnitEvent{Number: number, Unit: fmt.Sprint("u/", r.IntN(5)),
-						Epoch: 1 + uint64(r.IntN(3)), Kind: kinds[r.IntN(len(kinds))]}
+					e := msg.UnitEvent{
+						Number: number, Unit: fmt.Sprint("u/", r.IntN(5)),
+						Epoch: 1 + uint64(r.IntN(3)), Kind: kinds[r.IntN(len(kinds))],
+					}
 					if e.Epoch >= truth[e.Unit].Epoch {
 						truth[e.Unit] = e
 					}
@@ -147,8 +153,10 @@ func TestWhatWaitsForALeaderIsBounded(t *testing.T) {
 	long := []string{strings.Repeat("x", 100<<10)}
 	first := 0
 	for i := range 3000 {
-		if n.add(msg.UnitEvent{Number: uint64(i + 1), Unit: fmt.Sprint("u", i%2000), Epoch: 1,
-			LogTail: long}) {
+		if n.add(msg.UnitEvent{
+			Number: uint64(i + 1), Unit: fmt.Sprint("u", i%2000), Epoch: 1,
+			LogTail: long,
+		}) {
 			first = i
 		}
 	}

@@ -72,8 +72,10 @@ func (p *processes) Start(ctx context.Context, l engine.Launch, stdout, stderr i
 	mark := p.processTable.newMark()
 	cmd.Env = append(l.Env[:len(l.Env):len(l.Env)], mark)
 	cmd.SysProcAttr = groupAttr()
-	c := &child{cmd: cmd, mark: mark, exited: make(chan struct{}), drained: make(chan struct{}),
-		processTable: p.processTable}
+	c := &child{
+		cmd: cmd, mark: mark, exited: make(chan struct{}), drained: make(chan struct{}),
+		processTable: p.processTable,
+	}
 	if err := c.start(ctx, p, stdout, stderr); err != nil {
 		return nil, fmt.Errorf("start engine %s: %w", l.Argv[0], err)
 	}

@@ -24,8 +24,10 @@ func NewRules(now time.Time, ttl time.Duration, loss LeaseLoss, seen map[string]
 	if e.seen == nil {
 		e.seen = map[string]uint64{}
 	}
-	return &Rules{lease: lease{fence: loss == Fence, ttl: ttl, beat: now, doubt: now}, epochs: e,
-		outbox: newEventOutbox()}
+	return &Rules{
+		lease: lease{fence: loss == Fence, ttl: ttl, beat: now, doubt: now}, epochs: e,
+		outbox: newEventOutbox(),
+	}
 }
 
 // Look records that the node runs.

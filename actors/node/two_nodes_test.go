@@ -97,8 +97,10 @@ func TestRG1AGroupOverTwoNodes(t *testing.T) {
 		r.expect(msg.UnitReady, msg.UnitStarted)
 		require.Equal(t, ranks/2, r.accepts())
 	}
-	assert.Equal(t, msg.Publish{Unit: "demo/0", Epoch: 1, Addr: "127.0.0.1",
-		Port: blocks["a"].Base + 5*ranks}, shared.said(1))
+	assert.Equal(t, msg.Publish{
+		Unit: "demo/0", Epoch: 1, Addr: "127.0.0.1",
+		Port: blocks["a"].Base + 5*ranks,
+	}, shared.said(1))
 	urls := map[int]string{}
 	for _, r := range []*rig{a, b} {
 		for _, s := range r.node.RankStatuses()["demo/0"] {
@@ -128,7 +130,8 @@ type meetingOf struct {
 }
 
 func (m *meetingOf) Assign(ctx context.Context, app string, group int, replicaID string) (msg.AssignReply,
-	error) {
+	error,
+) {
 	return m.own.Assign(ctx, app, group, replicaID)
 }
 

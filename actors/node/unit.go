@@ -251,8 +251,10 @@ func (u *unit) statuses() []msg.RankStatus {
 	u.mu.Unlock()
 	var out []msg.RankStatus
 	for _, g := range u.m.Ranks {
-		st := msg.RankStatus{Group: u.m.Group, Rank: g.Rank, Epoch: u.m.Epoch, Devices: g.Devices,
-			Progress: "waiting for its turn"}
+		st := msg.RankStatus{
+			Group: u.m.Group, Rank: g.Rank, Epoch: u.m.Epoch, Devices: g.Devices,
+			Progress: "waiting for its turn",
+		}
 		for _, r := range ranks {
 			if r.grant.Rank == g.Rank {
 				st = r.replica.Status()

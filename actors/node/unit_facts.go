@@ -77,9 +77,11 @@ func (u *unit) agree(ctx context.Context) error {
 	}
 	for i, s := range settings {
 		if s != settings[0] {
-			return &startError{u.ranks[i].grant.Rank,
+			return &startError{
+				u.ranks[i].grant.Rank,
 				fmt.Errorf("%w: rank %d has %+v, rank %d has %+v", errMismatch, u.ranks[0].grant.Rank,
-					settings[0], u.ranks[i].grant.Rank, s)}
+					settings[0], u.ranks[i].grant.Rank, s),
+			}
 		}
 	}
 	return nil
@@ -145,6 +147,8 @@ func (u *unit) discover(ctx context.Context, r *rank) *msg.EventSource {
 	if err != nil || !ok {
 		return nil
 	}
-	return &msg.EventSource{Connect: d.Endpoints.Connect, Bind: d.Endpoints.Bind,
-		Replay: d.Endpoints.Replay, Topic: d.Topic, Host: host}
+	return &msg.EventSource{
+		Connect: d.Endpoints.Connect, Bind: d.Endpoints.Bind,
+		Replay: d.Endpoints.Replay, Topic: d.Topic, Host: host,
+	}
 }

@@ -128,7 +128,8 @@ func (a *Assigner) followStore(ctx context.Context) {
 // It is idempotent by replica id, also over restarts, because it reads the answer from the grant. Errors,
 // also in the reply: ErrNotGranted, ErrGroupFull, ErrBadReplica.
 func (a *Assigner) Assign(ctx context.Context, app string, group int, replicaID string) (msg.AssignReply,
-	error) {
+	error,
+) {
 	reply := make(chan msg.AssignReply, 1)
 	m := &msg.Assign{App: app, Group: group, ReplicaID: replicaID, Reply: reply}
 	r, err := ask(ctx, a.box, m, reply)

@@ -105,8 +105,10 @@ func rigged(t *testing.T, f func(t *testing.T, r *rig)) {
 }
 
 func (r *rig) deploy(name string, dp int, coupling app.Coupling) {
-	spec, err := json.Marshal(&app.Application{Name: name, NumGroups: 1,
-		DataParallel: app.DataParallel{DPSize: dp, Coupling: coupling}})
+	spec, err := json.Marshal(&app.Application{
+		Name: name, NumGroups: 1,
+		DataParallel: app.DataParallel{DPSize: dp, Coupling: coupling},
+	})
 	require.NoError(r.t, err)
 	_, err = r.store.Propose(r.t.Context(),
 		state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{Name: name, Spec: spec, Route: "/"}}}})
@@ -126,8 +128,10 @@ func (r *rig) grant(name string, dp int, lockstep bool, expect uint64) (state.Re
 		if !lockstep {
 			id = fmt.Sprintf("%s/%d", id, rank)
 		}
-		g.Units = append(g.Units, state.UnitGrant{Unit: id, ExpectEpoch: expect, Attempt: 1,
-			Ranks: []state.RankGrant{at}})
+		g.Units = append(g.Units, state.UnitGrant{
+			Unit: id, ExpectEpoch: expect, Attempt: 1,
+			Ranks: []state.RankGrant{at},
+		})
 	}
 	return r.Grant(r.t.Context(), g)
 }
@@ -185,8 +189,10 @@ func TestAssignRefusesWhatIsNoReplicaOfTheGroup(t *testing.T) {
 		require.NoError(t, err)
 		_, err = r.Assign(t.Context(), "a.b", 0, "a.b.0.1")
 		require.NoError(t, err, "a dot in the name")
-		for _, id := range []string{"", "a.b.0.", "a.b.0.01", "a.b.0.-1", "a.b.0.+1", "a.b.1.1", "x.0.1",
-			"1", "a.b.0.99999999999999999999"} {
+		for _, id := range []string{
+			"", "a.b.0.", "a.b.0.01", "a.b.0.-1", "a.b.0.+1", "a.b.1.1", "x.0.1",
+			"1", "a.b.0.99999999999999999999",
+		} {
 			_, err := r.Assign(t.Context(), "a.b", 0, id)
 			require.ErrorIs(t, err, ErrBadReplica, id)
 		}
@@ -243,8 +249,10 @@ func TestRendezvous(t *testing.T) {
 func TestRendezvousOverNodes(t *testing.T) {
 	rigged(t, func(t *testing.T, r *rig) {
 		r.deploy("moe", 4, app.Lockstep)
-		g := state.GrantGroup{App: "moe", AppRevision: 1,
-			Units: []state.UnitGrant{{Unit: "moe/0", Attempt: 1}}}
+		g := state.GrantGroup{
+			App: "moe", AppRevision: 1,
+			Units: []state.UnitGrant{{Unit: "moe/0", Attempt: 1}},
+		}
 		for i, n := range []string{"a", "a", "b", "b"} {
 			g.Units[0].Ranks = append(g.Units[0].Ranks, state.RankGrant{Rank: i, Node: n, Slot: i})
 		}

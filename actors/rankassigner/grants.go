@@ -43,18 +43,22 @@ func assign(s *state.State, m *msg.Assign) msg.AssignReply {
 	}
 	size := len(ranks)
 	if !slices.Contains(ranks, slot) {
-		return msg.AssignReply{DPSize: size,
+		return msg.AssignReply{
+			DPSize: size,
 			Err: problem.New(problem.Conflict,
 				"assign rank: %w: group %s/%d has %d ranks, %s would be one more",
 				ErrGroupFull, m.App, m.Group, size, m.ReplicaID).
-				WithHint("raise data_parallel.dp_size or num_replicas and deploy again")}
+				WithHint("raise data_parallel.dp_size or num_replicas and deploy again"),
+		}
 	}
 	u := unitOfRank(s, m.App, m.Group, slot)
 	if u == nil {
-		return msg.AssignReply{DPSize: size,
+		return msg.AssignReply{
+			DPSize: size,
 			Err: problem.New(problem.Unavailable, "assign rank: rank %d of group %s/%d: %w",
 				slot, m.App, m.Group, ErrNotGranted).
-				WithHint("it is placed by the controller; ask again when it is")}
+				WithHint("it is placed by the controller; ask again when it is"),
+		}
 	}
 	return msg.AssignReply{Rank: slot, Epoch: u.Epoch, DPSize: size}
 }
