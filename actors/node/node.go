@@ -7,7 +7,6 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
-	"maps"
 	"net/http"
 	"os"
 	"slices"
@@ -45,7 +44,7 @@ type Replica interface {
 type Config struct {
 	ID         string
 	DataDir    string // epochs, process groups, engine logs; "" = nothing survives
-	PortLo     int    // range of the engines' ports, shown by Inventory
+	PortLo     int    // range of the engines' ports
 	PortHi     int
 	Slots      int
 	Devices    []int
@@ -104,8 +103,10 @@ var _ msg.NodeAgent = (*Node)(nil)
 
 // New reads the data dir of an earlier process of this node, ends its leftovers, and takes commands.
 func New(cfg Config) (*Node, error) {
-	n := &Node{cfg: cfg, timers: cfg.Timers.withDefaults(), log: cfg.Log, units: map[string]*unit{},
-		hard: make(chan struct{})}
+	n := &Node{
+		cfg: cfg, timers: cfg.Timers.withDefaults(), log: cfg.Log, units: map[string]*unit{},
+		hard: make(chan struct{}),
+	}
 	if err := n.defaults(); err != nil {
 		return nil, err
 	}
@@ -179,10 +180,12 @@ func (n *Node) defaults() error {
 
 func (n *Node) self() state.Node {
 	c := &n.cfg
-	return state.Node{ID: c.ID, Advertise: c.Advertise, Roles: []state.Role{state.RoleWorker},
+	return state.Node{
+		ID: c.ID, Advertise: c.Advertise, Roles: []state.Role{state.RoleWorker},
 		Offer: state.Offer{
 			Slots: c.Slots, Devices: c.Devices, Labels: c.Labels, PortLo: c.PortLo, PortHi: c.PortHi,
-		}}
+		},
+	}
 }
 
 func (n *Node) openProcesses() error {
@@ -353,32 +356,6 @@ func (n *Node) number(e msg.UnitEvent) {
 	n.cfg.Reporter.Report(e)
 }
 
-// Inventory lists a node's resources and the used part of its port range.
-type Inventory struct {
-	Node    string
-	Slots   int
-	Devices []int
-	Labels  map[string]string
-	PortLo  int
-	PortHi  int
-	Blocks  []state.Block // of units that are not gone
-}
-
-// Inventory returns the node's resources.
-func (n *Node) Inventory() Inventory {
-	inv := Inventory{
-		Node: n.cfg.ID, Slots: n.cfg.Slots, Devices: append([]int(nil), n.cfg.Devices...),
-		Labels: maps.Clone(n.cfg.Labels),
-		PortLo: n.cfg.PortLo, PortHi: n.cfg.PortHi,
-	}
-	for _, u := range n.list() {
-		if u.m.Block.Size > 0 && u.currentPhase() != state.Gone {
-			inv.Blocks = append(inv.Blocks, u.m.Block)
-		}
-	}
-	return inv
-}
-
 // RankStatuses returns the status of every rank of this node, by unit.
 func (n *Node) RankStatuses() map[string][]msg.RankStatus {
 	out := map[string][]msg.RankStatus{}
@@ -486,8 +463,10 @@ func (s *supervisor) stop(m *msg.StopRank) error {
 	}
 	u := s.unit(m.Unit)
 	if u == nil || u.m.Epoch < m.Epoch {
-		s.report(msg.UnitEvent{Unit: m.Unit, Epoch: m.Epoch, Kind: msg.UnitGone, Rank: -1, Reason: m.Reason,
-			Asked: true})
+		s.report(msg.UnitEvent{
+			Unit: m.Unit, Epoch: m.Epoch, Kind: msg.UnitGone, Rank: -1, Reason: m.Reason,
+			Asked: true,
+		})
 	}
 	if u == nil {
 		return nil

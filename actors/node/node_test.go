@@ -125,8 +125,10 @@ func timers() node.Timers {
 }
 
 func newRig(t testing.TB, change ...func(c *node.Config)) *rig {
-	r := &rig{t: t, hub: dpserver.NewHub(), events: make(chan msg.UnitEvent, 1000), dir: t.TempDir(),
-		ports: &portAllocator{epoch: 1}, accepting: map[string]bool{}}
+	r := &rig{
+		t: t, hub: dpserver.NewHub(), events: make(chan msg.UnitEvent, 1000), dir: t.TempDir(),
+		ports: &portAllocator{epoch: 1}, accepting: map[string]bool{},
+	}
 	rt := engine.NewTransport()
 	sys := inbox.NewSystem(slog.New(slog.DiscardHandler))
 	log := slog.New(slog.NewTextHandler(t.Output(), &slog.HandlerOptions{Level: slog.LevelWarn}))
@@ -282,10 +284,12 @@ func TestAUnitsWholeLife(t *testing.T) {
 				assert.Equal(t, "http://127.0.0.1:"+strconv.Itoa(m.Block.Base+i), s.URL)
 				assert.Equal(t, 256, s.MaxOngoing)
 			}
-			assert.Equal(t, []state.Block{m.Block}, r.node.Inventory().Blocks)
+			assert.Equal(t, []state.Block{m.Block}, r.node.UsedBlocks())
 			if coupling == app.Lockstep {
-				assert.Equal(t, []msg.Publish{{Unit: m.Unit, Epoch: 1, Rank: 0, Addr: "127.0.0.1",
-					Port: m.Block.Base + 15}}, r.published)
+				assert.Equal(t, []msg.Publish{{
+					Unit: m.Unit, Epoch: 1, Rank: 0, Addr: "127.0.0.1",
+					Port: m.Block.Base + 15,
+				}}, r.published)
 			}
 
 			r.stop(m, time.Minute)
@@ -298,7 +302,7 @@ func TestAUnitsWholeLife(t *testing.T) {
 			}
 			assert.True(t, portFree(t, m.Block.Base))
 			assert.Empty(t, r.node.RankStatuses())
-			assert.Empty(t, r.node.Inventory().Blocks)
+			assert.Empty(t, r.node.UsedBlocks())
 		})
 	}
 }
@@ -553,8 +557,10 @@ func TestAStopOfAUnitThatIsNotHereIsGone(t *testing.T) {
 	assert.True(t, e.Asked)
 	assert.Equal(t, uint64(3), e.Epoch)
 	// a newer order has overtaken it
-	err := r.node.StartRank(t.Context(), &msg.StartRank{App: demo(app.Lockstep, 1, ""), Unit: "x/0",
-		Epoch: 3})
+	err := r.node.StartRank(t.Context(), &msg.StartRank{
+		App: demo(app.Lockstep, 1, ""), Unit: "x/0",
+		Epoch: 3,
+	})
 	require.EqualError(t, err, "unit x/0: stale epoch: epoch 3 has ended on this node")
 }
 
