@@ -119,7 +119,7 @@ func TestRenewThroughTheActor(t *testing.T) {
 		_, err = r.store.Propose(t.Context(), state.Command{PutNode: &state.PutNode{Node: joined.node}})
 		require.NoError(t, err)
 		_, err = r.Renew(t.Context(), joined.report(time.Now()))
-		require.NoError(t, err, "who has just joined is no stranger")
+		require.NoError(t, err, "a node that has just joined is known")
 	})
 }
 
