@@ -7,15 +7,17 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/api"
 	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/cluster/pki"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/state"
 )
 
-// backend joins what the admin API shows from the rooms that know it.
+// backend implements the admin API's interfaces with the parts of a node.
 type backend struct{ n *Node }
 
 var _ api.Backend = (*backend)(nil)
@@ -33,15 +35,15 @@ func (b *backend) Deploy(ctx context.Context, req api.DeployRequest) (api.Deploy
 		return api.DeployResult{}, err
 	}
 	st := b.n.store.State()
-	expect, err := expected(st, file.Applications, req.Revision)
+	expect, err := expectedRevisions(st, file.Applications, req.Revision)
 	if err != nil {
 		return api.DeployResult{}, err
 	}
-	changes, err := changesOf(st, file.Applications, req.Prune)
+	changes, err := deployChanges(st, file.Applications, req.Prune)
 	if err != nil {
 		return api.DeployResult{}, err
 	}
-	l, err := b.n.lead()
+	l, err := b.n.requireLeader()
 	if err != nil {
 		return api.DeployResult{}, err
 	}
@@ -58,7 +60,7 @@ func (b *backend) Plan(_ context.Context, req api.DeployRequest) (msg.Plan, []ap
 	if err != nil {
 		return msg.Plan{}, nil, err
 	}
-	l, err := b.n.lead()
+	l, err := b.n.requireLeader()
 	if err != nil {
 		return msg.Plan{}, nil, err
 	}
@@ -66,21 +68,23 @@ func (b *backend) Plan(_ context.Context, req api.DeployRequest) (msg.Plan, []ap
 	return p, warnings, err
 }
 
-// expected pins the revision of every named app to what a caller at cluster revision want has seen. Apps that changed after it
-// are a conflict.
-func expected(st *state.State, apps []*app.Application, want *uint64) (map[string]uint64, error) {
+// expectedRevisions returns the revision of every named app that a caller at cluster revision want has seen.
+// An app that changed after that revision is a conflict.
+func expectedRevisions(st *state.State, apps []*app.Application, want *uint64) (map[string]uint64, error) {
 	if want == nil {
 		return nil, nil //nolint:nilnil // no expectation
 	}
 	if *want > st.Revision {
-		return nil, problem.New(problem.Conflict, "revision %d does not exist yet, the cluster is at %d", *want, st.Revision).WithHint("plan against this cluster again")
+		return nil, problem.New(problem.Conflict, "revision %d does not exist yet, the cluster is at %d",
+			*want, st.Revision).WithHint("plan against this cluster again")
 	}
 	out := map[string]uint64{}
 	for _, a := range apps {
 		out[a.Name] = 0
 		if now := st.Apps[a.Name]; now != nil {
 			if now.ChangedAt > *want {
-				return nil, problem.New(problem.Conflict, "app %s has changed at revision %d, after the %d you saw", a.Name, now.ChangedAt, *want).
+				return nil, problem.New(problem.Conflict,
+					"app %s has changed at revision %d, after the %d you saw", a.Name, now.ChangedAt, *want).
 					WithHint("look at `dpserve status %s`, then deploy again", a.Name)
 			}
 			out[a.Name] = now.Revision
@@ -89,13 +93,13 @@ func expected(st *state.State, apps []*app.Application, want *uint64) (map[strin
 	return out, nil
 }
 
-// changesOf says what a deploy does to each app.
-func changesOf(st *state.State, apps []*app.Application, prune bool) ([]api.Change, error) {
+// deployChanges returns the effect of a deploy on each app.
+func deployChanges(st *state.State, apps []*app.Application, prune bool) ([]api.Change, error) {
 	var out []api.Change
 	listed := map[string]bool{}
 	for _, a := range apps {
 		listed[a.Name] = true
-		c, err := changeOf(st.Apps[a.Name], a)
+		c, err := deployChange(st.Apps[a.Name], a)
 		if err != nil {
 			return nil, err
 		}
@@ -111,7 +115,7 @@ func changesOf(st *state.State, apps []*app.Application, prune bool) ([]api.Chan
 	return out, nil
 }
 
-func changeOf(now *state.App, a *app.Application) (api.Change, error) {
+func deployChange(now *state.App, a *app.Application) (api.Change, error) {
 	c := api.Change{App: a.Name, Action: api.ActionCreate}
 	if now == nil {
 		return c, nil
@@ -127,34 +131,36 @@ func changeOf(now *state.App, a *app.Application) (api.Change, error) {
 			c.Fields = append(c.Fields, f.Path)
 		}
 	}
-	c.Gone = goneRanks(&old, a)
+	c.Gone = removedRanks(&old, a)
 	return c, nil
 }
 
 // Apps implements api.Backend.
 func (b *backend) Apps(ctx context.Context) ([]msg.AppStatus, error) {
-	l, err := b.n.lead()
+	l, err := b.n.requireLeader()
 	if err != nil {
 		return nil, err
 	}
-	ranks, queued, answered := b.n.accounts(ctx)
+	ranks, queued, answered := b.n.collectStatus(ctx)
 	list := l.control.StatusWithout(unreachable(l, answered))
 	for i := range list {
 		list[i].Queued = queued[list[i].Name]
 		if b.n.ingress != nil {
-			list[i].Index, list[i].Identity = b.n.ingress.Index(list[i].Name), b.n.ingress.Identity(list[i].Name)
+			list[i].Index, list[i].Identity = b.n.ingress.Index(list[i].Name),
+				b.n.ingress.Identity(list[i].Name)
 		}
 		for j := range list[i].Units {
-			merge(&list[i].Units[j], ranks[list[i].Units[j].Unit])
+			addRankStatuses(&list[i].Units[j], ranks[list[i].Units[j].Unit])
 		}
 	}
 	return list, nil
 }
 
-// merge adds the replicas' own accounts to a unit. An account of another epoch is one that is ending, and stays out.
-func merge(u *msg.UnitStatus, accounts []msg.RankStatus) {
+// addRankStatuses replaces the ranks of a unit by the statuses that the replicas report. A status of another
+// epoch belongs to a replica that is ending and is ignored.
+func addRankStatuses(u *msg.UnitStatus, statuses []msg.RankStatus) {
 	for i, r := range u.Ranks {
-		for _, a := range accounts {
+		for _, a := range statuses {
 			if a.Rank == r.Rank && a.Epoch == r.Epoch {
 				a.Group, a.Node, a.Devices, a.Phase = r.Group, r.Node, r.Devices, r.Phase
 				u.Ranks[i] = a
@@ -192,7 +198,7 @@ func (b *backend) Delete(ctx context.Context, name string) error {
 	if _, err := b.App(ctx, name); err != nil {
 		return err
 	}
-	l, err := b.n.lead()
+	l, err := b.n.requireLeader()
 	if err != nil {
 		return err
 	}
@@ -202,21 +208,144 @@ func (b *backend) Delete(ctx context.Context, name string) error {
 
 // Events implements api.Backend.
 func (b *backend) Events(since uint64) ([]api.Event, <-chan struct{}) {
-	l, err := b.n.lead()
+	l, err := b.n.requireLeader()
 	if err != nil {
-		return nil, b.n.store.Leadership() // until somebody leads who has events
+		return nil, b.n.store.Leadership() // wait for a leader, which has the events
 	}
-	next := l.control.Watch() // before Events, or a change in between goes unseen
+	next := l.control.Watch() // Watch comes before Events, so that no change in between is missed
 	var out []api.Event
 	for _, e := range l.control.Events(since) {
-		out = append(out, api.Event{Number: e.Seq, Time: e.At, Kind: kindOf(e.Unit, e.To), App: e.App, Unit: e.Unit, Epoch: e.Epoch, Phase: e.To, Reason: e.Reason})
+		out = append(out, api.Event{
+			Number: e.Seq, Time: e.At, Kind: eventKind(e.Unit, e.To), App: e.App,
+			Unit: e.Unit, Epoch: e.Epoch, Phase: e.To, Reason: e.Reason,
+		})
 	}
 	return out, next
 }
 
-func kindOf(unit, to string) string {
+func eventKind(unit, to string) string {
 	if unit != "" {
 		return "unit"
 	}
 	return to
+}
+
+var _ api.Nodes = (*backend)(nil)
+
+// Nodes implements api.Nodes.
+func (b *backend) Nodes(ctx context.Context) ([]msg.NodeStatus, error) {
+	l, err := b.n.requireLeader()
+	if err != nil {
+		return b.n.nodesWithoutLeader(), nil //nolint:nilerr // show what this node knows
+	}
+	list := l.control.Nodes()
+	inflight := map[string]int{}
+	ranks, _, _ := b.n.collectStatus(ctx)
+	for _, unit := range ranks {
+		for i := range unit {
+			inflight[unit[i].Node] += unit[i].InFlight
+		}
+	}
+	for i := range list {
+		s := &list[i]
+		s.Leader, s.InFlight = s.Node == b.n.cfg.NodeID, inflight[s.Node]
+		if rec := b.n.store.State().Nodes[s.Node]; rec != nil {
+			s.Voter = b.n.isVoter(rec.UID)
+			b.n.peering.addGossipView(s, rec)
+		}
+	}
+	return list, nil
+}
+
+// nodesWithoutLeader returns what this node knows by itself: the last state, and the nodes that gossip sees.
+func (n *Node) nodesWithoutLeader() []msg.NodeStatus {
+	st := n.store.State()
+	who := n.describeVoters()
+	var out []msg.NodeStatus
+	for _, id := range slices.Sorted(maps.Keys(st.Nodes)) {
+		rec := st.Nodes[id]
+		s := msg.NodeStatus{
+			Node: id, State: "unknown", Reason: "no node leads; " + who, Address: rec.Address, Zone: rec.Zone,
+			Version: rec.Version, Voter: n.isVoter(rec.UID), Slots: rec.Offer.Slots,
+			GPUs: len(rec.Offer.Devices),
+		}
+		for _, r := range rec.Roles {
+			s.Roles = append(s.Roles, string(r))
+		}
+		n.peering.addGossipView(&s, rec)
+		if t := n.warning(); t != "" && rec.UID == n.ident.UID {
+			s.Notes = append(s.Notes, t)
+		}
+		if s.SeenBy == "" && rec.UID != n.ident.UID {
+			s.Reason = "not heard of, and " + s.Reason
+		}
+		out = append(out, s)
+	}
+	return out
+}
+
+// Drain implements api.Nodes.
+func (b *backend) Drain(ctx context.Context, node string, deadline *time.Duration) error {
+	l, err := b.n.requireLeader()
+	if err != nil {
+		return err
+	}
+	var by time.Time
+	if deadline != nil {
+		by = time.Now().Add(*deadline)
+	}
+	return l.control.Drain(ctx, node, by)
+}
+
+// Undrain implements api.Nodes.
+func (b *backend) Undrain(ctx context.Context, node string) error {
+	l, err := b.n.requireLeader()
+	if err != nil {
+		return err
+	}
+	return l.control.Undrain(ctx, node)
+}
+
+// Remove implements api.Nodes.
+func (b *backend) Remove(ctx context.Context, node string) error {
+	l, err := b.n.requireLeader()
+	if err != nil {
+		return err
+	}
+	return b.n.remove(ctx, l, node)
+}
+
+// CheckLeave implements api.Nodes.
+func (b *backend) CheckLeave(ctx context.Context, node string) error {
+	if _, err := b.n.requireLeader(); err != nil {
+		return err
+	}
+	return b.n.checkLeave(ctx, node)
+}
+
+// NewToken implements api.Nodes.
+func (b *backend) NewToken(ctx context.Context, req api.TokenRequest) (api.Token, error) {
+	if b.n.peering == nil {
+		return api.Token{}, problem.New(problem.Conflict, "this node stands alone: no other can join it").
+			WithHint("start it with --advertise IP")
+	}
+	return b.n.newToken(ctx, req.TTL, req.Uses)
+}
+
+// newToken makes a join token. The cluster stores only its hash.
+func (n *Node) newToken(ctx context.Context, ttl time.Duration, uses int) (api.Token, error) {
+	authority := n.store.State().Secrets.Authority
+	if len(authority) == 0 {
+		return api.Token{}, n.errNotLeading()
+	}
+	t, err := pki.NewToken(authority)
+	if err != nil {
+		return api.Token{}, err
+	}
+	expires := time.Now().Add(ttl)
+	put := &state.Token{Hash: t.Hash(), Expires: expires.UnixMilli(), Uses: uses}
+	if _, err := n.store.Propose(ctx, state.Command{PutToken: put}); err != nil {
+		return api.Token{}, err
+	}
+	return api.Token{Token: t.String(), Address: n.peering.address, Uses: uses, Expires: expires}, nil
 }

@@ -1,5 +1,5 @@
-// Package wiring assembles the rooms into one running node. Commands and whole-system tests start nodes here and nowhere else;
-// it decides nothing.
+// Package wiring assembles the packages into one running node. Commands and whole-system tests start nodes
+// here and nowhere else.
 package wiring
 
 import (
@@ -19,7 +19,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// Defaults of a node. Ports: ARCHITECTURE of the project, section "Planes and ports".
+// Defaults of a node. docs/cluster.md lists the ports.
 const (
 	DefaultHTTPBind  = "127.0.0.1:8000"
 	DefaultAdminBind = "127.0.0.1:8265"
@@ -32,7 +32,7 @@ const (
 	LargestMaxBody   = ingress.LargestMaxBody >> 20 // MiB
 )
 
-// The token that the first start of a cluster prints.
+// Limits of the token that the first start of a cluster prints.
 const (
 	FirstTokenTTL  = 24 * time.Hour
 	FirstTokenUses = 64
@@ -44,42 +44,42 @@ type Join struct {
 	Token   string
 }
 
-// Config is one node.
+// Config describes one node.
 type Config struct {
 	NodeID         string                   // default: host name
-	DataDir        string                   // raft log, epochs, engine logs; "" = nothing survives
+	DataDir        string                   // raft log, epochs, engine logs; "" = nothing survives a restart
 	HTTPBind       string                   // OpenAI endpoint
 	AdminBind      string                   // admin REST and /metrics
-	AdminHosts     []string                 // names in Host headers by which the admin port answers, beside the node's own
-	MetricsBind    string                   // /metrics alone; "" = at AdminBind only
-	MaxBody        int                      // MiB of an inference request's body; the memory of all bodies grows with it
-	PortRange      string                   // LO-HI, engines' ports
+	AdminHosts     []string                 // further names in Host headers that the admin port accepts
+	MetricsBind    string                   // /metrics without the admin API; "" = only at AdminBind
+	MaxBody        int                      // MiB of one inference request's body; memory use grows with it
+	PortRange      string                   // LO-HI, ports of engines
 	Slots          int                      // ranks without devices
 	GPUs           string                   // count, or list like 0-3,6
 	Labels         map[string]string        // matched by resources.labels
 	Timers         map[string]time.Duration // overrides by name, for support and tests
-	Advertise      string                   // IP or host for other nodes; "" = this node is alone
-	NodePort       int                      // of Advertise
-	GossipPort     int                      // of Advertise
-	Roles          []string                 // control, worker, ingress; nil = those it joined with, or all
-	Zone           string                   // what fails together
+	Advertise      string                   // IP or host for other nodes; "" = this node stands alone
+	NodePort       int                      // port at Advertise
+	GossipPort     int                      // port at Advertise
+	Roles          []string                 // control, worker, ingress; nil = those of the join, or all
+	Zone           string                   // failure domain
 	OnLeaseLoss    string                   // serve | fence
-	Stop           <-chan struct{}          // closed: New gives up; nil = never
-	Join           *Join                    // nil = a cluster of its own, or the one of the data dir
+	Stop           <-chan struct{}          // New gives up when it is closed; nil = never
+	Join           *Join                    // nil = a cluster of its own, or the cluster of the data dir
 	InsecurePublic bool                     // allow a public bind without keys and TLS
-	Ephemeral      bool                     // port 0 instead of a taken one; small raft segments
-	Executable     string                   // what starts simulated engines; default: this program
+	Ephemeral      bool                     // use port 0 if a port is taken; small raft segments
+	Executable     string                   // program that starts simulated engines; default: this program
 	Version        string
 	LogWriter      io.Writer
 	LogFormat      string // text | json
 	LogLevel       string // debug | info | warn | error
 
-	Network  Network                                 // nil = TCP; else clients, engines, probes and the admin API meet there
+	Network  Network                                 // nil = TCP; else everything but gossip uses it
 	Launcher node.Launcher                           // starts engines; nil = processes
-	Stores   func(cluster.LogStore) cluster.LogStore // stands between consensus and its log; nil = nothing does
+	Stores   func(cluster.LogStore) cluster.LogStore // wraps the log store of consensus; nil = no wrapper
 }
 
-// DefaultConfig is a node as `dpserve start` without flags makes it.
+// DefaultConfig returns the configuration of `dpserve start` without flags.
 func DefaultConfig() Config {
 	host, err := os.Hostname()
 	if err != nil {
@@ -88,13 +88,18 @@ func DefaultConfig() Config {
 	return Config{
 		NodeID: host, DataDir: DefaultDataDir, HTTPBind: DefaultHTTPBind, AdminBind: DefaultAdminBind,
 		NodePort: DefaultNodePort, GossipPort: DefaultGossip, OnLeaseLoss: "serve",
-		MaxBody: DefaultMaxBody, PortRange: DefaultPortRange, Slots: DefaultSlots, LogWriter: os.Stderr, LogFormat: "text", LogLevel: "info",
+		MaxBody: DefaultMaxBody, PortRange: DefaultPortRange, Slots: DefaultSlots, LogWriter: os.Stderr,
+		LogFormat: "text", LogLevel: "info",
 	}
 }
 
-// Validate checks what can be checked without binding anything. Errors are problem.InvalidArgument and name the flag.
+// Validate checks everything that needs no bind. Errors are problem.InvalidArgument and name the flag.
 func (c *Config) Validate() error {
-	for _, b := range []struct{ flag, addr string }{{"--http-bind", c.HTTPBind}, {"--admin-bind", c.AdminBind}, {"--metrics-bind", c.MetricsBind}} {
+	for _, b := range []struct{ flag, addr string }{
+		{"--http-bind", c.HTTPBind},
+		{"--admin-bind", c.AdminBind},
+		{"--metrics-bind", c.MetricsBind},
+	} {
 		if b.addr == "" && b.flag == "--metrics-bind" {
 			continue
 		}
@@ -104,7 +109,8 @@ func (c *Config) Validate() error {
 	}
 	for _, name := range c.AdminHosts {
 		if name == "" || strings.ContainsAny(name, "/:*@ \t\n") {
-			return problem.New(problem.InvalidArgument, "--admin-host %q: want a host name, without scheme and port", name).
+			return problem.New(problem.InvalidArgument,
+				"--admin-host %q: want a host name, without scheme and port", name).
 				WithHint("for example --admin-host dpserve.example.com; IP addresses need none")
 		}
 	}
@@ -112,8 +118,10 @@ func (c *Config) Validate() error {
 		return err
 	}
 	if c.MaxBody < 1 || c.MaxBody > LargestMaxBody {
-		return problem.New(problem.InvalidArgument, "--max-body %d: want 1 to %d MiB", c.MaxBody, LargestMaxBody).
-			WithHint("it bounds one request; images that are larger belong behind a URL that the engine can fetch")
+		return problem.New(problem.InvalidArgument, "--max-body %d: want 1 to %d MiB", c.MaxBody,
+			LargestMaxBody).
+			WithHint("it bounds one request; images that are larger belong behind a URL that the engine " +
+				"can fetch")
 	}
 	if c.Slots < 0 {
 		return problem.New(problem.InvalidArgument, "--slots %d: must not be negative", c.Slots)
@@ -125,7 +133,8 @@ func (c *Config) Validate() error {
 		return err
 	}
 	if strings.ContainsAny(c.NodeID, "/ \t\n") || c.NodeID == "" {
-		return problem.New(problem.InvalidArgument, "--node-id %q: must be a name without spaces and slashes", c.NodeID)
+		return problem.New(problem.InvalidArgument,
+			"--node-id %q: must be a name without spaces and slashes", c.NodeID)
 	}
 	known := timerNames()
 	for name, d := range c.Timers {
@@ -133,7 +142,8 @@ func (c *Config) Validate() error {
 			return problem.New(problem.InvalidArgument, "--timers %s=%s: must be positive", name, d)
 		}
 		if i := sort.SearchStrings(known, name); i == len(known) || known[i] != name {
-			return problem.New(problem.InvalidArgument, "--timers: unknown timer %q", name).WithHint("timers are %s", strings.Join(known, ", "))
+			return problem.New(problem.InvalidArgument, "--timers: unknown timer %q", name).
+				WithHint("timers are %s", strings.Join(known, ", "))
 		}
 	}
 	return nil
@@ -142,22 +152,26 @@ func (c *Config) Validate() error {
 func (c *Config) checkBind(flag, addr string) error {
 	host, port, err := net.SplitHostPort(addr)
 	if err != nil {
-		return problem.New(problem.InvalidArgument, "%s %q: want HOST:PORT", flag, addr).WithHint("for example %s 127.0.0.1:8000", flag)
+		return problem.New(problem.InvalidArgument, "%s %q: want HOST:PORT", flag, addr).
+			WithHint("for example %s 127.0.0.1:8000", flag)
 	}
 	if n, err := strconv.Atoi(port); err != nil || n < 0 || n > 65535 {
 		return problem.New(problem.InvalidArgument, "%s %q: the port must be 0 to 65535", flag, addr)
 	}
 	if !c.InsecurePublic && !isLoopback(host) && c.Ephemeral {
-		return problem.New(problem.InvalidArgument, "%s %s is reachable from outside", flag, addr).WithHint("`dpserve up` binds loopback only; `dpserve start` can bind more")
+		return problem.New(problem.InvalidArgument, "%s %s is reachable from outside", flag, addr).
+			WithHint("`dpserve up` binds loopback only; `dpserve start` can bind more")
 	}
 	if !c.InsecurePublic && !isLoopback(host) {
-		return problem.New(problem.InvalidArgument, "%s %s is reachable from outside, without keys and without TLS", flag, addr).
-			WithHint("bind 127.0.0.1 behind your own front end, or add --insecure-public if everyone who reaches this port may use it")
+		return problem.New(problem.InvalidArgument,
+			"%s %s is reachable from outside, without keys and without TLS", flag, addr).
+			WithHint("bind 127.0.0.1 behind your own front end, or add --insecure-public if everyone who " +
+				"reaches this port may use it")
 	}
 	return nil
 }
 
-// offer is what placement may use of this node.
+// offer returns the resources of this node that placement may use.
 func (c *Config) offer() (state.Offer, error) {
 	lo, hi, err := parsePortRange(c.PortRange)
 	if err != nil {
@@ -171,43 +185,53 @@ func (c *Config) offer() (state.Offer, error) {
 	return o, err
 }
 
-// AllRoles are what a node does unless it is told otherwise.
+// AllRoles returns the roles of a node without --roles.
 func AllRoles() []string {
 	return []string{string(state.RoleControl), string(state.RoleWorker), string(state.RoleIngress)}
 }
 
-// keepRoles takes over what a node has joined with: the other nodes go by its certificate.
-func (c *Config) keepRoles(joined []string) error {
+// applyJoinedRoles takes the roles that the node joined with. Its certificate names them and the other nodes
+// trust only that.
+func (c *Config) applyJoinedRoles(joined []string) error {
 	if c.Roles == nil {
 		c.Roles = joined
 	}
-	if same := len(c.Roles) == len(joined) && !slices.ContainsFunc(c.Roles, func(r string) bool { return !slices.Contains(joined, r) }); same {
+	if same := len(c.Roles) == len(joined) &&
+		!slices.ContainsFunc(c.Roles, func(r string) bool { return !slices.Contains(joined, r) }); same {
 		return nil
 	}
-	return problem.New(problem.Conflict, "this node has joined with roles %s, not %s", strings.Join(joined, ","), strings.Join(c.Roles, ",")).
-		WithHint("leave --roles out; for other roles let it leave (`dpserve leave`) and join again with an empty --data-dir")
+	return problem.New(problem.Conflict, "this node has joined with roles %s, not %s",
+		strings.Join(joined, ","), strings.Join(c.Roles, ",")).
+		WithHint("leave --roles out; for other roles let it leave (`dpserve leave`) and join again with " +
+			"an empty --data-dir")
 }
 
-// validateCluster checks what concerns other nodes.
+// validateCluster checks the fields that concern other nodes.
 func (c *Config) validateCluster() error {
 	for _, r := range c.Roles {
 		if r != string(state.RoleControl) && r != string(state.RoleWorker) && r != string(state.RoleIngress) {
-			return problem.New(problem.InvalidArgument, "--roles: unknown role %q", r).WithHint("roles are control, worker and ingress")
+			return problem.New(problem.InvalidArgument, "--roles: unknown role %q", r).
+				WithHint("roles are control, worker and ingress")
 		}
 	}
 	control := c.Roles == nil || slices.Contains(c.Roles, string(state.RoleControl))
 	switch {
 	case c.Roles != nil && len(c.Roles) == 0:
-		return problem.New(problem.InvalidArgument, "--roles is empty").WithHint("roles are control, worker and ingress")
-	case c.Join != nil && isLoopback(c.Advertise) && !loopbackPort(c.Join.Address):
-		return problem.New(problem.InvalidArgument, "--advertise %s is reachable on this machine alone, and the cluster is on others", c.Advertise).
+		return problem.New(problem.InvalidArgument, "--roles is empty").
+			WithHint("roles are control, worker and ingress")
+	case c.Join != nil && isLoopback(c.Advertise) && !isLoopbackAddress(c.Join.Address):
+		return problem.New(problem.InvalidArgument,
+			"--advertise %s is reachable on this machine alone, and the cluster is on others", c.Advertise).
 			WithHint("leave --advertise out, or write this machine's IP")
 	case c.Advertise == "" && c.Join != nil:
-		return problem.New(problem.InvalidArgument, "a node that joins must be reachable").WithHint("add --advertise with this machine's IP")
+		return problem.New(problem.InvalidArgument, "a node that joins must be reachable").
+			WithHint("add --advertise with this machine's IP")
 	case c.Advertise == "" && !control:
-		return problem.New(problem.InvalidArgument, "a node that stands alone needs role control").WithHint("add it to --roles, or --advertise and join a cluster")
-	case c.Advertise != "" && !advertisable(c.Advertise):
-		return problem.New(problem.InvalidArgument, "--advertise %q: want an IP or host name that other nodes reach, without a port", c.Advertise).
+		return problem.New(problem.InvalidArgument, "a node that stands alone needs role control").
+			WithHint("add it to --roles, or --advertise and join a cluster")
+	case c.Advertise != "" && !isAdvertisable(c.Advertise):
+		return problem.New(problem.InvalidArgument,
+			"--advertise %q: want an IP or host name that other nodes reach, without a port", c.Advertise).
 			WithHint("for example --advertise 10.0.0.1")
 	}
 	for _, p := range []struct {
@@ -221,14 +245,14 @@ func (c *Config) validateCluster() error {
 	return nil
 }
 
-// loopbackPort says whether a HOST:PORT is on this machine.
-func loopbackPort(address string) bool {
+// isLoopbackAddress reports whether a HOST:PORT is on this machine.
+func isLoopbackAddress(address string) bool {
 	host, _, err := net.SplitHostPort(address)
-	return err != nil || isLoopback(host) // what is no address fails with its own error
+	return err != nil || isLoopback(host) // a malformed address fails later with its own error
 }
 
-// advertisable says whether other machines could dial a host.
-func advertisable(host string) bool {
+// isAdvertisable reports whether other machines could dial a host.
+func isAdvertisable(host string) bool {
 	ip := net.ParseIP(host)
 	if ip == nil {
 		return !strings.ContainsAny(host, ":/ \t\n")
@@ -253,7 +277,9 @@ func parsePortRange(s string) (lo, hi int, err error) {
 		}
 	}
 	if !ok || err != nil || lo < 1024 || hi > 65535 || hi-lo < 15 {
-		return 0, 0, problem.New(problem.InvalidArgument, "--port-range %q: want LO-HI between 1024 and 65535, at least 16 ports", s).WithHint("the default is %s", DefaultPortRange)
+		return 0, 0, problem.New(problem.InvalidArgument,
+			"--port-range %q: want LO-HI between 1024 and 65535, at least 16 ports", s).
+			WithHint("the default is %s", DefaultPortRange)
 	}
 	return lo, hi, nil
 }
@@ -299,5 +325,5 @@ func ParseGPUs(s string) ([]int, error) {
 	return out, nil
 }
 
-// maxDevices bounds what --gpus may declare on one node.
+// maxDevices bounds the devices that --gpus may declare on one node.
 const maxDevices = 1024

@@ -1,22 +1,26 @@
 package wiring
 
 import (
+	"bytes"
 	"context"
+	"crypto/rand"
 	"log/slog"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/api"
 	"github.com/dpserve/dpserve/cluster/membership"
 	"github.com/dpserve/dpserve/cluster/nodeport"
+	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/state"
 )
 
-// metaEvery is how often the gossip is told how far this node's copy of the state has come.
-const metaEvery = 10 * time.Second
+// metaInterval is how often this node publishes the index of its copy of the state in its gossip metadata.
+const metaInterval = 10 * time.Second
 
-// talk starts the gossip, which finds nodes that have moved and suspects silent ones. Without it the state's addresses and the
-// leases are what there is: networks in memory have no packets and do without.
-func (m *mesh) talk(ctx context.Context) error {
+// startGossip starts the gossip, which finds nodes that have moved and suspects silent nodes. In-memory
+// networks carry no packets and work without it, by the state's addresses and the leases.
+func (m *peering) startGossip(ctx context.Context) error {
 	n := m.n
 	if n.cfg.Network != nil {
 		return nil
@@ -26,9 +30,11 @@ func (m *mesh) talk(ctx context.Context) error {
 		return err
 	}
 	m.gossip, err = membership.New(ctx, membership.Config{
-		Node: n.cfg.NodeID, Incarnation: random(), Meta: m.meta(), Bind: m.gossipAddress, Advertise: m.gossipAddress, Key: key,
-		Seeds: m.gossipSeeds, Revoked: n.removed, Refused: func(r membership.Reason) { n.here.Refused("gossip_" + string(r)) },
-		Timers: n.cfg.timers().gossip, Log: n.log.With(slog.String("room", "membership")),
+		Node: n.cfg.NodeID, Incarnation: randomUint64(), Meta: m.gossipMeta(), Bind: m.gossipAddress,
+		Advertise: m.gossipAddress, Key: key,
+		Seeds: m.gossipSeeds, Revoked: n.isRemoved,
+		Refused: func(r membership.Reason) { n.nodeMetrics.Refused("gossip_" + string(r)) },
+		Timers:  n.cfg.timers().gossip, Log: n.log.With(slog.String("room", "membership")),
 	})
 	if err != nil {
 		return err
@@ -37,25 +43,26 @@ func (m *mesh) talk(ctx context.Context) error {
 	return m.gossip.Start()
 }
 
-func (m *mesh) meta() membership.Meta {
+func (m *peering) gossipMeta() membership.Meta {
 	n := m.n
 	return membership.Meta{
-		Cluster: n.ident.Cluster, UID: n.ident.UID, Address: m.address, Roles: n.cfg.Roles, Version: n.cfg.Version, Zone: n.cfg.Zone,
-		Index: late{n}.State().Index,
+		Cluster: n.ident.Cluster, UID: n.ident.UID, Address: m.address, Roles: n.cfg.Roles,
+		Version: n.cfg.Version, Zone: n.cfg.Zone,
+		Index: deferredStore{n}.State().Index,
 	}
 }
 
-// keepMeta tells the gossip how far this node's copy of the state has come, until ctx ends.
-func (m *mesh) keepMeta(ctx context.Context) {
-	tick := time.NewTicker(metaEvery)
+// updateGossipMeta publishes the index of this node's copy of the state, until ctx ends.
+func (m *peering) updateGossipMeta(ctx context.Context) {
+	tick := time.NewTicker(metaInterval)
 	defer tick.Stop()
-	for last := m.meta().Index; ; {
+	for last := m.gossipMeta().Index; ; {
 		select {
 		case <-tick.C:
 		case <-ctx.Done():
 			return
 		}
-		if now := m.meta(); now.Index != last {
+		if now := m.gossipMeta(); now.Index != last {
 			last = now.Index
 			if err := m.gossip.UpdateMeta(now); err != nil {
 				m.n.log.Debug("the gossip took no news", slog.Any("err", err))
@@ -64,8 +71,8 @@ func (m *mesh) keepMeta(ctx context.Context) {
 	}
 }
 
-// gossipSeeds are where other nodes should gossip.
-func (m *mesh) gossipSeeds() []string {
+// gossipSeeds returns the gossip addresses of the other nodes.
+func (m *peering) gossipSeeds() []string {
 	var out []string
 	for _, rec := range m.n.peers() {
 		if rec.UID != m.n.ident.UID && rec.Gossip != "" {
@@ -75,9 +82,10 @@ func (m *mesh) gossipSeeds() []string {
 	return out
 }
 
-// moved gives a node's record with the address where it was seen, if that is newer: the state learns it from the leader.
-func (m *mesh) moved(rec *state.Node) *state.Node {
-	address, ok := m.sighted(rec.UID)
+// withLastAddress returns a node's record with the address where gossip saw it last. The state learns that
+// address later, from the leader.
+func (m *peering) withLastAddress(rec *state.Node) *state.Node {
+	address, ok := m.lastAddress(rec.UID)
 	if !ok || address == rec.Address {
 		return rec
 	}
@@ -86,10 +94,10 @@ func (m *mesh) moved(rec *state.Node) *state.Node {
 	return &now
 }
 
-// sightings is sighted of all nodes, by UID.
-func (m *mesh) sightings() map[string]string {
+// lastAddresses returns lastAddress of all nodes, by UID.
+func (m *peering) lastAddresses() map[string]string {
 	out := map[string]string{}
-	if met := m.met.Load(); met != nil {
+	if met := m.rejoinPeer.Load(); met != nil {
 		out[met.UID] = met.Address
 	}
 	if m.gossip == nil {
@@ -109,37 +117,39 @@ func (m *mesh) sightings() map[string]string {
 	return out
 }
 
-// sighted is where a node is, as the gossip says, or as the operator has said with a join.
-func (m *mesh) sighted(uid string) (address string, ok bool) {
-	if g, ok := m.seen(uid); ok && g.State == membership.Alive && g.Address != "" {
+// lastAddress is a node's address as gossip reports it, or as the operator gave it with a join.
+func (m *peering) lastAddress(uid string) (address string, ok bool) {
+	if g, ok := m.gossipMember(uid); ok && g.State == membership.Alive && g.Address != "" {
 		return g.Address, true
 	}
-	if met := m.met.Load(); met != nil && met.UID == uid {
+	if met := m.rejoinPeer.Load(); met != nil && met.UID == uid {
 		return met.Address, true
 	}
 	return "", false
 }
 
-// meetEvery is the pause between two attempts to find out which node is at the address of a join.
-const meetEvery = time.Second
+// rejoinRetry is the pause between two attempts to identify the node at the address of a join.
+const rejoinRetry = time.Second
 
-// meet finds out which control node is at the address of a join with the data dir of a member: it may have moved there while this node
-// was off. It is believed until ctx ends, when the state is there.
-func (m *mesh) meet(ctx context.Context) {
-	defer m.met.Store(nil)
+// identifyRejoinPeer finds out which control node is at the address of a join with a member's data dir. That
+// node may have moved there while this one was off. The result is used until ctx ends, when the state is
+// there.
+func (m *peering) identifyRejoinPeer(ctx context.Context) {
+	defer m.rejoinPeer.Store(nil)
 	for warned := false; ; {
-		c, err := m.port.Dial(ctx, nodeport.Renew, m.rejoin, "")
+		c, err := m.port.Dial(ctx, nodeport.Renew, m.rejoinAddress, "")
 		if err == nil {
-			m.met.Store(&state.Node{UID: c.Peer.UID, Address: m.rejoin})
-			_ = c.Close() // it has said who it is
+			m.rejoinPeer.Store(&state.Node{UID: c.Peer.UID, Address: m.rejoinAddress})
+			_ = c.Close() // the handshake has identified the node
 			<-ctx.Done()
 			return
 		}
 		if !warned && ctx.Err() == nil {
 			warned = true
-			m.n.log.Info("the address of the join does not answer yet", slog.String("address", m.rejoin), slog.Any("err", err))
+			m.n.log.Info("the address of the join does not answer yet",
+				slog.String("address", m.rejoinAddress), slog.Any("err", err))
 		}
-		t := time.NewTimer(meetEvery)
+		t := time.NewTimer(rejoinRetry)
 		select {
 		case <-t.C:
 		case <-ctx.Done():
@@ -149,8 +159,8 @@ func (m *mesh) meet(ctx context.Context) {
 	}
 }
 
-// seen is the newest that the gossip knows of a node.
-func (m *mesh) seen(uid string) (found membership.Member, ok bool) {
+// gossipMember returns the newest gossip entry of a node.
+func (m *peering) gossipMember(uid string) (found membership.Member, ok bool) {
 	if m == nil || m.gossip == nil {
 		return found, false
 	}
@@ -162,10 +172,126 @@ func (m *mesh) seen(uid string) (found membership.Member, ok bool) {
 	return found, ok
 }
 
-// sight adds what the gossip knows of a node to its status.
-func (m *mesh) sight(s *msg.NodeStatus, rec *state.Node) {
-	g, ok := m.seen(rec.UID)
+// addGossipView adds gossip's last sight of a node to its status.
+func (m *peering) addGossipView(s *msg.NodeStatus, rec *state.Node) {
+	g, ok := m.gossipMember(rec.UID)
 	if ok && g.State == membership.Alive && g.LastSeen.After(s.LastSeen.Add(state.LeaseTTL/2)) {
 		s.LastSeen, s.SeenBy = g.LastSeen, "gossip"
 	}
+}
+
+// rotateTimeout bounds one step of a rotation of the gossip key.
+const rotateTimeout = 5 * time.Second
+
+// keyringLeader wraps lease renewal: new gossip keys in the reply are installed before the next renewal
+// reports them, and the ingress learns which units wait for resources.
+type keyringLeader struct{ n *Node }
+
+// Renew implements msg.Leader.
+func (k keyringLeader) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) {
+	lease, err := k.n.leader.Renew(ctx, withNextVersionEvents(r))
+	if in := k.n.readyIngress.Load(); err == nil && in != nil {
+		in.TakeWaiting(lease.Waiting, lease.TTL)
+	}
+	if err == nil && len(lease.Keyring) > 0 && k.n.peering != nil {
+		if err := k.n.peering.applyKeyring(lease.Keyring); err != nil {
+			k.n.log.Warn("the gossip's new key cannot be taken, trying again", slog.Any("err", err))
+		}
+	}
+	return lease, err
+}
+
+// applyKeyring accepts these keys, sends with the first one and saves it in the data dir.
+func (m *peering) applyKeyring(ring [][]byte) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if err := m.setGossipKeys(ring); err != nil {
+		return err
+	}
+	if next := m.files; !bytes.Equal(next.GossipKey, ring[0]) {
+		next.GossipKey = ring[0]
+		if err := m.save(next); err != nil {
+			return err
+		}
+	}
+	m.keyring = ring
+	m.n.log.Info("the keys of the gossip have changed", slog.Int("keys", len(ring)))
+	return nil
+}
+
+// setGossipKeys gives the gossip its keys. An in-memory network has no gossip.
+func (m *peering) setGossipKeys(ring [][]byte) error {
+	if m.gossip == nil {
+		return nil
+	}
+	derived := make([][]byte, len(ring))
+	for i, secret := range ring {
+		key, err := membership.DeriveKey(secret, m.n.ident.Cluster)
+		if err != nil {
+			return err
+		}
+		derived[i] = key
+	}
+	return m.gossip.SetKeys(derived...)
+}
+
+// keyringSum identifies the keys of this node; "" before it has one.
+func (m *peering) keyringSum() string {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return state.KeyringSum(m.keyring)
+}
+
+// continueKeyRotation takes the next step of a rotation once every node has taken the previous one. It
+// returns false if there is nothing to do now.
+func (n *Node) continueKeyRotation(ctx context.Context) bool {
+	st := n.store.State()
+	if !st.Secrets.Turning() || len(st.Untaken()) > 0 {
+		return false
+	}
+	ctx, cancel := context.WithTimeout(ctx, rotateTimeout)
+	defer cancel()
+	if err := n.rotateKey(ctx, st, nil); err != nil {
+		n.log.Warn("the change of the gossip key did not go on, trying again", slog.Any("err", err))
+		return false
+	}
+	return true
+}
+
+// rotateKey begins a rotation to the key next, or continues the one in st.
+func (n *Node) rotateKey(ctx context.Context, st *state.State, next []byte) error {
+	_, err := n.consensus.ProposeHere(ctx,
+		state.Command{TurnKey: &state.TurnKey{From: state.KeyringSum(st.Secrets.Keyring()), Next: next}})
+	return err
+}
+
+// RotateKey implements api.Nodes.
+func (b *backend) RotateKey(ctx context.Context) error {
+	if b.n.peering == nil {
+		return problem.New(problem.Conflict, "this node stands alone: it does not gossip").
+			WithHint("start it with --advertise IP")
+	}
+	if _, err := b.n.requireLeader(); err != nil {
+		return err
+	}
+	return b.n.rotateKey(ctx, b.n.store.State(), newGossipKey())
+}
+
+func newGossipKey() []byte {
+	key := make([]byte, state.GossipKeySize)
+	_, _ = rand.Read(key) // never fails since Go 1.24
+	return key
+}
+
+// KeyRotation implements api.Nodes.
+func (b *backend) KeyRotation(context.Context) (api.KeyRotation, error) {
+	if _, err := b.n.requireLeader(); err != nil {
+		return api.KeyRotation{}, err
+	}
+	st := b.n.store.State()
+	r := api.KeyRotation{Done: !st.Secrets.Turning()}
+	if !r.Done {
+		r.Waiting = st.Untaken()
+	}
+	return r, nil
 }

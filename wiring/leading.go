@@ -15,33 +15,36 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// takeOverPause is the wait before a node that leads tries once more to begin what only the leader does.
+// takeOverPause is the wait before a new leader tries again to start the leader's actors.
 const takeOverPause = 200 * time.Millisecond
 
-// leading is what runs on the node that leads, and nowhere else: made at each election behind the barrier, ended with the leadership.
-type leading struct {
-	term    uint64 // raft's, of the election
+// leaderActors run only on the leader. They are made at each election, after the barrier, and end with the
+// leadership.
+type leaderActors struct {
+	term    uint64 // raft term of the election
 	assign  *rankassigner.Assigner
 	control *controller.Controller
 }
 
-// errNotLeading answers what came here although another node leads by now, or although this one could if its disk took writes.
+// errNotLeading answers a request for the leader on a node that does not lead, or that cannot lead because
+// its disk refuses writes.
 func (n *Node) errNotLeading() error {
 	if err := n.diskFault(); err != nil {
 		return err
 	}
-	return problem.New(problem.Unavailable, "this node does not lead the cluster at this moment").WithHint("try again in a second")
+	return problem.New(problem.Unavailable, "this node does not lead the cluster at this moment").
+		WithHint("try again in a second")
 }
 
-// lead gives the leader's actors, if this node leads.
-func (n *Node) lead() (*leading, error) {
-	if l := n.leads.Load(); l != nil {
+// requireLeader returns the leader's actors if this node leads.
+func (n *Node) requireLeader() (*leaderActors, error) {
+	if l := n.leading.Load(); l != nil {
 		return l, nil
 	}
 	return nil, n.errNotLeading()
 }
 
-// diskFault is why this node cannot take part in consensus now, nil if it can or never does.
+// diskFault says why this node cannot take part in consensus now; nil if it can, or never does.
 func (n *Node) diskFault() error {
 	if n.consensus == nil {
 		return nil
@@ -49,50 +52,52 @@ func (n *Node) diskFault() error {
 	return n.consensus.Fault()
 }
 
-// leadingNow is remote.Leading.
-func (n *Node) leadingNow() (msg.Leader, msg.Assigner, bool) {
-	l := n.leads.Load()
+// currentLeader implements remote.Leading.
+func (n *Node) currentLeader() (msg.Leader, msg.Assigner, bool) {
+	l := n.leading.Load()
 	if l == nil {
 		return nil, nil, false
 	}
-	return confirmed{l.control, n.consensus}, l.assign, true
+	return confirmingLeader{l.control, n.consensus}, l.assign, true
 }
 
-// confirmed is the leader that asks a majority before it prolongs a lease: one that was frozen would else grant leases that are not its
-// to grant any more, the first of them to itself.
-type confirmed struct {
+// confirmingLeader asks a majority before it prolongs a lease. A leader that was frozen would otherwise grant
+// leases after another node took over, first of all to itself.
+type confirmingLeader struct {
 	control   *controller.Controller
 	consensus *cluster.Cluster
 }
 
 // Renew implements msg.Leader.
-func (c confirmed) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) {
+func (c confirmingLeader) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) {
 	if err := c.consensus.Confirm(ctx); err != nil {
 		return msg.Lease{}, err
 	}
 	lease, err := c.control.Renew(ctx, r)
-	if secrets := c.consensus.State().Secrets; err == nil && r.Node.Keyring != state.KeyringSum(secrets.Keyring()) {
+	if secrets := c.consensus.State().Secrets; err == nil &&
+		r.Node.Keyring != state.KeyringSum(secrets.Keyring()) {
 		lease.Keyring = secrets.Keyring()
 	}
 	return lease, err
 }
 
-// proposesHere proposes for the leader's actors, and never sends on: one that was deposed and does not know it decides on what it saw
-// last, which the next leader must not carry out.
-type proposesHere struct{ consensus *cluster.Cluster }
+// localProposer proposes for the leader's actors and never forwards. A deposed leader that does not know it
+// yet decides on an old state, and the next leader must not execute such decisions.
+type localProposer struct{ consensus *cluster.Cluster }
 
 // Propose implements msg.Proposer.
-func (p proposesHere) Propose(ctx context.Context, c state.Command) (state.Result, error) {
+func (p localProposer) Propose(ctx context.Context, c state.Command) (state.Result, error) {
 	return p.consensus.ProposeHere(ctx, c)
 }
 
-// followLeadership begins and ends the leader's actors as elections go, until ctx ends.
+// followLeadership starts and stops the leader's actors at each election, until ctx ends.
 func (n *Node) followLeadership(ctx context.Context) {
 	for {
-		changed := n.store.Leadership() // before Leader, or a change in between goes unseen
+		// Leadership comes before Leader, so that no change in between is missed
+		changed := n.store.Leadership()
 		if err := n.adaptLeadership(ctx); err != nil && ctx.Err() == nil {
 			level := slog.LevelError
-			if !n.store.Leader() || errors.Is(err, cluster.ErrNotLeader) { // another one does by now
+			if !n.store.Leader() || errors.Is(err, cluster.ErrNotLeader) { // another node leads by now
 				level = slog.LevelInfo
 			}
 			n.log.Log(ctx, level, "cannot lead", slog.Any("err", err))
@@ -110,35 +115,41 @@ func (n *Node) followLeadership(ctx context.Context) {
 	}
 }
 
-// adaptLeadership ends what an earlier election began, and begins what this one asks for. A leadership that was lost and won again
-// begins anew: another node may have led in between, and told nodes what the actors here know nothing of. The only voter keeps what
-// runs while its disk is sick: nobody else can lead meanwhile, and the leases of healthy nodes do not need the disk.
+// adaptLeadership stops the actors of an earlier election and starts those of the current one. Leadership
+// that was lost and won again starts new actors: another node may have led in between and given commands that
+// the old actors do not know. The only voter keeps its actors while its disk fails: no other node can lead
+// meanwhile, and the leases of healthy nodes do not need the disk.
 func (n *Node) adaptLeadership(ctx context.Context) error {
 	leads := n.store.Leader()
 	over := !leads && (n.consensus == nil || !n.consensus.Holds())
-	if l := n.leads.Load(); l != nil && (over || leads && n.consensus.Term() != l.term) {
+	if l := n.leading.Load(); l != nil && (over || leads && n.consensus.Term() != l.term) {
 		n.log.Info("this node leads no more")
-		if err := n.stepDown(); err != nil { //nolint:contextcheck // actors outlive the election that begins or ends them
+		if err := n.stepDown(); err != nil { //nolint:contextcheck // actors outlive the election
 			return err
 		}
 	}
-	if leads && n.leads.Load() == nil {
+	if leads && n.leading.Load() == nil {
 		return n.takeOver(ctx)
 	}
 	return nil
 }
 
-// takeOver begins what the leader does. The state holds all that was committed before: Leader is true behind a barrier only.
+// takeOver starts the leader's actors. Store.Leader is true only after a barrier, so the state holds
+// everything committed before.
 func (n *Node) takeOver(ctx context.Context) error {
 	term := n.consensus.Term()
 	if err := n.putSelf(ctx); err != nil {
 		return err
 	}
 	t := n.timers()
-	here := proposesHere{n.consensus}
-	l := &leading{term: term, assign: rankassigner.New(rankassigner.Config{Store: n.store, Proposer: here, Timers: t.assigner, Log: n.log})}
+	here := localProposer{n.consensus}
+	l := &leaderActors{term: term, assign: rankassigner.New(rankassigner.Config{
+		Store:    n.store,
+		Proposer: here, Timers: t.assigner, Log: n.log,
+	})}
 	l.control = controller.New(controller.Config{
-		Store: n.store, Proposer: here, Granter: l.assign, Metrics: n.metrics, Timers: t.controller, Log: n.log, Agent: n.agent, Self: n.cfg.NodeID,
+		Store: n.store, Proposer: here, Granter: l.assign, Metrics: n.metrics, Timers: t.controller,
+		Log: n.log, Agent: n.nodeAgent, Self: n.cfg.NodeID,
 		Confirm: n.consensus.Confirm, StepDown: n.consensus.StepDown,
 	})
 	if err := l.assign.Start(n.system); err != nil { //nolint:contextcheck // as above
@@ -147,88 +158,96 @@ func (n *Node) takeOver(ctx context.Context) error {
 	if err := l.control.Start(n.system); err != nil { //nolint:contextcheck // as above
 		return errors.Join(err, l.assign.Close()) //nolint:contextcheck // as above
 	}
-	n.leads.Store(l)
-	n.node.Renew(ctx) // what runs here is known before anybody asks; what does not is not shown as running
-	if err := n.shown(ctx, l); err != nil {
+	n.leading.Store(l)
+	n.node.Renew(ctx) // show this node's units from the start, as running or as gone
+	if err := n.awaitControllerReady(ctx, l); err != nil {
 		return err
 	}
 	n.log.Info("this node leads the cluster", slog.Uint64("term", term))
 	return nil
 }
 
-// putSelf makes this node known to the cluster that it leads.
+// putSelf writes this node's record into the state of the cluster that it leads.
 func (n *Node) putSelf(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, readyTimeout)
 	defer cancel()
-	self := n.self()
+	self := n.selfRecord()
 	var err error
-	if self.Key, err = n.mesh.keySum(); err != nil {
+	if self.Key, err = n.peering.publicKeySum(); err != nil {
 		return err
 	}
-	_, err = n.store.Propose(ctx, state.Command{PutNode: &state.PutNode{Node: self, AnyRoles: n.mesh == nil || n.mesh.founding}})
+	_, err = n.store.Propose(ctx, state.Command{PutNode: &state.PutNode{
+		Node:     self,
+		AnyRoles: n.peering == nil || n.peering.founding,
+	}})
 	return err
 }
 
-// stepDown ends what the leader does. Idempotent.
+// stepDown stops the leader's actors. Idempotent.
 func (n *Node) stepDown() error {
-	l := n.leads.Swap(nil)
+	l := n.leading.Swap(nil)
 	if l == nil {
 		return nil
 	}
 	return errors.Join(l.control.Close(), l.assign.Close())
 }
 
-// shown waits until the controller shows the apps that were there before a restart: who asks for one is not told that there is
-// none.
-func (n *Node) shown(ctx context.Context, l *leading) error {
+// awaitControllerReady waits until the controller lists every stored app, so that early status requests do
+// not get a false 404.
+func (n *Node) awaitControllerReady(ctx context.Context, l *leaderActors) error {
 	for {
-		next := l.control.Watch() // before Status, or a change in between goes unseen
+		next := l.control.Watch() // Watch comes before Status, so that no change in between is missed
 		if len(l.control.Status()) >= len(n.store.State().Apps) {
 			return nil
 		}
 		select {
 		case <-next:
 		case <-ctx.Done():
-			return problem.New(problem.Timeout, "the controller has not taken up the applications of the data dir: %w", context.Cause(ctx))
+			return problem.New(problem.Timeout,
+				"the controller has not taken up the applications of the data dir: %w", context.Cause(ctx))
 		}
 	}
 }
 
-// agent is how the controller tells a node.
-func (n *Node) agent(id string) (msg.NodeAgent, bool) {
+// nodeAgent returns the agent by which the controller commands a node.
+func (n *Node) nodeAgent(id string) (msg.NodeAgent, bool) {
 	if id == n.cfg.NodeID {
 		return n.node, n.node != nil
 	}
-	return n.mesh.agent(id)
+	return n.peering.nodeAgent(id)
 }
 
-// onLeaseLoss is what ranks do when no leader answers: a node that stands alone serves until it ends.
+// onLeaseLoss says what ranks do without a lease. A node that stands alone serves until it ends.
 func (n *Node) onLeaseLoss() node.LeaseLoss {
-	if n.mesh == nil {
+	if n.peering == nil {
 		return node.Serve
 	}
 	return node.LeaseLoss(n.cfg.OnLeaseLoss)
 }
 
-// trouble is what people should know of this node.
-func (n *Node) trouble() string {
+// warning is shown in this node's status; "" if there is none.
+func (n *Node) warning() string {
 	if err := n.diskFault(); err != nil {
 		return err.Error()
 	}
 	return ""
 }
 
-// self is this node as it shows itself to the others.
-func (n *Node) self() state.Node { return n.describe(n.mesh) }
+// selfRecord is this node's record for the other nodes.
+func (n *Node) selfRecord() state.Node { return n.nodeRecord(n.peering) }
 
-func (n *Node) describe(m *mesh) state.Node {
-	out := state.Node{ID: n.cfg.NodeID, UID: n.ident.UID, Zone: n.cfg.Zone, Version: n.cfg.Version, Level: state.Level, Offer: n.offer}
+func (n *Node) nodeRecord(m *peering) state.Node {
+	out := state.Node{
+		ID: n.cfg.NodeID, UID: n.ident.UID, Zone: n.cfg.Zone, Version: n.cfg.Version,
+		Level: state.Level, Offer: n.offer,
+	}
 	for _, r := range n.cfg.Roles {
 		out.Roles = append(out.Roles, state.Role(r))
 	}
 	if m != nil {
-		out.Advertise, out.Address, out.Gossip, out.Keyring = n.cfg.Advertise, m.address, m.gossipAddress, m.keyringSum()
+		out.Advertise, out.Address, out.Gossip, out.Keyring = n.cfg.Advertise, m.address, m.gossipAddress,
+			m.keyringSum()
 	}
-	n.describeNext(&out)
+	n.addNextVersionFields(&out)
 	return out
 }

@@ -7,18 +7,18 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestLeadershipWonAgainBeginsAnew: between two looks another node may have led, so the actors of the earlier election go.
-func TestLeadershipWonAgainBeginsAnew(t *testing.T) {
+// Another node may have led between two checks, so the actors of the earlier election end.
+func TestNewTermStartsNewLeaderActors(t *testing.T) {
 	n := newBackend(t, edgeFile).n
-	n.kill() // the loop that looks by itself
+	n.kill() // stop the loop that follows leadership
 	n.loops.Wait()
-	first := n.leads.Load()
+	first := n.leading.Load()
 	require.NoError(t, n.adaptLeadership(t.Context()))
-	assert.Same(t, first, n.leads.Load(), "the same term goes on")
+	assert.Same(t, first, n.leading.Load(), "the same term goes on")
 
 	first.term--
 	require.NoError(t, n.adaptLeadership(t.Context()))
-	second := n.leads.Load()
+	second := n.leading.Load()
 	require.NotSame(t, first, second)
 	assert.Equal(t, n.consensus.Term(), second.term)
 	assert.Len(t, second.control.Status(), 1, "the new controller goes on with the application")

@@ -10,9 +10,12 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestMaxBodyReachesTheEndpoint: --max-body is the limit of the endpoint, and what is too large is told how to raise it.
+// --max-body is the limit of the endpoint, and the 413 answer names the flag.
 func TestMaxBodyReachesTheEndpoint(t *testing.T) {
-	for mib, want := range map[int]map[int]int{1: {1: 413, 0: 404}, DefaultMaxBody: {17: 413, 1: 404}, LargestMaxBody: {17: 404}} {
+	for mib, want := range map[int]map[int]int{
+		1: {1: 413, 0: 404}, DefaultMaxBody: {17: 413, 1: 404},
+		LargestMaxBody: {17: 404},
+	} {
 		c := DefaultConfig()
 		c.NodeID, c.DataDir, c.LogWriter, c.Ephemeral, c.MaxBody = "n1", t.TempDir(), io.Discard, true, mib
 		c.HTTPBind, c.AdminBind = "127.0.0.1:0", "127.0.0.1:0"
@@ -23,7 +26,8 @@ func TestMaxBodyReachesTheEndpoint(t *testing.T) {
 		go func() { served <- n.ingress.Serve() }()
 		for size, status := range want {
 			body := `{"model":"x","prompt":"` + strings.Repeat("x", size<<20) + `"}`
-			req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+n.HTTPAddr()+"/v1/completions", strings.NewReader(body))
+			req, err := http.NewRequestWithContext(t.Context(), http.MethodPost,
+				"http://"+n.HTTPAddr()+"/v1/completions", strings.NewReader(body))
 			require.NoError(t, err)
 			resp, err := http.DefaultClient.Do(req)
 			require.NoError(t, err)
@@ -31,7 +35,8 @@ func TestMaxBodyReachesTheEndpoint(t *testing.T) {
 			require.NoError(t, err)
 			require.NoError(t, resp.Body.Close())
 			assert.Equal(t, status, resp.StatusCode, "%d MiB at --max-body %d", size, mib)
-			assert.Equal(t, status == http.StatusRequestEntityTooLarge, strings.Contains(string(text), "--max-body"), string(text))
+			assert.Equal(t, status == http.StatusRequestEntityTooLarge,
+				strings.Contains(string(text), "--max-body"), string(text))
 		}
 		http.DefaultClient.CloseIdleConnections()
 		require.NoError(t, n.Close())

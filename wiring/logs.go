@@ -3,6 +3,8 @@ package wiring
 import (
 	"context"
 	"io"
+	"maps"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -13,7 +15,8 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// logBatch bounds the lines between the node's ring and a reader; a reader that is slower than that slows the copy, not the engine.
+// logBatch bounds the lines between the node's ring and a reader. A slower reader slows the copy, not the
+// engine.
 const logBatch = 256
 
 // Logs implements api.Backend.
@@ -23,29 +26,31 @@ func (b *backend) Logs(ctx context.Context, q api.LogQuery) (api.LogStream, erro
 		return nil, err
 	}
 	st := b.n.store.State()
-	if err := knownRank(st, &status, q); err != nil {
+	if err := checkRankExists(st, &status, q); err != nil {
 		return nil, err
 	}
 	nq := msg.LogQuery{App: q.App, Rank: q.Rank, Since: q.Since, Follow: q.Follow, Tail: q.Tail}
 	if q.Group != api.AllRanks {
-		nq.Unit = unitOf(st, q)
+		nq.Unit = unitOfQuery(st, q)
 	}
 	s := &logStream{group: q.Group, app: q.App, lines: make(chan api.LogLine, logBatch)}
 	if q.Tail == 0 && !q.Follow {
 		close(s.lines)
 		return s, nil
 	}
-	run, cancel := context.WithCancel(context.WithoutCancel(ctx)) // ended by Close, not by the call that opened it
+	// Close ends it, not the call that opened it
+	run, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	s.cancel = cancel
 	s.copying.Go(func() {
 		defer close(s.lines)
-		b.n.collectLogs(run, nq, func(l msg.LogLine) error { return s.put(run, l) })
+		b.n.collectLogs(run, nq, func(l msg.LogLine) error { return s.push(run, l) })
 	})
 	return s, nil
 }
 
-// knownRank refuses a group or rank that the application has not and never had: silence would look like an engine without a log.
-func knownRank(st *state.State, a *msg.AppStatus, q api.LogQuery) error {
+// checkRankExists refuses a group or rank that the application never had. An empty stream would look like an
+// engine without a log.
+func checkRankExists(st *state.State, a *msg.AppStatus, q api.LogQuery) error {
 	if q.Group == api.AllRanks {
 		return nil
 	}
@@ -57,18 +62,20 @@ func knownRank(st *state.State, a *msg.AppStatus, q api.LogQuery) error {
 		}
 	}
 	group := q.App + "/" + strconv.Itoa(q.Group)
-	if q.Rank != api.AllRanks && st.Epochs[group+"/"+strconv.Itoa(q.Rank)] > 0 { // it had it; its lines may still be kept
+	// the rank existed, and its lines may still be stored
+	if q.Rank != api.AllRanks && st.Epochs[group+"/"+strconv.Itoa(q.Rank)] > 0 {
 		return nil
 	}
 	what := "group " + group
 	if q.Rank != api.AllRanks {
 		what = "rank " + group + "/" + strconv.Itoa(q.Rank)
 	}
-	return problem.New(problem.NotFound, "there is no %s", what).WithHint("`dpserve status %s` lists the ranks", q.App)
+	return problem.New(problem.NotFound, "there is no %s", what).
+		WithHint("`dpserve status %s` lists the ranks", q.App)
 }
 
-// unitOf names the unit that a group and rank of a query belong to; "" if all units of a group are asked for.
-func unitOf(st *state.State, q api.LogQuery) string {
+// unitOfQuery names the unit that a group and rank of a query belong to; "" for all units of a group.
+func unitOfQuery(st *state.State, q api.LogQuery) string {
 	group := q.App + "/" + strconv.Itoa(q.Group)
 	if st.Units[group] != nil || st.Epochs[group] > 0 { // lockstep: the group is the unit
 		return group
@@ -79,30 +86,33 @@ func unitOf(st *state.State, q api.LogQuery) string {
 	return group + "/" + strconv.Itoa(q.Rank)
 }
 
-// logStream is an api.LogStream over the node's callback.
+// logStream implements api.LogStream over the node's callback.
 type logStream struct {
 	app     string
-	group   int // api.AllRanks, or the only group to pass
+	group   int // api.AllRanks, or the only group to return
 	lines   chan api.LogLine
 	cancel  context.CancelFunc
 	copying sync.WaitGroup
 }
 
-func (s *logStream) put(ctx context.Context, l msg.LogLine) error {
-	group := groupOf(l.Unit)
+func (s *logStream) push(ctx context.Context, l msg.LogLine) error {
+	group := groupOfUnit(l.Unit)
 	if s.group != api.AllRanks && s.group != group {
 		return nil
 	}
 	select {
-	case s.lines <- api.LogLine{Time: l.At, App: s.app, Group: group, Rank: l.Rank, Stream: l.Stream, Text: l.Text}:
+	case s.lines <- api.LogLine{
+		Time: l.At, App: s.app, Group: group, Rank: l.Rank, Stream: l.Stream,
+		Text: l.Text,
+	}:
 		return nil
 	case <-ctx.Done():
 		return context.Cause(ctx)
 	}
 }
 
-// groupOf reads the group from a unit's name, app/group or app/group/rank.
-func groupOf(unit string) int {
+// groupOfUnit reads the group from a unit's name, app/group or app/group/rank.
+func groupOfUnit(unit string) int {
 	parts := strings.Split(unit, "/")
 	if len(parts) < 2 {
 		return 0
@@ -144,4 +154,84 @@ func (s *logStream) Close() error {
 	}
 	s.copying.Wait()
 	return nil
+}
+
+// collectLogs passes the lines of all nodes to give: past lines ordered by time, new ones as they arrive.
+// Ranks move, so every node may have lines of any rank. A node that does not answer is left out.
+func (n *Node) collectLogs(ctx context.Context, q msg.LogQuery, give func(msg.LogLine) error) {
+	views := n.views()
+	if len(views) == 1 || q.Follow {
+		n.followLogs(ctx, views, q, give)
+		return
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer cancel()
+	var lines []<-chan msg.LogLine
+	for _, id := range slices.Sorted(maps.Keys(views)) {
+		ch := make(chan msg.LogLine, logBatch)
+		lines = append(lines, ch)
+		wg.Go(func() {
+			defer close(ch)
+			_ = views[id].Logs(ctx, q, func(l msg.LogLine) error { return sendLine(ctx, ch, l) })
+		})
+	}
+	mergeLogs(lines, give)
+}
+
+// followLogs passes lines to give as they arrive.
+func (n *Node) followLogs(ctx context.Context, views map[string]msg.NodeView, q msg.LogQuery,
+	give func(msg.LogLine) error,
+) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	var mu sync.Mutex
+	var wg sync.WaitGroup
+	for _, v := range views {
+		wg.Go(func() {
+			_ = v.Logs(ctx, q, func(l msg.LogLine) error {
+				mu.Lock()
+				defer mu.Unlock()
+				err := give(l)
+				if err != nil {
+					cancel()
+				}
+				return err
+			})
+		})
+	}
+	wg.Wait()
+}
+
+func sendLine(ctx context.Context, ch chan<- msg.LogLine, l msg.LogLine) error {
+	select {
+	case ch <- l:
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
+
+// mergeLogs passes the lines of several ordered sources to give, ordered by time, until all sources are
+// closed or give fails.
+func mergeLogs(sources []<-chan msg.LogLine, give func(msg.LogLine) error) {
+	heads := make([]*msg.LogLine, len(sources))
+	for {
+		first := -1
+		for i, ch := range sources {
+			if heads[i] == nil {
+				if l, ok := <-ch; ok {
+					heads[i] = &l
+				}
+			}
+			if heads[i] != nil && (first < 0 || heads[i].At.Before(heads[first].At)) {
+				first = i
+			}
+		}
+		if first < 0 || give(*heads[first]) != nil {
+			return
+		}
+		heads[first] = nil
+	}
 }

@@ -15,14 +15,14 @@ import (
 	"github.com/dpserve/dpserve/engine"
 )
 
-// Network is where a node listens and dials, in place of TCP: whole nodes run in one process on one of these. A dial to an
-// address nobody listens at must fail as net's does (a *net.OpError of op "dial"). Safe for concurrent use.
+// Network replaces TCP for a node, so that whole nodes run in one process. A dial to an address without a
+// listener must fail as net's does (a *net.OpError of op "dial"). Safe for concurrent use.
 type Network interface {
 	Listen(addr string) (net.Listener, error)
 	DialContext(ctx context.Context, network, addr string) (net.Conn, error)
 }
 
-// dialer is how the ingress reaches engines; nil = TCP.
+// dialer returns the ingress's dialer for engines; nil = TCP.
 func (c *Config) dialer() ingress.Dialer {
 	if c.Network == nil {
 		return nil
@@ -30,7 +30,7 @@ func (c *Config) dialer() ingress.Dialer {
 	return c.Network.DialContext
 }
 
-// probes is the transport of questions to engines.
+// probes returns the transport for health probes of engines.
 func (c *Config) probes() *http.Transport {
 	t := engine.NewTransport()
 	if c.Network != nil {
@@ -39,7 +39,7 @@ func (c *Config) probes() *http.Transport {
 	return t
 }
 
-// bindTest says whether an engine's port can be bound; nil = the node asks TCP.
+// bindTest reports whether an engine's port can be bound; nil = the node asks TCP.
 func (c *Config) bindTest() func(port int) error {
 	if c.Network == nil {
 		return nil
@@ -53,7 +53,7 @@ func (c *Config) bindTest() func(port int) error {
 	}
 }
 
-// dialEvents is how DPServers reach event sockets that engines bind; nil = TCP.
+// dialEvents returns the dialer for event sockets that engines bind; nil = TCP.
 func (c *Config) dialEvents() func(ctx context.Context, addr string) (net.Conn, error) {
 	if c.Network == nil {
 		return nil
@@ -63,7 +63,7 @@ func (c *Config) dialEvents() func(ctx context.Context, addr string) (net.Conn, 
 	}
 }
 
-// listenEvents is where DPServers bind event sockets that engines dial; nil = TCP.
+// listenEvents returns the listener for event sockets that engines dial; nil = TCP.
 func (c *Config) listenEvents() func(ctx context.Context, addr string) (net.Listener, error) {
 	if c.Network == nil {
 		return nil
@@ -71,12 +71,12 @@ func (c *Config) listenEvents() func(ctx context.Context, addr string) (net.List
 	return func(_ context.Context, addr string) (net.Listener, error) { return c.Network.Listen(addr) }
 }
 
-// bind is where the node port listens; nil = TCP.
+// bind returns the listener of the node port; nil = TCP.
 func (c *Config) bind() func(ctx context.Context, addr string) (net.Listener, error) {
 	return c.listenEvents()
 }
 
-// connect is how the node port dials; nil = TCP.
+// connect returns the dialer of the node port; nil = TCP.
 func (c *Config) connect() nodeport.DialFunc {
 	if c.Network == nil {
 		return nil
@@ -84,18 +84,21 @@ func (c *Config) connect() nodeport.DialFunc {
 	return c.Network.DialContext
 }
 
-// joinDialer is how a newcomer reaches the cluster; nil = TCP.
-func (c *Config) joinDialer() func(ctx context.Context, address string, fingerprint [sha256.Size]byte) (*grpc.ClientConn, error) {
+// joinDialer returns the dialer of a node that joins; nil = TCP.
+func (c *Config) joinDialer() func(ctx context.Context, address string,
+	fingerprint [sha256.Size]byte) (*grpc.ClientConn, error) {
 	if c.Network == nil {
 		return nil
 	}
-	return func(ctx context.Context, address string, fingerprint [sha256.Size]byte) (*grpc.ClientConn, error) {
+	return func(ctx context.Context, address string, fingerprint [sha256.Size]byte) (*grpc.ClientConn,
+		error,
+	) {
 		return nodeport.JoinGRPC(ctx, c.Network.DialContext, address, fingerprint)
 	}
 }
 
-// engineHost is where engines listen: loopback, or the advertised address if that is a loopback one too, so that several nodes on
-// one machine do not share ports.
+// engineHost is the address where engines listen: loopback, or the advertised address if that is a loopback
+// address too, so that several nodes on one machine do not share ports.
 func (c *Config) engineHost() string {
 	if ip := net.ParseIP(c.Advertise); ip != nil && ip.IsLoopback() {
 		return c.Advertise
@@ -120,9 +123,9 @@ func (n *Node) listenAdmin(ctx context.Context, addr string) error {
 	return n.listenServer(ctx, n.admin, addr)
 }
 
-// listenMetrics binds the port of /metrics alone.
+// listenMetrics binds the port of --metrics-bind.
 func (n *Node) listenMetrics(ctx context.Context, addr string) error {
-	return n.listenServer(ctx, n.numbers, addr)
+	return n.listenServer(ctx, n.metricsServer, addr)
 }
 
 func (n *Node) listenServer(ctx context.Context, s *api.Server, addr string) error {

@@ -9,10 +9,11 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// What next_version.go adds to the build that stands for the next version in the test of upgrades. Here there is nothing.
+// These functions do nothing in this build. next_version.go replaces them in the build that stands for the
+// next version in the test of upgrades.
 
-func (n *Node) next(context.Context) {}
+func (n *Node) probeNextVersion(context.Context) {}
 
-func (n *Node) describeNext(*state.Node) {}
+func (n *Node) addNextVersionFields(*state.Node) {}
 
-func nextReport(r *msg.NodeReport) *msg.NodeReport { return r }
+func withNextVersionEvents(r *msg.NodeReport) *msg.NodeReport { return r }

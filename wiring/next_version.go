@@ -14,16 +14,17 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// This file is for the test of upgrades (TestMB6 in test/system): with state/next_version.go it makes a build that stands for the next
-// version of dpserve. It is in no other build.
+// This file is for the test of upgrades (TestMB6 in test/system). Together with state/next_version.go it
+// makes a build that stands for the next version of dpserve. No other build contains it.
 
-// next logs the state of a control node, so that the test can compare them, and lets the leader propose the new kind of command once
-// the application NextTrigger is deployed.
-func (n *Node) next(ctx context.Context) {
+// probeNextVersion logs the state of a control node, so that the test can compare the states. On the leader
+// it proposes the new kind of command once the application NextTrigger is deployed.
+func (n *Node) probeNextVersion(ctx context.Context) {
 	st := n.store.State()
 	if data, err := st.Encode(); err == nil {
 		sum := sha256.Sum256(data)
-		n.log.Info("next: state", slog.Uint64("index", st.Index), slog.String("sum", hex.EncodeToString(sum[:])), slog.String("marked", st.Marked))
+		n.log.Info("next: state", slog.Uint64("index", st.Index),
+			slog.String("sum", hex.EncodeToString(sum[:])), slog.String("marked", st.Marked))
 	}
 	if st.Apps[state.NextTrigger] == nil || st.Marked != "" || !n.store.Leader() {
 		return
@@ -35,9 +36,9 @@ func (n *Node) next(ctx context.Context) {
 	}
 }
 
-// describeNext fills in what the next version says of a node.
-func (n *Node) describeNext(rec *state.Node) {
-	if (late{n}).State().Apps[state.NextTrigger] != nil {
+// addNextVersionFields sets the fields of a node's record that the next version adds.
+func (n *Node) addNextVersionFields(rec *state.Node) {
+	if (deferredStore{n}).State().Apps[state.NextTrigger] != nil {
 		rec.Colour = "blue"
 	}
 }
@@ -45,8 +46,8 @@ func (n *Node) describeNext(rec *state.Node) {
 // restAfter is when a ready unit of the next version reports a kind of event that this version does not know.
 const restAfter = time.Second
 
-// nextReport gives units that have been ready for a while another newest event.
-func nextReport(r *msg.NodeReport) *msg.NodeReport {
+// withNextVersionEvents changes the newest event of units that have been ready for restAfter.
+func withNextVersionEvents(r *msg.NodeReport) *msg.NodeReport {
 	out := *r
 	out.Units = slices.Clone(r.Units)
 	for i := range out.Units {

@@ -10,8 +10,6 @@ import (
 	"slices"
 	"time"
 
-	"google.golang.org/grpc"
-
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/cluster"
 	"github.com/dpserve/dpserve/cluster/nodeport"
@@ -19,47 +17,45 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// late is the state for those who are made before the store.
-type late struct{ n *Node }
-
-var _ msg.Store = late{}
+var _ msg.Store = deferredStore{}
 
 // State implements msg.Store.
-func (l late) State() *state.State {
-	if s := l.n.opened.Load(); s != nil {
+func (l deferredStore) State() *state.State {
+	if s := l.n.openedStore.Load(); s != nil {
 		return (*s).State()
 	}
 	return state.New()
 }
 
 // Changed implements msg.Store.
-func (l late) Changed() <-chan struct{} {
-	if s := l.n.opened.Load(); s != nil {
+func (l deferredStore) Changed() <-chan struct{} {
+	if s := l.n.openedStore.Load(); s != nil {
 		return (*s).Changed()
 	}
 	return nil
 }
 
-// peers are the nodes there are, by name: those of the state, or while it is not there yet those that this node joined at.
+// peers returns the cluster's nodes by name: those of the state, or the seeds while the state is not there
+// yet.
 func (n *Node) peers() map[string]*state.Node {
-	if nodes := (late{n}).State().Nodes; len(nodes) > 0 || n.mesh == nil {
+	if nodes := (deferredStore{n}).State().Nodes; len(nodes) > 0 || n.peering == nil {
 		return nodes
 	}
 	out := map[string]*state.Node{}
-	for i := range n.mesh.seeds {
-		out[n.mesh.seeds[i].ID] = &n.mesh.seeds[i]
+	for i := range n.peering.seeds {
+		out[n.peering.seeds[i].ID] = &n.peering.seeds[i]
 	}
 	return out
 }
 
-// reachable are peers, each at the address where it was seen last: the state's may be older than a move, and only the node that moved
-// could change it, by way of the leader.
-func (n *Node) reachable() map[string]*state.Node {
+// peersAtLastAddress returns peers, each at the address where it was seen last. The state's address may be
+// older than a move, and only the moved node can change it, through the leader.
+func (n *Node) peersAtLastAddress() map[string]*state.Node {
 	nodes := n.peers()
-	if n.mesh == nil {
+	if n.peering == nil {
 		return nodes
 	}
-	seen, out := n.mesh.sightings(), maps.Clone(nodes) // the state's own map is shared
+	seen, out := n.peering.lastAddresses(), maps.Clone(nodes) // the state's own map is shared
 	for id, rec := range nodes {
 		if address := seen[rec.UID]; address != "" && address != rec.Address {
 			now := *rec
@@ -70,33 +66,35 @@ func (n *Node) reachable() map[string]*state.Node {
 	return out
 }
 
-// peer is one of peers, at the address where it was seen last.
-func (n *Node) peer(id string) *state.Node {
+// peerAtLastAddress returns one node of peers at the address where it was seen last.
+func (n *Node) peerAtLastAddress(id string) *state.Node {
 	rec := n.peers()[id]
-	if rec == nil || n.mesh == nil {
+	if rec == nil || n.peering == nil {
 		return rec
 	}
-	return n.mesh.moved(rec)
+	return n.peering.withLastAddress(rec)
 }
 
-// leaderUID is the node that leads, as far as this one knows.
+// leaderUID is the leader's UID, as far as this node knows.
 func (n *Node) leaderUID() (uid string, known bool) {
-	if s := n.opened.Load(); s != nil {
+	if s := n.openedStore.Load(); s != nil {
 		return (*s).LeaderNode()
 	}
 	return "", false
 }
 
-// removed says that a node was removed from the cluster.
-func (n *Node) removed(uid string) bool { return slices.Contains((late{n}).State().Removed, uid) }
+// isRemoved reports whether the cluster has removed a node.
+func (n *Node) isRemoved(uid string) bool {
+	return slices.Contains((deferredStore{n}).State().Removed, uid)
+}
 
-// has says whether this node has a role.
-func (n *Node) has(role state.Role) bool { return slices.Contains(n.cfg.Roles, string(role)) }
+// hasRole reports whether this node has a role.
+func (n *Node) hasRole(role state.Role) bool { return slices.Contains(n.cfg.Roles, string(role)) }
 
-// forward is api.Forward: the way to the leader, unless it is here. A node that knows no leader and whose disk refuses writes answers
-// itself, and says so.
-func (n *Node) forward() (http.Handler, bool) {
-	if n.mesh == nil || n.leads.Load() != nil {
+// leaderHandler implements api.Forward: it forwards to the leader unless this node leads. A node that knows
+// no leader and whose disk refuses writes answers itself with that fault.
+func (n *Node) leaderHandler() (http.Handler, bool) {
+	if n.peering == nil || n.leading.Load() != nil {
 		return nil, false
 	}
 	uid, ok := n.leaderUID()
@@ -105,25 +103,27 @@ func (n *Node) forward() (http.Handler, bool) {
 	}
 	for id, rec := range n.peers() {
 		if rec.UID == uid {
-			return n.mesh.toAdmin(id), true
+			return n.peering.adminProxy(id), true
 		}
 	}
 	return nil, true
 }
 
-// watchOut ends the connections of nodes that the cluster has removed, and this node when it is one of them.
-func (n *Node) watchOut(ctx context.Context) {
+// watchRemoval ends the connections of nodes that the cluster has removed, and this node when it is removed
+// itself.
+func (n *Node) watchRemoval(ctx context.Context) {
 	for seen := ""; ; {
 		changed := n.store.Changed()
-		if gone := n.store.State().Removed; len(gone) > 0 && gone[len(gone)-1] != seen && n.mesh != nil { // its length is bounded
+		// Removed is bounded, so compare its last entry, not its length
+		if gone := n.store.State().Removed; len(gone) > 0 && gone[len(gone)-1] != seen && n.peering != nil {
 			seen = gone[len(gone)-1]
-			n.loops.Go(func() { n.partFrom(ctx, gone) })
+			n.loops.Go(func() { n.disconnectRemoved(ctx, gone) })
 		}
-		if n.removed(n.ident.UID) {
+		if n.isRemoved(n.ident.UID) {
 			n.log.Info("this node was removed from its cluster")
-			n.mesh.noteRemoval()
-			n.left.Store(true)
-			close(n.out)
+			n.peering.noteRemoval()
+			n.hasLeft.Store(true)
+			close(n.removedFromCluster)
 			return
 		}
 		select {
@@ -134,35 +134,37 @@ func (n *Node) watchOut(ctx context.Context) {
 	}
 }
 
-// partFrom ends the connections with removed nodes: a moment later, or a node that asked to leave would not hear that it has.
-func (n *Node) partFrom(ctx context.Context, uids []string) {
+// disconnectRemoved ends the connections with removed nodes after disconnectDelay, so that a node that asked
+// to leave still gets the answer.
+func (n *Node) disconnectRemoved(ctx context.Context, uids []string) {
 	select {
-	case <-time.After(farewell):
+	case <-time.After(disconnectDelay):
 	case <-ctx.Done():
 		return
 	}
 	for _, uid := range uids {
-		n.mesh.port.Disconnect(uid)
+		n.peering.port.Disconnect(uid)
 	}
 }
 
-// farewell is how long the connections of a removed node live on.
-const farewell = time.Second
+// disconnectDelay is how long the connections of a removed node stay open.
+const disconnectDelay = time.Second
 
-// FirstToken is where and with what other machines join, right after the very first start of a cluster; else empty.
+// FirstToken returns the address and the token with which other machines join, after the very first start of
+// a cluster; else it is empty.
 func (n *Node) FirstToken() (address, token string) {
 	if n.firstToken == "" {
 		return "", ""
 	}
-	return n.mesh.address, n.firstToken
+	return n.peering.address, n.firstToken
 }
 
-// Left says that this node was removed from its cluster.
-func (n *Node) Left() bool { return n.left.Load() }
+// Left reports whether the cluster has removed this node.
+func (n *Node) Left() bool { return n.hasLeft.Load() }
 
-// firstJoin makes the token that the first start prints.
-func (n *Node) firstJoin(ctx context.Context) error {
-	if !n.mesh.founding {
+// createFirstToken makes the token that the first start prints.
+func (n *Node) createFirstToken(ctx context.Context) error {
+	if !n.peering.founding {
 		return nil
 	}
 	t, err := n.newToken(ctx, FirstTokenTTL, FirstTokenUses)
@@ -170,22 +172,26 @@ func (n *Node) firstJoin(ctx context.Context) error {
 	return err
 }
 
-// knownWait bounds how long a node that has just come waits until the cluster knows what it offers. Its first renewal says it.
-const knownWait = 5 * time.Second
+// registeredTimeout bounds how long a new node waits until the cluster knows its resources. The node's first
+// renewal reports them.
+const registeredTimeout = 5 * time.Second
 
-// known waits until a deploy would find room on this node: who is told that a node has joined deploys next.
-func (n *Node) known(ctx context.Context) {
-	ctx, cancel := context.WithTimeout(ctx, knownWait)
+// awaitRegistered waits until the cluster knows this node's resources: users often deploy right after `join`
+// returns.
+func (n *Node) awaitRegistered(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, registeredTimeout)
 	defer cancel()
 	for {
-		changed := n.store.Changed() // before State, or a change in between goes unseen
-		if rec := n.store.State().Nodes[n.cfg.NodeID]; rec != nil && rec.Offer.Slots == n.offer.Slots && rec.Offer.PortLo == n.offer.PortLo {
+		changed := n.store.Changed() // Changed comes before State, so that no change in between is missed
+		if rec := n.store.State().Nodes[n.cfg.NodeID]; rec != nil && rec.Offer.Slots == n.offer.Slots &&
+			rec.Offer.PortLo == n.offer.PortLo {
 			return
 		}
 		select {
 		case <-changed:
 		case <-ctx.Done():
-			if errors.Is(ctx.Err(), context.DeadlineExceeded) { // not a node that is told to end at once
+			// no warning when the node is stopped meanwhile
+			if errors.Is(ctx.Err(), context.DeadlineExceeded) {
 				n.log.Warn("the cluster does not know yet what this node offers")
 			}
 			return
@@ -193,22 +199,22 @@ func (n *Node) known(ctx context.Context) {
 	}
 }
 
-// handOver lets another node lead before this one goes.
-func (n *Node) handOver() {
-	if n.consensus == nil || n.mesh == nil {
+// handOverLeadership lets another node lead before this one ends.
+func (n *Node) handOverLeadership() {
+	if n.consensus == nil || n.peering == nil {
 		return
 	}
-	ctx, cancel := context.WithTimeout(n.killed, handOverTime)
+	ctx, cancel := context.WithTimeout(n.runCtx, handOverTime)
 	defer cancel()
 	if err := n.consensus.StepDown(ctx); err != nil && problem.CodeOf(err) != problem.Conflict {
 		n.log.Warn("leadership was not handed over", slog.Any("err", err))
 	}
 }
 
-// handOverTime bounds a change of leaders that this node asks for.
+// handOverTime bounds a change of leader that this node asks for.
 const handOverTime = 3 * time.Second
 
-// raftLayer is raft's way between nodes.
+// raftLayer is raft's transport between nodes.
 type raftLayer struct {
 	port *nodeport.Port
 	net.Listener
@@ -217,7 +223,7 @@ type raftLayer struct {
 
 var _ cluster.Layer = raftLayer{}
 
-// Dial implements cluster.Layer: nobody but the node with the UID will do.
+// Dial implements cluster.Layer. It connects only to the node with this UID.
 func (l raftLayer) Dial(uid, address string, timeout time.Duration) (net.Conn, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), timeout)
 	defer cancel()
@@ -231,15 +237,15 @@ func (l raftLayer) Dial(uid, address string, timeout time.Duration) (net.Conn, e
 	return c, nil
 }
 
-// ranksHere takes the leader's orders, on a node with role worker.
-func (n *Node) ranksHere() msg.NodeAgent {
-	if !n.has(state.RoleWorker) {
+// localAgent returns the agent for the leader's commands, on a node with role worker.
+func (n *Node) localAgent() msg.NodeAgent {
+	if !n.hasRole(state.RoleWorker) {
 		return nil
 	}
 	return n.node
 }
 
-// members are the nodes that take part in consensus; none are known on a node that does not.
+// members returns the nodes that take part in consensus; nil on a node that does not.
 func (n *Node) members() []cluster.Member {
 	if n.consensus == nil {
 		return nil
@@ -247,23 +253,6 @@ func (n *Node) members() []cluster.Member {
 	return n.consensus.Members()
 }
 
-// dial is the way of remote.Conns; a node that stands alone reaches nobody.
-func (m *mesh) dial(address, uid string) (*grpc.ClientConn, error) {
-	if m == nil {
-		return nil, errors.New("this node stands alone")
-	}
-	return m.port.GRPC(address, uid)
-}
-
-// resolve finds a node's port before the state does: as the gossip knows it, or where this node joined.
-func (m *mesh) resolve(uid string) (string, bool) {
-	if address, ok := m.sighted(uid); ok {
-		return address, true
-	}
-	for i := range m.seeds {
-		if m.seeds[i].UID == uid {
-			return m.seeds[i].Address, true
-		}
-	}
-	return "", false
-}
+// deferredStore is a msg.Store for components that are constructed before the store is open. It is empty
+// until then.
+type deferredStore struct{ n *Node }

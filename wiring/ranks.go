@@ -2,7 +2,6 @@ package wiring
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
@@ -17,43 +16,44 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// maxReshapes bounds how often a change of ranks is made anew on a newer revision of its application.
-const maxReshapes = 16
+// maxRankChangeAttempts bounds how often a change of ranks is repeated on a newer revision of its
+// application.
+const maxRankChangeAttempts = 16
 
 var _ api.Ranks = (*backend)(nil)
 
-// change is an application with other ranks, and what the caller is told of it.
-type change struct {
+// rankEdit is an application with changed ranks, and the reply to the caller.
+type rankEdit struct {
 	app   *app.Application
-	said  api.RankChange
-	grace map[string]time.Duration // per unit that goes; none = the application's
+	reply api.RankChange
+	grace map[string]time.Duration // per removed unit; default: the application's grace
 }
 
 // AddRank implements api.Ranks.
 func (b *backend) AddRank(ctx context.Context, name string, rank []byte) (api.RankChange, error) {
-	return b.reshape(ctx, name, func(a *app.Application, st *state.State) (change, error) {
+	return b.changeRanks(ctx, name, func(a *app.Application, st *state.State) (rankEdit, error) {
 		r, err := app.ParseRank(rank, a.Engine.Family)
 		if err != nil {
-			return change{}, err
+			return rankEdit{}, err
 		}
-		next, n, err := a.WithRank(r, heldBy(st, a.Name))
+		next, n, err := a.WithRank(r, isNumberTaken(st, a.Name))
 		if err != nil {
-			return change{}, err
+			return rankEdit{}, err
 		}
-		return change{app: next, said: saidOf(a.Name, &r, n)}, nil
+		return rankEdit{app: next, reply: newRankChange(a.Name, &r, n)}, nil
 	})
 }
 
 // RemoveRank implements api.Ranks.
 func (b *backend) RemoveRank(ctx context.Context, name string, r api.RankRemoval) (api.RankChange, error) {
-	return b.reshape(ctx, name, func(a *app.Application, _ *state.State) (change, error) {
+	return b.changeRanks(ctx, name, func(a *app.Application, _ *state.State) (rankEdit, error) {
 		next, gone, err := a.WithoutRank(r.Rank)
 		if err != nil {
-			return change{}, err
+			return rankEdit{}, err
 		}
-		c := change{app: next, said: saidOf(a.Name, &gone, *gone.Number)}
+		c := rankEdit{app: next, reply: newRankChange(a.Name, &gone, *gone.Number)}
 		if r.Deadline != nil {
-			c.grace = map[string]time.Duration{rankUnit(a.Name, gone.Group, *gone.Number): *r.Deadline}
+			c.grace = map[string]time.Duration{rankUnitID(a.Name, gone.Group, *gone.Number): *r.Deadline}
 		}
 		return c, nil
 	})
@@ -61,12 +61,12 @@ func (b *backend) RemoveRank(ctx context.Context, name string, r api.RankRemoval
 
 // Workers implements api.Ranks.
 func (b *backend) Workers(_ context.Context, name string) ([]string, error) {
-	a, _, err := attachedApp(b.n.store.State(), name)
+	a, _, err := findAttachedApp(b.n.store.State(), name)
 	if err != nil {
 		return nil, err
 	}
 	var out []string
-	for _, g := range slices.Sorted(maps.Keys(groupsOf(a))) {
+	for _, g := range slices.Sorted(maps.Keys(attachedGroups(a))) {
 		for _, n := range a.RankNumbers(g) {
 			if r := a.Engine.Rank(g, n); r != nil && !slices.Contains(out, r.URL) {
 				out = append(out, r.URL)
@@ -76,7 +76,7 @@ func (b *backend) Workers(_ context.Context, name string) ([]string, error) {
 	return out, nil
 }
 
-func groupsOf(a *app.Application) map[int]bool {
+func attachedGroups(a *app.Application) map[int]bool {
 	out := map[int]bool{}
 	for i := range a.Engine.Ranks {
 		out[a.Engine.Ranks[i].Group] = true
@@ -84,10 +84,12 @@ func groupsOf(a *app.Application) map[int]bool {
 	return out
 }
 
-// reshape makes a change of an application's ranks durable, one after another. A change that a deploy overtook is made anew on what
-// is there now.
-func (b *backend) reshape(ctx context.Context, name string, alter func(*app.Application, *state.State) (change, error)) (api.RankChange, error) {
-	l, err := b.n.lead()
+// changeRanks stores a change of an application's ranks. Changes run one after another. If a deploy overtakes
+// a change, it is repeated on the new revision.
+func (b *backend) changeRanks(ctx context.Context, name string,
+	edit func(*app.Application, *state.State) (rankEdit, error),
+) (api.RankChange, error) {
+	l, err := b.n.requireLeader()
 	if err != nil {
 		return api.RankChange{}, err
 	}
@@ -97,42 +99,44 @@ func (b *backend) reshape(ctx context.Context, name string, alter func(*app.Appl
 	}
 	defer done()
 	var stale error
-	for range maxReshapes {
+	for range maxRankChangeAttempts {
 		st := b.n.store.State()
-		a, revision, err := attachedApp(st, name)
+		a, revision, err := findAttachedApp(st, name)
 		if err != nil {
 			return api.RankChange{}, err
 		}
-		c, err := alter(a, st)
+		c, err := edit(a, st)
 		if err != nil {
 			return api.RankChange{}, err
 		}
 		r, err := l.control.Reshape(ctx, c.app, revision, c.grace)
 		if err == nil {
-			c.said.Revision = r.Apps[a.Name]
-			return c.said, nil
+			c.reply.Revision = r.Apps[a.Name]
+			return c.reply, nil
 		}
 		if stale = err; !errors.Is(err, state.ErrStaleRevision) {
 			return api.RankChange{}, err
 		}
 	}
-	return api.RankChange{}, problem.New(problem.Conflict, "the application changed %d times meanwhile: %w", maxReshapes, stale).WithHint("try again")
+	return api.RankChange{}, problem.New(problem.Conflict, "the application changed %d times meanwhile: %w",
+		maxRankChangeAttempts, stale).WithHint("try again")
 }
 
-// attachedApp is an application as it is stored, with its revision. An empty name is the only one of kind attach.
-func attachedApp(st *state.State, name string) (*app.Application, uint64, error) {
+// findAttachedApp returns a stored application with its revision. An empty name selects the only application
+// of kind attach.
+func findAttachedApp(st *state.State, name string) (*app.Application, uint64, error) {
 	if name != "" {
 		s := st.Apps[name]
 		if s == nil {
 			return nil, 0, unknownApp(name, slices.Sorted(maps.Keys(st.Apps)))
 		}
-		a, err := specOf(s)
+		a, err := decodeSpec(s)
 		return a, s.Revision, err
 	}
 	var found []*app.Application
 	var names []string
 	for _, n := range slices.Sorted(maps.Keys(st.Apps)) {
-		a, err := specOf(st.Apps[n])
+		a, err := decodeSpec(st.Apps[n])
 		if err == nil && a.Engine.Kind == app.KindAttach && !st.Apps[n].Deleting {
 			found, names = append(found, a), append(names, n)
 		}
@@ -144,30 +148,24 @@ func attachedApp(st *state.State, name string) (*app.Application, uint64, error)
 	case 1:
 		return found[0], st.Apps[names[0]].Revision, nil
 	default:
-		return nil, 0, problem.New(problem.InvalidArgument, "there are %d applications of kind attach", len(found)).
+		return nil, 0, problem.New(problem.InvalidArgument, "there are %d applications of kind attach",
+			len(found)).
 			WithHint("name one with app=: %s", strings.Join(names, ", "))
 	}
 }
 
-func specOf(s *state.App) (*app.Application, error) {
-	a := new(app.Application)
-	if err := json.Unmarshal(s.Spec, a); err != nil {
-		return nil, fmt.Errorf("read the stored specification of %s: %w", s.Name, err)
-	}
-	return a, nil
+// isNumberTaken reports whether a unit still has a rank's number. A draining unit keeps its number until it
+// is released.
+func isNumberTaken(st *state.State, name string) func(rank int) bool {
+	return func(rank int) bool { return st.Units[rankUnitID(name, 0, rank)] != nil }
 }
 
-// heldBy says whether a unit still has a rank's number: one that is being drained keeps it until it is released.
-func heldBy(st *state.State, name string) func(rank int) bool {
-	return func(rank int) bool { return st.Units[rankUnit(name, 0, rank)] != nil }
-}
-
-// rankUnit names the unit of an independent rank.
-func rankUnit(name string, group, rank int) string {
+// rankUnitID names the unit of an independent rank.
+func rankUnitID(name string, group, rank int) string {
 	return name + "/" + strconv.Itoa(group) + "/" + strconv.Itoa(rank)
 }
 
-func saidOf(name string, r *app.AttachRank, number int) api.RankChange {
+func newRankChange(name string, r *app.AttachRank, number int) api.RankChange {
 	c := api.RankChange{App: name, Group: r.Group, Rank: number, URL: r.URL}
 	if r.Addressing != app.AddressURL {
 		c.Selector = &r.Selector
@@ -175,9 +173,9 @@ func saidOf(name string, r *app.AttachRank, number int) api.RankChange {
 	return c
 }
 
-// goneRanks lists the attached ranks that a deploy ends because the file does not list their engines: those that came at run
-// time, above all.
-func goneRanks(old, a *app.Application) []string {
+// removedRanks lists the attached ranks that a deploy ends because the file does not list their engines, for
+// example those added at run time.
+func removedRanks(old, a *app.Application) []string {
 	if old.Engine.Kind != app.KindAttach {
 		return nil
 	}
@@ -186,7 +184,7 @@ func goneRanks(old, a *app.Application) []string {
 		listed[a.Engine.Ranks[i].Address()] = true
 	}
 	var out []string
-	for _, g := range slices.Sorted(maps.Keys(groupsOf(old))) {
+	for _, g := range slices.Sorted(maps.Keys(attachedGroups(old))) {
 		for _, n := range old.RankNumbers(g) {
 			if r := old.Engine.Rank(g, n); r != nil && !listed[r.Address()] {
 				out = append(out, fmt.Sprintf("%d/%d %s", g, n, r.Address()))

@@ -16,10 +16,10 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// nowhere is an engine that does not answer; attach goes on asking.
-func nowhere(n int) string { return fmt.Sprintf("http://127.0.0.1:%d", n) }
+// unreachableURL is the address of an engine that does not answer. The attached rank keeps asking it.
+func unreachableURL(n int) string { return fmt.Sprintf("http://127.0.0.1:%d", n) }
 
-// newBackend is the backend of a node that listens nowhere.
+// newBackend makes the backend of a node that does not listen.
 func newBackend(t *testing.T, files ...string) *backend {
 	t.Helper()
 	c := DefaultConfig()
@@ -36,19 +36,21 @@ func newBackend(t *testing.T, files ...string) *backend {
 }
 
 const (
-	edgeFile = `applications: [{name: edge, model: {id: edge}, engine: {kind: attach, ranks: [{url: "http://127.0.0.1:1"}]}}]`
-	moeFile  = `applications: [{name: moe, model: {id: moe}, data_parallel: {coupling: lockstep}, engine: {kind: attach, ranks: [{url: "http://127.0.0.1:1"}]}}]`
+	edgeFile = `applications: [{name: edge, model: {id: edge}, ` +
+		`engine: {kind: attach, ranks: [{url: "http://127.0.0.1:1"}]}}]`
+	moeFile = `applications: [{name: moe, model: {id: moe}, data_parallel: {coupling: lockstep}, ` +
+		`engine: {kind: attach, ranks: [{url: "http://127.0.0.1:1"}]}}]`
 )
 
 func (b *backend) spec(t *testing.T, name string) *app.Application {
 	t.Helper()
-	a, _, err := attachedApp(b.n.store.State(), name)
+	a, _, err := findAttachedApp(b.n.store.State(), name)
 	require.NoError(t, err)
 	return a
 }
 
-// TestRankChangesAllLand: those that overtake each other are made anew, and each rank has a number of its own.
-func TestRankChangesAllLand(t *testing.T) {
+// Concurrent changes are repeated on the newer revision, and each rank has its own number.
+func TestConcurrentRankChangesAllSucceed(t *testing.T) {
 	b := newBackend(t, edgeFile)
 	first := func() *state.Unit { return b.n.store.State().Units["edge/0/0"] }
 	require.Eventually(t, func() bool { return first() != nil }, 10*time.Second, time.Millisecond)
@@ -58,7 +60,7 @@ func TestRankChangesAllLand(t *testing.T) {
 	numbers := map[int]bool{0: true}
 	for i := range n {
 		wg.Go(func() {
-			c, err := b.AddRank(t.Context(), "edge", fmt.Appendf(nil, `{"url": %q}`, nowhere(i+2)))
+			c, err := b.AddRank(t.Context(), "edge", fmt.Appendf(nil, `{"url": %q}`, unreachableURL(i+2)))
 			if !assert.NoError(t, err) { //nolint:testifylint // not in the test's own goroutine
 				return
 			}
@@ -74,14 +76,15 @@ func TestRankChangesAllLand(t *testing.T) {
 	assert.Equal(t, []int{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10}, a.RankNumbers(0))
 	for i := range n {
 		wg.Go(func() {
-			_, err := b.RemoveRank(t.Context(), "edge", api.RankRemoval{Rank: app.RankRef{URL: nowhere(i + 2)}})
+			_, err := b.RemoveRank(t.Context(), "edge",
+				api.RankRemoval{Rank: app.RankRef{URL: unreachableURL(i + 2)}})
 			assert.NoError(t, err)
 		})
 	}
 	wg.Wait()
 	urls, err := b.Workers(t.Context(), "")
 	require.NoError(t, err)
-	assert.Equal(t, []string{nowhere(1)}, urls)
+	assert.Equal(t, []string{unreachableURL(1)}, urls)
 	assert.Equal(t, uint64(1), first().Epoch, "nobody touched it")
 }
 
@@ -94,11 +97,19 @@ func TestRankChangesAreRefusedWithAReason(t *testing.T) {
 		text string
 	}{
 		"unknown app": {add("egde", `{"url": "http://h:1"}`), problem.NotFound, `there is no app "egde"`},
-		"two apps":    {add("", `{"url": "http://h:1"}`), problem.InvalidArgument, "there are 2 applications of kind attach"},
-		"duplicate":   {add("edge", `{"url": "http://127.0.0.1:1/"}`), problem.Conflict, "is attached already, as edge/0/0"},
-		"lockstep":    {add("moe", `{"url": "http://h:1"}`), problem.Conflict, "one lockstep group"},
-		"malformed":   {add("edge", `{"url": "h"}`), problem.InvalidArgument, `url: found "h"`},
-		"no node":     {add("edge", `{"url": "http://h:1", "node": "n9"}`), problem.Unplaceable, "node n9 is not there"},
+		"two apps": {
+			add("", `{"url": "http://h:1"}`), problem.InvalidArgument,
+			"there are 2 applications of kind attach",
+		},
+		"duplicate": {
+			add("edge", `{"url": "http://127.0.0.1:1/"}`), problem.Conflict,
+			"is attached already, as edge/0/0",
+		},
+		"lockstep":  {add("moe", `{"url": "http://h:1"}`), problem.Conflict, "one lockstep group"},
+		"malformed": {add("edge", `{"url": "h"}`), problem.InvalidArgument, `url: found "h"`},
+		"no node": {
+			add("edge", `{"url": "http://h:1", "node": "n9"}`), problem.Unplaceable, "node n9 is not there",
+		},
 	} {
 		require.Error(t, c.err, name)
 		assert.Equal(t, c.code, problem.CodeOf(c.err), name)
@@ -112,17 +123,18 @@ func TestRankChangesAreRefusedWithAReason(t *testing.T) {
 	assert.Equal(t, problem.NotFound, problem.CodeOf(err))
 }
 
-// TestDeployAfterRankChanges: the file is what counts, and the answer says which ranks go.
-func TestDeployAfterRankChanges(t *testing.T) {
+// The deployed file replaces changes at run time, and the answer lists the ranks that end.
+func TestDeployReplacesRankChanges(t *testing.T) {
 	b := newBackend(t, edgeFile)
 	_, err := b.AddRank(t.Context(), "edge", []byte(`{"url": "http://127.0.0.1:2"}`))
 	require.NoError(t, err)
-	_, err = b.AddRank(t.Context(), "edge", []byte(`{"url": "http://127.0.0.1:3", "addressing": "header", "selector": 4}`))
+	_, err = b.AddRank(t.Context(), "edge",
+		[]byte(`{"url": "http://127.0.0.1:3", "addressing": "header", "selector": 4}`))
 	require.NoError(t, err)
 	zero := time.Duration(0)
 	c, err := b.RemoveRank(t.Context(), "edge", api.RankRemoval{Rank: app.RankRef{Rank: 1}, Deadline: &zero})
 	require.NoError(t, err)
-	assert.Equal(t, nowhere(2), c.URL)
+	assert.Equal(t, unreachableURL(2), c.URL)
 	assert.Equal(t, uint64(4), c.Revision)
 	printed := (&app.File{Applications: []*app.Application{b.spec(t, "edge")}}).Print()
 	assert.Contains(t, string(printed), "rank: 2", "the file it stands for says the number")
@@ -133,15 +145,19 @@ func TestDeployAfterRankChanges(t *testing.T) {
 	res, err = b.Deploy(t.Context(), api.DeployRequest{File: "app.yaml", Text: []byte(edgeFile)})
 	require.NoError(t, err)
 	assert.Equal(t, []api.Change{{
-		App: "edge", Action: api.ActionReplace, Fields: []string{"data_parallel.dp_size", "engine.ranks[http://127.0.0.1:3 selector 4]", "num_replicas"},
+		App: "edge", Action: api.ActionReplace,
+		Fields: []string{
+			"data_parallel.dp_size", "engine.ranks[http://127.0.0.1:3 selector 4]",
+			"num_replicas",
+		},
 		Gone: []string{"0/2 http://127.0.0.1:3 selector 4"},
 	}}, res.Changes)
 }
 
-// TestANumberIsFreeOnceItsUnitIs: a rank that drains keeps it.
-func TestANumberIsFreeOnceItsUnitIs(t *testing.T) {
+// A draining rank keeps its number.
+func TestRankNumberIsFreeAfterItsUnitIsReleased(t *testing.T) {
 	st := state.New()
-	held := heldBy(st, "edge")
+	held := isNumberTaken(st, "edge")
 	assert.False(t, held(1))
 	st.Units["edge/0/1"] = &state.Unit{ID: "edge/0/1", App: "edge", Phase: state.Ready}
 	assert.True(t, held(1))

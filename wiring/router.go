@@ -10,19 +10,19 @@ import (
 	"github.com/dpserve/dpserve/api"
 )
 
-// eventRouterReset is the kind of the event behind a router reset.
+// eventRouterReset is the kind of the event that records a router reset.
 const eventRouterReset = "router-reset"
 
 // resetTimeout bounds a reset of the routers of all nodes.
 const resetTimeout = 5 * time.Second
 
-// routers are the Routers of the node's ingress.
+// routers implements api.Routers with the node's ingress.
 type routers struct{ n *Node }
 
 var _ api.Routers = (*routers)(nil)
 
-// routersOf are the Routers of a node with role ingress; others have none.
-func routersOf(n *Node) api.Routers {
+// newRouters returns the Routers of a node with role ingress, and nil on other nodes.
+func newRouters(n *Node) api.Routers {
 	if n.ingress == nil {
 		return nil
 	}
@@ -34,18 +34,18 @@ func (r *routers) Explain(ctx context.Context, app string, q *msg.RouteQuery) (*
 	return r.n.ingress.ExplainRoute(ctx, app, q)
 }
 
-// Reset implements api.Routers: on every ingress there is.
+// Reset implements api.Routers. It resets the router on every ingress of the cluster.
 func (r *routers) Reset(ctx context.Context, app string) (msg.ResetResult, error) {
 	if _, err := r.n.ingress.RouterInfo(app); err != nil {
 		return msg.ResetResult{}, err
 	}
 	var ranks atomic.Int64
-	err := r.n.everywhere(ctx, resetTimeout, func(ctx context.Context, _ string, v msg.NodeView) error {
+	err := r.n.fanOut(ctx, resetTimeout, func(ctx context.Context, _ string, v msg.NodeView) error {
 		k, err := v.ResetRouter(ctx, app)
 		ranks.Store(max(ranks.Load(), int64(k)))
 		return err
 	})
-	if l := r.n.leads.Load(); err == nil && l != nil {
+	if l := r.n.leading.Load(); err == nil && l != nil {
 		l.control.Note(app, eventRouterReset, fmt.Sprintf("%d ranks asked for a snapshot", ranks.Load()))
 	}
 	return msg.ResetResult{App: app, Ranks: int(ranks.Load())}, err
@@ -77,11 +77,15 @@ func (r *routers) Free(_ context.Context, app, requestID string) error {
 }
 
 // DumpEvents implements api.Routers.
-func (r *routers) DumpEvents(ctx context.Context, app string, emit func(*msg.KVRun) error) (truncated bool, err error) {
+func (r *routers) DumpEvents(ctx context.Context, app string, emit func(*msg.KVRun) error) (truncated bool,
+	err error,
+) {
 	return r.n.ingress.DumpEvents(ctx, app, emit)
 }
 
 // Generate implements api.Routers.
-func (r *routers) Generate(ctx context.Context, app string, q *msg.Generate, emit func(*msg.Generated) error) error {
+func (r *routers) Generate(ctx context.Context, app string, q *msg.Generate,
+	emit func(*msg.Generated) error,
+) error {
 	return r.n.ingress.Generate(ctx, app, q, emit)
 }

@@ -11,21 +11,24 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 )
 
-// viewTimeout bounds what a listing waits for a node that does not answer: it is shown without its ranks' accounts.
+// viewTimeout bounds how long a listing waits for a node. A node that does not answer is shown without the
+// statuses of its ranks.
 const viewTimeout = time.Second
 
-// heardLately is how recent a renewal must be for a node to count as reachable although it has not answered a
-// question: a node that was started again a moment ago is not connected yet. No more than a second, as
-// `status` shows a dead node within one.
-const heardLately = time.Second
+// recentRenewal is how recent a renewal must be for a node to count as reachable although it has not answered
+// a question: a restarted node may not be connected yet. It is at most a second, because `status` shows a
+// dead node within a second.
+const recentRenewal = time.Second
 
-// localView is msg.NodeView of this node.
+// localView implements msg.NodeView for this node.
 type localView struct{ n *Node }
 
 var _ msg.NodeView = localView{}
 
 // Statuses implements msg.NodeView.
-func (v localView) Statuses(context.Context) (ranks map[string][]msg.RankStatus, queued map[string]int, err error) {
+func (v localView) Statuses(context.Context) (ranks map[string][]msg.RankStatus, queued map[string]int,
+	err error,
+) {
 	queued = map[string]int{}
 	if in := v.n.ingress; in != nil {
 		for name := range v.n.store.State().Apps {
@@ -49,24 +52,25 @@ func (v localView) ResetRouter(_ context.Context, app string) (ranks int, err er
 	return res.Ranks, err
 }
 
-// views are the nodes that can be asked, by name. The leader leaves out those that it has not heard for half
-// of their lease: nobody should wait for them.
+// views returns the nodes that can be asked, by name. The leader leaves out nodes that have been silent for
+// half of their lease, so that no listing waits for them.
 func (n *Node) views() map[string]msg.NodeView {
 	out := map[string]msg.NodeView{n.cfg.NodeID: localView{n}}
 	var silences map[string]controller.Silence
-	if l := n.leads.Load(); l != nil {
+	if l := n.leading.Load(); l != nil {
 		silences = l.control.Silences()
 	}
 	for id, node := range n.store.State().Nodes {
 		if id != n.cfg.NodeID && !node.Lost && node.Address != "" && !silences[id].Long {
-			out[id] = n.mesh.view(id)
+			out[id] = n.peering.nodeView(id)
 		}
 	}
 	return out
 }
 
-// everywhere asks every node at once, each for at most limit. The error is the first by name; the others were asked all the same.
-func (n *Node) everywhere(
+// fanOut asks every node at once, each for at most limit. It returns the first error by node name, after all
+// nodes were asked.
+func (n *Node) fanOut(
 	ctx context.Context, limit time.Duration, ask func(ctx context.Context, id string, v msg.NodeView) error,
 ) error {
 	views := n.views()
@@ -87,14 +91,14 @@ func (n *Node) everywhere(
 	return nil
 }
 
-// accounts are the replicas' own accounts of all nodes by unit, and the queues of all ingresses by application. A node that does not
-// answer is left out of answered.
-func (n *Node) accounts(ctx context.Context) (
+// collectStatus returns the statuses of the ranks of all nodes by unit, and the queue lengths of all
+// ingresses by application. answered says which nodes replied.
+func (n *Node) collectStatus(ctx context.Context) (
 	ranks map[string][]msg.RankStatus, queued map[string]int, answered map[string]bool,
 ) {
 	ranks, queued, answered = map[string][]msg.RankStatus{}, map[string]int{}, map[string]bool{}
 	var mu sync.Mutex
-	_ = n.everywhere(ctx, viewTimeout, func(ctx context.Context, id string, v msg.NodeView) error {
+	_ = n.fanOut(ctx, viewTimeout, func(ctx context.Context, id string, v msg.NodeView) error {
 		r, q, err := v.Statuses(ctx)
 		mu.Lock()
 		defer mu.Unlock()
@@ -110,14 +114,13 @@ func (n *Node) accounts(ctx context.Context) (
 	return ranks, queued, answered
 }
 
-// unreachable are the nodes that have not answered the leader's question for their ranks' accounts and have
-// not renewed their lease lately either, each with the reason that people are shown. A node whose process
-// died refuses the question at once; a node that is cut off lets it run into its time-out. One late renewal
-// says nothing: such a node answers.
-func unreachable(l *leading, answered map[string]bool) map[string]string {
+// unreachable returns the nodes that have not answered the leader's question and have not renewed their lease
+// recently, each with the reason that users see. A node whose process died refuses the question at once; a
+// node that is cut off lets it time out. A node with one late renewal still answers and is not listed.
+func unreachable(l *leaderActors, answered map[string]bool) map[string]string {
 	out := map[string]string{}
 	for id, silence := range l.control.Silences() {
-		if !answered[id] && silence.For >= heardLately {
+		if !answered[id] && silence.For >= recentRenewal {
 			out[id] = "node " + id + " is silent for " + silence.For.Truncate(time.Second).String()
 		}
 	}

@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/dpserve/dpserve/cluster"
@@ -14,20 +15,23 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// Pace of the leader's care for who votes.
+// Timing of the leader's control over the voters.
 const (
-	votersEvery = time.Second // what changes without a change of the state: a standby catches up, a node falls silent
-	votersCall  = 10 * time.Second
+	// for changes without a change of the state: a standby catches up, a node falls silent
+	votersInterval = time.Second
+	votersTimeout  = 10 * time.Second
 )
 
-// keepOrder lets the leader change who votes and go on with a change of the gossip key, one step at a time, until ctx ends.
-func (n *Node) keepOrder(ctx context.Context) {
-	tick := time.NewTicker(votersEvery)
+// maintainCluster lets the leader change the voters and continue a rotation of the gossip key, one step at a
+// time, until ctx ends.
+func (n *Node) maintainCluster(ctx context.Context) {
+	tick := time.NewTicker(votersInterval)
 	defer tick.Stop()
 	for {
 		changed := n.store.Changed()
-		n.next(ctx)
-		for n.store.Leader() && (n.changeVoters(ctx) || n.turnKey(ctx)) && ctx.Err() == nil { //nolint:revive // one change after the other
+		n.probeNextVersion(ctx)
+		for n.store.Leader() && (n.changeVoters(ctx) || n.continueKeyRotation(ctx)) &&
+			ctx.Err() == nil { //nolint:revive // repeat until nothing changes
 		}
 		select {
 		case <-changed:
@@ -38,12 +42,13 @@ func (n *Node) keepOrder(ctx context.Context) {
 	}
 }
 
-// changeVoters makes the next change there is; false: there is none, or it failed and is tried again with the next tick.
+// changeVoters makes the next change. It returns false if there is none, or if the change failed and is
+// repeated with the next tick.
 func (n *Node) changeVoters(ctx context.Context) bool {
-	n.voting.Lock()
-	defer n.voting.Unlock()
-	change := state.Electorate(n.electors(n.heard()), n.ident.UID)
-	ctx, cancel := context.WithTimeout(ctx, votersCall)
+	n.voterMu.Lock()
+	defer n.voterMu.Unlock()
+	change := state.Electorate(n.electors(n.liveNodes()), n.ident.UID)
+	ctx, cancel := context.WithTimeout(ctx, votersTimeout)
 	defer cancel()
 	var err error
 	switch change.Kind {
@@ -52,56 +57,58 @@ func (n *Node) changeVoters(ctx context.Context) bool {
 	case state.AddStandby:
 		err = n.consensus.AddStandby(ctx, change.UID)
 	case state.Promote:
-		if !n.answers(ctx, change.UID) {
+		if !n.isAnswering(ctx, change.UID) {
 			return false
 		}
 		err = n.consensus.Promote(ctx, change.UID)
 	case state.Demote:
 		err = n.consensus.Demote(ctx, change.UID)
 	case state.RemoveMember:
-		if !n.saidFarewell(change.UID, time.Now()) {
+		if !n.isRemovalDelivered(change.UID, time.Now()) {
 			return false
 		}
 		err = n.consensus.Remove(ctx, change.UID)
 	}
 	if errors.Is(err, cluster.ErrNotLeader) || err != nil && !n.store.Leader() {
-		return false // the next leader makes it
+		return false // the next leader makes the change
 	}
 	if err != nil {
 		n.log.Warn("voters could not be changed, trying again", slog.String("change", change.Kind.String()),
-			slog.String("peer", n.nameOf(change.UID)), slog.Any("err", err))
+			slog.String("peer", n.nodeName(change.UID)), slog.Any("err", err))
 		return false
 	}
-	n.log.Info("consensus changed", slog.String("change", change.Kind.String()), slog.String("peer", n.nameOf(change.UID)))
+	n.log.Info("consensus changed", slog.String("change", change.Kind.String()),
+		slog.String("peer", n.nodeName(change.UID)))
 	return true
 }
 
-// leaving is the node that consensus loses next, and since when this leader knows that the node is no longer a member of the cluster.
-type leaving struct {
+// removedMember is the node that consensus removes next, and when this leader first saw that the node is no
+// longer a member of the cluster.
+type removedMember struct {
 	uid   string
 	since time.Time
 }
 
-// saidFarewell reports whether consensus has gone on sending to a node for long enough after the leader saw that the node is no longer
-// a member of the cluster: the node learns that it was removed, and ends, only by an entry that is committed there too. Raft stops
-// sending when the node is taken out of its members, also in the middle of that.
-func (n *Node) saidFarewell(uid string, now time.Time) bool {
-	if n.leaving.uid != uid {
-		n.leaving = leaving{uid, now}
+// isRemovalDelivered reports whether consensus has continued to send to a removed node for disconnectDelay.
+// The node learns of its removal, and ends, only by an entry that is committed there too. Raft stops sending
+// at once when the node is taken out of its members.
+func (n *Node) isRemovalDelivered(uid string, now time.Time) bool {
+	if n.removing.uid != uid {
+		n.removing = removedMember{uid, now}
 	}
-	return now.Sub(n.leaving.since) >= farewell
+	return now.Sub(n.removing.since) >= disconnectDelay
 }
 
-// answers asks a standby for a sign of life: its lease speaks of seconds ago, and the vote of a node that has died meanwhile takes a
-// young cluster's majority away.
-func (n *Node) answers(ctx context.Context, uid string) bool {
-	ctx, cancel := context.WithTimeout(ctx, votersEvery)
+// isAnswering asks a standby for a sign of life. Its lease may be seconds old, and a dead voter can cost a
+// small cluster its majority.
+func (n *Node) isAnswering(ctx context.Context, uid string) bool {
+	ctx, cancel := context.WithTimeout(ctx, votersInterval)
 	defer cancel()
 	for id, rec := range n.store.State().Nodes {
 		if rec.UID != uid {
 			continue
 		}
-		_, _, err := n.mesh.view(id).Statuses(ctx)
+		_, _, err := n.peering.nodeView(id).Statuses(ctx)
 		if err != nil {
 			n.log.Debug("a standby gets no vote yet", slog.String("standby", id), slog.Any("err", err))
 		}
@@ -110,8 +117,9 @@ func (n *Node) answers(ctx context.Context, uid string) bool {
 	return false
 }
 
-// electors are the control nodes, and what consensus still has of others. heard are the nodes, by name, that answer.
-func (n *Node) electors(heard map[string]bool) []state.Elector {
+// electors returns the control nodes and the other members of consensus. live holds the names of the nodes
+// that answer.
+func (n *Node) electors(live map[string]bool) []state.Elector {
 	in := map[string]cluster.Member{}
 	for _, m := range n.consensus.Members() {
 		in[m.UID] = m
@@ -121,13 +129,14 @@ func (n *Node) electors(heard map[string]bool) []state.Elector {
 	for _, rec := range n.store.State().Nodes {
 		m, member := in[rec.UID]
 		known[rec.UID] = true
-		control := hasRole(rec, state.RoleControl)
+		control := nodeHasRole(rec, state.RoleControl)
 		if !control && !member {
 			continue
 		}
 		out = append(out, state.Elector{
-			UID: rec.UID, Node: rec.ID, Zone: rec.Zone, Control: control, Lost: rec.Lost, Member: member, Voter: m.Voter,
-			Live: !rec.Lost && heard[rec.ID] && (!member || n.consensus.IsCloseBehind(rec.UID)),
+			UID: rec.UID, Node: rec.ID, Zone: rec.Zone, Control: control, Lost: rec.Lost, Member: member,
+			Voter: m.Voter,
+			Live:  !rec.Lost && live[rec.ID] && (!member || n.consensus.IsCloseBehind(rec.UID)),
 		})
 	}
 	for uid, m := range in {
@@ -138,10 +147,10 @@ func (n *Node) electors(heard map[string]bool) []state.Elector {
 	return out
 }
 
-// heard are the nodes that renew their leases, and this one.
-func (n *Node) heard() map[string]bool {
+// liveNodes returns the nodes that renew their leases, and this node.
+func (n *Node) liveNodes() map[string]bool {
 	out := map[string]bool{n.cfg.NodeID: true}
-	l := n.leads.Load()
+	l := n.leading.Load()
 	if l == nil {
 		return out
 	}
@@ -154,8 +163,8 @@ func (n *Node) heard() map[string]bool {
 	return out
 }
 
-// votes says whether a node is a voter.
-func (n *Node) votes(uid string) bool {
+// isVoter reports whether a node is a voter.
+func (n *Node) isVoter(uid string) bool {
 	for _, m := range n.members() {
 		if m.UID == uid {
 			return m.Voter
@@ -164,16 +173,17 @@ func (n *Node) votes(uid string) bool {
 	return false
 }
 
-// whoVotes is a hint for people when no node leads: the voters, and those that the gossip does not hear.
-func (n *Node) whoVotes() string {
+// describeVoters is a hint for the time without a leader: the voters, and those that gossip does not see.
+func (n *Node) describeVoters() string {
 	var all, silent []string
 	for _, m := range n.members() {
 		if !m.Voter {
 			continue
 		}
-		name := n.nameOf(m.UID)
+		name := n.nodeName(m.UID)
 		all = append(all, name)
-		if g, ok := n.mesh.seen(m.UID); m.UID != n.ident.UID && n.mesh != nil && n.mesh.gossip != nil && (!ok || g.State != membership.Alive) {
+		if g, ok := n.peering.gossipMember(m.UID); m.UID != n.ident.UID && n.peering != nil &&
+			n.peering.gossip != nil && (!ok || g.State != membership.Alive) {
 			silent = append(silent, name)
 		}
 	}
@@ -190,8 +200,8 @@ func (n *Node) whoVotes() string {
 	return "votes: " + strings.Join(all, ", ") + "; " + strings.Join(silent, ", ") + " are not heard"
 }
 
-// nameOf is the name of a node that takes part in consensus, or its UID if the state does not have it (any more).
-func (n *Node) nameOf(uid string) string {
+// nodeName is the name of a member of consensus, or its UID if the state does not have it.
+func (n *Node) nodeName(uid string) string {
 	for id, rec := range n.store.State().Nodes {
 		if rec.UID == uid {
 			return id
@@ -200,18 +210,107 @@ func (n *Node) nameOf(uid string) string {
 	return uid
 }
 
-// noLeader is the answer to what only a leader can do while no node leads.
-func (n *Node) noLeader() error {
+// errNoLeader answers a request that needs a leader while no node leads.
+func (n *Node) errNoLeader() error {
 	return problem.New(problem.Unavailable, "no node leads the cluster at this moment").
-		WithHint("an election takes a second or two; if it stays so, a majority of the voters is not there (%s): "+
-			"start those that are down", n.whoVotes())
+		WithHint("an election takes a second or two; if it stays so, a majority of the voters is not "+
+			"there (%s): "+
+			"start those that are down", n.describeVoters())
 }
 
-func hasRole(rec *state.Node, role state.Role) bool {
+func nodeHasRole(rec *state.Node, role state.Role) bool {
 	for _, r := range rec.Roles {
 		if r == role {
 			return true
 		}
 	}
 	return false
+}
+
+// checkLeave reports whether a node could be removed after a drain. It changes nothing. `leave` asks before
+// it drains, so that no node is drained in vain.
+func (n *Node) checkLeave(ctx context.Context, id string) error {
+	n.voterMu.Lock()
+	defer n.voterMu.Unlock()
+	if err := n.store.State().CheckLeave(id); err != nil {
+		return err
+	}
+	_, err := n.checkVoteTransfer(ctx, id)
+	return err
+}
+
+// remove takes a node's vote and then removes the node. Demote before removing: removing a live voter can
+// leave the rest permanently without a quorum. No vote changes before the removal is known to be acceptable
+// and the remaining voters have a living majority. The lock is held to the end, because maintainCluster would
+// give the vote back.
+func (n *Node) remove(ctx context.Context, l *leaderActors, id string) error {
+	n.voterMu.Lock()
+	defer n.voterMu.Unlock()
+	if err := n.store.State().CheckRemoval(id); err != nil {
+		return err
+	}
+	successor, err := n.checkVoteTransfer(ctx, id)
+	if err != nil {
+		return err
+	}
+	if err := n.transferVote(ctx, n.store.State().Nodes[id], successor); err != nil {
+		return err
+	}
+	return l.control.Remove(ctx, id)
+}
+
+// checkVoteTransfer is state.CheckUnvote with the voters that answer at this moment.
+func (n *Node) checkVoteTransfer(ctx context.Context, id string) (successor string, err error) {
+	rec := n.store.State().Nodes[id]
+	if rec == nil || !n.isVoter(rec.UID) {
+		return "", nil
+	}
+	return state.CheckUnvote(n.electors(n.answeringMembers(ctx)), n.ident.UID, rec.UID)
+}
+
+// answeringMembers returns the members of consensus, by name, that answer at this moment, and this node. A
+// lease is too old for this question: a node that died seconds ago still has one.
+func (n *Node) answeringMembers(ctx context.Context) map[string]bool {
+	out := map[string]bool{n.cfg.NodeID: true}
+	member := map[string]bool{}
+	for _, m := range n.members() {
+		member[m.UID] = m.UID != n.ident.UID
+	}
+	var mu sync.Mutex
+	var asked sync.WaitGroup
+	for id, rec := range n.store.State().Nodes {
+		if !member[rec.UID] || rec.Lost {
+			continue
+		}
+		asked.Go(func() {
+			isAnswering := n.isAnswering(ctx, rec.UID)
+			mu.Lock()
+			defer mu.Unlock()
+			out[id] = isAnswering
+		})
+	}
+	asked.Wait()
+	return out
+}
+
+// transferVote takes a node's vote after its successor got one. If the node leads, it first hands the
+// leadership over, and the caller must ask the new leader.
+func (n *Node) transferVote(ctx context.Context, rec *state.Node, successor string) error {
+	if !n.isVoter(rec.UID) {
+		return nil
+	}
+	if successor != "" {
+		if err := n.consensus.Promote(ctx, successor); err != nil {
+			return err
+		}
+	}
+	if rec.UID != n.ident.UID {
+		return n.consensus.Demote(ctx, rec.UID) // it stays a standby until it learns of its removal
+	}
+	if err := n.consensus.StepDown(ctx); err != nil {
+		return err
+	}
+	return problem.New(problem.Unavailable, "node %s leads and votes: another one takes that over first",
+		rec.ID).
+		WithHint("try again in some seconds")
 }

@@ -13,7 +13,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// TestRG6FailsThreeTimesThenFailed: rank 5 of 8 of a lockstep group fails at every start.
+// Rank 5 of 8 of a lockstep group fails at every start.
 func TestRG6FailsThreeTimesThenFailed(t *testing.T) {
 	w := newWorld(t)
 	w.deploy(sim("moe", 8, app.Lockstep))
@@ -59,7 +59,7 @@ func TestRG6FailsThreeTimesThenFailed(t *testing.T) {
 	assert.Equal(t, "RUNNING", w.status("moe"))
 }
 
-// TestRG6FailsOnceThenRuns: the second attempt is counted as one restart.
+// The second attempt counts as one restart.
 func TestRG6FailsOnceThenRuns(t *testing.T) {
 	w := newWorld(t)
 	w.deploy(sim("moe", 8, app.Lockstep))
@@ -77,7 +77,7 @@ func TestRG6FailsOnceThenRuns(t *testing.T) {
 	assert.Equal(t, 1, w.saw("restart moe/0"))
 }
 
-// TestRG6RestartsForEverAfterReady: 1, 2, 4 … 64 s apart, from one again after 10 min ready.
+// The restarts are 1, 2, 4 … 64 s apart, and begin at 1 s again after 10 min ready.
 func TestRG6RestartsForEverAfterReady(t *testing.T) {
 	w := newWorld(t)
 	w.deploy(sim("chat", 1, app.Independent))
@@ -100,7 +100,7 @@ func TestRG6RestartsForEverAfterReady(t *testing.T) {
 	assert.Equal(t, 10, w.state.Units["chat/0/0"].Restarts)
 }
 
-// TestRG11OneOfFourRestartsAlone: the others keep their epoch, the rank its number and slot; its ports are new.
+// The others keep their epoch. The rank keeps its number and slot, and gets new ports.
 func TestRG11OneOfFourRestartsAlone(t *testing.T) {
 	w := newWorld(t)
 	w.deploy(sim("chat", 4, app.Independent))
@@ -122,7 +122,7 @@ func TestRG11OneOfFourRestartsAlone(t *testing.T) {
 	assert.Equal(t, "RUNNING", w.status("chat"))
 }
 
-// TestRG13EpochsOverCrashRestartAndRedeploy for both couplings.
+// Epochs rise over crash, restart and redeploy, for both couplings.
 func TestRG13EpochsOverCrashRestartAndRedeploy(t *testing.T) {
 	for _, c := range []struct {
 		coupling app.Coupling

@@ -22,15 +22,15 @@ type application struct {
 	units    []app.Unit       // wanted
 	launch   map[string]string
 
-	running uint64 // the last revision that was RUNNING
-	status  state.AppStatus
-	counted *RanksEffect // told last; nil = nothing yet
-	busy    bool         // ForgetApp is under way
-	retryAt time.Time
+	running    uint64 // the last revision that was RUNNING
+	status     state.AppStatus
+	lastCounts *RanksEffect // the last emitted counts; nil = none yet
+	busy       bool         // ForgetApp is under way
+	retryAt    time.Time
 }
 
-// wants says whether the app wants the unit.
-func (a *application) wants(id string) bool {
+// isWanted reports whether the app wants the unit.
+func (a *application) isWanted(id string) bool {
 	_, ok := a.launch[id]
 	return ok && !a.deleting
 }
@@ -42,13 +42,13 @@ func readApp(s *state.App) *application {
 		a.broken = "the stored spec cannot be read: " + err.Error()
 		return a
 	}
-	if err := a.fill(spec); err != nil {
+	if err := a.setSpec(spec); err != nil {
 		a.broken = "the stored spec cannot be hashed: " + err.Error()
 	}
 	return a
 }
 
-func (a *application) fill(spec *app.Application) error {
+func (a *application) setSpec(spec *app.Application) error {
 	units := spec.Units()
 	for i := range units {
 		h, err := launchHash(spec, &units[i])
@@ -61,19 +61,19 @@ func (a *application) fill(spec *app.Application) error {
 	return nil
 }
 
-// lookAtApps brings the decoded apps up to the state.
-func (c *Core) lookAtApps() {
+// updateApps decodes the apps of the current state.
+func (c *Core) updateApps() {
 	for name, s := range c.state.Apps {
 		old := c.apps[name]
 		if old == nil || old.revision != s.Revision {
 			c.apps[name] = readApp(s)
 			if old != nil {
-				c.apps[name].status, c.apps[name].counted = old.status, old.counted
+				c.apps[name].status, c.apps[name].lastCounts = old.status, old.lastCounts
 			}
 		}
 		c.apps[name].deleting = s.Deleting
 		if !s.Deleting {
-			c.apps[name].busy = false // forgotten, and deployed again before we looked
+			c.apps[name].busy = false // the app was forgotten and deployed again before this snapshot
 		}
 	}
 	for name := range c.apps {
@@ -89,32 +89,32 @@ func (c *Core) isAttach(name string) bool {
 	return a != nil && a.spec != nil && a.spec.Engine.Kind == app.KindAttach
 }
 
-// names are the apps in order.
-func (c *Core) names() []string { return slices.Sorted(maps.Keys(c.apps)) }
+// appNames returns the apps in order.
+func (c *Core) appNames() []string { return slices.Sorted(maps.Keys(c.apps)) }
 
-// reconcile compares what is wanted with what is, and does the next thing towards it.
+// reconcile compares the wanted state with the current one and takes the next steps towards it.
 func (c *Core) reconcile(now time.Time) {
 	c.adoptGrants(now)
-	c.loseParts(now)
+	c.markLostParts(now)
 	c.endUnwanted(now)
-	for _, name := range c.names() {
+	for _, name := range c.appNames() {
 		if a := c.apps[name]; !a.deleting {
 			c.reconcileApp(now, a)
 		}
 	}
-	c.moveAway(now)
-	c.tend(now)
-	c.tellRaft(now)
+	c.moveOffDraining(now)
+	c.proposePeerCommands(now)
+	c.proposePending(now)
 	c.grantAll(now)
-	c.sweep(now)
+	c.forgetFinished(now)
 	c.waiting = nil
-	for _, name := range c.names() {
-		c.sumUp(now, c.apps[name])
-		c.noteWaiting(c.apps[name])
+	for _, name := range c.appNames() {
+		c.updateAppStatus(now, c.apps[name])
+		c.addWaiting(c.apps[name])
 	}
 }
 
-// adoptGrants takes over grants that stand in the state and were not answered: their command was thought lost.
+// adoptGrants takes over grants that are in the state although their command got no answer.
 func (c *Core) adoptGrants(now time.Time) {
 	for _, id := range slices.Sorted(maps.Keys(c.state.Units)) {
 		rec, u := c.state.Units[id], c.units[id]
@@ -122,25 +122,25 @@ func (c *Core) adoptGrants(now time.Time) {
 			continue
 		}
 		if u == nil {
-			u = c.adopt(rec)
+			u = c.addFromRecord(rec)
 			u.m = state.Machine{Phase: state.Gone, Attach: c.isAttach(rec.App), Since: now}
 		}
-		c.begun(now, u, c.seatOf(rec), rec.Epoch, rec.Attempt)
+		c.startGranted(now, u, c.seatOf(rec), rec.Epoch, rec.Attempt)
 	}
 }
 
-// endUnwanted stops units whose app is being deleted, is gone, or does not want them any more. The units of a spec that this
-// version cannot read run on: nobody said that they are not wanted.
+// endUnwanted stops units whose app is deleted, gone, or does not want them any more. Units of a spec that
+// this version cannot read continue, because the spec may still want them.
 func (c *Core) endUnwanted(now time.Time) {
-	for _, id := range c.ids() {
+	for _, id := range c.unitIDs() {
 		u := c.units[id]
 		a := c.apps[u.app]
 		if a != nil && a.broken != "" && !a.deleting {
 			continue
 		}
-		if a == nil || !a.wants(id) {
-			u.away = nil
-			c.feed(now, u, state.Event{Kind: state.EvUnwant, Grace: c.grace(u), Reason: c.endReason(a)})
+		if a == nil || !a.isWanted(id) {
+			u.reserved = nil
+			c.stepUnit(now, u, state.Event{Kind: state.EvUnwant, Grace: c.grace(u), Reason: c.endReason(a)})
 		}
 	}
 }
@@ -152,8 +152,8 @@ func (c *Core) endReason(a *application) string {
 	return "not wanted by revision " + strconv.FormatUint(a.revision, 10)
 }
 
-// grace is how long running streams of the unit may go on: what was ordered, else what the present revision says, else what it
-// was started with.
+// grace is how long the unit's running streams may continue: as set for this unit, else by the current
+// revision, else by the revision it was started with.
 func (c *Core) grace(u *unit) time.Duration {
 	if u.drain != nil {
 		return *u.drain
@@ -167,7 +167,7 @@ func (c *Core) grace(u *unit) time.Duration {
 	return 0
 }
 
-// reconcileApp starts what is missing and rolls a newer revision out.
+// reconcileApp starts missing units and rolls out a newer revision.
 func (c *Core) reconcileApp(now time.Time, a *application) {
 	for i := range a.units {
 		w := &a.units[i]
@@ -175,75 +175,82 @@ func (c *Core) reconcileApp(now time.Time, a *application) {
 		if u == nil {
 			u = newUnit(w.ID, w.App, w.Group, w.Ranks)
 			u.m = state.Machine{Epoch: c.state.LastEpoch(w.ID)}
-			c.add(u)
+			c.addUnit(u)
 		}
 		u.m.Attach = a.spec.Engine.Kind == app.KindAttach
 		if u.awaitsGrant() {
 			u.ranks = w.Ranks // a lockstep unit keeps its name when its group changes its size
 		}
 		switch {
-		case u.idle(c.state):
-			c.want(now, u, w)
-		case c.stale(a, u):
-			c.roll(now, a, u)
+		case u.isIdle(c.state):
+			c.startUnit(now, u, w)
+		case c.isStale(a, u):
+			c.rollUnit(now, a, u)
 		}
 	}
 }
 
-// want begins a unit, unless another unit still holds its ranks: the coupling of the app has changed.
-func (c *Core) want(now time.Time, u *unit, w *app.Unit) {
+// startUnit begins a unit, unless another unit still holds its ranks because the app's coupling has changed.
+func (c *Core) startUnit(now time.Time, u *unit, w *app.Unit) {
 	for id, rec := range c.state.Units {
 		if id != u.id && rec.App == w.App && rec.Group == w.Group && rec.Holds() && shares(rec, w.Ranks) {
 			return
 		}
 	}
 	u.ranks = w.Ranks
-	c.feed(now, u, state.Event{Kind: state.EvWant})
+	c.stepUnit(now, u, state.Event{Kind: state.EvWant})
 }
 
 func shares(rec *state.Unit, ranks []int) bool {
-	return slices.ContainsFunc(rec.Ranks, func(r state.RankGrant) bool { return slices.Contains(ranks, r.Rank) })
+	return slices.ContainsFunc(rec.Ranks,
+		func(r state.RankGrant) bool { return slices.Contains(ranks, r.Rank) })
 }
 
-// stale says whether the grant in hand starts something else than the present revision.
-func (c *Core) stale(a *application, u *unit) bool {
+// isStale reports whether the current grant starts something other than the current revision.
+func (c *Core) isStale(a *application, u *unit) bool {
 	return len(u.seat.ranks) > 0 && u.seat.launch != a.launch[u.id]
 }
 
-// roll ends a unit of an older revision, so that it starts anew: at once if it does not serve, else one ready unit of the app
-// at a time. A unit that fails under the new revision stops the roll-out; the others go on serving.
-func (c *Core) roll(now time.Time, a *application, u *unit) {
+// rollUnit ends a unit of an older revision, so that it starts anew: at once if it does not serve, else one
+// ready unit of the app at a time. A unit that fails under the new revision stops the roll-out, and the other
+// units continue to serve.
+func (c *Core) rollUnit(now time.Time, a *application, u *unit) {
 	switch u.m.Phase {
 	case state.Starting, state.Fenced, state.Killing, state.Backoff, state.Failed, state.Draining:
 	case state.Ready:
-		if c.underWay(a, u) {
+		if c.hasUnreadyUnit(a, u) {
 			return
 		}
 	default:
 		return
 	}
-	c.feed(now, u, state.Event{Kind: state.EvUnwant, Grace: c.grace(u), Reason: "replaced by revision " + strconv.FormatUint(a.revision, 10)})
+	c.stepUnit(now, u, state.Event{
+		Kind: state.EvUnwant, Grace: c.grace(u),
+		Reason: "replaced by revision " + strconv.FormatUint(a.revision, 10),
+	})
 }
 
-// underWay says whether another unit of the app is not ready. One that finds no room does not count: it may wait for this one's.
-func (c *Core) underWay(a *application, but *unit) bool {
+// hasUnreadyUnit reports whether another unit of the app is not ready. A unit without room does not count,
+// because it may wait for this unit's room.
+func (c *Core) hasUnreadyUnit(a *application, but *unit) bool {
 	for i := range a.units {
 		u := c.units[a.units[i].ID]
-		if u != but && (u == nil || (u.m.Phase != state.Ready && u.noRoom == "") || u.unsure()) {
+		if u != but && (u == nil || (u.m.Phase != state.Ready && u.noRoom == "") || u.hasUnreportedPart()) {
 			return true
 		}
 	}
 	return false
 }
 
-// tellRaft carries out every wish but grants. A wish that the state has overtaken is dropped.
-func (c *Core) tellRaft(now time.Time) {
-	for _, id := range c.ids() {
+// proposePending proposes every pending command except grants. A command that the state has overtaken is
+// dropped.
+func (c *Core) proposePending(now time.Time) {
+	for _, id := range c.unitIDs() {
 		u := c.units[id]
-		for u.due(now, false) {
-			w := u.begin()
+		for u.isDue(now, false) {
+			w := u.beginCommand()
 			if rec := c.state.Units[id]; rec == nil || rec.Epoch != u.m.Epoch {
-				u.busy = c.unseen(u)
+				u.busy = c.isAheadOfState(u)
 				if u.busy {
 					c.propose(u, w)
 				}
@@ -254,10 +261,10 @@ func (c *Core) tellRaft(now time.Time) {
 	}
 }
 
-// unseen says whether the grant in hand is newer than the snapshot: its answer came before the snapshot that holds it.
-func (c *Core) unseen(u *unit) bool { return u.m.Epoch > c.state.LastEpoch(u.id) }
+// isAheadOfState reports whether the current grant is newer than the snapshot: the grant's answer came first.
+func (c *Core) isAheadOfState(u *unit) bool { return u.m.Epoch > c.state.LastEpoch(u.id) }
 
-func (c *Core) propose(u *unit, w wish) {
+func (c *Core) propose(u *unit, w pendingCommand) {
 	ref := u.ref()
 	switch w.kind {
 	case state.ProposeReady:
@@ -273,19 +280,19 @@ func (c *Core) propose(u *unit, w wish) {
 	}
 }
 
-// sweep forgets units of which nothing is left, then apps.
-func (c *Core) sweep(now time.Time) {
+// forgetFinished forgets units of which nothing is left, then apps.
+func (c *Core) forgetFinished(now time.Time) {
 	left := map[string]int{}
-	for _, id := range c.ids() {
+	for _, id := range c.unitIDs() {
 		u := c.units[id]
-		if a := c.apps[u.app]; (a == nil || !a.wants(id)) && u.idle(c.state) {
-			c.drop(id)
+		if a := c.apps[u.app]; (a == nil || !a.isWanted(id)) && u.isIdle(c.state) {
+			c.dropUnit(id)
 			c.emit(ForgetEffect{u.app, id})
 			continue
 		}
 		left[u.app]++
 	}
-	for _, name := range c.names() {
+	for _, name := range c.appNames() {
 		a := c.apps[name]
 		if a.deleting && left[name] == 0 && !a.busy && !now.Before(a.retryAt) {
 			a.busy = true
@@ -294,29 +301,32 @@ func (c *Core) sweep(now time.Time) {
 	}
 }
 
-// sumUp derives the app's status and notes its change.
-func (c *Core) sumUp(now time.Time, a *application) {
-	if ranks := c.countRanks(a); a.counted == nil || *a.counted != ranks {
-		a.counted = &ranks
+// updateAppStatus derives the app's status and emits its change.
+func (c *Core) updateAppStatus(now time.Time, a *application) {
+	if ranks := c.countRanks(a); a.lastCounts == nil || *a.lastCounts != ranks {
+		a.lastCounts = &ranks
 		c.emit(ranks)
 	}
-	s := c.derive(a)
+	s := c.deriveStatus(a)
 	if s == state.Running {
 		a.running = a.revision
 	}
 	if s == a.status {
 		return
 	}
-	c.emit(ChangeEffect{Event{At: now, App: a.name, From: string(a.status), To: string(s), Reason: c.message(a)}})
+	c.emit(ChangeEffect{Event{
+		At: now, App: a.name, From: string(a.status), To: string(s),
+		Reason: c.message(a),
+	}})
 	a.status = s
 }
 
-// countRanks counts the ranks that are ready, and those that are wanted.
+// countRanks counts the ready and the wanted ranks.
 func (c *Core) countRanks(a *application) RanksEffect {
 	out := RanksEffect{App: a.name}
 	for i := range a.units {
 		w := &a.units[i]
-		if !a.wants(w.ID) {
+		if !a.isWanted(w.ID) {
 			continue
 		}
 		out.Desired += len(w.Ranks)
@@ -327,27 +337,27 @@ func (c *Core) countRanks(a *application) RanksEffect {
 	return out
 }
 
-func (c *Core) derive(a *application) state.AppStatus {
+func (c *Core) deriveStatus(a *application) state.AppStatus {
 	if a.broken != "" && !a.deleting {
 		return state.DeployFailed
 	}
 	seen := state.Seen{Deleting: a.deleting, WasRunning: a.running == a.revision}
 	for i := range a.units {
-		seen.Units = append(seen.Units, c.phaseOf(a, a.units[i].ID))
+		seen.Units = append(seen.Units, c.wantedPhase(a, a.units[i].ID))
 	}
 	return state.DeriveStatus(seen)
 }
 
-// phaseOf is a wanted unit's phase; what still runs an older revision is on its way.
-func (c *Core) phaseOf(a *application, id string) state.Phase {
+// wantedPhase is a wanted unit's phase; a unit that still runs an older revision counts as Pending.
+func (c *Core) wantedPhase(a *application, id string) state.Phase {
 	u := c.units[id]
-	if u == nil || u.m.Phase == "" || c.stale(a, u) {
+	if u == nil || u.m.Phase == "" || c.isStale(a, u) {
 		return state.Pending
 	}
 	return u.m.Phase
 }
 
-// message says in words why the app is not RUNNING.
+// message says why the app is not RUNNING.
 func (c *Core) message(a *application) string { return joinMessage(c.messageLines(a)) }
 
 func joinMessage(lines []string) string {
@@ -367,20 +377,20 @@ func (c *Core) messageLines(a *application) []string {
 		if u == nil || u.m.Phase == state.Ready {
 			continue
 		}
-		if why := u.why(); why != "" {
+		if why := u.phaseReason(); why != "" {
 			out = append(out, u.id+" is "+string(u.m.Phase)+": "+why)
 		}
 	}
 	return out
 }
 
-// maxMessageLines bounds the message of an app; status shows every unit anyway.
+// maxMessageLines bounds the message of an app; status lists every unit anyway.
 const maxMessageLines = 4
 
-// why is the reason for the unit's phase.
-func (u *unit) why() string {
-	if u.stays != "" {
-		return u.stays
+// phaseReason is the reason for the unit's phase.
+func (u *unit) phaseReason() string {
+	if u.stayReason != "" {
+		return u.stayReason
 	}
 	if (u.m.Phase == state.Pending || u.m.Phase == state.Backoff) && u.noRoom != "" {
 		return u.noRoom

@@ -16,7 +16,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// ledBy is a fleet whose leader is node a, and how often it was told to step down.
+// ledBy is a fleet whose leader is on node a; downs counts its step-downs.
 func ledBy(t *testing.T, ids ...string) (c *fleet, downs *int) {
 	t.Helper()
 	var hosts []*host
@@ -44,8 +44,8 @@ func (c *fleet) cut(cut bool, ids ...string) {
 	}
 }
 
-// TestLeaderThatHearsNobodyBlamesItself: its own node is silent too, so it is the leader that is sick. Nobody is lost, and whoever is
-// heard again within another lease never will be.
+// The leader's own node is silent too, so the leader is the fault. No node is lost, and a node that renews
+// within another lease stays.
 func TestLeaderThatHearsNobodyBlamesItself(t *testing.T) {
 	c, downs := ledBy(t, "a", "b", "c")
 	c.cut(true, "a", "b", "c")
@@ -66,7 +66,7 @@ func TestLeaderThatDoesNotHearItsOwnNodeBlamesItself(t *testing.T) {
 	assert.Zero(t, c.saw("node_lost"))
 }
 
-// TestHalfOfTheNodesMayBeLost: one of two, or two of four, say nothing of the leader.
+// One silent node of two, or two of four, do not speak against the leader.
 func TestHalfOfTheNodesMayBeLost(t *testing.T) {
 	for _, ids := range [][]string{{"a", "b"}, {"a", "b", "c", "d"}} {
 		c, downs := ledBy(t, ids...)
@@ -78,11 +78,11 @@ func TestHalfOfTheNodesMayBeLost(t *testing.T) {
 	}
 }
 
-// TestDeadMajorityIsLostAtTheSecondLook: the only control node cannot be replaced, and two of its three nodes are dead.
+// The only control node cannot be replaced, and two of its three nodes are dead.
 func TestDeadMajorityIsLostAtTheSecondLook(t *testing.T) {
 	c, downs := ledBy(t, "a", "b", "c")
 	c.hosts["c"].cut = true
-	c.pass(2 * time.Second) // their last words are not of one moment
+	c.pass(2 * time.Second) // the last renewals are not simultaneous
 	c.renew("a", "b")
 	c.hosts["b"].cut = true
 	c.run(14 * time.Second)
@@ -93,7 +93,7 @@ func TestDeadMajorityIsLostAtTheSecondLook(t *testing.T) {
 	assert.Equal(t, 2, c.saw("node_lost"))
 }
 
-// TestNextLeaderDecidesOnADeadMajority: it has never heard the dead, so their silence says nothing of it.
+// The next leader has never heard the dead nodes, so their silence does not speak against it.
 func TestNextLeaderDecidesOnADeadMajority(t *testing.T) {
 	c, downs := ledBy(t, "a", "b", "c", "d", "e")
 	c.cut(true, "c", "d", "e")
@@ -106,7 +106,7 @@ func TestNextLeaderDecidesOnADeadMajority(t *testing.T) {
 	assert.Equal(t, 3, c.saw("node_lost"))
 }
 
-// TestRenewalWithdrawsALoss: the command that waits does not stand any more.
+// After a renewal the waiting command does not stand any more.
 func TestRenewalWithdrawsALoss(t *testing.T) {
 	c, _ := ledBy(t, "a", "b", "c")
 	var waiting *ProposeEffect
@@ -126,10 +126,14 @@ func TestRenewalWithdrawsALoss(t *testing.T) {
 	c.renew("b")
 	require.NoError(t, c.lease["b"].Err)
 	assert.False(t, c.core.Stands(waiting))
-	assert.True(t, c.core.Stands(&ProposeEffect{Node: "b", Command: state.Command{NodeBack: &state.NodeRef{}}}))
+	assert.True(t, c.core.Stands(&ProposeEffect{
+		Node:    "b",
+		Command: state.Command{NodeBack: &state.NodeRef{}},
+	}))
 }
 
-// silentNode has node a renew once, and joins node b, which renews once and is silent then. beat keeps a alive for so long.
+// silentNode has node a renew once, and joins node b, which renews once and is silent then. beat keeps a
+// alive.
 func silentNode(t *testing.T, r *rig) (say func(id string), beat func(time.Duration)) {
 	t.Helper()
 	say = func(id string) {
@@ -147,7 +151,7 @@ func silentNode(t *testing.T, r *rig) (say func(id string), beat func(time.Durat
 	}
 }
 
-// TestLossIsConfirmedFirst: no majority, no loss; and when the majority is there again the node has spoken before it is asked.
+// Without a majority no node is lost. When the majority is back, the node has renewed before the question.
 func TestLossIsConfirmedFirst(t *testing.T) {
 	var asked atomic.Int32
 	var follows atomic.Bool
@@ -176,7 +180,7 @@ func TestLossIsConfirmedFirst(t *testing.T) {
 	})
 }
 
-// TestRenewalBeforeTheConfirmationWithdrawsTheLoss: both waited for the same majority.
+// The renewal and the loss waited for the same majority.
 func TestRenewalBeforeTheConfirmationWithdrawsTheLoss(t *testing.T) {
 	var speak func(id string)
 	rigged(t, func(c *Config) {
@@ -195,7 +199,7 @@ func TestRenewalBeforeTheConfirmationWithdrawsTheLoss(t *testing.T) {
 	})
 }
 
-// TestLeaderHandsOver: where that fails it goes on, and decides with the next lease.
+// If the hand-over fails, the leader continues and decides after the next lease.
 func TestLeaderHandsOver(t *testing.T) {
 	var downs atomic.Int32
 	rigged(t, func(c *Config) {
@@ -206,7 +210,7 @@ func TestLeaderHandsOver(t *testing.T) {
 		}
 	}, func(t *testing.T, r *rig) {
 		silentNode(t, r)
-		time.Sleep(20 * time.Second) // not even node a
+		time.Sleep(20 * time.Second) // no renewals, not even of node a
 		synctest.Wait()
 		assert.Equal(t, int32(1), downs.Load())
 		assert.False(t, r.store.State().Nodes["b"].Lost)

@@ -1,5 +1,5 @@
-// Package controller makes the cluster what its applications want: it places units, has them granted, tells the nodes to
-// start and stop them, and follows what the nodes report. It runs on the leader only.
+// Package controller makes the cluster match its applications: it places units, has them granted, tells the
+// nodes to start and stop them, and follows the nodes' reports. It runs on the leader only.
 package controller
 
 import (
@@ -12,26 +12,26 @@ import (
 )
 
 const (
-	// DefaultRetry is the wait before a command that consensus did not take is proposed again.
+	// DefaultRetry is the pause before a command that consensus did not accept is proposed again.
 	DefaultRetry = time.Second
-	// DefaultCall is how long one order to a node or one command may take.
+	// DefaultCall bounds one order to a node and one command.
 	DefaultCall = 5 * time.Second
 
 	actorName    = "controller"
-	mailboxBound = 1024            // unreceived requests; what nodes report and the results of commands bypass it
-	closeGrace   = 5 * time.Second // for the actor to stop
-	maxCommands  = 64              // commands under way at once; each unit has at most one
-	nodeQueue    = 4096            // orders waiting for one node; the ones over it are sent again by the resend timer
+	mailboxBound = 1024            // unreceived requests; results of commands bypass it
+	closeGrace   = 5 * time.Second // time for the actor to stop
+	maxCommands  = 64              // concurrent commands; each unit has at most one
+	nodeQueue    = 4096            // orders that wait for one node; the resend timer repeats dropped ones
 	eventRing    = 1000            // state changes kept for the API
 )
 
-// Timers are the waits of this room. Zero fields mean the defaults.
+// Timers of the controller. Zero fields mean the defaults.
 type Timers struct {
 	Unit     state.Timers  // retries, restarts, resends
 	Retry    time.Duration // before a failed command is proposed again
-	Call     time.Duration // one order, one command
-	LeaseTTL time.Duration // how long a renewal of a node's lease lasts
-	Regrant  time.Duration // silence after which a node is lost and its ranks go elsewhere; more than LeaseTTL
+	Call     time.Duration // bound of one order or one command
+	LeaseTTL time.Duration // duration of a node's lease
+	Regrant  time.Duration // silence after which a node is lost; more than LeaseTTL
 }
 
 func (t Timers) withDefaults() Timers {
@@ -51,13 +51,14 @@ func (t Timers) withDefaults() Timers {
 	return t
 }
 
-// Granter puts grants and releases through consensus; the RankAssigner. Safe for concurrent use; ends with ctx.
+// Granter puts grants and releases through consensus; the RankAssigner implements it. Safe for concurrent
+// use; ends with ctx.
 type Granter interface {
 	Grant(ctx context.Context, g state.GrantGroup) (state.Result, error)
 	Release(ctx context.Context, m msg.ReleaseRank) error
 }
 
-// Metrics counts what happens to units. Called from one goroutine at a time; may not block.
+// Metrics counts the changes of units. It is called from one goroutine at a time and may not block.
 type Metrics interface {
 	UnitPhase(app, unit string, phase state.Phase, epoch uint64)
 	UnitRestart(app, unit string)
@@ -66,21 +67,21 @@ type Metrics interface {
 	AppRanksForget(app string)
 }
 
-// Config is what a Controller is made of. Store, Proposer, Granter, Agent and Log are required.
+// Config is the configuration of a Controller. Store, Proposer, Granter, Agent and Log are required. Store
+// must have everything that was committed before this node led: a grant on an older state could use an epoch
+// twice.
 type Config struct {
-	// Self is the id of the node that leads.
+	// Self is the id of the leader's node.
 	Self     string
 	Store    msg.Store
 	Proposer msg.Proposer
 	Granter  Granter
-	// Agent is how a node is told; false while it is not connected.
+	// Agent returns the client for commands to a node; false while the node is not connected.
 	Agent func(node string) (msg.NodeAgent, bool)
-	// Barrier waits until the store has all that was committed before this node led. Nothing is granted before (TRAPS 10);
-	// nil = Start is called after it.
-	Barrier func(ctx context.Context) error
-	// Confirm asks a majority whether this node still leads: before a node is taken for lost. nil = it does.
+	// Confirm asks a majority whether this node still leads, before a node is declared lost. nil = it leads.
 	Confirm func(ctx context.Context) error
-	// StepDown hands the leadership to another voter; its error says that this node goes on leading. nil = there is no other.
+	// StepDown hands the leadership to another voter. An error means that this node still leads. nil = there
+	// is no other voter.
 	StepDown func(ctx context.Context) error
 	Metrics  Metrics // nil = none
 	Timers   Timers

@@ -2,7 +2,6 @@ package controller
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -12,33 +11,33 @@ import (
 	"github.com/asynkron/protoactor-go/actor"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/cluster"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/state"
 )
 
-// ErrStopped says that the controller was closed: its node stops, or does not lead any more. It is cluster.ErrNotLeader.
+// ErrStopped says that the controller was closed: its node stops, or no longer leads. It wraps
+// cluster.ErrNotLeader.
 var ErrStopped = fmt.Errorf("controller is stopped: %w", cluster.ErrNotLeader)
 
-// minTick keeps a due time in the past from becoming a busy loop.
+// minTick keeps a due time in the past from causing a busy loop.
 const minTick = time.Millisecond
 
 // Controller is the actor around the core. All methods but Start are safe for concurrent use.
 type Controller struct {
-	cfg  Config
-	box  *inbox.Inbox
-	ring *ring
-	acts *acts
+	cfg      Config
+	box      *inbox.Inbox
+	ring     *ring
+	executor *executor
 
 	mu   sync.Mutex
 	core *Core
 
-	reshaping chan struct{} // held by the one change of ranks under way
-	booted    chan struct{} // closed when the first state behind the barrier is taken up
+	rankTurn  chan struct{} // held by the change of ranks under way
+	ready     chan struct{} // closed when the core has the first state
 	boot      sync.Once
-	timer     *time.Timer // the actor's own
+	timer     *time.Timer // used by the actor only
 	stop      context.CancelFunc
 	loops     sync.WaitGroup
 	closeOnce sync.Once
@@ -52,25 +51,28 @@ func New(cfg Config) *Controller {
 	cfg = cfg.withDefaults()
 	core := NewCore(cfg.Timers)
 	core.Self = cfg.Self
-	return &Controller{cfg: cfg, ring: newRing(), core: core, reshaping: make(chan struct{}, 1), booted: make(chan struct{})}
+	return &Controller{
+		cfg: cfg, ring: newRing(), core: core, rankTurn: make(chan struct{}, 1),
+		ready: make(chan struct{}),
+	}
 }
 
-// Start spawns the actor. Nothing is granted before the barrier has passed.
+// Start spawns the actor. Call it after the barrier of the election.
 func (c *Controller) Start(system *actor.ActorSystem) error {
 	ctx, stop := context.WithCancel(context.Background())
-	c.acts = newActs(ctx, &c.cfg, func(m any) { c.box.Send(m) }, c.stands)
+	c.executor = newExecutor(ctx, &c.cfg, func(m any) { c.box.Send(m) }, c.checkValid)
 	box, err := inbox.Spawn(system, actorName, mailboxBound, func() inbox.Receiver { return receiver{c} })
 	if err != nil {
 		stop()
 		return err
 	}
 	c.box, c.stop = box, stop
-	c.loops.Go(func() { c.follow(ctx) })
+	c.loops.Go(func() { c.followStore(ctx) })
 	return nil
 }
 
-// Close stops deciding and waits for the calls under way: the node stops, or does not lead any more. Units go on as they are, and the
-// next leader counts them.
+// Close stops deciding and waits for the calls under way, because the node stops or no longer leads. Units
+// continue to run, and the next leader takes them over.
 func (c *Controller) Close() error {
 	c.closeOnce.Do(func() {
 		if c.box == nil {
@@ -81,7 +83,7 @@ func (c *Controller) Close() error {
 		defer cancel()
 		c.closeErr = c.box.Stop(ctx)
 		c.loops.Wait()
-		c.acts.wait()
+		c.executor.wait()
 		if c.timer != nil {
 			c.timer.Stop()
 		}
@@ -95,13 +97,10 @@ func (c *Controller) Close() error {
 	return c.closeErr
 }
 
-// follow passes the barrier, then posts every change of the store. It never polls.
-func (c *Controller) follow(ctx context.Context) {
-	if !c.passBarrier(ctx) {
-		return
-	}
+// followStore posts every change of the store. It never polls.
+func (c *Controller) followStore(ctx context.Context) {
 	for {
-		changed := c.cfg.Store.Changed() // before State, or a change in between goes unseen
+		changed := c.cfg.Store.Changed() // Changed comes before State, so that no change in between is missed
 		c.box.Send(StateSeen{c.cfg.Store.State()})
 		select {
 		case <-changed:
@@ -111,38 +110,15 @@ func (c *Controller) follow(ctx context.Context) {
 	}
 }
 
-// passBarrier tries until it succeeds or the controller is closed: without it nothing may be decided.
-func (c *Controller) passBarrier(ctx context.Context) bool {
-	for c.cfg.Barrier != nil {
-		err := c.cfg.Barrier(ctx)
-		if err == nil {
-			break
-		}
-		c.cfg.Log.Warn("barrier failed, trying again", slog.String("room", actorName), slog.Any("err", err))
-		select {
-		case <-time.After(c.cfg.Timers.Retry):
-		case <-ctx.Done():
-			return false
-		}
-	}
-	return ctx.Err() == nil
-}
-
-// caughtUp tells the core of a deploy, and who deployed when the core has seen it.
-type caughtUp struct {
-	Redeployed
-	done chan struct{}
-}
-
-// standing asks whether a command may still be proposed, behind all that the actor was told before.
-type standing struct {
+// validityQuery asks whether a command may still be proposed. The actor answers after all messages before it.
+type validityQuery struct {
 	effect *ProposeEffect
 	answer chan bool // one slot
 }
 
-// stands asks the core; errWithdrawn: not any more.
-func (c *Controller) stands(ctx context.Context, e *ProposeEffect) error {
-	m := &standing{e, make(chan bool, 1)}
+// checkValid asks the core whether e may still be proposed; errWithdrawn if not.
+func (c *Controller) checkValid(ctx context.Context, e *ProposeEffect) error {
+	m := &validityQuery{e, make(chan bool, 1)}
 	c.box.Send(m)
 	select {
 	case yes := <-m.answer:
@@ -157,7 +133,7 @@ func (c *Controller) stands(ctx context.Context, e *ProposeEffect) error {
 	}
 }
 
-// receiver is the actor: it steps the core and hands the effects on.
+// receiver is the actor: it steps the core and passes the effects on.
 type receiver struct{ *Controller }
 
 // Receive implements inbox.Receiver.
@@ -167,12 +143,12 @@ func (c receiver) Receive(m any) {
 	for _, e := range effects {
 		switch e := e.(type) {
 		case RenewEffect:
-			if r, ok := m.(*renewal); ok {
+			if r, ok := m.(*renewRequest); ok {
 				r.reply <- e
 			}
 			continue
 		case ChangeEffect:
-			c.tell(e.Event)
+			c.publishEvent(e.Event)
 		case RestartEffect:
 			c.cfg.Metrics.UnitRestart(e.App, e.Unit)
 		case ForgetEffect:
@@ -182,20 +158,20 @@ func (c receiver) Receive(m any) {
 		case ForgetAppEffect:
 			c.cfg.Metrics.AppRanksForget(e.App)
 		default:
-			c.acts.do(e)
+			c.executor.execute(e)
 			continue
 		}
 		woken = true
 	}
 	switch m.(type) {
-	case StateSeen, *caughtUp:
+	case StateSeen, *redeployRequest:
 		woken = true
 	}
 	if woken {
 		c.ring.wake()
 	}
-	c.arm(due)
-	if r, ok := m.(*caughtUp); ok {
+	c.armTimer(due)
+	if r, ok := m.(*redeployRequest); ok {
 		close(r.done)
 	}
 }
@@ -205,39 +181,44 @@ func (c *Controller) step(m any) ([]Effect, time.Time) {
 	defer c.mu.Unlock()
 	var effects []Effect
 	switch in := m.(type) {
-	case *standing:
+	case *validityQuery:
 		in.answer <- c.core.Stands(in.effect)
 		return nil, c.core.Due()
-	case *caughtUp:
+	case *redeployRequest:
 		m = in.Redeployed
-	case *renewal:
-		effects = c.freshen()
+	case *renewRequest:
+		effects = c.refreshState()
 		m = NodeSeen{in.report}
 	}
 	effects = append(effects, c.core.Step(c.cfg.Clock(), m)...)
 	if c.core.state != nil {
-		c.boot.Do(func() { close(c.booted) })
+		c.boot.Do(func() { close(c.ready) })
 	}
 	return effects, c.core.Due()
 }
 
-// tell puts a change into ring, metrics and log.
-func (c *Controller) tell(e Event) {
+// publishEvent adds a change to ring, metrics and log.
+func (c *Controller) publishEvent(e Event) {
 	c.ring.add(e)
-	attrs := []any{slog.String("room", actorName), slog.String("app", e.App), slog.String("from", e.From), slog.String("to", e.To)}
+	attrs := []any{
+		slog.String("room", actorName), slog.String("app", e.App), slog.String("from", e.From),
+		slog.String("to", e.To),
+	}
 	if e.Unit != "" {
 		c.cfg.Metrics.UnitPhase(e.App, e.Unit, state.Phase(e.To), e.Epoch)
 		attrs = append(attrs, slog.String("unit", e.Unit), slog.Uint64("epoch", e.Epoch))
 	}
-	if e.Reason != "" && state.Phase(e.To) != state.Starting { // a start has the reason of the end before it
+	// a start would repeat the reason of the end before it
+	if e.Reason != "" && state.Phase(e.To) != state.Starting {
 		attrs = append(attrs, slog.String("cause", e.Reason))
 	}
-	c.cfg.Log.Log(context.Background(), levelOf(&e), "state changed", attrs...)
+	c.cfg.Log.Log(context.Background(), logLevel(&e), "state changed", attrs...)
 }
 
-// levelOf makes one event one line at level info: of applications every change, of units what this leader decides. What a node
-// reports of a unit is in that node's log; the first sight of a unit or an application is no change, as at each change of leaders.
-func levelOf(e *Event) slog.Level {
+// logLevel keeps one line per event at level info: every change of an application, and of units the decisions
+// of this leader. A unit's changes on its node are in that node's log. A new leader's first sight of a unit
+// or application is no change.
+func logLevel(e *Event) slog.Level {
 	switch {
 	case e.From == "" && e.To != string(state.Deploying):
 		return slog.LevelDebug
@@ -252,8 +233,8 @@ func levelOf(e *Event) slog.Level {
 	}
 }
 
-// arm sets the one timer to the next due time.
-func (c *Controller) arm(due time.Time) {
+// armTimer sets the timer to the next due time.
+func (c *Controller) armTimer(due time.Time) {
 	if c.timer != nil {
 		c.timer.Stop()
 	}
@@ -263,114 +244,81 @@ func (c *Controller) arm(due time.Time) {
 	c.timer = time.AfterFunc(max(minTick, due.Sub(c.cfg.Clock())), func() { c.box.Send(Ticked{}) })
 }
 
-// Status is the picture of all applications, in order of name. Nothing of a rank's account is in it: those who know it add it.
+// Status returns the status of all applications, ordered by name. The caller adds what the replicas report of
+// their ranks.
 func (c *Controller) Status() []msg.AppStatus {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.core.Status()
 }
 
-// StatusWithout is Status while some nodes do not answer: unreachable gives the reason for each.
+// StatusWithout is Status while some nodes do not answer. unreachable gives the reason for each of them.
 func (c *Controller) StatusWithout(unreachable map[string]string) []msg.AppStatus {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.core.StatusWithout(unreachable)
 }
 
-// Watch is closed at the next change of what Status or Events show. Take it before them, or a change in between goes unseen.
+// Watch returns a channel that is closed at the next change of Status or Events. Call it before them, so that
+// no change in between is missed.
 func (c *Controller) Watch() <-chan struct{} { return c.ring.watch() }
 
-// Events are the changes of state after number since that are still kept, at most the last 1000.
+// Events returns the changes after number since, at most the last 1000.
 func (c *Controller) Events(since uint64) []Event { return c.ring.since(since) }
 
-// Deploy creates or replaces applications and, with prune, deletes the others. It first places on paper all that would be
-// started: what cannot be placed is refused before anything happens; with partial, groups without room wait for it instead. expect
-// gives the revision the caller saw per app (0 = none). Apps that do not change get another chance for their failed units. Errors:
-// problem.Unplaceable, problem.Conflict.
-func (c *Controller) Deploy(ctx context.Context, apps []*app.Application, expect map[string]uint64, prune, partial bool) (state.Result, error) {
-	if err := runnable(apps); err != nil {
-		return state.Result{}, err
-	}
-	if !partial {
-		if err := dryRun(c.placeable(), apps, prune); err != nil {
-			return state.Result{}, err
-		}
-	}
-	put := &state.PutApps{Expect: expect, Prune: prune}
-	names := make([]string, 0, len(apps))
-	for _, a := range apps {
-		spec, err := specOf(a)
-		if err != nil {
-			return state.Result{}, err
-		}
-		put.Apps = append(put.Apps, spec)
-		names = append(names, a.Name)
-	}
-	before := c.epochs()
-	r, err := c.cfg.Proposer.Propose(ctx, state.Command{PutApps: put})
-	if err != nil {
-		return r, err
-	}
-	return r, c.catchUp(ctx, names, before)
+// renewRequest is a node's report on its way to the core.
+type renewRequest struct {
+	report *msg.NodeReport
+	reply  chan RenewEffect // one slot
 }
 
-// placeable is the present state for a placement on paper.
-func (c *Controller) placeable() *state.State {
-	s := c.cfg.Store.State()
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.core.withoutStopping(s)
-}
-
-// specOf is an application as the state keeps it.
-func specOf(a *app.Application) (state.AppSpec, error) {
-	spec, err := json.Marshal(a)
-	if err != nil {
-		return state.AppSpec{}, problem.New(problem.Internal, "deploy %s: %w", a.Name, err)
-	}
-	return state.AppSpec{Name: a.Name, Spec: spec, Names: a.Model.ServedNames(), Route: a.RoutePrefix}, nil
-}
-
-// Delete ends an application: its units drain and stop, then it is forgotten. A second time changes nothing.
-func (c *Controller) Delete(ctx context.Context, name string) (state.Result, error) {
-	r, err := c.cfg.Proposer.Propose(ctx, state.Command{DeleteApp: &state.DeleteApp{Name: name}})
-	if err != nil {
-		return r, err
-	}
-	return r, c.catchUp(ctx, nil, nil)
-}
-
-// epochs gives the epoch of every unit there is now.
-func (c *Controller) epochs() map[string]uint64 {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	out := make(map[string]uint64, len(c.core.units))
-	for id, u := range c.core.units {
-		out[id] = u.m.Epoch
-	}
-	return out
-}
-
-// catchUp waits until Status shows what was committed, so that who deploys and then asks is not told that there is no such
-// app. The change is committed whatever happens here: running out of time is no error.
-func (c *Controller) catchUp(ctx context.Context, apps []string, before map[string]uint64) error {
-	ctx, cancel := context.WithTimeout(ctx, c.cfg.Timers.Call)
-	defer cancel()
+// Renew implements msg.Leader: it takes a node's report and prolongs the node's lease. The caller must not
+// change the report afterwards. It waits until a new leader is ready, and for nothing else. Errors:
+// problem.PermissionDenied for a node that is not, or no longer, a member; problem.Unavailable,
+// problem.Overloaded, problem.Conflict and ctx's mean "try again".
+func (c *Controller) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) {
 	select {
-	case <-c.booted: // before, there is nothing to catch up
+	case <-c.ready:
 	case <-c.box.Stopped():
 	case <-ctx.Done():
+		return msg.Lease{}, context.Cause(ctx)
 	}
-	m := &caughtUp{Redeployed{apps, before, c.cfg.Store.State()}, make(chan struct{})}
+	m := &renewRequest{r, make(chan RenewEffect, 1)}
 	if err := c.box.TrySend(m); errors.Is(err, inbox.ErrStopped) {
-		return errStopped()
+		return msg.Lease{}, errStopped()
 	} else if err != nil {
-		return problem.New(problem.Overloaded, "tell the controller: %w", err).WithHint("deploy again in a second")
+		return msg.Lease{}, problem.New(problem.Overloaded, "renew the lease of node %s: %w", r.Node.ID,
+			err).WithHint("try again in a moment")
 	}
 	select {
-	case <-m.done:
+	case e := <-m.reply:
+		e.Lease.Leader = c.cfg.Self
+		return e.Lease, e.Err
 	case <-c.box.Stopped():
+		return msg.Lease{}, errStopped()
 	case <-ctx.Done():
+		return msg.Lease{}, context.Cause(ctx)
 	}
-	return nil
+}
+
+func errStopped() error {
+	return problem.New(problem.Unavailable, "tell the controller: %w", ErrStopped).
+		WithHint("this node does not lead any more; ask the new leader")
+}
+
+// refreshState loads the latest state first, so that a node that joined a moment ago is recognised. The
+// caller holds mu.
+func (c *Controller) refreshState() []Effect {
+	s := c.cfg.Store.State()
+	if c.core.state == nil || s.Index <= c.core.state.Index {
+		return nil
+	}
+	return c.core.Step(c.cfg.Clock(), StateSeen{s})
+}
+
+// Note adds a change of an application that another component made to the events, for example a reset of its
+// Router. Safe for concurrent use.
+func (c *Controller) Note(app, what, reason string) {
+	c.ring.add(Event{At: time.Now(), App: app, To: what, Reason: reason})
+	c.ring.wake()
 }

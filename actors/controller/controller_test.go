@@ -3,7 +3,6 @@ package controller
 import (
 	"bytes"
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"maps"
@@ -26,7 +25,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// agent is a node whose engines start and stop in no time.
+// agent is a node whose engines start and stop at once.
 type agent struct {
 	mu      sync.Mutex
 	c       *Controller
@@ -79,7 +78,7 @@ func (a *agent) StopRank(_ context.Context, m *msg.StopRank) error {
 	return nil
 }
 
-// counter is a Metrics.
+// counter implements Metrics.
 type counter struct {
 	mu       sync.Mutex
 	phases   map[string]state.Phase
@@ -129,7 +128,11 @@ type rig struct {
 func rigged(t *testing.T, change func(*Config), f func(t *testing.T, r *rig)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
-		r := &rig{store: newMemStore(), agent: &agent{newest: map[string]msg.UnitEvent{}}, metrics: &counter{phases: map[string]state.Phase{}, ranks: map[string][2]int{}}, logs: new(bytes.Buffer)}
+		r := &rig{
+			store: newMemStore(), agent: &agent{newest: map[string]msg.UnitEvent{}},
+			metrics: &counter{phases: map[string]state.Phase{}, ranks: map[string][2]int{}},
+			logs:    new(bytes.Buffer),
+		}
 		_, err := r.store.Propose(t.Context(), state.Command{PutNode: &state.PutNode{Node: node("a", 8)}})
 		require.NoError(t, err)
 		cfg := Config{
@@ -137,7 +140,7 @@ func rigged(t *testing.T, change func(*Config), f func(t *testing.T, r *rig)) {
 			Agent: func(id string) (msg.NodeAgent, bool) { return r.agent, id == "a" },
 			Log:   slog.New(slog.NewTextHandler(r.logs, nil)),
 		}
-		cfg.Timers.LeaseTTL = patience
+		cfg.Timers.LeaseTTL = endlessLease
 		if change != nil {
 			change(&cfg)
 		}
@@ -200,12 +203,16 @@ func TestDeployIsRefusedBeforeAnythingStarts(t *testing.T) {
 	rigged(t, nil, func(t *testing.T, r *rig) {
 		r.deploy(t, sim("small", 4, app.Independent))
 		big := sim("big", 16, app.Lockstep)
-		_, err := r.Deploy(t.Context(), []*app.Application{sim("fits", 1, app.Independent), big}, nil, false, false)
+		_, err := r.Deploy(t.Context(), []*app.Application{sim("fits", 1, app.Independent), big}, nil,
+			false, false)
 		var p *problem.Error
 		require.ErrorAs(t, err, &p)
 		assert.Equal(t, problem.Unplaceable, p.Code)
 		assert.Equal(t, "place big/0: 4 of 16 ranks can be placed (PACK)", p.Message)
-		assert.Equal(t, []string{"need: 16 ranks of 1 slot each, PACK", "node a: 4 of 8 slots free, 0 of 0 devices free, room for 4 ranks"}, p.Details)
+		assert.Equal(t, []string{
+			"need: 16 ranks of 1 slot each, PACK",
+			"node a: 4 of 8 slots free, 0 of 0 devices free, room for 4 ranks",
+		}, p.Details)
 		assert.Len(t, r.store.State().Apps, 1)
 
 		grown := sim("small", 8, app.Independent)
@@ -231,7 +238,9 @@ func TestKindsOfTheNextVersionAreRefused(t *testing.T) {
 			var p *problem.Error
 			require.ErrorAs(t, err, &p)
 			assert.Equal(t, problem.Unplaceable, p.Code)
-			assert.Equal(t, fmt.Sprintf("deploy real: launching engines of kind %s comes with the next version", k), p.Message)
+			assert.Equal(t,
+				fmt.Sprintf("deploy real: launching engines of kind %s comes with the next version", k),
+				p.Message)
 			assert.Contains(t, p.Hint, "--engine sim")
 		}
 	})
@@ -239,10 +248,11 @@ func TestKindsOfTheNextVersionAreRefused(t *testing.T) {
 
 func TestStatusShowsWhatWasJustDeployedOrDeleted(t *testing.T) {
 	rigged(t, nil, func(t *testing.T, r *rig) {
-		r.agent.refuse(context.DeadlineExceeded) // silent
+		r.agent.refuse(context.DeadlineExceeded) // no answer
 		for n := range 20 {
 			name := fmt.Sprint("app", n)
-			_, err := r.Deploy(t.Context(), []*app.Application{sim(name, 1, app.Independent)}, nil, true, false)
+			_, err := r.Deploy(t.Context(), []*app.Application{sim(name, 1, app.Independent)}, nil, true,
+				false)
 			require.NoError(t, err)
 			names := map[string]string{}
 			for _, s := range r.Status() {
@@ -261,38 +271,11 @@ func TestStatusShowsWhatWasJustDeployedOrDeleted(t *testing.T) {
 func TestStaleRevisionIsRefused(t *testing.T) {
 	rigged(t, nil, func(t *testing.T, r *rig) {
 		r.deploy(t, sim("chat", 1, app.Independent))
-		_, err := r.Deploy(t.Context(), []*app.Application{sim("chat", 2, app.Independent)}, map[string]uint64{"chat": 0}, false, false)
+		_, err := r.Deploy(t.Context(), []*app.Application{sim("chat", 2, app.Independent)},
+			map[string]uint64{"chat": 0}, false, false)
 		require.ErrorIs(t, err, state.ErrStaleRevision)
 		assert.Equal(t, problem.Conflict, problem.CodeOf(err))
 	})
-}
-
-func TestNothingIsDecidedBeforeTheBarrier(t *testing.T) {
-	var barrier chan error
-	rigged(t, func(c *Config) {
-		barrier = make(chan error) // inside the bubble
-		c.Barrier = func(ctx context.Context) error {
-			select {
-			case err := <-barrier:
-				return err
-			case <-ctx.Done():
-				return ctx.Err()
-			}
-		}
-	}, func(t *testing.T, r *rig) {
-		r.deploy(t, sim("chat", 1, app.Independent))
-		barrier <- errors.New("no leader yet")
-		time.Sleep(10 * time.Second)
-		synctest.Wait()
-		assert.Empty(t, r.agent.seen())
-		assert.Empty(t, r.Status())
-		barrier <- nil
-		synctest.Wait()
-		assert.Equal(t, []string{"start chat/0/0 1"}, r.agent.seen())
-	})
-	rigged(t, func(c *Config) {
-		c.Barrier = func(ctx context.Context) error { <-ctx.Done(); return ctx.Err() }
-	}, func(*testing.T, *rig) {}) // closes all the same
 }
 
 func TestRG6ThroughTheActor(t *testing.T) {
@@ -329,7 +312,7 @@ func TestSilentNodeIsToldAgain(t *testing.T) {
 	})
 }
 
-// TestPanicInReceiveForgetsNothing: the core outlives the actor's restart.
+// The core survives the restart of the actor.
 func TestPanicInReceiveForgetsNothing(t *testing.T) {
 	var mu sync.Mutex
 	broken := false
@@ -383,8 +366,21 @@ func TestCallsAfterClose(t *testing.T) {
 func TestTimersDefaults(t *testing.T) {
 	assert.Equal(t, Timers{
 		Unit: state.Timers{
-			StartRetry: time.Second, RestartMin: time.Second, RestartMax: 64 * time.Second, RestartReset: 10 * time.Minute, Resend: 2 * time.Second,
+			StartRetry: time.Second, RestartMin: time.Second, RestartMax: 64 * time.Second,
+			RestartReset: 10 * time.Minute, Resend: 2 * time.Second,
 		},
 		Retry: time.Second, Call: 5 * time.Second, LeaseTTL: 10 * time.Second, Regrant: 12 * time.Second,
 	}, Timers{}.withDefaults())
+}
+
+func TestRingKeepsTheLastThousand(t *testing.T) {
+	r := newRing()
+	for range 3 * eventRing {
+		r.add(Event{})
+	}
+	got := r.since(0)
+	require.Len(t, got, eventRing)
+	assert.Equal(t, uint64(2*eventRing+1), got[0].Seq)
+	assert.Equal(t, uint64(3*eventRing), got[eventRing-1].Seq)
+	assert.Len(t, r.since(3*eventRing-5), 5)
 }

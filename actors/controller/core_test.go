@@ -2,6 +2,7 @@ package controller
 
 import (
 	"context"
+	"fmt"
 	"testing"
 	"time"
 
@@ -17,12 +18,15 @@ func TestDeployRunDeleteTranscript(t *testing.T) {
 	w := newWorld(t)
 	w.deploy(sim("chat", 2, app.Independent))
 	assert.Equal(t, []string{
-		"chat/0/0:  → pending", "chat/0/1:  → pending", "grant chat/0/0 attempt 1 on a:0", "grant chat/0/1 attempt 1 on a:1", "chat:  → DEPLOYING",
-		"chat/0/0: pending → starting", "start chat/0/0 epoch 1 on a", "chat/0/1: pending → starting", "start chat/0/1 epoch 1 on a",
+		"chat/0/0:  → pending", "chat/0/1:  → pending", "grant chat/0/0 attempt 1 on a:0",
+		"grant chat/0/1 attempt 1 on a:1", "chat:  → DEPLOYING",
+		"chat/0/0: pending → starting", "start chat/0/0 epoch 1 on a", "chat/0/1: pending → starting",
+		"start chat/0/1 epoch 1 on a",
 	}, w.takeTrace())
 	w.up("chat/0/0", "chat/0/1")
 	assert.Equal(t, []string{
-		"chat/0/0: starting → ready", "unit_ready chat/0/0", "chat/0/1: starting → ready", "unit_ready chat/0/1", "chat: DEPLOYING → RUNNING",
+		"chat/0/0: starting → ready", "unit_ready chat/0/0", "chat/0/1: starting → ready",
+		"unit_ready chat/0/1", "chat: DEPLOYING → RUNNING",
 	}, w.takeTrace())
 	assert.Equal(t, state.Ready, w.state.Units["chat/0/1"].Phase)
 
@@ -37,8 +41,10 @@ func TestDeployRunDeleteTranscript(t *testing.T) {
 		w.says("a", u, msg.UnitGone)
 	}
 	assert.Equal(t, []string{
-		"chat/0/0: draining → killing", "chat/0/0: killing → gone", "release chat/0/0 epoch 1", "forget chat/0/0",
-		"chat/0/1: draining → killing", "chat/0/1: killing → gone", "release chat/0/1 epoch 1", "forget chat/0/1", "forget_app ",
+		"chat/0/0: draining → killing", "chat/0/0: killing → gone", "release chat/0/0 epoch 1",
+		"forget chat/0/0",
+		"chat/0/1: draining → killing", "chat/0/1: killing → gone", "release chat/0/1 epoch 1",
+		"forget chat/0/1", "forget_app ",
 	}, w.takeTrace())
 	assert.Empty(t, w.state.Apps)
 	assert.Empty(t, w.state.Units)
@@ -64,7 +70,10 @@ func TestStopIsSentAgainWithTheGraceThatIsLeft(t *testing.T) {
 	w.delete("chat")
 	w.takeTrace()
 	w.pass(4 * time.Second)
-	assert.Equal(t, []string{"stop chat/0/0 epoch 1 on a, grace 28s", "stop chat/0/0 epoch 1 on a, grace 26s"}, w.takeTrace())
+	assert.Equal(t, []string{
+		"stop chat/0/0 epoch 1 on a, grace 28s",
+		"stop chat/0/0 epoch 1 on a, grace 26s",
+	}, w.takeTrace())
 	w.says("a", "chat/0/0", msg.UnitDraining)
 	w.pass(time.Hour)
 	assert.Empty(t, w.takeTrace())
@@ -89,7 +98,7 @@ func TestReportsAreTakenOncePerNumberAndForTheEpochInHandOnly(t *testing.T) {
 	assert.Equal(t, "RUNNING", w.status("chat"))
 }
 
-// TestOldIncarnationIsToldToStop: it came back after its successor was granted.
+// The old incarnation came back after its successor was granted.
 func TestOldIncarnationIsToldToStop(t *testing.T) {
 	w := newWorld(t, node("a", 4), node("b", 4))
 	w.deploy(sim("chat", 1, app.Independent))
@@ -124,7 +133,8 @@ func TestLockstepOverTwoNodes(t *testing.T) {
 	w.takeTrace()
 	w.says("b", "moe/0", msg.UnitFenced, because("rank 3 died"))
 	assert.Equal(t, []string{
-		"moe/0: ready → fenced", "stop moe/0 epoch 1 on a, grace 0s", "unit_fenced moe/0", "moe: RUNNING → UNHEALTHY",
+		"moe/0: ready → fenced", "stop moe/0 epoch 1 on a, grace 0s", "unit_fenced moe/0",
+		"moe: RUNNING → UNHEALTHY",
 	}, w.takeTrace())
 	w.says("b", "moe/0", msg.UnitGone, wasReady)
 	assert.Equal(t, state.Killing, w.phase("moe/0"), "node a still has processes")
@@ -215,7 +225,7 @@ func TestDeletingAppOverARestart(t *testing.T) {
 	assert.Empty(t, w.state.Units)
 }
 
-// TestGrantWhoseAnswerIsLost is started all the same, once.
+// The grant is started all the same, once.
 func TestGrantWhoseAnswerIsLost(t *testing.T) {
 	w := newWorld(t)
 	w.after = func(c state.Command) error {
@@ -233,7 +243,7 @@ func TestGrantWhoseAnswerIsLost(t *testing.T) {
 	assert.Equal(t, "RUNNING", w.status("chat"))
 }
 
-// TestCommandsThatDoNotGetThroughAreRepeated after a second, whatever they are.
+// Every kind of command is repeated after a second.
 func TestCommandsThatDoNotGetThroughAreRepeated(t *testing.T) {
 	w := newWorld(t)
 	failed := map[string]bool{}
@@ -272,7 +282,35 @@ func TestOfAPartOnlyTheNewestNewsCount(t *testing.T) {
 	for _, c := range []struct {
 		process, number uint64
 		news            bool
-	}{{1, 2, true}, {1, 1, false}, {1, 2, false}, {1, 4, true}, {1, 0, true}, {1, 3, false}, {2, 1, true}, {2, 1, false}, {2, 2, true}} {
-		assert.Equal(t, c.news, p.news(c.process, c.number), c)
+	}{
+		{1, 2, true},
+		{1, 1, false},
+		{1, 2, false},
+		{1, 4, true},
+		{1, 0, true},
+		{1, 3, false},
+		{2, 1, true},
+		{2, 1, false},
+		{2, 2, true},
+	} {
+		assert.Equal(t, c.news, p.isNewer(c.process, c.number), c)
+	}
+}
+
+// BenchmarkRenewal measures one renewal on the leader of 64 nodes with 1024 ranks.
+func BenchmarkRenewal(b *testing.B) {
+	var hosts []*host
+	for i := range 64 {
+		hosts = append(hosts, newHost(fmt.Sprintf("n%02d", i), 16))
+	}
+	c := newFleet(b, hosts...)
+	c.deploy(sim("chat", 1024, app.Independent))
+	c.renew(c.ids()...)
+	if c.status("chat") != "RUNNING" {
+		b.Fatal(c.status("chat"))
+	}
+	b.ReportAllocs()
+	for b.Loop() {
+		c.core.Step(c.now, NodeSeen{hosts[7].report(c.now)})
 	}
 }

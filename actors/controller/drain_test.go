@@ -42,7 +42,7 @@ func (c *fleet) ready(app string) int {
 	return 0
 }
 
-// TestDrainMovesOneUnitAtATime of each application, and both at once.
+// One unit of each application moves at a time, and both applications at once.
 func TestDrainMovesOneUnitAtATime(t *testing.T) {
 	c := newFleet(t, newHost("a", 5), newHost("b", 9))
 	c.deploy(sim("chat", 3, app.Independent))
@@ -53,7 +53,8 @@ func TestDrainMovesOneUnitAtATime(t *testing.T) {
 	c.takeTrace()
 	c.drain("a", time.Time{})
 	assert.Equal(t, []string{
-		"chat/0/0: ready → draining", "stop chat/0/0 epoch 1 on a, grace 30s", "moe/0: ready → draining", "stop moe/0 epoch 1 on a, grace 30s",
+		"chat/0/0: ready → draining", "stop chat/0/0 epoch 1 on a, grace 30s", "moe/0: ready → draining",
+		"stop moe/0 epoch 1 on a, grace 30s",
 		"chat: RUNNING → UNHEALTHY", "moe: RUNNING → UNHEALTHY",
 	}, c.takeTrace())
 	word, why := c.nodeState("a")
@@ -102,7 +103,7 @@ func TestDrainLeavesWhatFindsNoRoom(t *testing.T) {
 	assert.Equal(t, "RUNNING", c.status("big"))
 }
 
-// TestTwoUnitsThatMoveDoNotCountOnTheSameRoom: the place of the first is kept while it drains.
+// The first unit's new room is reserved while it drains.
 func TestTwoUnitsThatMoveDoNotCountOnTheSameRoom(t *testing.T) {
 	c := newFleet(t, newHost("a", 4))
 	c.deploy(sim("x", 2, app.Lockstep))
@@ -153,7 +154,7 @@ func TestDrainOverALeaderChange(t *testing.T) {
 	assert.Equal(t, state.Draining, c.phase("chat/0/1"))
 }
 
-// TestDrainMovesWhatIsNotReadyAtOnce, and what fails meanwhile starts elsewhere.
+// A unit that fails meanwhile starts elsewhere.
 func TestDrainMovesWhatIsNotReadyAtOnce(t *testing.T) {
 	a := newHost("a", 4)
 	a.slow = true
@@ -174,7 +175,7 @@ func TestDrainMovesWhatIsNotReadyAtOnce(t *testing.T) {
 	assert.Equal(t, "drained", word)
 }
 
-// TestDrainMovesAttachedRanks: their engines stay where they are, who watches them moves.
+// Attached engines stay where they are; their replicas move.
 func TestDrainMovesAttachedRanks(t *testing.T) {
 	c := newFleet(t, newHost("a", 4), newHost("b", 4))
 	e := attachedTo("http://1", "http://2")

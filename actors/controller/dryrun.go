@@ -12,25 +12,27 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// runnable refuses kinds that this version cannot start.
-func runnable(apps []*app.Application) error {
+// checkRunnable refuses kinds that this version cannot start.
+func checkRunnable(apps []*app.Application) error {
 	for _, a := range apps {
 		if !a.Engine.Kind.Runs() {
-			return problem.New(problem.Unplaceable, "deploy %s: launching engines of kind %s comes with the next version", a.Name, a.Engine.Kind).
-				WithHint("run the file on the simulated engine with --engine sim, or attach engines that run already (kind: attach)")
+			return problem.New(problem.Unplaceable,
+				"deploy %s: launching engines of kind %s comes with the next version", a.Name, a.Engine.Kind).
+				WithHint("run the file on the simulated engine with --engine sim, or attach engines that " +
+					"run already (kind: attach)")
 		}
 	}
 	return nil
 }
 
-// dryRun refuses a deploy as a whole if it cannot place what it would start.
-func dryRun(s *state.State, apps []*app.Application, prune bool) error {
+// checkPlaceable refuses a whole deploy if its new units cannot be placed.
+func checkPlaceable(s *state.State, apps []*app.Application, prune bool) error {
 	d, err := newDryRunner(s, apps, prune)
 	if err != nil {
 		return err
 	}
-	for _, name := range slices.Sorted(maps.Keys(d.named)) {
-		for _, g := range d.place(d.named[name]) {
+	for _, name := range slices.Sorted(maps.Keys(d.deployed)) {
+		for _, g := range d.placeApp(d.deployed[name]) {
 			if g.err != nil {
 				return g.err
 			}
@@ -39,66 +41,70 @@ func dryRun(s *state.State, apps []*app.Application, prune bool) error {
 	return nil
 }
 
-// dryRunner is a deploy on paper.
+// dryRunner computes a deploy's placement without changing anything.
 type dryRunner struct {
-	state   *state.State
-	overlay *overlay
-	named   map[string]*application // that are deployed
-	others  map[string]*application // that stay
+	state     *state.State
+	overlay   *overlay
+	deployed  map[string]*application // apps of the deploy
+	remaining map[string]*application // apps that stay as they are
 }
 
-// outcome is what becomes of one group on paper.
-type outcome struct {
+// groupOutcome is the computed placement of one group.
+type groupOutcome struct {
 	seats map[int]state.RankGrant // by rank
 	err   error                   // no room
 	moves placement.Moves         // what would make room
 }
 
-// newDryRunner places what stays beside a deploy. Units of the other apps that wait for a place go first and do not count: they
-// were not asked for now.
+// newDryRunner reserves what keeps running. Then it places the other apps' waiting units without judging the
+// result, because this deploy did not ask for them.
 func newDryRunner(s *state.State, apps []*app.Application, prune bool) (*dryRunner, error) {
-	d := &dryRunner{state: s, overlay: newOverlay(nodesOf(s), s), named: map[string]*application{}, others: map[string]*application{}}
+	d := &dryRunner{
+		state: s, overlay: newOverlay(placementNodes(s), s),
+		deployed: map[string]*application{}, remaining: map[string]*application{},
+	}
 	for _, a := range apps {
 		next := &application{name: a.Name, launch: map[string]string{}}
-		if err := next.fill(a); err != nil {
+		if err := next.setSpec(a); err != nil {
 			return nil, problem.New(problem.InvalidArgument, "deploy %s: %w", a.Name, err)
 		}
-		d.named[a.Name] = next
+		d.deployed[a.Name] = next
 	}
 	for name, a := range s.Apps {
-		if d.named[name] == nil && !a.Deleting && !prune {
-			d.others[name] = readApp(a)
+		if d.deployed[name] == nil && !a.Deleting && !prune {
+			d.remaining[name] = readApp(a)
 		}
 	}
-	d.stay(d.named)
-	d.stay(d.others)
-	for _, name := range slices.Sorted(maps.Keys(d.others)) {
-		d.place(d.others[name]) // what waits for a place without this deploy is not its fault
+	d.reserveRunning(d.deployed)
+	d.reserveRunning(d.remaining)
+	for _, name := range slices.Sorted(maps.Keys(d.remaining)) {
+		d.placeApp(d.remaining[name]) // a failure here is not caused by this deploy
 	}
 	return d, nil
 }
 
-// keeps says whether a unit runs on as it is.
-func (d *dryRunner) keeps(a *application, id string) bool {
+// keepsRunning reports whether a unit continues unchanged.
+func (d *dryRunner) keepsRunning(a *application, id string) bool {
 	rec := d.state.Units[id]
 	return rec != nil && rec.Holds() && rec.Launch == a.launch[id]
 }
 
-// stay marks what the units that run on use.
-func (d *dryRunner) stay(apps map[string]*application) {
+// reserveRunning marks the resources of the units that keep running as used.
+func (d *dryRunner) reserveRunning(apps map[string]*application) {
 	for _, name := range slices.Sorted(maps.Keys(apps)) {
 		a := apps[name]
 		for i := range a.units {
-			if id := a.units[i].ID; d.keeps(a, id) {
+			if id := a.units[i].ID; d.keepsRunning(a, id) {
 				d.overlay.use(d.state.Units[id].Ranks, d.state.Units[id].Blocks)
 			}
 		}
 	}
 }
 
-// place finds room for the units of an app that start anew, and takes it. It gives an outcome per group that has such units.
-func (d *dryRunner) place(a *application) map[int]*outcome {
-	out := map[int]*outcome{}
+// placeApp places an app's new units and reserves their room. It returns an outcome for each group with such
+// units.
+func (d *dryRunner) placeApp(a *application) map[int]*groupOutcome {
+	out := map[int]*groupOutcome{}
 	if a.spec == nil {
 		return out
 	}
@@ -110,16 +116,16 @@ func (d *dryRunner) place(a *application) map[int]*outcome {
 	return out
 }
 
-func (d *dryRunner) placeGroup(g *placement.Group) *outcome {
-	out := &outcome{seats: map[int]state.RankGrant{}}
+func (d *dryRunner) placeGroup(g *placement.Group) *groupOutcome {
+	out := &groupOutcome{seats: map[int]state.RankGrant{}}
 	p, err := placement.Place(d.overlay.nodes, []placement.Group{*g})
 	if err != nil {
 		out.moves = placement.Hint(d.overlay.nodes, *g, d.occupants())
-		out.err = advised(err, out.moves)
+		out.err = withAdvice(err, out.moves)
 		return out
 	}
 	var s seat
-	s.fill(ranksOf(&p.Groups[0]), &p.Groups[0])
+	s.addPlaced(ranksOf(&p.Groups[0]), &p.Groups[0])
 	d.overlay.use(s.ranks, s.blocks)
 	for _, r := range s.ranks {
 		out.seats[r.Rank] = r
@@ -127,8 +133,8 @@ func (d *dryRunner) placeGroup(g *placement.Group) *outcome {
 	return out
 }
 
-// advised is a placement error with the advice that fits best.
-func advised(err error, moves placement.Moves) error {
+// withAdvice adds the moves that would make room to a placement error.
+func withAdvice(err error, moves placement.Moves) error {
 	var p *problem.Error
 	if len(moves) == 0 || !errors.As(err, &p) {
 		return err
@@ -137,14 +143,14 @@ func advised(err error, moves placement.Moves) error {
 	return better.WithHint("%s", moves.String())
 }
 
-// occupants are the units that run on, and could move.
+// occupants returns the units that keep running and could move.
 func (d *dryRunner) occupants() []placement.Occupant {
 	var out []placement.Occupant
-	for _, apps := range []map[string]*application{d.named, d.others} {
+	for _, apps := range []map[string]*application{d.deployed, d.remaining} {
 		for _, name := range slices.Sorted(maps.Keys(apps)) {
 			a := apps[name]
 			for i := range a.units {
-				if d.keeps(a, a.units[i].ID) {
+				if d.keepsRunning(a, a.units[i].ID) {
 					out = append(out, d.occupant(a, &a.units[i]))
 				}
 			}
@@ -159,7 +165,10 @@ func (d *dryRunner) occupant(a *application, u *app.Unit) placement.Occupant {
 	rec := d.state.Units[u.ID]
 	for _, r := range rec.Ranks {
 		o.Group.Held[r.Node]--
-		o.Seats = append(o.Seats, placement.Seat{Rank: r.Rank, Node: r.Node, Slot: r.Slot, Devices: r.Devices})
+		o.Seats = append(o.Seats, placement.Seat{
+			Rank: r.Rank, Node: r.Node, Slot: r.Slot,
+			Devices: r.Devices,
+		})
 	}
 	for _, b := range rec.Blocks {
 		block := placement.Block{Rank: -1, Node: b.Node, Base: b.Base, Size: b.Size}
@@ -178,7 +187,7 @@ func (d *dryRunner) group(a *application, group int) placement.Group {
 		u := &a.units[i]
 		switch {
 		case u.Group != group:
-		case d.keeps(a, u.ID):
+		case d.keepsRunning(a, u.ID):
 			for _, r := range d.state.Units[u.ID].Ranks {
 				g.Held[r.Node]++
 			}
@@ -189,7 +198,7 @@ func (d *dryRunner) group(a *application, group int) placement.Group {
 	return g
 }
 
-// explain is a placement error in one line: what is missing, and what each node has.
+// explain puts a placement error into one line: what is missing, and what each node has.
 func explain(err error) string {
 	var p *problem.Error
 	if !errors.As(err, &p) || len(p.Details) == 0 {

@@ -15,8 +15,8 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// host is a node as CONTRACTS 1 wants it: it keeps the highest epoch seen per unit over its restarts, refuses what is below or
-// was there before, and tells what it has with every renewal.
+// host is a model of a node. It keeps the highest epoch seen per unit over its restarts, refuses a start at
+// that epoch or below, and reports what it has with every renewal.
 type host struct {
 	node    state.Node
 	process uint64
@@ -24,13 +24,13 @@ type host struct {
 	runs    map[string]uint64 // unit → epoch of its instance
 	ready   map[string]bool
 	newest  map[string]msg.UnitEvent
-	events  []msg.UnitEvent // not taken
+	events  []msg.UnitEvent // not acknowledged
 	n       uint64
-	slow    bool // what it starts becomes ready when the test says so
+	slow    bool // started units become ready only when the test says so
 	cut     bool
 
 	stopping  bool // it was told to end
-	afterStop bool // its process before this one was
+	afterStop bool // its previous process was told to end
 }
 
 var errStaleOrder = problem.New(problem.Conflict, "stale epoch")
@@ -38,7 +38,8 @@ var errStaleOrder = problem.New(problem.Conflict, "stale epoch")
 func newHost(id string, slots int) *host {
 	h := &host{
 		node: state.Node{
-			ID: id, UID: "uid-" + id, Advertise: "10.0.0." + id, Roles: []state.Role{state.RoleControl, state.RoleWorker, state.RoleIngress},
+			ID: id, UID: "uid-" + id, Advertise: "10.0.0." + id,
+			Roles: []state.Role{state.RoleControl, state.RoleWorker, state.RoleIngress},
 			Offer: state.Offer{Slots: slots, PortLo: 20000, PortHi: 29999},
 		},
 		high: map[string]uint64{}, process: 1,
@@ -52,14 +53,15 @@ func (h *host) forget() {
 	h.events, h.n = nil, 0
 }
 
-// restart is a new process of the node: engines die with the old one.
+// restart replaces the node's process; its engines end with the old one.
 func (h *host) restart() {
 	h.process++
 	h.stopping, h.afterStop = false, h.stopping
 	h.forget()
 }
 
-// close is SIGTERM: what starts ends at once, what is ready drains until the test says so, and nothing starts any more.
+// close is SIGTERM: starting units end at once, ready ones drain until the test ends them, and nothing starts
+// any more.
 func (h *host) close() {
 	h.stopping = true
 	for _, unit := range slices.Sorted(maps.Keys(h.runs)) {
@@ -84,14 +86,17 @@ func (h *host) tell(unit string, epoch uint64, kind msg.UnitEventKind, more ...f
 }
 
 func (h *host) report(now time.Time) *msg.NodeReport {
-	r := &msg.NodeReport{Node: h.node, Incarnation: h.process, Wall: now, Events: slices.Clone(h.events), Stopping: h.stopping, AfterStop: h.afterStop}
+	r := &msg.NodeReport{
+		Node: h.node, Incarnation: h.process, Wall: now, Events: slices.Clone(h.events),
+		Stopping: h.stopping, AfterStop: h.afterStop,
+	}
 	for _, u := range slices.Sorted(maps.Keys(h.newest)) {
 		r.Units = append(r.Units, h.newest[u])
 	}
 	return r
 }
 
-// start takes an order, or refuses it.
+// start takes an order or refuses it.
 func (h *host) start(o *msg.StartRank) error {
 	switch {
 	case o.Epoch == h.runs[o.Unit]:
@@ -147,7 +152,7 @@ func (h *host) crash(unit string) {
 	h.gone(unit)
 }
 
-// follow stops what the state shows superseded, and forgets what it has released.
+// follow stops units that the state has superseded, and forgets released ones.
 func (h *host) follow(s *state.State) {
 	for _, u := range slices.Sorted(maps.Keys(h.newest)) {
 		epoch := h.newest[u].Epoch
@@ -161,7 +166,7 @@ func (h *host) follow(s *state.State) {
 	}
 }
 
-// taken drops what the leader has.
+// taken drops the events that the leader has acknowledged.
 func (h *host) taken(n uint64) {
 	h.events = slices.DeleteFunc(h.events, func(e msg.UnitEvent) bool { return e.Number <= n })
 }
@@ -192,7 +197,7 @@ func (c *fleet) join(h *host) {
 
 func (c *fleet) ids() []string { return slices.Sorted(maps.Keys(c.hosts)) }
 
-// carry gives orders to hosts; those that are cut do not hear them.
+// carry gives orders to hosts, except to hosts that are cut off.
 func (c *fleet) carry(_ *world, e Effect) bool {
 	switch e := e.(type) {
 	case StartEffect:
@@ -217,7 +222,7 @@ func (c *fleet) carry(_ *world, e Effect) bool {
 	return true
 }
 
-// renew has hosts report, those that are not cut.
+// renew has the hosts that are not cut off report.
 func (c *fleet) renew(ids ...string) {
 	for _, id := range ids {
 		h := c.hosts[id]
@@ -232,7 +237,7 @@ func (c *fleet) renew(ids ...string) {
 	}
 }
 
-// run lets time go by, with renewals of all every two seconds.
+// run advances the time, with renewals of all hosts every two seconds.
 func (c *fleet) run(d time.Duration) {
 	for end := c.now.Add(d); c.now.Before(end); {
 		c.renew(c.ids()...)
@@ -251,7 +256,7 @@ func (c *fleet) drained(unit string) {
 	c.renew(c.ids()...)
 }
 
-// newLeader is another node that leads from now on: a new core on the same state, the hosts as they are.
+// newLeader makes another node lead: a new core on the same state, with the hosts as they are.
 func (c *fleet) newLeader() {
 	c.core = NewCore(c.timers)
 	c.inbox = nil

@@ -13,7 +13,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// TestRG4NewLeaderContinues: same ranks, same epochs, nobody is told anything.
+// The ranks and epochs stay, and no node gets an order.
 func TestRG4NewLeaderContinues(t *testing.T) {
 	for _, coupling := range []app.Coupling{app.Independent, app.Lockstep} {
 		c := newFleet(t, newHost("a", 9), newHost("b", 9))
@@ -32,13 +32,13 @@ func TestRG4NewLeaderContinues(t *testing.T) {
 		}
 		after, _ := c.state.Encode()
 		assert.Equal(t, string(before), string(after))
-		c.deploy(sim("more", 2, app.Lockstep)) // and it decides
+		c.deploy(sim("more", 2, app.Lockstep)) // the new leader decides
 		c.renew("a", "b")
 		assert.Equal(t, "RUNNING", c.status("more"))
 	}
 }
 
-// TestNewLeaderAmidAStart: who has the unit is not told again, who has not is.
+// A node that has the unit gets no order, a node without it does.
 func TestNewLeaderAmidAStart(t *testing.T) {
 	a, b := newHost("a", 2), newHost("b", 2)
 	a.slow, b.slow = true, true
@@ -65,12 +65,31 @@ func TestNewLeaderTakesUpEveryPhase(t *testing.T) {
 		way   func(c *fleet, a, b *host)
 		epoch uint64
 	}{
-		"fenced":              {func(c *fleet, _, b *host) { c.auto = deaf("a", c); b.crash("moe/0"); c.renew("b"); c.auto = c.carry }, 2},
+		"fenced": {
+			func(c *fleet, _, b *host) {
+				c.auto = dropOrders("a",
+					c)
+				b.crash("moe/0")
+				c.renew("b")
+				c.auto = c.carry
+			}, 2,
+		},
 		"fenced and not told": {func(_ *fleet, _, b *host) { b.crash("moe/0") }, 2},
-		"gone":                {func(c *fleet, a, b *host) { b.crash("moe/0"); a.crash("moe/0"); c.renew("a", "b") }, 2},
-		"gone and not told":   {func(_ *fleet, a, b *host) { b.crash("moe/0"); a.crash("moe/0") }, 2},
-		"in backoff":          {func(c *fleet, a, b *host) { b.crash("moe/0"); c.renew("b", "a") }, 2},
-		"with a lost node":    {func(c *fleet, _, b *host) { b.cut = true; c.run(13 * time.Second); b.cut = false; b.restart() }, 2},
+		"gone": {
+			func(c *fleet, a, b *host) { b.crash("moe/0"); a.crash("moe/0"); c.renew("a", "b") }, 2,
+		},
+		"gone and not told": {func(_ *fleet, a, b *host) { b.crash("moe/0"); a.crash("moe/0") }, 2},
+		"in backoff":        {func(c *fleet, a, b *host) { b.crash("moe/0"); c.renew("b", "a") }, 2},
+		"with a lost node": {
+			func(c *fleet, _,
+				b *host,
+			) {
+				b.cut = true
+				c.run(13 * time.Second)
+				b.cut = false
+				b.restart()
+			}, 2,
+		},
 	}
 	for name, w := range ways {
 		t.Run(name, func(t *testing.T) {
@@ -88,8 +107,8 @@ func TestNewLeaderTakesUpEveryPhase(t *testing.T) {
 	}
 }
 
-// deaf loses the orders for a node.
-func deaf(node string, c *fleet) func(*world, Effect) bool {
+// dropOrders loses the orders for a node.
+func dropOrders(node string, c *fleet) func(*world, Effect) bool {
 	return func(w *world, e Effect) bool {
 		if s, ok := e.(StopEffect); ok && s.Node == node {
 			return true
@@ -98,7 +117,7 @@ func deaf(node string, c *fleet) func(*world, Effect) bool {
 	}
 }
 
-// TestNewLeaderFindsNothingWhereANodeIsSilent: that node is lost, and the unit starts elsewhere.
+// The silent node is lost, and the unit starts elsewhere.
 func TestNewLeaderFindsNothingWhereANodeIsSilent(t *testing.T) {
 	a, b := newHost("a", 2), newHost("b", 2)
 	c := newFleet(t, a, b)
@@ -114,17 +133,22 @@ func TestNewLeaderFindsNothingWhereANodeIsSilent(t *testing.T) {
 	assert.Equal(t, "RUNNING", c.status("chat"))
 }
 
-// TestDataDirFromBeforeNodesHadRecords: its units wait for the first node, which has none of them.
+// The units wait for the first node, which has none of them.
 func TestDataDirFromBeforeNodesHadRecords(t *testing.T) {
 	c := newFleet(t)
-	spec, err := specOf(sim("chat", 1, app.Independent))
+	spec, err := encodeSpec(sim("chat", 1, app.Independent))
 	require.NoError(t, err)
 	h, err := launchHash(sim("chat", 1, app.Independent), &app.Unit{Ranks: []int{0}})
 	require.NoError(t, err)
 	g := &state.GrantGroup{App: "chat", AppRevision: 1, Units: []state.UnitGrant{{
-		Unit: "chat/0/0", Attempt: 1, Launch: h, Ranks: []state.RankGrant{{Node: "a"}}, Blocks: []state.Block{{Node: "a", Base: 20000, Size: 16}},
+		Unit: "chat/0/0", Attempt: 1, Launch: h, Ranks: []state.RankGrant{{Node: "a"}},
+		Blocks: []state.Block{{Node: "a", Base: 20000, Size: 16}},
 	}}}
-	for _, cmd := range []state.Command{{PutApps: &state.PutApps{Apps: []state.AppSpec{spec}}}, {GrantGroup: g}, {UnitReady: &state.UnitRef{Unit: "chat/0/0", Epoch: 1}}} {
+	for _, cmd := range []state.Command{
+		{PutApps: &state.PutApps{Apps: []state.AppSpec{spec}}},
+		{GrantGroup: g},
+		{UnitReady: &state.UnitRef{Unit: "chat/0/0", Epoch: 1}},
+	} {
 		_, err := c.apply(cmd)
 		require.NoError(t, err)
 	}
@@ -152,7 +176,7 @@ func TestDeletingAppOverALeaderChange(t *testing.T) {
 	assert.Empty(t, c.core.units)
 }
 
-// TestNewLeaderGoesOnWithARollOut: what drains goes on draining, and nothing else does.
+// A draining unit continues to drain, and no other unit begins to.
 func TestNewLeaderGoesOnWithARollOut(t *testing.T) {
 	c := newFleet(t, newHost("a", 3))
 	c.deploy(sim("chat", 3, app.Independent))
@@ -175,8 +199,8 @@ func TestNewLeaderGoesOnWithARollOut(t *testing.T) {
 	assert.Zero(t, c.saw("stop chat/0/2"))
 }
 
-// TestLeaderChangesRestartNothing: whenever leaders change, in whatever order nodes report to the new one, and whatever of it is
-// lost: a unit that runs keeps its epoch, and each start takes exactly one.
+// Whenever leaders change, in whatever order nodes report to the new one, and whatever reports are lost: a
+// running unit keeps its epoch, and each start takes exactly one epoch.
 func TestLeaderChangesRestartNothing(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		hosts := []*host{newHost("a", 4), newHost("b", 4), newHost("c", 4)}
@@ -193,7 +217,10 @@ func TestLeaderChangesRestartNothing(t *testing.T) {
 		for range rapid.IntRange(1, 60).Draw(rt, "steps") {
 			h := hosts[rapid.IntRange(0, 2).Draw(rt, "host")]
 			u := units[rapid.IntRange(0, 3).Draw(rt, "unit")]
-			switch rapid.SampledFrom([]string{"leader", "renew", "renew", "up", "pass", "crash", "lose"}).Draw(rt, "what") {
+			switch rapid.SampledFrom([]string{
+				"leader", "renew", "renew", "up", "pass", "crash",
+				"lose",
+			}).Draw(rt, "what") {
 			case "leader":
 				c.newLeader()
 			case "renew":
@@ -205,12 +232,13 @@ func TestLeaderChangesRestartNothing(t *testing.T) {
 			case "pass":
 				c.pass(time.Duration(rapid.IntRange(0, 2500).Draw(rt, "ms")) * time.Millisecond)
 				for _, h := range hosts {
-					c.renew(h.node.ID) // nobody is lost here
+					c.renew(h.node.ID) // no node is lost here
 				}
 			case "crash":
-				if rec := c.state.Units[u]; rec != nil && rec.Phase == state.Ready && wholly(hosts, rec) && c.phase(u) == state.Ready && !c.core.units[u].unsure() {
+				if rec := c.state.Units[u]; rec != nil && rec.Phase == state.Ready && wholly(hosts, rec) &&
+					c.phase(u) == state.Ready && !c.core.units[u].hasUnreportedPart() {
 					h.crash(u)
-					if h.runs[u] == 0 && liesOn(rec, h.node.ID) {
+					if h.runs[u] == 0 && hasRankOn(rec, h.node.ID) {
 						starts[u]++
 						c.settleOf(hosts, u)
 					}
@@ -247,17 +275,17 @@ func TestLeaderChangesRestartNothing(t *testing.T) {
 	})
 }
 
-// wholly says whether every node of the unit runs it.
+// wholly reports whether every node of the unit runs it.
 func wholly(hosts []*host, rec *state.Unit) bool {
 	for _, h := range hosts {
-		if liesOn(rec, h.node.ID) && h.runs[rec.ID] != rec.Epoch {
+		if hasRankOn(rec, h.node.ID) && h.runs[rec.ID] != rec.Epoch {
 			return false
 		}
 	}
 	return true
 }
 
-// settleOf waits for a crashed unit's next start, so that its next crash is one more.
+// settleOf waits for a crashed unit's next start, so that the next crash is another one.
 func (c *fleet) settleOf(hosts []*host, unit string) {
 	c.lose = nil
 	want := c.state.Epochs[unit] + 1

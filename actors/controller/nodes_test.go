@@ -48,7 +48,7 @@ func TestNodeThatIsSilentIsLostAndItsRanksGoElsewhere(t *testing.T) {
 	assert.Equal(t, uint64(2), c.state.Epochs["chat/0/0"], "nothing moves back")
 }
 
-// TestLostNodeIsBackWhenNothingIsLeftThere: its slots were given up, and nothing is placed beside what still dies there.
+// The slots of the lost node were released, and nothing is placed there while old processes still end.
 func TestLostNodeIsBackWhenNothingIsLeftThere(t *testing.T) {
 	a, b := newHost("a", 1), newHost("b", 1)
 	c := newFleet(t, a, b)
@@ -59,7 +59,7 @@ func TestLostNodeIsBackWhenNothingIsLeftThere(t *testing.T) {
 	c.run(13 * time.Second)
 	require.Equal(t, state.Pending, c.phase("chat/0/1"), "no room elsewhere")
 	b.cut = false
-	c.auto = deaf("b", c) // its engines take their time to die
+	c.auto = dropOrders("b", c) // its engines end slowly
 	b.tell("chat/0/1", 1, msg.UnitKilling)
 	for range 3 {
 		c.step(NodeSeen{b.report(c.now)})
@@ -99,7 +99,7 @@ func TestRanksOfOtherNodesDoNotNoticeALostNode(t *testing.T) {
 	}
 }
 
-// TestGangOfALostNode: the part that lives ends before its slots are given away.
+// The living part of the gang ends before its slots are granted again.
 func TestGangOfALostNode(t *testing.T) {
 	a, b := newHost("a", 4), newHost("b", 4)
 	c := newFleet(t, a, b, newHost("c", 4))
@@ -109,7 +109,7 @@ func TestGangOfALostNode(t *testing.T) {
 	require.Equal(t, "RUNNING", c.status("moe"))
 	b.cut = true
 	held := false
-	c.auto = func(w *world, e Effect) bool { // a's engines take their time to die
+	c.auto = func(w *world, e Effect) bool { // a's engines end slowly
 		if s, ok := e.(StopEffect); ok && s.Node == "a" {
 			held = true
 			return true
@@ -133,7 +133,7 @@ func TestGangOfALostNode(t *testing.T) {
 }
 
 func TestNodeThatStartsAgainStartsItsUnitsAgain(t *testing.T) {
-	for _, changes := range []bool{false, true} { // the leader, too
+	for _, changes := range []bool{false, true} { // whether the leader changes too
 		a, b := newHost("a", 2), newHost("b", 2)
 		c := newFleet(t, a, b)
 		spread := sim("chat", 2, app.Independent)
@@ -157,7 +157,7 @@ func TestNodeThatStartsAgainStartsItsUnitsAgain(t *testing.T) {
 	}
 }
 
-// TestNodeThatIsStoppedAmidAStart fails no start, whoever leads, even if its last report is lost.
+// The start does not count as failed, whoever leads, even if the node's last report is lost.
 func TestNodeThatIsStoppedAmidAStart(t *testing.T) {
 	for _, changes := range []bool{false, true} {
 		a := newHost("a", 2)
@@ -188,7 +188,10 @@ func TestPartOfAGangThatEndsWithItsNodeEndsTheOthers(t *testing.T) {
 	b.restart()
 	c.takeTrace()
 	c.renew("b")
-	assert.Equal(t, []string{"moe/0: ready → killing", "stop moe/0 epoch 1 on a, grace 0s", "unit_fenced moe/0", "moe: RUNNING → UNHEALTHY"}, c.takeTrace())
+	assert.Equal(t, []string{
+		"moe/0: ready → killing", "stop moe/0 epoch 1 on a, grace 0s",
+		"unit_fenced moe/0", "moe: RUNNING → UNHEALTHY",
+	}, c.takeTrace())
 	c.renew("a")
 	assert.Equal(t, state.Backoff, c.phase("moe/0"))
 	c.run(2 * time.Second)
@@ -196,7 +199,7 @@ func TestPartOfAGangThatEndsWithItsNodeEndsTheOthers(t *testing.T) {
 	assert.Equal(t, "RUNNING", c.status("moe"))
 }
 
-// TestDigestBringsBackWhatWasMissed: the events are lost, the newest of each unit is not.
+// The events are lost, but the digest has the newest event of each unit.
 func TestDigestBringsBackWhatWasMissed(t *testing.T) {
 	a := newHost("a", 2)
 	c := newFleet(t, a)
@@ -212,7 +215,7 @@ func TestDigestBringsBackWhatWasMissed(t *testing.T) {
 	assert.Equal(t, "RUNNING", c.status("chat"))
 	assert.Equal(t, uint64(2), c.state.Epochs["chat/0/1"])
 
-	delete(a.runs, "chat/0/0") // it lost track
+	delete(a.runs, "chat/0/0") // the node has lost track of the unit
 	delete(a.newest, "chat/0/0")
 	c.run(4 * time.Second)
 	assert.Equal(t, state.Ready, c.phase("chat/0/0"), "a report may have been overtaken")
@@ -221,7 +224,7 @@ func TestDigestBringsBackWhatWasMissed(t *testing.T) {
 	assert.Contains(t, c.core.Status()[0].Message, "node a has it no more")
 }
 
-func TestStrangersGetNoLease(t *testing.T) {
+func TestUnknownNodesGetNoLease(t *testing.T) {
 	c := newFleet(t, newHost("a", 2), newHost("b", 2))
 	ask := func(id, uid string) error {
 		h := newHost(id, 2)
@@ -254,14 +257,14 @@ func TestNodeThatSaysOtherThanItsRecordChangesIt(t *testing.T) {
 	assert.Equal(t, "10.0.0.9:7947", c.state.Nodes["a"].Address)
 	c.renew("a")
 	assert.Equal(t, "RUNNING", c.status("chat"))
-	a.node.Roles = []state.Role{state.RoleWorker} // they are fixed
+	a.node.Roles = []state.Role{state.RoleWorker} // roles are fixed at the join
 	c.takeTrace()
 	c.run(20 * time.Second)
 	assert.Equal(t, 1, c.saw("put_node"), "what is refused is not asked for again")
 	require.Len(t, c.core.nodeStatus(c.now, c.state.Nodes["a"], "a").Notes, 1)
 }
 
-// Roles are what a node has joined with; its address may change.
+// Roles are fixed at the join; the address may change.
 func TestReportedRolesDoNotBecomeTheRecord(t *testing.T) {
 	edge := newHost("edge", 0)
 	edge.node.Roles = []state.Role{state.RoleIngress}
@@ -302,7 +305,7 @@ func TestOvertakenReportsAreRefused(t *testing.T) {
 	assert.Equal(t, "RUNNING", c.status("chat"))
 }
 
-// TestLeaderThatWasFrozenBlamesNobody: it did not hear its nodes because it did not run.
+// The leader did not run, so it received no renewals.
 func TestLeaderThatWasFrozenBlamesNobody(t *testing.T) {
 	c := newFleet(t, newHost("a", 2), newHost("b", 2))
 	c.deploy(sim("chat", 2, app.Independent))
@@ -377,7 +380,8 @@ func TestNodeStatuses(t *testing.T) {
 	c.renew("a", "b")
 	look := func(id string) msg.NodeStatus { return c.core.nodeStatus(c.now, c.state.Nodes[id], "a") }
 	assert.Equal(t, msg.NodeStatus{
-		Node: "a", State: "alive", Roles: []string{"control", "worker", "ingress"}, Version: "1", Leader: true, Slots: 4, SlotsUsed: 1,
+		Node: "a", State: "alive", Roles: []string{"control", "worker", "ingress"}, Version: "1",
+		Leader: true, Slots: 4, SlotsUsed: 1,
 		Ranks: 1, Groups: []string{"moe/0"}, LeaseLeftS: 10, LastSeen: c.now, SeenBy: "leader",
 	}, look("a"))
 	assert.Equal(t, 2, look("b").GPUs)

@@ -13,49 +13,52 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// grantAll places the units that wait for a grant, group by group, and proposes each placed group as one command.
+// grantAll places the units that wait for a grant, group by group, and proposes each placed group as one
+// command.
 func (c *Core) grantAll(now time.Time) {
 	var waiting []*unit
 	for _, u := range c.units {
-		if a := c.apps[u.app]; u.due(now, true) && a != nil && a.wants(u.id) {
+		if a := c.apps[u.app]; u.isDue(now, true) && a != nil && a.isWanted(u.id) {
 			waiting = append(waiting, u)
 		}
 	}
-	inGroups(waiting)
-	waiting = c.oneSuspect(waiting)
+	sortByGroup(waiting)
+	waiting = c.delaySuspects(waiting)
 	for len(waiting) > 0 {
-		n := sameGroup(waiting)
+		n := groupPrefix(waiting)
 		c.grantGroup(now, waiting[:n])
 		waiting = waiting[n:]
 	}
 }
 
-// oneSuspect leaves out of the waiting units those whose last attempt has to wait. A unit whose start was cut short twice by the
-// end of its node may be what ended the node, or only have been beside that. So its last attempt is made while no other such
-// unit starts: if the node ends once more, it is known of which.
-func (c *Core) oneSuspect(waiting []*unit) []*unit {
+// delaySuspects removes units whose last attempt must wait from waiting. If the node of a unit ended twice
+// during its start, the unit may be the cause. So its last attempt is made while no other such unit starts:
+// if the node ends again, the cause is known.
+func (c *Core) delaySuspects(waiting []*unit) []*unit {
 	starting := ""
-	for _, id := range c.ids() {
-		if u := c.units[id]; u.m.NodeDied && (u.m.Phase == state.Starting || u.busy && u.current.kind == state.DoGrant) {
+	for _, id := range c.unitIDs() {
+		if u := c.units[id]; u.m.NodeDied &&
+			(u.m.Phase == state.Starting || u.busy && u.current.kind == state.DoGrant) {
 			starting = id
 			break
 		}
 	}
 	return slices.DeleteFunc(waiting, func(u *unit) bool {
 		switch {
-		case !u.m.NodeDied || u.wishes[0].attempt < state.MaxStartAttempts:
+		case !u.m.NodeDied || u.pending[0].attempt < state.MaxStartAttempts:
 		case starting == "":
 			starting = u.id
 		default:
-			u.noRoom, u.retryAt = "waits until "+starting+" has started: their nodes ended while they were starting", time.Time{}
+			u.noRoom, u.retryAt = "waits until "+starting+" has started: their nodes ended while they "+
+				"were starting", time.Time{}
 			return true
 		}
 		return false
 	})
 }
 
-// sameGroup is how many units at the head belong to one group.
-func sameGroup(us []*unit) int {
+// groupPrefix returns how many units at the head belong to one group.
+func groupPrefix(us []*unit) int {
 	n := 1
 	for n < len(us) && us[n].app == us[0].app && us[n].group == us[0].group {
 		n++
@@ -63,10 +66,10 @@ func sameGroup(us []*unit) int {
 	return n
 }
 
-// grantGroup places units of one group: those that start again on their seats, the others anew, all of them or none. One kind
-// that finds no room does not keep the other waiting.
+// grantGroup places units of one group. Units that start again keep their seats, the others get new ones;
+// each of the two sets is placed completely or not at all, independently of the other.
 func (c *Core) grantGroup(now time.Time, us []*unit) {
-	again, anew := c.split(us)
+	again, anew := c.splitBySeats(us)
 	var found []*unit
 	var placed []placement.Placed
 	for _, part := range [][]*unit{again, anew} {
@@ -75,20 +78,20 @@ func (c *Core) grantGroup(now time.Time, us []*unit) {
 		}
 		p, err := placement.Place(c.overlay(part, placed), []placement.Group{c.groupOf(part, placed)})
 		if err != nil {
-			c.without(part, err)
+			c.markNoRoom(part, err)
 			continue
 		}
 		found, placed = append(found, part...), append(placed, p.Groups...)
 	}
 	if len(found) > 0 {
-		c.propound(now, found, placed)
+		c.proposeGrant(now, found, placed)
 	}
 }
 
-// split tells units that can keep their seats from those that need new ones.
-func (c *Core) split(us []*unit) (again, anew []*unit) {
+// splitBySeats separates units that can keep their seats from those that need new ones.
+func (c *Core) splitBySeats(us []*unit) (again, anew []*unit) {
 	for _, u := range us {
-		if c.keepsSeats(u) {
+		if c.canKeepSeats(u) {
 			again = append(again, u)
 		} else {
 			anew = append(anew, u)
@@ -97,38 +100,40 @@ func (c *Core) split(us []*unit) (again, anew []*unit) {
 	return again, anew
 }
 
-// keepsSeats says whether the unit's last grant still holds its seats, on nodes that are there, for what is started now.
-func (c *Core) keepsSeats(u *unit) bool {
+// canKeepSeats reports whether the unit's last grant still holds its seats, on existing nodes, for what is
+// started now.
+func (c *Core) canKeepSeats(u *unit) bool {
 	rec, a := c.state.Units[u.id], c.apps[u.app]
 	if rec == nil || !rec.Holds() || rec.Launch != a.launch[u.id] {
 		return false
 	}
-	return !slices.ContainsFunc(rec.Ranks, func(r state.RankGrant) bool { return !c.offers(&r) })
+	return !slices.ContainsFunc(rec.Ranks, func(r state.RankGrant) bool { return !c.hasSeat(&r) })
 }
 
-// offers says whether the inventory still has the seat.
-func (c *Core) offers(r *state.RankGrant) bool {
+// hasSeat reports whether the inventory still has the seat.
+func (c *Core) hasSeat(r *state.RankGrant) bool {
 	i := slices.IndexFunc(c.nodes, func(n placement.Node) bool { return n.ID == r.Node })
 	if i < 0 {
 		return false
 	}
 	n := &c.nodes[i]
-	return r.Slot < n.Slots && !slices.ContainsFunc(r.Devices, func(d int) bool { return !slices.Contains(n.Devices, d) })
+	return r.Slot < n.Slots && !slices.ContainsFunc(r.Devices,
+		func(d int) bool { return !slices.Contains(n.Devices, d) })
 }
 
-// without notes why the units found no room. They are tried again with every change.
-func (c *Core) without(us []*unit, err error) {
+// markNoRoom notes why the units found no room. They are tried again after every change.
+func (c *Core) markNoRoom(us []*unit, err error) {
 	for _, u := range us {
 		u.noRoom, u.retryAt = explain(err), time.Time{}
 	}
 }
 
-// maxWaiting bounds the units without room that a lease names: those over it count as on their way, and
+// maxWaiting bounds the units without room that a lease names. Ingresses treat further units as starting, and
 // requests wait for them.
 const maxWaiting = 4096
 
-// noteWaiting adds an application's units that wait for room to what leases tell the ingresses.
-func (c *Core) noteWaiting(a *application) {
+// addWaiting adds an application's units without room to what leases tell the ingresses.
+func (c *Core) addWaiting(a *application) {
 	left := maxWaiting
 	for i := range c.waiting {
 		left -= len(c.waiting[i].Units)
@@ -140,7 +145,7 @@ func (c *Core) noteWaiting(a *application) {
 			continue
 		}
 		if w.Units == nil {
-			w.Reason, _, _ = strings.Cut(u.noRoom, "; ") // what follows lists the nodes
+			w.Reason, _, _ = strings.Cut(u.noRoom, "; ") // the rest lists the nodes
 			w.Units = map[string]uint64{}
 		}
 		w.Units[u.id] = c.state.Epochs[u.id]
@@ -150,29 +155,33 @@ func (c *Core) noteWaiting(a *application) {
 	}
 }
 
-// propound proposes one command for all units of the group.
-func (c *Core) propound(now time.Time, us []*unit, placed []placement.Placed) {
+// proposeGrant proposes one command for all units of the group.
+func (c *Core) proposeGrant(now time.Time, us []*unit, placed []placement.Placed) {
 	a := c.apps[us[0].app]
 	g := state.GrantGroup{App: a.name, AppRevision: a.revision, Group: us[0].group, At: now.UnixMilli()}
 	for _, u := range us {
-		w := u.begin()
+		w := u.beginCommand()
 		u.next = seat{spec: a.spec, revision: a.revision, launch: a.launch[u.id]}
 		for i := range placed {
-			u.next.fill(u.ranks, &placed[i])
+			u.next.addPlaced(u.ranks, &placed[i])
 		}
 		g.Units = append(g.Units, state.UnitGrant{
-			Unit: u.id, ExpectEpoch: max(u.m.Epoch, c.state.LastEpoch(u.id)), Attempt: w.attempt, Launch: u.next.launch,
-			Ranks: u.next.ranks, Blocks: u.next.blocks, Restarts: u.restarts(u.next.launch),
+			Unit: u.id, ExpectEpoch: max(u.m.Epoch, c.state.LastEpoch(u.id)), Attempt: w.attempt,
+			Launch: u.next.launch,
+			Ranks:  u.next.ranks, Blocks: u.next.blocks, Restarts: u.nextRestarts(u.next.launch),
 		})
 	}
 	c.emit(GrantEffect{g})
 }
 
-// fill takes a unit's part of a placed group.
-func (s *seat) fill(ranks []int, p *placement.Placed) {
+// addPlaced takes a unit's seats from a placed group.
+func (s *seat) addPlaced(ranks []int, p *placement.Placed) {
 	for i := range p.Seats {
 		if at := &p.Seats[i]; slices.Contains(ranks, at.Rank) {
-			s.ranks = append(s.ranks, state.RankGrant{Rank: at.Rank, Node: at.Node, Slot: at.Slot, Devices: at.Devices})
+			s.ranks = append(s.ranks, state.RankGrant{
+				Rank: at.Rank, Node: at.Node, Slot: at.Slot,
+				Devices: at.Devices,
+			})
 		}
 	}
 	for _, b := range p.Blocks {
@@ -182,29 +191,34 @@ func (s *seat) fill(ranks []int, p *placement.Placed) {
 	}
 }
 
-// groupOf is what placement is asked for: the units' ranks, with or without seats of their own.
+// groupOf is the request to placement: the units' ranks, with or without seats of their own.
 func (c *Core) groupOf(us []*unit, placed []placement.Placed) placement.Group {
 	a := c.apps[us[0].app]
 	g := groupSpec(a.spec, us[0].group)
-	g.Held = c.held(us, placed)
+	g.Held = c.heldRanks(us, placed)
 	for _, u := range us {
-		if !c.keepsSeats(u) {
+		if !c.canKeepSeats(u) {
 			g.Ranks = append(g.Ranks, u.ranks...)
 			continue
 		}
 		for _, r := range c.state.Units[u.id].Ranks {
-			g.Keep = append(g.Keep, placement.Seat{Rank: r.Rank, Node: r.Node, Slot: r.Slot, Devices: r.Devices})
+			g.Keep = append(g.Keep, placement.Seat{
+				Rank: r.Rank, Node: r.Node, Slot: r.Slot,
+				Devices: r.Devices,
+			})
 		}
 	}
 	slices.Sort(g.Ranks)
 	return g
 }
 
-// groupSpec is what an application asks of placement for one of its groups.
+// groupSpec is the request of one group of an application to placement.
 func groupSpec(a *app.Application, group int) placement.Group {
 	g := placement.Group{
-		ID: a.Name + "/" + strconv.Itoa(group), Lockstep: a.DataParallel.Coupling == app.Lockstep, DPSize: a.DataParallel.DPSize,
-		Strategy: placement.Strategy(a.PlacementGroupStrategy), MaxRanksPerNode: a.MaxRanksPerNode, Labels: a.Resources.Labels,
+		ID: a.Name + "/" + strconv.Itoa(group), Lockstep: a.DataParallel.Coupling == app.Lockstep,
+		DPSize:   a.DataParallel.DPSize,
+		Strategy: placement.Strategy(a.PlacementGroupStrategy), MaxRanksPerNode: a.MaxRanksPerNode,
+		Labels: a.Resources.Labels,
 	}
 	if a.Engine.Kind == app.KindAttach {
 		g.Attach, g.Pinned = true, map[int]string{}
@@ -222,11 +236,12 @@ func groupSpec(a *app.Application, group int) placement.Group {
 	return g
 }
 
-// held counts, per node, the ranks of the group that stay where they are.
-func (c *Core) held(us []*unit, placed []placement.Placed) map[string]int {
+// heldRanks counts, per node, the ranks of the group that stay where they are.
+func (c *Core) heldRanks(us []*unit, placed []placement.Placed) map[string]int {
 	out := map[string]int{}
 	for id, rec := range c.state.Units {
-		if rec.App == us[0].app && rec.Group == us[0].group && rec.Holds() && !hasID(us, id) && !seatedIn(placed, rec) {
+		if rec.App == us[0].app && rec.Group == us[0].group && rec.Holds() && !containsUnit(us, id) &&
+			!isPlaced(placed, rec) {
 			for i := range rec.Ranks {
 				out[rec.Ranks[i].Node]++
 			}
@@ -240,8 +255,8 @@ func (c *Core) held(us []*unit, placed []placement.Placed) map[string]int {
 	return out
 }
 
-// seatedIn says whether the unit's ranks were just placed.
-func seatedIn(placed []placement.Placed, rec *state.Unit) bool {
+// isPlaced reports whether the unit's ranks were just placed.
+func isPlaced(placed []placement.Placed, rec *state.Unit) bool {
 	for i := range placed {
 		for j := range placed[i].Seats {
 			if shares(rec, []int{placed[i].Seats[j].Rank}) {
@@ -252,19 +267,19 @@ func seatedIn(placed []placement.Placed, rec *state.Unit) bool {
 	return false
 }
 
-func hasID(us []*unit, id string) bool {
+func containsUnit(us []*unit, id string) bool {
 	return slices.ContainsFunc(us, func(u *unit) bool { return u.id == id })
 }
 
-// overlay is the inventory with what is in use: by the state, by grants under way, by placed. The units that are placed now
-// leave their own seats free, and their own ports as those freed last.
+// overlay returns the inventory with the used resources of the state, of grants under way and of placed. The
+// seats of the units being placed count as free, and their ports as those freed last.
 func (c *Core) overlay(us []*unit, placed []placement.Placed) []placement.Node {
 	o := newOverlay(c.nodes, c.state)
 	for _, id := range slices.Sorted(maps.Keys(c.state.Units)) {
 		rec := c.state.Units[id]
 		switch {
 		case !rec.Holds():
-		case hasID(us, id):
+		case containsUnit(us, id):
 			o.freed(rec.Blocks)
 		default:
 			o.use(rec.Ranks, rec.Blocks)
@@ -272,16 +287,16 @@ func (c *Core) overlay(us []*unit, placed []placement.Placed) []placement.Node {
 	}
 	for _, u := range c.units {
 		switch {
-		case hasID(us, u.id):
+		case containsUnit(us, u.id):
 		case u.busy && u.current.kind == state.DoGrant:
 			o.use(u.next.ranks, u.next.blocks)
-		case u.away != nil:
-			o.use(u.away.ranks, u.away.blocks)
+		case u.reserved != nil:
+			o.use(u.reserved.ranks, u.reserved.blocks)
 		}
 	}
 	for i := range placed {
 		var s seat
-		s.fill(ranksOf(&placed[i]), &placed[i])
+		s.addPlaced(ranksOf(&placed[i]), &placed[i])
 		o.use(s.ranks, s.blocks)
 	}
 	return o.nodes
@@ -295,7 +310,7 @@ func ranksOf(p *placement.Placed) []int {
 	return out
 }
 
-// overlay marks an inventory.
+// overlay marks resources in an inventory.
 type overlay struct {
 	nodes []placement.Node
 	at    map[string]*placement.Node
@@ -345,7 +360,7 @@ func portsOf(b state.Block) placement.Ports {
 	return placement.Ports{Lo: b.Base, Hi: b.Base + b.Size - 1}
 }
 
-// releaseOf gives the whole unit back.
+// releaseOf is the release of a whole unit.
 func releaseOf(u *unit) msg.ReleaseRank {
 	return msg.ReleaseRank{Unit: u.id, Rank: -1, Epoch: u.m.Epoch, Reason: u.m.Reason}
 }

@@ -11,7 +11,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// What a deploy does to an application or a unit.
+// Actions of a deploy on an application or a unit.
 const (
 	actionCreate    = "create"
 	actionReplace   = "replace"
@@ -19,16 +19,7 @@ const (
 	actionUnchanged = "unchanged"
 )
 
-// Plan is what Deploy would do now, on paper: what is created, replaced and deleted, where every rank would lie, and why something
-// would find no place, which is no error here. Errors are those of a deploy that would be refused for another reason.
-func (c *Controller) Plan(apps []*app.Application, prune bool) (msg.Plan, error) {
-	if err := runnable(apps); err != nil {
-		return msg.Plan{}, err
-	}
-	return planOf(c.placeable(), apps, prune)
-}
-
-// planner is a plan in the making.
+// planner builds a plan.
 type planner struct {
 	*dryRunner
 	plan  msg.Plan
@@ -38,7 +29,7 @@ type planner struct {
 func planOf(s *state.State, apps []*app.Application, prune bool) (msg.Plan, error) {
 	put := &state.PutApps{Prune: prune}
 	for _, a := range apps {
-		spec, err := specOf(a)
+		spec, err := encodeSpec(a)
 		if err != nil {
 			return msg.Plan{}, err
 		}
@@ -51,39 +42,43 @@ func planOf(s *state.State, apps []*app.Application, prune bool) (msg.Plan, erro
 	if err != nil {
 		return msg.Plan{}, err
 	}
-	p := &planner{dryRunner: d, plan: msg.Plan{Revision: s.Revision, Fits: true}, nodes: map[string]*msg.NodePlan{}}
-	p.lookAtNodes()
-	for _, a := range slices.SortedFunc(slices.Values(apps), byName) { // as the core takes its turns
-		p.app(d.named[a.Name])
+	p := &planner{
+		dryRunner: d, plan: msg.Plan{Revision: s.Revision, Fits: true},
+		nodes: map[string]*msg.NodePlan{},
+	}
+	p.addNodes()
+	for _, a := range slices.SortedFunc(slices.Values(apps), compareNames) { // in the core's order
+		p.planApp(d.deployed[a.Name])
 	}
 	if prune {
-		p.deletes()
+		p.planDeletions()
 	}
-	p.sum()
+	p.sumNodes()
 	return p.plan, nil
 }
 
-func byName(a, b *app.Application) int { return cmp.Compare(a.Name, b.Name) }
+func compareNames(a, b *app.Application) int { return cmp.Compare(a.Name, b.Name) }
 
-// lookAtNodes lists the nodes with what they have free before the deploy.
-func (p *planner) lookAtNodes() {
+// addNodes lists the nodes with their free resources before the deploy.
+func (p *planner) addNodes() {
 	for _, n := range p.state.Nodes {
 		p.nodes[n.ID] = &msg.NodePlan{
-			Node: n.ID, Slots: n.Offer.Slots, SlotsFree: n.Offer.Slots, GPUs: len(n.Offer.Devices), GPUsFree: len(n.Offer.Devices), Note: whyNot(n),
+			Node: n.ID, Slots: n.Offer.Slots, SlotsFree: n.Offer.Slots, GPUs: len(n.Offer.Devices),
+			GPUsFree: len(n.Offer.Devices), Note: excludedReason(n),
 		}
 	}
 	for _, rec := range p.state.Units {
 		for i := range rec.Ranks {
 			if n := p.nodes[rec.Ranks[i].Node]; n != nil && rec.Holds() {
-				n.SlotsFree -= slots(&rec.Ranks[i])
+				n.SlotsFree -= slotsOf(&rec.Ranks[i])
 				n.GPUsFree -= len(rec.Ranks[i].Devices)
 			}
 		}
 	}
 }
 
-// whyNot is why placement leaves a node out; "" = it does not.
-func whyNot(n *state.Node) string {
+// excludedReason says why placement excludes a node; "" = it does not.
+func excludedReason(n *state.Node) string {
 	switch {
 	case n.Lost:
 		return "lost: " + n.Reason
@@ -96,47 +91,47 @@ func whyNot(n *state.Node) string {
 	}
 }
 
-// slots is how many slots a rank holds.
-func slots(r *state.RankGrant) int {
+// slotsOf returns the number of slots of a rank.
+func slotsOf(r *state.RankGrant) int {
 	if r.Slot < 0 {
 		return 0
 	}
 	return 1
 }
 
-// need adds what ranks take of their nodes anew; with times -1, what they give back.
-func (p *planner) need(ranks []state.RankGrant, times int) {
+// addNeed adds the resources of new ranks to their nodes; with times -1 it subtracts those of ending ranks.
+func (p *planner) addNeed(ranks []state.RankGrant, times int) {
 	for i := range ranks {
 		if n := p.nodes[ranks[i].Node]; n != nil {
-			n.SlotsNeed += times * slots(&ranks[i])
+			n.SlotsNeed += times * slotsOf(&ranks[i])
 			n.GPUsNeed += times * len(ranks[i].Devices)
 		}
 	}
 }
 
-// app plans one application that is deployed.
-func (p *planner) app(a *application) {
+// planApp plans one application of the deploy.
+func (p *planner) planApp(a *application) {
 	out := msg.AppPlan{App: a.name, Action: actionCreate}
 	if old := p.state.Apps[a.name]; old != nil {
-		out.Action, out.Fields = changed(old, a.spec)
+		out.Action, out.Fields = appChange(old, a.spec)
 	}
-	groups := p.place(a)
+	groups := p.placeApp(a)
 	for i := range a.units {
-		out.Units = append(out.Units, p.unit(a, &a.units[i], groups[a.units[i].Group]))
+		out.Units = append(out.Units, p.planUnit(a, &a.units[i], groups[a.units[i].Group]))
 	}
-	for _, rec := range p.unitsOf(a.name) {
-		if !a.wants(rec.ID) {
-			out.Units = append(out.Units, p.end(rec))
+	for _, rec := range p.appUnits(a.name) {
+		if !a.isWanted(rec.ID) {
+			out.Units = append(out.Units, p.planEnd(rec))
 		}
 	}
 	p.plan.Apps = append(p.plan.Apps, out)
 }
 
-// changed says what a deploy does to an application that is there, and which fields differ.
-func changed(old *state.App, a *app.Application) (action string, fields []string) {
+// appChange says what a deploy does to an existing application, and which fields differ.
+func appChange(old *state.App, a *app.Application) (action string, fields []string) {
 	was := new(app.Application)
 	if err := json.Unmarshal(old.Spec, was); err != nil {
-		return actionReplace, nil // of another version: what differs cannot be told
+		return actionReplace, nil // a spec of another version cannot be compared
 	}
 	changes := app.Compare([]*app.Application{was}, []*app.Application{a})
 	if len(changes) == 0 {
@@ -148,8 +143,8 @@ func changed(old *state.App, a *app.Application) (action string, fields []string
 	return actionReplace, fields
 }
 
-// unitsOf are the records of an application, in order.
-func (p *planner) unitsOf(name string) []*state.Unit {
+// appUnits returns the records of an application's units, in order.
+func (p *planner) appUnits(name string) []*state.Unit {
 	var out []*state.Unit
 	for _, id := range slices.Sorted(maps.Keys(p.state.Units)) {
 		if rec := p.state.Units[id]; rec.App == name {
@@ -159,17 +154,17 @@ func (p *planner) unitsOf(name string) []*state.Unit {
 	return out
 }
 
-// unit plans one wanted unit.
-func (p *planner) unit(a *application, u *app.Unit, group *outcome) msg.UnitPlan {
+// planUnit plans one wanted unit.
+func (p *planner) planUnit(a *application, u *app.Unit, group *groupOutcome) msg.UnitPlan {
 	out := msg.UnitPlan{Unit: u.ID, Action: actionCreate}
 	rec := p.state.Units[u.ID]
-	if p.keeps(a, u.ID) {
+	if p.keepsRunning(a, u.ID) {
 		out.Action, out.Seats = actionUnchanged, seatsOf(rec.Ranks)
 		return out
 	}
 	if rec != nil && rec.Holds() {
 		out.Action = actionReplace
-		p.need(rec.Ranks, -1)
+		p.addNeed(rec.Ranks, -1)
 	}
 	if group.err != nil {
 		p.plan.Fits = false
@@ -180,16 +175,16 @@ func (p *planner) unit(a *application, u *app.Unit, group *outcome) msg.UnitPlan
 	for _, r := range u.Ranks {
 		ranks = append(ranks, group.seats[r])
 	}
-	p.need(ranks, 1)
+	p.addNeed(ranks, 1)
 	out.Seats = seatsOf(ranks)
 	return out
 }
 
-// end plans a unit that is not wanted any more.
-func (p *planner) end(rec *state.Unit) msg.UnitPlan {
+// planEnd plans a unit that is not wanted any more.
+func (p *planner) planEnd(rec *state.Unit) msg.UnitPlan {
 	out := msg.UnitPlan{Unit: rec.ID, Action: actionDelete}
 	if rec.Holds() {
-		p.need(rec.Ranks, -1)
+		p.addNeed(rec.Ranks, -1)
 		out.Seats = seatsOf(rec.Ranks)
 	}
 	return out
@@ -203,22 +198,22 @@ func seatsOf(ranks []state.RankGrant) []msg.SeatPlan {
 	return out
 }
 
-// deletes plans the applications that are not listed.
-func (p *planner) deletes() {
+// planDeletions plans the applications that the deploy does not list.
+func (p *planner) planDeletions() {
 	for _, name := range slices.Sorted(maps.Keys(p.state.Apps)) {
-		if p.named[name] != nil || p.state.Apps[name].Deleting {
+		if p.deployed[name] != nil || p.state.Apps[name].Deleting {
 			continue
 		}
 		out := msg.AppPlan{App: name, Action: actionDelete}
-		for _, rec := range p.unitsOf(name) {
-			out.Units = append(out.Units, p.end(rec))
+		for _, rec := range p.appUnits(name) {
+			out.Units = append(out.Units, p.planEnd(rec))
 		}
 		p.plan.Apps = append(p.plan.Apps, out)
 	}
 }
 
-// sum lists the nodes in order. A node that gets back more than it gives needs nothing.
-func (p *planner) sum() {
+// sumNodes lists the nodes in order. A node that frees more than it takes needs nothing.
+func (p *planner) sumNodes() {
 	for _, a := range p.plan.Apps {
 		p.plan.Changes = p.plan.Changes || a.Action != actionUnchanged
 	}

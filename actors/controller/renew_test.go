@@ -52,7 +52,7 @@ func (w *worker) renew(c *Controller) (msg.Lease, error) {
 	return l, err
 }
 
-// nodesRig is a controller over nodes of its state.
+// nodesRig is a controller with the nodes of its state.
 type nodesRig struct {
 	*Controller
 	t       *testing.T
@@ -80,7 +80,8 @@ func withNodes(t *testing.T, change func(*Config), f func(t *testing.T, r *nodes
 			require.NoError(t, err)
 		}
 		cfg := Config{
-			Self: "a", Store: r.store, Proposer: r.store, Granter: r.store, Log: slog.New(slog.DiscardHandler),
+			Self: "a", Store: r.store, Proposer: r.store, Granter: r.store,
+			Log:   slog.New(slog.DiscardHandler),
 			Agent: func(id string) (msg.NodeAgent, bool) { w, ok := r.workers[id]; return w, ok },
 		}
 		if change != nil {
@@ -118,13 +119,14 @@ func TestRenewThroughTheActor(t *testing.T) {
 		_, err = r.store.Propose(t.Context(), state.Command{PutNode: &state.PutNode{Node: joined.node}})
 		require.NoError(t, err)
 		_, err = r.Renew(t.Context(), joined.report(time.Now()))
-		require.NoError(t, err, "who has just joined is no stranger")
+		require.NoError(t, err, "a node that has just joined is known")
 	})
 }
 
 func TestNodesAreLostDrainedAndRemovedThroughTheActor(t *testing.T) {
 	withNodes(t, nil, func(t *testing.T, r *nodesRig) {
-		_, err := r.Deploy(t.Context(), []*app.Application{sim("chat", 2, app.Independent)}, nil, false, false)
+		_, err := r.Deploy(t.Context(), []*app.Application{sim("chat", 2, app.Independent)}, nil, false,
+			false)
 		require.NoError(t, err)
 		synctest.Wait()
 		r.renewAll(2)
@@ -164,18 +166,19 @@ func (r *nodesRig) renewOnly(id string) {
 	}
 }
 
+// slowStore shows the state only after ready is closed.
+type slowStore struct {
+	msg.Store
+	ready chan struct{}
+}
+
+func (s slowStore) State() *state.State { <-s.ready; return s.Store.State() }
+
 func TestRenewWaitsForALeaderThatHasJustBegun(t *testing.T) {
 	var barrier chan struct{}
 	withNodes(t, func(c *Config) {
 		barrier = make(chan struct{})
-		c.Barrier = func(ctx context.Context) error {
-			select {
-			case <-barrier:
-				return nil
-			case <-ctx.Done():
-				return ctx.Err()
-			}
-		}
+		c.Store = slowStore{c.Store, barrier}
 	}, func(t *testing.T, r *nodesRig) {
 		_, err := r.workers["a"].renew(r.Controller)
 		require.ErrorIs(t, err, context.DeadlineExceeded)
@@ -189,7 +192,7 @@ func TestRenewWaitsForALeaderThatHasJustBegun(t *testing.T) {
 	})
 }
 
-// TestLeadersFollowEachOtherInOneProcess: this node leads, another does, this one again.
+// This node leads, then another one, then this one again.
 func TestLeadersFollowEachOtherInOneProcess(t *testing.T) {
 	withNodes(t, nil, func(t *testing.T, r *nodesRig) {
 		r.cfg.Metrics = &counter{phases: map[string]state.Phase{}}
@@ -221,7 +224,7 @@ func TestLeadersFollowEachOtherInOneProcess(t *testing.T) {
 	})
 }
 
-// TestPartialDeployStartsWhatFits, and without it nothing is started.
+// Without partial nothing starts.
 func TestPartialDeployStartsWhatFits(t *testing.T) {
 	withNodes(t, nil, func(t *testing.T, r *nodesRig) {
 		apps := []*app.Application{groups("moe", 3, 4)}
@@ -239,16 +242,74 @@ func TestPartialDeployStartsWhatFits(t *testing.T) {
 	})
 }
 
-// TestOrdersForAnOldGrantAreNotSent: they waited behind a node that did not answer.
+// The orders waited behind a node that did not answer.
 func TestOrdersForAnOldGrantAreNotSent(t *testing.T) {
 	withNodes(t, nil, func(t *testing.T, r *nodesRig) {
-		_, err := r.Deploy(t.Context(), []*app.Application{sim("chat", 1, app.Independent)}, nil, false, false)
+		_, err := r.Deploy(t.Context(), []*app.Application{sim("chat", 1, app.Independent)}, nil, false,
+			false)
 		require.NoError(t, err)
 		synctest.Wait()
 		before := len(r.workers["a"].events) + len(r.workers["b"].events)
-		r.acts.do(StartEffect{"a", &msg.StartRank{Unit: "chat/0/0", Epoch: 7}})
-		r.acts.do(StartEffect{"b", &msg.StartRank{Unit: "chat/0/1", Epoch: 1}})
+		r.executor.execute(StartEffect{"a", &msg.StartRank{Unit: "chat/0/0", Epoch: 7}})
+		r.executor.execute(StartEffect{"b", &msg.StartRank{Unit: "chat/0/1", Epoch: 1}})
 		synctest.Wait()
 		assert.Equal(t, before, len(r.workers["a"].events)+len(r.workers["b"].events))
 	})
+}
+
+// hearPresent makes the newest event of a unit one of an unknown kind.
+func (w *world) hearPresent(node, unit string) {
+	e := w.hears[node][unit]
+	e.Kind, e.Number = msg.UnitPresent, e.Number+10
+	w.hears[node][unit] = e
+}
+
+// Neither this leader nor the next one takes a unit for gone because its node reports an event kind of a
+// later version.
+func TestUnitWithNewsOfALaterVersionStaysReady(t *testing.T) {
+	w := newWorld(t, node("a", 4))
+	// used by the rule under test; the leases of this world outlast it
+	w.core.timers.LeaseTTL = 10 * time.Second
+	w.deploy(sim("chat", 1, app.Independent))
+	w.up("chat/0/0")
+	w.hearPresent("a", "chat/0/0")
+	w.takeTrace()
+	renews := func() {
+		for range 10 {
+			w.now = w.now.Add(2 * time.Second)
+			w.renews("a")
+		}
+		assert.Equal(t, state.Ready, w.phase("chat/0/0"))
+		assert.Equal(t, uint64(1), w.state.Epochs["chat/0/0"])
+		assert.Empty(t, w.takeTrace(), "no order, no command")
+	}
+	renews()
+
+	w.core = NewCore(w.timers) // another leader
+	w.step(StateSeen{w.state.Clone()})
+	w.core.timers.LeaseTTL = 10 * time.Second
+	w.takeTrace()
+	renews()
+	assert.False(t, w.core.units["chat/0/0"].hasUnreportedPart(), "the node has spoken of it")
+
+	w.hears["a"]["chat/0/0"] = msg.UnitEvent{
+		Unit: "chat/0/0", Epoch: 1, Kind: msg.UnitGone, WasReady: true,
+		Number: 1000,
+	}
+	w.renews("a")
+	assert.NotEqual(t, state.Ready, w.phase("chat/0/0"), "what this version knows counts as before")
+}
+
+// The ready event of a unit may arrive after a report with an unknown kind.
+func TestEarlierNewsStillCountsBehindALaterVersions(t *testing.T) {
+	w := newWorld(t, node("a", 4))
+	w.deploy(sim("chat", 1, app.Independent))
+	w.says("a", "chat/0/0", msg.UnitStarted)
+	ready := w.hears["a"]["chat/0/0"]
+	ready.Kind, ready.Number = msg.UnitReady, ready.Number+1
+	w.hearPresent("a", "chat/0/0")
+	w.renews("a")
+	assert.Equal(t, state.Starting, w.phase("chat/0/0"), "its phase is not touched")
+	w.renews("a", ready)
+	assert.Equal(t, state.Ready, w.phase("chat/0/0"))
 }

@@ -13,9 +13,8 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// lossy is a cluster on a network that delays, repeats, reorders and loses: orders, reports and answers lie in a bag and come out
-// in any order, some of them twice and some never; nodes are cut off and come back with what they ran, or start again; leaders
-// change.
+// lossy is a cluster on a network that delays, repeats, reorders and loses messages. Nodes are cut off and
+// come back with what they ran, or restart. Leaders change.
 type lossy struct {
 	*fleet
 	r       *rand.Rand
@@ -33,19 +32,22 @@ type parcel struct {
 	deliver func()
 }
 
-// reportLife is the deadline of a renewal: what is on its way for longer is never delivered.
+// reportLife is the deadline of a renewal; older reports are never delivered.
 const reportLife = time.Second
 
 func newLossy(t testing.TB, seed uint64) *lossy {
-	l := &lossy{r: rand.New(rand.NewPCG(seed, seed)), granted: map[string]uint64{}, where: map[string][]state.RankGrant{}, lost: map[string]bool{}}
+	l := &lossy{
+		r: rand.New(rand.NewPCG(seed, seed)), granted: map[string]uint64{},
+		where: map[string][]state.RankGrant{}, lost: map[string]bool{},
+	}
 	l.fleet = newFleet(t, newHost("a", 6), newHost("b", 6), newHost("c", 6))
 	l.auto = l.carry
 	l.after = l.note
 	return l
 }
 
-// note checks every grant against all that went before: an epoch is granted once, in rising order, over deletes too. Nothing is given
-// back, or given anew, while a node that is not lost has it.
+// note checks every grant against all earlier ones: epochs are granted once, in rising order, over deletes
+// too. Nothing is released, or granted anew, while a node that is not lost has it.
 func (l *lossy) note(c state.Command) error {
 	if c.Release != nil {
 		l.over(c.Release.Unit, c.Release.Epoch)
@@ -66,16 +68,17 @@ func (l *lossy) note(c state.Command) error {
 		l.where[fmt.Sprint(u.Unit, "@", epoch)] = u.Ranks
 	}
 	if !l.calm && l.r.IntN(10) == 0 {
-		return errLost // applied, and nobody hears of it
+		return errLost // applied, but the answer is lost
 	}
 	return nil
 }
 
-// over: the epoch is history, so nobody runs it but nodes that were lost.
+// over checks that only lost nodes run an epoch that has ended.
 func (l *lossy) over(unit string, epoch uint64) {
 	for _, id := range l.ids() {
 		if l.hosts[id].runs[unit] == epoch && epoch > 0 {
-			require.True(l.t, l.lost[fmt.Sprint(unit, "@", epoch, " on ", id)], "%s still runs %s at epoch %d", id, unit, epoch)
+			require.True(l.t, l.lost[fmt.Sprint(unit, "@", epoch, " on ", id)],
+				"%s still runs %s at epoch %d", id, unit, epoch)
 		}
 	}
 }
@@ -119,7 +122,7 @@ func (l *lossy) report(id string) {
 	})
 }
 
-// deliver takes one parcel out of the bag, now and then leaving it in for a second time, or losing it.
+// deliver takes one parcel out of the bag. Sometimes it loses it or leaves a copy.
 func (l *lossy) deliver() {
 	if len(l.bag) == 0 {
 		return
@@ -137,8 +140,8 @@ func (l *lossy) deliver() {
 	}
 }
 
-// check is the invariant: (rank, epoch) runs only where it was granted, so in at most one place, and at most one of all
-// incarnations of a rank is the one that ingresses accept.
+// check verifies the invariant: (rank, epoch) runs only where it was granted, so in at most one place, and
+// ingresses accept at most one incarnation of a rank.
 func (l *lossy) check() {
 	accepted := map[string]string{}
 	for _, id := range l.ids() {
@@ -153,12 +156,13 @@ func (l *lossy) check() {
 				require.Empty(l.t, accepted[rank], "two accepted holders of %s at epoch %d", rank, epoch)
 				accepted[rank] = id
 			}
-			require.True(l.t, slices.ContainsFunc(seats, func(s state.RankGrant) bool { return s.Node == id }), "%s was not granted %s", id, unit)
+			require.True(l.t, slices.ContainsFunc(seats,
+				func(s state.RankGrant) bool { return s.Node == id }), "%s was not granted %s", id, unit)
 		}
 	}
 }
 
-// chance does one random thing.
+// chance does one random action.
 func (l *lossy) chance() {
 	names, id := []string{"x", "y"}, l.ids()[l.r.IntN(3)]
 	h := l.hosts[id]
@@ -176,7 +180,10 @@ func (l *lossy) chance() {
 	case n < 11:
 		h.restart()
 	case n < 12:
-		_, err := l.apply(state.Command{DrainNode: &state.DrainNode{Node: id, Undo: l.state.Nodes[id].Draining}})
+		_, err := l.apply(state.Command{DrainNode: &state.DrainNode{
+			Node: id,
+			Undo: l.state.Nodes[id].Draining,
+		}})
 		require.NoError(l.t, err)
 		l.step(Ticked{})
 	case n < 16:
@@ -184,7 +191,8 @@ func (l *lossy) chance() {
 	case n < 20 && !h.cut:
 		h.follow(l.state)
 		for unit, epoch := range h.runs {
-			require.False(l.t, l.state.Epochs[unit] > epoch || l.state.Units[unit] == nil, "%s serves %s at epoch %d on beside its successor", id, unit, epoch)
+			require.False(l.t, l.state.Epochs[unit] > epoch || l.state.Units[unit] == nil,
+				"%s serves %s at epoch %d on beside its successor", id, unit, epoch)
 		}
 	case n < 26:
 		l.pass(time.Duration(l.r.IntN(1500)) * time.Millisecond)
@@ -209,7 +217,7 @@ func (l *lossy) tryDeploy(name string) {
 	l.deploy(a)
 }
 
-// settle heals the network and lets time go by until nothing is left to do.
+// settle heals the network and advances the time until nothing is left to do.
 func (l *lossy) settle() {
 	l.calm = true
 	for _, id := range l.ids() {
@@ -235,7 +243,7 @@ func (l *lossy) settle() {
 	}
 }
 
-// unsettled is what is not as it is wanted; "" = everything is.
+// unsettled describes a difference from the wanted state; "" = none.
 func (l *lossy) unsettled() string {
 	for _, id := range l.ids() {
 		h := l.hosts[id]
@@ -263,8 +271,8 @@ func (l *lossy) unsettled() string {
 	return ""
 }
 
-// TestRG3OldIncarnationReturns: whatever the network, the nodes and the leaders do, never two accepted holders of (rank, epoch), no
-// epoch twice, and in the end what runs is what is granted.
+// Whatever the network, the nodes and the leaders do: never two accepted holders of (rank, epoch), no epoch
+// twice, and in the end what runs is what is granted.
 func TestRG3OldIncarnationReturns(t *testing.T) {
 	seeds := uint64(1000)
 	if testing.Short() {

@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-// Event is one change of state of a unit, or (Unit empty) of an application.
+// Event is one change of a unit or, with Unit empty, of an application.
 type Event struct {
 	Seq    uint64    `json:"seq"` // from 1, without gaps
 	At     time.Time `json:"at"`
@@ -17,11 +17,11 @@ type Event struct {
 	Reason string    `json:"reason,omitempty"`
 }
 
-// ring keeps the last changes and wakes those who wait for one.
+// ring keeps the last changes and wakes waiting callers.
 type ring struct {
 	mu      sync.Mutex
 	last    uint64
-	events  []Event // the oldest first; cut back to eventRing when it is twice as long
+	events  []Event // oldest first; cut to eventRing at twice that length
 	changed chan struct{}
 }
 
@@ -38,7 +38,7 @@ func (r *ring) add(e Event) {
 	}
 }
 
-// since are the events after seq that are still kept.
+// since returns the kept events after seq.
 func (r *ring) since(seq uint64) []Event {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -57,7 +57,7 @@ func (r *ring) watch() <-chan struct{} {
 	return r.changed
 }
 
-// wake closes and replaces the channel of those who wait.
+// wake closes and replaces the channel of waiting callers.
 func (r *ring) wake() {
 	r.mu.Lock()
 	defer r.mu.Unlock()

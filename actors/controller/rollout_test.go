@@ -94,7 +94,7 @@ func TestCouplingChangeWaitsForTheOldRanks(t *testing.T) {
 	assert.Equal(t, "RUNNING", w.status("m"))
 }
 
-// TestSpecThatCannotBeReadLeavesItsUnitsAlone: an older version must not end what a newer one started.
+// An older version must not end what a newer one started.
 func TestSpecThatCannotBeReadLeavesItsUnitsAlone(t *testing.T) {
 	w := newWorld(t)
 	w.deploy(sim("chat", 1, app.Independent))
@@ -121,9 +121,12 @@ func TestResizeOfAGroupInBackoff(t *testing.T) {
 		require.Equal(t, state.Backoff, w.phase("gang/0"))
 		spec, err := json.Marshal(sim("gang", size, app.Lockstep))
 		require.NoError(t, err)
-		_, err = w.apply(state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{Name: "gang", Spec: spec, Names: []string{"gang"}, Route: "/"}}}})
+		_, err = w.apply(state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{
+			Name: "gang",
+			Spec: spec, Names: []string{"gang"}, Route: "/",
+		}}}})
 		require.NoError(t, err)
-		w.inbox = nil // who deploys is faster than the store's watch: its news bring the state along
+		w.inbox = nil // the deploy is faster than the store's watch and brings the state along
 		w.step(Redeployed{Apps: []string{"gang"}, State: w.state.Clone()})
 		require.Equal(t, state.Starting, w.phase("gang/0"))
 		assert.Len(t, w.state.Units["gang/0"].Ranks, size)
@@ -131,7 +134,8 @@ func TestResizeOfAGroupInBackoff(t *testing.T) {
 	}
 }
 
-// A grant that is refused because its app was deleted meanwhile is not asked for again, and does not keep the app.
+// A grant that is refused because its app was deleted meanwhile is not requested again, and does not keep the
+// app.
 func TestDeleteOvertakesTheFirstGrant(t *testing.T) {
 	w := newWorld(t)
 	var asked []string
@@ -153,7 +157,7 @@ func TestDeleteOvertakesTheFirstGrant(t *testing.T) {
 	assert.Len(t, asked, 1)
 }
 
-// A deploy that meets a unit whose next grant is under way does not have it granted twice.
+// A unit whose grant is under way during a deploy is not granted twice.
 func TestDeployWhileAGrantIsUnderWay(t *testing.T) {
 	w := newWorld(t)
 	w.deploy(sim("gang", 2, app.Lockstep))

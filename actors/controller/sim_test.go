@@ -20,8 +20,8 @@ import (
 
 var start = time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
 
-// world drives a core by hand: a replicated state, a clock that jumps, and nodes that do as the test says. Everything happens
-// in order and is written to trace.
+// world drives a core by hand: a replicated state, a clock that jumps, and nodes that do what the test says.
+// Everything happens in order and is written to trace.
 type world struct {
 	t      testing.TB
 	core   *Core
@@ -29,31 +29,34 @@ type world struct {
 	index  uint64
 	now    time.Time
 	timers Timers
-	hears  map[string]map[string]msg.UnitEvent // per node, the newest of each unit
-	starts uint64                              // of all nodes at once
+	hears  map[string]map[string]msg.UnitEvent // per node, the newest event of each unit
+	starts uint64                              // incarnation of all nodes
 	trace  []string
 	number uint64
 	inbox  []any // inputs that follow from effects
 	auto   func(w *world, e Effect) bool
-	lose   func(c state.Command) error // before: not applied
-	after  func(c state.Command) error // after: applied, and the answer lost
+	lose   func(c state.Command) error // fails before the command is applied
+	after  func(c state.Command) error // fails after the command is applied
 }
 
 func newWorld(t testing.TB, nodes ...state.Node) *world {
 	if len(nodes) == 0 {
 		nodes = []state.Node{node("a", 64)}
 	}
-	w := bareWorld(t, Timers{LeaseTTL: patience}, nodes...)
+	w := bareWorld(t, Timers{LeaseTTL: endlessLease}, nodes...)
 	w.hello()
 	w.takeTrace()
 	return w
 }
 
-// patience is a lease that outlives any test: the nodes of a plain world say only what the test has them say.
-const patience = 10000 * time.Hour
+// endlessLease outlasts any test: the nodes of a plain world report only what the test has them report.
+const endlessLease = 10000 * time.Hour
 
 func bareWorld(t testing.TB, timers Timers, nodes ...state.Node) *world {
-	w := &world{t: t, state: state.New(), now: start, timers: timers, hears: map[string]map[string]msg.UnitEvent{}, starts: 1}
+	w := &world{
+		t: t, state: state.New(), now: start, timers: timers,
+		hears: map[string]map[string]msg.UnitEvent{}, starts: 1,
+	}
 	w.core = NewCore(timers)
 	for _, n := range nodes {
 		_, err := w.apply(state.Command{PutNode: &state.PutNode{Node: n}})
@@ -78,7 +81,7 @@ func (w *world) hello() {
 	}
 }
 
-// renews has a node say what it has, with these events.
+// renews has a node report its units, with these events.
 func (w *world) renews(id string, events ...msg.UnitEvent) {
 	r := &msg.NodeReport{Node: *w.state.Nodes[id], Incarnation: w.starts, Events: events}
 	for _, u := range slices.Sorted(maps.Keys(w.hears[id])) {
@@ -89,7 +92,8 @@ func (w *world) renews(id string, events ...msg.UnitEvent) {
 
 func sim(name string, dp int, coupling app.Coupling) *app.Application {
 	return &app.Application{
-		Name: name, RoutePrefix: "/", Model: app.Model{ID: name, Source: "m"}, Engine: app.Engine{Kind: app.KindSim},
+		Name: name, RoutePrefix: "/", Model: app.Model{ID: name, Source: "m"},
+		Engine:       app.Engine{Kind: app.KindSim},
 		DataParallel: app.DataParallel{DPSize: dp, Coupling: coupling}, NumReplicas: dp, NumGroups: 1,
 		PlacementGroupStrategy: "PACK", GracefulShutdownTimeout: 30,
 	}
@@ -140,7 +144,10 @@ func (w *world) do(e Effect) {
 		w.inbox = append(w.inbox, Concluded{e.App, e.Unit, e.Node, err})
 	case ReleaseEffect:
 		w.log("release %s epoch %d", e.Release.Unit, e.Release.Epoch)
-		_, err := w.apply(state.Command{Release: &state.UnitRef{Unit: e.Release.Unit, Epoch: e.Release.Epoch}})
+		_, err := w.apply(state.Command{Release: &state.UnitRef{
+			Unit:  e.Release.Unit,
+			Epoch: e.Release.Epoch,
+		}})
 		w.inbox = append(w.inbox, Concluded{App: e.App, Unit: e.Release.Unit, Err: err})
 	case StartEffect:
 		w.log("start %s epoch %d on %s", e.Order.Unit, e.Order.Epoch, e.Node)
@@ -194,7 +201,10 @@ func (w *world) deploy(apps ...*app.Application) {
 	for _, a := range apps {
 		spec, err := json.Marshal(a)
 		require.NoError(w.t, err)
-		put.Apps = append(put.Apps, state.AppSpec{Name: a.Name, Spec: spec, Names: a.Model.ServedNames(), Route: a.RoutePrefix})
+		put.Apps = append(put.Apps, state.AppSpec{
+			Name: a.Name, Spec: spec, Names: a.Model.ServedNames(),
+			Route: a.RoutePrefix,
+		})
 		names = append(names, a.Name)
 	}
 	_, err := w.apply(state.Command{PutApps: put})
@@ -208,10 +218,13 @@ func (w *world) delete(name string) {
 	w.step(Ticked{})
 }
 
-// says posts a node's report of a unit at its present epoch.
+// says posts a node's report of a unit at its current epoch.
 func (w *world) says(node, unit string, kind msg.UnitEventKind, more ...func(*msg.UnitEvent)) {
 	w.number++
-	e := msg.UnitEvent{Node: node, Number: w.number, Unit: unit, Epoch: w.state.Epochs[unit], Kind: kind, Rank: -1}
+	e := msg.UnitEvent{
+		Node: node, Number: w.number, Unit: unit, Epoch: w.state.Epochs[unit], Kind: kind,
+		Rank: -1,
+	}
 	for _, f := range more {
 		f(&e)
 	}
@@ -232,7 +245,7 @@ func at(epoch uint64) func(*msg.UnitEvent) { return func(e *msg.UnitEvent) { e.E
 
 func wasReady(e *msg.UnitEvent) { e.WasReady = true }
 
-// pass lets time go by, with a tick at each due time.
+// pass advances the time, with a tick at each due time.
 func (w *world) pass(d time.Duration) {
 	end := w.now.Add(d)
 	for {
@@ -282,8 +295,8 @@ func (w *world) saw(prefix string) int {
 	return n
 }
 
-// reboot is a restart of all nodes: a new core on the old state, and nothing runs. What was about to start is refused, as its epoch
-// was seen before.
+// reboot restarts all nodes: a new core on the old state, and nothing runs. Starts under way are refused,
+// because the nodes have seen their epoch.
 func (w *world) reboot() {
 	w.core = NewCore(w.timers)
 	w.number, w.hears = 0, map[string]map[string]msg.UnitEvent{}
@@ -298,8 +311,8 @@ func (w *world) reboot() {
 	}
 }
 
-// quiet says that no tick is wanted but for the leases.
-func (w *world) quiet() bool { return w.core.Due().Sub(w.now) > patience/8 }
+// quiet reports that no tick is due except for the leases.
+func (w *world) quiet() bool { return w.core.Due().Sub(w.now) > endlessLease/8 }
 
 // memStore is a Store and Proposer in memory.
 type memStore struct {
@@ -351,7 +364,10 @@ func (m *memStore) Grant(ctx context.Context, g state.GrantGroup) (state.Result,
 }
 
 func (m *memStore) Release(ctx context.Context, r msg.ReleaseRank) error {
-	_, err := m.Propose(ctx, state.Command{Release: &state.UnitRef{Unit: r.Unit, Epoch: r.Epoch, Reason: r.Reason}})
+	_, err := m.Propose(ctx, state.Command{Release: &state.UnitRef{
+		Unit: r.Unit, Epoch: r.Epoch,
+		Reason: r.Reason,
+	}})
 	return err
 }
 

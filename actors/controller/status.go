@@ -10,29 +10,30 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// Status is the picture of all applications, in order of name. Accounts of ranks are filled in by those who know them.
+// Status returns the status of all applications, ordered by name. The caller adds what the replicas report of
+// their ranks.
 func (c *Core) Status() []msg.AppStatus { return c.StatusWithout(nil) }
 
 // StatusWithout is Status while some nodes do not answer; unreachable gives the reason for each. Their ranks
-// are shown as msg.Unreachable and do not count as ready, and an application that is RUNNING else is
-// UNHEALTHY. Nothing is decided by it.
+// are shown as msg.Unreachable and do not count as ready, and an application that would be RUNNING is shown
+// as UNHEALTHY. No decision depends on it.
 func (c *Core) StatusWithout(unreachable map[string]string) []msg.AppStatus {
 	out := make([]msg.AppStatus, 0, len(c.apps))
-	for _, name := range c.names() {
+	for _, name := range c.appNames() {
 		out = append(out, c.appStatus(c.apps[name], unreachable))
 	}
 	return out
 }
 
 func (c *Core) appStatus(a *application, unreachable map[string]string) msg.AppStatus {
-	s := msg.AppStatus{Name: a.name, Status: string(c.derive(a)), Revision: a.revision}
+	s := msg.AppStatus{Name: a.name, Status: string(c.deriveStatus(a)), Revision: a.revision}
 	if a.spec != nil {
-		describe(&s, a.spec)
+		setSpecFields(&s, a.spec)
 	}
-	var missing []string // what the message says of ready units that are unreachable
-	for _, id := range c.unitsOf(a) {
+	var missing []string // messages of ready units that are unreachable
+	for _, id := range c.statusUnits(a) {
 		us := c.unitStatus(a, id)
-		ready := us.Phase == string(state.Ready) && a.wants(id)
+		ready := us.Phase == string(state.Ready) && a.isWanted(id)
 		switch hidden := markUnreachable(&us, unreachable); {
 		case ready && hidden:
 			missing = append(missing, id+" is "+us.Phase+": "+us.Reason)
@@ -48,8 +49,8 @@ func (c *Core) appStatus(a *application, unreachable map[string]string) msg.AppS
 	return s
 }
 
-// markUnreachable shows the ranks of a unit on nodes that do not answer as unreachable, and the unit with
-// them: a lockstep unit serves on all of its nodes or not at all. A unit without processes stays as it is.
+// markUnreachable shows the ranks on nodes that do not answer as unreachable, and their unit too: a lockstep
+// unit serves on all of its nodes or not at all. A unit without processes does not change.
 func markUnreachable(u *msg.UnitStatus, unreachable map[string]string) (marked bool) {
 	switch state.Phase(u.Phase) {
 	case state.Starting, state.Ready, state.Fenced, state.Killing, state.Draining:
@@ -64,13 +65,14 @@ func markUnreachable(u *msg.UnitStatus, unreachable map[string]string) (marked b
 	return marked
 }
 
-func describe(s *msg.AppStatus, a *app.Application) {
-	s.Model, s.Kind, s.Coupling, s.Policy = a.Model.ID, string(a.Engine.Kind), string(a.DataParallel.Coupling), a.Routing.Policy
+func setSpecFields(s *msg.AppStatus, a *app.Application) {
+	s.Model, s.Kind, s.Coupling, s.Policy = a.Model.ID, string(a.Engine.Kind),
+		string(a.DataParallel.Coupling), a.Routing.Policy
 	s.DPSize, s.Groups, s.Desired = a.DataParallel.DPSize, a.NumGroups, a.NumReplicas
 }
 
-// unitsOf are the wanted units of an app, then those of it that are still being ended.
-func (c *Core) unitsOf(a *application) []string {
+// statusUnits returns the wanted units of an app, then its units that are still ending.
+func (c *Core) statusUnits(a *application) []string {
 	var out []string
 	for i := range a.units {
 		if id := a.units[i].ID; !a.deleting || c.units[id] != nil {
@@ -95,8 +97,9 @@ func (c *Core) unitStatus(a *application, id string) msg.UnitStatus {
 		phase = state.Pending
 	}
 	s := msg.UnitStatus{
-		Unit: id, Group: u.group, Phase: string(phase), Epoch: u.m.Epoch, Attempt: u.m.Attempt, Since: u.m.Since,
-		Reason: u.why(), LogTail: u.m.LogTail,
+		Unit: id, Group: u.group, Phase: string(phase), Epoch: u.m.Epoch, Attempt: u.m.Attempt,
+		Since:  u.m.Since,
+		Reason: u.phaseReason(), LogTail: u.m.LogTail,
 	}
 	if rec := cmp.Or(c.state.Units[id], u.record); rec != nil {
 		s.Restarts = rec.Restarts
@@ -105,13 +108,14 @@ func (c *Core) unitStatus(a *application, id string) msg.UnitStatus {
 	return s
 }
 
-// rankStatus lists the ranks of the grant in hand, or, without one, those that are wanted.
+// rankStatus lists the ranks of the current grant or, without one, the wanted ranks.
 func (u *unit) rankStatus(phase state.Phase) []msg.RankStatus {
 	out := make([]msg.RankStatus, 0, len(u.ranks))
 	if len(u.seat.ranks) > 0 {
 		for _, r := range u.seat.ranks {
 			out = append(out, msg.RankStatus{
-				Group: u.group, Rank: r.Rank, Node: r.Node, Devices: r.Devices, Phase: string(phase), Epoch: u.m.Epoch,
+				Group: u.group, Rank: r.Rank, Node: r.Node, Devices: r.Devices, Phase: string(phase),
+				Epoch: u.m.Epoch,
 			})
 		}
 		return out
@@ -122,7 +126,7 @@ func (u *unit) rankStatus(phase state.Phase) []msg.RankStatus {
 	return out
 }
 
-// waitingUnit is a wanted unit that the core has not begun.
+// waitingUnit is the status of a wanted unit that the core has not begun.
 func waitingUnit(a *application, id string) msg.UnitStatus {
 	s := msg.UnitStatus{Unit: id, Phase: string(state.Pending)}
 	for i := range a.units {

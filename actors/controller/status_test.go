@@ -12,7 +12,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// statusOf is an application's status while a node does not answer; node "" means that all do.
+// statusOf is an application's status while a node does not answer; node "" means that all answer.
 func (c *fleet) statusOf(t *testing.T, name, node string) msg.AppStatus {
 	t.Helper()
 	for _, s := range c.core.StatusWithout(map[string]string{node: "node " + node + " is silent for 7s"}) {
@@ -24,7 +24,7 @@ func (c *fleet) statusOf(t *testing.T, name, node string) msg.AppStatus {
 	return msg.AppStatus{}
 }
 
-// phases are those of an application's ranks, in order.
+// phases lists the phases of an application's ranks, in order.
 func phases(s *msg.AppStatus) (out []string) {
 	for i := range s.Units {
 		for _, r := range s.Units[i].Ranks {
@@ -45,7 +45,9 @@ func TestRanksOnANodeThatDoesNotAnswerAreShownUnreachable(t *testing.T) {
 	assert.Equal(t, "UNHEALTHY", s.Status)
 	assert.Equal(t, 2, s.Ready)
 	assert.Equal(t, []string{"ready", "ready", "unreachable", "unreachable"}, phases(&s))
-	assert.Equal(t, "chat/0/2 is unreachable: node b is silent for 7s\nchat/0/3 is unreachable: node b is silent for 7s", s.Message)
+	assert.Equal(t,
+		"chat/0/2 is unreachable: node b is silent for 7s\nchat/0/3 is unreachable: node b is silent for "+
+			"7s", s.Message)
 	assert.Equal(t, before, c.core.Status(), "it is shown, and nothing else")
 
 	s = c.statusOf(t, "chat", "c")
@@ -96,7 +98,8 @@ func TestAgesAndRestartsSurviveAChangeOfLeader(t *testing.T) {
 	after := c.core.Status()
 	for i := range before {
 		for j, u := range before[i].Units {
-			assert.True(t, u.Since.Truncate(time.Millisecond).Equal(after[i].Units[j].Since), "%s: since %s, then %s", u.Unit, u.Since, after[i].Units[j].Since)
+			assert.True(t, u.Since.Truncate(time.Millisecond).Equal(after[i].Units[j].Since),
+				"%s: since %s, then %s", u.Unit, u.Since, after[i].Units[j].Since)
 			assert.Equal(t, u.Restarts, after[i].Units[j].Restarts, u.Unit)
 		}
 	}
@@ -106,7 +109,8 @@ func TestAgesAndRestartsSurviveAChangeOfLeader(t *testing.T) {
 // more.
 func TestRestartsSurviveTheLossOfANode(t *testing.T) {
 	a := newHost("a", 1)
-	c := newFleet(t, a, newHost("c", 0), newHost("d", 0)) // most nodes are heard, so the leader does not blame itself
+	// most nodes renew, so the leader does not blame itself
+	c := newFleet(t, a, newHost("c", 0), newHost("d", 0))
 	c.deploy(sim("chat", 1, app.Independent))
 	c.renew(c.ids()...)
 	a.crash("chat/0/0")
@@ -134,7 +138,90 @@ func TestSilenceIsCountedFromTheLastRenewalOrTheLeadersFirstMoment(t *testing.T)
 	c.newLeader()
 	c.pass(6 * time.Second)
 	c.renew("a")
-	assert.Equal(t, map[string]Silence{"a": {}, "b": {For: 6 * time.Second, Long: true}}, c.core.Silences(c.now))
+	assert.Equal(t, map[string]Silence{"a": {}, "b": {For: 6 * time.Second, Long: true}},
+		c.core.Silences(c.now))
 	c.pass(7 * time.Second)
 	assert.NotContains(t, c.core.Silences(c.now), "b", "it is lost by now")
+}
+
+// waitingAt is what a node's renewal tells it of applications without room.
+func (c *fleet) waitingAt(t *testing.T, node string) []msg.Waiting {
+	t.Helper()
+	c.renew(node)
+	require.NoError(t, c.lease[node].Err)
+	return c.lease[node].Lease.Waiting
+}
+
+func TestLeaseTellsIngressesWhichUnitsFindNoRoom(t *testing.T) {
+	c := newFleet(t, newHost("a", 4), newHost("b", 6))
+	worker := newHost("w", 0)
+	worker.node.Roles = []state.Role{state.RoleWorker}
+	c.join(worker)
+	assert.Empty(t, c.waitingAt(t, "a"))
+	c.deploy(groups("moe", 3, 4))
+	c.run(4 * time.Second)
+	want := []msg.Waiting{{
+		App: "moe", Revision: 1,
+		Reason: "place moe/2: 2 of 4 ranks can be placed (STRICT_PACK)",
+		Units:  map[string]uint64{"moe/2": 0},
+	}}
+	assert.Equal(t, want, c.waitingAt(t, "a"))
+	assert.Equal(t, want, c.waitingAt(t, "b"))
+	assert.Nil(t, c.waitingAt(t, "w"), "it has no ingress")
+
+	c.newLeader()
+	c.run(4 * time.Second)
+	assert.Equal(t, want, c.waitingAt(t, "a"), "the next leader finds the same")
+	c.join(newHost("c", 4))
+	c.run(4 * time.Second)
+	assert.Empty(t, c.waitingAt(t, "a"))
+	assert.Equal(t, "RUNNING", c.status("moe"))
+}
+
+// A unit that waits for its next start has its seat, and requests wait for it.
+func TestUnitInBackoffDoesNotWaitForRoom(t *testing.T) {
+	a := newHost("a", 1)
+	c := newFleet(t, a)
+	c.deploy(sim("chat", 1, app.Independent))
+	c.renew("a")
+	a.crash("chat/0/0")
+	c.renew("a")
+	require.Equal(t, state.Backoff, c.phase("chat/0/0"))
+	assert.Empty(t, c.waitingAt(t, "a"))
+	c.delete("chat")
+	c.run(4 * time.Second)
+	assert.Empty(t, c.waitingAt(t, "a"))
+}
+
+// A unit that lost its node is listed with its last epoch.
+func TestUnitOfALostNodeWaitsWithItsEpoch(t *testing.T) {
+	a, b := newHost("a", 1), newHost("b", 0)
+	c := newFleet(t, a, b)
+	c.deploy(sim("chat", 1, app.Independent))
+	c.renew("a", "b")
+	a.cut = true
+	c.run(15 * time.Second)
+	list := c.waitingAt(t, "b")
+	require.Len(t, list, 1)
+	assert.Equal(t, map[string]uint64{"chat/0/0": 1}, list[0].Units)
+	c.delete("chat")
+	c.run(4 * time.Second)
+	assert.Empty(t, c.waitingAt(t, "b"))
+}
+
+func TestUnitsWithoutRoomInALeaseAreBounded(t *testing.T) {
+	c := NewCore(Timers{})
+	c.state = state.New()
+	for _, name := range []string{"one", "two"} {
+		a := &application{name: name, units: sim(name, maxWaiting*2/3, app.Independent).Units()}
+		for i := range a.units {
+			u := newUnit(a.units[i].ID, name, 0, nil)
+			u.m.Phase, u.noRoom = state.Pending, "no room; node a: full"
+			c.addUnit(u)
+		}
+		c.addWaiting(a)
+	}
+	require.Len(t, c.waiting, 2)
+	assert.Equal(t, maxWaiting, len(c.waiting[0].Units)+len(c.waiting[1].Units))
+	assert.Equal(t, "no room", c.waiting[0].Reason)
 }

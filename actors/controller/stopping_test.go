@@ -13,7 +13,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// TestRanksOfAStoppingNodeStartElsewhere at once, each when it has ended, while another one drains for half an hour.
+// Each rank starts elsewhere when it has ended, while another one drains for half an hour.
 func TestRanksOfAStoppingNodeStartElsewhere(t *testing.T) {
 	c := newFleet(t, newHost("a", 4), newHost("b", 4))
 	c.deploy(sim("chat", 3, app.Independent))
@@ -52,7 +52,8 @@ func TestRanksOfAStoppingNodeStartElsewhere(t *testing.T) {
 	assert.Equal(t, "a:0", c.where("more/0/0"), "the next process of the node is like any other")
 }
 
-// TestStartMeetsANodeThatStops: the order was on its way when the node was told to end. That is no failed start, and no silence.
+// The order was on its way when the node was told to end. That is neither a failed start nor a missing
+// answer.
 func TestStartMeetsANodeThatStops(t *testing.T) {
 	c := newFleet(t, newHost("a", 4), newHost("b", 4))
 	c.hosts["a"].stopping = true
@@ -63,7 +64,7 @@ func TestStartMeetsANodeThatStops(t *testing.T) {
 	assert.Zero(t, c.saw("restart"))
 }
 
-// TestNoRoomBesideANodeThatStops: its units wait, say why, and start on its next process.
+// The units wait, say why, and start on the node's next process.
 func TestNoRoomBesideANodeThatStops(t *testing.T) {
 	c := newFleet(t, newHost("a", 2), newHost("b", 1))
 	c.deploy(sim("chat", 3, app.Independent))
@@ -78,7 +79,8 @@ func TestNoRoomBesideANodeThatStops(t *testing.T) {
 		assert.Equal(t, "pending", u.Phase)
 		assert.Contains(t, u.Reason, "0 of 3 ranks can be placed")
 	}
-	_, err := planOf(c.core.withoutStopping(c.state), []*app.Application{sim("more", 1, app.Independent)}, false)
+	_, err := planOf(c.core.withStoppingAsDraining(c.state),
+		[]*app.Application{sim("more", 1, app.Independent)}, false)
 	require.NoError(t, err)
 	c.hosts["a"].restart()
 	c.hosts["b"].restart()
@@ -87,7 +89,7 @@ func TestNoRoomBesideANodeThatStops(t *testing.T) {
 	assert.Equal(t, "RUNNING", c.status("chat"))
 }
 
-// TestGangWithAStoppingNodeDrainsWhole: its other nodes are told to drain as well, and it starts anew when all have ended.
+// The gang's other nodes drain as well, and the gang starts anew when all parts have ended.
 func TestGangWithAStoppingNodeDrainsWhole(t *testing.T) {
 	c := newFleet(t, newHost("a", 2), newHost("b", 2), newHost("c", 4))
 	moe := sim("moe", 4, app.Lockstep)
@@ -110,7 +112,7 @@ func TestGangWithAStoppingNodeDrainsWhole(t *testing.T) {
 	assert.Equal(t, "RUNNING", c.status("moe"))
 }
 
-// TestStoppingNodeUnderANewLeader: it learns it from the first report.
+// The new leader learns it from the first report.
 func TestStoppingNodeUnderANewLeader(t *testing.T) {
 	c := newFleet(t, newHost("a", 4), newHost("b", 4))
 	c.deploy(sim("chat", 2, app.Independent))
@@ -125,7 +127,7 @@ func TestStoppingNodeUnderANewLeader(t *testing.T) {
 	assert.Equal(t, "a:0", c.where("chat/0/0"))
 }
 
-// TestUnitThatTakesItsNodeDown: the first death of the process is free, before the third start there is a pause, then it has failed.
+// The first end of the process is free. Before the third start there is a pause; then the unit has failed.
 func TestUnitThatTakesItsNodeDown(t *testing.T) {
 	c := newFleet(t, newHost("a", 4))
 	c.deploy(sim("good", 2, app.Independent))
@@ -134,7 +136,7 @@ func TestUnitThatTakesItsNodeDown(t *testing.T) {
 	c.hosts["a"].slow = true
 	c.deploy(sim("bad", 1, app.Independent))
 	c.renew("a")
-	dies := func() { // of bad/0/0; what is good becomes ready before that
+	dies := func() { // of bad/0/0; the good units become ready before that
 		require.NotZero(t, c.hosts["a"].runs["bad/0/0"])
 		c.hosts["a"].restart()
 		c.renew("a")
@@ -154,16 +156,17 @@ func TestUnitThatTakesItsNodeDown(t *testing.T) {
 	require.Equal(t, state.Starting, c.phase("bad/0/0"))
 	dies()
 	assert.Equal(t, state.Failed, c.phase("bad/0/0"))
-	assert.Equal(t, "dpserve was started again on node a, while the unit was starting", c.state.Units["bad/0/0"].Reason)
+	assert.Equal(t, "dpserve was started again on node a, while the unit was starting",
+		c.state.Units["bad/0/0"].Reason)
 	c.run(time.Hour)
 	assert.Equal(t, uint64(3), c.state.Epochs["bad/0/0"])
 	assert.Equal(t, "RUNNING", c.status("good"))
 }
 
-// TestUnitsBesideOneThatTakesTheNodeDown start as slowly as it: who of them it was shows when each makes its last attempt alone.
+// The other units start as slowly. Which unit was the cause shows when each makes its last attempt alone.
 func TestUnitsBesideOneThatTakesTheNodeDown(t *testing.T) {
 	for _, bad := range []string{"chat/0/0", "chat/0/1", "chat/0/2"} {
-		for _, newLeader := range []bool{false, true} { // the leader is on the node that dies
+		for _, newLeader := range []bool{false, true} { // the leader is on the node that ends
 			c := newFleet(t, newHost("a", 4))
 			c.hosts["a"].slow = true
 			c.deploy(sim("chat", 3, app.Independent))
@@ -194,9 +197,9 @@ func TestUnitsBesideOneThatTakesTheNodeDown(t *testing.T) {
 	}
 }
 
-// TestStoppedNodesFailNothing: a node that is told to end during a start, again and again, and one that is killed once.
+// A node that is told to end during a start, again and again, and one that is killed once.
 func TestStoppedNodesFailNothing(t *testing.T) {
-	for _, reports := range []bool{true, false} { // its last report is lost
+	for _, reports := range []bool{true, false} { // whether its last report is lost
 		c := newFleet(t, newHost("a", 4))
 		c.hosts["a"].slow = true
 		c.deploy(sim("chat", 2, app.Independent))
@@ -221,8 +224,8 @@ func TestStoppedNodesFailNothing(t *testing.T) {
 	}
 }
 
-// TestRefusalOfANodeThatStopsIsNoSilence, though it is problem.Unavailable for people.
+// For users the refusal is problem.Unavailable.
 func TestRefusalOfANodeThatStopsIsNoSilence(t *testing.T) {
-	assert.False(t, silence(problem.New(problem.Unavailable, "node a: %w", msg.ErrNodeStopping)))
-	assert.True(t, silence(problem.New(problem.Unavailable, "node a: no lease")))
+	assert.False(t, isNoAnswer(problem.New(problem.Unavailable, "node a: %w", msg.ErrNodeStopping)))
+	assert.True(t, isNoAnswer(problem.New(problem.Unavailable, "node a: no lease")))
 }

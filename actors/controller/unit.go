@@ -10,22 +10,22 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// wish is what raft should be told of a unit next.
-type wish struct {
+// pendingCommand is the next command to propose for a unit.
+type pendingCommand struct {
 	kind    state.EffectKind // DoGrant, ProposeReady, ProposeFenced, ProposeFailed or ProposeRelease
-	attempt int              // DoGrant
+	attempt int              // for DoGrant
 }
 
-// seat is what a grant gives a unit, and what it is started with.
+// seat is the content of a unit's grant, and what the unit is started with.
 type seat struct {
-	spec     *app.Application // nil if the application is gone: then nothing is started
+	spec     *app.Application // nil if the application is gone: nothing is started
 	revision uint64
 	launch   string
 	ranks    []state.RankGrant
 	blocks   []state.Block
 }
 
-// unit is all that the core knows of one unit: its machine, its grant, and what is under way.
+// unit is the core's knowledge of one unit: its state machine, its grant, and its commands.
 type unit struct {
 	id    string
 	app   string
@@ -33,28 +33,28 @@ type unit struct {
 	ranks []int // rank numbers
 	m     state.Machine
 
-	seat    seat   // of the epoch in hand
-	next    seat   // of the grant under way
-	wishes  []wish // in order; at most a release and a grant
-	current wish   // under way
-	busy    bool   // a command of this unit is under way
+	seat    seat             // of the current epoch
+	next    seat             // of the grant under way
+	pending []pendingCommand // in order; at most a release and a grant
+	current pendingCommand   // under way
+	busy    bool             // a command of this unit is under way
 	retryAt time.Time
-	drain   *time.Duration // grace of the end that was ordered for this unit; nil = the application's
-	noRoom  string         // why placement found no place; "" = not tried, or found one
-	record  *state.Unit    // the newest in the state while the unit is wanted: it keeps Restarts over a release
+	drain   *time.Duration // drain time set for this unit; nil = the application's
+	noRoom  string         // why placement found no room; "" = not tried, or found
+	record  *state.Unit    // newest record while the unit is wanted; keeps Restarts over a release
 
-	parts map[string]*part // of the grant in hand, by node
-	nodes []string         // those of parts, in order
-	away  *seat            // where it is to go from a draining node: kept free for it
-	stays string           // why it is still on a draining node
+	parts      map[string]*part // of the current grant, by node
+	nodes      []string         // keys of parts, in order
+	reserved   *seat            // reserved room for a move off a draining node
+	stayReason string           // why it is still on a draining node
 }
 
 func newUnit(id, app string, group int, ranks []int) *unit {
 	return &unit{id: id, app: app, group: group, ranks: ranks, parts: map[string]*part{}}
 }
 
-// sit takes the seat of a grant: nothing is known of its parts.
-func (u *unit) sit(s seat) {
+// applyGrant takes the seat of a grant. The state of its parts is unknown at first.
+func (u *unit) applyGrant(s seat) {
 	u.seat, u.parts = s, map[string]*part{}
 	for i := range s.ranks {
 		if n := s.ranks[i].Node; u.parts[n] == nil {
@@ -64,37 +64,40 @@ func (u *unit) sit(s seat) {
 	u.nodes = slices.Sorted(maps.Keys(u.parts))
 }
 
-// wantRaft notes what raft should be told. The newest wish counts; only a release is not left out before a new grant.
-func (u *unit) wantRaft(w wish) {
-	if w.kind == state.DoGrant && len(u.wishes) > 0 && u.wishes[0].kind == state.ProposeRelease {
-		u.wishes = []wish{u.wishes[0], w}
+// queueCommand sets the next command. The newest command replaces older ones; only a release is kept before a
+// new grant.
+func (u *unit) queueCommand(w pendingCommand) {
+	if w.kind == state.DoGrant && len(u.pending) > 0 && u.pending[0].kind == state.ProposeRelease {
+		u.pending = []pendingCommand{u.pending[0], w}
 		return
 	}
-	u.wishes = []wish{w}
+	u.pending = []pendingCommand{w}
 }
 
-// due says whether the next wish is of the kind and may be carried out.
-func (u *unit) due(now time.Time, grant bool) bool {
-	return len(u.wishes) > 0 && !u.busy && (u.wishes[0].kind == state.DoGrant) == grant && !now.Before(u.retryAt)
+// isDue reports whether the next command is of this kind and may be proposed.
+func (u *unit) isDue(now time.Time, grant bool) bool {
+	return len(u.pending) > 0 && !u.busy && (u.pending[0].kind == state.DoGrant) == grant &&
+		!now.Before(u.retryAt)
 }
 
-// begin takes the next wish under way.
-func (u *unit) begin() wish {
-	u.current, u.wishes, u.busy = u.wishes[0], u.wishes[1:], true
+// beginCommand puts the next command under way.
+func (u *unit) beginCommand() pendingCommand {
+	u.current, u.pending, u.busy = u.pending[0], u.pending[1:], true
 	return u.current
 }
 
-// again puts the wish under way back, unless a newer one has taken its place.
-func (u *unit) again(at time.Time) {
-	if len(u.wishes) == 0 || u.current.kind == state.ProposeRelease {
-		u.wishes = append([]wish{u.current}, u.wishes...)
+// requeue repeats the command under way, unless a newer one has replaced it.
+func (u *unit) requeue(at time.Time) {
+	if len(u.pending) == 0 || u.current.kind == state.ProposeRelease {
+		u.pending = append([]pendingCommand{u.current}, u.pending...)
 	}
 	u.retryAt = at
 }
 
-// attempted is the number of the start that the grant under way is for: a unit that was given another chance meanwhile begins anew.
-func (u *unit) attempted() int {
-	for _, w := range u.wishes {
+// currentAttempt is the attempt of the grant under way. A unit that was redeployed meanwhile starts counting
+// again.
+func (u *unit) currentAttempt() int {
+	for _, w := range u.pending {
 		if w.kind == state.DoGrant {
 			return w.attempt
 		}
@@ -102,10 +105,11 @@ func (u *unit) attempted() int {
 	return u.current.attempt
 }
 
-// startOn is the order to start the ranks of one node.
-func (u *unit) startOn(node string) *msg.StartRank {
+// startOrder is the order to start the ranks of one node.
+func (u *unit) startOrder(node string) *msg.StartRank {
 	s := &msg.StartRank{
-		App: u.seat.spec, AppRevision: u.seat.revision, Unit: u.id, Group: u.group, Epoch: u.m.Epoch, AllRanks: u.seat.ranks,
+		App: u.seat.spec, AppRevision: u.seat.revision, Unit: u.id, Group: u.group, Epoch: u.m.Epoch,
+		AllRanks: u.seat.ranks,
 	}
 	for _, r := range u.seat.ranks {
 		if r.Node == node {
@@ -120,12 +124,13 @@ func (u *unit) startOn(node string) *msg.StartRank {
 	return s
 }
 
-// idle says that nothing is left of the unit: no grant, no processes, nothing under way.
-func (u *unit) idle(s *state.State) bool {
-	return (u.m.Phase == state.Gone || u.m.Phase == "") && !u.busy && len(u.wishes) == 0 && s.Units[u.id] == nil
+// isIdle reports whether nothing is left of the unit: no grant, no processes, no command.
+func (u *unit) isIdle(s *state.State) bool {
+	return (u.m.Phase == state.Gone || u.m.Phase == "") && !u.busy && len(u.pending) == 0 &&
+		s.Units[u.id] == nil
 }
 
-// awaitsGrant says whether a grant, asked for or not, is something the unit's machine can take.
+// awaitsGrant reports whether the unit's state machine can take a grant.
 func (u *unit) awaitsGrant() bool {
 	switch u.m.Phase {
 	case "", state.Gone, state.Pending, state.Backoff:
@@ -135,22 +140,86 @@ func (u *unit) awaitsGrant() bool {
 	}
 }
 
-// keepRecord notes the unit's record in the state, nil if it has none now.
+// keepRecord stores the unit's record of the state; nil if it has none.
 func (u *unit) keepRecord(rec *state.Unit) {
 	if rec != nil && u.m.Phase != state.Gone {
 		u.record = rec
 	}
 }
 
-// restarts is what the count of restarts of a grant begins with if the record before it is released by then.
-func (u *unit) restarts(launch string) int {
+// nextRestarts is the first count of restarts of a new grant if the record before it is released by then.
+func (u *unit) nextRestarts(launch string) int {
 	if u.record == nil || u.record.Launch != launch {
 		return 0
 	}
 	return u.record.Restarts + 1
 }
 
-// ref is a report on the grant in hand.
+// ref identifies the current grant in a command.
 func (u *unit) ref() *state.UnitRef {
 	return &state.UnitRef{Unit: u.id, Epoch: u.m.Epoch, Reason: u.m.Reason, At: u.m.Since.UnixMilli()}
 }
+
+// part is one node's share of a unit's current grant.
+type part struct {
+	started, ready, draining bool
+	ended                    bool // its node ends it, or has ended it, by itself
+	gone                     bool // nothing is left of it
+	adopted                  bool // granted before this leader led, and its node has not reported it
+	absent                   bool // adopted, and its node reports that it does not have it
+
+	process      uint64    // incarnation of the node that reported it last
+	number       uint64    // newest event taken from that incarnation
+	missingSince time.Time // since when that incarnation has not reported it; zero = it does
+}
+
+// isNewer reports whether an event is newer than the last one. Number 0 means no number and is always new.
+func (p *part) isNewer(process, number uint64) bool {
+	if p.process != process {
+		p.process, p.number = process, 0
+	}
+	if number == 0 {
+		return true
+	}
+	if number <= p.number {
+		return false
+	}
+	p.number = number
+	return true
+}
+
+// markGone notes that nothing is left of the part.
+func (p *part) markGone() { p.ended, p.gone, p.adopted = true, true, false }
+
+// allParts reports whether so holds for every part.
+func (u *unit) allParts(so func(*part) bool) bool {
+	for _, p := range u.parts {
+		if !so(p) {
+			return false
+		}
+	}
+	return true
+}
+
+// othersLack reports whether so is false for a part on another node.
+func (u *unit) othersLack(node string, so func(*part) bool) bool {
+	for n, p := range u.parts {
+		if n != node && !so(p) {
+			return true
+		}
+	}
+	return false
+}
+
+// hasUnreportedPart reports whether a node has not told this leader yet what it has of the unit.
+func (u *unit) hasUnreportedPart() bool { return !u.allParts(func(p *part) bool { return !p.adopted }) }
+
+func isStarted(p *part) bool { return p.started }
+
+func isReady(p *part) bool { return p.ready }
+
+func isDraining(p *part) bool { return p.draining || p.ended }
+
+func isEnded(p *part) bool { return p.ended }
+
+func isGone(p *part) bool { return p.gone }

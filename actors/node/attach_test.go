@@ -15,14 +15,14 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// remote is an engine that somebody else runs, on an address that stays.
+// remote is an attached engine on a fixed address.
 type remote struct {
 	t    *testing.T
 	addr string
 	srv  *http.Server
 
-	pages map[string]string // what it answers besides
-	slow  map[string]bool   // what it does not answer
+	pages map[string]string // further answers, by path
+	slow  map[string]bool   // paths that it does not answer
 }
 
 func newRemote(t *testing.T) *remote {
@@ -37,19 +37,22 @@ func newRemote(t *testing.T) *remote {
 func (e *remote) start() {
 	ln, err := net.Listen("tcp", e.addr)
 	require.NoError(e.t, err)
-	e.srv = &http.Server{ReadHeaderTimeout: time.Second, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		text, ok := e.pages[r.URL.Path]
-		switch {
-		case r.URL.Path == "/v1/completions":
-			fmt.Fprint(w, `{"choices":[{"finish_reason":"length"}]}`)
-		case e.slow[r.URL.Path]:
-			<-r.Context().Done()
-		case ok:
-			fmt.Fprint(w, text)
-		case r.URL.Path != "/health":
-			w.WriteHeader(http.StatusNotFound)
-		}
-	})}
+	e.srv = &http.Server{
+		ReadHeaderTimeout: time.Second,
+		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			text, ok := e.pages[r.URL.Path]
+			switch {
+			case r.URL.Path == "/v1/completions":
+				fmt.Fprint(w, `{"choices":[{"finish_reason":"length"}]}`)
+			case e.slow[r.URL.Path]:
+				<-r.Context().Done()
+			case ok:
+				fmt.Fprint(w, text)
+			case r.URL.Path != "/health":
+				w.WriteHeader(http.StatusNotFound)
+			}
+		}),
+	}
 	go func() { _ = e.srv.Serve(ln) }()
 }
 
@@ -75,7 +78,8 @@ func TestAnAttachedUnitWaitsFallsAndComesBack(t *testing.T) {
 			m := r.start(a)
 			r.eventually("it says what it waits for", func() bool {
 				s := r.statuses(m)
-				return len(s) > 0 && s[0].Phase == string(state.Starting) && s[0].Progress != "" && s[0].InFlight == 0
+				return len(s) > 0 && s[0].Phase == string(state.Starting) && s[0].Progress != "" &&
+					s[0].InFlight == 0
 			})
 			for _, e := range engines {
 				e.start()

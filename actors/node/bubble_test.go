@@ -26,7 +26,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// bubble is a node in virtual time with a leader, a state, engines and DPServers that the test holds.
+// bubble is a node in virtual time. The test controls its leader, state, engines and DPServers.
 type bubble struct {
 	t      testing.TB
 	node   *Node
@@ -46,10 +46,10 @@ type bubble struct {
 	port  int
 }
 
-// fakeLeader takes what a node says, and answers as the test wants.
+// fakeLeader takes the node's reports, and answers as the test wants.
 type fakeLeader struct {
 	mu     sync.Mutex
-	answer func(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) // nil: grants
+	answer func(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) // nil: grants the lease
 	began  []time.Time                                                     // of each renewal
 	asked  []*msg.NodeReport
 	events []msg.UnitEvent // in order of arrival, each number once
@@ -84,7 +84,7 @@ func (l *fakeLeader) becomes(answer func(ctx context.Context, r *msg.NodeReport)
 	l.answer = answer
 }
 
-// silent never answers, leaderless says at once that nobody leads.
+// silent never answers; leaderless returns at once that no node leads.
 func silent(ctx context.Context, _ *msg.NodeReport) (msg.Lease, error) {
 	<-ctx.Done()
 	return msg.Lease{}, context.Cause(ctx)
@@ -100,7 +100,7 @@ func (l *fakeLeader) renewals() int {
 	return len(l.asked)
 }
 
-// lastBegan is when the newest renewal was asked for.
+// lastBegan is when the newest renewal began.
 func (l *fakeLeader) lastBegan() time.Time {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -114,7 +114,7 @@ func (l *fakeLeader) last() *msg.NodeReport {
 	return l.asked[len(l.asked)-1]
 }
 
-// kinds are the events that were taken of a unit, as epoch:kind.
+// kinds lists the events taken of a unit, as epoch:kind.
 func (l *fakeLeader) kinds(unit string) (out []string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -126,7 +126,7 @@ func (l *fakeLeader) kinds(unit string) (out []string) {
 	return out
 }
 
-// reason is that of the last event of a unit.
+// reason is the reason of the last event of a unit.
 func (l *fakeLeader) reason(unit string) (out string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -143,7 +143,7 @@ type fakeStore struct {
 	mu      sync.Mutex
 	now     *state.State
 	changed chan struct{}
-	frozen  chan struct{} // State waits until it is closed: who looks stands still
+	frozen  chan struct{} // State blocks until it is closed
 }
 
 func (s *fakeStore) State() *state.State {
@@ -174,7 +174,7 @@ func (s *fakeStore) change(f func(s *state.State)) {
 	s.changed = make(chan struct{})
 }
 
-// freeze makes everything that looks at the state stand still until thaw.
+// freeze blocks every reader of the state until thaw.
 func (s *fakeStore) freeze() (thaw func()) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -188,7 +188,7 @@ func (s *fakeStore) freeze() (thaw func()) {
 	}
 }
 
-// fakeReplica is a DPServer that only remembers.
+// fakeReplica is a DPServer that only records the calls.
 type fakeReplica struct {
 	mu    sync.Mutex
 	fence string // cause
@@ -223,7 +223,7 @@ func (r *fakeReplica) fenced() (cause string, at time.Time) {
 	return r.fence, r.at
 }
 
-// fakeProcess is an engine that ends when it is told to, a busy one only when it is killed.
+// fakeProcess is an engine that ends at SIGTERM, a busy one only at SIGKILL.
 type fakeProcess struct {
 	busy   *atomic.Bool
 	once   sync.Once
@@ -257,7 +257,7 @@ func (b *bubble) launched() int {
 	return len(b.procs)
 }
 
-// RoundTrip implements http.RoundTripper: every engine is well.
+// RoundTrip implements http.RoundTripper: every engine is healthy.
 func (b *bubble) RoundTrip(r *http.Request) (*http.Response, error) {
 	body := ""
 	switch r.URL.Path {
@@ -266,7 +266,10 @@ func (b *bubble) RoundTrip(r *http.Request) (*http.Response, error) {
 	case "/v1/completions":
 		body = `{"choices":[{"finish_reason":"length"}]}`
 	}
-	return &http.Response{StatusCode: 200, Header: http.Header{}, Body: io.NopCloser(strings.NewReader(body)), Request: r}, nil
+	return &http.Response{
+		StatusCode: 200, Header: http.Header{},
+		Body: io.NopCloser(strings.NewReader(body)), Request: r,
+	}, nil
 }
 
 func (b *bubble) Assign(context.Context, string, int, string) (msg.AssignReply, error) {
@@ -299,7 +302,7 @@ func (b *bubble) Await(ctx context.Context, _ string, _ uint64, rank int) (strin
 	}
 }
 
-// answer tells everybody where rank 0 is.
+// answer announces the address of rank 0.
 func (b *bubble) answer(addr string, port int) {
 	b.addr, b.port = addr, port
 	close(b.known)
@@ -310,15 +313,18 @@ func inBubble(t *testing.T, change func(c *Config), f func(t *testing.T, b *bubb
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		b := &bubble{
-			t: t, leader: &fakeLeader{}, replicas: map[string]*fakeReplica{}, asked: map[int]bool{}, known: make(chan struct{}),
+			t: t, leader: &fakeLeader{}, replicas: map[string]*fakeReplica{}, asked: map[int]bool{},
+			known: make(chan struct{}),
 			store: &fakeStore{now: state.New(), changed: make(chan struct{})},
 		}
 		log := slog.New(slog.DiscardHandler)
 		sys := inbox.NewSystem(log)
 		var number uint64
 		cfg := Config{
-			ID: "n", Slots: 8, System: sys, Assigner: b, Launcher: b, Transport: b, BindTest: func(int) error { return nil }, Log: log,
-			Rand: func() uint64 { number++; return number }, Executable: "dpserve", Environ: []string{}, Leader: b.leader, Store: b.store,
+			ID: "n", Slots: 8, System: sys, Assigner: b, Launcher: b, Transport: b,
+			BindTest: func(int) error { return nil }, Log: log,
+			Rand: func() uint64 { number++; return number }, Executable: "dpserve", Environ: []string{},
+			Leader: b.leader, Store: b.store,
 			NewReplica: func(s msg.ReplicaSpec) (Replica, error) {
 				r := &fakeReplica{}
 				b.mu.Lock()
@@ -350,12 +356,13 @@ func (b *bubble) replica(unit string, epoch uint64, rank int) *fakeReplica {
 
 func testApp(kind app.Kind, coupling app.Coupling, dpSize int) *app.Application {
 	return &app.Application{
-		Name: "demo", Model: app.Model{ID: "demo"}, NumGroups: 1, Engine: app.Engine{Kind: kind, Ranks: []app.AttachRank{{URL: "http://e:1"}}},
+		Name: "demo", Model: app.Model{ID: "demo"}, NumGroups: 1,
+		Engine:       app.Engine{Kind: kind, Ranks: []app.AttachRank{{URL: "http://e:1"}}},
 		DataParallel: app.DataParallel{DPSize: dpSize, Coupling: coupling},
 	}
 }
 
-// order is the start of an independent rank, which the state grants too.
+// order is the start of an independent rank; the state grants it too.
 func (b *bubble) order(unit string, epoch uint64) *msg.StartRank {
 	b.store.change(func(s *state.State) {
 		s.Epochs[unit] = epoch
@@ -363,7 +370,8 @@ func (b *bubble) order(unit string, epoch uint64) *msg.StartRank {
 	})
 	ranks := []state.RankGrant{{Rank: 0, Node: "n"}}
 	return &msg.StartRank{
-		App: testApp(app.KindSim, app.Independent, 1), Unit: unit, Epoch: epoch, Ranks: ranks, AllRanks: ranks, Block: state.Block{Node: "n", Base: 20000, Size: 16},
+		App: testApp(app.KindSim, app.Independent, 1), Unit: unit, Epoch: epoch, Ranks: ranks,
+		AllRanks: ranks, Block: state.Block{Node: "n", Base: 20000, Size: 16},
 	}
 }
 

@@ -20,7 +20,8 @@ import (
 	"github.com/dpserve/dpserve/actors/node"
 )
 
-// standalone stands in for *testing.T where a test's rig runs in a process of its own, which is killed from outside.
+// standalone stands in for *testing.T where a test's rig runs in a process of its own, which is killed from
+// outside.
 type standalone struct {
 	testing.TB
 }
@@ -34,7 +35,7 @@ func (*standalone) FailNow()                  { os.Exit(1) }
 func (*standalone) Fatal(...any)              { os.Exit(1) }
 func (*standalone) TempDir() string           { return "" }
 
-// crash starts a node in a process of its own, SIGKILLs it and gives the engines' processes.
+// crash starts a node in a process of its own, kills it with SIGKILL and returns the engines' processes.
 func crash(t *testing.T, dir, mode string) []int {
 	cmd := exec.Command(os.Args[0], nodeWord, dir, mode)
 	cmd.Stderr = os.Stderr
@@ -74,7 +75,8 @@ func TestLeftoversOfAKilledNodeAreSweptByTheNext(t *testing.T) {
 	pids := crash(t, dir, "orphan")
 	require.Len(t, pids, 4)
 	orphans := 0
-	time.Sleep(50 * time.Millisecond) // lets the front processes die; the assertion below does not depend on it
+	// let the front processes end; the assertion below does not depend on it
+	time.Sleep(50 * time.Millisecond)
 	for _, pid := range pids {
 		if !dead(pid) {
 			orphans++
@@ -93,8 +95,9 @@ func TestTheSweepTouchesNobodyElse(t *testing.T) {
 	other.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	require.NoError(t, other.Start())
 	defer func() { _ = other.Process.Kill(); _ = other.Wait() }()
-	ledger := `[{"group":` + strconv.Itoa(other.Process.Pid) + `,"start":"1","mark":"DPSERVE_OWNER=x.1"}]`
-	require.NoError(t, os.WriteFile(filepath.Join(dir, "pgids"), []byte(ledger), 0o600))
+	processTable := `[{"group":` + strconv.Itoa(other.Process.Pid) +
+		`,"start":"1","mark":"DPSERVE_OWNER=x.1"}]`
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "pgids"), []byte(processTable), 0o600))
 	newRig(t, func(c *node.Config) { c.DataDir = dir })
 	assert.False(t, dead(other.Process.Pid))
 }

@@ -11,14 +11,16 @@ import (
 // ErrStaleEpoch refuses a command below the highest epoch this node has seen of a unit.
 var ErrStaleEpoch = state.ErrStaleEpoch
 
-// epochs is the highest epoch seen per unit; it outlives the node's process. Only the node's actor uses it.
+// epochs holds the highest epoch seen per unit. It survives the node's process. Only the node's actor uses
+// it.
 type epochs struct {
 	path    string            // "" = memory only
-	seen    map[string]uint64 // and, as indexName, the index of the state that entries were left out by
+	seen    map[string]uint64 // and, as indexName, the state index of the last prune
 	earlier map[string]uint64 // seen by earlier processes
 }
 
-// loadEpochs reads the file of dir. A file that cannot be read is an error: a node that forgets epochs may serve an old one.
+// loadEpochs reads the file of dir. An unreadable file is an error: a node that forgets epochs may serve an
+// old one.
 func loadEpochs(dir string) (*epochs, error) {
 	e := &epochs{seen: map[string]uint64{}}
 	if dir == "" {
@@ -26,7 +28,8 @@ func loadEpochs(dir string) (*epochs, error) {
 	}
 	e.path = filepath.Join(dir, epochsFile)
 	if err := readJSON(e.path, &e.seen); err != nil {
-		return nil, problem.New(problem.Internal, "%w", err).WithHint("restore the file, or remove it if no other node serves this cluster's units")
+		return nil, problem.New(problem.Internal, "%w", err).
+			WithHint("restore the file, or remove it if no other node serves this cluster's units")
 	}
 	if e.seen == nil {
 		e.seen = map[string]uint64{}
@@ -35,11 +38,11 @@ func loadEpochs(dir string) (*epochs, error) {
 	return e, nil
 }
 
-// indexName is no unit: those have a slash.
+// indexName cannot be a unit, because unit names have a slash.
 const indexName = "index"
 
-// prune leaves out what a copy of the state shows superseded for good and keeps does not want: then the copy itself refuses it, and
-// every later one. An earlier one might not, so starts need a copy that is as new (isBehind).
+// prune removes units that a copy of the state shows superseded and that keeps does not want. That copy and
+// every later one refuse them. An earlier one might not, so starts need a copy that is as new (isBehind).
 func (e *epochs) prune(s *state.State, keeps func(unit string) bool) {
 	before := len(e.seen)
 	maps.DeleteFunc(e.seen, func(unit string, epoch uint64) bool {
@@ -50,10 +53,11 @@ func (e *epochs) prune(s *state.State, keeps func(unit string) bool) {
 	}
 }
 
-// isBehind says whether a copy of the state is older than one by which entries were left out.
+// isBehind reports whether a copy of the state is older than the copy of the last prune.
 func (e *epochs) isBehind(s *state.State) bool { return s.Index < e.seen[indexName] }
 
-// begin is admit for a start, which needs an epoch of its own: one that this node has seen, and has no unit of, is over.
+// begin is admit for a start, which needs a new epoch: an epoch that this node has seen without having the
+// unit is over.
 func (e *epochs) begin(unit string, epoch uint64) error {
 	if epoch == 0 || epoch != e.seen[unit] {
 		return e.admit(unit, epoch)
@@ -65,11 +69,12 @@ func (e *epochs) begin(unit string, epoch uint64) error {
 	return problem.New(problem.Conflict, "unit %s: %w: epoch %d %s", unit, ErrStaleEpoch, epoch, what)
 }
 
-// admit refuses an epoch below the highest, and records a higher one on disk before it counts.
+// admit refuses an epoch below the highest, and writes a higher one to disk before it counts.
 func (e *epochs) admit(unit string, epoch uint64) error {
 	highest := e.seen[unit]
 	if epoch < highest {
-		return problem.New(problem.Conflict, "unit %s: %w: epoch %d was asked for, %d has been seen", unit, ErrStaleEpoch, epoch, highest)
+		return problem.New(problem.Conflict, "unit %s: %w: epoch %d was asked for, %d has been seen", unit,
+			ErrStaleEpoch, epoch, highest)
 	}
 	if epoch == highest {
 		return nil
@@ -80,7 +85,8 @@ func (e *epochs) admit(unit string, epoch uint64) error {
 	}
 	if err := writeJSON(e.path, e.seen); err != nil {
 		e.seen[unit] = highest
-		return problem.New(problem.Internal, "unit %s: cannot record epoch %d: %w", unit, epoch, err).WithHint("free space in the data dir")
+		return problem.New(problem.Internal, "unit %s: cannot record epoch %d: %w", unit, epoch, err).
+			WithHint("free space in the data dir")
 	}
 	return nil
 }

@@ -13,8 +13,8 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// TestEpochsOfUnitsThatAreReleasedAreLeftOut of the file, and stay refused: by a copy of the state that is as new, and, without one,
-// until it is there. A node of the version before reads the file as well.
+// Released units are left out of the file and stay refused: by a copy of the state that is as new, and,
+// without one, until it is there. A node of the previous version can read the file too.
 func TestEpochsOfUnitsThatAreReleasedAreLeftOut(t *testing.T) {
 	dir := t.TempDir()
 	inBubble(t, func(c *Config) { c.DataDir = dir }, func(t *testing.T, b *bubble) {
@@ -36,7 +36,8 @@ func TestEpochsOfUnitsThatAreReleasedAreLeftOut(t *testing.T) {
 		require.ErrorIs(t, b.start2("old/a/0", 3), ErrStaleEpoch)
 		b.store.change(func(s *state.State) { s.Index = index + 9 })
 	})
-	inBubble(t, func(c *Config) { c.DataDir = dir }, func(t *testing.T, b *bubble) { // the next process, with an old copy
+	// the next process, with an old copy
+	inBubble(t, func(c *Config) { c.DataDir = dir }, func(t *testing.T, b *bubble) {
 		err := b.start2("old/a/0", 7)
 		assert.Equal(t, problem.Unavailable, problem.CodeOf(err), "%v", err)
 		assert.Zero(t, b.launched())

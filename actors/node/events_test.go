@@ -21,7 +21,7 @@ import (
 	"github.com/dpserve/dpserve/engine/kvevents"
 )
 
-// follower is a replica that does nothing but follow its engine's events and remember what it was told.
+// follower is a replica that only follows its engine's events and records what it got.
 type follower struct {
 	spec msg.ReplicaSpec
 	sub  *kvevents.Subscriber
@@ -38,7 +38,8 @@ func newFollower(s msg.ReplicaSpec) (*follower, error) {
 	}
 	var err error
 	f.sub, err = kvevents.New(kvevents.Config{
-		Endpoints: kvevents.Endpoints{Bind: s.Events.Bind, Replay: s.Events.Replay}, Hosts: kvevents.Hosts{Peers: []string{s.Events.Host}}, Sink: f,
+		Endpoints: kvevents.Endpoints{Bind: s.Events.Bind, Replay: s.Events.Replay},
+		Hosts:     kvevents.Hosts{Peers: []string{s.Events.Host}}, Sink: f,
 	})
 	if err == nil {
 		err = f.sub.Start(context.Background())
@@ -76,7 +77,7 @@ func (*follower) Removed(*kvevents.Removed) {}
 func (*follower) Cleared()                  {}
 func (*follower) Reset(bool)                {}
 
-// seen is what it was told and how many blocks were stored.
+// seen returns the facts it got and the number of stored blocks.
 func (f *follower) seen() ([]msg.Facts, int) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -109,18 +110,23 @@ func followers(t testing.TB) (*rig, func(rank int) *follower) {
 	}
 }
 
-// cached is an app whose policy reads the KV index. Its engines are simulated ones without a mode, else fake ones.
+// cached is an app whose policy reads the KV index. Its engines are simulated without a mode, else fake.
 func cached(coupling app.Coupling, dpSize int, mode string) *app.Application {
 	a := demo(coupling, dpSize, mode)
 	a.Routing.Policy = "scoring"
 	if mode == "" {
 		a.Engine.Command = []string{os.Args[0], simWord}
-		a.Engine.Args = app.Args{{Name: "block_size", Value: int64(16)}, {Name: "num_gpu_blocks_override", Value: int64(600)}, {Name: "max_model_len", Value: int64(2048)}, {Name: "sim_speed", Value: int64(50)}}
+		a.Engine.Args = app.Args{
+			{Name: "block_size", Value: int64(16)},
+			{Name: "num_gpu_blocks_override", Value: int64(600)},
+			{Name: "max_model_len", Value: int64(2048)},
+			{Name: "sim_speed", Value: int64(50)},
+		}
 	}
 	return a
 }
 
-// TestKV8EventsOfEachRankArriveAtItsOwnDPServer: real processes, the command line of the profile, real sockets.
+// The test uses real processes, the command line of the profile, and real sockets.
 func TestKV8EventsOfEachRankArriveAtItsOwnDPServer(t *testing.T) {
 	for coupling, ranks := range map[app.Coupling]int{app.Independent: 1, app.Lockstep: 3} {
 		t.Run(string(coupling), func(t *testing.T) {
@@ -133,14 +139,17 @@ func TestKV8EventsOfEachRankArriveAtItsOwnDPServer(t *testing.T) {
 				require.Len(t, facts, 1)
 				assert.NotZero(t, facts[0].Incarnation)
 				facts[0].Incarnation = 0
-				assert.Equal(t, msg.Facts{MaxOngoing: 256, BlockSize: 16, Blocks: 600, MaxModelLen: 2048}, facts[0])
+				assert.Equal(t, msg.Facts{MaxOngoing: 256, BlockSize: 16, Blocks: 600, MaxModelLen: 2048},
+					facts[0])
 				assert.Equal(t, &msg.EventSource{
-					Bind: "tcp://127.0.0.1:" + strconv.Itoa(ports.KV(rank)), Replay: "tcp://127.0.0.1:" + strconv.Itoa(ports.Replay(rank)), Host: "127.0.0.1",
+					Bind:   "tcp://127.0.0.1:" + strconv.Itoa(ports.KV(rank)),
+					Replay: "tcp://127.0.0.1:" + strconv.Itoa(ports.Replay(rank)), Host: "127.0.0.1",
 				}, of(rank).spec.Events)
 			}
 			last := ranks - 1
 			prompt(t, of(last).spec.Target.URL, 4*16*5) // five blocks; a token is up to four bytes
-			r.eventually("five blocks of the last rank", func() bool { _, n := of(last).seen(); return n >= 5 })
+			r.eventually("five blocks of the last rank",
+				func() bool { _, n := of(last).seen(); return n >= 5 })
 			for rank := range last {
 				_, n := of(rank).seen()
 				assert.Zero(t, n, "rank %d got what another one stored", rank)
@@ -154,7 +163,7 @@ func TestKV8EventsOfEachRankArriveAtItsOwnDPServer(t *testing.T) {
 	}
 }
 
-// prompt has an engine compute a prompt of so many bytes.
+// prompt has an engine compute a prompt of this many bytes.
 func prompt(t testing.TB, url string, bytes int) {
 	body := fmt.Sprintf(`{"model":"demo","prompt":%q,"max_tokens":1}`, strings.Repeat("x", bytes))
 	resp, err := http.Post(url+"/v1/completions", "application/json", strings.NewReader(body))
@@ -198,10 +207,18 @@ func TestALaunchedEngineThatPublishesElsewhereDoesNotStart(t *testing.T) {
 		rank     int
 		reason   string
 	}{
-		"other sockets":      {app.Independent, "elsewhere", 0, "the engine publishes kv events of rank 0 on tcp://*:5557 instead of tcp://127.0.0.1:"},
-		"none":               {app.Independent, "silent", 0, "the engine publishes no kv events for rank 0, though it was told to"},
-		"garbage":            {app.Independent, "garbage", 0, "/kv_event_sources: invalid character '<'"},
-		"its sibling's ones": {app.Lockstep, "nooffset", 1, "the engine publishes kv events of rank 1 on tcp://127.0.0.1:"},
+		"other sockets": {
+			app.Independent, "elsewhere", 0,
+			"the engine publishes kv events of rank 0 on tcp://*:5557 instead of tcp://127.0.0.1:",
+		},
+		"none": {
+			app.Independent, "silent", 0,
+			"the engine publishes no kv events for rank 0, though it was told to",
+		},
+		"garbage": {app.Independent, "garbage", 0, "/kv_event_sources: invalid character '<'"},
+		"its sibling's ones": {
+			app.Lockstep, "nooffset", 1, "the engine publishes kv events of rank 1 on tcp://127.0.0.1:",
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			r, _ := followers(t)
@@ -214,7 +231,7 @@ func TestALaunchedEngineThatPublishesElsewhereDoesNotStart(t *testing.T) {
 	}
 }
 
-// An engine that cannot be asked is taken at its command line.
+// If an engine cannot be asked, its command line counts.
 func TestALaunchedEngineThatDoesNotTellStarts(t *testing.T) {
 	for _, mode := range []string{"old", "broken"} {
 		r, of := followers(t)
@@ -242,10 +259,15 @@ func TestAnEventPortThatIsTakenFailsTheStart(t *testing.T) {
 }
 
 func TestAnAttachedEngineIsAskedForItsEventSockets(t *testing.T) {
-	const one = `{"0":{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:15557","replay_endpoint":"tcp://*:16557","topic":"t"}}`
-	const two = `{"0":{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:15557"},"1":{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:15558"}}`
+	const one = `{"0":{"enable_kv_cache_events":true,"publisher":"zmq",` +
+		`"endpoint":"tcp://*:15557","replay_endpoint":"tcp://*:16557","topic":"t"}}`
+	const two = `{"0":{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:15557"},` +
+		`"1":{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:15558"}}`
 	declared := &app.KVSocket{Connect: "tcp://127.0.0.1:7"}
-	discovered := &msg.EventSource{Connect: "tcp://127.0.0.1:15557", Replay: "tcp://127.0.0.1:16557", Topic: "t", Host: "127.0.0.1"}
+	discovered := &msg.EventSource{
+		Connect: "tcp://127.0.0.1:15557", Replay: "tcp://127.0.0.1:16557",
+		Topic: "t", Host: "127.0.0.1",
+	}
 	for name, c := range map[string]struct {
 		sources string // answer; "" = 404
 		policy  string
@@ -253,29 +275,48 @@ func TestAnAttachedEngineIsAskedForItsEventSockets(t *testing.T) {
 		spec    *msg.EventSource
 		facts   *msg.EventSource
 	}{
-		"it tells":             {sources: one, policy: "scoring", facts: discovered},
-		"it binds for its own": {sources: two, policy: "scoring", rank: app.AttachRank{Addressing: app.AddressHeader, Selector: 1}, facts: &msg.EventSource{Connect: "tcp://127.0.0.1:15558", Host: "127.0.0.1"}},
-		"two behind one url":   {sources: two, policy: "scoring"},
-		"the file tells":       {sources: one, policy: "scoring", rank: app.AttachRank{KVEvents: declared}, spec: &msg.EventSource{Connect: "tcp://127.0.0.1:7", Host: "127.0.0.1"}},
-		"nobody reads":         {sources: one, policy: "power-of-two", rank: app.AttachRank{KVEvents: declared}},
-		"no such route":        {policy: "scoring"},
-		"off":                  {sources: `{"0":{"enable_kv_cache_events":false,"publisher":"null","endpoint":"tcp://*:5557"}}`, policy: "scoring"},
-		"another host":         {sources: strings.ReplaceAll(one, "*", "10.1.2.3"), policy: "scoring"},
-		"another transport":    {sources: strings.ReplaceAll(one, "tcp://*:15557", "ipc:///tmp/x"), policy: "scoring"},
-		"garbage":              {sources: `{"zero":{}}`, policy: "scoring"},
-		"a list":               {sources: `[]`, policy: "scoring"},
+		"it tells": {sources: one, policy: "scoring", facts: discovered},
+		"it binds for its own": {
+			sources: two, policy: "scoring",
+			rank:  app.AttachRank{Addressing: app.AddressHeader, Selector: 1},
+			facts: &msg.EventSource{Connect: "tcp://127.0.0.1:15558", Host: "127.0.0.1"},
+		},
+		"two behind one url": {sources: two, policy: "scoring"},
+		"the file tells": {
+			sources: one, policy: "scoring", rank: app.AttachRank{KVEvents: declared},
+			spec: &msg.EventSource{Connect: "tcp://127.0.0.1:7", Host: "127.0.0.1"},
+		},
+		"nobody reads": {
+			sources: one, policy: "power-of-two", rank: app.AttachRank{KVEvents: declared},
+		},
+		"no such route": {policy: "scoring"},
+		"off": {
+			sources: `{"0":{"enable_kv_cache_events":false,"publisher":"null","endpoint":"tcp://*:5557"}}`,
+			policy:  "scoring",
+		},
+		"another host": {sources: strings.ReplaceAll(one, "*", "10.1.2.3"), policy: "scoring"},
+		"another transport": {
+			sources: strings.ReplaceAll(one, "tcp://*:15557", "ipc:///tmp/x"), policy: "scoring",
+		},
+		"garbage": {sources: `{"zero":{}}`, policy: "scoring"},
+		"a list":  {sources: `[]`, policy: "scoring"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			r, of := followers(t)
 			e := newRemote(t)
-			e.pages = map[string]string{"/metrics": "vllm:cache_config_info{block_size=\"32\",num_gpu_blocks=\"24\"} 1\n"}
+			e.pages = map[string]string{
+				"/metrics": "vllm:cache_config_info{block_size=\"32\",num_gpu_blocks=\"24\"} 1\n",
+			}
 			if c.sources != "" {
 				e.pages["/kv_event_sources"] = c.sources
 			}
 			e.start()
 			c.rank.URL = "http://" + e.addr
 			a := demo(app.Independent, 1, "")
-			a.Engine, a.Routing.Policy = app.Engine{Kind: app.KindAttach, Ranks: []app.AttachRank{c.rank}}, c.policy
+			a.Engine, a.Routing.Policy = app.Engine{
+				Kind:  app.KindAttach,
+				Ranks: []app.AttachRank{c.rank},
+			}, c.policy
 			r.start(a)
 			r.expect(msg.UnitReady, msg.UnitStarted)
 			assert.Equal(t, c.spec, of(0).spec.Events)
@@ -286,21 +327,32 @@ func TestAnAttachedEngineIsAskedForItsEventSockets(t *testing.T) {
 	}
 }
 
-// Whoever runs an attached engine may start it again with other settings.
+// An attached engine may be restarted with other settings.
 func TestAnAttachedEngineThatComesBackIsAskedAgain(t *testing.T) {
 	r, of := followers(t)
 	e := newRemote(t)
-	e.pages = map[string]string{"/metrics": `vllm:cache_config_info{block_size="16",num_gpu_blocks="10"} 1`}
+	e.pages = map[string]string{
+		"/metrics": `vllm:cache_config_info{block_size="16",num_gpu_blocks="10"} 1`,
+	}
 	e.start()
 	a := demo(app.Independent, 1, "")
-	a.Engine, a.Routing.Policy = app.Engine{Kind: app.KindAttach, Ranks: []app.AttachRank{{URL: "http://" + e.addr}}}, "scoring"
+	a.Engine, a.Routing.Policy = app.Engine{
+		Kind:  app.KindAttach,
+		Ranks: []app.AttachRank{{URL: "http://" + e.addr}},
+	}, "scoring"
 	m := r.start(a)
 	r.expect(msg.UnitReady, msg.UnitStarted)
 	e.stop()
-	e.pages = map[string]string{"/metrics": `vllm:cache_config_info{block_size="64",num_gpu_blocks="20",enable_prefix_caching="False"} 1`}
+	e.pages = map[string]string{
+		"/metrics": `vllm:cache_config_info{block_size="64",num_gpu_blocks="20",` +
+			`enable_prefix_caching="False"} 1`,
+	}
 	e.start()
 	f := of(0)
-	f.spec.Watcher.ReplicaEvent(msg.ReplicaEvent{Unit: m.Unit, Epoch: m.Epoch, Kind: msg.ReplicaLost, Cause: "gone"})
+	f.spec.Watcher.ReplicaEvent(msg.ReplicaEvent{
+		Unit: m.Unit, Epoch: m.Epoch, Kind: msg.ReplicaLost,
+		Cause: "gone",
+	})
 	r.expect(msg.UnitFenced)
 	f.spec.Watcher.ReplicaEvent(msg.ReplicaEvent{Unit: m.Unit, Epoch: m.Epoch, Kind: msg.ReplicaBack})
 	r.expect(msg.UnitReady)
@@ -311,7 +363,7 @@ func TestAnAttachedEngineThatComesBackIsAskedAgain(t *testing.T) {
 	assert.Equal(t, msg.Facts{MaxOngoing: 256, BlockSize: 64, Blocks: 20, CachingOff: true}, facts[1])
 }
 
-// An engine whose settings do not come keeps nothing from starting.
+// An engine without an answer about its settings starts all the same.
 func TestSettingsThatDoNotComeAreZero(t *testing.T) {
 	r, of := followers(t)
 	e := newRemote(t)
@@ -319,7 +371,10 @@ func TestSettingsThatDoNotComeAreZero(t *testing.T) {
 	e.start()
 	a := demo(app.Independent, 1, "")
 	a.HealthCheckTimeoutS = 0.2
-	a.Engine, a.Routing.Policy = app.Engine{Kind: app.KindAttach, Ranks: []app.AttachRank{{URL: "http://" + e.addr}}}, "scoring"
+	a.Engine, a.Routing.Policy = app.Engine{
+		Kind:  app.KindAttach,
+		Ranks: []app.AttachRank{{URL: "http://" + e.addr}},
+	}, "scoring"
 	r.start(a)
 	r.expect(msg.UnitReady, msg.UnitStarted)
 	facts, _ := of(0).seen()
@@ -327,7 +382,7 @@ func TestSettingsThatDoNotComeAreZero(t *testing.T) {
 	assert.Equal(t, msg.Facts{MaxOngoing: 256}, facts[0])
 }
 
-// The same with DPServers as they are: they listen before their engines start, and leave every port free.
+// Real DPServers listen before their engines start, and leave every port free.
 func TestDPServersFollowTheirEngines(t *testing.T) {
 	r := newRig(t)
 	m := r.start(cached(app.Lockstep, 2, ""))

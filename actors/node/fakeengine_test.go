@@ -19,12 +19,12 @@ import (
 // The test binary is also the engine: TestMain hands over to fakeEngine when its first argument says so.
 const (
 	engineWord = "fake-engine"
-	simWord    = "sim-engine" // the simulated engine itself
+	simWord    = "sim-engine" // the simulated engine
 	childWord  = "fake-child"
 	nodeWord   = "fake-node"
 )
 
-// fakeEngine speaks the routes a node asks for, and misbehaves as its flags say.
+// fakeEngine serves the routes that a node uses, and misbehaves as its flags say.
 func fakeEngine(args []string) int {
 	fs := flag.NewFlagSet(engineWord, flag.ContinueOnError)
 	port := fs.Int("port", 0, "")
@@ -32,7 +32,10 @@ func fakeEngine(args []string) int {
 	mode := fs.String("mode", "", "comma separated")
 	file := fs.String("file", "", "")
 	var ignored string
-	for _, name := range []string{"host", "served-model-name", "shutdown-timeout", "data-parallel-size", "data-parallel-size-local", "data-parallel-address", "data-parallel-rpc-port"} {
+	for _, name := range []string{
+		"host", "served-model-name", "shutdown-timeout", "data-parallel-size",
+		"data-parallel-size-local", "data-parallel-address", "data-parallel-rpc-port",
+	} {
 		fs.StringVar(&ignored, name, "", "")
 	}
 	events := fs.String("kv-events-config", "", "")
@@ -59,7 +62,7 @@ func fakeEngine(args []string) int {
 	return serveFake(*port, fakeRoutes(*rank, *events, has), has)
 }
 
-// once says true the first time it is asked about a file.
+// once returns true the first time it is asked about a file.
 func once(file string) bool {
 	f, err := os.OpenFile(file, os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
@@ -109,8 +112,10 @@ func fakeRoutes(rank int, events string, has func(string) bool) http.Handler {
 		case has("silent"):
 			fmt.Fprint(w, "{}")
 		case has("elsewhere"):
-			fmt.Fprintf(w, `{"%d":{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5557","replay_endpoint":null}}`, rank)
-		case has("nooffset"): // what it was told, without its number
+			fmt.Fprintf(w,
+				`{"%d":{"enable_kv_cache_events":true,"publisher":"zmq",`+
+					`"endpoint":"tcp://*:5557","replay_endpoint":null}}`, rank)
+		case has("nooffset"): // its own source, without its number
 			fmt.Fprintf(w, `{"%d":%s}`, rank, events)
 		default:
 			http.Error(w, `{"detail":"Not Found"}`, http.StatusNotFound)
@@ -138,7 +143,7 @@ func fakeRoutes(rank int, events string, has func(string) bool) http.Handler {
 	return mux
 }
 
-// leaveChild starts a child that holds our listening socket and ignores signals, as an engine's workers do.
+// leaveChild starts a child that holds the listening socket and ignores signals, as an engine's workers do.
 func leaveChild(ln net.Listener, setsid bool) error {
 	tcp, ok := ln.(*net.TCPListener)
 	if !ok {

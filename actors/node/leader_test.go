@@ -65,12 +65,13 @@ func TestWithoutALeaseNothingStartsAndWhatRunsIsServed(t *testing.T) {
 		b.leader.becomes(nil)
 		before := time.Now()
 		defer func() { assert.Zero(t, time.Since(before)) }()
-		require.NoError(t, b.start("demo/0/1", 1), "an order of a leader makes the node ask at once; the refused epoch is not spent")
+		require.NoError(t, b.start("demo/0/1", 1),
+			"an order of a leader makes the node ask at once; the refused epoch is not spent")
 	})
 }
 
-// TestStartWaitsForTheCopyToCatchUpWithTheLease: the leader of the lease may have released what an earlier leader still orders. A copy
-// that does not catch up keeps nothing from starting.
+// The leader of the lease may have released what an earlier leader still orders. A copy that does not catch
+// up does not keep a unit from starting.
 func TestStartWaitsForTheCopyToCatchUpWithTheLease(t *testing.T) {
 	inBubble(t, nil, func(t *testing.T, b *bubble) {
 		first := b.order("demo/0/0", 1)
@@ -152,8 +153,8 @@ func TestMB3FenceEndsAllBeforeTheLeaderGrantsItElsewhere(t *testing.T) {
 	})
 }
 
-// TestMB3ABusyEngineIsKilledInTime: neither the grace of other stops nor one that is under way already keeps an engine beyond the
-// moment from which its unit may run elsewhere.
+// Neither the grace of other stops nor an earlier stop keeps an engine alive after its unit may run
+// elsewhere.
 func TestMB3ABusyEngineIsKilledInTime(t *testing.T) {
 	for name, asked := range map[string]bool{"serving": false, "ending already": true} {
 		t.Run(name, func(t *testing.T) {
@@ -176,7 +177,7 @@ func TestMB3ABusyEngineIsKilledInTime(t *testing.T) {
 	}
 }
 
-// TestMB3AThawedNodeAsksFirst: nothing is admitted between the thaw and the end of one renewal, whatever it says.
+// The node admits nothing between the thaw and the end of one renewal, whatever its result.
 func TestMB3AThawedNodeAsksFirst(t *testing.T) {
 	for _, mode := range []LeaseLoss{Serve, Fence} {
 		for name, granted := range map[string]bool{"granted": true, "refused": false} {
@@ -193,7 +194,7 @@ func TestMB3AThawedNodeAsksFirst(t *testing.T) {
 					b.leader.becomes(func(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) {
 						select {
 						case <-answer:
-						case <-ctx.Done(): // one that began before the freeze
+						case <-ctx.Done(): // a renewal that began before the freeze
 							return msg.Lease{}, context.Cause(ctx)
 						}
 						if !granted {
@@ -212,7 +213,8 @@ func TestMB3AThawedNodeAsksFirst(t *testing.T) {
 						assert.Empty(t, cause)
 					}
 					close(answer)
-					time.Sleep(200 * time.Millisecond) // the one that was under way at the freeze counts for nothing
+					// the renewal under way at the freeze does not count
+					time.Sleep(200 * time.Millisecond)
 					synctest.Wait()
 					assert.Equal(t, granted || mode == Serve, b.node.Admits())
 				})
@@ -251,7 +253,8 @@ func TestRG3WhatTheStateShowsSupersededStopsAtOnce(t *testing.T) {
 				b.leader.becomes(nil)
 				time.Sleep(3 * time.Second)
 				synctest.Wait()
-				assert.Equal(t, []string{"1:started", "1:ready", "1:killing", "1:gone"}, b.leader.kinds("demo/0/0"))
+				assert.Equal(t, []string{"1:started", "1:ready", "1:killing", "1:gone"},
+					b.leader.kinds("demo/0/0"))
 				assert.Equal(t, "superseded", b.leader.reason("demo/0/0"))
 				require.Len(t, b.leader.last().Units, 1, "the digest holds what the cluster knows")
 				m := b.order("x", 1)
@@ -276,7 +279,7 @@ func TestACopyOfTheStateThatLagsEndsNothing(t *testing.T) {
 	})
 }
 
-// A unit that has to wait (here for its rendezvous) while the lease runs out does not start its engines afterwards.
+// A unit that waits for its rendezvous while the lease ends does not start its engines afterwards.
 func TestALeaseThatEndsWhileAUnitWaits(t *testing.T) {
 	inBubble(t, nil, func(t *testing.T, b *bubble) {
 		m := b.order("demo/0", 1)
@@ -309,7 +312,8 @@ func TestARendezvousThatComesAndOneThatDoesNot(t *testing.T) {
 		start(1)
 		time.Sleep(121 * time.Second)
 		assert.Contains(t, b.leader.reason("demo/0"), errNobody.Error())
-		assert.Equal(t, map[int]bool{1: true, 2: true}, b.asked, "each rank reports, so that the missing ones can be named")
+		assert.Equal(t, map[int]bool{1: true, 2: true}, b.asked,
+			"each rank reports, so that the missing ones can be named")
 		assert.Zero(t, b.launched())
 		b.answer("10.0.0.7", 20010)
 		start(2)
@@ -317,7 +321,10 @@ func TestARendezvousThatComesAndOneThatDoesNot(t *testing.T) {
 		assert.Equal(t, state.Ready, b.phase("demo/0"))
 		require.Equal(t, 2, b.launched())
 		for _, l := range b.launches {
-			assert.Subset(t, l.Argv, []string{"--data-parallel-address", "10.0.0.7", "--data-parallel-rpc-port", "20010"})
+			assert.Subset(t, l.Argv, []string{
+				"--data-parallel-address", "10.0.0.7",
+				"--data-parallel-rpc-port", "20010",
+			})
 			assert.Equal(t, b.launches[0].Env, l.Env, "one secret for all")
 			assert.Contains(t, strings.Join(l.Env, " "), engine.GroupKeyVar)
 		}
@@ -347,7 +354,8 @@ func TestRankZeroIsPublishedAgainWhileTheUnitStarts(t *testing.T) {
 		require.NoError(t, b.node.StartRank(t.Context(), m))
 		time.Sleep(9 * time.Second)
 		want := msg.Publish{Unit: "demo/0", Epoch: 4, Rank: 0, Addr: "10.0.0.7", Port: 20010}
-		assert.Equal(t, []msg.Publish{want, want, want, want, want}, b.published(), "a new leader knows of none")
+		assert.Equal(t, []msg.Publish{want, want, want, want, want}, b.published(),
+			"a new leader knows of none")
 		close(slow)
 		time.Sleep(time.Minute)
 		assert.Equal(t, state.Ready, b.phase("demo/0"))
@@ -363,7 +371,9 @@ func TestAUnitOverNodesNeedsAnAddressThatOthersKnow(t *testing.T) {
 		m.Ranks = m.AllRanks[:1]
 		require.NoError(t, b.node.StartRank(t.Context(), m))
 		time.Sleep(time.Second)
-		assert.Equal(t, "ranks of demo/0 on other nodes cannot reach rank 0: node n has no address that others know", b.leader.reason("demo/0"))
+		assert.Equal(t,
+			"ranks of demo/0 on other nodes cannot reach rank 0: node n has no address that others know",
+			b.leader.reason("demo/0"))
 	})
 }
 

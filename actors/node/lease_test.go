@@ -13,13 +13,13 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 )
 
-// oracle says by the whole history what a lease allows.
+// oracle derives from the whole history what a lease allows.
 type oracle struct {
 	fence  bool
 	ttl    time.Duration
 	looks  []time.Time
-	grants []time.Time // when renewals that were granted were sent
-	tries  []time.Time // when renewals that have ended were sent
+	grants []time.Time // start times of granted renewals
+	tries  []time.Time // start times of ended renewals
 }
 
 func (o *oracle) until() (out time.Time) {
@@ -31,7 +31,7 @@ func (o *oracle) until() (out time.Time) {
 	return out
 }
 
-// doubted says whether a freeze was noticed that no later renewal has answered for.
+// doubted reports whether a freeze was noticed that no later renewal has cleared.
 func (o *oracle) doubted() bool {
 	for i := 1; i < len(o.looks); i++ {
 		if o.looks[i].Sub(o.looks[i-1]) <= o.ttl {
@@ -111,16 +111,16 @@ func TestALeaseCountsFromWhenItWasAskedFor(t *testing.T) {
 	assert.False(t, l.fences(at(8.9)))
 	assert.False(t, l.starts(at(9)), "lease_stop is a tenth before the end")
 	assert.True(t, l.fences(at(9)))
-	l.ended(at(0.5), at(9), 0) // a late refusal takes nothing away
+	l.ended(at(0.5), at(9), 0) // a late refusal has no effect
 	assert.Equal(t, time.Second, l.left(at(9)))
-	l.ended(at(-5), at(9), 10*time.Second) // nor does an answer to an older renewal
+	l.ended(at(-5), at(9), 10*time.Second) // nor has an answer to an older renewal
 	assert.Equal(t, time.Second, l.left(at(9)))
 }
 
-// BenchmarkAdmits is what every admission pays.
+// BenchmarkAdmits measures the cost for every admission.
 func BenchmarkAdmits(b *testing.B) {
 	timers := Timers{}.withDefaults()
-	r := newRenewer(&Config{Rand: func() uint64 { return 1 }}, &timers)
+	r := newLeaseKeeper(&Config{Rand: func() uint64 { return 1 }}, &timers)
 	r.ended(time.Now(), timers.LeaseTTL)
 	b.ReportAllocs()
 	for b.Loop() {
@@ -130,15 +130,16 @@ func BenchmarkAdmits(b *testing.B) {
 	}
 }
 
-// TestAMachineThatWasSuspendedHasNoLease: its clock stood still, the leader's did not. It asks before it goes on.
+// The node's clock stood still, the leader's did not. The node asks before it continues.
 func TestAMachineThatWasSuspendedHasNoLease(t *testing.T) {
 	var slept atomic.Int64
 	inBubble(t, func(c *Config) { c.OnLeaseLoss = Fence }, func(t *testing.T, b *bubble) {
-		b.node.renewer.mu.Lock()
-		b.node.renewer.suspended, b.node.renewer.slept = func() time.Duration { return time.Duration(slept.Load()) }, 0
-		b.node.renewer.mu.Unlock()
+		b.node.leaseKeeper.mu.Lock()
+		b.node.leaseKeeper.suspended = func() time.Duration { return time.Duration(slept.Load()) }
+		b.node.leaseKeeper.slept = 0
+		b.node.leaseKeeper.mu.Unlock()
 		b.serving("demo/0/0", 1)
-		slept.Store(int64(100 * time.Millisecond)) // not more than two looks at clocks are apart
+		slept.Store(int64(100 * time.Millisecond)) // at most the time between two clock readings
 		time.Sleep(time.Minute)
 		assert.True(t, b.node.Admits())
 		b.leader.becomes(leaderless)
@@ -155,13 +156,14 @@ func TestAMachineThatWasSuspendedHasNoLease(t *testing.T) {
 	})
 }
 
-// TestARenewalThatASuspensionCutInTwo counts from when it was sent, by a clock that does not stand still.
+// The renewal counts from its start, by a clock that includes the suspension.
 func TestARenewalThatASuspensionCutInTwo(t *testing.T) {
 	var slept atomic.Int64
 	inBubble(t, nil, func(t *testing.T, b *bubble) {
-		b.node.renewer.mu.Lock()
-		b.node.renewer.suspended, b.node.renewer.slept = func() time.Duration { return time.Duration(slept.Load()) }, 0
-		b.node.renewer.mu.Unlock()
+		b.node.leaseKeeper.mu.Lock()
+		b.node.leaseKeeper.suspended = func() time.Duration { return time.Duration(slept.Load()) }
+		b.node.leaseKeeper.slept = 0
+		b.node.leaseKeeper.mu.Unlock()
 		var once atomic.Bool
 		b.leader.becomes(func(_ context.Context, r *msg.NodeReport) (msg.Lease, error) {
 			if once.Swap(true) {

@@ -13,28 +13,28 @@ import (
 
 // Bounds of the log files.
 const (
-	logFileSize  = 10 << 20           // a rank's file is turned over there; one older file is kept beside it
-	logBatch     = 256                // lines that are written at once
-	logRetry     = 30 * time.Second   // after an error, such as a full disk, until the next attempt
+	logFileSize  = 10 << 20           // size at which a rank's file is rotated; one older file is kept
+	logBatch     = 256                // lines of one write
+	logRetry     = 30 * time.Second   // pause after an error, such as a full disk
 	logCloseWait = time.Second        // for the last lines, at the end of the node
-	logKept      = 7 * 24 * time.Hour // after its last line the file of an application that is gone is deleted
-	logSweep     = time.Hour          // between two looks for such files
-	streamSelf   = "dpserve"          // of lines that no engine wrote
+	logKept      = 7 * 24 * time.Hour // a removed application's file is deleted this long after its last line
+	logSweep     = time.Hour          // between two checks for such files
+	streamSelf   = "dpserve"          // stream of lines that dpserve wrote
 )
 
-// logFile is the file of one rank's log, opened with its first line. One goroutine uses it: the ring's writer.
+// logFile is the file of one rank's log, opened at its first line. Only the ring's writer uses it.
 type logFile struct {
 	path string
 	f    *os.File
 	size int64
-	torn bool // the last line was not written whole
+	torn bool // the last line was not written completely
 }
 
-// write appends lines and says how many are written.
+// write appends lines and returns how many are written.
 func (l *logFile) write(lines []LogLine) (written uint64, err error) {
 	for i := range lines {
 		if err := l.append(&lines[i]); err != nil {
-			l.close() // the next attempt opens what is there then
+			l.close() // the next attempt opens the file again
 			return written, err
 		}
 		written++
@@ -96,9 +96,9 @@ func (l *logFile) close() {
 	}
 }
 
-// keep has a ring's new lines written, and its file closed if nothing will follow. The caller has mu. There is at most one writer
-// of a ring, and no lock while it writes: a disk that hangs holds up the files alone. What waits for it is the ring itself, so the
-// lines that leave the ring meanwhile are not in the file.
+// keep starts a writer for a ring's new lines, if it has none. The caller holds mu. A ring has at most one
+// writer, which holds no lock while it writes: a disk that hangs only delays files. Lines that leave the ring
+// meanwhile are not in the file.
 func (s *logStore) keep(r *ring) {
 	if r.file == nil || r.writing {
 		return
@@ -107,7 +107,8 @@ func (s *logStore) keep(r *ring) {
 	s.writers.Go(func() { s.writeOut(r) })
 }
 
-// writeOut is a ring's writer: it ends when all lines are written, or the store is closed and the disk does not take them.
+// writeOut is a ring's writer. It ends when all lines are written, or when the store is closed and the disk
+// refuses them.
 func (s *logStore) writeOut(r *ring) {
 	for {
 		from, lines, ends := s.unwritten(r)
@@ -128,21 +129,24 @@ func (s *logStore) writeOut(r *ring) {
 	}
 }
 
-// unwritten gives the next lines of a ring for its file, from the number of the first one; ends says that none will follow them. In
-// the place of lines that have left the ring stands a note.
+// unwritten returns the next lines of a ring for its file and the number of the first one. ends says that no
+// line will follow. A note replaces lines that have left the ring.
 func (s *logStore) unwritten(r *ring) (from uint64, lines []LogLine, ends bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	from = max(r.first, r.written)
 	rest := r.lines[from-r.first:]
 	if missed := from - r.written; missed > 0 {
-		lines = append(lines, LogLine{At: time.Now(), Stream: streamSelf, Text: fmt.Sprintf("%d lines are missing here: the disk did not take them in time", missed)})
+		lines = append(lines, LogLine{
+			At: time.Now(), Stream: streamSelf,
+			Text: fmt.Sprintf("%d lines are missing here: the disk did not take them in time", missed),
+		})
 		from--
 	}
 	return from, append(lines, rest[:min(len(rest), logBatch)]...), r.dropped || s.closed
 }
 
-// rest ends the writer, unless lines came meanwhile.
+// rest ends the writer, unless lines arrived meanwhile.
 func (s *logStore) rest(r *ring) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -150,7 +154,7 @@ func (s *logStore) rest(r *ring) bool {
 	return !r.writing
 }
 
-// wrote takes the outcome of a write up to the line with number next. The first error is logged, and that it is over.
+// wrote takes the result of a write up to the line with number next. It logs the first error and its end.
 func (s *logStore) wrote(r *ring, next uint64, err error) {
 	s.mu.Lock()
 	r.written = max(r.written, next)
@@ -160,7 +164,8 @@ func (s *logStore) wrote(r *ring, next uint64, err error) {
 	attrs := []any{slog.String("unit", r.key.unit), slog.Int("rank", r.key.rank)}
 	switch {
 	case err != nil && !was:
-		s.log.Warn("cannot write an engine's log file, it goes on in memory", append(attrs, slog.String("err", err.Error()), slog.Duration("retry", logRetry))...)
+		s.log.Warn("cannot write an engine's log file, it goes on in memory",
+			append(attrs, slog.String("err", err.Error()), slog.Duration("retry", logRetry))...)
 	case err == nil && was:
 		s.log.Info("an engine's log file is written again", attrs...)
 	}
@@ -178,7 +183,7 @@ func (s *logStore) pause(d time.Duration) bool {
 	}
 }
 
-// close has the last lines written and waits for that, but not for a disk that hangs. Idempotent.
+// close waits for the last lines to be written, but not for a disk that hangs. Idempotent.
 func (s *logStore) close() {
 	s.mu.Lock()
 	if !s.closed {
@@ -203,10 +208,12 @@ func (s *logStore) close() {
 	}
 }
 
-// logName is the file of a rank: application, group, in an independent one the rank, and the rank; .1 is the older one.
+// logName matches the file of a rank: application, group, for independent ranks the rank as unit, and the
+// rank; .1 is the older file.
 var logName = regexp.MustCompile(`^([^.]+)(\.[0-9]+){2,3}\.log(\.1)?$`)
 
-// forget drops the logs of applications that are not there (any more), rings and files, if their last line is from before that time.
+// forget drops rings and files of applications that do not exist any more, if their last line is older than
+// before.
 func (s *logStore) forget(isThere func(app string) bool, before time.Time) {
 	s.mu.Lock()
 	for key, r := range s.rings {
@@ -217,7 +224,7 @@ func (s *logStore) forget(isThere func(app string) bool, before time.Time) {
 	s.mu.Unlock()
 	files, err := os.ReadDir(s.dir)
 	if err != nil {
-		return // there are none yet
+		return // the directory does not exist yet
 	}
 	for _, f := range files {
 		m := logName.FindStringSubmatch(f.Name())
@@ -231,7 +238,8 @@ func (s *logStore) forget(isThere func(app string) bool, before time.Time) {
 	}
 }
 
-// sweepLogs forgets, each hour, the logs of applications that have been gone for a week. Close does not wait for it: a disk may hang.
+// sweepLogs forgets, each hour, the logs of applications that have been gone for a week. Close does not wait
+// for it, because a disk may hang.
 func (n *Node) sweepLogs(ctx context.Context) {
 	each := time.NewTicker(logSweep)
 	defer each.Stop()

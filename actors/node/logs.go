@@ -16,23 +16,23 @@ import (
 // Bounds of the logs of one rank.
 const (
 	ringLines   = 4096
-	ringBytes   = 1 << 20  // of all lines together: 4096 long ones would be 256 MiB
+	ringBytes   = 1 << 20  // of all lines together: 4096 long lines would be 256 MiB
 	lineLimit   = 64 << 10 // a longer line is cut
 	tailLines   = 20       // in events and errors
-	logsKept    = 1024     // ranks whose logs are kept; the longest silent goes first
+	logsKept    = 1024     // ranks with logs; the one silent for longest is dropped first
 	streamOut   = "stdout"
 	streamError = "stderr"
 )
 
-// LogLine is one line an engine wrote, and LogQuery selects lines. The zero value of a field of a query selects everything but
-// Rank, where -1 does.
+// LogLine is one line of an engine, and LogQuery selects lines. A zero field of a query selects everything;
+// for Rank -1 does.
 type (
 	LogLine  = msg.LogLine
 	LogQuery = msg.LogQuery
 )
 
-// logStore is the logs of a node's ranks, in memory and, by one writer per rank (logfile.go), in files. They outlive units and restarts: what a rank wrote before it died is what one
-// wants to read afterwards.
+// logStore holds the logs of a node's ranks, in memory and, by one writer per rank (logfile.go), in files.
+// They outlive units and restarts, because the lines before a crash are needed after it.
 type logStore struct {
 	dir string // "" = no files
 	log *slog.Logger
@@ -40,7 +40,7 @@ type logStore struct {
 	done    chan struct{} // closed with the store
 	writers sync.WaitGroup
 
-	mu      sync.Mutex // never held over a look at the disk
+	mu      sync.Mutex // never held during disk access
 	rings   map[logKey]*ring
 	changed chan struct{} // closed and replaced at every line
 	closed  bool
@@ -52,10 +52,13 @@ type logKey struct {
 }
 
 func newLogStore(dir string, log *slog.Logger) *logStore {
-	return &logStore{dir: dir, log: log, rings: map[logKey]*ring{}, changed: make(chan struct{}), done: make(chan struct{})}
+	return &logStore{
+		dir: dir, log: log, rings: map[logKey]*ring{}, changed: make(chan struct{}),
+		done: make(chan struct{}),
+	}
 }
 
-// ring is the last lines of one rank.
+// ring holds the last lines of one rank.
 type ring struct {
 	key   logKey
 	app   string
@@ -64,14 +67,14 @@ type ring struct {
 	bytes int
 	last  time.Time
 
-	file    *logFile // the writer's; nil = none
+	file    *logFile // used by the writer only; nil = none
 	written uint64   // number of the first line that is not in the file
-	writing bool     // there is a writer
+	writing bool     // the ring has a writer
 	failing bool     // the last write has failed
 	dropped bool     // no line follows
 }
 
-// open gives the two writers of a rank's engine at an epoch.
+// open returns the two writers for a rank's engine at an epoch.
 func (s *logStore) open(appName, unit string, rank int, epoch uint64) (stdout, stderr *lineWriter) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -81,11 +84,13 @@ func (s *logStore) open(appName, unit string, rank int, epoch uint64) (stdout, s
 		s.makeRoom()
 		r = &ring{key: key, app: appName, last: time.Now()}
 		if s.dir != "" {
-			r.file = &logFile{path: s.dir + "/" + strings.ReplaceAll(unit, "/", ".") + "." + strconv.Itoa(rank) + ".log"}
+			r.file = &logFile{path: s.dir + "/" + strings.ReplaceAll(unit, "/", ".") + "." +
+				strconv.Itoa(rank) + ".log"}
 		}
 		s.rings[key] = r
 	}
-	return &lineWriter{store: s, ring: r, epoch: epoch, stream: streamOut}, &lineWriter{store: s, ring: r, epoch: epoch, stream: streamError}
+	return &lineWriter{store: s, ring: r, epoch: epoch, stream: streamOut},
+		&lineWriter{store: s, ring: r, epoch: epoch, stream: streamError}
 }
 
 func (s *logStore) makeRoom() {
@@ -100,7 +105,7 @@ func (s *logStore) makeRoom() {
 	}
 }
 
-// drop forgets a rank's lines. The caller has mu.
+// drop forgets a rank's lines. The caller holds mu.
 func (s *logStore) drop(key logKey) {
 	r := s.rings[key]
 	r.dropped = true
@@ -110,12 +115,15 @@ func (s *logStore) drop(key logKey) {
 	}
 }
 
-// add appends a line. at is taken under mu, so that lines are in order of time.
+// add appends a line. It takes the time under mu, so that lines are ordered by time.
 func (s *logStore) add(w *lineWriter, text string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	r := w.ring
-	line := LogLine{At: time.Now(), Unit: r.key.unit, Rank: r.key.rank, Epoch: w.epoch, Stream: w.stream, Text: text}
+	line := LogLine{
+		At: time.Now(), Unit: r.key.unit, Rank: r.key.rank, Epoch: w.epoch, Stream: w.stream,
+		Text: text,
+	}
 	r.lines, r.bytes, r.last = append(r.lines, line), r.bytes+len(text), line.At
 	drop := 0
 	for len(r.lines)-drop > ringLines || r.bytes > ringBytes && len(r.lines)-drop > 1 {
@@ -130,7 +138,7 @@ func (s *logStore) add(w *lineWriter, text string) {
 	s.changed = make(chan struct{})
 }
 
-// tail gives the texts of a rank's last lines at an epoch.
+// tail returns a rank's last lines at an epoch.
 func (s *logStore) tail(unit string, rank int, epoch uint64) []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -149,13 +157,14 @@ func (s *logStore) tail(unit string, rank int, epoch uint64) []string {
 	return out
 }
 
-// read gives the lines of q that come after seen (a line number per ring), in order of time, and moves seen on.
+// read returns the lines of q after seen (a line number per ring), ordered by time, and updates seen.
 func (s *logStore) read(q *LogQuery, seen map[*ring]uint64) ([]LogLine, <-chan struct{}) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	var out []LogLine
 	for _, r := range s.rings {
-		if q.App != "" && r.app != q.App || q.Unit != "" && r.key.unit != q.Unit || q.Rank >= 0 && r.key.rank != q.Rank {
+		if q.App != "" && r.app != q.App || q.Unit != "" && r.key.unit != q.Unit || q.Rank >= 0 &&
+			r.key.rank != q.Rank {
 			continue
 		}
 		from := max(seen[r], r.first) - r.first
@@ -170,8 +179,8 @@ func (s *logStore) read(q *LogQuery, seen map[*ring]uint64) ([]LogLine, <-chan s
 	return out, s.changed
 }
 
-// Logs gives the lines of q to emit, merged by time; an error of emit ends it. With Follow it goes on until ctx is done. Lines
-// a slow reader has not read when they leave the ring are skipped.
+// Logs passes the lines of q to emit, merged by time; an error of emit ends it. With Follow it continues
+// until ctx is done. A slow reader misses lines that leave the ring before it reads them.
 func (n *Node) Logs(ctx context.Context, q LogQuery, emit func(LogLine) error) error {
 	seen := map[*ring]uint64{}
 	lines, changed := n.logs.read(&q, seen)
@@ -196,17 +205,17 @@ func (n *Node) Logs(ctx context.Context, q LogQuery, emit func(LogLine) error) e
 	}
 }
 
-// lineWriter cuts an engine's output into lines. One goroutine writes to it.
+// lineWriter splits an engine's output into lines. One goroutine writes to it.
 type lineWriter struct {
 	store  *logStore
 	ring   *ring
 	epoch  uint64
 	stream string
 	half   []byte // the line that has not ended
-	cut    bool   // half was given out already: the rest of its line is dropped
+	cut    bool   // half was already passed on: the rest of its line is dropped
 }
 
-// Write implements io.Writer; it never fails, a log that cannot be kept must not stop an engine.
+// Write implements io.Writer. It never fails, because a failing log must not stop an engine.
 func (w *lineWriter) Write(p []byte) (int, error) {
 	n := len(p)
 	for {
@@ -233,7 +242,7 @@ func (w *lineWriter) take(p []byte) {
 	}
 }
 
-// flush gives out what there is of a line; also at the end of the engine.
+// flush passes on an incomplete line; also at the end of the engine.
 func (w *lineWriter) flush() {
 	if w.cut {
 		return
@@ -242,7 +251,7 @@ func (w *lineWriter) flush() {
 	w.half = w.half[:0]
 }
 
-// end gives out a last line without its end.
+// end passes on a last line without its newline.
 func (w *lineWriter) end() {
 	if len(w.half) > 0 {
 		w.flush()

@@ -28,7 +28,7 @@ func texts(s *logStore, q LogQuery) []string {
 
 func all() LogQuery { return LogQuery{Rank: -1} }
 
-// TestLinesAreTheSameHoweverTheyAreCutIntoWrites compares with strings.Split.
+// strings.Split is the oracle.
 func TestLinesAreTheSameHoweverTheyAreCutIntoWrites(t *testing.T) {
 	rapid.Check(t, func(r *rapid.T) {
 		text := rapid.StringMatching(`[a-zé\r\n]{0,60}`).Draw(r, "text")
@@ -121,13 +121,17 @@ func TestLogFilesAreTurnedOver(t *testing.T) {
 	w.ring.file.size = logFileSize
 	_, _ = w.Write([]byte("second\n"))
 	s.close()
-	for name, want := range map[string]string{"a.0.1.1.log": " stdout second\n", "a.0.1.1.log.1": " stdout first\n"} {
+	for name, want := range map[string]string{
+		"a.0.1.1.log":   " stdout second\n",
+		"a.0.1.1.log.1": " stdout first\n",
+	} {
 		b, err := os.ReadFile(filepath.Join(dir, name))
 		require.NoError(t, err)
 		assert.True(t, strings.HasSuffix(string(b), want), "%s: %q", name, b)
 	}
 
-	broken := newLogStore(filepath.Join(dir, "a.0.1.1.log"), slog.New(slog.DiscardHandler)) // a file, not a folder
+	// a file, not a folder
+	broken := newLogStore(filepath.Join(dir, "a.0.1.1.log"), slog.New(slog.DiscardHandler))
 	w, _ = broken.open("a", "u", 0, 1)
 	_, err := w.Write([]byte("kept in memory\n"))
 	require.NoError(t, err)
@@ -144,8 +148,8 @@ func (s *logStore) settle(t *testing.T, r *ring) {
 	}, time.Minute, time.Millisecond)
 }
 
-// TestALogDiskThatHangsHoldsUpNothing but the file: lines, tails, other ranks and their files, starts, and the end of the node. The
-// file is a pipe that nobody reads: to open it hangs.
+// Only the file is delayed, not lines, tails, other ranks and their files, starts, or the end of the node.
+// The file is a pipe without a reader: opening it hangs.
 func TestALogDiskThatHangsHoldsUpNothing(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "a.0.0.0.log")
@@ -166,14 +170,14 @@ func TestALogDiskThatHangsHoldsUpNothing(t *testing.T) {
 	assert.Contains(t, string(b), " stdout y\n")
 	s.close()
 
-	pipe, err := os.OpenFile(path, os.O_RDWR, 0) // the disk is back
+	pipe, err := os.OpenFile(path, os.O_RDWR, 0) // the disk answers again
 	require.NoError(t, err)
 	go func() { _, _ = io.Copy(io.Discard, pipe) }()
 	s.writers.Wait()
 	require.NoError(t, pipe.Close())
 }
 
-// TestLinesThatADiskDoesNotTakeInTimeAreCounted in the file.
+// The number of missing lines is in the file.
 func TestLinesThatADiskDoesNotTakeInTimeAreCounted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		dir, s, w := withFullDisk(t)
@@ -187,12 +191,13 @@ func TestLinesThatADiskDoesNotTakeInTimeAreCounted(t *testing.T) {
 		b, err := os.ReadFile(filepath.Join(dir, "a.0.0.0.log"))
 		require.NoError(t, err)
 		lines := strings.Split(strings.TrimSpace(string(b)), "\n")
-		assert.Contains(t, lines[0], " dpserve 8193 lines are missing here") // with the first one
+		// the note counts the first line too
+		assert.Contains(t, lines[0], " dpserve 8193 lines are missing here")
 		assert.Len(t, lines, 1+ringLines)
 	})
 }
 
-// withFullDisk is a store with a rank whose file takes nothing, and one line that was not taken.
+// withFullDisk is a store with a rank whose file accepts nothing, and one unwritten line.
 func withFullDisk(t *testing.T) (dir string, s *logStore, w *lineWriter) {
 	dir = t.TempDir()
 	require.NoError(t, os.Symlink("/dev/full", filepath.Join(dir, "a.0.0.0.log")))
@@ -203,7 +208,7 @@ func withFullDisk(t *testing.T) (dir string, s *logStore, w *lineWriter) {
 	return dir, s, w
 }
 
-// TestALogFileIsTriedAgainAfterAFullDisk, and has what was written meanwhile.
+// The file then also has the lines written meanwhile.
 func TestALogFileIsTriedAgainAfterAFullDisk(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		dir, s, w := withFullDisk(t)
@@ -220,14 +225,15 @@ func TestALogFileIsTriedAgainAfterAFullDisk(t *testing.T) {
 	})
 }
 
-// TestLogsOfApplicationsThatAreGoneAreDeleted a week after their last line, and nothing else.
+// They are deleted a week after their last line, and other logs are kept.
 func TestLogsOfApplicationsThatAreGoneAreDeleted(t *testing.T) {
 	dir := t.TempDir()
 	s := newLogStore(dir, slog.New(slog.DiscardHandler))
 	defer s.close()
 	week := time.Now().Add(-logKept)
 	for name, old := range map[string]bool{
-		"gone.0.0.0.log": true, "gone.0.0.0.log.1": true, "gone.1.2.log": true, "gone.0.1.1.log": false, "kept.0.0.0.log": true, "mine.txt": true,
+		"gone.0.0.0.log": true, "gone.0.0.0.log.1": true, "gone.1.2.log": true, "gone.0.1.1.log": false,
+		"kept.0.0.0.log": true, "mine.txt": true,
 	} {
 		path := filepath.Join(dir, name)
 		require.NoError(t, os.WriteFile(path, nil, 0o600))
@@ -247,7 +253,8 @@ func TestLogsOfApplicationsThatAreGoneAreDeleted(t *testing.T) {
 	assert.Empty(t, s.rings)
 }
 
-// FuzzLineWriter: an engine may write anything; what is kept is bounded, valid UTF-8 and without line ends.
+// FuzzLineWriter: an engine may write anything. The kept lines are bounded, valid UTF-8 and without line
+// ends.
 func FuzzLineWriter(f *testing.F) {
 	f.Add([]byte("a\nb"), 1)
 	f.Add([]byte("\r\n\xff\n"), 2)
@@ -268,10 +275,13 @@ func FuzzLineWriter(f *testing.F) {
 
 func TestDefaultsArePinned(t *testing.T) {
 	assert.Equal(t, Timers{
-		Canary: 10 * time.Second, PollFirst: 10 * time.Millisecond, PollLast: 200 * time.Millisecond, KillGrace: 5 * time.Second,
-		VerifyPoll: 200 * time.Millisecond, VerifyNamed: 10 * time.Second, Rendezvous: 120 * time.Second, ReplicaStop: 5 * time.Second,
-		LeaseTTL: 10 * time.Second, LeaseRenew: 2 * time.Second,
+		Canary: 10 * time.Second, PollFirst: 10 * time.Millisecond, PollLast: 200 * time.Millisecond,
+		KillGrace:  5 * time.Second,
+		VerifyPoll: 200 * time.Millisecond, VerifyNamed: 10 * time.Second, Rendezvous: 120 * time.Second,
+		ReplicaStop: 5 * time.Second,
+		LeaseTTL:    10 * time.Second, LeaseRenew: 2 * time.Second,
 	}, Timers{}.withDefaults())
 	assert.Equal(t, 600*time.Second, DefaultStartupTimeout)
-	assert.Equal(t, [...]int{1024, 4096, 65536, 10 << 20}, [...]int{mailboxBound, ringLines, lineLimit, logFileSize})
+	assert.Equal(t, [...]int{1024, 4096, 65536, 10 << 20},
+		[...]int{mailboxBound, ringLines, lineLimit, logFileSize})
 }

@@ -47,10 +47,10 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
-// patience bounds every wait of these tests: machines are shared.
+// patience bounds every wait of these tests, because test machines are shared.
 const patience = 30 * time.Second
 
-// rig is one node with real DPServers; the controller and the RankAssigner are the test's.
+// rig is one node with real DPServers. The test is the controller and the RankAssigner.
 type rig struct {
 	t      testing.TB
 	node   *node.Node
@@ -61,7 +61,7 @@ type rig struct {
 
 	mu        sync.Mutex
 	published []msg.Publish
-	accepting map[string]bool // unit/rank by the stream
+	accepting map[string]bool // unit/rank, from the stream
 	causes    []string
 }
 
@@ -110,10 +110,10 @@ func (r *rig) accepts() int {
 	return n
 }
 
-// portAllocator gives blocks of free ports, and is where the epoch under test lives.
+// portAllocator provides blocks of free ports and the epoch under test.
 type portAllocator struct{ epoch uint64 }
 
-// block is one that no other test has until t ends.
+// block returns a block that no other test uses until t ends.
 func (p *portAllocator) block(t testing.TB) state.Block {
 	const size = 32
 	return state.Block{Node: "n", Base: ports.Take(t, size), Size: size}
@@ -125,13 +125,17 @@ func timers() node.Timers {
 }
 
 func newRig(t testing.TB, change ...func(c *node.Config)) *rig {
-	r := &rig{t: t, hub: dpserver.NewHub(), events: make(chan msg.UnitEvent, 1000), dir: t.TempDir(), ports: &portAllocator{epoch: 1}, accepting: map[string]bool{}}
+	r := &rig{
+		t: t, hub: dpserver.NewHub(), events: make(chan msg.UnitEvent, 1000), dir: t.TempDir(),
+		ports: &portAllocator{epoch: 1}, accepting: map[string]bool{},
+	}
 	rt := engine.NewTransport()
 	sys := inbox.NewSystem(slog.New(slog.DiscardHandler))
 	log := slog.New(slog.NewTextHandler(t.Output(), &slog.HandlerOptions{Level: slog.LevelWarn}))
 	f := &dpserver.Factory{System: sys, Hub: r.hub, Assigner: r, NewEngine: dpserver.NewClient(rt), Log: log}
 	cfg := node.Config{
-		ID: "n", DataDir: r.dir, PortLo: 20000, PortHi: 29999, Slots: 4, System: sys, Assigner: r, Reporter: r, Timers: timers(), Log: log,
+		ID: "n", DataDir: r.dir, PortLo: 20000, PortHi: 29999, Slots: 4, System: sys, Assigner: r,
+		Reporter: r, Timers: timers(), Log: log,
 		Rand:       rand.Uint64,
 		NewReplica: func(s msg.ReplicaSpec) (node.Replica, error) { return f.New(s) },
 	}
@@ -158,7 +162,8 @@ func newRig(t testing.TB, change ...func(c *node.Config)) *rig {
 // demo is an app whose engine is the test binary.
 func demo(coupling app.Coupling, dpSize int, mode string) *app.Application {
 	a := &app.Application{
-		Name: "demo", Model: app.Model{ID: "demo"}, NumGroups: 1, HealthCheckPeriodS: 0.05, HealthCheckTimeoutS: 5, GracefulShutdownTimeout: 10,
+		Name: "demo", Model: app.Model{ID: "demo"}, NumGroups: 1, HealthCheckPeriodS: 0.05,
+		HealthCheckTimeoutS: 5, GracefulShutdownTimeout: 10,
 		Engine: app.Engine{
 			Kind: app.KindSim, Command: []string{os.Args[0], engineWord}, StartupTimeoutS: 20,
 			Env: map[string]string{"GORACE": "atexit_sleep_ms=0"},
@@ -194,10 +199,11 @@ func (r *rig) start(a *app.Application) *msg.StartRank {
 
 func (r *rig) stop(m *msg.StartRank, grace time.Duration) {
 	r.t.Helper()
-	require.NoError(r.t, r.node.StopRank(context.Background(), &msg.StopRank{Unit: m.Unit, Epoch: m.Epoch, Grace: grace, Reason: "deleted"}))
+	require.NoError(r.t, r.node.StopRank(context.Background(),
+		&msg.StopRank{Unit: m.Unit, Epoch: m.Epoch, Grace: grace, Reason: "deleted"}))
 }
 
-// expect reads events until one of the given kind, and checks that only the allowed kinds came before.
+// expect reads events until one of the given kind, and checks that only allowed kinds came before.
 func (r *rig) expect(kind msg.UnitEventKind, before ...msg.UnitEventKind) msg.UnitEvent {
 	r.t.Helper()
 	for {
@@ -238,7 +244,7 @@ func dead(pid int) bool {
 	return err != nil || strings.Contains(string(b), ") Z")
 }
 
-// children lists live processes with a word in their command line whose parent or group is pid.
+// group lists live processes whose parent or group is pid.
 func group(pid int) []int {
 	var out []int
 	dirs, _ := filepath.Glob("/proc/[0-9]*")
@@ -278,9 +284,12 @@ func TestAUnitsWholeLife(t *testing.T) {
 				assert.Equal(t, "http://127.0.0.1:"+strconv.Itoa(m.Block.Base+i), s.URL)
 				assert.Equal(t, 256, s.MaxOngoing)
 			}
-			assert.Equal(t, []state.Block{m.Block}, r.node.Inventory().Blocks)
+			assert.Equal(t, []state.Block{m.Block}, r.node.UsedBlocks())
 			if coupling == app.Lockstep {
-				assert.Equal(t, []msg.Publish{{Unit: m.Unit, Epoch: 1, Rank: 0, Addr: "127.0.0.1", Port: m.Block.Base + 15}}, r.published)
+				assert.Equal(t, []msg.Publish{{
+					Unit: m.Unit, Epoch: 1, Rank: 0, Addr: "127.0.0.1",
+					Port: m.Block.Base + 15,
+				}}, r.published)
 			}
 
 			r.stop(m, time.Minute)
@@ -293,7 +302,7 @@ func TestAUnitsWholeLife(t *testing.T) {
 			}
 			assert.True(t, portFree(t, m.Block.Base))
 			assert.Empty(t, r.node.RankStatuses())
-			assert.Empty(t, r.node.Inventory().Blocks)
+			assert.Empty(t, r.node.UsedBlocks())
 		})
 	}
 }
@@ -305,11 +314,18 @@ func TestRG6AFailedStartNamesItsRankAndItsLastLines(t *testing.T) {
 		rank     int
 		reason   string
 	}{
-		"exit code":          {app.Independent, "exit7", 0, "engine exited with code 7 after"},
-		"exit code 0":        {app.Independent, "exit0", 0, "engine exited with code 0 after"},
-		"one of a group":     {app.Lockstep, "rank1dies", 1, "engine exited with code 0 after"},
-		"settings differ":    {app.Lockstep, "mismatch", 1, "ranks of one group disagree on their settings: rank 0 has {Model:demo MaxModelLen:2048 BlockSize:0}, rank 1 has {Model:demo MaxModelLen:2049 BlockSize:0}"},
-		"it does not answer": {app.Independent, "nocanary", 0, "the engine is up and does not compute: /v1/completions answered 500: EngineCore died"},
+		"exit code":      {app.Independent, "exit7", 0, "engine exited with code 7 after"},
+		"exit code 0":    {app.Independent, "exit0", 0, "engine exited with code 0 after"},
+		"one of a group": {app.Lockstep, "rank1dies", 1, "engine exited with code 0 after"},
+		"settings differ": {
+			app.Lockstep, "mismatch", 1,
+			"ranks of one group disagree on their settings: rank 0 has {Model:demo MaxModelLen:2048 " +
+				"BlockSize:0}, rank 1 has {Model:demo MaxModelLen:2049 BlockSize:0}",
+		},
+		"it does not answer": {
+			app.Independent, "nocanary", 0,
+			"the engine is up and does not compute: /v1/completions answered 500: EngineCore died",
+		},
 	}
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
@@ -335,7 +351,9 @@ func TestAStartThatHangsEndsAtItsDeadline(t *testing.T) {
 	r := newRig(t, func(c *node.Config) { c.Timers.StartupTimeout = 3 * time.Second })
 	m := r.start(demo(app.Independent, 1, "hang"))
 	e := r.expect(msg.UnitGone, msg.UnitStarted, msg.UnitKilling)
-	assert.Contains(t, e.Reason, "not ready within the startup timeout of 3s (engine.startup_timeout_s); rank 0: waiting for http://127.0.0.1:"+strconv.Itoa(m.Block.Base)+"/health: ")
+	assert.Contains(t, e.Reason,
+		"not ready within the startup timeout of 3s (engine.startup_timeout_s); rank 0: waiting for "+
+			"http://127.0.0.1:"+strconv.Itoa(m.Block.Base)+"/health: ")
 	assert.Equal(t, []string{"engine rank 0 on port " + strconv.Itoa(m.Block.Base)}, e.LogTail)
 }
 
@@ -345,7 +363,8 @@ func TestAStartThatCannotBegin(t *testing.T) {
 	missing.Engine.Command = []string{"/no/such/program"}
 	r.start(missing)
 	e := r.expect(msg.UnitGone, msg.UnitStarted, msg.UnitKilling)
-	assert.Contains(t, e.Reason, "start engine /no/such/program: fork/exec /no/such/program: no such file or directory")
+	assert.Contains(t, e.Reason,
+		"start engine /no/such/program: fork/exec /no/such/program: no such file or directory")
 
 	r.ports.epoch++
 	m := r.order(demo(app.Independent, 1, ""))
@@ -378,7 +397,7 @@ func TestFS1AnExitTakesTheWholeLockstepUnitOutAtOnce(t *testing.T) {
 			t.Run(string(coupling)+" "+name, func(t *testing.T) {
 				r := newRig(t)
 				a := demo(coupling, 3, "")
-				a.HealthCheckPeriodS = 60 // or a probe may see the end before the exit is reaped
+				a.HealthCheckPeriodS = 60 // a probe could see the end before the exit is reaped
 				m := r.start(a)
 				r.ready(m)
 				last := r.statuses(m)[len(m.Ranks)-1]
@@ -432,7 +451,7 @@ func TestRG9AnOrphanThatHoldsThePortsIsKilledBeforeGone(t *testing.T) {
 			assert.Empty(t, group(front))
 			assert.True(t, portFree(t, m.Block.Base))
 
-			r.ports.epoch++ // the same ports serve the next start at once
+			r.ports.epoch++ // the next start uses the same ports at once
 			again := r.order(m.App)
 			again.Block = m.Block
 			require.NoError(t, r.node.StartRank(t.Context(), again))
@@ -466,7 +485,8 @@ func TestAPortThatStaysTakenIsNamedAndWaitedFor(t *testing.T) {
 	r.stop(m, 0)
 	r.expect(msg.UnitKilling)
 	e := r.expect(msg.UnitKilling)
-	assert.Equal(t, fmt.Sprintf("deleted; still held after 50ms: port %d (address already in use)", m.Block.Base), e.Reason)
+	assert.Equal(t, fmt.Sprintf("deleted; still held after 50ms: port %d (address already in use)",
+		m.Block.Base), e.Reason)
 	set(false)
 	r.expect(msg.UnitGone)
 }
@@ -479,13 +499,14 @@ func TestEpochsNeverFall(t *testing.T) {
 		r.ports.epoch = 5
 		m := r.start(demo(app.Independent, 1, ""))
 		r.ready(m)
-		require.NoError(t, r.node.StartRank(t.Context(), m)) // idempotent: the last event again
+		require.NoError(t, r.node.StartRank(t.Context(), m)) // idempotent: repeats the last event
 		assert.Equal(t, msg.UnitReady, r.expect(msg.UnitReady).Kind)
 
 		stale := *m
 		stale.Epoch = 4
 		require.ErrorIs(t, r.node.StartRank(t.Context(), &stale), node.ErrStaleEpoch)
-		require.ErrorIs(t, r.node.StopRank(t.Context(), &msg.StopRank{Unit: m.Unit, Epoch: 4}), node.ErrStaleEpoch)
+		require.ErrorIs(t, r.node.StopRank(t.Context(), &msg.StopRank{Unit: m.Unit, Epoch: 4}),
+			node.ErrStaleEpoch)
 		assert.Equal(t, 1, r.accepts())
 
 		pid := r.statuses(m)[0].PID
@@ -509,7 +530,8 @@ func TestEpochsNeverFall(t *testing.T) {
 		m := r.order(demo(app.Independent, 1, ""))
 		err := r.node.StartRank(t.Context(), m)
 		require.ErrorIs(t, err, node.ErrStaleEpoch)
-		require.EqualError(t, err, "unit demo/0/0: stale epoch: epoch 6 was started by an earlier process of this node")
+		require.EqualError(t, err,
+			"unit demo/0/0: stale epoch: epoch 6 was started by an earlier process of this node")
 		r.stop(m, 0)
 		assert.Equal(t, uint64(6), r.expect(msg.UnitGone).Epoch)
 		r.ports.epoch = 7
@@ -518,7 +540,7 @@ func TestEpochsNeverFall(t *testing.T) {
 		r.ready(m)
 		r.stop(m, 0)
 		r.expect(msg.UnitGone, msg.UnitKilling)
-		require.NoError(t, r.node.StartRank(t.Context(), m)) // known, and gone: it says so again
+		require.NoError(t, r.node.StartRank(t.Context(), m)) // known and gone: repeats Gone
 		r.expect(msg.UnitGone)
 	})
 	t.Run("a torn file stops the node", func(t *testing.T) {
@@ -534,7 +556,11 @@ func TestAStopOfAUnitThatIsNotHereIsGone(t *testing.T) {
 	e := r.expect(msg.UnitGone)
 	assert.True(t, e.Asked)
 	assert.Equal(t, uint64(3), e.Epoch)
-	err := r.node.StartRank(t.Context(), &msg.StartRank{App: demo(app.Lockstep, 1, ""), Unit: "x/0", Epoch: 3}) // overtaken on its way
+	// a newer order has overtaken it
+	err := r.node.StartRank(t.Context(), &msg.StartRank{
+		App: demo(app.Lockstep, 1, ""), Unit: "x/0",
+		Epoch: 3,
+	})
 	require.EqualError(t, err, "unit x/0: stale epoch: epoch 3 has ended on this node")
 }
 
@@ -573,7 +599,7 @@ func TestADrainWaitsForRequestsAndIsCutAtItsDeadline(t *testing.T) {
 		t.Fatalf("did not wait for the request: %+v", e)
 	case <-time.After(50 * time.Millisecond):
 	}
-	r.stop(m, 0)                                              // a tighter wish
+	r.stop(m, 0)                                              // an earlier deadline
 	r.expect(msg.UnitGone, msg.UnitDraining, msg.UnitKilling) // each order is answered
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -593,10 +619,11 @@ func TestLogsOfAllRanksAreMergedAndFollowed(t *testing.T) {
 	lines := make(chan node.LogLine, 100)
 	ended := make(chan error, 1)
 	go func() {
-		ended <- r.node.Logs(ctx, node.LogQuery{App: "demo", Rank: -1, Follow: true}, func(l node.LogLine) error {
-			lines <- l
-			return nil
-		})
+		ended <- r.node.Logs(ctx, node.LogQuery{App: "demo", Rank: -1, Follow: true},
+			func(l node.LogLine) error {
+				lines <- l
+				return nil
+			})
 	}()
 	assert.Equal(t, "stdout", (<-lines).Stream)
 	assert.Equal(t, m.Unit, (<-lines).Unit)
@@ -608,10 +635,11 @@ func TestLogsOfAllRanksAreMergedAndFollowed(t *testing.T) {
 	r.expect(msg.UnitGone, msg.UnitStarted, msg.UnitKilling)
 
 	var tail []node.LogLine
-	require.NoError(t, r.node.Logs(t.Context(), node.LogQuery{Unit: m.Unit, Rank: 1, Tail: 1}, func(l node.LogLine) error {
-		tail = append(tail, l)
-		return nil
-	}))
+	require.NoError(t, r.node.Logs(t.Context(), node.LogQuery{Unit: m.Unit, Rank: 1, Tail: 1},
+		func(l node.LogLine) error {
+			tail = append(tail, l)
+			return nil
+		}))
 	require.Len(t, tail, 1)
 	assert.Equal(t, [...]any{1, "SIGTERM", uint64(1)}, [...]any{tail[0].Rank, tail[0].Text, tail[0].Epoch})
 	file, err := os.ReadFile(filepath.Join(r.dir, "logs", "demo.0.1.log"))
@@ -628,7 +656,7 @@ func TestNothingIsLeftAfterClose(t *testing.T) {
 		pids = append(pids, group(s.PID)...)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
-	cancel() // at once
+	cancel() // already done
 	require.NoError(t, r.node.Close(ctx, time.Hour))
 	require.NoError(t, r.node.Close(ctx, time.Hour))
 	for _, pid := range pids {
@@ -637,7 +665,8 @@ func TestNothingIsLeftAfterClose(t *testing.T) {
 	require.Error(t, r.node.StartRank(t.Context(), r.order(a.App)))
 }
 
-// fakeNode is a node in a process of its own: it starts a unit, prints the process ids once it is ready, and waits.
+// fakeNode is a node in its own process: it starts a unit, prints the process ids once it is ready, and
+// waits.
 func fakeNode(args []string) int {
 	t := &standalone{}
 	r := newRig(t, func(c *node.Config) { c.DataDir = args[0] })

@@ -15,22 +15,24 @@ import (
 	"github.com/dpserve/dpserve/engine"
 )
 
-// pipeDelay is how long the output of a dead front process is still read, if something outside of its group holds the pipe.
+// pipeDelay is how long the output of a dead front process is still read if a process outside of its group
+// holds the pipe.
 const pipeDelay = 2 * time.Second
 
-// reapEach is the pause between two looks for orphans that process 1 has to reap.
+// reapEach is the pause between two checks for orphans that process 1 has to reap.
 const reapEach = 5 * time.Second
 
 // errClosed says that the node is closed.
 var errClosed = errors.New("the node is closed")
 
-// processes is the Launcher of real engines. One goroutine, locked to its thread for the node's life, forks them all: the
-// parent-death signal fires when the thread that forked dies, not the process (TRAPS 7).
+// processes is the Launcher of real engines. One goroutine, locked to its thread for the node's life, forks
+// all of them: the kernel sends the parent-death signal when the thread that forked dies, not when the
+// process dies.
 type processes struct {
-	starts chan startOrder
-	done   chan struct{}
-	once   sync.Once
-	ledger *ledger
+	starts       chan startOrder
+	done         chan struct{}
+	once         sync.Once
+	processTable *processTable
 }
 
 type startOrder struct {
@@ -40,8 +42,8 @@ type startOrder struct {
 
 var _ Launcher = (*processes)(nil)
 
-func newProcesses(l *ledger) *processes {
-	p := &processes{starts: make(chan startOrder), done: make(chan struct{}), ledger: l}
+func newProcesses(l *processTable) *processes {
+	p := &processes{starts: make(chan startOrder), done: make(chan struct{}), processTable: l}
 	go p.serve()
 	if os.Getpid() == 1 {
 		go reapOrphans(p.done, reapEach, l.owns)
@@ -61,20 +63,23 @@ func (p *processes) serve() {
 	}
 }
 
-// close ends the forking thread, and with it, on Linux, every engine that is left. Idempotent.
+// close ends the forking thread, and with it, on Linux, every remaining engine. Idempotent.
 func (p *processes) close() { p.once.Do(func() { close(p.done) }) }
 
 // Start implements Launcher.
 func (p *processes) Start(ctx context.Context, l engine.Launch, stdout, stderr io.Writer) (Process, error) {
-	cmd := exec.Command(l.Argv[0], l.Argv[1:]...) //nolint:noctx // ended by Terminate and Kill; the argv is the app's, checked and without a shell
-	mark := p.ledger.newMark()
+	cmd := exec.Command(l.Argv[0], l.Argv[1:]...) //nolint:noctx // Terminate and Kill end it
+	mark := p.processTable.newMark()
 	cmd.Env = append(l.Env[:len(l.Env):len(l.Env)], mark)
 	cmd.SysProcAttr = groupAttr()
-	c := &child{cmd: cmd, mark: mark, exited: make(chan struct{}), drained: make(chan struct{}), ledger: p.ledger}
+	c := &child{
+		cmd: cmd, mark: mark, exited: make(chan struct{}), drained: make(chan struct{}),
+		processTable: p.processTable,
+	}
 	if err := c.start(ctx, p, stdout, stderr); err != nil {
 		return nil, fmt.Errorf("start engine %s: %w", l.Argv[0], err)
 	}
-	p.ledger.add(c.pid, mark)
+	p.processTable.add(c.pid, mark)
 	go c.wait()
 	return c, nil
 }
@@ -93,20 +98,20 @@ func (p *processes) fork(ctx context.Context, cmd *exec.Cmd) error {
 
 // child is one engine process and its group, whose id is the child's.
 type child struct {
-	cmd    *exec.Cmd
-	pid    int
-	mark   string
-	began  time.Time
-	out    [2]*os.File // our ends of stdout and stderr
-	copies sync.WaitGroup
-	exit   Exit
-	ledger *ledger
+	cmd          *exec.Cmd
+	pid          int
+	mark         string
+	began        time.Time
+	out          [2]*os.File // this process's ends of stdout and stderr
+	copies       sync.WaitGroup
+	exit         Exit
+	processTable *processTable
 
 	exited  chan struct{} // the front is reaped
-	drained chan struct{} // and its output read
+	drained chan struct{} // and its output is read
 
 	mu     sync.Mutex
-	reaped bool // the pid may be somebody else's
+	reaped bool // another process may have the pid
 }
 
 var _ Process = (*child)(nil)
@@ -120,7 +125,7 @@ func (c *child) Exited() <-chan struct{} { return c.exited }
 // Exit implements Process.
 func (c *child) Exit() Exit { return c.exit }
 
-// start forks with pipes of our own: exec's would keep Wait from returning while a grandchild holds one.
+// start forks with its own pipes: with those of exec, Wait does not return while a grandchild holds one.
 func (c *child) start(ctx context.Context, p *processes, sinks ...io.Writer) error {
 	theirs := make([]*os.File, len(sinks))
 	defer func() { closeAll(theirs...) }()
@@ -159,7 +164,7 @@ func closeAll(files ...*os.File) {
 	}
 }
 
-// wait watches the front process to its end.
+// wait waits for the end of the front process.
 func (c *child) wait() {
 	err := c.reap()
 	c.exit = exitOf(err, c.cmd.ProcessState, time.Since(c.began))
@@ -168,8 +173,8 @@ func (c *child) wait() {
 	close(c.drained)
 }
 
-// reap kills what the front left behind in its group, if it can while the unreaped front still keeps the group's number from
-// being used again.
+// reap kills the rest of the front's group, if possible while the unreaped front still keeps the group's
+// number from being used again.
 func (c *child) reap() error {
 	unreaped := awaitExit(c.pid)
 	if !unreaped {
@@ -191,7 +196,7 @@ func (c *child) setReaped() {
 	c.reaped = true
 }
 
-// drain reads what is left of the output; somebody outside of the group who holds the pipes gets pipeDelay.
+// drain reads the rest of the output. If a process outside of the group holds the pipes, it waits pipeDelay.
 func (c *child) drain() {
 	cut := time.AfterFunc(pipeDelay, func() { closeAll(c.out[:]...) })
 	c.copies.Wait()
@@ -215,20 +220,20 @@ func exitOf(err error, ps *os.ProcessState, after time.Duration) Exit {
 // Terminate implements Process.
 func (c *child) Terminate() { c.signal(c.pid, syscall.SIGTERM) }
 
-// Kill implements Process. After the front has ended it reaches what the front left behind.
+// Kill implements Process. After the front's end it kills the rest of its group.
 func (c *child) Kill() {
 	if !c.signal(-c.pid, syscall.SIGKILL) {
 		killAll(c.survivors())
 	}
 }
 
-// survivors are the living processes of the launch after its front was reaped. The group's number stays taken while a member
-// lives, so whoever leads it now (nobody, as a rule) is one of ours only by its mark.
+// survivors returns the living processes of the launch after its front was reaped. The group's number stays
+// taken while a member lives, so a process that leads it now belongs to the launch only if it has the mark.
 func (c *child) survivors() []int {
 	if ids := descendants(c.pid, "", c.mark); len(ids) > 0 || hasProc() {
 		return ids
 	}
-	if syscall.Kill(-c.pid, 0) == nil { // no /proc to look into
+	if syscall.Kill(-c.pid, 0) == nil { // no /proc
 		return []int{-c.pid}
 	}
 	return nil
@@ -245,7 +250,7 @@ func (c *child) signal(to int, sig syscall.Signal) bool {
 	return true
 }
 
-// Held implements Process. An empty group is crossed off the ledger.
+// Held implements Process. An empty group is removed from the table.
 func (c *child) Held() string {
 	if !closed(c.exited) {
 		return fmt.Sprintf("process %d", c.pid)
@@ -253,7 +258,7 @@ func (c *child) Held() string {
 	if left := c.survivors(); len(left) > 0 {
 		return fmt.Sprintf("processes %v of group %d", left, c.pid)
 	}
-	c.ledger.remove(c.pid)
+	c.processTable.remove(c.pid)
 	if !closed(c.drained) {
 		return fmt.Sprintf("the output of process %d", c.pid)
 	}
@@ -267,4 +272,39 @@ func closed(c <-chan struct{}) bool {
 	default:
 		return false
 	}
+}
+
+// Launcher starts engines. The node's own launcher starts processes; tests start engines inside their own
+// process.
+type Launcher interface {
+	// Start runs l and returns once it runs. ctx bounds the start, not the engine. Lines of both streams go
+	// to the writers.
+	Start(ctx context.Context, l engine.Launch, stdout, stderr io.Writer) (Process, error)
+}
+
+// Process is a started engine and everything that it started. All methods are safe for concurrent use and
+// return at once.
+type Process interface {
+	PID() int                // 0 if it has no process of its own
+	Exited() <-chan struct{} // closed when the front process has ended; the rest of its group may live on
+	Exit() Exit              // valid once Exited is closed
+	Terminate()              // SIGTERM to the front process
+	Kill()                   // SIGKILL to the whole group
+	Held() string            // describes the living processes of the group; "" when it is empty
+}
+
+// Exit describes the end of a front process.
+type Exit struct {
+	Code   int    // -1: by a signal
+	Signal string // "" if by itself
+	After  time.Duration
+}
+
+// String describes the exit. Exit code 0 is no success: engines exit with it when their core dies.
+func (e Exit) String() string {
+	if e.Signal != "" {
+		return fmt.Sprintf("engine was ended by signal %s after %s", e.Signal,
+			e.After.Round(time.Millisecond))
+	}
+	return fmt.Sprintf("engine exited with code %d after %s", e.Code, e.After.Round(time.Millisecond))
 }

@@ -11,12 +11,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// groupAttr gives an engine a process group of its own, out of the terminal's Ctrl-C, and ends it with the forking thread.
+// groupAttr gives an engine its own process group, separate from the terminal's Ctrl-C, and ends it with the
+// forking thread.
 func groupAttr() *syscall.SysProcAttr {
 	return &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 }
 
-// awaitExit blocks until the process ended, and leaves it unreaped; false if the kernel cannot do that.
+// awaitExit blocks until the process has ended, and leaves it unreaped; false if the kernel cannot do that.
 func awaitExit(pid int) bool {
 	for {
 		err := unix.Waitid(unix.P_PID, pid, nil, unix.WEXITED|unix.WNOWAIT, nil)
@@ -26,7 +27,7 @@ func awaitExit(pid int) bool {
 	}
 }
 
-// stat is what the ledger reads of /proc/PID/stat.
+// stat is the part of /proc/PID/stat that the process table uses.
 type stat struct {
 	pid, group int
 	parent     int
@@ -42,7 +43,7 @@ func readStat(pid int) (stat, bool) {
 	return parseStat(pid, string(b))
 }
 
-// parseStat splits a stat line behind the command, which may hold spaces and parentheses.
+// parseStat splits a stat line after the command, which may contain spaces and parentheses.
 func parseStat(pid int, line string) (stat, bool) {
 	at := strings.LastIndexByte(line, ')')
 	f := strings.Fields(line[at+1:])
@@ -54,10 +55,11 @@ func parseStat(pid int, line string) (stat, bool) {
 	if err != nil || errParent != nil {
 		return stat{}, false
 	}
-	return stat{pid: pid, parent: parent, group: group, zombie: f[0] == "Z" || f[0] == "X", start: f[19]}, true
+	return stat{pid: pid, parent: parent, group: group, zombie: f[0] == "Z" || f[0] == "X", start: f[19]},
+		true
 }
 
-// hasProc says that processes can be listed.
+// hasProc reports whether processes can be listed.
 func hasProc() bool { return true }
 
 func allProcesses() []stat {
@@ -83,7 +85,7 @@ func allProcesses() []stat {
 	return out
 }
 
-// environHas says whether a process was started with an environment entry.
+// environHas reports whether a process was started with an environment entry.
 func environHas(pid int, entry string) bool {
 	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/environ")
 	if err != nil {
@@ -97,13 +99,14 @@ func environHas(pid int, entry string) bool {
 	return false
 }
 
-// reapOrphans reaps, until done is closed, children of this process that nobody waits for. Process 1 of a container is given the
-// orphans of dead engines, and what nobody reaps keeps its number for ever. Engines are waited for, and so is all else that dpserve
-// starts: such a child is a zombie for a moment only. So one that owns does not name, and that is a zombie in two looks, is an orphan.
+// reapOrphans reaps, until done is closed, orphans that this process inherited. Process 1 of a container gets
+// the orphans of dead engines, and an unreaped one keeps its number for ever. dpserve waits for everything
+// that it starts, so its own children are zombies for a moment only. A child that owns does not name and that
+// is a zombie in two checks is therefore an orphan.
 func reapOrphans(done <-chan struct{}, each time.Duration, owns func(pid int) bool) {
 	tick := time.NewTicker(each)
 	defer tick.Stop()
-	seen := map[int]string{} // zombies of the last look, by their start time
+	seen := map[int]string{} // zombies of the last check, by start time
 	for {
 		select {
 		case <-tick.C:
@@ -124,11 +127,12 @@ func reapOrphans(done <-chan struct{}, each time.Duration, owns func(pid int) bo
 	}
 }
 
-// suspended is how long the machine has been suspended since its boot: what CLOCK_BOOTTIME counts and the clock of time.Now, which
-// is CLOCK_MONOTONIC, does not.
+// suspended is how long the machine has been suspended since its boot: CLOCK_BOOTTIME counts that time, and
+// CLOCK_MONOTONIC, the clock of time.Now, does not.
 func suspended() time.Duration {
 	var all, awake unix.Timespec
-	if unix.ClockGettime(unix.CLOCK_MONOTONIC, &awake) != nil || unix.ClockGettime(unix.CLOCK_BOOTTIME, &all) != nil {
+	if unix.ClockGettime(unix.CLOCK_MONOTONIC, &awake) != nil ||
+		unix.ClockGettime(unix.CLOCK_BOOTTIME, &all) != nil {
 		return 0
 	}
 	return time.Duration(all.Nano() - awake.Nano())

@@ -18,13 +18,13 @@ func TestStatLines(t *testing.T) {
 	assert.False(t, s.zombie)
 	assert.NotEmpty(t, s.start)
 
-	// A process may call itself anything.
+	// A process may have any name.
 	s, ok = parseStat(7, "7 (VLLM) Z 1 99 (x) S 1 42 42 0 -1 4 1 2 3 4 5 6 7 8 20 0 1 0 12345 1 2 3")
 	assert.True(t, ok)
 	assert.Equal(t, stat{pid: 7, parent: 1, group: 42, start: "12345"}, s)
 }
 
-// FuzzParseStat: half-read and strange lines are refused, never a panic.
+// FuzzParseStat: incomplete and strange lines are refused without a panic.
 func FuzzParseStat(f *testing.F) {
 	f.Add("7 (a) Z 1 42 42 0 -1 4 1 2 3 4 5 6 7 8 20 0 1 0 12345 1 2 3")
 	f.Add(")")

@@ -7,14 +7,14 @@ import (
 	"time"
 )
 
-// groupAttr gives an engine a process group of its own. Without a parent-death signal the engine's watch of its standard
-// input ends it with its node.
+// groupAttr gives an engine its own process group. Without a parent-death signal the engine ends when its
+// standard input ends.
 func groupAttr() *syscall.SysProcAttr { return &syscall.SysProcAttr{Setpgid: true} }
 
-// awaitExit cannot wait without reaping here.
+// awaitExit cannot wait without reaping on this system.
 func awaitExit(int) bool { return false }
 
-// stat is what the ledger knows of a process: nothing, without /proc.
+// stat is empty without /proc.
 type stat struct {
 	pid, group int
 	zombie     bool
@@ -29,5 +29,5 @@ func environHas(int, string) bool { return false }
 // reapOrphans needs /proc.
 func reapOrphans(<-chan struct{}, time.Duration, func(int) bool) {}
 
-// suspended is not known here.
+// suspended is not known on this system.
 func suspended() time.Duration { return 0 }

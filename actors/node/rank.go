@@ -12,15 +12,15 @@ import (
 type rank struct {
 	grant   state.RankGrant
 	target  msg.Target
-	events  *msg.EventSource // where its KV events are known to be found
-	facts   msg.Facts        // of the engine as last asked; the unit's goroutine alone uses it
+	events  *msg.EventSource // where its KV events are, if known
+	facts   msg.Facts        // of the engine as last asked; used by the unit's goroutine only
 	replica Replica
 	client  *engine.Client
 	out     [2]*lineWriter
 
 	mu       sync.Mutex
 	proc     Process
-	asked    bool // we told it to end
+	asked    bool // the node has told it to end
 	progress string
 }
 
@@ -36,7 +36,7 @@ func (r *rank) process() Process {
 	return r.proc
 }
 
-// ask marks the end of the engine as ours: the only exit that is no failure.
+// ask marks the engine's exit as requested by the node; every other exit is a failure.
 func (r *rank) ask() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -64,7 +64,7 @@ func (r *rank) view() (pid int, progress string) {
 	return pid, r.progress
 }
 
-// held is what is left of the engine, "" if nothing.
+// held describes the living processes of the engine, "" if there are none.
 func (r *rank) held() string {
 	if p := r.process(); p != nil {
 		return p.Held()

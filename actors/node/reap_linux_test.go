@@ -12,8 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestProcessOneReapsOrphansAndNothingElse: this process is given orphans like process 1. A child that somebody waits for, however
-// late, keeps its exit code if it is owned.
+// The test's process inherits orphans as process 1 does. An owned child keeps its exit code, however late its
+// parent waits.
 func TestProcessOneReapsOrphansAndNothingElse(t *testing.T) {
 	require.NoError(t, unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
 	defer func() { _ = unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) }()
@@ -23,15 +23,21 @@ func TestProcessOneReapsOrphansAndNothingElse(t *testing.T) {
 	require.NoError(t, err)
 	orphan, err := strconv.Atoi(strings.TrimSpace(string(out)))
 	require.NoError(t, err)
-	isZombie := func(pid int) bool { s, ok := readStat(pid); return ok && s.zombie && s.parent == os.Getpid() }
-	require.Eventually(t, func() bool { return isZombie(orphan) && isZombie(own.Process.Pid) }, time.Minute, time.Millisecond)
+	isZombie := func(pid int) bool {
+		s, ok := readStat(pid)
+		return ok && s.zombie &&
+			s.parent == os.Getpid()
+	}
+	require.Eventually(t, func() bool { return isZombie(orphan) && isZombie(own.Process.Pid) }, time.Minute,
+		time.Millisecond)
 
 	done, ended := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(ended)
 		reapOrphans(done, 10*time.Millisecond, func(pid int) bool { return pid == own.Process.Pid })
 	}()
-	require.Eventually(t, func() bool { _, there := readStat(orphan); return !there }, time.Minute, time.Millisecond)
+	require.Eventually(t, func() bool { _, there := readStat(orphan); return !there }, time.Minute,
+		time.Millisecond)
 	close(done)
 	<-ended
 	require.Error(t, own.Wait())

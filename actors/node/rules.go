@@ -8,39 +8,44 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// Rules are what a node decides by, without its engines, clocks and goroutines: its lease, its epochs, and the news it has for the
-// leader. A simulation of many nodes on virtual time drives them; Node has the same parts. Not safe for concurrent use.
+// Rules are a node's decisions without its engines, clocks and goroutines: its lease, its epochs, and its
+// events for the leader. A simulation of many nodes on virtual time drives them; Node uses the same parts.
+// Not safe for concurrent use.
 type Rules struct {
 	lease  lease
 	epochs *epochs
-	news   *news
+	outbox *eventOutbox
 }
 
-// NewRules are those of a process that begins now; seen is what Seen gave of the process before it, nil for a new node.
+// NewRules returns the Rules of a new process. seen is the result of Seen of the previous process, nil for a
+// new node.
 func NewRules(now time.Time, ttl time.Duration, loss LeaseLoss, seen map[string]uint64) *Rules {
 	e := &epochs{seen: maps.Clone(seen), earlier: maps.Clone(seen)}
 	if e.seen == nil {
 		e.seen = map[string]uint64{}
 	}
-	return &Rules{lease: lease{fence: loss == Fence, ttl: ttl, beat: now, doubt: now}, epochs: e, news: newNews()}
+	return &Rules{
+		lease: lease{fence: loss == Fence, ttl: ttl, beat: now, doubt: now}, epochs: e,
+		outbox: newEventOutbox(),
+	}
 }
 
-// Look notes that the node runs.
+// Look records that the node runs.
 func (r *Rules) Look(now time.Time) { r.lease.look(now) }
 
-// Renewed takes the end of a renewal that was sent at sent; ttl 0: it was not granted.
+// Renewed takes the end of a renewal that was sent at sent; ttl 0: it was refused.
 func (r *Rules) Renewed(sent, now time.Time, ttl time.Duration) { r.lease.ended(sent, now, ttl) }
 
-// Starts says whether an engine may be started.
+// Starts reports whether an engine may be started.
 func (r *Rules) Starts(now time.Time) bool { return r.lease.starts(now) }
 
-// Fences says whether all units must be out.
+// Fences reports whether all units must be fenced.
 func (r *Rules) Fences(now time.Time) bool { return r.lease.fences(now) }
 
-// FencesAt is when that will be if nothing is renewed.
+// FencesAt is when all units must be fenced if no renewal succeeds.
 func (r *Rules) FencesAt() time.Time { return r.lease.stop() }
 
-// Admits says whether requests are admitted, by the last look at the clock.
+// Admits reports whether requests are admitted, by the last check of the clock.
 func (r *Rules) Admits(now time.Time) bool { return now.Before(r.lease.admitsUntil()) }
 
 // Begin records the epoch of a start, or refuses it.
@@ -49,24 +54,24 @@ func (r *Rules) Begin(unit string, epoch uint64) error { return r.epochs.begin(u
 // Admit records the epoch of a stop, or refuses it.
 func (r *Rules) Admit(unit string, epoch uint64) error { return r.epochs.admit(unit, epoch) }
 
-// Tell takes an event that has its number.
-func (r *Rules) Tell(e msg.UnitEvent) { r.news.add(e) }
+// Tell takes a numbered event.
+func (r *Rules) Tell(e msg.UnitEvent) { r.outbox.add(e) }
 
-// Report gives what a renewal carries: events not taken yet, and the newest of each unit.
-func (r *Rules) Report() (events, units []msg.UnitEvent) { return r.news.report() }
+// Report returns the content of a renewal: unacknowledged events, and the newest event of each unit.
+func (r *Rules) Report() (events, units []msg.UnitEvent) { return r.outbox.report() }
 
-// Taken drops the events up to number; more says that some went and others wait.
-func (r *Rules) Taken(number uint64) (more bool) { return r.news.taken(number) }
+// Taken drops the events up to number; more is true if it dropped some and others wait.
+func (r *Rules) Taken(number uint64) (more bool) { return r.outbox.acknowledge(number) }
 
-// Waiting says whether events wait to be taken.
-func (r *Rules) Waiting() bool { return r.news.waiting() }
+// Waiting reports whether events wait.
+func (r *Rules) Waiting() bool { return r.outbox.waiting() }
 
-// Units are the units in the digest with their epochs.
-func (r *Rules) Units() map[string]uint64 { return r.news.units() }
+// Units returns the epochs of the units in the digest.
+func (r *Rules) Units() map[string]uint64 { return r.outbox.units() }
 
-// Forget drops a unit from the digest, unless a later epoch came meanwhile.
-func (r *Rules) Forget(unit string, epoch uint64) { r.news.forget(unit, epoch) }
+// Forget drops a unit from the digest, unless it is at a later epoch.
+func (r *Rules) Forget(unit string, epoch uint64) { r.outbox.forget(unit, epoch) }
 
-// Superseded says that the cluster has given the unit away, or taken it back, since that epoch. A copy of the state that lags
-// behind says nothing.
+// Superseded reports whether the cluster has released the unit, or granted it anew, since that epoch. An
+// older copy of the state shows nothing.
 func Superseded(s *state.State, unit string, epoch uint64) bool { return superseded(s, unit, epoch) }

@@ -6,22 +6,23 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// Timers of a node; the zero value of a field means its default. The start deadline and the drain are the application's.
+// Timers of a node. A zero field means its default. The start deadline and the drain time are the
+// application's.
 type Timers struct {
 	StartupTimeout time.Duration // overrides startup_timeout_s of every app; 0 = the app's own
 	Canary         time.Duration // deadline of the canary before ready
-	PollFirst      time.Duration // first wait between two looks at /health of a starting engine; doubles
-	PollLast       time.Duration // longest such wait
-	KillGrace      time.Duration // on top of what is left of the drain, from SIGTERM to SIGKILL
-	VerifyPoll     time.Duration // longest wait between two looks at a dead engine's group and ports
-	VerifyNamed    time.Duration // after this what still holds them is named in the unit's reason
+	PollFirst      time.Duration // first pause between two /health probes of a starting engine; doubles
+	PollLast       time.Duration // longest such pause
+	KillGrace      time.Duration // from SIGTERM to SIGKILL, in addition to the rest of the drain
+	VerifyPoll     time.Duration // longest pause between two checks of a dead engine's group and ports
+	VerifyNamed    time.Duration // after this the unit's reason names what still holds them
 	Rendezvous     time.Duration // how long ranks of a lockstep unit wait for rank 0's address
-	ReplicaStop    time.Duration // deadline of ending one DPServer
-	LeaseTTL       time.Duration // until the leader has said how long a lease lasts
-	LeaseRenew     time.Duration // from one renewal to the next; also from one rendezvous announcement to the next
+	ReplicaStop    time.Duration // deadline of stopping one DPServer
+	LeaseTTL       time.Duration // before the leader has said how long a lease lasts
+	LeaseRenew     time.Duration // between two renewals, and between two rendezvous announcements
 }
 
-// Defaults (CONTRACTS section 7; startup_timeout_s APP section 8).
+// Defaults. The start deadline has its default in package app.
 const (
 	DefaultStartupTimeout = 600 * time.Second
 	DefaultCanary         = 10 * time.Second

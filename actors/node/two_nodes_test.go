@@ -59,8 +59,8 @@ func (m *meeting) Await(ctx context.Context, _ string, epoch uint64, _ int) (str
 	}
 }
 
-// RG1: a lockstep group of 16 over two nodes of one machine, each with addresses of its own: eight and eight, one meeting point, KV
-// events of every rank at its own node, and the end of one rank seen by its node.
+// RG1: a lockstep group of 16 over two nodes of one machine, each with its own address: eight ranks on each,
+// one rendezvous, KV events of every rank at its own node, and each node sees the end of its ranks.
 func TestRG1AGroupOverTwoNodes(t *testing.T) {
 	const ranks = 16
 	l, err := net.Listen("tcp", "127.0.0.2:0")
@@ -80,7 +80,8 @@ func TestRG1AGroupOverTwoNodes(t *testing.T) {
 	group := cached(app.Lockstep, ranks, "")
 	order := &msg.StartRank{App: group, Unit: "demo/0", Epoch: 1}
 	for r := range ranks {
-		order.AllRanks = append(order.AllRanks, state.RankGrant{Rank: r, Node: map[bool]string{true: "a", false: "b"}[r < ranks/2]})
+		order.AllRanks = append(order.AllRanks,
+			state.RankGrant{Rank: r, Node: map[bool]string{true: "a", false: "b"}[r < ranks/2]})
 	}
 	blocks := map[string]state.Block{"a": wideBlock(t, "127.0.0.1"), "b": wideBlock(t, "127.0.0.2")}
 	for id, r := range map[string]*rig{"b": b, "a": a} {
@@ -96,7 +97,10 @@ func TestRG1AGroupOverTwoNodes(t *testing.T) {
 		r.expect(msg.UnitReady, msg.UnitStarted)
 		require.Equal(t, ranks/2, r.accepts())
 	}
-	assert.Equal(t, msg.Publish{Unit: "demo/0", Epoch: 1, Addr: "127.0.0.1", Port: blocks["a"].Base + 5*ranks}, shared.said(1))
+	assert.Equal(t, msg.Publish{
+		Unit: "demo/0", Epoch: 1, Addr: "127.0.0.1",
+		Port: blocks["a"].Base + 5*ranks,
+	}, shared.said(1))
 	urls := map[int]string{}
 	for _, r := range []*rig{a, b} {
 		for _, s := range r.node.RankStatuses()["demo/0"] {
@@ -104,26 +108,30 @@ func TestRG1AGroupOverTwoNodes(t *testing.T) {
 		}
 	}
 	require.Len(t, urls, ranks)
-	assert.Equal(t, "http://127.0.0.2:"+strconv.Itoa(blocks["b"].Base+15), urls[15], "ports count the ranks of the group")
-	prompt(t, urls[15], 4*16*5) // a wave for all: it ends only if all sixteen step
+	assert.Equal(t, "http://127.0.0.2:"+strconv.Itoa(blocks["b"].Base+15), urls[15],
+		"ports count the ranks of the group")
+	prompt(t, urls[15], 4*16*5) // a lockstep step: it ends only if all sixteen take part
 	prompt(t, urls[0], 4*16*5)
 
 	victim := b.node.RankStatuses()["demo/0"][3]
 	require.NoError(t, syscall.Kill(victim.PID, syscall.SIGKILL))
 	e := b.expect(msg.UnitFenced)
 	assert.GreaterOrEqual(t, e.Rank, ranks/2, "11, or another one of b whose engine missed it first")
-	require.NoError(t, a.node.StopRank(t.Context(), &msg.StopRank{Unit: "demo/0", Epoch: 1, Reason: "a rank elsewhere failed"}))
+	require.NoError(t, a.node.StopRank(t.Context(),
+		&msg.StopRank{Unit: "demo/0", Epoch: 1, Reason: "a rank elsewhere failed"}))
 	a.expect(msg.UnitGone, msg.UnitFenced, msg.UnitKilling)
 	b.expect(msg.UnitGone, msg.UnitKilling)
 }
 
-// meetingOf is the shared meeting beside a node's own ranks.
+// meetingOf is the shared meeting for one node's ranks.
 type meetingOf struct {
 	*meeting
 	own *rig
 }
 
-func (m *meetingOf) Assign(ctx context.Context, app string, group int, replicaID string) (msg.AssignReply, error) {
+func (m *meetingOf) Assign(ctx context.Context, app string, group int, replicaID string) (msg.AssignReply,
+	error,
+) {
 	return m.own.Assign(ctx, app, group, replicaID)
 }
 
@@ -134,7 +142,7 @@ func wideBlock(t *testing.T, host string) state.Block {
 	return state.Block{Base: ports.Take(t, size, host), Size: size}
 }
 
-// A port that another program holds on the node's own address is found, whatever is free on loopback.
+// A port that another program holds on the node's own address is found, even if it is free on loopback.
 func TestBindTestsAskTheAddressThatWillBeBound(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.2:0")
 	if err != nil {
@@ -150,6 +158,7 @@ func TestBindTestsAskTheAddressThatWillBeBound(t *testing.T) {
 	m.Block = state.Block{Base: base, Size: 16}
 	require.NoError(t, r.node.StartRank(t.Context(), m))
 	e := r.expect(msg.UnitGone, msg.UnitStarted, msg.UnitKilling)
-	assert.True(t, strings.HasPrefix(e.Reason, fmt.Sprintf("port %d of the unit's block is taken", base)), e.Reason)
+	assert.True(t, strings.HasPrefix(e.Reason, fmt.Sprintf("port %d of the unit's block is taken", base)),
+		e.Reason)
 	assert.Equal(t, "127.0.0.1", engine.Loopback)
 }

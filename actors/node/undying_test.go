@@ -17,7 +17,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// undying is an engine in uninterruptible sleep (a driver that hangs): no signal ends it.
+// undying is an engine in uninterruptible sleep, for example in a hanging driver: no signal ends it.
 type undying struct{ exited chan struct{} }
 
 func (*undying) PID() int                  { return 4711 }
@@ -33,7 +33,7 @@ func (p *undying) Held() string {
 	return "process 4711"
 }
 
-// undyingEngines launches one for each start.
+// undyingEngines launches an undying engine for each start.
 type undyingEngines struct{ exited chan struct{} }
 
 func (l *undyingEngines) Start(context.Context, engine.Launch, io.Writer, io.Writer) (Process, error) {
@@ -49,11 +49,11 @@ func withUndying(t *testing.T, f func(t *testing.T, b *bubble, exit func())) {
 	}, func(t *testing.T, b *bubble) {
 		b.serving("demo/0/0", 1)
 		f(t, b, func() { close(l.exited) })
-		b.node.left = nil // looked at
+		b.node.left = nil // checked
 	})
 }
 
-// TestCloseEndsBesideAnEngineThatNoSignalEnds after the time for killing and looking, and names what it leaves.
+// Close ends after the time for killing and verifying, and its error names what is left.
 func TestCloseEndsBesideAnEngineThatNoSignalEnds(t *testing.T) {
 	withUndying(t, func(t *testing.T, b *bubble, _ func()) {
 		began := time.Now()
@@ -62,12 +62,13 @@ func TestCloseEndsBesideAnEngineThatNoSignalEnds(t *testing.T) {
 		assert.Equal(t, problem.Internal, problem.CodeOf(err))
 		assert.Equal(t, "engines were killed and did not end: demo/0/0: process 4711", err.Error())
 		assert.InDelta(t, DefaultKillGrace+DefaultVerifyNamed, time.Since(began), float64(time.Second))
-		assert.NotContains(t, b.leader.kinds("demo/0/0"), "1:gone", "it is not gone: the leader must not grant it elsewhere yet")
+		assert.NotContains(t, b.leader.kinds("demo/0/0"), "1:gone",
+			"it is not gone: the leader must not grant it elsewhere yet")
 		assert.Contains(t, b.leader.reason("demo/0/0"), "still held after 10s: process 4711")
 	})
 }
 
-// TestASecondSignalShortensTheWaitForAnEngineThatNoSignalEnds: Close's context ends.
+// Close's context ends.
 func TestASecondSignalShortensTheWaitForAnEngineThatNoSignalEnds(t *testing.T) {
 	withUndying(t, func(t *testing.T, b *bubble, _ func()) {
 		ctx, cancel := context.WithCancel(t.Context())
@@ -78,13 +79,15 @@ func TestASecondSignalShortensTheWaitForAnEngineThatNoSignalEnds(t *testing.T) {
 	})
 }
 
-// TestAnEngineThatNoSignalEndsIsNamedAndItsUnitIsNotGone while the node runs; a newer epoch waits for it.
+// This holds while the node runs; a newer epoch waits for the old one.
 func TestAnEngineThatNoSignalEndsIsNamedAndItsUnitIsNotGone(t *testing.T) {
 	withUndying(t, func(t *testing.T, b *bubble, exit func()) {
-		require.NoError(t, b.node.StopRank(t.Context(), &msg.StopRank{Unit: "demo/0/0", Epoch: 1, Reason: "deleted"}))
+		require.NoError(t, b.node.StopRank(t.Context(),
+			&msg.StopRank{Unit: "demo/0/0", Epoch: 1, Reason: "deleted"}))
 		time.Sleep(time.Hour)
 		assert.Equal(t, "deleted; still held after 10s: process 4711", b.leader.reason("demo/0/0"))
-		assert.Equal(t, []string{"1:started", "1:ready", "1:killing", "1:killing"}, b.leader.kinds("demo/0/0")[:4])
+		assert.Equal(t, []string{"1:started", "1:ready", "1:killing", "1:killing"},
+			b.leader.kinds("demo/0/0")[:4])
 		assert.Equal(t, state.Killing, b.phase("demo/0/0"))
 		require.NoError(t, b.start("demo/0/0", 2))
 		time.Sleep(time.Hour)
@@ -95,7 +98,7 @@ func TestAnEngineThatNoSignalEndsIsNamedAndItsUnitIsNotGone(t *testing.T) {
 	})
 }
 
-// TestTwoEpochsOfAUnitThatDoNotEnd: the one that is left is the older.
+// The older epoch is the one that is left.
 func TestCloseNamesTheOlderEpochThatDoesNotEnd(t *testing.T) {
 	withUndying(t, func(t *testing.T, b *bubble, _ func()) {
 		require.NoError(t, b.start("demo/0/0", 2))
@@ -105,7 +108,7 @@ func TestCloseNamesTheOlderEpochThatDoesNotEnd(t *testing.T) {
 	})
 }
 
-// TestANodeThatStopsSaysSoAndStartsNothing while it drains.
+// The node reports that it stops and refuses starts while it drains.
 func TestANodeThatStopsSaysSoAndStartsNothing(t *testing.T) {
 	withUndying(t, func(t *testing.T, b *bubble, exit func()) {
 		assert.False(t, b.leader.last().Stopping)
@@ -115,7 +118,8 @@ func TestANodeThatStopsSaysSoAndStartsNothing(t *testing.T) {
 		assert.True(t, b.leader.last().Stopping)
 		before := b.leader.renewals()
 		require.ErrorIs(t, b.start("demo/0/1", 1), msg.ErrNodeStopping)
-		require.NoError(t, b.node.StopRank(t.Context(), &msg.StopRank{Unit: "demo/0/0", Epoch: 1}), "an order to stop is taken")
+		require.NoError(t, b.node.StopRank(t.Context(), &msg.StopRank{Unit: "demo/0/0", Epoch: 1}),
+			"an order to stop is taken")
 		time.Sleep(50 * time.Millisecond)
 		assert.Greater(t, b.leader.renewals(), before, "and answered")
 		exit()
@@ -124,11 +128,12 @@ func TestANodeThatStopsSaysSoAndStartsNothing(t *testing.T) {
 	})
 }
 
-// TestANodeKnowsThatTheProcessBeforeItWasToldToEnd, and takes no crash for that.
+// The next process does not take such an end for a crash.
 func TestANodeKnowsThatTheProcessBeforeItWasToldToEnd(t *testing.T) {
 	dir := t.TempDir()
 	runs := func() (after bool) {
-		inBubble(t, func(c *Config) { c.DataDir = dir }, func(_ *testing.T, b *bubble) { after = b.leader.last().AfterStop })
+		inBubble(t, func(c *Config) { c.DataDir = dir },
+			func(_ *testing.T, b *bubble) { after = b.leader.last().AfterStop })
 		return after
 	}
 	assert.False(t, runs(), "there was none")

@@ -16,12 +16,12 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// unit is one unit at one epoch on this node. Its life is one goroutine (run); others only leave a wish (askStop), a failure
-// (fail) or news (ReplicaEvent) and wake it.
+// unit is one unit at one epoch on this node. Its life is one goroutine (run). Other goroutines only leave a
+// stop request (askStop), a failure (fail) or an event (ReplicaEvent) and wake it.
 type unit struct {
 	n      *Node
 	m      *msg.StartRank
-	before *unit // of an older epoch: must be done first
+	before *unit // of an older epoch: must end first
 	log    *slog.Logger
 	done   chan struct{} // closed after Gone was reported
 	wake   chan struct{} // one slot
@@ -33,21 +33,21 @@ type unit struct {
 	reason   string
 	wasReady bool
 	failure  *failure      // the first since the last ready
-	stop     *stopWish     // the tightest so far
+	stop     *stopRequest  // the earliest deadline so far
 	cancel   func(error)   // ends the start
 	back     map[int]bool  // attach: ranks whose engine answers again
 	last     msg.UnitEvent // for a controller that missed it
 }
 
-// failure is what ended or fenced a unit.
+// failure is the reason why a unit ended or was fenced.
 type failure struct {
-	rank  int // -1: none in particular
+	rank  int // -1: no particular rank
 	cause string
-	heard []<-chan struct{} // closed, one per rank, when the fence is out
+	heard []<-chan struct{} // per rank, closed when its sinks have the fence
 }
 
-// stopWish is a stop somebody asked for.
-type stopWish struct {
+// stopRequest is a request to stop.
+type stopRequest struct {
 	deadline time.Time
 	reason   string
 }
@@ -64,7 +64,8 @@ func newUnit(n *Node, m *msg.StartRank, before *unit) *unit {
 	return &unit{
 		n: n, m: m, before: before, phase: state.Starting, back: map[int]bool{},
 		done: make(chan struct{}), wake: make(chan struct{}, 1), hasten: make(chan struct{}),
-		log: n.log.With(slog.String("app", m.App.Name), slog.String("unit", m.Unit), slog.Uint64("epoch", m.Epoch)),
+		log: n.log.With(slog.String("app", m.App.Name), slog.String("unit", m.Unit),
+			slog.Uint64("epoch", m.Epoch)),
 	}
 }
 
@@ -75,7 +76,7 @@ func (u *unit) lockstep() bool { return u.m.App.DataParallel.Coupling == app.Loc
 // run is the unit's life.
 func (u *unit) run() {
 	defer close(u.done)
-	u.tell(msg.UnitEvent{Kind: msg.UnitStarted, Rank: -1})
+	u.reportEvent(msg.UnitEvent{Kind: msg.UnitStarted, Rank: -1})
 	if u.before != nil {
 		<-u.before.done // it was asked to end at once
 		u.before = nil
@@ -88,7 +89,8 @@ func (u *unit) run() {
 	u.end(nil)
 }
 
-// askStop leaves the wish to end; false if the unit is gone already. Of several wishes the earliest deadline counts.
+// askStop leaves a stop request; false if the unit is already gone. Of several requests the earliest deadline
+// counts.
 func (u *unit) askStop(grace time.Duration, reason string) bool {
 	u.mu.Lock()
 	if u.phase == state.Gone {
@@ -98,7 +100,7 @@ func (u *unit) askStop(grace time.Duration, reason string) bool {
 	}
 	deadline := time.Now().Add(grace)
 	if u.stop == nil || deadline.Before(u.stop.deadline) {
-		u.stop = &stopWish{deadline: deadline, reason: reason}
+		u.stop = &stopRequest{deadline: deadline, reason: reason}
 	}
 	cancel := u.cancel
 	u.mu.Unlock()
@@ -109,8 +111,9 @@ func (u *unit) askStop(grace time.Duration, reason string) bool {
 	return true
 }
 
-// cut is fail and askStop in one step: fenced at once, then ended, an attached unit too, and faster than other stops: it is granted
-// elsewhere or soon will be. False if it is gone already.
+// cut combines fail and askStop: the unit is fenced at once and then ended, an attached unit too, and faster
+// than by other stops, because it is or soon will be granted elsewhere. It returns false if the unit is
+// already gone.
 func (u *unit) cut(cause string) bool {
 	u.mu.Lock()
 	if u.phase == state.Gone {
@@ -118,7 +121,7 @@ func (u *unit) cut(cause string) bool {
 		return false
 	}
 	if now := time.Now(); u.stop == nil || now.Before(u.stop.deadline) {
-		u.stop = &stopWish{deadline: now, reason: cause}
+		u.stop = &stopRequest{deadline: now, reason: cause}
 	}
 	if !closed(u.hasten) {
 		close(u.hasten)
@@ -133,8 +136,9 @@ func (u *unit) cut(cause string) bool {
 	return true
 }
 
-// fail takes the unit out of routing, before anything else and on the caller's goroutine: every DPServer of the unit on this
-// node has its fence in the mailbox when fail returns. Only the first failure since the last ready counts.
+// fail takes the unit out of routing, before anything else and on the caller's goroutine: every DPServer of
+// the unit on this node has its fence in the mailbox when fail returns. Only the first failure since the last
+// ready counts.
 func (u *unit) fail(rank int, cause string) {
 	if rank >= 0 && len(u.m.AllRanks) > 1 {
 		cause = fmt.Sprintf("rank %d: %s", rank, cause)
@@ -152,7 +156,7 @@ func (u *unit) fail(rank int, cause string) {
 	u.nudge()
 }
 
-// fence is the part of fail under mu; false if the unit is out already.
+// fence is the part of fail under mu; false if the unit is already fenced.
 func (u *unit) fence(rank int, cause string) bool {
 	if u.failure != nil || u.phase == state.Killing || u.phase == state.Gone {
 		return false
@@ -190,8 +194,8 @@ func (u *unit) nudge() {
 	}
 }
 
-// wishes reads what was left for run.
-func (u *unit) wishes() (stop *stopWish, fail *failure, allBack bool) {
+// pendingInput returns the stop request and the failure for run.
+func (u *unit) pendingInput() (stop *stopRequest, fail *failure, allBack bool) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	return u.stop, u.failure, len(u.back) == len(u.ranks)
@@ -204,8 +208,8 @@ func (u *unit) enter(p state.Phase, reason string) {
 	u.phase, u.reason = p, reason
 }
 
-// tell reports an event of this unit.
-func (u *unit) tell(e msg.UnitEvent) {
+// reportEvent reports an event of this unit.
+func (u *unit) reportEvent(e msg.UnitEvent) {
 	u.mu.Lock()
 	e.Unit, e.Epoch, e.WasReady = u.m.Unit, u.m.Epoch, u.wasReady
 	u.last = e
@@ -213,26 +217,27 @@ func (u *unit) tell(e msg.UnitEvent) {
 	u.n.report(e)
 }
 
-// seal makes the unit gone, unless it is already: a wish to stop that comes later finds the event to repeat.
-func (u *unit) seal(e msg.UnitEvent) msg.UnitEvent {
+// markGone sets the final state and keeps the Gone event, so that a later StopRank can be answered with it.
+func (u *unit) markGone(e msg.UnitEvent) msg.UnitEvent {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	u.phase, u.reason = state.Gone, e.Reason
-	e.Unit, e.Epoch, e.Kind, e.WasReady, e.Asked = u.m.Unit, u.m.Epoch, msg.UnitGone, u.wasReady, u.stop != nil
+	e.Unit, e.Epoch, e.Kind, e.WasReady, e.Asked = u.m.Unit, u.m.Epoch, msg.UnitGone, u.wasReady,
+		u.stop != nil
 	u.last = e
 	return e
 }
 
-// isEnding says whether the unit drains, or its engines are being ended.
+// isEnding reports whether the unit drains, or its engines are being ended.
 func (u *unit) isEnding() bool {
 	p := u.currentPhase()
 	return p == state.Draining || p == state.Killing
 }
 
-// repeat reports the last event again, to a controller that asked for something that already is.
+// repeat reports the last event again, to a controller that asked for what already is.
 func (u *unit) repeat() { u.n.reportAgain(u) }
 
-// tail is the last lines of a rank's engine at this epoch.
+// tail returns the last lines of a rank's engine at this epoch.
 func (u *unit) tail(rank int) []string {
 	if rank < 0 {
 		return nil
@@ -246,7 +251,10 @@ func (u *unit) statuses() []msg.RankStatus {
 	u.mu.Unlock()
 	var out []msg.RankStatus
 	for _, g := range u.m.Ranks {
-		st := msg.RankStatus{Group: u.m.Group, Rank: g.Rank, Epoch: u.m.Epoch, Devices: g.Devices, Progress: "waiting for its turn"}
+		st := msg.RankStatus{
+			Group: u.m.Group, Rank: g.Rank, Epoch: u.m.Epoch, Devices: g.Devices,
+			Progress: "waiting for its turn",
+		}
 		for _, r := range ranks {
 			if r.grant.Rank == g.Rank {
 				st = r.replica.Status()
@@ -259,7 +267,7 @@ func (u *unit) statuses() []msg.RankStatus {
 	return out
 }
 
-// heldNow names what is left of the unit's engines.
+// heldNow names the remaining processes and ports of the unit's engines.
 func (u *unit) heldNow() string {
 	u.mu.Lock()
 	ranks := u.ranks
@@ -275,7 +283,8 @@ func (u *unit) rankNumbers() []int {
 	return out
 }
 
-// layout is the layout of the unit's port block, and the numbers of this node's ranks in it; none of attached engines.
+// layout is the layout of the unit's port block, and the indices of this node's ranks in it; none for
+// attached engines.
 func (u *unit) layout() (engine.Ports, []int) {
 	s := engine.Spec{App: u.m.App, Base: u.m.Block.Base}
 	switch {
@@ -287,7 +296,7 @@ func (u *unit) layout() (engine.Ports, []int) {
 	return s.Ports(), []int{0}
 }
 
-// bindTest says whether a port of the unit's block can be bound where its engines will.
+// bindTest reports whether a port of the unit's block can be bound where its engines will bind it.
 func (u *unit) bindTest(ctx context.Context, port int) error {
 	if u.n.cfg.BindTest != nil {
 		return u.n.cfg.BindTest(port)
@@ -302,4 +311,73 @@ func (u *unit) bindTest(ctx context.Context, port int) error {
 		return err
 	}
 	return l.Close()
+}
+
+// serve waits until the ready unit has to end. An attached unit may be fenced and come back many times
+// meanwhile.
+func (u *unit) serve() {
+	for range u.wake { // never closed: each request wakes once
+		stop, fail, back := u.pendingInput()
+		switch {
+		case stop != nil:
+			return
+		case fail == nil:
+		case u.currentPhase() == state.Ready:
+			u.fenced(fail)
+			if !u.attached() {
+				return
+			}
+			u.nudge() // its ranks may already be back
+		case back:
+			u.comeBack()
+		}
+	}
+}
+
+func (u *unit) currentPhase() state.Phase {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return u.phase
+}
+
+// fenced reports a fence after it is complete: the DPServers have stopped admission, and their streams have
+// published it.
+func (u *unit) fenced(f *failure) {
+	late := time.NewTimer(u.n.timers.ReplicaStop)
+	defer late.Stop()
+	for _, heard := range f.heard {
+		select {
+		case <-heard:
+		case <-late.C:
+			u.log.Error("a DPServer did not take its fence in time")
+			late.Reset(0)
+		}
+	}
+	u.enter(state.Fenced, f.cause)
+	u.log.Warn("unit is fenced", slog.Int("rank", f.rank), slog.String("cause", f.cause))
+	u.reportEvent(msg.UnitEvent{Kind: msg.UnitFenced, Rank: f.rank, Reason: f.cause, LogTail: u.tail(f.rank)})
+}
+
+// comeBack makes an attached unit ready again, with the same epoch and new incarnations. If it fails, the
+// unit is fenced again, and the DPServers continue to probe.
+func (u *unit) comeBack() {
+	u.mu.Lock()
+	over := u.stop != nil // since the check: serve sees it next
+	if !over {
+		u.failure = nil
+		clear(u.back)
+	}
+	u.mu.Unlock()
+	if over {
+		return
+	}
+	err := u.forEach(context.Background(), u.learn) // it may be another engine now
+	if err == nil {
+		ctx, cancel := context.WithTimeout(context.Background(), u.n.timers.ReplicaStop)
+		defer cancel()
+		err = u.becomeReady(ctx)
+	}
+	if err != nil {
+		u.log.Warn("unit did not come back", slog.String("err", err.Error()))
+	}
 }

@@ -14,27 +14,27 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// causeDrained is the cause of a fence at the end of a drain: what is still running is cut with it.
+// causeDrained is the cause of a fence at the end of a drain: it cuts the remaining requests.
 const causeDrained = "drained"
 
-// end takes the unit down, whatever brought it here: drain if it serves and was asked to stop, kill, verify, report gone.
-// startErr is set if it never became ready.
+// end ends the unit, for whatever reason: drain if it serves and was asked to stop, kill, verify, report
+// gone. startErr is set if the unit never became ready.
 func (u *unit) end(startErr error) {
 	u.drain()
 	why := u.whyEnd(startErr)
 	for _, r := range u.ranks {
-		r.replica.Fence(causeDrained) // no news to a fenced one
+		r.replica.Fence(causeDrained) // no effect on a fenced replica
 	}
 	level := slog.LevelInfo
 	if u.currentPhase() == state.Fenced {
-		level = slog.LevelDebug // the line of the fence has said it
+		level = slog.LevelDebug // the fence has been logged
 	}
 	u.enter(state.Killing, why.cause)
-	u.tell(msg.UnitEvent{Kind: msg.UnitKilling, Rank: why.rank, Reason: why.cause})
+	u.reportEvent(msg.UnitEvent{Kind: msg.UnitKilling, Rank: why.rank, Reason: why.cause})
 	u.kill()
 	left := u.verify(why)
 	u.stopReplicas(context.Background(), u.ranks)
-	if left != "" { // not gone: whoever leads waits until this node is lost
+	if left != "" { // not gone: the leader waits until this node is lost
 		u.n.leave(u.m.Unit + ": " + left)
 		return
 	}
@@ -42,14 +42,15 @@ func (u *unit) end(startErr error) {
 		r.out[0].end()
 		r.out[1].end()
 	}
-	e := u.seal(msg.UnitEvent{Rank: why.rank, Reason: why.cause, LogTail: u.tail(why.rank)})
-	u.log.Log(context.Background(), level, "unit is gone", slog.String("cause", why.cause), slog.Bool("asked", e.Asked))
+	e := u.markGone(msg.UnitEvent{Rank: why.rank, Reason: why.cause, LogTail: u.tail(why.rank)})
+	u.log.Log(context.Background(), level, "unit is gone", slog.String("cause", why.cause),
+		slog.Bool("asked", e.Asked))
 	u.n.report(e)
 }
 
-// whyEnd is the reason of the end: a failed start, the failure of a rank, or the wish to stop.
+// whyEnd is the reason of the end: a failed start, the failure of a rank, or a stop request.
 func (u *unit) whyEnd(startErr error) failure {
-	stop, fail, _ := u.wishes()
+	stop, fail, _ := u.pendingInput()
 	var s *startError
 	switch {
 	case errors.As(startErr, &s):
@@ -64,15 +65,15 @@ func (u *unit) whyEnd(startErr error) failure {
 	return failure{rank: -1, cause: "unknown"}
 }
 
-// drain lets the requests of a serving unit go on until the deadline of the stop; a failure, a tighter wish or the node's
-// end cuts it short.
+// drain lets the requests of a serving unit continue until the deadline of the stop. A failure, an earlier
+// deadline or the node's end cuts it short.
 func (u *unit) drain() {
-	stop, fail, _ := u.wishes()
+	stop, fail, _ := u.pendingInput()
 	if stop == nil || fail != nil || u.currentPhase() != state.Ready || !time.Now().Before(stop.deadline) {
 		return
 	}
 	u.enter(state.Draining, stop.reason)
-	u.tell(msg.UnitEvent{Kind: msg.UnitDraining, Rank: -1, Reason: stop.reason})
+	u.reportEvent(msg.UnitEvent{Kind: msg.UnitDraining, Rank: -1, Reason: stop.reason})
 	for _, r := range u.ranks {
 		r.replica.Drain("draining")
 	}
@@ -88,9 +89,9 @@ func (u *unit) drain() {
 	}
 }
 
-// draining waits for one thing to happen and says whether to go on waiting.
+// draining waits for one event and returns whether to continue waiting.
 func (u *unit) draining(empty <-chan struct{}) bool {
-	stop, fail, _ := u.wishes()
+	stop, fail, _ := u.pendingInput()
 	if fail != nil {
 		return false
 	}
@@ -106,13 +107,15 @@ func (u *unit) draining(empty <-chan struct{}) bool {
 	return false
 }
 
-// cutPart of KillGrace, 0.5 of 5 s, is what an engine has to end by itself after a cut: what the state shows superseded is killed within
-// 1 s, and with on_lease_loss fence nothing is left 3 s after the fence, when the leader may grant it elsewhere (CONTRACTS 8).
+// cutPart of KillGrace, 0.5 of 5 s, is an engine's time to end by itself after a cut. So a superseded unit is
+// killed within 1 s, and with on_lease_loss fence no process is left 3 s after the fence, when the leader may
+// grant the rank elsewhere.
 const cutPart = 10
 
-// kill ends every engine: SIGTERM, what is left of the drain plus KillGrace, SIGKILL to the whole group. A cut leaves less time.
+// kill ends every engine: SIGTERM, the rest of the drain plus KillGrace, SIGKILL to the whole group. A cut
+// leaves less time.
 func (u *unit) kill() {
-	stop, _, _ := u.wishes()
+	stop, _, _ := u.pendingInput()
 	limit := u.n.timers.KillGrace
 	if stop != nil {
 		limit += max(0, time.Until(stop.deadline))
@@ -121,7 +124,7 @@ func (u *unit) kill() {
 	for _, r := range u.ranks {
 		r.ask()
 		r.setProgress("")
-		if p := r.process(); p != nil { // an attached engine is not ours to end
+		if p := r.process(); p != nil { // the node does not end attached engines
 			r.setProgress("ending its engine")
 			p.Terminate()
 			all.Go(func() { u.awaitExit(p, limit) })
@@ -145,12 +148,12 @@ func (u *unit) awaitExit(p Process, limit time.Duration) {
 		case <-u.n.hard:
 		}
 	}
-	p.Kill() // also after an exit: children may live on
+	p.Kill() // also after an exit: children may still live
 }
 
-// verify waits until nothing of the unit's engines is left: groups empty, ports bindable. After VerifyNamed what is left is
-// named, and the wait goes on, killing again: a start beside it would meet its memory and its ports. Only the node's own end
-// gives up then, after KillGrace if it is hurried, and verify returns what is left.
+// verify waits until nothing of the unit's engines is left: groups empty, ports bindable. After VerifyNamed
+// it names what is left and continues to wait and to kill: a new start would meet the old memory and ports.
+// Only the node's own end gives up, after KillGrace if it is hurried; then verify returns what is left.
 func (u *unit) verify(why failure) string {
 	began, named := time.Now(), false
 	for wait := u.n.timers.PollFirst; ; wait = min(2*wait, u.n.timers.VerifyPoll) {
@@ -180,7 +183,7 @@ func (u *unit) named(why failure, left string, after time.Duration) {
 	reason := fmt.Sprintf("%s; still held after %s: %s", why.cause, after, left)
 	u.log.Warn("an ended engine still holds something", slog.String("left", left))
 	u.enter(state.Killing, reason)
-	u.tell(msg.UnitEvent{Kind: msg.UnitKilling, Rank: why.rank, Reason: reason})
+	u.reportEvent(msg.UnitEvent{Kind: msg.UnitKilling, Rank: why.rank, Reason: reason})
 }
 
 func (u *unit) killAgain() {
@@ -191,8 +194,8 @@ func (u *unit) killAgain() {
 	}
 }
 
-// left names what the unit's engines still hold. Ports are asked only if engines were started: those of a failed bind test
-// belong to somebody else.
+// left names what the unit's engines still hold. It checks ports only if engines were started: after a failed
+// bind test they belong to another process.
 func (u *unit) left() string {
 	if text := held(u.ranks); text != "" {
 		return text
@@ -228,7 +231,7 @@ func started(ranks []*rank) bool {
 	return false
 }
 
-// stopReplicas ends DPServers, all at once.
+// stopReplicas stops all DPServers concurrently.
 func (u *unit) stopReplicas(ctx context.Context, ranks []*rank) {
 	ctx, cancel := context.WithTimeout(ctx, u.n.timers.ReplicaStop)
 	defer cancel()
@@ -236,7 +239,8 @@ func (u *unit) stopReplicas(ctx context.Context, ranks []*rank) {
 	for _, r := range ranks {
 		all.Go(func() {
 			if err := r.replica.Stop(ctx); err != nil {
-				u.log.Error("a DPServer did not stop", slog.Int("rank", r.grant.Rank), slog.String("err", err.Error()))
+				u.log.Error("a DPServer did not stop", slog.Int("rank", r.grant.Rank),
+					slog.String("err", err.Error()))
 			}
 		})
 	}

@@ -15,9 +15,9 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// startError is why a start failed, and which rank's log tells more.
+// startError is the reason of a failed start, with the rank whose log tells more.
 type startError struct {
-	rank int // -1: none in particular
+	rank int // -1: no particular rank
 	err  error
 }
 
@@ -27,14 +27,16 @@ func (e *startError) Unwrap() error { return e.err }
 // errStartDeadline ends a start that takes longer than startup_timeout_s.
 var errStartDeadline = errors.New("not ready within the startup timeout")
 
-// start brings every rank of the unit up: bind test, DPServers, assignment, rendezvous, engines, health, settings, canary.
-// One deadline bounds it all, except for attached engines: whoever runs them may start them tomorrow.
+// start starts every rank of the unit: bind test, DPServers, assignment, rendezvous, engines, health,
+// settings, canary. One deadline bounds all of it, except for attached engines, which their owner may start
+// at any time.
 func (u *unit) start() error {
 	ctx, cancel := context.WithCancelCause(context.Background())
 	defer cancel(nil)
 	if !u.attached() {
 		var stop context.CancelFunc
-		ctx, stop = context.WithTimeoutCause(ctx, u.startTimeout(), fmt.Errorf("%w of %s (engine.startup_timeout_s)", errStartDeadline, u.startTimeout()))
+		ctx, stop = context.WithTimeoutCause(ctx, u.startTimeout(),
+			fmt.Errorf("%w of %s (engine.startup_timeout_s)", errStartDeadline, u.startTimeout()))
 		defer stop()
 	}
 	if !u.begin(cancel) {
@@ -50,7 +52,7 @@ func (u *unit) start() error {
 	return u.explain(ctx, err)
 }
 
-// begin registers the cancel of the start, unless a stop came first.
+// begin registers the cancel function of the start, unless a stop came first.
 func (u *unit) begin(cancel context.CancelCauseFunc) bool {
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -68,14 +70,14 @@ func (u *unit) startTimeout() time.Duration {
 	return DefaultStartupTimeout
 }
 
-// explain replaces the echo of a cancelled start by what cancelled it.
+// explain replaces the error of a cancelled start by the cause of the cancellation.
 func (u *unit) explain(ctx context.Context, err error) error {
 	if err == nil {
 		return nil
 	}
 	switch cause := context.Cause(ctx); {
 	case errors.Is(cause, errRankLost):
-		_, f, _ := u.wishes()
+		_, f, _ := u.pendingInput()
 		return &startError{f.rank, errors.New(f.cause)}
 	case errors.Is(cause, errStopAsked):
 		return cause
@@ -86,7 +88,7 @@ func (u *unit) explain(ctx context.Context, err error) error {
 	return err
 }
 
-// slowest names a rank that is not there yet and what it waits for.
+// slowest names a rank that is not ready yet and what it waits for.
 func (u *unit) slowest() (rank int, progress string) {
 	u.mu.Lock()
 	ranks := u.ranks
@@ -130,7 +132,7 @@ func (u *unit) bringUp(ctx context.Context) error {
 	return u.await(ctx)
 }
 
-// makeRanks makes a DPServer for every rank. The list is complete before anything can fail.
+// makeRanks makes a DPServer for every rank. The list is complete before any step can fail.
 func (u *unit) makeRanks(ctx context.Context) error {
 	var ranks []*rank
 	for _, g := range u.m.Ranks {
@@ -154,18 +156,21 @@ func (u *unit) makeRank(g state.RankGrant) (*rank, error) {
 	}
 	r := &rank{grant: g, target: target, events: events}
 	r.replica, err = u.n.cfg.NewReplica(msg.ReplicaSpec{
-		App: u.m.App, Unit: u.m.Unit, Group: u.m.Group, Rank: g.Rank, Epoch: u.m.Epoch, Node: u.n.cfg.ID, Devices: g.Devices, Target: target,
+		App: u.m.App, Unit: u.m.Unit, Group: u.m.Group, Rank: g.Rank, Epoch: u.m.Epoch, Node: u.n.cfg.ID,
+		Devices: g.Devices, Target: target,
 		Events: events, Watcher: u,
 	})
 	if err != nil {
 		return nil, err
 	}
-	r.client = engine.NewClient(target.URL, engine.Addressing{Mode: target.Addressing, Selector: target.Selector}, engine.APIKey(u.m.App), u.n.cfg.Transport)
+	r.client = engine.NewClient(target.URL,
+		engine.Addressing{Mode: target.Addressing, Selector: target.Selector}, engine.APIKey(u.m.App),
+		u.n.cfg.Transport)
 	r.out[0], r.out[1] = u.n.logs.open(u.m.App.Name, u.m.Unit, g.Rank, u.m.Epoch)
 	return r, nil
 }
 
-// target says where the engine of a rank will answer, and where its KV events will be found if that is known.
+// target says where the engine of a rank will answer, and where its KV events are, if that is known.
 func (u *unit) target(g state.RankGrant) (msg.Target, *msg.EventSource, error) {
 	l, err := u.render(g, "", 0)
 	if err != nil {
@@ -184,14 +189,15 @@ func (u *unit) target(g state.RankGrant) (msg.Target, *msg.EventSource, error) {
 
 func (u *unit) render(g state.RankGrant, addr string, port int) (engine.Launch, error) {
 	return engine.Render(&engine.Spec{
-		App: u.m.App, Group: u.m.Group, Rank: g.Rank, Base: u.m.Block.Base, Host: u.n.cfg.EngineHost, Devices: g.Devices,
+		App: u.m.App, Group: u.m.Group, Rank: g.Rank, Base: u.m.Block.Base, Host: u.n.cfg.EngineHost,
+		Devices:    g.Devices,
 		Executable: u.n.cfg.Executable, Rank0Addr: addr, Rank0Port: port, GroupKey: u.groupKey(),
 	}, u.n.cfg.Environ)
 }
 
-// launch starts every rank's engine; from then on each exit is watched.
+// launch starts every rank's engine and watches its exit.
 func (u *unit) launch(ctx context.Context, addr string, port int) error {
-	if err := u.n.mayStart(); err != nil { // it may have run out while the unit waited
+	if err := u.n.mayStart(); err != nil { // the lease may have ended while the unit waited
 		return &startError{-1, err}
 	}
 	for _, r := range u.ranks {
@@ -213,12 +219,14 @@ func (u *unit) launchRank(ctx context.Context, r *rank, l engine.Launch) error {
 		return err
 	}
 	r.setProc(p)
-	u.log.Info("engine started", slog.Int("rank", r.grant.Rank), slog.Int("pid", p.PID()), slog.String("url", l.URL))
+	u.log.Info("engine started", slog.Int("rank", r.grant.Rank), slog.Int("pid", p.PID()),
+		slog.String("url", l.URL))
 	u.n.running.Go(func() { u.watchExit(r, p) }) // ends with the engine or the unit
 	return nil
 }
 
-// watchExit turns every exit we did not ask for into a failure, whatever its code. An engine that no signal ends outlives its unit.
+// watchExit turns every exit that the node did not request into a failure, whatever its code. An engine that
+// no signal ends outlives its unit.
 func (u *unit) watchExit(r *rank, p Process) {
 	select {
 	case <-p.Exited():
@@ -230,8 +238,8 @@ func (u *unit) watchExit(r *rank, p Process) {
 	}
 }
 
-// await waits until every rank answers, checks that engines publish where they were told to and that coupled ones agree, makes
-// each compute a token, and asks it about itself.
+// await waits until every rank answers, checks that engines publish events where they were told to and that
+// coupled ranks agree, has each compute a token, and asks it for its facts.
 func (u *unit) await(ctx context.Context) error {
 	if err := u.answers(ctx); err != nil {
 		return err
@@ -257,7 +265,7 @@ func (u *unit) answers(ctx context.Context) error {
 	return u.forEach(ctx, u.canary)
 }
 
-// forEach runs a step of the start for all ranks at once; the first error ends the others.
+// forEach runs a step of the start for all ranks at once. The first error ends the others.
 func (u *unit) forEach(ctx context.Context, step func(ctx context.Context, r *rank) error) error {
 	g, ctx := errgroup.WithContext(ctx)
 	for _, r := range u.ranks {
@@ -271,7 +279,8 @@ func (u *unit) forEach(ctx context.Context, step func(ctx context.Context, r *ra
 	return g.Wait()
 }
 
-// awaitHealth polls /health: quickly at first, a simulated engine is up in milliseconds; a real one takes minutes.
+// awaitHealth polls /health: quickly at first, because a simulated engine is up in milliseconds; a real one
+// takes minutes.
 func (u *unit) awaitHealth(ctx context.Context, r *rank) error {
 	for wait := u.n.timers.PollFirst; ; wait = min(2*wait, u.n.timers.PollLast) {
 		h, err := u.askHealth(ctx, r)
@@ -301,7 +310,7 @@ func (u *unit) canary(ctx context.Context, r *rank) error {
 	return nil
 }
 
-// awaitAttached asks for health and a token until both come: there is nothing to give up.
+// awaitAttached asks for health and a token until both succeed. It never gives up.
 func (u *unit) awaitAttached(ctx context.Context, r *rank) error {
 	for {
 		if err := u.awaitHealth(ctx, r); err != nil {
@@ -318,7 +327,8 @@ func (u *unit) awaitAttached(ctx context.Context, r *rank) error {
 	}
 }
 
-// becomeReady opens every DPServer for a new incarnation of its engine. A rank that failed meanwhile closes them again.
+// becomeReady opens every DPServer for a new incarnation of its engine. A rank that failed meanwhile closes
+// them again.
 func (u *unit) becomeReady(ctx context.Context) error {
 	for _, r := range u.ranks {
 		r.facts.Incarnation = draw(u.n.cfg.Rand)
@@ -334,7 +344,7 @@ func (u *unit) becomeReady(ctx context.Context) error {
 		return &startError{f.rank, errors.New(f.cause)}
 	}
 	u.log.Info("unit is ready", slog.Int("ranks", len(u.ranks)))
-	u.tell(msg.UnitEvent{Kind: msg.UnitReady, Rank: -1})
+	u.reportEvent(msg.UnitEvent{Kind: msg.UnitReady, Rank: -1})
 	return nil
 }
 
@@ -371,7 +381,7 @@ func draw(random func() uint64) uint64 {
 	}
 }
 
-// sleep waits, or gives the cause why ctx ended.
+// sleep waits, or returns the cause why ctx ended.
 func sleep(ctx context.Context, d time.Duration) error {
 	t := time.NewTimer(d)
 	defer t.Stop()

@@ -1,10 +1,12 @@
-// Package rankassigner is the RankAssigner: assign_rank and release_rank of a data-parallel group, and the meeting point of
-// the ranks of a lockstep group. What it hands out stands in the replicated state; it keeps nothing that a restart could lose.
+// Package rankassigner is the RankAssigner: assign_rank and release_rank of a data-parallel group, and the
+// rendezvous of the ranks of a lockstep group. Its answers come from the replicated state; it keeps nothing
+// that a restart could lose.
 package rankassigner
 
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"sync"
 	"time"
@@ -12,6 +14,7 @@ import (
 	"github.com/asynkron/protoactor-go/actor"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/cluster"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/state"
@@ -20,18 +23,18 @@ import (
 const (
 	// DefaultRendezvous is how long the ranks of a lockstep unit wait for rank 0's address.
 	DefaultRendezvous = 120 * time.Second
-	// DefaultProposal is how long one raft command may take.
+	// DefaultProposal bounds one raft command.
 	DefaultProposal = 5 * time.Second
 
 	actorName    = "rankassigner"
-	mailboxBound = 1024            // unreceived questions; more than the ranks of a node ask at once
-	closeGrace   = 5 * time.Second // for the actor to stop
+	mailboxBound = 1024            // unreceived requests; more than the ranks of a node send at once
+	closeGrace   = 5 * time.Second // time for the actor to stop
 )
 
-// Timers are the waits of this room. Zero fields mean the defaults.
+// Timers of the RankAssigner. Zero fields mean the defaults.
 type Timers struct {
 	Rendezvous time.Duration // from the first report of a (unit, epoch) to rank 0's Publish
-	Proposal   time.Duration // one raft command
+	Proposal   time.Duration // bound of one raft command
 }
 
 func (t Timers) withDefaults() Timers {
@@ -44,7 +47,7 @@ func (t Timers) withDefaults() Timers {
 	return t
 }
 
-// Config is what an Assigner is made of. Store, Proposer and Log are required.
+// Config is the configuration of an Assigner. Store, Proposer and Log are required.
 type Config struct {
 	Store    msg.Store
 	Proposer msg.Proposer
@@ -52,13 +55,13 @@ type Config struct {
 	Log      *slog.Logger
 }
 
-// Assigner is the running RankAssigner. Start it before anything else is called; all methods but Start are then safe for
+// Assigner is the running RankAssigner. Call Start before any other method; all other methods are safe for
 // concurrent use. Every call ends with its context, and with ErrStopped after Close.
 type Assigner struct {
 	cfg       Config
 	box       *inbox.Inbox
-	table     *table     // the actor's own; outlives a panic in Receive, so that no waiter is forgotten
-	proposals *proposals // the actor's own
+	table     *table     // used by the actor only; survives a panic in Receive
+	proposals *proposals // used by the actor only
 	stop      context.CancelFunc
 	loops     sync.WaitGroup
 	closeOnce sync.Once
@@ -85,12 +88,12 @@ func (a *Assigner) Start(system *actor.ActorSystem) error {
 		return err
 	}
 	a.box, a.stop = box, stop
-	a.loops.Go(func() { a.follow(ctx) })
+	a.loops.Go(func() { a.followStore(ctx) })
 	return nil
 }
 
-// Close stops the actor and its proposals and waits for both: its node stops, or does not lead any more. Whoever waits for an
-// answer gets ErrStopped.
+// Close stops the actor and its proposals and waits for both, because the node stops or no longer leads.
+// Waiting callers get ErrStopped.
 func (a *Assigner) Close() error {
 	a.closeOnce.Do(func() {
 		if a.box == nil {
@@ -107,10 +110,11 @@ func (a *Assigner) Close() error {
 	return a.closeErr
 }
 
-// follow posts every change of the store, so that waiters of a superseded epoch are let go. It never polls.
-func (a *Assigner) follow(ctx context.Context) {
+// followStore posts every change of the store, so that waiters of a superseded epoch get an answer. It never
+// polls.
+func (a *Assigner) followStore(ctx context.Context) {
 	for {
-		changed := a.cfg.Store.Changed() // before State, or a change in between goes unseen
+		changed := a.cfg.Store.Changed() // Changed comes before State, so that no change in between is missed
 		a.box.Send(stateChanged{a.cfg.Store.State()})
 		select {
 		case <-changed:
@@ -120,10 +124,12 @@ func (a *Assigner) follow(ctx context.Context) {
 	}
 }
 
-// Assign gives a replica its rank, the epoch of its unit and the size of the group: assign_rank(replica_id). It is idempotent
-// by replica id, also over restarts: the answer is read from the grant. Errors, in the reply too: ErrNotGranted,
-// ErrGroupFull, ErrBadReplica.
-func (a *Assigner) Assign(ctx context.Context, app string, group int, replicaID string) (msg.AssignReply, error) {
+// Assign returns a replica's rank, the epoch of its unit and the size of the group: assign_rank(replica_id).
+// It is idempotent by replica id, also over restarts, because it reads the answer from the grant. Errors,
+// also in the reply: ErrNotGranted, ErrGroupFull, ErrBadReplica.
+func (a *Assigner) Assign(ctx context.Context, app string, group int, replicaID string) (msg.AssignReply,
+	error,
+) {
 	reply := make(chan msg.AssignReply, 1)
 	m := &msg.Assign{App: app, Group: group, ReplicaID: replicaID, Reply: reply}
 	r, err := ask(ctx, a.box, m, reply)
@@ -133,12 +139,13 @@ func (a *Assigner) Assign(ctx context.Context, app string, group int, replicaID 
 	return r, r.Err
 }
 
-// Publish announces rank 0's rendezvous address of a lockstep unit to those who wait for it, on whatever node. The table is in
-// memory: rank 0's node repeats it while the unit starts, so that a new leader learns it. A repetition changes nothing.
+// Publish announces rank 0's rendezvous address of a lockstep unit to the waiting ranks on all nodes. The
+// table is in memory, so rank 0's node repeats the address while the unit starts and a new leader learns it.
+// A repetition changes nothing.
 func (a *Assigner) Publish(p msg.Publish) { a.box.Send(&p) }
 
-// Await waits for rank 0's address. Errors: ErrRendezvous after the deadline, naming the ranks that did not report;
-// ErrNotGranted and state.ErrStaleEpoch when the grant is not, or no longer, that of the caller.
+// Await waits for rank 0's address. Errors: ErrRendezvous after the deadline, with the ranks that did not
+// report; ErrNotGranted and state.ErrStaleEpoch if the unit's grant is not the caller's.
 func (a *Assigner) Await(ctx context.Context, unit string, epoch uint64, rank int) (string, int, error) {
 	reply := make(chan msg.AwaitReply, 1)
 	m := &msg.Await{Ctx: ctx, Unit: unit, Epoch: epoch, Rank: rank, Reply: reply}
@@ -149,25 +156,20 @@ func (a *Assigner) Await(ctx context.Context, unit string, epoch uint64, rank in
 	return r.Addr, r.Port, r.Err
 }
 
-// Grant puts a placed group through consensus: new epochs for all of its units, or a typed refusal of state. When ctx ends
-// first the grant may still commit; the epoch in it keeps a repetition from doubling it.
+// Grant puts a placed group through consensus. The result holds new epochs for all of its units, or Grant
+// returns a typed refusal of the state. If ctx ends first, the grant may still commit; its expected epoch
+// prevents a second grant by a repetition.
 func (a *Assigner) Grant(ctx context.Context, g state.GrantGroup) (state.Result, error) {
 	return a.propose(ctx, state.Command{GrantGroup: &g})
 }
 
-// Release gives a unit's ranks, slots, devices and ports back, after its processes are gone: release_rank(rank). A unit of
-// several ranks is released whole (Rank -1). m.Reply may be nil; if not, it gets the error too.
+// Release releases a unit's ranks, slots, devices and ports after its processes are gone: release_rank(rank).
+// A unit of several ranks is released whole (Rank -1).
 func (a *Assigner) Release(ctx context.Context, m msg.ReleaseRank) error {
-	err := wholeUnit(a.cfg.Store.State(), &m)
+	err := checkWholeUnit(a.cfg.Store.State(), &m)
 	if err == nil {
 		ref := &state.UnitRef{Unit: m.Unit, Epoch: m.Epoch, Reason: m.Reason}
 		_, err = a.propose(ctx, state.Command{Release: ref})
-	}
-	if m.Reply != nil {
-		select {
-		case m.Reply <- err:
-		default: // the slot is taken: that answer was given before
-		}
 	}
 	return err
 }
@@ -181,13 +183,15 @@ func (a *Assigner) propose(ctx context.Context, c state.Command) (state.Result, 
 	return r.result, r.err
 }
 
-// ask posts m and waits for its answer: a stopped actor answers nobody, so it selects on that too (TRAPS 6).
+// ask posts m and waits for its answer. A stopped actor does not answer, so ask also waits for the actor's
+// end.
 func ask[R any](ctx context.Context, box *inbox.Inbox, m any, reply <-chan R) (R, error) {
 	var none R
 	if err := box.TrySend(m); errors.Is(err, inbox.ErrStopped) {
 		return none, errStopped()
 	} else if err != nil {
-		return none, problem.New(problem.Overloaded, "ask the rank assigner: %w", err).WithHint("try again in a second")
+		return none, problem.New(problem.Overloaded, "ask the rank assigner: %w", err).
+			WithHint("try again in a second")
 	}
 	select {
 	case r := <-reply:
@@ -197,4 +201,56 @@ func ask[R any](ctx context.Context, box *inbox.Inbox, m any, reply <-chan R) (R
 	case <-box.Stopped():
 		return none, errStopped()
 	}
+}
+
+// stateChanged carries a new snapshot of the store.
+type stateChanged struct{ state *state.State }
+
+// receiver is the actor. It handles one message at a time and never blocks.
+type receiver struct{ *Assigner }
+
+// Receive implements inbox.Receiver.
+func (a receiver) Receive(m any) {
+	switch m := m.(type) {
+	case *msg.Assign:
+		m.Reply <- assign(a.cfg.Store.State(), m)
+	case *msg.Publish:
+		if err := a.table.publish(a.cfg.Store.State(), m); err != nil {
+			a.cfg.Log.Warn("publish refused", slog.String("room", actorName), slog.String("unit", m.Unit),
+				slog.Uint64("epoch", m.Epoch), slog.Any("err", err))
+		}
+	case *msg.Await:
+		a.table.await(a.cfg.Store.State(), m)
+	case expired:
+		a.table.expire(m)
+	case stateChanged:
+		a.table.prune(m.state)
+	case *proposal:
+		a.proposals.begin(m)
+	case *proposalDone:
+		a.proposals.end(m)
+	default:
+		a.cfg.Log.Warn("unknown message dropped", slog.String("room", actorName),
+			slog.String("type", fmt.Sprintf("%T", m)))
+	}
+}
+
+// Reasons for a refusal. Each is wrapped in a *problem.Error.
+var (
+	ErrNotGranted = errors.New("not granted")
+	ErrGroupFull  = errors.New("group is full")
+	ErrBadReplica = errors.New("malformed replica id")
+	ErrRendezvous = errors.New("rendezvous timed out")
+	ErrSuperseded = errors.New("superseded by a later call of the same rank")
+	ErrPartial    = errors.New("a unit is released whole")
+	ErrTooMany    = errors.New("too many commands under way")
+)
+
+// ErrStopped says that the assigner was closed: its node no longer leads, and callers should ask the next
+// leader. It wraps cluster.ErrNotLeader.
+var ErrStopped = fmt.Errorf("rank assigner is stopped: %w", cluster.ErrNotLeader)
+
+func errStopped() error {
+	return problem.New(problem.Unavailable, "ask the rank assigner: %w", ErrStopped).
+		WithHint("ask the leader; if this node is the only one, after its restart")
 }

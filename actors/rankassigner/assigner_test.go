@@ -25,14 +25,14 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// store is a Store and Proposer in memory, which can be made to panic or to block.
+// store is a Store and Proposer in memory that can be made to panic or to block.
 type store struct {
 	mu      sync.Mutex
 	state   *state.State
 	changed chan struct{}
 	panics  int
 	gate    chan struct{} // Propose waits for it
-	most    int           // proposals at once
+	most    int           // highest number of concurrent proposals
 	now     int
 }
 
@@ -105,9 +105,13 @@ func rigged(t *testing.T, f func(t *testing.T, r *rig)) {
 }
 
 func (r *rig) deploy(name string, dp int, coupling app.Coupling) {
-	spec, err := json.Marshal(&app.Application{Name: name, NumGroups: 1, DataParallel: app.DataParallel{DPSize: dp, Coupling: coupling}})
+	spec, err := json.Marshal(&app.Application{
+		Name: name, NumGroups: 1,
+		DataParallel: app.DataParallel{DPSize: dp, Coupling: coupling},
+	})
 	require.NoError(r.t, err)
-	_, err = r.store.Propose(r.t.Context(), state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{Name: name, Spec: spec, Route: "/"}}}})
+	_, err = r.store.Propose(r.t.Context(),
+		state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{Name: name, Spec: spec, Route: "/"}}}})
 	require.NoError(r.t, err)
 }
 
@@ -124,7 +128,10 @@ func (r *rig) grant(name string, dp int, lockstep bool, expect uint64) (state.Re
 		if !lockstep {
 			id = fmt.Sprintf("%s/%d", id, rank)
 		}
-		g.Units = append(g.Units, state.UnitGrant{Unit: id, ExpectEpoch: expect, Attempt: 1, Ranks: []state.RankGrant{at}})
+		g.Units = append(g.Units, state.UnitGrant{
+			Unit: id, ExpectEpoch: expect, Attempt: 1,
+			Ranks: []state.RankGrant{at},
+		})
 	}
 	return r.Grant(r.t.Context(), g)
 }
@@ -149,7 +156,7 @@ func TestAssignReadsTheGrantAndIsIdempotent(t *testing.T) {
 		assert.Len(t, res.Epochs, 4)
 		for range 3 {
 			for rank := range 4 {
-				a, err := r.Assign(t.Context(), "chat", 0, ReplicaID("chat", 0, rank))
+				a, err := r.Assign(t.Context(), "chat", 0, formatReplicaID("chat", 0, rank))
 				require.NoError(t, err)
 				assert.Equal(t, msg.AssignReply{Rank: rank, Epoch: 1, DPSize: 4}, a)
 			}
@@ -170,7 +177,8 @@ func TestRankBeyondTheGroupIsRefused(t *testing.T) {
 		_, err = r.Assign(t.Context(), "chat", 0, "chat.0.4")
 		require.ErrorIs(t, err, ErrGroupFull)
 		assert.Equal(t, problem.Conflict, problem.CodeOf(err))
-		assert.EqualError(t, err, "assign rank: group is full: group chat/0 has 4 ranks, chat.0.4 would be one more")
+		assert.EqualError(t, err,
+			"assign rank: group is full: group chat/0 has 4 ranks, chat.0.4 would be one more")
 	})
 }
 
@@ -181,7 +189,10 @@ func TestAssignRefusesWhatIsNoReplicaOfTheGroup(t *testing.T) {
 		require.NoError(t, err)
 		_, err = r.Assign(t.Context(), "a.b", 0, "a.b.0.1")
 		require.NoError(t, err, "a dot in the name")
-		for _, id := range []string{"", "a.b.0.", "a.b.0.01", "a.b.0.-1", "a.b.0.+1", "a.b.1.1", "x.0.1", "1", "a.b.0.99999999999999999999"} {
+		for _, id := range []string{
+			"", "a.b.0.", "a.b.0.01", "a.b.0.-1", "a.b.0.+1", "a.b.1.1", "x.0.1",
+			"1", "a.b.0.99999999999999999999",
+		} {
 			_, err := r.Assign(t.Context(), "a.b", 0, id)
 			require.ErrorIs(t, err, ErrBadReplica, id)
 		}
@@ -192,7 +203,7 @@ func TestAssignRefusesWhatIsNoReplicaOfTheGroup(t *testing.T) {
 	})
 }
 
-// TestSurvivesItsOwnRestart: a panic in Receive costs one question; ranks, epochs and those who wait stay.
+// A panic in Receive costs one question. Ranks, epochs and waiting callers stay.
 func TestSurvivesItsOwnRestart(t *testing.T) {
 	rigged(t, func(t *testing.T, r *rig) {
 		r.deploy("moe", 2, app.Lockstep)
@@ -229,15 +240,19 @@ func TestRendezvous(t *testing.T) {
 		assert.Equal(t, msg.AwaitReply{Addr: "h", Port: 7}, <-one)
 		assert.Equal(t, msg.AwaitReply{Addr: "h", Port: 7}, <-two)
 		time.Sleep(time.Hour)
-		assert.Equal(t, msg.AwaitReply{Addr: "h", Port: 7}, <-r.await("moe/0", 1, 2), "late, but it was published")
+		assert.Equal(t, msg.AwaitReply{Addr: "h", Port: 7}, <-r.await("moe/0", 1, 2),
+			"late, but it was published")
 	})
 }
 
-// TestRendezvousOverNodes: whichever node a rank lies on; rank 0's repeats its address while the unit starts.
+// Ranks of any node meet. Rank 0's node repeats its address while the unit starts.
 func TestRendezvousOverNodes(t *testing.T) {
 	rigged(t, func(t *testing.T, r *rig) {
 		r.deploy("moe", 4, app.Lockstep)
-		g := state.GrantGroup{App: "moe", AppRevision: 1, Units: []state.UnitGrant{{Unit: "moe/0", Attempt: 1}}}
+		g := state.GrantGroup{
+			App: "moe", AppRevision: 1,
+			Units: []state.UnitGrant{{Unit: "moe/0", Attempt: 1}},
+		}
 		for i, n := range []string{"a", "a", "b", "b"} {
 			g.Units[0].Ranks = append(g.Units[0].Ranks, state.RankGrant{Rank: i, Node: n, Slot: i})
 		}
@@ -257,7 +272,7 @@ func TestRendezvousOverNodes(t *testing.T) {
 	})
 }
 
-// TestNewLeaderLearnsTheRendezvous: who waits asks the next leader, and rank 0's node repeats what it said.
+// Waiting ranks ask the next leader, and rank 0's node repeats its address.
 func TestNewLeaderLearnsTheRendezvous(t *testing.T) {
 	rigged(t, func(t *testing.T, r *rig) {
 		r.deploy("moe", 2, app.Lockstep)
@@ -297,7 +312,8 @@ func TestRendezvousTimesOutAndNamesTheMissing(t *testing.T) {
 			err := (<-w).Err
 			require.ErrorIs(t, err, ErrRendezvous)
 			assert.Equal(t, problem.Timeout, problem.CodeOf(err))
-			require.EqualError(t, err, "rendezvous timed out: moe/0, epoch 1: after 2m0s no report from ranks 0, 2, 4")
+			require.EqualError(t, err,
+				"rendezvous timed out: moe/0, epoch 1: after 2m0s no report from ranks 0, 2, 4")
 		}
 		assert.Equal(t, DefaultRendezvous, time.Since(began), "fake time")
 		require.ErrorIs(t, (<-r.await("moe/0", 1, 4)).Err, ErrRendezvous, "those who come later fail at once")
@@ -356,17 +372,18 @@ func TestRelease(t *testing.T) {
 		r.deploy("chat", 1, app.Independent)
 		_, err := r.grant("moe", 2, true, 0)
 		require.NoError(t, err)
-		require.ErrorIs(t, r.Release(t.Context(), msg.ReleaseRank{Unit: "moe/0", Rank: 1, Epoch: 1}), ErrPartial)
-		reply := make(chan error, 1)
-		require.ErrorIs(t, r.Release(t.Context(), msg.ReleaseRank{Unit: "moe/0", Rank: -1, Epoch: 7, Reply: reply}), state.ErrStaleEpoch)
-		require.ErrorIs(t, <-reply, state.ErrStaleEpoch)
+		require.ErrorIs(t, r.Release(t.Context(), msg.ReleaseRank{Unit: "moe/0", Rank: 1, Epoch: 1}),
+			ErrPartial)
+		require.ErrorIs(t, r.Release(t.Context(), msg.ReleaseRank{Unit: "moe/0", Rank: -1, Epoch: 7}),
+			state.ErrStaleEpoch)
 		require.NoError(t, r.Release(t.Context(), msg.ReleaseRank{Unit: "moe/0", Rank: -1, Epoch: 1}))
-		require.ErrorIs(t, r.Release(t.Context(), msg.ReleaseRank{Unit: "moe/0", Rank: -1, Epoch: 1}), state.ErrUnknownUnit)
+		require.ErrorIs(t, r.Release(t.Context(), msg.ReleaseRank{Unit: "moe/0", Rank: -1, Epoch: 1}),
+			state.ErrUnknownUnit)
 		assert.Empty(t, r.store.State().Units)
 	})
 }
 
-// TestCommandsAreBounded: sixteen at once, the others in line, none inside Receive.
+// Sixteen commands run at once, the others wait in line, and none runs inside Receive.
 func TestCommandsAreBounded(t *testing.T) {
 	rigged(t, func(t *testing.T, r *rig) {
 		r.deploy("chat", 1, app.Independent)
@@ -378,7 +395,10 @@ func TestCommandsAreBounded(t *testing.T) {
 		var wg sync.WaitGroup
 		errs := make(chan error, 100)
 		for range 100 {
-			wg.Go(func() { errs <- r.Release(t.Context(), msg.ReleaseRank{Unit: "chat/0/0", Rank: -1, Epoch: 1}) })
+			wg.Go(func() {
+				errs <- r.Release(t.Context(),
+					msg.ReleaseRank{Unit: "chat/0/0", Rank: -1, Epoch: 1})
+			})
 		}
 		synctest.Wait()
 		_, err = r.Assign(t.Context(), "chat", 0, "chat.0.0")
@@ -412,7 +432,7 @@ func TestCommandHasADeadline(t *testing.T) {
 	})
 }
 
-// TestCloseLetsEveryoneGo: whoever waits hears that the actor is stopped; messages behind a stop vanish.
+// Waiting callers get ErrStopped; messages after the stop are dropped.
 func TestCloseLetsEveryoneGo(t *testing.T) {
 	rigged(t, func(t *testing.T, r *rig) {
 		r.deploy("moe", 2, app.Lockstep)
@@ -448,9 +468,9 @@ func FuzzPositionOfReplicaID(f *testing.F) {
 	f.Add("chat", 0, "chat.0.3")
 	f.Add("a.b", 1, "a.b.1.0")
 	f.Fuzz(func(t *testing.T, name string, group int, id string) {
-		slot, err := position(name, group, id)
+		slot, err := parseReplicaID(name, group, id)
 		if err == nil {
-			assert.Equal(t, id, ReplicaID(name, group, slot), "one spelling per replica")
+			assert.Equal(t, id, formatReplicaID(name, group, slot), "one spelling per replica")
 			assert.GreaterOrEqual(t, slot, 0)
 		}
 	})

@@ -12,47 +12,59 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// ReplicaID names the replica at a position of a group: "app.group.slot". The position is its rank number, 0..dp_size-1.
-func ReplicaID(app string, group, slot int) string {
+// formatReplicaID names the replica at a position of a group: "app.group.slot". The position is its rank
+// number,
+// 0..dp_size-1.
+func formatReplicaID(app string, group, slot int) string {
 	return app + "." + strconv.Itoa(group) + "." + strconv.Itoa(slot)
 }
 
-// position is the slot of a replica id, which must be the one that ReplicaID makes: two spellings of one replica would be
-// two replicas with one rank.
-func position(app string, group int, replicaID string) (int, error) {
+// parseReplicaID returns the slot of a replica id. The id must be spelled as formatReplicaID does: two
+// spellings would make two replicas with one rank.
+func parseReplicaID(app string, group int, replicaID string) (int, error) {
 	slot, err := strconv.Atoi(replicaID[strings.LastIndexByte(replicaID, '.')+1:])
-	if err != nil || slot < 0 || replicaID != ReplicaID(app, group, slot) {
+	if err != nil || slot < 0 || replicaID != formatReplicaID(app, group, slot) {
 		return 0, problem.New(problem.InvalidArgument, "assign rank: %w %q", ErrBadReplica, replicaID).
-			WithHint("it is APP.GROUP.SLOT, here %s", ReplicaID(app, group, 0))
+			WithHint("it is APP.GROUP.SLOT, here %s", formatReplicaID(app, group, 0))
 	}
 	return slot, nil
 }
 
-// assign reads a replica's rank from the grants. It writes nothing, so a repeated question has the same answer.
+// assign reads a replica's rank from the grants. It writes nothing, so a repeated question gets the same
+// answer.
 func assign(s *state.State, m *msg.Assign) msg.AssignReply {
-	slot, err := position(m.App, m.Group, m.ReplicaID)
+	slot, err := parseReplicaID(m.App, m.Group, m.ReplicaID)
 	if err != nil {
 		return msg.AssignReply{Err: err}
 	}
-	ranks, err := ranksOf(s, m.App, m.Group)
+	ranks, err := groupRanks(s, m.App, m.Group)
 	if err != nil {
 		return msg.AssignReply{Err: err}
 	}
 	size := len(ranks)
 	if !slices.Contains(ranks, slot) {
-		return msg.AssignReply{DPSize: size, Err: problem.New(problem.Conflict, "assign rank: %w: group %s/%d has %d ranks, %s would be one more",
-			ErrGroupFull, m.App, m.Group, size, m.ReplicaID).WithHint("raise data_parallel.dp_size or num_replicas and deploy again")}
+		return msg.AssignReply{
+			DPSize: size,
+			Err: problem.New(problem.Conflict,
+				"assign rank: %w: group %s/%d has %d ranks, %s would be one more",
+				ErrGroupFull, m.App, m.Group, size, m.ReplicaID).
+				WithHint("raise data_parallel.dp_size or num_replicas and deploy again"),
+		}
 	}
-	u := unitOf(s, m.App, m.Group, slot)
+	u := unitOfRank(s, m.App, m.Group, slot)
 	if u == nil {
-		return msg.AssignReply{DPSize: size, Err: problem.New(problem.Unavailable, "assign rank: rank %d of group %s/%d: %w",
-			slot, m.App, m.Group, ErrNotGranted).WithHint("it is placed by the controller; ask again when it is")}
+		return msg.AssignReply{
+			DPSize: size,
+			Err: problem.New(problem.Unavailable, "assign rank: rank %d of group %s/%d: %w",
+				slot, m.App, m.Group, ErrNotGranted).
+				WithHint("it is placed by the controller; ask again when it is"),
+		}
 	}
 	return msg.AssignReply{Rank: slot, Epoch: u.Epoch, DPSize: size}
 }
 
-// ranksOf are the rank numbers of a group of the committed application.
-func ranksOf(s *state.State, name string, group int) ([]int, error) {
+// groupRanks returns the rank numbers of a group of the committed application.
+func groupRanks(s *state.State, name string, group int) ([]int, error) {
 	a, ok := s.Apps[name]
 	if !ok {
 		return nil, problem.New(problem.NotFound, "assign rank: %w %q", state.ErrUnknownApp, name)
@@ -62,13 +74,14 @@ func ranksOf(s *state.State, name string, group int) ([]int, error) {
 		return nil, problem.New(problem.Internal, "assign rank: read the spec of %q: %w", name, err)
 	}
 	if group < 0 || group >= spec.NumGroups {
-		return nil, problem.New(problem.NotFound, "assign rank: application %q has no group %d: %w", name, group, ErrNotGranted)
+		return nil, problem.New(problem.NotFound, "assign rank: application %q has no group %d: %w", name,
+			group, ErrNotGranted)
 	}
 	return spec.RankNumbers(group), nil
 }
 
-// unitOf is the granted unit that holds a rank; there is at most one, the state sees to it.
-func unitOf(s *state.State, name string, group, rank int) *state.Unit {
+// unitOfRank is the granted unit that holds a rank. The state ensures that there is at most one.
+func unitOfRank(s *state.State, name string, group, rank int) *state.Unit {
 	for _, u := range s.Units {
 		if u.App == name && u.Group == group && u.Holds() && hasRank(u, rank) {
 			return u
@@ -86,12 +99,13 @@ func hasRank(u *state.Unit, rank int) bool {
 	return false
 }
 
-// wholeUnit refuses to release a part of a unit. Unknown units and epochs are refused by the state itself.
-func wholeUnit(s *state.State, m *msg.ReleaseRank) error {
+// checkWholeUnit refuses to release a part of a unit. The state itself refuses unknown units and epochs.
+func checkWholeUnit(s *state.State, m *msg.ReleaseRank) error {
 	u := s.Units[m.Unit]
 	if m.Rank < 0 || u == nil || (len(u.Ranks) == 1 && hasRank(u, m.Rank)) {
 		return nil
 	}
-	return problem.New(problem.InvalidArgument, "release rank %d of %s: %w: it has %d ranks", m.Rank, m.Unit, ErrPartial, len(u.Ranks)).
+	return problem.New(problem.InvalidArgument, "release rank %d of %s: %w: it has %d ranks", m.Rank,
+		m.Unit, ErrPartial, len(u.Ranks)).
 		WithHint("release rank -1, all ranks of the unit")
 }

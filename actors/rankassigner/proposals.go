@@ -10,33 +10,33 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// Bounds of the commands under way. Raft batches what comes together, so more at once gain nothing.
+// Bounds of the commands under way. Raft batches concurrent commands, so more concurrency gains nothing.
 const (
 	maxProposals = 16
-	maxWaiting   = 4096 // one Release per rank of a large application at once
+	maxWaiting   = 4096 // enough for one Release per rank of a large application
 )
 
-// proposal asks for one command to be put through consensus.
+// proposal asks for one command to go through consensus.
 type proposal struct {
 	ctx     context.Context //nolint:containedctx // the message's ctx is its cancellation
 	command state.Command
 	reply   chan proposed // one slot
 }
 
-// proposed is the answer to a proposal.
+// proposed is the result of a proposal.
 type proposed struct {
 	result state.Result
 	err    error
 }
 
-// concluded brings the answer back into the actor.
-type concluded struct {
+// proposalDone brings the result back into the actor.
+type proposalDone struct {
 	*proposal
 	proposed
 }
 
-// proposals keeps Propose out of Receive (TRAPS 10): a bounded number of goroutines, first come first served. Only the actor
-// calls begin and end.
+// proposals runs Propose outside of Receive, which must not block: in a bounded number of goroutines, in
+// order of arrival. Only the actor calls its methods.
 type proposals struct {
 	ctx      context.Context //nolint:containedctx // ends the goroutines at Close
 	proposer msg.Proposer
@@ -59,7 +59,8 @@ func (p *proposals) begin(m *proposal) {
 	case len(p.waiting) < maxWaiting:
 		p.waiting = append(p.waiting, m)
 	default:
-		m.reply <- proposed{err: problem.New(problem.Overloaded, "propose %s: %w", m.command.Kind(), ErrTooMany).WithHint("try again in a second")}
+		m.reply <- proposed{err: problem.New(problem.Overloaded, "propose %s: %w", m.command.Kind(),
+			ErrTooMany).WithHint("try again in a second")}
 	}
 }
 
@@ -70,11 +71,11 @@ func (p *proposals) run(m *proposal) {
 		defer cancel()
 		defer context.AfterFunc(p.ctx, cancel)()
 		r, err := p.proposer.Propose(ctx, m.command)
-		p.post(&concluded{m, proposed{r, err}})
+		p.post(&proposalDone{m, proposed{r, err}})
 	})
 }
 
-func (p *proposals) end(c *concluded) {
+func (p *proposals) end(c *proposalDone) {
 	p.running--
 	c.reply <- c.proposed
 	for len(p.waiting) > 0 && p.running < maxProposals {

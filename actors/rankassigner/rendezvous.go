@@ -11,7 +11,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// meeting is the rendezvous of one grant: its ranks wait until rank 0 has said where it listens.
+// meeting is the rendezvous of one grant: its ranks wait until rank 0 has published its address.
 type meeting struct {
 	epoch    uint64
 	addr     string
@@ -23,25 +23,26 @@ type meeting struct {
 	deadline *time.Timer
 }
 
-// expired says that the deadline of a meeting has passed.
+// expired reports that the deadline of a meeting has passed.
 type expired struct {
 	unit  string
 	epoch uint64
 }
 
-// table holds one meeting per unit, that of the highest epoch. Only the actor touches it.
+// table holds one meeting per unit, that of the highest epoch. Only the actor uses it.
 type table struct {
 	wait     time.Duration
 	post     func(any)
 	meetings map[string]*meeting
-	last     *state.State // the newest one seen: which ranks belong to a unit
+	last     *state.State // newest snapshot: the ranks of each unit
 }
 
 func newTable(wait time.Duration, post func(any)) *table {
 	return &table{wait: wait, post: post, meetings: map[string]*meeting{}, last: state.New()}
 }
 
-// publish notes rank 0's address and answers all who wait. A second address for the same grant replaces the first.
+// publish stores rank 0's address and answers all waiting ranks. A second address for the same grant replaces
+// the first.
 func (t *table) publish(s *state.State, p *msg.Publish) error {
 	m, err := t.join(s, p.Unit, p.Epoch, p.Rank)
 	if err != nil {
@@ -53,10 +54,10 @@ func (t *table) publish(s *state.State, p *msg.Publish) error {
 	return nil
 }
 
-// await answers at once if it can, else it leaves the question in the meeting.
+// await answers at once if it can, else it keeps the request in the meeting.
 func (t *table) await(s *state.State, w *msg.Await) {
 	if w.Ctx.Err() != nil {
-		return // nobody reads the reply
+		return // the caller has given up
 	}
 	m, err := t.join(s, w.Unit, w.Epoch, w.Rank)
 	switch {
@@ -68,13 +69,14 @@ func (t *table) await(s *state.State, w *msg.Await) {
 		w.Reply <- msg.AwaitReply{Err: m.err}
 	default:
 		if old := m.waiters[w.Rank]; old != nil {
-			old.Reply <- msg.AwaitReply{Err: problem.New(problem.Conflict, "await rank 0 of %s: %w", w.Unit, ErrSuperseded)}
+			old.Reply <- msg.AwaitReply{Err: problem.New(problem.Conflict, "await rank 0 of %s: %w", w.Unit,
+				ErrSuperseded)}
 		}
 		m.waiters[w.Rank] = w
 	}
 }
 
-// join finds or opens the meeting of a grant and notes that the rank reported.
+// join finds or opens the meeting of a grant and notes that the rank has reported.
 func (t *table) join(s *state.State, unit string, epoch uint64, rank int) (*meeting, error) {
 	t.prune(s)
 	u := s.Units[unit]
@@ -84,7 +86,8 @@ func (t *table) join(s *state.State, unit string, epoch uint64, rank int) (*meet
 	case u.Epoch != epoch:
 		return nil, errStale(unit, epoch, u.Epoch)
 	case !hasRank(u, rank):
-		return nil, problem.New(problem.InvalidArgument, "rendezvous of %s: rank %d: %w", unit, rank, ErrNotGranted)
+		return nil, problem.New(problem.InvalidArgument, "rendezvous of %s: rank %d: %w", unit, rank,
+			ErrNotGranted)
 	}
 	m := t.meetings[unit]
 	if m == nil {
@@ -97,18 +100,22 @@ func (t *table) join(s *state.State, unit string, epoch uint64, rank int) (*meet
 }
 
 func errStale(unit string, epoch, have uint64) error {
-	return problem.New(problem.Conflict, "rendezvous of %s: %w: it is at epoch %d, this is epoch %d", unit, state.ErrStaleEpoch, have, epoch).
+	return problem.New(problem.Conflict, "rendezvous of %s: %w: it is at epoch %d, this is epoch %d", unit,
+		state.ErrStaleEpoch, have, epoch).
 		WithHint("stop: the unit was started anew")
 }
 
-// expire fails a meeting without an address, and all who wait or come later: a gang starts together or not at all.
+// expire fails a meeting without an address, and all present and later requests: a gang starts together or
+// not at all.
 func (t *table) expire(e expired) {
 	m := t.meetings[e.unit]
 	if m == nil || m.epoch != e.epoch || m.open || m.err != nil {
 		return
 	}
-	m.err = problem.New(problem.Timeout, "%w: %s, epoch %d: after %s no report from %s", ErrRendezvous, e.unit, e.epoch, t.wait,
-		rankList(m.missing(t.last.Units[e.unit]))).WithHint("look at the log of those ranks: dpserve logs %s", appOf(e.unit))
+	m.err = problem.New(problem.Timeout, "%w: %s, epoch %d: after %s no report from %s", ErrRendezvous,
+		e.unit, e.epoch, t.wait,
+		rankList(m.missing(t.last.Units[e.unit]))).
+		WithHint("look at the log of those ranks: dpserve logs %s", appOf(e.unit))
 	m.answer(msg.AwaitReply{Err: m.err})
 }
 
@@ -117,7 +124,7 @@ func appOf(unit string) string {
 	return name
 }
 
-// missing are the ranks of the unit that neither published nor awaited.
+// missing returns the ranks of the unit that neither published nor awaited.
 func (m *meeting) missing(u *state.Unit) []int {
 	var out []int
 	if u == nil {
@@ -131,7 +138,7 @@ func (m *meeting) missing(u *state.Unit) []int {
 	return out
 }
 
-// rankList is "rank 0", "ranks 0, 3", or, when all awaited and none published, rank 0's address.
+// rankList is "rank 0", "ranks 0, 3", or a note on rank 0's address if all ranks reported.
 func rankList(ranks []int) string {
 	switch len(ranks) {
 	case 0:
@@ -144,7 +151,7 @@ func rankList(ranks []int) string {
 	}
 }
 
-// prune drops the meetings of grants that are no more and lets their waiters go. A snapshot that is older than a meeting says
+// prune drops the meetings of ended grants and answers their waiters. A snapshot older than a meeting says
 // nothing about it.
 func (t *table) prune(s *state.State) {
 	if s.Index >= t.last.Index {
@@ -161,7 +168,7 @@ func (t *table) prune(s *state.State) {
 	}
 }
 
-// answer gives every waiter the same reply; each has an empty slot.
+// answer sends the same reply to every waiter. Each reply channel has a free slot.
 func (m *meeting) answer(r msg.AwaitReply) {
 	for rank, w := range m.waiters {
 		w.Reply <- r
@@ -171,7 +178,7 @@ func (m *meeting) answer(r msg.AwaitReply) {
 
 func (m *meeting) stop() { m.deadline.Stop() }
 
-// close stops the timers. The actor has stopped.
+// close stops the timers after the actor has stopped.
 func (t *table) close() {
 	for _, m := range t.meetings {
 		m.stop()

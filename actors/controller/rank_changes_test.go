@@ -25,9 +25,9 @@ func attachedTo(urls ...string) *app.Application {
 	return a
 }
 
-// reshape commits another list of ranks as Reshape does: no second chance for anybody.
+// reshape commits another list of ranks as Reshape does, without retrying failed units.
 func (w *world) reshape(a *app.Application) {
-	spec, err := specOf(a)
+	spec, err := encodeSpec(a)
 	require.NoError(w.t, err)
 	_, err = w.apply(state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{spec}}})
 	require.NoError(w.t, err)
@@ -44,21 +44,26 @@ func TestARemovedRankDrainsAndTheOthersDoNotNotice(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, 1, *gone.Number)
 	w.reshape(b)
-	assert.Equal(t, []string{"ext/0/1: ready → draining", "stop ext/0/1 epoch 1 on a, grace 30s"}, w.takeTrace())
+	assert.Equal(t, []string{"ext/0/1: ready → draining", "stop ext/0/1 epoch 1 on a, grace 30s"},
+		w.takeTrace())
 	assert.Equal(t, "RUNNING", w.status("ext"))
 	require.Len(t, w.core.Status()[0].Units, 3, "who drains is still shown")
 
-	c, n, err := b.WithRank(app.AttachRank{URL: "http://d"}, func(r int) bool { return w.state.Units[fmt.Sprint("ext/0/", r)] != nil })
+	c, n, err := b.WithRank(app.AttachRank{URL: "http://d"},
+		func(r int) bool { return w.state.Units[fmt.Sprint("ext/0/", r)] != nil })
 	require.NoError(t, err)
 	require.Equal(t, 3, n, "the number is held until the release")
 	w.reshape(c)
 	assert.Equal(t, []string{
-		"ext/0/3:  → pending", "grant ext/0/3 attempt 1 on a:-1", "ext: RUNNING → DEPLOYING", "ext/0/3: pending → starting", "start ext/0/3 epoch 1 on a",
+		"ext/0/3:  → pending", "grant ext/0/3 attempt 1 on a:-1", "ext: RUNNING → DEPLOYING",
+		"ext/0/3: pending → starting", "start ext/0/3 epoch 1 on a",
 	}, w.takeTrace())
 	w.says("a", "ext/0/1", msg.UnitGone)
-	assert.Equal(t, []string{"ext/0/1: draining → gone", "release ext/0/1 epoch 1", "forget ext/0/1"}, w.takeTrace())
+	assert.Equal(t, []string{"ext/0/1: draining → gone", "release ext/0/1 epoch 1", "forget ext/0/1"},
+		w.takeTrace())
 
-	d, n, err := c.WithRank(app.AttachRank{URL: "http://e"}, func(r int) bool { return w.state.Units[fmt.Sprint("ext/0/", r)] != nil })
+	d, n, err := c.WithRank(app.AttachRank{URL: "http://e"},
+		func(r int) bool { return w.state.Units[fmt.Sprint("ext/0/", r)] != nil })
 	require.NoError(t, err)
 	require.Equal(t, 1, n, "and used again then")
 	w.reshape(d)
@@ -69,7 +74,7 @@ func TestARemovedRankDrainsAndTheOthersDoNotNotice(t *testing.T) {
 	assert.Equal(t, uint64(1), w.state.Epochs["ext/0/2"])
 }
 
-// TestRankChangesSurviveARestart: holes and all.
+// Gaps between rank numbers survive too.
 func TestRankChangesSurviveARestart(t *testing.T) {
 	w := newWorld(t)
 	a := attachedTo("http://a", "http://b", "http://c")
@@ -90,7 +95,7 @@ func TestRankChangesSurviveARestart(t *testing.T) {
 	assert.Equal(t, "http://c", w.core.apps["ext"].spec.Engine.Rank(0, 2).URL)
 }
 
-// TestLaunchHashOfARankIgnoresTheOthers: what a rank is started with does not depend on which others there are.
+// The hash of a rank does not depend on the other ranks.
 func TestLaunchHashOfARankIgnoresTheOthers(t *testing.T) {
 	a := attachedTo("http://a", "http://b", "http://c")
 	b, _, err := a.WithoutRank(app.RankRef{URL: "http://a"})
@@ -105,20 +110,23 @@ func TestLaunchHashOfARankIgnoresTheOthers(t *testing.T) {
 	}
 }
 
-// rankWorld is an attached application whose ranks come and go, and what must not change meanwhile.
+// rankWorld is an attached application with changing ranks, and what must not change meanwhile.
 type rankWorld struct {
 	*world
 	app    *app.Application
-	epochs map[string]uint64 // of the ranks that were granted, by URL
+	epochs map[string]uint64 // of the granted ranks, by URL
 	names  map[string]string // URL → unit
 	t      *rapid.T
 }
 
-// TestRankChangesNeverTouchTheOthers: over any adds, removes, fences, slow drains and lost answers, the epoch of every rank that
-// stays is the one it was granted when it came, and nobody but who was removed is told to stop.
+// Over any adds, removes, fences, slow drains and lost answers, every rank that stays keeps its first epoch,
+// and only removed ranks are told to stop.
 func TestRankChangesNeverTouchTheOthers(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
-		w := &rankWorld{world: newWorld(t), app: attachedTo("http://0", "http://1"), epochs: map[string]uint64{}, names: map[string]string{}, t: rt}
+		w := &rankWorld{
+			world: newWorld(t), app: attachedTo("http://0", "http://1"),
+			epochs: map[string]uint64{}, names: map[string]string{}, t: rt,
+		}
 		w.deploy(w.app)
 		w.came("http://0", 0)
 		w.came("http://1", 1)
@@ -138,9 +146,11 @@ func (w *rankWorld) came(url string, number int) {
 func (w *rankWorld) chance() {
 	url := fmt.Sprint("http://", rapid.IntRange(0, 6).Draw(w.t, "engine"))
 	unit, there := w.names[url]
-	switch rapid.SampledFrom([]string{"add", "remove", "ready", "fence", "gone", "pass", "lose"}).Draw(w.t, "what") {
+	switch rapid.SampledFrom([]string{"add", "remove", "ready", "fence", "gone", "pass", "lose"}).Draw(w.t,
+		"what") {
 	case "add":
-		next, n, err := w.app.WithRank(app.AttachRank{URL: url}, func(r int) bool { return w.state.Units[fmt.Sprint("ext/0/", r)] != nil })
+		next, n, err := w.app.WithRank(app.AttachRank{URL: url},
+			func(r int) bool { return w.state.Units[fmt.Sprint("ext/0/", r)] != nil })
 		if err == nil {
 			w.app = next
 			w.reshape(next)
@@ -181,9 +191,9 @@ func (w *rankWorld) chance() {
 	}
 }
 
-// drained ends the drain of whoever is not wanted.
+// drained ends the drain of unwanted ranks.
 func (w *rankWorld) drained() {
-	for _, id := range w.core.ids() {
+	for _, id := range w.core.unitIDs() {
 		if w.core.units[id].m.Stopping {
 			w.says("a", id, msg.UnitGone)
 			return
@@ -191,7 +201,7 @@ func (w *rankWorld) drained() {
 	}
 }
 
-// check: once a rank is granted, it stays so, under its epoch. Before that its grant may have been lost on the way.
+// check verifies that a granted rank stays granted under its epoch. Before that its grant may have been lost.
 func (w *rankWorld) check() {
 	for url, unit := range w.names {
 		rec := w.state.Units[unit]
@@ -208,7 +218,7 @@ func (w *rankWorld) check() {
 	}
 }
 
-// settle: in the end exactly the ranks that were not removed are there.
+// settle verifies that in the end exactly the ranks that were not removed are there.
 func (w *rankWorld) settle() {
 	w.lose = nil
 	for range 40 {

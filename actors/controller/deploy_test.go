@@ -40,8 +40,8 @@ func TestLaunchHash(t *testing.T) {
 	}
 }
 
-// Engines are started with other flags when KV events begin or cease to be wanted, and an attached rank's DPServer follows them
-// or not: that, and nothing else of routing, is another launch.
+// A policy that begins or ceases to need KV events changes the engines' flags and the replicas' subscription,
+// and so the hash. No other part of routing does.
 func TestLaunchHashFollowsWhoWantsEvents(t *testing.T) {
 	for _, kind := range []app.Kind{app.KindSim, app.KindAttach} {
 		t.Run(string(kind), func(t *testing.T) {
@@ -49,7 +49,10 @@ func TestLaunchHashFollowsWhoWantsEvents(t *testing.T) {
 				a := *sim("chat", 2, app.Independent)
 				a.Engine.Kind, a.Engine.KVEvents, a.Routing.Policy = kind, events, policy
 				if kind == app.KindAttach {
-					a.Engine.Ranks = []app.AttachRank{{URL: "http://127.0.0.1:1"}, {URL: "http://127.0.0.1:2"}}
+					a.Engine.Ranks = []app.AttachRank{
+						{URL: "http://127.0.0.1:1"},
+						{URL: "http://127.0.0.1:2"},
+					}
 				}
 				change(&a)
 				u := a.Units()[0]
@@ -58,12 +61,15 @@ func TestLaunchHashFollowsWhoWantsEvents(t *testing.T) {
 				return h
 			}
 			asIs := func(*app.Application) {}
-			without, with := hash("power-of-two", app.KVEventsAuto, asIs), hash("scoring", app.KVEventsAuto, asIs)
+			without, with := hash("power-of-two", app.KVEventsAuto, asIs), hash("scoring", app.KVEventsAuto,
+				asIs)
 			assert.NotEqual(t, without, with, "a policy that reads the index")
 			assert.Equal(t, with, hash("kv", app.KVEventsAuto, asIs), "another one")
 			assert.Equal(t, without, hash("scoring", app.KVEventsOff, asIs), "forbidden")
-			assert.Equal(t, without, hash("power-of-two", app.KVEventsOff, asIs), "forbidden, and nobody wanted them")
-			assert.Equal(t, without, hash("prefix-aware", app.KVEventsAuto, asIs), "a policy that looks at texts")
+			assert.Equal(t, without, hash("power-of-two", app.KVEventsOff, asIs),
+				"forbidden, and nobody wanted them")
+			assert.Equal(t, without, hash("prefix-aware", app.KVEventsAuto, asIs),
+				"a policy that looks at texts")
 			assert.Equal(t, with, hash("scoring", app.KVEventsAuto, func(a *app.Application) {
 				busy := 0.5
 				a.Routing.Identity, a.Routing.BusyThreshold = "tokens", &busy

@@ -19,14 +19,14 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// lossyLeader is a row of leaders, one after the other, on a bad network.
+// lossyLeader is a sequence of leaders on a bad network.
 type lossyLeader struct {
 	mu   sync.Mutex
 	rand *rand.Rand
 	calm bool
 
-	high uint64                   // of the present leader: events taken
-	view map[string]msg.UnitEvent // of the present leader
+	high uint64                   // events taken by the current leader
+	view map[string]msg.UnitEvent // view of the current leader
 	seen map[uint64]bool          // events that some leader took
 	bad  []string
 }
@@ -41,7 +41,7 @@ func (l *lossyLeader) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, 
 	}
 	l.mu.Unlock()
 	switch fate {
-	case 0: // never arrives
+	case 0: // the report never arrives
 		<-ctx.Done()
 		return msg.Lease{}, context.Cause(ctx)
 	case 1: // refused at once
@@ -51,7 +51,7 @@ func (l *lossyLeader) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, 
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if fate == 3 { // another leads, and knows nothing
+	if fate == 3 { // another node leads, and knows nothing
 		l.high, l.view = 0, map[string]msg.UnitEvent{}
 	}
 	l.take(r)
@@ -82,33 +82,43 @@ func (l *lossyLeader) take(r *msg.NodeReport) {
 	for _, e := range r.Units { // level-triggered
 		if have := l.view[e.Unit]; e.Epoch > have.Epoch || e.Epoch == have.Epoch && e.Number >= have.Number {
 			l.view[e.Unit] = e
-		} else if len(r.Events) < newsSent {
+		} else if len(r.Events) < maxSentEvents {
 			l.bad = append(l.bad, fmt.Sprintf("the digest is older than the events: %v, %v", e, have))
 		}
 	}
 }
 
-// TestEveryEventArrivesInOrderAndTheViewConverges: whatever the network does, some leader takes every event, each leader takes them
-// in order, and when it is quiet the leader's view is the node's.
+// Whatever the network does, some leader takes every event, each leader takes them in order, and on a quiet
+// network the leader's view becomes the node's.
 func TestEveryEventArrivesInOrderAndTheViewConverges(t *testing.T) {
 	for seed := range uint64(150) {
 		synctest.Test(t, func(t *testing.T) {
 			r := rand.New(rand.NewPCG(seed, 5))
-			l := &lossyLeader{rand: rand.New(rand.NewPCG(seed, 6)), view: map[string]msg.UnitEvent{}, seen: map[uint64]bool{}}
+			l := &lossyLeader{
+				rand: rand.New(rand.NewPCG(seed, 6)), view: map[string]msg.UnitEvent{},
+				seen: map[uint64]bool{},
+			}
 			timers := Timers{}.withDefaults()
-			w := newRenewer(&Config{
-				Leader: l, Self: func() state.Node { return state.Node{ID: "n"} }, Rand: func() uint64 { return 7 }, Log: slog.New(slog.DiscardHandler),
+			w := newLeaseKeeper(&Config{
+				Leader: l, Self: func() state.Node { return state.Node{ID: "n"} },
+				Rand: func() uint64 { return 7 }, Log: slog.New(slog.DiscardHandler),
 			}, &timers)
 			ctx, cancel := context.WithCancel(t.Context())
 			var running sync.WaitGroup
 			running.Go(func() { w.run(ctx) })
 			truth := map[string]msg.UnitEvent{}
-			kinds := []msg.UnitEventKind{msg.UnitStarted, msg.UnitReady, msg.UnitFenced, msg.UnitKilling, msg.UnitGone}
+			kinds := []msg.UnitEventKind{
+				msg.UnitStarted, msg.UnitReady, msg.UnitFenced, msg.UnitKilling,
+				msg.UnitGone,
+			}
 			number := uint64(0)
 			for range 1 + r.IntN(60) {
 				for range r.IntN(8) {
 					number++
-					e := msg.UnitEvent{Number: number, Unit: fmt.Sprint("u/", r.IntN(5)), Epoch: 1 + uint64(r.IntN(3)), Kind: kinds[r.IntN(len(kinds))]}
+					e := msg.UnitEvent{
+						Number: number, Unit: fmt.Sprint("u/", r.IntN(5)),
+						Epoch: 1 + uint64(r.IntN(3)), Kind: kinds[r.IntN(len(kinds))],
+					}
 					if e.Epoch >= truth[e.Unit].Epoch {
 						truth[e.Unit] = e
 					}
@@ -126,11 +136,12 @@ func TestEveryEventArrivesInOrderAndTheViewConverges(t *testing.T) {
 			assert.Len(t, l.seen, int(number), "seed %d", seed)
 			for unit, e := range truth {
 				have := l.view[unit]
-				assert.Equal(t, [...]any{e.Epoch, e.Kind, e.Number}, [...]any{have.Epoch, have.Kind, have.Number}, "seed %d: %s", seed, unit)
+				assert.Equal(t, [...]any{e.Epoch, e.Kind, e.Number},
+					[...]any{have.Epoch, have.Kind, have.Number}, "seed %d: %s", seed, unit)
 			}
 			assert.Len(t, l.view, len(truth))
 			l.mu.Unlock()
-			assert.False(t, w.news.waiting())
+			assert.False(t, w.outbox.waiting())
 			cancel()
 			running.Wait()
 		})
@@ -138,18 +149,21 @@ func TestEveryEventArrivesInOrderAndTheViewConverges(t *testing.T) {
 }
 
 func TestWhatWaitsForALeaderIsBounded(t *testing.T) {
-	n := newNews()
+	n := newEventOutbox()
 	long := []string{strings.Repeat("x", 100<<10)}
 	first := 0
 	for i := range 3000 {
-		if n.add(msg.UnitEvent{Number: uint64(i + 1), Unit: fmt.Sprint("u", i%2000), Epoch: 1, LogTail: long}) {
+		if n.add(msg.UnitEvent{
+			Number: uint64(i + 1), Unit: fmt.Sprint("u", i%2000), Epoch: 1,
+			LogTail: long,
+		}) {
 			first = i
 		}
 	}
-	assert.Equal(t, newsKept, first, "it is told once")
+	assert.Equal(t, maxWaitingEvents, first, "it is told once")
 	events, units := n.report()
-	assert.Len(t, events, newsSent)
-	assert.Equal(t, uint64(3000-newsKept+1), events[0].Number, "the oldest went")
+	assert.Len(t, events, maxSentEvents)
+	assert.Equal(t, uint64(3000-maxWaitingEvents+1), events[0].Number, "the oldest went")
 	assert.Len(t, units, 2000)
 	bytes := 0
 	for _, e := range append(events, units...) {
@@ -159,26 +173,26 @@ func TestWhatWaitsForALeaderIsBounded(t *testing.T) {
 	}
 	assert.LessOrEqual(t, bytes, tailBytes)
 	assert.Positive(t, bytes)
-	assert.True(t, n.taken(2900))
-	assert.False(t, n.taken(2900), "nobody takes more")
-	assert.False(t, n.taken(3000))
+	assert.True(t, n.acknowledge(2900))
+	assert.False(t, n.acknowledge(2900), "nobody takes more")
+	assert.False(t, n.acknowledge(3000))
 	n.forget("u1", 0)
 	require.Len(t, n.units(), 2000)
 	n.forget("u1", 1)
 	require.Len(t, n.units(), 1999)
 }
 
-// A burst that is larger than one report goes out at once, in pieces.
+// More events than one report may hold are sent at once, in several reports.
 func TestABurstLeavesInPieces(t *testing.T) {
 	inBubble(t, nil, func(t *testing.T, b *bubble) {
 		before := b.leader.renewals()
-		for i := range 3 * newsSent {
+		for i := range 3 * maxSentEvents {
 			b.node.report(msg.UnitEvent{Unit: "u", Epoch: 1, Kind: msg.UnitStarted, Rank: i})
 		}
 		synctest.Wait()
 		b.leader.mu.Lock()
-		assert.Len(t, b.leader.events, 3*newsSent)
+		assert.Len(t, b.leader.events, 3*maxSentEvents)
 		b.leader.mu.Unlock()
-		assert.LessOrEqual(t, b.leader.renewals()-before, 3*newsSent)
+		assert.LessOrEqual(t, b.leader.renewals()-before, 3*maxSentEvents)
 	})
 }

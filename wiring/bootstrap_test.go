@@ -18,7 +18,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// memberFiles are those of a control node that joins now.
+// memberFiles returns the files of a control node that joins now.
 func memberFiles(t *testing.T) pki.Files {
 	t.Helper()
 	a, err := pki.NewAuthority("c", time.Now())
@@ -29,15 +29,22 @@ func memberFiles(t *testing.T) pki.Files {
 	require.NoError(t, err)
 	csr, err := pki.NewCSR(f.Key)
 	require.NoError(t, err)
-	f.Cert, err = a.Sign(csr, pki.Identity{Cluster: "c", Node: "a", UID: "uid-a", Roles: []string{"control"}}, time.Now(), pki.DefaultLife)
+	f.Cert, err = a.Sign(csr, pki.Identity{
+		Cluster: "c", Node: "a", UID: "uid-a",
+		Roles: []string{"control"},
+	}, time.Now(), pki.DefaultLife)
 	require.NoError(t, err)
 	return f
 }
 
-// A keeper with the authority's key keeps a valid certificate for as long as it runs; so does one that can renew now and then only.
+// A keeper with the authority's key keeps a valid certificate for as long as it runs, also if some of its
+// renewals fail for days.
 func TestTheCertificateIsKeptValidFor60Days(t *testing.T) {
 	t.Parallel()
-	for name, fails := range map[string]time.Duration{"always": 0, "not for nine days after the first attempt": 9 * 24 * time.Hour} {
+	for name, fails := range map[string]time.Duration{
+		"always": 0,
+		"not for nine days after the first attempt": 9 * 24 * time.Hour,
+	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			synctest.Test(t, func(t *testing.T) {
@@ -52,40 +59,46 @@ func TestTheCertificateIsKeptValidFor60Days(t *testing.T) {
 				first, renewed := held.Load(), 0
 				var asked time.Time
 				var log bytes.Buffer
-				k := certificateKeeper{held: held.Load, log: slog.New(slog.NewTextHandler(&log, nil)), renew: func(context.Context) error {
-					if asked.IsZero() {
-						asked = time.Now()
-						assert.WithinDuration(t, first.RenewAt(), asked, 0, "at two thirds of the life")
-					}
-					if time.Since(asked) < fails {
-						return errors.New("nobody answers")
-					}
-					var err error
-					files, err = files.Renewed(time.Now())
-					load()
-					renewed++
-					return err
-				}}
+				k := certificateKeeper{
+					current: held.Load, log: slog.New(slog.NewTextHandler(&log, nil)),
+					renew: func(context.Context) error {
+						if asked.IsZero() {
+							asked = time.Now()
+							assert.WithinDuration(t, first.RenewAt(), asked, 0, "at two thirds of the life")
+						}
+						if time.Since(asked) < fails {
+							return errors.New("nobody answers")
+						}
+						var err error
+						files, err = files.Renewed(time.Now())
+						load()
+						renewed++
+						return err
+					},
+				}
 				ctx, cancel := context.WithCancel(t.Context())
 				done := make(chan struct{})
 				go func() { k.run(ctx); close(done) }()
 				for range 60 * 24 {
 					time.Sleep(time.Hour)
 					synctest.Wait()
-					require.False(t, held.Load().Expired(time.Now()), "after %s", time.Since(first.NotAfter.Add(-pki.DefaultLife)))
+					require.False(t, held.Load().Expired(time.Now()), "after %s",
+						time.Since(first.NotAfter.Add(-pki.DefaultLife)))
 				}
 				cancel()
 				<-done
 				assert.GreaterOrEqual(t, renewed, 2)
 				assert.Equal(t, first.Identity, held.Load().Identity)
-				assert.Equal(t, fails/renewRetry, time.Duration(strings.Count(log.String(), "not renewed, trying again")), "a line a minute")
+				assert.Equal(t, fails/renewRetry,
+					time.Duration(strings.Count(log.String(), "not renewed, trying again")),
+					"a line a minute")
 			})
 		})
 	}
 }
 
-// A timer stands still while its machine sleeps, so the keeper looks at the clock each hour: a certificate that is due meanwhile (here one
-// with another time is put in place) is renewed within the hour.
+// A timer stands still while its machine sleeps, so the keeper checks the clock each hour. A certificate that
+// becomes due meanwhile (the test replaces it by an older one) is renewed within the hour.
 func TestTheCertificateIsLookedAtEveryHour(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -95,11 +108,14 @@ func TestTheCertificateIsLookedAtEveryHour(t *testing.T) {
 		var held atomic.Pointer[pki.Credentials]
 		held.Store(c)
 		due := make(chan time.Time, 1)
-		k := certificateKeeper{held: held.Load, log: slog.New(slog.DiscardHandler), renew: func(context.Context) error {
-			due <- time.Now()
-			held.Store(c)
-			return nil
-		}}
+		k := certificateKeeper{
+			current: held.Load, log: slog.New(slog.DiscardHandler),
+			renew: func(context.Context) error {
+				due <- time.Now()
+				held.Store(c)
+				return nil
+			},
+		}
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan struct{})
 		go func() { k.run(ctx); close(done) }()
@@ -121,7 +137,7 @@ func TestTheCertificateIsLookedAtEveryHour(t *testing.T) {
 	})
 }
 
-// What the cluster forgets of removed nodes has expired by then.
+// A removed node's certificate has expired before the cluster forgets the removal.
 func TestRemovedNodesAreKnownLongerThanCertificatesLive(t *testing.T) {
 	assert.Greater(t, state.RemovedFor, pki.DefaultLife)
 }

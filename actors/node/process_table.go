@@ -18,22 +18,22 @@ const (
 	ledgerFile = "pgids"
 	epochsFile = "epochs.json"
 	logsDir    = "logs"
-	stopFile   = "stopped" // there after a process of this node that was told to end
+	stopFile   = "stopped" // exists after a process of this node that was told to end
 )
 
-// sweepWait bounds how long a start waits for killed leftovers to vanish.
+// sweepWait bounds how long a start waits for killed leftovers to end.
 const sweepWait = 5 * time.Second
 
-// entry is one process group a node started.
+// entry is a process group that a node started.
 type entry struct {
 	Group int    `json:"group"`
 	Start string `json:"start"` // of its leader, in clock ticks since boot
 	Mark  string `json:"mark"`  // environment entry of every member
 }
 
-// ledger keeps the process groups that live, on disk: a node that was killed leaves engines only where the parent-death
-// signal did not reach (children of a dead front process), and its successor finds them here.
-type ledger struct {
+// processTable keeps the living process groups on disk. The parent-death signal does not reach the children
+// of a dead front process, so a killed node can leave engines; its next process finds them here.
+type processTable struct {
 	path string // "" = memory only
 	id   string // of this node process
 	log  *slog.Logger
@@ -43,24 +43,24 @@ type ledger struct {
 	entries  map[int]entry
 }
 
-func newLedger(dir, id string, log *slog.Logger) *ledger {
-	l := &ledger{id: id, log: log, entries: map[int]entry{}}
+func newProcessTable(dir, id string, log *slog.Logger) *processTable {
+	l := &processTable{id: id, log: log, entries: map[int]entry{}}
 	if dir != "" {
 		l.path = filepath.Join(dir, ledgerFile)
 	}
 	return l
 }
 
-// newMark draws the environment entry by which the processes of one launch are known, whatever they call themselves
-// (TRAPS 24) and even if they left their group.
-func (l *ledger) newMark() string {
+// newMark draws the environment entry that identifies the processes of one launch. Engines rename their
+// processes, so names do not identify them, and a mark also finds those that left their group.
+func (l *processTable) newMark() string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.launches++
 	return fmt.Sprintf("DPSERVE_OWNER=%s.%d", l.id, l.launches)
 }
 
-func (l *ledger) add(group int, mark string) {
+func (l *processTable) add(group int, mark string) {
 	s, _ := readStat(group)
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -68,15 +68,15 @@ func (l *ledger) add(group int, mark string) {
 	l.save()
 }
 
-// owns says whether a process leads a group of the ledger.
-func (l *ledger) owns(pid int) bool {
+// owns reports whether a process leads a group of the table.
+func (l *processTable) owns(pid int) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	_, ok := l.entries[pid]
 	return ok
 }
 
-func (l *ledger) remove(group int) {
+func (l *processTable) remove(group int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if _, ok := l.entries[group]; ok {
@@ -85,8 +85,9 @@ func (l *ledger) remove(group int) {
 	}
 }
 
-// save writes the ledger under mu. A ledger that cannot be written costs the sweep after a crash, not the running engines.
-func (l *ledger) save() {
+// save writes the table under mu. If the write fails, the sweep after a crash misses groups, but running
+// engines are not affected.
+func (l *processTable) save() {
 	if l.path == "" {
 		return
 	}
@@ -99,8 +100,8 @@ func (l *ledger) save() {
 	}
 }
 
-// sweep ends what an earlier process of this node left behind, and begins an empty ledger.
-func (l *ledger) sweep() error {
+// sweep ends what an earlier process of this node left behind, and begins an empty table.
+func (l *processTable) sweep() error {
 	if l.path == "" {
 		return nil
 	}
@@ -117,19 +118,21 @@ func (l *ledger) sweep() error {
 	return nil
 }
 
-func (l *ledger) end(left []entry) {
+func (l *processTable) end(left []entry) {
 	for _, e := range left {
 		if members := descendants(e.Group, e.Start, e.Mark); len(members) > 0 {
-			l.log.Warn("ending engines that an earlier process of this node left behind", slog.Int("group", e.Group), slog.Int("processes", len(members)))
+			l.log.Warn("ending engines that an earlier process of this node left behind",
+				slog.Int("group", e.Group), slog.Int("processes", len(members)))
 			l.endOne(e)
 		}
 	}
 }
 
-// endOne kills until nothing is left, at most for sweepWait: the ports it held may be asked for right after.
-func (l *ledger) endOne(e entry) {
+// endOne kills until nothing is left, at most for sweepWait, because the next start may need the ports.
+func (l *processTable) endOne(e entry) {
 	deadline := time.Now().Add(sweepWait)
-	for members := descendants(e.Group, e.Start, e.Mark); len(members) > 0; members = descendants(e.Group, e.Start, e.Mark) {
+	for members := descendants(e.Group, e.Start, e.Mark); len(members) > 0; members = descendants(e.Group,
+		e.Start, e.Mark) {
 		if time.Now().After(deadline) {
 			l.log.Error("left-over engines do not end", slog.Any("pids", members))
 			return
@@ -145,9 +148,9 @@ func killAll(pids []int) {
 	}
 }
 
-// descendants lists the living processes of one launch: those that carry its mark, and those of its group if the group is
-// still led by the process that was recorded (start is its start time). A later user of the number is not touched, nor a
-// zombie: it holds nothing, and who reaps it is not ours to say.
+// descendants lists the living processes of one launch: those that carry its mark, and those of its group if
+// the recorded process still leads the group (start is its start time). A later user of the number is not
+// touched. A zombie is not listed: it holds nothing, and its parent reaps it.
 func descendants(group int, start, mark string) []int {
 	var out []int
 	leader, ok := readStat(group)
@@ -160,12 +163,12 @@ func descendants(group int, start, mark string) []int {
 	return out
 }
 
-// takeStopMark says whether the process of this node before this one was told to end, and forgets it.
+// takeStopMark reports whether the previous process of this node was told to end, and removes the mark.
 func takeStopMark(dir string) bool {
 	return dir != "" && os.Remove(filepath.Join(dir, stopFile)) == nil
 }
 
-// leaveStopMark notes for the next process that this one was told to end.
+// leaveStopMark records for the next process that this one was told to end.
 func leaveStopMark(dir string) error {
 	if dir == "" {
 		return nil
@@ -173,7 +176,7 @@ func leaveStopMark(dir string) error {
 	return writeJSON(filepath.Join(dir, stopFile), true)
 }
 
-// writeJSON replaces a file as a whole, on disk when it returns: a crash, and a power cut, leave the old or the new one.
+// writeJSON replaces a file as a whole and syncs it: a crash or a power cut leaves the old or the new file.
 func writeJSON(path string, v any) error {
 	b, err := json.Marshal(v)
 	if err != nil {
@@ -195,7 +198,7 @@ func writeJSON(path string, v any) error {
 	return syncDir(filepath.Dir(path))
 }
 
-// syncDir puts the names in a directory on disk: a renamed file may else be the old one after a power cut.
+// syncDir syncs a directory. Otherwise a power cut could undo a rename.
 func syncDir(dir string) error {
 	d, err := os.Open(dir)
 	if err != nil {
@@ -204,7 +207,7 @@ func syncDir(dir string) error {
 	return errors.Join(d.Sync(), d.Close())
 }
 
-// readJSON reads a file if there is one.
+// readJSON reads a file if it exists.
 func readJSON(path string, v any) error {
 	b, err := os.ReadFile(path)
 	if errors.Is(err, fs.ErrNotExist) {
