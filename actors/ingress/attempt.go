@@ -170,7 +170,7 @@ func (c *call) firstTokenDue() time.Time {
 	return c.attempt.start.Add(d)
 }
 
-// request sends once, and once more if a reused connection turned out to be closed (ENGINES 3.6): that is nobody's fault and
+// request sends once, and once more if a reused connection turned out to be closed: engines close idle connections, so that is nobody's fault and
 // no attempt.
 func (c *call) request(ctx context.Context) (*http.Response, error) {
 	resp, o, err := c.sendOnce(ctx)
@@ -241,7 +241,7 @@ func (c *call) tokensSeen(n int, now time.Time) {
 
 // report tells the rank that its prefill is done, and later now and then how far its stream is, so that it is seen to live. It
 // comes behind the write: a message wakes its receiver, and the client need not wait for that. A stream that has ended needs no
-// report: its Done says it all (HOTPATH 2).
+// report: its Done says it all.
 func (c *call) report(now time.Time) {
 	a := &c.attempt
 	switch {

@@ -10,7 +10,7 @@ import (
 const budgetSlots = 10 + 1
 
 // budget limits retries to a share of the requests over a sliding window, with a floor, so that retries cannot multiply
-// an outage (CONTRACTS 9). Safe for concurrent use. Time is an argument.
+// an outage. Safe for concurrent use. Time is an argument.
 type budget struct {
 	slot time.Duration // length of one slot
 

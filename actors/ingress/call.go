@@ -79,7 +79,7 @@ func (in *Ingress) serveWith(w http.ResponseWriter, r *http.Request, s *scope, r
 		in.inflight.Add(-1)
 		c.settled = c.settled && whole // after a panic nobody knows who still reads the buffers
 		c.release()
-		if cut { // TRAPS 1: the client must not take a broken stream for a whole one
+		if cut { // the client must not take a broken stream for a whole one
 			if !r.ProtoAtLeast(1, 1) {
 				_ = rc.SetWriteDeadline(resetAtClose) // an answer that goes to no connection has none
 			}
@@ -315,7 +315,8 @@ func (c *call) giveUp(res *result, budget string) *failure {
 	return final(res)
 }
 
-// armWrite gives a slow reader its time, at most once a second: the deadline is coarse (HOTPATH 3). It stays when the
+// armWrite gives a slow reader its time, at most once a second: the deadline is coarse, because setting it costs a
+// lock and a timer in the network poller. It stays when the
 // request is over and is renewed by the next one on the connection, so that the last flush has one too.
 func (c *call) armWrite(now time.Time) {
 	if now.Sub(c.written) < time.Second {

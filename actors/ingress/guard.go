@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-// guard enforces the deadlines of an attempt's phases with one timer (TRAPS 18): the connection's read deadline is out of
+// guard enforces the deadlines of an attempt's phases with one timer: the connection's read deadline is out of
 // reach behind an http.Transport, so the guard cancels the attempt's context with the phase's cause. arm and pause cost a
 // mutex and no timer operation while the timer is already set to fire earlier: when it does, it looks at what is due and
 // goes back to sleep. The zero value is idle.

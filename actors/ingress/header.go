@@ -27,8 +27,7 @@ const (
 	headerEngineRank = "X-Data-Parallel-Rank"
 )
 
-// ownHeader says that dpserve alone may set a field towards an engine: how far a request came, and which rank it is for
-// (STYLE 10).
+// ownHeader says that dpserve alone may set a field towards an engine: how far a request came, and which rank it is for.
 func ownHeader(name string) bool {
 	switch name {
 	case "Host", "Content-Length", "Accept-Encoding", "Expect", "Forwarded", "X-Real-Ip", headerRequestID, headerEngineRank:

@@ -18,7 +18,7 @@ type Limits struct {
 	TokenizeBytes   int   // memory of one application's tokenized prompts
 }
 
-// Defaults of Limits (STYLE 9).
+// Defaults of Limits.
 const (
 	DefaultMaxBody         = 16 << 20
 	LargestMaxBody         = 64 << 20 // requests with images and the like; other nodes take no larger ones
@@ -43,7 +43,7 @@ type Timers struct {
 	Tail         time.Duration // for the end of an engine's body behind [DONE], so that the connection can be used again
 	Dial         time.Duration // for a connection to an engine
 	IdleOwned    time.Duration // idle connections to engines that dpserve started (their keep-alive is 120 s)
-	IdleAttached time.Duration // idle connections to other engines: vLLM closes at 5 s (ENGINES 3.6)
+	IdleAttached time.Duration // idle connections to other engines: vLLM closes at 5 s
 	BudgetWindow time.Duration // window of the retry budget
 	Queue        time.Duration // timeouts.queue_s when the file leaves it out
 	FirstToken   time.Duration // timeouts.first_token_s when the file leaves it out
@@ -52,7 +52,7 @@ type Timers struct {
 	Reservation  time.Duration // for a reservation of the router's own API that nobody frees
 }
 
-// Defaults of Timers (STYLE 9, APP 8, CONTRACTS 7).
+// Defaults of Timers.
 const (
 	DefaultReadHeader   = 10 * time.Second
 	DefaultIdle         = 120 * time.Second
@@ -89,7 +89,7 @@ const (
 	maxHeld         = 16 << 10               // bytes of role-only chunks and empty deltas held back before the first byte
 	relayBuffer     = 16 << 10               // bytes of a relay's buffer at first: one read of the engine is one write to the client
 	maxPooledBody   = 1 << 20                // bytes of a prompt's memory; larger memory is left to the garbage collector
-	kernelBuffer    = 256 << 10              // socket buffers: what a stuck reader can pile up (HOTPATH 5)
+	kernelBuffer    = 256 << 10              // socket buffers: what a stuck reader can pile up
 	progressEvery   = 500 * time.Millisecond // between two Progress messages of a stream; the contract's least is 50 ms
 	maxRetryAfter   = 60                     // seconds
 	maxRequestID    = 128                    // bytes of x-request-id

@@ -120,7 +120,7 @@ func (c *call) readUsage(events []byte) {
 	}
 }
 
-// readToken reads under the clock of the phase: first token, or the next one. TRAPS 25: an empty delta is a token.
+// readToken reads under the clock of the phase: first token, or the next one. An empty delta counts as a token.
 func (c *call) readToken(body io.Reader, buf []byte) (int, error) {
 	if c.stream.last.IsZero() {
 		return c.read(body, buf, time.Now(), c.firstTokenDue(), errFirstToken)
@@ -198,7 +198,7 @@ func (c *call) unserved() result {
 }
 
 // breakOff ends a stream after its first byte: an error event in the route's shape, no [DONE], no invented finish_reason, and
-// a cut connection, so that nobody takes it for a whole one (TRAPS 1).
+// a cut connection, so that nobody takes it for a whole one.
 func (c *call) breakOff(res result) result {
 	c.cut = true
 	code, message := brokenOff(res.cause)

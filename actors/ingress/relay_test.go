@@ -142,7 +142,7 @@ func largeHead(w http.ResponseWriter, r *http.Request) {
 	replies(200, wholeAnswer)(w, r)
 }
 
-// TestBeforeTheFirstByte is the table of CONTRACTS 9: one bad rank, one good one. The client sees the good answer.
+// TestBeforeTheFirstByte is the table of causes before the first byte: one bad rank, one good one. The client sees the good answer.
 func TestBeforeTheFirstByte(t *testing.T) {
 	closed := "http://127.0.0.1:1" // nobody listens on port 1
 	cases := []struct {
@@ -221,7 +221,7 @@ func TestBeforeTheFirstByte(t *testing.T) {
 	}
 }
 
-// TestOutOfTries is the second table of CONTRACTS 9.
+// TestOutOfTries is the table of what a client sees when no attempt is left.
 func TestOutOfTries(t *testing.T) {
 	cases := []struct {
 		name       string

@@ -15,14 +15,14 @@ import (
 // modelsPath lists the models; an id behind a slash is one of them.
 const modelsPath = "/v1/models"
 
-// engineRoutes are paths that engines know and dpserve does not serve (ENGINES 3.1). No engine is asked: dpserve says so.
+// engineRoutes are paths that engines know and dpserve does not serve. No engine is asked: dpserve says so.
 var engineRoutes = []string{
 	"/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/audio/", "/v1/realtime", "/v1/classify", "/v1/pooling",
 	"/v1/completions/render", "/v1/chat/completions/render", "/inference/v1/", "/pooling", "/classify", "/score", "/rerank", "/v2/rerank",
 	"/generate", "/load", "/metrics",
 }
 
-// routes builds the surface. gin picks the handler and does nothing else: its Recovery would swallow a cut (TRAPS 1).
+// routes builds the surface. gin picks the handler and does nothing else: its Recovery would turn the panic that cuts a connection into a clean end.
 func (in *Ingress) routes() http.Handler {
 	gin.SetMode(gin.ReleaseMode)
 	g := gin.New()

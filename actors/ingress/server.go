@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// newServer has every bound of STYLE 9. No WriteTimeout: it would cut long streams (TRAPS 3).
+// newServer sets every bound. No WriteTimeout: it would cut long streams.
 func (in *Ingress) newServer() *http.Server {
 	return &http.Server{
 		Handler:           in.handler,
@@ -31,7 +31,7 @@ func (in *Ingress) newServer() *http.Server {
 	}
 }
 
-// Bounds of HTTP/2 (STYLE 9).
+// Bounds of HTTP/2.
 const (
 	maxStreams   = 250     // of a connection
 	streamWindow = 1 << 20 // bytes of upload: at 64 KiB and 50 ms of distance an upload runs at 1.3 MB/s

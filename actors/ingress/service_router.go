@@ -76,7 +76,7 @@ func (r *reading) words() []string {
 }
 
 // ResetRouter drops what an application's Router remembers, bumps that no rank has confirmed and the index, and asks every rank
-// for a snapshot (CONTRACTS 8). Requests in flight, the queue and reservations are not touched. Errors are *problem.Error.
+// for a snapshot. Requests in flight, the queue and reservations are not touched. Errors are *problem.Error.
 func (in *Ingress) ResetRouter(app string) (msg.ResetResult, error) {
 	l, router, err := in.router(app)
 	if err != nil {

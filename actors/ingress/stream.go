@@ -106,7 +106,7 @@ func (s *stream) next() int {
 	return n
 }
 
-// judge says what one event does to the stream (CONTRACTS 9).
+// judge says what one event does to the stream.
 func (s *stream) judge(kind openai.EventKind, event []byte, begun bool) verdict {
 	switch kind {
 	case openai.EventError:

@@ -8,7 +8,7 @@ import (
 // How long the loss of a lockstep unit may take to be heard of: its ranks fail one by one before the first of their streams says why.
 const (
 	lossTold     = 250 * time.Millisecond
-	deadLossTold = 2 * time.Second // after the engine's own word: it leaves within a second (ENGINES 3)
+	deadLossTold = 2 * time.Second // after the engine's own word: it exits within a second
 )
 
 // unitLost asks, when a request has no attempt left, whether it was one lockstep unit that failed it again and again: all of its

@@ -56,7 +56,7 @@ const (
 	causeDrained
 )
 
-// row says what follows from a cause (CONTRACTS 9).
+// row says what follows from a cause.
 type row struct {
 	name  string
 	retry bool // before the first byte: another rank may be tried
@@ -243,7 +243,7 @@ func (f *failure) after(seconds int) *failure {
 	return f
 }
 
-// final is what the client sees when an attempt was the last one (CONTRACTS 9, "out of tries").
+// final is what the client sees when an attempt was the last one and nothing is left to try.
 func final(r *result) *failure {
 	f := finalOf(r)
 	f.cause, f.last = r.cause.String(), r
