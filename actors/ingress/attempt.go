@@ -15,194 +15,194 @@ import (
 
 // attempt is one dispatch to a rank.
 type attempt struct {
-	router *routing.Router
-	rank   *rank
-	ticket msg.Ticket
-	cancel context.CancelCauseFunc
-	start  time.Time
-	first  time.Time // first token
-	posted time.Time // last FirstToken or Progress
+	router     *routing.Router
+	rank       *rank
+	ticket     msg.Ticket
+	cancel     context.CancelCauseFunc
+	start      time.Time
+	firstToken time.Time
+	reportedAt time.Time // last FirstToken or Progress
 
-	prev, next *attempt // rank.attempts
-	tracked    bool
-	begun      bool // it has a first byte; lane.mu
+	prev, next   *attempt // in rank.attempts
+	isTracked    bool
+	hasFirstByte bool // guarded by appRouter.mu
 }
 
-// try dispatches to rk and relays its answer. When it returns, the rank's load is given back. If c.status is 0 and c.cut is
+// tryRank dispatches to rk and relays its answer. When it returns, the rank's load is given back. If c.status is 0 and c.cut is
 // false, the client has seen nothing.
-func (c *call) try(parent context.Context, rk *rank) result {
+func (req *request) tryRank(parent context.Context, rk *rank) result {
 	ctx, cancel := context.WithCancelCause(parent)
 	defer cancel(errOver)
-	a := &c.attempt
+	a := &req.attempt
 	*a = attempt{router: a.router, rank: rk, cancel: cancel, start: time.Now()}
-	c.usage, c.counted, c.stream.tokens = openai.Usage{}, 0, 0
-	c.guard.begin(cancel)
-	defer c.guard.end()
-	counted := c.route.Generates()
-	if !c.entry.lane.begin(rk, a) {
+	req.usage, req.countedTokens, req.stream.tokens = openai.Usage{}, 0, 0
+	req.timer.attach(cancel)
+	defer req.timer.detach()
+	counted := req.route.Generates()
+	if !req.app.router.trackAttempt(rk, a) {
 		if counted {
-			c.undo()
+			req.undoPick()
 		}
 		return result{cause: causeGone}
 	}
-	defer c.entry.lane.over(rk, a)
+	defer req.app.router.untrackAttempt(rk, a)
 	if !counted {
-		return c.tryUncounted(ctx, rk)
+		return req.tryUncounted(ctx, rk)
 	}
 	if !rk.local {
-		return c.tryRemote(ctx, rk)
+		return req.tryRemote(ctx, rk)
 	}
-	c.guard.arm(a.start, a.start.Add(c.in.timers.Admit), errAdmitSlow)
-	rep, refused := c.admit(ctx, parent, rk)
-	c.guard.pause()
+	req.timer.arm(a.start, a.start.Add(req.in.timers.Admit), errAdmitSlow)
+	rep, refused := req.admit(ctx, parent, rk)
+	req.timer.pause()
 	if refused != causeOK {
-		return c.turnedAway(ctx, rep, refused)
+		return req.endRefused(ctx, rep, refused)
 	}
-	c.granted(&rep.Ticket)
+	req.recordTicket(&rep.Ticket)
 	res := result{cause: causeDrained} // what a panic leaves behind
-	defer func() { c.done(&res) }()
-	res = c.exchange(ctx)
+	defer func() { req.returnTicket(&res) }()
+	res = req.exchange(ctx)
 	return res
 }
 
-// granted notes the ticket: from here on it is owed back.
-func (c *call) granted(t *msg.Ticket) {
-	a := &c.attempt
+// recordTicket notes the ticket: from here on it is owed back.
+func (req *request) recordTicket(t *msg.Ticket) {
+	a := &req.attempt
 	a.ticket = *t
 	a.router.Observe(&routing.Event{
-		Kind: routing.EvTicket, Rank: a.rank.id, ReqID: c.query.ID, Seq: t.Seq, Incarnation: t.Incarnation, Now: c.in.clock(),
+		Kind: routing.EvTicket, Rank: a.rank.id, ReqID: req.query.ID, Seq: t.Seq, Incarnation: t.Incarnation, Now: req.in.clock(),
 	})
 }
 
-// refused takes the bump back. A full rank's picture is corrected first, so the undo wakes nobody in vain.
-func (c *call) refused(rep msg.AdmitReply, why cause) result {
-	c.entry.lane.meter.Load().Refusal(rows[why].name)
+// undoRefused takes the bump back. A full rank's picture is corrected first, so the undo wakes nobody in vain.
+func (req *request) undoRefused(rep msg.AdmitReply, why cause) result {
+	req.app.router.metrics.Load().Refusal(causePolicies[why].name)
 	if why == causeFull {
-		c.entry.lane.marked(c.attempt.rank, rep.Seq)
+		req.app.router.markFull(req.attempt.rank, rep.Seq)
 	}
-	c.undo()
+	req.undoPick()
 	return result{cause: why}
 }
 
-// turnedAway is refused for a request whose end is known here: what the rank calls expired is a client that left, or a deadline.
-func (c *call) turnedAway(ctx context.Context, rep msg.AdmitReply, why cause) result {
-	res := c.refused(rep, why)
+// endRefused is refused for a request whose end is known here: what the rank calls expired is a client that left, or a deadline.
+func (req *request) endRefused(ctx context.Context, rep msg.AdmitReply, why cause) result {
+	res := req.undoRefused(rep, why)
 	if why == causeExpired && ctx.Err() != nil {
-		res.cause = ended(ctx)
+		res.cause = contextCause(ctx)
 	}
 	return res
 }
 
-func (c *call) undo() {
-	c.attempt.router.Observe(&routing.Event{Kind: routing.EvUndo, Rank: c.attempt.rank.id, ReqID: c.query.ID, Now: c.in.clock()})
+func (req *request) undoPick() {
+	req.attempt.router.Observe(&routing.Event{Kind: routing.EvUndo, Rank: req.attempt.rank.id, ReqID: req.query.ID, Now: req.in.clock()})
 }
 
-// done gives the ticket back, exactly once, with what the attempt says about the engine.
-func (c *call) done(res *result) {
-	a, what := &c.attempt, rows[res.cause]
+// returnTicket gives the ticket back, exactly once, with what the attempt says about the engine.
+func (req *request) returnTicket(res *result) {
+	a, what := &req.attempt, causePolicies[res.cause]
 	var first time.Duration
-	if !a.first.IsZero() {
-		first = a.first.Sub(a.start)
+	if !a.firstToken.IsZero() {
+		first = a.firstToken.Sub(a.start)
 	}
 	a.rank.mailbox.Send(&msg.Done{
 		TicketID: a.ticket.ID, Outcome: what.done, Cause: what.name,
-		PromptTokens: c.usage.PromptTokens, CachedTokens: c.usage.CachedTokens, HasCached: c.usage.HasCached, CompletionTokens: c.generated(),
-		FirstToken: first, Trip: c.countsToTrip(res), Busy: what.busy, Probe: what.probe,
+		PromptTokens: req.usage.PromptTokens, CachedTokens: req.usage.CachedTokens, HasCached: req.usage.HasCached, CompletionTokens: req.outputTokens(),
+		FirstToken: first, Trip: req.countsToTrip(res), Busy: what.busy, Probe: what.probe,
 	})
-	c.entry.lane.took(time.Since(a.start))
-	c.account()
+	req.app.router.recordServiceTime(time.Since(a.start))
+	req.recordTokens()
 }
 
-// generated is the engine's count of output tokens, else the chunks seen.
-func (c *call) generated() int { return max(c.usage.CompletionTokens, c.stream.tokens) }
+// outputTokens is the engine's count of output tokens, else the chunks seen.
+func (req *request) outputTokens() int { return max(req.usage.CompletionTokens, req.stream.tokens) }
 
-// account adds the tokens to the metrics and teaches the estimate.
-func (c *call) account() {
-	n := c.generated()
-	c.in.tokens.Add(uint64(max(n-c.counted, 0)))
-	c.counted = max(n, c.counted)
-	if c.usage.PromptTokens == 0 && n == 0 {
+// recordTokens adds the tokens to the metrics and teaches the estimate.
+func (req *request) recordTokens() {
+	n := req.outputTokens()
+	req.in.tokens.Add(uint64(max(n-req.countedTokens, 0)))
+	req.countedTokens = max(n, req.countedTokens)
+	if req.usage.PromptTokens == 0 && n == 0 {
 		return
 	}
-	c.entry.lane.meter.Load().Tokens(c.usage.PromptTokens, c.usage.CachedTokens, n)
-	if c.query.Estimated {
-		c.entry.lane.ratios[c.route].ObservePrompt(&c.scan, c.usage.PromptTokens)
+	req.app.router.metrics.Load().Tokens(req.usage.PromptTokens, req.usage.CachedTokens, n)
+	if req.query.Estimated {
+		req.app.router.estimators[req.route].ObservePrompt(&req.scan, req.usage.PromptTokens)
 	}
 }
 
 // exchange sends the request to an engine of this node and relays the answer.
-func (c *call) exchange(ctx context.Context) result {
-	c.guard.arm(time.Now(), c.firstTokenDue(), errFirstToken)
-	resp, err := c.request(ctx)
-	c.guard.pause()
+func (req *request) exchange(ctx context.Context) result {
+	req.timer.arm(time.Now(), req.firstTokenDue(), errFirstToken)
+	resp, err := req.sendWithResend(ctx)
+	req.timer.pause()
 	if err != nil {
-		return c.unanswered(ctx, err)
+		return req.exchangeFailure(ctx, err)
 	}
 	defer closeBody(resp)
-	return c.relay(ctx, resp)
+	return req.relay(ctx, resp)
 }
 
 // relay passes the answer on.
-func (c *call) relay(ctx context.Context, resp *http.Response) result {
+func (req *request) relay(ctx context.Context, resp *http.Response) result {
 	switch {
 	case resp.StatusCode >= http.StatusBadRequest:
-		return c.relayError(ctx, resp)
+		return req.relayError(ctx, resp)
 	case resp.StatusCode >= http.StatusMultipleChoices: // its Location is an address behind the ingress, and clients would send the prompt there
 		return result{cause: causeStatus, status: resp.StatusCode}
 	case isStream(resp.Header):
-		return c.relayStream(ctx, resp)
+		return req.relayStream(ctx, resp)
 	default:
-		return c.relayWhole(ctx, resp)
+		return req.relayWhole(ctx, resp)
 	}
 }
 
 // firstTokenDue is when the attempt must have shown its first token. An answer that is not streamed shows none: it gets the
 // time that a stream with its number of tokens could take at most.
-func (c *call) firstTokenDue() time.Time {
-	d := c.entry.firstToken
-	if c.route.Generates() && !c.scan.Stream {
-		n := c.scan.MaxTokens
+func (req *request) firstTokenDue() time.Time {
+	d := req.app.firstToken
+	if req.route.Generates() && !req.scan.Stream {
+		n := req.scan.MaxTokens
 		if n < 0 || n > unknownTokens {
 			n = unknownTokens
 		}
-		d += time.Duration(n) * c.entry.between
+		d += time.Duration(n) * req.app.between
 	}
-	return c.attempt.start.Add(d)
+	return req.attempt.start.Add(d)
 }
 
-// request sends once, and once more if a reused connection turned out to be closed: engines close idle connections, so that is nobody's fault and
+// sendWithResend sends once, and once more if a reused connection turned out to be closed: engines close idle connections, so that is nobody's fault and
 // no attempt.
-func (c *call) request(ctx context.Context) (*http.Response, error) {
-	resp, o, err := c.sendOnce(ctx)
+func (req *request) sendWithResend(ctx context.Context) (*http.Response, error) {
+	resp, o, err := req.sendOnce(ctx)
 	if err == nil || !o.Stale() || ctx.Err() != nil {
 		return resp, err
 	}
-	c.entry.lane.meter.Load().Attempt("keepalive_resend", "free")
-	resp, _, err = c.sendOnce(ctx)
+	req.app.router.metrics.Load().Attempt("keepalive_resend", "free")
+	resp, _, err = req.sendOnce(ctx)
 	return resp, err
 }
 
-func (c *call) sendOnce(ctx context.Context) (*http.Response, *engineleg.Request, error) {
-	a := &c.attempt
-	o := &engineleg.Request{URL: a.rank.urls[c.route], Header: c.header, Body: c.send}
+func (req *request) sendOnce(ctx context.Context) (*http.Response, *engineleg.Request, error) {
+	a := &req.attempt
+	o := &engineleg.Request{URL: a.rank.urls[req.route], Header: req.header, Body: req.engineBody}
 	switch t := &a.ticket.Target; t.Addressing {
 	case "header":
-		o.Header = withRank(c.header, t.Selector)
+		o.Header = withRank(req.header, t.Selector)
 	case "body":
-		o.Body = openai.AppendField(nil, c.send, "routed_dp_rank", strconv.AppendInt(nil, int64(t.Selector), 10))
+		o.Body = openai.AppendField(nil, req.engineBody, "routed_dp_rank", strconv.AppendInt(nil, int64(t.Selector), 10))
 	}
-	resp, err := c.in.legs.Send(ctx, a.ticket.Target.Owned, o)
+	resp, err := req.in.legs.Send(ctx, a.ticket.Target.Owned, o)
 	if !o.Settled() {
-		c.settled = false
+		req.bodySettled = false
 	}
 	return resp, o, err
 }
 
-// broke says what a failed read of an answer's body means.
-func (c *call) broke(ctx context.Context, err error, begun bool) result {
+// readFailure says what a failed read of an answer's body means.
+func (req *request) readFailure(ctx context.Context, err error, begun bool) result {
 	switch {
 	case ctx.Err() != nil:
-		why := ended(ctx)
+		why := contextCause(ctx)
 		if (why == causeStalled || why == causeSilent) && !begun {
 			why = causeFirstToken // an empty delta came, and then nothing
 		}
@@ -210,15 +210,15 @@ func (c *call) broke(ctx context.Context, err error, begun bool) result {
 	case errors.Is(err, msg.ErrUnreachable):
 		return result{cause: causeUnreachable, err: err}
 	case begun:
-		return result{cause: c.lostStream(), err: err}
+		return result{cause: req.lostStreamCause(), err: err}
 	default:
 		return result{cause: causeEmpty, err: err}
 	}
 }
 
-// lostStream tells a rank that was drained from one that failed.
-func (c *call) lostStream() cause {
-	if c.entry.lane.isDraining(c.attempt.rank) {
+// lostStreamCause tells a rank that was drained from one that failed.
+func (req *request) lostStreamCause() cause {
+	if req.app.router.isDraining(req.attempt.rank) {
 		return causeDrained
 	}
 	return causeUpstreamLost
@@ -230,29 +230,29 @@ func closeBody(resp *http.Response) {
 	}
 }
 
-// tokensSeen counts output.
-func (c *call) tokensSeen(n int, now time.Time) {
-	if c.attempt.first.IsZero() {
-		c.attempt.first = now
+// countOutput counts output.
+func (req *request) countOutput(n int, now time.Time) {
+	if req.attempt.firstToken.IsZero() {
+		req.attempt.firstToken = now
 	}
-	c.in.tokens.Add(uint64(n)) //nolint:gosec // a count
-	c.counted += n
+	req.in.tokens.Add(uint64(n)) //nolint:gosec // a count
+	req.countedTokens += n
 }
 
-// report tells the rank that its prefill is done, and later now and then how far its stream is, so that it is seen to live. It
+// reportProgress tells the rank that its prefill is done, and later now and then how far its stream is, so that it is seen to live. It
 // comes behind the write: a message wakes its receiver, and the client need not wait for that. A stream that has ended needs no
 // report: its Done says it all.
-func (c *call) report(now time.Time) {
-	a := &c.attempt
+func (req *request) reportProgress(now time.Time) {
+	a := &req.attempt
 	switch {
-	case a.first.IsZero() || now.Sub(a.posted) < progressEvery:
+	case a.firstToken.IsZero() || now.Sub(a.reportedAt) < progressEvery:
 		return
-	case a.posted.IsZero():
-		a.rank.mailbox.Send(&msg.FirstToken{TicketID: a.ticket.ID, At: a.first})
+	case a.reportedAt.IsZero():
+		a.rank.mailbox.Send(&msg.FirstToken{TicketID: a.ticket.ID, At: a.firstToken})
 	default:
-		a.rank.mailbox.Send(&msg.Progress{TicketID: a.ticket.ID, Out: c.stream.tokens})
+		a.rank.mailbox.Send(&msg.Progress{TicketID: a.ticket.ID, Out: req.stream.tokens})
 	}
-	a.posted = now
+	a.reportedAt = now
 }
 
 func asBodyError(err error) (*openai.BodyError, bool) {

@@ -23,7 +23,7 @@ import (
 // decider does what a request does between its scanned body and its rank: identify, look up, pick, and give the bump back. 8
 // ranks hold the first half of every prompt, each also the second half of every eighth.
 type decider struct {
-	lane   *lane
+	lane   *appRouter
 	route  openai.Route
 	bodies [][]byte
 	scans  []openai.Body
@@ -65,7 +65,7 @@ func newDecider(tb testing.TB, policy string, route openai.Route, prompts int) *
 			r.column(tb, kvindex.GPU).Apply(kvindex.Delta{Change: kvindex.Stored, Hashes: blocks})
 		}
 	}
-	if c := b.lane.reads().cache; c != nil {
+	if c := b.lane.inputs().cache; c != nil {
 		require.True(tb, c.inspect(context.Background(), func([]*column) {}))
 	}
 	for range 3 * len(b.bodies) {
@@ -81,7 +81,7 @@ func (b *decider) step() {
 		panic("refused")
 	}
 	b.q.ID++
-	b.lane.describe(&b.q, &b.p)
+	b.lane.describeRequest(&b.q, &b.p)
 	router := b.lane.router.Load()
 	router.Pick(&b.q, &b.d)
 	if b.d.Kind == routing.Route {

@@ -50,37 +50,37 @@ func (w *sinkWriter) Write(b []byte) (int, error) { w.n += len(b); return len(b)
 func (w *sinkWriter) WriteHeader(int)             {}
 func (w *sinkWriter) FlushError() error           { return nil }
 
-// swallow is a mailbox that swallows.
-type swallow struct{}
+// discardWriter is a mailbox that swallows.
+type discardWriter struct{}
 
-func (swallow) TrySend(any) error        { return nil }
-func (swallow) Send(any)                 {}
-func (swallow) Stopped() <-chan struct{} { return nil }
+func (discardWriter) TrySend(any) error        { return nil }
+func (discardWriter) Send(any)                 {}
+func (discardWriter) Stopped() <-chan struct{} { return nil }
 
 // relayRig is the relay loop alone: no sockets, no net/http.
 func relayRig(tb testing.TB) (relay func(n int)) {
 	tb.Helper()
 	in := bareIngress()
-	l := newLane(in, "demo")
-	l.meter.Store(telemetry.New().App("demo", "random"))
-	c := newCall(in)
-	spec := &served{app: demoApp(), firstToken: time.Hour, between: time.Hour, attempts: 3}
-	req, err := http.NewRequestWithContext(context.Background(), http.MethodPost, "/", nil)
+	ar := newAppRouter(in, "demo")
+	ar.metrics.Store(telemetry.New().App("demo", "random"))
+	req := newRequest(in)
+	spec := &appRevision{app: demoApp(), firstToken: time.Hour, between: time.Hour, attempts: 3}
+	hr, err := http.NewRequestWithContext(context.Background(), http.MethodPost, "/", nil)
 	require.NoError(tb, err)
 	w := &sinkWriter{header: http.Header{}}
-	c.w, c.r, c.rc, c.flush, c.route = w, req, http.NewResponseController(w), w.FlushError, openai.Chat
-	c.entry, c.scan.Choices = &entry{served: spec, lane: l}, 1
+	req.w, req.r, req.rc, req.flush, req.route = w, hr, http.NewResponseController(w), w.FlushError, openai.Chat
+	req.app, req.scan.Choices = &appRoute{appRevision: spec, router: ar}, 1
 	body := &chunks{}
 	resp := &http.Response{StatusCode: 200, Header: http.Header{}, Body: body}
-	rk := &rank{mailbox: swallow{}}
+	rk := &rank{mailbox: discardWriter{}}
 	ctx, cancel := context.WithCancelCause(context.Background())
 	tb.Cleanup(func() { cancel(nil) })
 	return func(n int) {
-		c.attempt = attempt{rank: rk, start: time.Now(), cancel: cancel}
-		c.guard.begin(cancel)
-		c.status, c.cut, body.left = 0, false, n
-		res := c.relayStream(ctx, resp)
-		c.guard.end()
+		req.attempt = attempt{rank: rk, start: time.Now(), cancel: cancel}
+		req.timer.attach(cancel)
+		req.status, req.cutConn, body.left = 0, false, n
+		res := req.relayStream(ctx, resp)
+		req.timer.detach()
 		if res.cause != causeUpstreamLost { // the chunks never finish
 			tb.Fatal(res.cause, res.err)
 		}
@@ -88,8 +88,8 @@ func relayRig(tb testing.TB) (relay func(n int)) {
 }
 
 func bareIngress() *Ingress {
-	in := &Ingress{node: "n1", timers: Timers{}.withDefaults(), limits: Limits{}.withDefaults(), log: slog.New(slog.DiscardHandler), base: time.Now()}
-	in.calls.New = func() any { return newCall(in) }
+	in := &Ingress{node: "n1", timers: Timers{}.withDefaults(), limits: Limits{}.withDefaults(), log: slog.New(slog.DiscardHandler), clockBase: time.Now()}
+	in.requestPool.New = func() any { return newRequest(in) }
 	return in
 }
 
@@ -104,7 +104,7 @@ func TestRelayAllocatesNothingPerChunk(t *testing.T) {
 
 // counter is a mailbox that counts what it is told.
 type counter struct {
-	swallow
+	discardWriter
 	firsts, progress int
 }
 
@@ -119,19 +119,19 @@ func (m *counter) Send(v any) {
 
 // TestReports: a rank hears of the first token once and of progress now and then; of a stream whose end has come, nothing but Done.
 func TestReports(t *testing.T) {
-	c := newCall(bareIngress())
+	req := newRequest(bareIngress())
 	box := &counter{}
 	now := time.Now()
-	c.attempt = attempt{rank: &rank{mailbox: box}}
-	c.report(now)
+	req.attempt = attempt{rank: &rank{mailbox: box}}
+	req.reportProgress(now)
 	assert.Equal(t, counter{}, *box, "no token yet")
-	c.tokensSeen(1, now)
-	c.report(now)
-	c.tokensSeen(1, now)
-	c.report(now.Add(progressEvery - 1))
+	req.countOutput(1, now)
+	req.reportProgress(now)
+	req.countOutput(1, now)
+	req.reportProgress(now.Add(progressEvery - 1))
 	assert.Equal(t, counter{firsts: 1}, *box)
-	c.report(now.Add(progressEvery))
-	c.report(now.Add(progressEvery + 1))
+	req.reportProgress(now.Add(progressEvery))
+	req.reportProgress(now.Add(progressEvery + 1))
 	assert.Equal(t, counter{firsts: 1, progress: 1}, *box)
 }
 
@@ -333,18 +333,18 @@ func TestReadingABodyAllocatesNothing(t *testing.T) {
 	}
 	in := bareIngress()
 	in.bodies.budget = 1 << 30
-	c := newCall(in)
-	c.rc = http.NewResponseController(&deadlineWriter{})
+	req := newRequest(in)
+	req.rc = http.NewResponseController(&deadlineWriter{})
 	for _, size := range []int{100, 400 << 10} {
 		text := strings.NewReader(strings.Repeat("x", size))
-		c.r = &http.Request{Body: io.NopCloser(text), ContentLength: int64(size)}
-		c.settled = true
+		req.r = &http.Request{Body: io.NopCloser(text), ContentLength: int64(size)}
+		req.bodySettled = true
 		read := func() {
 			_, _ = text.Seek(0, io.SeekStart)
-			if c.readBody() != nil || len(c.body.b) != size {
+			if req.readBody() != nil || len(req.body.b) != size {
 				panic("not read")
 			}
-			c.letGo()
+			req.releaseBody()
 		}
 		read()
 		assert.Less(t, testing.AllocsPerRun(200, read), 1.0, "%d bytes", size)

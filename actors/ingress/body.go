@@ -13,8 +13,8 @@ import (
 
 // readBody reads the whole body before anything else: without that the client's leaving is not noticed, and no second
 // attempt is possible. A body above the limit is refused unread if it announces its length.
-func (c *call) readBody() *failure {
-	in, r := c.in, c.r
+func (req *request) readBody() *failure {
+	in, r := req.in, req.r
 	// One more: a read has to reach the end of the body, or net/http does not watch the connection.
 	most := in.limits.MaxBody + 1
 	if r.ContentLength >= most {
@@ -23,8 +23,8 @@ func (c *call) readBody() *failure {
 	if r.ContentLength >= 0 {
 		most = r.ContentLength + 1
 	}
-	if err := c.fill(int(most)); err != nil {
-		return c.notRead(err)
+	if err := req.fillBody(int(most)); err != nil {
+		return req.bodyFailure(err)
 	}
 	if r.GetBody != nil { // a request of this process holds its body for as long as it lives
 		r.Body, r.GetBody = http.NoBody, nil
@@ -32,21 +32,21 @@ func (c *call) readBody() *failure {
 	return nil
 }
 
-// notRead is the answer to a request whose body was not read to its end.
-func (c *call) notRead(err error) *failure {
-	in, r := c.in, c.r
+// bodyFailure is the answer to a request whose body was not read to its end.
+func (req *request) bodyFailure(err error) *failure {
+	in, r := req.in, req.r
 	switch {
 	case errors.Is(err, errTooLarge):
 		return in.tooLarge()
 	case errors.Is(err, errNoBodyMemory):
 		return noBodyMemory()
 	case errors.Is(err, errTooSlow), errors.Is(err, os.ErrDeadlineExceeded):
-		return fail(openai.CodeSlowRequest, fmt.Sprintf("the body came too slowly: send at least %d bytes per second, and up to %d MiB within %s",
+		return newFailure(openai.CodeSlowRequest, fmt.Sprintf("the body came too slowly: send at least %d bytes per second, and up to %d MiB within %s",
 			bodyRate, wholeBody>>20, in.timers.wholeBody()))
 	case r.Context().Err() != nil && !errors.Is(err, io.ErrUnexpectedEOF):
-		return &failure{status: statusClientGone, gone: true, cause: causeClientGone.String()}
+		return &failure{status: statusClientGone, clientGone: true, cause: causeClientGone.String()}
 	default:
-		return fail(openai.CodeInvalidRequest, "the body ended before its announced length, or its chunks are malformed")
+		return newFailure(openai.CodeInvalidRequest, "the body ended before its announced length, or its chunks are malformed")
 	}
 }
 
@@ -55,11 +55,11 @@ func (in *Ingress) tooLarge() *failure {
 	if in.limits.MaxBody < LargestMaxBody {
 		text += fmt.Sprintf("; the node's --max-body allows up to %d MiB", LargestMaxBody>>20)
 	}
-	return fail(openai.CodeBodyTooLarge, text)
+	return newFailure(openai.CodeBodyTooLarge, text)
 }
 
 func noBodyMemory() *failure {
-	f := fail(openai.CodeOverloaded, "this node holds as many bytes of request bodies as it may; try again later").after(1)
+	f := newFailure(openai.CodeOverloaded, "this node holds as many bytes of request bodies as it may; try again later").withRetryAfter(1)
 	f.cause = "body_memory"
 	return f
 }
@@ -70,42 +70,42 @@ var (
 	errTooSlow      = errors.New("body too slow")
 )
 
-// fill reads to the end of the body into c.body, which grows as bytes arrive: memory that a client only announces is not there yet.
+// fillBody reads to the end of the body into c.body, which grows as bytes arrive: memory that a client only announces is not there yet.
 // most is the largest number of bytes that may come, and one more.
-func (c *call) fill(most int) error {
-	m, window := &c.in.bodies, c.in.timers.BodyStall
-	if c.body = m.take(bodySizes[0]); c.body == nil {
+func (req *request) fillBody(most int) error {
+	m, window := &req.in.bodies, req.in.timers.BodyStall
+	if req.body = m.take(bodySizes[0]); req.body == nil {
 		return errNoBodyMemory
 	}
 	now := time.Now()
-	pace := bodyPace{window: window, whole: c.in.timers.wholeBody(), began: now, since: now}
+	pace := bodyPace{window: window, whole: req.in.timers.wholeBody(), began: now, since: now}
 	for armed := (time.Time{}); ; {
 		if now.Sub(armed) >= window/deadlineSteps {
-			if err := setReadDeadline(c.rc, pace.deadline(now, len(c.body.b))); err != nil {
+			if err := setReadDeadline(req.rc, pace.deadline(now, len(req.body.b))); err != nil {
 				return err
 			}
 			armed = now
 		}
-		if len(c.body.b) == cap(c.body.b) {
-			larger := m.grow(c.body, most)
+		if len(req.body.b) == cap(req.body.b) {
+			larger := m.grow(req.body, most)
 			if larger == nil {
 				return errNoBodyMemory
 			}
-			c.body = larger
+			req.body = larger
 		}
-		b := c.body.b
-		n, err := c.r.Body.Read(b[len(b):cap(b)])
-		c.body.b = b[:len(b)+n]
+		b := req.body.b
+		n, err := req.r.Body.Read(b[len(b):cap(b)])
+		req.body.b = b[:len(b)+n]
 		now = time.Now()
 		switch {
-		case int64(len(c.body.b)) > c.in.limits.MaxBody:
+		case int64(len(req.body.b)) > req.in.limits.MaxBody:
 			return errTooLarge
 		case errors.Is(err, io.EOF):
 			// The connection's own reader takes over at the end of the body: it must not run into our deadline.
-			return setReadDeadline(c.rc, time.Time{})
+			return setReadDeadline(req.rc, time.Time{})
 		case err != nil:
 			return err
-		case pace.isTooSlow(now, len(c.body.b)):
+		case pace.isTooSlow(now, len(req.body.b)):
 			return errTooSlow
 		}
 	}

@@ -59,7 +59,7 @@ func TestBodiesAreGivenBackAtTheFirstByte(t *testing.T) {
 	const streams = 6
 	for name, size := range map[string]int{"small": 10, "direct": 400 << 10, "transport": 3 << 19} {
 		t.Run(name, func(t *testing.T) {
-			var h hang
+			var h hangingEngine
 			g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)}})
 			body := `{"model":"demo","stream":true,"kv_transfer_params":1,"user":"\u0041` + strings.Repeat("u", size/8) + `","prompt":"` + strings.Repeat("x", size) + `"}`
 			before := liveHeap()
@@ -82,7 +82,7 @@ func TestBodiesAreGivenBackAtTheFirstByte(t *testing.T) {
 // TestBodiesAreHeldToABudget: bodies that wait for their answer count; above the budget a request is refused with the time to come
 // back, and served once another one has its answer.
 func TestBodiesAreHeldToABudget(t *testing.T) {
-	var h hang
+	var h hangingEngine
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends()}, limits: Limits{BodyBytes: 1 << 20}})
 	body := `{"model":"demo","prompt":"` + strings.Repeat("x", 100<<10) + `"}`
 	ctx, cancel := context.WithCancel(t.Context())
@@ -225,10 +225,10 @@ func dialFake(t *testing.T, network *memnet.Network, limits Limits) (in *Ingress
 
 // TestPromptMemoryShrinks: memory that a long prompt made large is not kept by a short one.
 func TestPromptMemoryShrinks(t *testing.T) {
-	large := prompt{promptMemory: promptMemory{ids: make([]uint32, 10, 100<<10), salted: make([]byte, 90<<10, 100<<10), ask: make([]byte, 2<<20), blocks: make([]uint64, 3, 100)}}
+	large := prompt{promptMemory: promptMemory{ids: make([]uint32, 10, 100<<10), salted: make([]byte, 90<<10, 100<<10), tokenizeBody: make([]byte, 2<<20), blocks: make([]uint64, 3, 100)}}
 	got := large.giveMemory()
 	assert.Nil(t, got.ids, "much larger than its use")
-	assert.Nil(t, got.ask, "too large")
+	assert.Nil(t, got.tokenizeBody, "too large")
 	assert.Equal(t, []int{100 << 10, 100}, []int{cap(got.salted), cap(got.blocks)})
 	assert.Empty(t, got.salted)
 	assert.Nil(t, large.salted)

@@ -36,7 +36,7 @@ func (b *budget) draw(at time.Duration) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	i := b.advance(at)
-	if sum(&b.retries) >= max(sum(&b.requests)/budgetShare, budgetFloor) {
+	if sumSlots(&b.retries) >= max(sumSlots(&b.requests)/budgetShare, budgetFloor) {
 		return false
 	}
 	b.retries[i]++
@@ -53,7 +53,7 @@ func (b *budget) advance(at time.Duration) int {
 	return int(b.now % budgetSlots)
 }
 
-func sum(slots *[budgetSlots]int) int {
+func sumSlots(slots *[budgetSlots]int) int {
 	n := 0
 	for _, v := range slots {
 		n += v

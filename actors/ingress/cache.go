@@ -12,36 +12,37 @@ import (
 
 // Times of a cache.
 const (
-	cacheTick    = 250 * time.Millisecond // between two looks at the time while somebody asks or tells
-	loadPatience = 2 * time.Second        // without a part of a column's snapshot, until it counts as lost
-	sweepSlots   = 1 << 13                // slots swept at once: about 80 µs
+	advanceInterval = 250 * time.Millisecond // between two looks at the time while somebody asks or tells
+	snapshotTimeout = 2 * time.Second        // without a part of a column's snapshot, until it counts as lost
+	sweepSlots      = 1 << 13                // slots swept at once: about 80 µs
 )
 
 // cache is an ingress's picture of what the ranks of one application hold: an index, and the goroutine that alone writes to it.
 // Records wait in a bounded queue, so that Deliver is short; requests ask the index without a lock. newCache starts the
 // goroutine, close ends it.
 type cache struct {
-	index   *kvindex.Index
-	columns int
-	lane    *lane
-	clock   func() time.Duration
-	queue   kvQueue
-	jobs    chan func(held []*column)
-	quit    chan struct{}
-	once    sync.Once // closes quit
-	done    chan struct{}
+	index      *kvindex.Index
+	maxColumns int
+	router     *appRouter
+	clock      func() time.Duration
+	queue      kvQueue
+	jobs       chan func(open []*column)
+	quit       chan struct{}
+	once       sync.Once // closes quit
+	done       chan struct{}
 
-	ticked atomic.Int64 // clock of the last Advance, in ns
+	advancedAt atomic.Int64 // clock of the last Advance, in ns
 
 	mu     sync.Mutex
 	status msg.IndexStatus
 
-	held map[place]*column // the writer's, as all below
-	deaf map[uint32]bool   // ranks that are asked for a snapshot: nothing else of them is believed
+	// Only the writer uses the fields below.
+	open      map[columnKey]*column
+	resyncing map[uint32]bool // ranks that are asked for a snapshot: everything before it is ignored
 }
 
-// place is what at most one column is for.
-type place struct {
+// columnKey is what at most one column is for.
+type columnKey struct {
 	rank uint32
 	tier kvindex.Tier
 }
@@ -49,23 +50,23 @@ type place struct {
 // column is one column of the index with its state.
 type column struct {
 	*kvindex.Column
-	loading bool          // its snapshot is not whole yet
-	heard   time.Duration // the last part of it came
-	given   uint64        // what the index had given up for want of memory when it began
+	loading         bool          // its snapshot is not complete yet
+	lastPart        time.Duration // when the last part of the snapshot arrived
+	discardedAtOpen uint64        // value of cache.discarded when the column was opened
 }
 
-func (in *Ingress) newCache(l *lane, columns int) (*cache, error) {
+func (in *Ingress) newCache(ar *appRouter, columns int) (*cache, error) {
 	index, err := kvindex.New(kvindex.Config{Columns: columns, Bytes: in.limits.IndexBytes})
 	if err != nil {
 		return nil, err
 	}
 	c := &cache{
-		index: index, columns: columns, lane: l, clock: in.clock, jobs: make(chan func([]*column)),
-		quit: make(chan struct{}), done: make(chan struct{}), held: map[place]*column{}, deaf: map[uint32]bool{},
+		index: index, maxColumns: columns, router: ar, clock: in.clock, jobs: make(chan func([]*column)),
+		quit: make(chan struct{}), done: make(chan struct{}), open: map[columnKey]*column{}, resyncing: map[uint32]bool{},
 	}
 	c.queue.wake = make(chan struct{}, 1)
-	c.report()
-	in.running.Go(c.run)
+	c.publishStatus()
+	in.background.Go(c.run)
 	return c, nil
 }
 
@@ -77,7 +78,7 @@ func (c *cache) close() {
 
 // touch keeps the index's clock going while requests ask. Safe for concurrent use.
 func (c *cache) touch(now time.Duration) {
-	if now-time.Duration(c.ticked.Load()) > cacheTick {
+	if now-time.Duration(c.advancedAt.Load()) > advanceInterval {
 		c.queue.poke()
 	}
 }
@@ -85,18 +86,18 @@ func (c *cache) touch(now time.Duration) {
 // run is the writer: it applies what waits, then tidies up piece by piece as long as nothing waits.
 func (c *cache) run() {
 	defer close(c.done)
-	for !c.ended() {
-		for b := c.queue.take(); b != nil && !c.ended(); b = c.queue.take() {
-			c.write(b)
+	for !c.isClosed() {
+		for b := c.queue.take(); b != nil && !c.isClosed(); b = c.queue.take() {
+			c.applyBatch(b)
 			c.queue.release(b)
 		}
 		if more := c.tidy(); !more {
-			c.wait()
+			c.waitForWork()
 		}
 	}
 }
 
-func (c *cache) ended() bool {
+func (c *cache) isClosed() bool {
 	select {
 	case <-c.quit:
 		return true
@@ -105,11 +106,11 @@ func (c *cache) ended() bool {
 	}
 }
 
-// wait sleeps until there is something to do, or the end.
-func (c *cache) wait() {
+// waitForWork sleeps until there is something to do, or the end.
+func (c *cache) waitForWork() {
 	var due <-chan time.Time
-	if c.pending() {
-		t := time.NewTimer(cacheTick)
+	if c.hasTimedWork() {
+		t := time.NewTimer(advanceInterval)
 		defer t.Stop()
 		due = t.C
 	}
@@ -118,13 +119,13 @@ func (c *cache) wait() {
 	case <-c.queue.wake:
 	case <-due:
 	case f := <-c.jobs:
-		f(c.list())
+		f(c.openColumns())
 	}
 }
 
-// pending says that time alone brings something to do.
-func (c *cache) pending() bool {
-	for _, col := range c.held {
+// hasTimedWork says that time alone brings something to do.
+func (c *cache) hasTimedWork() bool {
+	for _, col := range c.open {
 		if col.loading {
 			return true
 		}
@@ -135,34 +136,34 @@ func (c *cache) pending() bool {
 // tidy is what the writer does besides applying; more: it should come again at once.
 func (c *cache) tidy() (more bool) {
 	now := c.clock()
-	if now-time.Duration(c.ticked.Load()) > cacheTick {
+	if now-time.Duration(c.advancedAt.Load()) > advanceInterval {
 		c.index.Advance(now)
-		c.ticked.Store(int64(now))
+		c.advancedAt.Store(int64(now))
 	}
-	for _, col := range c.held {
-		if col.loading && now-col.heard > loadPatience {
-			c.miss(col.Owner())
+	for _, col := range c.open {
+		if col.loading && now-col.lastPart > snapshotTimeout {
+			c.resyncRank(col.Owner())
 		}
 	}
 	if owner, ok := c.queue.nextLost(); ok {
-		c.lane.missed(owner)
+		c.router.resyncOwner(owner)
 	}
-	c.report()
+	c.publishStatus()
 	return c.index.Sweep(sweepSlots)
 }
 
-// report makes the writer's numbers readable.
-func (c *cache) report() {
+// publishStatus makes the writer's numbers readable.
+func (c *cache) publishStatus() {
 	s := c.index.Stats()
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.status = msg.IndexStatus{Blocks: s.Blocks, Bytes: s.Bytes, Cap: s.Cap, Orphans: s.Orphans, Evicted: s.Evicted + s.Refused}
 }
 
-// list is every open column.
-func (c *cache) list() []*column {
-	out := make([]*column, 0, len(c.held))
-	for _, col := range c.held {
+// openColumns is every open column.
+func (c *cache) openColumns() []*column {
+	out := make([]*column, 0, len(c.open))
+	for _, col := range c.open {
 		out = append(out, col)
 	}
 	return out

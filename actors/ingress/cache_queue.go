@@ -50,9 +50,9 @@ type kvQueue struct {
 
 	mu    sync.Mutex
 	list  []*kvBatch
-	head  int        // of list: those in front are taken
+	head  int        // index of the first batch in list that is not taken
 	spare []*kvBatch // at most two: what a steady stream needs
-	size  int        // batches waiting or being written
+	size  int        // batches waiting or being applied
 	lost  map[kvindex.Owner]struct{}
 }
 
@@ -62,27 +62,27 @@ func (q *kvQueue) push(op kvOp, hashes []uint64) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	op.n = max(op.n, len(hashes))
-	b := q.last()
+	b := q.lastBatch()
 	if b == nil || len(b.ops) == cap(b.ops) || len(b.hashes)+len(hashes) > cap(b.hashes) {
 		if q.size >= maxBatches && op.kind > opMask {
 			return false
 		}
-		b = q.add(len(hashes))
+		b = q.addBatch(len(hashes))
 	}
 	b.ops, b.hashes = append(b.ops, op), append(b.hashes, hashes...)
 	q.poke()
 	return true
 }
 
-func (q *kvQueue) last() *kvBatch {
+func (q *kvQueue) lastBatch() *kvBatch {
 	if q.head == len(q.list) {
 		return nil
 	}
 	return q.list[len(q.list)-1]
 }
 
-// add appends a batch with room for n hashes.
-func (q *kvQueue) add(n int) *kvBatch {
+// addBatch appends a batch with room for n hashes.
+func (q *kvQueue) addBatch(n int) *kvBatch {
 	b := &kvBatch{}
 	if k := len(q.spare); k > 0 {
 		b, q.spare = q.spare[k-1], q.spare[:k-1]
@@ -121,9 +121,9 @@ func (q *kvQueue) release(b *kvBatch) {
 	}
 }
 
-// lose remembers a rank whose records were dropped. It is asked again once nothing waits any more, one rank at a time, or the
+// addLost remembers a rank whose records were dropped. It is asked again once nothing waits any more, one rank at a time, or the
 // answers would fill the queue again.
-func (q *kvQueue) lose(owner kvindex.Owner) {
+func (q *kvQueue) addLost(owner kvindex.Owner) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if q.lost == nil {

@@ -250,7 +250,7 @@ func (r *kvReplica) reveal(tb testing.TB, hash uint64) {
 type kvRig struct {
 	feed *kvFeed
 	in   *Ingress
-	lane *lane
+	lane *appRouter
 }
 
 func newKVRig(tb testing.TB, ranks int, seed uint64, r app.Routing) *kvRig {
@@ -267,7 +267,7 @@ func newKVRig(tb testing.TB, ranks int, seed uint64, r app.Routing) *kvRig {
 	deploy(tb, s, a, 1)
 	in, err := New(Config{Node: "n1", Store: s, Feed: g.feed, Metrics: telemetry.New(), Log: slog.New(slog.DiscardHandler), Seed: 7})
 	require.NoError(tb, err)
-	g.in, g.lane = in, in.known("demo")
+	g.in, g.lane = in, in.findAppRouter("demo")
 	tb.Cleanup(func() {
 		require.NoError(tb, in.Close(tb.Context()))
 	})
@@ -275,13 +275,13 @@ func newKVRig(tb testing.TB, ranks int, seed uint64, r app.Routing) *kvRig {
 }
 
 // columns are what the ingress holds, by rank and tier.
-func (g *kvRig) columns(tb testing.TB) map[place]column {
+func (g *kvRig) columns(tb testing.TB) map[columnKey]column {
 	tb.Helper()
-	out := map[place]column{}
-	c := g.lane.reads().cache
+	out := map[columnKey]column{}
+	c := g.lane.inputs().cache
 	require.True(tb, c.inspect(tb.Context(), func(held []*column) {
 		for _, col := range held {
-			out[place{col.Owner().Rank, col.Owner().Tier}] = *col
+			out[columnKey{col.Owner().Rank, col.Owner().Tier}] = *col
 		}
 	}))
 	return out
@@ -294,7 +294,7 @@ func (g *kvRig) requireEqual(tb testing.TB, all [][]uint64) {
 	view := g.lane.router.Load().Snapshot()
 	for _, r := range g.feed.replicas {
 		for tier, want := range r.columns {
-			have, ok := got[place{uint32(r.id), tier}]
+			have, ok := got[columnKey{uint32(r.id), tier}]
 			require.True(tb, ok, "rank %s tier %d", r.id, tier)
 			require.True(tb, have.Shown(), "rank %s tier %d is hidden", r.id, tier)
 			require.Equal(tb, want.Owner(), have.Owner())
@@ -306,13 +306,13 @@ func (g *kvRig) requireEqual(tb testing.TB, all [][]uint64) {
 		require.Equal(tb, len(r.open), view.Ranks[i].Load.O(), "load of %s", r.id)
 	}
 	for _, chain := range all {
-		require.Equal(tb, g.expected(chain), found(g.lane.reads().cache.index.Match(chain, nil)))
+		require.Equal(tb, g.expected(chain), found(g.lane.inputs().cache.index.Match(chain, nil)))
 	}
 }
 
 // expected asks the replicas' own columns, masked ones shown for the moment.
-func (g *kvRig) expected(chain []uint64) map[place]int32 {
-	out := map[place]int32{}
+func (g *kvRig) expected(chain []uint64) map[columnKey]int32 {
+	out := map[columnKey]int32{}
 	for _, r := range g.feed.replicas {
 		for _, c := range r.columns {
 			c.Show()
@@ -324,11 +324,11 @@ func (g *kvRig) expected(chain []uint64) map[place]int32 {
 	return out
 }
 
-func found(hits []kvindex.Hit) map[place]int32 {
-	out := map[place]int32{}
+func found(hits []kvindex.Hit) map[columnKey]int32 {
+	out := map[columnKey]int32{}
 	for _, h := range hits {
 		if h.Blocks > 0 {
-			out[place{h.Rank, h.Tier}] = h.Blocks
+			out[columnKey{h.Rank, h.Tier}] = h.Blocks
 		}
 	}
 	return out

@@ -7,23 +7,23 @@ import (
 // Index is this ingress's picture of what the ranks of an application have cached; nil if there is no such application or its
 // policy reads none.
 func (in *Ingress) Index(app string) *msg.IndexStatus {
-	l := in.known(app)
-	if l == nil || l.reads().cache == nil {
+	ar := in.findAppRouter(app)
+	if ar == nil || ar.inputs().cache == nil {
 		return nil
 	}
-	c := l.reads().cache
+	c := ar.inputs().cache
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	s := c.status
-	s.Resyncs = l.resyncs.Load()
+	s.Resyncs = ar.resyncs.Load()
 	return &s
 }
 
 // Identity is what text prompts of an application are known by: text or tokens; "" if its policy reads no blocks.
 func (in *Ingress) Identity(app string) string {
-	l := in.known(app)
-	if l == nil || !l.reads().chains() {
+	ar := in.findAppRouter(app)
+	if ar == nil || !ar.inputs().chains() {
 		return ""
 	}
-	return l.reads().identity
+	return ar.inputs().identity
 }

@@ -103,7 +103,7 @@ func TestColumnIsHiddenUntilItsEnd(t *testing.T) {
 		r, chain := g.feed.replicas[0], prompts(1, 10)[0]
 		hits := func() int {
 			synctest.Wait()
-			return len(found(g.lane.reads().cache.index.Match(chain, nil)))
+			return len(found(g.lane.inputs().cache.index.Match(chain, nil)))
 		}
 		sum := uint64(0)
 		for _, h := range chain {
@@ -145,7 +145,7 @@ func TestOverflowIsAGap(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newKVRig(t, 2, 1, byScore)
 		hold, held := make(chan struct{}), make(chan struct{})
-		go g.lane.reads().cache.inspect(t.Context(), func([]*column) { close(held); <-hold })
+		go g.lane.inputs().cache.inspect(t.Context(), func([]*column) { close(held); <-hold })
 		<-held
 		long := make([]uint64, batchHashes)
 		for i := range long {
@@ -161,7 +161,7 @@ func TestOverflowIsAGap(t *testing.T) {
 			}
 			r.feed.mu.Unlock()
 		}
-		q := &g.lane.reads().cache.queue
+		q := &g.lane.inputs().cache.queue
 		q.mu.Lock()
 		assert.LessOrEqual(t, q.size, maxBatches+2)
 		q.mu.Unlock()
@@ -186,7 +186,7 @@ func TestKV14FreshIngressEqualsSnapshot(t *testing.T) {
 		second, err := New(Config{Node: "n2", Store: g.in.store, Feed: g.feed, Metrics: g.in.metrics, Log: g.in.log, Seed: 8})
 		require.NoError(t, err)
 		first := g.in
-		g.in, g.lane = second, second.known("demo")
+		g.in, g.lane = second, second.findAppRouter("demo")
 		for range 200 {
 			g.step(t, all)
 		}
@@ -210,7 +210,7 @@ func TestIndexFollowsThePolicy(t *testing.T) {
 			a.Routing.Policy = policy
 			deploy(t, s, a, revision)
 			synctest.Wait()
-			return g.lane.reads().cache
+			return g.lane.inputs().cache
 		}
 		g.feed.replicas[0].column(t, kvindex.GPU).Apply(kvindex.Delta{Change: kvindex.Stored, Hashes: []uint64{1, 2, 3}})
 		made := change(2, 2, "scoring")

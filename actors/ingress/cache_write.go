@@ -7,8 +7,8 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// write applies a batch.
-func (c *cache) write(b *kvBatch) {
+// applyBatch applies a batch.
+func (c *cache) applyBatch(b *kvBatch) {
 	hashes := b.hashes
 	for i := range b.ops {
 		op := &b.ops[i]
@@ -18,100 +18,100 @@ func (c *cache) write(b *kvBatch) {
 		}
 		switch {
 		case op.kind == opDrop:
-			c.drop(op.owner.Rank)
+			c.closeColumns(op.owner.Rank)
 		case op.kind == opMask:
-			c.mask(op.owner.Rank)
-		case c.deaf[op.owner.Rank]: // of what came before the snapshot that was asked for
+			c.maskColumns(op.owner.Rank)
+		case c.resyncing[op.owner.Rank]: // of what came before the snapshot that was asked for
 		case op.kind == opBegin:
-			c.begin(op)
+			c.openColumn(op)
 		case op.kind == opDelta:
-			c.apply(op, mine)
+			c.applyDelta(op, mine)
 		case op.kind == opEnd:
-			c.end(op)
+			c.showColumn(op)
 		}
 	}
 }
 
-// drop closes a rank's columns: what follows is a snapshot, or nothing.
-func (c *cache) drop(rank uint32) {
-	delete(c.deaf, rank)
+// closeColumns closes a rank's columns: what follows is a snapshot, or nothing.
+func (c *cache) closeColumns(rank uint32) {
+	delete(c.resyncing, rank)
 	for tier := range kvindex.Sent + 1 {
-		if col := c.held[place{rank, tier}]; col != nil {
+		if col := c.open[columnKey{rank, tier}]; col != nil {
 			col.Close()
-			delete(c.held, place{rank, tier})
+			delete(c.open, columnKey{rank, tier})
 		}
 	}
 }
 
-// mask hides a rank's columns until its next snapshot.
-func (c *cache) mask(rank uint32) {
-	c.deaf[rank] = true
+// maskColumns hides a rank's columns until its next snapshot.
+func (c *cache) maskColumns(rank uint32) {
+	c.resyncing[rank] = true
 	for tier := range kvindex.Sent + 1 {
-		if col := c.held[place{rank, tier}]; col != nil {
+		if col := c.open[columnKey{rank, tier}]; col != nil {
 			col.Mask()
 			col.loading = false
 		}
 	}
 }
 
-// begin opens a column, hidden until its snapshot is whole.
-func (c *cache) begin(op *kvOp) {
-	at := place{op.owner.Rank, op.owner.Tier}
-	delete(c.held, at) // Open closes it
+// openColumn opens a column, hidden until its snapshot is whole.
+func (c *cache) openColumn(op *kvOp) {
+	at := columnKey{op.owner.Rank, op.owner.Tier}
+	delete(c.open, at) // Open closes it
 	col, err := c.index.Open(op.owner, kvindex.Options{Feed: kvindex.FromDeltas, BlockSize: op.size})
 	switch {
 	case errors.Is(err, kvindex.ErrFenced): // the index counts them
 	case err != nil:
-		c.lane.in.log.Error("what a rank has cached is not followed", slog.String("app", c.lane.name), slog.Uint64("epoch", op.owner.Epoch), slog.Any("err", err))
+		c.router.in.log.Error("what a rank has cached is not followed", slog.String("app", c.router.name), slog.Uint64("epoch", op.owner.Epoch), slog.Any("err", err))
 	default:
-		c.held[at] = &column{Column: col, loading: true, heard: c.clock(), given: c.givenUp()}
+		c.open[at] = &column{Column: col, loading: true, lastPart: c.clock(), discardedAtOpen: c.discarded()}
 	}
 }
 
-// givenUp counts what the index dropped or did not take for want of memory.
-func (c *cache) givenUp() uint64 {
+// discarded counts what the index dropped or did not take for want of memory.
+func (c *cache) discarded() uint64 {
 	s := c.index.Stats()
 	return s.Evicted + s.Refused
 }
 
-// find is the column of exactly this owner; one that never began was lost.
-func (c *cache) find(op *kvOp) *column {
-	col := c.held[place{op.owner.Rank, op.owner.Tier}]
+// findColumn is the column of exactly this owner; one that never began was lost.
+func (c *cache) findColumn(op *kvOp) *column {
+	col := c.open[columnKey{op.owner.Rank, op.owner.Tier}]
 	if col == nil || col.Owner() != op.owner {
-		c.miss(op.owner)
+		c.resyncRank(op.owner)
 		return nil
 	}
 	return col
 }
 
-func (c *cache) apply(op *kvOp, hashes []uint64) {
-	col := c.find(op)
+func (c *cache) applyDelta(op *kvOp, hashes []uint64) {
+	col := c.findColumn(op)
 	if col == nil {
 		return
 	}
 	if col.loading {
-		col.heard = c.clock()
+		col.lastPart = c.clock()
 	}
 	col.Apply(kvindex.Delta{Change: op.change, Parent: op.parent, Hashes: hashes})
 }
 
-// end shows a column that is equal to the replica's. One that had to give up blocks to the cap meanwhile is shown too: what it
+// showColumn shows a column that is equal to the replica's. One that had to give up blocks to the cap meanwhile is shown too: what it
 // holds is true, and asking again would not make it whole.
-func (c *cache) end(op *kvOp) {
-	col := c.find(op)
+func (c *cache) showColumn(op *kvOp) {
+	col := c.findColumn(op)
 	if col == nil {
 		return
 	}
-	if equal := col.Len() == op.n && col.Sum() == op.sum; !equal && col.given == c.givenUp() {
-		c.miss(op.owner)
+	if equal := col.Len() == op.n && col.Sum() == op.sum; !equal && col.discardedAtOpen == c.discarded() {
+		c.resyncRank(op.owner)
 		return
 	}
 	col.loading = false
 	col.Show()
 }
 
-// miss says that a rank's columns are not what the replica's are: hidden until the rank has told all of them again.
-func (c *cache) miss(owner kvindex.Owner) {
-	c.mask(owner.Rank)
-	c.lane.missed(owner)
+// resyncRank says that a rank's columns are not what the replica's are: hidden until the rank has told all of them again.
+func (c *cache) resyncRank(owner kvindex.Owner) {
+	c.maskColumns(owner.Rank)
+	c.router.resyncOwner(owner)
 }

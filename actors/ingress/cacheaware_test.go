@@ -45,7 +45,7 @@ func remembers(tb testing.TB, r *replica) {
 // settled waits until the ingress has heard of everything its ranks recorded.
 func (g *rig) settled() {
 	g.t.Helper()
-	c := g.in.known("demo").reads().cache
+	c := g.in.findAppRouter("demo").inputs().cache
 	require.NotNil(g.t, c)
 	require.True(g.t, c.inspect(g.t.Context(), func([]*column) {}))
 	require.True(g.t, c.inspect(g.t.Context(), func([]*column) {}), "what came while the first was waiting")
@@ -121,7 +121,7 @@ func TestAdmitCarriesBlocksAndHit(t *testing.T) {
 func TestRT14ShortPromptsSplit(t *testing.T) {
 	for _, policy := range []string{"scoring", "kv", "lpwl", "lmetric", "lmetric-1", "min-ttft", "sticky", "cache-aware", "prefix-aware", "least-kv", "mex"} {
 		t.Run(policy, func(t *testing.T) {
-			h := &hang{}
+			h := &hangingEngine{}
 			g := newRig(t, options{engines: engines(2, h.sends()), app: withRouting(policy), max: 64})
 			ctx, cancel := context.WithCancel(t.Context())
 			var all sync.WaitGroup
@@ -287,20 +287,20 @@ func TestCachingOffMeansNoHits(t *testing.T) {
 	for _, r := range g.replicas {
 		remembers(t, r)
 	}
-	l := g.in.known("demo")
+	ar := g.in.findAppRouter("demo")
 	body := chat(strings.Repeat("words ", 100))
 	g.post("/v1/chat/completions", body)
 	g.settled()
 	assert.NotEqual(t, "0", g.post("/v1/chat/completions", body).header.Get(headerCached))
-	l.mu.Lock()
-	for _, r := range l.ranks {
+	ar.mu.Lock()
+	for _, r := range ar.ranks {
 		r.cachingOff = true
 	}
-	l.judgeCaching()
-	l.mu.Unlock()
+	ar.updateCachingOff()
+	ar.mu.Unlock()
 	a := g.post("/v1/chat/completions", body)
 	assert.Empty(t, a.header.Get(headerCached))
-	assert.True(t, l.router.Load().Snapshot().PrefixCachingOff)
+	assert.True(t, ar.router.Load().Snapshot().PrefixCachingOff)
 }
 
 // Blocks that an unanswered Admit still holds are not used for the next request.
@@ -404,7 +404,7 @@ func TestTokenIdentity(t *testing.T) {
 		ids = append(ids, uint32(b[0])<<16|uint32(b[1])<<8|uint32(b[2]))
 	}
 	var want prompt
-	want.fromTokens(g.in.known("demo"), ids, origin{})
+	want.fromTokens(g.in.findAppRouter("demo"), ids, promptContext{})
 	assert.Equal(t, want.blocks, all[0].Blocks)
 	assert.Equal(t, all[0].Blocks, all[2].Blocks)
 	assert.Equal(t, len(ids), all[0].Tokens)
@@ -469,8 +469,8 @@ func TestMembersBesideThePromptAreOfItsIdentity(t *testing.T) {
 		assert.NotEqual(t, all[0].Blocks[0], all[1].Blocks[0])
 		assert.Equal(t, all[0].Blocks, all[3].Blocks)
 
-		l := promptLane(wantsAll)
-		plain, with, again := readPrompt(t, l, openai.Chat, chat(text)), readPrompt(t, l, openai.Chat, chat(text, member)), readPrompt(t, l, openai.Chat, chat(text, member))
+		ar := promptLane(wantsAll)
+		plain, with, again := readPrompt(t, ar, openai.Chat, chat(text)), readPrompt(t, ar, openai.Chat, chat(text, member)), readPrompt(t, ar, openai.Chat, chat(text, member))
 		assert.Zero(t, shared(plain, with), member)
 		assert.Equal(t, with.blocks, again.blocks, member)
 	}
@@ -478,7 +478,7 @@ func TestMembersBesideThePromptAreOfItsIdentity(t *testing.T) {
 
 // The cache of tokenized prompts keeps to its bytes and lets the least used go.
 func TestTokenizedIsBounded(t *testing.T) {
-	c := newTokenized(10 * (tokenizedBytes + 80))
+	c := newChainCache(10 * (tokenizedBytes + 80))
 	key := func(n int) tokenizeKey { return tokenizeKey{root: uint64(n)} }
 	for n := range 100 {
 		c.put(key(n), &tokenChain{blocks: make([]uint64, 10)})

@@ -38,6 +38,6 @@ func TestCloseWhileAnApplicationComes(t *testing.T) {
 		synctest.Wait()
 		close(s.held)
 		require.NoError(t, <-closed)
-		require.NotNil(t, in.known("demo").reads().cache, "it came in time to have an index")
+		require.NotNil(t, in.findAppRouter("demo").inputs().cache, "it came in time to have an index")
 	})
 }

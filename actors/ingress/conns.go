@@ -22,15 +22,15 @@ import (
 type clientConns struct {
 	net.Listener
 
-	most     int
-	refuses  func() bool // new connections are closed at once
+	maxConns int
+	refuse   func() bool // new connections are closed at once
 	clock    func() time.Duration
-	answered func(code int) // net/http has refused, without a handler, what came over a connection
+	answered func(code int) // net/http has answered by itself, without a handler
 
-	waits atomic.Bool   // a new connection waits for a place
-	room  chan struct{} // one slot: a place may be free
-	over  chan struct{} // closed by Close
-	once  sync.Once
+	waiting  atomic.Bool   // a new connection waits for a place
+	roomFree chan struct{} // one slot: a place may be free
+	closed   chan struct{} // closed by Close
+	once     sync.Once
 
 	mu    sync.Mutex
 	conns map[*clientConn]struct{}
@@ -38,9 +38,9 @@ type clientConns struct {
 
 func (in *Ingress) newClientConns(l net.Listener) *clientConns {
 	return &clientConns{
-		Listener: l, most: in.limits.MaxConns, refuses: in.memory.refusesConns, clock: in.clock,
+		Listener: l, maxConns: in.limits.MaxConns, refuse: in.memory.refusesConns, clock: in.clock,
 		answered: func(code int) { in.metrics.RequestRefused(telemetry.RouteOther, code) },
-		room:     make(chan struct{}, 1), over: make(chan struct{}), conns: map[*clientConn]struct{}{},
+		roomFree: make(chan struct{}, 1), closed: make(chan struct{}), conns: map[*clientConn]struct{}{},
 	}
 }
 
@@ -51,12 +51,12 @@ func (l *clientConns) Accept() (net.Conn, error) {
 		if err != nil {
 			return nil, err
 		}
-		if l.refuses() {
+		if l.refuse() {
 			_ = inner.Close() // its client sees the end of the connection
 			continue
 		}
-		c := &clientConn{framedConn: framedConn{Conn: capped(inner)}, conns: l}
-		if !l.admit(c) {
+		c := &clientConn{framedConn: framedConn{Conn: limitWriteBuffer(inner)}, conns: l}
+		if !l.addConn(c) {
 			_ = inner.Close()
 			return nil, net.ErrClosed
 		}
@@ -64,9 +64,9 @@ func (l *clientConns) Accept() (net.Conn, error) {
 	}
 }
 
-// capped is a quiet connection whose buffer in the kernel is capped: without a cap 8 MB of a stream pile up there when its reader
+// limitWriteBuffer is a quiet connection whose buffer in the kernel is capped: without a cap 8 MB of a stream pile up there when its reader
 // stands still.
-func capped(c net.Conn) net.Conn {
+func limitWriteBuffer(c net.Conn) net.Conn {
 	if tcp, ok := c.(*net.TCPConn); ok {
 		if tcp.SetWriteBuffer(kernelBuffer) != nil {
 			return c // it is closing; its reader will find out
@@ -77,18 +77,18 @@ func capped(c net.Conn) net.Conn {
 
 // Close implements net.Listener. It leaves the connections alone.
 func (l *clientConns) Close() error {
-	l.once.Do(func() { close(l.over) })
+	l.once.Do(func() { close(l.closed) })
 	return l.Listener.Close()
 }
 
-// admit gives c a place; false after Close.
-func (l *clientConns) admit(c *clientConn) bool {
+// addConn gives c a place; false after Close.
+func (l *clientConns) addConn(c *clientConn) bool {
 	for {
-		l.waits.Store(true) // before the look: who becomes idle behind it says so
+		l.waiting.Store(true) // before the look: who becomes idle behind it says so
 		l.mu.Lock()
-		if len(l.conns) < l.most {
+		if len(l.conns) < l.maxConns {
 			l.conns[c] = struct{}{}
-			l.waits.Store(false)
+			l.waiting.Store(false)
 			l.mu.Unlock()
 			return true
 		}
@@ -101,8 +101,8 @@ func (l *clientConns) admit(c *clientConn) bool {
 			continue
 		}
 		select {
-		case <-l.room:
-		case <-l.over:
+		case <-l.roomFree:
+		case <-l.closed:
 			return false
 		}
 	}
@@ -119,31 +119,31 @@ func (l *clientConns) longestIdle() []*clientConn {
 	}
 	var idle []candidate
 	for c := range l.conns {
-		if since := c.idle.Load(); since != 0 {
+		if since := c.idleSince.Load(); since != 0 {
 			idle = append(idle, candidate{c, since})
 		}
 	}
 	slices.SortFunc(idle, func(a, b candidate) int { return cmp.Compare(a.since, b.since) })
 	var out []*clientConn
-	for _, c := range idle[:min(len(idle), max(1, l.most/idleShare))] {
+	for _, c := range idle[:min(len(idle), max(1, l.maxConns/idleShare))] {
 		out = append(out, c.conn)
 	}
 	return out
 }
 
-// forget frees the place of a connection that is closed. Safe to call twice.
-func (l *clientConns) forget(c *clientConn) {
+// removeConn frees the place of a connection that is closed. Safe to call twice.
+func (l *clientConns) removeConn(c *clientConn) {
 	l.mu.Lock()
 	delete(l.conns, c)
 	l.mu.Unlock()
-	l.free()
+	l.signalRoom()
 }
 
-// free says that a place is free, or a connection has become idle, to a connection that waits.
-func (l *clientConns) free() {
-	if l.waits.Load() {
+// signalRoom says that a place is free, or a connection has become idle, to a connection that waits.
+func (l *clientConns) signalRoom() {
+	if l.waiting.Load() {
 		select {
-		case l.room <- struct{}{}:
+		case l.roomFree <- struct{}{}:
 		default:
 		}
 	}
@@ -156,18 +156,18 @@ func (l *clientConns) count() int {
 	return len(l.conns)
 }
 
-// noteConn follows what a connection does; http.Server.ConnState.
-func noteConn(conn net.Conn, s http.ConnState) {
+// trackConn follows what a connection does; http.Server.ConnState.
+func trackConn(conn net.Conn, s http.ConnState) {
 	c, ok := conn.(*clientConn)
 	if !ok {
 		return // of another listener
 	}
 	switch s {
 	case http.StateNew, http.StateIdle:
-		c.idle.Store(max(1, int64(c.conns.clock())))
-		c.conns.free()
+		c.idleSince.Store(max(1, int64(c.conns.clock())))
+		c.conns.signalRoom()
 	case http.StateActive:
-		c.idle.Store(0)
+		c.idleSince.Store(0)
 	case http.StateHijacked, http.StateClosed:
 	}
 }
@@ -176,9 +176,9 @@ func noteConn(conn net.Conn, s http.ConnState) {
 type clientConn struct {
 	framedConn
 
-	conns    *clientConns
-	idle     atomic.Int64 // since when it has no request, on the clock of conns; 0: it has one
-	gathered *[]byte      // what its handler has written of a piece; nil: it does not gather
+	conns     *clientConns
+	idleSince atomic.Int64 // on the clock of conns; 0: the connection has a request
+	gathered  *[]byte      // collected writes of one piece; nil: the connection does not collect
 }
 
 // Write implements net.Conn. What net/http does not take for a request it answers by itself, in one write: no handler counts that.
@@ -188,15 +188,15 @@ func (c *clientConn) Write(p []byte) (int, error) {
 	} else if err != nil {
 		return 0, err
 	}
-	if code := ownAnswer(p); code != 0 {
+	if code := serverErrorStatus(p); code != 0 {
 		c.conns.answered(code)
 	}
 	return c.framedConn.Write(p)
 }
 
-// ownAnswer is the status of net/http's own answer to something that is no request; 0: p is another one, or a part of one. Answers of
+// serverErrorStatus is the status of net/http's own answer to something that is no request; 0: p is another one, or a part of one. Answers of
 // handlers are told apart by their Date.
-func ownAnswer(p []byte) int {
+func serverErrorStatus(p []byte) int {
 	rest, ok := bytes.CutPrefix(p, []byte("HTTP/1.1 "))
 	if !ok {
 		return 0
@@ -216,6 +216,6 @@ func ownAnswer(p []byte) int {
 // Close implements net.Conn.
 func (c *clientConn) Close() error {
 	err := c.framedConn.Close()
-	c.conns.forget(c)
+	c.conns.removeConn(c)
 	return err
 }

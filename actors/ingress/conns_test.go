@@ -57,7 +57,7 @@ func (g *rig) idleConns() (n int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for c := range l.conns {
-		if c.idle.Load() != 0 {
+		if c.idleSince.Load() != 0 {
 			n++
 		}
 	}
@@ -67,7 +67,7 @@ func (g *rig) idleConns() (n int) {
 // TestTheLongestIdleConnectionMakesRoom: idle and silent connections that take all places do not keep a health check out; the one
 // that was idle for longest goes, and none that has a request.
 func TestTheLongestIdleConnectionMakesRoom(t *testing.T) {
-	var h hang
+	var h hangingEngine
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)}, limits: Limits{MaxConns: 4}})
 	g.client.Transport = &http.Transport{DisableKeepAlives: true}
 	ctx, cancel := context.WithCancel(t.Context())
@@ -94,7 +94,7 @@ func TestTheLongestIdleConnectionMakesRoom(t *testing.T) {
 
 // TestAFullPortServesOnceARequestEnds: where every connection has a request, a new one waits for the end of one.
 func TestAFullPortServesOnceARequestEnds(t *testing.T) {
-	var h hang
+	var h hangingEngine
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)}, limits: Limits{MaxConns: 2}})
 	g.client.Transport = &http.Transport{DisableKeepAlives: true}
 	ctx, cancel := context.WithCancel(t.Context())
@@ -121,7 +121,7 @@ func TestAFullPortServesOnceARequestEnds(t *testing.T) {
 
 // TestAStreamOverHTTP2IsNotIdle: its connection keeps its place, and loses it when nothing runs on it.
 func TestAStreamOverHTTP2IsNotIdle(t *testing.T) {
-	var h hang
+	var h hangingEngine
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)}, limits: Limits{MaxConns: 1}})
 	tr := &http.Transport{Protocols: new(http.Protocols)}
 	tr.Protocols.SetUnencryptedHTTP2(true)

@@ -22,7 +22,7 @@ func TestTheEndOfADrainCutsAttachedStreams(t *testing.T) {
 		"owned, drained":    {owned: true, drained: true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			var h hang
+			var h hangingEngine
 			g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)}})
 			r := g.replicas[0]
 			r.mu.Lock()

@@ -96,7 +96,7 @@ func TestFS4EveryReplicaRefuses(t *testing.T) {
 func TestFS6ClientLeaves(t *testing.T) {
 	for name, first := range map[string][]string{"in prefill": nil, "in mid-stream": {roleChunk, textChunk}} {
 		t.Run(name, func(t *testing.T) {
-			var h hang
+			var h hangingEngine
 			g := newRig(t, options{engines: []http.HandlerFunc{h.sends(first...)}})
 			for _, body := range []string{streamBody, chatBody} {
 				if body == chatBody && first != nil {
@@ -155,7 +155,7 @@ func TestAClientThatLeavesDuringItsAdmissionIsNoTimeout(t *testing.T) {
 }
 
 func TestFirstTokenDeadline(t *testing.T) {
-	var h hang
+	var h hangingEngine
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(), h.sends(roleChunk)}, app: func(a *app.Application) {
 		a.Timeouts.FirstTokenS, a.Timeouts.BetweenTokensS = 0.1, 0.1
 	}})
@@ -167,7 +167,7 @@ func TestFirstTokenDeadline(t *testing.T) {
 }
 
 func TestStalledStream(t *testing.T) {
-	var h hang
+	var h hangingEngine
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)}, app: func(a *app.Application) { a.Timeouts.BetweenTokensS = 0.1 }})
 	a := g.post("/v1/chat/completions", streamBody)
 	require.Error(t, a.err)
@@ -178,7 +178,7 @@ func TestStalledStream(t *testing.T) {
 }
 
 func TestRequestDeadline(t *testing.T) {
-	var h hang
+	var h hangingEngine
 	for name, list := range map[string][]string{"before": nil, "after": {textChunk}} {
 		t.Run(name, func(t *testing.T) {
 			g := newRig(t, options{engines: []http.HandlerFunc{h.sends(list...)}})
@@ -382,7 +382,7 @@ func TestStoppedReplicaAndSlowAdmission(t *testing.T) {
 }
 
 func TestCloseCutsWithDrained(t *testing.T) {
-	var h hang
+	var h hangingEngine
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)}})
 	got := make(chan answer, 1)
 	go func() { got <- g.postCtx(t.Context(), "/v1/chat/completions", streamBody) }()

@@ -2,7 +2,7 @@ package ingress
 
 import "sync"
 
-// fifo is the queue of one application: requests that found no rank with room, in order of arrival. One waiter at a time has the
+// requestQueue is the queue of one application: requests that found no rank with room, in order of arrival. One waiter at a time has the
 // turn and asks the Router. Room gives the turn to the first waiter; a waiter that still finds no rank hands it on:
 //
 //   - An unrestricted waiter may use every rank. If it finds none, nobody behind it does: the turn ends until there is room again.
@@ -10,7 +10,7 @@ import "sync"
 //     waiter of another restriction, so a request that waits for one rank never holds up those that could use another.
 //
 // So it never stays that a rank has room, a waiter may use it, and nobody is routed. Nothing polls. Safe for concurrent use.
-type fifo struct {
+type requestQueue struct {
 	onChange func(n int, tokens int64) // called under mu: must be short; may be nil
 
 	mu         sync.Mutex
@@ -18,8 +18,8 @@ type fifo struct {
 	n          int
 	tokens     int64
 
-	turn    *waiter             // has been woken and has not answered yet; nil: nobody
-	freed   bool                // room came while turn was asking: what it finds may be old
+	turn    *waiter             // woken, and has not answered yet; nil: no waiter has the turn
+	freed   bool                // room came while turn was asking: its result may be outdated
 	refused map[uint64]struct{} // restrictions that have found no rank since there was room
 	closed  bool                // an unrestricted waiter has found no rank since there was room
 }
@@ -39,14 +39,14 @@ type waiter struct {
 func newWaiter() *waiter { return &waiter{wake: make(chan struct{}, 1)} }
 
 // empty says that nobody waits. A request that arrives then may pick at once.
-func (f *fifo) empty() bool {
+func (f *requestQueue) empty() bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.n == 0
 }
 
 // size is the queue's length in requests and tokens.
-func (f *fifo) size() (n int, tokens int64) {
+func (f *requestQueue) size() (n int, tokens int64) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.n, f.tokens
@@ -54,7 +54,7 @@ func (f *fifo) size() (n int, tokens int64) {
 
 // join puts w at the end; false if the queue would hold more than maxN requests or maxTokens tokens. An empty queue takes one request
 // however large it is: it would be refused for ever else.
-func (f *fifo) join(w *waiter, maxN int, maxTokens int64) bool {
+func (f *requestQueue) join(w *waiter, maxN int, maxTokens int64) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.n >= maxN || f.n > 0 && f.tokens+w.tokens > maxTokens {
@@ -74,7 +74,7 @@ func (f *fifo) join(w *waiter, maxN int, maxTokens int64) bool {
 
 // rejoin puts w at the front: it had its turn already, and its rank turned out to be full. Over no bound: these requests
 // were taken in before, and there are never more of them than places on the ranks.
-func (f *fifo) rejoin(w *waiter) {
+func (f *requestQueue) rejoin(w *waiter) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	w.prev, w.next, w.queued = nil, f.head, true
@@ -89,14 +89,14 @@ func (f *fifo) rejoin(w *waiter) {
 }
 
 // hasTurn says that w may ask the Router now.
-func (f *fifo) hasTurn(w *waiter) bool {
+func (f *requestQueue) hasTurn(w *waiter) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.turn == w
 }
 
 // yield is the answer of the waiter that has the turn: it has asked, and there is no rank for it.
-func (f *fifo) yield(w *waiter) {
+func (f *requestQueue) yield(w *waiter) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.turn != w {
@@ -117,7 +117,7 @@ func (f *fifo) yield(w *waiter) {
 }
 
 // leave takes w out, wherever it stands. Its turn, if it has it, goes to the next. Safe to call twice.
-func (f *fifo) leave(w *waiter) {
+func (f *requestQueue) leave(w *waiter) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if !w.queued {
@@ -134,7 +134,7 @@ func (f *fifo) leave(w *waiter) {
 	f.pass()
 }
 
-func (f *fifo) unlink(w *waiter) {
+func (f *requestQueue) unlink(w *waiter) {
 	if w.prev != nil {
 		w.prev.next = w.next
 	} else {
@@ -153,7 +153,7 @@ func (f *fifo) unlink(w *waiter) {
 }
 
 // room says that a rank may have room, or that no rank is on its way any more. Never blocks.
-func (f *fifo) room() {
+func (f *requestQueue) room() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.turn != nil {
@@ -165,13 +165,13 @@ func (f *fifo) room() {
 }
 
 // reopen forgets who has found no rank.
-func (f *fifo) reopen() {
+func (f *requestQueue) reopen() {
 	f.freed, f.closed = false, false
 	clear(f.refused)
 }
 
 // pass gives the turn to the first waiter that has not found out yet that there is no rank for it.
-func (f *fifo) pass() {
+func (f *requestQueue) pass() {
 	if f.turn != nil || f.closed {
 		return
 	}
@@ -188,7 +188,7 @@ func (f *fifo) pass() {
 	}
 }
 
-func (f *fifo) changed(n int, tokens int64) {
+func (f *requestQueue) changed(n int, tokens int64) {
 	f.n += n
 	f.tokens += tokens
 	if f.onChange != nil {

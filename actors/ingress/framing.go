@@ -71,19 +71,19 @@ const (
 // of a connection.
 type framing struct {
 	part part
-	then part  // behind the body
-	left int64 // bytes of the body or the chunk
+	then part  // the part after the body
+	left int64 // remaining bytes of the body or the chunk
 
-	line  [64]byte // the beginning of the present line, as far as it has arrived
-	n     int      // bytes of the present line that are in line
-	long  bool     // the present line does not fit into line
-	tail  [10]byte // of a request line, with its end
-	name  field    // of the present header line, once its colon has come
-	colon bool
+	line  [64]byte // the beginning of the current line, as far as it has arrived
+	n     int      // bytes of the current line that are in line
+	long  bool     // the current line does not fit into line
+	tail  [10]byte // the last bytes of a request line
+	name  field    // of the current header line, once its colon has arrived
+	colon bool     // the current header line has a colon
 
 	http10 bool
-	length int64 // by Content-Length; -1: none
-	chunks bool  // by Transfer-Encoding
+	length int64 // from Content-Length; -1: none
+	chunks bool  // Transfer-Encoding is chunked
 }
 
 type field uint8

@@ -30,7 +30,7 @@ func (p *probed) TrySend(any) error {
 	return nil
 }
 
-// TestAGapIsCutWhenItsRankMakesNoProgress: a gap with a limit of 8 s and a first token's time of 60 s, looked at as the guard does.
+// TestAGapIsCutWhenItsRankMakesNoProgress: a gap with a limit of 8 s and a first token's time of 60 s, looked at as the phase timer does.
 func TestAGapIsCutWhenItsRankMakesNoProgress(t *testing.T) {
 	const limit, most, answer = 8 * time.Second, 60 * time.Second, time.Second
 	never := time.Duration(-1)
@@ -53,24 +53,24 @@ func TestAGapIsCutWhenItsRankMakesNoProgress(t *testing.T) {
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
 			box := &probed{}
-			g := gap{lane: &lane{}, rank: &rank{mailbox: box}, ticket: 7, limit: limit, most: most}
+			g := gapWatch{router: &appRouter{}, rank: &rank{mailbox: box}, ticket: 7, limit: limit, maxGap: most}
 			box.heard = func(n int) {
 				if c.counts != nil && c.counts(n) {
-					g.rank.steps++
+					g.rank.progress++
 				}
 			}
 			start := time.Now()
-			g.begin(start)
+			g.start(start)
 			for at := time.Duration(0); ; {
-				next := g.next().Sub(start)
+				next := g.nextCheck().Sub(start)
 				require.GreaterOrEqual(t, next, at, "it goes forward")
 				for ; at < next; at += time.Second / 2 {
 					if at == c.others || c.every && at%limit == c.others {
-						g.rank.steps++
+						g.rank.progress++
 					}
 				}
 				at, box.now = next, next
-				cause := g.look(start.Add(next))
+				cause := g.check(start.Add(next))
 				if cause == nil {
 					continue
 				}
@@ -87,14 +87,14 @@ func TestAGapIsCutWhenItsRankMakesNoProgress(t *testing.T) {
 
 // TestALateGuardStillWaitsForTheAnswer: a process that stood still asks and waits before it cuts.
 func TestALateGuardStillWaitsForTheAnswer(t *testing.T) {
-	g := gap{lane: &lane{}, rank: &rank{mailbox: &probed{}}, limit: 8 * time.Second, most: time.Minute}
+	g := gapWatch{router: &appRouter{}, rank: &rank{mailbox: &probed{}}, limit: 8 * time.Second, maxGap: time.Minute}
 	start := time.Now()
-	g.begin(start)
+	g.start(start)
 	late := start.Add(20 * time.Second)
 	for range 3 {
-		require.NoError(t, g.look(late))
+		require.NoError(t, g.check(late))
 	}
-	assert.Equal(t, late.Add(time.Second), g.next())
+	assert.Equal(t, late.Add(time.Second), g.nextCheck())
 }
 
 // pauses is an engine that is silent for a while in the middle of its answer.
@@ -122,7 +122,7 @@ func TestASilentStreamWaitsForARankThatMakesProgress(t *testing.T) {
 }
 
 func TestAStreamThatStaysSilentIsCutInTheEndAndTripsNothing(t *testing.T) {
-	var h hang
+	var h hangingEngine
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)}, app: func(a *app.Application) {
 		a.Timeouts.FirstTokenS, a.Timeouts.BetweenTokensS = 1, 0.2
 	}})

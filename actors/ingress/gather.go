@@ -24,9 +24,9 @@ func withConn(ctx context.Context, c net.Conn) context.Context {
 	return context.WithValue(ctx, connKey{}, c)
 }
 
-// gather begins to collect what is written to the client of r, if a piece of n bytes would take several writes; nil: it does not. Over
+// startGather begins to collect what is written to the client of r, if a piece of n bytes would take several writes; nil: it does not. Over
 // HTTP/2 a connection has many writers, and frames of its own.
-func gather(r *http.Request, n int) *clientConn {
+func startGather(r *http.Request, n int) *clientConn {
 	if n < gatheredFrom || r.ProtoMajor != 1 {
 		return nil
 	}
@@ -38,8 +38,8 @@ func gather(r *http.Request, n int) *clientConn {
 	return c
 }
 
-// send writes what was collected in one write, and collects no longer. A nil connection has collected nothing.
-func (c *clientConn) send() error {
+// sendGathered writes what was collected in one write, and collects no longer. A nil connection has collected nothing.
+func (c *clientConn) sendGathered() error {
 	if c == nil {
 		return nil
 	}

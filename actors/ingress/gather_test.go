@@ -63,25 +63,25 @@ func TestAPieceLeavesInOneWrite(t *testing.T) {
 		results := make(chan error, 3)
 		server := &http.Server{ConnContext: withConn, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			for range 2 {
-				conn := gather(r, len(piece))
+				conn := startGather(r, len(piece))
 				_, err := w.Write(piece)
-				results <- errors.Join(err, http.NewResponseController(w).Flush(), conn.send())
+				results <- errors.Join(err, http.NewResponseController(w).Flush(), conn.sendGathered())
 			}
 			c, _ := r.Context().Value(connKey{}).(*clientConn)
 			counted, _ := c.Conn.(*countedConn)
 			counted.mu.Lock()
 			counted.err = broken
 			counted.mu.Unlock()
-			conn := gather(r, len(piece))
+			conn := startGather(r, len(piece))
 			_, err := w.Write(piece)
-			results <- errors.Join(err, http.NewResponseController(w).Flush(), conn.send())
+			results <- errors.Join(err, http.NewResponseController(w).Flush(), conn.sendGathered())
 			panic(http.ErrAbortHandler)
 		})}
 		served := make(chan error, 1)
 		in := &Ingress{}
 		in.limits.MaxConns = 4
 		front := in.newClientConns(countedListener{l, conns})
-		front.refuses = func() bool { return false }
+		front.refuse = func() bool { return false }
 		go func() { served <- server.Serve(front) }()
 		client, err := network.DialContext(t.Context(), "tcp", "ingress:80")
 		require.NoError(t, err)

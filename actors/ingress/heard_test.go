@@ -14,8 +14,8 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// spy is a policy that keeps the events that its Router hears.
-type spy struct {
+// eventSpy is a policy that keeps the events that its Router hears.
+type eventSpy struct {
 	routing.RoundRobin
 
 	mu    sync.Mutex
@@ -23,7 +23,7 @@ type spy struct {
 }
 
 // Observe implements routing.Policy. A dispatch is kept with the view's time: it has none of its own.
-func (s *spy) Observe(st routing.State, v *routing.View, e *routing.Event) {
+func (s *eventSpy) Observe(st routing.State, v *routing.View, e *routing.Event) {
 	s.RoundRobin.Observe(st, v, e)
 	kept := *e
 	kept.Snapshot, kept.Request = nil, nil
@@ -36,7 +36,7 @@ func (s *spy) Observe(st routing.State, v *routing.View, e *routing.Event) {
 }
 
 // of gives the events of some kinds, in the order in which they came.
-func (s *spy) of(kinds ...routing.EventKind) (out []routing.Event) {
+func (s *eventSpy) of(kinds ...routing.EventKind) (out []routing.Event) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, e := range s.heard {
@@ -48,11 +48,11 @@ func (s *spy) of(kinds ...routing.EventKind) (out []routing.Event) {
 }
 
 // listen replaces the application's Router by one under a spy.
-func (g *rig) listen() *spy {
-	s, l := &spy{}, g.in.known("demo")
+func (g *rig) listen() *eventSpy {
+	s, ar := &eventSpy{}, g.in.findAppRouter("demo")
 	r := routing.NewRouter(s, 1)
-	r.OnRoom = l.queue.room
-	l.succeed(r)
+	r.OnRoom = ar.queue.room
+	ar.replaceRouter(r)
 	return s
 }
 
@@ -129,7 +129,7 @@ func TestOutputsReachTheRouter(t *testing.T) {
 // TestTicketsTellTheRouterTheTime: a ticket, and the end of a dispatch without one, have the ingress's time, as the pick has, though no
 // record of a rank came in between.
 func TestTicketsTellTheRouterTheTime(t *testing.T) {
-	follows := func(t *testing.T, s *spy, kind routing.EventKind) {
+	follows := func(t *testing.T, s *eventSpy, kind routing.EventKind) {
 		t.Helper()
 		picks, got := s.of(routing.EvDispatched), s.of(kind)
 		require.Len(t, picks, 1)

@@ -51,39 +51,39 @@ type Config struct {
 
 // Ingress serves the OpenAI surface. Safe for concurrent use. New starts one goroutine, which Close ends.
 type Ingress struct {
-	node    string
-	version string
-	store   msg.Store
-	feed    msg.Feed
-	metrics Metrics
-	log     *slog.Logger
-	limits  Limits
-	timers  Timers
-	seed    uint64
-	base    time.Time // origin of the budgets' clock
+	node      string
+	version   string
+	store     msg.Store
+	feed      msg.Feed
+	metrics   Metrics
+	log       *slog.Logger
+	limits    Limits
+	timers    Timers
+	seed      uint64
+	clockBase time.Time // zero of clock
 
-	handler http.Handler
-	server  *http.Server
-	legs    *engineleg.Legs
-	remote  Remote
-	serves  func() bool // nil: always
-	table   atomic.Pointer[table]
-	waiting waiting
-	hasher  atomic.Pointer[kvindex.Hasher] // keyed by the cluster's secret
-	calls   sync.Pool                      // *call
-	bodies  bodyMemory
-	prompts sync.Pool // *promptMemory
-	memory  memoryGuard
-	replies sync.Pool // chan msg.AdmitReply
+	handler     http.Handler
+	server      *http.Server
+	legs        *engineleg.Legs
+	remote      Remote
+	serves      func() bool // nil: always
+	table       atomic.Pointer[routeTable]
+	unplaced    unplacedApps
+	hasher      atomic.Pointer[kvindex.Hasher] // keyed by the cluster's secret
+	requestPool sync.Pool                      // *request
+	bodies      bodyMemory
+	promptPool  sync.Pool // *promptMemory
+	memory      memoryGuard
+	replyPool   sync.Pool // chan msg.AdmitReply
 
 	nextID   atomic.Uint64
-	requests atomic.Uint64
+	answered atomic.Uint64
 	tokens   atomic.Uint64
 	inflight atomic.Int64
 	draining atomic.Bool
 
-	lanesMu sync.RWMutex
-	lanes   map[string]*lane
+	appRoutersMu sync.RWMutex
+	appRouters   map[string]*appRouter
 
 	mu          sync.Mutex
 	listener    *clientConns
@@ -91,11 +91,11 @@ type Ingress struct {
 	closeOnce   sync.Once
 	closeErr    error
 
-	stop     context.CancelFunc      // ends the table's goroutine
-	followed chan struct{}           // closed: it has ended
-	cut      context.CancelCauseFunc // ends every request
-	cutCtx   func(net.Listener) context.Context
-	running  sync.WaitGroup // indexes, late tickets
+	stop        context.CancelFunc      // ends follow
+	followDone  chan struct{}           // closed: follow has ended
+	cutRequests context.CancelCauseFunc // ends every request
+	baseContext func(net.Listener) context.Context
+	background  sync.WaitGroup // indexes, late tickets
 }
 
 // New makes an ingress and follows Store and Feed at once; it serves when Serve is called, or through Handler.
@@ -106,24 +106,24 @@ func New(c Config) (*Ingress, error) {
 	in := &Ingress{
 		node: c.Node, version: c.Version, store: c.Store, feed: c.Feed, metrics: c.Metrics,
 		log: c.Log.With(slog.String("room", "ingress")), limits: c.Limits.withDefaults(), timers: c.Timers.withDefaults(),
-		seed: c.Seed, base: time.Now(), lanes: map[string]*lane{}, followed: make(chan struct{}),
-		waiting: waiting{news: make(chan struct{}, 1)},
+		seed: c.Seed, clockBase: time.Now(), appRouters: map[string]*appRouter{}, followDone: make(chan struct{}),
+		unplaced: unplacedApps{changed: make(chan struct{}, 1)},
 	}
 	in.nextID.Store(mix(c.Seed))
-	in.calls.New = func() any { return newCall(in) }
-	in.memory.limit, in.memory.read, in.memory.log, in.memory.base = memoryLimit(), readMemory, in.log, in.base
-	in.memory.collect = func() { in.running.Go(runtime.GC) }
+	in.requestPool.New = func() any { return newRequest(in) }
+	in.memory.limit, in.memory.read, in.memory.log, in.memory.base = memoryLimit(), readMemory, in.log, in.clockBase
+	in.memory.collect = func() { in.background.Go(runtime.GC) }
 	in.bodies.budget = in.limits.bodyBudget(in.memory.limit)
-	in.replies.New = func() any { return make(chan msg.AdmitReply, 1) }
+	in.replyPool.New = func() any { return make(chan msg.AdmitReply, 1) }
 	in.remote, in.serves = c.Remote, c.Serves
 	in.legs = engineleg.New(engineleg.Timers{Dial: in.timers.Dial, IdleOwned: in.timers.IdleOwned, IdleAttached: in.timers.IdleAttached}, c.Dial)
 	ctx, stop := context.WithCancel(context.Background())
 	cutCtx, cut := context.WithCancelCause(context.Background())
-	in.stop, in.cut, in.cutCtx = stop, cut, func(net.Listener) context.Context { return cutCtx }
+	in.stop, in.cutRequests, in.baseContext = stop, cut, func(net.Listener) context.Context { return cutCtx }
 	in.handler = in.routes()
 	in.server = in.newServer()
-	in.table.Store(newTable())
-	in.key(nil)
+	in.table.Store(newRouteTable())
+	in.setSecret(nil)
 	changed := in.store.Changed() // before State, so that no change is missed
 	in.rebuild(in.store.State())
 	in.resubscribe()
@@ -137,18 +137,18 @@ func (in *Ingress) Handler() http.Handler { return in.handler }
 
 // follow rebuilds the table whenever the state changes, or what the leader says of units that wait for room.
 func (in *Ingress) follow(ctx context.Context, changed <-chan struct{}) {
-	defer close(in.followed)
+	defer close(in.followDone)
 	lapse := time.NewTimer(time.Hour)
 	defer lapse.Stop()
 	for {
 		lapse.Stop()
-		if _, left := in.waiting.now(); left > 0 {
+		if _, left := in.unplaced.current(); left > 0 {
 			lapse.Reset(left)
 		}
 		select {
 		case <-ctx.Done():
 			return
-		case <-in.waiting.news:
+		case <-in.unplaced.changed:
 		case <-lapse.C:
 		case <-changed:
 			changed = in.store.Changed()
@@ -161,37 +161,37 @@ func (in *Ingress) follow(ctx context.Context, changed <-chan struct{}) {
 
 // rebuild makes a table of the state. fresh says that a Router or an index is new, and lacks what the ranks' snapshots tell.
 func (in *Ingress) rebuild(st *state.State) (fresh bool) {
-	t := newTable()
-	in.key(st.Secret)
-	waiting, _ := in.waiting.now()
+	t := newRouteTable()
+	in.setSecret(st.Secret)
+	waiting, _ := in.unplaced.current()
 	for name, a := range st.Apps {
-		l := in.lane(name)
-		spec, isNew, err := in.adopt(l, a)
+		ar := in.ensureAppRouter(name)
+		spec, isNew, err := in.applyRevision(ar, a)
 		if err != nil {
-			spec = in.keepOld(l, a, err)
+			spec = in.keepOldRevision(ar, a, err)
 		}
 		if spec == nil {
 			continue
 		}
 		fresh = fresh || isNew
-		l.units(progress(st, spec.app, a.Deleting, waiting[name]))
+		ar.setUnits(unitProgress(st, spec.app, a.Deleting, waiting[name]))
 		if !a.Deleting {
-			t.add(&entry{served: spec, lane: l})
+			t.add(&appRoute{appRevision: spec, router: ar})
 		}
 	}
 	t.seal()
 	in.table.Store(t)
-	in.forget(st)
+	in.removeDeleted(st)
 	return fresh
 }
 
-// adopt brings a lane to the application's revision. fresh: it has a new Router.
-func (in *Ingress) adopt(l *lane, a *state.App) (spec *served, fresh bool, err error) {
-	old := l.spec.Load()
+// applyRevision brings a appRouter to the application's revision. fresh: it has a new Router.
+func (in *Ingress) applyRevision(ar *appRouter, a *state.App) (spec *appRevision, fresh bool, err error) {
+	old := ar.revision.Load()
 	if old != nil && old.revision == a.Revision {
 		return old, false, nil
 	}
-	spec, err = in.decode(a, old)
+	spec, err = in.newRevision(a, old)
 	if err != nil {
 		return nil, false, fmt.Errorf("read the specification of revision %d: %w", a.Revision, err)
 	}
@@ -199,26 +199,26 @@ func (in *Ingress) adopt(l *lane, a *state.App) (spec *served, fresh bool, err e
 	if err != nil {
 		return nil, false, fmt.Errorf("revision %d: %w", a.Revision, err)
 	}
-	if fresh, err = in.read(l, spec, policy); err != nil {
+	if fresh, err = in.setPolicyInputs(ar, spec, policy); err != nil {
 		return nil, false, fmt.Errorf("revision %d: %w", a.Revision, err)
 	}
-	if l.spec.Store(spec); sameRouting(old, spec) {
+	if ar.revision.Store(spec); sameRouting(old, spec) {
 		return spec, fresh, nil
 	}
-	in.newRouter(l, policy)
+	in.newRouter(ar, policy)
 	return spec, true, nil
 }
 
-// newRouter gives a lane a Router.
-func (in *Ingress) newRouter(l *lane, policy routing.Policy) {
+// newRouter gives a appRouter a Router.
+func (in *Ingress) newRouter(ar *appRouter, policy routing.Policy) {
 	router := routing.NewRouter(policy, mix(in.seed^in.nextID.Load()))
-	router.OnRoom = l.queue.room
-	l.meter.Store(in.metrics.App(l.name, policy.Name()))
-	l.succeed(router)
+	router.OnRoom = ar.queue.room
+	ar.metrics.Store(in.metrics.App(ar.name, policy.Name()))
+	ar.replaceRouter(router)
 }
 
-// key takes the cluster's secret over. It is set once, before the first application.
-func (in *Ingress) key(secret []byte) {
+// setSecret takes the cluster's secret over. It is set once, before the first application.
+func (in *Ingress) setSecret(secret []byte) {
 	h := kvindex.NewHasher(secret)
 	if old := in.hasher.Load(); old == nil || *old != h {
 		in.hasher.Store(&h)
@@ -229,31 +229,31 @@ func (in *Ingress) key(secret []byte) {
 func (in *Ingress) hash() kvindex.Hasher { return *in.hasher.Load() }
 
 // clock is the time that Routers and indexes are told.
-func (in *Ingress) clock() time.Duration { return time.Since(in.base) }
+func (in *Ingress) clock() time.Duration { return time.Since(in.clockBase) }
 
-// keepOld goes on with the revision before when one cannot be read; nil if there is none. One log line per revision.
-func (in *Ingress) keepOld(l *lane, a *state.App, err error) *served {
-	if l.unreadable != a.Revision {
-		l.unreadable = a.Revision
+// keepOldRevision goes on with the revision before when one cannot be read; nil if there is none. One log line per revision.
+func (in *Ingress) keepOldRevision(ar *appRouter, a *state.App, err error) *appRevision {
+	if ar.unreadableRevision != a.Revision {
+		ar.unreadableRevision = a.Revision
 		in.log.Error("application cannot be served as deployed", slog.String("app", a.Name), slog.Any("err", err))
 	}
-	return l.spec.Load()
+	return ar.revision.Load()
 }
 
-// forget ends the lanes of applications that are gone.
-func (in *Ingress) forget(st *state.State) {
-	in.lanesMu.Lock()
-	var gone []*lane
-	for name, l := range in.lanes {
-		if st.Apps[name] == nil && l.spec.Load() != nil {
-			gone = append(gone, l)
-			delete(in.lanes, name)
+// removeDeleted ends the appRouters of applications that are gone.
+func (in *Ingress) removeDeleted(st *state.State) {
+	in.appRoutersMu.Lock()
+	var gone []*appRouter
+	for name, ar := range in.appRouters {
+		if st.Apps[name] == nil && ar.revision.Load() != nil {
+			gone = append(gone, ar)
+			delete(in.appRouters, name)
 		}
 	}
-	in.lanesMu.Unlock()
-	for _, l := range gone {
-		l.end()
-		in.metrics.ForgetApp(l.name)
+	in.appRoutersMu.Unlock()
+	for _, ar := range gone {
+		ar.close()
+		in.metrics.ForgetApp(ar.name)
 	}
 }
 
@@ -270,42 +270,42 @@ func (in *Ingress) resubscribe() {
 
 var _ msg.Sink = (*Ingress)(nil)
 
-// Deliver implements msg.Sink. Only a snapshot makes a lane: what trails behind a deleted application is dropped.
+// Deliver implements msg.Sink. Only a snapshot makes a appRouter: what trails behind a deleted application is dropped.
 func (in *Ingress) Deliver(rec *msg.Record) {
 	if rec.Kind == msg.RecSnapshot {
-		in.lane(rec.App).deliver(rec)
-	} else if l := in.known(rec.App); l != nil {
-		l.deliver(rec)
+		in.ensureAppRouter(rec.App).deliver(rec)
+	} else if ar := in.findAppRouter(rec.App); ar != nil {
+		ar.deliver(rec)
 	}
 }
 
-// known is the lane of an application, nil if there is none.
-func (in *Ingress) known(name string) *lane {
-	in.lanesMu.RLock()
-	defer in.lanesMu.RUnlock()
-	return in.lanes[name]
+// findAppRouter is the appRouter of an application, nil if there is none.
+func (in *Ingress) findAppRouter(name string) *appRouter {
+	in.appRoutersMu.RLock()
+	defer in.appRoutersMu.RUnlock()
+	return in.appRouters[name]
 }
 
-// lane finds or makes the lane of an application: its ranks' streams may begin before the state tells of it.
-func (in *Ingress) lane(name string) *lane {
-	if l := in.known(name); l != nil {
-		return l
+// ensureAppRouter finds or makes the appRouter of an application: its ranks' streams may begin before the state tells of it.
+func (in *Ingress) ensureAppRouter(name string) *appRouter {
+	if ar := in.findAppRouter(name); ar != nil {
+		return ar
 	}
-	in.lanesMu.Lock()
-	defer in.lanesMu.Unlock()
-	l := in.lanes[name]
-	if l == nil {
-		l = newLane(in, name)
-		in.lanes[name] = l
+	in.appRoutersMu.Lock()
+	defer in.appRoutersMu.Unlock()
+	ar := in.appRouters[name]
+	if ar == nil {
+		ar = newAppRouter(in, name)
+		in.appRouters[name] = ar
 	}
-	return l
+	return ar
 }
 
 // requestID is a new key of a dispatch: unique in this process, and random against those of other ingresses.
 func (in *Ingress) requestID() uint64 { return in.nextID.Add(1) }
 
-// fold makes the Router's key of a request: an own id as it is, one of another ingress mixed with that ingress's name.
-func (in *Ingress) fold(ingress string, reqID uint64) uint64 {
+// routerKey makes the Router's key of a request: an own id as it is, one of another ingress mixed with that ingress's name.
+func (in *Ingress) routerKey(ingress string, reqID uint64) uint64 {
 	if ingress == in.node {
 		return reqID
 	}
@@ -326,17 +326,17 @@ func mix(v uint64) uint64 {
 
 // QueueLen is how many requests of an application wait for a rank.
 func (in *Ingress) QueueLen(app string) int {
-	l := in.known(app)
-	if l == nil {
+	ar := in.findAppRouter(app)
+	if ar == nil {
 		return 0
 	}
-	n, _ := l.queue.size()
+	n, _ := ar.queue.size()
 	return n
 }
 
 // Totals are the answered inference requests and generated tokens since New, and the requests in hand now.
 func (in *Ingress) Totals() (requests, tokens uint64, inflight int) {
-	return in.requests.Load(), in.tokens.Load(), int(in.inflight.Load())
+	return in.answered.Load(), in.tokens.Load(), int(in.inflight.Load())
 }
 
 // Ready says that this ingress should get requests: it is not draining, and some application can serve or none is there.
@@ -345,10 +345,10 @@ func (in *Ingress) Ready() bool {
 		return false
 	}
 	t := in.table.Load()
-	for _, l := range t.lanes {
-		if l.canServe() {
+	for _, ar := range t.routers {
+		if ar.canServe() {
 			return true
 		}
 	}
-	return len(t.lanes) == 0
+	return len(t.routers) == 0
 }

@@ -14,378 +14,378 @@ import (
 	"github.com/dpserve/dpserve/telemetry"
 )
 
-// lane is what an ingress keeps of one application over its revisions: ranks, Router, queue, retry budget, estimates.
-type lane struct {
-	in     *Ingress
-	name   string
-	queue  fifo
-	budget *budget
-	spec   atomic.Pointer[served]         // nil until the table has seen the application
-	router atomic.Pointer[routing.Router] // of requests. Nil as spec; replaced when the routing part of the file changes
-	meter  atomic.Pointer[telemetry.App]
+// appRouter is what an ingress keeps of one application over its revisions: ranks, Router, queue, retry budget, estimates.
+type appRouter struct {
+	in          *Ingress
+	name        string
+	queue       requestQueue
+	retryBudget *budget
+	revision    atomic.Pointer[appRevision]    // nil until the route table has the application
+	router      atomic.Pointer[routing.Router] // for requests; nil as revision; replaced when the file's routing part changes
+	metrics     atomic.Pointer[telemetry.App]
 
-	reading     atomic.Pointer[reading] // nil as spec
-	cachingOff  atomic.Bool             // every ready rank runs without prefix caching
-	blockTokens atomic.Int32            // tokens per KV block of most ranks; 0: not known
-	resyncs     atomic.Uint64
-	recent      recent // decisions, for replays
+	policyInputs atomic.Pointer[policyInputs] // nil as revision
+	cachingOff   atomic.Bool                  // every ready rank runs without prefix caching
+	blockTokens  atomic.Int32                 // tokens per KV block of most ranks; 0: unknown
+	resyncs      atomic.Uint64                // snapshots asked for
+	decisions    decisionLog                  // for replays
 
 	reservations reservations
-	queueDemand  demand
+	demand       queueDemand
 
-	ratios openai.Estimators
-	mean   atomic.Int64 // EWMA of how long a request holds its place, in ns
+	estimators  openai.Estimators
+	meanService atomic.Int64 // EWMA of the time that a request holds its place, in ns
 
-	unreadable uint64 // revision that could not be read; only rebuild touches it
+	unreadableRevision uint64 // revision that could not be read; only rebuild uses it
 
-	mu      sync.Mutex
-	learner *routing.Router // that events go to: router, but for the moment before a new one is shown to requests
-	ranks   map[routing.RankID]*rank
-	epochs  map[string]uint64   // units that the state says are ready → epoch
-	fenced  map[string]uint64   // of these, units that a stream showed fenced, ahead of the state → epoch
-	unseen  map[string]struct{} // of these, units whose streams have not told the Router of a rank yet
-	coming  int                 // units that the state says are on their way
-	noRoom  string              // why other units are not, "" if there are none
-	down    time.Time           // since when no attached engine is ready; zero: one is, or dpserve starts the engines itself
-	outage  *time.Timer         // when requests wait no more for them; nil: never was
-	event   routing.Event       // scratch: the Router does not keep it
-	opens   []routing.Open      // scratch
-	ended   bool                // no timer may start any more
-	timers  map[*rank]*time.Timer
-	doubts  map[string]*time.Timer // nodes whose data port was not reached a moment ago
-	trips   int                    // of ranks, ever: the order in which they tripped
+	mu             sync.Mutex
+	eventRouter    *routing.Router // receives the events; differs from router while replaceRouter prepares a new one
+	ranks          map[routing.RankID]*rank
+	readyUnits     map[string]uint64      // units that are ready in the replicated state → epoch
+	fencedUnits    map[string]uint64      // of these, units that a stream showed as fenced, ahead of the state → epoch
+	unseenUnits    map[string]struct{}    // of these, units of which no stream has reported a rank yet
+	pendingUnits   int                    // units that may still become ready, by the state
+	noRoom         string                 // why other units cannot be placed; "" if there are none
+	outageSince    time.Time              // since when no attached engine is ready; zero: no outage
+	outageTimer    *time.Timer            // ends the wait for attached engines; nil: never started
+	eventScratch   routing.Event          // reused: the Router does not keep it
+	openScratch    []routing.Open         // reused
+	closed         bool                   // no timer may start any more
+	fullTimers     map[*rank]*time.Timer  // end the time in which a rank counts as full
+	suspectedNodes map[string]*time.Timer // nodes whose data port a request could not reach
+	tripCount      int                    // trips of ranks since the start: the order of the trips
 }
 
-func newLane(in *Ingress, name string) *lane {
-	l := &lane{in: in, name: name, ranks: map[routing.RankID]*rank{}, epochs: map[string]uint64{}, fenced: map[string]uint64{}, unseen: map[string]struct{}{}, timers: map[*rank]*time.Timer{}, doubts: map[string]*time.Timer{}}
-	l.budget = newBudget(in.timers.BudgetWindow)
-	l.queue.onChange = func(n int, tokens int64) {
-		if m := l.meter.Load(); m != nil {
+func newAppRouter(in *Ingress, name string) *appRouter {
+	ar := &appRouter{in: in, name: name, ranks: map[routing.RankID]*rank{}, readyUnits: map[string]uint64{}, fencedUnits: map[string]uint64{}, unseenUnits: map[string]struct{}{}, fullTimers: map[*rank]*time.Timer{}, suspectedNodes: map[string]*time.Timer{}}
+	ar.retryBudget = newBudget(in.timers.BudgetWindow)
+	ar.queue.onChange = func(n int, tokens int64) {
+		if m := ar.metrics.Load(); m != nil {
 			m.Queue(n, tokens)
 		}
 	}
-	return l
+	return ar
 }
 
 // deliver applies one record of a rank's stream. The parts of a snapshot share its number, and all that may come twice does no
 // harm when it comes at once; what comes late is dropped, and so is what came before a jump: the rank is asked for a snapshot.
-func (l *lane) deliver(rec *msg.Record) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
+func (ar *appRouter) deliver(rec *msg.Record) {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
 	if rec.Kind == msg.RecSnapshot {
-		l.snapshot(rec)
+		ar.applySnapshot(rec)
 		return
 	}
-	r := l.ranks[rec.Rank]
+	r := ar.ranks[rec.Rank]
 	switch {
-	case r == nil || !r.is(rec):
+	case r == nil || !r.isIncarnation(rec):
 		return // of an incarnation that is over
 	case rec.Kind == msg.RecGone:
-		l.drop(r)
+		ar.removeRank(r)
 		return
 	case rec.Kind == msg.RecSilent:
 		r.silent = rec.Silent
-		l.show(r)
+		ar.publish(r)
 		return
 	case rec.Seq < r.seq:
 		return
 	case rec.Seq > r.seq+1:
-		l.miss(r)
+		ar.handleGap(r)
 	}
 	r.seq = rec.Seq
-	l.apply(r, rec)
+	ar.applyRecord(r, rec)
 }
 
-func (l *lane) apply(r *rank, rec *msg.Record) {
+func (ar *appRouter) applyRecord(r *rank, rec *msg.Record) {
 	switch rec.Kind {
 	case msg.RecState:
-		l.state(r, rec)
+		ar.applyState(r, rec)
 	case msg.RecStatus:
-		l.status(r, rec)
+		ar.applyStatus(r, rec)
 	case msg.RecKVBegin, msg.RecKV, msg.RecKVEnd:
-		l.kv(r, rec)
+		ar.queueKV(r, rec)
 	default:
-		l.account(r, rec)
+		ar.applyLoad(r, rec)
 	}
 }
 
-// snapshot begins an incarnation, or begins a known one's account anew after a new subscription.
-func (l *lane) snapshot(rec *msg.Record) {
-	r := l.ranks[rec.Rank]
-	if r != nil && (r.epoch > rec.Epoch || r.is(rec) && rec.Seq < r.seq) {
+// applySnapshot begins an incarnation, or begins a known one's account anew after a new subscription.
+func (ar *appRouter) applySnapshot(rec *msg.Record) {
+	r := ar.ranks[rec.Rank]
+	if r != nil && (r.epoch > rec.Epoch || r.isIncarnation(rec) && rec.Seq < r.seq) {
 		return // a ghost: its successor serves. Or it comes too late
 	}
-	if r == nil || !r.is(rec) {
-		fresh, err := newRank(rec, l.in.node)
+	if r == nil || !r.isIncarnation(rec) {
+		fresh, err := newRank(rec, ar.in.node)
 		if err != nil {
-			l.in.log.Error("rank cannot be used", slog.String("app", l.name), slog.String("unit", rec.Unit), slog.Any("err", err))
+			ar.in.log.Error("rank cannot be used", slog.String("app", ar.name), slog.String("unit", rec.Unit), slog.Any("err", err))
 			return
 		}
 		if r != nil {
-			r.lose()
-			l.forgetFull(r)
-			l.told(r)
+			r.failPendingAttempts()
+			ar.clearFull(r)
+			ar.snapshotReceived(r)
 			if r.epoch == fresh.epoch {
-				delete(l.fenced, r.unit) // it came back in place
+				delete(ar.fencedUnits, r.unit) // it came back in place
 			}
 		}
-		fresh.local = fresh.local || l.in.remote == nil
+		fresh.local = fresh.local || ar.in.remote == nil
 		r = fresh
-		l.ranks[rec.Rank] = r
+		ar.ranks[rec.Rank] = r
 	}
 	r.accepting, r.busy, r.maxOngoing, r.seq, r.silent = rec.Snapshot.Accepting, false, rec.Snapshot.MaxOngoing, rec.Seq, false
 	r.cachingOff, r.maxModelLen = rec.Snapshot.CachingOff, rec.Snapshot.MaxModelLen
 	r.turn, r.offered = "", 0
-	l.noteTrip(r, rec.Snapshot.Tripped)
-	l.told(r)
-	l.resize(r, rec.Snapshot.BlockSize, false)
-	l.raise(r, rec.Seq, rec.Snapshot)
-	l.show(r)
-	l.hope()
+	ar.recordTrip(r, rec.Snapshot.Tripped)
+	ar.snapshotReceived(r)
+	ar.setBlockSize(r, rec.Snapshot.BlockSize, false)
+	ar.addRank(r, rec.Seq, rec.Snapshot)
+	ar.publish(r)
+	ar.publishPendingUnits()
 }
 
-// raise puts the rank and its account into the Router, without room until show says how much it has.
-func (l *lane) raise(r *rank, seq uint64, s *msg.Snapshot) {
-	l.opens = l.opens[:0]
+// addRank puts the rank and its account into the Router, without room until show says how much it has.
+func (ar *appRouter) addRank(r *rank, seq uint64, s *msg.Snapshot) {
+	ar.openScratch = ar.openScratch[:0]
 	for _, o := range s.Open {
-		l.opens = append(l.opens, routing.Open{ReqID: l.in.fold(o.Ingress, o.ReqID), Tokens: o.Tokens, Hit: o.Hit, Out: o.Out, Decoding: o.Decoding})
+		ar.openScratch = append(ar.openScratch, routing.Open{ReqID: ar.in.routerKey(o.Ingress, o.ReqID), Tokens: o.Tokens, Hit: o.Hit, Out: o.Out, Decoding: o.Decoding})
 	}
-	l.observe(routing.Event{
-		Kind: routing.EvRankUp, Rank: r.id, Epoch: r.epoch, Incarnation: r.incarnation, Seq: seq, Local: r.local, Snapshot: l.opens,
+	ar.observe(routing.Event{
+		Kind: routing.EvRankUp, Rank: r.id, Epoch: r.epoch, Incarnation: r.incarnation, Seq: seq, Local: r.local, Snapshot: ar.openScratch,
 		Capacity: s.Capacity, BlockSize: s.BlockSize,
 	})
-	r.shownReady, r.shownMax, r.shownSilent, r.shownTripped = true, 0, false, -1
-	if l.epochs[r.unit] == r.epoch {
-		delete(l.unseen, r.unit)
+	r.publishedReady, r.publishedMax, r.publishedSilent, r.publishedTrip = true, 0, false, -1
+	if ar.readyUnits[r.unit] == r.epoch {
+		delete(ar.unseenUnits, r.unit)
 	}
-	l.judgeCaching()
+	ar.updateCachingOff()
 }
 
-// show tells the Router what has changed of a rank since it was told last.
-func (l *lane) show(r *rank) {
-	epoch, ok := l.epochs[r.unit]
-	ready, maxOngoing := r.want(ok && epoch == r.epoch && l.doubts[r.node] == nil)
-	if ready != r.shownReady {
-		r.shownReady = ready
-		defer l.judgeCaching()
-		l.observe(routing.Event{Kind: routing.EvAccepting, Rank: r.id, Incarnation: r.incarnation, Accepting: ready})
-		if l.watchOutage() {
-			l.hope()
+// publish tells the Router what has changed of a rank since it was told last.
+func (ar *appRouter) publish(r *rank) {
+	epoch, ok := ar.readyUnits[r.unit]
+	ready, maxOngoing := r.routerState(ok && epoch == r.epoch && ar.suspectedNodes[r.node] == nil)
+	if ready != r.publishedReady {
+		r.publishedReady = ready
+		defer ar.updateCachingOff()
+		ar.observe(routing.Event{Kind: routing.EvAccepting, Rank: r.id, Incarnation: r.incarnation, Accepting: ready})
+		if ar.updateOutage() {
+			ar.publishPendingUnits()
 		}
 	}
-	if r.tripped != r.shownTripped {
-		r.shownTripped = r.tripped
-		l.observe(routing.Event{Kind: routing.EvTripped, Rank: r.id, Incarnation: r.incarnation, N: r.tripped})
+	if r.tripOrder != r.publishedTrip {
+		r.publishedTrip = r.tripOrder
+		ar.observe(routing.Event{Kind: routing.EvTripped, Rank: r.id, Incarnation: r.incarnation, N: r.tripOrder})
 	}
-	if r.silent != r.shownSilent {
-		r.shownSilent = r.silent
-		l.observe(routing.Event{Kind: routing.EvSilent, Rank: r.id, Incarnation: r.incarnation, Silent: r.silent})
+	if r.silent != r.publishedSilent {
+		r.publishedSilent = r.silent
+		ar.observe(routing.Event{Kind: routing.EvSilent, Rank: r.id, Incarnation: r.incarnation, Silent: r.silent})
 	}
-	if maxOngoing != r.shownMax {
-		r.shownMax = maxOngoing
-		l.observe(routing.Event{Kind: routing.EvMaxOngoing, Rank: r.id, Incarnation: r.incarnation, N: maxOngoing})
+	if maxOngoing != r.publishedMax {
+		r.publishedMax = maxOngoing
+		ar.observe(routing.Event{Kind: routing.EvMaxOngoing, Rank: r.id, Incarnation: r.incarnation, N: maxOngoing})
 	}
 }
 
-// noteTrip notes whether a rank is tripped, and since which trip.
-func (l *lane) noteTrip(r *rank, tripped bool) {
+// recordTrip notes whether a rank is tripped, and since which trip.
+func (ar *appRouter) recordTrip(r *rank, tripped bool) {
 	switch {
 	case !tripped:
-		r.tripped = 0
-	case r.tripped == 0:
-		l.trips++
-		r.tripped = l.trips
+		r.tripOrder = 0
+	case r.tripOrder == 0:
+		ar.tripCount++
+		r.tripOrder = ar.tripCount
 	}
 }
 
-func (l *lane) state(r *rank, rec *msg.Record) {
+func (ar *appRouter) applyState(r *rank, rec *msg.Record) {
 	r.accepting, r.busy = rec.Accepting, !rec.Accepting && rec.Cause == causeBusy
 	r.draining = rec.Draining
-	l.noteTrip(r, rec.Tripped)
-	if r.turn = rec.Turn; r.turn == l.in.node {
+	ar.recordTrip(r, rec.Tripped)
+	if r.turn = rec.Turn; r.turn == ar.in.node {
 		r.offered++
 	}
-	l.forgetFull(r)
+	ar.clearFull(r)
 	if r.turn != "" && r.offered == 0 {
-		l.fill(r)
+		ar.setFull(r)
 	}
-	if rec.Fenced && rec.Cause != causeDrained.String() && l.epochs[r.unit] == r.epoch {
-		l.fenced[r.unit] = r.epoch // it will be back: nobody is refused before the state says so too
-		l.hope()
+	if rec.Fenced && rec.Cause != causeDrained.String() && ar.readyUnits[r.unit] == r.epoch {
+		ar.fencedUnits[r.unit] = r.epoch // it will be back: nobody is refused before the state says so too
+		ar.publishPendingUnits()
 	}
-	l.show(r) // out of routing first
+	ar.publish(r) // out of routing first
 	if rec.Fenced {
-		l.fence(r, !r.draining)
+		ar.failFenced(r, !r.draining)
 	}
 	if rec.Fenced && r.draining && !r.target.Owned {
-		r.cut()
+		r.cutStreams()
 	}
 }
 
-// fence gives up what has not begun on a fenced rank; failed: because of its engine. A lockstep unit fails as one: unless this is the end of a drain, its other
+// failFenced gives up what has not begun on a fenced rank; failed: because of its engine. A lockstep unit fails as one: unless this is the end of a drain, its other
 // ranks, wherever they run, are out with the first of them, and stay so until they come back as another incarnation.
-func (l *lane) fence(r *rank, failed bool) {
+func (ar *appRouter) failFenced(r *rank, failed bool) {
 	lost := []*rank{r}
-	for _, s := range l.ranks {
-		if !r.draining && s != r && !s.lost && s.unit == r.unit && s.epoch == r.epoch && l.lockstep() {
-			s.accepting, s.busy, s.tripped = false, false, 0
-			l.forgetFull(s)
-			l.show(s)
+	for _, s := range ar.ranks {
+		if !r.draining && s != r && !s.lost && s.unit == r.unit && s.epoch == r.epoch && ar.isLockstep() {
+			s.accepting, s.busy, s.tripOrder = false, false, 0
+			ar.clearFull(s)
+			ar.publish(s)
 			lost = append(lost, s)
 		}
 	}
 	for _, s := range lost { // when none of them is picked any more
-		s.failed = s.failed || failed
-		s.lose()
+		s.engineFailed = s.engineFailed || failed
+		s.failPendingAttempts()
 	}
 }
 
-func (l *lane) lockstep() bool {
-	spec := l.spec.Load()
+func (ar *appRouter) isLockstep() bool {
+	spec := ar.revision.Load()
 	return spec != nil && spec.app.DataParallel.Coupling == app.Lockstep
 }
 
-func (l *lane) account(r *rank, rec *msg.Record) {
+func (ar *appRouter) applyLoad(r *rank, rec *msg.Record) {
 	kind, assumed := routing.EvAdmitted, false
 	switch rec.Kind {
 	case msg.RecFirstToken:
 		if kind, assumed = routing.EvFirstToken, rec.Cause == msg.CausePredicted; !assumed {
-			r.steps++
+			r.progress++
 		}
 	case msg.RecProgress:
-		kind, r.steps = routing.EvProgress, r.steps+1
+		kind, r.progress = routing.EvProgress, r.progress+1
 	case msg.RecDone:
 		kind = routing.EvFinished
 	default:
 	}
 	e := routing.Event{
-		Kind: kind, Rank: r.id, ReqID: l.in.fold(rec.Ingress, rec.ReqID), Seq: rec.Seq, Incarnation: rec.Incarnation, Tokens: rec.Tokens, Hit: rec.Hit, Out: rec.Out,
+		Kind: kind, Rank: r.id, ReqID: ar.in.routerKey(rec.Ingress, rec.ReqID), Seq: rec.Seq, Incarnation: rec.Incarnation, Tokens: rec.Tokens, Hit: rec.Hit, Out: rec.Out,
 		Session: rec.Session, Assumed: assumed, At: rec.At,
 	}
 	if rec.Kind == msg.RecDone {
-		l.finished(r, e, rec.Turn)
+		ar.applyDone(r, e, rec.Turn)
 		return
 	}
-	l.observe(e)
-	if rec.Kind == msg.RecAdmitted && rec.Ingress == l.in.node {
-		l.tookTurn(r)
+	ar.observe(e)
+	if rec.Kind == msg.RecAdmitted && rec.Ingress == ar.in.node {
+		ar.useOffer(r)
 	}
 }
 
-// drop takes a rank out for good. If it was not asked to end, it will be back, on this node or another: nobody is refused before the
+// removeRank takes a rank out for good. If it was not asked to end, it will be back, on this node or another: nobody is refused before the
 // state says so too.
-func (l *lane) drop(r *rank) {
-	delete(l.ranks, r.id)
-	if !r.draining && l.epochs[r.unit] == r.epoch {
-		l.fenced[r.unit] = r.epoch
-		l.hope()
-		l.fence(r, false) // its node may be silent, or have ended: that says nothing of the engine
+func (ar *appRouter) removeRank(r *rank) {
+	delete(ar.ranks, r.id)
+	if !r.draining && ar.readyUnits[r.unit] == r.epoch {
+		ar.fencedUnits[r.unit] = r.epoch
+		ar.publishPendingUnits()
+		ar.failFenced(r, false) // its node may be silent, or have ended: that says nothing of the engine
 	}
-	l.forgetFull(r)
-	l.told(r)
-	l.judgeCaching()
-	l.observe(routing.Event{Kind: routing.EvRankDown, Rank: r.id, Incarnation: r.incarnation})
-	l.watchOutage()
-	r.lose()
+	ar.clearFull(r)
+	ar.snapshotReceived(r)
+	ar.updateCachingOff()
+	ar.observe(routing.Event{Kind: routing.EvRankDown, Rank: r.id, Incarnation: r.incarnation})
+	ar.updateOutage()
+	r.failPendingAttempts()
 }
 
-// succeed puts a new Router in the place of the old one. It knows the ranks at once, and what they have in hand with their next
+// replaceRouter puts a new Router in the place of the old one. It knows the ranks at once, and what they have in hand with their next
 // snapshots; requests see it when it knows the ranks.
-func (l *lane) succeed(router *routing.Router) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.learner = router
-	l.configure()
-	for _, r := range l.ranks {
-		l.raise(r, r.seq, &msg.Snapshot{BlockSize: r.blockSize})
-		l.show(r)
+func (ar *appRouter) replaceRouter(router *routing.Router) {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	ar.eventRouter = router
+	ar.publishConfig()
+	for _, r := range ar.ranks {
+		ar.addRank(r, r.seq, &msg.Snapshot{BlockSize: r.blockSize})
+		ar.publish(r)
 	}
-	l.survey()
-	l.hope()
-	l.router.Store(router)
-	l.queue.room()
+	ar.refreshUnseenUnits()
+	ar.publishPendingUnits()
+	ar.router.Store(router)
+	ar.queue.room()
 }
 
 // observe hands an event to the Router, which may wake the queue. Call with mu held.
-func (l *lane) observe(e routing.Event) {
-	if l.learner != nil {
-		l.event = e
-		l.event.Now = l.in.clock()
-		l.learner.Observe(&l.event)
+func (ar *appRouter) observe(e routing.Event) {
+	if ar.eventRouter != nil {
+		ar.eventScratch = e
+		ar.eventScratch.Now = ar.in.clock()
+		ar.eventRouter.Observe(&ar.eventScratch)
 	}
 }
 
-// find gives the live incarnation of a rank; nil if it has gone since it was picked.
-func (l *lane) find(id routing.RankID) *rank {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.ranks[id]
+// findRank gives the live incarnation of a rank; nil if it has gone since it was picked.
+func (ar *appRouter) findRank(id routing.RankID) *rank {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	return ar.ranks[id]
 }
 
-// marked says that the Router's picture of a rank is wrong: it said full as of its record seq. It counts as full until its
+// markFull says that the Router's picture of a rank is wrong: it said full as of its record seq. It counts as full until its
 // stream tells of a request that ended, at most for a while, so that a wrong "full" never blocks either.
-func (l *lane) marked(r *rank, seq uint64) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.ended || r.seq > seq || r.full || r.lost {
+func (ar *appRouter) markFull(r *rank, seq uint64) {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	if ar.closed || r.seq > seq || r.full || r.lost {
 		return // the stream is ahead of the refusal: the picture is newer than the answer
 	}
 	r.offered = 0
-	l.fill(r)
-	l.show(r)
+	ar.setFull(r)
+	ar.publish(r)
 }
 
-func (l *lane) unmark(r *rank) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.timers[r] == nil {
+func (ar *appRouter) expireFull(r *rank) {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	if ar.fullTimers[r] == nil {
 		return
 	}
-	l.forgetFull(r)
+	ar.clearFull(r)
 	if !r.lost {
-		l.show(r)
+		ar.publish(r)
 	}
 }
 
-func (l *lane) forgetFull(r *rank) {
+func (ar *appRouter) clearFull(r *rank) {
 	r.full = false
-	if t := l.timers[r]; t != nil {
+	if t := ar.fullTimers[r]; t != nil {
 		t.Stop()
-		delete(l.timers, r)
+		delete(ar.fullTimers, r)
 	}
 }
 
 // isLost says that a failure is the unit's, not the request's: its stream shows it fenced or gone.
-func (l *lane) isLost(r *rank) bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
+func (ar *appRouter) isLost(r *rank) bool {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
 	return r.lost
 }
 
 // hasFailed says that the rank is lost because its engine failed, not because its node is not heard or it was asked to end.
-func (l *lane) hasFailed(r *rank) bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return r.failed
+func (ar *appRouter) hasFailed(r *rank) bool {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	return r.engineFailed
 }
 
-func (l *lane) isDraining(r *rank) bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
+func (ar *appRouter) isDraining(r *rank) bool {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
 	return r.draining
 }
 
-// steps counts what the rank's stream has told of its progress.
-func (l *lane) steps(r *rank) uint64 {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return r.steps
+// progressOf counts what the rank's stream has told of its progress.
+func (ar *appRouter) progressOf(r *rank) uint64 {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	return r.progress
 }
 
-// begin registers an attempt, which may be given up while it has no first byte; false if the rank is lost already.
-func (l *lane) begin(r *rank, a *attempt) bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
+// trackAttempt registers an attempt, which may be given up while it has no first byte; false if the rank is lost already.
+func (ar *appRouter) trackAttempt(r *rank, a *attempt) bool {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
 	if r.lost {
 		return false
 	}
@@ -393,25 +393,25 @@ func (l *lane) begin(r *rank, a *attempt) bool {
 	return true
 }
 
-func (l *lane) begun(a *attempt) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	a.begun = true
+func (ar *appRouter) markFirstByte(a *attempt) {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	a.hasFirstByte = true
 }
 
-func (l *lane) over(r *rank, a *attempt) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
+func (ar *appRouter) untrackAttempt(r *rank, a *attempt) {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
 	r.untrack(a)
 }
 
-// slots is how many requests the ready ranks may hold together.
-func (l *lane) slots() int {
-	l.mu.Lock()
-	defer l.mu.Unlock()
+// totalSlots is how many requests the ready ranks may hold together.
+func (ar *appRouter) totalSlots() int {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
 	n := 0
-	for _, r := range l.ranks {
-		if r.shownReady {
+	for _, r := range ar.ranks {
+		if r.publishedReady {
 			n += r.maxOngoing
 		}
 	}
@@ -419,56 +419,56 @@ func (l *lane) slots() int {
 }
 
 // canServe says that some rank is ready.
-func (l *lane) canServe() bool { return l.slots() > 0 }
+func (ar *appRouter) canServe() bool { return ar.totalSlots() > 0 }
 
-// units takes over what the state says: the ready units with their epochs, how many are on their way, and why
+// setUnits takes over what the state says: the ready units with their epochs, how many are on their way, and why
 // others are not.
-func (l *lane) units(ready map[string]uint64, onTheWay int, noRoom string) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.epochs = ready
-	maps.DeleteFunc(l.fenced, func(unit string, epoch uint64) bool { return ready[unit] != epoch })
-	for _, r := range l.ranks {
-		l.show(r)
+func (ar *appRouter) setUnits(ready map[string]uint64, onTheWay int, noRoom string) {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	ar.readyUnits = ready
+	maps.DeleteFunc(ar.fencedUnits, func(unit string, epoch uint64) bool { return ready[unit] != epoch })
+	for _, r := range ar.ranks {
+		ar.publish(r)
 	}
-	l.coming, l.noRoom = onTheWay, noRoom
-	l.survey()
-	l.hope()
+	ar.pendingUnits, ar.noRoom = onTheWay, noRoom
+	ar.refreshUnseenUnits()
+	ar.publishPendingUnits()
 }
 
-// hope tells the Router how many units may still come up. Attached engines come when somebody else starts them: after a while
+// publishPendingUnits tells the Router how many units may still come up. Attached engines come when somebody else starts them: after a while
 // without any, nobody waits for them.
-func (l *lane) hope() {
-	l.watchOutage()
-	n := l.coming + len(l.unseen) + len(l.fenced)
-	if l.isDown() {
+func (ar *appRouter) publishPendingUnits() {
+	ar.updateOutage()
+	n := ar.pendingUnits + len(ar.unseenUnits) + len(ar.fencedUnits)
+	if ar.isDown() {
 		n = 0
 	}
-	l.observe(routing.Event{Kind: routing.EvOnTheWay, N: n + len(l.doubts)})
+	ar.observe(routing.Event{Kind: routing.EvOnTheWay, N: n + len(ar.suspectedNodes)})
 }
 
-// watchOutage notes since when an application of attached engines has no ready rank; ended: it has one again.
-func (l *lane) watchOutage() (ended bool) {
-	spec := l.spec.Load()
-	if l.ended || spec == nil || spec.app.Engine.Kind != app.KindAttach || l.hasReady() {
-		ended = !l.down.IsZero()
-		l.down = time.Time{}
-		if l.outage != nil {
-			l.outage.Stop()
+// updateOutage notes since when an application of attached engines has no ready rank; ended: it has one again.
+func (ar *appRouter) updateOutage() (ended bool) {
+	spec := ar.revision.Load()
+	if ar.closed || spec == nil || spec.app.Engine.Kind != app.KindAttach || ar.hasReadyRank() {
+		ended = !ar.outageSince.IsZero()
+		ar.outageSince = time.Time{}
+		if ar.outageTimer != nil {
+			ar.outageTimer.Stop()
 		}
 		return ended
 	}
-	if l.down.IsZero() {
-		l.down = time.Now()
-		l.outage = time.AfterFunc(l.in.timers.Outage, l.endWaiting)
+	if ar.outageSince.IsZero() {
+		ar.outageSince = time.Now()
+		ar.outageTimer = time.AfterFunc(ar.in.timers.Outage, ar.endOutageWait)
 	}
 	return false
 }
 
-// hasReady says whether the Router has a ready rank.
-func (l *lane) hasReady() bool {
-	for _, r := range l.ranks {
-		if r.shownReady {
+// hasReadyRank says whether the Router has a ready rank.
+func (ar *appRouter) hasReadyRank() bool {
+	for _, r := range ar.ranks {
+		if r.publishedReady {
 			return true
 		}
 	}
@@ -476,125 +476,127 @@ func (l *lane) hasReady() bool {
 }
 
 // isDown says that the outage has lasted so long that requests are refused instead of waiting.
-func (l *lane) isDown() bool { return !l.down.IsZero() && time.Since(l.down) >= l.in.timers.Outage }
+func (ar *appRouter) isDown() bool {
+	return !ar.outageSince.IsZero() && time.Since(ar.outageSince) >= ar.in.timers.Outage
+}
 
-// endWaiting refuses what waits for attached engines, unless one came back.
-func (l *lane) endWaiting() {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.isDown() {
-		l.hope()
+// endOutageWait refuses what waits for attached engines, unless one came back.
+func (ar *appRouter) endOutageWait() {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	if ar.isDown() {
+		ar.publishPendingUnits()
 	}
 }
 
-// maxModelLen is the smallest length of a request that the ready ranks tell, in tokens; 0: none tells.
-func (l *lane) maxModelLen() int {
-	l.mu.Lock()
-	defer l.mu.Unlock()
+// minModelLen is the smallest length of a request that the ready ranks tell, in tokens; 0: none tells.
+func (ar *appRouter) minModelLen() int {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
 	least := 0
-	for _, r := range l.ranks {
-		if n := r.maxModelLen; r.shownReady && n > 0 && (least == 0 || n < least) {
+	for _, r := range ar.ranks {
+		if n := r.maxModelLen; r.publishedReady && n > 0 && (least == 0 || n < least) {
 			least = n
 		}
 	}
 	return least
 }
 
-// whyNoRoom is why units of the application are not on their way, "" if there are none.
-func (l *lane) whyNoRoom() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.noRoom
+// noRoomReason is why units of the application are not on their way, "" if there are none.
+func (ar *appRouter) noRoomReason() string {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	return ar.noRoom
 }
 
-// survey finds the units that are ready, and no rank of which the Router has been told of: the state is ahead of their streams.
+// refreshUnseenUnits finds the units that are ready, and no rank of which the Router has been told of: the state is ahead of their streams.
 // Requests wait for them.
-func (l *lane) survey() {
-	clear(l.unseen)
-	for unit := range l.epochs {
-		if _, fenced := l.fenced[unit]; !fenced {
-			l.unseen[unit] = struct{}{}
+func (ar *appRouter) refreshUnseenUnits() {
+	clear(ar.unseenUnits)
+	for unit := range ar.readyUnits {
+		if _, fenced := ar.fencedUnits[unit]; !fenced {
+			ar.unseenUnits[unit] = struct{}{}
 		}
 	}
-	for _, r := range l.ranks {
-		if l.epochs[r.unit] == r.epoch {
-			delete(l.unseen, r.unit)
+	for _, r := range ar.ranks {
+		if ar.readyUnits[r.unit] == r.epoch {
+			delete(ar.unseenUnits, r.unit)
 		}
 	}
 }
 
-// doubt takes the ranks of a node out for a moment, because a request has not reached it: others are picked, and if there are none,
+// suspectNode takes the ranks of a node out for a moment, because a request has not reached it: others are picked, and if there are none,
 // requests wait instead of failing one after the other until the node's stream says how it is.
-func (l *lane) doubt(node string) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.ended || l.doubts[node] != nil {
+func (ar *appRouter) suspectNode(node string) {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	if ar.closed || ar.suspectedNodes[node] != nil {
 		return
 	}
-	l.doubts[node] = time.AfterFunc(l.in.timers.Doubt, func() { l.trust(node) })
-	l.hope() // before the ranks are out: whoever is asked meanwhile waits
-	l.showNode(node)
+	ar.suspectedNodes[node] = time.AfterFunc(ar.in.timers.Doubt, func() { ar.clearSuspicion(node) })
+	ar.publishPendingUnits() // before the ranks are out: whoever is asked meanwhile waits
+	ar.publishNode(node)
 }
 
-func (l *lane) trust(node string) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.doubts[node] == nil || l.ended {
+func (ar *appRouter) clearSuspicion(node string) {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	if ar.suspectedNodes[node] == nil || ar.closed {
 		return
 	}
-	delete(l.doubts, node)
-	l.showNode(node)
-	l.hope()
+	delete(ar.suspectedNodes, node)
+	ar.publishNode(node)
+	ar.publishPendingUnits()
 }
 
-func (l *lane) showNode(node string) {
-	for _, r := range l.ranks {
+func (ar *appRouter) publishNode(node string) {
+	for _, r := range ar.ranks {
 		if r.node == node {
-			l.show(r)
+			ar.publish(r)
 		}
 	}
 }
 
-// end stops the lane's timers. Requests that wait find no rank and leave.
-func (l *lane) end() {
-	l.mu.Lock()
-	l.ended = true
-	for r := range l.timers {
-		l.forgetFull(r)
+// close stops the appRouter's timers. Requests that wait find no rank and leave.
+func (ar *appRouter) close() {
+	ar.mu.Lock()
+	ar.closed = true
+	for r := range ar.fullTimers {
+		ar.clearFull(r)
 	}
-	for _, r := range l.ranks {
-		l.told(r)
+	for _, r := range ar.ranks {
+		ar.snapshotReceived(r)
 	}
-	for node, t := range l.doubts {
+	for node, t := range ar.suspectedNodes {
 		t.Stop()
-		delete(l.doubts, node)
+		delete(ar.suspectedNodes, node)
 	}
-	l.mu.Unlock()
-	l.endDemand()
-	l.reservations.end()
-	if c := l.reads().cache; c != nil {
+	ar.mu.Unlock()
+	ar.endDemand()
+	ar.reservations.end()
+	if c := ar.inputs().cache; c != nil {
 		c.close()
 	}
-	l.units(nil, 0, "")
-	l.queue.room()
+	ar.setUnits(nil, 0, "")
+	ar.queue.room()
 }
 
 // meanShare is the weight of the newest request in the mean service time: 1/16.
 const meanShare = 16
 
-// took notes how long a request held its place on a rank.
-func (l *lane) took(d time.Duration) {
-	old := l.mean.Load()
+// recordServiceTime notes how long a request held its place on a rank.
+func (ar *appRouter) recordServiceTime(d time.Duration) {
+	old := ar.meanService.Load()
 	if old == 0 {
-		l.mean.Store(int64(d))
+		ar.meanService.Store(int64(d))
 		return
 	}
-	l.mean.Store(old + (int64(d)-old)/meanShare) // a lost update of a mean does no harm
+	ar.meanService.Store(old + (int64(d)-old)/meanShare) // a lost update of a mean does no harm
 }
 
 // retryAfter is queue length × mean service time / slots, in whole seconds from 1 to 60.
-func (l *lane) retryAfter() int {
-	n, _ := l.queue.size()
-	s := time.Duration(int64(n) * l.mean.Load() / int64(max(l.slots(), 1)))
+func (ar *appRouter) retryAfter() int {
+	n, _ := ar.queue.size()
+	s := time.Duration(int64(n) * ar.meanService.Load() / int64(max(ar.totalSlots(), 1)))
 	return int(min(max(s/time.Second, 1), maxRetryAfter))
 }

@@ -9,24 +9,24 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// resyncEvery is how long a rank has to answer when it is asked for a snapshot, and the least time between two such questions.
-const resyncEvery = time.Second
+// resyncInterval is how long a rank has to answer when it is asked for a snapshot, and the least time between two such questions.
+const resyncInterval = time.Second
 
-// owner names a rank's column of a tier.
-func (r *rank) owner(tier kvindex.Tier) kvindex.Owner {
+// columnOwner names a rank's column of a tier.
+func (r *rank) columnOwner(tier kvindex.Tier) kvindex.Owner {
 	return kvindex.Owner{Rank: uint32(r.id), Tier: tier, Epoch: r.epoch, Incarnation: r.incarnation}
 }
 
-// kv hands a KV record to the index's writer. Call with mu held.
-func (l *lane) kv(r *rank, rec *msg.Record) {
+// queueKV hands a KV record to the index's writer. Call with mu held.
+func (ar *appRouter) queueKV(r *rank, rec *msg.Record) {
 	if rec.Kind == msg.RecKVBegin && rec.KV.Tier == kvindex.GPU {
-		l.resize(r, rec.KV.BlockSize, true)
+		ar.setBlockSize(r, rec.KV.BlockSize, true)
 	}
-	c := l.reads().cache
-	if c == nil || r.deaf || rec.KV.Tier > kvindex.Sent {
+	c := ar.inputs().cache
+	if c == nil || r.resyncing || rec.KV.Tier > kvindex.Sent {
 		return
 	}
-	op := kvOp{kind: opDelta, owner: r.owner(rec.KV.Tier), change: rec.KV.Delta.Change, parent: rec.KV.Delta.Parent}
+	op := kvOp{kind: opDelta, owner: r.columnOwner(rec.KV.Tier), change: rec.KV.Delta.Change, parent: rec.KV.Delta.Parent}
 	hashes := rec.KV.Delta.Hashes
 	switch rec.Kind {
 	case msg.RecKVBegin:
@@ -36,112 +36,112 @@ func (l *lane) kv(r *rank, rec *msg.Record) {
 	default:
 	}
 	if !c.queue.push(op, hashes) {
-		l.hide(r)
-		c.queue.lose(op.owner)
+		ar.maskColumns(r)
+		c.queue.addLost(op.owner)
 	}
 }
 
-// miss says that a record of a rank did not come: it is asked for all it has. Its load goes on from what is known.
-func (l *lane) miss(r *rank) {
-	if r.deaf {
+// handleGap says that a record of a rank did not come: it is asked for all it has. Its load goes on from what is known.
+func (ar *appRouter) handleGap(r *rank) {
+	if r.resyncing {
 		return // it was asked already
 	}
-	l.hide(r)
-	l.ask(r)
+	ar.maskColumns(r)
+	ar.requestSnapshot(r)
 }
 
-// hide takes a rank's columns out of look-ups until its next snapshot.
-func (l *lane) hide(r *rank) {
-	r.deaf = true
-	if c := l.reads().cache; c != nil {
-		c.queue.push(kvOp{kind: opMask, owner: r.owner(0)}, nil)
+// maskColumns takes a rank's columns out of look-ups until its next snapshot.
+func (ar *appRouter) maskColumns(r *rank) {
+	r.resyncing = true
+	if c := ar.inputs().cache; c != nil {
+		c.queue.push(kvOp{kind: opMask, owner: r.columnOwner(0)}, nil)
 	}
-	if m := l.meter.Load(); m != nil {
+	if m := ar.metrics.Load(); m != nil {
 		m.IndexGap()
 	}
 }
 
-// missed is miss for the index's writer: an owner's column did not come out equal.
-func (l *lane) missed(owner kvindex.Owner) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	r := l.ranks[routing.RankID(owner.Rank)]
+// resyncOwner is miss for the index's writer: an owner's column did not come out equal.
+func (ar *appRouter) resyncOwner(owner kvindex.Owner) {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	r := ar.ranks[routing.RankID(owner.Rank)]
 	if r == nil || r.epoch != owner.Epoch || r.incarnation != owner.Incarnation {
 		return // its columns are gone, too
 	}
-	if !r.deaf {
-		l.hide(r)
+	if !r.resyncing {
+		ar.maskColumns(r)
 	}
-	l.ask(r)
+	ar.requestSnapshot(r)
 }
 
-// ask asks a rank for a snapshot, and again every second until one comes.
-func (l *lane) ask(r *rank) {
-	if r.asking != nil || l.ended || !r.deaf {
+// requestSnapshot asks a rank for a snapshot, and again every second until one comes.
+func (ar *appRouter) requestSnapshot(r *rank) {
+	if r.resyncTimer != nil || ar.closed || !r.resyncing {
 		return
 	}
-	wait := resyncEvery
-	if since := l.in.clock() - r.asked; r.asked != 0 && since < resyncEvery {
+	wait := resyncInterval
+	if since := ar.in.clock() - r.resyncAt; r.resyncAt != 0 && since < resyncInterval {
 		wait -= since
 	} else {
-		l.resync(r)
+		ar.postResync(r)
 	}
-	r.asking = time.AfterFunc(wait, func() { l.askAgain(r) })
+	r.resyncTimer = time.AfterFunc(wait, func() { ar.repeatRequest(r) })
 }
 
-func (l *lane) askAgain(r *rank) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if r.asking != nil && l.ranks[r.id] == r {
-		r.asking = nil
-		l.ask(r)
+func (ar *appRouter) repeatRequest(r *rank) {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	if r.resyncTimer != nil && ar.ranks[r.id] == r {
+		r.resyncTimer = nil
+		ar.requestSnapshot(r)
 	}
 }
 
-// resync posts the question. A mailbox that is full is asked again.
-func (l *lane) resync(r *rank) {
-	r.asked = l.in.clock()
-	if err := r.mailbox.TrySend(msg.Resync{Sink: l.in}); err != nil {
-		l.in.log.Debug("a rank could not be asked for a snapshot", slog.String("app", l.name), slog.Int("group", r.id.Group()), slog.Int("rank", r.id.Rank()), slog.Any("err", err))
+// postResync posts the question. A mailbox that is full is asked again.
+func (ar *appRouter) postResync(r *rank) {
+	r.resyncAt = ar.in.clock()
+	if err := r.mailbox.TrySend(msg.Resync{Sink: ar.in}); err != nil {
+		ar.in.log.Debug("a rank could not be asked for a snapshot", slog.String("app", ar.name), slog.Int("group", r.id.Group()), slog.Int("rank", r.id.Rank()), slog.Any("err", err))
 		return
 	}
-	l.resyncs.Add(1)
+	ar.resyncs.Add(1)
 }
 
-// told ends the questions: a snapshot is here, or the rank is gone. What the index holds of the rank is dropped.
-func (l *lane) told(r *rank) {
-	r.deaf = false
-	if r.asking != nil {
-		r.asking.Stop()
-		r.asking = nil
+// snapshotReceived ends the questions: a snapshot is here, or the rank is gone. What the index holds of the rank is dropped.
+func (ar *appRouter) snapshotReceived(r *rank) {
+	r.resyncing = false
+	if r.resyncTimer != nil {
+		r.resyncTimer.Stop()
+		r.resyncTimer = nil
 	}
-	if c := l.reads().cache; c != nil {
-		c.queue.push(kvOp{kind: opDrop, owner: r.owner(0)}, nil)
+	if c := ar.inputs().cache; c != nil {
+		c.queue.push(kvOp{kind: opDrop, owner: r.columnOwner(0)}, nil)
 	}
 }
 
-// resize notes a rank's tokens per KV block; proven: its events came in them. Prompts are cut to the size that most ranks have; a
+// setBlockSize notes a rank's tokens per KV block; proven: its events came in them. Prompts are cut to the size that most ranks have; a
 // rank of another size hits nothing, and its log line says why.
-func (l *lane) resize(r *rank, tokens int, proven bool) {
-	if tokens <= 0 || r.proven && !proven || tokens == r.blockSize && r.proven == proven {
+func (ar *appRouter) setBlockSize(r *rank, tokens int, proven bool) {
+	if tokens <= 0 || r.sizeFromEvents && !proven || tokens == r.blockSize && r.sizeFromEvents == proven {
 		return
 	}
-	r.blockSize, r.proven = tokens, proven
-	best, known := l.mostBlockTokens()
-	l.blockTokens.Store(int32(best)) //nolint:gosec // tokens of a block
-	if best != tokens && (r.proven || !known) {
-		l.in.log.Warn("a rank's KV blocks are of another size than the other ranks': its cache is not seen", slog.String("app", l.name),
+	r.blockSize, r.sizeFromEvents = tokens, proven
+	best, known := ar.commonBlockSize()
+	ar.blockTokens.Store(int32(best)) //nolint:gosec // tokens of a block
+	if best != tokens && (r.sizeFromEvents || !known) {
+		ar.in.log.Warn("a rank's KV blocks are of another size than the other ranks': its cache is not seen", slog.String("app", ar.name),
 			slog.String("unit", r.unit), slog.Int("block_size", tokens), slog.Int("others", best))
 	}
 }
 
-// mostBlockTokens is the block size of most ranks, the smaller of two. What events came in counts, before what engines report: some
+// commonBlockSize is the block size of most ranks, the smaller of two. What events came in counts, before what engines report: some
 // settle on another size than they report. proven: it was seen in events.
-func (l *lane) mostBlockTokens() (best int, proven bool) {
+func (ar *appRouter) commonBlockSize() (best int, proven bool) {
 	votes := map[bool]map[int]int{true: {}, false: {}}
-	for _, r := range l.ranks {
+	for _, r := range ar.ranks {
 		if r.blockSize > 0 {
-			votes[r.proven][r.blockSize]++
+			votes[r.sizeFromEvents][r.blockSize]++
 		}
 	}
 	proven = len(votes[true]) > 0
@@ -154,65 +154,65 @@ func (l *lane) mostBlockTokens() (best int, proven bool) {
 }
 
 // tokensPerBlock is the size to which prompts are cut.
-func (l *lane) tokensPerBlock() int {
-	if n := l.blockTokens.Load(); n > 0 {
+func (ar *appRouter) tokensPerBlock() int {
+	if n := ar.blockTokens.Load(); n > 0 {
 		return int(n)
 	}
 	return routing.DefaultBlockSize
 }
 
-// status takes over an engine's report.
-func (l *lane) status(r *rank, rec *msg.Record) {
+// applyStatus takes over an engine's report.
+func (ar *appRouter) applyStatus(r *rank, rec *msg.Record) {
 	s := &rec.Status
-	l.resize(r, s.BlockSize, false)
-	l.observe(routing.Event{
+	ar.setBlockSize(r, s.BlockSize, false)
+	ar.observe(routing.Event{
 		Kind: routing.EvStatus, Rank: r.id, Incarnation: r.incarnation, Seq: rec.Seq, KVUsage: s.KVUsage, NoKVUsage: !s.HasKVUsage,
 		Capacity: s.Capacity, BlockSize: s.BlockSize,
 	})
 }
 
-// judgeCaching looks whether every ready rank runs without prefix caching.
-func (l *lane) judgeCaching() {
+// updateCachingOff looks whether every ready rank runs without prefix caching.
+func (ar *appRouter) updateCachingOff() {
 	ready, off := 0, 0
-	for _, r := range l.ranks {
-		if r.shownReady {
+	for _, r := range ar.ranks {
+		if r.publishedReady {
 			ready++
 			if r.cachingOff {
 				off++
 			}
 		}
 	}
-	if now := ready > 0 && ready == off; ready > 0 && now != l.cachingOff.Load() {
-		l.cachingOff.Store(now)
-		if now && l.reads().needs.Hits {
-			l.in.log.Warn("every engine runs without prefix caching: routing goes by load alone", slog.String("app", l.name))
+	if now := ready > 0 && ready == off; ready > 0 && now != ar.cachingOff.Load() {
+		ar.cachingOff.Store(now)
+		if now && ar.inputs().needs.Hits {
+			ar.in.log.Warn("every engine runs without prefix caching: routing goes by load alone", slog.String("app", ar.name))
 		}
-		l.configure()
+		ar.publishConfig()
 	}
 }
 
-// configure tells the Router the application's settings.
-func (l *lane) configure() {
-	spec := l.spec.Load()
+// publishConfig tells the Router the application's settings.
+func (ar *appRouter) publishConfig() {
+	spec := ar.revision.Load()
 	if spec == nil {
 		return
 	}
-	l.observe(routing.Event{Kind: routing.EvConfigured, Config: &routing.Config{
-		BusyThreshold: spec.app.Routing.BusyThreshold, PrefixCachingOff: l.cachingOff.Load(),
+	ar.observe(routing.Event{Kind: routing.EvConfigured, Config: &routing.Config{
+		BusyThreshold: spec.app.Routing.BusyThreshold, PrefixCachingOff: ar.cachingOff.Load(),
 	}})
 }
 
-// model is the application's own name of its model, whatever the client called it.
-func (l *lane) model() string {
-	if spec := l.spec.Load(); spec != nil {
+// modelID is the application's own name of its model, whatever the client called it.
+func (ar *appRouter) modelID() string {
+	if spec := ar.revision.Load(); spec != nil {
 		return spec.app.Model.ID
 	}
 	return ""
 }
 
-// adapter is the LoRA adapter that a model's name asks for, "" for none.
-func (l *lane) adapter(model []byte) string {
-	if spec := l.spec.Load(); spec != nil {
+// adapterOf is the LoRA adapter that a model's name asks for, "" for none.
+func (ar *appRouter) adapterOf(model []byte) string {
+	if spec := ar.revision.Load(); spec != nil {
 		return spec.adapters[string(model)]
 	}
 	return ""

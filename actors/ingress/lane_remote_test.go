@@ -85,7 +85,7 @@ func lockstepRig(t *testing.T, engines ...http.HandlerFunc) *rig {
 // TestOneFencedRankFencesItsUnit: with one record every rank of a lockstep unit is out, wherever it runs, and what has not begun there
 // is given up. What the others' own streams say later changes nothing, until they are another incarnation.
 func TestOneFencedRankFencesItsUnit(t *testing.T) {
-	var h hang
+	var h hangingEngine
 	g := lockstepRig(t, h.sends(), h.sends(), h.sends())
 	answers := make(chan answer, 3)
 	ctx, cancel := context.WithCancel(t.Context())

@@ -49,7 +49,7 @@ func pressureOf(used, limit int64) pressure {
 // none of it: the runtime lets it grow up to the limit and frees it there.
 type memoryUse struct {
 	bytes       int64
-	collections uint64 // since the process began
+	collections uint64 // garbage collections since the process began
 }
 
 // readMemory reads the runtime's own account: some microseconds, and no other goroutine is stopped.
@@ -85,17 +85,17 @@ func memoryLimit() int64 {
 type memoryGuard struct {
 	limit   int64 // bytes; 0: none, and the guard never refuses
 	read    func() memoryUse
-	collect func() // asks for a garbage collection, and does not wait for it
+	collect func() // starts a garbage collection and does not wait for it
 	log     *slog.Logger
 	base    time.Time
 
-	next  atomic.Int64 // when the next sample is due, in ns since base
+	next  atomic.Int64 // time of the next sample, in ns since base
 	level atomic.Int32 // pressure of the last sample
 	used  atomic.Int64 // bytes of the last sample
 
 	mu          sync.Mutex
-	collections uint64        // of the last sample with another number than before
-	counted     time.Duration // when that was, since base
+	collections uint64        // number of collections when it last changed
+	counted     time.Duration // when it last changed, since base
 }
 
 // pressure is that of now, or of a moment ago.
@@ -150,7 +150,7 @@ func (g *memoryGuard) refuse(now time.Time) *failure {
 	if g.pressure(now) == pressureNone {
 		return nil
 	}
-	f := fail(openai.CodeOverloaded, "this node is near its memory limit; try again later").after(1)
+	f := newFailure(openai.CodeOverloaded, "this node is near its memory limit; try again later").withRetryAfter(1)
 	f.cause = "memory_limit"
 	return f
 }

@@ -20,8 +20,8 @@ type model struct {
 	MaxModelLen int `json:"max_model_len,omitempty"` // the smallest that its ready ranks tell, in tokens
 }
 
-func modelOf(name string, e *entry) model {
-	m := model{ID: name, Object: "model", Created: e.created, OwnedBy: "dpserve", Root: e.app.Model.Source, MaxModelLen: e.lane.maxModelLen()}
+func modelOf(name string, e *appRoute) model {
+	m := model{ID: name, Object: "model", Created: e.created, OwnedBy: "dpserve", Root: e.app.Model.Source, MaxModelLen: e.router.minModelLen()}
 	if name != e.app.Model.ID {
 		m.Root, m.Parent = e.app.Model.ID, &e.app.Model.ID
 	}
@@ -32,7 +32,7 @@ func modelOf(name string, e *entry) model {
 }
 
 // listModels answers from the own table: no engine is asked.
-func (in *Ingress) listModels(w http.ResponseWriter, r *http.Request, s *scope) {
+func (in *Ingress) listModels(w http.ResponseWriter, r *http.Request, s *routeScope) {
 	out := struct {
 		Object string  `json:"object"`
 		Data   []model `json:"data"`
@@ -43,10 +43,10 @@ func (in *Ingress) listModels(w http.ResponseWriter, r *http.Request, s *scope) 
 	in.answerJSON(w, r, out)
 }
 
-func (in *Ingress) showModel(w http.ResponseWriter, r *http.Request, s *scope, id string) {
+func (in *Ingress) showModel(w http.ResponseWriter, r *http.Request, s *routeScope, id string) {
 	e := s.models[id]
 	if e == nil {
-		in.turnAway(w, r, openai.Models, unknownModel([]byte(id), s))
+		in.refuseUnrouted(w, r, openai.Models, unknownModel([]byte(id), s))
 		return
 	}
 	in.answerJSON(w, r, modelOf(id, e))
@@ -58,7 +58,7 @@ func (in *Ingress) health(w http.ResponseWriter, r *http.Request) {
 		in.answerJSON(w, r, map[string]string{"status": "ready"})
 		return
 	}
-	f := fail(openai.CodeNoReadyRank, "no application has a ready rank")
+	f := newFailure(openai.CodeNoReadyRank, "no application has a ready rank")
 	if in.draining.Load() {
 		f.message = "this ingress is draining"
 	}

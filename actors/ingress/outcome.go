@@ -9,39 +9,39 @@ import (
 	"github.com/dpserve/dpserve/engine/openai"
 )
 
-// refuse sends an answer of dpserve's own. There is exactly one log line for it.
-func (c *call) refuse(f *failure) {
-	c.count(f.status)
-	c.log(failureLevel(f.status), "request not served", f.result(), slog.Int("code", f.status))
-	if f.gone {
-		c.cut = true // whoever still listens must not see an empty answer
+// answerFailure sends an answer of dpserve's own. There is exactly one log line for it.
+func (req *request) answerFailure(f *failure) {
+	req.countAnswer(f.status)
+	req.logLine(failureLevel(f.status), "request not served", f.result(), slog.Int("code", f.status))
+	if f.clientGone {
+		req.cutConn = true // whoever still listens must not see an empty answer
 		return
 	}
-	h := c.w.Header()
-	c.ownHeaders(h, nil)
+	h := req.w.Header()
+	req.setOwnHeaders(h, nil)
 	if f.retryAfter > 0 {
 		h["Retry-After"] = []string{strconv.Itoa(f.retryAfter)}
 	}
-	c.armWrite(time.Now())
-	writeError(c.w, f)
+	req.extendWriteDeadline(time.Now())
+	writeError(req.w, f)
 }
 
-// finish counts and logs a request whose answer has begun.
-func (c *call) finish(res *result) {
-	c.entry.lane.meter.Load().Attempt(rows[res.cause].name, "free")
-	code := c.status
-	if c.cut || res.cause == causeErrorEvent {
+// finishAnswered counts and logs a request whose answer has begun.
+func (req *request) finishAnswered(res *result) {
+	req.app.router.metrics.Load().Attempt(causePolicies[res.cause].name, "free")
+	code := req.status
+	if req.cutConn || res.cause == causeErrorEvent {
 		code = codeOf(res)
 	}
 	switch {
-	case c.cut || res.cause == causeErrorEvent:
-		c.log(failureLevel(code), "request failed after its first byte", res, slog.Int("code", code))
+	case req.cutConn || res.cause == causeErrorEvent:
+		req.logLine(failureLevel(code), "request failed after its first byte", res, slog.Int("code", code))
 	case code >= http.StatusBadRequest:
-		c.log(slog.LevelInfo, "engine refused the request", res, slog.Int("code", code))
+		req.logLine(slog.LevelInfo, "engine refused the request", res, slog.Int("code", code))
 	default:
-		c.log(slog.LevelDebug, "request served", res, slog.Int("code", code))
+		req.logLine(slog.LevelDebug, "request served", res, slog.Int("code", code))
 	}
-	c.count(code)
+	req.countAnswer(code)
 }
 
 // codeOf is the status in metrics of an answer that broke after its first byte; 200 had been sent by then.
@@ -52,39 +52,39 @@ func codeOf(res *result) int {
 	case causeErrorEvent:
 		return res.status
 	default:
-		code, _ := brokenOff(res.cause)
+		code, _ := streamError(res.cause)
 		return openai.Status(code)
 	}
 }
 
-// count puts the request into metrics and totals.
-func (c *call) count(code int) {
-	c.in.requests.Add(1)
-	if c.entry == nil {
-		c.in.metrics.RequestRefused(c.route.String(), code)
+// countAnswer puts the request into metrics and totals.
+func (req *request) countAnswer(code int) {
+	req.in.answered.Add(1)
+	if req.app == nil {
+		req.in.metrics.RequestRefused(req.route.String(), code)
 		return
 	}
 	var ttft time.Duration
-	if !c.begun.IsZero() && c.scan.Stream {
-		ttft = c.begun.Sub(c.start)
+	if !req.firstByte.IsZero() && req.scan.Stream {
+		ttft = req.firstByte.Sub(req.start)
 	}
-	c.entry.lane.meter.Load().Request(c.route.String(), code, time.Since(c.start), ttft)
+	req.app.router.metrics.Load().Request(req.route.String(), code, time.Since(req.start), ttft)
 }
 
-// ownHeaders names where the answer comes from.
-func (c *call) ownHeaders(h http.Header, rk *rank) {
-	h[headerRequestID] = c.ids
-	if c.entry == nil {
+// setOwnHeaders names where the answer comes from.
+func (req *request) setOwnHeaders(h http.Header, rk *rank) {
+	h[headerRequestID] = req.idHeader
+	if req.app == nil {
 		return
 	}
-	h[headerApp] = []string{c.entry.app.Name}
+	h[headerApp] = []string{req.app.app.Name}
 	if rk != nil {
 		h[headerGroup], h[headerRank] = rk.groupValue, rk.rankValue
-		if c.prompt.looked { // predicted at dispatch; what the engine found is in its usage
-			h[headerCached] = []string{strconv.Itoa(c.query.HitOn(rk.id))}
+		if req.prompt.lookedUp { // predicted at dispatch; what the engine found is in its usage
+			h[headerCached] = []string{strconv.Itoa(req.query.HitOn(rk.id))}
 		}
 	}
-	n := c.attempts
+	n := req.attempts
 	if rk != nil {
 		n++
 	}
@@ -99,20 +99,20 @@ func failureLevel(code int) slog.Level {
 	return slog.LevelInfo
 }
 
-// log writes one line about the request; never a word of the prompt or the answer.
-func (c *call) log(level slog.Level, text string, res *result, attrs ...slog.Attr) {
-	ctx := c.r.Context()
-	if !c.in.log.Enabled(ctx, level) {
+// logLine writes one line about the request; never a word of the prompt or the answer.
+func (req *request) logLine(level slog.Level, text string, res *result, attrs ...slog.Attr) {
+	ctx := req.r.Context()
+	if !req.in.log.Enabled(ctx, level) {
 		return
 	}
 	attrs = append(attrs,
-		slog.String("request_id", c.id), slog.String("route", c.route.String()), slog.String("cause", res.name()),
-		slog.Int("attempt", c.attempts), slog.Float64("dur_ms", float64(time.Since(c.start).Microseconds())/1000))
-	if c.entry != nil {
-		attrs = append(attrs, slog.String("app", c.entry.app.Name))
+		slog.String("request_id", req.id), slog.String("route", req.route.String()), slog.String("cause", res.name()),
+		slog.Int("attempt", req.attempts), slog.Float64("dur_ms", float64(time.Since(req.start).Microseconds())/1000))
+	if req.app != nil {
+		attrs = append(attrs, slog.String("app", req.app.app.Name))
 	}
-	if rk := c.attempt.rank; rk != nil {
+	if rk := req.attempt.rank; rk != nil {
 		attrs = append(attrs, slog.String("unit", rk.unit), slog.Int("group", rk.id.Group()), slog.Int("rank", rk.id.Rank()), slog.Uint64("epoch", rk.epoch))
 	}
-	c.in.log.LogAttrs(ctx, level, text, append(attrs, res.attrs(c.in.hash(), c.in.log.Enabled(ctx, slog.LevelDebug))...)...) //nolint:sloglint // text is a constant of each caller
+	req.in.log.LogAttrs(ctx, level, text, append(attrs, res.attrs(req.in.hash(), req.in.log.Enabled(ctx, slog.LevelDebug))...)...) //nolint:sloglint // text is a constant of each caller
 }

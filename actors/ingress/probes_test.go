@@ -18,7 +18,7 @@ func TestProbesAnswer(t *testing.T) {
 	other := demoApp()
 	other.Name, other.Model.ID = "other", "other-model"
 	g.deploy(other, 1)
-	eventually(t, func() bool { return len(g.in.table.Load().lanes) == 3 }, "all are known")
+	eventually(t, func() bool { return len(g.in.table.Load().routers) == 3 }, "all are known")
 	head := func(path string) answer {
 		req, err := http.NewRequestWithContext(t.Context(), http.MethodHead, g.url+path, nil)
 		require.NoError(t, err)

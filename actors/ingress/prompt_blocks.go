@@ -15,63 +15,63 @@ import (
 
 // identify salts the prompt and cuts it into blocks. What decides its tokens and is not in it is in the salt. Token ids are what engines themselves go by, so a client's are used
 // whatever the application's identity is; a text is tokenized if the application asks for that and a tokenizer answers.
-func (p *prompt) identify(ctx context.Context, l *lane, r *reading, scan *openai.Body, body []byte, h http.Header) {
+func (p *prompt) identify(ctx context.Context, ar *appRouter, r *policyInputs, scan *openai.Body, body []byte, h http.Header) {
 	if !r.chains() && !r.needs.Text {
 		return
 	}
 	p.salt = append(p.salt, scan.CacheSalt...)
 	for _, m := range scan.Beside {
-		p.saltWith(l, body[m.Start:m.End])
+		p.saltWith(ar, body[m.Start:m.End])
 	}
 	switch {
 	case r.chains() && scan.PromptTokens >= 0:
-		p.clientTokens(l, scan, body)
+		p.clientTokens(ar, scan, body)
 	case r.chains() && r.tokens != nil && r.tokens.identify(ctx, p, scan, body, h):
 	default:
-		p.saltTools(l, scan, body)
+		p.saltTools(ar, scan, body)
 		if r.chains() {
-			p.hashText(l, scan, body)
+			p.hashText(ar, scan, body)
 		}
 	}
 }
 
-func (p *prompt) clientTokens(l *lane, scan *openai.Body, body []byte) {
+func (p *prompt) clientTokens(ar *appRouter, scan *openai.Body, body []byte) {
 	var ok bool
 	if p.ids, ok = scan.TokenIDs(p.ids[:0], body); ok {
-		p.hashTokens(l, p.ids)
+		p.hashTokens(ar, p.ids)
 	}
 }
 
 // saltTools tells texts with different tools apart: an engine's template puts them in front of the messages.
-func (p *prompt) saltTools(l *lane, scan *openai.Body, body []byte) {
+func (p *prompt) saltTools(ar *appRouter, scan *openai.Body, body []byte) {
 	if scan.Tools.End > 0 {
-		p.saltWith(l, body[scan.Tools.Start:scan.Tools.End])
+		p.saltWith(ar, body[scan.Tools.Start:scan.Tools.End])
 	}
 }
 
 // saltWith tells prompts apart that differ in a part of the body beside the prompt.
-func (p *prompt) saltWith(l *lane, part []byte) {
-	p.salt = binary.LittleEndian.AppendUint64(append(p.salt, 0), l.in.hash().Key(view(part)))
+func (p *prompt) saltWith(ar *appRouter, part []byte) {
+	p.salt = binary.LittleEndian.AppendUint64(append(p.salt, 0), ar.in.hash().Key(view(part)))
 }
 
-func (p *prompt) hashText(l *lane, scan *openai.Body, body []byte) {
+func (p *prompt) hashText(ar *appRouter, scan *openai.Body, body []byte) {
 	p.unit, p.size = kvindex.Text, kvindex.DefaultTextBlock
-	h := l.in.hash()
-	p.blocks = textBlocks(p.blocks[:0], h, h.Root(p.rootSalt(l)), scan.Text(body))
+	h := ar.in.hash()
+	p.blocks = textBlocks(p.blocks[:0], h, h.Root(p.rootSalt(ar)), scan.Text(body))
 	p.perBlock = ratio{int64(p.tokens), int64(max(scan.PromptBytes, 1))}
 }
 
 // hashTokens cuts ids into blocks of the ranks' own size.
-func (p *prompt) hashTokens(l *lane, ids []uint32) {
-	p.unit, p.size = kvindex.Tokens, l.tokensPerBlock()
-	h := l.in.hash()
-	p.blocks = h.Tokens(p.blocks[:0], h.Root(p.rootSalt(l)), ids, p.size, nil)
+func (p *prompt) hashTokens(ar *appRouter, ids []uint32) {
+	p.unit, p.size = kvindex.Tokens, ar.tokensPerBlock()
+	h := ar.in.hash()
+	p.blocks = h.Tokens(p.blocks[:0], h.Root(p.rootSalt(ar)), ids, p.size, nil)
 	p.perBlock = ratio{int64(p.size), 1}
 }
 
 // rootSalt is what a DPServer salts the blocks of its engine's events with.
-func (p *prompt) rootSalt(l *lane) kvindex.Salt {
-	return kvindex.Salt{Unit: p.unit, BlockSize: p.size, Model: l.model(), Adapter: p.adapter, CacheSalt: view(p.salt)}
+func (p *prompt) rootSalt(ar *appRouter) kvindex.Salt {
+	return kvindex.Salt{Unit: p.unit, BlockSize: p.size, Model: ar.modelID(), Adapter: p.adapter, CacheSalt: view(p.salt)}
 }
 
 // view is b as a string, as long as b stays as it is.
@@ -80,25 +80,25 @@ func view(b []byte) string {
 }
 
 // lookUp asks the index and gathers its answer by rank, ascending.
-func (p *prompt) lookUp(r *reading, now time.Duration) {
-	p.looked = true
+func (p *prompt) lookUp(r *policyInputs, now time.Duration) {
+	p.lookedUp = true
 	p.hits = p.hits[:0]
 	if len(p.blocks) == 0 {
 		return
 	}
 	r.cache.touch(now)
-	p.rows = slices.DeleteFunc(r.cache.index.Match(p.blocks, p.rows[:0]), func(h kvindex.Hit) bool {
+	p.matches = slices.DeleteFunc(r.cache.index.Match(p.blocks, p.matches[:0]), func(h kvindex.Hit) bool {
 		return h.Blocks == 0 || r.needs.Approximate && h.Tier != kvindex.Sent
 	})
-	if !slices.IsSortedFunc(p.rows, byRank) {
-		slices.SortFunc(p.rows, byRank)
+	if !slices.IsSortedFunc(p.matches, byRank) {
+		slices.SortFunc(p.matches, byRank)
 	}
-	for i := 0; i < len(p.rows); {
+	for i := 0; i < len(p.matches); {
 		n := i + 1
-		for n < len(p.rows) && p.rows[n].Rank == p.rows[i].Rank {
+		for n < len(p.matches) && p.matches[n].Rank == p.matches[i].Rank {
 			n++
 		}
-		p.hits = append(p.hits, p.hitOf(p.rows[i:n]))
+		p.hits = append(p.hits, p.hitOf(p.matches[i:n]))
 		i = n
 	}
 }
@@ -123,21 +123,21 @@ func (p *prompt) hitTokens(n int) int {
 	if p.unit == kvindex.Tokens {
 		n = min(n, max(p.tokens-1, 0)/p.size)
 	}
-	return min(p.span(n), max(p.tokens-1, 0))
+	return min(p.spanTokens(n), max(p.tokens-1, 0))
 }
 
-// span is n leading blocks in tokens.
-func (p *prompt) span(n int) int {
+// spanTokens is n leading blocks in tokens.
+func (p *prompt) spanTokens(n int) int {
 	if p.unit == kvindex.Text {
 		n = textSpan(n)
 	}
-	return p.perBlock.of(n)
+	return p.perBlock.tokensOf(n)
 }
 
-// held is how many leading blocks a rank was found to hold on its device.
-func (p *prompt) held(id routing.RankID) int {
+// cachedPrefix is how many leading blocks a rank was found to hold on its device.
+func (p *prompt) cachedPrefix(id routing.RankID) int {
 	n := 0
-	for _, row := range p.rows {
+	for _, row := range p.matches {
 		if row.Rank == uint32(id) && (row.Tier == kvindex.GPU || row.Tier == kvindex.Sent) {
 			n = max(n, int(row.Blocks))
 		}

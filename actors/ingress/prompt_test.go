@@ -19,20 +19,20 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// promptLane is a lane whose policy reads hits, blocks, text and sessions.
-func promptLane(needs routing.Needs) *lane {
+// promptLane is a appRouter whose policy reads hits, blocks, text and sessions.
+func promptLane(needs routing.Needs) *appRouter {
 	in := bareIngress()
-	in.key([]byte("secret"))
-	l := newLane(in, "demo")
+	in.setSecret([]byte("secret"))
+	ar := newAppRouter(in, "demo")
 	a := demoApp()
 	a.Model.Adapters = []app.Adapter{{ID: "poet", Source: "s"}}
-	l.spec.Store(&served{app: a, adapters: adaptersOf(&a.Model)})
-	l.reading.Store(&reading{needs: needs, identity: app.IdentityText})
-	return l
+	ar.revision.Store(&appRevision{app: a, adapters: adaptersOf(&a.Model)})
+	ar.policyInputs.Store(&policyInputs{needs: needs, identity: app.IdentityText})
+	return ar
 }
 
 // readPrompt identifies a body as a live request's.
-func readPrompt(t require.TestingT, l *lane, route openai.Route, body string, header ...string) *prompt {
+func readPrompt(t require.TestingT, ar *appRouter, route openai.Route, body string, header ...string) *prompt {
 	var scan openai.Body
 	require.NoError(t, scan.Scan(route, []byte(body)))
 	h := http.Header{}
@@ -40,7 +40,7 @@ func readPrompt(t require.TestingT, l *lane, route openai.Route, body string, he
 		h.Set(header[i], header[i+1])
 	}
 	p := &prompt{}
-	require.Nil(t, p.fromBody(context.Background(), l, route, &scan, []byte(body), h))
+	require.Nil(t, p.fromBody(context.Background(), ar, route, &scan, []byte(body), h))
 	return p
 }
 
@@ -61,23 +61,23 @@ var wantsAll = routing.Needs{Hits: true, Blocks: true, Text: true, Session: true
 // TestKV12NothingIsSharedUnderAnotherSalt: the same words under another cache_salt, LoRA, set of tools or image share no block
 // and no text.
 func TestKV12NothingIsSharedUnderAnotherSalt(t *testing.T) {
-	l := promptLane(wantsAll)
+	ar := promptLane(wantsAll)
 	words := strings.Repeat("the same words ", 100)
 	ids := strings.TrimSuffix(strings.Repeat("7,", 100), ",")
 	image := func(url string) string {
 		return `{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:` + strings.Repeat(url, 30) + `"}},{"type":"text","text":"` + words + `"}]}]}`
 	}
 	for name, pair := range map[string][2]*prompt{
-		"salt":     {readPrompt(t, l, openai.Chat, chat(words, `"cache_salt":"a"`)), readPrompt(t, l, openai.Chat, chat(words, `"cache_salt":"b"`))},
-		"one salt": {readPrompt(t, l, openai.Chat, chat(words)), readPrompt(t, l, openai.Chat, chat(words, `"cache_salt":"b"`))},
-		"LoRA":     {readPrompt(t, l, openai.Chat, chat(words)), readPrompt(t, l, openai.Chat, strings.Replace(chat(words), "demo", "poet", 1))},
-		"tools":    {readPrompt(t, l, openai.Chat, chat(words)), readPrompt(t, l, openai.Chat, chat(words, `"tools":[{"a":1}]`))},
-		"image":    {readPrompt(t, l, openai.Chat, image("abc")), readPrompt(t, l, openai.Chat, image("xyz"))},
+		"salt":     {readPrompt(t, ar, openai.Chat, chat(words, `"cache_salt":"a"`)), readPrompt(t, ar, openai.Chat, chat(words, `"cache_salt":"b"`))},
+		"one salt": {readPrompt(t, ar, openai.Chat, chat(words)), readPrompt(t, ar, openai.Chat, chat(words, `"cache_salt":"b"`))},
+		"LoRA":     {readPrompt(t, ar, openai.Chat, chat(words)), readPrompt(t, ar, openai.Chat, strings.Replace(chat(words), "demo", "poet", 1))},
+		"tools":    {readPrompt(t, ar, openai.Chat, chat(words)), readPrompt(t, ar, openai.Chat, chat(words, `"tools":[{"a":1}]`))},
+		"image":    {readPrompt(t, ar, openai.Chat, image("abc")), readPrompt(t, ar, openai.Chat, image("xyz"))},
 		"ids": {
-			readPrompt(t, l, openai.Completions, `{"prompt":[`+ids+`]}`),
-			readPrompt(t, l, openai.Completions, `{"cache_salt":"b","prompt":[`+ids+`]}`),
+			readPrompt(t, ar, openai.Completions, `{"prompt":[`+ids+`]}`),
+			readPrompt(t, ar, openai.Completions, `{"cache_salt":"b","prompt":[`+ids+`]}`),
 		},
-		"ids and text": {readPrompt(t, l, openai.Completions, `{"prompt":[`+ids+`]}`), readPrompt(t, l, openai.Completions, `{"prompt":"`+ids+`"}`)},
+		"ids and text": {readPrompt(t, ar, openai.Completions, `{"prompt":[`+ids+`]}`), readPrompt(t, ar, openai.Completions, `{"prompt":"`+ids+`"}`)},
 	} {
 		t.Run(name, func(t *testing.T) {
 			a, b := pair[0], pair[1]
@@ -90,8 +90,8 @@ func TestKV12NothingIsSharedUnderAnotherSalt(t *testing.T) {
 			}
 		})
 	}
-	assert.Equal(t, readPrompt(t, l, openai.Chat, strings.Replace(chat(words), "demo", "demo:poet", 1)).blocks,
-		readPrompt(t, l, openai.Chat, strings.Replace(chat(words), "demo", "poet", 1)).blocks, "one adapter by both its names")
+	assert.Equal(t, readPrompt(t, ar, openai.Chat, strings.Replace(chat(words), "demo", "demo:poet", 1)).blocks,
+		readPrompt(t, ar, openai.Chat, strings.Replace(chat(words), "demo", "poet", 1)).blocks, "one adapter by both its names")
 }
 
 // TestKV12LongPromptHitsWhole: 4,096 blocks on 32 ranks are found on all of them, to the last that a hit may have.
@@ -103,21 +103,21 @@ func TestKV12LongPromptHitsWhole(t *testing.T) {
 			ids[i] = uint32(i % 1000)
 		}
 		var p prompt
-		p.fromTokens(g.lane, ids, origin{})
+		p.fromTokens(g.lane, ids, promptContext{})
 		require.Len(t, p.blocks, 4096)
 		for _, r := range g.feed.replicas {
 			r.column(t, kvindex.GPU).Apply(kvindex.Delta{Change: kvindex.Stored, Hashes: p.blocks})
 		}
 		synctest.Wait()
 		var q routing.Request
-		g.lane.describe(&q, &p)
+		g.lane.describeRequest(&q, &p)
 		require.Len(t, q.Hits, 32)
 		for i, h := range q.Hits {
 			assert.Equal(t, routing.Hit{Rank: routing.ID(0, i), Tokens: 4096 * 16}, h)
-			assert.Equal(t, 4096, p.held(h.Rank))
+			assert.Equal(t, 4096, p.cachedPrefix(h.Rank))
 		}
-		p.fromTokens(g.lane, ids[:4096*16], origin{})
-		g.lane.describe(&q, &p)
+		p.fromTokens(g.lane, ids[:4096*16], promptContext{})
+		g.lane.describeRequest(&q, &p)
 		assert.Equal(t, int32(4095*16), q.Hits[0].Tokens, "the last token is always computed, and with it its block")
 	})
 }
@@ -142,7 +142,7 @@ func TestHitsByTier(t *testing.T) {
 // TestRT14OddPrompts: prompts of every size and kind are identified without a panic, and short ones have nothing to be found by.
 func TestRT14OddPrompts(t *testing.T) {
 	const block = kvindex.DefaultTextBlock
-	l := promptLane(wantsAll)
+	ar := promptLane(wantsAll)
 	for name, tt := range map[string]struct {
 		route  openai.Route
 		body   string
@@ -166,16 +166,16 @@ func TestRT14OddPrompts(t *testing.T) {
 		"broken unicode": {openai.Completions, `{"prompt":"` + strings.Repeat("\xff\xfe", block) + `"}`, 2},
 	} {
 		t.Run(name, func(t *testing.T) {
-			p := readPrompt(t, l, tt.route, tt.body)
+			p := readPrompt(t, ar, tt.route, tt.body)
 			assert.Len(t, p.blocks, tt.blocks)
 			var q routing.Request
-			l.describe(&q, p)
+			ar.describeRequest(&q, p)
 			assert.Empty(t, q.Hits)
 			assert.GreaterOrEqual(t, q.Tokens, 0)
 		})
 	}
-	a := readPrompt(t, l, openai.Completions, `{"prompt":"`+strings.Repeat("é", block/2-1)+"\u00e9"+`"}`)
-	b := readPrompt(t, l, openai.Completions, `{"prompt":"`+strings.Repeat("é", block/2-1)+"\u00e8"+`"}`)
+	a := readPrompt(t, ar, openai.Completions, `{"prompt":"`+strings.Repeat("é", block/2-1)+"\u00e9"+`"}`)
+	b := readPrompt(t, ar, openai.Completions, `{"prompt":"`+strings.Repeat("é", block/2-1)+"\u00e8"+`"}`)
 	assert.NotEqual(t, a.blocks, b.blocks, "a fork inside a character is a fork")
 }
 
@@ -258,21 +258,21 @@ func TestSessionOf(t *testing.T) {
 
 func TestWishes(t *testing.T) {
 	h := func(name, value string) http.Header { return http.Header{name: {value}} }
-	var w wishes
-	require.Nil(t, w.read(h(headerTTFT, "250.5")))
-	assert.Equal(t, wishes{ttftMs: 250.5}, w)
-	require.Nil(t, w.read(h(headerTPOT, "30")))
-	require.Nil(t, w.read(h(headerPriority, "-3")))
-	assert.Equal(t, wishes{priority: -3}, w)
-	require.Nil(t, w.read(h(headerRank, "1/2")))
-	assert.Equal(t, wishes{direct: routing.ID(1, 2), hasDirect: true}, w)
+	var w routingHeaders
+	require.Nil(t, w.parse(h(headerTTFT, "250.5")))
+	assert.Equal(t, routingHeaders{ttftMs: 250.5}, w)
+	require.Nil(t, w.parse(h(headerTPOT, "30")))
+	require.Nil(t, w.parse(h(headerPriority, "-3")))
+	assert.Equal(t, routingHeaders{priority: -3}, w)
+	require.Nil(t, w.parse(h(headerRank, "1/2")))
+	assert.Equal(t, routingHeaders{direct: routing.ID(1, 2), hasDirect: true}, w)
 	for _, name := range []string{headerTTFT, headerTPOT} {
 		for _, bad := range []string{"", "x", "0", "-1", "NaN", "Inf", "1e99"} {
-			assert.NotNil(t, w.read(h(name, bad)), "%s: %q", name, bad)
+			assert.NotNil(t, w.parse(h(name, bad)), "%s: %q", name, bad)
 		}
 	}
 	for _, bad := range []string{"", "x", "1.5", "99999999999"} {
-		assert.NotNil(t, w.read(h(headerPriority, bad)), bad)
+		assert.NotNil(t, w.parse(h(headerPriority, bad)), bad)
 	}
 }
 
@@ -280,8 +280,8 @@ func TestWishes(t *testing.T) {
 func FuzzWishes(f *testing.F) {
 	f.Add("250", "0/3", "1")
 	f.Fuzz(func(t *testing.T, ms, rank, priority string) {
-		var w wishes
-		if w.read(http.Header{headerTTFT: {ms}, headerTPOT: {ms}, headerRank: {rank}, headerPriority: {priority}}) == nil {
+		var w routingHeaders
+		if w.parse(http.Header{headerTTFT: {ms}, headerTPOT: {ms}, headerRank: {rank}, headerPriority: {priority}}) == nil {
 			require.Greater(t, w.ttftMs, 0.0)
 			require.LessOrEqual(t, w.tpotMs, 86_400_000.0)
 		}
@@ -291,7 +291,7 @@ func FuzzWishes(f *testing.F) {
 // The prompts of other processes under one secret get the same blocks; without the secret nobody can foresee them.
 func TestBlocksAreKeyedByTheSecret(t *testing.T) {
 	a, b, c := promptLane(wantsAll), promptLane(wantsAll), promptLane(wantsAll)
-	c.in.key([]byte("another"))
+	c.in.setSecret([]byte("another"))
 	body := chat(strings.Repeat("words ", 100), `"tools":[1]`)
 	assert.Equal(t, readPrompt(t, a, openai.Chat, body).blocks, readPrompt(t, b, openai.Chat, body).blocks)
 	assert.NotEqual(t, readPrompt(t, a, openai.Chat, body).blocks, readPrompt(t, c, openai.Chat, body).blocks)
@@ -309,7 +309,7 @@ func TestBlockSizeFollowsTheRanks(t *testing.T) {
 			assert.Equal(t, want, g.lane.tokensPerBlock(), fmt.Sprint(i))
 		}
 		var p prompt
-		p.fromTokens(g.lane, make([]uint32, 100), origin{})
+		p.fromTokens(g.lane, make([]uint32, 100), promptContext{})
 		assert.Len(t, p.blocks, 3)
 	})
 }

@@ -9,8 +9,8 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// wishes are what a client's headers ask of the routing of its request.
-type wishes struct {
+// routingHeaders are what a client's headers ask of the routing of its request.
+type routingHeaders struct {
 	direct    routing.RankID
 	hasDirect bool
 	ttftMs    float64 // 0: none
@@ -18,30 +18,30 @@ type wishes struct {
 	priority  int
 }
 
-// read takes the wishes out of a header.
-func (w *wishes) read(h http.Header) *failure {
-	*w = wishes{}
+// parse takes the wishes out of a header.
+func (w *routingHeaders) parse(h http.Header) *failure {
+	*w = routingHeaders{}
 	var ok bool
 	if v := h[headerRank]; len(v) > 0 {
 		if w.direct, ok = parseRank(v[0]); !ok {
-			return fail(openai.CodeInvalidRequest, "x-dpserve-rank must be GROUP/RANK, for example 0/3")
+			return newFailure(openai.CodeInvalidRequest, "x-dpserve-rank must be GROUP/RANK, for example 0/3")
 		}
 		w.hasDirect = true
 	}
 	if v := h[headerTTFT]; len(v) > 0 {
 		if w.ttftMs, ok = parseMillis(v[0]); !ok {
-			return fail(openai.CodeInvalidRequest, "x-dpserve-ttft-ms must be a number of milliseconds above 0, at most 86400000")
+			return newFailure(openai.CodeInvalidRequest, "x-dpserve-ttft-ms must be a number of milliseconds above 0, at most 86400000")
 		}
 	}
 	if v := h[headerTPOT]; len(v) > 0 {
 		if w.tpotMs, ok = parseMillis(v[0]); !ok {
-			return fail(openai.CodeInvalidRequest, "x-dpserve-tpot-ms must be a number of milliseconds above 0, at most 86400000")
+			return newFailure(openai.CodeInvalidRequest, "x-dpserve-tpot-ms must be a number of milliseconds above 0, at most 86400000")
 		}
 	}
 	if v := h[headerPriority]; len(v) > 0 {
 		n, err := strconv.ParseInt(v[0], 10, 32)
 		if err != nil {
-			return fail(openai.CodeInvalidRequest, "x-dpserve-priority must be a whole number; higher goes first")
+			return newFailure(openai.CodeInvalidRequest, "x-dpserve-priority must be a whole number; higher goes first")
 		}
 		w.priority = int(n)
 	}

@@ -26,7 +26,7 @@ import (
 // rank that it may use, or yields.
 type queueModel struct {
 	t      *rapid.T
-	f      *fifo
+	f      *requestQueue
 	order  []*waiter
 	banned map[*waiter]map[int]bool // ranks that a waiter may not use
 	places []int                    // free ones, by rank
@@ -91,7 +91,7 @@ func (m *queueModel) remove(w *waiter) {
 func TestNoWaiterBlocksAnotherThatCouldBeRouted(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		const ranks, maxN, maxTokens = 3, 6, int64(30)
-		m := &queueModel{t: t, f: &fifo{}, banned: map[*waiter]map[int]bool{}, places: make([]int, ranks)}
+		m := &queueModel{t: t, f: &requestQueue{}, banned: map[*waiter]map[int]bool{}, places: make([]int, ranks)}
 		tokens := func() (n int64) {
 			for _, w := range m.order {
 				n += w.tokens
@@ -195,10 +195,10 @@ func TestBudgetRefills(t *testing.T) {
 
 func TestGuard(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var g guard
+		var g phaseTimer
 		arm := func(d time.Duration, cause error) { g.arm(time.Now(), time.Now().Add(d), cause) }
 		ctx, cancel := context.WithCancelCause(t.Context())
-		g.begin(cancel)
+		g.attach(cancel)
 		arm(time.Second, errFirstToken)
 		time.Sleep(900 * time.Millisecond)
 		g.pause()
@@ -211,36 +211,36 @@ func TestGuard(t *testing.T) {
 		require.NoError(t, ctx.Err(), "always armed again in time")
 		time.Sleep(101 * time.Millisecond)
 		require.ErrorIs(t, context.Cause(ctx), errStalled)
-		g.end()
+		g.detach()
 
 		ctx2, cancel2 := context.WithCancelCause(t.Context())
 		defer cancel2(nil)
-		g.begin(cancel2)
+		g.attach(cancel2)
 		arm(time.Hour, errFirstToken)
 		arm(time.Second, errStalled) // an earlier end than the timer's
 		time.Sleep(time.Second + time.Millisecond)
 		require.ErrorIs(t, context.Cause(ctx2), errStalled)
-		g.end()
+		g.detach()
 		ctx3, cancel3 := context.WithCancelCause(t.Context())
 		defer cancel3(nil)
-		g.begin(cancel3)
+		g.attach(cancel3)
 		arm(time.Second, errStalled)
-		g.end()
+		g.detach()
 		time.Sleep(time.Hour)
 		require.NoError(t, ctx3.Err(), "the attempt is over")
 	})
 }
 
-// gate is an engine that answers one request per token.
-type gate struct {
+// gatedEngine is an engine that answers one request per token.
+type gatedEngine struct {
 	open chan struct{}
 	mu   sync.Mutex
 	ids  []string
 }
 
-func newGate() *gate { return &gate{open: make(chan struct{}, 1000)} }
+func newGatedEngine() *gatedEngine { return &gatedEngine{open: make(chan struct{}, 1000)} }
 
-func (e *gate) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+func (e *gatedEngine) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	drain(r)
 	e.mu.Lock()
 	e.ids = append(e.ids, r.Header.Get("X-Request-Id"))
@@ -252,7 +252,7 @@ func (e *gate) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-func (e *gate) served() []string {
+func (e *gatedEngine) served() []string {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return append([]string(nil), e.ids...)
@@ -277,7 +277,7 @@ func TestRT3WaitingForRoom(t *testing.T) {
 	if testing.Short() {
 		n = 20
 	}
-	e := newGate()
+	e := newGatedEngine()
 	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1})
 	first := make(chan answer, 1)
 	go func() { first <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody, "X-Request-Id", "first") }()
@@ -299,7 +299,7 @@ func TestRT3WaitingForRoom(t *testing.T) {
 	assert.Equal(t, want, e.served())
 	assert.Equal(t, 1, g.replicas[0].peak)
 	assert.Zero(t, g.in.QueueLen("demo"))
-	v := g.in.lane("demo").router.Load().Snapshot()
+	v := g.in.ensureAppRouter("demo").router.Load().Snapshot()
 	assert.Zero(t, v.Ranks[0].Load.O())
 }
 
@@ -307,8 +307,8 @@ func TestRT3WaitingForRoom(t *testing.T) {
 func TestRT3WaitingForARank(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, max: 4})
 	g.phase("demo/0/0", state.Starting, 2)
-	l := g.in.lane("demo")
-	eventually(t, func() bool { return !l.canServe() }, "out of routing")
+	ar := g.in.ensureAppRouter("demo")
+	eventually(t, func() bool { return !ar.canServe() }, "out of routing")
 	got := queueUp(g, 0, 10)
 	g.replicas[0].reborn() // the stream knows it first …
 	assert.Equal(t, 10, g.in.QueueLen("demo"), "… and that is not enough")
@@ -335,7 +335,7 @@ func TestFencedAheadOfTheState(t *testing.T) {
 		require.NoError(t, a.err)
 		require.Equal(t, 200, a.status)
 	}
-	assert.Zero(t, g.in.lane("demo").router.Load().Snapshot().OnTheWay)
+	assert.Zero(t, g.in.ensureAppRouter("demo").router.Load().Snapshot().OnTheWay)
 }
 
 // TestARequestThatFailedDoesNotHoldTheQueue: the ready rank has failed one request, which waits for the other rank. Requests behind it
@@ -353,8 +353,8 @@ func TestARequestThatFailedDoesNotHoldTheQueue(t *testing.T) {
 		replies(200, wholeAnswer),
 	}, max: 4})
 	g.phase("demo/0/1", state.Starting, 2)
-	l := g.in.lane("demo")
-	eventually(t, func() bool { return l.router.Load().Snapshot().OnTheWay == 1 }, "the other rank is on its way")
+	ar := g.in.ensureAppRouter("demo")
+	eventually(t, func() bool { return ar.router.Load().Snapshot().OnTheWay == 1 }, "the other rank is on its way")
 	waits := queueUp(g, 0, 1)
 	for range 3 {
 		a := g.post("/v1/chat/completions", chatBody)
@@ -385,7 +385,7 @@ func TestRT3StaleFullNeverBlocks(t *testing.T) {
 }
 
 func TestQueueBounds(t *testing.T) {
-	e := newGate()
+	e := newGatedEngine()
 	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1, limits: Limits{MaxQueueTokens: 50}, app: func(a *app.Application) {
 		a.MaxQueuedRequests = 2
 		a.Timeouts.QueueS = 5
@@ -411,7 +411,7 @@ func TestQueueBounds(t *testing.T) {
 
 // TestAnEmptyQueueTakesARequestOfAnySize: it would be refused for ever else.
 func TestAnEmptyQueueTakesARequestOfAnySize(t *testing.T) {
-	e := newGate()
+	e := newGatedEngine()
 	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1, limits: Limits{MaxQueueTokens: 50}})
 	first, large := make(chan answer, 1), make(chan answer, 1)
 	go func() { first <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
@@ -433,7 +433,7 @@ func picture(n int) string {
 
 // TestPicturesAreNotText: their bytes fill no queue, and teach nothing about how many bytes a token of text has. Tools are text.
 func TestPicturesAreNotText(t *testing.T) {
-	e := newGate()
+	e := newGatedEngine()
 	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1, limits: Limits{MaxQueueTokens: 4 * openai.MediaTokens}})
 	body := func(parts string) string {
 		return `{"model":"demo","messages":[{"role":"user","content":[{"type":"text","text":"what is it?"},` + parts + `]}]}`
@@ -452,7 +452,7 @@ func TestPicturesAreNotText(t *testing.T) {
 	for range 4 {
 		assert.Equal(t, 200, (<-all).status)
 	}
-	k := &g.in.lane("demo").ratios[openai.Chat]
+	k := &g.in.ensureAppRouter("demo").estimators[openai.Chat]
 	assert.InDelta(t, 4, k.K(), 0, "nothing was learned")
 
 	tools := `,"tools":[{"type":"function","function":{"name":"f","description":"` + strings.Repeat("x", 10_000) + `"}}]}`
@@ -470,7 +470,7 @@ func ids(n int) string {
 }
 
 func TestQueueTimeoutAndLeaving(t *testing.T) {
-	e := newGate()
+	e := newGatedEngine()
 	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1, app: func(a *app.Application) { a.Timeouts.QueueS = 0.2 }})
 	first := make(chan answer, 1)
 	go func() { first <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
@@ -493,14 +493,14 @@ func TestQueueTimeoutAndLeaving(t *testing.T) {
 func TestNoReadyRankIsAnsweredAtOnce(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	g.phase("demo/0/0", state.Failed, 1)
-	l := g.in.lane("demo")
-	eventually(t, func() bool { return !l.canServe() }, "out of routing")
+	ar := g.in.ensureAppRouter("demo")
+	eventually(t, func() bool { return !ar.canServe() }, "out of routing")
 	a := g.post("/v1/chat/completions", chatBody)
 	assert.Equal(t, 503, a.status)
 	assert.Equal(t, "no_ready_rank", a.code(t))
 	assert.Equal(t, 503, g.get("/health").status)
 	g.phase("demo/0/0", state.Ready, 1)
-	eventually(t, l.canServe, "back")
+	eventually(t, ar.canServe, "back")
 	assert.Equal(t, 200, g.post("/v1/chat/completions", chatBody).status)
 	assert.Equal(t, 200, g.get("/health").status)
 }

@@ -16,47 +16,47 @@ import (
 const causeBusy = "engine_busy"
 
 // rank is one incarnation of a rank as its stream tells it. What does not change after newRank may be read by anyone; the
-// rest belongs to lane.mu.
+// rest belongs to appRouter.mu.
 type rank struct {
 	id          routing.RankID
 	unit        string
 	epoch       uint64
 	incarnation uint64
-	node        string // that runs it
-	local       bool
+	node        string // that runs the rank
+	local       bool   // the rank is on this node
 	mailbox     msg.Mailbox
 	target      msg.Target
 	urls        [openai.NumRoutes]*url.URL
-	groupValue  []string // of the answer's headers; shared by all answers
+	groupValue  []string // header value of answers; shared by all answers
 	rankValue   []string
 
-	accepting   bool
-	busy        bool   // not accepting because of causeBusy
-	tripped     int    // its answers failed in a row: its place in the lane's order of trips, from 1; 0: they did not
-	full        bool   // said full, or its room is for another ingress, and the stream has told nothing new since
-	turn        string // for whom its free room is, by its last record that says so; "": for all
-	offered     int    // requests that room was held for, and that have not taken it
-	lost        bool   // fenced, gone, or replaced by a new incarnation: what it has in hand fails
-	failed      bool   // fenced because its engine failed, or another one of its lockstep unit
-	draining    bool   // takes nothing new and lets its streams end
-	silent      bool   // nothing is heard of its node
-	maxOngoing  int
-	seq         uint64 // of the last record
-	steps       uint64 // records of a first token or of output: each says that its engine made progress
-	cachingOff  bool   // its engine runs without prefix caching
-	blockSize   int    // tokens per KV block; 0: not known
-	maxModelLen int    // tokens of a request and its answer; 0: not known
-	proven      bool   // its events came in blocks of that size
+	accepting      bool
+	busy           bool   // not accepting because of causeBusy
+	tripOrder      int    // place in the order of the application's trips, from 1; 0: the rank is not tripped
+	full           bool   // refused as full, or its room is for another ingress, and its stream has reported no room since
+	turn           string // ingress for which the free room is, by the last record with a turn; "": all
+	offered        int    // requests for which room was offered to this ingress, and not used yet
+	lost           bool   // fenced, gone, or replaced by a new incarnation: its attempts fail
+	engineFailed   bool   // fenced because its engine, or that of another rank of its lockstep unit, failed
+	draining       bool   // takes no new requests and lets its streams end
+	silent         bool   // its node is not heard
+	maxOngoing     int
+	seq            uint64 // of the last record
+	progress       uint64 // records of a first token or of output: each shows that the engine made progress
+	cachingOff     bool   // its engine runs without prefix caching
+	blockSize      int    // tokens per KV block; 0: unknown
+	maxModelLen    int    // tokens of a request and its answer; 0: unknown
+	sizeFromEvents bool   // its KV events use blockSize
 
-	deaf   bool          // a record was missed: nothing of its cache is believed before its next snapshot
-	asked  time.Duration // when it was asked for one last; 0: never
-	asking *time.Timer   // until it is asked again; nil: it is not
+	resyncing   bool          // a record was missed: its cache is ignored until its next snapshot
+	resyncAt    time.Duration // when a snapshot was last asked for; 0: never
+	resyncTimer *time.Timer   // repeats the request for a snapshot; nil: none
 
-	shownReady   bool // what the Router was told
-	shownMax     int
-	shownSilent  bool
-	shownTripped int
-	attempts     *attempt // those it has in hand: head of a list
+	publishedReady  bool // the values that the Router has
+	publishedMax    int
+	publishedSilent bool
+	publishedTrip   int
+	attempts        *attempt // attempts on this rank: head of a list
 }
 
 // newRank reads a snapshot. The error is about the target's URL.
@@ -79,15 +79,15 @@ func newRank(rec *msg.Record, node string) (*rank, error) {
 	return r, nil
 }
 
-// is says that rec speaks of this very incarnation.
-func (r *rank) is(rec *msg.Record) bool {
+// isIncarnation says that rec speaks of this very incarnation.
+func (r *rank) isIncarnation(rec *msg.Record) bool {
 	return r.epoch == rec.Epoch && r.incarnation == rec.Incarnation
 }
 
-// want is what the Router should see: is the rank ready, and how many requests may it hold. A busy rank is ready and full;
+// routerState is what the Router should see: is the rank ready, and how many requests may it hold. A busy rank is ready and full;
 // a tripped one is ready, as the Router decides whether it is left out.
-func (r *rank) want(stateReady bool) (ready bool, maxOngoing int) {
-	ready = stateReady && !r.lost && (r.accepting || r.busy || r.tripped > 0)
+func (r *rank) routerState(stateReady bool) (ready bool, maxOngoing int) {
+	ready = stateReady && !r.lost && (r.accepting || r.busy || r.tripOrder > 0)
 	if r.busy || r.full {
 		return ready, 0
 	}
@@ -100,12 +100,12 @@ func (r *rank) track(a *attempt) {
 	if a.next != nil {
 		a.next.prev = a
 	}
-	r.attempts, a.prev, a.tracked = a, nil, true
+	r.attempts, a.prev, a.isTracked = a, nil, true
 }
 
 // untrack takes an attempt off the list. Safe to call twice.
 func (r *rank) untrack(a *attempt) {
-	if !a.tracked {
+	if !a.isTracked {
 		return
 	}
 	if a.prev != nil {
@@ -116,24 +116,24 @@ func (r *rank) untrack(a *attempt) {
 	if a.next != nil {
 		a.next.prev = a.prev
 	}
-	a.prev, a.next, a.tracked = nil, nil, false
+	a.prev, a.next, a.isTracked = nil, nil, false
 }
 
-// lose gives up every attempt that has not begun: each is tried again elsewhere at once, instead of when the engine's
+// failPendingAttempts gives up every attempt that has not begun: each is tried again elsewhere at once, instead of when the engine's
 // process is gone. Streams that have begun go on as long as their engine does.
-func (r *rank) lose() {
+func (r *rank) failPendingAttempts() {
 	r.lost = true
 	for a := r.attempts; a != nil; a = a.next {
-		if !a.begun {
+		if !a.hasFirstByte {
 			a.cancel(errUnitLost)
 		}
 	}
 }
 
-// cut ends the streams of an attached rank whose drain is over: its engine goes on, and would let them go on too.
-func (r *rank) cut() {
+// cutStreams ends the streams of an attached rank whose drain is over: its engine goes on, and would let them go on too.
+func (r *rank) cutStreams() {
 	for a := r.attempts; a != nil; a = a.next {
-		if a.begun {
+		if a.hasFirstByte {
 			a.cancel(ErrDrained)
 		}
 	}

@@ -6,48 +6,48 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// reading is what an application's policy reads of a request and of the ranks' caches, and where that comes from. Immutable;
+// policyInputs is what an application's policy reads of a request and of the ranks' caches, and where that comes from. Immutable;
 // replaced with the Router.
-type reading struct {
+type policyInputs struct {
 	needs    routing.Needs
 	identity string     // of text prompts: app.IdentityText, app.IdentityTokens
 	cache    *cache     // nil unless needs.Hits
-	tokens   *tokenizer // nil unless identity is tokens, and chains are needed
+	tokens   *tokenizer // nil unless identity is tokens and the policy needs chains
 }
 
 // chains says that prompts are cut into blocks and hashed.
-func (r *reading) chains() bool { return r.needs.Hits || r.needs.Blocks }
+func (r *policyInputs) chains() bool { return r.needs.Hits || r.needs.Blocks }
 
-var readsNothing = &reading{}
+var noPolicyInputs = &policyInputs{}
 
-// reads is what the lane's policy reads; nothing before the table has seen the application.
-func (l *lane) reads() *reading {
-	if r := l.reading.Load(); r != nil {
+// inputs is what the appRouter's policy reads; nothing before the table has seen the application.
+func (ar *appRouter) inputs() *policyInputs {
+	if r := ar.policyInputs.Load(); r != nil {
 		return r
 	}
-	return readsNothing
+	return noPolicyInputs
 }
 
-// read makes the lane read what policy needs. The index stays if it is still needed and large enough; a new one waits for its
+// setPolicyInputs makes the appRouter read what policy needs. The index stays if it is still needed and large enough; a new one waits for its
 // snapshots, so fresh asks for a new subscription.
-func (in *Ingress) read(l *lane, spec *served, policy routing.Policy) (fresh bool, err error) {
-	old := l.reads()
-	r := &reading{needs: routing.NeedsOf(policy), identity: spec.app.Routing.Identity}
+func (in *Ingress) setPolicyInputs(ar *appRouter, spec *appRevision, policy routing.Policy) (fresh bool, err error) {
+	old := ar.inputs()
+	r := &policyInputs{needs: routing.NeedsOf(policy), identity: spec.app.Routing.Identity}
 	if r.chains() && r.identity == app.IdentityTokens {
 		if r.tokens = old.tokens; r.tokens == nil {
-			r.tokens = newTokenizer(l)
+			r.tokens = newTokenizer(ar)
 		}
 	}
 	if r.needs.Hits {
 		r.cache = old.cache
-		if n := columnsFor(spec.app); r.cache == nil || r.cache.columns < n {
-			if r.cache, err = in.newCache(l, n); err != nil {
+		if n := columnsFor(spec.app); r.cache == nil || r.cache.maxColumns < n {
+			if r.cache, err = in.newCache(ar, n); err != nil {
 				return false, err
 			}
 			fresh = true
 		}
 	}
-	l.reading.Store(r)
+	ar.policyInputs.Store(r)
 	if old.cache != nil && old.cache != r.cache {
 		old.cache.close()
 	}

@@ -12,212 +12,212 @@ import (
 )
 
 // relayStream is the relay loop: one read of the engine, a look at its whole events, one write and flush to the client.
-// Backpressure is the blocked write; the guard's clock runs only while the engine is waited for.
-func (c *call) relayStream(ctx context.Context, resp *http.Response) result {
-	s := &c.stream
-	s.reset(c.scan.Choices)
-	c.watchGaps()
-	if c.entry.app.Engine.Family == app.FamilyOpenAI {
+// Backpressure is the blocked write; the phase timer's clock runs only while the engine is waited for.
+func (req *request) relayStream(ctx context.Context, resp *http.Response) result {
+	s := &req.stream
+	s.reset(req.scan.Choices)
+	req.watchGaps()
+	if req.app.app.Engine.Family == app.FamilyOpenAI {
 		s.watcher.Blind() // some engines of this family ignore n, or end without a finish_reason: a clean end is a whole answer
 	}
 	for {
-		n, err := c.readToken(resp.Body, s.space())
+		n, err := req.readToken(resp.Body, s.readSpace())
 		now := time.Now()
 		s.filled += n
-		v := c.inspect(now, err)
-		if !c.served() {
-			return c.unserved()
+		v := req.inspectRead(now, err)
+		if !req.mayServe() {
+			return req.endUnserved()
 		}
-		if v == opened {
-			c.open(resp)
+		if v == actionCommit {
+			req.openStream(resp)
 			s.watcher.Begun()
-			v = c.inspect(now, err) // what came behind the first content in the same read
+			v = req.inspectRead(now, err) // what came behind the first content in the same read
 		}
-		if err := c.forward(now); err != nil {
-			return c.unwritten(ctx, err)
+		if err := req.forward(now); err != nil {
+			return req.writeFailure(ctx, err)
 		}
 		switch {
-		case v != more:
-			return c.close(ctx, resp, v)
+		case v != actionContinue:
+			return req.endStream(ctx, resp, v)
 		case err != nil:
-			return c.interrupted(ctx, err)
+			return req.endInterrupted(ctx, err)
 		}
-		c.report(now)
+		req.reportProgress(now)
 	}
 }
 
-// inspect looks at what a read has brought.
-func (c *call) inspect(now time.Time, err error) verdict {
-	s, begun := &c.stream, c.status != 0
-	v := s.examine(begun)
-	if v == more && errors.Is(err, io.EOF) {
-		v = s.ended(begun)
+// inspectRead looks at what a read has brought.
+func (req *request) inspectRead(now time.Time, err error) streamAction {
+	s, begun := &req.stream, req.status != 0
+	v := s.inspectRead(begun)
+	if v == actionContinue && errors.Is(err, io.EOF) {
+		v = s.endOfBody(begun)
 	}
-	c.note(now)
+	req.recordRead(now)
 	return v
 }
 
-// note does the accounts of this read's tokens.
-func (c *call) note(now time.Time) {
-	s := &c.stream
-	if s.fresh == 0 {
+// recordRead does the accounts of this read's tokens.
+func (req *request) recordRead(now time.Time) {
+	s := &req.stream
+	if s.newTokens == 0 {
 		return
 	}
-	if !s.last.IsZero() && c.status != 0 && now.After(s.last) {
-		c.entry.lane.meter.Load().ITL(c.route.String(), now.Sub(s.last))
+	if !s.lastToken.IsZero() && req.status != 0 && now.After(s.lastToken) {
+		req.app.router.metrics.Load().ITL(req.route.String(), now.Sub(s.lastToken))
 	}
-	s.last = now
-	c.tokensSeen(s.fresh, now)
-	s.fresh = 0
+	s.lastToken = now
+	req.countOutput(s.newTokens, now)
+	s.newTokens = 0
 }
 
 // unbuffered tells a proxy in front of dpserve, as nginx, to pass tokens on as they come. All answers share it.
 var unbuffered = []string{"no"}
 
-// open sends the header of a stream.
-func (c *call) open(resp *http.Response) {
+// openStream sends the header of a stream.
+func (req *request) openStream(resp *http.Response) {
 	if _, ok := resp.Header["X-Accel-Buffering"]; !ok {
-		c.w.Header()["X-Accel-Buffering"] = unbuffered
+		req.w.Header()["X-Accel-Buffering"] = unbuffered
 	}
-	c.begin(resp.StatusCode, resp.Header, -1)
+	req.sendHeader(resp.StatusCode, resp.Header, -1)
 }
 
 // forward writes and flushes what may pass.
-func (c *call) forward(now time.Time) error {
-	s := &c.stream
-	if c.status == 0 || s.looked == 0 {
+func (req *request) forward(now time.Time) error {
+	s := &req.stream
+	if req.status == 0 || s.inspected == 0 {
 		return nil
 	}
-	pass := s.buf[:s.looked]
+	pass := s.buf[:s.inspected]
 	if s.watcher.Finishing() {
-		c.readUsage(pass)
+		req.readUsage(pass)
 	}
-	conn := gather(c.r, len(pass))
-	err := c.write(pass, now)
+	conn := startGather(req.r, len(pass))
+	err := req.writeClient(pass, now)
 	if err == nil {
-		err = c.flush()
+		err = req.flush()
 	}
-	if sent := conn.send(); err == nil {
+	if sent := conn.sendGathered(); err == nil {
 		err = sent
 	}
 	if err == nil {
-		s.passed(s.looked)
+		s.dropSent(s.inspected)
 	}
 	return err
 }
 
 // readUsage keeps the last usage of the stream's end.
-func (c *call) readUsage(events []byte) {
+func (req *request) readUsage(events []byte) {
 	for len(events) > 0 {
 		n := openai.EventEnd(events, 0)
 		if n < 0 {
 			n = len(events)
 		}
 		if u, ok := openai.ParseUsage(openai.EventData(events[:n])); ok {
-			c.usage = u
+			req.usage = u
 		}
 		events = events[n:]
 	}
 }
 
 // readToken reads under the clock of the phase: first token, or the next one. An empty delta counts as a token.
-func (c *call) readToken(body io.Reader, buf []byte) (int, error) {
-	if c.stream.last.IsZero() {
-		return c.read(body, buf, time.Now(), c.firstTokenDue(), errFirstToken)
+func (req *request) readToken(body io.Reader, buf []byte) (int, error) {
+	if req.stream.lastToken.IsZero() {
+		return req.readEngine(body, buf, time.Now(), req.firstTokenDue(), errFirstToken)
 	}
-	return c.readGap(body, buf)
+	return req.readEngineGap(body, buf)
 }
 
-// close ends a stream on which something was decided.
-func (c *call) close(ctx context.Context, resp *http.Response, v verdict) result {
-	s := &c.stream
+// endStream ends a stream on which something was decided.
+func (req *request) endStream(ctx context.Context, resp *http.Response, v streamAction) result {
+	s := &req.stream
 	switch v {
-	case over:
-		c.tail(resp.Body)
-		if s.failed {
-			return result{cause: causeErrorEvent, engine: s.fault, status: s.fault.Status}
+	case actionFinish:
+		req.drainBody(resp.Body)
+		if s.passedError {
+			return result{cause: causeErrorEvent, engine: s.engineError, status: s.engineError.Status}
 		}
 		return result{cause: causeOK}
-	case lost:
-		return c.breakOff(result{cause: c.lostStream(), engine: s.fault})
-	case refused:
-		return c.asStatus(ctx)
-	case aborted:
+	case actionFail:
+		return req.breakStream(result{cause: req.lostStreamCause(), engine: s.engineError})
+	case actionReject:
+		return req.rejectStream(ctx)
+	case actionAborted:
 		return result{cause: causeAborted}
 	default:
 		return result{cause: causeEmpty}
 	}
 }
 
-// asStatus treats a first event that is an error as an HTTP answer with its code. What passes on is a real status with the
+// rejectStream treats a first event that is an error as an HTTP answer with its code. What passes on is a real status with the
 // event's JSON; the [DONE] behind it is dropped.
-func (c *call) asStatus(ctx context.Context) result {
-	s := &c.stream
-	status := s.fault.Status
+func (req *request) rejectStream(ctx context.Context) result {
+	s := &req.stream
+	status := s.engineError.Status
 	if status == 0 {
 		status = http.StatusInternalServerError
 	}
-	res := result{cause: statusCause(status, &s.fault), engine: s.fault, status: status}
-	if res.cause != causePassed && !c.passes(&res) {
+	res := result{cause: statusCause(status, &s.engineError), engine: s.engineError, status: status}
+	if res.cause != causePassed && !req.isBestAnswer(&res) {
 		return res
 	}
-	n := openai.EventEnd(s.buf[s.looked:s.filled], 0)
+	n := openai.EventEnd(s.buf[s.inspected:s.filled], 0)
 	if n < 0 {
-		n = s.filled - s.looked
+		n = s.filled - s.inspected
 	}
-	body := openai.EventData(s.buf[s.looked : s.looked+n])
-	return c.passOn(ctx, status, http.Header{"Content-Type": {"application/json"}}, body, res)
+	body := openai.EventData(s.buf[s.inspected : s.inspected+n])
+	return req.sendWhole(ctx, status, http.Header{"Content-Type": {"application/json"}}, body, res)
 }
 
-// interrupted ends a stream whose body broke.
-func (c *call) interrupted(ctx context.Context, err error) result {
-	res := c.broke(ctx, err, c.status != 0)
-	if c.status == 0 {
+// endInterrupted ends a stream whose body broke.
+func (req *request) endInterrupted(ctx context.Context, err error) result {
+	res := req.readFailure(ctx, err, req.status != 0)
+	if req.status == 0 {
 		return res
 	}
 	if res.cause == causeClientGone {
-		c.cut = true
+		req.cutConn = true
 		return res
 	}
-	return c.breakOff(res)
+	return req.breakStream(res)
 }
 
-// served asks for leave to pass on what an engine of this node has said: a node that was frozen must not go on as if nothing had
+// mayServe asks for leave to pass on what an engine of this node has said: a node that was frozen must not go on as if nothing had
 // been. The data ports of other nodes ask for themselves.
-func (c *call) served() bool {
-	return c.in.serves == nil || !c.attempt.rank.local || c.in.serves()
+func (req *request) mayServe() bool {
+	return req.in.serves == nil || !req.attempt.rank.local || req.in.serves()
 }
 
-// unserved ends an attempt at a rank that may not serve any more.
-func (c *call) unserved() result {
+// endUnserved ends an attempt at a rank that may not serve any more.
+func (req *request) endUnserved() result {
 	res := result{cause: causeUnitLost}
-	if c.status == 0 {
+	if req.status == 0 {
 		return res
 	}
-	return c.breakOff(res)
+	return req.breakStream(res)
 }
 
-// breakOff ends a stream after its first byte: an error event in the route's shape, no [DONE], no invented finish_reason, and
+// breakStream ends a stream after its first byte: an error event in the route's shape, no [DONE], no invented finish_reason, and
 // a cut connection, so that nobody takes it for a whole one.
-func (c *call) breakOff(res result) result {
-	c.cut = true
-	code, message := brokenOff(res.cause)
-	event := openai.ErrorEvent(nil, c.route, openai.Status(code), "", code, message)
-	if err := c.write(event, time.Now()); err != nil {
+func (req *request) breakStream(res result) result {
+	req.cutConn = true
+	code, message := streamError(res.cause)
+	event := openai.ErrorEvent(nil, req.route, openai.Status(code), "", code, message)
+	if err := req.writeClient(event, time.Now()); err != nil {
 		return res
 	}
-	if c.flush() != nil {
+	if req.flush() != nil {
 		return res
 	}
 	return res
 }
 
-// tail reads the end of a body behind [DONE], so that its connection can be used again. The client has everything by then.
-func (c *call) tail(body io.Reader) {
-	s := &c.stream
+// drainBody reads the end of a body behind [DONE], so that its connection can be used again. The client has everything by then.
+func (req *request) drainBody(body io.Reader) {
+	s := &req.stream
 	for range 2 {
 		now := time.Now()
-		if _, err := c.read(body, s.buf, now, now.Add(c.in.timers.Tail), errTail); err != nil {
+		if _, err := req.readEngine(body, s.buf, now, now.Add(req.in.timers.Tail), errTail); err != nil {
 			return
 		}
 	}

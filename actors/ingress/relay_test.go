@@ -409,7 +409,7 @@ func TestResendOnAReusedConnection(t *testing.T) {
 }
 
 func TestToldFencedIsTriedAgainAtOnce(t *testing.T) {
-	var h hang
+	var h hangingEngine
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(), sends(textChunk, stopChunk, doneEvent)}})
 	var got [2]answer
 	done := make(chan int, 2)

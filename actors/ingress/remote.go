@@ -24,47 +24,47 @@ const remoteGrace = 500 * time.Millisecond
 
 // tryRemote is try at a rank of another node: admission and exchange are one request to its data port. The other node bounds the
 // wait for the ticket.
-func (c *call) tryRemote(ctx context.Context, rk *rank) result {
-	due := c.firstTokenDue()
-	c.guard.arm(time.Now(), due.Add(remoteGrace), errFirstToken)
-	d := c.dispatchTo(rk, c.route.Path())
-	d.Header, d.Body, d.FirstToken = c.header, c.send, max(time.Until(due), time.Millisecond)
-	resp, rep, err := c.in.remote.Send(ctx, d)
-	c.guard.pause()
+func (req *request) tryRemote(ctx context.Context, rk *rank) result {
+	due := req.firstTokenDue()
+	req.timer.arm(time.Now(), due.Add(remoteGrace), errFirstToken)
+	d := req.newDispatch(rk, req.route.Path())
+	d.Header, d.Body, d.FirstToken = req.header, req.engineBody, max(time.Until(due), time.Millisecond)
+	resp, rep, err := req.in.remote.Send(ctx, d)
+	req.timer.pause()
 	if d.Resent {
-		c.entry.lane.meter.Load().Attempt("keepalive_resend", "free")
+		req.app.router.metrics.Load().Attempt("keepalive_resend", "free")
 	}
 	switch {
 	case rep.Refusal != msg.Granted:
-		return c.turnedAway(ctx, rep, refusedAs(rep.Refusal))
+		return req.endRefused(ctx, rep, refusedAs(rep.Refusal))
 	case rep.Ticket.ID == 0: // not admitted, or given back already
-		c.undo()
-		return c.unanswered(ctx, err)
+		req.undoPick()
+		return req.exchangeFailure(ctx, err)
 	}
-	c.granted(&rep.Ticket)
+	req.recordTicket(&rep.Ticket)
 	res := result{cause: causeDrained} // what a panic leaves behind
-	defer func() { c.done(&res) }()
+	defer func() { req.returnTicket(&res) }()
 	if err != nil {
-		res = c.unanswered(ctx, err)
+		res = req.exchangeFailure(ctx, err)
 		return res
 	}
 	defer closeBody(resp)
-	res = c.relay(ctx, resp)
+	res = req.relay(ctx, resp)
 	return res
 }
 
-// dispatchTo names the rank and what its admission has to know.
-func (c *call) dispatchTo(rk *rank, path string) *msg.Dispatch {
+// newDispatch names the rank and what its admission has to know.
+func (req *request) newDispatch(rk *rank, path string) *msg.Dispatch {
 	m := &msg.Admit{}
-	c.admission(m, rk)
-	return &msg.Dispatch{Node: rk.node, App: c.entry.app.Name, Unit: rk.unit, Rank: rk.id, Path: path, Admit: m}
+	req.fillAdmit(m, rk)
+	return &msg.Dispatch{Node: rk.node, App: req.app.app.Name, Unit: rk.unit, Rank: rk.id, Path: path, Admit: m}
 }
 
-// unanswered says what a failed exchange means: no byte of an answer came.
-func (c *call) unanswered(ctx context.Context, err error) result {
+// exchangeFailure says what a failed exchange means: no byte of an answer came.
+func (req *request) exchangeFailure(ctx context.Context, err error) result {
 	switch {
 	case ctx.Err() != nil:
-		return result{cause: ended(ctx), err: err}
+		return result{cause: contextCause(ctx), err: err}
 	case errors.Is(err, msg.ErrUnreachable):
 		return result{cause: causeUnreachable, err: err}
 	case errors.Is(err, msg.ErrFirstToken):
@@ -78,11 +78,11 @@ func (c *call) unanswered(ctx context.Context, err error) result {
 	}
 }
 
-// hold asks a rank of another node for a ticket without a request: it lives as long as life. ctx ends the waiting for it.
-func (c *call) hold(ctx, life context.Context, rk *rank) (msg.AdmitReply, cause) {
+// admitRemote asks a rank of another node for a ticket without a request: it lives as long as life. ctx ends the waiting for it.
+func (req *request) admitRemote(ctx, life context.Context, rk *rank) (msg.AdmitReply, cause) {
 	life, cancel := context.WithCancelCause(life)
 	stop := context.AfterFunc(ctx, func() { cancel(context.Cause(ctx)) })
-	resp, rep, err := c.in.remote.Send(life, c.dispatchTo(rk, ""))
+	resp, rep, err := req.in.remote.Send(life, req.newDispatch(rk, ""))
 	switch waited := !stop(); {
 	case err == nil && rep.Refusal == msg.Granted && !waited:
 		context.AfterFunc(life, func() { closeBody(resp) })
@@ -94,7 +94,7 @@ func (c *call) hold(ctx, life context.Context, rk *rank) (msg.AdmitReply, cause)
 		if resp != nil {
 			closeBody(resp)
 		}
-		cause := c.unanswered(life, err).cause
+		cause := req.exchangeFailure(life, err).cause
 		cancel(errOver)
 		return msg.AdmitReply{}, cause
 	}

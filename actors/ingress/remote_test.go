@@ -83,7 +83,7 @@ func TestFar(t *testing.T) {
 
 // TestFarDeadline: a request whose deadline is over leaves nothing behind on the other node, however far it came.
 func TestFarDeadline(t *testing.T) {
-	var h hang
+	var h hangingEngine
 	for _, list := range [][]string{nil, {textChunk}} {
 		g := newRig(t, options{far: true, engines: []http.HandlerFunc{h.sends(list...)}})
 		for _, ms := range []string{"1", "5", "20", "100"} {
@@ -135,7 +135,7 @@ func TestWithoutRemote(t *testing.T) {
 // TestNodeLost: requests without a first byte go elsewhere for free when their node's connection is lost, however many they are;
 // streams end with an error event; neither counts against the rank.
 func TestNodeLost(t *testing.T) {
-	h := &hang{}
+	h := &hangingEngine{}
 	g := newRig(t, options{max: 128, far: true, home: 1, engines: []http.HandlerFunc{h.sends(textChunk), h.sends(), replies(200, wholeAnswer)}})
 	const n = 90 // a third each: more than the retry budget pays for
 	answers := make(chan answer, n)

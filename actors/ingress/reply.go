@@ -42,7 +42,7 @@ func writeText(w http.ResponseWriter, text string) {
 // answerPlain sends an answer that needs no request body: the write gets its deadline, an unread body ends the connection.
 func (in *Ingress) answerPlain(w http.ResponseWriter, r *http.Request, write func()) {
 	abandonBody(w, r)
-	w.Header()[headerRequestID] = []string{in.identify(r)}
+	w.Header()[headerRequestID] = []string{in.requestIDOf(r)}
 	if http.NewResponseController(w).SetWriteDeadline(time.Now().Add(in.timers.SlowReader)) != nil {
 		write() // not a network connection
 		return
@@ -54,9 +54,9 @@ func (in *Ingress) refusePlain(w http.ResponseWriter, r *http.Request, f *failur
 	in.answerPlain(w, r, func() { writeError(w, f) })
 }
 
-// turnAway is refusePlain for a request that reaches no application: it is counted and has its log line, as
+// refuseUnrouted is refusePlain for a request that reaches no application: it is counted and has its log line, as
 // one that does.
-func (in *Ingress) turnAway(w http.ResponseWriter, r *http.Request, route openai.Route, f *failure) {
+func (in *Ingress) refuseUnrouted(w http.ResponseWriter, r *http.Request, route openai.Route, f *failure) {
 	name := telemetry.RouteOther
 	if route != openai.NoRoute {
 		name = route.String()
@@ -66,13 +66,13 @@ func (in *Ingress) turnAway(w http.ResponseWriter, r *http.Request, route openai
 	in.log.Info("request not served",
 		slog.String("request_id", w.Header().Get(headerRequestID)), slog.String("route", name),
 		slog.String("cause", f.code), slog.Int("code", f.status),
-		slog.String("method", shown([]byte(r.Method))), slog.String("path", shown([]byte(r.URL.Path))))
+		slog.String("method", clipped([]byte(r.Method))), slog.String("path", clipped([]byte(r.URL.Path))))
 }
 
 // maxNamesListed bounds the names in an error text.
 const maxNamesListed = 20
 
-func list(names []string) string {
+func joinNames(names []string) string {
 	if len(names) > maxNamesListed {
 		return strings.Join(names[:maxNamesListed], ", ") + ", …"
 	}

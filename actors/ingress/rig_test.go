@@ -645,10 +645,10 @@ func cutAfter(list ...string) http.HandlerFunc {
 	}
 }
 
-// hang is an engine that sends events and then nothing until its client leaves.
-type hang struct{ came, left atomic.Int32 }
+// hangingEngine is an engine that sends events and then nothing until its client leaves.
+type hangingEngine struct{ came, left atomic.Int32 }
 
-func (h *hang) sends(list ...string) http.HandlerFunc {
+func (h *hangingEngine) sends(list ...string) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		drain(r)
 		if len(list) > 0 {

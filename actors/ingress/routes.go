@@ -32,7 +32,7 @@ func (in *Ingress) routes() http.Handler {
 		g.POST(r.Path(), func(c *gin.Context) { in.serve(c.Writer, c.Request, in.table.Load().root, r) })
 	}
 	g.GET(modelsPath, func(c *gin.Context) { in.listModels(c.Writer, c.Request, in.table.Load().root) })
-	g.GET(modelsPath+"/*id", func(c *gin.Context) { in.other(c) })
+	g.GET(modelsPath+"/*id", func(c *gin.Context) { in.serveOther(c) })
 	for path, probe := range map[string]http.HandlerFunc{
 		"/health": in.health, "/healthz": in.health, "/readyz": in.health, "/ping": in.health, "/livez": in.live,
 		"/-/healthz": in.rayHealth, "/-/routes": in.rayRoutes,
@@ -42,16 +42,16 @@ func (in *Ingress) routes() http.Handler {
 		}
 	}
 	g.GET("/version", func(c *gin.Context) { in.showVersion(c.Writer, c.Request) })
-	g.NoRoute(in.other)
-	return in.outermost(g)
+	g.NoRoute(in.serveOther)
+	return in.limitAndRecover(g)
 }
 
-// outermost counts header fields and catches panics. A cut stream's panic goes on to net/http.
-func (in *Ingress) outermost(next http.Handler) http.Handler {
+// limitAndRecover counts header fields and catches panics. A cut stream's panic goes on to net/http.
+func (in *Ingress) limitAndRecover(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		defer in.recover(w, r)
 		if f := in.headerTooLarge(r); f != nil {
-			in.turnAway(w, r, openai.NoRoute, f)
+			in.refuseUnrouted(w, r, openai.NoRoute, f)
 			return
 		}
 		next.ServeHTTP(w, r)
@@ -106,15 +106,15 @@ func (in *Ingress) recover(_ http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// other serves what gin has no fixed path for: route prefixes of applications, model ids, and what does not exist.
-func (in *Ingress) other(c *gin.Context) {
+// serveOther serves what gin has no fixed path for: route prefixes of applications, model ids, and what does not exist.
+func (in *Ingress) serveOther(c *gin.Context) {
 	w, r := c.Writer, c.Request
 	s, path := in.table.Load().split(r.URL.Path)
 	route := openai.RouteOf(path)
 	switch {
 	case route != openai.NoRoute && r.Method != route.Method():
 		w.Header()["Allow"] = []string{route.Method()}
-		in.turnAway(w, r, route, &failure{
+		in.refuseUnrouted(w, r, route, &failure{
 			status: http.StatusMethodNotAllowed, code: openai.CodeInvalidRequest,
 			message: fmt.Sprintf("%s takes %s, not %s", path, route.Method(), r.Method),
 		})
@@ -125,18 +125,18 @@ func (in *Ingress) other(c *gin.Context) {
 	case strings.HasPrefix(path, modelsPath+"/") && r.Method == http.MethodGet:
 		in.showModel(w, r, s, path[len(modelsPath)+1:])
 	default:
-		in.turnAway(w, r, route, notServed(path))
+		in.refuseUnrouted(w, r, route, unsupportedRoute(path))
 	}
 }
 
-// notServed tells a path that engines know from one that nobody knows.
-func notServed(path string) *failure {
+// unsupportedRoute tells a path that engines know from one that nobody knows.
+func unsupportedRoute(path string) *failure {
 	for _, known := range engineRoutes {
 		if path == strings.TrimSuffix(known, "/") || strings.HasPrefix(path, strings.TrimSuffix(known, "/")+"/") {
-			return fail(openai.CodeUnsupportedRoute, "dpserve does not serve this route; it serves "+servedPaths())
+			return newFailure(openai.CodeUnsupportedRoute, "dpserve does not serve this route; it serves "+servedPaths())
 		}
 	}
-	return fail(openai.CodeUnsupportedRoute, "there is no such path; dpserve serves "+servedPaths())
+	return newFailure(openai.CodeUnsupportedRoute, "there is no such path; dpserve serves "+servedPaths())
 }
 
 func servedPaths() string {

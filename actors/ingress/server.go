@@ -17,11 +17,11 @@ func (in *Ingress) newServer() *http.Server {
 		ReadHeaderTimeout: in.timers.ReadHeader,
 		IdleTimeout:       in.timers.Idle,
 		MaxHeaderBytes:    in.limits.MaxHeaderBytes,
-		BaseContext:       in.cutCtx,
+		BaseContext:       in.baseContext,
 		ConnContext:       withConn,
 		ErrorLog:          slog.NewLogLogger(in.log.Handler(), slog.LevelDebug),
 		Protocols:         protocols(),
-		ConnState:         noteConn,
+		ConnState:         trackConn,
 		HTTP2: &http.HTTP2Config{
 			MaxConcurrentStreams: maxStreams, MaxReceiveBufferPerStream: streamWindow, MaxReceiveBufferPerConnection: connWindow,
 			// The write deadline of a stream cannot end a write of the connection that blocks; these find a client that does not
@@ -100,13 +100,13 @@ func (in *Ingress) Close(ctx context.Context) error {
 func (in *Ingress) close(ctx context.Context) error {
 	in.Drain()
 	err := in.server.Shutdown(ctx)
-	in.cut(ErrDrained) // nothing is left to cut, or its time is over
+	in.cutRequests(ErrDrained) // nothing is left to cut, or its time is over
 	if err != nil {
-		err = in.finish(ctx)
+		err = in.finishCut(ctx)
 	}
 	in.awaitHandlers()
 	in.stop()
-	<-in.followed // or it would make a lane that nobody ends
+	<-in.followDone // or it would make a appRouter that nobody ends
 	in.mu.Lock()
 	if in.listener != nil {
 		err = errors.Join(err, ignoreClosed(in.listener.Close()))
@@ -116,14 +116,14 @@ func (in *Ingress) close(ctx context.Context) error {
 		in.unsubscribe = nil
 	}
 	in.mu.Unlock()
-	in.endLanes()
-	in.running.Wait()
+	in.closeAppRouters()
+	in.background.Wait()
 	in.legs.Close()
 	return err
 }
 
-// finish gives requests that were cut the time to write their error events, then closes what is left.
-func (in *Ingress) finish(ctx context.Context) error {
+// finishCut gives requests that were cut the time to write their error events, then closes what is left.
+func (in *Ingress) finishCut(ctx context.Context) error {
 	last, cancel := context.WithTimeout(context.WithoutCancel(ctx), in.timers.Tail)
 	defer cancel()
 	if in.server.Shutdown(last) == nil {
@@ -143,11 +143,11 @@ func (in *Ingress) awaitHandlers() {
 	}
 }
 
-func (in *Ingress) endLanes() {
-	in.lanesMu.Lock()
-	defer in.lanesMu.Unlock()
-	for _, l := range in.lanes {
-		l.end()
+func (in *Ingress) closeAppRouters() {
+	in.appRoutersMu.Lock()
+	defer in.appRoutersMu.Unlock()
+	for _, ar := range in.appRouters {
+		ar.close()
 	}
 }
 

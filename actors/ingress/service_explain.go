@@ -16,39 +16,39 @@ import (
 
 // ExplainRoute decides for rq by the code and on the state of live requests, says why, and changes nothing. Errors are *problem.Error.
 func (in *Ingress) ExplainRoute(ctx context.Context, app string, rq *msg.RouteQuery) (*msg.Explanation, error) {
-	l, router, err := in.router(app)
+	ar, router, err := in.routerOf(app)
 	if err != nil {
 		return nil, err
 	}
 	if rq.Replay != "" {
-		return l.replay(router, rq)
+		return ar.replay(router, rq)
 	}
-	k, err := l.question(ctx, rq)
+	query, err := ar.newRouteQuery(ctx, rq)
 	if err != nil {
 		return nil, err
 	}
-	return l.explain(router, k), nil
+	return ar.explain(router, query), nil
 }
 
 // explain is the decision for k as it would be now.
-func (l *lane) explain(router *routing.Router, k *question) *msg.Explanation {
-	l.pose(k)
-	d, view := router.Why(&k.query)
+func (ar *appRouter) explain(router *routing.Router, query *routeQuery) *msg.Explanation {
+	ar.describeQuery(query)
+	d, view := router.Why(&query.query)
 	x := &msg.Explanation{
-		App: l.name, Policy: router.Policy(), Tokens: k.query.Tokens, Estimated: k.query.Estimated,
+		App: ar.name, Policy: router.Policy(), Tokens: query.query.Tokens, Estimated: query.query.Estimated,
 		Decision: kindName(d.Kind), Reason: d.Reason, Formula: formula(router.Policy(), d.Terms),
 	}
-	x.Blocks, x.BlockSize, x.BlockUnit, x.Identity = k.prompt.cut()
+	x.Blocks, x.BlockSize, x.BlockUnit, x.Identity = query.prompt.blockInfo()
 	if d.Kind == routing.Route {
 		x.Pick = d.Ranked[0].String()
 	}
-	x.Ranks = l.rows(k, &d, &view)
-	x.Notes = l.notes(k, &d, &view)
+	x.Ranks = ar.explainRanks(query, &d, &view)
+	x.Notes = ar.explainNotes(query, &d, &view)
 	return x
 }
 
-// cut says what the prompt's blocks are.
-func (p *prompt) cut() (blocks, size int, unit, identity string) {
+// blockInfo says what the prompt's blocks are.
+func (p *prompt) blockInfo() (blocks, size int, unit, identity string) {
 	switch p.unit {
 	case kvindex.Tokens:
 		return len(p.blocks), p.size, "tokens", app.IdentityTokens
@@ -69,9 +69,9 @@ func kindName(k routing.Kind) string {
 	return "reject"
 }
 
-// rows describes every rank that the Router knows, and those that the application wants and it does not.
-func (l *lane) rows(k *question, d *routing.Decision, v *routing.View) []msg.RankExplanation {
-	j := l.judgeRanks(k, v)
+// explainRanks describes every rank that the Router knows, and those that the application wants and it does not.
+func (ar *appRouter) explainRanks(query *routeQuery, d *routing.Decision, v *routing.View) []msg.RankExplanation {
+	j := ar.newRankExplainer(query, v)
 	out := make([]msg.RankExplanation, 0, len(v.Ranks))
 	for i := range v.Ranks {
 		rk := &v.Ranks[i]
@@ -79,29 +79,29 @@ func (l *lane) rows(k *question, d *routing.Decision, v *routing.View) []msg.Ran
 			Worker: rk.ID.String(), Group: rk.ID.Group(), Rank: rk.ID.Rank(), InFlight: rk.Load.O(), MaxOngoing: rk.MaxOngoing,
 			Picked: d.Kind == routing.Route && d.Ranked[0] == rk.ID,
 		}
-		row.State, row.Why, row.Eligible = j.judge(rk)
+		row.State, row.Why, row.Eligible = j.explain(rk)
 		if rk.HasKVUsage || rk.Capacity > 0 {
 			usage := rk.Usage()
 			row.KVUsage = &usage
 		}
 		if !v.PrefixCachingOff {
-			k.hit(&row, rk.ID)
+			query.hit(&row, rk.ID)
 		}
 		score(&row, rk.ID, d.Terms)
 		out = append(out, row)
 	}
-	return l.addMissing(out)
+	return ar.addMissing(out)
 }
 
 // hit adds what the rank holds of the prompt.
-func (k *question) hit(row *msg.RankExplanation, id routing.RankID) {
-	row.HitTokens = k.query.HitOn(id)
-	i := slices.IndexFunc(k.query.Hits, func(h routing.Hit) bool { return h.Rank == id })
+func (query *routeQuery) hit(row *msg.RankExplanation, id routing.RankID) {
+	row.HitTokens = query.query.HitOn(id)
+	i := slices.IndexFunc(query.query.Hits, func(h routing.Hit) bool { return h.Rank == id })
 	if i < 0 {
 		return
 	}
-	row.HostTokens, row.DiskTokens = int(k.query.Hits[i].Host), int(k.query.Hits[i].Disk)
-	row.HitBlocks = k.prompt.held(id)
+	row.HostTokens, row.DiskTokens = int(query.query.Hits[i].Host), int(query.query.Hits[i].Disk)
+	row.HitBlocks = query.prompt.cachedPrefix(id)
 }
 
 // score adds the rank's terms and their sum, in the order in which the policy adds them.
@@ -147,27 +147,27 @@ func formula(policy string, terms []routing.Term) string {
 // scoring is the one policy whose highest score wins.
 const scoring = "scoring"
 
-// notes are what a person should know of the answer beside its numbers.
-func (l *lane) notes(k *question, d *routing.Decision, v *routing.View) []string {
+// explainNotes are what a person should know of the answer beside its numbers.
+func (ar *appRouter) explainNotes(query *routeQuery, d *routing.Decision, v *routing.View) []string {
 	var out []string
-	r := l.reads()
+	r := ar.inputs()
 	if v.PrefixCachingOff {
 		out = append(out, "the engines run without prefix caching: every hit counts as 0")
 	}
-	if r.identity == app.IdentityTokens && k.prompt.unit == kvindex.Text {
+	if r.identity == app.IdentityTokens && query.prompt.unit == kvindex.Text {
 		out = append(out, "identity is tokens, but no tokenizer answered: the prompt is known by its text")
 	}
 	if d.Reason == routing.ReasonSampled {
 		out = append(out, "router_temperature is above 0: the pick is drawn, the next one may differ")
 	}
-	if n, _ := l.queue.size(); n > 0 {
+	if n, _ := ar.queue.size(); n > 0 {
 		out = append(out, fmt.Sprintf("%d requests wait: a new one stands behind them", n))
 	}
 	if d.Disqualified > 0 {
 		out = append(out, fmt.Sprintf("%d ranks have no score that is a number", d.Disqualified))
 	}
-	if k.query.Force || v.HasBusyThreshold && slices.ContainsFunc(v.Ranks, func(rk routing.Rank) bool { return rk.Busy }) {
-		if k.query.Force {
+	if query.query.Force || v.HasBusyThreshold && slices.ContainsFunc(v.Ranks, func(rk routing.Rank) bool { return rk.Busy }) {
+		if query.query.Force {
 			out = append(out, "the caller names the rank: the policy has no say")
 		} else {
 			out = append(out, fmt.Sprintf("ranks above busy_threshold %g get nothing", v.BusyThreshold))
@@ -177,12 +177,12 @@ func (l *lane) notes(k *question, d *routing.Decision, v *routing.View) []string
 }
 
 // addMissing adds ranks of the application that have no stream here, and keeps the order.
-func (l *lane) addMissing(rows []msg.RankExplanation) []msg.RankExplanation {
+func (ar *appRouter) addMissing(rows []msg.RankExplanation) []msg.RankExplanation {
 	known := map[string]bool{}
 	for i := range rows {
 		known[rows[i].Worker] = true
 	}
-	for _, u := range l.spec.Load().app.Units() {
+	for _, u := range ar.revision.Load().app.Units() {
 		for _, n := range u.Ranks {
 			id := routing.ID(u.Group, n)
 			if known[id.String()] {
@@ -200,12 +200,12 @@ func (l *lane) addMissing(rows []msg.RankExplanation) []msg.RankExplanation {
 }
 
 // refusal says why a decision gives no rank.
-func refusal(app string, k *question, d *routing.Decision) error {
+func refusal(app string, query *routeQuery, d *routing.Decision) error {
 	switch d.Reason {
 	case routing.ReasonUnknownRank:
-		return problem.New(problem.NotFound, "app %s has no rank %s", app, k.query.Direct).WithHint("`dpserve status %s` lists them", app)
+		return problem.New(problem.NotFound, "app %s has no rank %s", app, query.query.Direct).WithHint("`dpserve status %s` lists them", app)
 	case routing.ReasonRankUnavailable:
-		return problem.New(problem.Unavailable, "rank %s of app %s cannot take it now", k.query.Direct, app).WithHint("try again later, or leave worker out")
+		return problem.New(problem.Unavailable, "rank %s of app %s cannot take it now", query.query.Direct, app).WithHint("try again later, or leave worker out")
 	case routing.ReasonNoRankGiven:
 		return problem.New(problem.InvalidArgument, "app %s uses routing policy direct, and no worker is named", app).WithHint("give worker as GROUP/RANK")
 	case routing.ReasonNoRoom:

@@ -22,17 +22,17 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// lab is a rig whose ranks never answer: their streams are written by hand, and decisions are made without serving.
-type lab struct {
+// decisionRig is a rig whose ranks never answer: their streams are written by hand, and decisions are made without serving.
+type decisionRig struct {
 	*rig
-	lane *lane
-	seqs map[routing.RankID]uint64
-	open map[routing.RankID][]uint64
+	router *appRouter
+	seqs   map[routing.RankID]uint64
+	open   map[routing.RankID][]uint64
 }
 
 const labRanks = 5
 
-func newLab(t *testing.T, policy string, change func(*app.Application)) *lab {
+func newDecisionRig(t *testing.T, policy string, change func(*app.Application)) *decisionRig {
 	t.Helper()
 	urls := make([]string, labRanks)
 	for i := range urls {
@@ -44,11 +44,11 @@ func newLab(t *testing.T, policy string, change func(*app.Application)) *lab {
 			change(a)
 		}
 	}})
-	return &lab{rig: g, lane: g.in.known("demo"), seqs: map[routing.RankID]uint64{}, open: map[routing.RankID][]uint64{}}
+	return &decisionRig{rig: g, router: g.in.findAppRouter("demo"), seqs: map[routing.RankID]uint64{}, open: map[routing.RankID][]uint64{}}
 }
 
 // tell delivers a record of rank i as its stream would.
-func (b *lab) tell(i int, rec msg.Record) {
+func (b *decisionRig) tell(i int, rec msg.Record) {
 	r := b.replicas[i]
 	b.seqs[r.id]++
 	rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation, rec.Seq = r.app, r.unit, r.id, r.epoch, r.incarnation, b.seqs[r.id]
@@ -56,7 +56,7 @@ func (b *lab) tell(i int, rec msg.Record) {
 }
 
 // holds makes rank i hold these blocks on its device.
-func (b *lab) holds(i int, hashes []uint64) {
+func (b *decisionRig) holds(i int, hashes []uint64) {
 	b.tell(i, msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: kvindex.GPU, BlockSize: routing.DefaultBlockSize}})
 	sum := uint64(0)
 	for _, h := range hashes {
@@ -67,14 +67,14 @@ func (b *lab) holds(i int, hashes []uint64) {
 }
 
 // settle waits until the index's writer has nothing left to do.
-func (b *lab) settle() {
-	if c := b.lane.reads().cache; c != nil {
+func (b *decisionRig) settle() {
+	if c := b.router.inputs().cache; c != nil {
 		require.True(b.t, c.inspect(b.t.Context(), func([]*column) {}))
 	}
 }
 
 // happen is one random thing.
-func (b *lab) happen(r *rand.Rand) {
+func (b *decisionRig) happen(r *rand.Rand) {
 	i := r.IntN(labRanks)
 	id := b.replicas[i].id
 	rec := msg.Record{Ingress: "other", ReqID: uint64(r.IntN(1000)), Tokens: 1 + r.IntN(3000), Hit: r.IntN(500), Out: r.IntN(50)}
@@ -118,17 +118,17 @@ func randomBody(r *rand.Rand) []byte {
 	return text
 }
 
-// live decides for a body as call.run does, with terms.
-func (b *lab) live(body []byte, h http.Header) *call {
-	c := newCall(b.in)
-	c.entry, c.r, c.choice.Explain = &entry{served: b.lane.spec.Load(), lane: b.lane}, &http.Request{Header: h}, true
-	c.route, _ = routeOf("", body)
-	c.r = c.r.WithContext(b.t.Context())
-	c.body = &bodyBuffer{b: body}
-	require.NoError(b.t, c.scan.Scan(c.route, body))
-	require.Nil(b.t, c.prepare())
-	_, _, _ = c.decide(nil)
-	return c
+// live decides for a body as request.handle does, with terms.
+func (b *decisionRig) live(body []byte, h http.Header) *request {
+	req := newRequest(b.in)
+	req.app, req.r, req.choice.Explain = &appRoute{appRevision: b.router.revision.Load(), router: b.router}, &http.Request{Header: h}, true
+	req.route, _ = routeOf("", body)
+	req.r = req.r.WithContext(b.t.Context())
+	req.body = &bodyBuffer{b: body}
+	require.NoError(b.t, req.scan.Scan(req.route, body))
+	require.Nil(b.t, req.prepare())
+	_, _, _ = req.decide(nil)
+	return req
 }
 
 // TestRT13LivePickEqualsExplain: ten thousand random states over every policy; what explain says is what the live path does next,
@@ -141,7 +141,7 @@ func TestRT13LivePickEqualsExplain(t *testing.T) {
 		t.Run(policy, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) { // the work in front of a request goes down with time
 				half := 0.5
-				b := newLab(t, policy, func(a *app.Application) { a.Routing.BusyThreshold = &half })
+				b := newDecisionRig(t, policy, func(a *app.Application) { a.Routing.BusyThreshold = &half })
 				r := rand.New(rand.NewPCG(uint64(len(policy)), 5))
 				b.seed(r)
 				routed := 0
@@ -153,11 +153,11 @@ func TestRT13LivePickEqualsExplain(t *testing.T) {
 					b.settle()
 					x, err := b.in.ExplainRoute(t.Context(), "demo", &msg.RouteQuery{Request: body, Headers: map[string]string{"x-dpserve-rank": h[headerRank][0]}})
 					require.NoError(t, err)
-					c := b.live(body, h)
-					b.same(x, c)
-					if c.choice.Kind == routing.Route {
+					req := b.live(body, h)
+					b.same(x, req)
+					if req.choice.Kind == routing.Route {
 						routed++
-						b.lane.router.Load().Observe(&routing.Event{Kind: routing.EvUndo, Rank: c.choice.Ranked[0], ReqID: c.query.ID})
+						b.router.router.Load().Observe(&routing.Event{Kind: routing.EvUndo, Rank: req.choice.Ranked[0], ReqID: req.query.ID})
 					}
 				}
 				assert.Greater(t, routed, each/4, "many states let something be picked")
@@ -167,27 +167,27 @@ func TestRT13LivePickEqualsExplain(t *testing.T) {
 }
 
 // seed gives two ranks something to hit.
-func (b *lab) seed(r *rand.Rand) {
-	if b.lane.reads().cache == nil {
+func (b *decisionRig) seed(r *rand.Rand) {
+	if b.router.inputs().cache == nil {
 		return
 	}
 	for i := range 2 {
-		var k question
+		var k routeQuery
 		ids := make([]uint32, 64)
 		for j := range ids {
 			ids[j] = uint32(j / 16)
 		}
-		k.prompt.fromTokens(b.lane, ids, origin{})
+		k.prompt.fromTokens(b.router, ids, promptContext{})
 		b.holds(i, k.prompt.blocks[:1+r.IntN(len(k.prompt.blocks))])
 	}
 }
 
 // same compares an explanation with the decision made right behind it.
-func (b *lab) same(x *msg.Explanation, c *call) {
-	t, d := b.t, &c.choice
+func (b *decisionRig) same(x *msg.Explanation, req *request) {
+	t, d := b.t, &req.choice
 	require.Equal(t, kindName(d.Kind), x.Decision)
 	require.Equal(t, d.Reason, x.Reason)
-	require.Equal(t, c.query.Tokens, x.Tokens)
+	require.Equal(t, req.query.Tokens, x.Tokens)
 	pick := ""
 	if d.Kind == routing.Route {
 		pick = d.Ranked[0].String()
@@ -202,7 +202,7 @@ func (b *lab) same(x *msg.Explanation, c *call) {
 		require.True(t, slices.Equal(terms[row.Worker], row.Terms), "terms of %s: %v, %v", row.Worker, terms[row.Worker], row.Terms)
 		require.Equal(t, row.Worker == pick, row.Picked)
 		if id, known := parseRank(row.Worker); known && row.State != "unknown" {
-			require.Equal(t, c.query.HitOn(id), row.HitTokens, "hit of %s", row.Worker)
+			require.Equal(t, req.query.HitOn(id), row.HitTokens, "hit of %s", row.Worker)
 		}
 		require.True(t, row.Eligible || row.Terms == nil && !row.Picked, "%s was weighed and is called %s: %s", row.Worker, row.State, row.Why)
 		if row.Terms != nil {
@@ -230,7 +230,7 @@ func TestABodyTellsItsRouteByExactNames(t *testing.T) {
 // TestExplainRows: every state that a rank can be in, in words.
 func TestExplainRows(t *testing.T) {
 	half := 0.5
-	b := newLab(t, "kv", func(a *app.Application) {
+	b := newDecisionRig(t, "kv", func(a *app.Application) {
 		a.Routing.BusyThreshold = &half
 		a.DataParallel.DPSize, a.NumReplicas = 6, 6
 	})
@@ -262,10 +262,10 @@ func TestExplainRows(t *testing.T) {
 
 // TestExplainSeesWhatRanksHold: hits by rank, in tokens and blocks, and the note on what is estimated.
 func TestExplainSeesWhatRanksHold(t *testing.T) {
-	b := newLab(t, "scoring", func(a *app.Application) { a.Routing.Params = map[string]any{"profile": "locality"} })
+	b := newDecisionRig(t, "scoring", func(a *app.Application) { a.Routing.Params = map[string]any{"profile": "locality"} })
 	ids := make([]uint32, 100)
-	var k question
-	k.prompt.fromTokens(b.lane, ids, origin{})
+	var k routeQuery
+	k.prompt.fromTokens(b.router, ids, promptContext{})
 	b.holds(3, k.prompt.blocks[:4])
 	b.settle()
 	x, err := b.in.ExplainRoute(t.Context(), "demo", &msg.RouteQuery{TokenIDs: ids})
@@ -288,7 +288,7 @@ func TestExplainSeesWhatRanksHold(t *testing.T) {
 	assert.Equal(t, hex16(k.prompt.blocks[0]), runs[0].Blocks[0])
 }
 
-func (b *lab) dump() []msg.KVRun {
+func (b *decisionRig) dump() []msg.KVRun {
 	var out []msg.KVRun
 	truncated, err := b.in.DumpEvents(b.t.Context(), "demo", func(r *msg.KVRun) error {
 		run := *r
@@ -303,7 +303,7 @@ func (b *lab) dump() []msg.KVRun {
 
 // TestExplainRefusesBadInput: typed, and never a panic.
 func TestExplainRefusesBadInput(t *testing.T) {
-	b := newLab(t, "power-of-two", nil)
+	b := newDecisionRig(t, "power-of-two", nil)
 	text, weight, bad := "x", 2.0, -1.0
 	for name, c := range map[string]struct {
 		q    msg.RouteQuery
@@ -330,7 +330,7 @@ func TestExplainRefusesBadInput(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, []any{"reject", "unknown_rank"}, []any{x.Decision, x.Reason})
 
-	kv := newLab(t, "kv", nil)
+	kv := newDecisionRig(t, "kv", nil)
 	for _, o := range []*msg.RouterOverride{{OverlapScoreWeight: &bad}, {RouterTemperature: &bad}} {
 		_, err := kv.in.ExplainRoute(t.Context(), "demo", &msg.RouteQuery{TokenIDs: []uint32{1}, Override: o})
 		require.Equal(t, problem.InvalidArgument, problem.CodeOf(err))
@@ -349,9 +349,9 @@ func TestReplay(t *testing.T) {
 	})
 	a := g.post("/v1/chat/completions", chatBody, "X-Request-Id", "first")
 	require.Equal(t, http.StatusOK, a.status)
-	l := g.in.known("demo")
+	ar := g.in.findAppRouter("demo")
 	for range 20 { // the pick is drawn among equals: until the failing rank was first
-		if e, _ := l.recent.find("first"); e.attempt == 2 {
+		if e, _ := ar.decisions.find("first"); e.attempt == 2 {
 			break
 		}
 		require.Equal(t, http.StatusOK, g.post("/v1/chat/completions", chatBody, "X-Request-Id", "first").status)
@@ -371,14 +371,14 @@ func TestReplay(t *testing.T) {
 
 // TestRecentIsBounded: the ring keeps the newest, its prompts are cut, and it allocates nothing once it is full.
 func TestRecentIsBounded(t *testing.T) {
-	var r recent
+	var r decisionLog
 	p := prompt{unit: kvindex.Tokens, size: 16, tokens: 1, promptMemory: promptMemory{blocks: make([]uint64, maxRecentBlocks+1)}}
 	q := routing.Request{Hits: []routing.Hit{{Rank: 1, Tokens: 16}}, Tokens: 20}
 	d := routing.Decision{Ranked: []routing.RankID{1}, Reason: routing.ReasonLowestScore}
 	ids := make([]string, 2*maxRecent)
 	for i := range ids {
 		ids[i] = fmt.Sprint(i)
-		r.note(ids[i], 1, "kv", &p, &q, &d)
+		r.record(ids[i], 1, "kv", &p, &q, &d)
 	}
 	assert.Len(t, r.ring, maxRecent)
 	for i, id := range ids {
@@ -388,19 +388,19 @@ func TestRecentIsBounded(t *testing.T) {
 			require.Equal(t, []any{id, 16, false, maxRecentBlocks}, []any{e.id, e.hit, e.whole, len(e.prompt.blocks)})
 		}
 	}
-	assert.Zero(t, testing.AllocsPerRun(100, func() { r.note(ids[0], 1, "kv", &p, &q, &d) }))
-	var none recent
+	assert.Zero(t, testing.AllocsPerRun(100, func() { r.record(ids[0], 1, "kv", &p, &q, &d) }))
+	var none decisionLog
 	_, ok := none.find("x")
 	assert.False(t, ok)
 }
 
 func BenchmarkRecentNote(b *testing.B) {
-	var r recent
+	var r decisionLog
 	p := prompt{unit: kvindex.Tokens, size: 16, tokens: 2048, promptMemory: promptMemory{blocks: make([]uint64, 128)}}
 	q := routing.Request{Hits: make([]routing.Hit, 8), Tokens: 2048}
 	d := routing.Decision{Ranked: []routing.RankID{1}, Reason: routing.ReasonLowestScore}
 	b.ReportAllocs()
 	for b.Loop() {
-		r.note("0123456789abcdef", 1, "kv", &p, &q, &d)
+		r.record("0123456789abcdef", 1, "kv", &p, &q, &d)
 	}
 }

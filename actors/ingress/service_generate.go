@@ -18,19 +18,19 @@ import (
 // deadlines, account, metrics and log line are those of every request. emit gets the tokens as they come; its error ends the
 // request. Errors are *problem.Error, and what emit gave.
 func (in *Ingress) Generate(ctx context.Context, app string, q *msg.Generate, emit func(*msg.Generated) error) error {
-	l, _, err := in.router(app)
+	ar, _, err := in.routerOf(app)
 	if err != nil {
 		return err
 	}
-	req, k, err := l.generation(ctx, q)
+	req, query, err := ar.newGeneration(ctx, q)
 	if err != nil {
 		return err
 	}
 	run, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	defer in.endWith(cancel)() //nolint:contextcheck // the ingress's end is no child of ctx
-	w := &idWriter{header: http.Header{}, emit: emit}
-	in.serveFor(w, req.WithContext(run), &entry{served: l.spec.Load(), lane: l}, k) //nolint:contextcheck // it is in the request
+	w := &tokenWriter{header: http.Header{}, emit: emit}
+	in.serveFor(w, req.WithContext(run), &appRoute{appRevision: ar.revision.Load(), router: ar}, query) //nolint:contextcheck // it is in the request
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
@@ -39,14 +39,14 @@ func (in *Ingress) Generate(ctx context.Context, app string, q *msg.Generate, em
 
 // endWith cancels a request that has no connection of the ingress's own when the ingress closes; stop ends that.
 func (in *Ingress) endWith(cancel context.CancelCauseFunc) (stop func() bool) {
-	closing := in.cutCtx(nil)
+	closing := in.baseContext(nil)
 	return context.AfterFunc(closing, func() { cancel(context.Cause(closing)) })
 }
 
-// generation makes the request. k has what a header cannot say.
-func (l *lane) generation(ctx context.Context, q *msg.Generate) (*http.Request, *question, error) {
-	k := &question{}
-	if err := l.demand(k, q.Worker, q.Override); err != nil {
+// newGeneration makes the request. k has what a header cannot say.
+func (ar *appRouter) newGeneration(ctx context.Context, q *msg.Generate) (*http.Request, *routeQuery, error) {
+	query := &routeQuery{}
+	if err := ar.applyOverrides(query, q.Worker, q.Override); err != nil {
 		return nil, nil, err
 	}
 	if q.RequestID != "" {
@@ -54,10 +54,10 @@ func (l *lane) generation(ctx context.Context, q *msg.Generate) (*http.Request, 
 			return nil, nil, err
 		}
 	}
-	if err := l.serves(q.Model); err != nil {
+	if err := ar.checkModel(q.Model); err != nil {
 		return nil, nil, err
 	}
-	body, err := l.completion(q)
+	body, err := ar.completionBody(q)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -66,17 +66,17 @@ func (l *lane) generation(ctx context.Context, q *msg.Generate) (*http.Request, 
 		return nil, nil, problem.New(problem.Internal, "make the request: %w", err)
 	}
 	req.Header.Set("Content-Type", "application/json")
-	req.Header.Set(headerRequestID, cmp.Or(q.RequestID, newRequestID(mix(l.in.requestID()))))
+	req.Header.Set(headerRequestID, cmp.Or(q.RequestID, newRequestID(mix(ar.in.requestID()))))
 	if q.Worker != "" {
-		req.Header.Set(headerRank, k.prompt.direct.String())
+		req.Header.Set(headerRank, query.prompt.direct.String())
 	}
-	return req, k, nil
+	return req, query, nil
 }
 
-// completion is the body: the caller's sampling members, and those that generate itself decides.
-func (l *lane) completion(q *msg.Generate) ([]byte, error) {
+// completionBody is the body: the caller's sampling members, and those that generate itself decides.
+func (ar *appRouter) completionBody(q *msg.Generate) ([]byte, error) {
 	own := map[string]any{
-		"model": cmp.Or(q.Model, l.model()), "prompt": q.TokenIDs, "stream": true, "stream_options": map[string]bool{"include_usage": true}, "return_token_ids": true,
+		"model": cmp.Or(q.Model, ar.modelID()), "prompt": q.TokenIDs, "stream": true, "stream_options": map[string]bool{"include_usage": true}, "return_token_ids": true,
 	}
 	for name, value := range q.Sampling {
 		if _, taken := own[name]; taken || name == "n" || name == "best_of" {
@@ -89,15 +89,15 @@ func (l *lane) completion(q *msg.Generate) ([]byte, error) {
 	if err != nil {
 		return nil, problem.New(problem.InvalidArgument, "sampling is not JSON: %w", err).WithHint("its members are those of a /v1/completions body")
 	}
-	if int64(len(body)) > l.in.limits.MaxBody {
-		return nil, problemOf(l.in.tooLarge())
+	if int64(len(body)) > ar.in.limits.MaxBody {
+		return nil, problemOf(ar.in.tooLarge())
 	}
 	return body, nil
 }
 
 // serveFor is serve for one application, with what the service may ask for beyond a header. A cut, which the client of a
 // connection sees as a broken one, ends in w.
-func (in *Ingress) serveFor(w *idWriter, r *http.Request, e *entry, k *question) {
+func (in *Ingress) serveFor(w *tokenWriter, r *http.Request, e *appRoute, query *routeQuery) {
 	defer func() {
 		switch p := recover(); {
 		case p == nil:
@@ -107,9 +107,9 @@ func (in *Ingress) serveFor(w *idWriter, r *http.Request, e *entry, k *question)
 			panic(p)
 		}
 	}()
-	s := newScope()
+	s := newRouteScope()
 	s.add(e)
-	in.serveWith(w, r, s, openai.Completions, func(c *call) { c.query.Force, c.query.Override = k.query.Force, k.query.Override })
+	in.serveWith(w, r, s, openai.Completions, func(req *request) { req.query.Force, req.query.Override = query.query.Force, query.query.Override })
 }
 
 func asError(p any) error {
@@ -120,31 +120,31 @@ func asError(p any) error {
 // maxLine bounds a line of an engine's answer that is held here, in bytes.
 const maxLine = 1 << 20
 
-// idWriter is the client's end of a generation: it takes the relayed events apart and hands their tokens out.
-type idWriter struct {
+// tokenWriter is the client's end of a generation: it takes the relayed events apart and hands their tokens out.
+type tokenWriter struct {
 	header http.Header
 	emit   func(*msg.Generated) error
 	status int
-	told   bool // the first part names worker and request
+	told   bool // the first part, which names worker and request, is emitted
 	rest   []byte
 	failed error // of emit, or an error event
 	done   bool
 	cut    bool
 }
 
-var _ http.ResponseWriter = (*idWriter)(nil)
+var _ http.ResponseWriter = (*tokenWriter)(nil)
 
 // Header implements http.ResponseWriter.
-func (w *idWriter) Header() http.Header { return w.header }
+func (w *tokenWriter) Header() http.Header { return w.header }
 
 // WriteHeader implements http.ResponseWriter.
-func (w *idWriter) WriteHeader(status int) { w.status = cmp.Or(w.status, status) }
+func (w *tokenWriter) WriteHeader(status int) { w.status = cmp.Or(w.status, status) }
 
 // FlushError is called behind every relayed event: there is nothing to do, emit has it.
-func (w *idWriter) FlushError() error { return nil }
+func (w *tokenWriter) FlushError() error { return nil }
 
 // Write takes a piece of the answer.
-func (w *idWriter) Write(b []byte) (int, error) {
+func (w *tokenWriter) Write(b []byte) (int, error) {
 	w.WriteHeader(http.StatusOK)
 	if len(w.rest)+len(b) > maxLine {
 		return 0, errors.New("the engine's answer has a line that is too long to be taken apart")
@@ -168,8 +168,8 @@ func (w *idWriter) Write(b []byte) (int, error) {
 	}
 }
 
-// streamed is what is read of a completion's event.
-type streamed struct {
+// completionEvent is what is read of a completion's event.
+type completionEvent struct {
 	Choices []struct {
 		Text         string   `json:"text"`
 		TokenIDs     []uint32 `json:"token_ids"`
@@ -186,12 +186,12 @@ type streamed struct {
 }
 
 // event hands one event on.
-func (w *idWriter) event(data []byte) error {
+func (w *tokenWriter) event(data []byte) error {
 	if string(data) == "[DONE]" {
 		w.done = true
 		return nil
 	}
-	var e streamed
+	var e completionEvent
 	if err := json.Unmarshal(data, &e); err != nil {
 		w.failed = problem.New(problem.Upstream, "an event of the engine cannot be read: %w", err).WithHint("is it an engine that answers return_token_ids?")
 		return w.failed
@@ -203,7 +203,7 @@ func (w *idWriter) event(data []byte) error {
 	return w.part(&e)
 }
 
-func (w *idWriter) part(e *streamed) error {
+func (w *tokenWriter) part(e *completionEvent) error {
 	out := msg.Generated{TokenIDs: []uint32{}}
 	if !w.told {
 		w.told = true
@@ -229,7 +229,7 @@ func (w *idWriter) part(e *streamed) error {
 }
 
 // outcome is how the generation ended, once the handler has returned.
-func (w *idWriter) outcome() error {
+func (w *tokenWriter) outcome() error {
 	switch {
 	case w.failed != nil:
 		return w.failed

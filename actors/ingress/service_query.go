@@ -17,75 +17,75 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// router finds the lane of an application and its Router, for the service around it.
-func (in *Ingress) router(app string) (*lane, *routing.Router, error) {
-	if l := in.known(app); l != nil && l.spec.Load() != nil {
-		if r := l.router.Load(); r != nil {
-			return l, r, nil
+// routerOf finds the appRouter of an application and its Router, for the service around it.
+func (in *Ingress) routerOf(app string) (*appRouter, *routing.Router, error) {
+	if ar := in.findAppRouter(app); ar != nil && ar.revision.Load() != nil {
+		if r := ar.router.Load(); r != nil {
+			return ar, r, nil
 		}
 	}
 	return nil, nil, problem.New(problem.NotFound, "there is no app %q", app).WithHint("`dpserve status` lists the applications")
 }
 
-// question is a request outside of the live path, made by the very functions that make the live ones.
-type question struct {
+// routeQuery is a request outside of the live path, made by the very functions that make the live ones.
+type routeQuery struct {
 	prompt prompt
 	query  routing.Request
 }
 
-// pose describes the question as lane.describe leaves it for Router.Pick. Its id is the one that the next request will get:
+// describeQuery describes the question as appRouter.describeRequest leaves it for Router.Pick. Its id is the one that the next request will get:
 // policies without a session go by it.
-func (l *lane) pose(k *question) {
-	k.query.ID = l.in.nextID.Load() + 1
-	l.describe(&k.query, &k.prompt)
+func (ar *appRouter) describeQuery(query *routeQuery) {
+	query.query.ID = ar.in.nextID.Load() + 1
+	ar.describeRequest(&query.query, &query.prompt)
 }
 
-// question makes a question of a RouteQuery, but for Replay.
-func (l *lane) question(ctx context.Context, rq *msg.RouteQuery) (*question, error) {
-	k := &question{}
+// newRouteQuery makes a question of a RouteQuery, but for Replay.
+func (ar *appRouter) newRouteQuery(ctx context.Context, rq *msg.RouteQuery) (*routeQuery, error) {
+	query := &routeQuery{}
 	var err error
 	switch {
 	case rq.Prompt != nil:
-		err = l.readPrompt(ctx, k, rq)
+		err = ar.readPrompt(ctx, query, rq)
 	case len(rq.Request) > 0:
-		err = l.readRequest(ctx, k, rq.Route, rq.Request, rq.Headers)
+		err = ar.readRequest(ctx, query, rq.Route, rq.Request, rq.Headers)
 	default:
-		err = l.readTokens(k, rq.TokenIDs, rq.Model)
+		err = ar.readTokens(query, rq.TokenIDs, rq.Model)
 	}
 	if err != nil {
 		return nil, err
 	}
-	return k, l.demand(k, rq.Worker, rq.Override)
+	return query, ar.applyOverrides(query, rq.Worker, rq.Override)
 }
 
 // readTokens reads a prompt of token ids for a model of the application.
-func (l *lane) readTokens(k *question, ids []uint32, model string) error {
-	if err := l.serves(model); err != nil {
+func (ar *appRouter) readTokens(query *routeQuery, ids []uint32, model string) error {
+	if err := ar.checkModel(model); err != nil {
 		return err
 	}
-	k.prompt.fromTokens(l, ids, origin{adapter: l.adapter([]byte(model))})
+	query.prompt.fromTokens(ar, ids, promptContext{adapter: ar.adapterOf([]byte(model))})
 	return nil
 }
 
-// serves checks a model's name; "" is the application's own.
-func (l *lane) serves(model string) error {
-	if names := l.spec.Load().names; model != "" && !slices.Contains(names, model) {
-		return problem.New(problem.NotFound, "app %s does not serve the model %q", l.name, shown([]byte(model))).WithHint("it serves %s", list(names))
+// checkModel checks a model's name; "" is the application's own.
+func (ar *appRouter) checkModel(model string) error {
+	if names := ar.revision.Load().names; model != "" && !slices.Contains(names, model) {
+		return problem.New(problem.NotFound, "app %s does not serve the model %q", ar.name, clipped([]byte(model))).WithHint("it serves %s", joinNames(names))
 	}
 	return nil
 }
 
-// demand adds what only the service may ask for: a forced rank, other parameters.
-func (l *lane) demand(k *question, worker string, o *msg.RouterOverride) error {
+// applyOverrides adds what only the service may ask for: a forced rank, other parameters.
+func (ar *appRouter) applyOverrides(query *routeQuery, worker string, o *msg.RouterOverride) error {
 	if worker != "" {
 		id, err := workerID(worker)
 		if err != nil {
 			return err
 		}
-		k.prompt.direct, k.prompt.hasDirect, k.query.Force = id, true, true
+		query.prompt.direct, query.prompt.hasDirect, query.query.Force = id, true, true
 	}
 	var err error
-	k.query.Override, err = l.override(o)
+	query.query.Override, err = ar.checkOverride(o)
 	return err
 }
 
@@ -100,12 +100,12 @@ func workerID(s string) (routing.RankID, error) {
 // maxParameter bounds an override, as the policy bounds its own parameters.
 const maxParameter = 1e9
 
-// override checks router_config_override. Policies without these parameters refuse it: it would have no effect.
-func (l *lane) override(o *msg.RouterOverride) (*routing.Override, error) {
+// checkOverride checks router_config_override. Policies without these parameters refuse it: it would have no effect.
+func (ar *appRouter) checkOverride(o *msg.RouterOverride) (*routing.Override, error) {
 	if o == nil || o.OverlapScoreWeight == nil && o.RouterTemperature == nil {
 		return nil, nil //nolint:nilnil // nothing is overridden
 	}
-	if policy := l.router.Load().Policy(); policy != "kv" {
+	if policy := ar.router.Load().Policy(); policy != "kv" {
 		return nil, problem.New(problem.InvalidArgument, "router_config_override has no effect under policy %s", policy).WithHint("only policy kv has these parameters")
 	}
 	out := &routing.Override{}
@@ -130,12 +130,12 @@ func (l *lane) override(o *msg.RouterOverride) (*routing.Override, error) {
 }
 
 // readPrompt makes a body of a text, as a client would.
-func (l *lane) readPrompt(ctx context.Context, k *question, rq *msg.RouteQuery) error {
+func (ar *appRouter) readPrompt(ctx context.Context, query *routeQuery, rq *msg.RouteQuery) error {
 	route := rq.Route
 	if route == "" {
 		route = openai.Completions.Path()
 	}
-	model := cmp.Or(rq.Model, l.model())
+	model := cmp.Or(rq.Model, ar.modelID())
 	body := map[string]any{"model": model, "prompt": *rq.Prompt}
 	if route == openai.Chat.Path() {
 		body = map[string]any{"model": model, "messages": []map[string]string{{"role": "user", "content": *rq.Prompt}}}
@@ -144,11 +144,11 @@ func (l *lane) readPrompt(ctx context.Context, k *question, rq *msg.RouteQuery) 
 	if err != nil {
 		return fmt.Errorf("make a request of the prompt: %w", err)
 	}
-	return l.readRequest(ctx, k, route, text, rq.Headers)
+	return ar.readRequest(ctx, query, route, text, rq.Headers)
 }
 
-// readRequest scans a body and reads it as call.run does.
-func (l *lane) readRequest(ctx context.Context, k *question, path string, body []byte, headers map[string]string) error {
+// readRequest scans a body and reads it as request.handle does.
+func (ar *appRouter) readRequest(ctx context.Context, query *routeQuery, path string, body []byte, headers map[string]string) error {
 	route, err := routeOf(path, body)
 	if err != nil {
 		return err
@@ -157,21 +157,21 @@ func (l *lane) readRequest(ctx context.Context, k *question, path string, body [
 	if err := scan.Scan(route, body); err != nil {
 		return problemOf(badBody(err))
 	}
-	if err := l.serves(string(scan.Model)); scan.HasModel && err != nil {
+	if err := ar.checkModel(string(scan.Model)); scan.HasModel && err != nil {
 		return err
 	}
 	h := http.Header{}
 	for name, value := range headers {
 		h[textproto.CanonicalMIMEHeaderKey(name)] = []string{value}
 	}
-	if f := k.prompt.fromBody(ctx, l, route, &scan, body, h); f != nil {
+	if f := query.prompt.fromBody(ctx, ar, route, &scan, body, h); f != nil {
 		return problemOf(f)
 	}
 	return nil
 }
 
-// shown is the part of a client's text that an error repeats.
-func shown(b []byte) string {
+// clipped is the part of a client's text that an error repeats.
+func clipped(b []byte) string {
 	return strings.ToValidUTF8(string(b[:min(len(b), maxNameShown)]), "?")
 }
 

@@ -16,17 +16,17 @@ const (
 	maxRecentBlocks = 1024 // leading blocks of each prompt: 8 KiB, 8 MiB in all
 )
 
-// recent is a ring of what the last live requests were decided on: the request without its text, and the decision. The ranks'
+// decisionLog is a ring of what the last live requests were decided on: the request without its text, and the decision. The ranks'
 // load is not kept: a view per request would cost more than the decision. Entries are used again, so that a request allocates
 // nothing here in the long run. The zero value is ready; safe for concurrent use.
-type recent struct {
+type decisionLog struct {
 	mu   sync.Mutex
-	ring []decided
+	ring []decisionRecord
 	next int
 }
 
-// decided is one entry.
-type decided struct {
+// decisionRecord is one entry.
+type decisionRecord struct {
 	id      string        // x-request-id
 	at      time.Duration // on the ingress's clock
 	attempt int
@@ -41,20 +41,20 @@ type decided struct {
 	tried  []routing.RankID
 }
 
-// note keeps the decision of a live request that was routed.
-func (r *recent) note(id string, attempt int, policy string, p *prompt, q *routing.Request, d *routing.Decision) {
+// record keeps the decision of a live request that was routed.
+func (r *decisionLog) record(id string, attempt int, policy string, p *prompt, q *routing.Request, d *routing.Decision) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if len(r.ring) < maxRecent {
-		r.ring = append(r.ring, decided{})
+		r.ring = append(r.ring, decisionRecord{})
 	}
 	e := &r.ring[r.next]
 	r.next = (r.next + 1) % maxRecent
 	blocks := append(e.prompt.blocks[:0], p.blocks[:min(len(p.blocks), maxRecentBlocks)]...)
-	*e = decided{
+	*e = decisionRecord{
 		id: id, at: q.Now, attempt: attempt, policy: policy, reason: d.Reason, pick: d.Ranked[0], hit: q.HitOn(d.Ranked[0]),
 		prompt: prompt{
-			wishes: p.wishes, tokens: p.tokens, estimated: p.estimated, adapter: p.adapter, session: p.session,
+			routingHeaders: p.routingHeaders, tokens: p.tokens, estimated: p.estimated, adapter: p.adapter, session: p.session,
 			unit: p.unit, size: p.size, promptMemory: promptMemory{blocks: blocks}, perBlock: p.perBlock,
 		},
 		whole: len(blocks) == len(p.blocks), hits: append(e.hits[:0], q.Hits...), tried: append(e.tried[:0], q.Tried...),
@@ -62,7 +62,7 @@ func (r *recent) note(id string, attempt int, policy string, p *prompt, q *routi
 }
 
 // find copies the newest entry of a request.
-func (r *recent) find(id string) (decided, bool) {
+func (r *decisionLog) find(id string) (decisionRecord, bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for n := range r.ring {
@@ -76,23 +76,23 @@ func (r *recent) find(id string) (decided, bool) {
 		out.tried = append([]routing.RankID(nil), e.tried...)
 		return out, true
 	}
-	return decided{}, false
+	return decisionRecord{}, false
 }
 
 // replay shows what a recent request was decided on, and what it would get now as a new request.
-func (l *lane) replay(router *routing.Router, rq *msg.RouteQuery) (*msg.Explanation, error) {
-	e, ok := l.recent.find(rq.Replay)
+func (ar *appRouter) replay(router *routing.Router, rq *msg.RouteQuery) (*msg.Explanation, error) {
+	e, ok := ar.decisions.find(rq.Replay)
 	if !ok {
-		return nil, problem.New(problem.NotFound, "no request %q among the last %d of app %s", rq.Replay[:min(len(rq.Replay), maxRequestID)], maxRecent, l.name).
+		return nil, problem.New(problem.NotFound, "no request %q among the last %d of app %s", rq.Replay[:min(len(rq.Replay), maxRequestID)], maxRecent, ar.name).
 			WithHint("the id is in the answer's x-request-id header; requests that found no rank are not kept")
 	}
-	k := &question{prompt: e.prompt}
-	if err := l.demand(k, rq.Worker, rq.Override); err != nil {
+	query := &routeQuery{prompt: e.prompt}
+	if err := ar.applyOverrides(query, rq.Worker, rq.Override); err != nil {
 		return nil, err
 	}
-	x := l.explain(router, k)
-	x.Replay = e.show(l.in.base)
-	if l.reads().needs.Text {
+	x := ar.explain(router, query)
+	x.Replay = e.toReplay(ar.in.clockBase)
+	if ar.inputs().needs.Text {
 		x.Notes = append(x.Notes, "this policy reads the prompt's text, which is not kept: what it would get now is without it")
 	}
 	if !e.whole {
@@ -101,8 +101,8 @@ func (l *lane) replay(router *routing.Router, rq *msg.RouteQuery) (*msg.Explanat
 	return x, nil
 }
 
-// show is the decision of that time. base is the origin of its clock.
-func (e *decided) show(base time.Time) *msg.Replay {
+// toReplay is the decision of that time. base is the origin of its clock.
+func (e *decisionRecord) toReplay(base time.Time) *msg.Replay {
 	out := &msg.Replay{
 		RequestID: e.id, At: base.Add(e.at).Round(0), Attempt: e.attempt, Policy: e.policy, Pick: e.pick.String(), Reason: e.reason, HitTokens: e.hit,
 	}

@@ -13,13 +13,13 @@ import (
 const maxReservations = 4096
 
 // reservation is a place on a rank that somebody else's request holds: a ticket of real admission without a stream. It ends by
-// Free, by its timer, or with its lane.
+// Free, by its timer, or with its appRouter.
 type reservation struct {
 	rank   *rank
 	ticket msg.Ticket
 	start  time.Time
-	first  time.Duration      // from start to the first token; 0: none was told
-	cancel context.CancelFunc // of the admission's context: the DPServer's own net under a ticket
+	first  time.Duration      // from start to the first token; 0: not reported
+	cancel context.CancelFunc // ends the admission's context, by which the DPServer would take back the ticket
 	timer  *time.Timer
 }
 
@@ -57,7 +57,7 @@ func (s *reservations) claim(app, id string) error {
 	return nil
 }
 
-// settle puts the admitted reservation in place of its claim, or (nil) gives the claim up. false: the lane has ended meanwhile.
+// settle puts the admitted reservation in place of its claim, or (nil) gives the claim up. false: the appRouter has ended meanwhile.
 func (s *reservations) settle(id string, r *reservation) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -115,88 +115,88 @@ func validReservation(id string) error {
 
 // reserve picks for k and is admitted there: the same decision, admission and account as a request's, without its stream. ctx
 // ends the waiting for admission, not the reservation.
-func (l *lane) reserve(ctx context.Context, k *question, id string) (msg.Worker, error) {
+func (ar *appRouter) reserve(ctx context.Context, query *routeQuery, id string) (msg.Worker, error) {
 	if err := validReservation(id); err != nil {
 		return msg.Worker{}, err
 	}
-	if err := l.reservations.claim(l.name, id); err != nil {
+	if err := ar.reservations.claim(ar.name, id); err != nil {
 		return msg.Worker{}, err
 	}
-	c := newCall(l.in) // not from the pool: blocks may be read behind a late answer
-	c.entry, c.prompt, c.query = &entry{served: l.spec.Load(), lane: l}, k.prompt, k.query
+	req := newRequest(ar.in) // not from the pool: blocks may be read behind a late answer
+	req.app, req.prompt, req.query = &appRoute{appRevision: ar.revision.Load(), router: ar}, query.prompt, query.query
 	life, cancel := context.WithCancel(context.WithoutCancel(ctx))
-	r, err := l.admitReservation(ctx, life, c)
+	r, err := ar.admitReservation(ctx, life, req)
 	if err != nil {
 		cancel()
-		l.reservations.settle(id, nil)
+		ar.reservations.settle(id, nil)
 		return msg.Worker{}, err
 	}
-	k.prompt, k.query = c.prompt, c.query
+	query.prompt, query.query = req.prompt, req.query
 	r.cancel = cancel
-	r.timer = time.AfterFunc(l.in.timers.Reservation, func() { l.expire(id, r) })
-	if !l.reservations.settle(id, r) {
+	r.timer = time.AfterFunc(ar.in.timers.Reservation, func() { ar.expireReservation(id, r) })
+	if !ar.reservations.settle(id, r) {
 		r.release("drained")
-		return msg.Worker{}, problem.New(problem.Unavailable, "app %s is going away", l.name).WithHint("`dpserve status` lists the applications")
+		return msg.Worker{}, problem.New(problem.Unavailable, "app %s is going away", ar.name).WithHint("`dpserve status` lists the applications")
 	}
-	w := k.worker(r.rank, c.choice.Reason)
-	w.RequestID, w.ExpiresS = id, l.in.timers.Reservation.Seconds()
+	w := query.worker(r.rank, req.choice.Reason)
+	w.RequestID, w.ExpiresS = id, ar.in.timers.Reservation.Seconds()
 	return w, nil
 }
 
 // admitReservation tries ranks until one admits, as many as a request may try.
-func (l *lane) admitReservation(ctx, life context.Context, c *call) (*reservation, error) {
+func (ar *appRouter) admitReservation(ctx, life context.Context, req *request) (*reservation, error) {
 	for {
-		rk, f, wait := c.decide(nil)
+		rk, f, wait := req.decide(nil)
 		if rk == nil {
-			return nil, c.notReserved(f, wait)
+			return nil, req.reserveFailure(f, wait)
 		}
-		c.attempt.rank, c.attempt.start = rk, time.Now()
-		rep, refused := c.admitWithin(ctx, life, rk)
+		req.attempt.rank, req.attempt.start = rk, time.Now()
+		rep, refused := req.admitBounded(ctx, life, rk)
 		if refused == causeOK {
-			c.granted(&rep.Ticket)
-			return &reservation{rank: rk, ticket: rep.Ticket, start: c.attempt.start}, nil
+			req.recordTicket(&rep.Ticket)
+			return &reservation{rank: rk, ticket: rep.Ticket, start: req.attempt.start}, nil
 		}
-		c.refused(rep, refused)
-		c.tried, c.attempts = append(c.tried, rk), c.attempts+1
-		if !rows[refused].retry || c.attempts >= c.maxAttempts() {
-			return nil, problem.New(problem.Unavailable, "rank %s of app %s did not admit it: %s", rk.id, l.name, refused).WithHint("try again later")
+		req.undoRefused(rep, refused)
+		req.tried, req.attempts = append(req.tried, rk), req.attempts+1
+		if !causePolicies[refused].retry || req.attempts >= req.maxAttempts() {
+			return nil, problem.New(problem.Unavailable, "rank %s of app %s did not admit it: %s", rk.id, ar.name, refused).WithHint("try again later")
 		}
 	}
 }
 
-// admitWithin is admit with a bound: the mailbox may hold others' messages.
-func (c *call) admitWithin(ctx, life context.Context, rk *rank) (msg.AdmitReply, cause) {
-	ctx, cancel := context.WithTimeoutCause(ctx, c.in.timers.Admit, errAdmitSlow)
+// admitBounded is admit with a bound: the mailbox may hold others' messages.
+func (req *request) admitBounded(ctx, life context.Context, rk *rank) (msg.AdmitReply, cause) {
+	ctx, cancel := context.WithTimeoutCause(ctx, req.in.timers.Admit, errAdmitSlow)
 	defer cancel()
 	if !rk.local {
-		return c.hold(ctx, life, rk)
+		return req.admitRemote(ctx, life, rk)
 	}
-	return c.admit(ctx, life, rk)
+	return req.admit(ctx, life, rk)
 }
 
-// notReserved says why no rank was picked.
-func (c *call) notReserved(f *failure, wait bool) error {
-	k := &question{query: c.query}
+// reserveFailure says why no rank was picked.
+func (req *request) reserveFailure(f *failure, wait bool) error {
+	query := &routeQuery{query: req.query}
 	if wait || f != nil {
-		return refusal(c.entry.app.Name, k, &c.choice)
+		return refusal(req.app.app.Name, query, &req.choice)
 	}
 	return problem.New(problem.Internal, "no decision was made")
 }
 
-// expire ends a reservation that nobody freed.
-func (l *lane) expire(id string, r *reservation) {
-	if l.reservations.take(id, r) != nil {
+// expireReservation ends a reservation that nobody freed.
+func (ar *appRouter) expireReservation(id string, r *reservation) {
+	if ar.reservations.take(id, r) != nil {
 		r.release("reservation_expired")
 	}
 }
 
 // MarkPrefillComplete says that a reservation's request has its first token. Safe to call twice. Errors are *problem.Error.
 func (in *Ingress) MarkPrefillComplete(app, id string) error {
-	l, _, err := in.router(app)
+	ar, _, err := in.routerOf(app)
 	if err != nil {
 		return err
 	}
-	s := &l.reservations
+	s := &ar.reservations
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	r := s.byID[id]
@@ -213,11 +213,11 @@ func (in *Ingress) MarkPrefillComplete(app, id string) error {
 
 // Free ends a reservation. Errors are *problem.Error: NotFound if it has ended.
 func (in *Ingress) Free(app, id string) error {
-	l, _, err := in.router(app)
+	ar, _, err := in.routerOf(app)
 	if err != nil {
 		return err
 	}
-	r := l.reservations.take(id, nil)
+	r := ar.reservations.take(id, nil)
 	if r == nil {
 		return noReservation(app, id)
 	}

@@ -14,15 +14,15 @@ import (
 
 // RouterInfo describes an application's Router. Errors are *problem.Error.
 func (in *Ingress) RouterInfo(app string) (msg.RouterInfo, error) {
-	l, router, err := in.router(app)
+	ar, router, err := in.routerOf(app)
 	if err != nil {
 		return msg.RouterInfo{}, err
 	}
-	a, view := l.spec.Load().app, router.Snapshot()
+	a, view := ar.revision.Load().app, router.Snapshot()
 	out := msg.RouterInfo{
-		App: app, Policy: router.Policy(), Preset: a.Routing.Preset, Params: a.Routing.Params, Identity: a.Routing.Identity, Reads: l.reads().words(),
+		App: app, Policy: router.Policy(), Preset: a.Routing.Preset, Params: a.Routing.Params, Identity: a.Routing.Identity, Reads: ar.inputs().words(),
 		BusyThreshold: a.Routing.BusyThreshold, CachingOff: view.PrefixCachingOff, Ranks: len(view.Ranks), Queued: in.QueueLen(app),
-		Reservations: l.reservations.len(), Imbalance: router.MaxMean(), Index: in.Index(app),
+		Reservations: ar.reservations.len(), Imbalance: router.MaxMean(), Index: in.Index(app),
 	}
 	for i := range view.Ranks {
 		rk := &view.Ranks[i]
@@ -62,7 +62,7 @@ func lawOf(router *routing.Router, view *routing.View, now time.Duration) *msg.L
 }
 
 // words are what the policy reads beyond load and prompt length.
-func (r *reading) words() []string {
+func (r *policyInputs) words() []string {
 	out := []string{}
 	for _, n := range []struct {
 		is   bool
@@ -78,29 +78,29 @@ func (r *reading) words() []string {
 // ResetRouter drops what an application's Router remembers, bumps that no rank has confirmed and the index, and asks every rank
 // for a snapshot. Requests in flight, the queue and reservations are not touched. Errors are *problem.Error.
 func (in *Ingress) ResetRouter(app string) (msg.ResetResult, error) {
-	l, router, err := in.router(app)
+	ar, router, err := in.routerOf(app)
 	if err != nil {
 		return msg.ResetResult{}, err
 	}
 	router.Reset()
-	n := l.forgetCaches()
+	n := ar.resetCaches()
 	in.log.Info("router reset", slog.String("app", app), slog.String("policy", router.Policy()), slog.Int("ranks", n))
 	return msg.ResetResult{App: app, Ranks: n}, nil
 }
 
-// forgetCaches drops every column of the index and asks the ranks for all they have; until they answer their caches count as
+// resetCaches drops every column of the index and asks the ranks for all they have; until they answer their caches count as
 // cold. It gives the number of ranks asked.
-func (l *lane) forgetCaches() int {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	for _, r := range l.ranks {
-		r.deaf = true // what comes before the snapshot is in it
-		if c := l.reads().cache; c != nil {
-			c.queue.push(kvOp{kind: opDrop, owner: r.owner(0)}, nil)
+func (ar *appRouter) resetCaches() int {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	for _, r := range ar.ranks {
+		r.resyncing = true // what comes before the snapshot is in it
+		if c := ar.inputs().cache; c != nil {
+			c.queue.push(kvOp{kind: opDrop, owner: r.columnOwner(0)}, nil)
 		}
-		l.ask(r)
+		ar.requestSnapshot(r)
 	}
-	return len(l.ranks)
+	return len(ar.ranks)
 }
 
 // Bounds of a dump.
@@ -115,8 +115,8 @@ var tierNames = [...]string{kvindex.GPU: "gpu", kvindex.CPU: "cpu", kvindex.Disk
 // hex16 is a hash as a dump writes it.
 func hex16(h uint64) string { return newRequestID(h) }
 
-// chain is a run of blocks as the index has it.
-type chain struct {
+// blockRun is a run of blocks as the index has it.
+type blockRun struct {
 	owner  kvindex.Owner
 	parent uint64
 	hashes []uint64
@@ -125,15 +125,15 @@ type chain struct {
 // DumpEvents hands out the index column by column, as runs of stored blocks; truncated: it holds more than maxDump. Each run is
 // good during emit. Errors are *problem.Error, those of emit, and ctx's.
 func (in *Ingress) DumpEvents(ctx context.Context, app string, emit func(*msg.KVRun) error) (truncated bool, err error) {
-	l, _, err := in.router(app)
+	ar, _, err := in.routerOf(app)
 	if err != nil {
 		return false, err
 	}
-	c := l.reads().cache
+	c := ar.inputs().cache
 	if c == nil {
 		return false, nil
 	}
-	var chains []chain
+	var chains []blockRun
 	if !c.inspect(ctx, func(held []*column) { chains, truncated = copyColumns(held) }) {
 		return false, context.Cause(ctx)
 	}
@@ -158,7 +158,7 @@ func (in *Ingress) DumpEvents(ctx context.Context, app string, emit func(*msg.KV
 }
 
 // copyColumns copies what shown columns hold, at most maxDump blocks: it runs on the index's writer, for some ms at the bound.
-func copyColumns(held []*column) (out []chain, truncated bool) {
+func copyColumns(held []*column) (out []blockRun, truncated bool) {
 	slices.SortFunc(held, func(a, b *column) int {
 		x, y := a.Owner(), b.Owner()
 		return cmp.Or(cmp.Compare(x.Rank, y.Rank), cmp.Compare(x.Tier, y.Tier))
@@ -173,7 +173,7 @@ func copyColumns(held []*column) (out []chain, truncated bool) {
 		}
 		left -= col.Len()
 		col.Snapshot(dumpRuns, func(d kvindex.Delta) {
-			out = append(out, chain{col.Owner(), d.Parent, append([]uint64(nil), d.Hashes...)})
+			out = append(out, blockRun{col.Owner(), d.Parent, append([]uint64(nil), d.Hashes...)})
 		})
 	}
 	return out, truncated

@@ -7,40 +7,40 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// judge says of each rank whether a request could go there. It restates what routing.Eligible and the tiers decide; a test
+// rankExplainer says of each rank whether a request could go there. It restates what routing.Eligible and the tiers decide; a test
 // holds the two together.
-type judge struct {
-	query    *routing.Request
-	view     *routing.View
-	anyOpen  bool // some rank has room and a live stream
-	draining map[routing.RankID]bool
-	hold     map[routing.RankID]string // why a rank counts as full whatever its numbers say
+type rankExplainer struct {
+	query      *routing.Request
+	view       *routing.View
+	anyOpen    bool // some rank has room and a live stream
+	draining   map[routing.RankID]bool
+	fullReason map[routing.RankID]string // why a rank counts as full whatever its numbers say
 }
 
-func (l *lane) judgeRanks(k *question, v *routing.View) *judge {
-	j := &judge{query: &k.query, view: v, draining: map[routing.RankID]bool{}, hold: map[routing.RankID]string{}}
+func (ar *appRouter) newRankExplainer(query *routeQuery, v *routing.View) *rankExplainer {
+	j := &rankExplainer{query: &query.query, view: v, draining: map[routing.RankID]bool{}, fullReason: map[routing.RankID]string{}}
 	for i := range v.Ranks {
 		rk := &v.Ranks[i]
-		j.anyOpen = j.anyOpen || !rk.Silent && routing.HasRoom(rk) && routing.Eligible(&k.query, rk)
+		j.anyOpen = j.anyOpen || !rk.Silent && routing.HasRoom(rk) && routing.Eligible(&query.query, rk)
 	}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	for id, r := range l.ranks {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	for id, r := range ar.ranks {
 		j.draining[id] = r.draining
 		switch {
 		case r.busy:
-			j.hold[id] = "its engine said that it is busy"
+			j.fullReason[id] = "its engine said that it is busy"
 		case r.full && r.turn != "" && r.offered == 0:
-			j.hold[id] = "its free room is for another ingress, which waits as well"
+			j.fullReason[id] = "its free room is for another ingress, which waits as well"
 		case r.full:
-			j.hold[id] = "it said that it is full"
+			j.fullReason[id] = "it said that it is full"
 		}
 	}
 	return j
 }
 
-// judge gives the rank's state, the reason in words ("" if it may be picked), and whether it could be picked.
-func (j *judge) judge(rk *routing.Rank) (state, why string, eligible bool) {
+// explain gives the rank's state, the reason in words ("" if it may be picked), and whether it could be picked.
+func (j *rankExplainer) explain(rk *routing.Rank) (state, why string, eligible bool) {
 	switch {
 	case slices.Contains(j.query.Tried, rk.ID):
 		return "tried", "it failed this request already", false
@@ -56,8 +56,8 @@ func (j *judge) judge(rk *routing.Rank) (state, why string, eligible bool) {
 		return "silent", "its stream is silent, and others are not", false
 	case rk.Silent:
 		return "silent", "", true // admission has the last word
-	case j.hold[rk.ID] != "" && !routing.HasRoom(rk):
-		return "full", j.hold[rk.ID], false
+	case j.fullReason[rk.ID] != "" && !routing.HasRoom(rk):
+		return "full", j.fullReason[rk.ID], false
 	case !routing.HasRoom(rk):
 		return "full", fmt.Sprintf("%d of %d requests in flight", rk.Load.O(), rk.MaxOngoing), false
 	}

@@ -12,57 +12,57 @@ import (
 // BestWorker says where a prompt of token ids should go. With a request id it is admitted there like a request and counts until
 // Free, at most Timers.Reservation; without one nothing changes. It never waits in the queue. Errors are *problem.Error.
 func (in *Ingress) BestWorker(ctx context.Context, app string, q *msg.BestWorker) (msg.Worker, error) {
-	l, router, err := in.router(app)
+	ar, router, err := in.routerOf(app)
 	if err != nil {
 		return msg.Worker{}, err
 	}
-	k := &question{}
-	if err := l.readTokens(k, q.TokenIDs, q.Model); err != nil {
+	query := &routeQuery{}
+	if err := ar.readTokens(query, q.TokenIDs, q.Model); err != nil {
 		return msg.Worker{}, err
 	}
-	if err := l.demand(k, q.Worker, q.Override); err != nil {
+	if err := ar.applyOverrides(query, q.Worker, q.Override); err != nil {
 		return msg.Worker{}, err
 	}
 	if q.RequestID != "" {
-		return l.reserve(ctx, k, q.RequestID)
+		return ar.reserve(ctx, query, q.RequestID)
 	}
-	l.pose(k)
-	d := router.Explain(&k.query)
+	ar.describeQuery(query)
+	d := router.Explain(&query.query)
 	if d.Kind != routing.Route {
-		return msg.Worker{}, refusal(app, k, &d)
+		return msg.Worker{}, refusal(app, query, &d)
 	}
-	rk := l.find(d.Ranked[0])
+	rk := ar.findRank(d.Ranked[0])
 	if rk == nil {
 		return msg.Worker{}, problem.New(problem.Unavailable, "rank %s of app %s is gone", d.Ranked[0], app).WithHint("ask again")
 	}
-	return k.worker(rk, d.Reason), nil
+	return query.worker(rk, d.Reason), nil
 }
 
 // worker describes a picked rank.
-func (k *question) worker(rk *rank, reason string) msg.Worker {
+func (query *routeQuery) worker(rk *rank, reason string) msg.Worker {
 	out := msg.Worker{
-		Worker: rk.id.String(), Group: rk.id.Group(), DPRank: rk.id.Rank(), HitTokens: k.query.HitOn(rk.id), Reason: reason,
+		Worker: rk.id.String(), Group: rk.id.Group(), DPRank: rk.id.Rank(), HitTokens: query.query.HitOn(rk.id), Reason: reason,
 		Node: rk.node, URL: rk.target.URL, Addressing: rk.target.Addressing, Selector: rk.target.Selector,
 	}
-	if k.prompt.unit == kvindex.Tokens {
-		out.BlockSize = k.prompt.size
-		out.OverlapBlocks = out.HitTokens / k.prompt.size
+	if query.prompt.unit == kvindex.Tokens {
+		out.BlockSize = query.prompt.size
+		out.OverlapBlocks = out.HitTokens / query.prompt.size
 	}
 	return out
 }
 
 // PotentialLoads says what each rank would have in hand with a prompt; without ids, what it has. Errors are *problem.Error.
 func (in *Ingress) PotentialLoads(app string, ids []uint32) ([]msg.PotentialLoad, error) {
-	l, router, err := in.router(app)
+	ar, router, err := in.routerOf(app)
 	if err != nil {
 		return nil, err
 	}
-	k := &question{}
-	if err := l.readTokens(k, ids, ""); err != nil {
+	query := &routeQuery{}
+	if err := ar.readTokens(query, ids, ""); err != nil {
 		return nil, err
 	}
-	l.pose(k)
-	loads := router.PotentialLoads(&k.query)
+	ar.describeQuery(query)
+	loads := router.PotentialLoads(&query.query)
 	out := make([]msg.PotentialLoad, len(loads))
 	for i, p := range loads {
 		out[i] = msg.PotentialLoad{

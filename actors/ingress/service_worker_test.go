@@ -27,13 +27,13 @@ func policy(name string) func(*app.Application) {
 
 // TestBestWorkerWithoutIDChangesNothing: a question, however often.
 func TestBestWorkerWithoutIDChangesNothing(t *testing.T) {
-	b := newLab(t, "kv", nil)
-	var k question
+	b := newDecisionRig(t, "kv", nil)
+	var k routeQuery
 	ids := make([]uint32, 80)
-	k.prompt.fromTokens(b.lane, ids, origin{})
+	k.prompt.fromTokens(b.router, ids, promptContext{})
 	b.holds(2, k.prompt.blocks[:3])
 	b.settle()
-	before := b.lane.router.Load().Snapshot()
+	before := b.router.router.Load().Snapshot()
 	for range 3 {
 		w, err := b.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: ids})
 		require.NoError(t, err)
@@ -41,7 +41,7 @@ func TestBestWorkerWithoutIDChangesNothing(t *testing.T) {
 			Worker: "0/2", DPRank: 2, OverlapBlocks: 3, HitTokens: 48, BlockSize: 16, Reason: "lowest_score", Node: "n1", URL: "http://127.0.0.1:3", Addressing: "url",
 		}, w)
 	}
-	after := b.lane.router.Load().Snapshot()
+	after := b.router.router.Load().Snapshot()
 	assert.Equal(t, before.Ranks, after.Ranks)
 	loads, err := b.in.PotentialLoads("demo", ids)
 	require.NoError(t, err)
@@ -54,7 +54,7 @@ func TestBestWorkerWithoutIDChangesNothing(t *testing.T) {
 
 // TestReservation: admitted like a request, seen by the next decision, told of its first token, freed once.
 func TestReservation(t *testing.T) {
-	b := newLab(t, "kv", nil)
+	b := newDecisionRig(t, "kv", nil)
 	const tokens = 80_000 // some seconds of prefill
 	ids := make([]uint32, tokens)
 	w, err := b.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: ids, RequestID: "r1", Worker: "0/3"})
@@ -87,7 +87,7 @@ func TestReservation(t *testing.T) {
 	assert.Positive(t, d.FirstToken)
 	require.Equal(t, problem.NotFound, problem.CodeOf(b.in.Free("demo", "r1")))
 	require.Equal(t, problem.NotFound, problem.CodeOf(b.in.MarkPrefillComplete("demo", "r1")))
-	v := b.lane.router.Load().Snapshot()
+	v := b.router.router.Load().Snapshot()
 	assert.Zero(t, v.Ranks[3].Load)
 }
 
@@ -127,20 +127,20 @@ func TestReservationRefused(t *testing.T) {
 	require.Equal(t, problem.Overloaded, problem.CodeOf(err), "%v", err)
 	_, err = ask("r2", "0/1")
 	require.Equal(t, problem.Unavailable, problem.CodeOf(err))
-	assert.Equal(t, 1, g.in.known("demo").reservations.len())
+	assert.Equal(t, 1, g.in.findAppRouter("demo").reservations.len())
 	require.NoError(t, g.in.Free("demo", "r1"))
 	g.replicas[0].setRefuse(func(*msg.Admit) msg.Refusal { return msg.Fenced })
 	g.replicas[1].setRefuse(func(*msg.Admit) msg.Refusal { return msg.Expired })
 	_, err = ask("r3", "0/1")
 	require.Equal(t, problem.Unavailable, problem.CodeOf(err))
 	assert.Contains(t, err.Error(), "expired")
-	assert.Zero(t, g.in.known("demo").reservations.len())
-	for _, rk := range g.in.known("demo").router.Load().Snapshot().Ranks {
+	assert.Zero(t, g.in.findAppRouter("demo").reservations.len())
+	for _, rk := range g.in.findAppRouter("demo").router.Load().Snapshot().Ranks {
 		assert.Zero(t, rk.Load)
 	}
 }
 
-// TestReservationsAreBounded: the 4,097th is refused; the end of the lane gives all back.
+// TestReservationsAreBounded: the 4,097th is refused; the end of the appRouter gives all back.
 func TestReservationsAreBounded(t *testing.T) {
 	g := newRig(t, options{urls: []string{"http://127.0.0.1:1"}, max: 2 * maxReservations})
 	var refused atomic.Int32
@@ -158,7 +158,7 @@ func TestReservationsAreBounded(t *testing.T) {
 	wg.Wait()
 	assert.Equal(t, int32(4), refused.Load())
 	assert.Equal(t, maxReservations, g.replicas[0].inFlight())
-	g.in.known("demo").end()
+	g.in.findAppRouter("demo").close()
 	assert.Zero(t, g.replicas[0].inFlight())
 	_, err := g.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: []uint32{1}, RequestID: "late"})
 	require.Error(t, err)
@@ -210,7 +210,7 @@ func TestGenerate(t *testing.T) {
 	}, parts)
 	d := g.replicas[1].lastDone(t)
 	assert.Equal(t, []any{msg.OK, 5, 7}, []any{d.Outcome, d.PromptTokens, d.CompletionTokens})
-	e, ok := g.in.known("demo").recent.find("gen")
+	e, ok := g.in.findAppRouter("demo").decisions.find("gen")
 	require.True(t, ok)
 	assert.Equal(t, routing.ReasonNamedByCaller, e.reason)
 
@@ -262,7 +262,7 @@ func TestGenerateFails(t *testing.T) {
 
 // TestGenerateEndsWithItsCaller: a caller that stops taking parts frees the rank.
 func TestGenerateEndsWithItsCaller(t *testing.T) {
-	h := &hang{}
+	h := &hangingEngine{}
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(idChunk("", 5))}})
 	enough := errors.New("enough")
 	err := g.in.Generate(t.Context(), "demo", &msg.Generate{TokenIDs: []uint32{1}}, func(*msg.Generated) error { return enough })
@@ -303,7 +303,7 @@ func TestKV15ResetUnderStreams(t *testing.T) {
 	}
 	eventually(t, func() bool {
 		n := 0
-		for _, rk := range g.in.known("demo").router.Load().Snapshot().Ranks {
+		for _, rk := range g.in.findAppRouter("demo").router.Load().Snapshot().Ranks {
 			n += rk.Load.O()
 		}
 		return n == streams
@@ -321,10 +321,10 @@ func TestKV15ResetUnderStreams(t *testing.T) {
 
 // TestResetDropsColumns: hidden at once, and shown again with the ranks' answers.
 func TestResetDropsColumns(t *testing.T) {
-	b := newLab(t, "kv", nil)
-	var k question
+	b := newDecisionRig(t, "kv", nil)
+	var k routeQuery
 	ids := make([]uint32, 80)
-	k.prompt.fromTokens(b.lane, ids, origin{})
+	k.prompt.fromTokens(b.router, ids, promptContext{})
 	b.holds(2, k.prompt.blocks)
 	b.settle()
 	require.Len(t, b.dump(), 1)

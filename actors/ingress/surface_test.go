@@ -47,7 +47,7 @@ func TestTwoApplications(t *testing.T) {
 	hidden.Name, hidden.Model.ID, hidden.RoutePrefix = "hidden", "hidden-model", "/team/a"
 	g.deploy(other, 1)
 	g.deploy(hidden, 1)
-	eventually(t, func() bool { return len(g.in.table.Load().lanes) == 3 }, "both are known")
+	eventually(t, func() bool { return len(g.in.table.Load().routers) == 3 }, "both are known")
 
 	a := g.post("/v1/completions", `{"prompt":"x"}`)
 	assert.Equal(t, 400, a.status)
@@ -64,19 +64,19 @@ func TestTwoApplications(t *testing.T) {
 	assert.NotContains(t, g.get("/v1/models").body, "hidden-model")
 
 	g.store.set(func(st *state.State) { st.Apps["demo"].Deleting = true })
-	eventually(t, func() bool { return len(g.in.table.Load().lanes) == 2 }, "deleting")
+	eventually(t, func() bool { return len(g.in.table.Load().routers) == 2 }, "deleting")
 	assert.Equal(t, 404, g.post("/v1/chat/completions", chatBody).status)
 	broken := &state.App{Name: "broken", Revision: 1, Spec: []byte(`{"routing":{"policy":"nope"}}`)}
 	g.store.set(func(st *state.State) { st.Apps["broken"] = broken })
 	g.store.set(func(st *state.State) { delete(st.Apps, "demo") })
 	eventually(t, func() bool {
-		g.in.lanesMu.RLock()
-		defer g.in.lanesMu.RUnlock()
-		return g.in.lanes["demo"] == nil
+		g.in.appRoutersMu.RLock()
+		defer g.in.appRoutersMu.RUnlock()
+		return g.in.appRouters["demo"] == nil
 	}, "forgotten")
 	assert.Equal(t, 1, strings.Count(g.logs.String(), "cannot be served"))
 	g.replicas[0].say(true, false, "")
-	assert.Nil(t, g.in.known("demo"), "what trails behind does not bring it back")
+	assert.Nil(t, g.in.findAppRouter("demo"), "what trails behind does not bring it back")
 }
 
 func TestNothingDeployed(t *testing.T) {
@@ -144,30 +144,30 @@ func TestPolicyDirect(t *testing.T) {
 }
 
 func TestChangedPolicyKeepsTheAccounts(t *testing.T) {
-	e := newGate()
+	e := newGatedEngine()
 	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 2})
 	got := make(chan answer, 1)
 	go func() { got <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
 	eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "in flight")
-	old := g.in.lane("demo").router.Load()
+	old := g.in.ensureAppRouter("demo").router.Load()
 	a := demoApp()
 	a.Routing.Policy = "least-loaded"
 	g.deploy(a, 2)
-	l := g.in.lane("demo")
-	eventually(t, func() bool { return l.router.Load() != old }, "a new Router")
+	ar := g.in.ensureAppRouter("demo")
+	eventually(t, func() bool { return ar.router.Load() != old }, "a new Router")
 	eventually(t, func() bool {
-		v := l.router.Load().Snapshot()
+		v := ar.router.Load().Snapshot()
 		return len(v.Ranks) == 1 && v.Ranks[0].Load.O() == 1
 	}, "it knows what is in flight")
 	b := demoApp()
 	b.Routing.Policy, b.Timeouts.QueueS = "least-loaded", 3
-	kept := l.router.Load()
+	kept := ar.router.Load()
 	g.deploy(b, 3)
-	eventually(t, func() bool { return l.spec.Load().revision == 3 }, "a new revision")
-	assert.Same(t, kept, l.router.Load(), "the same Router")
+	eventually(t, func() bool { return ar.revision.Load().revision == 3 }, "a new revision")
+	assert.Same(t, kept, ar.router.Load(), "the same Router")
 	e.open <- struct{}{}
 	assert.Equal(t, 200, (<-got).status)
-	v := l.router.Load().Snapshot()
+	v := ar.router.Load().Snapshot()
 	assert.Zero(t, v.Ranks[0].Load.O())
 }
 
@@ -178,19 +178,19 @@ func TestANewRouterKnowsTheRanks(t *testing.T) {
 	g.feed.mu.Lock()
 	g.feed.late = true
 	g.feed.mu.Unlock()
-	l := g.in.lane("demo")
+	ar := g.in.ensureAppRouter("demo")
 	for revision, policy := range []string{2: "least-loaded", 3: "direct"} {
 		if policy == "" {
 			continue
 		}
-		old, a := l.router.Load(), demoApp()
+		old, a := ar.router.Load(), demoApp()
 		a.Routing.Policy = policy
 		g.deploy(a, uint64(revision))
-		eventually(t, func() bool { return l.router.Load() != old }, "a new Router")
+		eventually(t, func() bool { return ar.router.Load() != old }, "a new Router")
 		assert.Equal(t, 200, g.post("/v1/chat/completions", chatBody, "X-Dpserve-Rank", "0/0").status, policy)
 	}
 	g.replicas[0].publish()
-	assert.Zero(t, l.router.Load().Snapshot().Ranks[0].Load.O())
+	assert.Zero(t, ar.router.Load().Snapshot().Ranks[0].Load.O())
 }
 
 // TestRequestsWaitForRanksThatAreReady: what the state calls ready and no stream has told of yet is on its way.
@@ -202,7 +202,7 @@ func TestRequestsWaitForRanksThatAreReady(t *testing.T) {
 	eventually(t, func() bool { return g.in.QueueLen("demo") == 1 }, "it waits")
 	g.replicas[0].reborn()
 	assert.Equal(t, 200, (<-got).status)
-	assert.Zero(t, g.in.lane("demo").router.Load().Snapshot().OnTheWay, "nothing is hoped for any more")
+	assert.Zero(t, g.in.ensureAppRouter("demo").router.Load().Snapshot().OnTheWay, "nothing is hoped for any more")
 }
 
 func TestGhostIsIgnored(t *testing.T) {
@@ -210,18 +210,18 @@ func TestGhostIsIgnored(t *testing.T) {
 	r := g.replicas[0]
 	r.reborn() // epoch 2
 	g.phase("demo/0/0", state.Ready, 2)
-	l := g.in.lane("demo")
-	eventually(t, l.canServe, "up")
+	ar := g.in.ensureAppRouter("demo")
+	eventually(t, ar.canServe, "up")
 	r.mu.Lock()
 	r.epoch = 1
 	r.snapshot()
 	r.epoch = 2
 	r.mu.Unlock()
-	assert.EqualValues(t, 2, l.find(routing.ID(0, 0)).epoch)
+	assert.EqualValues(t, 2, ar.findRank(routing.ID(0, 0)).epoch)
 	assert.Equal(t, 200, g.post("/v1/chat/completions", chatBody).status)
 	r.gone()
-	assert.Nil(t, l.find(routing.ID(0, 0)))
-	assert.False(t, l.canServe())
+	assert.Nil(t, ar.findRank(routing.ID(0, 0)))
+	assert.False(t, ar.canServe())
 }
 
 // raw sends bytes as they are and reads the answer.
@@ -311,7 +311,7 @@ func TestNoPromptInAnyLog(t *testing.T) {
 
 func TestPanicIsACutAndNotAnEnd(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
-	h := g.in.outermost(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { panic("boom") }))
+	h := g.in.limitAndRecover(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { panic("boom") }))
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "/", nil)
 	require.NoError(t, err)
 	assert.PanicsWithValue(t, http.ErrAbortHandler, func() { h.ServeHTTP(nil, req) })
@@ -358,7 +358,7 @@ func TestDefaults(t *testing.T) {
 func TestTokenizingTakesNoTicket(t *testing.T) {
 	for _, far := range []bool{false, true} {
 		t.Run(fmt.Sprintf("far %v", far), func(t *testing.T) {
-			e := newGate()
+			e := newGatedEngine()
 			engine := func(w http.ResponseWriter, r *http.Request) {
 				if strings.Contains(r.URL.Path, "tokenize") {
 					replies(200, `{"tokens":[1]}`)(w, r)
@@ -376,7 +376,7 @@ func TestTokenizingTakesNoTicket(t *testing.T) {
 				assert.JSONEq(t, `{"tokens":[1]}`, a.body)
 			}
 			assert.Equal(t, 1, g.replicas[0].granted())
-			assert.Equal(t, 1, g.in.lane("demo").router.Load().Snapshot().Ranks[0].Load.O())
+			assert.Equal(t, 1, g.in.ensureAppRouter("demo").router.Load().Snapshot().Ranks[0].Load.O())
 			e.open <- struct{}{}
 			assert.Equal(t, 200, (<-done).status)
 		})

@@ -12,11 +12,11 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// served is one revision of an application, ready for use by requests. Immutable.
-type served struct {
+// appRevision is one revision of an application, ready for use by requests. Immutable.
+type appRevision struct {
 	app        *app.Application
 	revision   uint64
-	created    int64 // unix seconds: when this ingress first saw the application; shown by /v1/models
+	created    int64 // unix seconds when this ingress first saw the application; shown by /v1/models
 	names      []string
 	adapters   map[string]string // served name → LoRA adapter
 	attempts   int
@@ -25,31 +25,31 @@ type served struct {
 	between    time.Duration
 }
 
-// entry is an application in a table.
-type entry struct {
-	*served
-	lane *lane
+// appRoute is an application in a table.
+type appRoute struct {
+	*appRevision
+	router *appRouter
 }
 
-// table finds the application of a request. Immutable; an ingress swaps whole tables.
-type table struct {
-	root     *scope            // applications under "/"
-	prefixed map[string]*scope // route prefix → its one application
-	prefixes []string          // longest first
-	lanes    []*lane           // of every listed application, by name
+// routeTable finds the application of a request. Immutable; an ingress swaps whole tables.
+type routeTable struct {
+	root     *routeScope            // applications under "/"
+	prefixed map[string]*routeScope // route prefix → its application
+	prefixes []string               // longest first
+	routers  []*appRouter           // of every listed application
 }
 
-// scope is what one route prefix reaches.
-type scope struct {
-	models map[string]*entry // by every served name
-	names  []string          // what an unknown model's answer lists, and /v1/models: sorted
-	only   *entry            // the one application, if there is exactly one
-	apps   []string          // names of the applications
+// routeScope is what one route prefix reaches.
+type routeScope struct {
+	models map[string]*appRoute // by every served name
+	names  []string             // sorted; listed by /v1/models and in the answer to an unknown model
+	only   *appRoute            // the application, if there is exactly one
+	apps   []string             // names of the applications
 }
 
-func newScope() *scope { return &scope{models: map[string]*entry{}} }
+func newRouteScope() *routeScope { return &routeScope{models: map[string]*appRoute{}} }
 
-func (s *scope) add(e *entry) {
+func (s *routeScope) add(e *appRoute) {
 	for _, name := range e.names {
 		s.models[name] = e
 		s.names = append(s.names, name)
@@ -61,24 +61,26 @@ func (s *scope) add(e *entry) {
 	}
 }
 
-func newTable() *table { return &table{root: newScope(), prefixed: map[string]*scope{}} }
+func newRouteTable() *routeTable {
+	return &routeTable{root: newRouteScope(), prefixed: map[string]*routeScope{}}
+}
 
-func (t *table) add(e *entry) {
-	t.lanes = append(t.lanes, e.lane)
+func (t *routeTable) add(e *appRoute) {
+	t.routers = append(t.routers, e.router)
 	prefix := strings.TrimSuffix(e.app.RoutePrefix, "/")
 	if prefix == "" {
 		t.root.add(e)
 		return
 	}
 	if t.prefixed[prefix] == nil {
-		t.prefixed[prefix] = newScope()
+		t.prefixed[prefix] = newRouteScope()
 		t.prefixes = append(t.prefixes, prefix)
 	}
 	t.prefixed[prefix].add(e)
 }
 
 // seal sorts what the answers list.
-func (t *table) seal() {
+func (t *routeTable) seal() {
 	for _, s := range t.prefixed {
 		sort.Strings(s.names)
 		sort.Strings(s.apps)
@@ -89,7 +91,7 @@ func (t *table) seal() {
 }
 
 // routes gives the names of the applications behind each route prefix.
-func (t *table) routes() map[string]string {
+func (t *routeTable) routes() map[string]string {
 	out := make(map[string]string, len(t.prefixed)+1)
 	if len(t.root.apps) > 0 {
 		out["/"] = strings.Join(t.root.apps, ",")
@@ -101,7 +103,7 @@ func (t *table) routes() map[string]string {
 }
 
 // split finds the scope of a path and what is left of it behind the route prefix.
-func (t *table) split(path string) (*scope, string) {
+func (t *routeTable) split(path string) (*routeScope, string) {
 	for _, p := range t.prefixes {
 		if rest, ok := strings.CutPrefix(path, p); ok && strings.HasPrefix(rest, "/") {
 			return t.prefixed[p], rest
@@ -110,13 +112,13 @@ func (t *table) split(path string) (*scope, string) {
 	return t.root, path
 }
 
-// decode reads an application's specification; old is the one it replaces, nil for none.
-func (in *Ingress) decode(a *state.App, old *served) (*served, error) {
+// newRevision reads an application's specification; old is the one it replaces, nil for none.
+func (in *Ingress) newRevision(a *state.App, old *appRevision) (*appRevision, error) {
 	spec := &app.Application{}
 	if err := json.Unmarshal(a.Spec, spec); err != nil {
 		return nil, err
 	}
-	s := &served{
+	s := &appRevision{
 		app: spec, revision: a.Revision, created: time.Now().Unix(), names: a.Names,
 		attempts:   spec.Retries.Attempts,
 		queue:      app.Seconds(spec.Timeouts.QueueS),
@@ -152,14 +154,14 @@ func adaptersOf(m *app.Model) map[string]string {
 }
 
 // sameRouting says that a Router made for old goes on under s.
-func sameRouting(old, s *served) bool {
+func sameRouting(old, s *appRevision) bool {
 	return old != nil && reflect.DeepEqual(old.app.Routing, s.app.Routing)
 }
 
-// progress of an application's wanted units, as the state tells it: the ready ones with their epochs, and how many may
+// unitProgress of an application's wanted units, as the state tells it: the ready ones with their epochs, and how many may
 // still come up. Those that wait for room, as the leader says in w, are neither; noRoom is why, "" if there
 // is none.
-func progress(st *state.State, spec *app.Application, deleting bool, w *msg.Waiting) (
+func unitProgress(st *state.State, spec *app.Application, deleting bool, w *msg.Waiting) (
 	ready map[string]uint64, onTheWay int, noRoom string,
 ) {
 	ready = map[string]uint64{}

@@ -7,27 +7,27 @@ const (
 	tokenizedShare = 8   // an entry larger than 1/8 of all is not kept
 )
 
-// tokenized is an LRU of tokenized prompts, bounded in bytes. Not safe for concurrent use.
-type tokenized struct {
+// chainCache is an LRU of tokenized prompts, bounded in bytes. Not safe for concurrent use.
+type chainCache struct {
 	limit int
 	bytes int
 	at    map[tokenizeKey]*lru.Element
 	order *lru.List // of tokenizedEntry, used last first
 }
 
-type tokenizedEntry struct {
+type chainEntry struct {
 	key   tokenizeKey
 	chain *tokenChain
 }
 
-func newTokenized(limit int) tokenized {
-	return tokenized{limit: limit, at: map[tokenizeKey]*lru.Element{}, order: lru.New()}
+func newChainCache(limit int) chainCache {
+	return chainCache{limit: limit, at: map[tokenizeKey]*lru.Element{}, order: lru.New()}
 }
 
 func (c *tokenChain) bytes() int { return tokenizedBytes + 8*cap(c.blocks) }
 
 // get gives a chain, nil if it is not known.
-func (t *tokenized) get(key tokenizeKey) *tokenChain {
+func (t *chainCache) get(key tokenizeKey) *tokenChain {
 	e := t.at[key]
 	if e == nil {
 		return nil
@@ -37,11 +37,11 @@ func (t *tokenized) get(key tokenizeKey) *tokenChain {
 }
 
 // put keeps a chain, and lets those go that were not used for the longest time.
-func (t *tokenized) put(key tokenizeKey, c *tokenChain) {
+func (t *chainCache) put(key tokenizeKey, c *tokenChain) {
 	if c.bytes() > t.limit/tokenizedShare || t.at[key] != nil {
 		return
 	}
-	t.at[key] = t.order.PushFront(tokenizedEntry{key, c})
+	t.at[key] = t.order.PushFront(chainEntry{key, c})
 	for t.bytes += c.bytes(); t.bytes > t.limit; {
 		e := t.order.Back()
 		t.order.Remove(e)
@@ -50,7 +50,7 @@ func (t *tokenized) put(key tokenizeKey, c *tokenChain) {
 	}
 }
 
-func entryOf(e *lru.Element) tokenizedEntry {
-	entry, _ := e.Value.(tokenizedEntry) // nothing else is put in
+func entryOf(e *lru.Element) chainEntry {
+	entry, _ := e.Value.(chainEntry) // nothing else is put in
 	return entry
 }

@@ -34,12 +34,12 @@ const (
 // tokenizer turns the text prompts of an application into blocks of token ids by asking one of its engines, once per prompt:
 // answers are kept, and equal prompts wait for one. Safe for concurrent use.
 type tokenizer struct {
-	lane   *lane
-	paused atomic.Int64 // clock until which nobody asks, in ns
+	router      *appRouter
+	pausedUntil atomic.Int64 // clock, in ns
 
-	mu      sync.Mutex
-	known   tokenized
-	flights map[tokenizeKey]*flight
+	mu    sync.Mutex
+	known chainCache
+	calls map[tokenizeKey]*tokenizeCall
 }
 
 // tokenizeKey is a prompt with everything that decides its blocks.
@@ -51,35 +51,35 @@ type tokenChain struct {
 	tokens int
 }
 
-// flight is a question under way.
-type flight struct {
+// tokenizeCall is a question under way.
+type tokenizeCall struct {
 	done  chan struct{}
-	chain *tokenChain // nil: it failed
+	chain *tokenChain // nil: the call failed
 }
 
-func newTokenizer(l *lane) *tokenizer {
-	return &tokenizer{lane: l, known: newTokenized(l.in.limits.TokenizeBytes), flights: map[tokenizeKey]*flight{}}
+func newTokenizer(ar *appRouter) *tokenizer {
+	return &tokenizer{router: ar, known: newChainCache(ar.in.limits.TokenizeBytes), calls: map[tokenizeKey]*tokenizeCall{}}
 }
 
 // identify fills p's blocks from the tokens of a text prompt; false: it is to be known by its text. Images and the like have
 // no place in the tokens of a text, so prompts with them are.
 func (t *tokenizer) identify(ctx context.Context, p *prompt, scan *openai.Body, body []byte, h http.Header) bool {
-	hi, lo := scan.TokenizeKey(body, t.lane.in.seed)
+	hi, lo := scan.TokenizeKey(body, t.router.in.seed)
 	if hi == 0 {
 		return false
 	}
-	p.unit, p.size = kvindex.Tokens, t.lane.tokensPerBlock()
-	key := tokenizeKey{hi, lo, t.lane.in.hash().Root(p.rootSalt(t.lane))}
+	p.unit, p.size = kvindex.Tokens, t.router.tokensPerBlock()
+	key := tokenizeKey{hi, lo, t.router.in.hash().Root(p.rootSalt(t.router))}
 	found, how := t.find(key), tokenizeHit
 	if found == nil && !scan.Media(body) {
-		found, how = t.ask(ctx, key, p, scan, body, h), tokenizeMiss
+		found, how = t.chainFor(ctx, key, p, scan, body, h), tokenizeMiss
 	}
 	if found == nil {
-		t.lane.meter.Load().Tokenize(tokenizeFallback)
+		t.router.metrics.Load().Tokenize(tokenizeFallback)
 		p.unit = 0
 		return false
 	}
-	t.lane.meter.Load().Tokenize(how)
+	t.router.metrics.Load().Tokenize(how)
 	p.blocks = append(p.blocks[:0], found.blocks...)
 	p.tokens, p.estimated, p.perBlock = found.tokens, false, ratio{int64(p.size), 1}
 	return true
@@ -91,17 +91,17 @@ func (t *tokenizer) find(key tokenizeKey) *tokenChain {
 	return t.known.get(key)
 }
 
-// ask gets a prompt's chain from an engine, or from whoever asks already; nil if there is none to be had.
-func (t *tokenizer) ask(ctx context.Context, key tokenizeKey, p *prompt, scan *openai.Body, body []byte, h http.Header) *tokenChain {
-	known, f, leads := t.join(key)
+// chainFor gets a prompt's chain from an engine, or from whoever asks already; nil if there is none to be had.
+func (t *tokenizer) chainFor(ctx context.Context, key tokenizeKey, p *prompt, scan *openai.Body, body []byte, h http.Header) *tokenChain {
+	known, f, leads := t.joinCall(key)
 	switch {
 	case known != nil:
 		return known
 	case f == nil:
 		return nil
 	case leads:
-		p.ask = scan.TokenizeBody(p.ask[:0], body)
-		t.fly(ctx, key, f, p, h)
+		p.tokenizeBody = scan.TokenizeBody(p.tokenizeBody[:0], body)
+		t.runCall(ctx, key, f, p, h)
 		return f.chain
 	}
 	select {
@@ -112,30 +112,30 @@ func (t *tokenizer) ask(ctx context.Context, key tokenizeKey, p *prompt, scan *o
 	}
 }
 
-// join gives what is known, or the flight to wait for, or a new one to lead; nothing while the tokenizer is given a rest.
-func (t *tokenizer) join(key tokenizeKey) (known *tokenChain, f *flight, leads bool) {
+// joinCall gives what is known, or the flight to wait for, or a new one to lead; nothing while the tokenizer is given a rest.
+func (t *tokenizer) joinCall(key tokenizeKey) (known *tokenChain, f *tokenizeCall, leads bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if c := t.known.get(key); c != nil {
 		return c, nil, false
 	}
-	if f := t.flights[key]; f != nil {
+	if f := t.calls[key]; f != nil {
 		return nil, f, false
 	}
-	if int64(t.lane.in.clock()) < t.paused.Load() {
+	if int64(t.router.in.clock()) < t.pausedUntil.Load() {
 		return nil, nil, false
 	}
-	f = &flight{done: make(chan struct{})}
-	t.flights[key] = f
+	f = &tokenizeCall{done: make(chan struct{})}
+	t.calls[key] = f
 	return nil, f, true
 }
 
-// fly asks and keeps the answer.
-func (t *tokenizer) fly(ctx context.Context, key tokenizeKey, f *flight, p *prompt, h http.Header) {
+// runCall asks and keeps the answer.
+func (t *tokenizer) runCall(ctx context.Context, key tokenizeKey, f *tokenizeCall, p *prompt, h http.Header) {
 	defer func() {
 		t.mu.Lock()
 		defer t.mu.Unlock()
-		delete(t.flights, key)
+		delete(t.calls, key)
 		if f.chain != nil {
 			t.known.put(key, f.chain)
 		}
@@ -143,11 +143,11 @@ func (t *tokenizer) fly(ctx context.Context, key tokenizeKey, f *flight, p *prom
 	}()
 	if err := t.tokenize(ctx, p, h); err != nil {
 		if ctx.Err() == nil && !errors.Is(err, errNotTokenized) {
-			t.paused.Store(int64(t.lane.in.clock() + tokenizePause))
+			t.pausedUntil.Store(int64(t.router.in.clock() + tokenizePause))
 		}
 		return
 	}
-	hash := t.lane.in.hash()
+	hash := t.router.in.hash()
 	f.chain = &tokenChain{
 		blocks: hash.Tokens(make([]uint64, 0, len(p.ids)/p.size), key.root, p.ids, p.size, nil),
 		tokens: len(p.ids),
@@ -159,13 +159,13 @@ var errNotTokenized = errors.New("the engine did not tokenize the prompt")
 
 // tokenize asks a ready rank's engine; the ids are in p.ids.
 func (t *tokenizer) tokenize(ctx context.Context, p *prompt, h http.Header) error {
-	rk := t.lane.anyReady()
+	rk := t.router.anyReadyRank()
 	if rk == nil {
 		return errNotTokenized
 	}
 	ctx, cancel := context.WithTimeout(ctx, tokenizeTime)
 	defer cancel()
-	resp, err := t.question(ctx, rk, p, tokenizeHeader(h))
+	resp, err := t.send(ctx, rk, p, tokenizeHeader(h))
 	if err != nil {
 		return err
 	}
@@ -187,12 +187,12 @@ func (t *tokenizer) tokenize(ctx context.Context, p *prompt, h http.Header) erro
 	return nil
 }
 
-// question sends p.ask to a rank's engine, by its node's data port if that is another one.
-func (t *tokenizer) question(ctx context.Context, rk *rank, p *prompt, h http.Header) (*http.Response, error) {
-	in := t.lane.in
+// send sends p.ask to a rank's engine, by its node's data port if that is another one.
+func (t *tokenizer) send(ctx context.Context, rk *rank, p *prompt, h http.Header) (*http.Response, error) {
+	in := t.router.in
 	if !rk.local {
 		d := &msg.Dispatch{
-			Node: rk.node, App: t.lane.name, Unit: rk.unit, Rank: rk.id, Path: openai.Tokenize.Path(), Header: h, Body: p.ask, FirstToken: tokenizeTime,
+			Node: rk.node, App: t.router.name, Unit: rk.unit, Rank: rk.id, Path: openai.Tokenize.Path(), Header: h, Body: p.tokenizeBody, FirstToken: tokenizeTime,
 		}
 		resp, rep, err := in.remote.Send(ctx, d)
 		if err == nil && rep.Refusal != msg.Granted {
@@ -200,10 +200,10 @@ func (t *tokenizer) question(ctx context.Context, rk *rank, p *prompt, h http.He
 		}
 		return resp, err
 	}
-	o := &engineleg.Request{URL: rk.urls[openai.Tokenize], Header: h, Body: p.ask}
+	o := &engineleg.Request{URL: rk.urls[openai.Tokenize], Header: h, Body: p.tokenizeBody}
 	resp, err := in.legs.Send(ctx, rk.target.Owned, o)
 	if !o.Settled() {
-		p.ask = nil // somebody may still read it
+		p.tokenizeBody = nil // somebody may still read it
 	}
 	return resp, err
 }
@@ -217,14 +217,14 @@ func tokenizeHeader(client http.Header) http.Header {
 	return out
 }
 
-// anyReady is some rank that serves and is not one of those, of this node if there is one; nil if there is none.
-func (l *lane) anyReady(but ...*rank) *rank {
-	l.mu.Lock()
-	defer l.mu.Unlock()
+// anyReadyRank is some rank that serves and is not one of those, of this node if there is one; nil if there is none.
+func (ar *appRouter) anyReadyRank(but ...*rank) *rank {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
 	var far *rank
-	for _, r := range l.ranks { // in no order: the questions spread
+	for _, r := range ar.ranks { // in no order: the questions spread
 		switch {
-		case !r.shownReady || slices.Contains(but, r):
+		case !r.publishedReady || slices.Contains(but, r):
 		case r.local:
 			return r
 		default:

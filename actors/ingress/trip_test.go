@@ -31,7 +31,7 @@ func poisoned(status int) http.HandlerFunc {
 
 // leftOut counts the ranks that tripped, and those of them that get nothing.
 func (g *rig) leftOut() (tripped, out int) {
-	for _, rk := range g.in.lane("demo").router.Load().Snapshot().Ranks {
+	for _, rk := range g.in.ensureAppRouter("demo").router.Load().Snapshot().Ranks {
 		if rk.Tripped > 0 {
 			tripped++
 		}

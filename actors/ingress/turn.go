@@ -10,137 +10,137 @@ import (
 
 // How often the ranks are told that requests wait here.
 const (
-	demandAgain = time.Second           // while they wait: a rank forgets it after 3 s
-	demandPause = 50 * time.Millisecond // at least, between two times that the waiting begins
+	demandRepeat = time.Second           // while they wait: a rank forgets it after 3 s
+	demandPause  = 50 * time.Millisecond // at least, between two times that the waiting begins
 )
 
-// demand tells the ranks of an application whether requests wait here, so that a rank that frees room keeps it for each ingress in turn.
-type demand struct {
-	mu    sync.Mutex
-	told  bool      // the ranks know that requests wait
-	last  time.Time // when they were told so last
-	timer *time.Timer
-	over  bool
-	boxes []msg.Mailbox // scratch
+// queueDemand tells the ranks of an application whether requests wait here, so that a rank that frees room keeps it for each ingress in turn.
+type queueDemand struct {
+	mu          sync.Mutex
+	announced   bool      // the ranks know that requests wait
+	announcedAt time.Time // when they were last told so
+	timer       *time.Timer
+	closed      bool
+	boxes       []msg.Mailbox // reused
 }
 
-// tellDemand tells the ranks what has changed of it. Call it after a request has joined or left the queue.
-func (l *lane) tellDemand() {
-	d := &l.queueDemand
+// updateDemand tells the ranks what has changed of it. Call it after a request has joined or left the queue.
+func (ar *appRouter) updateDemand() {
+	d := &ar.demand
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	waits := !l.queue.empty()
-	if waits == d.told || d.over {
+	waits := !ar.queue.empty()
+	if waits == d.announced || d.closed {
 		return
 	}
-	if left := demandPause - time.Since(d.last); waits && left > 0 {
-		l.setDemandTimer(left)
+	if left := demandPause - time.Since(d.announcedAt); waits && left > 0 {
+		ar.setDemandTimer(left)
 		return
 	}
-	l.sendDemand(waits)
+	ar.sendDemand(waits)
 }
 
 // repeatDemand says again that requests wait, if they do.
-func (l *lane) repeatDemand() {
-	d := &l.queueDemand
+func (ar *appRouter) repeatDemand() {
+	d := &ar.demand
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if waits := !l.queue.empty(); !d.over && (waits || d.told) {
-		l.sendDemand(waits)
+	if waits := !ar.queue.empty(); !d.closed && (waits || d.announced) {
+		ar.sendDemand(waits)
 	}
 }
 
-// sendDemand posts to every rank. Call it with demand.mu held, and never with lane.mu.
-func (l *lane) sendDemand(waits bool) {
-	d := &l.queueDemand
-	d.told = waits
+// sendDemand posts to every rank. Call it with queueDemand.mu held, and never with appRouter.mu.
+func (ar *appRouter) sendDemand(waits bool) {
+	d := &ar.demand
+	d.announced = waits
 	if waits {
-		d.last = time.Now()
-		l.setDemandTimer(demandAgain)
+		d.announcedAt = time.Now()
+		ar.setDemandTimer(demandRepeat)
 	}
-	l.mu.Lock()
-	for _, r := range l.ranks {
+	ar.mu.Lock()
+	for _, r := range ar.ranks {
 		d.boxes = append(d.boxes, r.mailbox)
 	}
-	l.mu.Unlock()
+	ar.mu.Unlock()
 	for _, box := range d.boxes {
-		_ = box.TrySend(msg.Demand{Ingress: l.in.node, Waits: waits}) // a rank that does not hear it hears the next one
+		_ = box.TrySend(msg.Demand{Ingress: ar.in.node, Waits: waits}) // a rank that does not hear it hears the next one
 	}
 	clear(d.boxes)
 	d.boxes = d.boxes[:0]
 }
 
-func (l *lane) setDemandTimer(after time.Duration) {
-	d := &l.queueDemand
+func (ar *appRouter) setDemandTimer(after time.Duration) {
+	d := &ar.demand
 	if d.timer == nil {
-		d.timer = time.AfterFunc(after, l.repeatDemand)
+		d.timer = time.AfterFunc(after, ar.repeatDemand)
 		return
 	}
 	d.timer.Reset(after)
 }
 
 // endDemand says that nobody waits any more, for good.
-func (l *lane) endDemand() {
-	d := &l.queueDemand
+func (ar *appRouter) endDemand() {
+	d := &ar.demand
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.over = true
-	if d.told {
-		l.sendDemand(false)
+	d.closed = true
+	if d.announced {
+		ar.sendDemand(false)
 	}
 	if d.timer != nil {
 		d.timer.Stop()
 	}
 }
 
-// closeToOthers makes a rank count as full before the Router hears of room that is for another ingress. What this ingress was offered
+// applyTurn makes a rank count as full before the Router hears of room that is for another ingress. What this ingress was offered
 // before stays its own.
-func (l *lane) closeToOthers(r *rank, turn string) {
-	if r.turn = turn; turn == "" || turn == l.in.node || r.offered > 0 {
+func (ar *appRouter) applyTurn(r *rank, turn string) {
+	if r.turn = turn; turn == "" || turn == ar.in.node || r.offered > 0 {
 		return
 	}
-	l.fill(r)
-	l.show(r)
+	ar.setFull(r)
+	ar.publish(r)
 }
 
-// openTurn makes a rank count as open again, if the room that a record speaks of is for this ingress.
-func (l *lane) openTurn(r *rank) {
-	if r.turn == l.in.node {
+// openForTurn makes a rank count as open again, if the room that a record speaks of is for this ingress.
+func (ar *appRouter) openForTurn(r *rank) {
+	if r.turn == ar.in.node {
 		r.offered++
 	} else if r.turn != "" {
 		return
 	}
 	if r.full {
-		l.forgetFull(r)
-		l.show(r)
+		ar.clearFull(r)
+		ar.publish(r)
 	}
 }
 
-// tookTurn notes that this ingress has used what it was offered; what else is free may be for another.
-func (l *lane) tookTurn(r *rank) {
+// useOffer notes that this ingress has used what it was offered; what else is free may be for another.
+func (ar *appRouter) useOffer(r *rank) {
 	if r.offered == 0 {
 		return
 	}
 	r.offered--
-	if r.offered == 0 && r.turn != "" && r.turn != l.in.node {
-		l.fill(r)
-		l.show(r)
+	if r.offered == 0 && r.turn != "" && r.turn != ar.in.node {
+		ar.setFull(r)
+		ar.publish(r)
 	}
 }
 
-// fill makes a rank count as full until its stream says that there is room for this ingress, at most for FullRecheck. It calls no
+// setFull makes a rank count as full until its stream says that there is room for this ingress, at most for FullRecheck. It calls no
 // Router: show does.
-func (l *lane) fill(r *rank) {
-	if l.ended || r.full || r.lost {
+func (ar *appRouter) setFull(r *rank) {
+	if ar.closed || r.full || r.lost {
 		return
 	}
 	r.full = true
-	l.timers[r] = time.AfterFunc(l.in.timers.FullRecheck, func() { l.unmark(r) })
+	ar.fullTimers[r] = time.AfterFunc(ar.in.timers.FullRecheck, func() { ar.expireFull(r) })
 }
 
-// finished tells the Router that a request has ended, and opens the rank if its room is for this ingress.
-func (l *lane) finished(r *rank, e routing.Event, turn string) {
-	l.closeToOthers(r, turn)
-	l.observe(e)
-	l.openTurn(r)
+// applyDone tells the Router that a request has ended, and opens the rank if its room is for this ingress.
+func (ar *appRouter) applyDone(r *rank, e routing.Event, turn string) {
+	ar.applyTurn(r, turn)
+	ar.observe(e)
+	ar.openForTurn(r)
 }

@@ -26,7 +26,7 @@ func (r *replica) others(req uint64) {
 }
 
 func (g *rig) room() int {
-	rk := g.in.lane("demo").router.Load().Snapshot().Ranks[0]
+	rk := g.in.ensureAppRouter("demo").router.Load().Snapshot().Ranks[0]
 	return rk.MaxOngoing - rk.Load.O()
 }
 
@@ -57,7 +57,7 @@ func TestRoomOfAnotherIngressIsLeftAlone(t *testing.T) {
 }
 
 func TestRanksAreToldThatRequestsWait(t *testing.T) {
-	e := newGate()
+	e := newGatedEngine()
 	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1})
 	r := g.replicas[0]
 	told := func() []bool {

@@ -19,7 +19,7 @@ func TestOneLostUnitIsOneAttempt(t *testing.T) {
 		told  time.Duration // after the last failure
 	}{
 		"reset":     {resets, 0},
-		"dead core": {replies(http.StatusInternalServerError, deadCore), lossTold + 100*time.Millisecond},
+		"dead core": {replies(http.StatusInternalServerError, deadCore), lossWait + 100*time.Millisecond},
 	} {
 		t.Run(name, func(t *testing.T) {
 			const attempts = 3

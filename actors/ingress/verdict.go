@@ -56,19 +56,19 @@ const (
 	causeDrained
 )
 
-// row says what follows from a cause.
-type row struct {
+// causePolicy says what follows from a cause.
+type causePolicy struct {
 	name  string
 	retry bool // before the first byte: another rank may be tried
 	free  bool // the retry costs no budget
 	trip  bool // counts towards the rank's trip
 	death bool // the engine died, or its connection did, while it had the request
-	probe bool // the DPServer looks at its engine at once
-	busy  bool // the DPServer takes the rank as full
+	probe bool // the DPServer checks its engine at once
+	busy  bool // the DPServer counts the rank as full
 	done  msg.Outcome
 }
 
-var rows = [...]row{
+var causePolicies = [...]causePolicy{
 	causeOK:     {name: "ok", done: msg.OK},
 	causePassed: {name: msg.CauseClientError, done: msg.OK}, // the engine did its work
 
@@ -105,7 +105,7 @@ var rows = [...]row{
 	causeDrained:    {name: "drained", done: msg.Cancelled},
 }
 
-func (c cause) String() string { return rows[c].name }
+func (c cause) String() string { return causePolicies[c].name }
 
 // refusals are the causes of a DPServer's refusals.
 var refusals = [...]cause{
@@ -133,8 +133,8 @@ var (
 	errOver       = errors.New("the attempt is over")
 )
 
-// ended names why ctx is over. A context that nobody cancelled with a name is the client's connection.
-func ended(ctx context.Context) cause {
+// contextCause names why ctx is over. A context that nobody cancelled with a name is the client's connection.
+func contextCause(ctx context.Context) cause {
 	switch err := context.Cause(ctx); {
 	case errors.Is(err, errAdmitSlow):
 		return causeOverloaded
@@ -157,18 +157,18 @@ func ended(ctx context.Context) cause {
 
 // result is the end of an attempt.
 type result struct {
-	cause  cause
-	err    error              // for the log: no part of a prompt or an answer
-	engine openai.EngineError // what the engine said of it
-	status int                // of the engine: causePassed, causeStatus, causeEngineDead, causeEngineBusy, causeErrorEvent
-	word   string             // replaces the cause's name in the log
+	cause        cause
+	err          error              // for the log: no part of a prompt or an answer
+	engine       openai.EngineError // the engine's error
+	status       int                // of the engine, for causes that have one
+	nameOverride string             // replaces the cause's name in the log
 }
 
 func (r *result) name() string {
-	if r.word != "" {
-		return r.word
+	if r.nameOverride != "" {
+		return r.nameOverride
 	}
-	return rows[r.cause].name
+	return causePolicies[r.cause].name
 }
 
 // attrs are what the engine and the network said. An engine's message may repeat any part of the request: it is shown if it is a
@@ -214,56 +214,56 @@ func statusCause(status int, e *openai.EngineError) cause {
 
 // failure is an answer of dpserve's own.
 type failure struct {
-	status     int
-	code       string
-	message    string
-	param      string
-	retryAfter int // seconds; 0: no header
-	cause      string
-	gone       bool    // nobody is there to read it
-	last       *result // the attempt it comes from; nil: none
+	status      int
+	code        string
+	message     string
+	param       string
+	retryAfter  int // seconds; 0: no header
+	cause       string
+	clientGone  bool    // no client can read the answer
+	lastAttempt *result // nil: none
 }
 
 // result is what the log shows of the failure.
 func (f *failure) result() *result {
-	out := result{word: f.cause}
-	if f.last != nil {
-		out = *f.last
-		out.word = f.cause
+	out := result{nameOverride: f.cause}
+	if f.lastAttempt != nil {
+		out = *f.lastAttempt
+		out.nameOverride = f.cause
 	}
 	return &out
 }
 
-func fail(code, format string) *failure {
+func newFailure(code, format string) *failure {
 	return &failure{status: openai.Status(code), code: code, message: format, cause: code}
 }
 
-func (f *failure) after(seconds int) *failure {
+func (f *failure) withRetryAfter(seconds int) *failure {
 	f.retryAfter = seconds
 	return f
 }
 
-// final is what the client sees when an attempt was the last one and nothing is left to try.
-func final(r *result) *failure {
-	f := finalOf(r)
-	f.cause, f.last = r.cause.String(), r
+// finalFailure is what the client sees when an attempt was the last one and nothing is left to try.
+func finalFailure(r *result) *failure {
+	f := failureFor(r)
+	f.cause, f.lastAttempt = r.cause.String(), r
 	return f
 }
 
-func finalOf(r *result) *failure {
+func failureFor(r *result) *failure {
 	switch r.cause {
 	case causeEngineBusy:
-		return fail(openai.CodeOverloaded, "every rank that was asked is busy; try again").after(1)
+		return newFailure(openai.CodeOverloaded, "every rank that was asked is busy; try again").withRetryAfter(1)
 	case causeFirstToken:
-		return fail(openai.CodeFirstTokenTimeout, "no rank gave a first token in time; try again, or raise timeouts.first_token_s")
+		return newFailure(openai.CodeFirstTokenTimeout, "no rank gave a first token in time; try again, or raise timeouts.first_token_s")
 	case causeExpired, causeDeadline:
-		return fail(openai.CodeDeadlineExceeded, "the deadline of x-dpserve-timeout-ms is over")
+		return newFailure(openai.CodeDeadlineExceeded, "the deadline of x-dpserve-timeout-ms is over")
 	case causeStaleEpoch, causeNotReady, causeFenced, causeDraining, causeNoLease, causeGone, causeOverloaded, causeFull:
-		return fail(openai.CodeNoReadyRank, "no rank took the request; try again").after(1)
+		return newFailure(openai.CodeNoReadyRank, "no rank took the request; try again").withRetryAfter(1)
 	case causeDrained:
-		return fail(openai.CodeNoReadyRank, "this ingress is shutting down; try again").after(1)
+		return newFailure(openai.CodeNoReadyRank, "this ingress is shutting down; try again").withRetryAfter(1)
 	case causeClientGone, causeSlowReader:
-		return &failure{status: statusClientGone, gone: true}
+		return &failure{status: statusClientGone, clientGone: true}
 	case causeStatus, causeEngineDead:
 		return engineFailed(r.status)
 	default:
@@ -273,7 +273,7 @@ func finalOf(r *result) *failure {
 
 // engineFailed is 502 upstream_failed; the engine's 503 stays 503.
 func engineFailed(status int) *failure {
-	f := fail(openai.CodeUpstreamFailed, "every rank that was asked failed; try again").after(1)
+	f := newFailure(openai.CodeUpstreamFailed, "every rank that was asked failed; try again").withRetryAfter(1)
 	if status == http.StatusServiceUnavailable {
 		f.status = status
 	}
@@ -283,8 +283,8 @@ func engineFailed(status int) *failure {
 // statusClientGone is the status in logs and metrics of a request whose client left; it is never sent.
 const statusClientGone = 499
 
-// brokenOff is the code and text of the error event that ends a stream after its first byte.
-func brokenOff(c cause) (code, message string) {
+// streamError is the code and text of the error event that ends a stream after its first byte.
+func streamError(c cause) (code, message string) {
 	switch c {
 	case causeStalled, causeSilent:
 		return openai.CodeStalled, "the engine stopped sending tokens; send the request again"

@@ -9,43 +9,43 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// waiting is what the leader has said of applications whose units find no room. It comes with each renewal of
+// unplacedApps is what the leader has said of applications whose units find no room. It comes with each renewal of
 // the node's lease and lasts as long as that: where no leader is heard, units count as on their way again.
 // Safe for concurrent use.
-type waiting struct {
-	news chan struct{} // one slot: what was said has changed
+type unplacedApps struct {
+	changed chan struct{} // one slot: the list has changed
 
 	mu    sync.Mutex
-	said  []msg.Waiting
+	apps  []msg.Waiting
 	until time.Time
 }
 
-// take replaces what was said before.
-func (w *waiting) take(said []msg.Waiting, lasts time.Duration) {
+// replace replaces what was said before.
+func (w *unplacedApps) replace(said []msg.Waiting, lasts time.Duration) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.until = time.Now().Add(lasts)
-	if len(said) == len(w.said) && (len(said) == 0 || reflect.DeepEqual(said, w.said)) {
+	if len(said) == len(w.apps) && (len(said) == 0 || reflect.DeepEqual(said, w.apps)) {
 		return
 	}
-	w.said = said
+	w.apps = said
 	select {
-	case w.news <- struct{}{}:
+	case w.changed <- struct{}{}:
 	default:
 	}
 }
 
-// now gives what holds now by application, and for how long; 0: nothing was said, or it is over.
-func (w *waiting) now() (apps map[string]*msg.Waiting, left time.Duration) {
+// current gives what holds now by application, and for how long; 0: nothing was said, or it is over.
+func (w *unplacedApps) current() (apps map[string]*msg.Waiting, left time.Duration) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if left = time.Until(w.until); left <= 0 || len(w.said) == 0 {
-		w.said = nil
+	if left = time.Until(w.until); left <= 0 || len(w.apps) == 0 {
+		w.apps = nil
 		return nil, 0
 	}
-	apps = make(map[string]*msg.Waiting, len(w.said))
-	for i := range w.said {
-		apps[w.said[i].App] = &w.said[i]
+	apps = make(map[string]*msg.Waiting, len(w.apps))
+	for i := range w.apps {
+		apps[w.apps[i].App] = &w.apps[i]
 	}
 	return apps, left
 }
@@ -53,7 +53,9 @@ func (w *waiting) now() (apps map[string]*msg.Waiting, left time.Duration) {
 // TakeWaiting tells the ingress which applications have units that find no room; it replaces what was told
 // before, and holds for lasts. Their units do not count as on their way, so requests that no ready rank can
 // take are refused with the reason.
-func (in *Ingress) TakeWaiting(said []msg.Waiting, lasts time.Duration) { in.waiting.take(said, lasts) }
+func (in *Ingress) TakeWaiting(said []msg.Waiting, lasts time.Duration) {
+	in.unplaced.replace(said, lasts)
+}
 
 // hasNoRoom says whether a unit waits for room. What the leader said does not hold for another revision,
 // which was not placed yet, nor for a unit that was granted meanwhile.

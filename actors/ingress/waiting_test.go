@@ -31,13 +31,13 @@ func emptyRig(t *testing.T) *rig {
 
 // onTheWay is how many units of demo may come up, as the Router was told; -1 without the application.
 func (g *rig) onTheWay() int {
-	l := g.in.known("demo")
-	if l == nil || l.spec.Load() == nil {
+	ar := g.in.findAppRouter("demo")
+	if ar == nil || ar.revision.Load() == nil {
 		return -1
 	}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.coming + len(l.unseen) + len(l.fenced)
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	return ar.pendingUnits + len(ar.unseenUnits) + len(ar.fencedUnits)
 }
 
 func TestRequestWaitingForAnAppIsRefusedWhenThereIsNoRoom(t *testing.T) {
