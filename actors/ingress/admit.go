@@ -8,9 +8,10 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// admit asks the rank's DPServer for a ticket and waits for its answer, the end of ctx, or the end of the actor, which
-// answers nobody any more. The message carries the request's context and not the attempt's, which ends at the same moment
-// as the ticket: the DPServer would take that for an abandoned one.
+// admit asks the rank's DPServer for a ticket and waits for the reply, the end of ctx, or the end of the
+// actor, which then replies to nothing. The message carries the context of the request, not of the attempt:
+// the attempt's context ends at the same moment as its ticket, and the DPServer would take that for an
+// abandoned request.
 func (req *request) admit(ctx, request context.Context, rk *rank) (msg.AdmitReply, cause) {
 	reply, _ := req.in.replyPool.Get().(chan msg.AdmitReply)
 	m := &msg.Admit{Ctx: request, Reply: reply}
@@ -33,18 +34,21 @@ func (req *request) admit(ctx, request context.Context, rk *rank) (msg.AdmitRepl
 	}
 }
 
-// fillAdmit fills in what an admission says of its request.
+// fillAdmit sets the fields of an Admit that describe the request.
 func (req *request) fillAdmit(m *msg.Admit, rk *rank) {
-	m.ReqID, m.Epoch, m.Class, m.Tokens, m.Estimated = req.query.ID, rk.epoch, msg.ClassBoth, req.query.Tokens, req.query.Estimated
+	m.ReqID, m.Epoch, m.Class, m.Tokens, m.Estimated = req.query.ID, rk.epoch, msg.ClassBoth,
+		req.query.Tokens, req.query.Estimated
 	m.Deadline, m.Ingress, m.Session = req.deadline, req.in.node, routing.SessionKey(req.query.Session)
 	m.Weight = req.scan.Choices
-	m.Whole = req.r != nil && !req.scan.Stream // a reservation has no request: its owner says when prefill is done
+	// a reservation has no HTTP request: its caller reports the end of prefill
+	m.Whole = req.r != nil && !req.scan.Stream
 	if req.prompt.lookedUp {
-		m.Hit, m.Blocks, m.HitBlocks = req.query.HitOn(rk.id), req.prompt.blocks, req.prompt.cachedPrefix(rk.id)
+		m.Hit, m.Blocks, m.HitBlocks = req.query.HitOn(rk.id), req.prompt.blocks,
+			req.prompt.cachedPrefix(rk.id)
 	}
 }
 
-// sendRefusal tells a full mailbox from a stopped one.
+// sendRefusal distinguishes a stopped mailbox from a full one.
 func sendRefusal(rk *rank) cause {
 	select {
 	case <-rk.mailbox.Stopped():
@@ -54,7 +58,7 @@ func sendRefusal(rk *rank) cause {
 	}
 }
 
-// replyAfterStop takes an answer that came just before the actor ended.
+// replyAfterStop takes a reply that arrived just before the actor ended.
 func (in *Ingress) replyAfterStop(reply chan msg.AdmitReply) (msg.AdmitReply, cause) {
 	select {
 	case rep := <-reply:
@@ -65,8 +69,8 @@ func (in *Ingress) replyAfterStop(reply chan msg.AdmitReply) (msg.AdmitReply, ca
 	}
 }
 
-// awaitLateTicket takes a ticket that comes after its request has left, and gives it back. One goroutine per such request, ended
-// by the answer, the actor's end or a deadline.
+// awaitLateTicket waits for the ticket of a request that has already left, and returns it. It uses one
+// goroutine per such request, which ends with the reply, the actor or Timers.LateTicket.
 func (in *Ingress) awaitLateTicket(box msg.Mailbox, reply chan msg.AdmitReply) {
 	in.background.Go(func() {
 		timeout := time.NewTimer(in.timers.LateTicket)

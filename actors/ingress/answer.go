@@ -13,7 +13,7 @@ import (
 	"github.com/dpserve/dpserve/engine/openai"
 )
 
-// sendHeader sends status and header: from here on the attempt is the last one.
+// sendHeader sends status and header to the client. No other attempt follows after it.
 func (req *request) sendHeader(status int, engine http.Header, length int) {
 	req.app.router.markFirstByte(&req.attempt)
 	now := time.Now()
@@ -29,7 +29,7 @@ func (req *request) sendHeader(status int, engine http.Header, length int) {
 	req.w.WriteHeader(status)
 }
 
-// writeClient passes bytes on. The error's cause is the client's: it left, or it does not read.
+// writeClient writes bytes to the client. An error means that the client has left or does not read.
 func (req *request) writeClient(b []byte, now time.Time) error {
 	req.extendWriteDeadline(now)
 	if !req.pace.beginWrite(now, len(b), req.in.timers.SlowReader) {
@@ -39,7 +39,7 @@ func (req *request) writeClient(b []byte, now time.Time) error {
 	return err
 }
 
-// writeFailure says what a failed write means.
+// writeFailure returns the result of an attempt whose answer could not be written.
 func (req *request) writeFailure(ctx context.Context, err error) result {
 	req.cutConn = true
 	switch {
@@ -52,13 +52,13 @@ func (req *request) writeFailure(ctx context.Context, err error) result {
 	}
 }
 
-// isStream says that an answer comes as server-sent events.
+// isStream reports whether an answer is a stream of server-sent events.
 func isStream(h http.Header) bool {
 	v := h["Content-Type"]
 	return len(v) > 0 && strings.HasPrefix(v[0], "text/event-stream")
 }
 
-// readEngine fills buf from the engine under the phase timer, which is armed for as long as the read blocks.
+// readEngine reads from the engine into buf. The phase timer runs while the read blocks.
 func (req *request) readEngine(body io.Reader, buf []byte, now, due time.Time, cause error) (int, error) {
 	req.pace.endWrite(now)
 	req.timer.arm(now, due, cause)
@@ -67,13 +67,15 @@ func (req *request) readEngine(body io.Reader, buf []byte, now, due time.Time, c
 	return n, err
 }
 
-// watchGaps says whose answer readGap reads.
+// watchGaps configures the phase timer for readEngineGap.
 func (req *request) watchGaps() {
 	a := &req.attempt
-	req.timer.watchGaps(gapWatch{router: req.app.router, rank: a.rank, ticket: a.ticket.ID, limit: req.app.between, maxGap: req.app.firstToken})
+	req.timer.watchGaps(gapWatch{router: req.app.router, rank: a.rank, ticket: a.ticket.ID,
+		limit: req.app.between, maxGap: req.app.firstToken})
 }
 
-// readEngineGap fills buf from an engine that was heard before: the phase timer's clock is that of the gap.
+// readEngineGap reads from an engine that has already sent output: the phase timer measures the gap since
+// then.
 func (req *request) readEngineGap(body io.Reader, buf []byte) (int, error) {
 	now := time.Now()
 	req.pace.endWrite(now)
@@ -83,7 +85,8 @@ func (req *request) readEngineGap(body io.Reader, buf []byte) (int, error) {
 	return n, err
 }
 
-// relayError handles an answer of 400 and above: tried again elsewhere, or passed on byte for byte.
+// relayError handles an answer with status 400 or above: it is retried on another rank, or relayed byte for
+// byte.
 func (req *request) relayError(ctx context.Context, resp *http.Response) result {
 	body, whole, err := req.readWhole(resp)
 	if err != nil {
@@ -100,7 +103,8 @@ func (req *request) relayError(ctx context.Context, resp *http.Response) result 
 	return req.sendWhole(ctx, resp.StatusCode, resp.Header, body, res)
 }
 
-// isBestAnswer says that the engine's own 408 or 429 is the best answer there is left: it tells the client what to do.
+// isBestAnswer reports whether the engine's own 408 or 429 is the best answer left, because it tells the
+// client what to do.
 func (req *request) isBestAnswer(res *result) bool {
 	if res.status >= http.StatusInternalServerError || res.cause != causeStatus {
 		return false
@@ -108,8 +112,9 @@ func (req *request) isBestAnswer(res *result) bool {
 	return req.attempts+1 >= req.maxAttempts()
 }
 
-// sendWhole sends a whole answer.
-func (req *request) sendWhole(ctx context.Context, status int, header http.Header, body []byte, res result) result {
+// sendWhole sends an answer that is completely in memory.
+func (req *request) sendWhole(ctx context.Context, status int, header http.Header, body []byte,
+	res result) result {
 	if !req.mayServe() {
 		return req.endUnserved()
 	}
@@ -120,8 +125,8 @@ func (req *request) sendWhole(ctx context.Context, status int, header http.Heade
 	return res
 }
 
-// relayWhole handles an answer that is not streamed: read whole up to maxWhole before its header goes out, so that a broken
-// one can be tried again.
+// relayWhole handles an answer that is not streamed. It reads up to maxWhole bytes before it sends the
+// header, so that a broken answer can be retried.
 func (req *request) relayWhole(ctx context.Context, resp *http.Response) result {
 	body, whole, err := req.readWhole(resp)
 	switch {
@@ -140,7 +145,7 @@ func (req *request) relayWhole(ctx context.Context, resp *http.Response) result 
 	return req.sendWhole(ctx, resp.StatusCode, resp.Header, body, result{cause: causeOK})
 }
 
-// readWhole reads an answer into the call's buffer. whole is false if it is longer than maxWhole.
+// readWhole reads an answer into the stream's buffer. whole is false if the answer is longer than maxWhole.
 func (req *request) readWhole(resp *http.Response) (body []byte, whole bool, err error) {
 	s := &req.stream
 	s.reset(0)
@@ -164,7 +169,7 @@ func (req *request) readWhole(resp *http.Response) (body []byte, whole bool, err
 	return s.buf[:s.filled], false, nil
 }
 
-// relayRest streams an answer that is too long to be held: it has begun.
+// relayRest streams an answer that is too long to be held. After its first write no retry is possible.
 func (req *request) relayRest(ctx context.Context, resp *http.Response, head []byte) result {
 	if !req.mayServe() {
 		return req.endUnserved()
@@ -185,7 +190,7 @@ func (req *request) relayRest(ctx context.Context, resp *http.Response, head []b
 			continue
 		}
 		if !errors.Is(err, io.EOF) {
-			req.cutConn = true // no event can be put into a JSON body: the cut tells
+			req.cutConn = true // a JSON body can hold no error event: only the cut shows the failure
 			return req.readFailure(ctx, err, true)
 		}
 		if err := req.writeClient(b, time.Now()); err != nil {

@@ -28,8 +28,8 @@ type attempt struct {
 	hasFirstByte bool // guarded by appRouter.mu
 }
 
-// tryRank dispatches to rk and relays its answer. When it returns, the rank's load is given back. If c.status is 0 and c.cut is
-// false, the client has seen nothing.
+// tryRank dispatches to rk and relays its answer. When it returns, the request no longer counts in the rank's
+// load. If status is 0 and cutConn is false, the client has received nothing.
 func (req *request) tryRank(parent context.Context, rk *rank) result {
 	ctx, cancel := context.WithCancelCause(parent)
 	defer cancel(errOver)
@@ -59,22 +59,24 @@ func (req *request) tryRank(parent context.Context, rk *rank) result {
 		return req.endRefused(ctx, rep, refused)
 	}
 	req.recordTicket(&rep.Ticket)
-	res := result{cause: causeDrained} // what a panic leaves behind
+	res := result{cause: causeDrained} // the result if exchange panics
 	defer func() { req.returnTicket(&res) }()
 	res = req.exchange(ctx)
 	return res
 }
 
-// recordTicket notes the ticket: from here on it is owed back.
+// recordTicket stores the ticket, which the attempt must return from now on, and tells the Router.
 func (req *request) recordTicket(t *msg.Ticket) {
 	a := &req.attempt
 	a.ticket = *t
 	a.router.Observe(&routing.Event{
-		Kind: routing.EvTicket, Rank: a.rank.id, ReqID: req.query.ID, Seq: t.Seq, Incarnation: t.Incarnation, Now: req.in.clock(),
+		Kind: routing.EvTicket, Rank: a.rank.id, ReqID: req.query.ID, Seq: t.Seq, Incarnation: t.Incarnation,
+		Now: req.in.clock(),
 	})
 }
 
-// undoRefused takes the bump back. A full rank's picture is corrected first, so the undo wakes nobody in vain.
+// undoRefused removes a refused request from the rank's load. It first corrects the picture of a full rank,
+// so that the undo wakes no request without reason.
 func (req *request) undoRefused(rep msg.AdmitReply, why cause) result {
 	req.app.router.metrics.Load().Refusal(causePolicies[why].name)
 	if why == causeFull {
@@ -84,7 +86,8 @@ func (req *request) undoRefused(rep msg.AdmitReply, why cause) result {
 	return result{cause: why}
 }
 
-// endRefused is refused for a request whose end is known here: what the rank calls expired is a client that left, or a deadline.
+// endRefused is undoRefused for a request whose context may be over: a rank answers "expired" both to a
+// client that left and to a deadline, and only the ingress can tell them apart.
 func (req *request) endRefused(ctx context.Context, rep msg.AdmitReply, why cause) result {
 	res := req.undoRefused(rep, why)
 	if why == causeExpired && ctx.Err() != nil {
@@ -93,11 +96,13 @@ func (req *request) endRefused(ctx context.Context, rep msg.AdmitReply, why caus
 	return res
 }
 
+// undoPick removes the request from the picked rank's load in the Router.
 func (req *request) undoPick() {
-	req.attempt.router.Observe(&routing.Event{Kind: routing.EvUndo, Rank: req.attempt.rank.id, ReqID: req.query.ID, Now: req.in.clock()})
+	req.attempt.router.Observe(&routing.Event{Kind: routing.EvUndo, Rank: req.attempt.rank.id,
+		ReqID: req.query.ID, Now: req.in.clock()})
 }
 
-// returnTicket gives the ticket back, exactly once, with what the attempt says about the engine.
+// returnTicket returns the ticket to the rank, exactly once, with what the attempt shows about the engine.
 func (req *request) returnTicket(res *result) {
 	a, what := &req.attempt, causePolicies[res.cause]
 	var first time.Duration
@@ -106,17 +111,18 @@ func (req *request) returnTicket(res *result) {
 	}
 	a.rank.mailbox.Send(&msg.Done{
 		TicketID: a.ticket.ID, Outcome: what.done, Cause: what.name,
-		PromptTokens: req.usage.PromptTokens, CachedTokens: req.usage.CachedTokens, HasCached: req.usage.HasCached, CompletionTokens: req.outputTokens(),
+		PromptTokens: req.usage.PromptTokens, CachedTokens: req.usage.CachedTokens,
+		HasCached: req.usage.HasCached, CompletionTokens: req.outputTokens(),
 		FirstToken: first, Trip: req.countsToTrip(res), Busy: what.busy, Probe: what.probe,
 	})
 	req.app.router.recordServiceTime(time.Since(a.start))
 	req.recordTokens()
 }
 
-// outputTokens is the engine's count of output tokens, else the chunks seen.
+// outputTokens is the engine's count of output tokens, or the number of chunks if that is larger.
 func (req *request) outputTokens() int { return max(req.usage.CompletionTokens, req.stream.tokens) }
 
-// recordTokens adds the tokens to the metrics and teaches the estimate.
+// recordTokens adds the tokens to the metrics and updates the estimate of bytes per token.
 func (req *request) recordTokens() {
 	n := req.outputTokens()
 	req.in.tokens.Add(uint64(max(n-req.countedTokens, 0)))
@@ -142,12 +148,13 @@ func (req *request) exchange(ctx context.Context) result {
 	return req.relay(ctx, resp)
 }
 
-// relay passes the answer on.
+// relay sends the engine's answer to the client.
 func (req *request) relay(ctx context.Context, resp *http.Response) result {
 	switch {
 	case resp.StatusCode >= http.StatusBadRequest:
 		return req.relayError(ctx, resp)
-	case resp.StatusCode >= http.StatusMultipleChoices: // its Location is an address behind the ingress, and clients would send the prompt there
+	case resp.StatusCode >= http.StatusMultipleChoices:
+		// Its Location is an internal address, to which clients would send the prompt.
 		return result{cause: causeStatus, status: resp.StatusCode}
 	case isStream(resp.Header):
 		return req.relayStream(ctx, resp)
@@ -156,8 +163,8 @@ func (req *request) relay(ctx context.Context, resp *http.Response) result {
 	}
 }
 
-// firstTokenDue is when the attempt must have shown its first token. An answer that is not streamed shows none: it gets the
-// time that a stream with its number of tokens could take at most.
+// firstTokenDue is the deadline of the attempt's first token. An answer that is not streamed has no visible
+// first token: its deadline is that of a stream with the same number of tokens.
 func (req *request) firstTokenDue() time.Time {
 	d := req.app.firstToken
 	if req.route.Generates() && !req.scan.Stream {
@@ -170,8 +177,8 @@ func (req *request) firstTokenDue() time.Time {
 	return req.attempt.start.Add(d)
 }
 
-// sendWithResend sends once, and once more if a reused connection turned out to be closed: engines close idle connections, so that is nobody's fault and
-// no attempt.
+// sendWithResend sends the request, and sends it once more if a reused connection turns out to be closed.
+// Engines close idle connections, so this is no failure and not a new attempt.
 func (req *request) sendWithResend(ctx context.Context) (*http.Response, error) {
 	resp, o, err := req.sendOnce(ctx)
 	if err == nil || !o.Stale() || ctx.Err() != nil {
@@ -189,7 +196,8 @@ func (req *request) sendOnce(ctx context.Context) (*http.Response, *engineleg.Re
 	case "header":
 		o.Header = withRank(req.header, t.Selector)
 	case "body":
-		o.Body = openai.AppendField(nil, req.engineBody, "routed_dp_rank", strconv.AppendInt(nil, int64(t.Selector), 10))
+		o.Body = openai.AppendField(nil, req.engineBody, "routed_dp_rank",
+			strconv.AppendInt(nil, int64(t.Selector), 10))
 	}
 	resp, err := req.in.legs.Send(ctx, a.ticket.Target.Owned, o)
 	if !o.Settled() {
@@ -198,13 +206,13 @@ func (req *request) sendOnce(ctx context.Context) (*http.Response, *engineleg.Re
 	return resp, o, err
 }
 
-// readFailure says what a failed read of an answer's body means.
+// readFailure returns the result of an attempt whose answer could not be read to its end.
 func (req *request) readFailure(ctx context.Context, err error, begun bool) result {
 	switch {
 	case ctx.Err() != nil:
 		why := contextCause(ctx)
 		if (why == causeStalled || why == causeSilent) && !begun {
-			why = causeFirstToken // an empty delta came, and then nothing
+			why = causeFirstToken // the engine sent an empty delta and then nothing
 		}
 		return result{cause: why, err: err}
 	case errors.Is(err, msg.ErrUnreachable):
@@ -216,7 +224,7 @@ func (req *request) readFailure(ctx context.Context, err error, begun bool) resu
 	}
 }
 
-// lostStreamCause tells a rank that was drained from one that failed.
+// lostStreamCause distinguishes a drained rank from a failed one.
 func (req *request) lostStreamCause() cause {
 	if req.app.router.isDraining(req.attempt.rank) {
 		return causeDrained
@@ -226,11 +234,11 @@ func (req *request) lostStreamCause() cause {
 
 func closeBody(resp *http.Response) {
 	if err := resp.Body.Close(); err != nil {
-		return // the answer's outcome is decided; the connection is not used again
+		return // the outcome is decided, and the connection is not used again
 	}
 }
 
-// countOutput counts output.
+// countOutput counts output tokens of the stream.
 func (req *request) countOutput(n int, now time.Time) {
 	if req.attempt.firstToken.IsZero() {
 		req.attempt.firstToken = now
@@ -239,9 +247,9 @@ func (req *request) countOutput(n int, now time.Time) {
 	req.countedTokens += n
 }
 
-// reportProgress tells the rank that its prefill is done, and later now and then how far its stream is, so that it is seen to live. It
-// comes behind the write: a message wakes its receiver, and the client need not wait for that. A stream that has ended needs no
-// report: its Done says it all.
+// reportProgress tells the rank that prefill is done, and later at intervals how many tokens the stream has.
+// It runs after the write to the client, because a message wakes its receiver and the client should not wait
+// for that. A stream that has ended needs no report: Done contains everything.
 func (req *request) reportProgress(now time.Time) {
 	a := &req.attempt
 	switch {

@@ -68,7 +68,8 @@ func relayRig(tb testing.TB) (relay func(n int)) {
 	hr, err := http.NewRequestWithContext(context.Background(), http.MethodPost, "/", nil)
 	require.NoError(tb, err)
 	w := &sinkWriter{header: http.Header{}}
-	req.w, req.r, req.rc, req.flush, req.route = w, hr, http.NewResponseController(w), w.FlushError, openai.Chat
+	req.w, req.r, req.rc, req.flush, req.route = w, hr, http.NewResponseController(w), w.FlushError,
+		openai.Chat
 	req.app, req.scan.Choices = &appRoute{appRevision: spec, router: ar}, 1
 	body := &chunks{}
 	resp := &http.Response{StatusCode: 200, Header: http.Header{}, Body: body}
@@ -88,7 +89,8 @@ func relayRig(tb testing.TB) (relay func(n int)) {
 }
 
 func bareIngress() *Ingress {
-	in := &Ingress{node: "n1", timers: Timers{}.withDefaults(), limits: Limits{}.withDefaults(), log: slog.New(slog.DiscardHandler), clockBase: time.Now()}
+	in := &Ingress{node: "n1", timers: Timers{}.withDefaults(), limits: Limits{}.withDefaults(),
+		log: slog.New(slog.DiscardHandler), clockBase: time.Now()}
 	in.requestPool.New = func() any { return newRequest(in) }
 	return in
 }
@@ -117,7 +119,8 @@ func (m *counter) Send(v any) {
 	}
 }
 
-// TestReports: a rank hears of the first token once and of progress now and then; of a stream whose end has come, nothing but Done.
+// TestReports: a rank hears of the first token once and of progress now and then; of a stream whose end has
+// come, nothing but Done.
 func TestReports(t *testing.T) {
 	req := newRequest(bareIngress())
 	box := &counter{}
@@ -152,30 +155,31 @@ func cpu() time.Duration {
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
-// benchEngine answers like an engine on a raw connection, so that the engine's own cost is small: whole answers, or n paced
-// chunks.
+// benchEngine answers like an engine on a raw connection, so that the engine's own cost is small: whole
+// answers, or n paced chunks.
 func benchEngine(b *testing.B, paced int, pace time.Duration) string {
 	b.Helper()
 	l, err := (&net.ListenConfig{}).Listen(context.Background(), "tcp", "127.0.0.1:0")
 	require.NoError(b, err)
-	srv := &http.Server{ReadHeaderTimeout: time.Minute, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		drain(r)
-		if paced == 0 {
-			w.Header().Set("Content-Type", "application/json")
-			_, _ = io.WriteString(w, wholeAnswer)
-			return
-		}
-		w.Header().Set("Content-Type", "text/event-stream")
-		f := w.(http.Flusher)
-		tick := time.NewTicker(pace)
-		defer tick.Stop()
-		for range paced {
-			<-tick.C
-			_, _ = io.WriteString(w, typicalChunk)
-			f.Flush()
-		}
-		sse(w, stopChunk, doneEvent)
-	})}
+	srv := &http.Server{ReadHeaderTimeout: time.Minute,
+		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			drain(r)
+			if paced == 0 {
+				w.Header().Set("Content-Type", "application/json")
+				_, _ = io.WriteString(w, wholeAnswer)
+				return
+			}
+			w.Header().Set("Content-Type", "text/event-stream")
+			f := w.(http.Flusher)
+			tick := time.NewTicker(pace)
+			defer tick.Stop()
+			for range paced {
+				<-tick.C
+				_, _ = io.WriteString(w, typicalChunk)
+				f.Flush()
+			}
+			sse(w, stopChunk, doneEvent)
+		})}
 	go func() { _ = srv.Serve(l) }()
 	b.Cleanup(func() { _ = srv.Close() })
 	return "http://" + l.Addr().String()
@@ -214,13 +218,15 @@ func benchIngress(b *testing.B, engine string) string { return benchIngressAt(b,
 func benchIngressAt(b *testing.B, engine, node string) string {
 	b.Helper()
 	s, f := newStore(), &feed{}
-	r := &replica{feed: f, app: "demo", unit: "demo/0/0", url: engine, max: 1024, owned: true, epoch: 1, incarnation: 7, accepting: true, node: node}
+	r := &replica{feed: f, app: "demo", unit: "demo/0/0", url: engine, max: 1024, owned: true, epoch: 1,
+		incarnation: 7, accepting: true, node: node}
 	r.stopped, r.open = make(chan struct{}), map[uint64]msg.Admit{}
 	f.replicas = []*replica{r}
 	a := demoApp()
 	a.Routing = app.Routing{Policy: "power-of-two", Preset: "documented"}
 	deploy(b, s, a, 1)
-	c := Config{Node: "n1", Store: s, Feed: f, Metrics: telemetry.New(), Log: slog.New(slog.DiscardHandler), Seed: 1}
+	c := Config{Node: "n1", Store: s, Feed: f, Metrics: telemetry.New(), Log: slog.New(slog.DiscardHandler),
+		Seed: 1}
 	if node != c.Node {
 		c.Remote = newDataPort(b, f, nil).client
 	}
@@ -237,7 +243,8 @@ func benchIngressAt(b *testing.B, engine, node string) string {
 	return "http://" + addr.String()
 }
 
-// load sends n requests over c connections and gives the CPU of the whole process per request: engine, client and proxy.
+// load sends n requests over c connections and gives the CPU of the whole process per request: engine, client
+// and proxy.
 func load(b *testing.B, target, body string, n, c int) time.Duration {
 	b.Helper()
 	client := &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 1024, DisableCompression: true}}
@@ -266,7 +273,8 @@ func load(b *testing.B, target, body string, n, c int) time.Duration {
 }
 
 func once(client *http.Client, target, body string) error {
-	req, err := http.NewRequestWithContext(context.Background(), http.MethodPost, target+"/v1/chat/completions", strings.NewReader(body))
+	req, err := http.NewRequestWithContext(context.Background(), http.MethodPost,
+		target+"/v1/chat/completions", strings.NewReader(body))
 	if err != nil {
 		return err
 	}
@@ -285,13 +293,14 @@ func once(client *http.Client, target, body string) error {
 	return nil
 }
 
-// BenchmarkSmallRequest compares CPU per small request: direct, through the ingress, through a plain ReverseProxy, in one run.
-// The proxies' own cost is the difference to direct.
+// BenchmarkSmallRequest compares CPU per small request: direct, through the ingress, through a plain
+// ReverseProxy, in one run. The proxies' own cost is the difference to direct.
 func BenchmarkSmallRequest(b *testing.B) { compare(b, chatBody, 0, 0, 8, 1) }
 
 // BenchmarkLargeRequest is the same with a body of 400 KB.
 func BenchmarkLargeRequest(b *testing.B) {
-	compare(b, `{"model":"demo","messages":[{"role":"user","content":"`+strings.Repeat("a prompt. ", 40<<10)+`"}]}`, 0, 0, 4, 1)
+	compare(b, `{"model":"demo","messages":[{"role":"user","content":"`+strings.Repeat(
+		"a prompt. ", 40<<10)+`"}]}`, 0, 0, 4, 1)
 }
 
 // BenchmarkPacedChunk is CPU per chunk: 64 streams, one chunk per 10 ms each.

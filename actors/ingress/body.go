@@ -11,11 +11,13 @@ import (
 	"github.com/dpserve/dpserve/engine/openai"
 )
 
-// readBody reads the whole body before anything else: without that the client's leaving is not noticed, and no second
-// attempt is possible. A body above the limit is refused unread if it announces its length.
+// readBody reads the whole body before anything else: otherwise net/http does not notice that the client
+// leaves, and no second attempt is possible. It refuses a body that announces a length above the limit
+// without reading it.
 func (req *request) readBody() *failure {
 	in, r := req.in, req.r
-	// One more: a read has to reach the end of the body, or net/http does not watch the connection.
+	// One byte more, because net/http watches the connection only after a read has reached the end of the
+	// body.
 	most := in.limits.MaxBody + 1
 	if r.ContentLength >= most {
 		return in.tooLarge()
@@ -26,13 +28,13 @@ func (req *request) readBody() *failure {
 	if err := req.fillBody(int(most)); err != nil {
 		return req.bodyFailure(err)
 	}
-	if r.GetBody != nil { // a request of this process holds its body for as long as it lives
+	if r.GetBody != nil { // an in-process request would hold its body as long as it lives
 		r.Body, r.GetBody = http.NoBody, nil
 	}
 	return nil
 }
 
-// bodyFailure is the answer to a request whose body was not read to its end.
+// bodyFailure is the answer to a request whose body could not be read to its end.
 func (req *request) bodyFailure(err error) *failure {
 	in, r := req.in, req.r
 	switch {
@@ -41,12 +43,14 @@ func (req *request) bodyFailure(err error) *failure {
 	case errors.Is(err, errNoBodyMemory):
 		return noBodyMemory()
 	case errors.Is(err, errTooSlow), errors.Is(err, os.ErrDeadlineExceeded):
-		return newFailure(openai.CodeSlowRequest, fmt.Sprintf("the body came too slowly: send at least %d bytes per second, and up to %d MiB within %s",
+		return newFailure(openai.CodeSlowRequest, fmt.Sprintf(
+			"the body came too slowly: send at least %d bytes per second, and up to %d MiB within %s",
 			bodyRate, wholeBody>>20, in.timers.wholeBody()))
 	case r.Context().Err() != nil && !errors.Is(err, io.ErrUnexpectedEOF):
 		return &failure{status: statusClientGone, clientGone: true, cause: causeClientGone.String()}
 	default:
-		return newFailure(openai.CodeInvalidRequest, "the body ended before its announced length, or its chunks are malformed")
+		return newFailure(openai.CodeInvalidRequest,
+			"the body ended before its announced length, or its chunks are malformed")
 	}
 }
 
@@ -59,7 +63,8 @@ func (in *Ingress) tooLarge() *failure {
 }
 
 func noBodyMemory() *failure {
-	f := newFailure(openai.CodeOverloaded, "this node holds as many bytes of request bodies as it may; try again later").withRetryAfter(1)
+	f := newFailure(openai.CodeOverloaded,
+		"this node holds as many bytes of request bodies as it may; try again later").withRetryAfter(1)
 	f.cause = "body_memory"
 	return f
 }
@@ -70,8 +75,8 @@ var (
 	errTooSlow      = errors.New("body too slow")
 )
 
-// fillBody reads to the end of the body into c.body, which grows as bytes arrive: memory that a client only announces is not there yet.
-// most is the largest number of bytes that may come, and one more.
+// fillBody reads the body to its end. The buffer grows as bytes arrive, so a client that only announces a
+// length costs no memory. most is the largest number of bytes that may arrive, plus one.
 func (req *request) fillBody(most int) error {
 	m, window := &req.in.bodies, req.in.timers.BodyStall
 	if req.body = m.take(bodySizes[0]); req.body == nil {
@@ -101,7 +106,7 @@ func (req *request) fillBody(most int) error {
 		case int64(len(req.body.b)) > req.in.limits.MaxBody:
 			return errTooLarge
 		case errors.Is(err, io.EOF):
-			// The connection's own reader takes over at the end of the body: it must not run into our deadline.
+			// net/http's own reader takes over at the end of the body, and must not run into our deadline.
 			return setReadDeadline(req.rc, time.Time{})
 		case err != nil:
 			return err
@@ -111,20 +116,22 @@ func (req *request) fillBody(most int) error {
 	}
 }
 
-// deadlineSteps is how often in a window the read deadline is moved: it is exact to that part of the window.
+// deadlineSteps is how often the read deadline is moved within a window; the deadline is exact to
+// 1/deadlineSteps of it.
 const deadlineSteps = 30
 
-// bodyPace holds an upload to its least rates: bodyRate over each window, and wholeBody bytes over whole since it began. So a body
-// up to wholeBody bytes must be there after whole, and the least rate grows with the memory that a body takes.
+// bodyPace enforces the least rates of an upload: bodyRate over each window, and wholeBody bytes within whole
+// since the upload began. So a body of up to wholeBody bytes must be complete after whole, and the least rate
+// grows with the memory that a body takes.
 type bodyPace struct {
 	window time.Duration
 	whole  time.Duration
-	began  time.Time // of the body
-	since  time.Time // of the present window
-	had    int       // bytes that had come by then
+	began  time.Time // start of the body
+	since  time.Time // start of the current window
+	had    int       // bytes that had arrived by then
 }
 
-// isTooSlow says that the n bytes that have come by now are too few.
+// isTooSlow reports whether n bytes by now are too few.
 func (p *bodyPace) isTooSlow(now time.Time, n int) bool {
 	if passed := now.Sub(p.since); passed >= p.window {
 		if float64(n-p.had) < bodyRate*passed.Seconds() {
@@ -136,7 +143,7 @@ func (p *bodyPace) isTooSlow(now time.Time, n int) bool {
 	return passed >= p.whole && float64(n) < wholeBody*passed.Seconds()/p.whole.Seconds()
 }
 
-// deadline is until when the next byte must come behind the n that have come by now.
+// deadline is when the next byte must arrive after the n bytes that have arrived by now.
 func (p *bodyPace) deadline(now time.Time, n int) time.Time {
 	due, last := now.Add(p.window), p.began.Add(p.whole)
 	if n < wholeBody && last.Before(due) {
@@ -152,15 +159,16 @@ func setReadDeadline(w *http.ResponseController, at time.Time) error {
 	return nil
 }
 
-// abandonBody is for an answer to a request whose body was not read to its end. On HTTP/1 net/http would read on to keep the
-// connection, without a deadline: a stalled client would hold it for ever. So the connection ends, and reading does at once. On
-// HTTP/2 the stream is reset alone, and the requests of others on the connection go on.
+// abandonBody prepares an answer to a request whose body was not read to its end. On HTTP/1, net/http would
+// read the rest to keep the connection, without a deadline, and a stalled client would hold it for ever. So
+// abandonBody closes the connection after the answer and ends reading at once. On HTTP/2 only the stream is
+// reset, and the other requests of the connection go on.
 func abandonBody(w http.ResponseWriter, r *http.Request) {
 	if r.ContentLength == 0 || r.ProtoMajor > 1 {
 		return
 	}
 	w.Header().Set("Connection", "close")
 	if setReadDeadline(http.NewResponseController(w), time.Now()) != nil {
-		return // the connection is gone, which is as good
+		return // the connection is already gone
 	}
 }

@@ -8,19 +8,19 @@ import (
 // bodyBuffer is memory for a request's body.
 type bodyBuffer struct{ b []byte }
 
-// bodySizes are the sizes in bytes of the buffers that are used again. Each is four times as large as the one before it, so a buffer
-// is at most four times as large as the whole body in it, or of the smallest size.
+// bodySizes are the sizes in bytes of pooled buffers. Each is four times the size before it, so a buffer is
+// at most four times as large as the body in it, or of the smallest size.
 var bodySizes = [...]int{16 << 10, 64 << 10, 256 << 10, 1 << 20}
 
-// bodyMemory gives requests the memory of their bodies. All of it together is held to a budget, which is taken before the memory is:
-// a body for which nothing is left is refused, so clients cannot use up the memory of the node. Safe for concurrent use.
+// bodyMemory allocates the memory of request bodies within a budget for the whole node. It refuses a body for
+// which the budget has nothing left, so clients cannot exhaust the node's memory. Safe for concurrent use.
 type bodyMemory struct {
 	budget int64
-	taken  atomic.Int64              // bytes of all buffers that requests hold
+	taken  atomic.Int64              // bytes of all buffers in use
 	pools  [len(bodySizes)]sync.Pool // *bodyBuffer of each size
 }
 
-// take gives an empty buffer with room for size bytes; nil if that is more than the budget has left.
+// take returns an empty buffer with room for size bytes, or nil if the budget has less left.
 func (m *bodyMemory) take(size int) *bodyBuffer {
 	class := sizeClass(size)
 	if class < len(bodySizes) {
@@ -38,9 +38,10 @@ func (m *bodyMemory) take(size int) *bodyBuffer {
 	return &bodyBuffer{b: make([]byte, 0, size)}
 }
 
-// grow gives a buffer of at least twice the size with the content of b, which is full, and takes b back. The new one is not larger
-// than most bytes, or the size of bodySizes above that. Behind 64 KiB it is as large as most if that is 1 MiB or less: what copies
-// would cost there is more than the memory. nil if the budget has less left: b stays the caller's then.
+// grow returns a buffer of at least twice the size with the content of b, which is full, and returns b to the
+// pool. The new buffer is not larger than most bytes, rounded up to a size of bodySizes. Above 64 KiB it has
+// most bytes if that is 1 MiB or less, because further copies cost more than the memory. It returns nil if
+// the budget has less left; b then remains the caller's.
 func (m *bodyMemory) grow(b *bodyBuffer, most int) *bodyBuffer {
 	size := 2 * cap(b.b)
 	if cap(b.b) >= bodySizes[1] && most <= bodySizes[len(bodySizes)-1] {
@@ -55,8 +56,8 @@ func (m *bodyMemory) grow(b *bodyBuffer, most int) *bodyBuffer {
 	return larger
 }
 
-// give takes a buffer back; a nil buffer is none. It is used again unless it is larger than every size of bodySizes, or somebody may
-// still read it (reusable is false): an engine connection that was given up may be in the middle of writing it.
+// give returns a buffer to the pool; nil is allowed. The buffer is not used again if it is larger than every
+// size of bodySizes, or if reusable is false because an abandoned engine connection may still read it.
 func (m *bodyMemory) give(b *bodyBuffer, reusable bool) {
 	if b == nil {
 		return

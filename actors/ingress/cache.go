@@ -10,16 +10,17 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// Times of a cache.
+// Intervals of a cache.
 const (
-	advanceInterval = 250 * time.Millisecond // between two looks at the time while somebody asks or tells
-	snapshotTimeout = 2 * time.Second        // without a part of a column's snapshot, until it counts as lost
-	sweepSlots      = 1 << 13                // slots swept at once: about 80 µs
+	advanceInterval = 250 * time.Millisecond // between two updates of the index's clock while it is in use
+	// a column's snapshot counts as lost after this time without a part
+	snapshotTimeout = 2 * time.Second
+	sweepSlots      = 1 << 13 // slots swept at once: about 80 µs
 )
 
-// cache is an ingress's picture of what the ranks of one application hold: an index, and the goroutine that alone writes to it.
-// Records wait in a bounded queue, so that Deliver is short; requests ask the index without a lock. newCache starts the
-// goroutine, close ends it.
+// cache is the ingress's picture of the KV blocks that the ranks of one application hold: an index and the
+// one goroutine that writes it. Records wait in a bounded queue, so that Deliver returns quickly. Requests
+// read the index without a lock. newCache starts the goroutine; close ends it.
 type cache struct {
 	index      *kvindex.Index
 	maxColumns int
@@ -41,13 +42,13 @@ type cache struct {
 	resyncing map[uint32]bool // ranks that are asked for a snapshot: everything before it is ignored
 }
 
-// columnKey is what at most one column is for.
+// columnKey identifies a column: a rank has at most one per tier.
 type columnKey struct {
 	rank uint32
 	tier kvindex.Tier
 }
 
-// column is one column of the index with its state.
+// column is one column of the index with its loading state.
 type column struct {
 	*kvindex.Column
 	loading         bool          // its snapshot is not complete yet
@@ -62,7 +63,8 @@ func (in *Ingress) newCache(ar *appRouter, columns int) (*cache, error) {
 	}
 	c := &cache{
 		index: index, maxColumns: columns, router: ar, clock: in.clock, jobs: make(chan func([]*column)),
-		quit: make(chan struct{}), done: make(chan struct{}), open: map[columnKey]*column{}, resyncing: map[uint32]bool{},
+		quit: make(chan struct{}), done: make(chan struct{}), open: map[columnKey]*column{},
+		resyncing: map[uint32]bool{},
 	}
 	c.queue.wake = make(chan struct{}, 1)
 	c.publishStatus()
@@ -70,20 +72,20 @@ func (in *Ingress) newCache(ar *appRouter, columns int) (*cache, error) {
 	return c, nil
 }
 
-// close ends the writer and waits for it. Look-ups go on to find what was there last.
+// close ends the writer and waits for it. Later look-ups see the last state.
 func (c *cache) close() {
 	c.once.Do(func() { close(c.quit) })
 	<-c.done
 }
 
-// touch keeps the index's clock going while requests ask. Safe for concurrent use.
+// touch keeps the index's clock running while requests look up prompts. Safe for concurrent use.
 func (c *cache) touch(now time.Duration) {
 	if now-time.Duration(c.advancedAt.Load()) > advanceInterval {
 		c.queue.poke()
 	}
 }
 
-// run is the writer: it applies what waits, then tidies up piece by piece as long as nothing waits.
+// run is the writer: it applies queued batches, and does its periodic work while the queue is empty.
 func (c *cache) run() {
 	defer close(c.done)
 	for !c.isClosed() {
@@ -106,7 +108,7 @@ func (c *cache) isClosed() bool {
 	}
 }
 
-// waitForWork sleeps until there is something to do, or the end.
+// waitForWork sleeps until there is work, or the cache is closed.
 func (c *cache) waitForWork() {
 	var due <-chan time.Time
 	if c.hasTimedWork() {
@@ -123,7 +125,7 @@ func (c *cache) waitForWork() {
 	}
 }
 
-// hasTimedWork says that time alone brings something to do.
+// hasTimedWork reports whether there is work that only needs time to pass.
 func (c *cache) hasTimedWork() bool {
 	for _, col := range c.open {
 		if col.loading {
@@ -133,7 +135,7 @@ func (c *cache) hasTimedWork() bool {
 	return c.queue.hasLost()
 }
 
-// tidy is what the writer does besides applying; more: it should come again at once.
+// tidy is the writer's work besides applying batches; more asks for another call at once.
 func (c *cache) tidy() (more bool) {
 	now := c.clock()
 	if now-time.Duration(c.advancedAt.Load()) > advanceInterval {
@@ -152,15 +154,16 @@ func (c *cache) tidy() (more bool) {
 	return c.index.Sweep(sweepSlots)
 }
 
-// publishStatus makes the writer's numbers readable.
+// publishStatus copies the index's numbers to where other goroutines can read them.
 func (c *cache) publishStatus() {
 	s := c.index.Stats()
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.status = msg.IndexStatus{Blocks: s.Blocks, Bytes: s.Bytes, Cap: s.Cap, Orphans: s.Orphans, Evicted: s.Evicted + s.Refused}
+	c.status = msg.IndexStatus{Blocks: s.Blocks, Bytes: s.Bytes, Cap: s.Cap, Orphans: s.Orphans,
+		Evicted: s.Evicted + s.Refused}
 }
 
-// openColumns is every open column.
+// openColumns lists the open columns.
 func (c *cache) openColumns() []*column {
 	out := make([]*column, 0, len(c.open))
 	for _, col := range c.open {
@@ -169,7 +172,8 @@ func (c *cache) openColumns() []*column {
 	return out
 }
 
-// inspect runs f on the writer's goroutine, which alone may look into columns; false if ctx or the cache ended first.
+// inspect runs f on the writer's goroutine, the only one that may read columns. It returns false if ctx or
+// the cache ended first.
 func (c *cache) inspect(ctx context.Context, f func(held []*column)) bool {
 	ran := make(chan struct{})
 	select {

@@ -59,7 +59,8 @@ func (f *kvFeed) answer() {
 	f.asks = nil
 }
 
-// kvReplica is a fake DPServer that keeps to the contract of a rank's stream: it has an account and KV columns of its own.
+// kvReplica is a fake DPServer that keeps to the contract of a rank's stream: it has an account and KV
+// columns of its own.
 type kvReplica struct {
 	feed  *kvFeed
 	id    routing.RankID
@@ -100,9 +101,10 @@ func (r *kvReplica) begin(tb testing.TB, epoch, incarnation uint64) {
 	r.open = map[uint64]int{}
 	r.held = nil
 	r.columns = map[kvindex.Tier]*kvindex.Column{}
-	ix, err := kvindex.New(kvindex.Config{Bytes: 64 << 20, OnChange: func(c *kvindex.Column, d kvindex.Delta) {
-		r.emit(&msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: c.Owner().Tier, Delta: d}})
-	}})
+	ix, err := kvindex.New(kvindex.Config{Bytes: 64 << 20,
+		OnChange: func(c *kvindex.Column, d kvindex.Delta) {
+			r.emit(&msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: c.Owner().Tier, Delta: d}})
+		}})
 	require.NoError(tb, err)
 	r.index = ix
 	r.snapshot()
@@ -115,10 +117,12 @@ func (r *kvReplica) emit(rec *msg.Record) {
 }
 
 func (r *kvReplica) stamp(rec *msg.Record) {
-	rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation, rec.Seq = "demo", fmt.Sprintf("demo/0/%d", r.id.Rank()), r.id, r.epoch, r.incarnation, r.seq
+	rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation, rec.Seq = "demo",
+		fmt.Sprintf("demo/0/%d", r.id.Rank()), r.id, r.epoch, r.incarnation, r.seq
 }
 
-// send gives a record to the sink, with the feed's faults. The snapshot that begins an incarnation is never lost.
+// send gives a record to the sink, with the feed's faults. The snapshot that begins an incarnation is never
+// lost.
 func (r *kvReplica) send(rec *msg.Record) {
 	f := r.feed
 	if f.sink == nil {
@@ -150,7 +154,8 @@ func (r *kvReplica) send(rec *msg.Record) {
 
 // snapshot gives the whole account and every column, all under one number.
 func (r *kvReplica) snapshot() {
-	s := &msg.Snapshot{Accepting: true, MaxOngoing: 1000, BlockSize: 16, Capacity: 1 << 20, Node: "n1", Mailbox: kvBox{r}, Target: msg.Target{URL: "http://127.0.0.1:1"}}
+	s := &msg.Snapshot{Accepting: true, MaxOngoing: 1000, BlockSize: 16, Capacity: 1 << 20, Node: "n1",
+		Mailbox: kvBox{r}, Target: msg.Target{URL: "http://127.0.0.1:1"}}
 	for id, tokens := range r.open {
 		s.Open = append(s.Open, msg.OpenRequest{ReqID: id, Ingress: "other", Tokens: tokens})
 	}
@@ -161,7 +166,10 @@ func (r *kvReplica) snapshot() {
 			continue
 		}
 		r.part(&msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: tier, BlockSize: c.BlockSize()}})
-		c.Snapshot(64, func(d kvindex.Delta) { r.part(&msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: tier, Delta: d}}) })
+		c.Snapshot(64, func(d kvindex.Delta) {
+			r.part(
+				&msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: tier, Delta: d}})
+		})
 		r.part(&msg.Record{Kind: msg.RecKVEnd, KV: msg.KV{Tier: tier, Len: c.Len(), Sum: c.Sum()}})
 	}
 }
@@ -181,7 +189,8 @@ func (r *kvReplica) column(tb testing.TB, tier kvindex.Tier) *kvindex.Column {
 	if tier == kvindex.Sent {
 		opt = kvindex.Options{Feed: kvindex.FromRecords, BlockSize: 64, TTL: 20 * time.Second, Capacity: 400}
 	}
-	c, err := r.index.Open(kvindex.Owner{Rank: uint32(r.id), Tier: tier, Epoch: r.epoch, Incarnation: r.incarnation}, opt)
+	c, err := r.index.Open(kvindex.Owner{Rank: uint32(r.id), Tier: tier, Epoch: r.epoch,
+		Incarnation: r.incarnation}, opt)
 	require.NoError(tb, err)
 	r.columns[tier] = c
 	r.emit(&msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: tier, BlockSize: c.BlockSize()}})
@@ -265,7 +274,8 @@ func newKVRig(tb testing.TB, ranks int, seed uint64, r app.Routing) *kvRig {
 	a := demoApp()
 	a.DataParallel.DPSize, a.NumReplicas, a.Routing = ranks, ranks, r
 	deploy(tb, s, a, 1)
-	in, err := New(Config{Node: "n1", Store: s, Feed: g.feed, Metrics: telemetry.New(), Log: slog.New(slog.DiscardHandler), Seed: 7})
+	in, err := New(Config{Node: "n1", Store: s, Feed: g.feed, Metrics: telemetry.New(),
+		Log: slog.New(slog.DiscardHandler), Seed: 7})
 	require.NoError(tb, err)
 	g.in, g.lane = in, in.findAppRouter("demo")
 	tb.Cleanup(func() {

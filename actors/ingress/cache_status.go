@@ -4,8 +4,8 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 )
 
-// Index is this ingress's picture of what the ranks of an application have cached; nil if there is no such application or its
-// policy reads none.
+// Index is the state of this ingress's picture of the ranks' caches for an application; nil if the
+// application does not exist or its policy does not use the caches.
 func (in *Ingress) Index(app string) *msg.IndexStatus {
 	ar := in.findAppRouter(app)
 	if ar == nil || ar.inputs().cache == nil {
@@ -19,7 +19,8 @@ func (in *Ingress) Index(app string) *msg.IndexStatus {
 	return &s
 }
 
-// Identity is what text prompts of an application are known by: text or tokens; "" if its policy reads no blocks.
+// Identity is how text prompts of an application are identified: text or tokens; "" if its policy reads no
+// blocks.
 func (in *Ingress) Identity(app string) string {
 	ar := in.findAppRouter(app)
 	if ar == nil || !ar.inputs().chains() {

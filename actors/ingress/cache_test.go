@@ -17,8 +17,9 @@ import (
 
 var byScore = app.Routing{Policy: "scoring", Preset: "documented", Identity: app.IdentityText}
 
-// TestKV3IndexEqualsReplicasAtRest: whatever the stream loses, doubles and reorders, and whoever restarts or subscribes anew, at
-// rest the ingress holds exactly what the replicas hold, column by column, and counts the same load.
+// TestKV3IndexEqualsReplicasAtRest: whatever the stream loses, doubles and reorders, and whoever restarts or
+// subscribes anew, at rest the ingress holds exactly what the replicas hold, column by column, and counts the
+// same load.
 func TestKV3IndexEqualsReplicasAtRest(t *testing.T) {
 	all := prompts(40, 60)
 	for seed := range uint64(8) {
@@ -110,7 +111,8 @@ func TestColumnIsHiddenUntilItsEnd(t *testing.T) {
 			sum += h
 		}
 		r.part(&msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: kvindex.GPU, BlockSize: 16}})
-		r.part(&msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: kvindex.GPU, Delta: kvindex.Delta{Change: kvindex.Stored, Hashes: chain}}})
+		r.part(&msg.Record{Kind: msg.RecKV, KV: msg.KV{
+			Tier: kvindex.GPU, Delta: kvindex.Delta{Change: kvindex.Stored, Hashes: chain}}})
 		assert.Zero(t, hits())
 		r.part(&msg.Record{Kind: msg.RecKVEnd, KV: msg.KV{Tier: kvindex.GPU, Len: len(chain), Sum: sum}})
 		assert.Equal(t, 1, hits())
@@ -140,7 +142,8 @@ func TestLostEndOfSnapshotIsAskedFor(t *testing.T) {
 	})
 }
 
-// TestOverflowIsAGap: records that find no room are dropped whole, and mended by a snapshot once there is room.
+// TestOverflowIsAGap: records that find no room are dropped whole, and mended by a snapshot once there is
+// room.
 func TestOverflowIsAGap(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newKVRig(t, 2, 1, byScore)
@@ -157,7 +160,8 @@ func TestOverflowIsAGap(t *testing.T) {
 			if c := r.column(t, kvindex.GPU); c.Len() == 0 {
 				c.Apply(kvindex.Delta{Change: kvindex.Stored, Hashes: long})
 			} else { // it takes room and changes nothing
-				r.emit(&msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: kvindex.GPU, Delta: kvindex.Delta{Hashes: long}}})
+				r.emit(&msg.Record{Kind: msg.RecKV,
+					KV: msg.KV{Tier: kvindex.GPU, Delta: kvindex.Delta{Hashes: long}}})
 			}
 			r.feed.mu.Unlock()
 		}
@@ -174,7 +178,8 @@ func TestOverflowIsAGap(t *testing.T) {
 	})
 }
 
-// TestKV14FreshIngressEqualsSnapshot: an ingress that starts beside replicas in full work knows all they hold.
+// TestKV14FreshIngressEqualsSnapshot: an ingress that starts beside replicas in full work knows all they
+// hold.
 func TestKV14FreshIngressEqualsSnapshot(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		all := prompts(40, 60)
@@ -183,7 +188,8 @@ func TestKV14FreshIngressEqualsSnapshot(t *testing.T) {
 			g.step(t, all)
 		}
 		g.rest(t)
-		second, err := New(Config{Node: "n2", Store: g.in.store, Feed: g.feed, Metrics: g.in.metrics, Log: g.in.log, Seed: 8})
+		second, err := New(Config{Node: "n2", Store: g.in.store, Feed: g.feed, Metrics: g.in.metrics,
+			Log: g.in.log, Seed: 8})
 		require.NoError(t, err)
 		first := g.in
 		g.in, g.lane = second, second.findAppRouter("demo")
@@ -212,7 +218,8 @@ func TestIndexFollowsThePolicy(t *testing.T) {
 			synctest.Wait()
 			return g.lane.inputs().cache
 		}
-		g.feed.replicas[0].column(t, kvindex.GPU).Apply(kvindex.Delta{Change: kvindex.Stored, Hashes: []uint64{1, 2, 3}})
+		g.feed.replicas[0].column(t, kvindex.GPU).Apply(
+			kvindex.Delta{Change: kvindex.Stored, Hashes: []uint64{1, 2, 3}})
 		made := change(2, 2, "scoring")
 		require.NotNil(t, made)
 		assert.Equal(t, 3, g.in.Index("demo").Blocks, "by the snapshots of a new subscription")

@@ -7,7 +7,7 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// applyBatch applies a batch.
+// applyBatch applies a batch to the index.
 func (c *cache) applyBatch(b *kvBatch) {
 	hashes := b.hashes
 	for i := range b.ops {
@@ -21,7 +21,7 @@ func (c *cache) applyBatch(b *kvBatch) {
 			c.closeColumns(op.owner.Rank)
 		case op.kind == opMask:
 			c.maskColumns(op.owner.Rank)
-		case c.resyncing[op.owner.Rank]: // of what came before the snapshot that was asked for
+		case c.resyncing[op.owner.Rank]: // records before the requested snapshot
 		case op.kind == opBegin:
 			c.openColumn(op)
 		case op.kind == opDelta:
@@ -32,7 +32,7 @@ func (c *cache) applyBatch(b *kvBatch) {
 	}
 }
 
-// closeColumns closes a rank's columns: what follows is a snapshot, or nothing.
+// closeColumns closes a rank's columns: a snapshot follows, or the rank is gone.
 func (c *cache) closeColumns(rank uint32) {
 	delete(c.resyncing, rank)
 	for tier := range kvindex.Sent + 1 {
@@ -54,27 +54,29 @@ func (c *cache) maskColumns(rank uint32) {
 	}
 }
 
-// openColumn opens a column, hidden until its snapshot is whole.
+// openColumn opens a column, which stays hidden until its snapshot is complete.
 func (c *cache) openColumn(op *kvOp) {
 	at := columnKey{op.owner.Rank, op.owner.Tier}
 	delete(c.open, at) // Open closes it
 	col, err := c.index.Open(op.owner, kvindex.Options{Feed: kvindex.FromDeltas, BlockSize: op.size})
 	switch {
-	case errors.Is(err, kvindex.ErrFenced): // the index counts them
+	case errors.Is(err, kvindex.ErrFenced): // the index counts these
 	case err != nil:
-		c.router.in.log.Error("what a rank has cached is not followed", slog.String("app", c.router.name), slog.Uint64("epoch", op.owner.Epoch), slog.Any("err", err))
+		c.router.in.log.Error("what a rank has cached is not followed", slog.String("app", c.router.name),
+			slog.Uint64("epoch", op.owner.Epoch), slog.Any("err", err))
 	default:
 		c.open[at] = &column{Column: col, loading: true, lastPart: c.clock(), discardedAtOpen: c.discarded()}
 	}
 }
 
-// discarded counts what the index dropped or did not take for want of memory.
+// discarded counts the blocks that the index dropped or refused because its memory limit was reached.
 func (c *cache) discarded() uint64 {
 	s := c.index.Stats()
 	return s.Evicted + s.Refused
 }
 
-// findColumn is the column of exactly this owner; one that never began was lost.
+// findColumn returns the column of exactly this owner. If the column never began, a record was lost and the
+// rank is asked for a snapshot.
 func (c *cache) findColumn(op *kvOp) *column {
 	col := c.open[columnKey{op.owner.Rank, op.owner.Tier}]
 	if col == nil || col.Owner() != op.owner {
@@ -84,6 +86,7 @@ func (c *cache) findColumn(op *kvOp) *column {
 	return col
 }
 
+// applyDelta applies one change to a column.
 func (c *cache) applyDelta(op *kvOp, hashes []uint64) {
 	col := c.findColumn(op)
 	if col == nil {
@@ -95,8 +98,8 @@ func (c *cache) applyDelta(op *kvOp, hashes []uint64) {
 	col.Apply(kvindex.Delta{Change: op.change, Parent: op.parent, Hashes: hashes})
 }
 
-// showColumn shows a column that is equal to the replica's. One that had to give up blocks to the cap meanwhile is shown too: what it
-// holds is true, and asking again would not make it whole.
+// showColumn makes a column visible if it equals the replica's. A column that lost blocks to the index's
+// memory limit is shown too: the blocks that it holds are correct, and another snapshot would not fit either.
 func (c *cache) showColumn(op *kvOp) {
 	col := c.findColumn(op)
 	if col == nil {
@@ -110,7 +113,8 @@ func (c *cache) showColumn(op *kvOp) {
 	col.Show()
 }
 
-// resyncRank says that a rank's columns are not what the replica's are: hidden until the rank has told all of them again.
+// resyncRank hides a rank's columns, because they differ from the replica's, and asks the rank for a
+// snapshot.
 func (c *cache) resyncRank(owner kvindex.Owner) {
 	c.maskColumns(owner.Rank)
 	c.router.resyncOwner(owner)

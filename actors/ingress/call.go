@@ -11,8 +11,8 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// request is one inference request from its header to its last byte. Its memory is used again: everything is reset in
-// release, also after a panic.
+// request is one inference request from its header to its last byte. Its memory is used again: everything is
+// reset in release, also after a panic.
 type request struct {
 	in         *Ingress
 	w          http.ResponseWriter
@@ -62,13 +62,15 @@ func newRequest(in *Ingress) *request {
 	return req
 }
 
-// serve answers one inference request in its scope.
+// serve answers one inference request of a route scope.
 func (in *Ingress) serve(w http.ResponseWriter, r *http.Request, s *routeScope, route openai.Route) {
 	in.serveWith(w, r, s, route, nil)
 }
 
-// serveWith is serve with what the router's own API asks of a call beyond headers; nil: nothing.
-func (in *Ingress) serveWith(w http.ResponseWriter, r *http.Request, s *routeScope, route openai.Route, demand func(*request)) {
+// serveWith is serve with a function that sets what the router's own API asks for beyond headers; nil:
+// nothing.
+func (in *Ingress) serveWith(w http.ResponseWriter, r *http.Request, s *routeScope, route openai.Route,
+	demand func(*request)) {
 	req, _ := in.requestPool.Get().(*request)
 	in.inflight.Add(1)
 	req.w, req.r, req.route, req.start, req.bodySettled = w, r, route, time.Now(), true
@@ -77,11 +79,12 @@ func (in *Ingress) serveWith(w http.ResponseWriter, r *http.Request, s *routeSco
 	cut, whole, rc := false, false, req.rc
 	defer func() {
 		in.inflight.Add(-1)
-		req.bodySettled = req.bodySettled && whole // after a panic nobody knows who still reads the buffers
+		// after a panic an engine connection may still read the buffers
+		req.bodySettled = req.bodySettled && whole
 		req.release()
-		if cut { // the client must not take a broken stream for a whole one
+		if cut { // the client must not take a broken stream for a complete one
 			if !r.ProtoAtLeast(1, 1) {
-				_ = rc.SetWriteDeadline(resetAtClose) // an answer that goes to no connection has none
+				_ = rc.SetWriteDeadline(resetAtClose) // only network connections have deadlines
 			}
 			panic(http.ErrAbortHandler)
 		}
@@ -95,27 +98,30 @@ func (in *Ingress) serveWith(w http.ResponseWriter, r *http.Request, s *routeSco
 	cut, whole = req.cutConn, true
 }
 
-// release resets the call and gives it back.
+// release resets the request and returns it to the pool.
 func (req *request) release() {
 	in := req.in
 	req.timer.detach()
 	req.releaseBody()
-	req.idHeader = make([]string, 1) // the old one is in the engine's and the client's header
+	req.idHeader = make([]string, 1) // the old one is shared with the engine's and the client's header
 	clear(req.tried)
 	req.w, req.rc, req.flush, req.r, req.header, req.app = nil, nil, nil, nil, nil, nil
 	req.query = routing.Request{Tried: req.query.Tried[:0]}
 	req.prompt = prompt{}
-	req.deadline, req.queueDeadline, req.deadlineSet, req.firstByte = time.Time{}, time.Time{}, time.Time{}, time.Time{}
+	req.deadline, req.queueDeadline, req.deadlineSet, req.firstByte = time.Time{}, time.Time{}, time.Time{},
+		time.Time{}
 	req.diedOn, req.countedTrip = nil, false
-	req.tried, req.hadTurn, req.attempts, req.status, req.cutConn, req.countedTokens, req.id = req.tried[:0], false, 0, 0, false, 0, ""
+	req.tried, req.hadTurn, req.attempts, req.status, req.cutConn, req.countedTokens, req.id = req.tried[:0],
+		false, 0, 0, false, 0, ""
 	req.usage, req.pace = openai.Usage{}, readerPace{}
 	req.attempt = attempt{}
 	req.stream.release()
 	in.requestPool.Put(req)
 }
 
-// releaseBody gives the body back, with everything that was made of it or points into it: the answer begins, so no other attempt is made,
-// or the request is over. A stream may go on for minutes, and needs none of it. Safe to call twice.
+// releaseBody returns the body to the pool, with the memory of the prompt. The ingress calls it when the
+// answer begins, because no other attempt follows, and when the request ends. A stream can last minutes and
+// needs none of this memory. Safe to call twice.
 func (req *request) releaseBody() {
 	in := req.in
 	in.bodies.give(req.body, req.bodySettled)
@@ -130,7 +136,7 @@ func (req *request) releaseBody() {
 	}
 }
 
-// handle takes the request to its answer, or to what is to be answered instead.
+// handle answers the request, or returns the failure to answer with.
 func (req *request) handle(s *routeScope) *failure {
 	req.extendWriteDeadline(req.start)
 	req.setID()
@@ -158,14 +164,14 @@ func (req *request) handle(s *routeScope) *failure {
 	return req.dispatch()
 }
 
-// setID gives the request its id, and the answer too.
+// setID sets the request id, also in the answer's header.
 func (req *request) setID() {
 	req.id = req.in.requestIDOf(req.r)
 	req.idHeader[0] = req.id
 	req.w.Header()[headerRequestID] = req.idHeader
 }
 
-// requestIDOf takes the client's x-request-id if it can stand in a log line, else makes one.
+// requestIDOf returns the client's x-request-id if it is valid, otherwise a new id.
 func (in *Ingress) requestIDOf(r *http.Request) string {
 	if ids := r.Header[headerRequestID]; len(ids) == 1 && validRequestID(ids[0]) {
 		return ids[0]
@@ -173,7 +179,8 @@ func (in *Ingress) requestIDOf(r *http.Request) string {
 	return newRequestID(mix(in.requestID()))
 }
 
-// findApp picks the application by the body's model; without one it must be the only application there is.
+// findApp finds the application by the body's model. A body without a model is valid if the scope has exactly
+// one application.
 func (req *request) findApp(s *routeScope) *failure {
 	if !req.scan.HasModel {
 		req.app = s.only
@@ -183,7 +190,8 @@ func (req *request) findApp(s *routeScope) *failure {
 		case len(s.apps) == 0:
 			return unknownModel(nil, s)
 		}
-		f := newFailure(openai.CodeInvalidRequest, "the body names no model; add \"model\": one of "+joinNames(s.names))
+		f := newFailure(openai.CodeInvalidRequest,
+			"the body names no model; add \"model\": one of "+joinNames(s.names))
 		f.param = "model"
 		return f
 	}
@@ -193,25 +201,27 @@ func (req *request) findApp(s *routeScope) *failure {
 	return nil
 }
 
-// readOptions reads those of dpserve's own request headers that do not concern the routing.
+// readOptions reads the x-dpserve headers that do not concern routing.
 func (req *request) readOptions() *failure {
 	if v := req.r.Header[headerTimeout]; len(v) > 0 {
 		d, ok := parseTimeout(v[0])
 		if !ok {
-			return newFailure(openai.CodeInvalidRequest, "x-dpserve-timeout-ms must be a whole number of milliseconds from 1 to 86400000")
+			return newFailure(openai.CodeInvalidRequest,
+				"x-dpserve-timeout-ms must be a whole number of milliseconds from 1 to 86400000")
 		}
 		req.deadline = req.start.Add(d)
 	}
 	return nil
 }
 
-// prepare makes what goes to the Router and to the engine, once for all attempts.
+// prepare makes the input of the Router and the body for the engine, once for all attempts.
 func (req *request) prepare() *failure {
 	if req.promptMem, _ = req.in.promptPool.Get().(*promptMemory); req.promptMem == nil {
 		req.promptMem = &promptMemory{}
 	}
 	req.prompt.promptMemory = *req.promptMem
-	if f := req.prompt.fromBody(req.r.Context(), req.app.router, req.route, &req.scan, req.body.b, req.r.Header); f != nil {
+	if f := req.prompt.fromBody(req.r.Context(), req.app.router, req.route, &req.scan, req.body.b,
+		req.r.Header); f != nil {
 		return f
 	}
 	req.waiter.tokens = int64(req.prompt.tokens)
@@ -227,7 +237,7 @@ func (req *request) prepare() *failure {
 	return nil
 }
 
-// dispatch tries ranks until one has answered; nil if the client has its answer.
+// dispatch tries ranks until one has answered. It returns nil if the client has its answer.
 func (req *request) dispatch() *failure {
 	ctx := req.r.Context()
 	if !req.deadline.IsZero() {
@@ -261,21 +271,22 @@ func (req *request) decideRetry(ctx context.Context, rk *rank, res *result) *fai
 	if !what.retry {
 		return req.giveUp(res, "free")
 	}
-	req.hadTurn = true // it had its turn: no later request overtakes it
+	req.hadTurn = true // no later request may overtake it
 	switch res.cause {
 	case causeFull:
-		return nil // no attempt: the view was wrong
+		return nil // not an attempt: the Router's view was outdated
 	case causeUnreachable:
 		ar.metrics.Load().Attempt(what.name, "free")
 		ar.suspectNode(rk.node)
-		return nil // no attempt: nobody was asked
+		return nil // not an attempt: no engine was asked
 	default:
 	}
 	req.attempts++
 	req.tried = append(req.tried, rk)
 	if what.death && (res.cause != causeUnitLost || ar.hasFailed(rk)) && req.killedTwoRanks(rk) {
 		f := req.giveUp(res, "free")
-		f.message, f.cause = "two ranks died while they had this request; it is not sent to a third one", "killed_two_ranks"
+		f.message, f.cause = "two ranks died while they had this request; it is not sent to a third one",
+			"killed_two_ranks"
 		return f
 	}
 	budget := "free"
@@ -290,19 +301,22 @@ func (req *request) decideRetry(ctx context.Context, rk *rank, res *result) *fai
 	}
 	ar.metrics.Load().Attempt(what.name, budget)
 	ar.metrics.Load().Retry(what.name, budget)
-	req.logLine(slog.LevelDebug, "attempt failed, trying another rank", res) //nolint:contextcheck // the line is the request's
+	req.logLine(slog.LevelDebug, "attempt failed, trying another rank",
+		res) //nolint:contextcheck // the line is the request's
 	return nil
 }
 
-// killedTwoRanks notes that rk died while it had the request, and says whether another rank had died so before: the request itself may be
-// what kills them, and would take the rest of the application along. Ranks of one lockstep unit die as one.
+// killedTwoRanks records that rk died while it had the request, and reports whether a rank of another unit
+// had died with it before. Then the request itself may kill engines, and further attempts could take down the
+// whole application. Ranks of one lockstep unit die together and count as one.
 func (req *request) killedTwoRanks(rk *rank) bool {
 	before := req.diedOn
 	req.diedOn = rk
 	return before != nil && (before.unit != rk.unit || before.epoch != rk.epoch)
 }
 
-// maxAttempts is the policy's number of attempts of a request, if it has one (cache-aware), else the application's.
+// maxAttempts is the policy's number of attempts per request if it has one (cache-aware), otherwise the
+// application's.
 func (req *request) maxAttempts() int {
 	if n := req.app.router.inputs().needs.AttemptsPerRequest; n > 0 {
 		return n
@@ -310,25 +324,26 @@ func (req *request) maxAttempts() int {
 	return req.app.attempts
 }
 
+// giveUp counts the last attempt and returns the failure for the client.
 func (req *request) giveUp(res *result, budget string) *failure {
 	req.app.router.metrics.Load().Attempt(causePolicies[res.cause].name, budget)
 	return finalFailure(res)
 }
 
-// extendWriteDeadline gives a slow reader its time, at most once a second: the deadline is coarse, because setting it costs a
-// lock and a timer in the network poller. It stays when the
-// request is over and is renewed by the next one on the connection, so that the last flush has one too.
+// extendWriteDeadline gives a slow reader more time, at most once a second, because setting a deadline takes
+// a lock and a timer in the network poller. The deadline remains after the request, and the next request of
+// the connection renews it, so the last flush has one too.
 func (req *request) extendWriteDeadline(now time.Time) {
 	if now.Sub(req.deadlineSet) < time.Second {
 		return
 	}
 	req.deadlineSet = now
 	if req.rc.SetWriteDeadline(now.Add(req.in.timers.SlowReader)) != nil {
-		return // not a network connection, or gone: the write will tell
+		return // not a network connection, or closed: then the write fails
 	}
 }
 
-// flusher finds the flush that reports errors under gin's writer, which hides it.
+// flusher finds the writer whose flush reports errors. gin's writer wraps it and hides the error.
 func flusher(w http.ResponseWriter) func() error {
 	for {
 		switch t := w.(type) {
@@ -355,9 +370,11 @@ const maxNameShown = 100
 
 func unknownModel(model []byte, s *routeScope) *failure {
 	shown := string(bytes.ToValidUTF8(model[:min(len(model), maxNameShown)], []byte("?")))
-	f := newFailure(openai.CodeModelNotFound, "the model `"+shown+"` does not exist; there are: "+joinNames(s.names))
+	f := newFailure(openai.CodeModelNotFound, "the model `"+shown+"` does not exist; there are: "+joinNames(
+		s.names))
 	if len(s.apps) == 0 {
-		f.message = "the model `" + shown + "` does not exist: no application is deployed here; deploy one with `dpserve deploy FILE`"
+		f.message = "the model `" + shown +
+			"` does not exist: no application is deployed here; deploy one with `dpserve deploy FILE`"
 	}
 	f.param = "model"
 	return f

@@ -15,10 +15,11 @@ import (
 	"github.com/dpserve/dpserve/telemetry"
 )
 
-// clientConns is the listener of an ingress. It bounds the connections of clients: when all places are taken, a new connection gets
-// the place of those that have been idle for longest, so that many idle clients never keep health checks out. Where every
-// connection has a request, the new one waits, and others in the kernel's backlog. A share per address would not do: behind a load
-// balancer all clients have one. Safe for concurrent use.
+// clientConns is the listener of an ingress. It bounds the connections of clients. When all places are taken,
+// a new connection gets the place of the connections that have been idle for longest, so that idle clients
+// never block health checks. If every connection has a request, the new one waits, and others wait in the
+// kernel's backlog. A limit per address would not work: behind a load balancer all clients have one address.
+// Safe for concurrent use.
 type clientConns struct {
 	net.Listener
 
@@ -64,27 +65,27 @@ func (l *clientConns) Accept() (net.Conn, error) {
 	}
 }
 
-// limitWriteBuffer is a quiet connection whose buffer in the kernel is capped: without a cap 8 MB of a stream pile up there when its reader
-// stands still.
+// limitWriteBuffer returns a quietnet connection with a bounded kernel buffer. Without the bound, 8 MB of a
+// stream collect there when its client stops reading.
 func limitWriteBuffer(c net.Conn) net.Conn {
 	if tcp, ok := c.(*net.TCPConn); ok {
 		if tcp.SetWriteBuffer(kernelBuffer) != nil {
-			return c // it is closing; its reader will find out
+			return c // it is closing: the next read fails
 		}
 	}
 	return quietnet.Conn(c)
 }
 
-// Close implements net.Listener. It leaves the connections alone.
+// Close implements net.Listener. Open connections stay open.
 func (l *clientConns) Close() error {
 	l.once.Do(func() { close(l.closed) })
 	return l.Listener.Close()
 }
 
-// addConn gives c a place; false after Close.
+// addConn gives c a place; it returns false after Close.
 func (l *clientConns) addConn(c *clientConn) bool {
 	for {
-		l.waiting.Store(true) // before the look: who becomes idle behind it says so
+		l.waiting.Store(true) // set before the check, so that a connection that becomes idle later signals it
 		l.mu.Lock()
 		if len(l.conns) < l.maxConns {
 			l.conns[c] = struct{}{}
@@ -95,7 +96,7 @@ func (l *clientConns) addConn(c *clientConn) bool {
 		idle := l.longestIdle()
 		l.mu.Unlock()
 		for _, old := range idle {
-			_ = old.Close() // the place is free whatever it says
+			_ = old.Close() // the place is free even if Close fails
 		}
 		if len(idle) > 0 {
 			continue
@@ -108,10 +109,11 @@ func (l *clientConns) addConn(c *clientConn) bool {
 	}
 }
 
-// idleShare is the share of the places that are made free at once: to find the longest idle costs a look at all connections.
+// idleShare is the share (1/idleShare) of the places that are freed at once, because finding the longest idle
+// connections scans all connections.
 const idleShare = 100
 
-// longestIdle gives the connections without a request to which nothing happened for longest. Under mu.
+// longestIdle returns the connections that have been idle for longest. The caller holds mu.
 func (l *clientConns) longestIdle() []*clientConn {
 	type candidate struct {
 		conn  *clientConn
@@ -131,7 +133,7 @@ func (l *clientConns) longestIdle() []*clientConn {
 	return out
 }
 
-// removeConn frees the place of a connection that is closed. Safe to call twice.
+// removeConn frees the place of a closed connection. Safe to call twice.
 func (l *clientConns) removeConn(c *clientConn) {
 	l.mu.Lock()
 	delete(l.conns, c)
@@ -139,7 +141,7 @@ func (l *clientConns) removeConn(c *clientConn) {
 	l.signalRoom()
 }
 
-// signalRoom says that a place is free, or a connection has become idle, to a connection that waits.
+// signalRoom tells a waiting connection that a place is free or a connection has become idle.
 func (l *clientConns) signalRoom() {
 	if l.waiting.Load() {
 		select {
@@ -149,18 +151,18 @@ func (l *clientConns) signalRoom() {
 	}
 }
 
-// count is how many connections there are.
+// count is the number of connections.
 func (l *clientConns) count() int {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return len(l.conns)
 }
 
-// trackConn follows what a connection does; http.Server.ConnState.
+// trackConn records whether a connection has a request; it is http.Server.ConnState.
 func trackConn(conn net.Conn, s http.ConnState) {
 	c, ok := conn.(*clientConn)
 	if !ok {
-		return // of another listener
+		return // a connection of another listener
 	}
 	switch s {
 	case http.StateNew, http.StateIdle:
@@ -181,7 +183,8 @@ type clientConn struct {
 	gathered  *[]byte      // collected writes of one piece; nil: the connection does not collect
 }
 
-// Write implements net.Conn. What net/http does not take for a request it answers by itself, in one write: no handler counts that.
+// Write implements net.Conn. net/http answers input that is not an HTTP request by itself, in one write and
+// without a handler; Write counts that answer.
 func (c *clientConn) Write(p []byte) (int, error) {
 	if ok, err := c.collect(p); ok {
 		return len(p), nil
@@ -194,18 +197,20 @@ func (c *clientConn) Write(p []byte) (int, error) {
 	return c.framedConn.Write(p)
 }
 
-// serverErrorStatus is the status of net/http's own answer to something that is no request; 0: p is another one, or a part of one. Answers of
-// handlers are told apart by their Date.
+// serverErrorStatus is the status of net/http's own answer to input that is not an HTTP request; 0: p is
+// another answer or a part of one. Answers of handlers differ by their Date.
 func serverErrorStatus(p []byte) int {
 	rest, ok := bytes.CutPrefix(p, []byte("HTTP/1.1 "))
 	if !ok {
 		return 0
 	}
 	line, header, _ := bytes.Cut(rest, []byte("\r\n"))
-	if !bytes.HasPrefix(header, []byte("Content-Type: text/plain; charset=utf-8\r\nConnection: close\r\n\r\n")) {
+	if !bytes.HasPrefix(header,
+		[]byte("Content-Type: text/plain; charset=utf-8\r\nConnection: close\r\n\r\n")) {
 		return 0
 	}
-	for _, code := range [...]int{http.StatusBadRequest, http.StatusRequestHeaderFieldsTooLarge, http.StatusNotImplemented} {
+	for _, code := range [...]int{http.StatusBadRequest, http.StatusRequestHeaderFieldsTooLarge,
+		http.StatusNotImplemented} {
 		if bytes.HasPrefix(line, strconv.AppendInt(nil, int64(code), 10)) {
 			return code
 		}

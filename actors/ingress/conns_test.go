@@ -64,15 +64,16 @@ func (g *rig) idleConns() (n int) {
 	return n
 }
 
-// TestTheLongestIdleConnectionMakesRoom: idle and silent connections that take all places do not keep a health check out; the one
-// that was idle for longest goes, and none that has a request.
+// TestTheLongestIdleConnectionMakesRoom: idle and silent connections that take all places do not keep a
+// health check out; the one that was idle for longest goes, and none that has a request.
 func TestTheLongestIdleConnectionMakesRoom(t *testing.T) {
 	var h hangingEngine
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)}, limits: Limits{MaxConns: 4}})
 	g.client.Transport = &http.Transport{DisableKeepAlives: true}
 	ctx, cancel := context.WithCancel(t.Context())
 	got := make(chan answer, 1)
-	go func() { got <- g.postCtx(ctx, "/v1/chat/completions", streamBody) }() // the oldest, but it has a request
+	// the oldest, but it has a request
+	go func() { got <- g.postCtx(ctx, "/v1/chat/completions", streamBody) }()
 	eventually(t, func() bool { return g.replicas[0].firstsSeen() == 1 }, "streams")
 	silent, first, second := g.connect(t), g.connect(t), g.connect(t)
 	first.health()
@@ -92,7 +93,8 @@ func TestTheLongestIdleConnectionMakesRoom(t *testing.T) {
 	<-got
 }
 
-// TestAFullPortServesOnceARequestEnds: where every connection has a request, a new one waits for the end of one.
+// TestAFullPortServesOnceARequestEnds: where every connection has a request, a new one waits for the end of
+// one.
 func TestAFullPortServesOnceARequestEnds(t *testing.T) {
 	var h hangingEngine
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)}, limits: Limits{MaxConns: 2}})
@@ -143,5 +145,6 @@ func TestAStreamOverHTTP2IsNotIdle(t *testing.T) {
 	cancel()
 	<-got
 	<-health
-	eventually(t, func() bool { _, _, n := g.in.Totals(); return n == 0 }, "its handler has ended, behind its connection")
+	eventually(t, func() bool { _, _, n := g.in.Totals(); return n == 0 },
+		"its handler has ended, behind its connection")
 }

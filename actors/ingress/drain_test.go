@@ -11,8 +11,8 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 )
 
-// TestTheEndOfADrainCutsAttachedStreams: an attached engine lives on, so nothing else would end them. A fence for another reason
-// leaves them to the engine, and an owned engine is ended by its node.
+// TestTheEndOfADrainCutsAttachedStreams: an attached engine lives on, so nothing else would end them. A fence
+// for another reason leaves them to the engine, and an owned engine is ended by its node.
 func TestTheEndOfADrainCutsAttachedStreams(t *testing.T) {
 	for name, c := range map[string]struct {
 		owned, drained, cut bool
@@ -35,7 +35,8 @@ func TestTheEndOfADrainCutsAttachedStreams(t *testing.T) {
 			eventually(t, func() bool { return r.firstsSeen() == 1 }, "streams")
 			r.mu.Lock()
 			r.accepting = false
-			r.emit(&msg.Record{Kind: msg.RecState, Fenced: true, Draining: c.drained, Cause: map[bool]string{true: "drained", false: "no answer"}[c.drained]})
+			r.emit(&msg.Record{Kind: msg.RecState, Fenced: true, Draining: c.drained,
+				Cause: map[bool]string{true: "drained", false: "no answer"}[c.drained]})
 			r.mu.Unlock()
 			if !c.cut {
 				select {

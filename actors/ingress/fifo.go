@@ -2,14 +2,18 @@ package ingress
 
 import "sync"
 
-// requestQueue is the queue of one application: requests that found no rank with room, in order of arrival. One waiter at a time has the
-// turn and asks the Router. Room gives the turn to the first waiter; a waiter that still finds no rank hands it on:
+// requestQueue is the queue of one application: requests that found no rank with room, in order of arrival.
+// One waiter at a time has the turn and asks the Router. Free room gives the turn to the first waiter. A
+// waiter that still finds no rank passes the turn on:
 //
-//   - An unrestricted waiter may use every rank. If it finds none, nobody behind it does: the turn ends until there is room again.
-//   - A restricted waiter may use only some ranks: others have failed it, or it names one. If it finds none, the turn goes to the next
-//     waiter of another restriction, so a request that waits for one rank never holds up those that could use another.
+//   - An unrestricted waiter may use every rank. If it finds none, no waiter behind it finds one: the turn
+//     ends until there is room again.
+//   - A restricted waiter may use only some ranks: others have failed it, or it names one. If it finds
+//     none, the turn goes to the next waiter with another restriction, so a request that waits for one rank
+//     never blocks requests that could use another.
 //
-// So it never stays that a rank has room, a waiter may use it, and nobody is routed. Nothing polls. Safe for concurrent use.
+// So whenever a rank has room and a waiter may use it, a request is routed. Nothing polls. Safe for
+// concurrent use.
 type requestQueue struct {
 	onChange func(n int, tokens int64) // called under mu: must be short; may be nil
 
@@ -27,18 +31,18 @@ type requestQueue struct {
 // unrestricted is the restriction of a waiter that may use every rank.
 const unrestricted = 0
 
-// waiter is a request's place in a fifo. Reusable once it has left.
+// waiter is a request's place in a requestQueue. It can be used again once it has left.
 type waiter struct {
-	wake        chan struct{} // one slot; only the one that has the turn is woken
+	wake        chan struct{} // one slot; only the waiter that has the turn is woken
 	tokens      int64
-	restriction uint64 // waiters of one restriction may use the same ranks
+	restriction uint64 // waiters with equal restrictions may use the same ranks
 	prev, next  *waiter
 	queued      bool
 }
 
 func newWaiter() *waiter { return &waiter{wake: make(chan struct{}, 1)} }
 
-// empty says that nobody waits. A request that arrives then may pick at once.
+// empty reports whether no request waits. A request that arrives then may pick at once.
 func (f *requestQueue) empty() bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -52,8 +56,8 @@ func (f *requestQueue) size() (n int, tokens int64) {
 	return f.n, f.tokens
 }
 
-// join puts w at the end; false if the queue would hold more than maxN requests or maxTokens tokens. An empty queue takes one request
-// however large it is: it would be refused for ever else.
+// join appends w; it returns false if the queue would hold more than maxN requests or maxTokens tokens. An
+// empty queue accepts one request of any size, which would otherwise be refused for ever.
 func (f *requestQueue) join(w *waiter, maxN int, maxTokens int64) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -72,8 +76,9 @@ func (f *requestQueue) join(w *waiter, maxN int, maxTokens int64) bool {
 	return true
 }
 
-// rejoin puts w at the front: it had its turn already, and its rank turned out to be full. Over no bound: these requests
-// were taken in before, and there are never more of them than places on the ranks.
+// rejoin puts w at the front: it had its turn already, and its rank turned out to be full. The bounds do not
+// apply, because these requests were accepted before, and there are never more of them than places on the
+// ranks.
 func (f *requestQueue) rejoin(w *waiter) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -88,14 +93,14 @@ func (f *requestQueue) rejoin(w *waiter) {
 	f.pass()
 }
 
-// hasTurn says that w may ask the Router now.
+// hasTurn reports whether w may ask the Router now.
 func (f *requestQueue) hasTurn(w *waiter) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.turn == w
 }
 
-// yield is the answer of the waiter that has the turn: it has asked, and there is no rank for it.
+// yield passes the turn on: w has asked the Router and there is no rank for it.
 func (f *requestQueue) yield(w *waiter) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -116,7 +121,7 @@ func (f *requestQueue) yield(w *waiter) {
 	f.pass()
 }
 
-// leave takes w out, wherever it stands. Its turn, if it has it, goes to the next. Safe to call twice.
+// leave removes w from the queue and passes its turn on if it has it. Safe to call twice.
 func (f *requestQueue) leave(w *waiter) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -146,13 +151,13 @@ func (f *requestQueue) unlink(w *waiter) {
 		f.tail = w.prev
 	}
 	w.prev, w.next, w.queued = nil, nil, false
-	select { // a wake-up for the place it has left
+	select { // drop a wake-up for the place it has left
 	case <-w.wake:
 	default:
 	}
 }
 
-// room says that a rank may have room, or that no rank is on its way any more. Never blocks.
+// room reports that a rank may have room, or that no further rank will become ready. It never blocks.
 func (f *requestQueue) room() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -164,13 +169,13 @@ func (f *requestQueue) room() {
 	f.pass()
 }
 
-// reopen forgets who has found no rank.
+// reopen forgets which restrictions have found no rank.
 func (f *requestQueue) reopen() {
 	f.freed, f.closed = false, false
 	clear(f.refused)
 }
 
-// pass gives the turn to the first waiter that has not found out yet that there is no rank for it.
+// pass gives the turn to the first waiter whose restriction has not been tried since there was room.
 func (f *requestQueue) pass() {
 	if f.turn != nil || f.closed {
 		return
@@ -182,7 +187,7 @@ func (f *requestQueue) pass() {
 		f.turn = w
 		select {
 		case w.wake <- struct{}{}:
-		default: // it has not seen the last one yet
+		default: // a wake-up is already pending
 		}
 		return
 	}

@@ -6,12 +6,14 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 )
 
-// gapWatch watches an answer that has begun and whose engine is silent. It cuts the answer after between_tokens_s, unless its rank makes
-// progress: then the engine works, and shows this answer nothing yet (a large stream_interval, a pre-emption, a long prefill beside
-// it). The gap is looked at in stretches of between_tokens_s. In the middle of a stretch, and before its end, the rank's DPServer is
-// asked to look at its engine. A first token or output in the rank's stream, of whatever request, in the second half of the stretch is
-// progress, and so is the DPServer's answer. A stretch without progress is the end. A gap never lasts longer than first_token_s, the
-// time that a prefill has. The phase timer calls it under its mutex; nothing here waits.
+// gapWatch watches an answer that has begun and whose engine sends nothing. It cuts the answer after
+// between_tokens_s, unless the rank makes progress: then the engine works but has no output for this answer
+// yet (a large stream_interval, a pre-emption, a long prefill in the same batch). A gap is divided into
+// stretches of between_tokens_s. In the middle of a stretch and before its end, gapWatch asks the rank's
+// DPServer to check its engine. Progress is a first token or output of any request in the rank's stream
+// during the second half of the stretch, or the DPServer's answer. A stretch without progress ends the
+// answer. A gap never lasts longer than first_token_s, the time of a prefill. The phase timer calls gapWatch
+// under its mutex; nothing here blocks.
 type gapWatch struct {
 	router *appRouter
 	rank   *rank
@@ -27,25 +29,25 @@ type gapWatch struct {
 	madeProgress bool      // in the stretch before
 }
 
-// gapStep is what comes next in a stretch.
+// gapStep is the next step in a stretch.
 type gapStep uint8
 
 const (
-	gapAsk      gapStep = iota // half way: the DPServer takes its first look
-	gapNote                    // its answer, which concerns what was before, has come by now
-	gapAskAgain                // the DPServer takes its second look
-	gapJudge                   // the end of the stretch: that answer has come too
+	gapAsk      gapStep = iota // half-way: the DPServer checks its engine
+	gapNote                    // its answer, which is about the time before, has arrived by now
+	gapAskAgain                // the DPServer checks its engine again
+	gapJudge                   // the end of the stretch: the second answer has arrived too
 )
 
-// gapAnswer is the time that a DPServer has to look at its engine, and to answer, perhaps from another node.
+// gapAnswer is the time in which a DPServer checks its engine and answers, possibly from another node.
 const gapAnswer = time.Second
 
-// start starts a gap.
+// start begins a gap.
 func (g *gapWatch) start(now time.Time) {
 	g.silentSince, g.stretchStart, g.step, g.madeProgress = now, now, gapAsk, false
 }
 
-// nextCheck is when the gap is looked at again.
+// nextCheck is the time of the next check.
 func (g *gapWatch) nextCheck() time.Time {
 	answer := min(gapAnswer, g.limit/8)
 	var at time.Time
@@ -66,7 +68,7 @@ func (g *gapWatch) nextCheck() time.Time {
 // end is when the gap is over, whatever the rank does.
 func (g *gapWatch) end() time.Time { return g.silentSince.Add(max(g.maxGap, g.limit)) }
 
-// check does what is due now. An error is the cause to cut the answer for.
+// check executes the step that is due. An error is the cause with which to cancel the attempt.
 func (g *gapWatch) check(now time.Time) error {
 	steps := g.router.progressOf(g.rank)
 	over := !now.Before(g.end())
@@ -94,5 +96,5 @@ func (g *gapWatch) check(now time.Time) error {
 	return nil
 }
 
-// ask asks for a look at the engine. A full mailbox, or a node that cannot be reached, is a rank without an answer.
+// ask requests a check of the engine. A full mailbox or an unreachable node counts as no answer.
 func (g *gapWatch) ask() { _ = g.rank.mailbox.TrySend(&msg.Probe{TicketID: g.ticket}) }

@@ -30,7 +30,8 @@ func (p *probed) TrySend(any) error {
 	return nil
 }
 
-// TestAGapIsCutWhenItsRankMakesNoProgress: a gap with a limit of 8 s and a first token's time of 60 s, looked at as the phase timer does.
+// TestAGapIsCutWhenItsRankMakesNoProgress: a gap with a limit of 8 s and a first token's time of 60 s, looked
+// at as the phase timer does.
 func TestAGapIsCutWhenItsRankMakesNoProgress(t *testing.T) {
 	const limit, most, answer = 8 * time.Second, 60 * time.Second, time.Second
 	never := time.Duration(-1)
@@ -42,18 +43,26 @@ func TestAGapIsCutWhenItsRankMakesNoProgress(t *testing.T) {
 		cause  error
 		asked  []time.Duration
 	}{
-		"nothing moves":                                  {others: never, cut: limit, cause: errStalled, asked: []time.Duration{limit / 2, limit - answer}},
-		"another stream moved long ago":                  {others: time.Second, cut: limit, cause: errStalled},
-		"another stream moved just now":                  {others: 7 * time.Second, cut: 2 * limit, cause: errStalled},
-		"other streams move on":                          {others: 7 * time.Second, every: true, cut: most, cause: errSilent},
-		"the first look is held against what was before": {others: never, counts: func(n int) bool { return n == 1 }, cut: limit, cause: errStalled},
-		"the counters move once":                         {others: never, counts: func(n int) bool { return n == 2 }, cut: 2 * limit, cause: errStalled},
-		"the counters move on":                           {others: never, counts: func(n int) bool { return n > 1 }, cut: most, cause: errSilent},
+		"nothing moves": {
+			others: never, cut: limit, cause: errStalled, asked: []time.Duration{limit / 2, limit - answer}},
+		"another stream moved long ago": {
+			others: time.Second, cut: limit, cause: errStalled},
+		"another stream moved just now": {
+			others: 7 * time.Second, cut: 2 * limit, cause: errStalled},
+		"other streams move on": {
+			others: 7 * time.Second, every: true, cut: most, cause: errSilent},
+		"the first look is held against what was before": {
+			others: never, counts: func(n int) bool { return n == 1 }, cut: limit, cause: errStalled},
+		"the counters move once": {
+			others: never, counts: func(n int) bool { return n == 2 }, cut: 2 * limit, cause: errStalled},
+		"the counters move on": {
+			others: never, counts: func(n int) bool { return n > 1 }, cut: most, cause: errSilent},
 	}
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
 			box := &probed{}
-			g := gapWatch{router: &appRouter{}, rank: &rank{mailbox: box}, ticket: 7, limit: limit, maxGap: most}
+			g := gapWatch{router: &appRouter{}, rank: &rank{mailbox: box}, ticket: 7, limit: limit,
+				maxGap: most}
 			box.heard = func(n int) {
 				if c.counts != nil && c.counts(n) {
 					g.rank.progress++
@@ -87,7 +96,8 @@ func TestAGapIsCutWhenItsRankMakesNoProgress(t *testing.T) {
 
 // TestALateGuardStillWaitsForTheAnswer: a process that stood still asks and waits before it cuts.
 func TestALateGuardStillWaitsForTheAnswer(t *testing.T) {
-	g := gapWatch{router: &appRouter{}, rank: &rank{mailbox: &probed{}}, limit: 8 * time.Second, maxGap: time.Minute}
+	g := gapWatch{router: &appRouter{}, rank: &rank{mailbox: &probed{}}, limit: 8 * time.Second,
+		maxGap: time.Minute}
 	start := time.Now()
 	g.start(start)
 	late := start.Add(20 * time.Second)
@@ -111,7 +121,8 @@ func pauses(silence time.Duration) http.HandlerFunc {
 }
 
 func TestASilentStreamWaitsForARankThatMakesProgress(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{pauses(time.Second)}, app: func(a *app.Application) { a.Timeouts.BetweenTokensS = 0.2 }})
+	g := newRig(t, options{engines: []http.HandlerFunc{pauses(time.Second)},
+		app: func(a *app.Application) { a.Timeouts.BetweenTokensS = 0.2 }})
 	g.replicas[0].moves()
 	for range 6 { // more than trip a rank
 		a := g.post("/v1/chat/completions", streamBody)
@@ -135,18 +146,20 @@ func TestAStreamThatStaysSilentIsCutInTheEndAndTripsNothing(t *testing.T) {
 	assert.False(t, done.Trip)
 }
 
-// TestALongWholeAnswerWaitsForItsRankToo: an answer that is too long to be held is passed on as it comes, and may stand still likewise.
+// TestALongWholeAnswerWaitsForItsRankToo: an answer that is too long to be held is passed on as it comes, and
+// may stand still likewise.
 func TestALongWholeAnswerWaitsForItsRankToo(t *testing.T) {
-	g := newRig(t, options{app: func(a *app.Application) { a.Timeouts.BetweenTokensS = 0.2 }, engines: []http.HandlerFunc{
-		func(w http.ResponseWriter, r *http.Request) {
-			drain(r)
-			w.Header().Set("Content-Type", "application/json")
-			_, _ = io.WriteString(w, strings.Repeat(" ", maxWhole+1))
-			w.(http.Flusher).Flush()
-			time.Sleep(time.Second)
-			_, _ = io.WriteString(w, wholeAnswer)
-		},
-	}})
+	g := newRig(t, options{app: func(a *app.Application) { a.Timeouts.BetweenTokensS = 0.2 },
+		engines: []http.HandlerFunc{
+			func(w http.ResponseWriter, r *http.Request) {
+				drain(r)
+				w.Header().Set("Content-Type", "application/json")
+				_, _ = io.WriteString(w, strings.Repeat(" ", maxWhole+1))
+				w.(http.Flusher).Flush()
+				time.Sleep(time.Second)
+				_, _ = io.WriteString(w, wholeAnswer)
+			},
+		}})
 	g.replicas[0].moves()
 	a := g.post("/v1/chat/completions", chatBody)
 	require.NoError(t, a.err)

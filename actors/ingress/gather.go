@@ -7,38 +7,41 @@ import (
 	"sync"
 )
 
-// net/http has a buffer of 4 KiB in front of a connection: a larger piece of an answer leaves in three system calls, the rest of the
-// buffer, the piece, and the end of its chunk. Each wakes the client. gatheredFrom is the size from which that happens.
+// gatheredFrom is the size from which the writes of a piece are gathered. net/http has a buffer of 4 KiB in
+// front of a connection: it writes a larger piece in three system calls (the rest of the buffer, the piece,
+// and the end of its chunk), each of which wakes the client.
 const gatheredFrom = 4<<10 - 64
 
-// gatherBuffers are what a connection collects the writes of one piece in.
+// gatherBuffers are the buffers in which connections collect the writes of one piece.
 var gatherBuffers = sync.Pool{New: func() any {
-	b := make([]byte, 0, relayBuffer+1<<10) // one read of an engine, its chunk's length and the answer's header
+	// one read of an engine, its chunk's length and the answer's header
+	b := make([]byte, 0, relayBuffer+1<<10)
 	return &b
 }}
 
-// connKey is the key of a request's clientConn in its context.
+// connKey is the context key of a request's clientConn.
 type connKey struct{}
 
 func withConn(ctx context.Context, c net.Conn) context.Context {
 	return context.WithValue(ctx, connKey{}, c)
 }
 
-// startGather begins to collect what is written to the client of r, if a piece of n bytes would take several writes; nil: it does not. Over
-// HTTP/2 a connection has many writers, and frames of its own.
+// startGather begins to collect the writes to the client of r, if a piece of n bytes would take several
+// writes; otherwise it returns nil. It does nothing on HTTP/2, where a connection has many writers and its
+// own frames.
 func startGather(r *http.Request, n int) *clientConn {
 	if n < gatheredFrom || r.ProtoMajor != 1 {
 		return nil
 	}
 	c, _ := r.Context().Value(connKey{}).(*clientConn)
 	if c == nil {
-		return nil // a request of this process
+		return nil // an in-process request
 	}
 	c.gathered, _ = gatherBuffers.Get().(*[]byte)
 	return c
 }
 
-// sendGathered writes what was collected in one write, and collects no longer. A nil connection has collected nothing.
+// sendGathered writes the collected bytes in one write and stops collecting. c may be nil.
 func (c *clientConn) sendGathered() error {
 	if c == nil {
 		return nil
@@ -54,7 +57,8 @@ func (c *clientConn) sendGathered() error {
 	return err
 }
 
-// collect takes p into what is gathered; false: it does not collect, or has no room for it. What it had is written by then.
+// collect adds p to the collected bytes. It returns false if the connection does not collect or has no room;
+// it has then written what it had collected.
 func (c *clientConn) collect(p []byte) (ok bool, err error) {
 	b := c.gathered
 	if b == nil {

@@ -6,10 +6,10 @@ import (
 	"time"
 )
 
-// phaseTimer enforces the deadlines of an attempt's phases with one timer: the connection's read deadline is out of
-// reach behind an http.Transport, so the phase timer cancels the attempt's context with the phase's cause. arm and pause cost a
-// mutex and no timer operation while the timer is already set to fire earlier: when it does, it looks at what is due and
-// goes back to sleep. The zero value is idle.
+// phaseTimer enforces the deadlines of an attempt's phases with one timer. The connection's read deadline
+// cannot be set behind an http.Transport, so phaseTimer cancels the attempt's context with the phase's cause.
+// arm and pause take a mutex and touch no timer while the timer is already set to fire earlier: when it
+// fires, it checks what is due and starts again. The zero value is idle.
 type phaseTimer struct {
 	mu      sync.Mutex
 	timer   *time.Timer
@@ -22,14 +22,14 @@ type phaseTimer struct {
 	inGap    bool // the phase is a gap in the answer: at due, gapWatch checks the rank
 }
 
-// attach hands the phase timer to an attempt. Call end when the attempt is over.
+// attach gives the timer to an attempt. The caller calls detach when the attempt is over.
 func (pt *phaseTimer) attach(cancel context.CancelCauseFunc) {
 	pt.mu.Lock()
 	defer pt.mu.Unlock()
 	pt.cancel, pt.due = cancel, time.Time{}
 }
 
-// arm starts the clock of a phase: at due the attempt is cancelled with cause.
+// arm starts a phase: at due, the attempt is cancelled with cause.
 func (pt *phaseTimer) arm(now, due time.Time, cause error) {
 	pt.mu.Lock()
 	defer pt.mu.Unlock()
@@ -37,14 +37,14 @@ func (pt *phaseTimer) arm(now, due time.Time, cause error) {
 	pt.schedule(now, due, cause)
 }
 
-// watchGaps says whose answer comes, for armGap.
+// watchGaps sets the answer that armGap watches.
 func (pt *phaseTimer) watchGaps(of gapWatch) {
 	pt.mu.Lock()
 	defer pt.mu.Unlock()
 	pt.gapWatch = of
 }
 
-// armGap starts the clock of a gap in the answer.
+// armGap starts a gap in the answer.
 func (pt *phaseTimer) armGap(now time.Time) {
 	pt.mu.Lock()
 	defer pt.mu.Unlock()
@@ -60,14 +60,14 @@ func (pt *phaseTimer) schedule(now, due time.Time, cause error) {
 	}
 }
 
-// pause stops the clock: the attempt is not waiting for its engine.
+// pause ends the phase: the attempt does not wait for its engine.
 func (pt *phaseTimer) pause() {
 	pt.mu.Lock()
 	defer pt.mu.Unlock()
 	pt.due = time.Time{}
 }
 
-// detach takes the phase timer back from its attempt.
+// detach takes the timer from its attempt.
 func (pt *phaseTimer) detach() {
 	pt.mu.Lock()
 	defer pt.mu.Unlock()
@@ -87,7 +87,8 @@ func (pt *phaseTimer) startTimer(now, due time.Time) {
 	pt.timer.Reset(due.Sub(now))
 }
 
-// fire may come late: for a phase, even an attempt, that is over. So it believes only what it reads under mu.
+// fire can run late, after its phase or even its attempt is over, so it uses only the values that it reads
+// under mu.
 func (pt *phaseTimer) fire() {
 	pt.mu.Lock()
 	defer pt.mu.Unlock()

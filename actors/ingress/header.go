@@ -27,17 +27,21 @@ const (
 	headerEngineRank = "X-Data-Parallel-Rank"
 )
 
-// ownHeader says that dpserve alone may set a field towards an engine: how far a request came, and which rank it is for.
+// ownHeader reports whether only dpserve may set a header field towards an engine: how far a request came,
+// and which rank it is for.
 func ownHeader(name string) bool {
 	switch name {
-	case "Host", "Content-Length", "Accept-Encoding", "Expect", "Forwarded", "X-Real-Ip", headerRequestID, headerEngineRank:
+	case "Host", "Content-Length", "Accept-Encoding", "Expect", "Forwarded", "X-Real-Ip", headerRequestID,
+		headerEngineRank:
 		return true
 	}
-	return strings.HasPrefix(name, "X-Forwarded-") || strings.HasPrefix(name, "X-Dpserve-") || strings.HasPrefix(name, "Dpserve-") ||
+	return strings.HasPrefix(name, "X-Forwarded-") || strings.HasPrefix(name, "X-Dpserve-") ||
+		strings.HasPrefix(name, "Dpserve-") ||
 		strings.HasPrefix(name, "X-Data-Parallel-")
 }
 
-// engineHeader is what goes to the engine of a client's header. Values are shared, not copied: nobody changes them.
+// engineHeader is the header for the engine, made of the client's. Values are shared and not copied; no code
+// changes them.
 func engineHeader(client http.Header, requestID []string) http.Header {
 	hop := engineleg.HopNames(client)
 	out := make(http.Header, len(client)+1)
@@ -53,18 +57,19 @@ func engineHeader(client http.Header, requestID []string) http.Header {
 	return out
 }
 
-// clientHeader copies an engine's header into the answer. Content-Length is the relay's to set.
+// clientHeader copies an engine's header into the answer. The relay sets Content-Length.
 func clientHeader(dst, engine http.Header) {
 	hop := engineleg.HopNames(engine)
 	for name, values := range engine {
-		if !engineleg.Hop(name) && !hop[name] && name != "Content-Length" && name != headerRequestID && !strings.HasPrefix(name, "X-Dpserve-") {
+		if !engineleg.Hop(name) && !hop[name] && name != "Content-Length" && name != headerRequestID &&
+			!strings.HasPrefix(name, "X-Dpserve-") {
 			dst[name] = values
 		}
 	}
 }
 
-// withRank adds the rank's number where an engine hosts several ranks behind one URL. The shared header stays as it is: an
-// earlier attempt may still be reading it.
+// withRank adds the rank's number, for an engine that hosts several ranks behind one URL. It copies the
+// header, because an earlier attempt may still read the shared one.
 func withRank(h http.Header, selector int) http.Header {
 	out := make(http.Header, len(h)+1)
 	for name, values := range h {
@@ -74,7 +79,7 @@ func withRank(h http.Header, selector int) http.Header {
 	return out
 }
 
-// validRequestID accepts what can stand in a log line and in an engine's own id.
+// validRequestID accepts ids that are safe in a log line and in an engine's own id.
 func validRequestID(s string) bool {
 	if s == "" || len(s) > maxRequestID {
 		return false
@@ -102,7 +107,8 @@ func newRequestID(id uint64) string {
 // maxTimeout bounds x-dpserve-timeout-ms: a day.
 const maxTimeout = 24 * time.Hour
 
-// parseTimeout reads x-dpserve-timeout-ms; ok is false if it is no whole number of milliseconds from 1 to a day.
+// parseTimeout reads x-dpserve-timeout-ms; ok is false if it is no whole number of milliseconds from 1 to a
+// day.
 func parseTimeout(s string) (d time.Duration, ok bool) {
 	ms, err := strconv.ParseInt(s, 10, 64)
 	if err != nil || ms < 1 || ms > maxTimeout.Milliseconds() {

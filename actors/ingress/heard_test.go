@@ -56,15 +56,16 @@ func (g *rig) listen() *eventSpy {
 	return s
 }
 
-// TestTheRouterHearsTheRanksTime: every record of a request hands the time of its rank to the Router; a record of an older version has
-// none; a new incarnation has another clock.
+// TestTheRouterHearsTheRanksTime: every record of a request hands the time of its rank to the Router; a
+// record of an older version has none; a new incarnation has another clock.
 func TestTheRouterHearsTheRanksTime(t *testing.T) {
 	g := newRig(t, options{urls: []string{"http://127.0.0.1:1"}})
 	s, r := g.listen(), g.replicas[0]
 	tell := func(times ...time.Duration) {
 		r.mu.Lock()
 		defer r.mu.Unlock()
-		for i, kind := range []msg.RecordKind{msg.RecAdmitted, msg.RecFirstToken, msg.RecProgress, msg.RecDone} {
+		for i, kind := range []msg.RecordKind{msg.RecAdmitted, msg.RecFirstToken, msg.RecProgress,
+			msg.RecDone} {
 			r.emit(&msg.Record{Kind: kind, ReqID: 1, Ingress: "n2", Tokens: 10, Out: i, At: times[i]})
 		}
 	}
@@ -98,8 +99,8 @@ func TestTheRouterHearsTheRanksTime(t *testing.T) {
 	}, got)
 }
 
-// TestOutputsReachTheRouter: the end of a request tells how many tokens it has put out, whatever the form of its answer and wherever its
-// rank is. A stream without a usage counts by its chunks.
+// TestOutputsReachTheRouter: the end of a request tells how many tokens it has put out, whatever the form of
+// its answer and wherever its rank is. A stream without a usage counts by its chunks.
 func TestOutputsReachTheRouter(t *testing.T) {
 	const whole = `{"id":"c","choices":[{"index":0,"message":{"content":"a"},"finish_reason":"stop"}],"usage":{"prompt_tokens":5,"completion_tokens":9}}`
 	for name, c := range map[string]struct {
@@ -107,27 +108,31 @@ func TestOutputsReachTheRouter(t *testing.T) {
 		engine http.HandlerFunc
 		want   int
 	}{
-		"streamed, usage":        {streamBody, sends(textChunk, stopChunk, usageChunk, doneEvent), 7},
-		"streamed, no usage":     {streamBody, sends(textChunk, textChunk, textChunk, stopChunk, doneEvent), 4},
-		"streamed, cut short":    {streamBody, cutAfter(textChunk, textChunk), 2},
-		"not streamed":           {chatBody, replies(http.StatusOK, whole), 9},
-		"not streamed, no usage": {chatBody, replies(http.StatusOK, `{"choices":[{"index":0,"message":{"content":"a"},"finish_reason":"stop"}]}`), 0},
-		"refused by the engine":  {chatBody, replies(http.StatusBadRequest, `{"error":{"message":"no","code":400}}`), 0},
+		"streamed, usage": {streamBody, sends(textChunk, stopChunk, usageChunk, doneEvent), 7},
+		"streamed, no usage": {streamBody, sends(textChunk, textChunk, textChunk, stopChunk, doneEvent),
+			4},
+		"streamed, cut short": {streamBody, cutAfter(textChunk, textChunk), 2},
+		"not streamed":        {chatBody, replies(http.StatusOK, whole), 9},
+		"not streamed, no usage": {chatBody, replies(
+			http.StatusOK, `{"choices":[{"index":0,"message":{"content":"a"},"finish_reason":"stop"}]}`), 0},
+		"refused by the engine": {chatBody, replies(
+			http.StatusBadRequest, `{"error":{"message":"no","code":400}}`), 0},
 	} {
 		for where, far := range map[string]bool{"near": false, "far": true} {
 			t.Run(name+", "+where, func(t *testing.T) {
 				g := newRig(t, options{far: far, engines: []http.HandlerFunc{c.engine}})
 				s := g.listen()
 				g.post("/v1/chat/completions", c.body)
-				eventually(t, func() bool { return len(s.of(routing.EvFinished)) > 0 }, "the end of the request")
+				eventually(t, func() bool { return len(s.of(routing.EvFinished)) > 0 },
+					"the end of the request")
 				assert.Equal(t, c.want, s.of(routing.EvFinished)[0].Out)
 			})
 		}
 	}
 }
 
-// TestTicketsTellTheRouterTheTime: a ticket, and the end of a dispatch without one, have the ingress's time, as the pick has, though no
-// record of a rank came in between.
+// TestTicketsTellTheRouterTheTime: a ticket, and the end of a dispatch without one, have the ingress's time,
+// as the pick has, though no record of a rank came in between.
 func TestTicketsTellTheRouterTheTime(t *testing.T) {
 	follows := func(t *testing.T, s *eventSpy, kind routing.EventKind) {
 		t.Helper()
@@ -140,7 +145,8 @@ func TestTicketsTellTheRouterTheTime(t *testing.T) {
 	}
 	for where, far := range map[string]bool{"near": false, "far": true} {
 		t.Run(where, func(t *testing.T) {
-			g := newRig(t, options{far: far, engines: []http.HandlerFunc{replies(http.StatusOK, wholeAnswer)}})
+			g := newRig(t, options{far: far, engines: []http.HandlerFunc{
+				replies(http.StatusOK, wholeAnswer)}})
 			s := g.listen()
 			require.Equal(t, http.StatusOK, g.post("/v1/chat/completions", chatBody).status)
 			follows(t, s, routing.EvTicket)

@@ -43,10 +43,10 @@ type Config struct {
 	Log     *slog.Logger
 	Limits  Limits
 	Timers  Timers
-	Seed    uint64      // of the Routers' generators and of the request ids: random per process
+	Seed    uint64      // of the Routers' random generators and the request ids; random per process
 	Dial    Dialer      // to the engines; nil = TCP
-	Remote  Remote      // to the ranks of other nodes; nil = Feed has none: every rank's mailbox is in this process
-	Serves  func() bool // false: the ranks of this node may not be served (its lease is over); nil = always
+	Remote  Remote      // to the ranks of other nodes; nil = every rank's mailbox is in this process
+	Serves  func() bool // false: this node's lease is over, so its ranks may not serve; nil = always
 }
 
 // Ingress serves the OpenAI surface. Safe for concurrent use. New starts one goroutine, which Close ends.
@@ -98,25 +98,30 @@ type Ingress struct {
 	background  sync.WaitGroup // indexes, late tickets
 }
 
-// New makes an ingress and follows Store and Feed at once; it serves when Serve is called, or through Handler.
+// New makes an ingress and follows Store and Feed at once. It serves requests once Serve is called, or
+// through Handler.
 func New(c Config) (*Ingress, error) {
 	if c.Store == nil || c.Feed == nil || c.Metrics == nil || c.Log == nil {
 		return nil, errors.New("ingress: Store, Feed, Metrics and Log must be set")
 	}
 	in := &Ingress{
 		node: c.Node, version: c.Version, store: c.Store, feed: c.Feed, metrics: c.Metrics,
-		log: c.Log.With(slog.String("room", "ingress")), limits: c.Limits.withDefaults(), timers: c.Timers.withDefaults(),
-		seed: c.Seed, clockBase: time.Now(), appRouters: map[string]*appRouter{}, followDone: make(chan struct{}),
-		unplaced: unplacedApps{changed: make(chan struct{}, 1)},
+		log: c.Log.With(slog.String("room", "ingress")), limits: c.Limits.withDefaults(),
+		timers: c.Timers.withDefaults(),
+		seed:   c.Seed, clockBase: time.Now(), appRouters: map[string]*appRouter{},
+		followDone: make(chan struct{}),
+		unplaced:   unplacedApps{changed: make(chan struct{}, 1)},
 	}
 	in.nextID.Store(mix(c.Seed))
 	in.requestPool.New = func() any { return newRequest(in) }
-	in.memory.limit, in.memory.read, in.memory.log, in.memory.base = memoryLimit(), readMemory, in.log, in.clockBase
+	in.memory.limit, in.memory.read, in.memory.log, in.memory.base = memoryLimit(), readMemory, in.log,
+		in.clockBase
 	in.memory.collect = func() { in.background.Go(runtime.GC) }
 	in.bodies.budget = in.limits.bodyBudget(in.memory.limit)
 	in.replyPool.New = func() any { return make(chan msg.AdmitReply, 1) }
 	in.remote, in.serves = c.Remote, c.Serves
-	in.legs = engineleg.New(engineleg.Timers{Dial: in.timers.Dial, IdleOwned: in.timers.IdleOwned, IdleAttached: in.timers.IdleAttached}, c.Dial)
+	in.legs = engineleg.New(engineleg.Timers{Dial: in.timers.Dial, IdleOwned: in.timers.IdleOwned,
+		IdleAttached: in.timers.IdleAttached}, c.Dial)
 	ctx, stop := context.WithCancel(context.Background())
 	cutCtx, cut := context.WithCancelCause(context.Background())
 	in.stop, in.cutRequests, in.baseContext = stop, cut, func(net.Listener) context.Context { return cutCtx }
@@ -131,11 +136,12 @@ func New(c Config) (*Ingress, error) {
 	return in, nil
 }
 
-// Handler is the whole surface, for tests and for servers of other rooms. Requests served through it end with their own
-// context alone.
+// Handler is the whole HTTP surface, for tests and for servers of other packages. Only their own context ends
+// requests that are served through it.
 func (in *Ingress) Handler() http.Handler { return in.handler }
 
-// follow rebuilds the table whenever the state changes, or what the leader says of units that wait for room.
+// follow rebuilds the route table whenever the replicated state or the leader's list of unplaced units
+// changes.
 func (in *Ingress) follow(ctx context.Context, changed <-chan struct{}) {
 	defer close(in.followDone)
 	lapse := time.NewTimer(time.Hour)
@@ -159,7 +165,8 @@ func (in *Ingress) follow(ctx context.Context, changed <-chan struct{}) {
 	}
 }
 
-// rebuild makes a table of the state. fresh says that a Router or an index is new, and lacks what the ranks' snapshots tell.
+// rebuild makes a route table of the state. fresh says that a Router or an index is new and needs the ranks'
+// snapshots.
 func (in *Ingress) rebuild(st *state.State) (fresh bool) {
 	t := newRouteTable()
 	in.setSecret(st.Secret)
@@ -185,7 +192,7 @@ func (in *Ingress) rebuild(st *state.State) (fresh bool) {
 	return fresh
 }
 
-// applyRevision brings a appRouter to the application's revision. fresh: it has a new Router.
+// applyRevision brings an application to its current revision. fresh: it has a new Router.
 func (in *Ingress) applyRevision(ar *appRouter, a *state.App) (spec *appRevision, fresh bool, err error) {
 	old := ar.revision.Load()
 	if old != nil && old.revision == a.Revision {
@@ -209,7 +216,7 @@ func (in *Ingress) applyRevision(ar *appRouter, a *state.App) (spec *appRevision
 	return spec, true, nil
 }
 
-// newRouter gives a appRouter a Router.
+// newRouter gives an application a new Router.
 func (in *Ingress) newRouter(ar *appRouter, policy routing.Policy) {
 	router := routing.NewRouter(policy, mix(in.seed^in.nextID.Load()))
 	router.OnRoom = ar.queue.room
@@ -217,7 +224,7 @@ func (in *Ingress) newRouter(ar *appRouter, policy routing.Policy) {
 	ar.replaceRouter(router)
 }
 
-// setSecret takes the cluster's secret over. It is set once, before the first application.
+// setSecret stores the cluster's secret. The cluster sets it once, before the first application.
 func (in *Ingress) setSecret(secret []byte) {
 	h := kvindex.NewHasher(secret)
 	if old := in.hasher.Load(); old == nil || *old != h {
@@ -225,22 +232,24 @@ func (in *Ingress) setSecret(secret []byte) {
 	}
 }
 
-// hash is the cluster's hasher of prompts.
+// hash is the hasher of prompts, keyed by the cluster's secret.
 func (in *Ingress) hash() kvindex.Hasher { return *in.hasher.Load() }
 
-// clock is the time that Routers and indexes are told.
+// clock is the time for Routers and indexes.
 func (in *Ingress) clock() time.Duration { return time.Since(in.clockBase) }
 
-// keepOldRevision goes on with the revision before when one cannot be read; nil if there is none. One log line per revision.
+// keepOldRevision keeps the previous revision when the current one cannot be read; nil if there is none. It
+// writes one log line per revision.
 func (in *Ingress) keepOldRevision(ar *appRouter, a *state.App, err error) *appRevision {
 	if ar.unreadableRevision != a.Revision {
 		ar.unreadableRevision = a.Revision
-		in.log.Error("application cannot be served as deployed", slog.String("app", a.Name), slog.Any("err", err))
+		in.log.Error("application cannot be served as deployed", slog.String("app", a.Name),
+			slog.Any("err", err))
 	}
 	return ar.revision.Load()
 }
 
-// removeDeleted ends the appRouters of applications that are gone.
+// removeDeleted closes the applications that are no longer in the state.
 func (in *Ingress) removeDeleted(st *state.State) {
 	in.appRoutersMu.Lock()
 	var gone []*appRouter
@@ -257,8 +266,8 @@ func (in *Ingress) removeDeleted(st *state.State) {
 	}
 }
 
-// resubscribe asks every rank for a snapshot: at the start, and when a Router is new. In between nobody's account is wrong
-// for longer than it takes the ranks to answer.
+// resubscribe asks every rank for a snapshot, at the start and when a Router is new. Until the ranks answer,
+// a new Router's account is incomplete.
 func (in *Ingress) resubscribe() {
 	in.mu.Lock()
 	defer in.mu.Unlock()
@@ -270,7 +279,8 @@ func (in *Ingress) resubscribe() {
 
 var _ msg.Sink = (*Ingress)(nil)
 
-// Deliver implements msg.Sink. Only a snapshot makes a appRouter: what trails behind a deleted application is dropped.
+// Deliver implements msg.Sink. Only a snapshot creates an appRouter; late records of a deleted application
+// are dropped.
 func (in *Ingress) Deliver(rec *msg.Record) {
 	if rec.Kind == msg.RecSnapshot {
 		in.ensureAppRouter(rec.App).deliver(rec)
@@ -279,14 +289,15 @@ func (in *Ingress) Deliver(rec *msg.Record) {
 	}
 }
 
-// findAppRouter is the appRouter of an application, nil if there is none.
+// findAppRouter returns the state of an application, nil if there is none.
 func (in *Ingress) findAppRouter(name string) *appRouter {
 	in.appRoutersMu.RLock()
 	defer in.appRoutersMu.RUnlock()
 	return in.appRouters[name]
 }
 
-// ensureAppRouter finds or makes the appRouter of an application: its ranks' streams may begin before the state tells of it.
+// ensureAppRouter returns the state of an application and creates it if needed: its ranks' streams may begin
+// before the replicated state contains it.
 func (in *Ingress) ensureAppRouter(name string) *appRouter {
 	if ar := in.findAppRouter(name); ar != nil {
 		return ar
@@ -301,10 +312,11 @@ func (in *Ingress) ensureAppRouter(name string) *appRouter {
 	return ar
 }
 
-// requestID is a new key of a dispatch: unique in this process, and random against those of other ingresses.
+// requestID is a new key of a dispatch: unique in this process, and random relative to other ingresses.
 func (in *Ingress) requestID() uint64 { return in.nextID.Add(1) }
 
-// routerKey makes the Router's key of a request: an own id as it is, one of another ingress mixed with that ingress's name.
+// routerKey is the Router's key of a request: an own id unchanged, an id of another ingress mixed with that
+// ingress's name.
 func (in *Ingress) routerKey(ingress string, reqID uint64) uint64 {
 	if ingress == in.node {
 		return reqID
@@ -324,7 +336,7 @@ func mix(v uint64) uint64 {
 	return v ^ v>>31
 }
 
-// QueueLen is how many requests of an application wait for a rank.
+// QueueLen is the number of an application's requests that wait for a rank.
 func (in *Ingress) QueueLen(app string) int {
 	ar := in.findAppRouter(app)
 	if ar == nil {
@@ -334,12 +346,14 @@ func (in *Ingress) QueueLen(app string) int {
 	return n
 }
 
-// Totals are the answered inference requests and generated tokens since New, and the requests in hand now.
+// Totals are the answered inference requests and generated tokens since New, and the number of requests in
+// progress.
 func (in *Ingress) Totals() (requests, tokens uint64, inflight int) {
 	return in.answered.Load(), in.tokens.Load(), int(in.inflight.Load())
 }
 
-// Ready says that this ingress should get requests: it is not draining, and some application can serve or none is there.
+// Ready reports whether this ingress should get requests: it is not draining, and an application can serve or
+// there is none.
 func (in *Ingress) Ready() bool {
 	if in.draining.Load() {
 		return false

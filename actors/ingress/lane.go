@@ -14,15 +14,17 @@ import (
 	"github.com/dpserve/dpserve/telemetry"
 )
 
-// appRouter is what an ingress keeps of one application over its revisions: ranks, Router, queue, retry budget, estimates.
+// appRouter is the state that an ingress keeps for one application across its revisions: ranks, Router,
+// queue, retry budget and estimates.
 type appRouter struct {
 	in          *Ingress
 	name        string
 	queue       requestQueue
 	retryBudget *budget
-	revision    atomic.Pointer[appRevision]    // nil until the route table has the application
-	router      atomic.Pointer[routing.Router] // for requests; nil as revision; replaced when the file's routing part changes
-	metrics     atomic.Pointer[telemetry.App]
+	revision    atomic.Pointer[appRevision] // nil until the route table has the application
+	// for requests; nil as revision; replaced when the file's routing part changes
+	router  atomic.Pointer[routing.Router]
+	metrics atomic.Pointer[telemetry.App]
 
 	policyInputs atomic.Pointer[policyInputs] // nil as revision
 	cachingOff   atomic.Bool                  // every ready rank runs without prefix caching
@@ -38,11 +40,13 @@ type appRouter struct {
 
 	unreadableRevision uint64 // revision that could not be read; only rebuild uses it
 
-	mu             sync.Mutex
-	eventRouter    *routing.Router // receives the events; differs from router while replaceRouter prepares a new one
-	ranks          map[routing.RankID]*rank
-	readyUnits     map[string]uint64      // units that are ready in the replicated state → epoch
-	fencedUnits    map[string]uint64      // of these, units that a stream showed as fenced, ahead of the state → epoch
+	mu sync.Mutex
+	// receives the events; differs from router while replaceRouter prepares a new one
+	eventRouter *routing.Router
+	ranks       map[routing.RankID]*rank
+	readyUnits  map[string]uint64 // units that are ready in the replicated state → epoch
+	// of these, units that a stream showed as fenced, ahead of the state → epoch
+	fencedUnits    map[string]uint64
 	unseenUnits    map[string]struct{}    // of these, units of which no stream has reported a rank yet
 	pendingUnits   int                    // units that may still become ready, by the state
 	noRoom         string                 // why other units cannot be placed; "" if there are none
@@ -57,7 +61,9 @@ type appRouter struct {
 }
 
 func newAppRouter(in *Ingress, name string) *appRouter {
-	ar := &appRouter{in: in, name: name, ranks: map[routing.RankID]*rank{}, readyUnits: map[string]uint64{}, fencedUnits: map[string]uint64{}, unseenUnits: map[string]struct{}{}, fullTimers: map[*rank]*time.Timer{}, suspectedNodes: map[string]*time.Timer{}}
+	ar := &appRouter{in: in, name: name, ranks: map[routing.RankID]*rank{}, readyUnits: map[string]uint64{},
+		fencedUnits: map[string]uint64{}, unseenUnits: map[string]struct{}{},
+		fullTimers: map[*rank]*time.Timer{}, suspectedNodes: map[string]*time.Timer{}}
 	ar.retryBudget = newBudget(in.timers.BudgetWindow)
 	ar.queue.onChange = func(n int, tokens int64) {
 		if m := ar.metrics.Load(); m != nil {
@@ -67,8 +73,9 @@ func newAppRouter(in *Ingress, name string) *appRouter {
 	return ar
 }
 
-// deliver applies one record of a rank's stream. The parts of a snapshot share its number, and all that may come twice does no
-// harm when it comes at once; what comes late is dropped, and so is what came before a jump: the rank is asked for a snapshot.
+// deliver applies one record of a rank's stream. All parts of a snapshot share one sequence number, and a
+// record that is delivered twice in a row has no effect the second time. deliver drops a record with an older
+// number. When numbers are missing, it asks the rank for a snapshot.
 func (ar *appRouter) deliver(rec *msg.Record) {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
@@ -79,7 +86,7 @@ func (ar *appRouter) deliver(rec *msg.Record) {
 	r := ar.ranks[rec.Rank]
 	switch {
 	case r == nil || !r.isIncarnation(rec):
-		return // of an incarnation that is over
+		return // from an incarnation that has ended
 	case rec.Kind == msg.RecGone:
 		ar.removeRank(r)
 		return
@@ -96,6 +103,7 @@ func (ar *appRouter) deliver(rec *msg.Record) {
 	ar.applyRecord(r, rec)
 }
 
+// applyRecord applies a record whose sequence number is valid.
 func (ar *appRouter) applyRecord(r *rank, rec *msg.Record) {
 	switch rec.Kind {
 	case msg.RecState:
@@ -109,16 +117,18 @@ func (ar *appRouter) applyRecord(r *rank, rec *msg.Record) {
 	}
 }
 
-// applySnapshot begins an incarnation, or begins a known one's account anew after a new subscription.
+// applySnapshot registers a new incarnation of a rank, or replaces the account of a known incarnation after a
+// new subscription.
 func (ar *appRouter) applySnapshot(rec *msg.Record) {
 	r := ar.ranks[rec.Rank]
 	if r != nil && (r.epoch > rec.Epoch || r.isIncarnation(rec) && rec.Seq < r.seq) {
-		return // a ghost: its successor serves. Or it comes too late
+		return // from an incarnation that was replaced, or too late
 	}
 	if r == nil || !r.isIncarnation(rec) {
 		fresh, err := newRank(rec, ar.in.node)
 		if err != nil {
-			ar.in.log.Error("rank cannot be used", slog.String("app", ar.name), slog.String("unit", rec.Unit), slog.Any("err", err))
+			ar.in.log.Error("rank cannot be used", slog.String("app", ar.name), slog.String("unit", rec.Unit),
+				slog.Any("err", err))
 			return
 		}
 		if r != nil {
@@ -126,14 +136,15 @@ func (ar *appRouter) applySnapshot(rec *msg.Record) {
 			ar.clearFull(r)
 			ar.snapshotReceived(r)
 			if r.epoch == fresh.epoch {
-				delete(ar.fencedUnits, r.unit) // it came back in place
+				delete(ar.fencedUnits, r.unit) // the unit is back at the same epoch
 			}
 		}
 		fresh.local = fresh.local || ar.in.remote == nil
 		r = fresh
 		ar.ranks[rec.Rank] = r
 	}
-	r.accepting, r.busy, r.maxOngoing, r.seq, r.silent = rec.Snapshot.Accepting, false, rec.Snapshot.MaxOngoing, rec.Seq, false
+	r.accepting, r.busy, r.maxOngoing, r.seq, r.silent = rec.Snapshot.Accepting, false,
+		rec.Snapshot.MaxOngoing, rec.Seq, false
 	r.cachingOff, r.maxModelLen = rec.Snapshot.CachingOff, rec.Snapshot.MaxModelLen
 	r.turn, r.offered = "", 0
 	ar.recordTrip(r, rec.Snapshot.Tripped)
@@ -144,14 +155,18 @@ func (ar *appRouter) applySnapshot(rec *msg.Record) {
 	ar.publishPendingUnits()
 }
 
-// addRank puts the rank and its account into the Router, without room until show says how much it has.
+// addRank registers the rank and its open requests with max_ongoing 0; publish sets the real limit. In
+// between, no request is routed to it.
 func (ar *appRouter) addRank(r *rank, seq uint64, s *msg.Snapshot) {
 	ar.openScratch = ar.openScratch[:0]
 	for _, o := range s.Open {
-		ar.openScratch = append(ar.openScratch, routing.Open{ReqID: ar.in.routerKey(o.Ingress, o.ReqID), Tokens: o.Tokens, Hit: o.Hit, Out: o.Out, Decoding: o.Decoding})
+		ar.openScratch = append(ar.openScratch, routing.Open{
+			ReqID: ar.in.routerKey(o.Ingress, o.ReqID), Tokens: o.Tokens, Hit: o.Hit, Out: o.Out,
+			Decoding: o.Decoding})
 	}
 	ar.observe(routing.Event{
-		Kind: routing.EvRankUp, Rank: r.id, Epoch: r.epoch, Incarnation: r.incarnation, Seq: seq, Local: r.local, Snapshot: ar.openScratch,
+		Kind: routing.EvRankUp, Rank: r.id, Epoch: r.epoch, Incarnation: r.incarnation, Seq: seq,
+		Local: r.local, Snapshot: ar.openScratch,
 		Capacity: s.Capacity, BlockSize: s.BlockSize,
 	})
 	r.publishedReady, r.publishedMax, r.publishedSilent, r.publishedTrip = true, 0, false, -1
@@ -161,33 +176,37 @@ func (ar *appRouter) addRank(r *rank, seq uint64, s *msg.Snapshot) {
 	ar.updateCachingOff()
 }
 
-// publish tells the Router what has changed of a rank since it was told last.
+// publish sends the Router every value of a rank that has changed since the last call.
 func (ar *appRouter) publish(r *rank) {
 	epoch, ok := ar.readyUnits[r.unit]
 	ready, maxOngoing := r.routerState(ok && epoch == r.epoch && ar.suspectedNodes[r.node] == nil)
 	if ready != r.publishedReady {
 		r.publishedReady = ready
 		defer ar.updateCachingOff()
-		ar.observe(routing.Event{Kind: routing.EvAccepting, Rank: r.id, Incarnation: r.incarnation, Accepting: ready})
+		ar.observe(routing.Event{Kind: routing.EvAccepting, Rank: r.id, Incarnation: r.incarnation,
+			Accepting: ready})
 		if ar.updateOutage() {
 			ar.publishPendingUnits()
 		}
 	}
 	if r.tripOrder != r.publishedTrip {
 		r.publishedTrip = r.tripOrder
-		ar.observe(routing.Event{Kind: routing.EvTripped, Rank: r.id, Incarnation: r.incarnation, N: r.tripOrder})
+		ar.observe(routing.Event{Kind: routing.EvTripped, Rank: r.id, Incarnation: r.incarnation,
+			N: r.tripOrder})
 	}
 	if r.silent != r.publishedSilent {
 		r.publishedSilent = r.silent
-		ar.observe(routing.Event{Kind: routing.EvSilent, Rank: r.id, Incarnation: r.incarnation, Silent: r.silent})
+		ar.observe(routing.Event{Kind: routing.EvSilent, Rank: r.id, Incarnation: r.incarnation,
+			Silent: r.silent})
 	}
 	if maxOngoing != r.publishedMax {
 		r.publishedMax = maxOngoing
-		ar.observe(routing.Event{Kind: routing.EvMaxOngoing, Rank: r.id, Incarnation: r.incarnation, N: maxOngoing})
+		ar.observe(routing.Event{Kind: routing.EvMaxOngoing, Rank: r.id, Incarnation: r.incarnation,
+			N: maxOngoing})
 	}
 }
 
-// recordTrip notes whether a rank is tripped, and since which trip.
+// recordTrip stores whether a rank is tripped, and its place in the order of trips.
 func (ar *appRouter) recordTrip(r *rank, tripped bool) {
 	switch {
 	case !tripped:
@@ -198,6 +217,8 @@ func (ar *appRouter) recordTrip(r *rank, tripped bool) {
 	}
 }
 
+// applyState applies a RecState: whether the rank accepts requests, is fenced, drains or is tripped, and
+// whose turn its free room is.
 func (ar *appRouter) applyState(r *rank, rec *msg.Record) {
 	r.accepting, r.busy = rec.Accepting, !rec.Accepting && rec.Cause == causeBusy
 	r.draining = rec.Draining
@@ -210,10 +231,11 @@ func (ar *appRouter) applyState(r *rank, rec *msg.Record) {
 		ar.setFull(r)
 	}
 	if rec.Fenced && rec.Cause != causeDrained.String() && ar.readyUnits[r.unit] == r.epoch {
-		ar.fencedUnits[r.unit] = r.epoch // it will be back: nobody is refused before the state says so too
+		// the unit will restart: requests wait until the replicated state says that it is not ready
+		ar.fencedUnits[r.unit] = r.epoch
 		ar.publishPendingUnits()
 	}
-	ar.publish(r) // out of routing first
+	ar.publish(r) // first, so that no further request is routed there
 	if rec.Fenced {
 		ar.failFenced(r, !r.draining)
 	}
@@ -222,8 +244,9 @@ func (ar *appRouter) applyState(r *rank, rec *msg.Record) {
 	}
 }
 
-// failFenced gives up what has not begun on a fenced rank; failed: because of its engine. A lockstep unit fails as one: unless this is the end of a drain, its other
-// ranks, wherever they run, are out with the first of them, and stay so until they come back as another incarnation.
+// failFenced cancels the attempts without a first byte on a fenced rank; failed says that the engine was the
+// reason. The ranks of a lockstep unit fail together: unless a drain has ended, the first fenced rank takes
+// the other ranks of its unit out of routing on all nodes, until they return as another incarnation.
 func (ar *appRouter) failFenced(r *rank, failed bool) {
 	lost := []*rank{r}
 	for _, s := range ar.ranks {
@@ -234,17 +257,19 @@ func (ar *appRouter) failFenced(r *rank, failed bool) {
 			lost = append(lost, s)
 		}
 	}
-	for _, s := range lost { // when none of them is picked any more
+	for _, s := range lost { // only now, when none of them is picked any more
 		s.engineFailed = s.engineFailed || failed
 		s.failPendingAttempts()
 	}
 }
 
+// isLockstep reports whether the ranks of a unit fail together.
 func (ar *appRouter) isLockstep() bool {
 	spec := ar.revision.Load()
 	return spec != nil && spec.app.DataParallel.Coupling == app.Lockstep
 }
 
+// applyLoad passes a record of a request (admitted, first token, progress, done) to the Router.
 func (ar *appRouter) applyLoad(r *rank, rec *msg.Record) {
 	kind, assumed := routing.EvAdmitted, false
 	switch rec.Kind {
@@ -259,7 +284,8 @@ func (ar *appRouter) applyLoad(r *rank, rec *msg.Record) {
 	default:
 	}
 	e := routing.Event{
-		Kind: kind, Rank: r.id, ReqID: ar.in.routerKey(rec.Ingress, rec.ReqID), Seq: rec.Seq, Incarnation: rec.Incarnation, Tokens: rec.Tokens, Hit: rec.Hit, Out: rec.Out,
+		Kind: kind, Rank: r.id, ReqID: ar.in.routerKey(rec.Ingress, rec.ReqID), Seq: rec.Seq,
+		Incarnation: rec.Incarnation, Tokens: rec.Tokens, Hit: rec.Hit, Out: rec.Out,
 		Session: rec.Session, Assumed: assumed, At: rec.At,
 	}
 	if rec.Kind == msg.RecDone {
@@ -272,14 +298,14 @@ func (ar *appRouter) applyLoad(r *rank, rec *msg.Record) {
 	}
 }
 
-// removeRank takes a rank out for good. If it was not asked to end, it will be back, on this node or another: nobody is refused before the
-// state says so too.
+// removeRank removes a rank. Unless the rank was asked to drain, it will start again on this node or another.
+// So requests keep waiting until the replicated state says that its unit is not ready.
 func (ar *appRouter) removeRank(r *rank) {
 	delete(ar.ranks, r.id)
 	if !r.draining && ar.readyUnits[r.unit] == r.epoch {
 		ar.fencedUnits[r.unit] = r.epoch
 		ar.publishPendingUnits()
-		ar.failFenced(r, false) // its node may be silent, or have ended: that says nothing of the engine
+		ar.failFenced(r, false) // the node may be gone: this says nothing about the engine
 	}
 	ar.clearFull(r)
 	ar.snapshotReceived(r)
@@ -289,8 +315,8 @@ func (ar *appRouter) removeRank(r *rank) {
 	r.failPendingAttempts()
 }
 
-// replaceRouter puts a new Router in the place of the old one. It knows the ranks at once, and what they have in hand with their next
-// snapshots; requests see it when it knows the ranks.
+// replaceRouter installs a new Router. The new Router gets all ranks before requests use it, and their open
+// requests with their next snapshots.
 func (ar *appRouter) replaceRouter(router *routing.Router) {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
@@ -306,7 +332,7 @@ func (ar *appRouter) replaceRouter(router *routing.Router) {
 	ar.queue.room()
 }
 
-// observe hands an event to the Router, which may wake the queue. Call with mu held.
+// observe passes an event to the Router, which may wake the queue. The caller holds mu.
 func (ar *appRouter) observe(e routing.Event) {
 	if ar.eventRouter != nil {
 		ar.eventScratch = e
@@ -315,26 +341,28 @@ func (ar *appRouter) observe(e routing.Event) {
 	}
 }
 
-// findRank gives the live incarnation of a rank; nil if it has gone since it was picked.
+// findRank returns the live incarnation of a rank, or nil if the rank is gone since it was picked.
 func (ar *appRouter) findRank(id routing.RankID) *rank {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
 	return ar.ranks[id]
 }
 
-// markFull says that the Router's picture of a rank is wrong: it said full as of its record seq. It counts as full until its
-// stream tells of a request that ended, at most for a while, so that a wrong "full" never blocks either.
+// markFull corrects the Router after rank r refused a request as full in its record seq. The rank counts as
+// full until its stream reports a finished request, and at most for FullRecheck, so that a wrong "full" does
+// not block the queue.
 func (ar *appRouter) markFull(r *rank, seq uint64) {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
 	if ar.closed || r.seq > seq || r.full || r.lost {
-		return // the stream is ahead of the refusal: the picture is newer than the answer
+		return // the stream is newer than the refusal
 	}
 	r.offered = 0
 	ar.setFull(r)
 	ar.publish(r)
 }
 
+// expireFull ends the time in which a rank counts as full.
 func (ar *appRouter) expireFull(r *rank) {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
@@ -347,6 +375,7 @@ func (ar *appRouter) expireFull(r *rank) {
 	}
 }
 
+// clearFull removes a rank's full mark and its timer. The caller publishes the rank.
 func (ar *appRouter) clearFull(r *rank) {
 	r.full = false
 	if t := ar.fullTimers[r]; t != nil {
@@ -355,34 +384,38 @@ func (ar *appRouter) clearFull(r *rank) {
 	}
 }
 
-// isLost says that a failure is the unit's, not the request's: its stream shows it fenced or gone.
+// isLost reports whether the rank's stream shows it as fenced or gone. A failure on it is then the unit's,
+// not the request's.
 func (ar *appRouter) isLost(r *rank) bool {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
 	return r.lost
 }
 
-// hasFailed says that the rank is lost because its engine failed, not because its node is not heard or it was asked to end.
+// hasFailed reports whether the rank is lost because its engine failed, not because its node is unreachable
+// or the rank was drained.
 func (ar *appRouter) hasFailed(r *rank) bool {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
 	return r.engineFailed
 }
 
+// isDraining reports whether the rank takes no new requests and lets its streams end.
 func (ar *appRouter) isDraining(r *rank) bool {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
 	return r.draining
 }
 
-// progressOf counts what the rank's stream has told of its progress.
+// progressOf counts the progress records of a rank's stream.
 func (ar *appRouter) progressOf(r *rank) uint64 {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
 	return r.progress
 }
 
-// trackAttempt registers an attempt, which may be given up while it has no first byte; false if the rank is lost already.
+// trackAttempt registers an attempt, which can be cancelled while it has no first byte. It returns false if
+// the rank is already lost.
 func (ar *appRouter) trackAttempt(r *rank, a *attempt) bool {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
@@ -393,19 +426,22 @@ func (ar *appRouter) trackAttempt(r *rank, a *attempt) bool {
 	return true
 }
 
+// markFirstByte records that the attempt has a first byte: from now on the loss of its unit does not cancel
+// it.
 func (ar *appRouter) markFirstByte(a *attempt) {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
 	a.hasFirstByte = true
 }
 
+// untrackAttempt removes an attempt that has ended.
 func (ar *appRouter) untrackAttempt(r *rank, a *attempt) {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
 	r.untrack(a)
 }
 
-// totalSlots is how many requests the ready ranks may hold together.
+// totalSlots is the number of requests that the ready ranks may hold together.
 func (ar *appRouter) totalSlots() int {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
@@ -418,11 +454,11 @@ func (ar *appRouter) totalSlots() int {
 	return n
 }
 
-// canServe says that some rank is ready.
+// canServe reports whether a rank is ready.
 func (ar *appRouter) canServe() bool { return ar.totalSlots() > 0 }
 
-// setUnits takes over what the state says: the ready units with their epochs, how many are on their way, and why
-// others are not.
+// setUnits stores what the replicated state says of the units: the ready ones with their epochs, the number
+// of those that may still become ready, and why others have no room.
 func (ar *appRouter) setUnits(ready map[string]uint64, onTheWay int, noRoom string) {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
@@ -436,8 +472,8 @@ func (ar *appRouter) setUnits(ready map[string]uint64, onTheWay int, noRoom stri
 	ar.publishPendingUnits()
 }
 
-// publishPendingUnits tells the Router how many units may still come up. Attached engines come when somebody else starts them: after a while
-// without any, nobody waits for them.
+// publishPendingUnits tells the Router how many units may still become ready. Somebody outside dpserve
+// restarts attached engines: after Timers.Outage without a ready one, requests no longer wait for them.
 func (ar *appRouter) publishPendingUnits() {
 	ar.updateOutage()
 	n := ar.pendingUnits + len(ar.unseenUnits) + len(ar.fencedUnits)
@@ -447,7 +483,8 @@ func (ar *appRouter) publishPendingUnits() {
 	ar.observe(routing.Event{Kind: routing.EvOnTheWay, N: n + len(ar.suspectedNodes)})
 }
 
-// updateOutage notes since when an application of attached engines has no ready rank; ended: it has one again.
+// updateOutage records since when an application of attached engines has had no ready rank. ended reports
+// that a rank is ready again.
 func (ar *appRouter) updateOutage() (ended bool) {
 	spec := ar.revision.Load()
 	if ar.closed || spec == nil || spec.app.Engine.Kind != app.KindAttach || ar.hasReadyRank() {
@@ -465,7 +502,7 @@ func (ar *appRouter) updateOutage() (ended bool) {
 	return false
 }
 
-// hasReadyRank says whether the Router has a ready rank.
+// hasReadyRank reports whether the Router has a ready rank.
 func (ar *appRouter) hasReadyRank() bool {
 	for _, r := range ar.ranks {
 		if r.publishedReady {
@@ -475,12 +512,12 @@ func (ar *appRouter) hasReadyRank() bool {
 	return false
 }
 
-// isDown says that the outage has lasted so long that requests are refused instead of waiting.
+// isDown reports whether the outage has lasted so long that requests are refused instead of queued.
 func (ar *appRouter) isDown() bool {
 	return !ar.outageSince.IsZero() && time.Since(ar.outageSince) >= ar.in.timers.Outage
 }
 
-// endOutageWait refuses what waits for attached engines, unless one came back.
+// endOutageWait refuses the requests that wait for attached engines, unless one is ready again.
 func (ar *appRouter) endOutageWait() {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
@@ -489,7 +526,7 @@ func (ar *appRouter) endOutageWait() {
 	}
 }
 
-// minModelLen is the smallest length of a request that the ready ranks tell, in tokens; 0: none tells.
+// minModelLen is the smallest max_model_len that the ready ranks report, in tokens; 0: no rank reports one.
 func (ar *appRouter) minModelLen() int {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
@@ -502,15 +539,15 @@ func (ar *appRouter) minModelLen() int {
 	return least
 }
 
-// noRoomReason is why units of the application are not on their way, "" if there are none.
+// noRoomReason is the reason why units of the application cannot be placed; "" if all can.
 func (ar *appRouter) noRoomReason() string {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
 	return ar.noRoom
 }
 
-// refreshUnseenUnits finds the units that are ready, and no rank of which the Router has been told of: the state is ahead of their streams.
-// Requests wait for them.
+// refreshUnseenUnits finds the ready units of which no stream has reported a rank yet: the replicated state
+// is ahead of their streams. Requests wait for these units.
 func (ar *appRouter) refreshUnseenUnits() {
 	clear(ar.unseenUnits)
 	for unit := range ar.readyUnits {
@@ -525,8 +562,9 @@ func (ar *appRouter) refreshUnseenUnits() {
 	}
 }
 
-// suspectNode takes the ranks of a node out for a moment, because a request has not reached it: others are picked, and if there are none,
-// requests wait instead of failing one after the other until the node's stream says how it is.
+// suspectNode takes the ranks of a node out of routing for Timers.Doubt, because a request could not reach
+// its data port. Other ranks are picked. If there are none, requests wait instead of failing one after the
+// other until the node's stream reports its state.
 func (ar *appRouter) suspectNode(node string) {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
@@ -534,10 +572,11 @@ func (ar *appRouter) suspectNode(node string) {
 		return
 	}
 	ar.suspectedNodes[node] = time.AfterFunc(ar.in.timers.Doubt, func() { ar.clearSuspicion(node) })
-	ar.publishPendingUnits() // before the ranks are out: whoever is asked meanwhile waits
+	ar.publishPendingUnits() // before the ranks leave routing, so that requests in between wait
 	ar.publishNode(node)
 }
 
+// clearSuspicion puts the ranks of a suspected node back into routing.
 func (ar *appRouter) clearSuspicion(node string) {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
@@ -549,6 +588,7 @@ func (ar *appRouter) clearSuspicion(node string) {
 	ar.publishPendingUnits()
 }
 
+// publishNode publishes the ranks of a node.
 func (ar *appRouter) publishNode(node string) {
 	for _, r := range ar.ranks {
 		if r.node == node {
@@ -557,7 +597,7 @@ func (ar *appRouter) publishNode(node string) {
 	}
 }
 
-// close stops the appRouter's timers. Requests that wait find no rank and leave.
+// close stops the timers of the application. Requests in its queue find no rank and leave.
 func (ar *appRouter) close() {
 	ar.mu.Lock()
 	ar.closed = true
@@ -584,7 +624,7 @@ func (ar *appRouter) close() {
 // meanShare is the weight of the newest request in the mean service time: 1/16.
 const meanShare = 16
 
-// recordServiceTime notes how long a request held its place on a rank.
+// recordServiceTime updates the mean time that a request holds its place on a rank.
 func (ar *appRouter) recordServiceTime(d time.Duration) {
 	old := ar.meanService.Load()
 	if old == 0 {
@@ -594,7 +634,7 @@ func (ar *appRouter) recordServiceTime(d time.Duration) {
 	ar.meanService.Store(old + (int64(d)-old)/meanShare) // a lost update of a mean does no harm
 }
 
-// retryAfter is queue length × mean service time / slots, in whole seconds from 1 to 60.
+// retryAfter is queue length × mean service time / slots, in whole seconds from 1 to maxRetryAfter.
 func (ar *appRouter) retryAfter() int {
 	n, _ := ar.queue.size()
 	s := time.Duration(int64(n) * ar.meanService.Load() / int64(max(ar.totalSlots(), 1)))

@@ -20,7 +20,8 @@ func (r *replica) silence(on bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.feed.deliver(&msg.Record{
-		App: r.app, Unit: r.unit, Rank: r.id, Epoch: r.epoch, Incarnation: r.incarnation, Kind: msg.RecSilent, Silent: on,
+		App: r.app, Unit: r.unit, Rank: r.id, Epoch: r.epoch, Incarnation: r.incarnation, Kind: msg.RecSilent,
+		Silent: on,
 	})
 }
 
@@ -38,8 +39,8 @@ func (g *rig) states() (out []string) {
 	return out
 }
 
-// TestSilentRanksArePickedLast: nothing goes to a silent rank while another is heard, and all does when none is; it needs no snapshot
-// to be an ordinary one again, and a snapshot alone makes it one.
+// TestSilentRanksArePickedLast: nothing goes to a silent rank while another is heard, and all does when none
+// is; it needs no snapshot to be an ordinary one again, and a snapshot alone makes it one.
 func TestSilentRanksArePickedLast(t *testing.T) {
 	whole := replies(http.StatusOK, wholeAnswer)
 	g := newRig(t, options{engines: []http.HandlerFunc{whole, whole}})
@@ -82,8 +83,9 @@ func lockstepRig(t *testing.T, engines ...http.HandlerFunc) *rig {
 	return g
 }
 
-// TestOneFencedRankFencesItsUnit: with one record every rank of a lockstep unit is out, wherever it runs, and what has not begun there
-// is given up. What the others' own streams say later changes nothing, until they are another incarnation.
+// TestOneFencedRankFencesItsUnit: with one record every rank of a lockstep unit is out, wherever it runs, and
+// what has not begun there is given up. What the others' own streams say later changes nothing, until they
+// are another incarnation.
 func TestOneFencedRankFencesItsUnit(t *testing.T) {
 	var h hangingEngine
 	g := lockstepRig(t, h.sends(), h.sends(), h.sends())
@@ -115,8 +117,8 @@ func TestOneFencedRankFencesItsUnit(t *testing.T) {
 	}
 }
 
-// TestAFenceStaysWithItsUnit: not in an application of independent ranks, not in another unit, not in another epoch, and not when
-// it is the end of a drain.
+// TestAFenceStaysWithItsUnit: not in an application of independent ranks, not in another unit, not in another
+// epoch, and not when it is the end of a drain.
 func TestAFenceStaysWithItsUnit(t *testing.T) {
 	whole := replies(http.StatusOK, wholeAnswer)
 	g := newRig(t, options{engines: []http.HandlerFunc{whole, whole}})
@@ -125,7 +127,8 @@ func TestAFenceStaysWithItsUnit(t *testing.T) {
 
 	g = lockstepRig(t, whole, whole)
 	g.replicas[0].mu.Lock()
-	g.replicas[0].emit(&msg.Record{Kind: msg.RecState, Fenced: true, Draining: true, Cause: causeDrained.String()})
+	g.replicas[0].emit(&msg.Record{Kind: msg.RecState, Fenced: true, Draining: true,
+		Cause: causeDrained.String()})
 	g.replicas[0].mu.Unlock()
 	assert.Equal(t, []string{"not-ready", "ok"}, shortened(g.states()))
 

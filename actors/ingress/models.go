@@ -7,8 +7,8 @@ import (
 	"github.com/dpserve/dpserve/engine/openai"
 )
 
-// model is one entry of /v1/models, in OpenAI's shape with vLLM's root and parent: an alias or an adapter points to the
-// application's own id.
+// model is one entry of /v1/models, in OpenAI's shape with vLLM's root and parent: an alias or an adapter
+// points to the application's own id.
 type model struct {
 	ID      string  `json:"id"`
 	Object  string  `json:"object"`
@@ -17,11 +17,12 @@ type model struct {
 	Root    string  `json:"root"`
 	Parent  *string `json:"parent"`
 
-	MaxModelLen int `json:"max_model_len,omitempty"` // the smallest that its ready ranks tell, in tokens
+	MaxModelLen int `json:"max_model_len,omitempty"` // the smallest of its ready ranks, in tokens
 }
 
 func modelOf(name string, e *appRoute) model {
-	m := model{ID: name, Object: "model", Created: e.created, OwnedBy: "dpserve", Root: e.app.Model.Source, MaxModelLen: e.router.minModelLen()}
+	m := model{ID: name, Object: "model", Created: e.created, OwnedBy: "dpserve", Root: e.app.Model.Source,
+		MaxModelLen: e.router.minModelLen()}
 	if name != e.app.Model.ID {
 		m.Root, m.Parent = e.app.Model.ID, &e.app.Model.ID
 	}
@@ -31,7 +32,7 @@ func modelOf(name string, e *appRoute) model {
 	return m
 }
 
-// listModels answers from the own table: no engine is asked.
+// listModels answers from the route table; no engine is asked.
 func (in *Ingress) listModels(w http.ResponseWriter, r *http.Request, s *routeScope) {
 	out := struct {
 		Object string  `json:"object"`
@@ -66,7 +67,7 @@ func (in *Ingress) health(w http.ResponseWriter, r *http.Request) {
 	in.refusePlain(w, r, f)
 }
 
-// rayHealth is health for probes that were made for Ray Serve: the same status, and Ray's word for ready.
+// rayHealth is health for probes written for Ray Serve: the same status, with Ray's body.
 func (in *Ingress) rayHealth(w http.ResponseWriter, r *http.Request) {
 	if !in.Ready() {
 		in.health(w, r)
@@ -75,12 +76,13 @@ func (in *Ingress) rayHealth(w http.ResponseWriter, r *http.Request) {
 	in.answerPlain(w, r, func() { writeText(w, "success") })
 }
 
-// live says that the process answers, whatever it can serve.
+// live answers 200 as long as the process runs, whatever it can serve.
 func (in *Ingress) live(w http.ResponseWriter, r *http.Request) {
 	in.answerJSON(w, r, map[string]string{"status": "live"})
 }
 
-// rayRoutes lists the applications by route prefix, as Ray Serve does. Where several share one, their names are joined by commas.
+// rayRoutes lists the applications by route prefix, as Ray Serve does. Where several share one, their names
+// are joined by commas.
 func (in *Ingress) rayRoutes(w http.ResponseWriter, r *http.Request) {
 	in.answerJSON(w, r, in.table.Load().routes())
 }
@@ -92,7 +94,8 @@ func (in *Ingress) showVersion(w http.ResponseWriter, r *http.Request) {
 func (in *Ingress) answerJSON(w http.ResponseWriter, r *http.Request, v any) {
 	body, err := json.Marshal(v)
 	if err != nil {
-		in.refusePlain(w, r, &failure{status: http.StatusInternalServerError, message: "the answer could not be written"})
+		in.refusePlain(w, r, &failure{status: http.StatusInternalServerError,
+			message: "the answer could not be written"})
 		return
 	}
 	in.answerPlain(w, r, func() { writeJSON(w, http.StatusOK, body) })

@@ -31,8 +31,9 @@ func newOutageRig(t *testing.T, kind app.Kind) *outageRig {
 	t.Helper()
 	f := &feed{}
 	g := &outageRig{t: t, store: newStore(), rank: &replica{
-		feed: f, app: "demo", unit: "demo/0/0", id: routing.ID(0, 0), url: "http://127.0.0.1:1", max: 8, incarnation: 7,
-		stopped: make(chan struct{}),
+		feed: f, app: "demo", unit: "demo/0/0", id: routing.ID(0, 0), url: "http://127.0.0.1:1", max: 8,
+		incarnation: 7,
+		stopped:     make(chan struct{}),
 	}}
 	a := demoApp()
 	a.Engine.Kind, a.Timeouts.QueueS = kind, 60
@@ -42,7 +43,8 @@ func newOutageRig(t *testing.T, kind app.Kind) *outageRig {
 	deploy(t, g.store, a, 1)
 	g.phase(state.Fenced)
 	in, err := New(Config{
-		Node: "n1", Store: g.store, Feed: f, Metrics: telemetry.New(), Seed: 7, Log: slog.New(slog.DiscardHandler),
+		Node: "n1", Store: g.store, Feed: f, Metrics: telemetry.New(), Seed: 7,
+		Log: slog.New(slog.DiscardHandler),
 	})
 	require.NoError(t, err)
 	g.in = in
@@ -64,13 +66,15 @@ func (g *outageRig) comeBack() {
 // ask sends a request and gives what came, and after how long.
 func (g *outageRig) ask() (rec *httptest.ResponseRecorder, took time.Duration) {
 	rec, began := httptest.NewRecorder(), time.Now()
-	req := httptest.NewRequestWithContext(g.t.Context(), http.MethodPost, "/v1/chat/completions", strings.NewReader(chatBody))
+	req := httptest.NewRequestWithContext(g.t.Context(), http.MethodPost, "/v1/chat/completions",
+		strings.NewReader(chatBody))
 	g.in.Handler().ServeHTTP(rec, req)
 	return rec, time.Since(began)
 }
 
-// TestAnOutageOfAttachedEnginesIsAnsweredAtOnce: dpserve does not start attached engines, so requests wait for them as long as a
-// restart under a supervisor takes, and are refused from then on; the first ones of the outage are refused when that time is over.
+// TestAnOutageOfAttachedEnginesIsAnsweredAtOnce: dpserve does not start attached engines, so requests wait
+// for them as long as a restart under a supervisor takes, and are refused from then on; the first ones of the
+// outage are refused when that time is over.
 func TestAnOutageOfAttachedEnginesIsAnsweredAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newOutageRig(t, app.KindAttach)
@@ -112,7 +116,8 @@ func TestTheNextOutageBeginsAnew(t *testing.T) {
 	})
 }
 
-// TestRequestsWaitForEnginesThatDpserveStarts: those come back by dpserve's own doing, however long that takes.
+// TestRequestsWaitForEnginesThatDpserveStarts: those come back by dpserve's own doing, however long that
+// takes.
 func TestRequestsWaitForEnginesThatDpserveStarts(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newOutageRig(t, app.KindSim)

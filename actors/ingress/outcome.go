@@ -9,12 +9,12 @@ import (
 	"github.com/dpserve/dpserve/engine/openai"
 )
 
-// answerFailure sends an answer of dpserve's own. There is exactly one log line for it.
+// answerFailure sends an answer of dpserve's own. It writes exactly one log line.
 func (req *request) answerFailure(f *failure) {
 	req.countAnswer(f.status)
 	req.logLine(failureLevel(f.status), "request not served", f.result(), slog.Int("code", f.status))
 	if f.clientGone {
-		req.cutConn = true // whoever still listens must not see an empty answer
+		req.cutConn = true // a client that still reads must not see an empty answer
 		return
 	}
 	h := req.w.Header()
@@ -44,7 +44,7 @@ func (req *request) finishAnswered(res *result) {
 	req.countAnswer(code)
 }
 
-// codeOf is the status in metrics of an answer that broke after its first byte; 200 had been sent by then.
+// codeOf is the status in metrics of an answer that broke after its first byte; the client received 200.
 func codeOf(res *result) int {
 	switch res.cause {
 	case causeClientGone, causeSlowReader:
@@ -57,7 +57,7 @@ func codeOf(res *result) int {
 	}
 }
 
-// countAnswer puts the request into metrics and totals.
+// countAnswer updates metrics and totals.
 func (req *request) countAnswer(code int) {
 	req.in.answered.Add(1)
 	if req.app == nil {
@@ -71,7 +71,7 @@ func (req *request) countAnswer(code int) {
 	req.app.router.metrics.Load().Request(req.route.String(), code, time.Since(req.start), ttft)
 }
 
-// setOwnHeaders names where the answer comes from.
+// setOwnHeaders sets the headers that name the application and the rank.
 func (req *request) setOwnHeaders(h http.Header, rk *rank) {
 	h[headerRequestID] = req.idHeader
 	if req.app == nil {
@@ -80,7 +80,7 @@ func (req *request) setOwnHeaders(h http.Header, rk *rank) {
 	h[headerApp] = []string{req.app.app.Name}
 	if rk != nil {
 		h[headerGroup], h[headerRank] = rk.groupValue, rk.rankValue
-		if req.prompt.lookedUp { // predicted at dispatch; what the engine found is in its usage
+		if req.prompt.lookedUp { // predicted at dispatch; the engine's own number is in its usage
 			h[headerCached] = []string{strconv.Itoa(req.query.HitOn(rk.id))}
 		}
 	}
@@ -91,7 +91,7 @@ func (req *request) setOwnHeaders(h http.Header, rk *rank) {
 	h[headerAttempts] = []string{strconv.Itoa(n)}
 }
 
-// failureLevel is a warning when the fault is on this side of the client.
+// failureLevel is a warning when the fault is not the client's.
 func failureLevel(code int) slog.Level {
 	if code >= http.StatusInternalServerError {
 		return slog.LevelWarn
@@ -106,13 +106,18 @@ func (req *request) logLine(level slog.Level, text string, res *result, attrs ..
 		return
 	}
 	attrs = append(attrs,
-		slog.String("request_id", req.id), slog.String("route", req.route.String()), slog.String("cause", res.name()),
-		slog.Int("attempt", req.attempts), slog.Float64("dur_ms", float64(time.Since(req.start).Microseconds())/1000))
+		slog.String("request_id", req.id), slog.String("route", req.route.String()),
+		slog.String("cause", res.name()),
+		slog.Int("attempt", req.attempts), slog.Float64(
+			"dur_ms", float64(time.Since(req.start).Microseconds())/1000))
 	if req.app != nil {
 		attrs = append(attrs, slog.String("app", req.app.app.Name))
 	}
 	if rk := req.attempt.rank; rk != nil {
-		attrs = append(attrs, slog.String("unit", rk.unit), slog.Int("group", rk.id.Group()), slog.Int("rank", rk.id.Rank()), slog.Uint64("epoch", rk.epoch))
+		attrs = append(attrs, slog.String("unit", rk.unit), slog.Int("group", rk.id.Group()),
+			slog.Int("rank", rk.id.Rank()), slog.Uint64("epoch", rk.epoch))
 	}
-	req.in.log.LogAttrs(ctx, level, text, append(attrs, res.attrs(req.in.hash(), req.in.log.Enabled(ctx, slog.LevelDebug))...)...) //nolint:sloglint // text is a constant of each caller
+	req.in.log.LogAttrs(ctx, level, text, append(attrs,
+		res.attrs(req.in.hash(), req.in.log.Enabled(
+			ctx, slog.LevelDebug))...)...) //nolint:sloglint // text is a constant of each caller
 }

@@ -9,9 +9,9 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// pick finds a rank with room, waiting in the application's queue if it must. last is the attempt before, nil for none: it
-// decides what the client sees when nothing is left to try. On success the Router counts the request on that rank, unless it computes
-// no tokens.
+// pick returns a rank with room, and waits in the application's queue if there is none. last is the attempt
+// before, nil for none: it decides what the client sees when no rank is left to try. On success the Router
+// counts the request on that rank, unless the request computes no tokens.
 func (req *request) pick(ctx context.Context, last *result) (*rank, *failure) {
 	if !req.route.Generates() {
 		return req.pickUncounted(ctx, last)
@@ -36,7 +36,8 @@ func (req *request) decide(last *result) (rk *rank, f *failure, wait bool) {
 		router := ar.router.Load()
 		req.excludeTried()
 		req.query.ID = req.in.requestID()
-		ar.describeRequest(&req.query, &req.prompt) // before the Router's lock, and anew each time: the caches have moved on
+		// before the Router's lock, and for each decision, because the caches change
+		ar.describeRequest(&req.query, &req.prompt)
 		began := time.Now()
 		router.Pick(&req.query, &req.choice)
 		ar.metrics.Load().Decision(time.Since(began))
@@ -45,12 +46,14 @@ func (req *request) decide(last *result) (rk *rank, f *failure, wait bool) {
 			id := req.choice.Ranked[0]
 			if rk := ar.findRank(id); rk != nil {
 				ar.metrics.Load().Pick(id.Group(), id.Rank(), req.choice.Reason)
-				ar.decisions.record(req.id, req.attempts+1, router.Policy(), &req.prompt, &req.query, &req.choice)
+				ar.decisions.record(req.id, req.attempts+1, router.Policy(), &req.prompt, &req.query,
+					&req.choice)
 				req.attempt.router = router
 				return rk, nil, false
 			}
-			// Gone between the decision and now: the Router knows by the time it is asked again.
-			router.Observe(&routing.Event{Kind: routing.EvUndo, Rank: id, ReqID: req.query.ID, Now: req.in.clock()})
+			// The rank is gone since the decision: the Router knows it when it is asked again.
+			router.Observe(&routing.Event{Kind: routing.EvUndo, Rank: id, ReqID: req.query.ID,
+				Now: req.in.clock()})
 		case routing.Queue:
 			return nil, nil, true
 		default:
@@ -59,8 +62,8 @@ func (req *request) decide(last *result) (rk *rank, f *failure, wait bool) {
 	}
 }
 
-// excludeTried names the ranks that failed this request, as often as the policy lets them (once unless it says otherwise). One that
-// came back as a new incarnation has not failed it.
+// excludeTried lists the ranks that failed this request as often as the policy allows (once unless it says
+// otherwise). A rank that returned as a new incarnation has not failed it.
 func (req *request) excludeTried() {
 	req.query.Tried = req.query.Tried[:0]
 	most := max(req.app.router.inputs().needs.AttemptsPerRank, 1)
@@ -82,7 +85,8 @@ func failures(tried []*rank, rk *rank) int {
 	return n
 }
 
-// restriction tells requests that may use different ranks apart: by the incarnations that failed them, and by the rank that they name.
+// restriction is equal for requests that may use the same ranks. It depends on the incarnations that failed
+// the request and on the rank that it names.
 func (req *request) restriction() uint64 {
 	if len(req.tried) == 0 && !req.prompt.hasDirect {
 		return unrestricted
@@ -99,30 +103,36 @@ func (req *request) restriction() uint64 {
 
 var restrictionSeed = maphash.MakeSeed()
 
-// pickFailure says what a request gets that no rank can take.
+// pickFailure is the answer to a request that no rank can take.
 func (req *request) pickFailure(last *result) *failure {
 	switch req.choice.Reason {
 	case routing.ReasonUnknownRank:
-		return newFailure(openai.CodeInvalidRequest, "x-dpserve-rank names a rank that this application does not have")
+		return newFailure(openai.CodeInvalidRequest,
+			"x-dpserve-rank names a rank that this application does not have")
 	case routing.ReasonNoRankGiven:
-		return newFailure(openai.CodeInvalidRequest, "this application uses routing policy direct: name the rank in x-dpserve-rank: GROUP/RANK")
+		return newFailure(openai.CodeInvalidRequest,
+			"this application uses routing policy direct: name the rank in x-dpserve-rank: GROUP/RANK")
 	}
 	if last != nil {
 		return finalFailure(last)
 	}
 	if req.choice.Reason == routing.ReasonAllBusy {
-		return newFailure(openai.CodeOverloaded, "every rank of this application is above routing.busy_threshold; try again").withRetryAfter(req.app.router.retryAfter())
+		return newFailure(openai.CodeOverloaded,
+			"every rank of this application is above routing.busy_threshold; try again").withRetryAfter(
+			req.app.router.retryAfter())
 	}
 	text := "no rank of this application is ready"
 	if why := req.app.router.noRoomReason(); why != "" {
 		text += ", and there is no room to start one: " + why
 	}
-	f := newFailure(openai.CodeNoReadyRank, text+"; see `dpserve status`").withRetryAfter(req.app.router.retryAfter())
+	f := newFailure(openai.CodeNoReadyRank, text+"; see `dpserve status`").withRetryAfter(
+		req.app.router.retryAfter())
 	f.cause = req.choice.Reason
 	return f
 }
 
-// waitForRank queues the request until it is its turn and a rank has room, at most queue_s over all its waits.
+// waitForRank queues the request until it has the turn and a rank has room, at most queue_s over all its
+// waits.
 func (req *request) waitForRank(ctx context.Context, last *result) (*rank, *failure) {
 	ar, began := req.app.router, time.Now()
 	if req.queueDeadline.IsZero() {
@@ -132,7 +142,8 @@ func (req *request) waitForRank(ctx context.Context, last *result) (*rank, *fail
 	if req.hadTurn {
 		ar.queue.rejoin(req.waiter)
 	} else if !ar.queue.join(req.waiter, req.app.app.MaxQueuedRequests, req.in.limits.MaxQueueTokens) {
-		return nil, newFailure(openai.CodeOverloaded, "the queue of this application is full; try again later").withRetryAfter(ar.retryAfter())
+		return nil, newFailure(openai.CodeOverloaded,
+			"the queue of this application is full; try again later").withRetryAfter(ar.retryAfter())
 	}
 	ar.updateDemand()
 	defer func() {
@@ -153,7 +164,8 @@ func (req *request) waitForRank(ctx context.Context, last *result) (*rank, *fail
 		select {
 		case <-req.waiter.wake:
 		case <-timeout.C:
-			return nil, newFailure(openai.CodeQueueTimeout, "no rank had room in time; try again later").withRetryAfter(ar.retryAfter())
+			return nil, newFailure(openai.CodeQueueTimeout,
+				"no rank had room in time; try again later").withRetryAfter(ar.retryAfter())
 		case <-ctx.Done():
 			return nil, finalFailure(&result{cause: contextCause(ctx)})
 		}

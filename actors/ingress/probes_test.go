@@ -9,7 +9,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestProbesAnswer: load balancers, Kubernetes and what was made for Ray Serve or vLLM ask by these paths, with GET and HEAD.
+// TestProbesAnswer: load balancers, Kubernetes and what was made for Ray Serve or vLLM ask by these paths,
+// with GET and HEAD.
 func TestProbesAnswer(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	hidden := demoApp()

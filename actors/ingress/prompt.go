@@ -9,10 +9,11 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// prompt is what a Router may ask of a request: how long its prompt is, whose it is, and its identity, which is what two
-// prompts with an equal beginning share. It is read once per request by fromBody or fromTokens, before any lock, and turned
-// into a routing.Request by appRouter.describeRequest: once per decision, because what ranks hold changes. Live requests, explanations and
-// the router's own API all go this way, so they cannot differ. The memory is used again; the zero value is ready.
+// prompt is what a Router may ask of a request: the length of its prompt, its context, and its identity,
+// which prompts with an equal beginning share. fromBody or fromTokens fills it once per request, before any
+// lock. describeRequest turns it into a routing.Request for each decision, because the ranks' caches change
+// in between. Live requests, explanations and the router's own API all use these functions, so they cannot
+// differ. The memory is reused; the zero value is ready.
 type prompt struct {
 	routingHeaders
 	promptMemory
@@ -30,7 +31,8 @@ type prompt struct {
 	shared   bool         // an Admit without a reply may still hold blocks
 }
 
-// promptMemory is what a prompt is read into. A request has it until its answer begins, then another request: see request.releaseBody.
+// promptMemory is the memory of a prompt. A request holds it until its answer begins, then another request
+// gets it: see request.releaseBody.
 type promptMemory struct {
 	blocks       []uint64      // chain hashes of the full blocks
 	matches      []kvindex.Hit // of the last look-up
@@ -44,7 +46,7 @@ type promptMemory struct {
 // ratio is a number of tokens without rounding.
 type ratio struct{ tokens, per int64 }
 
-// tokensOf is n in tokens, rounded down.
+// tokensOf is the number of tokens of n units, rounded down.
 func (r ratio) tokensOf(n int) int {
 	if r.per == 0 {
 		return 0
@@ -53,22 +55,24 @@ func (r ratio) tokensOf(n int) int {
 }
 
 const (
-	// maxPooledPrompt is how many blocks or ids a prompt's memory keeps room for; larger memory is left to the garbage collector.
+	// maxPooledPrompt is the number of blocks or ids for which a prompt's memory is kept; the garbage
+	// collector frees larger memory.
 	maxPooledPrompt = 128 << 10
-	// smallPrompt is how many entries or bytes of a prompt's memory are kept whatever they were used for.
+	// smallPrompt is the number of entries or bytes of a prompt's memory that are always kept.
 	smallPrompt = 4 << 10
 )
 
-// reset forgets the request and keeps the memory.
+// reset clears the prompt and keeps its memory.
 func (p *prompt) reset() {
 	m := &p.promptMemory
 	*p = prompt{promptMemory: promptMemory{
-		blocks: m.blocks[:0], matches: m.matches[:0], hits: m.hits[:0], ids: m.ids[:0], salt: m.salt[:0], salted: m.salted[:0], tokenizeBody: m.tokenizeBody[:0],
+		blocks: m.blocks[:0], matches: m.matches[:0], hits: m.hits[:0], ids: m.ids[:0], salt: m.salt[:0],
+		salted: m.salted[:0], tokenizeBody: m.tokenizeBody[:0],
 	}}
 }
 
-// giveMemory takes the memory out of p, for another prompt: the text and the blocks are no longer there. Blocks that an actor may
-// still read are not used again, nor is memory that is too large to be kept.
+// giveMemory takes the memory out of p for another prompt; the text and the blocks are then gone. It drops
+// blocks that an actor may still read, and memory that is too large to keep.
 func (p *prompt) giveMemory() promptMemory {
 	m := p.promptMemory
 	if p.shared {
@@ -76,12 +80,15 @@ func (p *prompt) giveMemory() promptMemory {
 	}
 	p.text, p.promptMemory = nil, promptMemory{}
 	return promptMemory{
-		blocks: keepMemory(m.blocks, maxPooledPrompt), matches: keepMemory(m.matches, maxPooledPrompt), hits: keepMemory(m.hits, maxPooledPrompt),
-		ids: keepMemory(m.ids, maxPooledPrompt), salt: keepMemory(m.salt, maxPooledBody), salted: keepMemory(m.salted, maxPooledBody), tokenizeBody: keepMemory(m.tokenizeBody, maxPooledBody),
+		blocks: keepMemory(m.blocks, maxPooledPrompt), matches: keepMemory(m.matches, maxPooledPrompt),
+		hits: keepMemory(m.hits, maxPooledPrompt),
+		ids:  keepMemory(m.ids, maxPooledPrompt), salt: keepMemory(m.salt, maxPooledBody),
+		salted:       keepMemory(m.salted, maxPooledBody),
+		tokenizeBody: keepMemory(m.tokenizeBody, maxPooledBody),
 	}
 }
 
-// keepMemory is s without content; nil if it is larger than most, or much larger than what it was used for.
+// keepMemory is s without content; nil if s is larger than most, or much larger than its last content.
 func keepMemory[T any](s []T, most int) []T {
 	if cap(s) > most || cap(s) > smallPrompt && cap(s) > 4*len(s) {
 		return nil
@@ -89,16 +96,17 @@ func keepMemory[T any](s []T, most int) []T {
 	return s[:0]
 }
 
-// promptContext is whose a prompt is, besides what its body says.
+// promptContext is request context that affects the prompt's hash or routing: adapter, cache salt, session.
 type promptContext struct {
 	adapter   string // LoRA adapter, "" for none
 	cacheSalt string
 	session   string
 }
 
-// fromBody reads a request: its header, and its body as scanned. The failure is about a header that cannot be read. ctx ends
-// the question to a tokenizer, if one is asked at all.
-func (p *prompt) fromBody(ctx context.Context, ar *appRouter, route openai.Route, scan *openai.Body, body []byte, h http.Header) *failure {
+// fromBody fills the prompt from a request: its header, and its body as scanned. The failure is about an
+// invalid header. ctx ends the wait for a tokenizer.
+func (p *prompt) fromBody(ctx context.Context, ar *appRouter, route openai.Route, scan *openai.Body,
+	body []byte, h http.Header) *failure {
 	p.reset()
 	if f := p.parse(h); f != nil {
 		return f
@@ -109,7 +117,7 @@ func (p *prompt) fromBody(ctx context.Context, ar *appRouter, route openai.Route
 	}
 	if !route.Generates() {
 		p.tokens, p.estimated = 0, false
-		return nil // it computes no prompt, and leaves no trace in a rank's cache
+		return nil // it computes no prompt and changes no cache
 	}
 	r := ar.inputs()
 	p.adapter = ar.adapterOf(scan.Model)
@@ -123,7 +131,7 @@ func (p *prompt) fromBody(ctx context.Context, ar *appRouter, route openai.Route
 	return nil
 }
 
-// fromTokens reads a prompt given as token ids, outside of a request. ids are not kept.
+// fromTokens fills the prompt from token ids, outside of a request. It does not keep ids.
 func (p *prompt) fromTokens(ar *appRouter, ids []uint32, o promptContext) {
 	p.reset()
 	r := ar.inputs()
@@ -134,8 +142,8 @@ func (p *prompt) fromTokens(ar *appRouter, ids []uint32, o promptContext) {
 	}
 }
 
-// describeRequest writes what p is into q, with what the ranks hold of it now. q's other fields (ID, Tried, Force, Override) are the
-// caller's. q shares p's memory: it is good until p is read anew or described again.
+// describeRequest writes p into q, with what the ranks' caches hold of it now. The caller sets q's other
+// fields (ID, Tried, Force, Override). q shares p's memory and is valid until p is filled or described again.
 func (ar *appRouter) describeRequest(q *routing.Request, p *prompt) {
 	r := ar.inputs()
 	q.Now = ar.in.clock()
@@ -153,7 +161,8 @@ func (ar *appRouter) describeRequest(q *routing.Request, p *prompt) {
 	}
 }
 
-// setText keeps the canonical text. Texts under different salts, adapters or tools share nothing, so their key goes in front.
+// setText keeps the canonical text. Texts with different salts, adapters or tools share nothing in an
+// engine's cache, so their key goes in front.
 func (p *prompt) setText(text []byte) {
 	if len(text) == 0 || p.adapter == "" && len(p.salt) == 0 {
 		p.text = text

@@ -13,9 +13,11 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// identify salts the prompt and cuts it into blocks. What decides its tokens and is not in it is in the salt. Token ids are what engines themselves go by, so a client's are used
-// whatever the application's identity is; a text is tokenized if the application asks for that and a tokenizer answers.
-func (p *prompt) identify(ctx context.Context, ar *appRouter, r *policyInputs, scan *openai.Body, body []byte, h http.Header) {
+// identify salts the prompt and cuts it into blocks. The salt contains what decides the prompt's tokens
+// beside its text. Token ids of the client are used whatever the application's identity is, because engines
+// cache by them. A text is tokenized if the application asks for that and a tokenizer answers.
+func (p *prompt) identify(ctx context.Context, ar *appRouter, r *policyInputs, scan *openai.Body, body []byte,
+	h http.Header) {
 	if !r.chains() && !r.needs.Text {
 		return
 	}
@@ -42,14 +44,15 @@ func (p *prompt) clientTokens(ar *appRouter, scan *openai.Body, body []byte) {
 	}
 }
 
-// saltTools tells texts with different tools apart: an engine's template puts them in front of the messages.
+// saltTools distinguishes texts with different tools: an engine's template puts them in front of the
+// messages.
 func (p *prompt) saltTools(ar *appRouter, scan *openai.Body, body []byte) {
 	if scan.Tools.End > 0 {
 		p.saltWith(ar, body[scan.Tools.Start:scan.Tools.End])
 	}
 }
 
-// saltWith tells prompts apart that differ in a part of the body beside the prompt.
+// saltWith distinguishes prompts that differ in a part of the body beside the prompt.
 func (p *prompt) saltWith(ar *appRouter, part []byte) {
 	p.salt = binary.LittleEndian.AppendUint64(append(p.salt, 0), ar.in.hash().Key(view(part)))
 }
@@ -69,17 +72,18 @@ func (p *prompt) hashTokens(ar *appRouter, ids []uint32) {
 	p.perBlock = ratio{int64(p.size), 1}
 }
 
-// rootSalt is what a DPServer salts the blocks of its engine's events with.
+// rootSalt must equal the salt that a DPServer uses for the blocks of its engine's events.
 func (p *prompt) rootSalt(ar *appRouter) kvindex.Salt {
-	return kvindex.Salt{Unit: p.unit, BlockSize: p.size, Model: ar.modelID(), Adapter: p.adapter, CacheSalt: view(p.salt)}
+	return kvindex.Salt{Unit: p.unit, BlockSize: p.size, Model: ar.modelID(), Adapter: p.adapter,
+		CacheSalt: view(p.salt)}
 }
 
-// view is b as a string, as long as b stays as it is.
+// view is b as a string; it is valid as long as b does not change.
 func view(b []byte) string {
 	return unsafe.String(unsafe.SliceData(b), len(b)) //nolint:gosec // the callers only hash it, at once
 }
 
-// lookUp asks the index and gathers its answer by rank, ascending.
+// lookUp asks the index and groups its answer by rank, ascending.
 func (p *prompt) lookUp(r *policyInputs, now time.Duration) {
 	p.lookedUp = true
 	p.hits = p.hits[:0]
@@ -105,8 +109,8 @@ func (p *prompt) lookUp(r *policyInputs, now time.Duration) {
 
 func byRank(a, b kvindex.Hit) int { return int(a.Rank) - int(b.Rank) }
 
-// hitOf is one rank's hit by its tiers: what it was sent counts as being on the device, and a tier below counts for what the
-// tiers above do not hold.
+// hitOf is one rank's hit by its tiers: blocks of prompts that were sent to the rank count as cached on its
+// GPU, and a lower tier counts for the blocks that the tiers above do not hold.
 func (p *prompt) hitOf(rows []kvindex.Hit) routing.Hit {
 	var tiers [kvindex.Sent + 1]int
 	for _, row := range rows {
@@ -115,10 +119,12 @@ func (p *prompt) hitOf(rows []kvindex.Hit) routing.Hit {
 	device := p.hitTokens(max(tiers[kvindex.GPU], tiers[kvindex.Sent]))
 	host := max(0, p.hitTokens(tiers[kvindex.CPU])-device)
 	disk := max(0, p.hitTokens(tiers[kvindex.Disk])-device-host)
-	return routing.Hit{Rank: routing.RankID(rows[0].Rank), Tokens: int32(device), Host: int32(host), Disk: int32(disk)} //nolint:gosec // tokens of a body of at most MaxBody bytes
+	return routing.Hit{Rank: routing.RankID(rows[0].Rank), Tokens: int32(device), Host: int32(host),
+		Disk: int32(disk)} //nolint:gosec // tokens of a body of at most MaxBody bytes
 }
 
-// hitTokens is what n leading blocks spare an engine: it always computes the last token, and keeps whole blocks of tokens.
+// hitTokens is the number of tokens that n leading blocks save an engine: it always computes the last token,
+// and caches whole blocks of tokens.
 func (p *prompt) hitTokens(n int) int {
 	if p.unit == kvindex.Tokens {
 		n = min(n, max(p.tokens-1, 0)/p.size)
@@ -126,7 +132,7 @@ func (p *prompt) hitTokens(n int) int {
 	return min(p.spanTokens(n), max(p.tokens-1, 0))
 }
 
-// spanTokens is n leading blocks in tokens.
+// spanTokens is the length of n leading blocks in tokens.
 func (p *prompt) spanTokens(n int) int {
 	if p.unit == kvindex.Text {
 		n = textSpan(n)
@@ -134,7 +140,7 @@ func (p *prompt) spanTokens(n int) int {
 	return p.perBlock.tokensOf(n)
 }
 
-// cachedPrefix is how many leading blocks a rank was found to hold on its device.
+// cachedPrefix returns the number of leading blocks cached on the rank's GPU.
 func (p *prompt) cachedPrefix(id routing.RankID) int {
 	n := 0
 	for _, row := range p.matches {

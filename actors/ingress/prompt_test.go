@@ -32,7 +32,8 @@ func promptLane(needs routing.Needs) *appRouter {
 }
 
 // readPrompt identifies a body as a live request's.
-func readPrompt(t require.TestingT, ar *appRouter, route openai.Route, body string, header ...string) *prompt {
+func readPrompt(t require.TestingT, ar *appRouter, route openai.Route, body string,
+	header ...string) *prompt {
 	var scan openai.Body
 	require.NoError(t, scan.Scan(route, []byte(body)))
 	h := http.Header{}
@@ -45,7 +46,8 @@ func readPrompt(t require.TestingT, ar *appRouter, route openai.Route, body stri
 }
 
 func chat(content string, more ...string) string {
-	return `{"model":"demo",` + strings.Join(append(more, ""), ",") + `"messages":[{"role":"user","content":"` + content + `"}]}`
+	return `{"model":"demo",` + strings.Join(append(more, ""), ",") +
+		`"messages":[{"role":"user","content":"` + content + `"}]}`
 }
 
 func shared(a, b *prompt) int {
@@ -58,26 +60,33 @@ func shared(a, b *prompt) int {
 
 var wantsAll = routing.Needs{Hits: true, Blocks: true, Text: true, Session: true}
 
-// TestKV12NothingIsSharedUnderAnotherSalt: the same words under another cache_salt, LoRA, set of tools or image share no block
-// and no text.
+// TestKV12NothingIsSharedUnderAnotherSalt: the same words under another cache_salt, LoRA, set of tools or
+// image share no block and no text.
 func TestKV12NothingIsSharedUnderAnotherSalt(t *testing.T) {
 	ar := promptLane(wantsAll)
 	words := strings.Repeat("the same words ", 100)
 	ids := strings.TrimSuffix(strings.Repeat("7,", 100), ",")
 	image := func(url string) string {
-		return `{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:` + strings.Repeat(url, 30) + `"}},{"type":"text","text":"` + words + `"}]}]}`
+		return `{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:` +
+			strings.Repeat(url, 30) + `"}},{"type":"text","text":"` + words + `"}]}]}`
 	}
 	for name, pair := range map[string][2]*prompt{
-		"salt":     {readPrompt(t, ar, openai.Chat, chat(words, `"cache_salt":"a"`)), readPrompt(t, ar, openai.Chat, chat(words, `"cache_salt":"b"`))},
-		"one salt": {readPrompt(t, ar, openai.Chat, chat(words)), readPrompt(t, ar, openai.Chat, chat(words, `"cache_salt":"b"`))},
-		"LoRA":     {readPrompt(t, ar, openai.Chat, chat(words)), readPrompt(t, ar, openai.Chat, strings.Replace(chat(words), "demo", "poet", 1))},
-		"tools":    {readPrompt(t, ar, openai.Chat, chat(words)), readPrompt(t, ar, openai.Chat, chat(words, `"tools":[{"a":1}]`))},
-		"image":    {readPrompt(t, ar, openai.Chat, image("abc")), readPrompt(t, ar, openai.Chat, image("xyz"))},
+		"salt": {readPrompt(t, ar, openai.Chat, chat(words, `"cache_salt":"a"`)),
+			readPrompt(t, ar, openai.Chat, chat(words, `"cache_salt":"b"`))},
+		"one salt": {readPrompt(t, ar, openai.Chat, chat(words)),
+			readPrompt(t, ar, openai.Chat, chat(words, `"cache_salt":"b"`))},
+		"LoRA": {readPrompt(t, ar, openai.Chat, chat(words)),
+			readPrompt(t, ar, openai.Chat, strings.Replace(chat(words), "demo", "poet", 1))},
+		"tools": {readPrompt(t, ar, openai.Chat, chat(words)),
+			readPrompt(t, ar, openai.Chat, chat(words, `"tools":[{"a":1}]`))},
+		"image": {readPrompt(t, ar, openai.Chat, image("abc")),
+			readPrompt(t, ar, openai.Chat, image("xyz"))},
 		"ids": {
 			readPrompt(t, ar, openai.Completions, `{"prompt":[`+ids+`]}`),
 			readPrompt(t, ar, openai.Completions, `{"cache_salt":"b","prompt":[`+ids+`]}`),
 		},
-		"ids and text": {readPrompt(t, ar, openai.Completions, `{"prompt":[`+ids+`]}`), readPrompt(t, ar, openai.Completions, `{"prompt":"`+ids+`"}`)},
+		"ids and text": {readPrompt(t, ar, openai.Completions, `{"prompt":[`+ids+`]}`),
+			readPrompt(t, ar, openai.Completions, `{"prompt":"`+ids+`"}`)},
 	} {
 		t.Run(name, func(t *testing.T) {
 			a, b := pair[0], pair[1]
@@ -90,11 +99,14 @@ func TestKV12NothingIsSharedUnderAnotherSalt(t *testing.T) {
 			}
 		})
 	}
-	assert.Equal(t, readPrompt(t, ar, openai.Chat, strings.Replace(chat(words), "demo", "demo:poet", 1)).blocks,
-		readPrompt(t, ar, openai.Chat, strings.Replace(chat(words), "demo", "poet", 1)).blocks, "one adapter by both its names")
+	assert.Equal(t, readPrompt(t, ar, openai.Chat,
+		strings.Replace(chat(words), "demo", "demo:poet", 1)).blocks,
+		readPrompt(t, ar, openai.Chat, strings.Replace(chat(words), "demo", "poet", 1)).blocks,
+		"one adapter by both its names")
 }
 
-// TestKV12LongPromptHitsWhole: 4,096 blocks on 32 ranks are found on all of them, to the last that a hit may have.
+// TestKV12LongPromptHitsWhole: 4,096 blocks on 32 ranks are found on all of them, to the last that a hit may
+// have.
 func TestKV12LongPromptHitsWhole(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newKVRig(t, 32, 1, byScore)
@@ -118,7 +130,8 @@ func TestKV12LongPromptHitsWhole(t *testing.T) {
 		}
 		p.fromTokens(g.lane, ids[:4096*16], promptContext{})
 		g.lane.describeRequest(&q, &p)
-		assert.Equal(t, int32(4095*16), q.Hits[0].Tokens, "the last token is always computed, and with it its block")
+		assert.Equal(t, int32(4095*16), q.Hits[0].Tokens,
+			"the last token is always computed, and with it its block")
 	})
 }
 
@@ -136,10 +149,12 @@ func TestHitsByTier(t *testing.T) {
 	assert.Equal(t, routing.Hit{Rank: 5, Tokens: 64, Host: 32, Disk: 16}, p.hitOf(rows(2, 4, 6, 7)))
 	assert.Equal(t, routing.Hit{Rank: 5, Tokens: 992}, p.hitOf(rows(1000, 0, 3, 0)))
 	p = &prompt{unit: kvindex.Text, tokens: 1000, perBlock: ratio{1000, 4000}}
-	assert.Equal(t, routing.Hit{Rank: 5, Tokens: 3 * kvindex.DefaultTextBlock / 4}, p.hitOf(rows(0, 3, 0, 0)), "3 blocks of 4 bytes per token")
+	assert.Equal(t, routing.Hit{Rank: 5, Tokens: 3 * kvindex.DefaultTextBlock / 4}, p.hitOf(rows(0, 3, 0, 0)),
+		"3 blocks of 4 bytes per token")
 }
 
-// TestRT14OddPrompts: prompts of every size and kind are identified without a panic, and short ones have nothing to be found by.
+// TestRT14OddPrompts: prompts of every size and kind are identified without a panic, and short ones have
+// nothing to be found by.
 func TestRT14OddPrompts(t *testing.T) {
 	const block = kvindex.DefaultTextBlock
 	ar := promptLane(wantsAll)
@@ -148,19 +163,21 @@ func TestRT14OddPrompts(t *testing.T) {
 		body   string
 		blocks int
 	}{
-		"short":          {openai.Completions, `{"prompt":"hello"}`, 0},
-		"empty":          {openai.Completions, `{"prompt":""}`, 0},
-		"no prompt":      {openai.Completions, `{}`, 0},
-		"null":           {openai.Completions, `{"prompt":null}`, 0},
-		"no ids":         {openai.Completions, `{"prompt":[]}`, 0},
-		"empty list":     {openai.Chat, `{"messages":[]}`, 0},
-		"empty lists":    {openai.Completions, `{"prompt":[[],[]]}`, 0},
-		"ids too large":  {openai.Completions, `{"prompt":[` + strings.Repeat("4294967296,", 40) + `1]}`, 0},
-		"one block":      {openai.Completions, `{"prompt":"` + strings.Repeat("x", block) + `"}`, 1},
-		"two prompts":    {openai.Completions, `{"prompt":["` + strings.Repeat("x", 2*block) + `","y"]}`, 2},
-		"ids":            {openai.Completions, `{"prompt":[` + strings.Repeat("5,", 40) + `1]}`, 2},
-		"image only":     {openai.Chat, `{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:image/png;base64,` + strings.Repeat("A", 4*block) + `"}}]}]}`, 4},
-		"1 MiB":          {openai.Completions, `{"prompt":"` + strings.Repeat("x", 1<<20) + `"}`, textFine + 8*textStep},
+		"short":         {openai.Completions, `{"prompt":"hello"}`, 0},
+		"empty":         {openai.Completions, `{"prompt":""}`, 0},
+		"no prompt":     {openai.Completions, `{}`, 0},
+		"null":          {openai.Completions, `{"prompt":null}`, 0},
+		"no ids":        {openai.Completions, `{"prompt":[]}`, 0},
+		"empty list":    {openai.Chat, `{"messages":[]}`, 0},
+		"empty lists":   {openai.Completions, `{"prompt":[[],[]]}`, 0},
+		"ids too large": {openai.Completions, `{"prompt":[` + strings.Repeat("4294967296,", 40) + `1]}`, 0},
+		"one block":     {openai.Completions, `{"prompt":"` + strings.Repeat("x", block) + `"}`, 1},
+		"two prompts":   {openai.Completions, `{"prompt":["` + strings.Repeat("x", 2*block) + `","y"]}`, 2},
+		"ids":           {openai.Completions, `{"prompt":[` + strings.Repeat("5,", 40) + `1]}`, 2},
+		"image only": {openai.Chat,
+			`{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:image/png;base64,` + strings.Repeat("A", 4*block) + `"}}]}]}`, 4},
+		"1 MiB": {openai.Completions, `{"prompt":"` + strings.Repeat("x", 1<<20) + `"}`,
+			textFine + 8*textStep},
 		"tokenize":       {openai.Tokenize, `{"prompt":"` + strings.Repeat("x", 640) + `"}`, 0},
 		"not text":       {openai.Chat, `{"messages":"` + strings.Repeat("x", 10*block) + `"}`, 10},
 		"broken unicode": {openai.Completions, `{"prompt":"` + strings.Repeat("\xff\xfe", block) + `"}`, 2},
@@ -179,8 +196,8 @@ func TestRT14OddPrompts(t *testing.T) {
 	assert.NotEqual(t, a.blocks, b.blocks, "a fork inside a character is a fork")
 }
 
-// TestTextBlocks: blocks of a text that goes on begin with those of the text, each covers what textSpan says, and none is more
-// than 1/8 of its place.
+// TestTextBlocks: blocks of a text that goes on begin with those of the text, each covers what textSpan says,
+// and none is more than 1/8 of its place.
 func TestTextBlocks(t *testing.T) {
 	h := kvindex.NewHasher([]byte("s"))
 	text := []byte(strings.Repeat("0123456789abcdef", 1<<15)) // 512 KiB
@@ -196,7 +213,8 @@ func TestTextBlocks(t *testing.T) {
 		assert.False(t, seen[whole[n]])
 		seen[whole[n]] = true
 	}
-	assert.Equal(t, 10<<20, textSpan(len(textBlocks(nil, h, 1, make([]byte, 10<<20+1)))), "blocks stop growing at 64 KiB")
+	assert.Equal(t, 10<<20, textSpan(len(textBlocks(nil, h, 1, make([]byte, 10<<20+1)))),
+		"blocks stop growing at 64 KiB")
 }
 
 // A text that changes anywhere shares exactly the blocks in front of the change.
@@ -281,14 +299,16 @@ func FuzzWishes(f *testing.F) {
 	f.Add("250", "0/3", "1")
 	f.Fuzz(func(t *testing.T, ms, rank, priority string) {
 		var w routingHeaders
-		if w.parse(http.Header{headerTTFT: {ms}, headerTPOT: {ms}, headerRank: {rank}, headerPriority: {priority}}) == nil {
+		if w.parse(http.Header{headerTTFT: {ms}, headerTPOT: {ms}, headerRank: {rank},
+			headerPriority: {priority}}) == nil {
 			require.Greater(t, w.ttftMs, 0.0)
 			require.LessOrEqual(t, w.tpotMs, 86_400_000.0)
 		}
 	})
 }
 
-// The prompts of other processes under one secret get the same blocks; without the secret nobody can foresee them.
+// The prompts of other processes under one secret get the same blocks; without the secret nobody can foresee
+// them.
 func TestBlocksAreKeyedByTheSecret(t *testing.T) {
 	a, b, c := promptLane(wantsAll), promptLane(wantsAll), promptLane(wantsAll)
 	c.in.setSecret([]byte("another"))
@@ -304,7 +324,8 @@ func TestBlockSizeFollowsTheRanks(t *testing.T) {
 		assert.Equal(t, 16, g.lane.tokensPerBlock(), "as reported")
 		for i, want := range []int{64, 32, 32} {
 			r := g.feed.replicas[i]
-			r.emit(&msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: kvindex.GPU, BlockSize: []int{64, 32, 32}[i]}})
+			r.emit(&msg.Record{Kind: msg.RecKVBegin,
+				KV: msg.KV{Tier: kvindex.GPU, BlockSize: []int{64, 32, 32}[i]}})
 			r.emit(&msg.Record{Kind: msg.RecStatus, Status: msg.Status{BlockSize: 16}})
 			assert.Equal(t, want, g.lane.tokensPerBlock(), fmt.Sprint(i))
 		}

@@ -2,9 +2,10 @@ package ingress
 
 import "github.com/dpserve/dpserve/routing/kvindex"
 
-// A text is cut into blocks that grow with their place: 256 bytes up to 4 KiB, then twice as large whenever the place has
-// doubled. So a block is at most 1/8 of what is in front of it, two texts are told apart to about 5 % of what they share, and a
-// prompt of 400 KB is 69 blocks instead of 1,600: every one of them is stored by the rank and by each ingress.
+// A text is cut into blocks that grow with their position: 256 bytes up to 4 KiB, then twice as large
+// whenever the position has doubled. So a block is at most 1/8 of the text before it, the common beginning of
+// two texts is known to about 5 %, and a prompt of 400 KB has 69 blocks instead of 1,600. The rank and each
+// ingress store every block.
 const (
 	textFine = 16                                  // blocks of the first size
 	textStep = textFine / 2                        // blocks of each other size
@@ -32,7 +33,7 @@ func textBlocks(dst []uint64, h kvindex.Hasher, prev uint64, text []byte) []uint
 	}
 }
 
-// textSpan is how many bytes n leading blocks cover.
+// textSpan is the number of bytes in n leading blocks.
 func textSpan(n int) int {
 	if n <= textFine {
 		return n * kvindex.DefaultTextBlock

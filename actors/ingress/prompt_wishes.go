@@ -9,7 +9,7 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// routingHeaders are what a client's headers ask of the routing of its request.
+// routingHeaders are the request headers that influence routing.
 type routingHeaders struct {
 	direct    routing.RankID
 	hasDirect bool
@@ -18,7 +18,7 @@ type routingHeaders struct {
 	priority  int
 }
 
-// parse takes the wishes out of a header.
+// parse reads the routing headers.
 func (w *routingHeaders) parse(h http.Header) *failure {
 	*w = routingHeaders{}
 	var ok bool
@@ -30,25 +30,28 @@ func (w *routingHeaders) parse(h http.Header) *failure {
 	}
 	if v := h[headerTTFT]; len(v) > 0 {
 		if w.ttftMs, ok = parseMillis(v[0]); !ok {
-			return newFailure(openai.CodeInvalidRequest, "x-dpserve-ttft-ms must be a number of milliseconds above 0, at most 86400000")
+			return newFailure(openai.CodeInvalidRequest,
+				"x-dpserve-ttft-ms must be a number of milliseconds above 0, at most 86400000")
 		}
 	}
 	if v := h[headerTPOT]; len(v) > 0 {
 		if w.tpotMs, ok = parseMillis(v[0]); !ok {
-			return newFailure(openai.CodeInvalidRequest, "x-dpserve-tpot-ms must be a number of milliseconds above 0, at most 86400000")
+			return newFailure(openai.CodeInvalidRequest,
+				"x-dpserve-tpot-ms must be a number of milliseconds above 0, at most 86400000")
 		}
 	}
 	if v := h[headerPriority]; len(v) > 0 {
 		n, err := strconv.ParseInt(v[0], 10, 32)
 		if err != nil {
-			return newFailure(openai.CodeInvalidRequest, "x-dpserve-priority must be a whole number; higher goes first")
+			return newFailure(openai.CodeInvalidRequest,
+				"x-dpserve-priority must be a whole number; higher goes first")
 		}
 		w.priority = int(n)
 	}
 	return nil
 }
 
-// parseMillis reads a time of an SLO: more than nothing, at most a day.
+// parseMillis parses a time of a service level objective: above 0, at most a day.
 func parseMillis(s string) (ms float64, ok bool) {
 	ms, err := strconv.ParseFloat(s, 64)
 	if err != nil || math.IsNaN(ms) || ms <= 0 || ms > float64(maxTimeout.Milliseconds()) {
@@ -57,10 +60,10 @@ func parseMillis(s string) (ms float64, ok bool) {
 	return ms, true
 }
 
-// maxSession bounds a session's name; what is behind does not count.
+// maxSession bounds a session's name; the rest of a longer name is ignored.
 const maxSession = 256
 
-// sessionOf names the session of a request: by header, else by the body's user. "" is none.
+// sessionOf is the session of a request: from a header, otherwise the body's user; "" for none.
 func sessionOf(h http.Header, user []byte) string {
 	for _, name := range [...]string{headerSessionID, headerSession} {
 		if v := h[name]; len(v) > 0 && v[0] != "" {

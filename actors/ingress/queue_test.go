@@ -22,8 +22,8 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// queueModel is the queue of one application over ranks with places, as requests see it: whoever has the turn takes a place on a
-// rank that it may use, or yields.
+// queueModel is the queue of one application over ranks with places, as requests see it: whoever has the turn
+// takes a place on a rank that it may use, or yields.
 type queueModel struct {
 	t      *rapid.T
 	f      *requestQueue
@@ -86,12 +86,14 @@ func (m *queueModel) remove(w *waiter) {
 	require.Empty(m.t, w.wake, "no wake-up stays behind")
 }
 
-// TestNoWaiterBlocksAnotherThatCouldBeRouted: whatever requests wait for, it never stays that a rank has room, a waiting request may
-// use it, and nobody is routed; and nobody overtakes a request that could have had the place.
+// TestNoWaiterBlocksAnotherThatCouldBeRouted: whatever requests wait for, it never stays that a rank has
+// room, a waiting request may use it, and nobody is routed; and nobody overtakes a request that could have
+// had the place.
 func TestNoWaiterBlocksAnotherThatCouldBeRouted(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		const ranks, maxN, maxTokens = 3, 6, int64(30)
-		m := &queueModel{t: t, f: &requestQueue{}, banned: map[*waiter]map[int]bool{}, places: make([]int, ranks)}
+		m := &queueModel{t: t, f: &requestQueue{}, banned: map[*waiter]map[int]bool{},
+			places: make([]int, ranks)}
 		tokens := func() (n int64) {
 			for _, w := range m.order {
 				n += w.tokens
@@ -99,7 +101,8 @@ func TestNoWaiterBlocksAnotherThatCouldBeRouted(t *testing.T) {
 			return n
 		}
 		drawBanned := func() []int {
-			return rapid.SliceOfNDistinct(rapid.IntRange(0, ranks-1), 0, ranks-1, rapid.ID[int]).Draw(t, "banned")
+			return rapid.SliceOfNDistinct(rapid.IntRange(0, ranks-1), 0, ranks-1, rapid.ID[int]).Draw(
+				t, "banned")
 		}
 		t.Repeat(map[string]func(*rapid.T){
 			"join": func(t *rapid.T) {
@@ -142,7 +145,8 @@ func TestNoWaiterBlocksAnotherThatCouldBeRouted(t *testing.T) {
 				require.Equal(t, tokens(), sum)
 				require.Equal(t, n == 0, m.f.empty())
 				for _, w := range m.order {
-					require.Negative(t, m.usable(w), "a rank has room, a waiter may use it, and nobody is routed")
+					require.Negative(t, m.usable(w),
+						"a rank has room, a waiter may use it, and nobody is routed")
 				}
 			},
 		})
@@ -172,7 +176,8 @@ func TestBudgetAgainstOracle(t *testing.T) {
 			if b.draw(now) {
 				retries = append(retries, now)
 			}
-			require.LessOrEqual(t, within(retries, 10*time.Second), max(within(requests, 11*time.Second)/10, 20))
+			require.LessOrEqual(t, within(retries, 10*time.Second),
+				max(within(requests, 11*time.Second)/10, 20))
 		}
 	})
 }
@@ -264,7 +269,8 @@ func queueUp(g *rig, from, n int) chan answer {
 	for i := range n {
 		before := g.in.QueueLen("demo")
 		go func() {
-			got <- g.postCtx(g.t.Context(), "/v1/chat/completions", chatBody, "X-Request-Id", "q"+strconv.Itoa(from+i))
+			got <- g.postCtx(g.t.Context(), "/v1/chat/completions", chatBody, "X-Request-Id",
+				"q"+strconv.Itoa(from+i))
 		}()
 		eventually(g.t, func() bool { return g.in.QueueLen("demo") == before+1 }, "queued")
 	}
@@ -320,8 +326,8 @@ func TestRT3WaitingForARank(t *testing.T) {
 	}
 }
 
-// TestFencedAheadOfTheState: the only rank's stream shows a fence that the state does not know yet. Nobody is refused in
-// between: its unit will be back.
+// TestFencedAheadOfTheState: the only rank's stream shows a fence that the state does not know yet. Nobody is
+// refused in between: its unit will be back.
 func TestFencedAheadOfTheState(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, max: 4})
 	g.replicas[0].say(false, true, "engine exited with code 1")
@@ -338,8 +344,8 @@ func TestFencedAheadOfTheState(t *testing.T) {
 	assert.Zero(t, g.in.ensureAppRouter("demo").router.Load().Snapshot().OnTheWay)
 }
 
-// TestARequestThatFailedDoesNotHoldTheQueue: the ready rank has failed one request, which waits for the other rank. Requests behind it
-// are served by the ready one meanwhile.
+// TestARequestThatFailedDoesNotHoldTheQueue: the ready rank has failed one request, which waits for the other
+// rank. Requests behind it are served by the ready one meanwhile.
 func TestARequestThatFailedDoesNotHoldTheQueue(t *testing.T) {
 	var calls atomic.Int32
 	g := newRig(t, options{engines: []http.HandlerFunc{
@@ -354,7 +360,8 @@ func TestARequestThatFailedDoesNotHoldTheQueue(t *testing.T) {
 	}, max: 4})
 	g.phase("demo/0/1", state.Starting, 2)
 	ar := g.in.ensureAppRouter("demo")
-	eventually(t, func() bool { return ar.router.Load().Snapshot().OnTheWay == 1 }, "the other rank is on its way")
+	eventually(t, func() bool { return ar.router.Load().Snapshot().OnTheWay == 1 },
+		"the other rank is on its way")
 	waits := queueUp(g, 0, 1)
 	for range 3 {
 		a := g.post("/v1/chat/completions", chatBody)
@@ -370,7 +377,8 @@ func TestARequestThatFailedDoesNotHoldTheQueue(t *testing.T) {
 
 // TestRT3StaleFullNeverBlocks: a rank says full although nothing is in hand, and no record follows.
 func TestRT3StaleFullNeverBlocks(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, timers: Timers{FullRecheck: 20 * time.Millisecond}})
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)},
+		timers: Timers{FullRecheck: 20 * time.Millisecond}})
 	var full atomic.Int32
 	g.replicas[0].setRefuse(func(*msg.Admit) msg.Refusal {
 		if full.Add(1) <= 3 {
@@ -386,10 +394,11 @@ func TestRT3StaleFullNeverBlocks(t *testing.T) {
 
 func TestQueueBounds(t *testing.T) {
 	e := newGatedEngine()
-	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1, limits: Limits{MaxQueueTokens: 50}, app: func(a *app.Application) {
-		a.MaxQueuedRequests = 2
-		a.Timeouts.QueueS = 5
-	}})
+	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1,
+		limits: Limits{MaxQueueTokens: 50}, app: func(a *app.Application) {
+			a.MaxQueuedRequests = 2
+			a.Timeouts.QueueS = 5
+		}})
 	first := make(chan answer, 1)
 	go func() { first <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
 	eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "the place is taken")
@@ -412,11 +421,15 @@ func TestQueueBounds(t *testing.T) {
 // TestAnEmptyQueueTakesARequestOfAnySize: it would be refused for ever else.
 func TestAnEmptyQueueTakesARequestOfAnySize(t *testing.T) {
 	e := newGatedEngine()
-	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1, limits: Limits{MaxQueueTokens: 50}})
+	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1,
+		limits: Limits{MaxQueueTokens: 50}})
 	first, large := make(chan answer, 1), make(chan answer, 1)
 	go func() { first <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
 	eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "the place is taken")
-	go func() { large <- g.postCtx(t.Context(), "/v1/completions", `{"model":"demo","prompt":[`+ids(60)+`]}`) }()
+	go func() {
+		large <- g.postCtx(t.Context(), "/v1/completions",
+			`{"model":"demo","prompt":[`+ids(60)+`]}`)
+	}()
 	eventually(t, func() bool { return g.in.QueueLen("demo") == 1 }, "it waits")
 	a := g.post("/v1/chat/completions", chatBody)
 	assert.Equal(t, "overloaded", a.code(t), "the second does not fit")
@@ -431,12 +444,15 @@ func picture(n int) string {
 	return `{"type":"image_url","image_url":{"url":"data:image/png;base64,` + strings.Repeat("A", n) + `"}}`
 }
 
-// TestPicturesAreNotText: their bytes fill no queue, and teach nothing about how many bytes a token of text has. Tools are text.
+// TestPicturesAreNotText: their bytes fill no queue, and teach nothing about how many bytes a token of text
+// has. Tools are text.
 func TestPicturesAreNotText(t *testing.T) {
 	e := newGatedEngine()
-	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1, limits: Limits{MaxQueueTokens: 4 * openai.MediaTokens}})
+	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1,
+		limits: Limits{MaxQueueTokens: 4 * openai.MediaTokens}})
 	body := func(parts string) string {
-		return `{"model":"demo","messages":[{"role":"user","content":[{"type":"text","text":"what is it?"},` + parts + `]}]}`
+		return `{"model":"demo","messages":[{"role":"user","content":[{"type":"text","text":"what is it?"},` +
+			parts + `]}]}`
 	}
 	all := make(chan answer, 4)
 	for i := range 4 {
@@ -455,7 +471,8 @@ func TestPicturesAreNotText(t *testing.T) {
 	k := &g.in.ensureAppRouter("demo").estimators[openai.Chat]
 	assert.InDelta(t, 4, k.K(), 0, "nothing was learned")
 
-	tools := `,"tools":[{"type":"function","function":{"name":"f","description":"` + strings.Repeat("x", 10_000) + `"}}]}`
+	tools := `,"tools":[{"type":"function","function":{"name":"f","description":"` +
+		strings.Repeat("x", 10_000) + `"}}]}`
 	e.open <- struct{}{}
 	assert.Equal(t, 200, g.post("/v1/chat/completions", strings.TrimSuffix(chatBody, "}")+tools).status)
 	assert.Greater(t, k.K(), 4.3, "10 KB that the engine counts as 5 tokens are many bytes a token")
@@ -471,7 +488,8 @@ func ids(n int) string {
 
 func TestQueueTimeoutAndLeaving(t *testing.T) {
 	e := newGatedEngine()
-	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1, app: func(a *app.Application) { a.Timeouts.QueueS = 0.2 }})
+	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1,
+		app: func(a *app.Application) { a.Timeouts.QueueS = 0.2 }})
 	first := make(chan answer, 1)
 	go func() { first <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
 	eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "the place is taken")

@@ -11,12 +11,12 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// causeBusy is the RecState cause of a rank whose engine said that it is busy: it counts as full, not as ill, so requests
-// wait for it.
+// causeBusy is the RecState cause of a rank whose engine reported that it is busy. The rank counts as full,
+// not as unhealthy, so requests wait for it.
 const causeBusy = "engine_busy"
 
-// rank is one incarnation of a rank as its stream tells it. What does not change after newRank may be read by anyone; the
-// rest belongs to appRouter.mu.
+// rank is one incarnation of a rank as its stream tells it. What does not change after newRank may be read by
+// anyone; the rest belongs to appRouter.mu.
 type rank struct {
 	id          routing.RankID
 	unit        string
@@ -30,10 +30,11 @@ type rank struct {
 	groupValue  []string // header value of answers; shared by all answers
 	rankValue   []string
 
-	accepting      bool
-	busy           bool   // not accepting because of causeBusy
-	tripOrder      int    // place in the order of the application's trips, from 1; 0: the rank is not tripped
-	full           bool   // refused as full, or its room is for another ingress, and its stream has reported no room since
+	accepting bool
+	busy      bool // not accepting because of causeBusy
+	tripOrder int  // place in the order of the application's trips, from 1; 0: the rank is not tripped
+	// refused as full, or its room is for another ingress, and its stream has reported no room since
+	full           bool
 	turn           string // ingress for which the free room is, by the last record with a turn; "": all
 	offered        int    // requests for which room was offered to this ingress, and not used yet
 	lost           bool   // fenced, gone, or replaced by a new incarnation: its attempts fail
@@ -59,17 +60,19 @@ type rank struct {
 	attempts        *attempt // attempts on this rank: head of a list
 }
 
-// newRank reads a snapshot. The error is about the target's URL.
+// newRank makes a rank from its snapshot. The error is about the engine's URL.
 func newRank(rec *msg.Record, node string) (*rank, error) {
 	s := rec.Snapshot
 	r := &rank{
 		id: rec.Rank, unit: rec.Unit, epoch: rec.Epoch, incarnation: rec.Incarnation,
 		node: s.Node, local: s.Node == node, mailbox: s.Mailbox, target: s.Target,
-		groupValue: []string{strconv.Itoa(rec.Rank.Group())}, rankValue: []string{strconv.Itoa(rec.Rank.Rank())},
+		groupValue: []string{strconv.Itoa(rec.Rank.Group())},
+		rankValue:  []string{strconv.Itoa(rec.Rank.Rank())},
 	}
 	base, err := url.Parse(s.Target.URL)
 	if err != nil || base.Host == "" {
-		return nil, fmt.Errorf("rank %s: engine URL %q has no host; want http://host:port", rec.Rank, s.Target.URL)
+		return nil, fmt.Errorf("rank %s: engine URL %q has no host; want http://host:port", rec.Rank,
+			s.Target.URL)
 	}
 	for route := range r.urls {
 		u := *base
@@ -79,13 +82,13 @@ func newRank(rec *msg.Record, node string) (*rank, error) {
 	return r, nil
 }
 
-// isIncarnation says that rec speaks of this very incarnation.
+// isIncarnation reports whether rec comes from this incarnation.
 func (r *rank) isIncarnation(rec *msg.Record) bool {
 	return r.epoch == rec.Epoch && r.incarnation == rec.Incarnation
 }
 
-// routerState is what the Router should see: is the rank ready, and how many requests may it hold. A busy rank is ready and full;
-// a tripped one is ready, as the Router decides whether it is left out.
+// routerState is what the Router should see: whether the rank is ready, and how many requests it may hold. A
+// busy rank is ready and full. A tripped rank is ready, because the Router decides whether to leave it out.
 func (r *rank) routerState(stateReady bool) (ready bool, maxOngoing int) {
 	ready = stateReady && !r.lost && (r.accepting || r.busy || r.tripOrder > 0)
 	if r.busy || r.full {
@@ -94,7 +97,7 @@ func (r *rank) routerState(stateReady bool) (ready bool, maxOngoing int) {
 	return ready, r.maxOngoing
 }
 
-// track puts an attempt on the list of those the rank has in hand.
+// track adds an attempt to the rank's list.
 func (r *rank) track(a *attempt) {
 	a.next = r.attempts
 	if a.next != nil {
@@ -103,7 +106,7 @@ func (r *rank) track(a *attempt) {
 	r.attempts, a.prev, a.isTracked = a, nil, true
 }
 
-// untrack takes an attempt off the list. Safe to call twice.
+// untrack removes an attempt from the rank's list. Safe to call twice.
 func (r *rank) untrack(a *attempt) {
 	if !a.isTracked {
 		return
@@ -119,8 +122,9 @@ func (r *rank) untrack(a *attempt) {
 	a.prev, a.next, a.isTracked = nil, nil, false
 }
 
-// failPendingAttempts gives up every attempt that has not begun: each is tried again elsewhere at once, instead of when the engine's
-// process is gone. Streams that have begun go on as long as their engine does.
+// failPendingAttempts cancels every attempt without a first byte, so that it is retried on another rank at
+// once and not only when the engine's process has exited. Streams with a first byte go on as long as their
+// engine does.
 func (r *rank) failPendingAttempts() {
 	r.lost = true
 	for a := r.attempts; a != nil; a = a.next {
@@ -130,7 +134,8 @@ func (r *rank) failPendingAttempts() {
 	}
 }
 
-// cutStreams ends the streams of an attached rank whose drain is over: its engine goes on, and would let them go on too.
+// cutStreams cancels the streams of an attached rank whose drain is over. dpserve does not stop an attached
+// engine, so its streams would go on.
 func (r *rank) cutStreams() {
 	for a := r.attempts; a != nil; a = a.next {
 		if a.hasFirstByte {

@@ -17,8 +17,8 @@ import (
 	"github.com/dpserve/dpserve/telemetry"
 )
 
-// TestASlowReaderIsHeldToARate: a client that takes a little of its stream now and then, so that no write lasts long, is cut within
-// two windows; one that takes enough is not, nor one that waits for its engine.
+// TestASlowReaderIsHeldToARate: a client that takes a little of its stream now and then, so that no write
+// lasts long, is cut within two windows; one that takes enough is not, nor one that waits for its engine.
 func TestASlowReaderIsHeldToARate(t *testing.T) {
 	for name, c := range map[string]struct {
 		take   int // bytes each second
@@ -43,31 +43,34 @@ func TestASlowReaderIsHeldToARate(t *testing.T) {
 	}
 }
 
-// readSlowly reads an endless stream over a pipe, take bytes each second, and says after what time it was cut, at most most. Its
-// engine rests between tokens.
+// readSlowly reads an endless stream over a pipe, take bytes each second, and says after what time it was
+// cut, at most most. Its engine rests between tokens.
 func readSlowly(t *testing.T, take int, rest, most time.Duration) time.Duration {
 	t.Helper()
 	var network memnet.Network
 	l, err := network.Listen("engine:80")
 	require.NoError(t, err)
-	engine := &http.Server{ReadHeaderTimeout: time.Minute, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		drain(r)
-		for r.Context().Err() == nil {
-			sse(w, textChunk)
-			time.Sleep(rest)
-		}
-	})}
+	engine := &http.Server{ReadHeaderTimeout: time.Minute,
+		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			drain(r)
+			for r.Context().Err() == nil {
+				sse(w, textChunk)
+				time.Sleep(rest)
+			}
+		})}
 	served := make(chan error, 2)
 	go func() { served <- engine.Serve(l) }()
 	f := &feed{}
 	rank := &replica{
-		feed: f, app: "demo", unit: "demo/0/0", id: routing.ID(0, 0), url: "http://engine:80", max: 8, owned: true, stopped: make(chan struct{}),
+		feed: f, app: "demo", unit: "demo/0/0", id: routing.ID(0, 0), url: "http://engine:80", max: 8,
+		owned: true, stopped: make(chan struct{}),
 		epoch: 1, incarnation: 1000, accepting: true, open: map[uint64]msg.Admit{},
 	}
 	f.replicas = []*replica{rank}
 	s := newStore()
 	deploy(t, s, demoApp(), 1)
-	in, err := New(Config{Node: "n1", Store: s, Feed: f, Metrics: telemetry.New(), Log: slog.New(slog.DiscardHandler), Dial: network.DialContext})
+	in, err := New(Config{Node: "n1", Store: s, Feed: f, Metrics: telemetry.New(),
+		Log: slog.New(slog.DiscardHandler), Dial: network.DialContext})
 	require.NoError(t, err)
 	front, err := network.Listen("ingress:80")
 	require.NoError(t, err)
@@ -76,7 +79,9 @@ func readSlowly(t *testing.T, take int, rest, most time.Duration) time.Duration 
 
 	conn, err := network.DialContext(t.Context(), "tcp", "ingress:80")
 	require.NoError(t, err)
-	_, err = fmt.Fprintf(conn, "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s", len(streamBody), streamBody)
+	_, err = fmt.Fprintf(conn,
+		"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s", len(streamBody),
+		streamBody)
 	require.NoError(t, err)
 	began := time.Now()
 	buf := make([]byte, take)

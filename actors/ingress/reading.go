@@ -6,8 +6,8 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// policyInputs is what an application's policy reads of a request and of the ranks' caches, and where that comes from. Immutable;
-// replaced with the Router.
+// policyInputs is what an application's policy reads of a request and of the ranks' caches, and the sources
+// of it. Immutable; replaced with the Router.
 type policyInputs struct {
 	needs    routing.Needs
 	identity string     // of text prompts: app.IdentityText, app.IdentityTokens
@@ -15,12 +15,12 @@ type policyInputs struct {
 	tokens   *tokenizer // nil unless identity is tokens and the policy needs chains
 }
 
-// chains says that prompts are cut into blocks and hashed.
+// chains reports whether prompts are cut into blocks and hashed.
 func (r *policyInputs) chains() bool { return r.needs.Hits || r.needs.Blocks }
 
 var noPolicyInputs = &policyInputs{}
 
-// inputs is what the appRouter's policy reads; nothing before the table has seen the application.
+// inputs is what the application's policy reads; nothing before the route table has the application.
 func (ar *appRouter) inputs() *policyInputs {
 	if r := ar.policyInputs.Load(); r != nil {
 		return r
@@ -28,9 +28,10 @@ func (ar *appRouter) inputs() *policyInputs {
 	return noPolicyInputs
 }
 
-// setPolicyInputs makes the appRouter read what policy needs. The index stays if it is still needed and large enough; a new one waits for its
-// snapshots, so fresh asks for a new subscription.
-func (in *Ingress) setPolicyInputs(ar *appRouter, spec *appRevision, policy routing.Policy) (fresh bool, err error) {
+// setPolicyInputs provides what policy needs. It keeps the index if the policy still needs it and it is large
+// enough. A new index needs snapshots, so fresh asks for a new subscription.
+func (in *Ingress) setPolicyInputs(ar *appRouter, spec *appRevision, policy routing.Policy) (
+	fresh bool, err error) {
 	old := ar.inputs()
 	r := &policyInputs{needs: routing.NeedsOf(policy), identity: spec.app.Routing.Identity}
 	if r.chains() && r.identity == app.IdentityTokens {
@@ -56,10 +57,10 @@ func (in *Ingress) setPolicyInputs(ar *appRouter, spec *appRevision, policy rout
 
 const (
 	tiers       = int(kvindex.Sent) + 1
-	moreColumns = 64 // beyond two of each: one that was replaced counts until it is swept
+	moreColumns = 64 // beyond two of each, because a replaced column counts until it is swept
 )
 
-// columnsFor is how many columns the index of an application has room for.
+// columnsFor is the number of columns that the index of an application has room for.
 func columnsFor(a *app.Application) int {
 	n := 0
 	for _, u := range a.Units() {

@@ -12,8 +12,9 @@ import (
 	"github.com/dpserve/dpserve/app"
 )
 
-// The Router hears when a record came: the work in front of a first token goes down from that instant on, though no request has
-// asked for a rank in between, and the next prompt's turn begins when the first one's end is told.
+// The Router hears when a record came: the work in front of a first token goes down from that instant on,
+// though no request has asked for a rank in between, and the next prompt's turn begins when the first one's
+// end is told.
 func TestRecordsTellTheRouterTheTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := newKVRig(t, 2, 1, app.Routing{Policy: "lpwl", Preset: "documented", Identity: app.IdentityText})
@@ -41,10 +42,12 @@ func TestRecordsTellTheRouterTheTime(t *testing.T) {
 	})
 }
 
-// What the Router has measured of its engines is told to people, and how long ago that was, also while the application idles.
+// What the Router has measured of its engines is told to people, and how long ago that was, also while the
+// application idles.
 func TestRouterInfoTellsOfTheLaw(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		b := newKVRig(t, 2, 1, app.Routing{Policy: "mex", Preset: "documented", Params: map[string]any{"law": "dense"}, Identity: app.IdentityText})
+		b := newKVRig(t, 2, 1, app.Routing{Policy: "mex", Preset: "documented",
+			Params: map[string]any{"law": "dense"}, Identity: app.IdentityText})
 		r := b.feed.replicas[0]
 		law := func() *msg.Law {
 			info, err := b.in.RouterInfo("demo")

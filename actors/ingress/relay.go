@@ -11,14 +11,16 @@ import (
 	"github.com/dpserve/dpserve/engine/openai"
 )
 
-// relayStream is the relay loop: one read of the engine, a look at its whole events, one write and flush to the client.
-// Backpressure is the blocked write; the phase timer's clock runs only while the engine is waited for.
+// relayStream is the relay loop: one read of the engine, an inspection of its complete events, one write and
+// flush to the client. Backpressure is the blocked write. The phase timer runs only while the loop waits for
+// the engine.
 func (req *request) relayStream(ctx context.Context, resp *http.Response) result {
 	s := &req.stream
 	s.reset(req.scan.Choices)
 	req.watchGaps()
 	if req.app.app.Engine.Family == app.FamilyOpenAI {
-		s.watcher.Blind() // some engines of this family ignore n, or end without a finish_reason: a clean end is a whole answer
+		// some engines of this family ignore n or send no finish_reason: a clean end is a complete answer
+		s.watcher.Blind()
 	}
 	for {
 		n, err := req.readToken(resp.Body, s.readSpace())
@@ -31,7 +33,7 @@ func (req *request) relayStream(ctx context.Context, resp *http.Response) result
 		if v == actionCommit {
 			req.openStream(resp)
 			s.watcher.Begun()
-			v = req.inspectRead(now, err) // what came behind the first content in the same read
+			v = req.inspectRead(now, err) // events after the first content in the same read
 		}
 		if err := req.forward(now); err != nil {
 			return req.writeFailure(ctx, err)
@@ -46,7 +48,7 @@ func (req *request) relayStream(ctx context.Context, resp *http.Response) result
 	}
 }
 
-// inspectRead looks at what a read has brought.
+// inspectRead inspects what a read has brought.
 func (req *request) inspectRead(now time.Time, err error) streamAction {
 	s, begun := &req.stream, req.status != 0
 	v := s.inspectRead(begun)
@@ -57,7 +59,7 @@ func (req *request) inspectRead(now time.Time, err error) streamAction {
 	return v
 }
 
-// recordRead does the accounts of this read's tokens.
+// recordRead counts the tokens of this read.
 func (req *request) recordRead(now time.Time) {
 	s := &req.stream
 	if s.newTokens == 0 {
@@ -71,7 +73,8 @@ func (req *request) recordRead(now time.Time) {
 	s.newTokens = 0
 }
 
-// unbuffered tells a proxy in front of dpserve, as nginx, to pass tokens on as they come. All answers share it.
+// unbuffered tells a proxy in front of dpserve, such as nginx, to pass tokens on without buffering. All
+// answers share it.
 var unbuffered = []string{"no"}
 
 // openStream sends the header of a stream.
@@ -82,7 +85,7 @@ func (req *request) openStream(resp *http.Response) {
 	req.sendHeader(resp.StatusCode, resp.Header, -1)
 }
 
-// forward writes and flushes what may pass.
+// forward writes and flushes the inspected events.
 func (req *request) forward(now time.Time) error {
 	s := &req.stream
 	if req.status == 0 || s.inspected == 0 {
@@ -106,7 +109,7 @@ func (req *request) forward(now time.Time) error {
 	return err
 }
 
-// readUsage keeps the last usage of the stream's end.
+// readUsage keeps the last usage of the stream.
 func (req *request) readUsage(events []byte) {
 	for len(events) > 0 {
 		n := openai.EventEnd(events, 0)
@@ -120,7 +123,8 @@ func (req *request) readUsage(events []byte) {
 	}
 }
 
-// readToken reads under the clock of the phase: first token, or the next one. An empty delta counts as a token.
+// readToken reads under the deadline of the phase: first token, or the next one. An empty delta counts as a
+// token.
 func (req *request) readToken(body io.Reader, buf []byte) (int, error) {
 	if req.stream.lastToken.IsZero() {
 		return req.readEngine(body, buf, time.Now(), req.firstTokenDue(), errFirstToken)
@@ -128,7 +132,7 @@ func (req *request) readToken(body io.Reader, buf []byte) (int, error) {
 	return req.readEngineGap(body, buf)
 }
 
-// endStream ends a stream on which something was decided.
+// endStream ends a stream with the given action.
 func (req *request) endStream(ctx context.Context, resp *http.Response, v streamAction) result {
 	s := &req.stream
 	switch v {
@@ -149,8 +153,8 @@ func (req *request) endStream(ctx context.Context, resp *http.Response, v stream
 	}
 }
 
-// rejectStream treats a first event that is an error as an HTTP answer with its code. What passes on is a real status with the
-// event's JSON; the [DONE] behind it is dropped.
+// rejectStream treats an error as first event like an HTTP answer with its code. The client receives a real
+// status with the event's JSON; the [DONE] after it is dropped.
 func (req *request) rejectStream(ctx context.Context) result {
 	s := &req.stream
 	status := s.engineError.Status
@@ -169,7 +173,7 @@ func (req *request) rejectStream(ctx context.Context) result {
 	return req.sendWhole(ctx, status, http.Header{"Content-Type": {"application/json"}}, body, res)
 }
 
-// endInterrupted ends a stream whose body broke.
+// endInterrupted ends a stream whose body broke off.
 func (req *request) endInterrupted(ctx context.Context, err error) result {
 	res := req.readFailure(ctx, err, req.status != 0)
 	if req.status == 0 {
@@ -182,13 +186,13 @@ func (req *request) endInterrupted(ctx context.Context, err error) result {
 	return req.breakStream(res)
 }
 
-// mayServe asks for leave to pass on what an engine of this node has said: a node that was frozen must not go on as if nothing had
-// been. The data ports of other nodes ask for themselves.
+// mayServe reports whether the answer of a rank of this node may be sent on: a node that was suspended and
+// lost its lease must not continue its streams. The data ports of other nodes check for themselves.
 func (req *request) mayServe() bool {
 	return req.in.serves == nil || !req.attempt.rank.local || req.in.serves()
 }
 
-// endUnserved ends an attempt at a rank that may not serve any more.
+// endUnserved ends an attempt on a rank that may no longer serve.
 func (req *request) endUnserved() result {
 	res := result{cause: causeUnitLost}
 	if req.status == 0 {
@@ -197,8 +201,9 @@ func (req *request) endUnserved() result {
 	return req.breakStream(res)
 }
 
-// breakStream ends a stream after its first byte: an error event in the route's shape, no [DONE], no invented finish_reason, and
-// a cut connection, so that nobody takes it for a whole one.
+// breakStream ends a stream after its first byte: it sends an error event in the route's shape, no [DONE] and
+// no invented finish_reason, and cuts the connection, so that the client does not take the stream for a
+// complete one.
 func (req *request) breakStream(res result) result {
 	req.cutConn = true
 	code, message := streamError(res.cause)
@@ -212,7 +217,8 @@ func (req *request) breakStream(res result) result {
 	return res
 }
 
-// drainBody reads the end of a body behind [DONE], so that its connection can be used again. The client has everything by then.
+// drainBody reads the end of a body after [DONE], so that its connection can be reused. The client already
+// has everything.
 func (req *request) drainBody(body io.Reader) {
 	s := &req.stream
 	for range 2 {

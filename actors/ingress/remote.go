@@ -12,18 +12,19 @@ import (
 
 // Remote reaches ranks of other nodes. *remote.DataClient implements it.
 type Remote interface {
-	// Send returns when the engine's header is there, or it is known that none comes. d's memory is the caller's again then.
-	// Without an error reply refuses, or resp is the answer; with one there is no answer (the errors of msg.Dispatch; others
-	// are an engine that broke off). A ticket that reply holds, always without a Target, is the caller's to give back. A
-	// request that ctx ends earlier leaves none behind.
+	// Send returns when the engine's header has arrived, or when no answer will come; d's memory is the
+	// caller's again then. If err is nil, reply is a refusal or resp is the answer. If err is not nil, there
+	// is no answer: err is one of msg.Dispatch's errors, or the engine broke off. The caller returns the
+	// ticket of reply, which has no Target. If ctx ends before the admission, no ticket remains.
 	Send(ctx context.Context, d *msg.Dispatch) (resp *http.Response, reply msg.AdmitReply, err error)
 }
 
-// remoteGrace is what the other node has on top of the first token's time, so that it is the one who says that the engine is late.
+// remoteGrace is added to the first token's time for a rank of another node, so that the other node reports
+// the timeout first.
 const remoteGrace = 500 * time.Millisecond
 
-// tryRemote is try at a rank of another node: admission and exchange are one request to its data port. The other node bounds the
-// wait for the ticket.
+// tryRemote is tryRank for a rank of another node: admission and exchange are one request to its data port.
+// The other node bounds the wait for the ticket.
 func (req *request) tryRemote(ctx context.Context, rk *rank) result {
 	due := req.firstTokenDue()
 	req.timer.arm(time.Now(), due.Add(remoteGrace), errFirstToken)
@@ -42,7 +43,7 @@ func (req *request) tryRemote(ctx context.Context, rk *rank) result {
 		return req.exchangeFailure(ctx, err)
 	}
 	req.recordTicket(&rep.Ticket)
-	res := result{cause: causeDrained} // what a panic leaves behind
+	res := result{cause: causeDrained} // the result if exchange panics
 	defer func() { req.returnTicket(&res) }()
 	if err != nil {
 		res = req.exchangeFailure(ctx, err)
@@ -53,14 +54,15 @@ func (req *request) tryRemote(ctx context.Context, rk *rank) result {
 	return res
 }
 
-// newDispatch names the rank and what its admission has to know.
+// newDispatch names the rank and contains the request's Admit.
 func (req *request) newDispatch(rk *rank, path string) *msg.Dispatch {
 	m := &msg.Admit{}
 	req.fillAdmit(m, rk)
-	return &msg.Dispatch{Node: rk.node, App: req.app.app.Name, Unit: rk.unit, Rank: rk.id, Path: path, Admit: m}
+	return &msg.Dispatch{Node: rk.node, App: req.app.app.Name, Unit: rk.unit, Rank: rk.id, Path: path,
+		Admit: m}
 }
 
-// exchangeFailure says what a failed exchange means: no byte of an answer came.
+// exchangeFailure returns the result of an exchange that brought no byte of an answer.
 func (req *request) exchangeFailure(ctx context.Context, err error) result {
 	switch {
 	case ctx.Err() != nil:
@@ -78,7 +80,8 @@ func (req *request) exchangeFailure(ctx context.Context, err error) result {
 	}
 }
 
-// admitRemote asks a rank of another node for a ticket without a request: it lives as long as life. ctx ends the waiting for it.
+// admitRemote asks a rank of another node for a ticket without a request. The ticket lives as long as life;
+// ctx bounds the wait for it.
 func (req *request) admitRemote(ctx, life context.Context, rk *rank) (msg.AdmitReply, cause) {
 	life, cancel := context.WithCancelCause(life)
 	stop := context.AfterFunc(ctx, func() { cancel(context.Cause(ctx)) })

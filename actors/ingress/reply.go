@@ -24,22 +24,23 @@ func writeJSON(w http.ResponseWriter, status int, body []byte) {
 	h["Content-Length"] = []string{strconv.Itoa(len(body))}
 	w.WriteHeader(status)
 	if _, err := w.Write(body); err != nil {
-		return // the client has left; there is nobody to tell
+		return // the client has left
 	}
 }
 
-// writeText sends a word to a probe.
+// writeText answers a probe with a word.
 func writeText(w http.ResponseWriter, text string) {
 	h := w.Header()
 	h["Content-Type"] = []string{"text/plain; charset=utf-8"}
 	h["Content-Length"] = []string{strconv.Itoa(len(text))}
 	w.WriteHeader(http.StatusOK)
 	if _, err := io.WriteString(w, text); err != nil {
-		return // the client has left; there is nobody to tell
+		return // the client has left
 	}
 }
 
-// answerPlain sends an answer that needs no request body: the write gets its deadline, an unread body ends the connection.
+// answerPlain sends an answer that needs no request body: the write has a deadline, and an unread body closes
+// the connection.
 func (in *Ingress) answerPlain(w http.ResponseWriter, r *http.Request, write func()) {
 	abandonBody(w, r)
 	w.Header()[headerRequestID] = []string{in.requestIDOf(r)}
@@ -54,8 +55,7 @@ func (in *Ingress) refusePlain(w http.ResponseWriter, r *http.Request, f *failur
 	in.answerPlain(w, r, func() { writeError(w, f) })
 }
 
-// refuseUnrouted is refusePlain for a request that reaches no application: it is counted and has its log line, as
-// one that does.
+// refuseUnrouted refuses a request that reaches no application. It counts and logs it like any other request.
 func (in *Ingress) refuseUnrouted(w http.ResponseWriter, r *http.Request, route openai.Route, f *failure) {
 	name := telemetry.RouteOther
 	if route != openai.NoRoute {

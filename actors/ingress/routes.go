@@ -17,12 +17,15 @@ const modelsPath = "/v1/models"
 
 // engineRoutes are paths that engines know and dpserve does not serve. No engine is asked: dpserve says so.
 var engineRoutes = []string{
-	"/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/audio/", "/v1/realtime", "/v1/classify", "/v1/pooling",
-	"/v1/completions/render", "/v1/chat/completions/render", "/inference/v1/", "/pooling", "/classify", "/score", "/rerank", "/v2/rerank",
+	"/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/audio/",
+	"/v1/realtime", "/v1/classify", "/v1/pooling",
+	"/v1/completions/render", "/v1/chat/completions/render", "/inference/v1/", "/pooling", "/classify",
+	"/score", "/rerank", "/v2/rerank",
 	"/generate", "/load", "/metrics",
 }
 
-// routes builds the surface. gin picks the handler and does nothing else: its Recovery would turn the panic that cuts a connection into a clean end.
+// routes builds the HTTP surface. gin only picks the handler: its Recovery would turn the panic that cuts a
+// connection into a clean end.
 func (in *Ingress) routes() http.Handler {
 	gin.SetMode(gin.ReleaseMode)
 	g := gin.New()
@@ -34,7 +37,8 @@ func (in *Ingress) routes() http.Handler {
 	g.GET(modelsPath, func(c *gin.Context) { in.listModels(c.Writer, c.Request, in.table.Load().root) })
 	g.GET(modelsPath+"/*id", func(c *gin.Context) { in.serveOther(c) })
 	for path, probe := range map[string]http.HandlerFunc{
-		"/health": in.health, "/healthz": in.health, "/readyz": in.health, "/ping": in.health, "/livez": in.live,
+		"/health": in.health, "/healthz": in.health, "/readyz": in.health, "/ping": in.health,
+		"/livez":     in.live,
 		"/-/healthz": in.rayHealth, "/-/routes": in.rayRoutes,
 	} {
 		for _, method := range []string{http.MethodGet, http.MethodHead} { // load balancers probe with HEAD
@@ -46,7 +50,7 @@ func (in *Ingress) routes() http.Handler {
 	return in.limitAndRecover(g)
 }
 
-// limitAndRecover counts header fields and catches panics. A cut stream's panic goes on to net/http.
+// limitAndRecover limits header fields and catches panics. The panic that cuts a stream goes on to net/http.
 func (in *Ingress) limitAndRecover(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		defer in.recover(w, r)
@@ -58,7 +62,7 @@ func (in *Ingress) limitAndRecover(next http.Handler) http.Handler {
 	})
 }
 
-// headerTooLarge holds a request's line and header against the limits.
+// headerTooLarge checks a request's line and header against the limits.
 func (in *Ingress) headerTooLarge(r *http.Request) *failure {
 	fields, bytes := measureHeader(r)
 	f := &failure{status: http.StatusRequestHeaderFieldsTooLarge, code: openai.CodeInvalidRequest}
@@ -66,15 +70,17 @@ func (in *Ingress) headerTooLarge(r *http.Request) *failure {
 	case fields > in.limits.MaxHeaderFields:
 		f.message = fmt.Sprintf("the request has more than %d header fields", in.limits.MaxHeaderFields)
 	case bytes > in.limits.MaxHeaderBytes:
-		f.message = fmt.Sprintf("the request's line and header are larger than %d bytes", in.limits.MaxHeaderBytes)
+		f.message = fmt.Sprintf("the request's line and header are larger than %d bytes",
+			in.limits.MaxHeaderBytes)
 	default:
 		return nil
 	}
 	return f
 }
 
-// measureHeader counts fields and bytes as they are usually sent; net/http takes Host and Transfer-Encoding out of the map. Its
-// own limit on bytes is coarse: it reads a buffer more, and another one before it knows the protocol.
+// measureHeader counts fields and bytes in their usual encoding; net/http removes Host and Transfer-Encoding
+// from the map. net/http's own limit on bytes is coarse: it reads one buffer more, and another one before it
+// knows the protocol.
 func measureHeader(r *http.Request) (fields, bytes int) {
 	const between, lineEnd = len(": "), len("\r\n")
 	bytes = len(r.Method) + len(" ") + len(r.RequestURI) + len(" ") + len(r.Proto) + 2*lineEnd
@@ -101,12 +107,14 @@ func (in *Ingress) recover(_ http.ResponseWriter, r *http.Request) {
 	case http.ErrAbortHandler:
 		panic(p)
 	default:
-		in.log.Error("handler panicked", slog.String("path", r.URL.Path), slog.Any("err", p), slog.String("stack", string(debug.Stack())))
-		panic(http.ErrAbortHandler) // an answer may have begun: the client must see a cut
+		in.log.Error("handler panicked", slog.String("path", r.URL.Path), slog.Any("err", p),
+			slog.String("stack", string(debug.Stack())))
+		panic(http.ErrAbortHandler) // the answer may have begun, so the client must see a cut
 	}
 }
 
-// serveOther serves what gin has no fixed path for: route prefixes of applications, model ids, and what does not exist.
+// serveOther serves paths that are not fixed in gin: route prefixes of applications, model ids, and unknown
+// paths.
 func (in *Ingress) serveOther(c *gin.Context) {
 	w, r := c.Writer, c.Request
 	s, path := in.table.Load().split(r.URL.Path)
@@ -129,11 +137,13 @@ func (in *Ingress) serveOther(c *gin.Context) {
 	}
 }
 
-// unsupportedRoute tells a path that engines know from one that nobody knows.
+// unsupportedRoute distinguishes a path that engines have from an unknown one.
 func unsupportedRoute(path string) *failure {
 	for _, known := range engineRoutes {
-		if path == strings.TrimSuffix(known, "/") || strings.HasPrefix(path, strings.TrimSuffix(known, "/")+"/") {
-			return newFailure(openai.CodeUnsupportedRoute, "dpserve does not serve this route; it serves "+servedPaths())
+		if path == strings.TrimSuffix(known, "/") ||
+			strings.HasPrefix(path, strings.TrimSuffix(known, "/")+"/") {
+			return newFailure(openai.CodeUnsupportedRoute,
+				"dpserve does not serve this route; it serves "+servedPaths())
 		}
 	}
 	return newFailure(openai.CodeUnsupportedRoute, "there is no such path; dpserve serves "+servedPaths())

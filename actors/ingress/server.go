@@ -23,9 +23,10 @@ func (in *Ingress) newServer() *http.Server {
 		Protocols:         protocols(),
 		ConnState:         trackConn,
 		HTTP2: &http.HTTP2Config{
-			MaxConcurrentStreams: maxStreams, MaxReceiveBufferPerStream: streamWindow, MaxReceiveBufferPerConnection: connWindow,
-			// The write deadline of a stream cannot end a write of the connection that blocks; these find a client that does not
-			// read, and one whose machine is gone.
+			MaxConcurrentStreams: maxStreams, MaxReceiveBufferPerStream: streamWindow,
+			MaxReceiveBufferPerConnection: connWindow,
+			// A stream's write deadline cannot end a blocked write of its connection. These limits find a
+			// client that does not read, or whose machine is gone.
 			WriteByteTimeout: in.timers.SlowReader, SendPingTimeout: pingAfter, PingTimeout: pingAfter,
 		},
 	}
@@ -33,11 +34,12 @@ func (in *Ingress) newServer() *http.Server {
 
 // Bounds of HTTP/2.
 const (
-	maxStreams   = 250     // of a connection
-	streamWindow = 1 << 20 // bytes of upload: at 64 KiB and 50 ms of distance an upload runs at 1.3 MB/s
+	maxStreams = 250 // per connection
+	// bytes of upload: with 64 KiB and 50 ms of round trip an upload would run at 1.3 MB/s
+	streamWindow = 1 << 20
 	connWindow   = 4 << 20 // bytes
 
-	pingAfter = 15 * time.Second // of silence on a connection; then as long for the answer
+	pingAfter = 15 * time.Second // of silence on a connection; the answer has the same time
 )
 
 // protocols are HTTP/1.1, and HTTP/2 without TLS for clients that know (h2c with prior knowledge).
@@ -77,21 +79,23 @@ func (in *Ingress) Serve() error {
 		return errors.New("the ingress does not listen: call Listen first")
 	}
 	err := in.server.Serve(l)
-	if closed := errors.Is(err, net.ErrClosed) && in.draining.Load(); !closed && !errors.Is(err, http.ErrServerClosed) {
+	if closed := errors.Is(err, net.ErrClosed) && in.draining.Load(); !closed &&
+		!errors.Is(err, http.ErrServerClosed) {
 		return fmt.Errorf("serve inference requests: %w", err)
 	}
 	return nil
 }
 
-// Drain turns readiness off at once: /health answers 503 and connections close after their request. Requests are served
-// as before, so that a load balancer has the time to look.
+// Drain turns readiness off at once: /health answers 503, and connections close after their request. Requests
+// are still served, so that a load balancer has time to notice.
 func (in *Ingress) Drain() {
 	in.draining.Store(true)
 	in.server.SetKeepAlivesEnabled(false)
 }
 
-// Close drains: no new connection, and running requests go on until ctx is over; then they are cut with an error event
-// (ErrDrained). It waits for all of them, is idempotent, and gives the first error.
+// Close drains: it accepts no new connection, lets running requests go on until ctx is over, and then cuts
+// them with an error event (ErrDrained). It waits for all of them, is idempotent, and returns the first
+// error.
 func (in *Ingress) Close(ctx context.Context) error {
 	in.closeOnce.Do(func() { in.closeErr = in.close(ctx) })
 	return in.closeErr
@@ -100,13 +104,13 @@ func (in *Ingress) Close(ctx context.Context) error {
 func (in *Ingress) close(ctx context.Context) error {
 	in.Drain()
 	err := in.server.Shutdown(ctx)
-	in.cutRequests(ErrDrained) // nothing is left to cut, or its time is over
+	in.cutRequests(ErrDrained) // either no request is left, or their time is over
 	if err != nil {
 		err = in.finishCut(ctx)
 	}
 	in.awaitHandlers()
 	in.stop()
-	<-in.followDone // or it would make a appRouter that nobody ends
+	<-in.followDone // before closeAppRouters, because follow creates them
 	in.mu.Lock()
 	if in.listener != nil {
 		err = errors.Join(err, ignoreClosed(in.listener.Close()))
@@ -122,7 +126,8 @@ func (in *Ingress) close(ctx context.Context) error {
 	return err
 }
 
-// finishCut gives requests that were cut the time to write their error events, then closes what is left.
+// finishCut gives requests that were cut the time to write their error events, then closes the remaining
+// connections.
 func (in *Ingress) finishCut(ctx context.Context) error {
 	last, cancel := context.WithTimeout(context.WithoutCancel(ctx), in.timers.Tail)
 	defer cancel()
@@ -132,11 +137,11 @@ func (in *Ingress) finishCut(ctx context.Context) error {
 	return in.server.Close()
 }
 
-// handlersPoll is how often awaitHandlers looks, as http.Server.Shutdown does.
+// handlersPoll is the interval of awaitHandlers, the same as in http.Server.Shutdown.
 const handlersPoll = 2 * time.Millisecond
 
-// awaitHandlers waits for requests whose connection is gone: net/http does not wait for the streams of an HTTP/2 connection that is lost.
-// Their time is over, so they end soon; none is waited for longer than an answer's end may take.
+// awaitHandlers waits for requests whose connection is gone: net/http does not wait for the streams of a lost
+// HTTP/2 connection. Their contexts are over, so they end soon; awaitHandlers waits at most Timers.Tail.
 func (in *Ingress) awaitHandlers() {
 	for last := time.Now().Add(in.timers.Tail); in.inflight.Load() > 0 && time.Now().Before(last); {
 		time.Sleep(handlersPoll)

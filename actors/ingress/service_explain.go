@@ -14,8 +14,10 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// ExplainRoute decides for rq by the code and on the state of live requests, says why, and changes nothing. Errors are *problem.Error.
-func (in *Ingress) ExplainRoute(ctx context.Context, app string, rq *msg.RouteQuery) (*msg.Explanation, error) {
+// ExplainRoute decides for rq with the code and state of live requests, explains the decision, and changes
+// nothing. Errors are *problem.Error.
+func (in *Ingress) ExplainRoute(ctx context.Context, app string, rq *msg.RouteQuery) (
+	*msg.Explanation, error) {
 	ar, router, err := in.routerOf(app)
 	if err != nil {
 		return nil, err
@@ -47,7 +49,7 @@ func (ar *appRouter) explain(router *routing.Router, query *routeQuery) *msg.Exp
 	return x
 }
 
-// blockInfo says what the prompt's blocks are.
+// blockInfo describes the prompt's blocks.
 func (p *prompt) blockInfo() (blocks, size int, unit, identity string) {
 	switch p.unit {
 	case kvindex.Tokens:
@@ -69,15 +71,17 @@ func kindName(k routing.Kind) string {
 	return "reject"
 }
 
-// explainRanks describes every rank that the Router knows, and those that the application wants and it does not.
-func (ar *appRouter) explainRanks(query *routeQuery, d *routing.Decision, v *routing.View) []msg.RankExplanation {
+// explainRanks describes every rank that the Router knows, and the application's other ranks.
+func (ar *appRouter) explainRanks(query *routeQuery, d *routing.Decision,
+	v *routing.View) []msg.RankExplanation {
 	j := ar.newRankExplainer(query, v)
 	out := make([]msg.RankExplanation, 0, len(v.Ranks))
 	for i := range v.Ranks {
 		rk := &v.Ranks[i]
 		row := msg.RankExplanation{
-			Worker: rk.ID.String(), Group: rk.ID.Group(), Rank: rk.ID.Rank(), InFlight: rk.Load.O(), MaxOngoing: rk.MaxOngoing,
-			Picked: d.Kind == routing.Route && d.Ranked[0] == rk.ID,
+			Worker: rk.ID.String(), Group: rk.ID.Group(), Rank: rk.ID.Rank(), InFlight: rk.Load.O(),
+			MaxOngoing: rk.MaxOngoing,
+			Picked:     d.Kind == routing.Route && d.Ranked[0] == rk.ID,
 		}
 		row.State, row.Why, row.Eligible = j.explain(rk)
 		if rk.HasKVUsage || rk.Capacity > 0 {
@@ -109,7 +113,8 @@ func score(row *msg.RankExplanation, id routing.RankID, terms []routing.Term) {
 	sum := 0.0
 	for _, t := range terms {
 		if t.Rank == id {
-			row.Terms = append(row.Terms, msg.Term{Name: t.Name, Unit: t.Unit, Raw: t.Raw, Weight: t.Weight, Value: t.Value})
+			row.Terms = append(row.Terms, msg.Term{
+				Name: t.Name, Unit: t.Unit, Raw: t.Raw, Weight: t.Weight, Value: t.Value})
 			sum += t.Value
 		}
 	}
@@ -118,12 +123,12 @@ func score(row *msg.RankExplanation, id routing.RankID, terms []routing.Term) {
 	}
 }
 
-// formula says how the terms add up and which sum wins; "" if nothing was weighed.
+// formula describes how the terms add up and which sum wins; "" if there are no terms.
 func formula(policy string, terms []routing.Term) string {
 	var parts []string
 	for _, t := range terms {
 		if t.Rank != terms[0].Rank || t.Weight == 0 {
-			continue // the first rank speaks for all; without weight a term only informs
+			continue // all ranks have the same terms; a term without weight is only information
 		}
 		part := t.Name
 		if t.Unit != "none" {
@@ -147,7 +152,7 @@ func formula(policy string, terms []routing.Term) string {
 // scoring is the one policy whose highest score wins.
 const scoring = "scoring"
 
-// explainNotes are what a person should know of the answer beside its numbers.
+// explainNotes are remarks for a person beside the numbers.
 func (ar *appRouter) explainNotes(query *routeQuery, d *routing.Decision, v *routing.View) []string {
 	var out []string
 	r := ar.inputs()
@@ -166,7 +171,8 @@ func (ar *appRouter) explainNotes(query *routeQuery, d *routing.Decision, v *rou
 	if d.Disqualified > 0 {
 		out = append(out, fmt.Sprintf("%d ranks have no score that is a number", d.Disqualified))
 	}
-	if query.query.Force || v.HasBusyThreshold && slices.ContainsFunc(v.Ranks, func(rk routing.Rank) bool { return rk.Busy }) {
+	if query.query.Force || v.HasBusyThreshold && slices.ContainsFunc(
+		v.Ranks, func(rk routing.Rank) bool { return rk.Busy }) {
 		if query.query.Force {
 			out = append(out, "the caller names the rank: the policy has no say")
 		} else {
@@ -189,7 +195,8 @@ func (ar *appRouter) addMissing(rows []msg.RankExplanation) []msg.RankExplanatio
 				continue
 			}
 			rows = append(rows, msg.RankExplanation{
-				Worker: id.String(), Group: u.Group, Rank: n, State: "unknown", Why: "it has not started yet, or is gone; see `dpserve status`",
+				Worker: id.String(), Group: u.Group, Rank: n, State: "unknown",
+				Why: "it has not started yet, or is gone; see `dpserve status`",
 			})
 		}
 	}
@@ -199,19 +206,26 @@ func (ar *appRouter) addMissing(rows []msg.RankExplanation) []msg.RankExplanatio
 	return rows
 }
 
-// refusal says why a decision gives no rank.
+// refusal is the error for a decision without a rank.
 func refusal(app string, query *routeQuery, d *routing.Decision) error {
 	switch d.Reason {
 	case routing.ReasonUnknownRank:
-		return problem.New(problem.NotFound, "app %s has no rank %s", app, query.query.Direct).WithHint("`dpserve status %s` lists them", app)
+		return problem.New(problem.NotFound, "app %s has no rank %s", app, query.query.Direct).WithHint(
+			"`dpserve status %s` lists them", app)
 	case routing.ReasonRankUnavailable:
-		return problem.New(problem.Unavailable, "rank %s of app %s cannot take it now", query.query.Direct, app).WithHint("try again later, or leave worker out")
+		return problem.New(problem.Unavailable, "rank %s of app %s cannot take it now", query.query.Direct,
+			app).WithHint("try again later, or leave worker out")
 	case routing.ReasonNoRankGiven:
-		return problem.New(problem.InvalidArgument, "app %s uses routing policy direct, and no worker is named", app).WithHint("give worker as GROUP/RANK")
+		return problem.New(problem.InvalidArgument,
+			"app %s uses routing policy direct, and no worker is named", app).WithHint(
+			"give worker as GROUP/RANK")
 	case routing.ReasonNoRoom:
-		return problem.New(problem.Overloaded, "every rank of app %s has all the requests it may hold", app).WithHint("try again later")
+		return problem.New(problem.Overloaded, "every rank of app %s has all the requests it may hold",
+			app).WithHint("try again later")
 	case routing.ReasonAllBusy:
-		return problem.New(problem.Overloaded, "every rank of app %s is above busy_threshold", app).WithHint("try again later")
+		return problem.New(problem.Overloaded, "every rank of app %s is above busy_threshold", app).WithHint(
+			"try again later")
 	}
-	return problem.New(problem.Unavailable, "no rank of app %s is ready: %s", app, d.Reason).WithHint("`dpserve status %s` shows why", app)
+	return problem.New(problem.Unavailable, "no rank of app %s is ready: %s", app, d.Reason).WithHint(
+		"`dpserve status %s` shows why", app)
 }

@@ -22,7 +22,8 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// decisionRig is a rig whose ranks never answer: their streams are written by hand, and decisions are made without serving.
+// decisionRig is a rig whose ranks never answer: their streams are written by hand, and decisions are made
+// without serving.
 type decisionRig struct {
 	*rig
 	router *appRouter
@@ -44,25 +45,29 @@ func newDecisionRig(t *testing.T, policy string, change func(*app.Application)) 
 			change(a)
 		}
 	}})
-	return &decisionRig{rig: g, router: g.in.findAppRouter("demo"), seqs: map[routing.RankID]uint64{}, open: map[routing.RankID][]uint64{}}
+	return &decisionRig{rig: g, router: g.in.findAppRouter("demo"), seqs: map[routing.RankID]uint64{},
+		open: map[routing.RankID][]uint64{}}
 }
 
 // tell delivers a record of rank i as its stream would.
 func (b *decisionRig) tell(i int, rec msg.Record) {
 	r := b.replicas[i]
 	b.seqs[r.id]++
-	rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation, rec.Seq = r.app, r.unit, r.id, r.epoch, r.incarnation, b.seqs[r.id]
+	rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation, rec.Seq = r.app, r.unit, r.id, r.epoch,
+		r.incarnation, b.seqs[r.id]
 	b.in.Deliver(&rec)
 }
 
 // holds makes rank i hold these blocks on its device.
 func (b *decisionRig) holds(i int, hashes []uint64) {
-	b.tell(i, msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: kvindex.GPU, BlockSize: routing.DefaultBlockSize}})
+	b.tell(i, msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{
+		Tier: kvindex.GPU, BlockSize: routing.DefaultBlockSize}})
 	sum := uint64(0)
 	for _, h := range hashes {
 		sum += h
 	}
-	b.tell(i, msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: kvindex.GPU, Delta: kvindex.Delta{Change: kvindex.Stored, Hashes: hashes}}})
+	b.tell(i, msg.Record{Kind: msg.RecKV, KV: msg.KV{
+		Tier: kvindex.GPU, Delta: kvindex.Delta{Change: kvindex.Stored, Hashes: hashes}}})
 	b.tell(i, msg.Record{Kind: msg.RecKVEnd, KV: msg.KV{Tier: kvindex.GPU, Len: len(hashes), Sum: sum}})
 }
 
@@ -77,21 +82,25 @@ func (b *decisionRig) settle() {
 func (b *decisionRig) happen(r *rand.Rand) {
 	i := r.IntN(labRanks)
 	id := b.replicas[i].id
-	rec := msg.Record{Ingress: "other", ReqID: uint64(r.IntN(1000)), Tokens: 1 + r.IntN(3000), Hit: r.IntN(500), Out: r.IntN(50)}
+	rec := msg.Record{Ingress: "other", ReqID: uint64(r.IntN(1000)), Tokens: 1 + r.IntN(3000),
+		Hit: r.IntN(500), Out: r.IntN(50)}
 	switch n := r.IntN(10); {
 	case n < 4 && len(b.open[id]) < 9: // of 8 at most
 		rec.Kind = msg.RecAdmitted
 		b.open[id] = append(b.open[id], rec.ReqID)
 	case n < 8 && len(b.open[id]) > 0:
 		rec.ReqID = b.open[id][0]
-		rec.Kind = []msg.RecordKind{msg.RecFirstToken, msg.RecProgress, msg.RecDone, msg.RecDone, msg.RecDone}[r.IntN(5)]
+		rec.Kind = []msg.RecordKind{msg.RecFirstToken, msg.RecProgress, msg.RecDone, msg.RecDone,
+			msg.RecDone}[r.IntN(5)]
 		if rec.Kind == msg.RecDone {
 			b.open[id] = b.open[id][1:]
 		}
 	case n < 9:
 		rec.Kind, rec.Accepting = msg.RecState, r.IntN(4) > 0
 	default:
-		rec.Kind, rec.Status = msg.RecStatus, msg.Status{KVUsage: 0.7 * r.Float64(), HasKVUsage: true, Capacity: 50_000, BlockSize: routing.DefaultBlockSize}
+		rec.Kind, rec.Status = msg.RecStatus, msg.Status{
+			KVUsage: 0.7 * r.Float64(), HasKVUsage: true, Capacity: 50_000,
+			BlockSize: routing.DefaultBlockSize}
 	}
 	b.tell(i, rec)
 }
@@ -107,9 +116,11 @@ func randomBody(r *rand.Rand) []byte {
 	case 0:
 		body = map[string]any{"prompt": ids}
 	case 1:
-		body = map[string]any{"prompt": strings.Repeat(fmt.Sprint("word ", r.IntN(3)), 1+r.IntN(200)), "user": fmt.Sprint("u", r.IntN(5))}
+		body = map[string]any{"prompt": strings.Repeat(fmt.Sprint("word ", r.IntN(3)), 1+r.IntN(200)),
+			"user": fmt.Sprint("u", r.IntN(5))}
 	default:
-		body = map[string]any{"messages": []map[string]string{{"role": "user", "content": strings.Repeat("x", r.IntN(3000))}}}
+		body = map[string]any{"messages": []map[string]string{
+			{"role": "user", "content": strings.Repeat("x", r.IntN(3000))}}}
 	}
 	text, err := json.Marshal(body)
 	if err != nil {
@@ -121,7 +132,8 @@ func randomBody(r *rand.Rand) []byte {
 // live decides for a body as request.handle does, with terms.
 func (b *decisionRig) live(body []byte, h http.Header) *request {
 	req := newRequest(b.in)
-	req.app, req.r, req.choice.Explain = &appRoute{appRevision: b.router.revision.Load(), router: b.router}, &http.Request{Header: h}, true
+	req.app, req.r, req.choice.Explain = &appRoute{appRevision: b.router.revision.Load(), router: b.router},
+		&http.Request{Header: h}, true
 	req.route, _ = routeOf("", body)
 	req.r = req.r.WithContext(b.t.Context())
 	req.body = &bodyBuffer{b: body}
@@ -131,8 +143,8 @@ func (b *decisionRig) live(body []byte, h http.Header) *request {
 	return req
 }
 
-// TestRT13LivePickEqualsExplain: ten thousand random states over every policy; what explain says is what the live path does next,
-// bit for bit.
+// TestRT13LivePickEqualsExplain: ten thousand random states over every policy; what explain says is what the
+// live path does next, bit for bit.
 func TestRT13LivePickEqualsExplain(t *testing.T) {
 	const states = 10_000
 	policies := routing.Names()
@@ -151,13 +163,17 @@ func TestRT13LivePickEqualsExplain(t *testing.T) {
 					}
 					body, h := randomBody(r), http.Header{headerRank: {fmt.Sprintf("0/%d", r.IntN(labRanks))}}
 					b.settle()
-					x, err := b.in.ExplainRoute(t.Context(), "demo", &msg.RouteQuery{Request: body, Headers: map[string]string{"x-dpserve-rank": h[headerRank][0]}})
+					x, err := b.in.ExplainRoute(t.Context(), "demo",
+						&msg.RouteQuery{Request: body,
+							Headers: map[string]string{"x-dpserve-rank": h[headerRank][0]}})
 					require.NoError(t, err)
 					req := b.live(body, h)
 					b.same(x, req)
 					if req.choice.Kind == routing.Route {
 						routed++
-						b.router.router.Load().Observe(&routing.Event{Kind: routing.EvUndo, Rank: req.choice.Ranked[0], ReqID: req.query.ID})
+						b.router.router.Load().Observe(
+							&routing.Event{Kind: routing.EvUndo, Rank: req.choice.Ranked[0],
+								ReqID: req.query.ID})
 					}
 				}
 				assert.Greater(t, routed, each/4, "many states let something be picked")
@@ -195,16 +211,19 @@ func (b *decisionRig) same(x *msg.Explanation, req *request) {
 	require.Equal(t, pick, x.Pick)
 	terms := map[string][]msg.Term{}
 	for _, term := range d.Terms {
-		terms[term.Rank.String()] = append(terms[term.Rank.String()], msg.Term{Name: term.Name, Unit: term.Unit, Raw: term.Raw, Weight: term.Weight, Value: term.Value})
+		terms[term.Rank.String()] = append(terms[term.Rank.String()],
+			msg.Term{Name: term.Name, Unit: term.Unit, Raw: term.Raw, Weight: term.Weight, Value: term.Value})
 	}
 	for i := range x.Ranks {
 		row := &x.Ranks[i]
-		require.True(t, slices.Equal(terms[row.Worker], row.Terms), "terms of %s: %v, %v", row.Worker, terms[row.Worker], row.Terms)
+		require.True(t, slices.Equal(terms[row.Worker], row.Terms), "terms of %s: %v, %v", row.Worker,
+			terms[row.Worker], row.Terms)
 		require.Equal(t, row.Worker == pick, row.Picked)
 		if id, known := parseRank(row.Worker); known && row.State != "unknown" {
 			require.Equal(t, req.query.HitOn(id), row.HitTokens, "hit of %s", row.Worker)
 		}
-		require.True(t, row.Eligible || row.Terms == nil && !row.Picked, "%s was weighed and is called %s: %s", row.Worker, row.State, row.Why)
+		require.True(t, row.Eligible || row.Terms == nil && !row.Picked,
+			"%s was weighed and is called %s: %s", row.Worker, row.State, row.Why)
 		if row.Terms != nil {
 			sum := 0.0
 			for _, term := range row.Terms {
@@ -218,7 +237,8 @@ func (b *decisionRig) same(x *msg.Explanation, req *request) {
 // TestABodyTellsItsRouteByExactNames: a field of almost the same name is none that engines read.
 func TestABodyTellsItsRouteByExactNames(t *testing.T) {
 	for body, want := range map[string]openai.Route{
-		`{"messages":[]}`: openai.Chat, `{"prompt":"x"}`: openai.Completions, `{"prompt":"x","Messages":[]}`: openai.Completions,
+		`{"messages":[]}`: openai.Chat, `{"prompt":"x"}`: openai.Completions,
+		`{"prompt":"x","Messages":[]}`:       openai.Completions,
 		`{"prompt":"x", "\u006dessages":[]}`: openai.Chat,
 	} {
 		route, err := routeOf("", []byte(body))
@@ -262,7 +282,9 @@ func TestExplainRows(t *testing.T) {
 
 // TestExplainSeesWhatRanksHold: hits by rank, in tokens and blocks, and the note on what is estimated.
 func TestExplainSeesWhatRanksHold(t *testing.T) {
-	b := newDecisionRig(t, "scoring", func(a *app.Application) { a.Routing.Params = map[string]any{"profile": "locality"} })
+	b := newDecisionRig(t, "scoring", func(a *app.Application) {
+		a.Routing.Params = map[string]any{"profile": "locality"}
+	})
 	ids := make([]uint32, 100)
 	var k routeQuery
 	k.prompt.fromTokens(b.router, ids, promptContext{})
@@ -270,21 +292,25 @@ func TestExplainSeesWhatRanksHold(t *testing.T) {
 	b.settle()
 	x, err := b.in.ExplainRoute(t.Context(), "demo", &msg.RouteQuery{TokenIDs: ids})
 	require.NoError(t, err)
-	assert.Equal(t, []any{"0/3", "highest_score", 64, 4}, []any{x.Pick, x.Reason, x.Ranks[3].HitTokens, x.Ranks[3].HitBlocks})
-	assert.Equal(t, []any{"tokens", 6, 16, "tokens", false}, []any{x.Identity, x.Blocks, x.BlockSize, x.BlockUnit, x.Estimated})
+	assert.Equal(t, []any{"0/3", "highest_score", 64, 4},
+		[]any{x.Pick, x.Reason, x.Ranks[3].HitTokens, x.Ranks[3].HitBlocks})
+	assert.Equal(t, []any{"tokens", 6, 16, "tokens", false},
+		[]any{x.Identity, x.Blocks, x.BlockSize, x.BlockUnit, x.Estimated})
 	assert.Equal(t, "0.9 × prefix_score (share) + 0.1 × load_score (share); highest wins", x.Formula)
 
 	forced, err := b.in.ExplainRoute(t.Context(), "demo", &msg.RouteQuery{TokenIDs: ids, Worker: "0/1"})
 	require.NoError(t, err)
 	assert.Equal(t, []any{"0/1", routing.ReasonNamedByCaller}, []any{forced.Pick, forced.Reason})
 	text := "once upon a time"
-	x, err = b.in.ExplainRoute(t.Context(), "demo", &msg.RouteQuery{Prompt: &text, Route: "/v1/chat/completions"})
+	x, err = b.in.ExplainRoute(t.Context(), "demo",
+		&msg.RouteQuery{Prompt: &text, Route: "/v1/chat/completions"})
 	require.NoError(t, err)
 	assert.True(t, x.Estimated)
 
 	runs := b.dump()
 	require.Len(t, runs, 1)
-	assert.Equal(t, []any{"0/3", "gpu", "", 4}, []any{runs[0].Worker, runs[0].Tier, runs[0].Parent, len(runs[0].Blocks)})
+	assert.Equal(t, []any{"0/3", "gpu", "", 4}, []any{
+		runs[0].Worker, runs[0].Tier, runs[0].Parent, len(runs[0].Blocks)})
 	assert.Equal(t, hex16(k.prompt.blocks[0]), runs[0].Blocks[0])
 }
 
@@ -312,13 +338,21 @@ func TestExplainRefusesBadInput(t *testing.T) {
 	}{
 		"not json":      {msg.RouteQuery{Request: []byte(`{`)}, problem.InvalidArgument, ""},
 		"not an object": {msg.RouteQuery{Request: []byte(`[]`)}, problem.InvalidArgument, "object"},
-		"other model":   {msg.RouteQuery{Request: []byte(`{"model": "other", "prompt": "x"}`)}, problem.NotFound, `app demo does not serve the model "other"`},
-		"header":        {msg.RouteQuery{Prompt: &text, Headers: map[string]string{"x-dpserve-rank": "x"}}, problem.InvalidArgument, "x-dpserve-rank must be GROUP/RANK"},
-		"route":         {msg.RouteQuery{Prompt: &text, Route: "/v1/nothing"}, problem.InvalidArgument, "takes no requests"},
-		"models":        {msg.RouteQuery{Prompt: &text, Route: "/v1/models"}, problem.InvalidArgument, "takes no requests"},
-		"worker":        {msg.RouteQuery{TokenIDs: []uint32{1}, Worker: "3"}, problem.InvalidArgument, "is not GROUP/RANK"},
-		"replay":        {msg.RouteQuery{Replay: "nobody"}, problem.NotFound, `no request "nobody" among the last 1024`},
-		"override":      {msg.RouteQuery{TokenIDs: []uint32{1}, Override: &msg.RouterOverride{RouterTemperature: &weight}}, problem.InvalidArgument, "no effect under policy power-of-two"},
+		"other model": {msg.RouteQuery{Request: []byte(`{"model": "other", "prompt": "x"}`)},
+			problem.NotFound, `app demo does not serve the model "other"`},
+		"header": {msg.RouteQuery{Prompt: &text, Headers: map[string]string{"x-dpserve-rank": "x"}},
+			problem.InvalidArgument, "x-dpserve-rank must be GROUP/RANK"},
+		"route": {msg.RouteQuery{Prompt: &text, Route: "/v1/nothing"}, problem.InvalidArgument,
+			"takes no requests"},
+		"models": {msg.RouteQuery{Prompt: &text, Route: "/v1/models"}, problem.InvalidArgument,
+			"takes no requests"},
+		"worker": {msg.RouteQuery{TokenIDs: []uint32{1}, Worker: "3"}, problem.InvalidArgument,
+			"is not GROUP/RANK"},
+		"replay": {msg.RouteQuery{Replay: "nobody"}, problem.NotFound,
+			`no request "nobody" among the last 1024`},
+		"override": {msg.RouteQuery{TokenIDs: []uint32{1},
+			Override: &msg.RouterOverride{RouterTemperature: &weight}}, problem.InvalidArgument,
+			"no effect under policy power-of-two"},
 	} {
 		_, err := b.in.ExplainRoute(t.Context(), "demo", &c.q)
 		require.Equal(t, c.code, problem.CodeOf(err), name)
@@ -335,7 +369,9 @@ func TestExplainRefusesBadInput(t *testing.T) {
 		_, err := kv.in.ExplainRoute(t.Context(), "demo", &msg.RouteQuery{TokenIDs: []uint32{1}, Override: o})
 		require.Equal(t, problem.InvalidArgument, problem.CodeOf(err))
 	}
-	x, err = kv.in.ExplainRoute(t.Context(), "demo", &msg.RouteQuery{TokenIDs: []uint32{1}, Override: &msg.RouterOverride{OverlapScoreWeight: &weight, RouterTemperature: &weight}})
+	x, err = kv.in.ExplainRoute(t.Context(), "demo",
+		&msg.RouteQuery{TokenIDs: []uint32{1}, Override: &msg.RouterOverride{
+			OverlapScoreWeight: &weight, RouterTemperature: &weight}})
 	require.NoError(t, err)
 	assert.Equal(t, "2 × prefill_blocks (blocks) + decode_blocks (blocks); lowest wins", x.Formula)
 	assert.Contains(t, x.Notes[0], "the pick is drawn")
@@ -354,13 +390,15 @@ func TestReplay(t *testing.T) {
 		if e, _ := ar.decisions.find("first"); e.attempt == 2 {
 			break
 		}
-		require.Equal(t, http.StatusOK, g.post("/v1/chat/completions", chatBody, "X-Request-Id", "first").status)
+		require.Equal(t, http.StatusOK, g.post("/v1/chat/completions", chatBody, "X-Request-Id",
+			"first").status)
 	}
 	x, err := g.in.ExplainRoute(t.Context(), "demo", &msg.RouteQuery{Replay: "first"})
 	require.NoError(t, err)
 	require.NotNil(t, x.Replay)
 	assert.Equal(t, []any{"first", 2, "kv", "0/1", "lowest_score", []string{"0/0"}},
-		[]any{x.Replay.RequestID, x.Replay.Attempt, x.Replay.Policy, x.Replay.Pick, x.Replay.Reason, x.Replay.Tried})
+		[]any{x.Replay.RequestID, x.Replay.Attempt, x.Replay.Policy, x.Replay.Pick, x.Replay.Reason,
+			x.Replay.Tried})
 	assert.WithinDuration(t, time.Now(), x.Replay.At, time.Minute)
 	assert.Equal(t, "route", x.Decision)
 	assert.True(t, x.Estimated)
@@ -369,10 +407,12 @@ func TestReplay(t *testing.T) {
 	}
 }
 
-// TestRecentIsBounded: the ring keeps the newest, its prompts are cut, and it allocates nothing once it is full.
+// TestRecentIsBounded: the ring keeps the newest, its prompts are cut, and it allocates nothing once it is
+// full.
 func TestRecentIsBounded(t *testing.T) {
 	var r decisionLog
-	p := prompt{unit: kvindex.Tokens, size: 16, tokens: 1, promptMemory: promptMemory{blocks: make([]uint64, maxRecentBlocks+1)}}
+	p := prompt{unit: kvindex.Tokens, size: 16, tokens: 1,
+		promptMemory: promptMemory{blocks: make([]uint64, maxRecentBlocks+1)}}
 	q := routing.Request{Hits: []routing.Hit{{Rank: 1, Tokens: 16}}, Tokens: 20}
 	d := routing.Decision{Ranked: []routing.RankID{1}, Reason: routing.ReasonLowestScore}
 	ids := make([]string, 2*maxRecent)
@@ -385,7 +425,8 @@ func TestRecentIsBounded(t *testing.T) {
 		e, ok := r.find(id)
 		require.Equal(t, i >= maxRecent, ok, id)
 		if ok {
-			require.Equal(t, []any{id, 16, false, maxRecentBlocks}, []any{e.id, e.hit, e.whole, len(e.prompt.blocks)})
+			require.Equal(t, []any{id, 16, false, maxRecentBlocks},
+				[]any{e.id, e.hit, e.whole, len(e.prompt.blocks)})
 		}
 	}
 	assert.Zero(t, testing.AllocsPerRun(100, func() { r.record(ids[0], 1, "kv", &p, &q, &d) }))
@@ -396,7 +437,8 @@ func TestRecentIsBounded(t *testing.T) {
 
 func BenchmarkRecentNote(b *testing.B) {
 	var r decisionLog
-	p := prompt{unit: kvindex.Tokens, size: 16, tokens: 2048, promptMemory: promptMemory{blocks: make([]uint64, 128)}}
+	p := prompt{unit: kvindex.Tokens, size: 16, tokens: 2048,
+		promptMemory: promptMemory{blocks: make([]uint64, 128)}}
 	q := routing.Request{Hits: make([]routing.Hit, 8), Tokens: 2048}
 	d := routing.Decision{Ranked: []routing.RankID{1}, Reason: routing.ReasonLowestScore}
 	b.ReportAllocs()

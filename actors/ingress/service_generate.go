@@ -14,10 +14,11 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// Generate sends a prompt of token ids through the inference handler itself, as a streamed completion: queue, attempts,
-// deadlines, account, metrics and log line are those of every request. emit gets the tokens as they come; its error ends the
-// request. Errors are *problem.Error, and what emit gave.
-func (in *Ingress) Generate(ctx context.Context, app string, q *msg.Generate, emit func(*msg.Generated) error) error {
+// Generate sends a prompt of token ids through the inference handler as a streamed completion: queue,
+// attempts, deadlines, account, metrics and log line are those of every request. emit gets the tokens as they
+// arrive; its error ends the request. Errors are *problem.Error or emit's.
+func (in *Ingress) Generate(ctx context.Context, app string, q *msg.Generate,
+	emit func(*msg.Generated) error) error {
 	ar, _, err := in.routerOf(app)
 	if err != nil {
 		return err
@@ -30,20 +31,21 @@ func (in *Ingress) Generate(ctx context.Context, app string, q *msg.Generate, em
 	defer cancel(nil)
 	defer in.endWith(cancel)() //nolint:contextcheck // the ingress's end is no child of ctx
 	w := &tokenWriter{header: http.Header{}, emit: emit}
-	in.serveFor(w, req.WithContext(run), &appRoute{appRevision: ar.revision.Load(), router: ar}, query) //nolint:contextcheck // it is in the request
+	in.serveFor(w, req.WithContext(run), &appRoute{appRevision: ar.revision.Load(), router: ar},
+		query) //nolint:contextcheck // it is in the request
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
 	return w.outcome()
 }
 
-// endWith cancels a request that has no connection of the ingress's own when the ingress closes; stop ends that.
+// endWith cancels a request that has no client connection when the ingress closes; stop undoes that.
 func (in *Ingress) endWith(cancel context.CancelCauseFunc) (stop func() bool) {
 	closing := in.baseContext(nil)
 	return context.AfterFunc(closing, func() { cancel(context.Cause(closing)) })
 }
 
-// newGeneration makes the request. k has what a header cannot say.
+// newGeneration makes the request. k has what a header cannot express.
 func (ar *appRouter) newGeneration(ctx context.Context, q *msg.Generate) (*http.Request, *routeQuery, error) {
 	query := &routeQuery{}
 	if err := ar.applyOverrides(query, q.Worker, q.Override); err != nil {
@@ -61,7 +63,8 @@ func (ar *appRouter) newGeneration(ctx context.Context, q *msg.Generate) (*http.
 	if err != nil {
 		return nil, nil, err
 	}
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, openai.Completions.Path(), bytes.NewReader(body))
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, openai.Completions.Path(),
+		bytes.NewReader(body))
 	if err != nil {
 		return nil, nil, problem.New(problem.Internal, "make the request: %w", err)
 	}
@@ -73,21 +76,24 @@ func (ar *appRouter) newGeneration(ctx context.Context, q *msg.Generate) (*http.
 	return req, query, nil
 }
 
-// completionBody is the body: the caller's sampling members, and those that generate itself decides.
+// completionBody is the body: the caller's sampling fields, and the fields that Generate sets itself.
 func (ar *appRouter) completionBody(q *msg.Generate) ([]byte, error) {
 	own := map[string]any{
-		"model": cmp.Or(q.Model, ar.modelID()), "prompt": q.TokenIDs, "stream": true, "stream_options": map[string]bool{"include_usage": true}, "return_token_ids": true,
+		"model": cmp.Or(q.Model, ar.modelID()), "prompt": q.TokenIDs, "stream": true,
+		"stream_options": map[string]bool{"include_usage": true}, "return_token_ids": true,
 	}
 	for name, value := range q.Sampling {
 		if _, taken := own[name]; taken || name == "n" || name == "best_of" {
-			return nil, problem.New(problem.InvalidArgument, "sampling.%s is not the caller's to set", name[:min(len(name), maxNameShown)]).
+			return nil, problem.New(problem.InvalidArgument, "sampling.%s is not the caller's to set",
+				name[:min(len(name), maxNameShown)]).
 				WithHint("generate sends one prompt of token ids and streams one answer")
 		}
 		own[name] = value
 	}
 	body, err := json.Marshal(own)
 	if err != nil {
-		return nil, problem.New(problem.InvalidArgument, "sampling is not JSON: %w", err).WithHint("its members are those of a /v1/completions body")
+		return nil, problem.New(problem.InvalidArgument, "sampling is not JSON: %w", err).WithHint(
+			"its members are those of a /v1/completions body")
 	}
 	if int64(len(body)) > ar.in.limits.MaxBody {
 		return nil, problemOf(ar.in.tooLarge())
@@ -95,8 +101,8 @@ func (ar *appRouter) completionBody(q *msg.Generate) ([]byte, error) {
 	return body, nil
 }
 
-// serveFor is serve for one application, with what the service may ask for beyond a header. A cut, which the client of a
-// connection sees as a broken one, ends in w.
+// serveFor is serve for one application, with what the router's own API may ask for beyond a header. A cut,
+// which an HTTP client sees as a broken connection, sets w.cut.
 func (in *Ingress) serveFor(w *tokenWriter, r *http.Request, e *appRoute, query *routeQuery) {
 	defer func() {
 		switch p := recover(); {
@@ -109,7 +115,9 @@ func (in *Ingress) serveFor(w *tokenWriter, r *http.Request, e *appRoute, query 
 	}()
 	s := newRouteScope()
 	s.add(e)
-	in.serveWith(w, r, s, openai.Completions, func(req *request) { req.query.Force, req.query.Override = query.query.Force, query.query.Override })
+	in.serveWith(w, r, s, openai.Completions, func(req *request) {
+		req.query.Force, req.query.Override = query.query.Force, query.query.Override
+	})
 }
 
 func asError(p any) error {
@@ -120,7 +128,7 @@ func asError(p any) error {
 // maxLine bounds a line of an engine's answer that is held here, in bytes.
 const maxLine = 1 << 20
 
-// tokenWriter is the client's end of a generation: it takes the relayed events apart and hands their tokens out.
+// tokenWriter is the client's end of a generation: it parses the relayed events and emits their tokens.
 type tokenWriter struct {
 	header http.Header
 	emit   func(*msg.Generated) error
@@ -140,7 +148,7 @@ func (w *tokenWriter) Header() http.Header { return w.header }
 // WriteHeader implements http.ResponseWriter.
 func (w *tokenWriter) WriteHeader(status int) { w.status = cmp.Or(w.status, status) }
 
-// FlushError is called behind every relayed event: there is nothing to do, emit has it.
+// FlushError is called after every relayed event. It does nothing, because emit has already been called.
 func (w *tokenWriter) FlushError() error { return nil }
 
 // Write takes a piece of the answer.
@@ -151,7 +159,7 @@ func (w *tokenWriter) Write(b []byte) (int, error) {
 	}
 	w.rest = append(w.rest, b...)
 	if w.status != http.StatusOK {
-		return len(b), nil // an error's body is read at the end
+		return len(b), nil // outcome reads the body of an error
 	}
 	for {
 		end := bytes.IndexByte(w.rest, '\n')
@@ -168,7 +176,7 @@ func (w *tokenWriter) Write(b []byte) (int, error) {
 	}
 }
 
-// completionEvent is what is read of a completion's event.
+// completionEvent is the part of a completion's event that tokenWriter reads.
 type completionEvent struct {
 	Choices []struct {
 		Text         string   `json:"text"`
@@ -185,7 +193,7 @@ type completionEvent struct {
 	Error json.RawMessage `json:"error"`
 }
 
-// event hands one event on.
+// event emits one event.
 func (w *tokenWriter) event(data []byte) error {
 	if string(data) == "[DONE]" {
 		w.done = true
@@ -193,7 +201,8 @@ func (w *tokenWriter) event(data []byte) error {
 	}
 	var e completionEvent
 	if err := json.Unmarshal(data, &e); err != nil {
-		w.failed = problem.New(problem.Upstream, "an event of the engine cannot be read: %w", err).WithHint("is it an engine that answers return_token_ids?")
+		w.failed = problem.New(problem.Upstream, "an event of the engine cannot be read: %w", err).WithHint(
+			"is it an engine that answers return_token_ids?")
 		return w.failed
 	}
 	if len(e.Error) > 0 {
@@ -236,20 +245,22 @@ func (w *tokenWriter) outcome() error {
 	case w.status != http.StatusOK && w.status != 0:
 		return upstreamError(w.status, w.rest)
 	case w.cut || !w.done:
-		return problem.New(problem.Upstream, "the answer broke off").WithHint("dpserve's log says why; try again")
+		return problem.New(problem.Upstream, "the answer broke off").WithHint(
+			"dpserve's log says why; try again")
 	}
 	return nil
 }
 
-// upstreamError reads an error in the OpenAI shape: the engine's, or dpserve's own with a word as its code.
+// upstreamError parses an error in the OpenAI shape: the engine's, or dpserve's own with a word as its code.
 func upstreamError(status int, body []byte) error {
 	var own struct {
 		Error struct {
 			Code any `json:"code"`
 		} `json:"error"`
 	}
-	_ = json.Unmarshal(body, &own) // what it cannot read has no code
+	_ = json.Unmarshal(body, &own) // an unreadable body has no code
 	code, _ := own.Error.Code.(string)
 	e := openai.ParseError(body)
-	return problemOf(&failure{status: status, code: code, message: cmp.Or(e.Message, "the engine answered with status "+strconv.Itoa(status))})
+	return problemOf(&failure{status: status, code: code,
+		message: cmp.Or(e.Message, "the engine answered with status "+strconv.Itoa(status))})
 }

@@ -17,30 +17,31 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// routerOf finds the appRouter of an application and its Router, for the service around it.
+// routerOf returns the state and the Router of an application, for the router's own API.
 func (in *Ingress) routerOf(app string) (*appRouter, *routing.Router, error) {
 	if ar := in.findAppRouter(app); ar != nil && ar.revision.Load() != nil {
 		if r := ar.router.Load(); r != nil {
 			return ar, r, nil
 		}
 	}
-	return nil, nil, problem.New(problem.NotFound, "there is no app %q", app).WithHint("`dpserve status` lists the applications")
+	return nil, nil, problem.New(problem.NotFound, "there is no app %q", app).WithHint(
+		"`dpserve status` lists the applications")
 }
 
-// routeQuery is a request outside of the live path, made by the very functions that make the live ones.
+// routeQuery is a request outside of the live path, made by the functions that make live requests.
 type routeQuery struct {
 	prompt prompt
 	query  routing.Request
 }
 
-// describeQuery describes the question as appRouter.describeRequest leaves it for Router.Pick. Its id is the one that the next request will get:
-// policies without a session go by it.
+// describeQuery prepares the query for Router.Pick, as describeRequest does. Its id is the next request's id,
+// because policies without a session depend on it.
 func (ar *appRouter) describeQuery(query *routeQuery) {
 	query.query.ID = ar.in.nextID.Load() + 1
 	ar.describeRequest(&query.query, &query.prompt)
 }
 
-// newRouteQuery makes a question of a RouteQuery, but for Replay.
+// newRouteQuery makes a query of a msg.RouteQuery without Replay.
 func (ar *appRouter) newRouteQuery(ctx context.Context, rq *msg.RouteQuery) (*routeQuery, error) {
 	query := &routeQuery{}
 	var err error
@@ -58,7 +59,7 @@ func (ar *appRouter) newRouteQuery(ctx context.Context, rq *msg.RouteQuery) (*ro
 	return query, ar.applyOverrides(query, rq.Worker, rq.Override)
 }
 
-// readTokens reads a prompt of token ids for a model of the application.
+// readTokens fills the query from token ids for a model of the application.
 func (ar *appRouter) readTokens(query *routeQuery, ids []uint32, model string) error {
 	if err := ar.checkModel(model); err != nil {
 		return err
@@ -70,12 +71,13 @@ func (ar *appRouter) readTokens(query *routeQuery, ids []uint32, model string) e
 // checkModel checks a model's name; "" is the application's own.
 func (ar *appRouter) checkModel(model string) error {
 	if names := ar.revision.Load().names; model != "" && !slices.Contains(names, model) {
-		return problem.New(problem.NotFound, "app %s does not serve the model %q", ar.name, clipped([]byte(model))).WithHint("it serves %s", joinNames(names))
+		return problem.New(problem.NotFound, "app %s does not serve the model %q", ar.name,
+			clipped([]byte(model))).WithHint("it serves %s", joinNames(names))
 	}
 	return nil
 }
 
-// applyOverrides adds what only the service may ask for: a forced rank, other parameters.
+// applyOverrides adds what only the router's own API may ask for: a forced rank, other parameters.
 func (ar *appRouter) applyOverrides(query *routeQuery, worker string, o *msg.RouterOverride) error {
 	if worker != "" {
 		id, err := workerID(worker)
@@ -92,7 +94,8 @@ func (ar *appRouter) applyOverrides(query *routeQuery, worker string, o *msg.Rou
 func workerID(s string) (routing.RankID, error) {
 	id, ok := parseRank(s)
 	if !ok {
-		return 0, problem.New(problem.InvalidArgument, "worker %q is not GROUP/RANK", s[:min(len(s), maxNameShown)]).WithHint("for example 0/3")
+		return 0, problem.New(problem.InvalidArgument, "worker %q is not GROUP/RANK",
+			s[:min(len(s), maxNameShown)]).WithHint("for example 0/3")
 	}
 	return id, nil
 }
@@ -100,13 +103,16 @@ func workerID(s string) (routing.RankID, error) {
 // maxParameter bounds an override, as the policy bounds its own parameters.
 const maxParameter = 1e9
 
-// checkOverride checks router_config_override. Policies without these parameters refuse it: it would have no effect.
+// checkOverride validates router_config_override. Policies without these parameters refuse it, because it
+// would have no effect.
 func (ar *appRouter) checkOverride(o *msg.RouterOverride) (*routing.Override, error) {
 	if o == nil || o.OverlapScoreWeight == nil && o.RouterTemperature == nil {
 		return nil, nil //nolint:nilnil // nothing is overridden
 	}
 	if policy := ar.router.Load().Policy(); policy != "kv" {
-		return nil, problem.New(problem.InvalidArgument, "router_config_override has no effect under policy %s", policy).WithHint("only policy kv has these parameters")
+		return nil, problem.New(problem.InvalidArgument,
+			"router_config_override has no effect under policy %s", policy).WithHint(
+			"only policy kv has these parameters")
 	}
 	out := &routing.Override{}
 	for _, p := range []struct {
@@ -122,7 +128,8 @@ func (ar *appRouter) checkOverride(o *msg.RouterOverride) (*routing.Override, er
 			continue
 		}
 		if v := *p.from; math.IsNaN(v) || v < 0 || v > maxParameter {
-			return nil, problem.New(problem.InvalidArgument, "router_config_override.%s is %g", p.name, v).WithHint("it is a number from 0 to 1e9")
+			return nil, problem.New(problem.InvalidArgument, "router_config_override.%s is %g", p.name,
+				v).WithHint("it is a number from 0 to 1e9")
 		}
 		*p.to, *p.has = *p.from, true
 	}
@@ -138,7 +145,8 @@ func (ar *appRouter) readPrompt(ctx context.Context, query *routeQuery, rq *msg.
 	model := cmp.Or(rq.Model, ar.modelID())
 	body := map[string]any{"model": model, "prompt": *rq.Prompt}
 	if route == openai.Chat.Path() {
-		body = map[string]any{"model": model, "messages": []map[string]string{{"role": "user", "content": *rq.Prompt}}}
+		body = map[string]any{"model": model, "messages": []map[string]string{
+			{"role": "user", "content": *rq.Prompt}}}
 	}
 	text, err := json.Marshal(body)
 	if err != nil {
@@ -147,8 +155,9 @@ func (ar *appRouter) readPrompt(ctx context.Context, query *routeQuery, rq *msg.
 	return ar.readRequest(ctx, query, route, text, rq.Headers)
 }
 
-// readRequest scans a body and reads it as request.handle does.
-func (ar *appRouter) readRequest(ctx context.Context, query *routeQuery, path string, body []byte, headers map[string]string) error {
+// readRequest scans a body and fills the query as request.handle does.
+func (ar *appRouter) readRequest(ctx context.Context, query *routeQuery, path string, body []byte,
+	headers map[string]string) error {
 	route, err := routeOf(path, body)
 	if err != nil {
 		return err
@@ -175,10 +184,10 @@ func clipped(b []byte) string {
 	return strings.ToValidUTF8(string(b[:min(len(b), maxNameShown)]), "?")
 }
 
-// routeOf finds the route of a path; without one the body tells a chat from a completion.
+// routeOf is the route of a path; without a path the body distinguishes a chat from a completion.
 func routeOf(path string, body []byte) (openai.Route, error) {
 	if path == "" {
-		var fields map[string]json.RawMessage // a struct would take "Messages" as well, which engines do not
+		var fields map[string]json.RawMessage // a struct would also accept "Messages", which engines do not
 		if json.Unmarshal(body, &fields) == nil && fields["messages"] != nil {
 			return openai.Chat, nil
 		}
@@ -186,13 +195,14 @@ func routeOf(path string, body []byte) (openai.Route, error) {
 	}
 	route := openai.RouteOf(path)
 	if route == openai.NoRoute || route.Method() != http.MethodPost {
-		return route, problem.New(problem.InvalidArgument, "route %q takes no requests that are routed", path[:min(len(path), maxNameShown)]).
+		return route, problem.New(problem.InvalidArgument, "route %q takes no requests that are routed",
+			path[:min(len(path), maxNameShown)]).
 			WithHint("routes are %s and %s", openai.Chat.Path(), openai.Completions.Path())
 	}
 	return route, nil
 }
 
-// problemOf turns what a client of the inference endpoint would get into what one of the admin API gets.
+// problemOf converts an answer of the inference endpoint into an error of the admin API.
 func problemOf(f *failure) error {
 	code := problem.Internal
 	switch f.status {

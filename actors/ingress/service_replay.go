@@ -10,22 +10,23 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// Bounds of what is kept for replays, per application.
+// Bounds of a decisionLog.
 const (
 	maxRecent       = 1024 // decisions
 	maxRecentBlocks = 1024 // leading blocks of each prompt: 8 KiB, 8 MiB in all
 )
 
-// decisionLog is a ring of what the last live requests were decided on: the request without its text, and the decision. The ranks'
-// load is not kept: a view per request would cost more than the decision. Entries are used again, so that a request allocates
-// nothing here in the long run. The zero value is ready; safe for concurrent use.
+// decisionLog is a ring of the last live requests with their decisions, for replays. It keeps the request
+// without its text, and the decision. It does not keep the ranks' load: a copy of it per request would cost
+// more than the decision. Entries are reused, so a request allocates nothing here in the long run. The zero
+// value is ready; safe for concurrent use.
 type decisionLog struct {
 	mu   sync.Mutex
 	ring []decisionRecord
 	next int
 }
 
-// decisionRecord is one entry.
+// decisionRecord is one entry of a decisionLog.
 type decisionRecord struct {
 	id      string        // x-request-id
 	at      time.Duration // on the ingress's clock
@@ -42,7 +43,8 @@ type decisionRecord struct {
 }
 
 // record keeps the decision of a live request that was routed.
-func (r *decisionLog) record(id string, attempt int, policy string, p *prompt, q *routing.Request, d *routing.Decision) {
+func (r *decisionLog) record(id string, attempt int, policy string, p *prompt, q *routing.Request,
+	d *routing.Decision) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if len(r.ring) < maxRecent {
@@ -52,12 +54,15 @@ func (r *decisionLog) record(id string, attempt int, policy string, p *prompt, q
 	r.next = (r.next + 1) % maxRecent
 	blocks := append(e.prompt.blocks[:0], p.blocks[:min(len(p.blocks), maxRecentBlocks)]...)
 	*e = decisionRecord{
-		id: id, at: q.Now, attempt: attempt, policy: policy, reason: d.Reason, pick: d.Ranked[0], hit: q.HitOn(d.Ranked[0]),
+		id: id, at: q.Now, attempt: attempt, policy: policy, reason: d.Reason, pick: d.Ranked[0],
+		hit: q.HitOn(d.Ranked[0]),
 		prompt: prompt{
-			routingHeaders: p.routingHeaders, tokens: p.tokens, estimated: p.estimated, adapter: p.adapter, session: p.session,
-			unit: p.unit, size: p.size, promptMemory: promptMemory{blocks: blocks}, perBlock: p.perBlock,
+			routingHeaders: p.routingHeaders, tokens: p.tokens, estimated: p.estimated, adapter: p.adapter,
+			session: p.session,
+			unit:    p.unit, size: p.size, promptMemory: promptMemory{blocks: blocks}, perBlock: p.perBlock,
 		},
-		whole: len(blocks) == len(p.blocks), hits: append(e.hits[:0], q.Hits...), tried: append(e.tried[:0], q.Tried...),
+		whole: len(blocks) == len(p.blocks), hits: append(e.hits[:0], q.Hits...),
+		tried: append(e.tried[:0], q.Tried...),
 	}
 }
 
@@ -79,11 +84,12 @@ func (r *decisionLog) find(id string) (decisionRecord, bool) {
 	return decisionRecord{}, false
 }
 
-// replay shows what a recent request was decided on, and what it would get now as a new request.
+// replay shows the inputs of a recent decision, and the decision that a new request would get now.
 func (ar *appRouter) replay(router *routing.Router, rq *msg.RouteQuery) (*msg.Explanation, error) {
 	e, ok := ar.decisions.find(rq.Replay)
 	if !ok {
-		return nil, problem.New(problem.NotFound, "no request %q among the last %d of app %s", rq.Replay[:min(len(rq.Replay), maxRequestID)], maxRecent, ar.name).
+		return nil, problem.New(problem.NotFound, "no request %q among the last %d of app %s",
+			rq.Replay[:min(len(rq.Replay), maxRequestID)], maxRecent, ar.name).
 			WithHint("the id is in the answer's x-request-id header; requests that found no rank are not kept")
 	}
 	query := &routeQuery{prompt: e.prompt}
@@ -93,18 +99,22 @@ func (ar *appRouter) replay(router *routing.Router, rq *msg.RouteQuery) (*msg.Ex
 	x := ar.explain(router, query)
 	x.Replay = e.toReplay(ar.in.clockBase)
 	if ar.inputs().needs.Text {
-		x.Notes = append(x.Notes, "this policy reads the prompt's text, which is not kept: what it would get now is without it")
+		x.Notes = append(x.Notes,
+			"this policy reads the prompt's text, which is not kept: what it would get now is without it")
 	}
 	if !e.whole {
-		x.Notes = append(x.Notes, fmt.Sprintf("only the first %d blocks of the prompt are kept: hits behind them are not seen now", maxRecentBlocks))
+		x.Notes = append(x.Notes,
+			fmt.Sprintf("only the first %d blocks of the prompt are kept: hits behind them are not seen now",
+				maxRecentBlocks))
 	}
 	return x, nil
 }
 
-// toReplay is the decision of that time. base is the origin of its clock.
+// toReplay describes the recorded decision. base is the origin of its clock.
 func (e *decisionRecord) toReplay(base time.Time) *msg.Replay {
 	out := &msg.Replay{
-		RequestID: e.id, At: base.Add(e.at).Round(0), Attempt: e.attempt, Policy: e.policy, Pick: e.pick.String(), Reason: e.reason, HitTokens: e.hit,
+		RequestID: e.id, At: base.Add(e.at).Round(0), Attempt: e.attempt, Policy: e.policy,
+		Pick: e.pick.String(), Reason: e.reason, HitTokens: e.hit,
 	}
 	for _, h := range e.hits {
 		if out.Hits == nil {

@@ -12,19 +12,20 @@ import (
 // maxReservations bounds the reservations of an application.
 const maxReservations = 4096
 
-// reservation is a place on a rank that somebody else's request holds: a ticket of real admission without a stream. It ends by
-// Free, by its timer, or with its appRouter.
+// reservation is a place on a rank for a request that the caller sends to the engine itself: a ticket of a
+// real admission without a stream. It ends by Free, by its timer, or with its application.
 type reservation struct {
 	rank   *rank
 	ticket msg.Ticket
 	start  time.Time
-	first  time.Duration      // from start to the first token; 0: not reported
-	cancel context.CancelFunc // ends the admission's context, by which the DPServer would take back the ticket
+	first  time.Duration // from start to the first token; 0: not reported
+	// ends the admission's context, by which the DPServer would take back the ticket
+	cancel context.CancelFunc
 	timer  *time.Timer
 }
 
-// reservations are those of one application, by request id. nil entries are being admitted. The zero value is ready; safe for
-// concurrent use.
+// reservations are those of one application, by request id. A nil entry is being admitted. The zero value is
+// ready; safe for concurrent use.
 type reservations struct {
 	mu    sync.Mutex
 	byID  map[string]*reservation
@@ -37,18 +38,21 @@ func (s *reservations) len() int {
 	return len(s.byID)
 }
 
-// claim takes an id, so that no second call admits under it.
+// claim reserves an id, so that no second call admits under it.
 func (s *reservations) claim(app, id string) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	_, taken := s.byID[id]
 	switch {
 	case taken:
-		return problem.New(problem.Conflict, "request id %q is reserved already", id).WithHint("free it, or use another id")
+		return problem.New(problem.Conflict, "request id %q is reserved already", id).WithHint(
+			"free it, or use another id")
 	case len(s.byID) >= maxReservations:
-		return problem.New(problem.Overloaded, "app %s has %d reservations", app, maxReservations).WithHint("free some: they expire by themselves")
+		return problem.New(problem.Overloaded, "app %s has %d reservations", app, maxReservations).WithHint(
+			"free some: they expire by themselves")
 	case s.ended:
-		return problem.New(problem.Unavailable, "app %s is going away", app).WithHint("`dpserve status` lists the applications")
+		return problem.New(problem.Unavailable, "app %s is going away", app).WithHint(
+			"`dpserve status` lists the applications")
 	}
 	if s.byID == nil {
 		s.byID = map[string]*reservation{}
@@ -57,7 +61,8 @@ func (s *reservations) claim(app, id string) error {
 	return nil
 }
 
-// settle puts the admitted reservation in place of its claim, or (nil) gives the claim up. false: the appRouter has ended meanwhile.
+// settle replaces the claim by the admitted reservation, or removes the claim if r is nil. false: the
+// application was closed meanwhile.
 func (s *reservations) settle(id string, r *reservation) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -69,7 +74,8 @@ func (s *reservations) settle(id string, r *reservation) bool {
 	return true
 }
 
-// take removes a reservation, so that exactly one caller ends it; nil if there is none. only, if set, is the one that is meant.
+// take removes a reservation, so that exactly one caller ends it; nil if there is none. If only is set, take
+// removes no other reservation.
 func (s *reservations) take(id string, only *reservation) *reservation {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -81,7 +87,7 @@ func (s *reservations) take(id string, only *reservation) *reservation {
 	return r
 }
 
-// end takes all reservations and lets none in again.
+// end releases all reservations and refuses new ones.
 func (s *reservations) end() {
 	s.mu.Lock()
 	s.ended = true
@@ -98,23 +104,25 @@ func (s *reservations) end() {
 	}
 }
 
-// release gives the ticket back. What the outside did with the place says nothing about the engine, so it counts as cancelled.
+// release returns the ticket. The use of the place says nothing about the engine, so it counts as cancelled.
 func (r *reservation) release(cause string) {
 	r.timer.Stop()
-	r.rank.mailbox.Send(&msg.Done{TicketID: r.ticket.ID, Outcome: msg.Cancelled, Cause: cause, FirstToken: r.first})
+	r.rank.mailbox.Send(&msg.Done{TicketID: r.ticket.ID, Outcome: msg.Cancelled, Cause: cause,
+		FirstToken: r.first})
 	r.cancel()
 }
 
-// validReservation checks a request id of the service.
+// validReservation checks a request id of the router's own API.
 func validReservation(id string) error {
 	if !validRequestID(id) {
-		return problem.New(problem.InvalidArgument, "the request id cannot be used").WithHint("it is 1 to %d printable ASCII characters without spaces", maxRequestID)
+		return problem.New(problem.InvalidArgument, "the request id cannot be used").WithHint(
+			"it is 1 to %d printable ASCII characters without spaces", maxRequestID)
 	}
 	return nil
 }
 
-// reserve picks for k and is admitted there: the same decision, admission and account as a request's, without its stream. ctx
-// ends the waiting for admission, not the reservation.
+// reserve picks a rank for k and is admitted there: the decision, admission and account are those of a
+// request, without its stream. ctx bounds the wait for admission, not the reservation.
 func (ar *appRouter) reserve(ctx context.Context, query *routeQuery, id string) (msg.Worker, error) {
 	if err := validReservation(id); err != nil {
 		return msg.Worker{}, err
@@ -122,8 +130,9 @@ func (ar *appRouter) reserve(ctx context.Context, query *routeQuery, id string) 
 	if err := ar.reservations.claim(ar.name, id); err != nil {
 		return msg.Worker{}, err
 	}
-	req := newRequest(ar.in) // not from the pool: blocks may be read behind a late answer
-	req.app, req.prompt, req.query = &appRoute{appRevision: ar.revision.Load(), router: ar}, query.prompt, query.query
+	req := newRequest(ar.in) // not from the pool: an actor may still read its blocks after a late reply
+	req.app, req.prompt, req.query = &appRoute{appRevision: ar.revision.Load(), router: ar}, query.prompt,
+		query.query
 	life, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	r, err := ar.admitReservation(ctx, life, req)
 	if err != nil {
@@ -136,7 +145,8 @@ func (ar *appRouter) reserve(ctx context.Context, query *routeQuery, id string) 
 	r.timer = time.AfterFunc(ar.in.timers.Reservation, func() { ar.expireReservation(id, r) })
 	if !ar.reservations.settle(id, r) {
 		r.release("drained")
-		return msg.Worker{}, problem.New(problem.Unavailable, "app %s is going away", ar.name).WithHint("`dpserve status` lists the applications")
+		return msg.Worker{}, problem.New(problem.Unavailable, "app %s is going away", ar.name).WithHint(
+			"`dpserve status` lists the applications")
 	}
 	w := query.worker(r.rank, req.choice.Reason)
 	w.RequestID, w.ExpiresS = id, ar.in.timers.Reservation.Seconds()
@@ -159,12 +169,13 @@ func (ar *appRouter) admitReservation(ctx, life context.Context, req *request) (
 		req.undoRefused(rep, refused)
 		req.tried, req.attempts = append(req.tried, rk), req.attempts+1
 		if !causePolicies[refused].retry || req.attempts >= req.maxAttempts() {
-			return nil, problem.New(problem.Unavailable, "rank %s of app %s did not admit it: %s", rk.id, ar.name, refused).WithHint("try again later")
+			return nil, problem.New(problem.Unavailable, "rank %s of app %s did not admit it: %s", rk.id,
+				ar.name, refused).WithHint("try again later")
 		}
 	}
 }
 
-// admitBounded is admit with a bound: the mailbox may hold others' messages.
+// admitBounded is admit with a time limit, because the mailbox may hold other messages.
 func (req *request) admitBounded(ctx, life context.Context, rk *rank) (msg.AdmitReply, cause) {
 	ctx, cancel := context.WithTimeoutCause(ctx, req.in.timers.Admit, errAdmitSlow)
 	defer cancel()
@@ -174,7 +185,7 @@ func (req *request) admitBounded(ctx, life context.Context, rk *rank) (msg.Admit
 	return req.admit(ctx, life, rk)
 }
 
-// reserveFailure says why no rank was picked.
+// reserveFailure is the error when no rank was picked.
 func (req *request) reserveFailure(f *failure, wait bool) error {
 	query := &routeQuery{query: req.query}
 	if wait || f != nil {
@@ -183,14 +194,15 @@ func (req *request) reserveFailure(f *failure, wait bool) error {
 	return problem.New(problem.Internal, "no decision was made")
 }
 
-// expireReservation ends a reservation that nobody freed.
+// expireReservation ends a reservation that was not freed.
 func (ar *appRouter) expireReservation(id string, r *reservation) {
 	if ar.reservations.take(id, r) != nil {
 		r.release("reservation_expired")
 	}
 }
 
-// MarkPrefillComplete says that a reservation's request has its first token. Safe to call twice. Errors are *problem.Error.
+// MarkPrefillComplete records that a reservation's request has its first token. Safe to call twice. Errors
+// are *problem.Error.
 func (in *Ingress) MarkPrefillComplete(app, id string) error {
 	ar, _, err := in.routerOf(app)
 	if err != nil {
@@ -226,6 +238,7 @@ func (in *Ingress) Free(app, id string) error {
 }
 
 func noReservation(app, id string) error {
-	return problem.New(problem.NotFound, "app %s has no reservation %q", app, id[:min(len(id), maxRequestID)]).
+	return problem.New(problem.NotFound, "app %s has no reservation %q", app,
+		id[:min(len(id), maxRequestID)]).
 		WithHint("it was freed, or has expired; best_worker with a request_id makes one")
 }

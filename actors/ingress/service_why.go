@@ -7,8 +7,8 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// rankExplainer says of each rank whether a request could go there. It restates what routing.Eligible and the tiers decide; a test
-// holds the two together.
+// rankExplainer explains for each rank whether a request could go there. It restates the rules of
+// routing.Eligible and of the Router's tiers; TestExplainRows keeps both equal.
 type rankExplainer struct {
 	query      *routing.Request
 	view       *routing.View
@@ -18,7 +18,8 @@ type rankExplainer struct {
 }
 
 func (ar *appRouter) newRankExplainer(query *routeQuery, v *routing.View) *rankExplainer {
-	j := &rankExplainer{query: &query.query, view: v, draining: map[routing.RankID]bool{}, fullReason: map[routing.RankID]string{}}
+	j := &rankExplainer{query: &query.query, view: v, draining: map[routing.RankID]bool{},
+		fullReason: map[routing.RankID]string{}}
 	for i := range v.Ranks {
 		rk := &v.Ranks[i]
 		j.anyOpen = j.anyOpen || !rk.Silent && routing.HasRoom(rk) && routing.Eligible(&query.query, rk)
@@ -39,7 +40,8 @@ func (ar *appRouter) newRankExplainer(query *routeQuery, v *routing.View) *rankE
 	return j
 }
 
-// explain gives the rank's state, the reason in words ("" if it may be picked), and whether it could be picked.
+// explain returns the rank's state, the reason in words ("" if it may be picked), and whether it could be
+// picked.
 func (j *rankExplainer) explain(rk *routing.Rank) (state, why string, eligible bool) {
 	switch {
 	case slices.Contains(j.query.Tried, rk.ID):
@@ -51,11 +53,12 @@ func (j *rankExplainer) explain(rk *routing.Rank) (state, why string, eligible b
 	case rk.LeftOut:
 		return "tripped", "its answers failed in a row, and no canary has come back yet", false
 	case rk.Busy:
-		return "busy", fmt.Sprintf("KV usage %.2f, busy_threshold %.2f", rk.Usage(), j.view.BusyThreshold), false
+		return "busy", fmt.Sprintf("KV usage %.2f, busy_threshold %.2f", rk.Usage(), j.view.BusyThreshold),
+			false
 	case rk.Silent && j.anyOpen:
 		return "silent", "its stream is silent, and others are not", false
 	case rk.Silent:
-		return "silent", "", true // admission has the last word
+		return "silent", "", true // admission decides
 	case j.fullReason[rk.ID] != "" && !routing.HasRoom(rk):
 		return "full", j.fullReason[rk.ID], false
 	case !routing.HasRoom(rk):

@@ -9,8 +9,9 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// BestWorker says where a prompt of token ids should go. With a request id it is admitted there like a request and counts until
-// Free, at most Timers.Reservation; without one nothing changes. It never waits in the queue. Errors are *problem.Error.
+// BestWorker picks a rank for a prompt of token ids. With a request id, the rank admits it like a request and
+// it counts until Free, at most Timers.Reservation; without one nothing changes. It never waits in the queue.
+// Errors are *problem.Error.
 func (in *Ingress) BestWorker(ctx context.Context, app string, q *msg.BestWorker) (msg.Worker, error) {
 	ar, router, err := in.routerOf(app)
 	if err != nil {
@@ -33,7 +34,8 @@ func (in *Ingress) BestWorker(ctx context.Context, app string, q *msg.BestWorker
 	}
 	rk := ar.findRank(d.Ranked[0])
 	if rk == nil {
-		return msg.Worker{}, problem.New(problem.Unavailable, "rank %s of app %s is gone", d.Ranked[0], app).WithHint("ask again")
+		return msg.Worker{}, problem.New(problem.Unavailable, "rank %s of app %s is gone", d.Ranked[0],
+			app).WithHint("ask again")
 	}
 	return query.worker(rk, d.Reason), nil
 }
@@ -41,7 +43,8 @@ func (in *Ingress) BestWorker(ctx context.Context, app string, q *msg.BestWorker
 // worker describes a picked rank.
 func (query *routeQuery) worker(rk *rank, reason string) msg.Worker {
 	out := msg.Worker{
-		Worker: rk.id.String(), Group: rk.id.Group(), DPRank: rk.id.Rank(), HitTokens: query.query.HitOn(rk.id), Reason: reason,
+		Worker: rk.id.String(), Group: rk.id.Group(), DPRank: rk.id.Rank(),
+		HitTokens: query.query.HitOn(rk.id), Reason: reason,
 		Node: rk.node, URL: rk.target.URL, Addressing: rk.target.Addressing, Selector: rk.target.Selector,
 	}
 	if query.prompt.unit == kvindex.Tokens {
@@ -51,7 +54,8 @@ func (query *routeQuery) worker(rk *rank, reason string) msg.Worker {
 	return out
 }
 
-// PotentialLoads says what each rank would have in hand with a prompt; without ids, what it has. Errors are *problem.Error.
+// PotentialLoads is the load that each rank would have with a prompt; without ids, its load now. Errors are
+// *problem.Error.
 func (in *Ingress) PotentialLoads(app string, ids []uint32) ([]msg.PotentialLoad, error) {
 	ar, router, err := in.routerOf(app)
 	if err != nil {
@@ -66,7 +70,8 @@ func (in *Ingress) PotentialLoads(app string, ids []uint32) ([]msg.PotentialLoad
 	out := make([]msg.PotentialLoad, len(loads))
 	for i, p := range loads {
 		out[i] = msg.PotentialLoad{
-			Worker: p.Rank.String(), Group: p.Rank.Group(), DPRank: p.Rank.Rank(), PrefillTokens: p.PrefillTokens, DecodeBlocks: p.DecodeBlocks,
+			Worker: p.Rank.String(), Group: p.Rank.Group(), DPRank: p.Rank.Rank(),
+			PrefillTokens: p.PrefillTokens, DecodeBlocks: p.DecodeBlocks,
 		}
 	}
 	return out, nil

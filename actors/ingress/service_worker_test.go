@@ -38,7 +38,8 @@ func TestBestWorkerWithoutIDChangesNothing(t *testing.T) {
 		w, err := b.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: ids})
 		require.NoError(t, err)
 		assert.Equal(t, msg.Worker{
-			Worker: "0/2", DPRank: 2, OverlapBlocks: 3, HitTokens: 48, BlockSize: 16, Reason: "lowest_score", Node: "n1", URL: "http://127.0.0.1:3", Addressing: "url",
+			Worker: "0/2", DPRank: 2, OverlapBlocks: 3, HitTokens: 48, BlockSize: 16, Reason: "lowest_score",
+			Node: "n1", URL: "http://127.0.0.1:3", Addressing: "url",
 		}, w)
 	}
 	after := b.router.router.Load().Snapshot()
@@ -57,9 +58,11 @@ func TestReservation(t *testing.T) {
 	b := newDecisionRig(t, "kv", nil)
 	const tokens = 80_000 // some seconds of prefill
 	ids := make([]uint32, tokens)
-	w, err := b.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: ids, RequestID: "r1", Worker: "0/3"})
+	w, err := b.in.BestWorker(t.Context(), "demo",
+		&msg.BestWorker{TokenIDs: ids, RequestID: "r1", Worker: "0/3"})
 	require.NoError(t, err)
-	assert.Equal(t, []any{"0/3", "named_by_caller", "r1", 300.0}, []any{w.Worker, w.Reason, w.RequestID, w.ExpiresS})
+	assert.Equal(t, []any{"0/3", "named_by_caller", "r1", 300.0},
+		[]any{w.Worker, w.Reason, w.RequestID, w.ExpiresS})
 	r := b.replicas[3]
 	assert.Equal(t, 1, r.inFlight())
 	loads, err := b.in.PotentialLoads("demo", nil)
@@ -78,7 +81,8 @@ func TestReservation(t *testing.T) {
 	assert.Equal(t, 1, r.firsts)
 	loads, err = b.in.PotentialLoads("demo", nil)
 	require.NoError(t, err)
-	assert.Equal(t, []int64{0, tokens / routing.DefaultBlockSize}, []int64{loads[3].PrefillTokens, loads[3].DecodeBlocks})
+	assert.Equal(t, []int64{0, tokens / routing.DefaultBlockSize},
+		[]int64{loads[3].PrefillTokens, loads[3].DecodeBlocks})
 
 	require.NoError(t, b.in.Free("demo", "r1"))
 	assert.Zero(t, r.inFlight())
@@ -93,7 +97,8 @@ func TestReservation(t *testing.T) {
 
 // TestReservationExpires by itself, and gives its place back.
 func TestReservationExpires(t *testing.T) {
-	g := newRig(t, options{urls: []string{"http://127.0.0.1:1"}, timers: Timers{Reservation: 20 * time.Millisecond}})
+	g := newRig(t, options{urls: []string{"http://127.0.0.1:1"},
+		timers: Timers{Reservation: 20 * time.Millisecond}})
 	_, err := g.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: []uint32{1}, RequestID: "r1"})
 	require.NoError(t, err)
 	eventually(t, func() bool { return g.replicas[0].inFlight() == 0 }, "the ticket is given back")
@@ -108,9 +113,12 @@ func TestReservationExpires(t *testing.T) {
 func TestReservationRefused(t *testing.T) {
 	g := newRig(t, options{urls: []string{"http://127.0.0.1:1", "http://127.0.0.1:2"}, max: 1})
 	ask := func(id, worker string) (msg.Worker, error) {
-		return g.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: []uint32{1}, RequestID: id, Worker: worker})
+		return g.in.BestWorker(t.Context(), "demo",
+			&msg.BestWorker{TokenIDs: []uint32{1}, RequestID: id, Worker: worker})
 	}
-	for id, code := range map[string]problem.Code{"a b": problem.InvalidArgument, strings.Repeat("x", 200): problem.InvalidArgument, "ü": problem.InvalidArgument} {
+	for id, code := range map[string]problem.Code{
+		"a b": problem.InvalidArgument, strings.Repeat("x", 200): problem.InvalidArgument,
+		"ü": problem.InvalidArgument} {
 		_, err := ask(id, "")
 		require.Equal(t, code, problem.CodeOf(err))
 	}
@@ -148,7 +156,8 @@ func TestReservationsAreBounded(t *testing.T) {
 	for n := range 4 {
 		wg.Go(func() {
 			for i := range maxReservations/4 + 1 {
-				_, err := g.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: []uint32{1}, RequestID: fmt.Sprint(n, "-", i)})
+				_, err := g.in.BestWorker(t.Context(), "demo",
+					&msg.BestWorker{TokenIDs: []uint32{1}, RequestID: fmt.Sprint(n, "-", i)})
 				if problem.CodeOf(err) == problem.Overloaded && err != nil {
 					refused.Add(1)
 				}
@@ -172,7 +181,8 @@ func idChunk(finish string, ids ...uint32) string {
 	} else {
 		finish = `"` + finish + `"`
 	}
-	return fmt.Sprintf(`{"id":"c","choices":[{"index":0,"text":"t","token_ids":%s,"finish_reason":%s}]}`, text, finish)
+	return fmt.Sprintf(`{"id":"c","choices":[{"index":0,"text":"t","token_ids":%s,"finish_reason":%s}]}`,
+		text, finish)
 }
 
 // collect runs a generation and keeps its parts.
@@ -195,11 +205,14 @@ func TestGenerate(t *testing.T) {
 	}
 	g := newRig(t, options{engines: []http.HandlerFunc{resets, engine}, app: policy("kv")})
 	parts, err := collect(g, &msg.Generate{
-		TokenIDs: []uint32{1, 2, 3}, RequestID: "gen", Worker: "0/1", Sampling: map[string]json.RawMessage{"max_tokens": json.RawMessage("4"), "temperature": json.RawMessage("0")},
+		TokenIDs: []uint32{1, 2, 3}, RequestID: "gen", Worker: "0/1",
+		Sampling: map[string]json.RawMessage{"max_tokens": json.RawMessage("4"),
+			"temperature": json.RawMessage("0")},
 	})
 	require.NoError(t, err)
 	assert.Equal(t, map[string]any{
-		"model": "demo", "prompt": []any{1.0, 2.0, 3.0}, "stream": true, "stream_options": map[string]any{"include_usage": true}, "return_token_ids": true,
+		"model": "demo", "prompt": []any{1.0, 2.0, 3.0}, "stream": true,
+		"stream_options": map[string]any{"include_usage": true}, "return_token_ids": true,
 		"max_tokens": 4.0, "temperature": 0.0,
 	}, body)
 	assert.Equal(t, []msg.Generated{
@@ -223,7 +236,8 @@ func TestGenerate(t *testing.T) {
 func TestGenerateFails(t *testing.T) {
 	run := func(t *testing.T, engine http.HandlerFunc, q *msg.Generate) ([]msg.Generated, error) {
 		t.Helper()
-		return collect(newRig(t, options{engines: []http.HandlerFunc{engine}, timers: Timers{Queue: 10 * time.Millisecond}}), q)
+		return collect(newRig(t, options{engines: []http.HandlerFunc{engine},
+			timers: Timers{Queue: 10 * time.Millisecond}}), q)
 	}
 	one := &msg.Generate{TokenIDs: []uint32{1}}
 	for name, c := range map[string]struct {
@@ -231,10 +245,12 @@ func TestGenerateFails(t *testing.T) {
 		code   problem.Code
 		text   string
 	}{
-		"bad request": {replies(400, `{"error": {"message": "prompt too long", "code": 400}}`), problem.InvalidArgument, "prompt too long"},
-		"broken":      {replies(500, `{"error": {"message": "inside"}}`), problem.Upstream, ""},
-		"busy":        {replies(503, busyError), problem.Overloaded, ""},
-		"garbage":     {sends(`{"choices":[{"index":0,"text":"a","token_ids":"x","finish_reason":"stop"}]}`, doneEvent), problem.Upstream, "cannot be read"},
+		"bad request": {replies(400, `{"error": {"message": "prompt too long", "code": 400}}`),
+			problem.InvalidArgument, "prompt too long"},
+		"broken": {replies(500, `{"error": {"message": "inside"}}`), problem.Upstream, ""},
+		"busy":   {replies(503, busyError), problem.Overloaded, ""},
+		"garbage": {sends(`{"choices":[{"index":0,"text":"a","token_ids":"x","finish_reason":"stop"}]}`,
+			doneEvent), problem.Upstream, "cannot be read"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := run(t, c.engine, one)
@@ -248,8 +264,10 @@ func TestGenerateFails(t *testing.T) {
 		assert.Len(t, parts, 1)
 	})
 	for name, q := range map[string]*msg.Generate{
-		"own member": {TokenIDs: []uint32{1}, Sampling: map[string]json.RawMessage{"stream": json.RawMessage("false")}},
-		"not json":   {TokenIDs: []uint32{1}, Sampling: map[string]json.RawMessage{"max_tokens": json.RawMessage("{")}},
+		"own member": {TokenIDs: []uint32{1}, Sampling: map[string]json.RawMessage{
+			"stream": json.RawMessage("false")}},
+		"not json": {TokenIDs: []uint32{1}, Sampling: map[string]json.RawMessage{
+			"max_tokens": json.RawMessage("{")}},
 		"request id": {TokenIDs: []uint32{1}, RequestID: "a b"},
 		"worker":     {TokenIDs: []uint32{1}, Worker: "x"},
 	} {
@@ -265,13 +283,15 @@ func TestGenerateEndsWithItsCaller(t *testing.T) {
 	h := &hangingEngine{}
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(idChunk("", 5))}})
 	enough := errors.New("enough")
-	err := g.in.Generate(t.Context(), "demo", &msg.Generate{TokenIDs: []uint32{1}}, func(*msg.Generated) error { return enough })
+	err := g.in.Generate(t.Context(), "demo", &msg.Generate{TokenIDs: []uint32{1}},
+		func(*msg.Generated) error { return enough })
 	require.ErrorIs(t, err, enough)
-	eventually(t, func() bool { return g.replicas[0].inFlight() == 0 && h.left.Load() == 1 }, "the engine is left")
+	eventually(t, func() bool { return g.replicas[0].inFlight() == 0 && h.left.Load() == 1 },
+		"the engine is left")
 }
 
-// TestKV15ResetUnderStreams: 64 streams run while the Router is reset again and again; none is touched, every rank is asked, and
-// what the policy remembered is gone.
+// TestKV15ResetUnderStreams: 64 streams run while the Router is reset again and again; none is touched, every
+// rank is asked, and what the policy remembered is gone.
 func TestKV15ResetUnderStreams(t *testing.T) {
 	const streams = 64
 	release := make(chan struct{})
@@ -281,7 +301,8 @@ func TestKV15ResetUnderStreams(t *testing.T) {
 		<-release
 		sse(w, stopChunk, doneEvent)
 	}
-	g := newRig(t, options{engines: []http.HandlerFunc{engine, engine, engine, engine}, max: streams, app: policy("prefix-aware")})
+	g := newRig(t, options{engines: []http.HandlerFunc{engine, engine, engine, engine}, max: streams,
+		app: policy("prefix-aware")})
 	answers := make(chan answer, streams)
 	for range streams {
 		go func() { answers <- g.post("/v1/chat/completions", streamBody) }()
@@ -299,7 +320,8 @@ func TestKV15ResetUnderStreams(t *testing.T) {
 		assert.Equal(t, msg.ResetResult{App: "demo", Ranks: 4}, res)
 	}
 	for _, r := range g.replicas {
-		eventually(t, func() bool { r.mu.Lock(); defer r.mu.Unlock(); return r.resyncs > 0 }, "the rank is asked")
+		eventually(t, func() bool { r.mu.Lock(); defer r.mu.Unlock(); return r.resyncs > 0 },
+			"the rank is asked")
 	}
 	eventually(t, func() bool {
 		n := 0

@@ -7,7 +7,8 @@ import (
 	"github.com/dpserve/dpserve/engine/openai"
 )
 
-// stream is the relay's view of a streamed answer: the bytes read and not yet passed on, and what their events said.
+// stream is the relay's view of a streamed answer: the bytes read and not yet sent on, and what their events
+// mean.
 type stream struct {
 	buf         []byte
 	filled      int // bytes in buf
@@ -29,11 +30,12 @@ func (s *stream) reset(choices int) {
 		s.buf = make([]byte, relayBuffer)
 	}
 	s.filled, s.inspected, s.searched, s.tokens, s.newTokens = 0, 0, 0, 0, 0
-	s.inLongEvent, s.sawDone, s.passedError, s.lastToken, s.engineError = false, false, false, time.Time{}, openai.EngineError{}
+	s.inLongEvent, s.sawDone, s.passedError, s.lastToken, s.engineError = false, false, false, time.Time{},
+		openai.EngineError{}
 	s.watcher.Reset(choices)
 }
 
-// release drops a buffer that has grown: most answers need none of it.
+// release drops a buffer that has grown, because most answers need none of it.
 func (s *stream) release() {
 	if len(s.buf) > 4*relayBuffer {
 		s.buf = nil
@@ -47,14 +49,14 @@ func (s *stream) grow() {
 	s.buf = b
 }
 
-// dropSent drops the first n bytes, which have gone to the client.
+// dropSent removes the first n bytes, which the client has received.
 func (s *stream) dropSent(n int) {
 	copy(s.buf, s.buf[n:s.filled])
 	s.filled -= n
 	s.inspected -= n
 }
 
-// readSpace makes room for the next read: a half event waits for its end, up to MaxEvent.
+// readSpace makes room for the next read: an incomplete event waits for its end, up to MaxEvent.
 func (s *stream) readSpace() []byte {
 	if s.filled == len(s.buf) {
 		s.grow()
@@ -62,24 +64,24 @@ func (s *stream) readSpace() []byte {
 	return s.buf[s.filled:]
 }
 
-// isTooLongToHold says that the bytes behind looked are too many for an event to wait for its end.
+// isTooLongToHold reports whether the uninspected bytes are too many to wait for the end of their event.
 func (s *stream) isTooLongToHold() bool { return s.filled-s.inspected >= openai.MaxEvent }
 
 // streamAction is what an event means for the stream.
 type streamAction uint8
 
 const (
-	actionContinue streamAction = iota // nothing to decide: read on
-	actionCommit                       // the first byte: header and everything held may go
-	actionFail                         // the stream cannot end well
-	actionReject                       // before the first byte: an error event, to be treated as an HTTP answer
+	actionContinue streamAction = iota // keep reading
+	actionCommit                       // the first byte: send the header and everything held
+	actionFail                         // the stream is broken
+	actionReject                       // before the first byte: an error event, treated as an HTTP answer
 	actionAborted                      // before the first byte: the engine gave up
 	actionEmpty                        // before the first byte: the stream is over
 	actionFinish                       // [DONE] of a complete stream
 )
 
-// inspectEvents judges the events that are whole. It stops at the first that decides something: an event that opens the stream or
-// ends it well is then within looked, one that breaks it is not.
+// inspectEvents inspects the complete events. It stops at the first event that decides something. An event
+// that opens the stream or ends it well is then counted in inspected; an event that breaks the stream is not.
 func (s *stream) inspectEvents(begun bool) streamAction {
 	s.newTokens = 0
 	for {
@@ -95,7 +97,7 @@ func (s *stream) inspectEvents(begun bool) streamAction {
 	}
 }
 
-// nextEventLen is the length of the next whole event; -1 if there is none yet.
+// nextEventLen is the length of the next complete event; -1 if there is none yet.
 func (s *stream) nextEventLen() int {
 	rest := s.buf[s.inspected:s.filled]
 	n := openai.EventEnd(rest, s.searched)
@@ -106,7 +108,7 @@ func (s *stream) nextEventLen() int {
 	return n
 }
 
-// applyEvent says what one event does to the stream.
+// applyEvent returns what one event means for the stream.
 func (s *stream) applyEvent(kind openai.EventKind, event []byte, begun bool) streamAction {
 	switch kind {
 	case openai.EventError:
@@ -138,7 +140,8 @@ func (s *stream) countToken() {
 	s.newTokens++
 }
 
-// applyErrorEvent passes an error below 500 that comes after the first byte; everything else is not the client's to see.
+// applyErrorEvent lets an error below 500 pass after the first byte; the client must not see any other error
+// event.
 func (s *stream) applyErrorEvent(event []byte, begun bool) streamAction {
 	s.engineError = openai.ParseError(openai.EventData(event))
 	switch {
@@ -151,7 +154,7 @@ func (s *stream) applyErrorEvent(event []byte, begun bool) streamAction {
 	return actionContinue
 }
 
-// applyDoneEvent lets [DONE] pass only behind a complete stream: by itself it proves nothing.
+// applyDoneEvent lets [DONE] pass only at the end of a complete stream: [DONE] alone proves nothing.
 func (s *stream) applyDoneEvent(n int, begun bool) streamAction {
 	switch {
 	case !begun:
@@ -164,7 +167,8 @@ func (s *stream) applyDoneEvent(n int, begun bool) streamAction {
 	return actionFinish
 }
 
-// endOfBody judges a stream whose body has ended cleanly. What is left without a blank line is an event too.
+// endOfBody decides about a stream whose body has ended cleanly. Remaining bytes without a blank line are an
+// event too.
 func (s *stream) endOfBody(begun bool) streamAction {
 	if rest := s.buf[s.inspected:s.filled]; len(rest) > 0 && !s.inLongEvent {
 		if v := s.applyEvent(s.watcher.Event(rest), rest, begun); v != actionContinue {
@@ -182,7 +186,7 @@ func (s *stream) endOfBody(begun bool) streamAction {
 	}
 }
 
-// inspectRead looks at what a read has brought.
+// inspectRead inspects what a read has brought.
 func (s *stream) inspectRead(begun bool) streamAction {
 	if s.inLongEvent {
 		if v := s.passLongEvent(begun); v != actionContinue || s.inLongEvent {
@@ -201,7 +205,7 @@ func (s *stream) inspectRead(begun bool) streamAction {
 	return actionContinue
 }
 
-// passLongEvent lets an event pass that is too long to be held, as far as it has come. Its end is found by what follows; a few
+// passLongEvent lets an event that is too long to hold pass as it arrives. Later bytes show its end; a few
 // bytes stay, because the blank line may be cut in two.
 func (s *stream) passLongEvent(begun bool) streamAction {
 	if !s.inLongEvent {

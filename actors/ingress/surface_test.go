@@ -20,7 +20,8 @@ import (
 )
 
 func TestModels(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, app: func(a *app.Application) { a.Model.Aliases = []string{"org/alias"} }})
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)},
+		app: func(a *app.Application) { a.Model.Aliases = []string{"org/alias"} }})
 	a := g.get("/v1/models")
 	require.Equal(t, 200, a.status)
 	var list struct {
@@ -41,7 +42,8 @@ func TestModels(t *testing.T) {
 
 func TestTwoApplications(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
-	assert.Equal(t, 200, g.post("/v1/completions", `{"prompt":"x"}`).status, "the only application needs no model")
+	assert.Equal(t, 200, g.post("/v1/completions", `{"prompt":"x"}`).status,
+		"the only application needs no model")
 	other, hidden := demoApp(), demoApp()
 	other.Name, other.Model.ID = "other", "other-model"
 	hidden.Name, hidden.Model.ID, hidden.RoutePrefix = "hidden", "hidden-model", "/team/a"
@@ -56,7 +58,8 @@ func TestTwoApplications(t *testing.T) {
 	assert.Equal(t, 404, a.status)
 	assert.Equal(t, "model_not_found", a.code(t))
 	assert.Contains(t, a.body, "demo, other-model")
-	assert.Equal(t, 404, g.post("/v1/completions", `{"model":"hidden-model","prompt":"x"}`).status, "only under its prefix")
+	assert.Equal(t, 404, g.post("/v1/completions", `{"model":"hidden-model","prompt":"x"}`).status,
+		"only under its prefix")
 	a = g.post("/team/a/v1/completions", `{"prompt":"x"}`)
 	assert.Equal(t, 503, a.status, "known there, without a rank")
 	assert.Equal(t, "hidden", a.header.Get("X-Dpserve-App"))
@@ -95,7 +98,8 @@ func TestNothingDeployed(t *testing.T) {
 func TestPathsAndMethods(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	for path, status := range map[string]int{
-		"/v1/embeddings": 404, "/v1/responses": 404, "/v1/chat/completions/render": 404, "/nope": 404, "/": 404, "/v1/models": 405, "/v1": 404,
+		"/v1/embeddings": 404, "/v1/responses": 404, "/v1/chat/completions/render": 404, "/nope": 404,
+		"/": 404, "/v1/models": 405, "/v1": 404,
 	} {
 		a := g.post(path, `{}`)
 		assert.Equal(t, status, a.status, path)
@@ -113,14 +117,18 @@ func TestPathsAndMethods(t *testing.T) {
 
 func TestBadRequests(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
-	for _, body := range []string{``, `{`, `[]`, `{"model":"demo","model":"demo"}`, `{"model":"demo","n":129}`, `{"model":"demo","max_tokens":2147483649}`, `{"model":"demo","temperature":NaN}`} {
+	for _, body := range []string{``, `{`, `[]`, `{"model":"demo","model":"demo"}`,
+		`{"model":"demo","n":129}`, `{"model":"demo","max_tokens":2147483649}`,
+		`{"model":"demo","temperature":NaN}`} {
 		a := g.post("/v1/completions", body)
 		assert.Equal(t, 400, a.status, body)
 		assert.Equal(t, "invalid_request", a.code(t))
 		assert.NotEmpty(t, a.header.Get("X-Request-Id"))
 	}
-	assert.Equal(t, 200, g.post("/v1/completions", `{"model":"demo","max_tokens":1000000000}`).status, "nothing is clamped")
-	for _, h := range [][2]string{{"X-Dpserve-Timeout-Ms", "soon"}, {"X-Dpserve-Timeout-Ms", "0"}, {"X-Dpserve-Rank", "one"}, {"X-Dpserve-Rank", "0/99999"}} {
+	assert.Equal(t, 200, g.post("/v1/completions", `{"model":"demo","max_tokens":1000000000}`).status,
+		"nothing is clamped")
+	for _, h := range [][2]string{{"X-Dpserve-Timeout-Ms", "soon"}, {"X-Dpserve-Timeout-Ms", "0"},
+		{"X-Dpserve-Rank", "one"}, {"X-Dpserve-Rank", "0/99999"}} {
 		assert.Equal(t, 400, g.post("/v1/chat/completions", chatBody, h[0], h[1]).status, h)
 	}
 	a := g.post("/v1/chat/completions", chatBody, "X-Request-Id", "has space")
@@ -131,7 +139,8 @@ func TestBadRequests(t *testing.T) {
 
 func TestPolicyDirect(t *testing.T) {
 	e := replies(200, wholeAnswer)
-	g := newRig(t, options{engines: []http.HandlerFunc{e, e, e}, app: func(a *app.Application) { a.Routing.Policy = "direct" }})
+	g := newRig(t, options{engines: []http.HandlerFunc{e, e, e},
+		app: func(a *app.Application) { a.Routing.Policy = "direct" }})
 	a := g.post("/v1/chat/completions", chatBody, "X-Dpserve-Rank", "0/2")
 	assert.Equal(t, 200, a.status, a.body)
 	assert.Equal(t, "2", a.header.Get("X-Dpserve-Rank"))
@@ -171,8 +180,8 @@ func TestChangedPolicyKeepsTheAccounts(t *testing.T) {
 	assert.Zero(t, v.Ranks[0].Load.O())
 }
 
-// TestANewRouterKnowsTheRanks before any of them has sent a snapshot: a deploy that changes the policy refuses nobody, not under policy
-// direct either, which never waits.
+// TestANewRouterKnowsTheRanks before any of them has sent a snapshot: a deploy that changes the policy
+// refuses nobody, not under policy direct either, which never waits.
 func TestANewRouterKnowsTheRanks(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	g.feed.mu.Lock()
@@ -193,7 +202,8 @@ func TestANewRouterKnowsTheRanks(t *testing.T) {
 	assert.Zero(t, ar.router.Load().Snapshot().Ranks[0].Load.O())
 }
 
-// TestRequestsWaitForRanksThatAreReady: what the state calls ready and no stream has told of yet is on its way.
+// TestRequestsWaitForRanksThatAreReady: what the state calls ready and no stream has told of yet is on its
+// way.
 func TestRequestsWaitForRanksThatAreReady(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	g.phase("demo/0/0", state.Ready, 2)
@@ -202,7 +212,8 @@ func TestRequestsWaitForRanksThatAreReady(t *testing.T) {
 	eventually(t, func() bool { return g.in.QueueLen("demo") == 1 }, "it waits")
 	g.replicas[0].reborn()
 	assert.Equal(t, 200, (<-got).status)
-	assert.Zero(t, g.in.ensureAppRouter("demo").router.Load().Snapshot().OnTheWay, "nothing is hoped for any more")
+	assert.Zero(t, g.in.ensureAppRouter("demo").router.Load().Snapshot().OnTheWay,
+		"nothing is hoped for any more")
 }
 
 func TestGhostIsIgnored(t *testing.T) {
@@ -245,7 +256,8 @@ func (g *rig) raw(t *testing.T, text string, closeWrite bool) (*http.Response, s
 
 // TestSP6Limits: body at the limit, above it, lying length; 101 fields; 64 KiB and one byte of header.
 func TestSP6Limits(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, limits: Limits{MaxBody: 1000}, timers: Timers{BodyStall: 100 * time.Millisecond}})
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)},
+		limits: Limits{MaxBody: 1000}, timers: Timers{BodyStall: 100 * time.Millisecond}})
 	fill := func(n int) string {
 		head := `{"model":"demo","prompt":"`
 		return head + strings.Repeat("x", n-len(head)-2) + `"}`
@@ -256,9 +268,11 @@ func TestSP6Limits(t *testing.T) {
 	resp, body := g.raw(t, post+"Content-Length: 1001\r\n\r\n", false)
 	assert.Equal(t, 413, resp.StatusCode, "before a byte of it is read")
 	assert.Contains(t, body, "body_too_large")
-	resp, body = g.raw(t, post+"Transfer-Encoding: chunked\r\n\r\n"+fmt.Sprintf("%x\r\n%s\r\n0\r\n\r\n", 1001, fill(1001)), false)
+	resp, body = g.raw(t, post+"Transfer-Encoding: chunked\r\n\r\n"+fmt.Sprintf(
+		"%x\r\n%s\r\n0\r\n\r\n", 1001, fill(1001)), false)
 	assert.Equal(t, 413, resp.StatusCode, body)
-	resp, body = g.raw(t, post+"Transfer-Encoding: chunked\r\n\r\n"+fmt.Sprintf("%x\r\n%s\r\n0\r\n\r\n", 900, fill(900)), false)
+	resp, body = g.raw(t, post+"Transfer-Encoding: chunked\r\n\r\n"+fmt.Sprintf(
+		"%x\r\n%s\r\n0\r\n\r\n", 900, fill(900)), false)
 	assert.Equal(t, 200, resp.StatusCode, body)
 	resp, body = g.raw(t, post+"Content-Length: 500\r\n\r\n"+fill(100), true)
 	assert.Equal(t, 400, resp.StatusCode, body)
@@ -287,7 +301,8 @@ func TestSP6Limits(t *testing.T) {
 	assert.Equal(t, 431, resp.StatusCode)
 }
 
-// TestUnreadBodiesEndTheConnection: an answer to a request whose body nobody reads must not wait for that body.
+// TestUnreadBodiesEndTheConnection: an answer to a request whose body nobody reads must not wait for that
+// body.
 func TestUnreadBodiesEndTheConnection(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	resp, _ := g.raw(t, "POST /nope HTTP/1.1\r\nHost: h\r\nContent-Length: 5000\r\n\r\nstart", false)
@@ -300,7 +315,9 @@ func TestNoPromptInAnyLog(t *testing.T) {
 	bad := replies(500, `{"error":{"message":"engine text"}}`)
 	g := newRig(t, options{engines: []http.HandlerFunc{bad, sends(textChunk, abortChunk)}, level: -8})
 	for range 10 {
-		g.post("/v1/chat/completions", `{"model":"demo","stream":true,"messages":[{"role":"user","content":"`+secret+`"}]}`, "Authorization", "Bearer dps_key")
+		g.post("/v1/chat/completions",
+			`{"model":"demo","stream":true,"messages":[{"role":"user","content":"`+secret+`"}]}`,
+			"Authorization", "Bearer dps_key")
 	}
 	g.post("/v1/completions", `{"model":"`+model1+`","prompt":"`+secret)
 	assert.NotEmpty(t, g.logs.String())
@@ -326,7 +343,8 @@ func TestHeaderParsers(t *testing.T) {
 		_, ok := parseRank(s)
 		assert.False(t, ok, s)
 	}
-	for s, want := range map[string]bool{"a": true, "": false, "ü": false, "a\tb": false, strings.Repeat("x", 128): true, strings.Repeat("x", 129): false} {
+	for s, want := range map[string]bool{"a": true, "": false, "ü": false, "a\tb": false,
+		strings.Repeat("x", 128): true, strings.Repeat("x", 129): false} {
 		assert.Equal(t, want, validRequestID(s), s)
 	}
 	assert.Equal(t, "00000000000000ff", newRequestID(255))
@@ -370,7 +388,9 @@ func TestTokenizingTakesNoTicket(t *testing.T) {
 			done := make(chan answer, 1)
 			go func() { done <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
 			eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "the rank is full")
-			for path, body := range map[string]string{"/tokenize": `{"model":"demo","prompt":"some words"}`, "/detokenize": `{"model":"demo","tokens":[1,2]}`} {
+			for path, body := range map[string]string{
+				"/tokenize":   `{"model":"demo","prompt":"some words"}`,
+				"/detokenize": `{"model":"demo","tokens":[1,2]}`} {
 				a := g.post(path, body)
 				assert.Equal(t, 200, a.status, a.body)
 				assert.JSONEq(t, `{"tokens":[1]}`, a.body)

@@ -12,7 +12,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// appRevision is one revision of an application, ready for use by requests. Immutable.
+// appRevision is one revision of an application, prepared for requests. Immutable.
 type appRevision struct {
 	app        *app.Application
 	revision   uint64
@@ -25,13 +25,13 @@ type appRevision struct {
 	between    time.Duration
 }
 
-// appRoute is an application in a table.
+// appRoute is an application in a route table.
 type appRoute struct {
 	*appRevision
 	router *appRouter
 }
 
-// routeTable finds the application of a request. Immutable; an ingress swaps whole tables.
+// routeTable finds the application of a request. Immutable; an ingress replaces the whole table.
 type routeTable struct {
 	root     *routeScope            // applications under "/"
 	prefixed map[string]*routeScope // route prefix → its application
@@ -39,7 +39,7 @@ type routeTable struct {
 	routers  []*appRouter           // of every listed application
 }
 
-// routeScope is what one route prefix reaches.
+// routeScope is the set of applications behind one route prefix.
 type routeScope struct {
 	models map[string]*appRoute // by every served name
 	names  []string             // sorted; listed by /v1/models and in the answer to an unknown model
@@ -79,7 +79,7 @@ func (t *routeTable) add(e *appRoute) {
 	t.prefixed[prefix].add(e)
 }
 
-// seal sorts what the answers list.
+// seal sorts the names that answers list.
 func (t *routeTable) seal() {
 	for _, s := range t.prefixed {
 		sort.Strings(s.names)
@@ -90,7 +90,7 @@ func (t *routeTable) seal() {
 	sort.Slice(t.prefixes, func(i, j int) bool { return len(t.prefixes[i]) > len(t.prefixes[j]) })
 }
 
-// routes gives the names of the applications behind each route prefix.
+// routes returns the names of the applications behind each route prefix.
 func (t *routeTable) routes() map[string]string {
 	out := make(map[string]string, len(t.prefixed)+1)
 	if len(t.root.apps) > 0 {
@@ -102,7 +102,7 @@ func (t *routeTable) routes() map[string]string {
 	return out
 }
 
-// split finds the scope of a path and what is left of it behind the route prefix.
+// split returns the scope of a path and the rest of the path after the route prefix.
 func (t *routeTable) split(path string) (*routeScope, string) {
 	for _, p := range t.prefixes {
 		if rest, ok := strings.CutPrefix(path, p); ok && strings.HasPrefix(rest, "/") {
@@ -112,7 +112,7 @@ func (t *routeTable) split(path string) (*routeScope, string) {
 	return t.root, path
 }
 
-// newRevision reads an application's specification; old is the one it replaces, nil for none.
+// newRevision decodes an application's specification; old is the revision before, nil for none.
 func (in *Ingress) newRevision(a *state.App, old *appRevision) (*appRevision, error) {
 	spec := &app.Application{}
 	if err := json.Unmarshal(a.Spec, spec); err != nil {
@@ -141,7 +141,8 @@ func (in *Ingress) newRevision(a *state.App, old *appRevision) (*appRevision, er
 	return s, nil
 }
 
-// adaptersOf finds an adapter by the names under which it is served (Model.ServedNames); nil without adapters.
+// adaptersOf maps the names under which adapters are served (Model.ServedNames) to the adapters; nil without
+// adapters.
 func adaptersOf(m *app.Model) map[string]string {
 	if len(m.Adapters) == 0 {
 		return nil
@@ -153,14 +154,14 @@ func adaptersOf(m *app.Model) map[string]string {
 	return out
 }
 
-// sameRouting says that a Router made for old goes on under s.
+// sameRouting reports whether the Router of old can be kept under s.
 func sameRouting(old, s *appRevision) bool {
 	return old != nil && reflect.DeepEqual(old.app.Routing, s.app.Routing)
 }
 
-// unitProgress of an application's wanted units, as the state tells it: the ready ones with their epochs, and how many may
-// still come up. Those that wait for room, as the leader says in w, are neither; noRoom is why, "" if there
-// is none.
+// unitProgress returns the application's ready units with their epochs, and the number of wanted units that
+// may still become ready. Units for which the leader finds no room, as w says, are neither; noRoom is the
+// reason, "" if there are none.
 func unitProgress(st *state.State, spec *app.Application, deleting bool, w *msg.Waiting) (
 	ready map[string]uint64, onTheWay int, noRoom string,
 ) {

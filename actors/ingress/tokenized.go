@@ -3,16 +3,16 @@ package ingress
 import lru "container/list"
 
 const (
-	tokenizedBytes = 256 // of an entry, besides its blocks
+	tokenizedBytes = 256 // bytes of an entry beside its blocks
 	tokenizedShare = 8   // an entry larger than 1/8 of all is not kept
 )
 
-// chainCache is an LRU of tokenized prompts, bounded in bytes. Not safe for concurrent use.
+// chainCache is an LRU cache of tokenized prompts, bounded in bytes. Not safe for concurrent use.
 type chainCache struct {
 	limit int
 	bytes int
 	at    map[tokenizeKey]*lru.Element
-	order *lru.List // of tokenizedEntry, used last first
+	order *lru.List // of chainEntry, most recently used first
 }
 
 type chainEntry struct {
@@ -26,7 +26,7 @@ func newChainCache(limit int) chainCache {
 
 func (c *tokenChain) bytes() int { return tokenizedBytes + 8*cap(c.blocks) }
 
-// get gives a chain, nil if it is not known.
+// get returns a chain, or nil.
 func (t *chainCache) get(key tokenizeKey) *tokenChain {
 	e := t.at[key]
 	if e == nil {
@@ -36,7 +36,7 @@ func (t *chainCache) get(key tokenizeKey) *tokenChain {
 	return entryOf(e).chain
 }
 
-// put keeps a chain, and lets those go that were not used for the longest time.
+// put keeps a chain, and evicts the least recently used ones.
 func (t *chainCache) put(key tokenizeKey, c *tokenChain) {
 	if c.bytes() > t.limit/tokenizedShare || t.at[key] != nil {
 		return
@@ -51,6 +51,6 @@ func (t *chainCache) put(key tokenizeKey, c *tokenChain) {
 }
 
 func entryOf(e *lru.Element) chainEntry {
-	entry, _ := e.Value.(chainEntry) // nothing else is put in
+	entry, _ := e.Value.(chainEntry) // put adds nothing else
 	return entry
 }

@@ -17,22 +17,24 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// Bounds of asking an engine's tokenizer.
+// Bounds of requests to an engine's tokenizer.
 const (
-	tokenizeTime  = 2 * time.Second // for an answer
-	tokenizePause = 2 * time.Second // without questions after one that failed: requests must not all wait for a tokenizer that is ill
-	maxTokenized  = 64 << 20        // bytes of an answer
+	tokenizeTime = 2 * time.Second // limit for an answer
+	// pause after a failed call, so that requests do not all wait for a broken tokenizer
+	tokenizePause = 2 * time.Second
+	maxTokenized  = 64 << 20 // bytes of an answer
 )
 
-// What came of a prompt's tokens, as in dpserve_tokenize_total.
+// Results of tokenizing a prompt, as in dpserve_tokenize_total.
 const (
 	tokenizeHit      = "hit"
 	tokenizeMiss     = "miss"
-	tokenizeFallback = "fallback" // identified by its text instead
+	tokenizeFallback = "fallback" // the prompt is identified by its text
 )
 
-// tokenizer turns the text prompts of an application into blocks of token ids by asking one of its engines, once per prompt:
-// answers are kept, and equal prompts wait for one. Safe for concurrent use.
+// tokenizer turns the text prompts of an application into blocks of token ids. It asks one of the
+// application's engines once per prompt, keeps the answers, and lets equal prompts wait for one answer. Safe
+// for concurrent use.
 type tokenizer struct {
 	router      *appRouter
 	pausedUntil atomic.Int64 // clock, in ns
@@ -42,28 +44,30 @@ type tokenizer struct {
 	calls map[tokenizeKey]*tokenizeCall
 }
 
-// tokenizeKey is a prompt with everything that decides its blocks.
+// tokenizeKey identifies a prompt with everything that decides its blocks.
 type tokenizeKey struct{ hi, lo, root uint64 }
 
-// tokenChain is a tokenized prompt: its full blocks, and how many tokens it has. Immutable.
+// tokenChain is a tokenized prompt: its full blocks and its number of tokens. Immutable.
 type tokenChain struct {
 	blocks []uint64
 	tokens int
 }
 
-// tokenizeCall is a question under way.
+// tokenizeCall is a request to an engine's tokenizer that is under way.
 type tokenizeCall struct {
 	done  chan struct{}
 	chain *tokenChain // nil: the call failed
 }
 
 func newTokenizer(ar *appRouter) *tokenizer {
-	return &tokenizer{router: ar, known: newChainCache(ar.in.limits.TokenizeBytes), calls: map[tokenizeKey]*tokenizeCall{}}
+	return &tokenizer{router: ar, known: newChainCache(ar.in.limits.TokenizeBytes),
+		calls: map[tokenizeKey]*tokenizeCall{}}
 }
 
-// identify fills p's blocks from the tokens of a text prompt; false: it is to be known by its text. Images and the like have
-// no place in the tokens of a text, so prompts with them are.
-func (t *tokenizer) identify(ctx context.Context, p *prompt, scan *openai.Body, body []byte, h http.Header) bool {
+// identify fills p's blocks from the tokens of a text prompt; false: the prompt is to be identified by its
+// text. That includes prompts with images and other media, which have no place in the tokens of a text.
+func (t *tokenizer) identify(ctx context.Context, p *prompt, scan *openai.Body, body []byte,
+	h http.Header) bool {
 	hi, lo := scan.TokenizeKey(body, t.router.in.seed)
 	if hi == 0 {
 		return false
@@ -91,8 +95,10 @@ func (t *tokenizer) find(key tokenizeKey) *tokenChain {
 	return t.known.get(key)
 }
 
-// chainFor gets a prompt's chain from an engine, or from whoever asks already; nil if there is none to be had.
-func (t *tokenizer) chainFor(ctx context.Context, key tokenizeKey, p *prompt, scan *openai.Body, body []byte, h http.Header) *tokenChain {
+// chainFor gets a prompt's chain from an engine, or from a call under way for the same prompt; nil if there
+// is none.
+func (t *tokenizer) chainFor(ctx context.Context, key tokenizeKey, p *prompt, scan *openai.Body, body []byte,
+	h http.Header) *tokenChain {
 	known, f, leads := t.joinCall(key)
 	switch {
 	case known != nil:
@@ -112,7 +118,8 @@ func (t *tokenizer) chainFor(ctx context.Context, key tokenizeKey, p *prompt, sc
 	}
 }
 
-// joinCall gives what is known, or the flight to wait for, or a new one to lead; nothing while the tokenizer is given a rest.
+// joinCall returns a known chain, or a call to wait for, or a new call to lead; nothing while the tokenizer
+// is paused.
 func (t *tokenizer) joinCall(key tokenizeKey) (known *tokenChain, f *tokenizeCall, leads bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -130,7 +137,7 @@ func (t *tokenizer) joinCall(key tokenizeKey) (known *tokenChain, f *tokenizeCal
 	return nil, f, true
 }
 
-// runCall asks and keeps the answer.
+// runCall asks an engine and keeps the answer.
 func (t *tokenizer) runCall(ctx context.Context, key tokenizeKey, f *tokenizeCall, p *prompt, h http.Header) {
 	defer func() {
 		t.mu.Lock()
@@ -157,7 +164,7 @@ func (t *tokenizer) runCall(ctx context.Context, key tokenizeKey, f *tokenizeCal
 // errNotTokenized is an engine's refusal of this very prompt.
 var errNotTokenized = errors.New("the engine did not tokenize the prompt")
 
-// tokenize asks a ready rank's engine; the ids are in p.ids.
+// tokenize asks a ready rank's engine and stores the ids in p.ids.
 func (t *tokenizer) tokenize(ctx context.Context, p *prompt, h http.Header) error {
 	rk := t.router.anyReadyRank()
 	if rk == nil {
@@ -187,12 +194,13 @@ func (t *tokenizer) tokenize(ctx context.Context, p *prompt, h http.Header) erro
 	return nil
 }
 
-// send sends p.ask to a rank's engine, by its node's data port if that is another one.
+// send posts p.tokenizeBody to a rank's engine, through the data port of its node if that is another one.
 func (t *tokenizer) send(ctx context.Context, rk *rank, p *prompt, h http.Header) (*http.Response, error) {
 	in := t.router.in
 	if !rk.local {
 		d := &msg.Dispatch{
-			Node: rk.node, App: t.router.name, Unit: rk.unit, Rank: rk.id, Path: openai.Tokenize.Path(), Header: h, Body: p.tokenizeBody, FirstToken: tokenizeTime,
+			Node: rk.node, App: t.router.name, Unit: rk.unit, Rank: rk.id, Path: openai.Tokenize.Path(),
+			Header: h, Body: p.tokenizeBody, FirstToken: tokenizeTime,
 		}
 		resp, rep, err := in.remote.Send(ctx, d)
 		if err == nil && rep.Refusal != msg.Granted {
@@ -203,12 +211,12 @@ func (t *tokenizer) send(ctx context.Context, rk *rank, p *prompt, h http.Header
 	o := &engineleg.Request{URL: rk.urls[openai.Tokenize], Header: h, Body: p.tokenizeBody}
 	resp, err := in.legs.Send(ctx, rk.target.Owned, o)
 	if !o.Settled() {
-		p.tokenizeBody = nil // somebody may still read it
+		p.tokenizeBody = nil // a connection may still read it
 	}
 	return resp, err
 }
 
-// tokenizeHeader passes on what lets the client in.
+// tokenizeHeader passes the client's authorization on.
 func tokenizeHeader(client http.Header) http.Header {
 	out := http.Header{"Content-Type": {"application/json"}, "User-Agent": nil}
 	if v := client["Authorization"]; len(v) > 0 {
@@ -217,12 +225,12 @@ func tokenizeHeader(client http.Header) http.Header {
 	return out
 }
 
-// anyReadyRank is some rank that serves and is not one of those, of this node if there is one; nil if there is none.
+// anyReadyRank returns a ready rank that is not in but, of this node if there is one; nil if there is none.
 func (ar *appRouter) anyReadyRank(but ...*rank) *rank {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
 	var far *rank
-	for _, r := range ar.ranks { // in no order: the questions spread
+	for _, r := range ar.ranks { // map order is random, so the requests are spread
 		switch {
 		case !r.publishedReady || slices.Contains(but, r):
 		case r.local:

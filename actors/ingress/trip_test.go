@@ -55,7 +55,8 @@ func TestRequestsThatEveryEngineFailsTakeOneRankOut(t *testing.T) {
 	assert.LessOrEqual(t, tripped, 1, "each request counts on one rank")
 	assert.LessOrEqual(t, out, 1)
 	for i := range 30 { // a victim beside them
-		require.Equal(t, 502, g.post("/v1/chat/completions", poisonBody).status, "they get what the engines say, request %d", i)
+		require.Equal(t, 502, g.post("/v1/chat/completions", poisonBody).status,
+			"they get what the engines say, request %d", i)
 		a := g.post("/v1/chat/completions", chatBody)
 		require.Equal(t, 200, a.status, a.body)
 		assert.Equal(t, 200, g.get("/health").status)
@@ -88,7 +89,8 @@ func TestTheOnlyRankIsNeverLeftOut(t *testing.T) {
 func TestAnEnginesOwnLimitsTripNoRank(t *testing.T) {
 	for _, status := range []int{408, 429} {
 		e := poisoned(status)
-		g := newRig(t, options{engines: []http.HandlerFunc{e, e}, app: func(a *app.Application) { a.Retries.Attempts = 1 }})
+		g := newRig(t, options{engines: []http.HandlerFunc{e, e},
+			app: func(a *app.Application) { a.Retries.Attempts = 1 }})
 		for _, r := range g.replicas {
 			r.trips = true
 		}

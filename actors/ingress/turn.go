@@ -8,13 +8,14 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// How often the ranks are told that requests wait here.
+// Intervals at which the ranks are told that requests wait here.
 const (
-	demandRepeat = time.Second           // while they wait: a rank forgets it after 3 s
-	demandPause  = 50 * time.Millisecond // at least, between two times that the waiting begins
+	demandRepeat = time.Second           // while requests wait; a rank forgets it after 3 s
+	demandPause  = 50 * time.Millisecond // least time between two announcements
 )
 
-// queueDemand tells the ranks of an application whether requests wait here, so that a rank that frees room keeps it for each ingress in turn.
+// queueDemand tells the ranks of an application whether requests wait here, so that a rank with free room
+// gives it to each ingress in turn.
 type queueDemand struct {
 	mu          sync.Mutex
 	announced   bool      // the ranks know that requests wait
@@ -24,7 +25,8 @@ type queueDemand struct {
 	boxes       []msg.Mailbox // reused
 }
 
-// updateDemand tells the ranks what has changed of it. Call it after a request has joined or left the queue.
+// updateDemand tells the ranks whether requests wait here, if that has changed. The caller calls it after a
+// request has joined or left the queue.
 func (ar *appRouter) updateDemand() {
 	d := &ar.demand
 	d.mu.Lock()
@@ -40,7 +42,7 @@ func (ar *appRouter) updateDemand() {
 	ar.sendDemand(waits)
 }
 
-// repeatDemand says again that requests wait, if they do.
+// repeatDemand repeats that requests wait, if they do.
 func (ar *appRouter) repeatDemand() {
 	d := &ar.demand
 	d.mu.Lock()
@@ -50,7 +52,7 @@ func (ar *appRouter) repeatDemand() {
 	}
 }
 
-// sendDemand posts to every rank. Call it with queueDemand.mu held, and never with appRouter.mu.
+// sendDemand posts to every rank. The caller holds queueDemand.mu, and never appRouter.mu.
 func (ar *appRouter) sendDemand(waits bool) {
 	d := &ar.demand
 	d.announced = waits
@@ -64,7 +66,8 @@ func (ar *appRouter) sendDemand(waits bool) {
 	}
 	ar.mu.Unlock()
 	for _, box := range d.boxes {
-		_ = box.TrySend(msg.Demand{Ingress: ar.in.node, Waits: waits}) // a rank that does not hear it hears the next one
+		// a rank that misses it gets the next one
+		_ = box.TrySend(msg.Demand{Ingress: ar.in.node, Waits: waits})
 	}
 	clear(d.boxes)
 	d.boxes = d.boxes[:0]
@@ -79,7 +82,7 @@ func (ar *appRouter) setDemandTimer(after time.Duration) {
 	d.timer.Reset(after)
 }
 
-// endDemand says that nobody waits any more, for good.
+// endDemand tells the ranks that no request waits, for good.
 func (ar *appRouter) endDemand() {
 	d := &ar.demand
 	d.mu.Lock()
@@ -93,8 +96,8 @@ func (ar *appRouter) endDemand() {
 	}
 }
 
-// applyTurn makes a rank count as full before the Router hears of room that is for another ingress. What this ingress was offered
-// before stays its own.
+// applyTurn marks a rank as full before the Router learns of room that is for another ingress. Room that was
+// offered to this ingress before stays its own.
 func (ar *appRouter) applyTurn(r *rank, turn string) {
 	if r.turn = turn; turn == "" || turn == ar.in.node || r.offered > 0 {
 		return
@@ -103,7 +106,7 @@ func (ar *appRouter) applyTurn(r *rank, turn string) {
 	ar.publish(r)
 }
 
-// openForTurn makes a rank count as open again, if the room that a record speaks of is for this ingress.
+// openForTurn removes a rank's full mark if the room of a record is for this ingress.
 func (ar *appRouter) openForTurn(r *rank) {
 	if r.turn == ar.in.node {
 		r.offered++
@@ -116,7 +119,8 @@ func (ar *appRouter) openForTurn(r *rank) {
 	}
 }
 
-// useOffer notes that this ingress has used what it was offered; what else is free may be for another.
+// useOffer records that this ingress has used the room that it was offered; other free room may be for
+// another ingress.
 func (ar *appRouter) useOffer(r *rank) {
 	if r.offered == 0 {
 		return
@@ -128,8 +132,8 @@ func (ar *appRouter) useOffer(r *rank) {
 	}
 }
 
-// setFull makes a rank count as full until its stream says that there is room for this ingress, at most for FullRecheck. It calls no
-// Router: show does.
+// setFull makes a rank count as full until its stream reports room for this ingress, at most for FullRecheck.
+// The caller publishes the rank.
 func (ar *appRouter) setFull(r *rank) {
 	if ar.closed || r.full || r.lost {
 		return

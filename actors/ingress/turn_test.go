@@ -31,7 +31,8 @@ func (g *rig) room() int {
 }
 
 func TestRoomOfAnotherIngressIsLeftAlone(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, max: 2, timers: Timers{FullRecheck: 100 * time.Millisecond}})
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, max: 2,
+		timers: Timers{FullRecheck: 100 * time.Millisecond}})
 	r := g.replicas[0]
 	r.others(1)
 	r.others(2)
@@ -90,7 +91,8 @@ func TestARequestSaysHowManySequencesItIs(t *testing.T) {
 		return msg.Granted
 	})
 	for body, want := range map[string]int{
-		`{"model":"demo","prompt":"a"}`: 1, `{"model":"demo","prompt":"a","n":5}`: 5, `{"model":"demo","prompt":["a","b",""],"n":2}`: 6,
+		`{"model":"demo","prompt":"a"}`: 1, `{"model":"demo","prompt":"a","n":5}`: 5,
+		`{"model":"demo","prompt":["a","b",""],"n":2}`: 6,
 	} {
 		g.post("/v1/completions", body)
 		assert.Equal(t, want, <-weights, body)

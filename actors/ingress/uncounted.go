@@ -7,11 +7,11 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 )
 
-// Requests that compute no tokens (/tokenize, /detokenize) take no ticket and count nowhere: neither in a rank's room nor as work in front
-// of its prompts. Any ready rank answers them, full or not.
+// Requests that compute no tokens (/tokenize, /detokenize) take no ticket. They count neither in a rank's
+// room nor as work before its prompts. Any ready rank answers them, full or not.
 
-// pickUncounted finds a ready rank that has not failed the request, of this node if there is one. Without one the request waits like any
-// other.
+// pickUncounted returns a ready rank that has not failed the request, of this node if there is one. If there
+// is none, the request waits like any other.
 func (req *request) pickUncounted(ctx context.Context, last *result) (*rank, *failure) {
 	if rk := req.app.router.anyReadyRank(req.tried...); rk != nil {
 		return rk, nil
@@ -19,7 +19,7 @@ func (req *request) pickUncounted(ctx context.Context, last *result) (*rank, *fa
 	rk, f := req.pickCounted(ctx, last)
 	if f == nil {
 		req.attempt.rank = rk
-		req.undoPick() // the Router has counted it
+		req.undoPick() // pickCounted has counted it
 	}
 	return rk, f
 }
@@ -33,7 +33,8 @@ func (req *request) tryUncounted(ctx context.Context, rk *rank) result {
 	due := req.firstTokenDue()
 	req.timer.arm(time.Now(), due.Add(remoteGrace), errFirstToken)
 	resp, rep, err := req.in.remote.Send(ctx, &msg.Dispatch{
-		Node: rk.node, App: req.app.app.Name, Unit: rk.unit, Rank: rk.id, Path: req.route.Path(), Header: req.header, Body: req.engineBody,
+		Node: rk.node, App: req.app.app.Name, Unit: rk.unit, Rank: rk.id, Path: req.route.Path(),
+		Header: req.header, Body: req.engineBody,
 		FirstToken: max(time.Until(due), time.Millisecond),
 	})
 	req.timer.pause()

@@ -5,14 +5,16 @@ import (
 	"time"
 )
 
-// How long the loss of a lockstep unit may take to be heard of: its ranks fail one by one before the first of their streams says why.
+// Limits for the wait for a stream to report the loss of a lockstep unit: its ranks fail one by one before
+// the first of their streams reports the reason.
 const (
 	lossWait       = 250 * time.Millisecond
-	deadEngineWait = 2 * time.Second // after the engine's own word: it exits within a second
+	deadEngineWait = 2 * time.Second // the engine reported its dead core: it exits within a second
 )
 
-// mergeUnitAttempts asks, when a request has no attempt left, whether it was one lockstep unit that failed it again and again: all of its
-// attempts there are one then, and it waits for the unit or goes to another. It waits for a word of the stream.
+// mergeUnitAttempts checks, when a request has no attempt left, whether one lockstep unit failed it several
+// times. It waits for the unit's stream to report the loss. All attempts on a lost unit then count as one,
+// and the request may be tried again.
 func (req *request) mergeUnitAttempts(ctx context.Context, rk *rank, why cause) bool {
 	there := 0
 	for _, t := range req.tried {
@@ -31,7 +33,7 @@ func (req *request) mergeUnitAttempts(ctx context.Context, rk *rank, why cause) 
 	return true
 }
 
-// awaitUnitLoss waits until a rank is lost; false if it is not within wait.
+// awaitUnitLoss waits until a rank is lost; it returns false if that does not happen within wait.
 func (req *request) awaitUnitLoss(ctx context.Context, rk *rank, wait time.Duration) bool {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(errOver)

@@ -11,8 +11,9 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// TestOneLostUnitIsOneAttempt: all ranks of a lockstep unit fail before its stream says that it is lost. The request waits until the
-// unit is back. After the engine's own word that its core is dead the stream has more time: the process is yet to leave.
+// TestOneLostUnitIsOneAttempt: all ranks of a lockstep unit fail before its stream says that it is lost. The
+// request waits until the unit is back. After the engine's own word that its core is dead the stream has more
+// time: the process is yet to leave.
 func TestOneLostUnitIsOneAttempt(t *testing.T) {
 	for name, c := range map[string]struct {
 		fails http.HandlerFunc
@@ -33,7 +34,8 @@ func TestOneLostUnitIsOneAttempt(t *testing.T) {
 					close(third)
 					c.fails(w, r)
 				default:
-					replies(http.StatusOK, `{"choices":[{"message":{"content":"x"},"finish_reason":"stop"}]}`)(w, r)
+					replies(http.StatusOK,
+						`{"choices":[{"message":{"content":"x"},"finish_reason":"stop"}]}`)(w, r)
 				}
 			}
 			g := lockstepRig(t, engine, engine, engine, engine)

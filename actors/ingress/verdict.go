@@ -17,7 +17,7 @@ type cause uint8
 
 const (
 	causeOK     cause = iota
-	causePassed       // an answer that is the client's to judge: 4xx, an error event below 500
+	causePassed       // an answer for the client to judge: 4xx, an error event below 500
 
 	// Refusals of the DPServer.
 	causeFull
@@ -34,14 +34,14 @@ const (
 	causeRefused     // no connection
 	causeReset       // reset or end before any byte of an answer
 	causeUnreachable // the data port of the rank's node is lost, before the first byte or after it
-	causeUnitLost    // the stream shows the unit fenced or gone
+	causeUnitLost    // the stream shows the unit as fenced or gone
 	causeEngineBusy  // the engine's own admission limit
-	causeEngineDead  // the engine said that its core is dead
+	causeEngineDead  // the engine reported that its core is dead
 	causeStatus      // 5xx, 408 or 429
 	causeEmpty       // 200 without a first byte
-	causeAborted     // finish_reason abort that we did not cause
+	causeAborted     // finish_reason abort that the ingress did not cause
 	causeFirstToken  // no first token in time
-	causeMalformed   // what came is no HTTP answer, or its head is larger than 64 KiB
+	causeMalformed   // the answer is not HTTP, or its head is larger than 64 KiB
 
 	// Failures after the first byte.
 	causeUpstreamLost
@@ -49,14 +49,14 @@ const (
 	causeSilent     // nothing for first_token_s, though the rank made progress
 	causeErrorEvent // an error event below 500 was passed on
 
-	// Ours or the client's doing, before or after.
+	// Caused by the ingress or the client, before or after the first byte.
 	causeClientGone
 	causeSlowReader
 	causeDeadline
 	causeDrained
 )
 
-// causePolicy says what follows from a cause.
+// causePolicy is what follows from a cause.
 type causePolicy struct {
 	name  string
 	retry bool // before the first byte: another rank may be tried
@@ -82,22 +82,26 @@ var causePolicies = [...]causePolicy{
 	causeOverloaded: {name: "overloaded", retry: true, free: true, done: msg.Refused},
 	causeExpired:    {name: "expired", done: msg.Refused},
 
-	causeRefused:     {name: "connection_refused", retry: true, free: true, probe: true, done: msg.FailedOutcome},
-	causeReset:       {name: "reset", retry: true, free: true, death: true, probe: true, done: msg.FailedOutcome},
+	causeRefused: {name: "connection_refused", retry: true, free: true, probe: true,
+		done: msg.FailedOutcome},
+	causeReset: {name: "reset", retry: true, free: true, death: true, probe: true,
+		done: msg.FailedOutcome},
 	causeUnreachable: {name: "node_unreachable", retry: true, free: true, done: msg.FailedOutcome},
 	causeUnitLost:    {name: "unit_lost", retry: true, free: true, death: true, done: msg.FailedOutcome},
 	causeEngineBusy:  {name: "engine_busy", retry: true, free: true, busy: true, done: msg.FailedOutcome},
-	causeEngineDead:  {name: "engine_dead", retry: true, free: true, death: true, probe: true, done: msg.FailedOutcome},
-	causeStatus:      {name: "engine_error", retry: true, trip: true, done: msg.FailedOutcome},
-	causeEmpty:       {name: "empty", retry: true, trip: true, done: msg.FailedOutcome},
-	causeAborted:     {name: "aborted", retry: true, trip: true, done: msg.FailedOutcome},
-	causeFirstToken:  {name: "first_token_timeout", retry: true, trip: true, done: msg.FailedOutcome},
-	causeMalformed:   {name: "malformed_answer", retry: true, trip: true, done: msg.FailedOutcome},
+	causeEngineDead: {name: "engine_dead", retry: true, free: true, death: true, probe: true,
+		done: msg.FailedOutcome},
+	causeStatus:     {name: "engine_error", retry: true, trip: true, done: msg.FailedOutcome},
+	causeEmpty:      {name: "empty", retry: true, trip: true, done: msg.FailedOutcome},
+	causeAborted:    {name: "aborted", retry: true, trip: true, done: msg.FailedOutcome},
+	causeFirstToken: {name: "first_token_timeout", retry: true, trip: true, done: msg.FailedOutcome},
+	causeMalformed:  {name: "malformed_answer", retry: true, trip: true, done: msg.FailedOutcome},
 
 	causeUpstreamLost: {name: "upstream_lost", trip: true, probe: true, done: msg.FailedOutcome},
 	causeStalled:      {name: "stalled", trip: true, probe: true, done: msg.FailedOutcome},
-	causeSilent:       {name: "silent_stream", done: msg.FailedOutcome}, // the rank made progress: no word about its health
-	causeErrorEvent:   {name: "error_event", done: msg.FailedOutcome},
+	// the rank made progress, so this says nothing about its health
+	causeSilent:     {name: "silent_stream", done: msg.FailedOutcome},
+	causeErrorEvent: {name: "error_event", done: msg.FailedOutcome},
 
 	causeClientGone: {name: "client_gone", done: msg.Cancelled},
 	causeSlowReader: {name: "slow_reader", done: msg.Cancelled},
@@ -107,13 +111,15 @@ var causePolicies = [...]causePolicy{
 
 func (c cause) String() string { return causePolicies[c].name }
 
-// refusals are the causes of a DPServer's refusals.
+// refusals maps a DPServer's refusals to causes.
 var refusals = [...]cause{
-	msg.Granted: causeOK, msg.Full: causeFull, msg.StaleEpoch: causeStaleEpoch, msg.NotReady: causeNotReady, msg.Fenced: causeFenced,
-	msg.Draining: causeDraining, msg.NoLease: causeNoLease, msg.Expired: causeExpired, msg.Gone: causeGone, msg.Overloaded: causeOverloaded,
+	msg.Granted: causeOK, msg.Full: causeFull, msg.StaleEpoch: causeStaleEpoch, msg.NotReady: causeNotReady,
+	msg.Fenced:   causeFenced,
+	msg.Draining: causeDraining, msg.NoLease: causeNoLease, msg.Expired: causeExpired, msg.Gone: causeGone,
+	msg.Overloaded: causeOverloaded,
 }
 
-// refusedAs is the cause of a refusal; one that this build does not know counts as not ready.
+// refusedAs is the cause of a refusal; a refusal that this build does not know counts as not ready.
 func refusedAs(r msg.Refusal) cause {
 	if int(r) < len(refusals) {
 		return refusals[r]
@@ -133,7 +139,8 @@ var (
 	errOver       = errors.New("the attempt is over")
 )
 
-// contextCause names why ctx is over. A context that nobody cancelled with a name is the client's connection.
+// contextCause is the cause for which ctx is over. A context cancelled without one of our errors means that
+// the client's connection is gone.
 func contextCause(ctx context.Context) cause {
 	switch err := context.Cause(ctx); {
 	case errors.Is(err, errAdmitSlow):
@@ -155,7 +162,7 @@ func contextCause(ctx context.Context) cause {
 	}
 }
 
-// result is the end of an attempt.
+// result is how an attempt ended.
 type result struct {
 	cause        cause
 	err          error              // for the log: no part of a prompt or an answer
@@ -171,8 +178,9 @@ func (r *result) name() string {
 	return causePolicies[r.cause].name
 }
 
-// attrs are what the engine and the network said. An engine's message may repeat any part of the request: it is shown if it is a
-// sentence that engines have, or at level debug; else its length and a hash, by which equal ones are found.
+// attrs are log attributes of what the engine and the network reported. An engine's message may repeat any
+// part of the request: the log shows it if it is a sentence known from engines, or at level debug; otherwise
+// the log shows its length and a hash, by which equal messages can be found.
 func (r *result) attrs(hash kvindex.Hasher, debug bool) []slog.Attr {
 	var out []slog.Attr
 	if r.status != 0 {
@@ -190,7 +198,9 @@ func (r *result) attrs(hash kvindex.Hasher, debug bool) []slog.Attr {
 	case debug || e.IsKnown():
 		out = append(out, slog.String("engine_message", e.Message))
 	default:
-		out = append(out, slog.Int("engine_message_bytes", e.Length), slog.String("engine_message_hash", fmt.Sprintf("%08x", uint32(hash.Key(e.Message))))) //nolint:gosec // the low half is enough
+		out = append(out, slog.Int("engine_message_bytes", e.Length),
+			slog.String("engine_message_hash", fmt.Sprintf(
+				"%08x", uint32(hash.Key(e.Message))))) //nolint:gosec // the low half is enough
 	}
 	if r.err != nil {
 		out = append(out, slog.Any("err", r.err))
@@ -198,14 +208,15 @@ func (r *result) attrs(hash kvindex.Hasher, debug bool) []slog.Attr {
 	return out
 }
 
-// statusCause is what follows from an engine's status 4xx or 5xx.
+// statusCause is the cause of an engine's status 4xx or 5xx.
 func statusCause(status int, e *openai.EngineError) cause {
 	switch {
 	case status == http.StatusServiceUnavailable && e.Busy():
 		return causeEngineBusy
 	case status >= http.StatusInternalServerError && e.Dead():
 		return causeEngineDead
-	case status >= http.StatusInternalServerError, status == http.StatusRequestTimeout, status == http.StatusTooManyRequests:
+	case status >= http.StatusInternalServerError, status == http.StatusRequestTimeout,
+		status == http.StatusTooManyRequests:
 		return causeStatus
 	default:
 		return causePassed
@@ -243,7 +254,7 @@ func (f *failure) withRetryAfter(seconds int) *failure {
 	return f
 }
 
-// finalFailure is what the client sees when an attempt was the last one and nothing is left to try.
+// finalFailure is what the client sees when an attempt was the last one and none is left to try.
 func finalFailure(r *result) *failure {
 	f := failureFor(r)
 	f.cause, f.lastAttempt = r.cause.String(), r
@@ -253,15 +264,19 @@ func finalFailure(r *result) *failure {
 func failureFor(r *result) *failure {
 	switch r.cause {
 	case causeEngineBusy:
-		return newFailure(openai.CodeOverloaded, "every rank that was asked is busy; try again").withRetryAfter(1)
+		return newFailure(openai.CodeOverloaded,
+			"every rank that was asked is busy; try again").withRetryAfter(1)
 	case causeFirstToken:
-		return newFailure(openai.CodeFirstTokenTimeout, "no rank gave a first token in time; try again, or raise timeouts.first_token_s")
+		return newFailure(openai.CodeFirstTokenTimeout,
+			"no rank gave a first token in time; try again, or raise timeouts.first_token_s")
 	case causeExpired, causeDeadline:
 		return newFailure(openai.CodeDeadlineExceeded, "the deadline of x-dpserve-timeout-ms is over")
-	case causeStaleEpoch, causeNotReady, causeFenced, causeDraining, causeNoLease, causeGone, causeOverloaded, causeFull:
+	case causeStaleEpoch, causeNotReady, causeFenced, causeDraining, causeNoLease, causeGone, causeOverloaded,
+		causeFull:
 		return newFailure(openai.CodeNoReadyRank, "no rank took the request; try again").withRetryAfter(1)
 	case causeDrained:
-		return newFailure(openai.CodeNoReadyRank, "this ingress is shutting down; try again").withRetryAfter(1)
+		return newFailure(openai.CodeNoReadyRank, "this ingress is shutting down; try again").withRetryAfter(
+			1)
 	case causeClientGone, causeSlowReader:
 		return &failure{status: statusClientGone, clientGone: true}
 	case causeStatus, causeEngineDead:
@@ -273,7 +288,8 @@ func failureFor(r *result) *failure {
 
 // engineFailed is 502 upstream_failed; the engine's 503 stays 503.
 func engineFailed(status int) *failure {
-	f := newFailure(openai.CodeUpstreamFailed, "every rank that was asked failed; try again").withRetryAfter(1)
+	f := newFailure(openai.CodeUpstreamFailed, "every rank that was asked failed; try again").withRetryAfter(
+		1)
 	if status == http.StatusServiceUnavailable {
 		f.status = status
 	}
@@ -289,10 +305,12 @@ func streamError(c cause) (code, message string) {
 	case causeStalled, causeSilent:
 		return openai.CodeStalled, "the engine stopped sending tokens; send the request again"
 	case causeDrained:
-		return openai.CodeDrained, "the rank was shut down before the answer was complete; send the request again"
+		return openai.CodeDrained,
+			"the rank was shut down before the answer was complete; send the request again"
 	case causeDeadline:
 		return openai.CodeDeadlineExceeded, "the deadline of x-dpserve-timeout-ms is over"
 	default:
-		return openai.CodeUpstreamLost, "the engine was lost before the answer was complete; send the request again"
+		return openai.CodeUpstreamLost,
+			"the engine was lost before the answer was complete; send the request again"
 	}
 }

@@ -9,8 +9,8 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// unplacedApps is what the leader has said of applications whose units find no room. It comes with each renewal of
-// the node's lease and lasts as long as that: where no leader is heard, units count as on their way again.
+// unplacedApps are the applications whose units find no room, as the leader says with each renewal of the
+// node's lease. The list is valid as long as the lease: without a leader, such units count as pending again.
 // Safe for concurrent use.
 type unplacedApps struct {
 	changed chan struct{} // one slot: the list has changed
@@ -20,7 +20,7 @@ type unplacedApps struct {
 	until time.Time
 }
 
-// replace replaces what was said before.
+// replace stores a new list, valid for lasts.
 func (w *unplacedApps) replace(said []msg.Waiting, lasts time.Duration) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -35,7 +35,8 @@ func (w *unplacedApps) replace(said []msg.Waiting, lasts time.Duration) {
 	}
 }
 
-// current gives what holds now by application, and for how long; 0: nothing was said, or it is over.
+// current returns the valid list by application, and for how long it is valid; 0: the list is empty or
+// expired.
 func (w *unplacedApps) current() (apps map[string]*msg.Waiting, left time.Duration) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -50,15 +51,15 @@ func (w *unplacedApps) current() (apps map[string]*msg.Waiting, left time.Durati
 	return apps, left
 }
 
-// TakeWaiting tells the ingress which applications have units that find no room; it replaces what was told
-// before, and holds for lasts. Their units do not count as on their way, so requests that no ready rank can
-// take are refused with the reason.
+// TakeWaiting tells the ingress which applications have units that find no room. It replaces the list before,
+// and holds for lasts. These units do not count as pending, so requests that no ready rank can take are
+// refused with the reason.
 func (in *Ingress) TakeWaiting(said []msg.Waiting, lasts time.Duration) {
 	in.unplaced.replace(said, lasts)
 }
 
-// hasNoRoom says whether a unit waits for room. What the leader said does not hold for another revision,
-// which was not placed yet, nor for a unit that was granted meanwhile.
+// hasNoRoom reports whether a unit waits for room. The leader's list does not apply to another revision,
+// which was not placed yet, or to a unit that was granted meanwhile.
 func hasNoRoom(st *state.State, w *msg.Waiting, unit string) bool {
 	if w == nil || st.Apps[w.App] == nil || st.Apps[w.App].Revision != w.Revision {
 		return false
