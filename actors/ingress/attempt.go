@@ -268,3 +268,216 @@ func asBodyError(err error) (*openai.BodyError, bool) {
 	ok := errors.As(err, &e)
 	return e, ok
 }
+
+// admit asks the rank's DPServer for a ticket and waits for the reply, the end of ctx, or the end of the
+// actor, which then replies to nothing. The message carries the context of the request, not of the attempt:
+// the attempt's context ends at the same moment as its ticket, and the DPServer would take that for an
+// abandoned request.
+func (req *request) admit(ctx, request context.Context, rk *rank) (msg.AdmitReply, cause) {
+	reply, _ := req.in.replyPool.Get().(chan msg.AdmitReply)
+	m := &msg.Admit{Ctx: request, Reply: reply}
+	req.fillAdmit(m, rk)
+	if err := rk.mailbox.TrySend(m); err != nil {
+		req.in.replyPool.Put(reply)
+		return msg.AdmitReply{}, sendRefusal(rk)
+	}
+	select {
+	case rep := <-reply:
+		req.in.replyPool.Put(reply)
+		return rep, refusedAs(rep.Refusal)
+	case <-rk.mailbox.Stopped():
+		req.prompt.shared = true
+		return req.in.replyAfterStop(reply)
+	case <-ctx.Done():
+		req.prompt.shared = true
+		req.in.awaitLateTicket(rk.mailbox, reply)
+		return msg.AdmitReply{}, contextCause(ctx)
+	}
+}
+
+// fillAdmit sets the fields of an Admit that describe the request.
+func (req *request) fillAdmit(m *msg.Admit, rk *rank) {
+	m.ReqID, m.Epoch, m.Class, m.Tokens, m.Estimated = req.query.ID, rk.epoch, msg.ClassBoth,
+		req.query.Tokens, req.query.Estimated
+	m.Deadline, m.Ingress, m.Session = req.deadline, req.in.node, routing.SessionKey(req.query.Session)
+	m.Weight = req.scan.Choices
+	// a reservation has no HTTP request: its caller reports the end of prefill
+	m.Whole = req.r != nil && !req.scan.Stream
+	if req.prompt.lookedUp {
+		m.Hit, m.Blocks, m.HitBlocks = req.query.HitOn(rk.id), req.prompt.blocks,
+			req.prompt.cachedPrefix(rk.id)
+	}
+}
+
+// sendRefusal distinguishes a stopped mailbox from a full one.
+func sendRefusal(rk *rank) cause {
+	select {
+	case <-rk.mailbox.Stopped():
+		return causeGone
+	default:
+		return causeOverloaded
+	}
+}
+
+// replyAfterStop takes a reply that arrived just before the actor ended.
+func (in *Ingress) replyAfterStop(reply chan msg.AdmitReply) (msg.AdmitReply, cause) {
+	select {
+	case rep := <-reply:
+		in.replyPool.Put(reply)
+		return rep, refusedAs(rep.Refusal)
+	default:
+		return msg.AdmitReply{}, causeGone // the channel is not used again: the message may still hold it
+	}
+}
+
+// awaitLateTicket waits for the ticket of a request that has already left, and returns it. It uses one
+// goroutine per such request, which ends with the reply, the actor or Timers.LateTicket.
+func (in *Ingress) awaitLateTicket(box msg.Mailbox, reply chan msg.AdmitReply) {
+	in.background.Go(func() {
+		timeout := time.NewTimer(in.timers.LateTicket)
+		defer timeout.Stop()
+		select {
+		case rep := <-reply:
+			in.replyPool.Put(reply)
+			if rep.Refusal == msg.Granted {
+				box.Send(&msg.Done{TicketID: rep.Ticket.ID, Outcome: msg.Refused, Cause: "late_ticket"})
+			}
+		case <-box.Stopped():
+		case <-timeout.C:
+		}
+	})
+}
+
+// Remote reaches ranks of other nodes. *remote.DataClient implements it.
+type Remote interface {
+	// Send returns when the engine's header has arrived, or when no answer will come; d's memory is the
+	// caller's again then. If err is nil, reply is a refusal or resp is the answer. If err is not nil, there
+	// is no answer: err is one of msg.Dispatch's errors, or the engine broke off. The caller returns the
+	// ticket of reply, which has no Target. If ctx ends before the admission, no ticket remains.
+	Send(ctx context.Context, d *msg.Dispatch) (resp *http.Response, reply msg.AdmitReply, err error)
+}
+
+// remoteGrace is added to the first token's time for a rank of another node, so that the other node reports
+// the timeout first.
+const remoteGrace = 500 * time.Millisecond
+
+// tryRemote is tryRank for a rank of another node: admission and exchange are one request to its data port.
+// The other node bounds the wait for the ticket.
+func (req *request) tryRemote(ctx context.Context, rk *rank) result {
+	due := req.firstTokenDue()
+	req.timer.arm(time.Now(), due.Add(remoteGrace), errFirstToken)
+	d := req.newDispatch(rk, req.route.Path())
+	d.Header, d.Body, d.FirstToken = req.header, req.engineBody, max(time.Until(due), time.Millisecond)
+	resp, rep, err := req.in.remote.Send(ctx, d)
+	req.timer.pause()
+	if d.Resent {
+		req.app.router.metrics.Load().Attempt("keepalive_resend", "free")
+	}
+	switch {
+	case rep.Refusal != msg.Granted:
+		return req.endRefused(ctx, rep, refusedAs(rep.Refusal))
+	case rep.Ticket.ID == 0: // not admitted, or given back already
+		req.undoPick()
+		return req.exchangeFailure(ctx, err)
+	}
+	req.recordTicket(&rep.Ticket)
+	res := result{cause: causeDrained} // the result if exchange panics
+	defer func() { req.returnTicket(&res) }()
+	if err != nil {
+		res = req.exchangeFailure(ctx, err)
+		return res
+	}
+	defer closeBody(resp)
+	res = req.relay(ctx, resp)
+	return res
+}
+
+// newDispatch names the rank and contains the request's Admit.
+func (req *request) newDispatch(rk *rank, path string) *msg.Dispatch {
+	m := &msg.Admit{}
+	req.fillAdmit(m, rk)
+	return &msg.Dispatch{Node: rk.node, App: req.app.app.Name, Unit: rk.unit, Rank: rk.id, Path: path,
+		Admit: m}
+}
+
+// exchangeFailure returns the result of an exchange that brought no byte of an answer.
+func (req *request) exchangeFailure(ctx context.Context, err error) result {
+	switch {
+	case ctx.Err() != nil:
+		return result{cause: contextCause(ctx), err: err}
+	case errors.Is(err, msg.ErrUnreachable):
+		return result{cause: causeUnreachable, err: err}
+	case errors.Is(err, msg.ErrFirstToken):
+		return result{cause: causeFirstToken, err: err}
+	case engineleg.Refused(err), errors.Is(err, msg.ErrEngineRefused):
+		return result{cause: causeRefused, err: err}
+	case engineleg.Malformed(err), errors.Is(err, msg.ErrMalformed):
+		return result{cause: causeMalformed, err: err}
+	default:
+		return result{cause: causeReset, err: err}
+	}
+}
+
+// admitRemote asks a rank of another node for a ticket without a request. The ticket lives as long as life;
+// ctx bounds the wait for it.
+func (req *request) admitRemote(ctx, life context.Context, rk *rank) (msg.AdmitReply, cause) {
+	life, cancel := context.WithCancelCause(life)
+	stop := context.AfterFunc(ctx, func() { cancel(context.Cause(ctx)) })
+	resp, rep, err := req.in.remote.Send(life, req.newDispatch(rk, ""))
+	switch waited := !stop(); {
+	case err == nil && rep.Refusal == msg.Granted && !waited:
+		context.AfterFunc(life, func() { closeBody(resp) })
+		return rep, causeOK
+	case err == nil && rep.Refusal != msg.Granted:
+		cancel(errOver)
+		return rep, refusedAs(rep.Refusal)
+	default:
+		if resp != nil {
+			closeBody(resp)
+		}
+		cause := req.exchangeFailure(life, err).cause
+		cancel(errOver)
+		return msg.AdmitReply{}, cause
+	}
+}
+
+// Requests that compute no tokens (/tokenize, /detokenize) take no ticket. They count neither in a rank's
+// room nor as work before its prompts. Any ready rank answers them, full or not.
+
+// pickUncounted returns a ready rank that has not failed the request, of this node if there is one. If there
+// is none, the request waits like any other.
+func (req *request) pickUncounted(ctx context.Context, last *result) (*rank, *failure) {
+	if rk := req.app.router.anyReadyRank(req.tried...); rk != nil {
+		return rk, nil
+	}
+	rk, f := req.pickCounted(ctx, last)
+	if f == nil {
+		req.attempt.rank = rk
+		req.undoPick() // pickCounted has counted it
+	}
+	return rk, f
+}
+
+// tryUncounted is the dispatch without a ticket.
+func (req *request) tryUncounted(ctx context.Context, rk *rank) result {
+	if rk.local {
+		req.attempt.ticket = msg.Ticket{Target: rk.target}
+		return req.exchange(ctx)
+	}
+	due := req.firstTokenDue()
+	req.timer.arm(time.Now(), due.Add(remoteGrace), errFirstToken)
+	resp, rep, err := req.in.remote.Send(ctx, &msg.Dispatch{
+		Node: rk.node, App: req.app.app.Name, Unit: rk.unit, Rank: rk.id, Path: req.route.Path(),
+		Header: req.header, Body: req.engineBody,
+		FirstToken: max(time.Until(due), time.Millisecond),
+	})
+	req.timer.pause()
+	switch {
+	case rep.Refusal != msg.Granted:
+		return result{cause: refusedAs(rep.Refusal)}
+	case err != nil:
+		return req.exchangeFailure(ctx, err)
+	}
+	defer closeBody(resp)
+	return req.relay(ctx, resp)
+}

@@ -6,6 +6,8 @@ import (
 	"io"
 	"net/http"
 	"os"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/dpserve/dpserve/engine/openai"
@@ -116,42 +118,6 @@ func (req *request) fillBody(most int) error {
 	}
 }
 
-// deadlineSteps is how often the read deadline is moved within a window; the deadline is exact to
-// 1/deadlineSteps of it.
-const deadlineSteps = 30
-
-// bodyPace enforces the least rates of an upload: bodyRate over each window, and wholeBody bytes within whole
-// since the upload began. So a body of up to wholeBody bytes must be complete after whole, and the least rate
-// grows with the memory that a body takes.
-type bodyPace struct {
-	window time.Duration
-	whole  time.Duration
-	began  time.Time // start of the body
-	since  time.Time // start of the current window
-	had    int       // bytes that had arrived by then
-}
-
-// isTooSlow reports whether n bytes by now are too few.
-func (p *bodyPace) isTooSlow(now time.Time, n int) bool {
-	if passed := now.Sub(p.since); passed >= p.window {
-		if float64(n-p.had) < bodyRate*passed.Seconds() {
-			return true
-		}
-		p.since, p.had = now, n
-	}
-	passed := now.Sub(p.began)
-	return passed >= p.whole && float64(n) < wholeBody*passed.Seconds()/p.whole.Seconds()
-}
-
-// deadline is when the next byte must arrive after the n bytes that have arrived by now.
-func (p *bodyPace) deadline(now time.Time, n int) time.Time {
-	due, last := now.Add(p.window), p.began.Add(p.whole)
-	if n < wholeBody && last.Before(due) {
-		return last
-	}
-	return due
-}
-
 func setReadDeadline(w *http.ResponseController, at time.Time) error {
 	if err := w.SetReadDeadline(at); err != nil && !errors.Is(err, http.ErrNotSupported) {
 		return err
@@ -171,4 +137,78 @@ func abandonBody(w http.ResponseWriter, r *http.Request) {
 	if setReadDeadline(http.NewResponseController(w), time.Now()) != nil {
 		return // the connection is already gone
 	}
+}
+
+// bodyBuffer is memory for a request's body.
+type bodyBuffer struct{ b []byte }
+
+// bodySizes are the sizes in bytes of pooled buffers. Each is four times the size before it, so a buffer is
+// at most four times as large as the body in it, or of the smallest size.
+var bodySizes = [...]int{16 << 10, 64 << 10, 256 << 10, 1 << 20}
+
+// bodyMemory allocates the memory of request bodies within a budget for the whole node. It refuses a body for
+// which the budget has nothing left, so clients cannot exhaust the node's memory. Safe for concurrent use.
+type bodyMemory struct {
+	budget int64
+	taken  atomic.Int64              // bytes of all buffers in use
+	pools  [len(bodySizes)]sync.Pool // *bodyBuffer of each size
+}
+
+// take returns an empty buffer with room for size bytes, or nil if the budget has less left.
+func (m *bodyMemory) take(size int) *bodyBuffer {
+	class := sizeClass(size)
+	if class < len(bodySizes) {
+		size = bodySizes[class]
+	}
+	if n := int64(size); m.taken.Add(n) > m.budget {
+		m.taken.Add(-n)
+		return nil
+	}
+	if class < len(bodySizes) {
+		if b, _ := m.pools[class].Get().(*bodyBuffer); b != nil {
+			return b
+		}
+	}
+	return &bodyBuffer{b: make([]byte, 0, size)}
+}
+
+// grow returns a buffer of at least twice the size with the content of b, which is full, and returns b to the
+// pool. The new buffer is not larger than most bytes, rounded up to a size of bodySizes. Above 64 KiB it has
+// most bytes if that is 1 MiB or less, because further copies cost more than the memory. It returns nil if
+// the budget has less left; b then remains the caller's.
+func (m *bodyMemory) grow(b *bodyBuffer, most int) *bodyBuffer {
+	size := 2 * cap(b.b)
+	if cap(b.b) >= bodySizes[1] && most <= bodySizes[len(bodySizes)-1] {
+		size = most
+	}
+	larger := m.take(min(size, most))
+	if larger == nil {
+		return nil
+	}
+	larger.b = append(larger.b, b.b...)
+	m.give(b, true)
+	return larger
+}
+
+// give returns a buffer to the pool; nil is allowed. The buffer is not used again if it is larger than every
+// size of bodySizes, or if reusable is false because an abandoned engine connection may still read it.
+func (m *bodyMemory) give(b *bodyBuffer, reusable bool) {
+	if b == nil {
+		return
+	}
+	m.taken.Add(-int64(cap(b.b)))
+	if class := sizeClass(cap(b.b)); reusable && class < len(bodySizes) {
+		b.b = b.b[:0]
+		m.pools[class].Put(b)
+	}
+}
+
+// sizeClass is the index in bodySizes of the smallest size that holds n bytes; len(bodySizes) if none does.
+func sizeClass(n int) int {
+	for i, size := range bodySizes {
+		if n <= size {
+			return i
+		}
+	}
+	return len(bodySizes)
 }

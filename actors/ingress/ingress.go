@@ -2,17 +2,20 @@ package ingress
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
 	"net"
 	"net/http"
+	"reflect"
 	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/internal/engineleg"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
@@ -216,12 +219,86 @@ func (in *Ingress) applyRevision(ar *appRouter, a *state.App) (spec *appRevision
 	return spec, true, nil
 }
 
+// newRevision decodes an application's specification; old is the revision before, nil for none.
+func (in *Ingress) newRevision(a *state.App, old *appRevision) (*appRevision, error) {
+	spec := &app.Application{}
+	if err := json.Unmarshal(a.Spec, spec); err != nil {
+		return nil, err
+	}
+	s := &appRevision{
+		app: spec, revision: a.Revision, created: time.Now().Unix(), names: a.Names,
+		attempts:   spec.Retries.Attempts,
+		queue:      app.Seconds(spec.Timeouts.QueueS),
+		firstToken: app.Seconds(spec.Timeouts.FirstTokenS),
+		between:    app.Seconds(spec.Timeouts.BetweenTokensS),
+	}
+	if old != nil {
+		s.created = old.created
+	}
+	if len(s.names) == 0 {
+		s.names = spec.Model.ServedNames()
+	}
+	s.adapters = adaptersOf(&spec.Model)
+	if s.attempts <= 0 {
+		s.attempts = defaultAttempts
+	}
+	orDefault(&s.queue, in.timers.Queue)
+	orDefault(&s.firstToken, in.timers.FirstToken)
+	orDefault(&s.between, in.timers.BetweenToken)
+	return s, nil
+}
+
+// adaptersOf maps the names under which adapters are served (Model.ServedNames) to the adapters; nil without
+// adapters.
+func adaptersOf(m *app.Model) map[string]string {
+	if len(m.Adapters) == 0 {
+		return nil
+	}
+	out := make(map[string]string, 2*len(m.Adapters))
+	for _, a := range m.Adapters {
+		out[a.ID], out[m.ID+":"+a.ID] = a.ID, a.ID
+	}
+	return out
+}
+
+// sameRouting reports whether the Router of old can be kept under s.
+func sameRouting(old, s *appRevision) bool {
+	return old != nil && reflect.DeepEqual(old.app.Routing, s.app.Routing)
+}
+
 // newRouter gives an application a new Router.
 func (in *Ingress) newRouter(ar *appRouter, policy routing.Policy) {
 	router := routing.NewRouter(policy, mix(in.seed^in.nextID.Load()))
 	router.OnRoom = ar.queue.room
 	ar.metrics.Store(in.metrics.App(ar.name, policy.Name()))
 	ar.replaceRouter(router)
+}
+
+// setPolicyInputs provides what policy needs. It keeps the index if the policy still needs it and it is large
+// enough. A new index needs snapshots, so fresh asks for a new subscription.
+func (in *Ingress) setPolicyInputs(ar *appRouter, spec *appRevision, policy routing.Policy) (
+	fresh bool, err error) {
+	old := ar.inputs()
+	r := &policyInputs{needs: routing.NeedsOf(policy), identity: spec.app.Routing.Identity}
+	if r.chains() && r.identity == app.IdentityTokens {
+		if r.tokens = old.tokens; r.tokens == nil {
+			r.tokens = newTokenizer(ar)
+		}
+	}
+	if r.needs.Hits {
+		r.cache = old.cache
+		if n := columnsFor(spec.app); r.cache == nil || r.cache.maxColumns < n {
+			if r.cache, err = in.newCache(ar, n); err != nil {
+				return false, err
+			}
+			fresh = true
+		}
+	}
+	ar.policyInputs.Store(r)
+	if old.cache != nil && old.cache != r.cache {
+		old.cache.close()
+	}
+	return fresh, nil
 }
 
 // setSecret stores the cluster's secret. The cluster sets it once, before the first application.
@@ -336,16 +413,6 @@ func mix(v uint64) uint64 {
 	return v ^ v>>31
 }
 
-// QueueLen is the number of an application's requests that wait for a rank.
-func (in *Ingress) QueueLen(app string) int {
-	ar := in.findAppRouter(app)
-	if ar == nil {
-		return 0
-	}
-	n, _ := ar.queue.size()
-	return n
-}
-
 // Totals are the answered inference requests and generated tokens since New, and the number of requests in
 // progress.
 func (in *Ingress) Totals() (requests, tokens uint64, inflight int) {
@@ -365,4 +432,27 @@ func (in *Ingress) Ready() bool {
 		}
 	}
 	return len(t.routers) == 0
+}
+
+// TakeWaiting tells the ingress which applications have units that find no room. It replaces the list before,
+// and holds for lasts. These units do not count as pending, so requests that no ready rank can take are
+// refused with the reason.
+func (in *Ingress) TakeWaiting(said []msg.Waiting, lasts time.Duration) {
+	in.unplaced.replace(said, lasts)
+}
+
+// Usage is what the ingress holds now, for its metrics.
+func (in *Ingress) Usage() telemetry.IngressUsage {
+	in.memory.pressure(time.Now())
+	u := telemetry.IngressUsage{
+		BodyBytes: in.bodies.taken.Load(), BodyLimit: in.bodies.budget, MemoryBytes: in.memory.used.Load(),
+		MemoryLimit: in.memory.limit,
+	}
+	in.mu.Lock()
+	l := in.listener
+	in.mu.Unlock()
+	if l != nil {
+		u.Connections = l.count()
+	}
+	return u
 }

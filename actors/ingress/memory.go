@@ -10,7 +10,6 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/engine/openai"
-	"github.com/dpserve/dpserve/telemetry"
 )
 
 // Shares of the memory limit, in percent.
@@ -157,20 +156,4 @@ func (g *memoryGuard) refuse(now time.Time) *failure {
 		"this node is near its memory limit; try again later").withRetryAfter(1)
 	f.cause = "memory_limit"
 	return f
-}
-
-// Usage is what the ingress holds now, for its metrics.
-func (in *Ingress) Usage() telemetry.IngressUsage {
-	in.memory.pressure(time.Now())
-	u := telemetry.IngressUsage{
-		BodyBytes: in.bodies.taken.Load(), BodyLimit: in.bodies.budget, MemoryBytes: in.memory.used.Load(),
-		MemoryLimit: in.memory.limit,
-	}
-	in.mu.Lock()
-	l := in.listener
-	in.mu.Unlock()
-	if l != nil {
-		u.Connections = l.count()
-	}
-	return u
 }

@@ -3,6 +3,8 @@ package ingress
 import (
 	"context"
 	"hash/maphash"
+	"log/slog"
+	"net/http"
 	"time"
 
 	"github.com/dpserve/dpserve/engine/openai"
@@ -170,4 +172,129 @@ func (req *request) waitForRank(ctx context.Context, last *result) (*rank, *fail
 			return nil, finalFailure(&result{cause: contextCause(ctx)})
 		}
 	}
+}
+
+// Limits for the wait for a stream to report the loss of a lockstep unit: its ranks fail one by one before
+// the first of their streams reports the reason.
+const (
+	lossWait       = 250 * time.Millisecond
+	deadEngineWait = 2 * time.Second // the engine reported its dead core: it exits within a second
+)
+
+// mergeUnitAttempts checks, when a request has no attempt left, whether one lockstep unit failed it several
+// times. It waits for the unit's stream to report the loss. All attempts on a lost unit then count as one,
+// and the request may be tried again.
+func (req *request) mergeUnitAttempts(ctx context.Context, rk *rank, why cause) bool {
+	there := 0
+	for _, t := range req.tried {
+		if t.unit == rk.unit && t.epoch == rk.epoch {
+			there++
+		}
+	}
+	wait := lossWait
+	if why == causeEngineDead {
+		wait = deadEngineWait
+	}
+	if there < 2 || !req.app.router.isLockstep() || !req.awaitUnitLoss(ctx, rk, wait) {
+		return false
+	}
+	req.attempts = max(req.attempts-there, 0) + 1
+	return true
+}
+
+// awaitUnitLoss waits until a rank is lost; it returns false if that does not happen within wait.
+func (req *request) awaitUnitLoss(ctx context.Context, rk *rank, wait time.Duration) bool {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(errOver)
+	a := &attempt{router: req.attempt.router, rank: rk, cancel: cancel}
+	if !req.app.router.trackAttempt(rk, a) {
+		return true
+	}
+	defer req.app.router.untrackAttempt(rk, a)
+	timer := time.NewTimer(wait)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+	case <-timer.C:
+	}
+	return req.app.router.isLost(rk)
+}
+
+// countsToTrip reports whether the failure of an attempt counts towards its rank's trip. Only the first
+// failure of a request counts: a request that fails on several ranks is more likely the cause than they are.
+// An engine's own limits (408, 429) never count.
+func (req *request) countsToTrip(res *result) bool {
+	if !causePolicies[res.cause].trip || req.countedTrip || req.app.router.isLost(req.attempt.rank) {
+		return false
+	}
+	if res.status == http.StatusRequestTimeout || res.status == http.StatusTooManyRequests {
+		return false
+	}
+	req.countedTrip = true
+	return true
+}
+
+// decideRetry decides whether another rank is tried: nil means yes.
+func (req *request) decideRetry(ctx context.Context, rk *rank, res *result) *failure {
+	what, ar := causePolicies[res.cause], req.app.router
+	if !what.retry {
+		return req.giveUp(res, "free")
+	}
+	req.hadTurn = true // no later request may overtake it
+	switch res.cause {
+	case causeFull:
+		return nil // not an attempt: the Router's view was outdated
+	case causeUnreachable:
+		ar.metrics.Load().Attempt(what.name, "free")
+		ar.suspectNode(rk.node)
+		return nil // not an attempt: no engine was asked
+	default:
+	}
+	req.attempts++
+	req.tried = append(req.tried, rk)
+	if what.death && (res.cause != causeUnitLost || ar.hasFailed(rk)) && req.killedTwoRanks(rk) {
+		f := req.giveUp(res, "free")
+		f.message, f.cause = "two ranks died while they had this request; it is not sent to a third one",
+			"killed_two_ranks"
+		return f
+	}
+	budget := "free"
+	if !what.free && !ar.isLost(rk) {
+		budget = "drawn"
+	}
+	if req.attempts >= req.maxAttempts() && !req.mergeUnitAttempts(ctx, rk, res.cause) {
+		return req.giveUp(res, budget)
+	}
+	if budget == "drawn" && !ar.retryBudget.draw(req.in.clock()) {
+		return req.giveUp(res, "empty")
+	}
+	ar.metrics.Load().Attempt(what.name, budget)
+	ar.metrics.Load().Retry(what.name, budget)
+	req.logLine(slog.LevelDebug, "attempt failed, trying another rank",
+		res) //nolint:contextcheck // the line is the request's
+	return nil
+}
+
+// killedTwoRanks records that rk died while it had the request, and reports whether a rank of another unit
+// had died with it before. Then the request itself may kill engines, and further attempts could take down the
+// whole application. Ranks of one lockstep unit die together and count as one.
+func (req *request) killedTwoRanks(rk *rank) bool {
+	before := req.diedOn
+	req.diedOn = rk
+	return before != nil && (before.unit != rk.unit || before.epoch != rk.epoch)
+}
+
+// maxAttempts is the policy's number of attempts per request if it has one (cache-aware), otherwise the
+// application's.
+func (req *request) maxAttempts() int {
+	if n := req.app.router.inputs().needs.AttemptsPerRequest; n > 0 {
+		return n
+	}
+	return req.app.attempts
+}
+
+// giveUp counts the last attempt and returns the failure for the client.
+func (req *request) giveUp(res *result, budget string) *failure {
+	req.app.router.metrics.Load().Attempt(causePolicies[res.cause].name, budget)
+	return finalFailure(res)
 }

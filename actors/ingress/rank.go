@@ -9,6 +9,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/engine/openai"
 	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
 // causeBusy is the RecState cause of a rank whose engine reported that it is busy. The rank counts as full,
@@ -142,4 +143,13 @@ func (r *rank) cutStreams() {
 			a.cancel(ErrDrained)
 		}
 	}
+}
+
+// resyncInterval is the time a rank has to answer a request for a snapshot, and the least time between two
+// such requests.
+const resyncInterval = time.Second
+
+// columnOwner is the key of a rank's column of a tier in the index.
+func (r *rank) columnOwner(tier kvindex.Tier) kvindex.Owner {
+	return kvindex.Owner{Rank: uint32(r.id), Tier: tier, Epoch: r.epoch, Incarnation: r.incarnation}
 }

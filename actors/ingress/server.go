@@ -2,12 +2,22 @@ package ingress
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net"
 	"net/http"
+	"runtime/debug"
+	"strconv"
+	"strings"
 	"time"
+
+	"github.com/gin-gonic/gin"
+
+	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/telemetry"
 )
 
 // newServer sets every bound. No WriteTimeout: it would cut long streams.
@@ -161,4 +171,354 @@ func ignoreClosed(err error) error {
 		return nil
 	}
 	return err
+}
+
+// modelsPath lists the models; an id behind a slash is one of them.
+const modelsPath = "/v1/models"
+
+// engineRoutes are paths that engines know and dpserve does not serve. No engine is asked: dpserve says so.
+var engineRoutes = []string{
+	"/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/audio/",
+	"/v1/realtime", "/v1/classify", "/v1/pooling",
+	"/v1/completions/render", "/v1/chat/completions/render", "/inference/v1/", "/pooling", "/classify",
+	"/score", "/rerank", "/v2/rerank",
+	"/generate", "/load", "/metrics",
+}
+
+// routes builds the HTTP surface. gin only picks the handler: its Recovery would turn the panic that cuts a
+// connection into a clean end.
+func (in *Ingress) routes() http.Handler {
+	gin.SetMode(gin.ReleaseMode)
+	g := gin.New()
+	g.RedirectTrailingSlash, g.HandleMethodNotAllowed = false, false
+	g.UseRawPath, g.UnescapePathValues = false, false
+	for r := openai.Completions; r < openai.Models; r++ {
+		g.POST(r.Path(), func(c *gin.Context) { in.serve(c.Writer, c.Request, in.table.Load().root, r) })
+	}
+	g.GET(modelsPath, func(c *gin.Context) { in.listModels(c.Writer, c.Request, in.table.Load().root) })
+	g.GET(modelsPath+"/*id", func(c *gin.Context) { in.serveOther(c) })
+	for path, probe := range map[string]http.HandlerFunc{
+		"/health": in.health, "/healthz": in.health, "/readyz": in.health, "/ping": in.health,
+		"/livez":     in.live,
+		"/-/healthz": in.rayHealth, "/-/routes": in.rayRoutes,
+	} {
+		for _, method := range []string{http.MethodGet, http.MethodHead} { // load balancers probe with HEAD
+			g.Handle(method, path, func(c *gin.Context) { probe(c.Writer, c.Request) })
+		}
+	}
+	g.GET("/version", func(c *gin.Context) { in.showVersion(c.Writer, c.Request) })
+	g.NoRoute(in.serveOther)
+	return in.limitAndRecover(g)
+}
+
+// limitAndRecover limits header fields and catches panics. The panic that cuts a stream goes on to net/http.
+func (in *Ingress) limitAndRecover(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		defer in.recover(w, r)
+		if f := in.headerTooLarge(r); f != nil {
+			in.refuseUnrouted(w, r, openai.NoRoute, f)
+			return
+		}
+		next.ServeHTTP(w, r)
+	})
+}
+
+// headerTooLarge checks a request's line and header against the limits.
+func (in *Ingress) headerTooLarge(r *http.Request) *failure {
+	fields, bytes := measureHeader(r)
+	f := &failure{status: http.StatusRequestHeaderFieldsTooLarge, code: openai.CodeInvalidRequest}
+	switch {
+	case fields > in.limits.MaxHeaderFields:
+		f.message = fmt.Sprintf("the request has more than %d header fields", in.limits.MaxHeaderFields)
+	case bytes > in.limits.MaxHeaderBytes:
+		f.message = fmt.Sprintf("the request's line and header are larger than %d bytes",
+			in.limits.MaxHeaderBytes)
+	default:
+		return nil
+	}
+	return f
+}
+
+// measureHeader counts fields and bytes in their usual encoding; net/http removes Host and Transfer-Encoding
+// from the map. net/http's own limit on bytes is coarse: it reads one buffer more, and another one before it
+// knows the protocol.
+func measureHeader(r *http.Request) (fields, bytes int) {
+	const between, lineEnd = len(": "), len("\r\n")
+	bytes = len(r.Method) + len(" ") + len(r.RequestURI) + len(" ") + len(r.Proto) + 2*lineEnd
+	for key, values := range r.Header {
+		fields += len(values)
+		for _, v := range values {
+			bytes += len(key) + between + len(v) + lineEnd
+		}
+	}
+	if r.Host != "" {
+		fields++
+		bytes += len("Host") + between + len(r.Host) + lineEnd
+	}
+	if len(r.TransferEncoding) > 0 {
+		fields++
+		bytes += len("Transfer-Encoding: chunked") + lineEnd
+	}
+	return fields, bytes
+}
+
+func (in *Ingress) recover(_ http.ResponseWriter, r *http.Request) {
+	switch p := recover(); p {
+	case nil:
+	case http.ErrAbortHandler:
+		panic(p)
+	default:
+		in.log.Error("handler panicked", slog.String("path", r.URL.Path), slog.Any("err", p),
+			slog.String("stack", string(debug.Stack())))
+		panic(http.ErrAbortHandler) // the answer may have begun, so the client must see a cut
+	}
+}
+
+// serveOther serves paths that are not fixed in gin: route prefixes of applications, model ids, and unknown
+// paths.
+func (in *Ingress) serveOther(c *gin.Context) {
+	w, r := c.Writer, c.Request
+	s, path := in.table.Load().split(r.URL.Path)
+	route := openai.RouteOf(path)
+	switch {
+	case route != openai.NoRoute && r.Method != route.Method():
+		w.Header()["Allow"] = []string{route.Method()}
+		in.refuseUnrouted(w, r, route, &failure{
+			status: http.StatusMethodNotAllowed, code: openai.CodeInvalidRequest,
+			message: fmt.Sprintf("%s takes %s, not %s", path, route.Method(), r.Method),
+		})
+	case route == openai.Models:
+		in.listModels(w, r, s)
+	case route != openai.NoRoute:
+		in.serve(w, r, s, route)
+	case strings.HasPrefix(path, modelsPath+"/") && r.Method == http.MethodGet:
+		in.showModel(w, r, s, path[len(modelsPath)+1:])
+	default:
+		in.refuseUnrouted(w, r, route, unsupportedRoute(path))
+	}
+}
+
+// serve answers one inference request of a route scope.
+func (in *Ingress) serve(w http.ResponseWriter, r *http.Request, s *routeScope, route openai.Route) {
+	in.serveWith(w, r, s, route, nil)
+}
+
+// serveWith is serve with a function that sets what the router's own API asks for beyond headers; nil:
+// nothing.
+func (in *Ingress) serveWith(w http.ResponseWriter, r *http.Request, s *routeScope, route openai.Route,
+	demand func(*request)) {
+	req, _ := in.requestPool.Get().(*request)
+	in.inflight.Add(1)
+	req.w, req.r, req.route, req.start, req.bodySettled = w, r, route, time.Now(), true
+	req.rc = http.NewResponseController(w)
+	req.flush = flusher(w)
+	cut, whole, rc := false, false, req.rc
+	defer func() {
+		in.inflight.Add(-1)
+		// after a panic an engine connection may still read the buffers
+		req.bodySettled = req.bodySettled && whole
+		req.release()
+		if cut { // the client must not take a broken stream for a complete one
+			if !r.ProtoAtLeast(1, 1) {
+				_ = rc.SetWriteDeadline(resetAtClose) // only network connections have deadlines
+			}
+			panic(http.ErrAbortHandler)
+		}
+	}()
+	if demand != nil {
+		demand(req)
+	}
+	if f := req.handle(s); f != nil {
+		req.answerFailure(f)
+	}
+	cut, whole = req.cutConn, true
+}
+
+// requestIDOf returns the client's x-request-id if it is valid, otherwise a new id.
+func (in *Ingress) requestIDOf(r *http.Request) string {
+	if ids := r.Header[headerRequestID]; len(ids) == 1 && validRequestID(ids[0]) {
+		return ids[0]
+	}
+	return newRequestID(mix(in.requestID()))
+}
+
+// unsupportedRoute distinguishes a path that engines have from an unknown one.
+func unsupportedRoute(path string) *failure {
+	for _, known := range engineRoutes {
+		if path == strings.TrimSuffix(known, "/") ||
+			strings.HasPrefix(path, strings.TrimSuffix(known, "/")+"/") {
+			return newFailure(openai.CodeUnsupportedRoute,
+				"dpserve does not serve this route; it serves "+servedPaths())
+		}
+	}
+	return newFailure(openai.CodeUnsupportedRoute, "there is no such path; dpserve serves "+servedPaths())
+}
+
+func servedPaths() string {
+	var out []string
+	for r := openai.Completions; r <= openai.Models; r++ {
+		out = append(out, r.Method()+" "+r.Path())
+	}
+	return strings.Join(append(out, "GET "+modelsPath+"/{id}", "GET /health", "GET /version"), ", ")
+}
+
+// writeError sends a failure in the OpenAI shape.
+func writeError(w http.ResponseWriter, f *failure) {
+	writeJSON(w, f.status, openai.ErrorBody(nil, f.status, "", f.code, f.message, f.param))
+}
+
+// writeJSON sends a whole JSON answer.
+func writeJSON(w http.ResponseWriter, status int, body []byte) {
+	h := w.Header()
+	h["Content-Type"] = []string{"application/json"}
+	h["Content-Length"] = []string{strconv.Itoa(len(body))}
+	w.WriteHeader(status)
+	if _, err := w.Write(body); err != nil {
+		return // the client has left
+	}
+}
+
+// writeText answers a probe with a word.
+func writeText(w http.ResponseWriter, text string) {
+	h := w.Header()
+	h["Content-Type"] = []string{"text/plain; charset=utf-8"}
+	h["Content-Length"] = []string{strconv.Itoa(len(text))}
+	w.WriteHeader(http.StatusOK)
+	if _, err := io.WriteString(w, text); err != nil {
+		return // the client has left
+	}
+}
+
+// answerPlain sends an answer that needs no request body: the write has a deadline, and an unread body closes
+// the connection.
+func (in *Ingress) answerPlain(w http.ResponseWriter, r *http.Request, write func()) {
+	abandonBody(w, r)
+	w.Header()[headerRequestID] = []string{in.requestIDOf(r)}
+	if http.NewResponseController(w).SetWriteDeadline(time.Now().Add(in.timers.SlowReader)) != nil {
+		write() // not a network connection
+		return
+	}
+	write()
+}
+
+func (in *Ingress) refusePlain(w http.ResponseWriter, r *http.Request, f *failure) {
+	in.answerPlain(w, r, func() { writeError(w, f) })
+}
+
+// refuseUnrouted refuses a request that reaches no application. It counts and logs it like any other request.
+func (in *Ingress) refuseUnrouted(w http.ResponseWriter, r *http.Request, route openai.Route, f *failure) {
+	name := telemetry.RouteOther
+	if route != openai.NoRoute {
+		name = route.String()
+	}
+	in.metrics.RequestRefused(name, f.status)
+	in.refusePlain(w, r, f)
+	in.log.Info("request not served",
+		slog.String("request_id", w.Header().Get(headerRequestID)), slog.String("route", name),
+		slog.String("cause", f.code), slog.Int("code", f.status),
+		slog.String("method", clipped([]byte(r.Method))), slog.String("path", clipped([]byte(r.URL.Path))))
+}
+
+// maxNamesListed bounds the names in an error text.
+const maxNamesListed = 20
+
+func joinNames(names []string) string {
+	if len(names) > maxNamesListed {
+		return strings.Join(names[:maxNamesListed], ", ") + ", …"
+	}
+	return strings.Join(names, ", ")
+}
+
+// model is one entry of /v1/models, in OpenAI's shape with vLLM's root and parent: an alias or an adapter
+// points to the application's own id.
+type model struct {
+	ID      string  `json:"id"`
+	Object  string  `json:"object"`
+	Created int64   `json:"created"`
+	OwnedBy string  `json:"owned_by"`
+	Root    string  `json:"root"`
+	Parent  *string `json:"parent"`
+
+	MaxModelLen int `json:"max_model_len,omitempty"` // the smallest of its ready ranks, in tokens
+}
+
+func modelOf(name string, e *appRoute) model {
+	m := model{ID: name, Object: "model", Created: e.created, OwnedBy: "dpserve", Root: e.app.Model.Source,
+		MaxModelLen: e.router.minModelLen()}
+	if name != e.app.Model.ID {
+		m.Root, m.Parent = e.app.Model.ID, &e.app.Model.ID
+	}
+	if m.Root == "" {
+		m.Root = name
+	}
+	return m
+}
+
+// listModels answers from the route table; no engine is asked.
+func (in *Ingress) listModels(w http.ResponseWriter, r *http.Request, s *routeScope) {
+	out := struct {
+		Object string  `json:"object"`
+		Data   []model `json:"data"`
+	}{Object: "list", Data: []model{}}
+	for _, name := range s.names {
+		out.Data = append(out.Data, modelOf(name, s.models[name]))
+	}
+	in.answerJSON(w, r, out)
+}
+
+func (in *Ingress) showModel(w http.ResponseWriter, r *http.Request, s *routeScope, id string) {
+	e := s.models[id]
+	if e == nil {
+		in.refuseUnrouted(w, r, openai.Models, unknownModel([]byte(id), s))
+		return
+	}
+	in.answerJSON(w, r, modelOf(id, e))
+}
+
+// health is the readiness of this ingress, for load balancers.
+func (in *Ingress) health(w http.ResponseWriter, r *http.Request) {
+	if in.Ready() {
+		in.answerJSON(w, r, map[string]string{"status": "ready"})
+		return
+	}
+	f := newFailure(openai.CodeNoReadyRank, "no application has a ready rank")
+	if in.draining.Load() {
+		f.message = "this ingress is draining"
+	}
+	w.Header()["Retry-After"] = []string{"1"}
+	in.refusePlain(w, r, f)
+}
+
+// rayHealth is health for probes written for Ray Serve: the same status, with Ray's body.
+func (in *Ingress) rayHealth(w http.ResponseWriter, r *http.Request) {
+	if !in.Ready() {
+		in.health(w, r)
+		return
+	}
+	in.answerPlain(w, r, func() { writeText(w, "success") })
+}
+
+// live answers 200 as long as the process runs, whatever it can serve.
+func (in *Ingress) live(w http.ResponseWriter, r *http.Request) {
+	in.answerJSON(w, r, map[string]string{"status": "live"})
+}
+
+// rayRoutes lists the applications by route prefix, as Ray Serve does. Where several share one, their names
+// are joined by commas.
+func (in *Ingress) rayRoutes(w http.ResponseWriter, r *http.Request) {
+	in.answerJSON(w, r, in.table.Load().routes())
+}
+
+func (in *Ingress) showVersion(w http.ResponseWriter, r *http.Request) {
+	in.answerJSON(w, r, map[string]string{"version": in.version})
+}
+
+func (in *Ingress) answerJSON(w http.ResponseWriter, r *http.Request, v any) {
+	body, err := json.Marshal(v)
+	if err != nil {
+		in.refusePlain(w, r, &failure{status: http.StatusInternalServerError,
+			message: "the answer could not be written"})
+		return
+	}
+	in.answerPlain(w, r, func() { writeJSON(w, http.StatusOK, body) })
 }

@@ -17,17 +17,6 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// routerOf returns the state and the Router of an application, for the router's own API.
-func (in *Ingress) routerOf(app string) (*appRouter, *routing.Router, error) {
-	if ar := in.findAppRouter(app); ar != nil && ar.revision.Load() != nil {
-		if r := ar.router.Load(); r != nil {
-			return ar, r, nil
-		}
-	}
-	return nil, nil, problem.New(problem.NotFound, "there is no app %q", app).WithHint(
-		"`dpserve status` lists the applications")
-}
-
 // routeQuery is a request outside of the live path, made by the functions that make live requests.
 type routeQuery struct {
 	prompt prompt

@@ -5,6 +5,7 @@ import (
 	"context"
 	"log/slog"
 	"net/http"
+	"strconv"
 	"time"
 
 	"github.com/dpserve/dpserve/engine/openai"
@@ -60,42 +61,6 @@ type request struct {
 func newRequest(in *Ingress) *request {
 	req := &request{in: in, waiter: newWaiter(), idHeader: make([]string, 1)}
 	return req
-}
-
-// serve answers one inference request of a route scope.
-func (in *Ingress) serve(w http.ResponseWriter, r *http.Request, s *routeScope, route openai.Route) {
-	in.serveWith(w, r, s, route, nil)
-}
-
-// serveWith is serve with a function that sets what the router's own API asks for beyond headers; nil:
-// nothing.
-func (in *Ingress) serveWith(w http.ResponseWriter, r *http.Request, s *routeScope, route openai.Route,
-	demand func(*request)) {
-	req, _ := in.requestPool.Get().(*request)
-	in.inflight.Add(1)
-	req.w, req.r, req.route, req.start, req.bodySettled = w, r, route, time.Now(), true
-	req.rc = http.NewResponseController(w)
-	req.flush = flusher(w)
-	cut, whole, rc := false, false, req.rc
-	defer func() {
-		in.inflight.Add(-1)
-		// after a panic an engine connection may still read the buffers
-		req.bodySettled = req.bodySettled && whole
-		req.release()
-		if cut { // the client must not take a broken stream for a complete one
-			if !r.ProtoAtLeast(1, 1) {
-				_ = rc.SetWriteDeadline(resetAtClose) // only network connections have deadlines
-			}
-			panic(http.ErrAbortHandler)
-		}
-	}()
-	if demand != nil {
-		demand(req)
-	}
-	if f := req.handle(s); f != nil {
-		req.answerFailure(f)
-	}
-	cut, whole = req.cutConn, true
 }
 
 // release resets the request and returns it to the pool.
@@ -169,14 +134,6 @@ func (req *request) setID() {
 	req.id = req.in.requestIDOf(req.r)
 	req.idHeader[0] = req.id
 	req.w.Header()[headerRequestID] = req.idHeader
-}
-
-// requestIDOf returns the client's x-request-id if it is valid, otherwise a new id.
-func (in *Ingress) requestIDOf(r *http.Request) string {
-	if ids := r.Header[headerRequestID]; len(ids) == 1 && validRequestID(ids[0]) {
-		return ids[0]
-	}
-	return newRequestID(mix(in.requestID()))
 }
 
 // findApp finds the application by the body's model. A body without a model is valid if the scope has exactly
@@ -265,71 +222,6 @@ func (req *request) dispatch() *failure {
 	}
 }
 
-// decideRetry decides whether another rank is tried: nil means yes.
-func (req *request) decideRetry(ctx context.Context, rk *rank, res *result) *failure {
-	what, ar := causePolicies[res.cause], req.app.router
-	if !what.retry {
-		return req.giveUp(res, "free")
-	}
-	req.hadTurn = true // no later request may overtake it
-	switch res.cause {
-	case causeFull:
-		return nil // not an attempt: the Router's view was outdated
-	case causeUnreachable:
-		ar.metrics.Load().Attempt(what.name, "free")
-		ar.suspectNode(rk.node)
-		return nil // not an attempt: no engine was asked
-	default:
-	}
-	req.attempts++
-	req.tried = append(req.tried, rk)
-	if what.death && (res.cause != causeUnitLost || ar.hasFailed(rk)) && req.killedTwoRanks(rk) {
-		f := req.giveUp(res, "free")
-		f.message, f.cause = "two ranks died while they had this request; it is not sent to a third one",
-			"killed_two_ranks"
-		return f
-	}
-	budget := "free"
-	if !what.free && !ar.isLost(rk) {
-		budget = "drawn"
-	}
-	if req.attempts >= req.maxAttempts() && !req.mergeUnitAttempts(ctx, rk, res.cause) {
-		return req.giveUp(res, budget)
-	}
-	if budget == "drawn" && !ar.retryBudget.draw(req.in.clock()) {
-		return req.giveUp(res, "empty")
-	}
-	ar.metrics.Load().Attempt(what.name, budget)
-	ar.metrics.Load().Retry(what.name, budget)
-	req.logLine(slog.LevelDebug, "attempt failed, trying another rank",
-		res) //nolint:contextcheck // the line is the request's
-	return nil
-}
-
-// killedTwoRanks records that rk died while it had the request, and reports whether a rank of another unit
-// had died with it before. Then the request itself may kill engines, and further attempts could take down the
-// whole application. Ranks of one lockstep unit die together and count as one.
-func (req *request) killedTwoRanks(rk *rank) bool {
-	before := req.diedOn
-	req.diedOn = rk
-	return before != nil && (before.unit != rk.unit || before.epoch != rk.epoch)
-}
-
-// maxAttempts is the policy's number of attempts per request if it has one (cache-aware), otherwise the
-// application's.
-func (req *request) maxAttempts() int {
-	if n := req.app.router.inputs().needs.AttemptsPerRequest; n > 0 {
-		return n
-	}
-	return req.app.attempts
-}
-
-// giveUp counts the last attempt and returns the failure for the client.
-func (req *request) giveUp(res *result, budget string) *failure {
-	req.app.router.metrics.Load().Attempt(causePolicies[res.cause].name, budget)
-	return finalFailure(res)
-}
-
 // extendWriteDeadline gives a slow reader more time, at most once a second, because setting a deadline takes
 // a lock and a timer in the network poller. The deadline remains after the request, and the next request of
 // the connection renews it, so the last flush has one too.
@@ -378,4 +270,117 @@ func unknownModel(model []byte, s *routeScope) *failure {
 	}
 	f.param = "model"
 	return f
+}
+
+// answerFailure sends an answer of dpserve's own. It writes exactly one log line.
+func (req *request) answerFailure(f *failure) {
+	req.countAnswer(f.status)
+	req.logLine(failureLevel(f.status), "request not served", f.result(), slog.Int("code", f.status))
+	if f.clientGone {
+		req.cutConn = true // a client that still reads must not see an empty answer
+		return
+	}
+	h := req.w.Header()
+	req.setOwnHeaders(h, nil)
+	if f.retryAfter > 0 {
+		h["Retry-After"] = []string{strconv.Itoa(f.retryAfter)}
+	}
+	req.extendWriteDeadline(time.Now())
+	writeError(req.w, f)
+}
+
+// finishAnswered counts and logs a request whose answer has begun.
+func (req *request) finishAnswered(res *result) {
+	req.app.router.metrics.Load().Attempt(causePolicies[res.cause].name, "free")
+	code := req.status
+	if req.cutConn || res.cause == causeErrorEvent {
+		code = codeOf(res)
+	}
+	switch {
+	case req.cutConn || res.cause == causeErrorEvent:
+		req.logLine(failureLevel(code), "request failed after its first byte", res, slog.Int("code", code))
+	case code >= http.StatusBadRequest:
+		req.logLine(slog.LevelInfo, "engine refused the request", res, slog.Int("code", code))
+	default:
+		req.logLine(slog.LevelDebug, "request served", res, slog.Int("code", code))
+	}
+	req.countAnswer(code)
+}
+
+// codeOf is the status in metrics of an answer that broke after its first byte; the client received 200.
+func codeOf(res *result) int {
+	switch res.cause {
+	case causeClientGone, causeSlowReader:
+		return statusClientGone
+	case causeErrorEvent:
+		return res.status
+	default:
+		code, _ := streamError(res.cause)
+		return openai.Status(code)
+	}
+}
+
+// countAnswer updates metrics and totals.
+func (req *request) countAnswer(code int) {
+	req.in.answered.Add(1)
+	if req.app == nil {
+		req.in.metrics.RequestRefused(req.route.String(), code)
+		return
+	}
+	var ttft time.Duration
+	if !req.firstByte.IsZero() && req.scan.Stream {
+		ttft = req.firstByte.Sub(req.start)
+	}
+	req.app.router.metrics.Load().Request(req.route.String(), code, time.Since(req.start), ttft)
+}
+
+// setOwnHeaders sets the headers that name the application and the rank.
+func (req *request) setOwnHeaders(h http.Header, rk *rank) {
+	h[headerRequestID] = req.idHeader
+	if req.app == nil {
+		return
+	}
+	h[headerApp] = []string{req.app.app.Name}
+	if rk != nil {
+		h[headerGroup], h[headerRank] = rk.groupValue, rk.rankValue
+		if req.prompt.lookedUp { // predicted at dispatch; the engine's own number is in its usage
+			h[headerCached] = []string{strconv.Itoa(req.query.HitOn(rk.id))}
+		}
+	}
+	n := req.attempts
+	if rk != nil {
+		n++
+	}
+	h[headerAttempts] = []string{strconv.Itoa(n)}
+}
+
+// failureLevel is a warning when the fault is not the client's.
+func failureLevel(code int) slog.Level {
+	if code >= http.StatusInternalServerError {
+		return slog.LevelWarn
+	}
+	return slog.LevelInfo
+}
+
+// logLine writes one line about the request; never a word of the prompt or the answer.
+func (req *request) logLine(level slog.Level, text string, res *result, attrs ...slog.Attr) {
+	ctx := req.r.Context()
+	if !req.in.log.Enabled(ctx, level) {
+		return
+	}
+	attrs = append(attrs,
+		slog.String("request_id", req.id), slog.String("route", req.route.String()),
+		slog.String("cause", res.name()),
+		slog.Int("attempt", req.attempts), slog.Float64(
+			"dur_ms", float64(time.Since(req.start).Microseconds())/1000))
+	if req.app != nil {
+		attrs = append(attrs, slog.String("app", req.app.app.Name))
+	}
+	if rk := req.attempt.rank; rk != nil {
+		attrs = append(attrs, slog.String("unit", rk.unit), slog.Int("group", rk.id.Group()),
+			slog.Int("rank", rk.id.Rank()), slog.Uint64("epoch", rk.epoch))
+	}
+	req.in.log.LogAttrs(ctx, level, text, append(attrs,
+		res.attrs(req.in.hash(), req.in.log.Enabled(
+			ctx, slog.LevelDebug))...)...) //nolint:sloglint // text is a constant of each caller
 }

@@ -14,37 +14,6 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// Generate sends a prompt of token ids through the inference handler as a streamed completion: queue,
-// attempts, deadlines, account, metrics and log line are those of every request. emit gets the tokens as they
-// arrive; its error ends the request. Errors are *problem.Error or emit's.
-func (in *Ingress) Generate(ctx context.Context, app string, q *msg.Generate,
-	emit func(*msg.Generated) error) error {
-	ar, _, err := in.routerOf(app)
-	if err != nil {
-		return err
-	}
-	req, query, err := ar.newGeneration(ctx, q)
-	if err != nil {
-		return err
-	}
-	run, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	defer in.endWith(cancel)() //nolint:contextcheck // the ingress's end is no child of ctx
-	w := &tokenWriter{header: http.Header{}, emit: emit}
-	in.serveFor(w, req.WithContext(run), &appRoute{appRevision: ar.revision.Load(), router: ar},
-		query) //nolint:contextcheck // it is in the request
-	if ctx.Err() != nil {
-		return context.Cause(ctx)
-	}
-	return w.outcome()
-}
-
-// endWith cancels a request that has no client connection when the ingress closes; stop undoes that.
-func (in *Ingress) endWith(cancel context.CancelCauseFunc) (stop func() bool) {
-	closing := in.baseContext(nil)
-	return context.AfterFunc(closing, func() { cancel(context.Cause(closing)) })
-}
-
 // newGeneration makes the request. k has what a header cannot express.
 func (ar *appRouter) newGeneration(ctx context.Context, q *msg.Generate) (*http.Request, *routeQuery, error) {
 	query := &routeQuery{}
@@ -99,25 +68,6 @@ func (ar *appRouter) completionBody(q *msg.Generate) ([]byte, error) {
 		return nil, problemOf(ar.in.tooLarge())
 	}
 	return body, nil
-}
-
-// serveFor is serve for one application, with what the router's own API may ask for beyond a header. A cut,
-// which an HTTP client sees as a broken connection, sets w.cut.
-func (in *Ingress) serveFor(w *tokenWriter, r *http.Request, e *appRoute, query *routeQuery) {
-	defer func() {
-		switch p := recover(); {
-		case p == nil:
-		case errors.Is(asError(p), http.ErrAbortHandler):
-			w.cut = true
-		default:
-			panic(p)
-		}
-	}()
-	s := newRouteScope()
-	s.add(e)
-	in.serveWith(w, r, s, openai.Completions, func(req *request) {
-		req.query.Force, req.query.Override = query.query.Force, query.query.Override
-	})
 }
 
 func asError(p any) error {

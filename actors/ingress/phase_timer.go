@@ -1,10 +1,121 @@
 package ingress
 
 import (
+	"context"
+	"sync"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 )
+
+// phaseTimer enforces the deadlines of an attempt's phases with one timer. The connection's read deadline
+// cannot be set behind an http.Transport, so phaseTimer cancels the attempt's context with the phase's cause.
+// arm and pause take a mutex and touch no timer while the timer is already set to fire earlier: when it
+// fires, it checks what is due and starts again. The zero value is idle.
+type phaseTimer struct {
+	mu      sync.Mutex
+	timer   *time.Timer
+	firesAt time.Time // zero: the timer is not running
+	due     time.Time // end of the phase; zero: paused
+	cause   error
+	cancel  context.CancelCauseFunc
+
+	gapWatch gapWatch
+	inGap    bool // the phase is a gap in the answer: at due, gapWatch checks the rank
+}
+
+// attach gives the timer to an attempt. The caller calls detach when the attempt is over.
+func (pt *phaseTimer) attach(cancel context.CancelCauseFunc) {
+	pt.mu.Lock()
+	defer pt.mu.Unlock()
+	pt.cancel, pt.due = cancel, time.Time{}
+}
+
+// arm starts a phase: at due, the attempt is cancelled with cause.
+func (pt *phaseTimer) arm(now, due time.Time, cause error) {
+	pt.mu.Lock()
+	defer pt.mu.Unlock()
+	pt.inGap = false
+	pt.schedule(now, due, cause)
+}
+
+// watchGaps sets the answer that armGap watches.
+func (pt *phaseTimer) watchGaps(of gapWatch) {
+	pt.mu.Lock()
+	defer pt.mu.Unlock()
+	pt.gapWatch = of
+}
+
+// armGap starts a gap in the answer.
+func (pt *phaseTimer) armGap(now time.Time) {
+	pt.mu.Lock()
+	defer pt.mu.Unlock()
+	pt.inGap = true
+	pt.gapWatch.start(now)
+	pt.schedule(now, pt.gapWatch.nextCheck(), errStalled)
+}
+
+func (pt *phaseTimer) schedule(now, due time.Time, cause error) {
+	pt.due, pt.cause = due, cause
+	if pt.firesAt.IsZero() || due.Before(pt.firesAt) {
+		pt.startTimer(now, due)
+	}
+}
+
+// pause ends the phase: the attempt does not wait for its engine.
+func (pt *phaseTimer) pause() {
+	pt.mu.Lock()
+	defer pt.mu.Unlock()
+	pt.due = time.Time{}
+}
+
+// detach takes the timer from its attempt.
+func (pt *phaseTimer) detach() {
+	pt.mu.Lock()
+	defer pt.mu.Unlock()
+	pt.cancel, pt.due, pt.cause, pt.gapWatch, pt.inGap = nil, time.Time{}, nil, gapWatch{}, false
+	if pt.timer != nil {
+		pt.timer.Stop()
+		pt.firesAt = time.Time{}
+	}
+}
+
+func (pt *phaseTimer) startTimer(now, due time.Time) {
+	pt.firesAt = due
+	if pt.timer == nil {
+		pt.timer = time.AfterFunc(due.Sub(now), pt.fire)
+		return
+	}
+	pt.timer.Reset(due.Sub(now))
+}
+
+// fire can run late, after its phase or even its attempt is over, so it uses only the values that it reads
+// under mu.
+func (pt *phaseTimer) fire() {
+	pt.mu.Lock()
+	defer pt.mu.Unlock()
+	now := time.Now()
+	pt.firesAt = time.Time{}
+	switch {
+	case pt.cancel == nil || pt.due.IsZero():
+	case now.Before(pt.due):
+		pt.startTimer(now, pt.due)
+	case pt.inGap:
+		if cause := pt.gapWatch.check(now); cause != nil {
+			pt.expire(cause)
+			return
+		}
+		pt.due = pt.gapWatch.nextCheck()
+		pt.startTimer(now, pt.due)
+	default:
+		pt.expire(pt.cause)
+	}
+}
+
+func (pt *phaseTimer) expire(cause error) {
+	pt.cancel(cause)
+	pt.due = time.Time{}
+}
 
 // gapWatch watches an answer that has begun and whose engine sends nothing. It cuts the answer after
 // between_tokens_s, unless the rank makes progress: then the engine works but has no output for this answer

@@ -20,41 +20,6 @@ func (r *policyInputs) chains() bool { return r.needs.Hits || r.needs.Blocks }
 
 var noPolicyInputs = &policyInputs{}
 
-// inputs is what the application's policy reads; nothing before the route table has the application.
-func (ar *appRouter) inputs() *policyInputs {
-	if r := ar.policyInputs.Load(); r != nil {
-		return r
-	}
-	return noPolicyInputs
-}
-
-// setPolicyInputs provides what policy needs. It keeps the index if the policy still needs it and it is large
-// enough. A new index needs snapshots, so fresh asks for a new subscription.
-func (in *Ingress) setPolicyInputs(ar *appRouter, spec *appRevision, policy routing.Policy) (
-	fresh bool, err error) {
-	old := ar.inputs()
-	r := &policyInputs{needs: routing.NeedsOf(policy), identity: spec.app.Routing.Identity}
-	if r.chains() && r.identity == app.IdentityTokens {
-		if r.tokens = old.tokens; r.tokens == nil {
-			r.tokens = newTokenizer(ar)
-		}
-	}
-	if r.needs.Hits {
-		r.cache = old.cache
-		if n := columnsFor(spec.app); r.cache == nil || r.cache.maxColumns < n {
-			if r.cache, err = in.newCache(ar, n); err != nil {
-				return false, err
-			}
-			fresh = true
-		}
-	}
-	ar.policyInputs.Store(r)
-	if old.cache != nil && old.cache != r.cache {
-		old.cache.close()
-	}
-	return fresh, nil
-}
-
 const (
 	tiers       = int(kvindex.Sent) + 1
 	moreColumns = 64 // beyond two of each, because a replaced column counts until it is swept
@@ -67,4 +32,19 @@ func columnsFor(a *app.Application) int {
 		n += len(u.Ranks)
 	}
 	return min(2*n*tiers+moreColumns, kvindex.MaxColumns)
+}
+
+// words lists what the policy reads beyond load and prompt length.
+func (r *policyInputs) words() []string {
+	out := []string{}
+	for _, n := range []struct {
+		is   bool
+		word string
+	}{{r.needs.Hits, "hits"}, {r.needs.Blocks, "blocks"}, {r.needs.Text, "text"},
+		{r.needs.Session, "session"}} {
+		if n.is {
+			out = append(out, n.word)
+		}
+	}
+	return out
 }

@@ -1,8 +1,8 @@
 package ingress
 
 import (
-	"log/slog"
 	"maps"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -71,248 +71,6 @@ func newAppRouter(in *Ingress, name string) *appRouter {
 		}
 	}
 	return ar
-}
-
-// deliver applies one record of a rank's stream. All parts of a snapshot share one sequence number, and a
-// record that is delivered twice in a row has no effect the second time. deliver drops a record with an older
-// number. When numbers are missing, it asks the rank for a snapshot.
-func (ar *appRouter) deliver(rec *msg.Record) {
-	ar.mu.Lock()
-	defer ar.mu.Unlock()
-	if rec.Kind == msg.RecSnapshot {
-		ar.applySnapshot(rec)
-		return
-	}
-	r := ar.ranks[rec.Rank]
-	switch {
-	case r == nil || !r.isIncarnation(rec):
-		return // from an incarnation that has ended
-	case rec.Kind == msg.RecGone:
-		ar.removeRank(r)
-		return
-	case rec.Kind == msg.RecSilent:
-		r.silent = rec.Silent
-		ar.publish(r)
-		return
-	case rec.Seq < r.seq:
-		return
-	case rec.Seq > r.seq+1:
-		ar.handleGap(r)
-	}
-	r.seq = rec.Seq
-	ar.applyRecord(r, rec)
-}
-
-// applyRecord applies a record whose sequence number is valid.
-func (ar *appRouter) applyRecord(r *rank, rec *msg.Record) {
-	switch rec.Kind {
-	case msg.RecState:
-		ar.applyState(r, rec)
-	case msg.RecStatus:
-		ar.applyStatus(r, rec)
-	case msg.RecKVBegin, msg.RecKV, msg.RecKVEnd:
-		ar.queueKV(r, rec)
-	default:
-		ar.applyLoad(r, rec)
-	}
-}
-
-// applySnapshot registers a new incarnation of a rank, or replaces the account of a known incarnation after a
-// new subscription.
-func (ar *appRouter) applySnapshot(rec *msg.Record) {
-	r := ar.ranks[rec.Rank]
-	if r != nil && (r.epoch > rec.Epoch || r.isIncarnation(rec) && rec.Seq < r.seq) {
-		return // from an incarnation that was replaced, or too late
-	}
-	if r == nil || !r.isIncarnation(rec) {
-		fresh, err := newRank(rec, ar.in.node)
-		if err != nil {
-			ar.in.log.Error("rank cannot be used", slog.String("app", ar.name), slog.String("unit", rec.Unit),
-				slog.Any("err", err))
-			return
-		}
-		if r != nil {
-			r.failPendingAttempts()
-			ar.clearFull(r)
-			ar.snapshotReceived(r)
-			if r.epoch == fresh.epoch {
-				delete(ar.fencedUnits, r.unit) // the unit is back at the same epoch
-			}
-		}
-		fresh.local = fresh.local || ar.in.remote == nil
-		r = fresh
-		ar.ranks[rec.Rank] = r
-	}
-	r.accepting, r.busy, r.maxOngoing, r.seq, r.silent = rec.Snapshot.Accepting, false,
-		rec.Snapshot.MaxOngoing, rec.Seq, false
-	r.cachingOff, r.maxModelLen = rec.Snapshot.CachingOff, rec.Snapshot.MaxModelLen
-	r.turn, r.offered = "", 0
-	ar.recordTrip(r, rec.Snapshot.Tripped)
-	ar.snapshotReceived(r)
-	ar.setBlockSize(r, rec.Snapshot.BlockSize, false)
-	ar.addRank(r, rec.Seq, rec.Snapshot)
-	ar.publish(r)
-	ar.publishPendingUnits()
-}
-
-// addRank registers the rank and its open requests with max_ongoing 0; publish sets the real limit. In
-// between, no request is routed to it.
-func (ar *appRouter) addRank(r *rank, seq uint64, s *msg.Snapshot) {
-	ar.openScratch = ar.openScratch[:0]
-	for _, o := range s.Open {
-		ar.openScratch = append(ar.openScratch, routing.Open{
-			ReqID: ar.in.routerKey(o.Ingress, o.ReqID), Tokens: o.Tokens, Hit: o.Hit, Out: o.Out,
-			Decoding: o.Decoding})
-	}
-	ar.observe(routing.Event{
-		Kind: routing.EvRankUp, Rank: r.id, Epoch: r.epoch, Incarnation: r.incarnation, Seq: seq,
-		Local: r.local, Snapshot: ar.openScratch,
-		Capacity: s.Capacity, BlockSize: s.BlockSize,
-	})
-	r.publishedReady, r.publishedMax, r.publishedSilent, r.publishedTrip = true, 0, false, -1
-	if ar.readyUnits[r.unit] == r.epoch {
-		delete(ar.unseenUnits, r.unit)
-	}
-	ar.updateCachingOff()
-}
-
-// publish sends the Router every value of a rank that has changed since the last call.
-func (ar *appRouter) publish(r *rank) {
-	epoch, ok := ar.readyUnits[r.unit]
-	ready, maxOngoing := r.routerState(ok && epoch == r.epoch && ar.suspectedNodes[r.node] == nil)
-	if ready != r.publishedReady {
-		r.publishedReady = ready
-		defer ar.updateCachingOff()
-		ar.observe(routing.Event{Kind: routing.EvAccepting, Rank: r.id, Incarnation: r.incarnation,
-			Accepting: ready})
-		if ar.updateOutage() {
-			ar.publishPendingUnits()
-		}
-	}
-	if r.tripOrder != r.publishedTrip {
-		r.publishedTrip = r.tripOrder
-		ar.observe(routing.Event{Kind: routing.EvTripped, Rank: r.id, Incarnation: r.incarnation,
-			N: r.tripOrder})
-	}
-	if r.silent != r.publishedSilent {
-		r.publishedSilent = r.silent
-		ar.observe(routing.Event{Kind: routing.EvSilent, Rank: r.id, Incarnation: r.incarnation,
-			Silent: r.silent})
-	}
-	if maxOngoing != r.publishedMax {
-		r.publishedMax = maxOngoing
-		ar.observe(routing.Event{Kind: routing.EvMaxOngoing, Rank: r.id, Incarnation: r.incarnation,
-			N: maxOngoing})
-	}
-}
-
-// recordTrip stores whether a rank is tripped, and its place in the order of trips.
-func (ar *appRouter) recordTrip(r *rank, tripped bool) {
-	switch {
-	case !tripped:
-		r.tripOrder = 0
-	case r.tripOrder == 0:
-		ar.tripCount++
-		r.tripOrder = ar.tripCount
-	}
-}
-
-// applyState applies a RecState: whether the rank accepts requests, is fenced, drains or is tripped, and
-// whose turn its free room is.
-func (ar *appRouter) applyState(r *rank, rec *msg.Record) {
-	r.accepting, r.busy = rec.Accepting, !rec.Accepting && rec.Cause == causeBusy
-	r.draining = rec.Draining
-	ar.recordTrip(r, rec.Tripped)
-	if r.turn = rec.Turn; r.turn == ar.in.node {
-		r.offered++
-	}
-	ar.clearFull(r)
-	if r.turn != "" && r.offered == 0 {
-		ar.setFull(r)
-	}
-	if rec.Fenced && rec.Cause != causeDrained.String() && ar.readyUnits[r.unit] == r.epoch {
-		// the unit will restart: requests wait until the replicated state says that it is not ready
-		ar.fencedUnits[r.unit] = r.epoch
-		ar.publishPendingUnits()
-	}
-	ar.publish(r) // first, so that no further request is routed there
-	if rec.Fenced {
-		ar.failFenced(r, !r.draining)
-	}
-	if rec.Fenced && r.draining && !r.target.Owned {
-		r.cutStreams()
-	}
-}
-
-// failFenced cancels the attempts without a first byte on a fenced rank; failed says that the engine was the
-// reason. The ranks of a lockstep unit fail together: unless a drain has ended, the first fenced rank takes
-// the other ranks of its unit out of routing on all nodes, until they return as another incarnation.
-func (ar *appRouter) failFenced(r *rank, failed bool) {
-	lost := []*rank{r}
-	for _, s := range ar.ranks {
-		if !r.draining && s != r && !s.lost && s.unit == r.unit && s.epoch == r.epoch && ar.isLockstep() {
-			s.accepting, s.busy, s.tripOrder = false, false, 0
-			ar.clearFull(s)
-			ar.publish(s)
-			lost = append(lost, s)
-		}
-	}
-	for _, s := range lost { // only now, when none of them is picked any more
-		s.engineFailed = s.engineFailed || failed
-		s.failPendingAttempts()
-	}
-}
-
-// isLockstep reports whether the ranks of a unit fail together.
-func (ar *appRouter) isLockstep() bool {
-	spec := ar.revision.Load()
-	return spec != nil && spec.app.DataParallel.Coupling == app.Lockstep
-}
-
-// applyLoad passes a record of a request (admitted, first token, progress, done) to the Router.
-func (ar *appRouter) applyLoad(r *rank, rec *msg.Record) {
-	kind, assumed := routing.EvAdmitted, false
-	switch rec.Kind {
-	case msg.RecFirstToken:
-		if kind, assumed = routing.EvFirstToken, rec.Cause == msg.CausePredicted; !assumed {
-			r.progress++
-		}
-	case msg.RecProgress:
-		kind, r.progress = routing.EvProgress, r.progress+1
-	case msg.RecDone:
-		kind = routing.EvFinished
-	default:
-	}
-	e := routing.Event{
-		Kind: kind, Rank: r.id, ReqID: ar.in.routerKey(rec.Ingress, rec.ReqID), Seq: rec.Seq,
-		Incarnation: rec.Incarnation, Tokens: rec.Tokens, Hit: rec.Hit, Out: rec.Out,
-		Session: rec.Session, Assumed: assumed, At: rec.At,
-	}
-	if rec.Kind == msg.RecDone {
-		ar.applyDone(r, e, rec.Turn)
-		return
-	}
-	ar.observe(e)
-	if rec.Kind == msg.RecAdmitted && rec.Ingress == ar.in.node {
-		ar.useOffer(r)
-	}
-}
-
-// removeRank removes a rank. Unless the rank was asked to drain, it will start again on this node or another.
-// So requests keep waiting until the replicated state says that its unit is not ready.
-func (ar *appRouter) removeRank(r *rank) {
-	delete(ar.ranks, r.id)
-	if !r.draining && ar.readyUnits[r.unit] == r.epoch {
-		ar.fencedUnits[r.unit] = r.epoch
-		ar.publishPendingUnits()
-		ar.failFenced(r, false) // the node may be gone: this says nothing about the engine
-	}
-	ar.clearFull(r)
-	ar.snapshotReceived(r)
-	ar.updateCachingOff()
-	ar.observe(routing.Event{Kind: routing.EvRankDown, Rank: r.id, Incarnation: r.incarnation})
-	ar.updateOutage()
-	r.failPendingAttempts()
 }
 
 // replaceRouter installs a new Router. The new Router gets all ranks before requests use it, and their open
@@ -639,4 +397,152 @@ func (ar *appRouter) retryAfter() int {
 	n, _ := ar.queue.size()
 	s := time.Duration(int64(n) * ar.meanService.Load() / int64(max(ar.totalSlots(), 1)))
 	return int(min(max(s/time.Second, 1), maxRetryAfter))
+}
+
+// Intervals at which the ranks are told that requests wait here.
+const (
+	demandRepeat = time.Second           // while requests wait; a rank forgets it after 3 s
+	demandPause  = 50 * time.Millisecond // least time between two announcements
+)
+
+// queueDemand tells the ranks of an application whether requests wait here, so that a rank with free room
+// gives it to each ingress in turn.
+type queueDemand struct {
+	mu          sync.Mutex
+	announced   bool      // the ranks know that requests wait
+	announcedAt time.Time // when they were last told so
+	timer       *time.Timer
+	closed      bool
+	boxes       []msg.Mailbox // reused
+}
+
+// updateDemand tells the ranks whether requests wait here, if that has changed. The caller calls it after a
+// request has joined or left the queue.
+func (ar *appRouter) updateDemand() {
+	d := &ar.demand
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	waits := !ar.queue.empty()
+	if waits == d.announced || d.closed {
+		return
+	}
+	if left := demandPause - time.Since(d.announcedAt); waits && left > 0 {
+		ar.setDemandTimer(left)
+		return
+	}
+	ar.sendDemand(waits)
+}
+
+// repeatDemand repeats that requests wait, if they do.
+func (ar *appRouter) repeatDemand() {
+	d := &ar.demand
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if waits := !ar.queue.empty(); !d.closed && (waits || d.announced) {
+		ar.sendDemand(waits)
+	}
+}
+
+// sendDemand posts to every rank. The caller holds queueDemand.mu, and never appRouter.mu.
+func (ar *appRouter) sendDemand(waits bool) {
+	d := &ar.demand
+	d.announced = waits
+	if waits {
+		d.announcedAt = time.Now()
+		ar.setDemandTimer(demandRepeat)
+	}
+	ar.mu.Lock()
+	for _, r := range ar.ranks {
+		d.boxes = append(d.boxes, r.mailbox)
+	}
+	ar.mu.Unlock()
+	for _, box := range d.boxes {
+		// a rank that misses it gets the next one
+		_ = box.TrySend(msg.Demand{Ingress: ar.in.node, Waits: waits})
+	}
+	clear(d.boxes)
+	d.boxes = d.boxes[:0]
+}
+
+func (ar *appRouter) setDemandTimer(after time.Duration) {
+	d := &ar.demand
+	if d.timer == nil {
+		d.timer = time.AfterFunc(after, ar.repeatDemand)
+		return
+	}
+	d.timer.Reset(after)
+}
+
+// endDemand tells the ranks that no request waits, for good.
+func (ar *appRouter) endDemand() {
+	d := &ar.demand
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.closed = true
+	if d.announced {
+		ar.sendDemand(false)
+	}
+	if d.timer != nil {
+		d.timer.Stop()
+	}
+}
+
+// describeRequest writes p into q, with what the ranks' caches hold of it now. The caller sets q's other
+// fields (ID, Tried, Force, Override). q shares p's memory and is valid until p is filled or described again.
+func (ar *appRouter) describeRequest(q *routing.Request, p *prompt) {
+	r := ar.inputs()
+	q.Now = ar.in.clock()
+	q.Tokens, q.Estimated = p.tokens, p.estimated
+	q.Direct, q.HasDirect = p.direct, p.hasDirect
+	q.Priority, q.TTFTms, q.TPOTms = p.priority, p.ttftMs, p.tpotMs
+	q.Session, q.Adapter, q.Text = p.session, p.adapter, p.text
+	q.Blocks, q.BlockSize, q.Hits = nil, 0, nil
+	if len(p.blocks) > 0 {
+		q.Blocks, q.BlockSize = p.blocks, max(p.spanTokens(1), 1)
+	}
+	if r.cache != nil && !ar.cachingOff.Load() {
+		p.lookUp(r, ar.in.clock())
+		q.Hits = p.hits
+	}
+}
+
+// inputs is what the application's policy reads; nothing before the route table has the application.
+func (ar *appRouter) inputs() *policyInputs {
+	if r := ar.policyInputs.Load(); r != nil {
+		return r
+	}
+	return noPolicyInputs
+}
+
+// anyReadyRank returns a ready rank that is not in but, of this node if there is one; nil if there is none.
+func (ar *appRouter) anyReadyRank(but ...*rank) *rank {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	var far *rank
+	for _, r := range ar.ranks { // map order is random, so the requests are spread
+		switch {
+		case !r.publishedReady || slices.Contains(but, r):
+		case r.local:
+			return r
+		default:
+			far = r
+		}
+	}
+	return far
+}
+
+// modelID is the application's own model id, whatever name the client used.
+func (ar *appRouter) modelID() string {
+	if spec := ar.revision.Load(); spec != nil {
+		return spec.app.Model.ID
+	}
+	return ""
+}
+
+// adapterOf is the LoRA adapter that a model name selects; "" for none.
+func (ar *appRouter) adapterOf(model []byte) string {
+	if spec := ar.revision.Load(); spec != nil {
+		return spec.adapters[string(model)]
+	}
+	return ""
 }

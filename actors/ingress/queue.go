@@ -1,6 +1,8 @@
 package ingress
 
-import "sync"
+import (
+	"sync"
+)
 
 // requestQueue is the queue of one application: requests that found no rank with room, in order of arrival.
 // One waiter at a time has the turn and asks the Router. Free room gives the turn to the first waiter. A

@@ -6,6 +6,42 @@ import (
 	"time"
 )
 
+// deadlineSteps is how often the read deadline is moved within a window; the deadline is exact to
+// 1/deadlineSteps of it.
+const deadlineSteps = 30
+
+// bodyPace enforces the least rates of an upload: bodyRate over each window, and wholeBody bytes within whole
+// since the upload began. So a body of up to wholeBody bytes must be complete after whole, and the least rate
+// grows with the memory that a body takes.
+type bodyPace struct {
+	window time.Duration
+	whole  time.Duration
+	began  time.Time // start of the body
+	since  time.Time // start of the current window
+	had    int       // bytes that had arrived by then
+}
+
+// isTooSlow reports whether n bytes by now are too few.
+func (p *bodyPace) isTooSlow(now time.Time, n int) bool {
+	if passed := now.Sub(p.since); passed >= p.window {
+		if float64(n-p.had) < bodyRate*passed.Seconds() {
+			return true
+		}
+		p.since, p.had = now, n
+	}
+	passed := now.Sub(p.began)
+	return passed >= p.whole && float64(n) < wholeBody*passed.Seconds()/p.whole.Seconds()
+}
+
+// deadline is when the next byte must arrive after the n bytes that have arrived by now.
+func (p *bodyPace) deadline(now time.Time, n int) time.Time {
+	due, last := now.Add(p.window), p.began.Add(p.whole)
+	if n < wholeBody && last.Before(due) {
+		return last
+	}
+	return due
+}
+
 // errSlowReader is the cause when a client takes its answer too slowly, although no single write has exceeded
 // its deadline.
 var errSlowReader = fmt.Errorf("the client reads fewer than %d bytes per second: %w", bodyRate,

@@ -1,11 +1,12 @@
 package ingress
 
 import (
-	"context"
 	"fmt"
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
+	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/app"
@@ -13,24 +14,6 @@ import (
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
-
-// ExplainRoute decides for rq with the code and state of live requests, explains the decision, and changes
-// nothing. Errors are *problem.Error.
-func (in *Ingress) ExplainRoute(ctx context.Context, app string, rq *msg.RouteQuery) (
-	*msg.Explanation, error) {
-	ar, router, err := in.routerOf(app)
-	if err != nil {
-		return nil, err
-	}
-	if rq.Replay != "" {
-		return ar.replay(router, rq)
-	}
-	query, err := ar.newRouteQuery(ctx, rq)
-	if err != nil {
-		return nil, err
-	}
-	return ar.explain(router, query), nil
-}
 
 // explain is the decision for k as it would be now.
 func (ar *appRouter) explain(router *routing.Router, query *routeQuery) *msg.Explanation {
@@ -228,4 +211,182 @@ func refusal(app string, query *routeQuery, d *routing.Decision) error {
 	}
 	return problem.New(problem.Unavailable, "no rank of app %s is ready: %s", app, d.Reason).WithHint(
 		"`dpserve status %s` shows why", app)
+}
+
+// rankExplainer explains for each rank whether a request could go there. It restates the rules of
+// routing.Eligible and of the Router's tiers; TestExplainRows keeps both equal.
+type rankExplainer struct {
+	query      *routing.Request
+	view       *routing.View
+	anyOpen    bool // some rank has room and a live stream
+	draining   map[routing.RankID]bool
+	fullReason map[routing.RankID]string // why a rank counts as full whatever its numbers say
+}
+
+func (ar *appRouter) newRankExplainer(query *routeQuery, v *routing.View) *rankExplainer {
+	j := &rankExplainer{query: &query.query, view: v, draining: map[routing.RankID]bool{},
+		fullReason: map[routing.RankID]string{}}
+	for i := range v.Ranks {
+		rk := &v.Ranks[i]
+		j.anyOpen = j.anyOpen || !rk.Silent && routing.HasRoom(rk) && routing.Eligible(&query.query, rk)
+	}
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	for id, r := range ar.ranks {
+		j.draining[id] = r.draining
+		switch {
+		case r.busy:
+			j.fullReason[id] = "its engine said that it is busy"
+		case r.full && r.turn != "" && r.offered == 0:
+			j.fullReason[id] = "its free room is for another ingress, which waits as well"
+		case r.full:
+			j.fullReason[id] = "it said that it is full"
+		}
+	}
+	return j
+}
+
+// explain returns the rank's state, the reason in words ("" if it may be picked), and whether it could be
+// picked.
+func (j *rankExplainer) explain(rk *routing.Rank) (state, why string, eligible bool) {
+	switch {
+	case slices.Contains(j.query.Tried, rk.ID):
+		return "tried", "it failed this request already", false
+	case !rk.Ready && j.draining[rk.ID]:
+		return "draining", "it takes nothing new and lets its requests end", false
+	case !rk.Ready:
+		return "not-ready", "its unit is not ready, or its engine does not accept", false
+	case rk.LeftOut:
+		return "tripped", "its answers failed in a row, and no canary has come back yet", false
+	case rk.Busy:
+		return "busy", fmt.Sprintf("KV usage %.2f, busy_threshold %.2f", rk.Usage(), j.view.BusyThreshold),
+			false
+	case rk.Silent && j.anyOpen:
+		return "silent", "its stream is silent, and others are not", false
+	case rk.Silent:
+		return "silent", "", true // admission decides
+	case j.fullReason[rk.ID] != "" && !routing.HasRoom(rk):
+		return "full", j.fullReason[rk.ID], false
+	case !routing.HasRoom(rk):
+		return "full", fmt.Sprintf("%d of %d requests in flight", rk.Load.O(), rk.MaxOngoing), false
+	}
+	return "ok", "", true
+}
+
+// Bounds of a decisionLog.
+const (
+	maxRecent       = 1024 // decisions
+	maxRecentBlocks = 1024 // leading blocks of each prompt: 8 KiB, 8 MiB in all
+)
+
+// decisionLog is a ring of the last live requests with their decisions, for replays. It keeps the request
+// without its text, and the decision. It does not keep the ranks' load: a copy of it per request would cost
+// more than the decision. Entries are reused, so a request allocates nothing here in the long run. The zero
+// value is ready; safe for concurrent use.
+type decisionLog struct {
+	mu   sync.Mutex
+	ring []decisionRecord
+	next int
+}
+
+// decisionRecord is one entry of a decisionLog.
+type decisionRecord struct {
+	id      string        // x-request-id
+	at      time.Duration // on the ingress's clock
+	attempt int
+	policy  string
+	reason  string
+	pick    routing.RankID
+	hit     int
+
+	prompt prompt // without text; blocks are the entry's own memory
+	whole  bool   // every block was kept
+	hits   []routing.Hit
+	tried  []routing.RankID
+}
+
+// record keeps the decision of a live request that was routed.
+func (r *decisionLog) record(id string, attempt int, policy string, p *prompt, q *routing.Request,
+	d *routing.Decision) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if len(r.ring) < maxRecent {
+		r.ring = append(r.ring, decisionRecord{})
+	}
+	e := &r.ring[r.next]
+	r.next = (r.next + 1) % maxRecent
+	blocks := append(e.prompt.blocks[:0], p.blocks[:min(len(p.blocks), maxRecentBlocks)]...)
+	*e = decisionRecord{
+		id: id, at: q.Now, attempt: attempt, policy: policy, reason: d.Reason, pick: d.Ranked[0],
+		hit: q.HitOn(d.Ranked[0]),
+		prompt: prompt{
+			routingHeaders: p.routingHeaders, tokens: p.tokens, estimated: p.estimated, adapter: p.adapter,
+			session: p.session,
+			unit:    p.unit, size: p.size, promptMemory: promptMemory{blocks: blocks}, perBlock: p.perBlock,
+		},
+		whole: len(blocks) == len(p.blocks), hits: append(e.hits[:0], q.Hits...),
+		tried: append(e.tried[:0], q.Tried...),
+	}
+}
+
+// find copies the newest entry of a request.
+func (r *decisionLog) find(id string) (decisionRecord, bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for n := range r.ring {
+		e := &r.ring[(r.next-1-n+len(r.ring))%len(r.ring)]
+		if e.id != id {
+			continue
+		}
+		out := *e
+		out.prompt.blocks = append([]uint64(nil), e.prompt.blocks...)
+		out.hits = append([]routing.Hit(nil), e.hits...)
+		out.tried = append([]routing.RankID(nil), e.tried...)
+		return out, true
+	}
+	return decisionRecord{}, false
+}
+
+// replay shows the inputs of a recent decision, and the decision that a new request would get now.
+func (ar *appRouter) replay(router *routing.Router, rq *msg.RouteQuery) (*msg.Explanation, error) {
+	e, ok := ar.decisions.find(rq.Replay)
+	if !ok {
+		return nil, problem.New(problem.NotFound, "no request %q among the last %d of app %s",
+			rq.Replay[:min(len(rq.Replay), maxRequestID)], maxRecent, ar.name).
+			WithHint("the id is in the answer's x-request-id header; requests that found no rank are not kept")
+	}
+	query := &routeQuery{prompt: e.prompt}
+	if err := ar.applyOverrides(query, rq.Worker, rq.Override); err != nil {
+		return nil, err
+	}
+	x := ar.explain(router, query)
+	x.Replay = e.toReplay(ar.in.clockBase)
+	if ar.inputs().needs.Text {
+		x.Notes = append(x.Notes,
+			"this policy reads the prompt's text, which is not kept: what it would get now is without it")
+	}
+	if !e.whole {
+		x.Notes = append(x.Notes,
+			fmt.Sprintf("only the first %d blocks of the prompt are kept: hits behind them are not seen now",
+				maxRecentBlocks))
+	}
+	return x, nil
+}
+
+// toReplay describes the recorded decision. base is the origin of its clock.
+func (e *decisionRecord) toReplay(base time.Time) *msg.Replay {
+	out := &msg.Replay{
+		RequestID: e.id, At: base.Add(e.at).Round(0), Attempt: e.attempt, Policy: e.policy,
+		Pick: e.pick.String(), Reason: e.reason, HitTokens: e.hit,
+	}
+	for _, h := range e.hits {
+		if out.Hits == nil {
+			out.Hits = map[string]int{}
+		}
+		out.Hits[h.Rank.String()] = int(h.Tokens)
+	}
+	for _, id := range e.tried {
+		out.Tried = append(out.Tried, id.String())
+	}
+	return out
 }

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/state"
 )
 
@@ -51,13 +52,6 @@ func (w *unplacedApps) current() (apps map[string]*msg.Waiting, left time.Durati
 	return apps, left
 }
 
-// TakeWaiting tells the ingress which applications have units that find no room. It replaces the list before,
-// and holds for lasts. These units do not count as pending, so requests that no ready rank can take are
-// refused with the reason.
-func (in *Ingress) TakeWaiting(said []msg.Waiting, lasts time.Duration) {
-	in.unplaced.replace(said, lasts)
-}
-
 // hasNoRoom reports whether a unit waits for room. The leader's list does not apply to another revision,
 // which was not placed yet, or to a unit that was granted meanwhile.
 func hasNoRoom(st *state.State, w *msg.Waiting, unit string) bool {
@@ -66,4 +60,31 @@ func hasNoRoom(st *state.State, w *msg.Waiting, unit string) bool {
 	}
 	epoch, waits := w.Units[unit]
 	return waits && st.Epochs[unit] == epoch
+}
+
+// unitProgress returns the application's ready units with their epochs, and the number of wanted units that
+// may still become ready. Units for which the leader finds no room, as w says, are neither; noRoom is the
+// reason, "" if there are none.
+func unitProgress(st *state.State, spec *app.Application, deleting bool, w *msg.Waiting) (
+	ready map[string]uint64, onTheWay int, noRoom string,
+) {
+	ready = map[string]uint64{}
+	for id, u := range st.Units {
+		if u.App == spec.Name && u.Phase == state.Ready && st.Epochs[id] <= u.Epoch && !hasNoRoom(st, w, id) {
+			ready[id] = u.Epoch
+		}
+	}
+	if deleting {
+		return ready, 0, ""
+	}
+	for _, u := range spec.Units() {
+		have := st.Units[u.ID]
+		switch {
+		case hasNoRoom(st, w, u.ID):
+			noRoom = w.Reason
+		case have == nil || have.Phase != state.Ready && have.Phase != state.Failed:
+			onTheWay++
+		}
+	}
+	return ready, onTheWay, noRoom
 }

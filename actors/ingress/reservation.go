@@ -201,42 +201,6 @@ func (ar *appRouter) expireReservation(id string, r *reservation) {
 	}
 }
 
-// MarkPrefillComplete records that a reservation's request has its first token. Safe to call twice. Errors
-// are *problem.Error.
-func (in *Ingress) MarkPrefillComplete(app, id string) error {
-	ar, _, err := in.routerOf(app)
-	if err != nil {
-		return err
-	}
-	s := &ar.reservations
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	r := s.byID[id]
-	if r == nil {
-		return noReservation(app, id)
-	}
-	now := time.Now()
-	if r.first == 0 {
-		r.first = max(now.Sub(r.start), 1)
-		r.rank.mailbox.Send(&msg.FirstToken{TicketID: r.ticket.ID, At: now})
-	}
-	return nil
-}
-
-// Free ends a reservation. Errors are *problem.Error: NotFound if it has ended.
-func (in *Ingress) Free(app, id string) error {
-	ar, _, err := in.routerOf(app)
-	if err != nil {
-		return err
-	}
-	r := ar.reservations.take(id, nil)
-	if r == nil {
-		return noReservation(app, id)
-	}
-	r.release("freed")
-	return nil
-}
-
 func noReservation(app, id string) error {
 	return problem.New(problem.NotFound, "app %s has no reservation %q", app,
 		id[:min(len(id), maxRequestID)]).

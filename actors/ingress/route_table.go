@@ -1,15 +1,11 @@
 package ingress
 
 import (
-	"encoding/json"
-	"reflect"
 	"sort"
 	"strings"
 	"time"
 
-	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/state"
 )
 
 // appRevision is one revision of an application, prepared for requests. Immutable.
@@ -110,78 +106,4 @@ func (t *routeTable) split(path string) (*routeScope, string) {
 		}
 	}
 	return t.root, path
-}
-
-// newRevision decodes an application's specification; old is the revision before, nil for none.
-func (in *Ingress) newRevision(a *state.App, old *appRevision) (*appRevision, error) {
-	spec := &app.Application{}
-	if err := json.Unmarshal(a.Spec, spec); err != nil {
-		return nil, err
-	}
-	s := &appRevision{
-		app: spec, revision: a.Revision, created: time.Now().Unix(), names: a.Names,
-		attempts:   spec.Retries.Attempts,
-		queue:      app.Seconds(spec.Timeouts.QueueS),
-		firstToken: app.Seconds(spec.Timeouts.FirstTokenS),
-		between:    app.Seconds(spec.Timeouts.BetweenTokensS),
-	}
-	if old != nil {
-		s.created = old.created
-	}
-	if len(s.names) == 0 {
-		s.names = spec.Model.ServedNames()
-	}
-	s.adapters = adaptersOf(&spec.Model)
-	if s.attempts <= 0 {
-		s.attempts = defaultAttempts
-	}
-	orDefault(&s.queue, in.timers.Queue)
-	orDefault(&s.firstToken, in.timers.FirstToken)
-	orDefault(&s.between, in.timers.BetweenToken)
-	return s, nil
-}
-
-// adaptersOf maps the names under which adapters are served (Model.ServedNames) to the adapters; nil without
-// adapters.
-func adaptersOf(m *app.Model) map[string]string {
-	if len(m.Adapters) == 0 {
-		return nil
-	}
-	out := make(map[string]string, 2*len(m.Adapters))
-	for _, a := range m.Adapters {
-		out[a.ID], out[m.ID+":"+a.ID] = a.ID, a.ID
-	}
-	return out
-}
-
-// sameRouting reports whether the Router of old can be kept under s.
-func sameRouting(old, s *appRevision) bool {
-	return old != nil && reflect.DeepEqual(old.app.Routing, s.app.Routing)
-}
-
-// unitProgress returns the application's ready units with their epochs, and the number of wanted units that
-// may still become ready. Units for which the leader finds no room, as w says, are neither; noRoom is the
-// reason, "" if there are none.
-func unitProgress(st *state.State, spec *app.Application, deleting bool, w *msg.Waiting) (
-	ready map[string]uint64, onTheWay int, noRoom string,
-) {
-	ready = map[string]uint64{}
-	for id, u := range st.Units {
-		if u.App == spec.Name && u.Phase == state.Ready && st.Epochs[id] <= u.Epoch && !hasNoRoom(st, w, id) {
-			ready[id] = u.Epoch
-		}
-	}
-	if deleting {
-		return ready, 0, ""
-	}
-	for _, u := range spec.Units() {
-		have := st.Units[u.ID]
-		switch {
-		case hasNoRoom(st, w, u.ID):
-			noRoom = w.Reason
-		case have == nil || have.Phase != state.Ready && have.Phase != state.Failed:
-			onTheWay++
-		}
-	}
-	return ready, onTheWay, noRoom
 }
