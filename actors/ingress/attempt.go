@@ -287,10 +287,10 @@ func (req *request) admit(ctx, request context.Context, rk *rank) (msg.AdmitRepl
 		return rep, refusedAs(rep.Refusal)
 	case <-rk.mailbox.Stopped():
 		req.prompt.shared = true
-		return req.in.replyAfterStop(reply)
+		return replyAfterStop(req.in, reply)
 	case <-ctx.Done():
 		req.prompt.shared = true
-		req.in.awaitLateTicket(rk.mailbox, reply)
+		awaitLateTicket(req.in, rk.mailbox, reply)
 		return msg.AdmitReply{}, contextCause(ctx)
 	}
 }
@@ -320,7 +320,7 @@ func sendRefusal(rk *rank) cause {
 }
 
 // replyAfterStop takes a reply that arrived just before the actor ended.
-func (in *Ingress) replyAfterStop(reply chan msg.AdmitReply) (msg.AdmitReply, cause) {
+func replyAfterStop(in *Ingress, reply chan msg.AdmitReply) (msg.AdmitReply, cause) {
 	select {
 	case rep := <-reply:
 		in.replyPool.Put(reply)
@@ -332,7 +332,7 @@ func (in *Ingress) replyAfterStop(reply chan msg.AdmitReply) (msg.AdmitReply, ca
 
 // awaitLateTicket waits for the ticket of a request that has already left, and returns it. It uses one
 // goroutine per such request, which ends with the reply, the actor or Timers.LateTicket.
-func (in *Ingress) awaitLateTicket(box msg.Mailbox, reply chan msg.AdmitReply) {
+func awaitLateTicket(in *Ingress, box msg.Mailbox, reply chan msg.AdmitReply) {
 	in.background.Go(func() {
 		timeout := time.NewTimer(in.timers.LateTicket)
 		defer timeout.Stop()
@@ -439,6 +439,16 @@ func (req *request) admitRemote(ctx, life context.Context, rk *rank) (msg.AdmitR
 		cancel(errOver)
 		return msg.AdmitReply{}, cause
 	}
+}
+
+// admitBounded is admit with a time limit, because the mailbox may hold other messages.
+func (req *request) admitBounded(ctx, life context.Context, rk *rank) (msg.AdmitReply, cause) {
+	ctx, cancel := context.WithTimeoutCause(ctx, req.in.timers.Admit, errAdmitSlow)
+	defer cancel()
+	if !rk.local {
+		return req.admitRemote(ctx, life, rk)
+	}
+	return req.admit(ctx, life, rk)
 }
 
 // Requests that compute no tokens (/tokenize, /detokenize) take no ticket. They count neither in a rank's

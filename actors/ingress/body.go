@@ -22,7 +22,7 @@ func (req *request) readBody() *failure {
 	// body.
 	most := in.limits.MaxBody + 1
 	if r.ContentLength >= most {
-		return in.tooLarge()
+		return in.limits.tooLarge()
 	}
 	if r.ContentLength >= 0 {
 		most = r.ContentLength + 1
@@ -41,7 +41,7 @@ func (req *request) bodyFailure(err error) *failure {
 	in, r := req.in, req.r
 	switch {
 	case errors.Is(err, errTooLarge):
-		return in.tooLarge()
+		return in.limits.tooLarge()
 	case errors.Is(err, errNoBodyMemory):
 		return noBodyMemory()
 	case errors.Is(err, errTooSlow), errors.Is(err, os.ErrDeadlineExceeded):
@@ -56,9 +56,9 @@ func (req *request) bodyFailure(err error) *failure {
 	}
 }
 
-func (in *Ingress) tooLarge() *failure {
-	text := fmt.Sprintf("the body is larger than %d bytes", in.limits.MaxBody)
-	if in.limits.MaxBody < LargestMaxBody {
+func (l Limits) tooLarge() *failure {
+	text := fmt.Sprintf("the body is larger than %d bytes", l.MaxBody)
+	if l.MaxBody < LargestMaxBody {
 		text += fmt.Sprintf("; the node's --max-body allows up to %d MiB", LargestMaxBody>>20)
 	}
 	return newFailure(openai.CodeBodyTooLarge, text)

@@ -58,7 +58,8 @@ type column struct {
 	discardedAtOpen uint64        // value of cache.discarded when the column was opened
 }
 
-func (in *Ingress) newCache(ar *appRouter, columns int) (*cache, error) {
+func newCache(ar *appRouter, columns int) (*cache, error) {
+	in := ar.in
 	index, err := kvindex.New(kvindex.Config{Columns: columns, Bytes: in.limits.IndexBytes})
 	if err != nil {
 		return nil, err

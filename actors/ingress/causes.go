@@ -155,7 +155,7 @@ func contextCause(ctx context.Context) cause {
 		return causeUnitLost
 	case errors.Is(err, errDeadline):
 		return causeDeadline
-	case errors.Is(err, ErrDrained):
+	case errors.Is(err, errDrained):
 		return causeDrained
 	default:
 		return causeClientGone

@@ -38,7 +38,7 @@ type clientConns struct {
 	conns map[*clientConn]struct{}
 }
 
-func (in *Ingress) newClientConns(l net.Listener) *clientConns {
+func newClientConns(in *Ingress, l net.Listener) *clientConns {
 	return &clientConns{
 		Listener: l, maxConns: in.limits.MaxConns, refuse: in.memory.refusesConns, clock: in.clock,
 		answered: func(code int) { in.metrics.RequestRefused(telemetry.RouteOther, code) },

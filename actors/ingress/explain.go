@@ -15,9 +15,9 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// explain is the decision for k as it would be now.
-func (ar *appRouter) explain(router *routing.Router, query *routeQuery) *msg.Explanation {
-	ar.describeQuery(query)
+// explainQuery is the decision for k as it would be now.
+func explainQuery(ar *appRouter, router *routing.Router, query *routeQuery) *msg.Explanation {
+	describeQuery(ar, query)
 	d, view := router.Why(&query.query)
 	x := &msg.Explanation{
 		App: ar.name, Policy: router.Policy(), Tokens: query.query.Tokens, Estimated: query.query.Estimated,
@@ -27,8 +27,8 @@ func (ar *appRouter) explain(router *routing.Router, query *routeQuery) *msg.Exp
 	if d.Kind == routing.Route {
 		x.Pick = d.Ranked[0].String()
 	}
-	x.Ranks = ar.explainRanks(query, &d, &view)
-	x.Notes = ar.explainNotes(query, &d, &view)
+	x.Ranks = explainRanks(ar, query, &d, &view)
+	x.Notes = explainNotes(ar, query, &d, &view)
 	return x
 }
 
@@ -55,9 +55,9 @@ func kindName(k routing.Kind) string {
 }
 
 // explainRanks describes every rank that the Router knows, and the application's other ranks.
-func (ar *appRouter) explainRanks(query *routeQuery, d *routing.Decision,
+func explainRanks(ar *appRouter, query *routeQuery, d *routing.Decision,
 	v *routing.View) []msg.RankExplanation {
-	j := ar.newRankExplainer(query, v)
+	j := newRankExplainer(ar, query, v)
 	out := make([]msg.RankExplanation, 0, len(v.Ranks))
 	for i := range v.Ranks {
 		rk := &v.Ranks[i]
@@ -77,7 +77,7 @@ func (ar *appRouter) explainRanks(query *routeQuery, d *routing.Decision,
 		score(&row, rk.ID, d.Terms)
 		out = append(out, row)
 	}
-	return ar.addMissing(out)
+	return addMissingRanks(ar, out)
 }
 
 // hit adds what the rank holds of the prompt.
@@ -136,7 +136,7 @@ func formula(policy string, terms []routing.Term) string {
 const scoring = "scoring"
 
 // explainNotes are remarks for a person beside the numbers.
-func (ar *appRouter) explainNotes(query *routeQuery, d *routing.Decision, v *routing.View) []string {
+func explainNotes(ar *appRouter, query *routeQuery, d *routing.Decision, v *routing.View) []string {
 	var out []string
 	r := ar.inputs()
 	if v.PrefixCachingOff {
@@ -165,8 +165,8 @@ func (ar *appRouter) explainNotes(query *routeQuery, d *routing.Decision, v *rou
 	return out
 }
 
-// addMissing adds ranks of the application that have no stream here, and keeps the order.
-func (ar *appRouter) addMissing(rows []msg.RankExplanation) []msg.RankExplanation {
+// addMissingRanks adds ranks of the application that have no stream here, and keeps the order.
+func addMissingRanks(ar *appRouter, rows []msg.RankExplanation) []msg.RankExplanation {
 	known := map[string]bool{}
 	for i := range rows {
 		known[rows[i].Worker] = true
@@ -223,7 +223,7 @@ type rankExplainer struct {
 	fullReason map[routing.RankID]string // why a rank counts as full whatever its numbers say
 }
 
-func (ar *appRouter) newRankExplainer(query *routeQuery, v *routing.View) *rankExplainer {
+func newRankExplainer(ar *appRouter, query *routeQuery, v *routing.View) *rankExplainer {
 	j := &rankExplainer{query: &query.query, view: v, draining: map[routing.RankID]bool{},
 		fullReason: map[routing.RankID]string{}}
 	for i := range v.Ranks {
@@ -347,8 +347,8 @@ func (r *decisionLog) find(id string) (decisionRecord, bool) {
 	return decisionRecord{}, false
 }
 
-// replay shows the inputs of a recent decision, and the decision that a new request would get now.
-func (ar *appRouter) replay(router *routing.Router, rq *msg.RouteQuery) (*msg.Explanation, error) {
+// replayDecision shows the inputs of a recent decision, and the decision that a new request would get now.
+func replayDecision(ar *appRouter, router *routing.Router, rq *msg.RouteQuery) (*msg.Explanation, error) {
 	e, ok := ar.decisions.find(rq.Replay)
 	if !ok {
 		return nil, problem.New(problem.NotFound, "no request %q among the last %d of app %s",
@@ -356,10 +356,10 @@ func (ar *appRouter) replay(router *routing.Router, rq *msg.RouteQuery) (*msg.Ex
 			WithHint("the id is in the answer's x-request-id header; requests that found no rank are not kept")
 	}
 	query := &routeQuery{prompt: e.prompt}
-	if err := ar.applyOverrides(query, rq.Worker, rq.Override); err != nil {
+	if err := applyOverrides(ar, query, rq.Worker, rq.Override); err != nil {
 		return nil, err
 	}
-	x := ar.explain(router, query)
+	x := explainQuery(ar, router, query)
 	x.Replay = e.toReplay(ar.in.clockBase)
 	if ar.inputs().needs.Text {
 		x.Notes = append(x.Notes,

@@ -81,7 +81,7 @@ func TestAPieceLeavesInOneWrite(t *testing.T) {
 		served := make(chan error, 1)
 		in := &Ingress{}
 		in.limits.MaxConns = 4
-		front := in.newClientConns(countedListener{l, conns})
+		front := newClientConns(in, countedListener{l, conns})
 		front.refuse = func() bool { return false }
 		go func() { served <- server.Serve(front) }()
 		client, err := network.DialContext(t.Context(), "tcp", "ingress:80")

@@ -15,9 +15,9 @@ import (
 )
 
 // newGeneration makes the request. k has what a header cannot express.
-func (ar *appRouter) newGeneration(ctx context.Context, q *msg.Generate) (*http.Request, *routeQuery, error) {
+func newGeneration(ctx context.Context, ar *appRouter, q *msg.Generate) (*http.Request, *routeQuery, error) {
 	query := &routeQuery{}
-	if err := ar.applyOverrides(query, q.Worker, q.Override); err != nil {
+	if err := applyOverrides(ar, query, q.Worker, q.Override); err != nil {
 		return nil, nil, err
 	}
 	if q.RequestID != "" {
@@ -25,10 +25,10 @@ func (ar *appRouter) newGeneration(ctx context.Context, q *msg.Generate) (*http.
 			return nil, nil, err
 		}
 	}
-	if err := ar.checkModel(q.Model); err != nil {
+	if err := checkModel(ar, q.Model); err != nil {
 		return nil, nil, err
 	}
-	body, err := ar.completionBody(q)
+	body, err := completionBody(ar, q)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -46,7 +46,7 @@ func (ar *appRouter) newGeneration(ctx context.Context, q *msg.Generate) (*http.
 }
 
 // completionBody is the body: the caller's sampling fields, and the fields that Generate sets itself.
-func (ar *appRouter) completionBody(q *msg.Generate) ([]byte, error) {
+func completionBody(ar *appRouter, q *msg.Generate) ([]byte, error) {
 	own := map[string]any{
 		"model": cmp.Or(q.Model, ar.modelID()), "prompt": q.TokenIDs, "stream": true,
 		"stream_options": map[string]bool{"include_usage": true}, "return_token_ids": true,
@@ -65,7 +65,7 @@ func (ar *appRouter) completionBody(q *msg.Generate) ([]byte, error) {
 			"its members are those of a /v1/completions body")
 	}
 	if int64(len(body)) > ar.in.limits.MaxBody {
-		return nil, problemOf(ar.in.tooLarge())
+		return nil, problemOf(ar.in.limits.tooLarge())
 	}
 	return body, nil
 }

@@ -23,8 +23,8 @@ import (
 	"github.com/dpserve/dpserve/telemetry"
 )
 
-// ErrDrained is the cause with which Close ends what is still running when its context is over.
-var ErrDrained = errors.New("the ingress is shutting down")
+// errDrained is the cause with which Close ends what is still running when its context is over.
+var errDrained = errors.New("the ingress is shutting down")
 
 // Metrics gives and forgets the counters of an application. *telemetry.Metrics implements it.
 type Metrics interface {
@@ -101,8 +101,7 @@ type Ingress struct {
 	background  sync.WaitGroup // indexes, late tickets
 }
 
-// New makes an ingress and follows Store and Feed at once. It serves requests once Serve is called, or
-// through Handler.
+// New makes an ingress and follows Store and Feed at once. It serves requests once Serve is called.
 func New(c Config) (*Ingress, error) {
 	if c.Store == nil || c.Feed == nil || c.Metrics == nil || c.Log == nil {
 		return nil, errors.New("ingress: Store, Feed, Metrics and Log must be set")
@@ -138,10 +137,6 @@ func New(c Config) (*Ingress, error) {
 	go in.follow(ctx, changed)
 	return in, nil
 }
-
-// Handler is the whole HTTP surface, for tests and for servers of other packages. Only their own context ends
-// requests that are served through it.
-func (in *Ingress) Handler() http.Handler { return in.handler }
 
 // follow rebuilds the route table whenever the replicated state or the leader's list of unplaced units
 // changes.
@@ -288,7 +283,7 @@ func (in *Ingress) setPolicyInputs(ar *appRouter, spec *appRevision, policy rout
 	if r.needs.Hits {
 		r.cache = old.cache
 		if n := columnsFor(spec.app); r.cache == nil || r.cache.maxColumns < n {
-			if r.cache, err = in.newCache(ar, n); err != nil {
+			if r.cache, err = newCache(ar, n); err != nil {
 				return false, err
 			}
 			fresh = true

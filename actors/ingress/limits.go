@@ -25,12 +25,12 @@ type Limits struct {
 const (
 	DefaultMaxBody         = 16 << 20
 	LargestMaxBody         = 64 << 20 // for requests with images; other nodes accept no larger ones
-	DefaultMaxHeaderBytes  = 64 << 10
-	DefaultMaxHeaderFields = 100
-	DefaultMaxConns        = 16_000
-	DefaultMaxQueueTokens  = 4 << 20
-	DefaultIndexBytes      = kvindex.DefaultBytes
-	DefaultTokenizeBytes   = 64 << 20
+	defaultMaxHeaderBytes  = 64 << 10
+	defaultMaxHeaderFields = 100
+	defaultMaxConns        = 16_000
+	defaultMaxQueueTokens  = 4 << 20
+	defaultIndexBytes      = kvindex.DefaultBytes
+	defaultTokenizeBytes   = 64 << 20
 )
 
 // Timers of an ingress. A zero field means its default. Per-application times are in app.yaml.
@@ -60,24 +60,24 @@ type Timers struct {
 
 // Defaults of Timers.
 const (
-	DefaultReadHeader   = 10 * time.Second
-	DefaultIdle         = 120 * time.Second
-	DefaultBodyStall    = 30 * time.Second
-	DefaultSlowReader   = 60 * time.Second
-	DefaultAdmit        = 5 * time.Second
-	DefaultLateTicket   = 10 * time.Second
-	DefaultDoubt        = 500 * time.Millisecond
-	DefaultFullRecheck  = time.Second
-	DefaultTail         = time.Second
-	DefaultDial         = 5 * time.Second
-	DefaultIdleOwned    = 100 * time.Second
-	DefaultIdleAttached = 4 * time.Second
-	DefaultBudgetWindow = 10 * time.Second
-	DefaultQueue        = 60 * time.Second
-	DefaultFirstToken   = 300 * time.Second
-	DefaultBetweenToken = 30 * time.Second
-	DefaultOutage       = 5 * time.Second
-	DefaultReservation  = 300 * time.Second
+	defaultReadHeader   = 10 * time.Second
+	defaultIdle         = 120 * time.Second
+	defaultBodyStall    = 30 * time.Second
+	defaultSlowReader   = 60 * time.Second
+	defaultAdmit        = 5 * time.Second
+	defaultLateTicket   = 10 * time.Second
+	defaultDoubt        = 500 * time.Millisecond
+	defaultFullRecheck  = time.Second
+	defaultTail         = time.Second
+	defaultDial         = 5 * time.Second
+	defaultIdleOwned    = 100 * time.Second
+	defaultIdleAttached = 4 * time.Second
+	defaultBudgetWindow = 10 * time.Second
+	defaultQueue        = 60 * time.Second
+	defaultFirstToken   = 300 * time.Second
+	defaultBetweenToken = 30 * time.Second
+	defaultOutage       = 5 * time.Second
+	defaultReservation  = 300 * time.Second
 )
 
 // Numbers that cannot be configured.
@@ -111,12 +111,12 @@ const (
 
 func (l Limits) withDefaults() Limits {
 	orDefault(&l.MaxBody, DefaultMaxBody)
-	orDefault(&l.MaxHeaderBytes, DefaultMaxHeaderBytes)
-	orDefault(&l.MaxHeaderFields, DefaultMaxHeaderFields)
-	orDefault(&l.MaxConns, DefaultMaxConns)
-	orDefault(&l.MaxQueueTokens, DefaultMaxQueueTokens)
-	orDefault(&l.IndexBytes, DefaultIndexBytes)
-	orDefault(&l.TokenizeBytes, DefaultTokenizeBytes)
+	orDefault(&l.MaxHeaderBytes, defaultMaxHeaderBytes)
+	orDefault(&l.MaxHeaderFields, defaultMaxHeaderFields)
+	orDefault(&l.MaxConns, defaultMaxConns)
+	orDefault(&l.MaxQueueTokens, defaultMaxQueueTokens)
+	orDefault(&l.IndexBytes, defaultIndexBytes)
+	orDefault(&l.TokenizeBytes, defaultTokenizeBytes)
 	return l
 }
 
@@ -137,24 +137,24 @@ func (l Limits) bodyBudget(memory int64) int64 {
 func (t Timers) wholeBody() time.Duration { return wholeWindows * t.BodyStall }
 
 func (t Timers) withDefaults() Timers {
-	orDefault(&t.ReadHeader, DefaultReadHeader)
-	orDefault(&t.Idle, DefaultIdle)
-	orDefault(&t.BodyStall, DefaultBodyStall)
-	orDefault(&t.SlowReader, DefaultSlowReader)
-	orDefault(&t.Admit, DefaultAdmit)
-	orDefault(&t.LateTicket, DefaultLateTicket)
-	orDefault(&t.Doubt, DefaultDoubt)
-	orDefault(&t.FullRecheck, DefaultFullRecheck)
-	orDefault(&t.Tail, DefaultTail)
-	orDefault(&t.Dial, DefaultDial)
-	orDefault(&t.IdleOwned, DefaultIdleOwned)
-	orDefault(&t.IdleAttached, DefaultIdleAttached)
-	orDefault(&t.BudgetWindow, DefaultBudgetWindow)
-	orDefault(&t.Queue, DefaultQueue)
-	orDefault(&t.FirstToken, DefaultFirstToken)
-	orDefault(&t.BetweenToken, DefaultBetweenToken)
-	orDefault(&t.Outage, DefaultOutage)
-	orDefault(&t.Reservation, DefaultReservation)
+	orDefault(&t.ReadHeader, defaultReadHeader)
+	orDefault(&t.Idle, defaultIdle)
+	orDefault(&t.BodyStall, defaultBodyStall)
+	orDefault(&t.SlowReader, defaultSlowReader)
+	orDefault(&t.Admit, defaultAdmit)
+	orDefault(&t.LateTicket, defaultLateTicket)
+	orDefault(&t.Doubt, defaultDoubt)
+	orDefault(&t.FullRecheck, defaultFullRecheck)
+	orDefault(&t.Tail, defaultTail)
+	orDefault(&t.Dial, defaultDial)
+	orDefault(&t.IdleOwned, defaultIdleOwned)
+	orDefault(&t.IdleAttached, defaultIdleAttached)
+	orDefault(&t.BudgetWindow, defaultBudgetWindow)
+	orDefault(&t.Queue, defaultQueue)
+	orDefault(&t.FirstToken, defaultFirstToken)
+	orDefault(&t.BetweenToken, defaultBetweenToken)
+	orDefault(&t.Outage, defaultOutage)
+	orDefault(&t.Reservation, defaultReservation)
 	return t
 }
 

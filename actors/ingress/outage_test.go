@@ -68,7 +68,7 @@ func (g *outageRig) ask() (rec *httptest.ResponseRecorder, took time.Duration) {
 	rec, began := httptest.NewRecorder(), time.Now()
 	req := httptest.NewRequestWithContext(g.t.Context(), http.MethodPost, "/v1/chat/completions",
 		strings.NewReader(chatBody))
-	g.in.Handler().ServeHTTP(rec, req)
+	g.in.handler.ServeHTTP(rec, req)
 	return rec, time.Since(began)
 }
 
@@ -78,12 +78,12 @@ func (g *outageRig) ask() (rec *httptest.ResponseRecorder, took time.Duration) {
 func TestAnOutageOfAttachedEnginesIsAnsweredAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newOutageRig(t, app.KindAttach)
-		time.Sleep(DefaultOutage / 2)
+		time.Sleep(defaultOutage / 2)
 		rec, took := g.ask()
 		assert.Equal(t, http.StatusServiceUnavailable, rec.Code)
 		assert.Contains(t, rec.Body.String(), "no_ready_rank")
 		assert.Equal(t, "1", rec.Header().Get("Retry-After"))
-		assert.Equal(t, DefaultOutage/2, took, "what is left of the time since the outage began")
+		assert.Equal(t, defaultOutage/2, took, "what is left of the time since the outage began")
 		for range 3 {
 			rec, took = g.ask()
 			assert.Equal(t, http.StatusServiceUnavailable, rec.Code)
@@ -112,7 +112,7 @@ func TestTheNextOutageBeginsAnew(t *testing.T) {
 		time.Sleep(time.Second)
 		rec, took := g.ask()
 		assert.Equal(t, http.StatusServiceUnavailable, rec.Code)
-		assert.Equal(t, DefaultOutage-time.Second, took)
+		assert.Equal(t, defaultOutage-time.Second, took)
 	})
 }
 

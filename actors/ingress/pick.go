@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -131,6 +132,15 @@ func (req *request) pickFailure(last *result) *failure {
 		req.app.router.retryAfter())
 	f.cause = req.choice.Reason
 	return f
+}
+
+// reserveFailure is the error when no rank was picked.
+func (req *request) reserveFailure(f *failure, wait bool) error {
+	query := &routeQuery{query: req.query}
+	if wait || f != nil {
+		return refusal(req.app.app.Name, query, &req.choice)
+	}
+	return problem.New(problem.Internal, "no decision was made")
 }
 
 // waitForRank queues the request until it has the turn and a rank has room, at most queue_s over all its

@@ -140,7 +140,7 @@ func (r *rank) failPendingAttempts() {
 func (r *rank) cutStreams() {
 	for a := r.attempts; a != nil; a = a.next {
 		if a.hasFirstByte {
-			a.cancel(ErrDrained)
+			a.cancel(errDrained)
 		}
 	}
 }

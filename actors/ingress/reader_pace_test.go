@@ -33,8 +33,8 @@ func TestASlowReaderIsHeldToARate(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				ended := readSlowly(t, c.take, c.engine, 10*time.Minute)
 				if c.cut {
-					assert.GreaterOrEqual(t, ended, DefaultSlowReader)
-					assert.LessOrEqual(t, ended, 2*DefaultSlowReader+5*time.Second)
+					assert.GreaterOrEqual(t, ended, defaultSlowReader)
+					assert.LessOrEqual(t, ended, 2*defaultSlowReader+5*time.Second)
 				} else {
 					assert.GreaterOrEqual(t, ended, 10*time.Minute)
 				}

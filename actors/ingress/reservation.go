@@ -123,7 +123,7 @@ func validReservation(id string) error {
 
 // reserve picks a rank for k and is admitted there: the decision, admission and account are those of a
 // request, without its stream. ctx bounds the wait for admission, not the reservation.
-func (ar *appRouter) reserve(ctx context.Context, query *routeQuery, id string) (msg.Worker, error) {
+func reserve(ctx context.Context, ar *appRouter, query *routeQuery, id string) (msg.Worker, error) {
 	if err := validReservation(id); err != nil {
 		return msg.Worker{}, err
 	}
@@ -134,7 +134,7 @@ func (ar *appRouter) reserve(ctx context.Context, query *routeQuery, id string) 
 	req.app, req.prompt, req.query = &appRoute{appRevision: ar.revision.Load(), router: ar}, query.prompt,
 		query.query
 	life, cancel := context.WithCancel(context.WithoutCancel(ctx))
-	r, err := ar.admitReservation(ctx, life, req)
+	r, err := admitReservation(ctx, life, ar, req)
 	if err != nil {
 		cancel()
 		ar.reservations.settle(id, nil)
@@ -142,7 +142,7 @@ func (ar *appRouter) reserve(ctx context.Context, query *routeQuery, id string) 
 	}
 	query.prompt, query.query = req.prompt, req.query
 	r.cancel = cancel
-	r.timer = time.AfterFunc(ar.in.timers.Reservation, func() { ar.expireReservation(id, r) })
+	r.timer = time.AfterFunc(ar.in.timers.Reservation, func() { expireReservation(ar, id, r) })
 	if !ar.reservations.settle(id, r) {
 		r.release("drained")
 		return msg.Worker{}, problem.New(problem.Unavailable, "app %s is going away", ar.name).WithHint(
@@ -154,7 +154,7 @@ func (ar *appRouter) reserve(ctx context.Context, query *routeQuery, id string) 
 }
 
 // admitReservation tries ranks until one admits, as many as a request may try.
-func (ar *appRouter) admitReservation(ctx, life context.Context, req *request) (*reservation, error) {
+func admitReservation(ctx, life context.Context, ar *appRouter, req *request) (*reservation, error) {
 	for {
 		rk, f, wait := req.decide(nil)
 		if rk == nil {
@@ -175,27 +175,8 @@ func (ar *appRouter) admitReservation(ctx, life context.Context, req *request) (
 	}
 }
 
-// admitBounded is admit with a time limit, because the mailbox may hold other messages.
-func (req *request) admitBounded(ctx, life context.Context, rk *rank) (msg.AdmitReply, cause) {
-	ctx, cancel := context.WithTimeoutCause(ctx, req.in.timers.Admit, errAdmitSlow)
-	defer cancel()
-	if !rk.local {
-		return req.admitRemote(ctx, life, rk)
-	}
-	return req.admit(ctx, life, rk)
-}
-
-// reserveFailure is the error when no rank was picked.
-func (req *request) reserveFailure(f *failure, wait bool) error {
-	query := &routeQuery{query: req.query}
-	if wait || f != nil {
-		return refusal(req.app.app.Name, query, &req.choice)
-	}
-	return problem.New(problem.Internal, "no decision was made")
-}
-
 // expireReservation ends a reservation that was not freed.
-func (ar *appRouter) expireReservation(id string, r *reservation) {
+func expireReservation(ar *appRouter, id string, r *reservation) {
 	if ar.reservations.take(id, r) != nil {
 		r.release("reservation_expired")
 	}

@@ -25,32 +25,32 @@ type routeQuery struct {
 
 // describeQuery prepares the query for Router.Pick, as describeRequest does. Its id is the next request's id,
 // because policies without a session depend on it.
-func (ar *appRouter) describeQuery(query *routeQuery) {
+func describeQuery(ar *appRouter, query *routeQuery) {
 	query.query.ID = ar.in.nextID.Load() + 1
 	ar.describeRequest(&query.query, &query.prompt)
 }
 
 // newRouteQuery makes a query of a msg.RouteQuery without Replay.
-func (ar *appRouter) newRouteQuery(ctx context.Context, rq *msg.RouteQuery) (*routeQuery, error) {
+func newRouteQuery(ctx context.Context, ar *appRouter, rq *msg.RouteQuery) (*routeQuery, error) {
 	query := &routeQuery{}
 	var err error
 	switch {
 	case rq.Prompt != nil:
-		err = ar.readPrompt(ctx, query, rq)
+		err = readPromptText(ctx, ar, query, rq)
 	case len(rq.Request) > 0:
-		err = ar.readRequest(ctx, query, rq.Route, rq.Request, rq.Headers)
+		err = readRequest(ctx, ar, query, rq.Route, rq.Request, rq.Headers)
 	default:
-		err = ar.readTokens(query, rq.TokenIDs, rq.Model)
+		err = readTokens(ar, query, rq.TokenIDs, rq.Model)
 	}
 	if err != nil {
 		return nil, err
 	}
-	return query, ar.applyOverrides(query, rq.Worker, rq.Override)
+	return query, applyOverrides(ar, query, rq.Worker, rq.Override)
 }
 
 // readTokens fills the query from token ids for a model of the application.
-func (ar *appRouter) readTokens(query *routeQuery, ids []uint32, model string) error {
-	if err := ar.checkModel(model); err != nil {
+func readTokens(ar *appRouter, query *routeQuery, ids []uint32, model string) error {
+	if err := checkModel(ar, model); err != nil {
 		return err
 	}
 	query.prompt.fromTokens(ar, ids, promptContext{adapter: ar.adapterOf([]byte(model))})
@@ -58,7 +58,7 @@ func (ar *appRouter) readTokens(query *routeQuery, ids []uint32, model string) e
 }
 
 // checkModel checks a model's name; "" is the application's own.
-func (ar *appRouter) checkModel(model string) error {
+func checkModel(ar *appRouter, model string) error {
 	if names := ar.revision.Load().names; model != "" && !slices.Contains(names, model) {
 		return problem.New(problem.NotFound, "app %s does not serve the model %q", ar.name,
 			clipped([]byte(model))).WithHint("it serves %s", joinNames(names))
@@ -67,7 +67,7 @@ func (ar *appRouter) checkModel(model string) error {
 }
 
 // applyOverrides adds what only the router's own API may ask for: a forced rank, other parameters.
-func (ar *appRouter) applyOverrides(query *routeQuery, worker string, o *msg.RouterOverride) error {
+func applyOverrides(ar *appRouter, query *routeQuery, worker string, o *msg.RouterOverride) error {
 	if worker != "" {
 		id, err := workerID(worker)
 		if err != nil {
@@ -76,7 +76,7 @@ func (ar *appRouter) applyOverrides(query *routeQuery, worker string, o *msg.Rou
 		query.prompt.direct, query.prompt.hasDirect, query.query.Force = id, true, true
 	}
 	var err error
-	query.query.Override, err = ar.checkOverride(o)
+	query.query.Override, err = checkOverride(ar, o)
 	return err
 }
 
@@ -94,7 +94,7 @@ const maxParameter = 1e9
 
 // checkOverride validates router_config_override. Policies without these parameters refuse it, because it
 // would have no effect.
-func (ar *appRouter) checkOverride(o *msg.RouterOverride) (*routing.Override, error) {
+func checkOverride(ar *appRouter, o *msg.RouterOverride) (*routing.Override, error) {
 	if o == nil || o.OverlapScoreWeight == nil && o.RouterTemperature == nil {
 		return nil, nil //nolint:nilnil // nothing is overridden
 	}
@@ -125,8 +125,8 @@ func (ar *appRouter) checkOverride(o *msg.RouterOverride) (*routing.Override, er
 	return out, nil
 }
 
-// readPrompt makes a body of a text, as a client would.
-func (ar *appRouter) readPrompt(ctx context.Context, query *routeQuery, rq *msg.RouteQuery) error {
+// readPromptText makes a body of a text, as a client would.
+func readPromptText(ctx context.Context, ar *appRouter, query *routeQuery, rq *msg.RouteQuery) error {
 	route := rq.Route
 	if route == "" {
 		route = openai.Completions.Path()
@@ -141,11 +141,11 @@ func (ar *appRouter) readPrompt(ctx context.Context, query *routeQuery, rq *msg.
 	if err != nil {
 		return fmt.Errorf("make a request of the prompt: %w", err)
 	}
-	return ar.readRequest(ctx, query, route, text, rq.Headers)
+	return readRequest(ctx, ar, query, route, text, rq.Headers)
 }
 
 // readRequest scans a body and fills the query as request.handle does.
-func (ar *appRouter) readRequest(ctx context.Context, query *routeQuery, path string, body []byte,
+func readRequest(ctx context.Context, ar *appRouter, query *routeQuery, path string, body []byte,
 	headers map[string]string) error {
 	route, err := routeOf(path, body)
 	if err != nil {
@@ -155,7 +155,7 @@ func (ar *appRouter) readRequest(ctx context.Context, query *routeQuery, path st
 	if err := scan.Scan(route, body); err != nil {
 		return problemOf(badBody(err))
 	}
-	if err := ar.checkModel(string(scan.Model)); scan.HasModel && err != nil {
+	if err := checkModel(ar, string(scan.Model)); scan.HasModel && err != nil {
 		return err
 	}
 	h := http.Header{}

@@ -174,16 +174,16 @@ func (in *Ingress) BestWorker(ctx context.Context, app string, q *msg.BestWorker
 		return msg.Worker{}, err
 	}
 	query := &routeQuery{}
-	if err := ar.readTokens(query, q.TokenIDs, q.Model); err != nil {
+	if err := readTokens(ar, query, q.TokenIDs, q.Model); err != nil {
 		return msg.Worker{}, err
 	}
-	if err := ar.applyOverrides(query, q.Worker, q.Override); err != nil {
+	if err := applyOverrides(ar, query, q.Worker, q.Override); err != nil {
 		return msg.Worker{}, err
 	}
 	if q.RequestID != "" {
-		return ar.reserve(ctx, query, q.RequestID)
+		return reserve(ctx, ar, query, q.RequestID)
 	}
-	ar.describeQuery(query)
+	describeQuery(ar, query)
 	d := router.Explain(&query.query)
 	if d.Kind != routing.Route {
 		return msg.Worker{}, refusal(app, query, &d)
@@ -218,10 +218,10 @@ func (in *Ingress) PotentialLoads(app string, ids []uint32) ([]msg.PotentialLoad
 		return nil, err
 	}
 	query := &routeQuery{}
-	if err := ar.readTokens(query, ids, ""); err != nil {
+	if err := readTokens(ar, query, ids, ""); err != nil {
 		return nil, err
 	}
-	ar.describeQuery(query)
+	describeQuery(ar, query)
 	loads := router.PotentialLoads(&query.query)
 	out := make([]msg.PotentialLoad, len(loads))
 	for i, p := range loads {
@@ -267,13 +267,13 @@ func (in *Ingress) ExplainRoute(ctx context.Context, app string, rq *msg.RouteQu
 		return nil, err
 	}
 	if rq.Replay != "" {
-		return ar.replay(router, rq)
+		return replayDecision(ar, router, rq)
 	}
-	query, err := ar.newRouteQuery(ctx, rq)
+	query, err := newRouteQuery(ctx, ar, rq)
 	if err != nil {
 		return nil, err
 	}
-	return ar.explain(router, query), nil
+	return explainQuery(ar, router, query), nil
 }
 
 // MarkPrefillComplete records that a reservation's request has its first token. Safe to call twice. Errors
@@ -321,7 +321,7 @@ func (in *Ingress) Generate(ctx context.Context, app string, q *msg.Generate,
 	if err != nil {
 		return err
 	}
-	req, query, err := ar.newGeneration(ctx, q)
+	req, query, err := newGeneration(ctx, ar, q)
 	if err != nil {
 		return err
 	}

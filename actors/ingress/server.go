@@ -76,7 +76,7 @@ func (in *Ingress) Attach(inner net.Listener) error {
 	if in.listener != nil {
 		return errors.Join(errors.New("the ingress listens already"), inner.Close())
 	}
-	in.listener = in.newClientConns(inner)
+	in.listener = newClientConns(in, inner)
 	return nil
 }
 
@@ -114,7 +114,7 @@ func (in *Ingress) Close(ctx context.Context) error {
 func (in *Ingress) close(ctx context.Context) error {
 	in.Drain()
 	err := in.server.Shutdown(ctx)
-	in.cutRequests(ErrDrained) // either no request is left, or their time is over
+	in.cutRequests(errDrained) // either no request is left, or their time is over
 	if err != nil {
 		err = in.finishCut(ctx)
 	}
