@@ -23,7 +23,7 @@ import (
 // decider does what a request does between its scanned body and its rank: identify, look up, pick, and give
 // the bump back. 8 ranks hold the first half of every prompt, each also the second half of every eighth.
 type decider struct {
-	lane   *appRouter
+	router   *appRouter
 	route  openai.Route
 	bodies [][]byte
 	scans  []openai.Body
@@ -53,12 +53,12 @@ func deciderBodies(route openai.Route, n int) (out [][]byte) {
 func newDecider(tb testing.TB, policy string, route openai.Route, prompts int) *decider {
 	tb.Helper()
 	g := newKVRig(tb, 8, 1, app.Routing{Policy: policy, Preset: "documented", Identity: app.IdentityText})
-	b := &decider{lane: g.lane, route: route, bodies: deciderBodies(route, prompts),
+	b := &decider{router: g.router, route: route, bodies: deciderBodies(route, prompts),
 		header: http.Header{headerSessionID: {"a session"}}}
 	b.scans = make([]openai.Body, len(b.bodies))
 	for i, body := range b.bodies {
 		require.NoError(tb, b.scans[i].Scan(route, body))
-		require.Nil(tb, b.p.fromBody(context.Background(), b.lane, route, &b.scans[i], body, b.header))
+		require.Nil(tb, b.p.fromBody(context.Background(), b.router, route, &b.scans[i], body, b.header))
 		for k, r := range g.feed.replicas {
 			blocks := b.p.blocks
 			if k != i%8 {
@@ -67,7 +67,7 @@ func newDecider(tb testing.TB, policy string, route openai.Route, prompts int) *
 			r.column(tb, kvindex.GPU).Apply(kvindex.Delta{Change: kvindex.Stored, Hashes: blocks})
 		}
 	}
-	if c := b.lane.inputs().cache; c != nil {
+	if c := b.router.inputs().cache; c != nil {
 		require.True(tb, c.inspect(context.Background(), func([]*column) {}))
 	}
 	for range 3 * len(b.bodies) {
@@ -79,12 +79,12 @@ func newDecider(tb testing.TB, policy string, route openai.Route, prompts int) *
 func (b *decider) step() {
 	i := b.n % len(b.bodies)
 	b.n++
-	if b.p.fromBody(context.Background(), b.lane, b.route, &b.scans[i], b.bodies[i], b.header) != nil {
+	if b.p.fromBody(context.Background(), b.router, b.route, &b.scans[i], b.bodies[i], b.header) != nil {
 		panic("refused")
 	}
 	b.q.ID++
-	b.lane.describeRequest(&b.q, &b.p)
-	router := b.lane.router.Load()
+	b.router.describeRequest(&b.q, &b.p)
+	router := b.router.router.Load()
 	router.Pick(&b.q, &b.d)
 	if b.d.Kind == routing.Route {
 		b.e = routing.Event{Kind: routing.EvUndo, Rank: b.d.Ranked[0], ReqID: b.q.ID}

@@ -259,7 +259,7 @@ func (r *kvReplica) reveal(tb testing.TB, hash uint64) {
 type kvRig struct {
 	feed *kvFeed
 	in   *Ingress
-	lane *appRouter
+	router *appRouter
 }
 
 func newKVRig(tb testing.TB, ranks int, seed uint64, r app.Routing) *kvRig {
@@ -277,7 +277,7 @@ func newKVRig(tb testing.TB, ranks int, seed uint64, r app.Routing) *kvRig {
 	in, err := New(Config{Node: "n1", Store: s, Feed: g.feed, Metrics: telemetry.New(),
 		Log: slog.New(slog.DiscardHandler), Seed: 7})
 	require.NoError(tb, err)
-	g.in, g.lane = in, in.findAppRouter("demo")
+	g.in, g.router = in, in.findAppRouter("demo")
 	tb.Cleanup(func() {
 		require.NoError(tb, in.Close(tb.Context()))
 	})
@@ -288,7 +288,7 @@ func newKVRig(tb testing.TB, ranks int, seed uint64, r app.Routing) *kvRig {
 func (g *kvRig) columns(tb testing.TB) map[columnKey]column {
 	tb.Helper()
 	out := map[columnKey]column{}
-	c := g.lane.inputs().cache
+	c := g.router.inputs().cache
 	require.True(tb, c.inspect(tb.Context(), func(held []*column) {
 		for _, col := range held {
 			out[columnKey{col.Owner().Rank, col.Owner().Tier}] = *col
@@ -301,7 +301,7 @@ func (g *kvRig) columns(tb testing.TB) map[columnKey]column {
 func (g *kvRig) requireEqual(tb testing.TB, all [][]uint64) {
 	tb.Helper()
 	got := g.columns(tb)
-	view := g.lane.router.Load().Snapshot()
+	view := g.router.router.Load().Snapshot()
 	for _, r := range g.feed.replicas {
 		for tier, want := range r.columns {
 			have, ok := got[columnKey{uint32(r.id), tier}]
@@ -316,7 +316,7 @@ func (g *kvRig) requireEqual(tb testing.TB, all [][]uint64) {
 		require.Equal(tb, len(r.open), view.Ranks[i].Load.O(), "load of %s", r.id)
 	}
 	for _, chain := range all {
-		require.Equal(tb, g.expected(chain), found(g.lane.inputs().cache.index.Match(chain, nil)))
+		require.Equal(tb, g.expected(chain), found(g.router.inputs().cache.index.Match(chain, nil)))
 	}
 }
 

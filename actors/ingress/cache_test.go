@@ -104,7 +104,7 @@ func TestColumnIsHiddenUntilItsEnd(t *testing.T) {
 		r, chain := g.feed.replicas[0], prompts(1, 10)[0]
 		hits := func() int {
 			synctest.Wait()
-			return len(found(g.lane.inputs().cache.index.Match(chain, nil)))
+			return len(found(g.router.inputs().cache.index.Match(chain, nil)))
 		}
 		sum := uint64(0)
 		for _, h := range chain {
@@ -148,7 +148,7 @@ func TestOverflowIsAGap(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newKVRig(t, 2, 1, byScore)
 		hold, held := make(chan struct{}), make(chan struct{})
-		go g.lane.inputs().cache.inspect(t.Context(), func([]*column) { close(held); <-hold })
+		go g.router.inputs().cache.inspect(t.Context(), func([]*column) { close(held); <-hold })
 		<-held
 		long := make([]uint64, batchHashes)
 		for i := range long {
@@ -165,7 +165,7 @@ func TestOverflowIsAGap(t *testing.T) {
 			}
 			r.feed.mu.Unlock()
 		}
-		q := &g.lane.inputs().cache.queue
+		q := &g.router.inputs().cache.queue
 		q.mu.Lock()
 		assert.LessOrEqual(t, q.size, maxBatches+2)
 		q.mu.Unlock()
@@ -192,7 +192,7 @@ func TestKV14FreshIngressEqualsSnapshot(t *testing.T) {
 			Log: g.in.log, Seed: 8})
 		require.NoError(t, err)
 		first := g.in
-		g.in, g.lane = second, second.findAppRouter("demo")
+		g.in, g.router = second, second.findAppRouter("demo")
 		for range 200 {
 			g.step(t, all)
 		}
@@ -216,7 +216,7 @@ func TestIndexFollowsThePolicy(t *testing.T) {
 			a.Routing.Policy = policy
 			deploy(t, s, a, revision)
 			synctest.Wait()
-			return g.lane.inputs().cache
+			return g.router.inputs().cache
 		}
 		g.feed.replicas[0].column(t, kvindex.GPU).Apply(
 			kvindex.Delta{Change: kvindex.Stored, Hashes: []uint64{1, 2, 3}})
@@ -239,7 +239,7 @@ func TestLoadGoesOnOverAGap(t *testing.T) {
 		r := g.feed.replicas[0]
 		r.seq += 5
 		r.emit(&msg.Record{Kind: msg.RecAdmitted, ReqID: 1, Ingress: "other", Tokens: 10})
-		view := g.lane.router.Load().Snapshot()
+		view := g.router.router.Load().Snapshot()
 		i, ok := view.Find(routing.ID(0, 0))
 		require.True(t, ok)
 		assert.Equal(t, 1, view.Ranks[i].Load.O())

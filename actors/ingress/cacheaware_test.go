@@ -495,7 +495,7 @@ func TestMembersBesideThePromptAreOfItsIdentity(t *testing.T) {
 		assert.NotEqual(t, all[0].Blocks[0], all[1].Blocks[0])
 		assert.Equal(t, all[0].Blocks, all[3].Blocks)
 
-		ar := promptLane(wantsAll)
+		ar := promptRouter(wantsAll)
 		plain, with, again := readPrompt(t, ar, openai.Chat, chat(text)),
 			readPrompt(t, ar, openai.Chat, chat(text, member)),
 			readPrompt(t, ar, openai.Chat, chat(text, member))

@@ -19,8 +19,8 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// promptLane is a appRouter whose policy reads hits, blocks, text and sessions.
-func promptLane(needs routing.Needs) *appRouter {
+// promptRouter is an appRouter whose policy reads hits, blocks, text and sessions.
+func promptRouter(needs routing.Needs) *appRouter {
 	in := bareIngress()
 	in.setSecret([]byte("secret"))
 	ar := newAppRouter(in, "demo")
@@ -63,7 +63,7 @@ var wantsAll = routing.Needs{Hits: true, Blocks: true, Text: true, Session: true
 // TestKV12NothingIsSharedUnderAnotherSalt: the same words under another cache_salt, LoRA, set of tools or
 // image share no block and no text.
 func TestKV12NothingIsSharedUnderAnotherSalt(t *testing.T) {
-	ar := promptLane(wantsAll)
+	ar := promptRouter(wantsAll)
 	words := strings.Repeat("the same words ", 100)
 	ids := strings.TrimSuffix(strings.Repeat("7,", 100), ",")
 	image := func(url string) string {
@@ -115,21 +115,21 @@ func TestKV12LongPromptHitsWhole(t *testing.T) {
 			ids[i] = uint32(i % 1000)
 		}
 		var p prompt
-		p.fromTokens(g.lane, ids, promptContext{})
+		p.fromTokens(g.router, ids, promptContext{})
 		require.Len(t, p.blocks, 4096)
 		for _, r := range g.feed.replicas {
 			r.column(t, kvindex.GPU).Apply(kvindex.Delta{Change: kvindex.Stored, Hashes: p.blocks})
 		}
 		synctest.Wait()
 		var q routing.Request
-		g.lane.describeRequest(&q, &p)
+		g.router.describeRequest(&q, &p)
 		require.Len(t, q.Hits, 32)
 		for i, h := range q.Hits {
 			assert.Equal(t, routing.Hit{Rank: routing.ID(0, i), Tokens: 4096 * 16}, h)
 			assert.Equal(t, 4096, p.cachedPrefix(h.Rank))
 		}
-		p.fromTokens(g.lane, ids[:4096*16], promptContext{})
-		g.lane.describeRequest(&q, &p)
+		p.fromTokens(g.router, ids[:4096*16], promptContext{})
+		g.router.describeRequest(&q, &p)
 		assert.Equal(t, int32(4095*16), q.Hits[0].Tokens,
 			"the last token is always computed, and with it its block")
 	})
@@ -157,7 +157,7 @@ func TestHitsByTier(t *testing.T) {
 // nothing to be found by.
 func TestRT14OddPrompts(t *testing.T) {
 	const block = kvindex.DefaultTextBlock
-	ar := promptLane(wantsAll)
+	ar := promptRouter(wantsAll)
 	for name, tt := range map[string]struct {
 		route  openai.Route
 		body   string
@@ -251,7 +251,7 @@ func TestPromptsAreReadAsNeeded(t *testing.T) {
 		{routing.Needs{Text: true}, false, true, false},
 		{routing.Needs{Session: true}, false, false, true},
 	} {
-		p := readPrompt(t, promptLane(tt.needs), openai.Chat, body)
+		p := readPrompt(t, promptRouter(tt.needs), openai.Chat, body)
 		assert.Equal(t, tt.blocks, len(p.blocks) > 0)
 		assert.Equal(t, tt.text, len(p.text) > 0)
 		assert.Equal(t, tt.s, p.session != "")
@@ -310,7 +310,7 @@ func FuzzWishes(f *testing.F) {
 // The prompts of other processes under one secret get the same blocks; without the secret nobody can foresee
 // them.
 func TestBlocksAreKeyedByTheSecret(t *testing.T) {
-	a, b, c := promptLane(wantsAll), promptLane(wantsAll), promptLane(wantsAll)
+	a, b, c := promptRouter(wantsAll), promptRouter(wantsAll), promptRouter(wantsAll)
 	c.in.setSecret([]byte("another"))
 	body := chat(strings.Repeat("words ", 100), `"tools":[1]`)
 	assert.Equal(t, readPrompt(t, a, openai.Chat, body).blocks, readPrompt(t, b, openai.Chat, body).blocks)
@@ -321,16 +321,16 @@ func TestBlocksAreKeyedByTheSecret(t *testing.T) {
 func TestBlockSizeFollowsTheRanks(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newKVRig(t, 3, 1, byScore)
-		assert.Equal(t, 16, g.lane.tokensPerBlock(), "as reported")
+		assert.Equal(t, 16, g.router.tokensPerBlock(), "as reported")
 		for i, want := range []int{64, 32, 32} {
 			r := g.feed.replicas[i]
 			r.emit(&msg.Record{Kind: msg.RecKVBegin,
 				KV: msg.KV{Tier: kvindex.GPU, BlockSize: []int{64, 32, 32}[i]}})
 			r.emit(&msg.Record{Kind: msg.RecStatus, Status: msg.Status{BlockSize: 16}})
-			assert.Equal(t, want, g.lane.tokensPerBlock(), fmt.Sprint(i))
+			assert.Equal(t, want, g.router.tokensPerBlock(), fmt.Sprint(i))
 		}
 		var p prompt
-		p.fromTokens(g.lane, make([]uint32, 100), promptContext{})
+		p.fromTokens(g.router, make([]uint32, 100), promptContext{})
 		assert.Len(t, p.blocks, 3)
 	})
 }
