@@ -23,7 +23,7 @@ import (
 // decider does what a request does between its scanned body and its rank: identify, look up, pick, and give
 // the bump back. 8 ranks hold the first half of every prompt, each also the second half of every eighth.
 type decider struct {
-	router   *appRouter
+	router *appRouter
 	route  openai.Route
 	bodies [][]byte
 	scans  []openai.Body

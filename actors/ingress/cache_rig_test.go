@@ -257,8 +257,8 @@ func (r *kvReplica) reveal(tb testing.TB, hash uint64) {
 
 // kvRig is an ingress without sockets in front of kvReplicas.
 type kvRig struct {
-	feed *kvFeed
-	in   *Ingress
+	feed   *kvFeed
+	in     *Ingress
 	router *appRouter
 }
 
