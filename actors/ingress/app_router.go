@@ -61,9 +61,11 @@ type appRouter struct {
 }
 
 func newAppRouter(in *Ingress, name string) *appRouter {
-	ar := &appRouter{in: in, name: name, ranks: map[routing.RankID]*rank{}, readyUnits: map[string]uint64{},
+	ar := &appRouter{
+		in: in, name: name, ranks: map[routing.RankID]*rank{}, readyUnits: map[string]uint64{},
 		fencedUnits: map[string]uint64{}, unseenUnits: map[string]struct{}{},
-		fullTimers: map[*rank]*time.Timer{}, suspectedNodes: map[string]*time.Timer{}}
+		fullTimers: map[*rank]*time.Timer{}, suspectedNodes: map[string]*time.Timer{},
+	}
 	ar.retryBudget = newBudget(in.timers.BudgetWindow)
 	ar.queue.onChange = func(n int, tokens int64) {
 		if m := ar.metrics.Load(); m != nil {

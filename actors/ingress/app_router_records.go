@@ -19,8 +19,10 @@ func (ar *appRouter) queueKV(r *rank, rec *msg.Record) {
 	if c == nil || r.resyncing || rec.KV.Tier > kvindex.Sent {
 		return
 	}
-	op := kvOp{kind: opDelta, owner: r.columnOwner(rec.KV.Tier), change: rec.KV.Delta.Change,
-		parent: rec.KV.Delta.Parent}
+	op := kvOp{
+		kind: opDelta, owner: r.columnOwner(rec.KV.Tier), change: rec.KV.Delta.Change,
+		parent: rec.KV.Delta.Parent,
+	}
 	hashes := rec.KV.Delta.Hashes
 	switch rec.Kind {
 	case msg.RecKVBegin:
@@ -294,7 +296,8 @@ func (ar *appRouter) addRank(r *rank, seq uint64, s *msg.Snapshot) {
 	for _, o := range s.Open {
 		ar.openScratch = append(ar.openScratch, routing.Open{
 			ReqID: ar.in.routerKey(o.Ingress, o.ReqID), Tokens: o.Tokens, Hit: o.Hit, Out: o.Out,
-			Decoding: o.Decoding})
+			Decoding: o.Decoding,
+		})
 	}
 	ar.observe(routing.Event{
 		Kind: routing.EvRankUp, Rank: r.id, Epoch: r.epoch, Incarnation: r.incarnation, Seq: seq,
@@ -315,26 +318,34 @@ func (ar *appRouter) publish(r *rank) {
 	if ready != r.publishedReady {
 		r.publishedReady = ready
 		defer ar.updateCachingOff()
-		ar.observe(routing.Event{Kind: routing.EvAccepting, Rank: r.id, Incarnation: r.incarnation,
-			Accepting: ready})
+		ar.observe(routing.Event{
+			Kind: routing.EvAccepting, Rank: r.id, Incarnation: r.incarnation,
+			Accepting: ready,
+		})
 		if ar.updateOutage() {
 			ar.publishPendingUnits()
 		}
 	}
 	if r.tripOrder != r.publishedTrip {
 		r.publishedTrip = r.tripOrder
-		ar.observe(routing.Event{Kind: routing.EvTripped, Rank: r.id, Incarnation: r.incarnation,
-			N: r.tripOrder})
+		ar.observe(routing.Event{
+			Kind: routing.EvTripped, Rank: r.id, Incarnation: r.incarnation,
+			N: r.tripOrder,
+		})
 	}
 	if r.silent != r.publishedSilent {
 		r.publishedSilent = r.silent
-		ar.observe(routing.Event{Kind: routing.EvSilent, Rank: r.id, Incarnation: r.incarnation,
-			Silent: r.silent})
+		ar.observe(routing.Event{
+			Kind: routing.EvSilent, Rank: r.id, Incarnation: r.incarnation,
+			Silent: r.silent,
+		})
 	}
 	if maxOngoing != r.publishedMax {
 		r.publishedMax = maxOngoing
-		ar.observe(routing.Event{Kind: routing.EvMaxOngoing, Rank: r.id, Incarnation: r.incarnation,
-			N: maxOngoing})
+		ar.observe(routing.Event{
+			Kind: routing.EvMaxOngoing, Rank: r.id, Incarnation: r.incarnation,
+			N: maxOngoing,
+		})
 	}
 }
 

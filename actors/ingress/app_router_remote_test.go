@@ -127,8 +127,10 @@ func TestAFenceStaysWithItsUnit(t *testing.T) {
 
 	g = lockstepRig(t, whole, whole)
 	g.replicas[0].mu.Lock()
-	g.replicas[0].emit(&msg.Record{Kind: msg.RecState, Fenced: true, Draining: true,
-		Cause: causeDrained.String()})
+	g.replicas[0].emit(&msg.Record{
+		Kind: msg.RecState, Fenced: true, Draining: true,
+		Cause: causeDrained.String(),
+	})
 	g.replicas[0].mu.Unlock()
 	assert.Equal(t, []string{"not-ready", "ok"}, shortened(g.states()))
 

@@ -98,8 +98,10 @@ func (req *request) endRefused(ctx context.Context, rep msg.AdmitReply, why caus
 
 // undoPick removes the request from the picked rank's load in the Router.
 func (req *request) undoPick() {
-	req.attempt.router.Observe(&routing.Event{Kind: routing.EvUndo, Rank: req.attempt.rank.id,
-		ReqID: req.query.ID, Now: req.in.clock()})
+	req.attempt.router.Observe(&routing.Event{
+		Kind: routing.EvUndo, Rank: req.attempt.rank.id,
+		ReqID: req.query.ID, Now: req.in.clock(),
+	})
 }
 
 // returnTicket returns the ticket to the rank, exactly once, with what the attempt shows about the engine.
@@ -396,8 +398,10 @@ func (req *request) tryRemote(ctx context.Context, rk *rank) result {
 func (req *request) newDispatch(rk *rank, path string) *msg.Dispatch {
 	m := &msg.Admit{}
 	req.fillAdmit(m, rk)
-	return &msg.Dispatch{Node: rk.node, App: req.app.app.Name, Unit: rk.unit, Rank: rk.id, Path: path,
-		Admit: m}
+	return &msg.Dispatch{
+		Node: rk.node, App: req.app.app.Name, Unit: rk.unit, Rank: rk.id, Path: path,
+		Admit: m,
+	}
 }
 
 // exchangeFailure returns the result of an exchange that brought no byte of an answer.

@@ -53,8 +53,10 @@ func deciderBodies(route openai.Route, n int) (out [][]byte) {
 func newDecider(tb testing.TB, policy string, route openai.Route, prompts int) *decider {
 	tb.Helper()
 	g := newKVRig(tb, 8, 1, app.Routing{Policy: policy, Preset: "documented", Identity: app.IdentityText})
-	b := &decider{router: g.router, route: route, bodies: deciderBodies(route, prompts),
-		header: http.Header{headerSessionID: {"a session"}}}
+	b := &decider{
+		router: g.router, route: route, bodies: deciderBodies(route, prompts),
+		header: http.Header{headerSessionID: {"a session"}},
+	}
 	b.scans = make([]openai.Body, len(b.bodies))
 	for i, body := range b.bodies {
 		require.NoError(tb, b.scans[i].Scan(route, body))
@@ -142,15 +144,19 @@ func BenchmarkTextBlocks(b *testing.B) {
 func routedIngress(b *testing.B, engine, policy string) string {
 	b.Helper()
 	s, f := newStore(), &feed{}
-	r := &replica{feed: f, app: "demo", unit: "demo/0/0", url: engine, max: 1024, owned: true, epoch: 1,
-		incarnation: 7, accepting: true}
+	r := &replica{
+		feed: f, app: "demo", unit: "demo/0/0", url: engine, max: 1024, owned: true, epoch: 1,
+		incarnation: 7, accepting: true,
+	}
 	r.stopped, r.open = make(chan struct{}), map[uint64]msg.Admit{}
 	f.replicas = []*replica{r}
 	a := demoApp()
 	a.Routing = app.Routing{Policy: policy, Preset: "documented", Identity: app.IdentityText}
 	deploy(b, s, a, 1)
-	in, err := New(Config{Node: "n1", Store: s, Feed: f, Metrics: telemetry.New(),
-		Log: slog.New(slog.DiscardHandler), Seed: 1})
+	in, err := New(Config{
+		Node: "n1", Store: s, Feed: f, Metrics: telemetry.New(),
+		Log: slog.New(slog.DiscardHandler), Seed: 1,
+	})
 	require.NoError(b, err)
 	remembers(b, r)
 	addr, err := in.Listen(context.Background(), "127.0.0.1:0")
@@ -180,8 +186,10 @@ func BenchmarkCacheAwareCost(b *testing.B) {
 
 func compareRouting(b *testing.B, body func(n int) string) {
 	engine := benchEngine(b, 0, 0)
-	targets := []string{engine, routedIngress(b, engine, "round-robin"), routedIngress(b, engine, "scoring"),
-		routedIngress(b, engine, "kv")}
+	targets := []string{
+		engine, routedIngress(b, engine, "round-robin"), routedIngress(b, engine, "scoring"),
+		routedIngress(b, engine, "kv"),
+	}
 	const per = 48 // requests of one body in a slice
 	total := make([]time.Duration, len(targets))
 	rounds := 0

@@ -21,8 +21,10 @@ func BenchmarkRemote(b *testing.B) {
 	whole, quick := benchEngine(b, 0, 0), benchEngine(b, 1, time.Microsecond)
 	ways := map[string][3]string{}
 	for way, node := range map[string]string{"near": "n1", "far": "n2"} {
-		ways[way] = [3]string{benchIngressAt(b, engine, node), benchIngressAt(b, whole, node),
-			benchIngressAt(b, quick, node)}
+		ways[way] = [3]string{
+			benchIngressAt(b, engine, node), benchIngressAt(b, whole, node),
+			benchIngressAt(b, quick, node),
+		}
 	}
 	first := map[string][]time.Duration{}
 	perChunk, perRequest := map[string]time.Duration{}, map[string]time.Duration{}

@@ -89,8 +89,10 @@ func relayRig(tb testing.TB) (relay func(n int)) {
 }
 
 func bareIngress() *Ingress {
-	in := &Ingress{node: "n1", timers: Timers{}.withDefaults(), limits: Limits{}.withDefaults(),
-		log: slog.New(slog.DiscardHandler), clockBase: time.Now()}
+	in := &Ingress{
+		node: "n1", timers: Timers{}.withDefaults(), limits: Limits{}.withDefaults(),
+		log: slog.New(slog.DiscardHandler), clockBase: time.Now(),
+	}
 	in.requestPool.New = func() any { return newRequest(in) }
 	return in
 }
@@ -161,7 +163,8 @@ func benchEngine(b *testing.B, paced int, pace time.Duration) string {
 	b.Helper()
 	l, err := (&net.ListenConfig{}).Listen(context.Background(), "tcp", "127.0.0.1:0")
 	require.NoError(b, err)
-	srv := &http.Server{ReadHeaderTimeout: time.Minute,
+	srv := &http.Server{
+		ReadHeaderTimeout: time.Minute,
 		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			drain(r)
 			if paced == 0 {
@@ -179,7 +182,8 @@ func benchEngine(b *testing.B, paced int, pace time.Duration) string {
 				f.Flush()
 			}
 			sse(w, stopChunk, doneEvent)
-		})}
+		}),
+	}
 	go func() { _ = srv.Serve(l) }()
 	b.Cleanup(func() { _ = srv.Close() })
 	return "http://" + l.Addr().String()
@@ -218,15 +222,19 @@ func benchIngress(b *testing.B, engine string) string { return benchIngressAt(b,
 func benchIngressAt(b *testing.B, engine, node string) string {
 	b.Helper()
 	s, f := newStore(), &feed{}
-	r := &replica{feed: f, app: "demo", unit: "demo/0/0", url: engine, max: 1024, owned: true, epoch: 1,
-		incarnation: 7, accepting: true, node: node}
+	r := &replica{
+		feed: f, app: "demo", unit: "demo/0/0", url: engine, max: 1024, owned: true, epoch: 1,
+		incarnation: 7, accepting: true, node: node,
+	}
 	r.stopped, r.open = make(chan struct{}), map[uint64]msg.Admit{}
 	f.replicas = []*replica{r}
 	a := demoApp()
 	a.Routing = app.Routing{Policy: "power-of-two", Preset: "documented"}
 	deploy(b, s, a, 1)
-	c := Config{Node: "n1", Store: s, Feed: f, Metrics: telemetry.New(), Log: slog.New(slog.DiscardHandler),
-		Seed: 1}
+	c := Config{
+		Node: "n1", Store: s, Feed: f, Metrics: telemetry.New(), Log: slog.New(slog.DiscardHandler),
+		Seed: 1,
+	}
 	if node != c.Node {
 		c.Remote = newDataPort(b, f, nil).client
 	}

@@ -114,8 +114,10 @@ func TestBodiesAreHeldToABudget(t *testing.T) {
 // what is in it up to 64 KiB, at most 1 MiB then, and twice as large behind that; and it holds the body with
 // one byte more.
 func TestBodyMemoryFollowsWhatHasCome(t *testing.T) {
-	for _, size := range []int{0, 1, bodySizes[0] - 1, bodySizes[0], bodySizes[1], 400 << 10, bodySizes[3],
-		5<<20 + 3, DefaultMaxBody} {
+	for _, size := range []int{
+		0, 1, bodySizes[0] - 1, bodySizes[0], bodySizes[1], 400 << 10, bodySizes[3],
+		5<<20 + 3, DefaultMaxBody,
+	} {
 		m := &bodyMemory{budget: 1 << 30}
 		b := m.take(bodySizes[0])
 		for n := 0; n < size; n = len(b.b) {
@@ -168,12 +170,18 @@ func TestBodyPace(t *testing.T) {
 		took   time.Duration // 0: as long as the pieces take
 	}{
 		"steady, over windows": {piece: 10 << 10, every: 3 * time.Second, size: 300 << 10, status: 404},
-		"steady, a byte too slow": {piece: 1 << 10, every: 1100 * time.Millisecond, size: 300 << 10,
-			status: 408, took: 31 * time.Second},
-		"stands still": {piece: 10 << 10, every: time.Hour, size: 300 << 10, status: 408,
-			took: 30 * time.Second},
-		"too long for its size": {piece: 10 << 10, every: time.Second, size: 2 << 20, status: 408,
-			took: 120 * time.Second},
+		"steady, a byte too slow": {
+			piece: 1 << 10, every: 1100 * time.Millisecond, size: 300 << 10,
+			status: 408, took: 31 * time.Second,
+		},
+		"stands still": {
+			piece: 10 << 10, every: time.Hour, size: 300 << 10, status: 408,
+			took: 30 * time.Second,
+		},
+		"too long for its size": {
+			piece: 10 << 10, every: time.Second, size: 2 << 20, status: 408,
+			took: 120 * time.Second,
+		},
 		"16 MiB in nearly two min": {piece: 1 << 20, every: 7 * time.Second, size: 15 << 20, status: 404},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -222,8 +230,10 @@ func dialFake(t *testing.T, network *memnet.Network, limits Limits) (in *Ingress
 	t.Helper()
 	l, err := network.Listen("ingress:80")
 	require.NoError(t, err)
-	in, err = New(Config{Node: "n1", Store: newStore(), Feed: &feed{}, Metrics: telemetry.New(),
-		Log: slog.New(slog.DiscardHandler), Limits: limits})
+	in, err = New(Config{
+		Node: "n1", Store: newStore(), Feed: &feed{}, Metrics: telemetry.New(),
+		Log: slog.New(slog.DiscardHandler), Limits: limits,
+	})
 	require.NoError(t, err)
 	require.NoError(t, in.Attach(l))
 	served := make(chan error, 1)
@@ -239,9 +249,11 @@ func dialFake(t *testing.T, network *memnet.Network, limits Limits) (in *Ingress
 
 // TestPromptMemoryShrinks: memory that a long prompt made large is not kept by a short one.
 func TestPromptMemoryShrinks(t *testing.T) {
-	large := prompt{promptMemory: promptMemory{ids: make([]uint32, 10, 100<<10),
+	large := prompt{promptMemory: promptMemory{
+		ids:    make([]uint32, 10, 100<<10),
 		salted: make([]byte, 90<<10, 100<<10), tokenizeBody: make([]byte, 2<<20),
-		blocks: make([]uint64, 3, 100)}}
+		blocks: make([]uint64, 3, 100),
+	}}
 	got := large.giveMemory()
 	assert.Nil(t, got.ids, "much larger than its use")
 	assert.Nil(t, got.tokenizeBody, "too large")
@@ -255,12 +267,14 @@ func TestPromptMemoryShrinks(t *testing.T) {
 // TestLargeBodiesPass: a body above the default limit reaches its engine whole, where the limit allows it.
 func TestLargeBodiesPass(t *testing.T) {
 	var got atomic.Int64
-	g := newRig(t, options{limits: Limits{MaxBody: LargestMaxBody},
+	g := newRig(t, options{
+		limits: Limits{MaxBody: LargestMaxBody},
 		engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
 			n, _ := io.Copy(io.Discard, r.Body)
 			got.Store(n)
 			_, _ = io.WriteString(w, wholeAnswer)
-		}}})
+		}},
+	})
 	body := `{"model":"demo","prompt":"` + strings.Repeat("x", DefaultMaxBody) + `"}`
 	assert.Equal(t, 200, g.post("/v1/completions", body).status)
 	assert.EqualValues(t, len(body), got.Load())

@@ -162,8 +162,10 @@ func (c *cache) publishStatus() {
 	s := c.index.Stats()
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.status = msg.IndexStatus{Blocks: s.Blocks, Bytes: s.Bytes, Cap: s.Cap, Orphans: s.Orphans,
-		Evicted: s.Evicted + s.Refused}
+	c.status = msg.IndexStatus{
+		Blocks: s.Blocks, Bytes: s.Bytes, Cap: s.Cap, Orphans: s.Orphans,
+		Evicted: s.Evicted + s.Refused,
+	}
 }
 
 // openColumns lists the open columns.

@@ -101,10 +101,12 @@ func (r *kvReplica) begin(tb testing.TB, epoch, incarnation uint64) {
 	r.open = map[uint64]int{}
 	r.held = nil
 	r.columns = map[kvindex.Tier]*kvindex.Column{}
-	ix, err := kvindex.New(kvindex.Config{Bytes: 64 << 20,
+	ix, err := kvindex.New(kvindex.Config{
+		Bytes: 64 << 20,
 		OnChange: func(c *kvindex.Column, d kvindex.Delta) {
 			r.emit(&msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: c.Owner().Tier, Delta: d}})
-		}})
+		},
+	})
 	require.NoError(tb, err)
 	r.index = ix
 	r.snapshot()
@@ -154,8 +156,10 @@ func (r *kvReplica) send(rec *msg.Record) {
 
 // snapshot gives the whole account and every column, all under one number.
 func (r *kvReplica) snapshot() {
-	s := &msg.Snapshot{Accepting: true, MaxOngoing: 1000, BlockSize: 16, Capacity: 1 << 20, Node: "n1",
-		Mailbox: kvBox{r}, Target: msg.Target{URL: "http://127.0.0.1:1"}}
+	s := &msg.Snapshot{
+		Accepting: true, MaxOngoing: 1000, BlockSize: 16, Capacity: 1 << 20, Node: "n1",
+		Mailbox: kvBox{r}, Target: msg.Target{URL: "http://127.0.0.1:1"},
+	}
 	for id, tokens := range r.open {
 		s.Open = append(s.Open, msg.OpenRequest{ReqID: id, Ingress: "other", Tokens: tokens})
 	}
@@ -189,8 +193,10 @@ func (r *kvReplica) column(tb testing.TB, tier kvindex.Tier) *kvindex.Column {
 	if tier == kvindex.Sent {
 		opt = kvindex.Options{Feed: kvindex.FromRecords, BlockSize: 64, TTL: 20 * time.Second, Capacity: 400}
 	}
-	c, err := r.index.Open(kvindex.Owner{Rank: uint32(r.id), Tier: tier, Epoch: r.epoch,
-		Incarnation: r.incarnation}, opt)
+	c, err := r.index.Open(kvindex.Owner{
+		Rank: uint32(r.id), Tier: tier, Epoch: r.epoch,
+		Incarnation: r.incarnation,
+	}, opt)
 	require.NoError(tb, err)
 	r.columns[tier] = c
 	r.emit(&msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: tier, BlockSize: c.BlockSize()}})
@@ -274,8 +280,10 @@ func newKVRig(tb testing.TB, ranks int, seed uint64, r app.Routing) *kvRig {
 	a := demoApp()
 	a.DataParallel.DPSize, a.NumReplicas, a.Routing = ranks, ranks, r
 	deploy(tb, s, a, 1)
-	in, err := New(Config{Node: "n1", Store: s, Feed: g.feed, Metrics: telemetry.New(),
-		Log: slog.New(slog.DiscardHandler), Seed: 7})
+	in, err := New(Config{
+		Node: "n1", Store: s, Feed: g.feed, Metrics: telemetry.New(),
+		Log: slog.New(slog.DiscardHandler), Seed: 7,
+	})
 	require.NoError(tb, err)
 	g.in, g.router = in, in.findAppRouter("demo")
 	tb.Cleanup(func() {

@@ -112,7 +112,8 @@ func TestColumnIsHiddenUntilItsEnd(t *testing.T) {
 		}
 		r.part(&msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: kvindex.GPU, BlockSize: 16}})
 		r.part(&msg.Record{Kind: msg.RecKV, KV: msg.KV{
-			Tier: kvindex.GPU, Delta: kvindex.Delta{Change: kvindex.Stored, Hashes: chain}}})
+			Tier: kvindex.GPU, Delta: kvindex.Delta{Change: kvindex.Stored, Hashes: chain},
+		}})
 		assert.Zero(t, hits())
 		r.part(&msg.Record{Kind: msg.RecKVEnd, KV: msg.KV{Tier: kvindex.GPU, Len: len(chain), Sum: sum}})
 		assert.Equal(t, 1, hits())
@@ -160,8 +161,10 @@ func TestOverflowIsAGap(t *testing.T) {
 			if c := r.column(t, kvindex.GPU); c.Len() == 0 {
 				c.Apply(kvindex.Delta{Change: kvindex.Stored, Hashes: long})
 			} else { // it takes room and changes nothing
-				r.emit(&msg.Record{Kind: msg.RecKV,
-					KV: msg.KV{Tier: kvindex.GPU, Delta: kvindex.Delta{Hashes: long}}})
+				r.emit(&msg.Record{
+					Kind: msg.RecKV,
+					KV:   msg.KV{Tier: kvindex.GPU, Delta: kvindex.Delta{Hashes: long}},
+				})
 			}
 			r.feed.mu.Unlock()
 		}
@@ -188,8 +191,10 @@ func TestKV14FreshIngressEqualsSnapshot(t *testing.T) {
 			g.step(t, all)
 		}
 		g.rest(t)
-		second, err := New(Config{Node: "n2", Store: g.in.store, Feed: g.feed, Metrics: g.in.metrics,
-			Log: g.in.log, Seed: 8})
+		second, err := New(Config{
+			Node: "n2", Store: g.in.store, Feed: g.feed, Metrics: g.in.metrics,
+			Log: g.in.log, Seed: 8,
+		})
 		require.NoError(t, err)
 		first := g.in
 		g.in, g.router = second, second.findAppRouter("demo")

@@ -26,17 +26,20 @@ import (
 // stream.
 func remembers(tb testing.TB, r *replica) {
 	tb.Helper()
-	ix, err := kvindex.New(kvindex.Config{Bytes: 64 << 20,
+	ix, err := kvindex.New(kvindex.Config{
+		Bytes: 64 << 20,
 		OnChange: func(_ *kvindex.Column, d kvindex.Delta) {
 			r.emit(&msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: kvindex.Sent, Delta: d}})
-		}})
+		},
+	})
 	require.NoError(tb, err)
 	c, err := ix.Open(kvindex.Owner{Rank: uint32(r.id), Tier: kvindex.Sent},
 		kvindex.Options{Feed: kvindex.FromRecords})
 	require.NoError(tb, err)
 	r.mu.Lock()
 	r.emit(&msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{
-		Tier: kvindex.Sent, BlockSize: kvindex.DefaultTextBlock}})
+		Tier: kvindex.Sent, BlockSize: kvindex.DefaultTextBlock,
+	}})
 	r.emit(&msg.Record{Kind: msg.RecKVEnd, KV: msg.KV{Tier: kvindex.Sent}})
 	r.mu.Unlock()
 	began := time.Now()
@@ -71,8 +74,10 @@ func engines(n int, h http.HandlerFunc) []http.HandlerFunc {
 // A prompt that goes on goes to the rank that has its beginning; answer, admission and account say how much
 // it has.
 func TestPromptGoesToItsHolder(t *testing.T) {
-	g := newRig(t, options{engines: engines(4, sends(textChunk, stopChunk, usageChunk, doneEvent)),
-		app: withRouting("lpwl")})
+	g := newRig(t, options{
+		engines: engines(4, sends(textChunk, stopChunk, usageChunk, doneEvent)),
+		app:     withRouting("lpwl"),
+	})
 	for _, r := range g.replicas {
 		remembers(t, r)
 	}
@@ -118,18 +123,24 @@ func TestAdmitCarriesBlocksAndHit(t *testing.T) {
 	g.post("/v1/completions", `{"prompt":[`+ids+ids+`1]}`)
 	g.post("/tokenize", `{"prompt":"`+strings.Repeat("x", 640)+`"}`)
 	require.Len(t, seen, 2, "a text to be tokenized takes no ticket, and leaves nothing in a cache")
-	assert.Equal(t, []int{101, 0, 6, 0}, []int{seen[0].Tokens, seen[0].Hit, len(seen[0].Blocks),
-		seen[0].HitBlocks})
-	assert.Equal(t, []int{201, 96, 12, 6}, []int{seen[1].Tokens, seen[1].Hit, len(seen[1].Blocks),
-		seen[1].HitBlocks})
+	assert.Equal(t, []int{101, 0, 6, 0}, []int{
+		seen[0].Tokens, seen[0].Hit, len(seen[0].Blocks),
+		seen[0].HitBlocks,
+	})
+	assert.Equal(t, []int{201, 96, 12, 6}, []int{
+		seen[1].Tokens, seen[1].Hit, len(seen[1].Blocks),
+		seen[1].HitBlocks,
+	})
 	assert.Equal(t, seen[0].Blocks, seen[1].Blocks[:6])
 }
 
 // TestRT14ShortPromptsSplit: prompts that are shorter than a block have nothing to be found by, and spread by
 // load.
 func TestRT14ShortPromptsSplit(t *testing.T) {
-	for _, policy := range []string{"scoring", "kv", "lpwl", "lmetric", "lmetric-1", "min-ttft", "sticky",
-		"cache-aware", "prefix-aware", "least-kv", "mex"} {
+	for _, policy := range []string{
+		"scoring", "kv", "lpwl", "lmetric", "lmetric-1", "min-ttft", "sticky",
+		"cache-aware", "prefix-aware", "least-kv", "mex",
+	} {
 		t.Run(policy, func(t *testing.T) {
 			h := &hangingEngine{}
 			g := newRig(t, options{engines: engines(2, h.sends()), app: withRouting(policy), max: 64})
@@ -156,10 +167,12 @@ func TestRT16BusyThreshold(t *testing.T) {
 		}
 		t.Run(policy, func(t *testing.T) {
 			half := 0.5
-			g := newRig(t, options{engines: engines(4, replies(200, wholeAnswer)),
+			g := newRig(t, options{
+				engines: engines(4, replies(200, wholeAnswer)),
 				app: withRouting(policy, func(a *app.Application) {
 					a.Routing.BusyThreshold = &half
-				})})
+				}),
+			})
 			usage := func(of ...float64) {
 				for i, u := range of {
 					r := g.replicas[i]
@@ -207,8 +220,10 @@ func TestRT16BusyThreshold(t *testing.T) {
 
 // A session stays on its rank, by header or by the body's user.
 func TestSessionsStay(t *testing.T) {
-	g := newRig(t, options{engines: engines(4, replies(200, wholeAnswer)),
-		app: withRouting("session-affinity")})
+	g := newRig(t, options{
+		engines: engines(4, replies(200, wholeAnswer)),
+		app:     withRouting("session-affinity"),
+	})
 	ranks := map[string]bool{}
 	for s := range 12 {
 		name := fmt.Sprint("session-", s)
@@ -225,8 +240,10 @@ func TestSessionsStay(t *testing.T) {
 // A session that another ingress sent to a rank is on that rank here too, and the rank is told whose a
 // request is.
 func TestSessionsOfOtherIngressesStay(t *testing.T) {
-	g := newRig(t, options{engines: engines(4, replies(200, wholeAnswer)),
-		app: withRouting("session-affinity", func(a *app.Application) { a.Routing.Preset = "tuned" })})
+	g := newRig(t, options{
+		engines: engines(4, replies(200, wholeAnswer)),
+		app:     withRouting("session-affinity", func(a *app.Application) { a.Routing.Preset = "tuned" }),
+	})
 	var mu sync.Mutex
 	told := map[uint64]int{}
 	for _, r := range g.replicas {
@@ -240,8 +257,10 @@ func TestSessionsOfOtherIngressesStay(t *testing.T) {
 	for n := range 12 {
 		name, home := fmt.Sprint("session-", n), g.replicas[n%4]
 		home.mu.Lock()
-		home.emit(&msg.Record{Kind: msg.RecAdmitted, ReqID: uint64(n), Ingress: "n9", Tokens: 10,
-			Session: routing.SessionKey(name)})
+		home.emit(&msg.Record{
+			Kind: msg.RecAdmitted, ReqID: uint64(n), Ingress: "n9", Tokens: 10,
+			Session: routing.SessionKey(name),
+		})
 		home.emit(&msg.Record{Kind: msg.RecDone, ReqID: uint64(n), Ingress: "n9", Tokens: 10})
 		home.mu.Unlock()
 		a := g.post("/v1/chat/completions", chatBody, headerSessionID, name)
@@ -288,8 +307,10 @@ func TestWishesInHeaders(t *testing.T) {
 
 // cache-aware, documented, gives a request six attempts, three of them on one rank.
 func TestAttemptsOfThePolicy(t *testing.T) {
-	g := newRig(t, options{engines: engines(3, replies(500, `{"error":{"message":"x"}}`)),
-		app: withRouting("cache-aware")})
+	g := newRig(t, options{
+		engines: engines(3, replies(500, `{"error":{"message":"x"}}`)),
+		app:     withRouting("cache-aware"),
+	})
 	a := g.post("/v1/chat/completions", chat(strings.Repeat("words ", 50)))
 	assert.Equal(t, http.StatusBadGateway, a.status)
 	assert.Equal(t, "6", a.header.Get(headerAttempts))
@@ -325,8 +346,10 @@ func TestCachingOffMeansNoHits(t *testing.T) {
 
 // Blocks that an unanswered Admit still holds are not used for the next request.
 func TestBlocksOfAnUnansweredAdmitStay(t *testing.T) {
-	g := newRig(t, options{engines: engines(1, replies(200, wholeAnswer)), app: withRouting("scoring"),
-		timers: Timers{Admit: 20 * time.Millisecond, LateTicket: 50 * time.Millisecond}})
+	g := newRig(t, options{
+		engines: engines(1, replies(200, wholeAnswer)), app: withRouting("scoring"),
+		timers: Timers{Admit: 20 * time.Millisecond, LateTicket: 50 * time.Millisecond},
+	})
 	r := g.replicas[0]
 	r.mu.Lock()
 	r.mute = true
@@ -389,8 +412,10 @@ func (e *tokenizing) count() int {
 }
 
 func tokenRig(t *testing.T, e *tokenizing) (*rig, func() []msg.Admit) {
-	g := newRig(t, options{engines: engines(1, e.serve),
-		app: withRouting("scoring", func(a *app.Application) { a.Routing.Identity = app.IdentityTokens })})
+	g := newRig(t, options{
+		engines: engines(1, e.serve),
+		app:     withRouting("scoring", func(a *app.Application) { a.Routing.Identity = app.IdentityTokens }),
+	})
 	var mu sync.Mutex
 	var seen []msg.Admit
 	g.replicas[0].setRefuse(func(m *msg.Admit) msg.Refusal {
@@ -480,12 +505,16 @@ func TestTokenizeFallsBackToText(t *testing.T) {
 // known by its text, and prompts that differ in one of them share nothing, whatever their identity.
 func TestMembersBesideThePromptAreOfItsIdentity(t *testing.T) {
 	text := strings.Repeat("words ", 100)
-	for _, member := range []string{`"documents":[{"text":"a"}]`, `"reasoning_effort":"high"`,
-		`"truncate_prompt_tokens":16`, `"tool_choice":"none"`} {
+	for _, member := range []string{
+		`"documents":[{"text":"a"}]`, `"reasoning_effort":"high"`,
+		`"truncate_prompt_tokens":16`, `"tool_choice":"none"`,
+	} {
 		e := &tokenizing{}
 		g, admits := tokenRig(t, e)
-		for _, body := range []string{chat(text), chat(text, member), chat(text, member),
-			chat(text, `"tool_choice":"auto","documents":null`)} {
+		for _, body := range []string{
+			chat(text), chat(text, member), chat(text, member),
+			chat(text, `"tool_choice":"auto","documents":null`),
+		} {
 			require.Equal(t, http.StatusOK, g.post("/v1/chat/completions", body).status)
 		}
 		assert.Equal(t, 1, e.count(), "asked for the two without it")

@@ -82,15 +82,21 @@ var causePolicies = [...]causePolicy{
 	causeOverloaded: {name: "overloaded", retry: true, free: true, done: msg.Refused},
 	causeExpired:    {name: "expired", done: msg.Refused},
 
-	causeRefused: {name: "connection_refused", retry: true, free: true, probe: true,
-		done: msg.FailedOutcome},
-	causeReset: {name: "reset", retry: true, free: true, death: true, probe: true,
-		done: msg.FailedOutcome},
+	causeRefused: {
+		name: "connection_refused", retry: true, free: true, probe: true,
+		done: msg.FailedOutcome,
+	},
+	causeReset: {
+		name: "reset", retry: true, free: true, death: true, probe: true,
+		done: msg.FailedOutcome,
+	},
 	causeUnreachable: {name: "node_unreachable", retry: true, free: true, done: msg.FailedOutcome},
 	causeUnitLost:    {name: "unit_lost", retry: true, free: true, death: true, done: msg.FailedOutcome},
 	causeEngineBusy:  {name: "engine_busy", retry: true, free: true, busy: true, done: msg.FailedOutcome},
-	causeEngineDead: {name: "engine_dead", retry: true, free: true, death: true, probe: true,
-		done: msg.FailedOutcome},
+	causeEngineDead: {
+		name: "engine_dead", retry: true, free: true, death: true, probe: true,
+		done: msg.FailedOutcome,
+	},
 	causeStatus:     {name: "engine_error", retry: true, trip: true, done: msg.FailedOutcome},
 	causeEmpty:      {name: "empty", retry: true, trip: true, done: msg.FailedOutcome},
 	causeAborted:    {name: "aborted", retry: true, trip: true, done: msg.FailedOutcome},

@@ -27,8 +27,10 @@ func TestCloseWhileAnApplicationComes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &heldStore{newStore(), make(chan struct{}, 1)}
 		s.held <- struct{}{}
-		in, err := New(Config{Node: "n1", Store: s, Feed: &feed{}, Metrics: telemetry.New(),
-			Log: slog.New(slog.DiscardHandler)})
+		in, err := New(Config{
+			Node: "n1", Store: s, Feed: &feed{}, Metrics: telemetry.New(),
+			Log: slog.New(slog.DiscardHandler),
+		})
 		require.NoError(t, err)
 		a := demoApp()
 		a.Routing = byScore

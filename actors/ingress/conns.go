@@ -210,8 +210,10 @@ func serverErrorStatus(p []byte) int {
 		[]byte("Content-Type: text/plain; charset=utf-8\r\nConnection: close\r\n\r\n")) {
 		return 0
 	}
-	for _, code := range [...]int{http.StatusBadRequest, http.StatusRequestHeaderFieldsTooLarge,
-		http.StatusNotImplemented} {
+	for _, code := range [...]int{
+		http.StatusBadRequest, http.StatusRequestHeaderFieldsTooLarge,
+		http.StatusNotImplemented,
+	} {
 		if bytes.HasPrefix(line, strconv.AppendInt(nil, int64(code), 10)) {
 			return code
 		}

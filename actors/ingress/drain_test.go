@@ -35,8 +35,10 @@ func TestTheEndOfADrainCutsAttachedStreams(t *testing.T) {
 			eventually(t, func() bool { return r.firstsSeen() == 1 }, "streams")
 			r.mu.Lock()
 			r.accepting = false
-			r.emit(&msg.Record{Kind: msg.RecState, Fenced: true, Draining: c.drained,
-				Cause: map[bool]string{true: "drained", false: "no answer"}[c.drained]})
+			r.emit(&msg.Record{
+				Kind: msg.RecState, Fenced: true, Draining: c.drained,
+				Cause: map[bool]string{true: "drained", false: "no answer"}[c.drained],
+			})
 			r.mu.Unlock()
 			if !c.cut {
 				select {

@@ -64,8 +64,10 @@ func TestTheRouterHearsTheRanksTime(t *testing.T) {
 	tell := func(times ...time.Duration) {
 		r.mu.Lock()
 		defer r.mu.Unlock()
-		for i, kind := range []msg.RecordKind{msg.RecAdmitted, msg.RecFirstToken, msg.RecProgress,
-			msg.RecDone} {
+		for i, kind := range []msg.RecordKind{
+			msg.RecAdmitted, msg.RecFirstToken, msg.RecProgress,
+			msg.RecDone,
+		} {
 			r.emit(&msg.Record{Kind: kind, ReqID: 1, Ingress: "n2", Tokens: 10, Out: i, At: times[i]})
 		}
 	}
@@ -109,8 +111,10 @@ func TestOutputsReachTheRouter(t *testing.T) {
 		want   int
 	}{
 		"streamed, usage": {streamBody, sends(textChunk, stopChunk, usageChunk, doneEvent), 7},
-		"streamed, no usage": {streamBody, sends(textChunk, textChunk, textChunk, stopChunk, doneEvent),
-			4},
+		"streamed, no usage": {
+			streamBody, sends(textChunk, textChunk, textChunk, stopChunk, doneEvent),
+			4,
+		},
 		"streamed, cut short": {streamBody, cutAfter(textChunk, textChunk), 2},
 		"not streamed":        {chatBody, replies(http.StatusOK, whole), 9},
 		"not streamed, no usage": {chatBody, replies(
@@ -146,7 +150,8 @@ func TestTicketsTellTheRouterTheTime(t *testing.T) {
 	for where, far := range map[string]bool{"near": false, "far": true} {
 		t.Run(where, func(t *testing.T) {
 			g := newRig(t, options{far: far, engines: []http.HandlerFunc{
-				replies(http.StatusOK, wholeAnswer)}})
+				replies(http.StatusOK, wholeAnswer),
+			}})
 			s := g.listen()
 			require.Equal(t, http.StatusOK, g.post("/v1/chat/completions", chatBody).status)
 			follows(t, s, routing.EvTicket)

@@ -56,7 +56,8 @@ func kindName(k routing.Kind) string {
 
 // explainRanks describes every rank that the Router knows, and the application's other ranks.
 func explainRanks(ar *appRouter, query *routeQuery, d *routing.Decision,
-	v *routing.View) []msg.RankExplanation {
+	v *routing.View,
+) []msg.RankExplanation {
 	j := newRankExplainer(ar, query, v)
 	out := make([]msg.RankExplanation, 0, len(v.Ranks))
 	for i := range v.Ranks {
@@ -97,7 +98,8 @@ func score(row *msg.RankExplanation, id routing.RankID, terms []routing.Term) {
 	for _, t := range terms {
 		if t.Rank == id {
 			row.Terms = append(row.Terms, msg.Term{
-				Name: t.Name, Unit: t.Unit, Raw: t.Raw, Weight: t.Weight, Value: t.Value})
+				Name: t.Name, Unit: t.Unit, Raw: t.Raw, Weight: t.Weight, Value: t.Value,
+			})
 			sum += t.Value
 		}
 	}
@@ -224,8 +226,10 @@ type rankExplainer struct {
 }
 
 func newRankExplainer(ar *appRouter, query *routeQuery, v *routing.View) *rankExplainer {
-	j := &rankExplainer{query: &query.query, view: v, draining: map[routing.RankID]bool{},
-		fullReason: map[routing.RankID]string{}}
+	j := &rankExplainer{
+		query: &query.query, view: v, draining: map[routing.RankID]bool{},
+		fullReason: map[routing.RankID]string{},
+	}
 	for i := range v.Ranks {
 		rk := &v.Ranks[i]
 		j.anyOpen = j.anyOpen || !rk.Silent && routing.HasRoom(rk) && routing.Eligible(&query.query, rk)
@@ -307,7 +311,8 @@ type decisionRecord struct {
 
 // record keeps the decision of a live request that was routed.
 func (r *decisionLog) record(id string, attempt int, policy string, p *prompt, q *routing.Request,
-	d *routing.Decision) {
+	d *routing.Decision,
+) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if len(r.ring) < maxRecent {
@@ -353,7 +358,8 @@ func replayDecision(ar *appRouter, router *routing.Router, rq *msg.RouteQuery) (
 	if !ok {
 		return nil, problem.New(problem.NotFound, "no request %q among the last %d of app %s",
 			rq.Replay[:min(len(rq.Replay), maxRequestID)], maxRecent, ar.name).
-			WithHint("the id is in the answer's x-request-id header; requests that found no rank are not kept")
+			WithHint("the id is in the answer's x-request-id header; " +
+				"requests that found no rank are not kept")
 	}
 	query := &routeQuery{prompt: e.prompt}
 	if err := applyOverrides(ar, query, rq.Worker, rq.Override); err != nil {

@@ -162,10 +162,12 @@ func TestAClientThatLeavesDuringItsAdmissionIsNoTimeout(t *testing.T) {
 
 func TestFirstTokenDeadline(t *testing.T) {
 	var h hangingEngine
-	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(), h.sends(roleChunk)},
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{h.sends(), h.sends(roleChunk)},
 		app: func(a *app.Application) {
 			a.Timeouts.FirstTokenS, a.Timeouts.BetweenTokensS = 0.1, 0.1
-		}})
+		},
+	})
 	a := g.post("/v1/chat/completions", streamBody)
 	assert.Equal(t, 504, a.status)
 	assert.Equal(t, "first_token_timeout", a.code(t))
@@ -175,8 +177,10 @@ func TestFirstTokenDeadline(t *testing.T) {
 
 func TestStalledStream(t *testing.T) {
 	var h hangingEngine
-	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)},
-		app: func(a *app.Application) { a.Timeouts.BetweenTokensS = 0.1 }})
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{h.sends(textChunk)},
+		app:     func(a *app.Application) { a.Timeouts.BetweenTokensS = 0.1 },
+	})
 	a := g.post("/v1/chat/completions", streamBody)
 	require.Error(t, a.err)
 	assert.Contains(t, a.body, `"code":"stalled"`)
@@ -207,7 +211,8 @@ func TestSlowReader(t *testing.T) {
 	big := `{"choices":[{"index":0,"text":"` + strings.Repeat("z", 8<<10) + `","finish_reason":null}]}`
 	var sent atomic.Int64
 	freed := make(chan struct{})
-	g := newRig(t, options{timers: Timers{SlowReader: 200 * time.Millisecond},
+	g := newRig(t, options{
+		timers: Timers{SlowReader: 200 * time.Millisecond},
 		engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
 			drain(r)
 			defer close(freed)
@@ -215,7 +220,8 @@ func TestSlowReader(t *testing.T) {
 				sse(w, big)
 				sent.Add(int64(len(big)))
 			}
-		}}})
+		}},
+	})
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, g.url+"/v1/completions",
 		strings.NewReader(`{"model":"demo","stream":true,"prompt":"x"}`))
 	require.NoError(t, err)
@@ -237,14 +243,16 @@ func TestSlowReaderOverHTTP2(t *testing.T) {
 	const streams = 3
 	big := `{"choices":[{"index":0,"text":"` + strings.Repeat("z", 8<<10) + `","finish_reason":null}]}`
 	freed := make(chan struct{}, streams)
-	g := newRig(t, options{timers: Timers{SlowReader: 200 * time.Millisecond},
+	g := newRig(t, options{
+		timers: Timers{SlowReader: 200 * time.Millisecond},
 		engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
 			drain(r)
 			for r.Context().Err() == nil {
 				sse(w, big)
 			}
 			freed <- struct{}{}
-		}}})
+		}},
+	})
 	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(g.url, "http://"))
 	require.NoError(t, err)
 	defer func() { _ = conn.Close() }()
@@ -257,12 +265,17 @@ func TestSlowReaderOverHTTP2(t *testing.T) {
 	for i := range uint32(streams) {
 		var head bytes.Buffer
 		enc := hpack.NewEncoder(&head)
-		for _, f := range [][2]string{{":method", "POST"}, {":scheme", "http"}, {":authority", "x"},
-			{":path", "/v1/completions"}} {
+		for _, f := range [][2]string{
+			{":method", "POST"},
+			{":scheme", "http"},
+			{":authority", "x"},
+			{":path", "/v1/completions"},
+		} {
 			require.NoError(t, enc.WriteField(hpack.HeaderField{Name: f[0], Value: f[1]}))
 		}
 		require.NoError(t, fr.WriteHeaders(http2.HeadersFrameParam{
-			StreamID: 2*i + 1, BlockFragment: head.Bytes(), EndHeaders: true}))
+			StreamID: 2*i + 1, BlockFragment: head.Bytes(), EndHeaders: true,
+		}))
 		require.NoError(t, fr.WriteData(2*i+1, true, []byte(`{"model":"demo","stream":true,"prompt":"x"}`)))
 	}
 	for range streams {
@@ -276,14 +289,18 @@ func TestSlowReaderOverHTTP2(t *testing.T) {
 
 // TestARefusedRequestLeavesItsHTTP2Connection: requests of many users may share one connection of a proxy.
 func TestARefusedRequestLeavesItsHTTP2Connection(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)},
-		limits: Limits{MaxBody: 1000}})
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{replies(200, wholeAnswer)},
+		limits:  Limits{MaxBody: 1000},
+	})
 	var dials atomic.Int32
-	tr := &http.Transport{Protocols: new(http.Protocols),
+	tr := &http.Transport{
+		Protocols: new(http.Protocols),
 		DialContext: func(ctx context.Context, network, addr string) (net.Conn, error) {
 			dials.Add(1)
 			return (&net.Dialer{}).DialContext(ctx, network, addr)
-		}}
+		},
+	}
 	tr.Protocols.SetUnencryptedHTTP2(true)
 	defer tr.CloseIdleConnections()
 	ask := func(path, body string) int {
@@ -385,7 +402,8 @@ func TestLateTicketGoesBack(t *testing.T) {
 
 func TestStoppedReplicaAndSlowAdmission(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{
-		replies(200, wholeAnswer), replies(200, wholeAnswer), replies(200, wholeAnswer)}, timers: Timers{
+		replies(200, wholeAnswer), replies(200, wholeAnswer), replies(200, wholeAnswer),
+	}, timers: Timers{
 		Admit: 50 * time.Millisecond, LateTicket: 10 * time.Millisecond,
 	}})
 	for _, r := range g.replicas[:2] {

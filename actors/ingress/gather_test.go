@@ -61,7 +61,8 @@ func TestAPieceLeavesInOneWrite(t *testing.T) {
 		conns := make(chan *countedConn, 1)
 		piece, broken := bytes.Repeat([]byte("Z"), size), errors.New("broken")
 		results := make(chan error, 3)
-		server := &http.Server{ConnContext: withConn,
+		server := &http.Server{
+			ConnContext: withConn,
 			Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 				for range 2 {
 					conn := startGather(r, len(piece))
@@ -77,7 +78,8 @@ func TestAPieceLeavesInOneWrite(t *testing.T) {
 				_, err := w.Write(piece)
 				results <- errors.Join(err, http.NewResponseController(w).Flush(), conn.sendGathered())
 				panic(http.ErrAbortHandler)
-			})}
+			}),
+		}
 		served := make(chan error, 1)
 		in := &Ingress{}
 		in.limits.MaxConns = 4

@@ -211,6 +211,8 @@ func upstreamError(status int, body []byte) error {
 	_ = json.Unmarshal(body, &own) // an unreadable body has no code
 	code, _ := own.Error.Code.(string)
 	e := openai.ParseError(body)
-	return problemOf(&failure{status: status, code: code,
-		message: cmp.Or(e.Message, "the engine answered with status "+strconv.Itoa(status))})
+	return problemOf(&failure{
+		status: status, code: code,
+		message: cmp.Or(e.Message, "the engine answered with status "+strconv.Itoa(status)),
+	})
 }

@@ -122,8 +122,10 @@ func New(c Config) (*Ingress, error) {
 	in.bodies.budget = in.limits.bodyBudget(in.memory.limit)
 	in.replyPool.New = func() any { return make(chan msg.AdmitReply, 1) }
 	in.remote, in.serves = c.Remote, c.Serves
-	in.legs = engineleg.New(engineleg.Timers{Dial: in.timers.Dial, IdleOwned: in.timers.IdleOwned,
-		IdleAttached: in.timers.IdleAttached}, c.Dial)
+	in.legs = engineleg.New(engineleg.Timers{
+		Dial: in.timers.Dial, IdleOwned: in.timers.IdleOwned,
+		IdleAttached: in.timers.IdleAttached,
+	}, c.Dial)
 	ctx, stop := context.WithCancel(context.Background())
 	cutCtx, cut := context.WithCancelCause(context.Background())
 	in.stop, in.cutRequests, in.baseContext = stop, cut, func(net.Listener) context.Context { return cutCtx }
@@ -272,7 +274,8 @@ func (in *Ingress) newRouter(ar *appRouter, policy routing.Policy) {
 // setPolicyInputs provides what policy needs. It keeps the index if the policy still needs it and it is large
 // enough. A new index needs snapshots, so fresh asks for a new subscription.
 func (in *Ingress) setPolicyInputs(ar *appRouter, spec *appRevision, policy routing.Policy) (
-	fresh bool, err error) {
+	fresh bool, err error,
+) {
 	old := ar.inputs()
 	r := &policyInputs{needs: routing.NeedsOf(policy), identity: spec.app.Routing.Identity}
 	if r.chains() && r.identity == app.IdentityTokens {

@@ -46,8 +46,10 @@ func TestRecordsTellTheRouterTheTime(t *testing.T) {
 // application idles.
 func TestRouterInfoTellsOfTheLaw(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		b := newKVRig(t, 2, 1, app.Routing{Policy: "mex", Preset: "documented",
-			Params: map[string]any{"law": "dense"}, Identity: app.IdentityText})
+		b := newKVRig(t, 2, 1, app.Routing{
+			Policy: "mex", Preset: "documented",
+			Params: map[string]any{"law": "dense"}, Identity: app.IdentityText,
+		})
 		r := b.feed.replicas[0]
 		law := func() *msg.Law {
 			info, err := b.in.RouterInfo("demo")

@@ -92,13 +92,15 @@ func TestMemoryIsWhatTheProcessNeeds(t *testing.T) {
 func TestNearTheMemoryLimit(t *testing.T) {
 	var used atomic.Int64
 	goOn := make(chan struct{})
-	g := newRig(t, options{memory: func() memoryUse { return memoryUse{bytes: used.Load()} },
+	g := newRig(t, options{
+		memory: func() memoryUse { return memoryUse{bytes: used.Load()} },
 		engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
 			drain(r)
 			sse(w, textChunk)
 			<-goOn
 			sse(w, stopChunk, doneEvent)
-		}}})
+		}},
+	})
 	got := make(chan answer, 1)
 	go func() { got <- g.post("/v1/chat/completions", streamBody) }()
 	eventually(t, func() bool { return g.replicas[0].firstsSeen() == 1 }, "streams")

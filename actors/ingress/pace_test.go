@@ -50,14 +50,16 @@ func readSlowly(t *testing.T, take int, rest, most time.Duration) time.Duration 
 	var network memnet.Network
 	l, err := network.Listen("engine:80")
 	require.NoError(t, err)
-	engine := &http.Server{ReadHeaderTimeout: time.Minute,
+	engine := &http.Server{
+		ReadHeaderTimeout: time.Minute,
 		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			drain(r)
 			for r.Context().Err() == nil {
 				sse(w, textChunk)
 				time.Sleep(rest)
 			}
-		})}
+		}),
+	}
 	served := make(chan error, 2)
 	go func() { served <- engine.Serve(l) }()
 	f := &feed{}
@@ -69,8 +71,10 @@ func readSlowly(t *testing.T, take int, rest, most time.Duration) time.Duration 
 	f.replicas = []*replica{rank}
 	s := newStore()
 	deploy(t, s, demoApp(), 1)
-	in, err := New(Config{Node: "n1", Store: s, Feed: f, Metrics: telemetry.New(),
-		Log: slog.New(slog.DiscardHandler), Dial: network.DialContext})
+	in, err := New(Config{
+		Node: "n1", Store: s, Feed: f, Metrics: telemetry.New(),
+		Log: slog.New(slog.DiscardHandler), Dial: network.DialContext,
+	})
 	require.NoError(t, err)
 	front, err := network.Listen("ingress:80")
 	require.NoError(t, err)

@@ -44,25 +44,34 @@ func TestAGapIsCutWhenItsRankMakesNoProgress(t *testing.T) {
 		asked  []time.Duration
 	}{
 		"nothing moves": {
-			others: never, cut: limit, cause: errStalled, asked: []time.Duration{limit / 2, limit - answer}},
+			others: never, cut: limit, cause: errStalled, asked: []time.Duration{limit / 2, limit - answer},
+		},
 		"another stream moved long ago": {
-			others: time.Second, cut: limit, cause: errStalled},
+			others: time.Second, cut: limit, cause: errStalled,
+		},
 		"another stream moved just now": {
-			others: 7 * time.Second, cut: 2 * limit, cause: errStalled},
+			others: 7 * time.Second, cut: 2 * limit, cause: errStalled,
+		},
 		"other streams move on": {
-			others: 7 * time.Second, every: true, cut: most, cause: errSilent},
+			others: 7 * time.Second, every: true, cut: most, cause: errSilent,
+		},
 		"the first look is held against what was before": {
-			others: never, counts: func(n int) bool { return n == 1 }, cut: limit, cause: errStalled},
+			others: never, counts: func(n int) bool { return n == 1 }, cut: limit, cause: errStalled,
+		},
 		"the counters move once": {
-			others: never, counts: func(n int) bool { return n == 2 }, cut: 2 * limit, cause: errStalled},
+			others: never, counts: func(n int) bool { return n == 2 }, cut: 2 * limit, cause: errStalled,
+		},
 		"the counters move on": {
-			others: never, counts: func(n int) bool { return n > 1 }, cut: most, cause: errSilent},
+			others: never, counts: func(n int) bool { return n > 1 }, cut: most, cause: errSilent,
+		},
 	}
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
 			box := &probed{}
-			g := gapWatch{router: &appRouter{}, rank: &rank{mailbox: box}, ticket: 7, limit: limit,
-				maxGap: most}
+			g := gapWatch{
+				router: &appRouter{}, rank: &rank{mailbox: box}, ticket: 7, limit: limit,
+				maxGap: most,
+			}
 			box.heard = func(n int) {
 				if c.counts != nil && c.counts(n) {
 					g.rank.progress++
@@ -96,8 +105,10 @@ func TestAGapIsCutWhenItsRankMakesNoProgress(t *testing.T) {
 
 // TestALateGuardStillWaitsForTheAnswer: a process that stood still asks and waits before it cuts.
 func TestALateGuardStillWaitsForTheAnswer(t *testing.T) {
-	g := gapWatch{router: &appRouter{}, rank: &rank{mailbox: &probed{}}, limit: 8 * time.Second,
-		maxGap: time.Minute}
+	g := gapWatch{
+		router: &appRouter{}, rank: &rank{mailbox: &probed{}}, limit: 8 * time.Second,
+		maxGap: time.Minute,
+	}
 	start := time.Now()
 	g.start(start)
 	late := start.Add(20 * time.Second)
@@ -121,8 +132,10 @@ func pauses(silence time.Duration) http.HandlerFunc {
 }
 
 func TestASilentStreamWaitsForARankThatMakesProgress(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{pauses(time.Second)},
-		app: func(a *app.Application) { a.Timeouts.BetweenTokensS = 0.2 }})
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{pauses(time.Second)},
+		app:     func(a *app.Application) { a.Timeouts.BetweenTokensS = 0.2 },
+	})
 	g.replicas[0].moves()
 	for range 6 { // more than trip a rank
 		a := g.post("/v1/chat/completions", streamBody)
@@ -149,7 +162,8 @@ func TestAStreamThatStaysSilentIsCutInTheEndAndTripsNothing(t *testing.T) {
 // TestALongWholeAnswerWaitsForItsRankToo: an answer that is too long to be held is passed on as it comes, and
 // may stand still likewise.
 func TestALongWholeAnswerWaitsForItsRankToo(t *testing.T) {
-	g := newRig(t, options{app: func(a *app.Application) { a.Timeouts.BetweenTokensS = 0.2 },
+	g := newRig(t, options{
+		app: func(a *app.Application) { a.Timeouts.BetweenTokensS = 0.2 },
 		engines: []http.HandlerFunc{
 			func(w http.ResponseWriter, r *http.Request) {
 				drain(r)
@@ -159,7 +173,8 @@ func TestALongWholeAnswerWaitsForItsRankToo(t *testing.T) {
 				time.Sleep(time.Second)
 				_, _ = io.WriteString(w, wholeAnswer)
 			},
-		}})
+		},
+	})
 	g.replicas[0].moves()
 	a := g.post("/v1/chat/completions", chatBody)
 	require.NoError(t, a.err)

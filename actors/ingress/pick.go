@@ -55,8 +55,10 @@ func (req *request) decide(last *result) (rk *rank, f *failure, wait bool) {
 				return rk, nil, false
 			}
 			// The rank is gone since the decision: the Router knows it when it is asked again.
-			router.Observe(&routing.Event{Kind: routing.EvUndo, Rank: id, ReqID: req.query.ID,
-				Now: req.in.clock()})
+			router.Observe(&routing.Event{
+				Kind: routing.EvUndo, Rank: id, ReqID: req.query.ID,
+				Now: req.in.clock(),
+			})
 		case routing.Queue:
 			return nil, nil, true
 		default:
@@ -280,8 +282,8 @@ func (req *request) decideRetry(ctx context.Context, rk *rank, res *result) *fai
 	}
 	ar.metrics.Load().Attempt(what.name, budget)
 	ar.metrics.Load().Retry(what.name, budget)
-	req.logLine(slog.LevelDebug, "attempt failed, trying another rank",
-		res) //nolint:contextcheck // the line is the request's
+	const text = "attempt failed, trying another rank"
+	req.logLine(slog.LevelDebug, text, res) //nolint:contextcheck // the line is the request's
 	return nil
 }
 

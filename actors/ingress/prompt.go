@@ -111,7 +111,8 @@ type promptContext struct {
 // fromBody fills the prompt from a request: its header, and its body as scanned. The failure is about an
 // invalid header. ctx ends the wait for a tokenizer.
 func (p *prompt) fromBody(ctx context.Context, ar *appRouter, route openai.Route, scan *openai.Body,
-	body []byte, h http.Header) *failure {
+	body []byte, h http.Header,
+) *failure {
 	p.reset()
 	if f := p.parse(h); f != nil {
 		return f
@@ -163,7 +164,8 @@ func (p *prompt) setText(text []byte) {
 // beside its text. Token ids of the client are used whatever the application's identity is, because engines
 // cache by them. A text is tokenized if the application asks for that and a tokenizer answers.
 func (p *prompt) identify(ctx context.Context, ar *appRouter, r *policyInputs, scan *openai.Body, body []byte,
-	h http.Header) {
+	h http.Header,
+) {
 	if !r.chains() && !r.needs.Text {
 		return
 	}
@@ -220,8 +222,10 @@ func (p *prompt) hashTokens(ar *appRouter, ids []uint32) {
 
 // rootSalt must equal the salt that a DPServer uses for the blocks of its engine's events.
 func (p *prompt) rootSalt(ar *appRouter) kvindex.Salt {
-	return kvindex.Salt{Unit: p.unit, BlockSize: p.size, Model: ar.modelID(), Adapter: p.adapter,
-		CacheSalt: view(p.salt)}
+	return kvindex.Salt{
+		Unit: p.unit, BlockSize: p.size, Model: ar.modelID(), Adapter: p.adapter,
+		CacheSalt: view(p.salt),
+	}
 }
 
 // view is b as a string; it is valid as long as b does not change.
@@ -265,8 +269,12 @@ func (p *prompt) hitOf(rows []kvindex.Hit) routing.Hit {
 	device := p.hitTokens(max(tiers[kvindex.GPU], tiers[kvindex.Sent]))
 	host := max(0, p.hitTokens(tiers[kvindex.CPU])-device)
 	disk := max(0, p.hitTokens(tiers[kvindex.Disk])-device-host)
-	return routing.Hit{Rank: routing.RankID(rows[0].Rank), Tokens: int32(device), Host: int32(host),
-		Disk: int32(disk)} //nolint:gosec // tokens of a body of at most MaxBody bytes
+	return routing.Hit{
+		Rank:   routing.RankID(rows[0].Rank),
+		Tokens: int32(device), //nolint:gosec // tokens of a body of at most MaxBody bytes
+		Host:   int32(host),   //nolint:gosec // likewise
+		Disk:   int32(disk),   //nolint:gosec // likewise
+	}
 }
 
 // hitTokens is the number of tokens that n leading blocks save an engine: it always computes the last token,
@@ -377,8 +385,12 @@ func (r *policyInputs) words() []string {
 	for _, n := range []struct {
 		is   bool
 		word string
-	}{{r.needs.Hits, "hits"}, {r.needs.Blocks, "blocks"}, {r.needs.Text, "text"},
-		{r.needs.Session, "session"}} {
+	}{
+		{r.needs.Hits, "hits"},
+		{r.needs.Blocks, "blocks"},
+		{r.needs.Text, "text"},
+		{r.needs.Session, "session"},
+	} {
 		if n.is {
 			out = append(out, n.word)
 		}

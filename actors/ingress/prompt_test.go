@@ -33,7 +33,8 @@ func promptRouter(needs routing.Needs) *appRouter {
 
 // readPrompt identifies a body as a live request's.
 func readPrompt(t require.TestingT, ar *appRouter, route openai.Route, body string,
-	header ...string) *prompt {
+	header ...string,
+) *prompt {
 	var scan openai.Body
 	require.NoError(t, scan.Scan(route, []byte(body)))
 	h := http.Header{}
@@ -71,22 +72,34 @@ func TestKV12NothingIsSharedUnderAnotherSalt(t *testing.T) {
 			strings.Repeat(url, 30) + `"}},{"type":"text","text":"` + words + `"}]}]}`
 	}
 	for name, pair := range map[string][2]*prompt{
-		"salt": {readPrompt(t, ar, openai.Chat, chat(words, `"cache_salt":"a"`)),
-			readPrompt(t, ar, openai.Chat, chat(words, `"cache_salt":"b"`))},
-		"one salt": {readPrompt(t, ar, openai.Chat, chat(words)),
-			readPrompt(t, ar, openai.Chat, chat(words, `"cache_salt":"b"`))},
-		"LoRA": {readPrompt(t, ar, openai.Chat, chat(words)),
-			readPrompt(t, ar, openai.Chat, strings.Replace(chat(words), "demo", "poet", 1))},
-		"tools": {readPrompt(t, ar, openai.Chat, chat(words)),
-			readPrompt(t, ar, openai.Chat, chat(words, `"tools":[{"a":1}]`))},
-		"image": {readPrompt(t, ar, openai.Chat, image("abc")),
-			readPrompt(t, ar, openai.Chat, image("xyz"))},
+		"salt": {
+			readPrompt(t, ar, openai.Chat, chat(words, `"cache_salt":"a"`)),
+			readPrompt(t, ar, openai.Chat, chat(words, `"cache_salt":"b"`)),
+		},
+		"one salt": {
+			readPrompt(t, ar, openai.Chat, chat(words)),
+			readPrompt(t, ar, openai.Chat, chat(words, `"cache_salt":"b"`)),
+		},
+		"LoRA": {
+			readPrompt(t, ar, openai.Chat, chat(words)),
+			readPrompt(t, ar, openai.Chat, strings.Replace(chat(words), "demo", "poet", 1)),
+		},
+		"tools": {
+			readPrompt(t, ar, openai.Chat, chat(words)),
+			readPrompt(t, ar, openai.Chat, chat(words, `"tools":[{"a":1}]`)),
+		},
+		"image": {
+			readPrompt(t, ar, openai.Chat, image("abc")),
+			readPrompt(t, ar, openai.Chat, image("xyz")),
+		},
 		"ids": {
 			readPrompt(t, ar, openai.Completions, `{"prompt":[`+ids+`]}`),
 			readPrompt(t, ar, openai.Completions, `{"cache_salt":"b","prompt":[`+ids+`]}`),
 		},
-		"ids and text": {readPrompt(t, ar, openai.Completions, `{"prompt":[`+ids+`]}`),
-			readPrompt(t, ar, openai.Completions, `{"prompt":"`+ids+`"}`)},
+		"ids and text": {
+			readPrompt(t, ar, openai.Completions, `{"prompt":[`+ids+`]}`),
+			readPrompt(t, ar, openai.Completions, `{"prompt":"`+ids+`"}`),
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			a, b := pair[0], pair[1]
@@ -174,10 +187,14 @@ func TestRT14OddPrompts(t *testing.T) {
 		"one block":     {openai.Completions, `{"prompt":"` + strings.Repeat("x", block) + `"}`, 1},
 		"two prompts":   {openai.Completions, `{"prompt":["` + strings.Repeat("x", 2*block) + `","y"]}`, 2},
 		"ids":           {openai.Completions, `{"prompt":[` + strings.Repeat("5,", 40) + `1]}`, 2},
-		"image only": {openai.Chat,
-			`{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:image/png;base64,` + strings.Repeat("A", 4*block) + `"}}]}]}`, 4},
-		"1 MiB": {openai.Completions, `{"prompt":"` + strings.Repeat("x", 1<<20) + `"}`,
-			textFine + 8*textStep},
+		"image only": {
+			openai.Chat,
+			`{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:image/png;base64,` + strings.Repeat("A", 4*block) + `"}}]}]}`, 4,
+		},
+		"1 MiB": {
+			openai.Completions, `{"prompt":"` + strings.Repeat("x", 1<<20) + `"}`,
+			textFine + 8*textStep,
+		},
 		"tokenize":       {openai.Tokenize, `{"prompt":"` + strings.Repeat("x", 640) + `"}`, 0},
 		"not text":       {openai.Chat, `{"messages":"` + strings.Repeat("x", 10*block) + `"}`, 10},
 		"broken unicode": {openai.Completions, `{"prompt":"` + strings.Repeat("\xff\xfe", block) + `"}`, 2},
@@ -299,8 +316,10 @@ func FuzzWishes(f *testing.F) {
 	f.Add("250", "0/3", "1")
 	f.Fuzz(func(t *testing.T, ms, rank, priority string) {
 		var w routingHeaders
-		if w.parse(http.Header{headerTTFT: {ms}, headerTPOT: {ms}, headerRank: {rank},
-			headerPriority: {priority}}) == nil {
+		if w.parse(http.Header{
+			headerTTFT: {ms}, headerTPOT: {ms}, headerRank: {rank},
+			headerPriority: {priority},
+		}) == nil {
 			require.Greater(t, w.ttftMs, 0.0)
 			require.LessOrEqual(t, w.tpotMs, 86_400_000.0)
 		}
@@ -324,8 +343,10 @@ func TestBlockSizeFollowsTheRanks(t *testing.T) {
 		assert.Equal(t, 16, g.router.tokensPerBlock(), "as reported")
 		for i, want := range []int{64, 32, 32} {
 			r := g.feed.replicas[i]
-			r.emit(&msg.Record{Kind: msg.RecKVBegin,
-				KV: msg.KV{Tier: kvindex.GPU, BlockSize: []int{64, 32, 32}[i]}})
+			r.emit(&msg.Record{
+				Kind: msg.RecKVBegin,
+				KV:   msg.KV{Tier: kvindex.GPU, BlockSize: []int{64, 32, 32}[i]},
+			})
 			r.emit(&msg.Record{Kind: msg.RecStatus, Status: msg.Status{BlockSize: 16}})
 			assert.Equal(t, want, g.router.tokensPerBlock(), fmt.Sprint(i))
 		}

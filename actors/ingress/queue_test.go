@@ -92,8 +92,10 @@ func (m *queueModel) remove(w *waiter) {
 func TestNoWaiterBlocksAnotherThatCouldBeRouted(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		const ranks, maxN, maxTokens = 3, 6, int64(30)
-		m := &queueModel{t: t, f: &requestQueue{}, banned: map[*waiter]map[int]bool{},
-			places: make([]int, ranks)}
+		m := &queueModel{
+			t: t, f: &requestQueue{}, banned: map[*waiter]map[int]bool{},
+			places: make([]int, ranks),
+		}
 		tokens := func() (n int64) {
 			for _, w := range m.order {
 				n += w.tokens
@@ -377,8 +379,10 @@ func TestARequestThatFailedDoesNotHoldTheQueue(t *testing.T) {
 
 // TestRT3StaleFullNeverBlocks: a rank says full although nothing is in hand, and no record follows.
 func TestRT3StaleFullNeverBlocks(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)},
-		timers: Timers{FullRecheck: 20 * time.Millisecond}})
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{replies(200, wholeAnswer)},
+		timers:  Timers{FullRecheck: 20 * time.Millisecond},
+	})
 	var full atomic.Int32
 	g.replicas[0].setRefuse(func(*msg.Admit) msg.Refusal {
 		if full.Add(1) <= 3 {
@@ -394,11 +398,13 @@ func TestRT3StaleFullNeverBlocks(t *testing.T) {
 
 func TestQueueBounds(t *testing.T) {
 	e := newGatedEngine()
-	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1,
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{e.ServeHTTP}, max: 1,
 		limits: Limits{MaxQueueTokens: 50}, app: func(a *app.Application) {
 			a.MaxQueuedRequests = 2
 			a.Timeouts.QueueS = 5
-		}})
+		},
+	})
 	first := make(chan answer, 1)
 	go func() { first <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
 	eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "the place is taken")
@@ -421,8 +427,10 @@ func TestQueueBounds(t *testing.T) {
 // TestAnEmptyQueueTakesARequestOfAnySize: it would be refused for ever else.
 func TestAnEmptyQueueTakesARequestOfAnySize(t *testing.T) {
 	e := newGatedEngine()
-	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1,
-		limits: Limits{MaxQueueTokens: 50}})
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{e.ServeHTTP}, max: 1,
+		limits: Limits{MaxQueueTokens: 50},
+	})
 	first, large := make(chan answer, 1), make(chan answer, 1)
 	go func() { first <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
 	eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "the place is taken")
@@ -448,8 +456,10 @@ func picture(n int) string {
 // has. Tools are text.
 func TestPicturesAreNotText(t *testing.T) {
 	e := newGatedEngine()
-	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1,
-		limits: Limits{MaxQueueTokens: 4 * openai.MediaTokens}})
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{e.ServeHTTP}, max: 1,
+		limits: Limits{MaxQueueTokens: 4 * openai.MediaTokens},
+	})
 	body := func(parts string) string {
 		return `{"model":"demo","messages":[{"role":"user","content":[{"type":"text","text":"what is it?"},` +
 			parts + `]}]}`
@@ -488,8 +498,10 @@ func ids(n int) string {
 
 func TestQueueTimeoutAndLeaving(t *testing.T) {
 	e := newGatedEngine()
-	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1,
-		app: func(a *app.Application) { a.Timeouts.QueueS = 0.2 }})
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{e.ServeHTTP}, max: 1,
+		app: func(a *app.Application) { a.Timeouts.QueueS = 0.2 },
+	})
 	first := make(chan answer, 1)
 	go func() { first <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
 	eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "the place is taken")

@@ -289,8 +289,10 @@ func (req *request) readEngine(body io.Reader, buf []byte, now, due time.Time, c
 // watchGaps configures the phase timer for readEngineGap.
 func (req *request) watchGaps() {
 	a := &req.attempt
-	req.timer.watchGaps(gapWatch{router: req.app.router, rank: a.rank, ticket: a.ticket.ID,
-		limit: req.app.between, maxGap: req.app.firstToken})
+	req.timer.watchGaps(gapWatch{
+		router: req.app.router, rank: a.rank, ticket: a.ticket.ID,
+		limit: req.app.between, maxGap: req.app.firstToken,
+	})
 }
 
 // readEngineGap reads from an engine that has already sent output: the phase timer measures the gap since
@@ -333,7 +335,8 @@ func (req *request) isBestAnswer(res *result) bool {
 
 // sendWhole sends an answer that is completely in memory.
 func (req *request) sendWhole(ctx context.Context, status int, header http.Header, body []byte,
-	res result) result {
+	res result,
+) result {
 	if !req.mayServe() {
 		return req.endUnserved()
 	}

@@ -36,8 +36,10 @@ func TestWholeAnswerPassesByteForByte(t *testing.T) {
 	assert.Equal(t, "/v1/chat/completions", got.URL.Path)
 	assert.Equal(t, "mine-1", got.Header.Get("X-Request-Id"))
 	assert.Equal(t, "Bearer k", got.Header.Get("Authorization"))
-	for _, name := range []string{"X-Forwarded-For", "X-Data-Parallel-Rank", "X-Secret", "Dpserve-Epoch",
-		"Accept-Encoding"} {
+	for _, name := range []string{
+		"X-Forwarded-For", "X-Data-Parallel-Rank", "X-Secret", "Dpserve-Epoch",
+		"Accept-Encoding",
+	} {
 		assert.Empty(t, got.Header.Get(name), name)
 	}
 	done := g.replicas[0].lastDone(t)
@@ -64,8 +66,10 @@ func TestReservedFieldsNeverReachTheEngine(t *testing.T) {
 }
 
 func TestStreamPassesByteForByte(t *testing.T) {
-	list := []string{roleChunk, emptyChunk, textChunk, emptyChunk, textChunk, stopChunk, usageChunk,
-		doneEvent}
+	list := []string{
+		roleChunk, emptyChunk, textChunk, emptyChunk, textChunk, stopChunk, usageChunk,
+		doneEvent,
+	}
 	g := newRig(t, options{engines: []http.HandlerFunc{sends(list...)}})
 	a := g.post("/v1/chat/completions", streamBody)
 	require.NoError(t, a.err)
@@ -169,31 +173,54 @@ func TestBeforeTheFirstByte(t *testing.T) {
 		{name: "overloaded", refuse: msg.Overloaded, attempts: "2"},
 		{name: "connection refused", outcome: msg.FailedOutcome, attempts: "2", probe: true},
 		{name: "reset", engine: resets, outcome: msg.FailedOutcome, attempts: "2", probe: true},
-		{name: "a head that is too large", engine: largeHead, outcome: msg.FailedOutcome, attempts: "2",
-			trip: true},
-		{name: "engine busy", engine: replies(503, strings.ReplaceAll(busyError, ": ", ":")),
-			outcome: msg.FailedOutcome, attempts: "2", busy: true},
-		{name: "engine busy as event", engine: sends(busyError, doneEvent), outcome: msg.FailedOutcome,
-			attempts: "2", busy: true},
-		{name: "500", engine: replies(500, `{"error":{"message":"EngineCore"}}`), outcome: msg.FailedOutcome,
-			attempts: "2", trip: true},
-		{name: "500 as event", engine: sends(`{"error":{"message":"m","code":500}}`, doneEvent),
-			outcome: msg.FailedOutcome, attempts: "2", trip: true},
-		{name: "error event without code", engine: sends(`{"error":{"message":"m"}}`, doneEvent),
-			outcome: msg.FailedOutcome, attempts: "2", trip: true},
-		{name: "other 503", engine: replies(503, `{"error":"scaling"}`), outcome: msg.FailedOutcome,
-			attempts: "2", trip: true},
+		{
+			name: "a head that is too large", engine: largeHead, outcome: msg.FailedOutcome, attempts: "2",
+			trip: true,
+		},
+		{
+			name: "engine busy", engine: replies(503, strings.ReplaceAll(busyError, ": ", ":")),
+			outcome: msg.FailedOutcome, attempts: "2", busy: true,
+		},
+		{
+			name: "engine busy as event", engine: sends(busyError, doneEvent), outcome: msg.FailedOutcome,
+			attempts: "2", busy: true,
+		},
+		{
+			name: "500", engine: replies(500, `{"error":{"message":"EngineCore"}}`),
+			outcome:  msg.FailedOutcome,
+			attempts: "2", trip: true,
+		},
+		{
+			name: "500 as event", engine: sends(`{"error":{"message":"m","code":500}}`, doneEvent),
+			outcome: msg.FailedOutcome, attempts: "2", trip: true,
+		},
+		{
+			name: "error event without code", engine: sends(`{"error":{"message":"m"}}`, doneEvent),
+			outcome: msg.FailedOutcome, attempts: "2", trip: true,
+		},
+		{
+			name: "other 503", engine: replies(503, `{"error":"scaling"}`), outcome: msg.FailedOutcome,
+			attempts: "2", trip: true,
+		},
 		{name: "408", engine: replies(408, `{}`), outcome: msg.FailedOutcome, attempts: "2"},
 		{name: "429", engine: replies(429, `{}`), outcome: msg.FailedOutcome, attempts: "2"},
 		{name: "empty 200", engine: replies(200, ``), outcome: msg.FailedOutcome, attempts: "2", trip: true},
-		{name: "bare [DONE]", engine: sends(doneEvent), outcome: msg.FailedOutcome, attempts: "2",
-			trip: true},
-		{name: "role chunk, then the end", engine: sends(roleChunk), outcome: msg.FailedOutcome,
-			attempts: "2", trip: true},
-		{name: "role chunk, then a cut", engine: cutAfter(roleChunk), outcome: msg.FailedOutcome,
-			attempts: "2", trip: true},
-		{name: "abort", engine: sends(roleChunk, abortChunk, doneEvent), outcome: msg.FailedOutcome,
-			attempts: "2", trip: true},
+		{
+			name: "bare [DONE]", engine: sends(doneEvent), outcome: msg.FailedOutcome, attempts: "2",
+			trip: true,
+		},
+		{
+			name: "role chunk, then the end", engine: sends(roleChunk), outcome: msg.FailedOutcome,
+			attempts: "2", trip: true,
+		},
+		{
+			name: "role chunk, then a cut", engine: cutAfter(roleChunk), outcome: msg.FailedOutcome,
+			attempts: "2", trip: true,
+		},
+		{
+			name: "abort", engine: sends(roleChunk, abortChunk, doneEvent), outcome: msg.FailedOutcome,
+			attempts: "2", trip: true,
+		},
 	}
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
@@ -201,10 +228,12 @@ func TestBeforeTheFirstByte(t *testing.T) {
 			if bad == nil {
 				bad = sends(textChunk, stopChunk, doneEvent)
 			}
-			g := newRig(t, options{engines: []http.HandlerFunc{bad, sends(textChunk, stopChunk, doneEvent)},
+			g := newRig(t, options{
+				engines: []http.HandlerFunc{bad, sends(textChunk, stopChunk, doneEvent)},
 				app: func(a *app.Application) {
 					a.Routing.Policy = "least-loaded"
-				}})
+				},
+			})
 			r := g.replicas[0]
 			if c.refuse != 0 {
 				r.setRefuse(func(*msg.Admit) msg.Refusal { return c.refuse })
@@ -251,18 +280,29 @@ func TestOutOfTries(t *testing.T) {
 		admits     int // 0: three
 	}{
 		{name: "only refusals", refuse: msg.NotReady, status: 503, code: "no_ready_rank", retryAfter: true},
-		{name: "engine busy", engine: replies(503, busyError), status: 503, code: "overloaded",
-			retryAfter: true},
+		{
+			name: "engine busy", engine: replies(503, busyError), status: 503, code: "overloaded",
+			retryAfter: true,
+		},
 		{name: "500", engine: replies(500, `{}`), status: 502, code: "upstream_failed", retryAfter: true},
-		{name: "the engine's 503", engine: replies(503, `{"error":"scaling"}`), status: 503,
-			code: "upstream_failed", retryAfter: true},
-		{name: "two ranks die of it", engine: resets, status: 502, code: "upstream_failed", retryAfter: true,
-			admits: 2},
+		{
+			name: "the engine's 503", engine: replies(503, `{"error":"scaling"}`), status: 503,
+			code: "upstream_failed", retryAfter: true,
+		},
+		{
+			name: "two ranks die of it", engine: resets, status: 502, code: "upstream_failed",
+			retryAfter: true,
+			admits:     2,
+		},
 		{name: "empty", engine: replies(200, ``), status: 502, code: "upstream_failed", retryAfter: true},
-		{name: "abort", engine: sends(abortChunk, doneEvent), status: 502, code: "upstream_failed",
-			retryAfter: true},
-		{name: "no rank is asked for free", engine: largeHead, status: 502, code: "upstream_failed",
-			retryAfter: true},
+		{
+			name: "abort", engine: sends(abortChunk, doneEvent), status: 502, code: "upstream_failed",
+			retryAfter: true,
+		},
+		{
+			name: "no rank is asked for free", engine: largeHead, status: 502, code: "upstream_failed",
+			retryAfter: true,
+		},
 		{name: "expired", refuse: msg.Expired, status: 504, code: "deadline_exceeded", admits: 1},
 	}
 	for _, c := range cases {
@@ -314,8 +354,10 @@ func TestFirstErrorEventBelow500BecomesThatStatus(t *testing.T) {
 }
 
 func TestThe429OfTheLastRankPasses(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(429, `{"error":{"message":"slow down"}}`)},
-		app: func(a *app.Application) { a.Retries.Attempts = 1 }})
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{replies(429, `{"error":{"message":"slow down"}}`)},
+		app:     func(a *app.Application) { a.Retries.Attempts = 1 },
+	})
 	a := g.post("/v1/chat/completions", chatBody)
 	assert.Equal(t, 429, a.status)
 	assert.Contains(t, a.body, "slow down")
@@ -377,8 +419,10 @@ func TestFamilyOpenAIEndsAsItLikes(t *testing.T) {
 	}
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
-			g := newRig(t, options{engines: []http.HandlerFunc{c.engine},
-				app: func(a *app.Application) { a.Engine.Family = app.FamilyOpenAI }})
+			g := newRig(t, options{
+				engines: []http.HandlerFunc{c.engine},
+				app:     func(a *app.Application) { a.Engine.Family = app.FamilyOpenAI },
+			})
 			a := g.post("/v1/chat/completions", strings.Replace(streamBody, "{", `{"n":2,`, 1))
 			assert.Equal(t, c.whole, a.err == nil && a.status == 200, a)
 			assert.Equal(t, c.whole, g.replicas[0].lastDone(t).Outcome == msg.OK)

@@ -45,12 +45,15 @@ func newDataPort(tb testing.TB, f *feed, lease func() bool) *dataPort {
 	p := &dataPort{server: server, http: &http.Server{
 		Handler: server, Protocols: h2, ReadHeaderTimeout: time.Minute,
 		ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelError),
-		HTTP2: &http.HTTP2Config{MaxConcurrentStreams: 10_000, MaxReceiveBufferPerStream: 1 << 20,
-			MaxReceiveBufferPerConnection: 64 << 20},
+		HTTP2: &http.HTTP2Config{
+			MaxConcurrentStreams: 10_000, MaxReceiveBufferPerStream: 1 << 20,
+			MaxReceiveBufferPerConnection: 64 << 20,
+		},
 	}}
 	go func() { _ = p.http.Serve(l) }()
 	way := &http.Transport{Protocols: h2, DialContext: func(ctx context.Context, network, _ string) (
-		net.Conn, error) {
+		net.Conn, error,
+	) {
 		return (&net.Dialer{}).DialContext(ctx, network, l.Addr().String())
 	}}
 	p.client = remote.NewDataClient(func(string) (http.RoundTripper, error) { return way, nil })
@@ -116,7 +119,8 @@ func TestLease(t *testing.T) {
 	for _, far := range []bool{false, true} {
 		var lost atomic.Bool
 		next := make(chan struct{})
-		g := newRig(t, options{far: far, lease: func() bool { return !lost.Load() },
+		g := newRig(t, options{
+			far: far, lease: func() bool { return !lost.Load() },
 			engines: []http.HandlerFunc{
 				func(w http.ResponseWriter, r *http.Request) {
 					drain(r)
@@ -124,7 +128,8 @@ func TestLease(t *testing.T) {
 					<-next
 					sse(w, stopChunk, doneEvent)
 				},
-			}})
+			},
+		})
 		answers := make(chan answer)
 		go func() { answers <- g.post("/v1/chat/completions", streamBody) }()
 		eventually(t, func() bool {
@@ -159,8 +164,10 @@ func TestWithoutRemote(t *testing.T) {
 // however many they are; streams end with an error event; neither counts against the rank.
 func TestNodeLost(t *testing.T) {
 	h := &hangingEngine{}
-	g := newRig(t, options{max: 128, far: true, home: 1,
-		engines: []http.HandlerFunc{h.sends(textChunk), h.sends(), replies(200, wholeAnswer)}})
+	g := newRig(t, options{
+		max: 128, far: true, home: 1,
+		engines: []http.HandlerFunc{h.sends(textChunk), h.sends(), replies(200, wholeAnswer)},
+	})
 	const n = 90 // a third each: more than the retry budget pays for
 	answers := make(chan answer, n)
 	for range n {

@@ -380,7 +380,6 @@ func (req *request) logLine(level slog.Level, text string, res *result, attrs ..
 		attrs = append(attrs, slog.String("unit", rk.unit), slog.Int("group", rk.id.Group()),
 			slog.Int("rank", rk.id.Rank()), slog.Uint64("epoch", rk.epoch))
 	}
-	req.in.log.LogAttrs(ctx, level, text, append(attrs,
-		res.attrs(req.in.hash(), req.in.log.Enabled(
-			ctx, slog.LevelDebug))...)...) //nolint:sloglint // text is a constant of each caller
+	attrs = append(attrs, res.attrs(req.in.hash(), req.in.log.Enabled(ctx, slog.LevelDebug))...)
+	req.in.log.LogAttrs(ctx, level, text, attrs...) //nolint:sloglint // text is a constant of each caller
 }

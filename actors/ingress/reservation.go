@@ -107,8 +107,10 @@ func (s *reservations) end() {
 // release returns the ticket. The use of the place says nothing about the engine, so it counts as cancelled.
 func (r *reservation) release(cause string) {
 	r.timer.Stop()
-	r.rank.mailbox.Send(&msg.Done{TicketID: r.ticket.ID, Outcome: msg.Cancelled, Cause: cause,
-		FirstToken: r.first})
+	r.rank.mailbox.Send(&msg.Done{
+		TicketID: r.ticket.ID, Outcome: msg.Cancelled, Cause: cause,
+		FirstToken: r.first,
+	})
 	r.cancel()
 }
 

@@ -41,8 +41,10 @@ func newStore() *store {
 }
 
 func emptyState() *state.State {
-	return &state.State{Apps: map[string]*state.App{}, Units: map[string]*state.Unit{},
-		Epochs: map[string]uint64{}}
+	return &state.State{
+		Apps: map[string]*state.App{}, Units: map[string]*state.Unit{},
+		Epochs: map[string]uint64{},
+	}
 }
 
 func (s *store) State() *state.State {
@@ -210,8 +212,10 @@ func (r *replica) Send(m any) {
 		}
 		if a, ok := r.open[m.TicketID]; ok {
 			delete(r.open, m.TicketID)
-			r.emit(&msg.Record{Kind: msg.RecDone, ReqID: a.ReqID, Ingress: a.Ingress, Tokens: a.Tokens,
-				Out: m.CompletionTokens})
+			r.emit(&msg.Record{
+				Kind: msg.RecDone, ReqID: a.ReqID, Ingress: a.Ingress, Tokens: a.Tokens,
+				Out: m.CompletionTokens,
+			})
 			r.judge(m)
 		}
 	}
@@ -293,8 +297,10 @@ func (r *replica) publish() {
 }
 
 func (r *replica) snapshot() {
-	s := &msg.Snapshot{Accepting: r.accepting, Tripped: r.tripped, MaxOngoing: r.max, MaxModelLen: r.length,
-		Node: cmp.Or(r.node, "n1"), Target: r.target(), Mailbox: r}
+	s := &msg.Snapshot{
+		Accepting: r.accepting, Tripped: r.tripped, MaxOngoing: r.max, MaxModelLen: r.length,
+		Node: cmp.Or(r.node, "n1"), Target: r.target(), Mailbox: r,
+	}
 	for _, m := range r.open {
 		s.Open = append(s.Open, msg.OpenRequest{ReqID: m.ReqID, Ingress: m.Ingress, Tokens: m.Tokens})
 	}
@@ -310,8 +316,10 @@ func (r *replica) say(accepting, fenced bool, cause string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.accepting = accepting
-	r.emit(&msg.Record{Kind: msg.RecState, Accepting: accepting, Fenced: fenced,
-		Draining: cause == "draining", Cause: cause})
+	r.emit(&msg.Record{
+		Kind: msg.RecState, Accepting: accepting, Fenced: fenced,
+		Draining: cause == "draining", Cause: cause,
+	})
 }
 
 func (r *replica) gone() {
@@ -517,8 +525,10 @@ func deploy(tb testing.TB, s *store, a *app.Application, revision uint64) {
 	raw, err := json.Marshal(a)
 	require.NoError(tb, err)
 	s.set(func(st *state.State) {
-		st.Apps[a.Name] = &state.App{Name: a.Name, Revision: revision, Spec: raw,
-			Names: a.Model.ServedNames(), Route: a.RoutePrefix}
+		st.Apps[a.Name] = &state.App{
+			Name: a.Name, Revision: revision, Spec: raw,
+			Names: a.Model.ServedNames(), Route: a.RoutePrefix,
+		}
 		for _, u := range a.Units() {
 			st.Units[u.ID] = &state.Unit{ID: u.ID, App: a.Name, Group: u.Group, Epoch: 1, Phase: state.Ready}
 			st.Epochs[u.ID] = 1

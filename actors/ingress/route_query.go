@@ -135,7 +135,8 @@ func readPromptText(ctx context.Context, ar *appRouter, query *routeQuery, rq *m
 	body := map[string]any{"model": model, "prompt": *rq.Prompt}
 	if route == openai.Chat.Path() {
 		body = map[string]any{"model": model, "messages": []map[string]string{
-			{"role": "user", "content": *rq.Prompt}}}
+			{"role": "user", "content": *rq.Prompt},
+		}}
 	}
 	text, err := json.Marshal(body)
 	if err != nil {
@@ -146,7 +147,8 @@ func readPromptText(ctx context.Context, ar *appRouter, query *routeQuery, rq *m
 
 // readRequest scans a body and fills the query as request.handle does.
 func readRequest(ctx context.Context, ar *appRouter, query *routeQuery, path string, body []byte,
-	headers map[string]string) error {
+	headers map[string]string,
+) error {
 	route, err := routeOf(path, body)
 	if err != nil {
 		return err

@@ -64,7 +64,8 @@ func lawOf(router *routing.Router, view *routing.View, now time.Duration) *msg.L
 	for i := range view.Ranks {
 		if rk := &view.Ranks[i]; rk.Slow > 0 {
 			out.Ranks = append(out.Ranks, msg.RankSpeed{
-				Worker: rk.ID.String(), Slow: rk.Slow, LagMs: float64(rk.Lag) / float64(time.Millisecond)})
+				Worker: rk.ID.String(), Slow: rk.Slow, LagMs: float64(rk.Lag) / float64(time.Millisecond),
+			})
 		}
 	}
 	return out
@@ -92,8 +93,10 @@ const (
 )
 
 // tierNames are the tiers as a dump names them.
-var tierNames = [...]string{kvindex.GPU: "gpu", kvindex.CPU: "cpu", kvindex.Disk: "disk",
-	kvindex.Sent: "sent"}
+var tierNames = [...]string{
+	kvindex.GPU: "gpu", kvindex.CPU: "cpu", kvindex.Disk: "disk",
+	kvindex.Sent: "sent",
+}
 
 // hex16 is a hash as a dump writes it.
 func hex16(h uint64) string { return newRequestID(h) }
@@ -108,7 +111,8 @@ type blockRun struct {
 // DumpEvents emits the index column by column, as runs of stored blocks; truncated: it holds more than
 // maxDump. A run is valid during emit only. Errors are *problem.Error, emit's, and ctx's.
 func (in *Ingress) DumpEvents(ctx context.Context, app string, emit func(*msg.KVRun) error) (
-	truncated bool, err error) {
+	truncated bool, err error,
+) {
 	ar, _, err := in.routerOf(app)
 	if err != nil {
 		return false, err
@@ -261,7 +265,8 @@ func (in *Ingress) Identity(app string) string {
 // ExplainRoute decides for rq with the code and state of live requests, explains the decision, and changes
 // nothing. Errors are *problem.Error.
 func (in *Ingress) ExplainRoute(ctx context.Context, app string, rq *msg.RouteQuery) (
-	*msg.Explanation, error) {
+	*msg.Explanation, error,
+) {
 	ar, router, err := in.routerOf(app)
 	if err != nil {
 		return nil, err
@@ -316,7 +321,8 @@ func (in *Ingress) Free(app, id string) error {
 // attempts, deadlines, account, metrics and log line are those of every request. emit gets the tokens as they
 // arrive; its error ends the request. Errors are *problem.Error or emit's.
 func (in *Ingress) Generate(ctx context.Context, app string, q *msg.Generate,
-	emit func(*msg.Generated) error) error {
+	emit func(*msg.Generated) error,
+) error {
 	ar, _, err := in.routerOf(app)
 	if err != nil {
 		return err
@@ -329,8 +335,8 @@ func (in *Ingress) Generate(ctx context.Context, app string, q *msg.Generate,
 	defer cancel(nil)
 	defer in.endWith(cancel)() //nolint:contextcheck // the ingress's end is no child of ctx
 	w := &tokenWriter{header: http.Header{}, emit: emit}
-	in.serveFor(w, req.WithContext(run), &appRoute{appRevision: ar.revision.Load(), router: ar},
-		query) //nolint:contextcheck // it is in the request
+	route := &appRoute{appRevision: ar.revision.Load(), router: ar}
+	in.serveFor(w, req.WithContext(run), route, query) //nolint:contextcheck // it is in the request
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}

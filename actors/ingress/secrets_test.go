@@ -31,7 +31,8 @@ func TestLogsHoldNoPromptOfAnEnginesMessage(t *testing.T) {
 	} {
 		for _, level := range []slog.Level{slog.LevelInfo, slog.LevelDebug} {
 			for kind, e := range map[string]http.HandlerFunc{
-				"answer": replies(c.status, c.body), "event": sends(c.body)} {
+				"answer": replies(c.status, c.body), "event": sends(c.body),
+			} {
 				t.Run(name+" "+kind+" "+level.String(), func(t *testing.T) {
 					g := newRig(t, options{engines: []http.HandlerFunc{e, e}, level: level})
 					a := g.post("/v1/chat/completions", streamBody)
@@ -63,7 +64,8 @@ func TestLogsShowWhatEnginesSayOfThemselves(t *testing.T) {
 	g.post("/v1/chat/completions", chatBody, "X-Dpserve-Timeout-Ms", "200")
 	assert.Contains(t, g.logs.String(), "The engine is currently busy")
 	g = newRig(t, options{engines: []http.HandlerFunc{
-		replies(400, `{"error":{"message":"n must be at least 1, got 0.","type":"BadRequestError","param":null,"code":400}}`)}})
+		replies(400, `{"error":{"message":"n must be at least 1, got 0.","type":"BadRequestError","param":null,"code":400}}`),
+	}})
 	g.post("/v1/chat/completions", chatBody)
 	assert.Contains(t, g.logs.String(), `engine_message="n must be at least 1, got 0."`)
 }
@@ -71,8 +73,10 @@ func TestLogsShowWhatEnginesSayOfThemselves(t *testing.T) {
 // TestCachedTokensTellNothingAcrossSalts: a client with a cache_salt of its own does not learn from the
 // header what others sent.
 func TestCachedTokensTellNothingAcrossSalts(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)},
-		app: withRouting("scoring")})
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{replies(200, wholeAnswer)},
+		app:     withRouting("scoring"),
+	})
 	remembers(t, g.replicas[0])
 	cached := func(salt string) string {
 		body := `{"model":"demo",` + salt + `"messages":[{"role":"user","content":"` +

@@ -306,7 +306,8 @@ func (in *Ingress) serve(w http.ResponseWriter, r *http.Request, s *routeScope, 
 // serveWith is serve with a function that sets what the router's own API asks for beyond headers; nil:
 // nothing.
 func (in *Ingress) serveWith(w http.ResponseWriter, r *http.Request, s *routeScope, route openai.Route,
-	demand func(*request)) {
+	demand func(*request),
+) {
 	req, _ := in.requestPool.Get().(*request)
 	in.inflight.Add(1)
 	req.w, req.r, req.route, req.start, req.bodySettled = w, r, route, time.Now(), true
@@ -443,8 +444,10 @@ type model struct {
 }
 
 func modelOf(name string, e *appRoute) model {
-	m := model{ID: name, Object: "model", Created: e.created, OwnedBy: "dpserve", Root: e.app.Model.Source,
-		MaxModelLen: e.router.minModelLen()}
+	m := model{
+		ID: name, Object: "model", Created: e.created, OwnedBy: "dpserve", Root: e.app.Model.Source,
+		MaxModelLen: e.router.minModelLen(),
+	}
 	if name != e.app.Model.ID {
 		m.Root, m.Parent = e.app.Model.ID, &e.app.Model.ID
 	}
@@ -516,8 +519,10 @@ func (in *Ingress) showVersion(w http.ResponseWriter, r *http.Request) {
 func (in *Ingress) answerJSON(w http.ResponseWriter, r *http.Request, v any) {
 	body, err := json.Marshal(v)
 	if err != nil {
-		in.refusePlain(w, r, &failure{status: http.StatusInternalServerError,
-			message: "the answer could not be written"})
+		in.refusePlain(w, r, &failure{
+			status:  http.StatusInternalServerError,
+			message: "the answer could not be written",
+		})
 		return
 	}
 	in.answerPlain(w, r, func() { writeJSON(w, http.StatusOK, body) })

@@ -45,8 +45,10 @@ func newDecisionRig(t *testing.T, policy string, change func(*app.Application)) 
 			change(a)
 		}
 	}})
-	return &decisionRig{rig: g, router: g.in.findAppRouter("demo"), seqs: map[routing.RankID]uint64{},
-		open: map[routing.RankID][]uint64{}}
+	return &decisionRig{
+		rig: g, router: g.in.findAppRouter("demo"), seqs: map[routing.RankID]uint64{},
+		open: map[routing.RankID][]uint64{},
+	}
 }
 
 // tell delivers a record of rank i as its stream would.
@@ -61,13 +63,15 @@ func (b *decisionRig) tell(i int, rec msg.Record) {
 // holds makes rank i hold these blocks on its device.
 func (b *decisionRig) holds(i int, hashes []uint64) {
 	b.tell(i, msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{
-		Tier: kvindex.GPU, BlockSize: routing.DefaultBlockSize}})
+		Tier: kvindex.GPU, BlockSize: routing.DefaultBlockSize,
+	}})
 	sum := uint64(0)
 	for _, h := range hashes {
 		sum += h
 	}
 	b.tell(i, msg.Record{Kind: msg.RecKV, KV: msg.KV{
-		Tier: kvindex.GPU, Delta: kvindex.Delta{Change: kvindex.Stored, Hashes: hashes}}})
+		Tier: kvindex.GPU, Delta: kvindex.Delta{Change: kvindex.Stored, Hashes: hashes},
+	}})
 	b.tell(i, msg.Record{Kind: msg.RecKVEnd, KV: msg.KV{Tier: kvindex.GPU, Len: len(hashes), Sum: sum}})
 }
 
@@ -82,16 +86,20 @@ func (b *decisionRig) settle() {
 func (b *decisionRig) happen(r *rand.Rand) {
 	i := r.IntN(labRanks)
 	id := b.replicas[i].id
-	rec := msg.Record{Ingress: "other", ReqID: uint64(r.IntN(1000)), Tokens: 1 + r.IntN(3000),
-		Hit: r.IntN(500), Out: r.IntN(50)}
+	rec := msg.Record{
+		Ingress: "other", ReqID: uint64(r.IntN(1000)), Tokens: 1 + r.IntN(3000),
+		Hit: r.IntN(500), Out: r.IntN(50),
+	}
 	switch n := r.IntN(10); {
 	case n < 4 && len(b.open[id]) < 9: // of 8 at most
 		rec.Kind = msg.RecAdmitted
 		b.open[id] = append(b.open[id], rec.ReqID)
 	case n < 8 && len(b.open[id]) > 0:
 		rec.ReqID = b.open[id][0]
-		rec.Kind = []msg.RecordKind{msg.RecFirstToken, msg.RecProgress, msg.RecDone, msg.RecDone,
-			msg.RecDone}[r.IntN(5)]
+		rec.Kind = []msg.RecordKind{
+			msg.RecFirstToken, msg.RecProgress, msg.RecDone, msg.RecDone,
+			msg.RecDone,
+		}[r.IntN(5)]
 		if rec.Kind == msg.RecDone {
 			b.open[id] = b.open[id][1:]
 		}
@@ -100,7 +108,8 @@ func (b *decisionRig) happen(r *rand.Rand) {
 	default:
 		rec.Kind, rec.Status = msg.RecStatus, msg.Status{
 			KVUsage: 0.7 * r.Float64(), HasKVUsage: true, Capacity: 50_000,
-			BlockSize: routing.DefaultBlockSize}
+			BlockSize: routing.DefaultBlockSize,
+		}
 	}
 	b.tell(i, rec)
 }
@@ -116,11 +125,14 @@ func randomBody(r *rand.Rand) []byte {
 	case 0:
 		body = map[string]any{"prompt": ids}
 	case 1:
-		body = map[string]any{"prompt": strings.Repeat(fmt.Sprint("word ", r.IntN(3)), 1+r.IntN(200)),
-			"user": fmt.Sprint("u", r.IntN(5))}
+		body = map[string]any{
+			"prompt": strings.Repeat(fmt.Sprint("word ", r.IntN(3)), 1+r.IntN(200)),
+			"user":   fmt.Sprint("u", r.IntN(5)),
+		}
 	default:
 		body = map[string]any{"messages": []map[string]string{
-			{"role": "user", "content": strings.Repeat("x", r.IntN(3000))}}}
+			{"role": "user", "content": strings.Repeat("x", r.IntN(3000))},
+		}}
 	}
 	text, err := json.Marshal(body)
 	if err != nil {
@@ -164,16 +176,20 @@ func TestRT13LivePickEqualsExplain(t *testing.T) {
 					body, h := randomBody(r), http.Header{headerRank: {fmt.Sprintf("0/%d", r.IntN(labRanks))}}
 					b.settle()
 					x, err := b.in.ExplainRoute(t.Context(), "demo",
-						&msg.RouteQuery{Request: body,
-							Headers: map[string]string{"x-dpserve-rank": h[headerRank][0]}})
+						&msg.RouteQuery{
+							Request: body,
+							Headers: map[string]string{"x-dpserve-rank": h[headerRank][0]},
+						})
 					require.NoError(t, err)
 					req := b.live(body, h)
 					b.same(x, req)
 					if req.choice.Kind == routing.Route {
 						routed++
 						b.router.router.Load().Observe(
-							&routing.Event{Kind: routing.EvUndo, Rank: req.choice.Ranked[0],
-								ReqID: req.query.ID})
+							&routing.Event{
+								Kind: routing.EvUndo, Rank: req.choice.Ranked[0],
+								ReqID: req.query.ID,
+							})
 					}
 				}
 				assert.Greater(t, routed, each/4, "many states let something be picked")
@@ -310,7 +326,8 @@ func TestExplainSeesWhatRanksHold(t *testing.T) {
 	runs := b.dump()
 	require.Len(t, runs, 1)
 	assert.Equal(t, []any{"0/3", "gpu", "", 4}, []any{
-		runs[0].Worker, runs[0].Tier, runs[0].Parent, len(runs[0].Blocks)})
+		runs[0].Worker, runs[0].Tier, runs[0].Parent, len(runs[0].Blocks),
+	})
 	assert.Equal(t, hex16(k.prompt.blocks[0]), runs[0].Blocks[0])
 }
 
@@ -338,21 +355,42 @@ func TestExplainRefusesBadInput(t *testing.T) {
 	}{
 		"not json":      {msg.RouteQuery{Request: []byte(`{`)}, problem.InvalidArgument, ""},
 		"not an object": {msg.RouteQuery{Request: []byte(`[]`)}, problem.InvalidArgument, "object"},
-		"other model": {msg.RouteQuery{Request: []byte(`{"model": "other", "prompt": "x"}`)},
-			problem.NotFound, `app demo does not serve the model "other"`},
-		"header": {msg.RouteQuery{Prompt: &text, Headers: map[string]string{"x-dpserve-rank": "x"}},
-			problem.InvalidArgument, "x-dpserve-rank must be GROUP/RANK"},
-		"route": {msg.RouteQuery{Prompt: &text, Route: "/v1/nothing"}, problem.InvalidArgument,
-			"takes no requests"},
-		"models": {msg.RouteQuery{Prompt: &text, Route: "/v1/models"}, problem.InvalidArgument,
-			"takes no requests"},
-		"worker": {msg.RouteQuery{TokenIDs: []uint32{1}, Worker: "3"}, problem.InvalidArgument,
-			"is not GROUP/RANK"},
-		"replay": {msg.RouteQuery{Replay: "nobody"}, problem.NotFound,
-			`no request "nobody" among the last 1024`},
-		"override": {msg.RouteQuery{TokenIDs: []uint32{1},
-			Override: &msg.RouterOverride{RouterTemperature: &weight}}, problem.InvalidArgument,
-			"no effect under policy power-of-two"},
+		"other model": {
+			msg.RouteQuery{Request: []byte(`{"model": "other", "prompt": "x"}`)},
+			problem.NotFound, `app demo does not serve the model "other"`,
+		},
+		"header": {
+			msg.RouteQuery{Prompt: &text, Headers: map[string]string{"x-dpserve-rank": "x"}},
+			problem.InvalidArgument, "x-dpserve-rank must be GROUP/RANK",
+		},
+		"route": {
+			msg.RouteQuery{Prompt: &text, Route: "/v1/nothing"},
+			problem.InvalidArgument,
+			"takes no requests",
+		},
+		"models": {
+			msg.RouteQuery{Prompt: &text, Route: "/v1/models"},
+			problem.InvalidArgument,
+			"takes no requests",
+		},
+		"worker": {
+			msg.RouteQuery{TokenIDs: []uint32{1}, Worker: "3"},
+			problem.InvalidArgument,
+			"is not GROUP/RANK",
+		},
+		"replay": {
+			msg.RouteQuery{Replay: "nobody"},
+			problem.NotFound,
+			`no request "nobody" among the last 1024`,
+		},
+		"override": {
+			msg.RouteQuery{
+				TokenIDs: []uint32{1},
+				Override: &msg.RouterOverride{RouterTemperature: &weight},
+			},
+			problem.InvalidArgument,
+			"no effect under policy power-of-two",
+		},
 	} {
 		_, err := b.in.ExplainRoute(t.Context(), "demo", &c.q)
 		require.Equal(t, c.code, problem.CodeOf(err), name)
@@ -371,7 +409,8 @@ func TestExplainRefusesBadInput(t *testing.T) {
 	}
 	x, err = kv.in.ExplainRoute(t.Context(), "demo",
 		&msg.RouteQuery{TokenIDs: []uint32{1}, Override: &msg.RouterOverride{
-			OverlapScoreWeight: &weight, RouterTemperature: &weight}})
+			OverlapScoreWeight: &weight, RouterTemperature: &weight,
+		}})
 	require.NoError(t, err)
 	assert.Equal(t, "2 × prefill_blocks (blocks) + decode_blocks (blocks); lowest wins", x.Formula)
 	assert.Contains(t, x.Notes[0], "the pick is drawn")
@@ -397,8 +436,10 @@ func TestReplay(t *testing.T) {
 	require.NoError(t, err)
 	require.NotNil(t, x.Replay)
 	assert.Equal(t, []any{"first", 2, "kv", "0/1", "lowest_score", []string{"0/0"}},
-		[]any{x.Replay.RequestID, x.Replay.Attempt, x.Replay.Policy, x.Replay.Pick, x.Replay.Reason,
-			x.Replay.Tried})
+		[]any{
+			x.Replay.RequestID, x.Replay.Attempt, x.Replay.Policy, x.Replay.Pick, x.Replay.Reason,
+			x.Replay.Tried,
+		})
 	assert.WithinDuration(t, time.Now(), x.Replay.At, time.Minute)
 	assert.Equal(t, "route", x.Decision)
 	assert.True(t, x.Estimated)
@@ -411,8 +452,10 @@ func TestReplay(t *testing.T) {
 // full.
 func TestRecentIsBounded(t *testing.T) {
 	var r decisionLog
-	p := prompt{unit: kvindex.Tokens, size: 16, tokens: 1,
-		promptMemory: promptMemory{blocks: make([]uint64, maxRecentBlocks+1)}}
+	p := prompt{
+		unit: kvindex.Tokens, size: 16, tokens: 1,
+		promptMemory: promptMemory{blocks: make([]uint64, maxRecentBlocks+1)},
+	}
 	q := routing.Request{Hits: []routing.Hit{{Rank: 1, Tokens: 16}}, Tokens: 20}
 	d := routing.Decision{Ranked: []routing.RankID{1}, Reason: routing.ReasonLowestScore}
 	ids := make([]string, 2*maxRecent)
@@ -437,8 +480,10 @@ func TestRecentIsBounded(t *testing.T) {
 
 func BenchmarkRecentNote(b *testing.B) {
 	var r decisionLog
-	p := prompt{unit: kvindex.Tokens, size: 16, tokens: 2048,
-		promptMemory: promptMemory{blocks: make([]uint64, 128)}}
+	p := prompt{
+		unit: kvindex.Tokens, size: 16, tokens: 2048,
+		promptMemory: promptMemory{blocks: make([]uint64, 128)},
+	}
 	q := routing.Request{Hits: make([]routing.Hit, 8), Tokens: 2048}
 	d := routing.Decision{Ranked: []routing.RankID{1}, Reason: routing.ReasonLowestScore}
 	b.ReportAllocs()

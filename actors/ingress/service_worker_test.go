@@ -97,8 +97,10 @@ func TestReservation(t *testing.T) {
 
 // TestReservationExpires by itself, and gives its place back.
 func TestReservationExpires(t *testing.T) {
-	g := newRig(t, options{urls: []string{"http://127.0.0.1:1"},
-		timers: Timers{Reservation: 20 * time.Millisecond}})
+	g := newRig(t, options{
+		urls:   []string{"http://127.0.0.1:1"},
+		timers: Timers{Reservation: 20 * time.Millisecond},
+	})
 	_, err := g.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: []uint32{1}, RequestID: "r1"})
 	require.NoError(t, err)
 	eventually(t, func() bool { return g.replicas[0].inFlight() == 0 }, "the ticket is given back")
@@ -118,7 +120,8 @@ func TestReservationRefused(t *testing.T) {
 	}
 	for id, code := range map[string]problem.Code{
 		"a b": problem.InvalidArgument, strings.Repeat("x", 200): problem.InvalidArgument,
-		"ü": problem.InvalidArgument} {
+		"ü": problem.InvalidArgument,
+	} {
 		_, err := ask(id, "")
 		require.Equal(t, code, problem.CodeOf(err))
 	}
@@ -206,8 +209,10 @@ func TestGenerate(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{resets, engine}, app: policy("kv")})
 	parts, err := collect(g, &msg.Generate{
 		TokenIDs: []uint32{1, 2, 3}, RequestID: "gen", Worker: "0/1",
-		Sampling: map[string]json.RawMessage{"max_tokens": json.RawMessage("4"),
-			"temperature": json.RawMessage("0")},
+		Sampling: map[string]json.RawMessage{
+			"max_tokens":  json.RawMessage("4"),
+			"temperature": json.RawMessage("0"),
+		},
 	})
 	require.NoError(t, err)
 	assert.Equal(t, map[string]any{
@@ -236,8 +241,10 @@ func TestGenerate(t *testing.T) {
 func TestGenerateFails(t *testing.T) {
 	run := func(t *testing.T, engine http.HandlerFunc, q *msg.Generate) ([]msg.Generated, error) {
 		t.Helper()
-		return collect(newRig(t, options{engines: []http.HandlerFunc{engine},
-			timers: Timers{Queue: 10 * time.Millisecond}}), q)
+		return collect(newRig(t, options{
+			engines: []http.HandlerFunc{engine},
+			timers:  Timers{Queue: 10 * time.Millisecond},
+		}), q)
 	}
 	one := &msg.Generate{TokenIDs: []uint32{1}}
 	for name, c := range map[string]struct {
@@ -245,8 +252,10 @@ func TestGenerateFails(t *testing.T) {
 		code   problem.Code
 		text   string
 	}{
-		"bad request": {replies(400, `{"error": {"message": "prompt too long", "code": 400}}`),
-			problem.InvalidArgument, "prompt too long"},
+		"bad request": {
+			replies(400, `{"error": {"message": "prompt too long", "code": 400}}`),
+			problem.InvalidArgument, "prompt too long",
+		},
 		"broken": {replies(500, `{"error": {"message": "inside"}}`), problem.Upstream, ""},
 		"busy":   {replies(503, busyError), problem.Overloaded, ""},
 		"garbage": {sends(`{"choices":[{"index":0,"text":"a","token_ids":"x","finish_reason":"stop"}]}`,
@@ -265,9 +274,11 @@ func TestGenerateFails(t *testing.T) {
 	})
 	for name, q := range map[string]*msg.Generate{
 		"own member": {TokenIDs: []uint32{1}, Sampling: map[string]json.RawMessage{
-			"stream": json.RawMessage("false")}},
+			"stream": json.RawMessage("false"),
+		}},
 		"not json": {TokenIDs: []uint32{1}, Sampling: map[string]json.RawMessage{
-			"max_tokens": json.RawMessage("{")}},
+			"max_tokens": json.RawMessage("{"),
+		}},
 		"request id": {TokenIDs: []uint32{1}, RequestID: "a b"},
 		"worker":     {TokenIDs: []uint32{1}, Worker: "x"},
 	} {
@@ -301,8 +312,10 @@ func TestKV15ResetUnderStreams(t *testing.T) {
 		<-release
 		sse(w, stopChunk, doneEvent)
 	}
-	g := newRig(t, options{engines: []http.HandlerFunc{engine, engine, engine, engine}, max: streams,
-		app: policy("prefix-aware")})
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{engine, engine, engine, engine}, max: streams,
+		app: policy("prefix-aware"),
+	})
 	answers := make(chan answer, streams)
 	for range streams {
 		go func() { answers <- g.post("/v1/chat/completions", streamBody) }()

@@ -20,8 +20,10 @@ import (
 )
 
 func TestModels(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)},
-		app: func(a *app.Application) { a.Model.Aliases = []string{"org/alias"} }})
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{replies(200, wholeAnswer)},
+		app:     func(a *app.Application) { a.Model.Aliases = []string{"org/alias"} },
+	})
 	a := g.get("/v1/models")
 	require.Equal(t, 200, a.status)
 	var list struct {
@@ -117,9 +119,11 @@ func TestPathsAndMethods(t *testing.T) {
 
 func TestBadRequests(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
-	for _, body := range []string{``, `{`, `[]`, `{"model":"demo","model":"demo"}`,
+	for _, body := range []string{
+		``, `{`, `[]`, `{"model":"demo","model":"demo"}`,
 		`{"model":"demo","n":129}`, `{"model":"demo","max_tokens":2147483649}`,
-		`{"model":"demo","temperature":NaN}`} {
+		`{"model":"demo","temperature":NaN}`,
+	} {
 		a := g.post("/v1/completions", body)
 		assert.Equal(t, 400, a.status, body)
 		assert.Equal(t, "invalid_request", a.code(t))
@@ -127,8 +131,12 @@ func TestBadRequests(t *testing.T) {
 	}
 	assert.Equal(t, 200, g.post("/v1/completions", `{"model":"demo","max_tokens":1000000000}`).status,
 		"nothing is clamped")
-	for _, h := range [][2]string{{"X-Dpserve-Timeout-Ms", "soon"}, {"X-Dpserve-Timeout-Ms", "0"},
-		{"X-Dpserve-Rank", "one"}, {"X-Dpserve-Rank", "0/99999"}} {
+	for _, h := range [][2]string{
+		{"X-Dpserve-Timeout-Ms", "soon"},
+		{"X-Dpserve-Timeout-Ms", "0"},
+		{"X-Dpserve-Rank", "one"},
+		{"X-Dpserve-Rank", "0/99999"},
+	} {
 		assert.Equal(t, 400, g.post("/v1/chat/completions", chatBody, h[0], h[1]).status, h)
 	}
 	a := g.post("/v1/chat/completions", chatBody, "X-Request-Id", "has space")
@@ -139,8 +147,10 @@ func TestBadRequests(t *testing.T) {
 
 func TestPolicyDirect(t *testing.T) {
 	e := replies(200, wholeAnswer)
-	g := newRig(t, options{engines: []http.HandlerFunc{e, e, e},
-		app: func(a *app.Application) { a.Routing.Policy = "direct" }})
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{e, e, e},
+		app:     func(a *app.Application) { a.Routing.Policy = "direct" },
+	})
 	a := g.post("/v1/chat/completions", chatBody, "X-Dpserve-Rank", "0/2")
 	assert.Equal(t, 200, a.status, a.body)
 	assert.Equal(t, "2", a.header.Get("X-Dpserve-Rank"))
@@ -256,8 +266,10 @@ func (g *rig) raw(t *testing.T, text string, closeWrite bool) (*http.Response, s
 
 // TestSP6Limits: body at the limit, above it, lying length; 101 fields; 64 KiB and one byte of header.
 func TestSP6Limits(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)},
-		limits: Limits{MaxBody: 1000}, timers: Timers{BodyStall: 100 * time.Millisecond}})
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{replies(200, wholeAnswer)},
+		limits:  Limits{MaxBody: 1000}, timers: Timers{BodyStall: 100 * time.Millisecond},
+	})
 	fill := func(n int) string {
 		head := `{"model":"demo","prompt":"`
 		return head + strings.Repeat("x", n-len(head)-2) + `"}`
@@ -343,8 +355,10 @@ func TestHeaderParsers(t *testing.T) {
 		_, ok := parseRank(s)
 		assert.False(t, ok, s)
 	}
-	for s, want := range map[string]bool{"a": true, "": false, "ü": false, "a\tb": false,
-		strings.Repeat("x", 128): true, strings.Repeat("x", 129): false} {
+	for s, want := range map[string]bool{
+		"a": true, "": false, "ü": false, "a\tb": false,
+		strings.Repeat("x", 128): true, strings.Repeat("x", 129): false,
+	} {
 		assert.Equal(t, want, validRequestID(s), s)
 	}
 	assert.Equal(t, "00000000000000ff", newRequestID(255))
@@ -390,7 +404,8 @@ func TestTokenizingTakesNoTicket(t *testing.T) {
 			eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "the rank is full")
 			for path, body := range map[string]string{
 				"/tokenize":   `{"model":"demo","prompt":"some words"}`,
-				"/detokenize": `{"model":"demo","tokens":[1,2]}`} {
+				"/detokenize": `{"model":"demo","tokens":[1,2]}`,
+			} {
 				a := g.post(path, body)
 				assert.Equal(t, 200, a.status, a.body)
 				assert.JSONEq(t, `{"tokens":[1]}`, a.body)

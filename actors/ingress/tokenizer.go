@@ -60,14 +60,17 @@ type tokenizeCall struct {
 }
 
 func newTokenizer(ar *appRouter) *tokenizer {
-	return &tokenizer{router: ar, known: newChainCache(ar.in.limits.TokenizeBytes),
-		calls: map[tokenizeKey]*tokenizeCall{}}
+	return &tokenizer{
+		router: ar, known: newChainCache(ar.in.limits.TokenizeBytes),
+		calls: map[tokenizeKey]*tokenizeCall{},
+	}
 }
 
 // identify fills p's blocks from the tokens of a text prompt; false: the prompt is to be identified by its
 // text. That includes prompts with images and other media, which have no place in the tokens of a text.
 func (t *tokenizer) identify(ctx context.Context, p *prompt, scan *openai.Body, body []byte,
-	h http.Header) bool {
+	h http.Header,
+) bool {
 	hi, lo := scan.TokenizeKey(body, t.router.in.seed)
 	if hi == 0 {
 		return false
@@ -98,7 +101,8 @@ func (t *tokenizer) find(key tokenizeKey) *tokenChain {
 // chainFor gets a prompt's chain from an engine, or from a call under way for the same prompt; nil if there
 // is none.
 func (t *tokenizer) chainFor(ctx context.Context, key tokenizeKey, p *prompt, scan *openai.Body, body []byte,
-	h http.Header) *tokenChain {
+	h http.Header,
+) *tokenChain {
 	known, f, leads := t.joinCall(key)
 	switch {
 	case known != nil:

@@ -89,8 +89,10 @@ func TestTheOnlyRankIsNeverLeftOut(t *testing.T) {
 func TestAnEnginesOwnLimitsTripNoRank(t *testing.T) {
 	for _, status := range []int{408, 429} {
 		e := poisoned(status)
-		g := newRig(t, options{engines: []http.HandlerFunc{e, e},
-			app: func(a *app.Application) { a.Retries.Attempts = 1 }})
+		g := newRig(t, options{
+			engines: []http.HandlerFunc{e, e},
+			app:     func(a *app.Application) { a.Retries.Attempts = 1 },
+		})
 		for _, r := range g.replicas {
 			r.trips = true
 		}

@@ -31,8 +31,10 @@ func (g *rig) room() int {
 }
 
 func TestRoomOfAnotherIngressIsLeftAlone(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, max: 2,
-		timers: Timers{FullRecheck: 100 * time.Millisecond}})
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{replies(200, wholeAnswer)}, max: 2,
+		timers: Timers{FullRecheck: 100 * time.Millisecond},
+	})
 	r := g.replicas[0]
 	r.others(1)
 	r.others(2)

@@ -16,8 +16,10 @@ const noRoomReason = "place demo/0: 0 of 1 rank can be placed (PACK)"
 
 // withoutRoom is what the leader says of the application demo at a revision, whose one unit had an epoch.
 func withoutRoom(revision, epoch uint64) []msg.Waiting {
-	return []msg.Waiting{{App: "demo", Revision: revision, Reason: noRoomReason,
-		Units: map[string]uint64{"demo/0/0": epoch}}}
+	return []msg.Waiting{{
+		App: "demo", Revision: revision, Reason: noRoomReason,
+		Units: map[string]uint64{"demo/0/0": epoch},
+	}}
 }
 
 // emptyRig is an ingress with the application demo, whose one unit was never granted.

@@ -29,8 +29,10 @@ func TestRefusedRequestsAreCountedAndLogged(t *testing.T) {
 		{method: http.MethodGet, path: "/" + long, code: 404, route: "other"},
 		{method: http.MethodGet, path: "/v1/chat/completions", code: 405, route: "chat"},
 		{method: http.MethodGet, path: "/v1/models/nobody", code: 404, route: "models"},
-		{method: http.MethodPost, path: "/v1/chat/completions", body: `{"model":"nobody","messages":[]}`,
-			code: 404, route: "chat"},
+		{
+			method: http.MethodPost, path: "/v1/chat/completions", body: `{"model":"nobody","messages":[]}`,
+			code: 404, route: "chat",
+		},
 		{method: http.MethodPost, path: "/v1/completions", body: `{`, code: 400, route: "completions"},
 	} {
 		before := strings.Count(g.logs.String(), `msg="request not served"`)
