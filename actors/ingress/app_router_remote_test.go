@@ -15,7 +15,7 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// silence tells the ingress that nothing is heard of the rank's node, or that something is.
+// silence reports to the ingress whether the rank's node is silent.
 func (r *replica) silence(on bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -29,7 +29,7 @@ func (r *replica) fenced() {
 	r.say(false, true, "exit_1")
 }
 
-// states is what explain says of every rank.
+// states is the state of every rank, as explain reports it.
 func (g *rig) states() (out []string) {
 	e, err := g.in.ExplainRoute(context.Background(), "demo", &msg.RouteQuery{Request: []byte(chatBody)})
 	require.NoError(g.t, err)
@@ -39,8 +39,8 @@ func (g *rig) states() (out []string) {
 	return out
 }
 
-// TestSilentRanksArePickedLast: nothing goes to a silent rank while another is heard, and all does when none
-// is; it needs no snapshot to be an ordinary one again, and a snapshot alone makes it one.
+// TestSilentRanksArePickedLast: a silent rank gets no request while another rank is heard, and all requests
+// when none is. It becomes an ordinary rank again without a snapshot, and also with one.
 func TestSilentRanksArePickedLast(t *testing.T) {
 	whole := replies(http.StatusOK, wholeAnswer)
 	g := newRig(t, options{engines: []http.HandlerFunc{whole, whole}})
@@ -69,7 +69,7 @@ func TestSilentRanksArePickedLast(t *testing.T) {
 	assert.Equal(t, []string{"ok", "ok"}, g.states())
 }
 
-// lockstepRig is a rig with one unit of so many ranks.
+// lockstepRig is a rig with one lockstep unit that has one rank per engine.
 func lockstepRig(t *testing.T, engines ...http.HandlerFunc) *rig {
 	g := newRig(t, options{engines: engines, app: func(a *app.Application) {
 		a.DataParallel, a.NumReplicas = app.DataParallel{DPSize: len(engines), Coupling: app.Lockstep}, 1
@@ -83,9 +83,9 @@ func lockstepRig(t *testing.T, engines ...http.HandlerFunc) *rig {
 	return g
 }
 
-// TestOneFencedRankFencesItsUnit: with one record every rank of a lockstep unit is out, wherever it runs, and
-// what has not begun there is given up. What the others' own streams say later changes nothing, until they
-// are another incarnation.
+// TestOneFencedRankFencesItsUnit: one record takes every rank of a lockstep unit out of routing, on all
+// nodes, and cancels its attempts without a first byte. Later records of the other ranks change nothing until
+// they are another incarnation.
 func TestOneFencedRankFencesItsUnit(t *testing.T) {
 	var h hangingEngine
 	g := lockstepRig(t, h.sends(), h.sends(), h.sends())
@@ -117,8 +117,8 @@ func TestOneFencedRankFencesItsUnit(t *testing.T) {
 	}
 }
 
-// TestAFenceStaysWithItsUnit: not in an application of independent ranks, not in another unit, not in another
-// epoch, and not when it is the end of a drain.
+// TestAFenceStaysWithItsUnit: a fence affects no independent ranks, no other unit, no other epoch, and is not
+// caused by the end of a drain.
 func TestAFenceStaysWithItsUnit(t *testing.T) {
 	whole := replies(http.StatusOK, wholeAnswer)
 	g := newRig(t, options{engines: []http.HandlerFunc{whole, whole}})

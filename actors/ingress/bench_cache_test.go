@@ -20,8 +20,9 @@ import (
 	"github.com/dpserve/dpserve/telemetry"
 )
 
-// decider does what a request does between its scanned body and its rank: identify, look up, pick, and give
-// the bump back. 8 ranks hold the first half of every prompt, each also the second half of every eighth.
+// decider does what a request does between its scanned body and its rank: identify the prompt, look it up,
+// pick, and undo the pick. 8 ranks hold the first half of every prompt, and each also holds the second half
+// of every eighth prompt.
 type decider struct {
 	router *appRouter
 	route  openai.Route

@@ -56,7 +56,7 @@ func BenchmarkRemote(b *testing.B) {
 	b.ReportMetric(0, "ns/op") // says nothing here
 }
 
-// firstByte is the time to the first byte of a stream's body, which is then given up.
+// firstByte is the time to the first byte of a stream's body; the request is then cancelled.
 func firstByte(b *testing.B, client *http.Client, target string) time.Duration {
 	b.Helper()
 	ctx, cancel := context.WithCancel(context.Background())

@@ -39,7 +39,7 @@ func (c *chunks) Read(p []byte) (int, error) {
 
 func (c *chunks) Close() error { return nil }
 
-// sinkWriter is a client that takes everything.
+// sinkWriter is a client that reads everything.
 type sinkWriter struct {
 	header http.Header
 	n      int
@@ -50,7 +50,7 @@ func (w *sinkWriter) Write(b []byte) (int, error) { w.n += len(b); return len(b)
 func (w *sinkWriter) WriteHeader(int)             {}
 func (w *sinkWriter) FlushError() error           { return nil }
 
-// discardWriter is a mailbox that swallows.
+// discardWriter is a mailbox that drops every message.
 type discardWriter struct{}
 
 func (discardWriter) TrySend(any) error        { return nil }
@@ -106,7 +106,7 @@ func TestRelayAllocatesNothingPerChunk(t *testing.T) {
 	assert.InDelta(t, short, long, 4, "only a Progress message now and then may differ")
 }
 
-// counter is a mailbox that counts what it is told.
+// counter is a mailbox that counts messages.
 type counter struct {
 	discardWriter
 	firsts, progress int
@@ -121,8 +121,8 @@ func (m *counter) Send(v any) {
 	}
 }
 
-// TestReports: a rank hears of the first token once and of progress now and then; of a stream whose end has
-// come, nothing but Done.
+// TestReports: a rank gets FirstToken once and Progress at intervals; of a stream that has ended it gets only
+// Done.
 func TestReports(t *testing.T) {
 	req := newRequest(bareIngress())
 	box := &counter{}
@@ -189,7 +189,7 @@ func benchEngine(b *testing.B, paced int, pace time.Duration) string {
 	return "http://" + l.Addr().String()
 }
 
-// plainProxy is what an ingress must not be slower than: httputil.ReverseProxy that reads the body whole.
+// plainProxy is httputil.ReverseProxy that reads the body whole, for comparison.
 func plainProxy(b *testing.B, engine string) string {
 	b.Helper()
 	target, err := url.Parse(engine)

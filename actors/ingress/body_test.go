@@ -56,7 +56,7 @@ func TestAnnouncedBodiesCostNothing(t *testing.T) {
 	eventually(t, func() bool { _, _, n := g.in.Totals(); return n == 0 }, "all have left")
 }
 
-// TestBodiesAreGivenBackAtTheFirstByte: a stream keeps nothing of its request, whichever way it took to the
+// TestBodiesAreGivenBackAtTheFirstByte: a stream keeps no memory of its request, whichever way it took to the
 // engine.
 func TestBodiesAreGivenBackAtTheFirstByte(t *testing.T) {
 	const streams = 6
@@ -84,8 +84,8 @@ func TestBodiesAreGivenBackAtTheFirstByte(t *testing.T) {
 	}
 }
 
-// TestBodiesAreHeldToABudget: bodies that wait for their answer count; above the budget a request is refused
-// with the time to come back, and served once another one has its answer.
+// TestBodiesAreHeldToABudget: bodies that wait for their answer count. Above the budget a request is refused
+// with Retry-After, and served once another request has its answer.
 func TestBodiesAreHeldToABudget(t *testing.T) {
 	var h hangingEngine
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends()}, limits: Limits{BodyBytes: 1 << 20}})
@@ -110,9 +110,9 @@ func TestBodiesAreHeldToABudget(t *testing.T) {
 	assert.Equal(t, 404, g.post("/v1/completions", strings.Replace(body, "demo", "nobody", 1)).status)
 }
 
-// TestBodyMemoryFollowsWhatHasCome: a buffer is of the smallest size at first, at most four times as large as
-// what is in it up to 64 KiB, at most 1 MiB then, and twice as large behind that; and it holds the body with
-// one byte more.
+// TestBodyMemoryFollowsWhatHasCome: a buffer has the smallest size first, is then at most four times as large
+// as its content up to 64 KiB, then at most 1 MiB, and twice as large after that; it has room for the body
+// and one byte more.
 func TestBodyMemoryFollowsWhatHasCome(t *testing.T) {
 	for _, size := range []int{
 		0, 1, bodySizes[0] - 1, bodySizes[0], bodySizes[1], 400 << 10, bodySizes[3],
@@ -142,8 +142,8 @@ func TestBodyMemoryFollowsWhatHasCome(t *testing.T) {
 	}
 }
 
-// TestBodyBudget: the budget follows the largest body and a memory limit, and there is always room for some
-// of the largest.
+// TestBodyBudget: the budget follows the largest body and the memory limit, and always has room for some of
+// the largest bodies.
 func TestBodyBudget(t *testing.T) {
 	for _, c := range []struct{ maxBody, memory, want int64 }{
 		{DefaultMaxBody, 0, 512 << 20},
@@ -158,8 +158,8 @@ func TestBodyBudget(t *testing.T) {
 	assert.EqualValues(t, 5, Limits{BodyBytes: 5, MaxBody: DefaultMaxBody}.bodyBudget(1))
 }
 
-// TestBodyPace: a body may rest for less than a window, must bring the least rate over each, and is whole in
-// four.
+// TestBodyPace: a body may pause for less than a window, must bring the least rate over each window, and must
+// be complete after four.
 func TestBodyPace(t *testing.T) {
 	prompt := func(n int) string { return `{"model":"x","prompt":"` + strings.Repeat("x", n) + `"}` }
 	for name, c := range map[string]struct {
@@ -196,7 +196,7 @@ func TestBodyPace(t *testing.T) {
 	}
 }
 
-// drip sends a body in pieces over a pipe, and gives the answer's status and when it came.
+// drip sends a body in pieces over a pipe, and returns the answer's status and time.
 func drip(t *testing.T, body string, piece int, every time.Duration) (status int, took time.Duration) {
 	t.Helper()
 	var network memnet.Network

@@ -47,7 +47,7 @@ func (f *kvFeed) Subscribe(s msg.Sink) func() {
 	}
 }
 
-// answer gives the snapshots that were asked for.
+// answer sends the snapshots that were asked for.
 func (f *kvFeed) answer() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -59,8 +59,7 @@ func (f *kvFeed) answer() {
 	f.asks = nil
 }
 
-// kvReplica is a fake DPServer that keeps to the contract of a rank's stream: it has an account and KV
-// columns of its own.
+// kvReplica is a fake DPServer with the contract of a rank's stream: it has its own account and KV columns.
 type kvReplica struct {
 	feed  *kvFeed
 	id    routing.RankID
@@ -123,7 +122,7 @@ func (r *kvReplica) stamp(rec *msg.Record) {
 		fmt.Sprintf("demo/0/%d", r.id.Rank()), r.id, r.epoch, r.incarnation, r.seq
 }
 
-// send gives a record to the sink, with the feed's faults. The snapshot that begins an incarnation is never
+// send passes a record to the sink, with the feed's faults. The snapshot that begins an incarnation is never
 // lost.
 func (r *kvReplica) send(rec *msg.Record) {
 	f := r.feed
@@ -154,7 +153,7 @@ func (r *kvReplica) send(rec *msg.Record) {
 	}
 }
 
-// snapshot gives the whole account and every column, all under one number.
+// snapshot sends the whole account and every column, all under one number.
 func (r *kvReplica) snapshot() {
 	s := &msg.Snapshot{
 		Accepting: true, MaxOngoing: 1000, BlockSize: 16, Capacity: 1 << 20, Node: "n1",
@@ -219,7 +218,7 @@ func prompts(n, length int) [][]uint64 {
 	return out
 }
 
-// act does one random thing to the replica.
+// act does one random operation of the replica.
 func (r *kvReplica) act(tb testing.TB, all [][]uint64) {
 	tb.Helper()
 	rnd := r.feed.rand
@@ -251,7 +250,7 @@ func (r *kvReplica) act(tb testing.TB, all [][]uint64) {
 	}
 }
 
-// reveal tells something new of everything, so that whoever has missed something notices.
+// reveal sends a new record of everything, so that a receiver that has missed something notices.
 func (r *kvReplica) reveal(tb testing.TB, hash uint64) {
 	tb.Helper()
 	r.emit(&msg.Record{Kind: msg.RecState, Accepting: true})
@@ -292,7 +291,7 @@ func newKVRig(tb testing.TB, ranks int, seed uint64, r app.Routing) *kvRig {
 	return g
 }
 
-// columns are what the ingress holds, by rank and tier.
+// columns is what the ingress holds, by rank and tier.
 func (g *kvRig) columns(tb testing.TB) map[columnKey]column {
 	tb.Helper()
 	out := map[columnKey]column{}
@@ -328,7 +327,7 @@ func (g *kvRig) requireEqual(tb testing.TB, all [][]uint64) {
 	}
 }
 
-// expected asks the replicas' own columns, masked ones shown for the moment.
+// expected is what the replicas' own columns answer; masked ones are shown for the moment.
 func (g *kvRig) expected(chain []uint64) map[columnKey]int32 {
 	out := map[columnKey]int32{}
 	for _, r := range g.feed.replicas {

@@ -17,9 +17,9 @@ import (
 
 var byScore = app.Routing{Policy: "scoring", Preset: "documented", Identity: app.IdentityText}
 
-// TestKV3IndexEqualsReplicasAtRest: whatever the stream loses, doubles and reorders, and whoever restarts or
-// subscribes anew, at rest the ingress holds exactly what the replicas hold, column by column, and counts the
-// same load.
+// TestKV3IndexEqualsReplicasAtRest: whatever the stream loses, doubles and reorders, and whichever side
+// restarts or subscribes again, at rest the ingress holds exactly the replicas' columns and counts the same
+// load.
 func TestKV3IndexEqualsReplicasAtRest(t *testing.T) {
 	all := prompts(40, 60)
 	for seed := range uint64(8) {
@@ -41,7 +41,7 @@ func TestKV3IndexEqualsReplicasAtRest(t *testing.T) {
 	}
 }
 
-// step lets one replica do something, or begins something anew.
+// step lets one replica do something, or restarts something.
 func (g *kvRig) step(t *testing.T, all [][]uint64) {
 	f := g.feed
 	if f.rand.IntN(400) == 0 {
@@ -66,7 +66,7 @@ func (g *kvRig) step(t *testing.T, all [][]uint64) {
 	}
 }
 
-// pass lets time go by for everybody.
+// pass lets time go by.
 func (g *kvRig) pass(d time.Duration) {
 	time.Sleep(d)
 	synctest.Wait()
@@ -81,7 +81,7 @@ func (g *kvRig) pass(d time.Duration) {
 	}
 }
 
-// rest ends the faults, and waits until everybody has heard of what is missing.
+// rest ends the faults and waits until every gap is repaired.
 func (g *kvRig) rest(t *testing.T) {
 	g.feed.mu.Lock()
 	g.feed.faults = 0
@@ -97,7 +97,8 @@ func (g *kvRig) rest(t *testing.T) {
 	}
 }
 
-// A column is not seen before its snapshot is whole, and a rank that restarts is cold at once.
+// TestColumnIsHiddenUntilItsEnd: a column is hidden until its snapshot is complete, and a restarted rank has
+// no hits at once.
 func TestColumnIsHiddenUntilItsEnd(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newKVRig(t, 1, 1, byScore)
@@ -128,7 +129,7 @@ func TestColumnIsHiddenUntilItsEnd(t *testing.T) {
 	})
 }
 
-// A snapshot whose end is lost is asked for again: nothing waits for ever.
+// TestLostEndOfSnapshotIsAskedFor: the ingress asks again for a snapshot whose end is lost.
 func TestLostEndOfSnapshotIsAskedFor(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newKVRig(t, 1, 1, byScore)
@@ -143,8 +144,8 @@ func TestLostEndOfSnapshotIsAskedFor(t *testing.T) {
 	})
 }
 
-// TestOverflowIsAGap: records that find no room are dropped whole, and mended by a snapshot once there is
-// room.
+// TestOverflowIsAGap: records without room are dropped as a whole, and a snapshot repairs the columns once
+// there is room.
 func TestOverflowIsAGap(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newKVRig(t, 2, 1, byScore)
@@ -181,8 +182,8 @@ func TestOverflowIsAGap(t *testing.T) {
 	})
 }
 
-// TestKV14FreshIngressEqualsSnapshot: an ingress that starts beside replicas in full work knows all they
-// hold.
+// TestKV14FreshIngressEqualsSnapshot: an ingress that starts while the replicas work learns everything that
+// they hold.
 func TestKV14FreshIngressEqualsSnapshot(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		all := prompts(40, 60)
@@ -208,7 +209,8 @@ func TestKV14FreshIngressEqualsSnapshot(t *testing.T) {
 	})
 }
 
-// The index is made for policies that read it, kept while they do, and its goroutine ends with it.
+// TestIndexFollowsThePolicy: the index is made for policies that read it, kept while they do, and its
+// goroutine ends with it.
 func TestIndexFollowsThePolicy(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newKVRig(t, 2, 1, app.Routing{Policy: "round-robin", Preset: "documented"})
@@ -237,7 +239,7 @@ func TestIndexFollowsThePolicy(t *testing.T) {
 	})
 }
 
-// Records go on in the router's view while a rank's cache is masked.
+// TestLoadGoesOnOverAGap: the Router's load is updated while a rank's cache is masked.
 func TestLoadGoesOnOverAGap(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newKVRig(t, 1, 1, byScore)

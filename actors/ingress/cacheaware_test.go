@@ -22,8 +22,8 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// remembers makes a fake replica keep the record of what it was sent, as a DPServer does, and tell it in its
-// stream.
+// remembers makes a fake replica record the blocks that it was sent, as a DPServer does, and publish them in
+// its stream.
 func remembers(tb testing.TB, r *replica) {
 	tb.Helper()
 	ix, err := kvindex.New(kvindex.Config{
@@ -49,7 +49,7 @@ func remembers(tb testing.TB, r *replica) {
 	})
 }
 
-// settled waits until the ingress has heard of everything its ranks recorded.
+// settled waits until the ingress has applied every record of its ranks.
 func (g *rig) settled() {
 	g.t.Helper()
 	c := g.in.findAppRouter("demo").inputs().cache
@@ -71,8 +71,8 @@ func engines(n int, h http.HandlerFunc) []http.HandlerFunc {
 	return slices.Repeat([]http.HandlerFunc{h}, n)
 }
 
-// A prompt that goes on goes to the rank that has its beginning; answer, admission and account say how much
-// it has.
+// TestPromptGoesToItsHolder: a longer prompt goes to the rank that holds its beginning; the answer, the
+// admission and the account show the length of the hit.
 func TestPromptGoesToItsHolder(t *testing.T) {
 	g := newRig(t, options{
 		engines: engines(4, sends(textChunk, stopChunk, usageChunk, doneEvent)),
@@ -102,7 +102,7 @@ func TestPromptGoesToItsHolder(t *testing.T) {
 	assert.Zero(t, g.in.Index("demo").Resyncs)
 }
 
-// What an Admit says of the hit is what the policy saw.
+// TestAdmitCarriesBlocksAndHit: the hit in an Admit is the hit that the policy saw.
 func TestAdmitCarriesBlocksAndHit(t *testing.T) {
 	g := newRig(t, options{engines: engines(1, replies(200, wholeAnswer)), app: withRouting("scoring")})
 	var mu sync.Mutex
@@ -134,8 +134,7 @@ func TestAdmitCarriesBlocksAndHit(t *testing.T) {
 	assert.Equal(t, seen[0].Blocks, seen[1].Blocks[:6])
 }
 
-// TestRT14ShortPromptsSplit: prompts that are shorter than a block have nothing to be found by, and spread by
-// load.
+// TestRT14ShortPromptsSplit: prompts shorter than a block have no hits, and spread by load.
 func TestRT14ShortPromptsSplit(t *testing.T) {
 	for _, policy := range []string{
 		"scoring", "kv", "lpwl", "lmetric", "lmetric-1", "min-ttft", "sticky",
@@ -158,8 +157,8 @@ func TestRT14ShortPromptsSplit(t *testing.T) {
 	}
 }
 
-// TestRT16BusyThreshold: ranks above busy_threshold get nothing under any policy; all of them above it is 503
-// with Retry-After, until the load falls.
+// TestRT16BusyThreshold: ranks above busy_threshold get no requests under any policy. If all ranks are above
+// it, the answer is 503 with Retry-After until the load falls.
 func TestRT16BusyThreshold(t *testing.T) {
 	for _, policy := range routing.Names() {
 		if policy == "direct" {
@@ -218,7 +217,7 @@ func TestRT16BusyThreshold(t *testing.T) {
 	}
 }
 
-// A session stays on its rank, by header or by the body's user.
+// TestSessionsStay: a session stays on its rank, by header or by the body's user.
 func TestSessionsStay(t *testing.T) {
 	g := newRig(t, options{
 		engines: engines(4, replies(200, wholeAnswer)),
@@ -237,8 +236,8 @@ func TestSessionsStay(t *testing.T) {
 	assert.Greater(t, len(ranks), 1)
 }
 
-// A session that another ingress sent to a rank is on that rank here too, and the rank is told whose a
-// request is.
+// TestSessionsOfOtherIngressesStay: a session that another ingress sent to a rank stays on that rank here
+// too, and the rank is told the session of each request.
 func TestSessionsOfOtherIngressesStay(t *testing.T) {
 	g := newRig(t, options{
 		engines: engines(4, replies(200, wholeAnswer)),
@@ -271,7 +270,7 @@ func TestSessionsOfOtherIngressesStay(t *testing.T) {
 	assert.Equal(t, 1, told[0])
 }
 
-// TestTheDefaultPolicyExists: the packages of the two ends do not know each other.
+// TestTheDefaultPolicyExists: package app names the default policy without importing package routing.
 func TestTheDefaultPolicyExists(t *testing.T) {
 	for _, c := range []app.Coupling{app.Independent, app.Lockstep} {
 		p, err := routing.New(app.DefaultPolicy(c), app.PresetDocumented, nil)
@@ -280,7 +279,7 @@ func TestTheDefaultPolicyExists(t *testing.T) {
 	}
 }
 
-// Headers that ask for something unreadable are the client's fault; readable ones do not reach an engine.
+// TestWishesInHeaders: an invalid routing header is the client's fault; valid ones do not reach an engine.
 func TestWishesInHeaders(t *testing.T) {
 	var mu sync.Mutex
 	var seen http.Header
@@ -305,7 +304,7 @@ func TestWishesInHeaders(t *testing.T) {
 	assert.Equal(t, "t", seen.Get(headerSessionID))
 }
 
-// cache-aware, documented, gives a request six attempts, three of them on one rank.
+// TestAttemptsOfThePolicy: cache-aware, documented, gives a request six attempts, three of them on one rank.
 func TestAttemptsOfThePolicy(t *testing.T) {
 	g := newRig(t, options{
 		engines: engines(3, replies(500, `{"error":{"message":"x"}}`)),
@@ -322,7 +321,7 @@ func TestAttemptsOfThePolicy(t *testing.T) {
 	assert.Equal(t, 6, counts[0]+counts[1]+counts[2])
 }
 
-// Engines without prefix caching hold nothing, whatever they were sent.
+// TestCachingOffMeansNoHits: engines without prefix caching have no hits, whatever they were sent.
 func TestCachingOffMeansNoHits(t *testing.T) {
 	g := newRig(t, options{engines: engines(2, replies(200, wholeAnswer)), app: withRouting("scoring")})
 	for _, r := range g.replicas {
@@ -344,7 +343,7 @@ func TestCachingOffMeansNoHits(t *testing.T) {
 	assert.True(t, ar.router.Load().Snapshot().PrefixCachingOff)
 }
 
-// Blocks that an unanswered Admit still holds are not used for the next request.
+// TestBlocksOfAnUnansweredAdmitStay: blocks that an Admit without a reply may still hold are not reused.
 func TestBlocksOfAnUnansweredAdmitStay(t *testing.T) {
 	g := newRig(t, options{
 		engines: engines(1, replies(200, wholeAnswer)), app: withRouting("scoring"),
@@ -369,7 +368,7 @@ func TestBlocksOfAnUnansweredAdmitStay(t *testing.T) {
 	r.mute = false
 }
 
-// tokenizing is an engine with a tokenizer of one token per four bytes of the question, which it counts.
+// tokenizing is an engine whose tokenizer makes one token of four bytes, and counts its calls.
 type tokenizing struct {
 	mu    sync.Mutex
 	asked []string
@@ -433,7 +432,8 @@ func tokenRig(t *testing.T, e *tokenizing) (*rig, func() []msg.Admit) {
 	}
 }
 
-// A text is tokenized by an engine once; then it is known. Its blocks are those of its ids.
+// TestTokenIdentity: an engine tokenizes a text once, then the answer is known. Its blocks are those of its
+// ids.
 func TestTokenIdentity(t *testing.T) {
 	e := &tokenizing{}
 	g, admits := tokenRig(t, e)
@@ -459,7 +459,7 @@ func TestTokenIdentity(t *testing.T) {
 	assert.Equal(t, app.IdentityTokens, g.in.Identity("demo"))
 }
 
-// Equal prompts that come together ask once.
+// TestTokenizeFliesOnce: equal prompts that arrive together share one call.
 func TestTokenizeFliesOnce(t *testing.T) {
 	e := &tokenizing{wait: make(chan struct{})}
 	g, admits := tokenRig(t, e)
@@ -476,8 +476,8 @@ func TestTokenizeFliesOnce(t *testing.T) {
 	}
 }
 
-// Where tokens cannot be had, a prompt is known by its text: images, an engine that refuses, one that is ill.
-// An ill one is left in peace for a while.
+// TestTokenizeFallsBackToText: a prompt is identified by its text if it has images, or if the engine refuses
+// or fails. After a failure there is no call for a while.
 func TestTokenizeFallsBackToText(t *testing.T) {
 	e := &tokenizing{fail: http.StatusBadRequest}
 	g, admits := tokenRig(t, e)
@@ -501,8 +501,9 @@ func TestTokenizeFallsBackToText(t *testing.T) {
 	}
 }
 
-// Some members of a body decide what the prompt's tokens are, and no /tokenize takes them: such a prompt is
-// known by its text, and prompts that differ in one of them share nothing, whatever their identity.
+// TestMembersBesideThePromptAreOfItsIdentity: some fields of a body change the prompt's tokens, and no
+// /tokenize accepts them. Such a prompt is identified by its text, and prompts that differ in one of these
+// fields share nothing, whatever their identity.
 func TestMembersBesideThePromptAreOfItsIdentity(t *testing.T) {
 	text := strings.Repeat("words ", 100)
 	for _, member := range []string{
@@ -533,7 +534,7 @@ func TestMembersBesideThePromptAreOfItsIdentity(t *testing.T) {
 	}
 }
 
-// The cache of tokenized prompts keeps to its bytes and lets the least used go.
+// TestTokenizedIsBounded: the cache of tokenized prompts keeps its limit and evicts the least recently used.
 func TestTokenizedIsBounded(t *testing.T) {
 	c := newChainCache(10 * (tokenizedBytes + 80))
 	key := func(n int) tokenizeKey { return tokenizeKey{root: uint64(n)} }

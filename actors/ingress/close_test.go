@@ -11,7 +11,7 @@ import (
 	"github.com/dpserve/dpserve/telemetry"
 )
 
-// heldStore gives its newest state when the test lets it.
+// heldStore returns its newest state only when the test allows it.
 type heldStore struct {
 	*store
 	held chan struct{}
@@ -22,7 +22,7 @@ func (s *heldStore) State() *state.State {
 	return s.store.State()
 }
 
-// TestCloseWhileAnApplicationComes: what the last change of the state began is ended too.
+// TestCloseWhileAnApplicationComes: Close also ends what the last change of the state has started.
 func TestCloseWhileAnApplicationComes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &heldStore{newStore(), make(chan struct{}, 1)}

@@ -31,7 +31,7 @@ func (g *rig) connect(t *testing.T) *keepAlive {
 	return &keepAlive{t, conn, bufio.NewReader(conn)}
 }
 
-// health asks for /health over the connection.
+// health requests /health over the connection.
 func (k *keepAlive) health() {
 	k.t.Helper()
 	_, err := io.WriteString(k, "GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -43,7 +43,7 @@ func (k *keepAlive) health() {
 	assert.Equal(k.t, 200, resp.StatusCode)
 }
 
-// isClosed says that the other side has closed the connection.
+// isClosed reports whether the other side has closed the connection.
 func (k *keepAlive) isClosed() bool {
 	_ = k.SetReadDeadline(time.Now().Add(20 * time.Millisecond))
 	_, err := k.r.Peek(1)
@@ -64,8 +64,8 @@ func (g *rig) idleConns() (n int) {
 	return n
 }
 
-// TestTheLongestIdleConnectionMakesRoom: idle and silent connections that take all places do not keep a
-// health check out; the one that was idle for longest goes, and none that has a request.
+// TestTheLongestIdleConnectionMakesRoom: idle and silent connections that take all places do not block a
+// health check. The connection that was idle for longest is closed, and none that has a request.
 func TestTheLongestIdleConnectionMakesRoom(t *testing.T) {
 	var h hangingEngine
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)}, limits: Limits{MaxConns: 4}})
@@ -93,8 +93,8 @@ func TestTheLongestIdleConnectionMakesRoom(t *testing.T) {
 	<-got
 }
 
-// TestAFullPortServesOnceARequestEnds: where every connection has a request, a new one waits for the end of
-// one.
+// TestAFullPortServesOnceARequestEnds: if every connection has a request, a new connection waits until one
+// request ends.
 func TestAFullPortServesOnceARequestEnds(t *testing.T) {
 	var h hangingEngine
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)}, limits: Limits{MaxConns: 2}})

@@ -11,8 +11,9 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 )
 
-// TestTheEndOfADrainCutsAttachedStreams: an attached engine lives on, so nothing else would end them. A fence
-// for another reason leaves them to the engine, and an owned engine is ended by its node.
+// TestTheEndOfADrainCutsAttachedStreams: dpserve does not stop an attached engine, so nothing else would end
+// its streams. A fence for another reason leaves them to the engine, and the node ends an engine that it
+// owns.
 func TestTheEndOfADrainCutsAttachedStreams(t *testing.T) {
 	for name, c := range map[string]struct {
 		owned, drained, cut bool

@@ -14,7 +14,7 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// eventSpy is a policy that keeps the events that its Router hears.
+// eventSpy is a policy that records the events of its Router.
 type eventSpy struct {
 	routing.RoundRobin
 
@@ -22,7 +22,7 @@ type eventSpy struct {
 	heard []routing.Event
 }
 
-// Observe implements routing.Policy. A dispatch is kept with the view's time: it has none of its own.
+// Observe implements routing.Policy. A dispatch has no time of its own, so it is recorded with the view's.
 func (s *eventSpy) Observe(st routing.State, v *routing.View, e *routing.Event) {
 	s.RoundRobin.Observe(st, v, e)
 	kept := *e
@@ -35,7 +35,7 @@ func (s *eventSpy) Observe(st routing.State, v *routing.View, e *routing.Event) 
 	s.heard = append(s.heard, kept)
 }
 
-// of gives the events of some kinds, in the order in which they came.
+// of returns the events of some kinds, in their order.
 func (s *eventSpy) of(kinds ...routing.EventKind) (out []routing.Event) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -47,7 +47,7 @@ func (s *eventSpy) of(kinds ...routing.EventKind) (out []routing.Event) {
 	return out
 }
 
-// listen replaces the application's Router by one under a spy.
+// listen replaces the application's Router by one with an eventSpy.
 func (g *rig) listen() *eventSpy {
 	s, ar := &eventSpy{}, g.in.findAppRouter("demo")
 	r := routing.NewRouter(s, 1)
@@ -56,8 +56,8 @@ func (g *rig) listen() *eventSpy {
 	return s
 }
 
-// TestTheRouterHearsTheRanksTime: every record of a request hands the time of its rank to the Router; a
-// record of an older version has none; a new incarnation has another clock.
+// TestTheRouterHearsTheRanksTime: every record of a request gives the rank's time to the Router. A record of
+// an older version has none, and a new incarnation has another clock.
 func TestTheRouterHearsTheRanksTime(t *testing.T) {
 	g := newRig(t, options{urls: []string{"http://127.0.0.1:1"}})
 	s, r := g.listen(), g.replicas[0]
@@ -101,8 +101,8 @@ func TestTheRouterHearsTheRanksTime(t *testing.T) {
 	}, got)
 }
 
-// TestOutputsReachTheRouter: the end of a request tells how many tokens it has put out, whatever the form of
-// its answer and wherever its rank is. A stream without a usage counts by its chunks.
+// TestOutputsReachTheRouter: the end of a request reports its number of output tokens, whatever the form of
+// its answer and wherever its rank is. A stream without usage counts by its chunks.
 func TestOutputsReachTheRouter(t *testing.T) {
 	const whole = `{"id":"c","choices":[{"index":0,"message":{"content":"a"},"finish_reason":"stop"}],"usage":{"prompt_tokens":5,"completion_tokens":9}}`
 	for name, c := range map[string]struct {
@@ -135,8 +135,8 @@ func TestOutputsReachTheRouter(t *testing.T) {
 	}
 }
 
-// TestTicketsTellTheRouterTheTime: a ticket, and the end of a dispatch without one, have the ingress's time,
-// as the pick has, though no record of a rank came in between.
+// TestTicketsTellTheRouterTheTime: a ticket, and the end of a dispatch without one, have the ingress's time
+// like the pick, even if no record of a rank arrived in between.
 func TestTicketsTellTheRouterTheTime(t *testing.T) {
 	follows := func(t *testing.T, s *eventSpy, kind routing.EventKind) {
 		t.Helper()

@@ -143,8 +143,8 @@ func TestFS6ClientLeaves(t *testing.T) {
 	}
 }
 
-// TestAClientThatLeavesDuringItsAdmissionIsNoTimeout: the rank calls it expired; it is logged and counted as
-// a client that left.
+// TestAClientThatLeavesDuringItsAdmissionIsNoTimeout: the rank calls the request expired; the ingress logs
+// and counts it as a client that left.
 func TestAClientThatLeavesDuringItsAdmissionIsNoTimeout(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{sends(textChunk)}})
 	for range 10 { // the end of the request and the answer come at once: either may be seen first
@@ -206,7 +206,8 @@ func TestRequestDeadline(t *testing.T) {
 	}
 }
 
-// TestSlowReader: a client that does not read is cut, its engine is freed, and what piles up is bounded.
+// TestSlowReader: a client that does not read is cut, its engine is freed, and the collected bytes are
+// bounded.
 func TestSlowReader(t *testing.T) {
 	big := `{"choices":[{"index":0,"text":"` + strings.Repeat("z", 8<<10) + `","finish_reason":null}]}`
 	var sent atomic.Int64
@@ -287,7 +288,8 @@ func TestSlowReaderOverHTTP2(t *testing.T) {
 	}
 }
 
-// TestARefusedRequestLeavesItsHTTP2Connection: requests of many users may share one connection of a proxy.
+// TestARefusedRequestLeavesItsHTTP2Connection: the requests of many users may share one connection of a
+// proxy, so a refused request does not close it.
 func TestARefusedRequestLeavesItsHTTP2Connection(t *testing.T) {
 	g := newRig(t, options{
 		engines: []http.HandlerFunc{replies(200, wholeAnswer)},
@@ -322,8 +324,8 @@ func TestARefusedRequestLeavesItsHTTP2Connection(t *testing.T) {
 	assert.EqualValues(t, 1, dials.Load())
 }
 
-// TestARedirectOfAnEngineStaysInside: it names an address behind the ingress, and client libraries would
-// follow it with the prompt.
+// TestARedirectOfAnEngineStaysInside: a redirect names an internal address, and client libraries would send
+// the prompt there.
 func TestARedirectOfAnEngineStaysInside(t *testing.T) {
 	redirects := func(w http.ResponseWriter, r *http.Request) {
 		drain(r)
@@ -338,8 +340,8 @@ func TestARedirectOfAnEngineStaysInside(t *testing.T) {
 	assert.NotContains(t, a.body, "31903")
 }
 
-// TestRanksThatAreGoneAreNoDeathsOfARequest: two ranks go while they have a request, with their nodes; it is
-// served by a third.
+// TestRanksThatAreGoneAreNoDeathsOfARequest: two ranks that have a request disappear with their nodes; a
+// third rank serves it.
 func TestRanksThatAreGoneAreNoDeathsOfARequest(t *testing.T) {
 	for name, c := range map[string]struct {
 		ends   func(r *replica)
@@ -444,7 +446,8 @@ func (r *replica) firstsSeen() int {
 	return r.firsts
 }
 
-// TestAClientOfHTTP10SeesThatItsStreamWasCut: the end of its connection is the end of a whole answer.
+// TestAClientOfHTTP10SeesThatItsStreamWasCut: a clean end of its connection would be the end of a complete
+// answer, so the connection is reset.
 func TestAClientOfHTTP10SeesThatItsStreamWasCut(t *testing.T) {
 	for name, c := range map[string]struct {
 		engine http.HandlerFunc

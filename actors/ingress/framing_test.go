@@ -15,7 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// raw sends bytes on one connection and gives all that comes back until its end.
+// raw sends bytes on one connection and returns all bytes that come back.
 func raw(t *testing.T, g *rig, text string) string {
 	t.Helper()
 	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(g.url, "http://"))
@@ -29,8 +29,8 @@ func raw(t *testing.T, g *rig, text string) string {
 	return string(all)
 }
 
-// TestAmbiguousLengthsAreRefused: a request that says its length in two ways is answered 400, its connection
-// closed, and what stands in its body is no request.
+// TestAmbiguousLengthsAreRefused: a request with two lengths is answered 400, its connection is closed, and
+// its body is not served as a request.
 func TestAmbiguousLengthsAreRefused(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	const inner = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
@@ -58,7 +58,7 @@ func TestAmbiguousLengthsAreRefused(t *testing.T) {
 	assert.Zero(t, admits)
 }
 
-// TestFramedRequestsPass: what is framed in one way is served, several requests in one read too.
+// TestFramedRequestsPass: requests with one length are served, also several of them in one read.
 func TestFramedRequestsPass(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	b := chatBody
@@ -70,8 +70,8 @@ func TestFramedRequestsPass(t *testing.T) {
 	assert.Equal(t, 5, strings.Count(got, "HTTP/1.1 200 "), got)
 }
 
-// FuzzFraming: no request that net/http takes says its length in two ways or has a folded line, however the
-// bytes are cut, and what is framed in one way comes through as it was.
+// FuzzFraming: no request that net/http accepts has two lengths or a folded line, however its bytes are cut,
+// and a request with one length passes unchanged.
 func FuzzFraming(f *testing.F) {
 	for _, s := range []string{
 		"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}GET / HTTP/1.1\r\nHost: x\r\n\r\n",

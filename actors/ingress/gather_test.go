@@ -15,7 +15,7 @@ import (
 	"github.com/dpserve/dpserve/internal/memnet"
 )
 
-// countedConn keeps what was written to it, write by write.
+// countedConn records each write.
 type countedConn struct {
 	net.Conn
 
@@ -51,8 +51,8 @@ func (l countedListener) Accept() (net.Conn, error) {
 	return counted, nil
 }
 
-// TestAPieceLeavesInOneWrite: a piece of an answer that is larger than the buffer of net/http is one write to
-// the client, whatever its size, and what the client reads is the same.
+// TestAPieceLeavesInOneWrite: a piece of an answer that is larger than net/http's buffer is one write to the
+// client, whatever its size, and the client reads the same bytes.
 func TestAPieceLeavesInOneWrite(t *testing.T) {
 	for _, size := range []int{100, gatheredFrom, 5000, relayBuffer, relayBuffer + 700, 3 * relayBuffer} {
 		var network memnet.Network

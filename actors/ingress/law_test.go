@@ -12,9 +12,9 @@ import (
 	"github.com/dpserve/dpserve/app"
 )
 
-// The Router hears when a record came: the work in front of a first token goes down from that instant on,
-// though no request has asked for a rank in between, and the next prompt's turn begins when the first one's
-// end is told.
+// TestRecordsTellTheRouterTheTime: the Router gets the time of each record. The work before a first token
+// decreases from that time on, even if no request is routed in between, and the next prompt begins when the
+// end of the first one is reported.
 func TestRecordsTellTheRouterTheTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := newKVRig(t, 2, 1, app.Routing{Policy: "lpwl", Preset: "documented", Identity: app.IdentityText})
@@ -42,8 +42,8 @@ func TestRecordsTellTheRouterTheTime(t *testing.T) {
 	})
 }
 
-// What the Router has measured of its engines is told to people, and how long ago that was, also while the
-// application idles.
+// TestRouterInfoTellsOfTheLaw: RouterInfo shows the time model that the Router has measured, and its age,
+// even while the application is idle.
 func TestRouterInfoTellsOfTheLaw(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := newKVRig(t, 2, 1, app.Routing{

@@ -11,9 +11,9 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// TestOneLostUnitIsOneAttempt: all ranks of a lockstep unit fail before its stream says that it is lost. The
-// request waits until the unit is back. After the engine's own word that its core is dead the stream has more
-// time: the process is yet to leave.
+// TestOneLostUnitIsOneAttempt: all ranks of a lockstep unit fail before its stream reports the loss. The
+// request waits until the unit is back. If the engine has reported that its core is dead, the wait is longer,
+// because its process has yet to exit.
 func TestOneLostUnitIsOneAttempt(t *testing.T) {
 	for name, c := range map[string]struct {
 		fails http.HandlerFunc
@@ -63,7 +63,7 @@ func TestOneLostUnitIsOneAttempt(t *testing.T) {
 
 const deadCore = `{"error":{"message":"EngineCore encountered an issue. See stack trace (above) for the root cause.","type":"InternalServerError","param":null,"code":500}}`
 
-// TestDeadCore: the rank's DPServer looks at once, and trying another rank costs no budget.
+// TestDeadCore: the rank's DPServer checks its engine at once, and trying another rank costs no budget.
 func TestDeadCore(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(http.StatusInternalServerError, deadCore)}})
 	a := g.post("/v1/chat/completions", chatBody)
@@ -75,7 +75,7 @@ func TestDeadCore(t *testing.T) {
 	assert.Equal(t, "engine_dead", done.Cause)
 }
 
-// TestRanksThatFailWithoutALoss: the same without a word of the stream is what it is.
+// TestRanksThatFailWithoutALoss: without a report of the stream the attempts count one by one.
 func TestRanksThatFailWithoutALoss(t *testing.T) {
 	g := lockstepRig(t, resets, resets, resets, resets)
 	a := g.post("/v1/chat/completions", chatBody)

@@ -32,8 +32,8 @@ func TestPressure(t *testing.T) {
 	}
 }
 
-// TestMemoryGuardSamples: one sample serves the requests of 100 ms, a change is one log line, and a process
-// that refuses requests and therefore collects no garbage is asked to.
+// TestMemoryGuardSamples: one sample serves the requests of 100 ms, a change writes one log line, and a
+// process that refuses requests and therefore collects no garbage starts a collection.
 func TestMemoryGuardSamples(t *testing.T) {
 	var reads, collects int
 	use := memoryUse{bytes: 10, collections: 1}
@@ -72,7 +72,7 @@ func TestMemoryGuardSamples(t *testing.T) {
 	assert.Equal(t, pressureNone, none.pressure(time.Now()))
 }
 
-// TestMemoryIsWhatTheProcessNeeds: what is read follows what is referenced, and garbage is not in it.
+// TestMemoryIsWhatTheProcessNeeds: the measure follows the referenced memory and does not contain garbage.
 func TestMemoryIsWhatTheProcessNeeds(t *testing.T) {
 	runtime.GC()
 	before := readMemory()
@@ -87,8 +87,8 @@ func TestMemoryIsWhatTheProcessNeeds(t *testing.T) {
 	assert.Less(t, readMemory().bytes-before.bytes, int64(4<<20))
 }
 
-// TestNearTheMemoryLimit: requests are refused with the time to come back, what runs goes on, health is
-// answered; at the limit new connections end at once.
+// TestNearTheMemoryLimit: requests are refused with Retry-After, running ones go on, and health is answered;
+// at the limit new connections are closed at once.
 func TestNearTheMemoryLimit(t *testing.T) {
 	var used atomic.Int64
 	goOn := make(chan struct{})

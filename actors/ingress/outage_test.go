@@ -63,7 +63,7 @@ func (g *outageRig) comeBack() {
 	synctest.Wait()
 }
 
-// ask sends a request and gives what came, and after how long.
+// ask sends a request and returns the answer, and its time.
 func (g *outageRig) ask() (rec *httptest.ResponseRecorder, took time.Duration) {
 	rec, began := httptest.NewRecorder(), time.Now()
 	req := httptest.NewRequestWithContext(g.t.Context(), http.MethodPost, "/v1/chat/completions",
@@ -73,8 +73,8 @@ func (g *outageRig) ask() (rec *httptest.ResponseRecorder, took time.Duration) {
 }
 
 // TestAnOutageOfAttachedEnginesIsAnsweredAtOnce: dpserve does not start attached engines, so requests wait
-// for them as long as a restart under a supervisor takes, and are refused from then on; the first ones of the
-// outage are refused when that time is over.
+// for them as long as a restart under a supervisor takes. After that time waiting requests are refused, and
+// new ones at once.
 func TestAnOutageOfAttachedEnginesIsAnsweredAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newOutageRig(t, app.KindAttach)
@@ -98,7 +98,7 @@ func TestAnOutageOfAttachedEnginesIsAnsweredAtOnce(t *testing.T) {
 	})
 }
 
-// TestTheNextOutageBeginsAnew: a rank that came back and is lost again is waited for once more.
+// TestTheNextOutageBeginsAnew: requests wait again for a rank that was back and is lost again.
 func TestTheNextOutageBeginsAnew(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newOutageRig(t, app.KindAttach)
@@ -116,8 +116,8 @@ func TestTheNextOutageBeginsAnew(t *testing.T) {
 	})
 }
 
-// TestRequestsWaitForEnginesThatDpserveStarts: those come back by dpserve's own doing, however long that
-// takes.
+// TestRequestsWaitForEnginesThatDpserveStarts: dpserve restarts these engines, so requests wait however long
+// that takes.
 func TestRequestsWaitForEnginesThatDpserveStarts(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newOutageRig(t, app.KindSim)

@@ -17,8 +17,9 @@ import (
 	"github.com/dpserve/dpserve/telemetry"
 )
 
-// TestASlowReaderIsHeldToARate: a client that takes a little of its stream now and then, so that no write
-// lasts long, is cut within two windows; one that takes enough is not, nor one that waits for its engine.
+// TestASlowReaderIsHeldToARate: a client that takes a few bytes of its stream at intervals, so that no write
+// lasts long, is cut within two windows. A client that takes enough is not cut, nor one that waits for its
+// engine.
 func TestASlowReaderIsHeldToARate(t *testing.T) {
 	for name, c := range map[string]struct {
 		take   int // bytes each second

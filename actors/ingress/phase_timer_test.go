@@ -14,7 +14,7 @@ import (
 	"github.com/dpserve/dpserve/app"
 )
 
-// probed is the mailbox of a rank whose DPServer has a word for every Probe.
+// probed is the mailbox of a rank whose DPServer answers every Probe.
 type probed struct {
 	replica
 	asked []time.Duration // since the gap began
@@ -30,8 +30,8 @@ func (p *probed) TrySend(any) error {
 	return nil
 }
 
-// TestAGapIsCutWhenItsRankMakesNoProgress: a gap with a limit of 8 s and a first token's time of 60 s, looked
-// at as the phase timer does.
+// TestAGapIsCutWhenItsRankMakesNoProgress: a gap with a limit of 8 s and a first token's time of 60 s,
+// checked as the phase timer does.
 func TestAGapIsCutWhenItsRankMakesNoProgress(t *testing.T) {
 	const limit, most, answer = 8 * time.Second, 60 * time.Second, time.Second
 	never := time.Duration(-1)
@@ -103,7 +103,7 @@ func TestAGapIsCutWhenItsRankMakesNoProgress(t *testing.T) {
 	}
 }
 
-// TestALateGuardStillWaitsForTheAnswer: a process that stood still asks and waits before it cuts.
+// TestALateGuardStillWaitsForTheAnswer: a process that was suspended asks the rank and waits before it cuts.
 func TestALateGuardStillWaitsForTheAnswer(t *testing.T) {
 	g := gapWatch{
 		router: &appRouter{}, rank: &rank{mailbox: &probed{}}, limit: 8 * time.Second,
@@ -159,8 +159,8 @@ func TestAStreamThatStaysSilentIsCutInTheEndAndTripsNothing(t *testing.T) {
 	assert.False(t, done.Trip)
 }
 
-// TestALongWholeAnswerWaitsForItsRankToo: an answer that is too long to be held is passed on as it comes, and
-// may stand still likewise.
+// TestALongWholeAnswerWaitsForItsRankToo: an answer that is too long to be held is relayed as it arrives, and
+// may pause in the same way.
 func TestALongWholeAnswerWaitsForItsRankToo(t *testing.T) {
 	g := newRig(t, options{
 		app: func(a *app.Application) { a.Timeouts.BetweenTokensS = 0.2 },

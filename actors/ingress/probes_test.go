@@ -9,8 +9,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestProbesAnswer: load balancers, Kubernetes and what was made for Ray Serve or vLLM ask by these paths,
-// with GET and HEAD.
+// TestProbesAnswer: load balancers, Kubernetes and probes written for Ray Serve or vLLM use these paths, with
+// GET and HEAD.
 func TestProbesAnswer(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	hidden := demoApp()
@@ -45,7 +45,8 @@ func TestProbesAnswer(t *testing.T) {
 	assert.Equal(t, 200, g.get("/livez").status, "the process lives")
 }
 
-// TestModelsTellTheirLength: what fits into every ready rank; nothing where no engine tells.
+// TestModelsTellTheirLength: /v1/models shows the length that fits into every ready rank, and none if no
+// engine reports one.
 func TestModelsTellTheirLength(t *testing.T) {
 	e := replies(200, wholeAnswer)
 	g := newRig(t, options{engines: []http.HandlerFunc{e, e, e}})

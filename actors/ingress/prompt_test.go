@@ -118,8 +118,8 @@ func TestKV12NothingIsSharedUnderAnotherSalt(t *testing.T) {
 		"one adapter by both its names")
 }
 
-// TestKV12LongPromptHitsWhole: 4,096 blocks on 32 ranks are found on all of them, to the last that a hit may
-// have.
+// TestKV12LongPromptHitsWhole: 4,096 blocks on 32 ranks are found on all ranks, up to the last block that a
+// hit may have.
 func TestKV12LongPromptHitsWhole(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newKVRig(t, 32, 1, byScore)
@@ -148,7 +148,7 @@ func TestKV12LongPromptHitsWhole(t *testing.T) {
 	})
 }
 
-// A hit's tiers: the record of what was sent counts as the device, memory and disk for what is behind that.
+// TestHitsByTier: the record of sent blocks counts as GPU; memory and disk count for the blocks after that.
 func TestHitsByTier(t *testing.T) {
 	p := &prompt{unit: kvindex.Tokens, size: 16, tokens: 1000, perBlock: ratio{16, 1}}
 	rows := func(gpu, sent, cpu, disk int32) []kvindex.Hit {
@@ -166,8 +166,8 @@ func TestHitsByTier(t *testing.T) {
 		"3 blocks of 4 bytes per token")
 }
 
-// TestRT14OddPrompts: prompts of every size and kind are identified without a panic, and short ones have
-// nothing to be found by.
+// TestRT14OddPrompts: prompts of every size and kind are identified without a panic, and short ones have no
+// blocks.
 func TestRT14OddPrompts(t *testing.T) {
 	const block = kvindex.DefaultTextBlock
 	ar := promptRouter(wantsAll)
@@ -213,8 +213,8 @@ func TestRT14OddPrompts(t *testing.T) {
 	assert.NotEqual(t, a.blocks, b.blocks, "a fork inside a character is a fork")
 }
 
-// TestTextBlocks: blocks of a text that goes on begin with those of the text, each covers what textSpan says,
-// and none is more than 1/8 of its place.
+// TestTextBlocks: the blocks of a longer text begin with those of the text, each covers what textSpan says,
+// and none is larger than 1/8 of its position.
 func TestTextBlocks(t *testing.T) {
 	h := kvindex.NewHasher([]byte("s"))
 	text := []byte(strings.Repeat("0123456789abcdef", 1<<15)) // 512 KiB
@@ -234,7 +234,7 @@ func TestTextBlocks(t *testing.T) {
 		"blocks stop growing at 64 KiB")
 }
 
-// A text that changes anywhere shares exactly the blocks in front of the change.
+// TestTextBlocksShareWhatIsInFront: a text that changes anywhere shares exactly the blocks before the change.
 func TestTextBlocksShareWhatIsInFront(t *testing.T) {
 	h := kvindex.NewHasher([]byte("s"))
 	rapid.Check(t, func(t *rapid.T) {
@@ -255,7 +255,7 @@ func TestTextBlocksShareWhatIsInFront(t *testing.T) {
 	})
 }
 
-// Only what the policy reads is made.
+// TestPromptsAreReadAsNeeded: only what the policy reads is made.
 func TestPromptsAreReadAsNeeded(t *testing.T) {
 	body := chat(strings.Repeat("words ", 100), `"user":"u"`)
 	for _, tt := range []struct {
@@ -311,7 +311,7 @@ func TestWishes(t *testing.T) {
 	}
 }
 
-// FuzzWishes: never panics; what is taken is a number that a policy can reckon with.
+// FuzzWishes: parsing never panics, and an accepted number is one that a policy can calculate with.
 func FuzzWishes(f *testing.F) {
 	f.Add("250", "0/3", "1")
 	f.Fuzz(func(t *testing.T, ms, rank, priority string) {
@@ -326,8 +326,8 @@ func FuzzWishes(f *testing.F) {
 	})
 }
 
-// The prompts of other processes under one secret get the same blocks; without the secret nobody can foresee
-// them.
+// TestBlocksAreKeyedByTheSecret: processes with one secret make the same blocks of a prompt; without the
+// secret they cannot be predicted.
 func TestBlocksAreKeyedByTheSecret(t *testing.T) {
 	a, b, c := promptRouter(wantsAll), promptRouter(wantsAll), promptRouter(wantsAll)
 	c.in.setSecret([]byte("another"))
@@ -336,7 +336,8 @@ func TestBlocksAreKeyedByTheSecret(t *testing.T) {
 	assert.NotEqual(t, readPrompt(t, a, openai.Chat, body).blocks, readPrompt(t, c, openai.Chat, body).blocks)
 }
 
-// Token prompts are cut to the size that most ranks' events come in, before what their engines report.
+// TestBlockSizeFollowsTheRanks: token prompts are cut into the block size of most ranks' events, which has
+// priority over the size that engines report.
 func TestBlockSizeFollowsTheRanks(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newKVRig(t, 3, 1, byScore)

@@ -22,8 +22,8 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// queueModel is the queue of one application over ranks with places, as requests see it: whoever has the turn
-// takes a place on a rank that it may use, or yields.
+// queueModel is the queue of one application over ranks with places, as requests see it: the waiter with the
+// turn takes a place on a rank that it may use, or yields.
 type queueModel struct {
 	t      *rapid.T
 	f      *requestQueue
@@ -54,7 +54,7 @@ func (m *queueModel) enter(banned []int) *waiter {
 	return w
 }
 
-// settle lets whoever has the turn ask, until nobody has it.
+// settle lets the waiter with the turn ask, until no waiter has it.
 func (m *queueModel) settle() {
 	for m.f.turn != nil {
 		w := m.f.turn
@@ -86,9 +86,9 @@ func (m *queueModel) remove(w *waiter) {
 	require.Empty(m.t, w.wake, "no wake-up stays behind")
 }
 
-// TestNoWaiterBlocksAnotherThatCouldBeRouted: whatever requests wait for, it never stays that a rank has
-// room, a waiting request may use it, and nobody is routed; and nobody overtakes a request that could have
-// had the place.
+// TestNoWaiterBlocksAnotherThatCouldBeRouted: whatever requests wait for, whenever a rank has room and a
+// waiting request may use it, a request is routed; and no request overtakes one that could have had the
+// place.
 func TestNoWaiterBlocksAnotherThatCouldBeRouted(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		const ranks, maxN, maxTokens = 3, 6, int64(30)
@@ -279,7 +279,8 @@ func queueUp(g *rig, from, n int) chan answer {
 	return got
 }
 
-// TestRT3WaitingForRoom: one place, 100 wait; served in order, woken by each Done, none left.
+// TestRT3WaitingForRoom: there is one place and 100 requests wait; they are served in order, each Done wakes
+// one, and none is left.
 func TestRT3WaitingForRoom(t *testing.T) {
 	n := 100
 	if testing.Short() {
@@ -311,7 +312,7 @@ func TestRT3WaitingForRoom(t *testing.T) {
 	assert.Zero(t, v.Ranks[0].Load.O())
 }
 
-// TestRT3WaitingForARank: no rank at first, its unit on the way; then it is up.
+// TestRT3WaitingForARank: there is no rank at first and its unit is pending; then it is ready.
 func TestRT3WaitingForARank(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, max: 4})
 	g.phase("demo/0/0", state.Starting, 2)
@@ -328,8 +329,8 @@ func TestRT3WaitingForARank(t *testing.T) {
 	}
 }
 
-// TestFencedAheadOfTheState: the only rank's stream shows a fence that the state does not know yet. Nobody is
-// refused in between: its unit will be back.
+// TestFencedAheadOfTheState: the only rank's stream shows a fence that the state does not have yet. No
+// request is refused in between, because its unit will be back.
 func TestFencedAheadOfTheState(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, max: 4})
 	g.replicas[0].say(false, true, "engine exited with code 1")
@@ -347,7 +348,7 @@ func TestFencedAheadOfTheState(t *testing.T) {
 }
 
 // TestARequestThatFailedDoesNotHoldTheQueue: the ready rank has failed one request, which waits for the other
-// rank. Requests behind it are served by the ready one meanwhile.
+// rank. The ready rank serves the requests behind it meanwhile.
 func TestARequestThatFailedDoesNotHoldTheQueue(t *testing.T) {
 	var calls atomic.Int32
 	g := newRig(t, options{engines: []http.HandlerFunc{
@@ -377,7 +378,7 @@ func TestARequestThatFailedDoesNotHoldTheQueue(t *testing.T) {
 	assert.Equal(t, "2", a.header.Get("X-Dpserve-Attempts"))
 }
 
-// TestRT3StaleFullNeverBlocks: a rank says full although nothing is in hand, and no record follows.
+// TestRT3StaleFullNeverBlocks: a rank says full although it has no requests, and no record follows.
 func TestRT3StaleFullNeverBlocks(t *testing.T) {
 	g := newRig(t, options{
 		engines: []http.HandlerFunc{replies(200, wholeAnswer)},
@@ -424,7 +425,7 @@ func TestQueueBounds(t *testing.T) {
 	assert.Equal(t, 200, (<-first).status)
 }
 
-// TestAnEmptyQueueTakesARequestOfAnySize: it would be refused for ever else.
+// TestAnEmptyQueueTakesARequestOfAnySize: such a request would otherwise be refused for ever.
 func TestAnEmptyQueueTakesARequestOfAnySize(t *testing.T) {
 	e := newGatedEngine()
 	g := newRig(t, options{
@@ -452,8 +453,8 @@ func picture(n int) string {
 	return `{"type":"image_url","image_url":{"url":"data:image/png;base64,` + strings.Repeat("A", n) + `"}}`
 }
 
-// TestPicturesAreNotText: their bytes fill no queue, and teach nothing about how many bytes a token of text
-// has. Tools are text.
+// TestPicturesAreNotText: the bytes of pictures fill no queue and do not change the estimate of bytes per
+// token. Tools are text.
 func TestPicturesAreNotText(t *testing.T) {
 	e := newGatedEngine()
 	g := newRig(t, options{
@@ -535,7 +536,8 @@ func TestNoReadyRankIsAnsweredAtOnce(t *testing.T) {
 	assert.Equal(t, 200, g.get("/health").status)
 }
 
-// TestTheOnlyRankComesBack: it dies under a request, which waits for its successor instead of failing.
+// TestTheOnlyRankComesBack: the only rank dies with a request, which waits for its successor instead of
+// failing.
 func TestTheOnlyRankComesBack(t *testing.T) {
 	var calls atomic.Int32
 	g := newRig(t, options{engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {

@@ -402,8 +402,8 @@ func TestAfterTheFirstByte(t *testing.T) {
 	}
 }
 
-// TestFamilyOpenAIEndsAsItLikes: of an engine of which nothing but the API is known, a clean end is a whole
-// answer; a broken one is not.
+// TestFamilyOpenAIEndsAsItLikes: of an engine of family openai only the API is known, so a clean end is a
+// complete answer; a broken one is not.
 func TestFamilyOpenAIEndsAsItLikes(t *testing.T) {
 	cases := []struct {
 		name   string

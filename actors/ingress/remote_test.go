@@ -65,7 +65,7 @@ func newDataPort(tb testing.TB, f *feed, lease func() bool) *dataPort {
 	return p
 }
 
-// TestFar: what a client sees of ranks of this node it sees of those of another one, and so do the ranks.
+// TestFar: for ranks of another node, clients and ranks see the same as for ranks of this node.
 func TestFar(t *testing.T) {
 	for name, test := range map[string]func(t *testing.T){
 		"FS4Answers500": TestFS4EveryReplicaAnswers500, "FS4Refuses": TestFS4EveryReplicaRefuses,
@@ -100,8 +100,7 @@ func TestFar(t *testing.T) {
 	}
 }
 
-// TestFarDeadline: a request whose deadline is over leaves nothing behind on the other node, however far it
-// came.
+// TestFarDeadline: a request whose deadline is over leaves nothing on the other node, however far it got.
 func TestFarDeadline(t *testing.T) {
 	var h hangingEngine
 	for _, list := range [][]string{nil, {textChunk}} {
@@ -149,8 +148,7 @@ func TestLease(t *testing.T) {
 	}
 }
 
-// TestWithoutRemote: without a way to other nodes the feed has none, whatever their names: every mailbox is
-// in this process.
+// TestWithoutRemote: without Config.Remote every mailbox is in this process, whatever nodes the ranks name.
 func TestWithoutRemote(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	g.replicas[0].node = "n2"
@@ -160,8 +158,8 @@ func TestWithoutRemote(t *testing.T) {
 	assert.Equal(t, 1, g.replicas[0].granted())
 }
 
-// TestNodeLost: requests without a first byte go elsewhere for free when their node's connection is lost,
-// however many they are; streams end with an error event; neither counts against the rank.
+// TestNodeLost: when the connection to a node is lost, its requests without a first byte are retried for
+// free, however many they are, and streams end with an error event; neither counts against the rank.
 func TestNodeLost(t *testing.T) {
 	h := &hangingEngine{}
 	g := newRig(t, options{

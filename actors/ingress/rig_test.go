@@ -311,7 +311,7 @@ func (r *replica) snapshot() {
 	})
 }
 
-// say tells the stream whether the rank accepts.
+// say reports in the stream whether the rank accepts.
 func (r *replica) say(accepting, fenced bool, cause string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -340,7 +340,7 @@ func (r *replica) reborn() {
 	r.snapshot()
 }
 
-// moves lets its engine make progress, whatever streams show.
+// moves lets its engine make progress that no stream shows.
 func (r *replica) moves() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -501,7 +501,7 @@ func newRig(t *testing.T, o options) *rig {
 	return g
 }
 
-// atRest: nothing in flight, nothing queued, no memory of bodies held.
+// atRest requires that nothing is in flight, nothing is queued, and no memory of bodies is held.
 func (g *rig) atRest() {
 	_, _, inflight := g.in.Totals()
 	assert.Zero(g.t, inflight)
@@ -654,7 +654,7 @@ func replies(status int, body string) http.HandlerFunc {
 	}
 }
 
-// reset is an engine that closes the connection at once.
+// resets is an engine that closes the connection at once.
 func resets(w http.ResponseWriter, r *http.Request) {
 	drain(r)
 	conn, _, err := w.(http.Hijacker).Hijack()
@@ -687,8 +687,8 @@ func (h *hangingEngine) sends(list ...string) http.HandlerFunc {
 	}
 }
 
-// lapse is how long a ticket of another node outlives its stream without a Done: a DPServer's net, which
-// local tests do without.
+// lapse is how long a ticket of another node outlives its stream without a Done, as a DPServer takes back
+// tickets; local tests do without.
 const lapse = 500 * time.Millisecond
 
 const soon = 5 * time.Second

@@ -190,8 +190,8 @@ func TestChangedPolicyKeepsTheAccounts(t *testing.T) {
 	assert.Zero(t, v.Ranks[0].Load.O())
 }
 
-// TestANewRouterKnowsTheRanks before any of them has sent a snapshot: a deploy that changes the policy
-// refuses nobody, not under policy direct either, which never waits.
+// TestANewRouterKnowsTheRanks: a new Router has the ranks before any of them has sent a snapshot. A deploy
+// that changes the policy refuses no request, not even under policy direct, which never waits.
 func TestANewRouterKnowsTheRanks(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	g.feed.mu.Lock()
@@ -212,8 +212,8 @@ func TestANewRouterKnowsTheRanks(t *testing.T) {
 	assert.Zero(t, ar.router.Load().Snapshot().Ranks[0].Load.O())
 }
 
-// TestRequestsWaitForRanksThatAreReady: what the state calls ready and no stream has told of yet is on its
-// way.
+// TestRequestsWaitForRanksThatAreReady: a unit that the state calls ready, and of which no stream has
+// reported a rank yet, counts as pending.
 func TestRequestsWaitForRanksThatAreReady(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	g.phase("demo/0/0", state.Ready, 2)
@@ -313,8 +313,7 @@ func TestSP6Limits(t *testing.T) {
 	assert.Equal(t, 431, resp.StatusCode)
 }
 
-// TestUnreadBodiesEndTheConnection: an answer to a request whose body nobody reads must not wait for that
-// body.
+// TestUnreadBodiesEndTheConnection: an answer to a request with an unread body must not wait for that body.
 func TestUnreadBodiesEndTheConnection(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	resp, _ := g.raw(t, "POST /nope HTTP/1.1\r\nHost: h\r\nContent-Length: 5000\r\n\r\nstart", false)
@@ -386,7 +385,7 @@ func TestDefaults(t *testing.T) {
 	assert.Equal(t, 20, budgetFloor)
 }
 
-// TestTokenizingTakesNoTicket: it is answered beside a full rank, and counts nowhere.
+// TestTokenizingTakesNoTicket: a tokenize request is answered beside a full rank, and counts as no load.
 func TestTokenizingTakesNoTicket(t *testing.T) {
 	for _, far := range []bool{false, true} {
 		t.Run(fmt.Sprintf("far %v", far), func(t *testing.T) {

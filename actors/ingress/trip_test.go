@@ -104,7 +104,7 @@ func TestAnEnginesOwnLimitsTripNoRank(t *testing.T) {
 	}
 }
 
-// TestASubscriberOfATrippedRankKnowsIt: a snapshot says it as well as a change of state does.
+// TestASubscriberOfATrippedRankKnowsIt: a snapshot reports a trip, like a change of state does.
 func TestASubscriberOfATrippedRankKnowsIt(t *testing.T) {
 	e := poisoned(500)
 	g := newRig(t, options{engines: []http.HandlerFunc{e, e, e}})

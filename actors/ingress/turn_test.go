@@ -11,7 +11,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 )
 
-// turn lets the rank say that a request of another ingress has ended, and for whom the room is.
+// turn reports that a request of another ingress has ended, and for which ingress the room is.
 func (r *replica) turn(req uint64, ingress string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -14,7 +14,7 @@ import (
 
 const noRoomReason = "place demo/0: 0 of 1 rank can be placed (PACK)"
 
-// withoutRoom is what the leader says of the application demo at a revision, whose one unit had an epoch.
+// withoutRoom is the leader's report on the application demo at a revision, whose one unit had an epoch.
 func withoutRoom(revision, epoch uint64) []msg.Waiting {
 	return []msg.Waiting{{
 		App: "demo", Revision: revision, Reason: noRoomReason,
@@ -32,7 +32,7 @@ func emptyRig(t *testing.T) *rig {
 	return g
 }
 
-// onTheWay is how many units of demo may come up, as the Router was told; -1 without the application.
+// onTheWay is the number of pending units of demo in the Router; -1 without the application.
 func (g *rig) onTheWay() int {
 	ar := g.in.findAppRouter("demo")
 	if ar == nil || ar.revision.Load() == nil {
@@ -56,7 +56,8 @@ func TestRequestWaitingForAnAppIsRefusedWhenThereIsNoRoom(t *testing.T) {
 	assert.NotEmpty(t, a.header.Get("Retry-After"))
 }
 
-// What the leader said of the last revision says nothing of the next one, which it has not placed yet.
+// TestWaitingForRoomIsOfOneRevision: the leader's report on the last revision does not apply to the next one,
+// which was not placed yet.
 func TestWaitingForRoomIsOfOneRevision(t *testing.T) {
 	g := emptyRig(t)
 	g.in.TakeWaiting(withoutRoom(1, 0), time.Minute)
@@ -69,8 +70,8 @@ func TestWaitingForRoomIsOfOneRevision(t *testing.T) {
 	eventually(t, func() bool { return g.onTheWay() == 1 }, "the new revision may find room")
 }
 
-// A unit that was granted is on its way, although the leader has said no such thing yet; one that is started
-// again always is.
+// TestWaitingForRoomEndsWithTheGrant: a unit that was granted is pending even before the leader reports it; a
+// unit that is restarted always is.
 func TestWaitingForRoomEndsWithTheGrant(t *testing.T) {
 	g := emptyRig(t)
 	g.in.TakeWaiting(withoutRoom(1, 0), time.Minute)
@@ -85,8 +86,8 @@ func TestWaitingForRoomEndsWithTheGrant(t *testing.T) {
 	eventually(t, func() bool { return g.onTheWay() == 1 }, "the leader says so no more")
 }
 
-// A unit whose record is ready counts for nothing when the leader has no room to start it again: its process
-// is no more.
+// TestReadyRecordOfAUnitWithoutRoomIsNotWaitedFor: a unit that is ready in the state does not count when the
+// leader has no room to start it again, because its process is gone.
 func TestReadyRecordOfAUnitWithoutRoomIsNotWaitedFor(t *testing.T) {
 	g := emptyRig(t)
 	g.phase("demo/0/0", state.Ready, 3)
@@ -95,7 +96,7 @@ func TestReadyRecordOfAUnitWithoutRoomIsNotWaitedFor(t *testing.T) {
 	eventually(t, func() bool { return g.onTheWay() == 0 }, "it is not coming")
 }
 
-// What the leader said lasts as long as the lease that it came with.
+// TestWaitingForRoomLapses: the leader's report is valid as long as the lease with which it came.
 func TestWaitingForRoomLapses(t *testing.T) {
 	g := emptyRig(t)
 	g.in.TakeWaiting(withoutRoom(1, 0), 50*time.Millisecond)

@@ -13,8 +13,8 @@ import (
 	"github.com/dpserve/dpserve/telemetry"
 )
 
-// TestRefusedRequestsAreCountedAndLogged: a request that reaches no application has its metric and its one
-// log line, and what the client sent is no label.
+// TestRefusedRequestsAreCountedAndLogged: a request that reaches no application has its metric and one log
+// line, and the client's input is no metric label.
 func TestRefusedRequestsAreCountedAndLogged(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{sends(textChunk)}})
 	metrics, ok := g.in.metrics.(*telemetry.Metrics)

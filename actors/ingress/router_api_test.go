@@ -25,7 +25,8 @@ func policy(name string) func(*app.Application) {
 	return func(a *app.Application) { a.Routing.Policy = name }
 }
 
-// TestBestWorkerWithoutIDChangesNothing: a question, however often.
+// TestBestWorkerWithoutIDChangesNothing: BestWorker without a request id is a question, however often it is
+// asked.
 func TestBestWorkerWithoutIDChangesNothing(t *testing.T) {
 	b := newDecisionRig(t, "kv", nil)
 	var k routeQuery
@@ -53,7 +54,8 @@ func TestBestWorkerWithoutIDChangesNothing(t *testing.T) {
 	assert.Zero(t, loads[2].PrefillTokens)
 }
 
-// TestReservation: admitted like a request, seen by the next decision, told of its first token, freed once.
+// TestReservation: a reservation is admitted like a request, the next decision counts it, its first token is
+// reported, and it is freed once.
 func TestReservation(t *testing.T) {
 	b := newDecisionRig(t, "kv", nil)
 	const tokens = 80_000 // some seconds of prefill
@@ -95,7 +97,7 @@ func TestReservation(t *testing.T) {
 	assert.Zero(t, v.Ranks[3].Load)
 }
 
-// TestReservationExpires by itself, and gives its place back.
+// TestReservationExpires: a reservation ends by itself and gives its place back.
 func TestReservationExpires(t *testing.T) {
 	g := newRig(t, options{
 		urls:   []string{"http://127.0.0.1:1"},
@@ -111,7 +113,8 @@ func TestReservationExpires(t *testing.T) {
 	require.NoError(t, g.in.Free("demo", "r1"))
 }
 
-// TestReservationRefused: no room, a wrong worker, a rank that says no: typed, and nothing is left behind.
+// TestReservationRefused: no room, a wrong worker, and a rank that refuses give typed errors, and leave
+// nothing behind.
 func TestReservationRefused(t *testing.T) {
 	g := newRig(t, options{urls: []string{"http://127.0.0.1:1", "http://127.0.0.1:2"}, max: 1})
 	ask := func(id, worker string) (msg.Worker, error) {
@@ -151,7 +154,7 @@ func TestReservationRefused(t *testing.T) {
 	}
 }
 
-// TestReservationsAreBounded: the 4,097th is refused; the end of the appRouter gives all back.
+// TestReservationsAreBounded: the 4,097th is refused; the end of the application releases all.
 func TestReservationsAreBounded(t *testing.T) {
 	g := newRig(t, options{urls: []string{"http://127.0.0.1:1"}, max: 2 * maxReservations})
 	var refused atomic.Int32
@@ -237,7 +240,8 @@ func TestGenerate(t *testing.T) {
 	assert.Len(t, parts[0].RequestID, 16)
 }
 
-// TestGenerateFails: what the inference endpoint would answer comes typed; a broken stream is no success.
+// TestGenerateFails: what the inference endpoint would answer is a typed error; a broken stream is no
+// success.
 func TestGenerateFails(t *testing.T) {
 	run := func(t *testing.T, engine http.HandlerFunc, q *msg.Generate) ([]msg.Generated, error) {
 		t.Helper()
@@ -301,8 +305,8 @@ func TestGenerateEndsWithItsCaller(t *testing.T) {
 		"the engine is left")
 }
 
-// TestKV15ResetUnderStreams: 64 streams run while the Router is reset again and again; none is touched, every
-// rank is asked, and what the policy remembered is gone.
+// TestKV15ResetUnderStreams: 64 streams run while the Router is reset again and again. No stream is affected,
+// every rank is asked for a snapshot, and the policy's state is gone.
 func TestKV15ResetUnderStreams(t *testing.T) {
 	const streams = 64
 	release := make(chan struct{})
@@ -354,7 +358,7 @@ func TestKV15ResetUnderStreams(t *testing.T) {
 	require.Equal(t, problem.NotFound, problem.CodeOf(err))
 }
 
-// TestResetDropsColumns: hidden at once, and shown again with the ranks' answers.
+// TestResetDropsColumns: columns are hidden at once, and shown again with the ranks' answers.
 func TestResetDropsColumns(t *testing.T) {
 	b := newDecisionRig(t, "kv", nil)
 	var k routeQuery

@@ -22,8 +22,8 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// decisionRig is a rig whose ranks never answer: their streams are written by hand, and decisions are made
-// without serving.
+// decisionRig is a rig whose ranks never answer: tests write their streams, and make decisions without
+// serving.
 type decisionRig struct {
 	*rig
 	router *appRouter
@@ -75,14 +75,14 @@ func (b *decisionRig) holds(i int, hashes []uint64) {
 	b.tell(i, msg.Record{Kind: msg.RecKVEnd, KV: msg.KV{Tier: kvindex.GPU, Len: len(hashes), Sum: sum}})
 }
 
-// settle waits until the index's writer has nothing left to do.
+// settle waits until the index's writer has no work.
 func (b *decisionRig) settle() {
 	if c := b.router.inputs().cache; c != nil {
 		require.True(b.t, c.inspect(b.t.Context(), func([]*column) {}))
 	}
 }
 
-// happen is one random thing.
+// happen is one random event.
 func (b *decisionRig) happen(r *rand.Rand) {
 	i := r.IntN(labRanks)
 	id := b.replicas[i].id
@@ -114,7 +114,7 @@ func (b *decisionRig) happen(r *rand.Rand) {
 	b.tell(i, rec)
 }
 
-// body is a random request: a text, or ids, with a few beginnings that recur.
+// randomBody is a random request: a text or ids, with a few beginnings that recur.
 func randomBody(r *rand.Rand) []byte {
 	ids := make([]uint32, 16*(1+r.IntN(6))+r.IntN(16))
 	for i := range ids {
@@ -155,8 +155,8 @@ func (b *decisionRig) live(body []byte, h http.Header) *request {
 	return req
 }
 
-// TestRT13LivePickEqualsExplain: ten thousand random states over every policy; what explain says is what the
-// live path does next, bit for bit.
+// TestRT13LivePickEqualsExplain: in ten thousand random states over every policy, the live path decides what
+// explain has said, bit for bit.
 func TestRT13LivePickEqualsExplain(t *testing.T) {
 	const states = 10_000
 	policies := routing.Names()
@@ -198,7 +198,7 @@ func TestRT13LivePickEqualsExplain(t *testing.T) {
 	}
 }
 
-// seed gives two ranks something to hit.
+// seed gives two ranks some blocks.
 func (b *decisionRig) seed(r *rand.Rand) {
 	if b.router.inputs().cache == nil {
 		return
@@ -214,7 +214,7 @@ func (b *decisionRig) seed(r *rand.Rand) {
 	}
 }
 
-// same compares an explanation with the decision made right behind it.
+// same compares an explanation with the decision made right after it.
 func (b *decisionRig) same(x *msg.Explanation, req *request) {
 	t, d := b.t, &req.choice
 	require.Equal(t, kindName(d.Kind), x.Decision)
@@ -250,7 +250,7 @@ func (b *decisionRig) same(x *msg.Explanation, req *request) {
 	}
 }
 
-// TestABodyTellsItsRouteByExactNames: a field of almost the same name is none that engines read.
+// TestABodyTellsItsRouteByExactNames: engines do not read a field with almost the same name.
 func TestABodyTellsItsRouteByExactNames(t *testing.T) {
 	for body, want := range map[string]openai.Route{
 		`{"messages":[]}`: openai.Chat, `{"prompt":"x"}`: openai.Completions,
@@ -296,7 +296,7 @@ func TestExplainRows(t *testing.T) {
 	assert.Equal(t, "0/0", x.Pick)
 }
 
-// TestExplainSeesWhatRanksHold: hits by rank, in tokens and blocks, and the note on what is estimated.
+// TestExplainSeesWhatRanksHold: explain shows hits by rank, in tokens and blocks, and a note on estimates.
 func TestExplainSeesWhatRanksHold(t *testing.T) {
 	b := newDecisionRig(t, "scoring", func(a *app.Application) {
 		a.Routing.Params = map[string]any{"profile": "locality"}
@@ -344,7 +344,7 @@ func (b *decisionRig) dump() []msg.KVRun {
 	return out
 }
 
-// TestExplainRefusesBadInput: typed, and never a panic.
+// TestExplainRefusesBadInput: errors are typed, and there is never a panic.
 func TestExplainRefusesBadInput(t *testing.T) {
 	b := newDecisionRig(t, "power-of-two", nil)
 	text, weight, bad := "x", 2.0, -1.0
@@ -416,7 +416,7 @@ func TestExplainRefusesBadInput(t *testing.T) {
 	assert.Contains(t, x.Notes[0], "the pick is drawn")
 }
 
-// TestReplay: what a request was decided on, which attempt it was, and what it would get now.
+// TestReplay: a replay shows the inputs of the decision, the attempt, and the decision of now.
 func TestReplay(t *testing.T) {
 	g := newRig(t, options{
 		engines: []http.HandlerFunc{replies(500, `{"error": {"message": "no"}}`), replies(200, wholeAnswer)},
@@ -448,8 +448,8 @@ func TestReplay(t *testing.T) {
 	}
 }
 
-// TestRecentIsBounded: the ring keeps the newest, its prompts are cut, and it allocates nothing once it is
-// full.
+// TestRecentIsBounded: the log keeps the newest decisions, cuts their prompts, and allocates nothing once it
+// is full.
 func TestRecentIsBounded(t *testing.T) {
 	var r decisionLog
 	p := prompt{
