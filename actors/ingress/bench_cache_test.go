@@ -20,10 +20,11 @@ import (
 	"github.com/dpserve/dpserve/telemetry"
 )
 
-// decider does what a request does between its scanned body and its rank: identify, look up, pick, and give the bump back. 8
-// ranks hold the first half of every prompt, each also the second half of every eighth.
+// decider does what a request does between its scanned body and its rank: identify the prompt, look it up,
+// pick, and undo the pick. 8 ranks hold the first half of every prompt, and each also holds the second half
+// of every eighth prompt.
 type decider struct {
-	lane   *lane
+	router *appRouter
 	route  openai.Route
 	bodies [][]byte
 	scans  []openai.Body
@@ -44,7 +45,8 @@ func deciderBodies(route openai.Route, n int) (out [][]byte) {
 			continue
 		}
 		half := textSpan(128) / 2
-		out = append(out, []byte(chat(strings.Repeat("shared word ", half/12)+strings.Repeat(fmt.Sprintf("own words%03d", n), half/12))))
+		out = append(out, []byte(chat(strings.Repeat("shared word ", half/12)+strings.Repeat(
+			fmt.Sprintf("own words%03d", n), half/12))))
 	}
 	return out
 }
@@ -52,11 +54,14 @@ func deciderBodies(route openai.Route, n int) (out [][]byte) {
 func newDecider(tb testing.TB, policy string, route openai.Route, prompts int) *decider {
 	tb.Helper()
 	g := newKVRig(tb, 8, 1, app.Routing{Policy: policy, Preset: "documented", Identity: app.IdentityText})
-	b := &decider{lane: g.lane, route: route, bodies: deciderBodies(route, prompts), header: http.Header{headerSessionID: {"a session"}}}
+	b := &decider{
+		router: g.router, route: route, bodies: deciderBodies(route, prompts),
+		header: http.Header{headerSessionID: {"a session"}},
+	}
 	b.scans = make([]openai.Body, len(b.bodies))
 	for i, body := range b.bodies {
 		require.NoError(tb, b.scans[i].Scan(route, body))
-		require.Nil(tb, b.p.fromBody(context.Background(), b.lane, route, &b.scans[i], body, b.header))
+		require.Nil(tb, b.p.fromBody(context.Background(), b.router, route, &b.scans[i], body, b.header))
 		for k, r := range g.feed.replicas {
 			blocks := b.p.blocks
 			if k != i%8 {
@@ -65,7 +70,7 @@ func newDecider(tb testing.TB, policy string, route openai.Route, prompts int) *
 			r.column(tb, kvindex.GPU).Apply(kvindex.Delta{Change: kvindex.Stored, Hashes: blocks})
 		}
 	}
-	if c := b.lane.reads().cache; c != nil {
+	if c := b.router.inputs().cache; c != nil {
 		require.True(tb, c.inspect(context.Background(), func([]*column) {}))
 	}
 	for range 3 * len(b.bodies) {
@@ -77,12 +82,12 @@ func newDecider(tb testing.TB, policy string, route openai.Route, prompts int) *
 func (b *decider) step() {
 	i := b.n % len(b.bodies)
 	b.n++
-	if b.p.fromBody(context.Background(), b.lane, b.route, &b.scans[i], b.bodies[i], b.header) != nil {
+	if b.p.fromBody(context.Background(), b.router, b.route, &b.scans[i], b.bodies[i], b.header) != nil {
 		panic("refused")
 	}
 	b.q.ID++
-	b.lane.describe(&b.q, &b.p)
-	router := b.lane.router.Load()
+	b.router.describeRequest(&b.q, &b.p)
+	router := b.router.router.Load()
 	router.Pick(&b.q, &b.d)
 	if b.d.Kind == routing.Route {
 		b.e = routing.Event{Kind: routing.EvUndo, Rank: b.d.Ranked[0], ReqID: b.q.ID}
@@ -103,7 +108,8 @@ func TestDecisionAllocatesNothing(t *testing.T) {
 	}
 }
 
-// BenchmarkDecision is identify + look-up + pick at 8 ranks and prompts of 128 blocks: 16 KiB of text, or 2,048 token ids.
+// BenchmarkDecision is identify + look-up + pick at 8 ranks and prompts of 128 blocks: 16 KiB of text, or
+// 2,048 token ids.
 func BenchmarkDecision(b *testing.B) {
 	for _, policy := range routing.Names() {
 		for _, route := range []openai.Route{openai.Chat, openai.Completions} {
@@ -139,13 +145,19 @@ func BenchmarkTextBlocks(b *testing.B) {
 func routedIngress(b *testing.B, engine, policy string) string {
 	b.Helper()
 	s, f := newStore(), &feed{}
-	r := &replica{feed: f, app: "demo", unit: "demo/0/0", url: engine, max: 1024, owned: true, epoch: 1, incarnation: 7, accepting: true}
+	r := &replica{
+		feed: f, app: "demo", unit: "demo/0/0", url: engine, max: 1024, owned: true, epoch: 1,
+		incarnation: 7, accepting: true,
+	}
 	r.stopped, r.open = make(chan struct{}), map[uint64]msg.Admit{}
 	f.replicas = []*replica{r}
 	a := demoApp()
 	a.Routing = app.Routing{Policy: policy, Preset: "documented", Identity: app.IdentityText}
 	deploy(b, s, a, 1)
-	in, err := New(Config{Node: "n1", Store: s, Feed: f, Metrics: telemetry.New(), Log: slog.New(slog.DiscardHandler), Seed: 1})
+	in, err := New(Config{
+		Node: "n1", Store: s, Feed: f, Metrics: telemetry.New(),
+		Log: slog.New(slog.DiscardHandler), Seed: 1,
+	})
 	require.NoError(b, err)
 	remembers(b, r)
 	addr, err := in.Listen(context.Background(), "127.0.0.1:0")
@@ -159,8 +171,9 @@ func routedIngress(b *testing.B, engine, policy string) string {
 	return "http://" + addr.String()
 }
 
-// BenchmarkCacheAwareCost compares the CPU of requests under a policy that reads caches with round-robin, in one run, slices
-// interleaved: index, records and look-ups included, direct cost taken off. "fresh" prompts are new from their first byte on.
+// BenchmarkCacheAwareCost compares the CPU of requests under a policy that reads caches with round-robin, in
+// one run, slices interleaved: index, records and look-ups included, direct cost taken off. "fresh" prompts
+// are new from their first byte on.
 func BenchmarkCacheAwareCost(b *testing.B) {
 	large := strings.Repeat("a prompt. ", 40<<10)
 	for name, body := range map[string]func(n int) string{
@@ -174,7 +187,10 @@ func BenchmarkCacheAwareCost(b *testing.B) {
 
 func compareRouting(b *testing.B, body func(n int) string) {
 	engine := benchEngine(b, 0, 0)
-	targets := []string{engine, routedIngress(b, engine, "round-robin"), routedIngress(b, engine, "scoring"), routedIngress(b, engine, "kv")}
+	targets := []string{
+		engine, routedIngress(b, engine, "round-robin"), routedIngress(b, engine, "scoring"),
+		routedIngress(b, engine, "kv"),
+	}
 	const per = 48 // requests of one body in a slice
 	total := make([]time.Duration, len(targets))
 	rounds := 0

@@ -12,16 +12,19 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// BenchmarkRemote compares a rank of another node with one of this node, in turn and in one run: time to the first byte of a stream
-// for one client at a time, and CPU of the whole process per request and per chunk. Both nodes are this process, the wire is
-// loopback without TLS.
+// BenchmarkRemote compares a rank of another node with one of this node, in turn and in one run: time to the
+// first byte of a stream for one client at a time, and CPU of the whole process per request and per chunk.
+// Both nodes are this process, the wire is loopback without TLS.
 func BenchmarkRemote(b *testing.B) {
 	const chunks = 100
 	engine := benchEngine(b, chunks, 2*time.Millisecond)
 	whole, quick := benchEngine(b, 0, 0), benchEngine(b, 1, time.Microsecond)
 	ways := map[string][3]string{}
 	for way, node := range map[string]string{"near": "n1", "far": "n2"} {
-		ways[way] = [3]string{benchIngressAt(b, engine, node), benchIngressAt(b, whole, node), benchIngressAt(b, quick, node)}
+		ways[way] = [3]string{
+			benchIngressAt(b, engine, node), benchIngressAt(b, whole, node),
+			benchIngressAt(b, quick, node),
+		}
 	}
 	first := map[string][]time.Duration{}
 	perChunk, perRequest := map[string]time.Duration{}, map[string]time.Duration{}
@@ -53,12 +56,13 @@ func BenchmarkRemote(b *testing.B) {
 	b.ReportMetric(0, "ns/op") // says nothing here
 }
 
-// firstByte is the time to the first byte of a stream's body, which is then given up.
+// firstByte is the time to the first byte of a stream's body; the request is then cancelled.
 func firstByte(b *testing.B, client *http.Client, target string) time.Duration {
 	b.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, target+"/v1/chat/completions", strings.NewReader(streamBody))
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, target+"/v1/chat/completions",
+		strings.NewReader(streamBody))
 	require.NoError(b, err)
 	began := time.Now()
 	resp, err := client.Do(req)

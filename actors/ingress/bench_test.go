@@ -39,7 +39,7 @@ func (c *chunks) Read(p []byte) (int, error) {
 
 func (c *chunks) Close() error { return nil }
 
-// sinkWriter is a client that takes everything.
+// sinkWriter is a client that reads everything.
 type sinkWriter struct {
 	header http.Header
 	n      int
@@ -50,37 +50,38 @@ func (w *sinkWriter) Write(b []byte) (int, error) { w.n += len(b); return len(b)
 func (w *sinkWriter) WriteHeader(int)             {}
 func (w *sinkWriter) FlushError() error           { return nil }
 
-// swallow is a mailbox that swallows.
-type swallow struct{}
+// discardWriter is a mailbox that drops every message.
+type discardWriter struct{}
 
-func (swallow) TrySend(any) error        { return nil }
-func (swallow) Send(any)                 {}
-func (swallow) Stopped() <-chan struct{} { return nil }
+func (discardWriter) TrySend(any) error        { return nil }
+func (discardWriter) Send(any)                 {}
+func (discardWriter) Stopped() <-chan struct{} { return nil }
 
 // relayRig is the relay loop alone: no sockets, no net/http.
 func relayRig(tb testing.TB) (relay func(n int)) {
 	tb.Helper()
 	in := bareIngress()
-	l := newLane(in, "demo")
-	l.meter.Store(telemetry.New().App("demo", "random"))
-	c := newCall(in)
-	spec := &served{app: demoApp(), firstToken: time.Hour, between: time.Hour, attempts: 3}
-	req, err := http.NewRequestWithContext(context.Background(), http.MethodPost, "/", nil)
+	ar := newAppRouter(in, "demo")
+	ar.metrics.Store(telemetry.New().App("demo", "random"))
+	req := newRequest(in)
+	spec := &appRevision{app: demoApp(), firstToken: time.Hour, between: time.Hour, attempts: 3}
+	hr, err := http.NewRequestWithContext(context.Background(), http.MethodPost, "/", nil)
 	require.NoError(tb, err)
 	w := &sinkWriter{header: http.Header{}}
-	c.w, c.r, c.rc, c.flush, c.route = w, req, http.NewResponseController(w), w.FlushError, openai.Chat
-	c.entry, c.scan.Choices = &entry{served: spec, lane: l}, 1
+	req.w, req.r, req.rc, req.flush, req.route = w, hr, http.NewResponseController(w), w.FlushError,
+		openai.Chat
+	req.app, req.scan.Choices = &appRoute{appRevision: spec, router: ar}, 1
 	body := &chunks{}
 	resp := &http.Response{StatusCode: 200, Header: http.Header{}, Body: body}
-	rk := &rank{mailbox: swallow{}}
+	rk := &rank{mailbox: discardWriter{}}
 	ctx, cancel := context.WithCancelCause(context.Background())
 	tb.Cleanup(func() { cancel(nil) })
 	return func(n int) {
-		c.attempt = attempt{rank: rk, start: time.Now(), cancel: cancel}
-		c.guard.begin(cancel)
-		c.status, c.cut, body.left = 0, false, n
-		res := c.relayStream(ctx, resp)
-		c.guard.end()
+		req.attempt = attempt{rank: rk, start: time.Now(), cancel: cancel}
+		req.timer.attach(cancel)
+		req.status, req.cutConn, body.left = 0, false, n
+		res := req.relayStream(ctx, resp)
+		req.timer.detach()
 		if res.cause != causeUpstreamLost { // the chunks never finish
 			tb.Fatal(res.cause, res.err)
 		}
@@ -88,8 +89,11 @@ func relayRig(tb testing.TB) (relay func(n int)) {
 }
 
 func bareIngress() *Ingress {
-	in := &Ingress{node: "n1", timers: Timers{}.withDefaults(), limits: Limits{}.withDefaults(), log: slog.New(slog.DiscardHandler), base: time.Now()}
-	in.calls.New = func() any { return newCall(in) }
+	in := &Ingress{
+		node: "n1", timers: Timers{}.withDefaults(), limits: Limits{}.withDefaults(),
+		log: slog.New(slog.DiscardHandler), clockBase: time.Now(),
+	}
+	in.requestPool.New = func() any { return newRequest(in) }
 	return in
 }
 
@@ -102,9 +106,9 @@ func TestRelayAllocatesNothingPerChunk(t *testing.T) {
 	assert.InDelta(t, short, long, 4, "only a Progress message now and then may differ")
 }
 
-// counter is a mailbox that counts what it is told.
+// counter is a mailbox that counts messages.
 type counter struct {
-	swallow
+	discardWriter
 	firsts, progress int
 }
 
@@ -117,21 +121,22 @@ func (m *counter) Send(v any) {
 	}
 }
 
-// TestReports: a rank hears of the first token once and of progress now and then; of a stream whose end has come, nothing but Done.
+// TestReports: a rank gets FirstToken once and Progress at intervals; of a stream that has ended it gets only
+// Done.
 func TestReports(t *testing.T) {
-	c := newCall(bareIngress())
+	req := newRequest(bareIngress())
 	box := &counter{}
 	now := time.Now()
-	c.attempt = attempt{rank: &rank{mailbox: box}}
-	c.report(now)
+	req.attempt = attempt{rank: &rank{mailbox: box}}
+	req.reportProgress(now)
 	assert.Equal(t, counter{}, *box, "no token yet")
-	c.tokensSeen(1, now)
-	c.report(now)
-	c.tokensSeen(1, now)
-	c.report(now.Add(progressEvery - 1))
+	req.countOutput(1, now)
+	req.reportProgress(now)
+	req.countOutput(1, now)
+	req.reportProgress(now.Add(progressEvery - 1))
 	assert.Equal(t, counter{firsts: 1}, *box)
-	c.report(now.Add(progressEvery))
-	c.report(now.Add(progressEvery + 1))
+	req.reportProgress(now.Add(progressEvery))
+	req.reportProgress(now.Add(progressEvery + 1))
 	assert.Equal(t, counter{firsts: 1, progress: 1}, *box)
 }
 
@@ -152,36 +157,39 @@ func cpu() time.Duration {
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
-// benchEngine answers like an engine on a raw connection, so that the engine's own cost is small: whole answers, or n paced
-// chunks.
+// benchEngine answers like an engine on a raw connection, so that the engine's own cost is small: whole
+// answers, or n paced chunks.
 func benchEngine(b *testing.B, paced int, pace time.Duration) string {
 	b.Helper()
 	l, err := (&net.ListenConfig{}).Listen(context.Background(), "tcp", "127.0.0.1:0")
 	require.NoError(b, err)
-	srv := &http.Server{ReadHeaderTimeout: time.Minute, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		drain(r)
-		if paced == 0 {
-			w.Header().Set("Content-Type", "application/json")
-			_, _ = io.WriteString(w, wholeAnswer)
-			return
-		}
-		w.Header().Set("Content-Type", "text/event-stream")
-		f := w.(http.Flusher)
-		tick := time.NewTicker(pace)
-		defer tick.Stop()
-		for range paced {
-			<-tick.C
-			_, _ = io.WriteString(w, typicalChunk)
-			f.Flush()
-		}
-		sse(w, stopChunk, doneEvent)
-	})}
+	srv := &http.Server{
+		ReadHeaderTimeout: time.Minute,
+		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			drain(r)
+			if paced == 0 {
+				w.Header().Set("Content-Type", "application/json")
+				_, _ = io.WriteString(w, wholeAnswer)
+				return
+			}
+			w.Header().Set("Content-Type", "text/event-stream")
+			f := w.(http.Flusher)
+			tick := time.NewTicker(pace)
+			defer tick.Stop()
+			for range paced {
+				<-tick.C
+				_, _ = io.WriteString(w, typicalChunk)
+				f.Flush()
+			}
+			sse(w, stopChunk, doneEvent)
+		}),
+	}
 	go func() { _ = srv.Serve(l) }()
 	b.Cleanup(func() { _ = srv.Close() })
 	return "http://" + l.Addr().String()
 }
 
-// plainProxy is what an ingress must not be slower than: httputil.ReverseProxy that reads the body whole.
+// plainProxy is httputil.ReverseProxy that reads the body whole, for comparison.
 func plainProxy(b *testing.B, engine string) string {
 	b.Helper()
 	target, err := url.Parse(engine)
@@ -214,13 +222,19 @@ func benchIngress(b *testing.B, engine string) string { return benchIngressAt(b,
 func benchIngressAt(b *testing.B, engine, node string) string {
 	b.Helper()
 	s, f := newStore(), &feed{}
-	r := &replica{feed: f, app: "demo", unit: "demo/0/0", url: engine, max: 1024, owned: true, epoch: 1, incarnation: 7, accepting: true, node: node}
+	r := &replica{
+		feed: f, app: "demo", unit: "demo/0/0", url: engine, max: 1024, owned: true, epoch: 1,
+		incarnation: 7, accepting: true, node: node,
+	}
 	r.stopped, r.open = make(chan struct{}), map[uint64]msg.Admit{}
 	f.replicas = []*replica{r}
 	a := demoApp()
 	a.Routing = app.Routing{Policy: "power-of-two", Preset: "documented"}
 	deploy(b, s, a, 1)
-	c := Config{Node: "n1", Store: s, Feed: f, Metrics: telemetry.New(), Log: slog.New(slog.DiscardHandler), Seed: 1}
+	c := Config{
+		Node: "n1", Store: s, Feed: f, Metrics: telemetry.New(), Log: slog.New(slog.DiscardHandler),
+		Seed: 1,
+	}
 	if node != c.Node {
 		c.Remote = newDataPort(b, f, nil).client
 	}
@@ -237,7 +251,8 @@ func benchIngressAt(b *testing.B, engine, node string) string {
 	return "http://" + addr.String()
 }
 
-// load sends n requests over c connections and gives the CPU of the whole process per request: engine, client and proxy.
+// load sends n requests over c connections and gives the CPU of the whole process per request: engine, client
+// and proxy.
 func load(b *testing.B, target, body string, n, c int) time.Duration {
 	b.Helper()
 	client := &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 1024, DisableCompression: true}}
@@ -266,7 +281,8 @@ func load(b *testing.B, target, body string, n, c int) time.Duration {
 }
 
 func once(client *http.Client, target, body string) error {
-	req, err := http.NewRequestWithContext(context.Background(), http.MethodPost, target+"/v1/chat/completions", strings.NewReader(body))
+	req, err := http.NewRequestWithContext(context.Background(), http.MethodPost,
+		target+"/v1/chat/completions", strings.NewReader(body))
 	if err != nil {
 		return err
 	}
@@ -285,13 +301,14 @@ func once(client *http.Client, target, body string) error {
 	return nil
 }
 
-// BenchmarkSmallRequest compares CPU per small request: direct, through the ingress, through a plain ReverseProxy, in one run.
-// The proxies' own cost is the difference to direct.
+// BenchmarkSmallRequest compares CPU per small request: direct, through the ingress, through a plain
+// ReverseProxy, in one run. The proxies' own cost is the difference to direct.
 func BenchmarkSmallRequest(b *testing.B) { compare(b, chatBody, 0, 0, 8, 1) }
 
 // BenchmarkLargeRequest is the same with a body of 400 KB.
 func BenchmarkLargeRequest(b *testing.B) {
-	compare(b, `{"model":"demo","messages":[{"role":"user","content":"`+strings.Repeat("a prompt. ", 40<<10)+`"}]}`, 0, 0, 4, 1)
+	compare(b, `{"model":"demo","messages":[{"role":"user","content":"`+strings.Repeat(
+		"a prompt. ", 40<<10)+`"}]}`, 0, 0, 4, 1)
 }
 
 // BenchmarkPacedChunk is CPU per chunk: 64 streams, one chunk per 10 ms each.
@@ -333,18 +350,18 @@ func TestReadingABodyAllocatesNothing(t *testing.T) {
 	}
 	in := bareIngress()
 	in.bodies.budget = 1 << 30
-	c := newCall(in)
-	c.rc = http.NewResponseController(&deadlineWriter{})
+	req := newRequest(in)
+	req.rc = http.NewResponseController(&deadlineWriter{})
 	for _, size := range []int{100, 400 << 10} {
 		text := strings.NewReader(strings.Repeat("x", size))
-		c.r = &http.Request{Body: io.NopCloser(text), ContentLength: int64(size)}
-		c.settled = true
+		req.r = &http.Request{Body: io.NopCloser(text), ContentLength: int64(size)}
+		req.bodySettled = true
 		read := func() {
 			_, _ = text.Seek(0, io.SeekStart)
-			if c.readBody() != nil || len(c.body.b) != size {
+			if req.readBody() != nil || len(req.body.b) != size {
 				panic("not read")
 			}
-			c.letGo()
+			req.releaseBody()
 		}
 		read()
 		assert.Less(t, testing.AllocsPerRun(200, read), 1.0, "%d bytes", size)

@@ -6,60 +6,67 @@ import (
 	"io"
 	"net/http"
 	"os"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/dpserve/dpserve/engine/openai"
 )
 
-// readBody reads the whole body before anything else: without that the client's leaving is not noticed, and no second
-// attempt is possible. A body above the limit is refused unread if it announces its length.
-func (c *call) readBody() *failure {
-	in, r := c.in, c.r
-	// One more: a read has to reach the end of the body, or net/http does not watch the connection.
+// readBody reads the whole body before anything else: otherwise net/http does not notice that the client
+// leaves, and no second attempt is possible. It refuses a body that announces a length above the limit
+// without reading it.
+func (req *request) readBody() *failure {
+	in, r := req.in, req.r
+	// One byte more, because net/http watches the connection only after a read has reached the end of the
+	// body.
 	most := in.limits.MaxBody + 1
 	if r.ContentLength >= most {
-		return in.tooLarge()
+		return in.limits.tooLarge()
 	}
 	if r.ContentLength >= 0 {
 		most = r.ContentLength + 1
 	}
-	if err := c.fill(int(most)); err != nil {
-		return c.notRead(err)
+	if err := req.fillBody(int(most)); err != nil {
+		return req.bodyFailure(err)
 	}
-	if r.GetBody != nil { // a request of this process holds its body for as long as it lives
+	if r.GetBody != nil { // an in-process request would hold its body as long as it lives
 		r.Body, r.GetBody = http.NoBody, nil
 	}
 	return nil
 }
 
-// notRead is the answer to a request whose body was not read to its end.
-func (c *call) notRead(err error) *failure {
-	in, r := c.in, c.r
+// bodyFailure is the answer to a request whose body could not be read to its end.
+func (req *request) bodyFailure(err error) *failure {
+	in, r := req.in, req.r
 	switch {
 	case errors.Is(err, errTooLarge):
-		return in.tooLarge()
+		return in.limits.tooLarge()
 	case errors.Is(err, errNoBodyMemory):
 		return noBodyMemory()
 	case errors.Is(err, errTooSlow), errors.Is(err, os.ErrDeadlineExceeded):
-		return fail(openai.CodeSlowRequest, fmt.Sprintf("the body came too slowly: send at least %d bytes per second, and up to %d MiB within %s",
+		return newFailure(openai.CodeSlowRequest, fmt.Sprintf(
+			"the body came too slowly: send at least %d bytes per second, and up to %d MiB within %s",
 			bodyRate, wholeBody>>20, in.timers.wholeBody()))
 	case r.Context().Err() != nil && !errors.Is(err, io.ErrUnexpectedEOF):
-		return &failure{status: statusClientGone, gone: true, cause: causeClientGone.String()}
+		return &failure{status: statusClientGone, clientGone: true, cause: causeClientGone.String()}
 	default:
-		return fail(openai.CodeInvalidRequest, "the body ended before its announced length, or its chunks are malformed")
+		return newFailure(openai.CodeInvalidRequest,
+			"the body ended before its announced length, or its chunks are malformed")
 	}
 }
 
-func (in *Ingress) tooLarge() *failure {
-	text := fmt.Sprintf("the body is larger than %d bytes", in.limits.MaxBody)
-	if in.limits.MaxBody < LargestMaxBody {
+func (l Limits) tooLarge() *failure {
+	text := fmt.Sprintf("the body is larger than %d bytes", l.MaxBody)
+	if l.MaxBody < LargestMaxBody {
 		text += fmt.Sprintf("; the node's --max-body allows up to %d MiB", LargestMaxBody>>20)
 	}
-	return fail(openai.CodeBodyTooLarge, text)
+	return newFailure(openai.CodeBodyTooLarge, text)
 }
 
 func noBodyMemory() *failure {
-	f := fail(openai.CodeOverloaded, "this node holds as many bytes of request bodies as it may; try again later").after(1)
+	f := newFailure(openai.CodeOverloaded,
+		"this node holds as many bytes of request bodies as it may; try again later").withRetryAfter(1)
 	f.cause = "body_memory"
 	return f
 }
@@ -70,79 +77,45 @@ var (
 	errTooSlow      = errors.New("body too slow")
 )
 
-// fill reads to the end of the body into c.body, which grows as bytes arrive: memory that a client only announces is not there yet.
-// most is the largest number of bytes that may come, and one more.
-func (c *call) fill(most int) error {
-	m, window := &c.in.bodies, c.in.timers.BodyStall
-	if c.body = m.take(bodySizes[0]); c.body == nil {
+// fillBody reads the body to its end. The buffer grows as bytes arrive, so a client that only announces a
+// length costs no memory. most is the largest number of bytes that may arrive, plus one.
+func (req *request) fillBody(most int) error {
+	m, window := &req.in.bodies, req.in.timers.BodyStall
+	if req.body = m.take(bodySizes[0]); req.body == nil {
 		return errNoBodyMemory
 	}
 	now := time.Now()
-	pace := bodyPace{window: window, whole: c.in.timers.wholeBody(), began: now, since: now}
+	pace := bodyPace{window: window, whole: req.in.timers.wholeBody(), began: now, since: now}
 	for armed := (time.Time{}); ; {
 		if now.Sub(armed) >= window/deadlineSteps {
-			if err := setReadDeadline(c.rc, pace.deadline(now, len(c.body.b))); err != nil {
+			if err := setReadDeadline(req.rc, pace.deadline(now, len(req.body.b))); err != nil {
 				return err
 			}
 			armed = now
 		}
-		if len(c.body.b) == cap(c.body.b) {
-			larger := m.grow(c.body, most)
+		if len(req.body.b) == cap(req.body.b) {
+			larger := m.grow(req.body, most)
 			if larger == nil {
 				return errNoBodyMemory
 			}
-			c.body = larger
+			req.body = larger
 		}
-		b := c.body.b
-		n, err := c.r.Body.Read(b[len(b):cap(b)])
-		c.body.b = b[:len(b)+n]
+		b := req.body.b
+		n, err := req.r.Body.Read(b[len(b):cap(b)])
+		req.body.b = b[:len(b)+n]
 		now = time.Now()
 		switch {
-		case int64(len(c.body.b)) > c.in.limits.MaxBody:
+		case int64(len(req.body.b)) > req.in.limits.MaxBody:
 			return errTooLarge
 		case errors.Is(err, io.EOF):
-			// The connection's own reader takes over at the end of the body: it must not run into our deadline.
-			return setReadDeadline(c.rc, time.Time{})
+			// net/http's own reader takes over at the end of the body, and must not run into our deadline.
+			return setReadDeadline(req.rc, time.Time{})
 		case err != nil:
 			return err
-		case pace.isTooSlow(now, len(c.body.b)):
+		case pace.isTooSlow(now, len(req.body.b)):
 			return errTooSlow
 		}
 	}
-}
-
-// deadlineSteps is how often in a window the read deadline is moved: it is exact to that part of the window.
-const deadlineSteps = 30
-
-// bodyPace holds an upload to its least rates: bodyRate over each window, and wholeBody bytes over whole since it began. So a body
-// up to wholeBody bytes must be there after whole, and the least rate grows with the memory that a body takes.
-type bodyPace struct {
-	window time.Duration
-	whole  time.Duration
-	began  time.Time // of the body
-	since  time.Time // of the present window
-	had    int       // bytes that had come by then
-}
-
-// isTooSlow says that the n bytes that have come by now are too few.
-func (p *bodyPace) isTooSlow(now time.Time, n int) bool {
-	if passed := now.Sub(p.since); passed >= p.window {
-		if float64(n-p.had) < bodyRate*passed.Seconds() {
-			return true
-		}
-		p.since, p.had = now, n
-	}
-	passed := now.Sub(p.began)
-	return passed >= p.whole && float64(n) < wholeBody*passed.Seconds()/p.whole.Seconds()
-}
-
-// deadline is until when the next byte must come behind the n that have come by now.
-func (p *bodyPace) deadline(now time.Time, n int) time.Time {
-	due, last := now.Add(p.window), p.began.Add(p.whole)
-	if n < wholeBody && last.Before(due) {
-		return last
-	}
-	return due
 }
 
 func setReadDeadline(w *http.ResponseController, at time.Time) error {
@@ -152,15 +125,90 @@ func setReadDeadline(w *http.ResponseController, at time.Time) error {
 	return nil
 }
 
-// abandonBody is for an answer to a request whose body was not read to its end. On HTTP/1 net/http would read on to keep the
-// connection, without a deadline: a stalled client would hold it for ever. So the connection ends, and reading does at once. On
-// HTTP/2 the stream is reset alone, and the requests of others on the connection go on.
+// abandonBody prepares an answer to a request whose body was not read to its end. On HTTP/1, net/http would
+// read the rest to keep the connection, without a deadline, and a stalled client would hold it for ever. So
+// abandonBody closes the connection after the answer and ends reading at once. On HTTP/2 only the stream is
+// reset, and the other requests of the connection go on.
 func abandonBody(w http.ResponseWriter, r *http.Request) {
 	if r.ContentLength == 0 || r.ProtoMajor > 1 {
 		return
 	}
 	w.Header().Set("Connection", "close")
 	if setReadDeadline(http.NewResponseController(w), time.Now()) != nil {
-		return // the connection is gone, which is as good
+		return // the connection is already gone
 	}
+}
+
+// bodyBuffer is memory for a request's body.
+type bodyBuffer struct{ b []byte }
+
+// bodySizes are the sizes in bytes of pooled buffers. Each is four times the size before it, so a buffer is
+// at most four times as large as the body in it, or of the smallest size.
+var bodySizes = [...]int{16 << 10, 64 << 10, 256 << 10, 1 << 20}
+
+// bodyMemory allocates the memory of request bodies within a budget for the whole node. It refuses a body for
+// which the budget has nothing left, so clients cannot exhaust the node's memory. Safe for concurrent use.
+type bodyMemory struct {
+	budget int64
+	taken  atomic.Int64              // bytes of all buffers in use
+	pools  [len(bodySizes)]sync.Pool // *bodyBuffer of each size
+}
+
+// take returns an empty buffer with room for size bytes, or nil if the budget has less left.
+func (m *bodyMemory) take(size int) *bodyBuffer {
+	class := sizeClass(size)
+	if class < len(bodySizes) {
+		size = bodySizes[class]
+	}
+	if n := int64(size); m.taken.Add(n) > m.budget {
+		m.taken.Add(-n)
+		return nil
+	}
+	if class < len(bodySizes) {
+		if b, _ := m.pools[class].Get().(*bodyBuffer); b != nil {
+			return b
+		}
+	}
+	return &bodyBuffer{b: make([]byte, 0, size)}
+}
+
+// grow returns a buffer of at least twice the size with the content of b, which is full, and returns b to the
+// pool. The new buffer is not larger than most bytes, rounded up to a size of bodySizes. Above 64 KiB it has
+// most bytes if that is 1 MiB or less, because further copies cost more than the memory. It returns nil if
+// the budget has less left; b then remains the caller's.
+func (m *bodyMemory) grow(b *bodyBuffer, most int) *bodyBuffer {
+	size := 2 * cap(b.b)
+	if cap(b.b) >= bodySizes[1] && most <= bodySizes[len(bodySizes)-1] {
+		size = most
+	}
+	larger := m.take(min(size, most))
+	if larger == nil {
+		return nil
+	}
+	larger.b = append(larger.b, b.b...)
+	m.give(b, true)
+	return larger
+}
+
+// give returns a buffer to the pool; nil is allowed. The buffer is not used again if it is larger than every
+// size of bodySizes, or if reusable is false because an abandoned engine connection may still read it.
+func (m *bodyMemory) give(b *bodyBuffer, reusable bool) {
+	if b == nil {
+		return
+	}
+	m.taken.Add(-int64(cap(b.b)))
+	if class := sizeClass(cap(b.b)); reusable && class < len(bodySizes) {
+		b.b = b.b[:0]
+		m.pools[class].Put(b)
+	}
+}
+
+// sizeClass is the index in bodySizes of the smallest size that holds n bytes; len(bodySizes) if none does.
+func sizeClass(n int) int {
+	for i, size := range bodySizes {
+		if n <= size {
+			return i
+		}
+	}
+	return len(bodySizes)
 }

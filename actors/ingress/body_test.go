@@ -31,7 +31,8 @@ func liveHeap() int64 {
 	return int64(m.HeapAlloc)
 }
 
-// TestAnnouncedBodiesCostNothing: 100 clients announce 16 MiB, send a byte and wait. Memory is taken as bytes arrive.
+// TestAnnouncedBodiesCostNothing: 100 clients announce 16 MiB, send a byte and wait. Memory is taken as bytes
+// arrive.
 func TestAnnouncedBodiesCostNothing(t *testing.T) {
 	const clients = 100
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
@@ -41,7 +42,8 @@ func TestAnnouncedBodiesCostNothing(t *testing.T) {
 		conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(g.url, "http://"))
 		require.NoError(t, err)
 		defer func() { _ = conn.Close() }()
-		_, err = fmt.Fprintf(conn, "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n{", DefaultMaxBody)
+		_, err = fmt.Fprintf(conn,
+			"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n{", DefaultMaxBody)
 		require.NoError(t, err)
 		conns[i] = conn
 	}
@@ -54,14 +56,16 @@ func TestAnnouncedBodiesCostNothing(t *testing.T) {
 	eventually(t, func() bool { _, _, n := g.in.Totals(); return n == 0 }, "all have left")
 }
 
-// TestBodiesAreGivenBackAtTheFirstByte: a stream keeps nothing of its request, whichever way it took to the engine.
+// TestBodiesAreGivenBackAtTheFirstByte: a stream keeps no memory of its request, whichever way it took to the
+// engine.
 func TestBodiesAreGivenBackAtTheFirstByte(t *testing.T) {
 	const streams = 6
 	for name, size := range map[string]int{"small": 10, "direct": 400 << 10, "transport": 3 << 19} {
 		t.Run(name, func(t *testing.T) {
-			var h hang
+			var h hangingEngine
 			g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)}})
-			body := `{"model":"demo","stream":true,"kv_transfer_params":1,"user":"\u0041` + strings.Repeat("u", size/8) + `","prompt":"` + strings.Repeat("x", size) + `"}`
+			body := `{"model":"demo","stream":true,"kv_transfer_params":1,"user":"\u0041` +
+				strings.Repeat("u", size/8) + `","prompt":"` + strings.Repeat("x", size) + `"}`
 			before := liveHeap()
 			ctx, cancel := context.WithCancel(t.Context())
 			ended := make(chan answer, streams)
@@ -70,7 +74,8 @@ func TestBodiesAreGivenBackAtTheFirstByte(t *testing.T) {
 			}
 			eventually(t, func() bool { return g.replicas[0].firstsSeen() == streams }, "all stream")
 			assert.Zero(t, g.in.bodies.taken.Load())
-			assert.Less(t, liveHeap()-before, int64(2<<20+streams*300<<10), "with the connections of both sides, and their buffers")
+			assert.Less(t, liveHeap()-before, int64(2<<20+streams*300<<10),
+				"with the connections of both sides, and their buffers")
 			cancel()
 			for range streams {
 				<-ended
@@ -79,10 +84,10 @@ func TestBodiesAreGivenBackAtTheFirstByte(t *testing.T) {
 	}
 }
 
-// TestBodiesAreHeldToABudget: bodies that wait for their answer count; above the budget a request is refused with the time to come
-// back, and served once another one has its answer.
+// TestBodiesAreHeldToABudget: bodies that wait for their answer count. Above the budget a request is refused
+// with Retry-After, and served once another request has its answer.
 func TestBodiesAreHeldToABudget(t *testing.T) {
-	var h hang
+	var h hangingEngine
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends()}, limits: Limits{BodyBytes: 1 << 20}})
 	body := `{"model":"demo","prompt":"` + strings.Repeat("x", 100<<10) + `"}`
 	ctx, cancel := context.WithCancel(t.Context())
@@ -105,10 +110,14 @@ func TestBodiesAreHeldToABudget(t *testing.T) {
 	assert.Equal(t, 404, g.post("/v1/completions", strings.Replace(body, "demo", "nobody", 1)).status)
 }
 
-// TestBodyMemoryFollowsWhatHasCome: a buffer is of the smallest size at first, at most four times as large as what is in it up to
-// 64 KiB, at most 1 MiB then, and twice as large behind that; and it holds the body with one byte more.
+// TestBodyMemoryFollowsWhatHasCome: a buffer has the smallest size first, is then at most four times as large
+// as its content up to 64 KiB, then at most 1 MiB, and twice as large after that; it has room for the body
+// and one byte more.
 func TestBodyMemoryFollowsWhatHasCome(t *testing.T) {
-	for _, size := range []int{0, 1, bodySizes[0] - 1, bodySizes[0], bodySizes[1], 400 << 10, bodySizes[3], 5<<20 + 3, DefaultMaxBody} {
+	for _, size := range []int{
+		0, 1, bodySizes[0] - 1, bodySizes[0], bodySizes[1], 400 << 10, bodySizes[3],
+		5<<20 + 3, DefaultMaxBody,
+	} {
 		m := &bodyMemory{budget: 1 << 30}
 		b := m.take(bodySizes[0])
 		for n := 0; n < size; n = len(b.b) {
@@ -133,7 +142,8 @@ func TestBodyMemoryFollowsWhatHasCome(t *testing.T) {
 	}
 }
 
-// TestBodyBudget: the budget follows the largest body and a memory limit, and there is always room for some of the largest.
+// TestBodyBudget: the budget follows the largest body and the memory limit, and always has room for some of
+// the largest bodies.
 func TestBodyBudget(t *testing.T) {
 	for _, c := range []struct{ maxBody, memory, want int64 }{
 		{DefaultMaxBody, 0, 512 << 20},
@@ -148,7 +158,8 @@ func TestBodyBudget(t *testing.T) {
 	assert.EqualValues(t, 5, Limits{BodyBytes: 5, MaxBody: DefaultMaxBody}.bodyBudget(1))
 }
 
-// TestBodyPace: a body may rest for less than a window, must bring the least rate over each, and is whole in four.
+// TestBodyPace: a body may pause for less than a window, must bring the least rate over each window, and must
+// be complete after four.
 func TestBodyPace(t *testing.T) {
 	prompt := func(n int) string { return `{"model":"x","prompt":"` + strings.Repeat("x", n) + `"}` }
 	for name, c := range map[string]struct {
@@ -158,10 +169,19 @@ func TestBodyPace(t *testing.T) {
 		status int
 		took   time.Duration // 0: as long as the pieces take
 	}{
-		"steady, over windows":     {piece: 10 << 10, every: 3 * time.Second, size: 300 << 10, status: 404},
-		"steady, a byte too slow":  {piece: 1 << 10, every: 1100 * time.Millisecond, size: 300 << 10, status: 408, took: 31 * time.Second},
-		"stands still":             {piece: 10 << 10, every: time.Hour, size: 300 << 10, status: 408, took: 30 * time.Second},
-		"too long for its size":    {piece: 10 << 10, every: time.Second, size: 2 << 20, status: 408, took: 120 * time.Second},
+		"steady, over windows": {piece: 10 << 10, every: 3 * time.Second, size: 300 << 10, status: 404},
+		"steady, a byte too slow": {
+			piece: 1 << 10, every: 1100 * time.Millisecond, size: 300 << 10,
+			status: 408, took: 31 * time.Second,
+		},
+		"stands still": {
+			piece: 10 << 10, every: time.Hour, size: 300 << 10, status: 408,
+			took: 30 * time.Second,
+		},
+		"too long for its size": {
+			piece: 10 << 10, every: time.Second, size: 2 << 20, status: 408,
+			took: 120 * time.Second,
+		},
 		"16 MiB in nearly two min": {piece: 1 << 20, every: 7 * time.Second, size: 15 << 20, status: 404},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -176,7 +196,7 @@ func TestBodyPace(t *testing.T) {
 	}
 }
 
-// drip sends a body in pieces over a pipe, and gives the answer's status and when it came.
+// drip sends a body in pieces over a pipe, and returns the answer's status and time.
 func drip(t *testing.T, body string, piece int, every time.Duration) (status int, took time.Duration) {
 	t.Helper()
 	var network memnet.Network
@@ -184,7 +204,8 @@ func drip(t *testing.T, body string, piece int, every time.Duration) (status int
 	defer end()
 	began := time.Now()
 	go func() {
-		_, err := fmt.Fprintf(conn, "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n", len(body))
+		_, err := fmt.Fprintf(conn, "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n",
+			len(body))
 		for len(body) > 0 && err == nil {
 			n := min(piece, len(body))
 			_, err = io.WriteString(conn, body[:n])
@@ -209,7 +230,10 @@ func dialFake(t *testing.T, network *memnet.Network, limits Limits) (in *Ingress
 	t.Helper()
 	l, err := network.Listen("ingress:80")
 	require.NoError(t, err)
-	in, err = New(Config{Node: "n1", Store: newStore(), Feed: &feed{}, Metrics: telemetry.New(), Log: slog.New(slog.DiscardHandler), Limits: limits})
+	in, err = New(Config{
+		Node: "n1", Store: newStore(), Feed: &feed{}, Metrics: telemetry.New(),
+		Log: slog.New(slog.DiscardHandler), Limits: limits,
+	})
 	require.NoError(t, err)
 	require.NoError(t, in.Attach(l))
 	served := make(chan error, 1)
@@ -225,10 +249,14 @@ func dialFake(t *testing.T, network *memnet.Network, limits Limits) (in *Ingress
 
 // TestPromptMemoryShrinks: memory that a long prompt made large is not kept by a short one.
 func TestPromptMemoryShrinks(t *testing.T) {
-	large := prompt{promptMemory: promptMemory{ids: make([]uint32, 10, 100<<10), salted: make([]byte, 90<<10, 100<<10), ask: make([]byte, 2<<20), blocks: make([]uint64, 3, 100)}}
+	large := prompt{promptMemory: promptMemory{
+		ids:    make([]uint32, 10, 100<<10),
+		salted: make([]byte, 90<<10, 100<<10), tokenizeBody: make([]byte, 2<<20),
+		blocks: make([]uint64, 3, 100),
+	}}
 	got := large.giveMemory()
 	assert.Nil(t, got.ids, "much larger than its use")
-	assert.Nil(t, got.ask, "too large")
+	assert.Nil(t, got.tokenizeBody, "too large")
 	assert.Equal(t, []int{100 << 10, 100}, []int{cap(got.salted), cap(got.blocks)})
 	assert.Empty(t, got.salted)
 	assert.Nil(t, large.salted)
@@ -239,11 +267,14 @@ func TestPromptMemoryShrinks(t *testing.T) {
 // TestLargeBodiesPass: a body above the default limit reaches its engine whole, where the limit allows it.
 func TestLargeBodiesPass(t *testing.T) {
 	var got atomic.Int64
-	g := newRig(t, options{limits: Limits{MaxBody: LargestMaxBody}, engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
-		n, _ := io.Copy(io.Discard, r.Body)
-		got.Store(n)
-		_, _ = io.WriteString(w, wholeAnswer)
-	}}})
+	g := newRig(t, options{
+		limits: Limits{MaxBody: LargestMaxBody},
+		engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
+			n, _ := io.Copy(io.Discard, r.Body)
+			got.Store(n)
+			_, _ = io.WriteString(w, wholeAnswer)
+		}},
+	})
 	body := `{"model":"demo","prompt":"` + strings.Repeat("x", DefaultMaxBody) + `"}`
 	assert.Equal(t, 200, g.post("/v1/completions", body).status)
 	assert.EqualValues(t, len(body), got.Load())

@@ -5,12 +5,12 @@ import (
 	"time"
 )
 
-// budgetSlots cut the window; one more covers the slot that is still filling, so that no window of the full length can
-// hold more retries than allowed.
+// budgetSlots divide the window. One additional slot covers the slot that is still filling, so that no window
+// of the full length holds more retries than allowed.
 const budgetSlots = 10 + 1
 
-// budget limits retries to a share of the requests over a sliding window, with a floor, so that retries cannot multiply
-// an outage (CONTRACTS 9). Safe for concurrent use. Time is an argument.
+// budget limits retries to a share of the requests over a sliding window, with a floor, so that retries
+// cannot multiply an outage. Safe for concurrent use. The time is an argument.
 type budget struct {
 	slot time.Duration // length of one slot
 
@@ -31,19 +31,19 @@ func (b *budget) request(at time.Duration) {
 	b.requests[b.advance(at)]++
 }
 
-// draw takes one retry out of the budget; false if it is empty.
+// draw takes one retry from the budget; it returns false if the budget is empty.
 func (b *budget) draw(at time.Duration) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	i := b.advance(at)
-	if sum(&b.retries) >= max(sum(&b.requests)/budgetShare, budgetFloor) {
+	if sumSlots(&b.retries) >= max(sumSlots(&b.requests)/budgetShare, budgetFloor) {
 		return false
 	}
 	b.retries[i]++
 	return true
 }
 
-// advance empties the slots that have left the window and gives the current one. Call with mu held.
+// advance clears the slots that have left the window and returns the current one. The caller holds mu.
 func (b *budget) advance(at time.Duration) int {
 	n := int64(at / b.slot)
 	for i := max(b.now+1, n-budgetSlots+1); i <= n; i++ {
@@ -53,7 +53,7 @@ func (b *budget) advance(at time.Duration) int {
 	return int(b.now % budgetSlots)
 }
 
-func sum(slots *[budgetSlots]int) int {
+func sumSlots(slots *[budgetSlots]int) int {
 	n := 0
 	for _, v := range slots {
 		n += v

@@ -2,6 +2,8 @@ package ingress
 
 import (
 	"context"
+	"errors"
+	"log/slog"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -10,93 +12,97 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// Times of a cache.
+// Intervals of a cache.
 const (
-	cacheTick    = 250 * time.Millisecond // between two looks at the time while somebody asks or tells
-	loadPatience = 2 * time.Second        // without a part of a column's snapshot, until it counts as lost
-	sweepSlots   = 1 << 13                // slots swept at once: about 80 µs
+	advanceInterval = 250 * time.Millisecond // between two updates of the index's clock while it is in use
+	// a column's snapshot counts as lost after this time without a part
+	snapshotTimeout = 2 * time.Second
+	sweepSlots      = 1 << 13 // slots swept at once: about 80 µs
 )
 
-// cache is an ingress's picture of what the ranks of one application hold: an index, and the goroutine that alone writes to it.
-// Records wait in a bounded queue, so that Deliver is short; requests ask the index without a lock. newCache starts the
-// goroutine, close ends it.
+// cache is the ingress's picture of the KV blocks that the ranks of one application hold: an index and the
+// one goroutine that writes it. Records wait in a bounded queue, so that Deliver returns quickly. Requests
+// read the index without a lock. newCache starts the goroutine; close ends it.
 type cache struct {
-	index   *kvindex.Index
-	columns int
-	lane    *lane
-	clock   func() time.Duration
-	queue   kvQueue
-	jobs    chan func(held []*column)
-	quit    chan struct{}
-	once    sync.Once // closes quit
-	done    chan struct{}
+	index      *kvindex.Index
+	maxColumns int
+	router     *appRouter
+	clock      func() time.Duration
+	queue      kvQueue
+	jobs       chan func(open []*column)
+	quit       chan struct{}
+	once       sync.Once // closes quit
+	done       chan struct{}
 
-	ticked atomic.Int64 // clock of the last Advance, in ns
+	advancedAt atomic.Int64 // clock of the last Advance, in ns
 
 	mu     sync.Mutex
 	status msg.IndexStatus
 
-	held map[place]*column // the writer's, as all below
-	deaf map[uint32]bool   // ranks that are asked for a snapshot: nothing else of them is believed
+	// Only the writer uses the fields below.
+	open      map[columnKey]*column
+	resyncing map[uint32]bool // ranks that are asked for a snapshot: everything before it is ignored
 }
 
-// place is what at most one column is for.
-type place struct {
+// columnKey identifies a column: a rank has at most one per tier.
+type columnKey struct {
 	rank uint32
 	tier kvindex.Tier
 }
 
-// column is one column of the index with its state.
+// column is one column of the index with its loading state.
 type column struct {
 	*kvindex.Column
-	loading bool          // its snapshot is not whole yet
-	heard   time.Duration // the last part of it came
-	given   uint64        // what the index had given up for want of memory when it began
+	loading         bool          // its snapshot is not complete yet
+	lastPart        time.Duration // when the last part of the snapshot arrived
+	discardedAtOpen uint64        // value of cache.discarded when the column was opened
 }
 
-func (in *Ingress) newCache(l *lane, columns int) (*cache, error) {
+func newCache(ar *appRouter, columns int) (*cache, error) {
+	in := ar.in
 	index, err := kvindex.New(kvindex.Config{Columns: columns, Bytes: in.limits.IndexBytes})
 	if err != nil {
 		return nil, err
 	}
 	c := &cache{
-		index: index, columns: columns, lane: l, clock: in.clock, jobs: make(chan func([]*column)),
-		quit: make(chan struct{}), done: make(chan struct{}), held: map[place]*column{}, deaf: map[uint32]bool{},
+		index: index, maxColumns: columns, router: ar, clock: in.clock, jobs: make(chan func([]*column)),
+		quit: make(chan struct{}), done: make(chan struct{}), open: map[columnKey]*column{},
+		resyncing: map[uint32]bool{},
 	}
 	c.queue.wake = make(chan struct{}, 1)
-	c.report()
-	in.running.Go(c.run)
+	c.publishStatus()
+	in.background.Go(c.run)
 	return c, nil
 }
 
-// close ends the writer and waits for it. Look-ups go on to find what was there last.
+// close ends the writer and waits for it. Later look-ups see the last state.
 func (c *cache) close() {
 	c.once.Do(func() { close(c.quit) })
 	<-c.done
 }
 
-// touch keeps the index's clock going while requests ask. Safe for concurrent use.
+// touch keeps the index's clock running while requests look up prompts. Safe for concurrent use.
 func (c *cache) touch(now time.Duration) {
-	if now-time.Duration(c.ticked.Load()) > cacheTick {
+	if now-time.Duration(c.advancedAt.Load()) > advanceInterval {
 		c.queue.poke()
 	}
 }
 
-// run is the writer: it applies what waits, then tidies up piece by piece as long as nothing waits.
+// run is the writer: it applies queued batches, and does its periodic work while the queue is empty.
 func (c *cache) run() {
 	defer close(c.done)
-	for !c.ended() {
-		for b := c.queue.take(); b != nil && !c.ended(); b = c.queue.take() {
-			c.write(b)
+	for !c.isClosed() {
+		for b := c.queue.take(); b != nil && !c.isClosed(); b = c.queue.take() {
+			c.applyBatch(b)
 			c.queue.release(b)
 		}
 		if more := c.tidy(); !more {
-			c.wait()
+			c.waitForWork()
 		}
 	}
 }
 
-func (c *cache) ended() bool {
+func (c *cache) isClosed() bool {
 	select {
 	case <-c.quit:
 		return true
@@ -105,11 +111,11 @@ func (c *cache) ended() bool {
 	}
 }
 
-// wait sleeps until there is something to do, or the end.
-func (c *cache) wait() {
+// waitForWork sleeps until there is work, or the cache is closed.
+func (c *cache) waitForWork() {
 	var due <-chan time.Time
-	if c.pending() {
-		t := time.NewTimer(cacheTick)
+	if c.hasTimedWork() {
+		t := time.NewTimer(advanceInterval)
 		defer t.Stop()
 		due = t.C
 	}
@@ -118,13 +124,13 @@ func (c *cache) wait() {
 	case <-c.queue.wake:
 	case <-due:
 	case f := <-c.jobs:
-		f(c.list())
+		f(c.openColumns())
 	}
 }
 
-// pending says that time alone brings something to do.
-func (c *cache) pending() bool {
-	for _, col := range c.held {
+// hasTimedWork reports whether there is work that only needs time to pass.
+func (c *cache) hasTimedWork() bool {
+	for _, col := range c.open {
 		if col.loading {
 			return true
 		}
@@ -132,43 +138,47 @@ func (c *cache) pending() bool {
 	return c.queue.hasLost()
 }
 
-// tidy is what the writer does besides applying; more: it should come again at once.
+// tidy is the writer's work besides applying batches; more asks for another call at once.
 func (c *cache) tidy() (more bool) {
 	now := c.clock()
-	if now-time.Duration(c.ticked.Load()) > cacheTick {
+	if now-time.Duration(c.advancedAt.Load()) > advanceInterval {
 		c.index.Advance(now)
-		c.ticked.Store(int64(now))
+		c.advancedAt.Store(int64(now))
 	}
-	for _, col := range c.held {
-		if col.loading && now-col.heard > loadPatience {
-			c.miss(col.Owner())
+	for _, col := range c.open {
+		if col.loading && now-col.lastPart > snapshotTimeout {
+			c.resyncRank(col.Owner())
 		}
 	}
 	if owner, ok := c.queue.nextLost(); ok {
-		c.lane.missed(owner)
+		c.router.resyncOwner(owner)
 	}
-	c.report()
+	c.publishStatus()
 	return c.index.Sweep(sweepSlots)
 }
 
-// report makes the writer's numbers readable.
-func (c *cache) report() {
+// publishStatus copies the index's numbers to where other goroutines can read them.
+func (c *cache) publishStatus() {
 	s := c.index.Stats()
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.status = msg.IndexStatus{Blocks: s.Blocks, Bytes: s.Bytes, Cap: s.Cap, Orphans: s.Orphans, Evicted: s.Evicted + s.Refused}
+	c.status = msg.IndexStatus{
+		Blocks: s.Blocks, Bytes: s.Bytes, Cap: s.Cap, Orphans: s.Orphans,
+		Evicted: s.Evicted + s.Refused,
+	}
 }
 
-// list is every open column.
-func (c *cache) list() []*column {
-	out := make([]*column, 0, len(c.held))
-	for _, col := range c.held {
+// openColumns lists the open columns.
+func (c *cache) openColumns() []*column {
+	out := make([]*column, 0, len(c.open))
+	for _, col := range c.open {
 		out = append(out, col)
 	}
 	return out
 }
 
-// inspect runs f on the writer's goroutine, which alone may look into columns; false if ctx or the cache ended first.
+// inspect runs f on the writer's goroutine, the only one that may read columns. It returns false if ctx or
+// the cache ended first.
 func (c *cache) inspect(ctx context.Context, f func(held []*column)) bool {
 	ran := make(chan struct{})
 	select {
@@ -179,4 +189,117 @@ func (c *cache) inspect(ctx context.Context, f func(held []*column)) bool {
 	case <-ctx.Done():
 	}
 	return false
+}
+
+// applyBatch applies a batch to the index.
+func (c *cache) applyBatch(b *kvBatch) {
+	hashes := b.hashes
+	for i := range b.ops {
+		op := &b.ops[i]
+		var mine []uint64
+		if op.kind == opDelta {
+			mine, hashes = hashes[:op.n], hashes[op.n:]
+		}
+		switch {
+		case op.kind == opDrop:
+			c.closeColumns(op.owner.Rank)
+		case op.kind == opMask:
+			c.maskColumns(op.owner.Rank)
+		case c.resyncing[op.owner.Rank]: // records before the requested snapshot
+		case op.kind == opBegin:
+			c.openColumn(op)
+		case op.kind == opDelta:
+			c.applyDelta(op, mine)
+		case op.kind == opEnd:
+			c.showColumn(op)
+		}
+	}
+}
+
+// closeColumns closes a rank's columns: a snapshot follows, or the rank is gone.
+func (c *cache) closeColumns(rank uint32) {
+	delete(c.resyncing, rank)
+	for tier := range kvindex.Sent + 1 {
+		if col := c.open[columnKey{rank, tier}]; col != nil {
+			col.Close()
+			delete(c.open, columnKey{rank, tier})
+		}
+	}
+}
+
+// maskColumns hides a rank's columns until its next snapshot.
+func (c *cache) maskColumns(rank uint32) {
+	c.resyncing[rank] = true
+	for tier := range kvindex.Sent + 1 {
+		if col := c.open[columnKey{rank, tier}]; col != nil {
+			col.Mask()
+			col.loading = false
+		}
+	}
+}
+
+// openColumn opens a column, which stays hidden until its snapshot is complete.
+func (c *cache) openColumn(op *kvOp) {
+	at := columnKey{op.owner.Rank, op.owner.Tier}
+	delete(c.open, at) // Open closes it
+	col, err := c.index.Open(op.owner, kvindex.Options{Feed: kvindex.FromDeltas, BlockSize: op.size})
+	switch {
+	case errors.Is(err, kvindex.ErrFenced): // the index counts these
+	case err != nil:
+		c.router.in.log.Error("what a rank has cached is not followed", slog.String("app", c.router.name),
+			slog.Uint64("epoch", op.owner.Epoch), slog.Any("err", err))
+	default:
+		c.open[at] = &column{Column: col, loading: true, lastPart: c.clock(), discardedAtOpen: c.discarded()}
+	}
+}
+
+// discarded counts the blocks that the index dropped or refused because its memory limit was reached.
+func (c *cache) discarded() uint64 {
+	s := c.index.Stats()
+	return s.Evicted + s.Refused
+}
+
+// findColumn returns the column of exactly this owner. If the column never began, a record was lost and the
+// rank is asked for a snapshot.
+func (c *cache) findColumn(op *kvOp) *column {
+	col := c.open[columnKey{op.owner.Rank, op.owner.Tier}]
+	if col == nil || col.Owner() != op.owner {
+		c.resyncRank(op.owner)
+		return nil
+	}
+	return col
+}
+
+// applyDelta applies one change to a column.
+func (c *cache) applyDelta(op *kvOp, hashes []uint64) {
+	col := c.findColumn(op)
+	if col == nil {
+		return
+	}
+	if col.loading {
+		col.lastPart = c.clock()
+	}
+	col.Apply(kvindex.Delta{Change: op.change, Parent: op.parent, Hashes: hashes})
+}
+
+// showColumn makes a column visible if it equals the replica's. A column that lost blocks to the index's
+// memory limit is shown too: the blocks that it holds are correct, and another snapshot would not fit either.
+func (c *cache) showColumn(op *kvOp) {
+	col := c.findColumn(op)
+	if col == nil {
+		return
+	}
+	if equal := col.Len() == op.n && col.Sum() == op.sum; !equal && col.discardedAtOpen == c.discarded() {
+		c.resyncRank(op.owner)
+		return
+	}
+	col.loading = false
+	col.Show()
+}
+
+// resyncRank hides a rank's columns, because they differ from the replica's, and asks the rank for a
+// snapshot.
+func (c *cache) resyncRank(owner kvindex.Owner) {
+	c.maskColumns(owner.Rank)
+	c.router.resyncOwner(owner)
 }

@@ -8,15 +8,15 @@ import (
 
 // Sizes of a queue of KV records.
 const (
-	batchHashes = 4096 // what a replica puts into one record at most
+	batchHashes = 4096 // the most that a replica puts into one record
 	batchOps    = 128
 	opBytes     = 96 // of a kvOp
 	batchBytes  = 8*batchHashes + opBytes*batchOps
-	maxKVQueue  = 32 << 20 // bytes waiting for the writer; over it a rank's records are dropped and it is asked again
+	maxKVQueue  = 32 << 20 // bytes; above it a rank's records are dropped, and a snapshot is asked for
 	maxBatches  = maxKVQueue / batchBytes
 )
 
-// opKind is what a kvOp does.
+// opKind is the operation of a kvOp.
 type opKind uint8
 
 const (
@@ -24,10 +24,10 @@ const (
 	opMask                // hide every column of the rank: a record is missing
 	opBegin               // a column begins
 	opDelta               // a column changes
-	opEnd                 // a column's snapshot should be whole
+	opEnd                 // a column's snapshot should be complete
 )
 
-// kvOp is one KV record, copied.
+// kvOp is a copy of one KV record.
 type kvOp struct {
 	kind   opKind
 	change kvindex.Change
@@ -38,51 +38,52 @@ type kvOp struct {
 	sum    uint64 // opEnd
 }
 
-// kvBatch is a run of operations with their hashes.
+// kvBatch is a sequence of operations with their hashes.
 type kvBatch struct {
 	ops    []kvOp
 	hashes []uint64
 }
 
-// kvQueue takes records from the ranks' goroutines to the cache's writer. Bounded; safe for concurrent use.
+// kvQueue carries records from the ranks' goroutines to the cache's writer. It is bounded and safe for
+// concurrent use.
 type kvQueue struct {
 	wake chan struct{} // one slot
 
 	mu    sync.Mutex
 	list  []*kvBatch
-	head  int        // of list: those in front are taken
+	head  int        // index of the first batch in list that is not taken
 	spare []*kvBatch // at most two: what a steady stream needs
-	size  int        // batches waiting or being written
+	size  int        // batches waiting or being applied
 	lost  map[kvindex.Owner]struct{}
 }
 
-// push copies one operation; false if there is no room. What hides or closes columns always has room: it comes once per
-// snapshot or gap.
+// push queues a copy of one operation; it returns false if there is no room. Operations that mask or close
+// columns always have room: there is one per snapshot or gap.
 func (q *kvQueue) push(op kvOp, hashes []uint64) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	op.n = max(op.n, len(hashes))
-	b := q.last()
+	b := q.lastBatch()
 	if b == nil || len(b.ops) == cap(b.ops) || len(b.hashes)+len(hashes) > cap(b.hashes) {
 		if q.size >= maxBatches && op.kind > opMask {
 			return false
 		}
-		b = q.add(len(hashes))
+		b = q.addBatch(len(hashes))
 	}
 	b.ops, b.hashes = append(b.ops, op), append(b.hashes, hashes...)
 	q.poke()
 	return true
 }
 
-func (q *kvQueue) last() *kvBatch {
+func (q *kvQueue) lastBatch() *kvBatch {
 	if q.head == len(q.list) {
 		return nil
 	}
 	return q.list[len(q.list)-1]
 }
 
-// add appends a batch with room for n hashes.
-func (q *kvQueue) add(n int) *kvBatch {
+// addBatch appends a batch with room for n hashes.
+func (q *kvQueue) addBatch(n int) *kvBatch {
 	b := &kvBatch{}
 	if k := len(q.spare); k > 0 {
 		b, q.spare = q.spare[k-1], q.spare[:k-1]
@@ -95,7 +96,7 @@ func (q *kvQueue) add(n int) *kvBatch {
 	return b
 }
 
-// take gives the oldest batch, nil if there is none. It counts as waiting until release.
+// take returns the oldest batch, or nil. The batch counts as waiting until release.
 func (q *kvQueue) take() *kvBatch {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -110,7 +111,7 @@ func (q *kvQueue) take() *kvBatch {
 	return b
 }
 
-// release gives a batch back.
+// release returns a batch for reuse.
 func (q *kvQueue) release(b *kvBatch) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -121,9 +122,9 @@ func (q *kvQueue) release(b *kvBatch) {
 	}
 }
 
-// lose remembers a rank whose records were dropped. It is asked again once nothing waits any more, one rank at a time, or the
-// answers would fill the queue again.
-func (q *kvQueue) lose(owner kvindex.Owner) {
+// addLost stores a rank whose records were dropped. The writer asks such ranks for snapshots one at a time
+// once the queue is empty; otherwise their snapshots would fill the queue again.
+func (q *kvQueue) addLost(owner kvindex.Owner) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if q.lost == nil {
@@ -138,7 +139,7 @@ func (q *kvQueue) hasLost() bool {
 	return len(q.lost) > 0
 }
 
-// nextLost takes one of the ranks that lost records, if nothing waits.
+// nextLost returns one of the ranks that lost records, if the queue is empty.
 func (q *kvQueue) nextLost() (owner kvindex.Owner, ok bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -156,6 +157,6 @@ func (q *kvQueue) nextLost() (owner kvindex.Owner, ok bool) {
 func (q *kvQueue) poke() {
 	select {
 	case q.wake <- struct{}{}:
-	default: // it has not seen the last one yet
+	default: // a wake-up is already pending
 	}
 }

@@ -47,7 +47,7 @@ func (f *kvFeed) Subscribe(s msg.Sink) func() {
 	}
 }
 
-// answer gives the snapshots that were asked for.
+// answer sends the snapshots that were asked for.
 func (f *kvFeed) answer() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -59,7 +59,7 @@ func (f *kvFeed) answer() {
 	f.asks = nil
 }
 
-// kvReplica is a fake DPServer that keeps to the contract of a rank's stream: it has an account and KV columns of its own.
+// kvReplica is a fake DPServer with the contract of a rank's stream: it has its own account and KV columns.
 type kvReplica struct {
 	feed  *kvFeed
 	id    routing.RankID
@@ -100,9 +100,12 @@ func (r *kvReplica) begin(tb testing.TB, epoch, incarnation uint64) {
 	r.open = map[uint64]int{}
 	r.held = nil
 	r.columns = map[kvindex.Tier]*kvindex.Column{}
-	ix, err := kvindex.New(kvindex.Config{Bytes: 64 << 20, OnChange: func(c *kvindex.Column, d kvindex.Delta) {
-		r.emit(&msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: c.Owner().Tier, Delta: d}})
-	}})
+	ix, err := kvindex.New(kvindex.Config{
+		Bytes: 64 << 20,
+		OnChange: func(c *kvindex.Column, d kvindex.Delta) {
+			r.emit(&msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: c.Owner().Tier, Delta: d}})
+		},
+	})
 	require.NoError(tb, err)
 	r.index = ix
 	r.snapshot()
@@ -115,10 +118,12 @@ func (r *kvReplica) emit(rec *msg.Record) {
 }
 
 func (r *kvReplica) stamp(rec *msg.Record) {
-	rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation, rec.Seq = "demo", fmt.Sprintf("demo/0/%d", r.id.Rank()), r.id, r.epoch, r.incarnation, r.seq
+	rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation, rec.Seq = "demo",
+		fmt.Sprintf("demo/0/%d", r.id.Rank()), r.id, r.epoch, r.incarnation, r.seq
 }
 
-// send gives a record to the sink, with the feed's faults. The snapshot that begins an incarnation is never lost.
+// send passes a record to the sink, with the feed's faults. The snapshot that begins an incarnation is never
+// lost.
 func (r *kvReplica) send(rec *msg.Record) {
 	f := r.feed
 	if f.sink == nil {
@@ -148,9 +153,12 @@ func (r *kvReplica) send(rec *msg.Record) {
 	}
 }
 
-// snapshot gives the whole account and every column, all under one number.
+// snapshot sends the whole account and every column, all under one number.
 func (r *kvReplica) snapshot() {
-	s := &msg.Snapshot{Accepting: true, MaxOngoing: 1000, BlockSize: 16, Capacity: 1 << 20, Node: "n1", Mailbox: kvBox{r}, Target: msg.Target{URL: "http://127.0.0.1:1"}}
+	s := &msg.Snapshot{
+		Accepting: true, MaxOngoing: 1000, BlockSize: 16, Capacity: 1 << 20, Node: "n1",
+		Mailbox: kvBox{r}, Target: msg.Target{URL: "http://127.0.0.1:1"},
+	}
 	for id, tokens := range r.open {
 		s.Open = append(s.Open, msg.OpenRequest{ReqID: id, Ingress: "other", Tokens: tokens})
 	}
@@ -161,7 +169,10 @@ func (r *kvReplica) snapshot() {
 			continue
 		}
 		r.part(&msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: tier, BlockSize: c.BlockSize()}})
-		c.Snapshot(64, func(d kvindex.Delta) { r.part(&msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: tier, Delta: d}}) })
+		c.Snapshot(64, func(d kvindex.Delta) {
+			r.part(
+				&msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: tier, Delta: d}})
+		})
 		r.part(&msg.Record{Kind: msg.RecKVEnd, KV: msg.KV{Tier: tier, Len: c.Len(), Sum: c.Sum()}})
 	}
 }
@@ -181,7 +192,10 @@ func (r *kvReplica) column(tb testing.TB, tier kvindex.Tier) *kvindex.Column {
 	if tier == kvindex.Sent {
 		opt = kvindex.Options{Feed: kvindex.FromRecords, BlockSize: 64, TTL: 20 * time.Second, Capacity: 400}
 	}
-	c, err := r.index.Open(kvindex.Owner{Rank: uint32(r.id), Tier: tier, Epoch: r.epoch, Incarnation: r.incarnation}, opt)
+	c, err := r.index.Open(kvindex.Owner{
+		Rank: uint32(r.id), Tier: tier, Epoch: r.epoch,
+		Incarnation: r.incarnation,
+	}, opt)
 	require.NoError(tb, err)
 	r.columns[tier] = c
 	r.emit(&msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: tier, BlockSize: c.BlockSize()}})
@@ -204,7 +218,7 @@ func prompts(n, length int) [][]uint64 {
 	return out
 }
 
-// act does one random thing to the replica.
+// act does one random operation of the replica.
 func (r *kvReplica) act(tb testing.TB, all [][]uint64) {
 	tb.Helper()
 	rnd := r.feed.rand
@@ -236,7 +250,7 @@ func (r *kvReplica) act(tb testing.TB, all [][]uint64) {
 	}
 }
 
-// reveal tells something new of everything, so that whoever has missed something notices.
+// reveal sends a new record of everything, so that a receiver that has missed something notices.
 func (r *kvReplica) reveal(tb testing.TB, hash uint64) {
 	tb.Helper()
 	r.emit(&msg.Record{Kind: msg.RecState, Accepting: true})
@@ -248,9 +262,9 @@ func (r *kvReplica) reveal(tb testing.TB, hash uint64) {
 
 // kvRig is an ingress without sockets in front of kvReplicas.
 type kvRig struct {
-	feed *kvFeed
-	in   *Ingress
-	lane *lane
+	feed   *kvFeed
+	in     *Ingress
+	router *appRouter
 }
 
 func newKVRig(tb testing.TB, ranks int, seed uint64, r app.Routing) *kvRig {
@@ -265,23 +279,26 @@ func newKVRig(tb testing.TB, ranks int, seed uint64, r app.Routing) *kvRig {
 	a := demoApp()
 	a.DataParallel.DPSize, a.NumReplicas, a.Routing = ranks, ranks, r
 	deploy(tb, s, a, 1)
-	in, err := New(Config{Node: "n1", Store: s, Feed: g.feed, Metrics: telemetry.New(), Log: slog.New(slog.DiscardHandler), Seed: 7})
+	in, err := New(Config{
+		Node: "n1", Store: s, Feed: g.feed, Metrics: telemetry.New(),
+		Log: slog.New(slog.DiscardHandler), Seed: 7,
+	})
 	require.NoError(tb, err)
-	g.in, g.lane = in, in.known("demo")
+	g.in, g.router = in, in.findAppRouter("demo")
 	tb.Cleanup(func() {
 		require.NoError(tb, in.Close(tb.Context()))
 	})
 	return g
 }
 
-// columns are what the ingress holds, by rank and tier.
-func (g *kvRig) columns(tb testing.TB) map[place]column {
+// columns is what the ingress holds, by rank and tier.
+func (g *kvRig) columns(tb testing.TB) map[columnKey]column {
 	tb.Helper()
-	out := map[place]column{}
-	c := g.lane.reads().cache
+	out := map[columnKey]column{}
+	c := g.router.inputs().cache
 	require.True(tb, c.inspect(tb.Context(), func(held []*column) {
 		for _, col := range held {
-			out[place{col.Owner().Rank, col.Owner().Tier}] = *col
+			out[columnKey{col.Owner().Rank, col.Owner().Tier}] = *col
 		}
 	}))
 	return out
@@ -291,10 +308,10 @@ func (g *kvRig) columns(tb testing.TB) map[place]column {
 func (g *kvRig) requireEqual(tb testing.TB, all [][]uint64) {
 	tb.Helper()
 	got := g.columns(tb)
-	view := g.lane.router.Load().Snapshot()
+	view := g.router.router.Load().Snapshot()
 	for _, r := range g.feed.replicas {
 		for tier, want := range r.columns {
-			have, ok := got[place{uint32(r.id), tier}]
+			have, ok := got[columnKey{uint32(r.id), tier}]
 			require.True(tb, ok, "rank %s tier %d", r.id, tier)
 			require.True(tb, have.Shown(), "rank %s tier %d is hidden", r.id, tier)
 			require.Equal(tb, want.Owner(), have.Owner())
@@ -306,13 +323,13 @@ func (g *kvRig) requireEqual(tb testing.TB, all [][]uint64) {
 		require.Equal(tb, len(r.open), view.Ranks[i].Load.O(), "load of %s", r.id)
 	}
 	for _, chain := range all {
-		require.Equal(tb, g.expected(chain), found(g.lane.reads().cache.index.Match(chain, nil)))
+		require.Equal(tb, g.expected(chain), found(g.router.inputs().cache.index.Match(chain, nil)))
 	}
 }
 
-// expected asks the replicas' own columns, masked ones shown for the moment.
-func (g *kvRig) expected(chain []uint64) map[place]int32 {
-	out := map[place]int32{}
+// expected is what the replicas' own columns answer; masked ones are shown for the moment.
+func (g *kvRig) expected(chain []uint64) map[columnKey]int32 {
+	out := map[columnKey]int32{}
 	for _, r := range g.feed.replicas {
 		for _, c := range r.columns {
 			c.Show()
@@ -324,11 +341,11 @@ func (g *kvRig) expected(chain []uint64) map[place]int32 {
 	return out
 }
 
-func found(hits []kvindex.Hit) map[place]int32 {
-	out := map[place]int32{}
+func found(hits []kvindex.Hit) map[columnKey]int32 {
+	out := map[columnKey]int32{}
 	for _, h := range hits {
 		if h.Blocks > 0 {
-			out[place{h.Rank, h.Tier}] = h.Blocks
+			out[columnKey{h.Rank, h.Tier}] = h.Blocks
 		}
 	}
 	return out

@@ -17,8 +17,9 @@ import (
 
 var byScore = app.Routing{Policy: "scoring", Preset: "documented", Identity: app.IdentityText}
 
-// TestKV3IndexEqualsReplicasAtRest: whatever the stream loses, doubles and reorders, and whoever restarts or subscribes anew, at
-// rest the ingress holds exactly what the replicas hold, column by column, and counts the same load.
+// TestKV3IndexEqualsReplicasAtRest: whatever the stream loses, doubles and reorders, and whichever side
+// restarts or subscribes again, at rest the ingress holds exactly the replicas' columns and counts the same
+// load.
 func TestKV3IndexEqualsReplicasAtRest(t *testing.T) {
 	all := prompts(40, 60)
 	for seed := range uint64(8) {
@@ -40,7 +41,7 @@ func TestKV3IndexEqualsReplicasAtRest(t *testing.T) {
 	}
 }
 
-// step lets one replica do something, or begins something anew.
+// step lets one replica do something, or restarts something.
 func (g *kvRig) step(t *testing.T, all [][]uint64) {
 	f := g.feed
 	if f.rand.IntN(400) == 0 {
@@ -65,7 +66,7 @@ func (g *kvRig) step(t *testing.T, all [][]uint64) {
 	}
 }
 
-// pass lets time go by for everybody.
+// pass lets time go by.
 func (g *kvRig) pass(d time.Duration) {
 	time.Sleep(d)
 	synctest.Wait()
@@ -80,7 +81,7 @@ func (g *kvRig) pass(d time.Duration) {
 	}
 }
 
-// rest ends the faults, and waits until everybody has heard of what is missing.
+// rest ends the faults and waits until every gap is repaired.
 func (g *kvRig) rest(t *testing.T) {
 	g.feed.mu.Lock()
 	g.feed.faults = 0
@@ -96,21 +97,24 @@ func (g *kvRig) rest(t *testing.T) {
 	}
 }
 
-// A column is not seen before its snapshot is whole, and a rank that restarts is cold at once.
+// TestColumnIsHiddenUntilItsEnd: a column is hidden until its snapshot is complete, and a restarted rank has
+// no hits at once.
 func TestColumnIsHiddenUntilItsEnd(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newKVRig(t, 1, 1, byScore)
 		r, chain := g.feed.replicas[0], prompts(1, 10)[0]
 		hits := func() int {
 			synctest.Wait()
-			return len(found(g.lane.reads().cache.index.Match(chain, nil)))
+			return len(found(g.router.inputs().cache.index.Match(chain, nil)))
 		}
 		sum := uint64(0)
 		for _, h := range chain {
 			sum += h
 		}
 		r.part(&msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: kvindex.GPU, BlockSize: 16}})
-		r.part(&msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: kvindex.GPU, Delta: kvindex.Delta{Change: kvindex.Stored, Hashes: chain}}})
+		r.part(&msg.Record{Kind: msg.RecKV, KV: msg.KV{
+			Tier: kvindex.GPU, Delta: kvindex.Delta{Change: kvindex.Stored, Hashes: chain},
+		}})
 		assert.Zero(t, hits())
 		r.part(&msg.Record{Kind: msg.RecKVEnd, KV: msg.KV{Tier: kvindex.GPU, Len: len(chain), Sum: sum}})
 		assert.Equal(t, 1, hits())
@@ -125,7 +129,7 @@ func TestColumnIsHiddenUntilItsEnd(t *testing.T) {
 	})
 }
 
-// A snapshot whose end is lost is asked for again: nothing waits for ever.
+// TestLostEndOfSnapshotIsAskedFor: the ingress asks again for a snapshot whose end is lost.
 func TestLostEndOfSnapshotIsAskedFor(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newKVRig(t, 1, 1, byScore)
@@ -140,12 +144,13 @@ func TestLostEndOfSnapshotIsAskedFor(t *testing.T) {
 	})
 }
 
-// TestOverflowIsAGap: records that find no room are dropped whole, and mended by a snapshot once there is room.
+// TestOverflowIsAGap: records without room are dropped as a whole, and a snapshot repairs the columns once
+// there is room.
 func TestOverflowIsAGap(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newKVRig(t, 2, 1, byScore)
 		hold, held := make(chan struct{}), make(chan struct{})
-		go g.lane.reads().cache.inspect(t.Context(), func([]*column) { close(held); <-hold })
+		go g.router.inputs().cache.inspect(t.Context(), func([]*column) { close(held); <-hold })
 		<-held
 		long := make([]uint64, batchHashes)
 		for i := range long {
@@ -157,11 +162,14 @@ func TestOverflowIsAGap(t *testing.T) {
 			if c := r.column(t, kvindex.GPU); c.Len() == 0 {
 				c.Apply(kvindex.Delta{Change: kvindex.Stored, Hashes: long})
 			} else { // it takes room and changes nothing
-				r.emit(&msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: kvindex.GPU, Delta: kvindex.Delta{Hashes: long}}})
+				r.emit(&msg.Record{
+					Kind: msg.RecKV,
+					KV:   msg.KV{Tier: kvindex.GPU, Delta: kvindex.Delta{Hashes: long}},
+				})
 			}
 			r.feed.mu.Unlock()
 		}
-		q := &g.lane.reads().cache.queue
+		q := &g.router.inputs().cache.queue
 		q.mu.Lock()
 		assert.LessOrEqual(t, q.size, maxBatches+2)
 		q.mu.Unlock()
@@ -174,7 +182,8 @@ func TestOverflowIsAGap(t *testing.T) {
 	})
 }
 
-// TestKV14FreshIngressEqualsSnapshot: an ingress that starts beside replicas in full work knows all they hold.
+// TestKV14FreshIngressEqualsSnapshot: an ingress that starts while the replicas work learns everything that
+// they hold.
 func TestKV14FreshIngressEqualsSnapshot(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		all := prompts(40, 60)
@@ -183,10 +192,13 @@ func TestKV14FreshIngressEqualsSnapshot(t *testing.T) {
 			g.step(t, all)
 		}
 		g.rest(t)
-		second, err := New(Config{Node: "n2", Store: g.in.store, Feed: g.feed, Metrics: g.in.metrics, Log: g.in.log, Seed: 8})
+		second, err := New(Config{
+			Node: "n2", Store: g.in.store, Feed: g.feed, Metrics: g.in.metrics,
+			Log: g.in.log, Seed: 8,
+		})
 		require.NoError(t, err)
 		first := g.in
-		g.in, g.lane = second, second.known("demo")
+		g.in, g.router = second, second.findAppRouter("demo")
 		for range 200 {
 			g.step(t, all)
 		}
@@ -197,7 +209,8 @@ func TestKV14FreshIngressEqualsSnapshot(t *testing.T) {
 	})
 }
 
-// The index is made for policies that read it, kept while they do, and its goroutine ends with it.
+// TestIndexFollowsThePolicy: the index is made for policies that read it, kept while they do, and its
+// goroutine ends with it.
 func TestIndexFollowsThePolicy(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newKVRig(t, 2, 1, app.Routing{Policy: "round-robin", Preset: "documented"})
@@ -210,9 +223,10 @@ func TestIndexFollowsThePolicy(t *testing.T) {
 			a.Routing.Policy = policy
 			deploy(t, s, a, revision)
 			synctest.Wait()
-			return g.lane.reads().cache
+			return g.router.inputs().cache
 		}
-		g.feed.replicas[0].column(t, kvindex.GPU).Apply(kvindex.Delta{Change: kvindex.Stored, Hashes: []uint64{1, 2, 3}})
+		g.feed.replicas[0].column(t, kvindex.GPU).Apply(
+			kvindex.Delta{Change: kvindex.Stored, Hashes: []uint64{1, 2, 3}})
 		made := change(2, 2, "scoring")
 		require.NotNil(t, made)
 		assert.Equal(t, 3, g.in.Index("demo").Blocks, "by the snapshots of a new subscription")
@@ -225,14 +239,14 @@ func TestIndexFollowsThePolicy(t *testing.T) {
 	})
 }
 
-// Records go on in the router's view while a rank's cache is masked.
+// TestLoadGoesOnOverAGap: the Router's load is updated while a rank's cache is masked.
 func TestLoadGoesOnOverAGap(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newKVRig(t, 1, 1, byScore)
 		r := g.feed.replicas[0]
 		r.seq += 5
 		r.emit(&msg.Record{Kind: msg.RecAdmitted, ReqID: 1, Ingress: "other", Tokens: 10})
-		view := g.lane.router.Load().Snapshot()
+		view := g.router.router.Load().Snapshot()
 		i, ok := view.Find(routing.ID(0, 0))
 		require.True(t, ok)
 		assert.Equal(t, 1, view.Ranks[i].Load.O())

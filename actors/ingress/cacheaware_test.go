@@ -22,17 +22,24 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// remembers makes a fake replica keep the record of what it was sent, as a DPServer does, and tell it in its stream.
+// remembers makes a fake replica record the blocks that it was sent, as a DPServer does, and publish them in
+// its stream.
 func remembers(tb testing.TB, r *replica) {
 	tb.Helper()
-	ix, err := kvindex.New(kvindex.Config{Bytes: 64 << 20, OnChange: func(_ *kvindex.Column, d kvindex.Delta) {
-		r.emit(&msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: kvindex.Sent, Delta: d}})
-	}})
+	ix, err := kvindex.New(kvindex.Config{
+		Bytes: 64 << 20,
+		OnChange: func(_ *kvindex.Column, d kvindex.Delta) {
+			r.emit(&msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: kvindex.Sent, Delta: d}})
+		},
+	})
 	require.NoError(tb, err)
-	c, err := ix.Open(kvindex.Owner{Rank: uint32(r.id), Tier: kvindex.Sent}, kvindex.Options{Feed: kvindex.FromRecords})
+	c, err := ix.Open(kvindex.Owner{Rank: uint32(r.id), Tier: kvindex.Sent},
+		kvindex.Options{Feed: kvindex.FromRecords})
 	require.NoError(tb, err)
 	r.mu.Lock()
-	r.emit(&msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: kvindex.Sent, BlockSize: kvindex.DefaultTextBlock}})
+	r.emit(&msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{
+		Tier: kvindex.Sent, BlockSize: kvindex.DefaultTextBlock,
+	}})
 	r.emit(&msg.Record{Kind: msg.RecKVEnd, KV: msg.KV{Tier: kvindex.Sent}})
 	r.mu.Unlock()
 	began := time.Now()
@@ -42,10 +49,10 @@ func remembers(tb testing.TB, r *replica) {
 	})
 }
 
-// settled waits until the ingress has heard of everything its ranks recorded.
+// settled waits until the ingress has applied every record of its ranks.
 func (g *rig) settled() {
 	g.t.Helper()
-	c := g.in.known("demo").reads().cache
+	c := g.in.findAppRouter("demo").inputs().cache
 	require.NotNil(g.t, c)
 	require.True(g.t, c.inspect(g.t.Context(), func([]*column) {}))
 	require.True(g.t, c.inspect(g.t.Context(), func([]*column) {}), "what came while the first was waiting")
@@ -64,9 +71,13 @@ func engines(n int, h http.HandlerFunc) []http.HandlerFunc {
 	return slices.Repeat([]http.HandlerFunc{h}, n)
 }
 
-// A prompt that goes on goes to the rank that has its beginning; answer, admission and account say how much it has.
+// TestPromptGoesToItsHolder: a longer prompt goes to the rank that holds its beginning; the answer, the
+// admission and the account show the length of the hit.
 func TestPromptGoesToItsHolder(t *testing.T) {
-	g := newRig(t, options{engines: engines(4, sends(textChunk, stopChunk, usageChunk, doneEvent)), app: withRouting("lpwl")})
+	g := newRig(t, options{
+		engines: engines(4, sends(textChunk, stopChunk, usageChunk, doneEvent)),
+		app:     withRouting("lpwl"),
+	})
 	for _, r := range g.replicas {
 		remembers(t, r)
 	}
@@ -91,7 +102,7 @@ func TestPromptGoesToItsHolder(t *testing.T) {
 	assert.Zero(t, g.in.Index("demo").Resyncs)
 }
 
-// What an Admit says of the hit is what the policy saw.
+// TestAdmitCarriesBlocksAndHit: the hit in an Admit is the hit that the policy saw.
 func TestAdmitCarriesBlocksAndHit(t *testing.T) {
 	g := newRig(t, options{engines: engines(1, replies(200, wholeAnswer)), app: withRouting("scoring")})
 	var mu sync.Mutex
@@ -112,16 +123,25 @@ func TestAdmitCarriesBlocksAndHit(t *testing.T) {
 	g.post("/v1/completions", `{"prompt":[`+ids+ids+`1]}`)
 	g.post("/tokenize", `{"prompt":"`+strings.Repeat("x", 640)+`"}`)
 	require.Len(t, seen, 2, "a text to be tokenized takes no ticket, and leaves nothing in a cache")
-	assert.Equal(t, []int{101, 0, 6, 0}, []int{seen[0].Tokens, seen[0].Hit, len(seen[0].Blocks), seen[0].HitBlocks})
-	assert.Equal(t, []int{201, 96, 12, 6}, []int{seen[1].Tokens, seen[1].Hit, len(seen[1].Blocks), seen[1].HitBlocks})
+	assert.Equal(t, []int{101, 0, 6, 0}, []int{
+		seen[0].Tokens, seen[0].Hit, len(seen[0].Blocks),
+		seen[0].HitBlocks,
+	})
+	assert.Equal(t, []int{201, 96, 12, 6}, []int{
+		seen[1].Tokens, seen[1].Hit, len(seen[1].Blocks),
+		seen[1].HitBlocks,
+	})
 	assert.Equal(t, seen[0].Blocks, seen[1].Blocks[:6])
 }
 
-// TestRT14ShortPromptsSplit: prompts that are shorter than a block have nothing to be found by, and spread by load.
+// TestRT14ShortPromptsSplit: prompts shorter than a block have no hits, and spread by load.
 func TestRT14ShortPromptsSplit(t *testing.T) {
-	for _, policy := range []string{"scoring", "kv", "lpwl", "lmetric", "lmetric-1", "min-ttft", "sticky", "cache-aware", "prefix-aware", "least-kv", "mex"} {
+	for _, policy := range []string{
+		"scoring", "kv", "lpwl", "lmetric", "lmetric-1", "min-ttft", "sticky",
+		"cache-aware", "prefix-aware", "least-kv", "mex",
+	} {
 		t.Run(policy, func(t *testing.T) {
-			h := &hang{}
+			h := &hangingEngine{}
 			g := newRig(t, options{engines: engines(2, h.sends()), app: withRouting(policy), max: 64})
 			ctx, cancel := context.WithCancel(t.Context())
 			var all sync.WaitGroup
@@ -137,8 +157,8 @@ func TestRT14ShortPromptsSplit(t *testing.T) {
 	}
 }
 
-// TestRT16BusyThreshold: ranks above busy_threshold get nothing under any policy; all of them above it is 503 with Retry-After,
-// until the load falls.
+// TestRT16BusyThreshold: ranks above busy_threshold get no requests under any policy. If all ranks are above
+// it, the answer is 503 with Retry-After until the load falls.
 func TestRT16BusyThreshold(t *testing.T) {
 	for _, policy := range routing.Names() {
 		if policy == "direct" {
@@ -146,9 +166,12 @@ func TestRT16BusyThreshold(t *testing.T) {
 		}
 		t.Run(policy, func(t *testing.T) {
 			half := 0.5
-			g := newRig(t, options{engines: engines(4, replies(200, wholeAnswer)), app: withRouting(policy, func(a *app.Application) {
-				a.Routing.BusyThreshold = &half
-			})})
+			g := newRig(t, options{
+				engines: engines(4, replies(200, wholeAnswer)),
+				app: withRouting(policy, func(a *app.Application) {
+					a.Routing.BusyThreshold = &half
+				}),
+			})
 			usage := func(of ...float64) {
 				for i, u := range of {
 					r := g.replicas[i]
@@ -159,7 +182,9 @@ func TestRT16BusyThreshold(t *testing.T) {
 			}
 			ask := func(n int) (ok int, last answer) {
 				for i := range n {
-					last = g.post("/v1/chat/completions", chat(strings.Repeat(fmt.Sprint("some words ", i%5), 30)), headerSessionID, fmt.Sprint(i))
+					last = g.post("/v1/chat/completions",
+						chat(strings.Repeat(fmt.Sprint("some words ", i%5), 30)), headerSessionID,
+						fmt.Sprint(i))
 					if last.status == http.StatusOK {
 						ok++
 					}
@@ -192,24 +217,32 @@ func TestRT16BusyThreshold(t *testing.T) {
 	}
 }
 
-// A session stays on its rank, by header or by the body's user.
+// TestSessionsStay: a session stays on its rank, by header or by the body's user.
 func TestSessionsStay(t *testing.T) {
-	g := newRig(t, options{engines: engines(4, replies(200, wholeAnswer)), app: withRouting("session-affinity")})
+	g := newRig(t, options{
+		engines: engines(4, replies(200, wholeAnswer)),
+		app:     withRouting("session-affinity"),
+	})
 	ranks := map[string]bool{}
 	for s := range 12 {
 		name := fmt.Sprint("session-", s)
 		first := g.post("/v1/chat/completions", chatBody, headerSessionID, name).header.Get(headerRank)
 		ranks[first] = true
-		assert.Equal(t, first, g.post("/v1/chat/completions", chatBody, headerSession, name).header.Get(headerRank))
-		assert.Equal(t, first, g.post("/v1/chat/completions", chat("hi", `"user":"`+name+`"`)).header.Get(headerRank))
+		assert.Equal(t, first, g.post("/v1/chat/completions", chatBody, headerSession, name).header.Get(
+			headerRank))
+		assert.Equal(t, first, g.post("/v1/chat/completions", chat("hi", `"user":"`+name+`"`)).header.Get(
+			headerRank))
 	}
 	assert.Greater(t, len(ranks), 1)
 }
 
-// A session that another ingress sent to a rank is on that rank here too, and the rank is told whose a
-// request is.
+// TestSessionsOfOtherIngressesStay: a session that another ingress sent to a rank stays on that rank here
+// too, and the rank is told the session of each request.
 func TestSessionsOfOtherIngressesStay(t *testing.T) {
-	g := newRig(t, options{engines: engines(4, replies(200, wholeAnswer)), app: withRouting("session-affinity", func(a *app.Application) { a.Routing.Preset = "tuned" })})
+	g := newRig(t, options{
+		engines: engines(4, replies(200, wholeAnswer)),
+		app:     withRouting("session-affinity", func(a *app.Application) { a.Routing.Preset = "tuned" }),
+	})
 	var mu sync.Mutex
 	told := map[uint64]int{}
 	for _, r := range g.replicas {
@@ -223,7 +256,10 @@ func TestSessionsOfOtherIngressesStay(t *testing.T) {
 	for n := range 12 {
 		name, home := fmt.Sprint("session-", n), g.replicas[n%4]
 		home.mu.Lock()
-		home.emit(&msg.Record{Kind: msg.RecAdmitted, ReqID: uint64(n), Ingress: "n9", Tokens: 10, Session: routing.SessionKey(name)})
+		home.emit(&msg.Record{
+			Kind: msg.RecAdmitted, ReqID: uint64(n), Ingress: "n9", Tokens: 10,
+			Session: routing.SessionKey(name),
+		})
 		home.emit(&msg.Record{Kind: msg.RecDone, ReqID: uint64(n), Ingress: "n9", Tokens: 10})
 		home.mu.Unlock()
 		a := g.post("/v1/chat/completions", chatBody, headerSessionID, name)
@@ -234,7 +270,7 @@ func TestSessionsOfOtherIngressesStay(t *testing.T) {
 	assert.Equal(t, 1, told[0])
 }
 
-// TestTheDefaultPolicyExists: the packages of the two ends do not know each other.
+// TestTheDefaultPolicyExists: package app names the default policy without importing package routing.
 func TestTheDefaultPolicyExists(t *testing.T) {
 	for _, c := range []app.Coupling{app.Independent, app.Lockstep} {
 		p, err := routing.New(app.DefaultPolicy(c), app.PresetDocumented, nil)
@@ -243,7 +279,7 @@ func TestTheDefaultPolicyExists(t *testing.T) {
 	}
 }
 
-// Headers that ask for something unreadable are the client's fault; readable ones do not reach an engine.
+// TestWishesInHeaders: an invalid routing header is the client's fault; valid ones do not reach an engine.
 func TestWishesInHeaders(t *testing.T) {
 	var mu sync.Mutex
 	var seen http.Header
@@ -258,7 +294,8 @@ func TestWishesInHeaders(t *testing.T) {
 		assert.Equal(t, http.StatusBadRequest, a.status, name)
 		assert.Contains(t, a.body, strings.ToLower(name))
 	}
-	a := g.post("/v1/chat/completions", chatBody, headerTTFT, "100", headerTPOT, "20.5", headerPriority, "2", headerSession, "s", headerSessionID, "t")
+	a := g.post("/v1/chat/completions", chatBody, headerTTFT, "100", headerTPOT, "20.5", headerPriority, "2",
+		headerSession, "s", headerSessionID, "t")
 	require.Equal(t, http.StatusOK, a.status)
 	assert.Empty(t, a.header.Get(headerCached), "round-robin predicts nothing")
 	for name := range seen {
@@ -267,9 +304,12 @@ func TestWishesInHeaders(t *testing.T) {
 	assert.Equal(t, "t", seen.Get(headerSessionID))
 }
 
-// cache-aware, documented, gives a request six attempts, three of them on one rank.
+// TestAttemptsOfThePolicy: cache-aware, documented, gives a request six attempts, three of them on one rank.
 func TestAttemptsOfThePolicy(t *testing.T) {
-	g := newRig(t, options{engines: engines(3, replies(500, `{"error":{"message":"x"}}`)), app: withRouting("cache-aware")})
+	g := newRig(t, options{
+		engines: engines(3, replies(500, `{"error":{"message":"x"}}`)),
+		app:     withRouting("cache-aware"),
+	})
 	a := g.post("/v1/chat/completions", chat(strings.Repeat("words ", 50)))
 	assert.Equal(t, http.StatusBadGateway, a.status)
 	assert.Equal(t, "6", a.header.Get(headerAttempts))
@@ -281,31 +321,34 @@ func TestAttemptsOfThePolicy(t *testing.T) {
 	assert.Equal(t, 6, counts[0]+counts[1]+counts[2])
 }
 
-// Engines without prefix caching hold nothing, whatever they were sent.
+// TestCachingOffMeansNoHits: engines without prefix caching have no hits, whatever they were sent.
 func TestCachingOffMeansNoHits(t *testing.T) {
 	g := newRig(t, options{engines: engines(2, replies(200, wholeAnswer)), app: withRouting("scoring")})
 	for _, r := range g.replicas {
 		remembers(t, r)
 	}
-	l := g.in.known("demo")
+	ar := g.in.findAppRouter("demo")
 	body := chat(strings.Repeat("words ", 100))
 	g.post("/v1/chat/completions", body)
 	g.settled()
 	assert.NotEqual(t, "0", g.post("/v1/chat/completions", body).header.Get(headerCached))
-	l.mu.Lock()
-	for _, r := range l.ranks {
+	ar.mu.Lock()
+	for _, r := range ar.ranks {
 		r.cachingOff = true
 	}
-	l.judgeCaching()
-	l.mu.Unlock()
+	ar.updateCachingOff()
+	ar.mu.Unlock()
 	a := g.post("/v1/chat/completions", body)
 	assert.Empty(t, a.header.Get(headerCached))
-	assert.True(t, l.router.Load().Snapshot().PrefixCachingOff)
+	assert.True(t, ar.router.Load().Snapshot().PrefixCachingOff)
 }
 
-// Blocks that an unanswered Admit still holds are not used for the next request.
+// TestBlocksOfAnUnansweredAdmitStay: blocks that an Admit without a reply may still hold are not reused.
 func TestBlocksOfAnUnansweredAdmitStay(t *testing.T) {
-	g := newRig(t, options{engines: engines(1, replies(200, wholeAnswer)), app: withRouting("scoring"), timers: Timers{Admit: 20 * time.Millisecond, LateTicket: 50 * time.Millisecond}})
+	g := newRig(t, options{
+		engines: engines(1, replies(200, wholeAnswer)), app: withRouting("scoring"),
+		timers: Timers{Admit: 20 * time.Millisecond, LateTicket: 50 * time.Millisecond},
+	})
 	r := g.replicas[0]
 	r.mu.Lock()
 	r.mute = true
@@ -325,7 +368,7 @@ func TestBlocksOfAnUnansweredAdmitStay(t *testing.T) {
 	r.mute = false
 }
 
-// tokenizing is an engine with a tokenizer of one token per four bytes of the question, which it counts.
+// tokenizing is an engine whose tokenizer makes one token of four bytes, and counts its calls.
 type tokenizing struct {
 	mu    sync.Mutex
 	asked []string
@@ -368,7 +411,10 @@ func (e *tokenizing) count() int {
 }
 
 func tokenRig(t *testing.T, e *tokenizing) (*rig, func() []msg.Admit) {
-	g := newRig(t, options{engines: engines(1, e.serve), app: withRouting("scoring", func(a *app.Application) { a.Routing.Identity = app.IdentityTokens })})
+	g := newRig(t, options{
+		engines: engines(1, e.serve),
+		app:     withRouting("scoring", func(a *app.Application) { a.Routing.Identity = app.IdentityTokens }),
+	})
 	var mu sync.Mutex
 	var seen []msg.Admit
 	g.replicas[0].setRefuse(func(m *msg.Admit) msg.Refusal {
@@ -386,7 +432,8 @@ func tokenRig(t *testing.T, e *tokenizing) (*rig, func() []msg.Admit) {
 	}
 }
 
-// A text is tokenized by an engine once; then it is known. Its blocks are those of its ids.
+// TestTokenIdentity: an engine tokenizes a text once, then the answer is known. Its blocks are those of its
+// ids.
 func TestTokenIdentity(t *testing.T) {
 	e := &tokenizing{}
 	g, admits := tokenRig(t, e)
@@ -404,7 +451,7 @@ func TestTokenIdentity(t *testing.T) {
 		ids = append(ids, uint32(b[0])<<16|uint32(b[1])<<8|uint32(b[2]))
 	}
 	var want prompt
-	want.fromTokens(g.in.known("demo"), ids, origin{})
+	want.fromTokens(g.in.findAppRouter("demo"), ids, promptContext{})
 	assert.Equal(t, want.blocks, all[0].Blocks)
 	assert.Equal(t, all[0].Blocks, all[2].Blocks)
 	assert.Equal(t, len(ids), all[0].Tokens)
@@ -412,7 +459,7 @@ func TestTokenIdentity(t *testing.T) {
 	assert.Equal(t, app.IdentityTokens, g.in.Identity("demo"))
 }
 
-// Equal prompts that come together ask once.
+// TestTokenizeFliesOnce: equal prompts that arrive together share one call.
 func TestTokenizeFliesOnce(t *testing.T) {
 	e := &tokenizing{wait: make(chan struct{})}
 	g, admits := tokenRig(t, e)
@@ -429,15 +476,17 @@ func TestTokenizeFliesOnce(t *testing.T) {
 	}
 }
 
-// Where tokens cannot be had, a prompt is known by its text: images, an engine that refuses, one that is ill. An ill one is left
-// in peace for a while.
+// TestTokenizeFallsBackToText: a prompt is identified by its text if it has images, or if the engine refuses
+// or fails. After a failure there is no call for a while.
 func TestTokenizeFallsBackToText(t *testing.T) {
 	e := &tokenizing{fail: http.StatusBadRequest}
 	g, admits := tokenRig(t, e)
 	g.post("/v1/chat/completions", chat(strings.Repeat("words ", 100)))
 	g.post("/v1/chat/completions", chat(strings.Repeat("other words ", 100)))
 	assert.Equal(t, 2, e.count(), "a refusal is about one prompt")
-	g.post("/v1/chat/completions", `{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:`+strings.Repeat("a", 300)+`"}}]}]}`)
+	g.post("/v1/chat/completions",
+		`{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:`+strings.Repeat(
+			"a", 300)+`"}}]}]}`)
 	assert.Equal(t, 2, e.count())
 	e.mu.Lock()
 	e.fail = http.StatusInternalServerError
@@ -452,14 +501,21 @@ func TestTokenizeFallsBackToText(t *testing.T) {
 	}
 }
 
-// Some members of a body decide what the prompt's tokens are, and no /tokenize takes them: such a prompt is known by its text, and prompts
-// that differ in one of them share nothing, whatever their identity.
+// TestMembersBesideThePromptAreOfItsIdentity: some fields of a body change the prompt's tokens, and no
+// /tokenize accepts them. Such a prompt is identified by its text, and prompts that differ in one of these
+// fields share nothing, whatever their identity.
 func TestMembersBesideThePromptAreOfItsIdentity(t *testing.T) {
 	text := strings.Repeat("words ", 100)
-	for _, member := range []string{`"documents":[{"text":"a"}]`, `"reasoning_effort":"high"`, `"truncate_prompt_tokens":16`, `"tool_choice":"none"`} {
+	for _, member := range []string{
+		`"documents":[{"text":"a"}]`, `"reasoning_effort":"high"`,
+		`"truncate_prompt_tokens":16`, `"tool_choice":"none"`,
+	} {
 		e := &tokenizing{}
 		g, admits := tokenRig(t, e)
-		for _, body := range []string{chat(text), chat(text, member), chat(text, member), chat(text, `"tool_choice":"auto","documents":null`)} {
+		for _, body := range []string{
+			chat(text), chat(text, member), chat(text, member),
+			chat(text, `"tool_choice":"auto","documents":null`),
+		} {
 			require.Equal(t, http.StatusOK, g.post("/v1/chat/completions", body).status)
 		}
 		assert.Equal(t, 1, e.count(), "asked for the two without it")
@@ -469,16 +525,18 @@ func TestMembersBesideThePromptAreOfItsIdentity(t *testing.T) {
 		assert.NotEqual(t, all[0].Blocks[0], all[1].Blocks[0])
 		assert.Equal(t, all[0].Blocks, all[3].Blocks)
 
-		l := promptLane(wantsAll)
-		plain, with, again := readPrompt(t, l, openai.Chat, chat(text)), readPrompt(t, l, openai.Chat, chat(text, member)), readPrompt(t, l, openai.Chat, chat(text, member))
+		ar := promptRouter(wantsAll)
+		plain, with, again := readPrompt(t, ar, openai.Chat, chat(text)),
+			readPrompt(t, ar, openai.Chat, chat(text, member)),
+			readPrompt(t, ar, openai.Chat, chat(text, member))
 		assert.Zero(t, shared(plain, with), member)
 		assert.Equal(t, with.blocks, again.blocks, member)
 	}
 }
 
-// The cache of tokenized prompts keeps to its bytes and lets the least used go.
+// TestTokenizedIsBounded: the cache of tokenized prompts keeps its limit and evicts the least recently used.
 func TestTokenizedIsBounded(t *testing.T) {
-	c := newTokenized(10 * (tokenizedBytes + 80))
+	c := newChainCache(10 * (tokenizedBytes + 80))
 	key := func(n int) tokenizeKey { return tokenizeKey{root: uint64(n)} }
 	for n := range 100 {
 		c.put(key(n), &tokenChain{blocks: make([]uint64, 10)})

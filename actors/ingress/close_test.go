@@ -11,7 +11,7 @@ import (
 	"github.com/dpserve/dpserve/telemetry"
 )
 
-// heldStore gives its newest state when the test lets it.
+// heldStore returns its newest state only when the test allows it.
 type heldStore struct {
 	*store
 	held chan struct{}
@@ -22,12 +22,15 @@ func (s *heldStore) State() *state.State {
 	return s.store.State()
 }
 
-// TestCloseWhileAnApplicationComes: what the last change of the state began is ended too.
+// TestCloseWhileAnApplicationComes: Close also ends what the last change of the state has started.
 func TestCloseWhileAnApplicationComes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &heldStore{newStore(), make(chan struct{}, 1)}
 		s.held <- struct{}{}
-		in, err := New(Config{Node: "n1", Store: s, Feed: &feed{}, Metrics: telemetry.New(), Log: slog.New(slog.DiscardHandler)})
+		in, err := New(Config{
+			Node: "n1", Store: s, Feed: &feed{}, Metrics: telemetry.New(),
+			Log: slog.New(slog.DiscardHandler),
+		})
 		require.NoError(t, err)
 		a := demoApp()
 		a.Routing = byScore
@@ -38,6 +41,6 @@ func TestCloseWhileAnApplicationComes(t *testing.T) {
 		synctest.Wait()
 		close(s.held)
 		require.NoError(t, <-closed)
-		require.NotNil(t, in.known("demo").reads().cache, "it came in time to have an index")
+		require.NotNil(t, in.findAppRouter("demo").inputs().cache, "it came in time to have an index")
 	})
 }

@@ -3,6 +3,7 @@ package ingress
 import (
 	"bytes"
 	"cmp"
+	"context"
 	"net"
 	"net/http"
 	"slices"
@@ -15,32 +16,33 @@ import (
 	"github.com/dpserve/dpserve/telemetry"
 )
 
-// clientConns is the listener of an ingress. It bounds the connections of clients: when all places are taken, a new connection gets
-// the place of those that have been idle for longest, so that many idle clients never keep health checks out. Where every
-// connection has a request, the new one waits, and others in the kernel's backlog. A share per address would not do: behind a load
-// balancer all clients have one. Safe for concurrent use.
+// clientConns is the listener of an ingress. It bounds the connections of clients. When all places are taken,
+// a new connection gets the place of the connections that have been idle for longest, so that idle clients
+// never block health checks. If every connection has a request, the new one waits, and others wait in the
+// kernel's backlog. A limit per address would not work: behind a load balancer all clients have one address.
+// Safe for concurrent use.
 type clientConns struct {
 	net.Listener
 
-	most     int
-	refuses  func() bool // new connections are closed at once
+	maxConns int
+	refuse   func() bool // new connections are closed at once
 	clock    func() time.Duration
-	answered func(code int) // net/http has refused, without a handler, what came over a connection
+	answered func(code int) // net/http has answered by itself, without a handler
 
-	waits atomic.Bool   // a new connection waits for a place
-	room  chan struct{} // one slot: a place may be free
-	over  chan struct{} // closed by Close
-	once  sync.Once
+	waiting  atomic.Bool   // a new connection waits for a place
+	roomFree chan struct{} // one slot: a place may be free
+	closed   chan struct{} // closed by Close
+	once     sync.Once
 
 	mu    sync.Mutex
 	conns map[*clientConn]struct{}
 }
 
-func (in *Ingress) newClientConns(l net.Listener) *clientConns {
+func newClientConns(in *Ingress, l net.Listener) *clientConns {
 	return &clientConns{
-		Listener: l, most: in.limits.MaxConns, refuses: in.memory.refusesConns, clock: in.clock,
+		Listener: l, maxConns: in.limits.MaxConns, refuse: in.memory.refusesConns, clock: in.clock,
 		answered: func(code int) { in.metrics.RequestRefused(telemetry.RouteOther, code) },
-		room:     make(chan struct{}, 1), over: make(chan struct{}), conns: map[*clientConn]struct{}{},
+		roomFree: make(chan struct{}, 1), closed: make(chan struct{}), conns: map[*clientConn]struct{}{},
 	}
 }
 
@@ -51,12 +53,12 @@ func (l *clientConns) Accept() (net.Conn, error) {
 		if err != nil {
 			return nil, err
 		}
-		if l.refuses() {
+		if l.refuse() {
 			_ = inner.Close() // its client sees the end of the connection
 			continue
 		}
-		c := &clientConn{framedConn: framedConn{Conn: capped(inner)}, conns: l}
-		if !l.admit(c) {
+		c := &clientConn{framedConn: framedConn{Conn: limitWriteBuffer(inner)}, conns: l}
+		if !l.addConn(c) {
 			_ = inner.Close()
 			return nil, net.ErrClosed
 		}
@@ -64,54 +66,55 @@ func (l *clientConns) Accept() (net.Conn, error) {
 	}
 }
 
-// capped is a quiet connection whose buffer in the kernel is capped: without a cap 8 MB of a stream pile up there when its reader
-// stands still.
-func capped(c net.Conn) net.Conn {
+// limitWriteBuffer returns a quietnet connection with a bounded kernel buffer. Without the bound, 8 MB of a
+// stream collect there when its client stops reading.
+func limitWriteBuffer(c net.Conn) net.Conn {
 	if tcp, ok := c.(*net.TCPConn); ok {
 		if tcp.SetWriteBuffer(kernelBuffer) != nil {
-			return c // it is closing; its reader will find out
+			return c // it is closing: the next read fails
 		}
 	}
 	return quietnet.Conn(c)
 }
 
-// Close implements net.Listener. It leaves the connections alone.
+// Close implements net.Listener. Open connections stay open.
 func (l *clientConns) Close() error {
-	l.once.Do(func() { close(l.over) })
+	l.once.Do(func() { close(l.closed) })
 	return l.Listener.Close()
 }
 
-// admit gives c a place; false after Close.
-func (l *clientConns) admit(c *clientConn) bool {
+// addConn gives c a place; it returns false after Close.
+func (l *clientConns) addConn(c *clientConn) bool {
 	for {
-		l.waits.Store(true) // before the look: who becomes idle behind it says so
+		l.waiting.Store(true) // set before the check, so that a connection that becomes idle later signals it
 		l.mu.Lock()
-		if len(l.conns) < l.most {
+		if len(l.conns) < l.maxConns {
 			l.conns[c] = struct{}{}
-			l.waits.Store(false)
+			l.waiting.Store(false)
 			l.mu.Unlock()
 			return true
 		}
 		idle := l.longestIdle()
 		l.mu.Unlock()
 		for _, old := range idle {
-			_ = old.Close() // the place is free whatever it says
+			_ = old.Close() // the place is free even if Close fails
 		}
 		if len(idle) > 0 {
 			continue
 		}
 		select {
-		case <-l.room:
-		case <-l.over:
+		case <-l.roomFree:
+		case <-l.closed:
 			return false
 		}
 	}
 }
 
-// idleShare is the share of the places that are made free at once: to find the longest idle costs a look at all connections.
+// idleShare is the share (1/idleShare) of the places that are freed at once, because finding the longest idle
+// connections scans all connections.
 const idleShare = 100
 
-// longestIdle gives the connections without a request to which nothing happened for longest. Under mu.
+// longestIdle returns the connections that have been idle for longest. The caller holds mu.
 func (l *clientConns) longestIdle() []*clientConn {
 	type candidate struct {
 		conn  *clientConn
@@ -119,55 +122,55 @@ func (l *clientConns) longestIdle() []*clientConn {
 	}
 	var idle []candidate
 	for c := range l.conns {
-		if since := c.idle.Load(); since != 0 {
+		if since := c.idleSince.Load(); since != 0 {
 			idle = append(idle, candidate{c, since})
 		}
 	}
 	slices.SortFunc(idle, func(a, b candidate) int { return cmp.Compare(a.since, b.since) })
 	var out []*clientConn
-	for _, c := range idle[:min(len(idle), max(1, l.most/idleShare))] {
+	for _, c := range idle[:min(len(idle), max(1, l.maxConns/idleShare))] {
 		out = append(out, c.conn)
 	}
 	return out
 }
 
-// forget frees the place of a connection that is closed. Safe to call twice.
-func (l *clientConns) forget(c *clientConn) {
+// removeConn frees the place of a closed connection. Safe to call twice.
+func (l *clientConns) removeConn(c *clientConn) {
 	l.mu.Lock()
 	delete(l.conns, c)
 	l.mu.Unlock()
-	l.free()
+	l.signalRoom()
 }
 
-// free says that a place is free, or a connection has become idle, to a connection that waits.
-func (l *clientConns) free() {
-	if l.waits.Load() {
+// signalRoom tells a waiting connection that a place is free or a connection has become idle.
+func (l *clientConns) signalRoom() {
+	if l.waiting.Load() {
 		select {
-		case l.room <- struct{}{}:
+		case l.roomFree <- struct{}{}:
 		default:
 		}
 	}
 }
 
-// count is how many connections there are.
+// count is the number of connections.
 func (l *clientConns) count() int {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return len(l.conns)
 }
 
-// noteConn follows what a connection does; http.Server.ConnState.
-func noteConn(conn net.Conn, s http.ConnState) {
+// trackConn records whether a connection has a request; it is http.Server.ConnState.
+func trackConn(conn net.Conn, s http.ConnState) {
 	c, ok := conn.(*clientConn)
 	if !ok {
-		return // of another listener
+		return // a connection of another listener
 	}
 	switch s {
 	case http.StateNew, http.StateIdle:
-		c.idle.Store(max(1, int64(c.conns.clock())))
-		c.conns.free()
+		c.idleSince.Store(max(1, int64(c.conns.clock())))
+		c.conns.signalRoom()
 	case http.StateActive:
-		c.idle.Store(0)
+		c.idleSince.Store(0)
 	case http.StateHijacked, http.StateClosed:
 	}
 }
@@ -176,36 +179,41 @@ func noteConn(conn net.Conn, s http.ConnState) {
 type clientConn struct {
 	framedConn
 
-	conns    *clientConns
-	idle     atomic.Int64 // since when it has no request, on the clock of conns; 0: it has one
-	gathered *[]byte      // what its handler has written of a piece; nil: it does not gather
+	conns     *clientConns
+	idleSince atomic.Int64 // on the clock of conns; 0: the connection has a request
+	gathered  *[]byte      // collected writes of one piece; nil: the connection does not collect
 }
 
-// Write implements net.Conn. What net/http does not take for a request it answers by itself, in one write: no handler counts that.
+// Write implements net.Conn. net/http answers input that is not an HTTP request by itself, in one write and
+// without a handler; Write counts that answer.
 func (c *clientConn) Write(p []byte) (int, error) {
 	if ok, err := c.collect(p); ok {
 		return len(p), nil
 	} else if err != nil {
 		return 0, err
 	}
-	if code := ownAnswer(p); code != 0 {
+	if code := serverErrorStatus(p); code != 0 {
 		c.conns.answered(code)
 	}
 	return c.framedConn.Write(p)
 }
 
-// ownAnswer is the status of net/http's own answer to something that is no request; 0: p is another one, or a part of one. Answers of
-// handlers are told apart by their Date.
-func ownAnswer(p []byte) int {
+// serverErrorStatus is the status of net/http's own answer to input that is not an HTTP request; 0: p is
+// another answer or a part of one. Answers of handlers differ by their Date.
+func serverErrorStatus(p []byte) int {
 	rest, ok := bytes.CutPrefix(p, []byte("HTTP/1.1 "))
 	if !ok {
 		return 0
 	}
 	line, header, _ := bytes.Cut(rest, []byte("\r\n"))
-	if !bytes.HasPrefix(header, []byte("Content-Type: text/plain; charset=utf-8\r\nConnection: close\r\n\r\n")) {
+	if !bytes.HasPrefix(header,
+		[]byte("Content-Type: text/plain; charset=utf-8\r\nConnection: close\r\n\r\n")) {
 		return 0
 	}
-	for _, code := range [...]int{http.StatusBadRequest, http.StatusRequestHeaderFieldsTooLarge, http.StatusNotImplemented} {
+	for _, code := range [...]int{
+		http.StatusBadRequest, http.StatusRequestHeaderFieldsTooLarge,
+		http.StatusNotImplemented,
+	} {
 		if bytes.HasPrefix(line, strconv.AppendInt(nil, int64(code), 10)) {
 			return code
 		}
@@ -216,6 +224,74 @@ func ownAnswer(p []byte) int {
 // Close implements net.Conn.
 func (c *clientConn) Close() error {
 	err := c.framedConn.Close()
-	c.conns.forget(c)
+	c.conns.removeConn(c)
 	return err
+}
+
+// gatheredFrom is the size from which the writes of a piece are gathered. net/http has a buffer of 4 KiB in
+// front of a connection: it writes a larger piece in three system calls (the rest of the buffer, the piece,
+// and the end of its chunk), each of which wakes the client.
+const gatheredFrom = 4<<10 - 64
+
+// gatherBuffers are the buffers in which connections collect the writes of one piece.
+var gatherBuffers = sync.Pool{New: func() any {
+	// one read of an engine, its chunk's length and the answer's header
+	b := make([]byte, 0, relayBuffer+1<<10)
+	return &b
+}}
+
+// connKey is the context key of a request's clientConn.
+type connKey struct{}
+
+func withConn(ctx context.Context, c net.Conn) context.Context {
+	return context.WithValue(ctx, connKey{}, c)
+}
+
+// startGather begins to collect the writes to the client of r, if a piece of n bytes would take several
+// writes; otherwise it returns nil. It does nothing on HTTP/2, where a connection has many writers and its
+// own frames.
+func startGather(r *http.Request, n int) *clientConn {
+	if n < gatheredFrom || r.ProtoMajor != 1 {
+		return nil
+	}
+	c, _ := r.Context().Value(connKey{}).(*clientConn)
+	if c == nil {
+		return nil // an in-process request
+	}
+	c.gathered, _ = gatherBuffers.Get().(*[]byte)
+	return c
+}
+
+// sendGathered writes the collected bytes in one write and stops collecting. c may be nil.
+func (c *clientConn) sendGathered() error {
+	if c == nil {
+		return nil
+	}
+	b := c.gathered
+	c.gathered = nil
+	var err error
+	if len(*b) > 0 {
+		_, err = c.Write(*b)
+	}
+	*b = (*b)[:0]
+	gatherBuffers.Put(b)
+	return err
+}
+
+// collect adds p to the collected bytes. It returns false if the connection does not collect or has no room;
+// it has then written what it had collected.
+func (c *clientConn) collect(p []byte) (ok bool, err error) {
+	b := c.gathered
+	if b == nil {
+		return false, nil
+	}
+	if len(*b)+len(p) <= cap(*b) {
+		*b = append(*b, p...)
+		return true, nil
+	}
+	if len(*b) > 0 {
+		_, err = c.framedConn.Write(*b)
+		*b = (*b)[:0]
+	}
+	return false, err
 }

@@ -31,7 +31,7 @@ func (g *rig) connect(t *testing.T) *keepAlive {
 	return &keepAlive{t, conn, bufio.NewReader(conn)}
 }
 
-// health asks for /health over the connection.
+// health requests /health over the connection.
 func (k *keepAlive) health() {
 	k.t.Helper()
 	_, err := io.WriteString(k, "GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -43,7 +43,7 @@ func (k *keepAlive) health() {
 	assert.Equal(k.t, 200, resp.StatusCode)
 }
 
-// isClosed says that the other side has closed the connection.
+// isClosed reports whether the other side has closed the connection.
 func (k *keepAlive) isClosed() bool {
 	_ = k.SetReadDeadline(time.Now().Add(20 * time.Millisecond))
 	_, err := k.r.Peek(1)
@@ -57,22 +57,23 @@ func (g *rig) idleConns() (n int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for c := range l.conns {
-		if c.idle.Load() != 0 {
+		if c.idleSince.Load() != 0 {
 			n++
 		}
 	}
 	return n
 }
 
-// TestTheLongestIdleConnectionMakesRoom: idle and silent connections that take all places do not keep a health check out; the one
-// that was idle for longest goes, and none that has a request.
+// TestTheLongestIdleConnectionMakesRoom: idle and silent connections that take all places do not block a
+// health check. The connection that was idle for longest is closed, and none that has a request.
 func TestTheLongestIdleConnectionMakesRoom(t *testing.T) {
-	var h hang
+	var h hangingEngine
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)}, limits: Limits{MaxConns: 4}})
 	g.client.Transport = &http.Transport{DisableKeepAlives: true}
 	ctx, cancel := context.WithCancel(t.Context())
 	got := make(chan answer, 1)
-	go func() { got <- g.postCtx(ctx, "/v1/chat/completions", streamBody) }() // the oldest, but it has a request
+	// the oldest, but it has a request
+	go func() { got <- g.postCtx(ctx, "/v1/chat/completions", streamBody) }()
 	eventually(t, func() bool { return g.replicas[0].firstsSeen() == 1 }, "streams")
 	silent, first, second := g.connect(t), g.connect(t), g.connect(t)
 	first.health()
@@ -92,9 +93,10 @@ func TestTheLongestIdleConnectionMakesRoom(t *testing.T) {
 	<-got
 }
 
-// TestAFullPortServesOnceARequestEnds: where every connection has a request, a new one waits for the end of one.
+// TestAFullPortServesOnceARequestEnds: if every connection has a request, a new connection waits until one
+// request ends.
 func TestAFullPortServesOnceARequestEnds(t *testing.T) {
-	var h hang
+	var h hangingEngine
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)}, limits: Limits{MaxConns: 2}})
 	g.client.Transport = &http.Transport{DisableKeepAlives: true}
 	ctx, cancel := context.WithCancel(t.Context())
@@ -121,7 +123,7 @@ func TestAFullPortServesOnceARequestEnds(t *testing.T) {
 
 // TestAStreamOverHTTP2IsNotIdle: its connection keeps its place, and loses it when nothing runs on it.
 func TestAStreamOverHTTP2IsNotIdle(t *testing.T) {
-	var h hang
+	var h hangingEngine
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)}, limits: Limits{MaxConns: 1}})
 	tr := &http.Transport{Protocols: new(http.Protocols)}
 	tr.Protocols.SetUnencryptedHTTP2(true)
@@ -143,5 +145,6 @@ func TestAStreamOverHTTP2IsNotIdle(t *testing.T) {
 	cancel()
 	<-got
 	<-health
-	eventually(t, func() bool { _, _, n := g.in.Totals(); return n == 0 }, "its handler has ended, behind its connection")
+	eventually(t, func() bool { _, _, n := g.in.Totals(); return n == 0 },
+		"its handler has ended, behind its connection")
 }

@@ -11,8 +11,9 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 )
 
-// TestTheEndOfADrainCutsAttachedStreams: an attached engine lives on, so nothing else would end them. A fence for another reason
-// leaves them to the engine, and an owned engine is ended by its node.
+// TestTheEndOfADrainCutsAttachedStreams: dpserve does not stop an attached engine, so nothing else would end
+// its streams. A fence for another reason leaves them to the engine, and the node ends an engine that it
+// owns.
 func TestTheEndOfADrainCutsAttachedStreams(t *testing.T) {
 	for name, c := range map[string]struct {
 		owned, drained, cut bool
@@ -22,7 +23,7 @@ func TestTheEndOfADrainCutsAttachedStreams(t *testing.T) {
 		"owned, drained":    {owned: true, drained: true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			var h hang
+			var h hangingEngine
 			g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)}})
 			r := g.replicas[0]
 			r.mu.Lock()
@@ -35,7 +36,10 @@ func TestTheEndOfADrainCutsAttachedStreams(t *testing.T) {
 			eventually(t, func() bool { return r.firstsSeen() == 1 }, "streams")
 			r.mu.Lock()
 			r.accepting = false
-			r.emit(&msg.Record{Kind: msg.RecState, Fenced: true, Draining: c.drained, Cause: map[bool]string{true: "drained", false: "no answer"}[c.drained]})
+			r.emit(&msg.Record{
+				Kind: msg.RecState, Fenced: true, Draining: c.drained,
+				Cause: map[bool]string{true: "drained", false: "no answer"}[c.drained],
+			})
 			r.mu.Unlock()
 			if !c.cut {
 				select {

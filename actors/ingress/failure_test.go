@@ -24,7 +24,8 @@ import (
 	"github.com/dpserve/dpserve/app"
 )
 
-// TestFS4EveryReplicaAnswers500: retries stay within a tenth of the requests plus 20, and no rank is tried twice.
+// TestFS4EveryReplicaAnswers500: retries stay within a tenth of the requests plus 20, and no rank is tried
+// twice.
 func TestFS4EveryReplicaAnswers500(t *testing.T) {
 	const n = 200
 	var calls atomic.Int32
@@ -34,7 +35,10 @@ func TestFS4EveryReplicaAnswers500(t *testing.T) {
 	}
 	g := newRig(t, options{engines: []http.HandlerFunc{engine, engine, engine, engine}, max: 64})
 	for range 10 {
-		tried := g.attemptsPerRank(func() { assert.Equal(t, 502, g.post("/v1/chat/completions", chatBody).status) })
+		tried := g.attemptsPerRank(func() {
+			assert.Equal(
+				t, 502, g.post("/v1/chat/completions", chatBody).status)
+		})
 		assert.Subset(t, []int{0, 1}, tried, "attempts of one request, by rank")
 	}
 	alone := int(calls.Load())
@@ -96,7 +100,7 @@ func TestFS4EveryReplicaRefuses(t *testing.T) {
 func TestFS6ClientLeaves(t *testing.T) {
 	for name, first := range map[string][]string{"in prefill": nil, "in mid-stream": {roleChunk, textChunk}} {
 		t.Run(name, func(t *testing.T) {
-			var h hang
+			var h hangingEngine
 			g := newRig(t, options{engines: []http.HandlerFunc{h.sends(first...)}})
 			for _, body := range []string{streamBody, chatBody} {
 				if body == chatBody && first != nil {
@@ -104,7 +108,8 @@ func TestFS6ClientLeaves(t *testing.T) {
 				}
 				before := h.left.Load()
 				ctx, cancel := context.WithCancel(t.Context())
-				req, err := http.NewRequestWithContext(ctx, http.MethodPost, g.url+"/v1/chat/completions", strings.NewReader(body))
+				req, err := http.NewRequestWithContext(
+					ctx, http.MethodPost, g.url+"/v1/chat/completions", strings.NewReader(body))
 				require.NoError(t, err)
 				got := make(chan struct{})
 				go func() {
@@ -138,7 +143,8 @@ func TestFS6ClientLeaves(t *testing.T) {
 	}
 }
 
-// TestAClientThatLeavesDuringItsAdmissionIsNoTimeout: the rank calls it expired; it is logged and counted as a client that left.
+// TestAClientThatLeavesDuringItsAdmissionIsNoTimeout: the rank calls the request expired; the ingress logs
+// and counts it as a client that left.
 func TestAClientThatLeavesDuringItsAdmissionIsNoTimeout(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{sends(textChunk)}})
 	for range 10 { // the end of the request and the answer come at once: either may be seen first
@@ -155,10 +161,13 @@ func TestAClientThatLeavesDuringItsAdmissionIsNoTimeout(t *testing.T) {
 }
 
 func TestFirstTokenDeadline(t *testing.T) {
-	var h hang
-	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(), h.sends(roleChunk)}, app: func(a *app.Application) {
-		a.Timeouts.FirstTokenS, a.Timeouts.BetweenTokensS = 0.1, 0.1
-	}})
+	var h hangingEngine
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{h.sends(), h.sends(roleChunk)},
+		app: func(a *app.Application) {
+			a.Timeouts.FirstTokenS, a.Timeouts.BetweenTokensS = 0.1, 0.1
+		},
+	})
 	a := g.post("/v1/chat/completions", streamBody)
 	assert.Equal(t, 504, a.status)
 	assert.Equal(t, "first_token_timeout", a.code(t))
@@ -167,8 +176,11 @@ func TestFirstTokenDeadline(t *testing.T) {
 }
 
 func TestStalledStream(t *testing.T) {
-	var h hang
-	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)}, app: func(a *app.Application) { a.Timeouts.BetweenTokensS = 0.1 }})
+	var h hangingEngine
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{h.sends(textChunk)},
+		app:     func(a *app.Application) { a.Timeouts.BetweenTokensS = 0.1 },
+	})
 	a := g.post("/v1/chat/completions", streamBody)
 	require.Error(t, a.err)
 	assert.Contains(t, a.body, `"code":"stalled"`)
@@ -178,7 +190,7 @@ func TestStalledStream(t *testing.T) {
 }
 
 func TestRequestDeadline(t *testing.T) {
-	var h hang
+	var h hangingEngine
 	for name, list := range map[string][]string{"before": nil, "after": {textChunk}} {
 		t.Run(name, func(t *testing.T) {
 			g := newRig(t, options{engines: []http.HandlerFunc{h.sends(list...)}})
@@ -194,20 +206,25 @@ func TestRequestDeadline(t *testing.T) {
 	}
 }
 
-// TestSlowReader: a client that does not read is cut, its engine is freed, and what piles up is bounded.
+// TestSlowReader: a client that does not read is cut, its engine is freed, and the collected bytes are
+// bounded.
 func TestSlowReader(t *testing.T) {
 	big := `{"choices":[{"index":0,"text":"` + strings.Repeat("z", 8<<10) + `","finish_reason":null}]}`
 	var sent atomic.Int64
 	freed := make(chan struct{})
-	g := newRig(t, options{timers: Timers{SlowReader: 200 * time.Millisecond}, engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
-		drain(r)
-		defer close(freed)
-		for r.Context().Err() == nil {
-			sse(w, big)
-			sent.Add(int64(len(big)))
-		}
-	}}})
-	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, g.url+"/v1/completions", strings.NewReader(`{"model":"demo","stream":true,"prompt":"x"}`))
+	g := newRig(t, options{
+		timers: Timers{SlowReader: 200 * time.Millisecond},
+		engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
+			drain(r)
+			defer close(freed)
+			for r.Context().Err() == nil {
+				sse(w, big)
+				sent.Add(int64(len(big)))
+			}
+		}},
+	})
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, g.url+"/v1/completions",
+		strings.NewReader(`{"model":"demo","stream":true,"prompt":"x"}`))
 	require.NoError(t, err)
 	resp, err := g.client.Do(req)
 	require.NoError(t, err)
@@ -221,18 +238,22 @@ func TestSlowReader(t *testing.T) {
 	eventually(t, func() bool { return strings.Contains(g.logs.String(), "slow_reader") }, "named in the log")
 }
 
-// TestSlowReaderOverHTTP2: a client that opens the flow-control windows wide and does not read its socket is cut like one of HTTP/1.
+// TestSlowReaderOverHTTP2: a client that opens the flow-control windows wide and does not read its socket is
+// cut like one of HTTP/1.
 func TestSlowReaderOverHTTP2(t *testing.T) {
 	const streams = 3
 	big := `{"choices":[{"index":0,"text":"` + strings.Repeat("z", 8<<10) + `","finish_reason":null}]}`
 	freed := make(chan struct{}, streams)
-	g := newRig(t, options{timers: Timers{SlowReader: 200 * time.Millisecond}, engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
-		drain(r)
-		for r.Context().Err() == nil {
-			sse(w, big)
-		}
-		freed <- struct{}{}
-	}}})
+	g := newRig(t, options{
+		timers: Timers{SlowReader: 200 * time.Millisecond},
+		engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
+			drain(r)
+			for r.Context().Err() == nil {
+				sse(w, big)
+			}
+			freed <- struct{}{}
+		}},
+	})
 	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(g.url, "http://"))
 	require.NoError(t, err)
 	defer func() { _ = conn.Close() }()
@@ -245,10 +266,17 @@ func TestSlowReaderOverHTTP2(t *testing.T) {
 	for i := range uint32(streams) {
 		var head bytes.Buffer
 		enc := hpack.NewEncoder(&head)
-		for _, f := range [][2]string{{":method", "POST"}, {":scheme", "http"}, {":authority", "x"}, {":path", "/v1/completions"}} {
+		for _, f := range [][2]string{
+			{":method", "POST"},
+			{":scheme", "http"},
+			{":authority", "x"},
+			{":path", "/v1/completions"},
+		} {
 			require.NoError(t, enc.WriteField(hpack.HeaderField{Name: f[0], Value: f[1]}))
 		}
-		require.NoError(t, fr.WriteHeaders(http2.HeadersFrameParam{StreamID: 2*i + 1, BlockFragment: head.Bytes(), EndHeaders: true}))
+		require.NoError(t, fr.WriteHeaders(http2.HeadersFrameParam{
+			StreamID: 2*i + 1, BlockFragment: head.Bytes(), EndHeaders: true,
+		}))
 		require.NoError(t, fr.WriteData(2*i+1, true, []byte(`{"model":"demo","stream":true,"prompt":"x"}`)))
 	}
 	for range streams {
@@ -260,18 +288,26 @@ func TestSlowReaderOverHTTP2(t *testing.T) {
 	}
 }
 
-// TestARefusedRequestLeavesItsHTTP2Connection: requests of many users may share one connection of a proxy.
+// TestARefusedRequestLeavesItsHTTP2Connection: the requests of many users may share one connection of a
+// proxy, so a refused request does not close it.
 func TestARefusedRequestLeavesItsHTTP2Connection(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, limits: Limits{MaxBody: 1000}})
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{replies(200, wholeAnswer)},
+		limits:  Limits{MaxBody: 1000},
+	})
 	var dials atomic.Int32
-	tr := &http.Transport{Protocols: new(http.Protocols), DialContext: func(ctx context.Context, network, addr string) (net.Conn, error) {
-		dials.Add(1)
-		return (&net.Dialer{}).DialContext(ctx, network, addr)
-	}}
+	tr := &http.Transport{
+		Protocols: new(http.Protocols),
+		DialContext: func(ctx context.Context, network, addr string) (net.Conn, error) {
+			dials.Add(1)
+			return (&net.Dialer{}).DialContext(ctx, network, addr)
+		},
+	}
 	tr.Protocols.SetUnencryptedHTTP2(true)
 	defer tr.CloseIdleConnections()
 	ask := func(path, body string) int {
-		req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, g.url+path, strings.NewReader(body))
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, g.url+path,
+			strings.NewReader(body))
 		require.NoError(t, err)
 		resp, err := tr.RoundTrip(req)
 		require.NoError(t, err)
@@ -288,7 +324,8 @@ func TestARefusedRequestLeavesItsHTTP2Connection(t *testing.T) {
 	assert.EqualValues(t, 1, dials.Load())
 }
 
-// TestARedirectOfAnEngineStaysInside: it names an address behind the ingress, and client libraries would follow it with the prompt.
+// TestARedirectOfAnEngineStaysInside: a redirect names an internal address, and client libraries would send
+// the prompt there.
 func TestARedirectOfAnEngineStaysInside(t *testing.T) {
 	redirects := func(w http.ResponseWriter, r *http.Request) {
 		drain(r)
@@ -303,7 +340,8 @@ func TestARedirectOfAnEngineStaysInside(t *testing.T) {
 	assert.NotContains(t, a.body, "31903")
 }
 
-// TestRanksThatAreGoneAreNoDeathsOfARequest: two ranks go while they have a request, with their nodes; it is served by a third.
+// TestRanksThatAreGoneAreNoDeathsOfARequest: two ranks that have a request disappear with their nodes; a
+// third rank serves it.
 func TestRanksThatAreGoneAreNoDeathsOfARequest(t *testing.T) {
 	for name, c := range map[string]struct {
 		ends   func(r *replica)
@@ -365,7 +403,9 @@ func TestLateTicketGoesBack(t *testing.T) {
 }
 
 func TestStoppedReplicaAndSlowAdmission(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer), replies(200, wholeAnswer), replies(200, wholeAnswer)}, timers: Timers{
+	g := newRig(t, options{engines: []http.HandlerFunc{
+		replies(200, wholeAnswer), replies(200, wholeAnswer), replies(200, wholeAnswer),
+	}, timers: Timers{
 		Admit: 50 * time.Millisecond, LateTicket: 10 * time.Millisecond,
 	}})
 	for _, r := range g.replicas[:2] {
@@ -382,11 +422,12 @@ func TestStoppedReplicaAndSlowAdmission(t *testing.T) {
 }
 
 func TestCloseCutsWithDrained(t *testing.T) {
-	var h hang
+	var h hangingEngine
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)}})
 	got := make(chan answer, 1)
 	go func() { got <- g.postCtx(t.Context(), "/v1/chat/completions", streamBody) }()
-	eventually(t, func() bool { return g.replicas[0].inFlight() == 1 && g.replicas[0].firstsSeen() == 1 }, "streams")
+	eventually(t, func() bool { return g.replicas[0].inFlight() == 1 && g.replicas[0].firstsSeen() == 1 },
+		"streams")
 	g.in.Drain()
 	assert.False(t, g.in.Ready())
 	assert.Equal(t, 503, g.get("/health").status)
@@ -405,7 +446,8 @@ func (r *replica) firstsSeen() int {
 	return r.firsts
 }
 
-// TestAClientOfHTTP10SeesThatItsStreamWasCut: the end of its connection is the end of a whole answer.
+// TestAClientOfHTTP10SeesThatItsStreamWasCut: a clean end of its connection would be the end of a complete
+// answer, so the connection is reset.
 func TestAClientOfHTTP10SeesThatItsStreamWasCut(t *testing.T) {
 	for name, c := range map[string]struct {
 		engine http.HandlerFunc
@@ -419,7 +461,8 @@ func TestAClientOfHTTP10SeesThatItsStreamWasCut(t *testing.T) {
 			conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(g.url, "http://"))
 			require.NoError(t, err)
 			defer func() { _ = conn.Close() }()
-			_, err = fmt.Fprintf(conn, "POST /v1/chat/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s", len(streamBody), streamBody)
+			_, err = fmt.Fprintf(
+				conn, "POST /v1/chat/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s", len(streamBody), streamBody)
 			require.NoError(t, err)
 			answer, err := io.ReadAll(conn)
 			if !c.cut {

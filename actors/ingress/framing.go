@@ -9,11 +9,12 @@ import (
 	"time"
 )
 
-// framedConn is a client's connection on which every request says in one way how long it is. net/http takes Transfer-Encoding where a
-// request has Content-Length as well, and joins header lines that are folded; a proxy in front of dpserve that takes the other one
-// sees other requests than dpserve does, and a client behind it can slip one past it. The standard wants such requests refused and
-// their connections closed. net/http shows its handlers neither, so this looks at the bytes, and spoils the header line: net/http
-// then answers 400 and closes.
+// framedConn is a client's connection on which every request states its length in exactly one way. net/http
+// accepts Transfer-Encoding in a request that also has Content-Length, and joins folded header lines. A proxy
+// in front of dpserve that decides differently sees other requests than dpserve, and a client behind it can
+// smuggle a request past it. RFC 9112 wants such requests refused and their connections closed. net/http
+// hides both cases from handlers, so framedConn inspects the bytes and corrupts the header line: net/http
+// then answers 400 and closes the connection.
 type framedConn struct {
 	net.Conn
 
@@ -21,9 +22,10 @@ type framedConn struct {
 	reset   atomic.Bool // Close resets the connection
 }
 
-// resetAtClose is a write deadline that asks for the connection to be reset when it is closed. Where an answer ends with its connection,
-// as all streams of HTTP/1.0 do, a client takes a close for the end of the answer, and only a reset says that the answer was cut.
-// net/http hands a handler no connection, but it passes deadlines on.
+// resetAtClose is a write deadline that asks for a TCP reset when the connection is closed. If an answer ends
+// with its connection, as every stream of HTTP/1.0 does, a client takes a close for the end of the answer,
+// and only a reset shows that the answer was cut. net/http gives a handler no access to the connection, but
+// it passes deadlines on.
 var resetAtClose = time.Unix(1, 0)
 
 // SetWriteDeadline implements net.Conn.
@@ -37,7 +39,7 @@ func (c *framedConn) SetWriteDeadline(t time.Time) error {
 // Close implements net.Conn.
 func (c *framedConn) Close() error {
 	if l, ok := c.Conn.(interface{ SetLinger(sec int) error }); ok && c.reset.Load() {
-		_ = l.SetLinger(0) // closed already: nothing is left to say
+		_ = l.SetLinger(0) // fails only if the connection is closed already
 	}
 	return c.Conn.Close()
 }
@@ -52,38 +54,38 @@ func (c *framedConn) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// part is what the next byte of a connection belongs to.
+// part is the syntactic part of a request to which the next byte belongs.
 type part uint8
 
 const (
 	partPreface     part = iota // the first line of the connection
-	partRequestLine             // or an empty line in front of it
+	partRequestLine             // or an empty line before it
 	partHeaderLine
 	partBody
 	partChunkSize
 	partChunkEnd
 	partTrailerLine
-	partUnframed // the connection is HTTP/2, or a header line was spoiled: scan looks at nothing more
-	partEnded    // net/http refuses what was read: no further byte is given to it
+	partUnframed // the connection is HTTP/2, or a header line was corrupted: scan ignores the rest
+	partEnded    // net/http refuses the request: it gets no further byte
 )
 
-// framing follows where the requests of an HTTP/1 connection begin and end, as net/http reads them. The zero value is at the beginning
-// of a connection.
+// framing tracks where the requests of an HTTP/1 connection begin and end, as net/http reads them. The zero
+// value is the beginning of a connection.
 type framing struct {
 	part part
-	then part  // behind the body
-	left int64 // bytes of the body or the chunk
+	then part  // the part after the body
+	left int64 // remaining bytes of the body or the chunk
 
-	line  [64]byte // the beginning of the present line, as far as it has arrived
-	n     int      // bytes of the present line that are in line
-	long  bool     // the present line does not fit into line
-	tail  [10]byte // of a request line, with its end
-	name  field    // of the present header line, once its colon has come
-	colon bool
+	line  [64]byte // the beginning of the current line, as far as it has arrived
+	n     int      // bytes of the current line that are in line
+	long  bool     // the current line does not fit into line
+	tail  [10]byte // the last bytes of a request line
+	name  field    // of the current header line, once its colon has arrived
+	colon bool     // the current header line has a colon
 
 	http10 bool
-	length int64 // by Content-Length; -1: none
-	chunks bool  // by Transfer-Encoding
+	length int64 // from Content-Length; -1: none
+	chunks bool  // Transfer-Encoding is chunked
 }
 
 type field uint8
@@ -94,7 +96,7 @@ const (
 	transferEncoding
 )
 
-// scan takes the bytes of one read, and may change one of them.
+// scan inspects the bytes of one read, and may change one of them.
 func (f *framing) scan(p []byte) {
 	for len(p) > 0 && f.part < partUnframed {
 		if f.part == partBody {
@@ -118,7 +120,7 @@ func (f *framing) scan(p []byte) {
 	}
 }
 
-// take adds to the present line, and spoils a header line that makes the length ambiguous.
+// take adds to the current line, and corrupts a header line that makes the length ambiguous.
 func (f *framing) take(piece []byte) {
 	if f.part == partHeaderLine {
 		if f.n == 0 && (piece[0] == ' ' || piece[0] == '\t') {
@@ -127,7 +129,8 @@ func (f *framing) take(piece []byte) {
 		}
 		if i := bytes.IndexByte(piece, ':'); i >= 0 && !f.colon {
 			f.colon, f.name = true, f.nameOf(piece[:i])
-			both := f.name == contentLength && f.chunks || f.name == transferEncoding && (f.length >= 0 || f.http10)
+			both := f.name == contentLength && f.chunks || f.name == transferEncoding &&
+				(f.length >= 0 || f.http10)
 			if both {
 				f.spoil(&piece[i])
 				return
@@ -144,10 +147,11 @@ func (f *framing) take(piece []byte) {
 	f.long = f.long || n < len(piece)
 }
 
-// spoil makes a header line one that net/http refuses: it has no colon then, or a byte that no name may hold.
+// spoil corrupts a header line so that net/http refuses it: the line then has no colon, or contains a byte
+// that no name may contain.
 func (f *framing) spoil(b *byte) { *b, f.part = 0, partUnframed }
 
-// nameOf is the field of a header line by its name: what came before, and the rest of it.
+// nameOf is the field that a header line names: the bytes collected so far and rest.
 func (f *framing) nameOf(rest []byte) field {
 	var name [len("Transfer-Encoding")]byte
 	n := f.n + len(rest)
@@ -165,7 +169,7 @@ func (f *framing) nameOf(rest []byte) field {
 	}
 }
 
-// endLine takes a line that is whole.
+// endLine handles a complete line.
 func (f *framing) endLine() {
 	line := bytes.TrimRight(f.line[:f.n], "\r\n")
 	empty := len(line) == 0 && !f.long
@@ -201,7 +205,7 @@ func (f *framing) endLine() {
 	}
 }
 
-// noteField takes a header line. false: net/http refuses it.
+// noteField handles a header line; false: net/http refuses it.
 func (f *framing) noteField(line []byte) bool {
 	if f.name == otherField {
 		return true
@@ -220,7 +224,7 @@ func (f *framing) noteField(line []byte) bool {
 	return !f.long && err == nil && (!again || was == f.length)
 }
 
-// endHead is behind the empty line.
+// endHead handles the empty line after the header.
 func (f *framing) endHead() {
 	switch {
 	case f.chunks:
@@ -232,7 +236,7 @@ func (f *framing) endHead() {
 	}
 }
 
-// beginChunk takes the line with a chunk's size, which may have an extension.
+// beginChunk handles the line with a chunk's size, which may have an extension.
 func (f *framing) beginChunk(line []byte) {
 	size, _, extended := bytes.Cut(line, []byte(";"))
 	n, err := strconv.ParseUint(string(bytes.TrimRight(size, " \t")), 16, 63)

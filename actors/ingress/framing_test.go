@@ -15,7 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// raw sends bytes on one connection and gives all that comes back until its end.
+// raw sends bytes on one connection and returns all bytes that come back.
 func raw(t *testing.T, g *rig, text string) string {
 	t.Helper()
 	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(g.url, "http://"))
@@ -29,8 +29,8 @@ func raw(t *testing.T, g *rig, text string) string {
 	return string(all)
 }
 
-// TestAmbiguousLengthsAreRefused: a request that says its length in two ways is answered 400, its connection closed, and what stands
-// in its body is no request.
+// TestAmbiguousLengthsAreRefused: a request with two lengths is answered 400, its connection is closed, and
+// its body is not served as a request.
 func TestAmbiguousLengthsAreRefused(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	const inner = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
@@ -58,24 +58,26 @@ func TestAmbiguousLengthsAreRefused(t *testing.T) {
 	assert.Zero(t, admits)
 }
 
-// TestFramedRequestsPass: what is framed in one way is served, several requests in one read too.
+// TestFramedRequestsPass: requests with one length are served, also several of them in one read.
 func TestFramedRequestsPass(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	b := chatBody
-	plain := "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: " + strconv.Itoa(len(b)) + "\r\n\r\n" + b
+	plain := "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: " + strconv.Itoa(len(b)) +
+		"\r\n\r\n" + b
 	chunked := "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n3;ext=1\r\n" + b[:3] + "\r\n" + strconv.FormatInt(int64(len(b)-3), 16) + "\r\n" + b[3:] + "\r\n0\r\n\r\n"
 	last := "GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 	got := raw(t, g, plain+chunked+"\r\n"+plain+chunked+last)
 	assert.Equal(t, 5, strings.Count(got, "HTTP/1.1 200 "), got)
 }
 
-// FuzzFraming: no request that net/http takes says its length in two ways or has a folded line, however the bytes are cut, and what is
-// framed in one way comes through as it was.
+// FuzzFraming: no request that net/http accepts has two lengths or a folded line, however its bytes are cut,
+// and a request with one length passes unchanged.
 func FuzzFraming(f *testing.F) {
 	for _, s := range []string{
 		"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}GET / HTTP/1.1\r\nHost: x\r\n\r\n",
 		"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2;a=b\r\n{}\r\n0\r\nA: b\r\n\r\nPOST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-		"POST / HTTP/1.0\nTransfer-Encoding: chunked\n\n0\n\n", "\r\n\nGET / HTTP/1.1\nHost: x\nA: b\n c\n\n", "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+		"POST / HTTP/1.0\nTransfer-Encoding: chunked\n\n0\n\n", "\r\n\nGET / HTTP/1.1\nHost: x\nA: b\n c\n\n",
+		"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
 	} {
 		f.Add([]byte(s), byte(1))
 		f.Add([]byte(s), byte(200))
@@ -95,7 +97,8 @@ func FuzzFraming(f *testing.F) {
 			}
 			from := c.at - br.Buffered()
 			req, err := http.ReadRequest(br)
-			if err != nil || c.framing.part == partUnframed && bytes.HasPrefix(data, []byte("PRI * HTTP/2.0")) {
+			if err != nil || c.framing.part == partUnframed &&
+				bytes.HasPrefix(data, []byte("PRI * HTTP/2.0")) {
 				return
 			}
 			head := data[from : c.at-br.Buffered()]
@@ -103,7 +106,8 @@ func FuzzFraming(f *testing.F) {
 			for i, line := range bytes.Split(head, []byte("\n")) {
 				name, _, _ := bytes.Cut(line, []byte(":"))
 				length = length || i > 0 && bytes.EqualFold(bytes.TrimSpace(name), []byte("content-length"))
-				require.False(t, i > 0 && len(line) > 0 && (line[0] == ' ' || line[0] == '\t'), "a folded line: %q", head)
+				require.False(t, i > 0 && len(line) > 0 && (line[0] == ' ' || line[0] == '\t'),
+					"a folded line: %q", head)
 			}
 			require.False(t, chunks && length, "two lengths: %q", head)
 			if _, err := io.Copy(io.Discard, req.Body); err != nil {

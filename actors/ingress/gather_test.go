@@ -15,7 +15,7 @@ import (
 	"github.com/dpserve/dpserve/internal/memnet"
 )
 
-// countedConn keeps what was written to it, write by write.
+// countedConn records each write.
 type countedConn struct {
 	net.Conn
 
@@ -51,8 +51,8 @@ func (l countedListener) Accept() (net.Conn, error) {
 	return counted, nil
 }
 
-// TestAPieceLeavesInOneWrite: a piece of an answer that is larger than the buffer of net/http is one write to the client, whatever its
-// size, and what the client reads is the same.
+// TestAPieceLeavesInOneWrite: a piece of an answer that is larger than net/http's buffer is one write to the
+// client, whatever its size, and the client reads the same bytes.
 func TestAPieceLeavesInOneWrite(t *testing.T) {
 	for _, size := range []int{100, gatheredFrom, 5000, relayBuffer, relayBuffer + 700, 3 * relayBuffer} {
 		var network memnet.Network
@@ -61,27 +61,30 @@ func TestAPieceLeavesInOneWrite(t *testing.T) {
 		conns := make(chan *countedConn, 1)
 		piece, broken := bytes.Repeat([]byte("Z"), size), errors.New("broken")
 		results := make(chan error, 3)
-		server := &http.Server{ConnContext: withConn, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			for range 2 {
-				conn := gather(r, len(piece))
+		server := &http.Server{
+			ConnContext: withConn,
+			Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				for range 2 {
+					conn := startGather(r, len(piece))
+					_, err := w.Write(piece)
+					results <- errors.Join(err, http.NewResponseController(w).Flush(), conn.sendGathered())
+				}
+				c, _ := r.Context().Value(connKey{}).(*clientConn)
+				counted, _ := c.Conn.(*countedConn)
+				counted.mu.Lock()
+				counted.err = broken
+				counted.mu.Unlock()
+				conn := startGather(r, len(piece))
 				_, err := w.Write(piece)
-				results <- errors.Join(err, http.NewResponseController(w).Flush(), conn.send())
-			}
-			c, _ := r.Context().Value(connKey{}).(*clientConn)
-			counted, _ := c.Conn.(*countedConn)
-			counted.mu.Lock()
-			counted.err = broken
-			counted.mu.Unlock()
-			conn := gather(r, len(piece))
-			_, err := w.Write(piece)
-			results <- errors.Join(err, http.NewResponseController(w).Flush(), conn.send())
-			panic(http.ErrAbortHandler)
-		})}
+				results <- errors.Join(err, http.NewResponseController(w).Flush(), conn.sendGathered())
+				panic(http.ErrAbortHandler)
+			}),
+		}
 		served := make(chan error, 1)
 		in := &Ingress{}
 		in.limits.MaxConns = 4
-		front := in.newClientConns(countedListener{l, conns})
-		front.refuses = func() bool { return false }
+		front := newClientConns(in, countedListener{l, conns})
+		front.refuse = func() bool { return false }
 		go func() { served <- server.Serve(front) }()
 		client, err := network.DialContext(t.Context(), "tcp", "ingress:80")
 		require.NoError(t, err)

@@ -1,11 +1,13 @@
 package ingress
 
 import (
+	"math"
 	"net/http"
 	"strconv"
 	"strings"
 	"time"
 
+	"github.com/dpserve/dpserve/engine/openai"
 	"github.com/dpserve/dpserve/internal/engineleg"
 	"github.com/dpserve/dpserve/routing"
 )
@@ -27,18 +29,21 @@ const (
 	headerEngineRank = "X-Data-Parallel-Rank"
 )
 
-// ownHeader says that dpserve alone may set a field towards an engine: how far a request came, and which rank it is for
-// (STYLE 10).
+// ownHeader reports whether only dpserve may set a header field towards an engine: how far a request came,
+// and which rank it is for.
 func ownHeader(name string) bool {
 	switch name {
-	case "Host", "Content-Length", "Accept-Encoding", "Expect", "Forwarded", "X-Real-Ip", headerRequestID, headerEngineRank:
+	case "Host", "Content-Length", "Accept-Encoding", "Expect", "Forwarded", "X-Real-Ip", headerRequestID,
+		headerEngineRank:
 		return true
 	}
-	return strings.HasPrefix(name, "X-Forwarded-") || strings.HasPrefix(name, "X-Dpserve-") || strings.HasPrefix(name, "Dpserve-") ||
+	return strings.HasPrefix(name, "X-Forwarded-") || strings.HasPrefix(name, "X-Dpserve-") ||
+		strings.HasPrefix(name, "Dpserve-") ||
 		strings.HasPrefix(name, "X-Data-Parallel-")
 }
 
-// engineHeader is what goes to the engine of a client's header. Values are shared, not copied: nobody changes them.
+// engineHeader is the header for the engine, made of the client's. Values are shared and not copied; no code
+// changes them.
 func engineHeader(client http.Header, requestID []string) http.Header {
 	hop := engineleg.HopNames(client)
 	out := make(http.Header, len(client)+1)
@@ -54,18 +59,19 @@ func engineHeader(client http.Header, requestID []string) http.Header {
 	return out
 }
 
-// clientHeader copies an engine's header into the answer. Content-Length is the relay's to set.
+// clientHeader copies an engine's header into the answer. The relay sets Content-Length.
 func clientHeader(dst, engine http.Header) {
 	hop := engineleg.HopNames(engine)
 	for name, values := range engine {
-		if !engineleg.Hop(name) && !hop[name] && name != "Content-Length" && name != headerRequestID && !strings.HasPrefix(name, "X-Dpserve-") {
+		if !engineleg.Hop(name) && !hop[name] && name != "Content-Length" && name != headerRequestID &&
+			!strings.HasPrefix(name, "X-Dpserve-") {
 			dst[name] = values
 		}
 	}
 }
 
-// withRank adds the rank's number where an engine hosts several ranks behind one URL. The shared header stays as it is: an
-// earlier attempt may still be reading it.
+// withRank adds the rank's number, for an engine that hosts several ranks behind one URL. It copies the
+// header, because an earlier attempt may still read the shared one.
 func withRank(h http.Header, selector int) http.Header {
 	out := make(http.Header, len(h)+1)
 	for name, values := range h {
@@ -75,7 +81,7 @@ func withRank(h http.Header, selector int) http.Header {
 	return out
 }
 
-// validRequestID accepts what can stand in a log line and in an engine's own id.
+// validRequestID accepts ids that are safe in a log line and in an engine's own id.
 func validRequestID(s string) bool {
 	if s == "" || len(s) > maxRequestID {
 		return false
@@ -103,7 +109,8 @@ func newRequestID(id uint64) string {
 // maxTimeout bounds x-dpserve-timeout-ms: a day.
 const maxTimeout = 24 * time.Hour
 
-// parseTimeout reads x-dpserve-timeout-ms; ok is false if it is no whole number of milliseconds from 1 to a day.
+// parseTimeout reads x-dpserve-timeout-ms; ok is false if it is no whole number of milliseconds from 1 to a
+// day.
 func parseTimeout(s string) (d time.Duration, ok bool) {
 	ms, err := strconv.ParseInt(s, 10, 64)
 	if err != nil || ms < 1 || ms > maxTimeout.Milliseconds() {
@@ -121,4 +128,68 @@ func parseRank(s string) (id routing.RankID, ok bool) {
 		return 0, false
 	}
 	return routing.ID(int(group), int(rank)), true
+}
+
+// routingHeaders are the request headers that influence routing.
+type routingHeaders struct {
+	direct    routing.RankID
+	hasDirect bool
+	ttftMs    float64 // 0: none
+	tpotMs    float64
+	priority  int
+}
+
+// parse reads the routing headers.
+func (w *routingHeaders) parse(h http.Header) *failure {
+	*w = routingHeaders{}
+	var ok bool
+	if v := h[headerRank]; len(v) > 0 {
+		if w.direct, ok = parseRank(v[0]); !ok {
+			return newFailure(openai.CodeInvalidRequest, "x-dpserve-rank must be GROUP/RANK, for example 0/3")
+		}
+		w.hasDirect = true
+	}
+	if v := h[headerTTFT]; len(v) > 0 {
+		if w.ttftMs, ok = parseMillis(v[0]); !ok {
+			return newFailure(openai.CodeInvalidRequest,
+				"x-dpserve-ttft-ms must be a number of milliseconds above 0, at most 86400000")
+		}
+	}
+	if v := h[headerTPOT]; len(v) > 0 {
+		if w.tpotMs, ok = parseMillis(v[0]); !ok {
+			return newFailure(openai.CodeInvalidRequest,
+				"x-dpserve-tpot-ms must be a number of milliseconds above 0, at most 86400000")
+		}
+	}
+	if v := h[headerPriority]; len(v) > 0 {
+		n, err := strconv.ParseInt(v[0], 10, 32)
+		if err != nil {
+			return newFailure(openai.CodeInvalidRequest,
+				"x-dpserve-priority must be a whole number; higher goes first")
+		}
+		w.priority = int(n)
+	}
+	return nil
+}
+
+// parseMillis parses a time of a service level objective: above 0, at most a day.
+func parseMillis(s string) (ms float64, ok bool) {
+	ms, err := strconv.ParseFloat(s, 64)
+	if err != nil || math.IsNaN(ms) || ms <= 0 || ms > float64(maxTimeout.Milliseconds()) {
+		return 0, false
+	}
+	return ms, true
+}
+
+// maxSession bounds a session's name; the rest of a longer name is ignored.
+const maxSession = 256
+
+// sessionOf is the session of a request: from a header, otherwise the body's user; "" for none.
+func sessionOf(h http.Header, user []byte) string {
+	for _, name := range [...]string{headerSessionID, headerSession} {
+		if v := h[name]; len(v) > 0 && v[0] != "" {
+			return v[0][:min(len(v[0]), maxSession)]
+		}
+	}
+	return string(user[:min(len(user), maxSession)])
 }

@@ -2,17 +2,20 @@ package ingress
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
 	"net"
 	"net/http"
+	"reflect"
 	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/internal/engineleg"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
@@ -20,8 +23,8 @@ import (
 	"github.com/dpserve/dpserve/telemetry"
 )
 
-// ErrDrained is the cause with which Close ends what is still running when its context is over.
-var ErrDrained = errors.New("the ingress is shutting down")
+// errDrained is the cause with which Close ends what is still running when its context is over.
+var errDrained = errors.New("the ingress is shutting down")
 
 // Metrics gives and forgets the counters of an application. *telemetry.Metrics implements it.
 type Metrics interface {
@@ -43,47 +46,47 @@ type Config struct {
 	Log     *slog.Logger
 	Limits  Limits
 	Timers  Timers
-	Seed    uint64      // of the Routers' generators and of the request ids: random per process
+	Seed    uint64      // of the Routers' random generators and the request ids; random per process
 	Dial    Dialer      // to the engines; nil = TCP
-	Remote  Remote      // to the ranks of other nodes; nil = Feed has none: every rank's mailbox is in this process
-	Serves  func() bool // false: the ranks of this node may not be served (its lease is over); nil = always
+	Remote  Remote      // to the ranks of other nodes; nil = every rank's mailbox is in this process
+	Serves  func() bool // false: this node's lease is over, so its ranks may not serve; nil = always
 }
 
 // Ingress serves the OpenAI surface. Safe for concurrent use. New starts one goroutine, which Close ends.
 type Ingress struct {
-	node    string
-	version string
-	store   msg.Store
-	feed    msg.Feed
-	metrics Metrics
-	log     *slog.Logger
-	limits  Limits
-	timers  Timers
-	seed    uint64
-	base    time.Time // origin of the budgets' clock
+	node      string
+	version   string
+	store     msg.Store
+	feed      msg.Feed
+	metrics   Metrics
+	log       *slog.Logger
+	limits    Limits
+	timers    Timers
+	seed      uint64
+	clockBase time.Time // zero of clock
 
-	handler http.Handler
-	server  *http.Server
-	legs    *engineleg.Legs
-	remote  Remote
-	serves  func() bool // nil: always
-	table   atomic.Pointer[table]
-	waiting waiting
-	hasher  atomic.Pointer[kvindex.Hasher] // keyed by the cluster's secret
-	calls   sync.Pool                      // *call
-	bodies  bodyMemory
-	prompts sync.Pool // *promptMemory
-	memory  memoryGuard
-	replies sync.Pool // chan msg.AdmitReply
+	handler     http.Handler
+	server      *http.Server
+	legs        *engineleg.Legs
+	remote      Remote
+	serves      func() bool // nil: always
+	table       atomic.Pointer[routeTable]
+	unplaced    unplacedApps
+	hasher      atomic.Pointer[kvindex.Hasher] // keyed by the cluster's secret
+	requestPool sync.Pool                      // *request
+	bodies      bodyMemory
+	promptPool  sync.Pool // *promptMemory
+	memory      memoryGuard
+	replyPool   sync.Pool // chan msg.AdmitReply
 
 	nextID   atomic.Uint64
-	requests atomic.Uint64
+	answered atomic.Uint64
 	tokens   atomic.Uint64
 	inflight atomic.Int64
 	draining atomic.Bool
 
-	lanesMu sync.RWMutex
-	lanes   map[string]*lane
+	appRoutersMu sync.RWMutex
+	appRouters   map[string]*appRouter
 
 	mu          sync.Mutex
 	listener    *clientConns
@@ -91,39 +94,45 @@ type Ingress struct {
 	closeOnce   sync.Once
 	closeErr    error
 
-	stop     context.CancelFunc      // ends the table's goroutine
-	followed chan struct{}           // closed: it has ended
-	cut      context.CancelCauseFunc // ends every request
-	cutCtx   func(net.Listener) context.Context
-	running  sync.WaitGroup // indexes, late tickets
+	stop        context.CancelFunc      // ends follow
+	followDone  chan struct{}           // closed: follow has ended
+	cutRequests context.CancelCauseFunc // ends every request
+	baseContext func(net.Listener) context.Context
+	background  sync.WaitGroup // indexes, late tickets
 }
 
-// New makes an ingress and follows Store and Feed at once; it serves when Serve is called, or through Handler.
+// New makes an ingress and follows Store and Feed at once. It serves requests once Serve is called.
 func New(c Config) (*Ingress, error) {
 	if c.Store == nil || c.Feed == nil || c.Metrics == nil || c.Log == nil {
 		return nil, errors.New("ingress: Store, Feed, Metrics and Log must be set")
 	}
 	in := &Ingress{
 		node: c.Node, version: c.Version, store: c.Store, feed: c.Feed, metrics: c.Metrics,
-		log: c.Log.With(slog.String("room", "ingress")), limits: c.Limits.withDefaults(), timers: c.Timers.withDefaults(),
-		seed: c.Seed, base: time.Now(), lanes: map[string]*lane{}, followed: make(chan struct{}),
-		waiting: waiting{news: make(chan struct{}, 1)},
+		log: c.Log.With(slog.String("room", "ingress")), limits: c.Limits.withDefaults(),
+		timers: c.Timers.withDefaults(),
+		seed:   c.Seed, clockBase: time.Now(), appRouters: map[string]*appRouter{},
+		followDone: make(chan struct{}),
+		unplaced:   unplacedApps{changed: make(chan struct{}, 1)},
 	}
 	in.nextID.Store(mix(c.Seed))
-	in.calls.New = func() any { return newCall(in) }
-	in.memory.limit, in.memory.read, in.memory.log, in.memory.base = memoryLimit(), readMemory, in.log, in.base
-	in.memory.collect = func() { in.running.Go(runtime.GC) }
+	in.requestPool.New = func() any { return newRequest(in) }
+	in.memory.limit, in.memory.read, in.memory.log, in.memory.base = memoryLimit(), readMemory, in.log,
+		in.clockBase
+	in.memory.collect = func() { in.background.Go(runtime.GC) }
 	in.bodies.budget = in.limits.bodyBudget(in.memory.limit)
-	in.replies.New = func() any { return make(chan msg.AdmitReply, 1) }
+	in.replyPool.New = func() any { return make(chan msg.AdmitReply, 1) }
 	in.remote, in.serves = c.Remote, c.Serves
-	in.legs = engineleg.New(engineleg.Timers{Dial: in.timers.Dial, IdleOwned: in.timers.IdleOwned, IdleAttached: in.timers.IdleAttached}, c.Dial)
+	in.legs = engineleg.New(engineleg.Timers{
+		Dial: in.timers.Dial, IdleOwned: in.timers.IdleOwned,
+		IdleAttached: in.timers.IdleAttached,
+	}, c.Dial)
 	ctx, stop := context.WithCancel(context.Background())
 	cutCtx, cut := context.WithCancelCause(context.Background())
-	in.stop, in.cut, in.cutCtx = stop, cut, func(net.Listener) context.Context { return cutCtx }
+	in.stop, in.cutRequests, in.baseContext = stop, cut, func(net.Listener) context.Context { return cutCtx }
 	in.handler = in.routes()
 	in.server = in.newServer()
-	in.table.Store(newTable())
-	in.key(nil)
+	in.table.Store(newRouteTable())
+	in.setSecret(nil)
 	changed := in.store.Changed() // before State, so that no change is missed
 	in.rebuild(in.store.State())
 	in.resubscribe()
@@ -131,24 +140,21 @@ func New(c Config) (*Ingress, error) {
 	return in, nil
 }
 
-// Handler is the whole surface, for tests and for servers of other rooms. Requests served through it end with their own
-// context alone.
-func (in *Ingress) Handler() http.Handler { return in.handler }
-
-// follow rebuilds the table whenever the state changes, or what the leader says of units that wait for room.
+// follow rebuilds the route table whenever the replicated state or the leader's list of unplaced units
+// changes.
 func (in *Ingress) follow(ctx context.Context, changed <-chan struct{}) {
-	defer close(in.followed)
+	defer close(in.followDone)
 	lapse := time.NewTimer(time.Hour)
 	defer lapse.Stop()
 	for {
 		lapse.Stop()
-		if _, left := in.waiting.now(); left > 0 {
+		if _, left := in.unplaced.current(); left > 0 {
 			lapse.Reset(left)
 		}
 		select {
 		case <-ctx.Done():
 			return
-		case <-in.waiting.news:
+		case <-in.unplaced.changed:
 		case <-lapse.C:
 		case <-changed:
 			changed = in.store.Changed()
@@ -159,39 +165,40 @@ func (in *Ingress) follow(ctx context.Context, changed <-chan struct{}) {
 	}
 }
 
-// rebuild makes a table of the state. fresh says that a Router or an index is new, and lacks what the ranks' snapshots tell.
+// rebuild makes a route table of the state. fresh says that a Router or an index is new and needs the ranks'
+// snapshots.
 func (in *Ingress) rebuild(st *state.State) (fresh bool) {
-	t := newTable()
-	in.key(st.Secret)
-	waiting, _ := in.waiting.now()
+	t := newRouteTable()
+	in.setSecret(st.Secret)
+	waiting, _ := in.unplaced.current()
 	for name, a := range st.Apps {
-		l := in.lane(name)
-		spec, isNew, err := in.adopt(l, a)
+		ar := in.ensureAppRouter(name)
+		spec, isNew, err := in.applyRevision(ar, a)
 		if err != nil {
-			spec = in.keepOld(l, a, err)
+			spec = in.keepOldRevision(ar, a, err)
 		}
 		if spec == nil {
 			continue
 		}
 		fresh = fresh || isNew
-		l.units(progress(st, spec.app, a.Deleting, waiting[name]))
+		ar.setUnits(unitProgress(st, spec.app, a.Deleting, waiting[name]))
 		if !a.Deleting {
-			t.add(&entry{served: spec, lane: l})
+			t.add(&appRoute{appRevision: spec, router: ar})
 		}
 	}
 	t.seal()
 	in.table.Store(t)
-	in.forget(st)
+	in.removeDeleted(st)
 	return fresh
 }
 
-// adopt brings a lane to the application's revision. fresh: it has a new Router.
-func (in *Ingress) adopt(l *lane, a *state.App) (spec *served, fresh bool, err error) {
-	old := l.spec.Load()
+// applyRevision brings an application to its current revision. fresh: it has a new Router.
+func (in *Ingress) applyRevision(ar *appRouter, a *state.App) (spec *appRevision, fresh bool, err error) {
+	old := ar.revision.Load()
 	if old != nil && old.revision == a.Revision {
 		return old, false, nil
 	}
-	spec, err = in.decode(a, old)
+	spec, err = in.newRevision(a, old)
 	if err != nil {
 		return nil, false, fmt.Errorf("read the specification of revision %d: %w", a.Revision, err)
 	}
@@ -199,66 +206,143 @@ func (in *Ingress) adopt(l *lane, a *state.App) (spec *served, fresh bool, err e
 	if err != nil {
 		return nil, false, fmt.Errorf("revision %d: %w", a.Revision, err)
 	}
-	if fresh, err = in.read(l, spec, policy); err != nil {
+	if fresh, err = in.setPolicyInputs(ar, spec, policy); err != nil {
 		return nil, false, fmt.Errorf("revision %d: %w", a.Revision, err)
 	}
-	if l.spec.Store(spec); sameRouting(old, spec) {
+	if ar.revision.Store(spec); sameRouting(old, spec) {
 		return spec, fresh, nil
 	}
-	in.newRouter(l, policy)
+	in.newRouter(ar, policy)
 	return spec, true, nil
 }
 
-// newRouter gives a lane a Router.
-func (in *Ingress) newRouter(l *lane, policy routing.Policy) {
-	router := routing.NewRouter(policy, mix(in.seed^in.nextID.Load()))
-	router.OnRoom = l.queue.room
-	l.meter.Store(in.metrics.App(l.name, policy.Name()))
-	l.succeed(router)
+// newRevision decodes an application's specification; old is the revision before, nil for none.
+func (in *Ingress) newRevision(a *state.App, old *appRevision) (*appRevision, error) {
+	spec := &app.Application{}
+	if err := json.Unmarshal(a.Spec, spec); err != nil {
+		return nil, err
+	}
+	s := &appRevision{
+		app: spec, revision: a.Revision, created: time.Now().Unix(), names: a.Names,
+		attempts:   spec.Retries.Attempts,
+		queue:      app.Seconds(spec.Timeouts.QueueS),
+		firstToken: app.Seconds(spec.Timeouts.FirstTokenS),
+		between:    app.Seconds(spec.Timeouts.BetweenTokensS),
+	}
+	if old != nil {
+		s.created = old.created
+	}
+	if len(s.names) == 0 {
+		s.names = spec.Model.ServedNames()
+	}
+	s.adapters = adaptersOf(&spec.Model)
+	if s.attempts <= 0 {
+		s.attempts = defaultAttempts
+	}
+	orDefault(&s.queue, in.timers.Queue)
+	orDefault(&s.firstToken, in.timers.FirstToken)
+	orDefault(&s.between, in.timers.BetweenToken)
+	return s, nil
 }
 
-// key takes the cluster's secret over. It is set once, before the first application.
-func (in *Ingress) key(secret []byte) {
+// adaptersOf maps the names under which adapters are served (Model.ServedNames) to the adapters; nil without
+// adapters.
+func adaptersOf(m *app.Model) map[string]string {
+	if len(m.Adapters) == 0 {
+		return nil
+	}
+	out := make(map[string]string, 2*len(m.Adapters))
+	for _, a := range m.Adapters {
+		out[a.ID], out[m.ID+":"+a.ID] = a.ID, a.ID
+	}
+	return out
+}
+
+// sameRouting reports whether the Router of old can be kept under s.
+func sameRouting(old, s *appRevision) bool {
+	return old != nil && reflect.DeepEqual(old.app.Routing, s.app.Routing)
+}
+
+// newRouter gives an application a new Router.
+func (in *Ingress) newRouter(ar *appRouter, policy routing.Policy) {
+	router := routing.NewRouter(policy, mix(in.seed^in.nextID.Load()))
+	router.OnRoom = ar.queue.room
+	ar.metrics.Store(in.metrics.App(ar.name, policy.Name()))
+	ar.replaceRouter(router)
+}
+
+// setPolicyInputs provides what policy needs. It keeps the index if the policy still needs it and it is large
+// enough. A new index needs snapshots, so fresh asks for a new subscription.
+func (in *Ingress) setPolicyInputs(ar *appRouter, spec *appRevision, policy routing.Policy) (
+	fresh bool, err error,
+) {
+	old := ar.inputs()
+	r := &policyInputs{needs: routing.NeedsOf(policy), identity: spec.app.Routing.Identity}
+	if r.chains() && r.identity == app.IdentityTokens {
+		if r.tokens = old.tokens; r.tokens == nil {
+			r.tokens = newTokenizer(ar)
+		}
+	}
+	if r.needs.Hits {
+		r.cache = old.cache
+		if n := columnsFor(spec.app); r.cache == nil || r.cache.maxColumns < n {
+			if r.cache, err = newCache(ar, n); err != nil {
+				return false, err
+			}
+			fresh = true
+		}
+	}
+	ar.policyInputs.Store(r)
+	if old.cache != nil && old.cache != r.cache {
+		old.cache.close()
+	}
+	return fresh, nil
+}
+
+// setSecret stores the cluster's secret. The cluster sets it once, before the first application.
+func (in *Ingress) setSecret(secret []byte) {
 	h := kvindex.NewHasher(secret)
 	if old := in.hasher.Load(); old == nil || *old != h {
 		in.hasher.Store(&h)
 	}
 }
 
-// hash is the cluster's hasher of prompts.
+// hash is the hasher of prompts, keyed by the cluster's secret.
 func (in *Ingress) hash() kvindex.Hasher { return *in.hasher.Load() }
 
-// clock is the time that Routers and indexes are told.
-func (in *Ingress) clock() time.Duration { return time.Since(in.base) }
+// clock is the time for Routers and indexes.
+func (in *Ingress) clock() time.Duration { return time.Since(in.clockBase) }
 
-// keepOld goes on with the revision before when one cannot be read; nil if there is none. One log line per revision.
-func (in *Ingress) keepOld(l *lane, a *state.App, err error) *served {
-	if l.unreadable != a.Revision {
-		l.unreadable = a.Revision
-		in.log.Error("application cannot be served as deployed", slog.String("app", a.Name), slog.Any("err", err))
+// keepOldRevision keeps the previous revision when the current one cannot be read; nil if there is none. It
+// writes one log line per revision.
+func (in *Ingress) keepOldRevision(ar *appRouter, a *state.App, err error) *appRevision {
+	if ar.unreadableRevision != a.Revision {
+		ar.unreadableRevision = a.Revision
+		in.log.Error("application cannot be served as deployed", slog.String("app", a.Name),
+			slog.Any("err", err))
 	}
-	return l.spec.Load()
+	return ar.revision.Load()
 }
 
-// forget ends the lanes of applications that are gone.
-func (in *Ingress) forget(st *state.State) {
-	in.lanesMu.Lock()
-	var gone []*lane
-	for name, l := range in.lanes {
-		if st.Apps[name] == nil && l.spec.Load() != nil {
-			gone = append(gone, l)
-			delete(in.lanes, name)
+// removeDeleted closes the applications that are no longer in the state.
+func (in *Ingress) removeDeleted(st *state.State) {
+	in.appRoutersMu.Lock()
+	var gone []*appRouter
+	for name, ar := range in.appRouters {
+		if st.Apps[name] == nil && ar.revision.Load() != nil {
+			gone = append(gone, ar)
+			delete(in.appRouters, name)
 		}
 	}
-	in.lanesMu.Unlock()
-	for _, l := range gone {
-		l.end()
-		in.metrics.ForgetApp(l.name)
+	in.appRoutersMu.Unlock()
+	for _, ar := range gone {
+		ar.close()
+		in.metrics.ForgetApp(ar.name)
 	}
 }
 
-// resubscribe asks every rank for a snapshot: at the start, and when a Router is new. In between nobody's account is wrong
-// for longer than it takes the ranks to answer.
+// resubscribe asks every rank for a snapshot, at the start and when a Router is new. Until the ranks answer,
+// a new Router's account is incomplete.
 func (in *Ingress) resubscribe() {
 	in.mu.Lock()
 	defer in.mu.Unlock()
@@ -270,42 +354,45 @@ func (in *Ingress) resubscribe() {
 
 var _ msg.Sink = (*Ingress)(nil)
 
-// Deliver implements msg.Sink. Only a snapshot makes a lane: what trails behind a deleted application is dropped.
+// Deliver implements msg.Sink. Only a snapshot creates an appRouter; late records of a deleted application
+// are dropped.
 func (in *Ingress) Deliver(rec *msg.Record) {
 	if rec.Kind == msg.RecSnapshot {
-		in.lane(rec.App).deliver(rec)
-	} else if l := in.known(rec.App); l != nil {
-		l.deliver(rec)
+		in.ensureAppRouter(rec.App).deliver(rec)
+	} else if ar := in.findAppRouter(rec.App); ar != nil {
+		ar.deliver(rec)
 	}
 }
 
-// known is the lane of an application, nil if there is none.
-func (in *Ingress) known(name string) *lane {
-	in.lanesMu.RLock()
-	defer in.lanesMu.RUnlock()
-	return in.lanes[name]
+// findAppRouter returns the state of an application, nil if there is none.
+func (in *Ingress) findAppRouter(name string) *appRouter {
+	in.appRoutersMu.RLock()
+	defer in.appRoutersMu.RUnlock()
+	return in.appRouters[name]
 }
 
-// lane finds or makes the lane of an application: its ranks' streams may begin before the state tells of it.
-func (in *Ingress) lane(name string) *lane {
-	if l := in.known(name); l != nil {
-		return l
+// ensureAppRouter returns the state of an application and creates it if needed: its ranks' streams may begin
+// before the replicated state contains it.
+func (in *Ingress) ensureAppRouter(name string) *appRouter {
+	if ar := in.findAppRouter(name); ar != nil {
+		return ar
 	}
-	in.lanesMu.Lock()
-	defer in.lanesMu.Unlock()
-	l := in.lanes[name]
-	if l == nil {
-		l = newLane(in, name)
-		in.lanes[name] = l
+	in.appRoutersMu.Lock()
+	defer in.appRoutersMu.Unlock()
+	ar := in.appRouters[name]
+	if ar == nil {
+		ar = newAppRouter(in, name)
+		in.appRouters[name] = ar
 	}
-	return l
+	return ar
 }
 
-// requestID is a new key of a dispatch: unique in this process, and random against those of other ingresses.
+// requestID is a new key of a dispatch: unique in this process, and random relative to other ingresses.
 func (in *Ingress) requestID() uint64 { return in.nextID.Add(1) }
 
-// fold makes the Router's key of a request: an own id as it is, one of another ingress mixed with that ingress's name.
-func (in *Ingress) fold(ingress string, reqID uint64) uint64 {
+// routerKey is the Router's key of a request: an own id unchanged, an id of another ingress mixed with that
+// ingress's name.
+func (in *Ingress) routerKey(ingress string, reqID uint64) uint64 {
 	if ingress == in.node {
 		return reqID
 	}
@@ -324,31 +411,46 @@ func mix(v uint64) uint64 {
 	return v ^ v>>31
 }
 
-// QueueLen is how many requests of an application wait for a rank.
-func (in *Ingress) QueueLen(app string) int {
-	l := in.known(app)
-	if l == nil {
-		return 0
-	}
-	n, _ := l.queue.size()
-	return n
-}
-
-// Totals are the answered inference requests and generated tokens since New, and the requests in hand now.
+// Totals are the answered inference requests and generated tokens since New, and the number of requests in
+// progress.
 func (in *Ingress) Totals() (requests, tokens uint64, inflight int) {
-	return in.requests.Load(), in.tokens.Load(), int(in.inflight.Load())
+	return in.answered.Load(), in.tokens.Load(), int(in.inflight.Load())
 }
 
-// Ready says that this ingress should get requests: it is not draining, and some application can serve or none is there.
+// Ready reports whether this ingress should get requests: it is not draining, and an application can serve or
+// there is none.
 func (in *Ingress) Ready() bool {
 	if in.draining.Load() {
 		return false
 	}
 	t := in.table.Load()
-	for _, l := range t.lanes {
-		if l.canServe() {
+	for _, ar := range t.routers {
+		if ar.canServe() {
 			return true
 		}
 	}
-	return len(t.lanes) == 0
+	return len(t.routers) == 0
+}
+
+// TakeWaiting tells the ingress which applications have units that find no room. It replaces the list before,
+// and holds for lasts. These units do not count as pending, so requests that no ready rank can take are
+// refused with the reason.
+func (in *Ingress) TakeWaiting(said []msg.Waiting, lasts time.Duration) {
+	in.unplaced.replace(said, lasts)
+}
+
+// Usage is what the ingress holds now, for its metrics.
+func (in *Ingress) Usage() telemetry.IngressUsage {
+	in.memory.pressure(time.Now())
+	u := telemetry.IngressUsage{
+		BodyBytes: in.bodies.taken.Load(), BodyLimit: in.bodies.budget, MemoryBytes: in.memory.used.Load(),
+		MemoryLimit: in.memory.limit,
+	}
+	in.mu.Lock()
+	l := in.listener
+	in.mu.Unlock()
+	if l != nil {
+		u.Connections = l.count()
+	}
+	return u
 }

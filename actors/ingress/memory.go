@@ -10,18 +10,18 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/engine/openai"
-	"github.com/dpserve/dpserve/telemetry"
 )
 
 // Shares of the memory limit, in percent.
 const (
 	fullShare     = 85 // above it new requests are refused
-	overfullShare = 95 // above it new connections are, too
+	overfullShare = 95 // above it new connections are refused too
 )
 
 const (
-	memorySampleEvery = 100 * time.Millisecond // at most: the answer of a sample serves all requests of that time
-	collectAfter      = 5 * time.Second        // without a collection while requests are refused, one is asked for
+	memorySampleEvery = 100 * time.Millisecond // all requests of this time share one sample
+	// if requests are refused this long without a collection, one is started
+	collectAfter = 5 * time.Second
 )
 
 // pressure is how near the process is to its memory limit.
@@ -33,7 +33,7 @@ const (
 	pressureOverfull
 )
 
-// pressureOf judges what is used of a limit; a limit of 0 is none.
+// pressureOf is the pressure of a use under a limit; a limit of 0 means none.
 func pressureOf(used, limit int64) pressure {
 	switch share := float64(used) / float64(limit) * 100; {
 	case limit <= 0 || share <= fullShare:
@@ -45,14 +45,14 @@ func pressureOf(used, limit int64) pressure {
 	}
 }
 
-// memoryUse is what the process needs, in bytes: what the last garbage collection has left, and what is not on the heap. Garbage is
-// none of it: the runtime lets it grow up to the limit and frees it there.
+// memoryUse is what the process needs, in bytes: what the last garbage collection has left, and what is not
+// on the heap. Garbage is none of it: the runtime lets it grow up to the limit and frees it there.
 type memoryUse struct {
 	bytes       int64
-	collections uint64 // since the process began
+	collections uint64 // garbage collections since the process began
 }
 
-// readMemory reads the runtime's own account: some microseconds, and no other goroutine is stopped.
+// readMemory reads the runtime's own metrics. It takes some microseconds and stops no other goroutine.
 func readMemory() memoryUse {
 	s := []metrics.Sample{
 		{Name: "/gc/heap/live:bytes"},
@@ -71,7 +71,7 @@ func readMemory() memoryUse {
 	return memoryUse{bytes: n(0) + n(1) - heap, collections: s[6].Value.Uint64()}
 }
 
-// memoryLimit is the runtime's (GOMEMLIMIT); 0: it has none.
+// memoryLimit is the runtime's memory limit (GOMEMLIMIT); 0: none.
 func memoryLimit() int64 {
 	if limit := debug.SetMemoryLimit(-1); limit < math.MaxInt64 {
 		return limit
@@ -79,26 +79,27 @@ func memoryLimit() int64 {
 	return 0
 }
 
-// memoryGuard keeps the process away from its memory limit, where the runtime would do nothing but collect garbage, and the kernel
-// end the process: it refuses new requests, then new connections. Requests themselves ask for a sample, at most one in
-// memorySampleEvery, so a node at rest does nothing. Safe for concurrent use.
+// memoryGuard keeps the process below its memory limit, where the runtime would spend its time on garbage
+// collection and the kernel would kill the process. It refuses new requests first, then new connections.
+// Requests trigger its samples, at most one per memorySampleEvery, so an idle node does nothing. Safe for
+// concurrent use.
 type memoryGuard struct {
 	limit   int64 // bytes; 0: none, and the guard never refuses
 	read    func() memoryUse
-	collect func() // asks for a garbage collection, and does not wait for it
+	collect func() // starts a garbage collection and does not wait for it
 	log     *slog.Logger
 	base    time.Time
 
-	next  atomic.Int64 // when the next sample is due, in ns since base
+	next  atomic.Int64 // time of the next sample, in ns since base
 	level atomic.Int32 // pressure of the last sample
 	used  atomic.Int64 // bytes of the last sample
 
 	mu          sync.Mutex
-	collections uint64        // of the last sample with another number than before
-	counted     time.Duration // when that was, since base
+	collections uint64        // number of collections when it last changed
+	counted     time.Duration // when it last changed, since base
 }
 
-// pressure is that of now, or of a moment ago.
+// pressure is the current pressure, or that of the last sample.
 func (g *memoryGuard) pressure(now time.Time) pressure {
 	if g.limit == 0 {
 		return pressureNone
@@ -111,8 +112,9 @@ func (g *memoryGuard) pressure(now time.Time) pressure {
 	return pressure(g.level.Load())
 }
 
-// sample reads and judges. While requests are refused little garbage is made, so the runtime may not collect for minutes, and would
-// not see that memory has become free: then sample asks for it. Under mu.
+// sample reads and judges the memory in use. While requests are refused, little garbage is made, so the
+// runtime may not collect for minutes and would not notice that memory is free; then sample asks for a
+// collection. The caller holds mu.
 func (g *memoryGuard) sample(at time.Duration) {
 	use := g.read()
 	g.used.Store(use.bytes)
@@ -142,30 +144,16 @@ func (g *memoryGuard) report(level pressure, used int64) {
 	}
 }
 
-// refusesConns says that new connections are to be closed.
+// refusesConns reports whether new connections are closed at once.
 func (g *memoryGuard) refusesConns() bool { return g.pressure(time.Now()) == pressureOverfull }
 
-// refuse is the answer to a request that comes while memory is near its limit; nil: it may go on.
+// refuse is the answer to a request that arrives near the memory limit; nil: the request may go on.
 func (g *memoryGuard) refuse(now time.Time) *failure {
 	if g.pressure(now) == pressureNone {
 		return nil
 	}
-	f := fail(openai.CodeOverloaded, "this node is near its memory limit; try again later").after(1)
+	f := newFailure(openai.CodeOverloaded,
+		"this node is near its memory limit; try again later").withRetryAfter(1)
 	f.cause = "memory_limit"
 	return f
-}
-
-// Usage is what the ingress holds now, for its metrics.
-func (in *Ingress) Usage() telemetry.IngressUsage {
-	in.memory.pressure(time.Now())
-	u := telemetry.IngressUsage{
-		BodyBytes: in.bodies.taken.Load(), BodyLimit: in.bodies.budget, MemoryBytes: in.memory.used.Load(), MemoryLimit: in.memory.limit,
-	}
-	in.mu.Lock()
-	l := in.listener
-	in.mu.Unlock()
-	if l != nil {
-		u.Connections = l.count()
-	}
-	return u
 }

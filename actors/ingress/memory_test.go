@@ -32,15 +32,16 @@ func TestPressure(t *testing.T) {
 	}
 }
 
-// TestMemoryGuardSamples: one sample serves the requests of 100 ms, a change is one log line, and a process that refuses requests and
-// therefore collects no garbage is asked to.
+// TestMemoryGuardSamples: one sample serves the requests of 100 ms, a change writes one log line, and a
+// process that refuses requests and therefore collects no garbage starts a collection.
 func TestMemoryGuardSamples(t *testing.T) {
 	var reads, collects int
 	use := memoryUse{bytes: 10, collections: 1}
 	logs := &syncBuffer{}
 	g := &memoryGuard{
-		limit: 100, read: func() memoryUse { reads++; return use }, collect: func() { collects++ }, base: time.Now(),
-		log: slog.New(slog.NewTextHandler(logs, nil)),
+		limit: 100, read: func() memoryUse { reads++; return use }, collect: func() { collects++ },
+		base: time.Now(),
+		log:  slog.New(slog.NewTextHandler(logs, nil)),
 	}
 	at := func(d time.Duration) pressure { return g.pressure(g.base.Add(d)) }
 	for i := range 100 {
@@ -71,7 +72,7 @@ func TestMemoryGuardSamples(t *testing.T) {
 	assert.Equal(t, pressureNone, none.pressure(time.Now()))
 }
 
-// TestMemoryIsWhatTheProcessNeeds: what is read follows what is referenced, and garbage is not in it.
+// TestMemoryIsWhatTheProcessNeeds: the measure follows the referenced memory and does not contain garbage.
 func TestMemoryIsWhatTheProcessNeeds(t *testing.T) {
 	runtime.GC()
 	before := readMemory()
@@ -86,17 +87,20 @@ func TestMemoryIsWhatTheProcessNeeds(t *testing.T) {
 	assert.Less(t, readMemory().bytes-before.bytes, int64(4<<20))
 }
 
-// TestNearTheMemoryLimit: requests are refused with the time to come back, what runs goes on, health is answered; at the limit new
-// connections end at once.
+// TestNearTheMemoryLimit: requests are refused with Retry-After, running ones go on, and health is answered;
+// at the limit new connections are closed at once.
 func TestNearTheMemoryLimit(t *testing.T) {
 	var used atomic.Int64
 	goOn := make(chan struct{})
-	g := newRig(t, options{memory: func() memoryUse { return memoryUse{bytes: used.Load()} }, engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
-		drain(r)
-		sse(w, textChunk)
-		<-goOn
-		sse(w, stopChunk, doneEvent)
-	}}})
+	g := newRig(t, options{
+		memory: func() memoryUse { return memoryUse{bytes: used.Load()} },
+		engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
+			drain(r)
+			sse(w, textChunk)
+			<-goOn
+			sse(w, stopChunk, doneEvent)
+		}},
+	})
 	got := make(chan answer, 1)
 	go func() { got <- g.post("/v1/chat/completions", streamBody) }()
 	eventually(t, func() bool { return g.replicas[0].firstsSeen() == 1 }, "streams")

@@ -31,8 +31,9 @@ func newOutageRig(t *testing.T, kind app.Kind) *outageRig {
 	t.Helper()
 	f := &feed{}
 	g := &outageRig{t: t, store: newStore(), rank: &replica{
-		feed: f, app: "demo", unit: "demo/0/0", id: routing.ID(0, 0), url: "http://127.0.0.1:1", max: 8, incarnation: 7,
-		stopped: make(chan struct{}),
+		feed: f, app: "demo", unit: "demo/0/0", id: routing.ID(0, 0), url: "http://127.0.0.1:1", max: 8,
+		incarnation: 7,
+		stopped:     make(chan struct{}),
 	}}
 	a := demoApp()
 	a.Engine.Kind, a.Timeouts.QueueS = kind, 60
@@ -42,7 +43,8 @@ func newOutageRig(t *testing.T, kind app.Kind) *outageRig {
 	deploy(t, g.store, a, 1)
 	g.phase(state.Fenced)
 	in, err := New(Config{
-		Node: "n1", Store: g.store, Feed: f, Metrics: telemetry.New(), Seed: 7, Log: slog.New(slog.DiscardHandler),
+		Node: "n1", Store: g.store, Feed: f, Metrics: telemetry.New(), Seed: 7,
+		Log: slog.New(slog.DiscardHandler),
 	})
 	require.NoError(t, err)
 	g.in = in
@@ -61,25 +63,27 @@ func (g *outageRig) comeBack() {
 	synctest.Wait()
 }
 
-// ask sends a request and gives what came, and after how long.
+// ask sends a request and returns the answer, and its time.
 func (g *outageRig) ask() (rec *httptest.ResponseRecorder, took time.Duration) {
 	rec, began := httptest.NewRecorder(), time.Now()
-	req := httptest.NewRequestWithContext(g.t.Context(), http.MethodPost, "/v1/chat/completions", strings.NewReader(chatBody))
-	g.in.Handler().ServeHTTP(rec, req)
+	req := httptest.NewRequestWithContext(g.t.Context(), http.MethodPost, "/v1/chat/completions",
+		strings.NewReader(chatBody))
+	g.in.handler.ServeHTTP(rec, req)
 	return rec, time.Since(began)
 }
 
-// TestAnOutageOfAttachedEnginesIsAnsweredAtOnce: dpserve does not start attached engines, so requests wait for them as long as a
-// restart under a supervisor takes, and are refused from then on; the first ones of the outage are refused when that time is over.
+// TestAnOutageOfAttachedEnginesIsAnsweredAtOnce: dpserve does not start attached engines, so requests wait
+// for them as long as a restart under a supervisor takes. After that time waiting requests are refused, and
+// new ones at once.
 func TestAnOutageOfAttachedEnginesIsAnsweredAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newOutageRig(t, app.KindAttach)
-		time.Sleep(DefaultOutage / 2)
+		time.Sleep(defaultOutage / 2)
 		rec, took := g.ask()
 		assert.Equal(t, http.StatusServiceUnavailable, rec.Code)
 		assert.Contains(t, rec.Body.String(), "no_ready_rank")
 		assert.Equal(t, "1", rec.Header().Get("Retry-After"))
-		assert.Equal(t, DefaultOutage/2, took, "what is left of the time since the outage began")
+		assert.Equal(t, defaultOutage/2, took, "what is left of the time since the outage began")
 		for range 3 {
 			rec, took = g.ask()
 			assert.Equal(t, http.StatusServiceUnavailable, rec.Code)
@@ -94,7 +98,7 @@ func TestAnOutageOfAttachedEnginesIsAnsweredAtOnce(t *testing.T) {
 	})
 }
 
-// TestTheNextOutageBeginsAnew: a rank that came back and is lost again is waited for once more.
+// TestTheNextOutageBeginsAnew: requests wait again for a rank that was back and is lost again.
 func TestTheNextOutageBeginsAnew(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newOutageRig(t, app.KindAttach)
@@ -108,11 +112,12 @@ func TestTheNextOutageBeginsAnew(t *testing.T) {
 		time.Sleep(time.Second)
 		rec, took := g.ask()
 		assert.Equal(t, http.StatusServiceUnavailable, rec.Code)
-		assert.Equal(t, DefaultOutage-time.Second, took)
+		assert.Equal(t, defaultOutage-time.Second, took)
 	})
 }
 
-// TestRequestsWaitForEnginesThatDpserveStarts: those come back by dpserve's own doing, however long that takes.
+// TestRequestsWaitForEnginesThatDpserveStarts: dpserve restarts these engines, so requests wait however long
+// that takes.
 func TestRequestsWaitForEnginesThatDpserveStarts(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newOutageRig(t, app.KindSim)

@@ -3,70 +3,78 @@ package ingress
 import (
 	"context"
 	"hash/maphash"
+	"log/slog"
+	"net/http"
 	"time"
 
 	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/routing"
 )
 
-// pick finds a rank with room, waiting in the application's queue if it must. last is the attempt before, nil for none: it
-// decides what the client sees when nothing is left to try. On success the Router counts the request on that rank, unless it computes
-// no tokens.
-func (c *call) pick(ctx context.Context, last *result) (*rank, *failure) {
-	if !c.route.Generates() {
-		return c.pickUncounted(ctx, last)
+// pick returns a rank with room, and waits in the application's queue if there is none. last is the attempt
+// before, nil for none: it decides what the client sees when no rank is left to try. On success the Router
+// counts the request on that rank, unless the request computes no tokens.
+func (req *request) pick(ctx context.Context, last *result) (*rank, *failure) {
+	if !req.route.Generates() {
+		return req.pickUncounted(ctx, last)
 	}
-	return c.pickCounted(ctx, last)
+	return req.pickCounted(ctx, last)
 }
 
-func (c *call) pickCounted(ctx context.Context, last *result) (*rank, *failure) {
-	if c.entry.lane.queue.empty() {
-		rk, f, wait := c.decide(last)
+func (req *request) pickCounted(ctx context.Context, last *result) (*rank, *failure) {
+	if req.app.router.queue.empty() {
+		rk, f, wait := req.decide(last)
 		if !wait {
 			return rk, f
 		}
 	}
-	return c.wait(ctx, last)
+	return req.waitForRank(ctx, last)
 }
 
 // decide asks the Router once. wait: there is no room now, or no rank yet.
-func (c *call) decide(last *result) (rk *rank, f *failure, wait bool) {
-	l := c.entry.lane
+func (req *request) decide(last *result) (rk *rank, f *failure, wait bool) {
+	ar := req.app.router
 	for {
-		router := l.router.Load()
-		c.exclude()
-		c.query.ID = c.in.requestID()
-		l.describe(&c.query, &c.prompt) // before the Router's lock, and anew each time: the caches have moved on
+		router := ar.router.Load()
+		req.excludeTried()
+		req.query.ID = req.in.requestID()
+		// before the Router's lock, and for each decision, because the caches change
+		ar.describeRequest(&req.query, &req.prompt)
 		began := time.Now()
-		router.Pick(&c.query, &c.choice)
-		l.meter.Load().Decision(time.Since(began))
-		switch c.choice.Kind {
+		router.Pick(&req.query, &req.choice)
+		ar.metrics.Load().Decision(time.Since(began))
+		switch req.choice.Kind {
 		case routing.Route:
-			id := c.choice.Ranked[0]
-			if rk := l.find(id); rk != nil {
-				l.meter.Load().Pick(id.Group(), id.Rank(), c.choice.Reason)
-				l.recent.note(c.id, c.attempts+1, router.Policy(), &c.prompt, &c.query, &c.choice)
-				c.attempt.router = router
+			id := req.choice.Ranked[0]
+			if rk := ar.findRank(id); rk != nil {
+				ar.metrics.Load().Pick(id.Group(), id.Rank(), req.choice.Reason)
+				ar.decisions.record(req.id, req.attempts+1, router.Policy(), &req.prompt, &req.query,
+					&req.choice)
+				req.attempt.router = router
 				return rk, nil, false
 			}
-			// Gone between the decision and now: the Router knows by the time it is asked again.
-			router.Observe(&routing.Event{Kind: routing.EvUndo, Rank: id, ReqID: c.query.ID, Now: c.in.clock()})
+			// The rank is gone since the decision: the Router knows it when it is asked again.
+			router.Observe(&routing.Event{
+				Kind: routing.EvUndo, Rank: id, ReqID: req.query.ID,
+				Now: req.in.clock(),
+			})
 		case routing.Queue:
 			return nil, nil, true
 		default:
-			return nil, c.rejected(last), false
+			return nil, req.pickFailure(last), false
 		}
 	}
 }
 
-// exclude names the ranks that failed this request, as often as the policy lets them (once unless it says otherwise). One that
-// came back as a new incarnation has not failed it.
-func (c *call) exclude() {
-	c.query.Tried = c.query.Tried[:0]
-	most := max(c.entry.lane.reads().needs.AttemptsPerRank, 1)
-	for i, rk := range c.tried {
-		if failures(c.tried[:i+1], rk) == most && c.entry.lane.find(rk.id) == rk {
-			c.query.Tried = append(c.query.Tried, rk.id)
+// excludeTried lists the ranks that failed this request as often as the policy allows (once unless it says
+// otherwise). A rank that returned as a new incarnation has not failed it.
+func (req *request) excludeTried() {
+	req.query.Tried = req.query.Tried[:0]
+	most := max(req.app.router.inputs().needs.AttemptsPerRank, 1)
+	for i, rk := range req.tried {
+		if failures(req.tried[:i+1], rk) == most && req.app.router.findRank(rk.id) == rk {
+			req.query.Tried = append(req.query.Tried, rk.id)
 		}
 	}
 }
@@ -82,80 +90,223 @@ func failures(tried []*rank, rk *rank) int {
 	return n
 }
 
-// restriction tells requests that may use different ranks apart: by the incarnations that failed them, and by the rank that they name.
-func (c *call) restriction() uint64 {
-	if len(c.tried) == 0 && !c.prompt.hasDirect {
+// restriction is equal for requests that may use the same ranks. It depends on the incarnations that failed
+// the request and on the rank that it names.
+func (req *request) restriction() uint64 {
+	if len(req.tried) == 0 && !req.prompt.hasDirect {
 		return unrestricted
 	}
 	var sum uint64 // the order of the attempts does not matter
-	for _, rk := range c.tried {
+	for _, rk := range req.tried {
 		sum += maphash.Comparable(restrictionSeed, [2]uint64{uint64(rk.id), rk.incarnation})
 	}
-	if c.prompt.hasDirect {
-		sum += maphash.Comparable(restrictionSeed, c.prompt.direct)
+	if req.prompt.hasDirect {
+		sum += maphash.Comparable(restrictionSeed, req.prompt.direct)
 	}
 	return max(sum, unrestricted+1)
 }
 
 var restrictionSeed = maphash.MakeSeed()
 
-// rejected says what a request gets that no rank can take.
-func (c *call) rejected(last *result) *failure {
-	switch c.choice.Reason {
+// pickFailure is the answer to a request that no rank can take.
+func (req *request) pickFailure(last *result) *failure {
+	switch req.choice.Reason {
 	case routing.ReasonUnknownRank:
-		return fail(openai.CodeInvalidRequest, "x-dpserve-rank names a rank that this application does not have")
+		return newFailure(openai.CodeInvalidRequest,
+			"x-dpserve-rank names a rank that this application does not have")
 	case routing.ReasonNoRankGiven:
-		return fail(openai.CodeInvalidRequest, "this application uses routing policy direct: name the rank in x-dpserve-rank: GROUP/RANK")
+		return newFailure(openai.CodeInvalidRequest,
+			"this application uses routing policy direct: name the rank in x-dpserve-rank: GROUP/RANK")
 	}
 	if last != nil {
-		return final(last)
+		return finalFailure(last)
 	}
-	if c.choice.Reason == routing.ReasonAllBusy {
-		return fail(openai.CodeOverloaded, "every rank of this application is above routing.busy_threshold; try again").after(c.entry.lane.retryAfter())
+	if req.choice.Reason == routing.ReasonAllBusy {
+		return newFailure(openai.CodeOverloaded,
+			"every rank of this application is above routing.busy_threshold; try again").withRetryAfter(
+			req.app.router.retryAfter())
 	}
 	text := "no rank of this application is ready"
-	if why := c.entry.lane.whyNoRoom(); why != "" {
+	if why := req.app.router.noRoomReason(); why != "" {
 		text += ", and there is no room to start one: " + why
 	}
-	f := fail(openai.CodeNoReadyRank, text+"; see `dpserve status`").after(c.entry.lane.retryAfter())
-	f.cause = c.choice.Reason
+	f := newFailure(openai.CodeNoReadyRank, text+"; see `dpserve status`").withRetryAfter(
+		req.app.router.retryAfter())
+	f.cause = req.choice.Reason
 	return f
 }
 
-// wait queues the request until it is its turn and a rank has room, at most queue_s over all its waits.
-func (c *call) wait(ctx context.Context, last *result) (*rank, *failure) {
-	l, began := c.entry.lane, time.Now()
-	if c.waitDue.IsZero() {
-		c.waitDue = began.Add(c.entry.queue)
+// reserveFailure is the error when no rank was picked.
+func (req *request) reserveFailure(f *failure, wait bool) error {
+	query := &routeQuery{query: req.query}
+	if wait || f != nil {
+		return refusal(req.app.app.Name, query, &req.choice)
 	}
-	c.waiter.restriction = c.restriction()
-	if c.rejoin {
-		l.queue.rejoin(c.waiter)
-	} else if !l.queue.join(c.waiter, c.entry.app.MaxQueuedRequests, c.in.limits.MaxQueueTokens) {
-		return nil, fail(openai.CodeOverloaded, "the queue of this application is full; try again later").after(l.retryAfter())
+	return problem.New(problem.Internal, "no decision was made")
+}
+
+// waitForRank queues the request until it has the turn and a rank has room, at most queue_s over all its
+// waits.
+func (req *request) waitForRank(ctx context.Context, last *result) (*rank, *failure) {
+	ar, began := req.app.router, time.Now()
+	if req.queueDeadline.IsZero() {
+		req.queueDeadline = began.Add(req.app.queue)
 	}
-	l.tellDemand()
+	req.waiter.restriction = req.restriction()
+	if req.hadTurn {
+		ar.queue.rejoin(req.waiter)
+	} else if !ar.queue.join(req.waiter, req.app.app.MaxQueuedRequests, req.in.limits.MaxQueueTokens) {
+		return nil, newFailure(openai.CodeOverloaded,
+			"the queue of this application is full; try again later").withRetryAfter(ar.retryAfter())
+	}
+	ar.updateDemand()
 	defer func() {
-		l.queue.leave(c.waiter)
-		l.tellDemand()
-		l.meter.Load().QueueWait(time.Since(began))
+		ar.queue.leave(req.waiter)
+		ar.updateDemand()
+		ar.metrics.Load().QueueWait(time.Since(began))
 	}()
-	timeout := time.NewTimer(c.waitDue.Sub(began))
+	timeout := time.NewTimer(req.queueDeadline.Sub(began))
 	defer timeout.Stop()
 	for {
-		if l.queue.hasTurn(c.waiter) {
-			rk, f, wait := c.decide(last)
+		if ar.queue.hasTurn(req.waiter) {
+			rk, f, wait := req.decide(last)
 			if !wait {
 				return rk, f
 			}
-			l.queue.yield(c.waiter)
+			ar.queue.yield(req.waiter)
 		}
 		select {
-		case <-c.waiter.wake:
+		case <-req.waiter.wake:
 		case <-timeout.C:
-			return nil, fail(openai.CodeQueueTimeout, "no rank had room in time; try again later").after(l.retryAfter())
+			return nil, newFailure(openai.CodeQueueTimeout,
+				"no rank had room in time; try again later").withRetryAfter(ar.retryAfter())
 		case <-ctx.Done():
-			return nil, final(&result{cause: ended(ctx)})
+			return nil, finalFailure(&result{cause: contextCause(ctx)})
 		}
 	}
+}
+
+// Limits for the wait for a stream to report the loss of a lockstep unit: its ranks fail one by one before
+// the first of their streams reports the reason.
+const (
+	lossWait       = 250 * time.Millisecond
+	deadEngineWait = 2 * time.Second // the engine reported its dead core: it exits within a second
+)
+
+// mergeUnitAttempts checks, when a request has no attempt left, whether one lockstep unit failed it several
+// times. It waits for the unit's stream to report the loss. All attempts on a lost unit then count as one,
+// and the request may be tried again.
+func (req *request) mergeUnitAttempts(ctx context.Context, rk *rank, why cause) bool {
+	there := 0
+	for _, t := range req.tried {
+		if t.unit == rk.unit && t.epoch == rk.epoch {
+			there++
+		}
+	}
+	wait := lossWait
+	if why == causeEngineDead {
+		wait = deadEngineWait
+	}
+	if there < 2 || !req.app.router.isLockstep() || !req.awaitUnitLoss(ctx, rk, wait) {
+		return false
+	}
+	req.attempts = max(req.attempts-there, 0) + 1
+	return true
+}
+
+// awaitUnitLoss waits until a rank is lost; it returns false if that does not happen within wait.
+func (req *request) awaitUnitLoss(ctx context.Context, rk *rank, wait time.Duration) bool {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(errOver)
+	a := &attempt{router: req.attempt.router, rank: rk, cancel: cancel}
+	if !req.app.router.trackAttempt(rk, a) {
+		return true
+	}
+	defer req.app.router.untrackAttempt(rk, a)
+	timer := time.NewTimer(wait)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+	case <-timer.C:
+	}
+	return req.app.router.isLost(rk)
+}
+
+// countsToTrip reports whether the failure of an attempt counts towards its rank's trip. Only the first
+// failure of a request counts: a request that fails on several ranks is more likely the cause than they are.
+// An engine's own limits (408, 429) never count.
+func (req *request) countsToTrip(res *result) bool {
+	if !causePolicies[res.cause].trip || req.countedTrip || req.app.router.isLost(req.attempt.rank) {
+		return false
+	}
+	if res.status == http.StatusRequestTimeout || res.status == http.StatusTooManyRequests {
+		return false
+	}
+	req.countedTrip = true
+	return true
+}
+
+// decideRetry decides whether another rank is tried: nil means yes.
+func (req *request) decideRetry(ctx context.Context, rk *rank, res *result) *failure {
+	what, ar := causePolicies[res.cause], req.app.router
+	if !what.retry {
+		return req.giveUp(res, "free")
+	}
+	req.hadTurn = true // no later request may overtake it
+	switch res.cause {
+	case causeFull:
+		return nil // not an attempt: the Router's view was outdated
+	case causeUnreachable:
+		ar.metrics.Load().Attempt(what.name, "free")
+		ar.suspectNode(rk.node)
+		return nil // not an attempt: no engine was asked
+	default:
+	}
+	req.attempts++
+	req.tried = append(req.tried, rk)
+	if what.death && (res.cause != causeUnitLost || ar.hasFailed(rk)) && req.killedTwoRanks(rk) {
+		f := req.giveUp(res, "free")
+		f.message, f.cause = "two ranks died while they had this request; it is not sent to a third one",
+			"killed_two_ranks"
+		return f
+	}
+	budget := "free"
+	if !what.free && !ar.isLost(rk) {
+		budget = "drawn"
+	}
+	if req.attempts >= req.maxAttempts() && !req.mergeUnitAttempts(ctx, rk, res.cause) {
+		return req.giveUp(res, budget)
+	}
+	if budget == "drawn" && !ar.retryBudget.draw(req.in.clock()) {
+		return req.giveUp(res, "empty")
+	}
+	ar.metrics.Load().Attempt(what.name, budget)
+	ar.metrics.Load().Retry(what.name, budget)
+	const text = "attempt failed, trying another rank"
+	req.logLine(slog.LevelDebug, text, res) //nolint:contextcheck // the line is the request's
+	return nil
+}
+
+// killedTwoRanks records that rk died while it had the request, and reports whether a rank of another unit
+// had died with it before. Then the request itself may kill engines, and further attempts could take down the
+// whole application. Ranks of one lockstep unit die together and count as one.
+func (req *request) killedTwoRanks(rk *rank) bool {
+	before := req.diedOn
+	req.diedOn = rk
+	return before != nil && (before.unit != rk.unit || before.epoch != rk.epoch)
+}
+
+// maxAttempts is the policy's number of attempts per request if it has one (cache-aware), otherwise the
+// application's.
+func (req *request) maxAttempts() int {
+	if n := req.app.router.inputs().needs.AttemptsPerRequest; n > 0 {
+		return n
+	}
+	return req.app.attempts
+}
+
+// giveUp counts the last attempt and returns the failure for the client.
+func (req *request) giveUp(res *result, budget string) *failure {
+	req.app.router.metrics.Load().Attempt(causePolicies[res.cause].name, budget)
+	return finalFailure(res)
 }

@@ -9,7 +9,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestProbesAnswer: load balancers, Kubernetes and what was made for Ray Serve or vLLM ask by these paths, with GET and HEAD.
+// TestProbesAnswer: load balancers, Kubernetes and probes written for Ray Serve or vLLM use these paths, with
+// GET and HEAD.
 func TestProbesAnswer(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	hidden := demoApp()
@@ -18,7 +19,7 @@ func TestProbesAnswer(t *testing.T) {
 	other := demoApp()
 	other.Name, other.Model.ID = "other", "other-model"
 	g.deploy(other, 1)
-	eventually(t, func() bool { return len(g.in.table.Load().lanes) == 3 }, "all are known")
+	eventually(t, func() bool { return len(g.in.table.Load().routers) == 3 }, "all are known")
 	head := func(path string) answer {
 		req, err := http.NewRequestWithContext(t.Context(), http.MethodHead, g.url+path, nil)
 		require.NoError(t, err)
@@ -44,7 +45,8 @@ func TestProbesAnswer(t *testing.T) {
 	assert.Equal(t, 200, g.get("/livez").status, "the process lives")
 }
 
-// TestModelsTellTheirLength: what fits into every ready rank; nothing where no engine tells.
+// TestModelsTellTheirLength: /v1/models shows the length that fits into every ready rank, and none if no
+// engine reports one.
 func TestModelsTellTheirLength(t *testing.T) {
 	e := replies(200, wholeAnswer)
 	g := newRig(t, options{engines: []http.HandlerFunc{e, e, e}})

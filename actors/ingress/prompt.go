@@ -2,50 +2,57 @@ package ingress
 
 import (
 	"context"
+	"encoding/binary"
 	"net/http"
+	"slices"
+	"time"
+	"unsafe"
 
+	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/engine/openai"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// prompt is what a Router may ask of a request: how long its prompt is, whose it is, and its identity, which is what two
-// prompts with an equal beginning share. It is read once per request by fromBody or fromTokens, before any lock, and turned
-// into a routing.Request by lane.describe: once per decision, because what ranks hold changes. Live requests, explanations and
-// the router's own API all go this way, so they cannot differ. The memory is used again; the zero value is ready.
+// prompt is what a Router may ask of a request: the length of its prompt, its context, and its identity,
+// which prompts with an equal beginning share. fromBody or fromTokens fills it once per request, before any
+// lock. describeRequest turns it into a routing.Request for each decision, because the ranks' caches change
+// in between. Live requests, explanations and the router's own API all use these functions, so they cannot
+// differ. The memory is reused; the zero value is ready.
 type prompt struct {
-	wishes
+	routingHeaders
 	promptMemory
 
 	tokens    int
 	estimated bool
 	adapter   string
 	session   string
-	text      []byte // canonical, a salt in front if there is one; nil if no policy reads it
+	text      []byte // canonical, after a salt if there is one; nil if the policy does not read it
 
 	unit     kvindex.Unit // of blocks; 0: there are none
 	size     int          // of a block, in its unit; of a text's first blocks
 	perBlock ratio        // tokens per block of tokens, or per byte of a text
-	looked   bool         // the index was asked
-	shared   bool         // an Admit without an answer may still hold blocks
+	lookedUp bool         // lookUp was called
+	shared   bool         // an Admit without a reply may still hold blocks
 }
 
-// promptMemory is what a prompt is read into. A request has it until its answer begins, then another request: see call.letGo.
+// promptMemory is the memory of a prompt. A request holds it until its answer begins, then another request
+// gets it: see request.releaseBody.
 type promptMemory struct {
-	blocks []uint64      // chain hashes of the full blocks
-	rows   []kvindex.Hit // of the last look-up
-	hits   []routing.Hit // likewise, by rank
-	ids    []uint32
-	salt   []byte
-	salted []byte
-	ask    []byte // for a tokenizer
+	blocks       []uint64      // chain hashes of the full blocks
+	matches      []kvindex.Hit // of the last look-up
+	hits         []routing.Hit // of the last look-up, by rank
+	ids          []uint32
+	salt         []byte
+	salted       []byte
+	tokenizeBody []byte // request to a tokenizer
 }
 
 // ratio is a number of tokens without rounding.
 type ratio struct{ tokens, per int64 }
 
-// of is n in tokens, rounded down.
-func (r ratio) of(n int) int {
+// tokensOf is the number of tokens of n units, rounded down.
+func (r ratio) tokensOf(n int) int {
 	if r.per == 0 {
 		return 0
 	}
@@ -53,22 +60,24 @@ func (r ratio) of(n int) int {
 }
 
 const (
-	// maxPooledPrompt is how many blocks or ids a prompt's memory keeps room for; larger memory is left to the garbage collector.
+	// maxPooledPrompt is the number of blocks or ids for which a prompt's memory is kept; the garbage
+	// collector frees larger memory.
 	maxPooledPrompt = 128 << 10
-	// smallPrompt is how many entries or bytes of a prompt's memory are kept whatever they were used for.
+	// smallPrompt is the number of entries or bytes of a prompt's memory that are always kept.
 	smallPrompt = 4 << 10
 )
 
-// reset forgets the request and keeps the memory.
+// reset clears the prompt and keeps its memory.
 func (p *prompt) reset() {
 	m := &p.promptMemory
 	*p = prompt{promptMemory: promptMemory{
-		blocks: m.blocks[:0], rows: m.rows[:0], hits: m.hits[:0], ids: m.ids[:0], salt: m.salt[:0], salted: m.salted[:0], ask: m.ask[:0],
+		blocks: m.blocks[:0], matches: m.matches[:0], hits: m.hits[:0], ids: m.ids[:0], salt: m.salt[:0],
+		salted: m.salted[:0], tokenizeBody: m.tokenizeBody[:0],
 	}}
 }
 
-// giveMemory takes the memory out of p, for another prompt: the text and the blocks are no longer there. Blocks that an actor may
-// still read are not used again, nor is memory that is too large to be kept.
+// giveMemory takes the memory out of p for another prompt; the text and the blocks are then gone. It drops
+// blocks that an actor may still read, and memory that is too large to keep.
 func (p *prompt) giveMemory() promptMemory {
 	m := p.promptMemory
 	if p.shared {
@@ -76,84 +85,71 @@ func (p *prompt) giveMemory() promptMemory {
 	}
 	p.text, p.promptMemory = nil, promptMemory{}
 	return promptMemory{
-		blocks: keep(m.blocks, maxPooledPrompt), rows: keep(m.rows, maxPooledPrompt), hits: keep(m.hits, maxPooledPrompt),
-		ids: keep(m.ids, maxPooledPrompt), salt: keep(m.salt, maxPooledBody), salted: keep(m.salted, maxPooledBody), ask: keep(m.ask, maxPooledBody),
+		blocks: keepMemory(m.blocks, maxPooledPrompt), matches: keepMemory(m.matches, maxPooledPrompt),
+		hits: keepMemory(m.hits, maxPooledPrompt),
+		ids:  keepMemory(m.ids, maxPooledPrompt), salt: keepMemory(m.salt, maxPooledBody),
+		salted:       keepMemory(m.salted, maxPooledBody),
+		tokenizeBody: keepMemory(m.tokenizeBody, maxPooledBody),
 	}
 }
 
-// keep is s without content; nil if it is larger than most, or much larger than what it was used for.
-func keep[T any](s []T, most int) []T {
+// keepMemory is s without content; nil if s is larger than most, or much larger than its last content.
+func keepMemory[T any](s []T, most int) []T {
 	if cap(s) > most || cap(s) > smallPrompt && cap(s) > 4*len(s) {
 		return nil
 	}
 	return s[:0]
 }
 
-// origin is whose a prompt is, besides what its body says.
-type origin struct {
+// promptContext is request context that affects the prompt's hash or routing: adapter, cache salt, session.
+type promptContext struct {
 	adapter   string // LoRA adapter, "" for none
 	cacheSalt string
 	session   string
 }
 
-// fromBody reads a request: its header, and its body as scanned. The failure is about a header that cannot be read. ctx ends
-// the question to a tokenizer, if one is asked at all.
-func (p *prompt) fromBody(ctx context.Context, l *lane, route openai.Route, scan *openai.Body, body []byte, h http.Header) *failure {
+// fromBody fills the prompt from a request: its header, and its body as scanned. The failure is about an
+// invalid header. ctx ends the wait for a tokenizer.
+func (p *prompt) fromBody(ctx context.Context, ar *appRouter, route openai.Route, scan *openai.Body,
+	body []byte, h http.Header,
+) *failure {
 	p.reset()
-	if f := p.read(h); f != nil {
+	if f := p.parse(h); f != nil {
 		return f
 	}
 	p.tokens, p.estimated = scan.PromptTokens, false
 	if scan.PromptTokens < 0 {
-		p.tokens, p.estimated = l.ratios[route].PromptTokens(scan), true
+		p.tokens, p.estimated = ar.estimators[route].PromptTokens(scan), true
 	}
 	if !route.Generates() {
 		p.tokens, p.estimated = 0, false
-		return nil // it computes no prompt, and leaves no trace in a rank's cache
+		return nil // it computes no prompt and changes no cache
 	}
-	r := l.reads()
-	p.adapter = l.adapter(scan.Model)
+	r := ar.inputs()
+	p.adapter = ar.adapterOf(scan.Model)
 	if r.needs.Session {
 		p.session = sessionOf(h, scan.User)
 	}
-	p.identify(ctx, l, r, scan, body, h)
+	p.identify(ctx, ar, r, scan, body, h)
 	if r.needs.Text {
 		p.setText(scan.Text(body))
 	}
 	return nil
 }
 
-// fromTokens reads a prompt given as token ids, outside of a request. ids are not kept.
-func (p *prompt) fromTokens(l *lane, ids []uint32, o origin) {
+// fromTokens fills the prompt from token ids, outside of a request. It does not keep ids.
+func (p *prompt) fromTokens(ar *appRouter, ids []uint32, o promptContext) {
 	p.reset()
-	r := l.reads()
+	r := ar.inputs()
 	p.tokens, p.adapter, p.session = len(ids), o.adapter, o.session
 	p.salt = append(p.salt, o.cacheSalt...)
 	if r.chains() {
-		p.hashTokens(l, ids)
+		p.hashTokens(ar, ids)
 	}
 }
 
-// describe writes what p is into q, with what the ranks hold of it now. q's other fields (ID, Tried, Force, Override) are the
-// caller's. q shares p's memory: it is good until p is read anew or described again.
-func (l *lane) describe(q *routing.Request, p *prompt) {
-	r := l.reads()
-	q.Now = l.in.clock()
-	q.Tokens, q.Estimated = p.tokens, p.estimated
-	q.Direct, q.HasDirect = p.direct, p.hasDirect
-	q.Priority, q.TTFTms, q.TPOTms = p.priority, p.ttftMs, p.tpotMs
-	q.Session, q.Adapter, q.Text = p.session, p.adapter, p.text
-	q.Blocks, q.BlockSize, q.Hits = nil, 0, nil
-	if len(p.blocks) > 0 {
-		q.Blocks, q.BlockSize = p.blocks, max(p.span(1), 1)
-	}
-	if r.cache != nil && !l.cachingOff.Load() {
-		p.lookUp(r, l.in.clock())
-		q.Hits = p.hits
-	}
-}
-
-// setText keeps the canonical text. Texts under different salts, adapters or tools share nothing, so their key goes in front.
+// setText keeps the canonical text. Texts with different salts, adapters or tools share nothing in an
+// engine's cache, so their key goes in front.
 func (p *prompt) setText(text []byte) {
 	if len(text) == 0 || p.adapter == "" && len(p.salt) == 0 {
 		p.text = text
@@ -162,4 +158,242 @@ func (p *prompt) setText(text []byte) {
 	p.salted = append(append(append(append(p.salted[:0], p.adapter...), 0), p.salt...), 0)
 	p.salted = append(p.salted, text...)
 	p.text = p.salted
+}
+
+// identify salts the prompt and cuts it into blocks. The salt contains what decides the prompt's tokens
+// beside its text. Token ids of the client are used whatever the application's identity is, because engines
+// cache by them. A text is tokenized if the application asks for that and a tokenizer answers.
+func (p *prompt) identify(ctx context.Context, ar *appRouter, r *policyInputs, scan *openai.Body, body []byte,
+	h http.Header,
+) {
+	if !r.chains() && !r.needs.Text {
+		return
+	}
+	p.salt = append(p.salt, scan.CacheSalt...)
+	for _, m := range scan.Beside {
+		p.saltWith(ar, body[m.Start:m.End])
+	}
+	switch {
+	case r.chains() && scan.PromptTokens >= 0:
+		p.clientTokens(ar, scan, body)
+	case r.chains() && r.tokens != nil && r.tokens.identify(ctx, p, scan, body, h):
+	default:
+		p.saltTools(ar, scan, body)
+		if r.chains() {
+			p.hashText(ar, scan, body)
+		}
+	}
+}
+
+func (p *prompt) clientTokens(ar *appRouter, scan *openai.Body, body []byte) {
+	var ok bool
+	if p.ids, ok = scan.TokenIDs(p.ids[:0], body); ok {
+		p.hashTokens(ar, p.ids)
+	}
+}
+
+// saltTools distinguishes texts with different tools: an engine's template puts them in front of the
+// messages.
+func (p *prompt) saltTools(ar *appRouter, scan *openai.Body, body []byte) {
+	if scan.Tools.End > 0 {
+		p.saltWith(ar, body[scan.Tools.Start:scan.Tools.End])
+	}
+}
+
+// saltWith distinguishes prompts that differ in a part of the body beside the prompt.
+func (p *prompt) saltWith(ar *appRouter, part []byte) {
+	p.salt = binary.LittleEndian.AppendUint64(append(p.salt, 0), ar.in.hash().Key(view(part)))
+}
+
+func (p *prompt) hashText(ar *appRouter, scan *openai.Body, body []byte) {
+	p.unit, p.size = kvindex.Text, kvindex.DefaultTextBlock
+	h := ar.in.hash()
+	p.blocks = textBlocks(p.blocks[:0], h, h.Root(p.rootSalt(ar)), scan.Text(body))
+	p.perBlock = ratio{int64(p.tokens), int64(max(scan.PromptBytes, 1))}
+}
+
+// hashTokens cuts ids into blocks of the ranks' own size.
+func (p *prompt) hashTokens(ar *appRouter, ids []uint32) {
+	p.unit, p.size = kvindex.Tokens, ar.tokensPerBlock()
+	h := ar.in.hash()
+	p.blocks = h.Tokens(p.blocks[:0], h.Root(p.rootSalt(ar)), ids, p.size, nil)
+	p.perBlock = ratio{int64(p.size), 1}
+}
+
+// rootSalt must equal the salt that a DPServer uses for the blocks of its engine's events.
+func (p *prompt) rootSalt(ar *appRouter) kvindex.Salt {
+	return kvindex.Salt{
+		Unit: p.unit, BlockSize: p.size, Model: ar.modelID(), Adapter: p.adapter,
+		CacheSalt: view(p.salt),
+	}
+}
+
+// view is b as a string; it is valid as long as b does not change.
+func view(b []byte) string {
+	return unsafe.String(unsafe.SliceData(b), len(b)) //nolint:gosec // the callers only hash it, at once
+}
+
+// lookUp asks the index and groups its answer by rank, ascending.
+func (p *prompt) lookUp(r *policyInputs, now time.Duration) {
+	p.lookedUp = true
+	p.hits = p.hits[:0]
+	if len(p.blocks) == 0 {
+		return
+	}
+	r.cache.touch(now)
+	p.matches = slices.DeleteFunc(r.cache.index.Match(p.blocks, p.matches[:0]), func(h kvindex.Hit) bool {
+		return h.Blocks == 0 || r.needs.Approximate && h.Tier != kvindex.Sent
+	})
+	if !slices.IsSortedFunc(p.matches, byRank) {
+		slices.SortFunc(p.matches, byRank)
+	}
+	for i := 0; i < len(p.matches); {
+		n := i + 1
+		for n < len(p.matches) && p.matches[n].Rank == p.matches[i].Rank {
+			n++
+		}
+		p.hits = append(p.hits, p.hitOf(p.matches[i:n]))
+		i = n
+	}
+}
+
+func byRank(a, b kvindex.Hit) int { return int(a.Rank) - int(b.Rank) }
+
+// hitOf is one rank's hit by its tiers: blocks of prompts that were sent to the rank count as cached on its
+// GPU, and a lower tier counts for the blocks that the tiers above do not hold.
+func (p *prompt) hitOf(rows []kvindex.Hit) routing.Hit {
+	var tiers [kvindex.Sent + 1]int
+	for _, row := range rows {
+		tiers[row.Tier] = int(row.Blocks)
+	}
+	device := p.hitTokens(max(tiers[kvindex.GPU], tiers[kvindex.Sent]))
+	host := max(0, p.hitTokens(tiers[kvindex.CPU])-device)
+	disk := max(0, p.hitTokens(tiers[kvindex.Disk])-device-host)
+	return routing.Hit{
+		Rank:   routing.RankID(rows[0].Rank),
+		Tokens: int32(device), //nolint:gosec // tokens of a body of at most MaxBody bytes
+		Host:   int32(host),   //nolint:gosec // likewise
+		Disk:   int32(disk),   //nolint:gosec // likewise
+	}
+}
+
+// hitTokens is the number of tokens that n leading blocks save an engine: it always computes the last token,
+// and caches whole blocks of tokens.
+func (p *prompt) hitTokens(n int) int {
+	if p.unit == kvindex.Tokens {
+		n = min(n, max(p.tokens-1, 0)/p.size)
+	}
+	return min(p.spanTokens(n), max(p.tokens-1, 0))
+}
+
+// spanTokens is the length of n leading blocks in tokens.
+func (p *prompt) spanTokens(n int) int {
+	if p.unit == kvindex.Text {
+		n = textSpan(n)
+	}
+	return p.perBlock.tokensOf(n)
+}
+
+// cachedPrefix returns the number of leading blocks cached on the rank's GPU.
+func (p *prompt) cachedPrefix(id routing.RankID) int {
+	n := 0
+	for _, row := range p.matches {
+		if row.Rank == uint32(id) && (row.Tier == kvindex.GPU || row.Tier == kvindex.Sent) {
+			n = max(n, int(row.Blocks))
+		}
+	}
+	return n
+}
+
+// A text is cut into blocks that grow with their position: 256 bytes up to 4 KiB, then twice as large
+// whenever the position has doubled. So a block is at most 1/8 of the text before it, the common beginning of
+// two texts is known to about 5 %, and a prompt of 400 KB has 69 blocks instead of 1,600. The rank and each
+// ingress store every block.
+const (
+	textFine = 16                                  // blocks of the first size
+	textStep = textFine / 2                        // blocks of each other size
+	textTop  = kvindex.MaxBlockSize                // bytes of the largest block
+	textBase = textFine * kvindex.DefaultTextBlock // bytes of all blocks of the first size
+)
+
+// textBlocks appends the chain hashes of the full blocks of text to dst.
+func textBlocks(dst []uint64, h kvindex.Hasher, prev uint64, text []byte) []uint64 {
+	from := 0
+	for size := kvindex.DefaultTextBlock; ; size *= 2 {
+		end := len(text)
+		if size < textTop {
+			end = min(end, textFine*size)
+		}
+		n := len(dst)
+		dst = h.Bytes(dst, prev, text[from:end], size)
+		if end == len(text) {
+			return dst
+		}
+		if len(dst) > n {
+			prev = dst[len(dst)-1]
+		}
+		from = end
+	}
+}
+
+// textSpan is the number of bytes in n leading blocks.
+func textSpan(n int) int {
+	if n <= textFine {
+		return n * kvindex.DefaultTextBlock
+	}
+	bytes := textBase
+	n -= textFine
+	for size := 2 * kvindex.DefaultTextBlock; ; size *= 2 {
+		if n <= textStep || size == textTop {
+			return bytes + n*size
+		}
+		bytes, n = bytes+textStep*size, n-textStep
+	}
+}
+
+// policyInputs is what an application's policy reads of a request and of the ranks' caches, and the sources
+// of it. Immutable; replaced with the Router.
+type policyInputs struct {
+	needs    routing.Needs
+	identity string     // of text prompts: app.IdentityText, app.IdentityTokens
+	cache    *cache     // nil unless needs.Hits
+	tokens   *tokenizer // nil unless identity is tokens and the policy needs chains
+}
+
+// chains reports whether prompts are cut into blocks and hashed.
+func (r *policyInputs) chains() bool { return r.needs.Hits || r.needs.Blocks }
+
+var noPolicyInputs = &policyInputs{}
+
+const (
+	tiers       = int(kvindex.Sent) + 1
+	moreColumns = 64 // beyond two of each, because a replaced column counts until it is swept
+)
+
+// columnsFor is the number of columns that the index of an application has room for.
+func columnsFor(a *app.Application) int {
+	n := 0
+	for _, u := range a.Units() {
+		n += len(u.Ranks)
+	}
+	return min(2*n*tiers+moreColumns, kvindex.MaxColumns)
+}
+
+// words lists what the policy reads beyond load and prompt length.
+func (r *policyInputs) words() []string {
+	out := []string{}
+	for _, n := range []struct {
+		is   bool
+		word string
+	}{
+		{r.needs.Hits, "hits"},
+		{r.needs.Blocks, "blocks"},
+		{r.needs.Text, "text"},
+		{r.needs.Session, "session"},
+	} {
+		if n.is {
+			out = append(out, n.word)
+		}
+	}
+	return out
 }

@@ -19,20 +19,22 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// promptLane is a lane whose policy reads hits, blocks, text and sessions.
-func promptLane(needs routing.Needs) *lane {
+// promptRouter is an appRouter whose policy reads hits, blocks, text and sessions.
+func promptRouter(needs routing.Needs) *appRouter {
 	in := bareIngress()
-	in.key([]byte("secret"))
-	l := newLane(in, "demo")
+	in.setSecret([]byte("secret"))
+	ar := newAppRouter(in, "demo")
 	a := demoApp()
 	a.Model.Adapters = []app.Adapter{{ID: "poet", Source: "s"}}
-	l.spec.Store(&served{app: a, adapters: adaptersOf(&a.Model)})
-	l.reading.Store(&reading{needs: needs, identity: app.IdentityText})
-	return l
+	ar.revision.Store(&appRevision{app: a, adapters: adaptersOf(&a.Model)})
+	ar.policyInputs.Store(&policyInputs{needs: needs, identity: app.IdentityText})
+	return ar
 }
 
 // readPrompt identifies a body as a live request's.
-func readPrompt(t require.TestingT, l *lane, route openai.Route, body string, header ...string) *prompt {
+func readPrompt(t require.TestingT, ar *appRouter, route openai.Route, body string,
+	header ...string,
+) *prompt {
 	var scan openai.Body
 	require.NoError(t, scan.Scan(route, []byte(body)))
 	h := http.Header{}
@@ -40,12 +42,13 @@ func readPrompt(t require.TestingT, l *lane, route openai.Route, body string, he
 		h.Set(header[i], header[i+1])
 	}
 	p := &prompt{}
-	require.Nil(t, p.fromBody(context.Background(), l, route, &scan, []byte(body), h))
+	require.Nil(t, p.fromBody(context.Background(), ar, route, &scan, []byte(body), h))
 	return p
 }
 
 func chat(content string, more ...string) string {
-	return `{"model":"demo",` + strings.Join(append(more, ""), ",") + `"messages":[{"role":"user","content":"` + content + `"}]}`
+	return `{"model":"demo",` + strings.Join(append(more, ""), ",") +
+		`"messages":[{"role":"user","content":"` + content + `"}]}`
 }
 
 func shared(a, b *prompt) int {
@@ -58,26 +61,45 @@ func shared(a, b *prompt) int {
 
 var wantsAll = routing.Needs{Hits: true, Blocks: true, Text: true, Session: true}
 
-// TestKV12NothingIsSharedUnderAnotherSalt: the same words under another cache_salt, LoRA, set of tools or image share no block
-// and no text.
+// TestKV12NothingIsSharedUnderAnotherSalt: the same words under another cache_salt, LoRA, set of tools or
+// image share no block and no text.
 func TestKV12NothingIsSharedUnderAnotherSalt(t *testing.T) {
-	l := promptLane(wantsAll)
+	ar := promptRouter(wantsAll)
 	words := strings.Repeat("the same words ", 100)
 	ids := strings.TrimSuffix(strings.Repeat("7,", 100), ",")
 	image := func(url string) string {
-		return `{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:` + strings.Repeat(url, 30) + `"}},{"type":"text","text":"` + words + `"}]}]}`
+		return `{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:` +
+			strings.Repeat(url, 30) + `"}},{"type":"text","text":"` + words + `"}]}]}`
 	}
 	for name, pair := range map[string][2]*prompt{
-		"salt":     {readPrompt(t, l, openai.Chat, chat(words, `"cache_salt":"a"`)), readPrompt(t, l, openai.Chat, chat(words, `"cache_salt":"b"`))},
-		"one salt": {readPrompt(t, l, openai.Chat, chat(words)), readPrompt(t, l, openai.Chat, chat(words, `"cache_salt":"b"`))},
-		"LoRA":     {readPrompt(t, l, openai.Chat, chat(words)), readPrompt(t, l, openai.Chat, strings.Replace(chat(words), "demo", "poet", 1))},
-		"tools":    {readPrompt(t, l, openai.Chat, chat(words)), readPrompt(t, l, openai.Chat, chat(words, `"tools":[{"a":1}]`))},
-		"image":    {readPrompt(t, l, openai.Chat, image("abc")), readPrompt(t, l, openai.Chat, image("xyz"))},
-		"ids": {
-			readPrompt(t, l, openai.Completions, `{"prompt":[`+ids+`]}`),
-			readPrompt(t, l, openai.Completions, `{"cache_salt":"b","prompt":[`+ids+`]}`),
+		"salt": {
+			readPrompt(t, ar, openai.Chat, chat(words, `"cache_salt":"a"`)),
+			readPrompt(t, ar, openai.Chat, chat(words, `"cache_salt":"b"`)),
 		},
-		"ids and text": {readPrompt(t, l, openai.Completions, `{"prompt":[`+ids+`]}`), readPrompt(t, l, openai.Completions, `{"prompt":"`+ids+`"}`)},
+		"one salt": {
+			readPrompt(t, ar, openai.Chat, chat(words)),
+			readPrompt(t, ar, openai.Chat, chat(words, `"cache_salt":"b"`)),
+		},
+		"LoRA": {
+			readPrompt(t, ar, openai.Chat, chat(words)),
+			readPrompt(t, ar, openai.Chat, strings.Replace(chat(words), "demo", "poet", 1)),
+		},
+		"tools": {
+			readPrompt(t, ar, openai.Chat, chat(words)),
+			readPrompt(t, ar, openai.Chat, chat(words, `"tools":[{"a":1}]`)),
+		},
+		"image": {
+			readPrompt(t, ar, openai.Chat, image("abc")),
+			readPrompt(t, ar, openai.Chat, image("xyz")),
+		},
+		"ids": {
+			readPrompt(t, ar, openai.Completions, `{"prompt":[`+ids+`]}`),
+			readPrompt(t, ar, openai.Completions, `{"cache_salt":"b","prompt":[`+ids+`]}`),
+		},
+		"ids and text": {
+			readPrompt(t, ar, openai.Completions, `{"prompt":[`+ids+`]}`),
+			readPrompt(t, ar, openai.Completions, `{"prompt":"`+ids+`"}`),
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			a, b := pair[0], pair[1]
@@ -90,11 +112,14 @@ func TestKV12NothingIsSharedUnderAnotherSalt(t *testing.T) {
 			}
 		})
 	}
-	assert.Equal(t, readPrompt(t, l, openai.Chat, strings.Replace(chat(words), "demo", "demo:poet", 1)).blocks,
-		readPrompt(t, l, openai.Chat, strings.Replace(chat(words), "demo", "poet", 1)).blocks, "one adapter by both its names")
+	assert.Equal(t, readPrompt(t, ar, openai.Chat,
+		strings.Replace(chat(words), "demo", "demo:poet", 1)).blocks,
+		readPrompt(t, ar, openai.Chat, strings.Replace(chat(words), "demo", "poet", 1)).blocks,
+		"one adapter by both its names")
 }
 
-// TestKV12LongPromptHitsWhole: 4,096 blocks on 32 ranks are found on all of them, to the last that a hit may have.
+// TestKV12LongPromptHitsWhole: 4,096 blocks on 32 ranks are found on all ranks, up to the last block that a
+// hit may have.
 func TestKV12LongPromptHitsWhole(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newKVRig(t, 32, 1, byScore)
@@ -103,26 +128,27 @@ func TestKV12LongPromptHitsWhole(t *testing.T) {
 			ids[i] = uint32(i % 1000)
 		}
 		var p prompt
-		p.fromTokens(g.lane, ids, origin{})
+		p.fromTokens(g.router, ids, promptContext{})
 		require.Len(t, p.blocks, 4096)
 		for _, r := range g.feed.replicas {
 			r.column(t, kvindex.GPU).Apply(kvindex.Delta{Change: kvindex.Stored, Hashes: p.blocks})
 		}
 		synctest.Wait()
 		var q routing.Request
-		g.lane.describe(&q, &p)
+		g.router.describeRequest(&q, &p)
 		require.Len(t, q.Hits, 32)
 		for i, h := range q.Hits {
 			assert.Equal(t, routing.Hit{Rank: routing.ID(0, i), Tokens: 4096 * 16}, h)
-			assert.Equal(t, 4096, p.held(h.Rank))
+			assert.Equal(t, 4096, p.cachedPrefix(h.Rank))
 		}
-		p.fromTokens(g.lane, ids[:4096*16], origin{})
-		g.lane.describe(&q, &p)
-		assert.Equal(t, int32(4095*16), q.Hits[0].Tokens, "the last token is always computed, and with it its block")
+		p.fromTokens(g.router, ids[:4096*16], promptContext{})
+		g.router.describeRequest(&q, &p)
+		assert.Equal(t, int32(4095*16), q.Hits[0].Tokens,
+			"the last token is always computed, and with it its block")
 	})
 }
 
-// A hit's tiers: the record of what was sent counts as the device, memory and disk for what is behind that.
+// TestHitsByTier: the record of sent blocks counts as GPU; memory and disk count for the blocks after that.
 func TestHitsByTier(t *testing.T) {
 	p := &prompt{unit: kvindex.Tokens, size: 16, tokens: 1000, perBlock: ratio{16, 1}}
 	rows := func(gpu, sent, cpu, disk int32) []kvindex.Hit {
@@ -136,51 +162,59 @@ func TestHitsByTier(t *testing.T) {
 	assert.Equal(t, routing.Hit{Rank: 5, Tokens: 64, Host: 32, Disk: 16}, p.hitOf(rows(2, 4, 6, 7)))
 	assert.Equal(t, routing.Hit{Rank: 5, Tokens: 992}, p.hitOf(rows(1000, 0, 3, 0)))
 	p = &prompt{unit: kvindex.Text, tokens: 1000, perBlock: ratio{1000, 4000}}
-	assert.Equal(t, routing.Hit{Rank: 5, Tokens: 3 * kvindex.DefaultTextBlock / 4}, p.hitOf(rows(0, 3, 0, 0)), "3 blocks of 4 bytes per token")
+	assert.Equal(t, routing.Hit{Rank: 5, Tokens: 3 * kvindex.DefaultTextBlock / 4}, p.hitOf(rows(0, 3, 0, 0)),
+		"3 blocks of 4 bytes per token")
 }
 
-// TestRT14OddPrompts: prompts of every size and kind are identified without a panic, and short ones have nothing to be found by.
+// TestRT14OddPrompts: prompts of every size and kind are identified without a panic, and short ones have no
+// blocks.
 func TestRT14OddPrompts(t *testing.T) {
 	const block = kvindex.DefaultTextBlock
-	l := promptLane(wantsAll)
+	ar := promptRouter(wantsAll)
 	for name, tt := range map[string]struct {
 		route  openai.Route
 		body   string
 		blocks int
 	}{
-		"short":          {openai.Completions, `{"prompt":"hello"}`, 0},
-		"empty":          {openai.Completions, `{"prompt":""}`, 0},
-		"no prompt":      {openai.Completions, `{}`, 0},
-		"null":           {openai.Completions, `{"prompt":null}`, 0},
-		"no ids":         {openai.Completions, `{"prompt":[]}`, 0},
-		"empty list":     {openai.Chat, `{"messages":[]}`, 0},
-		"empty lists":    {openai.Completions, `{"prompt":[[],[]]}`, 0},
-		"ids too large":  {openai.Completions, `{"prompt":[` + strings.Repeat("4294967296,", 40) + `1]}`, 0},
-		"one block":      {openai.Completions, `{"prompt":"` + strings.Repeat("x", block) + `"}`, 1},
-		"two prompts":    {openai.Completions, `{"prompt":["` + strings.Repeat("x", 2*block) + `","y"]}`, 2},
-		"ids":            {openai.Completions, `{"prompt":[` + strings.Repeat("5,", 40) + `1]}`, 2},
-		"image only":     {openai.Chat, `{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:image/png;base64,` + strings.Repeat("A", 4*block) + `"}}]}]}`, 4},
-		"1 MiB":          {openai.Completions, `{"prompt":"` + strings.Repeat("x", 1<<20) + `"}`, textFine + 8*textStep},
+		"short":         {openai.Completions, `{"prompt":"hello"}`, 0},
+		"empty":         {openai.Completions, `{"prompt":""}`, 0},
+		"no prompt":     {openai.Completions, `{}`, 0},
+		"null":          {openai.Completions, `{"prompt":null}`, 0},
+		"no ids":        {openai.Completions, `{"prompt":[]}`, 0},
+		"empty list":    {openai.Chat, `{"messages":[]}`, 0},
+		"empty lists":   {openai.Completions, `{"prompt":[[],[]]}`, 0},
+		"ids too large": {openai.Completions, `{"prompt":[` + strings.Repeat("4294967296,", 40) + `1]}`, 0},
+		"one block":     {openai.Completions, `{"prompt":"` + strings.Repeat("x", block) + `"}`, 1},
+		"two prompts":   {openai.Completions, `{"prompt":["` + strings.Repeat("x", 2*block) + `","y"]}`, 2},
+		"ids":           {openai.Completions, `{"prompt":[` + strings.Repeat("5,", 40) + `1]}`, 2},
+		"image only": {
+			openai.Chat,
+			`{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:image/png;base64,` + strings.Repeat("A", 4*block) + `"}}]}]}`, 4,
+		},
+		"1 MiB": {
+			openai.Completions, `{"prompt":"` + strings.Repeat("x", 1<<20) + `"}`,
+			textFine + 8*textStep,
+		},
 		"tokenize":       {openai.Tokenize, `{"prompt":"` + strings.Repeat("x", 640) + `"}`, 0},
 		"not text":       {openai.Chat, `{"messages":"` + strings.Repeat("x", 10*block) + `"}`, 10},
 		"broken unicode": {openai.Completions, `{"prompt":"` + strings.Repeat("\xff\xfe", block) + `"}`, 2},
 	} {
 		t.Run(name, func(t *testing.T) {
-			p := readPrompt(t, l, tt.route, tt.body)
+			p := readPrompt(t, ar, tt.route, tt.body)
 			assert.Len(t, p.blocks, tt.blocks)
 			var q routing.Request
-			l.describe(&q, p)
+			ar.describeRequest(&q, p)
 			assert.Empty(t, q.Hits)
 			assert.GreaterOrEqual(t, q.Tokens, 0)
 		})
 	}
-	a := readPrompt(t, l, openai.Completions, `{"prompt":"`+strings.Repeat("é", block/2-1)+"\u00e9"+`"}`)
-	b := readPrompt(t, l, openai.Completions, `{"prompt":"`+strings.Repeat("é", block/2-1)+"\u00e8"+`"}`)
+	a := readPrompt(t, ar, openai.Completions, `{"prompt":"`+strings.Repeat("é", block/2-1)+"\u00e9"+`"}`)
+	b := readPrompt(t, ar, openai.Completions, `{"prompt":"`+strings.Repeat("é", block/2-1)+"\u00e8"+`"}`)
 	assert.NotEqual(t, a.blocks, b.blocks, "a fork inside a character is a fork")
 }
 
-// TestTextBlocks: blocks of a text that goes on begin with those of the text, each covers what textSpan says, and none is more
-// than 1/8 of its place.
+// TestTextBlocks: the blocks of a longer text begin with those of the text, each covers what textSpan says,
+// and none is larger than 1/8 of its position.
 func TestTextBlocks(t *testing.T) {
 	h := kvindex.NewHasher([]byte("s"))
 	text := []byte(strings.Repeat("0123456789abcdef", 1<<15)) // 512 KiB
@@ -196,10 +230,11 @@ func TestTextBlocks(t *testing.T) {
 		assert.False(t, seen[whole[n]])
 		seen[whole[n]] = true
 	}
-	assert.Equal(t, 10<<20, textSpan(len(textBlocks(nil, h, 1, make([]byte, 10<<20+1)))), "blocks stop growing at 64 KiB")
+	assert.Equal(t, 10<<20, textSpan(len(textBlocks(nil, h, 1, make([]byte, 10<<20+1)))),
+		"blocks stop growing at 64 KiB")
 }
 
-// A text that changes anywhere shares exactly the blocks in front of the change.
+// TestTextBlocksShareWhatIsInFront: a text that changes anywhere shares exactly the blocks before the change.
 func TestTextBlocksShareWhatIsInFront(t *testing.T) {
 	h := kvindex.NewHasher([]byte("s"))
 	rapid.Check(t, func(t *rapid.T) {
@@ -220,7 +255,7 @@ func TestTextBlocksShareWhatIsInFront(t *testing.T) {
 	})
 }
 
-// Only what the policy reads is made.
+// TestPromptsAreReadAsNeeded: only what the policy reads is made.
 func TestPromptsAreReadAsNeeded(t *testing.T) {
 	body := chat(strings.Repeat("words ", 100), `"user":"u"`)
 	for _, tt := range []struct {
@@ -233,7 +268,7 @@ func TestPromptsAreReadAsNeeded(t *testing.T) {
 		{routing.Needs{Text: true}, false, true, false},
 		{routing.Needs{Session: true}, false, false, true},
 	} {
-		p := readPrompt(t, promptLane(tt.needs), openai.Chat, body)
+		p := readPrompt(t, promptRouter(tt.needs), openai.Chat, body)
 		assert.Equal(t, tt.blocks, len(p.blocks) > 0)
 		assert.Equal(t, tt.text, len(p.text) > 0)
 		assert.Equal(t, tt.s, p.session != "")
@@ -258,58 +293,66 @@ func TestSessionOf(t *testing.T) {
 
 func TestWishes(t *testing.T) {
 	h := func(name, value string) http.Header { return http.Header{name: {value}} }
-	var w wishes
-	require.Nil(t, w.read(h(headerTTFT, "250.5")))
-	assert.Equal(t, wishes{ttftMs: 250.5}, w)
-	require.Nil(t, w.read(h(headerTPOT, "30")))
-	require.Nil(t, w.read(h(headerPriority, "-3")))
-	assert.Equal(t, wishes{priority: -3}, w)
-	require.Nil(t, w.read(h(headerRank, "1/2")))
-	assert.Equal(t, wishes{direct: routing.ID(1, 2), hasDirect: true}, w)
+	var w routingHeaders
+	require.Nil(t, w.parse(h(headerTTFT, "250.5")))
+	assert.Equal(t, routingHeaders{ttftMs: 250.5}, w)
+	require.Nil(t, w.parse(h(headerTPOT, "30")))
+	require.Nil(t, w.parse(h(headerPriority, "-3")))
+	assert.Equal(t, routingHeaders{priority: -3}, w)
+	require.Nil(t, w.parse(h(headerRank, "1/2")))
+	assert.Equal(t, routingHeaders{direct: routing.ID(1, 2), hasDirect: true}, w)
 	for _, name := range []string{headerTTFT, headerTPOT} {
 		for _, bad := range []string{"", "x", "0", "-1", "NaN", "Inf", "1e99"} {
-			assert.NotNil(t, w.read(h(name, bad)), "%s: %q", name, bad)
+			assert.NotNil(t, w.parse(h(name, bad)), "%s: %q", name, bad)
 		}
 	}
 	for _, bad := range []string{"", "x", "1.5", "99999999999"} {
-		assert.NotNil(t, w.read(h(headerPriority, bad)), bad)
+		assert.NotNil(t, w.parse(h(headerPriority, bad)), bad)
 	}
 }
 
-// FuzzWishes: never panics; what is taken is a number that a policy can reckon with.
+// FuzzWishes: parsing never panics, and an accepted number is one that a policy can calculate with.
 func FuzzWishes(f *testing.F) {
 	f.Add("250", "0/3", "1")
 	f.Fuzz(func(t *testing.T, ms, rank, priority string) {
-		var w wishes
-		if w.read(http.Header{headerTTFT: {ms}, headerTPOT: {ms}, headerRank: {rank}, headerPriority: {priority}}) == nil {
+		var w routingHeaders
+		if w.parse(http.Header{
+			headerTTFT: {ms}, headerTPOT: {ms}, headerRank: {rank},
+			headerPriority: {priority},
+		}) == nil {
 			require.Greater(t, w.ttftMs, 0.0)
 			require.LessOrEqual(t, w.tpotMs, 86_400_000.0)
 		}
 	})
 }
 
-// The prompts of other processes under one secret get the same blocks; without the secret nobody can foresee them.
+// TestBlocksAreKeyedByTheSecret: processes with one secret make the same blocks of a prompt; without the
+// secret they cannot be predicted.
 func TestBlocksAreKeyedByTheSecret(t *testing.T) {
-	a, b, c := promptLane(wantsAll), promptLane(wantsAll), promptLane(wantsAll)
-	c.in.key([]byte("another"))
+	a, b, c := promptRouter(wantsAll), promptRouter(wantsAll), promptRouter(wantsAll)
+	c.in.setSecret([]byte("another"))
 	body := chat(strings.Repeat("words ", 100), `"tools":[1]`)
 	assert.Equal(t, readPrompt(t, a, openai.Chat, body).blocks, readPrompt(t, b, openai.Chat, body).blocks)
 	assert.NotEqual(t, readPrompt(t, a, openai.Chat, body).blocks, readPrompt(t, c, openai.Chat, body).blocks)
 }
 
-// Token prompts are cut to the size that most ranks' events come in, before what their engines report.
+// TestBlockSizeFollowsTheRanks: token prompts are cut into the block size of most ranks' events, which has
+// priority over the size that engines report.
 func TestBlockSizeFollowsTheRanks(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newKVRig(t, 3, 1, byScore)
-		assert.Equal(t, 16, g.lane.tokensPerBlock(), "as reported")
+		assert.Equal(t, 16, g.router.tokensPerBlock(), "as reported")
 		for i, want := range []int{64, 32, 32} {
 			r := g.feed.replicas[i]
-			r.emit(&msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: kvindex.GPU, BlockSize: []int{64, 32, 32}[i]}})
+			r.emit(&msg.Record{
+				Kind: msg.RecKVBegin,
+				KV:   msg.KV{Tier: kvindex.GPU, BlockSize: []int{64, 32, 32}[i]},
+			})
 			r.emit(&msg.Record{Kind: msg.RecStatus, Status: msg.Status{BlockSize: 16}})
-			assert.Equal(t, want, g.lane.tokensPerBlock(), fmt.Sprint(i))
+			assert.Equal(t, want, g.router.tokensPerBlock(), fmt.Sprint(i))
 		}
 		var p prompt
-		p.fromTokens(g.lane, make([]uint32, 100), origin{})
+		p.fromTokens(g.router, make([]uint32, 100), promptContext{})
 		assert.Len(t, p.blocks, 3)
 	})
 }

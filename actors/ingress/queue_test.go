@@ -22,11 +22,11 @@ import (
 	"github.com/dpserve/dpserve/state"
 )
 
-// queueModel is the queue of one application over ranks with places, as requests see it: whoever has the turn takes a place on a
-// rank that it may use, or yields.
+// queueModel is the queue of one application over ranks with places, as requests see it: the waiter with the
+// turn takes a place on a rank that it may use, or yields.
 type queueModel struct {
 	t      *rapid.T
-	f      *fifo
+	f      *requestQueue
 	order  []*waiter
 	banned map[*waiter]map[int]bool // ranks that a waiter may not use
 	places []int                    // free ones, by rank
@@ -54,7 +54,7 @@ func (m *queueModel) enter(banned []int) *waiter {
 	return w
 }
 
-// settle lets whoever has the turn ask, until nobody has it.
+// settle lets the waiter with the turn ask, until no waiter has it.
 func (m *queueModel) settle() {
 	for m.f.turn != nil {
 		w := m.f.turn
@@ -86,12 +86,16 @@ func (m *queueModel) remove(w *waiter) {
 	require.Empty(m.t, w.wake, "no wake-up stays behind")
 }
 
-// TestNoWaiterBlocksAnotherThatCouldBeRouted: whatever requests wait for, it never stays that a rank has room, a waiting request may
-// use it, and nobody is routed; and nobody overtakes a request that could have had the place.
+// TestNoWaiterBlocksAnotherThatCouldBeRouted: whatever requests wait for, whenever a rank has room and a
+// waiting request may use it, a request is routed; and no request overtakes one that could have had the
+// place.
 func TestNoWaiterBlocksAnotherThatCouldBeRouted(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		const ranks, maxN, maxTokens = 3, 6, int64(30)
-		m := &queueModel{t: t, f: &fifo{}, banned: map[*waiter]map[int]bool{}, places: make([]int, ranks)}
+		m := &queueModel{
+			t: t, f: &requestQueue{}, banned: map[*waiter]map[int]bool{},
+			places: make([]int, ranks),
+		}
 		tokens := func() (n int64) {
 			for _, w := range m.order {
 				n += w.tokens
@@ -99,7 +103,8 @@ func TestNoWaiterBlocksAnotherThatCouldBeRouted(t *testing.T) {
 			return n
 		}
 		drawBanned := func() []int {
-			return rapid.SliceOfNDistinct(rapid.IntRange(0, ranks-1), 0, ranks-1, rapid.ID[int]).Draw(t, "banned")
+			return rapid.SliceOfNDistinct(rapid.IntRange(0, ranks-1), 0, ranks-1, rapid.ID[int]).Draw(
+				t, "banned")
 		}
 		t.Repeat(map[string]func(*rapid.T){
 			"join": func(t *rapid.T) {
@@ -142,7 +147,8 @@ func TestNoWaiterBlocksAnotherThatCouldBeRouted(t *testing.T) {
 				require.Equal(t, tokens(), sum)
 				require.Equal(t, n == 0, m.f.empty())
 				for _, w := range m.order {
-					require.Negative(t, m.usable(w), "a rank has room, a waiter may use it, and nobody is routed")
+					require.Negative(t, m.usable(w),
+						"a rank has room, a waiter may use it, and nobody is routed")
 				}
 			},
 		})
@@ -172,7 +178,8 @@ func TestBudgetAgainstOracle(t *testing.T) {
 			if b.draw(now) {
 				retries = append(retries, now)
 			}
-			require.LessOrEqual(t, within(retries, 10*time.Second), max(within(requests, 11*time.Second)/10, 20))
+			require.LessOrEqual(t, within(retries, 10*time.Second),
+				max(within(requests, 11*time.Second)/10, 20))
 		}
 	})
 }
@@ -195,10 +202,10 @@ func TestBudgetRefills(t *testing.T) {
 
 func TestGuard(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var g guard
+		var g phaseTimer
 		arm := func(d time.Duration, cause error) { g.arm(time.Now(), time.Now().Add(d), cause) }
 		ctx, cancel := context.WithCancelCause(t.Context())
-		g.begin(cancel)
+		g.attach(cancel)
 		arm(time.Second, errFirstToken)
 		time.Sleep(900 * time.Millisecond)
 		g.pause()
@@ -211,36 +218,36 @@ func TestGuard(t *testing.T) {
 		require.NoError(t, ctx.Err(), "always armed again in time")
 		time.Sleep(101 * time.Millisecond)
 		require.ErrorIs(t, context.Cause(ctx), errStalled)
-		g.end()
+		g.detach()
 
 		ctx2, cancel2 := context.WithCancelCause(t.Context())
 		defer cancel2(nil)
-		g.begin(cancel2)
+		g.attach(cancel2)
 		arm(time.Hour, errFirstToken)
 		arm(time.Second, errStalled) // an earlier end than the timer's
 		time.Sleep(time.Second + time.Millisecond)
 		require.ErrorIs(t, context.Cause(ctx2), errStalled)
-		g.end()
+		g.detach()
 		ctx3, cancel3 := context.WithCancelCause(t.Context())
 		defer cancel3(nil)
-		g.begin(cancel3)
+		g.attach(cancel3)
 		arm(time.Second, errStalled)
-		g.end()
+		g.detach()
 		time.Sleep(time.Hour)
 		require.NoError(t, ctx3.Err(), "the attempt is over")
 	})
 }
 
-// gate is an engine that answers one request per token.
-type gate struct {
+// gatedEngine is an engine that answers one request per token.
+type gatedEngine struct {
 	open chan struct{}
 	mu   sync.Mutex
 	ids  []string
 }
 
-func newGate() *gate { return &gate{open: make(chan struct{}, 1000)} }
+func newGatedEngine() *gatedEngine { return &gatedEngine{open: make(chan struct{}, 1000)} }
 
-func (e *gate) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+func (e *gatedEngine) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	drain(r)
 	e.mu.Lock()
 	e.ids = append(e.ids, r.Header.Get("X-Request-Id"))
@@ -252,7 +259,7 @@ func (e *gate) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-func (e *gate) served() []string {
+func (e *gatedEngine) served() []string {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return append([]string(nil), e.ids...)
@@ -264,20 +271,22 @@ func queueUp(g *rig, from, n int) chan answer {
 	for i := range n {
 		before := g.in.QueueLen("demo")
 		go func() {
-			got <- g.postCtx(g.t.Context(), "/v1/chat/completions", chatBody, "X-Request-Id", "q"+strconv.Itoa(from+i))
+			got <- g.postCtx(g.t.Context(), "/v1/chat/completions", chatBody, "X-Request-Id",
+				"q"+strconv.Itoa(from+i))
 		}()
 		eventually(g.t, func() bool { return g.in.QueueLen("demo") == before+1 }, "queued")
 	}
 	return got
 }
 
-// TestRT3WaitingForRoom: one place, 100 wait; served in order, woken by each Done, none left.
+// TestRT3WaitingForRoom: there is one place and 100 requests wait; they are served in order, each Done wakes
+// one, and none is left.
 func TestRT3WaitingForRoom(t *testing.T) {
 	n := 100
 	if testing.Short() {
 		n = 20
 	}
-	e := newGate()
+	e := newGatedEngine()
 	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1})
 	first := make(chan answer, 1)
 	go func() { first <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody, "X-Request-Id", "first") }()
@@ -299,16 +308,16 @@ func TestRT3WaitingForRoom(t *testing.T) {
 	assert.Equal(t, want, e.served())
 	assert.Equal(t, 1, g.replicas[0].peak)
 	assert.Zero(t, g.in.QueueLen("demo"))
-	v := g.in.lane("demo").router.Load().Snapshot()
+	v := g.in.ensureAppRouter("demo").router.Load().Snapshot()
 	assert.Zero(t, v.Ranks[0].Load.O())
 }
 
-// TestRT3WaitingForARank: no rank at first, its unit on the way; then it is up.
+// TestRT3WaitingForARank: there is no rank at first and its unit is pending; then it is ready.
 func TestRT3WaitingForARank(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, max: 4})
 	g.phase("demo/0/0", state.Starting, 2)
-	l := g.in.lane("demo")
-	eventually(t, func() bool { return !l.canServe() }, "out of routing")
+	ar := g.in.ensureAppRouter("demo")
+	eventually(t, func() bool { return !ar.canServe() }, "out of routing")
 	got := queueUp(g, 0, 10)
 	g.replicas[0].reborn() // the stream knows it first …
 	assert.Equal(t, 10, g.in.QueueLen("demo"), "… and that is not enough")
@@ -320,8 +329,8 @@ func TestRT3WaitingForARank(t *testing.T) {
 	}
 }
 
-// TestFencedAheadOfTheState: the only rank's stream shows a fence that the state does not know yet. Nobody is refused in
-// between: its unit will be back.
+// TestFencedAheadOfTheState: the only rank's stream shows a fence that the state does not have yet. No
+// request is refused in between, because its unit will be back.
 func TestFencedAheadOfTheState(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, max: 4})
 	g.replicas[0].say(false, true, "engine exited with code 1")
@@ -335,11 +344,11 @@ func TestFencedAheadOfTheState(t *testing.T) {
 		require.NoError(t, a.err)
 		require.Equal(t, 200, a.status)
 	}
-	assert.Zero(t, g.in.lane("demo").router.Load().Snapshot().OnTheWay)
+	assert.Zero(t, g.in.ensureAppRouter("demo").router.Load().Snapshot().OnTheWay)
 }
 
-// TestARequestThatFailedDoesNotHoldTheQueue: the ready rank has failed one request, which waits for the other rank. Requests behind it
-// are served by the ready one meanwhile.
+// TestARequestThatFailedDoesNotHoldTheQueue: the ready rank has failed one request, which waits for the other
+// rank. The ready rank serves the requests behind it meanwhile.
 func TestARequestThatFailedDoesNotHoldTheQueue(t *testing.T) {
 	var calls atomic.Int32
 	g := newRig(t, options{engines: []http.HandlerFunc{
@@ -353,8 +362,9 @@ func TestARequestThatFailedDoesNotHoldTheQueue(t *testing.T) {
 		replies(200, wholeAnswer),
 	}, max: 4})
 	g.phase("demo/0/1", state.Starting, 2)
-	l := g.in.lane("demo")
-	eventually(t, func() bool { return l.router.Load().Snapshot().OnTheWay == 1 }, "the other rank is on its way")
+	ar := g.in.ensureAppRouter("demo")
+	eventually(t, func() bool { return ar.router.Load().Snapshot().OnTheWay == 1 },
+		"the other rank is on its way")
 	waits := queueUp(g, 0, 1)
 	for range 3 {
 		a := g.post("/v1/chat/completions", chatBody)
@@ -368,9 +378,12 @@ func TestARequestThatFailedDoesNotHoldTheQueue(t *testing.T) {
 	assert.Equal(t, "2", a.header.Get("X-Dpserve-Attempts"))
 }
 
-// TestRT3StaleFullNeverBlocks: a rank says full although nothing is in hand, and no record follows.
+// TestRT3StaleFullNeverBlocks: a rank says full although it has no requests, and no record follows.
 func TestRT3StaleFullNeverBlocks(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, timers: Timers{FullRecheck: 20 * time.Millisecond}})
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{replies(200, wholeAnswer)},
+		timers:  Timers{FullRecheck: 20 * time.Millisecond},
+	})
 	var full atomic.Int32
 	g.replicas[0].setRefuse(func(*msg.Admit) msg.Refusal {
 		if full.Add(1) <= 3 {
@@ -385,11 +398,14 @@ func TestRT3StaleFullNeverBlocks(t *testing.T) {
 }
 
 func TestQueueBounds(t *testing.T) {
-	e := newGate()
-	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1, limits: Limits{MaxQueueTokens: 50}, app: func(a *app.Application) {
-		a.MaxQueuedRequests = 2
-		a.Timeouts.QueueS = 5
-	}})
+	e := newGatedEngine()
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{e.ServeHTTP}, max: 1,
+		limits: Limits{MaxQueueTokens: 50}, app: func(a *app.Application) {
+			a.MaxQueuedRequests = 2
+			a.Timeouts.QueueS = 5
+		},
+	})
 	first := make(chan answer, 1)
 	go func() { first <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
 	eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "the place is taken")
@@ -409,14 +425,20 @@ func TestQueueBounds(t *testing.T) {
 	assert.Equal(t, 200, (<-first).status)
 }
 
-// TestAnEmptyQueueTakesARequestOfAnySize: it would be refused for ever else.
+// TestAnEmptyQueueTakesARequestOfAnySize: such a request would otherwise be refused for ever.
 func TestAnEmptyQueueTakesARequestOfAnySize(t *testing.T) {
-	e := newGate()
-	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1, limits: Limits{MaxQueueTokens: 50}})
+	e := newGatedEngine()
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{e.ServeHTTP}, max: 1,
+		limits: Limits{MaxQueueTokens: 50},
+	})
 	first, large := make(chan answer, 1), make(chan answer, 1)
 	go func() { first <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
 	eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "the place is taken")
-	go func() { large <- g.postCtx(t.Context(), "/v1/completions", `{"model":"demo","prompt":[`+ids(60)+`]}`) }()
+	go func() {
+		large <- g.postCtx(t.Context(), "/v1/completions",
+			`{"model":"demo","prompt":[`+ids(60)+`]}`)
+	}()
 	eventually(t, func() bool { return g.in.QueueLen("demo") == 1 }, "it waits")
 	a := g.post("/v1/chat/completions", chatBody)
 	assert.Equal(t, "overloaded", a.code(t), "the second does not fit")
@@ -431,12 +453,17 @@ func picture(n int) string {
 	return `{"type":"image_url","image_url":{"url":"data:image/png;base64,` + strings.Repeat("A", n) + `"}}`
 }
 
-// TestPicturesAreNotText: their bytes fill no queue, and teach nothing about how many bytes a token of text has. Tools are text.
+// TestPicturesAreNotText: the bytes of pictures fill no queue and do not change the estimate of bytes per
+// token. Tools are text.
 func TestPicturesAreNotText(t *testing.T) {
-	e := newGate()
-	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1, limits: Limits{MaxQueueTokens: 4 * openai.MediaTokens}})
+	e := newGatedEngine()
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{e.ServeHTTP}, max: 1,
+		limits: Limits{MaxQueueTokens: 4 * openai.MediaTokens},
+	})
 	body := func(parts string) string {
-		return `{"model":"demo","messages":[{"role":"user","content":[{"type":"text","text":"what is it?"},` + parts + `]}]}`
+		return `{"model":"demo","messages":[{"role":"user","content":[{"type":"text","text":"what is it?"},` +
+			parts + `]}]}`
 	}
 	all := make(chan answer, 4)
 	for i := range 4 {
@@ -452,10 +479,11 @@ func TestPicturesAreNotText(t *testing.T) {
 	for range 4 {
 		assert.Equal(t, 200, (<-all).status)
 	}
-	k := &g.in.lane("demo").ratios[openai.Chat]
+	k := &g.in.ensureAppRouter("demo").estimators[openai.Chat]
 	assert.InDelta(t, 4, k.K(), 0, "nothing was learned")
 
-	tools := `,"tools":[{"type":"function","function":{"name":"f","description":"` + strings.Repeat("x", 10_000) + `"}}]}`
+	tools := `,"tools":[{"type":"function","function":{"name":"f","description":"` +
+		strings.Repeat("x", 10_000) + `"}}]}`
 	e.open <- struct{}{}
 	assert.Equal(t, 200, g.post("/v1/chat/completions", strings.TrimSuffix(chatBody, "}")+tools).status)
 	assert.Greater(t, k.K(), 4.3, "10 KB that the engine counts as 5 tokens are many bytes a token")
@@ -470,8 +498,11 @@ func ids(n int) string {
 }
 
 func TestQueueTimeoutAndLeaving(t *testing.T) {
-	e := newGate()
-	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1, app: func(a *app.Application) { a.Timeouts.QueueS = 0.2 }})
+	e := newGatedEngine()
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{e.ServeHTTP}, max: 1,
+		app: func(a *app.Application) { a.Timeouts.QueueS = 0.2 },
+	})
 	first := make(chan answer, 1)
 	go func() { first <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
 	eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "the place is taken")
@@ -493,19 +524,20 @@ func TestQueueTimeoutAndLeaving(t *testing.T) {
 func TestNoReadyRankIsAnsweredAtOnce(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	g.phase("demo/0/0", state.Failed, 1)
-	l := g.in.lane("demo")
-	eventually(t, func() bool { return !l.canServe() }, "out of routing")
+	ar := g.in.ensureAppRouter("demo")
+	eventually(t, func() bool { return !ar.canServe() }, "out of routing")
 	a := g.post("/v1/chat/completions", chatBody)
 	assert.Equal(t, 503, a.status)
 	assert.Equal(t, "no_ready_rank", a.code(t))
 	assert.Equal(t, 503, g.get("/health").status)
 	g.phase("demo/0/0", state.Ready, 1)
-	eventually(t, l.canServe, "back")
+	eventually(t, ar.canServe, "back")
 	assert.Equal(t, 200, g.post("/v1/chat/completions", chatBody).status)
 	assert.Equal(t, 200, g.get("/health").status)
 }
 
-// TestTheOnlyRankComesBack: it dies under a request, which waits for its successor instead of failing.
+// TestTheOnlyRankComesBack: the only rank dies with a request, which waits for its successor instead of
+// failing.
 func TestTheOnlyRankComesBack(t *testing.T) {
 	var calls atomic.Int32
 	g := newRig(t, options{engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {

@@ -9,67 +9,71 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/engine/openai"
 	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// causeBusy is the RecState cause of a rank whose engine said that it is busy: it counts as full, not as ill, so requests
-// wait for it.
+// causeBusy is the RecState cause of a rank whose engine reported that it is busy. The rank counts as full,
+// not as unhealthy, so requests wait for it.
 const causeBusy = "engine_busy"
 
-// rank is one incarnation of a rank as its stream tells it. What does not change after newRank may be read by anyone; the
-// rest belongs to lane.mu.
+// rank is one incarnation of a rank as its stream tells it. What does not change after newRank may be read by
+// anyone; the rest belongs to appRouter.mu.
 type rank struct {
 	id          routing.RankID
 	unit        string
 	epoch       uint64
 	incarnation uint64
-	node        string // that runs it
-	local       bool
+	node        string // that runs the rank
+	local       bool   // the rank is on this node
 	mailbox     msg.Mailbox
 	target      msg.Target
 	urls        [openai.NumRoutes]*url.URL
-	groupValue  []string // of the answer's headers; shared by all answers
+	groupValue  []string // header value of answers; shared by all answers
 	rankValue   []string
 
-	accepting   bool
-	busy        bool   // not accepting because of causeBusy
-	tripped     int    // its answers failed in a row: its place in the lane's order of trips, from 1; 0: they did not
-	full        bool   // said full, or its room is for another ingress, and the stream has told nothing new since
-	turn        string // for whom its free room is, by its last record that says so; "": for all
-	offered     int    // requests that room was held for, and that have not taken it
-	lost        bool   // fenced, gone, or replaced by a new incarnation: what it has in hand fails
-	failed      bool   // fenced because its engine failed, or another one of its lockstep unit
-	draining    bool   // takes nothing new and lets its streams end
-	silent      bool   // nothing is heard of its node
-	maxOngoing  int
-	seq         uint64 // of the last record
-	steps       uint64 // records of a first token or of output: each says that its engine made progress
-	cachingOff  bool   // its engine runs without prefix caching
-	blockSize   int    // tokens per KV block; 0: not known
-	maxModelLen int    // tokens of a request and its answer; 0: not known
-	proven      bool   // its events came in blocks of that size
+	accepting bool
+	busy      bool // not accepting because of causeBusy
+	tripOrder int  // place in the order of the application's trips, from 1; 0: the rank is not tripped
+	// refused as full, or its room is for another ingress, and its stream has reported no room since
+	full           bool
+	turn           string // ingress for which the free room is, by the last record with a turn; "": all
+	offered        int    // requests for which room was offered to this ingress, and not used yet
+	lost           bool   // fenced, gone, or replaced by a new incarnation: its attempts fail
+	engineFailed   bool   // fenced because its engine, or that of another rank of its lockstep unit, failed
+	draining       bool   // takes no new requests and lets its streams end
+	silent         bool   // its node is not heard
+	maxOngoing     int
+	seq            uint64 // of the last record
+	progress       uint64 // records of a first token or of output: each shows that the engine made progress
+	cachingOff     bool   // its engine runs without prefix caching
+	blockSize      int    // tokens per KV block; 0: unknown
+	maxModelLen    int    // tokens of a request and its answer; 0: unknown
+	sizeFromEvents bool   // its KV events use blockSize
 
-	deaf   bool          // a record was missed: nothing of its cache is believed before its next snapshot
-	asked  time.Duration // when it was asked for one last; 0: never
-	asking *time.Timer   // until it is asked again; nil: it is not
+	resyncing   bool          // a record was missed: its cache is ignored until its next snapshot
+	resyncAt    time.Duration // when a snapshot was last asked for; 0: never
+	resyncTimer *time.Timer   // repeats the request for a snapshot; nil: none
 
-	shownReady   bool // what the Router was told
-	shownMax     int
-	shownSilent  bool
-	shownTripped int
-	attempts     *attempt // those it has in hand: head of a list
+	publishedReady  bool // the values that the Router has
+	publishedMax    int
+	publishedSilent bool
+	publishedTrip   int
+	attempts        *attempt // attempts on this rank: head of a list
 }
 
-// newRank reads a snapshot. The error is about the target's URL.
+// newRank makes a rank from its snapshot. The error is about the engine's URL.
 func newRank(rec *msg.Record, node string) (*rank, error) {
 	s := rec.Snapshot
 	r := &rank{
 		id: rec.Rank, unit: rec.Unit, epoch: rec.Epoch, incarnation: rec.Incarnation,
 		node: s.Node, local: s.Node == node, mailbox: s.Mailbox, target: s.Target,
-		groupValue: []string{strconv.Itoa(rec.Rank.Group())}, rankValue: []string{strconv.Itoa(rec.Rank.Rank())},
+		groupValue: []string{strconv.Itoa(rec.Rank.Group())},
+		rankValue:  []string{strconv.Itoa(rec.Rank.Rank())},
 	}
 	base, err := url.Parse(s.Target.URL)
 	if err != nil || base.Host == "" {
-		return nil, fmt.Errorf("rank %s: engine URL %q has no host; want http://host:port", rec.Rank, s.Target.URL)
+		return nil, fmt.Errorf("rank %s: engine URL %q has no host; want http://host:port", rec.Rank,
+			s.Target.URL)
 	}
 	for route := range r.urls {
 		u := *base
@@ -79,33 +83,33 @@ func newRank(rec *msg.Record, node string) (*rank, error) {
 	return r, nil
 }
 
-// is says that rec speaks of this very incarnation.
-func (r *rank) is(rec *msg.Record) bool {
+// isIncarnation reports whether rec comes from this incarnation.
+func (r *rank) isIncarnation(rec *msg.Record) bool {
 	return r.epoch == rec.Epoch && r.incarnation == rec.Incarnation
 }
 
-// want is what the Router should see: is the rank ready, and how many requests may it hold. A busy rank is ready and full;
-// a tripped one is ready, as the Router decides whether it is left out.
-func (r *rank) want(stateReady bool) (ready bool, maxOngoing int) {
-	ready = stateReady && !r.lost && (r.accepting || r.busy || r.tripped > 0)
+// routerState is what the Router should see: whether the rank is ready, and how many requests it may hold. A
+// busy rank is ready and full. A tripped rank is ready, because the Router decides whether to leave it out.
+func (r *rank) routerState(stateReady bool) (ready bool, maxOngoing int) {
+	ready = stateReady && !r.lost && (r.accepting || r.busy || r.tripOrder > 0)
 	if r.busy || r.full {
 		return ready, 0
 	}
 	return ready, r.maxOngoing
 }
 
-// track puts an attempt on the list of those the rank has in hand.
+// track adds an attempt to the rank's list.
 func (r *rank) track(a *attempt) {
 	a.next = r.attempts
 	if a.next != nil {
 		a.next.prev = a
 	}
-	r.attempts, a.prev, a.tracked = a, nil, true
+	r.attempts, a.prev, a.isTracked = a, nil, true
 }
 
-// untrack takes an attempt off the list. Safe to call twice.
+// untrack removes an attempt from the rank's list. Safe to call twice.
 func (r *rank) untrack(a *attempt) {
-	if !a.tracked {
+	if !a.isTracked {
 		return
 	}
 	if a.prev != nil {
@@ -116,25 +120,36 @@ func (r *rank) untrack(a *attempt) {
 	if a.next != nil {
 		a.next.prev = a.prev
 	}
-	a.prev, a.next, a.tracked = nil, nil, false
+	a.prev, a.next, a.isTracked = nil, nil, false
 }
 
-// lose gives up every attempt that has not begun: each is tried again elsewhere at once, instead of when the engine's
-// process is gone. Streams that have begun go on as long as their engine does.
-func (r *rank) lose() {
+// failPendingAttempts cancels every attempt without a first byte, so that it is retried on another rank at
+// once and not only when the engine's process has exited. Streams with a first byte go on as long as their
+// engine does.
+func (r *rank) failPendingAttempts() {
 	r.lost = true
 	for a := r.attempts; a != nil; a = a.next {
-		if !a.begun {
+		if !a.hasFirstByte {
 			a.cancel(errUnitLost)
 		}
 	}
 }
 
-// cut ends the streams of an attached rank whose drain is over: its engine goes on, and would let them go on too.
-func (r *rank) cut() {
+// cutStreams cancels the streams of an attached rank whose drain is over. dpserve does not stop an attached
+// engine, so its streams would go on.
+func (r *rank) cutStreams() {
 	for a := r.attempts; a != nil; a = a.next {
-		if a.begun {
-			a.cancel(ErrDrained)
+		if a.hasFirstByte {
+			a.cancel(errDrained)
 		}
 	}
+}
+
+// resyncInterval is the time a rank has to answer a request for a snapshot, and the least time between two
+// such requests.
+const resyncInterval = time.Second
+
+// columnOwner is the key of a rank's column of a tier in the index.
+func (r *rank) columnOwner(tier kvindex.Tier) kvindex.Owner {
+	return kvindex.Owner{Rank: uint32(r.id), Tier: tier, Epoch: r.epoch, Incarnation: r.incarnation}
 }

@@ -5,220 +5,419 @@ import (
 	"errors"
 	"io"
 	"net/http"
+	"os"
+	"strconv"
+	"strings"
 	"time"
 
 	"github.com/dpserve/dpserve/app"
 	"github.com/dpserve/dpserve/engine/openai"
 )
 
-// relayStream is the relay loop: one read of the engine, a look at its whole events, one write and flush to the client.
-// Backpressure is the blocked write; the guard's clock runs only while the engine is waited for.
-func (c *call) relayStream(ctx context.Context, resp *http.Response) result {
-	s := &c.stream
-	s.reset(c.scan.Choices)
-	c.watchGaps()
-	if c.entry.app.Engine.Family == app.FamilyOpenAI {
-		s.watcher.Blind() // some engines of this family ignore n, or end without a finish_reason: a clean end is a whole answer
+// relayStream is the relay loop: one read of the engine, an inspection of its complete events, one write and
+// flush to the client. Backpressure is the blocked write. The phase timer runs only while the loop waits for
+// the engine.
+func (req *request) relayStream(ctx context.Context, resp *http.Response) result {
+	s := &req.stream
+	s.reset(req.scan.Choices)
+	req.watchGaps()
+	if req.app.app.Engine.Family == app.FamilyOpenAI {
+		// some engines of this family ignore n or send no finish_reason: a clean end is a complete answer
+		s.watcher.Blind()
 	}
 	for {
-		n, err := c.readToken(resp.Body, s.space())
+		n, err := req.readToken(resp.Body, s.readSpace())
 		now := time.Now()
 		s.filled += n
-		v := c.inspect(now, err)
-		if !c.served() {
-			return c.unserved()
+		v := req.inspectRead(now, err)
+		if !req.mayServe() {
+			return req.endUnserved()
 		}
-		if v == opened {
-			c.open(resp)
+		if v == actionCommit {
+			req.openStream(resp)
 			s.watcher.Begun()
-			v = c.inspect(now, err) // what came behind the first content in the same read
+			v = req.inspectRead(now, err) // events after the first content in the same read
 		}
-		if err := c.forward(now); err != nil {
-			return c.unwritten(ctx, err)
+		if err := req.forward(now); err != nil {
+			return req.writeFailure(ctx, err)
 		}
 		switch {
-		case v != more:
-			return c.close(ctx, resp, v)
+		case v != actionContinue:
+			return req.endStream(ctx, resp, v)
 		case err != nil:
-			return c.interrupted(ctx, err)
+			return req.endInterrupted(ctx, err)
 		}
-		c.report(now)
+		req.reportProgress(now)
 	}
 }
 
-// inspect looks at what a read has brought.
-func (c *call) inspect(now time.Time, err error) verdict {
-	s, begun := &c.stream, c.status != 0
-	v := s.examine(begun)
-	if v == more && errors.Is(err, io.EOF) {
-		v = s.ended(begun)
+// inspectRead inspects what a read has brought.
+func (req *request) inspectRead(now time.Time, err error) streamAction {
+	s, begun := &req.stream, req.status != 0
+	v := s.inspectRead(begun)
+	if v == actionContinue && errors.Is(err, io.EOF) {
+		v = s.endOfBody(begun)
 	}
-	c.note(now)
+	req.recordRead(now)
 	return v
 }
 
-// note does the accounts of this read's tokens.
-func (c *call) note(now time.Time) {
-	s := &c.stream
-	if s.fresh == 0 {
+// recordRead counts the tokens of this read.
+func (req *request) recordRead(now time.Time) {
+	s := &req.stream
+	if s.newTokens == 0 {
 		return
 	}
-	if !s.last.IsZero() && c.status != 0 && now.After(s.last) {
-		c.entry.lane.meter.Load().ITL(c.route.String(), now.Sub(s.last))
+	if !s.lastToken.IsZero() && req.status != 0 && now.After(s.lastToken) {
+		req.app.router.metrics.Load().ITL(req.route.String(), now.Sub(s.lastToken))
 	}
-	s.last = now
-	c.tokensSeen(s.fresh, now)
-	s.fresh = 0
+	s.lastToken = now
+	req.countOutput(s.newTokens, now)
+	s.newTokens = 0
 }
 
-// unbuffered tells a proxy in front of dpserve, as nginx, to pass tokens on as they come. All answers share it.
+// unbuffered tells a proxy in front of dpserve, such as nginx, to pass tokens on without buffering. All
+// answers share it.
 var unbuffered = []string{"no"}
 
-// open sends the header of a stream.
-func (c *call) open(resp *http.Response) {
+// openStream sends the header of a stream.
+func (req *request) openStream(resp *http.Response) {
 	if _, ok := resp.Header["X-Accel-Buffering"]; !ok {
-		c.w.Header()["X-Accel-Buffering"] = unbuffered
+		req.w.Header()["X-Accel-Buffering"] = unbuffered
 	}
-	c.begin(resp.StatusCode, resp.Header, -1)
+	req.sendHeader(resp.StatusCode, resp.Header, -1)
 }
 
-// forward writes and flushes what may pass.
-func (c *call) forward(now time.Time) error {
-	s := &c.stream
-	if c.status == 0 || s.looked == 0 {
+// forward writes and flushes the inspected events.
+func (req *request) forward(now time.Time) error {
+	s := &req.stream
+	if req.status == 0 || s.inspected == 0 {
 		return nil
 	}
-	pass := s.buf[:s.looked]
+	pass := s.buf[:s.inspected]
 	if s.watcher.Finishing() {
-		c.readUsage(pass)
+		req.readUsage(pass)
 	}
-	conn := gather(c.r, len(pass))
-	err := c.write(pass, now)
+	conn := startGather(req.r, len(pass))
+	err := req.writeClient(pass, now)
 	if err == nil {
-		err = c.flush()
+		err = req.flush()
 	}
-	if sent := conn.send(); err == nil {
+	if sent := conn.sendGathered(); err == nil {
 		err = sent
 	}
 	if err == nil {
-		s.passed(s.looked)
+		s.dropSent(s.inspected)
 	}
 	return err
 }
 
-// readUsage keeps the last usage of the stream's end.
-func (c *call) readUsage(events []byte) {
+// readUsage keeps the last usage of the stream.
+func (req *request) readUsage(events []byte) {
 	for len(events) > 0 {
 		n := openai.EventEnd(events, 0)
 		if n < 0 {
 			n = len(events)
 		}
 		if u, ok := openai.ParseUsage(openai.EventData(events[:n])); ok {
-			c.usage = u
+			req.usage = u
 		}
 		events = events[n:]
 	}
 }
 
-// readToken reads under the clock of the phase: first token, or the next one. TRAPS 25: an empty delta is a token.
-func (c *call) readToken(body io.Reader, buf []byte) (int, error) {
-	if c.stream.last.IsZero() {
-		return c.read(body, buf, time.Now(), c.firstTokenDue(), errFirstToken)
+// readToken reads under the deadline of the phase: first token, or the next one. An empty delta counts as a
+// token.
+func (req *request) readToken(body io.Reader, buf []byte) (int, error) {
+	if req.stream.lastToken.IsZero() {
+		return req.readEngine(body, buf, time.Now(), req.firstTokenDue(), errFirstToken)
 	}
-	return c.readGap(body, buf)
+	return req.readEngineGap(body, buf)
 }
 
-// close ends a stream on which something was decided.
-func (c *call) close(ctx context.Context, resp *http.Response, v verdict) result {
-	s := &c.stream
+// endStream ends a stream with the given action.
+func (req *request) endStream(ctx context.Context, resp *http.Response, v streamAction) result {
+	s := &req.stream
 	switch v {
-	case over:
-		c.tail(resp.Body)
-		if s.failed {
-			return result{cause: causeErrorEvent, engine: s.fault, status: s.fault.Status}
+	case actionFinish:
+		req.drainBody(resp.Body)
+		if s.passedError {
+			return result{cause: causeErrorEvent, engine: s.engineError, status: s.engineError.Status}
 		}
 		return result{cause: causeOK}
-	case lost:
-		return c.breakOff(result{cause: c.lostStream(), engine: s.fault})
-	case refused:
-		return c.asStatus(ctx)
-	case aborted:
+	case actionFail:
+		return req.breakStream(result{cause: req.lostStreamCause(), engine: s.engineError})
+	case actionReject:
+		return req.rejectStream(ctx)
+	case actionAborted:
 		return result{cause: causeAborted}
 	default:
 		return result{cause: causeEmpty}
 	}
 }
 
-// asStatus treats a first event that is an error as an HTTP answer with its code. What passes on is a real status with the
-// event's JSON; the [DONE] behind it is dropped.
-func (c *call) asStatus(ctx context.Context) result {
-	s := &c.stream
-	status := s.fault.Status
+// rejectStream treats an error as first event like an HTTP answer with its code. The client receives a real
+// status with the event's JSON; the [DONE] after it is dropped.
+func (req *request) rejectStream(ctx context.Context) result {
+	s := &req.stream
+	status := s.engineError.Status
 	if status == 0 {
 		status = http.StatusInternalServerError
 	}
-	res := result{cause: statusCause(status, &s.fault), engine: s.fault, status: status}
-	if res.cause != causePassed && !c.passes(&res) {
+	res := result{cause: statusCause(status, &s.engineError), engine: s.engineError, status: status}
+	if res.cause != causePassed && !req.isBestAnswer(&res) {
 		return res
 	}
-	n := openai.EventEnd(s.buf[s.looked:s.filled], 0)
+	n := openai.EventEnd(s.buf[s.inspected:s.filled], 0)
 	if n < 0 {
-		n = s.filled - s.looked
+		n = s.filled - s.inspected
 	}
-	body := openai.EventData(s.buf[s.looked : s.looked+n])
-	return c.passOn(ctx, status, http.Header{"Content-Type": {"application/json"}}, body, res)
+	body := openai.EventData(s.buf[s.inspected : s.inspected+n])
+	return req.sendWhole(ctx, status, http.Header{"Content-Type": {"application/json"}}, body, res)
 }
 
-// interrupted ends a stream whose body broke.
-func (c *call) interrupted(ctx context.Context, err error) result {
-	res := c.broke(ctx, err, c.status != 0)
-	if c.status == 0 {
+// endInterrupted ends a stream whose body broke off.
+func (req *request) endInterrupted(ctx context.Context, err error) result {
+	res := req.readFailure(ctx, err, req.status != 0)
+	if req.status == 0 {
 		return res
 	}
 	if res.cause == causeClientGone {
-		c.cut = true
+		req.cutConn = true
 		return res
 	}
-	return c.breakOff(res)
+	return req.breakStream(res)
 }
 
-// served asks for leave to pass on what an engine of this node has said: a node that was frozen must not go on as if nothing had
-// been. The data ports of other nodes ask for themselves.
-func (c *call) served() bool {
-	return c.in.serves == nil || !c.attempt.rank.local || c.in.serves()
+// mayServe reports whether the answer of a rank of this node may be sent on: a node that was suspended and
+// lost its lease must not continue its streams. The data ports of other nodes check for themselves.
+func (req *request) mayServe() bool {
+	return req.in.serves == nil || !req.attempt.rank.local || req.in.serves()
 }
 
-// unserved ends an attempt at a rank that may not serve any more.
-func (c *call) unserved() result {
+// endUnserved ends an attempt on a rank that may no longer serve.
+func (req *request) endUnserved() result {
 	res := result{cause: causeUnitLost}
-	if c.status == 0 {
+	if req.status == 0 {
 		return res
 	}
-	return c.breakOff(res)
+	return req.breakStream(res)
 }
 
-// breakOff ends a stream after its first byte: an error event in the route's shape, no [DONE], no invented finish_reason, and
-// a cut connection, so that nobody takes it for a whole one (TRAPS 1).
-func (c *call) breakOff(res result) result {
-	c.cut = true
-	code, message := brokenOff(res.cause)
-	event := openai.ErrorEvent(nil, c.route, openai.Status(code), "", code, message)
-	if err := c.write(event, time.Now()); err != nil {
+// breakStream ends a stream after its first byte: it sends an error event in the route's shape, no [DONE] and
+// no invented finish_reason, and cuts the connection, so that the client does not take the stream for a
+// complete one.
+func (req *request) breakStream(res result) result {
+	req.cutConn = true
+	code, message := streamError(res.cause)
+	event := openai.ErrorEvent(nil, req.route, openai.Status(code), "", code, message)
+	if err := req.writeClient(event, time.Now()); err != nil {
 		return res
 	}
-	if c.flush() != nil {
+	if req.flush() != nil {
 		return res
 	}
 	return res
 }
 
-// tail reads the end of a body behind [DONE], so that its connection can be used again. The client has everything by then.
-func (c *call) tail(body io.Reader) {
-	s := &c.stream
+// drainBody reads the end of a body after [DONE], so that its connection can be reused. The client already
+// has everything.
+func (req *request) drainBody(body io.Reader) {
+	s := &req.stream
 	for range 2 {
 		now := time.Now()
-		if _, err := c.read(body, s.buf, now, now.Add(c.in.timers.Tail), errTail); err != nil {
+		if _, err := req.readEngine(body, s.buf, now, now.Add(req.in.timers.Tail), errTail); err != nil {
 			return
 		}
+	}
+}
+
+// sendHeader sends status and header to the client. No other attempt follows after it.
+func (req *request) sendHeader(status int, engine http.Header, length int) {
+	req.app.router.markFirstByte(&req.attempt)
+	now := time.Now()
+	req.firstByte, req.status = now, status
+	h := req.w.Header()
+	clientHeader(h, engine)
+	req.setOwnHeaders(h, req.attempt.rank)
+	if length >= 0 {
+		h["Content-Length"] = []string{strconv.Itoa(length)}
+	}
+	req.extendWriteDeadline(now)
+	req.releaseBody()
+	req.w.WriteHeader(status)
+}
+
+// writeClient writes bytes to the client. An error means that the client has left or does not read.
+func (req *request) writeClient(b []byte, now time.Time) error {
+	req.extendWriteDeadline(now)
+	if !req.pace.beginWrite(now, len(b), req.in.timers.SlowReader) {
+		return errSlowReader
+	}
+	_, err := req.w.Write(b)
+	return err
+}
+
+// writeFailure returns the result of an attempt whose answer could not be written.
+func (req *request) writeFailure(ctx context.Context, err error) result {
+	req.cutConn = true
+	switch {
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		return result{cause: causeSlowReader, err: err}
+	case ctx.Err() != nil && contextCause(ctx) == causeDrained:
+		return result{cause: causeDrained, err: err}
+	default:
+		return result{cause: causeClientGone, err: err}
+	}
+}
+
+// isStream reports whether an answer is a stream of server-sent events.
+func isStream(h http.Header) bool {
+	v := h["Content-Type"]
+	return len(v) > 0 && strings.HasPrefix(v[0], "text/event-stream")
+}
+
+// readEngine reads from the engine into buf. The phase timer runs while the read blocks.
+func (req *request) readEngine(body io.Reader, buf []byte, now, due time.Time, cause error) (int, error) {
+	req.pace.endWrite(now)
+	req.timer.arm(now, due, cause)
+	n, err := body.Read(buf)
+	req.timer.pause()
+	return n, err
+}
+
+// watchGaps configures the phase timer for readEngineGap.
+func (req *request) watchGaps() {
+	a := &req.attempt
+	req.timer.watchGaps(gapWatch{
+		router: req.app.router, rank: a.rank, ticket: a.ticket.ID,
+		limit: req.app.between, maxGap: req.app.firstToken,
+	})
+}
+
+// readEngineGap reads from an engine that has already sent output: the phase timer measures the gap since
+// then.
+func (req *request) readEngineGap(body io.Reader, buf []byte) (int, error) {
+	now := time.Now()
+	req.pace.endWrite(now)
+	req.timer.armGap(now)
+	n, err := body.Read(buf)
+	req.timer.pause()
+	return n, err
+}
+
+// relayError handles an answer with status 400 or above: it is retried on another rank, or relayed byte for
+// byte.
+func (req *request) relayError(ctx context.Context, resp *http.Response) result {
+	body, whole, err := req.readWhole(resp)
+	if err != nil {
+		return req.readFailure(ctx, err, false)
+	}
+	e := openai.ParseError(body)
+	res := result{cause: statusCause(resp.StatusCode, &e), engine: e, status: resp.StatusCode}
+	if res.cause != causePassed && !req.isBestAnswer(&res) {
+		return res
+	}
+	if !whole {
+		return req.relayRest(ctx, resp, body)
+	}
+	return req.sendWhole(ctx, resp.StatusCode, resp.Header, body, res)
+}
+
+// isBestAnswer reports whether the engine's own 408 or 429 is the best answer left, because it tells the
+// client what to do.
+func (req *request) isBestAnswer(res *result) bool {
+	if res.status >= http.StatusInternalServerError || res.cause != causeStatus {
+		return false
+	}
+	return req.attempts+1 >= req.maxAttempts()
+}
+
+// sendWhole sends an answer that is completely in memory.
+func (req *request) sendWhole(ctx context.Context, status int, header http.Header, body []byte,
+	res result,
+) result {
+	if !req.mayServe() {
+		return req.endUnserved()
+	}
+	req.sendHeader(status, header, len(body))
+	if err := req.writeClient(body, req.firstByte); err != nil {
+		return req.writeFailure(ctx, err)
+	}
+	return res
+}
+
+// relayWhole handles an answer that is not streamed. It reads up to maxWhole bytes before it sends the
+// header, so that a broken answer can be retried.
+func (req *request) relayWhole(ctx context.Context, resp *http.Response) result {
+	body, whole, err := req.readWhole(resp)
+	switch {
+	case err != nil:
+		return req.readFailure(ctx, err, false)
+	case !whole:
+		return req.relayRest(ctx, resp, body)
+	case len(body) == 0:
+		return result{cause: causeEmpty, status: resp.StatusCode}
+	case req.route.Generates() && openai.Aborted(body):
+		return result{cause: causeAborted, status: resp.StatusCode}
+	}
+	if u, ok := openai.ParseUsage(body); ok {
+		req.usage = u
+	}
+	return req.sendWhole(ctx, resp.StatusCode, resp.Header, body, result{cause: causeOK})
+}
+
+// readWhole reads an answer into the stream's buffer. whole is false if the answer is longer than maxWhole.
+func (req *request) readWhole(resp *http.Response) (body []byte, whole bool, err error) {
+	s := &req.stream
+	s.reset(0)
+	if n := resp.ContentLength; n > int64(len(s.buf)) && n < maxWhole {
+		s.buf = make([]byte, n+1)
+	}
+	due := req.firstTokenDue()
+	for s.filled <= maxWhole {
+		if s.filled == len(s.buf) {
+			s.grow()
+		}
+		n, err := req.readEngine(resp.Body, s.buf[s.filled:], time.Now(), due, errFirstToken)
+		s.filled += n
+		if errors.Is(err, io.EOF) {
+			return s.buf[:s.filled], s.filled <= maxWhole, nil
+		}
+		if err != nil {
+			return nil, false, err
+		}
+	}
+	return s.buf[:s.filled], false, nil
+}
+
+// relayRest streams an answer that is too long to be held. After its first write no retry is possible.
+func (req *request) relayRest(ctx context.Context, resp *http.Response, head []byte) result {
+	if !req.mayServe() {
+		return req.endUnserved()
+	}
+	req.sendHeader(resp.StatusCode, resp.Header, int(resp.ContentLength))
+	req.watchGaps()
+	for b := head; ; {
+		if !req.mayServe() {
+			req.cutConn = true
+			return result{cause: causeUnitLost}
+		}
+		now := time.Now()
+		if err := req.writeClient(b, now); err != nil {
+			return req.writeFailure(ctx, err)
+		}
+		n, err := req.readEngineGap(resp.Body, req.stream.buf)
+		if b = req.stream.buf[:n]; err == nil {
+			continue
+		}
+		if !errors.Is(err, io.EOF) {
+			req.cutConn = true // a JSON body can hold no error event: only the cut shows the failure
+			return req.readFailure(ctx, err, true)
+		}
+		if err := req.writeClient(b, time.Now()); err != nil {
+			return req.writeFailure(ctx, err)
+		}
+		return result{cause: causeOK}
 	}
 }

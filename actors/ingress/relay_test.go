@@ -20,7 +20,8 @@ func TestWholeAnswerPassesByteForByte(t *testing.T) {
 		got = r
 		replies(200, wholeAnswer)(w, r)
 	}}})
-	a := g.post("/v1/chat/completions", chatBody, "X-Request-Id", "mine-1", "Authorization", "Bearer k", "X-Forwarded-For", "1.2.3.4",
+	a := g.post("/v1/chat/completions", chatBody, "X-Request-Id", "mine-1", "Authorization", "Bearer k",
+		"X-Forwarded-For", "1.2.3.4",
 		"X-Data-Parallel-Rank", "3", "Connection", "X-Secret", "X-Secret", "s", "Dpserve-Epoch", "9")
 	require.NoError(t, a.err)
 	assert.Equal(t, 200, a.status)
@@ -35,7 +36,10 @@ func TestWholeAnswerPassesByteForByte(t *testing.T) {
 	assert.Equal(t, "/v1/chat/completions", got.URL.Path)
 	assert.Equal(t, "mine-1", got.Header.Get("X-Request-Id"))
 	assert.Equal(t, "Bearer k", got.Header.Get("Authorization"))
-	for _, name := range []string{"X-Forwarded-For", "X-Data-Parallel-Rank", "X-Secret", "Dpserve-Epoch", "Accept-Encoding"} {
+	for _, name := range []string{
+		"X-Forwarded-For", "X-Data-Parallel-Rank", "X-Secret", "Dpserve-Epoch",
+		"Accept-Encoding",
+	} {
 		assert.Empty(t, got.Header.Get(name), name)
 	}
 	done := g.replicas[0].lastDone(t)
@@ -62,7 +66,10 @@ func TestReservedFieldsNeverReachTheEngine(t *testing.T) {
 }
 
 func TestStreamPassesByteForByte(t *testing.T) {
-	list := []string{roleChunk, emptyChunk, textChunk, emptyChunk, textChunk, stopChunk, usageChunk, doneEvent}
+	list := []string{
+		roleChunk, emptyChunk, textChunk, emptyChunk, textChunk, stopChunk, usageChunk,
+		doneEvent,
+	}
 	g := newRig(t, options{engines: []http.HandlerFunc{sends(list...)}})
 	a := g.post("/v1/chat/completions", streamBody)
 	require.NoError(t, a.err)
@@ -95,7 +102,8 @@ func TestStreamHoweverItIsCut(t *testing.T) {
 }
 
 func TestOverlongEventPasses(t *testing.T) {
-	long := `{"id":"c","choices":[{"index":0,"delta":{"content":"` + strings.Repeat("x", 300<<10) + `"},"finish_reason":null}]}`
+	long := `{"id":"c","choices":[{"index":0,"delta":{"content":"` + strings.Repeat("x", 300<<10) +
+		`"},"finish_reason":null}]}`
 	for _, first := range []bool{true, false} {
 		list := []string{textChunk, long, textChunk, stopChunk, doneEvent}
 		if first {
@@ -142,7 +150,8 @@ func largeHead(w http.ResponseWriter, r *http.Request) {
 	replies(200, wholeAnswer)(w, r)
 }
 
-// TestBeforeTheFirstByte is the table of CONTRACTS 9: one bad rank, one good one. The client sees the good answer.
+// TestBeforeTheFirstByte is the table of causes before the first byte: one bad rank, one good one. The client
+// sees the good answer.
 func TestBeforeTheFirstByte(t *testing.T) {
 	closed := "http://127.0.0.1:1" // nobody listens on port 1
 	cases := []struct {
@@ -164,20 +173,54 @@ func TestBeforeTheFirstByte(t *testing.T) {
 		{name: "overloaded", refuse: msg.Overloaded, attempts: "2"},
 		{name: "connection refused", outcome: msg.FailedOutcome, attempts: "2", probe: true},
 		{name: "reset", engine: resets, outcome: msg.FailedOutcome, attempts: "2", probe: true},
-		{name: "a head that is too large", engine: largeHead, outcome: msg.FailedOutcome, attempts: "2", trip: true},
-		{name: "engine busy", engine: replies(503, strings.ReplaceAll(busyError, ": ", ":")), outcome: msg.FailedOutcome, attempts: "2", busy: true},
-		{name: "engine busy as event", engine: sends(busyError, doneEvent), outcome: msg.FailedOutcome, attempts: "2", busy: true},
-		{name: "500", engine: replies(500, `{"error":{"message":"EngineCore"}}`), outcome: msg.FailedOutcome, attempts: "2", trip: true},
-		{name: "500 as event", engine: sends(`{"error":{"message":"m","code":500}}`, doneEvent), outcome: msg.FailedOutcome, attempts: "2", trip: true},
-		{name: "error event without code", engine: sends(`{"error":{"message":"m"}}`, doneEvent), outcome: msg.FailedOutcome, attempts: "2", trip: true},
-		{name: "other 503", engine: replies(503, `{"error":"scaling"}`), outcome: msg.FailedOutcome, attempts: "2", trip: true},
+		{
+			name: "a head that is too large", engine: largeHead, outcome: msg.FailedOutcome, attempts: "2",
+			trip: true,
+		},
+		{
+			name: "engine busy", engine: replies(503, strings.ReplaceAll(busyError, ": ", ":")),
+			outcome: msg.FailedOutcome, attempts: "2", busy: true,
+		},
+		{
+			name: "engine busy as event", engine: sends(busyError, doneEvent), outcome: msg.FailedOutcome,
+			attempts: "2", busy: true,
+		},
+		{
+			name: "500", engine: replies(500, `{"error":{"message":"EngineCore"}}`),
+			outcome:  msg.FailedOutcome,
+			attempts: "2", trip: true,
+		},
+		{
+			name: "500 as event", engine: sends(`{"error":{"message":"m","code":500}}`, doneEvent),
+			outcome: msg.FailedOutcome, attempts: "2", trip: true,
+		},
+		{
+			name: "error event without code", engine: sends(`{"error":{"message":"m"}}`, doneEvent),
+			outcome: msg.FailedOutcome, attempts: "2", trip: true,
+		},
+		{
+			name: "other 503", engine: replies(503, `{"error":"scaling"}`), outcome: msg.FailedOutcome,
+			attempts: "2", trip: true,
+		},
 		{name: "408", engine: replies(408, `{}`), outcome: msg.FailedOutcome, attempts: "2"},
 		{name: "429", engine: replies(429, `{}`), outcome: msg.FailedOutcome, attempts: "2"},
 		{name: "empty 200", engine: replies(200, ``), outcome: msg.FailedOutcome, attempts: "2", trip: true},
-		{name: "bare [DONE]", engine: sends(doneEvent), outcome: msg.FailedOutcome, attempts: "2", trip: true},
-		{name: "role chunk, then the end", engine: sends(roleChunk), outcome: msg.FailedOutcome, attempts: "2", trip: true},
-		{name: "role chunk, then a cut", engine: cutAfter(roleChunk), outcome: msg.FailedOutcome, attempts: "2", trip: true},
-		{name: "abort", engine: sends(roleChunk, abortChunk, doneEvent), outcome: msg.FailedOutcome, attempts: "2", trip: true},
+		{
+			name: "bare [DONE]", engine: sends(doneEvent), outcome: msg.FailedOutcome, attempts: "2",
+			trip: true,
+		},
+		{
+			name: "role chunk, then the end", engine: sends(roleChunk), outcome: msg.FailedOutcome,
+			attempts: "2", trip: true,
+		},
+		{
+			name: "role chunk, then a cut", engine: cutAfter(roleChunk), outcome: msg.FailedOutcome,
+			attempts: "2", trip: true,
+		},
+		{
+			name: "abort", engine: sends(roleChunk, abortChunk, doneEvent), outcome: msg.FailedOutcome,
+			attempts: "2", trip: true,
+		},
 	}
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
@@ -185,9 +228,12 @@ func TestBeforeTheFirstByte(t *testing.T) {
 			if bad == nil {
 				bad = sends(textChunk, stopChunk, doneEvent)
 			}
-			g := newRig(t, options{engines: []http.HandlerFunc{bad, sends(textChunk, stopChunk, doneEvent)}, app: func(a *app.Application) {
-				a.Routing.Policy = "least-loaded"
-			}})
+			g := newRig(t, options{
+				engines: []http.HandlerFunc{bad, sends(textChunk, stopChunk, doneEvent)},
+				app: func(a *app.Application) {
+					a.Routing.Policy = "least-loaded"
+				},
+			})
 			r := g.replicas[0]
 			if c.refuse != 0 {
 				r.setRefuse(func(*msg.Admit) msg.Refusal { return c.refuse })
@@ -212,7 +258,8 @@ func TestBeforeTheFirstByte(t *testing.T) {
 				if c.refuse == 0 {
 					done := r.lastDone(t)
 					assert.Equal(t, c.outcome, done.Outcome)
-					assert.Equal(t, [3]bool{c.trip, c.probe, c.busy}, [3]bool{done.Trip, done.Probe, done.Busy})
+					assert.Equal(t, [3]bool{c.trip, c.probe, c.busy},
+						[3]bool{done.Trip, done.Probe, done.Busy})
 				}
 				return
 			}
@@ -221,7 +268,7 @@ func TestBeforeTheFirstByte(t *testing.T) {
 	}
 }
 
-// TestOutOfTries is the second table of CONTRACTS 9.
+// TestOutOfTries is the table of what a client sees when no attempt is left.
 func TestOutOfTries(t *testing.T) {
 	cases := []struct {
 		name       string
@@ -233,13 +280,29 @@ func TestOutOfTries(t *testing.T) {
 		admits     int // 0: three
 	}{
 		{name: "only refusals", refuse: msg.NotReady, status: 503, code: "no_ready_rank", retryAfter: true},
-		{name: "engine busy", engine: replies(503, busyError), status: 503, code: "overloaded", retryAfter: true},
+		{
+			name: "engine busy", engine: replies(503, busyError), status: 503, code: "overloaded",
+			retryAfter: true,
+		},
 		{name: "500", engine: replies(500, `{}`), status: 502, code: "upstream_failed", retryAfter: true},
-		{name: "the engine's 503", engine: replies(503, `{"error":"scaling"}`), status: 503, code: "upstream_failed", retryAfter: true},
-		{name: "two ranks die of it", engine: resets, status: 502, code: "upstream_failed", retryAfter: true, admits: 2},
+		{
+			name: "the engine's 503", engine: replies(503, `{"error":"scaling"}`), status: 503,
+			code: "upstream_failed", retryAfter: true,
+		},
+		{
+			name: "two ranks die of it", engine: resets, status: 502, code: "upstream_failed",
+			retryAfter: true,
+			admits:     2,
+		},
 		{name: "empty", engine: replies(200, ``), status: 502, code: "upstream_failed", retryAfter: true},
-		{name: "abort", engine: sends(abortChunk, doneEvent), status: 502, code: "upstream_failed", retryAfter: true},
-		{name: "no rank is asked for free", engine: largeHead, status: 502, code: "upstream_failed", retryAfter: true},
+		{
+			name: "abort", engine: sends(abortChunk, doneEvent), status: 502, code: "upstream_failed",
+			retryAfter: true,
+		},
+		{
+			name: "no rank is asked for free", engine: largeHead, status: 502, code: "upstream_failed",
+			retryAfter: true,
+		},
 		{name: "expired", refuse: msg.Expired, status: 504, code: "deadline_exceeded", admits: 1},
 	}
 	for _, c := range cases {
@@ -291,13 +354,17 @@ func TestFirstErrorEventBelow500BecomesThatStatus(t *testing.T) {
 }
 
 func TestThe429OfTheLastRankPasses(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(429, `{"error":{"message":"slow down"}}`)}, app: func(a *app.Application) { a.Retries.Attempts = 1 }})
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{replies(429, `{"error":{"message":"slow down"}}`)},
+		app:     func(a *app.Application) { a.Retries.Attempts = 1 },
+	})
 	a := g.post("/v1/chat/completions", chatBody)
 	assert.Equal(t, 429, a.status)
 	assert.Contains(t, a.body, "slow down")
 }
 
-// TestAfterTheFirstByte: an error event in the route's shape, no [DONE], no invented finish_reason, a cut connection.
+// TestAfterTheFirstByte: an error event in the route's shape, no [DONE], no invented finish_reason, a cut
+// connection.
 func TestAfterTheFirstByte(t *testing.T) {
 	cases := []struct {
 		name   string
@@ -306,7 +373,8 @@ func TestAfterTheFirstByte(t *testing.T) {
 		{"reset", cutAfter(roleChunk, textChunk)},
 		{"end without finish_reason", sends(roleChunk, textChunk)},
 		{"[DONE] without finish_reason", sends(roleChunk, textChunk, doneEvent)},
-		{"error event 500", sends(roleChunk, textChunk, `{"error": {"message": "EngineCore encountered an issue", "code": 500}}`, doneEvent)},
+		{"error event 500", sends(roleChunk, textChunk,
+			`{"error": {"message": "EngineCore encountered an issue", "code": 500}}`, doneEvent)},
 		{"error event without code", sends(roleChunk, textChunk, `{"error": "boom"}`, doneEvent)},
 		{"abort", sends(roleChunk, textChunk, abortChunk, doneEvent)},
 	}
@@ -322,7 +390,8 @@ func TestAfterTheFirstByte(t *testing.T) {
 			assert.NotContains(t, a.body, "[DONE]")
 			assert.NotContains(t, a.body, "EngineCore")
 			assert.True(t, strings.HasSuffix(a.body, "\n\n"))
-			eventually(t, func() bool { return g.replicas[0].inFlight()+g.replicas[1].inFlight() == 0 }, "load given back")
+			eventually(t, func() bool { return g.replicas[0].inFlight()+g.replicas[1].inFlight() == 0 },
+				"load given back")
 			assert.Equal(t, 1, g.replicas[0].admits+g.replicas[1].admits)
 			for _, r := range g.replicas {
 				if r.admits > 0 {
@@ -333,7 +402,8 @@ func TestAfterTheFirstByte(t *testing.T) {
 	}
 }
 
-// TestFamilyOpenAIEndsAsItLikes: of an engine of which nothing but the API is known, a clean end is a whole answer; a broken one is not.
+// TestFamilyOpenAIEndsAsItLikes: of an engine of family openai only the API is known, so a clean end is a
+// complete answer; a broken one is not.
 func TestFamilyOpenAIEndsAsItLikes(t *testing.T) {
 	cases := []struct {
 		name   string
@@ -349,7 +419,10 @@ func TestFamilyOpenAIEndsAsItLikes(t *testing.T) {
 	}
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
-			g := newRig(t, options{engines: []http.HandlerFunc{c.engine}, app: func(a *app.Application) { a.Engine.Family = app.FamilyOpenAI }})
+			g := newRig(t, options{
+				engines: []http.HandlerFunc{c.engine},
+				app:     func(a *app.Application) { a.Engine.Family = app.FamilyOpenAI },
+			})
 			a := g.post("/v1/chat/completions", strings.Replace(streamBody, "{", `{"n":2,`, 1))
 			assert.Equal(t, c.whole, a.err == nil && a.status == 200, a)
 			assert.Equal(t, c.whole, g.replicas[0].lastDone(t).Outcome == msg.OK)
@@ -409,7 +482,7 @@ func TestResendOnAReusedConnection(t *testing.T) {
 }
 
 func TestToldFencedIsTriedAgainAtOnce(t *testing.T) {
-	var h hang
+	var h hangingEngine
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(), sends(textChunk, stopChunk, doneEvent)}})
 	var got [2]answer
 	done := make(chan int, 2)

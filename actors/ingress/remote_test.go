@@ -34,7 +34,8 @@ func (g *rig) dataPort(o *options) *dataPort {
 func newDataPort(tb testing.TB, f *feed, lease func() bool) *dataPort {
 	tb.Helper()
 	server, err := remote.NewDataServer(remote.DataConfig{
-		Feed: portFeed{f}, Caller: func(context.Context) (string, bool) { return "n1", true }, Serves: lease, Log: slog.New(slog.DiscardHandler),
+		Feed: portFeed{f}, Caller: func(context.Context) (string, bool) { return "n1", true }, Serves: lease,
+		Log: slog.New(slog.DiscardHandler),
 	})
 	require.NoError(tb, err)
 	l, err := (&net.ListenConfig{}).Listen(context.Background(), "tcp", "127.0.0.1:0")
@@ -42,11 +43,17 @@ func newDataPort(tb testing.TB, f *feed, lease func() bool) *dataPort {
 	h2 := new(http.Protocols)
 	h2.SetUnencryptedHTTP2(true)
 	p := &dataPort{server: server, http: &http.Server{
-		Handler: server, Protocols: h2, ReadHeaderTimeout: time.Minute, ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelError),
-		HTTP2: &http.HTTP2Config{MaxConcurrentStreams: 10_000, MaxReceiveBufferPerStream: 1 << 20, MaxReceiveBufferPerConnection: 64 << 20},
+		Handler: server, Protocols: h2, ReadHeaderTimeout: time.Minute,
+		ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelError),
+		HTTP2: &http.HTTP2Config{
+			MaxConcurrentStreams: 10_000, MaxReceiveBufferPerStream: 1 << 20,
+			MaxReceiveBufferPerConnection: 64 << 20,
+		},
 	}}
 	go func() { _ = p.http.Serve(l) }()
-	way := &http.Transport{Protocols: h2, DialContext: func(ctx context.Context, network, _ string) (net.Conn, error) {
+	way := &http.Transport{Protocols: h2, DialContext: func(ctx context.Context, network, _ string) (
+		net.Conn, error,
+	) {
 		return (&net.Dialer{}).DialContext(ctx, network, l.Addr().String())
 	}}
 	p.client = remote.NewDataClient(func(string) (http.RoundTripper, error) { return way, nil })
@@ -58,53 +65,70 @@ func newDataPort(tb testing.TB, f *feed, lease func() bool) *dataPort {
 	return p
 }
 
-// TestFar: what a client sees of ranks of this node it sees of those of another one, and so do the ranks.
+// TestFar: for ranks of another node, clients and ranks see the same as for ranks of this node.
 func TestFar(t *testing.T) {
 	for name, test := range map[string]func(t *testing.T){
-		"FS4Answers500": TestFS4EveryReplicaAnswers500, "FS4Refuses": TestFS4EveryReplicaRefuses, "FS6": TestFS6ClientLeaves,
-		"FirstToken": TestFirstTokenDeadline, "Stalled": TestStalledStream, "Silent": TestASilentStreamWaitsForARankThatMakesProgress,
+		"FS4Answers500": TestFS4EveryReplicaAnswers500, "FS4Refuses": TestFS4EveryReplicaRefuses,
+		"FS6":        TestFS6ClientLeaves,
+		"FirstToken": TestFirstTokenDeadline, "Stalled": TestStalledStream,
+		"Silent":        TestASilentStreamWaitsForARankThatMakesProgress,
 		"SilentForGood": TestAStreamThatStaysSilentIsCutInTheEndAndTripsNothing, "SlowReader": TestSlowReader,
-		"Whole": TestWholeAnswerPassesByteForByte, "Reserved": TestReservedFieldsNeverReachTheEngine, "Stream": TestStreamPassesByteForByte,
-		"HoweverCut": TestStreamHoweverItIsCut, "Overlong": TestOverlongEventPasses, "Held": TestManyHeldChunksBegin,
-		"CleanEnd": TestCleanEndWithoutDoneIsCompleteIfEveryChoiceFinished, "Long": TestLongWholeAnswerStreams,
-		"BeforeTheFirstByte": TestBeforeTheFirstByte, "OutOfTries": TestOutOfTries, "4xx": TestOther4xxPassesByteForByte,
-		"ErrorEvent": TestFirstErrorEventBelow500BecomesThatStatus, "429": TestThe429OfTheLastRankPasses, "After": TestAfterTheFirstByte,
-		"ErrorEventPasses": TestErrorEventBelow500PassesWithItsDone, "Drained": TestDrainedRankSaysSo, "Resend": TestResendOnAReusedConnection,
-		"Fenced": TestToldFencedIsTriedAgainAtOnce, "CloseCuts": TestCloseCutsWithDrained, "Drain": TestTheEndOfADrainCutsAttachedStreams,
-		"Holder": TestPromptGoesToItsHolder, "Blocks": TestAdmitCarriesBlocksAndHit, "Wishes": TestWishesInHeaders, "Attempts": TestAttemptsOfThePolicy,
+		"Whole": TestWholeAnswerPassesByteForByte, "Reserved": TestReservedFieldsNeverReachTheEngine,
+		"Stream":     TestStreamPassesByteForByte,
+		"HoweverCut": TestStreamHoweverItIsCut, "Overlong": TestOverlongEventPasses,
+		"Held":               TestManyHeldChunksBegin,
+		"CleanEnd":           TestCleanEndWithoutDoneIsCompleteIfEveryChoiceFinished,
+		"Long":               TestLongWholeAnswerStreams,
+		"BeforeTheFirstByte": TestBeforeTheFirstByte, "OutOfTries": TestOutOfTries,
+		"4xx":        TestOther4xxPassesByteForByte,
+		"ErrorEvent": TestFirstErrorEventBelow500BecomesThatStatus, "429": TestThe429OfTheLastRankPasses,
+		"After":            TestAfterTheFirstByte,
+		"ErrorEventPasses": TestErrorEventBelow500PassesWithItsDone, "Drained": TestDrainedRankSaysSo,
+		"Resend": TestResendOnAReusedConnection,
+		"Fenced": TestToldFencedIsTriedAgainAtOnce, "CloseCuts": TestCloseCutsWithDrained,
+		"Drain":  TestTheEndOfADrainCutsAttachedStreams,
+		"Holder": TestPromptGoesToItsHolder, "Blocks": TestAdmitCarriesBlocksAndHit,
+		"Wishes": TestWishesInHeaders, "Attempts": TestAttemptsOfThePolicy,
 		"TokenIdentity": TestTokenIdentity, "TokenizeOnce": TestTokenizeFliesOnce,
 		"BodiesGivenBack": TestBodiesAreGivenBackAtTheFirstByte, "LargeBodies": TestLargeBodiesPass,
-		"Reservation": TestReservation, "ReservationExpires": TestReservationExpires, "ReservationRefused": TestReservationRefused,
-		"Generate": TestGenerate, "GenerateFails": TestGenerateFails, "GenerateEnds": TestGenerateEndsWithItsCaller, "Reset": TestKV15ResetUnderStreams,
+		"Reservation": TestReservation, "ReservationExpires": TestReservationExpires,
+		"ReservationRefused": TestReservationRefused,
+		"Generate":           TestGenerate, "GenerateFails": TestGenerateFails,
+		"GenerateEnds": TestGenerateEndsWithItsCaller, "Reset": TestKV15ResetUnderStreams,
 	} {
 		t.Run(name, test)
 	}
 }
 
-// TestFarDeadline: a request whose deadline is over leaves nothing behind on the other node, however far it came.
+// TestFarDeadline: a request whose deadline is over leaves nothing on the other node, however far it got.
 func TestFarDeadline(t *testing.T) {
-	var h hang
+	var h hangingEngine
 	for _, list := range [][]string{nil, {textChunk}} {
 		g := newRig(t, options{far: true, engines: []http.HandlerFunc{h.sends(list...)}})
 		for _, ms := range []string{"1", "5", "20", "100"} {
-			assert.Contains(t, g.post("/v1/chat/completions", streamBody, "X-Dpserve-Timeout-Ms", ms).body, `"code":"deadline_exceeded"`)
+			assert.Contains(t, g.post("/v1/chat/completions", streamBody, "X-Dpserve-Timeout-Ms", ms).body,
+				`"code":"deadline_exceeded"`)
 		}
 	}
 }
 
-// TestLease: a node without its lease ends its streams with an error event and begins none; so does a data port.
+// TestLease: a node without its lease ends its streams with an error event and begins none; so does a data
+// port.
 func TestLease(t *testing.T) {
 	for _, far := range []bool{false, true} {
 		var lost atomic.Bool
 		next := make(chan struct{})
-		g := newRig(t, options{far: far, lease: func() bool { return !lost.Load() }, engines: []http.HandlerFunc{
-			func(w http.ResponseWriter, r *http.Request) {
-				drain(r)
-				sse(w, textChunk)
-				<-next
-				sse(w, stopChunk, doneEvent)
+		g := newRig(t, options{
+			far: far, lease: func() bool { return !lost.Load() },
+			engines: []http.HandlerFunc{
+				func(w http.ResponseWriter, r *http.Request) {
+					drain(r)
+					sse(w, textChunk)
+					<-next
+					sse(w, stopChunk, doneEvent)
+				},
 			},
-		}})
+		})
 		answers := make(chan answer)
 		go func() { answers <- g.post("/v1/chat/completions", streamBody) }()
 		eventually(t, func() bool {
@@ -118,11 +142,13 @@ func TestLease(t *testing.T) {
 		require.Error(t, a.err)
 		assert.Contains(t, a.body, "upstream_lost")
 		assert.NotContains(t, a.body, doneEvent)
-		assert.Equal(t, map[bool]int{false: 502, true: 503}[far], g.post("/v1/chat/completions", chatBody).status) // a DPServer would refuse, as the port does
+		// a DPServer would refuse, as the port does
+		assert.Equal(t, map[bool]int{false: 502, true: 503}[far],
+			g.post("/v1/chat/completions", chatBody).status)
 	}
 }
 
-// TestWithoutRemote: without a way to other nodes the feed has none, whatever their names: every mailbox is in this process.
+// TestWithoutRemote: without Config.Remote every mailbox is in this process, whatever nodes the ranks name.
 func TestWithoutRemote(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	g.replicas[0].node = "n2"
@@ -132,17 +158,21 @@ func TestWithoutRemote(t *testing.T) {
 	assert.Equal(t, 1, g.replicas[0].granted())
 }
 
-// TestNodeLost: requests without a first byte go elsewhere for free when their node's connection is lost, however many they are;
-// streams end with an error event; neither counts against the rank.
+// TestNodeLost: when the connection to a node is lost, its requests without a first byte are retried for
+// free, however many they are, and streams end with an error event; neither counts against the rank.
 func TestNodeLost(t *testing.T) {
-	h := &hang{}
-	g := newRig(t, options{max: 128, far: true, home: 1, engines: []http.HandlerFunc{h.sends(textChunk), h.sends(), replies(200, wholeAnswer)}})
+	h := &hangingEngine{}
+	g := newRig(t, options{
+		max: 128, far: true, home: 1,
+		engines: []http.HandlerFunc{h.sends(textChunk), h.sends(), replies(200, wholeAnswer)},
+	})
 	const n = 90 // a third each: more than the retry budget pays for
 	answers := make(chan answer, n)
 	for range n {
 		go func() { answers <- g.post("/v1/chat/completions", streamBody) }()
 	}
-	eventually(t, func() bool { return h.came.Load() == 2*n/3 && g.replicas[0].inFlight() == n/3 }, "all wait")
+	eventually(t, func() bool { return h.came.Load() == 2*n/3 && g.replicas[0].inFlight() == n/3 },
+		"all wait")
 	eventually(t, func() bool {
 		g.replicas[0].mu.Lock()
 		defer g.replicas[0].mu.Unlock()
@@ -171,7 +201,8 @@ func TestNodeLost(t *testing.T) {
 func TestFarReservation(t *testing.T) {
 	g := newRig(t, options{far: true, engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	r := g.replicas[0]
-	w, err := g.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: []uint32{1, 2, 3}, RequestID: "r1"})
+	w, err := g.in.BestWorker(t.Context(), "demo",
+		&msg.BestWorker{TokenIDs: []uint32{1, 2, 3}, RequestID: "r1"})
 	require.NoError(t, err)
 	assert.Equal(t, "0/0", w.Worker)
 	require.Equal(t, 1, r.inFlight())

@@ -41,7 +41,10 @@ func newStore() *store {
 }
 
 func emptyState() *state.State {
-	return &state.State{Apps: map[string]*state.App{}, Units: map[string]*state.Unit{}, Epochs: map[string]uint64{}}
+	return &state.State{
+		Apps: map[string]*state.App{}, Units: map[string]*state.Unit{},
+		Epochs: map[string]uint64{},
+	}
 }
 
 func (s *store) State() *state.State {
@@ -209,7 +212,10 @@ func (r *replica) Send(m any) {
 		}
 		if a, ok := r.open[m.TicketID]; ok {
 			delete(r.open, m.TicketID)
-			r.emit(&msg.Record{Kind: msg.RecDone, ReqID: a.ReqID, Ingress: a.Ingress, Tokens: a.Tokens, Out: m.CompletionTokens})
+			r.emit(&msg.Record{
+				Kind: msg.RecDone, ReqID: a.ReqID, Ingress: a.Ingress, Tokens: a.Tokens,
+				Out: m.CompletionTokens,
+			})
 			r.judge(m)
 		}
 	}
@@ -257,7 +263,10 @@ func (r *replica) admit(m *msg.Admit) {
 	r.record(msg.RecAdmitted, m)
 	if ticket := r.next; r.node != "" {
 		context.AfterFunc(m.Ctx, func() {
-			time.AfterFunc(lapse, func() { r.Send(&msg.Done{TicketID: ticket, Outcome: msg.Cancelled, Cause: "ticket_lapsed"}) })
+			time.AfterFunc(lapse, func() {
+				r.Send(
+					&msg.Done{TicketID: ticket, Outcome: msg.Cancelled, Cause: "ticket_lapsed"})
+			})
 		})
 	}
 	m.Reply <- msg.AdmitReply{Epoch: r.epoch, Seq: r.seq, Ticket: msg.Ticket{
@@ -275,7 +284,8 @@ func (r *replica) record(kind msg.RecordKind, m *msg.Admit) {
 
 func (r *replica) emit(rec *msg.Record) {
 	r.seq++
-	rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation, rec.Seq = r.app, r.unit, r.id, r.epoch, r.incarnation, r.seq
+	rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation, rec.Seq = r.app, r.unit, r.id, r.epoch,
+		r.incarnation, r.seq
 	r.feed.deliver(rec)
 }
 
@@ -287,22 +297,29 @@ func (r *replica) publish() {
 }
 
 func (r *replica) snapshot() {
-	s := &msg.Snapshot{Accepting: r.accepting, Tripped: r.tripped, MaxOngoing: r.max, MaxModelLen: r.length, Node: cmp.Or(r.node, "n1"), Target: r.target(), Mailbox: r}
+	s := &msg.Snapshot{
+		Accepting: r.accepting, Tripped: r.tripped, MaxOngoing: r.max, MaxModelLen: r.length,
+		Node: cmp.Or(r.node, "n1"), Target: r.target(), Mailbox: r,
+	}
 	for _, m := range r.open {
 		s.Open = append(s.Open, msg.OpenRequest{ReqID: m.ReqID, Ingress: m.Ingress, Tokens: m.Tokens})
 	}
 	r.feed.deliver(&msg.Record{
-		App: r.app, Unit: r.unit, Rank: r.id, Epoch: r.epoch, Incarnation: r.incarnation, Seq: r.seq, Kind: msg.RecSnapshot,
+		App: r.app, Unit: r.unit, Rank: r.id, Epoch: r.epoch, Incarnation: r.incarnation, Seq: r.seq,
+		Kind:      msg.RecSnapshot,
 		Accepting: r.accepting, Snapshot: s,
 	})
 }
 
-// say tells the stream whether the rank accepts.
+// say reports in the stream whether the rank accepts.
 func (r *replica) say(accepting, fenced bool, cause string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.accepting = accepting
-	r.emit(&msg.Record{Kind: msg.RecState, Accepting: accepting, Fenced: fenced, Draining: cause == "draining", Cause: cause})
+	r.emit(&msg.Record{
+		Kind: msg.RecState, Accepting: accepting, Fenced: fenced,
+		Draining: cause == "draining", Cause: cause,
+	})
 }
 
 func (r *replica) gone() {
@@ -323,7 +340,7 @@ func (r *replica) reborn() {
 	r.snapshot()
 }
 
-// moves lets its engine make progress, whatever streams show.
+// moves lets its engine make progress that no stream shows.
 func (r *replica) moves() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -410,10 +427,12 @@ const model1 = "demo"
 
 func demoApp() *app.Application {
 	return &app.Application{
-		Name: "demo", RoutePrefix: "/", Model: app.Model{ID: model1, Source: "org/demo"}, Engine: app.Engine{Kind: app.KindSim},
+		Name: "demo", RoutePrefix: "/", Model: app.Model{ID: model1, Source: "org/demo"},
+		Engine:       app.Engine{Kind: app.KindSim},
 		DataParallel: app.DataParallel{DPSize: 1, Coupling: app.Independent}, NumReplicas: 1, NumGroups: 1,
 		Routing: app.Routing{Policy: "round-robin", Preset: "documented"}, MaxQueuedRequests: 1000,
-		Timeouts: app.Timeouts{QueueS: 10, FirstTokenS: 10, BetweenTokensS: 10}, Retries: app.Retries{Attempts: 3},
+		Timeouts: app.Timeouts{QueueS: 10, FirstTokenS: 10, BetweenTokensS: 10},
+		Retries:  app.Retries{Attempts: 3},
 	}
 }
 
@@ -438,8 +457,10 @@ func newRig(t *testing.T, o options) *rig {
 	}
 	for i, u := range urls {
 		r := &replica{
-			feed: g.feed, app: a.Name, unit: fmt.Sprintf("%s/0/%d", a.Name, i), id: routing.ID(0, i), url: u, max: o.max, owned: true,
-			stopped: make(chan struct{}), epoch: 1, incarnation: uint64(1000 + i), accepting: true, open: map[uint64]msg.Admit{},
+			feed: g.feed, app: a.Name, unit: fmt.Sprintf("%s/0/%d", a.Name, i), id: routing.ID(0, i), url: u,
+			max: o.max, owned: true,
+			stopped: make(chan struct{}), epoch: 1, incarnation: uint64(1000 + i), accepting: true,
+			open: map[uint64]msg.Admit{},
 		}
 		g.replicas = append(g.replicas, r)
 	}
@@ -448,7 +469,8 @@ func newRig(t *testing.T, o options) *rig {
 		g.deploy(a, 1)
 	}
 	c := Config{
-		Node: "n1", Version: "v-test", Store: g.store, Feed: g.feed, Metrics: telemetry.New(), Seed: 7, Limits: o.limits, Timers: o.timers, Serves: o.lease,
+		Node: "n1", Version: "v-test", Store: g.store, Feed: g.feed, Metrics: telemetry.New(), Seed: 7,
+		Limits: o.limits, Timers: o.timers, Serves: o.lease,
 		Log: slog.New(slog.NewTextHandler(g.logs, &slog.HandlerOptions{Level: o.level})),
 	}
 	if o.far {
@@ -479,7 +501,7 @@ func newRig(t *testing.T, o options) *rig {
 	return g
 }
 
-// atRest: nothing in flight, nothing queued, no memory of bodies held.
+// atRest requires that nothing is in flight, nothing is queued, and no memory of bodies is held.
 func (g *rig) atRest() {
 	_, _, inflight := g.in.Totals()
 	assert.Zero(g.t, inflight)
@@ -489,7 +511,8 @@ func (g *rig) atRest() {
 		if r.node == "" {
 			assert.Zero(g.t, r.inFlight(), "in flight on %s", r.id)
 		} else { // another node gives tickets back in its own time
-			assert.Eventually(g.t, func() bool { return r.inFlight() == 0 }, soon, time.Millisecond, "in flight on %s", r.id)
+			assert.Eventually(g.t, func() bool { return r.inFlight() == 0 }, soon, time.Millisecond,
+				"in flight on %s", r.id)
 		}
 	}
 }
@@ -502,7 +525,10 @@ func deploy(tb testing.TB, s *store, a *app.Application, revision uint64) {
 	raw, err := json.Marshal(a)
 	require.NoError(tb, err)
 	s.set(func(st *state.State) {
-		st.Apps[a.Name] = &state.App{Name: a.Name, Revision: revision, Spec: raw, Names: a.Model.ServedNames(), Route: a.RoutePrefix}
+		st.Apps[a.Name] = &state.App{
+			Name: a.Name, Revision: revision, Spec: raw,
+			Names: a.Model.ServedNames(), Route: a.RoutePrefix,
+		}
 		for _, u := range a.Units() {
 			st.Units[u.ID] = &state.Unit{ID: u.ID, App: a.Name, Group: u.Group, Epoch: 1, Phase: state.Ready}
 			st.Epochs[u.ID] = 1
@@ -519,7 +545,8 @@ func (g *rig) phase(unit string, p state.Phase, epoch uint64) {
 		}
 		st.Units[unit].Phase, st.Units[unit].Epoch, st.Epochs[unit] = p, epoch, epoch
 	})
-	assert.Eventually(g.t, func() bool { return g.in.table.Load() != before }, soon, time.Millisecond, "a change of the state is followed")
+	assert.Eventually(g.t, func() bool { return g.in.table.Load() != before }, soon, time.Millisecond,
+		"a change of the state is followed")
 }
 
 // answer is a client's view of an answer.
@@ -627,7 +654,7 @@ func replies(status int, body string) http.HandlerFunc {
 	}
 }
 
-// reset is an engine that closes the connection at once.
+// resets is an engine that closes the connection at once.
 func resets(w http.ResponseWriter, r *http.Request) {
 	drain(r)
 	conn, _, err := w.(http.Hijacker).Hijack()
@@ -645,10 +672,10 @@ func cutAfter(list ...string) http.HandlerFunc {
 	}
 }
 
-// hang is an engine that sends events and then nothing until its client leaves.
-type hang struct{ came, left atomic.Int32 }
+// hangingEngine is an engine that sends events and then nothing until its client leaves.
+type hangingEngine struct{ came, left atomic.Int32 }
 
-func (h *hang) sends(list ...string) http.HandlerFunc {
+func (h *hangingEngine) sends(list ...string) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		drain(r)
 		if len(list) > 0 {
@@ -660,7 +687,8 @@ func (h *hang) sends(list ...string) http.HandlerFunc {
 	}
 }
 
-// lapse is how long a ticket of another node outlives its stream without a Done: a DPServer's net, which local tests do without.
+// lapse is how long a ticket of another node outlives its stream without a Done, as a DPServer takes back
+// tickets; local tests do without.
 const lapse = 500 * time.Millisecond
 
 const soon = 5 * time.Second

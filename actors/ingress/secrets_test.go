@@ -9,25 +9,30 @@ import (
 	"github.com/stretchr/testify/assert"
 )
 
-// TestLogsHoldNoPromptOfAnEnginesMessage: engines repeat what they were sent in their errors, in every shape that errors have. Above
-// level debug the log has status, type, field, length and a hash of it.
+// TestLogsHoldNoPromptOfAnEnginesMessage: engines repeat the request in their errors, in every shape of
+// errors. Above level debug the log has status, type, field, length and a hash of the message.
 func TestLogsHoldNoPromptOfAnEnginesMessage(t *testing.T) {
 	const secret = "open sesame"
 	for name, c := range map[string]struct {
 		status int
 		body   string
 	}{
-		"vllm":         {400, `{"error":{"message":"1 validation error:\n  {'type': 'list_type', 'loc': ('body', 'messages'), 'input': '` + secret + `'}","type":"Bad Request","param":"messages","code":400}}`},
-		"vllm, 500":    {500, `{"error":{"message":"cannot use '` + secret + `'","type":"InternalServerError","param":null,"code":500}}`},
-		"sglang":       {400, `{"object":"error","message":"[{'loc': ('body',), 'input': '` + secret + `'}]","type":"BadRequestError","param":null,"code":400}`},
+		"vllm": {400, `{"error":{"message":"1 validation error:\n  {'type': 'list_type', 'loc': ('body', 'messages'), 'input': '` + secret + `'}","type":"Bad Request","param":"messages","code":400}}`},
+		"vllm, 500": {500, `{"error":{"message":"cannot use '` + secret +
+			`'","type":"InternalServerError","param":null,"code":500}}`},
+		"sglang": {400, `{"object":"error","message":"[{'loc': ('body',), 'input': '` + secret +
+			`'}]","type":"BadRequestError","param":null,"code":400}`},
 		"a list":       {422, `{"detail":[{"type":"list_type","loc":["body","messages"],"msg":"Input should be a valid list","input":"` + secret + `"}]}`},
 		"a whole body": {400, `{"detail":"{'model': 'demo', 'messages': '` + secret + `'}"}`},
 		"a text":       {429, `{"error":"` + secret + `"}`},
 		"no json":      {400, secret},
-		"elsewhere":    {400, `{"error":{"message":"Not Found","type":"` + secret + `","param":"` + secret + `","code":"` + secret + `"}}`},
+		"elsewhere": {400, `{"error":{"message":"Not Found","type":"` + secret + `","param":"` + secret +
+			`","code":"` + secret + `"}}`},
 	} {
 		for _, level := range []slog.Level{slog.LevelInfo, slog.LevelDebug} {
-			for kind, e := range map[string]http.HandlerFunc{"answer": replies(c.status, c.body), "event": sends(c.body)} {
+			for kind, e := range map[string]http.HandlerFunc{
+				"answer": replies(c.status, c.body), "event": sends(c.body),
+			} {
 				t.Run(name+" "+kind+" "+level.String(), func(t *testing.T) {
 					g := newRig(t, options{engines: []http.HandlerFunc{e, e}, level: level})
 					a := g.post("/v1/chat/completions", streamBody)
@@ -53,22 +58,29 @@ func TestLogsHoldNoPromptOfAnEnginesMessage(t *testing.T) {
 	}
 }
 
-// TestLogsShowWhatEnginesSayOfThemselves: a sentence that is the engine's own is there at every level.
+// TestLogsShowWhatEnginesSayOfThemselves: the log shows a sentence of the engine's own at every level.
 func TestLogsShowWhatEnginesSayOfThemselves(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(503, busyError)}, level: slog.LevelDebug})
 	g.post("/v1/chat/completions", chatBody, "X-Dpserve-Timeout-Ms", "200")
 	assert.Contains(t, g.logs.String(), "The engine is currently busy")
-	g = newRig(t, options{engines: []http.HandlerFunc{replies(400, `{"error":{"message":"n must be at least 1, got 0.","type":"BadRequestError","param":null,"code":400}}`)}})
+	g = newRig(t, options{engines: []http.HandlerFunc{
+		replies(400, `{"error":{"message":"n must be at least 1, got 0.","type":"BadRequestError","param":null,"code":400}}`),
+	}})
 	g.post("/v1/chat/completions", chatBody)
 	assert.Contains(t, g.logs.String(), `engine_message="n must be at least 1, got 0."`)
 }
 
-// TestCachedTokensTellNothingAcrossSalts: a client with a cache_salt of its own does not learn from the header what others sent.
+// TestCachedTokensTellNothingAcrossSalts: a client with its own cache_salt cannot learn from the header which
+// prompts others sent.
 func TestCachedTokensTellNothingAcrossSalts(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, app: withRouting("scoring")})
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{replies(200, wholeAnswer)},
+		app:     withRouting("scoring"),
+	})
 	remembers(t, g.replicas[0])
 	cached := func(salt string) string {
-		body := `{"model":"demo",` + salt + `"messages":[{"role":"user","content":"` + strings.Repeat("a secret plan ", 300) + `"}]}`
+		body := `{"model":"demo",` + salt + `"messages":[{"role":"user","content":"` +
+			strings.Repeat("a secret plan ", 300) + `"}]}`
 		a := g.post("/v1/chat/completions", body)
 		assert.Equal(t, 200, a.status)
 		g.settled()

@@ -7,20 +7,21 @@ import (
 	"github.com/dpserve/dpserve/engine/openai"
 )
 
-// stream is the relay's view of a streamed answer: the bytes read and not yet passed on, and what their events said.
+// stream is the relay's view of a streamed answer: the bytes read and not yet sent on, and what their events
+// mean.
 type stream struct {
-	buf      []byte
-	filled   int // bytes in buf
-	looked   int // bytes of buf whose events are looked at and may pass
-	searched int // bytes behind looked without the end of an event
-	watcher  openai.Watcher
-	tokens   int       // chunks with choices
-	fresh    int       // of them in this read
-	last     time.Time // of the last token
-	long     bool      // inside an event too long to be held: it passes as it comes
-	done     bool      // [DONE] has come
-	failed   bool      // an error event below 500 has passed
-	fault    openai.EngineError
+	buf         []byte
+	filled      int // bytes in buf
+	inspected   int // bytes of buf whose events are inspected and may pass
+	searched    int // bytes after inspected that contain no end of an event
+	watcher     openai.Watcher
+	tokens      int       // chunks with choices
+	newTokens   int       // of them in this read
+	lastToken   time.Time // time of the last token
+	inLongEvent bool      // inside an event that is too long to hold
+	sawDone     bool      // [DONE] has arrived
+	passedError bool      // an error event below 500 has passed
+	engineError openai.EngineError
 }
 
 // reset prepares for an answer with the given number of choices.
@@ -28,12 +29,13 @@ func (s *stream) reset(choices int) {
 	if s.buf == nil {
 		s.buf = make([]byte, relayBuffer)
 	}
-	s.filled, s.looked, s.searched, s.tokens, s.fresh = 0, 0, 0, 0, 0
-	s.long, s.done, s.failed, s.last, s.fault = false, false, false, time.Time{}, openai.EngineError{}
+	s.filled, s.inspected, s.searched, s.tokens, s.newTokens = 0, 0, 0, 0, 0
+	s.inLongEvent, s.sawDone, s.passedError, s.lastToken, s.engineError = false, false, false, time.Time{},
+		openai.EngineError{}
 	s.watcher.Reset(choices)
 }
 
-// release drops a buffer that has grown: most answers need none of it.
+// release drops a buffer that has grown, because most answers need none of it.
 func (s *stream) release() {
 	if len(s.buf) > 4*relayBuffer {
 		s.buf = nil
@@ -47,57 +49,57 @@ func (s *stream) grow() {
 	s.buf = b
 }
 
-// passed drops the first n bytes, which have gone to the client.
-func (s *stream) passed(n int) {
+// dropSent removes the first n bytes, which the client has received.
+func (s *stream) dropSent(n int) {
 	copy(s.buf, s.buf[n:s.filled])
 	s.filled -= n
-	s.looked -= n
+	s.inspected -= n
 }
 
-// space makes room for the next read: a half event waits for its end, up to MaxEvent.
-func (s *stream) space() []byte {
+// readSpace makes room for the next read: an incomplete event waits for its end, up to MaxEvent.
+func (s *stream) readSpace() []byte {
 	if s.filled == len(s.buf) {
 		s.grow()
 	}
 	return s.buf[s.filled:]
 }
 
-// half says that the bytes behind looked are too many for an event to wait for its end.
-func (s *stream) half() bool { return s.filled-s.looked >= openai.MaxEvent }
+// isTooLongToHold reports whether the uninspected bytes are too many to wait for the end of their event.
+func (s *stream) isTooLongToHold() bool { return s.filled-s.inspected >= openai.MaxEvent }
 
-// verdict is what an event means for the stream.
-type verdict uint8
+// streamAction is what an event means for the stream.
+type streamAction uint8
 
 const (
-	more    verdict = iota // nothing to decide: read on
-	opened                 // the first byte: header and everything held may go
-	lost                   // the stream cannot end well
-	refused                // before the first byte: an error event, to be treated as an HTTP answer
-	aborted                // before the first byte: the engine gave up
-	nothing                // before the first byte: the stream is over
-	over                   // [DONE] of a complete stream
+	actionContinue streamAction = iota // keep reading
+	actionCommit                       // the first byte: send the header and everything held
+	actionFail                         // the stream is broken
+	actionReject                       // before the first byte: an error event, treated as an HTTP answer
+	actionAborted                      // before the first byte: the engine gave up
+	actionEmpty                        // before the first byte: the stream is over
+	actionFinish                       // [DONE] of a complete stream
 )
 
-// look judges the events that are whole. It stops at the first that decides something: an event that opens the stream or
-// ends it well is then within looked, one that breaks it is not.
-func (s *stream) look(begun bool) verdict {
-	s.fresh = 0
+// inspectEvents inspects the complete events. It stops at the first event that decides something. An event
+// that opens the stream or ends it well is then counted in inspected; an event that breaks the stream is not.
+func (s *stream) inspectEvents(begun bool) streamAction {
+	s.newTokens = 0
 	for {
-		n := s.next()
+		n := s.nextEventLen()
 		if n < 0 {
-			return more
+			return actionContinue
 		}
-		event := s.buf[s.looked : s.looked+n]
-		if v := s.judge(s.watcher.Event(event), event, begun); v != more {
+		event := s.buf[s.inspected : s.inspected+n]
+		if v := s.applyEvent(s.watcher.Event(event), event, begun); v != actionContinue {
 			return v
 		}
-		s.looked += n
+		s.inspected += n
 	}
 }
 
-// next is the length of the next whole event; -1 if there is none yet.
-func (s *stream) next() int {
-	rest := s.buf[s.looked:s.filled]
+// nextEventLen is the length of the next complete event; -1 if there is none yet.
+func (s *stream) nextEventLen() int {
+	rest := s.buf[s.inspected:s.filled]
 	n := openai.EventEnd(rest, s.searched)
 	s.searched = len(rest)
 	if n >= 0 {
@@ -106,119 +108,121 @@ func (s *stream) next() int {
 	return n
 }
 
-// judge says what one event does to the stream (CONTRACTS 9).
-func (s *stream) judge(kind openai.EventKind, event []byte, begun bool) verdict {
+// applyEvent returns what one event means for the stream.
+func (s *stream) applyEvent(kind openai.EventKind, event []byte, begun bool) streamAction {
 	switch kind {
 	case openai.EventError:
-		return s.onError(event, begun)
+		return s.applyErrorEvent(event, begun)
 	case openai.EventAbort:
 		if begun {
-			return lost
+			return actionFail
 		}
-		return aborted
+		return actionAborted
 	case openai.EventDone:
-		return s.onDone(len(event), begun)
+		return s.applyDoneEvent(len(event), begun)
 	case openai.EventOther:
-		return more
+		return actionContinue
 	case openai.EventEmpty:
-		s.token()
-		return more
+		s.countToken()
+		return actionContinue
 	default:
-		s.token()
+		s.countToken()
 	}
 	if !begun {
-		s.looked += len(event)
-		return opened
+		s.inspected += len(event)
+		return actionCommit
 	}
-	return more
+	return actionContinue
 }
 
-func (s *stream) token() {
+func (s *stream) countToken() {
 	s.tokens++
-	s.fresh++
+	s.newTokens++
 }
 
-// onError passes an error below 500 that comes after the first byte; everything else is not the client's to see.
-func (s *stream) onError(event []byte, begun bool) verdict {
-	s.fault = openai.ParseError(openai.EventData(event))
+// applyErrorEvent lets an error below 500 pass after the first byte; the client must not see any other error
+// event.
+func (s *stream) applyErrorEvent(event []byte, begun bool) streamAction {
+	s.engineError = openai.ParseError(openai.EventData(event))
 	switch {
 	case !begun:
-		return refused
-	case s.fault.Status == 0 || s.fault.Status >= http.StatusInternalServerError:
-		return lost
+		return actionReject
+	case s.engineError.Status == 0 || s.engineError.Status >= http.StatusInternalServerError:
+		return actionFail
 	}
-	s.failed = true
-	return more
+	s.passedError = true
+	return actionContinue
 }
 
-// onDone lets [DONE] pass only behind a complete stream: by itself it proves nothing.
-func (s *stream) onDone(n int, begun bool) verdict {
+// applyDoneEvent lets [DONE] pass only at the end of a complete stream: [DONE] alone proves nothing.
+func (s *stream) applyDoneEvent(n int, begun bool) streamAction {
 	switch {
 	case !begun:
-		return nothing
-	case !s.failed && !s.watcher.Complete():
-		return lost
+		return actionEmpty
+	case !s.passedError && !s.watcher.Complete():
+		return actionFail
 	}
-	s.looked += n
-	s.done = true
-	return over
+	s.inspected += n
+	s.sawDone = true
+	return actionFinish
 }
 
-// ended judges a stream whose body has ended cleanly. What is left without a blank line is an event too.
-func (s *stream) ended(begun bool) verdict {
-	if rest := s.buf[s.looked:s.filled]; len(rest) > 0 && !s.long {
-		if v := s.judge(s.watcher.Event(rest), rest, begun); v != more {
+// endOfBody decides about a stream whose body has ended cleanly. Remaining bytes without a blank line are an
+// event too.
+func (s *stream) endOfBody(begun bool) streamAction {
+	if rest := s.buf[s.inspected:s.filled]; len(rest) > 0 && !s.inLongEvent {
+		if v := s.applyEvent(s.watcher.Event(rest), rest, begun); v != actionContinue {
 			return v
 		}
 	}
-	s.looked = s.filled
+	s.inspected = s.filled
 	switch {
 	case !begun:
-		return nothing
-	case s.failed || s.watcher.Complete():
-		return over
+		return actionEmpty
+	case s.passedError || s.watcher.Complete():
+		return actionFinish
 	default:
-		return lost
+		return actionFail
 	}
 }
 
-// examine looks at what a read has brought.
-func (s *stream) examine(begun bool) verdict {
-	if s.long {
-		if v := s.overlong(begun); v != more || s.long {
+// inspectRead inspects what a read has brought.
+func (s *stream) inspectRead(begun bool) streamAction {
+	if s.inLongEvent {
+		if v := s.passLongEvent(begun); v != actionContinue || s.inLongEvent {
 			return v
 		}
 	}
-	if v := s.look(begun); v != more {
+	if v := s.inspectEvents(begun); v != actionContinue {
 		return v
 	}
 	switch {
-	case s.half():
-		return s.overlong(begun)
-	case !begun && s.looked > maxHeld:
-		return opened // too many role-only chunks to hold: the stream begins without content
+	case s.isTooLongToHold():
+		return s.passLongEvent(begun)
+	case !begun && s.inspected > maxHeld:
+		return actionCommit // too many role-only chunks to hold: the stream begins without content
 	}
-	return more
+	return actionContinue
 }
 
-// overlong lets an event pass that is too long to be held, as far as it has come. Its end is found by what follows; a few
+// passLongEvent lets an event that is too long to hold pass as it arrives. Later bytes show its end; a few
 // bytes stay, because the blank line may be cut in two.
-func (s *stream) overlong(begun bool) verdict {
-	if !s.long {
-		from, event := s.looked, s.buf[s.looked:s.filled]
-		if v := s.judge(s.watcher.Event(event), event, begun); v != more && v != opened {
+func (s *stream) passLongEvent(begun bool) streamAction {
+	if !s.inLongEvent {
+		from, event := s.inspected, s.buf[s.inspected:s.filled]
+		if v := s.applyEvent(s.watcher.Event(event), event, begun); v != actionContinue && v != actionCommit {
 			return v
 		}
-		s.looked, s.long = from, true
+		s.inspected, s.inLongEvent = from, true
 		s.watcher.Blind()
 	}
-	if n := openai.EventEnd(s.buf[s.looked:s.filled], 0); n >= 0 {
-		s.looked, s.long, s.searched = s.looked+n, false, 0
+	if n := openai.EventEnd(s.buf[s.inspected:s.filled], 0); n >= 0 {
+		s.inspected, s.inLongEvent, s.searched = s.inspected+n, false, 0
 	} else {
-		s.looked = max(s.looked, s.filled-len("\n\r\n"))
+		s.inspected = max(s.inspected, s.filled-len("\n\r\n"))
 	}
 	if !begun {
-		return opened
+		return actionCommit
 	}
-	return more
+	return actionContinue
 }

@@ -20,7 +20,10 @@ import (
 )
 
 func TestModels(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, app: func(a *app.Application) { a.Model.Aliases = []string{"org/alias"} }})
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{replies(200, wholeAnswer)},
+		app:     func(a *app.Application) { a.Model.Aliases = []string{"org/alias"} },
+	})
 	a := g.get("/v1/models")
 	require.Equal(t, 200, a.status)
 	var list struct {
@@ -41,13 +44,14 @@ func TestModels(t *testing.T) {
 
 func TestTwoApplications(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
-	assert.Equal(t, 200, g.post("/v1/completions", `{"prompt":"x"}`).status, "the only application needs no model")
+	assert.Equal(t, 200, g.post("/v1/completions", `{"prompt":"x"}`).status,
+		"the only application needs no model")
 	other, hidden := demoApp(), demoApp()
 	other.Name, other.Model.ID = "other", "other-model"
 	hidden.Name, hidden.Model.ID, hidden.RoutePrefix = "hidden", "hidden-model", "/team/a"
 	g.deploy(other, 1)
 	g.deploy(hidden, 1)
-	eventually(t, func() bool { return len(g.in.table.Load().lanes) == 3 }, "both are known")
+	eventually(t, func() bool { return len(g.in.table.Load().routers) == 3 }, "both are known")
 
 	a := g.post("/v1/completions", `{"prompt":"x"}`)
 	assert.Equal(t, 400, a.status)
@@ -56,7 +60,8 @@ func TestTwoApplications(t *testing.T) {
 	assert.Equal(t, 404, a.status)
 	assert.Equal(t, "model_not_found", a.code(t))
 	assert.Contains(t, a.body, "demo, other-model")
-	assert.Equal(t, 404, g.post("/v1/completions", `{"model":"hidden-model","prompt":"x"}`).status, "only under its prefix")
+	assert.Equal(t, 404, g.post("/v1/completions", `{"model":"hidden-model","prompt":"x"}`).status,
+		"only under its prefix")
 	a = g.post("/team/a/v1/completions", `{"prompt":"x"}`)
 	assert.Equal(t, 503, a.status, "known there, without a rank")
 	assert.Equal(t, "hidden", a.header.Get("X-Dpserve-App"))
@@ -64,19 +69,19 @@ func TestTwoApplications(t *testing.T) {
 	assert.NotContains(t, g.get("/v1/models").body, "hidden-model")
 
 	g.store.set(func(st *state.State) { st.Apps["demo"].Deleting = true })
-	eventually(t, func() bool { return len(g.in.table.Load().lanes) == 2 }, "deleting")
+	eventually(t, func() bool { return len(g.in.table.Load().routers) == 2 }, "deleting")
 	assert.Equal(t, 404, g.post("/v1/chat/completions", chatBody).status)
 	broken := &state.App{Name: "broken", Revision: 1, Spec: []byte(`{"routing":{"policy":"nope"}}`)}
 	g.store.set(func(st *state.State) { st.Apps["broken"] = broken })
 	g.store.set(func(st *state.State) { delete(st.Apps, "demo") })
 	eventually(t, func() bool {
-		g.in.lanesMu.RLock()
-		defer g.in.lanesMu.RUnlock()
-		return g.in.lanes["demo"] == nil
+		g.in.appRoutersMu.RLock()
+		defer g.in.appRoutersMu.RUnlock()
+		return g.in.appRouters["demo"] == nil
 	}, "forgotten")
 	assert.Equal(t, 1, strings.Count(g.logs.String(), "cannot be served"))
 	g.replicas[0].say(true, false, "")
-	assert.Nil(t, g.in.known("demo"), "what trails behind does not bring it back")
+	assert.Nil(t, g.in.findAppRouter("demo"), "what trails behind does not bring it back")
 }
 
 func TestNothingDeployed(t *testing.T) {
@@ -95,7 +100,8 @@ func TestNothingDeployed(t *testing.T) {
 func TestPathsAndMethods(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	for path, status := range map[string]int{
-		"/v1/embeddings": 404, "/v1/responses": 404, "/v1/chat/completions/render": 404, "/nope": 404, "/": 404, "/v1/models": 405, "/v1": 404,
+		"/v1/embeddings": 404, "/v1/responses": 404, "/v1/chat/completions/render": 404, "/nope": 404,
+		"/": 404, "/v1/models": 405, "/v1": 404,
 	} {
 		a := g.post(path, `{}`)
 		assert.Equal(t, status, a.status, path)
@@ -113,14 +119,24 @@ func TestPathsAndMethods(t *testing.T) {
 
 func TestBadRequests(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
-	for _, body := range []string{``, `{`, `[]`, `{"model":"demo","model":"demo"}`, `{"model":"demo","n":129}`, `{"model":"demo","max_tokens":2147483649}`, `{"model":"demo","temperature":NaN}`} {
+	for _, body := range []string{
+		``, `{`, `[]`, `{"model":"demo","model":"demo"}`,
+		`{"model":"demo","n":129}`, `{"model":"demo","max_tokens":2147483649}`,
+		`{"model":"demo","temperature":NaN}`,
+	} {
 		a := g.post("/v1/completions", body)
 		assert.Equal(t, 400, a.status, body)
 		assert.Equal(t, "invalid_request", a.code(t))
 		assert.NotEmpty(t, a.header.Get("X-Request-Id"))
 	}
-	assert.Equal(t, 200, g.post("/v1/completions", `{"model":"demo","max_tokens":1000000000}`).status, "nothing is clamped")
-	for _, h := range [][2]string{{"X-Dpserve-Timeout-Ms", "soon"}, {"X-Dpserve-Timeout-Ms", "0"}, {"X-Dpserve-Rank", "one"}, {"X-Dpserve-Rank", "0/99999"}} {
+	assert.Equal(t, 200, g.post("/v1/completions", `{"model":"demo","max_tokens":1000000000}`).status,
+		"nothing is clamped")
+	for _, h := range [][2]string{
+		{"X-Dpserve-Timeout-Ms", "soon"},
+		{"X-Dpserve-Timeout-Ms", "0"},
+		{"X-Dpserve-Rank", "one"},
+		{"X-Dpserve-Rank", "0/99999"},
+	} {
 		assert.Equal(t, 400, g.post("/v1/chat/completions", chatBody, h[0], h[1]).status, h)
 	}
 	a := g.post("/v1/chat/completions", chatBody, "X-Request-Id", "has space")
@@ -131,7 +147,10 @@ func TestBadRequests(t *testing.T) {
 
 func TestPolicyDirect(t *testing.T) {
 	e := replies(200, wholeAnswer)
-	g := newRig(t, options{engines: []http.HandlerFunc{e, e, e}, app: func(a *app.Application) { a.Routing.Policy = "direct" }})
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{e, e, e},
+		app:     func(a *app.Application) { a.Routing.Policy = "direct" },
+	})
 	a := g.post("/v1/chat/completions", chatBody, "X-Dpserve-Rank", "0/2")
 	assert.Equal(t, 200, a.status, a.body)
 	assert.Equal(t, "2", a.header.Get("X-Dpserve-Rank"))
@@ -144,56 +163,57 @@ func TestPolicyDirect(t *testing.T) {
 }
 
 func TestChangedPolicyKeepsTheAccounts(t *testing.T) {
-	e := newGate()
+	e := newGatedEngine()
 	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 2})
 	got := make(chan answer, 1)
 	go func() { got <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
 	eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "in flight")
-	old := g.in.lane("demo").router.Load()
+	old := g.in.ensureAppRouter("demo").router.Load()
 	a := demoApp()
 	a.Routing.Policy = "least-loaded"
 	g.deploy(a, 2)
-	l := g.in.lane("demo")
-	eventually(t, func() bool { return l.router.Load() != old }, "a new Router")
+	ar := g.in.ensureAppRouter("demo")
+	eventually(t, func() bool { return ar.router.Load() != old }, "a new Router")
 	eventually(t, func() bool {
-		v := l.router.Load().Snapshot()
+		v := ar.router.Load().Snapshot()
 		return len(v.Ranks) == 1 && v.Ranks[0].Load.O() == 1
 	}, "it knows what is in flight")
 	b := demoApp()
 	b.Routing.Policy, b.Timeouts.QueueS = "least-loaded", 3
-	kept := l.router.Load()
+	kept := ar.router.Load()
 	g.deploy(b, 3)
-	eventually(t, func() bool { return l.spec.Load().revision == 3 }, "a new revision")
-	assert.Same(t, kept, l.router.Load(), "the same Router")
+	eventually(t, func() bool { return ar.revision.Load().revision == 3 }, "a new revision")
+	assert.Same(t, kept, ar.router.Load(), "the same Router")
 	e.open <- struct{}{}
 	assert.Equal(t, 200, (<-got).status)
-	v := l.router.Load().Snapshot()
+	v := ar.router.Load().Snapshot()
 	assert.Zero(t, v.Ranks[0].Load.O())
 }
 
-// TestANewRouterKnowsTheRanks before any of them has sent a snapshot: a deploy that changes the policy refuses nobody, not under policy
-// direct either, which never waits.
+// TestANewRouterKnowsTheRanks: a new Router has the ranks before any of them has sent a snapshot. A deploy
+// that changes the policy refuses no request, not even under policy direct, which never waits.
 func TestANewRouterKnowsTheRanks(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	g.feed.mu.Lock()
 	g.feed.late = true
 	g.feed.mu.Unlock()
-	l := g.in.lane("demo")
+	ar := g.in.ensureAppRouter("demo")
 	for revision, policy := range []string{2: "least-loaded", 3: "direct"} {
 		if policy == "" {
 			continue
 		}
-		old, a := l.router.Load(), demoApp()
+		old, a := ar.router.Load(), demoApp()
 		a.Routing.Policy = policy
 		g.deploy(a, uint64(revision))
-		eventually(t, func() bool { return l.router.Load() != old }, "a new Router")
+		eventually(t, func() bool { return ar.router.Load() != old }, "a new Router")
 		assert.Equal(t, 200, g.post("/v1/chat/completions", chatBody, "X-Dpserve-Rank", "0/0").status, policy)
 	}
 	g.replicas[0].publish()
-	assert.Zero(t, l.router.Load().Snapshot().Ranks[0].Load.O())
+	assert.Zero(t, ar.router.Load().Snapshot().Ranks[0].Load.O())
 }
 
-// TestRequestsWaitForRanksThatAreReady: what the state calls ready and no stream has told of yet is on its way.
+// TestRequestsWaitForRanksThatAreReady: a unit that the state calls ready, and of which no stream has
+// reported a rank yet, counts as pending.
 func TestRequestsWaitForRanksThatAreReady(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	g.phase("demo/0/0", state.Ready, 2)
@@ -202,7 +222,8 @@ func TestRequestsWaitForRanksThatAreReady(t *testing.T) {
 	eventually(t, func() bool { return g.in.QueueLen("demo") == 1 }, "it waits")
 	g.replicas[0].reborn()
 	assert.Equal(t, 200, (<-got).status)
-	assert.Zero(t, g.in.lane("demo").router.Load().Snapshot().OnTheWay, "nothing is hoped for any more")
+	assert.Zero(t, g.in.ensureAppRouter("demo").router.Load().Snapshot().OnTheWay,
+		"nothing is hoped for any more")
 }
 
 func TestGhostIsIgnored(t *testing.T) {
@@ -210,18 +231,18 @@ func TestGhostIsIgnored(t *testing.T) {
 	r := g.replicas[0]
 	r.reborn() // epoch 2
 	g.phase("demo/0/0", state.Ready, 2)
-	l := g.in.lane("demo")
-	eventually(t, l.canServe, "up")
+	ar := g.in.ensureAppRouter("demo")
+	eventually(t, ar.canServe, "up")
 	r.mu.Lock()
 	r.epoch = 1
 	r.snapshot()
 	r.epoch = 2
 	r.mu.Unlock()
-	assert.EqualValues(t, 2, l.find(routing.ID(0, 0)).epoch)
+	assert.EqualValues(t, 2, ar.findRank(routing.ID(0, 0)).epoch)
 	assert.Equal(t, 200, g.post("/v1/chat/completions", chatBody).status)
 	r.gone()
-	assert.Nil(t, l.find(routing.ID(0, 0)))
-	assert.False(t, l.canServe())
+	assert.Nil(t, ar.findRank(routing.ID(0, 0)))
+	assert.False(t, ar.canServe())
 }
 
 // raw sends bytes as they are and reads the answer.
@@ -245,7 +266,10 @@ func (g *rig) raw(t *testing.T, text string, closeWrite bool) (*http.Response, s
 
 // TestSP6Limits: body at the limit, above it, lying length; 101 fields; 64 KiB and one byte of header.
 func TestSP6Limits(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, limits: Limits{MaxBody: 1000}, timers: Timers{BodyStall: 100 * time.Millisecond}})
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{replies(200, wholeAnswer)},
+		limits:  Limits{MaxBody: 1000}, timers: Timers{BodyStall: 100 * time.Millisecond},
+	})
 	fill := func(n int) string {
 		head := `{"model":"demo","prompt":"`
 		return head + strings.Repeat("x", n-len(head)-2) + `"}`
@@ -256,9 +280,11 @@ func TestSP6Limits(t *testing.T) {
 	resp, body := g.raw(t, post+"Content-Length: 1001\r\n\r\n", false)
 	assert.Equal(t, 413, resp.StatusCode, "before a byte of it is read")
 	assert.Contains(t, body, "body_too_large")
-	resp, body = g.raw(t, post+"Transfer-Encoding: chunked\r\n\r\n"+fmt.Sprintf("%x\r\n%s\r\n0\r\n\r\n", 1001, fill(1001)), false)
+	resp, body = g.raw(t, post+"Transfer-Encoding: chunked\r\n\r\n"+fmt.Sprintf(
+		"%x\r\n%s\r\n0\r\n\r\n", 1001, fill(1001)), false)
 	assert.Equal(t, 413, resp.StatusCode, body)
-	resp, body = g.raw(t, post+"Transfer-Encoding: chunked\r\n\r\n"+fmt.Sprintf("%x\r\n%s\r\n0\r\n\r\n", 900, fill(900)), false)
+	resp, body = g.raw(t, post+"Transfer-Encoding: chunked\r\n\r\n"+fmt.Sprintf(
+		"%x\r\n%s\r\n0\r\n\r\n", 900, fill(900)), false)
 	assert.Equal(t, 200, resp.StatusCode, body)
 	resp, body = g.raw(t, post+"Content-Length: 500\r\n\r\n"+fill(100), true)
 	assert.Equal(t, 400, resp.StatusCode, body)
@@ -287,7 +313,7 @@ func TestSP6Limits(t *testing.T) {
 	assert.Equal(t, 431, resp.StatusCode)
 }
 
-// TestUnreadBodiesEndTheConnection: an answer to a request whose body nobody reads must not wait for that body.
+// TestUnreadBodiesEndTheConnection: an answer to a request with an unread body must not wait for that body.
 func TestUnreadBodiesEndTheConnection(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	resp, _ := g.raw(t, "POST /nope HTTP/1.1\r\nHost: h\r\nContent-Length: 5000\r\n\r\nstart", false)
@@ -300,7 +326,9 @@ func TestNoPromptInAnyLog(t *testing.T) {
 	bad := replies(500, `{"error":{"message":"engine text"}}`)
 	g := newRig(t, options{engines: []http.HandlerFunc{bad, sends(textChunk, abortChunk)}, level: -8})
 	for range 10 {
-		g.post("/v1/chat/completions", `{"model":"demo","stream":true,"messages":[{"role":"user","content":"`+secret+`"}]}`, "Authorization", "Bearer dps_key")
+		g.post("/v1/chat/completions",
+			`{"model":"demo","stream":true,"messages":[{"role":"user","content":"`+secret+`"}]}`,
+			"Authorization", "Bearer dps_key")
 	}
 	g.post("/v1/completions", `{"model":"`+model1+`","prompt":"`+secret)
 	assert.NotEmpty(t, g.logs.String())
@@ -311,7 +339,7 @@ func TestNoPromptInAnyLog(t *testing.T) {
 
 func TestPanicIsACutAndNotAnEnd(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
-	h := g.in.outermost(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { panic("boom") }))
+	h := g.in.limitAndRecover(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { panic("boom") }))
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "/", nil)
 	require.NoError(t, err)
 	assert.PanicsWithValue(t, http.ErrAbortHandler, func() { h.ServeHTTP(nil, req) })
@@ -326,7 +354,10 @@ func TestHeaderParsers(t *testing.T) {
 		_, ok := parseRank(s)
 		assert.False(t, ok, s)
 	}
-	for s, want := range map[string]bool{"a": true, "": false, "ü": false, "a\tb": false, strings.Repeat("x", 128): true, strings.Repeat("x", 129): false} {
+	for s, want := range map[string]bool{
+		"a": true, "": false, "ü": false, "a\tb": false,
+		strings.Repeat("x", 128): true, strings.Repeat("x", 129): false,
+	} {
 		assert.Equal(t, want, validRequestID(s), s)
 	}
 	assert.Equal(t, "00000000000000ff", newRequestID(255))
@@ -354,11 +385,11 @@ func TestDefaults(t *testing.T) {
 	assert.Equal(t, 20, budgetFloor)
 }
 
-// TestTokenizingTakesNoTicket: it is answered beside a full rank, and counts nowhere.
+// TestTokenizingTakesNoTicket: a tokenize request is answered beside a full rank, and counts as no load.
 func TestTokenizingTakesNoTicket(t *testing.T) {
 	for _, far := range []bool{false, true} {
 		t.Run(fmt.Sprintf("far %v", far), func(t *testing.T) {
-			e := newGate()
+			e := newGatedEngine()
 			engine := func(w http.ResponseWriter, r *http.Request) {
 				if strings.Contains(r.URL.Path, "tokenize") {
 					replies(200, `{"tokens":[1]}`)(w, r)
@@ -370,13 +401,16 @@ func TestTokenizingTakesNoTicket(t *testing.T) {
 			done := make(chan answer, 1)
 			go func() { done <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
 			eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "the rank is full")
-			for path, body := range map[string]string{"/tokenize": `{"model":"demo","prompt":"some words"}`, "/detokenize": `{"model":"demo","tokens":[1,2]}`} {
+			for path, body := range map[string]string{
+				"/tokenize":   `{"model":"demo","prompt":"some words"}`,
+				"/detokenize": `{"model":"demo","tokens":[1,2]}`,
+			} {
 				a := g.post(path, body)
 				assert.Equal(t, 200, a.status, a.body)
 				assert.JSONEq(t, `{"tokens":[1]}`, a.body)
 			}
 			assert.Equal(t, 1, g.replicas[0].granted())
-			assert.Equal(t, 1, g.in.lane("demo").router.Load().Snapshot().Ranks[0].Load.O())
+			assert.Equal(t, 1, g.in.ensureAppRouter("demo").router.Load().Snapshot().Ranks[0].Load.O())
 			e.open <- struct{}{}
 			assert.Equal(t, 200, (<-done).status)
 		})

@@ -1,12 +1,12 @@
 package ingress
 
 import (
+	lru "container/list"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"net/http"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -17,69 +17,76 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// Bounds of asking an engine's tokenizer.
+// Bounds of requests to an engine's tokenizer.
 const (
-	tokenizeTime  = 2 * time.Second // for an answer
-	tokenizePause = 2 * time.Second // without questions after one that failed: requests must not all wait for a tokenizer that is ill
-	maxTokenized  = 64 << 20        // bytes of an answer
+	tokenizeTime = 2 * time.Second // limit for an answer
+	// pause after a failed call, so that requests do not all wait for a broken tokenizer
+	tokenizePause = 2 * time.Second
+	maxTokenized  = 64 << 20 // bytes of an answer
 )
 
-// What came of a prompt's tokens, as in dpserve_tokenize_total.
+// Results of tokenizing a prompt, as in dpserve_tokenize_total.
 const (
 	tokenizeHit      = "hit"
 	tokenizeMiss     = "miss"
-	tokenizeFallback = "fallback" // identified by its text instead
+	tokenizeFallback = "fallback" // the prompt is identified by its text
 )
 
-// tokenizer turns the text prompts of an application into blocks of token ids by asking one of its engines, once per prompt:
-// answers are kept, and equal prompts wait for one. Safe for concurrent use.
+// tokenizer turns the text prompts of an application into blocks of token ids. It asks one of the
+// application's engines once per prompt, keeps the answers, and lets equal prompts wait for one answer. Safe
+// for concurrent use.
 type tokenizer struct {
-	lane   *lane
-	paused atomic.Int64 // clock until which nobody asks, in ns
+	router      *appRouter
+	pausedUntil atomic.Int64 // clock, in ns
 
-	mu      sync.Mutex
-	known   tokenized
-	flights map[tokenizeKey]*flight
+	mu    sync.Mutex
+	known chainCache
+	calls map[tokenizeKey]*tokenizeCall
 }
 
-// tokenizeKey is a prompt with everything that decides its blocks.
+// tokenizeKey identifies a prompt with everything that decides its blocks.
 type tokenizeKey struct{ hi, lo, root uint64 }
 
-// tokenChain is a tokenized prompt: its full blocks, and how many tokens it has. Immutable.
+// tokenChain is a tokenized prompt: its full blocks and its number of tokens. Immutable.
 type tokenChain struct {
 	blocks []uint64
 	tokens int
 }
 
-// flight is a question under way.
-type flight struct {
+// tokenizeCall is a request to an engine's tokenizer that is under way.
+type tokenizeCall struct {
 	done  chan struct{}
-	chain *tokenChain // nil: it failed
+	chain *tokenChain // nil: the call failed
 }
 
-func newTokenizer(l *lane) *tokenizer {
-	return &tokenizer{lane: l, known: newTokenized(l.in.limits.TokenizeBytes), flights: map[tokenizeKey]*flight{}}
+func newTokenizer(ar *appRouter) *tokenizer {
+	return &tokenizer{
+		router: ar, known: newChainCache(ar.in.limits.TokenizeBytes),
+		calls: map[tokenizeKey]*tokenizeCall{},
+	}
 }
 
-// identify fills p's blocks from the tokens of a text prompt; false: it is to be known by its text. Images and the like have
-// no place in the tokens of a text, so prompts with them are.
-func (t *tokenizer) identify(ctx context.Context, p *prompt, scan *openai.Body, body []byte, h http.Header) bool {
-	hi, lo := scan.TokenizeKey(body, t.lane.in.seed)
+// identify fills p's blocks from the tokens of a text prompt; false: the prompt is to be identified by its
+// text. That includes prompts with images and other media, which have no place in the tokens of a text.
+func (t *tokenizer) identify(ctx context.Context, p *prompt, scan *openai.Body, body []byte,
+	h http.Header,
+) bool {
+	hi, lo := scan.TokenizeKey(body, t.router.in.seed)
 	if hi == 0 {
 		return false
 	}
-	p.unit, p.size = kvindex.Tokens, t.lane.tokensPerBlock()
-	key := tokenizeKey{hi, lo, t.lane.in.hash().Root(p.rootSalt(t.lane))}
+	p.unit, p.size = kvindex.Tokens, t.router.tokensPerBlock()
+	key := tokenizeKey{hi, lo, t.router.in.hash().Root(p.rootSalt(t.router))}
 	found, how := t.find(key), tokenizeHit
 	if found == nil && !scan.Media(body) {
-		found, how = t.ask(ctx, key, p, scan, body, h), tokenizeMiss
+		found, how = t.chainFor(ctx, key, p, scan, body, h), tokenizeMiss
 	}
 	if found == nil {
-		t.lane.meter.Load().Tokenize(tokenizeFallback)
+		t.router.metrics.Load().Tokenize(tokenizeFallback)
 		p.unit = 0
 		return false
 	}
-	t.lane.meter.Load().Tokenize(how)
+	t.router.metrics.Load().Tokenize(how)
 	p.blocks = append(p.blocks[:0], found.blocks...)
 	p.tokens, p.estimated, p.perBlock = found.tokens, false, ratio{int64(p.size), 1}
 	return true
@@ -91,17 +98,20 @@ func (t *tokenizer) find(key tokenizeKey) *tokenChain {
 	return t.known.get(key)
 }
 
-// ask gets a prompt's chain from an engine, or from whoever asks already; nil if there is none to be had.
-func (t *tokenizer) ask(ctx context.Context, key tokenizeKey, p *prompt, scan *openai.Body, body []byte, h http.Header) *tokenChain {
-	known, f, leads := t.join(key)
+// chainFor gets a prompt's chain from an engine, or from a call under way for the same prompt; nil if there
+// is none.
+func (t *tokenizer) chainFor(ctx context.Context, key tokenizeKey, p *prompt, scan *openai.Body, body []byte,
+	h http.Header,
+) *tokenChain {
+	known, f, leads := t.joinCall(key)
 	switch {
 	case known != nil:
 		return known
 	case f == nil:
 		return nil
 	case leads:
-		p.ask = scan.TokenizeBody(p.ask[:0], body)
-		t.fly(ctx, key, f, p, h)
+		p.tokenizeBody = scan.TokenizeBody(p.tokenizeBody[:0], body)
+		t.runCall(ctx, key, f, p, h)
 		return f.chain
 	}
 	select {
@@ -112,30 +122,31 @@ func (t *tokenizer) ask(ctx context.Context, key tokenizeKey, p *prompt, scan *o
 	}
 }
 
-// join gives what is known, or the flight to wait for, or a new one to lead; nothing while the tokenizer is given a rest.
-func (t *tokenizer) join(key tokenizeKey) (known *tokenChain, f *flight, leads bool) {
+// joinCall returns a known chain, or a call to wait for, or a new call to lead; nothing while the tokenizer
+// is paused.
+func (t *tokenizer) joinCall(key tokenizeKey) (known *tokenChain, f *tokenizeCall, leads bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if c := t.known.get(key); c != nil {
 		return c, nil, false
 	}
-	if f := t.flights[key]; f != nil {
+	if f := t.calls[key]; f != nil {
 		return nil, f, false
 	}
-	if int64(t.lane.in.clock()) < t.paused.Load() {
+	if int64(t.router.in.clock()) < t.pausedUntil.Load() {
 		return nil, nil, false
 	}
-	f = &flight{done: make(chan struct{})}
-	t.flights[key] = f
+	f = &tokenizeCall{done: make(chan struct{})}
+	t.calls[key] = f
 	return nil, f, true
 }
 
-// fly asks and keeps the answer.
-func (t *tokenizer) fly(ctx context.Context, key tokenizeKey, f *flight, p *prompt, h http.Header) {
+// runCall asks an engine and keeps the answer.
+func (t *tokenizer) runCall(ctx context.Context, key tokenizeKey, f *tokenizeCall, p *prompt, h http.Header) {
 	defer func() {
 		t.mu.Lock()
 		defer t.mu.Unlock()
-		delete(t.flights, key)
+		delete(t.calls, key)
 		if f.chain != nil {
 			t.known.put(key, f.chain)
 		}
@@ -143,11 +154,11 @@ func (t *tokenizer) fly(ctx context.Context, key tokenizeKey, f *flight, p *prom
 	}()
 	if err := t.tokenize(ctx, p, h); err != nil {
 		if ctx.Err() == nil && !errors.Is(err, errNotTokenized) {
-			t.paused.Store(int64(t.lane.in.clock() + tokenizePause))
+			t.pausedUntil.Store(int64(t.router.in.clock() + tokenizePause))
 		}
 		return
 	}
-	hash := t.lane.in.hash()
+	hash := t.router.in.hash()
 	f.chain = &tokenChain{
 		blocks: hash.Tokens(make([]uint64, 0, len(p.ids)/p.size), key.root, p.ids, p.size, nil),
 		tokens: len(p.ids),
@@ -157,15 +168,15 @@ func (t *tokenizer) fly(ctx context.Context, key tokenizeKey, f *flight, p *prom
 // errNotTokenized is an engine's refusal of this very prompt.
 var errNotTokenized = errors.New("the engine did not tokenize the prompt")
 
-// tokenize asks a ready rank's engine; the ids are in p.ids.
+// tokenize asks a ready rank's engine and stores the ids in p.ids.
 func (t *tokenizer) tokenize(ctx context.Context, p *prompt, h http.Header) error {
-	rk := t.lane.anyReady()
+	rk := t.router.anyReadyRank()
 	if rk == nil {
 		return errNotTokenized
 	}
 	ctx, cancel := context.WithTimeout(ctx, tokenizeTime)
 	defer cancel()
-	resp, err := t.question(ctx, rk, p, tokenizeHeader(h))
+	resp, err := t.send(ctx, rk, p, tokenizeHeader(h))
 	if err != nil {
 		return err
 	}
@@ -187,12 +198,13 @@ func (t *tokenizer) tokenize(ctx context.Context, p *prompt, h http.Header) erro
 	return nil
 }
 
-// question sends p.ask to a rank's engine, by its node's data port if that is another one.
-func (t *tokenizer) question(ctx context.Context, rk *rank, p *prompt, h http.Header) (*http.Response, error) {
-	in := t.lane.in
+// send posts p.tokenizeBody to a rank's engine, through the data port of its node if that is another one.
+func (t *tokenizer) send(ctx context.Context, rk *rank, p *prompt, h http.Header) (*http.Response, error) {
+	in := t.router.in
 	if !rk.local {
 		d := &msg.Dispatch{
-			Node: rk.node, App: t.lane.name, Unit: rk.unit, Rank: rk.id, Path: openai.Tokenize.Path(), Header: h, Body: p.ask, FirstToken: tokenizeTime,
+			Node: rk.node, App: t.router.name, Unit: rk.unit, Rank: rk.id, Path: openai.Tokenize.Path(),
+			Header: h, Body: p.tokenizeBody, FirstToken: tokenizeTime,
 		}
 		resp, rep, err := in.remote.Send(ctx, d)
 		if err == nil && rep.Refusal != msg.Granted {
@@ -200,15 +212,15 @@ func (t *tokenizer) question(ctx context.Context, rk *rank, p *prompt, h http.He
 		}
 		return resp, err
 	}
-	o := &engineleg.Request{URL: rk.urls[openai.Tokenize], Header: h, Body: p.ask}
+	o := &engineleg.Request{URL: rk.urls[openai.Tokenize], Header: h, Body: p.tokenizeBody}
 	resp, err := in.legs.Send(ctx, rk.target.Owned, o)
 	if !o.Settled() {
-		p.ask = nil // somebody may still read it
+		p.tokenizeBody = nil // a connection may still read it
 	}
 	return resp, err
 }
 
-// tokenizeHeader passes on what lets the client in.
+// tokenizeHeader passes the client's authorization on.
 func tokenizeHeader(client http.Header) http.Header {
 	out := http.Header{"Content-Type": {"application/json"}, "User-Agent": nil}
 	if v := client["Authorization"]; len(v) > 0 {
@@ -217,19 +229,55 @@ func tokenizeHeader(client http.Header) http.Header {
 	return out
 }
 
-// anyReady is some rank that serves and is not one of those, of this node if there is one; nil if there is none.
-func (l *lane) anyReady(but ...*rank) *rank {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	var far *rank
-	for _, r := range l.ranks { // in no order: the questions spread
-		switch {
-		case !r.shownReady || slices.Contains(but, r):
-		case r.local:
-			return r
-		default:
-			far = r
-		}
+const (
+	tokenizedBytes = 256 // bytes of an entry beside its blocks
+	tokenizedShare = 8   // an entry larger than 1/8 of all is not kept
+)
+
+// chainCache is an LRU cache of tokenized prompts, bounded in bytes. Not safe for concurrent use.
+type chainCache struct {
+	limit int
+	bytes int
+	at    map[tokenizeKey]*lru.Element
+	order *lru.List // of chainEntry, most recently used first
+}
+
+type chainEntry struct {
+	key   tokenizeKey
+	chain *tokenChain
+}
+
+func newChainCache(limit int) chainCache {
+	return chainCache{limit: limit, at: map[tokenizeKey]*lru.Element{}, order: lru.New()}
+}
+
+func (c *tokenChain) bytes() int { return tokenizedBytes + 8*cap(c.blocks) }
+
+// get returns a chain, or nil.
+func (t *chainCache) get(key tokenizeKey) *tokenChain {
+	e := t.at[key]
+	if e == nil {
+		return nil
 	}
-	return far
+	t.order.MoveToFront(e)
+	return entryOf(e).chain
+}
+
+// put keeps a chain, and evicts the least recently used ones.
+func (t *chainCache) put(key tokenizeKey, c *tokenChain) {
+	if c.bytes() > t.limit/tokenizedShare || t.at[key] != nil {
+		return
+	}
+	t.at[key] = t.order.PushFront(chainEntry{key, c})
+	for t.bytes += c.bytes(); t.bytes > t.limit; {
+		e := t.order.Back()
+		t.order.Remove(e)
+		delete(t.at, entryOf(e).key)
+		t.bytes -= entryOf(e).chain.bytes()
+	}
+}
+
+func entryOf(e *lru.Element) chainEntry {
+	entry, _ := e.Value.(chainEntry) // put adds nothing else
+	return entry
 }

@@ -31,7 +31,7 @@ func poisoned(status int) http.HandlerFunc {
 
 // leftOut counts the ranks that tripped, and those of them that get nothing.
 func (g *rig) leftOut() (tripped, out int) {
-	for _, rk := range g.in.lane("demo").router.Load().Snapshot().Ranks {
+	for _, rk := range g.in.ensureAppRouter("demo").router.Load().Snapshot().Ranks {
 		if rk.Tripped > 0 {
 			tripped++
 		}
@@ -55,7 +55,8 @@ func TestRequestsThatEveryEngineFailsTakeOneRankOut(t *testing.T) {
 	assert.LessOrEqual(t, tripped, 1, "each request counts on one rank")
 	assert.LessOrEqual(t, out, 1)
 	for i := range 30 { // a victim beside them
-		require.Equal(t, 502, g.post("/v1/chat/completions", poisonBody).status, "they get what the engines say, request %d", i)
+		require.Equal(t, 502, g.post("/v1/chat/completions", poisonBody).status,
+			"they get what the engines say, request %d", i)
 		a := g.post("/v1/chat/completions", chatBody)
 		require.Equal(t, 200, a.status, a.body)
 		assert.Equal(t, 200, g.get("/health").status)
@@ -88,7 +89,10 @@ func TestTheOnlyRankIsNeverLeftOut(t *testing.T) {
 func TestAnEnginesOwnLimitsTripNoRank(t *testing.T) {
 	for _, status := range []int{408, 429} {
 		e := poisoned(status)
-		g := newRig(t, options{engines: []http.HandlerFunc{e, e}, app: func(a *app.Application) { a.Retries.Attempts = 1 }})
+		g := newRig(t, options{
+			engines: []http.HandlerFunc{e, e},
+			app:     func(a *app.Application) { a.Retries.Attempts = 1 },
+		})
 		for _, r := range g.replicas {
 			r.trips = true
 		}
@@ -100,7 +104,7 @@ func TestAnEnginesOwnLimitsTripNoRank(t *testing.T) {
 	}
 }
 
-// TestASubscriberOfATrippedRankKnowsIt: a snapshot says it as well as a change of state does.
+// TestASubscriberOfATrippedRankKnowsIt: a snapshot reports a trip, like a change of state does.
 func TestASubscriberOfATrippedRankKnowsIt(t *testing.T) {
 	e := poisoned(500)
 	g := newRig(t, options{engines: []http.HandlerFunc{e, e, e}})

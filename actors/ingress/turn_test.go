@@ -11,7 +11,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 )
 
-// turn lets the rank say that a request of another ingress has ended, and for whom the room is.
+// turn reports that a request of another ingress has ended, and for which ingress the room is.
 func (r *replica) turn(req uint64, ingress string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -26,12 +26,15 @@ func (r *replica) others(req uint64) {
 }
 
 func (g *rig) room() int {
-	rk := g.in.lane("demo").router.Load().Snapshot().Ranks[0]
+	rk := g.in.ensureAppRouter("demo").router.Load().Snapshot().Ranks[0]
 	return rk.MaxOngoing - rk.Load.O()
 }
 
 func TestRoomOfAnotherIngressIsLeftAlone(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, max: 2, timers: Timers{FullRecheck: 100 * time.Millisecond}})
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{replies(200, wholeAnswer)}, max: 2,
+		timers: Timers{FullRecheck: 100 * time.Millisecond},
+	})
 	r := g.replicas[0]
 	r.others(1)
 	r.others(2)
@@ -57,7 +60,7 @@ func TestRoomOfAnotherIngressIsLeftAlone(t *testing.T) {
 }
 
 func TestRanksAreToldThatRequestsWait(t *testing.T) {
-	e := newGate()
+	e := newGatedEngine()
 	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1})
 	r := g.replicas[0]
 	told := func() []bool {
@@ -90,7 +93,8 @@ func TestARequestSaysHowManySequencesItIs(t *testing.T) {
 		return msg.Granted
 	})
 	for body, want := range map[string]int{
-		`{"model":"demo","prompt":"a"}`: 1, `{"model":"demo","prompt":"a","n":5}`: 5, `{"model":"demo","prompt":["a","b",""],"n":2}`: 6,
+		`{"model":"demo","prompt":"a"}`: 1, `{"model":"demo","prompt":"a","n":5}`: 5,
+		`{"model":"demo","prompt":["a","b",""],"n":2}`: 6,
 	} {
 		g.post("/v1/completions", body)
 		assert.Equal(t, want, <-weights, body)

@@ -1,0 +1,550 @@
+package ingress
+
+import (
+	"maps"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/telemetry"
+)
+
+// appRouter is the state that an ingress keeps for one application across its revisions: ranks, Router,
+// queue, retry budget and estimates.
+type appRouter struct {
+	in          *Ingress
+	name        string
+	queue       requestQueue
+	retryBudget *budget
+	revision    atomic.Pointer[appRevision] // nil until the route table has the application
+	// for requests; nil as revision; replaced when the file's routing part changes
+	router  atomic.Pointer[routing.Router]
+	metrics atomic.Pointer[telemetry.App]
+
+	policyInputs atomic.Pointer[policyInputs] // nil as revision
+	cachingOff   atomic.Bool                  // every ready rank runs without prefix caching
+	blockTokens  atomic.Int32                 // tokens per KV block of most ranks; 0: unknown
+	resyncs      atomic.Uint64                // snapshots asked for
+	decisions    decisionLog                  // for replays
+
+	reservations reservations
+	demand       queueDemand
+
+	estimators  openai.Estimators
+	meanService atomic.Int64 // EWMA of the time that a request holds its place, in ns
+
+	unreadableRevision uint64 // revision that could not be read; only rebuild uses it
+
+	mu sync.Mutex
+	// receives the events; differs from router while replaceRouter prepares a new one
+	eventRouter *routing.Router
+	ranks       map[routing.RankID]*rank
+	readyUnits  map[string]uint64 // units that are ready in the replicated state → epoch
+	// of these, units that a stream showed as fenced, ahead of the state → epoch
+	fencedUnits    map[string]uint64
+	unseenUnits    map[string]struct{}    // of these, units of which no stream has reported a rank yet
+	pendingUnits   int                    // units that may still become ready, by the state
+	noRoom         string                 // why other units cannot be placed; "" if there are none
+	outageSince    time.Time              // since when no attached engine is ready; zero: no outage
+	outageTimer    *time.Timer            // ends the wait for attached engines; nil: never started
+	eventScratch   routing.Event          // reused: the Router does not keep it
+	openScratch    []routing.Open         // reused
+	closed         bool                   // no timer may start any more
+	fullTimers     map[*rank]*time.Timer  // end the time in which a rank counts as full
+	suspectedNodes map[string]*time.Timer // nodes whose data port a request could not reach
+	tripCount      int                    // trips of ranks since the start: the order of the trips
+}
+
+func newAppRouter(in *Ingress, name string) *appRouter {
+	ar := &appRouter{
+		in: in, name: name, ranks: map[routing.RankID]*rank{}, readyUnits: map[string]uint64{},
+		fencedUnits: map[string]uint64{}, unseenUnits: map[string]struct{}{},
+		fullTimers: map[*rank]*time.Timer{}, suspectedNodes: map[string]*time.Timer{},
+	}
+	ar.retryBudget = newBudget(in.timers.BudgetWindow)
+	ar.queue.onChange = func(n int, tokens int64) {
+		if m := ar.metrics.Load(); m != nil {
+			m.Queue(n, tokens)
+		}
+	}
+	return ar
+}
+
+// replaceRouter installs a new Router. The new Router gets all ranks before requests use it, and their open
+// requests with their next snapshots.
+func (ar *appRouter) replaceRouter(router *routing.Router) {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	ar.eventRouter = router
+	ar.publishConfig()
+	for _, r := range ar.ranks {
+		ar.addRank(r, r.seq, &msg.Snapshot{BlockSize: r.blockSize})
+		ar.publish(r)
+	}
+	ar.refreshUnseenUnits()
+	ar.publishPendingUnits()
+	ar.router.Store(router)
+	ar.queue.room()
+}
+
+// observe passes an event to the Router, which may wake the queue. The caller holds mu.
+func (ar *appRouter) observe(e routing.Event) {
+	if ar.eventRouter != nil {
+		ar.eventScratch = e
+		ar.eventScratch.Now = ar.in.clock()
+		ar.eventRouter.Observe(&ar.eventScratch)
+	}
+}
+
+// findRank returns the live incarnation of a rank, or nil if the rank is gone since it was picked.
+func (ar *appRouter) findRank(id routing.RankID) *rank {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	return ar.ranks[id]
+}
+
+// markFull corrects the Router after rank r refused a request as full in its record seq. The rank counts as
+// full until its stream reports a finished request, and at most for FullRecheck, so that a wrong "full" does
+// not block the queue.
+func (ar *appRouter) markFull(r *rank, seq uint64) {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	if ar.closed || r.seq > seq || r.full || r.lost {
+		return // the stream is newer than the refusal
+	}
+	r.offered = 0
+	ar.setFull(r)
+	ar.publish(r)
+}
+
+// expireFull ends the time in which a rank counts as full.
+func (ar *appRouter) expireFull(r *rank) {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	if ar.fullTimers[r] == nil {
+		return
+	}
+	ar.clearFull(r)
+	if !r.lost {
+		ar.publish(r)
+	}
+}
+
+// clearFull removes a rank's full mark and its timer. The caller publishes the rank.
+func (ar *appRouter) clearFull(r *rank) {
+	r.full = false
+	if t := ar.fullTimers[r]; t != nil {
+		t.Stop()
+		delete(ar.fullTimers, r)
+	}
+}
+
+// isLost reports whether the rank's stream shows it as fenced or gone. A failure on it is then the unit's,
+// not the request's.
+func (ar *appRouter) isLost(r *rank) bool {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	return r.lost
+}
+
+// hasFailed reports whether the rank is lost because its engine failed, not because its node is unreachable
+// or the rank was drained.
+func (ar *appRouter) hasFailed(r *rank) bool {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	return r.engineFailed
+}
+
+// isDraining reports whether the rank takes no new requests and lets its streams end.
+func (ar *appRouter) isDraining(r *rank) bool {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	return r.draining
+}
+
+// progressOf counts the progress records of a rank's stream.
+func (ar *appRouter) progressOf(r *rank) uint64 {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	return r.progress
+}
+
+// trackAttempt registers an attempt, which can be cancelled while it has no first byte. It returns false if
+// the rank is already lost.
+func (ar *appRouter) trackAttempt(r *rank, a *attempt) bool {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	if r.lost {
+		return false
+	}
+	r.track(a)
+	return true
+}
+
+// markFirstByte records that the attempt has a first byte: from now on the loss of its unit does not cancel
+// it.
+func (ar *appRouter) markFirstByte(a *attempt) {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	a.hasFirstByte = true
+}
+
+// untrackAttempt removes an attempt that has ended.
+func (ar *appRouter) untrackAttempt(r *rank, a *attempt) {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	r.untrack(a)
+}
+
+// totalSlots is the number of requests that the ready ranks may hold together.
+func (ar *appRouter) totalSlots() int {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	n := 0
+	for _, r := range ar.ranks {
+		if r.publishedReady {
+			n += r.maxOngoing
+		}
+	}
+	return n
+}
+
+// canServe reports whether a rank is ready.
+func (ar *appRouter) canServe() bool { return ar.totalSlots() > 0 }
+
+// setUnits stores what the replicated state says of the units: the ready ones with their epochs, the number
+// of those that may still become ready, and why others have no room.
+func (ar *appRouter) setUnits(ready map[string]uint64, onTheWay int, noRoom string) {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	ar.readyUnits = ready
+	maps.DeleteFunc(ar.fencedUnits, func(unit string, epoch uint64) bool { return ready[unit] != epoch })
+	for _, r := range ar.ranks {
+		ar.publish(r)
+	}
+	ar.pendingUnits, ar.noRoom = onTheWay, noRoom
+	ar.refreshUnseenUnits()
+	ar.publishPendingUnits()
+}
+
+// publishPendingUnits tells the Router how many units may still become ready. Somebody outside dpserve
+// restarts attached engines: after Timers.Outage without a ready one, requests no longer wait for them.
+func (ar *appRouter) publishPendingUnits() {
+	ar.updateOutage()
+	n := ar.pendingUnits + len(ar.unseenUnits) + len(ar.fencedUnits)
+	if ar.isDown() {
+		n = 0
+	}
+	ar.observe(routing.Event{Kind: routing.EvOnTheWay, N: n + len(ar.suspectedNodes)})
+}
+
+// updateOutage records since when an application of attached engines has had no ready rank. ended reports
+// that a rank is ready again.
+func (ar *appRouter) updateOutage() (ended bool) {
+	spec := ar.revision.Load()
+	if ar.closed || spec == nil || spec.app.Engine.Kind != app.KindAttach || ar.hasReadyRank() {
+		ended = !ar.outageSince.IsZero()
+		ar.outageSince = time.Time{}
+		if ar.outageTimer != nil {
+			ar.outageTimer.Stop()
+		}
+		return ended
+	}
+	if ar.outageSince.IsZero() {
+		ar.outageSince = time.Now()
+		ar.outageTimer = time.AfterFunc(ar.in.timers.Outage, ar.endOutageWait)
+	}
+	return false
+}
+
+// hasReadyRank reports whether the Router has a ready rank.
+func (ar *appRouter) hasReadyRank() bool {
+	for _, r := range ar.ranks {
+		if r.publishedReady {
+			return true
+		}
+	}
+	return false
+}
+
+// isDown reports whether the outage has lasted so long that requests are refused instead of queued.
+func (ar *appRouter) isDown() bool {
+	return !ar.outageSince.IsZero() && time.Since(ar.outageSince) >= ar.in.timers.Outage
+}
+
+// endOutageWait refuses the requests that wait for attached engines, unless one is ready again.
+func (ar *appRouter) endOutageWait() {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	if ar.isDown() {
+		ar.publishPendingUnits()
+	}
+}
+
+// minModelLen is the smallest max_model_len that the ready ranks report, in tokens; 0: no rank reports one.
+func (ar *appRouter) minModelLen() int {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	least := 0
+	for _, r := range ar.ranks {
+		if n := r.maxModelLen; r.publishedReady && n > 0 && (least == 0 || n < least) {
+			least = n
+		}
+	}
+	return least
+}
+
+// noRoomReason is the reason why units of the application cannot be placed; "" if all can.
+func (ar *appRouter) noRoomReason() string {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	return ar.noRoom
+}
+
+// refreshUnseenUnits finds the ready units of which no stream has reported a rank yet: the replicated state
+// is ahead of their streams. Requests wait for these units.
+func (ar *appRouter) refreshUnseenUnits() {
+	clear(ar.unseenUnits)
+	for unit := range ar.readyUnits {
+		if _, fenced := ar.fencedUnits[unit]; !fenced {
+			ar.unseenUnits[unit] = struct{}{}
+		}
+	}
+	for _, r := range ar.ranks {
+		if ar.readyUnits[r.unit] == r.epoch {
+			delete(ar.unseenUnits, r.unit)
+		}
+	}
+}
+
+// suspectNode takes the ranks of a node out of routing for Timers.Doubt, because a request could not reach
+// its data port. Other ranks are picked. If there are none, requests wait instead of failing one after the
+// other until the node's stream reports its state.
+func (ar *appRouter) suspectNode(node string) {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	if ar.closed || ar.suspectedNodes[node] != nil {
+		return
+	}
+	ar.suspectedNodes[node] = time.AfterFunc(ar.in.timers.Doubt, func() { ar.clearSuspicion(node) })
+	ar.publishPendingUnits() // before the ranks leave routing, so that requests in between wait
+	ar.publishNode(node)
+}
+
+// clearSuspicion puts the ranks of a suspected node back into routing.
+func (ar *appRouter) clearSuspicion(node string) {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	if ar.suspectedNodes[node] == nil || ar.closed {
+		return
+	}
+	delete(ar.suspectedNodes, node)
+	ar.publishNode(node)
+	ar.publishPendingUnits()
+}
+
+// publishNode publishes the ranks of a node.
+func (ar *appRouter) publishNode(node string) {
+	for _, r := range ar.ranks {
+		if r.node == node {
+			ar.publish(r)
+		}
+	}
+}
+
+// close stops the timers of the application. Requests in its queue find no rank and leave.
+func (ar *appRouter) close() {
+	ar.mu.Lock()
+	ar.closed = true
+	for r := range ar.fullTimers {
+		ar.clearFull(r)
+	}
+	for _, r := range ar.ranks {
+		ar.snapshotReceived(r)
+	}
+	for node, t := range ar.suspectedNodes {
+		t.Stop()
+		delete(ar.suspectedNodes, node)
+	}
+	ar.mu.Unlock()
+	ar.endDemand()
+	ar.reservations.end()
+	if c := ar.inputs().cache; c != nil {
+		c.close()
+	}
+	ar.setUnits(nil, 0, "")
+	ar.queue.room()
+}
+
+// meanShare is the weight of the newest request in the mean service time: 1/16.
+const meanShare = 16
+
+// recordServiceTime updates the mean time that a request holds its place on a rank.
+func (ar *appRouter) recordServiceTime(d time.Duration) {
+	old := ar.meanService.Load()
+	if old == 0 {
+		ar.meanService.Store(int64(d))
+		return
+	}
+	ar.meanService.Store(old + (int64(d)-old)/meanShare) // a lost update of a mean does no harm
+}
+
+// retryAfter is queue length × mean service time / slots, in whole seconds from 1 to maxRetryAfter.
+func (ar *appRouter) retryAfter() int {
+	n, _ := ar.queue.size()
+	s := time.Duration(int64(n) * ar.meanService.Load() / int64(max(ar.totalSlots(), 1)))
+	return int(min(max(s/time.Second, 1), maxRetryAfter))
+}
+
+// Intervals at which the ranks are told that requests wait here.
+const (
+	demandRepeat = time.Second           // while requests wait; a rank forgets it after 3 s
+	demandPause  = 50 * time.Millisecond // least time between two announcements
+)
+
+// queueDemand tells the ranks of an application whether requests wait here, so that a rank with free room
+// gives it to each ingress in turn.
+type queueDemand struct {
+	mu          sync.Mutex
+	announced   bool      // the ranks know that requests wait
+	announcedAt time.Time // when they were last told so
+	timer       *time.Timer
+	closed      bool
+	boxes       []msg.Mailbox // reused
+}
+
+// updateDemand tells the ranks whether requests wait here, if that has changed. The caller calls it after a
+// request has joined or left the queue.
+func (ar *appRouter) updateDemand() {
+	d := &ar.demand
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	waits := !ar.queue.empty()
+	if waits == d.announced || d.closed {
+		return
+	}
+	if left := demandPause - time.Since(d.announcedAt); waits && left > 0 {
+		ar.setDemandTimer(left)
+		return
+	}
+	ar.sendDemand(waits)
+}
+
+// repeatDemand repeats that requests wait, if they do.
+func (ar *appRouter) repeatDemand() {
+	d := &ar.demand
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if waits := !ar.queue.empty(); !d.closed && (waits || d.announced) {
+		ar.sendDemand(waits)
+	}
+}
+
+// sendDemand posts to every rank. The caller holds queueDemand.mu, and never appRouter.mu.
+func (ar *appRouter) sendDemand(waits bool) {
+	d := &ar.demand
+	d.announced = waits
+	if waits {
+		d.announcedAt = time.Now()
+		ar.setDemandTimer(demandRepeat)
+	}
+	ar.mu.Lock()
+	for _, r := range ar.ranks {
+		d.boxes = append(d.boxes, r.mailbox)
+	}
+	ar.mu.Unlock()
+	for _, box := range d.boxes {
+		// a rank that misses it gets the next one
+		_ = box.TrySend(msg.Demand{Ingress: ar.in.node, Waits: waits})
+	}
+	clear(d.boxes)
+	d.boxes = d.boxes[:0]
+}
+
+func (ar *appRouter) setDemandTimer(after time.Duration) {
+	d := &ar.demand
+	if d.timer == nil {
+		d.timer = time.AfterFunc(after, ar.repeatDemand)
+		return
+	}
+	d.timer.Reset(after)
+}
+
+// endDemand tells the ranks that no request waits, for good.
+func (ar *appRouter) endDemand() {
+	d := &ar.demand
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.closed = true
+	if d.announced {
+		ar.sendDemand(false)
+	}
+	if d.timer != nil {
+		d.timer.Stop()
+	}
+}
+
+// describeRequest writes p into q, with what the ranks' caches hold of it now. The caller sets q's other
+// fields (ID, Tried, Force, Override). q shares p's memory and is valid until p is filled or described again.
+func (ar *appRouter) describeRequest(q *routing.Request, p *prompt) {
+	r := ar.inputs()
+	q.Now = ar.in.clock()
+	q.Tokens, q.Estimated = p.tokens, p.estimated
+	q.Direct, q.HasDirect = p.direct, p.hasDirect
+	q.Priority, q.TTFTms, q.TPOTms = p.priority, p.ttftMs, p.tpotMs
+	q.Session, q.Adapter, q.Text = p.session, p.adapter, p.text
+	q.Blocks, q.BlockSize, q.Hits = nil, 0, nil
+	if len(p.blocks) > 0 {
+		q.Blocks, q.BlockSize = p.blocks, max(p.spanTokens(1), 1)
+	}
+	if r.cache != nil && !ar.cachingOff.Load() {
+		p.lookUp(r, ar.in.clock())
+		q.Hits = p.hits
+	}
+}
+
+// inputs is what the application's policy reads; nothing before the route table has the application.
+func (ar *appRouter) inputs() *policyInputs {
+	if r := ar.policyInputs.Load(); r != nil {
+		return r
+	}
+	return noPolicyInputs
+}
+
+// anyReadyRank returns a ready rank that is not in but, of this node if there is one; nil if there is none.
+func (ar *appRouter) anyReadyRank(but ...*rank) *rank {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	var far *rank
+	for _, r := range ar.ranks { // map order is random, so the requests are spread
+		switch {
+		case !r.publishedReady || slices.Contains(but, r):
+		case r.local:
+			return r
+		default:
+			far = r
+		}
+	}
+	return far
+}
+
+// modelID is the application's own model id, whatever name the client used.
+func (ar *appRouter) modelID() string {
+	if spec := ar.revision.Load(); spec != nil {
+		return spec.app.Model.ID
+	}
+	return ""
+}
+
+// adapterOf is the LoRA adapter that a model name selects; "" for none.
+func (ar *appRouter) adapterOf(model []byte) string {
+	if spec := ar.revision.Load(); spec != nil {
+		return spec.adapters[string(model)]
+	}
+	return ""
+}

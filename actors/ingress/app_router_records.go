@@ -1,0 +1,527 @@
+package ingress
+
+import (
+	"log/slog"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/routing/kvindex"
+)
+
+// queueKV passes a KV record to the goroutine that writes the index. The caller holds mu.
+func (ar *appRouter) queueKV(r *rank, rec *msg.Record) {
+	if rec.Kind == msg.RecKVBegin && rec.KV.Tier == kvindex.GPU {
+		ar.setBlockSize(r, rec.KV.BlockSize, true)
+	}
+	c := ar.inputs().cache
+	if c == nil || r.resyncing || rec.KV.Tier > kvindex.Sent {
+		return
+	}
+	op := kvOp{
+		kind: opDelta, owner: r.columnOwner(rec.KV.Tier), change: rec.KV.Delta.Change,
+		parent: rec.KV.Delta.Parent,
+	}
+	hashes := rec.KV.Delta.Hashes
+	switch rec.Kind {
+	case msg.RecKVBegin:
+		op.kind, op.size, hashes = opBegin, rec.KV.BlockSize, nil
+	case msg.RecKVEnd:
+		op.kind, op.n, op.sum, hashes = opEnd, rec.KV.Len, rec.KV.Sum, nil
+	default:
+	}
+	if !c.queue.push(op, hashes) {
+		ar.maskColumns(r)
+		c.queue.addLost(op.owner)
+	}
+}
+
+// handleGap asks a rank for a snapshot because a record of its stream is missing. Its load is still updated
+// by the records that follow.
+func (ar *appRouter) handleGap(r *rank) {
+	if r.resyncing {
+		return // a snapshot is already asked for
+	}
+	ar.maskColumns(r)
+	ar.requestSnapshot(r)
+}
+
+// maskColumns hides a rank's columns from look-ups until its next snapshot.
+func (ar *appRouter) maskColumns(r *rank) {
+	r.resyncing = true
+	if c := ar.inputs().cache; c != nil {
+		c.queue.push(kvOp{kind: opMask, owner: r.columnOwner(0)}, nil)
+	}
+	if m := ar.metrics.Load(); m != nil {
+		m.IndexGap()
+	}
+}
+
+// resyncOwner asks a rank for a snapshot because the index's writer found a column of it incomplete.
+func (ar *appRouter) resyncOwner(owner kvindex.Owner) {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	r := ar.ranks[routing.RankID(owner.Rank)]
+	if r == nil || r.epoch != owner.Epoch || r.incarnation != owner.Incarnation {
+		return // its columns are gone too
+	}
+	if !r.resyncing {
+		ar.maskColumns(r)
+	}
+	ar.requestSnapshot(r)
+}
+
+// requestSnapshot asks a rank for a snapshot, and repeats the request every second until one arrives.
+func (ar *appRouter) requestSnapshot(r *rank) {
+	if r.resyncTimer != nil || ar.closed || !r.resyncing {
+		return
+	}
+	wait := resyncInterval
+	if since := ar.in.clock() - r.resyncAt; r.resyncAt != 0 && since < resyncInterval {
+		wait -= since
+	} else {
+		ar.postResync(r)
+	}
+	r.resyncTimer = time.AfterFunc(wait, func() { ar.repeatRequest(r) })
+}
+
+func (ar *appRouter) repeatRequest(r *rank) {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	if r.resyncTimer != nil && ar.ranks[r.id] == r {
+		r.resyncTimer = nil
+		ar.requestSnapshot(r)
+	}
+}
+
+// postResync posts the request for a snapshot. If the rank's mailbox is full, the resync timer posts it
+// again.
+func (ar *appRouter) postResync(r *rank) {
+	r.resyncAt = ar.in.clock()
+	if err := r.mailbox.TrySend(msg.Resync{Sink: ar.in}); err != nil {
+		ar.in.log.Debug("a rank could not be asked for a snapshot", slog.String("app", ar.name),
+			slog.Int("group", r.id.Group()), slog.Int("rank", r.id.Rank()), slog.Any("err", err))
+		return
+	}
+	ar.resyncs.Add(1)
+}
+
+// snapshotReceived stops the requests for a snapshot, because a snapshot has arrived or the rank is gone, and
+// drops the rank's columns from the index.
+func (ar *appRouter) snapshotReceived(r *rank) {
+	r.resyncing = false
+	if r.resyncTimer != nil {
+		r.resyncTimer.Stop()
+		r.resyncTimer = nil
+	}
+	if c := ar.inputs().cache; c != nil {
+		c.queue.push(kvOp{kind: opDrop, owner: r.columnOwner(0)}, nil)
+	}
+}
+
+// setBlockSize stores a rank's tokens per KV block; proven says that its KV events use that size. Prompts are
+// cut into the block size of most ranks. A rank with another size has no hits, and a log line says why.
+func (ar *appRouter) setBlockSize(r *rank, tokens int, proven bool) {
+	if tokens <= 0 || r.sizeFromEvents && !proven || tokens == r.blockSize && r.sizeFromEvents == proven {
+		return
+	}
+	r.blockSize, r.sizeFromEvents = tokens, proven
+	best, known := ar.commonBlockSize()
+	ar.blockTokens.Store(int32(best)) //nolint:gosec // tokens of a block
+	if best != tokens && (r.sizeFromEvents || !known) {
+		ar.in.log.Warn("a rank's KV blocks are of another size than the other ranks': its cache is not seen",
+			slog.String("app", ar.name),
+			slog.String("unit", r.unit), slog.Int("block_size", tokens), slog.Int("others", best))
+	}
+}
+
+// commonBlockSize is the block size of most ranks; on a tie the smaller size. The sizes of KV events have
+// priority over the sizes that engines report, because some engines use another size than they report. proven
+// says that the size comes from events.
+func (ar *appRouter) commonBlockSize() (best int, proven bool) {
+	votes := map[bool]map[int]int{true: {}, false: {}}
+	for _, r := range ar.ranks {
+		if r.blockSize > 0 {
+			votes[r.sizeFromEvents][r.blockSize]++
+		}
+	}
+	proven = len(votes[true]) > 0
+	for n, count := range votes[proven] {
+		if most := votes[proven][best]; count > most || count == most && n < best {
+			best = n
+		}
+	}
+	return best, proven
+}
+
+// tokensPerBlock is the block size, in tokens, into which prompts are cut.
+func (ar *appRouter) tokensPerBlock() int {
+	if n := ar.blockTokens.Load(); n > 0 {
+		return int(n)
+	}
+	return routing.DefaultBlockSize
+}
+
+// applyStatus applies an engine's status report.
+func (ar *appRouter) applyStatus(r *rank, rec *msg.Record) {
+	s := &rec.Status
+	ar.setBlockSize(r, s.BlockSize, false)
+	ar.observe(routing.Event{
+		Kind: routing.EvStatus, Rank: r.id, Incarnation: r.incarnation, Seq: rec.Seq, KVUsage: s.KVUsage,
+		NoKVUsage: !s.HasKVUsage,
+		Capacity:  s.Capacity, BlockSize: s.BlockSize,
+	})
+}
+
+// updateCachingOff checks whether every ready rank runs without prefix caching, and tells the Router when
+// that changes.
+func (ar *appRouter) updateCachingOff() {
+	ready, off := 0, 0
+	for _, r := range ar.ranks {
+		if r.publishedReady {
+			ready++
+			if r.cachingOff {
+				off++
+			}
+		}
+	}
+	if now := ready > 0 && ready == off; ready > 0 && now != ar.cachingOff.Load() {
+		ar.cachingOff.Store(now)
+		if now && ar.inputs().needs.Hits {
+			ar.in.log.Warn("every engine runs without prefix caching: routing goes by load alone",
+				slog.String("app", ar.name))
+		}
+		ar.publishConfig()
+	}
+}
+
+// publishConfig sends the application's routing settings to the Router.
+func (ar *appRouter) publishConfig() {
+	spec := ar.revision.Load()
+	if spec == nil {
+		return
+	}
+	ar.observe(routing.Event{Kind: routing.EvConfigured, Config: &routing.Config{
+		BusyThreshold: spec.app.Routing.BusyThreshold, PrefixCachingOff: ar.cachingOff.Load(),
+	}})
+}
+
+// deliver applies one record of a rank's stream. All parts of a snapshot share one sequence number, and a
+// record that is delivered twice in a row has no effect the second time. deliver drops a record with an older
+// number. When numbers are missing, it asks the rank for a snapshot.
+func (ar *appRouter) deliver(rec *msg.Record) {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	if rec.Kind == msg.RecSnapshot {
+		ar.applySnapshot(rec)
+		return
+	}
+	r := ar.ranks[rec.Rank]
+	switch {
+	case r == nil || !r.isIncarnation(rec):
+		return // from an incarnation that has ended
+	case rec.Kind == msg.RecGone:
+		ar.removeRank(r)
+		return
+	case rec.Kind == msg.RecSilent:
+		r.silent = rec.Silent
+		ar.publish(r)
+		return
+	case rec.Seq < r.seq:
+		return
+	case rec.Seq > r.seq+1:
+		ar.handleGap(r)
+	}
+	r.seq = rec.Seq
+	ar.applyRecord(r, rec)
+}
+
+// applyRecord applies a record whose sequence number is valid.
+func (ar *appRouter) applyRecord(r *rank, rec *msg.Record) {
+	switch rec.Kind {
+	case msg.RecState:
+		ar.applyState(r, rec)
+	case msg.RecStatus:
+		ar.applyStatus(r, rec)
+	case msg.RecKVBegin, msg.RecKV, msg.RecKVEnd:
+		ar.queueKV(r, rec)
+	default:
+		ar.applyLoad(r, rec)
+	}
+}
+
+// applySnapshot registers a new incarnation of a rank, or replaces the account of a known incarnation after a
+// new subscription.
+func (ar *appRouter) applySnapshot(rec *msg.Record) {
+	r := ar.ranks[rec.Rank]
+	if r != nil && (r.epoch > rec.Epoch || r.isIncarnation(rec) && rec.Seq < r.seq) {
+		return // from an incarnation that was replaced, or too late
+	}
+	if r == nil || !r.isIncarnation(rec) {
+		fresh, err := newRank(rec, ar.in.node)
+		if err != nil {
+			ar.in.log.Error("rank cannot be used", slog.String("app", ar.name), slog.String("unit", rec.Unit),
+				slog.Any("err", err))
+			return
+		}
+		if r != nil {
+			r.failPendingAttempts()
+			ar.clearFull(r)
+			ar.snapshotReceived(r)
+			if r.epoch == fresh.epoch {
+				delete(ar.fencedUnits, r.unit) // the unit is back at the same epoch
+			}
+		}
+		fresh.local = fresh.local || ar.in.remote == nil
+		r = fresh
+		ar.ranks[rec.Rank] = r
+	}
+	r.accepting, r.busy, r.maxOngoing, r.seq, r.silent = rec.Snapshot.Accepting, false,
+		rec.Snapshot.MaxOngoing, rec.Seq, false
+	r.cachingOff, r.maxModelLen = rec.Snapshot.CachingOff, rec.Snapshot.MaxModelLen
+	r.turn, r.offered = "", 0
+	ar.recordTrip(r, rec.Snapshot.Tripped)
+	ar.snapshotReceived(r)
+	ar.setBlockSize(r, rec.Snapshot.BlockSize, false)
+	ar.addRank(r, rec.Seq, rec.Snapshot)
+	ar.publish(r)
+	ar.publishPendingUnits()
+}
+
+// addRank registers the rank and its open requests with max_ongoing 0; publish sets the real limit. In
+// between, no request is routed to it.
+func (ar *appRouter) addRank(r *rank, seq uint64, s *msg.Snapshot) {
+	ar.openScratch = ar.openScratch[:0]
+	for _, o := range s.Open {
+		ar.openScratch = append(ar.openScratch, routing.Open{
+			ReqID: ar.in.routerKey(o.Ingress, o.ReqID), Tokens: o.Tokens, Hit: o.Hit, Out: o.Out,
+			Decoding: o.Decoding,
+		})
+	}
+	ar.observe(routing.Event{
+		Kind: routing.EvRankUp, Rank: r.id, Epoch: r.epoch, Incarnation: r.incarnation, Seq: seq,
+		Local: r.local, Snapshot: ar.openScratch,
+		Capacity: s.Capacity, BlockSize: s.BlockSize,
+	})
+	r.publishedReady, r.publishedMax, r.publishedSilent, r.publishedTrip = true, 0, false, -1
+	if ar.readyUnits[r.unit] == r.epoch {
+		delete(ar.unseenUnits, r.unit)
+	}
+	ar.updateCachingOff()
+}
+
+// publish sends the Router every value of a rank that has changed since the last call.
+func (ar *appRouter) publish(r *rank) {
+	epoch, ok := ar.readyUnits[r.unit]
+	ready, maxOngoing := r.routerState(ok && epoch == r.epoch && ar.suspectedNodes[r.node] == nil)
+	if ready != r.publishedReady {
+		r.publishedReady = ready
+		defer ar.updateCachingOff()
+		ar.observe(routing.Event{
+			Kind: routing.EvAccepting, Rank: r.id, Incarnation: r.incarnation,
+			Accepting: ready,
+		})
+		if ar.updateOutage() {
+			ar.publishPendingUnits()
+		}
+	}
+	if r.tripOrder != r.publishedTrip {
+		r.publishedTrip = r.tripOrder
+		ar.observe(routing.Event{
+			Kind: routing.EvTripped, Rank: r.id, Incarnation: r.incarnation,
+			N: r.tripOrder,
+		})
+	}
+	if r.silent != r.publishedSilent {
+		r.publishedSilent = r.silent
+		ar.observe(routing.Event{
+			Kind: routing.EvSilent, Rank: r.id, Incarnation: r.incarnation,
+			Silent: r.silent,
+		})
+	}
+	if maxOngoing != r.publishedMax {
+		r.publishedMax = maxOngoing
+		ar.observe(routing.Event{
+			Kind: routing.EvMaxOngoing, Rank: r.id, Incarnation: r.incarnation,
+			N: maxOngoing,
+		})
+	}
+}
+
+// recordTrip stores whether a rank is tripped, and its place in the order of trips.
+func (ar *appRouter) recordTrip(r *rank, tripped bool) {
+	switch {
+	case !tripped:
+		r.tripOrder = 0
+	case r.tripOrder == 0:
+		ar.tripCount++
+		r.tripOrder = ar.tripCount
+	}
+}
+
+// applyState applies a RecState: whether the rank accepts requests, is fenced, drains or is tripped, and
+// whose turn its free room is.
+func (ar *appRouter) applyState(r *rank, rec *msg.Record) {
+	r.accepting, r.busy = rec.Accepting, !rec.Accepting && rec.Cause == causeBusy
+	r.draining = rec.Draining
+	ar.recordTrip(r, rec.Tripped)
+	if r.turn = rec.Turn; r.turn == ar.in.node {
+		r.offered++
+	}
+	ar.clearFull(r)
+	if r.turn != "" && r.offered == 0 {
+		ar.setFull(r)
+	}
+	if rec.Fenced && rec.Cause != causeDrained.String() && ar.readyUnits[r.unit] == r.epoch {
+		// the unit will restart: requests wait until the replicated state says that it is not ready
+		ar.fencedUnits[r.unit] = r.epoch
+		ar.publishPendingUnits()
+	}
+	ar.publish(r) // first, so that no further request is routed there
+	if rec.Fenced {
+		ar.failFenced(r, !r.draining)
+	}
+	if rec.Fenced && r.draining && !r.target.Owned {
+		r.cutStreams()
+	}
+}
+
+// failFenced cancels the attempts without a first byte on a fenced rank; failed says that the engine was the
+// reason. The ranks of a lockstep unit fail together: unless a drain has ended, the first fenced rank takes
+// the other ranks of its unit out of routing on all nodes, until they return as another incarnation.
+func (ar *appRouter) failFenced(r *rank, failed bool) {
+	lost := []*rank{r}
+	for _, s := range ar.ranks {
+		if !r.draining && s != r && !s.lost && s.unit == r.unit && s.epoch == r.epoch && ar.isLockstep() {
+			s.accepting, s.busy, s.tripOrder = false, false, 0
+			ar.clearFull(s)
+			ar.publish(s)
+			lost = append(lost, s)
+		}
+	}
+	for _, s := range lost { // only now, when none of them is picked any more
+		s.engineFailed = s.engineFailed || failed
+		s.failPendingAttempts()
+	}
+}
+
+// isLockstep reports whether the ranks of a unit fail together.
+func (ar *appRouter) isLockstep() bool {
+	spec := ar.revision.Load()
+	return spec != nil && spec.app.DataParallel.Coupling == app.Lockstep
+}
+
+// applyLoad passes a record of a request (admitted, first token, progress, done) to the Router.
+func (ar *appRouter) applyLoad(r *rank, rec *msg.Record) {
+	kind, assumed := routing.EvAdmitted, false
+	switch rec.Kind {
+	case msg.RecFirstToken:
+		if kind, assumed = routing.EvFirstToken, rec.Cause == msg.CausePredicted; !assumed {
+			r.progress++
+		}
+	case msg.RecProgress:
+		kind, r.progress = routing.EvProgress, r.progress+1
+	case msg.RecDone:
+		kind = routing.EvFinished
+	default:
+	}
+	e := routing.Event{
+		Kind: kind, Rank: r.id, ReqID: ar.in.routerKey(rec.Ingress, rec.ReqID), Seq: rec.Seq,
+		Incarnation: rec.Incarnation, Tokens: rec.Tokens, Hit: rec.Hit, Out: rec.Out,
+		Session: rec.Session, Assumed: assumed, At: rec.At,
+	}
+	if rec.Kind == msg.RecDone {
+		ar.applyDone(r, e, rec.Turn)
+		return
+	}
+	ar.observe(e)
+	if rec.Kind == msg.RecAdmitted && rec.Ingress == ar.in.node {
+		ar.useOffer(r)
+	}
+}
+
+// removeRank removes a rank. Unless the rank was asked to drain, it will start again on this node or another.
+// So requests keep waiting until the replicated state says that its unit is not ready.
+func (ar *appRouter) removeRank(r *rank) {
+	delete(ar.ranks, r.id)
+	if !r.draining && ar.readyUnits[r.unit] == r.epoch {
+		ar.fencedUnits[r.unit] = r.epoch
+		ar.publishPendingUnits()
+		ar.failFenced(r, false) // the node may be gone: this says nothing about the engine
+	}
+	ar.clearFull(r)
+	ar.snapshotReceived(r)
+	ar.updateCachingOff()
+	ar.observe(routing.Event{Kind: routing.EvRankDown, Rank: r.id, Incarnation: r.incarnation})
+	ar.updateOutage()
+	r.failPendingAttempts()
+}
+
+// applyTurn marks a rank as full before the Router learns of room that is for another ingress. Room that was
+// offered to this ingress before stays its own.
+func (ar *appRouter) applyTurn(r *rank, turn string) {
+	if r.turn = turn; turn == "" || turn == ar.in.node || r.offered > 0 {
+		return
+	}
+	ar.setFull(r)
+	ar.publish(r)
+}
+
+// openForTurn removes a rank's full mark if the room of a record is for this ingress.
+func (ar *appRouter) openForTurn(r *rank) {
+	if r.turn == ar.in.node {
+		r.offered++
+	} else if r.turn != "" {
+		return
+	}
+	if r.full {
+		ar.clearFull(r)
+		ar.publish(r)
+	}
+}
+
+// useOffer records that this ingress has used the room that it was offered; other free room may be for
+// another ingress.
+func (ar *appRouter) useOffer(r *rank) {
+	if r.offered == 0 {
+		return
+	}
+	r.offered--
+	if r.offered == 0 && r.turn != "" && r.turn != ar.in.node {
+		ar.setFull(r)
+		ar.publish(r)
+	}
+}
+
+// setFull makes a rank count as full until its stream reports room for this ingress, at most for FullRecheck.
+// The caller publishes the rank.
+func (ar *appRouter) setFull(r *rank) {
+	if ar.closed || r.full || r.lost {
+		return
+	}
+	r.full = true
+	ar.fullTimers[r] = time.AfterFunc(ar.in.timers.FullRecheck, func() { ar.expireFull(r) })
+}
+
+// applyDone tells the Router that a request has ended, and opens the rank if its room is for this ingress.
+func (ar *appRouter) applyDone(r *rank, e routing.Event, turn string) {
+	ar.applyTurn(r, turn)
+	ar.observe(e)
+	ar.openForTurn(r)
+}
+
+// resetCaches drops every column of the index and asks the ranks for snapshots; until they arrive, the caches
+// count as empty. It returns the number of ranks.
+func (ar *appRouter) resetCaches() int {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	for _, r := range ar.ranks {
+		r.resyncing = true // the snapshot contains all records before it
+		if c := ar.inputs().cache; c != nil {
+			c.queue.push(kvOp{kind: opDrop, owner: r.columnOwner(0)}, nil)
+		}
+		ar.requestSnapshot(r)
+	}
+	return len(ar.ranks)
+}

@@ -1,0 +1,398 @@
+package ingress
+
+import (
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/routing/kvindex"
+)
+
+// explainQuery is the decision for k as it would be now.
+func explainQuery(ar *appRouter, router *routing.Router, query *routeQuery) *msg.Explanation {
+	describeQuery(ar, query)
+	d, view := router.Why(&query.query)
+	x := &msg.Explanation{
+		App: ar.name, Policy: router.Policy(), Tokens: query.query.Tokens, Estimated: query.query.Estimated,
+		Decision: kindName(d.Kind), Reason: d.Reason, Formula: formula(router.Policy(), d.Terms),
+	}
+	x.Blocks, x.BlockSize, x.BlockUnit, x.Identity = query.prompt.blockInfo()
+	if d.Kind == routing.Route {
+		x.Pick = d.Ranked[0].String()
+	}
+	x.Ranks = explainRanks(ar, query, &d, &view)
+	x.Notes = explainNotes(ar, query, &d, &view)
+	return x
+}
+
+// blockInfo describes the prompt's blocks.
+func (p *prompt) blockInfo() (blocks, size int, unit, identity string) {
+	switch p.unit {
+	case kvindex.Tokens:
+		return len(p.blocks), p.size, "tokens", app.IdentityTokens
+	case kvindex.Text:
+		return len(p.blocks), p.size, "bytes", app.IdentityText
+	}
+	return 0, 0, "", ""
+}
+
+func kindName(k routing.Kind) string {
+	switch k {
+	case routing.Route:
+		return "route"
+	case routing.Queue:
+		return "queue"
+	case routing.Reject:
+	}
+	return "reject"
+}
+
+// explainRanks describes every rank that the Router knows, and the application's other ranks.
+func explainRanks(ar *appRouter, query *routeQuery, d *routing.Decision,
+	v *routing.View,
+) []msg.RankExplanation {
+	j := newRankExplainer(ar, query, v)
+	out := make([]msg.RankExplanation, 0, len(v.Ranks))
+	for i := range v.Ranks {
+		rk := &v.Ranks[i]
+		row := msg.RankExplanation{
+			Worker: rk.ID.String(), Group: rk.ID.Group(), Rank: rk.ID.Rank(), InFlight: rk.Load.O(),
+			MaxOngoing: rk.MaxOngoing,
+			Picked:     d.Kind == routing.Route && d.Ranked[0] == rk.ID,
+		}
+		row.State, row.Why, row.Eligible = j.explain(rk)
+		if rk.HasKVUsage || rk.Capacity > 0 {
+			usage := rk.Usage()
+			row.KVUsage = &usage
+		}
+		if !v.PrefixCachingOff {
+			query.hit(&row, rk.ID)
+		}
+		score(&row, rk.ID, d.Terms)
+		out = append(out, row)
+	}
+	return addMissingRanks(ar, out)
+}
+
+// hit adds what the rank holds of the prompt.
+func (query *routeQuery) hit(row *msg.RankExplanation, id routing.RankID) {
+	row.HitTokens = query.query.HitOn(id)
+	i := slices.IndexFunc(query.query.Hits, func(h routing.Hit) bool { return h.Rank == id })
+	if i < 0 {
+		return
+	}
+	row.HostTokens, row.DiskTokens = int(query.query.Hits[i].Host), int(query.query.Hits[i].Disk)
+	row.HitBlocks = query.prompt.cachedPrefix(id)
+}
+
+// score adds the rank's terms and their sum, in the order in which the policy adds them.
+func score(row *msg.RankExplanation, id routing.RankID, terms []routing.Term) {
+	sum := 0.0
+	for _, t := range terms {
+		if t.Rank == id {
+			row.Terms = append(row.Terms, msg.Term{
+				Name: t.Name, Unit: t.Unit, Raw: t.Raw, Weight: t.Weight, Value: t.Value,
+			})
+			sum += t.Value
+		}
+	}
+	if row.Terms != nil {
+		row.Score = &sum
+	}
+}
+
+// formula describes how the terms add up and which sum wins; "" if there are no terms.
+func formula(policy string, terms []routing.Term) string {
+	var parts []string
+	for _, t := range terms {
+		if t.Rank != terms[0].Rank || t.Weight == 0 {
+			continue // all ranks have the same terms; a term without weight is only information
+		}
+		part := t.Name
+		if t.Unit != "none" {
+			part += " (" + t.Unit + ")"
+		}
+		if t.Weight != 1 {
+			part = strconv.FormatFloat(t.Weight, 'g', -1, 64) + " × " + part
+		}
+		parts = append(parts, part)
+	}
+	if len(parts) == 0 {
+		return ""
+	}
+	wins := "lowest wins"
+	if policy == scoring {
+		wins = "highest wins"
+	}
+	return strings.Join(parts, " + ") + "; " + wins
+}
+
+// scoring is the one policy whose highest score wins.
+const scoring = "scoring"
+
+// explainNotes are remarks for a person beside the numbers.
+func explainNotes(ar *appRouter, query *routeQuery, d *routing.Decision, v *routing.View) []string {
+	var out []string
+	r := ar.inputs()
+	if v.PrefixCachingOff {
+		out = append(out, "the engines run without prefix caching: every hit counts as 0")
+	}
+	if r.identity == app.IdentityTokens && query.prompt.unit == kvindex.Text {
+		out = append(out, "identity is tokens, but no tokenizer answered: the prompt is known by its text")
+	}
+	if d.Reason == routing.ReasonSampled {
+		out = append(out, "router_temperature is above 0: the pick is drawn, the next one may differ")
+	}
+	if n, _ := ar.queue.size(); n > 0 {
+		out = append(out, fmt.Sprintf("%d requests wait: a new one stands behind them", n))
+	}
+	if d.Disqualified > 0 {
+		out = append(out, fmt.Sprintf("%d ranks have no score that is a number", d.Disqualified))
+	}
+	if query.query.Force || v.HasBusyThreshold && slices.ContainsFunc(
+		v.Ranks, func(rk routing.Rank) bool { return rk.Busy }) {
+		if query.query.Force {
+			out = append(out, "the caller names the rank: the policy has no say")
+		} else {
+			out = append(out, fmt.Sprintf("ranks above busy_threshold %g get nothing", v.BusyThreshold))
+		}
+	}
+	return out
+}
+
+// addMissingRanks adds ranks of the application that have no stream here, and keeps the order.
+func addMissingRanks(ar *appRouter, rows []msg.RankExplanation) []msg.RankExplanation {
+	known := map[string]bool{}
+	for i := range rows {
+		known[rows[i].Worker] = true
+	}
+	for _, u := range ar.revision.Load().app.Units() {
+		for _, n := range u.Ranks {
+			id := routing.ID(u.Group, n)
+			if known[id.String()] {
+				continue
+			}
+			rows = append(rows, msg.RankExplanation{
+				Worker: id.String(), Group: u.Group, Rank: n, State: "unknown",
+				Why: "it has not started yet, or is gone; see `dpserve status`",
+			})
+		}
+	}
+	slices.SortStableFunc(rows, func(a, b msg.RankExplanation) int {
+		return int(routing.ID(a.Group, a.Rank)) - int(routing.ID(b.Group, b.Rank))
+	})
+	return rows
+}
+
+// refusal is the error for a decision without a rank.
+func refusal(app string, query *routeQuery, d *routing.Decision) error {
+	switch d.Reason {
+	case routing.ReasonUnknownRank:
+		return problem.New(problem.NotFound, "app %s has no rank %s", app, query.query.Direct).WithHint(
+			"`dpserve status %s` lists them", app)
+	case routing.ReasonRankUnavailable:
+		return problem.New(problem.Unavailable, "rank %s of app %s cannot take it now", query.query.Direct,
+			app).WithHint("try again later, or leave worker out")
+	case routing.ReasonNoRankGiven:
+		return problem.New(problem.InvalidArgument,
+			"app %s uses routing policy direct, and no worker is named", app).WithHint(
+			"give worker as GROUP/RANK")
+	case routing.ReasonNoRoom:
+		return problem.New(problem.Overloaded, "every rank of app %s has all the requests it may hold",
+			app).WithHint("try again later")
+	case routing.ReasonAllBusy:
+		return problem.New(problem.Overloaded, "every rank of app %s is above busy_threshold", app).WithHint(
+			"try again later")
+	}
+	return problem.New(problem.Unavailable, "no rank of app %s is ready: %s", app, d.Reason).WithHint(
+		"`dpserve status %s` shows why", app)
+}
+
+// rankExplainer explains for each rank whether a request could go there. It restates the rules of
+// routing.Eligible and of the Router's tiers; TestExplainRows keeps both equal.
+type rankExplainer struct {
+	query      *routing.Request
+	view       *routing.View
+	anyOpen    bool // some rank has room and a live stream
+	draining   map[routing.RankID]bool
+	fullReason map[routing.RankID]string // why a rank counts as full whatever its numbers say
+}
+
+func newRankExplainer(ar *appRouter, query *routeQuery, v *routing.View) *rankExplainer {
+	j := &rankExplainer{
+		query: &query.query, view: v, draining: map[routing.RankID]bool{},
+		fullReason: map[routing.RankID]string{},
+	}
+	for i := range v.Ranks {
+		rk := &v.Ranks[i]
+		j.anyOpen = j.anyOpen || !rk.Silent && routing.HasRoom(rk) && routing.Eligible(&query.query, rk)
+	}
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	for id, r := range ar.ranks {
+		j.draining[id] = r.draining
+		switch {
+		case r.busy:
+			j.fullReason[id] = "its engine said that it is busy"
+		case r.full && r.turn != "" && r.offered == 0:
+			j.fullReason[id] = "its free room is for another ingress, which waits as well"
+		case r.full:
+			j.fullReason[id] = "it said that it is full"
+		}
+	}
+	return j
+}
+
+// explain returns the rank's state, the reason in words ("" if it may be picked), and whether it could be
+// picked.
+func (j *rankExplainer) explain(rk *routing.Rank) (state, why string, eligible bool) {
+	switch {
+	case slices.Contains(j.query.Tried, rk.ID):
+		return "tried", "it failed this request already", false
+	case !rk.Ready && j.draining[rk.ID]:
+		return "draining", "it takes nothing new and lets its requests end", false
+	case !rk.Ready:
+		return "not-ready", "its unit is not ready, or its engine does not accept", false
+	case rk.LeftOut:
+		return "tripped", "its answers failed in a row, and no canary has come back yet", false
+	case rk.Busy:
+		return "busy", fmt.Sprintf("KV usage %.2f, busy_threshold %.2f", rk.Usage(), j.view.BusyThreshold),
+			false
+	case rk.Silent && j.anyOpen:
+		return "silent", "its stream is silent, and others are not", false
+	case rk.Silent:
+		return "silent", "", true // admission decides
+	case j.fullReason[rk.ID] != "" && !routing.HasRoom(rk):
+		return "full", j.fullReason[rk.ID], false
+	case !routing.HasRoom(rk):
+		return "full", fmt.Sprintf("%d of %d requests in flight", rk.Load.O(), rk.MaxOngoing), false
+	}
+	return "ok", "", true
+}
+
+// Bounds of a decisionLog.
+const (
+	maxRecent       = 1024 // decisions
+	maxRecentBlocks = 1024 // leading blocks of each prompt: 8 KiB, 8 MiB in all
+)
+
+// decisionLog is a ring of the last live requests with their decisions, for replays. It keeps the request
+// without its text, and the decision. It does not keep the ranks' load: a copy of it per request would cost
+// more than the decision. Entries are reused, so a request allocates nothing here in the long run. The zero
+// value is ready; safe for concurrent use.
+type decisionLog struct {
+	mu   sync.Mutex
+	ring []decisionRecord
+	next int
+}
+
+// decisionRecord is one entry of a decisionLog.
+type decisionRecord struct {
+	id      string        // x-request-id
+	at      time.Duration // on the ingress's clock
+	attempt int
+	policy  string
+	reason  string
+	pick    routing.RankID
+	hit     int
+
+	prompt prompt // without text; blocks are the entry's own memory
+	whole  bool   // every block was kept
+	hits   []routing.Hit
+	tried  []routing.RankID
+}
+
+// record keeps the decision of a live request that was routed.
+func (r *decisionLog) record(id string, attempt int, policy string, p *prompt, q *routing.Request,
+	d *routing.Decision,
+) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if len(r.ring) < maxRecent {
+		r.ring = append(r.ring, decisionRecord{})
+	}
+	e := &r.ring[r.next]
+	r.next = (r.next + 1) % maxRecent
+	blocks := append(e.prompt.blocks[:0], p.blocks[:min(len(p.blocks), maxRecentBlocks)]...)
+	*e = decisionRecord{
+		id: id, at: q.Now, attempt: attempt, policy: policy, reason: d.Reason, pick: d.Ranked[0],
+		hit: q.HitOn(d.Ranked[0]),
+		prompt: prompt{
+			routingHeaders: p.routingHeaders, tokens: p.tokens, estimated: p.estimated, adapter: p.adapter,
+			session: p.session,
+			unit:    p.unit, size: p.size, promptMemory: promptMemory{blocks: blocks}, perBlock: p.perBlock,
+		},
+		whole: len(blocks) == len(p.blocks), hits: append(e.hits[:0], q.Hits...),
+		tried: append(e.tried[:0], q.Tried...),
+	}
+}
+
+// find copies the newest entry of a request.
+func (r *decisionLog) find(id string) (decisionRecord, bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for n := range r.ring {
+		e := &r.ring[(r.next-1-n+len(r.ring))%len(r.ring)]
+		if e.id != id {
+			continue
+		}
+		out := *e
+		out.prompt.blocks = append([]uint64(nil), e.prompt.blocks...)
+		out.hits = append([]routing.Hit(nil), e.hits...)
+		out.tried = append([]routing.RankID(nil), e.tried...)
+		return out, true
+	}
+	return decisionRecord{}, false
+}
+
+// replayDecision shows the inputs of a recent decision, and the decision that a new request would get now.
+func replayDecision(ar *appRouter, router *routing.Router, rq *msg.RouteQuery) (*msg.Explanation, error) {
+	e, ok := ar.decisions.find(rq.Replay)
+	if !ok {
+		return nil, problem.New(problem.NotFound, "no request %q among the last %d of app %s",
+			rq.Replay[:min(len(rq.Replay), maxRequestID)], maxRecent, ar.name).
+			WithHint("the id is in the answer's x-request-id header; " +
+				"requests that found no rank are not kept")
+	}
+	query := &routeQuery{prompt: e.prompt}
+	if err := applyOverrides(ar, query, rq.Worker, rq.Override); err != nil {
+		return nil, err
+	}
+	x := explainQuery(ar, router, query)
+	x.Replay = e.toReplay(ar.in.clockBase)
+	if ar.inputs().needs.Text {
+		x.Notes = append(x.Notes,
+			"this policy reads the prompt's text, which is not kept: what it would get now is without it")
+	}
+	if !e.whole {
+		x.Notes = append(x.Notes,
+			fmt.Sprintf("only the first %d blocks of the prompt are kept: hits behind them are not seen now",
+				maxRecentBlocks))
+	}
+	return x, nil
+}
+
+// toReplay describes the recorded decision. base is the origin of its clock.
+func (e *decisionRecord) toReplay(base time.Time) *msg.Replay {
+	out := &msg.Replay{
+		RequestID: e.id, At: base.Add(e.at).Round(0), Attempt: e.attempt, Policy: e.policy,
+		Pick: e.pick.String(), Reason: e.reason, HitTokens: e.hit,
+	}
+	for _, h := range e.hits {
+		if out.Hits == nil {
+			out.Hits = map[string]int{}
+		}
+		out.Hits[h.Rank.String()] = int(h.Tokens)
+	}
+	for _, id := range e.tried {
+		out.Tried = append(out.Tried, id.String())
+	}
+	return out
+}

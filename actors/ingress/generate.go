@@ -1,0 +1,218 @@
+package ingress
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"net/http"
+	"strconv"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// newGeneration makes the request. k has what a header cannot express.
+func newGeneration(ctx context.Context, ar *appRouter, q *msg.Generate) (*http.Request, *routeQuery, error) {
+	query := &routeQuery{}
+	if err := applyOverrides(ar, query, q.Worker, q.Override); err != nil {
+		return nil, nil, err
+	}
+	if q.RequestID != "" {
+		if err := validReservation(q.RequestID); err != nil {
+			return nil, nil, err
+		}
+	}
+	if err := checkModel(ar, q.Model); err != nil {
+		return nil, nil, err
+	}
+	body, err := completionBody(ar, q)
+	if err != nil {
+		return nil, nil, err
+	}
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, openai.Completions.Path(),
+		bytes.NewReader(body))
+	if err != nil {
+		return nil, nil, problem.New(problem.Internal, "make the request: %w", err)
+	}
+	req.Header.Set("Content-Type", "application/json")
+	req.Header.Set(headerRequestID, cmp.Or(q.RequestID, newRequestID(mix(ar.in.requestID()))))
+	if q.Worker != "" {
+		req.Header.Set(headerRank, query.prompt.direct.String())
+	}
+	return req, query, nil
+}
+
+// completionBody is the body: the caller's sampling fields, and the fields that Generate sets itself.
+func completionBody(ar *appRouter, q *msg.Generate) ([]byte, error) {
+	own := map[string]any{
+		"model": cmp.Or(q.Model, ar.modelID()), "prompt": q.TokenIDs, "stream": true,
+		"stream_options": map[string]bool{"include_usage": true}, "return_token_ids": true,
+	}
+	for name, value := range q.Sampling {
+		if _, taken := own[name]; taken || name == "n" || name == "best_of" {
+			return nil, problem.New(problem.InvalidArgument, "sampling.%s is not the caller's to set",
+				name[:min(len(name), maxNameShown)]).
+				WithHint("generate sends one prompt of token ids and streams one answer")
+		}
+		own[name] = value
+	}
+	body, err := json.Marshal(own)
+	if err != nil {
+		return nil, problem.New(problem.InvalidArgument, "sampling is not JSON: %w", err).WithHint(
+			"its members are those of a /v1/completions body")
+	}
+	if int64(len(body)) > ar.in.limits.MaxBody {
+		return nil, problemOf(ar.in.limits.tooLarge())
+	}
+	return body, nil
+}
+
+func asError(p any) error {
+	err, _ := p.(error)
+	return err
+}
+
+// maxLine bounds a line of an engine's answer that is held here, in bytes.
+const maxLine = 1 << 20
+
+// tokenWriter is the client's end of a generation: it parses the relayed events and emits their tokens.
+type tokenWriter struct {
+	header http.Header
+	emit   func(*msg.Generated) error
+	status int
+	told   bool // the first part, which names worker and request, is emitted
+	rest   []byte
+	failed error // of emit, or an error event
+	done   bool
+	cut    bool
+}
+
+var _ http.ResponseWriter = (*tokenWriter)(nil)
+
+// Header implements http.ResponseWriter.
+func (w *tokenWriter) Header() http.Header { return w.header }
+
+// WriteHeader implements http.ResponseWriter.
+func (w *tokenWriter) WriteHeader(status int) { w.status = cmp.Or(w.status, status) }
+
+// FlushError is called after every relayed event. It does nothing, because emit has already been called.
+func (w *tokenWriter) FlushError() error { return nil }
+
+// Write takes a piece of the answer.
+func (w *tokenWriter) Write(b []byte) (int, error) {
+	w.WriteHeader(http.StatusOK)
+	if len(w.rest)+len(b) > maxLine {
+		return 0, errors.New("the engine's answer has a line that is too long to be taken apart")
+	}
+	w.rest = append(w.rest, b...)
+	if w.status != http.StatusOK {
+		return len(b), nil // outcome reads the body of an error
+	}
+	for {
+		end := bytes.IndexByte(w.rest, '\n')
+		if end < 0 {
+			return len(b), nil
+		}
+		line := bytes.TrimSuffix(w.rest[:end], []byte("\r"))
+		if data, ok := bytes.CutPrefix(line, []byte("data:")); ok {
+			if err := w.event(bytes.TrimSpace(data)); err != nil {
+				return 0, err
+			}
+		}
+		w.rest = w.rest[end+1:]
+	}
+}
+
+// completionEvent is the part of a completion's event that tokenWriter reads.
+type completionEvent struct {
+	Choices []struct {
+		Text         string   `json:"text"`
+		TokenIDs     []uint32 `json:"token_ids"`
+		FinishReason string   `json:"finish_reason"`
+	} `json:"choices"`
+	Usage *struct {
+		Prompt     int `json:"prompt_tokens"`
+		Completion int `json:"completion_tokens"`
+		Details    *struct {
+			Cached int `json:"cached_tokens"`
+		} `json:"prompt_tokens_details"`
+	} `json:"usage"`
+	Error json.RawMessage `json:"error"`
+}
+
+// event emits one event.
+func (w *tokenWriter) event(data []byte) error {
+	if string(data) == "[DONE]" {
+		w.done = true
+		return nil
+	}
+	var e completionEvent
+	if err := json.Unmarshal(data, &e); err != nil {
+		w.failed = problem.New(problem.Upstream, "an event of the engine cannot be read: %w", err).WithHint(
+			"is it an engine that answers return_token_ids?")
+		return w.failed
+	}
+	if len(e.Error) > 0 {
+		w.failed = upstreamError(http.StatusBadGateway, data)
+		return nil
+	}
+	return w.part(&e)
+}
+
+func (w *tokenWriter) part(e *completionEvent) error {
+	out := msg.Generated{TokenIDs: []uint32{}}
+	if !w.told {
+		w.told = true
+		out.Worker = w.header.Get(headerGroup) + "/" + w.header.Get(headerRank)
+		out.RequestID = w.header.Get(headerRequestID)
+	}
+	if len(e.Choices) > 0 {
+		c := &e.Choices[0]
+		out.Text, out.FinishReason = c.Text, c.FinishReason
+		out.TokenIDs = append(out.TokenIDs, c.TokenIDs...)
+	}
+	if u := e.Usage; u != nil && len(e.Choices) == 0 {
+		out.Usage = &msg.TokenUsage{Prompt: u.Prompt, Completion: u.Completion}
+		if u.Details != nil {
+			out.Usage.Cached = u.Details.Cached
+		}
+	}
+	if err := w.emit(&out); err != nil {
+		w.failed = err
+		return err
+	}
+	return nil
+}
+
+// outcome is how the generation ended, once the handler has returned.
+func (w *tokenWriter) outcome() error {
+	switch {
+	case w.failed != nil:
+		return w.failed
+	case w.status != http.StatusOK && w.status != 0:
+		return upstreamError(w.status, w.rest)
+	case w.cut || !w.done:
+		return problem.New(problem.Upstream, "the answer broke off").WithHint(
+			"dpserve's log says why; try again")
+	}
+	return nil
+}
+
+// upstreamError parses an error in the OpenAI shape: the engine's, or dpserve's own with a word as its code.
+func upstreamError(status int, body []byte) error {
+	var own struct {
+		Error struct {
+			Code any `json:"code"`
+		} `json:"error"`
+	}
+	_ = json.Unmarshal(body, &own) // an unreadable body has no code
+	code, _ := own.Error.Code.(string)
+	e := openai.ParseError(body)
+	return problemOf(&failure{
+		status: status, code: code,
+		message: cmp.Or(e.Message, "the engine answered with status "+strconv.Itoa(status)),
+	})
+}

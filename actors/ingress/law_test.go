@@ -1,0 +1,80 @@
+package ingress
+
+import (
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+)
+
+// TestRecordsTellTheRouterTheTime: the Router gets the time of each record. The work before a first token
+// decreases from that time on, even if no request is routed in between, and the next prompt begins when the
+// end of the first one is reported.
+func TestRecordsTellTheRouterTheTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newKVRig(t, 2, 1, app.Routing{Policy: "lpwl", Preset: "documented", Identity: app.IdentityText})
+		r := b.feed.replicas[0]
+		work := func() int64 {
+			loads, err := b.in.PotentialLoads("demo", nil)
+			require.NoError(t, err)
+			return loads[0].PrefillTokens
+		}
+		const tokens = 100_000 // 12 s by the law
+		time.Sleep(time.Minute)
+		for id := range uint64(2) {
+			r.emit(&msg.Record{Kind: msg.RecAdmitted, Ingress: "other", ReqID: id + 1, Tokens: tokens})
+		}
+		assert.Equal(t, int64(2*tokens), work())
+		time.Sleep(6 * time.Second)
+		assert.InDelta(t, 1.5*tokens, float64(work()), 0.1*tokens)
+		time.Sleep(time.Minute)
+		assert.Equal(t, int64(tokens), work(), "the end of the first prompt is late")
+		r.emit(&msg.Record{Kind: msg.RecFirstToken, Ingress: "other", ReqID: 1, Tokens: tokens})
+		assert.Equal(t, int64(tokens), work())
+		time.Sleep(6 * time.Second)
+		assert.Less(t, work(), int64(tokens))
+		assert.Positive(t, work())
+	})
+}
+
+// TestRouterInfoTellsOfTheLaw: RouterInfo shows the time model that the Router has measured, and its age,
+// even while the application is idle.
+func TestRouterInfoTellsOfTheLaw(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newKVRig(t, 2, 1, app.Routing{
+			Policy: "mex", Preset: "documented",
+			Params: map[string]any{"law": "dense"}, Identity: app.IdentityText,
+		})
+		r := b.feed.replicas[0]
+		law := func() *msg.Law {
+			info, err := b.in.RouterInfo("demo")
+			require.NoError(t, err)
+			require.NotNil(t, info.Law)
+			return info.Law
+		}
+		time.Sleep(time.Minute)
+		assert.Equal(t, &msg.Law{Preset: "dense", Prefill: 1, Decode: 1}, law(), "nothing is measured")
+		const tokens = 100_000 // 12.5 s by the law
+		r.emit(&msg.Record{Kind: msg.RecAdmitted, Ingress: "other", ReqID: 1, Tokens: tokens})
+		time.Sleep(6250 * time.Millisecond)
+		r.emit(&msg.Record{Kind: msg.RecFirstToken, Ingress: "other", ReqID: 1, Tokens: tokens})
+		time.Sleep(4 * time.Second)
+		l := law()
+		assert.Equal(t, uint64(1), l.PrefillSamples)
+		assert.InDelta(t, 0.5, l.Prefill, 0.01)
+		assert.InDelta(t, 0.5, l.Error, 0.01)
+		assert.InDelta(t, 4, l.AgeS, 1e-9)
+		require.Len(t, l.Ranks, 1, "the other rank has shown nothing")
+		assert.Equal(t, "0/0", l.Ranks[0].Worker)
+		assert.InDelta(t, 1, l.Ranks[0].Slow, 1e-9, "it is the only one that is measured")
+	})
+	g := newRig(t, options{engines: engines(1, replies(200, wholeAnswer))})
+	info, err := g.in.RouterInfo("demo")
+	require.NoError(t, err)
+	assert.Nil(t, info.Law, "round-robin predicts nothing")
+}

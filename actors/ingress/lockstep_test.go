@@ -1,0 +1,84 @@
+package ingress
+
+import (
+	"net/http"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+
+	"github.com/dpserve/dpserve/state"
+)
+
+// TestOneLostUnitIsOneAttempt: all ranks of a lockstep unit fail before its stream reports the loss. The
+// request waits until the unit is back. If the engine has reported that its core is dead, the wait is longer,
+// because its process has yet to exit.
+func TestOneLostUnitIsOneAttempt(t *testing.T) {
+	for name, c := range map[string]struct {
+		fails http.HandlerFunc
+		told  time.Duration // after the last failure
+	}{
+		"reset":     {resets, 0},
+		"dead core": {replies(http.StatusInternalServerError, deadCore), lossWait + 100*time.Millisecond},
+	} {
+		t.Run(name, func(t *testing.T) {
+			const attempts = 3
+			var calls atomic.Int32
+			third := make(chan struct{})
+			engine := func(w http.ResponseWriter, r *http.Request) {
+				switch n := calls.Add(1); {
+				case n < attempts:
+					c.fails(w, r)
+				case n == attempts:
+					close(third)
+					c.fails(w, r)
+				default:
+					replies(http.StatusOK,
+						`{"choices":[{"message":{"content":"x"},"finish_reason":"stop"}]}`)(w, r)
+				}
+			}
+			g := lockstepRig(t, engine, engine, engine, engine)
+			done := make(chan answer, 1)
+			go func() { done <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
+			<-third
+			time.Sleep(c.told)
+			g.replicas[0].say(false, true, "process_exit")
+			unit := g.replicas[0].unit
+			g.phase(unit, state.Starting, 2)
+			for _, r := range g.replicas {
+				r.reborn()
+			}
+			g.phase(unit, state.Ready, 2)
+			select {
+			case a := <-done:
+				assert.Equal(t, http.StatusOK, a.status, a.body)
+			case <-time.After(soon):
+				t.Fatal("no answer")
+			}
+			assert.Equal(t, int32(attempts+1), calls.Load())
+		})
+	}
+}
+
+const deadCore = `{"error":{"message":"EngineCore encountered an issue. See stack trace (above) for the root cause.","type":"InternalServerError","param":null,"code":500}}`
+
+// TestDeadCore: the rank's DPServer checks its engine at once, and trying another rank costs no budget.
+func TestDeadCore(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(http.StatusInternalServerError, deadCore)}})
+	a := g.post("/v1/chat/completions", chatBody)
+	assert.Equal(t, http.StatusBadGateway, a.status)
+	assert.Equal(t, "upstream_failed", a.code(t))
+	done := g.replicas[0].lastDone(t)
+	assert.True(t, done.Probe)
+	assert.False(t, done.Trip, "the probe judges")
+	assert.Equal(t, "engine_dead", done.Cause)
+}
+
+// TestRanksThatFailWithoutALoss: without a report of the stream the attempts count one by one.
+func TestRanksThatFailWithoutALoss(t *testing.T) {
+	g := lockstepRig(t, resets, resets, resets, resets)
+	a := g.post("/v1/chat/completions", chatBody)
+	assert.Equal(t, http.StatusBadGateway, a.status)
+	assert.Equal(t, "upstream_failed", a.code(t))
+}

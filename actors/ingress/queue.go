@@ -1,0 +1,204 @@
+package ingress
+
+import (
+	"sync"
+)
+
+// requestQueue is the queue of one application: requests that found no rank with room, in order of arrival.
+// One waiter at a time has the turn and asks the Router. Free room gives the turn to the first waiter. A
+// waiter that still finds no rank passes the turn on:
+//
+//   - An unrestricted waiter may use every rank. If it finds none, no waiter behind it finds one: the turn
+//     ends until there is room again.
+//   - A restricted waiter may use only some ranks: others have failed it, or it names one. If it finds
+//     none, the turn goes to the next waiter with another restriction, so a request that waits for one rank
+//     never blocks requests that could use another.
+//
+// So whenever a rank has room and a waiter may use it, a request is routed. Nothing polls. Safe for
+// concurrent use.
+type requestQueue struct {
+	onChange func(n int, tokens int64) // called under mu: must be short; may be nil
+
+	mu         sync.Mutex
+	head, tail *waiter
+	n          int
+	tokens     int64
+
+	turn    *waiter             // woken, and has not answered yet; nil: no waiter has the turn
+	freed   bool                // room came while turn was asking: its result may be outdated
+	refused map[uint64]struct{} // restrictions that have found no rank since there was room
+	closed  bool                // an unrestricted waiter has found no rank since there was room
+}
+
+// unrestricted is the restriction of a waiter that may use every rank.
+const unrestricted = 0
+
+// waiter is a request's place in a requestQueue. It can be used again once it has left.
+type waiter struct {
+	wake        chan struct{} // one slot; only the waiter that has the turn is woken
+	tokens      int64
+	restriction uint64 // waiters with equal restrictions may use the same ranks
+	prev, next  *waiter
+	queued      bool
+}
+
+func newWaiter() *waiter { return &waiter{wake: make(chan struct{}, 1)} }
+
+// empty reports whether no request waits. A request that arrives then may pick at once.
+func (f *requestQueue) empty() bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.n == 0
+}
+
+// size is the queue's length in requests and tokens.
+func (f *requestQueue) size() (n int, tokens int64) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.n, f.tokens
+}
+
+// join appends w; it returns false if the queue would hold more than maxN requests or maxTokens tokens. An
+// empty queue accepts one request of any size, which would otherwise be refused for ever.
+func (f *requestQueue) join(w *waiter, maxN int, maxTokens int64) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.n >= maxN || f.n > 0 && f.tokens+w.tokens > maxTokens {
+		return false
+	}
+	w.prev, w.next, w.queued = f.tail, nil, true
+	if f.tail != nil {
+		f.tail.next = w
+	} else {
+		f.head = w
+	}
+	f.tail = w
+	f.changed(1, w.tokens)
+	f.pass()
+	return true
+}
+
+// rejoin puts w at the front: it had its turn already, and its rank turned out to be full. The bounds do not
+// apply, because these requests were accepted before, and there are never more of them than places on the
+// ranks.
+func (f *requestQueue) rejoin(w *waiter) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	w.prev, w.next, w.queued = nil, f.head, true
+	if f.head != nil {
+		f.head.prev = w
+	} else {
+		f.tail = w
+	}
+	f.head = w
+	f.changed(1, w.tokens)
+	f.pass()
+}
+
+// hasTurn reports whether w may ask the Router now.
+func (f *requestQueue) hasTurn(w *waiter) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.turn == w
+}
+
+// yield passes the turn on: w has asked the Router and there is no rank for it.
+func (f *requestQueue) yield(w *waiter) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.turn != w {
+		return
+	}
+	f.turn = nil
+	if f.freed {
+		f.reopen()
+	} else if w.restriction == unrestricted {
+		f.closed = true
+	} else {
+		if f.refused == nil {
+			f.refused = make(map[uint64]struct{})
+		}
+		f.refused[w.restriction] = struct{}{}
+	}
+	f.pass()
+}
+
+// leave removes w from the queue and passes its turn on if it has it. Safe to call twice.
+func (f *requestQueue) leave(w *waiter) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if !w.queued {
+		return
+	}
+	f.unlink(w)
+	f.changed(-1, -w.tokens)
+	if f.turn == w {
+		f.turn = nil
+		if f.freed {
+			f.reopen()
+		}
+	}
+	f.pass()
+}
+
+func (f *requestQueue) unlink(w *waiter) {
+	if w.prev != nil {
+		w.prev.next = w.next
+	} else {
+		f.head = w.next
+	}
+	if w.next != nil {
+		w.next.prev = w.prev
+	} else {
+		f.tail = w.prev
+	}
+	w.prev, w.next, w.queued = nil, nil, false
+	select { // drop a wake-up for the place it has left
+	case <-w.wake:
+	default:
+	}
+}
+
+// room reports that a rank may have room, or that no further rank will become ready. It never blocks.
+func (f *requestQueue) room() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.turn != nil {
+		f.freed = true
+		return
+	}
+	f.reopen()
+	f.pass()
+}
+
+// reopen forgets which restrictions have found no rank.
+func (f *requestQueue) reopen() {
+	f.freed, f.closed = false, false
+	clear(f.refused)
+}
+
+// pass gives the turn to the first waiter whose restriction has not been tried since there was room.
+func (f *requestQueue) pass() {
+	if f.turn != nil || f.closed {
+		return
+	}
+	for w := f.head; w != nil; w = w.next {
+		if _, is := f.refused[w.restriction]; is {
+			continue
+		}
+		f.turn = w
+		select {
+		case w.wake <- struct{}{}:
+		default: // a wake-up is already pending
+		}
+		return
+	}
+}
+
+func (f *requestQueue) changed(n int, tokens int64) {
+	f.n += n
+	f.tokens += tokens
+	if f.onChange != nil {
+		f.onChange(f.n, f.tokens)
+	}
+}

@@ -1,0 +1,385 @@
+package ingress
+
+import (
+	"bytes"
+	"context"
+	"log/slog"
+	"net/http"
+	"strconv"
+	"time"
+
+	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/routing"
+)
+
+// request is one inference request from its header to its last byte. Its memory is used again: everything is
+// reset in release, also after a panic.
+type request struct {
+	in         *Ingress
+	w          http.ResponseWriter
+	rc         *http.ResponseController
+	flush      func() error
+	r          *http.Request
+	route      openai.Route
+	start      time.Time
+	id         string
+	idHeader   []string    // {id}: the header value
+	body       *bodyBuffer // nil before readBody and after releaseBody
+	scan       openai.Body
+	stripped   *bodyBuffer // body without the fields that only dpserve may set; nil if it has none
+	engineBody []byte      // for the engine
+	header     http.Header
+
+	app           *appRoute
+	prompt        prompt
+	promptMem     *promptMemory // of prompt; nil before prepare and after releaseBody
+	query         routing.Request
+	choice        routing.Decision
+	deadline      time.Time // of x-dpserve-timeout-ms; zero: none
+	tried         []*rank   // one entry per failed attempt
+	diedOn        *rank     // the last rank that died while it had this request; nil: none
+	waiter        *waiter
+	queueDeadline time.Time // end of queue_s, counted from the first wait
+	hadTurn       bool      // was the head of the queue already
+	countedTrip   bool      // a failure of it has counted towards a rank's trip
+
+	attempt     attempt
+	attempts    int
+	bodySettled bool // no engine connection may still read the body
+	timer       phaseTimer
+	stream      stream
+
+	pace          readerPace
+	deadlineSet   time.Time // when the write deadline was last set
+	status        int       // sent to the client; 0: nothing is sent
+	firstByte     time.Time // of the answer
+	cutConn       bool      // the connection must not end cleanly
+	usage         openai.Usage
+	countedTokens int // generated tokens already in Totals
+}
+
+func newRequest(in *Ingress) *request {
+	req := &request{in: in, waiter: newWaiter(), idHeader: make([]string, 1)}
+	return req
+}
+
+// release resets the request and returns it to the pool.
+func (req *request) release() {
+	in := req.in
+	req.timer.detach()
+	req.releaseBody()
+	req.idHeader = make([]string, 1) // the old one is shared with the engine's and the client's header
+	clear(req.tried)
+	req.w, req.rc, req.flush, req.r, req.header, req.app = nil, nil, nil, nil, nil, nil
+	req.query = routing.Request{Tried: req.query.Tried[:0]}
+	req.prompt = prompt{}
+	req.deadline, req.queueDeadline, req.deadlineSet, req.firstByte = time.Time{}, time.Time{}, time.Time{},
+		time.Time{}
+	req.diedOn, req.countedTrip = nil, false
+	req.tried, req.hadTurn, req.attempts, req.status, req.cutConn, req.countedTokens, req.id = req.tried[:0],
+		false, 0, 0, false, 0, ""
+	req.usage, req.pace = openai.Usage{}, readerPace{}
+	req.attempt = attempt{}
+	req.stream.release()
+	in.requestPool.Put(req)
+}
+
+// releaseBody returns the body to the pool, with the memory of the prompt. The ingress calls it when the
+// answer begins, because no other attempt follows, and when the request ends. A stream can last minutes and
+// needs none of this memory. Safe to call twice.
+func (req *request) releaseBody() {
+	in := req.in
+	in.bodies.give(req.body, req.bodySettled)
+	in.bodies.give(req.stripped, req.bodySettled)
+	req.body, req.stripped, req.engineBody = nil, nil, nil
+	req.scan.Forget()
+	req.query.Text, req.query.Blocks, req.query.Hits = nil, nil, nil
+	if req.promptMem != nil {
+		*req.promptMem = req.prompt.giveMemory()
+		in.promptPool.Put(req.promptMem)
+		req.promptMem = nil
+	}
+}
+
+// handle answers the request, or returns the failure to answer with.
+func (req *request) handle(s *routeScope) *failure {
+	req.extendWriteDeadline(req.start)
+	req.setID()
+	f := req.in.memory.refuse(req.start)
+	if f == nil {
+		f = req.readBody()
+	}
+	if f != nil {
+		abandonBody(req.w, req.r)
+		return f
+	}
+	if err := req.scan.Scan(req.route, req.body.b); err != nil {
+		return badBody(err)
+	}
+	if f := req.findApp(s); f != nil {
+		return f
+	}
+	if f := req.readOptions(); f != nil {
+		return f
+	}
+	if f := req.prepare(); f != nil {
+		return f
+	}
+	req.app.router.retryBudget.request(req.in.clock())
+	return req.dispatch()
+}
+
+// setID sets the request id, also in the answer's header.
+func (req *request) setID() {
+	req.id = req.in.requestIDOf(req.r)
+	req.idHeader[0] = req.id
+	req.w.Header()[headerRequestID] = req.idHeader
+}
+
+// findApp finds the application by the body's model. A body without a model is valid if the scope has exactly
+// one application.
+func (req *request) findApp(s *routeScope) *failure {
+	if !req.scan.HasModel {
+		req.app = s.only
+		switch {
+		case req.app != nil:
+			return nil
+		case len(s.apps) == 0:
+			return unknownModel(nil, s)
+		}
+		f := newFailure(openai.CodeInvalidRequest,
+			"the body names no model; add \"model\": one of "+joinNames(s.names))
+		f.param = "model"
+		return f
+	}
+	if req.app = s.models[string(req.scan.Model)]; req.app == nil {
+		return unknownModel(req.scan.Model, s)
+	}
+	return nil
+}
+
+// readOptions reads the x-dpserve headers that do not concern routing.
+func (req *request) readOptions() *failure {
+	if v := req.r.Header[headerTimeout]; len(v) > 0 {
+		d, ok := parseTimeout(v[0])
+		if !ok {
+			return newFailure(openai.CodeInvalidRequest,
+				"x-dpserve-timeout-ms must be a whole number of milliseconds from 1 to 86400000")
+		}
+		req.deadline = req.start.Add(d)
+	}
+	return nil
+}
+
+// prepare makes the input of the Router and the body for the engine, once for all attempts.
+func (req *request) prepare() *failure {
+	if req.promptMem, _ = req.in.promptPool.Get().(*promptMemory); req.promptMem == nil {
+		req.promptMem = &promptMemory{}
+	}
+	req.prompt.promptMemory = *req.promptMem
+	if f := req.prompt.fromBody(req.r.Context(), req.app.router, req.route, &req.scan, req.body.b,
+		req.r.Header); f != nil {
+		return f
+	}
+	req.waiter.tokens = int64(req.prompt.tokens)
+	req.engineBody = req.body.b
+	if len(req.scan.Strip) > 0 {
+		if req.stripped = req.in.bodies.take(len(req.body.b)); req.stripped == nil {
+			return noBodyMemory()
+		}
+		req.stripped.b = req.scan.Spliced(req.stripped.b, req.body.b)
+		req.engineBody = req.stripped.b
+	}
+	req.header = engineHeader(req.r.Header, req.idHeader)
+	return nil
+}
+
+// dispatch tries ranks until one has answered. It returns nil if the client has its answer.
+func (req *request) dispatch() *failure {
+	ctx := req.r.Context()
+	if !req.deadline.IsZero() {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithDeadlineCause(ctx, req.deadline, errDeadline)
+		defer cancel()
+	}
+	var last *result
+	for {
+		rk, f := req.pick(ctx, last)
+		if f != nil {
+			return f
+		}
+		res := req.tryRank(ctx, rk)
+		if req.status != 0 || req.cutConn {
+			req.finishAnswered(&res)
+			return nil
+		}
+		if f := req.decideRetry(ctx, rk, &res); f != nil {
+			return f
+		}
+		if res.cause != causeFull && res.cause != causeUnreachable {
+			last = &res
+		}
+	}
+}
+
+// extendWriteDeadline gives a slow reader more time, at most once a second, because setting a deadline takes
+// a lock and a timer in the network poller. The deadline remains after the request, and the next request of
+// the connection renews it, so the last flush has one too.
+func (req *request) extendWriteDeadline(now time.Time) {
+	if now.Sub(req.deadlineSet) < time.Second {
+		return
+	}
+	req.deadlineSet = now
+	if req.rc.SetWriteDeadline(now.Add(req.in.timers.SlowReader)) != nil {
+		return // not a network connection, or closed: then the write fails
+	}
+}
+
+// flusher finds the writer whose flush reports errors. gin's writer wraps it and hides the error.
+func flusher(w http.ResponseWriter) func() error {
+	for {
+		switch t := w.(type) {
+		case interface{ FlushError() error }:
+			return t.FlushError
+		case interface{ Unwrap() http.ResponseWriter }:
+			w = t.Unwrap()
+		default:
+			return http.NewResponseController(w).Flush
+		}
+	}
+}
+
+func badBody(err error) *failure {
+	f := newFailure(openai.CodeInvalidRequest, err.Error())
+	if e, ok := asBodyError(err); ok {
+		f.code, f.param, f.status = e.Code, e.Param, openai.Status(e.Code)
+	}
+	return f
+}
+
+// maxNameShown bounds what an error repeats of a client's text.
+const maxNameShown = 100
+
+func unknownModel(model []byte, s *routeScope) *failure {
+	shown := string(bytes.ToValidUTF8(model[:min(len(model), maxNameShown)], []byte("?")))
+	f := newFailure(openai.CodeModelNotFound, "the model `"+shown+"` does not exist; there are: "+joinNames(
+		s.names))
+	if len(s.apps) == 0 {
+		f.message = "the model `" + shown +
+			"` does not exist: no application is deployed here; deploy one with `dpserve deploy FILE`"
+	}
+	f.param = "model"
+	return f
+}
+
+// answerFailure sends an answer of dpserve's own. It writes exactly one log line.
+func (req *request) answerFailure(f *failure) {
+	req.countAnswer(f.status)
+	req.logLine(failureLevel(f.status), "request not served", f.result(), slog.Int("code", f.status))
+	if f.clientGone {
+		req.cutConn = true // a client that still reads must not see an empty answer
+		return
+	}
+	h := req.w.Header()
+	req.setOwnHeaders(h, nil)
+	if f.retryAfter > 0 {
+		h["Retry-After"] = []string{strconv.Itoa(f.retryAfter)}
+	}
+	req.extendWriteDeadline(time.Now())
+	writeError(req.w, f)
+}
+
+// finishAnswered counts and logs a request whose answer has begun.
+func (req *request) finishAnswered(res *result) {
+	req.app.router.metrics.Load().Attempt(causePolicies[res.cause].name, "free")
+	code := req.status
+	if req.cutConn || res.cause == causeErrorEvent {
+		code = codeOf(res)
+	}
+	switch {
+	case req.cutConn || res.cause == causeErrorEvent:
+		req.logLine(failureLevel(code), "request failed after its first byte", res, slog.Int("code", code))
+	case code >= http.StatusBadRequest:
+		req.logLine(slog.LevelInfo, "engine refused the request", res, slog.Int("code", code))
+	default:
+		req.logLine(slog.LevelDebug, "request served", res, slog.Int("code", code))
+	}
+	req.countAnswer(code)
+}
+
+// codeOf is the status in metrics of an answer that broke after its first byte; the client received 200.
+func codeOf(res *result) int {
+	switch res.cause {
+	case causeClientGone, causeSlowReader:
+		return statusClientGone
+	case causeErrorEvent:
+		return res.status
+	default:
+		code, _ := streamError(res.cause)
+		return openai.Status(code)
+	}
+}
+
+// countAnswer updates metrics and totals.
+func (req *request) countAnswer(code int) {
+	req.in.answered.Add(1)
+	if req.app == nil {
+		req.in.metrics.RequestRefused(req.route.String(), code)
+		return
+	}
+	var ttft time.Duration
+	if !req.firstByte.IsZero() && req.scan.Stream {
+		ttft = req.firstByte.Sub(req.start)
+	}
+	req.app.router.metrics.Load().Request(req.route.String(), code, time.Since(req.start), ttft)
+}
+
+// setOwnHeaders sets the headers that name the application and the rank.
+func (req *request) setOwnHeaders(h http.Header, rk *rank) {
+	h[headerRequestID] = req.idHeader
+	if req.app == nil {
+		return
+	}
+	h[headerApp] = []string{req.app.app.Name}
+	if rk != nil {
+		h[headerGroup], h[headerRank] = rk.groupValue, rk.rankValue
+		if req.prompt.lookedUp { // predicted at dispatch; the engine's own number is in its usage
+			h[headerCached] = []string{strconv.Itoa(req.query.HitOn(rk.id))}
+		}
+	}
+	n := req.attempts
+	if rk != nil {
+		n++
+	}
+	h[headerAttempts] = []string{strconv.Itoa(n)}
+}
+
+// failureLevel is a warning when the fault is not the client's.
+func failureLevel(code int) slog.Level {
+	if code >= http.StatusInternalServerError {
+		return slog.LevelWarn
+	}
+	return slog.LevelInfo
+}
+
+// logLine writes one line about the request; never a word of the prompt or the answer.
+func (req *request) logLine(level slog.Level, text string, res *result, attrs ...slog.Attr) {
+	ctx := req.r.Context()
+	if !req.in.log.Enabled(ctx, level) {
+		return
+	}
+	attrs = append(attrs,
+		slog.String("request_id", req.id), slog.String("route", req.route.String()),
+		slog.String("cause", res.name()),
+		slog.Int("attempt", req.attempts), slog.Float64(
+			"dur_ms", float64(time.Since(req.start).Microseconds())/1000))
+	if req.app != nil {
+		attrs = append(attrs, slog.String("app", req.app.app.Name))
+	}
+	if rk := req.attempt.rank; rk != nil {
+		attrs = append(attrs, slog.String("unit", rk.unit), slog.Int("group", rk.id.Group()),
+			slog.Int("rank", rk.id.Rank()), slog.Uint64("epoch", rk.epoch))
+	}
+	attrs = append(attrs, res.attrs(req.in.hash(), req.in.log.Enabled(ctx, slog.LevelDebug))...)
+	req.in.log.LogAttrs(ctx, level, text, attrs...) //nolint:sloglint // text is a constant of each caller
+}

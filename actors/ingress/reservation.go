@@ -1,0 +1,191 @@
+package ingress
+
+import (
+	"context"
+	"sync"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// maxReservations bounds the reservations of an application.
+const maxReservations = 4096
+
+// reservation is a place on a rank for a request that the caller sends to the engine itself: a ticket of a
+// real admission without a stream. It ends by Free, by its timer, or with its application.
+type reservation struct {
+	rank   *rank
+	ticket msg.Ticket
+	start  time.Time
+	first  time.Duration // from start to the first token; 0: not reported
+	// ends the admission's context, by which the DPServer would take back the ticket
+	cancel context.CancelFunc
+	timer  *time.Timer
+}
+
+// reservations are those of one application, by request id. A nil entry is being admitted. The zero value is
+// ready; safe for concurrent use.
+type reservations struct {
+	mu    sync.Mutex
+	byID  map[string]*reservation
+	ended bool
+}
+
+func (s *reservations) len() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.byID)
+}
+
+// claim reserves an id, so that no second call admits under it.
+func (s *reservations) claim(app, id string) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	_, taken := s.byID[id]
+	switch {
+	case taken:
+		return problem.New(problem.Conflict, "request id %q is reserved already", id).WithHint(
+			"free it, or use another id")
+	case len(s.byID) >= maxReservations:
+		return problem.New(problem.Overloaded, "app %s has %d reservations", app, maxReservations).WithHint(
+			"free some: they expire by themselves")
+	case s.ended:
+		return problem.New(problem.Unavailable, "app %s is going away", app).WithHint(
+			"`dpserve status` lists the applications")
+	}
+	if s.byID == nil {
+		s.byID = map[string]*reservation{}
+	}
+	s.byID[id] = nil
+	return nil
+}
+
+// settle replaces the claim by the admitted reservation, or removes the claim if r is nil. false: the
+// application was closed meanwhile.
+func (s *reservations) settle(id string, r *reservation) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if r == nil || s.ended {
+		delete(s.byID, id)
+		return false
+	}
+	s.byID[id] = r
+	return true
+}
+
+// take removes a reservation, so that exactly one caller ends it; nil if there is none. If only is set, take
+// removes no other reservation.
+func (s *reservations) take(id string, only *reservation) *reservation {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	r := s.byID[id]
+	if r == nil || only != nil && r != only {
+		return nil
+	}
+	delete(s.byID, id)
+	return r
+}
+
+// end releases all reservations and refuses new ones.
+func (s *reservations) end() {
+	s.mu.Lock()
+	s.ended = true
+	var all []*reservation
+	for id, r := range s.byID {
+		if r != nil {
+			all = append(all, r)
+			delete(s.byID, id)
+		}
+	}
+	s.mu.Unlock()
+	for _, r := range all {
+		r.release("drained")
+	}
+}
+
+// release returns the ticket. The use of the place says nothing about the engine, so it counts as cancelled.
+func (r *reservation) release(cause string) {
+	r.timer.Stop()
+	r.rank.mailbox.Send(&msg.Done{
+		TicketID: r.ticket.ID, Outcome: msg.Cancelled, Cause: cause,
+		FirstToken: r.first,
+	})
+	r.cancel()
+}
+
+// validReservation checks a request id of the router's own API.
+func validReservation(id string) error {
+	if !validRequestID(id) {
+		return problem.New(problem.InvalidArgument, "the request id cannot be used").WithHint(
+			"it is 1 to %d printable ASCII characters without spaces", maxRequestID)
+	}
+	return nil
+}
+
+// reserve picks a rank for k and is admitted there: the decision, admission and account are those of a
+// request, without its stream. ctx bounds the wait for admission, not the reservation.
+func reserve(ctx context.Context, ar *appRouter, query *routeQuery, id string) (msg.Worker, error) {
+	if err := validReservation(id); err != nil {
+		return msg.Worker{}, err
+	}
+	if err := ar.reservations.claim(ar.name, id); err != nil {
+		return msg.Worker{}, err
+	}
+	req := newRequest(ar.in) // not from the pool: an actor may still read its blocks after a late reply
+	req.app, req.prompt, req.query = &appRoute{appRevision: ar.revision.Load(), router: ar}, query.prompt,
+		query.query
+	life, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	r, err := admitReservation(ctx, life, ar, req)
+	if err != nil {
+		cancel()
+		ar.reservations.settle(id, nil)
+		return msg.Worker{}, err
+	}
+	query.prompt, query.query = req.prompt, req.query
+	r.cancel = cancel
+	r.timer = time.AfterFunc(ar.in.timers.Reservation, func() { expireReservation(ar, id, r) })
+	if !ar.reservations.settle(id, r) {
+		r.release("drained")
+		return msg.Worker{}, problem.New(problem.Unavailable, "app %s is going away", ar.name).WithHint(
+			"`dpserve status` lists the applications")
+	}
+	w := query.worker(r.rank, req.choice.Reason)
+	w.RequestID, w.ExpiresS = id, ar.in.timers.Reservation.Seconds()
+	return w, nil
+}
+
+// admitReservation tries ranks until one admits, as many as a request may try.
+func admitReservation(ctx, life context.Context, ar *appRouter, req *request) (*reservation, error) {
+	for {
+		rk, f, wait := req.decide(nil)
+		if rk == nil {
+			return nil, req.reserveFailure(f, wait)
+		}
+		req.attempt.rank, req.attempt.start = rk, time.Now()
+		rep, refused := req.admitBounded(ctx, life, rk)
+		if refused == causeOK {
+			req.recordTicket(&rep.Ticket)
+			return &reservation{rank: rk, ticket: rep.Ticket, start: req.attempt.start}, nil
+		}
+		req.undoRefused(rep, refused)
+		req.tried, req.attempts = append(req.tried, rk), req.attempts+1
+		if !causePolicies[refused].retry || req.attempts >= req.maxAttempts() {
+			return nil, problem.New(problem.Unavailable, "rank %s of app %s did not admit it: %s", rk.id,
+				ar.name, refused).WithHint("try again later")
+		}
+	}
+}
+
+// expireReservation ends a reservation that was not freed.
+func expireReservation(ar *appRouter, id string, r *reservation) {
+	if ar.reservations.take(id, r) != nil {
+		r.release("reservation_expired")
+	}
+}
+
+func noReservation(app, id string) error {
+	return problem.New(problem.NotFound, "app %s has no reservation %q", app,
+		id[:min(len(id), maxRequestID)]).
+		WithHint("it was freed, or has expired; best_worker with a request_id makes one")
+}

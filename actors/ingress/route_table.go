@@ -1,0 +1,109 @@
+package ingress
+
+import (
+	"sort"
+	"strings"
+	"time"
+
+	"github.com/dpserve/dpserve/app"
+)
+
+// appRevision is one revision of an application, prepared for requests. Immutable.
+type appRevision struct {
+	app        *app.Application
+	revision   uint64
+	created    int64 // unix seconds when this ingress first saw the application; shown by /v1/models
+	names      []string
+	adapters   map[string]string // served name → LoRA adapter
+	attempts   int
+	queue      time.Duration
+	firstToken time.Duration
+	between    time.Duration
+}
+
+// appRoute is an application in a route table.
+type appRoute struct {
+	*appRevision
+	router *appRouter
+}
+
+// routeTable finds the application of a request. Immutable; an ingress replaces the whole table.
+type routeTable struct {
+	root     *routeScope            // applications under "/"
+	prefixed map[string]*routeScope // route prefix → its application
+	prefixes []string               // longest first
+	routers  []*appRouter           // of every listed application
+}
+
+// routeScope is the set of applications behind one route prefix.
+type routeScope struct {
+	models map[string]*appRoute // by every served name
+	names  []string             // sorted; listed by /v1/models and in the answer to an unknown model
+	only   *appRoute            // the application, if there is exactly one
+	apps   []string             // names of the applications
+}
+
+func newRouteScope() *routeScope { return &routeScope{models: map[string]*appRoute{}} }
+
+func (s *routeScope) add(e *appRoute) {
+	for _, name := range e.names {
+		s.models[name] = e
+		s.names = append(s.names, name)
+	}
+	s.apps = append(s.apps, e.app.Name)
+	s.only = e
+	if len(s.apps) > 1 {
+		s.only = nil
+	}
+}
+
+func newRouteTable() *routeTable {
+	return &routeTable{root: newRouteScope(), prefixed: map[string]*routeScope{}}
+}
+
+func (t *routeTable) add(e *appRoute) {
+	t.routers = append(t.routers, e.router)
+	prefix := strings.TrimSuffix(e.app.RoutePrefix, "/")
+	if prefix == "" {
+		t.root.add(e)
+		return
+	}
+	if t.prefixed[prefix] == nil {
+		t.prefixed[prefix] = newRouteScope()
+		t.prefixes = append(t.prefixes, prefix)
+	}
+	t.prefixed[prefix].add(e)
+}
+
+// seal sorts the names that answers list.
+func (t *routeTable) seal() {
+	for _, s := range t.prefixed {
+		sort.Strings(s.names)
+		sort.Strings(s.apps)
+	}
+	sort.Strings(t.root.names)
+	sort.Strings(t.root.apps)
+	sort.Slice(t.prefixes, func(i, j int) bool { return len(t.prefixes[i]) > len(t.prefixes[j]) })
+}
+
+// routes returns the names of the applications behind each route prefix.
+func (t *routeTable) routes() map[string]string {
+	out := make(map[string]string, len(t.prefixed)+1)
+	if len(t.root.apps) > 0 {
+		out["/"] = strings.Join(t.root.apps, ",")
+	}
+	for prefix, s := range t.prefixed {
+		out[prefix] = strings.Join(s.apps, ",")
+	}
+	return out
+}
+
+// split returns the scope of a path and the rest of the path after the route prefix.
+func (t *routeTable) split(path string) (*routeScope, string) {
+	for _, p := range t.prefixes {
+		if rest, ok := strings.CutPrefix(path, p); ok && strings.HasPrefix(rest, "/") {
+			return t.prefixed[p], rest
+		}
+	}
+	return t.root, path
+}

@@ -1,0 +1,390 @@
+package ingress
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"log/slog"
+	"net/http"
+	"slices"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/routing/kvindex"
+)
+
+// RouterInfo describes an application's Router. Errors are *problem.Error.
+func (in *Ingress) RouterInfo(app string) (msg.RouterInfo, error) {
+	ar, router, err := in.routerOf(app)
+	if err != nil {
+		return msg.RouterInfo{}, err
+	}
+	a, view := ar.revision.Load().app, router.Snapshot()
+	out := msg.RouterInfo{
+		App: app, Policy: router.Policy(), Preset: a.Routing.Preset, Params: a.Routing.Params,
+		Identity: a.Routing.Identity, Reads: ar.inputs().words(),
+		BusyThreshold: a.Routing.BusyThreshold, CachingOff: view.PrefixCachingOff, Ranks: len(view.Ranks),
+		Queued:       in.QueueLen(app),
+		Reservations: ar.reservations.len(), Imbalance: router.MaxMean(), Index: in.Index(app),
+	}
+	for i := range view.Ranks {
+		rk := &view.Ranks[i]
+		if rk.Serves() {
+			out.Ready++
+		}
+		if rk.Ready && rk.Tripped > 0 {
+			out.Tripped++
+		}
+		if rk.LeftOut {
+			out.LeftOut++
+		}
+	}
+	out.Law = lawOf(router, &view, in.clock())
+	return out, nil
+}
+
+// lawOf is the time model of a Router's engines, nil if its policy predicts nothing. view is a snapshot of
+// the Router, and now the ingress's clock: a Router learns the time from events, and an idle application has
+// none.
+func lawOf(router *routing.Router, view *routing.View, now time.Duration) *msg.Law {
+	info, ok := router.Law()
+	if !ok {
+		return nil
+	}
+	out := &msg.Law{
+		Preset: info.Preset, Prefill: info.Prefill, Decode: info.Decode, PrefillSamples: info.PrefillSamples,
+		DecodeSamples: info.DecodeSamples,
+	}
+	if info.PrefillSamples+info.DecodeSamples > 0 {
+		out.AgeS, out.Error = max(0, info.Age+now-view.Now).Seconds(), info.Error
+	}
+	for i := range view.Ranks {
+		if rk := &view.Ranks[i]; rk.Slow > 0 {
+			out.Ranks = append(out.Ranks, msg.RankSpeed{
+				Worker: rk.ID.String(), Slow: rk.Slow, LagMs: float64(rk.Lag) / float64(time.Millisecond),
+			})
+		}
+	}
+	return out
+}
+
+// ResetRouter drops the state of an application's policy, load that no rank has confirmed, and the index, and
+// asks every rank for a snapshot. Requests in flight, the queue and reservations are not affected. Errors are
+// *problem.Error.
+func (in *Ingress) ResetRouter(app string) (msg.ResetResult, error) {
+	ar, router, err := in.routerOf(app)
+	if err != nil {
+		return msg.ResetResult{}, err
+	}
+	router.Reset()
+	n := ar.resetCaches()
+	in.log.Info("router reset", slog.String("app", app), slog.String("policy", router.Policy()),
+		slog.Int("ranks", n))
+	return msg.ResetResult{App: app, Ranks: n}, nil
+}
+
+// Bounds of a dump.
+const (
+	maxDump  = 1 << 20 // blocks
+	dumpRuns = 1024    // blocks per run
+)
+
+// tierNames are the tiers as a dump names them.
+var tierNames = [...]string{
+	kvindex.GPU: "gpu", kvindex.CPU: "cpu", kvindex.Disk: "disk",
+	kvindex.Sent: "sent",
+}
+
+// hex16 is a hash as a dump writes it.
+func hex16(h uint64) string { return newRequestID(h) }
+
+// blockRun is a sequence of blocks as the index has it.
+type blockRun struct {
+	owner  kvindex.Owner
+	parent uint64
+	hashes []uint64
+}
+
+// DumpEvents emits the index column by column, as runs of stored blocks; truncated: it holds more than
+// maxDump. A run is valid during emit only. Errors are *problem.Error, emit's, and ctx's.
+func (in *Ingress) DumpEvents(ctx context.Context, app string, emit func(*msg.KVRun) error) (
+	truncated bool, err error,
+) {
+	ar, _, err := in.routerOf(app)
+	if err != nil {
+		return false, err
+	}
+	c := ar.inputs().cache
+	if c == nil {
+		return false, nil
+	}
+	var chains []blockRun
+	if !c.inspect(ctx, func(held []*column) { chains, truncated = copyColumns(held) }) {
+		return false, context.Cause(ctx)
+	}
+	run := msg.KVRun{}
+	for _, ch := range chains {
+		run.Worker, run.Tier, run.Parent = routing.RankID(ch.owner.Rank).String(), tierNames[ch.owner.Tier],
+			""
+		if ch.parent != 0 {
+			run.Parent = hex16(ch.parent)
+		}
+		run.Blocks = run.Blocks[:0]
+		for _, h := range ch.hashes {
+			run.Blocks = append(run.Blocks, hex16(h))
+		}
+		if err := emit(&run); err != nil {
+			return false, err
+		}
+		if ctx.Err() != nil {
+			return false, context.Cause(ctx)
+		}
+	}
+	return truncated, nil
+}
+
+// copyColumns copies the blocks of visible columns, at most maxDump. It runs on the index's writer, for some
+// milliseconds at the bound.
+func copyColumns(held []*column) (out []blockRun, truncated bool) {
+	slices.SortFunc(held, func(a, b *column) int {
+		x, y := a.Owner(), b.Owner()
+		return cmp.Or(cmp.Compare(x.Rank, y.Rank), cmp.Compare(x.Tier, y.Tier))
+	})
+	left := maxDump
+	for _, col := range held {
+		if !col.Shown() {
+			continue
+		}
+		if truncated = truncated || col.Len() > left; truncated {
+			continue
+		}
+		left -= col.Len()
+		col.Snapshot(dumpRuns, func(d kvindex.Delta) {
+			out = append(out, blockRun{col.Owner(), d.Parent, append([]uint64(nil), d.Hashes...)})
+		})
+	}
+	return out, truncated
+}
+
+// BestWorker picks a rank for a prompt of token ids. With a request id, the rank admits it like a request and
+// it counts until Free, at most Timers.Reservation; without one nothing changes. It never waits in the queue.
+// Errors are *problem.Error.
+func (in *Ingress) BestWorker(ctx context.Context, app string, q *msg.BestWorker) (msg.Worker, error) {
+	ar, router, err := in.routerOf(app)
+	if err != nil {
+		return msg.Worker{}, err
+	}
+	query := &routeQuery{}
+	if err := readTokens(ar, query, q.TokenIDs, q.Model); err != nil {
+		return msg.Worker{}, err
+	}
+	if err := applyOverrides(ar, query, q.Worker, q.Override); err != nil {
+		return msg.Worker{}, err
+	}
+	if q.RequestID != "" {
+		return reserve(ctx, ar, query, q.RequestID)
+	}
+	describeQuery(ar, query)
+	d := router.Explain(&query.query)
+	if d.Kind != routing.Route {
+		return msg.Worker{}, refusal(app, query, &d)
+	}
+	rk := ar.findRank(d.Ranked[0])
+	if rk == nil {
+		return msg.Worker{}, problem.New(problem.Unavailable, "rank %s of app %s is gone", d.Ranked[0],
+			app).WithHint("ask again")
+	}
+	return query.worker(rk, d.Reason), nil
+}
+
+// worker describes a picked rank.
+func (query *routeQuery) worker(rk *rank, reason string) msg.Worker {
+	out := msg.Worker{
+		Worker: rk.id.String(), Group: rk.id.Group(), DPRank: rk.id.Rank(),
+		HitTokens: query.query.HitOn(rk.id), Reason: reason,
+		Node: rk.node, URL: rk.target.URL, Addressing: rk.target.Addressing, Selector: rk.target.Selector,
+	}
+	if query.prompt.unit == kvindex.Tokens {
+		out.BlockSize = query.prompt.size
+		out.OverlapBlocks = out.HitTokens / query.prompt.size
+	}
+	return out
+}
+
+// PotentialLoads is the load that each rank would have with a prompt; without ids, its load now. Errors are
+// *problem.Error.
+func (in *Ingress) PotentialLoads(app string, ids []uint32) ([]msg.PotentialLoad, error) {
+	ar, router, err := in.routerOf(app)
+	if err != nil {
+		return nil, err
+	}
+	query := &routeQuery{}
+	if err := readTokens(ar, query, ids, ""); err != nil {
+		return nil, err
+	}
+	describeQuery(ar, query)
+	loads := router.PotentialLoads(&query.query)
+	out := make([]msg.PotentialLoad, len(loads))
+	for i, p := range loads {
+		out[i] = msg.PotentialLoad{
+			Worker: p.Rank.String(), Group: p.Rank.Group(), DPRank: p.Rank.Rank(),
+			PrefillTokens: p.PrefillTokens, DecodeBlocks: p.DecodeBlocks,
+		}
+	}
+	return out, nil
+}
+
+// Index is the state of this ingress's picture of the ranks' caches for an application; nil if the
+// application does not exist or its policy does not use the caches.
+func (in *Ingress) Index(app string) *msg.IndexStatus {
+	ar := in.findAppRouter(app)
+	if ar == nil || ar.inputs().cache == nil {
+		return nil
+	}
+	c := ar.inputs().cache
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	s := c.status
+	s.Resyncs = ar.resyncs.Load()
+	return &s
+}
+
+// Identity is how text prompts of an application are identified: text or tokens; "" if its policy reads no
+// blocks.
+func (in *Ingress) Identity(app string) string {
+	ar := in.findAppRouter(app)
+	if ar == nil || !ar.inputs().chains() {
+		return ""
+	}
+	return ar.inputs().identity
+}
+
+// ExplainRoute decides for rq with the code and state of live requests, explains the decision, and changes
+// nothing. Errors are *problem.Error.
+func (in *Ingress) ExplainRoute(ctx context.Context, app string, rq *msg.RouteQuery) (
+	*msg.Explanation, error,
+) {
+	ar, router, err := in.routerOf(app)
+	if err != nil {
+		return nil, err
+	}
+	if rq.Replay != "" {
+		return replayDecision(ar, router, rq)
+	}
+	query, err := newRouteQuery(ctx, ar, rq)
+	if err != nil {
+		return nil, err
+	}
+	return explainQuery(ar, router, query), nil
+}
+
+// MarkPrefillComplete records that a reservation's request has its first token. Safe to call twice. Errors
+// are *problem.Error.
+func (in *Ingress) MarkPrefillComplete(app, id string) error {
+	ar, _, err := in.routerOf(app)
+	if err != nil {
+		return err
+	}
+	s := &ar.reservations
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	r := s.byID[id]
+	if r == nil {
+		return noReservation(app, id)
+	}
+	now := time.Now()
+	if r.first == 0 {
+		r.first = max(now.Sub(r.start), 1)
+		r.rank.mailbox.Send(&msg.FirstToken{TicketID: r.ticket.ID, At: now})
+	}
+	return nil
+}
+
+// Free ends a reservation. Errors are *problem.Error: NotFound if it has ended.
+func (in *Ingress) Free(app, id string) error {
+	ar, _, err := in.routerOf(app)
+	if err != nil {
+		return err
+	}
+	r := ar.reservations.take(id, nil)
+	if r == nil {
+		return noReservation(app, id)
+	}
+	r.release("freed")
+	return nil
+}
+
+// Generate sends a prompt of token ids through the inference handler as a streamed completion: queue,
+// attempts, deadlines, account, metrics and log line are those of every request. emit gets the tokens as they
+// arrive; its error ends the request. Errors are *problem.Error or emit's.
+func (in *Ingress) Generate(ctx context.Context, app string, q *msg.Generate,
+	emit func(*msg.Generated) error,
+) error {
+	ar, _, err := in.routerOf(app)
+	if err != nil {
+		return err
+	}
+	req, query, err := newGeneration(ctx, ar, q)
+	if err != nil {
+		return err
+	}
+	run, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	defer in.endWith(cancel)() //nolint:contextcheck // the ingress's end is no child of ctx
+	w := &tokenWriter{header: http.Header{}, emit: emit}
+	route := &appRoute{appRevision: ar.revision.Load(), router: ar}
+	in.serveFor(w, req.WithContext(run), route, query) //nolint:contextcheck // it is in the request
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	return w.outcome()
+}
+
+// endWith cancels a request that has no client connection when the ingress closes; stop undoes that.
+func (in *Ingress) endWith(cancel context.CancelCauseFunc) (stop func() bool) {
+	closing := in.baseContext(nil)
+	return context.AfterFunc(closing, func() { cancel(context.Cause(closing)) })
+}
+
+// serveFor is serve for one application, with what the router's own API may ask for beyond a header. A cut,
+// which an HTTP client sees as a broken connection, sets w.cut.
+func (in *Ingress) serveFor(w *tokenWriter, r *http.Request, e *appRoute, query *routeQuery) {
+	defer func() {
+		switch p := recover(); {
+		case p == nil:
+		case errors.Is(asError(p), http.ErrAbortHandler):
+			w.cut = true
+		default:
+			panic(p)
+		}
+	}()
+	s := newRouteScope()
+	s.add(e)
+	in.serveWith(w, r, s, openai.Completions, func(req *request) {
+		req.query.Force, req.query.Override = query.query.Force, query.query.Override
+	})
+}
+
+// routerOf returns the state and the Router of an application, for the router's own API.
+func (in *Ingress) routerOf(app string) (*appRouter, *routing.Router, error) {
+	if ar := in.findAppRouter(app); ar != nil && ar.revision.Load() != nil {
+		if r := ar.router.Load(); r != nil {
+			return ar, r, nil
+		}
+	}
+	return nil, nil, problem.New(problem.NotFound, "there is no app %q", app).WithHint(
+		"`dpserve status` lists the applications")
+}
+
+// QueueLen is the number of an application's requests that wait for a rank.
+func (in *Ingress) QueueLen(app string) int {
+	ar := in.findAppRouter(app)
+	if ar == nil {
+		return 0
+	}
+	n, _ := ar.queue.size()
+	return n
+}

@@ -1,0 +1,377 @@
+package ingress
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/routing"
+)
+
+func policy(name string) func(*app.Application) {
+	return func(a *app.Application) { a.Routing.Policy = name }
+}
+
+// TestBestWorkerWithoutIDChangesNothing: BestWorker without a request id is a question, however often it is
+// asked.
+func TestBestWorkerWithoutIDChangesNothing(t *testing.T) {
+	b := newDecisionRig(t, "kv", nil)
+	var k routeQuery
+	ids := make([]uint32, 80)
+	k.prompt.fromTokens(b.router, ids, promptContext{})
+	b.holds(2, k.prompt.blocks[:3])
+	b.settle()
+	before := b.router.router.Load().Snapshot()
+	for range 3 {
+		w, err := b.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: ids})
+		require.NoError(t, err)
+		assert.Equal(t, msg.Worker{
+			Worker: "0/2", DPRank: 2, OverlapBlocks: 3, HitTokens: 48, BlockSize: 16, Reason: "lowest_score",
+			Node: "n1", URL: "http://127.0.0.1:3", Addressing: "url",
+		}, w)
+	}
+	after := b.router.router.Load().Snapshot()
+	assert.Equal(t, before.Ranks, after.Ranks)
+	loads, err := b.in.PotentialLoads("demo", ids)
+	require.NoError(t, err)
+	assert.Equal(t, msg.PotentialLoad{Worker: "0/2", DPRank: 2, PrefillTokens: 32, DecodeBlocks: 5}, loads[2])
+	assert.Equal(t, msg.PotentialLoad{Worker: "0/4", DPRank: 4, PrefillTokens: 80, DecodeBlocks: 5}, loads[4])
+	loads, err = b.in.PotentialLoads("demo", nil)
+	require.NoError(t, err)
+	assert.Zero(t, loads[2].PrefillTokens)
+}
+
+// TestReservation: a reservation is admitted like a request, the next decision counts it, its first token is
+// reported, and it is freed once.
+func TestReservation(t *testing.T) {
+	b := newDecisionRig(t, "kv", nil)
+	const tokens = 80_000 // some seconds of prefill
+	ids := make([]uint32, tokens)
+	w, err := b.in.BestWorker(t.Context(), "demo",
+		&msg.BestWorker{TokenIDs: ids, RequestID: "r1", Worker: "0/3"})
+	require.NoError(t, err)
+	assert.Equal(t, []any{"0/3", "named_by_caller", "r1", 300.0},
+		[]any{w.Worker, w.Reason, w.RequestID, w.ExpiresS})
+	r := b.replicas[3]
+	assert.Equal(t, 1, r.inFlight())
+	loads, err := b.in.PotentialLoads("demo", nil)
+	require.NoError(t, err)
+	assert.Positive(t, loads[3].PrefillTokens)
+	assert.LessOrEqual(t, loads[3].PrefillTokens, int64(tokens))
+	info, err := b.in.RouterInfo("demo")
+	require.NoError(t, err)
+	assert.Equal(t, 1, info.Reservations)
+
+	_, err = b.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: ids, RequestID: "r1"})
+	require.Equal(t, problem.Conflict, problem.CodeOf(err))
+	for range 2 {
+		require.NoError(t, b.in.MarkPrefillComplete("demo", "r1"))
+	}
+	assert.Equal(t, 1, r.firsts)
+	loads, err = b.in.PotentialLoads("demo", nil)
+	require.NoError(t, err)
+	assert.Equal(t, []int64{0, tokens / routing.DefaultBlockSize},
+		[]int64{loads[3].PrefillTokens, loads[3].DecodeBlocks})
+
+	require.NoError(t, b.in.Free("demo", "r1"))
+	assert.Zero(t, r.inFlight())
+	d := r.lastDone(t)
+	assert.Equal(t, []any{msg.Cancelled, "freed"}, []any{d.Outcome, d.Cause})
+	assert.Positive(t, d.FirstToken)
+	require.Equal(t, problem.NotFound, problem.CodeOf(b.in.Free("demo", "r1")))
+	require.Equal(t, problem.NotFound, problem.CodeOf(b.in.MarkPrefillComplete("demo", "r1")))
+	v := b.router.router.Load().Snapshot()
+	assert.Zero(t, v.Ranks[3].Load)
+}
+
+// TestReservationExpires: a reservation ends by itself and gives its place back.
+func TestReservationExpires(t *testing.T) {
+	g := newRig(t, options{
+		urls:   []string{"http://127.0.0.1:1"},
+		timers: Timers{Reservation: 20 * time.Millisecond},
+	})
+	_, err := g.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: []uint32{1}, RequestID: "r1"})
+	require.NoError(t, err)
+	eventually(t, func() bool { return g.replicas[0].inFlight() == 0 }, "the ticket is given back")
+	assert.Equal(t, "reservation_expired", g.replicas[0].lastDone(t).Cause)
+	require.Equal(t, problem.NotFound, problem.CodeOf(g.in.Free("demo", "r1")))
+	_, err = g.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: []uint32{1}, RequestID: "r1"})
+	require.NoError(t, err, "the id is free again")
+	require.NoError(t, g.in.Free("demo", "r1"))
+}
+
+// TestReservationRefused: no room, a wrong worker, and a rank that refuses give typed errors, and leave
+// nothing behind.
+func TestReservationRefused(t *testing.T) {
+	g := newRig(t, options{urls: []string{"http://127.0.0.1:1", "http://127.0.0.1:2"}, max: 1})
+	ask := func(id, worker string) (msg.Worker, error) {
+		return g.in.BestWorker(t.Context(), "demo",
+			&msg.BestWorker{TokenIDs: []uint32{1}, RequestID: id, Worker: worker})
+	}
+	for id, code := range map[string]problem.Code{
+		"a b": problem.InvalidArgument, strings.Repeat("x", 200): problem.InvalidArgument,
+		"ü": problem.InvalidArgument,
+	} {
+		_, err := ask(id, "")
+		require.Equal(t, code, problem.CodeOf(err))
+	}
+	_, err := ask("r", "9/9")
+	require.Equal(t, problem.NotFound, problem.CodeOf(err))
+	_, err = ask("r", "x")
+	require.Equal(t, problem.InvalidArgument, problem.CodeOf(err))
+
+	g.replicas[0].setRefuse(func(*msg.Admit) msg.Refusal { return msg.Full })
+	w, err := ask("r1", "")
+	require.NoError(t, err)
+	assert.Equal(t, "0/1", w.Worker, "a rank that says no is passed over")
+	_, err = ask("r2", "")
+	require.Equal(t, problem.Overloaded, problem.CodeOf(err), "%v", err)
+	_, err = ask("r2", "0/1")
+	require.Equal(t, problem.Unavailable, problem.CodeOf(err))
+	assert.Equal(t, 1, g.in.findAppRouter("demo").reservations.len())
+	require.NoError(t, g.in.Free("demo", "r1"))
+	g.replicas[0].setRefuse(func(*msg.Admit) msg.Refusal { return msg.Fenced })
+	g.replicas[1].setRefuse(func(*msg.Admit) msg.Refusal { return msg.Expired })
+	_, err = ask("r3", "0/1")
+	require.Equal(t, problem.Unavailable, problem.CodeOf(err))
+	assert.Contains(t, err.Error(), "expired")
+	assert.Zero(t, g.in.findAppRouter("demo").reservations.len())
+	for _, rk := range g.in.findAppRouter("demo").router.Load().Snapshot().Ranks {
+		assert.Zero(t, rk.Load)
+	}
+}
+
+// TestReservationsAreBounded: the 4,097th is refused; the end of the application releases all.
+func TestReservationsAreBounded(t *testing.T) {
+	g := newRig(t, options{urls: []string{"http://127.0.0.1:1"}, max: 2 * maxReservations})
+	var refused atomic.Int32
+	var wg sync.WaitGroup
+	for n := range 4 {
+		wg.Go(func() {
+			for i := range maxReservations/4 + 1 {
+				_, err := g.in.BestWorker(t.Context(), "demo",
+					&msg.BestWorker{TokenIDs: []uint32{1}, RequestID: fmt.Sprint(n, "-", i)})
+				if problem.CodeOf(err) == problem.Overloaded && err != nil {
+					refused.Add(1)
+				}
+			}
+		})
+	}
+	wg.Wait()
+	assert.Equal(t, int32(4), refused.Load())
+	assert.Equal(t, maxReservations, g.replicas[0].inFlight())
+	g.in.findAppRouter("demo").close()
+	assert.Zero(t, g.replicas[0].inFlight())
+	_, err := g.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: []uint32{1}, RequestID: "late"})
+	require.Error(t, err)
+}
+
+// idChunk is an event of a streamed completion that has token ids.
+func idChunk(finish string, ids ...uint32) string {
+	text, _ := json.Marshal(ids)
+	if finish == "" {
+		finish = "null"
+	} else {
+		finish = `"` + finish + `"`
+	}
+	return fmt.Sprintf(`{"id":"c","choices":[{"index":0,"text":"t","token_ids":%s,"finish_reason":%s}]}`,
+		text, finish)
+}
+
+// collect runs a generation and keeps its parts.
+func collect(g *rig, q *msg.Generate) (parts []msg.Generated, err error) {
+	err = g.in.Generate(g.t.Context(), "demo", q, func(p *msg.Generated) error {
+		parts = append(parts, *p)
+		return nil
+	})
+	return parts, err
+}
+
+// TestGenerate: the request that an engine gets, and the parts that the caller gets.
+func TestGenerate(t *testing.T) {
+	var body map[string]any
+	engine := func(w http.ResponseWriter, r *http.Request) {
+		text, _ := io.ReadAll(r.Body)
+		body = nil
+		_ = json.Unmarshal(text, &body)
+		sse(w, idChunk("", 5, 6), idChunk("", 7), idChunk("length", 8), usageChunk, doneEvent)
+	}
+	g := newRig(t, options{engines: []http.HandlerFunc{resets, engine}, app: policy("kv")})
+	parts, err := collect(g, &msg.Generate{
+		TokenIDs: []uint32{1, 2, 3}, RequestID: "gen", Worker: "0/1",
+		Sampling: map[string]json.RawMessage{
+			"max_tokens":  json.RawMessage("4"),
+			"temperature": json.RawMessage("0"),
+		},
+	})
+	require.NoError(t, err)
+	assert.Equal(t, map[string]any{
+		"model": "demo", "prompt": []any{1.0, 2.0, 3.0}, "stream": true,
+		"stream_options": map[string]any{"include_usage": true}, "return_token_ids": true,
+		"max_tokens": 4.0, "temperature": 0.0,
+	}, body)
+	assert.Equal(t, []msg.Generated{
+		{TokenIDs: []uint32{5, 6}, Text: "t", Worker: "0/1", RequestID: "gen"},
+		{TokenIDs: []uint32{7}, Text: "t"},
+		{TokenIDs: []uint32{8}, Text: "t", FinishReason: "length"},
+		{TokenIDs: []uint32{}, Usage: &msg.TokenUsage{Prompt: 5, Cached: 3, Completion: 7}},
+	}, parts)
+	d := g.replicas[1].lastDone(t)
+	assert.Equal(t, []any{msg.OK, 5, 7}, []any{d.Outcome, d.PromptTokens, d.CompletionTokens})
+	e, ok := g.in.findAppRouter("demo").decisions.find("gen")
+	require.True(t, ok)
+	assert.Equal(t, routing.ReasonNamedByCaller, e.reason)
+
+	parts, err = collect(g, &msg.Generate{TokenIDs: []uint32{1}})
+	require.NoError(t, err, "a rank that resets is passed over, as for every request")
+	assert.Len(t, parts[0].RequestID, 16)
+}
+
+// TestGenerateFails: what the inference endpoint would answer is a typed error; a broken stream is no
+// success.
+func TestGenerateFails(t *testing.T) {
+	run := func(t *testing.T, engine http.HandlerFunc, q *msg.Generate) ([]msg.Generated, error) {
+		t.Helper()
+		return collect(newRig(t, options{
+			engines: []http.HandlerFunc{engine},
+			timers:  Timers{Queue: 10 * time.Millisecond},
+		}), q)
+	}
+	one := &msg.Generate{TokenIDs: []uint32{1}}
+	for name, c := range map[string]struct {
+		engine http.HandlerFunc
+		code   problem.Code
+		text   string
+	}{
+		"bad request": {
+			replies(400, `{"error": {"message": "prompt too long", "code": 400}}`),
+			problem.InvalidArgument, "prompt too long",
+		},
+		"broken": {replies(500, `{"error": {"message": "inside"}}`), problem.Upstream, ""},
+		"busy":   {replies(503, busyError), problem.Overloaded, ""},
+		"garbage": {sends(`{"choices":[{"index":0,"text":"a","token_ids":"x","finish_reason":"stop"}]}`,
+			doneEvent), problem.Upstream, "cannot be read"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := run(t, c.engine, one)
+			require.Equal(t, c.code, problem.CodeOf(err), "%v", err)
+			assert.Contains(t, err.Error(), c.text)
+		})
+	}
+	t.Run("cut", func(t *testing.T) {
+		parts, err := run(t, cutAfter(idChunk("", 5)), one)
+		require.Equal(t, problem.Upstream, problem.CodeOf(err), "%v", err)
+		assert.Len(t, parts, 1)
+	})
+	for name, q := range map[string]*msg.Generate{
+		"own member": {TokenIDs: []uint32{1}, Sampling: map[string]json.RawMessage{
+			"stream": json.RawMessage("false"),
+		}},
+		"not json": {TokenIDs: []uint32{1}, Sampling: map[string]json.RawMessage{
+			"max_tokens": json.RawMessage("{"),
+		}},
+		"request id": {TokenIDs: []uint32{1}, RequestID: "a b"},
+		"worker":     {TokenIDs: []uint32{1}, Worker: "x"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := run(t, replies(200, wholeAnswer), q)
+			require.Equal(t, problem.InvalidArgument, problem.CodeOf(err), "%v", err)
+		})
+	}
+}
+
+// TestGenerateEndsWithItsCaller: a caller that stops taking parts frees the rank.
+func TestGenerateEndsWithItsCaller(t *testing.T) {
+	h := &hangingEngine{}
+	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(idChunk("", 5))}})
+	enough := errors.New("enough")
+	err := g.in.Generate(t.Context(), "demo", &msg.Generate{TokenIDs: []uint32{1}},
+		func(*msg.Generated) error { return enough })
+	require.ErrorIs(t, err, enough)
+	eventually(t, func() bool { return g.replicas[0].inFlight() == 0 && h.left.Load() == 1 },
+		"the engine is left")
+}
+
+// TestKV15ResetUnderStreams: 64 streams run while the Router is reset again and again. No stream is affected,
+// every rank is asked for a snapshot, and the policy's state is gone.
+func TestKV15ResetUnderStreams(t *testing.T) {
+	const streams = 64
+	release := make(chan struct{})
+	engine := func(w http.ResponseWriter, r *http.Request) {
+		drain(r)
+		sse(w, textChunk)
+		<-release
+		sse(w, stopChunk, doneEvent)
+	}
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{engine, engine, engine, engine}, max: streams,
+		app: policy("prefix-aware"),
+	})
+	answers := make(chan answer, streams)
+	for range streams {
+		go func() { answers <- g.post("/v1/chat/completions", streamBody) }()
+	}
+	eventually(t, func() bool {
+		n := 0
+		for _, r := range g.replicas {
+			n += r.inFlight()
+		}
+		return n == streams
+	}, "all are admitted")
+	for range 5 {
+		res, err := g.in.ResetRouter("demo")
+		require.NoError(t, err)
+		assert.Equal(t, msg.ResetResult{App: "demo", Ranks: 4}, res)
+	}
+	for _, r := range g.replicas {
+		eventually(t, func() bool { r.mu.Lock(); defer r.mu.Unlock(); return r.resyncs > 0 },
+			"the rank is asked")
+	}
+	eventually(t, func() bool {
+		n := 0
+		for _, rk := range g.in.findAppRouter("demo").router.Load().Snapshot().Ranks {
+			n += rk.Load.O()
+		}
+		return n == streams
+	}, "the Router counts what the ranks count")
+	close(release)
+	for range streams {
+		a := <-answers
+		require.NoError(t, a.err)
+		require.True(t, strings.HasSuffix(a.body, "data: [DONE]\n\n"))
+	}
+	assert.Equal(t, 5, strings.Count(g.logs.String(), "router reset"))
+	_, err := g.in.ResetRouter("nobody")
+	require.Equal(t, problem.NotFound, problem.CodeOf(err))
+}
+
+// TestResetDropsColumns: columns are hidden at once, and shown again with the ranks' answers.
+func TestResetDropsColumns(t *testing.T) {
+	b := newDecisionRig(t, "kv", nil)
+	var k routeQuery
+	ids := make([]uint32, 80)
+	k.prompt.fromTokens(b.router, ids, promptContext{})
+	b.holds(2, k.prompt.blocks)
+	b.settle()
+	require.Len(t, b.dump(), 1)
+	_, err := b.in.ResetRouter("demo")
+	require.NoError(t, err)
+	b.settle()
+	assert.Empty(t, b.dump(), "the fake ranks answer with snapshots without blocks")
+	w, err := b.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: ids})
+	require.NoError(t, err)
+	assert.Zero(t, w.OverlapBlocks)
+}
