@@ -41,19 +41,21 @@ func (t *traffic) observe(v *View, e *Event, law *steptime.Coefficients) {
 	switch {
 	case e.Kind == EvDispatched:
 		t.own++
+		t.addPrefill(e, law)
 	case e.Kind == EvAdmitted && e.Elsewhere:
 		t.others++
+		t.addPrefill(e, law)
 	case e.Kind == EvFinished && e.Out > 0:
 		t.answers = min(t.answers+1, lastAnswers)
 		t.answer += (float64(e.Out) - t.answer) / t.answers
-		fallthrough
-	default:
-		t.turn(v)
-		return
 	}
-	tokens, hit := int64(clampTokens(e.Tokens)), int64(clampHit(e.Hit, e.Tokens))
-	t.work += law.Prefill(int(tokens-hit), int(hit))
 	t.turn(v)
+}
+
+// addPrefill counts the work of a prompt.
+func (t *traffic) addPrefill(e *Event, law *steptime.Coefficients) {
+	tokens, hit := int(clampTokens(e.Tokens)), int(clampHit(e.Hit, e.Tokens))
+	t.work += law.Prefill(tokens-hit, hit)
 }
 
 // turn begins the next period when the current one has ended.
