@@ -79,11 +79,10 @@ type Admit struct {
 
 // AdmitReply is a ticket (Refusal == Granted) or a typed refusal.
 type AdmitReply struct {
-	Ticket     Ticket
-	Refusal    Refusal
-	Epoch      uint64
-	Seq        uint64
-	RetryAfter time.Duration
+	Ticket  Ticket
+	Refusal Refusal
+	Epoch   uint64
+	Seq     uint64
 }
 
 // Ticket lets one request use one rank. An unused ticket expires after 5 s; a used one lives as long as its
