@@ -13,8 +13,8 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/api"
-	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/api"
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 

@@ -10,7 +10,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/api"
+	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 

@@ -17,7 +17,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/api"
+	"github.com/dpserve/dpserve/internal/api"
 )
 
 // request is one row of the golden file.

@@ -11,7 +11,7 @@ import (
 	"github.com/hashicorp/raft"
 
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // maxSnapshot bounds how many bytes Restore reads: far more than any state has, far less than the memory of a

@@ -11,8 +11,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/cluster"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/cluster"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // fastTimers are raft's timers of these tests: short enough for many elections, and long enough that the

@@ -13,9 +13,9 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/cluster"
-	"github.com/dpserve/dpserve/internal/memnet"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/cluster"
+	"github.com/dpserve/dpserve/test/memnet"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // hangs is a disk whose calls do not return between begin and end. It is safe for concurrent use.

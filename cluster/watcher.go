@@ -14,7 +14,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // Timers of a Watcher.

@@ -16,7 +16,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/app"
 )
 
 // Limits on the size of an engine's answers to dpserve's own requests, in bytes.

@@ -4,7 +4,7 @@ import (
 	"math"
 	"strconv"
 
-	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/app"
 )
 
 // Loopback is the address on which launched engines listen, unless their node shares the machine with other

@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/dpserve/dpserve/steptime"
+	"github.com/dpserve/dpserve/internal/steptime"
 )
 
 // Defaults of Config.

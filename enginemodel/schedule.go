@@ -3,7 +3,7 @@ package enginemodel
 import (
 	"time"
 
-	"github.com/dpserve/dpserve/steptime"
+	"github.com/dpserve/dpserve/internal/steptime"
 )
 
 // schedule fills the batch of the step that begins at now and returns how long it takes. Running requests

@@ -8,7 +8,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"pgregory.net/rapid"
 
-	em "github.com/dpserve/dpserve/enginemodel"
+	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
 
 func TestTokensAreFourBytesLittleEndian(t *testing.T) {

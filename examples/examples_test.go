@@ -12,9 +12,9 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/routing"
-	"github.com/dpserve/dpserve/wiring"
+	"github.com/dpserve/dpserve/internal/server"
 )
 
 // files are the examples with their text.
@@ -35,7 +35,7 @@ func files(t *testing.T) map[string]string {
 // TestExamplesAreValid: by the rules of every room, without a warning, and with a comment that says how to start them.
 func TestExamplesAreValid(t *testing.T) {
 	for name, text := range files(t) {
-		_, warnings, err := wiring.ParseApps(name, []byte(text))
+		_, warnings, err := server.ParseApps(name, []byte(text))
 		require.NoError(t, err, name)
 		assert.Empty(t, warnings, name)
 		assert.True(t, strings.HasPrefix(text, "# "), name)
@@ -48,7 +48,7 @@ func TestExamplesWithTheirOtherLinesAreValid(t *testing.T) {
 	other := regexp.MustCompile(`(?m)^      # ((policy|params): .*)$`)
 	for name, text := range files(t) {
 		for _, found := range other.FindAllStringSubmatch(text, -1) {
-			parsed, _, err := wiring.ParseApps(name, []byte(text))
+			parsed, _, err := server.ParseApps(name, []byte(text))
 			require.NoError(t, err)
 			own := parsed.Applications[0].Routing
 			routed := "policy: " + own.Policy + "\n      " + found[1]
@@ -56,7 +56,7 @@ func TestExamplesWithTheirOtherLinesAreValid(t *testing.T) {
 				routed = found[1]
 			}
 			head, _, _ := strings.Cut(text, "    routing:\n")
-			_, _, err = wiring.ParseApps(name, []byte(head+"    routing:\n      "+routed+"\n"))
+			_, _, err = server.ParseApps(name, []byte(head+"    routing:\n      "+routed+"\n"))
 			require.NoError(t, err, "%s: %s", name, found[1])
 		}
 	}
@@ -66,7 +66,7 @@ func TestExamplesWithTheirOtherLinesAreValid(t *testing.T) {
 func TestEveryPolicyHasAnExample(t *testing.T) {
 	var shown []string
 	for name, text := range files(t) {
-		parsed, _, err := wiring.ParseApps(name, []byte(text))
+		parsed, _, err := server.ParseApps(name, []byte(text))
 		require.NoError(t, err)
 		for _, a := range parsed.Applications {
 			shown = append(shown, a.Routing.Policy)

@@ -4,7 +4,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/dpserve/dpserve/steptime"
+	"github.com/dpserve/dpserve/internal/steptime"
 )
 
 const (

@@ -3,7 +3,7 @@ package routing
 import (
 	"math/rand/v2"
 
-	"github.com/dpserve/dpserve/steptime"
+	"github.com/dpserve/dpserve/internal/steptime"
 )
 
 // The policies whose score is work: each is a formula, and decideByScore takes the best candidate.

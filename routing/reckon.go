@@ -3,7 +3,7 @@ package routing
 import (
 	"time"
 
-	"github.com/dpserve/dpserve/steptime"
+	"github.com/dpserve/dpserve/internal/steptime"
 )
 
 const (

@@ -6,7 +6,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/dpserve/dpserve/steptime"
+	"github.com/dpserve/dpserve/internal/steptime"
 )
 
 // Router is one application's view and policy under one lock. It is the only writer of both: Pick counts its

@@ -9,7 +9,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/dpserve/dpserve/steptime"
+	"github.com/dpserve/dpserve/internal/steptime"
 )
 
 // RankID numbers a rank inside its application: group in the high, rank in the low 16 bits, so that ids order

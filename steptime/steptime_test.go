@@ -6,7 +6,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"pgregory.net/rapid"
 
-	"github.com/dpserve/dpserve/steptime"
+	"github.com/dpserve/dpserve/internal/steptime"
 )
 
 func TestReferenceReproducesThePublishedNumbers(t *testing.T) {

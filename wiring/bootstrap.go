@@ -1,4 +1,4 @@
-package wiring
+package server
 
 import (
 	"bytes"
@@ -13,11 +13,11 @@ import (
 	"strings"
 	"time"
 
-	"github.com/dpserve/dpserve/actors/remote"
-	"github.com/dpserve/dpserve/cluster"
-	"github.com/dpserve/dpserve/cluster/pki"
+	"github.com/dpserve/dpserve/internal/noderpc"
+	"github.com/dpserve/dpserve/internal/cluster"
+	"github.com/dpserve/dpserve/internal/cluster/pki"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // seedsFile lists the other nodes at the time of the join. A data dir with this file belongs to a member that
@@ -178,7 +178,7 @@ func (m *peering) join(ctx context.Context) error {
 			return err
 		}
 	}
-	joined, err := remote.Join(ctx, remote.JoinConfig{
+	joined, err := noderpc.Join(ctx, noderpc.JoinConfig{
 		Address: n.cfg.Join.Address, Token: n.cfg.Join.Token,
 		Node: n.nodeRecord(m), Key: key, Dial: n.cfg.joinDialer(),
 	})

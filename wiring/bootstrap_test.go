@@ -1,4 +1,4 @@
-package wiring
+package server
 
 import (
 	"bytes"
@@ -14,8 +14,8 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/cluster/pki"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/cluster/pki"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // memberFiles returns the files of a control node that joins now.

@@ -1,6 +1,6 @@
 // Package wiring assembles the packages into one running node. Commands and whole-system tests start nodes
 // here and nowhere else.
-package wiring
+package server
 
 import (
 	"io"
@@ -14,9 +14,9 @@ import (
 
 	"github.com/dpserve/dpserve/actors/ingress"
 	"github.com/dpserve/dpserve/actors/node"
-	"github.com/dpserve/dpserve/cluster"
+	"github.com/dpserve/dpserve/internal/cluster"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // Defaults of a node. docs/cluster.md lists the ports.

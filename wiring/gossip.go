@@ -1,4 +1,4 @@
-package wiring
+package server
 
 import (
 	"bytes"
@@ -8,11 +8,11 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/api"
-	"github.com/dpserve/dpserve/cluster/membership"
-	"github.com/dpserve/dpserve/cluster/nodeport"
+	"github.com/dpserve/dpserve/internal/api"
+	"github.com/dpserve/dpserve/internal/cluster/membership"
+	"github.com/dpserve/dpserve/internal/cluster/nodeport"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // metaInterval is how often this node publishes the index of its copy of the state in its gossip metadata.

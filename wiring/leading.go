@@ -1,4 +1,4 @@
-package wiring
+package server
 
 import (
 	"context"
@@ -10,9 +10,9 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/node"
 	"github.com/dpserve/dpserve/actors/rankassigner"
-	"github.com/dpserve/dpserve/cluster"
+	"github.com/dpserve/dpserve/internal/cluster"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // takeOverPause is the wait before a new leader tries again to start the leader's actors.

@@ -1,4 +1,4 @@
-package wiring
+package server
 
 import (
 	"context"
@@ -10,9 +10,9 @@ import (
 	"sync"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/api"
+	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // logBatch bounds the lines between the node's ring and a reader. A slower reader slows the copy, not the

@@ -1,11 +1,11 @@
-package wiring
+package server
 
 import (
 	"net/http"
 	"strings"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/telemetry"
+	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
 // kvMetrics collects the KV cache metrics of one scrape.

@@ -1,4 +1,4 @@
-package wiring
+package server
 
 import (
 	"context"
@@ -10,9 +10,9 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/dpserve/dpserve/actors/ingress"
-	"github.com/dpserve/dpserve/api"
-	"github.com/dpserve/dpserve/cluster/nodeport"
-	"github.com/dpserve/dpserve/engine"
+	"github.com/dpserve/dpserve/internal/api"
+	"github.com/dpserve/dpserve/internal/cluster/nodeport"
+	"github.com/dpserve/dpserve/internal/engine"
 )
 
 // Network replaces TCP for a node, so that whole nodes run in one process. A dial to an address without a

@@ -1,12 +1,12 @@
 //go:build !dpserve_next
 
-package wiring
+package server
 
 import (
 	"context"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // These functions do nothing in this build. next_version.go replaces them in the build that stands for the

@@ -1,6 +1,6 @@
 //go:build dpserve_next
 
-package wiring
+package server
 
 import (
 	"context"
@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // This file is for the test of upgrades (TestMB6 in test/system). Together with state/next_version.go it

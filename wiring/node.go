@@ -1,4 +1,4 @@
-package wiring
+package server
 
 import (
 	"context"
@@ -18,16 +18,16 @@ import (
 	"github.com/dpserve/dpserve/actors/ingress"
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/node"
-	"github.com/dpserve/dpserve/actors/remote"
-	"github.com/dpserve/dpserve/api"
-	"github.com/dpserve/dpserve/cluster"
-	"github.com/dpserve/dpserve/cluster/nodeport"
-	"github.com/dpserve/dpserve/engine/kvevents"
+	"github.com/dpserve/dpserve/internal/noderpc"
+	"github.com/dpserve/dpserve/internal/api"
+	"github.com/dpserve/dpserve/internal/cluster"
+	"github.com/dpserve/dpserve/internal/cluster/nodeport"
+	"github.com/dpserve/dpserve/internal/engine/kvevents"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/state"
-	"github.com/dpserve/dpserve/steptime"
-	"github.com/dpserve/dpserve/telemetry"
+	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/internal/steptime"
+	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
 const (
@@ -49,8 +49,8 @@ type Node struct {
 	openedStore atomic.Pointer[cluster.Store] // store, for users that start before it is open
 	consensus   *cluster.Cluster              // store, on a node with role control; else nil
 	peering     *peering                      // nil: this node stands alone
-	conns       *remote.Conns
-	leader      *remote.LeaderClient // client of the leader, on this or another node
+	conns       *noderpc.Conns
+	leader      *noderpc.LeaderClient // client of the leader, on this or another node
 	leading     atomic.Pointer[leaderActors]
 	voterMu     sync.Mutex    // serializes changes of the voters
 	removing    removedMember // under voterMu
@@ -128,8 +128,8 @@ func (n *Node) build() error {
 	if n.offer, err = n.cfg.offer(); err != nil {
 		return err
 	}
-	n.conns = remote.NewConns(remote.ConnsConfig{Dial: n.peering.dial, Nodes: n.peersAtLastAddress})
-	n.leader = remote.NewLeaderClient(remote.LeaderConfig{
+	n.conns = noderpc.NewConns(noderpc.ConnsConfig{Dial: n.peering.dial, Nodes: n.peersAtLastAddress})
+	n.leader = noderpc.NewLeaderClient(noderpc.LeaderConfig{
 		Self: n.cfg.NodeID, Conns: n.conns,
 		Hint: n.leaderUID, Leading: n.currentLeader, Store: deferredStore{n}, Log: n.log,
 	})
@@ -245,7 +245,7 @@ func (n *Node) buildServers(t *timers) error {
 			if cfg.Feed, err = n.peering.openFeed(n.hub, t.stream); err != nil {
 				return err
 			}
-			cfg.Remote = remote.NewDataClient(n.peering.dataTransport)
+			cfg.Remote = noderpc.NewDataClient(n.peering.dataTransport)
 		}
 		if n.ingress, err = ingress.New(cfg); err != nil {
 			return err

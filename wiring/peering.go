@@ -1,4 +1,4 @@
-package wiring
+package server
 
 import (
 	"context"
@@ -16,15 +16,15 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/actors/remote"
-	"github.com/dpserve/dpserve/api"
-	"github.com/dpserve/dpserve/cluster/membership"
-	"github.com/dpserve/dpserve/cluster/nodeport"
-	"github.com/dpserve/dpserve/cluster/pki"
+	"github.com/dpserve/dpserve/internal/noderpc"
+	"github.com/dpserve/dpserve/internal/api"
+	"github.com/dpserve/dpserve/internal/cluster/membership"
+	"github.com/dpserve/dpserve/internal/cluster/nodeport"
+	"github.com/dpserve/dpserve/internal/cluster/pki"
 	"github.com/dpserve/dpserve/internal/problem"
-	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
-	"github.com/dpserve/dpserve/state"
-	"github.com/dpserve/dpserve/telemetry"
+	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
+	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
 // peering connects a node to the other nodes: the node port, the services on it, and the connections to other
@@ -52,9 +52,9 @@ type peering struct {
 	grpc       *grpc.Server
 	enroll     *grpc.Server
 	renew      *grpc.Server
-	data       *remote.DataServer
-	stream     *remote.StreamServer
-	feed       *remote.Feed
+	data       *noderpc.DataServer
+	stream     *noderpc.StreamServer
+	feed       *noderpc.Feed
 	http       []*nodeport.HTTP2Server
 
 	loops    sync.WaitGroup
@@ -91,8 +91,8 @@ func (m *peering) listen(ctx context.Context) error {
 func (m *peering) serve() error {
 	n := m.n
 	m.grpc = grpc.NewServer(append(nodeport.ServerOptions(),
-		remote.ServerOptions(n.nodeMetrics.Unknown)...)...)
-	dpservev1.RegisterNodeServer(m.grpc, remote.NewNodeServer(remote.NodeConfig{
+		noderpc.ServerOptions(n.nodeMetrics.Unknown)...)...)
+	dpservev1.RegisterNodeServer(m.grpc, noderpc.NewNodeServer(noderpc.NodeConfig{
 		Agent: n.localAgent(),
 		View:  localView{n}, Peer: nodeport.PeerFromContext,
 	}))
@@ -131,20 +131,20 @@ func (m *peering) runService(serve func() error) {
 
 func (m *peering) serveControl() {
 	n := m.n
-	dpservev1.RegisterControlServer(m.grpc, remote.NewControlServer(remote.ControlConfig{
+	dpservev1.RegisterControlServer(m.grpc, noderpc.NewControlServer(noderpc.ControlConfig{
 		Leading: n.currentLeader, Hint: n.store.LeaderNode, Store: n.store,
 		Propose: n.consensus.ProposeHere, Follow: n.consensus.Follow, Peer: nodeport.PeerFromContext,
 		Version: n.cfg.Version, Unknown: n.nodeMetrics.Unknown, Log: n.log,
 	}))
-	m.enroll = grpc.NewServer(append(nodeport.ServerOptions(), remote.EnrollOptions()...)...)
+	m.enroll = grpc.NewServer(append(nodeport.ServerOptions(), noderpc.EnrollOptions()...)...)
 	dpservev1.RegisterEnrollServer(m.enroll,
-		remote.NewEnrollServer(remote.EnrollConfig{
+		noderpc.NewEnrollServer(noderpc.EnrollConfig{
 			Store: n.store, Proposer: n.store,
 			Version: n.cfg.Version, Log: n.log,
 		}))
 	m.serveGRPC(m.enroll, nodeport.Join)
-	m.renew = grpc.NewServer(append(nodeport.ServerOptions(), remote.EnrollOptions()...)...)
-	dpservev1.RegisterControlServer(m.renew, remote.NewRenewServer(remote.RenewConfig{
+	m.renew = grpc.NewServer(append(nodeport.ServerOptions(), noderpc.EnrollOptions()...)...)
+	dpservev1.RegisterControlServer(m.renew, noderpc.NewRenewServer(noderpc.RenewConfig{
 		Store: n.store, Confirm: n.consensus.Confirm, Hint: n.store.LeaderNode,
 		Peer: nodeport.PeerFromContext, Log: n.log,
 	}))
@@ -155,7 +155,7 @@ func (m *peering) serveControl() {
 func (m *peering) serveRanks() error {
 	n := m.n
 	var err error
-	m.stream, err = remote.NewStreamServer(remote.StreamServerConfig{
+	m.stream, err = noderpc.NewStreamServer(noderpc.StreamServerConfig{
 		Feed: n.hub, Peer: peerName,
 		Unknown: n.nodeMetrics.Unknown, Timers: n.cfg.timers().stream, Log: n.log,
 	})
@@ -163,7 +163,7 @@ func (m *peering) serveRanks() error {
 		return err
 	}
 	dpservev1.RegisterReplicaServer(m.grpc, m.stream)
-	m.data, err = remote.NewDataServer(remote.DataConfig{
+	m.data, err = noderpc.NewDataServer(noderpc.DataConfig{
 		Feed: n.hub, Caller: ingressName,
 		Serves: n.node.Serves(), Dial: n.cfg.dialer(), Log: n.log,
 	})
@@ -201,16 +201,16 @@ func (m *peering) streamCounts() telemetry.StreamCounts {
 
 // openFeed merges the streams of all nodes' ranks for this node's ingress. local is the feed of its own
 // ranks.
-func (m *peering) openFeed(local msg.Feed, t remote.StreamTimers) (msg.Feed, error) {
+func (m *peering) openFeed(local msg.Feed, t noderpc.StreamTimers) (msg.Feed, error) {
 	var err error
-	m.feed, err = remote.NewFeed(remote.FeedConfig{
+	m.feed, err = noderpc.NewFeed(noderpc.FeedConfig{
 		Self: m.n.cfg.NodeID, Local: local, Store: m.n.store,
 		Timers: t, Log: m.n.log, Open: m.subscribe,
 	})
 	return m.feed, err
 }
 
-func (m *peering) subscribe(ctx context.Context, node state.Node) (remote.StreamClient, error) {
+func (m *peering) subscribe(ctx context.Context, node state.Node) (noderpc.StreamClient, error) {
 	conn, err := m.n.conns.Get(node.ID)
 	if err != nil {
 		return nil, err

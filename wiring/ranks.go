@@ -1,4 +1,4 @@
-package wiring
+package server
 
 import (
 	"context"
@@ -10,10 +10,10 @@ import (
 	"strings"
 	"time"
 
-	"github.com/dpserve/dpserve/api"
-	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/api"
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // maxRankChangeAttempts bounds how often a change of ranks is repeated on a newer revision of its

@@ -1,4 +1,4 @@
-package wiring
+package server
 
 import (
 	"fmt"
@@ -10,10 +10,10 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/api"
-	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/api"
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // unreachableURL is the address of an engine that does not answer. The attached rank keeps asking it.

@@ -1,4 +1,4 @@
-package wiring
+package server
 
 import (
 	"context"
@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/api"
+	"github.com/dpserve/dpserve/internal/api"
 )
 
 // eventRouterReset is the kind of the event that records a router reset.

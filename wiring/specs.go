@@ -1,4 +1,4 @@
-package wiring
+package server
 
 import (
 	"encoding/json"
@@ -7,9 +7,9 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/routing"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // ParseApps reads app.yaml and applies every package's rules. The commands and the server both call it, so

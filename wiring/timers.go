@@ -1,4 +1,4 @@
-package wiring
+package server
 
 import (
 	"maps"
@@ -10,10 +10,10 @@ import (
 	"github.com/dpserve/dpserve/actors/ingress"
 	"github.com/dpserve/dpserve/actors/node"
 	"github.com/dpserve/dpserve/actors/rankassigner"
-	"github.com/dpserve/dpserve/actors/remote"
-	"github.com/dpserve/dpserve/cluster/membership"
+	"github.com/dpserve/dpserve/internal/noderpc"
+	"github.com/dpserve/dpserve/internal/cluster/membership"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // timers holds the timers of every package. A zero field means the package's default.
@@ -23,7 +23,7 @@ type timers struct {
 	assigner   rankassigner.Timers
 	controller controller.Timers
 	ingress    ingress.Timers
-	stream     remote.StreamTimers
+	stream     noderpc.StreamTimers
 	gossip     membership.Timers
 }
 

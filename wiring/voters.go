@@ -1,4 +1,4 @@
-package wiring
+package server
 
 import (
 	"context"
@@ -9,10 +9,10 @@ import (
 	"sync"
 	"time"
 
-	"github.com/dpserve/dpserve/cluster"
-	"github.com/dpserve/dpserve/cluster/membership"
+	"github.com/dpserve/dpserve/internal/cluster"
+	"github.com/dpserve/dpserve/internal/cluster/membership"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // Timing of the leader's control over the voters.

@@ -8,8 +8,8 @@ import (
 	"strings"
 	"time"
 
-	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // application is a committed app, decoded once per revision.

@@ -11,10 +11,10 @@ import (
 	"github.com/asynkron/protoactor-go/actor"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/cluster"
+	"github.com/dpserve/dpserve/internal/cluster"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // ErrStopped says that the controller was closed: its node stops, or no longer leads. It wraps

@@ -9,11 +9,11 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/engine"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // Reshape replaces a revision of an application by one with other attached ranks: new ranks start, missing

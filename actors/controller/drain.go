@@ -4,7 +4,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/placement"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // giveUpUnitsOn gives up the units of a stopping node, except those that already end. The node ends them in

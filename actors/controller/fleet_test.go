@@ -12,7 +12,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // host is a model of a node. It keeps the highest epoch seen per unit over its restarts, refuses a start at

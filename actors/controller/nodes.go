@@ -10,7 +10,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/placement"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // A leader that did nothing for longer than lease_ttl / frozenPart was frozen. It did not receive renewals,

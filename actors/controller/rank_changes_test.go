@@ -12,8 +12,8 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 func attachedTo(urls ...string) *app.Application {

@@ -9,8 +9,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // lossy is a cluster on a network that delays, repeats, reorders and loses messages. Nodes are cut off and

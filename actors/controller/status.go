@@ -6,8 +6,8 @@ import (
 	"slices"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // Status returns the status of all applications, ordered by name. The caller adds what the replicas report of

@@ -17,8 +17,8 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/engine"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/routing"
 )

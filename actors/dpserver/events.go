@@ -8,7 +8,7 @@ import (
 	"sync/atomic"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/engine/kvevents"
+	"github.com/dpserve/dpserve/internal/engine/kvevents"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 

@@ -13,12 +13,12 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/engine"
-	"github.com/dpserve/dpserve/engine/kvevents"
-	"github.com/dpserve/dpserve/engine/kvevents/zmtp"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/engine"
+	"github.com/dpserve/dpserve/internal/engine/kvevents"
+	"github.com/dpserve/dpserve/internal/engine/kvevents/zmtp"
 	"github.com/dpserve/dpserve/internal/inbox"
-	"github.com/dpserve/dpserve/internal/memnet"
+	"github.com/dpserve/dpserve/test/memnet"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )

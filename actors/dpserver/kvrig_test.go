@@ -14,9 +14,9 @@ import (
 	"github.com/vmihailenco/msgpack/v5"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/engine/kvevents/zmtp"
-	"github.com/dpserve/dpserve/internal/memnet"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/engine/kvevents/zmtp"
+	"github.com/dpserve/dpserve/test/memnet"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 

@@ -11,7 +11,7 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/engine/kvevents"
+	"github.com/dpserve/dpserve/internal/engine/kvevents"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 

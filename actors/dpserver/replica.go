@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 

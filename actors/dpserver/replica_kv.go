@@ -10,9 +10,9 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/engine"
-	"github.com/dpserve/dpserve/engine/kvevents"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/engine"
+	"github.com/dpserve/dpserve/internal/engine/kvevents"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )

@@ -8,7 +8,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/engineleg"
 	"github.com/dpserve/dpserve/routing"
 )

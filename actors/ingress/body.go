@@ -10,7 +10,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/internal/engine/openai"
 )
 
 // readBody reads the whole body before anything else: otherwise net/http does not notice that the client

@@ -7,8 +7,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/state"
-	"github.com/dpserve/dpserve/telemetry"
+	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
 // heldStore returns its newest state only when the test allows it.

@@ -12,8 +12,8 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/dpserve/dpserve/internal/quietnet"
-	"github.com/dpserve/dpserve/telemetry"
+	"github.com/dpserve/dpserve/internal/rawconn"
+	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
 // clientConns is the listener of an ingress. It bounds the connections of clients. When all places are taken,
@@ -74,7 +74,7 @@ func limitWriteBuffer(c net.Conn) net.Conn {
 			return c // it is closing: the next read fails
 		}
 	}
-	return quietnet.Conn(c)
+	return rawconn.Conn(c)
 }
 
 // Close implements net.Listener. Open connections stay open.

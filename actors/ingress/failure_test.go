@@ -21,7 +21,7 @@ import (
 	"golang.org/x/net/http2/hpack"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/app"
 )
 
 // TestFS4EveryReplicaAnswers500: retries stay within a tenth of the requests plus 20, and no rank is tried

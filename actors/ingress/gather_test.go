@@ -12,7 +12,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/internal/memnet"
+	"github.com/dpserve/dpserve/test/memnet"
 )
 
 // countedConn records each write.

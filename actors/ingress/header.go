@@ -7,7 +7,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/engineleg"
 	"github.com/dpserve/dpserve/routing"
 )

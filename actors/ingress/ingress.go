@@ -15,12 +15,12 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engineleg"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
-	"github.com/dpserve/dpserve/state"
-	"github.com/dpserve/dpserve/telemetry"
+	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
 // errDrained is the cause with which Close ends what is still running when its context is over.

@@ -8,7 +8,7 @@ import (
 
 	"github.com/stretchr/testify/assert"
 
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // TestOneLostUnitIsOneAttempt: all ranks of a lockstep unit fail before its stream reports the loss. The

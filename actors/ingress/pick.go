@@ -7,7 +7,7 @@ import (
 	"net/http"
 	"time"
 
-	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/routing"
 )

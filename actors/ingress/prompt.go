@@ -8,8 +8,8 @@ import (
 	"time"
 	"unsafe"
 
-	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )

@@ -17,9 +17,9 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/engine/openai"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/engine/openai"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // queueModel is the queue of one application over ranks with places, as requests see it: the waiter with the

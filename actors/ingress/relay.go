@@ -10,8 +10,8 @@ import (
 	"strings"
 	"time"
 
-	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/engine/openai"
 )
 
 // relayStream is the relay loop: one read of the engine, an inspection of its complete events, one write and

@@ -13,14 +13,14 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/actors/remote"
+	"github.com/dpserve/dpserve/internal/noderpc"
 )
 
 // dataPort is another node's data port, over HTTP/2 on loopback.
 type dataPort struct {
-	server *remote.DataServer
+	server *noderpc.DataServer
 	http   *http.Server
-	client *remote.DataClient
+	client *noderpc.DataClient
 }
 
 // dataPort makes the rig's ranks those of another node.
@@ -33,7 +33,7 @@ func (g *rig) dataPort(o *options) *dataPort {
 
 func newDataPort(tb testing.TB, f *feed, lease func() bool) *dataPort {
 	tb.Helper()
-	server, err := remote.NewDataServer(remote.DataConfig{
+	server, err := noderpc.NewDataServer(noderpc.DataConfig{
 		Feed: portFeed{f}, Caller: func(context.Context) (string, bool) { return "n1", true }, Serves: lease,
 		Log: slog.New(slog.DiscardHandler),
 	})
@@ -56,7 +56,7 @@ func newDataPort(tb testing.TB, f *feed, lease func() bool) *dataPort {
 	) {
 		return (&net.Dialer{}).DialContext(ctx, network, l.Addr().String())
 	}}
-	p.client = remote.NewDataClient(func(string) (http.RoundTripper, error) { return way, nil })
+	p.client = noderpc.NewDataClient(func(string) (http.RoundTripper, error) { return way, nil })
 	tb.Cleanup(func() {
 		way.CloseIdleConnections()
 		assert.NoError(tb, server.Close())

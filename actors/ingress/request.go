@@ -8,7 +8,7 @@ import (
 	"strconv"
 	"time"
 
-	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/routing"
 )
 

@@ -21,10 +21,10 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/routing"
-	"github.com/dpserve/dpserve/state"
-	"github.com/dpserve/dpserve/telemetry"
+	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }

@@ -5,7 +5,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/app"
 )
 
 // appRevision is one revision of an application, prepared for requests. Immutable.

@@ -16,8 +16,8 @@ import (
 
 	"github.com/gin-gonic/gin"
 
-	"github.com/dpserve/dpserve/engine/openai"
-	"github.com/dpserve/dpserve/telemetry"
+	"github.com/dpserve/dpserve/internal/engine/openai"
+	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
 // newServer sets every bound. No WriteTimeout: it would cut long streams.

@@ -4,7 +4,7 @@ import (
 	"net/http"
 	"time"
 
-	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/internal/engine/openai"
 )
 
 // stream is the relay's view of a streamed answer: the bytes read and not yet sent on, and what their events

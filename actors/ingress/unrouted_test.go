@@ -10,7 +10,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/telemetry"
+	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
 // TestRefusedRequestsAreCountedAndLogged: a request that reaches no application has its metric and one log

@@ -4,8 +4,8 @@ import (
 	"context"
 	"time"
 
-	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // StartRank tells a node to start its ranks of a unit at an epoch. Idempotent by (unit, epoch).

@@ -5,7 +5,7 @@ import (
 	"errors"
 	"time"
 
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // ErrNodeStopping refuses a start on a node that is ending. The node has started nothing, and the unit is not

@@ -1,6 +1,6 @@
 package msg
 
-import "github.com/dpserve/dpserve/app"
+import "github.com/dpserve/dpserve/internal/app"
 
 // ReplicaSpec is one rank as its node passes it to a DPServer.
 type ReplicaSpec struct {

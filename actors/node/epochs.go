@@ -5,7 +5,7 @@ import (
 	"path/filepath"
 
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // ErrStaleEpoch refuses a command below the highest epoch this node has seen of a unit.

@@ -16,9 +16,9 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/node"
-	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/engine"
-	"github.com/dpserve/dpserve/engine/kvevents"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/engine"
+	"github.com/dpserve/dpserve/internal/engine/kvevents"
 )
 
 // follower is a replica that only follows its engine's events and records what it got.

@@ -1,6 +1,6 @@
 package node
 
-import "github.com/dpserve/dpserve/state"
+import "github.com/dpserve/dpserve/internal/state"
 
 // UsedBlocks returns the port blocks of units that are not gone.
 func (n *Node) UsedBlocks() (blocks []state.Block) {

@@ -6,7 +6,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // LeaseLoss says what a node does with its units when its lease is over.

@@ -8,7 +8,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // Parts of lease_renew: 1 s, and 100 ms to 1 s, of its 2 s.

@@ -6,7 +6,7 @@ import (
 	"sync"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // Bounds of a renewal and of the events that wait for one.

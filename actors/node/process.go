@@ -12,7 +12,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/dpserve/dpserve/engine"
+	"github.com/dpserve/dpserve/internal/engine"
 )
 
 // pipeDelay is how long the output of a dead front process is still read if a process outside of its group

@@ -4,8 +4,8 @@ import (
 	"sync"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/engine"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/engine"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // rank is one rank of a unit on this node.

@@ -5,7 +5,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // Rules are a node's decisions without its engines, clocks and goroutines: its lease, its epochs, and its

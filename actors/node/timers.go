@@ -3,7 +3,7 @@ package node
 import (
 	"time"
 
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // Timers of a node. A zero field means its default. The start deadline and the drain time are the

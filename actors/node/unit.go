@@ -11,9 +11,9 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/engine"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/engine"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // unit is one unit at one epoch on this node. Its life is one goroutine (run). Other goroutines only leave a

@@ -10,8 +10,8 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/engine"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/engine"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // causeDrained is the cause of a fence at the end of a drain: it cuts the remaining requests.

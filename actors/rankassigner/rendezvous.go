@@ -8,7 +8,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // meeting is the rendezvous of one grant: its ranks wait until rank 0 has published its address.

@@ -1,4 +1,4 @@
-package remote
+package noderpc
 
 import (
 	"context"
@@ -14,11 +14,11 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/cluster"
-	"github.com/dpserve/dpserve/cluster/pki"
+	"github.com/dpserve/dpserve/internal/cluster"
+	"github.com/dpserve/dpserve/internal/cluster/pki"
 	"github.com/dpserve/dpserve/internal/problem"
-	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
-	"github.com/dpserve/dpserve/state"
+	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // How long one node may take to answer, and how long a query lasts over changes of leader if its caller sets

@@ -1,4 +1,4 @@
-package remote
+package noderpc
 
 import (
 	"encoding/json"
@@ -6,10 +6,10 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
-	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
-	"github.com/dpserve/dpserve/state"
+	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // Bounds of messages on the wire. Writers cut free text to them; readers refuse longer values.

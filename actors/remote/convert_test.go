@@ -1,4 +1,4 @@
-package remote
+package noderpc
 
 import (
 	"testing"
@@ -10,9 +10,9 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/app"
-	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/app"
+	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // trip marshals a message and reads it into its zero value, as the wire does.

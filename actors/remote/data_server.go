@@ -1,4 +1,4 @@
-package remote
+package noderpc
 
 import (
 	"context"
@@ -10,7 +10,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/engine/openai"
+	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/engineleg"
 	"github.com/dpserve/dpserve/routing"
 )

@@ -1,4 +1,4 @@
-package remote
+package noderpc
 
 import (
 	"context"
@@ -16,10 +16,10 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
-	"github.com/dpserve/dpserve/cluster"
+	"github.com/dpserve/dpserve/internal/cluster"
 	"github.com/dpserve/dpserve/internal/problem"
-	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
-	"github.com/dpserve/dpserve/state"
+	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 func TestProblemsSurviveTheWire(t *testing.T) {

@@ -1,4 +1,4 @@
-package remote
+package noderpc
 
 import (
 	"cmp"
@@ -13,8 +13,8 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
-	"github.com/dpserve/dpserve/state"
+	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // StreamClient is the reader's end of a node's stream.

@@ -1,4 +1,4 @@
-package remote
+package noderpc
 
 import (
 	"errors"
@@ -8,7 +8,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
+	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 )
 
 // Bounds of the posts that wait for one node.

@@ -1,4 +1,4 @@
-package remote
+package noderpc
 
 import (
 	"bytes"
@@ -17,9 +17,9 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
+	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/routing/kvindex"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // burst emits more records than may wait for one stream.

@@ -1,4 +1,4 @@
-package remote
+package noderpc
 
 import (
 	"errors"
@@ -8,7 +8,7 @@ import (
 	"strings"
 
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // OldestVersion is the oldest release that can exchange messages with this one.

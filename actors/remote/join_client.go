@@ -1,4 +1,4 @@
-package remote
+package noderpc
 
 import (
 	"context"
@@ -8,11 +8,11 @@ import (
 
 	"google.golang.org/grpc"
 
-	"github.com/dpserve/dpserve/cluster/nodeport"
-	"github.com/dpserve/dpserve/cluster/pki"
+	"github.com/dpserve/dpserve/internal/cluster/nodeport"
+	"github.com/dpserve/dpserve/internal/cluster/pki"
 	"github.com/dpserve/dpserve/internal/problem"
-	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
-	"github.com/dpserve/dpserve/state"
+	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // Pauses between two attempts to join a cluster that has no leader.

@@ -1,4 +1,4 @@
-package remote
+package noderpc
 
 import (
 	"context"
@@ -6,8 +6,8 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/problem"
-	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
-	"github.com/dpserve/dpserve/state"
+	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // Bounds of one message of log lines.

@@ -1,4 +1,4 @@
-package remote
+package noderpc
 
 import (
 	"crypto/ecdsa"
@@ -19,7 +19,7 @@ import (
 	"google.golang.org/grpc/credentials"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
+	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/routing"
 )
 

@@ -1,4 +1,4 @@
-package remote
+package noderpc
 
 import (
 	"context"
@@ -19,11 +19,11 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/memnet"
-	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
+	"github.com/dpserve/dpserve/test/memnet"
+	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // fakeHub is a node's local feed over fake ranks, with the contract of the real one.

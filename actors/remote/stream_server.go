@@ -1,4 +1,4 @@
-package remote
+package noderpc
 
 import (
 	"context"
@@ -14,7 +14,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
+	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/routing"
 )
 

@@ -1,4 +1,4 @@
-package remote
+package noderpc
 
 import (
 	"slices"
@@ -8,7 +8,7 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
+	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 )
 
 // subscriber is the stream to one ingress.

@@ -1,4 +1,4 @@
-package remote
+package noderpc
 
 import (
 	"bytes"
@@ -14,7 +14,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/routing/kvindex"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // TestThreeIngressesTwoNodes: every ingress has every rank's account, whichever node runs it, before and

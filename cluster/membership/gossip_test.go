@@ -18,8 +18,8 @@ import (
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
 
-	"github.com/dpserve/dpserve/cluster/membership"
-	"github.com/dpserve/dpserve/internal/memnet"
+	"github.com/dpserve/dpserve/internal/cluster/membership"
+	"github.com/dpserve/dpserve/test/memnet"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 

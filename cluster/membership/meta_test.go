@@ -8,7 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
-	"github.com/dpserve/dpserve/cluster/membership"
+	"github.com/dpserve/dpserve/internal/cluster/membership"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 

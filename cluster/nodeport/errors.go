@@ -9,7 +9,7 @@ import (
 	"net"
 	"strings"
 
-	"github.com/dpserve/dpserve/cluster/pki"
+	"github.com/dpserve/dpserve/internal/cluster/pki"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 

@@ -14,8 +14,8 @@ import (
 	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/status"
 
-	"github.com/dpserve/dpserve/cluster/nodeport"
-	"github.com/dpserve/dpserve/cluster/pki"
+	"github.com/dpserve/dpserve/internal/cluster/nodeport"
+	"github.com/dpserve/dpserve/internal/cluster/pki"
 )
 
 // serveGRPC answers health checks on a protocol and reports the caller.

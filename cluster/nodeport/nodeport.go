@@ -15,8 +15,8 @@ import (
 	"sync"
 	"time"
 
-	"github.com/dpserve/dpserve/cluster/pki"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/cluster/pki"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // The protocols of the port, by their ALPN names.

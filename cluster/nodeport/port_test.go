@@ -17,9 +17,9 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/cluster/nodeport"
-	"github.com/dpserve/dpserve/cluster/pki"
-	"github.com/dpserve/dpserve/internal/memnet"
+	"github.com/dpserve/dpserve/internal/cluster/nodeport"
+	"github.com/dpserve/dpserve/internal/cluster/pki"
+	"github.com/dpserve/dpserve/test/memnet"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 

@@ -11,9 +11,9 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/wiring"
+	"github.com/dpserve/dpserve/internal/server"
 )
 
 // maxFile is the largest app.yaml in bytes; the admin API has the same limit.
@@ -37,7 +37,7 @@ func readApps(e *env, path string) (*appFile, error) {
 }
 
 func parseApps(e *env, name string, text []byte) (*appFile, error) {
-	file, warnings, err := wiring.ParseApps(name, text)
+	file, warnings, err := server.ParseApps(name, text)
 	for _, w := range warnings {
 		printMessage(e.io.Err, "warning: %s", w.String())
 	}

@@ -11,8 +11,8 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
-	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/engine/attach"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/engine/attach"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 

@@ -9,9 +9,9 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
-	"github.com/dpserve/dpserve/engine/attach"
+	"github.com/dpserve/dpserve/internal/engine/attach"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/loadgen"
+	"github.com/dpserve/dpserve/internal/loadgen"
 )
 
 type benchFlags struct {

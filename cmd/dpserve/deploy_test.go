@@ -10,8 +10,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/api"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/api"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 const tiny = "applications: [{name: demo, model: {id: demo}, engine: {kind: sim}, data_parallel: " +

@@ -11,12 +11,12 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/api"
-	"github.com/dpserve/dpserve/wiring"
+	"github.com/dpserve/dpserve/internal/api"
+	"github.com/dpserve/dpserve/internal/server"
 )
 
 // defaultAddr is the admin API's address when DPSERVE_ADDR is not set.
-const defaultAddr = wiring.DefaultAdminBind
+const defaultAddr = server.DefaultAdminBind
 
 // env holds everything that a command may use: streams, signals, environment, and the constructors of nodes
 // and clients. Tests replace them.
@@ -26,7 +26,7 @@ type env struct {
 	getenv func(string) string
 	now    func() time.Time
 
-	newNode  func(wiring.Config) (node, error)
+	newNode  func(server.Config) (node, error)
 	newAdmin func(addr string) (admin, error)
 
 	noColor bool // --no-color

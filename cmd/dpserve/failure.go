@@ -7,7 +7,7 @@ import (
 	"io"
 	"strings"
 
-	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 

@@ -15,10 +15,10 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/api"
+	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/state"
-	"github.com/dpserve/dpserve/wiring"
+	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/internal/server"
 )
 
 // cli is a command line whose streams, cluster and node are fakes.
@@ -39,7 +39,7 @@ func newCLI(t *testing.T) *cli {
 	c.env = newEnv(streams, newInterrupts())
 	c.getenv = func(string) string { return "" }
 	c.newAdmin = func(string) (admin, error) { return c.cluster, nil }
-	c.newNode = func(config wiring.Config) (node, error) { c.node.config = config; return c.node, nil }
+	c.newNode = func(config server.Config) (node, error) { c.node.config = config; return c.node, nil }
 	return c
 }
 
@@ -191,7 +191,7 @@ type fakeNode struct {
 	joinAt    string
 	joinWith  string
 	left      bool
-	config    wiring.Config
+	config    server.Config
 	listenErr error
 	serveErr  error
 	slow      bool
@@ -201,7 +201,7 @@ type fakeNode struct {
 }
 
 func newFakeNode() *fakeNode {
-	return &fakeNode{http: wiring.DefaultHTTPBind, killed: make(chan struct{})}
+	return &fakeNode{http: server.DefaultHTTPBind, killed: make(chan struct{})}
 }
 
 func (n *fakeNode) Listen() error { return n.listenErr }
@@ -220,7 +220,7 @@ func (n *fakeNode) Serve(ctx context.Context) error {
 func (n *fakeNode) Kill()                         { close(n.killed) }
 func (n *fakeNode) Close() error                  { n.closed = true; return nil }
 func (n *fakeNode) HTTPAddr() string              { return n.http }
-func (n *fakeNode) AdminAddr() string             { return wiring.DefaultAdminBind }
+func (n *fakeNode) AdminAddr() string             { return server.DefaultAdminBind }
 func (n *fakeNode) MetricsAddr() string           { return "" }
 func (n *fakeNode) Totals() (uint64, uint64, int) { return 3, 40, 1 }
 

@@ -12,7 +12,7 @@ import (
 	"os/signal"
 	"syscall"
 
-	"github.com/dpserve/dpserve/engine/sim"
+	"github.com/dpserve/dpserve/internal/engine/sim"
 )
 
 func main() {

@@ -17,12 +17,12 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/wiring"
+	"github.com/dpserve/dpserve/internal/server"
 )
 
 // nodeFlags are the flags of a node that up, start and join share.
 type nodeFlags struct {
-	config wiring.Config
+	config server.Config
 	labels map[string]string
 	timers map[string]string
 }
@@ -72,7 +72,7 @@ func (f *nodeFlags) addNode(cmd *cobra.Command) {
 		"serve or fence: what ranks do when no leader answers")
 	f.addCommon(cmd)
 	cmd.Flag("node-id").DefValue = "" // the host's name would make every help text different
-	cmd.Flag("roles").DefValue = strings.Join(wiring.AllRoles(), ",")
+	cmd.Flag("roles").DefValue = strings.Join(server.AllRoles(), ",")
 }
 
 // adaptBinds uses the advertise address for binds that are at their defaults, if it is a loopback address: so
@@ -93,7 +93,7 @@ func (f *nodeFlags) adaptBinds(cmd *cobra.Command) {
 
 // buildConfig returns the config that the flags describe. It checks only flags that are not config values;
 // wiring.Config.Validate checks the rest.
-func (f *nodeFlags) buildConfig() (wiring.Config, error) {
+func (f *nodeFlags) buildConfig() (server.Config, error) {
 	c := f.config
 	c.Version = readBuildInfo().Version
 	c.Labels = f.labels
@@ -150,7 +150,7 @@ type serving struct {
 
 // startNode makes a node, binds it and runs it. The caller owns the node: it calls stop and Close. The node
 // outlives ctx, because a drain outlives the command that was interrupted.
-func startNode(ctx context.Context, e *env, c wiring.Config) (*serving, error) {
+func startNode(ctx context.Context, e *env, c server.Config) (*serving, error) {
 	if err := c.Validate(); err != nil {
 		return nil, err
 	}
@@ -208,13 +208,13 @@ func (s *serving) drainError() error {
 }
 
 // newNode makes a node in this process and sets the process's memory limit.
-func newNode(c wiring.Config) (node, error) {
+func newNode(c server.Config) (node, error) {
 	if os.Getenv("GOMEMLIMIT") == "" { // the user decides, also with "off"
 		if limit := containerMemory(os.DirFS("/")); limit > 0 {
 			debug.SetMemoryLimit(limit / 10 * memoryShareTenths)
 		}
 	}
-	return wiring.New(c)
+	return server.New(c)
 }
 
 // memoryShareTenths is the share of a container's memory, in tenths, that the Go runtime may use. The kernel

@@ -10,7 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/api"
+	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 

@@ -9,7 +9,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/wiring"
+	"github.com/dpserve/dpserve/internal/server"
 )
 
 // address is printed by start and up with -o json: one line that tells a program where the node listens.
@@ -24,7 +24,7 @@ type address struct {
 }
 
 func newStart(e *env) *cobra.Command {
-	f := &nodeFlags{config: wiring.DefaultConfig()}
+	f := &nodeFlags{config: server.DefaultConfig()}
 	cmd := &cobra.Command{
 		Use:   "start [flags]",
 		Short: "run a node in the foreground",
@@ -68,7 +68,7 @@ func runStart(ctx context.Context, e *env, f *nodeFlags, output format) error {
 	}
 	if at, token := s.FirstToken(); token != "" {
 		printMessage(e.io.Err, "other machines join with (good for %s, for up to %d nodes):",
-			wiring.FirstTokenTTL, wiring.FirstTokenUses)
+			server.FirstTokenTTL, server.FirstTokenUses)
 		printMessage(e.io.Err, "  %s", formatJoinCommand(at, token))
 	}
 	select {
@@ -118,8 +118,8 @@ func formatMetricsLine(addr string) string {
 }
 
 func newJoin(e *env) *cobra.Command {
-	f := &nodeFlags{config: wiring.DefaultConfig()}
-	to := &wiring.Join{}
+	f := &nodeFlags{config: server.DefaultConfig()}
+	to := &server.Join{}
 	cmd := &cobra.Command{
 		Use:   "join ADDR --token TOKEN [flags]",
 		Short: "run a node that joins a cluster, in the foreground",

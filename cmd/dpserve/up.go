@@ -14,9 +14,9 @@ import (
 	"github.com/goccy/go-yaml"
 	"github.com/spf13/cobra"
 
-	"github.com/dpserve/dpserve/api"
+	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/wiring"
+	"github.com/dpserve/dpserve/internal/server"
 )
 
 // quickstart is the application of `up` without a file. It equals examples/quickstart/app.yaml; a test
@@ -42,7 +42,7 @@ type upFlags struct {
 }
 
 func newUp(e *env) *cobra.Command {
-	f := &upFlags{node: &nodeFlags{config: wiring.DefaultConfig()}}
+	f := &upFlags{node: &nodeFlags{config: server.DefaultConfig()}}
 	f.node.config.LogLevel = "warn"
 	f.node.config.Ephemeral = true
 	cmd := &cobra.Command{
@@ -177,7 +177,7 @@ func runUp(ctx context.Context, e *env, f *upFlags, file *appFile) (err error) {
 }
 
 // makeDataDir makes a temporary folder, unless --data-dir names one to keep.
-func makeDataDir(f *upFlags, c *wiring.Config) (remove func() error, err error) {
+func makeDataDir(f *upFlags, c *server.Config) (remove func() error, err error) {
 	c.DataDir = f.keep
 	if f.keep != "" {
 		return func() error { return nil }, nil
@@ -191,7 +191,7 @@ func makeDataDir(f *upFlags, c *wiring.Config) (remove func() error, err error) 
 }
 
 // reportReplacedPorts prints which default ports were taken.
-func reportReplacedPorts(s *serving, c wiring.Config, scr *screen) {
+func reportReplacedPorts(s *serving, c server.Config, scr *screen) {
 	for _, p := range []struct{ what, wanted, got string }{
 		{"endpoint", c.HTTPBind, s.HTTPAddr()}, {"admin API", c.AdminBind, s.AdminAddr()}, {
 			"metrics port", c.MetricsBind, s.MetricsAddr(),
@@ -339,7 +339,7 @@ const (
 // release is called. The last port of the slice is the lock: it is bound, and the system frees it however the
 // process ends. If every slice is taken, the config stays unchanged, and the node's bind tests find free
 // blocks.
-func reservePortSlice(ctx context.Context, c *wiring.Config) (release func()) {
+func reservePortSlice(ctx context.Context, c *server.Config) (release func()) {
 	var bind net.ListenConfig
 	for i := range sliceCount {
 		hi := sliceTop - i*sliceSize

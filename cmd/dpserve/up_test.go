@@ -13,8 +13,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/state"
-	"github.com/dpserve/dpserve/wiring"
+	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/internal/server"
 )
 
 // start runs a command in the background and returns a channel with its exit code.
@@ -215,13 +215,13 @@ func TestRate(t *testing.T) {
 
 // Two `up` processes never share a slice, and a released slice can be reserved again.
 func TestPortSlicesAreDisjoint(t *testing.T) {
-	a, b, again := wiring.DefaultConfig(), wiring.DefaultConfig(), wiring.DefaultConfig()
+	a, b, again := server.DefaultConfig(), server.DefaultConfig(), server.DefaultConfig()
 	releaseA := reservePortSlice(context.Background(), &a)
 	defer releaseA()
 	releaseB := reservePortSlice(context.Background(), &b)
 	require.NoError(t, a.Validate())
 	require.NoError(t, b.Validate())
-	if b.PortRange == wiring.DefaultPortRange {
+	if b.PortRange == server.DefaultPortRange {
 		t.Skip("every slice is taken on this machine")
 	}
 	assert.NotEqual(t, a.PortRange, b.PortRange)

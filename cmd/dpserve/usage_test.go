@@ -9,7 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/loadgen"
+	"github.com/dpserve/dpserve/internal/loadgen"
 )
 
 func TestUsageErrors(t *testing.T) {

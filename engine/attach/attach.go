@@ -6,7 +6,7 @@ import (
 	"errors"
 	"net/http"
 
-	"github.com/dpserve/dpserve/engine"
+	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 

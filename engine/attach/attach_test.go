@@ -13,7 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
 
-	"github.com/dpserve/dpserve/engine/attach"
+	"github.com/dpserve/dpserve/internal/engine/attach"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 

@@ -8,7 +8,7 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/dpserve/dpserve/engine/kvevents/zmtp"
+	"github.com/dpserve/dpserve/internal/engine/kvevents/zmtp"
 )
 
 // Limits of replays.

@@ -13,7 +13,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/dpserve/dpserve/engine/kvevents/zmtp"
+	"github.com/dpserve/dpserve/internal/engine/kvevents/zmtp"
 )
 
 // tickInterval is the period of the checks of cooldowns and of a silent stream.

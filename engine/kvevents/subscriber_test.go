@@ -14,7 +14,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/engine/kvevents/zmtp"
+	"github.com/dpserve/dpserve/internal/engine/kvevents/zmtp"
 )
 
 func eventually(t *testing.T, ok func() bool) {

@@ -9,7 +9,7 @@ import (
 	"strconv"
 	"strings"
 
-	em "github.com/dpserve/dpserve/enginemodel"
+	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
 
 // Stats is the answer of GET /_sim/stats: sums over the ranks of this process.

@@ -16,8 +16,8 @@ import (
 	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
-	em "github.com/dpserve/dpserve/enginemodel"
-	"github.com/dpserve/dpserve/internal/memnet"
+	em "github.com/dpserve/dpserve/internal/enginemodel"
+	"github.com/dpserve/dpserve/test/memnet"
 )
 
 type completion struct {

@@ -6,7 +6,7 @@ import (
 	"sync/atomic"
 	"unicode/utf8"
 
-	em "github.com/dpserve/dpserve/enginemodel"
+	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
 
 // call is one HTTP request in the engine: its choices, and the channel that wakes its handler.

@@ -11,7 +11,7 @@ import (
 	"strings"
 	"time"
 
-	em "github.com/dpserve/dpserve/enginemodel"
+	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
 
 // Version is the engine version that is imitated, as GET /version tells it.

@@ -8,7 +8,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/dpserve/dpserve/enginemodel"
+	"github.com/dpserve/dpserve/internal/enginemodel"
 )
 
 // ParseFlags turns the command line of an engine into a Config. It takes vLLM's spelling (--name value,

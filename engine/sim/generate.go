@@ -8,7 +8,7 @@ import (
 	"sync"
 	"time"
 
-	em "github.com/dpserve/dpserve/enginemodel"
+	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
 
 func (s *Server) now() int64 { return time.Now().Unix() }

@@ -13,8 +13,8 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/engine/kvevents"
-	em "github.com/dpserve/dpserve/enginemodel"
+	"github.com/dpserve/dpserve/internal/engine/kvevents"
+	em "github.com/dpserve/dpserve/internal/enginemodel"
 	"github.com/dpserve/dpserve/test/ports"
 )
 

@@ -22,8 +22,8 @@ import (
 	"github.com/stretchr/testify/require"
 	"github.com/vmihailenco/msgpack/v5"
 
-	"github.com/dpserve/dpserve/engine/kvevents/zmtp"
-	em "github.com/dpserve/dpserve/enginemodel"
+	"github.com/dpserve/dpserve/internal/engine/kvevents/zmtp"
+	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
 
 // kvConfig is an engine whose events are published and replayed on free ports.

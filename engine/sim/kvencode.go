@@ -4,7 +4,7 @@ import (
 	"encoding/binary"
 	"math"
 
-	em "github.com/dpserve/dpserve/enginemodel"
+	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
 
 // kvEncoder writes the batches of one rank in the msgpack that the imitated publishers write: order of keys,

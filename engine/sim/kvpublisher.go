@@ -10,8 +10,8 @@ import (
 	"sync"
 	"time"
 
-	"github.com/dpserve/dpserve/engine/kvevents/zmtp"
-	em "github.com/dpserve/dpserve/enginemodel"
+	"github.com/dpserve/dpserve/internal/engine/kvevents/zmtp"
+	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
 
 // Bounds of a publisher beside those of its settings.

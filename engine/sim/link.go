@@ -10,7 +10,7 @@ import (
 	"sync"
 	"time"
 
-	em "github.com/dpserve/dpserve/enginemodel"
+	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
 
 // The ranks of a lockstep group meet at rank 0 over TCP. Every message is one frame of frameSize bytes: kind,

@@ -4,7 +4,7 @@ import (
 	"strconv"
 	"unicode/utf8"
 
-	em "github.com/dpserve/dpserve/enginemodel"
+	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
 
 // Log probabilities are made up: the k-th best token of any position has one fixed value, the chosen one is

@@ -17,7 +17,7 @@ import (
 	"syscall"
 	"time"
 
-	em "github.com/dpserve/dpserve/enginemodel"
+	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
 
 // Exit codes of Main.

@@ -6,7 +6,7 @@ import (
 	"strconv"
 	"time"
 
-	em "github.com/dpserve/dpserve/enginemodel"
+	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
 
 // page writes the Prometheus text format: HELP, TYPE and, for counters and histograms, the _created twin.

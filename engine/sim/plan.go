@@ -5,7 +5,7 @@ import (
 	"strconv"
 	"strings"
 
-	em "github.com/dpserve/dpserve/enginemodel"
+	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
 
 // Defaults and bounds of the API.

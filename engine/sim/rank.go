@@ -7,7 +7,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	em "github.com/dpserve/dpserve/enginemodel"
+	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
 
 // maxInbox bounds the inputs from handlers between two turns of the engine; beyond it the engine answers that

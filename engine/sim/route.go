@@ -12,7 +12,7 @@ import (
 	"strconv"
 	"strings"
 
-	em "github.com/dpserve/dpserve/enginemodel"
+	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
 
 type connKey struct{}

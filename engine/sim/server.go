@@ -18,7 +18,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	em "github.com/dpserve/dpserve/enginemodel"
+	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
 
 // Limits of the HTTP server, the imitated engine's where it has one.

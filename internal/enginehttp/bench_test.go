@@ -13,7 +13,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/internal/quietnet"
+	"github.com/dpserve/dpserve/internal/rawconn"
 )
 
 // cpu is the process's CPU time.
@@ -31,7 +31,7 @@ func BenchmarkClient(b *testing.B) {
 	const answer = "HTTP/1.1 200 OK\r\nserver: uvicorn\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\nok"
 	body := []byte(`{"model":"demo","messages":[{"role":"user","content":"hi"}]}`)
 	peer := server(b, func(_ int, c *net.TCPConn, _ *bufio.Reader) {
-		q, p := quietnet.Conn(c), make([]byte, 4<<10)
+		q, p := rawconn.Conn(c), make([]byte, 4<<10)
 		for {
 			if n, err := q.Read(p); err != nil || !strings.HasSuffix(string(p[:n]), string(body)) {
 				return
@@ -46,7 +46,7 @@ func BenchmarkClient(b *testing.B) {
 		if err != nil {
 			return nil, err
 		}
-		return quietnet.Conn(c), nil
+		return rawconn.Conn(c), nil
 	}
 	own := New(Config{Host: peer.host, Dial: dial, Idle: time.Minute, MaxIdle: 8})
 	defer own.Close()

@@ -18,7 +18,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/internal/enginehttp"
-	"github.com/dpserve/dpserve/internal/quietnet"
+	"github.com/dpserve/dpserve/internal/rawconn"
 )
 
 // Dialer opens a connection to an engine.
@@ -145,7 +145,7 @@ func capped(c net.Conn) net.Conn {
 			return c // already closed: the first use fails
 		}
 	}
-	return quietnet.Conn(c)
+	return rawconn.Conn(c)
 }
 
 // Hop reports whether a header field (in canonical form) belongs to one connection and is never passed on

@@ -1,6 +1,6 @@
 //go:build linux && !race
 
-package quietnet
+package rawconn
 
 import (
 	"errors"

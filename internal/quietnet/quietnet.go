@@ -12,7 +12,7 @@
 // A raw call holds its processor until it is done, and garbage collection waits for it: so one call writes at
 // most maxPiece bytes. The race detector does not see what a raw call does to memory, so under it, and on
 // systems other than Linux, connections stay as they are.
-package quietnet
+package rawconn
 
 import "net"
 

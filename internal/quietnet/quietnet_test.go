@@ -1,4 +1,4 @@
-package quietnet_test
+package rawconn_test
 
 import (
 	"bytes"
@@ -16,7 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
 
-	"github.com/dpserve/dpserve/internal/quietnet"
+	"github.com/dpserve/dpserve/internal/rawconn"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -27,7 +27,7 @@ func pair(tb testing.TB) (quiet net.Conn, plain *net.TCPConn) {
 	l, err := (&net.ListenConfig{}).Listen(context.Background(), "tcp", "127.0.0.1:0")
 	require.NoError(tb, err)
 	defer l.Close()
-	ql := quietnet.Listener(l)
+	ql := rawconn.Listener(l)
 	c, err := (&net.Dialer{}).DialContext(context.Background(), "tcp", l.Addr().String())
 	require.NoError(tb, err)
 	plain, _ = c.(*net.TCPConn)
@@ -237,7 +237,7 @@ func TestOtherConnectionsStayAsTheyAre(t *testing.T) {
 	a, b := net.Pipe()
 	defer a.Close()
 	defer b.Close()
-	assert.Same(t, a, quietnet.Conn(a))
+	assert.Same(t, a, rawconn.Conn(a))
 }
 
 func TestNoAllocations(t *testing.T) {

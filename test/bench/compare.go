@@ -13,8 +13,8 @@ import (
 	"strings"
 	"time"
 
-	"github.com/dpserve/dpserve/loadgen"
-	"github.com/dpserve/dpserve/steptime"
+	"github.com/dpserve/dpserve/internal/loadgen"
+	"github.com/dpserve/dpserve/internal/steptime"
 )
 
 // policyFlags are the flags of the roles policies and policy-cpu.

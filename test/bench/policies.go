@@ -8,7 +8,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/dpserve/dpserve/loadgen"
+	"github.com/dpserve/dpserve/internal/loadgen"
 )
 
 // routed is a setting of `routing`.

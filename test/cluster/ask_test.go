@@ -3,7 +3,7 @@ package cluster_test
 import (
 	"time"
 
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // proposeLimit bounds one command on its way through consensus.

@@ -6,8 +6,8 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/node"
-	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // audit knows everything, and holds the cluster to what it promises.

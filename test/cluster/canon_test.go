@@ -5,7 +5,7 @@ import (
 	"maps"
 	"slices"
 
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // canon is the one log that all machines must agree on, and what state.Apply made of it: the reference that

@@ -5,8 +5,8 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/controller"
-	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // mutant is a rule that is broken on purpose: a simulation that does not notice proves nothing.

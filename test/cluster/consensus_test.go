@@ -4,7 +4,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // Timers of consensus: those of package cluster for more than one voter, and hashicorp/raft's heartbeats, a

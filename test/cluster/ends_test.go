@@ -6,9 +6,9 @@ import (
 
 	"github.com/dpserve/dpserve/actors/controller"
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // The ways in which a machine ends: by SIGTERM, or because its process dies of an engine that it starts.

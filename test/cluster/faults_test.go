@@ -4,7 +4,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // faults makes a part of the run bad: from the beginning to the healing, each fault at a time of its own.

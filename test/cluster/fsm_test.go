@@ -5,7 +5,7 @@ import (
 	"maps"
 	"slices"
 
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // fsm is a control machine's own copy of the state, a model of cluster's fsm. Only state.Apply, Encode and

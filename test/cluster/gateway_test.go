@@ -3,7 +3,7 @@ package cluster_test
 import (
 	"time"
 
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // session is a worker's end of its stream to an ingress: one order, as TCP keeps it.

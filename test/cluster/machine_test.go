@@ -5,7 +5,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/node"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // machine is one node of the cluster: a disk, and a process with consensus, perhaps the leader's actors,

@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // draw is the run that a seed stands for.

@@ -7,7 +7,7 @@ import (
 	"github.com/dpserve/dpserve/actors/controller"
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // shell is what runs on the machine that leads: the controller's core, and a model of what surrounds it.

@@ -4,7 +4,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // votersEvery is how often the leader looks at the votes.

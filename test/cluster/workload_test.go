@@ -8,9 +8,9 @@ import (
 
 	"github.com/anishathalye/porcupine"
 
-	"github.com/dpserve/dpserve/app"
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // workload is what people and engines do: deploys with expected revisions from several nodes, groups more and

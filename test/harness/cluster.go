@@ -15,10 +15,10 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/api"
-	"github.com/dpserve/dpserve/engine/sim"
-	"github.com/dpserve/dpserve/internal/memnet"
-	"github.com/dpserve/dpserve/wiring"
+	"github.com/dpserve/dpserve/internal/api"
+	"github.com/dpserve/dpserve/internal/engine/sim"
+	"github.com/dpserve/dpserve/test/memnet"
+	"github.com/dpserve/dpserve/internal/server"
 )
 
 // Cluster runs whole nodes in this process: the binary's own wiring, with network, raft log and engines in
@@ -32,7 +32,7 @@ type Cluster struct {
 	Engines *Engines
 	Journal *Journal
 
-	node   *wiring.Node
+	node   *server.Node
 	client *http.Client
 	peers  []*Peer
 	made   settings // how nodes are made
@@ -46,7 +46,7 @@ type settings struct {
 	disk   string           // of data dirs; "" = in memory
 	roles  map[int][]string // by node; none = all
 	grows  bool             // it is a cluster even with one node
-	config wiring.Config
+	config server.Config
 }
 
 // Nodes sets the number of nodes. One node runs alone. Several nodes form a cluster before New returns.
@@ -66,7 +66,7 @@ func Slots(n int) Option { return func(s *settings) { s.config.Slots = n } }
 // options the cluster is one node with every default.
 func New(t testing.TB, options ...Option) *Cluster {
 	t.Helper()
-	s := settings{nodes: 1, roles: map[int][]string{}, config: wiring.DefaultConfig()}
+	s := settings{nodes: 1, roles: map[int][]string{}, config: server.DefaultConfig()}
 	for _, o := range options {
 		o(&s)
 	}

@@ -17,9 +17,9 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/memnet"
-	"github.com/dpserve/dpserve/state"
-	"github.com/dpserve/dpserve/wiring"
+	"github.com/dpserve/dpserve/test/memnet"
+	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/internal/server"
 )
 
 // afterwards is how long the goroutines of connections between nodes may need to see that both ends are gone.
@@ -33,7 +33,7 @@ type Peer struct {
 	Disk *Disk  // of its log
 
 	root          *Cluster
-	config        wiring.Config
+	config        server.Config
 	place         *memnet.Host
 	journalWriter *journalWriter
 	stop          context.CancelFunc
@@ -86,7 +86,7 @@ func (c *Cluster) Grow() *Peer {
 	}
 	if i > 0 {
 		address, token := c.node.FirstToken()
-		cfg.Join = &wiring.Join{Address: address, Token: token}
+		cfg.Join = &server.Join{Address: address, Token: token}
 	}
 	self := *c
 	m.Cluster = &self
@@ -103,8 +103,8 @@ func (c *Cluster) Grow() *Peer {
 }
 
 // start builds the node and lets it serve.
-func (m *Peer) start(cfg wiring.Config) error {
-	n, err := wiring.New(cfg)
+func (m *Peer) start(cfg server.Config) error {
+	n, err := server.New(cfg)
 	if err != nil {
 		return err
 	}

@@ -16,9 +16,9 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/node"
-	"github.com/dpserve/dpserve/engine"
-	"github.com/dpserve/dpserve/engine/sim"
-	"github.com/dpserve/dpserve/internal/memnet"
+	"github.com/dpserve/dpserve/internal/engine"
+	"github.com/dpserve/dpserve/internal/engine/sim"
+	"github.com/dpserve/dpserve/test/memnet"
 )
 
 // Engines is a node.Launcher that starts simulated engines in this process. It records two faults: two live

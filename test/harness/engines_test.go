@@ -17,10 +17,10 @@ import (
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
 
-	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/engine"
-	"github.com/dpserve/dpserve/engine/kvevents"
-	"github.com/dpserve/dpserve/internal/memnet"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/engine"
+	"github.com/dpserve/dpserve/internal/engine/kvevents"
+	"github.com/dpserve/dpserve/test/memnet"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }

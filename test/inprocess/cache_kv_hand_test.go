@@ -9,7 +9,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/engine/sim"
+	"github.com/dpserve/dpserve/internal/engine/sim"
 )
 
 // byHand starts an engine by its command line, without dpserve. It ends with the test.

@@ -19,8 +19,8 @@ import (
 
 	"github.com/dpserve/dpserve/actors/ingress"
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/engine/sim"
-	"github.com/dpserve/dpserve/telemetry"
+	"github.com/dpserve/dpserve/internal/engine/sim"
+	"github.com/dpserve/dpserve/internal/telemetry"
 	"github.com/dpserve/dpserve/test/harness"
 )
 

@@ -15,12 +15,12 @@ import (
 	"github.com/dpserve/dpserve/actors/dpserver"
 	"github.com/dpserve/dpserve/actors/ingress"
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/app"
-	"github.com/dpserve/dpserve/engine"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/routing/kvindex"
-	"github.com/dpserve/dpserve/state"
-	"github.com/dpserve/dpserve/telemetry"
+	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
 // What the ranks hold when an ingress comes back.

@@ -19,10 +19,10 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 
-	"github.com/dpserve/dpserve/cluster/membership"
-	"github.com/dpserve/dpserve/cluster/nodeport"
-	"github.com/dpserve/dpserve/cluster/pki"
-	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
+	"github.com/dpserve/dpserve/internal/cluster/membership"
+	"github.com/dpserve/dpserve/internal/cluster/nodeport"
+	"github.com/dpserve/dpserve/internal/cluster/pki"
+	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/test/harness"
 )
 

@@ -16,11 +16,11 @@ import (
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
 
-	"github.com/dpserve/dpserve/actors/remote"
-	"github.com/dpserve/dpserve/cluster/nodeport"
-	"github.com/dpserve/dpserve/cluster/pki"
-	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
-	"github.com/dpserve/dpserve/state"
+	"github.com/dpserve/dpserve/internal/noderpc"
+	"github.com/dpserve/dpserve/internal/cluster/nodeport"
+	"github.com/dpserve/dpserve/internal/cluster/pki"
+	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
+	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -33,14 +33,14 @@ type standIn struct {
 }
 
 // joinAs takes a token and joins as a node of a release.
-func joinAs(c *harness.Members, name, release string) (*remote.Joined, *state.Node, error) {
+func joinAs(c *harness.Members, name, release string) (*noderpc.Joined, *state.Node, error) {
 	ip := c.NextIP()
 	n := &state.Node{
 		ID: name, UID: "uid-of-" + name, Address: ip + ":7947", Gossip: ip + ":7946", Roles: []state.Role{state.RoleIngress}, Version: release,
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), harness.Patience)
 	defer cancel()
-	joined, err := remote.Join(ctx, remote.JoinConfig{Address: c.Up()[0].NodePort(), Token: c.Token(), Node: *n})
+	joined, err := noderpc.Join(ctx, noderpc.JoinConfig{Address: c.Up()[0].NodePort(), Token: c.Token(), Node: *n})
 	return joined, n, err
 }
 
@@ -117,7 +117,7 @@ func TestMB6UnknownMessages(t *testing.T) {
 	_, _, err := joinAs(c, "old", "v0.0.9")
 	require.Error(t, err)
 	assert.Contains(t, err.Error(), "v0.0.9")
-	assert.Contains(t, err.Error(), remote.OldestVersion)
+	assert.Contains(t, err.Error(), noderpc.OldestVersion)
 	t.Logf("an old release: %v", err)
 
 	s := newStandIn(t, c, "new", "v9.0.0")
@@ -132,7 +132,7 @@ func TestMB6UnknownMessages(t *testing.T) {
 	_, err = leader.Renew(ctx, s.report(t, "v0.0.9"))
 	require.Error(t, err, "a lease of an old release")
 	assert.Contains(t, err.Error(), "v0.0.9")
-	assert.Contains(t, err.Error(), remote.OldestVersion)
+	assert.Contains(t, err.Error(), noderpc.OldestVersion)
 	for _, method := range []string{"/dpserve.v1.Control/Dance", "/dpserve.v9.Weather/Tell"} {
 		for _, m := range c.All {
 			err := s.conns[m.Name].Invoke(ctx, method, &dpservev1.StatusRequest{}, &dpservev1.StatusReply{})

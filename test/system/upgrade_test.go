@@ -13,7 +13,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	dpservev1 "github.com/dpserve/dpserve/proto/dpserve/v1"
+	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/test/harness"
 )
 

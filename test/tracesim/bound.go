@@ -3,7 +3,7 @@ package tracesim
 import (
 	"time"
 
-	"github.com/dpserve/dpserve/steptime"
+	"github.com/dpserve/dpserve/internal/steptime"
 )
 
 // Bound is what a workload allows under any routing.

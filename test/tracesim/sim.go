@@ -5,9 +5,9 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/dpserve/dpserve/enginemodel"
+	"github.com/dpserve/dpserve/internal/enginemodel"
 	"github.com/dpserve/dpserve/routing"
-	"github.com/dpserve/dpserve/steptime"
+	"github.com/dpserve/dpserve/internal/steptime"
 )
 
 const (
