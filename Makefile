@@ -30,7 +30,7 @@ ci: ## everything a change has to pass
 .PHONY: bench
 bench: build ## the numbers: added latency, CPU, throughput, against nginx (if there is one) and a plain Go proxy; Linux
 	go test -run '^$$' -bench 'PickPowerOfTwo64|TrySendReply|Admission|RelayChunk|WatcherEvent|Scan|Plain|PingPong' -benchmem -benchtime 0.3s \
-		./routing ./internal/inbox ./internal/quietnet ./actors/dpserver ./actors/ingress ./engine/openai
+		./routing ./internal/inbox ./internal/rawconn ./actors/dpserver ./actors/ingress ./internal/engine/openai
 	go run ./test/bench -dpserve bin/dpserve
 
 # One traffic takes about 15 minutes: POLICIES=kv-tuned,lmetric-1 TRAFFIC=chat,mixed make bench-policies takes part of it.

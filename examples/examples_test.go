@@ -13,8 +13,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/internal/app"
-	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/internal/server"
+	"github.com/dpserve/dpserve/routing"
 )
 
 // files are the examples with their text.

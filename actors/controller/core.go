@@ -9,8 +9,8 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/placement"
 	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/placement"
 )
 
 // Core decides. It has no IO, no clock and no goroutines: the same inputs at the same times give the same

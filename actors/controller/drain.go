@@ -3,8 +3,8 @@ package controller
 import (
 	"time"
 
-	"github.com/dpserve/dpserve/placement"
 	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/placement"
 )
 
 // giveUpUnitsOn gives up the units of a stopping node, except those that already end. The node ends them in

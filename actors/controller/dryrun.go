@@ -8,8 +8,8 @@ import (
 
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/placement"
 	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/placement"
 )
 
 // checkRunnable refuses kinds that this version cannot start.

@@ -9,8 +9,8 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/placement"
 	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/placement"
 )
 
 // A leader that did nothing for longer than lease_ttl / frozenPart was frozen. It did not receive renewals,

@@ -9,8 +9,8 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
-	"github.com/dpserve/dpserve/placement"
 	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/placement"
 )
 
 // grantAll places the units that wait for a grant, group by group, and proposes each placed group as one

@@ -18,9 +18,9 @@ import (
 	"github.com/dpserve/dpserve/internal/engine/kvevents"
 	"github.com/dpserve/dpserve/internal/engine/kvevents/zmtp"
 	"github.com/dpserve/dpserve/internal/inbox"
-	"github.com/dpserve/dpserve/test/memnet"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/routing/kvindex"
+	"github.com/dpserve/dpserve/test/memnet"
 )
 
 func events(r *testRig) msg.EventStatus { return *r.Status().KV.Events }

@@ -16,8 +16,8 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine/kvevents/zmtp"
-	"github.com/dpserve/dpserve/test/memnet"
 	"github.com/dpserve/dpserve/routing/kvindex"
+	"github.com/dpserve/dpserve/test/memnet"
 )
 
 // testHasher has no secret, as the Factory of newRig.

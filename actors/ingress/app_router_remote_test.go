@@ -11,8 +11,8 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
-	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/routing"
 )
 
 // silence reports to the ingress whether the rank's node is silent.

@@ -13,9 +13,9 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/telemetry"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
-	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
 // kvFeed is a msg.Feed over kvReplicas that loses, doubles and reorders records.

@@ -66,7 +66,7 @@ func (l *clientConns) Accept() (net.Conn, error) {
 	}
 }
 
-// limitWriteBuffer returns a quietnet connection with a bounded kernel buffer. Without the bound, 8 MB of a
+// limitWriteBuffer returns a rawconn connection with a bounded kernel buffer. Without the bound, 8 MB of a
 // stream collect there when its client stops reading.
 func limitWriteBuffer(c net.Conn) net.Conn {
 	if tcp, ok := c.(*net.TCPConn); ok {

@@ -17,10 +17,10 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engineleg"
-	"github.com/dpserve/dpserve/routing"
-	"github.com/dpserve/dpserve/routing/kvindex"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/internal/telemetry"
+	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
 // errDrained is the cause with which Close ends what is still running when its context is over.

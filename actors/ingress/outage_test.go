@@ -14,9 +14,9 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/internal/app"
-	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/internal/telemetry"
+	"github.com/dpserve/dpserve/routing"
 )
 
 // outageRig is an ingress without sockets, in fake time, in front of one rank that is not ready.

@@ -12,9 +12,9 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/test/memnet"
-	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/internal/telemetry"
+	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/test/memnet"
 )
 
 // TestASlowReaderIsHeldToARate: a client that takes a few bytes of its stream at intervals, so that no write

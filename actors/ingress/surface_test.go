@@ -15,8 +15,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/internal/app"
-	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/routing"
 )
 
 func TestModels(t *testing.T) {

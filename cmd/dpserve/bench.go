@@ -10,8 +10,8 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/dpserve/dpserve/internal/engine/attach"
-	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/loadgen"
+	"github.com/dpserve/dpserve/internal/problem"
 )
 
 type benchFlags struct {

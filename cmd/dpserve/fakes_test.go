@@ -17,8 +17,8 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/internal/server"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // cli is a command line whose streams, cluster and node are fakes.

@@ -92,7 +92,7 @@ func (f *nodeFlags) adaptBinds(cmd *cobra.Command) {
 }
 
 // buildConfig returns the config that the flags describe. It checks only flags that are not config values;
-// wiring.Config.Validate checks the rest.
+// server.Config.Validate checks the rest.
 func (f *nodeFlags) buildConfig() (server.Config, error) {
 	c := f.config
 	c.Version = readBuildInfo().Version
@@ -125,7 +125,7 @@ func checkOneOf(flag, value string, allowed ...string) error {
 // stopAtOnce is the longest time that a node may take to stop at once. Engines get no grace then.
 const stopAtOnce = 10 * time.Second
 
-// node is the part of wiring.Node that up and start use. Serve blocks until its context ends, then drains;
+// node is the part of server.Node that up and start use. Serve blocks until its context ends, then drains;
 // Kill cuts the drain.
 type node interface {
 	Listen() error

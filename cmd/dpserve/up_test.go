@@ -13,8 +13,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/internal/server"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // start runs a command in the background and returns a channel with its exit code.

@@ -8,8 +8,8 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/loadgen"
+	"github.com/dpserve/dpserve/internal/problem"
 )
 
 func TestUsageErrors(t *testing.T) {

@@ -7,7 +7,7 @@ import (
 	"unsafe"
 )
 
-// peek makes the system call without telling the scheduler: it never blocks (see package quietnet).
+// peek makes the system call without telling the scheduler: it never blocks (see package rawconn).
 func (p *probe) peek(fd uintptr) (done bool) {
 	for {
 		//nolint:gosec // the address is taken within the call, as package unsafe asks (rule 4)

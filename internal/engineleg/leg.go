@@ -138,7 +138,7 @@ func cappedDial(dial Dialer) Dialer {
 }
 
 // capped limits the connection's receive buffer, which bounds the bytes that a stuck client makes pile up in
-// the kernel, and returns a quietnet connection over it.
+// the kernel, and returns a rawconn connection over it.
 func capped(c net.Conn) net.Conn {
 	if tcp, ok := c.(*net.TCPConn); ok {
 		if tcp.SetReadBuffer(kernelBuffer) != nil {

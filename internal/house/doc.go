@@ -2,6 +2,7 @@
 // what a pure package may not do, that no test library is linked into the binary, and what CONTRIBUTING.md
 // says of files, lines and comments. It holds tests only. They read the source tree and run nothing of it.
 //
-// There are five layers: 0 pure packages, 1 adapters, 2 actors and the admin API, 3 wiring and the command, 4
+// There are five layers: 0 pure packages, 1 adapters, 2 actors and the admin API, 3 internal/server and
+// the command, 4
 // tests. A package imports only packages of lower layers. internal/ is below all of them.
 package house

@@ -106,7 +106,7 @@ func isLinked(file *ast.File) bool {
 }
 
 // TestLayers: an area imports only areas of lower layers. Areas of one layer use the messages and interfaces
-// of actors/msg, and wiring connects them.
+// of actors/msg, and internal/server connects them.
 func TestLayers(t *testing.T) {
 	for _, s := range tree(t) {
 		own, ok := areaOf(s.folder())
@@ -215,7 +215,7 @@ func TestLayerFault(t *testing.T) {
 		folder, imported string
 		fault            string
 	}{
-		{"routing", module + "steptime", ""},
+		{"routing", module + "internal/steptime", ""},
 		{"routing", module + "internal/problem", ""},
 		{"routing", "math/rand/v2", ""},
 		{"routing", "net/netip", ""},
@@ -223,10 +223,19 @@ func TestLayerFault(t *testing.T) {
 		{"routing", "os", "routing must not import os"},
 		{"routing", module + "placement", "routing (layer 0) must not import placement (layer 0)"},
 		{"routing", module + "internal/inbox", "pure routing must not import internal/inbox"},
-		{"state", "github.com/hashicorp/raft", "state must not import github.com/hashicorp/raft"},
-		{"state", "github.com/tidwall/gjson", "pure state must not link github.com/tidwall/gjson"},
-		{"engine/sim", module + "engine/openai", ""},
-		{"engine/sim", module + "actors/msg", "engine (layer 1) must not import actors/msg (layer 1)"},
+		{
+			"internal/state", "github.com/hashicorp/raft",
+			"internal/state must not import github.com/hashicorp/raft",
+		},
+		{
+			"internal/state", "github.com/tidwall/gjson",
+			"pure internal/state must not link github.com/tidwall/gjson",
+		},
+		{"internal/engine/sim", module + "internal/engine/openai", ""},
+		{
+			"internal/engine/sim", module + "actors/msg",
+			"internal/engine (layer 1) must not import actors/msg (layer 1)",
+		},
 		{
 			"actors/node", module + "actors/dpserver",
 			"actors/node (layer 2) must not import actors/dpserver (layer 2)",
@@ -238,9 +247,12 @@ func TestLayerFault(t *testing.T) {
 			"actors/ingress", "github.com/hashicorp/raft-wal",
 			"actors/ingress must not import github.com/hashicorp/raft-wal",
 		},
-		{"cmd/dpserve", module + "wiring", ""},
-		{"wiring", module + "cmd/dpserve", "wiring (layer 3) must not import cmd/dpserve (layer 3)"},
-		{"api", module + "nowhere", "imports " + module + "nowhere, which is in no area"},
+		{"cmd/dpserve", module + "internal/server", ""},
+		{
+			"internal/server", module + "cmd/dpserve",
+			"internal/server (layer 3) must not import cmd/dpserve (layer 3)",
+		},
+		{"internal/api", module + "nowhere", "imports " + module + "nowhere, which is in no area"},
 	}
 	for _, c := range cases {
 		own, ok := areaOf(c.folder)

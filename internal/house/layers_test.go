@@ -42,31 +42,34 @@ func areas() []area {
 		// client is public and imports nothing of this repository.
 		{name: "client", layer: -1, deny: []string{module, gin, raft, gossip, cobra, metrics}},
 
-		{name: "app", layer: 0, deny: io()},
-		{name: "state", layer: 0, deny: io()},
+		{name: "internal/app", layer: 0, deny: io()},
+		{name: "internal/state", layer: 0, deny: io()},
 		{name: "placement", layer: 0, deny: io()},
-		{name: "steptime", layer: 0, deny: io()},
-		{name: "routing", layer: 0, deny: io(), also: []string{"steptime"}},
-		{name: "enginemodel", layer: 0, deny: io(), also: []string{"steptime"}},
+		{name: "internal/steptime", layer: 0, deny: io()},
+		{name: "routing", layer: 0, deny: io(), also: []string{"internal/steptime"}},
+		{name: "internal/enginemodel", layer: 0, deny: io(), also: []string{"internal/steptime"}},
 
 		{name: "actors/msg", layer: 1, deny: io()},
-		{name: "engine", layer: 1, deny: []string{actorLib, gin, raft, gossip, cobra}},
-		{name: "proto", layer: 1, deny: []string{actorLib, gin, raft, gossip, cobra}},
-		{name: "cluster", layer: 1, also: []string{"proto"}, deny: []string{actorLib, gin, cobra}},
-		{name: "telemetry", layer: 1, deny: []string{actorLib, gin, raft, gossip, cobra}},
-		{name: "loadgen", layer: 1, deny: []string{actorLib, gin, raft, gossip, cobra}},
+		{name: "internal/engine", layer: 1, deny: []string{actorLib, gin, raft, gossip, cobra}},
+		{name: "internal/proto", layer: 1, deny: []string{actorLib, gin, raft, gossip, cobra}},
+		{
+			name: "internal/cluster", layer: 1, also: []string{"internal/proto"},
+			deny: []string{actorLib, gin, cobra},
+		},
+		{name: "internal/telemetry", layer: 1, deny: []string{actorLib, gin, raft, gossip, cobra}},
+		{name: "internal/loadgen", layer: 1, deny: []string{actorLib, gin, raft, gossip, cobra}},
 
 		{name: "actors/ingress", layer: 2, also: []string{"actors/msg"}, deny: []string{raft, gossip, cobra}},
 		{name: "actors/dpserver", layer: 2, deny: thin},
 		{name: "actors/rankassigner", layer: 2, deny: thin},
 		{name: "actors/controller", layer: 2, deny: thin},
 		{name: "actors/node", layer: 2, deny: thin},
-		{name: "actors/remote", layer: 2, deny: []string{gin, raft, gossip, cobra}},
-		{name: "api", layer: 2, deny: []string{raft, gossip, cobra, actorLib}},
+		{name: "internal/noderpc", layer: 2, deny: []string{gin, raft, gossip, cobra}},
+		{name: "internal/api", layer: 2, deny: []string{raft, gossip, cobra, actorLib}},
 
-		{name: "wiring", layer: 3, deny: []string{cobra}},
+		{name: "internal/server", layer: 3, deny: []string{cobra}},
 		{
-			name: "cmd/dpserve", layer: 3, also: []string{"wiring"},
+			name: "cmd/dpserve", layer: 3, also: []string{"internal/server"},
 			deny: []string{gin, raft, gossip, actorLib},
 		},
 

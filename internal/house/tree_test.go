@@ -46,35 +46,15 @@ func folders() []string {
 	return []string{"actors", "client", "cmd", "docs", "examples", "internal", "placement", "routing", "test"}
 }
 
-// formerFolders belong into internal/. The list may only become shorter.
-func formerFolders() []string {
-	return []string{
-		"api", "app", "cluster", "engine", "enginemodel", "loadgen",
-		"proto", "state", "steptime", "telemetry", "wiring",
-	}
-}
-
 // TestTopFolders: no folder is added at the top of the repository.
 func TestTopFolders(t *testing.T) {
 	entries, err := os.ReadDir(filepath.Join("..", ".."))
 	require.NoError(t, err)
 	files := texts(t)
-	var former []string
 	for _, e := range entries {
 		name := e.Name()
-		if !e.IsDir() || strings.HasPrefix(name, ".") || slices.Contains(folders(), name) {
-			continue
-		}
-		if !holdsText(files, name) {
-			continue
-		}
-		if assert.Contains(t, formerFolders(), name, "%s: a new package belongs into internal/", name) {
-			former = append(former, name)
-		}
-	}
-	for _, name := range formerFolders() {
-		if !slices.Contains(former, name) {
-			t.Logf("may be taken out of formerFolders: %s", name)
+		if e.IsDir() && !strings.HasPrefix(name, ".") && holdsText(files, name) {
+			assert.Contains(t, folders(), name, "%s: a new package belongs into internal/", name)
 		}
 	}
 }

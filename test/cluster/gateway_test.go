@@ -33,7 +33,7 @@ type part struct {
 	lockstep    bool
 }
 
-// Times of the streams, as in actors/remote.
+// Times of the streams, as in internal/noderpc.
 const (
 	streamBeat    = 250 * time.Millisecond
 	streamSuspect = time.Second
@@ -93,8 +93,8 @@ func (h *host) subscribe(to *machine, id int) {
 	h.push(s, r)
 }
 
-// gateway is a machine's ingress: a model of the views in actors/ingress and of the links in actors/remote,
-// and clients that ask it for tokens all the time.
+// gateway is a machine's ingress: a model of the views in actors/ingress and of the links in
+// internal/noderpc, and clients that ask it for tokens all the time.
 type gateway struct {
 	m        *machine
 	c        *cluster

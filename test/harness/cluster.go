@@ -17,8 +17,8 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/engine/sim"
-	"github.com/dpserve/dpserve/test/memnet"
 	"github.com/dpserve/dpserve/internal/server"
+	"github.com/dpserve/dpserve/test/memnet"
 )
 
 // Cluster runs whole nodes in this process: the binary's own wiring, with network, raft log and engines in

@@ -17,9 +17,9 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/test/memnet"
-	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/internal/server"
+	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/test/memnet"
 )
 
 // afterwards is how long the goroutines of connections between nodes may need to see that both ends are gone.

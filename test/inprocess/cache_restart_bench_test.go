@@ -18,9 +18,9 @@ import (
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/inbox"
-	"github.com/dpserve/dpserve/routing/kvindex"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/internal/telemetry"
+	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
 // What the ranks hold when an ingress comes back.

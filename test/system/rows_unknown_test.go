@@ -16,9 +16,9 @@ import (
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
 
-	"github.com/dpserve/dpserve/internal/noderpc"
 	"github.com/dpserve/dpserve/internal/cluster/nodeport"
 	"github.com/dpserve/dpserve/internal/cluster/pki"
+	"github.com/dpserve/dpserve/internal/noderpc"
 	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/test/harness"
@@ -40,7 +40,8 @@ func joinAs(c *harness.Members, name, release string) (*noderpc.Joined, *state.N
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), harness.Patience)
 	defer cancel()
-	joined, err := noderpc.Join(ctx, noderpc.JoinConfig{Address: c.Up()[0].NodePort(), Token: c.Token(), Node: *n})
+	join := noderpc.JoinConfig{Address: c.Up()[0].NodePort(), Token: c.Token(), Node: *n}
+	joined, err := noderpc.Join(ctx, join)
 	return joined, n, err
 }
 

@@ -6,8 +6,8 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/internal/enginemodel"
-	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/internal/steptime"
+	"github.com/dpserve/dpserve/routing"
 )
 
 const (

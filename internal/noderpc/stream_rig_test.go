@@ -1,0 +1,691 @@
+package noderpc
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net"
+	"slices"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/credentials/insecure"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
+	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/routing/kvindex"
+	"github.com/dpserve/dpserve/test/memnet"
+)
+
+// fakeHub is a node's local feed over fake ranks, with the contract of the real one.
+type fakeHub struct {
+	mu    sync.Mutex
+	subs  []*hubSub
+	ranks []*fakeRank
+}
+
+type hubSub struct {
+	mu     sync.Mutex
+	sink   msg.Sink
+	closed bool
+}
+
+func (s *hubSub) deliver(rec *msg.Record) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.closed {
+		s.sink.Deliver(rec)
+	}
+}
+
+func (h *fakeHub) Subscribe(sink msg.Sink) (cancel func()) {
+	sub := &hubSub{sink: sink}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.subs = append(h.subs, sub)
+	for _, r := range h.ranks {
+		r.post(func() {
+			r.subs = append(r.subs, sub)
+			r.snapshot(sub)
+		})
+	}
+	return func() {
+		h.mu.Lock()
+		h.subs = slices.DeleteFunc(h.subs, func(o *hubSub) bool { return o == sub })
+		h.mu.Unlock()
+		sub.mu.Lock()
+		defer sub.mu.Unlock()
+		sub.closed = true
+	}
+}
+
+// fakeRank is a DPServer: an actor with an account, KV columns and a stream.
+type fakeRank struct {
+	hub  *fakeHub
+	node string
+	id   identity
+	work chan func()
+	quit chan struct{}
+	done chan struct{}
+
+	// below: its own goroutine
+	subs          []*hubSub
+	seq           uint64
+	accepting     bool
+	open          map[uint64]msg.OpenRequest
+	columns       map[kvindex.Tier]map[uint64]bool
+	got           []any // posted
+	resyncs       int
+	ignoresResync bool // it answers no Resync
+	ended         bool
+}
+
+func (h *fakeHub) start(node string, id identity) *fakeRank {
+	r := &fakeRank{
+		hub: h, node: node, id: id, work: make(chan func(), 1<<16), quit: make(chan struct{}),
+		done: make(chan struct{}), accepting: true,
+		open: map[uint64]msg.OpenRequest{}, columns: map[kvindex.Tier]map[uint64]bool{},
+	}
+	h.mu.Lock()
+	h.ranks = append(h.ranks, r)
+	subs := slices.Clone(h.subs)
+	r.post(func() {
+		r.subs = subs
+		r.publish()
+	})
+	h.mu.Unlock()
+	go func() {
+		defer close(r.done)
+		for {
+			select {
+			case f := <-r.work:
+				f()
+			case <-r.quit:
+				return
+			}
+		}
+	}()
+	return r
+}
+
+func (r *fakeRank) post(f func()) {
+	select {
+	case r.work <- f:
+	case <-r.done:
+	}
+}
+
+// do runs f as the actor, and waits.
+func (r *fakeRank) do(f func()) {
+	done := make(chan struct{})
+	r.post(func() { f(); close(done) })
+	<-done
+}
+
+// stop ends the rank.
+func (r *fakeRank) stop() {
+	r.hub.mu.Lock()
+	r.hub.ranks = slices.DeleteFunc(r.hub.ranks, func(o *fakeRank) bool { return o == r })
+	r.hub.mu.Unlock()
+	r.do(func() {
+		r.emit(msg.Record{Kind: msg.RecGone})
+		r.ended = true
+	})
+	close(r.quit)
+	<-r.done
+}
+
+func (r *fakeRank) TrySend(m any) error {
+	r.Send(m)
+	return nil
+}
+
+func (r *fakeRank) Send(m any) {
+	r.post(func() {
+		if ask, ok := m.(msg.Resync); ok {
+			r.resyncs++
+			for _, sub := range r.subs {
+				if sub.sink == ask.Sink && !r.ignoresResync {
+					r.snapshot(sub)
+				}
+			}
+			return
+		}
+		r.got = append(r.got, m)
+	})
+}
+
+func (r *fakeRank) Stopped() <-chan struct{} { return r.done }
+
+func (r *fakeRank) stamp(rec *msg.Record) {
+	rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation, rec.Seq = r.id.app, r.id.unit, r.id.rank,
+		r.id.epoch, r.id.incarnation, r.seq
+}
+
+func (r *fakeRank) emit(rec msg.Record) {
+	r.seq++
+	r.stamp(&rec)
+	for _, sub := range r.subs {
+		sub.deliver(&rec)
+	}
+}
+
+// publish sends all sinks the account: a new incarnation, or one after a panic.
+func (r *fakeRank) publish() {
+	for _, sub := range r.subs {
+		r.snapshot(sub)
+	}
+}
+
+func (r *fakeRank) snapshot(sub *hubSub) {
+	give := func(rec msg.Record) {
+		r.stamp(&rec)
+		sub.deliver(&rec)
+	}
+	give(msg.Record{Kind: msg.RecSnapshot, Accepting: r.accepting, Snapshot: &msg.Snapshot{
+		Accepting: r.accepting, MaxOngoing: 8, BlockSize: 16, Node: r.node,
+		Target:  msg.Target{URL: "http://127.0.0.1:1", Addressing: "url"},
+		Mailbox: r, Open: slices.Collect(maps.Values(r.open)),
+	}})
+	for tier, column := range r.columns {
+		give(msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: tier, BlockSize: 16}})
+		hashes := slices.Collect(maps.Keys(column))
+		for part := range slices.Chunk(hashes, maxHashes) {
+			give(msg.Record{
+				Kind: msg.RecKV,
+				KV:   msg.KV{Tier: tier, Delta: kvindex.Delta{Change: kvindex.Stored, Hashes: part}},
+			})
+		}
+		give(msg.Record{Kind: msg.RecKVEnd, KV: msg.KV{Tier: tier, Len: len(column), Sum: sum(column)}})
+	}
+}
+
+func sum(column map[uint64]bool) (s uint64) {
+	for h := range column {
+		s += h
+	}
+	return s
+}
+
+// admit and finish begin and end a request.
+func (r *fakeRank) admit(id uint64, ingress string) {
+	r.open[id] = msg.OpenRequest{ReqID: id, Ingress: ingress, Tokens: 100}
+	r.emit(msg.Record{Kind: msg.RecAdmitted, ReqID: id, Ingress: ingress, Tokens: 100})
+}
+
+func (r *fakeRank) finish(id uint64) {
+	o := r.open[id]
+	delete(r.open, id)
+	r.emit(msg.Record{Kind: msg.RecDone, ReqID: id, Ingress: o.Ingress, Tokens: o.Tokens})
+}
+
+// store puts blocks into a column.
+func (r *fakeRank) store(tier kvindex.Tier, hashes ...uint64) {
+	if r.columns[tier] == nil {
+		r.columns[tier] = map[uint64]bool{}
+		r.emit(msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: tier, BlockSize: 16}})
+		r.emit(msg.Record{Kind: msg.RecKVEnd, KV: msg.KV{Tier: tier}})
+	}
+	for _, h := range hashes {
+		r.columns[tier][h] = true
+	}
+	for part := range slices.Chunk(hashes, maxHashes) {
+		r.emit(msg.Record{
+			Kind: msg.RecKV,
+			KV:   msg.KV{Tier: tier, Delta: kvindex.Delta{Change: kvindex.Stored, Hashes: part}},
+		})
+	}
+}
+
+func (r *fakeRank) remove(tier kvindex.Tier, hashes ...uint64) {
+	if r.columns[tier] == nil {
+		return
+	}
+	for _, h := range hashes {
+		delete(r.columns[tier], h)
+	}
+	r.emit(msg.Record{
+		Kind: msg.RecKV,
+		KV:   msg.KV{Tier: tier, Delta: kvindex.Delta{Change: kvindex.Removed, Hashes: hashes}},
+	})
+}
+
+// rankView is what a reader knows about a rank.
+type rankView struct {
+	id                identity
+	node              string
+	seq               uint64
+	accepting, fenced bool
+	open              map[uint64]msg.OpenRequest
+	columns           map[kvindex.Tier]map[uint64]bool
+	silent            bool
+	resyncing         bool // a record was missed, and a snapshot was requested
+	box               msg.Mailbox
+}
+
+// reader is a sink that keeps a view of every rank, as an ingress does.
+type reader struct {
+	t  testing.TB
+	mu sync.Mutex
+
+	ranks      map[appRank]*rankView
+	notes      []note // silence and ends, with their times
+	count      int
+	mismatches int // columns that differ from their sum
+}
+
+type note struct {
+	rank routing.RankID
+	what string
+	at   time.Duration
+}
+
+func newReader(t testing.TB) *reader { return &reader{t: t, ranks: map[appRank]*rankView{}} }
+
+func (r *reader) Deliver(rec *msg.Record) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.count++
+	id := identityOf(rec)
+	p := r.ranks[id.key()]
+	if rec.Kind == msg.RecSnapshot {
+		r.begin(p, id, rec)
+		return
+	}
+	switch {
+	case p == nil || p.id != id:
+		return
+	case rec.Kind == msg.RecGone:
+		delete(r.ranks, id.key())
+		r.note(rec.Rank, "gone")
+		return
+	case rec.Kind == msg.RecSilent:
+		p.silent = rec.Silent
+		r.note(rec.Rank, map[bool]string{true: "silent", false: "heard"}[rec.Silent])
+		return
+	case rec.Seq < p.seq:
+		return
+	case rec.Seq > p.seq+1:
+		p.ask(r)
+	}
+	p.seq = rec.Seq
+	p.apply(r, rec)
+}
+
+func (r *reader) begin(p *rankView, id identity, rec *msg.Record) {
+	if p != nil && (p.id.epoch > id.epoch || p.id == id && rec.Seq < p.seq) {
+		return
+	}
+	next := &rankView{
+		id: id, node: rec.Snapshot.Node, seq: rec.Seq, accepting: rec.Snapshot.Accepting,
+		open:    map[uint64]msg.OpenRequest{},
+		columns: map[kvindex.Tier]map[uint64]bool{}, box: rec.Snapshot.Mailbox,
+	}
+	for _, o := range rec.Snapshot.Open {
+		next.open[o.ReqID] = o
+	}
+	r.ranks[id.key()] = next
+}
+
+func (p *rankView) ask(r *reader) {
+	if !p.resyncing {
+		p.resyncing = true
+		_ = p.box.TrySend(msg.Resync{Sink: r})
+	}
+}
+
+func (p *rankView) apply(r *reader, rec *msg.Record) {
+	switch tier := rec.KV.Tier; rec.Kind {
+	case msg.RecAdmitted:
+		p.open[rec.ReqID] = msg.OpenRequest{ReqID: rec.ReqID, Ingress: rec.Ingress, Tokens: rec.Tokens}
+	case msg.RecDone:
+		delete(p.open, rec.ReqID)
+	case msg.RecState:
+		p.accepting, p.fenced = rec.Accepting, rec.Fenced
+	case msg.RecKVBegin:
+		p.columns[tier] = map[uint64]bool{}
+	case msg.RecKV:
+		for _, h := range rec.KV.Delta.Hashes {
+			if rec.KV.Delta.Change == kvindex.Stored && p.columns[tier] != nil {
+				p.columns[tier][h] = true
+			} else {
+				delete(p.columns[tier], h)
+			}
+		}
+	case msg.RecKVEnd:
+		if c := p.columns[tier]; len(c) != rec.KV.Len || sum(c) != rec.KV.Sum {
+			r.mismatches++
+			p.ask(r)
+		}
+	default: // not part of the view
+	}
+}
+
+var epoch = time.Date(2000, 1, 1, 0, 0, 0, 0, time.UTC) // the start of the fake clock
+
+func (r *reader) note(rank routing.RankID, what string) {
+	r.notes = append(r.notes, note{rank, what, time.Since(epoch)})
+}
+
+// ids are the names of the known ranks.
+func (r *reader) ids() []string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	var out []string
+	for _, p := range r.ranks {
+		out = append(out, fmt.Sprintf("%s#%d.%d", p.id.unit, p.id.epoch, p.id.incarnation))
+	}
+	slices.Sort(out)
+	return out
+}
+
+func (r *reader) get(id identity) *rankView {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.ranks[id.key()]
+}
+
+// takeNotes returns the notes since the last call, with times relative to since.
+func (r *reader) takeNotes(since time.Time) (out []string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, n := range r.notes {
+		out = append(out, fmt.Sprintf("%s %s %s", n.rank, n.what,
+			(n.at-since.Sub(epoch)).Round(10*time.Millisecond)))
+	}
+	slices.Sort(out)
+	r.notes = nil
+	return out
+}
+
+// assertEqual asserts that the reader's view is the rank's own account.
+func (r *reader) assertEqual(t assert.TestingT, rank *fakeRank) {
+	rank.do(func() {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		p := r.ranks[rank.id.key()]
+		if !assert.NotNil(t, p, "%s is not known", rank.id.unit) {
+			return
+		}
+		assert.Equal(t, rank.id, p.id)
+		assert.Equal(t, rank.node, p.node)
+		assert.Equal(t, rank.seq, p.seq)
+		assert.Equal(t, rank.accepting, p.accepting)
+		assert.Equal(t, rank.open, p.open)
+		assert.Equal(t, rank.columns, p.columns)
+		assert.False(t, p.silent)
+		assert.False(t, p.resyncing)
+	})
+}
+
+// nodeStore is a msg.Store of nodes.
+type nodeStore struct {
+	mu      sync.Mutex
+	st      *state.State
+	changed chan struct{}
+}
+
+func newNodeStore() *nodeStore { return &nodeStore{st: &state.State{}, changed: make(chan struct{})} }
+
+func (b *nodeStore) State() *state.State {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.st
+}
+
+func (b *nodeStore) Changed() <-chan struct{} {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.changed
+}
+
+func (b *nodeStore) change(f func(nodes map[string]*state.Node)) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	nodes := map[string]*state.Node{}
+	for id, n := range b.st.Nodes {
+		c := *n
+		nodes[id] = &c
+	}
+	f(nodes)
+	b.st = &state.State{Nodes: nodes}
+	close(b.changed)
+	b.changed = make(chan struct{})
+}
+
+// streamNet is worker nodes and ingresses over a network in memory.
+type streamNet struct {
+	t     testing.TB
+	net   memnet.Network
+	book  *nodeStore
+	log   *slog.Logger
+	mu    sync.Mutex
+	conns map[string][]*faultyConn // by node
+
+	byHand []*ingressNode
+}
+
+func newStreamNet(t testing.TB) *streamNet {
+	return &streamNet{
+		t: t, book: newNodeStore(), log: slog.New(slog.DiscardHandler),
+		conns: map[string][]*faultyConn{},
+	}
+}
+
+// workerNode is a node with ranks.
+type workerNode struct {
+	c       *streamNet
+	id      string
+	hub     *fakeHub
+	streams *StreamServer
+	server  *grpc.Server
+	served  chan struct{}
+}
+
+func (c *streamNet) worker(id string) *workerNode {
+	w := &workerNode{c: c, id: id, hub: &fakeHub{}}
+	w.listen()
+	c.book.change(func(nodes map[string]*state.Node) {
+		nodes[id] = &state.Node{
+			ID: id, UID: id + "-uid", Address: id + ":7947",
+			Roles: []state.Role{state.RoleWorker},
+		}
+	})
+	return w
+}
+
+func (w *workerNode) listen() {
+	l, err := w.c.net.Listen(w.id + ":7947")
+	require.NoError(w.c.t, err)
+	w.streams, err = NewStreamServer(StreamServerConfig{Feed: w.hub, Log: w.c.log})
+	require.NoError(w.c.t, err)
+	w.server, w.served = grpc.NewServer(), make(chan struct{})
+	dpservev1.RegisterReplicaServer(w.server, w.streams)
+	go func() {
+		defer close(w.served)
+		_ = w.server.Serve(l)
+	}()
+}
+
+// kill ends the node's process: its kernel resets every connection.
+func (w *workerNode) kill() {
+	w.server.Stop()
+	<-w.served
+	w.streams.Close()
+}
+
+func (w *workerNode) rank(rank int, incarnation uint64) *fakeRank {
+	id := routing.ID(0, rank)
+	return w.hub.start(w.id, identity{
+		app: "chat", unit: fmt.Sprintf("chat/0/%d", rank), rank: id, epoch: 1,
+		incarnation: incarnation,
+	})
+}
+
+func (w *workerNode) stop() {
+	for len(w.hub.ranks) > 0 {
+		w.hub.ranks[0].stop()
+	}
+	w.kill()
+}
+
+// ingressNode is a node with an ingress.
+type ingressNode struct {
+	*reader
+	feed   *Feed
+	cancel func()
+	dials  map[string]*grpc.ClientConn
+	mu     sync.Mutex
+}
+
+func (c *streamNet) ingress(id string, local msg.Feed) *ingressNode {
+	n := &ingressNode{reader: newReader(c.t), dials: map[string]*grpc.ClientConn{}}
+	var err error
+	n.feed, err = NewFeed(FeedConfig{
+		Self: id, Local: local, Store: c.book, Log: c.log,
+		Open: func(ctx context.Context, to state.Node) (StreamClient, error) {
+			return dpservev1.NewReplicaClient(c.dial(n, to)).Subscribe(ctx)
+		},
+	})
+	require.NoError(c.t, err)
+	n.cancel = n.feed.Subscribe(n.reader)
+	return n
+}
+
+func (c *streamNet) dial(n *ingressNode, to state.Node) *grpc.ClientConn {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.dials[to.ID] == nil {
+		cc, err := grpc.NewClient("passthrough:///"+to.Address,
+			grpc.WithTransportCredentials(insecure.NewCredentials()),
+			grpc.WithConnectParams(grpc.ConnectParams{
+				Backoff: backoff.Config{
+					BaseDelay: 10 * time.Millisecond,
+					MaxDelay:  20 * time.Millisecond, Multiplier: 1,
+				},
+				MinConnectTimeout: time.Second,
+			}),
+			grpc.WithContextDialer(func(ctx context.Context, addr string) (net.Conn, error) {
+				conn, err := c.net.DialContext(ctx, "tcp", addr)
+				if err != nil {
+					return nil, err
+				}
+				return c.wrap(to.ID, conn), nil
+			}))
+		require.NoError(c.t, err)
+		n.dials[to.ID] = cc
+	}
+	return n.dials[to.ID]
+}
+
+func (n *ingressNode) stop() {
+	n.cancel()
+	n.feed.Close()
+	for _, cc := range n.dials {
+		_ = cc.Close()
+	}
+}
+
+// faultyConn can stop carrying bytes, like a connection to a node without power.
+type faultyConn struct {
+	net.Conn
+	mu     sync.Mutex
+	cond   *sync.Cond
+	frozen bool
+	closed bool
+}
+
+func (c *streamNet) wrap(node string, conn net.Conn) net.Conn {
+	f := &faultyConn{Conn: conn}
+	f.cond = sync.NewCond(&f.mu)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.conns[node] = append(c.conns[node], f)
+	return f
+}
+
+func (f *faultyConn) wait() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for f.frozen && !f.closed {
+		f.cond.Wait()
+	}
+}
+
+func (f *faultyConn) Read(b []byte) (int, error) {
+	f.wait()
+	n, err := f.Conn.Read(b)
+	f.wait()
+	return n, err
+}
+
+func (f *faultyConn) Write(b []byte) (int, error) {
+	f.wait()
+	return f.Conn.Write(b)
+}
+
+func (f *faultyConn) Close() error {
+	f.mu.Lock()
+	f.closed = true
+	f.cond.Broadcast()
+	f.mu.Unlock()
+	return f.Conn.Close()
+}
+
+// freeze stops or resumes all traffic between a node and the others.
+func (c *streamNet) freeze(node string, on bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, f := range c.conns[node] {
+		f.mu.Lock()
+		f.frozen = on
+		f.cond.Broadcast()
+		f.mu.Unlock()
+	}
+}
+
+// reset breaks all connections to a node, which still listens.
+func (c *streamNet) reset(node string) {
+	c.mu.Lock()
+	list := c.conns[node]
+	c.conns[node] = nil
+	c.mu.Unlock()
+	for _, f := range list {
+		_ = f.Close()
+	}
+}
+
+// settle lets everything that is on its way arrive.
+func settle() {
+	time.Sleep(100 * time.Millisecond)
+	synctest.Wait()
+}
+
+// stream opens one by hand.
+func (c *streamNet) stream(name string) StreamClient {
+	n := &ingressNode{dials: map[string]*grpc.ClientConn{}}
+	c.mu.Lock()
+	c.byHand = append(c.byHand, n)
+	c.mu.Unlock()
+	s, err := dpservev1.NewReplicaClient(c.dial(n, *c.book.State().Nodes["n1"])).Subscribe(c.t.Context())
+	require.NoError(c.t, err, name)
+	return s
+}
+
+// hangUp closes what stream opened.
+func (c *streamNet) hangUp() {
+	for _, n := range c.byHand {
+		for _, cc := range n.dials {
+			_ = cc.Close()
+		}
+	}
+}

@@ -1,0 +1,329 @@
+// Package server assembles the packages into one running node. Commands and whole-system tests start nodes
+// here and nowhere else.
+package server
+
+import (
+	"io"
+	"net"
+	"os"
+	"slices"
+	"sort"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/ingress"
+	"github.com/dpserve/dpserve/actors/node"
+	"github.com/dpserve/dpserve/internal/cluster"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/state"
+)
+
+// Defaults of a node. docs/cluster.md lists the ports.
+const (
+	DefaultHTTPBind  = "127.0.0.1:8000"
+	DefaultAdminBind = "127.0.0.1:8265"
+	DefaultDataDir   = "dpserve-data"
+	DefaultPortRange = "20000-29999"
+	DefaultSlots     = 64
+	DefaultNodePort  = 7947
+	DefaultGossip    = 7946
+	DefaultMaxBody   = ingress.DefaultMaxBody >> 20 // MiB
+	LargestMaxBody   = ingress.LargestMaxBody >> 20 // MiB
+)
+
+// Limits of the token that the first start of a cluster prints.
+const (
+	FirstTokenTTL  = 24 * time.Hour
+	FirstTokenUses = 64
+)
+
+// Join says which cluster a node joins.
+type Join struct {
+	Address string // HOST:PORT of the node port of a member
+	Token   string
+}
+
+// Config describes one node.
+type Config struct {
+	NodeID         string                   // default: host name
+	DataDir        string                   // raft log, epochs, engine logs; "" = nothing survives a restart
+	HTTPBind       string                   // OpenAI endpoint
+	AdminBind      string                   // admin REST and /metrics
+	AdminHosts     []string                 // further names in Host headers that the admin port accepts
+	MetricsBind    string                   // /metrics without the admin API; "" = only at AdminBind
+	MaxBody        int                      // MiB of one inference request's body; memory use grows with it
+	PortRange      string                   // LO-HI, ports of engines
+	Slots          int                      // ranks without devices
+	GPUs           string                   // count, or list like 0-3,6
+	Labels         map[string]string        // matched by resources.labels
+	Timers         map[string]time.Duration // overrides by name, for support and tests
+	Advertise      string                   // IP or host for other nodes; "" = this node stands alone
+	NodePort       int                      // port at Advertise
+	GossipPort     int                      // port at Advertise
+	Roles          []string                 // control, worker, ingress; nil = those of the join, or all
+	Zone           string                   // failure domain
+	OnLeaseLoss    string                   // serve | fence
+	Stop           <-chan struct{}          // New gives up when it is closed; nil = never
+	Join           *Join                    // nil = a cluster of its own, or the cluster of the data dir
+	InsecurePublic bool                     // allow a public bind without keys and TLS
+	Ephemeral      bool                     // use port 0 if a port is taken; small raft segments
+	Executable     string                   // program that starts simulated engines; default: this program
+	Version        string
+	LogWriter      io.Writer
+	LogFormat      string // text | json
+	LogLevel       string // debug | info | warn | error
+
+	Network  Network                                 // nil = TCP; else everything but gossip uses it
+	Launcher node.Launcher                           // starts engines; nil = processes
+	Stores   func(cluster.LogStore) cluster.LogStore // wraps the log store of consensus; nil = no wrapper
+}
+
+// DefaultConfig returns the configuration of `dpserve start` without flags.
+func DefaultConfig() Config {
+	host, err := os.Hostname()
+	if err != nil {
+		host = "node"
+	}
+	return Config{
+		NodeID: host, DataDir: DefaultDataDir, HTTPBind: DefaultHTTPBind, AdminBind: DefaultAdminBind,
+		NodePort: DefaultNodePort, GossipPort: DefaultGossip, OnLeaseLoss: "serve",
+		MaxBody: DefaultMaxBody, PortRange: DefaultPortRange, Slots: DefaultSlots, LogWriter: os.Stderr,
+		LogFormat: "text", LogLevel: "info",
+	}
+}
+
+// Validate checks everything that needs no bind. Errors are problem.InvalidArgument and name the flag.
+func (c *Config) Validate() error {
+	for _, b := range []struct{ flag, addr string }{
+		{"--http-bind", c.HTTPBind},
+		{"--admin-bind", c.AdminBind},
+		{"--metrics-bind", c.MetricsBind},
+	} {
+		if b.addr == "" && b.flag == "--metrics-bind" {
+			continue
+		}
+		if err := c.checkBind(b.flag, b.addr); err != nil {
+			return err
+		}
+	}
+	for _, name := range c.AdminHosts {
+		if name == "" || strings.ContainsAny(name, "/:*@ \t\n") {
+			return problem.New(problem.InvalidArgument,
+				"--admin-host %q: want a host name, without scheme and port", name).
+				WithHint("for example --admin-host dpserve.example.com; IP addresses need none")
+		}
+	}
+	if _, _, err := parsePortRange(c.PortRange); err != nil {
+		return err
+	}
+	if c.MaxBody < 1 || c.MaxBody > LargestMaxBody {
+		return problem.New(problem.InvalidArgument, "--max-body %d: want 1 to %d MiB", c.MaxBody,
+			LargestMaxBody).
+			WithHint("it bounds one request; images that are larger belong behind a URL that the engine " +
+				"can fetch")
+	}
+	if c.Slots < 0 {
+		return problem.New(problem.InvalidArgument, "--slots %d: must not be negative", c.Slots)
+	}
+	if _, err := ParseGPUs(c.GPUs); err != nil {
+		return err
+	}
+	if err := c.validateCluster(); err != nil {
+		return err
+	}
+	if strings.ContainsAny(c.NodeID, "/ \t\n") || c.NodeID == "" {
+		return problem.New(problem.InvalidArgument,
+			"--node-id %q: must be a name without spaces and slashes", c.NodeID)
+	}
+	known := timerNames()
+	for name, d := range c.Timers {
+		if d <= 0 {
+			return problem.New(problem.InvalidArgument, "--timers %s=%s: must be positive", name, d)
+		}
+		if i := sort.SearchStrings(known, name); i == len(known) || known[i] != name {
+			return problem.New(problem.InvalidArgument, "--timers: unknown timer %q", name).
+				WithHint("timers are %s", strings.Join(known, ", "))
+		}
+	}
+	return nil
+}
+
+func (c *Config) checkBind(flag, addr string) error {
+	host, port, err := net.SplitHostPort(addr)
+	if err != nil {
+		return problem.New(problem.InvalidArgument, "%s %q: want HOST:PORT", flag, addr).
+			WithHint("for example %s 127.0.0.1:8000", flag)
+	}
+	if n, err := strconv.Atoi(port); err != nil || n < 0 || n > 65535 {
+		return problem.New(problem.InvalidArgument, "%s %q: the port must be 0 to 65535", flag, addr)
+	}
+	if !c.InsecurePublic && !isLoopback(host) && c.Ephemeral {
+		return problem.New(problem.InvalidArgument, "%s %s is reachable from outside", flag, addr).
+			WithHint("`dpserve up` binds loopback only; `dpserve start` can bind more")
+	}
+	if !c.InsecurePublic && !isLoopback(host) {
+		return problem.New(problem.InvalidArgument,
+			"%s %s is reachable from outside, without keys and without TLS", flag, addr).
+			WithHint("bind 127.0.0.1 behind your own front end, or add --insecure-public if everyone who " +
+				"reaches this port may use it")
+	}
+	return nil
+}
+
+// offer returns the resources of this node that placement may use.
+func (c *Config) offer() (state.Offer, error) {
+	lo, hi, err := parsePortRange(c.PortRange)
+	if err != nil {
+		return state.Offer{}, err
+	}
+	devices, err := ParseGPUs(c.GPUs)
+	o := state.Offer{Slots: c.Slots, Devices: devices, Labels: c.Labels, PortLo: lo, PortHi: hi}
+	if !slices.Contains(c.Roles, string(state.RoleWorker)) {
+		o.Slots, o.Devices = 0, nil
+	}
+	return o, err
+}
+
+// AllRoles returns the roles of a node without --roles.
+func AllRoles() []string {
+	return []string{string(state.RoleControl), string(state.RoleWorker), string(state.RoleIngress)}
+}
+
+// applyJoinedRoles takes the roles that the node joined with. Its certificate names them and the other nodes
+// trust only that.
+func (c *Config) applyJoinedRoles(joined []string) error {
+	if c.Roles == nil {
+		c.Roles = joined
+	}
+	if same := len(c.Roles) == len(joined) &&
+		!slices.ContainsFunc(c.Roles, func(r string) bool { return !slices.Contains(joined, r) }); same {
+		return nil
+	}
+	return problem.New(problem.Conflict, "this node has joined with roles %s, not %s",
+		strings.Join(joined, ","), strings.Join(c.Roles, ",")).
+		WithHint("leave --roles out; for other roles let it leave (`dpserve leave`) and join again with " +
+			"an empty --data-dir")
+}
+
+// validateCluster checks the fields that concern other nodes.
+func (c *Config) validateCluster() error {
+	for _, r := range c.Roles {
+		if r != string(state.RoleControl) && r != string(state.RoleWorker) && r != string(state.RoleIngress) {
+			return problem.New(problem.InvalidArgument, "--roles: unknown role %q", r).
+				WithHint("roles are control, worker and ingress")
+		}
+	}
+	control := c.Roles == nil || slices.Contains(c.Roles, string(state.RoleControl))
+	switch {
+	case c.Roles != nil && len(c.Roles) == 0:
+		return problem.New(problem.InvalidArgument, "--roles is empty").
+			WithHint("roles are control, worker and ingress")
+	case c.Join != nil && isLoopback(c.Advertise) && !isLoopbackAddress(c.Join.Address):
+		return problem.New(problem.InvalidArgument,
+			"--advertise %s is reachable on this machine alone, and the cluster is on others", c.Advertise).
+			WithHint("leave --advertise out, or write this machine's IP")
+	case c.Advertise == "" && c.Join != nil:
+		return problem.New(problem.InvalidArgument, "a node that joins must be reachable").
+			WithHint("add --advertise with this machine's IP")
+	case c.Advertise == "" && !control:
+		return problem.New(problem.InvalidArgument, "a node that stands alone needs role control").
+			WithHint("add it to --roles, or --advertise and join a cluster")
+	case c.Advertise != "" && !isAdvertisable(c.Advertise):
+		return problem.New(problem.InvalidArgument,
+			"--advertise %q: want an IP or host name that other nodes reach, without a port", c.Advertise).
+			WithHint("for example --advertise 10.0.0.1")
+	}
+	for _, p := range []struct {
+		flag string
+		port int
+	}{{"--node-port", c.NodePort}, {"--gossip-port", c.GossipPort}} {
+		if p.port < 0 || p.port > 65535 {
+			return problem.New(problem.InvalidArgument, "%s %d: the port must be 0 to 65535", p.flag, p.port)
+		}
+	}
+	return nil
+}
+
+// isLoopbackAddress reports whether a HOST:PORT is on this machine.
+func isLoopbackAddress(address string) bool {
+	host, _, err := net.SplitHostPort(address)
+	return err != nil || isLoopback(host) // a malformed address fails later with its own error
+}
+
+// isAdvertisable reports whether other machines could dial a host.
+func isAdvertisable(host string) bool {
+	ip := net.ParseIP(host)
+	if ip == nil {
+		return !strings.ContainsAny(host, ":/ \t\n")
+	}
+	return !ip.IsUnspecified() && !ip.IsMulticast()
+}
+
+func isLoopback(host string) bool {
+	if host == "localhost" {
+		return true
+	}
+	ip := net.ParseIP(host)
+	return ip != nil && ip.IsLoopback()
+}
+
+func parsePortRange(s string) (lo, hi int, err error) {
+	a, b, ok := strings.Cut(s, "-")
+	if ok {
+		lo, err = strconv.Atoi(a)
+		if err == nil {
+			hi, err = strconv.Atoi(b)
+		}
+	}
+	if !ok || err != nil || lo < 1024 || hi > 65535 || hi-lo < 15 {
+		return 0, 0, problem.New(problem.InvalidArgument,
+			"--port-range %q: want LO-HI between 1024 and 65535, at least 16 ports", s).
+			WithHint("the default is %s", DefaultPortRange)
+	}
+	return lo, hi, nil
+}
+
+// ParseGPUs reads --gpus: empty, a count ("4" declares devices 0..3), or a list ("0-3,6").
+func ParseGPUs(s string) ([]int, error) {
+	bad := problem.New(problem.InvalidArgument, "--gpus %q: want a count like 4 or a list like 0-3,6", s)
+	if s == "" {
+		return nil, nil
+	}
+	if !strings.ContainsAny(s, "-,") {
+		n, err := strconv.Atoi(s)
+		if err != nil || n < 0 || n > maxDevices {
+			return nil, bad
+		}
+		out := make([]int, n)
+		for i := range out {
+			out[i] = i
+		}
+		return out, nil
+	}
+	seen := map[int]bool{}
+	var out []int
+	for part := range strings.SplitSeq(s, ",") {
+		a, b, isRange := strings.Cut(part, "-")
+		lo, err := strconv.Atoi(a)
+		hi := lo
+		if err == nil && isRange {
+			hi, err = strconv.Atoi(b)
+		}
+		if err != nil || lo < 0 || hi < lo || hi >= maxDevices {
+			return nil, bad
+		}
+		for i := lo; i <= hi; i++ {
+			if seen[i] {
+				return nil, bad
+			}
+			seen[i] = true
+			out = append(out, i)
+		}
+	}
+	sort.Ints(out)
+	return out, nil
+}
+
+// maxDevices bounds the devices that --gpus may declare on one node.
+const maxDevices = 1024

@@ -1,0 +1,180 @@
+package server
+
+import (
+	"encoding/json"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/routing"
+)
+
+// The schema accepts every policy of the router, or says that this version does not support it yet.
+func TestSchemaKnowsEveryPolicy(t *testing.T) {
+	for _, name := range routing.Names() {
+		_, _, err := ParseApps("app.yaml",
+			[]byte("applications: [{name: a, model: {id: a}, engine: {kind: sim}, "+
+				"routing: {policy: "+name+"}}]"))
+		if err != nil {
+			assert.ErrorContains(t, err, "not supported in this version", name)
+		}
+	}
+}
+
+func TestPolicyChecksItsParameters(t *testing.T) {
+	_, _, err := ParseApps("app.yaml", []byte(`applications:
+  - name: a
+    model: {id: a}
+    engine: {kind: sim}
+    routing:
+      policy: power-of-two
+      params: {prefer_lokal: true}
+`))
+	require.Error(t, err)
+	assert.Contains(t, err.Error(), "app.yaml:7:15: applications[0].routing.params: ")
+	assert.Contains(t, err.Error(), "params.prefer_lokal: unknown parameter")
+	assert.Contains(t, err.Error(), `did you mean "prefer_local"`)
+}
+
+type fixedStore struct{ st *state.State }
+
+func (f *fixedStore) State() *state.State { return f.st }
+
+func (f *fixedStore) Changed() <-chan struct{} { return nil }
+
+func TestSpecCacheFollowsTheRevision(t *testing.T) {
+	spec := func(policy string) []byte {
+		b, err := json.Marshal(app.Application{Routing: app.Routing{Policy: policy}})
+		require.NoError(t, err)
+		return b
+	}
+	store := &fixedStore{st: &state.State{Apps: map[string]*state.App{"a": {Revision: 1, Spec: spec("kv")}}}}
+	p := newSpecCache(store)
+	first := p.spec("a")
+	require.NotNil(t, first)
+	assert.Equal(t, "kv", first.Routing.Policy)
+	assert.Same(t, first, p.spec("a"), "decoded once")
+	store.st.Apps["a"] = &state.App{Revision: 2, Spec: spec("scoring")}
+	assert.Equal(t, "scoring", p.spec("a").Routing.Policy)
+	store.st.Apps["a"] = &state.App{Revision: 3, Spec: []byte("{")}
+	assert.Nil(t, p.spec("a"))
+	assert.Nil(t, p.spec("b"))
+}
+
+// A policy's complaint is a fault of the file, in the policy's own words.
+func TestValidateReportsFaultsOfThePolicy(t *testing.T) {
+	const at = "app.yaml:1:"
+	for routing, want := range map[string][]string{
+		"{policy: scoring, params: {profile: prefix-aware}}": {
+			"profile 'prefix-aware' was removed; use 'locality'",
+		},
+		"{policy: scoring, params: {profile: fastest}}": {"balanced", "locality", "load"},
+		"{policy: round-robin, params: {profile: locality}}": {
+			"profile 'locality' has no effect with round-robin; use policy: scoring or drop the profile",
+		},
+		"{policy: scorin}": {
+			`routing.policy: found "scorin", wanted power-of-two | `, "scoring", `did you mean "scoring"?`,
+		},
+		"{policy: scoring, params: {profil: locality}}": {
+			"params.profil: unknown parameter", `did you mean "profile"?`,
+		},
+		"{policy: random, params: {profile: locality}}": {"params.profile: unknown parameter"},
+		"{policy: kv, params: {router_temperature: hot, varient: 1}}": {
+			"params.router_temperature: found hot", "params.varient: unknown parameter",
+			`did you mean "variant"?`,
+		},
+		"{policy: scoring, preset: tund}": {
+			`routing.preset: found "tund", wanted documented | tuned`, `did you mean "tuned"?`,
+		},
+		"{policy: group-balance}": {
+			`policy "group-balance" is not supported in this version`,
+		},
+		"{identity: learned}": {
+			`identity "learned" is not supported in this version`,
+		},
+		"{identity: txt}": {
+			`routing.identity: found "txt", wanted text | tokens`,
+		},
+		"{busy_threshold: 95}": {
+			"routing.busy_threshold: found 95, wanted a share from 0 to 1",
+		},
+	} {
+		_, _, err := ParseApps("app.yaml",
+			[]byte("applications: [{name: a, model: {id: a}, engine: {kind: sim}, routing: "+routing+"}]"))
+		require.Error(t, err, routing)
+		var faults app.Faults
+		require.ErrorAs(t, err, &faults, routing)
+		assert.Len(t, faults, 1, routing)
+		for _, text := range append(want, at, "applications[0].routing") {
+			assert.Contains(t, err.Error(), text, routing)
+		}
+	}
+	for _, routing := range []string{
+		"{policy: mex}", "{policy: mex, params: {goal: latency, ttft_s: 0.5, tpot_s: 0.02, law: moe}}",
+		"{policy: mex, params: {ttft_s: 10, tpot_s: 1}}",
+		"{policy: round-robin, params: {profile: balanced}}",
+		"{policy: scoring, params: {profile: locality}}", "{policy: kv, preset: tuned}",
+		"{busy_threshold: 0.95, identity: tokens}",
+	} {
+		_, _, err := ParseApps("app.yaml",
+			[]byte("applications: [{name: a, model: {id: a}, engine: {kind: sim}, routing: "+routing+"}]"))
+		require.NoError(t, err, routing)
+	}
+}
+
+// Impossible times and unknown words are faults.
+func TestInvalidParametersOfMexAreFaults(t *testing.T) {
+	file := func(params string) []byte {
+		return []byte(`applications:
+  - name: a
+    model: {id: a}
+    engine: {kind: sim}
+    routing:
+      policy: mex
+      params: {` + params + `}
+`)
+	}
+	for params, want := range map[string][]string{
+		"ttft_s: 0":      {"params.ttft_s: found 0", "wanted a number from"},
+		"ttft_s: -2":     {"params.ttft_s: found -2"},
+		"ttft_s: soon":   {"params.ttft_s: found soon (string)"},
+		`ttft_s: "2"`:    {"params.ttft_s: found 2 (string)"},
+		"ttft_s: [2]":    {"params.ttft_s: found [2]"},
+		"ttft_s: 1e300":  {"params.ttft_s: found 1e+300"},
+		"ttft_s: 1e-300": {"params.ttft_s: found 1e-300"},
+		"tpot_s: 0":      {"params.tpot_s: found 0"},
+		"tpot_s: -0.05":  {"params.tpot_s: found -0.05"},
+		"tpot_s: 3600":   {"params.tpot_s: found 3600"},
+		"tpot_s: true":   {"params.tpot_s: found true (bool)"},
+		"goal: goodputs": {
+			"params.goal: found goodputs, wanted goodput or latency", `did you mean "goodput"?`,
+		},
+		"goal: 1":       {"params.goal: found 1"},
+		"law: sparse":   {"params.law: found sparse, wanted dense or moe"},
+		"ttft_ms: 2000": {"params.ttft_ms: unknown parameter", `did you mean "ttft_s"?`},
+		"mode: goodput": {
+			"params.mode: unknown parameter", "parameters: goal, ttft_s, tpot_s, law",
+		},
+		"ttft_s: 0, tpot_s: x, goal: y": {
+			"params.ttft_s: found 0", "params.tpot_s: found x", "params.goal: found y",
+		},
+	} {
+		_, _, err := ParseApps("app.yaml", file(params))
+		if want == nil {
+			require.NoError(t, err, params)
+			continue
+		}
+		require.Error(t, err, params)
+		for _, text := range append(want, "app.yaml:7:15: applications[0].routing.params: ") {
+			assert.Contains(t, err.Error(), text, params)
+		}
+	}
+	for _, value := range []string{".nan", ".inf", "-.inf"} {
+		_, _, err := ParseApps("app.yaml", file("ttft_s: "+value))
+		require.ErrorContains(t, err,
+			"app.yaml:7:24: applications[0].routing.params.ttft_s: found "+value+", wanted a finite number")
+	}
+}
