@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"net/http"
 	"time"
 )
@@ -13,6 +12,19 @@ import (
 type RouterClient struct {
 	c    *Client
 	path string
+}
+
+// post sends in as JSON (nil: no body) and reads the answer into reply.
+func (r *RouterClient) post(ctx context.Context, path string, in, reply any) error {
+	req := request{method: http.MethodPost, path: r.path + path}
+	if in != nil {
+		var err error
+		if req.body, err = json.Marshal(in); err != nil {
+			return newError(CodeInvalidArgument, "", "encode the request: %w", err)
+		}
+		req.json = true
+	}
+	return r.c.call(ctx, req, reply)
 }
 
 // Override replaces parameters of policy kv for one request; nil fields keep the application's values. Other
@@ -24,15 +36,14 @@ type Override struct {
 	RouterTemperature *float64 `json:"router_temperature,omitempty"`
 }
 
-// BestWorkerRequest asks for the best worker of a prompt.
+// BestWorkerRequest asks for the best worker of a prompt. With RequestID a place is reserved there until
+// Free.
 type BestWorkerRequest struct {
-	TokenIDs []uint32 `json:"token_ids"`
-	// a place is reserved under this id; "" = no reservation
-	RequestID string `json:"request_id,omitempty"`
+	TokenIDs  []uint32 `json:"token_ids"`
+	RequestID string   `json:"request_id,omitempty"` // "" = no reservation
 	// a name that the application serves; "" = its model, no adapter
-	Model string `json:"model,omitempty"`
-	// GROUP/RANK: only this worker; "" = the policy decides
-	Worker   string    `json:"worker,omitempty"`
+	Model    string    `json:"model,omitempty"`
+	Worker   string    `json:"worker,omitempty"`                 // GROUP/RANK; "" = the policy decides
 	Override *Override `json:"router_config_override,omitempty"` // nil = the application's parameters
 }
 
@@ -49,10 +60,10 @@ type Worker struct {
 	Node   string `json:"node"` // node of the worker
 	// URL of its engine, as seen by that node: a started engine listens on its node's loopback
 	URL        string  `json:"url"`
-	Addressing string  `json:"addressing"` // how a request names the rank to the engine: url | header | body
-	Selector   int     `json:"selector"`   // value that names the rank to the engine
-	RequestID  string  `json:"request_id"` // id of the reservation; "" = not reserved
-	ExpiresS   float64 `json:"expires_s"`  // seconds until a reservation ends by itself
+	Addressing string  `json:"addressing"`           // how the rank is named there: url | header | body
+	Selector   int     `json:"selector,omitempty"`   // value that names the rank to the engine
+	RequestID  string  `json:"request_id,omitempty"` // id of the reservation; "" = not reserved
+	ExpiresS   float64 `json:"expires_s,omitempty"`  // seconds until a reservation ends by itself
 }
 
 // BestWorker returns the best worker for a prompt. Without RequestID nothing changes. With it, the request's
@@ -61,7 +72,7 @@ type Worker struct {
 // request id is in use), overloaded (no room), unavailable (no rank is ready).
 func (r *RouterClient) BestWorker(ctx context.Context, q BestWorkerRequest) (Worker, error) {
 	var w Worker
-	err := r.c.call(ctx, http.MethodPost, r.path+"/best_worker", q, &w)
+	err := r.post(ctx, "/best_worker", q, &w)
 	return w, err
 }
 
@@ -81,37 +92,37 @@ func (r *RouterClient) PotentialLoads(ctx context.Context, ids []uint32) ([]Pote
 	var out struct {
 		Loads []PotentialLoad `json:"loads"`
 	}
-	err := r.c.call(ctx, http.MethodPost, r.path+"/potential_loads", map[string]any{"token_ids": ids}, &out)
+	err := r.post(ctx, "/potential_loads", map[string]any{"token_ids": ids}, &out)
 	return out.Loads, err
 }
 
 // MarkPrefillComplete reports the first token of a reservation's request.
 func (r *RouterClient) MarkPrefillComplete(ctx context.Context, requestID string) error {
-	return r.changeReservation(ctx, "/mark_prefill_complete", requestID)
+	return r.post(ctx, "/mark_prefill_complete", map[string]string{"request_id": requestID}, nil)
 }
 
 // Free ends a reservation. Code not_found means that it was freed before or has expired.
 func (r *RouterClient) Free(ctx context.Context, requestID string) error {
-	return r.changeReservation(ctx, "/free", requestID)
+	return r.post(ctx, "/free", map[string]string{"request_id": requestID}, nil)
 }
 
-func (r *RouterClient) changeReservation(ctx context.Context, path, requestID string) error {
-	var out struct{}
-	return r.c.call(ctx, http.MethodPost, r.path+path, map[string]string{"request_id": requestID}, &out)
-}
-
-// Query asks for a routing decision. Exactly one of Prompt, TokenIDs, Request and Replay is set.
+// Query asks what an application's Router would decide for a request. Exactly one of Prompt, TokenIDs,
+// Request and Replay is given.
 type Query struct {
+	// text: the prompt of a completion, or with Route of a chat its one message
 	Prompt   *string         `json:"prompt,omitempty"`
-	TokenIDs []uint32        `json:"token_ids,omitempty"`
-	Request  json.RawMessage `json:"request,omitempty"` // the body of an inference request
-	Replay   string          `json:"replay,omitempty"`  // x-request-id of a request of the last minutes
-	// for Prompt and TokenIDs: a name that the application serves
-	Model    string            `json:"model,omitempty"`
-	Route    string            `json:"route,omitempty"`   // for Prompt and Request: /v1/chat/completions …
-	Headers  map[string]string `json:"headers,omitempty"` // of Prompt and Request
-	Worker   string            `json:"worker,omitempty"`  // GROUP/RANK that is picked under every policy
-	Override *Override         `json:"router_config_override,omitempty"`
+	TokenIDs []uint32        `json:"token_ids,omitempty"` // the prompt as ids
+	Request  json.RawMessage `json:"request,omitempty"`   // body of an inference request
+	Replay   string          `json:"replay,omitempty"`    // x-request-id of a request of the last minutes
+	// of Prompt and TokenIDs: a name that the application serves; "" = its model, no adapter
+	Model string `json:"model,omitempty"`
+	// path of Prompt and Request; "" = /v1/completions, or chat if Request has messages
+	Route string `json:"route,omitempty"`
+	// of Prompt and Request, as a client would send them
+	Headers map[string]string `json:"headers,omitempty"`
+	// GROUP/RANK that is taken under every policy; "" = the policy decides
+	Worker   string    `json:"worker,omitempty"`
+	Override *Override `json:"router_config_override,omitempty"`
 }
 
 // encode returns the JSON of q with the bytes of q.Request unchanged. json.Marshal would compact them and
@@ -124,7 +135,7 @@ func (q *Query) encode() ([]byte, error) {
 		return out, err
 	}
 	if !json.Valid(q.Request) {
-		return nil, errors.New("the request is not JSON")
+		return nil, errors.New("it is cut or malformed")
 	}
 	out = out[:len(out)-1] // without the closing brace
 	if len(out) > 1 {
@@ -134,46 +145,51 @@ func (q *Query) encode() ([]byte, error) {
 	return append(append(out, q.Request...), '}'), nil
 }
 
-// Explanation is one decision with its inputs.
+// Explanation is one decision with all its inputs. The numbers are those of the decision itself, bit for bit.
 type Explanation struct {
-	App       string            `json:"app"`
-	Policy    string            `json:"policy"`
-	Identity  string            `json:"identity"` // source of the prompt's block hashes: text | tokens
-	Tokens    int               `json:"tokens"`
-	Estimated bool              `json:"estimated"` // token counts are estimates
-	Blocks    int               `json:"blocks"`
-	BlockSize int               `json:"block_size"`
-	BlockUnit string            `json:"block_unit"` // of BlockSize: tokens | bytes
-	Decision  string            `json:"decision"`   // route | queue | reject
-	Pick      string            `json:"pick"`
-	Reason    string            `json:"reason"`
-	Formula   string            `json:"formula"`
-	Ranks     []RankExplanation `json:"ranks"`
-	Notes     []string          `json:"notes"`
-	Replay    *Replay           `json:"replay"`
+	App    string `json:"app"`
+	Policy string `json:"policy"`
+	// what the prompt's blocks were made of: text | tokens; "" = the policy reads no blocks
+	Identity string `json:"identity,omitempty"`
+	Tokens   int    `json:"tokens"` // of the prompt
+	// Tokens, and all token counts below, are bytes / k
+	Estimated bool   `json:"estimated"`
+	Blocks    int    `json:"blocks"` // full blocks of the prompt that were looked up
+	BlockSize int    `json:"block_size,omitempty"`
+	BlockUnit string `json:"block_unit,omitempty"` // of BlockSize: tokens | bytes
+	Decision  string `json:"decision"`             // route | queue | reject
+	Pick      string `json:"pick,omitempty"`
+	Reason    string `json:"reason"`
+	// how the terms add up, and which score wins; "" = no rank was scored
+	Formula string            `json:"formula,omitempty"`
+	Ranks   []RankExplanation `json:"ranks"`           // all that the Router knows, by group and rank
+	Notes   []string          `json:"notes,omitempty"` // for people
+	Replay  *Replay           `json:"replay,omitempty"`
 }
 
-// RankExplanation is one rank in a decision.
+// RankExplanation is one rank's part in a decision.
 type RankExplanation struct {
-	Worker     string   `json:"worker"`
-	Group      int      `json:"group"`
-	Rank       int      `json:"rank"`
-	Eligible   bool     `json:"eligible"`
-	State      string   `json:"state"` // ok | silent | full | busy | draining | not-ready | tried | unknown
-	Why        string   `json:"why"`   // reason why it is not eligible
+	Worker   string `json:"worker"` // GROUP/RANK
+	Group    int    `json:"group"`
+	Rank     int    `json:"rank"`
+	Eligible bool   `json:"eligible"` // it could be picked
+	// ok | silent | full | busy | draining | not-ready | tried | unknown
+	State string `json:"state"`
+	// the reason why it could not be picked, or only if no other rank was left
+	Why        string   `json:"why,omitempty"`
 	InFlight   int      `json:"in_flight"`
 	MaxOngoing int      `json:"max_ongoing"`
-	KVUsage    *float64 `json:"kv_usage"`
-	HitTokens  int      `json:"hit_tokens"`
-	HitBlocks  int      `json:"hit_blocks"`
-	HostTokens int      `json:"host_tokens"`
-	DiskTokens int      `json:"disk_tokens"`
-	Terms      []Term   `json:"terms"`
-	Score      *float64 `json:"score"` // nil: the policy did not score the rank
-	Picked     bool     `json:"picked"`
+	KVUsage    *float64 `json:"kv_usage,omitempty"` // share of its KV cache in use; nil = not known
+	HitTokens  int      `json:"hit_tokens"`         // of the prompt, on the device
+	HitBlocks  int      `json:"hit_blocks"`         // the same in entries of Blocks, rounded up
+	HostTokens int      `json:"host_tokens,omitempty"`
+	DiskTokens int      `json:"disk_tokens,omitempty"`
+	Terms      []Term   `json:"terms,omitempty"` // nil: the policy gave it no score
+	Score      *float64 `json:"score,omitempty"` // sum of the terms' values, in their order
+	Picked     bool     `json:"picked,omitempty"`
 }
 
-// Term is one summand of a score.
+// Term is one summand of a score: Value = Raw × Weight unless the policy says otherwise.
 type Term struct {
 	Name   string  `json:"name"`
 	Unit   string  `json:"unit"`
@@ -182,99 +198,100 @@ type Term struct {
 	Value  float64 `json:"value"`
 }
 
-// Replay describes the decision of a past request.
+// Replay is what a past request was decided on. The ranks' load of that moment is not kept: the explanation
+// around it is what the same request would get now.
 type Replay struct {
 	RequestID string         `json:"request_id"`
 	At        time.Time      `json:"at"`
-	Attempt   int            `json:"attempt"`
+	Attempt   int            `json:"attempt"` // from 1: dispatches before it failed
 	Policy    string         `json:"policy"`
 	Pick      string         `json:"pick"`
 	Reason    string         `json:"reason"`
-	HitTokens int            `json:"hit_tokens"`
-	Hits      map[string]int `json:"hits"`
-	Tried     []string       `json:"tried"`
+	HitTokens int            `json:"hit_tokens"`     // on the picked rank
+	Hits      map[string]int `json:"hits,omitempty"` // tokens per rank that held something
+	Tried     []string       `json:"tried,omitempty"`
 }
 
 // Explain returns the router's decision for q and its reasons. It changes nothing.
 func (r *RouterClient) Explain(ctx context.Context, q Query) (*Explanation, error) {
 	body, err := q.encode()
 	if err != nil {
-		return nil, fmt.Errorf("encode the request: %w", err)
+		return nil, newError(CodeInvalidArgument, "it must be the body of an inference request",
+			"the request is not JSON: %w", err)
 	}
 	var out Explanation
-	if err := r.c.call(ctx, http.MethodPost, r.path+"/explain", encoded(body), &out); err != nil {
+	req := request{method: http.MethodPost, path: r.path + "/explain", body: body, json: true}
+	if err := r.c.call(ctx, req, &out); err != nil {
 		return nil, err
 	}
 	return &out, nil
 }
 
+// ResetResult says what a reset of a router did.
+type ResetResult struct {
+	App   string `json:"app"`
+	Ranks int    `json:"ranks"` // asked for a snapshot
+}
+
 // Reset drops the router's state and requests a snapshot from every rank; it returns the number of ranks. It
 // does not touch requests in flight.
 func (r *RouterClient) Reset(ctx context.Context) (ranks int, err error) {
-	var out struct {
-		Ranks int `json:"ranks"`
-	}
-	err = r.c.call(ctx, http.MethodPost, r.path+"/reset", nil, &out)
+	var out ResetResult
+	err = r.post(ctx, "/reset", nil, &out)
 	return out.Ranks, err
 }
 
-// Info describes a router.
+// Info describes an application's Router on this node.
 type Info struct {
 	App      string         `json:"app"`
 	Policy   string         `json:"policy"`
 	Preset   string         `json:"preset"`
-	Params   map[string]any `json:"params"`
+	Params   map[string]any `json:"params,omitempty"` // as written in the file
 	Identity string         `json:"identity"`
-	// inputs of the policy beyond load: hits, blocks, text, session
+	// what the policy reads beyond load and prompt length: hits, blocks, text, session
 	Reads         []string `json:"reads"`
-	BusyThreshold *float64 `json:"busy_threshold"`
-	CachingOff    bool     `json:"prefix_caching_off"`
+	BusyThreshold *float64 `json:"busy_threshold,omitempty"`
+	CachingOff    bool     `json:"prefix_caching_off,omitempty"`
 	Ranks         int      `json:"ranks"`
-	Ready         int      `json:"ready"`
-	Queued        int      `json:"queued"`
-	Reservations  int      `json:"reservations"`
-	Tripped       int      `json:"tripped"` // ranks whose answers failed in a row
-	// tripped ranks that get no requests until a canary succeeds
-	LeftOut   int     `json:"left_out"`
-	Imbalance float64 `json:"imbalance"` // open requests on the fullest rank over the mean
-	Index     *Index  `json:"index"`     // nil: the policy reads no caches
-	Law       *Law    `json:"law"`       // nil: the policy predicts no times
+	Ready         int      `json:"ready"`             // get requests
+	Tripped       int      `json:"tripped,omitempty"` // their answers failed in a row
+	// of Tripped: get nothing until a canary comes back
+	LeftOut      int `json:"left_out,omitempty"`
+	Queued       int `json:"queued"`
+	Reservations int `json:"reservations"`
+	// open requests on the fullest ready rank over the mean; 1 = even
+	Imbalance float64 `json:"imbalance"`
+	Index     *Index  `json:"index,omitempty"` // nil: the policy reads none
+	Law       *Law    `json:"law,omitempty"`   // nil: the policy predicts no times
 }
 
-// Law is the router's model of step times: the milliseconds of a preset, multiplied by measured factors.
+// Law is how long a Router expects its engines to take: the milliseconds of a preset, times what it measured
+// beside them.
 type Law struct {
-	Preset string `json:"preset"` // dense or moe
-	// measured factor on the preset's milliseconds of a prefill; 1 = equal to the preset
+	Preset string `json:"preset"` // dense | moe
+	// measured factor on the preset's milliseconds of a prefill; 1 = as the preset says
 	Prefill        float64 `json:"prefill"`
 	Decode         float64 `json:"decode"`          // the same for steps that only decode
 	PrefillSamples uint64  `json:"prefill_samples"` // prompts whose first token was timed
-	DecodeSamples  uint64  `json:"decode_samples"`  // time spans in which a rank only decoded
-	AgeS           float64 `json:"age_s"`           // seconds since the last sample; 0 without one
-	// mean |observed/predicted - 1| of the last timed first tokens
-	Error float64       `json:"error"`
-	Ranks []WorkerSpeed `json:"ranks"` // workers with a measured speed
+	DecodeSamples  uint64  `json:"decode_samples"`  // spans in which a rank did nothing but decode
+	AgeS           float64 `json:"age_s,omitempty"` // seconds since the last sample, if there is one
+	// mean |observed/predicted - 1| of the last first tokens that were timed
+	Error float64 `json:"error,omitempty"`
+	// those that showed a speed of their own, by group and rank
+	Ranks []WorkerSpeed `json:"ranks,omitempty"`
 }
 
-// WorkerSpeed compares one worker with the others.
+// WorkerSpeed is one rank beside the others of its application.
 type WorkerSpeed struct {
-	Worker string  `json:"worker"`
-	Slow   float64 `json:"slow"`   // its time over the median of all workers; 2 = twice as slow
-	LagMs  float64 `json:"lag_ms"` // age of its records on arrival at the router; 0 = unknown
-}
-
-// Index is the size of a router's index of its workers' caches.
-type Index struct {
-	Blocks  int    `json:"blocks"`
-	Bytes   int    `json:"bytes"`
-	Cap     int    `json:"cap_bytes"`
-	Orphans int    `json:"orphans"`
-	Evicted uint64 `json:"evicted"`
-	Resyncs uint64 `json:"resyncs"`
+	Worker string  `json:"worker"` // GROUP/RANK
+	Slow   float64 `json:"slow"`   // how long it takes beside the median of all; 2 = twice as long
+	// how old its records are when they come to this node; 0 = not known
+	LagMs float64 `json:"lag_ms,omitempty"`
 }
 
 // Info returns a description of the router.
 func (r *RouterClient) Info(ctx context.Context) (Info, error) {
 	var out Info
-	err := r.c.call(ctx, http.MethodGet, r.path, nil, &out)
+	err := r.c.get(ctx, r.path, &out)
 	return out, err
 }

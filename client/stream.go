@@ -30,11 +30,11 @@ type GenerateRequest struct {
 // Part is a piece of a generated answer.
 type Part struct {
 	TokenIDs     []uint32 `json:"token_ids"`
-	Text         string   `json:"text"`
-	FinishReason string   `json:"finish_reason"` // with the last part that has tokens
-	Worker       string   `json:"worker"`        // with the first part
-	RequestID    string   `json:"request_id"`    // with the first part
-	Usage        *Usage   `json:"usage"`         // in a separate part at the end, if the engine reports it
+	Text         string   `json:"text,omitempty"`
+	FinishReason string   `json:"finish_reason,omitempty"` // with the last part that has tokens
+	Worker       string   `json:"worker,omitempty"`        // with the first part
+	RequestID    string   `json:"request_id,omitempty"`    // with the first part
+	Usage        *Usage   `json:"usage,omitempty"`         // in a part at the end, if the engine reports it
 }
 
 // Usage is the engine's count of tokens.
@@ -49,7 +49,14 @@ type Usage struct {
 // or end ctx, to cancel.
 func (r *RouterClient) Generate(ctx context.Context, q GenerateRequest) iter.Seq2[Part, error] {
 	return func(yield func(Part, error) bool) {
-		res, err := r.c.do(ctx, http.MethodPost, r.path+"/generate", q)
+		body, err := json.Marshal(q)
+		if err != nil {
+			yield(Part{}, newError(CodeInvalidArgument, "", "encode the request: %w", err))
+			return
+		}
+		res, err := r.c.do(ctx, request{
+			method: http.MethodPost, path: r.path + "/generate", body: body, json: true, patient: true,
+		})
 		if err != nil {
 			yield(Part{}, err)
 			return
@@ -96,7 +103,8 @@ func readPart(data []byte, failed bool) (p Part, done bool, err error) {
 		if err := json.Unmarshal(data, &e); err != nil {
 			return p, false, fmt.Errorf("an error that cannot be read: %w", err)
 		}
-		return p, false, e.err(http.StatusOK)
+		e.Error.Status = http.StatusOK
+		return p, false, &e.Error
 	case string(data) == "[DONE]":
 		return p, true, nil
 	}
@@ -112,15 +120,15 @@ type Run struct {
 	Worker string `json:"worker"`
 	// gpu | cpu | disk: from the engine's events; sent: from the requests that were routed there
 	Tier   string   `json:"tier"`
-	Parent string   `json:"parent"` // 16 hex digits; "" = the run begins a prompt
-	Blocks []string `json:"blocks"` // 16 hex digits each
+	Parent string   `json:"parent,omitempty"` // 16 hex digits; "" = the run begins a prompt
+	Blocks []string `json:"blocks"`           // 16 hex digits each
 }
 
 // DumpEvents yields the router's index of its workers' blocks. The hashes use a secret key of the cluster. An
 // error is the last pair: ErrTruncated if the index has more.
 func (r *RouterClient) DumpEvents(ctx context.Context) iter.Seq2[Run, error] {
 	return func(yield func(Run, error) bool) {
-		res, err := r.c.do(ctx, http.MethodGet, r.path+"/dump_events", nil)
+		res, err := r.c.do(ctx, request{method: http.MethodGet, path: r.path + "/dump_events"})
 		if err != nil {
 			yield(Run{}, err)
 			return

@@ -2,6 +2,7 @@ package msg
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"time"
 
@@ -90,27 +91,15 @@ type LogLine struct {
 	Text   string
 }
 
-// NodeStatus is a node as `dpserve nodes` shows it.
-type NodeStatus struct {
-	Node       string    `json:"node"`
-	State      string    `json:"state"` // alive | silent | lost | draining | drained | unknown
-	Reason     string    `json:"reason,omitempty"`
-	Roles      []string  `json:"roles"`
-	Address    string    `json:"address,omitempty"`
-	Zone       string    `json:"zone,omitempty"`
-	Version    string    `json:"version,omitempty"`
-	Leader     bool      `json:"leader,omitempty"`
-	Voter      bool      `json:"voter,omitempty"`
-	SlotsUsed  int       `json:"slots_used"`
-	Slots      int       `json:"slots"`
-	GPUsUsed   int       `json:"gpus_used"`
-	GPUs       int       `json:"gpus"`
-	Ranks      int       `json:"ranks"`
-	Groups     []string  `json:"groups,omitempty"` // app/group that have a rank there
-	InFlight   int       `json:"in_flight"`
-	SkewMs     int64     `json:"clock_skew_ms"`
-	LeaseLeftS float64   `json:"lease_left_s"`
-	LastSeen   time.Time `json:"last_seen,omitzero"`
-	SeenBy     string    `json:"seen_by,omitempty"` // leader | gossip
-	Notes      []string  `json:"notes,omitempty"`   // for people: clock skew, version skew
+// Generate asks an ingress for tokens: pick, send and account in one call. It is a client.GenerateRequest
+// whose Sampling keeps the bytes that the client sent.
+type Generate struct {
+	TokenIDs []uint32 `json:"token_ids"`
+	// members of a /v1/completions body: max_tokens, temperature, stop …
+	Sampling  map[string]json.RawMessage `json:"sampling,omitempty"`
+	RequestID string                     `json:"request_id,omitempty"`
+	// a name that the application serves; "" = its model, no adapter
+	Model    string          `json:"model,omitempty"`
+	Worker   string          `json:"worker,omitempty"`
+	Override *RouterOverride `json:"router_config_override,omitempty"`
 }

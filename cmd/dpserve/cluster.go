@@ -10,15 +10,14 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/api"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
 // nodesDocument is the JSON of nodes.
 type nodesDocument struct {
-	APIVersion string           `json:"apiVersion"`
-	Nodes      []msg.NodeStatus `json:"nodes"`
+	APIVersion string              `json:"apiVersion"`
+	Nodes      []client.NodeStatus `json:"nodes"`
 }
 
 func newNodes(e *env) *cobra.Command {
@@ -39,19 +38,19 @@ slots and devices in use, the groups that have ranks there, and when it was last
 }
 
 func runNodes(ctx context.Context, e *env, output format) error {
-	client, err := e.admin()
+	cluster, err := e.admin()
 	if err != nil {
 		return err
 	}
-	defer client.Close()
-	list, err := client.Nodes(ctx)
+	defer cluster.Close()
+	list, err := cluster.Nodes(ctx)
 	if err != nil {
 		return err
 	}
 	return newNodesListing(e, list).write(e.io, output)
 }
 
-func newNodesListing(e *env, list []msg.NodeStatus) *listing {
+func newNodesListing(e *env, list []client.NodeStatus) *listing {
 	names := make([]string, len(list))
 	var notes []string
 	for i := range list {
@@ -72,7 +71,7 @@ func newNodesListing(e *env, list []msg.NodeStatus) *listing {
 // nodesView renders the listing of nodes.
 type nodesView struct{ statusView }
 
-func (v nodesView) table(list []msg.NodeStatus, wide bool) *table {
+func (v nodesView) table(list []client.NodeStatus, wide bool) *table {
 	t := &table{
 		head: []string{
 			"NODE", "STATE", "ROLES", "SLOTS", "GPUS", "RANKS", "IN-FLIGHT", "GROUPS", "VERSION", "SKEW",
@@ -98,7 +97,7 @@ func (v nodesView) table(list []msg.NodeStatus, wide bool) *table {
 }
 
 // formatRoles lists a node's roles and marks the leader with * and voters with +.
-func formatRoles(n *msg.NodeStatus) string {
+func formatRoles(n *client.NodeStatus) string {
 	s := strings.Join(n.Roles, ",")
 	switch {
 	case n.Leader:
@@ -144,11 +143,11 @@ remove or bring back the lost ones first.`,
 		Example: "  dpserve nodes remove gpu-3",
 		Args:    requireArgs(1, "NODE"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return e.withAdmin(func(client admin) error {
+			return e.withAdmin(func(cluster admin) error {
 				if err := e.confirm(args[0]+" is forgotten for good", args[0], yes); err != nil {
 					return err
 				}
-				if err := removeNode(cmd.Context(), client, args[0]); err != nil {
+				if err := removeNode(cmd.Context(), cluster, args[0]); err != nil {
 					return err
 				}
 				printMessage(e.io.Err, "%s is removed", args[0])
@@ -161,7 +160,7 @@ remove or bring back the lost ones first.`,
 }
 
 // findNode returns the named node. The error lists the existing ones.
-func findNode(list []msg.NodeStatus, name string) (*msg.NodeStatus, error) {
+func findNode(list []client.NodeStatus, name string) (*client.NodeStatus, error) {
 	var names []string
 	for i := range list {
 		if list[i].Node == name {
@@ -195,8 +194,8 @@ what is left until the node is empty; Ctrl-C leaves the monitor (exit code 130) 
   dpserve drain gpu-3 --deadline 30m`,
 		Args: requireArgs(1, "NODE"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return e.withAdmin(func(client admin) error {
-				return runDrain(cmd.Context(), e, client, f, args[0], cmd.Flags().Changed("deadline"))
+			return e.withAdmin(func(cluster admin) error {
+				return runDrain(cmd.Context(), e, cluster, f, args[0], cmd.Flags().Changed("deadline"))
 			})
 		},
 	}
@@ -207,7 +206,7 @@ what is left until the node is empty; Ctrl-C leaves the monitor (exit code 130) 
 	return cmd
 }
 
-func runDrain(ctx context.Context, e *env, client admin, f *drainFlags, node string, bounded bool) error {
+func runDrain(ctx context.Context, e *env, cluster admin, f *drainFlags, node string, bounded bool) error {
 	if f.deadline < 0 || f.timeout <= 0 {
 		return usageError("drain", "--deadline and --timeout must be positive")
 	}
@@ -215,20 +214,20 @@ func runDrain(ctx context.Context, e *env, client admin, f *drainFlags, node str
 	if bounded {
 		deadline = &f.deadline
 	}
-	if err := client.Drain(ctx, node, deadline); err != nil {
+	if err := cluster.Drain(ctx, node, deadline); err != nil {
 		return err
 	}
 	if f.detach {
 		printMessage(e.io.Err, "%s is draining; watch it with `dpserve nodes`", node)
 		return nil
 	}
-	return awaitDrained(ctx, e, client, node, f.timeout)
+	return awaitDrained(ctx, e, cluster, node, f.timeout)
 }
 
 // awaitDrained shows what a node still has until the node is drained.
-func awaitDrained(ctx context.Context, e *env, client admin, node string, timeout time.Duration) error {
+func awaitDrained(ctx context.Context, e *env, cluster admin, node string, timeout time.Duration) error {
 	err := followUntilDone(ctx, e, timeout,
-		func(ctx context.Context) (string, bool, error) { return drainProgress(ctx, client, node) },
+		func(ctx context.Context) (string, bool, error) { return drainProgress(ctx, cluster, node) },
 		"the drain goes on, `dpserve undrain "+node+"` ends it",
 		func(string) error {
 			return problem.New(problem.Timeout, "%s is not drained in time; the drain goes on", node).
@@ -241,8 +240,8 @@ func awaitDrained(ctx context.Context, e *env, client admin, node string, timeou
 }
 
 // drainProgress describes in one line what a node still has. over is true when the node is drained.
-func drainProgress(ctx context.Context, client admin, node string) (left string, over bool, err error) {
-	list, err := client.Nodes(ctx)
+func drainProgress(ctx context.Context, cluster admin, node string) (left string, over bool, err error) {
+	list, err := cluster.Nodes(ctx)
 	if err != nil {
 		return "", false, err
 	}
@@ -274,8 +273,8 @@ func newUndrain(e *env) *cobra.Command {
 		Example: "  dpserve undrain gpu-3",
 		Args:    requireArgs(1, "NODE"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return e.withAdmin(func(client admin) error {
-				if err := client.Undrain(cmd.Context(), args[0]); err != nil {
+			return e.withAdmin(func(cluster admin) error {
+				if err := cluster.Undrain(cmd.Context(), args[0]); err != nil {
 					return err
 				}
 				printMessage(e.io.Err, "%s takes ranks again", args[0])
@@ -298,8 +297,8 @@ before anything changes: remove or bring back the lost ones first.`,
 		Example: `  DPSERVE_ADDR=127.0.0.3:8265 dpserve leave`,
 		Args:    requireArgs(0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return e.withAdmin(func(client admin) error {
-				return runLeave(cmd.Context(), e, client, f, yes, cmd.Flags().Changed("deadline"))
+			return e.withAdmin(func(cluster admin) error {
+				return runLeave(cmd.Context(), e, cluster, f, yes, cmd.Flags().Changed("deadline"))
 			})
 		},
 	}
@@ -311,8 +310,8 @@ before anything changes: remove or bring back the lost ones first.`,
 	return cmd
 }
 
-func runLeave(ctx context.Context, e *env, client admin, f *drainFlags, yes, bounded bool) error {
-	v, err := client.Version(ctx)
+func runLeave(ctx context.Context, e *env, cluster admin, f *drainFlags, yes, bounded bool) error {
+	v, err := cluster.Version(ctx)
 	if err != nil {
 		return err
 	}
@@ -320,7 +319,7 @@ func runLeave(ctx context.Context, e *env, client admin, f *drainFlags, yes, bou
 		return problem.New(problem.Upstream, "the node at DPSERVE_ADDR does not tell its name").
 			WithHint("it runs another version: use its own dpserve command")
 	}
-	list, err := client.Nodes(ctx)
+	list, err := cluster.Nodes(ctx)
 	if err != nil {
 		return err
 	}
@@ -334,14 +333,14 @@ func runLeave(ctx context.Context, e *env, client admin, f *drainFlags, yes, bou
 	if err := e.confirm(v.Node+" leaves its cluster", v.Node, yes); err != nil {
 		return err
 	}
-	check := func(ctx context.Context) error { return client.CheckLeave(ctx, v.Node) }
+	check := func(ctx context.Context) error { return cluster.CheckLeave(ctx, v.Node) }
 	if err := retryRemoval(ctx, check); err != nil {
 		return err
 	}
-	if err := runDrain(ctx, e, client, f, v.Node, bounded); err != nil {
+	if err := runDrain(ctx, e, cluster, f, v.Node, bounded); err != nil {
 		return err
 	}
-	if err := removeNode(ctx, client, v.Node); err != nil {
+	if err := removeNode(ctx, cluster, v.Node); err != nil {
 		return err
 	}
 	printMessage(e.io.Err, "%s has left", v.Node)
@@ -349,8 +348,8 @@ func runLeave(ctx context.Context, e *env, client admin, f *drainFlags, yes, bou
 }
 
 // removeNode removes a node from the cluster.
-func removeNode(ctx context.Context, client admin, node string) error {
-	return retryRemoval(ctx, func(ctx context.Context) error { return client.RemoveNode(ctx, node) })
+func removeNode(ctx context.Context, cluster admin, node string) error {
+	return retryRemoval(ctx, func(ctx context.Context) error { return cluster.RemoveNode(ctx, node) })
 }
 
 // retryRemoval repeats ask while the leader answers Unavailable: the node's vote or leadership moves to
@@ -360,7 +359,7 @@ func retryRemoval(ctx context.Context, ask func(context.Context) error) error {
 	defer cancel()
 	for {
 		err := ask(ctx)
-		if problem.CodeOf(err) != problem.Unavailable || ctx.Err() != nil {
+		if client.CodeOf(err) != client.CodeUnavailable || ctx.Err() != nil {
 			return err
 		}
 		select {
@@ -392,8 +391,8 @@ back. Ctrl-C leaves the monitor (exit code 130) and the change goes on.`,
 		Example: "  dpserve nodes rotate-key",
 		Args:    requireArgs(0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return e.withAdmin(func(client admin) error {
-				return runRotateKey(cmd.Context(), e, client, timeout)
+			return e.withAdmin(func(cluster admin) error {
+				return runRotateKey(cmd.Context(), e, cluster, timeout)
 			})
 		},
 	}
@@ -401,15 +400,15 @@ back. Ctrl-C leaves the monitor (exit code 130) and the change goes on.`,
 	return cmd
 }
 
-func runRotateKey(ctx context.Context, e *env, client admin, timeout time.Duration) error {
+func runRotateKey(ctx context.Context, e *env, cluster admin, timeout time.Duration) error {
 	if timeout <= 0 {
 		return usageError("nodes rotate-key", "--timeout must be positive")
 	}
-	if err := client.RotateKey(ctx); err != nil {
+	if err := cluster.RotateKey(ctx); err != nil {
 		return err
 	}
 	err := followUntilDone(ctx, e, timeout,
-		func(ctx context.Context) (string, bool, error) { return rotationProgress(ctx, client) },
+		func(ctx context.Context) (string, bool, error) { return rotationProgress(ctx, cluster) },
 		"the change of the key goes on",
 		func(left string) error {
 			return problem.New(problem.Timeout, "the gossip has no new key yet, %s; the change goes on",
@@ -424,10 +423,10 @@ func runRotateKey(ctx context.Context, e *env, client admin, timeout time.Durati
 
 // rotationProgress names the nodes that the key change waits for, "" while another node becomes the leader.
 // over is true when the change is complete.
-func rotationProgress(ctx context.Context, client admin) (left string, over bool, err error) {
-	r, err := client.KeyRotation(ctx)
+func rotationProgress(ctx context.Context, cluster admin) (left string, over bool, err error) {
+	r, err := cluster.KeyRotation(ctx)
 	switch {
-	case problem.CodeOf(err) == problem.Unavailable:
+	case client.CodeOf(err) == client.CodeUnavailable:
 		return "", false, nil
 	case err != nil || r.Done || len(r.Waiting) == 0: // no node is behind: the leader takes the next step
 		return "", r.Done, err
@@ -438,12 +437,12 @@ func rotationProgress(ctx context.Context, client admin) (left string, over bool
 // tokenDocument is the JSON of token.
 type tokenDocument struct {
 	APIVersion string `json:"apiVersion"`
-	api.Token
+	client.Token
 	Command string `json:"command"`
 }
 
 func newToken(e *env) *cobra.Command {
-	req := api.TokenRequest{}
+	req := client.TokenRequest{}
 	var output *format
 	cmd := &cobra.Command{
 		Use:   "token [flags]",
@@ -454,19 +453,19 @@ func newToken(e *env) *cobra.Command {
   dpserve token --uses 8 --ttl 24h`,
 		Args: requireArgs(0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return e.withAdmin(func(client admin) error {
-				return runToken(cmd.Context(), e, client, req, *output)
+			return e.withAdmin(func(cluster admin) error {
+				return runToken(cmd.Context(), e, cluster, req, *output)
 			})
 		},
 	}
-	cmd.Flags().DurationVar(&req.TTL, "ttl", api.DefaultTokenTTL, "how long it is good")
+	cmd.Flags().DurationVar(&req.TTL, "ttl", client.DefaultTokenTTL, "how long it is good")
 	cmd.Flags().IntVar(&req.Uses, "uses", 1, "how many nodes may join with it")
 	output = addOutput(cmd)
 	return cmd
 }
 
-func runToken(ctx context.Context, e *env, client admin, req api.TokenRequest, output format) error {
-	t, err := client.NewToken(ctx, req)
+func runToken(ctx context.Context, e *env, cluster admin, req client.TokenRequest, output format) error {
+	t, err := cluster.NewToken(ctx, req)
 	if err != nil {
 		return err
 	}

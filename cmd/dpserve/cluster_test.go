@@ -7,13 +7,11 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/api"
-	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/client"
 )
 
-func twoNodes(b msg.NodeStatus) []msg.NodeStatus {
-	return []msg.NodeStatus{
+func twoNodes(b client.NodeStatus) []client.NodeStatus {
+	return []client.NodeStatus{
 		{
 			Node: "a", State: "alive", Roles: []string{"control", "worker"}, Leader: true, Voter: true,
 			SlotsUsed: 3, Slots: 64, Ranks: 3, Groups: []string{"chat/0"},
@@ -25,8 +23,8 @@ func twoNodes(b msg.NodeStatus) []msg.NodeStatus {
 
 func TestNodesTable(t *testing.T) {
 	c := newCLI(t)
-	c.cluster.nodes.script = [][]msg.NodeStatus{
-		twoNodes(msg.NodeStatus{
+	c.cluster.nodes.script = [][]client.NodeStatus{
+		twoNodes(client.NodeStatus{
 			Node: "b", State: "lost", Roles: []string{"ingress"}, Reason: "silent for 12s",
 		}),
 	}
@@ -40,10 +38,10 @@ func TestNodesTable(t *testing.T) {
 
 func TestDrainWatchesUntilTheNodeIsEmpty(t *testing.T) {
 	c := newCLI(t)
-	c.cluster.nodes.script = [][]msg.NodeStatus{
-		twoNodes(msg.NodeStatus{Node: "b", State: "draining", Ranks: 2, InFlight: 5}),
-		twoNodes(msg.NodeStatus{Node: "b", State: "draining", Ranks: 1}),
-		twoNodes(msg.NodeStatus{Node: "b", State: "drained"}),
+	c.cluster.nodes.script = [][]client.NodeStatus{
+		twoNodes(client.NodeStatus{Node: "b", State: "draining", Ranks: 2, InFlight: 5}),
+		twoNodes(client.NodeStatus{Node: "b", State: "draining", Ranks: 1}),
+		twoNodes(client.NodeStatus{Node: "b", State: "drained"}),
 	}
 	require.Zero(t, c.run([]string{"drain", "b", "--deadline", "30m"}), c.stderr())
 	assert.Equal(t, []string{"b"}, c.cluster.nodes.drained)
@@ -55,7 +53,7 @@ func TestDrainWatchesUntilTheNodeIsEmpty(t *testing.T) {
 
 func TestDrainThatAnotherUserEnded(t *testing.T) {
 	c := newCLI(t)
-	c.cluster.nodes.script = [][]msg.NodeStatus{twoNodes(msg.NodeStatus{Node: "b", State: "alive"})}
+	c.cluster.nodes.script = [][]client.NodeStatus{twoNodes(client.NodeStatus{Node: "b", State: "alive"})}
 	assert.Equal(t, 1, c.run([]string{"drain", "b"}))
 	assert.Contains(t, c.stderr(), "b is alive: somebody has ended the drain")
 	assert.Nil(t, c.cluster.nodes.deadline)
@@ -63,7 +61,7 @@ func TestDrainThatAnotherUserEnded(t *testing.T) {
 
 func TestLeaveDrainsThenRemoves(t *testing.T) {
 	c := newCLI(t)
-	c.cluster.nodes.script = [][]msg.NodeStatus{twoNodes(msg.NodeStatus{Node: "b", State: "drained"})}
+	c.cluster.nodes.script = [][]client.NodeStatus{twoNodes(client.NodeStatus{Node: "b", State: "drained"})}
 	require.Zero(t, c.run([]string{"leave", "--yes"}), c.stderr())
 	assert.Equal(t, []string{"b"}, c.cluster.nodes.drained)
 	assert.Equal(t, []string{"b"}, c.cluster.nodes.gone)
@@ -71,10 +69,10 @@ func TestLeaveDrainsThenRemoves(t *testing.T) {
 
 func TestLeaveAsksBeforeTheDrain(t *testing.T) {
 	c := newCLI(t)
-	c.cluster.nodes.script = [][]msg.NodeStatus{twoNodes(msg.NodeStatus{Node: "b", State: "drained"})}
+	c.cluster.nodes.script = [][]client.NodeStatus{twoNodes(client.NodeStatus{Node: "b", State: "drained"})}
 	c.cluster.nodes.mayLeave = []error{
-		problem.New(problem.Unavailable, "c is silent"), problem.New(problem.Conflict, "c is lost").
-			WithHint("remove c first"),
+		&client.Error{Code: client.CodeUnavailable, Message: "c is silent"},
+		&client.Error{Code: client.CodeConflict, Message: "c is lost", Hint: "remove c first"},
 	}
 	assert.Equal(t, 1, c.run([]string{"leave", "--yes"}))
 	assert.Contains(t, c.stderr(), "c is lost\nhint: remove c first\n")
@@ -84,7 +82,7 @@ func TestLeaveAsksBeforeTheDrain(t *testing.T) {
 
 func TestTheOnlyNodeDoesNotLeave(t *testing.T) {
 	c := newCLI(t)
-	c.cluster.nodes.script = [][]msg.NodeStatus{{{Node: "b", State: "alive"}}}
+	c.cluster.nodes.script = [][]client.NodeStatus{{{Node: "b", State: "alive"}}}
 	assert.Equal(t, 1, c.run([]string{"leave", "--yes"}))
 	assert.Empty(t, c.cluster.nodes.drained)
 }
@@ -93,7 +91,7 @@ func TestTokenPrintsTheJoinCommand(t *testing.T) {
 	c := newCLI(t)
 	require.Zero(t, c.run([]string{"token", "--uses", "3"}), c.stderr())
 	assert.Equal(t, "dpserve join 10.0.0.1:7947 --token dpj1.x\n", c.stdout())
-	assert.Equal(t, []api.TokenRequest{{TTL: time.Hour, Uses: 3}}, c.cluster.nodes.tokens)
+	assert.Equal(t, []client.TokenRequest{{TTL: time.Hour, Uses: 3}}, c.cluster.nodes.tokens)
 }
 
 func TestRotateKeyWaitsForEveryNode(t *testing.T) {
@@ -118,17 +116,17 @@ func TestRotateKeyWaitsForEveryNode(t *testing.T) {
 
 func TestPlanShowsPlacesAndExitCodes(t *testing.T) {
 	c := newCLI(t)
-	c.cluster.nodes.plan = msg.Plan{
+	c.cluster.nodes.plan = client.Plan{
 		Revision: 7, Changes: true, Fits: true,
-		Apps: []msg.AppPlan{{App: "moe", Action: "create", Units: []msg.UnitPlan{{
+		Apps: []client.AppPlan{{App: "moe", Action: "create", Units: []client.UnitPlan{{
 			Unit: "moe/0", Action: "create",
-			Seats: []msg.SeatPlan{
+			Seats: []client.SeatPlan{
 				{Rank: 0, Node: "a", Devices: []int{0, 1}}, {Rank: 1, Node: "a", Devices: []int{2, 3}}, {
 					Rank: 2, Node: "b", Devices: []int{0, 1},
 				},
 			},
 		}}}},
-		Nodes: []msg.NodePlan{{Node: "a", GPUs: 4, GPUsFree: 4, GPUsNeed: 4}},
+		Nodes: []client.NodePlan{{Node: "a", GPUs: 4, GPUsFree: 4, GPUsNeed: 4}},
 	}
 	path := file(t, tiny)
 	require.Zero(t, c.run([]string{"plan", path}), c.stderr())
@@ -138,7 +136,7 @@ func TestPlanShowsPlacesAndExitCodes(t *testing.T) {
 	assert.Equal(t, 3, c.run([]string{"plan", path, "--exit-code"}))
 
 	c.cluster.nodes.plan.Fits = false
-	c.cluster.nodes.plan.Apps[0].Units[0] = msg.UnitPlan{
+	c.cluster.nodes.plan.Apps[0].Units[0] = client.UnitPlan{
 		Unit: "moe/0", Action: "create", Why: "needs 6 devices, 4 are free",
 		Hint: "moving chat/1 from a to b would make room",
 	}
@@ -146,7 +144,7 @@ func TestPlanShowsPlacesAndExitCodes(t *testing.T) {
 	assert.Contains(t, c.stderr(), "  needs 6 devices, 4 are free")
 	assert.Contains(t, c.stderr(), "hint: moving chat/1 from a to b would make room")
 
-	c.cluster.nodes.plan = msg.Plan{Fits: true}
+	c.cluster.nodes.plan = client.Plan{Fits: true}
 	assert.Zero(t, c.run([]string{"plan", path, "--exit-code"}))
 	assert.Contains(t, c.stdout(), "no changes")
 }

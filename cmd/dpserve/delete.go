@@ -33,12 +33,12 @@ func newDelete(e *env) *cobra.Command {
 }
 
 func runDelete(ctx context.Context, e *env, name string, yes, detach bool, timeout time.Duration) error {
-	client, err := e.admin()
+	cluster, err := e.admin()
 	if err != nil {
 		return err
 	}
-	defer client.Close()
-	apps, err := client.Apps(ctx)
+	defer cluster.Close()
+	apps, err := cluster.Apps(ctx)
 	if err != nil {
 		return err
 	}
@@ -50,7 +50,7 @@ func runDelete(ctx context.Context, e *env, name string, yes, detach bool, timeo
 		yes); err != nil {
 		return err
 	}
-	if err := client.Delete(ctx, name); err != nil {
+	if err := cluster.Delete(ctx, name); err != nil {
 		return err
 	}
 	if detach {
@@ -58,7 +58,7 @@ func runDelete(ctx context.Context, e *env, name string, yes, detach bool, timeo
 	}
 	waiting, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
-	err = newMonitor(e, client, newScreen(e.io)).awaitGone(waiting, name)
+	err = newMonitor(e, cluster, newScreen(e.io)).awaitGone(waiting, name)
 	if errors.Is(err, errInterrupted) {
 		printMessage(e.io.Err, "interrupted; the deletion goes on")
 		return &silentError{code: exitInterrupted}

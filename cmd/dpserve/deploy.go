@@ -9,8 +9,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/api"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -69,25 +68,25 @@ func runDeploy(ctx context.Context, e *env, f *deployFlags, path string) error {
 	if err != nil {
 		return err
 	}
-	client, err := e.admin()
+	cluster, err := e.admin()
 	if err != nil {
 		return err
 	}
-	defer client.Close()
-	req := api.DeployRequest{
+	defer cluster.Close()
+	req := client.DeployRequest{
 		File: file.name, Text: file.text, Prune: f.prune, Partial: f.partial, Revision: f.pinned,
 	}
 	if f.dryRun {
-		p, err := client.Plan(ctx, req)
+		p, err := cluster.Plan(ctx, req)
 		if err != nil {
 			return err
 		}
 		return planListing(&p, file.name).write(e.io, *f.output)
 	}
-	if err := confirmPrune(ctx, e, f, client, file); err != nil {
+	if err := confirmPrune(ctx, e, f, cluster, file); err != nil {
 		return err
 	}
-	result, err := client.Deploy(ctx, req)
+	result, err := cluster.Deploy(ctx, req)
 	if err != nil {
 		return err
 	}
@@ -96,7 +95,7 @@ func runDeploy(ctx context.Context, e *env, f *deployFlags, path string) error {
 		printMessage(e.io.Err, "applied; watch it with `dpserve status -w`")
 		return nil
 	}
-	return awaitRunning(ctx, e, f, client, result)
+	return awaitRunning(ctx, e, f, cluster, result)
 }
 
 func readDeployFile(e *env, engine, path string) (*appFile, error) {
@@ -114,10 +113,12 @@ func readDeployFile(e *env, engine, path string) (*appFile, error) {
 }
 
 // awaitRunning waits until the applications run and prints their status.
-func awaitRunning(ctx context.Context, e *env, f *deployFlags, client admin, result api.DeployResult) error {
+func awaitRunning(ctx context.Context, e *env, f *deployFlags, cluster admin,
+	result client.DeployResult,
+) error {
 	waiting, cancel := context.WithTimeout(ctx, f.timeout)
 	defer cancel()
-	err := newMonitor(e, client, newScreen(e.io)).awaitRunning(waiting, result.Apps)
+	err := newMonitor(e, cluster, newScreen(e.io)).awaitRunning(waiting, result.Apps)
 	if errors.Is(err, errInterrupted) {
 		printMessage(e.io.Err, "interrupted; the rollout goes on, watch it with `dpserve status -w`")
 		return &silentError{code: exitInterrupted}
@@ -125,21 +126,21 @@ func awaitRunning(ctx context.Context, e *env, f *deployFlags, client admin, res
 	if err != nil {
 		return err
 	}
-	apps, err := client.Apps(ctx)
+	apps, err := cluster.Apps(ctx)
 	if err != nil {
 		return err
 	}
 	apps = slices.DeleteFunc(apps,
-		func(a msg.AppStatus) bool { _, mine := result.Apps[a.Name]; return !mine })
+		func(a client.AppStatus) bool { _, mine := result.Apps[a.Name]; return !mine })
 	return newStatusListing(e, apps).write(e.io, *f.output)
 }
 
 // confirmPrune asks before --prune deletes applications that the file does not list.
-func confirmPrune(ctx context.Context, e *env, f *deployFlags, client admin, file *appFile) error {
+func confirmPrune(ctx context.Context, e *env, f *deployFlags, cluster admin, file *appFile) error {
 	if !f.prune {
 		return nil
 	}
-	apps, err := client.Apps(ctx)
+	apps, err := cluster.Apps(ctx)
 	if err != nil {
 		return err
 	}
@@ -160,7 +161,7 @@ func confirmPrune(ctx context.Context, e *env, f *deployFlags, client admin, fil
 }
 
 // printChanges prints one line per application that the deploy changed.
-func printChanges(e *env, result api.DeployResult) {
+func printChanges(e *env, result client.DeployResult) {
 	for _, c := range result.Changes {
 		fields := ""
 		if len(c.Fields) > 0 {
@@ -174,7 +175,7 @@ func printChanges(e *env, result api.DeployResult) {
 }
 
 // findApp returns the named application. The error lists the existing ones.
-func findApp(apps []msg.AppStatus, name string) (msg.AppStatus, error) {
+func findApp(apps []client.AppStatus, name string) (client.AppStatus, error) {
 	var names []string
 	for _, a := range apps {
 		if a.Name == name {
@@ -184,7 +185,7 @@ func findApp(apps []msg.AppStatus, name string) (msg.AppStatus, error) {
 	}
 	err := problem.New(problem.NotFound, "no application %q", name)
 	if len(names) == 0 {
-		return msg.AppStatus{}, err.WithHint("nothing is deployed; `dpserve deploy FILE` does it")
+		return client.AppStatus{}, err.WithHint("nothing is deployed; `dpserve deploy FILE` does it")
 	}
-	return msg.AppStatus{}, err.WithHint("applications are %s", strings.Join(names, ", "))
+	return client.AppStatus{}, err.WithHint("applications are %s", strings.Join(names, ", "))
 }

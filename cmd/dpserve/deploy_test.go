@@ -9,8 +9,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/api"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -19,7 +18,7 @@ const tiny = "applications: [{name: demo, model: {id: demo}, engine: {kind: sim}
 
 func TestDeployWaitsUntilRunning(t *testing.T) {
 	cli := newCLI(t)
-	cli.cluster.script = [][]msg.AppStatus{
+	cli.cluster.script = [][]client.AppStatus{
 		{}, // before
 		{demo(statusRunning, 1, state.Ready, state.Ready)}, // the old revision does not count
 		{demo(statusDeploying, 2, state.Starting, state.Pending)},
@@ -50,7 +49,7 @@ func TestDeployFailed(t *testing.T) {
 	for i := range 30 {
 		u.LogTail = append(u.LogTail, "line "+string(rune('a'+i%26)))
 	}
-	cli.cluster.script = [][]msg.AppStatus{{}, {failed}}
+	cli.cluster.script = [][]client.AppStatus{{}, {failed}}
 	assert.Equal(t, 5, cli.run([]string{"deploy", file(t, tiny)}))
 	assert.Contains(t, cli.stderr(),
 		"dpserve: demo cannot be rolled out: demo/0/1 failed after 3 attempts: exit status 1\n  line k\n")
@@ -61,7 +60,7 @@ func TestDeployFailed(t *testing.T) {
 
 func TestDeployTimeout(t *testing.T) {
 	cli := newCLI(t)
-	cli.cluster.script = [][]msg.AppStatus{{}, {demo(statusDeploying, 2, state.Starting)}}
+	cli.cluster.script = [][]client.AppStatus{{}, {demo(statusDeploying, 2, state.Starting)}}
 	assert.Equal(t, 8, cli.run([]string{"deploy", file(t, tiny), "--timeout", "1ms"}))
 	assert.Contains(t, cli.stderr(),
 		"dpserve: not RUNNING in time: demo; the rollout goes on\nhint: watch it with `dpserve status -w`\n")
@@ -69,11 +68,11 @@ func TestDeployTimeout(t *testing.T) {
 
 // An application that is deleted during its rollout never becomes RUNNING, so deploy stops waiting.
 func TestDeployEndsWhenTheAppIsDeleted(t *testing.T) {
-	for name, last := range map[string][]msg.AppStatus{
+	for name, last := range map[string][]client.AppStatus{
 		"on its way out": {demo(statusDeleting, 2, state.Killing)}, "gone": {},
 	} {
 		cli := newCLI(t)
-		cli.cluster.script = [][]msg.AppStatus{{}, {demo(statusDeploying, 2, state.Starting)}, last}
+		cli.cluster.script = [][]client.AppStatus{{}, {demo(statusDeploying, 2, state.Starting)}, last}
 		assert.Equal(t, 1, cli.run([]string{"deploy", file(t, tiny), "--timeout", "5s"}), name)
 		assert.Contains(t, cli.stderr(), "dpserve: demo was deleted while it was rolled out\nhint: ", name)
 	}
@@ -81,7 +80,7 @@ func TestDeployEndsWhenTheAppIsDeleted(t *testing.T) {
 
 func TestDeployInterrupted(t *testing.T) {
 	cli := newCLI(t)
-	cli.cluster.script = [][]msg.AppStatus{{}, {demo(statusDeploying, 2, state.Starting)}}
+	cli.cluster.script = [][]client.AppStatus{{}, {demo(statusDeploying, 2, state.Starting)}}
 	cli.cluster.onApps = func(call int) {
 		if call == 2 {
 			cli.interrupt()
@@ -95,7 +94,7 @@ func TestDeployInterrupted(t *testing.T) {
 
 func TestDeployDetach(t *testing.T) {
 	cli := newCLI(t)
-	cli.cluster.script = [][]msg.AppStatus{{}}
+	cli.cluster.script = [][]client.AppStatus{{}}
 	assert.Equal(t, 0, cli.run([]string{"deploy", "--detach", file(t, tiny)}))
 	assert.Len(t, cli.cluster.deployed, 1)
 	assert.Zero(t, cli.cluster.calls, "nothing is watched")
@@ -103,9 +102,9 @@ func TestDeployDetach(t *testing.T) {
 
 func TestDeployDryRun(t *testing.T) {
 	cli := newCLI(t)
-	cli.cluster.nodes.plan = msg.Plan{
+	cli.cluster.nodes.plan = client.Plan{
 		Changes: true, Fits: true,
-		Apps: []msg.AppPlan{{App: "demo", Action: "create"}, {App: "other", Action: "delete"}},
+		Apps: []client.AppPlan{{App: "demo", Action: "create"}, {App: "other", Action: "delete"}},
 	}
 	assert.Equal(t, 0, cli.run([]string{"deploy", "--dry-run", "--prune", file(t, tiny), "-o", "name"}))
 	assert.Empty(t, cli.cluster.deployed)
@@ -117,7 +116,7 @@ func TestDeployPrune(t *testing.T) {
 	other := demo(statusRunning, 1)
 	other.Name = "other"
 	cli := newCLI(t)
-	cli.cluster.script = [][]msg.AppStatus{{other}}
+	cli.cluster.script = [][]client.AppStatus{{other}}
 	assert.Equal(t, 2, cli.run([]string{"deploy", "--prune", file(t, tiny)}))
 	assert.Contains(t, cli.stderr(),
 		"--prune deletes other: this needs a confirmation, and there is no terminal to ask on\nhint: --yes "+
@@ -125,7 +124,7 @@ func TestDeployPrune(t *testing.T) {
 	assert.Empty(t, cli.cluster.deployed)
 
 	cli = newCLI(t)
-	cli.cluster.script = [][]msg.AppStatus{{other}}
+	cli.cluster.script = [][]client.AppStatus{{other}}
 	assert.Equal(t, 0, cli.run([]string{"deploy", "--prune", "--yes", "--detach", file(t, tiny)}))
 	assert.True(t, cli.cluster.deployed[0].Prune)
 }
@@ -149,7 +148,7 @@ func TestDeployVLLM(t *testing.T) {
 		"dpserve: demo: engines of kind vllm come with the next version\nhint: --engine sim ")
 
 	cli = newCLI(t)
-	cli.cluster.script = [][]msg.AppStatus{{}}
+	cli.cluster.script = [][]client.AppStatus{{}}
 	assert.Equal(t, 0, cli.run([]string{"deploy", "--engine", "sim", "--detach", file(t, vllm)}),
 		cli.stderr())
 	assert.Equal(t, []string{
@@ -184,7 +183,7 @@ demo/0/1  backoff  1      -                     n1    0          0      -       
 		t.Helper()
 		c := newCLI(t)
 		c.now = func() time.Time { return now }
-		c.cluster.script = [][]msg.AppStatus{{a}}
+		c.cluster.script = [][]client.AppStatus{{a}}
 		return c, c.run(append([]string{"status"}, args...))
 	}
 	t.Run("table", func(t *testing.T) {
@@ -225,14 +224,14 @@ demo/0/1  backoff  1      -                     n1    0          0      -       
 	t.Run("colour", func(t *testing.T) {
 		c := newCLI(t)
 		c.io.OutTTY = true
-		c.cluster.script = [][]msg.AppStatus{{a}}
+		c.cluster.script = [][]client.AppStatus{{a}}
 		require.Equal(t, 0, c.run([]string{"status"}))
 		assert.Contains(t, c.stdout(), string(bad)+"UNHEALTHY"+string(resetColor))
 	})
 	t.Run("no colour", func(t *testing.T) {
 		c := newCLI(t)
 		c.io.OutTTY = true
-		c.cluster.script = [][]msg.AppStatus{{a}}
+		c.cluster.script = [][]client.AppStatus{{a}}
 		require.Equal(t, 0, c.run([]string{"status", "--no-color"}))
 		assert.NotContains(t, c.stdout(), "\x1b[3")
 	})
@@ -248,14 +247,14 @@ func TestStatusWithoutCluster(t *testing.T) {
 func TestStatusWatch(t *testing.T) {
 	cli := newCLI(t)
 	cli.now = func() time.Time { return time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC) }
-	cli.cluster.script = [][]msg.AppStatus{{demo(statusRunning, 1, state.Ready)}}
+	cli.cluster.script = [][]client.AppStatus{{demo(statusRunning, 1, state.Ready)}}
 	cli.cluster.onApps = func(int) { cli.interrupt() }
 	assert.Equal(t, 0, cli.run([]string{"status", "-w"}), "Ctrl-C is how a watch ends")
 }
 
 func TestDelete(t *testing.T) {
-	script := func() [][]msg.AppStatus {
-		return [][]msg.AppStatus{
+	script := func() [][]client.AppStatus {
+		return [][]client.AppStatus{
 			{demo(statusRunning, 1, state.Ready)},
 			{demo(statusDeleting, 1, state.Draining)},
 			{},
@@ -288,7 +287,7 @@ func TestLogs(t *testing.T) {
 	cli.now = func() time.Time { return now }
 	assert.Equal(t, 0, cli.run([]string{"logs", "demo/0/3", "--since", "5m", "--tail", "20"}))
 	assert.Equal(t,
-		[]api.LogQuery{
+		[]client.LogQuery{
 			{App: "demo", Group: 0, Rank: 3, Since: now.Add(-5 * time.Minute), Tail: 20},
 		}, cli.cluster.asked)
 	assert.Equal(t, "demo/0/0 hello\n", cli.stdout())

@@ -10,8 +10,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/api"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/server"
 )
 
@@ -59,13 +58,13 @@ func (e *env) admin() (admin, error) {
 }
 
 // withAdmin calls f with a client and closes it afterwards.
-func (e *env) withAdmin(f func(client admin) error) error {
-	client, err := e.admin()
+func (e *env) withAdmin(f func(cluster admin) error) error {
+	cluster, err := e.admin()
 	if err != nil {
 		return err
 	}
-	defer client.Close()
-	return f(client)
+	defer cluster.Close()
+	return f(cluster)
 }
 
 // applyColor makes --no-color act like NO_COLOR.
@@ -75,30 +74,50 @@ func (e *env) applyColor(*cobra.Command, []string) {
 	}
 }
 
-// admin is the part of the admin REST API that the CLI uses. Errors are *problem.Error.
+// admin is the part of the admin REST API that the CLI uses. Errors are *client.Error.
 type admin interface {
-	Version(ctx context.Context) (api.BuildInfo, error)
-	Apps(ctx context.Context) ([]msg.AppStatus, error)
-	Plan(ctx context.Context, r api.DeployRequest) (msg.Plan, error)
-	Deploy(ctx context.Context, r api.DeployRequest) (api.DeployResult, error)
+	Version(ctx context.Context) (client.BuildInfo, error)
+	Apps(ctx context.Context) ([]client.AppStatus, error)
+	Plan(ctx context.Context, r client.DeployRequest) (client.Plan, error)
+	Deploy(ctx context.Context, r client.DeployRequest) (client.DeployResult, error)
 	Delete(ctx context.Context, name string) error
-	AddRank(ctx context.Context, app string, rank []byte) (api.RankChange, error)
-	RemoveRank(ctx context.Context, app string, r api.RankRemoval) (api.RankChange, error)
-	Logs(ctx context.Context, q api.LogQuery) (io.ReadCloser, error)
-	Explain(ctx context.Context, app string, q *msg.RouteQuery) (*msg.Explanation, error)
-	Router(ctx context.Context, app string) (msg.RouterInfo, error)
-	ResetRouter(ctx context.Context, app string) (msg.ResetResult, error)
-	Nodes(ctx context.Context) ([]msg.NodeStatus, error)
+	AddRank(ctx context.Context, app string, rank []byte) (client.RankChange, error)
+	RemoveRank(ctx context.Context, app string, r client.RankRemoval) (client.RankChange, error)
+	Logs(ctx context.Context, q client.LogQuery) (io.ReadCloser, error)
+	Explain(ctx context.Context, app string, q *client.Query) (*client.Explanation, error)
+	Router(ctx context.Context, app string) (client.Info, error)
+	ResetRouter(ctx context.Context, app string) (client.ResetResult, error)
+	Nodes(ctx context.Context) ([]client.NodeStatus, error)
 	Drain(ctx context.Context, node string, deadline *time.Duration) error
 	Undrain(ctx context.Context, node string) error
 	CheckLeave(ctx context.Context, node string) error
 	RemoveNode(ctx context.Context, node string) error
-	NewToken(ctx context.Context, req api.TokenRequest) (api.Token, error)
+	NewToken(ctx context.Context, req client.TokenRequest) (client.Token, error)
 	RotateKey(ctx context.Context) error
-	KeyRotation(ctx context.Context) (api.KeyRotation, error)
+	KeyRotation(ctx context.Context) (client.KeyRotation, error)
 	Close() // ends idle connections
 }
 
-var _ admin = (*api.Client)(nil)
+// adminClient is a client of the admin API. Requests about a Router go to the client of that Router.
+type adminClient struct{ *client.Client }
 
-func newAdmin(addr string) (admin, error) { return api.NewClient(addr) }
+func newAdmin(addr string) (admin, error) {
+	c, err := client.New(addr)
+	return adminClient{c}, err
+}
+
+// Explain returns the Router's decision for q and its reasons.
+func (c adminClient) Explain(ctx context.Context, app string, q *client.Query) (*client.Explanation, error) {
+	return c.Client.Router(app).Explain(ctx, *q)
+}
+
+// Router returns a description of the Router of an application.
+func (c adminClient) Router(ctx context.Context, app string) (client.Info, error) {
+	return c.Client.Router(app).Info(ctx)
+}
+
+// ResetRouter drops the Router's state, which the Router then rebuilds from the ranks.
+func (c adminClient) ResetRouter(ctx context.Context, app string) (client.ResetResult, error) {
+	ranks, err := c.Client.Router(app).Reset(ctx)
+	return client.ResetResult{App: app, Ranks: ranks}, err
+}

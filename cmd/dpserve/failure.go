@@ -7,6 +7,7 @@ import (
 	"io"
 	"strings"
 
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 )
@@ -32,7 +33,6 @@ func isSilent(err error) bool {
 // exitCode maps an error of a command to the process's exit code.
 func exitCode(err error) int {
 	var silent *silentError
-	var faults app.Faults
 	switch {
 	case err == nil:
 		return exitOK
@@ -40,45 +40,58 @@ func exitCode(err error) int {
 		return silent.code
 	case errors.Is(err, errInterrupted):
 		return exitInterrupted
-	case errors.As(err, &faults):
-		return problem.ExitCode(problem.InvalidArgument)
 	case errors.Is(err, context.DeadlineExceeded):
 		return problem.ExitCode(problem.Timeout)
 	}
-	return problem.ExitCode(problem.CodeOf(err))
+	return problem.ExitCode(problem.Code(describeError(err).Code))
+}
+
+// describeError returns what a user is told about an error of the admin API or of this process. An error that
+// names no code is internal.
+func describeError(err error) client.Error {
+	var (
+		answer *client.Error
+		faults app.Faults
+		p      *problem.Error
+	)
+	switch {
+	case errors.As(err, &answer):
+		return *answer
+	case errors.As(err, &faults):
+		e := client.Error{Code: string(problem.InvalidArgument)}
+		for _, f := range faults {
+			e.Faults = append(e.Faults, client.Fault(f))
+		}
+		return e
+	case errors.As(err, &p):
+		return client.Error{Code: string(p.Code), Hint: p.Hint, Doc: p.Doc, Details: p.Details}
+	}
+	return client.Error{Code: string(problem.Internal)}
 }
 
 // report writes an error for the user: message, details, hints. Each fault of a file is on its own line and
 // begins with file:line:col, as editors expect.
 func report(w io.Writer, err error) {
-	var faults app.Faults
 	if err == nil || isSilent(err) {
 		return
 	}
-	if errors.As(err, &faults) {
-		reportFaults(w, faults)
+	e := describeError(err)
+	if len(e.Faults) > 0 {
+		printMessage(w, "%s", formatCount(len(e.Faults), "fault"))
+		for _, f := range e.Faults {
+			_, _ = fmt.Fprintln(w, app.Fault(f).String())
+		}
 		return
 	}
 	printMessage(w, "%s", strings.TrimSuffix(err.Error(), "."))
-	var p *problem.Error
-	if !errors.As(err, &p) {
-		return
-	}
-	for _, d := range p.Details {
+	for _, d := range e.Details {
 		_, _ = fmt.Fprintln(w, "  "+d)
 	}
-	for h := range strings.Lines(p.Hint) {
+	for h := range strings.Lines(e.Hint) {
 		_, _ = fmt.Fprintln(w, "hint: "+strings.TrimSpace(h))
 	}
-	if p.Doc != "" {
-		_, _ = fmt.Fprintln(w, "see: "+p.Doc)
-	}
-}
-
-func reportFaults(w io.Writer, faults app.Faults) {
-	printMessage(w, "%s", formatCount(len(faults), "fault"))
-	for _, f := range faults {
-		_, _ = fmt.Fprintln(w, f.String())
+	if e.Doc != "" {
+		_, _ = fmt.Fprintln(w, "see: "+e.Doc)
 	}
 }
 

@@ -14,9 +14,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/api"
-	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/server"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -86,21 +84,21 @@ func (l *lockedBuffer) String() string {
 // one repeats.
 type fakeCluster struct {
 	mu       sync.Mutex
-	script   [][]msg.AppStatus
+	script   [][]client.AppStatus
 	down     error // returned by every call
-	deployed []api.DeployRequest
+	deployed []client.DeployRequest
 	deleted  []string
-	planned  []api.DeployRequest
+	planned  []client.DeployRequest
 	nodes    fakeNodes
-	asked    []api.LogQuery
+	asked    []client.LogQuery
 	router   fakeRouter
-	added    []string          // APP RANK
-	removed  []api.RankRemoval // of edge
+	added    []string             // APP RANK
+	removed  []client.RankRemoval // of edge
 	onApps   func(call int)
 	calls    int
 }
 
-func (f *fakeCluster) Apps(context.Context) ([]msg.AppStatus, error) {
+func (f *fakeCluster) Apps(context.Context) ([]client.AppStatus, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.onApps != nil {
@@ -114,16 +112,18 @@ func (f *fakeCluster) Apps(context.Context) ([]msg.AppStatus, error) {
 	if len(f.script) > 1 {
 		f.script = f.script[1:]
 	}
-	return append([]msg.AppStatus(nil), now...), nil
+	return append([]client.AppStatus(nil), now...), nil
 }
 
-func (f *fakeCluster) Deploy(_ context.Context, r api.DeployRequest) (api.DeployResult, error) {
+func (f *fakeCluster) Deploy(_ context.Context, r client.DeployRequest) (client.DeployResult, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.deployed = append(f.deployed, r)
-	return api.DeployResult{
-		Apps:    map[string]uint64{"demo": 2},
-		Changes: []api.Change{{App: "demo", Action: api.ActionReplace, Fields: []string{"engine.args.seed"}}},
+	return client.DeployResult{
+		Apps: map[string]uint64{"demo": 2},
+		Changes: []client.Change{
+			{App: "demo", Action: client.ActionReplace, Fields: []string{"engine.args.seed"}},
+		},
 	}, f.down
 }
 
@@ -136,22 +136,23 @@ func (f *fakeCluster) Delete(_ context.Context, name string) error {
 	return f.down
 }
 
-func (f *fakeCluster) AddRank(_ context.Context, app string, rank []byte) (api.RankChange, error) {
+func (f *fakeCluster) AddRank(_ context.Context, app string, rank []byte) (client.RankChange, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.added = append(f.added, app+" "+string(rank))
-	return api.RankChange{App: app, Rank: 2, URL: "http://h:1", Revision: 2}, f.down
+	return client.RankChange{App: app, Rank: 2, URL: "http://h:1", Revision: 2}, f.down
 }
 
-func (f *fakeCluster) RemoveRank(_ context.Context, app string, r api.RankRemoval) (api.RankChange, error) {
+func (f *fakeCluster) RemoveRank(_ context.Context, app string, r client.RankRemoval,
+) (client.RankChange, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.removed = append(f.removed, r)
 	seven := 7
-	return api.RankChange{App: app, Rank: 1, URL: "http://h:1", Selector: &seven, Revision: 3}, f.down
+	return client.RankChange{App: app, Rank: 1, URL: "http://h:1", Selector: &seven, Revision: 3}, f.down
 }
 
-func (f *fakeCluster) Logs(_ context.Context, q api.LogQuery) (io.ReadCloser, error) {
+func (f *fakeCluster) Logs(_ context.Context, q client.LogQuery) (io.ReadCloser, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.asked = append(f.asked, q)
@@ -159,8 +160,8 @@ func (f *fakeCluster) Logs(_ context.Context, q api.LogQuery) (io.ReadCloser, er
 }
 
 // demo returns an application with one rank per phase.
-func demo(status string, revision uint64, phases ...state.Phase) msg.AppStatus {
-	a := msg.AppStatus{
+func demo(status string, revision uint64, phases ...state.Phase) client.AppStatus {
+	a := client.AppStatus{
 		Name: "demo", Status: status, Revision: revision, Model: "demo", Kind: "sim", Coupling: "independent",
 		Policy: "power-of-two",
 		DPSize: len(phases), Groups: 1, Desired: len(phases),
@@ -169,9 +170,9 @@ func demo(status string, revision uint64, phases ...state.Phase) msg.AppStatus {
 		if p == state.Ready {
 			a.Ready++
 		}
-		a.Units = append(a.Units, msg.UnitStatus{
+		a.Units = append(a.Units, client.UnitStatus{
 			Unit: fmt.Sprintf("demo/0/%d", i), Phase: string(p), Epoch: 1, Attempt: 1,
-			Ranks: []msg.RankStatus{
+			Ranks: []client.RankStatus{
 				{
 					Rank: i, Node: "n1", Phase: string(p), Epoch: 1, PID: 100 + i,
 					URL: "http://127.0.0.1:20000",
@@ -183,7 +184,9 @@ func demo(status string, revision uint64, phases ...state.Phase) msg.AppStatus {
 }
 
 func refused() error {
-	return problem.New(problem.Unavailable, "no answer from 127.0.0.1:8265").WithHint("is dpserve running?")
+	return &client.Error{
+		Code: client.CodeUnavailable, Message: "no answer from 127.0.0.1:8265", Hint: "is dpserve running?",
+	}
 }
 
 // fakeNode serves until its context ends; with slow, it drains until Kill.
@@ -233,31 +236,31 @@ func eventually(t *testing.T, what string, ok func() bool) {
 // fakeNodes is the state of the fake cluster's nodes. Each call of Nodes returns the next element of script;
 // the last one repeats.
 type fakeNodes struct {
-	script   [][]msg.NodeStatus
-	plan     msg.Plan
+	script   [][]client.NodeStatus
+	plan     client.Plan
 	drained  []string
 	deadline *time.Duration
 	undone   []string
 	gone     []string
 	mayLeave []error // successive answers to CheckLeave; then nil
-	tokens   []api.TokenRequest
+	tokens   []client.TokenRequest
 	turning  [][]string // nodes that have not taken the key, one element per call; the last one repeats
 
 	onRotation func() // called by the first KeyRotation
 }
 
-func (f *fakeCluster) Version(context.Context) (api.BuildInfo, error) {
-	return api.BuildInfo{Version: "v1", Node: "b"}, f.down
+func (f *fakeCluster) Version(context.Context) (client.BuildInfo, error) {
+	return client.BuildInfo{Version: "v1", Node: "b"}, f.down
 }
 
-func (f *fakeCluster) Plan(_ context.Context, r api.DeployRequest) (msg.Plan, error) {
+func (f *fakeCluster) Plan(_ context.Context, r client.DeployRequest) (client.Plan, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.planned = append(f.planned, r)
 	return f.nodes.plan, f.down
 }
 
-func (f *fakeCluster) Nodes(context.Context) ([]msg.NodeStatus, error) {
+func (f *fakeCluster) Nodes(context.Context) ([]client.NodeStatus, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.down != nil || len(f.nodes.script) == 0 {
@@ -294,16 +297,16 @@ func (f *fakeCluster) RemoveNode(_ context.Context, node string) error {
 	return f.down
 }
 
-func (f *fakeCluster) NewToken(_ context.Context, req api.TokenRequest) (api.Token, error) {
+func (f *fakeCluster) NewToken(_ context.Context, req client.TokenRequest) (client.Token, error) {
 	f.nodes.tokens = append(f.nodes.tokens, req)
-	return api.Token{
+	return client.Token{
 		Token: "dpj1.x", Address: "10.0.0.1:7947", Uses: req.Uses, Expires: time.Unix(0, 0),
 	}, f.down
 }
 
 func (f *fakeCluster) RotateKey(context.Context) error { return f.down }
 
-func (f *fakeCluster) KeyRotation(context.Context) (api.KeyRotation, error) {
+func (f *fakeCluster) KeyRotation(context.Context) (client.KeyRotation, error) {
 	if on := f.nodes.onRotation; on != nil {
 		f.nodes.onRotation = nil
 		on()
@@ -312,7 +315,7 @@ func (f *fakeCluster) KeyRotation(context.Context) (api.KeyRotation, error) {
 	if len(f.nodes.turning) > 1 {
 		f.nodes.turning = f.nodes.turning[1:]
 	}
-	return api.KeyRotation{Done: len(now) == 0, Waiting: now}, nil
+	return client.KeyRotation{Done: len(now) == 0, Waiting: now}, nil
 }
 
 func (n *fakeNode) FirstToken() (address, token string) { return n.joinAt, n.joinWith }

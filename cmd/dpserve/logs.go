@@ -12,7 +12,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/dpserve/dpserve/internal/api"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -41,7 +41,7 @@ func newLogs(e *env) *cobra.Command {
 			}
 			q.Follow, q.Tail = follow, tail
 			if tail == 0 {
-				q.Tail = api.AllLines
+				q.Tail = client.AllLines
 			}
 			if since > 0 {
 				q.Since = e.now().Add(-since)
@@ -56,8 +56,8 @@ func newLogs(e *env) *cobra.Command {
 }
 
 // logTarget reads APP, APP/GROUP or APP/GROUP/RANK.
-func logTarget(s string) (api.LogQuery, error) {
-	q := api.LogQuery{Group: api.AllRanks, Rank: api.AllRanks}
+func logTarget(s string) (client.LogQuery, error) {
+	q := client.LogQuery{Group: client.AllRanks, Rank: client.AllRanks}
 	parts := strings.Split(s, "/")
 	bad := problem.New(problem.InvalidArgument, "%q: wanted APP, APP/GROUP or APP/GROUP/RANK", s).
 		WithHint("for example demo/0/3")
@@ -79,13 +79,13 @@ func logTarget(s string) (api.LogQuery, error) {
 	return q, nil
 }
 
-func runLogs(ctx context.Context, e *env, q api.LogQuery) error {
-	client, err := e.admin()
+func runLogs(ctx context.Context, e *env, q client.LogQuery) error {
+	cluster, err := e.admin()
 	if err != nil {
 		return err
 	}
-	defer client.Close()
-	stream, err := client.Logs(ctx, q)
+	defer cluster.Close()
+	stream, err := cluster.Logs(ctx, q)
 	if err != nil {
 		return err
 	}
@@ -110,7 +110,7 @@ func copyLogs(e *env, r io.Reader) error {
 	lines := bufio.NewReader(r)
 	for {
 		text, err := lines.ReadString('\n')
-		if l, perr := api.ParseLogLine(strings.TrimSuffix(text, "\n")); perr == nil {
+		if l, perr := client.ParseLogLine(strings.TrimSuffix(text, "\n")); perr == nil {
 			head := fmt.Sprintf("%s %s/%d/%d", l.Time.Local().Format(time.TimeOnly), l.App, l.Group, l.Rank)
 			text = e.io.paint(faint, head) + " " + l.Text + "\n"
 		}

@@ -9,7 +9,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -37,14 +37,14 @@ type monitor struct {
 	silentSince time.Time // since when the API does not answer; zero = it does
 }
 
-func newMonitor(e *env, client admin, scr *screen) *monitor {
-	return &monitor{admin: client, scr: scr, now: e.now, started: e.now(), seen: map[string]string{}}
+func newMonitor(e *env, cluster admin, scr *screen) *monitor {
+	return &monitor{admin: cluster, scr: scr, now: e.now, started: e.now(), seen: map[string]string{}}
 }
 
 // pollUntil polls the apps and calls done with them until done returns true or an error, or until ctx ends.
 // It tolerates API failures for maxAPISilence.
 func (m *monitor) pollUntil(ctx context.Context, names []string,
-	done func([]msg.AppStatus) (bool, error),
+	done func([]client.AppStatus) (bool, error),
 ) error {
 	tick := time.NewTicker(pollEvery)
 	defer tick.Stop()
@@ -72,14 +72,15 @@ func (m *monitor) pollUntil(ctx context.Context, names []string,
 
 // fetchApps returns the apps among names that exist. ok is false without an error while the API may be
 // silent.
-func (m *monitor) fetchApps(ctx context.Context, names []string) (apps []msg.AppStatus, ok bool, err error) {
+func (m *monitor) fetchApps(ctx context.Context, names []string,
+) (apps []client.AppStatus, ok bool, err error) {
 	call, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
 	all, err := m.admin.Apps(call)
 	if err == nil {
 		m.silentSince = time.Time{}
 		return slices.DeleteFunc(all,
-			func(a msg.AppStatus) bool { return !slices.Contains(names, a.Name) }), true, nil
+			func(a client.AppStatus) bool { return !slices.Contains(names, a.Name) }), true, nil
 	}
 	if ctx.Err() != nil {
 		return nil, false, context.Cause(ctx)
@@ -94,7 +95,7 @@ func (m *monitor) fetchApps(ctx context.Context, names []string) (apps []msg.App
 }
 
 // draw shows the present state of the apps.
-func (m *monitor) draw(apps []msg.AppStatus) {
+func (m *monitor) draw(apps []client.AppStatus) {
 	for r := range allRanks(apps) {
 		m.printChange(r)
 	}
@@ -124,7 +125,7 @@ func (m *monitor) printChange(r rankRow) {
 	}
 }
 
-func (m *monitor) liveLines(apps []msg.AppStatus) []string {
+func (m *monitor) liveLines(apps []client.AppStatus) []string {
 	t := &table{head: []string{"RANK", "STATE", "EPOCH", "ATTEMPT", ""}}
 	var heads []string
 	for i := range apps {
@@ -145,7 +146,7 @@ func (m *monitor) liveLines(apps []msg.AppStatus) []string {
 func (m *monitor) awaitRunning(ctx context.Context, want map[string]uint64) error {
 	names := slices.Sorted(maps.Keys(want))
 	begun := map[string]bool{}
-	err := m.pollUntil(ctx, names, func(apps []msg.AppStatus) (bool, error) {
+	err := m.pollUntil(ctx, names, func(apps []client.AppStatus) (bool, error) {
 		up := 0
 		if name := findDeleted(apps, begun); name != "" {
 			return true, problem.New(problem.Conflict, "%s was deleted while it was rolled out", name).
@@ -175,7 +176,7 @@ func (m *monitor) awaitRunning(ctx context.Context, want map[string]uint64) erro
 
 // findDeleted returns the name of an application that existed and is gone, or that is being deleted. begun
 // records the applications that existed.
-func findDeleted(apps []msg.AppStatus, begun map[string]bool) string {
+func findDeleted(apps []client.AppStatus, begun map[string]bool) string {
 	there := map[string]bool{}
 	for i := range apps {
 		if apps[i].Status == statusDeleting {
@@ -193,7 +194,7 @@ func findDeleted(apps []msg.AppStatus, begun map[string]bool) string {
 
 // awaitGone waits until none of the apps exists.
 func (m *monitor) awaitGone(ctx context.Context, names ...string) error {
-	err := m.pollUntil(ctx, names, func(apps []msg.AppStatus) (bool, error) { return len(apps) == 0, nil })
+	err := m.pollUntil(ctx, names, func(apps []client.AppStatus) (bool, error) { return len(apps) == 0, nil })
 	if errors.Is(err, context.DeadlineExceeded) {
 		return problem.New(problem.Timeout, "not gone in time: %s; the deletion goes on",
 			strings.Join(names, ", ")).
@@ -204,7 +205,7 @@ func (m *monitor) awaitGone(ctx context.Context, names ...string) error {
 
 // deployFailure is the error of a failed rollout: it names the first failed unit and holds the last lines of
 // its log.
-func deployFailure(a *msg.AppStatus) error {
+func deployFailure(a *client.AppStatus) error {
 	for i := range a.Units {
 		if a.Units[i].Phase == string(state.Failed) {
 			return unitFailure(a.Name, &a.Units[i])
@@ -214,7 +215,7 @@ func deployFailure(a *msg.AppStatus) error {
 		WithHint("correct the file and deploy it again")
 }
 
-func unitFailure(app string, u *msg.UnitStatus) error {
+func unitFailure(app string, u *client.UnitStatus) error {
 	err := problem.New(problem.Unplaceable, "%s cannot be rolled out: %s failed after %s: %s", app, u.Unit,
 		formatCount(u.Attempt, "attempt"), joinLines(u.Reason))
 	tail := u.LogTail[max(0, len(u.LogTail)-maxLogTail):]

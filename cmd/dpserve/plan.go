@@ -9,13 +9,12 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/api"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
 // actionUnchanged is the action of an application or unit that stays as it is.
-const actionUnchanged = string(api.ActionUnchanged)
+const actionUnchanged = string(client.ActionUnchanged)
 
 type planFlags struct {
 	exitCode, prune bool
@@ -26,7 +25,7 @@ type planFlags struct {
 // planDocument is the JSON of plan.
 type planDocument struct {
 	APIVersion string `json:"apiVersion"`
-	msg.Plan
+	client.Plan
 }
 
 func newPlan(e *env) *cobra.Command {
@@ -55,12 +54,12 @@ func runPlan(ctx context.Context, e *env, f *planFlags, path string) error {
 	if err != nil {
 		return err
 	}
-	client, err := e.admin()
+	cluster, err := e.admin()
 	if err != nil {
 		return err
 	}
-	defer client.Close()
-	p, err := client.Plan(ctx, api.DeployRequest{File: file.name, Text: file.text, Prune: f.prune})
+	defer cluster.Close()
+	p, err := cluster.Plan(ctx, client.DeployRequest{File: file.name, Text: file.text, Prune: f.prune})
 	if err != nil {
 		return err
 	}
@@ -77,7 +76,7 @@ func runPlan(ctx context.Context, e *env, f *planFlags, path string) error {
 }
 
 // unplacedError is the error of a plan in which some units find no place.
-func unplacedError(p *msg.Plan) error {
+func unplacedError(p *client.Plan) error {
 	var lines []string
 	said := map[string]bool{} // all ranks of a group have the same reason
 	hint := "add nodes or slots, ask for fewer ranks, or deploy with --partial what fits"
@@ -97,7 +96,7 @@ func unplacedError(p *msg.Plan) error {
 		WithHint("%s", hint)
 }
 
-func planListing(p *msg.Plan, file string) *listing {
+func planListing(p *client.Plan, file string) *listing {
 	var names []string
 	for i := range p.Apps {
 		if p.Apps[i].Action != actionUnchanged {
@@ -120,7 +119,7 @@ func planListing(p *msg.Plan, file string) *listing {
 	return l
 }
 
-func planApps(p *msg.Plan) *table {
+func planApps(p *client.Plan) *table {
 	t := &table{head: []string{"APP", "CHANGE", "FIELDS"}}
 	for i := range p.Apps {
 		a := &p.Apps[i]
@@ -132,7 +131,7 @@ func planApps(p *msg.Plan) *table {
 }
 
 // planUnits lists the units that change; with wide, all of them.
-func planUnits(p *msg.Plan, wide bool) *table {
+func planUnits(p *client.Plan, wide bool) *table {
 	t := &table{head: []string{"UNIT", "CHANGE", "RANKS", "NODE", "GPUS"}}
 	for i := range p.Apps {
 		for _, u := range p.Apps[i].Units {
@@ -149,7 +148,7 @@ func planUnits(p *msg.Plan, wide bool) *table {
 }
 
 // unitRows returns one row per node of a unit.
-func unitRows(u *msg.UnitPlan) [][]cell {
+func unitRows(u *client.UnitPlan) [][]cell {
 	if len(u.Seats) == 0 {
 		where := ""
 		if u.Why != "" {
@@ -175,7 +174,7 @@ func unitRows(u *msg.UnitPlan) [][]cell {
 	return out
 }
 
-func planNodes(p *msg.Plan) *table {
+func planNodes(p *client.Plan) *table {
 	t := &table{head: []string{"NODE", "SLOTS", "FREE", "NEED", "GPUS", "FREE", "NEED", "NOTE"}}
 	for _, n := range p.Nodes {
 		t.add(cells(n.Node, strconv.Itoa(n.Slots), strconv.Itoa(n.SlotsFree), strconv.Itoa(n.SlotsNeed),
@@ -185,14 +184,14 @@ func planNodes(p *msg.Plan) *table {
 }
 
 func actionColor(action string) color {
-	switch api.Action(action) {
-	case api.ActionCreate:
+	switch client.Action(action) {
+	case client.ActionCreate:
 		return good
-	case api.ActionReplace:
+	case client.ActionReplace:
 		return busy
-	case api.ActionDelete:
+	case client.ActionDelete:
 		return bad
-	case api.ActionUnchanged:
+	case client.ActionUnchanged:
 		return faint
 	}
 	return plain

@@ -11,9 +11,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/api"
-	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -124,33 +122,32 @@ ranks keep their numbers. Of several ranks behind one URL, name one as GROUP/RAN
 	w.flags(cmd, "until the rank is gone")
 	w.output = addOutput(cmd)
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
-		r := api.RankRemoval{}
+		r, err := parseRankRemoval(args[1])
+		if err != nil {
+			return err
+		}
 		if cmd.Flags().Changed("deadline") {
 			if deadline < 0 {
 				return usageError("ranks remove", "--deadline %s: must not be negative", deadline)
 			}
 			r.Deadline = &deadline
 		}
-		var err error
-		if r.Rank, err = parseRankRef(args[1]); err != nil {
-			return err
-		}
 		return runRankRemove(cmd.Context(), e, args[0], r, w)
 	}
 	return cmd
 }
 
-// parseRankRef reads URL or GROUP/RANK.
-func parseRankRef(s string) (app.RankRef, error) {
-	if !strings.Contains(s, "://") {
-		group, rank, ok := api.ParseRankName(s)
-		if !ok {
-			return app.RankRef{}, usageError("ranks remove", "%q: wanted http://HOST:PORT or GROUP/RANK", s)
-		}
-		return app.RankRef{Group: group, Rank: rank}, nil
+// parseRankRemoval reads URL or GROUP/RANK.
+func parseRankRemoval(s string) (r client.RankRemoval, err error) {
+	if strings.Contains(s, "://") {
+		r.URL, err = engineURL("ranks remove", "URL", s)
+		return r, err
 	}
-	url, err := engineURL("ranks remove", "URL", s)
-	return app.RankRef{URL: url}, err
+	var ok bool
+	if r.Group, r.Rank, ok = client.ParseRankName(s); !ok {
+		return r, usageError("ranks remove", "%q: wanted http://HOST:PORT or GROUP/RANK", s)
+	}
+	return r, nil
 }
 
 // rankWait holds the flags that say whether and how long a command waits for its change, and how it prints
@@ -172,18 +169,20 @@ func runRankAdd(ctx context.Context, e *env, name string, spec *rankSpec, w *ran
 		return fmt.Errorf("write the rank: %w", err)
 	}
 	return changeRanks(ctx, e, w, "added",
-		func(client admin) (api.RankChange, error) { return client.AddRank(ctx, name, text) },
-		func(a *msg.AppStatus, c *api.RankChange) bool { return rankPhase(a, c) == string(state.Ready) })
+		func(cluster admin) (client.RankChange, error) { return cluster.AddRank(ctx, name, text) },
+		func(a *client.AppStatus, c *client.RankChange) bool {
+			return rankPhase(a, c) == string(state.Ready)
+		})
 }
 
-func runRankRemove(ctx context.Context, e *env, name string, r api.RankRemoval, w *rankWait) error {
+func runRankRemove(ctx context.Context, e *env, name string, r client.RankRemoval, w *rankWait) error {
 	return changeRanks(ctx, e, w, "removed",
-		func(client admin) (api.RankChange, error) { return client.RemoveRank(ctx, name, r) },
-		func(a *msg.AppStatus, c *api.RankChange) bool { return rankPhase(a, c) == "" })
+		func(cluster admin) (client.RankChange, error) { return cluster.RemoveRank(ctx, name, r) },
+		func(a *client.AppStatus, c *client.RankChange) bool { return rankPhase(a, c) == "" })
 }
 
 // rankPhase returns the phase of a rank, "" if the application does not list the rank.
-func rankPhase(a *msg.AppStatus, c *api.RankChange) string {
+func rankPhase(a *client.AppStatus, c *client.RankChange) string {
 	for u := range a.Units {
 		for r := range a.Units[u].Ranks {
 			if k := &a.Units[u].Ranks[r]; k.Group == c.Group && k.Rank == c.Rank {
@@ -196,30 +195,30 @@ func rankPhase(a *msg.AppStatus, c *api.RankChange) string {
 
 // changeRanks makes a change, waits for it with --wait, and prints it.
 func changeRanks(ctx context.Context, e *env, w *rankWait, verb string,
-	change func(admin) (api.RankChange, error), done func(*msg.AppStatus, *api.RankChange) bool,
+	change func(admin) (client.RankChange, error), done func(*client.AppStatus, *client.RankChange) bool,
 ) error {
 	if w.timeout <= 0 {
 		return usageError("ranks", "--timeout %s: must be positive", w.timeout)
 	}
-	client, err := e.admin()
+	cluster, err := e.admin()
 	if err != nil {
 		return err
 	}
-	defer client.Close()
-	c, err := change(client)
+	defer cluster.Close()
+	c, err := change(cluster)
 	if err != nil {
 		return err
 	}
 	printMessage(e.io.Err, "%s %s/%d/%d %s", verb, c.App, c.Group, c.Rank, describeEngine(&c))
 	if w.wait {
-		if err := awaitRank(ctx, e, client, w.timeout, &c, done); err != nil {
+		if err := awaitRank(ctx, e, cluster, w.timeout, &c, done); err != nil {
 			return err
 		}
 	}
 	return rankListing(&c).write(e.io, *w.output)
 }
 
-func describeEngine(c *api.RankChange) string {
+func describeEngine(c *client.RankChange) string {
 	if c.Selector == nil {
 		return c.URL
 	}
@@ -227,14 +226,14 @@ func describeEngine(c *api.RankChange) string {
 }
 
 // awaitRank polls the application until the change is done.
-func awaitRank(ctx context.Context, e *env, client admin, timeout time.Duration, c *api.RankChange,
-	done func(*msg.AppStatus, *api.RankChange) bool,
+func awaitRank(ctx context.Context, e *env, cluster admin, timeout time.Duration, c *client.RankChange,
+	done func(*client.AppStatus, *client.RankChange) bool,
 ) error {
 	waiting, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
-	err := newMonitor(e, client, newScreen(e.io)).pollUntil(waiting, []string{c.App},
-		func(apps []msg.AppStatus) (bool, error) {
-			i := slices.IndexFunc(apps, func(a msg.AppStatus) bool { return a.Name == c.App })
+	err := newMonitor(e, cluster, newScreen(e.io)).pollUntil(waiting, []string{c.App},
+		func(apps []client.AppStatus) (bool, error) {
+			i := slices.IndexFunc(apps, func(a client.AppStatus) bool { return a.Name == c.App })
 			if i < 0 {
 				return true, problem.New(problem.Conflict, "%s was deleted meanwhile", c.App).
 					WithHint("deploy it again if that was not meant")
@@ -256,10 +255,10 @@ func awaitRank(ctx context.Context, e *env, client admin, timeout time.Duration,
 // rankDocument is a rank change in JSON and YAML.
 type rankDocument struct {
 	APIVersion string `json:"apiVersion"`
-	api.RankChange
+	client.RankChange
 }
 
-func rankListing(c *api.RankChange) *listing {
+func rankListing(c *client.RankChange) *listing {
 	name := fmt.Sprintf("%s/%d/%d", c.App, c.Group, c.Rank)
 	return &listing{
 		document: rankDocument{apiVersion, *c}, names: []string{name},

@@ -8,9 +8,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/api"
-	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -37,13 +35,13 @@ func TestRanksAdd(t *testing.T) {
 }
 
 func TestRanksAddWaits(t *testing.T) {
-	now := func(revision uint64, phases ...state.Phase) []msg.AppStatus {
+	now := func(revision uint64, phases ...state.Phase) []client.AppStatus {
 		a := demo(statusDeploying, revision, phases...)
 		a.Name = "edge"
-		return []msg.AppStatus{a}
+		return []client.AppStatus{a}
 	}
 	cli := newCLI(t)
-	cli.cluster.script = [][]msg.AppStatus{
+	cli.cluster.script = [][]client.AppStatus{
 		now(1, state.Ready, state.Ready, state.Ready), // the old revision does not count
 		now(2, state.Ready, state.Ready), now(2, state.Ready, state.Ready, state.Starting), now(2,
 			state.Ready, state.Ready, state.Ready),
@@ -52,39 +50,39 @@ func TestRanksAddWaits(t *testing.T) {
 	assert.Equal(t, 4, cli.cluster.calls)
 
 	cli = newCLI(t)
-	cli.cluster.script = [][]msg.AppStatus{now(2, state.Ready, state.Ready, state.Starting)}
+	cli.cluster.script = [][]client.AppStatus{now(2, state.Ready, state.Ready, state.Starting)}
 	assert.Equal(t, 8, cli.run([]string{"ranks", "add", "edge", "http://h:1", "--wait", "--timeout", "1ms"}))
 	assert.Contains(t, cli.stderr(),
 		"dpserve: edge/0/2 is not there yet; the change goes on\nhint: watch it with `dpserve status "+
 			"edge -w`\n")
 
 	cli = newCLI(t)
-	cli.cluster.script = [][]msg.AppStatus{now(2, state.Ready, state.Ready, state.Starting)}
+	cli.cluster.script = [][]client.AppStatus{now(2, state.Ready, state.Ready, state.Starting)}
 	cli.cluster.onApps = func(int) { cli.interrupt() }
 	assert.Equal(t, 130, cli.run([]string{"ranks", "add", "edge", "http://h:1", "--wait"}))
 
 	cli = newCLI(t)
-	cli.cluster.script = [][]msg.AppStatus{{}}
+	cli.cluster.script = [][]client.AppStatus{{}}
 	assert.Equal(t, 1, cli.run([]string{"ranks", "add", "edge", "http://h:1", "--wait"}))
 	assert.Contains(t, cli.stderr(), "dpserve: edge was deleted meanwhile\n")
 }
 
 func TestRanksRemove(t *testing.T) {
 	zero := time.Duration(0)
-	for args, want := range map[string]api.RankRemoval{
-		"http://h:1":           {Rank: app.RankRef{URL: "http://h:1"}},
-		"1/2":                  {Rank: app.RankRef{Group: 1, Rank: 2}},
-		"0/2 --deadline 0s":    {Rank: app.RankRef{Rank: 2}, Deadline: &zero},
-		"http://h:1/v1 --wait": {Rank: app.RankRef{URL: "http://h:1"}},
+	for args, want := range map[string]client.RankRemoval{
+		"http://h:1":           {URL: "http://h:1"},
+		"1/2":                  {Group: 1, Rank: 2},
+		"0/2 --deadline 0s":    {Rank: 2, Deadline: &zero},
+		"http://h:1/v1 --wait": {URL: "http://h:1"},
 	} {
 		cli := newCLI(t)
 		gone := demo(statusRunning, 3, state.Ready)
 		gone.Name = "edge"
-		cli.cluster.script = [][]msg.AppStatus{{gone}}
+		cli.cluster.script = [][]client.AppStatus{{gone}}
 		require.Equal(t, 0,
 			cli.run(append(strings.Fields("ranks remove edge -o name"), strings.Fields(args)...)),
 			cli.stderr())
-		assert.Equal(t, []api.RankRemoval{want}, cli.cluster.removed)
+		assert.Equal(t, []client.RankRemoval{want}, cli.cluster.removed)
 		assert.Equal(t, "edge/0/1\n", cli.stdout())
 		assert.Equal(t, "dpserve: removed edge/0/1 http://h:1 selector 7\n",
 			cli.stderr()[:len("dpserve: removed edge/0/1 http://h:1 selector 7\n")])

@@ -15,7 +15,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -90,7 +90,7 @@ ranks' load at that moment is not kept. -o json has every number in full.`,
 
 // parseRouteQuery converts the flags. given says whether a flag is on the command line, because an empty
 // prompt is a prompt.
-func parseRouteQuery(e *env, f *explainFlags, given func(string) bool) (*msg.RouteQuery, error) {
+func parseRouteQuery(e *env, f *explainFlags, given func(string) bool) (*client.Query, error) {
 	n := 0
 	for _, name := range []string{"prompt", "file", "tokens", "replay"} {
 		if given(name) {
@@ -101,7 +101,7 @@ func parseRouteQuery(e *env, f *explainFlags, given func(string) bool) (*msg.Rou
 		return nil, usageError("route explain",
 			"route explain wants one of --prompt, -f, --tokens and --replay")
 	}
-	q := &msg.RouteQuery{Replay: f.replay, Route: f.route, Model: f.model}
+	q := &client.Query{Replay: f.replay, Route: f.route, Model: f.model}
 	var err error
 	if q.Headers, err = parseHeaders(f.headers); err != nil {
 		return nil, err
@@ -189,16 +189,16 @@ func requestError(path string, err error) error {
 // explanationDocument is the JSON of route explain.
 type explanationDocument struct {
 	APIVersion string `json:"apiVersion"`
-	*msg.Explanation
+	*client.Explanation
 }
 
-func runExplain(ctx context.Context, e *env, app string, q *msg.RouteQuery, f format) error {
-	client, err := e.admin()
+func runExplain(ctx context.Context, e *env, app string, q *client.Query, f format) error {
+	cluster, err := e.admin()
 	if err != nil {
 		return err
 	}
-	defer client.Close()
-	x, err := client.Explain(ctx, app, q)
+	defer cluster.Close()
+	x, err := cluster.Explain(ctx, app, q)
 	if err != nil {
 		return err
 	}
@@ -210,7 +210,7 @@ func runExplain(ctx context.Context, e *env, app string, q *msg.RouteQuery, f fo
 	return l.write(e.io, f)
 }
 
-func pickedNames(x *msg.Explanation) []string {
+func pickedNames(x *client.Explanation) []string {
 	if x.Pick == "" {
 		return nil
 	}
@@ -221,7 +221,7 @@ func pickedNames(x *msg.Explanation) []string {
 const pickMark = "<"
 
 // explanationTable returns a table with a row per rank. Score terms are columns, in the order of the formula.
-func explanationTable(x *msg.Explanation, wide bool) *table {
+func explanationTable(x *client.Explanation, wide bool) *table {
 	names := collectTermNames(x)
 	t := &table{head: []string{"RANK", "STATE", "IN-FLIGHT", "HIT"}}
 	if wide {
@@ -237,7 +237,7 @@ func explanationTable(x *msg.Explanation, wide bool) *table {
 	return t
 }
 
-func explanationRow(x *msg.Explanation, r *msg.RankExplanation, names []string, wide bool) []cell {
+func explanationRow(x *client.Explanation, r *client.RankExplanation, names []string, wide bool) []cell {
 	row := cells(r.Worker, r.State, fmt.Sprintf("%d/%d", r.InFlight, r.MaxOngoing),
 		formatTokens(r.HitTokens, x.Estimated))
 	row[1].color = candidateColor(r)
@@ -259,7 +259,7 @@ func explanationRow(x *msg.Explanation, r *msg.RankExplanation, names []string, 
 	return append(row, cell{text: score}, cell{text: mark, color: good}, cell{text: r.Why})
 }
 
-func candidateColor(r *msg.RankExplanation) color {
+func candidateColor(r *client.RankExplanation) color {
 	switch {
 	case r.Picked:
 		return good
@@ -270,7 +270,7 @@ func candidateColor(r *msg.RankExplanation) color {
 }
 
 // collectTermNames returns the terms of all ranks, in the order of the first rank that has them.
-func collectTermNames(x *msg.Explanation) []string {
+func collectTermNames(x *client.Explanation) []string {
 	var out []string
 	seen := map[string]bool{}
 	for i := range x.Ranks {
@@ -284,7 +284,7 @@ func collectTermNames(x *msg.Explanation) []string {
 	return out
 }
 
-func findTermValue(r *msg.RankExplanation, name string) string {
+func findTermValue(r *client.RankExplanation, name string) string {
 	for _, t := range r.Terms {
 		if t.Name == name {
 			return formatDecimal(t.Value)
@@ -294,7 +294,7 @@ func findTermValue(r *msg.RankExplanation, name string) string {
 }
 
 // describeExplanation returns the lines under the table.
-func describeExplanation(x *msg.Explanation, v statusView) []string {
+func describeExplanation(x *client.Explanation, v statusView) []string {
 	var out []string
 	if x.Replay != nil {
 		out = append(out, describeReplay(x.Replay, v))
@@ -315,7 +315,7 @@ func describeExplanation(x *msg.Explanation, v statusView) []string {
 	return out
 }
 
-func describePrompt(x *msg.Explanation) string {
+func describePrompt(x *client.Explanation) string {
 	s := formatTokens(x.Tokens, x.Estimated) + " tokens"
 	if x.Blocks > 0 {
 		s += fmt.Sprintf(", %s of %d %s", formatCount(x.Blocks, "full block"), x.BlockSize, x.BlockUnit)
@@ -326,7 +326,7 @@ func describePrompt(x *msg.Explanation) string {
 	return s
 }
 
-func describeReplay(r *msg.Replay, v statusView) string {
+func describeReplay(r *client.Replay, v statusView) string {
 	s := fmt.Sprintf("then    %s at %s", r.RequestID, r.At.UTC().Format(time.RFC3339))
 	if v.relative {
 		s = fmt.Sprintf("then    %s, %s ago", r.RequestID, formatAge(v.now.Sub(r.At)))

@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
@@ -13,57 +14,58 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
 // fakeRouter is the Router of the fake cluster.
 type fakeRouter struct {
-	asked  []*msg.RouteQuery
-	answer *msg.Explanation
-	info   msg.RouterInfo
+	asked  []*client.Query
+	answer *client.Explanation
+	info   client.Info
 	resets []string
 }
 
-func (f *fakeCluster) Explain(_ context.Context, app string, q *msg.RouteQuery) (*msg.Explanation, error) {
+func (f *fakeCluster) Explain(_ context.Context, app string, q *client.Query) (*client.Explanation, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.router.asked = append(f.router.asked, q)
 	if app != "demo" {
-		return nil, problem.New(problem.NotFound, "there is no app %q", app).
-			WithHint("`dpserve status` lists the applications")
+		return nil, &client.Error{
+			Code: client.CodeNotFound, Message: fmt.Sprintf("there is no app %q", app),
+			Hint: "`dpserve status` lists the applications",
+		}
 	}
 	return f.router.answer, f.down
 }
 
-func (f *fakeCluster) Router(context.Context, string) (msg.RouterInfo, error) {
+func (f *fakeCluster) Router(context.Context, string) (client.Info, error) {
 	return f.router.info, f.down
 }
 
-func (f *fakeCluster) ResetRouter(_ context.Context, app string) (msg.ResetResult, error) {
+func (f *fakeCluster) ResetRouter(_ context.Context, app string) (client.ResetResult, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.router.resets = append(f.router.resets, app)
-	return msg.ResetResult{App: app, Ranks: 4}, f.down
+	return client.ResetResult{App: app, Ranks: 4}, f.down
 }
 
 func float(v float64) *float64 { return &v }
 
 // explained returns a decision of policy kv over four ranks, two of which are eligible.
-func explained() *msg.Explanation {
-	terms := func(prefill, decode float64) []msg.Term {
-		return []msg.Term{
+func explained() *client.Explanation {
+	terms := func(prefill, decode float64) []client.Term {
+		return []client.Term{
 			{Name: "prefill_blocks", Unit: "blocks", Raw: prefill, Weight: 32, Value: 32 * prefill},
 			{Name: "decode_blocks", Unit: "blocks", Raw: decode, Weight: 1, Value: decode},
 		}
 	}
-	return &msg.Explanation{
+	return &client.Explanation{
 		App: "demo", Policy: "kv", Identity: "text", Tokens: 1234, Estimated: true, Blocks: 77, BlockSize: 64,
 		BlockUnit: "bytes",
 		Decision:  "route", Pick: "0/1", Reason: "lowest_score",
 		Formula: "32 × prefill_blocks (blocks) + decode_blocks (blocks); lowest wins",
-		Ranks: []msg.RankExplanation{
+		Ranks: []client.RankExplanation{
 			{
 				Worker: "0/0", Eligible: true, State: "ok", InFlight: 3, MaxOngoing: 8, HitTokens: 512,
 				HitBlocks: 32, KVUsage: float(0.42), Terms: terms(45.125, 120), Score: float(1564),
@@ -121,7 +123,7 @@ func TestRouteExplainReplay(t *testing.T) {
 	cli := newCLI(t)
 	x := explained()
 	x.Pick, x.Decision, x.Reason, x.Formula, x.Notes = "", "queue", "no_room", "", nil
-	x.Replay = &msg.Replay{
+	x.Replay = &client.Replay{
 		RequestID: "abc", At: time.Unix(0, 0), Attempt: 2, Policy: "kv", Pick: "0/0", Reason: "lowest_score",
 		HitTokens: 64, Tried: []string{"0/3"},
 	}
@@ -219,12 +221,12 @@ func TestRouteBadUsage(t *testing.T) {
 
 func TestRouterShow(t *testing.T) {
 	cli := newCLI(t)
-	cli.cluster.router.info = msg.RouterInfo{
+	cli.cluster.router.info = client.Info{
 		App: "demo", Policy: "kv", Preset: "documented",
 		Params: map[string]any{"overlap_score_weight": 2, "router_temperature": 0.5}, Identity: "text",
 		Reads: []string{"hits", "blocks"}, BusyThreshold: float(0.95), Ranks: 4, Ready: 3, Imbalance: 1.25,
 		Reservations: 2,
-		Index:        &msg.IndexStatus{Blocks: 12345, Bytes: 3 << 20, Cap: 512 << 20, Resyncs: 1},
+		Index:        &client.Index{Blocks: 12345, Bytes: 3 << 20, Cap: 512 << 20, Resyncs: 1},
 	}
 	require.Equal(t, 0, cli.run([]string{"router", "show", "demo"}))
 	assert.Equal(t, strings.TrimPrefix(`
@@ -246,36 +248,36 @@ index                        12345 blocks, 3.0 MiB of 512.0 MiB, 1 resyncs
 
 // router show prints the times that the Router expects, the number of samples and their error.
 func TestRouterShowDescribesTheTimeModel(t *testing.T) {
-	fast := msg.RankSpeed{Worker: "0/0", Slow: 1, LagMs: 12}
+	fast := client.WorkerSpeed{Worker: "0/0", Slow: 1, LagMs: 12}
 	for name, c := range map[string]struct {
-		law  *msg.Law
+		law  *client.Law
 		want []string
 	}{
 		"the policy predicts nothing": {nil, nil},
 		"before the first sample": {
-			&msg.Law{Preset: "dense", Prefill: 1, Decode: 1}, []string{"dense, nothing measured yet"},
+			&client.Law{Preset: "dense", Prefill: 1, Decode: 1}, []string{"dense, nothing measured yet"},
 		},
 		"both halves": {
-			&msg.Law{
+			&client.Law{
 				Preset: "dense", Prefill: 1.841, Decode: 1.02, PrefillSamples: 312, DecodeSamples: 9,
-				AgeS: 4.2, Error: 0.0912, Ranks: []msg.RankSpeed{fast},
+				AgeS: 4.2, Error: 0.0912, Ranks: []client.WorkerSpeed{fast},
 			},
 			[]string{"dense; prefill 1.84 x, decode 1.02 x the preset; 312 prompts, the last " +
 				"sample 4s ago, " +
 				"off by 9 %"},
 		},
 		"prompts alone": {
-			&msg.Law{Preset: "moe", Prefill: 0.5, Decode: 1, PrefillSamples: 1, AgeS: 120, Error: 1.5},
+			&client.Law{Preset: "moe", Prefill: 0.5, Decode: 1, PrefillSamples: 1, AgeS: 120, Error: 1.5},
 			[]string{"moe; prefill 0.50 x the preset; 1 prompt, the last sample 2m ago, off by 150 %"},
 		},
 		"decodes alone": {
-			&msg.Law{Preset: "moe", Prefill: 1, Decode: 0.9, DecodeSamples: 7},
+			&client.Law{Preset: "moe", Prefill: 1, Decode: 0.9, DecodeSamples: 7},
 			[]string{"moe; decode 0.90 x the preset; no prompt yet, the last sample 0s ago"},
 		},
 		"a slow rank": {
-			&msg.Law{
+			&client.Law{
 				Preset: "dense", Prefill: 1, Decode: 1, PrefillSamples: 2,
-				Ranks: []msg.RankSpeed{fast, {Worker: "0/3", Slow: 4.96}},
+				Ranks: []client.WorkerSpeed{fast, {Worker: "0/3", Slow: 4.96}},
 			},
 			[]string{
 				"dense; prefill 1.00 x the preset; 2 prompts, the last sample 0s ago, off by 0 %",
@@ -283,13 +285,15 @@ func TestRouterShowDescribesTheTimeModel(t *testing.T) {
 			},
 		},
 		"many slow ranks": {
-			&msg.Law{Preset: "dense", Ranks: slices.Repeat([]msg.RankSpeed{{Worker: "0/3", Slow: 2}}, 9)},
+			&client.Law{
+				Preset: "dense", Ranks: slices.Repeat([]client.WorkerSpeed{{Worker: "0/3", Slow: 2}}, 9),
+			},
 			[]string{"dense, nothing measured yet", strings.Repeat("0/3 2.0 x, ", 8) + "…"},
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			cli := newCLI(t)
-			cli.cluster.router.info = msg.RouterInfo{App: "demo", Policy: "mex", Law: c.law}
+			cli.cluster.router.info = client.Info{App: "demo", Policy: "mex", Law: c.law}
 			require.Equal(t, 0, cli.run([]string{"router", "show", "demo"}))
 			var got []string
 			for line := range strings.Lines(cli.stdout()) {
@@ -303,8 +307,8 @@ func TestRouterShowDescribesTheTimeModel(t *testing.T) {
 		})
 	}
 	cli := newCLI(t)
-	cli.cluster.router.info = msg.RouterInfo{
-		App: "demo", Law: &msg.Law{Preset: "dense", Prefill: 1, Decode: 1},
+	cli.cluster.router.info = client.Info{
+		App: "demo", Law: &client.Law{Preset: "dense", Prefill: 1, Decode: 1},
 	}
 	require.Equal(t, 0, cli.run([]string{"router", "show", "demo", "-o", "json"}))
 	assert.Contains(t, cli.stdout(), `"prefill_samples": 0`)
@@ -321,14 +325,15 @@ func TestRouterReset(t *testing.T) {
 // The table has hit rates; the notes below name only ranks with problems.
 func TestStatusShowsCaches(t *testing.T) {
 	a := demo(statusRunning, 1, state.Ready, state.Ready, state.Ready)
-	a.Identity, a.Index = "text", &msg.IndexStatus{Blocks: 7, Bytes: 1 << 20, Cap: 512 << 20}
-	rank := func(i int) *msg.RankStatus { return &a.Units[i].Ranks[0] }
+	a.Identity, a.Index = "text", &client.Index{Blocks: 7, Bytes: 1 << 20, Cap: 512 << 20}
+	rank := func(i int) *client.RankStatus { return &a.Units[i].Ranks[0] }
 	rank(0).PromptTokens, rank(0).HitRate = 1000, 0.875
-	rank(0).KV = &msg.KVStatus{Events: &msg.EventStatus{State: msg.EventsLive}}
-	rank(1).KV = &msg.KVStatus{Events: &msg.EventStatus{State: msg.EventsSilent, SilentFor: 34.4, Dropped: 2}}
-	rank(2).KV = &msg.KVStatus{Note: "prefix caching is off"}
+	rank(0).KV = &client.KVStatus{Events: &client.EventStatus{State: client.EventsLive}}
+	silent := client.EventStatus{State: client.EventsSilent, SilentFor: 34.4, Dropped: 2}
+	rank(1).KV = &client.KVStatus{Events: &silent}
+	rank(2).KV = &client.KVStatus{Note: "prefix caching is off"}
 	cli := newCLI(t)
-	cli.cluster.script = [][]msg.AppStatus{{a}}
+	cli.cluster.script = [][]client.AppStatus{{a}}
 	require.Equal(t, 0, cli.run([]string{"status"}))
 	lines := strings.Split(cli.stdout(), "\n")
 	assert.Contains(t, lines[3], "RESTARTS  HIT%  REASON")

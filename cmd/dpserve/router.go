@@ -11,7 +11,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 )
 
 func newRouter(e *env) *cobra.Command {
@@ -47,16 +47,16 @@ func newRouterShow(e *env) *cobra.Command {
 // routerDocument is the JSON of router show.
 type routerDocument struct {
 	APIVersion string `json:"apiVersion"`
-	msg.RouterInfo
+	client.Info
 }
 
 func runRouterShow(ctx context.Context, e *env, app string, f format) error {
-	client, err := e.admin()
+	cluster, err := e.admin()
 	if err != nil {
 		return err
 	}
-	defer client.Close()
-	r, err := client.Router(ctx, app)
+	defer cluster.Close()
+	r, err := cluster.Router(ctx, app)
 	if err != nil {
 		return err
 	}
@@ -67,7 +67,7 @@ func runRouterShow(ctx context.Context, e *env, app string, f format) error {
 	return l.write(e.io, f)
 }
 
-func routerTable(r *msg.RouterInfo) *table {
+func routerTable(r *client.Info) *table {
 	t := &table{head: []string{"ROUTER", r.App}}
 	row := func(name, value string) { t.add(cells(name, value)...) }
 	row("policy", r.Policy)
@@ -105,7 +105,7 @@ func routerTable(r *msg.RouterInfo) *table {
 }
 
 // describeLaw says which step times the Router expects, and how well they match the measured ones.
-func describeLaw(l *msg.Law) string {
+func describeLaw(l *client.Law) string {
 	var factors []string
 	if l.PrefillSamples > 0 {
 		factors = append(factors, fmt.Sprintf("prefill %.2f x", l.Prefill))
@@ -134,7 +134,7 @@ const (
 )
 
 // listSlowRanks names the ranks that are much slower than the median, "" if there are none.
-func listSlowRanks(l *msg.Law) string {
+func listSlowRanks(l *client.Law) string {
 	var slow []string
 	for _, r := range l.Ranks {
 		if r.Slow < slowFactor {
@@ -167,12 +167,12 @@ caches look cold.`,
 }
 
 func runRouterReset(ctx context.Context, e *env, app string) error {
-	client, err := e.admin()
+	cluster, err := e.admin()
 	if err != nil {
 		return err
 	}
-	defer client.Close()
-	r, err := client.ResetRouter(ctx, app)
+	defer cluster.Close()
+	r, err := cluster.ResetRouter(ctx, app)
 	if err != nil {
 		return err
 	}

@@ -10,7 +10,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -21,8 +21,8 @@ type statusFlags struct {
 
 // statusDocument is the JSON of status.
 type statusDocument struct {
-	APIVersion string          `json:"apiVersion"`
-	Apps       []msg.AppStatus `json:"apps"`
+	APIVersion string             `json:"apiVersion"`
+	Apps       []client.AppStatus `json:"apps"`
 }
 
 func newStatus(e *env) *cobra.Command {
@@ -46,15 +46,15 @@ terminal, one line per change elsewhere.`,
 }
 
 func runStatus(ctx context.Context, e *env, f *statusFlags, args []string) error {
-	client, err := e.admin()
+	cluster, err := e.admin()
 	if err != nil {
 		return err
 	}
-	defer client.Close()
+	defer cluster.Close()
 	if f.watch {
-		return watchStatus(ctx, e, f, client, args)
+		return watchStatus(ctx, e, f, cluster, args)
 	}
-	apps, err := fetchStatus(ctx, client, args)
+	apps, err := fetchStatus(ctx, cluster, args)
 	if err != nil {
 		return err
 	}
@@ -71,8 +71,8 @@ func runStatus(ctx context.Context, e *env, f *statusFlags, args []string) error
 }
 
 // fetchStatus fetches the status of all applications, or of the one that args names.
-func fetchStatus(ctx context.Context, client admin, args []string) ([]msg.AppStatus, error) {
-	apps, err := client.Apps(ctx)
+func fetchStatus(ctx context.Context, cluster admin, args []string) ([]client.AppStatus, error) {
+	apps, err := cluster.Apps(ctx)
 	if err != nil || len(args) == 0 {
 		return apps, err
 	}
@@ -80,10 +80,10 @@ func fetchStatus(ctx context.Context, client admin, args []string) ([]msg.AppSta
 	if err != nil {
 		return nil, err
 	}
-	return []msg.AppStatus{a}, nil
+	return []client.AppStatus{a}, nil
 }
 
-func areAllRunning(apps []msg.AppStatus) bool {
+func areAllRunning(apps []client.AppStatus) bool {
 	for i := range apps {
 		if apps[i].Status != statusRunning {
 			return false
@@ -92,13 +92,13 @@ func areAllRunning(apps []msg.AppStatus) bool {
 	return true
 }
 
-func newStatusListing(e *env, apps []msg.AppStatus) *listing {
+func newStatusListing(e *env, apps []client.AppStatus) *listing {
 	names := make([]string, len(apps))
 	for i := range apps {
 		names[i] = apps[i].Name
 	}
 	if apps == nil {
-		apps = []msg.AppStatus{}
+		apps = []client.AppStatus{}
 	}
 	view := statusView{now: e.now(), relative: e.io.OutTTY}
 	return &listing{
@@ -109,12 +109,12 @@ func newStatusListing(e *env, apps []msg.AppStatus) *listing {
 
 // watchStatus shows the status until Ctrl-C, which is no failure. It redraws a terminal; elsewhere it prints
 // a line per change, or with -o json a document per line.
-func watchStatus(ctx context.Context, e *env, f *statusFlags, client admin, args []string) error {
+func watchStatus(ctx context.Context, e *env, f *statusFlags, cluster admin, args []string) error {
 	w := &watcher{e: e, f: f, scr: newScreen(e.io), seen: map[string]string{}}
 	tick := time.NewTicker(watchRefresh)
 	defer tick.Stop()
 	for {
-		apps, err := fetchStatus(ctx, client, args)
+		apps, err := fetchStatus(ctx, cluster, args)
 		if ctx.Err() != nil {
 			return nil // Ctrl-C ends a watch
 		}
@@ -140,7 +140,7 @@ type watcher struct {
 	seen map[string]string
 }
 
-func (w *watcher) show(apps []msg.AppStatus) error {
+func (w *watcher) show(apps []client.AppStatus) error {
 	format := *w.f.output
 	if format == formatTable || format == formatWide {
 		if w.e.io.OutTTY && w.scr.tty {
@@ -159,7 +159,7 @@ func (w *watcher) show(apps []msg.AppStatus) error {
 	return newStatusListing(w.e, apps).write(w.e.io, format)
 }
 
-func (w *watcher) redraw(apps []msg.AppStatus, wide bool) error {
+func (w *watcher) redraw(apps []client.AppStatus, wide bool) error {
 	view := statusView{now: w.e.now(), relative: true}
 	var lines []string
 	for i, t := range view.tables(apps, wide) {
@@ -176,7 +176,7 @@ func (w *watcher) redraw(apps []msg.AppStatus, wide bool) error {
 }
 
 // printLines prints the applications and ranks whose state changed.
-func (w *watcher) printLines(apps []msg.AppStatus) error {
+func (w *watcher) printLines(apps []client.AppStatus) error {
 	now := w.e.now().UTC().Format(time.RFC3339)
 	for i := range apps {
 		if err := w.printLine(now, apps[i].Name,
@@ -204,7 +204,7 @@ func (w *watcher) printLine(now, name, text string) error {
 }
 
 // summarizeStates returns the states that a watch compares: counters do not count as a change.
-func summarizeStates(apps []msg.AppStatus) string {
+func summarizeStates(apps []client.AppStatus) string {
 	var b strings.Builder
 	for i := range apps {
 		fmt.Fprintf(&b, "%s %s %d %d\n", apps[i].Name, apps[i].Status, apps[i].Ready, apps[i].Revision)
@@ -231,11 +231,11 @@ type statusView struct {
 	relative bool
 }
 
-func (v statusView) tables(apps []msg.AppStatus, wide bool) []*table {
+func (v statusView) tables(apps []client.AppStatus, wide bool) []*table {
 	return []*table{v.apps(apps, wide), v.ranks(apps, wide)}
 }
 
-func (v statusView) apps(apps []msg.AppStatus, wide bool) *table {
+func (v statusView) apps(apps []client.AppStatus, wide bool) *table {
 	t := &table{head: []string{"APP", "STATUS", "RANKS", "GROUPS", "MODEL", "KIND", "POLICY", "QUEUED"}}
 	if wide {
 		t.head = append(t.head, "REVISION", "COUPLING")
@@ -254,7 +254,7 @@ func (v statusView) apps(apps []msg.AppStatus, wide bool) *table {
 	return t
 }
 
-func (v statusView) ranks(apps []msg.AppStatus, wide bool) *table {
+func (v statusView) ranks(apps []client.AppStatus, wide bool) *table {
 	t := &table{
 		head: []string{
 			"RANK", "STATE", "EPOCH", "AGE", "NODE", "IN-FLIGHT", "TOK/S", "TTFT-P50", "TTFT-P95",
@@ -340,7 +340,7 @@ func statusColor(status string) color {
 }
 
 func phaseColor(phase string) color {
-	if phase == msg.Unreachable {
+	if phase == client.Unreachable {
 		return bad
 	}
 	switch state.Phase(phase) {
@@ -358,13 +358,13 @@ func phaseColor(phase string) color {
 
 // rankRow is one rank with its unit and its application.
 type rankRow struct {
-	app  *msg.AppStatus
-	unit *msg.UnitStatus
-	rank *msg.RankStatus
+	app  *client.AppStatus
+	unit *client.UnitStatus
+	rank *client.RankStatus
 }
 
 // allRanks yields all ranks in the order of the listing.
-func allRanks(apps []msg.AppStatus) func(func(rankRow) bool) {
+func allRanks(apps []client.AppStatus) func(func(rankRow) bool) {
 	return func(yield func(rankRow) bool) {
 		for a := range apps {
 			for u := range apps[a].Units {
@@ -397,7 +397,7 @@ func (r rankRow) reason() string {
 
 // statusNotes returns the lines under the tables of status: the index of each application that has one, and
 // the problems of each rank's KV cache and KV events.
-func statusNotes(apps []msg.AppStatus) []string {
+func statusNotes(apps []client.AppStatus) []string {
 	var out []string
 	for i := range apps {
 		if a := &apps[i]; a.Index != nil {
@@ -416,7 +416,7 @@ func statusNotes(apps []msg.AppStatus) []string {
 }
 
 // describeIndex returns the size of an index and its error counts.
-func describeIndex(ix *msg.IndexStatus) string {
+func describeIndex(ix *client.Index) string {
 	s := fmt.Sprintf("%d blocks, %s of %s", ix.Blocks, formatMebibytes(ix.Bytes), formatMebibytes(ix.Cap))
 	for _, part := range []struct {
 		n    uint64
@@ -432,10 +432,10 @@ func describeIndex(ix *msg.IndexStatus) string {
 func formatMebibytes(n int) string { return fmt.Sprintf("%.1f MiB", float64(n)/(1<<20)) }
 
 // describeKVProblems returns the problems of a rank's KV cache and KV events, "" if there are none.
-func describeKVProblems(kv *msg.KVStatus) string {
+func describeKVProblems(kv *client.KVStatus) string {
 	s := kv.Note
 	e := kv.Events
-	if e == nil || s != "" && e.State == msg.EventsLive && e.Gaps+e.Dropped == 0 {
+	if e == nil || s != "" && e.State == client.EventsLive && e.Gaps+e.Dropped == 0 {
 		return s
 	}
 	add := func(text string) {
@@ -445,11 +445,11 @@ func describeKVProblems(kv *msg.KVStatus) string {
 		s += text
 	}
 	switch {
-	case e.State == msg.EventsSilent && kv.Note == "":
+	case e.State == client.EventsSilent && kv.Note == "":
 		add(fmt.Sprintf("KV events silent for %.0f s under traffic", e.SilentFor))
-	case e.State == msg.EventsPartial:
+	case e.State == client.EventsPartial:
 		add("KV events partial: what it held before is not known")
-	case e.State == msg.EventsConnecting:
+	case e.State == client.EventsConnecting:
 		add("its KV events are not connected")
 	}
 	if e.Gaps > 0 {
@@ -462,7 +462,7 @@ func describeKVProblems(kv *msg.KVStatus) string {
 }
 
 // formatHitRate returns a rank's share of cached prompt tokens; "-" while its engine has reported none.
-func formatHitRate(r *msg.RankStatus) string {
+func formatHitRate(r *client.RankStatus) string {
 	if r.PromptTokens == 0 {
 		return "-"
 	}

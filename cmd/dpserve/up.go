@@ -14,7 +14,7 @@ import (
 	"github.com/goccy/go-yaml"
 	"github.com/spf13/cobra"
 
-	"github.com/dpserve/dpserve/internal/api"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/server"
 )
@@ -207,11 +207,11 @@ func reportReplacedPorts(s *serving, c server.Config, scr *screen) {
 
 // deployToSelf deploys over the node's own admin API and waits until every application runs.
 func deployToSelf(ctx context.Context, e *env, s *serving, file *appFile, scr *screen) error {
-	client, err := e.newAdmin(s.AdminAddr())
+	cluster, err := e.newAdmin(s.AdminAddr())
 	if err != nil {
 		return err
 	}
-	defer client.Close()
+	defer cluster.Close()
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	go func() {
@@ -221,14 +221,14 @@ func deployToSelf(ctx context.Context, e *env, s *serving, file *appFile, scr *s
 		case <-ctx.Done():
 		}
 	}()
-	result, err := client.Deploy(ctx, api.DeployRequest{File: file.name, Text: file.text})
+	result, err := cluster.Deploy(ctx, client.DeployRequest{File: file.name, Text: file.text})
 	if err != nil {
 		if cause := context.Cause(ctx); cause != nil {
 			return cause
 		}
 		return err
 	}
-	return newMonitor(e, client, scr).awaitRunning(ctx, result.Apps)
+	return newMonitor(e, cluster, scr).awaitRunning(ctx, result.Apps)
 }
 
 // stopUnserved stops a node that never served. An interrupt keeps its exit code.
@@ -249,12 +249,12 @@ func printWelcome(ctx context.Context, e *env, f *upFlags, s *serving, id string
 	if *f.output != formatTable && *f.output != formatWide {
 		return printAddress(e, s, id, *f.output)
 	}
-	client, err := e.newAdmin(s.AdminAddr())
+	cluster, err := e.newAdmin(s.AdminAddr())
 	if err != nil {
 		return err
 	}
-	defer client.Close()
-	apps, err := client.Apps(ctx)
+	defer cluster.Close()
+	apps, err := cluster.Apps(ctx)
 	if err != nil {
 		return err
 	}

@@ -12,7 +12,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/server"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -38,7 +38,7 @@ func exit(t *testing.T, code <-chan int) int {
 func upCLI(t *testing.T) *cli {
 	t.Helper()
 	c := newCLI(t)
-	c.cluster.script = [][]msg.AppStatus{
+	c.cluster.script = [][]client.AppStatus{
 		{demo(statusDeploying, 2, state.Starting)}, {demo(statusRunning, 2, state.Ready)},
 	}
 	return c
@@ -117,7 +117,7 @@ func TestUpSecondCtrlC(t *testing.T) {
 
 func TestUpInterruptedBeforeItServes(t *testing.T) {
 	c := newCLI(t)
-	c.cluster.script = [][]msg.AppStatus{{demo(statusDeploying, 2, state.Starting)}}
+	c.cluster.script = [][]client.AppStatus{{demo(statusDeploying, 2, state.Starting)}}
 	c.cluster.onApps = func(call int) {
 		if call == 1 {
 			c.interrupt()
@@ -134,7 +134,7 @@ func TestUpFailed(t *testing.T) {
 	failed.Units[0].Attempt, failed.Units[0].Reason, failed.Units[0].LogTail = 3, "exit status 1", []string{
 		"last words",
 	}
-	c.cluster.script = [][]msg.AppStatus{{failed}}
+	c.cluster.script = [][]client.AppStatus{{failed}}
 	assert.Equal(t, 5, exit(t, c.start("up")))
 	assert.Contains(t, c.stderr(), "\n  last words\n")
 	assert.True(t, c.node.closed)
@@ -162,7 +162,7 @@ func TestUpNodeBreaks(t *testing.T) {
 
 	c = newCLI(t)
 	c.node.serveErr = errors.New("disk gone")
-	c.cluster.script = [][]msg.AppStatus{{demo(statusDeploying, 2, state.Starting)}}
+	c.cluster.script = [][]client.AppStatus{{demo(statusDeploying, 2, state.Starting)}}
 	assert.Equal(t, 1, exit(t, c.start("up")))
 	assert.Contains(t, c.stderr(), "dpserve: disk gone\n")
 }

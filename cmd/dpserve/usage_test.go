@@ -8,6 +8,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/loadgen"
 	"github.com/dpserve/dpserve/internal/problem"
 )
@@ -116,13 +117,16 @@ func TestExitCodes(t *testing.T) {
 		errors.New("any"): 1,
 		errInterrupted:    130,
 		&silentError{3}:   3,
-		problem.New(problem.InvalidArgument, "x"):  2,
-		problem.New(problem.Unauthenticated, "x"):  4,
-		problem.New(problem.PermissionDenied, "x"): 4,
-		problem.New(problem.Unplaceable, "x"):      5,
-		problem.New(problem.Timeout, "x"):          8,
-		problem.New(problem.NotFound, "x"):         1,
-		problem.New(problem.Conflict, "x"):         1,
+		problem.New(problem.InvalidArgument, "x"):   2,
+		problem.New(problem.Unauthenticated, "x"):   4,
+		problem.New(problem.PermissionDenied, "x"):  4,
+		problem.New(problem.Unplaceable, "x"):       5,
+		problem.New(problem.Timeout, "x"):           8,
+		problem.New(problem.NotFound, "x"):          1,
+		problem.New(problem.Conflict, "x"):          1,
+		&client.Error{Code: client.CodeTooLarge}:    2,
+		&client.Error{Code: client.CodeUnplaceable}: 5,
+		&client.Error{Code: client.CodeConflict}:    1,
 	}
 	for err, want := range cases {
 		assert.Equal(t, want, exitCode(err), "%v", err)
@@ -134,6 +138,12 @@ func TestReport(t *testing.T) {
 	report(&b, problem.New(problem.Unplaceable, "does not fit.").WithDetails("need 4", "free 2").
 		WithHint("first\nsecond"))
 	assert.Equal(t, "dpserve: does not fit\n  need 4\n  free 2\nhint: first\nhint: second\n", b.String())
+
+	b.Reset()
+	report(&b, &client.Error{Code: client.CodeInvalidArgument, Message: "1 fault", Faults: []client.Fault{
+		{File: "app.yaml", Line: 3, Col: 5, Message: "unknown key", Hint: "leave it out"},
+	}})
+	assert.Equal(t, "dpserve: 1 fault\napp.yaml:3:5: unknown key; hint: leave it out\n", b.String())
 
 	b.Reset()
 	report(&b, &silentError{1})

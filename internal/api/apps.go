@@ -13,7 +13,7 @@ import (
 
 	"github.com/gin-gonic/gin"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 )
@@ -25,28 +25,28 @@ type Backend interface {
 	// Validate checks a file like Deploy and changes nothing. The error is app.Faults.
 	Validate(file string, text []byte) ([]app.Warning, error)
 	// Plan returns the changes that Deploy would make, with the place of every rank, and changes nothing.
-	Plan(ctx context.Context, req DeployRequest) (msg.Plan, []app.Warning, error)
+	Plan(ctx context.Context, req client.DeployRequest) (client.Plan, []app.Warning, error)
 	// Deploy stores the apps of a file and returns once that is committed, before anything runs.
-	Deploy(ctx context.Context, req DeployRequest) (DeployResult, error)
+	Deploy(ctx context.Context, req client.DeployRequest) (DeployResult, error)
 	// Apps lists every application, by name.
-	Apps(ctx context.Context) ([]msg.AppStatus, error)
+	Apps(ctx context.Context) ([]client.AppStatus, error)
 	// App returns one application. problem.NotFound lists the existing ones.
-	App(ctx context.Context, name string) (msg.AppStatus, error)
+	App(ctx context.Context, name string) (client.AppStatus, error)
 	// Delete marks an application for deletion and returns once that is committed, before its engines are
 	// gone.
 	Delete(ctx context.Context, name string) error
 	// Logs opens the engines' log lines; the server closes the stream.
-	Logs(ctx context.Context, q LogQuery) (LogStream, error)
+	Logs(ctx context.Context, q client.LogQuery) (LogStream, error)
 	// Events returns the kept events with a number above since, oldest first, and a channel that is closed at
 	// the next event. A since above the newest number (the node has restarted) is treated as 0.
-	Events(since uint64) (events []Event, next <-chan struct{})
+	Events(since uint64) (events []client.Event, next <-chan struct{})
 }
 
 // LogStream yields log lines in order of time.
 type LogStream interface {
 	// Next waits for at least one line; io.EOF ends a stream that does not follow. The lines are valid until
 	// the next call.
-	Next(ctx context.Context) ([]LogLine, error)
+	Next(ctx context.Context) ([]client.LogLine, error)
 	Close() error
 }
 
@@ -82,10 +82,7 @@ func (h appHandlers) validate(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	warnings, err := h.backend.Validate(file, text)
-	if warnings == nil {
-		warnings = []app.Warning{}
-	}
-	return http.StatusOK, validateReply{envelope{apiVersion}, warnings}, err
+	return http.StatusOK, validateReply{envelope{apiVersion}, convertFaults(warnings)}, err
 }
 
 func (h appHandlers) deploy(c *gin.Context) (int, any, error) {
@@ -94,13 +91,24 @@ func (h appHandlers) deploy(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	res, err := h.backend.Deploy(c.Request.Context(), req)
-	if res.Changes == nil {
-		res.Changes = []Change{}
+	out := client.DeployResult{
+		Revision: res.Revision, Apps: res.Apps, Changes: res.Changes, Warnings: convertFaults(res.Warnings),
 	}
-	return http.StatusAccepted, deployReply{envelope{apiVersion}, res}, err
+	if out.Changes == nil {
+		out.Changes = []client.Change{}
+	}
+	return http.StatusAccepted, deployReply{envelope{apiVersion}, out}, err
 }
 
-func parseDeploy(c *gin.Context) (req DeployRequest, err error) {
+func convertFaults(warnings []app.Warning) []client.Fault {
+	out := make([]client.Fault, len(warnings))
+	for i, w := range warnings {
+		out[i] = client.Fault(w)
+	}
+	return out
+}
+
+func parseDeploy(c *gin.Context) (req client.DeployRequest, err error) {
 	q, err := parseQuery(c.Request.URL.RawQuery, "revision", "prune", "partial", "file")
 	if err != nil {
 		return req, err
@@ -128,7 +136,7 @@ func (h appHandlers) plan(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	p, warnings, err := h.backend.Plan(c.Request.Context(), req)
-	return http.StatusOK, planReply{envelope{apiVersion}, p, warnings}, err
+	return http.StatusOK, planReply{envelope{apiVersion}, p, convertFaults(warnings)}, err
 }
 
 func (h appHandlers) apps(c *gin.Context) (int, any, error) {
@@ -137,7 +145,7 @@ func (h appHandlers) apps(c *gin.Context) (int, any, error) {
 	}
 	apps, err := h.backend.Apps(c.Request.Context())
 	if apps == nil {
-		apps = []msg.AppStatus{}
+		apps = []client.AppStatus{}
 	}
 	return http.StatusOK, appsReply{envelope{apiVersion}, apps}, err
 }
@@ -300,11 +308,11 @@ func (h appHandlers) sendEvents(ctx context.Context, w http.ResponseWriter, sinc
 // eventReply is an event on the wire.
 type eventReply struct {
 	envelope
-	Event
+	client.Event
 }
 
 // writeEvent writes one server-sent event, if it is of app ("" = any).
-func writeEvent(w io.Writer, e *Event, app string) error {
+func writeEvent(w io.Writer, e *client.Event, app string) error {
 	if app != "" && app != e.App {
 		return nil
 	}

@@ -15,7 +15,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
@@ -28,7 +28,7 @@ func TestClientAndServerAgree(t *testing.T) {
 
 	v, err := c.Version(ctx)
 	require.NoError(t, err)
-	assert.Equal(t, api.BuildInfo{Version: "0.1.0", Commit: "abc", Go: "go1.26"}, v)
+	assert.Equal(t, client.BuildInfo{Version: "0.1.0", Commit: "abc", Go: "go1.26"}, v)
 	require.NoError(t, c.Healthz(ctx))
 
 	apps, err := c.Apps(ctx)
@@ -36,22 +36,23 @@ func TestClientAndServerAgree(t *testing.T) {
 	assert.Empty(t, apps)
 	warnings, err := c.Validate(ctx, "my app.yaml", []byte("fine"))
 	require.NoError(t, err)
-	assert.Equal(t, []app.Warning{{File: "my app.yaml", Line: 1, Col: 1, Message: "legal but odd"}}, warnings)
+	odd := client.Fault{File: "my app.yaml", Line: 1, Col: 1, Message: "legal but odd"}
+	assert.Equal(t, []client.Fault{odd}, warnings)
 
 	seven := uint64(7)
-	want := api.DeployRequest{File: "a&b.yaml", Text: []byte("fine"), Revision: &seven, Prune: true}
+	want := client.DeployRequest{File: "a&b.yaml", Text: []byte("fine"), Revision: &seven, Prune: true}
 	res, err := c.Deploy(ctx, want)
 	require.NoError(t, err)
 	assert.Equal(t, want, b.deployed[0])
-	assert.Equal(t, api.DeployResult{
+	assert.Equal(t, client.DeployResult{
 		Revision: 8, Apps: map[string]uint64{"demo": 3},
-		Changes: []api.Change{{App: "demo", Action: api.ActionReplace, Fields: []string{"num_groups"}}},
+		Changes: []client.Change{{App: "demo", Action: client.ActionReplace, Fields: []string{"num_groups"}}},
 	}, res)
 
-	status := msg.AppStatus{
+	status := client.AppStatus{
 		Name: "demo", Status: "RUNNING", Revision: 3,
-		Units: []msg.UnitStatus{
-			{Unit: "demo/0", Since: time.Unix(1, 0).UTC(), Ranks: []msg.RankStatus{{Rank: 3}}},
+		Units: []client.UnitStatus{
+			{Unit: "demo/0", Since: time.Unix(1, 0).UTC(), Ranks: []client.RankStatus{{Rank: 3}}},
 		},
 	}
 	b.apps["demo"] = status
@@ -60,7 +61,7 @@ func TestClientAndServerAgree(t *testing.T) {
 	assert.Equal(t, status, got)
 	apps, err = c.Apps(ctx)
 	require.NoError(t, err)
-	assert.Equal(t, []msg.AppStatus{status}, apps)
+	assert.Equal(t, []client.AppStatus{status}, apps)
 	require.NoError(t, c.Delete(ctx, "demo"))
 }
 
@@ -68,55 +69,64 @@ func TestClientAndServerAgree(t *testing.T) {
 func TestErrorsAreEqualOnBothSides(t *testing.T) {
 	b := newBackend()
 	_, c := serve(t, api.Config{Backend: b})
-	_, err := c.Deploy(t.Context(), api.DeployRequest{File: "app.yaml", Text: []byte("faulty")})
+	_, err := c.Deploy(t.Context(), client.DeployRequest{File: "app.yaml", Text: []byte("faulty")})
 	_, direct := b.Validate("app.yaml", []byte("faulty"))
-	var want, got app.Faults
+	var want app.Faults
+	var got *client.Error
 	require.ErrorAs(t, direct, &want)
 	require.ErrorAs(t, err, &got)
-	assert.Equal(t, want, got)
-	var p *problem.Error
-	require.ErrorAs(t, err, &p)
-	assert.Equal(t, want.Problem().Message, p.Message)
-	assert.Equal(t, want.Problem().Hint, p.Hint)
-	assert.Equal(t, want.Problem().Details, p.Details)
-
-	codes := []problem.Code{
-		problem.InvalidArgument, problem.Unauthenticated, problem.PermissionDenied, problem.NotFound,
-		problem.SlowRequest,
-		problem.Conflict, problem.TooLarge, problem.Unplaceable, problem.QuotaExceeded,
-		problem.HeaderTooLarge, problem.Internal,
-		problem.Upstream, problem.Overloaded, problem.Unavailable, problem.Timeout,
+	faults := make([]client.Fault, len(want))
+	for i, f := range want {
+		faults[i] = client.Fault(f)
 	}
-	for _, code := range codes {
-		want := problem.New(code, "message of %s", code).WithHint("hint").WithDetails("one", "two")
-		b.fail = want
+	assert.Equal(t, client.Error{
+		Status: 400, Code: client.CodeInvalidArgument,
+		Message: want.Problem().Message, Hint: want.Problem().Hint,
+		Details: want.Problem().Details, Faults: faults,
+	}, *got)
+
+	codes := map[problem.Code]string{
+		problem.InvalidArgument:  client.CodeInvalidArgument,
+		problem.Unauthenticated:  client.CodeUnauthenticated,
+		problem.PermissionDenied: client.CodePermissionDenied, problem.NotFound: client.CodeNotFound,
+		problem.SlowRequest: client.CodeSlowRequest, problem.Conflict: client.CodeConflict,
+		problem.TooLarge: client.CodeTooLarge, problem.Unplaceable: client.CodeUnplaceable,
+		problem.QuotaExceeded: client.CodeQuotaExceeded, problem.HeaderTooLarge: client.CodeHeaderTooLarge,
+		problem.Internal: client.CodeInternal, problem.Upstream: client.CodeUpstream,
+		problem.Overloaded: client.CodeOverloaded, problem.Unavailable: client.CodeUnavailable,
+		problem.Timeout: client.CodeTimeout,
+	}
+	for code, name := range codes {
+		b.fail = problem.New(code, "message of %s", code).WithHint("hint").WithDetails("one", "two")
 		_, err := c.Apps(t.Context())
-		var p *problem.Error
-		require.ErrorAs(t, err, &p)
-		assert.Equal(t, *want, *p)
+		require.ErrorAs(t, err, &got)
+		assert.Equal(t, client.Error{
+			Status: problem.HTTPStatus(code), Code: name, Message: "message of " + name, Hint: "hint",
+			Details: []string{"one", "two"},
+		}, *got)
 	}
 	b.fail = errors.New("plain")
 	_, err = c.Apps(t.Context())
-	assert.Equal(t, problem.Internal, problem.CodeOf(err))
+	assert.Equal(t, client.CodeInternal, client.CodeOf(err))
 	assert.Equal(t, "plain", err.Error())
 }
 
 func TestDeployConflict(t *testing.T) {
 	_, c := serve(t, api.Config{Backend: newBackend()})
 	six := uint64(6)
-	_, err := c.Deploy(t.Context(), api.DeployRequest{Text: []byte("fine"), Revision: &six})
-	assert.Equal(t, problem.Conflict, problem.CodeOf(err))
+	_, err := c.Deploy(t.Context(), client.DeployRequest{Text: []byte("fine"), Revision: &six})
+	assert.Equal(t, client.CodeConflict, client.CodeOf(err))
 }
 
 func TestLogs(t *testing.T) {
 	b := newBackend()
 	at := time.Date(2026, 1, 2, 3, 4, 5, 6, time.UTC)
-	b.lines = []api.LogLine{
+	b.lines = []client.LogLine{
 		{Time: at, App: "demo", Group: 0, Rank: 3, Stream: "stdout", Text: "two\nlines  and spaces"},
 		{Time: at, App: "demo", Group: 1, Rank: 0, Stream: "stderr", Text: ""},
 	}
 	_, c := serve(t, api.Config{Backend: b})
-	q := api.LogQuery{App: "demo", Group: 1, Rank: 0, Since: at, Tail: 20}
+	q := client.LogQuery{App: "demo", Group: 1, Rank: 0, Since: at, Tail: 20}
 	r, err := c.Logs(t.Context(), q)
 	require.NoError(t, err)
 	text, err := io.ReadAll(r)
@@ -127,7 +137,7 @@ func TestLogs(t *testing.T) {
 			"spaces\n2026-01-02T03:04:05.000000006Z demo/1/0 stderr \n", string(text))
 	assert.Equal(t, q, b.queries[0])
 
-	all := api.LogQuery{App: "demo", Group: api.AllRanks, Rank: api.AllRanks, Tail: api.AllLines}
+	all := client.LogQuery{App: "demo", Group: client.AllRanks, Rank: client.AllRanks, Tail: client.AllLines}
 	r, err = c.Logs(t.Context(), all)
 	require.NoError(t, err)
 	require.NoError(t, r.Close())
@@ -139,9 +149,9 @@ func TestLogs(t *testing.T) {
 // stream.
 func TestCutLogs(t *testing.T) {
 	b := newBackend()
-	b.lines = []api.LogLine{{App: "demo", Stream: "stdout", Text: "first"}}
+	b.lines = []client.LogLine{{App: "demo", Stream: "stdout", Text: "first"}}
 	s, c := serve(t, api.Config{Backend: b})
-	follow := api.LogQuery{App: "demo", Group: -1, Rank: -1, Tail: -1, Follow: true}
+	follow := client.LogQuery{App: "demo", Group: -1, Rank: -1, Tail: -1, Follow: true}
 
 	left, err := c.Logs(t.Context(), follow)
 	require.NoError(t, err)
@@ -173,28 +183,28 @@ func TestEvents(t *testing.T) {
 	b := newBackend()
 	_, c := serve(t, api.Config{Backend: b})
 	rank := 0
-	b.happen(api.Event{Kind: "deployed", App: "other"})
-	b.happen(api.Event{Kind: "deployed", App: "demo", Time: time.Unix(1, 0).UTC()})
-	b.happen(api.Event{
+	b.happen(client.Event{Kind: "deployed", App: "other"})
+	b.happen(client.Event{Kind: "deployed", App: "demo", Time: time.Unix(1, 0).UTC()})
+	b.happen(client.Event{
 		Kind: "unit", App: "demo", Unit: "demo/0", Rank: &rank, Epoch: 4, Phase: "fenced", Reason: "exit 9",
 	})
-	var got []api.Event
+	var got []client.Event
 	for e, err := range c.Events(t.Context(), "demo", 1) {
 		require.NoError(t, err)
 		got = append(got, e)
 		if len(got) == 2 {
-			b.happen(api.Event{Kind: "gone", App: "demo"}) // while the stream is open
+			b.happen(client.Event{Kind: "gone", App: "demo"}) // while the stream is open
 		}
 		if len(got) == 3 {
 			break
 		}
 	}
-	assert.Equal(t, append(b.events[1:3:3], api.Event{Number: 4, Kind: "gone", App: "demo"}), got)
+	assert.Equal(t, append(b.events[1:3:3], client.Event{Number: 4, Kind: "gone", App: "demo"}), got)
 }
 
 func TestEventsEndWithTheServerAndTheContext(t *testing.T) {
 	b := newBackend()
-	b.happen(api.Event{Kind: "deployed"})
+	b.happen(client.Event{Kind: "deployed"})
 	s, c := serve(t, api.Config{Backend: b})
 	var last error
 	for _, err := range c.Events(t.Context(), "", 0) {
@@ -203,7 +213,7 @@ func TestEventsEndWithTheServerAndTheContext(t *testing.T) {
 		}
 		last = err
 	}
-	require.Equal(t, problem.Unavailable, problem.CodeOf(last))
+	require.Equal(t, client.CodeUnavailable, client.CodeOf(last))
 	assert.Contains(t, last.Error(), "the event stream of http://127.0.0.1:")
 
 	_, c = serve(t, api.Config{Backend: b})
@@ -220,14 +230,14 @@ func TestEventsEndWithTheServerAndTheContext(t *testing.T) {
 func TestStreamsAreBounded(t *testing.T) {
 	b := newBackend()
 	_, c := serve(t, api.Config{Backend: b})
-	follow := api.LogQuery{App: "demo", Follow: true}
+	follow := client.LogQuery{App: "demo", Follow: true}
 	for range 64 {
 		r, err := c.Logs(t.Context(), follow)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, r.Close()) }()
 	}
 	_, err := c.Logs(t.Context(), follow)
-	require.Equal(t, problem.Overloaded, problem.CodeOf(err))
+	require.Equal(t, client.CodeOverloaded, client.CodeOf(err))
 	require.NoError(t, c.Healthz(t.Context()))
 }
 
@@ -236,19 +246,19 @@ func TestNoServerAnswers(t *testing.T) {
 	require.NoError(t, err)
 	addr := ln.Addr().String()
 	require.NoError(t, ln.Close())
-	c, err := api.NewClient(addr)
+	c, err := client.New(addr)
 	require.NoError(t, err)
 	defer c.Close()
 	_, err = c.Apps(t.Context())
-	var p *problem.Error
+	var p *client.Error
 	require.ErrorAs(t, err, &p)
-	assert.Equal(t, problem.Unavailable, p.Code)
+	assert.Equal(t, client.CodeUnavailable, p.Code)
 	assert.Equal(t,
 		fmt.Sprintf("no answer from http://%s: dial tcp %s: connect: connection refused", addr,
 			addr), p.Message)
 	assert.Equal(t, "is dpserve running? start it with `dpserve start`, or set DPSERVE_ADDR", p.Hint)
-	_, err = c.Logs(t.Context(), api.LogQuery{App: "demo"})
-	assert.Equal(t, problem.Unavailable, problem.CodeOf(err))
+	_, err = c.Logs(t.Context(), client.LogQuery{App: "demo"})
+	assert.Equal(t, client.CodeUnavailable, client.CodeOf(err))
 }
 
 func TestClientTimeout(t *testing.T) {
@@ -256,7 +266,7 @@ func TestClientTimeout(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
 	_, err := c.App(ctx, "slow")
-	require.Equal(t, problem.Timeout, problem.CodeOf(err))
+	require.Equal(t, client.CodeTimeout, client.CodeOf(err))
 	require.ErrorIs(t, err, context.DeadlineExceeded)
 }
 
@@ -282,11 +292,11 @@ func TestOtherServersAreRefused(t *testing.T) {
 				_, _ = io.WriteString(w, tc.body)
 			}))
 			defer srv.Close()
-			c, err := api.NewClient(srv.URL + "/")
+			c, err := client.New(srv.URL + "/")
 			require.NoError(t, err)
 			defer c.Close()
 			_, err = c.Apps(t.Context())
-			require.Equal(t, problem.Upstream, problem.CodeOf(err))
+			require.Equal(t, client.CodeUpstream, client.CodeOf(err))
 			assert.Equal(t, fmt.Sprintf(tc.message, srv.URL), err.Error())
 		})
 	}
@@ -306,9 +316,9 @@ func TestClientAddresses(t *testing.T) {
 		"http://":               "",
 		"host:not-a-port":       "",
 	} {
-		c, err := api.NewClient(addr)
+		c, err := client.New(addr)
 		if want == "" {
-			assert.Equal(t, problem.InvalidArgument, problem.CodeOf(err), addr)
+			assert.Equal(t, client.CodeInvalidArgument, client.CodeOf(err), addr)
 			continue
 		}
 		require.NoError(t, err, addr)
@@ -334,10 +344,4 @@ func TestListenOnATakenPort(t *testing.T) {
 	require.NoError(t, unserved.Close())
 	require.NoError(t, unserved.Close())
 	require.Error(t, unserved.Listen(t.Context(), "127.0.0.1:0"))
-}
-
-func ExampleParseLogLine() {
-	l, err := api.ParseLogLine("2026-01-02T03:04:05Z demo/0/3 stderr out of memory")
-	fmt.Println(l.App, l.Group, l.Rank, l.Stream, l.Text, err)
-	// Output: demo 0 3 stderr out of memory <nil>
 }

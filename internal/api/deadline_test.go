@@ -11,13 +11,13 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/api"
-	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/test/memnet"
 )
 
 // serveFake is serve inside a synctest bubble, with memory connections.
-func serveFake(t *testing.T, b *backend) (*api.Client, *http.Transport, func()) {
+func serveFake(t *testing.T, b *backend) (*client.Client, *http.Transport, func()) {
 	t.Helper()
 	const addr = "127.0.0.1:8265"
 	var net memnet.Network
@@ -28,7 +28,7 @@ func serveFake(t *testing.T, b *backend) (*api.Client, *http.Transport, func()) 
 	served := make(chan error, 1)
 	go func() { served <- s.Serve() }()
 	rt := &http.Transport{DialContext: net.DialContext, MaxConnsPerHost: 1}
-	c, err := api.NewClientWith(addr, rt)
+	c, err := client.New(addr, client.WithTransport(rt))
 	require.NoError(t, err)
 	return c, rt, func() {
 		c.Close()
@@ -43,11 +43,11 @@ func TestIdleConnectionsStayUsable(t *testing.T) {
 		c, _, done := serveFake(t, newBackend())
 		defer done()
 		for range 3 {
-			_, err := c.Deploy(t.Context(), api.DeployRequest{Text: []byte("fine")})
+			_, err := c.Deploy(t.Context(), client.DeployRequest{Text: []byte("fine")})
 			require.NoError(t, err)
 			time.Sleep(100 * time.Second) // above the write time limit, below the idle one
 			_, err = c.App(t.Context(), "nobody")
-			require.Equal(t, problem.NotFound, problem.CodeOf(err))
+			require.Equal(t, client.CodeNotFound, client.CodeOf(err))
 			time.Sleep(100 * time.Second)
 		}
 	})
@@ -61,7 +61,7 @@ func TestQuietStreamsStayOpen(t *testing.T) {
 		defer done()
 		go func() {
 			time.Sleep(48 * time.Hour)
-			b.happen(api.Event{Kind: "deployed", App: "demo"})
+			b.happen(client.Event{Kind: "deployed", App: "demo"})
 		}()
 		for e, err := range c.Events(t.Context(), "", 0) {
 			require.NoError(t, err)
@@ -77,7 +77,7 @@ func TestTimeLimits(t *testing.T) {
 		c, rt, done := serveFake(t, newBackend())
 		defer done()
 		_, err := c.App(t.Context(), "slow")
-		require.Equal(t, problem.Timeout, problem.CodeOf(err))
+		require.Equal(t, client.CodeTimeout, client.CodeOf(err))
 
 		for _, length := range []int64{-1, 100} { // chunked, announced
 			for _, path := range []string{"/api/v1/apps", "/api/v1/apps?x=1"} { // read, refused unread

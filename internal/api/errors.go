@@ -6,51 +6,35 @@ import (
 	"errors"
 	"net/http"
 
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// errorReply is the body of every answer that is not a success.
+// errorReply is the body of every answer that is not a success. Details are lines for people; Faults hold the
+// same with positions, for editors.
 type errorReply struct {
 	envelope
-	Error errorBody `json:"error"`
-}
-
-// errorBody is a problem.Error on the wire. Details are lines for people; Faults hold the same with
-// positions, for editors.
-type errorBody struct {
-	problem.Error
-	Faults app.Faults `json:"faults,omitempty"`
+	Error client.Error `json:"error"`
 }
 
 // newErrorBody converts err to the part that a user can act on.
-func newErrorBody(err error) errorBody {
-	var b errorBody
-	if errors.As(err, &b.Faults) {
-		b.Error = *b.Faults.Problem()
-		return b
-	}
+func newErrorBody(err error) client.Error {
+	var faults app.Faults
 	var p *problem.Error
 	switch {
+	case errors.As(err, &faults):
+		p = faults.Problem()
 	case errors.As(err, &p):
-		b.Error = *p
 	case errors.Is(err, context.DeadlineExceeded):
-		b.Error = *problem.New(problem.Timeout, "no answer in time: %w", err).
+		p = problem.New(problem.Timeout, "no answer in time: %w", err).
 			WithHint("the node may be busy or its disk slow; try again")
 	default:
-		b.Error = *problem.New(problem.Internal, "%w", err).
-			WithHint("this is a fault of dpserve; its log says more")
+		p = problem.New(problem.Internal, "%w", err).WithHint("this is a fault of dpserve; its log says more")
 	}
-	return b
-}
-
-// errorFromBody returns the error that newErrorBody converted, as far as the wire kept it: errors.As finds
-// the *problem.Error and app.Faults.
-func errorFromBody(b errorBody) *problem.Error {
-	e := &b.Error
-	if len(b.Faults) > 0 {
-		e = problem.New(b.Code, "%w", b.Faults)
-		e.Message, e.Hint, e.Doc, e.Details = b.Message, b.Hint, b.Doc, b.Details
+	e := client.Error{Code: string(p.Code), Message: p.Message, Hint: p.Hint, Doc: p.Doc, Details: p.Details}
+	for _, f := range faults {
+		e.Faults = append(e.Faults, client.Fault(f))
 	}
 	return e
 }
@@ -58,7 +42,7 @@ func errorFromBody(b errorBody) *problem.Error {
 // writeError answers with an error and returns the HTTP status.
 func writeError(w http.ResponseWriter, err error) int {
 	b := newErrorBody(err)
-	status := problem.HTTPStatus(b.Code)
+	status := problem.HTTPStatus(problem.Code(b.Code))
 	if status == 0 {
 		status = http.StatusInternalServerError
 	}

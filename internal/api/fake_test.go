@@ -12,7 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
@@ -26,13 +26,13 @@ const limit = 20 * time.Second
 // backend is a fake node: it records requests and answers from its fields.
 type backend struct {
 	mu       sync.Mutex
-	apps     map[string]msg.AppStatus
-	deployed []api.DeployRequest
-	queries  []api.LogQuery
-	lines    []api.LogLine
+	apps     map[string]client.AppStatus
+	deployed []client.DeployRequest
+	queries  []client.LogQuery
+	lines    []client.LogLine
 	logError error // returned after lines; nil = io.EOF, or wait if the query follows
 	fail     error // returned by every method
-	events   []api.Event
+	events   []client.Event
 	next     chan struct{}
 	open     int // number of log streams that are not closed
 }
@@ -40,7 +40,7 @@ type backend struct {
 var _ api.Backend = (*backend)(nil)
 
 func newBackend() *backend {
-	return &backend{apps: map[string]msg.AppStatus{}, next: make(chan struct{})}
+	return &backend{apps: map[string]client.AppStatus{}, next: make(chan struct{})}
 }
 
 // Validate reports a fault for every text that contains "faulty".
@@ -63,7 +63,7 @@ func (b *backend) Validate(file string, text []byte) ([]app.Warning, error) {
 	return []app.Warning{{File: file, Line: 1, Col: 1, Message: "legal but odd"}}, nil
 }
 
-func (b *backend) Deploy(_ context.Context, req api.DeployRequest) (api.DeployResult, error) {
+func (b *backend) Deploy(_ context.Context, req client.DeployRequest) (api.DeployResult, error) {
 	if _, err := b.Validate(req.File, req.Text); err != nil {
 		return api.DeployResult{}, err
 	}
@@ -74,36 +74,36 @@ func (b *backend) Deploy(_ context.Context, req api.DeployRequest) (api.DeployRe
 		return api.DeployResult{}, problem.New(problem.Conflict, "demo has changed: revision 7, not %d",
 			*req.Revision).WithHint("look at the change and deploy again")
 	}
-	b.apps["demo"] = msg.AppStatus{Name: "demo", Status: "DEPLOYING", Revision: 3}
+	b.apps["demo"] = client.AppStatus{Name: "demo", Status: "DEPLOYING", Revision: 3}
 	return api.DeployResult{
 		Revision: 8, Apps: map[string]uint64{"demo": 3},
-		Changes: []api.Change{{App: "demo", Action: api.ActionReplace, Fields: []string{"num_groups"}}},
+		Changes: []client.Change{{App: "demo", Action: client.ActionReplace, Fields: []string{"num_groups"}}},
 	}, nil
 }
 
-func (b *backend) Plan(_ context.Context, req api.DeployRequest) (msg.Plan, []app.Warning, error) {
+func (b *backend) Plan(_ context.Context, req client.DeployRequest) (client.Plan, []app.Warning, error) {
 	warnings, err := b.Validate(req.File, req.Text)
-	return msg.Plan{
-		Revision: 7, Fits: true, Apps: []msg.AppPlan{{App: "demo", Action: "create"}},
+	return client.Plan{
+		Revision: 7, Fits: true, Apps: []client.AppPlan{{App: "demo", Action: "create"}},
 	}, warnings, err
 }
 
-func (b *backend) Apps(context.Context) ([]msg.AppStatus, error) {
+func (b *backend) Apps(context.Context) ([]client.AppStatus, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	var out []msg.AppStatus
+	var out []client.AppStatus
 	for _, a := range b.apps {
 		out = append(out, a)
 	}
 	return out, b.fail
 }
 
-func (b *backend) App(ctx context.Context, name string) (msg.AppStatus, error) {
+func (b *backend) App(ctx context.Context, name string) (client.AppStatus, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if name == "slow" {
 		<-ctx.Done()
-		return msg.AppStatus{}, ctx.Err()
+		return client.AppStatus{}, ctx.Err()
 	}
 	a, ok := b.apps[name]
 	if !ok {
@@ -117,7 +117,7 @@ func (b *backend) Delete(ctx context.Context, name string) error {
 	return err
 }
 
-func (b *backend) Logs(_ context.Context, q api.LogQuery) (api.LogStream, error) {
+func (b *backend) Logs(_ context.Context, q client.LogQuery) (api.LogStream, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.fail != nil {
@@ -132,10 +132,10 @@ func (b *backend) Logs(_ context.Context, q api.LogQuery) (api.LogStream, error)
 type stream struct {
 	b      *backend
 	follow bool
-	left   []api.LogLine
+	left   []client.LogLine
 }
 
-func (s *stream) Next(ctx context.Context) ([]api.LogLine, error) {
+func (s *stream) Next(ctx context.Context) ([]client.LogLine, error) {
 	if len(s.left) > 0 {
 		line := s.left[:1]
 		s.left = s.left[1:]
@@ -159,10 +159,10 @@ func (s *stream) Close() error {
 	return nil
 }
 
-func (b *backend) Events(since uint64) ([]api.Event, <-chan struct{}) {
+func (b *backend) Events(since uint64) ([]client.Event, <-chan struct{}) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	var out []api.Event
+	var out []client.Event
 	for _, e := range b.events {
 		if e.Number > since {
 			out = append(out, e)
@@ -172,7 +172,7 @@ func (b *backend) Events(since uint64) ([]api.Event, <-chan struct{}) {
 }
 
 // happen publishes an event.
-func (b *backend) happen(e api.Event) {
+func (b *backend) happen(e client.Event) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	e.Number = uint64(len(b.events) + 1)
@@ -188,14 +188,14 @@ func (b *backend) openStreams() int {
 }
 
 // serve runs a server on a free port and returns a client of it.
-func serve(t *testing.T, cfg api.Config) (*api.Server, *api.Client) {
+func serve(t *testing.T, cfg api.Config) (*api.Server, *client.Client) {
 	t.Helper()
-	cfg.Version = api.BuildInfo{Version: "0.1.0", Commit: "abc", Go: "go1.26"}
+	cfg.Version = client.BuildInfo{Version: "0.1.0", Commit: "abc", Go: "go1.26"}
 	s := api.NewServer(cfg)
 	require.NoError(t, s.Listen(t.Context(), "127.0.0.1:0"))
 	served := make(chan error, 1)
 	go func() { served <- s.Serve() }()
-	c, err := api.NewClient(s.Addr().String())
+	c, err := client.New(s.Addr().String())
 	require.NoError(t, err)
 	t.Cleanup(func() {
 		c.Close()

@@ -8,6 +8,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -73,13 +74,13 @@ func (g *guard) checkHost(host string) error {
 	switch {
 	case ip != nil && g.loopback && !ip.IsLoopback():
 		return problem.New(problem.PermissionDenied, "host %q is not this machine's loopback address", host).
-			WithHint("use http://%s, or bind another address with --admin-bind", defaultAddr)
+			WithHint("use http://%s, or bind another address with --admin-bind", client.DefaultAddr)
 	case ip != nil, g.names[canonicalName(name)]:
 		return nil
 	}
 	return problem.New(problem.PermissionDenied, "host %q is not a name of this node", host).
 		WithHint("use an IP address of the node, such as http://%s, or start the node with --admin-host NAME",
-			defaultAddr)
+			client.DefaultAddr)
 }
 
 // checkOwnPage refuses a changing request that a browser marks as coming from another page than one of this

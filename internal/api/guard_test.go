@@ -10,8 +10,8 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/api"
-	"github.com/dpserve/dpserve/internal/problem"
 )
 
 // outside is a listener whose address is not loopback.
@@ -143,8 +143,8 @@ func TestRefusedHostNamesTheFlag(t *testing.T) {
 		dial := func(ctx context.Context, network, _ string) (net.Conn, error) {
 			return (&net.Dialer{}).DialContext(ctx, network, addr)
 		}
-		c, err := api.NewClientWith("head.example.com:8265",
-			&http.Transport{DialContext: dial, DisableKeepAlives: true})
+		c, err := client.New("head.example.com:8265",
+			client.WithTransport(&http.Transport{DialContext: dial, DisableKeepAlives: true}))
 		require.NoError(t, err)
 		_, err = c.Apps(t.Context())
 		c.Close()
@@ -152,9 +152,9 @@ func TestRefusedHostNamesTheFlag(t *testing.T) {
 			require.NoError(t, err, name)
 			continue
 		}
-		var p *problem.Error
+		var p *client.Error
 		require.ErrorAs(t, err, &p)
-		assert.Equal(t, problem.PermissionDenied, p.Code)
+		assert.Equal(t, client.CodePermissionDenied, p.Code)
 		assert.Contains(t, p.Hint, "--admin-host NAME")
 	}
 }

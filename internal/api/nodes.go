@@ -7,7 +7,7 @@ import (
 
 	"github.com/gin-gonic/gin"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -22,7 +22,6 @@ const (
 
 // Bounds of a join token.
 const (
-	DefaultTokenTTL  = time.Hour
 	maxTokenTTL      = 30 * 24 * time.Hour
 	maxTokenUses     = 1024
 	defaultTokenUses = 1
@@ -32,7 +31,7 @@ const (
 // a method returns when its ctx ends. Errors that users can act on are *problem.Error.
 type Nodes interface {
 	// Nodes lists every node, by name.
-	Nodes(ctx context.Context) ([]msg.NodeStatus, error)
+	Nodes(ctx context.Context) ([]client.NodeStatus, error)
 	// Drain moves a node's ranks to other nodes and assigns it no new ones until Undrain. It returns once
 	// that is committed. deadline bounds running streams; nil = each application's
 	// graceful_shutdown_timeout_s.
@@ -44,37 +43,17 @@ type Nodes interface {
 	// Remove removes a drained or lost node for good. A refused removal changes nothing.
 	Remove(ctx context.Context, node string) error
 	// NewToken makes a token that lets nodes join.
-	NewToken(ctx context.Context, req TokenRequest) (Token, error)
+	NewToken(ctx context.Context, req client.TokenRequest) (client.Token, error)
 	// RotateKey starts a change of the gossip key, which takes several lease renewals of every node.
 	RotateKey(ctx context.Context) error
 	// KeyRotation returns the progress of the change.
-	KeyRotation(ctx context.Context) (KeyRotation, error)
-}
-
-// KeyRotation is the progress of a change of the gossip key.
-type KeyRotation struct {
-	Done    bool     `json:"done"`
-	Waiting []string `json:"waiting,omitempty"` // nodes that have not completed the present step
-}
-
-// TokenRequest describes a join token.
-type TokenRequest struct {
-	TTL  time.Duration
-	Uses int // nodes
-}
-
-// Token lets nodes join.
-type Token struct {
-	Token   string    `json:"token"`
-	Address string    `json:"address"` // HOST:PORT of a node port to join at
-	Uses    int       `json:"uses"`
-	Expires time.Time `json:"expires"`
+	KeyRotation(ctx context.Context) (client.KeyRotation, error)
 }
 
 // nodesReply answers GET /api/v1/nodes.
 type nodesReply struct {
 	envelope
-	Nodes []msg.NodeStatus `json:"nodes"`
+	Nodes []client.NodeStatus `json:"nodes"`
 }
 
 // nodeReply answers requests that change or check one node.
@@ -87,13 +66,13 @@ type nodeReply struct {
 // tokenReply answers POST /api/v1/join-tokens.
 type tokenReply struct {
 	envelope
-	Token
+	client.Token
 }
 
 // keyRotationReply answers POST and GET /api/v1/gossip-key.
 type keyRotationReply struct {
 	envelope
-	KeyRotation
+	client.KeyRotation
 }
 
 // nodeHandlers answers the paths of the cluster's nodes.
@@ -133,7 +112,7 @@ func (h nodeHandlers) listNodes(c *gin.Context) (int, any, error) {
 	}
 	nodes, err := h.nodes.Nodes(c.Request.Context())
 	if nodes == nil {
-		nodes = []msg.NodeStatus{}
+		nodes = []client.NodeStatus{}
 	}
 	return http.StatusOK, nodesReply{envelope{apiVersion}, nodes}, err
 }
@@ -185,7 +164,7 @@ func (h nodeHandlers) newToken(c *gin.Context) (int, any, error) {
 	if err != nil {
 		return 0, nil, err
 	}
-	req := TokenRequest{TTL: DefaultTokenTTL}
+	req := client.TokenRequest{TTL: client.DefaultTokenTTL}
 	ttl, err := q.duration("ttl")
 	if err != nil {
 		return 0, nil, err

@@ -10,7 +10,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/problem"
 )
@@ -18,11 +18,11 @@ import (
 // fakeNodes records requests; the cluster has nodes a and b.
 type fakeNodes struct {
 	asked []string
-	token api.TokenRequest
+	token client.TokenRequest
 }
 
-func (k *fakeNodes) Nodes(context.Context) ([]msg.NodeStatus, error) {
-	return []msg.NodeStatus{
+func (k *fakeNodes) Nodes(context.Context) ([]client.NodeStatus, error) {
+	return []client.NodeStatus{
 		{Node: "a", State: "alive", Roles: []string{"control"}}, {Node: "b", State: "lost"},
 	}, nil
 }
@@ -49,15 +49,15 @@ func (k *fakeNodes) CheckLeave(_ context.Context, node string) error {
 }
 func (k *fakeNodes) Remove(_ context.Context, node string) error { return k.ask("remove", node) }
 
-func (k *fakeNodes) NewToken(_ context.Context, req api.TokenRequest) (api.Token, error) {
+func (k *fakeNodes) NewToken(_ context.Context, req client.TokenRequest) (client.Token, error) {
 	k.token = req
-	return api.Token{Token: "dpj1.x", Address: "10.0.0.1:7947", Uses: req.Uses}, nil
+	return client.Token{Token: "dpj1.x", Address: "10.0.0.1:7947", Uses: req.Uses}, nil
 }
 
 func (k *fakeNodes) RotateKey(context.Context) error { return k.ask("rotate", "a") }
 
-func (k *fakeNodes) KeyRotation(context.Context) (api.KeyRotation, error) {
-	return api.KeyRotation{Waiting: []string{"b"}}, nil
+func (k *fakeNodes) KeyRotation(context.Context) (client.KeyRotation, error) {
+	return client.KeyRotation{Waiting: []string{"b"}}, nil
 }
 
 func TestNodesByClient(t *testing.T) {
@@ -74,41 +74,41 @@ func TestNodesByClient(t *testing.T) {
 	require.NoError(t, c.CheckLeave(ctx, "b"))
 	require.NoError(t, c.RemoveNode(ctx, "b"))
 	err = c.Drain(ctx, "nowhere", nil)
-	assert.Equal(t, problem.NotFound, problem.CodeOf(err))
+	assert.Equal(t, client.CodeNotFound, client.CodeOf(err))
 	assert.Equal(t,
 		[]string{
 			"drain in 30m0s b", "drain a", "undrain a", "check leave b", "remove b",
 			"drain nowhere",
 		}, k.asked)
-	token, err := c.NewToken(ctx, api.TokenRequest{TTL: time.Minute, Uses: 4})
+	token, err := c.NewToken(ctx, client.TokenRequest{TTL: time.Minute, Uses: 4})
 	require.NoError(t, err)
 	assert.Equal(t, "dpj1.x", token.Token)
-	assert.Equal(t, api.TokenRequest{TTL: time.Minute, Uses: 4}, k.token)
+	assert.Equal(t, client.TokenRequest{TTL: time.Minute, Uses: 4}, k.token)
 	require.NoError(t, c.RotateKey(ctx))
 	assert.Equal(t, "rotate a", k.asked[len(k.asked)-1])
 	rotation, err := c.KeyRotation(ctx)
 	require.NoError(t, err)
-	assert.Equal(t, api.KeyRotation{Waiting: []string{"b"}}, rotation)
+	assert.Equal(t, client.KeyRotation{Waiting: []string{"b"}}, rotation)
 }
 
 func TestTokensAreBounded(t *testing.T) {
 	_, c := serve(t, api.Config{Backend: newBackend(), Nodes: &fakeNodes{}})
-	for _, req := range []api.TokenRequest{
+	for _, req := range []client.TokenRequest{
 		{TTL: time.Minute}, {TTL: 0, Uses: 1}, {TTL: 365 * 24 * time.Hour, Uses: 1}, {
 			TTL: time.Minute, Uses: 1 << 20,
 		},
 	} {
 		_, err := c.NewToken(t.Context(), req)
-		assert.Equal(t, problem.InvalidArgument, problem.CodeOf(err), req)
+		assert.Equal(t, client.CodeInvalidArgument, client.CodeOf(err), req)
 	}
 }
 
 func TestPlanByClient(t *testing.T) {
 	_, c := serve(t, api.Config{Backend: newBackend()})
-	p, err := c.Plan(t.Context(), api.DeployRequest{File: "app.yaml", Text: []byte("x")})
+	p, err := c.Plan(t.Context(), client.DeployRequest{File: "app.yaml", Text: []byte("x")})
 	require.NoError(t, err)
 	assert.Equal(t, uint64(7), p.Revision)
-	_, err = c.Plan(t.Context(), api.DeployRequest{File: "app.yaml", Text: []byte("faulty")})
+	_, err = c.Plan(t.Context(), client.DeployRequest{File: "app.yaml", Text: []byte("faulty")})
 	require.Error(t, err)
 }
 

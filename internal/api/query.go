@@ -8,6 +8,7 @@ import (
 	"time"
 	"unicode"
 
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -141,45 +142,28 @@ func (q query) file(header string) (string, error) {
 }
 
 // parseLogQuery reads the query of the logs path.
-func parseLogQuery(app, raw string, now time.Time) (q LogQuery, err error) {
+func parseLogQuery(app, raw string, now time.Time) (q client.LogQuery, err error) {
 	v, err := parseQuery(raw, "group", "rank", "since", "tail", "follow")
 	if err != nil {
 		return q, err
 	}
 	q.App = app
-	if q.Group, err = v.number("group", AllRanks, maxNumber); err != nil {
+	if q.Group, err = v.number("group", client.AllRanks, maxNumber); err != nil {
 		return q, err
 	}
-	if q.Rank, err = v.number("rank", AllRanks, maxNumber); err != nil {
+	if q.Rank, err = v.number("rank", client.AllRanks, maxNumber); err != nil {
 		return q, err
 	}
-	if q.Rank != AllRanks && q.Group == AllRanks {
+	if q.Rank != client.AllRanks && q.Group == client.AllRanks {
 		return q, problem.New(problem.InvalidArgument, "a rank is given without its group").
 			WithHint("add group=0")
 	}
 	if q.Since, err = v.since("since", now); err != nil {
 		return q, err
 	}
-	if q.Tail, err = v.number("tail", AllLines, maxTail); err != nil {
+	if q.Tail, err = v.number("tail", client.AllLines, maxTail); err != nil {
 		return q, err
 	}
 	q.Follow, err = v.flag("follow")
 	return q, err
-}
-
-// encode returns the query string that parseLogQuery reads.
-func (q LogQuery) encode() string {
-	v := url.Values{}
-	for key, n := range map[string]int{"group": q.Group, "rank": q.Rank, "tail": q.Tail} {
-		if n >= 0 {
-			v.Set(key, strconv.Itoa(n))
-		}
-	}
-	if !q.Since.IsZero() {
-		v.Set("since", q.Since.Format(time.RFC3339Nano))
-	}
-	if q.Follow {
-		v.Set("follow", "true")
-	}
-	return v.Encode()
 }

@@ -6,12 +6,11 @@ import (
 	"errors"
 	"io"
 	"net/http"
-	"strconv"
-	"strings"
 	"time"
 
 	"github.com/gin-gonic/gin"
 
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 )
@@ -37,10 +36,10 @@ const (
 type Ranks interface {
 	// AddRank attaches an engine, described like an item of engine.ranks (YAML or JSON). It returns once that
 	// is committed, before the engine has answered, and does not touch other ranks.
-	AddRank(ctx context.Context, app string, rank []byte) (RankChange, error)
+	AddRank(ctx context.Context, app string, rank []byte) (client.RankChange, error)
 	// RemoveRank drains and detaches a rank. It returns once that is committed, while the rank's streams
 	// continue.
-	RemoveRank(ctx context.Context, app string, r RankRemoval) (RankChange, error)
+	RemoveRank(ctx context.Context, app string, r RankRemoval) (client.RankChange, error)
 	// Workers lists the URLs of the attached engines in rank order, each once.
 	Workers(ctx context.Context, app string) ([]string, error)
 }
@@ -52,20 +51,10 @@ type RankRemoval struct {
 	Deadline *time.Duration
 }
 
-// RankChange is a committed change.
-type RankChange struct {
-	App      string `json:"app"`
-	Group    int    `json:"group"`
-	Rank     int    `json:"rank"`
-	URL      string `json:"url"`
-	Selector *int   `json:"selector,omitempty"` // if several ranks are behind the URL
-	Revision uint64 `json:"revision"`           // of the application
-}
-
 // rankReply answers POST and DELETE /api/v1/apps/{app}/ranks.
 type rankReply struct {
 	envelope
-	RankChange
+	client.RankChange
 }
 
 // workersReply answers GET /list_workers, as SGLang's router does.
@@ -149,7 +138,7 @@ func (q query) rankRef() (app.RankRef, error) {
 			WithHint("leave it out")
 	case rank != "":
 		var ok bool
-		if ref.Group, ref.Rank, ok = ParseRankName(rank); !ok {
+		if ref.Group, ref.Rank, ok = client.ParseRankName(rank); !ok {
 			return ref, badValueError("rank", rank, "write GROUP/RANK, for example 0/3")
 		}
 	case selector != "":
@@ -160,14 +149,6 @@ func (q query) rankRef() (app.RankRef, error) {
 		ref.Selector = &n
 	}
 	return ref, nil
-}
-
-// ParseRankName reads GROUP/RANK.
-func ParseRankName(s string) (group, rank int, ok bool) {
-	a, b, found := strings.Cut(s, "/")
-	g, err := strconv.ParseUint(a, 10, 16)
-	r, err2 := strconv.ParseUint(b, 10, 16)
-	return int(g), int(r), found && err == nil && err2 == nil
 }
 
 // workerQuery reads url= and app= of SGLang's worker paths.

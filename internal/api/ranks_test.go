@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
@@ -23,31 +24,31 @@ type fakeRanks struct {
 	removed []api.RankRemoval
 }
 
-func (k *fakeRanks) AddRank(_ context.Context, name string, rank []byte) (api.RankChange, error) {
+func (k *fakeRanks) AddRank(_ context.Context, name string, rank []byte) (client.RankChange, error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.added = append(k.added, name+" "+string(rank))
 	r, err := app.ParseRank(rank, "")
 	if err != nil {
-		return api.RankChange{}, err
+		return client.RankChange{}, err
 	}
 	if r.URL == "http://taken:1" {
-		return api.RankChange{}, problem.New(problem.Conflict,
+		return client.RankChange{}, problem.New(problem.Conflict,
 			"add a rank: %s is attached already, as edge/0/0", r.URL).
 			WithHint("every rank is an engine of its own")
 	}
-	return api.RankChange{App: "edge", Rank: 2, URL: r.URL, Revision: 4}, nil
+	return client.RankChange{App: "edge", Rank: 2, URL: r.URL, Revision: 4}, nil
 }
 
-func (k *fakeRanks) RemoveRank(_ context.Context, _ string, r api.RankRemoval) (api.RankChange, error) {
+func (k *fakeRanks) RemoveRank(_ context.Context, _ string, r api.RankRemoval) (client.RankChange, error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.removed = append(k.removed, r)
 	if r.Rank.URL == "http://none:1" {
-		return api.RankChange{}, problem.New(problem.NotFound, "remove a rank: edge has no rank %s", r.Rank).
-			WithHint("there are others")
+		return client.RankChange{}, problem.New(problem.NotFound,
+			"remove a rank: edge has no rank %s", r.Rank).WithHint("there are others")
 	}
-	return api.RankChange{App: "edge", Rank: 2, URL: r.Rank.URL, Revision: 5}, nil
+	return client.RankChange{App: "edge", Rank: 2, URL: r.Rank.URL, Revision: 5}, nil
 }
 
 func (k *fakeRanks) Workers(_ context.Context, name string) ([]string, error) {
@@ -63,23 +64,24 @@ func TestRanksByClient(t *testing.T) {
 	ctx := t.Context()
 	got, err := c.AddRank(ctx, "edge", []byte(`{"url": "http://h:1"}`))
 	require.NoError(t, err)
-	assert.Equal(t, api.RankChange{App: "edge", Rank: 2, URL: "http://h:1", Revision: 4}, got)
+	assert.Equal(t, client.RankChange{App: "edge", Rank: 2, URL: "http://h:1", Revision: 4}, got)
 	assert.Equal(t, []string{`edge {"url": "http://h:1"}`}, k.added)
 	three, second := 3, time.Second
-	for _, r := range []api.RankRemoval{
-		{Rank: app.RankRef{URL: "http://h:1"}},
-		{Rank: app.RankRef{URL: "http://h:1", Selector: &three}, Deadline: &second},
-		{Rank: app.RankRef{Group: 1, Rank: 2}, Deadline: new(time.Duration)},
+	for _, r := range []client.RankRemoval{
+		{URL: "http://h:1"},
+		{URL: "http://h:1", Selector: &three, Deadline: &second},
+		{Group: 1, Rank: 2, Deadline: new(time.Duration)},
 	} {
 		k.removed = nil
 		_, err := c.RemoveRank(ctx, "edge", r)
 		require.NoError(t, err)
-		assert.Equal(t, []api.RankRemoval{r}, k.removed)
+		ref := app.RankRef{URL: r.URL, Selector: r.Selector, Group: r.Group, Rank: r.Rank}
+		assert.Equal(t, []api.RankRemoval{{Rank: ref, Deadline: r.Deadline}}, k.removed)
 	}
 	_, err = c.AddRank(ctx, "edge", []byte(`{"url": "http://taken:1"}`))
-	assert.Equal(t, problem.Conflict, problem.CodeOf(err))
-	_, err = c.RemoveRank(ctx, "edge", api.RankRemoval{Rank: app.RankRef{URL: "http://none:1"}})
-	assert.Equal(t, problem.NotFound, problem.CodeOf(err))
+	assert.Equal(t, client.CodeConflict, client.CodeOf(err))
+	_, err = c.RemoveRank(ctx, "edge", client.RankRemoval{URL: "http://none:1"})
+	assert.Equal(t, client.CodeNotFound, client.CodeOf(err))
 	_, err = c.AddRank(ctx, "edge", []byte(`{"url": "nonsense"}`))
 	require.ErrorContains(t, err, `url: found "nonsense", wanted http://HOST:PORT`)
 }

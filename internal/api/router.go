@@ -10,6 +10,7 @@ import (
 	"github.com/gin-gonic/gin"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -19,26 +20,26 @@ import (
 // rank has room, Unavailable when no rank is ready.
 type Routers interface {
 	// Explain decides for q like the live path and changes nothing.
-	Explain(ctx context.Context, app string, q *msg.RouteQuery) (*msg.Explanation, error)
+	Explain(ctx context.Context, app string, q *client.Query) (*client.Explanation, error)
 	// Reset drops the Router's state and requests a snapshot from every rank; it does not touch requests in
 	// flight.
-	Reset(ctx context.Context, app string) (msg.ResetResult, error)
+	Reset(ctx context.Context, app string) (client.ResetResult, error)
 	// Router describes the Router.
-	Router(ctx context.Context, app string) (msg.RouterInfo, error)
+	Router(ctx context.Context, app string) (client.Info, error)
 	// BestWorker returns the best worker for a prompt; with a request id it reserves a place there.
-	BestWorker(ctx context.Context, app string, q *msg.BestWorker) (msg.Worker, error)
+	BestWorker(ctx context.Context, app string, q *client.BestWorkerRequest) (client.Worker, error)
 	// PotentialLoads returns each rank's load with this prompt added; without ids, the present load.
-	PotentialLoads(ctx context.Context, app string, ids []uint32) ([]msg.PotentialLoad, error)
+	PotentialLoads(ctx context.Context, app string, ids []uint32) ([]client.PotentialLoad, error)
 	// MarkPrefillComplete moves a reservation from prefill to decode.
 	MarkPrefillComplete(ctx context.Context, app, requestID string) error
 	// Free ends a reservation.
 	Free(ctx context.Context, app, requestID string) error
 	// DumpEvents calls emit for each run of the index. truncated is true if the index holds more than one
 	// dump returns. The callee reuses a run after emit returns.
-	DumpEvents(ctx context.Context, app string, emit func(*msg.KVRun) error) (truncated bool, err error)
+	DumpEvents(ctx context.Context, app string, emit func(*client.Run) error) (truncated bool, err error)
 	// Generate picks a rank, sends the prompt there, accounts for it and calls emit for each part of the
 	// answer. An error of emit ends the request.
-	Generate(ctx context.Context, app string, q *msg.Generate, emit func(*msg.Generated) error) error
+	Generate(ctx context.Context, app string, q *msg.Generate, emit func(*client.Part) error) error
 }
 
 const pathRouters = "/api/v1/routers"
@@ -53,31 +54,31 @@ const (
 // explainReply answers POST /api/v1/routers/{app}/explain.
 type explainReply struct {
 	envelope
-	msg.Explanation
+	client.Explanation
 }
 
 // resetReply answers POST /api/v1/routers/{app}/reset.
 type resetReply struct {
 	envelope
-	msg.ResetResult
+	client.ResetResult
 }
 
 // routerReply answers GET /api/v1/routers/{app}.
 type routerReply struct {
 	envelope
-	msg.RouterInfo
+	client.Info
 }
 
 // workerReply answers POST /api/v1/routers/{app}/best_worker.
 type workerReply struct {
 	envelope
-	msg.Worker
+	client.Worker
 }
 
 // loadsReply answers POST /api/v1/routers/{app}/potential_loads.
 type loadsReply struct {
 	envelope
-	Loads []msg.PotentialLoad `json:"loads"` // by group and rank
+	Loads []client.PotentialLoad `json:"loads"` // by group and rank
 }
 
 // reservationReply answers POST /api/v1/routers/{app}/mark_prefill_complete and /free.
@@ -127,7 +128,7 @@ func (h routerHandlers) router(c *gin.Context) (int, any, error) {
 }
 
 func (h routerHandlers) explain(c *gin.Context) (int, any, error) {
-	var q msg.RouteQuery
+	var q client.Query
 	if err := readRouterBody(c, &q); err != nil {
 		return 0, nil, err
 	}
@@ -142,7 +143,7 @@ func (h routerHandlers) explain(c *gin.Context) (int, any, error) {
 }
 
 // checkQuery refuses a query without a request, or with several.
-func checkQuery(q *msg.RouteQuery) error {
+func checkQuery(q *client.Query) error {
 	given := 0
 	for _, is := range []bool{q.Prompt != nil, q.TokenIDs != nil, len(q.Request) > 0, q.Replay != ""} {
 		if is {
@@ -189,7 +190,7 @@ func (h routerHandlers) reset(c *gin.Context) (int, any, error) {
 }
 
 func (h routerHandlers) bestWorker(c *gin.Context) (int, any, error) {
-	var q msg.BestWorker
+	var q client.BestWorkerRequest
 	if err := readRouterBody(c, &q); err != nil {
 		return 0, nil, err
 	}
@@ -212,7 +213,7 @@ func (h routerHandlers) potentialLoads(c *gin.Context) (int, any, error) {
 	}
 	loads, err := h.routers.PotentialLoads(c.Request.Context(), c.Param("app"), q.TokenIDs)
 	if loads == nil {
-		loads = []msg.PotentialLoad{}
+		loads = []client.PotentialLoad{}
 	}
 	return http.StatusOK, loadsReply{envelope{apiVersion}, loads}, err
 }
@@ -294,7 +295,7 @@ func (d *dump) begin() {
 }
 
 // add writes one run. The bufio.Writer keeps its first error and returns it at the next run or at the end.
-func (d *dump) add(r *msg.KVRun) error {
+func (d *dump) add(r *client.Run) error {
 	d.begin()
 	data, err := json.Marshal(r)
 	if err != nil {
@@ -336,7 +337,7 @@ func (h routerHandlers) generate(c *gin.Context) {
 	defer done()
 	e := &eventWriter{w: c.Writer}
 	err = h.routers.Generate(ctx, c.Param("app"), &q,
-		func(part *msg.Generated) error { return e.send("", part) })
+		func(part *client.Part) error { return e.send("", part) })
 	switch {
 	case err == nil && e.begun:
 		_ = e.write("data: [DONE]\n\n") // a client that has left needs no end

@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/problem"
 )
@@ -25,8 +26,8 @@ type fakeRouters struct {
 	mu     sync.Mutex
 	asked  []any
 	fail   error
-	parts  []msg.Generated
-	runs   []msg.KVRun
+	parts  []client.Part
+	runs   []client.Run
 	broken error // returned after parts and runs
 	hold   bool  // generate waits for its context after the parts
 }
@@ -40,30 +41,32 @@ func (r *fakeRouters) note(v any) error {
 	return r.fail
 }
 
-func (r *fakeRouters) Explain(_ context.Context, app string, q *msg.RouteQuery) (*msg.Explanation, error) {
-	return &msg.Explanation{App: app, Pick: "0/1"}, r.note(q)
+func (r *fakeRouters) Explain(_ context.Context, app string, q *client.Query) (*client.Explanation, error) {
+	return &client.Explanation{App: app, Pick: "0/1"}, r.note(q)
 }
 
-func (r *fakeRouters) Reset(_ context.Context, app string) (msg.ResetResult, error) {
-	return msg.ResetResult{App: app, Ranks: 4}, r.note("reset")
+func (r *fakeRouters) Reset(_ context.Context, app string) (client.ResetResult, error) {
+	return client.ResetResult{App: app, Ranks: 4}, r.note("reset")
 }
 
-func (r *fakeRouters) Router(_ context.Context, app string) (msg.RouterInfo, error) {
-	info := msg.RouterInfo{App: app, Policy: "kv"}
+func (r *fakeRouters) Router(_ context.Context, app string) (client.Info, error) {
+	info := client.Info{App: app, Policy: "kv"}
 	if app == "timed" {
-		info.Law = &msg.Law{
+		info.Law = &client.Law{
 			Preset: "dense", Prefill: 1.5, Decode: 1, PrefillSamples: 2, AgeS: 0.5, Error: 0.25,
-			Ranks: []msg.RankSpeed{{Worker: "0/1", Slow: 2}},
+			Ranks: []client.WorkerSpeed{{Worker: "0/1", Slow: 2}},
 		}
 	}
 	return info, r.note("router")
 }
 
-func (r *fakeRouters) BestWorker(_ context.Context, _ string, q *msg.BestWorker) (msg.Worker, error) {
-	return msg.Worker{Worker: "0/1", RequestID: q.RequestID}, r.note(q)
+func (r *fakeRouters) BestWorker(_ context.Context, _ string, q *client.BestWorkerRequest,
+) (client.Worker, error) {
+	return client.Worker{Worker: "0/1", RequestID: q.RequestID}, r.note(q)
 }
 
-func (r *fakeRouters) PotentialLoads(_ context.Context, _ string, ids []uint32) ([]msg.PotentialLoad, error) {
+func (r *fakeRouters) PotentialLoads(_ context.Context, _ string, ids []uint32,
+) ([]client.PotentialLoad, error) {
 	return nil, r.note(ids)
 }
 
@@ -72,7 +75,7 @@ func (r *fakeRouters) MarkPrefillComplete(_ context.Context, _, id string) error
 }
 func (r *fakeRouters) Free(_ context.Context, _, id string) error { return r.note("free " + id) }
 
-func (r *fakeRouters) DumpEvents(_ context.Context, _ string, emit func(*msg.KVRun) error) (bool, error) {
+func (r *fakeRouters) DumpEvents(_ context.Context, _ string, emit func(*client.Run) error) (bool, error) {
 	if err := r.note("dump"); err != nil {
 		return false, err
 	}
@@ -85,7 +88,7 @@ func (r *fakeRouters) DumpEvents(_ context.Context, _ string, emit func(*msg.KVR
 }
 
 func (r *fakeRouters) Generate(ctx context.Context, _ string, q *msg.Generate,
-	emit func(*msg.Generated) error,
+	emit func(*client.Part) error,
 ) error {
 	if err := r.note(q); err != nil {
 		return err
@@ -161,15 +164,15 @@ func TestExplainSendsTheBytesOfTheRequest(t *testing.T) {
 	for _, body := range []string{
 		`{"prompt":"x"}`, "{\n  \"prompt\" : \"a  b\" }", `{"prompt":"<b> & \u003c é"}`, `{ }`,
 	} {
-		for _, q := range []*msg.RouteQuery{
+		for _, q := range []client.Query{
 			{Request: []byte(body)}, {Request: []byte(body), Route: "/v1/completions", Worker: "0/1"},
 		} {
-			_, err := c.Explain(t.Context(), "demo", q)
+			_, err := c.Router("demo").Explain(t.Context(), q)
 			require.NoError(t, err)
-			assert.Equal(t, q, r.asked[len(r.asked)-1])
+			assert.Equal(t, &q, r.asked[len(r.asked)-1])
 		}
 	}
-	_, err := c.Explain(t.Context(), "demo", &msg.RouteQuery{Request: []byte(`{"prompt":`)})
+	_, err := c.Router("demo").Explain(t.Context(), client.Query{Request: []byte(`{"prompt":`)})
 	require.ErrorContains(t, err, "not JSON")
 }
 
@@ -260,7 +263,7 @@ func TestRouterErrorsKeepTheirCode(t *testing.T) {
 
 func TestDumpEvents(t *testing.T) {
 	r := &fakeRouters{
-		runs: []msg.KVRun{
+		runs: []client.Run{
 			{Worker: "0/1", Tier: "gpu", Blocks: []string{"a"}}, {
 				Worker: "0/1", Tier: "sent", Parent: "a", Blocks: []string{"b"},
 			},
@@ -276,14 +279,14 @@ func TestDumpEvents(t *testing.T) {
 	rec = ask(t, h, "GET", routersPath+"/dump_events", "")
 	assert.JSONEq(t, `{"apiVersion":"dpserve/v1","app":"demo","events":[],"truncated":true}`,
 		rec.Body.String())
-	r.runs, r.broken = []msg.KVRun{{}}, errors.New("gone")
+	r.runs, r.broken = []client.Run{{}}, errors.New("gone")
 	assert.PanicsWithError(t, http.ErrAbortHandler.Error(),
 		func() { ask(t, h, "GET", routersPath+"/dump_events", "") })
 }
 
 func TestGenerate(t *testing.T) {
 	r := &fakeRouters{
-		parts: []msg.Generated{
+		parts: []client.Part{
 			{TokenIDs: []uint32{1}, Worker: "0/1"}, {TokenIDs: []uint32{}, FinishReason: "stop"},
 		},
 	}
@@ -306,7 +309,7 @@ func TestGenerate(t *testing.T) {
 
 // Over a real connection, a client that leaves and a server that closes both end the call.
 func TestGenerateEndsWithItsClient(t *testing.T) {
-	r := &fakeRouters{parts: []msg.Generated{{TokenIDs: []uint32{1}}}, hold: true}
+	r := &fakeRouters{parts: []client.Part{{TokenIDs: []uint32{1}}}, hold: true}
 	s, _ := serve(t, api.Config{Backend: newBackend(), Routers: r})
 	post := func(ctx context.Context) *http.Response {
 		req, err := http.NewRequestWithContext(ctx, http.MethodPost,

@@ -1,6 +1,6 @@
-// Package api is the admin REST API of a node and its Go client, which the command line uses. The server
-// holds no state: every answer comes from the Backend. JSON bodies carry apiVersion, unknown query keys are
-// refused, and errors have a hint.
+// Package api is the server of a node's admin REST API; package client is its client. The server holds no
+// state: every answer comes from the Backend. JSON bodies carry apiVersion, unknown query keys are refused,
+// and errors have a hint.
 package api
 
 import (
@@ -20,6 +20,7 @@ import (
 	"github.com/gin-gonic/gin"
 	"golang.org/x/net/netutil"
 
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -49,7 +50,7 @@ type Config struct {
 	NoLeader func() error // the error while no node leads; required with Forward
 	Metrics  http.Handler // nil = 404 on /metrics
 	Hosts    []string     // names of this node in Host headers; localhost and IP addresses need no name here
-	Version  BuildInfo
+	Version  client.BuildInfo
 	Log      *slog.Logger // nil = silent
 }
 

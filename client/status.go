@@ -1,4 +1,4 @@
-package msg
+package client
 
 import "time"
 
@@ -18,12 +18,12 @@ type AppStatus struct {
 	Ready    int          `json:"ready"`   // ranks
 	Queued   int          `json:"queued"`  // requests in this node's FIFO
 	Identity string       `json:"identity,omitempty"`
-	Index    *IndexStatus `json:"index,omitempty"` // of this node's ingress; nil: the policy reads none
+	Index    *Index       `json:"index,omitempty"` // of this node's ingress; nil: the policy reads none
 	Units    []UnitStatus `json:"units"`
 }
 
-// IndexStatus is an ingress's index of an application's KV caches.
-type IndexStatus struct {
+// Index is the size of an ingress's index of an application's KV caches.
+type Index struct {
 	Blocks  int    `json:"blocks"`
 	Bytes   int    `json:"bytes"`
 	Cap     int    `json:"cap_bytes"`

@@ -1,0 +1,153 @@
+package client
+
+import (
+	"net/url"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// DeployRequest is a file to deploy.
+type DeployRequest struct {
+	File string // its name in messages
+	Text []byte // app.yaml, or the same as JSON
+	// the cluster revision the caller saw; code conflict if a named app has changed since; nil = any
+	Revision *uint64
+	Prune    bool // delete the apps that the file does not list
+	Partial  bool // start what finds a place; the rest waits for one
+}
+
+// query returns the query string of the paths that take a file.
+func (d DeployRequest) query() url.Values {
+	q := url.Values{}
+	if d.File != "" {
+		q.Set("file", d.File)
+	}
+	if d.Revision != nil {
+		q.Set("revision", strconv.FormatUint(*d.Revision, 10))
+	}
+	if d.Prune {
+		q.Set("prune", "true")
+	}
+	if d.Partial {
+		q.Set("partial", "true")
+	}
+	return q
+}
+
+// Action is a deploy's effect on an application.
+type Action string
+
+// The actions.
+const (
+	ActionCreate    Action = "create"
+	ActionReplace   Action = "replace"
+	ActionUnchanged Action = "unchanged"
+	ActionDelete    Action = "delete"
+)
+
+// Change is one application of a deploy.
+type Change struct {
+	App    string   `json:"app"`
+	Action Action   `json:"action"`
+	Fields []string `json:"fields,omitempty"` // replace: paths that differ
+	// replace of attached ranks: those that the file does not list, GROUP/RANK and engine
+	Gone []string `json:"gone,omitempty"`
+}
+
+// DeployResult is a committed deploy.
+type DeployResult struct {
+	Revision uint64            `json:"revision"` // of the cluster
+	Apps     map[string]uint64 `json:"apps"`     // revision per app of the file
+	Changes  []Change          `json:"changes"`
+	Warnings []Fault           `json:"warnings,omitempty"`
+}
+
+// Plan is what a deploy would do.
+type Plan struct {
+	Revision uint64     `json:"revision"` // of the cluster it was made for: `deploy --revision`
+	Changes  bool       `json:"changes"`
+	Apps     []AppPlan  `json:"apps"`
+	Nodes    []NodePlan `json:"nodes"`
+	Fits     bool       `json:"fits"` // there is room for all units
+}
+
+// AppPlan is one application's part.
+type AppPlan struct {
+	App    string     `json:"app"`
+	Action string     `json:"action"` // create | replace | delete | unchanged
+	Fields []string   `json:"fields,omitempty"`
+	Units  []UnitPlan `json:"units,omitempty"`
+}
+
+// UnitPlan is the plan for one unit. A unit that stays as it is has Action unchanged and its present seats.
+type UnitPlan struct {
+	Unit   string     `json:"unit"`
+	Action string     `json:"action"` // create | replace | delete | unchanged
+	Seats  []SeatPlan `json:"seats,omitempty"`
+	Why    string     `json:"why,omitempty"`  // the reason why it cannot be placed
+	Hint   string     `json:"hint,omitempty"` // what would make room
+}
+
+// SeatPlan is one rank's place.
+type SeatPlan struct {
+	Rank    int    `json:"rank"`
+	Node    string `json:"node"`
+	Devices []int  `json:"devices,omitempty"`
+}
+
+// NodePlan is what a node has and what the plan takes of it.
+type NodePlan struct {
+	Node      string `json:"node"`
+	Slots     int    `json:"slots"`
+	SlotsFree int    `json:"slots_free"` // before
+	SlotsNeed int    `json:"slots_need"` // that the plan adds
+	GPUs      int    `json:"gpus"`
+	GPUsFree  int    `json:"gpus_free"`
+	GPUsNeed  int    `json:"gpus_need"`
+	Note      string `json:"note,omitempty"` // why placement leaves it out: lost, draining, no role worker
+}
+
+// RankRemoval selects an attached rank to remove: by its URL, with Selector if several ranks are behind it,
+// or with URL "" by Group and Rank.
+type RankRemoval struct {
+	URL         string
+	Selector    *int
+	Group, Rank int
+	// for its running streams, 0 = cut; nil = graceful_shutdown_timeout_s of the application
+	Deadline *time.Duration
+}
+
+func (r *RankRemoval) query() url.Values {
+	q := url.Values{}
+	if r.URL == "" {
+		q.Set("rank", strconv.Itoa(r.Group)+"/"+strconv.Itoa(r.Rank))
+	} else {
+		q.Set("url", r.URL)
+	}
+	if r.URL != "" && r.Selector != nil {
+		q.Set("selector", strconv.Itoa(*r.Selector))
+	}
+	if r.Deadline != nil {
+		q.Set("deadline", r.Deadline.String())
+	}
+	return q
+}
+
+// RankChange is a committed change of an attached rank.
+type RankChange struct {
+	App      string `json:"app"`
+	Group    int    `json:"group"`
+	Rank     int    `json:"rank"`
+	URL      string `json:"url"`
+	Selector *int   `json:"selector,omitempty"` // if several ranks are behind the URL
+	Revision uint64 `json:"revision"`           // of the application
+}
+
+// ParseRankName reads GROUP/RANK.
+func ParseRankName(s string) (group, rank int, ok bool) {
+	a, b, found := strings.Cut(s, "/")
+	g, err := strconv.ParseUint(a, 10, 16)
+	r, err2 := strconv.ParseUint(b, 10, 16)
+	return int(g), int(r), found && err == nil && err2 == nil
+}
