@@ -99,9 +99,14 @@ func ExampleError() {
 // Watch an application's state changes. After an interruption, continue from the last number.
 func ExampleClient_Events() {
 	node := fakeNode(map[string]answer{
-		"GET /api/v1/events?app=demo&since=0": {200, "id: 1\n" +
-			`data: {"apiVersion":"dpserve/v1","number":1,"kind":"deployed","app":"demo"}` + "\n\n: alive\n\n" +
-			`data: {"apiVersion":"dpserve/v1","number":2,"kind":"unit","app":"demo","phase":"ready"}` + "\n\n"},
+		"GET /api/v1/events?app=demo&since=0": {200, `id: 1
+data: {"apiVersion":"dpserve/v1","number":1,"kind":"deployed","app":"demo"}
+
+: alive
+
+data: {"apiVersion":"dpserve/v1","number":2,"kind":"unit","app":"demo","phase":"ready"}
+
+`},
 	})
 	defer node.Close()
 	c, err := client.New(node.URL)
