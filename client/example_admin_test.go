@@ -131,8 +131,10 @@ data: {"apiVersion":"dpserve/v1","number":2,"kind":"unit","app":"demo","phase":"
 // Empty a node before its machine is serviced.
 func ExampleClient_Drain() {
 	node := fakeNode(map[string]answer{
-		"POST /api/v1/nodes/n2/drain?deadline=30s": {202,
-			`{"apiVersion":"dpserve/v1","node":"n2","status":"DRAINING"}`},
+		"POST /api/v1/nodes/n2/drain?deadline=30s": {
+			202,
+			`{"apiVersion":"dpserve/v1","node":"n2","status":"DRAINING"}`,
+		},
 		"GET /api/v1/nodes": {200, `{"apiVersion":"dpserve/v1","nodes":[
 			{"node":"n1","state":"alive","ranks":8},{"node":"n2","state":"drained"}]}`},
 	})

@@ -2,10 +2,19 @@ package client
 
 import "time"
 
+// Values of an application's status, which are those of Ray.
+const (
+	StatusDeploying    = "DEPLOYING"
+	StatusRunning      = "RUNNING"
+	StatusUnhealthy    = "UNHEALTHY"
+	StatusDeployFailed = "DEPLOY_FAILED"
+	StatusDeleting     = "DELETING"
+)
+
 // AppStatus is an application as status and the admin API show it.
 type AppStatus struct {
 	Name     string       `json:"name"`
-	Status   string       `json:"status"` // DEPLOYING, RUNNING, UNHEALTHY, DEPLOY_FAILED, DELETING
+	Status   string       `json:"status"` // StatusRunning and the like
 	Message  string       `json:"message,omitempty"`
 	Revision uint64       `json:"revision"`
 	Model    string       `json:"model"`

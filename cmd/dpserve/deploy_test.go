@@ -20,10 +20,10 @@ func TestDeployWaitsUntilRunning(t *testing.T) {
 	cli := newCLI(t)
 	cli.cluster.script = [][]client.AppStatus{
 		{}, // before
-		{demo(statusRunning, 1, state.Ready, state.Ready)}, // the old revision does not count
-		{demo(statusDeploying, 2, state.Starting, state.Pending)},
-		{demo(statusDeploying, 2, state.Ready, state.Starting)},
-		{demo(statusRunning, 2, state.Ready, state.Ready)},
+		{demo(client.StatusRunning, 1, state.Ready, state.Ready)}, // the old revision does not count
+		{demo(client.StatusDeploying, 2, state.Starting, state.Pending)},
+		{demo(client.StatusDeploying, 2, state.Ready, state.Starting)},
+		{demo(client.StatusRunning, 2, state.Ready, state.Ready)},
 	}
 	require.Equal(t, 0, cli.run([]string{"deploy", file(t, tiny), "-o", "json"}), cli.stderr())
 	assert.Equal(t, []string{
@@ -36,14 +36,14 @@ func TestDeployWaitsUntilRunning(t *testing.T) {
 	var doc statusDocument
 	require.NoError(t, json.Unmarshal([]byte(cli.stdout()), &doc))
 	assert.Equal(t, apiVersion, doc.APIVersion)
-	assert.Equal(t, statusRunning, doc.Apps[0].Status)
+	assert.Equal(t, client.StatusRunning, doc.Apps[0].Status)
 	require.Len(t, cli.cluster.deployed, 1)
 	assert.Equal(t, tiny, string(cli.cluster.deployed[0].Text), "the file goes as it is")
 }
 
 func TestDeployFailed(t *testing.T) {
 	cli := newCLI(t)
-	failed := demo(statusDeployFailed, 2, state.Ready, state.Failed)
+	failed := demo(client.StatusDeployFailed, 2, state.Ready, state.Failed)
 	u := &failed.Units[1]
 	u.Attempt, u.Reason = 3, "exit status 1"
 	for i := range 30 {
@@ -60,7 +60,7 @@ func TestDeployFailed(t *testing.T) {
 
 func TestDeployTimeout(t *testing.T) {
 	cli := newCLI(t)
-	cli.cluster.script = [][]client.AppStatus{{}, {demo(statusDeploying, 2, state.Starting)}}
+	cli.cluster.script = [][]client.AppStatus{{}, {demo(client.StatusDeploying, 2, state.Starting)}}
 	assert.Equal(t, 8, cli.run([]string{"deploy", file(t, tiny), "--timeout", "1ms"}))
 	assert.Contains(t, cli.stderr(),
 		"dpserve: not RUNNING in time: demo; the rollout goes on\nhint: watch it with `dpserve status -w`\n")
@@ -69,10 +69,10 @@ func TestDeployTimeout(t *testing.T) {
 // An application that is deleted during its rollout never becomes RUNNING, so deploy stops waiting.
 func TestDeployEndsWhenTheAppIsDeleted(t *testing.T) {
 	for name, last := range map[string][]client.AppStatus{
-		"on its way out": {demo(statusDeleting, 2, state.Killing)}, "gone": {},
+		"on its way out": {demo(client.StatusDeleting, 2, state.Killing)}, "gone": {},
 	} {
 		cli := newCLI(t)
-		cli.cluster.script = [][]client.AppStatus{{}, {demo(statusDeploying, 2, state.Starting)}, last}
+		cli.cluster.script = [][]client.AppStatus{{}, {demo(client.StatusDeploying, 2, state.Starting)}, last}
 		assert.Equal(t, 1, cli.run([]string{"deploy", file(t, tiny), "--timeout", "5s"}), name)
 		assert.Contains(t, cli.stderr(), "dpserve: demo was deleted while it was rolled out\nhint: ", name)
 	}
@@ -80,7 +80,7 @@ func TestDeployEndsWhenTheAppIsDeleted(t *testing.T) {
 
 func TestDeployInterrupted(t *testing.T) {
 	cli := newCLI(t)
-	cli.cluster.script = [][]client.AppStatus{{}, {demo(statusDeploying, 2, state.Starting)}}
+	cli.cluster.script = [][]client.AppStatus{{}, {demo(client.StatusDeploying, 2, state.Starting)}}
 	cli.cluster.onApps = func(call int) {
 		if call == 2 {
 			cli.interrupt()
@@ -113,7 +113,7 @@ func TestDeployDryRun(t *testing.T) {
 }
 
 func TestDeployPrune(t *testing.T) {
-	other := demo(statusRunning, 1)
+	other := demo(client.StatusRunning, 1)
 	other.Name = "other"
 	cli := newCLI(t)
 	cli.cluster.script = [][]client.AppStatus{{other}}
@@ -168,7 +168,7 @@ func TestDeployVLLM(t *testing.T) {
 
 func TestStatus(t *testing.T) {
 	now := time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)
-	a := demo(statusUnhealthy, 7, state.Ready, state.Backoff)
+	a := demo(client.StatusUnhealthy, 7, state.Ready, state.Backoff)
 	a.Units[0].Since = now.Add(-90 * time.Second)
 	a.Units[0].Ranks[0].TTFTp50Ms = 12.34
 	a.Units[1].Reason = "exit status 1"
@@ -247,7 +247,7 @@ func TestStatusWithoutCluster(t *testing.T) {
 func TestStatusWatch(t *testing.T) {
 	cli := newCLI(t)
 	cli.now = func() time.Time { return time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC) }
-	cli.cluster.script = [][]client.AppStatus{{demo(statusRunning, 1, state.Ready)}}
+	cli.cluster.script = [][]client.AppStatus{{demo(client.StatusRunning, 1, state.Ready)}}
 	cli.cluster.onApps = func(int) { cli.interrupt() }
 	assert.Equal(t, 0, cli.run([]string{"status", "-w"}), "Ctrl-C is how a watch ends")
 }
@@ -255,8 +255,8 @@ func TestStatusWatch(t *testing.T) {
 func TestDelete(t *testing.T) {
 	script := func() [][]client.AppStatus {
 		return [][]client.AppStatus{
-			{demo(statusRunning, 1, state.Ready)},
-			{demo(statusDeleting, 1, state.Draining)},
+			{demo(client.StatusRunning, 1, state.Ready)},
+			{demo(client.StatusDeleting, 1, state.Draining)},
 			{},
 		}
 	}

@@ -157,10 +157,10 @@ func (m *monitor) awaitRunning(ctx context.Context, want map[string]uint64) erro
 			if a.Revision < want[a.Name] {
 				continue
 			}
-			if a.Status == statusDeployFailed {
+			if a.Status == client.StatusDeployFailed {
 				return true, deployFailure(a)
 			}
-			if a.Status == statusRunning {
+			if a.Status == client.StatusRunning {
 				up++
 			}
 		}
@@ -179,7 +179,7 @@ func (m *monitor) awaitRunning(ctx context.Context, want map[string]uint64) erro
 func findDeleted(apps []client.AppStatus, begun map[string]bool) string {
 	there := map[string]bool{}
 	for i := range apps {
-		if apps[i].Status == statusDeleting {
+		if apps[i].Status == client.StatusDeleting {
 			return apps[i].Name
 		}
 		there[apps[i].Name], begun[apps[i].Name] = true, true

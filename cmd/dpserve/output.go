@@ -10,10 +10,12 @@ import (
 
 	"github.com/goccy/go-yaml"
 	"github.com/spf13/cobra"
+
+	"github.com/dpserve/dpserve/client"
 )
 
 // apiVersion is part of every JSON document that dpserve prints.
-const apiVersion = "dpserve/v1"
+const apiVersion = client.APIVersion
 
 // format is the value of -o.
 type format string

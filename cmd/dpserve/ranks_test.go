@@ -36,7 +36,7 @@ func TestRanksAdd(t *testing.T) {
 
 func TestRanksAddWaits(t *testing.T) {
 	now := func(revision uint64, phases ...state.Phase) []client.AppStatus {
-		a := demo(statusDeploying, revision, phases...)
+		a := demo(client.StatusDeploying, revision, phases...)
 		a.Name = "edge"
 		return []client.AppStatus{a}
 	}
@@ -76,7 +76,7 @@ func TestRanksRemove(t *testing.T) {
 		"http://h:1/v1 --wait": {URL: "http://h:1"},
 	} {
 		cli := newCLI(t)
-		gone := demo(statusRunning, 3, state.Ready)
+		gone := demo(client.StatusRunning, 3, state.Ready)
 		gone.Name = "edge"
 		cli.cluster.script = [][]client.AppStatus{{gone}}
 		require.Equal(t, 0,

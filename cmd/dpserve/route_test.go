@@ -324,7 +324,7 @@ func TestRouterReset(t *testing.T) {
 
 // The table has hit rates; the notes below name only ranks with problems.
 func TestStatusShowsCaches(t *testing.T) {
-	a := demo(statusRunning, 1, state.Ready, state.Ready, state.Ready)
+	a := demo(client.StatusRunning, 1, state.Ready, state.Ready, state.Ready)
 	a.Identity, a.Index = "text", &client.Index{Blocks: 7, Bytes: 1 << 20, Cap: 512 << 20}
 	rank := func(i int) *client.RankStatus { return &a.Units[i].Ranks[0] }
 	rank(0).PromptTokens, rank(0).HitRate = 1000, 0.875

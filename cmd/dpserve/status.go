@@ -85,7 +85,7 @@ func fetchStatus(ctx context.Context, cluster admin, args []string) ([]client.Ap
 
 func areAllRunning(apps []client.AppStatus) bool {
 	for i := range apps {
-		if apps[i].Status != statusRunning {
+		if apps[i].Status != client.StatusRunning {
 			return false
 		}
 	}
@@ -215,15 +215,6 @@ func summarizeStates(apps []client.AppStatus) string {
 	return b.String()
 }
 
-// Values of an application's status, as in the admin API and in Ray.
-const (
-	statusRunning      = "RUNNING"
-	statusDeploying    = "DEPLOYING"
-	statusUnhealthy    = "UNHEALTHY"
-	statusDeployFailed = "DEPLOY_FAILED"
-	statusDeleting     = "DELETING"
-)
-
 // statusView renders applications. With relative, times are ages for a person; without, they are time stamps
 // for a program.
 type statusView struct {
@@ -329,11 +320,11 @@ func joinLines(s string) string {
 
 func statusColor(status string) color {
 	switch status {
-	case statusRunning:
+	case client.StatusRunning:
 		return good
-	case statusDeploying, statusDeleting:
+	case client.StatusDeploying, client.StatusDeleting:
 		return busy
-	case statusUnhealthy, statusDeployFailed:
+	case client.StatusUnhealthy, client.StatusDeployFailed:
 		return bad
 	}
 	return plain

@@ -39,7 +39,7 @@ func upCLI(t *testing.T) *cli {
 	t.Helper()
 	c := newCLI(t)
 	c.cluster.script = [][]client.AppStatus{
-		{demo(statusDeploying, 2, state.Starting)}, {demo(statusRunning, 2, state.Ready)},
+		{demo(client.StatusDeploying, 2, state.Starting)}, {demo(client.StatusRunning, 2, state.Ready)},
 	}
 	return c
 }
@@ -117,7 +117,7 @@ func TestUpSecondCtrlC(t *testing.T) {
 
 func TestUpInterruptedBeforeItServes(t *testing.T) {
 	c := newCLI(t)
-	c.cluster.script = [][]client.AppStatus{{demo(statusDeploying, 2, state.Starting)}}
+	c.cluster.script = [][]client.AppStatus{{demo(client.StatusDeploying, 2, state.Starting)}}
 	c.cluster.onApps = func(call int) {
 		if call == 1 {
 			c.interrupt()
@@ -130,7 +130,7 @@ func TestUpInterruptedBeforeItServes(t *testing.T) {
 
 func TestUpFailed(t *testing.T) {
 	c := newCLI(t)
-	failed := demo(statusDeployFailed, 2, state.Failed)
+	failed := demo(client.StatusDeployFailed, 2, state.Failed)
 	failed.Units[0].Attempt, failed.Units[0].Reason, failed.Units[0].LogTail = 3, "exit status 1", []string{
 		"last words",
 	}
@@ -162,7 +162,7 @@ func TestUpNodeBreaks(t *testing.T) {
 
 	c = newCLI(t)
 	c.node.serveErr = errors.New("disk gone")
-	c.cluster.script = [][]client.AppStatus{{demo(statusDeploying, 2, state.Starting)}}
+	c.cluster.script = [][]client.AppStatus{{demo(client.StatusDeploying, 2, state.Starting)}}
 	assert.Equal(t, 1, exit(t, c.start("up")))
 	assert.Contains(t, c.stderr(), "dpserve: disk gone\n")
 }

@@ -164,7 +164,7 @@ func (h appHandlers) delete(c *gin.Context) (int, any, error) {
 	}
 	name := c.Param("app")
 	err := h.backend.Delete(c.Request.Context(), name)
-	return http.StatusAccepted, deleteReply{envelope{apiVersion}, name, "DELETING"}, err
+	return http.StatusAccepted, deleteReply{envelope{apiVersion}, name, client.StatusDeleting}, err
 }
 
 // readFile reads the app file of a request. guard has set the time limit.
