@@ -1,6 +1,7 @@
 package loadgen
 
 import (
+	"maps"
 	"math"
 	"math/rand/v2"
 	"slices"
@@ -106,6 +107,57 @@ func (c *collector) all() counts {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.total
+}
+
+// answered returns the times to the first token, or to the end for whole answers.
+func (c *collector) answered() *Percentiles {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if p := c.ttft.percentiles(); p != nil {
+		return p
+	}
+	return c.e2e.percentiles()
+}
+
+// report returns the results of a run that began at start.
+func (c *collector) report(cfg Config, start time.Time) *Report {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	r := &Report{
+		APIVersion: APIVersion, Kind: "BenchReport",
+		Load: Load{
+			URL: cfg.URL, Model: cfg.Model, Route: cfg.Route, Stream: cfg.Stream, Mode: cfg.Mode,
+			Concurrency: cfg.Concurrency,
+			PromptBytes: cfg.PromptBytes, MaxTokens: cfg.MaxTokens, Seed: cfg.Seed,
+		},
+		Results: Results{
+			Offered: c.offered, OK: c.ok, Failed: c.offered - c.ok, Errors: maps.Clone(c.errors),
+			PromptTokens: c.usage.prompt, OutputTokens: c.usage.completion, CachedTokens: c.usage.cached,
+		},
+		Latencies: Latencies{
+			TTFT: c.ttft.percentiles(), ITL: c.itl.percentiles(), TPOT: c.tpot.percentiles(),
+			E2E: c.e2e.percentiles(),
+		},
+		Goodput: Goodput{TTFTMs: toMillis(cfg.SLO.TTFT), TPOTMs: toMillis(cfg.SLO.TPOT)},
+		Ranks:   maps.Clone(c.ranks),
+	}
+	if cfg.Mode == Open {
+		r.Rate, r.Arrivals, r.Lag = cfg.Rate, cfg.Arrivals, c.lag.percentiles()
+	}
+	if c.usage.prompt > 0 {
+		r.HitShare = float64(c.usage.cached) / float64(c.usage.prompt)
+	}
+	r.Busiest = maxOverMean(r.Ranks)
+	if c.offered > 0 {
+		r.Goodput.Share = float64(c.good) / float64(c.offered)
+	}
+	if seconds := c.end.Sub(start).Seconds(); c.offered > 0 && seconds > 0 {
+		r.DurationS = seconds
+		r.RequestsPerS = float64(c.ok) / seconds
+		r.OutputTokensPerS = float64(c.usage.completion) / seconds
+		r.Goodput.PerS = float64(c.good) / seconds
+	}
+	return r
 }
 
 // tokens returns the engine's count, or the number of chunks if the engine reports none.

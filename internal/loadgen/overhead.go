@@ -173,16 +173,6 @@ func (s *sides) result() OverheadRun {
 	return r
 }
 
-// answered returns the times to the first token, or to the end for whole answers.
-func (c *collector) answered() *Percentiles {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if p := c.ttft.percentiles(); p != nil {
-		return p
-	}
-	return c.e2e.percentiles()
-}
-
 // medianOf returns the median over the runs that measured both sides.
 func medianOf(runs []OverheadRun, of func(OverheadRun) float64) float64 {
 	var values []float64

@@ -8,7 +8,6 @@ import (
 	"slices"
 	"strings"
 	"text/tabwriter"
-	"time"
 )
 
 // APIVersion of the JSON forms of Report and Overhead.
@@ -20,6 +19,21 @@ type Report struct {
 	APIVersion string `json:"apiVersion"`
 	Kind       string `json:"kind"` // BenchReport
 
+	Load
+	Results
+	Latencies
+
+	Goodput Goodput `json:"goodput"`
+	// answers per app/group/rank, if the server names the rank
+	Ranks map[string]int `json:"ranks,omitempty"`
+	// answers of the busiest rank over the mean of the ranks that answered
+	Busiest  float64        `json:"max_mean,omitempty"`
+	Sessions *SessionReport `json:"sessions,omitempty"` // of RunSessions
+	CPU      *CPU           `json:"cpu,omitempty"`
+}
+
+// Load is what a run sent.
+type Load struct {
 	URL         string   `json:"url"`
 	Model       string   `json:"model"`
 	Route       Route    `json:"route"`
@@ -31,7 +45,10 @@ type Report struct {
 	PromptBytes int      `json:"prompt_bytes"`
 	MaxTokens   int      `json:"max_tokens"`
 	Seed        uint64   `json:"seed"`
+}
 
+// Results are the requests of a run and their tokens.
+type Results struct {
 	// from the start of the measurement to the end of its last request
 	DurationS float64        `json:"duration_s"`
 	Offered   int            `json:"offered"` // measured requests
@@ -45,21 +62,16 @@ type Report struct {
 	OutputTokens     int     `json:"output_tokens"`
 	CachedTokens     int     `json:"cached_tokens"`
 	HitShare         float64 `json:"hit_share"` // cached over prompt tokens, 0 to 1
+}
 
+// Latencies are the times of a run's requests; nil: none was measured.
+type Latencies struct {
 	TTFT *Percentiles `json:"ttft,omitempty"` // time to the first token; streams only
 	ITL  *Percentiles `json:"itl,omitempty"`  // every gap between chunks; chunks of one read have a gap of 0
 	TPOT *Percentiles `json:"tpot,omitempty"` // (last − first) / (tokens − 1) per request
 	E2E  *Percentiles `json:"e2e,omitempty"`
 	// delay of the client's sends; large values mean that the client is the bottleneck
 	Lag *Percentiles `json:"send_lag,omitempty"`
-
-	Goodput Goodput `json:"goodput"`
-	// answers per app/group/rank, if the server names the rank
-	Ranks map[string]int `json:"ranks,omitempty"`
-	// answers of the busiest rank over the mean of the ranks that answered
-	Busiest  float64        `json:"max_mean,omitempty"`
-	Sessions *SessionReport `json:"sessions,omitempty"` // of RunSessions
-	CPU      *CPU           `json:"cpu,omitempty"`
 }
 
 // SessionReport holds the results that only sessions have: their number, and the hits that an unlimited cache
@@ -91,40 +103,6 @@ type Goodput struct {
 	TPOTMs float64 `json:"slo_tpot_ms"`
 	Share  float64 `json:"share"` // of the offered requests, 0 to 1
 	PerS   float64 `json:"per_s"`
-}
-
-func (c *collector) report(cfg Config, start time.Time) *Report {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	r := &Report{
-		APIVersion: APIVersion, Kind: "BenchReport",
-		URL: cfg.URL, Model: cfg.Model, Route: cfg.Route, Stream: cfg.Stream, Mode: cfg.Mode,
-		Concurrency: cfg.Concurrency,
-		PromptBytes: cfg.PromptBytes, MaxTokens: cfg.MaxTokens, Seed: cfg.Seed,
-		Offered: c.offered, OK: c.ok, Failed: c.offered - c.ok, Errors: maps.Clone(c.errors),
-		Ranks:        maps.Clone(c.ranks),
-		PromptTokens: c.usage.prompt, OutputTokens: c.usage.completion, CachedTokens: c.usage.cached,
-		TTFT: c.ttft.percentiles(), ITL: c.itl.percentiles(), TPOT: c.tpot.percentiles(),
-		E2E:     c.e2e.percentiles(),
-		Goodput: Goodput{TTFTMs: toMillis(cfg.SLO.TTFT), TPOTMs: toMillis(cfg.SLO.TPOT)},
-	}
-	if cfg.Mode == Open {
-		r.Rate, r.Arrivals, r.Lag = cfg.Rate, cfg.Arrivals, c.lag.percentiles()
-	}
-	if c.usage.prompt > 0 {
-		r.HitShare = float64(c.usage.cached) / float64(c.usage.prompt)
-	}
-	r.Busiest = maxOverMean(r.Ranks)
-	if c.offered > 0 {
-		r.Goodput.Share = float64(c.good) / float64(c.offered)
-	}
-	if seconds := c.end.Sub(start).Seconds(); c.offered > 0 && seconds > 0 {
-		r.DurationS = seconds
-		r.RequestsPerS = float64(c.ok) / seconds
-		r.OutputTokensPerS = float64(c.usage.completion) / seconds
-		r.Goodput.PerS = float64(c.good) / seconds
-	}
-	return r
 }
 
 // maxOverMean returns the largest count over the mean; 0 without counts.
