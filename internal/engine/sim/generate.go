@@ -1,6 +1,7 @@
 package sim
 
 import (
+	"fmt"
 	"math"
 	"net/http"
 	"strconv"
@@ -16,13 +17,7 @@ func (s *Server) now() int64 { return time.Now().Unix() }
 // newID is 16 hex digits, different for each call.
 func (s *Server) newID() string {
 	x := s.ids.Add(0x9E3779B97F4A7C15) // an odd step visits every value before it repeats one
-	x = (x ^ x>>31) * 0xBF58476D1CE4E5B9
-	var b [16]byte
-	for i := range b {
-		b[i] = hexDigits[x&15]
-		x >>= 4
-	}
-	return string(b[:])
+	return fmt.Sprintf("%016x", (x^x>>31)*0xBF58476D1CE4E5B9)
 }
 
 // generate serves both generation routes.
@@ -41,7 +36,7 @@ func (s *Server) generate(w http.ResponseWriter, r *http.Request) {
 	if r.URL.Path == "/v1/chat/completions" {
 		read, prefix = readChat, "chatcmpl-"
 	}
-	p, _, apiErr := read(body, s.set)
+	p, apiErr := read(body, s.set)
 	if apiErr != nil {
 		s.fail(w, apiErr)
 		return

@@ -92,7 +92,7 @@ func (g *page) histogram(name, help string, engines []string, hs []*histogram) {
 			total += n
 			le := "+Inf"
 			if k < len(h.bounds) {
-				le = pyFloat(h.bounds[k])
+				le = string(appendMetric(nil, h.bounds[k]))
 			}
 			g.line(name+"_bucket", &sample{
 				engine: engines[i], before: `le="` + le + `"`,
