@@ -151,8 +151,8 @@ func (c *choice) textChunk(text string) choiceJSON {
 }
 
 // appendPlain writes an event that carries text and nothing else. Nearly all events of a load are of this
-// kind: the bytes around the text are encoded once per choice, because encoding each event takes twenty times as
-// long.
+// kind: the bytes around the text are encoded once per choice, because encoding each event takes twenty times
+// as long.
 func (c *choice) appendPlain(b, text []byte) []byte {
 	if c.frame[0] == nil {
 		const mark = `"@"`
@@ -305,7 +305,7 @@ type completionLogprobs struct {
 	Top      []map[string]float64 `json:"top_logprobs"`
 }
 
-// logprobs are those of the answer's tokens [from, to), behind those of an echoed prompt; nil = not asked for.
+// logprobs are those of the answer's tokens [from, to), behind those of an echoed prompt; nil = not wanted.
 func (c *choice) logprobs(p *plan, from, to int, echo bool) any {
 	if p.logprobs < 0 {
 		return nil

@@ -151,7 +151,8 @@ func TestTokenIDsOutOfRange(t *testing.T) {
 	s := start(t, fast())
 	status, body := ask(t, s, "/v1/completions", `{"prompt":[4294967296]}`)
 	assert.Equal(t, 400, status)
-	assert.Contains(t, body, `"message":"Token id 4294967296 is out of vocabulary","type":"BadRequestError","param":null,"code":400`)
+	assert.Contains(t, body, `"message":"Token id 4294967296 is out of vocabulary",`+
+		`"type":"BadRequestError","param":null,"code":400`)
 }
 
 func TestInternalRanks(t *testing.T) {
@@ -233,12 +234,14 @@ func TestEscapingIsValidJSON(t *testing.T) {
 	})
 }
 
-// Numbers and booleans pass in every spelling that vLLM takes; anything else is a fault that names its member.
+// Numbers and booleans pass in every spelling that vLLM takes; anything else is a fault that names
+// its member.
 func TestMembersAreReadAsVLLMReadsThem(t *testing.T) {
 	s := start(t, fast())
 	for extra, param := range map[string]string{
 		`"max_tokens":"3"`: "", `"max_tokens":3.0`: "", `"max_tokens":null`: "", `"max_tokens":true`: "",
-		`"seed":-9223372036854775808`: "", `"temperature":"0.5"`: "", `"ignore_eos":"yes"`: "", `"stop":"x"`: "",
+		`"seed":-9223372036854775808`: "", `"temperature":"0.5"`: "", `"ignore_eos":"yes"`: "",
+		`"stop":"x"`:         "",
 		`"prompt":["a","b"]`: "", `"prompt":[1,2]`: "", `"prompt":[[1],[2]]`: "", `"prompt":["a",[1]]`: "",
 		`"stream_options":null`: "", `"unknown":{}`: "",
 		`"max_tokens":"x"`: "body.max_tokens", `"max_tokens":1.5`: "body.max_tokens", `"n":[1]`: "body.n",
@@ -267,7 +270,8 @@ func FuzzRequest(f *testing.F) {
 	for _, seed := range []string{
 		wholeBody, streamBody, chatBody, idsBody, `{"prompt":[[1,2],[3]],"n":2,"logprobs":2,"echo":true}`,
 		`{"prompt":["a","b"],"stop":["x"]}`,
-		`{"messages":[{"role":"user","content":[{"type":"text","text":"x"}]}],"stream":true,"stream_options":{"include_usage":true}}`,
+		`{"messages":[{"role":"user","content":[{"type":"text","text":"x"}]}],"stream":true,` +
+			`"stream_options":{"include_usage":true}}`,
 		`{"prompt":"x","stop_token_ids":[1],"min_tokens":3,"prompt_logprobs":1}`, `{"prompt":-1}`, `{`, `[]`,
 		`{"prompt":"\ud83d"}`,
 	} {
@@ -309,13 +313,14 @@ func FuzzRequest(f *testing.F) {
 func TestGreedyParametersAreBounded(t *testing.T) {
 	s := start(t, fast())
 	for body, want := range map[string]int{
-		`{"prompt":["a","b"],"n":16384}`:                                                                         400,
-		`{"prompt":"a","prompt_logprobs":1000000000}`:                                                            400,
-		`{"prompt":"a","logprobs":1000000000}`:                                                                   400,
-		`{"prompt":"a","min_tokens":9223372036854775807,"stop":["a"]}`:                                           200,
-		`{"prompt":"a","stream":true,"stream_interval":9223372036854775807}`:                                     200,
-		`{"prompt":"a","max_tokens":99999999999999999999}`:                                                       400,
-		`{"prompt":"a","stop_token_ids":[-9223372036854775808,9223372036854775807],"seed":-9223372036854775808}`: 200,
+		`{"prompt":["a","b"],"n":16384}`:                                     400,
+		`{"prompt":"a","prompt_logprobs":1000000000}`:                        400,
+		`{"prompt":"a","logprobs":1000000000}`:                               400,
+		`{"prompt":"a","min_tokens":9223372036854775807,"stop":["a"]}`:       200,
+		`{"prompt":"a","stream":true,"stream_interval":9223372036854775807}`: 200,
+		`{"prompt":"a","max_tokens":99999999999999999999}`:                   400,
+		`{"prompt":"a","stop_token_ids":[-9223372036854775808,9223372036854775807],` +
+			`"seed":-9223372036854775808}`: 200,
 	} {
 		status, answer := ask(t, s, "/v1/completions", body)
 		assert.Equal(t, want, status, answer)

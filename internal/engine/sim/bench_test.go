@@ -28,7 +28,8 @@ const benchClients = 32
 func benchLoad(b *testing.B, body string, args ...string) {
 	p := launch(b, args...)
 	p.waitReady(b)
-	request := "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: " +
+	request := "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: " +
+		"application/json\r\nContent-Length: " +
 		strconv.Itoa(len(body)) + "\r\n\r\n" + body
 	var left, chunks atomic.Int64
 	left.Store(int64(b.N))
@@ -126,8 +127,8 @@ func BenchmarkAppendChunk(b *testing.B) {
 	}
 }
 
-// BenchmarkPlainRequest is what one request without a stream costs beside HTTP and the engine: its body is read
-// and its answer is written.
+// BenchmarkPlainRequest is what one request without a stream costs beside HTTP and the engine: its body is
+// read and its answer is written.
 func BenchmarkPlainRequest(b *testing.B) {
 	s, err := New(fast())
 	require.NoError(b, err)

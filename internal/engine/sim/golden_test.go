@@ -226,7 +226,7 @@ func compareEvent(t *testing.T, name, want, got string) {
 		return
 	}
 	if strings.HasPrefix(want, `{"error"`) {
-		assert.True(t, strings.HasPrefix(got, `{"error": {"message": "`), "spaced, as vLLM writes it: %s", got)
+		assert.True(t, strings.HasPrefix(got, `{"error": {"message": "`), "spaced: %s", got)
 		compareValues(t, name, "", "", parse(t, []byte(want)), parse(t, []byte(got)))
 		return
 	}

@@ -120,13 +120,14 @@ func (p *plan) sampling(f *fields) *apiError {
 // get.
 func (p *plan) lengths(maxLen int, given bool) *apiError {
 	if given && p.maxNew > maxLen {
-		return badRequest("max_tokens", "max_tokens=%d cannot be greater than max_model_len=%d", p.maxNew, maxLen)
+		return badRequest("max_tokens", "max_tokens=%d cannot be greater than max_model_len=%d", p.maxNew,
+			maxLen)
 	}
 	for i := range p.prompts {
 		q := &p.prompts[i]
 		if len(q.ids) > maxLen {
 			return badRequest("input_tokens",
-				"This model's maximum context length is %d tokens. However, your prompt contains more.", maxLen)
+				"This model's maximum context length is %d tokens. Your prompt contains more.", maxLen)
 		}
 		if n := p.room(q, maxLen, given); n < 1 {
 			return badRequest("max_tokens", "max_tokens must be at least 1, got %d", n)
@@ -202,7 +203,8 @@ func readChat(f *fields, s *settings) (*plan, *apiError) {
 	}
 	var tools []json.RawMessage
 	f.read("tools", &tools)
-	if choice := string(f.members["tool_choice"]); len(tools) > 0 && (!f.has("tool_choice") || choice == `"auto"`) {
+	auto := !f.has("tool_choice") || string(f.members["tool_choice"]) == `"auto"`
+	if len(tools) > 0 && auto {
 		return nil, badRequest("", `"auto" tool choice requires --enable-auto-tool-choice and `+
 			`--tool-call-parser to be set`)
 	}

@@ -320,7 +320,8 @@ func (s *Server) tokenize(w http.ResponseWriter, r *http.Request) {
 	}
 	var ids []uint32
 	if f.has("messages") {
-		ids = em.AppendChat(nil, f.messages(), !f.has("add_generation_prompt") || f.flag("add_generation_prompt"))
+		add := !f.has("add_generation_prompt") || f.flag("add_generation_prompt")
+		ids = em.AppendChat(nil, f.messages(), add)
 	} else {
 		if !f.has("prompt") {
 			f.refuse("prompt", "Field required")
@@ -366,7 +367,7 @@ func (s *Server) detokenize(w http.ResponseWriter, r *http.Request) {
 		s.fail(w, f.fault)
 		return
 	}
-	s.writeJSON(w, http.StatusOK, mustMarshal(map[string]string{"prompt": em.ValidText([]byte(em.Text(ids)))}))
+	s.writeJSON(w, http.StatusOK, mustMarshal(map[string]string{"prompt": em.Text(ids)}))
 }
 
 // metrics is the body of GET /metrics.
