@@ -22,8 +22,8 @@ const (
 // Sticky keeps a request to the ranks that hold most of its prompt (llm-d's default since August 2026):
 //
 //	warm  = ranks with hit/L ≥ Threshold
-//	score = Q + u (By "work") or O (By "requests"), among the warm ranks, or among all if there are none or if
-//	        min Q over warm − min Q over the others > Spill
+//	score = Q + u (By "work") or O (By "requests"), among the warm ranks, or among all if there are none or
+//	        if min Q over warm − min Q over the others > Spill
 //
 // The lowest wins, ties are drawn. By work, a rank that came up lately has credit for prompts that no rank is
 // warm for (creditNewRanks). Parameters: threshold, spill_tokens, by.

@@ -150,10 +150,6 @@ func TestUnitForget(t *testing.T) {
 	assert.NotContains(t, joined, `unit="demo/0"`)
 	assert.Contains(t, joined, `dpserve_unit_state{app="demo",state="failed",unit="demo/1"} 1`)
 	assert.Contains(t, joined, `dpserve_rank_inflight{app="demo",group="0",rank="1"} 2`)
-
-	m.App("demo", "power-of-two").Pick(0, 3, "two_choices")
-	assert.Contains(t, strings.Join(series(t, m), "\n"),
-		`dpserve_router_picks_total{app="demo",group="0",rank="3",reason="two_choices"} 1`)
 }
 
 // All methods run beside scrapes and deletions under the race detector.

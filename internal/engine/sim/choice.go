@@ -240,3 +240,47 @@ func (c *choice) appendNew(b []byte, s *settings, limit int) (out []byte, done b
 	}
 	return b, false
 }
+
+// shortenToFault shortens the sequences of a call whose fault strikes after some tokens, so that the engine
+// computes no more tokens. It returns the fault that is left for the end.
+func (c *call) shortenToFault(f *Fault) *Fault {
+	if f == nil || f.Mode != ModeAbort && (c.plan.stream || f.AfterTokens == 0) {
+		return f
+	}
+	for i := range c.choices {
+		ch := &c.choices[i]
+		if n := max(1, f.AfterTokens); n < ch.req.Output || f.Mode == ModeAbort && n == ch.req.Output {
+			ch.req.Output = n
+			if f.Mode == ModeAbort {
+				ch.req.Ending = em.FinishAbort
+			}
+		}
+	}
+	if f.Mode == ModeAbort {
+		return nil
+	}
+	return f
+}
+
+// failure is the reason why the engine could not finish a call; nil = it finished.
+func (c *call) failure() *apiError {
+	for i := range c.choices {
+		ch := &c.choices[i]
+		switch {
+		case ch.rejected.Load():
+			return busyError()
+		case em.FinishReason(ch.ended.Load()) == em.FinishError: //nolint:gosec // stored from a FinishReason
+			return internalError(msgEngineDead)
+		}
+	}
+	return nil
+}
+
+// finish books the end of a sequence and wakes the handler: a stream at each end, a plain answer at the last
+// one.
+func (c *choice) finish(why em.FinishReason) {
+	c.ended.Store(uint32(why))
+	if c.call.open.Add(-1) == 0 || c.call.plan.stream {
+		c.call.ring()
+	}
+}

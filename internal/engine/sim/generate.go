@@ -167,27 +167,6 @@ func (s *Server) pick(pinned int) *rank {
 	return best
 }
 
-// shortenToFault shortens the sequences of a call whose fault strikes after some tokens, so that the engine
-// computes no more tokens. It returns the fault that is left for the end.
-func (c *call) shortenToFault(f *Fault) *Fault {
-	if f == nil || f.Mode != ModeAbort && (c.plan.stream || f.AfterTokens == 0) {
-		return f
-	}
-	for i := range c.choices {
-		ch := &c.choices[i]
-		if n := max(1, f.AfterTokens); n < ch.req.Output || f.Mode == ModeAbort && n == ch.req.Output {
-			ch.req.Output = n
-			if f.Mode == ModeAbort {
-				ch.req.Ending = em.FinishAbort
-			}
-		}
-	}
-	if f.Mode == ModeAbort {
-		return nil
-	}
-	return f
-}
-
 // whole waits for the end and answers at once.
 func (s *Server) whole(w http.ResponseWriter, r *http.Request, rank *rank, c *call, fault *Fault) {
 	if fault != nil && fault.AfterTokens == 0 && fault.Mode != ModeNoDone {
@@ -231,20 +210,6 @@ func (f *Fault) code() int {
 		return defaultErrorCode
 	}
 	return f.Code
-}
-
-// failure is the reason why the engine could not finish a call; nil = it finished.
-func (c *call) failure() *apiError {
-	for i := range c.choices {
-		ch := &c.choices[i]
-		switch {
-		case ch.rejected.Load():
-			return busyError()
-		case em.FinishReason(ch.ended.Load()) == em.FinishError: //nolint:gosec // stored from a FinishReason
-			return internalError(msgEngineDead)
-		}
-	}
-	return nil
 }
 
 // maxPooledBuffer bounds what a finished stream leaves for the next one.
