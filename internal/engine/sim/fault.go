@@ -97,7 +97,8 @@ var modes = map[Mode]func(f *Fault, v float64){
 	ModeKVDrop: setRate, ModeKVDuplicate: setRate, ModeKVReorder: setRate, ModeKVGarbage: setRate,
 	ModeKVUnknown: setRate,
 	ModeKill:      nil, ModeCoreDead: nil, ModeHang: nil, ModeRefuse: nil, ModeHealth503: nil,
-	ModeStopping: nil, ModeIgnoreSigterm: nil, ModeHTTP500: nil, ModeHTTP503: nil, ModeBusy: nil, ModeBareDone: nil,
+	ModeStopping: nil, ModeIgnoreSigterm: nil, ModeHTTP500: nil, ModeHTTP503: nil, ModeBusy: nil,
+	ModeBareDone:  nil,
 	ModeKVRestart: nil, ModeKVSleep: nil, ModeKVNoReplay: nil, ModeKVShortReplay: nil, ModeKVSlowReplay: nil,
 }
 

@@ -7,6 +7,7 @@ import (
 	"math"
 	"strconv"
 	"strings"
+	"unicode/utf8"
 
 	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
@@ -178,8 +179,8 @@ func (f *fields) prompts() []prompt {
 // prompt is one text or one list of token ids, which may not be empty.
 func (f *fields) prompt(raw json.RawMessage) (prompt, bool) {
 	if raw[0] == '"' {
-		var text string
-		if err := json.Unmarshal(raw, &text); err != nil || text == "" {
+		text, err := unquote(raw)
+		if err != nil || text == "" {
 			f.refuse("prompt", "want a text that is not empty")
 			return prompt{}, false
 		}
@@ -198,6 +199,16 @@ func (f *fields) prompt(raw json.RawMessage) (prompt, bool) {
 		out.ids[i] = uint32(id) //nolint:gosec // checked
 	}
 	return out, true
+}
+
+// unquote decodes a string, or null. A long text without escapes is taken as it is, because two of the four
+// passes over a large body were spent on it.
+func unquote(raw []byte) (text string, err error) {
+	if raw[0] == '"' && bytes.IndexByte(raw, '\\') < 0 && utf8.Valid(raw) {
+		return string(raw[1 : len(raw)-1]), nil
+	}
+	err = json.Unmarshal(raw, &text)
+	return text, err
 }
 
 // isToken refuses element i of a list if it is an id outside the vocabulary.
@@ -239,7 +250,9 @@ type messageText string
 // UnmarshalJSON implements json.Unmarshaler.
 func (t *messageText) UnmarshalJSON(raw []byte) error {
 	if raw[0] != '[' {
-		return json.Unmarshal(raw, (*string)(t))
+		text, err := unquote(raw)
+		*t = messageText(text)
+		return err
 	}
 	var parts []struct {
 		Text *string `json:"text"`
