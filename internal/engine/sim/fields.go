@@ -201,8 +201,8 @@ func (f *fields) prompt(raw json.RawMessage) (prompt, bool) {
 	return out, true
 }
 
-// unquote decodes a string, or null. A long text without escapes is taken as it is, because two of the four
-// passes over a large body were spent on it.
+// unquote decodes a string, or null. A text without escapes is taken as it is, because json.Unmarshal
+// passes over a large text twice more.
 func unquote(raw []byte) (text string, err error) {
 	if raw[0] == '"' && bytes.IndexByte(raw, '\\') < 0 && utf8.Valid(raw) {
 		return string(raw[1 : len(raw)-1]), nil
