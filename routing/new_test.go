@@ -145,19 +145,24 @@ func TestNewRefuses(t *testing.T) {
 		{
 			"power-of-two", "best",
 			map[string]any{"prefer_local": "yes", "local": true},
-			`routing policy power-of-two: preset: unknown preset "best"; params.local: unknown parameter; params.prefer_local: found yes (string), wanted true or false`,
-			`presets: documented, tuned; parameters: prefer_local; write prefer_local: true or prefer_local: false`,
+			`routing policy power-of-two: preset: unknown preset "best"; params.local: unknown ` +
+				`parameter; params.prefer_local: found yes (string), wanted true or false`,
+			`presets: documented, tuned; parameters: prefer_local; write prefer_local: true or ` +
+				`prefer_local: false`,
 		},
 		{
 			"least-loaded", "",
 			map[string]any{"variant": "kvs", "clients": 0},
-			`routing policy least-loaded: params.variant: found kvs, wanted count or kv or tokens; params.clients: found 0 (int), wanted a whole number from 1 to 1024`,
-			`did you mean "kv"? drop variant or write one of: count, kv, tokens; write clients as a whole number from 1 to 1024`,
+			`routing policy least-loaded: params.variant: found kvs, wanted count or kv or tokens; ` +
+				`params.clients: found 0 (int), wanted a whole number from 1 to 1024`,
+			`did you mean "kv"? drop variant or write one of: count, kv, tokens; write clients as a ` +
+				`whole number from 1 to 1024`,
 		},
 		{
 			"round-robin", "",
 			map[string]any{"profile": "locality"},
-			`routing policy round-robin: profile 'locality' has no effect with round-robin; use policy: scoring or drop the profile`,
+			`routing policy round-robin: profile 'locality' has no effect with round-robin; use ` +
+				`policy: scoring or drop the profile`,
 			`write policy: scoring, or drop profile`,
 		},
 		{
@@ -169,19 +174,23 @@ func TestNewRefuses(t *testing.T) {
 		{
 			"scoring", "",
 			map[string]any{"profile": "localty", "prefix_weight": 1},
-			`routing policy scoring: params.prefix_weight: unknown parameter; params.profile: found localty, wanted balanced or locality or load`,
+			`routing policy scoring: params.prefix_weight: unknown parameter; params.profile: found ` +
+				`localty, wanted balanced or locality or load`,
 			`parameters: profile, norm; did you mean "locality"? profiles: balanced, locality, load`,
 		},
 		{
 			"kv", "",
 			map[string]any{"overlap_score_weight": -1, "router_temperature": "hot", "overlap_weight": 2},
-			`routing policy kv: params.overlap_weight: unknown parameter; params.overlap_score_weight: found -1 (int), wanted a number from 0 to 1e+09; params.router_temperature: found hot (string), wanted a number from 0 to 1e+09`,
+			`routing policy kv: params.overlap_weight: unknown parameter; params.overlap_score_weight: ` +
+				`found -1 (int), wanted a number from 0 to 1e+09; params.router_temperature: found hot ` +
+				`(string), wanted a number from 0 to 1e+09`,
 			"",
 		},
 		{
 			"kv", "",
 			map[string]any{"router_temperature": math.NaN()},
-			`routing policy kv: params.router_temperature: found NaN (float64), wanted a number from 0 to 1e+09`,
+			`routing policy kv: params.router_temperature: found NaN (float64), wanted a number from 0 ` +
+				`to 1e+09`,
 			`write router_temperature as a number from 0 to 1e+09`,
 		},
 		{

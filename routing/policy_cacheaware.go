@@ -6,11 +6,6 @@ import (
 	"time"
 )
 
-var (
-	_ Policy  = CacheAware{}
-	_ formula = CacheAware{}
-)
-
 // The variants of CacheAware.
 const (
 	// variantPage is SGLang's router page: what the name means.

@@ -5,11 +5,6 @@ import (
 	"unicode/utf8"
 )
 
-var (
-	_ Policy  = CHWBL{}
-	_ formula = CHWBL{}
-)
-
 const (
 	// chwblChars is how much of the prompt is KubeAI's key, in characters.
 	chwblChars = 100

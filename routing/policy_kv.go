@@ -6,11 +6,7 @@ import (
 	"time"
 )
 
-var (
-	_ Policy       = KV{}
-	_ formula      = KV{}
-	_ opensWatcher = KV{}
-)
+var _ opensWatcher = KV{}
 
 // The variants of KV.
 const (

@@ -2,11 +2,6 @@ package routing
 
 import "math/rand/v2"
 
-var (
-	_ Policy  = LeastLoaded{}
-	_ formula = LeastLoaded{}
-)
-
 // The variants of LeastLoaded.
 const (
 	// variantCount scores request counts: releases of vLLM up to about 0.26. The empty variant is this one.

@@ -9,10 +9,7 @@ import (
 	"github.com/dpserve/dpserve/internal/steptime"
 )
 
-var (
-	_ Policy    = Mex{}
-	_ predictor = Mex{}
-)
+var _ predictor = Mex{}
 
 const (
 	goalGoodput = "goodput"

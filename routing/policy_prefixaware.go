@@ -6,11 +6,6 @@ import (
 	"time"
 )
 
-var (
-	_ Policy  = PrefixAware{}
-	_ formula = PrefixAware{}
-)
-
 const (
 	// matchRateThreshold is Ray's match_rate_threshold.
 	matchRateThreshold = 0.1

@@ -2,11 +2,6 @@ package routing
 
 import "math/rand/v2"
 
-var (
-	_ Policy  = Scoring{}
-	_ formula = Scoring{}
-)
-
 // The profiles of Scoring, and of nothing else.
 const (
 	profileBalanced = "balanced" // mixed or unknown work

@@ -5,11 +5,6 @@ import (
 	"time"
 )
 
-var (
-	_ Policy  = SessionAffinity{}
-	_ formula = SessionAffinity{}
-)
-
 const (
 	// affinityNodes and affinityFallbacks are Ray Serve's: points per rank, and ranks tried behind the first.
 	affinityNodes, affinityFallbacks = 100, 2

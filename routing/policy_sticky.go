@@ -5,11 +5,6 @@ import (
 	"math/rand/v2"
 )
 
-var (
-	_ Policy  = Sticky{}
-	_ formula = Sticky{}
-)
-
 const (
 	// stickyThreshold is the share of the prompt that a warm rank holds (llm-d's default).
 	stickyThreshold = 0.8
@@ -22,12 +17,13 @@ const (
 // Sticky keeps a request to the ranks that hold most of its prompt (llm-d's default since August 2026):
 //
 //	warm  = ranks with hit/L ≥ Threshold
-//	score = Q + u (By "work") or O (By "requests"), among the warm ranks, or among all if there are none or if
-//	        min Q over warm − min Q over the others > Spill
+//	score = Q + u (By "work") or O (By "requests"), among the warm ranks, or among all if there are none or
+//	        if min Q over warm − min Q over the others > Spill
 //
 // The lowest wins, ties are drawn. By work, a rank that came up lately has credit for prompts that no rank is
 // warm for (creditNewRanks). Parameters: threshold, spill_tokens, by.
 type Sticky struct {
+	byHits
 	Threshold float64 // 0 to 1
 	Spill     float64 // tokens
 	Requests  bool    // rank by open requests (decode-bound) instead of prefill work
@@ -43,14 +39,6 @@ func newSticky(p *params) Policy {
 
 // Name is "sticky".
 func (Sticky) Name() string { return nameSticky }
-
-func (Sticky) needs() Needs { return Needs{Hits: true} }
-
-// NewState is nil.
-func (Sticky) NewState(*View, *rand.Rand) State { return nil }
-
-// Observe does nothing.
-func (Sticky) Observe(State, *View, *Event) {}
 
 // Decide takes the best of the warm ranks, or of all.
 func (p Sticky) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {

@@ -6,14 +6,6 @@ import (
 	"github.com/dpserve/dpserve/internal/steptime"
 )
 
-// The policies whose score is work: each is a formula, and decideByScore takes the best candidate.
-var (
-	_ Policy = LPWL{}
-	_ Policy = LMetric{}
-	_ Policy = LeastKV{}
-	_ Policy = MinTTFT{}
-)
-
 // LPWL is least prefill work left:
 //
 //	score = Q + u

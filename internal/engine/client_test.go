@@ -80,13 +80,18 @@ func TestCanary(t *testing.T) {
 		body   string
 		want   string
 	}{
-		"a token":       {200, string(file(t, "completion.json")), ""},
-		"queue full":    {503, string(file(t, "queue_full.json")), ""},
-		"aborted":       {200, string(file(t, "aborted.json")), "the canary was answered without a completion"},
-		"dead core":     {500, `{"error":{"message":"EngineCore encountered an issue.","type":"InternalServerError","param":null,"code":500}}`, "/v1/completions answered 500: EngineCore encountered an issue."},
-		"front gone":    {503, "", "/v1/completions answered 503"},
-		"unauthorized":  {401, `{"error":"Unauthorized"}`, "/v1/completions answered 401"},
-		"unknown model": {404, `{"error":{"message":"The model x does not exist.","type":"NotFoundError","param":"model","code":404}}`, "/v1/completions answered 404: The model x does not exist."},
+		"a token":    {200, string(file(t, "completion.json")), ""},
+		"queue full": {503, string(file(t, "queue_full.json")), ""},
+		"aborted": {200, string(file(t, "aborted.json")), "the canary was answered without a " +
+			"completion"},
+		"dead core": {500, `{"error":{"message":"EngineCore encountered an issue.",` +
+			`"type":"InternalServerError","param":null,"code":500}}`, "/v1/completions answered 500: " +
+			"EngineCore encountered an issue."},
+		"front gone":   {503, "", "/v1/completions answered 503"},
+		"unauthorized": {401, `{"error":"Unauthorized"}`, "/v1/completions answered 401"},
+		"unknown model": {404, `{"error":{"message":"The model x does not exist.",` +
+			`"type":"NotFoundError","param":"model","code":404}}`, "/v1/completions answered 404: The " +
+			"model x does not exist."},
 		"garbage": {200, "<html>", "the canary was answered without a completion: invalid character '<' " +
 			"looking for beginning of value"},
 		"long text": {
@@ -170,8 +175,9 @@ func TestMaxModelLen(t *testing.T) {
 func TestModelsRefuseNonsense(t *testing.T) {
 	for body, want := range map[string]string{
 		`{"data":[]}`: "/v1/models lists no model",
-		`[]`:          "/v1/models: json: cannot unmarshal array into Go value of type struct { Data []engine.Model \"json:\\\"data\\\"\" }",
-		"endless":     "answer is too long",
+		`[]`: "/v1/models: json: cannot unmarshal array into Go value of type struct { Data " +
+			"[]engine.Model \"json:\\\"data\\\"\" }",
+		"endless": "answer is too long",
 	} {
 		c := serve(t, engine.Addressing{}, "", func(w http.ResponseWriter, _ *http.Request) {
 			if body == "endless" {
@@ -229,7 +235,8 @@ func TestCacheIsAskedWhereTheEngineTells(t *testing.T) {
 }
 
 func TestARankBehindASharedURLReadsItsOwnSeries(t *testing.T) {
-	pages := map[string]string{"/metrics": "vllm:kv_cache_usage_perc{engine=\"0\"} 0.9\nvllm:kv_cache_usage_perc{engine=\"1\"} 0.1\n"}
+	pages := map[string]string{"/metrics": "vllm:kv_cache_usage_perc{engine=\"0\"} " +
+		"0.9\nvllm:kv_cache_usage_perc{engine=\"1\"} 0.1\n"}
 	for mode, want := range map[string]float64{
 		app.AddressURL: 0.9, app.AddressHeader: 0.1,
 		app.AddressBody: 0.1,

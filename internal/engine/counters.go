@@ -1,10 +1,10 @@
 package engine
 
 import (
-	"bytes"
 	"cmp"
 	"math"
 	"strconv"
+	"strings"
 )
 
 // Counters are an engine's progress and load, from /metrics. The token counters of one process only grow. A
@@ -51,15 +51,15 @@ type metricsPage struct {
 // impossible values.
 func parsePage(b []byte, rank string) metricsPage {
 	var p metricsPage
-	for line := range bytes.Lines(b) {
+	for line := range strings.Lines(string(b)) {
 		name, labels, value, ok := parseSample(line)
-		if !ok || rank != "" && !ofRank(labels, rank) {
+		if !ok || rank != "" && !labels.ofRank(rank) {
 			continue
 		}
-		if string(name) == "process_start_time_seconds" {
+		if name == "process_start_time_seconds" {
 			p.StartTime = value
 		}
-		if rest, ok := bytes.CutPrefix(name, []byte("vllm:")); ok {
+		if rest, ok := strings.CutPrefix(name, "vllm:"); ok {
 			p.add(rest, labels, value)
 		} else if rest, ok := cutSGLang(name); ok {
 			p.sglang = true
@@ -70,20 +70,20 @@ func parsePage(b []byte, rank string) metricsPage {
 }
 
 // cutSGLang takes SGLang's prefix off: sglang: up to 0.5.3, sglang_ from then on.
-func cutSGLang(name []byte) (rest []byte, ok bool) {
-	if rest, ok = bytes.CutPrefix(name, []byte("sglang")); !ok || len(rest) < 2 ||
-		rest[0] != ':' && rest[0] != '_' {
-		return nil, false
+func cutSGLang(name string) (rest string, ok bool) {
+	if rest, ok = strings.CutPrefix(name, "sglang:"); ok {
+		return rest, rest != ""
 	}
-	return rest[1:], true
+	rest, ok = strings.CutPrefix(name, "sglang_")
+	return rest, ok && rest != ""
 }
 
 // add takes one sample; name is without the engine's prefix.
-func (p *metricsPage) add(name, labels []byte, value float64) {
+func (p *metricsPage) add(name string, labels labelSet, value float64) {
 	if value < 0 {
 		return
 	}
-	switch string(name) {
+	switch name {
 	case "prompt_tokens_total":
 		p.PromptTokens, p.Seen = p.PromptTokens+value, true
 	case "generation_tokens_total":
@@ -103,19 +103,19 @@ func (p *metricsPage) add(name, labels []byte, value float64) {
 	case "cache_config_info":
 		p.config(labels)
 	case "engine_sleep_state": // one series per state, the present one is 1
-		if label(labels, "sleep_state") == "awake" {
+		if labels["sleep_state"] == "awake" {
 			p.Asleep = p.Asleep || value == 0
 		}
 	}
 }
 
 // config reads the labels of an info series. "None" is a value that is not set.
-func (p *metricsPage) config(labels []byte) {
-	p.BlockSize = cmp.Or(intLabel(labels, "block_size", maxBlockSize),
-		intLabel(labels, "page_size", maxBlockSize), p.BlockSize)
-	p.Blocks = cmp.Or(intLabel(labels, "num_gpu_blocks", maxBlocks), intLabel(labels, "num_pages", maxBlocks),
+func (p *metricsPage) config(labels labelSet) {
+	p.BlockSize = cmp.Or(labels.count("block_size", maxBlockSize),
+		labels.count("page_size", maxBlockSize), p.BlockSize)
+	p.Blocks = cmp.Or(labels.count("num_gpu_blocks", maxBlocks), labels.count("num_pages", maxBlocks),
 		p.Blocks)
-	p.CachingOff = p.CachingOff || label(labels, "enable_prefix_caching") == "False"
+	p.CachingOff = p.CachingOff || labels["enable_prefix_caching"] == "False"
 }
 
 // Larger values are taken for faults and ignored.
@@ -132,92 +132,63 @@ func toCount(value, limit float64) int {
 	return int(value)
 }
 
+// labelSet holds the labels of a series.
+type labelSet map[string]string
+
 // ofRank reports whether a series belongs to the rank: it names the rank or none.
-func ofRank(labels []byte, rank string) bool {
-	for _, key := range []string{"engine", "dp_rank"} {
-		if text := label(labels, key); text != "" {
-			return text == rank
-		}
-	}
-	return true
+func (l labelSet) ofRank(rank string) bool {
+	named := cmp.Or(l["engine"], l["dp_rank"])
+	return named == "" || named == rank
 }
 
-// parseSample splits one line of the text format: name, the label part without its braces, value. A timestamp
-// behind the value is ignored. ok is false for comments, blank lines and anything malformed.
-func parseSample(line []byte) (name, labels []byte, value float64, ok bool) {
-	line = bytes.TrimSpace(line)
-	end := bytes.IndexAny(line, "{ \t")
-	if end <= 0 || line[0] == '#' {
-		return nil, nil, 0, false
-	}
-	name, rest := line[:end], line[end:]
-	if rest[0] == '{' {
-		if labels, rest, ok = cutLabels(rest[1:]); !ok {
-			return nil, nil, 0, false
-		}
-	}
-	fields := bytes.Fields(rest)
-	if len(fields) == 0 || len(fields) > 2 {
-		return nil, nil, 0, false
-	}
-	value, err := strconv.ParseFloat(string(fields[0]), 64)
-	// those are no counts
-	return name, labels, value, err == nil && !math.IsNaN(value) && !math.IsInf(value, 0)
-}
-
-// cutLabels finds the closing brace outside of quotes.
-func cutLabels(s []byte) (labels, rest []byte, ok bool) {
-	quoted := false
-	for i := 0; i < len(s); i++ {
-		switch {
-		case quoted && s[i] == '\\':
-			i++
-		case s[i] == '"':
-			quoted = !quoted
-		case s[i] == '}' && !quoted:
-			return s[:i], s[i+1:], true
-		}
-	}
-	return nil, nil, false
-}
-
-// intLabel reads key="number" of a label part; 0 if it is missing, no number or above limit.
-func intLabel(labels []byte, key string, limit int) int {
-	n, err := strconv.Atoi(label(labels, key))
+// count is a label that is a number; 0 if it is missing, no number or above limit.
+func (l labelSet) count(key string, limit int) int {
+	n, err := strconv.Atoi(l[key])
 	if err != nil || n < 0 || n > limit {
 		return 0
 	}
 	return n
 }
 
-// label reads key="value" of a label part; "" if it is missing. Escapes stay as they are.
-func label(labels []byte, key string) string {
-	for len(labels) > 0 {
-		name, rest, ok := bytes.Cut(labels, []byte(`="`))
-		if !ok {
-			return ""
-		}
-		end := closingQuote(rest)
-		if end < 0 {
-			return ""
-		}
-		if string(bytes.TrimSpace(name)) == key {
-			return string(rest[:end])
-		}
-		labels = bytes.TrimLeft(rest[end+1:], ", ")
+// parseSample splits one line of the text format. A timestamp behind the value is ignored. ok is false for
+// comments, blank lines, values that are no counts and anything malformed. The parser of
+// prometheus/common/expfmt is not used: it takes eight times as long and gives up a page at the first line
+// that it cannot read.
+func parseSample(line string) (name string, labels labelSet, value float64, ok bool) {
+	line = strings.TrimSpace(line)
+	end := strings.IndexAny(line, "{ \t")
+	if end <= 0 || line[0] == '#' {
+		return "", nil, 0, false
 	}
-	return ""
+	name, rest := line[:end], line[end:]
+	if rest[0] == '{' {
+		if labels, rest, ok = parseLabels(rest[1:]); !ok {
+			return "", nil, 0, false
+		}
+	}
+	fields := strings.Fields(rest)
+	if len(fields) == 0 || len(fields) > 2 {
+		return "", nil, 0, false
+	}
+	value, err := strconv.ParseFloat(fields[0], 64)
+	return name, labels, value, err == nil && !math.IsNaN(value) && !math.IsInf(value, 0)
 }
 
-// closingQuote is where a label's value ends; -1 if it does not.
-func closingQuote(s []byte) int {
-	for i := 0; i < len(s); i++ {
-		switch s[i] {
-		case '\\':
-			i++
-		case '"':
-			return i
+// parseLabels reads key="value",… up to the closing brace. The escapes of the text format are some of Go's.
+func parseLabels(s string) (labels labelSet, rest string, ok bool) {
+	for labels = (labelSet{}); ; {
+		s = strings.TrimLeft(s, ", ")
+		if rest, ok = strings.CutPrefix(s, "}"); ok {
+			return labels, rest, true
 		}
+		key, behind, _ := strings.Cut(s, "=")
+		quoted, err := strconv.QuotedPrefix(behind)
+		if err != nil || quoted[0] != '"' {
+			return nil, "", false
+		}
+		if labels[strings.TrimSpace(key)], err = strconv.Unquote(quoted); err != nil {
+			return nil, "", false
+		}
+		s = behind[len(quoted):]
 	}
-	return -1
 }

@@ -29,28 +29,44 @@ func TestWhoWantsEvents(t *testing.T) {
 			func(a *app.Application) { a.Routing.Policy = app.DefaultPolicy(app.Independent) },
 			true,
 		},
-		"the default in lockstep": {func(a *app.Application) { a.Routing.Policy = app.DefaultPolicy(app.Lockstep) }, true},
-		"another one":             {func(a *app.Application) { a.Routing.Policy = "kv" }, true},
-		"auto, written":           {func(a *app.Application) { a.Engine.KVEvents = app.KVEventsAuto }, true},
+		"the default in lockstep": {func(a *app.Application) {
+			a.Routing.Policy = app.DefaultPolicy(app.Lockstep)
+		}, true},
+		"another one":   {func(a *app.Application) { a.Routing.Policy = "kv" }, true},
+		"auto, written": {func(a *app.Application) { a.Engine.KVEvents = app.KVEventsAuto }, true},
 		"attached": {func(a *app.Application) {
 			a.Engine.Kind, a.Engine.Family = app.KindAttach,
 				app.FamilyVLLM
 		}, true},
-		"caching on, written": {func(a *app.Application) { a.Engine.Args = app.Args{{Name: "enable_prefix_caching", Value: true}} }, true},
+		"caching on, written": {func(a *app.Application) {
+			a.Engine.Args = app.Args{{Name: "enable_prefix_caching", Value: true}}
+		}, true},
 		"the last flag counts": {func(a *app.Application) {
 			a.Engine.Args = app.Args{
 				{Name: "no-enable-prefix-caching", Value: true},
 				{Name: "enable-prefix-caching", Value: true},
 			}
 		}, true},
-		"KV16 forbidden":                {func(a *app.Application) { a.Engine.KVEvents = app.KVEventsOff }, false},
-		"KV16 caching off":              {func(a *app.Application) { a.Engine.Args = app.Args{{Name: "enable_prefix_caching", Value: false}} }, false},
-		"KV16 caching off, other words": {func(a *app.Application) { a.Engine.Args = app.Args{{Name: "no-enable-prefix-caching", Value: true}} }, false},
-		"KV16 caching off, sglang":      {func(a *app.Application) { a.Engine.Args = app.Args{{Name: "disable_radix_cache", Value: true}} }, false},
-		"KV16 no weight on overlap":     {kvWith("overlap_score_weight", 0), false},
-		"approximate":                   {kvWith("no_kv_events", true), false},
-		"a policy of load":              {func(a *app.Application) { a.Routing.Policy = "power-of-two" }, false},
-		"a policy of texts":             {func(a *app.Application) { a.Routing.Policy = "prefix-aware" }, false},
+		"KV16 forbidden": {func(a *app.Application) {
+			a.Engine.KVEvents = app.KVEventsOff
+		}, false},
+		"KV16 caching off": {func(a *app.Application) {
+			a.Engine.Args = app.Args{{Name: "enable_prefix_caching", Value: false}}
+		}, false},
+		"KV16 caching off, other words": {func(a *app.Application) {
+			a.Engine.Args = app.Args{{Name: "no-enable-prefix-caching", Value: true}}
+		}, false},
+		"KV16 caching off, sglang": {func(a *app.Application) {
+			a.Engine.Args = app.Args{{Name: "disable_radix_cache", Value: true}}
+		}, false},
+		"KV16 no weight on overlap": {kvWith("overlap_score_weight", 0), false},
+		"approximate":               {kvWith("no_kv_events", true), false},
+		"a policy of load": {func(a *app.Application) {
+			a.Routing.Policy = "power-of-two"
+		}, false},
+		"a policy of texts": {func(a *app.Application) {
+			a.Routing.Policy = "prefix-aware"
+		}, false},
 		"nothing but the API is assumed": {func(a *app.Application) {
 			a.Engine.Kind,
 				a.Engine.Family = app.KindAttach, app.FamilyOpenAI
@@ -87,7 +103,8 @@ func TestKV8LaunchedEnginesDialTheirOwnDPServer(t *testing.T) {
 		Executable: "dpserve",
 	}, nil)
 	require.NoError(t, err)
-	const want = `{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://127.0.0.1:20017","replay_endpoint":"tcp://127.0.0.1:20018","topic":""}`
+	const want = `{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://127.0.0.1:20017",` +
+		`"replay_endpoint":"tcp://127.0.0.1:20018","topic":""}`
 	assert.Equal(t, want, eventsFlag(l.Argv)) //nolint:testifylint // the very bytes, which all ranks share
 	assert.Equal(t, &engine.EventSource{
 		Bind: "tcp://127.0.0.1:20017", Replay: "tcp://127.0.0.1:20018",

@@ -82,7 +82,8 @@ func TestALaunchOnAnotherAddress(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, "http://127.0.0.2:20018", l.URL)
 	assert.Equal(t, []string{"--host", "127.0.0.2", "--port", "20018"}, l.Argv[3:7])
-	assert.Contains(t, l.Argv, `{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://127.0.0.2:20020","replay_endpoint":"tcp://127.0.0.2:20024","topic":""}`)
+	assert.Contains(t, l.Argv, `{"enable_kv_cache_events":true,"publisher":"zmq",`+
+		`"endpoint":"tcp://127.0.0.2:20020","replay_endpoint":"tcp://127.0.0.2:20024","topic":""}`)
 	assert.Equal(t, &engine.EventSource{
 		Bind: "tcp://127.0.0.2:20022", Replay: "tcp://127.0.0.2:20026",
 		Host: "127.0.0.2",

@@ -187,20 +187,6 @@ func (m *Metrics) RankTripped(app string, group, rank int, tripped bool) {
 	m.vecs.rankTripped.WithLabelValues(app, strconv.Itoa(group), strconv.Itoa(rank)).Set(n)
 }
 
-// RankForget deletes the series of a released rank, including its picks.
-func (m *Metrics) RankForget(app string, group, rank int) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	m.ranks.drop(func(k rankKey) bool { return k == rankKey{app, group, rank} })
-	for key, a := range m.apps {
-		if key.app == app {
-			a.picks.drop(func(k pickKey) bool { return k.group == group && k.rank == rank })
-		}
-	}
-	m.vecs.forget(
-		prometheus.Labels{labelApp: app, labelGroup: strconv.Itoa(group), labelRank: strconv.Itoa(rank)})
-}
-
 // Node holds the metrics of this node as a member of its cluster.
 type Node struct {
 	refused *prometheus.CounterVec

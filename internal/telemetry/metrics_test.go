@@ -138,7 +138,7 @@ func TestForgetApp(t *testing.T) {
 	assert.Contains(t, strings.Join(series(t, m), "\n"), `dpserve_refusals_total{app="demo",code="full"} 1`)
 }
 
-func TestUnitAndRankForget(t *testing.T) {
+func TestUnitForget(t *testing.T) {
 	m := telemetry.New()
 	use(m)
 	m.App("demo", "power-of-two").Pick(0, 1, "two_choices")
@@ -146,16 +146,10 @@ func TestUnitAndRankForget(t *testing.T) {
 	m.UnitPhase("demo", "demo/1", state.Failed, 9)
 
 	m.UnitForget("demo", "demo/0")
-	m.RankForget("demo", 0, 3)
 	joined := strings.Join(series(t, m), "\n")
 	assert.NotContains(t, joined, `unit="demo/0"`)
-	assert.NotContains(t, joined, `rank="3"`)
 	assert.Contains(t, joined, `dpserve_unit_state{app="demo",state="failed",unit="demo/1"} 1`)
 	assert.Contains(t, joined, `dpserve_rank_inflight{app="demo",group="0",rank="1"} 2`)
-
-	m.App("demo", "power-of-two").Pick(0, 3, "two_choices")
-	assert.Contains(t, strings.Join(series(t, m), "\n"),
-		`dpserve_router_picks_total{app="demo",group="0",rank="3",reason="two_choices"} 1`)
 }
 
 // All methods run beside scrapes and deletions under the race detector.
@@ -169,7 +163,6 @@ func TestConcurrent(t *testing.T) {
 				m.App("demo", "power-of-two").Pick(i, n, "two_choices")
 				if n%10 == i {
 					m.ForgetApp("demo")
-					m.RankForget("demo", 0, 3)
 				}
 			}
 		})

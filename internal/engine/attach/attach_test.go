@@ -39,10 +39,12 @@ func TestProbeFindsTheFamily(t *testing.T) {
 		want    attach.Found
 	}{
 		{"vllm", map[string]string{
-			"/v1/models": `{"data":[{"id":"lora","owned_by":"vllm","parent":"m"},{"id":"m","owned_by":"vllm","parent":null,"max_model_len":2048}]}`,
-			"/version":   `{"version":"0.32.0"}`,
+			"/v1/models": `{"data":[{"id":"lora","owned_by":"vllm","parent":"m"},{"id":"m",` +
+				`"owned_by":"vllm","parent":null,"max_model_len":2048}]}`,
+			"/version": `{"version":"0.32.0"}`,
 		}, attach.Found{Family: "vllm", Models: []string{"m", "lora"}, Version: "0.32.0"}},
-		{"sglang", map[string]string{"/v1/models": `{"data":[{"id":"m","owned_by":"sglang","max_model_len":8}]}`}, attach.Found{Family: "sglang", Models: []string{"m"}, MaxModelLen: 8}},
+		{"sglang", map[string]string{"/v1/models": `{"data":[{"id":"m","owned_by":"sglang",` +
+			`"max_model_len":8}]}`}, attach.Found{Family: "sglang", Models: []string{"m"}, MaxModelLen: 8}},
 		{
 			"other",
 			map[string]string{"/v1/models": `{"data":[{"id":"m","owned_by":"me"}]}`},

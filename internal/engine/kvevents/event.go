@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"encoding/hex"
 	"fmt"
+	"strconv"
 
 	"github.com/zeebo/xxh3"
 )
@@ -190,7 +191,8 @@ func (h Hash) String() string {
 	case HashUint:
 		return fmt.Sprintf("%d", binary.BigEndian.Uint64(h.Data[:]))
 	case HashInt:
-		return fmt.Sprintf("%d", int64(binary.BigEndian.Uint64(h.Data[:]))) //nolint:gosec // the bits are the name
+		//nolint:gosec // the bits are the name
+		return strconv.FormatInt(int64(binary.BigEndian.Uint64(h.Data[:])), 10)
 	case HashBytes:
 		return hex.EncodeToString(h.Data[:h.Len])
 	case HashNone:

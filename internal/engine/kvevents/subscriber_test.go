@@ -433,8 +433,10 @@ func TestSourcesOfBadEngines(t *testing.T) {
 }
 
 func FuzzParseSources(f *testing.F) {
-	f.Add([]byte(`{"0":{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:15557","replay_endpoint":"tcp://*:16557"}}`))
-	f.Add([]byte(`{"0":{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://[::]:1","replay_endpoint":null}}`))
+	f.Add([]byte(`{"0":{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:15557",` +
+		`"replay_endpoint":"tcp://*:16557"}}`))
+	f.Add([]byte(`{"0":{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://[::]:1",` +
+		`"replay_endpoint":null}}`))
 	hosts := Hosts{Node: "10.0.0.1"}
 	f.Fuzz(func(t *testing.T, body []byte) {
 		sources, err := ParseSources(body)

@@ -181,7 +181,10 @@ func TestTrackerAgainstOracle(t *testing.T) {
 			"replay cut": func(*rapid.T) { runReplay(draw(5), true) },
 			"reconnect":  func(*rapid.T) { tr.disconnect(); held = nil; tr.connect(now) },
 			"overflow":   func(*rapid.T) { engine.publish(draw); tr.overflow(now) },
-			"time":       func(*rapid.T) { now = now.Add(time.Duration(draw(20)) * time.Second); tr.tick(now) },
+			"time": func(*rapid.T) {
+				now = now.Add(time.Duration(draw(20)) * time.Second)
+				tr.tick(now)
+			},
 			"restart": func(*rapid.T) {
 				engine = newEngine(t, engine.ring, engine.clock+100)
 				held = nil

@@ -15,7 +15,8 @@ import (
 // token ids.
 func benchBodies() map[string][]byte {
 	body := func(prompt string) []byte {
-		return fmt.Appendf(nil, `{"model":"tiny","messages":[{"role":"user","content":%s}],"max_tokens":64,"temperature":0,"stream":true}`, prompt)
+		return fmt.Appendf(nil, `{"model":"tiny","messages":[{"role":"user","content":%s}],`+
+			`"max_tokens":64,"temperature":0,"stream":true}`, prompt)
 	}
 	const size = 400 << 10
 	ids := strings.TrimSuffix(strings.Repeat("15339,", size/6), ",")
@@ -142,8 +143,11 @@ func BenchmarkSplice(b *testing.B) {
 
 func BenchmarkParseUsage(b *testing.B) {
 	chunks := map[string][]byte{
-		"without": []byte(`data: {"id":"cmpl-1","object":"text_completion","created":1,"model":"tiny","choices":[{"index":0,"text":"m","logprobs":null,"finish_reason":null}]}` + "\n\n"),
-		"with":    []byte(`data: {"id":"cmpl-1","object":"text_completion","created":1,"model":"tiny","choices":[],"usage":{"prompt_tokens":4,"total_tokens":7,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":0}},"system_fingerprint":"x"}` + "\n\n"),
+		"without": []byte(`data: {"id":"cmpl-1","object":"text_completion","created":1,"model":"tiny",` +
+			`"choices":[{"index":0,"text":"m","logprobs":null,"finish_reason":null}]}` + "\n\n"),
+		"with": []byte(`data: {"id":"cmpl-1","object":"text_completion","created":1,"model":"tiny",` +
+			`"choices":[],"usage":{"prompt_tokens":4,"total_tokens":7,"completion_tokens":3,` +
+			`"prompt_tokens_details":{"cached_tokens":0}},"system_fingerprint":"x"}` + "\n\n"),
 	}
 	for name, chunk := range chunks {
 		b.Run(name, func(b *testing.B) {

@@ -120,7 +120,8 @@ func FuzzSplice(f *testing.F) {
 
 // FuzzParseUsage: never panics; on valid JSON it agrees with encoding/json.
 func FuzzParseUsage(f *testing.F) {
-	f.Add([]byte(`{"usage":{"prompt_tokens":3,"completion_tokens":4,"prompt_tokens_details":{"cached_tokens":2}}}`))
+	f.Add([]byte(`{"usage":{"prompt_tokens":3,"completion_tokens":4,"prompt_tokens_details":{"cached_to` +
+		`kens":2}}}`))
 	f.Add([]byte("data: {\"choices\":[],\"usage\":{\"prompt_tokens\":3}}\n\n"))
 	f.Add([]byte(`{"usage":null}`))
 	f.Fuzz(func(t *testing.T, b []byte) {

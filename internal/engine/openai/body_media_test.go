@@ -33,7 +33,8 @@ func TestScanTellsTextFromMedia(t *testing.T) {
 		{`[{"type":"tool","x":{"image_url":"deeper down"}}]`, ``, 0},
 	} {
 		messages := `[{"role":"user","content":` + c.content + `}]`
-		b := scan(t, Chat, `{"image_url":"not here","messages":`+messages+`,"metadata":[{"a":[{"image_url":"x"}]}]}`)
+		b := scan(t, Chat, `{"image_url":"not here","messages":`+messages+`,"metadata":[{"a":[{"image_u`+
+			`rl":"x"}]}]}`)
 		assert.Equal(t, c.parts, b.MediaParts, c.content)
 		assert.Equal(t, len(messages), b.PromptBytes, c.content)
 		assert.Equal(t, len(messages)-len(c.media), b.TextBytes, c.content)

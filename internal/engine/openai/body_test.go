@@ -31,8 +31,9 @@ func refused(t require.TestingT, route Route, body string) *BodyError {
 }
 
 func TestScanReadsTheFields(t *testing.T) {
-	b := scan(t, Chat, ` {"model": "tiny", "messages": [{"role": "user", "content": "hello world"}], "max_tokens": 6, "stream": true,
-		"stream_options": {"include_usage": true}, "n": 2, "unknown": {"a": [1, -2.5e+3, null, true, false, "\u00e9\"\\"]}} `)
+	b := scan(t, Chat, ` {"model": "tiny", "messages": [{"role": "user", "content": "hello world"}],
+		"max_tokens": 6, "stream": true, "stream_options": {"include_usage": true}, "n": 2,
+		"unknown": {"a": [1, -2.5e+3, null, true, false, "\u00e9\"\\"]}} `)
 	assert.Equal(t, "tiny", string(b.Model))
 	assert.True(t, b.HasModel)
 	assert.True(t, b.Stream)
@@ -151,7 +152,8 @@ func TestScanRefuses(t *testing.T) {
 		{"two values", `[1] 2`, "body is not valid JSON: something follows the object at byte 4", ""},
 		{"tail", `{} x`, "body is not valid JSON: something follows the object at byte 3", ""},
 		{
-			"cut", `{"model": "tiny", `, "body is not valid JSON: it ends at byte 18, in the middle of a value",
+			"cut", `{"model": "tiny", `, "body is not valid JSON: it ends at byte 18, in the middle of " +
+				"a value",
 			"",
 		},
 		{
@@ -177,7 +179,8 @@ func TestScanRefuses(t *testing.T) {
 		{"plus", `{"n":+1}`, "body is not valid JSON: unexpected character at byte 5", "n"},
 		{"point", `{"n":1.}`, "body is not valid JSON: malformed number at byte 7", "n"},
 		{"zero id", `{"prompt":[1,02,3]}`, "body is not valid JSON: malformed number at byte 13", "prompt"},
-		{"true", `{"stream":tru}`, "body is not valid JSON: unknown word at byte 10; there are true, false and null", "stream"},
+		{"true", `{"stream":tru}`, "body is not valid JSON: unknown word at byte 10; there are true, " +
+			"false and null", "stream"},
 		{
 			"NaN", `{"temperature":NaN}`,
 			"body is not valid JSON: NaN or Infinity at byte 15; send a finite number or leave the field out",
@@ -268,7 +271,8 @@ func TestSP8BodyLimits(t *testing.T) {
 		{"n 129", `{"n":129}`, "n must be at most 128"},
 		{"n 10^6", `{"n":1000000}`, "n must be at most 128"},
 		{"max_tokens 2^31 + 1", `{"max_tokens":2147483649}`, "max_tokens must be at most 2147483648"},
-		{"NaN", `{"temperature":NaN}`, "body is not valid JSON: NaN or Infinity at byte 15; send a finite number or leave the field out"},
+		{"NaN", `{"temperature":NaN}`, "body is not valid JSON: NaN or Infinity at byte 15; send a " +
+			"finite number or leave the field out"},
 	}
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
@@ -285,7 +289,8 @@ func TestSP8BodyLimits(t *testing.T) {
 
 func TestScanDoesNotAllocate(t *testing.T) {
 	bodies := []string{
-		`{"model":"ti\u006ey","messages":[{"role":"user","content":"hi\n"}],"\u006e":2,"stream":true,"stream_options":{"include_usage":true},"bootstrap_room":1}`,
+		`{"model":"ti\u006ey","messages":[{"role":"user","content":"hi\n"}],"\u006e":2,"stream":true,` +
+			`"stream_options":{"include_usage":true},"bootstrap_room":1}`,
 		`{"model":"tiny","prompt":[[1,2],[3]],"max_tokens":5}`,
 	}
 	for _, text := range bodies {
@@ -314,8 +319,10 @@ func TestSpliced(t *testing.T) {
 		`{"bootstrap_room":1,"kv_transfer_params":{"x":[1,"}"]}}`:                  `{}`,
 		`{"bootstrap_room":1,"a":1,"disagg_prefill_dp_rank":2}`:                    `{"a":1}`,
 		`{"a":1,"bootstrap_anything":1,"bootstrap_more":1}`:                        `{"a":1}`,
-		`{"\u0072outed_dp_rank":1,"a":{"routed_dp_rank":2}}`:                       `{"a":{"routed_dp_rank":2}}`,
-		`{"Routed_dp_rank":1,"routed_dp_rank2":2,"x-data-parallel-rank":3}`:        `{"Routed_dp_rank":1,"routed_dp_rank2":2,"x-data-parallel-rank":3}`,
+		`{"\u0072outed_dp_rank":1,"a":{"routed_dp_rank":2}}`: `{"a":{"routed_dp_r` +
+			`ank":2}}`,
+		`{"Routed_dp_rank":1,"routed_dp_rank2":2,"x-data-parallel-rank":3}`: `{"Routed_dp_rank":` +
+			`1,"routed_dp_rank2":2,"x-data-parallel-rank":3}`,
 	}
 	for body, want := range tests {
 		b := scan(t, Completions, body)
@@ -457,7 +464,8 @@ func TestPlainFindsEveryByteAtEveryPlace(t *testing.T) {
 // TestForgetKeepsNothingOfTheBody: what was scanned can be freed while the flags and numbers are still there.
 func TestForgetKeepsNothingOfTheBody(t *testing.T) {
 	var b Body
-	text := []byte(`{"model":"m","user":"u","cache_salt":"c","stream":true,"max_tokens":3,"m\u0065ssages":[],"x":"` + strings.Repeat("y", 1<<20) + `"}`)
+	text := []byte(`{"model":"m","user":"u","cache_salt":"c","stream":true,"max_tokens":3,` +
+		`"m\u0065ssages":[],"x":"` + strings.Repeat("y", 1<<20) + `"}`)
 	alive := weak.Make(&text[0])
 	require.NoError(t, b.Scan(Chat, text))
 	text = nil // the garbage collector must not find it here

@@ -13,7 +13,8 @@ import (
 
 func TestErrorBody(t *testing.T) {
 	got := ErrorBody(nil, 404, "", CodeModelNotFound, `model "x" does not exist`+"\n", "model")
-	want := `{"error":{"message":"model \"x\" does not exist\n","type":"not_found_error","param":"model","code":"model_not_found"}}`
+	want := `{"error":{"message":"model \"x\" does not exist\n","type":"not_found_error",` +
+		`"param":"model","code":"model_not_found"}}`
 	assert.Equal(t, want, string(got))
 	got = ErrorBody([]byte("kept "), 503, "overloaded_error", "", "", "")
 	assert.Equal(t, `kept {"error":{"message":"","type":"overloaded_error","param":null,"code":null}}`,
@@ -22,7 +23,8 @@ func TestErrorBody(t *testing.T) {
 
 func TestErrorEvent(t *testing.T) {
 	got := string(ErrorEvent(nil, Chat, 502, "", CodeUpstreamLost, "the rank was lost"))
-	assert.Equal(t, `data: {"error":{"message":"the rank was lost","type":"server_error","param":null,"code":"upstream_lost"}}`+"\n\n", got)
+	assert.Equal(t, `data: {"error":{"message":"the rank was lost","type":"server_error","param":null,`+
+		`"code":"upstream_lost"}}`+"\n\n", got)
 	var w Watcher
 	assert.Equal(t, EventError, w.Event([]byte(got)), "our own event must read as one")
 }

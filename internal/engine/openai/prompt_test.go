@@ -73,7 +73,8 @@ func TestTokenIDs(t *testing.T) {
 		{`[1,2,3]`, []uint32{1, 2, 3}, true},
 		{"[ 0 ,\n4294967295 ]", []uint32{0, 4294967295}, true},
 		{`[[7,8],[9]]`, []uint32{7, 8}, true},
-		{`[1,12,123,1234,12345,123456,1234567,12345678,123456789,9,98,987,9876,98765,987654,9876543,98765432]`, []uint32{
+		{`[1,12,123,1234,12345,123456,1234567,12345678,123456789,9,98,987,9876,98765,987654,9876543,` +
+			`98765432]`, []uint32{
 			1, 12, 123, 1234, 12345, 123456, 1234567, 12345678, 123456789, 9, 98, 987, 9876, 98765, 987654,
 			9876543, 98765432,
 		}, true},
@@ -152,7 +153,8 @@ func TestTokenizeBody(t *testing.T) {
 		body, want string
 	}{
 		{
-			Chat, `{"stream":true,"tools":[{"a":1}],"model":"m","messages":[1],"chat_template_kwargs":{"k":false},"seed":3}`,
+			Chat, `{"stream":true,"tools":[{"a":1}],"model":"m","messages":[1],` +
+				`"chat_template_kwargs":{"k":false},"seed":3}`,
 			`{"model":"m","messages":[1],"tools":[{"a":1}],"chat_template_kwargs":{"k":false}}`,
 		},
 		{

@@ -56,13 +56,16 @@ func TestWatcherKinds(t *testing.T) {
 		name, data string
 		want       EventKind
 	}{
-		{"role", `{"choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"prompt_token_ids":[1,2]}`, EventEmpty},
-		{"empty delta", `{"choices":[{"index":0,"delta":{"content":""},"finish_reason":null,"token_ids":null}]}`, EventEmpty},
+		{"role", `{"choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,` +
+			`"finish_reason":null}],"prompt_token_ids":[1,2]}`, EventEmpty},
+		{"empty delta", `{"choices":[{"index":0,"delta":{"content":""},"finish_reason":null,` +
+			`"token_ids":null}]}`, EventEmpty},
 		{"empty text", `{"choices":[{"index":0,"text":"","finish_reason":null}]}`, EventEmpty},
 		{"text", `{"choices":[{"index":0,"text":"a","finish_reason":null}]}`, EventContent},
 		{"delta", `{"choices":[{"index":0,"delta":{"content":"a"}}]}`, EventContent},
 		{
-			"reasoning", `{"choices":[{"delta":{"role":"assistant","reasoning_content":"hm","content":null}}]}`,
+			"reasoning", `{"choices":[{"delta":{"role":"assistant","reasoning_content":"hm",` +
+				`"content":null}}]}`,
 			EventContent,
 		},
 		{"tool call", `{"choices":[{"delta":{"tool_calls":[{"index":0,"id":"x"}]}}]}`, EventContent},
@@ -71,7 +74,8 @@ func TestWatcherKinds(t *testing.T) {
 		{"finish", `{"choices":[{"index":0,"text":"","finish_reason":"stop"}]}`, EventFinish},
 		{"spaced finish", `{"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}`, EventFinish},
 		{"abort", `{"choices":[{"index":0,"text":"x","finish_reason":"abort"}]}`, EventAbort},
-		{"talks of abort", `{"choices":[{"index":0,"text":"\"finish_reason\":\"abort\"","finish_reason":null}]}`, EventContent},
+		{"talks of abort", `{"choices":[{"index":0,"text":"\"finish_reason\":\"abort\"",` +
+			`"finish_reason":null}]}`, EventContent},
 		{"error", `{"error": {"message": "m", "code": 500}}`, EventError},
 		{"spaced error", ` { "error" : "boom" }`, EventError},
 		{"old error", `{"object":"error","message":"m","code":400}`, EventError},
@@ -123,7 +127,8 @@ func TestWatcherManyChoicesInOneChunk(t *testing.T) {
 	var w Watcher
 	w.Reset(2)
 	w.Begun()
-	kind := w.Event([]byte(`data: {"choices":[{"index":0,"finish_reason":null},{"index":1,"finish_reason":"stop"}]}` + "\n\n"))
+	kind := w.Event([]byte(`data: {"choices":[{"index":0,"finish_reason":null},{"index":1,` +
+		`"finish_reason":"stop"}]}` + "\n\n"))
 	assert.Equal(t, EventFinish, kind)
 	assert.False(t, w.Complete())
 }
@@ -131,7 +136,8 @@ func TestWatcherManyChoicesInOneChunk(t *testing.T) {
 func TestWatcherAllocatesNothing(t *testing.T) {
 	var w Watcher
 	w.Reset(2)
-	role := []byte(`data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}` + "\n\n")
+	role := []byte(`data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},` +
+		`"finish_reason":null}]}` + "\n\n")
 	last := []byte(`data: {"choices":[{"index":1,"delta":{"content":"a"},"finish_reason":"stop"}]}` + "\n\n")
 	w.Event(last)
 	assert.Zero(t, testing.AllocsPerRun(100, func() {
@@ -251,16 +257,19 @@ func TestOnlySentencesOfEnginesAreKnown(t *testing.T) {
 
 func TestAborted(t *testing.T) {
 	assert.True(t, Aborted([]byte(`{"choices":[{"index":0,"text":"a","finish_reason": "abort"}]}`)))
-	assert.False(t, Aborted([]byte(`{"choices":[{"index":0,"text":"say \"abort\"","finish_reason":"stop"}],"x":"abort"}`)))
+	assert.False(t, Aborted([]byte(`{"choices":[{"index":0,"text":"say \"abort\"",`+
+		`"finish_reason":"stop"}],"x":"abort"}`)))
 	assert.False(t, Aborted([]byte(`{"choices":[{"finish_reason":"stop"}]}`)))
 }
 
 // FuzzSSE: however the bytes are cut, the same events come out; the classifier never panics; and what it says
 // of a chunk with one plain choice agrees with encoding/json.
 func FuzzSSE(f *testing.F) {
-	f.Add([]byte("data: {\"choices\":[{\"index\":0,\"text\":\"a\",\"finish_reason\":null}]}\n\ndata: [DONE]\n\n"), 7)
+	f.Add([]byte("data: {\"choices\":[{\"index\":0,\"text\":\"a\",\"finish_reason\":null}]}\n\ndata: "+
+		"[DONE]\n\n"), 7)
 	f.Add([]byte("data: {\"error\": {\"message\": \"m\", \"code\": 500}}\n\n"), 1)
-	f.Add([]byte(": c\r\n\r\ndata:{\"choices\":[{\"delta\":{\"role\":\"assistant\",\"content\":\"\"}}]}\r\n\r\n"), 3)
+	f.Add([]byte(": c\r\n\r\ndata:{\"choices\":[{\"delta\":{\"role\":\"assistant\",\"content\":\"\"}}]}"+
+		"\r\n\r\n"), 3)
 	f.Add([]byte("data: {\"choices\":[{\"finish_reason\":\"abort\"}]}\n\ndata: {\"usage\":{}}"), 40)
 	f.Fuzz(func(t *testing.T, b []byte, step int) {
 		assert.Equal(t, split(b, len(b)), split(b, step))
@@ -320,7 +329,9 @@ func checkAgainstJSON(t *testing.T, got EventKind, data []byte) {
 }
 
 func BenchmarkWatcherEvent(b *testing.B) {
-	event := []byte(`data: {"id":"chatcmpl-req-fixed-1","object":"chat.completion.chunk","created":1795230441,"model":"tiny","choices":[{"index":0,"delta":{"content":" over"},"logprobs":null,"finish_reason":null,"token_ids":null}]}` + "\n\n")
+	event := []byte(`data: {"id":"chatcmpl-req-fixed-1","object":"chat.completion.chunk",` +
+		`"created":1795230441,"model":"tiny","choices":[{"index":0,"delta":{"content":" over"},` +
+		`"logprobs":null,"finish_reason":null,"token_ids":null}]}` + "\n\n")
 	var w Watcher
 	w.Reset(1)
 	w.Begun()

@@ -32,7 +32,8 @@ func TestAnEstimateTakesMediaByNumber(t *testing.T) {
 	var e Estimator
 	text := scan(t, Chat, `{"messages":[{"role":"user","content":"hello"}]}`)
 	assert.Equal(t, e.Tokens(text.PromptBytes), e.PromptTokens(text))
-	with := scan(t, Chat, `{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"`+strings.Repeat("A", 1<<20)+`"}}]}]}`)
+	with := scan(t, Chat, `{"messages":[{"role":"user","content":[{"type":"image_url",`+
+		`"image_url":{"url":"`+strings.Repeat("A", 1<<20)+`"}}]}]}`)
 	assert.Equal(t, e.Tokens(with.TextBytes)+MediaTokens, e.PromptTokens(with))
 	assert.Less(t, e.PromptTokens(with), MediaTokens+100)
 	e.ObservePrompt(with, 3)

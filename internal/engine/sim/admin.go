@@ -84,16 +84,12 @@ func (s *Server) Fail(f Fault) error {
 		s.tellAll(em.Input{Kind: em.InputKill})
 	case ModeHang, ModeSlow, ModeRefuse:
 		return s.failFor(f)
-	case ModeHealth503, ModeStopping, ModeIgnoreSigterm, ModeHTTP500, ModeHTTP503, ModeBusy, ModeCut,
-		ModeNoDone, ModeErrorEvent,
-		ModeAbort, ModeBareDone, ModeStall, ModeKVDrop, ModeKVDuplicate, ModeKVReorder, ModeKVGarbage,
-		ModeKVUnknown, ModeKVNoReplay,
-		ModeKVShortReplay, ModeKVSlowReplay:
-		s.faults.on(f, func() {})
 	case ModeKVRestart:
 		s.restartKV()
 	case ModeKVSleep:
 		s.sleep(f)
+	default: // the handlers and the publisher ask for the others
+		s.faults.on(f, func() {})
 	}
 	return nil
 }

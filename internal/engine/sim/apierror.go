@@ -1,10 +1,9 @@
 package sim
 
 import (
+	"encoding/json"
 	"fmt"
 	"net/http"
-	"strconv"
-	"strings"
 )
 
 // apiError is an error of the engine's API: status, and the object form of its body.
@@ -58,51 +57,37 @@ func codeError(code int) *apiError {
 	return &apiError{status: code, kind: "BadRequestError", message: msgInjected}
 }
 
-// body is the compact form of a HTTP answer.
+// body is the answer of a request that failed, in the compact spelling of vLLM's answers.
 func (e *apiError) body() []byte {
-	b := append([]byte(`{"error":{"message":`), appendJSON(nil, e.message)...)
-	b = appendJSON(append(b, `,"type":`...), e.kind)
-	b = appendStringOrNull(append(b, `,"param":`...), e.param)
-	b = strconv.AppendInt(append(b, `,"code":`...), int64(e.status), 10)
-	return append(b, "}}"...)
+	return e.append(nil, `{"error":{"message":%s,"type":%s,"param":%s,"code":%d}}`)
 }
 
-// event is the spaced form of a stream.
+// event is the event of a stream that failed, in the spaced spelling of vLLM's events.
 func (e *apiError) event(dst []byte) []byte {
-	dst = appendJSON(append(dst, `data: {"error": {"message": `...), e.message)
-	dst = appendJSON(append(dst, `, "type": `...), e.kind)
-	dst = appendStringOrNull(append(dst, `, "param": `...), e.param)
-	dst = strconv.AppendInt(append(dst, `, "code": `...), int64(e.status), 10)
-	return append(dst, "}}\n\n"...)
+	return e.append(dst, `data: {"error": {"message": %s, "type": %s, "param": %s, "code": %d}}`+"\n\n")
 }
 
-// fieldError is one complaint of the schema check.
-type fieldError struct {
-	kind, loc, msg, input, ctx string
+func (e *apiError) append(dst []byte, format string) []byte {
+	param := []byte("null")
+	if e.param != "" {
+		param = mustMarshal(e.param)
+	}
+	return fmt.Appendf(dst, format, mustMarshal(e.message), mustMarshal(e.kind), param, e.status)
 }
 
-func (f *fieldError) String() string {
-	s := fmt.Sprintf("{'type': '%s', 'loc': '%s', 'msg': '%s', 'input': '%s'", f.kind, f.loc, f.msg, f.input)
-	if f.ctx != "" {
-		s += ", 'ctx': {" + f.ctx + "}"
-	}
-	return s + "}"
-}
-
-// schemaError joins complaints into the answer of a failed schema check.
-func schemaError(faults []fieldError) *apiError {
-	plural := "s"
-	if len(faults) == 1 {
-		plural = ""
-	}
-	var b strings.Builder
-	fmt.Fprintf(&b, "%d validation error%s:", len(faults), plural)
-	for i := range faults {
-		b.WriteString("\n  ")
-		b.WriteString(faults[i].String())
-	}
+// schemaError is the answer to a body that is no request.
+func schemaError(param, why string) *apiError {
 	return &apiError{
-		status: http.StatusBadRequest, kind: "Bad Request", message: b.String(),
-		param: faults[0].loc,
+		status: http.StatusBadRequest, kind: "Bad Request", param: param,
+		message: "1 validation error: " + param + ": " + why,
 	}
+}
+
+// mustMarshal encodes values that always have a JSON form.
+func mustMarshal(v any) []byte {
+	b, err := json.Marshal(v)
+	if err != nil {
+		panic(err)
+	}
+	return b
 }

@@ -3,10 +3,12 @@ package sim
 import (
 	"bufio"
 	"bytes"
+	"encoding/json"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"os"
 	"strconv"
 	"strings"
@@ -15,6 +17,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
 
 // benchClients is the number of connections of a benchmark.
@@ -24,7 +28,8 @@ const benchClients = 32
 func benchLoad(b *testing.B, body string, args ...string) {
 	p := launch(b, args...)
 	p.waitReady(b)
-	request := "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: " +
+	request := "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: " +
+		"application/json\r\nContent-Length: " +
 		strconv.Itoa(len(body)) + "\r\n\r\n" + body
 	var left, chunks atomic.Int64
 	left.Store(int64(b.N))
@@ -104,9 +109,9 @@ func BenchmarkAppendChunk(b *testing.B) {
 	c := fast()
 	s, err := New(c)
 	require.NoError(b, err)
-	body, err := parseJSON(strings.Replace(streamBody, "40", "30000", 1))
-	require.NoError(b, err)
-	p, _, apiErr := readCompletion(body, s.set)
+	body := &fields{}
+	require.NoError(b, json.Unmarshal([]byte(strings.Replace(streamBody, "40", "30000", 1)), &body.members))
+	p, apiErr := readCompletion(body, s.set)
 	require.Nil(b, apiErr)
 	p.id, p.created, p.rank = "cmpl-0123456789abcdef", 1795230440, noRank
 	call := newCall(p, s.set, func(*prompt) int { return 30000 })
@@ -119,5 +124,26 @@ func BenchmarkAppendChunk(b *testing.B) {
 		}
 		ch.produced.Store(int32(ch.sentTokens + 1))
 		buf, _ = ch.appendNew(buf[:0], s.set, 1<<30)
+	}
+}
+
+// BenchmarkPlainRequest is what one request without a stream costs beside HTTP and the engine: its body is
+// read and its answer is written.
+func BenchmarkPlainRequest(b *testing.B) {
+	s, err := New(fast())
+	require.NoError(b, err)
+	const body = `{"model":"sim","prompt":"hello there","max_tokens":8}`
+	b.ReportAllocs()
+	for b.Loop() {
+		r := httptest.NewRequest(http.MethodPost, "/v1/completions", strings.NewReader(body))
+		r.Header.Set("Content-Type", "application/json")
+		members, apiErr := s.body(r)
+		require.Nil(b, apiErr)
+		p, apiErr := readCompletion(members, s.set)
+		require.Nil(b, apiErr)
+		c := newCall(p, s.set, func(*prompt) int { return 8 })
+		c.choices[0].produced.Store(8)
+		c.choices[0].ended.Store(uint32(em.FinishLength))
+		_ = c.answer(s.set)
 	}
 }

@@ -2,7 +2,6 @@ package sim
 
 import (
 	"bytes"
-	"strconv"
 	"sync/atomic"
 	"unicode/utf8"
 
@@ -30,16 +29,16 @@ type choice struct {
 	cached   atomic.Int32
 
 	gen        *em.Generator
-	textTokens int    // tokens that have text; the ones behind (end of sequence, stop token) have none
-	textEnd    int    // where a stop string cuts the text, bytes
-	holdBack   int    // bytes a stop string could still reach back to
-	stopReason string // JSON
+	textTokens int // tokens that have text; the ones behind (end of sequence, stop token) have none
+	textEnd    int // where a stop string cuts the text, bytes
+	holdBack   int // bytes a stop string could still reach back to
+	stopReason any // nil, the stop string or the id of the stop token
 
 	sentTokens int
 	sentBytes  int
 	sentChars  int
 	finished   bool
-	head       []byte // constant beginning of its chunks
+	frame      [2][]byte // of an event that carries text and nothing else: what stands around the text
 }
 
 // newCall lays out the sequences of a checked plan.
@@ -66,9 +65,9 @@ func (c *choice) prepare(p *plan, s *settings, k, limit int) {
 		Prompt: len(c.from.ids), Output: limit, Ending: em.FinishLength, User: c,
 		Content: em.NewTokenContent(c.from.ids, seed, s.blockSize, p.salt).Use(s.hashing),
 	}
-	c.stopReason, c.textTokens = "null", limit
+	c.textTokens = limit
 	if n := max(em.AnswerLen(seed), p.minTokens+1); !p.ignoreEOS && n <= limit {
-		c.end(n, n-1, "null")
+		c.end(n, n-1, nil)
 	}
 	c.textEnd = c.textTokens * em.BytesPerToken
 	if len(p.stopIDs) > 0 {
@@ -80,7 +79,7 @@ func (c *choice) prepare(p *plan, s *settings, k, limit int) {
 }
 
 // end makes the answer stop with its output-th token, of which textTokens have text.
-func (c *choice) end(output, textTokens int, reason string) {
+func (c *choice) end(output, textTokens int, reason any) {
 	c.req.Output, c.req.Ending = output, em.FinishStop
 	c.textTokens, c.stopReason = textTokens, reason
 	c.textEnd = textTokens * em.BytesPerToken
@@ -96,7 +95,7 @@ func (c *choice) stopAtToken(p *plan) {
 		if p.includeStop {
 			textTokens++
 		}
-		c.end(i+1, textTokens, strconv.Itoa(id))
+		c.end(i+1, textTokens, id)
 		return
 	}
 }
@@ -121,7 +120,7 @@ func (c *choice) stopAtText(p *plan) {
 		return
 	}
 	tokens := (end + em.BytesPerToken - 1) / em.BytesPerToken
-	c.end(tokens, tokens, string(appendJSON(nil, hit)))
+	c.end(tokens, tokens, hit)
 	if c.textEnd = at; p.includeStop {
 		c.textEnd = end
 	}
@@ -195,7 +194,7 @@ func (c *choice) ids(from, to int) []uint32 {
 // id is token i of the answer; the one that ended it without text is the end-of-sequence token, unless a stop
 // token did.
 func (c *choice) id(i int) uint32 {
-	if i >= c.textTokens && c.stopReason == "null" {
+	if i >= c.textTokens && c.stopReason == nil {
 		return em.MarkerEnd
 	}
 	return c.gen.Token(i)
@@ -207,8 +206,6 @@ func (c *call) ring() {
 	default:
 	}
 }
-
-const doneEvent = "data: [DONE]\n\n"
 
 // appendNew writes the chunks of everything the engine has produced for c since the last call, as much of it
 // as limit tokens; done = its finishing chunk was written.
@@ -244,255 +241,46 @@ func (c *choice) appendNew(b []byte, s *settings, limit int) (out []byte, done b
 	return b, false
 }
 
-// appendChunk writes one event: the text up to tokens, and the end if there is one.
-func (c *choice) appendChunk(b []byte, s *settings, tokens int, why em.FinishReason) []byte {
-	p := c.call.plan
-	from := c.sentTokens
-	if c.head == nil {
-		c.head = c.makeHead()
+// shortenToFault shortens the sequences of a call whose fault strikes after some tokens, so that the engine
+// computes no more tokens. It returns the fault that is left for the end.
+func (c *call) shortenToFault(f *Fault) *Fault {
+	if f == nil || f.Mode != ModeAbort && (c.plan.stream || f.AfterTokens == 0) {
+		return f
 	}
-	b = append(b, c.head...)
-	echo := p.echo && from == 0
-	if echo {
-		b = appendEscaped(b, em.Text(c.from.ids))
-	}
-	text := c.delta(tokens, why != em.FinishNone)
-	b = append(appendEscaped(b, text), '"')
-	if p.chat {
-		b = append(b, '}')
-	}
-	b = append(b, `,"logprobs":`...)
-	b = c.appendLogprobs(b, p, from, tokens, echo)
-	if p.logprobs >= 0 {
-		c.sentChars += utf8.RuneCount(text)
-	}
-	b = c.appendChunkEnd(b, why, from, tokens)
-	return c.appendTrailer(b, s, usage{prompt: len(c.from.ids), completion: tokens}, why != em.FinishNone)
-}
-
-func (c *choice) makeHead() []byte {
-	p := c.call.plan
-	b := p.appendStart([]byte("data: "), "text_completion", "chat.completion.chunk")
-	b = strconv.AppendInt(append(b, `{"index":`...), int64(c.index), 10)
-	if p.chat {
-		return append(b, `,"delta":{"content":"`...)
-	}
-	return append(b, `,"text":"`...)
-}
-
-func (c *choice) appendChunkEnd(b []byte, why em.FinishReason, from, tokens int) []byte {
-	p := c.call.plan
-	b = appendStringOrNull(append(b, `,"finish_reason":`...), why.String())
-	if !p.chat || why != em.FinishNone {
-		b = append(append(b, `,"stop_reason":`...), c.reason(why)...)
-	}
-	if !p.chat {
-		b = append(b, `,"prompt_token_ids":`...)
-		b = appendIDsIf(b, c.from.ids, from == 0 && tokens > 0 && (p.returnIDs || p.echo))
-	}
-	b = append(b, `,"token_ids":`...)
-	if !p.returnIDs {
-		return append(b, "null}]"...)
-	}
-	return append(appendIDList(b, c.ids(from, tokens)), "}]"...)
-}
-
-// appendTrailer ends an event that carries a choice.
-func (c *choice) appendTrailer(b []byte, s *settings, u usage, last bool) []byte {
-	p := c.call.plan
-	if p.contUsage {
-		b = u.append(append(b, ','))
-		if p.chat {
-			b = append(b, `,"completion_tokens_details":null`...)
-		}
-		b = append(b, '}')
-	}
-	if last && !p.includeUsage {
-		b = appendJSON(append(b, `,"system_fingerprint":`...), s.fingerprint)
-	}
-	return append(b, "}\n\n"...)
-}
-
-// appendRole writes the first event of a chat choice.
-func (c *choice) appendRole(b []byte) []byte {
-	p := c.call.plan
-	b = p.appendStart(append(b, "data: "...), "", "chat.completion.chunk")
-	b = strconv.AppendInt(append(b, `{"index":`...), int64(c.index), 10)
-	b = append(b, `,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]`...)
-	if p.contUsage {
-		b = usage{prompt: len(c.from.ids)}.append(append(b, ','))
-		b = append(b, `,"completion_tokens_details":null}`...)
-	}
-	b = append(b, `,"prompt_token_ids":`...)
-	b = appendIDsIf(b, c.from.ids, p.returnIDs)
-	return append(b, `,"prompt_text":null}`+"\n\n"...)
-}
-
-// appendUsageEvent writes the event behind the last choice.
-func (c *call) appendUsageEvent(b []byte, s *settings) []byte {
-	p, u := c.plan, c.usage()
-	b = p.appendStart(append(b, "data: "...), "text_completion", "chat.completion.chunk")
-	b = u.append(append(b, "],"...))
-	if s.promptDetails {
-		b = strconv.AppendInt(append(b, `,"prompt_tokens_details":{"cached_tokens":`...), int64(u.cached), 10)
-		if p.chat {
-			b = append(b, `,"created_cache_tokens":0`...)
-		}
-		b = append(b, '}')
-	}
-	b = appendJSON(append(b, `},"system_fingerprint":`...), s.fingerprint)
-	return append(b, "}\n\n"...)
-}
-
-// usage counts the tokens of a call.
-type usage struct{ prompt, completion, cached int }
-
-func (c *call) usage() usage {
-	var u usage
 	for i := range c.choices {
 		ch := &c.choices[i]
-		tokens, _ := ch.progress()
-		u.completion += tokens
-		if i%c.plan.n == 0 {
-			u.prompt += len(ch.from.ids)
-			u.cached += int(ch.cached.Load())
+		if n := max(1, f.AfterTokens); n < ch.req.Output || f.Mode == ModeAbort && n == ch.req.Output {
+			ch.req.Output = n
+			if f.Mode == ModeAbort {
+				ch.req.Ending = em.FinishAbort
+			}
 		}
 	}
-	return u
+	if f.Mode == ModeAbort {
+		return nil
+	}
+	return f
 }
 
-func (u usage) append(dst []byte) []byte {
-	dst = strconv.AppendInt(append(dst, `"usage":{"prompt_tokens":`...), int64(u.prompt), 10)
-	dst = strconv.AppendInt(append(dst, `,"total_tokens":`...), int64(u.prompt+u.completion), 10)
-	return strconv.AppendInt(append(dst, `,"completion_tokens":`...), int64(u.completion), 10)
-}
-
-// answer is the body of a finished call that does not stream.
-func (c *call) answer(s *settings) []byte {
-	p := c.plan
-	b := make([]byte, 0, 768)
-	b = p.appendStart(b, "text_completion", "chat.completion")
+// failure is the reason why the engine could not finish a call; nil = it finished.
+func (c *call) failure() *apiError {
 	for i := range c.choices {
-		b = comma(b, i)
-		if p.chat {
-			b = c.choices[i].appendMessage(b, p)
-		} else {
-			b = c.choices[i].appendCompletion(b, p)
+		ch := &c.choices[i]
+		switch {
+		case ch.rejected.Load():
+			return busyError()
+		case em.FinishReason(ch.ended.Load()) == em.FinishError: //nolint:gosec // stored from a FinishReason
+			return internalError(msgEngineDead)
 		}
 	}
-	b = append(b, `],"service_tier":null,"system_fingerprint":`...)
-	b = append(appendJSON(b, s.fingerprint), ',')
-	b = c.appendUsage(b, s)
-	if p.chat {
-		b = append(b, `,"prompt_logprobs":`...)
-		b = p.prompts[0].appendLogprobs(b, p.promptLogprobs)
-		b = append(b, `,"prompt_token_ids":`...)
-		b = appendIDsIf(b, p.prompts[0].ids, p.returnIDs)
-		b = append(b, `,"prompt_text":null`...)
-	}
-	return append(b, `,"kv_transfer_params":null,"ec_transfer_params":null,"metrics":null}`...)
+	return nil
 }
 
-func (p *plan) appendStart(b []byte, completion, chat string) []byte {
-	object := completion
-	if p.chat {
-		object = chat
+// finish books the end of a sequence and wakes the handler: a stream at each end, a plain answer at the last
+// one.
+func (c *choice) finish(why em.FinishReason) {
+	c.ended.Store(uint32(why))
+	if c.call.open.Add(-1) == 0 || c.call.plan.stream {
+		c.call.ring()
 	}
-	b = appendJSON(append(b, `{"id":`...), p.id)
-	b = append(append(append(b, `,"object":"`...), object...), `","created":`...)
-	b = strconv.AppendInt(b, p.created, 10)
-	b = appendJSON(append(b, `,"model":`...), p.model)
-	return append(b, `,"choices":[`...)
-}
-
-func (c *call) appendUsage(b []byte, s *settings) []byte {
-	u := c.usage()
-	b = u.append(b)
-	b = append(b, `,"prompt_tokens_details":`...)
-	if !s.promptDetails {
-		return append(b, `null,"completion_tokens_details":null}`...)
-	}
-	b = strconv.AppendInt(append(b, `{"cached_tokens":`...), int64(u.cached), 10)
-	created := "null"
-	if c.plan.chat {
-		created = "0"
-	}
-	b = append(append(b, `,"created_cache_tokens":`...), created...)
-	return append(b, `,"multimodal_tokens":null},"completion_tokens_details":null}`...)
-}
-
-// appendEnd writes finish_reason and stop_reason.
-func (c *choice) appendEnd(b []byte, why em.FinishReason) []byte {
-	b = appendStringOrNull(append(b, `,"finish_reason":`...), why.String())
-	return append(append(b, `,"stop_reason":`...), c.reason(why)...)
-}
-
-// reason is the stop_reason, which only a stop of our own has.
-func (c *choice) reason(why em.FinishReason) string {
-	if why == em.FinishStop {
-		return c.stopReason
-	}
-	return "null"
-}
-
-func (c *choice) appendCompletion(b []byte, p *plan) []byte {
-	tokens, why := c.progress()
-	b = strconv.AppendInt(append(b, `{"index":`...), int64(c.index), 10)
-	b = append(b, `,"text":"`...)
-	if p.echo {
-		b = appendEscaped(b, em.Text(c.from.ids))
-	}
-	b = append(appendEscaped(b, c.text(tokens)), `","logprobs":`...)
-	b = c.appendLogprobs(b, p, 0, tokens, p.echo)
-	b = c.appendEnd(b, why)
-	b = append(b, `,"token_ids":`...)
-	b = appendIDsIf(b, c.ids(0, tokens), p.returnIDs)
-	b = append(b, `,"prompt_logprobs":`...)
-	b = c.from.appendLogprobs(b, p.promptLogprobs)
-	b = append(b, `,"prompt_token_ids":`...)
-	b = appendIDsIf(b, c.from.ids, p.returnIDs)
-	return append(b, `,"routed_experts":null}`...)
-}
-
-func (c *choice) appendMessage(b []byte, p *plan) []byte {
-	tokens, why := c.progress()
-	b = strconv.AppendInt(append(b, `{"index":`...), int64(c.index), 10)
-	b = append(b, `,"message":{"role":"assistant","content":"`...)
-	b = appendEscaped(b, c.text(tokens))
-	b = append(b, `","refusal":null,"annotations":null,"audio":null,"function_call":null,"reasoning":null},`+
-		`"logprobs":`...)
-	b = c.appendLogprobs(b, p, 0, tokens, false)
-	b = c.appendEnd(b, why)
-	b = append(b, `,"token_ids":`...)
-	b = appendIDsIf(b, c.ids(0, tokens), p.returnIDs)
-	return append(b, `,"routed_experts":null}`...)
-}
-
-// appendLogprobs writes those of the answer's tokens [from, to), behind those of an echoed prompt.
-func (c *choice) appendLogprobs(b []byte, p *plan, from, to int, echo bool) []byte {
-	if p.logprobs < 0 {
-		return append(b, "null"...)
-	}
-	ids := c.ids(from, to)
-	if p.chat {
-		return appendChatLogprobs(b, ids, p.logprobs)
-	}
-	if echo {
-		ids = append(append([]uint32{}, c.from.ids...), ids...)
-	}
-	return appendCompletionLogprobs(b, ids, p.logprobs, c.sentChars, echo)
-}
-
-func (q *prompt) appendLogprobs(b []byte, top int) []byte {
-	if top < 0 {
-		return append(b, "null"...)
-	}
-	return appendPromptLogprobs(b, q.ids, top)
-}
-
-func appendIDsIf(b []byte, ids []uint32, wanted bool) []byte {
-	if !wanted {
-		return append(b, "null"...)
-	}
-	return appendIDList(b, ids)
 }

@@ -69,27 +69,37 @@ func (f *Fault) argument(arg string) error {
 	if err != nil {
 		return errors.New("the argument behind = must be a number")
 	}
-	n := int(v)
-	switch f.Mode {
-	case ModeSlow:
-		f.Factor = v
-	case ModeCrash:
-		f.ExitCode = &n
-	case ModeErrorEvent:
-		f.Code = n
-	case ModeOrphan:
-		f.Port = n
-	case ModeCut, ModeNoDone, ModeAbort, ModeStall:
-		f.AfterTokens = n
-	case ModeKVDrop, ModeKVDuplicate, ModeKVReorder, ModeKVGarbage, ModeKVUnknown:
-		f.Rate = v
-	case ModeKill, ModeCoreDead, ModeHang, ModeRefuse, ModeHealth503, ModeStopping, ModeIgnoreSigterm,
-		ModeHTTP500, ModeHTTP503,
-		ModeBusy, ModeBareDone, ModeKVRestart, ModeKVSleep, ModeKVNoReplay, ModeKVShortReplay,
-		ModeKVSlowReplay:
+	set, known := modes[f.Mode]
+	if !known {
+		return nil // validate refuses it
+	}
+	if set == nil {
 		return fmt.Errorf("mode %s takes no argument", f.Mode)
 	}
+	set(f, v)
 	return nil
+}
+
+func setAfterTokens(f *Fault, v float64) { f.AfterTokens = int(v) }
+
+func setRate(f *Fault, v float64) { f.Rate = v }
+
+// modes lists every mode with what the argument of its short form sets; nil = it takes no argument.
+//
+//nolint:gochecknoglobals // a constant table
+var modes = map[Mode]func(f *Fault, v float64){
+	ModeCrash:      func(f *Fault, v float64) { n := int(v); f.ExitCode = &n },
+	ModeOrphan:     func(f *Fault, v float64) { f.Port = int(v) },
+	ModeSlow:       func(f *Fault, v float64) { f.Factor = v },
+	ModeErrorEvent: func(f *Fault, v float64) { f.Code = int(v) },
+	ModeCut:        setAfterTokens, ModeNoDone: setAfterTokens,
+	ModeAbort: setAfterTokens, ModeStall: setAfterTokens,
+	ModeKVDrop: setRate, ModeKVDuplicate: setRate, ModeKVReorder: setRate, ModeKVGarbage: setRate,
+	ModeKVUnknown: setRate,
+	ModeKill:      nil, ModeCoreDead: nil, ModeHang: nil, ModeRefuse: nil, ModeHealth503: nil,
+	ModeStopping: nil, ModeIgnoreSigterm: nil, ModeHTTP500: nil, ModeHTTP503: nil, ModeBusy: nil,
+	ModeBareDone:  nil,
+	ModeKVRestart: nil, ModeKVSleep: nil, ModeKVNoReplay: nil, ModeKVShortReplay: nil, ModeKVSlowReplay: nil,
 }
 
 func (f *Fault) validate() error {
@@ -101,17 +111,10 @@ func (f *Fault) validate() error {
 	case f.Code != 0 && (f.Code < 400 || f.Code > 599):
 		return fmt.Errorf("fault %q: code %d is no error: want 400 to 599", f.Mode, f.Code)
 	}
-	switch f.Mode {
-	case ModeCrash, ModeKill, ModeOrphan, ModeCoreDead, ModeHang, ModeSlow, ModeRefuse, ModeHealth503,
-		ModeStopping, ModeIgnoreSigterm,
-		ModeHTTP500, ModeHTTP503, ModeBusy, ModeCut, ModeNoDone, ModeErrorEvent, ModeAbort, ModeBareDone,
-		ModeStall,
-		ModeKVDrop, ModeKVDuplicate, ModeKVReorder, ModeKVGarbage, ModeKVUnknown, ModeKVRestart, ModeKVSleep,
-		ModeKVNoReplay, ModeKVShortReplay,
-		ModeKVSlowReplay:
-		return nil
+	if _, ok := modes[f.Mode]; !ok {
+		return fmt.Errorf("unknown fault mode %q: see the modes in engine/sim/DESIGN.md", f.Mode)
 	}
-	return fmt.Errorf("unknown fault mode %q: see the modes in engine/sim/DESIGN.md", f.Mode)
+	return nil
 }
 
 // faults is the set of failures that are switched on, at most one of each mode. Safe for concurrent use.

@@ -1,212 +1,272 @@
 package sim
 
 import (
+	"bytes"
+	"encoding/json"
+	"errors"
 	"math"
 	"strconv"
 	"strings"
+	"unicode/utf8"
+
+	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
 
-// fields reads typed members of a body and collects what is wrong with them, in the words and with the
-// tolerance of the imitated server: numbers in strings pass, a wrong type is a complaint, null is absent.
+// fields reads the members of a JSON body one by one, so that a fault names its member. It has the tolerance
+// of vLLM: numbers and booleans in strings pass, and null counts as absent.
 type fields struct {
-	body   value
-	faults []fieldError
+	members map[string]json.RawMessage
+	fault   *apiError // the first one
 }
 
-func (f *fields) complain(kind, loc, msg string, v *value) {
-	f.faults = append(f.faults, fieldError{kind: kind, loc: "body." + loc, msg: msg, input: describe(v)})
+// refuse keeps the first fault of the body.
+func (f *fields) refuse(name, why string) {
+	if f.fault == nil {
+		f.fault = schemaError("body."+name, why)
+	}
 }
 
-// describe shows a value in a complaint without repeating client data at length.
-func describe(v *value) string {
-	switch v.kind {
-	case kindAbsent, kindNull:
-		return "None"
-	case kindBool:
-		if v.flag {
-			return "True"
-		}
-		return "False"
-	case kindNumber, kindString:
-		return v.text
-	case kindArray:
-		return "<list of " + strconv.Itoa(v.len()) + " items>"
-	case kindObject:
-		return "<dict of " + strconv.Itoa(v.len()) + " items>"
-	}
-	return ""
+// has reports that the member is there and not null.
+func (f *fields) has(name string) bool {
+	raw := f.members[name]
+	return len(raw) > 0 && raw[0] != 'n'
 }
 
-// num is an integer member; ok is false where it is absent or wrong.
-func (f *fields) num(name string) (n int, ok bool) {
-	v := f.body.get(name)
-	if !v.present() {
-		return 0, false
-	}
-	n, kind, msg := asInt(&v)
-	if kind != "" {
-		f.complain(kind, name, msg, &v)
-	}
-	return n, kind == ""
-}
-
-// asInt converts as pydantic does; kind and msg say what is wrong.
-func asInt(v *value) (n int, kind, msg string) {
-	const base = "Input should be a valid integer"
-	switch v.kind {
-	case kindBool:
-		if v.flag {
-			n = 1
-		}
-		return n, "", ""
-	case kindNumber, kindString:
-		text := strings.TrimSpace(v.text)
-		if n, err := strconv.Atoi(text); err == nil {
-			return n, "", ""
-		}
-		x, err := strconv.ParseFloat(text, 64)
-		switch {
-		case err != nil && v.kind == kindString:
-			return 0, "int_parsing", base + ", unable to parse string as an integer"
-		case x != math.Trunc(x) || math.IsInf(x, 0):
-			return 0, "int_from_float", base + ", got a number with a fractional part"
-		case math.Abs(x) < 1<<53:
-			return int(x), "", ""
-		}
-		return 0, "int_parsing_size", "Unable to parse input string as an integer, exceeded maximum size"
-	case kindAbsent, kindNull, kindArray, kindObject:
-	}
-	return 0, "int_type", base
-}
-
-func (f *fields) float(name string) (x float64, ok bool) {
-	v := f.body.get(name)
-	if !v.present() {
-		return 0, false
-	}
-	switch v.kind {
-	case kindNumber, kindString:
-		x, err := strconv.ParseFloat(strings.TrimSpace(v.text), 64)
-		if err == nil {
-			return x, true
-		}
-		f.complain("float_parsing", name,
-			"Input should be a valid number, unable to parse string as a number", &v)
-	case kindBool:
-		return map[bool]float64{true: 1}[v.flag], true
-	case kindAbsent, kindNull, kindArray, kindObject:
-		f.complain("float_type", name, "Input should be a valid number", &v)
-	}
-	return 0, false
-}
-
-func (f *fields) flag(name string) bool { return f.flagOf(f.body, name, name) }
-
-func (f *fields) flagOf(body value, name, loc string) bool {
-	v := body.get(name)
-	if !v.present() {
+// read decodes a member; it reports false where the member is absent or wrong.
+func (f *fields) read(name string, into any) bool {
+	if !f.has(name) {
 		return false
 	}
-	switch v.kind {
-	case kindBool:
-		return v.flag
-	case kindNumber, kindString:
-		switch strings.ToLower(v.text) {
-		case "1", "true", "t", "yes", "y", "on":
-			return true
-		case "0", "false", "f", "no", "n", "off":
-			return false
-		}
-		f.complain("bool_parsing", loc, "Input should be a valid boolean, unable to interpret input", &v)
-	case kindAbsent, kindNull, kindArray, kindObject:
-		f.complain("bool_type", loc, "Input should be a valid boolean", &v)
+	err := error(nil)
+	if u, ok := into.(json.Unmarshaler); ok {
+		err = u.UnmarshalJSON(f.members[name])
+	} else {
+		err = json.Unmarshal(f.members[name], into)
 	}
-	return false
+	if err != nil {
+		f.refuse(name, err.Error())
+	}
+	return err == nil
+}
+
+// object reads the members of a member; their faults are collected by the caller.
+func (f *fields) object(name string) *fields {
+	inner := &fields{}
+	f.read(name, &inner.members)
+	return inner
+}
+
+func (f *fields) num(name string) (int, bool) {
+	var n integer
+	ok := f.read(name, &n)
+	return int(n), ok
+}
+
+func (f *fields) float(name string) (float64, bool) {
+	var x number
+	ok := f.read(name, &x)
+	return float64(x), ok
+}
+
+func (f *fields) flag(name string) bool {
+	var b boolean
+	f.read(name, &b)
+	return bool(b)
 }
 
 func (f *fields) str(name string) string {
-	v := f.body.get(name)
-	if v.present() && v.kind != kindString {
-		f.complain("string_type", name, "Input should be a valid string", &v)
-		return ""
-	}
-	return v.text
+	var s string
+	f.read(name, &s)
+	return s
 }
 
 // texts is a string or a list of strings.
 func (f *fields) texts(name string) []string {
-	v := f.body.get(name)
-	switch {
-	case !v.present():
-		return nil
-	case v.kind == kindString:
-		return []string{v.text}
-	case v.kind != kindArray:
-		f.complain("string_type", name, "Input should be a valid string", &v)
-		f.complain("list_type", name, "Input should be a valid list", &v)
-		return nil
+	if raw := f.members[name]; len(raw) > 0 && raw[0] == '"' {
+		return []string{f.str(name)}
 	}
 	var out []string
-	for i := range v.len() {
-		item := v.at(i)
-		if item.kind != kindString {
-			f.complain("string_type", name+"."+strconv.Itoa(i), "Input should be a valid string", &item)
-			continue
+	f.read(name, &out)
+	return out
+}
+
+func (f *fields) nums(name string) []integer {
+	var out []integer
+	f.read(name, &out)
+	return out
+}
+
+type (
+	integer int
+	number  float64
+	boolean bool
+)
+
+// scalarText is the text of a number, a boolean or a string; objects and lists keep their brackets and fail
+// in the parser that follows.
+func scalarText(raw []byte) string {
+	return strings.TrimSpace(strings.Trim(string(raw), `"`))
+}
+
+// UnmarshalJSON takes whole numbers in any spelling.
+func (n *integer) UnmarshalJSON(raw []byte) error {
+	text := scalarText(raw)
+	i, err := strconv.ParseInt(text, 10, strconv.IntSize)
+	if err == nil {
+		*n = integer(i)
+		return nil
+	}
+	var x number
+	if err := x.UnmarshalJSON(raw); err != nil {
+		return err
+	}
+	if float64(x) != math.Trunc(float64(x)) || math.Abs(float64(x)) >= 1<<53 {
+		return errors.New("want an integer, got " + text)
+	}
+	*n = integer(x)
+	return nil
+}
+
+// UnmarshalJSON takes numbers, and booleans as 0 and 1.
+func (x *number) UnmarshalJSON(raw []byte) error {
+	switch string(raw) {
+	case "true":
+		*x = 1
+		return nil
+	case "false":
+		return nil
+	}
+	v, err := strconv.ParseFloat(scalarText(raw), 64)
+	*x = number(v)
+	return err
+}
+
+// UnmarshalJSON takes the words for yes and no.
+func (b *boolean) UnmarshalJSON(raw []byte) error {
+	switch text := strings.ToLower(scalarText(raw)); text {
+	case "1", "true", "t", "yes", "y", "on":
+		*b = true
+	case "0", "false", "f", "no", "n", "off":
+	default:
+		return errors.New("want a boolean, got " + text)
+	}
+	return nil
+}
+
+// prompts takes the four forms of a prompt: string, [string], [int], [[int]].
+func (f *fields) prompts() []prompt {
+	raw := f.members["prompt"]
+	if !f.has("prompt") || string(raw) == `""` {
+		return nil
+	}
+	list := []json.RawMessage{raw}
+	if raw[0] == '[' {
+		if inner := bytes.TrimSpace(raw[1:]); inner[0] == '"' || inner[0] == '[' || inner[0] == ']' {
+			f.read("prompt", &list)
 		}
-		out = append(out, item.text)
+	}
+	var out []prompt
+	for _, raw := range list {
+		p, ok := f.prompt(raw)
+		if !ok {
+			return nil
+		}
+		out = append(out, p)
 	}
 	return out
 }
 
-// nums is a list of integers.
-func (f *fields) nums(name string) []int {
-	v := f.body.get(name)
-	if !v.present() {
-		return nil
-	}
-	if v.kind != kindArray {
-		f.complain("list_type", name, "Input should be a valid list", &v)
-		return nil
-	}
-	var out []int
-	for i := range v.len() {
-		item := v.at(i)
-		n, kind, msg := asInt(&item)
-		if kind != "" {
-			f.complain(kind, name+"."+strconv.Itoa(i), msg, &item)
-			continue
+// prompt is one text or one list of token ids, which may not be empty.
+func (f *fields) prompt(raw json.RawMessage) (prompt, bool) {
+	if raw[0] == '"' {
+		text, err := unquote(raw)
+		if err != nil || text == "" {
+			f.refuse("prompt", "want a text that is not empty")
+			return prompt{}, false
 		}
-		out = append(out, n)
+		return prompt{ids: em.AppendTokens(nil, text)}, true
+	}
+	var ids []int64
+	if err := json.Unmarshal(raw, &ids); err != nil || len(ids) == 0 {
+		f.refuse("prompt", "want texts or lists of token ids")
+		return prompt{}, false
+	}
+	out := prompt{ids: make([]uint32, len(ids)), fromIDs: true}
+	for i, id := range ids {
+		if !f.isToken("prompt", i, id) {
+			return prompt{}, false
+		}
+		out.ids[i] = uint32(id) //nolint:gosec // checked
+	}
+	return out, true
+}
+
+// unquote decodes a string, or null. A text without escapes is taken as it is, because json.Unmarshal
+// passes over a large text twice more.
+func unquote(raw []byte) (text string, err error) {
+	if raw[0] == '"' && bytes.IndexByte(raw, '\\') < 0 && utf8.Valid(raw) {
+		return string(raw[1 : len(raw)-1]), nil
+	}
+	err = json.Unmarshal(raw, &text)
+	return text, err
+}
+
+// isToken refuses element i of a list if it is an id outside the vocabulary.
+func (f *fields) isToken(name string, i int, id int64) bool {
+	switch {
+	case id < 0:
+		f.refuse(name+"."+strconv.Itoa(i), "Input should be greater than or equal to 0")
+	case id > maxTokenID && f.fault == nil:
+		f.fault = badRequest("", "Token id %d is out of vocabulary", id)
+	}
+	return id >= 0 && id <= maxTokenID
+}
+
+// messages reads the conversation.
+func (f *fields) messages() []em.Message {
+	var list []struct {
+		Role    *string     `json:"role"`
+		Content messageText `json:"content"`
+	}
+	if !f.has("messages") {
+		f.refuse("messages", "Field required")
+	}
+	f.read("messages", &list)
+	var out []em.Message
+	for i, m := range list {
+		if m.Role == nil {
+			f.refuse("messages."+strconv.Itoa(i)+".role", "Field required")
+			return nil
+		}
+		out = append(out, em.Message{Role: *m.Role, Content: string(m.Content)})
 	}
 	return out
 }
 
-// missing complains about a required member.
-func (f *fields) missing(loc string) {
-	f.faults = append(f.faults, fieldError{
-		kind: "missing", loc: "body." + loc, msg: "Field required",
-		input: describe(&f.body),
-	})
-}
+// messageText is the content of a message: a text, or text parts, which are joined. The engine reads no
+// other media.
+type messageText string
 
-func (f *fields) err() *apiError {
-	if len(f.faults) == 0 {
-		return nil
+// UnmarshalJSON implements json.Unmarshaler.
+func (t *messageText) UnmarshalJSON(raw []byte) error {
+	if raw[0] != '[' {
+		text, err := unquote(raw)
+		*t = messageText(text)
+		return err
 	}
-	if f.faults[0].kind == outOfVocabulary {
-		return badRequest("", "Token id %s is out of vocabulary", f.faults[0].input)
+	var parts []struct {
+		Text *string `json:"text"`
 	}
-	return schemaError(f.faults)
-}
-
-// pyFloat spells a number as Python does.
-func pyFloat(x float64) string {
-	s := strconv.FormatFloat(x, 'g', -1, 64)
-	if abs := math.Abs(x); abs < 1e16 && abs >= 1e-4 || x == 0 {
-		s = strconv.FormatFloat(x, 'f', -1, 64)
+	if err := json.Unmarshal(raw, &parts); err != nil {
+		return err
 	}
-	if !strings.ContainsAny(s, ".e") {
-		s += ".0"
+	texts := make([]string, len(parts))
+	for i, part := range parts {
+		if part.Text == nil {
+			return errors.New("this model reads text parts only")
+		}
+		texts[i] = *part.Text
 	}
-	return s
+	*t = messageText(strings.Join(texts, "\n"))
+	return nil
 }

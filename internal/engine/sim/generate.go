@@ -1,6 +1,7 @@
 package sim
 
 import (
+	"fmt"
 	"math"
 	"net/http"
 	"strconv"
@@ -16,13 +17,7 @@ func (s *Server) now() int64 { return time.Now().Unix() }
 // newID is 16 hex digits, different for each call.
 func (s *Server) newID() string {
 	x := s.ids.Add(0x9E3779B97F4A7C15) // an odd step visits every value before it repeats one
-	x = (x ^ x>>31) * 0xBF58476D1CE4E5B9
-	var b [16]byte
-	for i := range b {
-		b[i] = hexDigits[x&15]
-		x >>= 4
-	}
-	return string(b[:])
+	return fmt.Sprintf("%016x", (x^x>>31)*0xBF58476D1CE4E5B9)
 }
 
 // generate serves both generation routes.
@@ -41,7 +36,7 @@ func (s *Server) generate(w http.ResponseWriter, r *http.Request) {
 	if r.URL.Path == "/v1/chat/completions" {
 		read, prefix = readChat, "chatcmpl-"
 	}
-	p, _, apiErr := read(body, s.set)
+	p, apiErr := read(body, s.set)
 	if apiErr != nil {
 		s.fail(w, apiErr)
 		return
@@ -172,27 +167,6 @@ func (s *Server) pick(pinned int) *rank {
 	return best
 }
 
-// shortenToFault shortens the sequences of a call whose fault strikes after some tokens, so that the engine
-// computes no more tokens. It returns the fault that is left for the end.
-func (c *call) shortenToFault(f *Fault) *Fault {
-	if f == nil || f.Mode != ModeAbort && (c.plan.stream || f.AfterTokens == 0) {
-		return f
-	}
-	for i := range c.choices {
-		ch := &c.choices[i]
-		if n := max(1, f.AfterTokens); n < ch.req.Output || f.Mode == ModeAbort && n == ch.req.Output {
-			ch.req.Output = n
-			if f.Mode == ModeAbort {
-				ch.req.Ending = em.FinishAbort
-			}
-		}
-	}
-	if f.Mode == ModeAbort {
-		return nil
-	}
-	return f
-}
-
 // whole waits for the end and answers at once.
 func (s *Server) whole(w http.ResponseWriter, r *http.Request, rank *rank, c *call, fault *Fault) {
 	if fault != nil && fault.AfterTokens == 0 && fault.Mode != ModeNoDone {
@@ -236,20 +210,6 @@ func (f *Fault) code() int {
 		return defaultErrorCode
 	}
 	return f.Code
-}
-
-// failure is the reason why the engine could not finish a call; nil = it finished.
-func (c *call) failure() *apiError {
-	for i := range c.choices {
-		ch := &c.choices[i]
-		switch {
-		case ch.rejected.Load():
-			return busyError()
-		case em.FinishReason(ch.ended.Load()) == em.FinishError: //nolint:gosec // stored from a FinishReason
-			return internalError(msgEngineDead)
-		}
-	}
-	return nil
 }
 
 // maxPooledBuffer bounds what a finished stream leaves for the next one.

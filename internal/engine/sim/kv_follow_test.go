@@ -137,7 +137,8 @@ func converse(t *testing.T, urls ...string) {
 			for turn := range 12 {
 				history += fmt.Sprintf("turn %d of %d asks for more. ", turn, k)
 				body := fmt.Sprintf(`{"prompt":%q,"max_tokens":%d,"ignore_eos":true}`, history, 4+turn)
-				if got := tryAsk(urls[(k+turn)%len(urls)]+"/v1/completions", body); !strings.Contains(got, "cmpl-") {
+				got := tryAsk(urls[(k+turn)%len(urls)]+"/v1/completions", body)
+				if !strings.Contains(got, "cmpl-") {
 					t.Errorf("no answer: %s", got)
 				}
 			}
@@ -232,12 +233,15 @@ func TestWithoutReplayAGapIsVisible(t *testing.T) {
 	c.KVEvents.Replay = nil
 	s := start(t, c)
 	sub, view := follow(t, s, 0, nil)
-	ask(t, s, "/v1/completions", `{"prompt":"the first request of all, long enough for blocks","max_tokens":1}`)
+	ask(t, s, "/v1/completions", `{"prompt":"the first request of all, long enough for blocks",`+
+		`"max_tokens":1}`)
 	agree(t, s, sub, view, 0)
 	assert.False(t, sub.Stats().Partial, "followed from the first batch on")
 	require.NoError(t, s.Fail(Fault{Mode: ModeKVDrop, Count: 1}))
-	ask(t, s, "/v1/completions", `{"prompt":"a request whose blocks nobody hears of, a lost one","max_tokens":1}`)
-	ask(t, s, "/v1/completions", `{"prompt":"another request that shows the gap, and fills blocks","max_tokens":1}`)
+	ask(t, s, "/v1/completions", `{"prompt":"a request whose blocks nobody hears of, a lost one",`+
+		`"max_tokens":1}`)
+	ask(t, s, "/v1/completions", `{"prompt":"another request that shows the gap, and fills blocks",`+
+		`"max_tokens":1}`)
 	eventually(t, func() bool {
 		st := sub.Stats()
 		return st.Gaps == 1 && st.LastSeq+1 == s.BlockTables()[0].Next
@@ -268,7 +272,8 @@ func TestLateJoinerOfALongHistoryIsPartial(t *testing.T) {
 		assert.LessOrEqual(t, view.copies[fmt.Sprint(hash)], n)
 	}
 	before := view.size()
-	ask(t, s, "/v1/completions", `{"prompt":"something that was never asked before, to refill the view","max_tokens":9}`)
+	ask(t, s, "/v1/completions", `{"prompt":"something that was never asked before, to refill the `+
+		`view","max_tokens":9}`)
 	eventually(t, func() bool { return view.size() > before })
 }
 
@@ -289,7 +294,8 @@ func TestRestartInPlace(t *testing.T) {
 			require.NoError(t, s.Fail(Fault{Mode: ModeKVRestart}))
 			eventually(t, func() bool { return view.size() == 0 })
 			eventually(t, func() bool { return sub.Stats().Connects == 2 && s.ranks[0].kv.listeners() == 1 })
-			ask(t, s, "/v1/completions", `{"prompt":"the first one of the new incarnation, with some blocks","max_tokens":1}`)
+			ask(t, s, "/v1/completions", `{"prompt":"the first one of the new incarnation, with some `+
+				`blocks","max_tokens":1}`)
 			agree(t, s, sub, view, 0)
 			st := sub.Stats()
 			assert.False(t, st.Partial, "%+v", st)
@@ -340,12 +346,15 @@ func TestSlowAndSilentReplays(t *testing.T) {
 			require.NoError(t, s.Fail(Fault{Mode: mode}))
 			sub, view := follow(t, s, 0, nil)
 			eventually(t, func() bool { return sub.Stats().ReplayFailures == 1 })
-			ask(t, s, "/v1/completions", `{"prompt":"the first batch of all is a baseline by itself","max_tokens":1}`)
+			ask(t, s, "/v1/completions", `{"prompt":"the first batch of all is a baseline by itself",`+
+				`"max_tokens":1}`)
 			agree(t, s, sub, view, 0)
 			assert.False(t, sub.Stats().Partial)
 			require.NoError(t, s.Fail(Fault{Mode: ModeKVDrop, Count: 1}))
-			ask(t, s, "/v1/completions", `{"prompt":"a batch that is lost, and cannot be asked for","max_tokens":1}`)
-			ask(t, s, "/v1/completions", `{"prompt":"the batch that shows it, some more blocks for it","max_tokens":1}`)
+			ask(t, s, "/v1/completions", `{"prompt":"a batch that is lost, and cannot be asked for",`+
+				`"max_tokens":1}`)
+			ask(t, s, "/v1/completions", `{"prompt":"the batch that shows it, some more blocks for it",`+
+				`"max_tokens":1}`)
 			eventually(t, func() bool { return sub.Stats().LastSeq+1 == s.BlockTables()[0].Next })
 			assert.True(t, sub.Stats().Partial, "visibly so")
 			assert.Equal(t, uint64(1), sub.Stats().ReplayFailures, "not asked again within the cooldown")
@@ -366,7 +375,8 @@ func TestEngineProcessDialsAndRestarts(t *testing.T) {
 			Replay: fmt.Sprintf("tcp://127.0.0.1:%d", replay),
 		},
 	}, nil)
-	config := fmt.Sprintf(`{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://%s","replay_endpoint":"tcp://127.0.0.1:%d","topic":""}`,
+	config := fmt.Sprintf(`{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://%s",`+
+		`"replay_endpoint":"tcp://127.0.0.1:%d","topic":""}`,
 		sub.Addr(), replay)
 	url := fmt.Sprintf("http://127.0.0.1:%d", http)
 	table := func() (out []BlockTable) {

@@ -1,6 +1,7 @@
 package sim
 
 import (
+	"fmt"
 	"math"
 	"sort"
 	"strconv"
@@ -92,7 +93,7 @@ func (g *page) histogram(name, help string, engines []string, hs []*histogram) {
 			total += n
 			le := "+Inf"
 			if k < len(h.bounds) {
-				le = pyFloat(h.bounds[k])
+				le = string(appendMetric(nil, h.bounds[k]))
 			}
 			g.line(name+"_bucket", &sample{
 				engine: engines[i], before: `le="` + le + `"`,
@@ -247,12 +248,11 @@ func (g *page) config(s *Server, snaps []snapshot) {
 	}
 	g.head("cache_config_info", "gauge", "Settings of the KV cache as labels.")
 	for i := range snaps {
-		g.b = append(g.b, `vllm:cache_config_info{block_size="`+strconv.Itoa(s.cfg.toldBlockSize())+`",cache_dtype="auto",`+
-			`enable_prefix_caching="`+caching+
-			`",engine="`+snaps[i].engine+`",kv_cache_size_tokens="`+strconv.Itoa(m.Blocks*m.BlockSize)+`",`+
-			`num_cpu_blocks="None",num_gpu_blocks="`+
-			strconv.Itoa(m.Blocks)+`",num_gpu_blocks_override="None",`+
-			`prefix_caching_hash_algo="xxh3",sliding_window="None"} 1.0`+"\n"...)
+		g.b = fmt.Appendf(g.b, `vllm:cache_config_info{block_size="%d",cache_dtype="auto",`+
+			`enable_prefix_caching="%s",engine="%s",kv_cache_size_tokens="%d",num_cpu_blocks="None",`+
+			`num_gpu_blocks="%d",num_gpu_blocks_override="None",prefix_caching_hash_algo="xxh3",`+
+			`sliding_window="None"} 1.0`+"\n", s.cfg.toldBlockSize(), caching, snaps[i].engine,
+			m.Blocks*m.BlockSize, m.Blocks)
 	}
 }
 

@@ -1,9 +1,8 @@
 package sim
 
 import (
+	"encoding/json"
 	"math"
-	"strconv"
-	"strings"
 
 	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
@@ -62,7 +61,12 @@ func (p *plan) common(f *fields) {
 		p.n = n
 	}
 	p.stops = f.texts("stop")
-	p.readStopIDs(f)
+	for _, id := range f.nums("stop_token_ids") {
+		if p.stopIDs == nil {
+			p.stopIDs = make(map[int]bool)
+		}
+		p.stopIDs[int(id)] = true
+	}
 	p.includeStop = f.flag("include_stop_str_in_output")
 	p.ignoreEOS = f.flag("ignore_eos")
 	p.minTokens, _ = f.num("min_tokens")
@@ -76,17 +80,18 @@ func (p *plan) common(f *fields) {
 	if k, ok := f.num("prompt_logprobs"); ok {
 		p.promptLogprobs = k
 	}
-	options := f.body.get("stream_options")
-	p.includeUsage = f.flagOf(options, "include_usage", "stream_options.include_usage")
-	p.contUsage = f.flagOf(options, "continuous_usage_stats", "stream_options.continuous_usage_stats") &&
-		p.includeUsage
+	options := f.object("stream_options")
+	p.includeUsage = options.flag("include_usage")
+	p.contUsage = options.flag("continuous_usage_stats") && p.includeUsage
+	if options.fault != nil && f.fault == nil {
+		f.fault = options.fault
+	}
 }
 
 // streamOptions refuses stream_options without stream.
 func (p *plan) streamOptions(f *fields) *apiError {
-	if options := f.body.get("stream_options"); options.present() && !p.stream {
-		return badRequest("stream_options",
-			"Stream options can only be defined when `stream=True`. (parameter=stream_options)")
+	if f.has("stream_options") && !p.stream {
+		return badRequest("stream_options", "stream_options needs stream")
 	}
 	return nil
 }
@@ -100,18 +105,13 @@ func (p *plan) sampling(f *fields) *apiError {
 		return badRequest("", "n must be at most %d, got %d for %d prompts.", maxN, p.n, len(p.prompts))
 	}
 	if t, ok := f.float("temperature"); ok && t < 0 {
-		return badRequest("temperature",
-			"temperature must be non-negative, got %s. (parameter=temperature, value=%s)", pyFloat(t),
-			pyFloat(t))
+		return badRequest("temperature", "temperature must be non-negative, got %v", t)
 	}
 	if t, ok := f.float("top_p"); ok && (t <= 0 || t > 1) {
-		return badRequest("top_p", "top_p must be in (0, 1], got %s. (parameter=top_p, value=%s)", pyFloat(t),
-			pyFloat(t))
+		return badRequest("top_p", "top_p must be in (0, 1], got %v", t)
 	}
 	if p.minTokens < 0 {
-		return badRequest("min_tokens",
-			"min_tokens must be greater than or equal to 0, got %d. (parameter=min_tokens, value=%d)",
-			p.minTokens, p.minTokens)
+		return badRequest("min_tokens", "min_tokens must be 0 or more, got %d", p.minTokens)
 	}
 	return nil
 }
@@ -120,18 +120,17 @@ func (p *plan) sampling(f *fields) *apiError {
 // get.
 func (p *plan) lengths(maxLen int, given bool) *apiError {
 	if given && p.maxNew > maxLen {
-		return badRequest("max_tokens",
-			"max_tokens=%d cannot be greater than max_model_len=%d. Please request fewer output tokens. "+
-				"(parameter=max_tokens, value=%d)",
-			p.maxNew, maxLen, p.maxNew)
+		return badRequest("max_tokens", "max_tokens=%d cannot be greater than max_model_len=%d", p.maxNew,
+			maxLen)
 	}
 	for i := range p.prompts {
-		if err := p.prompts[i].tooLong(maxLen); err != nil {
-			return err
+		q := &p.prompts[i]
+		if len(q.ids) > maxLen {
+			return badRequest("input_tokens",
+				"This model's maximum context length is %d tokens. Your prompt contains more.", maxLen)
 		}
-		if n := p.room(&p.prompts[i], maxLen, given); n < 1 {
-			return badRequest("max_tokens",
-				"max_tokens must be at least 1, got %d. (parameter=max_tokens, value=%d)", n, n)
+		if n := p.room(q, maxLen, given); n < 1 {
+			return badRequest("max_tokens", "max_tokens must be at least 1, got %d", n)
 		}
 	}
 	return nil
@@ -149,21 +148,6 @@ func (p *plan) room(q *prompt, maxLen int, given bool) int {
 	return min(defaultMaxTokens, left)
 }
 
-func (q *prompt) tooLong(maxLen int) *apiError {
-	n, how := len(q.ids), ""
-	if n <= maxLen {
-		return nil
-	}
-	if !q.fromIDs { // the server counts a text's tokens only up to one beyond the limit
-		n, how = maxLen+1, "at least "
-	}
-	return badRequest("input_tokens",
-		"This model's maximum context length is %d tokens. However, your prompt contains %s%d input tokens, "+
-			"which exceeds this limit even without any output tokens. Please reduce the length of the input "+
-			"prompt. (parameter=input_tokens, value=%d)",
-		maxLen, how, n, n)
-}
-
 // late makes the checks that the imitated server makes only after it has begun to answer: for streams the
 // result is an error event under status 200.
 func (p *plan) late(ranks int) *apiError {
@@ -171,16 +155,11 @@ func (p *plan) late(ranks int) *apiError {
 		return badRequest("", "data_parallel_rank %d is out of range [0, %d).", p.rank, ranks)
 	}
 	if p.logprobs > maxTopLogprobs {
-		return badRequest("logprobs",
-			"Requested sample logprobs of %d, which is greater than max allowed: %d (parameter=logprobs, "+
-				"value=%d)",
-			p.logprobs, maxTopLogprobs, p.logprobs)
+		return badRequest("logprobs", "logprobs of %d are more than %d", p.logprobs, maxTopLogprobs)
 	}
 	if p.promptLogprobs > maxTopLogprobs {
-		return badRequest("prompt_logprobs",
-			"Requested prompt logprobs of %d, which is greater than max allowed: %d "+
-				"(parameter=prompt_logprobs, value=%d)",
-			p.promptLogprobs, maxTopLogprobs, p.promptLogprobs)
+		return badRequest("prompt_logprobs", "prompt_logprobs of %d are more than %d", p.promptLogprobs,
+			maxTopLogprobs)
 	}
 	return nil
 }
@@ -189,31 +168,62 @@ func (p *plan) late(ranks int) *apiError {
 const noRank = math.MinInt
 
 // readCompletion checks the body of /v1/completions.
-func readCompletion(body value, s *settings) (*plan, *fields, *apiError) {
-	p, f := &plan{logprobs: -1}, &fields{body: body}
+func readCompletion(f *fields, s *settings) (*plan, *apiError) {
+	p := &plan{logprobs: -1}
 	p.common(f)
 	p.echo = f.flag("echo")
 	if k, ok := f.num("logprobs"); ok {
 		p.logprobs = k
 	}
 	given := p.maxTokens(f, "max_tokens")
-	p.readPrompts(f)
-	if err := f.err(); err != nil {
-		return nil, nil, err
-	}
-	if v := body.get("prompt"); !v.present() || v.kind == kindString && v.text == "" {
-		return nil, nil, badRequest("prompt", msgNoPrompt)
-	}
-	if err := p.streamOptions(f); err != nil {
-		return nil, nil, err
-	}
-	if err := s.knows(p); err != nil {
-		return nil, nil, err
+	p.prompts = f.prompts()
+	if err := p.check(f, s); err != nil {
+		return nil, err
 	}
 	if len(p.prompts) == 0 {
-		return nil, nil, badRequest("", "You must pass at least one prompt")
+		if raw := f.members["prompt"]; f.has("prompt") && raw[0] == '[' {
+			return nil, badRequest("", "You must pass at least one prompt")
+		}
+		return nil, badRequest("prompt", msgNoPrompt)
 	}
-	return p, f, p.finishCheck(f, s, given)
+	return p, p.finishCheck(f, s, given)
+}
+
+// readChat checks the body of /v1/chat/completions.
+func readChat(f *fields, s *settings) (*plan, *apiError) {
+	p := &plan{chat: true, logprobs: -1}
+	p.common(f)
+	if f.flag("logprobs") {
+		p.logprobs, _ = f.num("top_logprobs")
+	}
+	given := p.maxTokens(f, "max_completion_tokens", "max_tokens")
+	messages := f.messages()
+	if err := p.check(f, s); err != nil {
+		return nil, err
+	}
+	var tools []json.RawMessage
+	f.read("tools", &tools)
+	auto := !f.has("tool_choice") || string(f.members["tool_choice"]) == `"auto"`
+	if len(tools) > 0 && auto {
+		return nil, badRequest("", `"auto" tool choice requires --enable-auto-tool-choice and `+
+			`--tool-call-parser to be set`)
+	}
+	if len(messages) == 0 {
+		return nil, badRequest("", "Cannot apply chat template to an empty conversation.")
+	}
+	p.prompts = []prompt{{ids: em.AppendChat(nil, messages, true)}}
+	return p, p.finishCheck(f, s, given)
+}
+
+// check makes the checks behind the reading of the members.
+func (p *plan) check(f *fields, s *settings) *apiError {
+	if f.fault != nil {
+		return f.fault
+	}
+	if err := p.streamOptions(f); err != nil {
+		return err
+	}
+	return s.knows(p)
 }
 
 func (p *plan) finishCheck(f *fields, s *settings, given bool) *apiError {
@@ -223,16 +233,7 @@ func (p *plan) finishCheck(f *fields, s *settings, given bool) *apiError {
 	if err := p.sampling(f); err != nil {
 		return err
 	}
-	return f.err()
-}
-
-func (p *plan) readStopIDs(f *fields) {
-	for _, id := range f.nums("stop_token_ids") {
-		if p.stopIDs == nil {
-			p.stopIDs = make(map[int]bool)
-		}
-		p.stopIDs[id] = true
-	}
+	return f.fault
 }
 
 func (p *plan) maxTokens(f *fields, names ...string) (given bool) {
@@ -243,186 +244,4 @@ func (p *plan) maxTokens(f *fields, names ...string) (given bool) {
 		}
 	}
 	return false
-}
-
-// readPrompts takes the four forms of a prompt: string, [string], [int], [[int]].
-func (p *plan) readPrompts(f *fields) {
-	v := f.body.get("prompt")
-	switch {
-	case !v.present():
-	case v.kind == kindString:
-		if v.text != "" {
-			p.prompts = []prompt{{ids: em.AppendTokens(nil, v.text)}}
-		}
-	case v.kind != kindArray:
-		f.wrongPrompt(&v)
-	case v.ints != nil:
-		if ids, ok := tokenIDs(v.ints); ok {
-			p.prompts = []prompt{{ids: ids, fromIDs: true}}
-			return
-		}
-		f.badID(&v)
-	default:
-		p.promptList(f, &v)
-	}
-}
-
-func (p *plan) promptList(f *fields, v *value) {
-	for i := range v.items {
-		item := &v.items[i]
-		switch {
-		case item.kind == kindString && item.text != "":
-			p.prompts = append(p.prompts, prompt{ids: em.AppendTokens(nil, item.text)})
-		case item.kind == kindArray && item.ints != nil:
-			ids, ok := tokenIDs(item.ints)
-			if !ok {
-				f.badID(item)
-				return
-			}
-			p.prompts = append(p.prompts, prompt{ids: ids, fromIDs: true})
-		default:
-			f.complain("string_type", "prompt."+strconv.Itoa(i), "Input should be a valid string", item)
-		}
-	}
-}
-
-func (f *fields) wrongPrompt(v *value) {
-	f.complain("list_type", "prompt", "Input should be a valid list", v)
-	f.complain("list_type", "prompt", "Input should be a valid list", v)
-	f.complain("string_type", "prompt", "Input should be a valid string", v)
-	f.complain("list_type", "prompt", "Input should be a valid list", v)
-}
-
-// badID explains an id list with an id that is none: as a union of four types does, each in turn.
-func (f *fields) badID(list *value) {
-	for i, n := range list.ints {
-		if n >= 0 && n <= maxTokenID {
-			continue
-		}
-		item, loc := list.at(i), "prompt."+strconv.Itoa(i)
-		if n > maxTokenID {
-			f.faults = append(f.faults, fieldError{kind: outOfVocabulary, input: item.text})
-			return
-		}
-		f.faults = append(f.faults, fieldError{
-			kind: "greater_than_equal", loc: "body." + loc,
-			msg: "Input should be greater than or equal to 0", input: item.text, ctx: "'ge': 0",
-		})
-		f.complain("list_type", loc, "Input should be a valid list", &item)
-		f.complain("string_type", "prompt", "Input should be a valid string", list)
-		f.complain("string_type", loc, "Input should be a valid string", &item)
-		return
-	}
-}
-
-// outOfVocabulary is a complaint that has its own answer.
-const outOfVocabulary = "out_of_vocabulary"
-
-func tokenIDs(ints []int64) ([]uint32, bool) {
-	ids := make([]uint32, len(ints))
-	for i, n := range ints {
-		if n < 0 || n > maxTokenID {
-			return nil, false
-		}
-		ids[i] = uint32(n)
-	}
-	return ids, true
-}
-
-// readChat checks the body of /v1/chat/completions.
-func readChat(body value, s *settings) (*plan, *fields, *apiError) {
-	p, f := &plan{chat: true, logprobs: -1}, &fields{body: body}
-	p.common(f)
-	if f.flag("logprobs") {
-		p.logprobs, _ = f.num("top_logprobs")
-	}
-	given := p.maxTokens(f, "max_completion_tokens", "max_tokens")
-	messages := f.messages()
-	if err := f.err(); err != nil {
-		return nil, nil, err
-	}
-	if err := p.streamOptions(f); err != nil {
-		return nil, nil, err
-	}
-	if err := s.knows(p); err != nil {
-		return nil, nil, err
-	}
-	if err := toolChoice(body); err != nil {
-		return nil, nil, err
-	}
-	if len(messages) == 0 {
-		return nil, nil, badRequest("",
-			"Cannot apply chat template to an empty conversation. Provide at least one message.")
-	}
-	p.prompts = []prompt{{ids: em.AppendChat(nil, messages, true)}}
-	return p, f, p.finishCheck(f, s, given)
-}
-
-func toolChoice(body value) *apiError {
-	tools, choice := body.get("tools"), body.get("tool_choice")
-	if tools.len() > 0 && (!choice.present() || choice.text == "auto") {
-		return badRequest("",
-			`"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set`)
-	}
-	return nil
-}
-
-// messages reads the conversation; texts of several parts are joined.
-func (f *fields) messages() []em.Message {
-	v := f.body.get("messages")
-	switch {
-	case v.kind == kindAbsent:
-		f.missing("messages")
-		return nil
-	case v.kind != kindArray:
-		f.complain("list_type", "messages", "Input should be a valid list", &v)
-		return nil
-	}
-	var out []em.Message
-	for i := range v.len() {
-		item := v.at(i)
-		out = append(out, f.message(&item, "messages."+strconv.Itoa(i)))
-	}
-	return out
-}
-
-func (f *fields) message(v *value, loc string) em.Message {
-	if v.kind != kindObject {
-		f.complain("dict_type", loc, "Input should be a valid dictionary", v)
-		return em.Message{}
-	}
-	role := v.get("role")
-	if role.kind != kindString {
-		f.faults = append(f.faults, fieldError{
-			kind: "missing", loc: "body." + loc + ".role",
-			msg: "Field required", input: describe(v),
-		})
-		return em.Message{}
-	}
-	return em.Message{Role: role.text, Content: f.content(v.get("content"), loc+".content")}
-}
-
-func (f *fields) content(v value, loc string) string {
-	switch v.kind {
-	case kindAbsent, kindNull:
-		return ""
-	case kindString:
-		return v.text
-	case kindArray:
-		var parts []string
-		for i := range v.len() {
-			part := v.at(i)
-			text := part.get("text")
-			if part.kind != kindObject || text.kind != kindString {
-				f.complain("string_type", loc+"."+strconv.Itoa(i),
-					"Input should be a text part: this model reads no other media", &part)
-				continue
-			}
-			parts = append(parts, text.text)
-		}
-		return strings.Join(parts, "\n")
-	case kindBool, kindNumber, kindObject:
-	}
-	f.complain("string_type", loc, "Input should be a valid string", &v)
-	return ""
 }

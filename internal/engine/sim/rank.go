@@ -171,15 +171,6 @@ func (r *rank) pass(e *em.Effect) {
 	}
 }
 
-// finish books the end of a sequence and wakes the handler: a stream at each end, a plain answer at the last
-// one.
-func (c *choice) finish(why em.FinishReason) {
-	c.ended.Store(uint32(why))
-	if c.call.open.Add(-1) == 0 || c.call.plan.stream {
-		c.call.ring()
-	}
-}
-
 // blocks hands the changes of a step to the publisher; it runs in the rank's turn.
 func (r *rank) blocks(events []em.BlockEvent) {
 	if r.kv != nil {

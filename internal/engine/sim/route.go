@@ -150,23 +150,24 @@ func (s *Server) serverLoad(w http.ResponseWriter) {
 
 func (s *Server) models(w http.ResponseWriter) {
 	now := s.now()
-	b := []byte(`{"object":"list","data":[`)
 	root := s.cfg.Root
 	if root == "" {
 		root = s.cfg.Names[0]
 	}
+	type object = map[string]any
+	list := make([]object, len(s.cfg.Names))
 	for i, name := range s.cfg.Names {
-		b = appendJSON(append(comma(b, i), `{"id":`...), name)
-		b = fmt.Appendf(b, `,"object":"model","created":%d,"owned_by":"vllm","root":`, now)
-		b = appendJSON(b, root)
-		b = fmt.Appendf(b, `,"parent":null,"max_model_len":%d,"permission":[{`+
-			`"id":"modelperm-%s","object":"model_permission","created":%d,`+
-			`"allow_create_engine":false,"allow_sampling":true,"allow_logprobs":true,"allow_search_indices":false,`+
-			`"allow_view":true,`+
-			`"allow_fine_tuning":false,"organization":"*","group":null,"is_blocking":false}]}`,
-			s.cfg.Model.MaxModelLen, s.newID(), now)
+		list[i] = object{
+			"id": name, "object": "model", "created": now, "owned_by": "vllm", "root": root, "parent": nil,
+			"max_model_len": s.cfg.Model.MaxModelLen, "permission": []object{{
+				"id": "modelperm-" + s.newID(), "object": "model_permission", "created": now,
+				"allow_create_engine": false, "allow_sampling": true, "allow_logprobs": true,
+				"allow_search_indices": false, "allow_view": true, "allow_fine_tuning": false,
+				"organization": "*", "group": nil, "is_blocking": false,
+			}},
+		}
 	}
-	s.writeJSON(w, http.StatusOK, append(b, "]}"...))
+	s.writeJSON(w, http.StatusOK, mustMarshal(object{"object": "list", "data": list}))
 }
 
 func (s *Server) writeJSON(w http.ResponseWriter, status int, body []byte) {
@@ -189,37 +190,28 @@ func (s *Server) fail(w http.ResponseWriter, e *apiError) { s.writeJSON(w, e.sta
 
 // body reads and parses a JSON body. The whole body is read, because net/http reports that a
 // client left only after the handler has read the body to its end.
-func (s *Server) body(r *http.Request) (value, *apiError) {
+func (s *Server) body(r *http.Request) (*fields, *apiError) {
 	raw, apiErr := readAll(r)
 	if apiErr != nil {
-		return value{}, apiErr
+		return nil, apiErr
 	}
 	kind, _, _ := strings.Cut(r.Header.Get("Content-Type"), ";")
 	if !strings.EqualFold(strings.TrimSpace(kind), "application/json") {
-		return value{}, &apiError{status: http.StatusBadRequest, kind: "Bad Request", message: msgMediaType}
+		return nil, &apiError{status: http.StatusBadRequest, kind: "Bad Request", message: msgMediaType}
 	}
 	if len(raw) == 0 {
-		return value{}, schemaError([]fieldError{{
-			kind: "missing", loc: "body", msg: "Field required",
-			input: "None",
-		}})
+		return nil, schemaError("body", "Field required")
 	}
-	v, err := parseJSON(string(raw))
-	var bad *syntaxError
-	if errors.As(err, &bad) {
-		return value{}, schemaError([]fieldError{{
-			kind: "json_invalid", loc: "body." + strconv.Itoa(bad.pos), msg: "JSON decode error",
-			input: "<dict of 0 items>", ctx: "'error': '" + bad.msg + "'",
-		}})
+	f := &fields{}
+	err := json.Unmarshal(raw, &f.members)
+	var bad *json.SyntaxError
+	switch {
+	case errors.As(err, &bad):
+		return nil, schemaError("body."+strconv.FormatInt(bad.Offset, 10), bad.Error())
+	case err != nil || f.members == nil:
+		return nil, schemaError("body", "want an object")
 	}
-	if v.kind != kindObject {
-		return value{}, schemaError([]fieldError{{
-			kind: "model_attributes_type", loc: "body",
-			msg:   "Input should be a valid dictionary or object to extract fields from",
-			input: describe(&v),
-		}})
-	}
-	return v, nil
+	return f, nil
 }
 
 func readAll(r *http.Request) ([]byte, *apiError) {
@@ -249,25 +241,19 @@ func readAll(r *http.Request) ([]byte, *apiError) {
 
 // kvSources answers GET /kv_event_sources: the sockets of every rank of this process, rank offset applied.
 func (s *Server) kvSources(w http.ResponseWriter) {
-	b := []byte{'{'}
-	for i, r := range s.ranks {
+	sources := map[string]KVEvents{}
+	for _, r := range s.ranks {
 		if r.kv == nil {
 			continue
 		}
-		told := r.kv.set
-		told.Endpoint = r.kv.sockets.endpoint
-		if told.Replay != nil {
-			told.Replay = &r.kv.sockets.replay
+		source := r.kv.set
+		source.Endpoint = r.kv.sockets.endpoint
+		if source.Replay != nil {
+			source.Replay = &r.kv.sockets.replay
 		}
-		entry, err := json.Marshal(told)
-		if err != nil {
-			s.fail(w, internalError(err.Error()))
-			return
-		}
-		b = append(comma(b, i), '"')
-		b = append(append(append(b, r.label...), `":`...), entry...)
+		sources[r.label] = source
 	}
-	s.writeJSON(w, http.StatusOK, append(b, '}'))
+	s.writeJSON(w, http.StatusOK, mustMarshal(sources))
 }
 
 // resetCache answers POST /reset_prefix_cache of the development mode.
@@ -309,11 +295,10 @@ func (s *Server) BlockTables() []BlockTable {
 
 // textBody is the common beginning of the tokenizer routes.
 func (s *Server) textBody(w http.ResponseWriter, r *http.Request) (*fields, bool) {
-	body, apiErr := s.body(r)
-	f := &fields{body: body}
+	f, apiErr := s.body(r)
 	if apiErr == nil {
 		name := f.str("model")
-		if apiErr = f.err(); apiErr == nil {
+		if apiErr = f.fault; apiErr == nil {
 			apiErr = s.set.knowsModel(name)
 		}
 	}
@@ -334,34 +319,32 @@ func (s *Server) tokenize(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	var ids []uint32
-	if f.body.get("messages").present() {
-		add := f.body.get("add_generation_prompt")
-		ids = em.AppendChat(nil, f.messages(), !add.present() || f.flag("add_generation_prompt"))
+	if f.has("messages") {
+		add := !f.has("add_generation_prompt") || f.flag("add_generation_prompt")
+		ids = em.AppendChat(nil, f.messages(), add)
 	} else {
-		if !f.body.get("prompt").present() {
-			f.missing("prompt")
+		if !f.has("prompt") {
+			f.refuse("prompt", "Field required")
 		}
 		ids = em.AppendTokens(nil, f.str("prompt"))
 	}
-	withText := f.flag("return_token_strs")
-	if apiErr := f.err(); apiErr != nil {
-		s.fail(w, apiErr)
+	var texts []string
+	if f.flag("return_token_strs") {
+		texts = []string{}
+		for _, id := range ids {
+			texts = append(texts, tokenText(id))
+		}
+	}
+	if f.fault != nil {
+		s.fail(w, f.fault)
 		return
 	}
-	b := strconv.AppendInt([]byte(`{"count":`), int64(len(ids)), 10)
-	b = strconv.AppendInt(append(b, `,"max_model_len":`...), int64(s.set.maxModelLen), 10)
-	b = appendIDList(append(b, `,"tokens":`...), ids)
-	b = append(b, `,"token_strs":`...)
-	if withText {
-		b = append(b, '[')
-		for i, id := range ids {
-			b = appendJSON(comma(b, i), tokenText(id))
-		}
-		b = append(b, "]}"...)
-	} else {
-		b = append(b, "null}"...)
-	}
-	s.writeJSON(w, http.StatusOK, b)
+	s.writeJSON(w, http.StatusOK, mustMarshal(struct {
+		Count   int      `json:"count"`
+		MaxLen  int      `json:"max_model_len"`
+		IDs     []uint32 `json:"tokens"`
+		Strings []string `json:"token_strs"`
+	}{len(ids), s.set.maxModelLen, append([]uint32{}, ids...), texts}))
 }
 
 // detokenize turns ids into text.
@@ -370,28 +353,27 @@ func (s *Server) detokenize(w http.ResponseWriter, r *http.Request) {
 	if !ok {
 		return
 	}
-	if !f.body.get("tokens").present() {
-		f.missing("tokens")
+	if !f.has("tokens") {
+		f.refuse("tokens", "Field required")
 	}
 	var ids []uint32
-	for _, n := range f.nums("tokens") {
-		if n < 0 || n > maxTokenID {
-			f.faults = append(f.faults, fieldError{kind: outOfVocabulary, input: strconv.Itoa(n)})
+	for i, n := range f.nums("tokens") {
+		if !f.isToken("tokens", i, int64(n)) {
 			break
 		}
-		ids = append(ids, uint32(n))
+		ids = append(ids, uint32(n)) //nolint:gosec // checked
 	}
-	if apiErr := f.err(); apiErr != nil {
-		s.fail(w, apiErr)
+	if f.fault != nil {
+		s.fail(w, f.fault)
 		return
 	}
-	s.writeJSON(w, http.StatusOK, append(appendJSON([]byte(`{"prompt":`), em.Text(ids)), '}'))
+	s.writeJSON(w, http.StatusOK, mustMarshal(map[string]string{"prompt": em.Text(ids)}))
 }
 
 // metrics is the body of GET /metrics.
 func (s *Server) metrics() []byte {
 	g := &page{
-		model:   string(appendEscaped(nil, s.cfg.Names[0])),
+		model:   string(appendEscaped(nil, []byte(s.cfg.Names[0]))),
 		created: float64(s.started.UnixNano()) / 1e9,
 	}
 	snaps := make([]snapshot, len(s.ranks))
