@@ -105,7 +105,7 @@ func (c *Core) reconcile(now time.Time) {
 	c.moveOffDraining(now)
 	c.proposePeerCommands(now)
 	c.proposePending(now)
-	c.grantAll(now)
+	c.assignWaiting(now)
 	c.forgetFinished(now)
 	c.waiting = nil
 	for _, name := range c.appNames() {

@@ -8,9 +8,9 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/actors/rankassigner"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
-	"github.com/dpserve/dpserve/placement"
 )
 
 // Core decides. It has no IO, no clock and no goroutines: the same inputs at the same times give the same
@@ -19,20 +19,22 @@ import (
 type Core struct {
 	Self string // the leader's node; "" = the leader has no node
 
-	timers   Timers
-	state    *state.State     // nil before the barrier: nothing is decided
-	nodes    []placement.Node // nodes that may get ranks
-	apps     map[string]*application
-	units    map[string]*unit
-	order    []string         // ids of units; nil = must be sorted
-	peers    map[string]*peer // by node
-	leases   *state.Leases
-	waiting  []msg.Waiting // units without room after the last reconcile; replaced, never changed
-	ledSince time.Time     // when the first state after the barrier arrived
-	lastStep time.Time     // time of the last step
-	blamedAt time.Time     // when this leader last took a silence for its own fault
-	noChange bool          // nothing has changed in this step
-	out      []Effect
+	timers    Timers
+	state     *state.State // nil before the barrier: nothing is decided
+	usable    []string     // nodes that may get ranks
+	apps      map[string]*application
+	units     map[string]*unit
+	order     []string         // ids of units; nil = must be sorted
+	peers     map[string]*peer // by node
+	leases    *state.Leases
+	waiting   []msg.Waiting // units without room after the last reconcile; replaced, never changed
+	ledSince  time.Time     // when the first state after the barrier arrived
+	lastStep  time.Time     // time of the last step
+	blamedAt  time.Time     // when this leader last took a silence for its own fault
+	movesWait bool          // moveOffDraining waits for answers of the RankAssigner
+	changes   uint64        // counts the inputs that may change what finds room
+	noChange  bool          // nothing has changed in this step
+	out       []Effect
 }
 
 // NewCore makes a Core without state.
@@ -48,10 +50,13 @@ func NewCore(t Timers) *Core {
 func (c *Core) Step(now time.Time, in any) []Effect {
 	c.out = nil
 	_, c.noChange = in.(NodeSeen) // most renewals bring no news
+	if a, ok := in.(GroupAssigned); !ok || len(a.Grant.Units) > 0 {
+		c.changes++ // that a group found no room does not make room for others
+	}
 	c.checkLeases(now)
 	c.applyInput(now, in)
 	if c.state != nil && !c.noChange {
-		c.nodes = placementNodes(c.withStoppingAsDraining(c.state))
+		c.usable = rankassigner.UsableNodes(c.withStoppingAsDraining(c.state))
 		c.reconcile(now)
 	}
 	return c.out
@@ -65,8 +70,8 @@ func (c *Core) applyInput(now time.Time, in any) {
 		c.emit(c.renew(now, in.Report))
 	case Refused:
 		c.applyRefusal(now, in)
-	case Granted:
-		c.grantDone(now, in)
+	case GroupAssigned:
+		c.groupAssigned(now, in)
 	case Concluded:
 		c.commandDone(now, in)
 	case Redeployed:
@@ -212,26 +217,6 @@ func (c *Core) stop(u *unit, done func(*part) bool, grace time.Duration) {
 				Reason: u.m.Reason,
 			}})
 		}
-	}
-}
-
-// grantDone takes the result of a grant. A grant with an unknown result may be in the state, where
-// adoptGrants finds it.
-func (c *Core) grantDone(now time.Time, in Granted) {
-	for _, id := range in.Units {
-		u := c.units[id]
-		if u == nil {
-			continue
-		}
-		u.busy = false
-		epoch := in.Result.Epochs[id]
-		if in.Err != nil || epoch == 0 {
-			if u.m.Phase != state.Gone { // else the unit was given up meanwhile
-				u.requeue(now.Add(c.timers.Retry))
-			}
-			continue
-		}
-		c.startGranted(now, u, u.next, epoch, u.currentAttempt())
 	}
 }
 
@@ -386,12 +371,8 @@ type (
 		Before map[string]uint64 // epochs of the units before the change; nil = all current units
 		State  *state.State
 	}
-	// Granted is the outcome of a GrantEffect.
-	Granted struct {
-		Units  []string
-		Result state.Result
-		Err    error
-	}
+	// GroupAssigned is the answer to an AssignEffect.
+	GroupAssigned struct{ msg.GroupAssigned }
 	// Concluded is the result of a ProposeEffect or ReleaseEffect: of a unit, of an application (Unit empty),
 	// or of a node.
 	Concluded struct {
@@ -412,8 +393,9 @@ type Effect any
 
 // The effects.
 type (
-	// GrantEffect proposes the units of one placed group. The answer is Granted.
-	GrantEffect struct{ Grant state.GrantGroup }
+	// AssignEffect asks the RankAssigner to place and grant units of one group. Requests are passed on in
+	// their order. The answer is GroupAssigned.
+	AssignEffect struct{ Request *msg.AssignGroup }
 	// ProposeEffect proposes any other command. The answer is Concluded with the same App, Unit and Node.
 	// NodeLost is proposed only if a majority confirms this leader when the effect is carried out, and if the
 	// effect still Stands after that.

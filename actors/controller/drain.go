@@ -3,8 +3,8 @@ package controller
 import (
 	"time"
 
+	"github.com/dpserve/dpserve/actors/rankassigner"
 	"github.com/dpserve/dpserve/internal/state"
-	"github.com/dpserve/dpserve/placement"
 )
 
 // giveUpUnitsOn gives up the units of a stopping node, except those that already end. The node ends them in
@@ -28,8 +28,15 @@ func (c *Core) giveUp(now time.Time, u *unit, node string) {
 }
 
 // moveOffDraining ends units on draining nodes that find room elsewhere, one ready unit at a time per
-// application.
+// application. It waits for the answers of the RankAssigner, which may be giving that room away.
 func (c *Core) moveOffDraining(now time.Time) {
+	c.movesWait = false
+	for _, u := range c.units {
+		c.movesWait = c.movesWait || u.isAssigning()
+	}
+	if c.movesWait {
+		return
+	}
 	draining := map[string]*state.Node{}
 	for id, n := range c.state.Nodes {
 		if n.Draining && !n.Lost {
@@ -83,9 +90,9 @@ func (c *Core) moveUnit(now time.Time, a *application, u *unit, n *state.Node) {
 			return
 		}
 	}
-	to, err := c.placeElsewhere(u)
-	if err != nil {
-		u.stayReason = "stays on draining node " + n.ID + ": " + explain(err)
+	to, noRoom := c.placeElsewhere(now, u)
+	if to == nil {
+		u.stayReason = "stays on draining node " + n.ID + ": " + noRoom
 		return
 	}
 	u.reserved = to
@@ -112,16 +119,13 @@ func (c *Core) unitInTransit(a *application, but *unit) string {
 	return ""
 }
 
-// placeElsewhere returns the seat that the unit would get if it ended now.
-func (c *Core) placeElsewhere(u *unit) (*seat, error) {
-	us := []*unit{u}
-	p, err := placement.Place(c.overlay(us, nil), []placement.Group{c.groupOf(us, nil)})
-	if err != nil {
-		return nil, err
+// placeElsewhere returns the seats that the unit would get if it ended now; else why it would get none.
+func (c *Core) placeElsewhere(now time.Time, u *unit) (to *state.UnitGrant, noRoom string) {
+	grant, why := rankassigner.Place(c.state, c.groupRequest(now, []*unit{u}), nil)
+	if len(grant.Units) == 0 {
+		return nil, why[u.id]
 	}
-	to := &seat{}
-	to.addPlaced(ranksOf(&p.Groups[0]), &p.Groups[0])
-	return to, nil
+	return &grant.Units[0], ""
 }
 
 // moveGrace is how long running streams of a moving unit may continue.

@@ -10,7 +10,6 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/state"
-	"github.com/dpserve/dpserve/placement"
 )
 
 // A leader that did nothing for longer than lease_ttl / frozenPart was frozen. It did not receive renewals,
@@ -58,25 +57,6 @@ func (c *Core) withStoppingAsDraining(s *state.State) *state.State {
 		}
 	}
 	return out
-}
-
-// placementNodes returns the nodes that may get ranks, in order.
-func placementNodes(s *state.State) []placement.Node {
-	var out []placement.Node
-	for _, id := range slices.Sorted(maps.Keys(s.Nodes)) {
-		if n := s.Nodes[id]; n.Takes() {
-			out = append(out, placementNode(n))
-		}
-	}
-	return out
-}
-
-// placementNode is a node in the terms of placement.
-func placementNode(n *state.Node) placement.Node {
-	return placement.Node{
-		ID: n.ID, Slots: n.Offer.Slots, Devices: n.Offer.Devices, Labels: n.Offer.Labels,
-		Ports: placement.Ports{Lo: n.Offer.PortLo, Hi: n.Offer.PortHi},
-	}
 }
 
 // hasNewNode reports whether a node joined after old.

@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/actors/rankassigner"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -177,7 +178,7 @@ func TestPlanSaysWhyItDoesNotFit(t *testing.T) {
 
 	err := checkPlaceable(c.state, []*app.Application{groups("gang", 1, 4)}, false)
 	require.Error(t, err)
-	assert.Contains(t, explain(err), "3 of 4")
+	assert.Contains(t, rankassigner.Explain(err), "3 of 4")
 }
 
 func TestPlanShowsNodesThatAreLeftOut(t *testing.T) {

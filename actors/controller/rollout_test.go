@@ -138,18 +138,18 @@ func TestResizeOfAGroupInBackoff(t *testing.T) {
 // app.
 func TestDeleteOvertakesTheFirstGrant(t *testing.T) {
 	w := newWorld(t)
-	var asked []string
+	var asked []*msg.AssignGroup
 	w.auto = func(_ *world, e Effect) bool {
-		g, ok := e.(GrantEffect)
+		g, ok := e.(AssignEffect)
 		if ok {
-			asked = append(asked, g.Grant.Units[0].Unit)
+			asked = append(asked, g.Request)
 		}
 		return ok
 	}
 	w.deploy(sim("gang", 2, app.Lockstep))
-	require.Equal(t, []string{"gang/0"}, asked)
+	require.Len(t, asked, 1)
 	w.delete("gang")
-	w.step(Granted{Units: asked, Err: state.ErrDeleting})
+	w.step(GroupAssigned{msg.GroupAssigned{Grant: asked[0].Grant, Err: state.ErrDeleting}})
 	w.now = w.now.Add(time.Minute)
 	w.step(Ticked{})
 	assert.Empty(t, w.state.Apps)
@@ -163,9 +163,9 @@ func TestDeployWhileAGrantIsUnderWay(t *testing.T) {
 	w.deploy(sim("gang", 2, app.Lockstep))
 	w.up("gang/0")
 	w.says("a", "gang/0", msg.UnitGone, wasReady)
-	var held []GrantEffect
+	var held []AssignEffect
 	w.auto = func(_ *world, e Effect) bool {
-		g, ok := e.(GrantEffect)
+		g, ok := e.(AssignEffect)
 		if ok {
 			held = append(held, g)
 		}
@@ -174,9 +174,9 @@ func TestDeployWhileAGrantIsUnderWay(t *testing.T) {
 	w.pass(time.Second)
 	require.Len(t, held, 1)
 	w.deploy(sim("gang", 2, app.Lockstep))
-	r, err := w.apply(state.Command{GrantGroup: &held[0].Grant})
-	require.NoError(t, err)
-	w.step(Granted{Units: []string{"gang/0"}, Result: r})
+	out := w.assign(held[0].Request)
+	require.NoError(t, out.Err)
+	w.step(GroupAssigned{out})
 	assert.Equal(t, state.Starting, w.phase("gang/0"))
 	w.pass(time.Minute)
 	assert.Len(t, held, 1)

@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/actors/rankassigner"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -130,14 +131,8 @@ func (w *world) do(e Effect) {
 	switch e := e.(type) {
 	case ChangeEffect:
 		w.log("%s%s: %s → %s", e.App, strings.TrimPrefix(e.Unit, e.App), e.From, e.To)
-	case GrantEffect:
-		g := Granted{}
-		for _, u := range e.Grant.Units {
-			g.Units = append(g.Units, u.Unit)
-			w.log("grant %s attempt %d on %s", u.Unit, u.Attempt, places(u.Ranks))
-		}
-		g.Result, g.Err = w.apply(state.Command{GrantGroup: &e.Grant})
-		w.inbox = append(w.inbox, g)
+	case AssignEffect:
+		w.inbox = append(w.inbox, GroupAssigned{w.assign(e.Request)})
 	case ProposeEffect:
 		w.log("%s %s", e.Command.Kind(), e.Unit)
 		_, err := w.apply(e.Command)
@@ -158,6 +153,19 @@ func (w *world) do(e Effect) {
 	case ForgetEffect:
 		w.log("forget %s", e.Unit)
 	}
+}
+
+// assign answers as the RankAssigner does.
+func (w *world) assign(m *msg.AssignGroup) (out msg.GroupAssigned) {
+	out.Grant, out.NoRoom = rankassigner.Place(w.state, m, nil)
+	for i := range out.Grant.Units {
+		u := &out.Grant.Units[i]
+		w.log("grant %s attempt %d on %s", u.Unit, u.Attempt, places(u.Ranks))
+	}
+	if len(out.Grant.Units) > 0 {
+		out.Result, out.Err = w.apply(state.Command{GrantGroup: &out.Grant})
+	}
+	return out
 }
 
 func places(ranks []state.RankGrant) string {
@@ -359,16 +367,23 @@ func (m *memStore) Propose(ctx context.Context, c state.Command) (state.Result, 
 	return r, err
 }
 
-func (m *memStore) Grant(ctx context.Context, g state.GrantGroup) (state.Result, error) {
-	return m.Propose(ctx, state.Command{GrantGroup: &g})
+// AssignGroup implements Assigner.
+func (m *memStore) AssignGroup(r *msg.AssignGroup, answer func(msg.GroupAssigned)) {
+	var out msg.GroupAssigned
+	out.Grant, out.NoRoom = rankassigner.Place(m.State(), r, nil)
+	if len(out.Grant.Units) > 0 {
+		out.Result, out.Err = m.Propose(context.Background(), state.Command{GrantGroup: &out.Grant})
+	}
+	answer(out)
 }
 
-func (m *memStore) Release(ctx context.Context, r msg.ReleaseRank) error {
-	_, err := m.Propose(ctx, state.Command{Release: &state.UnitRef{
+// Release implements Assigner.
+func (m *memStore) Release(r msg.ReleaseRank, answer func(error)) {
+	_, err := m.Propose(context.Background(), state.Command{Release: &state.UnitRef{
 		Unit: r.Unit, Epoch: r.Epoch,
 		Reason: r.Reason,
 	}})
-	return err
+	answer(err)
 }
 
 var errLost = errors.New("leadership was lost")

@@ -34,18 +34,19 @@ type unit struct {
 	m     state.Machine
 
 	seat    seat             // of the current epoch
-	next    seat             // of the grant under way
+	next    seat             // of the grant under way; its ranks and blocks come with the answer
 	pending []pendingCommand // in order; at most a release and a grant
 	current pendingCommand   // under way
 	busy    bool             // a command of this unit is under way
 	retryAt time.Time
 	drain   *time.Duration // drain time set for this unit; nil = the application's
-	noRoom  string         // why placement found no room; "" = not tried, or found
+	noRoom  string         // why the RankAssigner found no room; "" = not tried, or found
+	askedAt uint64         // Core.changes at the last request to the RankAssigner
 	record  *state.Unit    // newest record while the unit is wanted; keeps Restarts over a release
 
 	parts      map[string]*part // of the current grant, by node
 	nodes      []string         // keys of parts, in order
-	reserved   *seat            // reserved room for a move off a draining node
+	reserved   *state.UnitGrant // reserved room for a move off a draining node
 	stayReason string           // why it is still on a draining node
 }
 
@@ -85,6 +86,9 @@ func (u *unit) beginCommand() pendingCommand {
 	u.current, u.pending, u.busy = u.pending[0], u.pending[1:], true
 	return u.current
 }
+
+// isAssigning reports whether the RankAssigner was asked for the unit and has not answered.
+func (u *unit) isAssigning() bool { return u.busy && u.current.kind == state.DoGrant }
 
 // requeue repeats the command under way, unless a newer one has replaced it.
 func (u *unit) requeue(at time.Time) {

@@ -2,10 +2,12 @@ package cluster_test
 
 import (
 	"errors"
+	"slices"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/controller"
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/actors/rankassigner"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -20,6 +22,7 @@ type shell struct {
 	core     *controller.Core
 	seen     *state.State // the newest that the core was shown
 	orders   map[string]*orderQueue
+	underWay []*state.GrantGroup // grants without an answer
 	running  int
 	waiting  []func()
 	armed    int // number of the timer
@@ -169,16 +172,8 @@ func (l *shell) renewed(r *msg.NodeReport, answer func(msg.Lease, error)) {
 
 func (l *shell) do(e controller.Effect) {
 	switch e := e.(type) {
-	case controller.GrantEffect:
-		l.mayGrant(&e)
-		l.m.c.audit.proposed[&e.Grant] = l.m.c.now
-		l.command(state.Command{GrantGroup: &e.Grant}, func(r state.Result, err error) {
-			g := controller.Granted{Result: r, Err: err}
-			for i := range e.Grant.Units {
-				g.Units = append(g.Units, e.Grant.Units[i].Unit)
-			}
-			l.step(g)
-		})
+	case controller.AssignEffect:
+		l.assignGroup(e.Request)
 	case controller.ProposeEffect:
 		l.propose(&e)
 	case controller.StepDownEffect:
@@ -193,6 +188,26 @@ func (l *shell) do(e controller.Effect) {
 	case controller.StopEffect:
 		l.order(e.Node, e)
 	}
+}
+
+// assignGroup places a group at once, as the RankAssigner does in the order of the requests, and proposes its
+// grant. Seats of grants under way count as used.
+func (l *shell) assignGroup(m *msg.AssignGroup) {
+	out := controller.GroupAssigned{}
+	out.Grant, out.NoRoom = rankassigner.Place(l.m.view, m, l.underWay)
+	if len(out.Grant.Units) == 0 {
+		l.m.c.after(l.m.process, minTick, func() { l.step(out) })
+		return
+	}
+	grant := &out.Grant
+	l.mayGrant(grant)
+	l.m.c.audit.proposed[grant] = l.m.c.now
+	l.underWay = append(l.underWay, grant)
+	l.command(state.Command{GrantGroup: grant}, func(r state.Result, err error) {
+		l.underWay = slices.DeleteFunc(l.underWay, func(g *state.GrantGroup) bool { return g == grant })
+		out.Result, out.Err = r, err
+		l.step(out)
+	})
 }
 
 // propose proposes a command. The loss of a node is proposed when a majority has confirmed the leader, and if
