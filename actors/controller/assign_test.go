@@ -6,8 +6,10 @@ import (
 	"log/slog"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
@@ -16,9 +18,6 @@ import (
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/state"
 )
-
-// benchUnits is how many units one deploy of BenchmarkDeployToStarted starts, each with a grant of its own.
-const benchUnits = 64
 
 // startingAgent notes the starts. Like a node, it asks for the rank of each replica before it starts it.
 type startingAgent struct {
@@ -60,21 +59,28 @@ func (s *benchStore) Propose(ctx context.Context, c state.Command) (state.Result
 	return r, err
 }
 
-// BenchmarkDeployToStarted measures the way of 64 units from Deploy over the RankAssigner to the order that
-// starts them on their node.
+// BenchmarkDeployToStarted measures the way of units from Deploy over the RankAssigner to the order that starts
+// them on their node. Each unit is a group with a grant of its own.
 func BenchmarkDeployToStarted(b *testing.B) {
+	for _, units := range []int{1, 64} {
+		b.Run(fmt.Sprint(units), func(b *testing.B) { benchmarkDeploy(b, units) })
+	}
+}
+
+func benchmarkDeploy(b *testing.B, units int) {
+	b.Helper()
 	var first, all time.Duration
 	for range b.N {
 		store := &benchStore{memStore: newMemStore()}
 		store.shared.Store(state.New())
-		put := &state.PutNode{Node: node("a", benchUnits)}
+		put := &state.PutNode{Node: node("a", units)}
 		_, err := store.Propose(b.Context(), state.Command{PutNode: put})
 		require.NoError(b, err)
 		system := inbox.NewSystem(slog.New(slog.DiscardHandler))
 		assigner := rankassigner.New(rankassigner.Config{
 			Store: store, Proposer: store, Log: slog.New(slog.DiscardHandler),
 		})
-		agent := &startingAgent{assigner, make(chan string, benchUnits)}
+		agent := &startingAgent{assigner, make(chan string, units)}
 		c := New(Config{
 			Store: store, Proposer: store, Assigner: assigner, Log: slog.New(slog.DiscardHandler),
 			Agent:  func(string) (msg.NodeAgent, bool) { return agent, true },
@@ -83,13 +89,13 @@ func BenchmarkDeployToStarted(b *testing.B) {
 		require.NoError(b, assigner.Start(system))
 		require.NoError(b, c.Start(system))
 		a := sim("gang", 1, app.Lockstep)
-		a.NumGroups, a.NumReplicas = benchUnits, benchUnits
+		a.NumGroups, a.NumReplicas = units, units
 		began := time.Now()
 		_, err = c.Deploy(b.Context(), []*app.Application{a}, nil, false, false)
 		require.NoError(b, err)
 		<-agent.started
 		first += time.Since(began)
-		for range benchUnits - 1 {
+		for range units - 1 {
 			<-agent.started
 		}
 		all += time.Since(began)
@@ -99,4 +105,51 @@ func BenchmarkDeployToStarted(b *testing.B) {
 	}
 	b.ReportMetric(float64(first.Microseconds())/float64(b.N), "µs/first")
 	b.ReportMetric(float64(all.Microseconds())/float64(b.N), "µs/all")
+}
+
+// raftStore needs a raft write of this duration for each command. Commands at the same time share a write.
+type raftStore struct {
+	*memStore
+	write time.Duration
+}
+
+func (s *raftStore) Propose(ctx context.Context, c state.Command) (state.Result, error) {
+	time.Sleep(s.write)
+	return s.memStore.Propose(ctx, c)
+}
+
+// From deploy to started unit it takes two writes, whatever the number of units: the application, and the
+// grants, which do not wait for each other.
+func TestUnitsStartAfterTwoWrites(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const units, write = 64, 5 * time.Millisecond
+		store := &raftStore{newMemStore(), write}
+		put := &state.PutNode{Node: node("a", units)}
+		_, err := store.Propose(t.Context(), state.Command{PutNode: put})
+		require.NoError(t, err)
+		system := inbox.NewSystem(slog.New(slog.DiscardHandler))
+		log := slog.New(slog.DiscardHandler)
+		assigner := rankassigner.New(rankassigner.Config{Store: store, Proposer: store, Log: log})
+		agent := &startingAgent{assigner, make(chan string, units)}
+		c := New(Config{
+			Store: store, Proposer: store, Assigner: assigner, Log: log,
+			Agent:  func(string) (msg.NodeAgent, bool) { return agent, true },
+			Timers: Timers{LeaseTTL: endlessLease},
+		})
+		require.NoError(t, assigner.Start(system))
+		require.NoError(t, c.Start(system))
+		a := sim("gang", 1, app.Lockstep)
+		a.NumGroups, a.NumReplicas = units, units
+		began := time.Now()
+		_, err = c.Deploy(t.Context(), []*app.Application{a}, nil, false, false)
+		require.NoError(t, err)
+		for range units {
+			<-agent.started
+		}
+		assert.Equal(t, 2*write, time.Since(began), "fake time")
+		require.NoError(t, c.Close())
+		require.NoError(t, assigner.Close())
+		system.Shutdown()
+		time.Sleep(time.Second) // fake time: protoactor's own goroutines end
+	})
 }
