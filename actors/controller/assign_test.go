@@ -59,8 +59,8 @@ func (s *benchStore) Propose(ctx context.Context, c state.Command) (state.Result
 	return r, err
 }
 
-// BenchmarkDeployToStarted measures the way of units from Deploy over the RankAssigner to the order that starts
-// them on their node. Each unit is a group with a grant of its own.
+// BenchmarkDeployToStarted measures the way of units from Deploy over the RankAssigner to the order that
+// starts them on their node. Each unit is a group with a grant of its own.
 func BenchmarkDeployToStarted(b *testing.B) {
 	for _, units := range []int{1, 64} {
 		b.Run(fmt.Sprint(units), func(b *testing.B) { benchmarkDeploy(b, units) })

@@ -185,10 +185,10 @@ func (c *Controller) step(m any) ([]Effect, time.Time) {
 		in.answer <- c.core.Stands(in.effect)
 		return nil, c.core.Due()
 	case *redeployRequest:
-		m = in.Redeployed
+		m = in.AppsRedeployed
 	case *renewRequest:
 		effects = c.refreshState()
-		m = NodeSeen{in.report}
+		m = NodeReported{in.report}
 	}
 	effects = append(effects, c.core.Step(c.cfg.Clock(), m)...)
 	if c.core.state != nil {
@@ -241,7 +241,7 @@ func (c *Controller) armTimer(due time.Time) {
 	if due.IsZero() {
 		return
 	}
-	c.timer = time.AfterFunc(max(minTick, due.Sub(c.cfg.Clock())), func() { c.box.Send(Ticked{}) })
+	c.timer = time.AfterFunc(max(minTick, due.Sub(c.cfg.Clock())), func() { c.box.Send(TimerFired{}) })
 }
 
 // Status returns the status of all applications, ordered by name. The caller adds what the replicas report of

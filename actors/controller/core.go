@@ -49,7 +49,7 @@ func NewCore(t Timers) *Core {
 // Step handles one input at time now and returns the effects.
 func (c *Core) Step(now time.Time, in any) []Effect {
 	c.out = nil
-	_, c.noChange = in.(NodeSeen) // most renewals bring no news
+	_, c.noChange = in.(NodeReported) // most renewals bring no news
 	if a, ok := in.(GroupAssigned); !ok || len(a.Grant.Units) > 0 {
 		c.changes++ // that a group found no room does not make room for others
 	}
@@ -66,24 +66,24 @@ func (c *Core) applyInput(now time.Time, in any) {
 	switch in := in.(type) {
 	case StateSeen:
 		c.applyState(now, in.State)
-	case NodeSeen:
+	case NodeReported:
 		c.emit(c.renew(now, in.Report))
 	case Refused:
 		c.applyRefusal(now, in)
 	case GroupAssigned:
 		c.groupAssigned(now, in)
-	case Concluded:
+	case CommandDone:
 		c.commandDone(now, in)
-	case Redeployed:
+	case AppsRedeployed:
 		c.redeploy(now, in)
-	case Ticked:
+	case TimerFired:
 		for _, id := range c.unitIDs() {
 			c.stepUnit(now, c.units[id], state.Event{Kind: state.EvTick})
 		}
 	}
 }
 
-// Due is the next time at which Step needs a Ticked; zero = none.
+// Due is the time of the next TimerFired that Step needs; zero = none.
 func (c *Core) Due() time.Time {
 	var due time.Time
 	earlier := func(t time.Time) {
@@ -229,7 +229,7 @@ func (c *Core) startGranted(now time.Time, u *unit, s seat, epoch uint64, attemp
 
 // commandDone takes the result of any other command. A typed refusal means that the state has changed without
 // it.
-func (c *Core) commandDone(now time.Time, in Concluded) {
+func (c *Core) commandDone(now time.Time, in CommandDone) {
 	if in.Node != "" {
 		c.nodeCommandDone(now, in)
 		return
@@ -267,7 +267,7 @@ func isTypedRefusal(err error) bool {
 
 // redeploy applies the new state first, but never resumes from it: only the first snapshot after the barrier
 // does that.
-func (c *Core) redeploy(now time.Time, in Redeployed) {
+func (c *Core) redeploy(now time.Time, in AppsRedeployed) {
 	if c.state != nil && in.State != nil {
 		c.applyState(now, in.State)
 	}
@@ -359,23 +359,23 @@ type (
 	// StateSeen carries a snapshot of the store. The first one after the barrier starts the core; one older
 	// than the last is ignored.
 	StateSeen struct{ State *state.State }
-	// NodeSeen is the renewal of a node's lease with the node's report. The same step answers it with a
+	// NodeReported is the renewal of a node's lease with the node's report. The same step answers it with a
 	// RenewEffect. Neither the core nor the caller may change the report.
-	NodeSeen struct{ Report *msg.NodeReport }
-	// Ticked reports that a time returned by Due has come.
-	Ticked struct{}
-	// Redeployed reports that applications were deployed again: their failed units are tried again. State
+	NodeReported struct{ Report *msg.NodeReport }
+	// TimerFired reports that a time returned by Due has come.
+	TimerFired struct{}
+	// AppsRedeployed reports that applications were deployed again: their failed units are tried again. State
 	// holds the change (nil = the core has it).
-	Redeployed struct {
+	AppsRedeployed struct {
 		Apps   []string
 		Before map[string]uint64 // epochs of the units before the change; nil = all current units
 		State  *state.State
 	}
 	// GroupAssigned is the answer to an AssignEffect.
 	GroupAssigned struct{ msg.GroupAssigned }
-	// Concluded is the result of a ProposeEffect or ReleaseEffect: of a unit, of an application (Unit empty),
-	// or of a node.
-	Concluded struct {
+	// CommandDone is the result of a ProposeEffect or ReleaseEffect: of a unit, of an application (Unit
+	// empty), or of a node.
+	CommandDone struct {
 		App, Unit, Node string
 		Err             error
 	}
@@ -396,14 +396,14 @@ type (
 	// AssignEffect asks the RankAssigner to place and grant units of one group. Requests are passed on in
 	// their order. The answer is GroupAssigned.
 	AssignEffect struct{ Request *msg.AssignGroup }
-	// ProposeEffect proposes any other command. The answer is Concluded with the same App, Unit and Node.
+	// ProposeEffect proposes any other command. The answer is CommandDone with the same App, Unit and Node.
 	// NodeLost is proposed only if a majority confirms this leader when the effect is carried out, and if the
 	// effect still Stands after that.
 	ProposeEffect struct {
 		App, Unit, Node string
 		Command         state.Command
 	}
-	// ReleaseEffect releases a unit. The answer is Concluded.
+	// ReleaseEffect releases a unit. The answer is CommandDone.
 	ReleaseEffect struct {
 		App     string
 		Release msg.ReleaseRank
@@ -418,7 +418,7 @@ type (
 		Node  string
 		Order *msg.StopRank
 	}
-	// RenewEffect answers a NodeSeen with a lease, or with Err.
+	// RenewEffect answers a NodeReported with a lease, or with Err.
 	RenewEffect struct {
 		Node  string
 		Lease msg.Lease

@@ -311,6 +311,6 @@ func BenchmarkRenewal(b *testing.B) {
 	}
 	b.ReportAllocs()
 	for b.Loop() {
-		c.core.Step(c.now, NodeSeen{hosts[7].report(c.now)})
+		c.core.Step(c.now, NodeReported{hosts[7].report(c.now)})
 	}
 }

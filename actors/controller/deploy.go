@@ -78,7 +78,7 @@ func (c *Controller) clearGrace(grace map[string]time.Duration) {
 
 // redeployRequest tells the core of a deploy; done is closed when the core has handled it.
 type redeployRequest struct {
-	Redeployed
+	AppsRedeployed
 	done chan struct{}
 }
 
@@ -162,7 +162,7 @@ func (c *Controller) awaitCore(ctx context.Context, apps []string, before map[st
 	case <-c.box.Stopped():
 	case <-ctx.Done():
 	}
-	m := &redeployRequest{Redeployed{apps, before, c.cfg.Store.State()}, make(chan struct{})}
+	m := &redeployRequest{AppsRedeployed{apps, before, c.cfg.Store.State()}, make(chan struct{})}
 	if err := c.box.TrySend(m); errors.Is(err, inbox.ErrStopped) {
 		return errStopped()
 	} else if err != nil {

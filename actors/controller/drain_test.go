@@ -19,13 +19,13 @@ func (c *fleet) drain(node string, by time.Time) {
 	}
 	_, err := c.apply(state.Command{DrainNode: d})
 	require.NoError(c.t, err)
-	c.step(Ticked{})
+	c.step(TimerFired{})
 }
 
 func (c *fleet) undrain(node string) {
 	_, err := c.apply(state.Command{DrainNode: &state.DrainNode{Node: node, Undo: true}})
 	require.NoError(c.t, err)
-	c.step(Ticked{})
+	c.step(TimerFired{})
 }
 
 func (c *fleet) nodeState(id string) (string, string) {

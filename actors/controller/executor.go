@@ -43,14 +43,14 @@ func (a *executor) execute(e Effect) {
 		a.runCommand(func(ctx context.Context) {
 			err := a.propose(ctx, &e)
 			a.logFailure(e.Command.Kind(), e.Unit, err)
-			a.post(Concluded{e.App, e.Unit, e.Node, err})
+			a.post(CommandDone{e.App, e.Unit, e.Node, err})
 		})
 	case StepDownEffect:
 		a.runCommand(func(ctx context.Context) { a.stepDown(ctx, &e) })
 	case ReleaseEffect:
 		a.cfg.Assigner.Release(e.Release, func(err error) {
 			a.logFailure("release", e.Release.Unit, err)
-			a.post(Concluded{App: e.App, Unit: e.Release.Unit, Err: err})
+			a.post(CommandDone{App: e.App, Unit: e.Release.Unit, Err: err})
 		})
 	case StartEffect:
 		a.enqueueOrder(e.Node, e)

@@ -213,7 +213,7 @@ func (c *Core) proposePeerCommands(now time.Time) {
 }
 
 // nodeCommandDone takes the result of a command about a node. The state may show it a moment later.
-func (c *Core) nodeCommandDone(now time.Time, in Concluded) {
+func (c *Core) nodeCommandDone(now time.Time, in CommandDone) {
 	p := c.peers[in.Node]
 	if p == nil {
 		return

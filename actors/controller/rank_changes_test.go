@@ -31,7 +31,7 @@ func (w *world) reshape(a *app.Application) {
 	require.NoError(w.t, err)
 	_, err = w.apply(state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{spec}}})
 	require.NoError(w.t, err)
-	w.step(Redeployed{})
+	w.step(AppsRedeployed{})
 }
 
 func TestARemovedRankDrainsAndTheOthersDoNotNotice(t *testing.T) {

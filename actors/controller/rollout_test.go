@@ -102,7 +102,7 @@ func TestSpecThatCannotBeReadLeavesItsUnitsAlone(t *testing.T) {
 	put := &state.PutApps{Apps: []state.AppSpec{{Name: "chat", Spec: []byte(`{"name": 7}`), Route: "/"}}}
 	_, err := w.apply(state.Command{PutApps: put})
 	require.NoError(t, err)
-	w.step(Ticked{})
+	w.step(TimerFired{})
 	assert.Equal(t, state.Ready, w.phase("chat/0/0"))
 	assert.Equal(t, "DEPLOY_FAILED", w.status("chat"))
 	assert.Contains(t, w.core.Status()[0].Message, "cannot be read")
@@ -127,7 +127,7 @@ func TestResizeOfAGroupInBackoff(t *testing.T) {
 		}}}})
 		require.NoError(t, err)
 		w.inbox = nil // the deploy is faster than the store's watch and brings the state along
-		w.step(Redeployed{Apps: []string{"gang"}, State: w.state.Clone()})
+		w.step(AppsRedeployed{Apps: []string{"gang"}, State: w.state.Clone()})
 		require.Equal(t, state.Starting, w.phase("gang/0"))
 		assert.Len(t, w.state.Units["gang/0"].Ranks, size)
 		assert.Equal(t, uint64(2), w.state.Units["gang/0"].AppRevision)
@@ -151,7 +151,7 @@ func TestDeleteOvertakesTheFirstGrant(t *testing.T) {
 	w.delete("gang")
 	w.step(GroupAssigned{msg.GroupAssigned{Grant: asked[0].Grant, Err: state.ErrDeleting}})
 	w.now = w.now.Add(time.Minute)
-	w.step(Ticked{})
+	w.step(TimerFired{})
 	assert.Empty(t, w.state.Apps)
 	assert.True(t, w.quiet())
 	assert.Len(t, asked, 1)

@@ -88,7 +88,7 @@ func (w *world) renews(id string, events ...msg.UnitEvent) {
 	for _, u := range slices.Sorted(maps.Keys(w.hears[id])) {
 		r.Units = append(r.Units, w.hears[id][u])
 	}
-	w.step(NodeSeen{r})
+	w.step(NodeReported{r})
 }
 
 func sim(name string, dp int, coupling app.Coupling) *app.Application {
@@ -136,14 +136,14 @@ func (w *world) do(e Effect) {
 	case ProposeEffect:
 		w.log("%s %s", e.Command.Kind(), e.Unit)
 		_, err := w.apply(e.Command)
-		w.inbox = append(w.inbox, Concluded{e.App, e.Unit, e.Node, err})
+		w.inbox = append(w.inbox, CommandDone{e.App, e.Unit, e.Node, err})
 	case ReleaseEffect:
 		w.log("release %s epoch %d", e.Release.Unit, e.Release.Epoch)
 		_, err := w.apply(state.Command{Release: &state.UnitRef{
 			Unit:  e.Release.Unit,
 			Epoch: e.Release.Epoch,
 		}})
-		w.inbox = append(w.inbox, Concluded{App: e.App, Unit: e.Release.Unit, Err: err})
+		w.inbox = append(w.inbox, CommandDone{App: e.App, Unit: e.Release.Unit, Err: err})
 	case StartEffect:
 		w.log("start %s epoch %d on %s", e.Order.Unit, e.Order.Epoch, e.Node)
 	case StopEffect:
@@ -217,13 +217,13 @@ func (w *world) deploy(apps ...*app.Application) {
 	}
 	_, err := w.apply(state.Command{PutApps: put})
 	require.NoError(w.t, err)
-	w.step(Redeployed{Apps: names})
+	w.step(AppsRedeployed{Apps: names})
 }
 
 func (w *world) delete(name string) {
 	_, err := w.apply(state.Command{DeleteApp: &state.DeleteApp{Name: name}})
 	require.NoError(w.t, err)
-	w.step(Ticked{})
+	w.step(TimerFired{})
 }
 
 // says posts a node's report of a unit at its current epoch.
@@ -264,10 +264,10 @@ func (w *world) pass(d time.Duration) {
 		if due.After(w.now) {
 			w.now = due
 		}
-		w.step(Ticked{})
+		w.step(TimerFired{})
 	}
 	w.now = end
-	w.step(Ticked{})
+	w.step(TimerFired{})
 }
 
 func (w *world) up(units ...string) {

@@ -45,8 +45,10 @@ func TestPlaceNumbersAndSeatsAGroup(t *testing.T) {
 	assert.Empty(t, noRoom)
 	require.Len(t, grant.Units, 4)
 	for i, want := range []state.RankGrant{
-		{Rank: 0, Node: "a"}, {Rank: 1, Node: "a", Slot: 1},
-		{Rank: 2, Node: "b"}, {Rank: 3, Node: "b", Slot: 1},
+		{Rank: 0, Node: "a"},
+		{Rank: 1, Node: "a", Slot: 1},
+		{Rank: 2, Node: "b"},
+		{Rank: 3, Node: "b", Slot: 1},
 	} {
 		assert.Equal(t, []state.RankGrant{want}, grant.Units[i].Ranks)
 		assert.Len(t, grant.Units[i].Blocks, 1)

@@ -102,7 +102,7 @@ func (l *shell) arm() {
 	armed := l.armed
 	l.m.c.after(l.m.process, max(minTick, due.Sub(l.m.c.clock())), func() {
 		if l.armed == armed && !l.closed {
-			l.step(controller.Ticked{})
+			l.step(controller.TimerFired{})
 		}
 	})
 }
@@ -157,7 +157,7 @@ func (l *shell) renewed(r *msg.NodeReport, answer func(msg.Lease, error)) {
 	}
 	stopped := l.stopping[r.Node.ID]
 	l.stopping[r.Node.ID] = stopped && r.Stopping // the same step may grant on a node that is back
-	e := l.step(controller.NodeSeen{Report: &own})
+	e := l.step(controller.NodeReported{Report: &own})
 	l.stopping[r.Node.ID] = stopped
 	if problem.CodeOf(e.Err) != problem.Conflict { // it was not overtaken by a later one
 		l.stopsHere(r)
@@ -181,7 +181,7 @@ func (l *shell) do(e controller.Effect) {
 	case controller.ReleaseEffect:
 		ref := &state.UnitRef{Unit: e.Release.Unit, Epoch: e.Release.Epoch, Reason: e.Release.Reason}
 		l.command(state.Command{Release: ref}, func(_ state.Result, err error) {
-			l.step(controller.Concluded{App: e.App, Unit: e.Release.Unit, Err: err})
+			l.step(controller.CommandDone{App: e.App, Unit: e.Release.Unit, Err: err})
 		})
 	case controller.StartEffect:
 		l.order(e.Node, e)
@@ -214,7 +214,7 @@ func (l *shell) assignGroup(m *msg.AssignGroup) {
 // it stands then.
 func (l *shell) propose(e *controller.ProposeEffect) {
 	done := func(_ state.Result, err error) {
-		l.step(controller.Concluded{App: e.App, Unit: e.Unit, Node: e.Node, Err: err})
+		l.step(controller.CommandDone{App: e.App, Unit: e.Unit, Node: e.Node, Err: err})
 	}
 	if ref := e.Command.NodeLost; ref != nil {
 		l.m.c.audit.silent[ref] = l.m.c.now
@@ -386,7 +386,7 @@ func (l *shell) deploy(put *state.PutApps, answer func(state.Result, error)) {
 	}
 	l.m.proposeHere(state.Command{PutApps: put}, proposeLimit, func(r state.Result, err error) {
 		if err == nil && !l.closed {
-			in := controller.Redeployed{Before: before, State: l.m.view}
+			in := controller.AppsRedeployed{Before: before, State: l.m.view}
 			for i := range put.Apps {
 				in.Apps = append(in.Apps, put.Apps[i].Name)
 			}
