@@ -249,14 +249,14 @@ func (c *Controller) armTimer(due time.Time) {
 func (c *Controller) Status() []msg.AppStatus {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.core.Status()
+	return view{c.core}.Status()
 }
 
 // StatusWithout is Status while some nodes do not answer. unreachable gives the reason for each of them.
 func (c *Controller) StatusWithout(unreachable map[string]string) []msg.AppStatus {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.core.StatusWithout(unreachable)
+	return view{c.core}.StatusWithout(unreachable)
 }
 
 // Watch returns a channel that is closed at the next change of Status or Events. Call it before them, so that
@@ -321,4 +321,20 @@ func (c *Controller) refreshState() []Effect {
 func (c *Controller) Note(app, what, reason string) {
 	c.ring.add(Event{At: time.Now(), App: app, To: what, Reason: reason})
 	c.ring.wake()
+}
+
+// Nodes returns the status of all nodes, in order. The caller fills in Voter and InFlight.
+func (c *Controller) Nodes() []msg.NodeStatus {
+	now := c.cfg.Clock()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return view{c.core}.Nodes(now, c.cfg.Self)
+}
+
+// Silences returns the silence of every node that is not lost.
+func (c *Controller) Silences() map[string]Silence {
+	now := c.cfg.Clock()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return view{c.core}.Silences(now)
 }

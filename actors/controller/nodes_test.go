@@ -221,7 +221,7 @@ func TestDigestBringsBackWhatWasMissed(t *testing.T) {
 	assert.Equal(t, state.Ready, c.phase("chat/0/0"), "a report may have been overtaken")
 	c.run(2 * time.Second)
 	assert.Equal(t, state.Backoff, c.phase("chat/0/0"))
-	assert.Contains(t, c.core.Status()[0].Message, "node a has it no more")
+	assert.Contains(t, view{c.core}.Status()[0].Message, "node a has it no more")
 }
 
 func TestUnknownNodesGetNoLease(t *testing.T) {
@@ -261,7 +261,7 @@ func TestNodeThatSaysOtherThanItsRecordChangesIt(t *testing.T) {
 	c.takeTrace()
 	c.run(20 * time.Second)
 	assert.Equal(t, 1, c.saw("put_node"), "what is refused is not asked for again")
-	require.Len(t, c.core.nodeStatus(c.now, c.state.Nodes["a"], "a").Notes, 1)
+	require.Len(t, view{c.core}.nodeStatus(c.now, c.state.Nodes["a"], "a").Notes, 1)
 }
 
 // Roles are fixed at the join; the address may change.
@@ -378,7 +378,7 @@ func TestNodeStatuses(t *testing.T) {
 	spread.PlacementGroupStrategy = "STRICT_SPREAD"
 	c.deploy(spread)
 	c.renew("a", "b")
-	look := func(id string) msg.NodeStatus { return c.core.nodeStatus(c.now, c.state.Nodes[id], "a") }
+	look := func(id string) msg.NodeStatus { return view{c.core}.nodeStatus(c.now, c.state.Nodes[id], "a") }
 	assert.Equal(t, msg.NodeStatus{
 		Node: "a", State: "alive", Roles: []string{"control", "worker", "ingress"}, Version: "1",
 		Leader: true, Slots: 4, SlotsUsed: 1,

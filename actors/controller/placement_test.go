@@ -29,7 +29,7 @@ func TestRG7ThreeGangsOnTenSlots(t *testing.T) {
 	assert.Equal(t, "DEPLOYING", c.status("moe"))
 	assert.Equal(t, 8, c.ready("moe"))
 	assert.Equal(t, state.Pending, c.phase("moe/2"))
-	assert.Contains(t, c.core.Status()[0].Message,
+	assert.Contains(t, view{c.core}.Status()[0].Message,
 		"moe/2 is pending: place moe/2: 2 of 4 ranks can be placed")
 	c.join(newHost("c", 4))
 	c.renew("c")

@@ -256,7 +256,7 @@ func (l *lossy) unsettled() string {
 			return id + " has events that nobody took"
 		}
 	}
-	for _, s := range l.core.Status() {
+	for _, s := range (view{l.core}).Status() {
 		if s.Status != "RUNNING" && s.Status != "DEPLOY_FAILED" {
 			return s.Name + " is " + s.Status + ": " + s.Message
 		}

@@ -105,7 +105,7 @@ func TestSpecThatCannotBeReadLeavesItsUnitsAlone(t *testing.T) {
 	w.step(TimerFired{})
 	assert.Equal(t, state.Ready, w.phase("chat/0/0"))
 	assert.Equal(t, "DEPLOY_FAILED", w.status("chat"))
-	assert.Contains(t, w.core.Status()[0].Message, "cannot be read")
+	assert.Contains(t, view{w.core}.Status()[0].Message, "cannot be read")
 	w.deploy(sim("chat", 1, app.Independent))
 	assert.Equal(t, "RUNNING", w.status("chat"))
 	assert.Equal(t, uint64(1), w.state.Epochs["chat/0/0"])

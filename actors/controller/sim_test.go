@@ -285,7 +285,7 @@ func (w *world) phase(unit string) state.Phase {
 }
 
 func (w *world) status(name string) string {
-	for _, s := range w.core.Status() {
+	for _, s := range (view{w.core}).Status() {
 		if s.Name == name {
 			return s.Status
 		}

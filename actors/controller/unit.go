@@ -164,6 +164,58 @@ func (u *unit) ref() *state.UnitRef {
 	return &state.UnitRef{Unit: u.id, Epoch: u.m.Epoch, Reason: u.m.Reason, At: u.m.Since.UnixMilli()}
 }
 
+// phaseReason is the reason for the unit's phase.
+func (u *unit) phaseReason() string {
+	if u.stayReason != "" {
+		return u.stayReason
+	}
+	if (u.m.Phase == state.Pending || u.m.Phase == state.Backoff) && u.noRoom != "" {
+		return u.noRoom
+	}
+	return u.m.Reason
+}
+
+// drainingNode is the draining node that the unit has ranks on and can leave now; nil if there is none.
+func (u *unit) drainingNode(draining map[string]*state.Node) *state.Node {
+	if u.hasUnreportedPart() || u.m.Stopping || !u.canMove() {
+		return nil
+	}
+	for _, id := range u.nodes {
+		if n := draining[id]; n != nil && !u.parts[id].gone {
+			return n
+		}
+	}
+	return nil
+}
+
+// canMove is false for a unit that ends or has ended: it starts elsewhere without a move.
+func (u *unit) canMove() bool {
+	switch u.m.Phase {
+	case state.Starting, state.Ready, state.Draining:
+		return true
+	default:
+		return u.m.Phase == state.Fenced && u.m.Attach
+	}
+}
+
+// rankStatus lists the ranks of the current grant or, without one, the wanted ranks.
+func (u *unit) rankStatus(phase state.Phase) []msg.RankStatus {
+	out := make([]msg.RankStatus, 0, len(u.ranks))
+	if len(u.seat.ranks) > 0 {
+		for _, r := range u.seat.ranks {
+			out = append(out, msg.RankStatus{
+				Group: u.group, Rank: r.Rank, Node: r.Node, Devices: r.Devices, Phase: string(phase),
+				Epoch: u.m.Epoch,
+			})
+		}
+		return out
+	}
+	for _, r := range u.ranks {
+		out = append(out, msg.RankStatus{Group: u.group, Rank: r, Phase: string(phase), Epoch: u.m.Epoch})
+	}
+	return out
+}
+
 // part is one node's share of a unit's current grant.
 type part struct {
 	started, ready, draining bool
