@@ -153,3 +153,70 @@ func TestUnitsStartAfterTwoWrites(t *testing.T) {
 		time.Sleep(time.Second) // fake time: protoactor's own goroutines end
 	})
 }
+
+// A group without room is asked for again after each change, and its answer is no change.
+func TestGroupWithoutRoomIsAskedForOncePerChange(t *testing.T) {
+	w := newWorld(t, node("a", 2))
+	asked := 0
+	w.auto = func(_ *world, e Effect) bool {
+		if _, ok := e.(AssignEffect); ok {
+			asked++
+		}
+		return false
+	}
+	w.deploy(sim("one", 3, app.Lockstep), sim("two", 4, app.Lockstep))
+	assert.Contains(t, view{w.core}.Status()[0].Message, "2 of 3 ranks can be placed")
+	asked = 0
+	w.step(TimerFired{})
+	assert.Equal(t, 2, asked, "one request for each group")
+	w.renews("a")
+	assert.Equal(t, 2, asked, "a renewal without news")
+}
+
+// Units of a group that find no room in requests of their own are placed together.
+func TestUnitsThatWaitArePlacedTogether(t *testing.T) {
+	w := newWorld(t, node("a", 1))
+	w.deploy(sim("small", 1, app.Independent))
+	var held []*msg.AssignGroup
+	w.auto = func(_ *world, e Effect) bool {
+		a, ok := e.(AssignEffect)
+		if ok {
+			held = append(held, a.Request)
+		}
+		return ok
+	}
+	w.deploy(sim("chat", 1, app.Independent))
+	w.deploy(sim("chat", 2, app.Independent))
+	require.Len(t, held, 2, "one unit each")
+	n := 0
+	for ; n < len(held) && n < 10; n++ {
+		w.step(GroupAssigned{w.assign(held[n])})
+	}
+	assert.Less(t, n, 10, "the requests end")
+	assert.Len(t, held[n-1].Grant.Units, 2)
+	assert.Contains(t, view{w.core}.Status()[0].Message, "0 of 2 ranks can be placed")
+}
+
+// No unit leaves a draining node for room that a request under way may get.
+func TestMovesWaitForRequestsUnderWay(t *testing.T) {
+	c := newFleet(t, newHost("a", 1), newHost("b", 1))
+	c.deploy(sim("chat", 1, app.Independent))
+	c.renew("a", "b")
+	require.Equal(t, "a:0", c.where("chat/0/0"))
+	var held []*msg.AssignGroup
+	c.auto = func(w *world, e Effect) bool {
+		a, ok := e.(AssignEffect)
+		if ok {
+			held = append(held, a.Request)
+		}
+		return ok || c.carry(w, e)
+	}
+	c.world.deploy(sim("more", 1, app.Independent))
+	require.Len(t, held, 1)
+	c.drain("a", time.Time{})
+	assert.Equal(t, state.Ready, c.phase("chat/0/0"))
+	c.step(GroupAssigned{c.assign(held[0])})
+	assert.Equal(t, "b:0", c.where("more/0/0"))
+	assert.Equal(t, state.Ready, c.phase("chat/0/0"))
+	assert.Contains(t, view{c.core}.Status()[0].Units[0].Reason, "stays on draining node a: place chat/0")
+}
