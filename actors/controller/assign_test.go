@@ -211,7 +211,7 @@ func TestMovesWaitForRequestsUnderWay(t *testing.T) {
 		}
 		return ok || c.carry(w, e)
 	}
-	c.world.deploy(sim("more", 1, app.Independent))
+	c.deploy(sim("more", 1, app.Independent))
 	require.Len(t, held, 1)
 	c.drain("a", time.Time{})
 	assert.Equal(t, state.Ready, c.phase("chat/0/0"))
