@@ -42,7 +42,7 @@ func TestRG6FailsThreeTimesThenFailed(t *testing.T) {
 	assert.Equal(t, uint64(3), rec.Epoch)
 	assert.Equal(t, "rank 5 exited with code 1", rec.Reason)
 	assert.Equal(t, tail[10:], rec.LogTail)
-	assert.Equal(t, "moe/0 is failed: rank 5 exited with code 1", w.core.Status()[0].Message)
+	assert.Equal(t, "moe/0 is failed: rank 5 exited with code 1", view{w.core}.Status()[0].Message)
 
 	w.takeTrace()
 	w.pass(time.Hour)
@@ -50,7 +50,7 @@ func TestRG6FailsThreeTimesThenFailed(t *testing.T) {
 	w.reboot()
 	w.pass(time.Hour)
 	assert.Equal(t, state.Failed, w.phase("moe/0"), "also over a restart")
-	assert.Equal(t, tail[10:], w.core.Status()[0].Units[0].LogTail)
+	assert.Equal(t, tail[10:], view{w.core}.Status()[0].Units[0].LogTail)
 
 	w.deploy(sim("moe", 8, app.Lockstep))
 	assert.Equal(t, state.Starting, w.phase("moe/0"), "the same file again")
@@ -67,7 +67,7 @@ func TestRG6FailsOnceThenRuns(t *testing.T) {
 	w.says("a", "moe/0", msg.UnitGone)
 	w.pass(time.Second)
 	w.up("moe/0")
-	s := w.core.Status()[0]
+	s := view{w.core}.Status()[0]
 	assert.Equal(t, "RUNNING", s.Status)
 	assert.Equal(t, 2, s.Units[0].Attempt)
 	assert.Equal(t, 1, s.Units[0].Restarts)
@@ -160,8 +160,8 @@ func TestRG13EpochsOverCrashRestartAndRedeploy(t *testing.T) {
 			w.deploy(sim("m", 2, c.coupling))
 			require.Equal(t, uint64(4), w.state.Epochs[c.unit], "deployed again")
 			w.up(all...)
-			assert.Equal(t, uint64(4), w.core.Status()[0].Units[len(all)-1].Epoch)
-			assert.Zero(t, w.core.Status()[0].Units[0].Restarts)
+			assert.Equal(t, uint64(4), view{w.core}.Status()[0].Units[len(all)-1].Epoch)
+			assert.Zero(t, view{w.core}.Status()[0].Units[0].Restarts)
 		})
 	}
 }

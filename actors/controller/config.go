@@ -51,11 +51,11 @@ func (t Timers) withDefaults() Timers {
 	return t
 }
 
-// Granter puts grants and releases through consensus; the RankAssigner implements it. Safe for concurrent
-// use; ends with ctx.
-type Granter interface {
-	Grant(ctx context.Context, g state.GrantGroup) (state.Result, error)
-	Release(ctx context.Context, m msg.ReleaseRank) error
+// Assigner places, numbers, grants and releases ranks; the RankAssigner implements it. Both methods return at
+// once. They answer once, from any goroutine, unless the Assigner is closed, and place in the order of calls.
+type Assigner interface {
+	AssignGroup(m *msg.AssignGroup, answer func(msg.GroupAssigned))
+	Release(m msg.ReleaseRank, answer func(error))
 }
 
 // Metrics counts the changes of units. It is called from one goroutine at a time and may not block.
@@ -67,7 +67,7 @@ type Metrics interface {
 	AppRanksForget(app string)
 }
 
-// Config is the configuration of a Controller. Store, Proposer, Granter, Agent and Log are required. Store
+// Config is the configuration of a Controller. Store, Proposer, Assigner, Agent and Log are required. Store
 // must have everything that was committed before this node led: a grant on an older state could use an epoch
 // twice.
 type Config struct {
@@ -75,7 +75,7 @@ type Config struct {
 	Self     string
 	Store    msg.Store
 	Proposer msg.Proposer
-	Granter  Granter
+	Assigner Assigner
 	// Agent returns the client for commands to a node; false while the node is not connected.
 	Agent func(node string) (msg.NodeAgent, bool)
 	// Confirm asks a majority whether this node still leads, before a node is declared lost. nil = it leads.

@@ -185,10 +185,10 @@ func (c *Controller) step(m any) ([]Effect, time.Time) {
 		in.answer <- c.core.Stands(in.effect)
 		return nil, c.core.Due()
 	case *redeployRequest:
-		m = in.Redeployed
+		m = in.AppsRedeployed
 	case *renewRequest:
 		effects = c.refreshState()
-		m = NodeSeen{in.report}
+		m = NodeReported{in.report}
 	}
 	effects = append(effects, c.core.Step(c.cfg.Clock(), m)...)
 	if c.core.state != nil {
@@ -241,7 +241,7 @@ func (c *Controller) armTimer(due time.Time) {
 	if due.IsZero() {
 		return
 	}
-	c.timer = time.AfterFunc(max(minTick, due.Sub(c.cfg.Clock())), func() { c.box.Send(Ticked{}) })
+	c.timer = time.AfterFunc(max(minTick, due.Sub(c.cfg.Clock())), func() { c.box.Send(TimerFired{}) })
 }
 
 // Status returns the status of all applications, ordered by name. The caller adds what the replicas report of
@@ -249,14 +249,14 @@ func (c *Controller) armTimer(due time.Time) {
 func (c *Controller) Status() []msg.AppStatus {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.core.Status()
+	return view{c.core}.Status()
 }
 
 // StatusWithout is Status while some nodes do not answer. unreachable gives the reason for each of them.
 func (c *Controller) StatusWithout(unreachable map[string]string) []msg.AppStatus {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.core.StatusWithout(unreachable)
+	return view{c.core}.StatusWithout(unreachable)
 }
 
 // Watch returns a channel that is closed at the next change of Status or Events. Call it before them, so that
@@ -321,4 +321,20 @@ func (c *Controller) refreshState() []Effect {
 func (c *Controller) Note(app, what, reason string) {
 	c.ring.add(Event{At: time.Now(), App: app, To: what, Reason: reason})
 	c.ring.wake()
+}
+
+// Nodes returns the status of all nodes, in order. The caller fills in Voter and InFlight.
+func (c *Controller) Nodes() []msg.NodeStatus {
+	now := c.cfg.Clock()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return view{c.core}.Nodes(now, c.cfg.Self)
+}
+
+// Silences returns the silence of every node that is not lost.
+func (c *Controller) Silences() map[string]Silence {
+	now := c.cfg.Clock()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return view{c.core}.Silences(now)
 }

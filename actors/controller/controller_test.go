@@ -136,7 +136,7 @@ func rigged(t *testing.T, change func(*Config), f func(t *testing.T, r *rig)) {
 		_, err := r.store.Propose(t.Context(), state.Command{PutNode: &state.PutNode{Node: node("a", 8)}})
 		require.NoError(t, err)
 		cfg := Config{
-			Store: r.store, Proposer: r.store, Granter: r.store, Metrics: r.metrics,
+			Store: r.store, Proposer: r.store, Assigner: r.store, Metrics: r.metrics,
 			Agent: func(id string) (msg.NodeAgent, bool) { return r.agent, id == "a" },
 			Log:   slog.New(slog.NewTextHandler(r.logs, nil)),
 		}
@@ -346,7 +346,7 @@ func TestCallsAfterClose(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		store := newMemStore()
 		c := New(Config{
-			Store: store, Proposer: store, Granter: store, Log: slog.New(slog.DiscardHandler),
+			Store: store, Proposer: store, Assigner: store, Log: slog.New(slog.DiscardHandler),
 			Agent: func(string) (msg.NodeAgent, bool) { return nil, false },
 		})
 		require.NoError(t, c.Close(), "never started")

@@ -5,12 +5,13 @@ import (
 	"errors"
 	"maps"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/actors/rankassigner"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
-	"github.com/dpserve/dpserve/placement"
 )
 
 // Core decides. It has no IO, no clock and no goroutines: the same inputs at the same times give the same
@@ -19,20 +20,22 @@ import (
 type Core struct {
 	Self string // the leader's node; "" = the leader has no node
 
-	timers   Timers
-	state    *state.State     // nil before the barrier: nothing is decided
-	nodes    []placement.Node // nodes that may get ranks
-	apps     map[string]*application
-	units    map[string]*unit
-	order    []string         // ids of units; nil = must be sorted
-	peers    map[string]*peer // by node
-	leases   *state.Leases
-	waiting  []msg.Waiting // units without room after the last reconcile; replaced, never changed
-	ledSince time.Time     // when the first state after the barrier arrived
-	lastStep time.Time     // time of the last step
-	blamedAt time.Time     // when this leader last took a silence for its own fault
-	noChange bool          // nothing has changed in this step
-	out      []Effect
+	timers    Timers
+	state     *state.State // nil before the barrier: nothing is decided
+	usable    []string     // nodes that may get ranks
+	apps      map[string]*application
+	units     map[string]*unit
+	order     []string         // ids of units; nil = must be sorted
+	peers     map[string]*peer // by node
+	leases    *state.Leases
+	waiting   []msg.Waiting // units without room after the last reconcile; replaced, never changed
+	ledSince  time.Time     // when the first state after the barrier arrived
+	lastStep  time.Time     // time of the last step
+	blamedAt  time.Time     // when this leader last took a silence for its own fault
+	movesWait bool          // moveOffDraining waits for answers of the RankAssigner
+	changes   uint64        // counts the inputs that may change what finds room
+	noChange  bool          // nothing has changed in this step
+	out       []Effect
 }
 
 // NewCore makes a Core without state.
@@ -47,11 +50,14 @@ func NewCore(t Timers) *Core {
 // Step handles one input at time now and returns the effects.
 func (c *Core) Step(now time.Time, in any) []Effect {
 	c.out = nil
-	_, c.noChange = in.(NodeSeen) // most renewals bring no news
+	_, c.noChange = in.(NodeReported) // most renewals bring no news
+	if a, ok := in.(GroupAssigned); !ok || len(a.Grant.Units) > 0 {
+		c.changes++ // that a group found no room does not make room for others
+	}
 	c.checkLeases(now)
 	c.applyInput(now, in)
 	if c.state != nil && !c.noChange {
-		c.nodes = placementNodes(c.withStoppingAsDraining(c.state))
+		c.usable = rankassigner.UsableNodes(c.withStoppingAsDraining(c.state))
 		c.reconcile(now)
 	}
 	return c.out
@@ -61,24 +67,24 @@ func (c *Core) applyInput(now time.Time, in any) {
 	switch in := in.(type) {
 	case StateSeen:
 		c.applyState(now, in.State)
-	case NodeSeen:
+	case NodeReported:
 		c.emit(c.renew(now, in.Report))
 	case Refused:
 		c.applyRefusal(now, in)
-	case Granted:
-		c.grantDone(now, in)
-	case Concluded:
+	case GroupAssigned:
+		c.groupAssigned(now, in)
+	case CommandDone:
 		c.commandDone(now, in)
-	case Redeployed:
+	case AppsRedeployed:
 		c.redeploy(now, in)
-	case Ticked:
+	case TimerFired:
 		for _, id := range c.unitIDs() {
 			c.stepUnit(now, c.units[id], state.Event{Kind: state.EvTick})
 		}
 	}
 }
 
-// Due is the next time at which Step needs a Ticked; zero = none.
+// Due is the time of the next TimerFired that Step needs; zero = none.
 func (c *Core) Due() time.Time {
 	var due time.Time
 	earlier := func(t time.Time) {
@@ -215,26 +221,6 @@ func (c *Core) stop(u *unit, done func(*part) bool, grace time.Duration) {
 	}
 }
 
-// grantDone takes the result of a grant. A grant with an unknown result may be in the state, where
-// adoptGrants finds it.
-func (c *Core) grantDone(now time.Time, in Granted) {
-	for _, id := range in.Units {
-		u := c.units[id]
-		if u == nil {
-			continue
-		}
-		u.busy = false
-		epoch := in.Result.Epochs[id]
-		if in.Err != nil || epoch == 0 {
-			if u.m.Phase != state.Gone { // else the unit was given up meanwhile
-				u.requeue(now.Add(c.timers.Retry))
-			}
-			continue
-		}
-		c.startGranted(now, u, u.next, epoch, u.currentAttempt())
-	}
-}
-
 // startGranted starts a granted unit. The grant replaces all pending commands.
 func (c *Core) startGranted(now time.Time, u *unit, s seat, epoch uint64, attempt int) {
 	u.noRoom, u.drain, u.reserved, u.stayReason, u.pending = "", nil, nil, "", nil
@@ -244,7 +230,7 @@ func (c *Core) startGranted(now time.Time, u *unit, s seat, epoch uint64, attemp
 
 // commandDone takes the result of any other command. A typed refusal means that the state has changed without
 // it.
-func (c *Core) commandDone(now time.Time, in Concluded) {
+func (c *Core) commandDone(now time.Time, in CommandDone) {
 	if in.Node != "" {
 		c.nodeCommandDone(now, in)
 		return
@@ -282,7 +268,7 @@ func isTypedRefusal(err error) bool {
 
 // redeploy applies the new state first, but never resumes from it: only the first snapshot after the barrier
 // does that.
-func (c *Core) redeploy(now time.Time, in Redeployed) {
+func (c *Core) redeploy(now time.Time, in AppsRedeployed) {
 	if c.state != nil && in.State != nil {
 		c.applyState(now, in.State)
 	}
@@ -369,95 +355,163 @@ func (c *Core) seatOf(rec *state.Unit) seat {
 	return s
 }
 
-// Inputs of the core.
-type (
-	// StateSeen carries a snapshot of the store. The first one after the barrier starts the core; one older
-	// than the last is ignored.
-	StateSeen struct{ State *state.State }
-	// NodeSeen is the renewal of a node's lease with the node's report. The same step answers it with a
-	// RenewEffect. Neither the core nor the caller may change the report.
-	NodeSeen struct{ Report *msg.NodeReport }
-	// Ticked reports that a time returned by Due has come.
-	Ticked struct{}
-	// Redeployed reports that applications were deployed again: their failed units are tried again. State
-	// holds the change (nil = the core has it).
-	Redeployed struct {
-		Apps   []string
-		Before map[string]uint64 // epochs of the units before the change; nil = all current units
-		State  *state.State
+// assignWaiting asks the RankAssigner for the units that wait for a grant, group by group.
+func (c *Core) assignWaiting(now time.Time) {
+	var waiting []*unit
+	for _, u := range c.units {
+		if a := c.apps[u.app]; u.isDue(now, true) && a != nil && a.isWanted(u.id) {
+			waiting = append(waiting, u)
+		}
 	}
-	// Granted is the outcome of a GrantEffect.
-	Granted struct {
-		Units  []string
-		Result state.Result
-		Err    error
+	sortByGroup(waiting)
+	waiting = c.delaySuspects(waiting)
+	for len(waiting) > 0 {
+		n := groupPrefix(waiting)
+		c.assignGroup(now, waiting[:n])
+		waiting = waiting[n:]
 	}
-	// Concluded is the result of a ProposeEffect or ReleaseEffect: of a unit, of an application (Unit empty),
-	// or of a node.
-	Concluded struct {
-		App, Unit, Node string
-		Err             error
-	}
-	// Refused reports that a node refused to start a unit.
-	Refused struct {
-		Node, Unit string
-		Epoch      uint64
-		Err        error
-	}
-)
+}
 
-// Effect is an action for the shell. The orders of one node are carried out in sequence, all other effects in
-// any order.
-type Effect any
+// delaySuspects removes units whose last attempt must wait from waiting. If the node of a unit ended twice
+// during its start, the unit may be the cause. So its last attempt is made while no other such unit starts:
+// if the node ends again, the cause is known.
+func (c *Core) delaySuspects(waiting []*unit) []*unit {
+	starting := ""
+	for _, id := range c.unitIDs() {
+		if u := c.units[id]; u.m.NodeDied &&
+			(u.m.Phase == state.Starting || u.isAssigning()) {
+			starting = id
+			break
+		}
+	}
+	return slices.DeleteFunc(waiting, func(u *unit) bool {
+		switch {
+		case !u.m.NodeDied || u.pending[0].attempt < state.MaxStartAttempts:
+		case starting == "":
+			starting = u.id
+		default:
+			u.noRoom, u.retryAt = "waits until "+starting+" has started: their nodes ended while they "+
+				"were starting", time.Time{}
+			return true
+		}
+		return false
+	})
+}
 
-// The effects.
-type (
-	// GrantEffect proposes the units of one placed group. The answer is Granted.
-	GrantEffect struct{ Grant state.GrantGroup }
-	// ProposeEffect proposes any other command. The answer is Concluded with the same App, Unit and Node.
-	// NodeLost is proposed only if a majority confirms this leader when the effect is carried out, and if the
-	// effect still Stands after that.
-	ProposeEffect struct {
-		App, Unit, Node string
-		Command         state.Command
+// groupPrefix returns how many units at the head belong to one group.
+func groupPrefix(us []*unit) int {
+	n := 1
+	for n < len(us) && us[n].app == us[0].app && us[n].group == us[0].group {
+		n++
 	}
-	// ReleaseEffect releases a unit. The answer is Concluded.
-	ReleaseEffect struct {
-		App     string
-		Release msg.ReleaseRank
+	return n
+}
+
+// assignGroup asks for the units of one group, unless nothing has changed since they found no room.
+func (c *Core) assignGroup(now time.Time, us []*unit) {
+	if !slices.ContainsFunc(us, func(u *unit) bool { return u.askedAt != c.changes }) {
+		return
 	}
-	// StartEffect is an order to a node. A refusal is answered by Refused; a missing answer by nothing.
-	StartEffect struct {
-		Node  string
-		Order *msg.StartRank
+	m := c.groupRequest(now, us)
+	a := c.apps[us[0].app]
+	for i, u := range us {
+		m.Grant.Units[i].Attempt = u.beginCommand().attempt
+		u.next = seat{spec: a.spec, revision: a.revision, launch: a.launch[u.id]}
+		u.askedAt = c.changes
 	}
-	// StopEffect is an order to a node.
-	StopEffect struct {
-		Node  string
-		Order *msg.StopRank
+	c.emit(AssignEffect{m})
+}
+
+// groupRequest is what the RankAssigner must know to place the units.
+func (c *Core) groupRequest(now time.Time, us []*unit) *msg.AssignGroup {
+	a := c.apps[us[0].app]
+	m := &msg.AssignGroup{App: a.spec, Nodes: c.usable, Grant: state.GrantGroup{
+		App: a.name, AppRevision: a.revision, Group: us[0].group, At: now.UnixMilli(),
+	}}
+	for _, u := range us {
+		m.Grant.Units = append(m.Grant.Units, state.UnitGrant{
+			Unit: u.id, ExpectEpoch: max(u.m.Epoch, c.state.LastEpoch(u.id)), Launch: a.launch[u.id],
+			Restarts: u.nextRestarts(a.launch[u.id]),
+		})
 	}
-	// RenewEffect answers a NodeSeen with a lease, or with Err.
-	RenewEffect struct {
-		Node  string
-		Lease msg.Lease
-		Err   error
+	for _, id := range c.unitIDs() {
+		if u := c.units[id]; u.reserved != nil && !slices.Contains(us, u) {
+			m.Reserved = append(m.Reserved, *u.reserved)
+		}
 	}
-	// StepDownEffect hands the leadership to another voter, because this leader may be the cause of the
-	// silence. It has no answer: without another voter nothing happens.
-	StepDownEffect struct {
-		Overdue []string // nodes that would otherwise be declared lost
+	return m
+}
+
+// groupAssigned takes the answer of the RankAssigner. A grant with an unknown result may be in the state,
+// where adoptGrants finds it. Units without room are tried again after every change, or if others of their
+// group wait by now: they are placed together. That they found none again changes nothing.
+func (c *Core) groupAssigned(now time.Time, in GroupAssigned) {
+	c.noChange = len(in.Grant.Units) == 0 && !c.movesWait
+	for id, why := range in.NoRoom {
+		u := c.units[id]
+		if u == nil {
+			continue
+		}
+		u.busy = false
+		c.noChange = c.noChange && u.m.Phase != state.Gone && u.noRoom == why && u.askedAt == c.changes
+		if u.m.Phase != state.Gone { // else the unit was given up meanwhile
+			u.requeue(time.Time{})
+			u.noRoom = why
+		}
+		for _, other := range c.units {
+			if _, asked := in.NoRoom[other.id]; !asked && other.group == u.group && other.app == u.app &&
+				other.isDue(now, true) {
+				u.askedAt, c.noChange = 0, false
+			}
+		}
 	}
-	// ChangeEffect is a change for the ring, the log and the metrics.
-	ChangeEffect struct{ Event }
-	// RanksEffect reports how many ranks of an application are ready and wanted, first and after each change.
-	RanksEffect struct {
-		App            string
-		Ready, Desired int
+	for i := range in.Grant.Units {
+		g := &in.Grant.Units[i]
+		u := c.units[g.Unit]
+		if u == nil {
+			continue
+		}
+		u.busy = false
+		epoch := in.Result.Epochs[g.Unit]
+		if in.Err != nil || epoch == 0 {
+			if u.m.Phase != state.Gone {
+				u.requeue(now.Add(c.timers.Retry))
+			}
+			continue
+		}
+		u.next.ranks, u.next.blocks = g.Ranks, g.Blocks
+		c.startGranted(now, u, u.next, epoch, u.currentAttempt())
 	}
-	// ForgetAppEffect reports that an application is gone.
-	ForgetAppEffect struct{ App string }
-	// RestartEffect counts a start of a unit after its first one.
-	RestartEffect struct{ App, Unit string }
-	// ForgetEffect reports that nothing is left of a unit.
-	ForgetEffect struct{ App, Unit string }
-)
+}
+
+// maxWaiting bounds the units without room that a lease names. Ingresses treat further units as starting, and
+// requests wait for them.
+const maxWaiting = 4096
+
+// addWaiting adds an application's units without room to what leases tell the ingresses.
+func (c *Core) addWaiting(a *application) {
+	left := maxWaiting
+	for i := range c.waiting {
+		left -= len(c.waiting[i].Units)
+	}
+	w := msg.Waiting{App: a.name, Revision: a.revision}
+	for i := range a.units {
+		u := c.units[a.units[i].ID]
+		if a.deleting || u == nil || u.m.Phase != state.Pending || u.noRoom == "" || len(w.Units) == left {
+			continue
+		}
+		if w.Units == nil {
+			w.Reason, _, _ = strings.Cut(u.noRoom, "; ") // the rest lists the nodes
+			w.Units = map[string]uint64{}
+		}
+		w.Units[u.id] = c.state.Epochs[u.id]
+	}
+	if w.Units != nil {
+		c.waiting = append(c.waiting, w)
+	}
+}
+
+// releaseOf is the release of a whole unit.
+func releaseOf(u *unit) msg.ReleaseRank {
+	return msg.ReleaseRank{Unit: u.id, Rank: -1, Epoch: u.m.Epoch, Reason: u.m.Reason}
+}

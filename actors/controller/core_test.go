@@ -49,7 +49,7 @@ func TestDeployRunDeleteTranscript(t *testing.T) {
 	assert.Empty(t, w.state.Apps)
 	assert.Empty(t, w.state.Units)
 	assert.Equal(t, map[string]uint64{"chat/0/0": 1, "chat/0/1": 1}, w.state.Epochs)
-	assert.Empty(t, w.core.Status())
+	assert.Empty(t, view{w.core}.Status())
 }
 
 func TestStartIsSentAgainUntilConfirmed(t *testing.T) {
@@ -116,7 +116,7 @@ func TestRefusedStartIsAFailedStart(t *testing.T) {
 	w.deploy(sim("chat", 1, app.Independent))
 	w.step(Refused{"a", "chat/0/0", 1, errLost})
 	assert.Equal(t, state.Backoff, w.phase("chat/0/0"))
-	assert.Contains(t, w.core.Status()[0].Message, "node a refused: leadership was lost")
+	assert.Contains(t, view{w.core}.Status()[0].Message, "node a refused: leadership was lost")
 	w.step(Refused{"a", "chat/0/0", 1, errLost})
 	w.pass(time.Second)
 	assert.Equal(t, state.Starting, w.phase("chat/0/0"))
@@ -142,7 +142,7 @@ func TestLockstepOverTwoNodes(t *testing.T) {
 	assert.Equal(t, state.Backoff, w.phase("moe/0"))
 	w.pass(time.Second)
 	assert.Equal(t, uint64(2), w.state.Epochs["moe/0"])
-	assert.Equal(t, "rank 3 died", w.core.Status()[0].Units[0].Reason)
+	assert.Equal(t, "rank 3 died", view{w.core}.Status()[0].Units[0].Reason)
 }
 
 func TestAttachedUnitComesBackUnderItsEpoch(t *testing.T) {
@@ -177,7 +177,7 @@ func TestPendingSaysWhyAndStartsWhenThereIsRoom(t *testing.T) {
 	w.up("one/0/0", "one/0/1")
 	w.deploy(sim("two", 1, app.Independent))
 	assert.Equal(t, state.Pending, w.phase("two/0/0"))
-	assert.Contains(t, w.core.Status()[1].Message, "two/0/0 is pending: place two/0")
+	assert.Contains(t, view{w.core}.Status()[1].Message, "two/0/0 is pending: place two/0")
 	assert.True(t, w.quiet(), "no polling")
 	w.delete("one")
 	w.says("a", "one/0/0", msg.UnitGone)
@@ -311,6 +311,6 @@ func BenchmarkRenewal(b *testing.B) {
 	}
 	b.ReportAllocs()
 	for b.Loop() {
-		c.core.Step(c.now, NodeSeen{hosts[7].report(c.now)})
+		c.core.Step(c.now, NodeReported{hosts[7].report(c.now)})
 	}
 }

@@ -2,15 +2,12 @@ package controller
 
 import (
 	"context"
-	"crypto/sha256"
-	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
-	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
@@ -78,7 +75,7 @@ func (c *Controller) clearGrace(grace map[string]time.Duration) {
 
 // redeployRequest tells the core of a deploy; done is closed when the core has handled it.
 type redeployRequest struct {
-	Redeployed
+	AppsRedeployed
 	done chan struct{}
 }
 
@@ -162,7 +159,7 @@ func (c *Controller) awaitCore(ctx context.Context, apps []string, before map[st
 	case <-c.box.Stopped():
 	case <-ctx.Done():
 	}
-	m := &redeployRequest{Redeployed{apps, before, c.cfg.Store.State()}, make(chan struct{})}
+	m := &redeployRequest{AppsRedeployed{apps, before, c.cfg.Store.State()}, make(chan struct{})}
 	if err := c.box.TrySend(m); errors.Is(err, inbox.ErrStopped) {
 		return errStopped()
 	} else if err != nil {
@@ -216,47 +213,4 @@ func (c *Controller) Plan(apps []*app.Application, prune bool) (msg.Plan, error)
 		return msg.Plan{}, err
 	}
 	return planOf(c.planningState(), apps, prune)
-}
-
-// kvEventsOn stands for engine.kv_events in the hash of units whose engines publish KV events.
-const kvEventsOn = "on"
-
-// launchHash is a hash of everything that a unit's engines and replicas are started with. A revision with the
-// same hash, for example with another routing policy or one more group, restarts nothing. Engines publish KV
-// events only for a policy that reads them, so such a change of policy changes the hash.
-func launchHash(a *app.Application, u *app.Unit) (string, error) {
-	l := *a
-	l.RoutePrefix, l.Routing, l.Timeouts, l.Retries = "", app.Routing{}, app.Timeouts{}, app.Retries{}
-	l.MaxQueuedRequests, l.GracefulShutdownTimeout = 0, 0
-	l.NumReplicas, l.NumGroups = 0, 0
-	l.Model.Aliases = nil
-	l.Engine.KVEvents = app.KVEventsAuto // only its effect matters
-	if engine.WantsEvents(a) {
-		l.Engine.KVEvents = kvEventsOn
-	}
-	if l.DataParallel.Coupling == app.Independent {
-		l.DataParallel.DPSize = 0 // an independent rank does not know the others
-	}
-	if l.Engine.Kind == app.KindAttach {
-		l.Engine.Ranks = attachedRanks(&a.Engine, u)
-	}
-	b, err := json.Marshal(&l)
-	if err != nil {
-		return "", err
-	}
-	sum := sha256.Sum256(b)
-	return hex.EncodeToString(sum[:8]), nil
-}
-
-// attachedRanks returns the engines of the unit's own ranks.
-func attachedRanks(e *app.Engine, u *app.Unit) []app.AttachRank {
-	var out []app.AttachRank
-	for _, n := range u.Ranks {
-		if a := e.Rank(u.Group, n); a != nil {
-			r := *a
-			r.Number = nil // the unit's name has it; whether it is written depends on other ranks
-			out = append(out, r)
-		}
-	}
-	return out
 }

@@ -19,22 +19,22 @@ func (c *fleet) drain(node string, by time.Time) {
 	}
 	_, err := c.apply(state.Command{DrainNode: d})
 	require.NoError(c.t, err)
-	c.step(Ticked{})
+	c.step(TimerFired{})
 }
 
 func (c *fleet) undrain(node string) {
 	_, err := c.apply(state.Command{DrainNode: &state.DrainNode{Node: node, Undo: true}})
 	require.NoError(c.t, err)
-	c.step(Ticked{})
+	c.step(TimerFired{})
 }
 
 func (c *fleet) nodeState(id string) (string, string) {
-	s := c.core.nodeStatus(c.now, c.state.Nodes[id], "a")
+	s := view{c.core}.nodeStatus(c.now, c.state.Nodes[id], "a")
 	return s.State, s.Reason
 }
 
 func (c *fleet) ready(app string) int {
-	for _, s := range c.core.Status() {
+	for _, s := range (view{c.core}).Status() {
 		if s.Name == app {
 			return s.Ready
 		}
@@ -95,7 +95,7 @@ func TestDrainLeavesWhatFindsNoRoom(t *testing.T) {
 	assert.Equal(t, "RUNNING", c.status("big"))
 	_, why := c.nodeState("a")
 	assert.Contains(t, why, "big/0 stays on draining node a: place big/0: 2 of 4 ranks can be placed (PACK)")
-	assert.Contains(t, c.core.Status()[0].Units[0].Reason, "stays on draining node a")
+	assert.Contains(t, view{c.core}.Status()[0].Units[0].Reason, "stays on draining node a")
 	c.join(newHost("c", 4))
 	c.drained("big/0")
 	c.renew("c")

@@ -4,8 +4,8 @@ import (
 	"errors"
 	"maps"
 	"slices"
-	"strings"
 
+	"github.com/dpserve/dpserve/actors/rankassigner"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
@@ -44,7 +44,7 @@ func checkPlaceable(s *state.State, apps []*app.Application, prune bool) error {
 // dryRunner computes a deploy's placement without changing anything.
 type dryRunner struct {
 	state     *state.State
-	overlay   *overlay
+	free      *rankassigner.Inventory
 	deployed  map[string]*application // apps of the deploy
 	remaining map[string]*application // apps that stay as they are
 }
@@ -60,7 +60,7 @@ type groupOutcome struct {
 // result, because this deploy did not ask for them.
 func newDryRunner(s *state.State, apps []*app.Application, prune bool) (*dryRunner, error) {
 	d := &dryRunner{
-		state: s, overlay: newOverlay(placementNodes(s), s),
+		state: s, free: rankassigner.NewInventory(s, rankassigner.UsableNodes(s)),
 		deployed: map[string]*application{}, remaining: map[string]*application{},
 	}
 	for _, a := range apps {
@@ -95,7 +95,7 @@ func (d *dryRunner) reserveRunning(apps map[string]*application) {
 		a := apps[name]
 		for i := range a.units {
 			if id := a.units[i].ID; d.keepsRunning(a, id) {
-				d.overlay.use(d.state.Units[id].Ranks, d.state.Units[id].Blocks)
+				d.free.Use(d.state.Units[id].Ranks, d.state.Units[id].Blocks)
 			}
 		}
 	}
@@ -118,16 +118,15 @@ func (d *dryRunner) placeApp(a *application) map[int]*groupOutcome {
 
 func (d *dryRunner) placeGroup(g *placement.Group) *groupOutcome {
 	out := &groupOutcome{seats: map[int]state.RankGrant{}}
-	p, err := placement.Place(d.overlay.nodes, []placement.Group{*g})
+	placed, err := d.free.Place(g)
 	if err != nil {
-		out.moves = placement.Hint(d.overlay.nodes, *g, d.occupants())
+		out.moves = placement.Hint(d.free.Nodes, *g, d.occupants())
 		out.err = withAdvice(err, out.moves)
 		return out
 	}
-	var s seat
-	s.addPlaced(ranksOf(&p.Groups[0]), &p.Groups[0])
-	d.overlay.use(s.ranks, s.blocks)
-	for _, r := range s.ranks {
+	ranks, blocks := rankassigner.SeatsOf(g.Ranks, &placed)
+	d.free.Use(ranks, blocks)
+	for _, r := range ranks {
 		out.seats[r.Rank] = r
 	}
 	return out
@@ -181,8 +180,7 @@ func (d *dryRunner) occupant(a *application, u *app.Unit) placement.Occupant {
 }
 
 func (d *dryRunner) group(a *application, group int) placement.Group {
-	g := groupSpec(a.spec, group)
-	g.Held = map[string]int{}
+	g := rankassigner.GroupRequest(a.spec, group)
 	for i := range a.units {
 		u := &a.units[i]
 		switch {
@@ -196,13 +194,4 @@ func (d *dryRunner) group(a *application, group int) placement.Group {
 		}
 	}
 	return g
-}
-
-// explain puts a placement error into one line: what is missing, and what each node has.
-func explain(err error) string {
-	var p *problem.Error
-	if !errors.As(err, &p) || len(p.Details) == 0 {
-		return err.Error()
-	}
-	return p.Message + "; " + strings.Join(p.Details, "; ")
 }

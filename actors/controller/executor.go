@@ -34,21 +34,23 @@ func newExecutor(ctx context.Context, cfg *Config, post func(any),
 // execute starts an effect and returns at once.
 func (a *executor) execute(e Effect) {
 	switch e := e.(type) {
-	case GrantEffect:
-		a.runCommand(func(ctx context.Context) { a.post(a.grant(ctx, &e)) })
+	case AssignEffect:
+		a.cfg.Assigner.AssignGroup(e.Request, func(r msg.GroupAssigned) {
+			a.logFailure("grant_group", e.Request.Grant.Units[0].Unit, r.Err)
+			a.post(GroupAssigned{r})
+		})
 	case ProposeEffect:
 		a.runCommand(func(ctx context.Context) {
 			err := a.propose(ctx, &e)
 			a.logFailure(e.Command.Kind(), e.Unit, err)
-			a.post(Concluded{e.App, e.Unit, e.Node, err})
+			a.post(CommandDone{e.App, e.Unit, e.Node, err})
 		})
 	case StepDownEffect:
 		a.runCommand(func(ctx context.Context) { a.stepDown(ctx, &e) })
 	case ReleaseEffect:
-		a.runCommand(func(ctx context.Context) {
-			err := a.cfg.Granter.Release(ctx, e.Release)
+		a.cfg.Assigner.Release(e.Release, func(err error) {
 			a.logFailure("release", e.Release.Unit, err)
-			a.post(Concluded{App: e.App, Unit: e.Release.Unit, Err: err})
+			a.post(CommandDone{App: e.App, Unit: e.Release.Unit, Err: err})
 		})
 	case StartEffect:
 		a.enqueueOrder(e.Node, e)
@@ -99,16 +101,6 @@ func (a *executor) stepDown(ctx context.Context, e *StepDownEffect) {
 		log.Warn("the leader cannot hand over: nodes that are silent for one more lease are lost",
 			slog.Any("err", err))
 	}
-}
-
-func (a *executor) grant(ctx context.Context, e *GrantEffect) Granted {
-	out := Granted{}
-	for i := range e.Grant.Units {
-		out.Units = append(out.Units, e.Grant.Units[i].Unit)
-	}
-	out.Result, out.Err = a.cfg.Granter.Grant(ctx, e.Grant)
-	a.logFailure("grant_group", out.Units[0], out.Err)
-	return out
 }
 
 func (a *executor) logFailure(kind, unit string, err error) {

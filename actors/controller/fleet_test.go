@@ -191,7 +191,7 @@ func (c *fleet) join(h *host) {
 	_, err := c.apply(state.Command{PutNode: &state.PutNode{Node: h.node}})
 	require.NoError(c.t, err)
 	c.hosts[h.node.ID] = h
-	c.step(Ticked{})
+	c.step(TimerFired{})
 	c.renew(h.node.ID)
 }
 
@@ -230,7 +230,7 @@ func (c *fleet) renew(ids ...string) {
 			continue
 		}
 		h.follow(c.state)
-		c.step(NodeSeen{h.report(c.now)})
+		c.step(NodeReported{h.report(c.now)})
 		if l := c.lease[id]; l.Err == nil {
 			h.taken(l.Lease.Taken)
 		}

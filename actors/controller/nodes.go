@@ -1,16 +1,15 @@
 package controller
 
 import (
-	"bytes"
-	"encoding/json"
+	"cmp"
+	"errors"
 	"maps"
 	"slices"
-	"strconv"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
-	"github.com/dpserve/dpserve/placement"
 )
 
 // A leader that did nothing for longer than lease_ttl / frozenPart was frozen. It did not receive renewals,
@@ -19,29 +18,6 @@ const (
 	frozenPart = 2
 	tickPart   = 4
 )
-
-// peer is the core's knowledge of a node beside its record in the state.
-type peer struct {
-	uid     string
-	process uint64     // incarnation that renewed last; 0 = none under this leader
-	past    []uint64   // earlier incarnations, the latest last
-	node    state.Node // the node's own record in that renewal
-	wall    time.Time  // by the node's clock
-	warning string     // warning for the node's status
-
-	stopping  bool      // the node is ending, or refused a start because of that
-	afterStop bool      // the node's previous process was told to end
-	seen      time.Time // last renewal, by the leader's clock
-
-	losing   bool // its lease is over and NodeLost is to be proposed
-	returned bool // it was lost, and renews with no processes left
-	changed  bool // its record differs from its report
-	declined []byte
-	why      string // why its record was not changed to declined
-
-	busy    bool // a command about it is under way
-	retryAt time.Time
-}
 
 // withStoppingAsDraining returns s with stopping nodes marked as draining, as placement must treat them. It
 // does not change s.
@@ -58,25 +34,6 @@ func (c *Core) withStoppingAsDraining(s *state.State) *state.State {
 		}
 	}
 	return out
-}
-
-// placementNodes returns the nodes that may get ranks, in order.
-func placementNodes(s *state.State) []placement.Node {
-	var out []placement.Node
-	for _, id := range slices.Sorted(maps.Keys(s.Nodes)) {
-		if n := s.Nodes[id]; n.Takes() {
-			out = append(out, placementNode(n))
-		}
-	}
-	return out
-}
-
-// placementNode is a node in the terms of placement.
-func placementNode(n *state.Node) placement.Node {
-	return placement.Node{
-		ID: n.ID, Slots: n.Offer.Slots, Devices: n.Offer.Devices, Labels: n.Offer.Labels,
-		Ports: placement.Ports{Lo: n.Offer.PortLo, Hi: n.Offer.PortHi},
-	}
 }
 
 // hasNewNode reports whether a node joined after old.
@@ -233,7 +190,7 @@ func (c *Core) proposePeerCommands(now time.Time) {
 }
 
 // nodeCommandDone takes the result of a command about a node. The state may show it a moment later.
-func (c *Core) nodeCommandDone(now time.Time, in Concluded) {
+func (c *Core) nodeCommandDone(now time.Time, in CommandDone) {
 	p := c.peers[in.Node]
 	if p == nil {
 		return
@@ -244,28 +201,6 @@ func (c *Core) nodeCommandDone(now time.Time, in Concluded) {
 	}
 	if in.Err == nil || isTypedRefusal(in.Err) {
 		p.changed = false
-	}
-}
-
-// reportedRecord encodes the part of a record that the node itself determines, for comparison.
-func reportedRecord(n *state.Node) []byte {
-	own := *n
-	// set by the leader, not by the node
-	own.Lost, own.Reason, own.Draining, own.DrainBy, own.Key = false, "", false, 0, ""
-	own.Offer.Devices = append([]int(nil), n.Offer.Devices...)
-	b, _ := json.Marshal(&own) // plain data cannot fail
-	return b
-}
-
-// compareRecord notes whether a node's record differs from its report, unless the state has refused that
-// change.
-func (p *peer) compareRecord(n *state.Node) {
-	said := reportedRecord(&p.node)
-	switch {
-	case bytes.Equal(said, reportedRecord(n)):
-		p.changed, p.declined, p.why = false, nil, ""
-	default:
-		p.changed = !bytes.Equal(said, p.declined)
 	}
 }
 
@@ -306,175 +241,288 @@ func hasRankOn(rec *state.Unit, node string) bool {
 	return slices.ContainsFunc(rec.Ranks, func(r state.RankGrant) bool { return r.Node == node })
 }
 
-// States of a node.
-const (
-	nodeAlive    = "alive"
-	nodeSilent   = "silent" // no renewal for more than half of its lease
-	nodeLost     = "lost"
-	nodeDraining = "draining"
-	nodeStopping = "stopping" // its process was told to end
-	nodeDrained  = "drained"
-	nodeUnknown  = "unknown" // no renewal under this leader
-)
-
-const (
-	silentPart = 2 // of lease_ttl
-	// skewNoted is the clock difference that users are told of: certificates and logs depend on the clocks.
-	skewNoted  = time.Second
-	seenLeader = "leader"
-)
-
-// Nodes returns the status of all nodes, in order. The caller fills in Voter and InFlight.
-func (c *Controller) Nodes() []msg.NodeStatus {
-	now := c.cfg.Clock()
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.core.Nodes(now, c.cfg.Self)
+// applyEvent takes an event of one incarnation of a node, if it is newer than the last one and about the
+// current grant. It returns whether it is about the current grant.
+func (c *Core) applyEvent(now time.Time, process uint64, e *msg.UnitEvent) bool {
+	u := c.units[e.Unit]
+	if u == nil || e.Epoch != u.m.Epoch || u.parts[e.Node] == nil {
+		return false
+	}
+	if u.parts[e.Node].isNewer(process, e.Number) {
+		c.applyNewEvent(now, u, e)
+	}
+	return true
 }
 
-// Silence is the time since a node's last renewal, or since this leader began if the node has not renewed
-// since.
-type Silence struct {
-	For  time.Duration
-	Long bool // more than half of its lease: user requests do not wait for this node
+// applyPresent takes the report of a newer node that it has a part of the current grant, in an unknown phase:
+// the unit's phase stays. The event's number is not taken, because an earlier event that this version knows
+// may still arrive.
+func (c *Core) applyPresent(process uint64, e *msg.UnitEvent) {
+	u := c.units[e.Unit]
+	if u == nil || e.Epoch != u.m.Epoch || u.parts[e.Node] == nil {
+		return
+	}
+	p := u.parts[e.Node]
+	if p.process != process {
+		p.process, p.number = process, 0
+	}
+	if !p.gone && (p.adopted || !p.started) {
+		p.adopted, p.started, c.noChange = false, true, false
+	}
 }
 
-// Silences returns the silence of every node that is not lost.
-func (c *Controller) Silences() map[string]Silence {
-	now := c.cfg.Clock()
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.core.Silences(now)
+// isRunning reports whether a node with this event has processes of the unit.
+func isRunning(k msg.UnitEventKind) bool {
+	switch k {
+	case msg.UnitStarted, msg.UnitReady, msg.UnitFenced, msg.UnitDraining:
+		return true
+	default:
+		return false
+	}
 }
 
-// Silences returns the silence of every node that is not lost.
-func (c *Core) Silences(now time.Time) map[string]Silence {
-	out := map[string]Silence{}
+// stopOrphan stops an old incarnation of a unit whose epoch is not granted to this node.
+func (c *Core) stopOrphan(e *msg.UnitEvent) {
+	if !isRunning(e.Kind) {
+		return
+	}
+	if rec := c.state.Units[e.Unit]; rec != nil && rec.Epoch == e.Epoch && rec.Holds() &&
+		hasRankOn(rec, e.Node) {
+		return // granted, but the answer has not arrived yet
+	}
+	c.stopSuperseded(e)
+}
+
+func (c *Core) stopSuperseded(e *msg.UnitEvent) {
+	c.emit(StopEffect{e.Node, &msg.StopRank{Unit: e.Unit, Epoch: e.Epoch, Reason: "superseded"}})
+}
+
+// applyNewEvent combines the events of the unit's nodes: the unit is ready or gone when all parts are, and
+// fenced with the first.
+func (c *Core) applyNewEvent(now time.Time, u *unit, e *msg.UnitEvent) {
+	c.noChange = false
+	p := u.parts[e.Node]
+	p.adopted = false
+	if p.gone && isRunning(e.Kind) {
+		c.stopSuperseded(e) // the node was declared lost
+		return
+	}
+	ev := state.Event{Epoch: e.Epoch, Reason: e.Reason, LogTail: e.LogTail, WasReady: e.WasReady}
+	switch e.Kind {
+	case msg.UnitStarted, msg.UnitReady:
+		c.markUp(now, u, p, e, ev)
+	case msg.UnitFenced:
+		p.started, p.ready, p.ended = true, false, !u.m.Attach
+		ev.Kind, ev.Others = state.EvFenced, u.othersLack(e.Node, isEnded)
+		c.stepUnit(now, u, ev)
+	case msg.UnitKilling:
+		p.started, p.ended = true, true
+		ev.Kind, ev.Others = state.EvKilling, u.othersLack(e.Node, isEnded)
+		c.stepUnit(now, u, ev)
+	case msg.UnitDraining:
+		p.started, p.draining = true, true
+		ev.Kind, ev.Others = state.EvDraining, u.othersLack(e.Node, isDraining)
+		c.stepUnit(now, u, ev)
+	case msg.UnitGone:
+		c.markPartGone(now, u, e.Node, ev)
+	case msg.UnitPresent: // does not change the phase: see applyPresent
+	}
+}
+
+// markUp takes a started or ready event. A ready node has started.
+func (c *Core) markUp(now time.Time, u *unit, p *part, e *msg.UnitEvent, ev state.Event) {
+	p.started = true
+	ev.Kind = state.EvStarted
+	done := u.allParts(isStarted)
+	if e.Kind == msg.UnitReady {
+		p.ready = true
+		ev.Kind, done = state.EvReady, u.allParts(isReady)
+	}
+	if done {
+		c.stepUnit(now, u, ev)
+	}
+}
+
+// markPartGone notes that nothing of the unit is left on a node. The unit becomes Gone when every node has
+// reported Gone; until then it stays Killing.
+func (c *Core) markPartGone(now time.Time, u *unit, node string, ev state.Event) {
+	u.parts[node].markGone()
+	ev.Kind = state.EvGone
+	if !u.allParts(isGone) {
+		ev.Kind, ev.Others = state.EvKilling, u.othersLack(node, isEnded)
+	}
+	c.stepUnit(now, u, ev)
+}
+
+// applyRefusal takes a node's refusal to start: nothing runs there, and the start has failed. If the node
+// refuses an epoch from before this leader because it has seen it, the unit ended with the node's process.
+func (c *Core) applyRefusal(now time.Time, in Refused) {
+	u := c.units[in.Unit]
+	if u == nil || in.Epoch != u.m.Epoch || u.parts[in.Node] == nil || u.parts[in.Node].started {
+		return
+	}
+	if p := c.peers[in.Node]; p != nil && errors.Is(in.Err, msg.ErrNodeStopping) {
+		p.stopping = true // until a report says otherwise
+		c.giveUp(now, u, in.Node)
+	}
+	if u.parts[in.Node].adopted && problem.CodeOf(in.Err) == problem.Conflict {
+		c.markEndedWithProcess(now, u, in.Node)
+		return
+	}
+	c.markPartGone(now, u, in.Node, state.Event{
+		Epoch:  in.Epoch,
+		Reason: "node " + in.Node + " refused: " + in.Err.Error(),
+	})
+}
+
+// markEndedWithProcess marks a part as gone because the node's process that had it has ended. If that process
+// was not told to end while the unit was starting, the start may be the cause.
+func (c *Core) markEndedWithProcess(now time.Time, u *unit, node string) {
+	ev := state.Event{
+		Kind: state.EvLost, Epoch: u.m.Epoch,
+		Reason: "dpserve was started again on node " + node, WasReady: u.m.WasReady,
+	}
+	if p := c.peers[node]; p != nil {
+		ev.Asked = p.afterStop
+	}
+	if u.othersLack(node, isGone) {
+		c.markPartGone(now, u, node, ev)
+		return
+	}
+	u.parts[node].markGone()
+	c.stepUnit(now, u, ev)
+}
+
+// renew takes a node's report and answers with a lease.
+func (c *Core) renew(now time.Time, r *msg.NodeReport) RenewEffect {
+	out := RenewEffect{Node: r.Node.ID}
 	if c.state == nil {
+		out.Err = problem.New(problem.Unavailable, "renew the lease of node %s: this leader is not ready",
+			r.Node.ID).WithHint("try again in a second")
 		return out
 	}
-	for id, n := range c.state.Nodes {
-		if n.Lost {
-			continue
-		}
-		heard := c.ledSince
-		if p := c.peers[id]; p != nil && !p.seen.IsZero() {
-			heard = p.seen
-		}
-		silent := now.Sub(heard)
-		out[id] = Silence{For: silent, Long: silent > c.timers.LeaseTTL/silentPart}
+	n := c.state.Nodes[r.Node.ID]
+	if n == nil || n.UID != r.Node.UID {
+		out.Err = leaseRefusal(c.state, &r.Node, n)
+		return out
+	}
+	p := c.peers[n.ID]
+	if out.Err = c.refuseOvertaken(now, p, r); out.Err != nil {
+		return out
+	}
+	c.noChange = c.noChange && p.stopping == r.Stopping
+	p.recordReport(now, r)
+	p.node = r.Node.ReadableAt(c.state.ControlLevel())
+	p.compareRecord(n)
+	if p.stopping && !n.Lost {
+		// before the report's events, so that units it ended do not count as failed
+		c.giveUpUnitsOn(now, n.ID)
+	}
+	c.applyReport(now, p, r)
+	if n.Lost {
+		p.returned, c.noChange = c.stopLeftovers(r), false
+		out.Err = problem.New(problem.Unavailable,
+			"renew the lease of node %s: it was taken for lost (%s); it is back when nothing of before "+
+				"is left there",
+			n.ID, n.Reason).WithHint("try again in a moment")
+		return out
+	}
+	p.losing = false
+	c.noChange = c.noChange && !p.changed
+	c.leases.Seen(n.ID, now)
+	out.Lease = msg.Lease{TTL: c.timers.LeaseTTL, Taken: ackedEvent(r), Index: c.state.Index}
+	if slices.Contains(r.Node.Roles, state.RoleIngress) {
+		out.Lease.Waiting = c.waiting
 	}
 	return out
 }
 
-// Nodes returns the status of all nodes, in order. leader is the name of the leading node.
-func (c *Core) Nodes(now time.Time, leader string) []msg.NodeStatus {
-	if c.state == nil {
+// stopLeftovers stops all processes on a node that was lost. Its slots and devices were released, so nothing
+// may be placed there while they run. It returns true if nothing is left.
+func (c *Core) stopLeftovers(r *msg.NodeReport) bool {
+	empty := true
+	for _, e := range r.Units {
+		if e.Kind == msg.UnitGone {
+			continue
+		}
+		empty, e.Node = false, r.Node.ID
+		if isRunning(e.Kind) || e.Kind == msg.UnitPresent {
+			c.stopSuperseded(&e)
+		}
+	}
+	return empty
+}
+
+// refuseOvertaken refuses reports that were overtaken: older than the last one, or from an incarnation that
+// was replaced. If the current incarnation is silent for its whole lease, any other one may replace it.
+func (c *Core) refuseOvertaken(now time.Time, p *peer, r *msg.NodeReport) error {
+	late := r.Wall.Before(p.wall) && p.wall.Sub(r.Wall) < c.timers.LeaseTTL/delayPart
+	replaced := slices.Contains(p.past, r.Incarnation) && c.leases.Left(r.Node.ID, now) > 0
+	if !late && !replaced {
 		return nil
 	}
-	out := make([]msg.NodeStatus, 0, len(c.state.Nodes))
-	for _, id := range slices.Sorted(maps.Keys(c.state.Nodes)) {
-		out = append(out, c.nodeStatus(now, c.state.Nodes[id], leader))
+	return problem.New(problem.Conflict,
+		"renew the lease of node %s: a later report of it was taken already", r.Node.ID).
+		WithHint("if two machines run copies of one data dir, stop one")
+}
+
+// applyReport applies the report's events, then its digest. A unit missing from the digest is not running on
+// that node.
+func (c *Core) applyReport(now time.Time, p *peer, r *msg.NodeReport) {
+	has := make(map[string]uint64, len(r.Units))
+	for _, e := range r.Events {
+		e.Node, has[e.Unit] = r.Node.ID, max(has[e.Unit], e.Epoch)
+		c.applyEvent(now, p.process, &e)
 	}
+	for _, e := range r.Units {
+		e.Node, has[e.Unit] = r.Node.ID, max(has[e.Unit], e.Epoch)
+		switch {
+		case e.Kind == msg.UnitPresent:
+			c.applyPresent(p.process, &e)
+		case !c.applyEvent(now, p.process, &e):
+			c.stopOrphan(&e)
+		}
+	}
+	for _, u := range c.unitsOn(r.Node.ID) {
+		part := u.parts[r.Node.ID]
+		if has[u.id] < u.m.Epoch {
+			c.handleMissingPart(now, u, r.Node.ID, part, p.process)
+		} else {
+			part.missingSince = time.Time{}
+		}
+	}
+}
+
+// unitsOn returns the units with a part on a node, in order.
+func (c *Core) unitsOn(node string) []*unit {
+	var out []*unit
+	for _, u := range c.units {
+		if p := u.parts[node]; p != nil && !p.gone {
+			out = append(out, u)
+		}
+	}
+	slices.SortFunc(out, func(a, b *unit) int { return cmp.Compare(a.id, b.id) })
 	return out
 }
 
-func (c *Core) nodeStatus(now time.Time, n *state.Node, leader string) msg.NodeStatus {
-	s := msg.NodeStatus{
-		Node: n.ID, Address: n.Address, Zone: n.Zone, Version: n.Version, Leader: n.ID == leader,
-		Slots: n.Offer.Slots, GPUs: len(n.Offer.Devices),
-	}
-	for _, r := range n.Roles {
-		s.Roles = append(s.Roles, string(r))
-	}
-	c.addLoad(&s)
-	p := c.peers[n.ID]
-	if p != nil && !p.seen.IsZero() {
-		s.LastSeen, s.SeenBy = p.seen, seenLeader
-		s.LeaseLeftS = c.leases.Left(n.ID, now).Seconds()
-		if !p.wall.IsZero() {
-			s.SkewMs = p.wall.Sub(p.seen.Round(0)).Milliseconds()
-		}
-	}
-	s.State, s.Reason = c.nodeState(now, n, p)
-	s.Notes = c.nodeNotes(&s, p, leader)
-	return s
-}
-
-// addLoad adds the resources that units use on the node.
-func (c *Core) addLoad(s *msg.NodeStatus) {
-	for _, id := range slices.Sorted(maps.Keys(c.state.Units)) {
-		rec := c.state.Units[id]
-		if !rec.Holds() || !hasRankOn(rec, s.Node) {
-			continue
-		}
-		if g := rec.App + "/" + strconv.Itoa(rec.Group); !slices.Contains(s.Groups, g) {
-			s.Groups = append(s.Groups, g)
-		}
-		for i := range rec.Ranks {
-			if r := &rec.Ranks[i]; r.Node == s.Node {
-				s.Ranks++
-				s.SlotsUsed += slotsOf(r)
-				s.GPUsUsed += len(r.Devices)
-			}
-		}
-	}
-}
-
-// nodeState is the state of a node, and its reason.
-func (c *Core) nodeState(now time.Time, n *state.Node, p *peer) (word, reason string) {
-	left := c.unitsOn(n.ID)
+// handleMissingPart handles a node that does not report its part of a unit. If the node never had the part,
+// or may still get an earlier leader's order to start it, the leader sends the order again: to start it, or,
+// by the resend timer, to stop it.
+func (c *Core) handleMissingPart(now time.Time, u *unit, node string, p *part, process uint64) {
 	switch {
-	case n.Lost:
-		return nodeLost, n.Reason
-	case p != nil && p.stopping && !c.isSilent(now, p) && len(left) == 0:
-		return nodeStopping, ""
-	case p != nil && p.stopping && !c.isSilent(now, p):
-		return nodeStopping, leftReason(left)
-	case n.Draining && len(left) == 0:
-		return nodeDrained, ""
-	case n.Draining:
-		return nodeDraining, leftReason(left)
-	case p == nil || p.seen.IsZero():
-		return nodeUnknown, "it has not renewed its lease since this leader leads"
-	case c.isSilent(now, p):
-		return nodeSilent, "it has not renewed its lease for " + now.Sub(p.seen).Round(time.Second).String()
-	default:
-		return nodeAlive, ""
-	}
-}
-
-// isSilent reports whether the node has not renewed for more than half of its lease.
-func (c *Core) isSilent(now time.Time, p *peer) bool {
-	return now.Sub(p.seen) > c.timers.LeaseTTL/silentPart
-}
-
-// leftReason is the first reason why a unit is still on a draining or stopping node.
-func leftReason(left []*unit) string {
-	for _, u := range left {
-		if u.stayReason != "" {
-			return u.id + " " + u.stayReason
+	case p.adopted && !u.m.WasReady:
+		if !p.absent && u.m.Phase == state.Starting {
+			p.absent = true
+			c.startOn(u, node)
 		}
+	case p.adopted, p.started && p.process != process:
+		c.markEndedWithProcess(now, u, node)
+	case p.started && p.missingSince.IsZero():
+		p.missingSince = now // the report may have been overtaken
+	case p.started && now.Sub(p.missingSince) >= c.timers.LeaseTTL/delayPart:
+		c.markPartGone(now, u, node, state.Event{
+			Epoch:  u.m.Epoch,
+			Reason: "node " + node + " has it no more", WasReady: u.m.WasReady,
+		})
 	}
-	return left[0].id + " is " + string(left[0].m.Phase)
-}
-
-// nodeNotes lists the warnings for the node's status.
-func (c *Core) nodeNotes(s *msg.NodeStatus, p *peer, leader string) []string {
-	var out []string
-	if skew := time.Duration(s.SkewMs) * time.Millisecond; skew.Abs() > skewNoted {
-		out = append(out, "its clock differs by "+skew.Round(time.Millisecond).String()+" from the leader's")
-	}
-	if l := c.state.Nodes[leader]; l != nil && l.Version != s.Version {
-		out = append(out, "it runs version "+s.Version+", the leader "+l.Version)
-	}
-	if p == nil {
-		return out
-	}
-	for _, why := range []string{p.why, p.warning} {
-		if why != "" {
-			out = append(out, why)
-		}
-	}
-	return out
 }

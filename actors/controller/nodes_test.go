@@ -62,7 +62,7 @@ func TestLostNodeIsBackWhenNothingIsLeftThere(t *testing.T) {
 	c.auto = dropOrders("b", c) // its engines end slowly
 	b.tell("chat/0/1", 1, msg.UnitKilling)
 	for range 3 {
-		c.step(NodeSeen{b.report(c.now)})
+		c.step(NodeReported{b.report(c.now)})
 		assert.Equal(t, problem.Unavailable, problem.CodeOf(c.lease["b"].Err))
 		assert.True(t, c.state.Nodes["b"].Lost)
 		assert.Equal(t, state.Pending, c.phase("chat/0/1"))
@@ -221,7 +221,7 @@ func TestDigestBringsBackWhatWasMissed(t *testing.T) {
 	assert.Equal(t, state.Ready, c.phase("chat/0/0"), "a report may have been overtaken")
 	c.run(2 * time.Second)
 	assert.Equal(t, state.Backoff, c.phase("chat/0/0"))
-	assert.Contains(t, c.core.Status()[0].Message, "node a has it no more")
+	assert.Contains(t, view{c.core}.Status()[0].Message, "node a has it no more")
 }
 
 func TestUnknownNodesGetNoLease(t *testing.T) {
@@ -229,7 +229,7 @@ func TestUnknownNodesGetNoLease(t *testing.T) {
 	ask := func(id, uid string) error {
 		h := newHost(id, 2)
 		h.node.UID = uid
-		c.step(NodeSeen{h.report(c.now)})
+		c.step(NodeReported{h.report(c.now)})
 		return c.lease[id].Err
 	}
 	err := ask("nobody", "uid-x")
@@ -261,7 +261,7 @@ func TestNodeThatSaysOtherThanItsRecordChangesIt(t *testing.T) {
 	c.takeTrace()
 	c.run(20 * time.Second)
 	assert.Equal(t, 1, c.saw("put_node"), "what is refused is not asked for again")
-	require.Len(t, c.core.nodeStatus(c.now, c.state.Nodes["a"], "a").Notes, 1)
+	require.Len(t, view{c.core}.nodeStatus(c.now, c.state.Nodes["a"], "a").Notes, 1)
 }
 
 // Roles are fixed at the join; the address may change.
@@ -285,7 +285,7 @@ func TestOvertakenReportsAreRefused(t *testing.T) {
 	c.now = c.now.Add(time.Second)
 	c.deploy(sim("chat", 1, app.Independent))
 	c.renew("a")
-	c.step(NodeSeen{old})
+	c.step(NodeReported{old})
 	assert.Equal(t, problem.Conflict, problem.CodeOf(c.lease["a"].Err))
 	assert.Equal(t, state.Ready, c.phase("chat/0/0"), "an old report does not know of it")
 
@@ -300,7 +300,7 @@ func TestOvertakenReportsAreRefused(t *testing.T) {
 	delete(c.hosts, "twin")
 	c.renew("a", "a")
 	require.Equal(t, "RUNNING", c.status("chat"))
-	c.step(NodeSeen{a.report(c.now.Add(-time.Hour))}) // its clock was set back
+	c.step(NodeReported{a.report(c.now.Add(-time.Hour))}) // its clock was set back
 	require.NoError(t, c.lease["a"].Err)
 	assert.Equal(t, "RUNNING", c.status("chat"))
 }
@@ -311,7 +311,7 @@ func TestLeaderThatWasFrozenBlamesNobody(t *testing.T) {
 	c.deploy(sim("chat", 2, app.Independent))
 	c.run(5 * time.Second)
 	c.now = c.now.Add(time.Minute)
-	c.step(Ticked{})
+	c.step(TimerFired{})
 	c.run(5 * time.Second)
 	assert.Zero(t, c.saw("node_lost"))
 	c.hosts["b"].cut = true
@@ -344,7 +344,7 @@ func TestLostNodeThatIsRemovedFreesItsRanks(t *testing.T) {
 	c.run(5 * time.Second)
 	_, err = c.apply(state.Command{RemoveNode: &state.RemoveNode{Node: "b"}})
 	require.NoError(t, err)
-	c.step(Ticked{})
+	c.step(TimerFired{})
 	assert.Equal(t, "a:0", c.where("chat/0/0"))
 	assert.NotContains(t, c.core.peers, "b")
 }
@@ -378,7 +378,7 @@ func TestNodeStatuses(t *testing.T) {
 	spread.PlacementGroupStrategy = "STRICT_SPREAD"
 	c.deploy(spread)
 	c.renew("a", "b")
-	look := func(id string) msg.NodeStatus { return c.core.nodeStatus(c.now, c.state.Nodes[id], "a") }
+	look := func(id string) msg.NodeStatus { return view{c.core}.nodeStatus(c.now, c.state.Nodes[id], "a") }
 	assert.Equal(t, msg.NodeStatus{
 		Node: "a", State: "alive", Roles: []string{"control", "worker", "ingress"}, Version: "1",
 		Leader: true, Slots: 4, SlotsUsed: 1,
@@ -386,7 +386,7 @@ func TestNodeStatuses(t *testing.T) {
 	}, look("a"))
 	assert.Equal(t, 2, look("b").GPUs)
 	assert.Equal(t, []string{"it runs version 2, the leader 1"}, look("b").Notes)
-	c.step(NodeSeen{b.report(c.now.Add(time.Hour))})
+	c.step(NodeReported{b.report(c.now.Add(time.Hour))})
 	assert.Equal(t, int64(3600_000), look("b").SkewMs)
 	assert.Contains(t, look("b").Notes[0], "clock differs by 1h0m0s")
 	b.cut = true

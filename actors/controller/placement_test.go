@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/actors/rankassigner"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -28,7 +29,7 @@ func TestRG7ThreeGangsOnTenSlots(t *testing.T) {
 	assert.Equal(t, "DEPLOYING", c.status("moe"))
 	assert.Equal(t, 8, c.ready("moe"))
 	assert.Equal(t, state.Pending, c.phase("moe/2"))
-	assert.Contains(t, c.core.Status()[0].Message,
+	assert.Contains(t, view{c.core}.Status()[0].Message,
 		"moe/2 is pending: place moe/2: 2 of 4 ranks can be placed")
 	c.join(newHost("c", 4))
 	c.renew("c")
@@ -177,7 +178,7 @@ func TestPlanSaysWhyItDoesNotFit(t *testing.T) {
 
 	err := checkPlaceable(c.state, []*app.Application{groups("gang", 1, 4)}, false)
 	require.Error(t, err)
-	assert.Contains(t, explain(err), "3 of 4")
+	assert.Contains(t, rankassigner.Explain(err), "3 of 4")
 }
 
 func TestPlanShowsNodesThatAreLeftOut(t *testing.T) {

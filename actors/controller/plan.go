@@ -7,6 +7,7 @@ import (
 	"slices"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/actors/rankassigner"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -168,7 +169,7 @@ func (p *planner) planUnit(a *application, u *app.Unit, group *groupOutcome) msg
 	}
 	if group.err != nil {
 		p.plan.Fits = false
-		out.Why, out.Hint = explain(group.err), group.moves.String()
+		out.Why, out.Hint = rankassigner.Explain(group.err), group.moves.String()
 		return out
 	}
 	ranks := make([]state.RankGrant, 0, len(u.Ranks))

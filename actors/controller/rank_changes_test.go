@@ -31,7 +31,7 @@ func (w *world) reshape(a *app.Application) {
 	require.NoError(w.t, err)
 	_, err = w.apply(state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{spec}}})
 	require.NoError(w.t, err)
-	w.step(Redeployed{})
+	w.step(AppsRedeployed{})
 }
 
 func TestARemovedRankDrainsAndTheOthersDoNotNotice(t *testing.T) {
@@ -47,7 +47,7 @@ func TestARemovedRankDrainsAndTheOthersDoNotNotice(t *testing.T) {
 	assert.Equal(t, []string{"ext/0/1: ready → draining", "stop ext/0/1 epoch 1 on a, grace 30s"},
 		w.takeTrace())
 	assert.Equal(t, "RUNNING", w.status("ext"))
-	require.Len(t, w.core.Status()[0].Units, 3, "who drains is still shown")
+	require.Len(t, view{w.core}.Status()[0].Units, 3, "who drains is still shown")
 
 	c, n, err := b.WithRank(app.AttachRank{URL: "http://d"},
 		func(r int) bool { return w.state.Units[fmt.Sprint("ext/0/", r)] != nil })
@@ -87,7 +87,7 @@ func TestRankChangesSurviveARestart(t *testing.T) {
 	w.reboot()
 	assert.Equal(t, []string{"ext/0/1", "ext/0/2"}, slices.Sorted(maps.Keys(w.state.Units)))
 	w.up("ext/0/1", "ext/0/2")
-	s := w.core.Status()[0]
+	s := view{w.core}.Status()[0]
 	assert.Equal(t, "RUNNING", s.Status)
 	assert.Equal(t, 2, s.DPSize)
 	assert.Equal(t, 2, s.Desired)
@@ -229,7 +229,7 @@ func (w *rankWorld) settle() {
 		}
 	}
 	require.ElementsMatch(w.t, slices.Collect(maps.Values(w.names)), slices.Collect(maps.Keys(w.state.Units)))
-	s := w.core.Status()[0]
+	s := view{w.core}.Status()[0]
 	require.Equal(w.t, "RUNNING", s.Status)
 	require.Equal(w.t, len(w.names), s.Desired)
 	require.Equal(w.t, len(w.names), s.Ready)

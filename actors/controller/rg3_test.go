@@ -115,7 +115,7 @@ func (l *lossy) report(id string) {
 		}
 		again := *r
 		again.Events, again.Units = slices.Clone(r.Events), slices.Clone(r.Units)
-		l.step(NodeSeen{&again})
+		l.step(NodeReported{&again})
 		if a := l.lease[id]; a.Err == nil && h.process == process && (l.calm || l.r.IntN(4) > 0) {
 			h.taken(a.Lease.Taken)
 		}
@@ -185,7 +185,7 @@ func (l *lossy) chance() {
 			Undo: l.state.Nodes[id].Draining,
 		}})
 		require.NoError(l.t, err)
-		l.step(Ticked{})
+		l.step(TimerFired{})
 	case n < 16:
 		h.crash([]string{"x/0", "y/0", "x/0/0", "y/0/1"}[l.r.IntN(4)])
 	case n < 20 && !h.cut:
@@ -225,7 +225,7 @@ func (l *lossy) settle() {
 		_, err := l.apply(state.Command{DrainNode: &state.DrainNode{Node: id, Undo: true}})
 		require.NoError(l.t, err)
 	}
-	l.step(Ticked{})
+	l.step(TimerFired{})
 	for quiet, rounds := 0, 0; quiet < 15 && rounds < 300; rounds++ {
 		for _, id := range l.ids() {
 			l.hosts[id].follow(l.state)
@@ -256,7 +256,7 @@ func (l *lossy) unsettled() string {
 			return id + " has events that nobody took"
 		}
 	}
-	for _, s := range l.core.Status() {
+	for _, s := range (view{l.core}).Status() {
 		if s.Status != "RUNNING" && s.Status != "DEPLOY_FAILED" {
 			return s.Name + " is " + s.Status + ": " + s.Message
 		}

@@ -102,10 +102,10 @@ func TestSpecThatCannotBeReadLeavesItsUnitsAlone(t *testing.T) {
 	put := &state.PutApps{Apps: []state.AppSpec{{Name: "chat", Spec: []byte(`{"name": 7}`), Route: "/"}}}
 	_, err := w.apply(state.Command{PutApps: put})
 	require.NoError(t, err)
-	w.step(Ticked{})
+	w.step(TimerFired{})
 	assert.Equal(t, state.Ready, w.phase("chat/0/0"))
 	assert.Equal(t, "DEPLOY_FAILED", w.status("chat"))
-	assert.Contains(t, w.core.Status()[0].Message, "cannot be read")
+	assert.Contains(t, view{w.core}.Status()[0].Message, "cannot be read")
 	w.deploy(sim("chat", 1, app.Independent))
 	assert.Equal(t, "RUNNING", w.status("chat"))
 	assert.Equal(t, uint64(1), w.state.Epochs["chat/0/0"])
@@ -127,7 +127,7 @@ func TestResizeOfAGroupInBackoff(t *testing.T) {
 		}}}})
 		require.NoError(t, err)
 		w.inbox = nil // the deploy is faster than the store's watch and brings the state along
-		w.step(Redeployed{Apps: []string{"gang"}, State: w.state.Clone()})
+		w.step(AppsRedeployed{Apps: []string{"gang"}, State: w.state.Clone()})
 		require.Equal(t, state.Starting, w.phase("gang/0"))
 		assert.Len(t, w.state.Units["gang/0"].Ranks, size)
 		assert.Equal(t, uint64(2), w.state.Units["gang/0"].AppRevision)
@@ -138,20 +138,20 @@ func TestResizeOfAGroupInBackoff(t *testing.T) {
 // app.
 func TestDeleteOvertakesTheFirstGrant(t *testing.T) {
 	w := newWorld(t)
-	var asked []string
+	var asked []*msg.AssignGroup
 	w.auto = func(_ *world, e Effect) bool {
-		g, ok := e.(GrantEffect)
+		g, ok := e.(AssignEffect)
 		if ok {
-			asked = append(asked, g.Grant.Units[0].Unit)
+			asked = append(asked, g.Request)
 		}
 		return ok
 	}
 	w.deploy(sim("gang", 2, app.Lockstep))
-	require.Equal(t, []string{"gang/0"}, asked)
+	require.Len(t, asked, 1)
 	w.delete("gang")
-	w.step(Granted{Units: asked, Err: state.ErrDeleting})
+	w.step(GroupAssigned{msg.GroupAssigned{Grant: asked[0].Grant, Err: state.ErrDeleting}})
 	w.now = w.now.Add(time.Minute)
-	w.step(Ticked{})
+	w.step(TimerFired{})
 	assert.Empty(t, w.state.Apps)
 	assert.True(t, w.quiet())
 	assert.Len(t, asked, 1)
@@ -163,9 +163,9 @@ func TestDeployWhileAGrantIsUnderWay(t *testing.T) {
 	w.deploy(sim("gang", 2, app.Lockstep))
 	w.up("gang/0")
 	w.says("a", "gang/0", msg.UnitGone, wasReady)
-	var held []GrantEffect
+	var held []AssignEffect
 	w.auto = func(_ *world, e Effect) bool {
-		g, ok := e.(GrantEffect)
+		g, ok := e.(AssignEffect)
 		if ok {
 			held = append(held, g)
 		}
@@ -174,9 +174,9 @@ func TestDeployWhileAGrantIsUnderWay(t *testing.T) {
 	w.pass(time.Second)
 	require.Len(t, held, 1)
 	w.deploy(sim("gang", 2, app.Lockstep))
-	r, err := w.apply(state.Command{GrantGroup: &held[0].Grant})
-	require.NoError(t, err)
-	w.step(Granted{Units: []string{"gang/0"}, Result: r})
+	out := w.assign(held[0].Request)
+	require.NoError(t, out.Err)
+	w.step(GroupAssigned{out})
 	assert.Equal(t, state.Starting, w.phase("gang/0"))
 	w.pass(time.Minute)
 	assert.Len(t, held, 1)

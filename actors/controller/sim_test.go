@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/actors/rankassigner"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -87,7 +88,7 @@ func (w *world) renews(id string, events ...msg.UnitEvent) {
 	for _, u := range slices.Sorted(maps.Keys(w.hears[id])) {
 		r.Units = append(r.Units, w.hears[id][u])
 	}
-	w.step(NodeSeen{r})
+	w.step(NodeReported{r})
 }
 
 func sim(name string, dp int, coupling app.Coupling) *app.Application {
@@ -130,25 +131,19 @@ func (w *world) do(e Effect) {
 	switch e := e.(type) {
 	case ChangeEffect:
 		w.log("%s%s: %s → %s", e.App, strings.TrimPrefix(e.Unit, e.App), e.From, e.To)
-	case GrantEffect:
-		g := Granted{}
-		for _, u := range e.Grant.Units {
-			g.Units = append(g.Units, u.Unit)
-			w.log("grant %s attempt %d on %s", u.Unit, u.Attempt, places(u.Ranks))
-		}
-		g.Result, g.Err = w.apply(state.Command{GrantGroup: &e.Grant})
-		w.inbox = append(w.inbox, g)
+	case AssignEffect:
+		w.inbox = append(w.inbox, GroupAssigned{w.assign(e.Request)})
 	case ProposeEffect:
 		w.log("%s %s", e.Command.Kind(), e.Unit)
 		_, err := w.apply(e.Command)
-		w.inbox = append(w.inbox, Concluded{e.App, e.Unit, e.Node, err})
+		w.inbox = append(w.inbox, CommandDone{e.App, e.Unit, e.Node, err})
 	case ReleaseEffect:
 		w.log("release %s epoch %d", e.Release.Unit, e.Release.Epoch)
 		_, err := w.apply(state.Command{Release: &state.UnitRef{
 			Unit:  e.Release.Unit,
 			Epoch: e.Release.Epoch,
 		}})
-		w.inbox = append(w.inbox, Concluded{App: e.App, Unit: e.Release.Unit, Err: err})
+		w.inbox = append(w.inbox, CommandDone{App: e.App, Unit: e.Release.Unit, Err: err})
 	case StartEffect:
 		w.log("start %s epoch %d on %s", e.Order.Unit, e.Order.Epoch, e.Node)
 	case StopEffect:
@@ -158,6 +153,19 @@ func (w *world) do(e Effect) {
 	case ForgetEffect:
 		w.log("forget %s", e.Unit)
 	}
+}
+
+// assign answers as the RankAssigner does.
+func (w *world) assign(m *msg.AssignGroup) (out msg.GroupAssigned) {
+	out.Grant, out.NoRoom = rankassigner.Place(w.state, m, nil)
+	for i := range out.Grant.Units {
+		u := &out.Grant.Units[i]
+		w.log("grant %s attempt %d on %s", u.Unit, u.Attempt, places(u.Ranks))
+	}
+	if len(out.Grant.Units) > 0 {
+		out.Result, out.Err = w.apply(state.Command{GrantGroup: &out.Grant})
+	}
+	return out
 }
 
 func places(ranks []state.RankGrant) string {
@@ -209,13 +217,13 @@ func (w *world) deploy(apps ...*app.Application) {
 	}
 	_, err := w.apply(state.Command{PutApps: put})
 	require.NoError(w.t, err)
-	w.step(Redeployed{Apps: names})
+	w.step(AppsRedeployed{Apps: names})
 }
 
 func (w *world) delete(name string) {
 	_, err := w.apply(state.Command{DeleteApp: &state.DeleteApp{Name: name}})
 	require.NoError(w.t, err)
-	w.step(Ticked{})
+	w.step(TimerFired{})
 }
 
 // says posts a node's report of a unit at its current epoch.
@@ -256,10 +264,10 @@ func (w *world) pass(d time.Duration) {
 		if due.After(w.now) {
 			w.now = due
 		}
-		w.step(Ticked{})
+		w.step(TimerFired{})
 	}
 	w.now = end
-	w.step(Ticked{})
+	w.step(TimerFired{})
 }
 
 func (w *world) up(units ...string) {
@@ -277,7 +285,7 @@ func (w *world) phase(unit string) state.Phase {
 }
 
 func (w *world) status(name string) string {
-	for _, s := range w.core.Status() {
+	for _, s := range (view{w.core}).Status() {
 		if s.Name == name {
 			return s.Status
 		}
@@ -359,16 +367,23 @@ func (m *memStore) Propose(ctx context.Context, c state.Command) (state.Result, 
 	return r, err
 }
 
-func (m *memStore) Grant(ctx context.Context, g state.GrantGroup) (state.Result, error) {
-	return m.Propose(ctx, state.Command{GrantGroup: &g})
+// AssignGroup implements Assigner.
+func (m *memStore) AssignGroup(r *msg.AssignGroup, answer func(msg.GroupAssigned)) {
+	var out msg.GroupAssigned
+	out.Grant, out.NoRoom = rankassigner.Place(m.State(), r, nil)
+	if len(out.Grant.Units) > 0 {
+		out.Result, out.Err = m.Propose(context.Background(), state.Command{GrantGroup: &out.Grant})
+	}
+	answer(out)
 }
 
-func (m *memStore) Release(ctx context.Context, r msg.ReleaseRank) error {
-	_, err := m.Propose(ctx, state.Command{Release: &state.UnitRef{
+// Release implements Assigner.
+func (m *memStore) Release(r msg.ReleaseRank, answer func(error)) {
+	_, err := m.Propose(context.Background(), state.Command{Release: &state.UnitRef{
 		Unit: r.Unit, Epoch: r.Epoch,
 		Reason: r.Reason,
 	}})
-	return err
+	answer(err)
 }
 
 var errLost = errors.New("leadership was lost")

@@ -4,20 +4,25 @@ import (
 	"cmp"
 	"maps"
 	"slices"
+	"strconv"
+	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
+// view shows people what the core knows. It changes nothing, and no decision depends on it.
+type view struct{ *Core }
+
 // Status returns the status of all applications, ordered by name. The caller adds what the replicas report of
 // their ranks.
-func (c *Core) Status() []msg.AppStatus { return c.StatusWithout(nil) }
+func (c view) Status() []msg.AppStatus { return c.StatusWithout(nil) }
 
 // StatusWithout is Status while some nodes do not answer; unreachable gives the reason for each. Their ranks
 // are shown as msg.Unreachable and do not count as ready, and an application that would be RUNNING is shown
-// as UNHEALTHY. No decision depends on it.
-func (c *Core) StatusWithout(unreachable map[string]string) []msg.AppStatus {
+// as UNHEALTHY.
+func (c view) StatusWithout(unreachable map[string]string) []msg.AppStatus {
 	out := make([]msg.AppStatus, 0, len(c.apps))
 	for _, name := range c.appNames() {
 		out = append(out, c.appStatus(c.apps[name], unreachable))
@@ -25,7 +30,7 @@ func (c *Core) StatusWithout(unreachable map[string]string) []msg.AppStatus {
 	return out
 }
 
-func (c *Core) appStatus(a *application, unreachable map[string]string) msg.AppStatus {
+func (c view) appStatus(a *application, unreachable map[string]string) msg.AppStatus {
 	s := msg.AppStatus{Name: a.name, Status: string(c.deriveStatus(a)), Revision: a.revision}
 	if a.spec != nil {
 		setSpecFields(&s, a.spec)
@@ -72,7 +77,7 @@ func setSpecFields(s *msg.AppStatus, a *app.Application) {
 }
 
 // statusUnits returns the wanted units of an app, then its units that are still ending.
-func (c *Core) statusUnits(a *application) []string {
+func (c view) statusUnits(a *application) []string {
 	var out []string
 	for i := range a.units {
 		if id := a.units[i].ID; !a.deleting || c.units[id] != nil {
@@ -87,7 +92,7 @@ func (c *Core) statusUnits(a *application) []string {
 	return out
 }
 
-func (c *Core) unitStatus(a *application, id string) msg.UnitStatus {
+func (c view) unitStatus(a *application, id string) msg.UnitStatus {
 	u := c.units[id]
 	if u == nil {
 		return waitingUnit(a, id)
@@ -108,24 +113,6 @@ func (c *Core) unitStatus(a *application, id string) msg.UnitStatus {
 	return s
 }
 
-// rankStatus lists the ranks of the current grant or, without one, the wanted ranks.
-func (u *unit) rankStatus(phase state.Phase) []msg.RankStatus {
-	out := make([]msg.RankStatus, 0, len(u.ranks))
-	if len(u.seat.ranks) > 0 {
-		for _, r := range u.seat.ranks {
-			out = append(out, msg.RankStatus{
-				Group: u.group, Rank: r.Rank, Node: r.Node, Devices: r.Devices, Phase: string(phase),
-				Epoch: u.m.Epoch,
-			})
-		}
-		return out
-	}
-	for _, r := range u.ranks {
-		out = append(out, msg.RankStatus{Group: u.group, Rank: r, Phase: string(phase), Epoch: u.m.Epoch})
-	}
-	return out
-}
-
 // waitingUnit is the status of a wanted unit that the core has not begun.
 func waitingUnit(a *application, id string) msg.UnitStatus {
 	s := msg.UnitStatus{Unit: id, Phase: string(state.Pending)}
@@ -136,4 +123,161 @@ func waitingUnit(a *application, id string) msg.UnitStatus {
 		}
 	}
 	return s
+}
+
+// States of a node.
+const (
+	nodeAlive    = "alive"
+	nodeSilent   = "silent" // no renewal for more than half of its lease
+	nodeLost     = "lost"
+	nodeDraining = "draining"
+	nodeStopping = "stopping" // its process was told to end
+	nodeDrained  = "drained"
+	nodeUnknown  = "unknown" // no renewal under this leader
+)
+
+const (
+	silentPart = 2 // of lease_ttl
+	// skewNoted is the clock difference that users are told of: certificates and logs depend on the clocks.
+	skewNoted  = time.Second
+	seenLeader = "leader"
+)
+
+// Silence is the time since a node's last renewal, or since this leader began if the node has not renewed
+// since.
+type Silence struct {
+	For  time.Duration
+	Long bool // more than half of its lease: user requests do not wait for this node
+}
+
+// Silences returns the silence of every node that is not lost.
+func (c view) Silences(now time.Time) map[string]Silence {
+	out := map[string]Silence{}
+	if c.state == nil {
+		return out
+	}
+	for id, n := range c.state.Nodes {
+		if n.Lost {
+			continue
+		}
+		heard := c.ledSince
+		if p := c.peers[id]; p != nil && !p.seen.IsZero() {
+			heard = p.seen
+		}
+		silent := now.Sub(heard)
+		out[id] = Silence{For: silent, Long: silent > c.timers.LeaseTTL/silentPart}
+	}
+	return out
+}
+
+// Nodes returns the status of all nodes, in order. leader is the name of the leading node.
+func (c view) Nodes(now time.Time, leader string) []msg.NodeStatus {
+	if c.state == nil {
+		return nil
+	}
+	out := make([]msg.NodeStatus, 0, len(c.state.Nodes))
+	for _, id := range slices.Sorted(maps.Keys(c.state.Nodes)) {
+		out = append(out, c.nodeStatus(now, c.state.Nodes[id], leader))
+	}
+	return out
+}
+
+func (c view) nodeStatus(now time.Time, n *state.Node, leader string) msg.NodeStatus {
+	s := msg.NodeStatus{
+		Node: n.ID, Address: n.Address, Zone: n.Zone, Version: n.Version, Leader: n.ID == leader,
+		Slots: n.Offer.Slots, GPUs: len(n.Offer.Devices),
+	}
+	for _, r := range n.Roles {
+		s.Roles = append(s.Roles, string(r))
+	}
+	c.addLoad(&s)
+	p := c.peers[n.ID]
+	if p != nil && !p.seen.IsZero() {
+		s.LastSeen, s.SeenBy = p.seen, seenLeader
+		s.LeaseLeftS = c.leases.Left(n.ID, now).Seconds()
+		if !p.wall.IsZero() {
+			s.SkewMs = p.wall.Sub(p.seen.Round(0)).Milliseconds()
+		}
+	}
+	s.State, s.Reason = c.nodeState(now, n, p)
+	s.Notes = c.nodeNotes(&s, p, leader)
+	return s
+}
+
+// addLoad adds the resources that units use on the node.
+func (c view) addLoad(s *msg.NodeStatus) {
+	for _, id := range slices.Sorted(maps.Keys(c.state.Units)) {
+		rec := c.state.Units[id]
+		if !rec.Holds() || !hasRankOn(rec, s.Node) {
+			continue
+		}
+		if g := rec.App + "/" + strconv.Itoa(rec.Group); !slices.Contains(s.Groups, g) {
+			s.Groups = append(s.Groups, g)
+		}
+		for i := range rec.Ranks {
+			if r := &rec.Ranks[i]; r.Node == s.Node {
+				s.Ranks++
+				s.SlotsUsed += slotsOf(r)
+				s.GPUsUsed += len(r.Devices)
+			}
+		}
+	}
+}
+
+// nodeState is the state of a node, and its reason.
+func (c view) nodeState(now time.Time, n *state.Node, p *peer) (word, reason string) {
+	left := c.unitsOn(n.ID)
+	switch {
+	case n.Lost:
+		return nodeLost, n.Reason
+	case p != nil && p.stopping && !c.isSilent(now, p) && len(left) == 0:
+		return nodeStopping, ""
+	case p != nil && p.stopping && !c.isSilent(now, p):
+		return nodeStopping, leftReason(left)
+	case n.Draining && len(left) == 0:
+		return nodeDrained, ""
+	case n.Draining:
+		return nodeDraining, leftReason(left)
+	case p == nil || p.seen.IsZero():
+		return nodeUnknown, "it has not renewed its lease since this leader leads"
+	case c.isSilent(now, p):
+		return nodeSilent, "it has not renewed its lease for " + now.Sub(p.seen).Round(time.Second).String()
+	default:
+		return nodeAlive, ""
+	}
+}
+
+// isSilent reports whether the node has not renewed for more than half of its lease.
+func (c view) isSilent(now time.Time, p *peer) bool {
+	return now.Sub(p.seen) > c.timers.LeaseTTL/silentPart
+}
+
+// leftReason is the first reason why a unit is still on a draining or stopping node.
+func leftReason(left []*unit) string {
+	for _, u := range left {
+		if u.stayReason != "" {
+			return u.id + " " + u.stayReason
+		}
+	}
+	return left[0].id + " is " + string(left[0].m.Phase)
+}
+
+// nodeNotes lists the warnings for the node's status.
+func (c view) nodeNotes(s *msg.NodeStatus, p *peer, leader string) []string {
+	var out []string
+	if skew := time.Duration(s.SkewMs) * time.Millisecond; skew.Abs() > skewNoted {
+		out = append(out, "its clock differs by "+skew.Round(time.Millisecond).String()+" from the leader's")
+	}
+	if l := c.state.Nodes[leader]; l != nil && l.Version != s.Version {
+		out = append(out, "it runs version "+s.Version+", the leader "+l.Version)
+	}
+	if p == nil {
+		return out
+	}
+	for _, why := range []string{p.why, p.warning} {
+		if why != "" {
+			out = append(out, why)
+		}
+	}
+	return out
 }

@@ -15,7 +15,8 @@ import (
 // statusOf is an application's status while a node does not answer; node "" means that all answer.
 func (c *fleet) statusOf(t *testing.T, name, node string) msg.AppStatus {
 	t.Helper()
-	for _, s := range c.core.StatusWithout(map[string]string{node: "node " + node + " is silent for 7s"}) {
+	unreachable := map[string]string{node: "node " + node + " is silent for 7s"}
+	for _, s := range (view{c.core}).StatusWithout(unreachable) {
 		if s.Name == name {
 			return s
 		}
@@ -39,7 +40,7 @@ func TestRanksOnANodeThatDoesNotAnswerAreShownUnreachable(t *testing.T) {
 	c := newFleet(t, a, b)
 	c.deploy(sim("chat", 4, app.Independent))
 	c.renew("a", "b")
-	before := c.core.Status()
+	before := view{c.core}.Status()
 
 	s := c.statusOf(t, "chat", "b")
 	assert.Equal(t, "UNHEALTHY", s.Status)
@@ -48,7 +49,7 @@ func TestRanksOnANodeThatDoesNotAnswerAreShownUnreachable(t *testing.T) {
 	assert.Equal(t,
 		"chat/0/2 is unreachable: node b is silent for 7s\nchat/0/3 is unreachable: node b is silent for "+
 			"7s", s.Message)
-	assert.Equal(t, before, c.core.Status(), "it is shown, and nothing else")
+	assert.Equal(t, before, view{c.core}.Status(), "it is shown, and nothing else")
 
 	s = c.statusOf(t, "chat", "c")
 	assert.Equal(t, "RUNNING", s.Status, "a node without ranks of the application")
@@ -90,12 +91,12 @@ func TestAgesAndRestartsSurviveAChangeOfLeader(t *testing.T) {
 	c.run(20 * time.Second)
 	require.Equal(t, "RUNNING", c.status("chat"))
 	c.run(time.Hour)
-	before := c.core.Status()
+	before := view{c.core}.Status()
 	require.Equal(t, 1, before[0].Units[0].Restarts)
 	require.NotEqual(t, before[0].Units[0].Since, before[0].Units[1].Since)
 	c.newLeader()
 	c.run(time.Minute)
-	after := c.core.Status()
+	after := view{c.core}.Status()
 	for i := range before {
 		for j, u := range before[i].Units {
 			assert.True(t, u.Since.Truncate(time.Millisecond).Equal(after[i].Units[j].Since),
@@ -115,17 +116,17 @@ func TestRestartsSurviveTheLossOfANode(t *testing.T) {
 	c.renew(c.ids()...)
 	a.crash("chat/0/0")
 	c.run(20 * time.Second)
-	require.Equal(t, 1, c.core.Status()[0].Units[0].Restarts)
+	require.Equal(t, 1, view{c.core}.Status()[0].Units[0].Restarts)
 	a.cut = true
 	c.run(15 * time.Second)
-	u := c.core.Status()[0].Units[0]
+	u := view{c.core}.Status()[0].Units[0]
 	assert.Equal(t, string(state.Pending), u.Phase)
 	assert.Equal(t, 1, u.Restarts)
 	b := newHost("b", 1)
 	c.join(b)
 	c.renew("b")
 	require.Equal(t, "RUNNING", c.status("chat"))
-	assert.Equal(t, 2, c.core.Status()[0].Units[0].Restarts)
+	assert.Equal(t, 2, view{c.core}.Status()[0].Units[0].Restarts)
 }
 
 func TestSilenceIsCountedFromTheLastRenewalOrTheLeadersFirstMoment(t *testing.T) {
@@ -134,14 +135,14 @@ func TestSilenceIsCountedFromTheLastRenewalOrTheLeadersFirstMoment(t *testing.T)
 	c.renew("a", "b")
 	c.pass(3 * time.Second)
 	c.renew("a")
-	assert.Equal(t, map[string]Silence{"a": {}, "b": {For: 3 * time.Second}}, c.core.Silences(c.now))
+	assert.Equal(t, map[string]Silence{"a": {}, "b": {For: 3 * time.Second}}, view{c.core}.Silences(c.now))
 	c.newLeader()
 	c.pass(6 * time.Second)
 	c.renew("a")
 	assert.Equal(t, map[string]Silence{"a": {}, "b": {For: 6 * time.Second, Long: true}},
-		c.core.Silences(c.now))
+		view{c.core}.Silences(c.now))
 	c.pass(7 * time.Second)
-	assert.NotContains(t, c.core.Silences(c.now), "b", "it is lost by now")
+	assert.NotContains(t, view{c.core}.Silences(c.now), "b", "it is lost by now")
 }
 
 // waitingAt is what a node's renewal tells it of applications without room.

@@ -75,7 +75,7 @@ func TestNoRoomBesideANodeThatStops(t *testing.T) {
 	c.drained("chat/0/0")
 	c.drained("chat/0/1")
 	c.drained("chat/0/2")
-	for _, u := range c.core.Status()[0].Units {
+	for _, u := range (view{c.core}).Status()[0].Units {
 		assert.Equal(t, "pending", u.Phase)
 		assert.Contains(t, u.Reason, "0 of 3 ranks can be placed")
 	}

@@ -34,18 +34,19 @@ type unit struct {
 	m     state.Machine
 
 	seat    seat             // of the current epoch
-	next    seat             // of the grant under way
+	next    seat             // of the grant under way; its ranks and blocks come with the answer
 	pending []pendingCommand // in order; at most a release and a grant
 	current pendingCommand   // under way
 	busy    bool             // a command of this unit is under way
 	retryAt time.Time
 	drain   *time.Duration // drain time set for this unit; nil = the application's
-	noRoom  string         // why placement found no room; "" = not tried, or found
+	noRoom  string         // why the RankAssigner found no room; "" = not tried, or found
+	askedAt uint64         // Core.changes at the last request to the RankAssigner
 	record  *state.Unit    // newest record while the unit is wanted; keeps Restarts over a release
 
 	parts      map[string]*part // of the current grant, by node
 	nodes      []string         // keys of parts, in order
-	reserved   *seat            // reserved room for a move off a draining node
+	reserved   *state.UnitGrant // reserved room for a move off a draining node
 	stayReason string           // why it is still on a draining node
 }
 
@@ -85,6 +86,9 @@ func (u *unit) beginCommand() pendingCommand {
 	u.current, u.pending, u.busy = u.pending[0], u.pending[1:], true
 	return u.current
 }
+
+// isAssigning reports whether the RankAssigner was asked for the unit and has not answered.
+func (u *unit) isAssigning() bool { return u.busy && u.current.kind == state.DoGrant }
 
 // requeue repeats the command under way, unless a newer one has replaced it.
 func (u *unit) requeue(at time.Time) {
@@ -158,6 +162,58 @@ func (u *unit) nextRestarts(launch string) int {
 // ref identifies the current grant in a command.
 func (u *unit) ref() *state.UnitRef {
 	return &state.UnitRef{Unit: u.id, Epoch: u.m.Epoch, Reason: u.m.Reason, At: u.m.Since.UnixMilli()}
+}
+
+// phaseReason is the reason for the unit's phase.
+func (u *unit) phaseReason() string {
+	if u.stayReason != "" {
+		return u.stayReason
+	}
+	if (u.m.Phase == state.Pending || u.m.Phase == state.Backoff) && u.noRoom != "" {
+		return u.noRoom
+	}
+	return u.m.Reason
+}
+
+// drainingNode is the draining node that the unit has ranks on and can leave now; nil if there is none.
+func (u *unit) drainingNode(draining map[string]*state.Node) *state.Node {
+	if u.hasUnreportedPart() || u.m.Stopping || !u.canMove() {
+		return nil
+	}
+	for _, id := range u.nodes {
+		if n := draining[id]; n != nil && !u.parts[id].gone {
+			return n
+		}
+	}
+	return nil
+}
+
+// canMove is false for a unit that ends or has ended: it starts elsewhere without a move.
+func (u *unit) canMove() bool {
+	switch u.m.Phase {
+	case state.Starting, state.Ready, state.Draining:
+		return true
+	default:
+		return u.m.Phase == state.Fenced && u.m.Attach
+	}
+}
+
+// rankStatus lists the ranks of the current grant or, without one, the wanted ranks.
+func (u *unit) rankStatus(phase state.Phase) []msg.RankStatus {
+	out := make([]msg.RankStatus, 0, len(u.ranks))
+	if len(u.seat.ranks) > 0 {
+		for _, r := range u.seat.ranks {
+			out = append(out, msg.RankStatus{
+				Group: u.group, Rank: r.Rank, Node: r.Node, Devices: r.Devices, Phase: string(phase),
+				Epoch: u.m.Epoch,
+			})
+		}
+		return out
+	}
+	for _, r := range u.ranks {
+		out = append(out, msg.RankStatus{Group: u.group, Rank: r, Phase: string(phase), Epoch: u.m.Epoch})
+	}
+	return out
 }
 
 // part is one node's share of a unit's current grant.

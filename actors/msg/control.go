@@ -73,15 +73,23 @@ type UnitEvent struct {
 // Reporter sends a node's events to the controller.
 type Reporter interface{ Report(e UnitEvent) }
 
-// Assign is assign_rank(replica_id). It is idempotent by ReplicaID ("app.group.slot").
-type Assign struct {
-	App       string
-	Group     int
-	ReplicaID string
-	Reply     chan AssignReply // one slot
+// AssignGroup asks the RankAssigner to place, number and grant units of one group.
+type AssignGroup struct {
+	App      *app.Application
+	Grant    state.GrantGroup  // what is wanted; its units have no ranks and port blocks yet
+	Nodes    []string          // the nodes that may get ranks
+	Reserved []state.UnitGrant // units that move, with the seats that are kept free for them
 }
 
-// AssignReply holds the rank, or Err (typed: not granted, group full).
+// GroupAssigned is the answer to AssignGroup.
+type GroupAssigned struct {
+	Grant  state.GrantGroup  // the units that found room, with their seats
+	NoRoom map[string]string // by unit: why it found no room
+	Result state.Result      // of Grant: the new epochs
+	Err    error             // why Grant is not, or perhaps not, committed
+}
+
+// AssignReply answers assign_rank(replica_id): the rank, or Err (typed: not granted, group full).
 type AssignReply struct {
 	Rank   int
 	Epoch  uint64
@@ -89,13 +97,12 @@ type AssignReply struct {
 	Err    error
 }
 
-// ReleaseRank is release_rank(rank), proposed after a unit's RankGone. Err on Reply may be a stale epoch.
+// ReleaseRank is release_rank(rank), proposed after a unit's RankGone.
 type ReleaseRank struct {
 	Unit   string
 	Rank   int // -1: all ranks of the unit
 	Epoch  uint64
 	Reason string
-	Reply  chan error // one slot
 }
 
 // Publish announces rank 0's rendezvous address of a lockstep unit.

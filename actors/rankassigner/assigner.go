@@ -1,6 +1,7 @@
-// Package rankassigner is the RankAssigner: assign_rank and release_rank of a data-parallel group, and the
-// rendezvous of the ranks of a lockstep group. Its answers come from the replicated state; it keeps nothing
-// that a restart could lose.
+// Package rankassigner is the RankAssigner of a data-parallel group: it places and numbers the ranks of
+// whole groups, has them granted and released through consensus, answers assign_rank, and holds the
+// rendezvous of the ranks of a lockstep group. What it answers comes from the replicated state; it keeps
+// nothing that a restart could lose.
 package rankassigner
 
 import (
@@ -8,6 +9,8 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
+	"slices"
 	"sync"
 	"time"
 
@@ -28,6 +31,7 @@ const (
 
 	actorName    = "rankassigner"
 	mailboxBound = 1024            // unreceived requests; more than the ranks of a node send at once
+	maxCommands  = 64              // concurrent commands; each unit has at most one
 	closeGrace   = 5 * time.Second // time for the actor to stop
 )
 
@@ -60,8 +64,10 @@ type Config struct {
 type Assigner struct {
 	cfg       Config
 	box       *inbox.Inbox
-	table     *table     // used by the actor only; survives a panic in Receive
-	proposals *proposals // used by the actor only
+	table     *table                              // used by the actor only; survives a panic in Receive
+	underWay  map[*groupRequest]*state.GrantGroup // used by the actor only: grants without an answer
+	slots     chan struct{}                       // one for each command under way
+	ctx       context.Context                     //nolint:containedctx // ends the commands at Close
 	stop      context.CancelFunc
 	loops     sync.WaitGroup
 	closeOnce sync.Once
@@ -73,26 +79,26 @@ var _ msg.Assigner = (*Assigner)(nil)
 // New makes an Assigner.
 func New(cfg Config) *Assigner {
 	cfg.Timers = cfg.Timers.withDefaults()
-	return &Assigner{cfg: cfg}
+	return &Assigner{
+		cfg: cfg, underWay: map[*groupRequest]*state.GrantGroup{}, slots: make(chan struct{}, maxCommands),
+	}
 }
 
 // Start spawns the actor in the node's actor system and follows the store.
 func (a *Assigner) Start(system *actor.ActorSystem) error {
 	ctx, stop := context.WithCancel(context.Background())
-	post := func(m any) { a.box.Send(m) }
-	a.table = newTable(a.cfg.Timers.Rendezvous, post)
-	a.proposals = newProposals(ctx, a.cfg.Proposer, a.cfg.Timers.Proposal, post)
+	a.table = newTable(a.cfg.Timers.Rendezvous, func(m any) { a.box.Send(m) })
 	box, err := inbox.Spawn(system, actorName, mailboxBound, func() inbox.Receiver { return receiver{a} })
 	if err != nil {
 		stop()
 		return err
 	}
-	a.box, a.stop = box, stop
+	a.box, a.ctx, a.stop = box, ctx, stop
 	a.loops.Go(func() { a.followStore(ctx) })
 	return nil
 }
 
-// Close stops the actor and its proposals and waits for both, because the node stops or no longer leads.
+// Close stops the actor and its commands and waits for both, because the node stops or no longer leads.
 // Waiting callers get ErrStopped.
 func (a *Assigner) Close() error {
 	a.closeOnce.Do(func() {
@@ -104,7 +110,6 @@ func (a *Assigner) Close() error {
 		defer cancel()
 		a.closeErr = a.box.Stop(ctx)
 		a.loops.Wait()
-		a.proposals.wait()
 		a.table.close()
 	})
 	return a.closeErr
@@ -125,17 +130,17 @@ func (a *Assigner) followStore(ctx context.Context) {
 }
 
 // Assign returns a replica's rank, the epoch of its unit and the size of the group: assign_rank(replica_id).
-// It is idempotent by replica id, also over restarts, because it reads the answer from the grant. Errors,
-// also in the reply: ErrNotGranted, ErrGroupFull, ErrBadReplica.
-func (a *Assigner) Assign(ctx context.Context, app string, group int, replicaID string) (msg.AssignReply,
+// It reads the answer from the grant, so it is idempotent by replica id, also over restarts. Errors, also in
+// the reply: ErrNotGranted, ErrGroupFull, ErrBadReplica.
+func (a *Assigner) Assign(_ context.Context, app string, group int, replicaID string) (msg.AssignReply,
 	error,
 ) {
-	reply := make(chan msg.AssignReply, 1)
-	m := &msg.Assign{App: app, Group: group, ReplicaID: replicaID, Reply: reply}
-	r, err := ask(ctx, a.box, m, reply)
-	if err != nil {
-		return r, err
+	select {
+	case <-a.box.Stopped():
+		return msg.AssignReply{}, errStopped()
+	default:
 	}
+	r := assign(a.cfg.Store.State(), app, group, replicaID)
 	return r, r.Err
 }
 
@@ -156,31 +161,83 @@ func (a *Assigner) Await(ctx context.Context, unit string, epoch uint64, rank in
 	return r.Addr, r.Port, r.Err
 }
 
-// Grant puts a placed group through consensus. The result holds new epochs for all of its units, or Grant
-// returns a typed refusal of the state. If ctx ends first, the grant may still commit; its expected epoch
-// prevents a second grant by a repetition.
-func (a *Assigner) Grant(ctx context.Context, g state.GrantGroup) (state.Result, error) {
-	return a.propose(ctx, state.Command{GrantGroup: &g})
+// AssignGroup places and numbers the units of a group, and puts the grant of those that found room through
+// consensus as one command. It returns at once. answer is called once, unless the Assigner is closed; it must
+// not block. A grant whose answer is an error may still commit; its expected epochs prevent a second one.
+func (a *Assigner) AssignGroup(m *msg.AssignGroup, answer func(msg.GroupAssigned)) {
+	a.box.Send(&groupRequest{m, answer})
 }
 
 // Release releases a unit's ranks, slots, devices and ports after its processes are gone: release_rank(rank).
-// A unit of several ranks is released whole (Rank -1).
-func (a *Assigner) Release(ctx context.Context, m msg.ReleaseRank) error {
-	err := checkWholeUnit(a.cfg.Store.State(), &m)
-	if err == nil {
-		ref := &state.UnitRef{Unit: m.Unit, Epoch: m.Epoch, Reason: m.Reason}
-		_, err = a.propose(ctx, state.Command{Release: ref})
-	}
-	return err
+// A unit of several ranks is released whole (Rank -1). It answers as AssignGroup does.
+func (a *Assigner) Release(m msg.ReleaseRank, answer func(error)) {
+	a.box.Send(&releaseRequest{m, answer})
 }
 
-func (a *Assigner) propose(ctx context.Context, c state.Command) (state.Result, error) {
-	reply := make(chan proposed, 1)
-	r, err := ask(ctx, a.box, &proposal{ctx: ctx, command: c, reply: reply}, reply)
-	if err != nil {
-		return state.Result{}, err
+// groupRequest is an AssignGroup on its way to the actor.
+type groupRequest struct {
+	*msg.AssignGroup
+	answer func(msg.GroupAssigned)
+}
+
+// groupDone reports that the grant of a request has its answer: the state shows it, or it has failed.
+type groupDone struct{ request *groupRequest }
+
+type releaseRequest struct {
+	msg.ReleaseRank
+	answer func(error)
+}
+
+// errNotPlaced answers a request in which placing panicked.
+var errNotPlaced = problem.New(problem.Internal, "place a group: the rank assigner panicked; see its log")
+
+// assignGroup places a group and proposes its grant. Seats of grants under way count as used.
+func (a receiver) assignGroup(m *groupRequest) {
+	placed := false
+	defer func() {
+		if !placed {
+			m.answer(msg.GroupAssigned{Grant: m.Grant, Err: errNotPlaced})
+		}
+	}()
+	underWay := slices.Collect(maps.Values(a.underWay))
+	grant, noRoom := Place(a.cfg.Store.State(), m.AssignGroup, underWay)
+	placed = true
+	if len(grant.Units) == 0 {
+		m.answer(msg.GroupAssigned{NoRoom: noRoom})
+		return
 	}
-	return r.result, r.err
+	a.underWay[m] = &grant
+	a.run(func(ctx context.Context) {
+		r, err := a.cfg.Proposer.Propose(ctx, state.Command{GrantGroup: &grant})
+		a.box.Send(groupDone{m}) // before the answer, which may lead to the next request
+		m.answer(msg.GroupAssigned{Grant: grant, NoRoom: noRoom, Result: r, Err: err})
+	})
+}
+
+// release proposes the release of a unit.
+func (a receiver) release(m *releaseRequest) {
+	a.run(func(ctx context.Context) {
+		err := checkWholeUnit(a.cfg.Store.State(), &m.ReleaseRank)
+		if err == nil {
+			ref := &state.UnitRef{Unit: m.Unit, Epoch: m.Epoch, Reason: m.Reason}
+			_, err = a.cfg.Proposer.Propose(ctx, state.Command{Release: ref})
+		}
+		m.answer(err)
+	})
+}
+
+// run waits for a slot and runs f with a deadline, outside of Receive.
+func (a receiver) run(f func(ctx context.Context)) {
+	a.loops.Go(func() {
+		select {
+		case a.slots <- struct{}{}:
+			defer func() { <-a.slots }()
+		case <-a.ctx.Done(): // f hears of it from its ctx
+		}
+		ctx, cancel := context.WithTimeout(a.ctx, a.cfg.Timers.Proposal)
+		defer cancel()
+		f(ctx)
+	})
 }
 
 // ask posts m and waits for its answer. A stopped actor does not answer, so ask also waits for the actor's
@@ -212,8 +269,12 @@ type receiver struct{ *Assigner }
 // Receive implements inbox.Receiver.
 func (a receiver) Receive(m any) {
 	switch m := m.(type) {
-	case *msg.Assign:
-		m.Reply <- assign(a.cfg.Store.State(), m)
+	case *groupRequest:
+		a.assignGroup(m)
+	case groupDone:
+		delete(a.underWay, m.request)
+	case *releaseRequest:
+		a.release(m)
 	case *msg.Publish:
 		if err := a.table.publish(a.cfg.Store.State(), m); err != nil {
 			a.cfg.Log.Warn("publish refused", slog.String("room", actorName), slog.String("unit", m.Unit),
@@ -225,10 +286,6 @@ func (a receiver) Receive(m any) {
 		a.table.expire(m)
 	case stateChanged:
 		a.table.prune(m.state)
-	case *proposal:
-		a.proposals.begin(m)
-	case *proposalDone:
-		a.proposals.end(m)
 	default:
 		a.cfg.Log.Warn("unknown message dropped", slog.String("room", actorName),
 			slog.String("type", fmt.Sprintf("%T", m)))
@@ -243,7 +300,6 @@ var (
 	ErrRendezvous = errors.New("rendezvous timed out")
 	ErrSuperseded = errors.New("superseded by a later call of the same rank")
 	ErrPartial    = errors.New("a unit is released whole")
-	ErrTooMany    = errors.New("too many commands under way")
 )
 
 // ErrStopped says that the assigner was closed: its node no longer leads, and callers should ask the next

@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"log/slog"
 	"sync"
 	"testing"
@@ -88,11 +87,22 @@ type rig struct {
 	t     *testing.T
 }
 
+func node(id string, slots int) state.Node {
+	return state.Node{
+		ID: id, UID: "uid-" + id, Roles: []state.Role{state.RoleControl, state.RoleWorker},
+		Offer: state.Offer{Slots: slots, PortLo: 20000, PortHi: 29999},
+	}
+}
+
 // rigged runs f in a bubble of fake time with a started assigner.
 func rigged(t *testing.T, f func(t *testing.T, r *rig)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		s := newStore()
+		for _, id := range []string{"a", "b"} {
+			_, err := s.Propose(t.Context(), state.Command{PutNode: &state.PutNode{Node: node(id, 64)}})
+			require.NoError(t, err)
+		}
 		r := &rig{New(Config{Store: s, Proposer: s, Log: slog.New(slog.DiscardHandler)}), s, t}
 		system := inbox.NewSystem(slog.New(slog.DiscardHandler))
 		require.NoError(t, r.Start(system))
@@ -105,35 +115,50 @@ func rigged(t *testing.T, f func(t *testing.T, r *rig)) {
 }
 
 func (r *rig) deploy(name string, dp int, coupling app.Coupling) {
-	spec, err := json.Marshal(&app.Application{
-		Name: name, NumGroups: 1,
-		DataParallel: app.DataParallel{DPSize: dp, Coupling: coupling},
-	})
+	spec, err := json.Marshal(application(name, dp, coupling))
 	require.NoError(r.t, err)
 	_, err = r.store.Propose(r.t.Context(),
 		state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{Name: name, Spec: spec, Route: "/"}}}})
 	require.NoError(r.t, err)
 }
 
-// grant grants the whole group through the assigner; expect is the epoch before.
-func (r *rig) grant(name string, dp int, lockstep bool, expect uint64) (state.Result, error) {
-	g := state.GrantGroup{App: name, AppRevision: 1}
-	for rank := range dp {
-		at := state.RankGrant{Rank: rank, Node: "a", Slot: rank}
-		if lockstep && rank > 0 {
-			g.Units[0].Ranks = append(g.Units[0].Ranks, at)
-			continue
-		}
-		id := name + "/0"
-		if !lockstep {
-			id = fmt.Sprintf("%s/%d", id, rank)
-		}
-		g.Units = append(g.Units, state.UnitGrant{
-			Unit: id, ExpectEpoch: expect, Attempt: 1,
-			Ranks: []state.RankGrant{at},
-		})
+func application(name string, dp int, coupling app.Coupling) *app.Application {
+	return &app.Application{
+		Name: name, NumGroups: 1, PlacementGroupStrategy: "PACK",
+		DataParallel: app.DataParallel{DPSize: dp, Coupling: coupling},
 	}
-	return r.Grant(r.t.Context(), g)
+}
+
+// wanted asks for all units of a group; expect is the epoch before.
+func wanted(a *app.Application, expect uint64, nodes ...string) *msg.AssignGroup {
+	m := &msg.AssignGroup{App: a, Nodes: nodes, Grant: state.GrantGroup{App: a.Name, AppRevision: 1}}
+	for _, u := range a.Units() {
+		m.Grant.Units = append(m.Grant.Units, state.UnitGrant{Unit: u.ID, ExpectEpoch: expect, Attempt: 1})
+	}
+	return m
+}
+
+// ask asks for a group and returns the answer.
+func (r *rig) ask(m *msg.AssignGroup) msg.GroupAssigned {
+	answer := make(chan msg.GroupAssigned, 1)
+	r.AssignGroup(m, func(out msg.GroupAssigned) { answer <- out })
+	return <-answer
+}
+
+// grant has the whole group granted; expect is the epoch before.
+func (r *rig) grant(name string, dp int, lockstep bool, expect uint64) (state.Result, error) {
+	coupling := app.Independent
+	if lockstep {
+		coupling = app.Lockstep
+	}
+	out := r.ask(wanted(application(name, dp, coupling), expect, "a", "b"))
+	return out.Result, out.Err
+}
+
+func (r *rig) release(m msg.ReleaseRank) error {
+	answer := make(chan error, 1)
+	r.Release(m, func(err error) { answer <- err })
+	return <-answer
 }
 
 func (r *rig) await(unit string, epoch uint64, rank int) <-chan msg.AwaitReply {
@@ -143,6 +168,13 @@ func (r *rig) await(unit string, epoch uint64, rank int) <-chan msg.AwaitReply {
 		out <- msg.AwaitReply{Addr: addr, Port: port, Err: err}
 	}()
 	synctest.Wait()
+	return out
+}
+
+func nodesOf(ranks []state.RankGrant) (out []string) {
+	for i := range ranks {
+		out = append(out, ranks[i].Node)
+	}
 	return out
 }
 
@@ -218,8 +250,16 @@ func TestSurvivesItsOwnRestart(t *testing.T) {
 		r.store.mu.Unlock()
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
-		_, err = r.Assign(ctx, "moe", 0, "moe.0.1")
+		_, _, err = r.Await(ctx, "moe/0", 1, 0)
 		require.ErrorIs(t, err, context.DeadlineExceeded, "its answer is lost, the deadline is not")
+
+		r.store.mu.Lock()
+		r.store.panics = 1
+		r.store.mu.Unlock()
+		m := wanted(application("moe", 2, app.Lockstep), 1, "a")
+		out := r.ask(m)
+		require.ErrorIs(t, out.Err, errNotPlaced, "the controller may not wait for ever")
+		assert.Equal(t, m.Grant, out.Grant)
 
 		after, err := r.Assign(t.Context(), "moe", 0, "moe.0.1")
 		require.NoError(t, err)
@@ -249,15 +289,11 @@ func TestRendezvous(t *testing.T) {
 func TestRendezvousOverNodes(t *testing.T) {
 	rigged(t, func(t *testing.T, r *rig) {
 		r.deploy("moe", 4, app.Lockstep)
-		g := state.GrantGroup{
-			App: "moe", AppRevision: 1,
-			Units: []state.UnitGrant{{Unit: "moe/0", Attempt: 1}},
-		}
-		for i, n := range []string{"a", "a", "b", "b"} {
-			g.Units[0].Ranks = append(g.Units[0].Ranks, state.RankGrant{Rank: i, Node: n, Slot: i})
-		}
-		_, err := r.Grant(t.Context(), g)
-		require.NoError(t, err)
+		m := wanted(application("moe", 4, app.Lockstep), 0, "a", "b")
+		m.App.PlacementGroupStrategy, m.App.MaxRanksPerNode = "SPREAD", 2
+		out := r.ask(m)
+		require.NoError(t, out.Err)
+		assert.Equal(t, []string{"a", "a", "b", "b"}, nodesOf(out.Grant.Units[0].Ranks))
 		two := r.await("moe/0", 1, 2)
 		p := msg.Publish{Unit: "moe/0", Epoch: 1, Rank: 0, Addr: "10.0.0.1", Port: 20020}
 		r.Publish(p)
@@ -346,7 +382,7 @@ func TestWaitersOfASupersededOrReleasedGrantAreLetGo(t *testing.T) {
 		require.ErrorIs(t, (<-old).Err, state.ErrStaleEpoch)
 		require.ErrorIs(t, (<-r.await("moe/0", 1, 1)).Err, state.ErrStaleEpoch)
 		released := r.await("moe/0", 2, 1)
-		require.NoError(t, r.Release(t.Context(), msg.ReleaseRank{Unit: "moe/0", Rank: -1, Epoch: 2}))
+		require.NoError(t, r.release(msg.ReleaseRank{Unit: "moe/0", Rank: -1, Epoch: 2}))
 		require.ErrorIs(t, (<-released).Err, state.ErrStaleEpoch)
 		require.NoError(t, r.Close())
 		assert.Empty(t, r.table.meetings)
@@ -372,18 +408,18 @@ func TestRelease(t *testing.T) {
 		r.deploy("chat", 1, app.Independent)
 		_, err := r.grant("moe", 2, true, 0)
 		require.NoError(t, err)
-		require.ErrorIs(t, r.Release(t.Context(), msg.ReleaseRank{Unit: "moe/0", Rank: 1, Epoch: 1}),
+		require.ErrorIs(t, r.release(msg.ReleaseRank{Unit: "moe/0", Rank: 1, Epoch: 1}),
 			ErrPartial)
-		require.ErrorIs(t, r.Release(t.Context(), msg.ReleaseRank{Unit: "moe/0", Rank: -1, Epoch: 7}),
+		require.ErrorIs(t, r.release(msg.ReleaseRank{Unit: "moe/0", Rank: -1, Epoch: 7}),
 			state.ErrStaleEpoch)
-		require.NoError(t, r.Release(t.Context(), msg.ReleaseRank{Unit: "moe/0", Rank: -1, Epoch: 1}))
-		require.ErrorIs(t, r.Release(t.Context(), msg.ReleaseRank{Unit: "moe/0", Rank: -1, Epoch: 1}),
+		require.NoError(t, r.release(msg.ReleaseRank{Unit: "moe/0", Rank: -1, Epoch: 1}))
+		require.ErrorIs(t, r.release(msg.ReleaseRank{Unit: "moe/0", Rank: -1, Epoch: 1}),
 			state.ErrUnknownUnit)
 		assert.Empty(t, r.store.State().Units)
 	})
 }
 
-// Sixteen commands run at once, the others wait in line, and none runs inside Receive.
+// 64 commands run at once, the others wait, and none runs inside Receive.
 func TestCommandsAreBounded(t *testing.T) {
 	rigged(t, func(t *testing.T, r *rig) {
 		r.deploy("chat", 1, app.Independent)
@@ -396,8 +432,7 @@ func TestCommandsAreBounded(t *testing.T) {
 		errs := make(chan error, 100)
 		for range 100 {
 			wg.Go(func() {
-				errs <- r.Release(t.Context(),
-					msg.ReleaseRank{Unit: "chat/0/0", Rank: -1, Epoch: 1})
+				errs <- r.release(msg.ReleaseRank{Unit: "chat/0/0", Rank: -1, Epoch: 1})
 			})
 		}
 		synctest.Wait()
@@ -415,7 +450,7 @@ func TestCommandsAreBounded(t *testing.T) {
 			}
 		}
 		assert.Equal(t, 1, good)
-		assert.Equal(t, maxProposals, r.store.most)
+		assert.Equal(t, maxCommands, r.store.most)
 	})
 }
 

@@ -13,8 +13,7 @@ import (
 )
 
 // formatReplicaID names the replica at a position of a group: "app.group.slot". The position is its rank
-// number,
-// 0..dp_size-1.
+// number, 0..dp_size-1.
 func formatReplicaID(app string, group, slot int) string {
 	return app + "." + strconv.Itoa(group) + "." + strconv.Itoa(slot)
 }
@@ -32,12 +31,12 @@ func parseReplicaID(app string, group int, replicaID string) (int, error) {
 
 // assign reads a replica's rank from the grants. It writes nothing, so a repeated question gets the same
 // answer.
-func assign(s *state.State, m *msg.Assign) msg.AssignReply {
-	slot, err := parseReplicaID(m.App, m.Group, m.ReplicaID)
+func assign(s *state.State, app string, group int, replicaID string) msg.AssignReply {
+	slot, err := parseReplicaID(app, group, replicaID)
 	if err != nil {
 		return msg.AssignReply{Err: err}
 	}
-	ranks, err := groupRanks(s, m.App, m.Group)
+	ranks, err := groupRanks(s, app, group)
 	if err != nil {
 		return msg.AssignReply{Err: err}
 	}
@@ -47,16 +46,16 @@ func assign(s *state.State, m *msg.Assign) msg.AssignReply {
 			DPSize: size,
 			Err: problem.New(problem.Conflict,
 				"assign rank: %w: group %s/%d has %d ranks, %s would be one more",
-				ErrGroupFull, m.App, m.Group, size, m.ReplicaID).
+				ErrGroupFull, app, group, size, replicaID).
 				WithHint("raise data_parallel.dp_size or num_replicas and deploy again"),
 		}
 	}
-	u := unitOfRank(s, m.App, m.Group, slot)
+	u := unitOfRank(s, app, group, slot)
 	if u == nil {
 		return msg.AssignReply{
 			DPSize: size,
 			Err: problem.New(problem.Unavailable, "assign rank: rank %d of group %s/%d: %w",
-				slot, m.App, m.Group, ErrNotGranted).
+				slot, app, group, ErrNotGranted).
 				WithHint("it is placed by the controller; ask again when it is"),
 		}
 	}

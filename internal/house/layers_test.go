@@ -62,7 +62,7 @@ func areas() []area {
 		{name: "actors/ingress", layer: 2, also: []string{"actors/msg"}, deny: []string{raft, gossip, cobra}},
 		{name: "actors/dpserver", layer: 2, deny: thin},
 		{name: "actors/rankassigner", layer: 2, deny: thin},
-		{name: "actors/controller", layer: 2, deny: thin},
+		{name: "actors/controller", layer: 2, also: []string{"actors/rankassigner"}, deny: thin},
 		{name: "actors/node", layer: 2, deny: thin},
 		{name: "internal/noderpc", layer: 2, deny: []string{gin, raft, gossip, cobra}},
 		{name: "internal/api", layer: 2, deny: []string{raft, gossip, cobra, actorLib}},

@@ -148,7 +148,7 @@ func (n *Node) takeOver(ctx context.Context) error {
 		Proposer: here, Timers: t.assigner, Log: n.log,
 	})}
 	l.control = controller.New(controller.Config{
-		Store: n.store, Proposer: here, Granter: l.assign, Metrics: n.metrics, Timers: t.controller,
+		Store: n.store, Proposer: here, Assigner: l.assign, Metrics: n.metrics, Timers: t.controller,
 		Log: n.log, Agent: n.nodeAgent, Self: n.cfg.NodeID,
 		Confirm: n.consensus.Confirm, StepDown: n.consensus.StepDown,
 	})

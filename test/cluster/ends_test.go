@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/dpserve/dpserve/actors/controller"
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
@@ -73,9 +72,9 @@ func (l *shell) stopsHere(r *msg.NodeReport) {
 }
 
 // mayGrant: nothing is granted on a machine that has told this leader that it stops.
-func (l *shell) mayGrant(e *controller.GrantEffect) {
-	for i := range e.Grant.Units {
-		u := &e.Grant.Units[i]
+func (l *shell) mayGrant(g *state.GrantGroup) {
+	for i := range g.Units {
+		u := &g.Units[i]
 		for k := range u.Ranks {
 			if l.stopping[u.Ranks[k].Node] {
 				l.m.c.violate("%s grants %s on %s, which has said that it stops", l.m.name, u.Unit, u.Ranks[k].Node)

@@ -2,10 +2,12 @@ package cluster_test
 
 import (
 	"errors"
+	"slices"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/controller"
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/actors/rankassigner"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -20,6 +22,7 @@ type shell struct {
 	core     *controller.Core
 	seen     *state.State // the newest that the core was shown
 	orders   map[string]*orderQueue
+	underWay []*state.GrantGroup // grants without an answer
 	running  int
 	waiting  []func()
 	armed    int // number of the timer
@@ -99,7 +102,7 @@ func (l *shell) arm() {
 	armed := l.armed
 	l.m.c.after(l.m.process, max(minTick, due.Sub(l.m.c.clock())), func() {
 		if l.armed == armed && !l.closed {
-			l.step(controller.Ticked{})
+			l.step(controller.TimerFired{})
 		}
 	})
 }
@@ -154,7 +157,7 @@ func (l *shell) renewed(r *msg.NodeReport, answer func(msg.Lease, error)) {
 	}
 	stopped := l.stopping[r.Node.ID]
 	l.stopping[r.Node.ID] = stopped && r.Stopping // the same step may grant on a node that is back
-	e := l.step(controller.NodeSeen{Report: &own})
+	e := l.step(controller.NodeReported{Report: &own})
 	l.stopping[r.Node.ID] = stopped
 	if problem.CodeOf(e.Err) != problem.Conflict { // it was not overtaken by a later one
 		l.stopsHere(r)
@@ -169,16 +172,8 @@ func (l *shell) renewed(r *msg.NodeReport, answer func(msg.Lease, error)) {
 
 func (l *shell) do(e controller.Effect) {
 	switch e := e.(type) {
-	case controller.GrantEffect:
-		l.mayGrant(&e)
-		l.m.c.audit.proposed[&e.Grant] = l.m.c.now
-		l.command(state.Command{GrantGroup: &e.Grant}, func(r state.Result, err error) {
-			g := controller.Granted{Result: r, Err: err}
-			for i := range e.Grant.Units {
-				g.Units = append(g.Units, e.Grant.Units[i].Unit)
-			}
-			l.step(g)
-		})
+	case controller.AssignEffect:
+		l.assignGroup(e.Request)
 	case controller.ProposeEffect:
 		l.propose(&e)
 	case controller.StepDownEffect:
@@ -186,7 +181,7 @@ func (l *shell) do(e controller.Effect) {
 	case controller.ReleaseEffect:
 		ref := &state.UnitRef{Unit: e.Release.Unit, Epoch: e.Release.Epoch, Reason: e.Release.Reason}
 		l.command(state.Command{Release: ref}, func(_ state.Result, err error) {
-			l.step(controller.Concluded{App: e.App, Unit: e.Release.Unit, Err: err})
+			l.step(controller.CommandDone{App: e.App, Unit: e.Release.Unit, Err: err})
 		})
 	case controller.StartEffect:
 		l.order(e.Node, e)
@@ -195,11 +190,31 @@ func (l *shell) do(e controller.Effect) {
 	}
 }
 
+// assignGroup places a group at once, as the RankAssigner does in the order of the requests, and proposes its
+// grant. Seats of grants under way count as used.
+func (l *shell) assignGroup(m *msg.AssignGroup) {
+	out := controller.GroupAssigned{}
+	out.Grant, out.NoRoom = rankassigner.Place(l.m.view, m, l.underWay)
+	if len(out.Grant.Units) == 0 {
+		l.m.c.after(l.m.process, minTick, func() { l.step(out) })
+		return
+	}
+	grant := &out.Grant
+	l.mayGrant(grant)
+	l.m.c.audit.proposed[grant] = l.m.c.now
+	l.underWay = append(l.underWay, grant)
+	l.command(state.Command{GrantGroup: grant}, func(r state.Result, err error) {
+		l.underWay = slices.DeleteFunc(l.underWay, func(g *state.GrantGroup) bool { return g == grant })
+		out.Result, out.Err = r, err
+		l.step(out)
+	})
+}
+
 // propose proposes a command. The loss of a node is proposed when a majority has confirmed the leader, and if
 // it stands then.
 func (l *shell) propose(e *controller.ProposeEffect) {
 	done := func(_ state.Result, err error) {
-		l.step(controller.Concluded{App: e.App, Unit: e.Unit, Node: e.Node, Err: err})
+		l.step(controller.CommandDone{App: e.App, Unit: e.Unit, Node: e.Node, Err: err})
 	}
 	if ref := e.Command.NodeLost; ref != nil {
 		l.m.c.audit.silent[ref] = l.m.c.now
@@ -371,7 +386,7 @@ func (l *shell) deploy(put *state.PutApps, answer func(state.Result, error)) {
 	}
 	l.m.proposeHere(state.Command{PutApps: put}, proposeLimit, func(r state.Result, err error) {
 		if err == nil && !l.closed {
-			in := controller.Redeployed{Before: before, State: l.m.view}
+			in := controller.AppsRedeployed{Before: before, State: l.m.view}
 			for i := range put.Apps {
 				in.Apps = append(in.Apps, put.Apps[i].Name)
 			}

@@ -1,0 +1,296 @@
+package rankassigner
+
+import (
+	"errors"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/placement"
+)
+
+// Place numbers and seats the units of one group. Units that start again keep their seats, the others get
+// new ones; each of the two sets is placed completely or not at all, independently of the other. underWay
+// holds the grants that were proposed and may not be in the state yet. The grant holds the units that found
+// room, and noRoom says of the others why they found none.
+func Place(s *state.State, m *msg.AssignGroup, underWay []*state.GrantGroup) (
+	grant state.GrantGroup, noRoom map[string]string,
+) {
+	grant, noRoom = m.Grant, map[string]string{}
+	grant.Units = nil
+	p := placer{state: s, m: m, numbers: numberRanks(m.App, m.Grant.Group)}
+	p.others = append(slices.Clone(underWay), &grant)
+	again, anew := p.splitBySeats()
+	for _, part := range [][]state.UnitGrant{again, anew} {
+		if len(part) == 0 {
+			continue
+		}
+		request := p.request(part)
+		placed, err := p.inventory(part).Place(&request)
+		for _, u := range part {
+			if err != nil {
+				noRoom[u.Unit] = Explain(err)
+				continue
+			}
+			u.Ranks, u.Blocks = SeatsOf(p.numbers[u.Unit], &placed)
+			grant.Units = append(grant.Units, u)
+		}
+	}
+	return grant, noRoom
+}
+
+// numberRanks numbers the ranks of a group 0..dp_size-1, by unit: a lockstep group is one unit, else every
+// rank is one. The numbers of attached ranks are those of the application.
+func numberRanks(a *app.Application, group int) map[string][]int {
+	out := map[string][]int{}
+	for _, u := range a.Units() {
+		if u.Group == group {
+			out[u.ID] = u.Ranks
+		}
+	}
+	return out
+}
+
+// placer places the units of one request.
+type placer struct {
+	state   *state.State
+	m       *msg.AssignGroup
+	numbers map[string][]int    // ranks by unit
+	others  []*state.GrantGroup // under way, and the units of this request that have found room
+}
+
+// splitBySeats separates units that can keep their seats from those that need new ones.
+func (p *placer) splitBySeats() (again, anew []state.UnitGrant) {
+	for _, u := range p.m.Grant.Units {
+		if p.canKeepSeats(&u) {
+			again = append(again, u)
+		} else {
+			anew = append(anew, u)
+		}
+	}
+	return again, anew
+}
+
+// canKeepSeats reports whether the unit's last grant still holds its seats, on usable nodes, for what is
+// started now.
+func (p *placer) canKeepSeats(u *state.UnitGrant) bool {
+	rec := p.state.Units[u.Unit]
+	if rec == nil || !rec.Holds() || rec.Launch != u.Launch {
+		return false
+	}
+	return !slices.ContainsFunc(rec.Ranks, func(r state.RankGrant) bool { return !p.hasSeat(&r) })
+}
+
+// hasSeat reports whether a usable node still offers the seat.
+func (p *placer) hasSeat(r *state.RankGrant) bool {
+	n := p.state.Nodes[r.Node]
+	if n == nil || !n.Takes() || !slices.Contains(p.m.Nodes, r.Node) {
+		return false
+	}
+	return r.Slot < n.Offer.Slots && !slices.ContainsFunc(r.Devices,
+		func(d int) bool { return !slices.Contains(n.Offer.Devices, d) })
+}
+
+// inventory returns what is free for part. The seats that the units of part hold count as free, and their
+// ports as those freed last.
+func (p *placer) inventory(part []state.UnitGrant) *Inventory {
+	free := NewInventory(p.state, p.m.Nodes)
+	for _, id := range slices.Sorted(maps.Keys(p.state.Units)) {
+		rec := p.state.Units[id]
+		switch {
+		case !rec.Holds():
+		case containsUnit(part, id):
+			free.addFreed(rec.Blocks)
+		default:
+			free.Use(rec.Ranks, rec.Blocks)
+		}
+	}
+	underWay := map[string]bool{}
+	for _, g := range p.others {
+		for i := range g.Units {
+			underWay[g.Units[i].Unit] = true
+			free.Use(g.Units[i].Ranks, g.Units[i].Blocks)
+		}
+	}
+	for _, u := range p.m.Reserved {
+		if !underWay[u.Unit] {
+			free.Use(u.Ranks, u.Blocks)
+		}
+	}
+	return free
+}
+
+// request is what placement is asked for part, which keeps its seats or gets new ones.
+func (p *placer) request(part []state.UnitGrant) placement.Group {
+	g := GroupRequest(p.m.App, p.m.Grant.Group)
+	stay := map[string][]state.RankGrant{} // of the same group
+	for id, rec := range p.state.Units {
+		if rec.App == p.m.Grant.App && rec.Group == p.m.Grant.Group && rec.Holds() &&
+			!containsUnit(part, id) {
+			stay[id] = rec.Ranks
+		}
+	}
+	for _, other := range p.others {
+		for i := range other.Units {
+			if other.App == p.m.Grant.App && other.Group == p.m.Grant.Group {
+				stay[other.Units[i].Unit] = other.Units[i].Ranks
+			}
+		}
+	}
+	for _, ranks := range stay {
+		for i := range ranks {
+			g.Held[ranks[i].Node]++
+		}
+	}
+	for i := range part {
+		if !p.canKeepSeats(&part[i]) {
+			g.Ranks = append(g.Ranks, p.numbers[part[i].Unit]...)
+			continue
+		}
+		for _, r := range p.state.Units[part[i].Unit].Ranks {
+			g.Keep = append(g.Keep, placement.Seat{
+				Rank: r.Rank, Node: r.Node, Slot: r.Slot,
+				Devices: r.Devices,
+			})
+		}
+	}
+	slices.Sort(g.Ranks)
+	return g
+}
+
+func containsUnit(us []state.UnitGrant, id string) bool {
+	return slices.ContainsFunc(us, func(u state.UnitGrant) bool { return u.Unit == id })
+}
+
+// GroupRequest is what placement must know of a group of an application, without ranks.
+func GroupRequest(a *app.Application, group int) placement.Group {
+	g := placement.Group{
+		ID: a.Name + "/" + strconv.Itoa(group), Lockstep: a.DataParallel.Coupling == app.Lockstep,
+		DPSize:   a.DataParallel.DPSize,
+		Strategy: placement.Strategy(a.PlacementGroupStrategy), MaxRanksPerNode: a.MaxRanksPerNode,
+		Labels: a.Resources.Labels, Held: map[string]int{},
+	}
+	if a.Engine.Kind == app.KindAttach {
+		g.Attach, g.Pinned = true, map[int]string{}
+		for _, r := range a.RankNumbers(group) {
+			if e := a.Engine.Rank(group, r); e != nil {
+				g.Pinned[r] = e.Node
+			}
+		}
+		return g
+	}
+	g.Devices = a.Resources.GPUs
+	if a.Engine.Kind == app.KindSim || g.Devices == 0 {
+		g.Slots = 1
+	}
+	return g
+}
+
+// SeatsOf returns the seats and port blocks of a unit with these ranks in a placed group.
+func SeatsOf(ranks []int, p *placement.Placed) (seats []state.RankGrant, blocks []state.Block) {
+	for i := range p.Seats {
+		if at := &p.Seats[i]; slices.Contains(ranks, at.Rank) {
+			seats = append(seats, state.RankGrant{
+				Rank: at.Rank, Node: at.Node, Slot: at.Slot,
+				Devices: at.Devices,
+			})
+		}
+	}
+	for _, b := range p.Blocks {
+		if b.Rank < 0 || slices.Contains(ranks, b.Rank) {
+			blocks = append(blocks, state.Block{Node: b.Node, Base: b.Base, Size: b.Size})
+		}
+	}
+	return seats, blocks
+}
+
+// Inventory is what nodes offer, and what of it is in use.
+type Inventory struct {
+	Nodes []placement.Node
+	at    map[string]*placement.Node
+}
+
+// NewInventory returns the usable nodes with nothing in use. Nodes that may not get ranks are left out.
+func NewInventory(s *state.State, usable []string) *Inventory {
+	v := &Inventory{at: map[string]*placement.Node{}}
+	for _, id := range usable {
+		if n := s.Nodes[id]; n != nil && n.Takes() {
+			v.Nodes = append(v.Nodes, placement.Node{
+				ID: id, Slots: n.Offer.Slots, Devices: n.Offer.Devices, Labels: n.Offer.Labels,
+				Ports: placement.Ports{Lo: n.Offer.PortLo, Hi: n.Offer.PortHi},
+			})
+		}
+	}
+	for i := range v.Nodes {
+		v.at[v.Nodes[i].ID] = &v.Nodes[i]
+	}
+	v.addFreed(s.Freed)
+	return v
+}
+
+// UsableNodes returns the nodes that may get ranks, in order.
+func UsableNodes(s *state.State) []string {
+	var out []string
+	for _, id := range slices.Sorted(maps.Keys(s.Nodes)) {
+		if s.Nodes[id].Takes() {
+			out = append(out, id)
+		}
+	}
+	return out
+}
+
+// Place places a group. The inventory stays as it is.
+func (v *Inventory) Place(g *placement.Group) (placement.Placed, error) {
+	p, err := placement.Place(v.Nodes, []placement.Group{*g})
+	if err != nil {
+		return placement.Placed{}, err
+	}
+	return p.Groups[0], nil
+}
+
+// Use marks seats and port blocks as in use.
+func (v *Inventory) Use(ranks []state.RankGrant, blocks []state.Block) {
+	for i := range ranks {
+		r := &ranks[i]
+		n := v.at[r.Node]
+		if n == nil {
+			continue
+		}
+		n.Ranks++
+		n.UsedDevices = append(n.UsedDevices, r.Devices...)
+		if r.Slot >= 0 {
+			n.UsedSlots = append(n.UsedSlots, r.Slot)
+		}
+	}
+	for _, b := range blocks {
+		if n := v.at[b.Node]; n != nil {
+			n.UsedBlocks = append(n.UsedBlocks, portsOf(b))
+		}
+	}
+}
+
+func (v *Inventory) addFreed(blocks []state.Block) {
+	for _, b := range blocks {
+		if n := v.at[b.Node]; n != nil {
+			n.FreedBlocks = append(n.FreedBlocks, portsOf(b))
+		}
+	}
+}
+
+func portsOf(b state.Block) placement.Ports {
+	return placement.Ports{Lo: b.Base, Hi: b.Base + b.Size - 1}
+}
+
+// Explain puts a placement error into one line: what is missing, and what each node has.
+func Explain(err error) string {
+	var p *problem.Error
+	if !errors.As(err, &p) || len(p.Details) == 0 {
+		return err.Error()
+	}
+	return p.Message + "; " + strings.Join(p.Details, "; ")
+}

@@ -1,0 +1,155 @@
+package rankassigner
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/state"
+)
+
+// newState is a state with these nodes and an application of each name.
+func newState(t *testing.T, nodes []state.Node, apps ...string) *state.State {
+	s := state.New()
+	apply(t, s, state.Command{PutApps: &state.PutApps{}})
+	for _, n := range nodes {
+		apply(t, s, state.Command{PutNode: &state.PutNode{Node: n}})
+	}
+	for _, name := range apps {
+		apply(t, s, state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{
+			Name: name, Spec: []byte("{}"), Route: "/" + name,
+		}}}})
+	}
+	return s
+}
+
+func apply(t *testing.T, s *state.State, c state.Command) {
+	_, err := s.Apply(s.Index+1, &c)
+	require.NoError(t, err)
+}
+
+func slots(ranks []state.RankGrant) (out []int) {
+	for i := range ranks {
+		out = append(out, ranks[i].Slot)
+	}
+	return out
+}
+
+func TestPlaceNumbersAndSeatsAGroup(t *testing.T) {
+	s := newState(t, []state.Node{node("a", 2), node("b", 2)}, "chat")
+	m := wanted(application("chat", 4, app.Independent), 0, "a", "b")
+	grant, noRoom := Place(s, m, nil)
+	assert.Empty(t, noRoom)
+	require.Len(t, grant.Units, 4)
+	for i, want := range []state.RankGrant{
+		{Rank: 0, Node: "a"},
+		{Rank: 1, Node: "a", Slot: 1},
+		{Rank: 2, Node: "b"},
+		{Rank: 3, Node: "b", Slot: 1},
+	} {
+		assert.Equal(t, []state.RankGrant{want}, grant.Units[i].Ranks)
+		assert.Len(t, grant.Units[i].Blocks, 1)
+	}
+	assert.Empty(t, m.Grant.Units[0].Ranks, "the request stays as it is")
+	again, _ := Place(s, m, nil)
+	assert.Equal(t, grant, again)
+	apply(t, s, state.Command{GrantGroup: &grant})
+}
+
+func TestPlaceSaysWhyAGroupFindsNoRoom(t *testing.T) {
+	s := newState(t, []state.Node{node("a", 2), node("b", 2)}, "chat")
+	m := wanted(application("chat", 8, app.Lockstep), 0, "a", "b")
+	grant, noRoom := Place(s, m, nil)
+	assert.Empty(t, grant.Units)
+	assert.Equal(t, map[string]string{"chat/0": "place chat/0: 4 of 8 ranks can be placed (PACK); " +
+		"need: 8 ranks of 1 slot each, PACK; " +
+		"node a: 2 of 2 slots free, 0 of 0 devices free, room for 2 ranks; " +
+		"node b: 2 of 2 slots free, 0 of 0 devices free, room for 2 ranks"}, noRoom)
+}
+
+func TestPlaceUsesOnlyUsableNodesAndFreeSeats(t *testing.T) {
+	s := newState(t, []state.Node{node("a", 4), node("b", 4)}, "chat", "other")
+	m := wanted(application("chat", 2, app.Lockstep), 0, "b")
+	first, _ := Place(s, m, nil)
+	assert.Equal(t, []string{"b", "b"}, nodesOf(first.Units[0].Ranks), "a is not usable")
+
+	other := wanted(application("other", 1, app.Lockstep), 0, "b")
+	second, _ := Place(s, other, []*state.GrantGroup{&first})
+	assert.Equal(t, []int{2}, slots(second.Units[0].Ranks), "the first grant is under way")
+	assert.NotEqual(t, first.Units[0].Blocks, second.Units[0].Blocks)
+
+	other.Reserved = first.Units
+	third, _ := Place(s, other, nil)
+	assert.Equal(t, []int{2}, slots(third.Units[0].Ranks), "its seats are reserved")
+
+	apply(t, s, state.Command{GrantGroup: &first})
+	other.Reserved = nil
+	fourth, _ := Place(s, other, nil)
+	assert.Equal(t, []int{2}, slots(fourth.Units[0].Ranks), "it is granted")
+}
+
+// Units that start again keep their seats, although others of their group find no room.
+func TestPlaceKeepsSeats(t *testing.T) {
+	s := newState(t, []state.Node{node("a", 4)}, "chat", "other")
+	small := wanted(application("chat", 2, app.Independent), 0, "a")
+	grant, _ := Place(s, small, nil)
+	apply(t, s, state.Command{GrantGroup: &grant})
+	fill, _ := Place(s, wanted(application("other", 2, app.Lockstep), 0, "a"), nil)
+	apply(t, s, state.Command{GrantGroup: &fill})
+
+	grown := wanted(application("chat", 3, app.Independent), 1, "a")
+	grown.Grant.Units[2].ExpectEpoch = 0
+	again, noRoom := Place(s, grown, nil)
+	require.Len(t, again.Units, 2)
+	assert.Equal(t, grant.Units[1].Ranks, again.Units[1].Ranks)
+	assert.NotEqual(t, grant.Units[0].Blocks, again.Units[0].Blocks, "ports are new")
+	assert.Contains(t, noRoom["chat/0/2"], "place chat/0: 0 of 1 rank can be placed (PACK)")
+
+	grown.Nodes = nil
+	none, noRoom := Place(s, grown, nil)
+	assert.Empty(t, none.Units, "the node of the seats is not usable")
+	assert.Len(t, noRoom, 3)
+}
+
+// Groups are placed in the order of their requests. A grant is in use before the state shows it.
+func TestGroupsDoNotShareSeats(t *testing.T) {
+	rigged(t, func(t *testing.T, r *rig) {
+		r.deploy("one", 40, app.Lockstep)
+		r.deploy("two", 40, app.Lockstep)
+		r.store.mu.Lock()
+		gate := make(chan struct{})
+		r.store.gate = gate
+		r.store.mu.Unlock()
+		answers := map[string]chan msg.GroupAssigned{}
+		for _, name := range []string{"one", "two"} {
+			answer := make(chan msg.GroupAssigned, 1)
+			answers[name] = answer
+			r.AssignGroup(wanted(application(name, 40, app.Lockstep), 0, "a"),
+				func(out msg.GroupAssigned) { answer <- out })
+		}
+		out := <-answers["two"]
+		assert.Contains(t, out.NoRoom["two/0"], "24 of 40 ranks can be placed")
+		close(gate)
+		out = <-answers["one"]
+		require.NoError(t, out.Err)
+		assert.Equal(t, uint64(1), out.Result.Epochs["one/0"])
+	})
+}
+
+// The limits of a group hold although the grant of another of its units is under way.
+func TestPlaceCountsTheGroupsGrantsUnderWay(t *testing.T) {
+	s := newState(t, []state.Node{node("a", 4)}, "chat")
+	m := wanted(application("chat", 2, app.Independent), 0, "a")
+	m.App.MaxRanksPerNode = 1
+	first, second := m.Grant.Units[:1], m.Grant.Units[1:]
+	m.Grant.Units = first
+	grant, _ := Place(s, m, nil)
+	require.Len(t, grant.Units, 1)
+	m.Grant.Units = second
+	none, noRoom := Place(s, m, []*state.GrantGroup{&grant})
+	assert.Empty(t, none.Units)
+	assert.Len(t, noRoom, 1)
+}
