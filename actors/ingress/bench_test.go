@@ -236,7 +236,7 @@ func benchIngressAt(b *testing.B, engine, node string) string {
 		Seed: 1,
 	}
 	if node != c.Node {
-		c.Remote = newDataPort(b, f, nil).client
+		c.Remote = newDataPort(b, f, nil, 0).client
 	}
 	in, err := New(c)
 	require.NoError(b, err)
