@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/internal/engine/openai"
+	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -190,7 +191,7 @@ func (req *request) prepare() *failure {
 		req.stripped.b = req.scan.Spliced(req.stripped.b, req.body.b)
 		req.engineBody = req.stripped.b
 	}
-	req.header = engineHeader(req.r.Header, req.idHeader)
+	req.header = rankleg.EngineHeader(req.r.Header, req.idHeader)
 	return nil
 }
 
@@ -344,7 +345,7 @@ func (req *request) setOwnHeaders(h http.Header, rk *rank) {
 	if rk != nil {
 		h[headerGroup], h[headerRank] = rk.groupValue, rk.rankValue
 		if req.prompt.lookedUp { // predicted at dispatch; the engine's own number is in its usage
-			h[headerCached] = []string{strconv.Itoa(req.query.HitOn(rk.id))}
+			h[headerCached] = []string{strconv.Itoa(req.query.HitOn(rk.ID))}
 		}
 	}
 	n := req.attempts
@@ -377,8 +378,8 @@ func (req *request) logLine(level slog.Level, text string, res *result, attrs ..
 		attrs = append(attrs, slog.String("app", req.app.app.Name))
 	}
 	if rk := req.attempt.rank; rk != nil {
-		attrs = append(attrs, slog.String("unit", rk.unit), slog.Int("group", rk.id.Group()),
-			slog.Int("rank", rk.id.Rank()), slog.Uint64("epoch", rk.epoch))
+		attrs = append(attrs, slog.String("unit", rk.Unit), slog.Int("group", rk.ID.Group()),
+			slog.Int("rank", rk.ID.Rank()), slog.Uint64("epoch", rk.Epoch))
 	}
 	attrs = append(attrs, res.attrs(req.in.hash(), req.in.log.Enabled(ctx, slog.LevelDebug))...)
 	req.in.log.LogAttrs(ctx, level, text, attrs...) //nolint:sloglint // text is a constant of each caller
