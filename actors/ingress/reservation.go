@@ -181,7 +181,7 @@ func reserveAt(ctx, life context.Context, req *request, rk *rank) cause {
 	a := &req.attempt
 	a.rank, a.start, a.ticket = rk, time.Now(), msg.Ticket{}
 	q := req.newAsk(life, rk)
-	_, reply, err := rk.asker.Ask(ctx, q)
+	reply, err := rk.asker.Reserve(ctx, q)
 	req.prompt.shared = req.prompt.shared || q.IsAdmitPending
 	switch {
 	case err == nil && reply.Refusal == msg.Granted:

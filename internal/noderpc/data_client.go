@@ -15,7 +15,6 @@ import (
 	"golang.org/x/net/http2"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/rankleg"
 )
 
@@ -40,49 +39,42 @@ func NewDataClient(transport func(node string) (http.RoundTripper, error)) *Data
 
 // Ask implements rankleg.Asker. If ctx ends before the answer has begun, the data port returns the ticket.
 func (c *DataClient) Ask(ctx context.Context, q *rankleg.Request) (*http.Response, msg.AdmitReply, error) {
-	if q.Route == openai.NoRoute {
-		reply, err := c.holdTicket(ctx, q)
-		return nil, reply, err
-	}
-	resp, reply, err := c.roundTrip(ctx, q)
+	resp, reply, err := c.roundTrip(ctx, q, q.Route.Path())
 	if reply.Ticket.ID != 0 {
 		q.OnTicket(&reply.Ticket)
 	}
 	return resp, reply, err
 }
 
-// holdTicket asks for a ticket without a request. The stream, and with it the ticket, lives as long as
-// q.Admit.Ctx; ctx bounds the wait for it.
-func (c *DataClient) holdTicket(ctx context.Context, q *rankleg.Request) (msg.AdmitReply, error) {
+// Reserve implements rankleg.Asker. The ticket lives as long as the stream of the request to the data port.
+func (c *DataClient) Reserve(ctx context.Context, q *rankleg.Request) (msg.AdmitReply, error) {
 	life, cancel := context.WithCancel(q.Admit.Ctx)
 	stop := context.AfterFunc(ctx, cancel)
-	resp, reply, err := c.roundTrip(life, q)
-	isGranted := err == nil && reply.Refusal == msg.Granted
-	if !stop() && isGranted {
-		err, isGranted = context.Cause(ctx), false
-	}
-	if isGranted {
-		context.AfterFunc(life, func() { closeAnswer(resp) })
+	resp, reply, err := c.roundTrip(life, q, holdPath) //nolint:contextcheck // the ticket outlives ctx
+	isInTime := stop()
+	if err == nil && reply.Refusal == msg.Granted && isInTime {
+		context.AfterFunc(life, func() { closeAnswer(resp) }) //nolint:contextcheck // as above
 		q.OnTicket(&reply.Ticket)
 		return reply, nil
 	}
+	cancel()
 	if resp != nil {
 		closeAnswer(resp)
+		err = context.Cause(ctx)
 	}
-	cancel()
 	return reply, err
 }
 
 // roundTrip sends the request to the rank's node. When it returns, q's memory belongs to the caller again.
 func (c *DataClient) roundTrip(
-	ctx context.Context, q *rankleg.Request,
+	ctx context.Context, q *rankleg.Request, path string,
 ) (resp *http.Response, reply msg.AdmitReply, err error) {
 	transport, err := c.transport(q.Rank.Node)
 	if err != nil {
 		return nil, reply, nodeUnreachable(q.Rank.Node, err)
 	}
 	u, mem := c.newUpload(q)
-	resp, err = transport.RoundTrip(u.newRequest(ctx, q))
+	resp, err = transport.RoundTrip(u.newRequest(ctx, q, path))
 	u.release()
 	c.hashes.Put(mem)
 	if err != nil {
@@ -104,15 +96,11 @@ func nodeUnreachable(node string, err error) error {
 	return fmt.Errorf("node %s: %w: %w", node, rankleg.ErrUnreachable, err)
 }
 
-func (u *upload) newRequest(ctx context.Context, q *rankleg.Request) *http.Request {
-	path := holdPath
-	if q.Route != openai.NoRoute {
-		path = q.Route.Path()
-	}
+func (u *upload) newRequest(ctx context.Context, q *rankleg.Request, path string) *http.Request {
 	r := &http.Request{
 		Method: http.MethodPost, URL: &url.URL{Scheme: "http", Host: dataHost, Path: path}, Host: dataHost,
-		Proto: "HTTP/2.0", ProtoMajor: 2, Header: writeHead(q, time.Now()), ContentLength: int64(u.size()),
-		Body: http.NoBody,
+		Proto: "HTTP/2.0", ProtoMajor: 2, Header: writeHead(q, path == holdPath, time.Now()),
+		ContentLength: int64(u.size()), Body: http.NoBody,
 	}
 	if u.size() > 0 {
 		r.Body, _ = u.open()

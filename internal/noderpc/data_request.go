@@ -62,6 +62,9 @@ func (p *dataRequest) serve(ctx context.Context) (clean bool) {
 		return p.refuse(&msg.AdmitReply{Refusal: msg.Gone})
 	}
 	q := p.newAsk()
+	if p.head.class == classHold {
+		return p.reserve(ctx, q)
+	}
 	resp, reply, err := p.ask(ctx, q)
 	p.isBodyFree = !q.IsBodyShared && !q.IsAdmitPending
 	switch refused := reply.Refusal != msg.Granted; {
@@ -69,11 +72,28 @@ func (p *dataRequest) serve(ctx context.Context) (clean bool) {
 		return p.refuse(&reply)
 	case refused || err != nil:
 		return p.answerFailure(ctx, err, q.Resent)
-	case p.head.class == classHold:
-		return p.holdTicket(ctx)
-	default:
-		return p.passAnswer(resp, q.Resent)
 	}
+	defer closeAnswer(resp)
+	return p.passAnswer(resp, q.Resent)
+}
+
+// reserve keeps the stream, and with its context the ticket, until the ingress ends it.
+func (p *dataRequest) reserve(ctx context.Context, q *rankleg.Request) (clean bool) {
+	reply, err := p.server.near.Reserve(ctx, q)
+	p.isBodyFree = !q.IsAdmitPending
+	switch {
+	case ctx.Err() != nil || err != nil:
+		p.returnTicket("client_gone")
+		return false
+	case reply.Refusal != msg.Granted:
+		return p.refuse(&reply)
+	}
+	p.setTicketHeader(p.w.Header())
+	p.w.WriteHeader(http.StatusOK)
+	if p.rc.Flush() == nil {
+		<-ctx.Done()
+	}
+	return false
 }
 
 // newAsk is the request for the rank. Its header is the one that the ingress prepared for the engine.
@@ -102,20 +122,9 @@ func (p *dataRequest) ask(ctx context.Context, q *rankleg.Request) (*http.Respon
 	return p.server.near.Ask(ctx, q)
 }
 
-// holdTicket keeps the stream, and with its context the ticket, until the ingress ends it.
-func (p *dataRequest) holdTicket(ctx context.Context) (clean bool) {
-	p.setTicketHeader(p.w.Header())
-	p.w.WriteHeader(http.StatusOK)
-	if p.rc.Flush() == nil {
-		<-ctx.Done()
-	}
-	return false
-}
-
 // passAnswer passes the engine's answer on. If the ingress is gone before it begins, the ticket is given back
 // here, because the ingress has not received its number.
 func (p *dataRequest) passAnswer(resp *http.Response, resent bool) (clean bool) {
-	defer closeAnswer(resp)
 	p.releaseBody()
 	p.copyEngineHeader(resp.Header, resent)
 	p.setWriteDeadline(time.Now())

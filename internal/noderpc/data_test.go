@@ -395,8 +395,8 @@ func TestDataHold(t *testing.T) {
 	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1"})
 	ctx, cancel := context.WithCancel(t.Context())
 	d := g.dispatch()
-	d.Route, d.Body, d.Header, d.Admit.Ctx = openai.NoRoute, nil, nil, ctx
-	_, rep, err := g.client.Ask(t.Context(), d)
+	d.Body, d.Header, d.Admit.Ctx = nil, nil, ctx
+	rep, err := g.client.Reserve(t.Context(), d)
 	require.NoError(t, err)
 	assert.EqualValues(t, ticketID, rep.Ticket.ID)
 	held := g.rank.asked()[0].Ctx
@@ -490,7 +490,7 @@ func TestDataBodyStalls(t *testing.T) {
 		body)
 	require.NoError(t, err)
 	d := g.dispatch()
-	req.Header, req.ContentLength = writeHead(d, time.Now()), 100
+	req.Header, req.ContentLength = writeHead(d, false, time.Now()), 100
 	go func() { _, _ = w.Write([]byte("{")) }()
 	_, err = g.way.RoundTrip(req)
 	require.Error(t, err)
@@ -643,7 +643,7 @@ func FuzzDataHead(f *testing.F) {
 				again.Admit.Hit, d.admit.HitBlocks = 0, 0
 			}
 		}
-		back, err := readHead(writeHead(again, time.Unix(0, 0)), path, time.Unix(0, 0))
+		back, err := readHead(writeHead(again, class == classHold, time.Unix(0, 0)), path, time.Unix(0, 0))
 		require.NoError(t, err)
 		back.admit.Blocks = d.admit.Blocks
 		assert.Equal(t, d, back)

@@ -90,7 +90,7 @@ type dataHead struct {
 
 // writeHead writes a request for a rank into the header of its HTTP request. The engine's fields share their
 // values with q.
-func writeHead(q *rankleg.Request, now time.Time) http.Header {
+func writeHead(q *rankleg.Request, isHold bool, now time.Time) http.Header {
 	h := make(http.Header, len(q.Header)+17)
 	for name, values := range q.Header {
 		if !strings.HasPrefix(name, dataPrefix) {
@@ -101,7 +101,7 @@ func writeHead(q *rankleg.Request, now time.Time) http.Header {
 	f.set(dataApp, q.Rank.App)
 	f.set(dataUnit, q.Rank.Unit)
 	f.set(dataRank, q.Rank.ID.String())
-	f.set(dataClass, classOf(q))
+	f.set(dataClass, classOf(q, isHold))
 	if q.FirstToken > 0 {
 		f.duration(dataFirstToken, q.FirstToken)
 	}
@@ -111,12 +111,12 @@ func writeHead(q *rankleg.Request, now time.Time) http.Header {
 	return h
 }
 
-func classOf(q *rankleg.Request) string {
+func classOf(q *rankleg.Request, isHold bool) string {
 	switch {
+	case isHold:
+		return classHold
 	case q.Admit == nil:
 		return classNone
-	case q.Route == openai.NoRoute:
-		return classHold
 	default:
 		return classBoth
 	}

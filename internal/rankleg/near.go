@@ -49,24 +49,29 @@ func (n *Near) Close() {
 
 // Ask implements Asker.
 func (n *Near) Ask(ctx context.Context, q *Request) (*http.Response, msg.AdmitReply, error) {
-	if n.serves != nil && !n.serves() {
-		return nil, msg.AdmitReply{Refusal: msg.NoLease, Epoch: q.Rank.Epoch}, nil
-	}
-	var reply msg.AdmitReply
-	if q.Admit != nil {
-		if reply = n.admit(ctx, q); reply.Refusal != msg.Granted {
-			return nil, reply, nil
-		}
-		q.OnTicket(&reply.Ticket)
-	}
-	if q.Route == openai.NoRoute {
-		return nil, reply, nil
+	reply, err := n.Reserve(ctx, q)
+	if err != nil || reply.Refusal != msg.Granted {
+		return nil, reply, err
 	}
 	resp, err := n.askEngine(ctx, q)
 	if err == nil && n.serves != nil {
 		resp.Body = &leasedBody{inner: resp.Body, serves: n.serves}
 	}
 	return resp, reply, err
+}
+
+// Reserve implements Asker.
+func (n *Near) Reserve(ctx context.Context, q *Request) (reply msg.AdmitReply, err error) {
+	switch {
+	case n.serves != nil && !n.serves():
+		return q.refused(msg.NoLease), nil
+	case q.Admit == nil:
+		return reply, nil
+	}
+	if reply = n.admit(ctx, q); reply.Refusal == msg.Granted {
+		q.OnTicket(&reply.Ticket)
+	}
+	return reply, nil
 }
 
 // admit asks the rank's actor for a ticket. It waits for the reply, for the end of ctx, which counts as a

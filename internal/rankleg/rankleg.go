@@ -23,12 +23,14 @@ import (
 type Asker interface {
 	// Ask returns when the header of the engine's answer has arrived, or when none will come. A refused
 	// request has a reply with a refusal, no answer and no error. Without refusal and error, the caller
-	// closes the answer's body; a request without a route has no answer. An error is one of those below, or
-	// the engine broke off. The body of an answer can end with ErrUnreachable or ErrNoLease.
+	// closes the answer's body. An error is one of those below, or the engine broke off. The body of an
+	// answer can end with ErrUnreachable or ErrNoLease.
 	//
 	// The rank's ticket goes to q.OnTicket, at most once and before Ask returns. From then on the caller
 	// returns it, with exactly one Done. Without that call no ticket is left.
 	Ask(ctx context.Context, q *Request) (*http.Response, msg.AdmitReply, error)
+	// Reserve asks for the ticket alone. The ticket lives until q.Admit.Ctx ends; ctx bounds the wait for it.
+	Reserve(ctx context.Context, q *Request) (msg.AdmitReply, error)
 }
 
 // Errors of a request that an engine has not answered. Any other error means that the engine was asked and
@@ -56,11 +58,10 @@ func IsMalformed(err error) bool {
 
 // Request is a request for one rank. It is used for one Ask only.
 type Request struct {
-	Rank *Rank
-	// at the engine; NoRoute: no request follows, and the ticket lives until Admit.Ctx ends
-	Route  openai.Route
-	Header http.Header // for the engine, read only
-	Body   []byte      // for the engine, read only
+	Rank   *Rank
+	Route  openai.Route // at the engine
+	Header http.Header  // for the engine, read only
+	Body   []byte       // for the engine, read only
 	// Ctx is the life of the ticket, Reply belongs to Ask; nil: the request needs no ticket
 	Admit *msg.Admit
 	// receives the ticket; set if Admit is
