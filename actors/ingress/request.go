@@ -16,40 +16,53 @@ import (
 // request is one inference request from its header to its last byte. Its memory is used again: everything is
 // reset in release, also after a panic.
 type request struct {
-	in         *Ingress
-	w          http.ResponseWriter
-	rc         *http.ResponseController
-	flush      func() error
-	r          *http.Request
-	route      openai.Route
-	start      time.Time
-	id         string
-	idHeader   []string    // {id}: the header value
-	body       *bodyBuffer // nil before readBody and after releaseBody
-	scan       openai.Body
-	stripped   *bodyBuffer // body without the fields that only dpserve may set; nil if it has none
-	engineBody []byte      // for the engine
-	header     http.Header
+	in *Ingress
+	question
+	rankSearch
+	clientAnswer
+	timer phaseTimer
+}
 
-	app           *appRoute
-	prompt        prompt
-	promptMem     *promptMemory // of prompt; nil before prepare and after releaseBody
-	query         routing.Request
+// question is what the client asks.
+type question struct {
+	r           *http.Request
+	route       openai.Route
+	start       time.Time
+	id          string
+	idHeader    []string    // {id}: the header value
+	body        *bodyBuffer // nil before readBody and after releaseBody
+	scan        openai.Body
+	stripped    *bodyBuffer // body without the fields that only dpserve may set; nil if it has none
+	engineBody  []byte      // for the engine
+	bodySettled bool        // no engine connection may still read the body
+	header      http.Header
+	deadline    time.Time // of x-dpserve-timeout-ms; zero: none
+
+	app       *appRoute
+	prompt    prompt
+	promptMem *promptMemory // of prompt; nil before prepare and after releaseBody
+	query     routing.Request
+}
+
+// rankSearch is the search for a rank that answers.
+type rankSearch struct {
 	choice        routing.Decision
-	deadline      time.Time // of x-dpserve-timeout-ms; zero: none
-	tried         []*rank   // one entry per failed attempt
-	diedOn        *rank     // the last rank that died while it had this request; nil: none
+	tried         []*rank // one entry per failed attempt
+	diedOn        *rank   // the last rank that died while it had this request; nil: none
 	waiter        *waiter
 	queueDeadline time.Time // end of queue_s, counted from the first wait
 	hadTurn       bool      // was the head of the queue already
 	countedTrip   bool      // a failure of it has counted towards a rank's trip
+	attempt       attempt   // the running one, or the last
+	attempts      int
+}
 
-	attempt     attempt
-	attempts    int
-	bodySettled bool // no engine connection may still read the body
-	timer       phaseTimer
-	stream      stream
-
+// clientAnswer is what the client has received of its answer.
+type clientAnswer struct {
+	w             http.ResponseWriter
+	rc            *http.ResponseController
+	flush         func() error
+	stream        stream
 	pace          readerPace
 	deadlineSet   time.Time // when the write deadline was last set
 	status        int       // sent to the client; 0: nothing is sent
@@ -60,7 +73,8 @@ type request struct {
 }
 
 func newRequest(in *Ingress) *request {
-	req := &request{in: in, waiter: newWaiter(), idHeader: make([]string, 1)}
+	req := &request{in: in}
+	req.waiter, req.idHeader = newWaiter(), make([]string, 1)
 	return req
 }
 
@@ -70,18 +84,13 @@ func (req *request) release() {
 	req.timer.detach()
 	req.releaseBody()
 	req.idHeader = make([]string, 1) // the old one is shared with the engine's and the client's header
-	clear(req.tried)
-	req.w, req.rc, req.flush, req.r, req.header, req.app = nil, nil, nil, nil, nil, nil
+	req.r, req.header, req.app, req.id, req.deadline = nil, nil, nil, "", time.Time{}
 	req.query = routing.Request{Tried: req.query.Tried[:0]}
 	req.prompt = prompt{}
-	req.deadline, req.queueDeadline, req.deadlineSet, req.firstByte = time.Time{}, time.Time{}, time.Time{},
-		time.Time{}
-	req.diedOn, req.countedTrip = nil, false
-	req.tried, req.hadTurn, req.attempts, req.status, req.cutConn, req.countedTokens, req.id = req.tried[:0],
-		false, 0, 0, false, 0, ""
-	req.usage, req.pace = openai.Usage{}, readerPace{}
-	req.attempt = attempt{}
+	clear(req.tried)
+	req.rankSearch = rankSearch{choice: req.choice, tried: req.tried[:0], waiter: req.waiter}
 	req.stream.release()
+	req.clientAnswer = clientAnswer{stream: req.stream}
 	in.requestPool.Put(req)
 }
 
