@@ -31,7 +31,8 @@ const (
 // clientHeader copies an engine's header into the answer. The relay sets Content-Length.
 func clientHeader(dst, engine http.Header) {
 	rankleg.CopyHeader(dst, engine, func(name string) bool {
-		return name == "Content-Length" || name == headerRequestID || strings.HasPrefix(name, "X-Dpserve-")
+		return name == "Content-Length" || name == headerRequestID || strings.HasPrefix(name, "X-Dpserve-") ||
+			strings.HasPrefix(name, rankleg.OwnPrefix)
 	})
 }
 

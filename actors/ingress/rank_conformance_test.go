@@ -316,6 +316,7 @@ func TestRankHeaders(t *testing.T) {
 				h := w.Header()
 				h["X-Engine"] = []string{"a", "b"}
 				h["Connection"], h["X-Hop"] = []string{"X-Hop"}, []string{"1"}
+				h["Dpserve-Cause"] = []string{"refused"}
 				h["X-Dpserve-Rank"], h["X-Request-Id"] = []string{"9"}, []string{"engine"}
 				replies(200, wholeAnswer)(w, r)
 			},
@@ -331,6 +332,7 @@ func TestRankHeaders(t *testing.T) {
 		}, <-seen)
 		assert.Equal(t, []string{"a", "b"}, a.header["X-Engine"])
 		assert.Empty(t, a.header["X-Hop"])
+		assert.Empty(t, a.header["Dpserve-Cause"])
 		assert.Equal(t, []string{"0"}, a.header["X-Dpserve-Rank"])
 		assert.Equal(t, []string{"r1"}, a.header["X-Request-Id"])
 	})
