@@ -316,8 +316,8 @@ func (ar *appRouter) refreshUnseenUnits() {
 		}
 	}
 	for _, r := range ar.ranks {
-		if ar.readyUnits[r.unit] == r.epoch {
-			delete(ar.unseenUnits, r.unit)
+		if ar.readyUnits[r.Unit] == r.Epoch {
+			delete(ar.unseenUnits, r.Unit)
 		}
 	}
 }
@@ -351,7 +351,7 @@ func (ar *appRouter) clearSuspicion(node string) {
 // publishNode publishes the ranks of a node.
 func (ar *appRouter) publishNode(node string) {
 	for _, r := range ar.ranks {
-		if r.node == node {
+		if r.Node == node {
 			ar.publish(r)
 		}
 	}
@@ -455,7 +455,7 @@ func (ar *appRouter) sendDemand(waits bool) {
 	}
 	ar.mu.Lock()
 	for _, r := range ar.ranks {
-		d.boxes = append(d.boxes, r.mailbox)
+		d.boxes = append(d.boxes, r.Mailbox)
 	}
 	ar.mu.Unlock()
 	for _, box := range d.boxes {

@@ -63,7 +63,7 @@ func (ar *appRouter) resyncOwner(owner kvindex.Owner) {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
 	r := ar.ranks[routing.RankID(owner.Rank)]
-	if r == nil || r.epoch != owner.Epoch || r.incarnation != owner.Incarnation {
+	if r == nil || r.Epoch != owner.Epoch || r.Incarnation != owner.Incarnation {
 		return // its columns are gone too
 	}
 	if !r.resyncing {
@@ -89,7 +89,7 @@ func (ar *appRouter) requestSnapshot(r *rank) {
 func (ar *appRouter) repeatRequest(r *rank) {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
-	if r.resyncTimer != nil && ar.ranks[r.id] == r {
+	if r.resyncTimer != nil && ar.ranks[r.ID] == r {
 		r.resyncTimer = nil
 		ar.requestSnapshot(r)
 	}
@@ -99,9 +99,9 @@ func (ar *appRouter) repeatRequest(r *rank) {
 // again.
 func (ar *appRouter) postResync(r *rank) {
 	r.resyncAt = ar.in.clock()
-	if err := r.mailbox.TrySend(msg.Resync{Sink: ar.in}); err != nil {
+	if err := r.Mailbox.TrySend(msg.Resync{Sink: ar.in}); err != nil {
 		ar.in.log.Debug("a rank could not be asked for a snapshot", slog.String("app", ar.name),
-			slog.Int("group", r.id.Group()), slog.Int("rank", r.id.Rank()), slog.Any("err", err))
+			slog.Int("group", r.ID.Group()), slog.Int("rank", r.ID.Rank()), slog.Any("err", err))
 		return
 	}
 	ar.resyncs.Add(1)
@@ -132,7 +132,7 @@ func (ar *appRouter) setBlockSize(r *rank, tokens int, proven bool) {
 	if best != tokens && (r.sizeFromEvents || !known) {
 		ar.in.log.Warn("a rank's KV blocks are of another size than the other ranks': its cache is not seen",
 			slog.String("app", ar.name),
-			slog.String("unit", r.unit), slog.Int("block_size", tokens), slog.Int("others", best))
+			slog.String("unit", r.Unit), slog.Int("block_size", tokens), slog.Int("others", best))
 	}
 }
 
@@ -168,7 +168,7 @@ func (ar *appRouter) applyStatus(r *rank, rec *msg.Record) {
 	s := &rec.Status
 	ar.setBlockSize(r, s.BlockSize, false)
 	ar.observe(routing.Event{
-		Kind: routing.EvStatus, Rank: r.id, Incarnation: r.incarnation, Seq: rec.Seq, KVUsage: s.KVUsage,
+		Kind: routing.EvStatus, Rank: r.ID, Incarnation: r.Incarnation, Seq: rec.Seq, KVUsage: s.KVUsage,
 		NoKVUsage: !s.HasKVUsage,
 		Capacity:  s.Capacity, BlockSize: s.BlockSize,
 	})
@@ -255,11 +255,11 @@ func (ar *appRouter) applyRecord(r *rank, rec *msg.Record) {
 // new subscription.
 func (ar *appRouter) applySnapshot(rec *msg.Record) {
 	r := ar.ranks[rec.Rank]
-	if r != nil && (r.epoch > rec.Epoch || r.isIncarnation(rec) && rec.Seq < r.seq) {
+	if r != nil && (r.Epoch > rec.Epoch || r.isIncarnation(rec) && rec.Seq < r.seq) {
 		return // from an incarnation that was replaced, or too late
 	}
 	if r == nil || !r.isIncarnation(rec) {
-		fresh, err := newRank(rec, ar.in.node)
+		fresh, err := newRank(rec, ar.in)
 		if err != nil {
 			ar.in.log.Error("rank cannot be used", slog.String("app", ar.name), slog.String("unit", rec.Unit),
 				slog.Any("err", err))
@@ -269,11 +269,10 @@ func (ar *appRouter) applySnapshot(rec *msg.Record) {
 			r.failPendingAttempts()
 			ar.clearFull(r)
 			ar.snapshotReceived(r)
-			if r.epoch == fresh.epoch {
-				delete(ar.fencedUnits, r.unit) // the unit is back at the same epoch
+			if r.Epoch == fresh.Epoch {
+				delete(ar.fencedUnits, r.Unit) // the unit is back at the same epoch
 			}
 		}
-		fresh.local = fresh.local || ar.in.remote == nil
 		r = fresh
 		ar.ranks[rec.Rank] = r
 	}
@@ -300,26 +299,26 @@ func (ar *appRouter) addRank(r *rank, seq uint64, s *msg.Snapshot) {
 		})
 	}
 	ar.observe(routing.Event{
-		Kind: routing.EvRankUp, Rank: r.id, Epoch: r.epoch, Incarnation: r.incarnation, Seq: seq,
+		Kind: routing.EvRankUp, Rank: r.ID, Epoch: r.Epoch, Incarnation: r.Incarnation, Seq: seq,
 		Local: r.local, Snapshot: ar.openScratch,
 		Capacity: s.Capacity, BlockSize: s.BlockSize,
 	})
 	r.publishedReady, r.publishedMax, r.publishedSilent, r.publishedTrip = true, 0, false, -1
-	if ar.readyUnits[r.unit] == r.epoch {
-		delete(ar.unseenUnits, r.unit)
+	if ar.readyUnits[r.Unit] == r.Epoch {
+		delete(ar.unseenUnits, r.Unit)
 	}
 	ar.updateCachingOff()
 }
 
 // publish sends the Router every value of a rank that has changed since the last call.
 func (ar *appRouter) publish(r *rank) {
-	epoch, ok := ar.readyUnits[r.unit]
-	ready, maxOngoing := r.routerState(ok && epoch == r.epoch && ar.suspectedNodes[r.node] == nil)
+	epoch, ok := ar.readyUnits[r.Unit]
+	ready, maxOngoing := r.routerState(ok && epoch == r.Epoch && ar.suspectedNodes[r.Node] == nil)
 	if ready != r.publishedReady {
 		r.publishedReady = ready
 		defer ar.updateCachingOff()
 		ar.observe(routing.Event{
-			Kind: routing.EvAccepting, Rank: r.id, Incarnation: r.incarnation,
+			Kind: routing.EvAccepting, Rank: r.ID, Incarnation: r.Incarnation,
 			Accepting: ready,
 		})
 		if ar.updateOutage() {
@@ -329,21 +328,21 @@ func (ar *appRouter) publish(r *rank) {
 	if r.tripOrder != r.publishedTrip {
 		r.publishedTrip = r.tripOrder
 		ar.observe(routing.Event{
-			Kind: routing.EvTripped, Rank: r.id, Incarnation: r.incarnation,
+			Kind: routing.EvTripped, Rank: r.ID, Incarnation: r.Incarnation,
 			N: r.tripOrder,
 		})
 	}
 	if r.silent != r.publishedSilent {
 		r.publishedSilent = r.silent
 		ar.observe(routing.Event{
-			Kind: routing.EvSilent, Rank: r.id, Incarnation: r.incarnation,
+			Kind: routing.EvSilent, Rank: r.ID, Incarnation: r.Incarnation,
 			Silent: r.silent,
 		})
 	}
 	if maxOngoing != r.publishedMax {
 		r.publishedMax = maxOngoing
 		ar.observe(routing.Event{
-			Kind: routing.EvMaxOngoing, Rank: r.id, Incarnation: r.incarnation,
+			Kind: routing.EvMaxOngoing, Rank: r.ID, Incarnation: r.Incarnation,
 			N: maxOngoing,
 		})
 	}
@@ -373,16 +372,16 @@ func (ar *appRouter) applyState(r *rank, rec *msg.Record) {
 	if r.turn != "" && r.offered == 0 {
 		ar.setFull(r)
 	}
-	if rec.Fenced && rec.Cause != causeDrained.String() && ar.readyUnits[r.unit] == r.epoch {
+	if rec.Fenced && rec.Cause != causeDrained.String() && ar.readyUnits[r.Unit] == r.Epoch {
 		// the unit will restart: requests wait until the replicated state says that it is not ready
-		ar.fencedUnits[r.unit] = r.epoch
+		ar.fencedUnits[r.Unit] = r.Epoch
 		ar.publishPendingUnits()
 	}
 	ar.publish(r) // first, so that no further request is routed there
 	if rec.Fenced {
 		ar.failFenced(r, !r.draining)
 	}
-	if rec.Fenced && r.draining && !r.target.Owned {
+	if rec.Fenced && r.draining && !r.Target.Owned {
 		r.cutStreams()
 	}
 }
@@ -393,7 +392,7 @@ func (ar *appRouter) applyState(r *rank, rec *msg.Record) {
 func (ar *appRouter) failFenced(r *rank, failed bool) {
 	lost := []*rank{r}
 	for _, s := range ar.ranks {
-		if !r.draining && s != r && !s.lost && s.unit == r.unit && s.epoch == r.epoch && ar.isLockstep() {
+		if !r.draining && s != r && !s.lost && s.Unit == r.Unit && s.Epoch == r.Epoch && ar.isLockstep() {
 			s.accepting, s.busy, s.tripOrder = false, false, 0
 			ar.clearFull(s)
 			ar.publish(s)
@@ -427,7 +426,7 @@ func (ar *appRouter) applyLoad(r *rank, rec *msg.Record) {
 	default:
 	}
 	e := routing.Event{
-		Kind: kind, Rank: r.id, ReqID: ar.in.routerKey(rec.Ingress, rec.ReqID), Seq: rec.Seq,
+		Kind: kind, Rank: r.ID, ReqID: ar.in.routerKey(rec.Ingress, rec.ReqID), Seq: rec.Seq,
 		Incarnation: rec.Incarnation, Tokens: rec.Tokens, Hit: rec.Hit, Out: rec.Out,
 		Session: rec.Session, Assumed: assumed, At: rec.At,
 	}
@@ -444,16 +443,16 @@ func (ar *appRouter) applyLoad(r *rank, rec *msg.Record) {
 // removeRank removes a rank. Unless the rank was asked to drain, it will start again on this node or another.
 // So requests keep waiting until the replicated state says that its unit is not ready.
 func (ar *appRouter) removeRank(r *rank) {
-	delete(ar.ranks, r.id)
-	if !r.draining && ar.readyUnits[r.unit] == r.epoch {
-		ar.fencedUnits[r.unit] = r.epoch
+	delete(ar.ranks, r.ID)
+	if !r.draining && ar.readyUnits[r.Unit] == r.Epoch {
+		ar.fencedUnits[r.Unit] = r.Epoch
 		ar.publishPendingUnits()
 		ar.failFenced(r, false) // the node may be gone: this says nothing about the engine
 	}
 	ar.clearFull(r)
 	ar.snapshotReceived(r)
 	ar.updateCachingOff()
-	ar.observe(routing.Event{Kind: routing.EvRankDown, Rank: r.id, Incarnation: r.incarnation})
+	ar.observe(routing.Event{Kind: routing.EvRankDown, Rank: r.ID, Incarnation: r.Incarnation})
 	ar.updateOutage()
 	r.failPendingAttempts()
 }

@@ -20,6 +20,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine/openai"
+	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
@@ -73,7 +74,7 @@ func relayRig(tb testing.TB) (relay func(n int)) {
 	req.app, req.scan.Choices = &appRoute{appRevision: spec, router: ar}, 1
 	body := &chunks{}
 	resp := &http.Response{StatusCode: 200, Header: http.Header{}, Body: body}
-	rk := &rank{mailbox: discardWriter{}}
+	rk := &rank{Rank: &rankleg.Rank{Mailbox: discardWriter{}}}
 	ctx, cancel := context.WithCancelCause(context.Background())
 	tb.Cleanup(func() { cancel(nil) })
 	return func(n int) {
@@ -127,7 +128,7 @@ func TestReports(t *testing.T) {
 	req := newRequest(bareIngress())
 	box := &counter{}
 	now := time.Now()
-	req.attempt = attempt{rank: &rank{mailbox: box}}
+	req.attempt = attempt{rank: &rank{Rank: &rankleg.Rank{Mailbox: box}}}
 	req.reportProgress(now)
 	assert.Equal(t, counter{}, *box, "no token yet")
 	req.countOutput(1, now)
@@ -236,7 +237,7 @@ func benchIngressAt(b *testing.B, engine, node string) string {
 		Seed: 1,
 	}
 	if node != c.Node {
-		c.Remote = newDataPort(b, f, nil).client
+		c.Remote = newDataPort(b, f, nil, 0).client
 	}
 	in, err := New(c)
 	require.NoError(b, err)

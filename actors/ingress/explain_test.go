@@ -18,6 +18,7 @@ import (
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
@@ -235,7 +236,7 @@ func (b *decisionRig) same(x *msg.Explanation, req *request) {
 		require.True(t, slices.Equal(terms[row.Worker], row.Terms), "terms of %s: %v, %v", row.Worker,
 			terms[row.Worker], row.Terms)
 		require.Equal(t, row.Worker == pick, row.Picked)
-		if id, known := parseRank(row.Worker); known && row.State != "unknown" {
+		if id, known := rankleg.ParseRankID(row.Worker); known && row.State != "unknown" {
 			require.Equal(t, req.query.HitOn(id), row.HitTokens, "hit of %s", row.Worker)
 		}
 		require.True(t, row.Eligible || row.Terms == nil && !row.Picked,

@@ -8,77 +8,32 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/internal/engine/openai"
-	"github.com/dpserve/dpserve/internal/engineleg"
+	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/routing"
 )
 
 // Header names in canonical form, as net/http keeps them.
 const (
-	headerRequestID  = "X-Request-Id"
-	headerApp        = "X-Dpserve-App"
-	headerGroup      = "X-Dpserve-Group"
-	headerRank       = "X-Dpserve-Rank"
-	headerAttempts   = "X-Dpserve-Attempts"
-	headerTimeout    = "X-Dpserve-Timeout-Ms"
-	headerTTFT       = "X-Dpserve-Ttft-Ms"
-	headerTPOT       = "X-Dpserve-Tpot-Ms"
-	headerPriority   = "X-Dpserve-Priority"
-	headerSession    = "X-Dpserve-Session"
-	headerSessionID  = "X-Session-Id"
-	headerCached     = "X-Dpserve-Cached-Tokens"
-	headerEngineRank = "X-Data-Parallel-Rank"
+	headerRequestID = "X-Request-Id"
+	headerApp       = "X-Dpserve-App"
+	headerGroup     = "X-Dpserve-Group"
+	headerRank      = "X-Dpserve-Rank"
+	headerAttempts  = "X-Dpserve-Attempts"
+	headerTimeout   = "X-Dpserve-Timeout-Ms"
+	headerTTFT      = "X-Dpserve-Ttft-Ms"
+	headerTPOT      = "X-Dpserve-Tpot-Ms"
+	headerPriority  = "X-Dpserve-Priority"
+	headerSession   = "X-Dpserve-Session"
+	headerSessionID = "X-Session-Id"
+	headerCached    = "X-Dpserve-Cached-Tokens"
 )
-
-// ownHeader reports whether only dpserve may set a header field towards an engine: how far a request came,
-// and which rank it is for.
-func ownHeader(name string) bool {
-	switch name {
-	case "Host", "Content-Length", "Accept-Encoding", "Expect", "Forwarded", "X-Real-Ip", headerRequestID,
-		headerEngineRank:
-		return true
-	}
-	return strings.HasPrefix(name, "X-Forwarded-") || strings.HasPrefix(name, "X-Dpserve-") ||
-		strings.HasPrefix(name, "Dpserve-") ||
-		strings.HasPrefix(name, "X-Data-Parallel-")
-}
-
-// engineHeader is the header for the engine, made of the client's. Values are shared and not copied; no code
-// changes them.
-func engineHeader(client http.Header, requestID []string) http.Header {
-	hop := engineleg.HopNames(client)
-	out := make(http.Header, len(client)+1)
-	for name, values := range client {
-		if !engineleg.Hop(name) && !ownHeader(name) && !hop[name] {
-			out[name] = values
-		}
-	}
-	if _, ok := out["User-Agent"]; !ok {
-		out["User-Agent"] = nil // or net/http adds its own
-	}
-	out[headerRequestID] = requestID
-	return out
-}
 
 // clientHeader copies an engine's header into the answer. The relay sets Content-Length.
 func clientHeader(dst, engine http.Header) {
-	hop := engineleg.HopNames(engine)
-	for name, values := range engine {
-		if !engineleg.Hop(name) && !hop[name] && name != "Content-Length" && name != headerRequestID &&
-			!strings.HasPrefix(name, "X-Dpserve-") {
-			dst[name] = values
-		}
-	}
-}
-
-// withRank adds the rank's number, for an engine that hosts several ranks behind one URL. It copies the
-// header, because an earlier attempt may still read the shared one.
-func withRank(h http.Header, selector int) http.Header {
-	out := make(http.Header, len(h)+1)
-	for name, values := range h {
-		out[name] = values
-	}
-	out[headerEngineRank] = []string{strconv.Itoa(selector)}
-	return out
+	rankleg.CopyHeader(dst, engine, func(name string) bool {
+		return name == "Content-Length" || name == headerRequestID || strings.HasPrefix(name, "X-Dpserve-") ||
+			strings.HasPrefix(name, rankleg.OwnPrefix)
+	})
 }
 
 // validRequestID accepts ids that are safe in a log line and in an engine's own id.
@@ -119,17 +74,6 @@ func parseTimeout(s string) (d time.Duration, ok bool) {
 	return time.Duration(ms) * time.Millisecond, true
 }
 
-// parseRank reads x-dpserve-rank: GROUP/RANK.
-func parseRank(s string) (id routing.RankID, ok bool) {
-	g, r, found := strings.Cut(s, "/")
-	group, err1 := strconv.ParseUint(g, 10, 16)
-	rank, err2 := strconv.ParseUint(r, 10, 16)
-	if !found || err1 != nil || err2 != nil {
-		return 0, false
-	}
-	return routing.ID(int(group), int(rank)), true
-}
-
 // routingHeaders are the request headers that influence routing.
 type routingHeaders struct {
 	direct    routing.RankID
@@ -144,7 +88,7 @@ func (w *routingHeaders) parse(h http.Header) *failure {
 	*w = routingHeaders{}
 	var ok bool
 	if v := h[headerRank]; len(v) > 0 {
-		if w.direct, ok = parseRank(v[0]); !ok {
+		if w.direct, ok = rankleg.ParseRankID(v[0]); !ok {
 			return newFailure(openai.CodeInvalidRequest, "x-dpserve-rank must be GROUP/RANK, for example 0/3")
 		}
 		w.hasDirect = true

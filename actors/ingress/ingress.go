@@ -16,7 +16,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
-	"github.com/dpserve/dpserve/internal/engineleg"
+	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/internal/telemetry"
 	"github.com/dpserve/dpserve/routing"
@@ -34,7 +34,7 @@ type Metrics interface {
 }
 
 // Dialer opens a connection to an engine.
-type Dialer = engineleg.Dialer
+type Dialer = rankleg.Dialer
 
 // Config is what an ingress needs. Store, Feed, Metrics and Log are required.
 type Config struct {
@@ -46,10 +46,10 @@ type Config struct {
 	Log     *slog.Logger
 	Limits  Limits
 	Timers  Timers
-	Seed    uint64      // of the Routers' random generators and the request ids; random per process
-	Dial    Dialer      // to the engines; nil = TCP
-	Remote  Remote      // to the ranks of other nodes; nil = every rank's mailbox is in this process
-	Serves  func() bool // false: this node's lease is over, so its ranks may not serve; nil = always
+	Seed    uint64        // of the Routers' random generators and the request ids; random per process
+	Dial    Dialer        // to the engines; nil = TCP
+	Remote  rankleg.Asker // to the ranks of other nodes; nil = every rank's mailbox is in this process
+	Serves  func() bool   // false: this node's lease is over, so its ranks may not serve; nil = always
 }
 
 // Ingress serves the OpenAI surface. Safe for concurrent use. New starts one goroutine, which Close ends.
@@ -67,9 +67,8 @@ type Ingress struct {
 
 	handler     http.Handler
 	server      *http.Server
-	legs        *engineleg.Legs
-	remote      Remote
-	serves      func() bool // nil: always
+	near        *rankleg.Near
+	remote      rankleg.Asker // nil: every rank is near
 	table       atomic.Pointer[routeTable]
 	unplaced    unplacedApps
 	hasher      atomic.Pointer[kvindex.Hasher] // keyed by the cluster's secret
@@ -77,7 +76,6 @@ type Ingress struct {
 	bodies      bodyMemory
 	promptPool  sync.Pool // *promptMemory
 	memory      memoryGuard
-	replyPool   sync.Pool // chan msg.AdmitReply
 
 	nextID   atomic.Uint64
 	answered atomic.Uint64
@@ -98,7 +96,7 @@ type Ingress struct {
 	followDone  chan struct{}           // closed: follow has ended
 	cutRequests context.CancelCauseFunc // ends every request
 	baseContext func(net.Listener) context.Context
-	background  sync.WaitGroup // indexes, late tickets
+	background  sync.WaitGroup // indexes
 }
 
 // New makes an ingress and follows Store and Feed at once. It serves requests once Serve is called.
@@ -120,12 +118,11 @@ func New(c Config) (*Ingress, error) {
 		in.clockBase
 	in.memory.collect = func() { in.background.Go(runtime.GC) }
 	in.bodies.budget = in.limits.bodyBudget(in.memory.limit)
-	in.replyPool.New = func() any { return make(chan msg.AdmitReply, 1) }
-	in.remote, in.serves = c.Remote, c.Serves
-	in.legs = engineleg.New(engineleg.Timers{
-		Dial: in.timers.Dial, IdleOwned: in.timers.IdleOwned,
-		IdleAttached: in.timers.IdleAttached,
-	}, c.Dial)
+	in.remote = c.Remote
+	in.near = rankleg.NewNear(rankleg.Timers{
+		Admit: in.timers.Admit, LateTicket: in.timers.LateTicket, Dial: in.timers.Dial,
+		IdleOwned: in.timers.IdleOwned, IdleAttached: in.timers.IdleAttached,
+	}, c.Dial, c.Serves)
 	ctx, stop := context.WithCancel(context.Background())
 	cutCtx, cut := context.WithCancelCause(context.Background())
 	in.stop, in.cutRequests, in.baseContext = stop, cut, func(net.Listener) context.Context { return cutCtx }

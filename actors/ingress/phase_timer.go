@@ -208,4 +208,4 @@ func (g *gapWatch) check(now time.Time) error {
 }
 
 // ask requests a check of the engine. A full mailbox or an unreachable node counts as no answer.
-func (g *gapWatch) ask() { _ = g.rank.mailbox.TrySend(&msg.Probe{TicketID: g.ticket}) }
+func (g *gapWatch) ask() { _ = g.rank.Mailbox.TrySend(&msg.Probe{TicketID: g.ticket}) }

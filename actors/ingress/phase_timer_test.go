@@ -12,6 +12,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/rankleg"
 )
 
 // probed is the mailbox of a rank whose DPServer answers every Probe.
@@ -69,7 +70,7 @@ func TestAGapIsCutWhenItsRankMakesNoProgress(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			box := &probed{}
 			g := gapWatch{
-				router: &appRouter{}, rank: &rank{mailbox: box}, ticket: 7, limit: limit,
+				router: &appRouter{}, rank: &rank{Rank: &rankleg.Rank{Mailbox: box}}, ticket: 7, limit: limit,
 				maxGap: most,
 			}
 			box.heard = func(n int) {
@@ -106,7 +107,7 @@ func TestAGapIsCutWhenItsRankMakesNoProgress(t *testing.T) {
 // TestALateGuardStillWaitsForTheAnswer: a process that was suspended asks the rank and waits before it cuts.
 func TestALateGuardStillWaitsForTheAnswer(t *testing.T) {
 	g := gapWatch{
-		router: &appRouter{}, rank: &rank{mailbox: &probed{}}, limit: 8 * time.Second,
+		router: &appRouter{}, rank: &rank{Rank: &rankleg.Rank{Mailbox: &probed{}}}, limit: 8 * time.Second,
 		maxGap: time.Minute,
 	}
 	start := time.Now()

@@ -73,8 +73,8 @@ func (req *request) excludeTried() {
 	req.query.Tried = req.query.Tried[:0]
 	most := max(req.app.router.inputs().needs.AttemptsPerRank, 1)
 	for i, rk := range req.tried {
-		if failures(req.tried[:i+1], rk) == most && req.app.router.findRank(rk.id) == rk {
-			req.query.Tried = append(req.query.Tried, rk.id)
+		if failures(req.tried[:i+1], rk) == most && req.app.router.findRank(rk.ID) == rk {
+			req.query.Tried = append(req.query.Tried, rk.ID)
 		}
 	}
 }
@@ -98,7 +98,7 @@ func (req *request) restriction() uint64 {
 	}
 	var sum uint64 // the order of the attempts does not matter
 	for _, rk := range req.tried {
-		sum += maphash.Comparable(restrictionSeed, [2]uint64{uint64(rk.id), rk.incarnation})
+		sum += maphash.Comparable(restrictionSeed, [2]uint64{uint64(rk.ID), rk.Incarnation})
 	}
 	if req.prompt.hasDirect {
 		sum += maphash.Comparable(restrictionSeed, req.prompt.direct)
@@ -199,7 +199,7 @@ const (
 func (req *request) mergeUnitAttempts(ctx context.Context, rk *rank, why cause) bool {
 	there := 0
 	for _, t := range req.tried {
-		if t.unit == rk.unit && t.epoch == rk.epoch {
+		if t.Unit == rk.Unit && t.Epoch == rk.Epoch {
 			there++
 		}
 	}
@@ -258,7 +258,7 @@ func (req *request) decideRetry(ctx context.Context, rk *rank, res *result) *fai
 		return nil // not an attempt: the Router's view was outdated
 	case causeUnreachable:
 		ar.metrics.Load().Attempt(what.name, "free")
-		ar.suspectNode(rk.node)
+		ar.suspectNode(rk.Node)
 		return nil // not an attempt: no engine was asked
 	default:
 	}
@@ -293,7 +293,7 @@ func (req *request) decideRetry(ctx context.Context, rk *rank, res *result) *fai
 func (req *request) killedTwoRanks(rk *rank) bool {
 	before := req.diedOn
 	req.diedOn = rk
-	return before != nil && (before.unit != rk.unit || before.epoch != rk.epoch)
+	return before != nil && (before.Unit != rk.Unit || before.Epoch != rk.Epoch)
 }
 
 // maxAttempts is the policy's number of attempts per request if it has one (cache-aware), otherwise the

@@ -1,14 +1,11 @@
 package ingress
 
 import (
-	"fmt"
-	"net/url"
 	"strconv"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/engine/openai"
-	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
@@ -19,17 +16,11 @@ const causeBusy = "engine_busy"
 // rank is one incarnation of a rank as its stream tells it. What does not change after newRank may be read by
 // anyone; the rest belongs to appRouter.mu.
 type rank struct {
-	id          routing.RankID
-	unit        string
-	epoch       uint64
-	incarnation uint64
-	node        string // that runs the rank
-	local       bool   // the rank is on this node
-	mailbox     msg.Mailbox
-	target      msg.Target
-	urls        [openai.NumRoutes]*url.URL
-	groupValue  []string // header value of answers; shared by all answers
-	rankValue   []string
+	*rankleg.Rank
+	local      bool // the rank is on this node
+	asker      rankleg.Asker
+	groupValue []string // header value of answers; shared by all answers
+	rankValue  []string
 
 	accepting bool
 	busy      bool // not accepting because of causeBusy
@@ -62,30 +53,25 @@ type rank struct {
 }
 
 // newRank makes a rank from its snapshot. The error is about the engine's URL.
-func newRank(rec *msg.Record, node string) (*rank, error) {
-	s := rec.Snapshot
+func newRank(rec *msg.Record, in *Ingress) (*rank, error) {
+	leg, err := rankleg.NewRank(rec)
+	if err != nil {
+		return nil, err
+	}
 	r := &rank{
-		id: rec.Rank, unit: rec.Unit, epoch: rec.Epoch, incarnation: rec.Incarnation,
-		node: s.Node, local: s.Node == node, mailbox: s.Mailbox, target: s.Target,
-		groupValue: []string{strconv.Itoa(rec.Rank.Group())},
-		rankValue:  []string{strconv.Itoa(rec.Rank.Rank())},
+		Rank: leg, local: leg.Node == in.node || in.remote == nil, asker: in.remote,
+		groupValue: []string{strconv.Itoa(leg.ID.Group())},
+		rankValue:  []string{strconv.Itoa(leg.ID.Rank())},
 	}
-	base, err := url.Parse(s.Target.URL)
-	if err != nil || base.Host == "" {
-		return nil, fmt.Errorf("rank %s: engine URL %q has no host; want http://host:port", rec.Rank,
-			s.Target.URL)
-	}
-	for route := range r.urls {
-		u := *base
-		u.Path = openai.Route(route).Path()
-		r.urls[route] = &u
+	if r.local {
+		r.asker = in.near
 	}
 	return r, nil
 }
 
 // isIncarnation reports whether rec comes from this incarnation.
 func (r *rank) isIncarnation(rec *msg.Record) bool {
-	return r.epoch == rec.Epoch && r.incarnation == rec.Incarnation
+	return r.Epoch == rec.Epoch && r.Incarnation == rec.Incarnation
 }
 
 // routerState is what the Router should see: whether the rank is ready, and how many requests it may hold. A
@@ -151,5 +137,5 @@ const resyncInterval = time.Second
 
 // columnOwner is the key of a rank's column of a tier in the index.
 func (r *rank) columnOwner(tier kvindex.Tier) kvindex.Owner {
-	return kvindex.Owner{Rank: uint32(r.id), Tier: tier, Epoch: r.epoch, Incarnation: r.incarnation}
+	return kvindex.Owner{Rank: uint32(r.ID), Tier: tier, Epoch: r.Epoch, Incarnation: r.Incarnation}
 }

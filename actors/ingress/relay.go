@@ -30,9 +30,6 @@ func (req *request) relayStream(ctx context.Context, resp *http.Response) result
 		now := time.Now()
 		s.filled += n
 		v := req.inspectRead(now, err)
-		if !req.mayServe() {
-			return req.endUnserved()
-		}
 		if v == actionCommit {
 			req.openStream(resp)
 			s.watcher.Begun()
@@ -189,21 +186,6 @@ func (req *request) endInterrupted(ctx context.Context, err error) result {
 	return req.breakStream(res)
 }
 
-// mayServe reports whether the answer of a rank of this node may be sent on: a node that was suspended and
-// lost its lease must not continue its streams. The data ports of other nodes check for themselves.
-func (req *request) mayServe() bool {
-	return req.in.serves == nil || !req.attempt.rank.local || req.in.serves()
-}
-
-// endUnserved ends an attempt on a rank that may no longer serve.
-func (req *request) endUnserved() result {
-	res := result{cause: causeUnitLost}
-	if req.status == 0 {
-		return res
-	}
-	return req.breakStream(res)
-}
-
 // breakStream ends a stream after its first byte: it sends an error event in the route's shape, no [DONE] and
 // no invented finish_reason, and cuts the connection, so that the client does not take the stream for a
 // complete one.
@@ -337,9 +319,6 @@ func (req *request) isBestAnswer(res *result) bool {
 func (req *request) sendWhole(ctx context.Context, status int, header http.Header, body []byte,
 	res result,
 ) result {
-	if !req.mayServe() {
-		return req.endUnserved()
-	}
 	req.sendHeader(status, header, len(body))
 	if err := req.writeClient(body, req.firstByte); err != nil {
 		return req.writeFailure(ctx, err)
@@ -393,16 +372,9 @@ func (req *request) readWhole(resp *http.Response) (body []byte, whole bool, err
 
 // relayRest streams an answer that is too long to be held. After its first write no retry is possible.
 func (req *request) relayRest(ctx context.Context, resp *http.Response, head []byte) result {
-	if !req.mayServe() {
-		return req.endUnserved()
-	}
 	req.sendHeader(resp.StatusCode, resp.Header, int(resp.ContentLength))
 	req.watchGaps()
 	for b := head; ; {
-		if !req.mayServe() {
-			req.cutConn = true
-			return result{cause: causeUnitLost}
-		}
 		now := time.Now()
 		if err := req.writeClient(b, now); err != nil {
 			return req.writeFailure(ctx, err)

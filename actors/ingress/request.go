@@ -9,46 +9,60 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/internal/engine/openai"
+	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/routing"
 )
 
 // request is one inference request from its header to its last byte. Its memory is used again: everything is
 // reset in release, also after a panic.
 type request struct {
-	in         *Ingress
-	w          http.ResponseWriter
-	rc         *http.ResponseController
-	flush      func() error
-	r          *http.Request
-	route      openai.Route
-	start      time.Time
-	id         string
-	idHeader   []string    // {id}: the header value
-	body       *bodyBuffer // nil before readBody and after releaseBody
-	scan       openai.Body
-	stripped   *bodyBuffer // body without the fields that only dpserve may set; nil if it has none
-	engineBody []byte      // for the engine
-	header     http.Header
+	in *Ingress
+	question
+	rankSearch
+	clientAnswer
+	timer phaseTimer
+}
 
-	app           *appRoute
-	prompt        prompt
-	promptMem     *promptMemory // of prompt; nil before prepare and after releaseBody
-	query         routing.Request
+// question is what the client asks.
+type question struct {
+	r           *http.Request
+	route       openai.Route
+	start       time.Time
+	id          string
+	idHeader    []string    // {id}: the header value
+	body        *bodyBuffer // nil before readBody and after releaseBody
+	scan        openai.Body
+	stripped    *bodyBuffer // body without the fields that only dpserve may set; nil if it has none
+	engineBody  []byte      // for the engine
+	bodySettled bool        // no engine connection may still read the body
+	header      http.Header
+	deadline    time.Time // of x-dpserve-timeout-ms; zero: none
+
+	app       *appRoute
+	prompt    prompt
+	promptMem *promptMemory // of prompt; nil before prepare and after releaseBody
+	query     routing.Request
+}
+
+// rankSearch is the search for a rank that answers.
+type rankSearch struct {
 	choice        routing.Decision
-	deadline      time.Time // of x-dpserve-timeout-ms; zero: none
-	tried         []*rank   // one entry per failed attempt
-	diedOn        *rank     // the last rank that died while it had this request; nil: none
+	tried         []*rank // one entry per failed attempt
+	diedOn        *rank   // the last rank that died while it had this request; nil: none
 	waiter        *waiter
 	queueDeadline time.Time // end of queue_s, counted from the first wait
 	hadTurn       bool      // was the head of the queue already
 	countedTrip   bool      // a failure of it has counted towards a rank's trip
+	attempt       attempt   // the running one, or the last
+	attempts      int
+}
 
-	attempt     attempt
-	attempts    int
-	bodySettled bool // no engine connection may still read the body
-	timer       phaseTimer
-	stream      stream
-
+// clientAnswer is what the client has received of its answer.
+type clientAnswer struct {
+	w             http.ResponseWriter
+	rc            *http.ResponseController
+	flush         func() error
+	stream        stream
 	pace          readerPace
 	deadlineSet   time.Time // when the write deadline was last set
 	status        int       // sent to the client; 0: nothing is sent
@@ -59,7 +73,8 @@ type request struct {
 }
 
 func newRequest(in *Ingress) *request {
-	req := &request{in: in, waiter: newWaiter(), idHeader: make([]string, 1)}
+	req := &request{in: in}
+	req.waiter, req.idHeader = newWaiter(), make([]string, 1)
 	return req
 }
 
@@ -69,18 +84,13 @@ func (req *request) release() {
 	req.timer.detach()
 	req.releaseBody()
 	req.idHeader = make([]string, 1) // the old one is shared with the engine's and the client's header
-	clear(req.tried)
-	req.w, req.rc, req.flush, req.r, req.header, req.app = nil, nil, nil, nil, nil, nil
+	req.r, req.header, req.app, req.id, req.deadline = nil, nil, nil, "", time.Time{}
 	req.query = routing.Request{Tried: req.query.Tried[:0]}
 	req.prompt = prompt{}
-	req.deadline, req.queueDeadline, req.deadlineSet, req.firstByte = time.Time{}, time.Time{}, time.Time{},
-		time.Time{}
-	req.diedOn, req.countedTrip = nil, false
-	req.tried, req.hadTurn, req.attempts, req.status, req.cutConn, req.countedTokens, req.id = req.tried[:0],
-		false, 0, 0, false, 0, ""
-	req.usage, req.pace = openai.Usage{}, readerPace{}
-	req.attempt = attempt{}
+	clear(req.tried)
+	req.rankSearch = rankSearch{choice: req.choice, tried: req.tried[:0], waiter: req.waiter}
 	req.stream.release()
+	req.clientAnswer = clientAnswer{stream: req.stream}
 	in.requestPool.Put(req)
 }
 
@@ -190,7 +200,7 @@ func (req *request) prepare() *failure {
 		req.stripped.b = req.scan.Spliced(req.stripped.b, req.body.b)
 		req.engineBody = req.stripped.b
 	}
-	req.header = engineHeader(req.r.Header, req.idHeader)
+	req.header = rankleg.EngineHeader(req.r.Header, req.idHeader)
 	return nil
 }
 
@@ -344,7 +354,7 @@ func (req *request) setOwnHeaders(h http.Header, rk *rank) {
 	if rk != nil {
 		h[headerGroup], h[headerRank] = rk.groupValue, rk.rankValue
 		if req.prompt.lookedUp { // predicted at dispatch; the engine's own number is in its usage
-			h[headerCached] = []string{strconv.Itoa(req.query.HitOn(rk.id))}
+			h[headerCached] = []string{strconv.Itoa(req.query.HitOn(rk.ID))}
 		}
 	}
 	n := req.attempts
@@ -377,8 +387,8 @@ func (req *request) logLine(level slog.Level, text string, res *result, attrs ..
 		attrs = append(attrs, slog.String("app", req.app.app.Name))
 	}
 	if rk := req.attempt.rank; rk != nil {
-		attrs = append(attrs, slog.String("unit", rk.unit), slog.Int("group", rk.id.Group()),
-			slog.Int("rank", rk.id.Rank()), slog.Uint64("epoch", rk.epoch))
+		attrs = append(attrs, slog.String("unit", rk.Unit), slog.Int("group", rk.ID.Group()),
+			slog.Int("rank", rk.ID.Rank()), slog.Uint64("epoch", rk.Epoch))
 	}
 	attrs = append(attrs, res.attrs(req.in.hash(), req.in.log.Enabled(ctx, slog.LevelDebug))...)
 	req.in.log.LogAttrs(ctx, level, text, attrs...) //nolint:sloglint // text is a constant of each caller

@@ -107,7 +107,7 @@ func (s *reservations) end() {
 // release returns the ticket. The use of the place says nothing about the engine, so it counts as cancelled.
 func (r *reservation) release(cause string) {
 	r.timer.Stop()
-	r.rank.mailbox.Send(&msg.Done{
+	r.rank.Mailbox.Send(&msg.Done{
 		TicketID: r.ticket.ID, Outcome: msg.Cancelled, Cause: cause,
 		FirstToken: r.first,
 	})
@@ -162,18 +162,37 @@ func admitReservation(ctx, life context.Context, ar *appRouter, req *request) (*
 		if rk == nil {
 			return nil, req.reserveFailure(f, wait)
 		}
-		req.attempt.rank, req.attempt.start = rk, time.Now()
-		rep, refused := req.admitBounded(ctx, life, rk)
+		refused := reserveAt(ctx, life, req, rk)
 		if refused == causeOK {
-			req.recordTicket(&rep.Ticket)
-			return &reservation{rank: rk, ticket: rep.Ticket, start: req.attempt.start}, nil
+			return &reservation{rank: rk, ticket: req.attempt.ticket, start: req.attempt.start}, nil
 		}
-		req.undoRefused(rep, refused)
 		req.tried, req.attempts = append(req.tried, rk), req.attempts+1
 		if !causePolicies[refused].retry || req.attempts >= req.maxAttempts() {
-			return nil, problem.New(problem.Unavailable, "rank %s of app %s did not admit it: %s", rk.id,
+			return nil, problem.New(problem.Unavailable, "rank %s of app %s did not admit it: %s", rk.ID,
 				ar.name, refused).WithHint("try again later")
 		}
+	}
+}
+
+// reserveAt asks rk for a ticket without a request, which lives as long as life. ctx bounds the wait for it.
+func reserveAt(ctx, life context.Context, req *request, rk *rank) cause {
+	ctx, cancel := context.WithTimeoutCause(ctx, req.in.timers.Admit, errAdmitSlow)
+	defer cancel()
+	a := &req.attempt
+	a.rank, a.start, a.ticket = rk, time.Now(), msg.Ticket{}
+	q := req.newAsk(life, rk)
+	reply, err := rk.asker.Reserve(ctx, q)
+	req.prompt.shared = req.prompt.shared || q.IsAdmitPending
+	switch {
+	case err == nil && reply.Refusal == msg.Granted:
+		return causeOK
+	case err == nil:
+		return req.endRefused(ctx, reply).cause
+	default:
+		why := req.askFailure(ctx, err).cause
+		req.app.router.metrics.Load().Refusal(causePolicies[why].name)
+		req.undoPick()
+		return why
 	}
 }
 

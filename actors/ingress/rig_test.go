@@ -145,7 +145,8 @@ type replica struct {
 	max     int
 	length  int // max_model_len of its engine; 0: it does not tell
 	owned   bool
-	node    string // "": that of the ingress
+	address msg.Target // its Addressing and Selector; zero: by URL
+	node    string     // "": that of the ingress
 	stopped chan struct{}
 
 	mu          sync.Mutex
@@ -275,7 +276,10 @@ func (r *replica) admit(m *msg.Admit) {
 }
 
 func (r *replica) target() msg.Target {
-	return msg.Target{URL: r.url, Addressing: "url", Owned: r.owned}
+	return msg.Target{
+		URL: r.url, Addressing: cmp.Or(r.address.Addressing, "url"), Selector: r.address.Selector,
+		Owned: r.owned,
+	}
 }
 
 func (r *replica) record(kind msg.RecordKind, m *msg.Admit) {
@@ -418,6 +422,7 @@ type options struct {
 	memory  func() memoryUse // of a process with a limit of 1,000 bytes
 	noApp   bool
 	level   slog.Level
+	address msg.Target  // Addressing and Selector of all ranks
 	far     bool        // the ranks are those of another node …
 	home    int         // … but this many at the end
 	lease   func() bool // of the node that has the ranks
@@ -458,7 +463,7 @@ func newRig(t *testing.T, o options) *rig {
 	for i, u := range urls {
 		r := &replica{
 			feed: g.feed, app: a.Name, unit: fmt.Sprintf("%s/0/%d", a.Name, i), id: routing.ID(0, i), url: u,
-			max: o.max, owned: true,
+			max: o.max, owned: true, address: o.address,
 			stopped: make(chan struct{}), epoch: 1, incarnation: uint64(1000 + i), accepting: true,
 			open: map[uint64]msg.Admit{},
 		}

@@ -14,6 +14,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -81,7 +82,7 @@ func applyOverrides(ar *appRouter, query *routeQuery, worker string, o *msg.Rout
 }
 
 func workerID(s string) (routing.RankID, error) {
-	id, ok := parseRank(s)
+	id, ok := rankleg.ParseRankID(s)
 	if !ok {
 		return 0, problem.New(problem.InvalidArgument, "worker %q is not GROUP/RANK",
 			s[:min(len(s), maxNameShown)]).WithHint("for example 0/3")

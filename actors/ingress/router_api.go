@@ -203,9 +203,9 @@ func (in *Ingress) BestWorker(ctx context.Context, app string, q *msg.BestWorker
 // worker describes a picked rank.
 func (query *routeQuery) worker(rk *rank, reason string) msg.Worker {
 	out := msg.Worker{
-		Worker: rk.id.String(), Group: rk.id.Group(), DPRank: rk.id.Rank(),
-		HitTokens: query.query.HitOn(rk.id), Reason: reason,
-		Node: rk.node, URL: rk.target.URL, Addressing: rk.target.Addressing, Selector: rk.target.Selector,
+		Worker: rk.ID.String(), Group: rk.ID.Group(), DPRank: rk.ID.Rank(),
+		HitTokens: query.query.HitOn(rk.ID), Reason: reason,
+		Node: rk.Node, URL: rk.Target.URL, Addressing: rk.Target.Addressing, Selector: rk.Target.Selector,
 	}
 	if query.prompt.unit == kvindex.Tokens {
 		out.BlockSize = query.prompt.size
@@ -298,7 +298,7 @@ func (in *Ingress) MarkPrefillComplete(app, id string) error {
 	now := time.Now()
 	if r.first == 0 {
 		r.first = max(now.Sub(r.start), 1)
-		r.rank.mailbox.Send(&msg.FirstToken{TicketID: r.ticket.ID, At: now})
+		r.rank.Mailbox.Send(&msg.FirstToken{TicketID: r.ticket.ID, At: now})
 	}
 	return nil
 }

@@ -132,7 +132,7 @@ func (in *Ingress) close(ctx context.Context) error {
 	in.mu.Unlock()
 	in.closeAppRouters()
 	in.background.Wait()
-	in.legs.Close()
+	in.near.Close()
 	return err
 }
 

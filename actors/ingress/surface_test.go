@@ -15,6 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/routing"
 )
@@ -238,7 +239,7 @@ func TestGhostIsIgnored(t *testing.T) {
 	r.snapshot()
 	r.epoch = 2
 	r.mu.Unlock()
-	assert.EqualValues(t, 2, ar.findRank(routing.ID(0, 0)).epoch)
+	assert.EqualValues(t, 2, ar.findRank(routing.ID(0, 0)).Epoch)
 	assert.Equal(t, 200, g.post("/v1/chat/completions", chatBody).status)
 	r.gone()
 	assert.Nil(t, ar.findRank(routing.ID(0, 0)))
@@ -347,11 +348,11 @@ func TestPanicIsACutAndNotAnEnd(t *testing.T) {
 }
 
 func TestHeaderParsers(t *testing.T) {
-	id, ok := parseRank("2/5")
+	id, ok := rankleg.ParseRankID("2/5")
 	assert.True(t, ok)
 	assert.Equal(t, routing.ID(2, 5), id)
 	for _, s := range []string{"", "1", "1/", "/1", "-1/0", "1/2/3", "0/65536"} {
-		_, ok := parseRank(s)
+		_, ok := rankleg.ParseRankID(s)
 		assert.False(t, ok, s)
 	}
 	for s, want := range map[string]bool{

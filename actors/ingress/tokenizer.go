@@ -13,7 +13,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/engine/openai"
-	"github.com/dpserve/dpserve/internal/engineleg"
+	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
@@ -176,7 +176,7 @@ func (t *tokenizer) tokenize(ctx context.Context, p *prompt, h http.Header) erro
 	}
 	ctx, cancel := context.WithTimeout(ctx, tokenizeTime)
 	defer cancel()
-	resp, err := t.send(ctx, rk, p, tokenizeHeader(h))
+	resp, err := t.ask(ctx, rk, p, tokenizeHeader(h))
 	if err != nil {
 		return err
 	}
@@ -198,24 +198,17 @@ func (t *tokenizer) tokenize(ctx context.Context, p *prompt, h http.Header) erro
 	return nil
 }
 
-// send posts p.tokenizeBody to a rank's engine, through the data port of its node if that is another one.
-func (t *tokenizer) send(ctx context.Context, rk *rank, p *prompt, h http.Header) (*http.Response, error) {
-	in := t.router.in
-	if !rk.local {
-		d := &msg.Dispatch{
-			Node: rk.node, App: t.router.name, Unit: rk.unit, Rank: rk.id, Path: openai.Tokenize.Path(),
-			Header: h, Body: p.tokenizeBody, FirstToken: tokenizeTime,
-		}
-		resp, rep, err := in.remote.Send(ctx, d)
-		if err == nil && rep.Refusal != msg.Granted {
-			err = errNotTokenized
-		}
-		return resp, err
+// ask posts p.tokenizeBody to a rank's engine.
+func (t *tokenizer) ask(ctx context.Context, rk *rank, p *prompt, h http.Header) (*http.Response, error) {
+	q := &rankleg.Request{
+		Rank: rk.Rank, Route: openai.Tokenize, Header: h, Body: p.tokenizeBody, FirstToken: tokenizeTime,
 	}
-	o := &engineleg.Request{URL: rk.urls[openai.Tokenize], Header: h, Body: p.tokenizeBody}
-	resp, err := in.legs.Send(ctx, rk.target.Owned, o)
-	if !o.Settled() {
+	resp, reply, err := rk.asker.Ask(ctx, q)
+	if q.IsBodyShared {
 		p.tokenizeBody = nil // a connection may still read it
+	}
+	if err == nil && reply.Refusal != msg.Granted {
+		err = errNotTokenized
 	}
 	return resp, err
 }

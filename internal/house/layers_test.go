@@ -56,6 +56,10 @@ func areas() []area {
 			name: "internal/cluster", layer: 1, also: []string{"internal/proto"},
 			deny: []string{actorLib, gin, cobra},
 		},
+		{
+			name: "internal/rankleg", layer: 1, also: []string{"actors/msg", "internal/engine"},
+			deny: []string{actorLib, gin, raft, gossip, cobra},
+		},
 		{name: "internal/telemetry", layer: 1, deny: []string{actorLib, gin, raft, gossip, cobra}},
 		{name: "internal/loadgen", layer: 1, deny: []string{actorLib, gin, raft, gossip, cobra}},
 

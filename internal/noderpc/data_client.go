@@ -15,6 +15,7 @@ import (
 	"golang.org/x/net/http2"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/rankleg"
 )
 
 // dataHost fills the host of the URL: the transport already has the node.
@@ -26,6 +27,8 @@ type DataClient struct {
 	hashes    sync.Pool // *[]byte
 }
 
+var _ rankleg.Asker = (*DataClient)(nil)
+
 // NewDataClient makes a client. transport returns the HTTP/2 transport to a node's data port without waiting
 // for the node: the same one until the node moves.
 func NewDataClient(transport func(node string) (http.RoundTripper, error)) *DataClient {
@@ -34,52 +37,70 @@ func NewDataClient(transport func(node string) (http.RoundTripper, error)) *Data
 	return c
 }
 
-// Send asks for a ticket and, with it, for an answer. It returns when the engine's header is there; then d's
-// memory belongs to the caller again. Without an error, either reply is a refusal, or it holds the ticket and
-// resp is the engine's answer, whose body the caller closes. With an error there is no answer; if reply holds
-// a ticket, the caller gives it back. Errors: those of msg.Dispatch; any other means that the engine broke
-// off. A body that ends with msg.ErrUnreachable lost its node, not its engine.
-//
-// If ctx ends before the answer has begun, no ticket is left: the data port gives it back.
-func (c *DataClient) Send(
-	ctx context.Context, d *msg.Dispatch,
-) (resp *http.Response, reply msg.AdmitReply, err error) {
-	way, err := c.transport(d.Node)
-	if err != nil {
-		return nil, reply, nodeUnreachable(d.Node, err)
+// Ask implements rankleg.Asker. If ctx ends before the answer has begun, the data port returns the ticket.
+func (c *DataClient) Ask(ctx context.Context, q *rankleg.Request) (*http.Response, msg.AdmitReply, error) {
+	resp, reply, err := c.roundTrip(ctx, q, q.Route.Path())
+	if reply.Ticket.ID != 0 {
+		q.OnTicket(&reply.Ticket)
 	}
-	u, mem := c.newUpload(d)
-	resp, err = way.RoundTrip(u.newRequest(ctx, d))
+	return resp, reply, err
+}
+
+// Reserve implements rankleg.Asker. The ticket lives as long as the stream of the request to the data port.
+func (c *DataClient) Reserve(ctx context.Context, q *rankleg.Request) (msg.AdmitReply, error) {
+	life, cancel := context.WithCancel(q.Admit.Ctx)
+	stop := context.AfterFunc(ctx, cancel)
+	resp, reply, err := c.roundTrip(life, q, holdPath) //nolint:contextcheck // the ticket outlives ctx
+	isInTime := stop()
+	if err == nil && reply.Refusal == msg.Granted && isInTime {
+		context.AfterFunc(life, func() { closeAnswer(resp) }) //nolint:contextcheck // as above
+		q.OnTicket(&reply.Ticket)
+		return reply, nil
+	}
+	cancel()
+	if resp != nil {
+		closeAnswer(resp)
+		err = context.Cause(ctx)
+	}
+	return reply, err
+}
+
+// roundTrip sends the request to the rank's node. When it returns, q's memory belongs to the caller again.
+func (c *DataClient) roundTrip(
+	ctx context.Context, q *rankleg.Request, path string,
+) (resp *http.Response, reply msg.AdmitReply, err error) {
+	transport, err := c.transport(q.Rank.Node)
+	if err != nil {
+		return nil, reply, nodeUnreachable(q.Rank.Node, err)
+	}
+	u, mem := c.newUpload(q)
+	resp, err = transport.RoundTrip(u.newRequest(ctx, q, path))
 	u.release()
 	c.hashes.Put(mem)
 	if err != nil {
-		return nil, reply, nodeUnreachable(d.Node, err)
+		return nil, reply, nodeUnreachable(q.Rank.Node, err)
 	}
-	return readAnswer(ctx, d, resp)
+	return readAnswer(ctx, q, resp)
 }
 
-func (c *DataClient) newUpload(d *msg.Dispatch) (u *upload, mem *[]byte) {
+func (c *DataClient) newUpload(q *rankleg.Request) (u *upload, mem *[]byte) {
 	mem, _ = c.hashes.Get().(*[]byte)
 	*mem = (*mem)[:0]
-	if d.Admit != nil {
-		*mem = appendBlocks(*mem, d.Admit.Blocks)
+	if q.Admit != nil {
+		*mem = appendBlocks(*mem, q.Admit.Blocks)
 	}
-	return &upload{parts: [2][]byte{*mem, d.Body}}, mem
+	return &upload{parts: [2][]byte{*mem, q.Body}}, mem
 }
 
 func nodeUnreachable(node string, err error) error {
-	return fmt.Errorf("node %s: %w: %w", node, msg.ErrUnreachable, err)
+	return fmt.Errorf("node %s: %w: %w", node, rankleg.ErrUnreachable, err)
 }
 
-func (u *upload) newRequest(ctx context.Context, d *msg.Dispatch) *http.Request {
-	path := d.Path
-	if path == "" {
-		path = holdPath
-	}
+func (u *upload) newRequest(ctx context.Context, q *rankleg.Request, path string) *http.Request {
 	r := &http.Request{
 		Method: http.MethodPost, URL: &url.URL{Scheme: "http", Host: dataHost, Path: path}, Host: dataHost,
-		Proto: "HTTP/2.0", ProtoMajor: 2, Header: writeHead(d, time.Now()), ContentLength: int64(u.size()),
-		Body: http.NoBody,
+		Proto: "HTTP/2.0", ProtoMajor: 2, Header: writeHead(q, path == holdPath, time.Now()),
+		ContentLength: int64(u.size()), Body: http.NoBody,
 	}
 	if u.size() > 0 {
 		r.Body, _ = u.open()
@@ -90,28 +111,28 @@ func (u *upload) newRequest(ctx context.Context, d *msg.Dispatch) *http.Request 
 
 // readAnswer reads the answer of a data port.
 func readAnswer(
-	ctx context.Context, d *msg.Dispatch, resp *http.Response,
+	ctx context.Context, q *rankleg.Request, resp *http.Response,
 ) (*http.Response, msg.AdmitReply, error) {
 	h := resp.Header
-	rep, refused := readReply(d, h)
+	rep, refused := readReply(q, h)
 	cause := h[dataCause]
-	d.Resent = len(h[dataResent]) > 0
-	if !refused && len(cause) == 0 && (rep.Ticket.ID != 0 || d.Admit == nil) {
+	q.Resent = len(h[dataResent]) > 0
+	if !refused && len(cause) == 0 && (rep.Ticket.ID != 0 || q.Admit == nil) {
 		for name := range h {
 			if strings.HasPrefix(name, dataPrefix) {
 				delete(h, name)
 			}
 		}
-		resp.Body = &answerBody{ctx: ctx, inner: resp.Body, node: d.Node}
+		resp.Body = &answerBody{ctx: ctx, inner: resp.Body, node: q.Rank.Node}
 		return resp, rep, nil
 	}
 	if err := resp.Body.Close(); err != nil || refused {
 		return nil, rep, nil //nolint:nilerr // the body is empty
 	}
 	if len(h[dataMalformed]) > 0 {
-		return nil, rep, fmt.Errorf("node %s: %w", d.Node, msg.ErrMalformed)
+		return nil, rep, fmt.Errorf("node %s: %w", q.Rank.Node, rankleg.ErrMalformed)
 	}
-	return nil, rep, causeError(d.Node, resp.StatusCode, cause)
+	return nil, rep, causeError(q.Rank.Node, resp.StatusCode, cause)
 }
 
 func causeError(node string, status int, cause []string) error {
@@ -120,18 +141,18 @@ func causeError(node string, status int, cause []string) error {
 	}
 	switch cause[0] {
 	case causeRefused:
-		return fmt.Errorf("node %s: %w", node, msg.ErrEngineRefused)
+		return fmt.Errorf("node %s: %w", node, rankleg.ErrEngineRefused)
 	case causeReset:
 		return fmt.Errorf("node %s: the engine broke off before it answered", node)
 	case causeFirstToken:
-		return fmt.Errorf("node %s: %w", node, msg.ErrFirstToken)
+		return fmt.Errorf("node %s: %w", node, rankleg.ErrFirstToken)
 	default:
 		return nodeUnreachable(node, fmt.Errorf("status %d, %q", status, cause[0]))
 	}
 }
 
 // readReply reads a ticket, or a refusal, from the header of an answer.
-func readReply(d *msg.Dispatch, h http.Header) (rep msg.AdmitReply, refused bool) {
+func readReply(q *rankleg.Request, h http.Header) (rep msg.AdmitReply, refused bool) {
 	number := func(name string) uint64 {
 		if v := h[name]; len(v) == 1 {
 			n, err := strconv.ParseUint(v[0], 10, 64)
@@ -148,7 +169,7 @@ func readReply(d *msg.Dispatch, h http.Header) (rep msg.AdmitReply, refused bool
 	}
 	rep.Ticket = msg.Ticket{
 		ID: number(dataTicket), Epoch: rep.Epoch, Incarnation: number(dataInc),
-		Seq: rep.Seq, Rank: d.Rank,
+		Seq: rep.Seq, Rank: q.Rank.ID,
 	}
 	return rep, false
 }

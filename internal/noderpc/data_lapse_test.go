@@ -53,10 +53,11 @@ func TestDataIngressKilled(t *testing.T) {
 	require.NoError(t, err)
 	defer func() { require.NoError(t, rank.Stop(context.Background())) }()
 	require.NoError(t, rank.Ready(t.Context(), msg.Facts{Incarnation: 9, MaxOngoing: 2}))
-	dataEventually(t, func() bool { return g.server.table.find("demo", "demo/0", newDispatch().Rank) != nil },
+	id := newDispatch().Rank.ID
+	dataEventually(t, func() bool { return g.server.table.find("demo", "demo/0", id) != nil },
 		"the rank is known")
 
-	resp, rep, err := g.client.Send(t.Context(), g.dispatch())
+	resp, rep, err := g.client.Ask(t.Context(), g.dispatch())
 	require.NoError(t, err)
 	defer func() { _ = resp.Body.Close() }()
 	assert.EqualValues(t, 9, rep.Ticket.Incarnation)

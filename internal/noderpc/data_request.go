@@ -10,8 +10,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/engine/openai"
-	"github.com/dpserve/dpserve/internal/engineleg"
+	"github.com/dpserve/dpserve/internal/rankleg"
 )
 
 // dataRequest is one request through a data port: body, ticket, engine, answer.
@@ -25,7 +24,7 @@ type dataRequest struct {
 	upload      *requestBody // nil after releaseBody
 	isBodyFree  bool         // no other goroutine reads upload
 	head        *dataHead
-	target      *dataTarget
+	rank        *rankleg.Rank
 	ticket      msg.Ticket // ID 0: none
 	body        []byte     // for the engine
 	deadlineSet time.Time  // when the write deadline was set last
@@ -59,31 +58,36 @@ func (p *dataRequest) run(ctx context.Context) (clean bool) {
 }
 
 func (p *dataRequest) serve(ctx context.Context) (clean bool) {
-	p.target = p.server.table.find(p.head.app, p.head.unit, p.head.rank)
-	switch {
-	case p.target == nil:
+	if p.rank = p.server.table.find(p.head.app, p.head.unit, p.head.rank); p.rank == nil {
 		return p.refuse(&msg.AdmitReply{Refusal: msg.Gone})
-	case !p.server.serves():
-		return p.refuse(&msg.AdmitReply{Refusal: msg.NoLease, Epoch: p.target.epoch})
 	}
-	if p.head.class != classNone {
-		rep, ok := p.admit(ctx)
-		switch {
-		case !ok:
-			return false
-		case rep.Refusal != msg.Granted:
-			return p.refuse(&rep)
-		}
-		p.ticket = rep.Ticket
-	}
+	q := p.newAsk()
 	if p.head.class == classHold {
-		return p.holdTicket(ctx)
+		return p.reserve(ctx, q)
 	}
-	return p.exchange(ctx)
+	resp, reply, err := p.ask(ctx, q)
+	p.isBodyFree = !q.IsBodyShared && !q.IsAdmitPending
+	switch refused := reply.Refusal != msg.Granted; {
+	case refused && ctx.Err() == nil:
+		return p.refuse(&reply)
+	case refused || err != nil:
+		return p.answerFailure(ctx, err, q.Resent)
+	}
+	defer closeAnswer(resp)
+	return p.passAnswer(resp, q.Resent)
 }
 
-// holdTicket keeps the stream, and with its context the ticket, until the ingress ends it.
-func (p *dataRequest) holdTicket(ctx context.Context) (clean bool) {
+// reserve keeps the stream, and with its context the ticket, until the ingress ends it.
+func (p *dataRequest) reserve(ctx context.Context, q *rankleg.Request) (clean bool) {
+	reply, err := p.server.near.Reserve(ctx, q)
+	p.isBodyFree = !q.IsAdmitPending
+	switch {
+	case ctx.Err() != nil || err != nil:
+		p.returnTicket("client_gone")
+		return false
+	case reply.Refusal != msg.Granted:
+		return p.refuse(&reply)
+	}
 	p.setTicketHeader(p.w.Header())
 	p.w.WriteHeader(http.StatusOK)
 	if p.rc.Flush() == nil {
@@ -92,14 +96,35 @@ func (p *dataRequest) holdTicket(ctx context.Context) (clean bool) {
 	return false
 }
 
-// exchange asks the engine and passes its answer on. If the request ends before its answer has begun, the
-// ticket is given back here, because the ingress has not received its number.
-func (p *dataRequest) exchange(ctx context.Context) (clean bool) {
-	resp, resent, err := p.askEngine(ctx)
-	if err != nil {
-		return p.answerFailure(ctx, err, resent)
+// newAsk is the request for the rank. Its header is the one that the ingress prepared for the engine.
+func (p *dataRequest) newAsk() *rankleg.Request {
+	q := &rankleg.Request{
+		Rank: p.rank, Route: p.head.route, Body: p.body,
+		Header:   rankleg.EngineHeader(p.r.Header, p.r.Header[headerRequestID]),
+		OnTicket: func(t *msg.Ticket) { p.ticket = *t },
 	}
-	defer closeAnswer(resp)
+	if p.head.class != classNone {
+		q.Admit = &p.head.admit
+		q.Admit.Ctx = p.r.Context()
+		if len(p.upload.blocks) > 0 {
+			q.Admit.Blocks = p.upload.blocks
+		}
+	}
+	return q
+}
+
+// ask asks the rank. The time limit for the answer's header begins when the whole request is here.
+func (p *dataRequest) ask(ctx context.Context, q *rankleg.Request) (*http.Response, msg.AdmitReply, error) {
+	if d := p.head.firstToken; d > 0 {
+		late := time.AfterFunc(d, func() { p.cancel(rankleg.ErrFirstToken) })
+		defer late.Stop()
+	}
+	return p.server.near.Ask(ctx, q)
+}
+
+// passAnswer passes the engine's answer on. If the ingress is gone before it begins, the ticket is given back
+// here, because the ingress has not received its number.
+func (p *dataRequest) passAnswer(resp *http.Response, resent bool) (clean bool) {
 	p.releaseBody()
 	p.copyEngineHeader(resp.Header, resent)
 	p.setWriteDeadline(time.Now())
@@ -126,49 +151,17 @@ func closeAnswer(resp *http.Response) {
 	}
 }
 
-// askEngine sends the request, and once more if a re-used connection turned out to be closed: the engine had
-// closed it while it was idle, so it has not seen the request.
-func (p *dataRequest) askEngine(ctx context.Context) (resp *http.Response, resent bool, err error) {
-	if d := p.head.firstToken; d > 0 {
-		late := time.AfterFunc(d, func() { p.cancel(msg.ErrFirstToken) })
-		defer late.Stop()
-	}
-	header := p.engineHeader()
-	o, resp, err := p.sendOnce(ctx, header)
-	if err == nil || !o.Stale() || ctx.Err() != nil {
-		return resp, false, err
-	}
-	_, resp, err = p.sendOnce(ctx, header)
-	return resp, true, err
-}
-
-func (p *dataRequest) sendOnce(
-	ctx context.Context, header http.Header,
-) (*engineleg.Request, *http.Response, error) {
-	t := &p.target.target
-	o := &engineleg.Request{URL: p.target.urls[p.head.route], Header: header, Body: p.body}
-	if t.Addressing == "body" && p.head.class == classBoth {
-		o.Body = openai.AppendField(nil, p.body, "routed_dp_rank",
-			strconv.AppendInt(nil, int64(t.Selector), 10))
-	}
-	resp, err := p.server.legs.Send(ctx, t.Owned, o)
-	if !o.Settled() {
-		p.isBodyFree = false
-	}
-	return o, resp, err
-}
-
 // answerFailure answers a request that got no answer of the engine.
 func (p *dataRequest) answerFailure(ctx context.Context, err error, resent bool) (clean bool) {
 	switch {
-	case errors.Is(context.Cause(ctx), msg.ErrFirstToken):
+	case errors.Is(context.Cause(ctx), rankleg.ErrFirstToken):
 		return p.answerEngineError(causeFirstToken, resent)
 	case ctx.Err() != nil:
 		p.returnTicket("client_gone")
 		return false
-	case engineleg.Refused(err):
+	case rankleg.IsRefused(err):
 		return p.answerEngineError(causeRefused, resent)
-	case engineleg.Malformed(err):
+	case rankleg.IsMalformed(err):
 		p.w.Header()[dataMalformed] = []string{"1"}
 		return p.answerEngineError(causeReset, resent)
 	default:
@@ -179,7 +172,7 @@ func (p *dataRequest) answerFailure(ctx context.Context, err error, resent bool)
 // returnTicket ends the ticket of a request that is over.
 func (p *dataRequest) returnTicket(cause string) {
 	if p.ticket.ID != 0 {
-		p.target.mailbox.Send(&msg.Done{TicketID: p.ticket.ID, Outcome: msg.Cancelled, Cause: cause})
+		p.rank.Mailbox.Send(&msg.Done{TicketID: p.ticket.ID, Outcome: msg.Cancelled, Cause: cause})
 	}
 }
 
@@ -202,12 +195,7 @@ func (p *dataRequest) relay(body io.Reader) (clean bool) {
 	}
 }
 
-// write checks the lease before each write: a node that was suspended must not continue after its lease has
-// expired.
 func (p *dataRequest) write(b []byte) bool {
-	if !p.server.serves() {
-		return false
-	}
 	p.setWriteDeadline(time.Now())
 	_, err := p.w.Write(b)
 	return err == nil
@@ -223,25 +211,6 @@ func (p *dataRequest) setWriteDeadline(now time.Time) {
 	if p.rc.SetWriteDeadline(now.Add(p.server.timers.Stuck)) != nil {
 		return // not a network connection, or a closed one: the write returns the error
 	}
-}
-
-// engineHeader is the header that the ingress prepared for the engine, with the rank's number if the engine
-// hosts several ranks.
-func (p *dataRequest) engineHeader() http.Header {
-	out := make(http.Header, len(p.r.Header))
-	for name, values := range p.r.Header {
-		if !engineleg.Hop(name) && !strings.HasPrefix(name, dataPrefix) && name != "Content-Length" &&
-			name != "Accept-Encoding" && name != headerEngineRank {
-			out[name] = values
-		}
-	}
-	if _, ok := out["User-Agent"]; !ok {
-		out["User-Agent"] = nil // otherwise net/http adds its own
-	}
-	if t := &p.target.target; t.Addressing == "header" && p.head.class == classBoth {
-		out[headerEngineRank] = []string{strconv.Itoa(t.Selector)}
-	}
-	return out
 }
 
 // requestBody is the memory of a request's body: chain hashes, then the engine's body. It is re-used.
@@ -298,79 +267,6 @@ func (a *requestBody) fill(body io.Reader) error {
 	}
 }
 
-// admit asks the rank's DPServer for a ticket that lives as long as the request's stream; ok is false if the
-// stream has ended.
-func (p *dataRequest) admit(ctx context.Context) (rep msg.AdmitReply, ok bool) {
-	s, box := p.server, p.target.mailbox
-	reply, _ := s.replies.Get().(chan msg.AdmitReply)
-	m := p.head.admit
-	m.Ctx, m.Reply = p.r.Context(), reply
-	if len(p.upload.blocks) > 0 {
-		m.Blocks = p.upload.blocks
-	}
-	if box.TrySend(&m) != nil {
-		s.replies.Put(reply)
-		return p.mailboxRefusal(), true
-	}
-	patience := time.NewTimer(s.timers.Admit)
-	defer patience.Stop()
-	select {
-	case rep = <-reply:
-		s.replies.Put(reply)
-		return rep, true
-	case <-box.Stopped():
-		p.isBodyFree = false // the mailbox may still hold the message and its hashes
-		return p.replyAfterStop(reply), true
-	case <-ctx.Done():
-		p.returnLateTicket(reply)
-		return rep, false
-	case <-patience.C:
-		p.returnLateTicket(reply)
-		return msg.AdmitReply{Refusal: msg.Overloaded, Epoch: p.target.epoch}, true
-	}
-}
-
-// mailboxRefusal tells a full mailbox from a stopped one.
-func (p *dataRequest) mailboxRefusal() msg.AdmitReply {
-	rep := msg.AdmitReply{Refusal: msg.Overloaded, Epoch: p.target.epoch}
-	select {
-	case <-p.target.mailbox.Stopped():
-		rep.Refusal = msg.Gone
-	default:
-	}
-	return rep
-}
-
-// replyAfterStop returns an answer that came just before the actor ended.
-func (p *dataRequest) replyAfterStop(reply chan msg.AdmitReply) msg.AdmitReply {
-	select {
-	case rep := <-reply:
-		return rep
-	default:
-		return msg.AdmitReply{Refusal: msg.Gone, Epoch: p.target.epoch}
-	}
-}
-
-// returnLateTicket gives back a ticket that is granted after its request has ended. It runs one goroutine per
-// such request, which ends with the answer, the actor or a deadline.
-func (p *dataRequest) returnLateTicket(reply chan msg.AdmitReply) {
-	p.isBodyFree = false
-	s, box := p.server, p.target.mailbox
-	s.running.Go(func() {
-		timeout := time.NewTimer(s.timers.LateTicket)
-		defer timeout.Stop()
-		select {
-		case rep := <-reply:
-			s.replies.Put(reply)
-			if rep.Refusal == msg.Granted {
-				box.Send(&msg.Done{TicketID: rep.Ticket.ID, Outcome: msg.Refused, Cause: "late_ticket"})
-			}
-		case <-box.Stopped():
-		case <-timeout.C:
-		}
-	})
-}
-
 // answerError answers a request that this port does not pass on.
 func (p *dataRequest) answerError(status int, cause string) (clean bool) {
 	p.w.Header()[dataCause] = []string{cause}
@@ -421,13 +317,9 @@ func markResent(h http.Header, resent bool) {
 // copyEngineHeader copies an engine's header to the answer. Date and Content-Type are set to nil, because
 // net/http would add its own.
 func (p *dataRequest) copyEngineHeader(engine http.Header, resent bool) {
-	h, hop := p.w.Header(), engineleg.HopNames(engine)
+	h := p.w.Header()
 	h["Date"], h["Content-Type"] = nil, nil
-	for name, values := range engine {
-		if !engineleg.Hop(name) && !hop[name] && !strings.HasPrefix(name, dataPrefix) {
-			h[name] = values
-		}
-	}
+	rankleg.CopyHeader(h, engine, func(name string) bool { return strings.HasPrefix(name, dataPrefix) })
 	p.setTicketHeader(h)
 	markResent(h, resent)
 }

@@ -16,6 +16,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/engine/openai"
+	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -210,9 +212,12 @@ func (g *dataRig) connect() {
 }
 
 // dispatch is a plain request, which tests modify.
-func (g *dataRig) dispatch() *msg.Dispatch {
-	return &msg.Dispatch{
-		Node: dataTestNode, App: "demo", Unit: "demo/0", Rank: routing.ID(0, 1), Path: "/v1/chat/completions",
+func (g *dataRig) dispatch() *rankleg.Request {
+	return &rankleg.Request{
+		Rank: &rankleg.Rank{
+			Node: dataTestNode, App: "demo", Unit: "demo/0", ID: routing.ID(0, 1), Epoch: 3, Incarnation: 9,
+		},
+		Route: openai.Chat, OnTicket: func(*msg.Ticket) {},
 		Header: map[string][]string{
 			"Content-Type": {"application/json"}, "X-Request-Id": {"r1"},
 			"User-Agent": nil,
@@ -231,10 +236,10 @@ type dataAnswer struct {
 	cut    error // of the body
 }
 
-func (g *dataRig) send(d *msg.Dispatch) dataAnswer { return g.sendCtx(g.t.Context(), d) }
+func (g *dataRig) send(d *rankleg.Request) dataAnswer { return g.sendCtx(g.t.Context(), d) }
 
-func (g *dataRig) sendCtx(ctx context.Context, d *msg.Dispatch) dataAnswer {
-	resp, rep, err := g.client.Send(ctx, d)
+func (g *dataRig) sendCtx(ctx context.Context, d *rankleg.Request) dataAnswer {
+	resp, rep, err := g.client.Ask(ctx, d)
 	a := dataAnswer{reply: rep, err: err}
 	if resp == nil {
 		return a

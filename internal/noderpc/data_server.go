@@ -5,13 +5,11 @@ import (
 	"errors"
 	"log/slog"
 	"net/http"
-	"net/url"
 	"sync"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/engine/openai"
-	"github.com/dpserve/dpserve/internal/engineleg"
+	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -20,8 +18,8 @@ type DataConfig struct {
 	Feed msg.Feed // the ranks of this node
 	// the node that sent a request, if it has role ingress
 	Caller func(ctx context.Context) (ingress string, ok bool)
-	Serves func() bool      // false: this node may not serve, because its lease has expired; nil: always
-	Dial   engineleg.Dialer // to the engines; nil = TCP
+	Serves func() bool    // false: this node may not serve, because its lease has expired; nil: always
+	Dial   rankleg.Dialer // to the engines; nil = TCP
 	Log    *slog.Logger
 	Timers DataTimers
 }
@@ -30,21 +28,19 @@ type DataConfig struct {
 // request. It is the http.Handler of a server that belongs to the node port. Safe for concurrent use.
 type DataServer struct {
 	caller func(ctx context.Context) (string, bool)
-	serves func() bool
 	log    *slog.Logger
 	timers DataTimers
 	table  *dataTable
-	legs   *engineleg.Legs
+	near   *rankleg.Near
 
 	uploads sync.Pool // of *requestBody
 	buffers sync.Pool // *[]byte
-	replies sync.Pool // chan msg.AdmitReply
 
 	closing context.Context //nolint:containedctx // ends every request
 	stop    context.CancelFunc
 	mu      sync.Mutex
 	closed  bool
-	running sync.WaitGroup // requests, and waits for late tickets
+	running sync.WaitGroup // requests
 	cancel  func()
 }
 
@@ -53,21 +49,17 @@ func NewDataServer(c DataConfig) (*DataServer, error) {
 	if c.Feed == nil || c.Caller == nil || c.Log == nil {
 		return nil, errors.New("a data port needs Feed, Caller and Log")
 	}
-	if c.Serves == nil {
-		c.Serves = func() bool { return true }
-	}
 	t := c.Timers.withDefaults()
 	s := &DataServer{
-		caller: c.Caller, serves: c.Serves, log: c.Log.With(slog.String("room", "remote")), timers: t,
-		legs: engineleg.New(engineleg.Timers{
-			Dial: t.Dial, IdleOwned: t.IdleOwned,
+		caller: c.Caller, log: c.Log.With(slog.String("room", "remote")), timers: t,
+		near: rankleg.NewNear(rankleg.Timers{
+			Admit: t.Admit, LateTicket: t.LateTicket, Dial: t.Dial, IdleOwned: t.IdleOwned,
 			IdleAttached: t.IdleAttached,
-		}, c.Dial),
+		}, c.Dial, c.Serves),
 	}
 	s.table = newDataTable(s.log)
 	s.uploads.New = func() any { return &requestBody{} }
 	s.buffers.New = func() any { b := make([]byte, relayBuffer); return &b }
-	s.replies.New = func() any { return make(chan msg.AdmitReply, 1) }
 	s.closing, s.stop = context.WithCancel(context.Background())
 	s.cancel = c.Feed.Subscribe(s.table)
 	return s, nil
@@ -84,7 +76,7 @@ func (s *DataServer) Close() error {
 		s.stop()
 	}
 	s.running.Wait()
-	s.legs.Close()
+	s.near.Close()
 	return nil
 }
 
@@ -211,35 +203,25 @@ type rankKey struct {
 	rank routing.RankID
 }
 
-// dataTarget is one incarnation of a rank of this node. It is immutable.
-type dataTarget struct {
-	app         string
-	epoch       uint64
-	incarnation uint64
-	mailbox     msg.Mailbox
-	target      msg.Target
-	urls        [openai.NumRoutes]*url.URL
-}
-
 // dataTable is a msg.Sink that keeps the ranks of its node. Safe for concurrent use.
 type dataTable struct {
 	log *slog.Logger
 
 	mu    sync.RWMutex
-	ranks map[rankKey]*dataTarget
+	ranks map[rankKey]*rankleg.Rank
 }
 
 var _ msg.Sink = (*dataTable)(nil)
 
 func newDataTable(log *slog.Logger) *dataTable {
-	return &dataTable{log: log, ranks: map[rankKey]*dataTarget{}}
+	return &dataTable{log: log, ranks: map[rankKey]*rankleg.Rank{}}
 }
 
 // find returns the incarnation of a rank that runs now; nil if there is none.
-func (t *dataTable) find(app, unit string, rank routing.RankID) *dataTarget {
+func (t *dataTable) find(app, unit string, rank routing.RankID) *rankleg.Rank {
 	t.mu.RLock()
 	defer t.mu.RUnlock()
-	if r := t.ranks[rankKey{unit, rank}]; r != nil && r.app == app {
+	if r := t.ranks[rankKey{unit, rank}]; r != nil && r.App == app {
 		return r
 	}
 	return nil
@@ -261,10 +243,10 @@ func (t *dataTable) addRank(rec *msg.Record) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	old := t.ranks[key]
-	if old != nil && (old.epoch > rec.Epoch || old.epoch == rec.Epoch && old.incarnation == rec.Incarnation) {
+	if old != nil && (old.Epoch > rec.Epoch || old.Epoch == rec.Epoch && old.Incarnation == rec.Incarnation) {
 		return // of an older epoch, or known
 	}
-	fresh, err := newDataTarget(rec)
+	fresh, err := rankleg.NewRank(rec)
 	if err != nil {
 		t.log.Error("rank cannot be served to other nodes", slog.String("app", rec.App),
 			slog.String("unit", rec.Unit), slog.Any("err", err))
@@ -277,25 +259,7 @@ func (t *dataTable) removeRank(rec *msg.Record) {
 	key := rankKey{rec.Unit, rec.Rank}
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if r := t.ranks[key]; r != nil && r.epoch == rec.Epoch && r.incarnation == rec.Incarnation {
+	if r := t.ranks[key]; r != nil && r.Epoch == rec.Epoch && r.Incarnation == rec.Incarnation {
 		delete(t.ranks, key)
 	}
-}
-
-func newDataTarget(rec *msg.Record) (*dataTarget, error) {
-	s := rec.Snapshot
-	r := &dataTarget{
-		app: rec.App, epoch: rec.Epoch, incarnation: rec.Incarnation, mailbox: s.Mailbox,
-		target: s.Target,
-	}
-	base, err := url.Parse(s.Target.URL)
-	if err != nil {
-		return nil, err
-	}
-	for route := range r.urls {
-		u := *base
-		u.Path = openai.Route(route).Path()
-		r.urls[route] = &u
-	}
-	return r, nil
 }

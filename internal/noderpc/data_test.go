@@ -17,6 +17,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/engine/openai"
+	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -31,8 +33,8 @@ func TestDataStream(t *testing.T) {
 			dataChunks(w, 1)
 		}
 	}})
-	resp, rep, err := g.client.Send(t.Context(),
-		func() *msg.Dispatch { feedSteps(next, 5); return g.dispatch() }())
+	resp, rep, err := g.client.Ask(t.Context(),
+		func() *rankleg.Request { feedSteps(next, 5); return g.dispatch() }())
 	require.NoError(t, err)
 	defer resp.Body.Close()
 	assert.Equal(t, msg.AdmitReply{
@@ -68,7 +70,7 @@ func TestDataChunkByChunk(t *testing.T) {
 		}
 	}})
 	go func() { next <- struct{}{} }()
-	resp, _, err := g.client.Send(t.Context(), g.dispatch())
+	resp, _, err := g.client.Ask(t.Context(), g.dispatch())
 	require.NoError(t, err)
 	defer resp.Body.Close()
 	buf := make([]byte, 4096)
@@ -199,10 +201,10 @@ func TestDataRefusals(t *testing.T) {
 // TestDataUnknownRank: an unknown rank is refused as gone; a record of an older epoch changes nothing.
 func TestDataUnknownRank(t *testing.T) {
 	g := newDataRig(t, dataOptions{engine: func(_ http.ResponseWriter, r *http.Request) { swallowBody(r) }})
-	for _, change := range []func(d *msg.Dispatch){
-		func(d *msg.Dispatch) { d.Unit = "demo/1" },
-		func(d *msg.Dispatch) { d.App = "other" },
-		func(d *msg.Dispatch) { d.Rank = routing.ID(0, 2) },
+	for _, change := range []func(d *rankleg.Request){
+		func(d *rankleg.Request) { d.Rank.Unit = "demo/1" },
+		func(d *rankleg.Request) { d.Rank.App = "other" },
+		func(d *rankleg.Request) { d.Rank.ID = routing.ID(0, 2) },
 	} {
 		d := g.dispatch()
 		change(d)
@@ -253,7 +255,7 @@ func TestDataEngineLost(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, dead.Close())
 	a := newDataRig(t, dataOptions{url: "http://" + dead.Addr().String()}).send(newDispatch())
-	require.ErrorIs(t, a.err, msg.ErrEngineRefused)
+	require.ErrorIs(t, a.err, rankleg.ErrEngineRefused)
 	assert.EqualValues(t, ticketID, a.reply.Ticket.ID)
 
 	a = newDataRig(t, dataOptions{engine: func(_ http.ResponseWriter, r *http.Request) {
@@ -261,12 +263,12 @@ func TestDataEngineLost(t *testing.T) {
 		panic(http.ErrAbortHandler)
 	}}).send(newDispatch())
 	require.Error(t, a.err)
-	require.NotErrorIs(t, a.err, msg.ErrEngineRefused)
-	require.NotErrorIs(t, a.err, msg.ErrUnreachable)
+	require.NotErrorIs(t, a.err, rankleg.ErrEngineRefused)
+	require.NotErrorIs(t, a.err, rankleg.ErrUnreachable)
 	assert.EqualValues(t, ticketID, a.reply.Ticket.ID)
 }
 
-func newDispatch() *msg.Dispatch { return (&dataRig{}).dispatch() }
+func newDispatch() *rankleg.Request { return (&dataRig{}).dispatch() }
 
 // TestDataResend: a re-used connection that turns out closed costs one resend, which the answer reports.
 func TestDataResend(t *testing.T) {
@@ -297,7 +299,7 @@ func TestDataFirstToken(t *testing.T) {
 	d := g.dispatch()
 	d.FirstToken = 20 * time.Millisecond
 	a := g.send(d)
-	require.ErrorIs(t, a.err, msg.ErrFirstToken)
+	require.ErrorIs(t, a.err, rankleg.ErrFirstToken)
 	assert.EqualValues(t, ticketID, a.reply.Ticket.ID)
 	<-left
 }
@@ -313,7 +315,7 @@ func TestDataCut(t *testing.T) {
 	a := g.send(g.dispatch())
 	require.NoError(t, a.err)
 	require.Error(t, a.cut)
-	require.NotErrorIs(t, a.cut, msg.ErrUnreachable)
+	require.NotErrorIs(t, a.cut, rankleg.ErrUnreachable)
 	assert.Equal(t, strings.Repeat(dataChunk, 2), a.body)
 }
 
@@ -335,7 +337,7 @@ func lateEngine() (engine http.HandlerFunc, came, left chan struct{}) {
 // channels get their ends.
 func (g *dataRig) midway(ctx context.Context, came chan struct{}) (begun, mute chan error) {
 	begun, mute = make(chan error, 1), make(chan error, 1)
-	resp, _, err := g.client.Send(ctx, g.dispatch())
+	resp, _, err := g.client.Ask(ctx, g.dispatch())
 	require.NoError(g.t, err)
 	_, err = io.ReadFull(resp.Body, make([]byte, len(dataChunk)))
 	require.NoError(g.t, err)
@@ -366,11 +368,11 @@ func TestDataNodeLost(t *testing.T) {
 	g := newDataRig(t, dataOptions{engine: engine})
 	begun, mute := g.midway(t.Context(), came)
 	require.NoError(t, g.http.Close())
-	require.ErrorIs(t, <-begun, msg.ErrUnreachable)
-	require.ErrorIs(t, <-mute, msg.ErrUnreachable)
+	require.ErrorIs(t, <-begun, rankleg.ErrUnreachable)
+	require.ErrorIs(t, <-mute, rankleg.ErrUnreachable)
 	<-left
 	<-left
-	require.ErrorIs(t, g.send(g.dispatch()).err, msg.ErrUnreachable, "nobody listens any more")
+	require.ErrorIs(t, g.send(g.dispatch()).err, rankleg.ErrUnreachable, "nobody listens any more")
 	g.assertReturned()
 }
 
@@ -393,15 +395,14 @@ func TestDataHold(t *testing.T) {
 	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1"})
 	ctx, cancel := context.WithCancel(t.Context())
 	d := g.dispatch()
-	d.Path, d.Body, d.Header = "", nil, nil
-	resp, rep, err := g.client.Send(ctx, d)
+	d.Body, d.Header, d.Admit.Ctx = nil, nil, ctx
+	rep, err := g.client.Reserve(t.Context(), d)
 	require.NoError(t, err)
 	assert.EqualValues(t, ticketID, rep.Ticket.ID)
 	held := g.rank.asked()[0].Ctx
 	require.NoError(t, held.Err())
 	cancel()
 	<-held.Done()
-	require.NoError(t, resp.Body.Close())
 }
 
 // TestDataNoTicket: a tokenizer request needs no admission.
@@ -411,10 +412,10 @@ func TestDataNoTicket(t *testing.T) {
 		_, _ = io.WriteString(w, r.URL.Path)
 	}})
 	d := g.dispatch()
-	d.Path, d.Admit = "/tokenize", nil
+	d.Route, d.Admit = openai.Tokenize, nil
 	a := g.send(d)
 	assert.Equal(t, "/tokenize", a.body)
-	assert.Equal(t, msg.AdmitReply{Ticket: msg.Ticket{Rank: d.Rank}}, a.reply)
+	assert.Equal(t, msg.AdmitReply{Ticket: msg.Ticket{Rank: d.Rank.ID}}, a.reply)
 	assert.Empty(t, g.rank.asked())
 }
 
@@ -432,7 +433,7 @@ func TestDataLease(t *testing.T) {
 			dataChunks(w, 1)
 		},
 	})
-	resp, _, err := g.client.Send(t.Context(), g.dispatch())
+	resp, _, err := g.client.Ask(t.Context(), g.dispatch())
 	require.NoError(t, err)
 	defer resp.Body.Close()
 	buf := make([]byte, 4096)
@@ -455,16 +456,16 @@ func TestDataStrangers(t *testing.T) {
 	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1", config: func(c *DataConfig) {
 		c.Caller = func(context.Context) (string, bool) { return "n1", !denied.Load() }
 	}})
-	for text, change := range map[string]func(d *msg.Dispatch){
-		"malformed":  func(d *msg.Dispatch) { d.Path = "/metrics" },
-		"\"denied\"": func(d *msg.Dispatch) { d.Admit.Ingress = "n7" },
-		"too_large":  func(d *msg.Dispatch) { d.Body = make([]byte, maxDataBody) },
+	for text, change := range map[string]func(d *rankleg.Request){
+		"malformed":  func(d *rankleg.Request) { d.Route = openai.Models },
+		"\"denied\"": func(d *rankleg.Request) { d.Admit.Ingress = "n7" },
+		"too_large":  func(d *rankleg.Request) { d.Body = make([]byte, maxDataBody) },
 	} {
 		d := g.dispatch()
 		d.Admit.Blocks = []uint64{1}
 		change(d)
 		a := g.send(d)
-		require.ErrorIs(t, a.err, msg.ErrUnreachable)
+		require.ErrorIs(t, a.err, rankleg.ErrUnreachable)
 		require.ErrorContains(t, a.err, text)
 	}
 	denied.Store(true)
@@ -473,8 +474,8 @@ func TestDataStrangers(t *testing.T) {
 	_, _, err := NewDataClient(func(string) (http.RoundTripper, error) {
 		return nil,
 			errors.New("no such node")
-	}).Send(t.Context(), g.dispatch())
-	assert.ErrorIs(t, err, msg.ErrUnreachable)
+	}).Ask(t.Context(), g.dispatch())
+	assert.ErrorIs(t, err, rankleg.ErrUnreachable)
 }
 
 // TestDataBodyStalls: an upload that stalls is cancelled.
@@ -489,7 +490,7 @@ func TestDataBodyStalls(t *testing.T) {
 		body)
 	require.NoError(t, err)
 	d := g.dispatch()
-	req.Header, req.ContentLength = writeHead(d, time.Now()), 100
+	req.Header, req.ContentLength = writeHead(d, false, time.Now()), 100
 	go func() { _, _ = w.Write([]byte("{")) }()
 	_, err = g.way.RoundTrip(req)
 	require.Error(t, err)
@@ -513,7 +514,7 @@ func TestDataSlowReaders(t *testing.T) {
 	var stuck sync.WaitGroup
 	for range slow {
 		stuck.Go(func() {
-			resp, _, err := g.client.Send(ctx, g.dispatch())
+			resp, _, err := g.client.Ask(ctx, g.dispatch())
 			if assert.NoError(t, err) {
 				t.Cleanup(func() { _ = resp.Body.Close() })
 			}
@@ -544,7 +545,7 @@ func TestDataClose(t *testing.T) {
 	<-left
 	a := <-over
 	require.Error(t, errors.Join(a.err, a.cut))
-	require.ErrorIs(t, g.send(g.dispatch()).err, msg.ErrUnreachable)
+	require.ErrorIs(t, g.send(g.dispatch()).err, rankleg.ErrUnreachable)
 	require.NoError(t, g.server.Close())
 }
 
@@ -558,7 +559,7 @@ func TestDataCloseStuck(t *testing.T) {
 		}
 		close(left)
 	}})
-	resp, _, err := g.client.Send(t.Context(), g.dispatch())
+	resp, _, err := g.client.Ask(t.Context(), g.dispatch())
 	require.NoError(t, err)
 	defer resp.Body.Close()
 	time.Sleep(50 * time.Millisecond) // the windows fill; earlier is no harm
@@ -631,10 +632,10 @@ func FuzzDataHead(f *testing.F) {
 		assert.True(t, d.blocks >= 0 && d.blocks <= maxDataBlocks && d.admit.HitBlocks <= d.blocks &&
 			d.admit.Tokens >= 0)
 		assert.NotEmpty(t, d.app)
-		if class == classHold {
-			path = ""
+		again := &rankleg.Request{
+			Rank: &rankleg.Rank{App: d.app, Unit: d.unit, ID: d.rank}, Route: d.route,
+			FirstToken: d.firstToken,
 		}
-		again := &msg.Dispatch{App: d.app, Unit: d.unit, Rank: d.rank, Path: path, FirstToken: d.firstToken}
 		if class != classNone {
 			again.Admit = &d.admit
 			again.Admit.Blocks = make([]uint64, d.blocks)
@@ -642,7 +643,7 @@ func FuzzDataHead(f *testing.F) {
 				again.Admit.Hit, d.admit.HitBlocks = 0, 0
 			}
 		}
-		back, err := readHead(writeHead(again, time.Unix(0, 0)), path, time.Unix(0, 0))
+		back, err := readHead(writeHead(again, class == classHold, time.Unix(0, 0)), path, time.Unix(0, 0))
 		require.NoError(t, err)
 		back.admit.Blocks = d.admit.Blocks
 		assert.Equal(t, d, back)

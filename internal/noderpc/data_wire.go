@@ -11,13 +11,14 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/engine/openai"
+	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/routing"
 )
 
 // Header fields of the data port, in canonical form. All of them begin with dataPrefix. The ingress drops
 // fields of clients with this prefix, and the data port drops those of engines.
 const (
-	dataPrefix = "Dpserve-"
+	dataPrefix = rankleg.OwnPrefix
 
 	dataApp        = "Dpserve-App"
 	dataUnit       = "Dpserve-Unit"
@@ -46,7 +47,7 @@ const (
 	// with the cause reset, because older nodes read only the cause
 	dataMalformed = "Dpserve-Malformed"
 
-	headerEngineRank = "X-Data-Parallel-Rank" // of an engine that hosts several ranks
+	headerRequestID = "X-Request-Id"
 )
 
 // holdPath is the path of a request for a ticket alone.
@@ -81,40 +82,41 @@ type dataHead struct {
 	app, unit  string
 	rank       routing.RankID
 	class      string
-	route      openai.Route // classBoth and classNone
+	route      openai.Route // NoRoute in classHold
 	admit      msg.Admit    // without Ctx, Blocks and Reply; the zero value in classNone
 	blocks     int
 	firstToken time.Duration // 0: no bound
 }
 
-// writeHead writes a dispatch into the header of its request. The engine's fields share their values with d.
-func writeHead(d *msg.Dispatch, now time.Time) http.Header {
-	h := make(http.Header, len(d.Header)+17)
-	for name, values := range d.Header {
+// writeHead writes a request for a rank into the header of its HTTP request. The engine's fields share their
+// values with q.
+func writeHead(q *rankleg.Request, isHold bool, now time.Time) http.Header {
+	h := make(http.Header, len(q.Header)+17)
+	for name, values := range q.Header {
 		if !strings.HasPrefix(name, dataPrefix) {
 			h[name] = values
 		}
 	}
 	f := headerWriter{header: h, values: make([]string, 0, 17)}
-	f.set(dataApp, d.App)
-	f.set(dataUnit, d.Unit)
-	f.set(dataRank, d.Rank.String())
-	f.set(dataClass, classOf(d))
-	if d.FirstToken > 0 {
-		f.duration(dataFirstToken, d.FirstToken)
+	f.set(dataApp, q.Rank.App)
+	f.set(dataUnit, q.Rank.Unit)
+	f.set(dataRank, q.Rank.ID.String())
+	f.set(dataClass, classOf(q, isHold))
+	if q.FirstToken > 0 {
+		f.duration(dataFirstToken, q.FirstToken)
 	}
-	if d.Admit != nil {
-		f.admit(d.Admit, now)
+	if q.Admit != nil {
+		f.admit(q.Admit, now)
 	}
 	return h
 }
 
-func classOf(d *msg.Dispatch) string {
+func classOf(q *rankleg.Request, isHold bool) string {
 	switch {
-	case d.Admit == nil:
-		return classNone
-	case d.Path == "":
+	case isHold:
 		return classHold
+	case q.Admit == nil:
+		return classNone
 	default:
 		return classBoth
 	}
@@ -217,7 +219,7 @@ func readHead(h http.Header, path string, now time.Time) (*dataHead, error) {
 		firstToken: r.duration(dataFirstToken),
 	}
 	var ok bool
-	if d.rank, ok = parseRank(r.text(dataRank)); !ok {
+	if d.rank, ok = rankleg.ParseRankID(r.text(dataRank)); !ok {
 		r.fail(dataRank)
 	}
 	if d.class != classHold {
@@ -252,17 +254,6 @@ func (d *dataHead) readAdmit(r *headerReader, now time.Time) {
 	if left := r.duration(dataDeadline); left > 0 {
 		d.admit.Deadline = now.Add(left)
 	}
-}
-
-// parseRank reads GROUP/RANK.
-func parseRank(s string) (id routing.RankID, ok bool) {
-	g, r, found := strings.Cut(s, "/")
-	group, err1 := strconv.ParseUint(g, 10, 16)
-	rank, err2 := strconv.ParseUint(r, 10, 16)
-	if !found || err1 != nil || err2 != nil {
-		return 0, false
-	}
-	return routing.ID(int(group), int(rank)), true
 }
 
 // appendBlocks appends the chain hashes that precede a body.

@@ -1,4 +1,4 @@
-package engineleg
+package rankleg
 
 import (
 	"context"
@@ -44,7 +44,7 @@ func newDirect(dial Dialer, patience, idle time.Duration) *direct {
 
 // send sends through the own client. When it returns, the client no longer reads the request, so the request
 // is settled.
-func (l *direct) send(ctx context.Context, o *Request) (*http.Response, error) {
+func (l *direct) send(ctx context.Context, o *engineRequest) (*http.Response, error) {
 	if len(o.Body) > maxDirect || !plain(o.URL) {
 		return l.transport.send(ctx, o)
 	}

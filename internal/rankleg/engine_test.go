@@ -1,4 +1,4 @@
-package engineleg
+package rankleg
 
 import (
 	"context"
@@ -21,10 +21,10 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-func newLegs(t *testing.T) *Legs {
+func openEngines(t *testing.T) engines {
 	t.Helper()
-	l := New(Timers{Dial: 5 * time.Second, IdleOwned: time.Minute, IdleAttached: time.Second}, nil)
-	t.Cleanup(l.Close)
+	l := newEngines(Timers{Dial: 5 * time.Second, IdleOwned: time.Minute, IdleAttached: time.Second}, nil)
+	t.Cleanup(l.close)
 	return l
 }
 
@@ -54,15 +54,15 @@ func TestBySize(t *testing.T) {
 		seen <- r.RemoteAddr
 	}))
 	defer srv.Close()
-	l, small, large := newLegs(t), map[string]bool{}, map[string]bool{}
+	l, small, large := openEngines(t), map[string]bool{}, map[string]bool{}
 	for i, size := range []int{10, maxDirect + 1, 10, maxDirect + 1, 10, maxDirect + 1} {
-		o := &Request{URL: parsed(t, srv.URL+"/x"), Header: http.Header{}, Body: make([]byte, size)}
-		resp, err := l.Send(t.Context(), true, o)
+		o := &engineRequest{URL: parsed(t, srv.URL+"/x"), Header: http.Header{}, Body: make([]byte, size)}
+		resp, err := l.send(t.Context(), true, o)
 		require.NoError(t, err)
 		_, err = io.ReadAll(resp.Body)
 		require.NoError(t, err)
 		require.NoError(t, resp.Body.Close())
-		assert.Eventually(t, o.Settled, time.Second, time.Millisecond)
+		assert.Eventually(t, o.isSettled, time.Second, time.Millisecond)
 		if i%2 == 0 {
 			small[<-seen] = true
 		} else {
@@ -77,7 +77,7 @@ func TestBySize(t *testing.T) {
 
 // TestForgottenClients: engines that are gone leave no client behind once another one comes.
 func TestForgottenClients(t *testing.T) {
-	l := newLegs(t)
+	l := openEngines(t)
 	for _, host := range []string{"a:1", "b:1", "c:1"} {
 		first := l.owned.client(host)
 		assert.Same(t, first, l.owned.client(host))
@@ -90,10 +90,11 @@ func TestRefused(t *testing.T) {
 	dead, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	require.NoError(t, dead.Close())
-	_, err = newLegs(t).Send(t.Context(), false, &Request{URL: parsed(t, "http://"+dead.Addr().String()+"/")})
+	_, err = openEngines(t).send(t.Context(), false,
+		&engineRequest{URL: parsed(t, "http://"+dead.Addr().String()+"/")})
 	require.Error(t, err)
-	assert.True(t, Refused(err))
-	assert.False(t, Refused(&net.OpError{Op: "read", Err: errors.New("reset")}))
+	assert.True(t, IsRefused(err))
+	assert.False(t, IsRefused(&net.OpError{Op: "read", Err: errors.New("reset")}))
 }
 
 // TestStale: a connection that was closed while it waited is told from one that fails at its first use.
@@ -106,10 +107,10 @@ func TestStale(t *testing.T) {
 		_, _ = io.WriteString(w, "ok")
 	}))
 	defer srv.Close()
-	l := newLegs(t)
-	send := func() (*Request, error) {
-		o := &Request{URL: parsed(t, srv.URL+"/"), Body: []byte("{}")}
-		resp, err := l.Send(context.Background(), true, o)
+	l := openEngines(t)
+	send := func() (*engineRequest, error) {
+		o := &engineRequest{URL: parsed(t, srv.URL+"/"), Body: []byte("{}")}
+		resp, err := l.send(context.Background(), true, o)
 		if err == nil {
 			_, _ = io.ReadAll(resp.Body)
 			_ = resp.Body.Close()
@@ -120,7 +121,7 @@ func TestStale(t *testing.T) {
 	require.NoError(t, err)
 	o, err := send()
 	require.Error(t, err)
-	assert.True(t, o.Stale())
+	assert.True(t, o.isStale())
 	_, err = send()
 	require.NoError(t, err)
 }
@@ -138,9 +139,9 @@ func TestAWrittenBodyIsFree(t *testing.T) {
 	defer close(over)
 	body := make([]byte, 2*maxDirect)
 	alive := weak.Make(&body[0])
-	o := &Request{URL: parsed(t, srv.URL+"/"), Header: http.Header{}, Body: body}
+	o := &engineRequest{URL: parsed(t, srv.URL+"/"), Header: http.Header{}, Body: body}
 	body = nil // the garbage collector must not find it here
-	resp, err := newLegs(t).Send(t.Context(), true, o)
+	resp, err := openEngines(t).send(t.Context(), true, o)
 	require.NoError(t, err)
 	assert.Eventually(t, func() bool {
 		runtime.GC()

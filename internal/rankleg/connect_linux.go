@@ -1,4 +1,4 @@
-package engineleg
+package rankleg
 
 import (
 	"net/netip"

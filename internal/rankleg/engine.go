@@ -1,31 +1,24 @@
-// Package engineleg sends one request to an engine: through enginehttp where that client can (plain HTTP,
-// body up to maxDirect), else through http.Transport. An ingress uses it for ranks of its node, a data port
-// for requests of other nodes.
-package engineleg
+package rankleg
 
 import (
 	"bytes"
 	"context"
-	"errors"
 	"io"
 	"net"
 	"net/http"
 	"net/http/httptrace"
-	"net/textproto"
 	"net/url"
-	"strings"
 	"sync/atomic"
 	"time"
 
-	"github.com/dpserve/dpserve/internal/enginehttp"
 	"github.com/dpserve/dpserve/internal/rawconn"
 )
 
 // Dialer opens a connection to an engine.
 type Dialer func(ctx context.Context, network, addr string) (net.Conn, error)
 
-// Request is one POST to an engine. It is used for one send only.
-type Request struct {
+// engineRequest is one POST to an engine. It is used for one send only.
+type engineRequest struct {
 	URL    *url.URL
 	Header http.Header // read only
 	Body   []byte      // the transport drops it once it is written: an answer may take minutes
@@ -36,14 +29,14 @@ type Request struct {
 	writing atomic.Int32  // connections that may still read Body
 }
 
-// Settled reports that no goroutine reads the request's memory any more.
-func (r *Request) Settled() bool { return r.writing.Load() == 0 }
+// isSettled says that no goroutine reads the request's memory any more.
+func (r *engineRequest) isSettled() bool { return r.writing.Load() == 0 }
 
-// Stale reports that a failed request used a connection that had waited for a request and that the engine had
+// isStale says that a failed request used a connection that had waited for a request and that the engine had
 // closed. The engine got nothing, so the request may be sent once more.
-func (r *Request) Stale() bool { return r.reused.Load() && !r.begun.Load() }
+func (r *engineRequest) isStale() bool { return r.reused.Load() && !r.begun.Load() }
 
-func (r *Request) trace() *httptrace.ClientTrace {
+func (r *engineRequest) trace() *httptrace.ClientTrace {
 	return &httptrace.ClientTrace{
 		GotConn: func(info httptrace.GotConnInfo) {
 			r.reused.Store(info.Reused)
@@ -60,19 +53,6 @@ func (r *Request) trace() *httptrace.ClientTrace {
 	}
 }
 
-// Refused reports that a send failed without a connection: nothing was sent.
-func Refused(err error) bool {
-	var op *net.OpError
-	return errors.As(err, &op) && op.Op == "dial"
-}
-
-// Malformed reports that a send failed because the engine sent bytes that are no HTTP answer, or a head that
-// is too large.
-func Malformed(err error) bool {
-	var p *enginehttp.ProtocolError
-	return errors.As(err, &p)
-}
-
 // Limits that cannot be configured.
 const (
 	// maxIdle connections per engine must not be below max_ongoing_requests, or a burst dials once per
@@ -86,44 +66,37 @@ const (
 	kernelBuffer = 64 << 10
 )
 
-// Timers are those of the connections to engines. All must be set.
-type Timers struct {
-	Dial         time.Duration // for a connection
-	IdleOwned    time.Duration // idle connections to engines that dpserve started
-	IdleAttached time.Duration // idle connections to other engines
-}
-
-// Legs are the connections to engines. Those to engines that dpserve started may be idle for longer than
+// engines are the connections to engines. Those to engines that dpserve started may be idle for longer than
 // those to attached ones. Safe for concurrent use.
-type Legs struct{ owned, attached *direct }
+type engines struct{ owned, attached *direct }
 
-// New makes the legs; a nil dial is TCP.
-func New(t Timers, dial Dialer) *Legs {
+// newEngines makes the connections; a nil dial is TCP.
+func newEngines(t Timers, dial Dialer) engines {
 	if dial == nil {
 		dial = (&net.Dialer{Timeout: t.Dial, KeepAlive: -1, Control: connectNow}).DialContext
 	}
 	dial = cappedDial(dial)
-	return &Legs{
+	return engines{
 		owned:    newDirect(dial, t.Dial, t.IdleOwned),
 		attached: newDirect(dial, t.Dial, t.IdleAttached),
 	}
 }
 
-// Send returns when the answer's header is there. It never follows redirects and never sends twice. The
+// send returns when the answer's header is there. It never follows redirects and never sends twice. The
 // caller closes the answer's body, and does not change its header. The request's memory may still be read
-// after Send has returned, until Settled is true. owned: dpserve started the engine.
-func (l *Legs) Send(ctx context.Context, owned bool, r *Request) (*http.Response, error) {
+// after send has returned, until isSettled is true. owned: dpserve started the engine.
+func (e engines) send(ctx context.Context, owned bool, r *engineRequest) (*http.Response, error) {
 	if owned {
-		return l.owned.send(ctx, r)
+		return e.owned.send(ctx, r)
 	}
-	return l.attached.send(ctx, r)
+	return e.attached.send(ctx, r)
 }
 
-// Close closes idle connections, and those in use when their requests end. It ends the dials of spare
+// close closes idle connections, and those in use when their requests end. It ends the dials of spare
 // connections.
-func (l *Legs) Close() {
-	l.owned.close()
-	l.attached.close()
+func (e engines) close() {
+	e.owned.close()
+	e.attached.close()
 }
 
 // cappedDial dials connections that are capped.
@@ -148,36 +121,7 @@ func capped(c net.Conn) net.Conn {
 	return rawconn.Conn(c)
 }
 
-// Hop reports whether a header field (in canonical form) belongs to one connection and is never passed on
-// (RFC 9110, 7.6.1).
-func Hop(name string) bool {
-	switch name {
-	case "Connection", "Keep-Alive", "Proxy-Connection", "Proxy-Authenticate", "Proxy-Authorization", "Te",
-		"Trailer", "Transfer-Encoding", "Upgrade":
-		return true
-	}
-	return false
-}
-
-// HopNames are the fields that Connection declares to be for this hop; nil for most messages.
-func HopNames(h http.Header) map[string]bool {
-	var out map[string]bool
-	for _, line := range h["Connection"] {
-		for _, name := range strings.Split(line, ",") {
-			name = textproto.CanonicalMIMEHeaderKey(strings.TrimSpace(name))
-			if name == "" || name == "Close" || name == "Keep-Alive" {
-				continue
-			}
-			if out == nil {
-				out = map[string]bool{}
-			}
-			out[name] = true
-		}
-	}
-	return out
-}
-
-// transport is the leg on net/http: for TLS, and for large bodies.
+// transport sends through net/http: for TLS, and for large bodies.
 type transport struct{ inner *http.Transport }
 
 // newTransport sets what the defaults of net/http get wrong for a relay: no compression (the transport would
@@ -197,7 +141,7 @@ func newTransport(dial Dialer, patience, idle time.Duration) *transport {
 
 // send gives the body as a bytes.Reader, which the transport knows: it writes header and body in one piece.
 // GetBody stays unset, or the transport would resend by itself, uncounted.
-func (t *transport) send(ctx context.Context, o *Request) (*http.Response, error) {
+func (t *transport) send(ctx context.Context, o *engineRequest) (*http.Response, error) {
 	o.reader = bytes.NewReader(o.Body)
 	r := http.Request{
 		Method: http.MethodPost, URL: o.URL, Host: o.URL.Host, Header: o.Header,

@@ -1,6 +1,6 @@
 //go:build !linux
 
-package engineleg
+package rankleg
 
 import "syscall"
 

@@ -1,4 +1,4 @@
-package engineleg
+package rankleg
 
 import (
 	"bufio"
@@ -21,7 +21,7 @@ import (
 // request for /stream gets a head and then nothing, until its client closes.
 type fakeEngine struct {
 	t    *testing.T
-	legs *Legs
+	legs engines
 
 	mu      sync.Mutex
 	dials   int
@@ -36,8 +36,9 @@ type fakeEngine struct {
 func newFakeEngine(t *testing.T) *fakeEngine {
 	t.Helper()
 	e := &fakeEngine{t: t}
-	e.legs = New(Timers{Dial: 5 * time.Second, IdleOwned: time.Minute, IdleAttached: 4 * time.Second}, e.dial)
-	t.Cleanup(e.legs.Close)
+	e.legs = newEngines(
+		Timers{Dial: 5 * time.Second, IdleOwned: time.Minute, IdleAttached: 4 * time.Second}, e.dial)
+	t.Cleanup(e.legs.close)
 	return e
 }
 
@@ -111,13 +112,13 @@ func (e *fakeEngine) closeAll() {
 }
 
 // send sends a request and lets what it has begun in the background end.
-func (e *fakeEngine) send(path string) (*http.Response, *Request, error) {
+func (e *fakeEngine) send(path string) (*http.Response, *engineRequest, error) {
 	e.t.Helper()
-	r := &Request{
+	r := &engineRequest{
 		URL: &url.URL{Scheme: "http", Host: "engine:1", Path: path}, Header: http.Header{},
 		Body: []byte("{}"),
 	}
-	resp, err := e.legs.Send(e.t.Context(), false, r)
+	resp, err := e.legs.send(e.t.Context(), false, r)
 	synctest.Wait()
 	return resp, r, err
 }
@@ -184,7 +185,7 @@ func TestADeadEngineIsDialledByItsRequestsAlone(t *testing.T) {
 			e.closeAll()
 			_, r, err := e.send("/")
 			require.Error(t, err)
-			assert.True(t, r.Stale(), "the spare connection was closed: nobody's fault")
+			assert.True(t, r.isStale(), "the spare connection was closed: nobody's fault")
 			before := e.dialled()
 			for range 100 {
 				_, _, err := e.send("/")
@@ -204,7 +205,7 @@ func TestASpareThatTheEngineClosedIsAFreeResend(t *testing.T) {
 		e.closeAll()
 		_, r, err := e.send("/")
 		require.Error(t, err)
-		assert.True(t, r.Stale())
+		assert.True(t, r.isStale())
 		e.whole()
 	})
 }
@@ -223,8 +224,8 @@ func TestDialsOfSparesAreBounded(t *testing.T) {
 		assert.Equal(t, 5, e.dialled(), "a dial that hangs")
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
-		r := &Request{URL: &url.URL{Scheme: "http", Host: "engine:1", Path: "/"}}
-		_, err := e.legs.Send(ctx, false, r)
+		r := &engineRequest{URL: &url.URL{Scheme: "http", Host: "engine:1", Path: "/"}}
+		_, err := e.legs.send(ctx, false, r)
 		require.ErrorIs(t, err, context.DeadlineExceeded)
 		assert.Equal(t, 6, e.dialled(), "the request's own dial")
 		time.Sleep(5 * time.Second)
@@ -237,7 +238,7 @@ func TestDialsOfSparesAreBounded(t *testing.T) {
 		e.set(&e.hangs, true)
 		e.stream() // uses the spare connection
 		begun := time.Now()
-		e.legs.Close()
+		e.legs.close()
 		assert.Zero(t, time.Since(begun), "Close ends the dial")
 		dials := e.dialled()
 		e.set(&e.hangs, false)
@@ -252,8 +253,10 @@ func TestTheDialOfASpareOutlivesItsRequest(t *testing.T) {
 		e := newFakeEngine(t)
 		e.set(&e.slow, true)
 		ctx, cancel := context.WithCancel(t.Context())
-		r := &Request{URL: &url.URL{Scheme: "http", Host: "engine:1", Path: "/stream"}, Body: []byte("{}")}
-		resp, err := e.legs.Send(ctx, false, r)
+		r := &engineRequest{
+			URL: &url.URL{Scheme: "http", Host: "engine:1", Path: "/stream"}, Body: []byte("{}"),
+		}
+		resp, err := e.legs.send(ctx, false, r)
 		require.NoError(t, err)
 		cancel()
 		require.NoError(t, resp.Body.Close())

@@ -1,0 +1,436 @@
+package ingress
+
+import (
+	"context"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/telemetry"
+)
+
+// The tests of this file say how a rank is asked. Each runs for a rank of this node and for one of another
+// node, and neither the client nor the rank may see a difference.
+
+// forBothTransports runs test for a near and for a far rank.
+func forBothTransports(t *testing.T, test func(t *testing.T, far bool)) {
+	t.Helper()
+	for name, far := range map[string]bool{"near": false, "far": true} {
+		t.Run(name, func(t *testing.T) { test(t, far) })
+	}
+}
+
+// oneAttempt makes the first failure final, and tokens due soon.
+func oneAttempt(a *app.Application) {
+	a.Retries.Attempts, a.Timeouts.QueueS = 1, 0.2
+	a.Timeouts.FirstTokenS, a.Timeouts.BetweenTokensS = 0.2, 0.2
+}
+
+// oneDone returns the only Done that the rank got, and requires that its ticket is back.
+func (r *replica) oneDone(t *testing.T) msg.Done {
+	t.Helper()
+	d := r.lastDone(t)
+	eventually(t, func() bool { return r.inFlight() == 0 }, "the ticket is back")
+	time.Sleep(20 * time.Millisecond) // for a second one
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	require.Len(t, r.dones, 1)
+	return d
+}
+
+// writesRaw is an engine that answers with bytes of its own.
+func writesRaw(raw string) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		drain(r)
+		if conn, _, err := w.(http.Hijacker).Hijack(); err == nil {
+			_, _ = io.WriteString(conn, raw)
+			_ = conn.Close()
+		}
+	}
+}
+
+// TestRankOutcome: whatever an engine answers, the rank hears it in exactly one Done.
+func TestRankOutcome(t *testing.T) {
+	var h hangingEngine
+	redirect := func(w http.ResponseWriter, r *http.Request) {
+		drain(r)
+		w.Header().Set("Location", "http://127.0.0.1:1/elsewhere")
+		w.WriteHeader(http.StatusTemporaryRedirect)
+	}
+	for name, c := range map[string]struct {
+		engine  http.HandlerFunc // nil: nothing listens
+		body    string
+		status  int
+		outcome msg.Outcome
+		cause   string
+		trip    bool
+		probe   bool
+	}{
+		"stream": {
+			engine: sends(roleChunk, textChunk, stopChunk, usageChunk, doneEvent), body: streamBody,
+			status: 200, outcome: msg.OK, cause: "ok",
+		},
+		"whole": {
+			engine: replies(200, wholeAnswer), body: chatBody, status: 200, outcome: msg.OK, cause: "ok",
+		},
+		"400": {
+			engine: replies(400, `{"a":1}`), body: chatBody, status: 400, outcome: msg.OK,
+			cause: msg.CauseClientError,
+		},
+		"500": {
+			engine: replies(500, `{}`), body: chatBody, status: 502, outcome: msg.FailedOutcome,
+			cause: "engine_error", trip: true,
+		},
+		"busy": {
+			engine: replies(503, busyError), body: chatBody, status: 503, outcome: msg.FailedOutcome,
+			cause: "engine_busy",
+		},
+		"redirect": {
+			engine: redirect, body: chatBody, status: 502, outcome: msg.FailedOutcome, cause: "engine_error",
+			trip: true,
+		},
+		"reset": {
+			engine: resets, body: chatBody, status: 502, outcome: msg.FailedOutcome, cause: "reset",
+			probe: true,
+		},
+		"refuses": {
+			body: chatBody, status: 502, outcome: msg.FailedOutcome, cause: "connection_refused", probe: true,
+		},
+		"malformed": {
+			engine: writesRaw("HTTP/9 what\r\n\r\n"), body: chatBody, status: 502, outcome: msg.FailedOutcome,
+			cause: "malformed_answer", trip: true,
+		},
+		"empty": {
+			engine: sends(), body: streamBody, status: 502, outcome: msg.FailedOutcome, cause: "empty",
+			trip: true,
+		},
+		"hangs": {
+			engine: h.sends(), body: streamBody, status: 504, outcome: msg.FailedOutcome,
+			cause: "first_token_timeout", trip: true,
+		},
+		"hangs after its header": {
+			engine: h.sends(roleChunk), body: streamBody, status: 504, outcome: msg.FailedOutcome,
+			cause: "first_token_timeout", trip: true,
+		},
+		"breaks off": {
+			engine: cutAfter(textChunk), body: streamBody, status: 200, outcome: msg.FailedOutcome,
+			cause: "upstream_lost", trip: true, probe: true,
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			forBothTransports(t, func(t *testing.T, far bool) {
+				o := options{far: far, app: oneAttempt}
+				if c.engine == nil {
+					o.urls = []string{"http://127.0.0.1:1"}
+				} else {
+					o.engines = []http.HandlerFunc{c.engine}
+				}
+				g := newRig(t, o)
+				assert.Equal(t, c.status, g.post("/v1/chat/completions", c.body).status)
+				d := g.replicas[0].oneDone(t)
+				assert.Equal(t, c.outcome, d.Outcome)
+				assert.Equal(t, c.cause, d.Cause)
+				assert.Equal(t, c.trip, d.Trip, "trip")
+				assert.Equal(t, c.probe, d.Probe, "probe")
+				if name == "stream" {
+					assert.Equal(t, []int{5, 3, 7}, []int{d.PromptTokens, d.CachedTokens, d.CompletionTokens})
+					assert.Positive(t, d.FirstToken)
+				}
+			})
+		})
+	}
+}
+
+// TestRankRefuses: a rank that refuses is not asked further, gets no Done, and another rank serves.
+func TestRankRefuses(t *testing.T) {
+	for r := msg.Full; r <= msg.Overloaded; r++ {
+		if r == msg.Expired { // no other rank is tried
+			continue
+		}
+		t.Run(r.String(), func(t *testing.T) {
+			forBothTransports(t, func(t *testing.T, far bool) {
+				var asked atomic.Int32
+				g := newRig(t, options{far: far, engines: []http.HandlerFunc{
+					func(http.ResponseWriter, *http.Request) { asked.Add(1) }, replies(200, wholeAnswer),
+				}})
+				g.replicas[0].setRefuse(func(*msg.Admit) msg.Refusal { return r })
+				for range 2 {
+					a := g.post("/v1/chat/completions", chatBody)
+					require.Equal(t, 200, a.status, a.body)
+					assert.Equal(t, "1", a.header.Get("X-Dpserve-Rank"))
+				}
+				k := g.replicas[0]
+				k.mu.Lock()
+				defer k.mu.Unlock()
+				assert.Positive(t, k.admits)
+				assert.Empty(t, k.dones)
+				assert.Zero(t, asked.Load())
+			})
+		})
+	}
+}
+
+// TestRankMailboxStopped: a rank whose actor has ended counts as gone, also while a request waits for it.
+func TestRankMailboxStopped(t *testing.T) {
+	forBothTransports(t, func(t *testing.T, far bool) {
+		g := newRig(t, options{far: far, app: oneAttempt, urls: []string{"http://127.0.0.1:1"}})
+		r := g.replicas[0]
+		r.setMute(true)
+		answers := make(chan answer)
+		go func() { answers <- g.post("/v1/chat/completions", chatBody) }()
+		eventually(t, func() bool { return r.heldAdmits() == 1 }, "the rank is asked")
+		close(r.stopped)
+		assert.Equal(t, 503, (<-answers).status)
+		assert.Zero(t, r.granted())
+	})
+}
+
+// TestRankLateTicket: the ticket of a request that has left before it was admitted comes back, unused.
+func TestRankLateTicket(t *testing.T) {
+	forBothTransports(t, func(t *testing.T, far bool) {
+		var asked atomic.Int32
+		g := newRig(t, options{far: far, app: oneAttempt, engines: []http.HandlerFunc{
+			func(http.ResponseWriter, *http.Request) { asked.Add(1) },
+		}})
+		r := g.replicas[0]
+		r.setMute(true)
+		ctx, cancel := context.WithCancel(t.Context())
+		answers := make(chan answer)
+		go func() { answers <- g.postCtx(ctx, "/v1/chat/completions", chatBody) }()
+		eventually(t, func() bool { return r.heldAdmits() == 1 }, "the rank is asked")
+		cancel()
+		require.Error(t, (<-answers).err)
+		eventually(t, func() bool { return r.firstHeld().Ctx.Err() != nil }, "the rank can see it")
+		time.Sleep(10 * time.Millisecond) // the waiting side sees it as well
+		r.answerHeld()
+		d := r.oneDone(t)
+		assert.Equal(t, msg.Refused, d.Outcome)
+		assert.Equal(t, "late_ticket", d.Cause)
+		assert.Zero(t, asked.Load())
+	})
+}
+
+// TestRankClientLeaves: a client that leaves while the engine works ends the engine's request and the ticket.
+func TestRankClientLeaves(t *testing.T) {
+	for name, list := range map[string][]string{"before the answer": nil, "in the answer": {textChunk}} {
+		t.Run(name, func(t *testing.T) {
+			forBothTransports(t, func(t *testing.T, far bool) {
+				var h hangingEngine
+				g := newRig(t, options{far: far, engines: []http.HandlerFunc{h.sends(list...)}})
+				ctx, cancel := context.WithCancel(t.Context())
+				answers := make(chan answer)
+				go func() { answers <- g.postCtx(ctx, "/v1/chat/completions", streamBody) }()
+				eventually(t, func() bool { return h.came.Load() == 1 }, "the engine is asked")
+				if list != nil {
+					eventually(t, func() bool {
+						g.replicas[0].mu.Lock()
+						defer g.replicas[0].mu.Unlock()
+						return g.replicas[0].firsts == 1
+					}, "the first token")
+				}
+				cancel()
+				<-answers
+				d := g.replicas[0].oneDone(t)
+				assert.Equal(t, msg.Cancelled, d.Outcome)
+				assert.Equal(t, "client_gone", d.Cause)
+				eventually(t, func() bool { return h.left.Load() == 1 }, "the engine sees it")
+			})
+		})
+	}
+}
+
+// TestRankSlowAdmission: a rank that does not answer in time counts as overloaded, and its late ticket comes
+// back.
+func TestRankSlowAdmission(t *testing.T) {
+	forBothTransports(t, func(t *testing.T, far bool) {
+		o := options{far: far, app: oneAttempt, urls: []string{"http://127.0.0.1:1"}}
+		o.app = func(a *app.Application) { oneAttempt(a); a.Timeouts.FirstTokenS = 5 }
+		o.timers.Admit = 50 * time.Millisecond
+		g := newRig(t, o)
+		r := g.replicas[0]
+		r.setMute(true)
+		assert.Equal(t, 503, g.post("/v1/chat/completions", chatBody).status)
+		r.answerHeld()
+		d := r.oneDone(t)
+		assert.Equal(t, msg.Refused, d.Outcome)
+		assert.Equal(t, "late_ticket", d.Cause)
+	})
+}
+
+// TestRankResend: a request is sent twice to an engine that has closed a waiting connection, and only then.
+func TestRankResend(t *testing.T) {
+	forBothTransports(t, func(t *testing.T, far bool) {
+		var mu sync.Mutex
+		seen, broken := map[string]bool{}, 0
+		g := newRig(t, options{far: far, app: oneAttempt, engines: []http.HandlerFunc{
+			func(w http.ResponseWriter, r *http.Request) {
+				mu.Lock()
+				again := seen[r.RemoteAddr]
+				seen[r.RemoteAddr] = true
+				if again {
+					broken++
+				}
+				mu.Unlock()
+				if again {
+					resets(w, r)
+					return
+				}
+				replies(200, wholeAnswer)(w, r)
+			},
+		}})
+		for range 4 {
+			require.Equal(t, 200, g.post("/v1/chat/completions", chatBody).status)
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		assert.Positive(t, broken)
+		for _, d := range g.replicas[0].dones {
+			assert.Equal(t, "ok", d.Cause)
+		}
+		m, _ := g.in.metrics.(*telemetry.Metrics)
+		rec := httptest.NewRecorder()
+		m.Handler().ServeHTTP(rec,
+			httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
+		assert.Contains(t, rec.Body.String(), `keepalive_resend`)
+	})
+}
+
+// TestRankHeaders: the engine gets the client's fields without those of the hop and of dpserve, and the
+// client gets the engine's in the same way.
+func TestRankHeaders(t *testing.T) {
+	forBothTransports(t, func(t *testing.T, far bool) {
+		seen := make(chan http.Header, 1)
+		g := newRig(t, options{far: far, engines: []http.HandlerFunc{
+			func(w http.ResponseWriter, r *http.Request) {
+				seen <- r.Header
+				h := w.Header()
+				h["X-Engine"] = []string{"a", "b"}
+				h["Connection"], h["X-Hop"] = []string{"X-Hop"}, []string{"1"}
+				h["Dpserve-Cause"] = []string{"refused"}
+				h["X-Dpserve-Rank"], h["X-Request-Id"] = []string{"9"}, []string{"engine"}
+				replies(200, wholeAnswer)(w, r)
+			},
+		}})
+		a := g.post("/v1/chat/completions", chatBody, "Authorization", "Bearer x", "X-Custom", "1",
+			"X-Request-Id", "r1", "Connection", "X-Hop", "X-Hop", "1", "X-Dpserve-Session", "s",
+			"X-Forwarded-For", "1.2.3.4", "X-Data-Parallel-Rank", "7", "Dpserve-Rank", "9/9",
+			"Te", "trailers", "Content-Type", "application/json", "User-Agent", "client")
+		require.Equal(t, 200, a.status, a.body)
+		assert.Equal(t, http.Header{
+			"Authorization": {"Bearer x"}, "X-Custom": {"1"}, "X-Request-Id": {"r1"},
+			"User-Agent": {"client"}, "Content-Type": {"application/json"}, "Content-Length": {"60"},
+		}, <-seen)
+		assert.Equal(t, []string{"a", "b"}, a.header["X-Engine"])
+		assert.Empty(t, a.header["X-Hop"])
+		assert.Empty(t, a.header["Dpserve-Cause"])
+		assert.Equal(t, []string{"0"}, a.header["X-Dpserve-Rank"])
+		assert.Equal(t, []string{"r1"}, a.header["X-Request-Id"])
+	})
+}
+
+// TestRankAddressing: an engine that hosts several ranks is told which one is meant.
+func TestRankAddressing(t *testing.T) {
+	for mode, want := range map[string][2]string{"header": {"6", ""}, "body": {"", `,"routed_dp_rank":6}`}} {
+		t.Run(mode, func(t *testing.T) {
+			forBothTransports(t, func(t *testing.T, far bool) {
+				seen := make(chan [2]string, 1)
+				g := newRig(t, options{
+					far: far, address: msg.Target{Addressing: mode, Selector: 6},
+					engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
+						b, _ := io.ReadAll(r.Body)
+						seen <- [2]string{r.Header.Get("X-Data-Parallel-Rank"), string(b)}
+						replies(200, wholeAnswer)(w, r)
+					}},
+				})
+				require.Equal(t, 200, g.post("/v1/chat/completions", chatBody).status)
+				body := chatBody
+				if want[1] != "" {
+					body = chatBody[:len(chatBody)-1] + want[1]
+				}
+				assert.Equal(t, [2]string{want[0], body}, <-seen)
+			})
+		})
+	}
+}
+
+// TestRankWithoutTicket: a request that computes no tokens asks no ticket, of a full rank as of any other.
+func TestRankWithoutTicket(t *testing.T) {
+	forBothTransports(t, func(t *testing.T, far bool) {
+		g := newRig(t, options{far: far, engines: []http.HandlerFunc{replies(200, `{"tokens":[1]}`)}})
+		a := g.post("/tokenize", `{"model":"demo","prompt":"x"}`)
+		assert.Equal(t, 200, a.status)
+		assert.JSONEq(t, `{"tokens":[1]}`, a.body)
+		r := g.replicas[0]
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		assert.Zero(t, r.admits)
+		assert.Empty(t, r.dones)
+	})
+}
+
+// TestRankReservation: a ticket without a request lives until it is freed; one that comes too late goes back.
+func TestRankReservation(t *testing.T) {
+	forBothTransports(t, func(t *testing.T, far bool) {
+		o := options{far: far, urls: []string{"http://127.0.0.1:1"}}
+		o.timers.Admit = 50 * time.Millisecond
+		g := newRig(t, o)
+		r := g.replicas[0]
+		reserve := func(id string) error {
+			_, err := g.in.BestWorker(t.Context(), "demo",
+				&msg.BestWorker{TokenIDs: []uint32{1}, RequestID: id})
+			return err
+		}
+		r.setMute(true)
+		require.Error(t, reserve("late"))
+		if far {
+			eventually(t, func() bool { return r.firstHeld().Ctx.Err() != nil }, "its node knows")
+			time.Sleep(10 * time.Millisecond)
+		}
+		r.answerHeld()
+		assert.Equal(t, "late_ticket", r.oneDone(t).Cause)
+		r.setMute(false)
+		require.NoError(t, reserve("held"))
+		require.Equal(t, 1, r.inFlight())
+		require.NoError(t, g.in.Free("demo", "held"))
+		eventually(t, func() bool { return r.inFlight() == 0 }, "freed")
+		assert.Equal(t, msg.Cancelled, r.lastDone(t).Outcome)
+	})
+}
+
+func (r *replica) setMute(mute bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.mute = mute
+}
+
+func (r *replica) heldAdmits() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return len(r.held)
+}
+
+func (r *replica) firstHeld() *msg.Admit {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.held[0]
+}
+
+// answerHeld answers every held Admit.
+func (r *replica) answerHeld() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, m := range slices.Backward(r.held) {
+		r.admit(m)
+	}
+	r.held = nil
+}

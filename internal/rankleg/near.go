@@ -1,0 +1,190 @@
+package rankleg
+
+import (
+	"context"
+	"io"
+	"maps"
+	"net/http"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/engine/openai"
+)
+
+// Timers of a Near. All must be set.
+type Timers struct {
+	Admit        time.Duration // for the reply of a rank's actor; after it the rank counts as overloaded
+	LateTicket   time.Duration // how long an abandoned admission is waited for, to return its ticket
+	Dial         time.Duration // for a connection to an engine
+	IdleOwned    time.Duration // idle connections to engines that dpserve started
+	IdleAttached time.Duration // idle connections to other engines
+}
+
+// Near asks the ranks of its own node. Safe for concurrent use.
+type Near struct {
+	timers  Timers
+	serves  func() bool
+	engines engines
+	replies sync.Pool      // chan msg.AdmitReply
+	late    sync.WaitGroup // waits for late tickets
+}
+
+var _ Asker = (*Near)(nil)
+
+// NewNear makes a Near. A nil dial is TCP. serves tells whether the node may serve, that is, holds its lease;
+// nil: always.
+func NewNear(t Timers, dial Dialer, serves func() bool) *Near {
+	n := &Near{timers: t, serves: serves, engines: newEngines(t, dial)}
+	n.replies.New = func() any { return make(chan msg.AdmitReply, 1) }
+	return n
+}
+
+// Close waits for late tickets and closes the connections to engines. No Ask may be running or follow.
+func (n *Near) Close() {
+	n.late.Wait()
+	n.engines.close()
+}
+
+// Ask implements Asker.
+func (n *Near) Ask(ctx context.Context, q *Request) (*http.Response, msg.AdmitReply, error) {
+	reply, err := n.Reserve(ctx, q)
+	if err != nil || reply.Refusal != msg.Granted {
+		return nil, reply, err
+	}
+	resp, err := n.askEngine(ctx, q)
+	if err == nil && n.serves != nil {
+		resp.Body = &leasedBody{inner: resp.Body, serves: n.serves}
+	}
+	return resp, reply, err
+}
+
+// Reserve implements Asker.
+func (n *Near) Reserve(ctx context.Context, q *Request) (reply msg.AdmitReply, err error) {
+	switch {
+	case n.serves != nil && !n.serves():
+		return q.refused(msg.NoLease), nil
+	case q.Admit == nil:
+		return reply, nil
+	}
+	if reply = n.admit(ctx, q); reply.Refusal == msg.Granted {
+		q.OnTicket(&reply.Ticket)
+	}
+	return reply, nil
+}
+
+// admit asks the rank's actor for a ticket. It waits for the reply, for the end of ctx, which counts as a
+// refusal because the request has expired, for the end of the actor, which then replies to nothing, or for
+// Timers.Admit.
+func (n *Near) admit(ctx context.Context, q *Request) msg.AdmitReply {
+	reply, _ := n.replies.Get().(chan msg.AdmitReply)
+	q.Admit.Reply = reply
+	box := q.Rank.Mailbox
+	if box.TrySend(q.Admit) != nil {
+		n.replies.Put(reply)
+		select {
+		case <-box.Stopped():
+			return q.refused(msg.Gone)
+		default:
+			return q.refused(msg.Overloaded)
+		}
+	}
+	patience := time.NewTimer(n.timers.Admit)
+	defer patience.Stop()
+	select {
+	case rep := <-reply:
+		n.replies.Put(reply)
+		return rep
+	case <-box.Stopped():
+		q.IsAdmitPending = true // the mailbox may still hold the message
+		select {
+		case rep := <-reply: // it came just before the actor ended
+			return rep
+		default:
+			return q.refused(msg.Gone) // the channel is not used again
+		}
+	case <-ctx.Done():
+		n.returnLateTicket(q)
+		return q.refused(msg.Expired)
+	case <-patience.C:
+		n.returnLateTicket(q)
+		return q.refused(msg.Overloaded)
+	}
+}
+
+func (q *Request) refused(why msg.Refusal) msg.AdmitReply {
+	return msg.AdmitReply{Refusal: why, Epoch: q.Rank.Epoch}
+}
+
+// returnLateTicket waits for the ticket of a request that has already left, and returns it. It uses one
+// goroutine per such request, which ends with the reply, the actor or Timers.LateTicket.
+func (n *Near) returnLateTicket(q *Request) {
+	q.IsAdmitPending = true
+	reply, box := q.Admit.Reply, q.Rank.Mailbox
+	n.late.Go(func() {
+		timeout := time.NewTimer(n.timers.LateTicket)
+		defer timeout.Stop()
+		select {
+		case rep := <-reply:
+			n.replies.Put(reply)
+			if rep.Refusal == msg.Granted {
+				box.Send(&msg.Done{TicketID: rep.Ticket.ID, Outcome: msg.Refused, Cause: "late_ticket"})
+			}
+		case <-box.Stopped():
+		case <-timeout.C:
+		}
+	})
+}
+
+// askEngine sends the request, and sends it once more if a reused connection turns out to be closed. Engines
+// close idle connections, so this is no failure and not a new attempt.
+func (n *Near) askEngine(ctx context.Context, q *Request) (*http.Response, error) {
+	header, body := q.addressed()
+	for {
+		o := &engineRequest{URL: q.Rank.urls[q.Route], Header: header, Body: body}
+		resp, err := n.engines.send(ctx, q.Rank.Target.Owned, o)
+		q.IsBodyShared = q.IsBodyShared || !o.isSettled()
+		if err == nil || q.Resent || !o.isStale() || ctx.Err() != nil {
+			return resp, err
+		}
+		q.Resent = true
+	}
+}
+
+// addressed returns header and body for the engine. An engine that hosts several ranks behind one URL is told
+// which of them has granted the ticket.
+func (q *Request) addressed() (http.Header, []byte) {
+	if q.Admit == nil {
+		return q.Header, q.Body
+	}
+	number := strconv.Itoa(q.Rank.Target.Selector)
+	switch q.Rank.Target.Addressing {
+	case "header":
+		h := make(http.Header, len(q.Header)+1) // an earlier attempt may still read the shared one
+		maps.Copy(h, q.Header)
+		h[headerRank] = []string{number}
+		return h, q.Body
+	case "body":
+		return q.Header, openai.AppendField(nil, q.Body, "routed_dp_rank", []byte(number))
+	default:
+		return q.Header, q.Body
+	}
+}
+
+// leasedBody is an answer that ends when its node loses its lease: a node that was suspended must not
+// continue its streams.
+type leasedBody struct {
+	inner  io.ReadCloser
+	serves func() bool
+}
+
+func (b *leasedBody) Read(p []byte) (int, error) {
+	n, err := b.inner.Read(p)
+	if !b.serves() {
+		return 0, ErrNoLease
+	}
+	return n, err
+}
+
+func (b *leasedBody) Close() error { return b.inner.Close() }

@@ -1,0 +1,110 @@
+// Package rankleg is the way to ask a rank: be admitted at the rank's actor, send the request to its engine,
+// hand out the answer. Near asks the ranks of its own node. The data client of package noderpc asks those of
+// other nodes; there, the data port asks through a Near of its own. Both are an Asker, and one test suite of
+// package ingress runs over both.
+package rankleg
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"net/url"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/engine/openai"
+	"github.com/dpserve/dpserve/internal/enginehttp"
+	"github.com/dpserve/dpserve/routing"
+)
+
+// Asker asks ranks.
+type Asker interface {
+	// Ask returns when the header of the engine's answer has arrived, or when none will come. A refused
+	// request has a reply with a refusal, no answer and no error. Without refusal and error, the caller
+	// closes the answer's body. An error is one of those below, or the engine broke off. The body of an
+	// answer can end with ErrUnreachable or ErrNoLease.
+	//
+	// The rank's ticket goes to q.OnTicket, at most once and before Ask returns. From then on the caller
+	// returns it, with exactly one Done. Without that call no ticket is left.
+	Ask(ctx context.Context, q *Request) (*http.Response, msg.AdmitReply, error)
+	// Reserve asks for the ticket alone. The ticket lives until q.Admit.Ctx ends; ctx bounds the wait for it.
+	Reserve(ctx context.Context, q *Request) (msg.AdmitReply, error)
+}
+
+// Errors of a request that an engine has not answered. Any other error means that the engine was asked and
+// broke off.
+var (
+	ErrUnreachable   = errors.New("the node's data port cannot be reached")
+	ErrEngineRefused = errors.New("the engine took no connection")
+	ErrFirstToken    = errors.New("the engine did not answer in time")
+	ErrMalformed     = errors.New("the engine's answer is no well-formed HTTP answer, " +
+		"or its head is too large")
+	ErrNoLease = errors.New("the rank's node has lost its lease")
+)
+
+// IsRefused says that the engine took no connection: nothing was sent.
+func IsRefused(err error) bool {
+	var op *net.OpError
+	return errors.Is(err, ErrEngineRefused) || errors.As(err, &op) && op.Op == "dial"
+}
+
+// IsMalformed says that the engine sent bytes that are no HTTP answer, or a head that is too large.
+func IsMalformed(err error) bool {
+	var p *enginehttp.ProtocolError
+	return errors.Is(err, ErrMalformed) || errors.As(err, &p)
+}
+
+// Request is a request for one rank. It is used for one Ask only.
+type Request struct {
+	Rank   *Rank
+	Route  openai.Route // at the engine
+	Header http.Header  // for the engine, read only
+	Body   []byte       // for the engine, read only
+	// Ctx is the life of the ticket, Reply belongs to Ask; nil: the request needs no ticket
+	Admit *msg.Admit
+	// receives the ticket; set if Admit is
+	OnTicket func(t *msg.Ticket)
+	// time limit for the header of the engine's answer, which the other node of a far rank enforces; 0: none
+	FirstToken time.Duration
+
+	// set by Ask
+
+	Resent         bool // the engine was asked a second time, because it had closed the idle connection
+	IsBodyShared   bool // a connection may still read Body after Ask has returned
+	IsAdmitPending bool // the rank's actor may still read Admit after Ask has returned
+}
+
+// Rank is one incarnation of a rank. It is immutable.
+type Rank struct {
+	Node        string // that runs the rank
+	App         string
+	Unit        string
+	ID          routing.RankID
+	Epoch       uint64
+	Incarnation uint64
+	Mailbox     msg.Mailbox
+	Target      msg.Target
+	urls        [openai.NumRoutes]*url.URL
+}
+
+// NewRank makes a rank from its snapshot. The error is about the engine's URL.
+func NewRank(rec *msg.Record) (*Rank, error) {
+	s := rec.Snapshot
+	r := &Rank{
+		Node: s.Node, App: rec.App, Unit: rec.Unit, ID: rec.Rank, Epoch: rec.Epoch,
+		Incarnation: rec.Incarnation, Mailbox: s.Mailbox, Target: s.Target,
+	}
+	base, err := url.Parse(s.Target.URL)
+	if err != nil || base.Host == "" {
+		return nil, fmt.Errorf("rank %s: engine URL %q has no host; want http://host:port", rec.Rank,
+			s.Target.URL)
+	}
+	for route := range r.urls {
+		u := *base
+		u.Path = openai.Route(route).Path()
+		r.urls[route] = &u
+	}
+	return r, nil
+}
