@@ -6,13 +6,11 @@ import (
 	"encoding/binary"
 	"fmt"
 	"log/slog"
-	"runtime"
 	"slices"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
-	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
 // phase is the DPServer's own state; the phase of its unit belongs to the node.
@@ -33,8 +31,13 @@ var phaseRefusals = [...]msg.Refusal{
 
 // Messages that the Server, the Hub and the timers send to the replica.
 type (
-	registerRequest    struct{}
-	subscribeRequest   struct{ sub *hubSubscription }
+	registerRequest  struct{}
+	subscribeRequest struct{ sub *hubSubscription }
+	// snapshotRequest: the recorder sends the KV columns to sub when done is closed
+	snapshotRequest struct {
+		sub  *hubSubscription
+		done chan struct{}
+	}
 	unsubscribeRequest struct{ sub *hubSubscription }
 	readyRequest       struct {
 		facts msg.Facts
@@ -55,8 +58,7 @@ type (
 type replica struct {
 	*Server
 	account     account
-	sinks       []*hubSubscription // each at most once
-	rec         msg.Record         // reused: a record is valid only during Deliver
+	rec         msg.Record // reused: a record is valid only during Deliver
 	monitor     healthMonitor
 	progress    progressCheck
 	trip        trip
@@ -67,10 +69,9 @@ type replica struct {
 	prefills prefills
 
 	app           *app.Application // the application's current file, for routing
-	kv            *kvRecord        // nil until a request or an event needs a record of the KV cache
-	admitBlocks   []uint64         // buffer for the blocks of the current admission
+	columnsID     uint64           // of the stream's present KV columns
+	settings      recorderSettings // that the recorder has
 	askedUncached bool             // a request asked for a KV record although the engine caches nothing
-	expiry        expiryTimer
 	eventHealth   eventHealth
 	scrape        scrape
 }
@@ -86,48 +87,24 @@ func newReplica(s *Server) *replica {
 	if s.state.isRegistered { // after a panic: the account is lost, and a snapshot tells every sink
 		s.log.Error("the account of a rank was lost, it begins anew",
 			slog.Uint64("incarnation", s.state.incarnation))
-		r.restoreKVRecord()
-		r.joinHub()
+		r.stream.add(r.hub.register(r.Server)...) // its message may be the one that was lost
+		r.beginStream(true)
+		r.updateStats()
 		r.startMonitor()
 		r.closeDrainedIfIdle()
 	}
 	return r
 }
 
-// restoreKVRecord starts a new KV record after a panic. It is partial until the engine's events clear it.
-func (r *replica) restoreKVRecord() {
-	h := r.subscriptions.current.Load()
-	if h == nil {
-		return
-	}
-	if l := r.ensureKVRecord(); l != nil {
-		l.isPartial = true
-	}
-	r.box.Send(eventsQueued{h.queue}) // the actor before may have panicked before it took the queued events
-}
-
-// ensureKVRecord returns the KV record and creates it at its first use. It returns nil if the engine caches
-// nothing.
-func (r *replica) ensureKVRecord() *kvRecord {
-	if r.state.facts.CachingOff {
-		r.askedUncached = true
-		return nil
-	}
-	if r.kv == nil {
-		l, err := newKVRecord(r.Server, r.emitKV, r.deviceBlocks)
-		if err != nil {
-			r.log.Error("a rank has no ledger of its kv cache", slog.String("err", err.Error()))
-			return nil
-		}
-		l.isSuspended = r.state.incarnation == 0 // the snapshot of Ready will include its content
-		r.kv = l
-	}
-	return r.kv
-}
-
-func (r *replica) emitKV(kind msg.RecordKind, kv msg.KV) {
-	r.rec = msg.Record{Kind: kind, KV: kv}
-	r.emit(&r.rec)
+// beginStream sends every sink a snapshot and lets the recorder begin the KV columns behind it. isLost says
+// that the content of the columns is not certain any more.
+func (r *replica) beginStream(isLost bool) {
+	r.columnsID = r.stream.begin(r.state.incarnation, r.snapshot())
+	r.settings = r.currentSettings()
+	r.scrape.published = msg.Status{}
+	r.recorderBox.Send(columnsBegin{
+		columnsID: r.columnsID, subscriptionID: r.state.subscriptionID, isLost: isLost, settings: r.settings,
+	})
 }
 
 // Receive implements inbox.Receiver: it handles the messages of requests, and passes all others on.
@@ -153,8 +130,8 @@ func (r *replica) Receive(m any) {
 		r.pruneOrphans()
 	case prefillTimer:
 		r.onPrefillTimer()
-	case eventsQueued:
-		r.onEventsQueued(m)
+	case promptShown:
+		r.onPromptShown(m)
 	default:
 		r.receiveControl(m)
 	}
@@ -167,12 +144,18 @@ func (r *replica) receiveControl(m any) {
 		r.state.isRegistered = true
 		r.joinHub()
 	case subscribeRequest:
-		r.addSink(m.sub)
 		r.sendSnapshot(m.sub)
-	case msg.Resync:
-		r.resyncSink(m.Sink)
+	case msg.Resync: // the sink has missed a record
+		for _, sub := range r.stream.subscriptionsOf(m.Sink) {
+			r.sendSnapshot(sub)
+		}
+	case snapshotRequest:
+		defer close(m.done) // also after a panic
+		r.stream.sendSnapshot(m.sub, r.snapshot(), true)
+	case recorderRestarted:
+		r.beginStream(true)
 	case unsubscribeRequest:
-		r.sinks = slices.DeleteFunc(r.sinks, func(s *hubSubscription) bool { return s == m.sub })
+		r.stream.remove(m.sub)
 	case readyRequest:
 		r.applyReady(m)
 		close(m.done)
@@ -195,8 +178,8 @@ func (r *replica) receiveControl(m any) {
 		r.onProbe(m)
 	case subscriptionResult:
 		r.onSubscriptionResult(m)
-	case expiryTick:
-		r.onExpiryTick(m)
+	case eventsApplied:
+		r.checkEventHealth()
 	case scrapeTimer:
 		r.onScrapeTick(m)
 	case scrapeResult:
@@ -209,29 +192,9 @@ func (r *replica) receiveControl(m any) {
 // joinHub registers the rank in the Hub and sends every sink a snapshot.
 func (r *replica) joinHub() {
 	for _, sub := range r.hub.register(r.Server) {
-		r.addSink(sub)
 		r.sendSnapshot(sub)
 	}
 	r.updateStats()
-}
-
-// addSink adds a sink once: after a panic it may come from the Hub and from its own message.
-func (r *replica) addSink(sub *hubSubscription) {
-	if !slices.Contains(r.sinks, sub) {
-		r.sinks = append(r.sinks, sub)
-	}
-	// so that the new sink gets the next report even if its values are the same
-	r.scrape.published = msg.Status{}
-}
-
-// resyncSink sends a new snapshot to a sink that missed a record.
-func (r *replica) resyncSink(sink msg.Sink) {
-	for _, sub := range r.sinks {
-		if sub.sink == sink {
-			r.scrape.published = msg.Status{}
-			r.sendSnapshot(sub)
-		}
-	}
 }
 
 // applyReady opens the rank for an engine. The first engine published its events to the present subscription.
@@ -254,25 +217,16 @@ func (r *replica) applyReady(m readyRequest) {
 // startIncarnation begins an incarnation with an empty account: the requests of the one before ended with its
 // engine. newEvents says that the subscription to KV events begins again too.
 func (r *replica) startIncarnation(f msg.Facts, anew bool) {
-	if r.kv != nil {
-		r.kv.suspendPublishing()
-		r.kv.dropColumns(kvindex.Sent)
-	}
 	r.account.reset()
 	r.prefills.stop()
 	r.trip.stop()
 	r.trip, r.busy, r.turns = trip{}, busy{round: r.busy.round + 1}, turns{}
-	r.state.phase, r.state.incarnation, r.state.facts, r.state.seq = phaseOpen, f.Incarnation, f, 0
+	r.state.phase, r.state.incarnation, r.state.facts = phaseOpen, f.Incarnation, f
 	if anew {
 		r.restartSubscription()
 	}
-	if r.kv != nil {
-		r.kv.resumePublishing()
-	}
 	r.startMonitor()
-	for _, sub := range r.sinks {
-		r.sendSnapshot(sub)
-	}
+	r.beginStream(false)
 	r.updateStats()
 	r.refreshRouting()
 }
@@ -361,8 +315,7 @@ func (r *replica) endStream() {
 	r.monitor.stop()
 	r.trip.stop()
 	r.scrape.stop()
-	r.expiry.stop()
-	r.emit(&msg.Record{Kind: msg.RecGone})
+	r.stream.end()
 	r.closeDrainedIfIdle()
 	r.updateStats()
 	r.box.Halt()
@@ -377,7 +330,7 @@ func (r *replica) isTripped() bool { return r.state.phase == phaseOpen && r.trip
 
 // publishState tells the sinks whether the rank accepts requests, and why not.
 func (r *replica) publishState(cause string) {
-	r.emit(&msg.Record{
+	r.stream.emit(&msg.Record{
 		Kind: msg.RecState, Accepting: r.isAccepting(), Tripped: r.isTripped(), Cause: cause,
 		Turn:   r.offerTurn(),
 		Fenced: r.state.phase == phaseFenced, Draining: r.state.phase == phaseDraining ||
@@ -386,47 +339,32 @@ func (r *replica) publishState(cause string) {
 	r.updateStats()
 }
 
-// emit numbers a record and delivers it to every sink.
-func (r *replica) emit(rec *msg.Record) {
-	r.state.seq++
-	r.stampRecord(rec)
-	for _, sub := range r.sinks {
-		sub.deliver(rec)
-	}
-}
-
-func (r *replica) stampRecord(rec *msg.Record) {
-	rec.App, rec.Unit, rec.Rank, rec.Epoch = r.spec.App.Name, r.spec.Unit, r.id, r.spec.Epoch
-	rec.Incarnation, rec.Seq = r.state.incarnation, r.state.seq
-}
-
-// sendSnapshot sends one sink the whole account and the KV columns, as of the last record.
+// sendSnapshot sends one sink the whole account. If the stream has KV columns, the recorder asks for it, and
+// sends them behind it.
 func (r *replica) sendSnapshot(sub *hubSubscription) {
-	f := &r.state.facts
-	give := func(rec *msg.Record) {
-		r.stampRecord(rec)
-		sub.deliver(rec)
+	r.scrape.published = msg.Status{} // the sink gets the next report even if its values are the same
+	if !r.stream.sendSnapshot(sub, r.snapshot(), false) {
+		r.recorderBox.Send(columnsRequest{sub})
 	}
-	give(&msg.Record{Kind: msg.RecSnapshot, Accepting: r.isAccepting(), Snapshot: &msg.Snapshot{
+}
+
+// snapshot is the whole account, as of the last record.
+func (r *replica) snapshot() *msg.Record {
+	f := &r.state.facts
+	return &msg.Record{Kind: msg.RecSnapshot, Accepting: r.isAccepting(), Snapshot: &msg.Snapshot{
 		Accepting: r.isAccepting(), Tripped: r.isTripped(), MaxOngoing: f.MaxOngoing,
 		Capacity: r.cacheCapacity(), BlockSize: r.knownBlockSize(), CachingOff: f.CachingOff,
 		MaxModelLen: f.MaxModelLen, Node: r.spec.Node, Target: r.spec.Target, Mailbox: r.box,
 		Open: r.account.listRequests(),
-	}})
-	if r.kv != nil {
-		r.kv.writeSnapshot(func(kind msg.RecordKind, kv msg.KV) { give(&msg.Record{Kind: kind, KV: kv}) })
-	}
+	}}
 }
 
 // updateStats copies the values that Status shows.
 func (r *replica) updateStats() {
-	r.stats.setState(r.account.openCount(), r.state.facts.MaxOngoing, r.state.incarnation, r.isTripped())
+	r.stats.setOpen(&r.account)
+	r.stats.setState(r.state.facts.MaxOngoing, r.state.incarnation, r.isTripped())
 	r.updateKVStats()
 }
-
-// yieldBlocks is the longest prompt whose blocks are recorded before the sender of the Admit runs on: it
-// takes some microseconds.
-const yieldBlocks = 32
 
 // admit grants a ticket or refuses with a reason. m belongs to the sender again when its reply is sent.
 func (r *replica) admit(m *msg.Admit) {
@@ -434,17 +372,17 @@ func (r *replica) admit(m *msg.Admit) {
 		if refusal == msg.Full {
 			r.turns.addWait(time.Now(), m.Ingress, r.requestWeight(m))
 		}
-		r.sendReply(m.Reply, &msg.AdmitReply{Refusal: refusal, Epoch: r.spec.Epoch, Seq: r.state.seq})
+		r.sendReply(m.Reply,
+			&msg.AdmitReply{Refusal: refusal, Epoch: r.spec.Epoch, Seq: r.stream.seq.Load()})
 		return
 	}
 	id := r.state.lastTicket + 1
 	req := msg.OpenRequest{ReqID: m.ReqID, Ingress: m.Ingress, Tokens: m.Tokens, Hit: m.Hit}
-	hitBlocks, whole, session, weight := m.HitBlocks, m.Whole, m.Session, r.requestWeight(m)
-	r.admitBlocks = append(r.admitBlocks[:0], m.Blocks...) // they belong to the sender again with the reply
+	whole, session, weight, prompt := m.Whole, m.Session, r.requestWeight(m), r.promptOf(m, id)
 	ctx, idle := m.Ctx, r.account.openCount() == 0
 	granted := msg.Ticket{
-		ID: id, Epoch: r.spec.Epoch, Incarnation: r.state.incarnation, Seq: r.state.seq + 1, Rank: r.id,
-		Target: r.spec.Target,
+		ID: id, Epoch: r.spec.Epoch, Incarnation: r.state.incarnation, Rank: r.id, Target: r.spec.Target,
+		Seq: r.stream.seq.Load() + 1,
 	}
 	if !r.sendReply(m.Reply, &msg.AdmitReply{Ticket: granted, Epoch: r.spec.Epoch, Seq: granted.Seq}) {
 		return // the reply channel is full: the sender cannot give a ticket back
@@ -453,7 +391,6 @@ func (r *replica) admit(m *msg.Admit) {
 	r.state.lastTicket = id
 	t := r.account.add(id, req, weight, r.watchContext(ctx, id))
 	t.admittedAt, t.lastAt = now, now
-	t.blocks, r.admitBlocks, t.hitBlocks = r.admitBlocks, t.blocks, hitBlocks
 	if len(r.turns.places) > 0 {
 		r.turns.useRoom(now, req.Ingress, weight)
 	}
@@ -464,15 +401,26 @@ func (r *replica) admit(m *msg.Admit) {
 		Kind: msg.RecAdmitted, ReqID: req.ReqID, Ingress: req.Ingress, Tokens: req.Tokens, Hit: req.Hit,
 		Session: session, At: r.toRankTime(now),
 	}
-	r.emit(&r.rec)
-	r.stats.setOpen(r.account.openCount())
-	if len(t.blocks) > yieldBlocks {
-		runtime.Gosched() // let the sender, which the reply woke on this processor, run first
-	}
-	if len(t.blocks) > 0 {
-		r.recordSent(t)
+	r.stream.emit(&r.rec)
+	r.stats.setOpen(&r.account)
+	if prompt != nil && r.recorderBox.TrySend(prompt) == nil {
+		t.prompt = prompt
 	}
 	r.predictPrefill(id, t, whole)
+}
+
+// promptOf copies the prompt of an admission for the recorder; nil if there is nothing to record.
+func (r *replica) promptOf(m *msg.Admit, ticket uint64) *sentPrompt {
+	if len(m.Blocks) == 0 {
+		return nil
+	}
+	if r.state.facts.CachingOff {
+		r.askedUncached = true
+		return nil
+	}
+	p := r.prompts.get(m)
+	p.ticket, p.isWatched = ticket, m.Whole && r.prefillTime != nil
+	return p
 }
 
 // checkAdmission checks in this order: caller, lease, epoch, state, room. The caller comes first: if it has
@@ -564,7 +512,7 @@ func (r *replica) endTicket(m *msg.Done) {
 	r.emitRequestRecord(msg.RecDone, &t.req, m.Cause, now)
 	r.offerRemaining()
 	r.countExpectedEvents(m)
-	r.correctSent(t, m)
+	r.endPrompt(t, m)
 	r.account.recycle(t)
 	r.applyOutcome(m)
 	r.closeDrainedIfIdle()
@@ -597,8 +545,8 @@ func (r *replica) emitRequestRecord(kind msg.RecordKind, req *msg.OpenRequest, c
 	if kind == msg.RecDone {
 		r.rec.Turn = r.offerTurn()
 	}
-	r.emit(&r.rec)
-	r.stats.setOpen(r.account.openCount())
+	r.stream.emit(&r.rec)
+	r.stats.setOpen(&r.account)
 }
 
 // setBusy treats the rank as full after an engine_busy answer: until the next Done, at most BusyHold. The

@@ -29,7 +29,8 @@ type Server struct {
 	lease       func() bool                        // nil: the node may always admit
 	net         eventNetwork
 	log         *slog.Logger
-	box         *inbox.Inbox
+	box         *inbox.Inbox // of the replica
+	recorderBox *inbox.Inbox
 	createdAt   time.Time // the origin of the rank's clock
 
 	// the life of the actor's own probes; Stop cancels it
@@ -44,6 +45,9 @@ type Server struct {
 	stats         stats
 	orphans       orphans
 	subscriptions subscriptions
+	stream        stream
+	reporter      kvReporter
+	prompts       promptPool
 }
 
 // actorState survives a panic of the actor: the new actor continues with it and with an empty account.
@@ -52,7 +56,6 @@ type actorState struct {
 	phase        phase
 	incarnation  uint64
 	facts        msg.Facts // of the incarnation, updated with the engine's own reports
-	seq          uint64    // number of the last record of this incarnation
 	lastTicket   uint64
 	lastRound    uint64 // of the health monitor: it identifies late results of an earlier monitor
 
@@ -108,16 +111,19 @@ func (s *Server) Status() msg.RankStatus {
 	return st
 }
 
-// Stop ends the stream (RecGone), the probes, the subscription and the actor, and waits for them. It is
+// Stop ends the stream (RecGone), the probes, the subscription and the actors, and waits for them. It is
 // idempotent.
 func (s *Server) Stop(ctx context.Context) error {
 	s.cancel()
 	s.subscriptions.close()
 	s.box.Send(stopRequest{})
-	select {
-	case <-s.box.Stopped():
-	case <-ctx.Done():
-		return fmt.Errorf("stop rank %s: %w", s.id, context.Cause(ctx))
+	s.recorderBox.Send(recorderStop{})
+	for _, box := range []*inbox.Inbox{s.box, s.recorderBox} {
+		select {
+		case <-box.Stopped():
+		case <-ctx.Done():
+			return fmt.Errorf("stop rank %s: %w", s.id, context.Cause(ctx))
+		}
 	}
 	s.probes.Wait() // every probe ends when s.ctx does
 	return nil
