@@ -65,7 +65,7 @@ func (s *Server) replaceSubscription(ctx context.Context, src *msg.EventSource, 
 
 func (s *Server) newSubscription(src *msg.EventSource, life uint64) (*eventSubscription, error) {
 	in := newEventQueue(life, s.hasher, s.spec.App.Model.ID,
-		func(in *eventQueue) { s.recorderBox.Send(eventsQueued{in}) })
+		func(in *eventQueue) { s.recorder.box.Send(eventsQueued{in}) })
 	hosts := kvevents.Hosts{Node: s.net.address}
 	if src.Host != "" {
 		hosts.Peers = []string{src.Host}

@@ -78,6 +78,7 @@ func (f *Factory) New(spec msg.ReplicaSpec) (*Server, error) {
 		log: f.Log.With(slog.String("app", spec.App.Name), slog.String("unit", spec.Unit),
 			slog.Int("rank", spec.Rank), slog.Uint64("epoch", spec.Epoch)),
 	}
+	s.orphans.post = func(m any) { s.box.Send(m) }
 	s.stream.identity = msg.Record{App: spec.App.Name, Unit: spec.Unit, Rank: s.id, Epoch: spec.Epoch}
 	var err error
 	s.box, err = inbox.Spawn(f.System, s.name(), mailboxBound, func() inbox.Receiver { return newReplica(s) })
@@ -85,7 +86,7 @@ func (f *Factory) New(spec msg.ReplicaSpec) (*Server, error) {
 		cancel()
 		return nil, err
 	}
-	s.recorderBox, err = spawnRecorder(s, f.System)
+	s.recorder.box, err = spawnRecorder(s, f.System)
 	if err != nil {
 		cancel()
 		s.box.Halt()
@@ -95,9 +96,9 @@ func (f *Factory) New(spec msg.ReplicaSpec) (*Server, error) {
 		if err := s.replaceSubscription(ctx, spec.Events, s.state.subscriptionID); err != nil {
 			cancel()
 			s.box.Halt()
-			s.recorderBox.Halt()
+			s.recorder.box.Halt()
 			<-s.box.Stopped() // nothing is left of it, so the names are free for another try
-			<-s.recorderBox.Stopped()
+			<-s.recorder.box.Stopped()
 			return nil, fmt.Errorf("kv events of rank %s: %w", s.id, err)
 		}
 	}

@@ -102,10 +102,13 @@ func TestSnapshotsAmongRequestsAndEvents(t *testing.T) {
 			for i := range uint32(rounds) {
 				in.Stored(&kvevents.Stored{
 					BlockSize: 4, Tokens: ids(10*i, 8),
-					Hashes: []kvevents.Hash{kvevents.UintHash(uint64(2 * i)), kvevents.UintHash(uint64(2*i + 1))},
+					Hashes: []kvevents.Hash{
+						kvevents.UintHash(uint64(2 * i)), kvevents.UintHash(uint64(2*i + 1)),
+					},
 				})
 				if i%3 == 0 {
-					in.Removed(&kvevents.Removed{Hashes: []kvevents.Hash{kvevents.UintHash(uint64(2*i + 1))}})
+					last := kvevents.UintHash(uint64(2*i + 1))
+					in.Removed(&kvevents.Removed{Hashes: []kvevents.Hash{last}})
 				}
 			}
 		})
@@ -131,6 +134,7 @@ func TestSnapshotsAmongRequestsAndEvents(t *testing.T) {
 		want := r.newSubscriber(t).columnSums()
 		assert.NotEmpty(t, want)
 		assert.Equal(t, want, first.reader.columnSums())
+		synctest.Wait()
 		r.stream.mu.Lock()
 		defer r.stream.mu.Unlock()
 		assert.Len(t, r.stream.sinks, 2, "a sink that has left is not kept")

@@ -71,19 +71,22 @@ type kvReport struct {
 	index     kvindex.Stats
 }
 
-// kvReporter holds the newest report.
-type kvReporter struct {
+// recorderHandle is what the replica and Status hold of the recorder.
+type recorderHandle struct {
+	box     *inbox.Inbox
+	prompts promptPool
+
 	mu     sync.Mutex
 	report kvReport
 }
 
-func (p *kvReporter) load() kvReport {
+func (p *recorderHandle) load() kvReport {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.report
 }
 
-func (p *kvReporter) store(report *kvReport) {
+func (p *recorderHandle) store(report *kvReport) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.report = *report
@@ -145,7 +148,7 @@ func (k *recorder) Receive(m any) {
 		k.expire(m)
 	case recorderStop:
 		k.expiry.stop()
-		k.recorderBox.Halt()
+		k.recorder.box.Halt()
 		return
 	}
 	if k.record != nil {
@@ -249,7 +252,7 @@ func (k *recorder) applyEvents(m eventsQueued) {
 	b.clear()
 	k.spareBatch = b
 	k.reportShown()
-	k.recorderBox.Send(m)
+	k.recorder.box.Send(m)
 }
 
 // reportShown reports the prompts whose last full block the events show now.
@@ -297,7 +300,7 @@ func (k *recorder) recordSent(p *sentPrompt) {
 // another request shares them. Clearly fewer cached tokens than expected mean that the engine evicts faster
 // than the record does.
 func (k *recorder) correctSent(p *sentPrompt) {
-	defer k.prompts.put(p)
+	defer k.recorder.prompts.put(p)
 	k.watched = slices.DeleteFunc(k.watched, func(o *sentPrompt) bool { return o == p })
 	l := k.record
 	if l == nil || l.columns[kvindex.Sent] == nil {
@@ -358,7 +361,7 @@ func (k *recorder) storeReport() {
 	for t := range l.columns {
 		report.blocks += l.columnLen(kvindex.Tier(t))
 	}
-	k.reporter.store(&report)
+	k.recorder.store(&report)
 }
 
 // minExpiryInterval is the shortest time between two expiry ticks.
@@ -394,7 +397,7 @@ func (k *recorder) armExpiry() {
 	}
 	k.expiry.stop()
 	k.expiry.due = due
-	k.expiry.timer = time.AfterFunc(due-now, func() { k.recorderBox.Send(expiryTick{l}) })
+	k.expiry.timer = time.AfterFunc(due-now, func() { k.recorder.box.Send(expiryTick{l}) })
 }
 
 func (k *recorder) expire(m expiryTick) {

@@ -149,7 +149,7 @@ func (r *testRig) newSubscriber(t require.TestingT) *reader {
 const stepBlocks = partBlocks
 
 // notifyRecorder tells the recorder that events wait.
-func (r *testRig) notifyRecorder(in *eventQueue) { r.recorderBox.Send(eventsQueued{in}) }
+func (r *testRig) notifyRecorder(in *eventQueue) { r.recorder.box.Send(eventsQueued{in}) }
 
 // queued is notifyRecorder, and waits.
 func (r *testRig) queued(in *eventQueue) {

@@ -2,11 +2,7 @@ package dpserver
 
 import (
 	"context"
-	"crypto/rand"
-	"encoding/binary"
-	"fmt"
 	"log/slog"
-	"slices"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
@@ -96,17 +92,6 @@ func newReplica(s *Server) *replica {
 	return r
 }
 
-// beginStream sends every sink a snapshot and lets the recorder begin the KV columns behind it. isLost says
-// that the content of the columns is not certain any more.
-func (r *replica) beginStream(isLost bool) {
-	r.columnsID = r.stream.begin(r.state.incarnation, r.snapshot())
-	r.settings = r.currentSettings()
-	r.scrape.published = msg.Status{}
-	r.recorderBox.Send(columnsBegin{
-		columnsID: r.columnsID, subscriptionID: r.state.subscriptionID, isLost: isLost, settings: r.settings,
-	})
-}
-
 // Receive implements inbox.Receiver: it handles the messages of requests, and passes all others on.
 func (r *replica) Receive(m any) {
 	switch m := m.(type) {
@@ -127,7 +112,7 @@ func (r *replica) Receive(m any) {
 	case lapseTimer:
 		r.lapseTickets()
 	case pruneRequest:
-		r.pruneOrphans()
+		r.orphans.prune(r.account.tickets)
 	case prefillTimer:
 		r.onPrefillTimer()
 	case promptShown:
@@ -245,19 +230,6 @@ func (r *replica) restartIncarnation(why string, anew bool) {
 		slog.String("incarnation", formatIncarnation(f.Incarnation)))
 }
 
-// drawIncarnation draws the random number of one engine process. 0 means no process.
-func drawIncarnation() uint64 {
-	var b [8]byte
-	for {
-		_, _ = rand.Read(b[:]) // never fails since Go 1.24
-		if v := binary.LittleEndian.Uint64(b[:]); v != 0 {
-			return v
-		}
-	}
-}
-
-func formatIncarnation(v uint64) string { return fmt.Sprintf("%016x", v) }
-
 // causeDrained is the cause of the fence that ends a requested stop: the requests that still run are cut.
 const causeDrained = "drained"
 
@@ -344,7 +316,7 @@ func (r *replica) publishState(cause string) {
 func (r *replica) sendSnapshot(sub *hubSubscription) {
 	r.scrape.published = msg.Status{} // the sink gets the next report even if its values are the same
 	if !r.stream.sendSnapshot(sub, r.snapshot(), false) {
-		r.recorderBox.Send(columnsRequest{sub})
+		r.recorder.box.Send(columnsRequest{sub})
 	}
 }
 
@@ -403,24 +375,10 @@ func (r *replica) admit(m *msg.Admit) {
 	}
 	r.stream.emit(&r.rec)
 	r.stats.setOpen(&r.account)
-	if prompt != nil && r.recorderBox.TrySend(prompt) == nil {
+	if prompt != nil && r.recorder.box.TrySend(prompt) == nil {
 		t.prompt = prompt
 	}
 	r.predictPrefill(id, t, whole)
-}
-
-// promptOf copies the prompt of an admission for the recorder; nil if there is nothing to record.
-func (r *replica) promptOf(m *msg.Admit, ticket uint64) *sentPrompt {
-	if len(m.Blocks) == 0 {
-		return nil
-	}
-	if r.state.facts.CachingOff {
-		r.askedUncached = true
-		return nil
-	}
-	p := r.prompts.get(m)
-	p.ticket, p.isWatched = ticket, m.Whole && r.prefillTime != nil
-	return p
 }
 
 // checkAdmission checks in this order: caller, lease, epoch, state, room. The caller comes first: if it has
@@ -467,7 +425,7 @@ func (r *replica) watchContext(ctx context.Context, id uint64) func() bool {
 		return nil
 	}
 	s := r.Server
-	return context.AfterFunc(ctx, func() { s.addOrphan(id) })
+	return context.AfterFunc(ctx, func() { s.orphans.add(id, s.timers.TicketLapse) })
 }
 
 func (r *replica) recordFirstToken(m *msg.FirstToken) {
@@ -568,36 +526,11 @@ func (r *replica) clearBusy() {
 	}
 }
 
-// pruneOrphans drops the orphans whose ticket has ended.
-func (r *replica) pruneOrphans() {
-	r.orphans.mu.Lock()
-	defer r.orphans.mu.Unlock()
-	r.orphans.queue = slices.DeleteFunc(r.orphans.queue,
-		func(o orphan) bool { return r.account.tickets[o.ticket] == nil })
-}
-
-// lapseTickets ends the open tickets that are due, and sets the timer for the next.
+// lapseTickets ends the open tickets that are due.
 func (r *replica) lapseTickets() {
-	r.pruneOrphans()
-	for _, ticket := range r.takeDueOrphans(time.Now()) {
+	for _, ticket := range r.orphans.takeDue(time.Now(), r.account.tickets) {
 		r.endTicket(&msg.Done{TicketID: ticket, Outcome: msg.Cancelled, Cause: "ticket_lapsed"})
 	}
-}
-
-func (r *replica) takeDueOrphans(now time.Time) (due []uint64) {
-	o := &r.orphans
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	n := 0
-	for n < len(o.queue) && !now.Before(o.queue[n].due) {
-		due = append(due, o.queue[n].ticket)
-		n++
-	}
-	o.queue = slices.Delete(o.queue, 0, n)
-	if o.isTimerSet = len(o.queue) > 0; o.isTimerSet {
-		r.sendAfter(o.queue[0].due.Sub(now), lapseTimer{})
-	}
-	return due
 }
 
 // applyDemand notes whether an ingress has requests that wait.

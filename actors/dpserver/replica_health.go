@@ -564,5 +564,5 @@ func (r *replica) publishStatus(c *engine.Counters) {
 // onSleep empties the KV columns: a sleeping engine has freed its KV cache, and publishes no event about it.
 func (r *replica) onSleep() {
 	r.log.Info("engine was put to sleep: its kv cache is gone")
-	r.recorderBox.Send(engineSlept{})
+	r.recorder.box.Send(engineSlept{})
 }

@@ -207,6 +207,17 @@ func (r *replica) sentOptions() kvindex.Options {
 	return opt
 }
 
+// beginStream sends every sink a snapshot and lets the recorder begin the KV columns behind it. isLost says
+// that the content of the columns is not certain any more.
+func (r *replica) beginStream(isLost bool) {
+	r.columnsID = r.stream.begin(r.state.incarnation, r.snapshot())
+	r.settings = r.currentSettings()
+	r.scrape.published = msg.Status{}
+	r.recorder.box.Send(columnsBegin{
+		columnsID: r.columnsID, subscriptionID: r.state.subscriptionID, isLost: isLost, settings: r.settings,
+	})
+}
+
 func (r *replica) currentSettings() recorderSettings {
 	return recorderSettings{facts: r.state.facts, sent: r.sentOptions(), isLive: r.eventHealth.isLive}
 }
@@ -215,13 +226,13 @@ func (r *replica) currentSettings() recorderSettings {
 func (r *replica) sendSettings() {
 	if now := r.currentSettings(); now != r.settings {
 		r.settings = now
-		r.recorderBox.Send(now)
+		r.recorder.box.Send(now)
 	}
 }
 
 // kvReport is the recorder's newest report of the present columns.
 func (r *replica) kvReport() kvReport {
-	report := r.reporter.load()
+	report := r.recorder.load()
 	if report.columnsID != r.columnsID {
 		return kvReport{exists: report.exists}
 	}
@@ -231,6 +242,20 @@ func (r *replica) kvReport() kvReport {
 // cacheCapacity is the tokens that the engine's KV cache holds; 0: not known.
 func (r *replica) cacheCapacity() int64 {
 	return cacheCapacity(&r.state.facts, r.kvReport().blockSize)
+}
+
+// promptOf copies the prompt of an admission for the recorder; nil if there is nothing to record.
+func (r *replica) promptOf(m *msg.Admit, ticket uint64) *sentPrompt {
+	if len(m.Blocks) == 0 {
+		return nil
+	}
+	if r.state.facts.CachingOff {
+		r.askedUncached = true
+		return nil
+	}
+	p := r.recorder.prompts.get(m)
+	p.ticket, p.isWatched = ticket, m.Whole && r.prefillTime != nil
+	return p
 }
 
 // endPrompt tells the recorder how the request of a recorded prompt ended. Fewer cached tokens than expected
@@ -250,7 +275,7 @@ func (r *replica) endPrompt(t *ticket, m *msg.Done) {
 		}
 		end.missing = expected - float64(m.CachedTokens)
 	}
-	r.recorderBox.Send(promptEnd{t.prompt})
+	r.recorder.box.Send(promptEnd{t.prompt})
 }
 
 // blockSizeOrDefault is the engine's tokens per block, or the default.
