@@ -141,8 +141,9 @@ func TestSnapshotsAmongRequestsAndEvents(t *testing.T) {
 	})
 }
 
-// BenchmarkAdmissionUnderEvents is some thousand admissions a second at a rank whose engine stores 50,000
-// blocks a second, in steps of several sizes. It reports the time to the answer of the Admit.
+// BenchmarkAdmissionUnderEvents is some thousand admissions a second, each of a prompt of 128 blocks, at a
+// rank whose engine stores 50,000 blocks a second, in steps of several sizes. It reports the time to the
+// answer of the Admit.
 func BenchmarkAdmissionUnderEvents(b *testing.B) {
 	for _, step := range []int{0, 50, 500, 4096} {
 		b.Run("step="+strconv.Itoa(step), func(b *testing.B) { benchmarkUnderEvents(b, step) })
@@ -174,10 +175,12 @@ func benchmarkUnderEvents(b *testing.B, step int) {
 		engine.Go(func() { storeSteadily(ctx, h.queue, step, every) })
 	}
 	admit := &msg.Admit{Ctx: ctx, Epoch: 1, Tokens: 100, Reply: make(chan msg.AdmitReply, 1)}
+	prompts := manyPrompts(128)
 	var waits []time.Duration
 	for b.Loop() {
 		time.Sleep(pause)
 		admit.ReqID++
+		admit.Blocks = append(admit.Blocks[:0], prompts[int(admit.ReqID)%len(prompts)]...)
 		began := time.Now()
 		s.box.Send(admit)
 		id := (<-admit.Reply).Ticket.ID

@@ -3,6 +3,7 @@ package dpserver
 import (
 	"cmp"
 	"log/slog"
+	"runtime"
 	"slices"
 	"sync"
 	"time"
@@ -130,6 +131,7 @@ func (k *recorder) Receive(m any) {
 	case eventsQueued:
 		k.applyEvents(m)
 	case *sentPrompt:
+		runtime.Gosched() // let the sender of the Admit, which its answer woke on this processor, run first
 		k.recordSent(m)
 	case promptEnd:
 		k.correctSent(m.prompt)
@@ -412,21 +414,31 @@ func (k *recorder) expire(m expiryTick) {
 // maxKeptBlocks is the longest list of blocks that is kept for re-use: a prompt of 512 KiB.
 const maxKeptBlocks = 8192
 
-// promptPool keeps ended prompts for re-use.
-type promptPool struct{ pool sync.Pool }
+// promptPool keeps ended prompts for re-use: as many as were open at a time.
+type promptPool struct {
+	mu   sync.Mutex
+	free []*sentPrompt
+}
 
 // get copies the prompt of an admission, whose blocks belong to the sender again with its reply.
 func (l *promptPool) get(m *msg.Admit) *sentPrompt {
-	p, _ := l.pool.Get().(*sentPrompt)
-	if p == nil {
+	l.mu.Lock()
+	var p *sentPrompt
+	if n := len(l.free); n > 0 {
+		p, l.free = l.free[n-1], l.free[:n-1]
+	} else {
 		p = new(sentPrompt)
 	}
+	l.mu.Unlock()
 	*p = sentPrompt{blocks: append(p.blocks[:0], m.Blocks...), hitBlocks: m.HitBlocks, tokens: m.Tokens}
 	return p
 }
 
 func (l *promptPool) put(p *sentPrompt) {
-	if cap(p.blocks) <= maxKeptBlocks {
-		l.pool.Put(p)
+	if cap(p.blocks) > maxKeptBlocks {
+		p.blocks = nil
 	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.free = append(l.free, p)
 }

@@ -221,6 +221,30 @@ func TestThePanicOfAnActorLosesItsLedger(t *testing.T) {
 	})
 }
 
+// TestAPanicOfTheRecorderLosesTheRecordAlone: open requests stay counted, and new prompts and events are
+// recorded.
+func TestAPanicOfTheRecorderLosesTheRecordAlone(t *testing.T) {
+	withPublisher(t, true, true, func(t *testing.T, r *testRig, p *publisher) {
+		old := newReader(t)
+		first, second := ids(0, 8), ids(100, 8)
+		p.publish(storedBlocks(1, nil, first))
+		r.sendPrompt(prompt(ids(500, 8)...), 0)
+		old.follow(r)
+		require.Equal(t, 2, old.hit(kvindex.GPU, prompt(first...)))
+		r.recorder.box.Send(promptEnd{})
+		old.follow(r)
+		assert.Empty(t, old.columnSums())
+		assert.Equal(t, 1, r.Status().InFlight)
+		p.publish(storedBlocks(1, nil, second))
+		r.sendPrompt(prompt(ids(600, 8)...), 0)
+		old.follow(r)
+		assert.Equal(t, 2, old.hit(kvindex.GPU, prompt(second...)))
+		assert.Equal(t, 2, old.hit(kvindex.Sent, prompt(ids(600, 8)...)))
+		assert.Equal(t, msg.EventsPartial, r.Status().KV.Events.State)
+		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
+	})
+}
+
 func sum(hashes []uint64) (s uint64) {
 	for _, h := range hashes {
 		s += h
