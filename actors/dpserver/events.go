@@ -282,11 +282,9 @@ type eventBatch struct {
 	blocks  []kvindex.Handle
 	tokens  []uint32
 	extras  []kvindex.Extra
-
-	read struct{ changes, blocks, tokens, extras int }
 }
 
-func (b *eventBatch) isEmpty() bool { return b.read.changes == len(b.changes) }
+func (b *eventBatch) isEmpty() bool { return len(b.changes) == 0 }
 
 func (b *eventBatch) bytes() int {
 	return changeBytes*len(b.changes) + 8*len(b.blocks) + 4*len(b.tokens) + 16*len(b.extras)
@@ -352,16 +350,17 @@ func (b *eventBatch) addRemoved(t kvindex.Tier, ev *kvevents.Removed) {
 	b.add(change{kind: changeRemoved, tier: t, group: ev.Group, blocks: len(ev.Hashes)})
 }
 
-// nextChange reads one change. ev is valid until the batch is cleared.
-func (b *eventBatch) nextChange() (c change, ev kvindex.StoredEvent) {
-	r := &b.read
-	c = b.changes[r.changes]
-	ev = kvindex.StoredEvent{
-		Root: c.root, HasParent: c.hasParent, Parent: c.parent, BlockSize: c.blockSize, Group: c.group,
-		Blocks: b.blocks[r.blocks : r.blocks+c.blocks], Tokens: b.tokens[r.tokens : r.tokens+c.tokens],
-		Extras: b.extras[r.extras : r.extras+c.extras],
+// forEach passes every change to apply, in order. Both arguments are valid during the call.
+func (b *eventBatch) forEach(apply func(c *change, ev *kvindex.StoredEvent)) {
+	var ev kvindex.StoredEvent
+	blocks, tokens, extras := b.blocks, b.tokens, b.extras
+	for i := range b.changes {
+		c := &b.changes[i]
+		ev = kvindex.StoredEvent{
+			Root: c.root, HasParent: c.hasParent, Parent: c.parent, BlockSize: c.blockSize, Group: c.group,
+			Blocks: blocks[:c.blocks], Tokens: tokens[:c.tokens], Extras: extras[:c.extras],
+		}
+		apply(c, &ev)
+		blocks, tokens, extras = blocks[c.blocks:], tokens[c.tokens:], extras[c.extras:]
 	}
-	r.changes, r.blocks, r.tokens, r.extras = r.changes+1, r.blocks+c.blocks, r.tokens+c.tokens,
-		r.extras+c.extras
-	return c, ev
 }

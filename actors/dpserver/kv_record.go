@@ -187,10 +187,7 @@ func (l *kvRecord) writeSnapshot(give func(kind msg.RecordKind, kv msg.KV)) {
 
 // applyBatch applies a batch.
 func (l *kvRecord) applyBatch(b *eventBatch) {
-	for !b.isEmpty() {
-		c, ev := b.nextChange()
-		l.applyChange(&c, &ev)
-	}
+	b.forEach(l.applyChange)
 	l.flushRemovals()
 }
 

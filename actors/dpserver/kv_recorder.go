@@ -411,10 +411,13 @@ func (k *recorder) expire(m expiryTick) {
 	m.of.sweepStep()
 }
 
-// maxKeptBlocks is the longest list of blocks that is kept for re-use: a prompt of 512 KiB.
-const maxKeptBlocks = 8192
+// Bounds of a promptPool.
+const (
+	maxKeptBlocks  = 8192 // of one prompt: 512 KiB of text
+	maxKeptPrompts = 256
+)
 
-// promptPool keeps ended prompts for re-use: as many as were open at a time.
+// promptPool keeps ended prompts for re-use.
 type promptPool struct {
 	mu   sync.Mutex
 	free []*sentPrompt
@@ -440,5 +443,7 @@ func (l *promptPool) put(p *sentPrompt) {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.free = append(l.free, p)
+	if len(l.free) < maxKeptPrompts {
+		l.free = append(l.free, p)
+	}
 }
