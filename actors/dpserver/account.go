@@ -6,20 +6,17 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
 // ticket is one open request of a rank.
 type ticket struct {
 	req          msg.OpenRequest
-	weight       int              // in sequences
-	stopWatch    func() bool      // stops the watch of the admission's context
-	blocks       []uint64         // of the prompt, for the record of sent prompts; empty if nothing reads it
-	hitBlocks    int              // leading blocks that the sender expected in the cache
-	recorded     kvindex.Recorded // what the KV record holds because of this request
-	admittedAt   time.Time        // when it was granted
-	lastAt       time.Time        // of its last record: the times of a request never go back
-	prefillAlone time.Duration    // predicted time of its prefill if nothing else runs
+	weight       int           // in sequences
+	stopWatch    func() bool   // stops the watch of the admission's context
+	prompt       *sentPrompt   // in the record of sent prompts; nil: it is not recorded
+	admittedAt   time.Time     // when it was granted
+	lastAt       time.Time     // of its last record: the times of a request never go back
+	prefillAlone time.Duration // predicted time of its prefill if nothing else runs
 	// predicted time of its prefill behind all earlier prefill; 0: not predicted
 	prefillPredicted time.Duration
 	prefillAssumed   bool // its prefill is over by prediction: the engine has not shown a first token
@@ -44,9 +41,6 @@ func (t *ticket) clampFirstToken(told, now time.Time) time.Time {
 // uncachedTokens is the number of tokens that its prefill computes.
 func (t *ticket) uncachedTokens() int { return max(t.req.Tokens-t.req.Hit, 0) }
 
-// maxKeptBlocks is the longest list of blocks that an ended ticket keeps for re-use: a prompt of 512 KiB.
-const maxKeptBlocks = 8192
-
 // account is every open ticket of an incarnation.
 type account struct {
 	tickets map[uint64]*ticket
@@ -70,7 +64,7 @@ func (a *account) add(id uint64, req msg.OpenRequest, weight int, stopCtx func()
 	} else {
 		t = new(ticket)
 	}
-	*t = ticket{req: req, weight: weight, stopWatch: stopCtx, blocks: t.blocks[:0]}
+	*t = ticket{req: req, weight: weight, stopWatch: stopCtx}
 	a.tickets[id] = t
 	a.weight += weight
 	a.prefillTokens += req.Tokens
@@ -137,9 +131,7 @@ func (a *account) remove(id uint64) *ticket {
 
 // recycle keeps a removed ticket for a later request.
 func (a *account) recycle(t *ticket) {
-	if cap(t.blocks) > maxKeptBlocks {
-		t.blocks = nil
-	}
+	t.prompt = nil
 	a.free = append(a.free, t)
 }
 

@@ -28,7 +28,7 @@ type eventSubscription struct {
 
 // subscriptions are a rank's subscriptions, one at a time: each new incarnation of the engine gets a new one,
 // which asks for all events from the start. Starting and ending a subscription may wait for sockets and
-// goroutines, so it is done outside the actor, which reads only current.
+// goroutines, so it is done outside the actors, which read only current.
 type subscriptions struct {
 	current atomic.Pointer[eventSubscription] // nil: none
 
@@ -65,7 +65,7 @@ func (s *Server) replaceSubscription(ctx context.Context, src *msg.EventSource, 
 
 func (s *Server) newSubscription(src *msg.EventSource, life uint64) (*eventSubscription, error) {
 	in := newEventQueue(life, s.hasher, s.spec.App.Model.ID,
-		func(in *eventQueue) { s.box.Send(eventsQueued{in}) })
+		func(in *eventQueue) { s.recorder.box.Send(eventsQueued{in}) })
 	hosts := kvevents.Hosts{Node: s.net.address}
 	if src.Host != "" {
 		hosts.Peers = []string{src.Host}
@@ -94,13 +94,16 @@ func (l *subscriptions) close() {
 	l.closeCurrent()
 }
 
-// maxQueuedBytes is how many bytes of events may wait for the actor: some 100,000 blocks of 16 tokens. The
-// engine emits a few hundred blocks per step, so more than this means that the actor does not run.
+// maxQueuedBytes is how many bytes of events may wait for the recorder: some 100,000 blocks of 16 tokens. The
+// engine emits a few hundred blocks per step, so more than this means that the recorder does not run.
 const maxQueuedBytes = 8 << 20
 
-// eventQueue takes events from their subscription's goroutine to the rank's actor. It is bounded, and posts
-// one message however many events there are. After an overflow it drops all queued events, and the actor
-// discards all known blocks: a dropped removal could leave stale entries.
+// eventsQueued says that events wait.
+type eventsQueued struct{ queue *eventQueue }
+
+// eventQueue takes events from their subscription's goroutine to the rank's recorder. It is bounded, and
+// posts one message however many events there are. After an overflow it drops all queued events, and the
+// recorder discards all known blocks: a dropped removal could leave stale entries.
 type eventQueue struct {
 	subscriptionID uint64 // of the subscription
 	hasher         kvindex.Hasher
@@ -109,7 +112,7 @@ type eventQueue struct {
 
 	mu         sync.Mutex
 	pending    *eventBatch
-	isNotified bool   // the actor has a message that events wait
+	isNotified bool   // the recorder has a message that events wait
 	dropped    uint64 // overflows
 	foreign    uint64 // events of media that are no tier of this rank
 }
@@ -159,7 +162,7 @@ func (in *eventQueue) addAt(medium, locality string, add func(t kvindex.Tier)) {
 	})
 }
 
-// enqueue lets add write and notifies the actor once.
+// enqueue lets add write and notifies the recorder once.
 func (in *eventQueue) enqueue(add func()) {
 	in.mu.Lock()
 	if add(); in.pending.bytes() > maxQueuedBytes {
@@ -174,7 +177,7 @@ func (in *eventQueue) enqueue(add func()) {
 	}
 }
 
-// wake makes the actor read this queue, and then the subscription's Stats.
+// wake makes the recorder read this queue, and then the replica the subscription's Stats.
 func (in *eventQueue) wake() {
 	in.mu.Lock()
 	wake := !in.isNotified
@@ -186,7 +189,7 @@ func (in *eventQueue) wake() {
 }
 
 // takeBatch returns all queued events in exchange for spare, an empty batch or nil. It returns nil if the
-// queue is empty: then the next event notifies the actor again.
+// queue is empty: then the next event notifies the recorder again.
 func (in *eventQueue) takeBatch(spare *eventBatch) *eventBatch {
 	in.mu.Lock()
 	defer in.mu.Unlock()
@@ -272,10 +275,6 @@ type change struct {
 // changeBytes is the memory of one change.
 const changeBytes = 88
 
-// stepBlocks is the most blocks of one change, and what the actor applies before it reads its mailbox again:
-// about a millisecond.
-const stepBlocks = 4096
-
 // eventBatch is copies of events in the engine's order. It is written, then read, then used again: in the
 // steady state events cost no allocation.
 type eventBatch struct {
@@ -283,11 +282,9 @@ type eventBatch struct {
 	blocks  []kvindex.Handle
 	tokens  []uint32
 	extras  []kvindex.Extra
-
-	read struct{ changes, blocks, tokens, extras int }
 }
 
-func (b *eventBatch) isEmpty() bool { return b.read.changes == len(b.changes) }
+func (b *eventBatch) isEmpty() bool { return len(b.changes) == 0 }
 
 func (b *eventBatch) bytes() int {
 	return changeBytes*len(b.changes) + 8*len(b.blocks) + 4*len(b.tokens) + 16*len(b.extras)
@@ -299,7 +296,7 @@ func (b *eventBatch) clear() {
 
 func (b *eventBatch) add(c change) { b.changes = append(b.changes, c) }
 
-// addStored copies an event. A long one becomes several changes, each the child of the one before.
+// addStored copies an event.
 func (b *eventBatch) addStored(t kvindex.Tier, h kvindex.Hasher, model string, ev *kvevents.Stored) {
 	c := change{
 		kind: changeStored, tier: t, hasParent: !ev.Parent.IsZero(), blockSize: ev.BlockSize,
@@ -318,35 +315,8 @@ func (b *eventBatch) addStored(t kvindex.Tier, h kvindex.Hasher, model string, e
 		b.blocks = append(b.blocks, handleOf(ev.Group, name))
 	}
 	b.tokens = append(b.tokens, ev.Tokens...)
-	b.addSplit(c, b.blocks[len(b.blocks)-len(ev.Hashes):], len(ev.Tokens), extras)
-}
-
-// addSplit adds c as changes of at most stepBlocks blocks. An event whose counts contradict each other stays
-// whole: the index counts it as malformed.
-func (b *eventBatch) addSplit(c change, names []kvindex.Handle, tokens, extras int) {
-	c.blocks, c.tokens, c.extras = len(names), tokens, extras
-	for len(names) > stepBlocks && tokens == len(names)*c.blockSize {
-		part := c
-		part.blocks, part.tokens, part.extras = stepBlocks, stepBlocks*c.blockSize, b.rebaseExtras(c.extras)
-		b.add(part)
-		c.hasParent, c.parent = true, names[stepBlocks-1]
-		names, tokens = names[stepBlocks:], tokens-part.tokens
-		c.blocks, c.tokens, c.extras = len(names), tokens, c.extras-part.extras
-	}
+	c.blocks, c.tokens, c.extras = len(ev.Hashes), len(ev.Tokens), extras
 	b.add(c)
-}
-
-// rebaseExtras returns how many of the last n extras belong to the first stepBlocks blocks, and numbers the
-// others from there.
-func (b *eventBatch) rebaseExtras(n int) (first int) {
-	rest := b.extras[len(b.extras)-n:]
-	for first < n && rest[first].Block < stepBlocks {
-		first++
-	}
-	for i := first; i < n; i++ {
-		rest[i].Block -= stepBlocks
-	}
-	return first
 }
 
 // addExtras returns what distinguishes an event's blocks beside their tokens: the cache_salt of their chain,
@@ -374,26 +344,23 @@ func (b *eventBatch) addExtras(h kvindex.Hasher, ev *kvevents.Stored) (salt stri
 }
 
 func (b *eventBatch) addRemoved(t kvindex.Tier, ev *kvevents.Removed) {
-	for left := ev.Hashes; len(left) > 0; {
-		n := min(len(left), stepBlocks)
-		for _, name := range left[:n] {
-			b.blocks = append(b.blocks, handleOf(ev.Group, name))
-		}
-		b.add(change{kind: changeRemoved, tier: t, group: ev.Group, blocks: n})
-		left = left[n:]
+	for _, name := range ev.Hashes {
+		b.blocks = append(b.blocks, handleOf(ev.Group, name))
 	}
+	b.add(change{kind: changeRemoved, tier: t, group: ev.Group, blocks: len(ev.Hashes)})
 }
 
-// nextChange reads one change. ev is valid until the batch is cleared.
-func (b *eventBatch) nextChange() (c change, ev kvindex.StoredEvent) {
-	r := &b.read
-	c = b.changes[r.changes]
-	ev = kvindex.StoredEvent{
-		Root: c.root, HasParent: c.hasParent, Parent: c.parent, BlockSize: c.blockSize, Group: c.group,
-		Blocks: b.blocks[r.blocks : r.blocks+c.blocks], Tokens: b.tokens[r.tokens : r.tokens+c.tokens],
-		Extras: b.extras[r.extras : r.extras+c.extras],
+// forEach passes every change to apply, in order. Both arguments are valid during the call.
+func (b *eventBatch) forEach(apply func(c *change, ev *kvindex.StoredEvent)) {
+	var ev kvindex.StoredEvent
+	blocks, tokens, extras := b.blocks, b.tokens, b.extras
+	for i := range b.changes {
+		c := &b.changes[i]
+		ev = kvindex.StoredEvent{
+			Root: c.root, HasParent: c.hasParent, Parent: c.parent, BlockSize: c.blockSize, Group: c.group,
+			Blocks: blocks[:c.blocks], Tokens: tokens[:c.tokens], Extras: extras[:c.extras],
+		}
+		apply(c, &ev)
+		blocks, tokens, extras = blocks[c.blocks:], tokens[c.tokens:], extras[c.extras:]
 	}
-	r.changes, r.blocks, r.tokens, r.extras = r.changes+1, r.blocks+c.blocks, r.tokens+c.tokens,
-		r.extras+c.extras
-	return c, ev
 }

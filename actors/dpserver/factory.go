@@ -74,21 +74,31 @@ func (f *Factory) New(spec msg.ReplicaSpec) (*Server, error) {
 			replays: f.Replays,
 		},
 		hasher: f.hasher(), currentApp: f.App, lease: f.Lease,
-		state: actorState{subscriptionID: 1, eventSource: spec.Events},
+		state: actorState{subscriptionID: firstSubscription, eventSource: spec.Events},
 		log: f.Log.With(slog.String("app", spec.App.Name), slog.String("unit", spec.Unit),
 			slog.Int("rank", spec.Rank), slog.Uint64("epoch", spec.Epoch)),
 	}
-	box, err := inbox.Spawn(f.System, s.name(), mailboxBound, func() inbox.Receiver { return newReplica(s) })
+	s.orphans.post = func(m any) { s.box.Send(m) }
+	s.stream.identity = msg.Record{App: spec.App.Name, Unit: spec.Unit, Rank: s.id, Epoch: spec.Epoch}
+	var err error
+	s.box, err = inbox.Spawn(f.System, s.name(), mailboxBound, func() inbox.Receiver { return newReplica(s) })
 	if err != nil {
 		cancel()
 		return nil, err
 	}
-	s.box = box
+	s.recorder.box, err = spawnRecorder(s, f.System)
+	if err != nil {
+		cancel()
+		s.box.Halt()
+		return nil, err
+	}
 	if spec.Events != nil {
 		if err := s.replaceSubscription(ctx, spec.Events, s.state.subscriptionID); err != nil {
 			cancel()
-			box.Halt()
-			<-box.Stopped() // it has received nothing yet, so its name is free for another try
+			s.box.Halt()
+			s.recorder.box.Halt()
+			<-s.box.Stopped() // nothing is left of it, so the names are free for another try
+			<-s.recorder.box.Stopped()
 			return nil, fmt.Errorf("kv events of rank %s: %w", s.id, err)
 		}
 	}

@@ -37,6 +37,12 @@ func (s *hubSubscription) deliver(r *msg.Record) {
 	}
 }
 
+func (s *hubSubscription) isClosed() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.closed
+}
+
 func (s *hubSubscription) close() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -58,11 +64,13 @@ func (h *Hub) Subscribe(sink msg.Sink) (cancel func()) {
 func (h *Hub) unsubscribe(sub *hubSubscription) {
 	h.mu.Lock()
 	delete(h.subs, sub)
+	h.mu.Unlock()
+	sub.close() // outside mu: a Deliver in progress must not block the registration of a rank
+	h.mu.Lock() // only now: no rank adds a closed subscription again
 	for s := range h.servers {
 		s.box.Send(unsubscribeRequest{sub})
 	}
 	h.mu.Unlock()
-	sub.close() // outside mu: a Deliver in progress must not block the registration of a rank
 }
 
 // register adds a rank and returns the present sinks. It holds the same lock as Subscribe: a sink is in the

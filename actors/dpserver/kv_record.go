@@ -20,8 +20,8 @@ const (
 )
 
 // kvRecord is what a rank's KV cache is known to hold: by the rank's own record of the prompts it was sent
-// (tier Sent), and by its engine's events. Every change goes to emit, in order. It belongs to the actor's
-// goroutine and ends with it: after a panic a new one begins empty.
+// (tier Sent), and by its engine's events. Every change goes to emit, in order. It belongs to the recorder
+// and ends with it: after a panic a new one begins empty.
 type kvRecord struct {
 	index        *kvindex.Index
 	hasher       kvindex.Hasher
@@ -30,18 +30,15 @@ type kvRecord struct {
 	emit         func(kind msg.RecordKind, kv msg.KV)
 	deviceBlocks func() int // of the engine's GPU; 0: not known
 	startedAt    time.Time  // origin of the index's clock
-	isSuspended  bool       // changes are not emitted, because snapshots that include them follow
 	columns      [tiers]*kvindex.Column
 	published    [tiers]bool // the stream has its RecKVBegin
 
 	removals     []uint64 // blocks that left a column and were not emitted yet
 	removalsTier kvindex.Tier
 
-	currentBatch *eventBatch // the events that are being applied
-	spareBatch   *eventBatch
-	isPartial    bool // the queue dropped events: the engine may hold blocks that are not known
-	hasRemovals  bool // removals were applied since the sent prompts were compared with the events
-	needsSweep   bool
+	isPartial   bool // the queue dropped events: the engine may hold blocks that are not known
+	hasRemovals bool // removals were applied since the sent prompts were compared with the events
+	needsSweep  bool
 
 	tokensPerBlock float64 // prompt tokens per block of tier Sent, averaged; 0: no prompt was sent yet
 	sentOptions    kvindex.Options
@@ -94,16 +91,20 @@ func (l *kvRecord) dropColumns(which ...kvindex.Tier) {
 // dropEventColumns drops the columns of the engine's events.
 func (l *kvRecord) dropEventColumns() { l.dropColumns(kvindex.GPU, kvindex.CPU, kvindex.Disk) }
 
-// suspendPublishing stops the emission of changes; resumePublishing continues from the columns' content at
-// that time.
-func (l *kvRecord) suspendPublishing() { l.flushRemovals(); l.isSuspended = true }
-
-func (l *kvRecord) resumePublishing() {
-	l.flushRemovals()
-	l.isSuspended = false
+// publishColumns begins every column that has blocks in a stream that has none.
+func (l *kvRecord) publishColumns() {
 	for t, c := range l.columns {
 		l.published[t] = c != nil && c.Len() > 0
 	}
+	l.writeSnapshot(l.emit)
+}
+
+// eventBlockSize is the tokens per block of the engine's events; 0: no event came.
+func (l *kvRecord) eventBlockSize() int {
+	if c := l.columns[kvindex.GPU]; c != nil {
+		return c.BlockSize()
+	}
+	return 0
 }
 
 // columnLen is the number of blocks of a tier.
@@ -118,7 +119,7 @@ func (l *kvRecord) columnLen(tier kvindex.Tier) int {
 func (l *kvRecord) onChange(c *kvindex.Column, d kvindex.Delta) {
 	tier := c.Owner().Tier
 	switch {
-	case l.isSuspended || d.Change != kvindex.Stored && !l.published[tier]:
+	case d.Change != kvindex.Stored && !l.published[tier]:
 	case d.Change == kvindex.Removed:
 		l.queueRemoval(tier, d.Hashes)
 	default:
@@ -184,13 +185,9 @@ func (l *kvRecord) writeSnapshot(give func(kind msg.RecordKind, kv msg.KV)) {
 	}
 }
 
-// applyBatch applies about stepBlocks blocks of a batch. After a panic the rest of the batch is dropped.
+// applyBatch applies a batch.
 func (l *kvRecord) applyBatch(b *eventBatch) {
-	for done := 0; done < stepBlocks && !b.isEmpty(); {
-		c, ev := b.nextChange()
-		l.applyChange(&c, &ev)
-		done += max(1, c.blocks)
-	}
+	b.forEach(l.applyChange)
 	l.flushRemovals()
 }
 
@@ -229,28 +226,27 @@ func (l *kvRecord) clearEvents() {
 	l.hasRemovals = true
 }
 
-// sweepStep frees the memory of closed columns, one step at a time; it returns false when all is done.
-func (l *kvRecord) sweepStep() bool {
+// sweepStep frees the memory of closed columns, one step at a time.
+func (l *kvRecord) sweepStep() {
 	if l.needsSweep {
 		l.needsSweep = l.index.Sweep(sweepSlots)
 	}
-	return l.needsSweep
 }
 
 // averageWeight is the weight of one request in the average of tokens per block.
 const averageWeight = 1.0 / 16
 
 // seedAverage starts the average with the first request.
-func (l *kvRecord) seedAverage(t *ticket) {
-	if l.tokensPerBlock == 0 && t.req.Tokens > 0 {
-		l.tokensPerBlock = float64(t.req.Tokens) / float64(len(t.blocks))
+func (l *kvRecord) seedAverage(p *sentPrompt) {
+	if l.tokensPerBlock == 0 && p.tokens > 0 {
+		l.tokensPerBlock = float64(p.tokens) / float64(len(p.blocks))
 	}
 }
 
 // updateAverage averages how many tokens a block stands for.
-func (l *kvRecord) updateAverage(t *ticket, tokens int) {
-	if tokens > 0 && l.tokensPerBlock > 0 {
-		l.tokensPerBlock += averageWeight * (float64(tokens)/float64(len(t.blocks)) - l.tokensPerBlock)
+func (l *kvRecord) updateAverage(p *sentPrompt) {
+	if tokens := p.end.promptTokens; tokens > 0 && l.tokensPerBlock > 0 {
+		l.tokensPerBlock += averageWeight * (float64(tokens)/float64(len(p.blocks)) - l.tokensPerBlock)
 	}
 }
 

@@ -48,6 +48,20 @@ type reader struct {
 	whole   [tiers]bool // RecKVEnd was there
 	size    [tiers]int
 	ends    int // RecKVEnd with blocks
+	seq     uint64
+}
+
+// applyInOrder is apply of a reader that gets every record, and drops one with an unexpected number.
+func (f *reader) applyInOrder(rec *msg.Record) {
+	switch {
+	case rec.Kind == msg.RecSnapshot:
+	case rec.KV.InSnapshot:
+		require.Equal(f.t, f.seq, rec.Seq)
+	default:
+		require.Equal(f.t, f.seq+1, rec.Seq)
+	}
+	f.seq = rec.Seq
+	f.apply(rec)
 }
 
 func newReader(t require.TestingT) *reader {
@@ -129,6 +143,18 @@ func (r *testRig) newSubscriber(t require.TestingT) *reader {
 	}
 	cancel()
 	return f
+}
+
+// stepBlocks is a number of blocks that needs several records.
+const stepBlocks = partBlocks
+
+// notifyRecorder tells the recorder that events wait.
+func (r *testRig) notifyRecorder(in *eventQueue) { r.recorder.box.Send(eventsQueued{in}) }
+
+// queued is notifyRecorder, and waits.
+func (r *testRig) queued(in *eventQueue) {
+	r.notifyRecorder(in)
+	synctest.Wait()
 }
 
 // sendPrompt admits a prompt of which the sender's index expects hitBlocks blocks, and returns its ticket.

@@ -28,7 +28,7 @@ func TestKV2TheStreamIsTheLedger(t *testing.T) {
 				Incarnation: 7, MaxOngoing: 6, BlockSize: 4,
 				Blocks: rapid.IntRange(0, 40).Draw(rt, "blocks"),
 			}
-			in := newEventQueue(1, testHasher, "demo", func(in *eventQueue) { r.box.Send(eventsQueued{in}) })
+			in := newEventQueue(1, testHasher, "demo", r.notifyRecorder)
 			h := &randomHistory{rt: rt, t: t, r: r, in: in, facts: facts}
 			old := newReader(rt)
 			for range rapid.IntRange(0, 60).Draw(rt, "steps") {
@@ -112,7 +112,7 @@ func (h *randomHistory) step() {
 // rewake is the notify of the next subscription, which a second Ready began.
 func (in *eventQueue) rewake(r *testRig) func(in *eventQueue) {
 	in.subscriptionID = r.state.subscriptionID
-	return func(in *eventQueue) { r.box.Send(eventsQueued{in}) }
+	return r.notifyRecorder
 }
 
 func (h *randomHistory) event() {
@@ -151,7 +151,7 @@ func (h *randomHistory) event() {
 // all with the number of the snapshot.
 func TestKV2ALongLedgerTravelsInParts(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
-		in := newEventQueue(1, testHasher, "demo", func(in *eventQueue) { r.box.Send(eventsQueued{in}) })
+		in := newEventQueue(1, testHasher, "demo", r.notifyRecorder)
 		old := newReader(t)
 		const n = 3*stepBlocks + 17
 		all := ids(0, 4*n)
@@ -221,6 +221,30 @@ func TestThePanicOfAnActorLosesItsLedger(t *testing.T) {
 	})
 }
 
+// TestAPanicOfTheRecorderLosesTheRecordAlone: open requests stay counted, and new prompts and events are
+// recorded.
+func TestAPanicOfTheRecorderLosesTheRecordAlone(t *testing.T) {
+	withPublisher(t, true, true, func(t *testing.T, r *testRig, p *publisher) {
+		old := newReader(t)
+		first, second := ids(0, 8), ids(100, 8)
+		p.publish(storedBlocks(1, nil, first))
+		r.sendPrompt(prompt(ids(500, 8)...), 0)
+		old.follow(r)
+		require.Equal(t, 2, old.hit(kvindex.GPU, prompt(first...)))
+		r.recorder.box.Send(promptEnd{})
+		old.follow(r)
+		assert.Empty(t, old.columnSums())
+		assert.Equal(t, 1, r.Status().InFlight)
+		p.publish(storedBlocks(1, nil, second))
+		r.sendPrompt(prompt(ids(600, 8)...), 0)
+		old.follow(r)
+		assert.Equal(t, 2, old.hit(kvindex.GPU, prompt(second...)))
+		assert.Equal(t, 2, old.hit(kvindex.Sent, prompt(ids(600, 8)...)))
+		assert.Equal(t, msg.EventsPartial, r.Status().KV.Events.State)
+		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
+	})
+}
+
 func sum(hashes []uint64) (s uint64) {
 	for _, h := range hashes {
 		s += h
@@ -236,7 +260,7 @@ func TestEventsBeyondTheBoundBeginAnew(t *testing.T) {
 		old := newReader(t)
 		ev := &kvevents.Stored{BlockSize: 4, Tokens: ids(0, 4), Hashes: []kvevents.Hash{kvevents.UintHash(9)}}
 		in.Stored(ev)
-		r.send(eventsQueued{in})
+		r.queued(in)
 		old.follow(r)
 		require.Equal(t, 1, old.hit(kvindex.GPU, prompt(ids(0, 4)...)))
 		for i := range 8_000 {
@@ -250,7 +274,7 @@ func TestEventsBeyondTheBoundBeginAnew(t *testing.T) {
 		dropped, _ := in.lossCounts()
 		assert.Equal(t, uint64(2), dropped)
 		assert.Equal(t, 2, woken, "one message, however many events")
-		r.send(eventsQueued{in})
+		r.queued(in)
 		old.follow(r)
 		assert.LessOrEqual(t, old.columnSums()[kvindex.GPU][0], uint64(100))
 		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
@@ -261,7 +285,7 @@ func TestEventsBeyondTheBoundBeginAnew(t *testing.T) {
 // and adapter give other hashes, an image matches no text, and blocks on other machines are no hits.
 func TestKV12EventsHashAsPromptsDo(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
-		in := newEventQueue(1, testHasher, "demo", func(in *eventQueue) { r.box.Send(eventsQueued{in}) })
+		in := newEventQueue(1, testHasher, "demo", r.notifyRecorder)
 		old := newReader(t)
 		raw := func(i byte) kvevents.Hash {
 			b := make([]byte, 32)

@@ -2,17 +2,11 @@ package dpserver
 
 import (
 	"context"
-	"crypto/rand"
-	"encoding/binary"
-	"fmt"
 	"log/slog"
-	"runtime"
-	"slices"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
-	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
 // phase is the DPServer's own state; the phase of its unit belongs to the node.
@@ -33,8 +27,13 @@ var phaseRefusals = [...]msg.Refusal{
 
 // Messages that the Server, the Hub and the timers send to the replica.
 type (
-	registerRequest    struct{}
-	subscribeRequest   struct{ sub *hubSubscription }
+	registerRequest  struct{}
+	subscribeRequest struct{ sub *hubSubscription }
+	// snapshotRequest: the recorder sends the KV columns to sub when done is closed
+	snapshotRequest struct {
+		sub  *hubSubscription
+		done chan struct{}
+	}
 	unsubscribeRequest struct{ sub *hubSubscription }
 	readyRequest       struct {
 		facts msg.Facts
@@ -55,8 +54,7 @@ type (
 type replica struct {
 	*Server
 	account     account
-	sinks       []*hubSubscription // each at most once
-	rec         msg.Record         // reused: a record is valid only during Deliver
+	rec         msg.Record // reused: a record is valid only during Deliver
 	monitor     healthMonitor
 	progress    progressCheck
 	trip        trip
@@ -67,10 +65,9 @@ type replica struct {
 	prefills prefills
 
 	app           *app.Application // the application's current file, for routing
-	kv            *kvRecord        // nil until a request or an event needs a record of the KV cache
-	admitBlocks   []uint64         // buffer for the blocks of the current admission
+	columnsID     uint64           // of the stream's present KV columns
+	settings      recorderSettings // that the recorder has
 	askedUncached bool             // a request asked for a KV record although the engine caches nothing
-	expiry        expiryTimer
 	eventHealth   eventHealth
 	scrape        scrape
 }
@@ -86,48 +83,13 @@ func newReplica(s *Server) *replica {
 	if s.state.isRegistered { // after a panic: the account is lost, and a snapshot tells every sink
 		s.log.Error("the account of a rank was lost, it begins anew",
 			slog.Uint64("incarnation", s.state.incarnation))
-		r.restoreKVRecord()
-		r.joinHub()
+		r.stream.add(r.hub.register(r.Server)...) // its message may be the one that was lost
+		r.beginStream(true)
+		r.updateStats()
 		r.startMonitor()
 		r.closeDrainedIfIdle()
 	}
 	return r
-}
-
-// restoreKVRecord starts a new KV record after a panic. It is partial until the engine's events clear it.
-func (r *replica) restoreKVRecord() {
-	h := r.subscriptions.current.Load()
-	if h == nil {
-		return
-	}
-	if l := r.ensureKVRecord(); l != nil {
-		l.isPartial = true
-	}
-	r.box.Send(eventsQueued{h.queue}) // the actor before may have panicked before it took the queued events
-}
-
-// ensureKVRecord returns the KV record and creates it at its first use. It returns nil if the engine caches
-// nothing.
-func (r *replica) ensureKVRecord() *kvRecord {
-	if r.state.facts.CachingOff {
-		r.askedUncached = true
-		return nil
-	}
-	if r.kv == nil {
-		l, err := newKVRecord(r.Server, r.emitKV, r.deviceBlocks)
-		if err != nil {
-			r.log.Error("a rank has no ledger of its kv cache", slog.String("err", err.Error()))
-			return nil
-		}
-		l.isSuspended = r.state.incarnation == 0 // the snapshot of Ready will include its content
-		r.kv = l
-	}
-	return r.kv
-}
-
-func (r *replica) emitKV(kind msg.RecordKind, kv msg.KV) {
-	r.rec = msg.Record{Kind: kind, KV: kv}
-	r.emit(&r.rec)
 }
 
 // Receive implements inbox.Receiver: it handles the messages of requests, and passes all others on.
@@ -150,11 +112,11 @@ func (r *replica) Receive(m any) {
 	case lapseTimer:
 		r.lapseTickets()
 	case pruneRequest:
-		r.pruneOrphans()
+		r.orphans.prune(r.account.tickets)
 	case prefillTimer:
 		r.onPrefillTimer()
-	case eventsQueued:
-		r.onEventsQueued(m)
+	case promptShown:
+		r.onPromptShown(m)
 	default:
 		r.receiveControl(m)
 	}
@@ -167,12 +129,18 @@ func (r *replica) receiveControl(m any) {
 		r.state.isRegistered = true
 		r.joinHub()
 	case subscribeRequest:
-		r.addSink(m.sub)
 		r.sendSnapshot(m.sub)
-	case msg.Resync:
-		r.resyncSink(m.Sink)
+	case msg.Resync: // the sink has missed a record
+		for _, sub := range r.stream.subscriptionsOf(m.Sink) {
+			r.sendSnapshot(sub)
+		}
+	case snapshotRequest:
+		defer close(m.done) // also after a panic
+		r.stream.sendSnapshot(m.sub, r.snapshot(), true)
+	case recorderRestarted:
+		r.beginStream(true)
 	case unsubscribeRequest:
-		r.sinks = slices.DeleteFunc(r.sinks, func(s *hubSubscription) bool { return s == m.sub })
+		r.stream.remove(m.sub)
 	case readyRequest:
 		r.applyReady(m)
 		close(m.done)
@@ -195,8 +163,8 @@ func (r *replica) receiveControl(m any) {
 		r.onProbe(m)
 	case subscriptionResult:
 		r.onSubscriptionResult(m)
-	case expiryTick:
-		r.onExpiryTick(m)
+	case eventsApplied:
+		r.checkEventHealth()
 	case scrapeTimer:
 		r.onScrapeTick(m)
 	case scrapeResult:
@@ -209,29 +177,9 @@ func (r *replica) receiveControl(m any) {
 // joinHub registers the rank in the Hub and sends every sink a snapshot.
 func (r *replica) joinHub() {
 	for _, sub := range r.hub.register(r.Server) {
-		r.addSink(sub)
 		r.sendSnapshot(sub)
 	}
 	r.updateStats()
-}
-
-// addSink adds a sink once: after a panic it may come from the Hub and from its own message.
-func (r *replica) addSink(sub *hubSubscription) {
-	if !slices.Contains(r.sinks, sub) {
-		r.sinks = append(r.sinks, sub)
-	}
-	// so that the new sink gets the next report even if its values are the same
-	r.scrape.published = msg.Status{}
-}
-
-// resyncSink sends a new snapshot to a sink that missed a record.
-func (r *replica) resyncSink(sink msg.Sink) {
-	for _, sub := range r.sinks {
-		if sub.sink == sink {
-			r.scrape.published = msg.Status{}
-			r.sendSnapshot(sub)
-		}
-	}
 }
 
 // applyReady opens the rank for an engine. The first engine published its events to the present subscription.
@@ -254,25 +202,16 @@ func (r *replica) applyReady(m readyRequest) {
 // startIncarnation begins an incarnation with an empty account: the requests of the one before ended with its
 // engine. newEvents says that the subscription to KV events begins again too.
 func (r *replica) startIncarnation(f msg.Facts, anew bool) {
-	if r.kv != nil {
-		r.kv.suspendPublishing()
-		r.kv.dropColumns(kvindex.Sent)
-	}
 	r.account.reset()
 	r.prefills.stop()
 	r.trip.stop()
 	r.trip, r.busy, r.turns = trip{}, busy{round: r.busy.round + 1}, turns{}
-	r.state.phase, r.state.incarnation, r.state.facts, r.state.seq = phaseOpen, f.Incarnation, f, 0
+	r.state.phase, r.state.incarnation, r.state.facts = phaseOpen, f.Incarnation, f
 	if anew {
 		r.restartSubscription()
 	}
-	if r.kv != nil {
-		r.kv.resumePublishing()
-	}
 	r.startMonitor()
-	for _, sub := range r.sinks {
-		r.sendSnapshot(sub)
-	}
+	r.beginStream(false)
 	r.updateStats()
 	r.refreshRouting()
 }
@@ -290,19 +229,6 @@ func (r *replica) restartIncarnation(why string, anew bool) {
 	r.log.Warn("engine was restarted in place", slog.String("cause", why),
 		slog.String("incarnation", formatIncarnation(f.Incarnation)))
 }
-
-// drawIncarnation draws the random number of one engine process. 0 means no process.
-func drawIncarnation() uint64 {
-	var b [8]byte
-	for {
-		_, _ = rand.Read(b[:]) // never fails since Go 1.24
-		if v := binary.LittleEndian.Uint64(b[:]); v != 0 {
-			return v
-		}
-	}
-}
-
-func formatIncarnation(v uint64) string { return fmt.Sprintf("%016x", v) }
 
 // causeDrained is the cause of the fence that ends a requested stop: the requests that still run are cut.
 const causeDrained = "drained"
@@ -361,8 +287,7 @@ func (r *replica) endStream() {
 	r.monitor.stop()
 	r.trip.stop()
 	r.scrape.stop()
-	r.expiry.stop()
-	r.emit(&msg.Record{Kind: msg.RecGone})
+	r.stream.end()
 	r.closeDrainedIfIdle()
 	r.updateStats()
 	r.box.Halt()
@@ -377,7 +302,7 @@ func (r *replica) isTripped() bool { return r.state.phase == phaseOpen && r.trip
 
 // publishState tells the sinks whether the rank accepts requests, and why not.
 func (r *replica) publishState(cause string) {
-	r.emit(&msg.Record{
+	r.stream.emit(&msg.Record{
 		Kind: msg.RecState, Accepting: r.isAccepting(), Tripped: r.isTripped(), Cause: cause,
 		Turn:   r.offerTurn(),
 		Fenced: r.state.phase == phaseFenced, Draining: r.state.phase == phaseDraining ||
@@ -386,47 +311,32 @@ func (r *replica) publishState(cause string) {
 	r.updateStats()
 }
 
-// emit numbers a record and delivers it to every sink.
-func (r *replica) emit(rec *msg.Record) {
-	r.state.seq++
-	r.stampRecord(rec)
-	for _, sub := range r.sinks {
-		sub.deliver(rec)
-	}
-}
-
-func (r *replica) stampRecord(rec *msg.Record) {
-	rec.App, rec.Unit, rec.Rank, rec.Epoch = r.spec.App.Name, r.spec.Unit, r.id, r.spec.Epoch
-	rec.Incarnation, rec.Seq = r.state.incarnation, r.state.seq
-}
-
-// sendSnapshot sends one sink the whole account and the KV columns, as of the last record.
+// sendSnapshot sends one sink the whole account. If the stream has KV columns, the recorder asks for it, and
+// sends them behind it.
 func (r *replica) sendSnapshot(sub *hubSubscription) {
-	f := &r.state.facts
-	give := func(rec *msg.Record) {
-		r.stampRecord(rec)
-		sub.deliver(rec)
+	r.scrape.published = msg.Status{} // the sink gets the next report even if its values are the same
+	if !r.stream.sendSnapshot(sub, r.snapshot(), false) {
+		r.recorder.box.Send(columnsRequest{sub})
 	}
-	give(&msg.Record{Kind: msg.RecSnapshot, Accepting: r.isAccepting(), Snapshot: &msg.Snapshot{
+}
+
+// snapshot is the whole account, as of the last record.
+func (r *replica) snapshot() *msg.Record {
+	f := &r.state.facts
+	return &msg.Record{Kind: msg.RecSnapshot, Accepting: r.isAccepting(), Snapshot: &msg.Snapshot{
 		Accepting: r.isAccepting(), Tripped: r.isTripped(), MaxOngoing: f.MaxOngoing,
 		Capacity: r.cacheCapacity(), BlockSize: r.knownBlockSize(), CachingOff: f.CachingOff,
 		MaxModelLen: f.MaxModelLen, Node: r.spec.Node, Target: r.spec.Target, Mailbox: r.box,
 		Open: r.account.listRequests(),
-	}})
-	if r.kv != nil {
-		r.kv.writeSnapshot(func(kind msg.RecordKind, kv msg.KV) { give(&msg.Record{Kind: kind, KV: kv}) })
-	}
+	}}
 }
 
 // updateStats copies the values that Status shows.
 func (r *replica) updateStats() {
-	r.stats.setState(r.account.openCount(), r.state.facts.MaxOngoing, r.state.incarnation, r.isTripped())
+	r.stats.setOpen(&r.account)
+	r.stats.setState(r.state.facts.MaxOngoing, r.state.incarnation, r.isTripped())
 	r.updateKVStats()
 }
-
-// yieldBlocks is the longest prompt whose blocks are recorded before the sender of the Admit runs on: it
-// takes some microseconds.
-const yieldBlocks = 32
 
 // admit grants a ticket or refuses with a reason. m belongs to the sender again when its reply is sent.
 func (r *replica) admit(m *msg.Admit) {
@@ -434,17 +344,17 @@ func (r *replica) admit(m *msg.Admit) {
 		if refusal == msg.Full {
 			r.turns.addWait(time.Now(), m.Ingress, r.requestWeight(m))
 		}
-		r.sendReply(m.Reply, &msg.AdmitReply{Refusal: refusal, Epoch: r.spec.Epoch, Seq: r.state.seq})
+		r.sendReply(m.Reply,
+			&msg.AdmitReply{Refusal: refusal, Epoch: r.spec.Epoch, Seq: r.stream.seq.Load()})
 		return
 	}
 	id := r.state.lastTicket + 1
 	req := msg.OpenRequest{ReqID: m.ReqID, Ingress: m.Ingress, Tokens: m.Tokens, Hit: m.Hit}
-	hitBlocks, whole, session, weight := m.HitBlocks, m.Whole, m.Session, r.requestWeight(m)
-	r.admitBlocks = append(r.admitBlocks[:0], m.Blocks...) // they belong to the sender again with the reply
+	whole, session, weight, prompt := m.Whole, m.Session, r.requestWeight(m), r.promptOf(m, id)
 	ctx, idle := m.Ctx, r.account.openCount() == 0
 	granted := msg.Ticket{
-		ID: id, Epoch: r.spec.Epoch, Incarnation: r.state.incarnation, Seq: r.state.seq + 1, Rank: r.id,
-		Target: r.spec.Target,
+		ID: id, Epoch: r.spec.Epoch, Incarnation: r.state.incarnation, Rank: r.id, Target: r.spec.Target,
+		Seq: r.stream.seq.Load() + 1,
 	}
 	if !r.sendReply(m.Reply, &msg.AdmitReply{Ticket: granted, Epoch: r.spec.Epoch, Seq: granted.Seq}) {
 		return // the reply channel is full: the sender cannot give a ticket back
@@ -453,7 +363,6 @@ func (r *replica) admit(m *msg.Admit) {
 	r.state.lastTicket = id
 	t := r.account.add(id, req, weight, r.watchContext(ctx, id))
 	t.admittedAt, t.lastAt = now, now
-	t.blocks, r.admitBlocks, t.hitBlocks = r.admitBlocks, t.blocks, hitBlocks
 	if len(r.turns.places) > 0 {
 		r.turns.useRoom(now, req.Ingress, weight)
 	}
@@ -464,13 +373,10 @@ func (r *replica) admit(m *msg.Admit) {
 		Kind: msg.RecAdmitted, ReqID: req.ReqID, Ingress: req.Ingress, Tokens: req.Tokens, Hit: req.Hit,
 		Session: session, At: r.toRankTime(now),
 	}
-	r.emit(&r.rec)
-	r.stats.setOpen(r.account.openCount())
-	if len(t.blocks) > yieldBlocks {
-		runtime.Gosched() // let the sender, which the reply woke on this processor, run first
-	}
-	if len(t.blocks) > 0 {
-		r.recordSent(t)
+	r.stream.emit(&r.rec)
+	r.stats.setOpen(&r.account)
+	if prompt != nil && r.recorder.box.TrySend(prompt) == nil {
+		t.prompt = prompt
 	}
 	r.predictPrefill(id, t, whole)
 }
@@ -519,7 +425,7 @@ func (r *replica) watchContext(ctx context.Context, id uint64) func() bool {
 		return nil
 	}
 	s := r.Server
-	return context.AfterFunc(ctx, func() { s.addOrphan(id) })
+	return context.AfterFunc(ctx, func() { s.orphans.add(id, s.timers.TicketLapse) })
 }
 
 func (r *replica) recordFirstToken(m *msg.FirstToken) {
@@ -564,7 +470,7 @@ func (r *replica) endTicket(m *msg.Done) {
 	r.emitRequestRecord(msg.RecDone, &t.req, m.Cause, now)
 	r.offerRemaining()
 	r.countExpectedEvents(m)
-	r.correctSent(t, m)
+	r.endPrompt(t, m)
 	r.account.recycle(t)
 	r.applyOutcome(m)
 	r.closeDrainedIfIdle()
@@ -597,8 +503,8 @@ func (r *replica) emitRequestRecord(kind msg.RecordKind, req *msg.OpenRequest, c
 	if kind == msg.RecDone {
 		r.rec.Turn = r.offerTurn()
 	}
-	r.emit(&r.rec)
-	r.stats.setOpen(r.account.openCount())
+	r.stream.emit(&r.rec)
+	r.stats.setOpen(&r.account)
 }
 
 // setBusy treats the rank as full after an engine_busy answer: until the next Done, at most BusyHold. The
@@ -620,36 +526,11 @@ func (r *replica) clearBusy() {
 	}
 }
 
-// pruneOrphans drops the orphans whose ticket has ended.
-func (r *replica) pruneOrphans() {
-	r.orphans.mu.Lock()
-	defer r.orphans.mu.Unlock()
-	r.orphans.queue = slices.DeleteFunc(r.orphans.queue,
-		func(o orphan) bool { return r.account.tickets[o.ticket] == nil })
-}
-
-// lapseTickets ends the open tickets that are due, and sets the timer for the next.
+// lapseTickets ends the open tickets that are due.
 func (r *replica) lapseTickets() {
-	r.pruneOrphans()
-	for _, ticket := range r.takeDueOrphans(time.Now()) {
+	for _, ticket := range r.orphans.takeDue(time.Now(), r.account.tickets) {
 		r.endTicket(&msg.Done{TicketID: ticket, Outcome: msg.Cancelled, Cause: "ticket_lapsed"})
 	}
-}
-
-func (r *replica) takeDueOrphans(now time.Time) (due []uint64) {
-	o := &r.orphans
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	n := 0
-	for n < len(o.queue) && !now.Before(o.queue[n].due) {
-		due = append(due, o.queue[n].ticket)
-		n++
-	}
-	o.queue = slices.Delete(o.queue, 0, n)
-	if o.isTimerSet = len(o.queue) > 0; o.isTimerSet {
-		r.sendAfter(o.queue[0].due.Sub(now), lapseTimer{})
-	}
-	return due
 }
 
 // applyDemand notes whether an ingress has requests that wait.

@@ -11,7 +11,6 @@ import (
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/routing"
-	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
 // healthMonitor checks one incarnation of an engine: does its process answer, and does it make progress while
@@ -460,7 +459,7 @@ func (r *replica) refreshRouting() {
 		r.scrape.isActive = true
 		r.startScrape()
 	}
-	r.refreshSentColumn()
+	r.sendSettings()
 }
 
 // startScrape reads /metrics beside the actor, one read at a time, and sets the timer for the next.
@@ -545,6 +544,7 @@ func (r *replica) updateFacts(c *engine.Counters) {
 	if c.BlockSize > 0 {
 		f.BlockSize = c.BlockSize
 	}
+	r.sendSettings()
 }
 
 // publishStatus emits a RecStatus if a value has changed.
@@ -558,15 +558,11 @@ func (r *replica) publishStatus(c *engine.Counters) {
 	}
 	r.scrape.published = st
 	r.rec = msg.Record{Kind: msg.RecStatus, Status: st}
-	r.emit(&r.rec)
+	r.stream.emit(&r.rec)
 }
 
 // onSleep empties the KV columns: a sleeping engine has freed its KV cache, and publishes no event about it.
 func (r *replica) onSleep() {
 	r.log.Info("engine was put to sleep: its kv cache is gone")
-	if l := r.kv; l != nil {
-		l.clearEvents()
-		l.dropColumns(kvindex.Sent)
-		r.armExpiry()
-	}
+	r.recorder.box.Send(engineSlept{})
 }

@@ -80,7 +80,7 @@ func (r *replica) eventState(st *kvevents.Stats) string {
 		return msg.EventsConnecting
 	case !st.Synced:
 		return msg.EventsWaiting
-	case st.Partial || r.kv != nil && r.kv.isPartial:
+	case st.Partial || r.kvReport().isPartial:
 		return msg.EventsPartial
 	}
 	return msg.EventsLive
@@ -111,16 +111,7 @@ func (r *replica) logEventState(was string) {
 	case was == msg.EventsSilent:
 		r.log.Info("kv events come again")
 	}
-	r.refreshSentColumn()
-}
-
-// refreshSentColumn begins the record of sent prompts again if its blocks are to live for another time:
-// longer when events fell silent, shorter when they are live.
-func (r *replica) refreshSentColumn() {
-	if l := r.kv; l != nil && l.columns[kvindex.Sent] != nil && l.sentOptions != r.sentOptions() {
-		l.dropColumns(kvindex.Sent)
-		r.armExpiry()
-	}
+	r.sendSettings()
 }
 
 // countExpectedEvents counts a request that must have caused an event: its prompt was computed, and filled a
@@ -139,26 +130,27 @@ func (r *replica) countExpectedEvents(m *msg.Done) {
 	r.eventHealth.expectedEvents++
 }
 
-// Messages of the event subscriptions.
+// Messages of the event subscriptions and of the recorder.
 type (
-	eventsQueued struct{ queue *eventQueue } // events wait
-	// a subscription has started, or failed to
-	subscriptionResult struct { // a subscription was begun, or not
+	subscriptionResult struct { // a subscription has started, or failed to
 		id  uint64
 		err error
 	}
+	eventsApplied struct{} // the recorder has applied events, or the subscription's Stats have changed
+	promptShown   struct { // events show the last full block of a ticket's prompt
+		ticket    uint64
+		wasBefore bool // they did at its admission
+	}
+	recorderRestarted struct{} // the recorder has panicked
 )
 
-// restartSubscription starts a new subscription. The blocks that the one before reported are dropped.
+// restartSubscription starts a new subscription. The recorder drops the blocks that the one before reported
+// when the columns begin again.
 func (r *replica) restartSubscription() {
 	past := r.eventTotals()
 	r.state.subscriptionID++
 	r.state.knownRestarts = 0
 	r.eventHealth = eventHealth{pastTotals: past, isStarting: r.eventHealth.isStarting}
-	if r.kv != nil {
-		r.kv.currentBatch, r.kv.isPartial = nil, false
-		r.kv.dropEventColumns()
-	}
 	r.startSubscription()
 }
 
@@ -194,38 +186,6 @@ func (r *replica) onSubscriptionResult(m subscriptionResult) {
 	r.checkEventHealth()
 }
 
-// onEventsQueued applies one step of the queued events and posts itself for the rest, so that an admission
-// waits for one step at most.
-func (r *replica) onEventsQueued(m eventsQueued) {
-	if m.queue.subscriptionID != r.state.subscriptionID || r.state.phase == phaseEnded {
-		return
-	}
-	l := r.ensureKVRecord()
-	if l == nil {
-		return
-	}
-	if l.currentBatch == nil {
-		if l.currentBatch = m.queue.takeBatch(l.spareBatch); l.currentBatch == nil {
-			r.boundSent()
-			r.checkEventHealth()
-			r.armExpiry()
-			return
-		}
-		l.spareBatch = nil
-	}
-	b := l.currentBatch
-	l.currentBatch = nil // a batch that panics is dropped
-	l.applyBatch(b)
-	r.endShownPrefills()
-	if b.isEmpty() {
-		b.clear()
-		l.spareBatch = b
-	} else {
-		l.currentBatch = b
-	}
-	r.box.Send(m)
-}
-
 // liveSentTTL is how long a routed prompt counts as cached while events are live: until its own events must
 // have come.
 const liveSentTTL = 2 * time.Second
@@ -247,145 +207,80 @@ func (r *replica) sentOptions() kvindex.Options {
 	return opt
 }
 
-// recordSent records that the rank was sent a request.
-func (r *replica) recordSent(t *ticket) {
-	l := r.ensureKVRecord()
-	if l == nil {
-		return
+// beginStream sends every sink a snapshot and lets the recorder begin the KV columns behind it. isLost says
+// that the content of the columns is not certain any more.
+func (r *replica) beginStream(isLost bool) {
+	r.columnsID = r.stream.begin(r.state.incarnation, r.snapshot())
+	r.settings = r.currentSettings()
+	r.scrape.published = msg.Status{}
+	r.recorder.box.Send(columnsBegin{
+		columnsID: r.columnsID, subscriptionID: r.state.subscriptionID, isLost: isLost, settings: r.settings,
+	})
+}
+
+func (r *replica) currentSettings() recorderSettings {
+	return recorderSettings{facts: r.state.facts, sent: r.sentOptions(), isLive: r.eventHealth.isLive}
+}
+
+// sendSettings tells the recorder what the record depends on, if it has changed.
+func (r *replica) sendSettings() {
+	if now := r.currentSettings(); now != r.settings {
+		r.settings = now
+		r.recorder.box.Send(now)
 	}
-	l.seedAverage(t)
-	now := l.advanceClock()
-	if l.columns[kvindex.Sent] == nil {
-		l.sentOptions = r.sentOptions()
+}
+
+// kvReport is the recorder's newest report of the present columns.
+func (r *replica) kvReport() kvReport {
+	report := r.recorder.load()
+	if report.columnsID != r.columnsID {
+		return kvReport{exists: report.exists}
 	}
-	if c := l.openColumn(kvindex.Sent, l.sentOptions); c != nil {
-		c.SetCapacity(l.toBlocks(r.cacheCapacity()))
-		t.recorded = c.Record(t.blocks, now)
-	}
-	l.flushRemovals()
-	r.armExpiry()
+	return report
 }
 
 // cacheCapacity is the tokens that the engine's KV cache holds; 0: not known.
 func (r *replica) cacheCapacity() int64 {
-	return int64(r.state.facts.Blocks) * int64(r.knownBlockSize())
+	return cacheCapacity(&r.state.facts, r.kvReport().blockSize)
 }
 
-// deviceBlocks is the most blocks that the engine's events can report at a time; 0: not known. An engine that
-// counts its blocks in a larger size than its events has more blocks of the events' size.
-func (r *replica) deviceBlocks() int {
-	f := &r.state.facts
-	size := r.eventBlockSize()
-	if size == 0 || f.BlockSize <= size {
-		return f.Blocks
+// promptOf copies the prompt of an admission for the recorder; nil if there is nothing to record.
+func (r *replica) promptOf(m *msg.Admit, ticket uint64) *sentPrompt {
+	if len(m.Blocks) == 0 {
+		return nil
 	}
-	return f.Blocks * ((f.BlockSize + size - 1) / size)
+	if r.state.facts.CachingOff {
+		r.askedUncached = true
+		return nil
+	}
+	p := r.recorder.prompts.get(m)
+	p.ticket, p.isWatched = ticket, m.Whole && r.prefillTime != nil
+	return p
 }
 
-// correctSent adjusts the record after a request ends. Without a first token its blocks are withdrawn, unless
-// another request shares them. Clearly fewer cached tokens than expected mean that the engine evicts faster
-// than the record does.
-func (r *replica) correctSent(t *ticket, m *msg.Done) {
-	l := r.kv
-	if l == nil || len(t.blocks) == 0 || l.columns[kvindex.Sent] == nil {
+// endPrompt tells the recorder how the request of a recorded prompt ended. Fewer cached tokens than expected
+// are missing; an estimated prompt length is scaled to the reported one.
+func (r *replica) endPrompt(t *ticket, m *msg.Done) {
+	if t.prompt == nil {
 		return
 	}
-	c := l.columns[kvindex.Sent]
-	if (m.Outcome != msg.OK || m.Cause == msg.CauseClientError) && !t.hasFirstToken() && m.FirstToken == 0 {
-		c.Withdraw(t.blocks, max(t.recorded.Held, t.hitBlocks), t.recorded.At)
-	} else {
-		l.updateAverage(t, m.PromptTokens)
-		if short := r.cacheShortfall(t, m); short > 0 {
-			c.Trim(l.toBlocks(short))
+	end := &t.prompt.end
+	end.isWithdrawn = (m.Outcome != msg.OK || m.Cause == msg.CauseClientError) && !t.hasFirstToken() &&
+		m.FirstToken == 0
+	end.promptTokens = m.PromptTokens
+	if m.HasCached && t.req.Tokens > 0 {
+		expected := float64(t.req.Hit)
+		if m.PromptTokens > 0 {
+			expected *= float64(m.PromptTokens) / float64(t.req.Tokens)
 		}
+		end.missing = expected - float64(m.CachedTokens)
 	}
-	l.flushRemovals()
-}
-
-// cacheShortfall is how many tokens fewer were cached than expected; 0 within a block. An estimated prompt
-// length is scaled to the reported one.
-func (r *replica) cacheShortfall(t *ticket, m *msg.Done) int64 {
-	if !m.HasCached || t.req.Tokens <= 0 {
-		return 0
-	}
-	expected := float64(t.req.Hit)
-	if m.PromptTokens > 0 {
-		expected *= float64(m.PromptTokens) / float64(t.req.Tokens)
-	}
-	block := max(float64(r.blockSizeOrDefault()), r.kv.tokensPerBlock)
-	if short := expected - float64(m.CachedTokens); short > block {
-		return int64(short)
-	}
-	return 0
+	r.recorder.box.Send(promptEnd{t.prompt})
 }
 
 // blockSizeOrDefault is the engine's tokens per block, or the default.
 func (r *replica) blockSizeOrDefault() int {
 	return cmp.Or(r.knownBlockSize(), routing.DefaultBlockSize)
-}
-
-// boundSent keeps the record of sent prompts no larger than what the engine holds by its events, after they
-// reported removals. Prompts without a first token are added, because their events are still to come.
-func (r *replica) boundSent() {
-	l := r.kv
-	if !l.hasRemovals {
-		return
-	}
-	l.hasRemovals = false
-	if c := l.columns[kvindex.Sent]; c != nil && r.eventHealth.isLive && l.tokensPerBlock > 0 {
-		held := int64(l.columnLen(kvindex.GPU))*int64(r.blockSizeOrDefault()) + int64(r.account.prefillTokens)
-		c.Trim(c.Len() - l.toBlocks(held))
-		l.flushRemovals()
-	}
-}
-
-// minExpiryInterval is the shortest time between two expiry ticks.
-const minExpiryInterval = 250 * time.Millisecond
-
-// expiryTick says that blocks of the KV record expire or are to be swept.
-type expiryTick struct{ of *kvRecord }
-
-// expiryTimer runs only while there is something to expire or to sweep.
-type expiryTimer struct {
-	timer *time.Timer
-	due   time.Duration // on the record's clock; 0: the timer does not run
-}
-
-func (c *expiryTimer) stop() {
-	if c.timer != nil {
-		c.timer.Stop()
-	}
-	c.due = 0
-}
-
-// armExpiry sets the timer for the next expiry.
-func (r *replica) armExpiry() {
-	l := r.kv
-	if l == nil {
-		return
-	}
-	now := time.Since(l.startedAt)
-	due, some := now+minExpiryInterval, l.needsSweep
-	if c := l.columns[kvindex.Sent]; c != nil && !some {
-		at, any := c.Expires()
-		due, some = max(due, at), any
-	}
-	if !some || r.expiry.due > 0 && r.expiry.due <= due {
-		return
-	}
-	r.expiry.stop()
-	r.expiry.due, r.expiry.timer = due, r.sendAfter(due-now, expiryTick{l})
-}
-
-func (r *replica) onExpiryTick(m expiryTick) {
-	if m.of != r.kv || r.kv == nil {
-		return
-	}
-	r.expiry.stop()
-	m.of.advanceClock()
-	m.of.sweepStep()
-	m.of.flushRemovals()
-	r.armExpiry()
 }
 
 // eventTotals is the sum of the counters of all subscriptions so far.
@@ -406,24 +301,19 @@ func (r *replica) eventTotals() msg.EventStatus {
 // updateKVStats copies what Status shows of the KV cache.
 func (r *replica) updateKVStats() {
 	uncached := r.askedUncached || r.state.facts.CachingOff && policyNeeds(r.app).Hits
-	if r.kv == nil && r.state.eventSource == nil && !uncached {
+	report := r.kvReport()
+	if !report.exists && r.state.eventSource == nil && !uncached {
 		return
 	}
+	index := &report.index
 	st := msg.KVStatus{
-		BlockSize: r.knownBlockSize(), Capacity: r.cacheCapacity(),
+		BlockSize: r.knownBlockSize(), Capacity: r.cacheCapacity(), Blocks: report.blocks, Sent: report.sent,
+		Bytes: index.Bytes, Orphans: index.Orphans, Evicted: index.Evicted,
 		Usage: r.scrape.last.KVUsage, Note: r.kvNote(),
 	}
 	events := r.eventTotals()
-	if l := r.kv; l != nil {
-		index := l.index.Stats()
-		for t := range l.columns {
-			st.Blocks += l.columnLen(kvindex.Tier(t))
-		}
-		st.Bytes, st.Sent, st.Orphans, st.Evicted = index.Bytes, l.columnLen(kvindex.Sent), index.Orphans,
-			index.Evicted
-		events.Dropped += index.BadLength + index.BadBlockSize + index.SelfParent + index.Cycle +
-			index.Conflict + index.AsideDropped
-	}
+	events.Dropped += index.BadLength + index.BadBlockSize + index.SelfParent + index.Cycle + index.Conflict +
+		index.AsideDropped
 	if r.state.eventSource != nil {
 		events.State = r.eventHealth.state
 		if events.State == "" {
@@ -451,7 +341,7 @@ func (r *replica) kvNote() string {
 			"the rank was sent; look at the engine's --kv-events-config",
 			r.eventHealth.silentFor.Round(time.Second)))
 	}
-	told, seen, asked := r.state.facts.BlockSize, r.eventBlockSize(), engine.AskedBlockSize(r.spec.App)
+	told, seen, asked := r.state.facts.BlockSize, r.kvReport().blockSize, engine.AskedBlockSize(r.spec.App)
 	switch is := cmp.Or(seen, told); {
 	case told > 0 && seen > 0 && told != seen:
 		notes = append(notes, fmt.Sprintf("kv events come in blocks of %d tokens, the engine reported %d",
@@ -463,16 +353,10 @@ func (r *replica) kvNote() string {
 	return strings.Join(notes, "; ")
 }
 
-// eventBlockSize is the tokens per block of the engine's events; 0: no event came.
-func (r *replica) eventBlockSize() int {
-	if r.kv == nil || r.kv.columns[kvindex.GPU] == nil {
-		return 0
-	}
-	return r.kv.columns[kvindex.GPU].BlockSize()
-}
-
 // knownBlockSize is the engine's tokens per block: by its events, else by its own report; 0: not known.
-func (r *replica) knownBlockSize() int { return cmp.Or(r.eventBlockSize(), r.state.facts.BlockSize) }
+func (r *replica) knownBlockSize() int {
+	return cmp.Or(r.kvReport().blockSize, r.state.facts.BlockSize)
+}
 
 // predictPrefill predicts when the prefill of a ticket ends that was just admitted. The step law gives
 // several prompts too much time both as one long prompt (their tokens do not attend to each other) and one
@@ -489,8 +373,7 @@ func (r *replica) predictPrefill(id uint64, t *ticket, whole bool) {
 	}
 	takes := r.prefills.pace.scale(t.prefillPredicted)
 	r.prefills.insert(wholePrefill{
-		ticket: id, due: now.Add(takes), latest: now.Add(stallFactor * takes), isUnseen: len(t.blocks) > 0 &&
-			!r.eventsShowPrompt(t),
+		ticket: id, due: now.Add(takes), latest: now.Add(stallFactor * takes), isUnseen: t.prompt != nil,
 	})
 	r.armPrefillTimer(now)
 }
@@ -527,31 +410,22 @@ func (r *replica) onPrefillTimer() {
 
 // awaitsPromptEvents says whether the engine's events will show the end of the prompt, and have not yet.
 func (r *replica) awaitsPromptEvents(e *wholePrefill) bool {
-	t := r.account.tickets[e.ticket]
-	return t != nil && e.isUnseen && r.eventHealth.isLive && r.app.Routing.Identity == app.IdentityTokens &&
-		!r.eventsShowPrompt(t)
+	return r.account.tickets[e.ticket] != nil && e.isUnseen && r.eventHealth.isLive &&
+		r.app.Routing.Identity == app.IdentityTokens
 }
 
-// eventsShowPrompt says whether the events report the last full block of the ticket's prompt on the GPU.
-func (r *replica) eventsShowPrompt(t *ticket) bool {
-	if r.kv == nil || len(t.blocks) == 0 {
-		return false
-	}
-	c := r.kv.columns[kvindex.GPU]
-	return c != nil && c.Holds(t.blocks[len(t.blocks)-1])
-}
-
-// endShownPrefills ends the prefills whose prompts the events show now.
-func (r *replica) endShownPrefills() {
+// onPromptShown ends the prefill of a prompt that the events show now. Events that showed it before say
+// nothing about its prefill.
+func (r *replica) onPromptShown(m promptShown) {
 	p := &r.prefills
-	for i := 0; i < len(p.byDue); {
-		e := p.byDue[i]
-		if t := r.account.tickets[e.ticket]; !e.isUnseen || t == nil || !r.eventsShowPrompt(t) {
-			i++
-			continue
-		}
+	i := slices.IndexFunc(p.byDue, func(e wholePrefill) bool { return e.ticket == m.ticket })
+	switch {
+	case i < 0:
+	case m.wasBefore:
+		p.byDue[i].isUnseen = false
+	default:
 		p.byDue = slices.Delete(p.byDue, i, i+1)
-		r.predictFirstToken(e.ticket, time.Now())
+		r.predictFirstToken(m.ticket, time.Now())
 	}
 }
 

@@ -2,6 +2,8 @@ package dpserver
 
 import (
 	"context"
+	"crypto/rand"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -29,8 +31,8 @@ type Server struct {
 	lease       func() bool                        // nil: the node may always admit
 	net         eventNetwork
 	log         *slog.Logger
-	box         *inbox.Inbox
-	createdAt   time.Time // the origin of the rank's clock
+	box         *inbox.Inbox // of the replica
+	createdAt   time.Time    // the origin of the rank's clock
 
 	// the life of the actor's own probes; Stop cancels it
 	ctx    context.Context //nolint:containedctx // the life of the actor's own probes, cancelled by Stop
@@ -44,6 +46,8 @@ type Server struct {
 	stats         stats
 	orphans       orphans
 	subscriptions subscriptions
+	stream        stream
+	recorder      recorderHandle
 }
 
 // actorState survives a panic of the actor: the new actor continues with it and with an empty account.
@@ -52,7 +56,6 @@ type actorState struct {
 	phase        phase
 	incarnation  uint64
 	facts        msg.Facts // of the incarnation, updated with the engine's own reports
-	seq          uint64    // number of the last record of this incarnation
 	lastTicket   uint64
 	lastRound    uint64 // of the health monitor: it identifies late results of an earlier monitor
 
@@ -108,16 +111,19 @@ func (s *Server) Status() msg.RankStatus {
 	return st
 }
 
-// Stop ends the stream (RecGone), the probes, the subscription and the actor, and waits for them. It is
+// Stop ends the stream (RecGone), the probes, the subscription and the actors, and waits for them. It is
 // idempotent.
 func (s *Server) Stop(ctx context.Context) error {
 	s.cancel()
 	s.subscriptions.close()
 	s.box.Send(stopRequest{})
-	select {
-	case <-s.box.Stopped():
-	case <-ctx.Done():
-		return fmt.Errorf("stop rank %s: %w", s.id, context.Cause(ctx))
+	s.recorder.box.Send(recorderStop{})
+	for _, box := range []*inbox.Inbox{s.box, s.recorder.box} {
+		select {
+		case <-box.Stopped():
+		case <-ctx.Done():
+			return fmt.Errorf("stop rank %s: %w", s.id, context.Cause(ctx))
+		}
 	}
 	s.probes.Wait() // every probe ends when s.ctx does
 	return nil
@@ -182,35 +188,15 @@ func (s *Server) Assign(ctx context.Context) error {
 	return nil
 }
 
-// orphans are tickets whose admission's context has ended. The Done of nearly every one waits in the mailbox
-// already, because a request's context ends right after its answer. So they share one timer and one message:
-// a timer for each request would wake the actor each time.
-type orphans struct {
-	mu         sync.Mutex
-	queue      []orphan // by due
-	isTimerSet bool     // a lapseTimer runs
-}
-
-type orphan struct {
-	ticket uint64
-	due    time.Time
-}
-
-// maxOrphans is how many may wait before the actor drops those whose ticket has ended, ahead of the timer.
-const maxOrphans = 4096
-
-// addOrphan notes that the context of a ticket's admission has ended: without a Done the ticket lapses after
-// TicketLapse.
-func (s *Server) addOrphan(ticket uint64) {
-	o := &s.orphans
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	o.queue = append(o.queue, orphan{ticket, time.Now().Add(s.timers.TicketLapse)})
-	if !o.isTimerSet {
-		o.isTimerSet = true
-		s.sendAfter(s.timers.TicketLapse, lapseTimer{})
-	}
-	if len(o.queue)%maxOrphans == 0 {
-		s.box.Send(pruneRequest{})
+// drawIncarnation draws the random number of one engine process. 0 means no process.
+func drawIncarnation() uint64 {
+	var b [8]byte
+	for {
+		_, _ = rand.Read(b[:]) // never fails since Go 1.24
+		if v := binary.LittleEndian.Uint64(b[:]); v != 0 {
+			return v
+		}
 	}
 }
+
+func formatIncarnation(v uint64) string { return fmt.Sprintf("%016x", v) }

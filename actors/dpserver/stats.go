@@ -19,6 +19,7 @@ const (
 type stats struct {
 	mu          sync.Mutex
 	open        int
+	prefill     int // prompt tokens of open requests without a first token
 	maxOngoing  int
 	incarnation uint64
 	tripped     bool
@@ -78,16 +79,22 @@ type secondTokens struct {
 	tokens int
 }
 
-func (s *stats) setState(open, maxOngoing int, incarnation uint64, tripped bool) {
+func (s *stats) setState(maxOngoing int, incarnation uint64, tripped bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.open, s.maxOngoing, s.incarnation, s.tripped = open, maxOngoing, incarnation, tripped
+	s.maxOngoing, s.incarnation, s.tripped = maxOngoing, incarnation, tripped
 }
 
-func (s *stats) setOpen(open int) {
+func (s *stats) setOpen(a *account) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.open = open
+	s.open, s.prefill = a.openCount(), a.prefillTokens
+}
+
+func (s *stats) openPrefill() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.prefill
 }
 
 // addGenerated counts tokens of a running request.

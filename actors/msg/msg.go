@@ -91,7 +91,7 @@ type Ticket struct {
 	ID          uint64
 	Epoch       uint64
 	Incarnation uint64
-	Seq         uint64 // the replica's stream number after admission
+	Seq         uint64 // of the stream: above earlier records of requests, at most that of its RecAdmitted
 	Rank        routing.RankID
 	Target      Target
 }

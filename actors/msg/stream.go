@@ -11,8 +11,9 @@ import (
 type RecordKind uint8
 
 // The records. RecGone ends an incarnation's stream. RecKVBegin, any number of RecKV with Stored, and
-// RecKVEnd are the snapshot of one column of the rank's KV cache: they follow a RecSnapshot, carry its
-// number, and stand alone where a column begins within a stream. Until RecKVEnd the column must not be shown.
+// RecKVEnd are the snapshot of one column of the rank's KV cache: they follow a RecSnapshot, carry the number
+// of the record before them, and stand alone where a column begins within a stream. No other RecKV comes
+// between, but records of requests may. Until RecKVEnd the column must not be shown.
 const (
 	RecSnapshot RecordKind = iota
 	RecAdmitted
@@ -76,6 +77,8 @@ type KV struct {
 	Tier      kvindex.Tier
 	BlockSize int           // RecKVBegin: tokens or bytes per block, 0 = not known yet
 	Delta     kvindex.Delta // RecKV
+	// InSnapshot: it belongs to the snapshot of one sink. Only sinks on the rank's own node see it
+	InSnapshot bool
 	// RecKVEnd: blocks in the column. A reader whose Len or Sum differs has lost a record
 	Len int
 	Sum uint64 // RecKVEnd: sum of the block hashes

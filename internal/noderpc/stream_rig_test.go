@@ -189,6 +189,7 @@ func (r *fakeRank) publish() {
 func (r *fakeRank) snapshot(sub *hubSub) {
 	give := func(rec msg.Record) {
 		r.stamp(&rec)
+		rec.KV.InSnapshot = rec.Kind != msg.RecSnapshot
 		sub.deliver(&rec)
 	}
 	give(msg.Record{Kind: msg.RecSnapshot, Accepting: r.accepting, Snapshot: &msg.Snapshot{

@@ -72,11 +72,10 @@ type unitRank struct {
 // liveRank is an incarnation of a rank of this node.
 type liveRank struct {
 	identity
-	slot        uint64
-	mailbox     msg.Mailbox
-	hasEnded    bool
-	snapshotSeq uint64        // number of the last snapshot given to receivers: its columns have the same
-	receivers   []*subscriber // streams that get that snapshot
+	slot      uint64
+	mailbox   msg.Mailbox
+	hasEnded  bool
+	receivers []*subscriber // streams that get the last snapshot for snapshotSink, and its columns
 }
 
 type streamCounts struct {
@@ -290,10 +289,8 @@ type snapshotSink struct{ s *StreamServer }
 
 // Deliver implements msg.Sink.
 func (a *snapshotSink) Deliver(rec *msg.Record) {
-	switch rec.Kind {
-	case msg.RecSnapshot, msg.RecKVBegin, msg.RecKV, msg.RecKVEnd:
+	if rec.Kind == msg.RecSnapshot || rec.KV.InSnapshot { // broadcastSink has all others
 		a.s.deliverSnapshot(rec)
-	default: // broadcastSink has it
 	}
 }
 
@@ -306,9 +303,9 @@ func (s *StreamServer) deliverSnapshot(rec *msg.Record) {
 		return // broadcastSink gets it next, and with it all streams
 	}
 	if rec.Kind == msg.RecSnapshot {
-		s.setReceivers(r, rec.Seq)
+		s.setReceivers(r)
 	}
-	if len(r.receivers) == 0 || rec.Seq != r.snapshotSeq {
+	if len(r.receivers) == 0 {
 		return
 	}
 	s.packer.pack(r.slot, rec)
@@ -325,8 +322,8 @@ func (s *StreamServer) deliverSnapshot(rec *msg.Record) {
 }
 
 // setReceivers makes the streams that wait for a rank the receivers of its snapshot.
-func (s *StreamServer) setReceivers(r *liveRank, seq uint64) {
-	r.snapshotSeq, r.receivers = seq, r.receivers[:0]
+func (s *StreamServer) setReceivers(r *liveRank) {
+	r.receivers = r.receivers[:0]
 	for _, sub := range s.streams {
 		if sub.askedRank == r {
 			sub.askedRank = nil
