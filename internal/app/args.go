@@ -4,6 +4,8 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
+	"maps"
+	"slices"
 	"strconv"
 	"strings"
 )
@@ -168,4 +170,61 @@ func convertNumbers(v any) (any, error) {
 		}
 	}
 	return v, nil
+}
+
+// appendJSON appends v as compact JSON with sorted keys. Floats always have a point or an exponent, so that
+// they are read back as floats. v has only the types that value returns.
+func appendJSON(b []byte, v any) []byte {
+	switch t := v.(type) {
+	case bool:
+		return strconv.AppendBool(b, t)
+	case int64:
+		return strconv.AppendInt(b, t, 10)
+	case int:
+		return strconv.AppendInt(b, int64(t), 10)
+	case float64:
+		return appendFloat(b, t)
+	case string:
+		return appendText(b, t)
+	case []any:
+		b = append(b, '[')
+		for i, item := range t {
+			if i > 0 {
+				b = append(b, ',')
+			}
+			b = appendJSON(b, item)
+		}
+		return append(b, ']')
+	case map[string]any:
+		b = append(b, '{')
+		for i, k := range slices.Sorted(maps.Keys(t)) {
+			if i > 0 {
+				b = append(b, ',')
+			}
+			b = appendJSON(append(appendText(b, k), ':'), t[k])
+		}
+		return append(b, '}')
+	default:
+		return append(b, "null"...)
+	}
+}
+
+func appendFloat(b []byte, v float64) []byte {
+	text := strconv.FormatFloat(v, 'g', -1, 64)
+	b = append(b, text...)
+	if !strings.ContainsAny(text, ".e") {
+		b = append(b, ".0"...)
+	}
+	return b
+}
+
+// appendText appends s as a JSON string without HTML escapes.
+func appendText(b []byte, s string) []byte {
+	var buf bytes.Buffer
+	enc := json.NewEncoder(&buf)
+	enc.SetEscapeHTML(false)
+	if err := enc.Encode(s); err != nil { // a string cannot fail
+		return append(b, `""`...)
+	}
+	return append(b, bytes.TrimSuffix(buf.Bytes(), []byte{'\n'})...)
 }

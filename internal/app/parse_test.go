@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"reflect"
 	"strings"
 	"testing"
 
@@ -463,31 +464,33 @@ func TestSampleShowsEveryKey(t *testing.T) {
 	require.NoError(t, err)
 	assert.Empty(t, warnings)
 	text := string(Sample())
-	var keys []string
-	keys = append(keys, keysOf(applicationFields())...)
-	keys = append(keys, keysOf(modelFields())...)
-	keys = append(keys, keysOf(engineFields())...)
-	keys = append(keys, keysOf(rankFields())...)
-	keys = append(keys, keysOf(socketFields())...)
-	keys = append(keys, keysOf(dataParallelFields())...)
-	keys = append(keys, keysOf(resourceFields())...)
-	keys = append(keys, keysOf(routingFields())...)
-	keys = append(keys, keysOf(timeoutFields())...)
-	keys = append(keys, keysOf(retryFields())...)
-	for _, key := range keys {
-		assert.Contains(t, text, key+":")
+	for _, name := range keyNames(reflect.TypeFor[draft]()) {
+		assert.Contains(t, text, name+":")
 	}
 }
 
-func keysOf[T any](fields []field[T]) []string {
+// keyNames lists the supported keys of a struct and of the structs in it.
+func keyNames(of reflect.Type) []string {
 	var out []string
-	for _, f := range fields {
-		if !f.later {
-			out = append(out, f.key)
+	for _, k := range keysOf(of) {
+		if k.isLater {
+			continue
+		}
+		out = append(out, k.name)
+		f := of.FieldByIndex(k.field).Type
+		for f.Kind() == reflect.Pointer || f.Kind() == reflect.Slice {
+			f = f.Elem()
+		}
+		if f.Kind() == reflect.Struct && f != reflect.TypeFor[scaling]() && f != reflect.TypeFor[Arg]() {
+			out = append(out, keyNames(f)...)
 		}
 	}
 	return out
 }
+
+func policies() []string { return wordLists["policy"] }
+
+func strategies() []string { return wordLists["strategy"] }
 
 func TestFaultsAreAProblem(t *testing.T) {
 	t.Parallel()

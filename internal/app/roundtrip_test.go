@@ -178,7 +178,7 @@ func drawTuning(t *rapid.T, a *Application) {
 	a.MaxQueuedRequests = rapid.IntRange(0, 2000).Draw(t, "queued")
 	a.Timeouts = Timeouts{
 		QueueS: amount(t, "queue", 1e-3), FirstTokenS: amount(t, "first", 1e-3),
-		BetweenTokensS: DefaultBetweenTokensS,
+		BetweenTokensS: 30,
 	}
 	a.Retries.Attempts = rapid.IntRange(1, 9).Draw(t, "attempts")
 	a.HealthCheckPeriodS = amount(t, "period", 1e-3)

@@ -4,28 +4,18 @@ import (
 	"fmt"
 	"net/netip"
 	"net/url"
-	"regexp"
 	"strconv"
 	"strings"
-	"unicode"
-)
-
-const (
-	maxNameBytes = 256 // of a model id, an alias, an adapter
-
-	ruleLabel = "a DNS label: 1 to 63 of a-z, 0-9 and -, not at the ends"
-)
-
-var (
-	dnsLabel    = regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$`)
-	routePrefix = regexp.MustCompile(`^(/[A-Za-z0-9._~-]+)+$`)
 )
 
 // check runs the rules of one application and fills in the defaults that depend on other keys.
 func (d *decoder) check(a *draft) {
-	d.checkName(a)
-	d.checkRoute(a)
-	d.checkModel(a)
+	if !d.has(a.path + ".model.source") {
+		a.Model.Source = a.Model.ID
+	}
+	if at := a.path + ".model.source"; a.Model.Source == "" && d.isSound(at) {
+		d.unlike(at, `""`, "what the engine loads: a repository or a path", "leave it out to use the id")
+	}
 	d.checkEngine(a)
 	d.settleSizes(a)
 	d.settleCoupling(a)
@@ -34,76 +24,6 @@ func (d *decoder) check(a *draft) {
 	}
 	d.settleNumbers(a)
 	d.settleResources(a)
-}
-
-// need records a fault if a key is missing. It records none if a fault at a parent explains the absence.
-func (d *decoder) need(around, key, hint string) bool {
-	path := join(around, key)
-	if d.has(path) || !d.isGood(path) {
-		return d.isGood(path)
-	}
-	d.broken(path, Fault{Message: "the key " + key + " is missing or empty", Hint: hint})
-	return false
-}
-
-func (d *decoder) checkName(a *draft) {
-	if d.need(a.path, "name", "name the application, for example demo") && !dnsLabel.MatchString(a.Name) {
-		d.broken(a.path+".name", Fault{Found: strconv.Quote(a.Name), Wanted: ruleLabel})
-	}
-}
-
-func (d *decoder) checkRoute(a *draft) {
-	path := a.path + ".route_prefix"
-	if a.RoutePrefix == "/" || !d.isGood(path) {
-		return
-	}
-	dots := strings.Contains(a.RoutePrefix+"/", "/./") || strings.Contains(a.RoutePrefix+"/", "/../")
-	if dots || !routePrefix.MatchString(a.RoutePrefix) {
-		d.broken(path, Fault{
-			Found:  strconv.Quote(a.RoutePrefix),
-			Wanted: "/ or a path like /team/chat without a slash at its end",
-		})
-	}
-}
-
-func (d *decoder) checkModel(a *draft) {
-	path := a.path + ".model"
-	if !d.need(a.path, "model", "write model: {id: NAME}") {
-		return
-	}
-	if d.need(path, "id", "it is what clients send as \"model\"") {
-		d.checkServed(path+".id", a.Model.ID)
-	}
-	for i, alias := range a.Model.Aliases {
-		d.checkServed(index(path+".aliases", i), alias)
-	}
-	for i, adapter := range a.Model.Adapters {
-		at := index(path+".adapters", i)
-		if d.need(at, "id", "it is what clients send as \"model\"") {
-			d.checkServed(at+".id", adapter.ID)
-		}
-		d.need(at, "source", "it is what the engine loads")
-	}
-	if !d.has(path + ".source") {
-		a.Model.Source = a.Model.ID
-	}
-	if a.Model.Source == "" && d.has(path+".source") {
-		d.broken(path+".source", Fault{
-			Found: `""`, Wanted: "what the engine loads: a repository or a path",
-			Hint: "leave it out to use the id",
-		})
-	}
-}
-
-// checkServed checks a name that clients send as "model".
-func (d *decoder) checkServed(path, name string) {
-	bad := strings.ContainsFunc(name, func(r rune) bool { return unicode.IsSpace(r) || !unicode.IsPrint(r) })
-	if d.isGood(path) && (name == "" || len(name) > maxNameBytes || bad) {
-		d.broken(path, Fault{
-			Found:  strconv.Quote(name),
-			Wanted: fmt.Sprintf("1 to %d visible characters without blanks", maxNameBytes),
-		})
-	}
 }
 
 // checkTogether runs the rules over all applications: two applications must not share a name or an address.
@@ -127,10 +47,7 @@ func (d *decoder) claim(by taken, path, what, value string) {
 		return
 	}
 	if first, ok := by[value]; ok {
-		d.broken(path, Fault{
-			Message: fmt.Sprintf("%s %s is taken by %s", what, strconv.Quote(value), first),
-			Hint:    "choose another one",
-		})
+		d.wrong(path, fmt.Sprintf("%s %s is taken by %s", what, strconv.Quote(value), first), "choose another one")
 		return
 	}
 	by[value] = path
@@ -175,20 +92,12 @@ func (d *decoder) checkAttach(a *draft) {
 	path := a.path + ".engine"
 	for _, key := range []string{"command", "args", "env"} {
 		if at := join(path, key); d.has(at) {
-			d.broken(at, Fault{
-				Message: key + " is for engines that dpserve starts, not for kind attach",
-				Hint:    "leave it out",
-			})
+			d.wrong(at, key+" is for engines that dpserve starts, not for kind attach", "leave it out")
 		}
 	}
-	if !d.need(path, "ranks", "write ranks: [{url: \"http://127.0.0.1:8100\"}]") {
-		return
-	}
-	if len(a.Engine.Ranks) == 0 {
-		d.broken(path+".ranks", Fault{
-			Found: "an empty list", Wanted: "at least one rank",
-			Hint: "write {url: \"http://127.0.0.1:8100\"}",
-		})
+	d.need(path, "ranks", "write ranks: [{url: \"http://127.0.0.1:8100\"}]")
+	if len(a.Engine.Ranks) == 0 && d.isSound(path+".ranks") {
+		d.unlike(path+".ranks", "an empty list", "at least one rank", `write {url: "http://127.0.0.1:8100"}`)
 	}
 	addresses := taken{}
 	for i := range a.Engine.Ranks {
@@ -197,14 +106,10 @@ func (d *decoder) checkAttach(a *draft) {
 }
 
 func (d *decoder) checkRank(family string, r *AttachRank, path string, addresses taken) {
-	if d.need(path, "url", "write url: \"http://HOST:PORT\"") {
-		r.URL = strings.TrimSuffix(r.URL, "/")
+	if r.URL = strings.TrimSuffix(r.URL, "/"); d.isSound(path + ".url") {
 		d.checkURL(path+".url", r.URL)
 	}
 	d.checkSelector(family, r, path)
-	if d.has(path+".node") && d.isGood(path+".node") && !labelName.MatchString(r.Node) {
-		d.broken(path+".node", Fault{Found: strconv.Quote(r.Node), Wanted: "the id of a dpserve node"})
-	}
 	if r.KVEvents != nil {
 		d.checkSocket(r, path, addresses)
 	}
@@ -223,7 +128,9 @@ func (d *decoder) checkURL(path, text string) {
 	case u.User != nil:
 		f.Found, f.Hint = "a URL with credentials", "leave user and password out"
 	case u.Scheme != "http" && u.Scheme != "https":
-		f.Hint = schemeHint(text)
+		if !strings.Contains(text, "://") {
+			f.Hint = "write http:// in front"
+		}
 	case u.Hostname() == "":
 	case u.Port() != "" && !isPort(u.Port()), strings.HasSuffix(u.Host, ":"):
 		f.Hint = "ports go from 1 to 65535"
@@ -233,13 +140,6 @@ func (d *decoder) checkURL(path, text string) {
 		return
 	}
 	d.broken(path, f)
-}
-
-func schemeHint(text string) string {
-	if strings.Contains(text, "://") {
-		return ""
-	}
-	return "write http:// in front"
 }
 
 func isPort(text string) bool {
@@ -254,25 +154,17 @@ func (d *decoder) checkSelector(family string, r *AttachRank, path string) {
 	written := d.has(path + ".selector")
 	switch {
 	case r.Addressing == AddressURL && written:
-		d.broken(path+".selector", Fault{
-			Message: "selector is sent only with addressing: header or body",
-			Hint:    "write addressing: header, or leave selector out",
-		})
+		d.wrong(path+".selector", "selector is sent only with addressing: header or body",
+			"write addressing: header, or leave selector out")
 	case r.Addressing != AddressURL && !written:
-		d.broken(path+".selector", Fault{
-			Message: "the key selector is missing",
-			Hint:    "it is the rank number that is sent to the engine, from 0",
-		})
+		d.wrong(path+".selector", "the key selector is missing",
+			"it is the rank number that is sent to the engine, from 0")
 	case r.Addressing != AddressURL && family == FamilyOpenAI:
-		d.broken(path+".addressing", Fault{
-			Found: r.Addressing, Wanted: AddressURL,
-			Hint: "family openai has no way to name a rank: give every rank an own url",
-		})
+		d.unlike(path+".addressing", r.Addressing, AddressURL,
+			"family openai has no way to name a rank: give every rank an own url")
 	case r.Addressing == AddressBody && family == FamilyVLLM:
-		d.broken(path+".addressing", Fault{
-			Found: r.Addressing, Wanted: AddressHeader + " | " + AddressURL,
-			Hint: "vllm reads the rank from the header only",
-		})
+		d.unlike(path+".addressing", r.Addressing, AddressHeader+" | "+AddressURL,
+			"vllm reads the rank from the header only")
 	}
 }
 
@@ -281,29 +173,21 @@ func (d *decoder) claimAddress(by taken, r *AttachRank, path string) {
 	if r.URL == "" || !d.isGood(path+".url", path+".addressing", path+".selector") {
 		return
 	}
-	whole, one := r.URL, r.URL+" selector "+strconv.Itoa(r.Selector)
-	const some = " by selector"
-	if r.Addressing == AddressURL {
-		if first, ok := by[whole+some]; ok {
-			d.mixed(path, first)
-			return
-		}
-		d.claim(by, path+".url", "engine", whole)
+	whole := r.URL
+	some := whole + " by selector"
+	one, other := whole, some // other is in by if a rank addresses the URL in the other way
+	if r.Addressing != AddressURL {
+		one, other = whole+" selector "+strconv.Itoa(r.Selector), whole
+	}
+	if first, ok := by[other]; ok {
+		d.wrong(path+".addressing", "the url is addressed as a whole and by selector ("+first+")",
+			"write addressing and selector on each of its ranks")
 		return
 	}
-	if first, ok := by[whole]; ok {
-		d.mixed(path, first)
-		return
+	if r.Addressing != AddressURL {
+		by[some] = path + ".url"
 	}
-	by[whole+some] = path + ".url"
 	d.claim(by, path+".url", "engine", one)
-}
-
-func (d *decoder) mixed(path, first string) {
-	d.broken(path+".addressing", Fault{
-		Message: fmt.Sprintf("the url is addressed as a whole and by selector (%s)", first),
-		Hint:    "write addressing and selector on each of its ranks",
-	})
 }
 
 // checkSocket runs the rules of a rank's event sockets. The publisher there reports what the rank has cached,
@@ -314,10 +198,8 @@ func (d *decoder) checkSocket(r *AttachRank, rank string, addresses taken) {
 		return
 	}
 	if (s.Connect == "") == (s.Bind == "") {
-		d.broken(path, Fault{
-			Message: "exactly one of connect and bind says where KV events are found",
-			Hint:    "connect when the engine binds its socket (vllm, sglang), bind when it dials",
-		})
+		d.wrong(path, "exactly one of connect and bind says where KV events are found",
+			"connect when the engine binds its socket (vllm, sglang), bind when it dials")
 		return
 	}
 	engine := ""
@@ -340,37 +222,30 @@ func (d *decoder) checkDialled(text, path, engine string) {
 	}
 	switch {
 	case isUnspecified(host):
-		d.broken(path, Fault{
-			Found: strconv.Quote(text), Wanted: "tcp://HOST:PORT",
-			Hint: "name the engine's host",
-		})
+		d.unlike(path, strconv.Quote(text), "tcp://HOST:PORT", "name the engine's host")
 	case engine != "" && !isLoopback(host) && !strings.EqualFold(host, engine):
-		d.broken(path, Fault{
-			Message: "the engine is at " + engine + ", its event socket at " + host,
-			Hint:    "name the host that the rank's url names",
-		})
+		d.wrong(path, "the engine is at "+engine+", its event socket at "+host,
+			"name the host that the rank's url names")
 	}
 }
 
 // checkBound checks a socket that dpserve binds.
 func (d *decoder) checkBound(text, path string) {
 	if host, ok := d.socketHost(text, path); ok && host != "*" && isUnspecified(host) {
-		d.broken(path, Fault{
-			Message: "the socket would listen on every interface",
-			Hint:    "write tcp://127.0.0.1:PORT, or tcp://*:PORT for the node's own address",
-		})
+		d.wrong(path, "the socket would listen on every interface",
+			"write tcp://127.0.0.1:PORT, or tcp://*:PORT for the node's own address")
 	}
 }
 
 // socketHost returns the host of a written socket; ok is false if it is not written or not valid.
 func (d *decoder) socketHost(text, path string) (host string, ok bool) {
-	if !d.has(path) || !d.isGood(path) {
+	if !d.isSound(path) {
 		return "", false
 	}
 	u, err := url.Parse(text)
 	if err != nil || u.Scheme != "tcp" || u.Hostname() == "" || !isPort(u.Port()) ||
 		u.User != nil || u.Path != "" || u.RawQuery != "" || u.Fragment != "" {
-		d.broken(path, Fault{Found: strconv.Quote(text), Wanted: "tcp://HOST:PORT"})
+		d.unlike(path, strconv.Quote(text), "tcp://HOST:PORT", "")
 		return "", false
 	}
 	return u.Hostname(), true

@@ -3,6 +3,7 @@ package app
 import (
 	"encoding/json"
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 )
@@ -10,32 +11,23 @@ import (
 // checkEngine runs the rules of engine. Most depend on its kind.
 func (d *decoder) checkEngine(a *draft) {
 	path := a.path + ".engine"
-	if !d.need(a.path, "engine", "write engine: {kind: sim}") ||
-		!d.need(path, "kind", "write kind: sim for the simulated engine") {
+	if !d.isSound(path + ".kind") {
 		return
 	}
-	for i, word := range a.Engine.Command {
-		if word == "" && d.isGood(index(path+".command", i)) {
-			d.broken(index(path+".command", i), Fault{Found: `""`, Wanted: "a word of the command"})
+	d.checkArgs(a)
+	for name := range a.Engine.Env {
+		at := join(path+".env", name)
+		if instead := ownedEnv(name); instead != "" && d.isGood(at) {
+			d.wrong(at, "dpserve sets "+name+" itself", instead)
 		}
 	}
-	d.checkArgs(a)
-	d.checkEnv(a)
 	if a.Engine.Kind == KindAttach {
 		d.checkAttach(a)
 		return
 	}
-	d.onlyFor(KindAttach, path, "family", "ranks")
-}
-
-// onlyFor records faults for keys that only one kind has.
-func (d *decoder) onlyFor(kind Kind, around string, keys ...string) {
-	for _, key := range keys {
-		if path := join(around, key); d.has(path) {
-			d.broken(path, Fault{
-				Message: key + " belongs to kind " + string(kind),
-				Hint:    "leave it out, or write kind: " + string(kind),
-			})
+	for _, key := range []string{"family", "ranks"} {
+		if at := join(path, key); d.has(at) {
+			d.wrong(at, key+" belongs to kind attach", "leave it out, or write kind: attach")
 		}
 	}
 }
@@ -50,15 +42,12 @@ func (d *decoder) checkArgs(a *draft) {
 		}
 		flag := arg.flag()
 		if instead := ownedFlag(flag); instead != "" {
-			d.broken(path, Fault{Message: "dpserve writes the flag --" + flag + " itself", Hint: instead})
+			d.wrong(path, "dpserve writes the flag --"+flag+" itself", instead)
 			continue
 		}
 		if flag == flagKVTransfer && transferRole(arg.Value) {
-			d.broken(path, Fault{
-				Message: "kv_role for prefill or decode is not supported in this version",
-				Hint: "disaggregated prefill and decode come with a later version; only kv_role kv_both " +
-					"works here",
-			})
+			d.wrong(path, "kv_role for prefill or decode is not supported in this version",
+				"disaggregated prefill and decode come with a later version; only kv_role kv_both works here")
 			continue
 		}
 		d.claim(seen, path, "flag", "--"+flag)
@@ -73,15 +62,6 @@ func transferRole(v any) bool {
 	}
 	role, written := config["kv_role"]
 	return ok && written && role != "kv_both"
-}
-
-func (d *decoder) checkEnv(a *draft) {
-	for name := range a.Engine.Env {
-		path := join(a.path+".engine.env", name)
-		if instead := ownedEnv(name); instead != "" && d.isGood(path) {
-			d.broken(path, Fault{Message: "dpserve sets " + name + " itself", Hint: instead})
-		}
-	}
 }
 
 // settleCoupling fills in the coupling if the kind decides it, and demands it otherwise.
@@ -123,7 +103,7 @@ func (d *decoder) settleSGLang(a *draft, path string, written bool) {
 		return
 	}
 	a.DataParallel.Coupling = implied
-	tp, dp := a.parallel(tensorFlags()), a.DataParallel.DPSize
+	tp, dp := a.tensor(), a.DataParallel.DPSize
 	if attention && tp > 0 && dp > 0 && (dp > tp || tp%dp != 0) {
 		d.broken(a.path+".data_parallel.dp_size", Fault{
 			Message: "with DP attention dp_size divides tp_size",
@@ -133,22 +113,19 @@ func (d *decoder) settleSGLang(a *draft, path string, written bool) {
 	}
 }
 
-func tensorFlags() []string { return []string{"tensor-parallel-size", "tp-size", "tp"} }
-
-func pipelineFlags() []string { return []string{"pipeline-parallel-size", "pp-size", "pp"} }
-
 // parallel returns the parallel size that one of the flags sets: 1 if none does, 0 if it is not a positive
 // number.
-func (a *draft) parallel(flags []string) int {
+func (a *draft) parallel(flags ...string) int {
 	for _, arg := range a.Engine.Args {
-		for _, flag := range flags {
-			if arg.flag() == flag {
-				return positive(arg.Value)
-			}
+		if slices.Contains(flags, arg.flag()) {
+			return positive(arg.Value)
 		}
 	}
 	return 1
 }
+
+// tensor returns the tensor parallel size.
+func (a *draft) tensor() int { return a.parallel("tensor-parallel-size", "tp-size", "tp") }
 
 func positive(v any) int {
 	n, ok := v.(int64)
@@ -168,14 +145,12 @@ const maxParallel = 1_024
 // settleResources derives the devices of one rank from its engine's arguments.
 func (d *decoder) settleResources(a *draft) {
 	path := a.path + ".resources"
+	a.Resources.GPUsSet = d.has(path + ".gpus")
 	switch a.Engine.Kind {
 	case KindAttach:
 		for _, key := range []string{"gpus", "cpus", "memory_gib"} {
-			if at := join(path, key); d.has(at) && d.isGood(at) {
-				d.broken(at, Fault{
-					Message: "an attached rank takes nothing of a node",
-					Hint:    "leave " + key + " out",
-				})
+			if at := join(path, key); d.isSound(at) {
+				d.wrong(at, "an attached rank takes nothing of a node", "leave "+key+" out")
 			}
 		}
 	case KindSim:
@@ -185,7 +160,7 @@ func (d *decoder) settleResources(a *draft) {
 }
 
 func (d *decoder) settleGPUs(a *draft, path string) {
-	tp, pp := a.parallel(tensorFlags()), a.parallel(pipelineFlags())
+	tp, pp := a.tensor(), a.parallel("pipeline-parallel-size", "pp-size", "pp")
 	if tp == 0 || pp == 0 {
 		if d.isGood(a.path + ".engine.args") {
 			d.broken(a.path+".engine.args", Fault{
@@ -225,7 +200,7 @@ func (d *decoder) settleSizes(a *draft) {
 		return
 	}
 	if a.DataParallel.DPSize == 0 {
-		a.DataParallel.DPSize = DefaultDPSize
+		a.DataParallel.DPSize = 1
 	}
 	if a.NumGroups == 0 && !d.groupsByReplicas(a) {
 		return
@@ -277,25 +252,25 @@ func (d *decoder) takeScaling(a *draft) bool {
 	if !d.has(path) {
 		return true
 	}
-	s := a.scaling
-	if s.minimum == 0 || s.minimum != s.maximum || s.initial != 0 && s.initial != s.minimum {
+	s := a.Scaling
+	if s.Minimum == 0 || s.Minimum != s.Maximum || s.Initial != 0 && s.Initial != s.Minimum {
 		d.broken(path, Fault{
 			Message: "the number of ranks is fixed",
-			Found:   fmt.Sprintf("min_replicas %d, max_replicas %d", s.minimum, s.maximum),
+			Found:   fmt.Sprintf("min_replicas %d, max_replicas %d", s.Minimum, s.Maximum),
 			Wanted:  "min_replicas = max_replicas", Hint: "write num_replicas instead",
 		})
 		return false
 	}
-	if a.NumReplicas != 0 && a.NumReplicas != s.minimum {
+	if a.NumReplicas != 0 && a.NumReplicas != s.Minimum {
 		d.broken(path, Fault{
 			Message: "two sizes", Found: fmt.Sprintf("num_replicas %d and min_replicas %d", a.NumReplicas,
-				s.minimum),
+				s.Minimum),
 			Wanted: "one of them", Hint: "leave autoscaling_config out",
 		})
 		return false
 	}
-	d.warn(path, fmt.Sprintf("read as num_replicas: %d", s.minimum), "write num_replicas instead")
-	a.NumReplicas = s.minimum
+	d.warn(path, fmt.Sprintf("read as num_replicas: %d", s.Minimum), "write num_replicas instead")
+	a.NumReplicas = s.Minimum
 	return true
 }
 
@@ -303,8 +278,13 @@ func (d *decoder) takeScaling(a *draft) bool {
 // fault.
 func (d *decoder) sizeByRanks(a *draft) bool {
 	path := a.path + ".engine.ranks"
-	if len(a.Engine.Ranks) == 0 || !d.isGood(path) || !d.goodRanks(a) {
+	if len(a.Engine.Ranks) == 0 || !d.isGood(path) {
 		return false
+	}
+	for i := range a.Engine.Ranks {
+		if !d.isGood(index(path, i) + ".group") {
+			return false
+		}
 	}
 	sizes, ok := d.groupSizes(a)
 	if !ok {
@@ -331,25 +311,14 @@ func (d *decoder) sizeByRanks(a *draft) bool {
 	return true
 }
 
-func (d *decoder) goodRanks(a *draft) bool {
-	for i := range a.Engine.Ranks {
-		if !d.isGood(index(a.path+".engine.ranks", i) + ".group") {
-			return false
-		}
-	}
-	return true
-}
-
 // groupSizes counts the ranks of each group. Groups must be numbered from 0 without gaps and have one size.
 func (d *decoder) groupSizes(a *draft) ([]int, bool) {
 	sizes := make([]int, len(a.Engine.Ranks))
 	top := 0
 	for i, r := range a.Engine.Ranks {
 		if r.Group >= len(sizes) {
-			d.broken(index(a.path+".engine.ranks", i)+".group", Fault{
-				Found: strconv.Itoa(r.Group), Wanted: "group numbers from 0 without gaps",
-				Hint: "count groups from 0",
-			})
+			d.unlike(index(a.path+".engine.ranks", i)+".group", strconv.Itoa(r.Group),
+				"group numbers from 0 without gaps", "count groups from 0")
 			return nil, false
 		}
 		sizes[r.Group]++
@@ -368,10 +337,8 @@ func (d *decoder) groupSizes(a *draft) ([]int, bool) {
 		}
 	}
 	if sizes[0] > MaxDPSize {
-		d.broken(a.path+".engine.ranks", Fault{
-			Found: fmt.Sprintf("%d ranks in a group", sizes[0]), Wanted: fmt.Sprintf("at most %d", MaxDPSize),
-			Hint: "form groups with group: N",
-		})
+		d.unlike(a.path+".engine.ranks", fmt.Sprintf("%d ranks in a group", sizes[0]),
+			fmt.Sprintf("at most %d", MaxDPSize), "form groups with group: N")
 		return nil, false
 	}
 	return sizes, true
@@ -466,16 +433,11 @@ func (d *decoder) settleNumbers(a *draft) {
 func (d *decoder) checkNumber(a *draft, path string, number int, first string) bool {
 	switch {
 	case d.has(path+".rank") && a.DataParallel.Coupling == Lockstep:
-		d.broken(path+".rank",
-			Fault{
-				Message: "the ranks of a lockstep group are numbered in the order of the file",
-				Hint:    "leave rank out",
-			})
+		d.wrong(path+".rank", "the ranks of a lockstep group are numbered in the order of the file",
+			"leave rank out")
 	case first != "":
-		d.broken(path+".rank", Fault{
-			Message: "rank " + strconv.Itoa(number) + " of the group is taken by " + first,
-			Hint:    "choose another number; a rank without one has its place in the file as number",
-		})
+		d.wrong(path+".rank", "rank "+strconv.Itoa(number)+" of the group is taken by "+first,
+			"choose another number; a rank without one has its place in the file as number")
 	default:
 		return true
 	}
