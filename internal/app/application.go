@@ -38,7 +38,7 @@ const (
 //	unset:   what is taken instead if there is no fixed default; only documentation
 //	need:    the key is required; this is the hint if it is missing
 //
-// docs/app-yaml.md and docs/app.schema.json show the comment of each field to users.
+// The comment of each field is its text in docs/app-yaml.md and docs/app.schema.json, which are generated.
 
 // Application is one entry of `applications:` with every default filled in. The cluster stores it as JSON,
 // and all packages read it. The zero value is not valid.
@@ -66,8 +66,9 @@ type Application struct {
 	MaxRanksPerNode int `json:"max_ranks_per_node,omitempty" is:"an integer from 1 to 1024"`
 	// policy that picks the rank of a request
 	Routing Routing `json:"routing"`
-	// requests in hand per rank; the others wait. A request with `n` or a list of prompts counts as
-	// n × prompts, at most as the whole rank; more than 1,024 are refused with 400
+	// requests in hand per rank; the others wait. Left out: what the engine reports, else 256. A request
+	// with `n` or a list of prompts counts as n × prompts, at most as the whole rank; more than 1,024 are
+	// refused with 400
 	MaxOngoingRequests int `json:"max_ongoing_requests,omitempty" is:"an integer from 1 to 1000000"`
 	// requests that wait when all ranks are full; then 503. `-1` (no bound) is refused
 	MaxQueuedRequests int `json:"max_queued_requests" is:"an integer from 0 to 1000000" default:"1000"`
@@ -201,9 +202,9 @@ type Resources struct {
 
 // Routing selects the policy. routing.New checks Params.
 type Routing struct {
-	// [routing](routing.md) lists them all and says which suits which traffic
+	// [routing](routing.md) says which suits which traffic. Left out: `mex`; `lmetric-1` for lockstep groups
 	Policy string `json:"policy" words:"policy" later:"group-balance group-least-kv" unset:"by coupling"`
-	// parameters of the policy: those of its paper, or tuned ones
+	// parameters of the policy: documented or tuned ones
 	Preset string `json:"preset" words:"documented | tuned" default:"documented"`
 	// the policy's own knobs, [listed with each policy](routing.md); unknown ones are faults, and so are
 	// values that make no sense

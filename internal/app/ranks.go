@@ -262,7 +262,9 @@ func ParseRank(text []byte, family string) (AttachRank, error) {
 		c.readStruct(reflect.ValueOf(&r).Elem())
 		d.checkRank(family, &r, path, taken{})
 	} else if len(d.faults) == 0 {
-		d.fault(place{1, 1}, path, Fault{Message: "nothing is given", Hint: `write {"url": "http://HOST:PORT"}`})
+		d.fault(place{1, 1}, path, Fault{
+			Message: "nothing is given", Hint: `write {"url": "http://HOST:PORT"}`,
+		})
 	}
 	for _, key := range []string{"rank", "group"} {
 		if at := join(path, key); d.has(at) {

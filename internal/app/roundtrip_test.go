@@ -12,7 +12,8 @@ import (
 	"pgregory.net/rapid"
 )
 
-// A generator of files that Parse could have made. It draws only what a user may write, and derives the rest with the
+// A generator of files that Parse could have made. It draws only what a user may write, and derives the rest
+// with the
 // simplest code.
 
 func anyText() *rapid.Generator[string] {
@@ -251,7 +252,8 @@ applications:
 	after := parsed(t, `
 applications:
   - {name: new, model: {id: new}, engine: {kind: sim}}
-  - {name: a, model: {id: a}, engine: {kind: sim, args: {x: 1.0, z: [1]}, env: {TOKEN: other}}, routing: {policy: random}}
+  - {name: a, model: {id: a}, engine: {kind: sim, args: {x: 1.0, z: [1]}, env: {TOKEN: other}},
+    routing: {policy: random}}
   - {name: c, model: {id: c}, engine: {kind: sim, args: {y: 2, x: 1}}}
   - {name: d, model: {id: d}, engine: {kind: sim}}
 `).Applications

@@ -1,7 +1,6 @@
 package app
 
 import (
-	"fmt"
 	"net/netip"
 	"net/url"
 	"strconv"
@@ -47,7 +46,7 @@ func (d *decoder) claim(by taken, path, what, value string) {
 		return
 	}
 	if first, ok := by[value]; ok {
-		d.wrong(path, fmt.Sprintf("%s %s is taken by %s", what, strconv.Quote(value), first), "choose another one")
+		d.wrong(path, what+" "+strconv.Quote(value)+" is taken by "+first, "choose another one")
 		return
 	}
 	by[value] = path

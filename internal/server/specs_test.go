@@ -194,7 +194,7 @@ func TestDeployTakesJSON(t *testing.T) {
 	_, err = b.Deploy(t.Context(), api.DeployRequest{File: "app.json", Text: []byte(`{"applications": [
   {"name": "a", "model": {"id": "a"}, "engine": {"kind": "vlm"},
    "num_replica": 4}]}`)})
-	require.ErrorContains(t, err, `app.json:2:58: applications[0].engine.kind: found "vlm", wanted sim | vllm`)
-	require.ErrorContains(t, err, `app.json:3:4: applications[0].num_replica: unknown key "num_replica"; hint: did `+
-		`you mean "num_replicas"?`)
+	require.ErrorContains(t, err, `app.json:2:58: applications[0].engine.kind: found "vlm", wanted sim | `)
+	require.ErrorContains(t, err, `app.json:3:4: applications[0].num_replica: unknown key "num_replica"; `+
+		`hint: did you mean "num_replicas"?`)
 }
