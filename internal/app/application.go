@@ -250,15 +250,6 @@ type scaling struct {
 	Initial int `json:"initial_replicas" is:"an integer from 1 to 65536"`
 }
 
-// draft is an application during parsing, with values of the file that are not stored.
-type draft struct {
-	Application
-	// accepted with `min_replicas` = `max_replicas`, and then means `num_replicas`
-	Scaling scaling `json:"autoscaling_config"`
-
-	path string
-}
-
 // Runs reports whether this version starts or attaches engines of the kind. The other kinds only parse and
 // validate.
 func (k Kind) Runs() bool { return k == KindSim || k == KindAttach }

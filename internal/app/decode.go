@@ -244,7 +244,7 @@ func (c cursor) readList(into reflect.Value, k *key) {
 // readDrafts reads the list of applications.
 func (c cursor) readDrafts(into *[]*draft) {
 	c.each(maxApplications, func(item cursor) {
-		a := &draft{Application: c.d.base, path: item.path}
+		a := &draft{Application: c.d.base, path: item.path, d: c.d}
 		item.readStruct(reflect.ValueOf(a).Elem())
 		*into = append(*into, a)
 	})

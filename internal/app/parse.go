@@ -1,7 +1,6 @@
 package app
 
 import (
-	"errors"
 	"reflect"
 	"strconv"
 	"strings"
@@ -9,8 +8,6 @@ import (
 	"github.com/goccy/go-yaml/ast"
 	"github.com/goccy/go-yaml/lexer"
 	"github.com/goccy/go-yaml/token"
-
-	"github.com/dpserve/dpserve/internal/problem"
 )
 
 // File is an application file with every default filled in.
@@ -33,10 +30,12 @@ func ParseOver(base Application, file string, text []byte, rules ...Rule) (*File
 	root := d.load(text)
 	drafts := d.read(root)
 	for _, a := range drafts {
-		d.check(a)
-		d.runRules(a, rules)
+		a.check(rules)
 	}
-	d.checkTogether(drafts)
+	by := claims{taken{}, taken{}, taken{}, taken{}}
+	for _, a := range drafts {
+		a.claim(by)
+	}
 	if len(d.faults) > 0 {
 		return nil, d.warnings, d.faults.sorted()
 	}
@@ -45,30 +44,6 @@ func ParseOver(base Application, file string, text []byte, rules ...Rule) (*File
 		out.Applications = append(out.Applications, &a.Application)
 	}
 	return out, d.warnings, nil
-}
-
-// Rule checks one application, with its defaults, for another package. path is relative to the application,
-// like "routing.params". The message of err becomes the fault, with hint and details if it is a
-// *problem.Error.
-type Rule func(a *Application) (path string, err error)
-
-func (d *decoder) runRules(a *draft, rules []Rule) {
-	for _, rule := range rules {
-		path, err := rule(&a.Application)
-		path = a.path + "." + path
-		if err == nil || !d.isGood(path) {
-			continue
-		}
-		f := Fault{Message: err.Error()}
-		var p *problem.Error
-		if errors.As(err, &p) {
-			f.Hint = p.Hint
-			if len(p.Details) > 1 { // a single detail repeats the message
-				f.Message += ": " + strings.Join(p.Details, "; ")
-			}
-		}
-		d.broken(path, f)
-	}
 }
 
 // read converts the tree into drafts. Values of a wrong shape are faults.

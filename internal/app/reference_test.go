@@ -27,9 +27,12 @@ const (
 func comments(t *testing.T) map[string]string {
 	t.Helper()
 	out := map[string]string{}
-	file, err := parser.ParseFile(token.NewFileSet(), "application.go", nil, parser.ParseComments)
+	files := token.NewFileSet()
+	schema, err := parser.ParseFile(files, "application.go", nil, parser.ParseComments)
 	require.NoError(t, err)
-	ast.Inspect(file, func(n ast.Node) bool {
+	rules, err := parser.ParseFile(files, "rules.go", nil, parser.ParseComments)
+	require.NoError(t, err)
+	read := func(n ast.Node) bool {
 		spec, ok := n.(*ast.TypeSpec)
 		if !ok {
 			return true
@@ -42,7 +45,9 @@ func comments(t *testing.T) map[string]string {
 			}
 		}
 		return true
-	})
+	}
+	ast.Inspect(schema, read)
+	ast.Inspect(rules, read)
 	return out
 }
 
