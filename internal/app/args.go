@@ -4,8 +4,6 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
-	"maps"
-	"slices"
 	"strconv"
 	"strings"
 )
@@ -172,77 +170,49 @@ func convertNumbers(v any) (any, error) {
 	return v, nil
 }
 
-// appendJSON appends v as compact JSON with sorted keys. Floats always have a point or an exponent, so that
-// they are read back as floats. v has only the types that value returns.
+// appendJSON appends v as compact JSON with sorted keys and without HTML escapes. Floats always have a point or
+// an exponent, so that they are read back as floats. v has only the types that cursor.value returns.
 func appendJSON(b []byte, v any) []byte {
-	switch t := v.(type) {
-	case bool:
-		return strconv.AppendBool(b, t)
-	case int64:
-		return strconv.AppendInt(b, t, 10)
-	case int:
-		return strconv.AppendInt(b, int64(t), 10)
-	case float64:
-		return appendFloat(b, t)
-	case string:
-		return appendText(b, t)
-	case []any:
-		b = append(b, '[')
-		for i, item := range t {
-			if i > 0 {
-				b = append(b, ',')
-			}
-			b = appendJSON(b, item)
-		}
-		return append(b, ']')
-	case map[string]any:
-		b = append(b, '{')
-		for i, k := range slices.Sorted(maps.Keys(t)) {
-			if i > 0 {
-				b = append(b, ',')
-			}
-			b = appendJSON(append(appendText(b, k), ':'), t[k])
-		}
-		return append(b, '}')
-	default:
-		return append(b, "null"...)
-	}
-}
-
-func appendFloat(b []byte, v float64) []byte {
-	text := strconv.FormatFloat(v, 'g', -1, 64)
-	b = append(b, text...)
-	if !strings.ContainsAny(text, ".e") {
-		b = append(b, ".0"...)
-	}
-	return b
-}
-
-// appendText appends s as a JSON string without HTML escapes.
-func appendText(b []byte, s string) []byte {
 	var buf bytes.Buffer
 	enc := json.NewEncoder(&buf)
 	enc.SetEscapeHTML(false)
-	if err := enc.Encode(s); err != nil { // a string cannot fail
-		return append(b, `""`...)
+	if err := enc.Encode(keepFloats(v)); err != nil { // these types cannot fail
+		return append(b, "null"...)
 	}
 	return append(b, bytes.TrimSuffix(buf.Bytes(), []byte{'\n'})...)
+}
+
+// keepFloats replaces whole floats by numbers with a point.
+func keepFloats(v any) any {
+	switch t := v.(type) {
+	case float64:
+		text := strconv.FormatFloat(t, 'g', -1, 64)
+		if !strings.ContainsAny(text, ".e") {
+			text += ".0"
+		}
+		return json.Number(text)
+	case []any:
+		out := make([]any, len(t))
+		for i := range t {
+			out[i] = keepFloats(t[i])
+		}
+		return out
+	case map[string]any:
+		out := make(map[string]any, len(t))
+		for k := range t {
+			out[k] = keepFloats(t[k])
+		}
+		return out
+	default:
+		return v
+	}
 }
 
 // ownedFlag says what to write instead of a flag that dpserve sets; "" if the user may set it. flag is in
 // kebab case without leading dashes.
 func ownedFlag(flag string) string {
-	const (
-		rank = "dpserve hands out ranks and addresses; write data_parallel.dp_size and " +
-			"data_parallel.coupling"
-		size   = "write data_parallel.dp_size"
-		names  = "write model.id and model.aliases"
-		source = "write model.source"
-		lora   = "write model.adapters"
-		pd     = "disaggregated prefill and decode come with a later version"
-		spread = "dpserve places the ranks; write resources and placement_group_strategy"
-		always = "it is always set; leave it out"
-	)
+	const rank = "dpserve hands out ranks and addresses; write data_parallel.dp_size and " +
+		"data_parallel.coupling"
 	flag, _, _ = strings.Cut(flag, ".") // one key of a flag that takes JSON
 	switch flag {
 	case "host":
@@ -250,25 +220,25 @@ func ownedFlag(flag string) string {
 	case "port":
 		return "dpserve takes ports from the node's --port-range"
 	case "served-model-name":
-		return names
+		return "write model.id and model.aliases"
 	case "model", "model-path":
-		return source
+		return "write model.source"
 	case "lora-modules", "lora-paths":
-		return lora
+		return "write model.adapters"
 	case "data-parallel-size", "dp-size", "dp":
-		return size
+		return "write data_parallel.dp_size"
 	case "dpn", "dpl", "dpa", "dpp", "dpe", "dph", "dpm", "dpb", "dpr":
 		return rank
 	case "nnodes", "node-rank", "dist-init-addr", "master-addr", "master-port", "headless":
-		return spread
+		return "dpserve places the ranks; write resources and placement_group_strategy"
 	case "kv-events-config":
 		return "write engine.kv_events: auto | off"
 	case "disaggregation-mode", "disaggregation-bootstrap-port":
-		return pd
+		return "disaggregated prefill and decode come with a later version"
 	case "shutdown-timeout":
 		return "write graceful_shutdown_timeout_s"
 	case "enable-prompt-tokens-details", "sim-watch-stdin":
-		return always
+		return "it is always set; leave it out"
 	}
 	if strings.HasPrefix(flag, "data-parallel-") {
 		return rank

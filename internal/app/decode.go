@@ -70,11 +70,11 @@ func (c cursor) readStruct(into reflect.Value) {
 	}
 	keys := c.d.keys(into.Type())
 	for _, e := range c.n.entries {
-		sub, k := c.key(e), find(keys, e.key)
+		sub, k := c.key(e), findKey(keys, e.key)
 		switch {
 		case k == nil:
 			c.d.fault(e.place, sub.path, Fault{
-				Message: "unknown key " + strconv.Quote(e.key), Hint: hint(e.key, keys),
+				Message: "unknown key " + strconv.Quote(e.key), Hint: suggestKey(e.key, keys),
 			})
 		case k.isLater:
 			c.d.fault(e.place, sub.path, notYet(strconv.Quote(e.key)))
@@ -162,7 +162,7 @@ func (c cursor) readWord(into reflect.Value, k *key) {
 	switch text := c.n.text; {
 	case slices.Contains(k.later, text):
 		f := notYet(k.name + " " + strconv.Quote(text))
-		if len(k.words) > 1 && k.name == "policy" {
+		if k.name == "policy" {
 			f.Wanted, f.Hint = k.wanted, "it comes with a later version; take one of these until then"
 		}
 		c.refuse(f)

@@ -153,8 +153,8 @@ func setDefaults(v reflect.Value) {
 	}
 }
 
-// hint returns the hint for an unknown key of a map with the given keys.
-func hint(unknown string, keys []key) string {
+// suggestKey returns the hint for an unknown key of a map with the given keys.
+func suggestKey(unknown string, keys []key) string {
 	var all, supported []string
 	for i := range keys {
 		all = append(all, keys[i].name)
@@ -168,7 +168,7 @@ func hint(unknown string, keys []key) string {
 	return "the keys here are " + strings.Join(supported, ", ")
 }
 
-func find(keys []key, name string) *key {
+func findKey(keys []key, name string) *key {
 	if i := slices.IndexFunc(keys, func(k key) bool { return k.name == name }); i >= 0 {
 		return &keys[i]
 	}

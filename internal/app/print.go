@@ -2,7 +2,6 @@ package app
 
 import (
 	"fmt"
-	"maps"
 	"reflect"
 	"regexp"
 	"slices"
@@ -16,60 +15,67 @@ func (f *File) Print() []byte {
 	var p page
 	p.line(0, "applications:")
 	for _, a := range f.Applications {
-		p.list(1, linesOf(reflect.ValueOf(a.withoutImplied())))
+		p.item(1, reflect.ValueOf(withoutImplied(*a)))
 	}
 	return p.text
 }
 
-// withoutImplied returns a copy of a without the values that follow from others.
-func (a *Application) withoutImplied() Application {
-	b := *a
-	b.NumGroups = 0
-	if b.Model.Source == b.Model.ID {
-		b.Model.Source = ""
+// withoutImplied removes the values that follow from others.
+func withoutImplied(a Application) Application {
+	a.NumGroups = 0
+	if a.Model.Source == a.Model.ID {
+		a.Model.Source = ""
 	}
-	if b.Routing.Policy == DefaultPolicy(b.DataParallel.Coupling) {
-		b.Routing.Policy = ""
+	if a.Routing.Policy == DefaultPolicy(a.DataParallel.Coupling) {
+		a.Routing.Policy = ""
 	}
-	if !b.Resources.GPUsSet {
-		b.Resources.GPUs = 0
+	if !a.Resources.GPUsSet {
+		a.Resources.GPUs = 0
 	}
-	return b
+	return a
 }
 
-// line is one key of a map with its text, the map below it, or a list of maps.
-type line struct {
-	key   string
-	text  string
-	below []line
-	each  [][]line
+// page collects lines with two spaces per level.
+type page struct{ text []byte }
+
+func (p *page) line(level int, text string) {
+	p.text = append(p.text, strings.Repeat("  ", level)...)
+	p.text = append(append(p.text, text...), '\n')
 }
 
-// linesOf returns the keys of a struct that are required or not at their default.
-func linesOf(v reflect.Value) []line {
-	var out []line
+// block adds a key with the lines that add makes below it; nothing if it makes none.
+func (p *page) block(level int, key string, add func()) {
+	before := len(p.text)
+	p.line(level, key+":")
+	head := len(p.text)
+	if add(); len(p.text) == head {
+		p.text = p.text[:before]
+	}
+}
+
+// item adds a struct as one item of a list: its first line has the dash.
+func (p *page) item(level int, v reflect.Value) {
+	start := len(p.text)
+	p.keys(level+1, v)
+	copy(p.text[start+2*level:], "- ")
+}
+
+// keys adds the keys of a struct that are required or not at their default.
+func (p *page) keys(level int, v reflect.Value) {
 	for _, k := range keysOf(v.Type()) {
 		if k.isLater {
 			continue
 		}
 		f := v.FieldByIndex(k.field)
-		written := k.need != "" || isWritten(v.Interface(), k.name)
+		standard := f.IsZero() && k.standard == "" || fmt.Sprint(f.Interface()) == k.standard
+		if standard && k.need == "" && !isWritten(v.Interface(), k.name) {
+			continue
+		}
 		if f.Kind() == reflect.Pointer {
-			if f.IsNil() {
-				continue
-			}
-			written, f = true, f.Elem()
+			f = f.Elem()
 		}
-		if f.IsZero() && k.standard == "" || fmt.Sprint(f.Interface()) == k.standard {
-			if !written {
-				continue
-			}
-		}
-		if l := lineOf(k.name, f); l.text != "" || len(l.below)+len(l.each) > 0 {
-			out = append(out, l)
-		}
+		p.value(level, k.name, f)
 	}
-	return out
 }
 
 // isWritten reports keys of a struct whose zero value says something.
@@ -84,52 +90,49 @@ func isWritten(around any, key string) bool {
 	}
 }
 
-func lineOf(key string, v reflect.Value) line {
-	l := line{key: key}
+// value adds a key with its value.
+func (p *page) value(level int, key string, v reflect.Value) {
 	switch value := v.Interface().(type) {
 	case Args:
-		for _, a := range value {
-			l.below = append(l.below, line{key: plainOrQuoted(a.Name), text: valueText(a.Value)})
-		}
-		return l
-	case map[string]any:
-		l.below = linesOfMap(value)
-		return l
-	case map[string]string:
-		l.below = linesOfMap(value)
-		return l
+		p.block(level, key, func() {
+			for _, a := range value {
+				p.line(level+1, plainOrQuoted(a.Name)+": "+valueText(a.Value))
+			}
+		})
+		return
 	case []string:
 		words := make([]string, len(value))
 		for i, s := range value {
 			words[i] = plainOrQuoted(s)
 		}
-		l.text = "[" + strings.Join(words, ", ") + "]"
-		return l
+		p.line(level, key+": ["+strings.Join(words, ", ")+"]")
+		return
 	}
 	switch v.Kind() { //nolint:exhaustive // fields have no other kinds
 	case reflect.Struct:
-		l.below = linesOf(v)
+		p.block(level, key, func() { p.keys(level+1, v) })
+	case reflect.Map:
+		p.block(level, key, func() {
+			for _, k := range slices.SortedFunc(slices.Values(v.MapKeys()), compareTexts) {
+				p.line(level+1, plainOrQuoted(k.String())+": "+valueText(v.MapIndex(k).Interface()))
+			}
+		})
 	case reflect.Slice:
-		for i := range v.Len() {
-			l.each = append(l.each, linesOf(v.Index(i)))
-		}
-	case reflect.Float64:
-		l.text = strconv.FormatFloat(v.Float(), 'g', -1, 64)
+		p.block(level, key, func() {
+			for i := range v.Len() {
+				p.item(level+1, v.Index(i))
+			}
+		})
 	case reflect.String:
-		l.text = plainOrQuoted(v.String())
+		p.line(level, key+": "+plainOrQuoted(v.String()))
+	case reflect.Float64:
+		p.line(level, key+": "+strconv.FormatFloat(v.Float(), 'g', -1, 64))
 	default:
-		l.text = fmt.Sprint(v.Interface())
+		p.line(level, key+": "+fmt.Sprint(v.Interface()))
 	}
-	return l
 }
 
-func linesOfMap[V any](m map[string]V) []line {
-	var out []line
-	for _, k := range slices.Sorted(maps.Keys(m)) {
-		out = append(out, line{key: plainOrQuoted(k), text: valueText(m[k])})
-	}
-	return out
-}
+func compareTexts(a, b reflect.Value) int { return strings.Compare(a.String(), b.String()) }
 
 // valueText returns any argument as text: lists and maps as JSON, which is YAML.
 func valueText(v any) string {
@@ -151,37 +154,5 @@ func plainOrQuoted(s string) string {
 			return s
 		}
 	}
-	return string(appendText(nil, s))
-}
-
-// page collects lines with two spaces per level.
-type page struct{ text []byte }
-
-func (p *page) line(level int, text string) {
-	p.text = append(p.text, strings.Repeat("  ", level)...)
-	p.text = append(append(p.text, text...), '\n')
-}
-
-func (p *page) block(level int, l []line) {
-	for _, e := range l {
-		switch {
-		case len(e.each) > 0:
-			p.line(level, e.key+":")
-			for _, item := range e.each {
-				p.list(level+1, item)
-			}
-		case len(e.below) > 0:
-			p.line(level, e.key+":")
-			p.block(level+1, e.below)
-		default:
-			p.line(level, e.key+": "+e.text)
-		}
-	}
-}
-
-// list adds l as one item of a list: its first line has the dash.
-func (p *page) list(level int, l []line) {
-	start := len(p.text)
-	p.block(level+1, l)
-	copy(p.text[start+2*level:], "- ")
+	return string(appendJSON(nil, s))
 }

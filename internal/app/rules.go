@@ -284,7 +284,8 @@ func (a *draft) settleGPUs() {
 		a.Resources.GPUs = need
 	case given != 0 && given != need && a.isGood("resources.gpus"):
 		a.d.warn(a.at("resources.gpus"),
-			fmt.Sprintf("the engine's parallel sizes use %d devices per rank, the file gives %d", need, given),
+			fmt.Sprintf("the engine's parallel sizes use %d devices per rank, the file gives %d",
+				need, given),
 			"leave gpus out to give what the engine uses")
 	}
 }
