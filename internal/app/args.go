@@ -170,8 +170,8 @@ func convertNumbers(v any) (any, error) {
 	return v, nil
 }
 
-// appendJSON appends v as compact JSON with sorted keys and without HTML escapes. Floats always have a point or
-// an exponent, so that they are read back as floats. v has only the types that cursor.value returns.
+// appendJSON appends v as compact JSON with sorted keys and without HTML escapes. Floats always have a point
+// or an exponent, so that they are read back as floats. v has only the types that cursor.value returns.
 func appendJSON(b []byte, v any) []byte {
 	var buf bytes.Buffer
 	enc := json.NewEncoder(&buf)

@@ -1,10 +1,12 @@
 package app
 
 import (
+	"errors"
 	"reflect"
 	"strconv"
 	"strings"
 
+	yaml "github.com/goccy/go-yaml"
 	"github.com/goccy/go-yaml/ast"
 	"github.com/goccy/go-yaml/lexer"
 	"github.com/goccy/go-yaml/token"
@@ -121,10 +123,11 @@ func (d *decoder) load(text []byte) *node {
 func (d *decoder) body(tokens token.Tokens) ast.Node {
 	file, err := parseTokens(tokens)
 	if err != nil {
-		d.fault(placeOfError(err), "", Fault{
-			Message: "not YAML: " + messageOf(err),
-			Hint:    "correct the syntax at this place",
-		})
+		at, what := place{1, 1}, err.Error()
+		if syntax, ok := errors.AsType[*yaml.SyntaxError](err); ok {
+			at, what = placeOfToken(syntax.Token), syntax.Message
+		}
+		d.fault(at, "", Fault{Message: "not YAML: " + what, Hint: "correct the syntax at this place"})
 		return nil
 	}
 	var found ast.Node
