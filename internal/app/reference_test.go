@@ -76,6 +76,13 @@ func schemaKeys(t *testing.T, of reflect.Type) []schemaKey {
 		if s.of.Kind() == reflect.Pointer {
 			s.of = s.of.Elem()
 		}
+		switch s.of.Kind() {
+		case reflect.Int, reflect.Float64:
+			require.NotNil(t, k.number, "%s.%s has no range", around.Name(), f.Name)
+		case reflect.Map:
+			require.True(t, k.format != nil || s.of.Elem().Kind() == reflect.Interface, f.Name)
+		default:
+		}
 		require.NotEmpty(t, s.doc, "%s.%s has no comment for docs/app-yaml.md", around.Name(), f.Name)
 		out = append(out, s)
 	}
