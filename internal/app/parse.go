@@ -43,7 +43,8 @@ func ParseOver(base Application, file string, text []byte, rules ...Rule) (*File
 	}
 	out := &File{}
 	for _, a := range drafts {
-		out.Applications = append(out.Applications, &a.Application)
+		checked := a.Application // a copy, so that the draft and the decoder can go
+		out.Applications = append(out.Applications, &checked)
 	}
 	return out, d.warnings, nil
 }

@@ -420,10 +420,10 @@ func (a *draft) settleNumbers() {
 	if a.Engine.Kind != KindAttach || !a.isGood("engine.ranks", "data_parallel.coupling") {
 		return
 	}
-	type place struct{ group, number int }
-	numbers, by, ok := a.Engine.numbers(), map[place]string{}, true
+	type seat struct{ group, number int }
+	numbers, by, ok := a.Engine.numbers(), map[seat]string{}, true
 	for i := range a.Engine.Ranks {
-		at, is := index("engine.ranks", i), place{a.Engine.Ranks[i].Group, numbers[i]}
+		at, is := index("engine.ranks", i), seat{a.Engine.Ranks[i].Group, numbers[i]}
 		if !a.isGood(at+".rank", at+".group") {
 			ok = false
 			continue
