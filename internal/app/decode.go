@@ -178,12 +178,11 @@ func (c cursor) readWord(into reflect.Value, k *key) {
 // readWhole accepts an integer in the range of the key. It refuses Ray's -1 (no bound) for the queue by name:
 // an unbounded queue turns overload into time-outs for all requests.
 func (c cursor) readWhole(into reflect.Value, k *key) {
-	low, high, _ := k.bounds()
 	v, ok := c.n.whole()
 	switch {
 	case ok && v < 0 && k.name == "max_queued_requests":
 		c.refuseValue(k.wanted, "a queue without a bound is refused; leave the key out for "+k.standard)
-	case !ok || v < int64(low) || v > int64(high):
+	case !ok || !k.number.hold(float64(v)):
 		c.refuseValue(k.wanted, c.quoteHint())
 	default:
 		into.SetInt(v)
@@ -192,9 +191,8 @@ func (c cursor) readWhole(into reflect.Value, k *key) {
 
 // readNumber accepts a finite number in the range of the key.
 func (c cursor) readNumber(into reflect.Value, k *key) {
-	low, high, above := k.bounds()
 	v, ok := c.n.real()
-	if !ok || v < low || v > high || above && v == low {
+	if !ok || !k.number.hold(v) {
 		c.refuseValue(k.wanted, c.quoteHint())
 		return
 	}

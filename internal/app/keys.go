@@ -25,7 +25,7 @@ type key struct {
 	name     string
 	field    []int    // index of the field
 	wanted   string   // the value in the words of a fault
-	number   []string // above|from, low, high; nil for other values
+	number   *bounds  // nil for other values
 	format   *format  // of a text, or of the keys of a map of texts
 	words    []string // the only texts, nil if there are others
 	later    []string // words that are not supported yet
@@ -34,6 +34,14 @@ type key struct {
 	unset    string   // what a missing key means, for people
 	need     string   // hint if the key is missing, "" if it may be missing
 }
+
+// bounds is the range of a number.
+type bounds struct {
+	low, high float64
+	above     bool // low itself is too small
+}
+
+func (b *bounds) hold(v float64) bool { return v >= b.low && v <= b.high && (v > b.low || !b.above) }
 
 // format is a form of text that tags name.
 type format struct {
@@ -114,7 +122,9 @@ func keysOf(t reflect.Type) []key {
 			k.wanted = t
 		}
 		if found := numberRange.FindStringSubmatch(k.wanted); found != nil {
-			k.number = found[1:]
+			k.number = &bounds{above: found[1] == "above"}
+			k.number.low, _ = strconv.ParseFloat(found[2], 64) // the pattern accepts digits only
+			k.number.high, _ = strconv.ParseFloat(found[3], 64)
 		}
 		if words := tag.Get("words"); words != "" {
 			if k.words = wordLists[words]; k.words == nil {
@@ -125,13 +135,6 @@ func keysOf(t reflect.Type) []key {
 		out = append(out, k)
 	}
 	return append(out, later...)
-}
-
-// bounds returns the range of a number; above says that low itself is too small.
-func (k *key) bounds() (low, high float64, above bool) {
-	low, _ = strconv.ParseFloat(k.number[1], 64) // the pattern accepts digits only
-	high, _ = strconv.ParseFloat(k.number[2], 64)
-	return low, high, k.number[0] == "above"
 }
 
 // setDefaults fills in the defaults of a struct and of the structs in it.

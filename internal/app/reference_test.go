@@ -262,11 +262,10 @@ func valueSchema(t *testing.T, k schemaKey, of reflect.Type) object {
 			s["enum"] = append(s["enum"].([]any), nil)
 		}
 	case k.number != nil:
-		low, high, above := k.bounds()
-		s["type"], s["minimum"], s["maximum"] = "number", low, high
-		if above {
+		s["type"], s["minimum"], s["maximum"] = "number", k.number.low, k.number.high
+		if k.number.above {
 			delete(s, "minimum")
-			s["exclusiveMinimum"] = low
+			s["exclusiveMinimum"] = k.number.low
 		}
 		if of.Kind() == reflect.Int {
 			s["type"] = "integer"
