@@ -11,6 +11,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/server"
@@ -21,9 +22,10 @@ const maxFile = 1 << 20
 
 // appFile is an app.yaml without faults.
 type appFile struct {
-	name string // for messages
-	text []byte
-	apps []*app.Application
+	name    string // for messages
+	text    []byte
+	apps    []*app.Application
+	changed bool // apps differ from text
 }
 
 // readApps reads and checks a file ("-" is stdin). It prints warnings to stderr and returns faults as
@@ -33,11 +35,12 @@ func readApps(e *env, path string) (*appFile, error) {
 	if err != nil {
 		return nil, err
 	}
-	return parseApps(e, path, text)
+	return parseApps(e, app.Default(), path, text)
 }
 
-func parseApps(e *env, name string, text []byte) (*appFile, error) {
-	file, warnings, err := server.ParseApps(name, text)
+// parseApps reads a file with the defaults of base.
+func parseApps(e *env, base app.Application, name string, text []byte) (*appFile, error) {
+	file, warnings, err := server.ParseAppsOver(base, name, text)
 	for _, w := range warnings {
 		printMessage(e.io.Err, "warning: %s", w.String())
 	}
@@ -90,14 +93,15 @@ func (f *appFile) names() []string {
 	return out
 }
 
-// reprint replaces the file's text by the canonical text of its applications.
-func (f *appFile) reprint() {
-	f.text = printApps(f.apps)
-}
+// print returns the canonical text of the applications.
+func (f *appFile) print() []byte { return (&app.File{Applications: f.apps}).Print() }
 
-// printApps returns the canonical text of applications.
-func printApps(apps []*app.Application) []byte {
-	return (&app.File{Applications: apps}).Print()
+// request returns what a deploy sends: the text of the file as it is, unless the applications were changed.
+func (f *appFile) request() client.DeployRequest {
+	if f.changed {
+		return client.DeployRequest{File: f.name, Text: f.print()}
+	}
+	return client.DeployRequest{File: f.name, Text: f.text}
 }
 
 func newValidate(e *env) *cobra.Command {
@@ -115,7 +119,7 @@ and what was wanted. It needs no running dpserve. FILE may be - for stdin. Fault
 				return err
 			}
 			if show {
-				_, err = e.io.Out.Write(printApps(file.apps))
+				_, err = e.io.Out.Write(file.print())
 				return err
 			}
 			printMessage(e.io.Err, "%s is sound: %s", file.name, formatCount(len(file.apps), "application"))
@@ -224,5 +228,5 @@ func simulateFile(e *env, file *appFile) {
 	for _, line := range simulate(file.apps) {
 		printMessage(e.io.Err, "--engine sim: %s", line)
 	}
-	file.reprint()
+	file.changed = true
 }

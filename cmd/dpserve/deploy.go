@@ -73,9 +73,8 @@ func runDeploy(ctx context.Context, e *env, f *deployFlags, path string) error {
 		return err
 	}
 	defer cluster.Close()
-	req := client.DeployRequest{
-		File: file.name, Text: file.text, Prune: f.prune, Partial: f.partial, Revision: f.pinned,
-	}
+	req := file.request()
+	req.Prune, req.Partial, req.Revision = f.prune, f.partial, f.pinned
 	if f.dryRun {
 		p, err := cluster.Plan(ctx, req)
 		if err != nil {

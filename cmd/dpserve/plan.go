@@ -59,7 +59,9 @@ func runPlan(ctx context.Context, e *env, f *planFlags, path string) error {
 		return err
 	}
 	defer cluster.Close()
-	p, err := cluster.Plan(ctx, client.DeployRequest{File: file.name, Text: file.text, Prune: f.prune})
+	req := file.request()
+	req.Prune = f.prune
+	p, err := cluster.Plan(ctx, req)
 	if err != nil {
 		return err
 	}

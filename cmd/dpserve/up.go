@@ -11,10 +11,9 @@ import (
 	"strings"
 	"time"
 
-	"github.com/goccy/go-yaml"
 	"github.com/spf13/cobra"
 
-	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/server"
 )
@@ -91,52 +90,42 @@ func readUpFile(ctx context.Context, e *env, f *upFlags, args []string) (*appFil
 	if f.engine == engineSim {
 		simulateFile(e, file)
 	}
-	if err := checkKinds(file.apps); err != nil {
-		return nil, err
-	}
-	return file, shortenGrace(file)
+	return file, checkKinds(file.apps)
 }
 
+// readUpSource reads the file with the defaults of up.
 func readUpSource(ctx context.Context, e *env, f *upFlags, args []string) (*appFile, error) {
+	name, text := "quickstart.yaml", quickstart
+	var err error
 	switch {
 	case len(args) > 0 && len(f.attach) > 0:
 		return nil, usageError("up", "FILE and --attach exclude each other")
 	case len(args) > 0:
-		return readApps(e, args[0])
-	case len(f.attach) == 0:
-		return parseApps(e, "quickstart.yaml", quickstart)
+		name = args[0]
+		if text, err = readFile(e, name); err != nil {
+			return nil, err
+		}
+	case len(f.attach) > 0:
+		name = "--attach"
+		if text, err = attachFile(ctx, f.attach); err != nil {
+			return nil, err
+		}
+		w := e.io.Out
+		if *f.output != formatTable && *f.output != formatWide {
+			w = e.io.Err // stdout must hold one document
+		}
+		if _, err := w.Write(append([]byte("# the app.yaml this stands for\n"), text...)); err != nil {
+			return nil, err
+		}
 	}
-	text, err := attachFile(ctx, f.attach)
+	base := app.Default()
+	base.GracefulShutdownTimeout = upGraceS
+	file, err := parseApps(e, base, name, text)
 	if err != nil {
 		return nil, err
 	}
-	w := e.io.Out
-	if *f.output != formatTable && *f.output != formatWide {
-		w = e.io.Err // stdout must hold one document
-	}
-	if _, err := w.Write(append([]byte("# the app.yaml this stands for\n"), text...)); err != nil {
-		return nil, err
-	}
-	return parseApps(e, "--attach", text)
-}
-
-// shortenGrace sets upGraceS for apps that do not set graceful_shutdown_timeout_s.
-func shortenGrace(file *appFile) error {
-	var written struct {
-		Applications []struct {
-			Grace any `yaml:"graceful_shutdown_timeout_s"`
-		} `yaml:"applications"`
-	}
-	if err := yaml.Unmarshal(file.text, &written); err != nil {
-		return fmt.Errorf("read %s again: %w", file.name, err)
-	}
-	for i, a := range file.apps {
-		if i < len(written.Applications) && written.Applications[i].Grace == nil {
-			a.GracefulShutdownTimeout = upGraceS
-		}
-	}
-	file.reprint()
-	return nil
+	file.changed = true // the text has other defaults
+	return file, nil
 }
 
 // runUp runs the node until a signal and removes everything it made.
@@ -221,7 +210,7 @@ func deployToSelf(ctx context.Context, e *env, s *serving, file *appFile, scr *s
 		case <-ctx.Done():
 		}
 	}()
-	result, err := cluster.Deploy(ctx, client.DeployRequest{File: file.name, Text: file.text})
+	result, err := cluster.Deploy(ctx, file.request())
 	if err != nil {
 		if cause := context.Cause(ctx); cause != nil {
 			return cause

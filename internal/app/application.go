@@ -3,6 +3,7 @@
 package app
 
 import (
+	"reflect"
 	"strconv"
 	"time"
 )
@@ -27,58 +28,109 @@ const (
 	Lockstep    Coupling = "lockstep"
 )
 
+// The structs below are the schema of the file. The json tag names a key (and the field of the stored form).
+// The other tags say what decode.go accepts:
+//
+//	is:      the wanted value in the words of a fault, or the name of a format of keys.go; "-" is no key
+//	words:   the words that the value may be, or the name of a list of keys.go
+//	later:   words, or (of the field _) keys, that are known and not supported yet
+//	default: the value of a key that is not written
+//	unset:   what is taken instead if there is no fixed default; only documentation
+//	need:    the key is required; this is the hint if it is missing
+//
+// The comment of each field is its text in docs/app-yaml.md and docs/app.schema.json, which are generated.
+
 // Application is one entry of `applications:` with every default filled in. The cluster stores it as JSON,
 // and all packages read it. The zero value is not valid.
 type Application struct {
-	Name         string       `json:"name"`
-	RoutePrefix  string       `json:"route_prefix"`
-	Model        Model        `json:"model"`
-	Engine       Engine       `json:"engine"`
+	// DNS label, unique; names the application in commands, metrics and headers
+	Name string `json:"name" is:"label" need:"name the application, for example demo"`
+	// path before `/v1/…`; `/` may be shared, the `model` field of a request picks the application there;
+	// other prefixes are unique
+	RoutePrefix string `json:"route_prefix" is:"path" default:"/"`
+	// name that clients send and what engines load
+	Model Model `json:"model" need:"write model: {id: NAME}"`
+	// how the engine of a rank is started, or (kind attach) where it runs
+	Engine Engine `json:"engine" need:"write engine: {kind: sim}"`
+	// shape of a group
 	DataParallel DataParallel `json:"data_parallel"`
-	NumReplicas  int          `json:"num_replicas"` // ranks = dp_size × num_groups
-	NumGroups    int          `json:"num_groups"`
-	Resources    Resources    `json:"resources"`
-	// PACK | STRICT_PACK | SPREAD | STRICT_SPREAD
-	PlacementGroupStrategy string  `json:"placement_group_strategy"`
-	MaxRanksPerNode        int     `json:"max_ranks_per_node,omitempty"`
-	Routing                Routing `json:"routing"`
-	// per rank; 0 = what the engine reports, else 256
-	MaxOngoingRequests int `json:"max_ongoing_requests,omitempty"`
-	// per app and ingress
-	MaxQueuedRequests       int      `json:"max_queued_requests"`
-	Timeouts                Timeouts `json:"timeouts"`
-	Retries                 Retries  `json:"retries"`
-	HealthCheckPeriodS      float64  `json:"health_check_period_s"`
-	HealthCheckTimeoutS     float64  `json:"health_check_timeout_s"`
-	GracefulShutdownTimeout float64  `json:"graceful_shutdown_timeout_s"` // seconds; 0 = cut
+	// ranks in all; must be a multiple of `dp_size`
+	NumReplicas int `json:"num_replicas" is:"an integer from 1 to 65536" unset:"dp_size × num_groups"`
+	// whole groups, each of `dp_size` ranks
+	NumGroups int `json:"num_groups" is:"an integer from 1 to 65536" unset:"num_replicas / dp_size, else 1"`
+	// what one rank takes of its node
+	Resources Resources `json:"resources"`
+	// how ranks are spread over nodes
+	PlacementGroupStrategy string `json:"placement_group_strategy" words:"strategy" default:"PACK"`
+	// upper bound of a group's ranks on one node
+	MaxRanksPerNode int `json:"max_ranks_per_node,omitempty" is:"an integer from 1 to 1024"`
+	// policy that picks the rank of a request
+	Routing Routing `json:"routing"`
+	// requests in hand per rank; the others wait. Left out: what the engine reports, else 256. A request
+	// with `n` or a list of prompts counts as n × prompts, at most as the whole rank; more than 1,024 are
+	// refused with 400
+	MaxOngoingRequests int `json:"max_ongoing_requests,omitempty" is:"an integer from 1 to 1000000"`
+	// requests that wait when all ranks are full; then 503. `-1` (no bound) is refused
+	MaxQueuedRequests int `json:"max_queued_requests" is:"an integer from 0 to 1000000" default:"1000"`
+	// longest times of the phases of a request
+	Timeouts Timeouts `json:"timeouts"`
+	// attempts of a request before its first byte
+	Retries Retries `json:"retries"`
+	// seconds between two calls of each rank's `/health`
+	HealthCheckPeriodS float64 `json:"health_check_period_s" is:"seconds" default:"1"`
+	// longest answer of `/health`
+	HealthCheckTimeoutS float64 `json:"health_check_timeout_s" is:"seconds" default:"5"`
+	// drain of running streams; 0 cuts them. 10 under `up`
+	GracefulShutdownTimeout float64 `json:"graceful_shutdown_timeout_s" is:"seconds or 0" default:"1800"`
+
+	_ struct{} `later:"prefill decode disaggregation"`
 }
 
 // Model is the name that clients send and the model that engines load.
 type Model struct {
-	ID       string    `json:"id"`
-	Source   string    `json:"source"`
-	Aliases  []string  `json:"aliases,omitempty"`
+	// what clients send as `model`; unique in the cluster, aliases too
+	ID string `json:"id" is:"served" need:"it is what clients send as \"model\""`
+	// what the engine loads: a repository or a path
+	Source string `json:"source" unset:"= id"`
+	// further names
+	Aliases []string `json:"aliases,omitempty" is:"served"`
+	// LoRA adapters, served as `MODEL:ADAPTER` and `ADAPTER`
 	Adapters []Adapter `json:"adapters,omitempty"`
 }
 
 // Adapter is a LoRA adapter served beside its base model.
 type Adapter struct {
-	ID     string `json:"id"`
-	Source string `json:"source"`
+	// name of the adapter
+	ID string `json:"id" is:"served" need:"it is what clients send as \"model\""`
+	// what the engine loads
+	Source string `json:"source" need:"it is what the engine loads"`
 }
 
 // Engine says how the engine of a rank is started, or (kind attach) where it runs.
 type Engine struct {
-	Kind Kind `json:"kind"`
-	// attach: vllm | sglang | openai; empty = probed
-	Family          string            `json:"family,omitempty"`
-	Command         []string          `json:"command,omitempty"` // empty = default of the kind
-	Args            Args              `json:"args,omitempty"`
-	Env             map[string]string `json:"env,omitempty"`
-	KVEvents        string            `json:"kv_events"` // auto | off
-	StartupTimeoutS float64           `json:"startup_timeout_s"`
-	StallTimeoutS   float64           `json:"stall_timeout_s"`
-	Ranks           []AttachRank      `json:"ranks,omitempty"`
+	// `sim` (built in, needs no device), `attach` (engines that someone else runs), `vllm` and `sglang`
+	// (checked; started from the next version on)
+	Kind Kind `json:"kind" words:"kind" need:"write kind: sim for the simulated engine"`
+	// attach: `openai` assumes nothing but the API. Written out, it also takes a stream for whole that ends
+	// cleanly without a `finish_reason` for every choice, as engines do that ignore `n` or never send one
+	Family string `json:"family,omitempty" words:"vllm | sglang | openai" unset:"probed"`
+	// argv of the program, not for attach
+	Command []string `json:"command,omitempty" is:"word" unset:"by kind"`
+	// flags, passed on: snake or kebab case, `true` = bare flag, `false` = `--no-flag`, lists and maps =
+	// JSON. Flags that dpserve owns (ports, host, data-parallel-*) are faults that name the right key
+	Args Args `json:"args,omitempty"`
+	// environment variables
+	Env map[string]string `json:"env,omitempty" is:"variable"`
+	// `auto`: engines publish what enters and leaves their prefix cache if the policy reads the KV index and
+	// the engine caches prefixes. `off`: they are started without, attached ones are not listened to, and
+	// routing goes by what dpserve sent where. A change that turns events on or off restarts the engines
+	KVEvents string `json:"kv_events" words:"auto | off" default:"auto"`
+	// from start to ready
+	StartupTimeoutS float64 `json:"startup_timeout_s" is:"seconds" default:"600"`
+	// no progress with work in flight: then a one-token probe of 10 s decides
+	StallTimeoutS float64 `json:"stall_timeout_s" is:"seconds" default:"20"`
+	// attach: the running engines
+	Ranks []AttachRank `json:"ranks,omitempty" unset:"required for attach"`
 }
 
 // Arg is one engine argument; Value is string, bool, int64, float64, []any or map[string]any.
@@ -92,58 +144,110 @@ type Args []Arg
 
 // AttachRank is one running engine of kind attach.
 type AttachRank struct {
-	URL        string    `json:"url"`
-	Addressing string    `json:"addressing,omitempty"` // url (default) | header | body
-	Selector   int       `json:"selector,omitempty"`
-	Group      int       `json:"group,omitempty"`
-	Number     *int      `json:"rank,omitempty"` // nil = its position among the ranks of its group
-	Role       string    `json:"role,omitempty"` // both (default); a later version adds prefill and decode
-	Node       string    `json:"node,omitempty"`
-	KVEvents   *KVSocket `json:"kv_events,omitempty"`
+	// scheme, host and port, without a path
+	URL string `json:"url" need:"write url: \"http://HOST:PORT\""`
+	// `header` (X-data-parallel-rank) or `body` (field routed_dp_rank): one URL for several ranks
+	Addressing string `json:"addressing,omitempty" words:"url | header | body" default:"url"`
+	// number that is sent to the engine with addressing header or body, from 0
+	Selector int `json:"selector,omitempty" is:"an integer from 0 to 4095" unset:"required for header, body"`
+	// group the rank belongs to
+	Group int `json:"group,omitempty" is:"an integer from 0 to 65535" unset:"0"`
+	// its number; written where a removed rank has left a hole. Only for independent ranks
+	Number *int `json:"rank,omitempty" is:"an integer from 0 to 4095" unset:"its place in its group"`
+	// the rank does prefill and decode
+	Role string `json:"role,omitempty" words:"both" later:"prefill decode" default:"both"`
+	// id of the dpserve node that talks to it
+	Node string `json:"node,omitempty" is:"node" unset:"any"`
+	// where its KV events are, for policies that read the KV index. Loopback or the host of `url` only;
+	// every rank has its own. Left out, the engine is asked (`/kv_event_sources`, vLLM from 0.32 on); one
+	// that cannot tell has none
+	KVEvents *KVSocket `json:"kv_events,omitempty" unset:"asked of the engine"`
+
+	_ struct{} `later:"pd"`
 }
 
 // KVSocket says where the KV events of an attached engine are: exactly one of Connect and Bind is set.
 type KVSocket struct {
+	// socket that the engine binds, `tcp://HOST:PORT`
 	Connect string `json:"connect,omitempty"`
-	Bind    string `json:"bind,omitempty"`
-	Replay  string `json:"replay,omitempty"`
+	// socket that dpserve binds because the engine dials, `tcp://127.0.0.1:PORT` or `tcp://*:PORT`
+	Bind string `json:"bind,omitempty"`
+	// socket of the engine that repeats lost events
+	Replay string `json:"replay,omitempty"`
 }
 
 // DataParallel is the shape of a group.
 type DataParallel struct {
-	DPSize   int      `json:"dp_size"`
-	Coupling Coupling `json:"coupling"`
+	// ranks of a group
+	DPSize int `json:"dp_size" is:"an integer from 1 to 4096" unset:"1; attach: number of ranks"`
+	// `independent`: every rank is a whole server, restarted alone. `lockstep`: ranks meet on every step; the
+	// first dead one takes its group out of routing, and the group restarts as one. Required for vllm with
+	// dp_size above 1; sglang with DP attention is lockstep
+	Coupling Coupling `json:"coupling" words:"independent | lockstep" unset:"independent"`
 }
 
 // Resources are what one rank needs. GPUsSet distinguishes a written `gpus: 0` (a CPU engine) from an omitted
 // one.
 type Resources struct {
-	GPUs      int               `json:"gpus"`
-	GPUsSet   bool              `json:"gpus_set,omitempty"`
-	CPUs      float64           `json:"cpus,omitempty"`
-	MemoryGiB float64           `json:"memory_gib,omitempty"`
-	Labels    map[string]string `json:"labels,omitempty"`
+	// devices. A sim rank takes devices only if this is written; an attached rank takes nothing
+	GPUs    int  `json:"gpus" is:"an integer from 0 to 1024" unset:"what the engine's arguments use"`
+	GPUsSet bool `json:"gpus_set,omitempty" is:"-"`
+	// processors
+	CPUs float64 `json:"cpus,omitempty" is:"cpus from 0 to 65536"`
+	// memory in GiB
+	MemoryGiB float64 `json:"memory_gib,omitempty" is:"GiB from 0 to 1048576"`
+	// labels that the node must have (`--labels`)
+	Labels map[string]string `json:"labels,omitempty" is:"node label"`
 }
 
 // Routing selects the policy. routing.New checks Params.
 type Routing struct {
-	Policy        string         `json:"policy"`
-	Preset        string         `json:"preset"` // documented | tuned
-	Params        map[string]any `json:"params,omitempty"`
-	Identity      string         `json:"identity"`
-	BusyThreshold *float64       `json:"busy_threshold,omitempty"`
+	// [routing](routing.md) says which suits which traffic. Left out: `mex`; `lmetric-1` for lockstep groups
+	Policy string `json:"policy" words:"policy" later:"group-balance group-least-kv" unset:"by coupling"`
+	// parameters of the policy: documented or tuned ones
+	Preset string `json:"preset" words:"documented | tuned" default:"documented"`
+	// the policy's own knobs, [listed with each policy](routing.md); unknown ones are faults, and so are
+	// values that make no sense
+	Params map[string]any `json:"params,omitempty"`
+	// how a prompt becomes blocks: `text`: by the bytes of the request, no extra call. `tokens`: by the
+	// engine's own tokens, asked for over its tokenize route and remembered; needed to compare prompts with
+	// KV events. A request that brings token ids is recognised by them whatever is set
+	Identity string `json:"identity" words:"text | tokens" later:"learned" default:"text"`
+	// under every policy: a rank whose KV cache is fuller gets nothing new; if that is all of them, 503
+	BusyThreshold *float64 `json:"busy_threshold,omitempty" is:"a share from 0 to 1"`
+
+	_ struct{} `later:"slo"`
 }
 
 // Timeouts bound each phase of a request, in seconds.
 type Timeouts struct {
-	QueueS         float64 `json:"queue_s"`
-	FirstTokenS    float64 `json:"first_token_s"`
-	BetweenTokensS float64 `json:"between_tokens_s"`
+	// longest wait in the queue; then 503 `queue_timeout`
+	QueueS float64 `json:"queue_s" is:"seconds" default:"60"`
+	// from dispatch to the first token; then another rank, or 504 `first_token_timeout`
+	FirstTokenS float64 `json:"first_token_s" is:"seconds" default:"300"`
+	// silence of an engine inside an answer before it is cut, unless the rank makes progress: its token
+	// counters or KV events move, or other streams of it do. Then the answer waits on, at most
+	// `first_token_s`. An engine without `/metrics`, events and other streams shows no progress: give it a
+	// larger value
+	BetweenTokensS float64 `json:"between_tokens_s" is:"seconds" default:"30"`
 }
 
 // Retries bound the attempts of a request before its first byte.
 type Retries struct {
-	Attempts int `json:"attempts"`
+	// ranks tried per request, all before its first byte
+	Attempts int `json:"attempts" is:"an integer from 1 to 16" default:"3"`
+
+	_ struct{} `later:"continue_streams"`
+}
+
+// scaling is autoscaling_config, which must describe a fixed size.
+type scaling struct {
+	// fewest ranks
+	Minimum int `json:"min_replicas" is:"an integer from 1 to 65536"`
+	// most ranks
+	Maximum int `json:"max_replicas" is:"an integer from 1 to 65536"`
+	// ranks at the start
+	Initial int `json:"initial_replicas" is:"an integer from 1 to 65536"`
 }
 
 // Runs reports whether this version starts or attaches engines of the kind. The other kinds only parse and
@@ -213,23 +317,6 @@ const (
 	StrategyStrictSpread = "STRICT_SPREAD"
 )
 
-// Defaults of an application. They are filled in here, because an Application is stored complete. Times are
-// seconds.
-const (
-	DefaultRoutePrefix         = "/"
-	DefaultDPSize              = 1
-	DefaultStartupTimeoutS     = 600
-	DefaultStallTimeoutS       = 20
-	DefaultMaxQueuedRequests   = 1000
-	DefaultQueueS              = 60
-	DefaultFirstTokenS         = 300
-	DefaultBetweenTokensS      = 30
-	DefaultAttempts            = 3
-	DefaultHealthCheckPeriodS  = 1
-	DefaultHealthCheckTimeoutS = 5
-	DefaultGracefulShutdownS   = 1800
-)
-
 // DefaultPolicy returns the routing policy of an application whose file names none. Independent ranks get
 // mex, which charges a request for the delay that it causes to all requests on its rank. Lockstep ranks get
 // lmetric-1: each of their steps lasts as long as that of the slowest rank, so a request's cost is not
@@ -244,22 +331,7 @@ func DefaultPolicy(c Coupling) string {
 // Default returns an application with every default that does not depend on other keys. Name, model, engine
 // kind and routing policy are empty and sizes are 0, because the file decides them.
 func Default() Application {
-	return Application{
-		RoutePrefix: DefaultRoutePrefix,
-		Engine: Engine{
-			KVEvents: KVEventsAuto, StartupTimeoutS: DefaultStartupTimeoutS,
-			StallTimeoutS: DefaultStallTimeoutS,
-		},
-		PlacementGroupStrategy: StrategyPack,
-		Routing:                Routing{Preset: PresetDocumented, Identity: IdentityText},
-		MaxQueuedRequests:      DefaultMaxQueuedRequests,
-		Timeouts: Timeouts{
-			QueueS: DefaultQueueS, FirstTokenS: DefaultFirstTokenS,
-			BetweenTokensS: DefaultBetweenTokensS,
-		},
-		Retries:                 Retries{Attempts: DefaultAttempts},
-		HealthCheckPeriodS:      DefaultHealthCheckPeriodS,
-		HealthCheckTimeoutS:     DefaultHealthCheckTimeoutS,
-		GracefulShutdownTimeout: DefaultGracefulShutdownS,
-	}
+	var a Application
+	setDefaults(reflect.ValueOf(&a).Elem())
+	return a
 }

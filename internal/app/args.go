@@ -169,3 +169,92 @@ func convertNumbers(v any) (any, error) {
 	}
 	return v, nil
 }
+
+// appendJSON appends v as compact JSON with sorted keys and without HTML escapes. Floats always have a point
+// or an exponent, so that they are read back as floats. v has only the types that cursor.value returns.
+func appendJSON(b []byte, v any) []byte {
+	var buf bytes.Buffer
+	enc := json.NewEncoder(&buf)
+	enc.SetEscapeHTML(false)
+	if err := enc.Encode(keepFloats(v)); err != nil { // these types cannot fail
+		return append(b, "null"...)
+	}
+	return append(b, bytes.TrimSuffix(buf.Bytes(), []byte{'\n'})...)
+}
+
+// keepFloats replaces whole floats by numbers with a point.
+func keepFloats(v any) any {
+	switch t := v.(type) {
+	case float64:
+		text := strconv.FormatFloat(t, 'g', -1, 64)
+		if !strings.ContainsAny(text, ".e") {
+			text += ".0"
+		}
+		return json.Number(text)
+	case []any:
+		out := make([]any, len(t))
+		for i := range t {
+			out[i] = keepFloats(t[i])
+		}
+		return out
+	case map[string]any:
+		out := make(map[string]any, len(t))
+		for k := range t {
+			out[k] = keepFloats(t[k])
+		}
+		return out
+	default:
+		return v
+	}
+}
+
+// ownedFlag says what to write instead of a flag that dpserve sets; "" if the user may set it. flag is in
+// kebab case without leading dashes.
+func ownedFlag(flag string) string {
+	const rank = "dpserve hands out ranks and addresses; write data_parallel.dp_size and " +
+		"data_parallel.coupling"
+	flag, _, _ = strings.Cut(flag, ".") // one key of a flag that takes JSON
+	switch flag {
+	case "host":
+		return "dpserve binds engines to 127.0.0.1; where clients connect is set on the node (--http-bind)"
+	case "port":
+		return "dpserve takes ports from the node's --port-range"
+	case "served-model-name":
+		return "write model.id and model.aliases"
+	case "model", "model-path":
+		return "write model.source"
+	case "lora-modules", "lora-paths":
+		return "write model.adapters"
+	case "data-parallel-size", "dp-size", "dp":
+		return "write data_parallel.dp_size"
+	case "dpn", "dpl", "dpa", "dpp", "dpe", "dph", "dpm", "dpb", "dpr":
+		return rank
+	case "nnodes", "node-rank", "dist-init-addr", "master-addr", "master-port", "headless":
+		return "dpserve places the ranks; write resources and placement_group_strategy"
+	case "kv-events-config":
+		return "write engine.kv_events: auto | off"
+	case "disaggregation-mode", "disaggregation-bootstrap-port":
+		return "disaggregated prefill and decode come with a later version"
+	case "shutdown-timeout":
+		return "write graceful_shutdown_timeout_s"
+	case "enable-prompt-tokens-details", "sim-watch-stdin":
+		return "it is always set; leave it out"
+	}
+	if strings.HasPrefix(flag, "data-parallel-") {
+		return rank
+	}
+	return ""
+}
+
+// ownedEnv is ownedFlag for environment variables.
+func ownedEnv(name string) string {
+	switch name {
+	case "CUDA_VISIBLE_DEVICES":
+		return "write resources.gpus; dpserve picks the devices"
+	case "VLLM_DP_RANK", "VLLM_DP_RANK_LOCAL", "VLLM_DP_SIZE", "VLLM_DP_MASTER_IP", "VLLM_DP_MASTER_PORT":
+		return "write data_parallel.dp_size; dpserve hands out the ranks"
+	case "VLLM_HTTP_TIMEOUT_KEEP_ALIVE":
+		return "leave it out; it must outlive dpserve's idle connections"
+	}
+	return ""
+}

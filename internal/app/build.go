@@ -1,11 +1,9 @@
 package app
 
 import (
-	"errors"
 	"fmt"
 	"strconv"
 
-	yaml "github.com/goccy/go-yaml"
 	"github.com/goccy/go-yaml/ast"
 	"github.com/goccy/go-yaml/parser"
 	"github.com/goccy/go-yaml/token"
@@ -28,22 +26,6 @@ func parseTokens(tokens token.Tokens) (file *ast.File, err error) {
 		}
 	}()
 	return parser.Parse(tokens, 0, parser.AllowDuplicateMapKey())
-}
-
-func messageOf(err error) string {
-	var syntax *yaml.SyntaxError
-	if errors.As(err, &syntax) {
-		return syntax.Message
-	}
-	return err.Error()
-}
-
-func placeOfError(err error) place {
-	var syntax *yaml.SyntaxError
-	if errors.As(err, &syntax) {
-		return placeOfToken(syntax.Token)
-	}
-	return place{1, 1}
 }
 
 func placeOfToken(t *token.Token) place {

@@ -60,36 +60,32 @@ func (c Change) String() string {
 // to, then deletes in the order of from. Equal applications do not appear. Only a caller that replaces the
 // whole set needs the deletes: deploy leaves unlisted applications unchanged.
 func Compare(from, to []*Application) []Change {
-	before := byName(from)
 	var out []Change
 	for _, a := range to {
-		was, ok := before[a.Name]
-		if !ok {
+		was := named(from, a.Name)
+		if was == nil {
 			out = append(out, Change{App: a.Name, Kind: Create})
-			continue
-		}
-		if fields := diff(was, a); len(fields) > 0 {
+		} else if fields := diff(was, a); len(fields) > 0 {
 			out = append(out, Change{App: a.Name, Kind: Update, Fields: fields})
 		}
 	}
-	after := byName(to)
 	for _, a := range from {
-		if _, ok := after[a.Name]; !ok {
+		if named(to, a.Name) == nil {
 			out = append(out, Change{App: a.Name, Kind: Delete})
 		}
 	}
 	return out
 }
 
-func byName(apps []*Application) map[string]*Application {
-	out := make(map[string]*Application, len(apps))
-	for _, a := range apps {
-		out[a.Name] = a
+func named(apps []*Application, name string) *Application {
+	if i := slices.IndexFunc(apps, func(a *Application) bool { return a.Name == name }); i >= 0 {
+		return apps[i]
 	}
-	return out
+	return nil
 }
 
-// diff compares the stored JSON, so that it covers every stored field.
+// diff compares the stored JSON, so that it covers every stored field. The order of arguments and ranks
+// counts if nothing else differs.
 func diff(from, to *Application) []Diff {
 	before, after := leaves(from), leaves(to)
 	paths := maps.Clone(before)
@@ -103,12 +99,13 @@ func diff(from, to *Application) []Diff {
 	if len(out) > 0 {
 		return out
 	}
-	for _, order := range []struct{ path, was, is string }{
-		{pathArgs, argNames(from), argNames(to)}, {pathRanks, rankNames(from), rankNames(to)},
-	} {
-		if order.was != order.is {
-			out = append(out, Diff{Path: order.path, Old: order.was, New: order.is})
-		}
+	wasArgs, wasRanks := order(&from.Engine)
+	args, ranks := order(&to.Engine)
+	if wasArgs != args {
+		out = append(out, Diff{Path: pathArgs, Old: wasArgs, New: args})
+	}
+	if wasRanks != ranks {
+		out = append(out, Diff{Path: pathRanks, Old: wasRanks, New: ranks})
 	}
 	return out
 }
@@ -119,22 +116,16 @@ const (
 	pathRanks = "engine.ranks"
 )
 
-// argNames returns the order of the arguments, which no other difference shows.
-func argNames(a *Application) string {
-	var out []string
-	for _, arg := range a.Engine.Args {
-		out = append(out, arg.Name)
+// order returns the order of the arguments, and that of the attached ranks, which written numbers hide.
+func order(e *Engine) (args, ranks string) {
+	args, ranks = "order", "order"
+	for _, arg := range e.Args {
+		args += " " + arg.Name
 	}
-	return "order " + strings.Join(out, " ")
-}
-
-// rankNames returns the order of the attached ranks, which written numbers hide.
-func rankNames(a *Application) string {
-	var out []string
-	for i := range a.Engine.Ranks {
-		out = append(out, a.Engine.Ranks[i].Address())
+	for i := range e.Ranks {
+		ranks += " " + e.Ranks[i].Address()
 	}
-	return "order " + strings.Join(out, ", ")
+	return args, ranks
 }
 
 // hide removes the values of environment variables from d.
@@ -152,33 +143,29 @@ func hide(d Diff) Diff {
 	return d
 }
 
-// leaves returns the JSON of every scalar of a by its path.
+// leaves returns the JSON of every scalar of a by its path. It names arguments by their flag and attached
+// ranks by their engine instead of their index, so that adding or removing one does not change the others.
 func leaves(a *Application) map[string]string {
-	out := map[string]string{}
-	text, err := json.Marshal(a)
+	out, rest := map[string]string{}, *a
+	rest.Engine.Args, rest.Engine.Ranks = nil, nil
+	text, err := json.Marshal(&rest)
 	if err != nil { // only a non-finite number could fail, and Parse refuses those
 		return out
 	}
-	v, err := decodeExact(text)
-	if err != nil {
-		return out
+	if v, err := decodeExact(text); err == nil {
+		walk(out, "", v)
 	}
-	walk(out, "", v)
-	walkRanks(out, &a.Engine)
-	return out
-}
-
-// walkRanks names attached ranks by their engine, so that adding or removing one does not change the others.
-func walkRanks(out map[string]string, e *Engine) {
-	numbers := e.numbers()
-	for i := range e.Ranks {
-		r := e.Ranks[i]
+	for _, arg := range a.Engine.Args {
+		out[join(pathArgs, arg.Name)] = string(appendJSON(nil, arg.Value))
+	}
+	numbers := a.Engine.numbers()
+	for i, r := range a.Engine.Ranks {
 		r.Number = &numbers[i]
-		text, err := json.Marshal(r)
-		if err == nil { // it has only text and numbers
+		if text, err := json.Marshal(r); err == nil { // it has only text and numbers
 			out[pathRanks+"["+r.Address()+"]"] = string(text)
 		}
 	}
+	return out
 }
 
 func walk(out map[string]string, path string, v any) {
@@ -191,13 +178,6 @@ func walk(out map[string]string, path string, v any) {
 			out[path] = "{}"
 		}
 	case []any:
-		switch path {
-		case pathArgs:
-			walkArgs(out, path, t)
-			return
-		case pathRanks: // walkRanks
-			return
-		}
 		for i, item := range t {
 			walk(out, index(path, i), item)
 		}
@@ -206,15 +186,5 @@ func walk(out map[string]string, path string, v any) {
 		}
 	default:
 		out[path] = string(appendJSON(nil, v))
-	}
-}
-
-// walkArgs names arguments by their flag instead of their index.
-func walkArgs(out map[string]string, path string, args []any) {
-	for _, a := range args {
-		if m, ok := a.(map[string]any); ok {
-			name, _ := m["name"].(string)
-			out[join(path, name)] = string(appendJSON(nil, m["value"]))
-		}
 	}
 }

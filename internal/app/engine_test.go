@@ -10,7 +10,8 @@ import (
 
 // with is a file of one application with the given engine and further keys.
 func with(engine string, more ...string) string {
-	return "applications:\n  - name: demo\n    model: {id: demo}\n    engine: {" + engine + "}\n    " + strings.Join(more, "\n    ") + "\n"
+	return "applications:\n  - name: demo\n    model: {id: demo}\n    engine: {" + engine + "}\n    " +
+		strings.Join(more, "\n    ") + "\n"
 }
 
 func TestCoupling(t *testing.T) {
@@ -25,16 +26,38 @@ func TestCoupling(t *testing.T) {
 		{text: with("kind: sim", "data_parallel: {coupling: lockstep}"), want: Lockstep},
 		{text: with("kind: vllm"), want: Independent},
 		{text: with("kind: vllm", "data_parallel: {dp_size: 4, coupling: lockstep}"), want: Lockstep},
-		{text: with("kind: vllm", dp4), fault: "coupling is required for kind vllm when dp_size is above 1: wanted independent | lockstep"},
-		{text: with("kind: vllm", "data_parallel: {dp_size: 4, coupling: tight}"), fault: `found "tight", wanted independent | lockstep`},
+		{
+			text: with("kind: vllm", dp4),
+			fault: "coupling is required for kind vllm when dp_size is above 1: " +
+				"wanted independent | lockstep",
+		},
+		{
+			text:  with("kind: vllm", "data_parallel: {dp_size: 4, coupling: tight}"),
+			fault: `found "tight", wanted independent | lockstep`,
+		},
 		{text: with("kind: sglang", dp4), want: Independent},
 		{text: with("kind: sglang, args: {tp_size: 8, enable_dp_attention: true}", dp4), want: Lockstep},
 		{text: with("kind: sglang, args: {tp: 8, enable-dp-attention: true}", dp4), want: Lockstep},
 		{text: with("kind: sglang, args: {tp_size: 8, enable_dp_attention: false}", dp4), want: Independent},
-		{text: with("kind: sglang", "data_parallel: {dp_size: 4, coupling: lockstep}"), fault: "go together: found lockstep, wanted independent"},
-		{text: with("kind: sglang, args: {tp_size: 8, enable_dp_attention: true}", "data_parallel: {coupling: independent}"), fault: "go together: found independent, wanted lockstep"},
-		{text: with("kind: sglang, args: {tp_size: 6, enable_dp_attention: true}", dp4), fault: "with DP attention dp_size divides tp_size: found dp_size 4, tp_size 6"},
-		{text: with("kind: sglang, args: {tp_size: 2, enable_dp_attention: true}", dp4), fault: "found dp_size 4, tp_size 2"},
+		{
+			text:  with("kind: sglang", "data_parallel: {dp_size: 4, coupling: lockstep}"),
+			fault: "go together: found lockstep, wanted independent",
+		},
+		{
+			text: with(
+				"kind: sglang, args: {tp_size: 8, enable_dp_attention: true}",
+				"data_parallel: {coupling: independent}",
+			),
+			fault: "go together: found independent, wanted lockstep",
+		},
+		{
+			text:  with("kind: sglang, args: {tp_size: 6, enable_dp_attention: true}", dp4),
+			fault: "with DP attention dp_size divides tp_size: found dp_size 4, tp_size 6",
+		},
+		{
+			text:  with("kind: sglang, args: {tp_size: 2, enable_dp_attention: true}", dp4),
+			fault: "found dp_size 4, tp_size 2",
+		},
 	} {
 		if c.fault == "" {
 			assert.Equal(t, c.want, parsed(t, c.text).Applications[0].DataParallel.Coupling, c.text)
@@ -60,8 +83,19 @@ func TestDevicesOfARank(t *testing.T) {
 		{text: with("kind: vllm, args: {tensor_parallel_size: 4, pipeline-parallel-size: 2}"), gpus: 8},
 		{text: with("kind: vllm, args: {tensor_parallel_size: '4'}"), gpus: 4},
 		{text: with("kind: vllm", "resources: {gpus: 0}"), gpus: 0, set: true},
-		{text: with("kind: vllm, args: {tensor_parallel_size: 4}", "resources: {gpus: 2}"), gpus: 2, set: true, warn: "use 4 devices per rank, the file gives 2"},
-		{text: with("kind: sglang, args: {tp_size: 8, enable_dp_attention: true}", "data_parallel: {dp_size: 8}"), gpus: 1},
+		{
+			text: with("kind: vllm, args: {tensor_parallel_size: 4}", "resources: {gpus: 2}"),
+			gpus: 2,
+			set:  true,
+			warn: "use 4 devices per rank, the file gives 2",
+		},
+		{
+			text: with(
+				"kind: sglang, args: {tp_size: 8, enable_dp_attention: true}",
+				"data_parallel: {dp_size: 8}",
+			),
+			gpus: 1,
+		},
 		{text: with("kind: sglang, args: {tp_size: 8, pp_size: 2}"), gpus: 16},
 	} {
 		f, warnings, err := Parse("app.yaml", []byte(c.text))
@@ -122,9 +156,13 @@ func TestArgumentFaults(t *testing.T) {
 		require.Len(t, lines, 1, args)
 		assert.Contains(t, lines[0], want)
 	}
-	assert.Empty(t, faultsOf(t, with("kind: vllm, args: {kv_transfer_config: {kv_connector: L, kv_role: kv_both}}")))
+	assert.Empty(
+		t,
+		faultsOf(t, with("kind: vllm, args: {kv_transfer_config: {kv_connector: L, kv_role: kv_both}}")),
+	)
 	for env, want := range map[string]string{
-		"CUDA_VISIBLE_DEVICES: 0": "resources.gpus", "VLLM_DP_RANK: 1": "data_parallel.dp_size", "A-B: c": "environment variable", "A: [1]": "wanted text",
+		"CUDA_VISIBLE_DEVICES: 0": "resources.gpus", "VLLM_DP_RANK: 1": "data_parallel.dp_size",
+		"A-B: c": "environment variable", "A: [1]": "wanted text",
 	} {
 		lines := faultsOf(t, with("kind: vllm, env: {"+env+"}"))
 		require.Len(t, lines, 1, env)
@@ -147,8 +185,9 @@ func TestArgv(t *testing.T) {
 		{"map", map[string]any{"b": nil, "a": true}},
 	}
 	assert.Equal(t, []string{
-		"--max-num-seqs", "256", "--gpu-memory-utilization", "0.85", "--enable-x", "--no-enable-y", "--temperature=-1", "--text=-x y",
-		"--empty", "", "--list", `[1,"a<b",2.0]`, "--compilation-config.cudagraph_mode", "FULL", "--map", `{"a":true,"b":null}`,
+		"--max-num-seqs", "256", "--gpu-memory-utilization", "0.85", "--enable-x", "--no-enable-y",
+		"--temperature=-1", "--text=-x y", "--empty", "", "--list", `[1,"a<b",2.0]`,
+		"--compilation-config.cudagraph_mode", "FULL", "--map", `{"a":true,"b":null}`,
 	}, args.Argv())
 	assert.Empty(t, Args(nil).Argv())
 	v, ok := args.Get("enable-y")
@@ -164,27 +203,46 @@ func attach(ranks string, more ...string) string {
 func TestAttachSizes(t *testing.T) {
 	t.Parallel()
 	const two = `{url: "http://a:1"}, {url: "http://b:1"}`
-	const groups = `{url: "http://a:1", group: 1}, {url: "http://b:1", group: 0}, {url: "http://c:1", group: 1}, {url: "http://d:1", group: 0}`
+	const groups = `{url: "http://a:1", group: 1}, {url: "http://b:1", group: 0}, ` +
+		`{url: "http://c:1", group: 1}, {url: "http://d:1", group: 0}`
 	for _, c := range []struct {
 		text       string
 		dp, groups int
 		fault      string
 	}{
 		{text: attach(two), dp: 2, groups: 1},
-		{text: attach(two, "num_replicas: 2", "num_groups: 1", "data_parallel: {dp_size: 2}"), dp: 2, groups: 1},
+		{
+			text:   attach(two, "num_replicas: 2", "num_groups: 1", "data_parallel: {dp_size: 2}"),
+			dp:     2,
+			groups: 1,
+		},
 		{text: attach(groups), dp: 2, groups: 2},
 		{text: attach(two, "data_parallel: {dp_size: 4}"), fault: "found 4, wanted 2"},
-		{text: attach(two, "num_groups: 2"), fault: "num_groups is the number of groups that the ranks name: found 2, wanted 1"},
+		{
+			text:  attach(two, "num_groups: 2"),
+			fault: "num_groups is the number of groups that the ranks name: found 2, wanted 1",
+		},
 		{text: attach(two, "num_replicas: 4"), fault: ruleSize + ": found 4, wanted 2 × 1 = 2"},
-		{text: attach(two + `, {url: "http://c:1", group: 1}`), fault: "all groups have the same number of ranks: found group 1 with 1, wanted 2"},
-		{text: attach(`{url: "http://c:1", group: 1}, {url: "http://d:1", group: 1}`), fault: "all groups have the same number of ranks"},
+		{
+			text:  attach(two + `, {url: "http://c:1", group: 1}`),
+			fault: "all groups have the same number of ranks: found group 1 with 1, wanted 2",
+		},
+		{
+			text:  attach(`{url: "http://c:1", group: 1}, {url: "http://d:1", group: 1}`),
+			fault: "all groups have the same number of ranks",
+		},
 		{text: attach(`{url: "http://c:1", group: 9}`), fault: "group numbers from 0 without gaps"},
 		{text: attach(``), fault: "found an empty list, wanted at least one rank"},
 		{text: with("kind: attach"), fault: "the key ranks is missing or empty"},
 	} {
 		if c.fault == "" {
 			a := parsed(t, c.text).Applications[0]
-			assert.Equal(t, []int{c.dp, c.groups, c.dp * c.groups}, []int{a.DataParallel.DPSize, a.NumGroups, a.NumReplicas}, c.text)
+			assert.Equal(
+				t,
+				[]int{c.dp, c.groups, c.dp * c.groups},
+				[]int{a.DataParallel.DPSize, a.NumGroups, a.NumReplicas},
+				c.text,
+			)
 			continue
 		}
 		lines := faultsOf(t, c.text)
@@ -200,52 +258,103 @@ func TestAttachSizes(t *testing.T) {
 
 func TestAttachFaults(t *testing.T) {
 	t.Parallel()
-	for text, want := range map[string]string{
-		attach(`{url: "127.0.0.1:8000"}`):                                                            "wanted http://HOST:PORT",
-		attach(`{url: "localhost"}`):                                                                 "write http:// in front",
-		attach(`{url: "ftp://a:1"}`):                                                                 "wanted http://HOST:PORT",
-		attach(`{url: "http://"}`):                                                                   "wanted http://HOST:PORT",
-		attach(`{url: "http://a:0"}`):                                                                "ports go from 1 to 65535",
-		attach(`{url: "http://a:"}`):                                                                 "ports go from 1 to 65535",
-		attach(`{url: "http://a:1/v1"}`):                                                             "also /v1",
-		attach(`{url: "http://a:1?x=1"}`):                                                            "leave everything behind the port out",
-		attach(`{url: "http://a:1#"}`):                                                               "leave everything behind the port out",
-		attach(`{url: "http://me:secret@a:1"}`):                                                      "found a URL with credentials",
-		attach(`{group: 0}`):                                                                         "the key url is missing",
-		attach(`{url: "http://a:1", selector: 1}`):                                                   "selector is sent only with",
-		attach(`{url: "http://a:1", addressing: header}`):                                            "the key selector is missing",
-		attach(`{url: "http://a:1", addressing: heder, selector: 0}`):                                `did you mean "header"?`,
-		attach(`{url: "http://a:1"}, {url: "http://a:1/"}`):                                          `engine "http://a:1" is taken by`,
-		attach(`{url: "http://a:1"}, {url: "http://a:1", addressing: body, selector: 0}`):            "as a whole and by selector",
-		attach(`{url: "http://a:1", addressing: body, selector: 0}, {url: "http://a:1"}`):            "as a whole and by selector",
-		attach(`{url: "http://a:1", kv_events: {}}`):                                                 "exactly one of connect and bind",
-		attach(`{url: "http://a:1", kv_events: {connect: "tcp://a:1", bind: "tcp://a:2"}}`):          "exactly one of connect and bind",
-		attach(`{url: "http://a:1", kv_events: {connect: "tcp://*:1"}}`):                             "wanted tcp://HOST:PORT",
-		attach(`{url: "http://a:1", kv_events: {connect: "a:1"}}`):                                   "wanted tcp://HOST:PORT",
-		attach(`{url: "http://a:1", kv_events: {connect: "tcp://0.0.0.0:1"}}`):                       "name the engine's host",
-		attach(`{url: "http://a:1", kv_events: {connect: "tcp://b:1"}}`):                             "the engine is at a, its event socket at b",
-		attach(`{url: "http://a:1", kv_events: {connect: "tcp://a:1", replay: "tcp://10.0.0.1:2"}}`): "its event socket at 10.0.0.1",
-		attach(`{url: "http://a:1", kv_events: {bind: "tcp://0.0.0.0:1"}}`):                          "listen on every interface",
-		attach(`{url: "http://a:1", kv_events: {bind: "tcp://[::]:1"}}`):                             "listen on every interface",
-		attach(`{url: "http://a:1", kv_events: {bind: "tcp://a:0"}}`):                                "wanted tcp://HOST:PORT",
-		attach(`{url: "http://a:1", kv_events: {connect: "tcp://a:5"}}, {url: "http://a:2", kv_events: {connect: "tcp://a:5"}}`): `event socket "tcp://a:5" is taken by`,
-		attach(`{url: "http://a:1", node: "a b"}`):                                                          "the id of a dpserve node",
-		attach(`{url: "http://a:1", role: decode}`):                                                         "not supported in this version",
-		attach(`{url: "http://a:1"}`, "resources: {gpus: 1}"):                                               "an attached rank takes nothing",
-		with(`kind: attach, ranks: [{url: "http://a:1"}], command: [x]`):                                    "command is for engines that dpserve starts",
-		with(`kind: attach, ranks: [{url: "http://a:1"}], args: {x: 1}`):                                    "args is for engines that dpserve starts",
-		with(`kind: attach, family: vllm, ranks: [{url: "http://a:1", addressing: body, selector: 0}]`):     "vllm reads the rank from the header only",
-		with(`kind: attach, family: openai, ranks: [{url: "http://a:1", addressing: header, selector: 0}]`): "family openai has no way to name a rank",
-		with(`kind: sim, family: vllm`):                                                                     "family belongs to kind attach",
+	for _, c := range [][2]string{
+		{attach(`{url: "127.0.0.1:8000"}`), "wanted http://HOST:PORT"},
+		{attach(`{url: "localhost"}`), "write http:// in front"},
+		{attach(`{url: "ftp://a:1"}`), "wanted http://HOST:PORT"},
+		{attach(`{url: "http://"}`), "wanted http://HOST:PORT"},
+		{attach(`{url: "http://a:0"}`), "ports go from 1 to 65535"},
+		{attach(`{url: "http://a:"}`), "ports go from 1 to 65535"},
+		{attach(`{url: "http://a:1/v1"}`), "also /v1"},
+		{attach(`{url: "http://a:1?x=1"}`), "leave everything behind the port out"},
+		{attach(`{url: "http://a:1#"}`), "leave everything behind the port out"},
+		{attach(`{url: "http://me:secret@a:1"}`), "found a URL with credentials"},
+		{attach(`{group: 0}`), "the key url is missing"},
+		{attach(`{url: "http://a:1", selector: 1}`), "selector is sent only with"},
+		{attach(`{url: "http://a:1", addressing: header}`), "the key selector is missing"},
+		{attach(`{url: "http://a:1", addressing: heder, selector: 0}`), `did you mean "header"?`},
+		{attach(`{url: "http://a:1"}, {url: "http://a:1/"}`), `engine "http://a:1" is taken by`},
+		{
+			attach(`{url: "http://a:1"}, {url: "http://a:1", addressing: body, selector: 0}`),
+			"as a whole and by selector",
+		},
+		{
+			attach(`{url: "http://a:1", addressing: body, selector: 0}, {url: "http://a:1"}`),
+			"as a whole and by selector",
+		},
+		{attach(`{url: "http://a:1", kv_events: {}}`), "exactly one of connect and bind"},
+		{
+			attach(`{url: "http://a:1", kv_events: {connect: "tcp://a:1", bind: "tcp://a:2"}}`),
+			"exactly one of connect and bind",
+		},
+		{attach(`{url: "http://a:1", kv_events: {connect: "tcp://*:1"}}`), "wanted tcp://HOST:PORT"},
+		{attach(`{url: "http://a:1", kv_events: {connect: "a:1"}}`), "wanted tcp://HOST:PORT"},
+		{attach(`{url: "http://a:1", kv_events: {connect: "tcp://0.0.0.0:1"}}`), "name the engine's host"},
+		{
+			attach(`{url: "http://a:1", kv_events: {connect: "tcp://b:1"}}`),
+			"the engine is at a, its event socket at b",
+		},
+		{
+			attach(`{url: "http://a:1", kv_events: {connect: "tcp://a:1", replay: "tcp://10.0.0.1:2"}}`),
+			"its event socket at 10.0.0.1",
+		},
+		{attach(`{url: "http://a:1", kv_events: {bind: "tcp://0.0.0.0:1"}}`), "listen on every interface"},
+		{attach(`{url: "http://a:1", kv_events: {bind: "tcp://[::]:1"}}`), "listen on every interface"},
+		{attach(`{url: "http://a:1", kv_events: {bind: "tcp://a:0"}}`), "wanted tcp://HOST:PORT"},
+		{
+			attach(`{url: "http://a:1", kv_events: {connect: "tcp://a:5"}}, ` +
+				`{url: "http://a:2", kv_events: {connect: "tcp://a:5"}}`),
+			`event socket "tcp://a:5" is taken by`,
+		},
+		{attach(`{url: "http://a:1", node: "a b"}`), "the id of a dpserve node"},
+		{attach(`{url: "http://a:1", role: decode}`), "not supported in this version"},
+		{attach(`{url: "http://a:1"}`, "resources: {gpus: 1}"), "an attached rank takes nothing"},
+		{
+			with(`kind: attach, ranks: [{url: "http://a:1"}], command: [x]`),
+			"command is for engines that dpserve starts",
+		},
+		{
+			with(`kind: attach, ranks: [{url: "http://a:1"}], args: {x: 1}`),
+			"args is for engines that dpserve starts",
+		},
+		{
+			with(`kind: attach, family: vllm, ranks: [{url: "http://a:1", addressing: body, selector: 0}]`),
+			"vllm reads the rank from the header only",
+		},
+		{
+			with(`kind: attach, family: openai, ranks: ` +
+				`[{url: "http://a:1", addressing: header, selector: 0}]`),
+			"family openai has no way to name a rank",
+		},
+		{with(`kind: sim, family: vllm`), "family belongs to kind attach"},
 	} {
+		text, want := c[0], c[1]
 		lines := faultsOf(t, text)
 		require.Len(t, lines, 1, "%s\n%s", text, strings.Join(lines, "\n"))
 		assert.Contains(t, lines[0], want, text)
 		assert.NotContains(t, lines[0], "secret")
 	}
 	assert.Empty(t, faultsOf(t, attach(`{url: "https://[::1]:443/", kv_events: {bind: "tcp://*:5557"}}`)))
-	assert.Empty(t, faultsOf(t, attach(`{url: "http://Host:1", kv_events: {connect: "tcp://host:5557", replay: "tcp://localhost:5558"}}`)))
-	assert.Empty(t, faultsOf(t, attach(`{url: "http://a:1", addressing: header, selector: 0}, {url: "http://a:1", addressing: header, selector: 1}`)))
+	assert.Empty(
+		t,
+		faultsOf(
+			t,
+			attach(
+				`{url: "http://Host:1", kv_events: {connect: "tcp://host:5557", replay: `+
+					`"tcp://localhost:5558"}}`,
+			),
+		),
+	)
+	assert.Empty(
+		t,
+		faultsOf(
+			t,
+			attach(
+				`{url: "http://a:1", addressing: header, selector: 0}, {url: "http://a:1", `+
+					`addressing: header, selector: 1}`,
+			),
+		),
+	)
 }
 
 func TestSharedEngineIsAWarning(t *testing.T) {

@@ -11,7 +11,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestHostileFiles: files that overload a parser are refused before they reach it, each with a fault and little memory.
+// TestHostileFiles: files that overload a parser are refused before they reach it, each with a fault and
+// little memory.
 // No other test runs beside it, because it measures memory.
 func TestHostileFiles(t *testing.T) {
 	var bomb strings.Builder

@@ -2,14 +2,14 @@ package app
 
 import (
 	"errors"
+	"reflect"
 	"strconv"
 	"strings"
 
+	yaml "github.com/goccy/go-yaml"
 	"github.com/goccy/go-yaml/ast"
 	"github.com/goccy/go-yaml/lexer"
 	"github.com/goccy/go-yaml/token"
-
-	"github.com/dpserve/dpserve/internal/problem"
 )
 
 // File is an application file with every default filled in.
@@ -22,46 +22,31 @@ type File struct {
 // come with and without faults. file is the name in the faults. The result does not refer to text. rules are
 // checks of packages that this one does not know; they run on every application.
 func Parse(file string, text []byte, rules ...Rule) (*File, []Warning, error) {
-	d := &decoder{file: file, at: map[string]place{}, bad: map[string]bool{}}
+	return ParseOver(Default(), file, text, rules...)
+}
+
+// ParseOver is Parse with other defaults: those of base.
+func ParseOver(base Application, file string, text []byte, rules ...Rule) (*File, []Warning, error) {
+	d := newDecoder(file)
+	d.base = base
 	root := d.load(text)
 	drafts := d.read(root)
 	for _, a := range drafts {
-		d.check(a)
-		d.runRules(a, rules)
+		a.check(rules)
 	}
-	d.checkTogether(drafts)
+	by := claims{taken{}, taken{}, taken{}, taken{}}
+	for _, a := range drafts {
+		a.claim(by)
+	}
 	if len(d.faults) > 0 {
 		return nil, d.warnings, d.faults.sorted()
 	}
 	out := &File{}
 	for _, a := range drafts {
-		out.Applications = append(out.Applications, &a.Application)
+		checked := a.Application // a copy, so that the draft and the decoder can go
+		out.Applications = append(out.Applications, &checked)
 	}
 	return out, d.warnings, nil
-}
-
-// Rule checks one application, with its defaults, for another package. path is relative to the application,
-// like "routing.params". The message of err becomes the fault, with hint and details if it is a
-// *problem.Error.
-type Rule func(a *Application) (path string, err error)
-
-func (d *decoder) runRules(a *draft, rules []Rule) {
-	for _, rule := range rules {
-		path, err := rule(&a.Application)
-		path = a.path + "." + path
-		if err == nil || !d.isGood(path) {
-			continue
-		}
-		f := Fault{Message: err.Error()}
-		var p *problem.Error
-		if errors.As(err, &p) {
-			f.Hint = p.Hint
-			if len(p.Details) > 1 { // a single detail repeats the message
-				f.Message += ": " + strings.Join(p.Details, "; ")
-			}
-		}
-		d.broken(path, f)
-	}
 }
 
 // read converts the tree into drafts. Values of a wrong shape are faults.
@@ -78,16 +63,18 @@ func (d *decoder) read(root *node) []*draft {
 	case d.isRay(root):
 		return nil
 	}
-	var drafts []*draft
+	var top struct {
+		Applications []*draft `json:"applications"`
+	}
 	c := cursor{d, root, ""}
-	readFields(c, &drafts, fileFields())
+	c.readStruct(reflect.ValueOf(&top).Elem())
 	if root.shape == mapShape && !d.has("applications") {
 		c.refuse(Fault{
 			Message: "the key applications is missing or empty", Wanted: "applications: [...]",
 			Hint: hintSmallest,
 		})
 	}
-	return drafts
+	return top.Applications
 }
 
 // isRay detects a Ray Serve file by its import paths and refuses it by name, instead of with a fault for
@@ -137,10 +124,11 @@ func (d *decoder) load(text []byte) *node {
 func (d *decoder) body(tokens token.Tokens) ast.Node {
 	file, err := parseTokens(tokens)
 	if err != nil {
-		d.fault(placeOfError(err), "", Fault{
-			Message: "not YAML: " + messageOf(err),
-			Hint:    "correct the syntax at this place",
-		})
+		at, what := place{1, 1}, err.Error()
+		if syntax, ok := errors.AsType[*yaml.SyntaxError](err); ok {
+			at, what = placeOfToken(syntax.Token), syntax.Message
+		}
+		d.fault(at, "", Fault{Message: "not YAML: " + what, Hint: "correct the syntax at this place"})
 		return nil
 	}
 	var found ast.Node
@@ -163,10 +151,26 @@ func (d *decoder) body(tokens token.Tokens) ast.Node {
 // decoder collects the results of Parse: faults, warnings, and the position of each path.
 type decoder struct {
 	file     string
+	base     Application // the defaults
+	known    map[reflect.Type][]key
 	faults   Faults
 	warnings []Warning
 	at       map[string]place // path → position of its value
 	bad      map[string]bool  // paths that have a fault, so that no rule adds a second one
+}
+
+func newDecoder(file string) *decoder {
+	return &decoder{
+		file: file, known: map[reflect.Type][]key{}, at: map[string]place{}, bad: map[string]bool{},
+	}
+}
+
+// keys returns the keys of a struct type.
+func (d *decoder) keys(t reflect.Type) []key {
+	if _, ok := d.known[t]; !ok {
+		d.known[t] = keysOf(t)
+	}
+	return d.known[t]
 }
 
 // fault records f at a position. path may be empty.
@@ -176,6 +180,23 @@ func (d *decoder) fault(at place, path string, f Fault) {
 	if path != "" {
 		d.bad[path] = true
 	}
+}
+
+// need records a fault if a key is missing. It records none if a fault at a parent explains the absence.
+func (d *decoder) need(around, key, hint string) {
+	if path := join(around, key); !d.has(path) && d.isGood(path) {
+		d.wrong(path, "the key "+key+" is missing or empty", hint)
+	}
+}
+
+// wrong records a broken rule at path, like broken.
+func (d *decoder) wrong(path, message, hint string) {
+	d.broken(path, Fault{Message: message, Hint: hint})
+}
+
+// unlike records a value at path that is not what is wanted, like broken.
+func (d *decoder) unlike(path, found, wanted, hint string) {
+	d.broken(path, Fault{Found: found, Wanted: wanted, Hint: hint})
 }
 
 // broken records a fault of a rule at path. If path was not written, the fault is at the nearest written
@@ -200,6 +221,9 @@ func (d *decoder) where(path string) place {
 
 // parentOf removes the last key or index from a path.
 func parentOf(path string) string { return path[:max(0, strings.LastIndexAny(path, ".["))] }
+
+// isSound reports whether path was written, without a fault.
+func (d *decoder) isSound(path string) bool { return d.has(path) && d.isGood(path) }
 
 // has reports whether path was written. An empty value does not count.
 func (d *decoder) has(path string) bool {

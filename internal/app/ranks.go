@@ -2,6 +2,7 @@ package app
 
 import (
 	"cmp"
+	"reflect"
 	"slices"
 	"strconv"
 	"strings"
@@ -252,22 +253,22 @@ func (a *Application) rankLines(numbers, places []int) []string {
 // file. family is that of its application. The error is a *problem.Error (InvalidArgument) with every fault.
 func ParseRank(text []byte, family string) (AttachRank, error) {
 	const path = "rank"
-	d := &decoder{file: path, at: map[string]place{}, bad: map[string]bool{}}
-	r := AttachRank{Addressing: AddressURL, Role: RoleBoth}
+	d := newDecoder(path)
+	var r AttachRank
+	setDefaults(reflect.ValueOf(&r).Elem())
 	if root := d.load(text); root != nil {
 		c := cursor{d, root, path}
 		c.mark()
-		readFields(c, &r, rankFields())
+		c.readStruct(reflect.ValueOf(&r).Elem())
 		d.checkRank(family, &r, path, taken{})
 	} else if len(d.faults) == 0 {
 		d.fault(place{1, 1}, path, Fault{
-			Message: "nothing is given",
-			Hint:    `write {"url": "http://HOST:PORT"}`,
+			Message: "nothing is given", Hint: `write {"url": "http://HOST:PORT"}`,
 		})
 	}
 	for _, key := range []string{"rank", "group"} {
 		if at := join(path, key); d.has(at) {
-			d.broken(at, Fault{Message: "dpserve gives the number", Hint: "leave it out"})
+			d.wrong(at, "dpserve gives the number", "leave it out")
 		}
 	}
 	if len(d.faults) > 0 {

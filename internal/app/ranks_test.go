@@ -65,7 +65,8 @@ func TestRefusalsOfRankChanges(t *testing.T) {
 	t.Parallel()
 	one := edge(t, `{url: "http://a:1"}`)
 	two := edge(t,
-		`{url: "http://a:1", addressing: header, selector: 0}, {url: "http://a:1", addressing: header, selector: 1}`)
+		`{url: "http://a:1", addressing: header, selector: 0}, `+
+			`{url: "http://a:1", addressing: header, selector: 1}`)
 	lock := edge(t, `{url: "http://a:1"}, {url: "http://b:1"}`, "data_parallel: {coupling: lockstep}")
 	groups := edge(t, `{url: "http://a:1"}, {url: "http://b:1", group: 1}`)
 	sim := parsed(t, "applications: [{name: demo, model: {id: demo}, engine: {kind: sim}}]").Applications[0]
@@ -143,7 +144,8 @@ func TestRefusalsOfRankChanges(t *testing.T) {
 
 func TestParseRank(t *testing.T) {
 	t.Parallel()
-	r, err := ParseRank([]byte(`{"url": "http://h:1/", "addressing": "header", "selector": 3, "kv_events": {"connect": "tcp://h:2", "replay": "tcp://h:3"}}`), FamilyVLLM)
+	r, err := ParseRank([]byte(`{"url": "http://h:1/", "addressing": "header", "selector": 3, `+
+		`"kv_events": {"connect": "tcp://h:2", "replay": "tcp://h:3"}}`), FamilyVLLM)
 	require.NoError(t, err)
 	assert.Equal(t, AttachRank{
 		URL: "http://h:1", Addressing: AddressHeader, Selector: 3, Role: RoleBoth,
@@ -181,16 +183,19 @@ func TestWrittenNumbers(t *testing.T) {
 	assert.Nil(t, a.Engine.Ranks[0].Number, "what goes without saying is not kept")
 	assert.Equal(t, []int{0, 5}, a.RankNumbers(0))
 	for text, want := range map[string]string{
-		`{url: "http://a:1", rank: 1}, {url: "http://b:1"}`:          "3:92: applications[0].engine.ranks[1].rank: rank 1 of the group is taken by applications[0].engine.ranks[0]",
-		`{url: "http://a:1", rank: -1}`:                              "an integer from 0 to 4095",
-		`{url: "http://a:1", rank: 3}, {url: "http://b:1", rank: 3}`: "taken by applications[0].engine.ranks[0]",
+		`{url: "http://a:1", rank: 1}, {url: "http://b:1"}`: "3:92: applications[0].engine.ranks[1].rank: " +
+			"rank 1 of the group is taken by applications[0].engine.ranks[0]",
+		`{url: "http://a:1", rank: -1}`: "an integer from 0 to 4095",
+		`{url: "http://a:1", rank: 3}, ` +
+			`{url: "http://b:1", rank: 3}`: "taken by applications[0].engine.ranks[0]",
 	} {
 		_, _, err := Parse("f",
 			[]byte("applications:\n\n  - {name: e, model: {id: m}, engine: {kind: attach, ranks: "+
 				"["+text+"]}}\n"))
 		require.ErrorContains(t, err, want, text)
 	}
-	lockstep := `applications: [{name: e, model: {id: m}, data_parallel: {coupling: lockstep}, engine: {kind: attach, ranks: [{url: "http://a:1", rank: 0}]}}]`
+	lockstep := `applications: [{name: e, model: {id: m}, ` +
+		`data_parallel: {coupling: lockstep}, engine: {kind: attach, ranks: [{url: "http://a:1", rank: 0}]}}]`
 	_, _, err := Parse("f", []byte(lockstep))
 	require.ErrorContains(t, err,
 		"ranks[0].rank: the ranks of a lockstep group are numbered in the order of the file")

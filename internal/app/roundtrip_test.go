@@ -12,7 +12,8 @@ import (
 	"pgregory.net/rapid"
 )
 
-// A generator of files that Parse could have made. It draws only what a user may write, and derives the rest with the
+// A generator of files that Parse could have made. It draws only what a user may write, and derives the rest
+// with the
 // simplest code.
 
 func anyText() *rapid.Generator[string] {
@@ -178,7 +179,7 @@ func drawTuning(t *rapid.T, a *Application) {
 	a.MaxQueuedRequests = rapid.IntRange(0, 2000).Draw(t, "queued")
 	a.Timeouts = Timeouts{
 		QueueS: amount(t, "queue", 1e-3), FirstTokenS: amount(t, "first", 1e-3),
-		BetweenTokensS: DefaultBetweenTokensS,
+		BetweenTokensS: 30,
 	}
 	a.Retries.Attempts = rapid.IntRange(1, 9).Draw(t, "attempts")
 	a.HealthCheckPeriodS = amount(t, "period", 1e-3)
@@ -251,7 +252,8 @@ applications:
 	after := parsed(t, `
 applications:
   - {name: new, model: {id: new}, engine: {kind: sim}}
-  - {name: a, model: {id: a}, engine: {kind: sim, args: {x: 1.0, z: [1]}, env: {TOKEN: other}}, routing: {policy: random}}
+  - {name: a, model: {id: a}, engine: {kind: sim, args: {x: 1.0, z: [1]}, env: {TOKEN: other}},
+    routing: {policy: random}}
   - {name: c, model: {id: c}, engine: {kind: sim, args: {y: 2, x: 1}}}
   - {name: d, model: {id: d}, engine: {kind: sim}}
 `).Applications

@@ -1,388 +1,448 @@
 package app
 
 import (
+	"encoding/json"
+	"errors"
 	"fmt"
-	"net/netip"
-	"net/url"
-	"regexp"
+	"slices"
 	"strconv"
 	"strings"
-	"unicode"
+
+	"github.com/dpserve/dpserve/internal/problem"
 )
 
-const (
-	maxNameBytes = 256 // of a model id, an alias, an adapter
+// draft is an application during parsing. Its methods are the rules of one application; they name keys
+// relative to the application.
+type draft struct {
+	Application
+	// accepted with `min_replicas` = `max_replicas`, and then means `num_replicas`
+	Scaling scaling `json:"autoscaling_config"`
 
-	ruleLabel = "a DNS label: 1 to 63 of a-z, 0-9 and -, not at the ends"
-)
-
-var (
-	dnsLabel    = regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$`)
-	routePrefix = regexp.MustCompile(`^(/[A-Za-z0-9._~-]+)+$`)
-)
-
-// check runs the rules of one application and fills in the defaults that depend on other keys.
-func (d *decoder) check(a *draft) {
-	d.checkName(a)
-	d.checkRoute(a)
-	d.checkModel(a)
-	d.checkEngine(a)
-	d.settleSizes(a)
-	d.settleCoupling(a)
-	if a.Routing.Policy == "" {
-		a.Routing.Policy = DefaultPolicy(a.DataParallel.Coupling)
-	}
-	d.settleNumbers(a)
-	d.settleResources(a)
+	path string
+	d    *decoder
 }
 
-// need records a fault if a key is missing. It records none if a fault at a parent explains the absence.
-func (d *decoder) need(around, key, hint string) bool {
-	path := join(around, key)
-	if d.has(path) || !d.isGood(path) {
-		return d.isGood(path)
-	}
-	d.broken(path, Fault{Message: "the key " + key + " is missing or empty", Hint: hint})
+// at returns the path of a key.
+func (a *draft) at(key string) string { return a.path + "." + key }
+
+func (a *draft) has(key string) bool { return a.d.has(a.at(key)) }
+
+func (a *draft) isSound(key string) bool { return a.d.isSound(a.at(key)) }
+
+func (a *draft) isGood(keys ...string) bool {
+	return !slices.ContainsFunc(keys, func(key string) bool { return !a.d.isGood(a.at(key)) })
+}
+
+// wrong records a broken rule and returns false.
+func (a *draft) wrong(key, message, hint string) bool { return a.refuse(key, message, "", "", hint) }
+
+// refuse records a broken rule and returns false.
+func (a *draft) refuse(key, message, found, wanted, hint string) bool {
+	a.d.broken(a.at(key), Fault{Message: message, Found: found, Wanted: wanted, Hint: hint})
 	return false
 }
 
-func (d *decoder) checkName(a *draft) {
-	if d.need(a.path, "name", "name the application, for example demo") && !dnsLabel.MatchString(a.Name) {
-		d.broken(a.path+".name", Fault{Found: strconv.Quote(a.Name), Wanted: ruleLabel})
-	}
-}
-
-func (d *decoder) checkRoute(a *draft) {
-	path := a.path + ".route_prefix"
-	if a.RoutePrefix == "/" || !d.isGood(path) {
-		return
-	}
-	dots := strings.Contains(a.RoutePrefix+"/", "/./") || strings.Contains(a.RoutePrefix+"/", "/../")
-	if dots || !routePrefix.MatchString(a.RoutePrefix) {
-		d.broken(path, Fault{
-			Found:  strconv.Quote(a.RoutePrefix),
-			Wanted: "/ or a path like /team/chat without a slash at its end",
-		})
-	}
-}
-
-func (d *decoder) checkModel(a *draft) {
-	path := a.path + ".model"
-	if !d.need(a.path, "model", "write model: {id: NAME}") {
-		return
-	}
-	if d.need(path, "id", "it is what clients send as \"model\"") {
-		d.checkServed(path+".id", a.Model.ID)
-	}
-	for i, alias := range a.Model.Aliases {
-		d.checkServed(index(path+".aliases", i), alias)
-	}
-	for i, adapter := range a.Model.Adapters {
-		at := index(path+".adapters", i)
-		if d.need(at, "id", "it is what clients send as \"model\"") {
-			d.checkServed(at+".id", adapter.ID)
-		}
-		d.need(at, "source", "it is what the engine loads")
-	}
-	if !d.has(path + ".source") {
+// check runs the rules and fills in the defaults that depend on other keys.
+func (a *draft) check(rules []Rule) {
+	if !a.has("model.source") {
 		a.Model.Source = a.Model.ID
+	} else if a.Model.Source == "" && a.isSound("model.source") {
+		a.refuse("model.source", "", `""`, "what the engine loads: a repository or a path",
+			"leave it out to use the id")
 	}
-	if a.Model.Source == "" && d.has(path+".source") {
-		d.broken(path+".source", Fault{
-			Found: `""`, Wanted: "what the engine loads: a repository or a path",
-			Hint: "leave it out to use the id",
-		})
+	if a.isSound("engine.kind") {
+		a.checkEngine()
+	}
+	a.settleSizes()
+	a.settleCoupling()
+	if a.Routing.Policy == "" {
+		a.Routing.Policy = DefaultPolicy(a.DataParallel.Coupling)
+	}
+	a.settleNumbers()
+	a.settleResources()
+	for _, rule := range rules {
+		a.apply(rule)
 	}
 }
 
-// checkServed checks a name that clients send as "model".
-func (d *decoder) checkServed(path, name string) {
-	bad := strings.ContainsFunc(name, func(r rune) bool { return unicode.IsSpace(r) || !unicode.IsPrint(r) })
-	if d.isGood(path) && (name == "" || len(name) > maxNameBytes || bad) {
-		d.broken(path, Fault{
-			Found:  strconv.Quote(name),
-			Wanted: fmt.Sprintf("1 to %d visible characters without blanks", maxNameBytes),
-		})
-	}
-}
+// Rule checks one application, with its defaults, for another package. path is relative to the application,
+// like "routing.params". The message of err becomes the fault, with hint and details if it is a
+// *problem.Error.
+type Rule func(a *Application) (path string, err error)
 
-// checkTogether runs the rules over all applications: two applications must not share a name or an address.
-func (d *decoder) checkTogether(drafts []*draft) {
-	names, routes, models, servers := taken{}, taken{}, taken{}, taken{}
-	for _, a := range drafts {
-		d.claim(names, a.path+".name", "application name", a.Name)
-		if a.RoutePrefix != "/" {
-			d.claim(routes, a.path+".route_prefix", "route prefix", a.RoutePrefix)
+func (a *draft) apply(rule Rule) {
+	key, err := rule(&a.Application)
+	if err == nil || !a.isGood(key) {
+		return
+	}
+	message, hint := err.Error(), ""
+	var p *problem.Error
+	if errors.As(err, &p) {
+		hint = p.Hint
+		if len(p.Details) > 1 { // a single detail repeats the message
+			message += ": " + strings.Join(p.Details, "; ")
 		}
-		d.claimModels(models, a)
-		d.shareServers(servers, a)
 	}
+	a.wrong(key, message, hint)
 }
 
-// taken maps a value to the path that has it.
-type taken map[string]string
+// claims are what applications must not share.
+type claims struct{ names, routes, models, servers taken }
 
-func (d *decoder) claim(by taken, path, what, value string) {
-	if value == "" || !d.isGood(path) {
-		return
+// claim refuses names and addresses that an earlier application has.
+func (a *draft) claim(by claims) {
+	a.d.claim(by.names, a.at("name"), "application name", a.Name)
+	if a.RoutePrefix != "/" {
+		a.d.claim(by.routes, a.at("route_prefix"), "route prefix", a.RoutePrefix)
 	}
-	if first, ok := by[value]; ok {
-		d.broken(path, Fault{
-			Message: fmt.Sprintf("%s %s is taken by %s", what, strconv.Quote(value), first),
-			Hint:    "choose another one",
-		})
-		return
-	}
-	by[value] = path
-}
-
-func (d *decoder) claimModels(by taken, a *draft) {
-	path := a.path + ".model"
-	d.claim(by, path+".id", "model name", a.Model.ID)
+	a.d.claim(by.models, a.at("model.id"), "model name", a.Model.ID)
 	for i, alias := range a.Model.Aliases {
-		d.claim(by, index(path+".aliases", i), "model name", alias)
+		a.d.claim(by.models, index(a.at("model.aliases"), i), "model name", alias)
 	}
 	for i, adapter := range a.Model.Adapters {
-		at := index(path+".adapters", i) + ".id"
-		d.claim(by, at, "model name", adapter.ID)
+		at := index(a.at("model.adapters"), i) + ".id"
+		a.d.claim(by.models, at, "model name", adapter.ID)
 		if adapter.ID != "" && a.Model.ID != "" {
-			d.claim(by, at, "model name", a.Model.ID+":"+adapter.ID)
+			a.d.claim(by.models, at, "model name", a.Model.ID+":"+adapter.ID)
 		}
 	}
-}
-
-// shareServers warns if two applications attach the same server: each counts only its own load there.
-func (d *decoder) shareServers(by taken, a *draft) {
 	for i, r := range a.Engine.Ranks {
-		path := index(a.path+".engine.ranks", i) + ".url"
-		first, ok := by[r.URL]
-		if ok && r.URL != "" && parentApp(first) != a.path {
-			d.warn(path, "the engine is attached by "+parentApp(first)+" too",
+		first, ok := by.servers[r.URL]
+		if !ok {
+			by.servers[r.URL] = a.path
+		} else if r.URL != "" && first != a.path {
+			a.d.warn(index(a.at("engine.ranks"), i)+".url", "the engine is attached by "+first+" too",
 				"each application counts only its own load there")
 		}
-		if !ok {
-			by[r.URL] = path
-		}
 	}
 }
 
-// parentApp shortens a path to applications[N].
-func parentApp(path string) string { return path[:strings.IndexByte(path, ']')+1] }
+// checkEngine runs the rules of engine. Most depend on its kind.
+func (a *draft) checkEngine() {
+	a.checkArgs()
+	for name := range a.Engine.Env {
+		at := join(a.at("engine.env"), name)
+		if instead := ownedEnv(name); instead != "" && a.d.isGood(at) {
+			a.d.wrong(at, "dpserve sets "+name+" itself", instead)
+		}
+	}
+	if a.Engine.Kind == KindAttach {
+		a.checkAttach()
+		return
+	}
+	for _, key := range []string{"family", "ranks"} {
+		if a.has("engine." + key) {
+			a.wrong("engine."+key, key+" belongs to kind attach", "leave it out, or write kind: attach")
+		}
+	}
+}
 
 // checkAttach runs the rules of kind attach. dpserve starts no engine then, so every key about starting is a
 // fault, and every engine needs an exact address.
-func (d *decoder) checkAttach(a *draft) {
-	path := a.path + ".engine"
+func (a *draft) checkAttach() {
 	for _, key := range []string{"command", "args", "env"} {
-		if at := join(path, key); d.has(at) {
-			d.broken(at, Fault{
-				Message: key + " is for engines that dpserve starts, not for kind attach",
-				Hint:    "leave it out",
-			})
+		if a.has("engine." + key) {
+			a.wrong("engine."+key, key+" is for engines that dpserve starts, not for kind attach",
+				"leave it out")
 		}
 	}
-	if !d.need(path, "ranks", "write ranks: [{url: \"http://127.0.0.1:8100\"}]") {
-		return
-	}
-	if len(a.Engine.Ranks) == 0 {
-		d.broken(path+".ranks", Fault{
-			Found: "an empty list", Wanted: "at least one rank",
-			Hint: "write {url: \"http://127.0.0.1:8100\"}",
-		})
+	a.d.need(a.at("engine"), "ranks", "write ranks: [{url: \"http://127.0.0.1:8100\"}]")
+	if len(a.Engine.Ranks) == 0 && a.isSound("engine.ranks") {
+		a.refuse("engine.ranks", "", "an empty list", "at least one rank",
+			`write {url: "http://127.0.0.1:8100"}`)
 	}
 	addresses := taken{}
 	for i := range a.Engine.Ranks {
-		d.checkRank(a.Engine.Family, &a.Engine.Ranks[i], index(path+".ranks", i), addresses)
+		a.d.checkRank(a.Engine.Family, &a.Engine.Ranks[i], index(a.at("engine.ranks"), i), addresses)
 	}
 }
 
-func (d *decoder) checkRank(family string, r *AttachRank, path string, addresses taken) {
-	if d.need(path, "url", "write url: \"http://HOST:PORT\"") {
-		r.URL = strings.TrimSuffix(r.URL, "/")
-		d.checkURL(path+".url", r.URL)
-	}
-	d.checkSelector(family, r, path)
-	if d.has(path+".node") && d.isGood(path+".node") && !labelName.MatchString(r.Node) {
-		d.broken(path+".node", Fault{Found: strconv.Quote(r.Node), Wanted: "the id of a dpserve node"})
-	}
-	if r.KVEvents != nil {
-		d.checkSocket(r, path, addresses)
-	}
-	d.claimAddress(addresses, r, path)
-}
-
-// checkURL accepts only scheme, host and port: clients choose the routes, and credentials do not belong in
-// files.
-func (d *decoder) checkURL(path, text string) {
-	const wanted = "http://HOST:PORT or https://HOST:PORT"
-	u, err := url.Parse(text)
-	f := Fault{Found: strconv.Quote(text), Wanted: wanted}
-	switch {
-	case err != nil:
-		f.Found = "a text that is not a URL" // the parser's message would repeat credentials
-	case u.User != nil:
-		f.Found, f.Hint = "a URL with credentials", "leave user and password out"
-	case u.Scheme != "http" && u.Scheme != "https":
-		f.Hint = schemeHint(text)
-	case u.Hostname() == "":
-	case u.Port() != "" && !isPort(u.Port()), strings.HasSuffix(u.Host, ":"):
-		f.Hint = "ports go from 1 to 65535"
-	case u.Path != "" || u.RawQuery != "" || u.ForceQuery || u.Fragment != "" || strings.Contains(text, "#"):
-		f.Hint = "leave everything behind the port out, also /v1"
-	default:
-		return
-	}
-	d.broken(path, f)
-}
-
-func schemeHint(text string) string {
-	if strings.Contains(text, "://") {
-		return ""
-	}
-	return "write http:// in front"
-}
-
-func isPort(text string) bool {
-	n, err := strconv.ParseUint(text, 10, 16)
-	return err == nil && n > 0
-}
-
-func (d *decoder) checkSelector(family string, r *AttachRank, path string) {
-	if !d.isGood(path+".addressing", path+".selector") {
-		return
-	}
-	written := d.has(path + ".selector")
-	switch {
-	case r.Addressing == AddressURL && written:
-		d.broken(path+".selector", Fault{
-			Message: "selector is sent only with addressing: header or body",
-			Hint:    "write addressing: header, or leave selector out",
-		})
-	case r.Addressing != AddressURL && !written:
-		d.broken(path+".selector", Fault{
-			Message: "the key selector is missing",
-			Hint:    "it is the rank number that is sent to the engine, from 0",
-		})
-	case r.Addressing != AddressURL && family == FamilyOpenAI:
-		d.broken(path+".addressing", Fault{
-			Found: r.Addressing, Wanted: AddressURL,
-			Hint: "family openai has no way to name a rank: give every rank an own url",
-		})
-	case r.Addressing == AddressBody && family == FamilyVLLM:
-		d.broken(path+".addressing", Fault{
-			Found: r.Addressing, Wanted: AddressHeader + " | " + AddressURL,
-			Hint: "vllm reads the rank from the header only",
-		})
-	}
-}
-
-// claimAddress refuses two ranks with the same engine: its load would be counted twice, and epochs would mix.
-func (d *decoder) claimAddress(by taken, r *AttachRank, path string) {
-	if r.URL == "" || !d.isGood(path+".url", path+".addressing", path+".selector") {
-		return
-	}
-	whole, one := r.URL, r.URL+" selector "+strconv.Itoa(r.Selector)
-	const some = " by selector"
-	if r.Addressing == AddressURL {
-		if first, ok := by[whole+some]; ok {
-			d.mixed(path, first)
-			return
+// checkArgs refuses flags that dpserve sets, and flags that are written twice.
+func (a *draft) checkArgs() {
+	seen := taken{}
+	for _, arg := range a.Engine.Args {
+		path, flag := join(a.at("engine.args"), arg.Name), arg.flag()
+		if !a.d.isGood(path) {
+			continue
 		}
-		d.claim(by, path+".url", "engine", whole)
-		return
-	}
-	if first, ok := by[whole]; ok {
-		d.mixed(path, first)
-		return
-	}
-	by[whole+some] = path + ".url"
-	d.claim(by, path+".url", "engine", one)
-}
-
-func (d *decoder) mixed(path, first string) {
-	d.broken(path+".addressing", Fault{
-		Message: fmt.Sprintf("the url is addressed as a whole and by selector (%s)", first),
-		Hint:    "write addressing and selector on each of its ranks",
-	})
-}
-
-// checkSocket runs the rules of a rank's event sockets. The publisher there reports what the rank has cached,
-// so it must be the rank's own engine: on the host of its url, and shared with no other rank.
-func (d *decoder) checkSocket(r *AttachRank, rank string, addresses taken) {
-	s, path := r.KVEvents, rank+".kv_events"
-	if !d.isGood(path) {
-		return
-	}
-	if (s.Connect == "") == (s.Bind == "") {
-		d.broken(path, Fault{
-			Message: "exactly one of connect and bind says where KV events are found",
-			Hint:    "connect when the engine binds its socket (vllm, sglang), bind when it dials",
-		})
-		return
-	}
-	engine := ""
-	if u, err := url.Parse(r.URL); err == nil && d.isGood(rank+".url") {
-		engine = u.Hostname()
-	}
-	d.checkDialled(s.Connect, path+".connect", engine)
-	d.checkDialled(s.Replay, path+".replay", engine)
-	d.checkBound(s.Bind, path+".bind")
-	for key, text := range map[string]string{"connect": s.Connect, "bind": s.Bind, "replay": s.Replay} {
-		d.claim(addresses, join(path, key), "event socket", text)
+		switch instead := ownedFlag(flag); {
+		case instead != "":
+			a.d.wrong(path, "dpserve writes the flag --"+flag+" itself", instead)
+		case flag == "kv-transfer-config" && transferRole(arg.Value):
+			a.d.wrong(path, "kv_role for prefill or decode is not supported in this version",
+				"disaggregated prefill and decode come with a later version; only kv_role kv_both works here")
+		default:
+			a.d.claim(seen, path, "flag", "--"+flag)
+		}
 	}
 }
 
-// checkDialled checks a socket of the engine. engine is the engine's host, "" if its url has a fault.
-func (d *decoder) checkDialled(text, path, engine string) {
-	host, ok := d.socketHost(text, path)
-	if !ok {
+// transferRole reports whether a KV transfer configuration makes the engine do only prefill or only decode.
+func transferRole(v any) bool {
+	config, ok := v.(map[string]any)
+	if text, isText := v.(string); isText {
+		ok = json.Unmarshal([]byte(text), &config) == nil
+	}
+	role, written := config["kv_role"]
+	return ok && written && role != "kv_both"
+}
+
+// settleCoupling fills in the coupling if the kind decides it, and demands it otherwise.
+func (a *draft) settleCoupling() {
+	const key = "data_parallel.coupling"
+	if !a.isGood(key, "engine.kind") {
 		return
 	}
 	switch {
-	case isUnspecified(host):
-		d.broken(path, Fault{
-			Found: strconv.Quote(text), Wanted: "tcp://HOST:PORT",
-			Hint: "name the engine's host",
-		})
-	case engine != "" && !isLoopback(host) && !strings.EqualFold(host, engine):
-		d.broken(path, Fault{
-			Message: "the engine is at " + engine + ", its event socket at " + host,
-			Hint:    "name the host that the rank's url names",
-		})
+	case a.Engine.Kind == KindSGLang:
+		a.settleSGLang(key)
+	case a.has(key):
+	case a.Engine.Kind == KindVLLM && a.DataParallel.DPSize > 1:
+		a.refuse(key, "coupling is required for kind vllm when dp_size is above 1", "",
+			"independent | lockstep", "independent for dense models, lockstep for expert parallelism: "+
+				"dpserve does not read model configurations")
+	default:
+		a.DataParallel.Coupling = Independent
 	}
 }
 
-// checkBound checks a socket that dpserve binds.
-func (d *decoder) checkBound(text, path string) {
-	if host, ok := d.socketHost(text, path); ok && host != "*" && isUnspecified(host) {
-		d.broken(path, Fault{
-			Message: "the socket would listen on every interface",
-			Hint:    "write tcp://127.0.0.1:PORT, or tcp://*:PORT for the node's own address",
-		})
+// settleSGLang checks that DP attention and lockstep go together, and that tp_size is a multiple of dp_size.
+func (a *draft) settleSGLang(key string) {
+	attention, implied := a.Engine.Args.isOn("enable-dp-attention"), Independent
+	if attention {
+		implied = Lockstep
+	}
+	if a.has(key) && a.DataParallel.Coupling != implied {
+		a.refuse(key, "for kind sglang, coupling: lockstep and args.enable_dp_attention: true go together",
+			string(a.DataParallel.Coupling), string(implied),
+			"leave coupling out, or change enable_dp_attention")
+		return
+	}
+	a.DataParallel.Coupling = implied
+	tp, dp := a.tensor(), a.DataParallel.DPSize
+	if attention && tp > 0 && dp > 0 && (dp > tp || tp%dp != 0) {
+		a.refuse("data_parallel.dp_size", "with DP attention dp_size divides tp_size",
+			fmt.Sprintf("dp_size %d, tp_size %d", dp, tp), "tp_size % dp_size = 0",
+			"write engine.args.tp_size as a multiple of dp_size")
 	}
 }
 
-// socketHost returns the host of a written socket; ok is false if it is not written or not valid.
-func (d *decoder) socketHost(text, path string) (host string, ok bool) {
-	if !d.has(path) || !d.isGood(path) {
-		return "", false
+// tensor returns the tensor parallel size.
+func (a *draft) tensor() int { return a.parallel("tensor-parallel-size", "tp-size", "tp") }
+
+// parallel returns the parallel size that one of the flags sets: 1 if none does, 0 if it is not from 1 to
+// maxParallel.
+func (a *draft) parallel(flags ...string) int {
+	i := slices.IndexFunc(a.Engine.Args, func(arg Arg) bool { return slices.Contains(flags, arg.flag()) })
+	if i < 0 {
+		return 1
 	}
-	u, err := url.Parse(text)
-	if err != nil || u.Scheme != "tcp" || u.Hostname() == "" || !isPort(u.Port()) ||
-		u.User != nil || u.Path != "" || u.RawQuery != "" || u.Fragment != "" {
-		d.broken(path, Fault{Found: strconv.Quote(text), Wanted: "tcp://HOST:PORT"})
-		return "", false
+	n, _ := a.Engine.Args[i].Value.(int64)
+	if text, isText := a.Engine.Args[i].Value.(string); isText {
+		n, _ = strconv.ParseInt(text, 10, 64) // 0 or too large after an error
 	}
-	return u.Hostname(), true
+	if n < 1 || n > maxParallel {
+		return 0
+	}
+	return int(n)
 }
 
-// isUnspecified reports whether host means every address of a machine.
-func isUnspecified(host string) bool {
-	a, err := netip.ParseAddr(host)
-	return host == "*" || err == nil && a.Unmap().IsUnspecified()
+// maxParallel bounds tensor and pipeline parallel sizes.
+const maxParallel = 1_024
+
+// settleResources derives the devices of one rank from its engine's arguments.
+func (a *draft) settleResources() {
+	a.Resources.GPUsSet = a.has("resources.gpus")
+	switch a.Engine.Kind {
+	case KindAttach:
+		for _, key := range []string{"gpus", "cpus", "memory_gib"} {
+			if a.isSound("resources." + key) {
+				a.wrong("resources."+key, "an attached rank takes nothing of a node", "leave "+key+" out")
+			}
+		}
+	case KindVLLM, KindSGLang:
+		a.settleGPUs()
+	case KindSim:
+	}
 }
 
-func isLoopback(host string) bool {
-	a, err := netip.ParseAddr(host)
-	return host == "localhost" || err == nil && a.Unmap().IsLoopback()
+func (a *draft) settleGPUs() {
+	tp, pp := a.tensor(), a.parallel("pipeline-parallel-size", "pp-size", "pp")
+	if tp == 0 || pp == 0 {
+		if a.isGood("engine.args") {
+			a.refuse("engine.args", "tensor and pipeline parallel sizes count devices", "",
+				fmt.Sprintf("integers from 1 to %d", maxParallel), "")
+		}
+		return
+	}
+	need, given := tp*pp, a.Resources.GPUs
+	if a.Engine.Kind == KindSGLang && a.DataParallel.Coupling == Lockstep && a.DataParallel.DPSize > 0 {
+		need = max(1, need/a.DataParallel.DPSize)
+	}
+	switch {
+	case !a.Resources.GPUsSet:
+		a.Resources.GPUs = need
+	case given != 0 && given != need && a.isGood("resources.gpus"):
+		a.d.warn(a.at("resources.gpus"),
+			fmt.Sprintf("the engine's parallel sizes use %d devices per rank, the file gives %d",
+				need, given),
+			"leave gpus out to give what the engine uses")
+	}
+}
+
+// ruleSize is in every fault about sizes, because in Ray's history num_replicas has meant both ranks and
+// groups.
+const ruleSize = "num_replicas = dp_size × num_groups"
+
+// settleSizes fills in dp_size, num_groups and num_replicas, and refuses sizes that do not multiply. Each may
+// be missing.
+func (a *draft) settleSizes() {
+	if !a.isGood("num_replicas", "num_groups", "data_parallel.dp_size", "autoscaling_config") ||
+		!a.takeScaling() || a.Engine.Kind == KindAttach && !a.sizeByRanks() {
+		return
+	}
+	if a.DataParallel.DPSize == 0 {
+		a.DataParallel.DPSize = 1
+	}
+	if a.NumGroups == 0 && !a.groupsByReplicas() {
+		return
+	}
+	product := a.DataParallel.DPSize * a.NumGroups
+	if a.NumReplicas == 0 {
+		a.NumReplicas = product
+	}
+	if a.NumReplicas != product {
+		a.refuse("num_replicas", ruleSize, strconv.Itoa(a.NumReplicas),
+			fmt.Sprintf("%d × %d = %d", a.DataParallel.DPSize, a.NumGroups, product),
+			"leave num_replicas or num_groups out")
+	}
+	if product > MaxRanks {
+		a.refuse("num_groups", ruleSize, fmt.Sprintf("%d ranks", product),
+			fmt.Sprintf("at most %d", MaxRanks), "")
+	}
+}
+
+// groupsByReplicas derives num_groups; false after a fault.
+func (a *draft) groupsByReplicas() bool {
+	size, replicas := a.DataParallel.DPSize, a.NumReplicas
+	if replicas == 0 {
+		replicas = size
+	}
+	if a.NumGroups = replicas / size; replicas%size == 0 {
+		return true
+	}
+	hint := fmt.Sprintf("write %d", (a.NumGroups+1)*size)
+	if replicas > size {
+		hint = fmt.Sprintf("write %d or %d", a.NumGroups*size, (a.NumGroups+1)*size)
+	}
+	return a.refuse("num_replicas", ruleSize, strconv.Itoa(replicas),
+		fmt.Sprintf("a multiple of dp_size %d", size), hint)
+}
+
+// takeScaling reads autoscaling_config as a fixed size; false after a fault.
+func (a *draft) takeScaling() bool {
+	const key = "autoscaling_config"
+	s := a.Scaling
+	switch {
+	case !a.has(key):
+		return true
+	case s.Minimum == 0 || s.Minimum != s.Maximum || s.Initial != 0 && s.Initial != s.Minimum:
+		return a.refuse(key, "the number of ranks is fixed",
+			fmt.Sprintf("min_replicas %d, max_replicas %d", s.Minimum, s.Maximum),
+			"min_replicas = max_replicas", "write num_replicas instead")
+	case a.NumReplicas != 0 && a.NumReplicas != s.Minimum:
+		return a.refuse(key, "two sizes",
+			fmt.Sprintf("num_replicas %d and min_replicas %d", a.NumReplicas, s.Minimum),
+			"one of them", "leave autoscaling_config out")
+	}
+	a.d.warn(a.at(key), fmt.Sprintf("read as num_replicas: %d", s.Minimum), "write num_replicas instead")
+	a.NumReplicas = s.Minimum
+	return true
+}
+
+// sizeByRanks sets dp_size and num_groups of an attach application from its list of ranks; false after a
+// fault.
+func (a *draft) sizeByRanks() bool {
+	if len(a.Engine.Ranks) == 0 || !a.isGood("engine.ranks") {
+		return false
+	}
+	for i := range a.Engine.Ranks {
+		if !a.isGood(index("engine.ranks", i) + ".group") {
+			return false
+		}
+	}
+	sizes, ok := a.groupSizes()
+	if !ok {
+		return false
+	}
+	dp, groups := &a.DataParallel.DPSize, &a.NumGroups
+	if *dp != 0 && *dp != sizes[0] {
+		return a.refuse("data_parallel.dp_size", "dp_size is the number of attached ranks of a group",
+			strconv.Itoa(*dp), strconv.Itoa(sizes[0]), "leave dp_size out, or list the missing ranks")
+	}
+	if *groups != 0 && *groups != len(sizes) {
+		return a.refuse("num_groups", "num_groups is the number of groups that the ranks name",
+			strconv.Itoa(*groups), strconv.Itoa(len(sizes)), "write group: N on each rank, from 0")
+	}
+	*dp, *groups = sizes[0], len(sizes)
+	return true
+}
+
+// groupSizes counts the ranks of each group. Groups must be numbered from 0 without gaps and have one size.
+func (a *draft) groupSizes() ([]int, bool) {
+	const key = "engine.ranks"
+	sizes, top := make([]int, len(a.Engine.Ranks)), 0
+	for i, r := range a.Engine.Ranks {
+		if r.Group >= len(sizes) {
+			return nil, a.refuse(index(key, i)+".group", "", strconv.Itoa(r.Group),
+				"group numbers from 0 without gaps", "count groups from 0")
+		}
+		sizes[r.Group]++
+		top = max(top, r.Group)
+	}
+	sizes = sizes[:top+1]
+	for g, n := range sizes {
+		if n != sizes[0] || n == 0 {
+			return nil, a.refuse(key, "all groups have the same number of ranks",
+				fmt.Sprintf("group %d with %d", g, n), fmt.Sprintf("%d as in group 0", sizes[0]),
+				"check the group numbers of the ranks, counted from 0")
+		}
+	}
+	if sizes[0] > MaxDPSize {
+		return nil, a.refuse(key, "", fmt.Sprintf("%d ranks in a group", sizes[0]),
+			fmt.Sprintf("at most %d", MaxDPSize), "form groups with group: N")
+	}
+	return sizes, true
+}
+
+// settleNumbers checks written rank numbers, and drops those that equal the rank's position.
+func (a *draft) settleNumbers() {
+	if a.Engine.Kind != KindAttach || !a.isGood("engine.ranks", "data_parallel.coupling") {
+		return
+	}
+	type seat struct{ group, number int }
+	numbers, by, ok := a.Engine.numbers(), map[seat]string{}, true
+	for i := range a.Engine.Ranks {
+		at, is := index("engine.ranks", i), seat{a.Engine.Ranks[i].Group, numbers[i]}
+		if !a.isGood(at+".rank", at+".group") {
+			ok = false
+			continue
+		}
+		ok = a.checkNumber(at+".rank", is.number, by[is]) && ok
+		by[is] = a.at(at)
+	}
+	if ok {
+		a.Engine.setNumbers(numbers)
+	}
+}
+
+// checkNumber checks the number of one rank. first is the path of another rank with this number, "" if there
+// is none.
+func (a *draft) checkNumber(key string, number int, first string) bool {
+	if a.has(key) && a.DataParallel.Coupling == Lockstep {
+		return a.wrong(key, "the ranks of a lockstep group are numbered in the order of the file",
+			"leave rank out")
+	}
+	return first == "" || a.wrong(key, fmt.Sprintf("rank %d of the group is taken by %s", number, first),
+		"choose another number; a rank without one has its place in the file as number")
 }

@@ -15,7 +15,12 @@ import (
 // ParseApps reads app.yaml and applies every package's rules. The commands and the server both call it, so
 // that they find the same faults.
 func ParseApps(file string, text []byte) (*app.File, []app.Warning, error) {
-	return app.Parse(file, text, routingRule)
+	return ParseAppsOver(app.Default(), file, text)
+}
+
+// ParseAppsOver is ParseApps with other defaults: those of base.
+func ParseAppsOver(base app.Application, file string, text []byte) (*app.File, []app.Warning, error) {
+	return app.ParseOver(base, file, text, routingRule)
 }
 
 // routingRule lets the policy check its own parameters.

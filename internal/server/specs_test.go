@@ -4,9 +4,11 @@ import (
 	"encoding/json"
 	"testing"
 
+	"github.com/goccy/go-yaml"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/routing"
@@ -177,4 +179,22 @@ func TestInvalidParametersOfMexAreFaults(t *testing.T) {
 		require.ErrorContains(t, err,
 			"app.yaml:7:24: applications[0].routing.params.ttft_s: found "+value+", wanted a finite number")
 	}
+}
+
+// The admin API takes JSON as it takes YAML: the same application, and the same faults at their positions.
+func TestDeployTakesJSON(t *testing.T) {
+	t.Parallel()
+	b := newBackend(t, edgeFile)
+	text, err := yaml.YAMLToJSON([]byte(edgeFile))
+	require.NoError(t, err)
+	res, err := b.Deploy(t.Context(), api.DeployRequest{File: "app.json", Text: text})
+	require.NoError(t, err)
+	assert.Equal(t, []api.Change{{App: "edge", Action: api.ActionUnchanged}}, res.Changes)
+
+	_, err = b.Deploy(t.Context(), api.DeployRequest{File: "app.json", Text: []byte(`{"applications": [
+  {"name": "a", "model": {"id": "a"}, "engine": {"kind": "vlm"},
+   "num_replica": 4}]}`)})
+	require.ErrorContains(t, err, `app.json:2:58: applications[0].engine.kind: found "vlm", wanted sim | `)
+	require.ErrorContains(t, err, `app.json:3:4: applications[0].num_replica: unknown key "num_replica"; `+
+		`hint: did you mean "num_replicas"?`)
 }
