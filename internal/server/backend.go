@@ -312,7 +312,7 @@ func (b *backend) Remove(ctx context.Context, node string) error {
 	if err != nil {
 		return err
 	}
-	return b.n.remove(ctx, l, node)
+	return b.n.upkeep.Remove(ctx, node, l.control.Remove)
 }
 
 // CheckLeave implements api.Nodes.
@@ -320,7 +320,7 @@ func (b *backend) CheckLeave(ctx context.Context, node string) error {
 	if _, err := b.n.requireLeader(); err != nil {
 		return err
 	}
-	return b.n.checkLeave(ctx, node)
+	return b.n.upkeep.CheckLeave(ctx, node)
 }
 
 // NewToken implements api.Nodes.

@@ -218,7 +218,7 @@ func (m *peering) initCluster() error {
 	if m.files.Cert, err = authority.Sign(csr, id, now, pki.DefaultLife); err != nil {
 		return err
 	}
-	m.files.GossipKey = newGossipKey()
+	m.files.GossipKey = cluster.NewGossipKey()
 	var key []byte
 	m.files.Authority, key = authority.PEM()
 	m.secrets = state.Secrets{Authority: m.files.Authority, AuthorityKey: key, GossipKey: m.files.GossipKey}

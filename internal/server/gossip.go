@@ -3,7 +3,6 @@ package server
 import (
 	"bytes"
 	"context"
-	"crypto/rand"
 	"log/slog"
 	"time"
 
@@ -180,9 +179,6 @@ func (m *peering) addGossipView(s *msg.NodeStatus, rec *state.Node) {
 	}
 }
 
-// rotateTimeout bounds one step of a rotation of the gossip key.
-const rotateTimeout = 5 * time.Second
-
 // keyringLeader wraps lease renewal: new gossip keys in the reply are installed before the next renewal
 // reports them, and the ingress learns which units wait for resources.
 type keyringLeader struct{ n *Node }
@@ -242,29 +238,6 @@ func (m *peering) keyringSum() string {
 	return state.KeyringSum(m.keyring)
 }
 
-// continueKeyRotation takes the next step of a rotation once every node has taken the previous one. It
-// returns false if there is nothing to do now.
-func (n *Node) continueKeyRotation(ctx context.Context) bool {
-	st := n.store.State()
-	if !st.Secrets.Turning() || len(st.Untaken()) > 0 {
-		return false
-	}
-	ctx, cancel := context.WithTimeout(ctx, rotateTimeout)
-	defer cancel()
-	if err := n.rotateKey(ctx, st, nil); err != nil {
-		n.log.Warn("the change of the gossip key did not go on, trying again", slog.Any("err", err))
-		return false
-	}
-	return true
-}
-
-// rotateKey begins a rotation to the key next, or continues the one in st.
-func (n *Node) rotateKey(ctx context.Context, st *state.State, next []byte) error {
-	_, err := n.consensus.ProposeHere(ctx,
-		state.Command{TurnKey: &state.TurnKey{From: state.KeyringSum(st.Secrets.Keyring()), Next: next}})
-	return err
-}
-
 // RotateKey implements api.Nodes.
 func (b *backend) RotateKey(ctx context.Context) error {
 	if b.n.peering == nil {
@@ -274,13 +247,7 @@ func (b *backend) RotateKey(ctx context.Context) error {
 	if _, err := b.n.requireLeader(); err != nil {
 		return err
 	}
-	return b.n.rotateKey(ctx, b.n.store.State(), newGossipKey())
-}
-
-func newGossipKey() []byte {
-	key := make([]byte, state.GossipKeySize)
-	_, _ = rand.Read(key) // never fails since Go 1.24
-	return key
+	return b.n.upkeep.RotateKey(ctx)
 }
 
 // KeyRotation implements api.Nodes.

@@ -52,8 +52,7 @@ type Node struct {
 	conns       *noderpc.Conns
 	leader      *noderpc.LeaderClient // client of the leader, on this or another node
 	leading     atomic.Pointer[leaderActors]
-	voterMu     sync.Mutex    // serializes changes of the voters
-	removing    removedMember // under voterMu
+	upkeep      *cluster.Upkeep // of voters and gossip key, on a node with role control; else nil
 	hub         *dpserver.Hub
 	probes      *http.Transport
 	offer       state.Offer
@@ -171,6 +170,9 @@ func (n *Node) openStore(ctx context.Context) error {
 			return err
 		}
 		n.consensus, n.store = c, c
+		n.upkeep = cluster.NewUpkeep(cluster.UpkeepConfig{
+			Cluster: c, Renews: n.renewingNodes, Ask: n.askNode, Log: n.log,
+		})
 	} else {
 		w, err := cluster.NewWatcher(cluster.WatcherConfig{
 			NodeID: n.cfg.NodeID, ClusterID: n.ident.Cluster, UID: n.ident.UID, DataDir: n.cfg.DataDir,
@@ -281,7 +283,8 @@ func (n *Node) start(ctx context.Context) error {
 		return nil
 	}
 	if n.consensus != nil {
-		n.loops.Go(func() { n.maintainCluster(n.runCtx) })
+		n.loops.Go(func() { n.upkeep.Run(n.runCtx) })
+		n.loops.Go(func() { n.probeNextVersion(n.runCtx) })
 	}
 	if n.peering.gossip != nil {
 		n.loops.Go(func() { n.peering.updateGossipMeta(n.runCtx) })

@@ -12,6 +12,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/cluster"
+	"github.com/dpserve/dpserve/internal/cluster/membership"
 	"github.com/dpserve/dpserve/internal/cluster/nodeport"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
@@ -134,11 +135,11 @@ func (n *Node) watchRemoval(ctx context.Context) {
 	}
 }
 
-// disconnectRemoved ends the connections with removed nodes after disconnectDelay, so that a node that asked
+// disconnectRemoved ends the connections with removed nodes after cluster.DisconnectDelay, so that a node that asked
 // to leave still gets the answer.
 func (n *Node) disconnectRemoved(ctx context.Context, uids []string) {
 	select {
-	case <-time.After(disconnectDelay):
+	case <-time.After(cluster.DisconnectDelay):
 	case <-ctx.Done():
 		return
 	}
@@ -146,9 +147,6 @@ func (n *Node) disconnectRemoved(ctx context.Context, uids []string) {
 		n.peering.port.Disconnect(uid)
 	}
 }
-
-// disconnectDelay is how long the connections of a removed node stay open.
-const disconnectDelay = time.Second
 
 // FirstToken returns the address and the token with which other machines join, after the very first start of
 // a cluster; else it is empty.
@@ -256,3 +254,46 @@ func (n *Node) members() []cluster.Member {
 // deferredStore is a msg.Store for components that are constructed before the store is open. It is empty
 // until then.
 type deferredStore struct{ n *Node }
+
+// isVoter reports whether a node is a voter.
+func (n *Node) isVoter(uid string) bool {
+	return slices.Contains(n.members(), cluster.Member{UID: uid, Voter: true})
+}
+
+// renewingNodes returns the nodes that renew their leases with this leader.
+func (n *Node) renewingNodes() map[string]bool {
+	out := map[string]bool{}
+	if l := n.leading.Load(); l != nil {
+		for _, s := range l.control.Nodes() {
+			out[s.Node] = s.State == "alive" || s.State == "draining" || s.State == "drained"
+		}
+	}
+	return out
+}
+
+// askNode asks another node for a sign of life.
+func (n *Node) askNode(ctx context.Context, node string) error {
+	_, _, err := n.peering.nodeView(node).Statuses(ctx)
+	return err
+}
+
+// describeVoters is a hint for the time without a leader.
+func (n *Node) describeVoters() string {
+	return cluster.DescribeVoters(n.store.State(), n.members(), n.peering.isHeard)
+}
+
+// isHeard reports whether gossip sees a node. It is true of this node, and of all nodes without gossip.
+func (m *peering) isHeard(uid string) bool {
+	if m == nil || m.gossip == nil || uid == m.n.ident.UID {
+		return true
+	}
+	g, ok := m.gossipMember(uid)
+	return ok && g.State == membership.Alive
+}
+
+// errNoLeader answers a request that needs a leader while no node leads.
+func (n *Node) errNoLeader() error {
+	return problem.New(problem.Unavailable, "no node leads the cluster at this moment").
+		WithHint("an election takes a second or two; if it stays so, a majority of the voters is not "+
+			"there (%s): start those that are down", n.describeVoters())
+}
