@@ -204,7 +204,8 @@ func (u *Upkeep) Remove(ctx context.Context, node string, remove func(context.Co
 	if err != nil {
 		return err
 	}
-	for _, change := range changes { // after the last one the node is a standby until it learns of its removal
+	// after the last change the node is a standby until it learns of its removal
+	for _, change := range changes {
 		if err := u.apply(ctx, change); err != nil {
 			return err
 		}

@@ -12,7 +12,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/app"
-	"github.com/dpserve/dpserve/internal/cluster/pki"
+	"github.com/dpserve/dpserve/internal/cluster/membership"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -251,7 +251,7 @@ func (b *backend) Nodes(ctx context.Context) ([]msg.NodeStatus, error) {
 		s.Leader, s.InFlight = s.Node == b.n.cfg.NodeID, inflight[s.Node]
 		if rec := b.n.store.State().Nodes[s.Node]; rec != nil {
 			s.Voter = b.n.isVoter(rec.UID)
-			b.n.peering.addGossipView(s, rec)
+			b.n.addGossipView(s, rec)
 		}
 	}
 	return list, nil
@@ -272,7 +272,7 @@ func (n *Node) nodesWithoutLeader() []msg.NodeStatus {
 		for _, r := range rec.Roles {
 			s.Roles = append(s.Roles, string(r))
 		}
-		n.peering.addGossipView(&s, rec)
+		n.addGossipView(&s, rec)
 		if t := n.warning(); t != "" && rec.UID == n.ident.UID {
 			s.Notes = append(s.Notes, t)
 		}
@@ -329,23 +329,50 @@ func (b *backend) NewToken(ctx context.Context, req api.TokenRequest) (api.Token
 		return api.Token{}, problem.New(problem.Conflict, "this node stands alone: no other can join it").
 			WithHint("start it with --advertise IP")
 	}
-	return b.n.newToken(ctx, req.TTL, req.Uses)
+	return b.n.newToken(ctx, req)
 }
 
-// newToken makes a join token. The cluster stores only its hash.
-func (n *Node) newToken(ctx context.Context, ttl time.Duration, uses int) (api.Token, error) {
-	authority := n.store.State().Secrets.Authority
-	if len(authority) == 0 {
+// newToken makes a join token.
+func (n *Node) newToken(ctx context.Context, req api.TokenRequest) (api.Token, error) {
+	if len(n.store.State().Secrets.Authority) == 0 {
 		return api.Token{}, n.errNotLeading()
 	}
-	t, err := pki.NewToken(authority)
-	if err != nil {
-		return api.Token{}, err
+	token, expires, err := n.peering.NewToken(ctx, n.store, req.TTL, req.Uses)
+	return api.Token{Token: token, Address: n.peering.Address(), Uses: req.Uses, Expires: expires}, err
+}
+
+// RotateKey implements api.Nodes.
+func (b *backend) RotateKey(ctx context.Context) error {
+	if b.n.peering == nil {
+		return problem.New(problem.Conflict, "this node stands alone: it does not gossip").
+			WithHint("start it with --advertise IP")
 	}
-	expires := time.Now().Add(ttl)
-	put := &state.Token{Hash: t.Hash(), Expires: expires.UnixMilli(), Uses: uses}
-	if _, err := n.store.Propose(ctx, state.Command{PutToken: put}); err != nil {
-		return api.Token{}, err
+	if _, err := b.n.requireLeader(); err != nil {
+		return err
 	}
-	return api.Token{Token: t.String(), Address: n.peering.address, Uses: uses, Expires: expires}, nil
+	return b.n.upkeep.RotateKey(ctx)
+}
+
+// KeyRotation implements api.Nodes.
+func (b *backend) KeyRotation(context.Context) (api.KeyRotation, error) {
+	if _, err := b.n.requireLeader(); err != nil {
+		return api.KeyRotation{}, err
+	}
+	st := b.n.store.State()
+	r := api.KeyRotation{Done: !st.Secrets.Turning()}
+	if !r.Done {
+		r.Waiting = st.Untaken()
+	}
+	return r, nil
+}
+
+// addGossipView adds gossip's last sight of a node to its status.
+func (n *Node) addGossipView(s *msg.NodeStatus, rec *state.Node) {
+	if n.peering == nil {
+		return
+	}
+	g, ok := n.peering.Neighbours.Seen(rec.UID)
+	if ok && g.State == membership.Alive && g.LastSeen.After(s.LastSeen.Add(state.LeaseTTL/2)) {
+		s.LastSeen, s.SeenBy = g.LastSeen, "gossip"
+	}
 }

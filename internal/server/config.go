@@ -190,22 +190,6 @@ func AllRoles() []string {
 	return []string{string(state.RoleControl), string(state.RoleWorker), string(state.RoleIngress)}
 }
 
-// applyJoinedRoles takes the roles that the node joined with. Its certificate names them and the other nodes
-// trust only that.
-func (c *Config) applyJoinedRoles(joined []string) error {
-	if c.Roles == nil {
-		c.Roles = joined
-	}
-	if same := len(c.Roles) == len(joined) &&
-		!slices.ContainsFunc(c.Roles, func(r string) bool { return !slices.Contains(joined, r) }); same {
-		return nil
-	}
-	return problem.New(problem.Conflict, "this node has joined with roles %s, not %s",
-		strings.Join(joined, ","), strings.Join(c.Roles, ",")).
-		WithHint("leave --roles out; for other roles let it leave (`dpserve leave`) and join again with " +
-			"an empty --data-dir")
-}
-
 // validateCluster checks the fields that concern other nodes.
 func (c *Config) validateCluster() error {
 	for _, r := range c.Roles {

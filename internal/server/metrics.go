@@ -43,7 +43,8 @@ func (p *kvMetrics) addIndex(app string, ix *msg.IndexStatus) {
 func (n *Node) metricsHandler() http.Handler {
 	pages := n.metrics.Handler()
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		n.nodeMetrics.Show(n.node.LeaseLeft().Seconds(), n.leading.Load() != nil)
+		_, leads := n.leading.Current()
+		n.nodeMetrics.Show(n.node.LeaseLeft().Seconds(), leads)
 		var kv kvMetrics
 		for unit, ranks := range n.node.RankStatuses() {
 			name, _, _ := strings.Cut(unit, "/")

@@ -63,17 +63,12 @@ func (c *Config) dialEvents() func(ctx context.Context, addr string) (net.Conn, 
 	}
 }
 
-// listenEvents returns the listener for event sockets that engines dial; nil = TCP.
+// listenEvents returns the listener of the node port and of event sockets that engines dial; nil = TCP.
 func (c *Config) listenEvents() func(ctx context.Context, addr string) (net.Listener, error) {
 	if c.Network == nil {
 		return nil
 	}
 	return func(_ context.Context, addr string) (net.Listener, error) { return c.Network.Listen(addr) }
-}
-
-// bind returns the listener of the node port; nil = TCP.
-func (c *Config) bind() func(ctx context.Context, addr string) (net.Listener, error) {
-	return c.listenEvents()
 }
 
 // connect returns the dialer of the node port; nil = TCP.

@@ -17,8 +17,8 @@ import (
 // This file is for the test of upgrades (TestMB6 in test/system). Together with state/next_version.go it
 // makes a build that stands for the next version of dpserve. No other build contains it.
 
-// probeNextVersion logs the states of a control node until ctx ends, so that the test can compare the states. On the leader
-// it proposes the new kind of command once the application NextTrigger is deployed.
+// probeNextVersion logs the states of a control node until ctx ends, so that the test can compare them. On
+// the leader it proposes the new kind of command once the application NextTrigger is deployed.
 func (n *Node) probeNextVersion(ctx context.Context) {
 	for ctx.Err() == nil {
 		changed := n.store.Changed()
@@ -50,7 +50,7 @@ func (n *Node) logNextState(ctx context.Context) {
 
 // addNextVersionFields sets the fields of a node's record that the next version adds.
 func (n *Node) addNextVersionFields(rec *state.Node) {
-	if (deferredStore{n}).State().Apps[state.NextTrigger] != nil {
+	if n.opened.State().Apps[state.NextTrigger] != nil {
 		rec.Colour = "blue"
 	}
 }

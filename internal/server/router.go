@@ -45,7 +45,7 @@ func (r *routers) Reset(ctx context.Context, app string) (msg.ResetResult, error
 		ranks.Store(max(ranks.Load(), int64(k)))
 		return err
 	})
-	if l := r.n.leading.Load(); err == nil && l != nil {
+	if l, leads := r.n.leading.Current(); err == nil && leads {
 		l.control.Note(app, eventRouterReset, fmt.Sprintf("%d ranks asked for a snapshot", ranks.Load()))
 	}
 	return msg.ResetResult{App: app, Ranks: int(ranks.Load())}, err

@@ -4,7 +4,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"sync"
-	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
@@ -59,19 +58,6 @@ func (p *specCache) spec(name string) *app.Application {
 	}
 	p.apps[name] = &decodedSpec{number: a.Revision, app: spec}
 	return spec
-}
-
-// longestGrace returns the longest drain time of all applications. Each unit still ends with the time of its
-// own application.
-func (n *Node) longestGrace() time.Duration {
-	var longest time.Duration
-	for _, a := range n.store.State().Apps {
-		var spec app.Application
-		if json.Unmarshal(a.Spec, &spec) == nil {
-			longest = max(longest, app.Seconds(spec.GracefulShutdownTimeout))
-		}
-	}
-	return longest
 }
 
 func decodeSpec(s *state.App) (*app.Application, error) {

@@ -86,7 +86,7 @@ func (c *Config) timers() *timers {
 // timers are those of --timers, with the cluster's lease_ttl.
 func (n *Node) timers() *timers {
 	t := n.cfg.timers()
-	if ttl := clusterLeaseTTL((deferredStore{n}).State()); ttl > 0 {
+	if ttl := clusterLeaseTTL(n.opened.State()); ttl > 0 {
 		t.node.LeaseTTL, t.controller.LeaseTTL = ttl, ttl
 	}
 	return t

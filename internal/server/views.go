@@ -57,12 +57,12 @@ func (v localView) ResetRouter(_ context.Context, app string) (ranks int, err er
 func (n *Node) views() map[string]msg.NodeView {
 	out := map[string]msg.NodeView{n.cfg.NodeID: localView{n}}
 	var silences map[string]controller.Silence
-	if l := n.leading.Load(); l != nil {
+	if l, leads := n.leading.Current(); leads {
 		silences = l.control.Silences()
 	}
 	for id, node := range n.store.State().Nodes {
 		if id != n.cfg.NodeID && !node.Lost && node.Address != "" && !silences[id].Long {
-			out[id] = n.peering.nodeView(id)
+			out[id] = n.conns.Node(id)
 		}
 	}
 	return out
