@@ -2,8 +2,6 @@ package server
 
 import (
 	"context"
-	"encoding/json"
-	"fmt"
 	"maps"
 	"slices"
 	"strings"
@@ -120,18 +118,18 @@ func deployChange(now *state.App, a *app.Application) (api.Change, error) {
 	if now == nil {
 		return c, nil
 	}
-	var old app.Application
-	if err := json.Unmarshal(now.Spec, &old); err != nil {
-		return c, fmt.Errorf("read the stored specification of %s: %w", a.Name, err)
+	old, err := now.Application()
+	if err != nil {
+		return c, err
 	}
 	c.Action = api.ActionUnchanged
-	for _, d := range app.Compare([]*app.Application{&old}, []*app.Application{a}) {
+	for _, d := range app.Compare([]*app.Application{old}, []*app.Application{a}) {
 		c.Action = api.ActionReplace
 		for _, f := range d.Fields {
 			c.Fields = append(c.Fields, f.Path)
 		}
 	}
-	c.Gone = removedRanks(&old, a)
+	c.Gone = removedRanks(old, a)
 	return c, nil
 }
 

@@ -20,6 +20,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/node"
 	"github.com/dpserve/dpserve/internal/api"
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/cluster"
 	"github.com/dpserve/dpserve/internal/cluster/nodeport"
 	"github.com/dpserve/dpserve/internal/cluster/peering"
@@ -322,7 +323,8 @@ func (n *Node) buildWorker(t *timers) error {
 	factory := &dpserver.Factory{
 		System: n.system, Hub: n.hub, Assigner: n.leader, NewEngine: dpserver.NewClient(n.probes),
 		PrefillTime: prefillTime, Timers: t.replica, Log: n.log,
-		Secret: func() []byte { return n.store.State().Secret }, App: newSpecCache(n.store).spec,
+		Secret: func() []byte { return n.store.State().Secret }, 
+		App:     func(name string) *app.Application { return appOf(n.store.State(), name) },
 		Address: n.cfg.Advertise,
 		Lease:   func() bool { return n.node.Admits() },
 		Replays: kvevents.NewReplays(), DialEvents: n.cfg.dialEvents(), ListenEvents: n.cfg.listenEvents(),

@@ -130,13 +130,13 @@ func findAttachedApp(st *state.State, name string) (*app.Application, uint64, er
 		if s == nil {
 			return nil, 0, unknownApp(name, slices.Sorted(maps.Keys(st.Apps)))
 		}
-		a, err := decodeSpec(s)
+		a, err := s.Application()
 		return a, s.Revision, err
 	}
 	var found []*app.Application
 	var names []string
 	for _, n := range slices.Sorted(maps.Keys(st.Apps)) {
-		a, err := decodeSpec(st.Apps[n])
+		a, err := st.Apps[n].Application()
 		if err == nil && a.Engine.Kind == app.KindAttach && !st.Apps[n].Deleting {
 			found, names = append(found, a), append(names, n)
 		}

@@ -2,14 +2,12 @@ package server
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"log/slog"
 	"syscall"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -96,7 +94,7 @@ func (n *Node) drain() error {
 	if n.peering == nil { // no other leader exists: the controller must not start the ended ranks again
 		err = n.leading.StandDown()
 	}
-	err = errors.Join(err, n.node.Close(n.runCtx, n.longestGrace()))
+	err = errors.Join(err, n.node.Close(n.runCtx, longestGrace(n.store.State())))
 	ctx, cancel := context.WithTimeout(n.runCtx, afterDrain)
 	defer cancel()
 	if n.ingress != nil {
@@ -118,19 +116,6 @@ func (n *Node) handOverLeadership() {
 	if err := n.consensus.StepDown(ctx); err != nil && problem.CodeOf(err) != problem.Conflict {
 		n.log.Warn("leadership was not handed over", slog.Any("err", err))
 	}
-}
-
-// longestGrace returns the longest drain time of all applications. Each unit still ends with the time of its
-// own application.
-func (n *Node) longestGrace() time.Duration {
-	var longest time.Duration
-	for _, a := range n.store.State().Apps {
-		var spec app.Application
-		if json.Unmarshal(a.Spec, &spec) == nil {
-			longest = max(longest, app.Seconds(spec.GracefulShutdownTimeout))
-		}
-	}
-	return longest
 }
 
 // closeMetrics ends the server of --metrics-bind, if there is one.

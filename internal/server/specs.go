@@ -1,11 +1,8 @@
 package server
 
 import (
-	"encoding/json"
-	"fmt"
-	"sync"
+	"time"
 
-	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/routing"
@@ -23,47 +20,27 @@ func routingRule(a *app.Application) (string, error) {
 	return "routing.params", err
 }
 
-// specCache decodes each application's spec once per revision. Safe for concurrent use.
-type specCache struct {
-	store msg.Store
-
-	mu   sync.Mutex
-	apps map[string]*decodedSpec
-}
-
-type decodedSpec struct {
-	number uint64
-	app    *app.Application // nil: not readable
-}
-
-func newSpecCache(store msg.Store) *specCache {
-	return &specCache{store: store, apps: map[string]*decodedSpec{}}
-}
-
-// spec returns an application's current spec; nil if there is none.
-func (p *specCache) spec(name string) *app.Application {
-	a := p.store.State().Apps[name]
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if a == nil {
-		delete(p.apps, name)
+// appOf returns the current application of a name; nil if there is none that can be read.
+func appOf(st *state.State, name string) *app.Application {
+	stored := st.Apps[name]
+	if stored == nil {
 		return nil
 	}
-	if r := p.apps[name]; r != nil && r.number == a.Revision {
-		return r.app
+	a, err := stored.Application()
+	if err != nil {
+		return nil
 	}
-	spec := &app.Application{}
-	if json.Unmarshal(a.Spec, spec) != nil {
-		spec = nil
-	}
-	p.apps[name] = &decodedSpec{number: a.Revision, app: spec}
-	return spec
+	return a
 }
 
-func decodeSpec(s *state.App) (*app.Application, error) {
-	a := new(app.Application)
-	if err := json.Unmarshal(s.Spec, a); err != nil {
-		return nil, fmt.Errorf("read the stored specification of %s: %w", s.Name, err)
+// longestGrace returns the longest drain time of all applications. Each unit still ends with the time of its
+// own application.
+func longestGrace(st *state.State) time.Duration {
+	var longest time.Duration
+	for name := range st.Apps {
+		if a := appOf(st, name); a != nil {
+			longest = max(longest, app.Seconds(a.GracefulShutdownTimeout))
+		}
 	}
-	return a, nil
+	return longest
 }

@@ -24,8 +24,9 @@ func (h *heldState) Changed() <-chan struct{} { return nil }
 // memberConfig is a node in a data dir, without gossip.
 func memberConfig(dir string, st *heldState) Config {
 	return Config{
-		NodeID: "n1", Version: "v1", DataDir: dir, Host: "127.0.0.1", DefaultRoles: []string{"control", "worker"},
-		Store: st, Refused: func(string) {}, Log: slog.New(slog.DiscardHandler),
+		NodeID: "n1", Version: "v1", DataDir: dir, Host: "127.0.0.1",
+		DefaultRoles: []string{"control", "worker"},
+		Store:        st, Refused: func(string) {}, Log: slog.New(slog.DiscardHandler),
 	}
 }
 
