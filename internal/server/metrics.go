@@ -39,8 +39,8 @@ func (p *kvMetrics) addIndex(app string, ix *msg.IndexStatus) {
 	}
 }
 
-// metricsHandler updates the gauges of ranks, KV caches and the lease, then serves /metrics.
-func (n *Node) metricsHandler() http.Handler {
+// metricsHandler returns /metrics: it updates the gauges of ranks, KV caches and the lease, then answers.
+func metricsHandler(n *Node) http.Handler {
 	pages := n.metrics.Handler()
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		_, leads := n.leading.Current()

@@ -10,7 +10,6 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/dpserve/dpserve/actors/ingress"
-	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/cluster/nodeport"
 	"github.com/dpserve/dpserve/internal/engine"
 )
@@ -99,37 +98,4 @@ func (c *Config) engineHost() string {
 		return c.Advertise
 	}
 	return engine.Loopback
-}
-
-// listenHTTP binds the inference endpoint.
-func (n *Node) listenHTTP(ctx context.Context, addr string) (net.Addr, error) {
-	if n.cfg.Network == nil {
-		return n.ingress.Listen(ctx, addr)
-	}
-	l, err := n.cfg.Network.Listen(addr)
-	if err != nil {
-		return nil, err
-	}
-	return l.Addr(), n.ingress.Attach(l)
-}
-
-// listenAdmin binds the admin API.
-func (n *Node) listenAdmin(ctx context.Context, addr string) error {
-	return n.listenServer(ctx, n.admin, addr)
-}
-
-// listenMetrics binds the port of --metrics-bind.
-func (n *Node) listenMetrics(ctx context.Context, addr string) error {
-	return n.listenServer(ctx, n.metricsServer, addr)
-}
-
-func (n *Node) listenServer(ctx context.Context, s *api.Server, addr string) error {
-	if n.cfg.Network == nil {
-		return s.Listen(ctx, addr)
-	}
-	l, err := n.cfg.Network.Listen(addr)
-	if err != nil {
-		return err
-	}
-	return s.Attach(l)
 }

@@ -19,10 +19,10 @@ import (
 
 // probeNextVersion logs the states of a control node until ctx ends, so that the test can compare them. On
 // the leader it proposes the new kind of command once the application NextTrigger is deployed.
-func (n *Node) probeNextVersion(ctx context.Context) {
+func probeNextVersion(ctx context.Context, n *Node) {
 	for ctx.Err() == nil {
 		changed := n.store.Changed()
-		n.logNextState(ctx)
+		logNextState(ctx, n)
 		select {
 		case <-changed:
 		case <-time.After(time.Second): // for a leader elected meanwhile
@@ -31,7 +31,7 @@ func (n *Node) probeNextVersion(ctx context.Context) {
 	}
 }
 
-func (n *Node) logNextState(ctx context.Context) {
+func logNextState(ctx context.Context, n *Node) {
 	st := n.store.State()
 	if data, err := st.Encode(); err == nil {
 		sum := sha256.Sum256(data)
@@ -49,7 +49,7 @@ func (n *Node) logNextState(ctx context.Context) {
 }
 
 // addNextVersionFields sets the fields of a node's record that the next version adds.
-func (n *Node) addNextVersionFields(rec *state.Node) {
+func addNextVersionFields(n *Node, rec *state.Node) {
 	if n.opened.State().Apps[state.NextTrigger] != nil {
 		rec.Colour = "blue"
 	}

@@ -20,18 +20,15 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/node"
 	"github.com/dpserve/dpserve/internal/api"
-	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/cluster"
 	"github.com/dpserve/dpserve/internal/cluster/nodeport"
 	"github.com/dpserve/dpserve/internal/cluster/peering"
 	"github.com/dpserve/dpserve/internal/cluster/pki"
-	"github.com/dpserve/dpserve/internal/engine/kvevents"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/noderpc"
 	"github.com/dpserve/dpserve/internal/problem"
 	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/state"
-	"github.com/dpserve/dpserve/internal/steptime"
 	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
@@ -203,7 +200,7 @@ func (n *Node) selfRecord() state.Node {
 		out = n.peering.Record()
 	}
 	out.Offer = n.offer
-	n.addNextVersionFields(&out)
+	addNextVersionFields(n, &out)
 	return out
 }
 
@@ -221,6 +218,32 @@ func (n *Node) onLeaseLoss() node.LeaseLoss {
 		return node.Serve
 	}
 	return node.LeaseLoss(n.cfg.OnLeaseLoss)
+}
+
+// timers are those of --timers, with the cluster's lease_ttl.
+func (n *Node) timers() *timers {
+	t := n.cfg.timers()
+	if ttl := clusterLeaseTTL(n.opened.State()); ttl > 0 {
+		t.node.LeaseTTL, t.controller.LeaseTTL = ttl, ttl
+	}
+	return t
+}
+
+// clusterLeaseTTL is the lease duration of a cluster; 0 = the state does not say.
+func clusterLeaseTTL(s *state.State) time.Duration {
+	return time.Duration(s.LeaseTTL) * time.Millisecond
+}
+
+// checkLeaseTTL refuses a lease_ttl other than the cluster's. A leader with shorter leases would grant ranks
+// that nodes still hold by a lease of the leader before it.
+func (n *Node) checkLeaseTTL() error {
+	own, ttl := n.cfg.Timers["lease_ttl"], clusterLeaseTTL(n.store.State())
+	if n.peering == nil || own == 0 || ttl == 0 || own == ttl {
+		return nil
+	}
+	return problem.New(problem.Conflict,
+		"--timers lease_ttl=%s: the leases of this cluster last %s since it began", own, ttl).
+		WithHint("leave lease_ttl out; for other leases begin a new cluster")
 }
 
 // openedStore is a store for components that are made before it is open. It is empty until then.
@@ -320,15 +343,7 @@ func (n *Node) openStore(ctx context.Context) error {
 // buildWorker makes the node's supervisor. Every node has one, for its lease; only nodes with role worker get
 // ranks.
 func (n *Node) buildWorker(t *timers) error {
-	factory := &dpserver.Factory{
-		System: n.system, Hub: n.hub, Assigner: n.leader, NewEngine: dpserver.NewClient(n.probes),
-		PrefillTime: prefillTime, Timers: t.replica, Log: n.log,
-		Secret: func() []byte { return n.store.State().Secret }, 
-		App:     func(name string) *app.Application { return appOf(n.store.State(), name) },
-		Address: n.cfg.Advertise,
-		Lease:   func() bool { return n.node.Admits() },
-		Replays: kvevents.NewReplays(), DialEvents: n.cfg.dialEvents(), ListenEvents: n.cfg.listenEvents(),
-	}
+	factory := replicaFactory(n, t.replica)
 	var err error
 	n.node, err = node.New(node.Config{
 		ID: n.cfg.NodeID, DataDir: n.cfg.DataDir, PortLo: n.offer.PortLo, PortHi: n.offer.PortHi,
@@ -379,7 +394,7 @@ func (n *Node) buildServers(t *timers) error {
 		n.metrics.Ingress(n.cfg.NodeID, n.ingress.Usage)
 	}
 	b := &backend{n}
-	metrics := n.metricsHandler()
+	metrics := metricsHandler(n)
 	n.admin = api.NewServer(api.Config{
 		Backend: b, Ranks: b, Nodes: b, Routers: newRouters(n), Metrics: metrics, Forward: n.leaderHandler,
 		NoLeader: n.errNoLeader,
@@ -408,13 +423,13 @@ func (n *Node) start(ctx context.Context) error {
 	n.loops.Go(func() { n.peering.PublishIndex(n.runCtx) })
 	if n.consensus != nil {
 		n.loops.Go(func() { n.upkeep.Run(n.runCtx) })
-		n.loops.Go(func() { n.probeNextVersion(n.runCtx) })
+		n.loops.Go(func() { probeNextVersion(n.runCtx, n) })
 	}
 	n.awaitRegistered(ctx)
 	if !n.peering.IsFounding() {
 		return nil
 	}
-	t, err := n.newToken(ctx, api.TokenRequest{TTL: FirstTokenTTL, Uses: FirstTokenUses})
+	t, err := (&backend{n}).newToken(ctx, api.TokenRequest{TTL: FirstTokenTTL, Uses: FirstTokenUses})
 	n.firstToken = t.Token
 	return err
 }
@@ -453,13 +468,6 @@ func (n *Node) adminHosts() []string {
 		hosts = append(hosts, n.cfg.Advertise)
 	}
 	return hosts
-}
-
-// prefillTime is the reference machine's time for a prompt without other load. It stretches the stall
-// timeout, so only its order of magnitude counts.
-func prefillTime(tokens int) time.Duration {
-	ms := steptime.Reference().Step(tokens, 0, 0, steptime.Pairs(tokens, 0))
-	return time.Duration(ms * float64(time.Millisecond))
 }
 
 // randomUint64 draws an incarnation or a seed.

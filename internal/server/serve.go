@@ -4,10 +4,12 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"net"
 	"syscall"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -57,6 +59,39 @@ func (n *Node) bind(addr, flag string, listen func(ctx context.Context, addr str
 		return problem.New(problem.InvalidArgument, "%s %s: %w", flag, addr, err)
 	}
 	return nil
+}
+
+// listenHTTP binds the inference endpoint.
+func (n *Node) listenHTTP(ctx context.Context, addr string) (net.Addr, error) {
+	if n.cfg.Network == nil {
+		return n.ingress.Listen(ctx, addr)
+	}
+	l, err := n.cfg.Network.Listen(addr)
+	if err != nil {
+		return nil, err
+	}
+	return l.Addr(), n.ingress.Attach(l)
+}
+
+// listenAdmin binds the admin API.
+func (n *Node) listenAdmin(ctx context.Context, addr string) error {
+	return n.listenServer(ctx, n.admin, addr)
+}
+
+// listenMetrics binds the port of --metrics-bind.
+func (n *Node) listenMetrics(ctx context.Context, addr string) error {
+	return n.listenServer(ctx, n.metricsServer, addr)
+}
+
+func (n *Node) listenServer(ctx context.Context, s *api.Server, addr string) error {
+	if n.cfg.Network == nil {
+		return s.Listen(ctx, addr)
+	}
+	l, err := n.cfg.Network.Listen(addr)
+	if err != nil {
+		return err
+	}
+	return s.Attach(l)
 }
 
 // Serve answers until ctx ends or the cluster removes the node. Then it drains and returns when every engine
