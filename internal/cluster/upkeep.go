@@ -30,7 +30,7 @@ const (
 const DisconnectDelay = time.Second
 
 // Upkeep changes the voters and continues a change of the gossip key while this node leads. state.Electorate
-// and state.Unvote decide; Upkeep knows who lives and makes the changes. Safe for concurrent use.
+// and state.CheckUnvote decide; Upkeep knows who lives and makes the changes. Safe for concurrent use.
 type Upkeep struct {
 	cfg UpkeepConfig
 	c   *Cluster
@@ -218,7 +218,7 @@ func (u *Upkeep) Remove(ctx context.Context, node string, remove func(context.Co
 	return remove(ctx, node)
 }
 
-// unvote is state.Unvote with the voters that answer at this moment.
+// unvote is state.CheckUnvote with the voters that answer at this moment.
 func (u *Upkeep) unvote(ctx context.Context, rec *state.Node) ([]state.Change, error) {
 	if rec == nil {
 		return nil, nil
@@ -226,7 +226,7 @@ func (u *Upkeep) unvote(ctx context.Context, rec *state.Node) ([]state.Change, e
 	if votes, _ := u.c.findMember(rec.UID); !votes {
 		return nil, nil
 	}
-	return state.Unvote(u.electors(u.answeringMembers(ctx)), u.c.UID(), rec.UID)
+	return state.CheckUnvote(u.electors(u.answeringMembers(ctx)), u.c.UID(), rec.UID)
 }
 
 // answeringMembers returns the other members of consensus, by name, that answer at this moment. A lease is

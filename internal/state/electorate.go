@@ -227,14 +227,14 @@ func boolToInt(b bool) int {
 	return 0
 }
 
-// Unvote returns the changes, in order, by which the node with the given UID gives up its vote for good: a
-// successor gets a vote if one is needed, then the node loses its own. A leader that leaves hands the
+// CheckUnvote returns the changes, in order, by which the node with the given UID gives up its vote for good:
+// a successor gets a vote if one is needed, then the node loses its own. A leader that leaves hands the
 // leadership over instead, and the next leader continues. A node without a vote needs no change.
 //
 // A removal asks before it changes any vote, because a change that leaves the voters without a living
 // majority cannot be undone: every change needs a leader, and then there is none. The error is typed and
 // names the voters in the way: Conflict if one is lost, Unavailable if all of them may still answer.
-func Unvote(members []Elector, leader, uid string) ([]Change, error) {
+func CheckUnvote(members []Elector, leader, uid string) ([]Change, error) {
 	e := newElectorate(members, leader)
 	i := slices.IndexFunc(e.all, func(m Elector) bool { return m.UID == uid })
 	if i < 0 || !e.all[i].Voter {

@@ -214,7 +214,7 @@ func successorIn(changes []Change) string {
 	return ""
 }
 
-func TestUnvote(t *testing.T) {
+func TestCheckUnvote(t *testing.T) {
 	for _, c := range []struct {
 		name, members, uid, successor string
 		code                          problem.Code
@@ -276,7 +276,7 @@ func TestUnvote(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			members := electors(c.members)
-			changes, err := Unvote(members, "a", c.uid)
+			changes, err := CheckUnvote(members, "a", c.uid)
 			if c.code == "" {
 				require.NoError(t, err)
 				assert.Equal(t, c.successor, successorIn(changes))
@@ -346,7 +346,7 @@ func (m *machines) remove(uid string) {
 	if !others {
 		return // the last control node
 	}
-	changes, err := Unvote(m.all, m.leader(), uid)
+	changes, err := CheckUnvote(m.all, m.leader(), uid)
 	if err != nil {
 		return
 	}
