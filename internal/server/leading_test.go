@@ -10,8 +10,8 @@ import (
 // Another node may have led between two checks, so the actors of the earlier election end.
 func TestNewTermStartsNewLeaderActors(t *testing.T) {
 	n := newBackend(t, edgeFile).n
-	n.kill() // stop the loop that follows leadership
-	n.loops.Wait()
+	n.life.kill() // stop the loop that follows leadership
+	n.life.loops.Wait()
 	first, _ := n.leading.Current()
 	require.NoError(t, n.leading.Adapt(t.Context()))
 	still, _ := n.leading.Current()

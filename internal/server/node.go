@@ -65,10 +65,15 @@ type Node struct {
 
 	httpAddr   string
 	firstToken string
-	kill       context.CancelFunc
-	runCtx     context.Context //nolint:containedctx // ends the drain of this process
-	loops      sync.WaitGroup
-	close      func() error // once
+	life       lifetime
+}
+
+// lifetime is when a node ends.
+type lifetime struct {
+	ctx   context.Context //nolint:containedctx // ends the drain of this process
+	kill  context.CancelFunc
+	loops sync.WaitGroup
+	close func() error // once
 }
 
 // New builds a node. It opens the data dir, joins its cluster or waits until it leads its own, and restores
@@ -83,16 +88,16 @@ func New(c Config) (*Node, error) {
 			c.LogLevel)
 	}
 	n := &Node{cfg: c, metrics: telemetry.New(), hub: dpserver.NewHub(), probes: c.probes()}
-	n.close = sync.OnceValue(n.closeAll)
+	n.life.close = sync.OnceValue(n.closeAll)
 	n.nodeMetrics = n.metrics.Node(c.NodeID)
 	n.metrics.BuildInfo(c.Version)
 	n.log = telemetry.NewLogger(c.LogWriter, c.LogFormat, level).With(slog.String("node", c.NodeID))
-	n.runCtx, n.kill = context.WithCancel(context.Background())
+	n.life.ctx, n.life.kill = context.WithCancel(context.Background())
 	built := make(chan struct{})
 	go func() {
 		select {
 		case <-c.Stop:
-			n.kill()
+			n.life.kill()
 		case <-built:
 		}
 	}()
@@ -107,7 +112,7 @@ func New(c Config) (*Node, error) {
 func (n *Node) build() error {
 	n.system = inbox.NewSystem(n.log)
 	var err error
-	ctx, cancel := context.WithTimeout(n.runCtx, readyTimeout)
+	ctx, cancel := context.WithTimeout(n.life.ctx, readyTimeout)
 	defer cancel()
 	if n.cfg.Advertise != "" {
 		if err := n.openPeering(ctx); err != nil {
@@ -318,9 +323,9 @@ func (n *Node) openStore(ctx context.Context) error {
 	})
 	// before the state is complete: a node whose certificate has expired gets no state without a new one
 	if n.peering != nil {
-		n.loops.Go(func() { n.peering.Certificates.Keep(n.runCtx) })
+		n.life.loops.Go(func() { n.peering.Certificates.Keep(n.life.ctx) })
 		if address := n.peering.RejoinAddress(); address != "" {
-			n.loops.Go(func() { n.peering.Neighbours.FindAt(ctx, n.peering.Port, address) })
+			n.life.loops.Go(func() { n.peering.Neighbours.FindAt(ctx, n.peering.Port, address) })
 		}
 	} else { // a member's identity is known before
 		n.ident = cluster.Identity{Cluster: n.store.ClusterID(), Node: n.cfg.NodeID, UID: n.store.UID()}
@@ -415,15 +420,15 @@ func (n *Node) start(ctx context.Context) error {
 	if err := n.leading.Adapt(ctx); err != nil {
 		return err
 	}
-	n.loops.Go(func() { n.leading.Follow(n.runCtx) })
+	n.life.loops.Go(func() { n.leading.Follow(n.life.ctx) })
 	if n.peering == nil {
 		return nil
 	}
-	n.loops.Go(func() { n.peering.WatchRemoval(n.runCtx) })
-	n.loops.Go(func() { n.peering.PublishIndex(n.runCtx) })
+	n.life.loops.Go(func() { n.peering.WatchRemoval(n.life.ctx) })
+	n.life.loops.Go(func() { n.peering.PublishIndex(n.life.ctx) })
 	if n.consensus != nil {
-		n.loops.Go(func() { n.upkeep.Run(n.runCtx) })
-		n.loops.Go(func() { probeNextVersion(n.runCtx, n) })
+		n.life.loops.Go(func() { n.upkeep.Run(n.life.ctx) })
+		n.life.loops.Go(func() { probeNextVersion(n.life.ctx, n) })
 	}
 	n.awaitRegistered(ctx)
 	if !n.peering.IsFounding() {

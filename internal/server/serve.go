@@ -47,9 +47,9 @@ func (n *Node) Listen() error {
 }
 
 func (n *Node) bind(addr, flag string, listen func(ctx context.Context, addr string) error) error {
-	err := listen(n.runCtx, addr)
+	err := listen(n.life.ctx, addr)
 	if n.cfg.Ephemeral && errors.Is(err, syscall.EADDRINUSE) {
-		err = listen(n.runCtx, "127.0.0.1:0")
+		err = listen(n.life.ctx, "127.0.0.1:0")
 	}
 	if errors.Is(err, syscall.EADDRINUSE) {
 		return problem.New(problem.Unavailable, "%s %s is taken: %w", flag, addr, err).
@@ -129,8 +129,8 @@ func (n *Node) drain() error {
 	if n.peering == nil { // no other leader exists: the controller must not start the ended ranks again
 		err = n.leading.StandDown()
 	}
-	err = errors.Join(err, n.node.Close(n.runCtx, longestGrace(n.store.State())))
-	ctx, cancel := context.WithTimeout(n.runCtx, afterDrain)
+	err = errors.Join(err, n.node.Close(n.life.ctx, longestGrace(n.store.State())))
+	ctx, cancel := context.WithTimeout(n.life.ctx, afterDrain)
 	defer cancel()
 	if n.ingress != nil {
 		if cerr := n.ingress.Close(ctx); cerr != nil && !errors.Is(cerr, context.Canceled) &&
@@ -146,7 +146,7 @@ func (n *Node) handOverLeadership() {
 	if n.consensus == nil || n.peering == nil {
 		return
 	}
-	ctx, cancel := context.WithTimeout(n.runCtx, handOverTime)
+	ctx, cancel := context.WithTimeout(n.life.ctx, handOverTime)
 	defer cancel()
 	if err := n.consensus.StepDown(ctx); err != nil && problem.CodeOf(err) != problem.Conflict {
 		n.log.Warn("leadership was not handed over", slog.Any("err", err))
@@ -162,20 +162,20 @@ func (n *Node) closeMetrics() error {
 }
 
 // Kill ends a drain: it kills the engines and cuts the streams.
-func (n *Node) Kill() { n.kill() }
+func (n *Node) Kill() { n.life.kill() }
 
 // Close ends everything that still runs and waits. Idempotent.
-func (n *Node) Close() error { return n.close() }
+func (n *Node) Close() error { return n.life.close() }
 
 func (n *Node) closeAll() error {
-	n.kill()
-	n.loops.Wait()
+	n.life.kill()
+	n.life.loops.Wait()
 	errs := []error{n.leading.StandDown()}
 	if n.node != nil {
-		errs = append(errs, n.node.Close(n.runCtx, 0))
+		errs = append(errs, n.node.Close(n.life.ctx, 0))
 	}
 	if n.ingress != nil {
-		if err := n.ingress.Close(n.runCtx); err != nil && !errors.Is(err, context.Canceled) {
+		if err := n.ingress.Close(n.life.ctx); err != nil && !errors.Is(err, context.Canceled) {
 			errs = append(errs, err)
 		}
 	}

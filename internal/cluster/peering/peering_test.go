@@ -77,7 +77,7 @@ func TestAFounderComesBackWithItsRoles(t *testing.T) {
 	require.NoError(t, p.Close())
 
 	cfg.Roles = []string{"worker"}
-	assert.ErrorContains(t, refusal(t, cfg), "this node has joined with roles control,worker, not worker")
+	require.ErrorContains(t, refusal(t, cfg), "this node has joined with roles control,worker, not worker")
 	cfg.Roles = []string{"worker", "control"}
 	require.NoError(t, opened(t, cfg).Close())
 	require.NoError(t, RefuseStandalone(dir), "a founder may stand alone")
@@ -90,7 +90,7 @@ func TestAFounderWithoutItsFilesIsRefused(t *testing.T) {
 	st.held.Secrets.Authority = []byte("of before")
 	err := p.SaveAuthority()
 	assert.Equal(t, problem.Conflict, problem.CodeOf(err))
-	assert.ErrorContains(t, err, "the certificates of this node's cluster are gone")
+	require.ErrorContains(t, err, "the certificates of this node's cluster are gone")
 	require.NoError(t, p.Close())
 }
 
@@ -150,7 +150,7 @@ func TestAMemberJoinsOnceAndComesBack(t *testing.T) {
 
 	other, otherFiles := founder(t, t.TempDir())
 	otherFiles.AuthorityKey = other.AuthorityKey
-	assert.ErrorContains(t, refusal(t, joining(t, dir, otherFiles, &lost)), "belongs to another cluster")
+	require.ErrorContains(t, refusal(t, joining(t, dir, otherFiles, &lost)), "belongs to another cluster")
 }
 
 // A removed node learns it from the state, and its data dir says so to a later process.
