@@ -36,8 +36,8 @@ func (a *application) isWanted(id string) bool {
 
 func readApp(s *state.App) *application {
 	a := &application{name: s.Name, revision: s.Revision, launch: map[string]string{}}
-	spec := new(app.Application)
-	if err := json.Unmarshal(s.Spec, spec); err != nil {
+	spec, err := s.Application()
+	if err != nil {
 		a.broken = "the stored spec cannot be read: " + err.Error()
 		return a
 	}

@@ -2,7 +2,6 @@ package controller
 
 import (
 	"cmp"
-	"encoding/json"
 	"maps"
 	"slices"
 
@@ -130,8 +129,8 @@ func (p *planner) planApp(a *application) {
 
 // appChange says what a deploy does to an existing application, and which fields differ.
 func appChange(old *state.App, a *app.Application) (action string, fields []string) {
-	was := new(app.Application)
-	if err := json.Unmarshal(old.Spec, was); err != nil {
+	was, err := old.Application()
+	if err != nil {
 		return actionReplace, nil // a spec of another version cannot be compared
 	}
 	changes := app.Compare([]*app.Application{was}, []*app.Application{a})

@@ -2,7 +2,6 @@ package ingress
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -215,8 +214,8 @@ func (in *Ingress) applyRevision(ar *appRouter, a *state.App) (spec *appRevision
 
 // newRevision decodes an application's specification; old is the revision before, nil for none.
 func (in *Ingress) newRevision(a *state.App, old *appRevision) (*appRevision, error) {
-	spec := &app.Application{}
-	if err := json.Unmarshal(a.Spec, spec); err != nil {
+	spec, err := a.Application()
+	if err != nil {
 		return nil, err
 	}
 	s := &appRevision{

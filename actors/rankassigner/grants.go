@@ -1,13 +1,11 @@
 package rankassigner
 
 import (
-	"encoding/json"
 	"slices"
 	"strconv"
 	"strings"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -68,8 +66,8 @@ func groupRanks(s *state.State, name string, group int) ([]int, error) {
 	if !ok {
 		return nil, problem.New(problem.NotFound, "assign rank: %w %q", state.ErrUnknownApp, name)
 	}
-	var spec app.Application
-	if err := json.Unmarshal(a.Spec, &spec); err != nil {
+	spec, err := a.Application()
+	if err != nil {
 		return nil, problem.New(problem.Internal, "assign rank: read the spec of %q: %w", name, err)
 	}
 	if group < 0 || group >= spec.NumGroups {

@@ -29,3 +29,9 @@ func (c *Cluster) CommitIndex() uint64 { return c.run.Load().raft.CommitIndex() 
 
 // State returns the copied state.
 func (c *stateCopy) State() *state.State { return c.state }
+
+// SetTerm pretends that a Leading began in another term.
+func (l *Leading[T]) SetTerm(term uint64) {
+	old := l.held.Load()
+	l.held.Store(&tenure[T]{term, old.parts})
+}

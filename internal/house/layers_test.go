@@ -43,7 +43,8 @@ func areas() []area {
 		{name: "client", layer: -1, deny: []string{module, gin, raft, gossip, cobra, metrics}},
 
 		{name: "internal/app", layer: 0, deny: io()},
-		{name: "internal/state", layer: 0, deny: io()},
+		// state reads each application's spec once, for all its readers.
+		{name: "internal/state", layer: 0, deny: io(), also: []string{"internal/app"}},
 		{name: "placement", layer: 0, deny: io()},
 		{name: "internal/steptime", layer: 0, deny: io()},
 		{name: "routing", layer: 0, deny: io(), also: []string{"internal/steptime"}},

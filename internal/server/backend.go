@@ -2,17 +2,15 @@ package server
 
 import (
 	"context"
-	"encoding/json"
-	"fmt"
 	"maps"
 	"slices"
-	"strings"
 	"time"
 
+	"github.com/dpserve/dpserve/actors/controller"
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/app"
-	"github.com/dpserve/dpserve/internal/cluster/pki"
+	"github.com/dpserve/dpserve/internal/cluster/membership"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -20,7 +18,11 @@ import (
 // backend implements the admin API's interfaces with the parts of a node.
 type backend struct{ n *Node }
 
-var _ api.Backend = (*backend)(nil)
+var (
+	_ api.Backend = (*backend)(nil)
+	_ api.Ranks   = (*backend)(nil)
+	_ api.Nodes   = (*backend)(nil)
+)
 
 // Validate implements api.Backend.
 func (b *backend) Validate(file string, text []byte) ([]app.Warning, error) {
@@ -34,24 +36,21 @@ func (b *backend) Deploy(ctx context.Context, req api.DeployRequest) (api.Deploy
 	if err != nil {
 		return api.DeployResult{}, err
 	}
-	st := b.n.store.State()
-	expect, err := expectedRevisions(st, file.Applications, req.Revision)
-	if err != nil {
-		return api.DeployResult{}, err
-	}
-	changes, err := deployChanges(st, file.Applications, req.Prune)
-	if err != nil {
-		return api.DeployResult{}, err
-	}
 	l, err := b.n.requireLeader()
 	if err != nil {
 		return api.DeployResult{}, err
 	}
-	r, err := l.control.Deploy(ctx, file.Applications, expect, req.Prune, req.Partial)
+	r, changes, err := controller.DeployChanges(ctx, l.control, file.Applications, req.Revision, req.Prune,
+		req.Partial)
 	if err != nil {
 		return api.DeployResult{}, err
 	}
-	return api.DeployResult{Revision: r.Revision, Apps: r.Apps, Changes: changes, Warnings: warnings}, nil
+	res := api.DeployResult{Revision: r.Revision, Apps: r.Apps, Warnings: warnings}
+	for _, c := range changes {
+		res.Changes = append(res.Changes,
+			api.Change{App: c.App, Action: api.Action(c.Action), Fields: c.Fields, Gone: c.Gone})
+	}
+	return res, nil
 }
 
 // Plan implements api.Backend.
@@ -68,105 +67,75 @@ func (b *backend) Plan(_ context.Context, req api.DeployRequest) (msg.Plan, []ap
 	return p, warnings, err
 }
 
-// expectedRevisions returns the revision of every named app that a caller at cluster revision want has seen.
-// An app that changed after that revision is a conflict.
-func expectedRevisions(st *state.State, apps []*app.Application, want *uint64) (map[string]uint64, error) {
-	if want == nil {
-		return nil, nil //nolint:nilnil // no expectation
-	}
-	if *want > st.Revision {
-		return nil, problem.New(problem.Conflict, "revision %d does not exist yet, the cluster is at %d",
-			*want, st.Revision).WithHint("plan against this cluster again")
-	}
-	out := map[string]uint64{}
-	for _, a := range apps {
-		out[a.Name] = 0
-		if now := st.Apps[a.Name]; now != nil {
-			if now.ChangedAt > *want {
-				return nil, problem.New(problem.Conflict,
-					"app %s has changed at revision %d, after the %d you saw", a.Name, now.ChangedAt, *want).
-					WithHint("look at `dpserve status %s`, then deploy again", a.Name)
-			}
-			out[a.Name] = now.Revision
-		}
-	}
-	return out, nil
-}
-
-// deployChanges returns the effect of a deploy on each app.
-func deployChanges(st *state.State, apps []*app.Application, prune bool) ([]api.Change, error) {
-	var out []api.Change
-	listed := map[string]bool{}
-	for _, a := range apps {
-		listed[a.Name] = true
-		c, err := deployChange(st.Apps[a.Name], a)
-		if err != nil {
-			return nil, err
-		}
-		out = append(out, c)
-	}
-	if prune {
-		for _, name := range slices.Sorted(maps.Keys(st.Apps)) {
-			if !listed[name] {
-				out = append(out, api.Change{App: name, Action: api.ActionDelete})
-			}
-		}
-	}
-	return out, nil
-}
-
-func deployChange(now *state.App, a *app.Application) (api.Change, error) {
-	c := api.Change{App: a.Name, Action: api.ActionCreate}
-	if now == nil {
-		return c, nil
-	}
-	var old app.Application
-	if err := json.Unmarshal(now.Spec, &old); err != nil {
-		return c, fmt.Errorf("read the stored specification of %s: %w", a.Name, err)
-	}
-	c.Action = api.ActionUnchanged
-	for _, d := range app.Compare([]*app.Application{&old}, []*app.Application{a}) {
-		c.Action = api.ActionReplace
-		for _, f := range d.Fields {
-			c.Fields = append(c.Fields, f.Path)
-		}
-	}
-	c.Gone = removedRanks(&old, a)
-	return c, nil
-}
-
 // Apps implements api.Backend.
 func (b *backend) Apps(ctx context.Context) ([]msg.AppStatus, error) {
 	l, err := b.n.requireLeader()
 	if err != nil {
 		return nil, err
 	}
-	ranks, queued, answered := b.n.collectStatus(ctx)
-	list := l.control.StatusWithout(unreachable(l, answered))
+	views, silences := b.views()
+	reported := views.Statuses(ctx)
+	list := l.control.StatusWithout(reported.Unreachable(silences))
+	reported.AddTo(list)
 	for i := range list {
-		list[i].Queued = queued[list[i].Name]
-		if b.n.ingress != nil {
-			list[i].Index, list[i].Identity = b.n.ingress.Index(list[i].Name),
-				b.n.ingress.Identity(list[i].Name)
-		}
-		for j := range list[i].Units {
-			addRankStatuses(&list[i].Units[j], ranks[list[i].Units[j].Unit])
+		if in := b.n.ingress; in != nil {
+			list[i].Index, list[i].Identity = in.Index(list[i].Name), in.Identity(list[i].Name)
 		}
 	}
 	return list, nil
 }
 
-// addRankStatuses replaces the ranks of a unit by the statuses that the replicas report. A status of another
-// epoch belongs to a replica that is ending and is ignored.
-func addRankStatuses(u *msg.UnitStatus, statuses []msg.RankStatus) {
-	for i, r := range u.Ranks {
-		for _, a := range statuses {
-			if a.Rank == r.Rank && a.Epoch == r.Epoch {
-				a.Group, a.Node, a.Devices, a.Phase = r.Group, r.Node, r.Devices, r.Phase
-				u.Ranks[i] = a
-			}
+// Logs implements api.Backend.
+func (b *backend) Logs(ctx context.Context, q api.LogQuery) (api.LogStream, error) {
+	status, err := b.App(ctx, q.App)
+	if err != nil {
+		return nil, err
+	}
+	views, _ := b.views()
+	return views.Logs(ctx, b.n.store.State(), &status, q)
+}
+
+// views returns the nodes that can be asked, and on the leader the time since each node's last renewal. The
+// leader leaves out nodes that have been silent for half of their lease, so that no listing waits for them.
+func (b *backend) views() (views api.NodeViews, silences map[string]time.Duration) {
+	views, silences = api.NodeViews{b.n.cfg.NodeID: localView{b.n}}, map[string]time.Duration{}
+	long := map[string]bool{}
+	if l, leads := b.n.leading.Current(); leads {
+		for id, s := range l.control.Silences() {
+			silences[id], long[id] = s.For, s.Long
 		}
 	}
+	for id, node := range b.n.store.State().Nodes {
+		if id != b.n.cfg.NodeID && !node.Lost && node.Address != "" && !long[id] {
+			views[id] = b.n.conns.Node(id)
+		}
+	}
+	return views, silences
+}
+
+// AddRank implements api.Ranks.
+func (b *backend) AddRank(ctx context.Context, name string, rank []byte) (api.RankChange, error) {
+	l, err := b.n.requireLeader()
+	if err != nil {
+		return api.RankChange{}, err
+	}
+	c, err := controller.AttachedRanks{Controller: l.control}.Add(ctx, name, rank)
+	return api.RankChange(c), err
+}
+
+// RemoveRank implements api.Ranks.
+func (b *backend) RemoveRank(ctx context.Context, name string, r api.RankRemoval) (api.RankChange, error) {
+	l, err := b.n.requireLeader()
+	if err != nil {
+		return api.RankChange{}, err
+	}
+	c, err := controller.AttachedRanks{Controller: l.control}.Remove(ctx, name, r.Rank, r.Deadline)
+	return api.RankChange(c), err
+}
+
+// Workers implements api.Ranks.
+func (b *backend) Workers(_ context.Context, name string) ([]string, error) {
+	return controller.AttachedURLs(b.n.store.State(), name)
 }
 
 // App implements api.Backend.
@@ -182,15 +151,7 @@ func (b *backend) App(ctx context.Context, name string) (msg.AppStatus, error) {
 		}
 		names = append(names, list[i].Name)
 	}
-	return msg.AppStatus{}, unknownApp(name, names)
-}
-
-func unknownApp(name string, names []string) error {
-	e := problem.New(problem.NotFound, "there is no app %q", name)
-	if len(names) == 0 {
-		return e.WithHint("nothing is deployed; `dpserve deploy app.yaml` deploys a file")
-	}
-	return e.WithHint("apps are %s", strings.Join(names, ", "))
+	return msg.AppStatus{}, state.UnknownApp(name, names)
 }
 
 // Delete implements api.Backend.
@@ -230,35 +191,29 @@ func eventKind(unit, to string) string {
 	return to
 }
 
-var _ api.Nodes = (*backend)(nil)
-
 // Nodes implements api.Nodes.
 func (b *backend) Nodes(ctx context.Context) ([]msg.NodeStatus, error) {
 	l, err := b.n.requireLeader()
 	if err != nil {
-		return b.n.nodesWithoutLeader(), nil //nolint:nilerr // show what this node knows
+		return b.nodesWithoutLeader(), nil //nolint:nilerr // show what this node knows
 	}
 	list := l.control.Nodes()
-	inflight := map[string]int{}
-	ranks, _, _ := b.n.collectStatus(ctx)
-	for _, unit := range ranks {
-		for i := range unit {
-			inflight[unit[i].Node] += unit[i].InFlight
-		}
-	}
+	views, _ := b.views()
+	inflight := views.Statuses(ctx).InFlight()
 	for i := range list {
 		s := &list[i]
 		s.Leader, s.InFlight = s.Node == b.n.cfg.NodeID, inflight[s.Node]
 		if rec := b.n.store.State().Nodes[s.Node]; rec != nil {
 			s.Voter = b.n.isVoter(rec.UID)
-			b.n.peering.addGossipView(s, rec)
+			b.addGossipView(s, rec)
 		}
 	}
 	return list, nil
 }
 
 // nodesWithoutLeader returns what this node knows by itself: the last state, and the nodes that gossip sees.
-func (n *Node) nodesWithoutLeader() []msg.NodeStatus {
+func (b *backend) nodesWithoutLeader() []msg.NodeStatus {
+	n := b.n
 	st := n.store.State()
 	who := n.describeVoters()
 	var out []msg.NodeStatus
@@ -272,7 +227,7 @@ func (n *Node) nodesWithoutLeader() []msg.NodeStatus {
 		for _, r := range rec.Roles {
 			s.Roles = append(s.Roles, string(r))
 		}
-		n.peering.addGossipView(&s, rec)
+		b.addGossipView(&s, rec)
 		if t := n.warning(); t != "" && rec.UID == n.ident.UID {
 			s.Notes = append(s.Notes, t)
 		}
@@ -312,7 +267,7 @@ func (b *backend) Remove(ctx context.Context, node string) error {
 	if err != nil {
 		return err
 	}
-	return b.n.remove(ctx, l, node)
+	return b.n.upkeep.Remove(ctx, node, l.control.Remove)
 }
 
 // CheckLeave implements api.Nodes.
@@ -320,7 +275,7 @@ func (b *backend) CheckLeave(ctx context.Context, node string) error {
 	if _, err := b.n.requireLeader(); err != nil {
 		return err
 	}
-	return b.n.checkLeave(ctx, node)
+	return b.n.upkeep.CheckLeave(ctx, node)
 }
 
 // NewToken implements api.Nodes.
@@ -329,23 +284,83 @@ func (b *backend) NewToken(ctx context.Context, req api.TokenRequest) (api.Token
 		return api.Token{}, problem.New(problem.Conflict, "this node stands alone: no other can join it").
 			WithHint("start it with --advertise IP")
 	}
-	return b.n.newToken(ctx, req.TTL, req.Uses)
+	return b.newToken(ctx, req)
 }
 
-// newToken makes a join token. The cluster stores only its hash.
-func (n *Node) newToken(ctx context.Context, ttl time.Duration, uses int) (api.Token, error) {
-	authority := n.store.State().Secrets.Authority
-	if len(authority) == 0 {
+// newToken makes a join token.
+func (b *backend) newToken(ctx context.Context, req api.TokenRequest) (api.Token, error) {
+	n := b.n
+	if len(n.store.State().Secrets.Authority) == 0 {
 		return api.Token{}, n.errNotLeading()
 	}
-	t, err := pki.NewToken(authority)
-	if err != nil {
-		return api.Token{}, err
+	token, expires, err := n.peering.NewToken(ctx, n.store, req.TTL, req.Uses)
+	return api.Token{Token: token, Address: n.peering.Address(), Uses: req.Uses, Expires: expires}, err
+}
+
+// RotateKey implements api.Nodes.
+func (b *backend) RotateKey(ctx context.Context) error {
+	if b.n.peering == nil {
+		return problem.New(problem.Conflict, "this node stands alone: it does not gossip").
+			WithHint("start it with --advertise IP")
 	}
-	expires := time.Now().Add(ttl)
-	put := &state.Token{Hash: t.Hash(), Expires: expires.UnixMilli(), Uses: uses}
-	if _, err := n.store.Propose(ctx, state.Command{PutToken: put}); err != nil {
-		return api.Token{}, err
+	if _, err := b.n.requireLeader(); err != nil {
+		return err
 	}
-	return api.Token{Token: t.String(), Address: n.peering.address, Uses: uses, Expires: expires}, nil
+	return b.n.upkeep.RotateKey(ctx)
+}
+
+// KeyRotation implements api.Nodes.
+func (b *backend) KeyRotation(context.Context) (api.KeyRotation, error) {
+	if _, err := b.n.requireLeader(); err != nil {
+		return api.KeyRotation{}, err
+	}
+	st := b.n.store.State()
+	r := api.KeyRotation{Done: !st.Secrets.Turning()}
+	if !r.Done {
+		r.Waiting = st.Untaken()
+	}
+	return r, nil
+}
+
+// addGossipView adds gossip's last sight of a node to its status.
+func (b *backend) addGossipView(s *msg.NodeStatus, rec *state.Node) {
+	if b.n.peering == nil {
+		return
+	}
+	g, ok := b.n.peering.Neighbours.Seen(rec.UID)
+	if ok && g.State == membership.Alive && g.LastSeen.After(s.LastSeen.Add(state.LeaseTTL/2)) {
+		s.LastSeen, s.SeenBy = g.LastSeen, "gossip"
+	}
+}
+
+// localView implements msg.NodeView for this node.
+type localView struct{ n *Node }
+
+var _ msg.NodeView = localView{}
+
+// Statuses implements msg.NodeView.
+func (v localView) Statuses(context.Context) (ranks map[string][]msg.RankStatus, queued map[string]int,
+	err error,
+) {
+	queued = map[string]int{}
+	if in := v.n.ingress; in != nil {
+		for name := range v.n.store.State().Apps {
+			queued[name] = in.QueueLen(name)
+		}
+	}
+	return v.n.node.RankStatuses(), queued, nil
+}
+
+// Logs implements msg.NodeView.
+func (v localView) Logs(ctx context.Context, q msg.LogQuery, give func(msg.LogLine) error) error {
+	return v.n.node.Logs(ctx, q, give)
+}
+
+// ResetRouter implements msg.NodeView.
+func (v localView) ResetRouter(_ context.Context, app string) (ranks int, err error) {
+	if v.n.ingress == nil {
+		return 0, nil
+	}
+	res, err := v.n.ingress.ResetRouter(app)
+	return res.Ranks, err
 }

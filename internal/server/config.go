@@ -4,6 +4,7 @@ package server
 
 import (
 	"io"
+	"maps"
 	"net"
 	"os"
 	"slices"
@@ -12,9 +13,14 @@ import (
 	"strings"
 	"time"
 
+	"github.com/dpserve/dpserve/actors/controller"
+	"github.com/dpserve/dpserve/actors/dpserver"
 	"github.com/dpserve/dpserve/actors/ingress"
 	"github.com/dpserve/dpserve/actors/node"
+	"github.com/dpserve/dpserve/actors/rankassigner"
 	"github.com/dpserve/dpserve/internal/cluster"
+	"github.com/dpserve/dpserve/internal/cluster/membership"
+	"github.com/dpserve/dpserve/internal/noderpc"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -190,22 +196,6 @@ func AllRoles() []string {
 	return []string{string(state.RoleControl), string(state.RoleWorker), string(state.RoleIngress)}
 }
 
-// applyJoinedRoles takes the roles that the node joined with. Its certificate names them and the other nodes
-// trust only that.
-func (c *Config) applyJoinedRoles(joined []string) error {
-	if c.Roles == nil {
-		c.Roles = joined
-	}
-	if same := len(c.Roles) == len(joined) &&
-		!slices.ContainsFunc(c.Roles, func(r string) bool { return !slices.Contains(joined, r) }); same {
-		return nil
-	}
-	return problem.New(problem.Conflict, "this node has joined with roles %s, not %s",
-		strings.Join(joined, ","), strings.Join(c.Roles, ",")).
-		WithHint("leave --roles out; for other roles let it leave (`dpserve leave`) and join again with " +
-			"an empty --data-dir")
-}
-
 // validateCluster checks the fields that concern other nodes.
 func (c *Config) validateCluster() error {
 	for _, r := range c.Roles {
@@ -327,3 +317,78 @@ func ParseGPUs(s string) ([]int, error) {
 
 // maxDevices bounds the devices that --gpus may declare on one node.
 const maxDevices = 1024
+
+// timers holds the timers of every package. A zero field means the package's default.
+type timers struct {
+	node       node.Timers
+	replica    dpserver.Timers
+	assigner   rankassigner.Timers
+	controller controller.Timers
+	ingress    ingress.Timers
+	stream     noderpc.StreamTimers
+	gossip     membership.Timers
+}
+
+// durations points to the fields that one name of --timers sets.
+type durations = []*time.Duration
+
+// timersByName maps the names of --timers to fields. Each package owns its defaults.
+var timersByName = map[string]func(t *timers) durations{
+	"start_deadline": func(t *timers) durations { return durations{&t.node.StartupTimeout} },
+	"canary":         func(t *timers) durations { return durations{&t.node.Canary, &t.replica.Canary} },
+	"kill_grace":     func(t *timers) durations { return durations{&t.node.KillGrace} },
+	"verify_named":   func(t *timers) durations { return durations{&t.node.VerifyNamed} },
+	"rendezvous": func(t *timers) durations {
+		return durations{
+			&t.node.Rendezvous,
+			&t.assigner.Rendezvous,
+		}
+	},
+	"ticket_unused": func(t *timers) durations { return durations{&t.replica.TicketLapse} },
+	"scrape":        func(t *timers) durations { return durations{&t.replica.Scrape} },
+	"kv_silence":    func(t *timers) durations { return durations{&t.replica.Silence} },
+	"trip_backoff":  func(t *timers) durations { return durations{&t.replica.TripBackoff} },
+	"start_retry":   func(t *timers) durations { return durations{&t.controller.Unit.StartRetry} },
+	"restart_min":   func(t *timers) durations { return durations{&t.controller.Unit.RestartMin} },
+	"restart_max":   func(t *timers) durations { return durations{&t.controller.Unit.RestartMax} },
+	"restart_reset": func(t *timers) durations { return durations{&t.controller.Unit.RestartReset} },
+	"resend":        func(t *timers) durations { return durations{&t.controller.Unit.Resend} },
+	"read_header":   func(t *timers) durations { return durations{&t.ingress.ReadHeader} },
+	"body_stall":    func(t *timers) durations { return durations{&t.ingress.BodyStall} },
+	"reservation":   func(t *timers) durations { return durations{&t.ingress.Reservation} },
+	"lease_ttl": func(t *timers) durations {
+		return durations{
+			&t.node.LeaseTTL,
+			&t.controller.LeaseTTL,
+		}
+	},
+	"lease_renew":      func(t *timers) durations { return durations{&t.node.LeaseRenew} },
+	"lease_regrant":    func(t *timers) durations { return durations{&t.controller.Regrant} },
+	"stream_heartbeat": func(t *timers) durations { return durations{&t.stream.Heartbeat} },
+	"stream_suspect":   func(t *timers) durations { return durations{&t.stream.Suspect} },
+	"stream_out":       func(t *timers) durations { return durations{&t.stream.Out} },
+	"gossip_probe":     func(t *timers) durations { return durations{&t.gossip.Probe} },
+	"gossip_timeout":   func(t *timers) durations { return durations{&t.gossip.ProbeTimeout} },
+	"seed_rejoin":      func(t *timers) durations { return durations{&t.gossip.Rejoin} },
+	"slow_reader":      func(t *timers) durations { return durations{&t.ingress.SlowReader} },
+}
+
+func timerNames() []string { return slices.Sorted(maps.Keys(timersByName)) }
+
+func (c *Config) timers() *timers {
+	t := &timers{}
+	for name, d := range c.Timers {
+		for _, field := range timersByName[name](t) {
+			*field = d
+		}
+	}
+	return t
+}
+
+// leaseTTL is the lease duration of a cluster that this node founds.
+func (c *Config) leaseTTL() time.Duration {
+	if d := c.Timers["lease_ttl"]; d > 0 {
+		return d
+	}
+	return state.LeaseTTL
+}

@@ -4,26 +4,92 @@ import (
 	"context"
 	"errors"
 	"log/slog"
-	"time"
+	"net/http"
+	"slices"
 
 	"github.com/dpserve/dpserve/actors/controller"
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/actors/node"
 	"github.com/dpserve/dpserve/actors/rankassigner"
 	"github.com/dpserve/dpserve/internal/cluster"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
-// takeOverPause is the wait before a new leader tries again to start the leader's actors.
-const takeOverPause = 200 * time.Millisecond
-
-// leaderActors run only on the leader. They are made at each election, after the barrier, and end with the
-// leadership.
+// leaderActors run only on the leader. They are made at each election and end with the leadership.
 type leaderActors struct {
-	term    uint64 // raft term of the election
 	assign  *rankassigner.Assigner
 	control *controller.Controller
+}
+
+// Close ends the actors.
+func (l *leaderActors) Close() error { return errors.Join(l.control.Close(), l.assign.Close()) }
+
+// startLeaderActors starts the leader's actors, after this node's record is in the state.
+func (n *Node) startLeaderActors(ctx context.Context) (*leaderActors, error) {
+	if err := n.putSelf(ctx); err != nil {
+		return nil, err
+	}
+	t := n.timers()
+	here := localProposer{n.consensus}
+	l := &leaderActors{assign: rankassigner.New(rankassigner.Config{
+		Store: n.store, Proposer: here, Timers: t.assigner, Log: n.log,
+	})}
+	l.control = controller.New(controller.Config{
+		Store: n.store, Proposer: here, Assigner: l.assign, Metrics: n.metrics, Timers: t.controller,
+		Log: n.log, Agent: n.nodeAgent, Self: n.cfg.NodeID,
+		Confirm: n.consensus.Confirm, StepDown: n.consensus.StepDown,
+	})
+	if err := l.assign.Start(n.system); err != nil { //nolint:contextcheck // actors outlive the election
+		return nil, err
+	}
+	if err := l.control.Start(n.system); err != nil { //nolint:contextcheck // as above
+		return nil, errors.Join(err, l.assign.Close()) //nolint:contextcheck // as above
+	}
+	return l, nil
+}
+
+// putSelf writes this node's record into the state of the cluster that it leads.
+func (n *Node) putSelf(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, readyTimeout)
+	defer cancel()
+	put := &state.PutNode{Node: n.selfRecord(), AnyRoles: n.peering == nil || n.peering.IsFounding()}
+	if n.peering != nil {
+		var err error
+		if put.Node.Key, err = n.peering.Certificates.KeySum(); err != nil {
+			return err
+		}
+	}
+	_, err := n.store.Propose(ctx, state.Command{PutNode: put})
+	return err
+}
+
+// awaitController shows this node's units to a new controller, as running or as gone, and waits until it
+// lists every stored app, so that early status requests do not get a false 404.
+func (n *Node) awaitController(ctx context.Context, l *leaderActors) error {
+	n.node.Renew(ctx)
+	for {
+		next := l.control.Watch() // Watch comes before Status, so that no change in between is missed
+		if len(l.control.Status()) >= len(n.store.State().Apps) {
+			return nil
+		}
+		select {
+		case <-next:
+		case <-ctx.Done():
+			return problem.New(problem.Timeout,
+				"the controller has not taken up the applications of the data dir: %w", context.Cause(ctx))
+		}
+	}
+}
+
+// nodeAgent returns the agent by which the controller commands a node.
+func (n *Node) nodeAgent(id string) (msg.NodeAgent, bool) {
+	switch {
+	case id == n.cfg.NodeID:
+		return n.node, n.node != nil
+	case n.peering == nil: // it knows no other node
+		return nil, false
+	}
+	return n.conns.Node(id), true
 }
 
 // errNotLeading answers a request for the leader on a node that does not lead, or that cannot lead because
@@ -38,10 +104,17 @@ func (n *Node) errNotLeading() error {
 
 // requireLeader returns the leader's actors if this node leads.
 func (n *Node) requireLeader() (*leaderActors, error) {
-	if l := n.leading.Load(); l != nil {
+	if l, leads := n.leading.Current(); leads {
 		return l, nil
 	}
 	return nil, n.errNotLeading()
+}
+
+// errNoLeader answers a request that needs a leader while no node leads.
+func (n *Node) errNoLeader() error {
+	return problem.New(problem.Unavailable, "no node leads the cluster at this moment").
+		WithHint("an election takes a second or two; if it stays so, a majority of the voters is not "+
+			"there (%s): start those that are down", n.describeVoters())
 }
 
 // diskFault says why this node cannot take part in consensus now; nil if it can, or never does.
@@ -52,13 +125,66 @@ func (n *Node) diskFault() error {
 	return n.consensus.Fault()
 }
 
-// currentLeader implements remote.Leading.
+// members returns the nodes that take part in consensus; nil on a node that does not.
+func (n *Node) members() []cluster.Member {
+	if n.consensus == nil {
+		return nil
+	}
+	return n.consensus.Members()
+}
+
+// isVoter reports whether a node is a voter.
+func (n *Node) isVoter(uid string) bool {
+	return slices.Contains(n.members(), cluster.Member{UID: uid, Voter: true})
+}
+
+// describeVoters is a hint for the time without a leader.
+func (n *Node) describeVoters() string {
+	isHeard := func(string) bool { return true }
+	if n.peering != nil {
+		isHeard = n.peering.Neighbours.IsHeard
+	}
+	return cluster.DescribeVoters(n.store.State(), n.members(), isHeard)
+}
+
+// renewingNodes returns the nodes that renew their leases with this leader.
+func (n *Node) renewingNodes() map[string]bool {
+	out := map[string]bool{}
+	if l, leads := n.leading.Current(); leads {
+		list := l.control.Nodes()
+		for i := range list {
+			s := list[i].State
+			out[list[i].Node] = s == "alive" || s == "draining" || s == "drained"
+		}
+	}
+	return out
+}
+
+// currentLeader implements noderpc.Leading.
 func (n *Node) currentLeader() (msg.Leader, msg.Assigner, bool) {
-	l := n.leading.Load()
-	if l == nil {
+	l, leads := n.leading.Current()
+	if !leads {
 		return nil, nil, false
 	}
 	return confirmingLeader{l.control, n.consensus}, l.assign, true
+}
+
+// leaderHandler implements api.Forward: it forwards to the leader unless this node leads. A node that knows
+// no leader and whose disk refuses writes answers itself with that fault.
+func (n *Node) leaderHandler() (http.Handler, bool) {
+	if _, leads := n.leading.Current(); leads || n.peering == nil {
+		return nil, false
+	}
+	uid, ok := n.opened.LeaderNode()
+	if !ok || uid == n.ident.UID { // elected a moment ago, and not ready
+		return nil, n.diskFault() == nil
+	}
+	for id, rec := range n.peering.Neighbours.All() {
+		if rec.UID == uid {
+			return leaderProxy(n.peering.Transports, id, n.log), true
+		}
+	}
+	return nil, true
 }
 
 // confirmingLeader asks a majority before it prolongs a lease. A leader that was frozen would otherwise grant
@@ -68,7 +194,7 @@ type confirmingLeader struct {
 	consensus *cluster.Cluster
 }
 
-// Renew implements msg.Leader.
+// Renew implements msg.Leader. A node that lacks a gossip key gets the keys.
 func (c confirmingLeader) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) {
 	if err := c.consensus.Confirm(ctx); err != nil {
 		return msg.Lease{}, err
@@ -90,164 +216,23 @@ func (p localProposer) Propose(ctx context.Context, c state.Command) (state.Resu
 	return p.consensus.ProposeHere(ctx, c)
 }
 
-// followLeadership starts and stops the leader's actors at each election, until ctx ends.
-func (n *Node) followLeadership(ctx context.Context) {
-	for {
-		// Leadership comes before Leader, so that no change in between is missed
-		changed := n.store.Leadership()
-		if err := n.adaptLeadership(ctx); err != nil && ctx.Err() == nil {
-			level := slog.LevelError
-			if !n.store.Leader() || errors.Is(err, cluster.ErrNotLeader) { // another node leads by now
-				level = slog.LevelInfo
-			}
-			n.log.Log(ctx, level, "cannot lead", slog.Any("err", err))
-			select {
-			case <-time.After(takeOverPause):
-				continue
-			case <-ctx.Done():
-			}
-		}
-		select {
-		case <-changed:
-		case <-ctx.Done():
-			return
+// renewer wraps lease renewal: new gossip keys in the reply are taken before the next renewal reports them,
+// and the ingress learns which units wait for resources.
+type renewer struct{ n *Node }
+
+// Renew implements msg.Leader.
+func (k renewer) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) {
+	lease, err := k.n.leader.Renew(ctx, withNextVersionEvents(r))
+	if err != nil {
+		return lease, err
+	}
+	if in := k.n.readyIngress.Load(); in != nil {
+		in.TakeWaiting(lease.Waiting, lease.TTL)
+	}
+	if len(lease.Keyring) > 0 && k.n.peering != nil {
+		if err := k.n.peering.ApplyKeyring(lease.Keyring); err != nil {
+			k.n.log.Warn("the gossip's new key cannot be taken, trying again", slog.Any("err", err))
 		}
 	}
-}
-
-// adaptLeadership stops the actors of an earlier election and starts those of the current one. Leadership
-// that was lost and won again starts new actors: another node may have led in between and given commands that
-// the old actors do not know. The only voter keeps its actors while its disk fails: no other node can lead
-// meanwhile, and the leases of healthy nodes do not need the disk.
-func (n *Node) adaptLeadership(ctx context.Context) error {
-	leads := n.store.Leader()
-	over := !leads && (n.consensus == nil || !n.consensus.Holds())
-	if l := n.leading.Load(); l != nil && (over || leads && n.consensus.Term() != l.term) {
-		n.log.Info("this node leads no more")
-		if err := n.stepDown(); err != nil { //nolint:contextcheck // actors outlive the election
-			return err
-		}
-	}
-	if leads && n.leading.Load() == nil {
-		return n.takeOver(ctx)
-	}
-	return nil
-}
-
-// takeOver starts the leader's actors. Store.Leader is true only after a barrier, so the state holds
-// everything committed before.
-func (n *Node) takeOver(ctx context.Context) error {
-	term := n.consensus.Term()
-	if err := n.putSelf(ctx); err != nil {
-		return err
-	}
-	t := n.timers()
-	here := localProposer{n.consensus}
-	l := &leaderActors{term: term, assign: rankassigner.New(rankassigner.Config{
-		Store:    n.store,
-		Proposer: here, Timers: t.assigner, Log: n.log,
-	})}
-	l.control = controller.New(controller.Config{
-		Store: n.store, Proposer: here, Assigner: l.assign, Metrics: n.metrics, Timers: t.controller,
-		Log: n.log, Agent: n.nodeAgent, Self: n.cfg.NodeID,
-		Confirm: n.consensus.Confirm, StepDown: n.consensus.StepDown,
-	})
-	if err := l.assign.Start(n.system); err != nil { //nolint:contextcheck // as above
-		return err
-	}
-	if err := l.control.Start(n.system); err != nil { //nolint:contextcheck // as above
-		return errors.Join(err, l.assign.Close()) //nolint:contextcheck // as above
-	}
-	n.leading.Store(l)
-	n.node.Renew(ctx) // show this node's units from the start, as running or as gone
-	if err := n.awaitControllerReady(ctx, l); err != nil {
-		return err
-	}
-	n.log.Info("this node leads the cluster", slog.Uint64("term", term))
-	return nil
-}
-
-// putSelf writes this node's record into the state of the cluster that it leads.
-func (n *Node) putSelf(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, readyTimeout)
-	defer cancel()
-	self := n.selfRecord()
-	var err error
-	if self.Key, err = n.peering.publicKeySum(); err != nil {
-		return err
-	}
-	_, err = n.store.Propose(ctx, state.Command{PutNode: &state.PutNode{
-		Node:     self,
-		AnyRoles: n.peering == nil || n.peering.founding,
-	}})
-	return err
-}
-
-// stepDown stops the leader's actors. Idempotent.
-func (n *Node) stepDown() error {
-	l := n.leading.Swap(nil)
-	if l == nil {
-		return nil
-	}
-	return errors.Join(l.control.Close(), l.assign.Close())
-}
-
-// awaitControllerReady waits until the controller lists every stored app, so that early status requests do
-// not get a false 404.
-func (n *Node) awaitControllerReady(ctx context.Context, l *leaderActors) error {
-	for {
-		next := l.control.Watch() // Watch comes before Status, so that no change in between is missed
-		if len(l.control.Status()) >= len(n.store.State().Apps) {
-			return nil
-		}
-		select {
-		case <-next:
-		case <-ctx.Done():
-			return problem.New(problem.Timeout,
-				"the controller has not taken up the applications of the data dir: %w", context.Cause(ctx))
-		}
-	}
-}
-
-// nodeAgent returns the agent by which the controller commands a node.
-func (n *Node) nodeAgent(id string) (msg.NodeAgent, bool) {
-	if id == n.cfg.NodeID {
-		return n.node, n.node != nil
-	}
-	return n.peering.nodeAgent(id)
-}
-
-// onLeaseLoss says what ranks do without a lease. A node that stands alone serves until it ends.
-func (n *Node) onLeaseLoss() node.LeaseLoss {
-	if n.peering == nil {
-		return node.Serve
-	}
-	return node.LeaseLoss(n.cfg.OnLeaseLoss)
-}
-
-// warning is shown in this node's status; "" if there is none.
-func (n *Node) warning() string {
-	if err := n.diskFault(); err != nil {
-		return err.Error()
-	}
-	return ""
-}
-
-// selfRecord is this node's record for the other nodes.
-func (n *Node) selfRecord() state.Node { return n.nodeRecord(n.peering) }
-
-func (n *Node) nodeRecord(m *peering) state.Node {
-	out := state.Node{
-		ID: n.cfg.NodeID, UID: n.ident.UID, Zone: n.cfg.Zone, Version: n.cfg.Version,
-		Level: state.Level, Offer: n.offer,
-	}
-	for _, r := range n.cfg.Roles {
-		out.Roles = append(out.Roles, state.Role(r))
-	}
-	if m != nil {
-		out.Advertise, out.Address, out.Gossip, out.Keyring = n.cfg.Advertise, m.address, m.gossipAddress,
-			m.keyringSum()
-	}
-	n.addNextVersionFields(&out)
-	return out
+	return lease, nil
 }

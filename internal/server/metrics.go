@@ -39,11 +39,12 @@ func (p *kvMetrics) addIndex(app string, ix *msg.IndexStatus) {
 	}
 }
 
-// metricsHandler updates the gauges of ranks, KV caches and the lease, then serves /metrics.
-func (n *Node) metricsHandler() http.Handler {
+// metricsHandler returns /metrics: it updates the gauges of ranks, KV caches and the lease, then answers.
+func metricsHandler(n *Node) http.Handler {
 	pages := n.metrics.Handler()
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		n.nodeMetrics.Show(n.node.LeaseLeft().Seconds(), n.leading.Load() != nil)
+		_, leads := n.leading.Current()
+		n.nodeMetrics.Show(n.node.LeaseLeft().Seconds(), leads)
 		var kv kvMetrics
 		for unit, ranks := range n.node.RankStatuses() {
 			name, _, _ := strings.Cut(unit, "/")

@@ -10,7 +10,6 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/dpserve/dpserve/actors/ingress"
-	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/cluster/nodeport"
 	"github.com/dpserve/dpserve/internal/engine"
 )
@@ -63,17 +62,12 @@ func (c *Config) dialEvents() func(ctx context.Context, addr string) (net.Conn, 
 	}
 }
 
-// listenEvents returns the listener for event sockets that engines dial; nil = TCP.
+// listenEvents returns the listener of the node port and of event sockets that engines dial; nil = TCP.
 func (c *Config) listenEvents() func(ctx context.Context, addr string) (net.Listener, error) {
 	if c.Network == nil {
 		return nil
 	}
 	return func(_ context.Context, addr string) (net.Listener, error) { return c.Network.Listen(addr) }
-}
-
-// bind returns the listener of the node port; nil = TCP.
-func (c *Config) bind() func(ctx context.Context, addr string) (net.Listener, error) {
-	return c.listenEvents()
 }
 
 // connect returns the dialer of the node port; nil = TCP.
@@ -104,37 +98,4 @@ func (c *Config) engineHost() string {
 		return c.Advertise
 	}
 	return engine.Loopback
-}
-
-// listenHTTP binds the inference endpoint.
-func (n *Node) listenHTTP(ctx context.Context, addr string) (net.Addr, error) {
-	if n.cfg.Network == nil {
-		return n.ingress.Listen(ctx, addr)
-	}
-	l, err := n.cfg.Network.Listen(addr)
-	if err != nil {
-		return nil, err
-	}
-	return l.Addr(), n.ingress.Attach(l)
-}
-
-// listenAdmin binds the admin API.
-func (n *Node) listenAdmin(ctx context.Context, addr string) error {
-	return n.listenServer(ctx, n.admin, addr)
-}
-
-// listenMetrics binds the port of --metrics-bind.
-func (n *Node) listenMetrics(ctx context.Context, addr string) error {
-	return n.listenServer(ctx, n.metricsServer, addr)
-}
-
-func (n *Node) listenServer(ctx context.Context, s *api.Server, addr string) error {
-	if n.cfg.Network == nil {
-		return s.Listen(ctx, addr)
-	}
-	l, err := n.cfg.Network.Listen(addr)
-	if err != nil {
-		return err
-	}
-	return s.Attach(l)
 }

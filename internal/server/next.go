@@ -12,8 +12,8 @@ import (
 // These functions do nothing in this build. next_version.go replaces them in the build that stands for the
 // next version in the test of upgrades.
 
-func (n *Node) probeNextVersion(context.Context) {}
+func probeNextVersion(context.Context, *Node) {}
 
-func (n *Node) addNextVersionFields(*state.Node) {}
+func addNextVersionFields(*Node, *state.Node) {}
 
 func withNextVersionEvents(r *msg.NodeReport) *msg.NodeReport { return r }

@@ -17,9 +17,21 @@ import (
 // This file is for the test of upgrades (TestMB6 in test/system). Together with state/next_version.go it
 // makes a build that stands for the next version of dpserve. No other build contains it.
 
-// probeNextVersion logs the state of a control node, so that the test can compare the states. On the leader
-// it proposes the new kind of command once the application NextTrigger is deployed.
-func (n *Node) probeNextVersion(ctx context.Context) {
+// probeNextVersion logs the states of a control node until ctx ends, so that the test can compare them. On
+// the leader it proposes the new kind of command once the application NextTrigger is deployed.
+func probeNextVersion(ctx context.Context, n *Node) {
+	for ctx.Err() == nil {
+		changed := n.store.Changed()
+		logNextState(ctx, n)
+		select {
+		case <-changed:
+		case <-time.After(time.Second): // for a leader elected meanwhile
+		case <-ctx.Done():
+		}
+	}
+}
+
+func logNextState(ctx context.Context, n *Node) {
 	st := n.store.State()
 	if data, err := st.Encode(); err == nil {
 		sum := sha256.Sum256(data)
@@ -37,8 +49,8 @@ func (n *Node) probeNextVersion(ctx context.Context) {
 }
 
 // addNextVersionFields sets the fields of a node's record that the next version adds.
-func (n *Node) addNextVersionFields(rec *state.Node) {
-	if (deferredStore{n}).State().Apps[state.NextTrigger] != nil {
+func addNextVersionFields(n *Node, rec *state.Node) {
+	if n.opened.State().Apps[state.NextTrigger] != nil {
 		rec.Colour = "blue"
 	}
 }

@@ -7,12 +7,13 @@ import (
 	"errors"
 	"log/slog"
 	"net/http"
+	"slices"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"time"
 
 	"github.com/asynkron/protoactor-go/actor"
+	"google.golang.org/grpc"
 
 	"github.com/dpserve/dpserve/actors/dpserver"
 	"github.com/dpserve/dpserve/actors/ingress"
@@ -21,21 +22,18 @@ import (
 	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/cluster"
 	"github.com/dpserve/dpserve/internal/cluster/nodeport"
-	"github.com/dpserve/dpserve/internal/engine/kvevents"
+	"github.com/dpserve/dpserve/internal/cluster/peering"
+	"github.com/dpserve/dpserve/internal/cluster/pki"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/noderpc"
 	"github.com/dpserve/dpserve/internal/problem"
+	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/state"
-	"github.com/dpserve/dpserve/internal/steptime"
 	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
-const (
-	// readyTimeout bounds the first election and the barrier after it, which take 0.3 s.
-	readyTimeout = 30 * time.Second
-	// afterDrain is the time that requests get after the engines' grace, to write their error events.
-	afterDrain = 2 * time.Second
-)
+// readyTimeout bounds the first election and the barrier after it, which take 0.3 s.
+const readyTimeout = 30 * time.Second
 
 // Node is one running dpserve, alone or as a member of a cluster.
 type Node struct {
@@ -46,15 +44,16 @@ type Node struct {
 	system      *actor.ActorSystem
 	ident       cluster.Identity
 	store       cluster.Store
-	openedStore atomic.Pointer[cluster.Store] // store, for users that start before it is open
-	consensus   *cluster.Cluster              // store, on a node with role control; else nil
-	peering     *peering                      // nil: this node stands alone
+	opened      openedStore      // store, for users that start before it is open
+	consensus   *cluster.Cluster // store, on a node with role control; else nil
+	upkeep      *cluster.Upkeep  // of voters and gossip key, on a node with role control; else nil
+	peering     *peering.Peering // nil: this node stands alone
+	services    *services        // on the node port; nil: this node stands alone
 	conns       *noderpc.Conns
 	leader      *noderpc.LeaderClient // client of the leader, on this or another node
-	leading     atomic.Pointer[leaderActors]
-	voterMu     sync.Mutex    // serializes changes of the voters
-	removing    removedMember // under voterMu
+	leading     cluster.Leading[*leaderActors]
 	hub         *dpserver.Hub
+	feed        *noderpc.Feed // of all nodes' ranks; nil: this node stands alone, or has no ingress
 	probes      *http.Transport
 	offer       state.Offer
 	node        *node.Node
@@ -64,15 +63,17 @@ type Node struct {
 	admin         *api.Server
 	metricsServer *api.Server // nil without --metrics-bind
 
-	httpAddr           string
-	firstToken         string
-	hasLeft            atomic.Bool
-	removedFromCluster chan struct{} // closed when the cluster has removed this node
-	kill               context.CancelFunc
-	runCtx             context.Context //nolint:containedctx // ends the drain of this process
-	loops              sync.WaitGroup
-	once               sync.Once
-	closeErr           error
+	httpAddr   string
+	firstToken string
+	life       lifetime
+}
+
+// lifetime is when a node ends.
+type lifetime struct {
+	ctx   context.Context //nolint:containedctx // ends the drain of this process
+	kill  context.CancelFunc
+	loops sync.WaitGroup
+	close func() error // once
 }
 
 // New builds a node. It opens the data dir, joins its cluster or waits until it leads its own, and restores
@@ -86,19 +87,17 @@ func New(c Config) (*Node, error) {
 		return nil, problem.New(problem.InvalidArgument, "--log-level %q: want debug, info, warn or error",
 			c.LogLevel)
 	}
-	n := &Node{
-		cfg: c, metrics: telemetry.New(), hub: dpserver.NewHub(), probes: c.probes(),
-		removedFromCluster: make(chan struct{}),
-	}
+	n := &Node{cfg: c, metrics: telemetry.New(), hub: dpserver.NewHub(), probes: c.probes()}
+	n.life.close = sync.OnceValue(n.closeAll)
 	n.nodeMetrics = n.metrics.Node(c.NodeID)
 	n.metrics.BuildInfo(c.Version)
 	n.log = telemetry.NewLogger(c.LogWriter, c.LogFormat, level).With(slog.String("node", c.NodeID))
-	n.runCtx, n.kill = context.WithCancel(context.Background())
+	n.life.ctx, n.life.kill = context.WithCancel(context.Background())
 	built := make(chan struct{})
 	go func() {
 		select {
 		case <-c.Stop:
-			n.kill()
+			n.life.kill()
 		case <-built:
 		}
 	}()
@@ -113,13 +112,13 @@ func New(c Config) (*Node, error) {
 func (n *Node) build() error {
 	n.system = inbox.NewSystem(n.log)
 	var err error
-	ctx, cancel := context.WithTimeout(n.runCtx, readyTimeout)
+	ctx, cancel := context.WithTimeout(n.life.ctx, readyTimeout)
 	defer cancel()
 	if n.cfg.Advertise != "" {
-		if err := n.bootstrap(ctx); err != nil {
+		if err := n.openPeering(ctx); err != nil {
 			return err
 		}
-	} else if err := n.refuseStandalone(); err != nil {
+	} else if err := peering.RefuseStandalone(n.cfg.DataDir); err != nil {
 		return err
 	}
 	if n.cfg.Roles == nil {
@@ -128,10 +127,10 @@ func (n *Node) build() error {
 	if n.offer, err = n.cfg.offer(); err != nil {
 		return err
 	}
-	n.conns = noderpc.NewConns(noderpc.ConnsConfig{Dial: n.peering.dial, Nodes: n.peersAtLastAddress})
+	n.conns = noderpc.NewConns(n.connsConfig())
 	n.leader = noderpc.NewLeaderClient(noderpc.LeaderConfig{
 		Self: n.cfg.NodeID, Conns: n.conns,
-		Hint: n.leaderUID, Leading: n.currentLeader, Store: deferredStore{n}, Log: n.log,
+		Hint: n.opened.LeaderNode, Leading: n.currentLeader, Store: &n.opened, Log: n.log,
 	})
 	if err := n.openStore(ctx); err != nil {
 		return err
@@ -146,6 +145,139 @@ func (n *Node) build() error {
 	return n.start(ctx)
 }
 
+// openPeering makes this node a member: as the first of a cluster, by joining, or as before.
+func (n *Node) openPeering(ctx context.Context) error {
+	c := &n.cfg
+	p := peering.Config{
+		NodeID: c.NodeID, Version: c.Version, Zone: c.Zone, DataDir: c.DataDir, Host: c.Advertise,
+		NodePort: c.NodePort, GossipPort: c.GossipPort, Roles: c.Roles, DefaultRoles: AllRoles(),
+		Store: &n.opened, Leader: func() peering.Certifier { return n.leader },
+		Listen: c.listenEvents(), Dial: c.connect(), WithGossip: c.Network == nil,
+		Incarnation: randomUint64(), Gossip: c.timers().gossip, Refused: n.nodeMetrics.Refused, Log: n.log,
+	}
+	if c.Join != nil {
+		p.Join = &peering.Join{Address: c.Join.Address, Token: c.Join.Token}
+		p.Join.Present = func(
+			ctx context.Context, self state.Node, key []byte,
+		) (pki.Files, []state.Node, error) {
+			joined, err := noderpc.Join(ctx, noderpc.JoinConfig{
+				Address: c.Join.Address, Token: c.Join.Token, Node: self, Key: key, Dial: c.joinDialer(),
+			})
+			if err != nil {
+				return pki.Files{}, nil, err
+			}
+			return joined.Files, joined.Seeds, nil
+		}
+	}
+	var err error
+	if n.peering, err = peering.Open(ctx, p); err != nil {
+		return err
+	}
+	c.Roles, n.ident = n.peering.Roles(), n.peering.Identity()
+	return nil
+}
+
+// connsConfig says where the other nodes are and how they are dialled.
+func (n *Node) connsConfig() noderpc.ConnsConfig {
+	if n.peering != nil {
+		return noderpc.ConnsConfig{Dial: n.peering.Port.GRPC, Nodes: n.peering.Neighbours.All}
+	}
+	return noderpc.ConnsConfig{
+		Dial: func(string, string) (*grpc.ClientConn, error) {
+			return nil, errors.New("this node stands alone")
+		},
+		Nodes: func() map[string]*state.Node { return n.opened.State().Nodes },
+	}
+}
+
+// hasRole reports whether this node has a role.
+func (n *Node) hasRole(role state.Role) bool { return slices.Contains(n.cfg.Roles, string(role)) }
+
+// selfRecord is this node's record for the other nodes.
+func (n *Node) selfRecord() state.Node {
+	out := state.Node{
+		ID: n.cfg.NodeID, UID: n.ident.UID, Zone: n.cfg.Zone, Version: n.cfg.Version, Level: state.Level,
+	}
+	for _, r := range n.cfg.Roles {
+		out.Roles = append(out.Roles, state.Role(r))
+	}
+	if n.peering != nil {
+		out = n.peering.Record()
+	}
+	out.Offer = n.offer
+	addNextVersionFields(n, &out)
+	return out
+}
+
+// warning is shown in this node's status; "" if there is none.
+func (n *Node) warning() string {
+	if err := n.diskFault(); err != nil {
+		return err.Error()
+	}
+	return ""
+}
+
+// onLeaseLoss says what ranks do without a lease. A node that stands alone serves until it ends.
+func (n *Node) onLeaseLoss() node.LeaseLoss {
+	if n.peering == nil {
+		return node.Serve
+	}
+	return node.LeaseLoss(n.cfg.OnLeaseLoss)
+}
+
+// timers are those of --timers, with the cluster's lease_ttl.
+func (n *Node) timers() *timers {
+	t := n.cfg.timers()
+	if ttl := clusterLeaseTTL(n.opened.State()); ttl > 0 {
+		t.node.LeaseTTL, t.controller.LeaseTTL = ttl, ttl
+	}
+	return t
+}
+
+// clusterLeaseTTL is the lease duration of a cluster; 0 = the state does not say.
+func clusterLeaseTTL(s *state.State) time.Duration {
+	return time.Duration(s.LeaseTTL) * time.Millisecond
+}
+
+// checkLeaseTTL refuses a lease_ttl other than the cluster's. A leader with shorter leases would grant ranks
+// that nodes still hold by a lease of the leader before it.
+func (n *Node) checkLeaseTTL() error {
+	own, ttl := n.cfg.Timers["lease_ttl"], clusterLeaseTTL(n.store.State())
+	if n.peering == nil || own == 0 || ttl == 0 || own == ttl {
+		return nil
+	}
+	return problem.New(problem.Conflict,
+		"--timers lease_ttl=%s: the leases of this cluster last %s since it began", own, ttl).
+		WithHint("leave lease_ttl out; for other leases begin a new cluster")
+}
+
+// openedStore is a store for components that are made before it is open. It is empty until then.
+type openedStore struct{ store atomic.Pointer[cluster.Store] }
+
+// State implements msg.Store.
+func (o *openedStore) State() *state.State {
+	if s := o.store.Load(); s != nil {
+		return (*s).State()
+	}
+	return state.New()
+}
+
+// Changed implements msg.Store.
+func (o *openedStore) Changed() <-chan struct{} {
+	if s := o.store.Load(); s != nil {
+		return (*s).Changed()
+	}
+	return nil
+}
+
+// LeaderNode is the leader's UID, as far as this node knows.
+func (o *openedStore) LeaderNode() (uid string, known bool) {
+	if s := o.store.Load(); s != nil {
+		return (*s).LeaderNode()
+	}
+	return "", false
+}
+
 // openStore opens this node's copy of the state and waits until it is complete.
 func (n *Node) openStore(ctx context.Context) error {
 	ctx, giveUp := context.WithCancelCause(ctx)
@@ -157,25 +289,26 @@ func (n *Node) openStore(ctx context.Context) error {
 			ApplySeconds: n.metrics.RaftApply(n.cfg.NodeID), Forward: n.leader.Forward, Stores: n.cfg.Stores,
 		}
 		if n.peering != nil {
-			cfg.Layer, cfg.Member, cfg.Resolve = raftLayer{
-				n.peering.port,
-				n.peering.port.Listener(nodeport.Raft), giveUp,
-			}, n.peering.member, n.peering.resolveAddress
-			if n.peering.founding {
-				cfg.Secrets, cfg.LeaseTTL = func() state.Secrets { return n.peering.secrets },
-					n.cfg.leaseTTL()
-			}
+			n.peering.Consensus(&cfg, giveUp)
+			cfg.LeaseTTL = n.cfg.leaseTTL() // of a cluster that begins
 		}
 		c, err := cluster.Open(cfg) //nolint:contextcheck // it lives until it is closed
 		if err != nil {
 			return err
 		}
 		n.consensus, n.store = c, c
+		n.upkeep = cluster.NewUpkeep(cluster.UpkeepConfig{
+			Cluster: c, Renews: n.renewingNodes, Log: n.log,
+			Ask: func(ctx context.Context, node string) error {
+				_, _, err := n.conns.Node(node).Statuses(ctx)
+				return err
+			},
+		})
 	} else {
 		w, err := cluster.NewWatcher(cluster.WatcherConfig{
 			NodeID: n.cfg.NodeID, ClusterID: n.ident.Cluster, UID: n.ident.UID, DataDir: n.cfg.DataDir,
 			Log:   n.log,
-			Watch: n.leader.Watch, Forward: n.leader.Forward, Resolve: n.peering.resolveAddress,
+			Watch: n.leader.Watch, Forward: n.leader.Forward, Resolve: n.peering.Neighbours.Resolve,
 			Unknown: n.nodeMetrics.Unknown,
 		})
 		if err != nil {
@@ -183,15 +316,18 @@ func (n *Node) openStore(ctx context.Context) error {
 		}
 		n.store = w
 	}
-	n.openedStore.Store(&n.store)
+	n.opened.store.Store(&n.store)
+	n.leading.Open(cluster.LeadingConfig[*leaderActors]{
+		Store: n.store, Cluster: n.consensus, Start: n.startLeaderActors, Prepare: n.awaitController,
+		Log: n.log,
+	})
 	// before the state is complete: a node whose certificate has expired gets no state without a new one
 	if n.peering != nil {
-		n.loops.Go(func() { n.peering.keepCertificate(n.runCtx) })
-		if n.peering.rejoinAddress != "" {
-			n.loops.Go(func() { n.peering.identifyRejoinPeer(ctx) })
+		n.life.loops.Go(func() { n.peering.Certificates.Keep(n.life.ctx) })
+		if address := n.peering.RejoinAddress(); address != "" {
+			n.life.loops.Go(func() { n.peering.Neighbours.FindAt(ctx, n.peering.Port, address) })
 		}
-	}
-	if n.peering == nil { // a member's identity is known before
+	} else { // a member's identity is known before
 		n.ident = cluster.Identity{Cluster: n.store.ClusterID(), Node: n.cfg.NodeID, UID: n.store.UID()}
 	}
 	if err := n.store.Ready(ctx); err != nil {
@@ -203,20 +339,16 @@ func (n *Node) openStore(ctx context.Context) error {
 	if err := n.checkLeaseTTL(); err != nil {
 		return err
 	}
-	return n.peering.saveFounderFiles()
+	if n.peering == nil {
+		return nil
+	}
+	return n.peering.SaveAuthority()
 }
 
 // buildWorker makes the node's supervisor. Every node has one, for its lease; only nodes with role worker get
 // ranks.
 func (n *Node) buildWorker(t *timers) error {
-	factory := &dpserver.Factory{
-		System: n.system, Hub: n.hub, Assigner: n.leader, NewEngine: dpserver.NewClient(n.probes),
-		PrefillTime: prefillTime, Timers: t.replica, Log: n.log,
-		Secret: func() []byte { return n.store.State().Secret }, App: newSpecCache(n.store).spec,
-		Address: n.cfg.Advertise,
-		Lease:   func() bool { return n.node.Admits() },
-		Replays: kvevents.NewReplays(), DialEvents: n.cfg.dialEvents(), ListenEvents: n.cfg.listenEvents(),
-	}
+	factory := replicaFactory(n, t.replica)
 	var err error
 	n.node, err = node.New(node.Config{
 		ID: n.cfg.NodeID, DataDir: n.cfg.DataDir, PortLo: n.offer.PortLo, PortHi: n.offer.PortHi,
@@ -225,7 +357,7 @@ func (n *Node) buildWorker(t *timers) error {
 		Rand: randomUint64, Timers: t.node, Log: n.log,
 		Launcher: n.cfg.Launcher, Transport: n.probes, BindTest: n.cfg.bindTest(),
 		NewReplica: func(spec msg.ReplicaSpec) (node.Replica, error) { return factory.New(spec) },
-		Leader:     keyringLeader{n}, Self: n.selfRecord, Trouble: n.warning, Store: n.store,
+		Leader:     renewer{n}, Self: n.selfRecord, Trouble: n.warning, Store: n.store,
 		OnLeaseLoss: n.onLeaseLoss(), EngineHost: n.cfg.engineHost(), Advertise: n.cfg.Advertise,
 	})
 	return err
@@ -242,10 +374,23 @@ func (n *Node) buildServers(t *timers) error {
 		}
 		var err error
 		if n.peering != nil {
-			if cfg.Feed, err = n.peering.openFeed(n.hub, t.stream); err != nil {
+			n.feed, err = noderpc.NewFeed(noderpc.FeedConfig{
+				Self: n.cfg.NodeID, Local: n.hub, Store: n.store, Timers: t.stream, Log: n.log,
+				Open: func(ctx context.Context, node state.Node) (noderpc.StreamClient, error) {
+					conn, err := n.conns.Get(node.ID)
+					if err != nil {
+						return nil, err
+					}
+					return dpservev1.NewReplicaClient(conn).Subscribe(ctx)
+				},
+			})
+			if err != nil {
 				return err
 			}
-			cfg.Remote = noderpc.NewDataClient(n.peering.dataTransport)
+			cfg.Feed = n.feed
+			cfg.Remote = noderpc.NewDataClient(func(node string) (http.RoundTripper, error) {
+				return n.peering.Transports.To(nodeport.Data, node)
+			})
 		}
 		if n.ingress, err = ingress.New(cfg); err != nil {
 			return err
@@ -254,7 +399,7 @@ func (n *Node) buildServers(t *timers) error {
 		n.metrics.Ingress(n.cfg.NodeID, n.ingress.Usage)
 	}
 	b := &backend{n}
-	metrics := n.metricsHandler()
+	metrics := metricsHandler(n)
 	n.admin = api.NewServer(api.Config{
 		Backend: b, Ranks: b, Nodes: b, Routers: newRouters(n), Metrics: metrics, Forward: n.leaderHandler,
 		NoLeader: n.errNoLeader,
@@ -265,29 +410,60 @@ func (n *Node) buildServers(t *timers) error {
 		n.metricsServer = api.NewMetricsServer(metrics, n.log)
 	}
 	if n.peering != nil {
-		return n.peering.serve()
+		return n.serveNodes()
 	}
 	return nil
 }
 
 // start starts the background loops and waits until the stored applications are shown.
 func (n *Node) start(ctx context.Context) error {
-	if err := n.adaptLeadership(ctx); err != nil {
+	if err := n.leading.Adapt(ctx); err != nil {
 		return err
 	}
-	n.loops.Go(func() { n.followLeadership(n.runCtx) })
-	n.loops.Go(func() { n.watchRemoval(n.runCtx) })
+	n.life.loops.Go(func() { n.leading.Follow(n.life.ctx) })
 	if n.peering == nil {
 		return nil
 	}
+	n.life.loops.Go(func() { n.peering.WatchRemoval(n.life.ctx) })
+	n.life.loops.Go(func() { n.peering.PublishIndex(n.life.ctx) })
 	if n.consensus != nil {
-		n.loops.Go(func() { n.maintainCluster(n.runCtx) })
-	}
-	if n.peering.gossip != nil {
-		n.loops.Go(func() { n.peering.updateGossipMeta(n.runCtx) })
+		n.life.loops.Go(func() { n.upkeep.Run(n.life.ctx) })
+		n.life.loops.Go(func() { probeNextVersion(n.life.ctx, n) })
 	}
 	n.awaitRegistered(ctx)
-	return n.createFirstToken(ctx)
+	if !n.peering.IsFounding() {
+		return nil
+	}
+	t, err := (&backend{n}).newToken(ctx, api.TokenRequest{TTL: FirstTokenTTL, Uses: FirstTokenUses})
+	n.firstToken = t.Token
+	return err
+}
+
+// registeredTimeout bounds how long a new node waits until the cluster knows its resources. The node's first
+// renewal reports them.
+const registeredTimeout = 5 * time.Second
+
+// awaitRegistered waits until the cluster knows this node's resources: users often deploy right after `join`
+// returns.
+func (n *Node) awaitRegistered(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, registeredTimeout)
+	defer cancel()
+	for {
+		changed := n.store.Changed() // Changed comes before State, so that no change in between is missed
+		if rec := n.store.State().Nodes[n.cfg.NodeID]; rec != nil && rec.Offer.Slots == n.offer.Slots &&
+			rec.Offer.PortLo == n.offer.PortLo {
+			return
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			// no warning when the node is stopped meanwhile
+			if errors.Is(ctx.Err(), context.DeadlineExceeded) {
+				n.log.Warn("the cluster does not know yet what this node offers")
+			}
+			return
+		}
+	}
 }
 
 // adminHosts returns the host names that the admin port accepts.
@@ -297,185 +473,6 @@ func (n *Node) adminHosts() []string {
 		hosts = append(hosts, n.cfg.Advertise)
 	}
 	return hosts
-}
-
-// Listen binds the ports of clients and operators. A taken port is problem.Unavailable; an Ephemeral node
-// takes another one.
-func (n *Node) Listen() error {
-	if n.ingress != nil {
-		if err := n.bind(n.cfg.HTTPBind, "--http-bind", func(ctx context.Context, addr string) error {
-			a, err := n.listenHTTP(ctx, addr)
-			if err == nil {
-				n.httpAddr = a.String()
-			}
-			return err
-		}); err != nil {
-			return err
-		}
-	}
-	if n.metricsServer != nil {
-		if err := n.bind(n.cfg.MetricsBind, "--metrics-bind", n.listenMetrics); err != nil {
-			return err
-		}
-	}
-	return n.bind(n.cfg.AdminBind, "--admin-bind", n.listenAdmin)
-}
-
-func (n *Node) bind(addr, flag string, listen func(ctx context.Context, addr string) error) error {
-	err := listen(n.runCtx, addr)
-	if n.cfg.Ephemeral && errors.Is(err, syscall.EADDRINUSE) {
-		err = listen(n.runCtx, "127.0.0.1:0")
-	}
-	if errors.Is(err, syscall.EADDRINUSE) {
-		return problem.New(problem.Unavailable, "%s %s is taken: %w", flag, addr, err).
-			WithHint("stop what listens there, or choose another port with %s", flag)
-	}
-	if err != nil {
-		return problem.New(problem.InvalidArgument, "%s %s: %w", flag, addr, err)
-	}
-	return nil
-}
-
-// Serve answers until ctx ends or the cluster removes the node. Then it drains and returns when every engine
-// is gone. Kill ends the drain.
-func (n *Node) Serve(ctx context.Context) error {
-	failed := make(chan error, 3) // one slot for each server
-	if n.ingress != nil {
-		go func() { failed <- n.ingress.Serve() }()
-	}
-	if n.metricsServer != nil {
-		go func() { failed <- n.metricsServer.Serve() }()
-	}
-	go func() { failed <- n.admin.Serve() }()
-	var err error
-	select {
-	case <-ctx.Done():
-	case <-n.removedFromCluster:
-	case err = <-failed:
-	}
-	return errors.Join(err, n.drain()) //nolint:contextcheck // a drain outlives the context that asks for it
-}
-
-// drain turns readiness off, lets each app's streams end within its grace, then ends the engines and the
-// servers.
-func (n *Node) drain() error {
-	if n.ingress != nil {
-		n.ingress.Drain()
-	}
-	n.handOverLeadership()
-	var err error
-	if n.peering == nil { // no other leader exists: the controller must not start the ended ranks again
-		err = n.stepDown()
-	}
-	err = errors.Join(err, n.node.Close(n.runCtx, n.longestGrace()))
-	ctx, cancel := context.WithTimeout(n.runCtx, afterDrain)
-	defer cancel()
-	if n.ingress != nil {
-		if cerr := n.ingress.Close(ctx); cerr != nil && !errors.Is(cerr, context.Canceled) &&
-			!errors.Is(cerr, context.DeadlineExceeded) {
-			err = errors.Join(err, cerr)
-		}
-	}
-	return errors.Join(err, n.closeMetrics(), n.admin.Close())
-}
-
-// closeMetrics ends the server of --metrics-bind, if there is one.
-func (n *Node) closeMetrics() error {
-	if n.metricsServer == nil {
-		return nil
-	}
-	return n.metricsServer.Close()
-}
-
-// Kill ends a drain: it kills the engines and cuts the streams.
-func (n *Node) Kill() { n.kill() }
-
-// Close ends everything that still runs and waits. Idempotent.
-func (n *Node) Close() error {
-	n.once.Do(func() {
-		n.kill()
-		n.closeErr = n.close()
-	})
-	return n.closeErr
-}
-
-func (n *Node) close() error {
-	n.loops.Wait()
-	errs := []error{n.stepDown()}
-	if n.node != nil {
-		errs = append(errs, n.node.Close(n.runCtx, 0))
-	}
-	if n.ingress != nil {
-		if err := n.ingress.Close(n.runCtx); err != nil && !errors.Is(err, context.Canceled) {
-			errs = append(errs, err)
-		}
-	}
-	errs = append(errs, n.closeMetrics())
-	if n.admin != nil {
-		errs = append(errs, n.admin.Close())
-	}
-	if n.leader != nil {
-		errs = append(errs, n.leader.Close())
-	}
-	n.peering.closeFeed() // before its connections close, or each stream would warn of a break
-	if n.conns != nil {
-		errs = append(errs, n.conns.Close())
-	}
-	if n.store != nil {
-		errs = append(errs, n.store.Close())
-	}
-	errs = append(errs, n.peering.close())
-	n.probes.CloseIdleConnections()
-	if n.system != nil {
-		n.system.Shutdown()
-	}
-	return errors.Join(errs...)
-}
-
-// HTTPAddr is the address for clients, after Listen.
-func (n *Node) HTTPAddr() string { return n.httpAddr }
-
-// AdminAddr is the address of the admin API, after Listen.
-func (n *Node) AdminAddr() string {
-	if a := n.admin.Addr(); a != nil {
-		return a.String()
-	}
-	return ""
-}
-
-// MetricsAddr is the address of --metrics-bind, after Listen; empty without that flag.
-func (n *Node) MetricsAddr() string {
-	if n.metricsServer == nil || n.metricsServer.Addr() == nil {
-		return ""
-	}
-	return n.metricsServer.Addr().String()
-}
-
-// Feed returns the streams of all ranks that this node's ingress follows, for a second ingress beside it.
-// Without role ingress it returns those of the node's own ranks.
-func (n *Node) Feed() msg.Feed {
-	if n.peering != nil && n.peering.feed != nil {
-		return n.peering.feed
-	}
-	return n.hub
-}
-
-// Store is the cluster's state, for an ingress beside the node's own.
-func (n *Node) Store() msg.Store { return n.store }
-
-// Totals returns the requests ended, tokens generated and requests in flight at this node's ingress.
-func (n *Node) Totals() (requests, tokens uint64, inflight int) {
-	if n.ingress == nil {
-		return 0, 0, 0
-	}
-	return n.ingress.Totals()
-}
-
-// prefillTime is the reference machine's time for a prompt without other load. It stretches the stall
-// timeout, so only its order of magnitude counts.
-func prefillTime(tokens int) time.Duration {
-	ms := steptime.Reference().Step(tokens, 0, 0, steptime.Pairs(tokens, 0))
-	return time.Duration(ms * float64(time.Millisecond))
 }
 
 // randomUint64 draws an incarnation or a seed.

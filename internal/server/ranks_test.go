@@ -44,7 +44,7 @@ const (
 
 func (b *backend) spec(t *testing.T, name string) *app.Application {
 	t.Helper()
-	a, _, err := findAttachedApp(b.n.store.State(), name)
+	a, err := b.n.store.State().Apps[name].Application()
 	require.NoError(t, err)
 	return a
 }
@@ -152,14 +152,4 @@ func TestDeployReplacesRankChanges(t *testing.T) {
 		},
 		Gone: []string{"0/2 http://127.0.0.1:3 selector 4"},
 	}}, res.Changes)
-}
-
-// A draining rank keeps its number.
-func TestRankNumberIsFreeAfterItsUnitIsReleased(t *testing.T) {
-	st := state.New()
-	held := isNumberTaken(st, "edge")
-	assert.False(t, held(1))
-	st.Units["edge/0/1"] = &state.Unit{ID: "edge/0/1", App: "edge", Phase: state.Ready}
-	assert.True(t, held(1))
-	assert.False(t, held(0))
 }

@@ -3,8 +3,6 @@ package server
 import (
 	"context"
 	"fmt"
-	"sync/atomic"
-	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/api"
@@ -12,9 +10,6 @@ import (
 
 // eventRouterReset is the kind of the event that records a router reset.
 const eventRouterReset = "router-reset"
-
-// resetTimeout bounds a reset of the routers of all nodes.
-const resetTimeout = 5 * time.Second
 
 // routers implements api.Routers with the node's ingress.
 type routers struct{ n *Node }
@@ -39,16 +34,12 @@ func (r *routers) Reset(ctx context.Context, app string) (msg.ResetResult, error
 	if _, err := r.n.ingress.RouterInfo(app); err != nil {
 		return msg.ResetResult{}, err
 	}
-	var ranks atomic.Int64
-	err := r.n.fanOut(ctx, resetTimeout, func(ctx context.Context, _ string, v msg.NodeView) error {
-		k, err := v.ResetRouter(ctx, app)
-		ranks.Store(max(ranks.Load(), int64(k)))
-		return err
-	})
-	if l := r.n.leading.Load(); err == nil && l != nil {
-		l.control.Note(app, eventRouterReset, fmt.Sprintf("%d ranks asked for a snapshot", ranks.Load()))
+	views, _ := (&backend{r.n}).views()
+	ranks, err := views.ResetRouters(ctx, app)
+	if l, leads := r.n.leading.Current(); err == nil && leads {
+		l.control.Note(app, eventRouterReset, fmt.Sprintf("%d ranks asked for a snapshot", ranks))
 	}
-	return msg.ResetResult{App: app, Ranks: int(ranks.Load())}, err
+	return msg.ResetResult{App: app, Ranks: ranks}, err
 }
 
 // Router implements api.Routers.

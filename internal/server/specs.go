@@ -1,14 +1,13 @@
 package server
 
 import (
-	"encoding/json"
-	"fmt"
-	"sync"
 	"time"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/actors/dpserver"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/engine/kvevents"
 	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/internal/steptime"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -29,60 +28,47 @@ func routingRule(a *app.Application) (string, error) {
 	return "routing.params", err
 }
 
-// specCache decodes each application's spec once per revision. Safe for concurrent use.
-type specCache struct {
-	store msg.Store
-
-	mu   sync.Mutex
-	apps map[string]*decodedSpec
-}
-
-type decodedSpec struct {
-	number uint64
-	app    *app.Application // nil: not readable
-}
-
-func newSpecCache(store msg.Store) *specCache {
-	return &specCache{store: store, apps: map[string]*decodedSpec{}}
-}
-
-// spec returns an application's current spec; nil if there is none.
-func (p *specCache) spec(name string) *app.Application {
-	a := p.store.State().Apps[name]
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if a == nil {
-		delete(p.apps, name)
+// appOf returns the current application of a name; nil if there is none that can be read.
+func appOf(st *state.State, name string) *app.Application {
+	stored := st.Apps[name]
+	if stored == nil {
 		return nil
 	}
-	if r := p.apps[name]; r != nil && r.number == a.Revision {
-		return r.app
+	a, err := stored.Application()
+	if err != nil {
+		return nil
 	}
-	spec := &app.Application{}
-	if json.Unmarshal(a.Spec, spec) != nil {
-		spec = nil
-	}
-	p.apps[name] = &decodedSpec{number: a.Revision, app: spec}
-	return spec
+	return a
 }
 
 // longestGrace returns the longest drain time of all applications. Each unit still ends with the time of its
 // own application.
-func (n *Node) longestGrace() time.Duration {
+func longestGrace(st *state.State) time.Duration {
 	var longest time.Duration
-	for _, a := range n.store.State().Apps {
-		var spec app.Application
-		if json.Unmarshal(a.Spec, &spec) == nil {
-			longest = max(longest, app.Seconds(spec.GracefulShutdownTimeout))
+	for name := range st.Apps {
+		if a := appOf(st, name); a != nil {
+			longest = max(longest, app.Seconds(a.GracefulShutdownTimeout))
 		}
 	}
 	return longest
 }
 
-func decodeSpec(s *state.App) (*app.Application, error) {
-	a := new(app.Application)
-	if err := json.Unmarshal(s.Spec, a); err != nil {
-		return nil, fmt.Errorf("read the stored specification of %s: %w", s.Name, err)
+// replicaFactory returns what makes the replicas of this node's ranks, each by its application's spec.
+func replicaFactory(n *Node, t dpserver.Timers) *dpserver.Factory {
+	return &dpserver.Factory{
+		System: n.system, Hub: n.hub, Assigner: n.leader, NewEngine: dpserver.NewClient(n.probes),
+		PrefillTime: prefillTime, Timers: t, Log: n.log,
+		Secret:  func() []byte { return n.store.State().Secret },
+		App:     func(name string) *app.Application { return appOf(n.store.State(), name) },
+		Address: n.cfg.Advertise,
+		Lease:   func() bool { return n.node.Admits() },
+		Replays: kvevents.NewReplays(), DialEvents: n.cfg.dialEvents(), ListenEvents: n.cfg.listenEvents(),
 	}
-	return a, nil
+}
+
+// prefillTime is the reference machine's time for a prompt without other load. It stretches the stall
+// timeout, so only its order of magnitude counts.
+func prefillTime(tokens int) time.Duration {
+	ms := steptime.Reference().Step(tokens, 0, 0, steptime.Pairs(tokens, 0))
+	return time.Duration(ms * float64(time.Millisecond))
 }

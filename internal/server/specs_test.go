@@ -1,7 +1,6 @@
 package server
 
 import (
-	"encoding/json"
 	"testing"
 
 	"github.com/goccy/go-yaml"
@@ -10,7 +9,6 @@ import (
 
 	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/app"
-	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -39,31 +37,6 @@ func TestPolicyChecksItsParameters(t *testing.T) {
 	assert.Contains(t, err.Error(), "app.yaml:7:15: applications[0].routing.params: ")
 	assert.Contains(t, err.Error(), "params.prefer_lokal: unknown parameter")
 	assert.Contains(t, err.Error(), `did you mean "prefer_local"`)
-}
-
-type fixedStore struct{ st *state.State }
-
-func (f *fixedStore) State() *state.State { return f.st }
-
-func (f *fixedStore) Changed() <-chan struct{} { return nil }
-
-func TestSpecCacheFollowsTheRevision(t *testing.T) {
-	spec := func(policy string) []byte {
-		b, err := json.Marshal(app.Application{Routing: app.Routing{Policy: policy}})
-		require.NoError(t, err)
-		return b
-	}
-	store := &fixedStore{st: &state.State{Apps: map[string]*state.App{"a": {Revision: 1, Spec: spec("kv")}}}}
-	p := newSpecCache(store)
-	first := p.spec("a")
-	require.NotNil(t, first)
-	assert.Equal(t, "kv", first.Routing.Policy)
-	assert.Same(t, first, p.spec("a"), "decoded once")
-	store.st.Apps["a"] = &state.App{Revision: 2, Spec: spec("scoring")}
-	assert.Equal(t, "scoring", p.spec("a").Routing.Policy)
-	store.st.Apps["a"] = &state.App{Revision: 3, Spec: []byte("{")}
-	assert.Nil(t, p.spec("a"))
-	assert.Nil(t, p.spec("b"))
 }
 
 // A policy's complaint is a fault of the file, in the policy's own words.

@@ -197,6 +197,7 @@ func (s *State) putApp(next map[string]*App, spec *AppSpec, expect map[string]ui
 	if old != nil {
 		a.Revision, a.Previous = old.Revision+1, old.Spec
 	}
+	a.decode()
 	next[spec.Name] = a
 	return true, nil
 }

@@ -145,6 +145,7 @@ func (s *State) checkComplete() error {
 		if a == nil || a.Name != name {
 			return incompleteError("application %q is not whole", name)
 		}
+		a.decode()
 	}
 	for id, u := range s.Units {
 		if u == nil || u.ID != id || u.Epoch == 0 || s.Epochs[id] != u.Epoch {

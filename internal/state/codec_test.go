@@ -143,3 +143,36 @@ func TestCopyOfANewerStateIsRead(t *testing.T) {
 		require.NotErrorIs(t, err, ErrNewer, in)
 	}
 }
+
+// The spec is read once: by Apply, or with the snapshot. Its bytes stay as they were proposed.
+func TestApplicationIsReadOncePerRevision(t *testing.T) {
+	s := New()
+	put := func(spec string) *App {
+		_, err := s.Apply(s.Index+1, &Command{PutApps: &PutApps{Apps: []AppSpec{
+			{Name: "a", Spec: []byte(spec), Names: []string{"m"}, Route: "/"},
+		}}})
+		require.NoError(t, err)
+		return s.Apps["a"]
+	}
+	old := put(`{"routing":{"policy":"kv"},"of_next_version":1}`)
+	first, err := old.Application()
+	require.NoError(t, err)
+	assert.Equal(t, "kv", first.Routing.Policy)
+	again, err := s.Clone().Apps["a"].Application()
+	require.NoError(t, err)
+	assert.Same(t, first, again)
+	next, err := put(`{"routing":{"policy":"scoring"}}`).Application()
+	require.NoError(t, err)
+	assert.Equal(t, "scoring", next.Routing.Policy)
+	assert.JSONEq(t, `{"routing":{"policy":"kv"},"of_next_version":1}`, string(s.Apps["a"].Previous))
+
+	data, err := s.Encode()
+	require.NoError(t, err)
+	restored, err := Decode(data)
+	require.NoError(t, err)
+	assert.Equal(t, s.Apps, restored.Apps)
+	_, err = put(`{"routing":7}`).Application()
+	require.Error(t, err, "the state keeps a spec that this version cannot read")
+	_, err = (&App{Spec: []byte(`{"name":"by hand"}`)}).Application()
+	require.NoError(t, err)
+}

@@ -31,11 +31,12 @@ const (
 	Promote // standby to voter
 	Demote  // voter to standby
 	RemoveMember
+	HandOver // the leader gives the leadership to another voter
 )
 
 // String returns the name of the change.
 func (k ChangeKind) String() string {
-	names := [...]string{"none", "add standby", "give vote", "take vote", "remove"}
+	names := [...]string{"none", "add standby", "give vote", "take vote", "remove", "hand over"}
 	if int(k) < len(names) {
 		return names[k]
 	}
@@ -147,25 +148,35 @@ func (e *electorate) addStandby() Change {
 // less than one.
 func (e *electorate) promoteStandby() Change {
 	good, ready := 0, 0
-	var best *Elector
 	for i := range e.all {
-		m := &e.all[i]
-		switch {
-		case !m.Control || m.Lost:
-		case m.Voter:
+		switch m := &e.all[i]; {
+		case m.Voter && m.Control && !m.Lost:
 			good++
-		case m.Member && m.Live:
+		case m.canGetVote():
 			ready++
-			if best == nil || e.votesIn(m.Zone) < e.votesIn(best.Zone) {
-				best = m
-			}
 		}
 	}
 	odd := good + 1 + good%2
-	if best == nil || good >= e.target || good+ready < odd {
+	if ready == 0 || good >= e.target || good+ready < odd {
 		return Change{}
 	}
-	return Change{Promote, best.UID}
+	return Change{Promote, e.bestStandby().UID}
+}
+
+// canGetVote reports whether a member is a standby that lives.
+func (m *Elector) canGetVote() bool { return m.Control && m.Member && !m.Voter && m.Live && !m.Lost }
+
+// bestStandby returns the standby that gets the next vote, also in place of a voter that leaves: a living one
+// of the zone with the fewest votes, then the first by name; nil if there is none.
+func (e *electorate) bestStandby() *Elector {
+	var best *Elector
+	for i := range e.all {
+		m := &e.all[i]
+		if m.canGetVote() && (best == nil || e.votesIn(m.Zone) < e.votesIn(best.Zone)) {
+			best = m
+		}
+	}
+	return best
 }
 
 // votesIn counts the voters of a zone that are not lost.
@@ -216,45 +227,35 @@ func boolToInt(b bool) int {
 	return 0
 }
 
-// CheckUnvote checks whether the node with the given UID can give up its vote for good. A removal calls it
-// before it changes any vote, because a change that leaves the voters without a living majority cannot be
-// undone: every change needs a leader, and then there is none.
+// CheckUnvote returns the changes, in order, by which the node with the given UID gives up its vote for good:
+// a successor gets a vote if one is needed, then the node loses its own. A leader that leaves hands the
+// leadership over instead, and the next leader continues. A node without a vote needs no change.
 //
-// successor is the UID of the standby that must get a vote first; "" = none. The error is typed and names the
-// voters in the way: Conflict if one is lost, Unavailable if all of them may still answer.
-func CheckUnvote(members []Elector, leader, uid string) (successor string, err error) {
+// A removal asks before it changes any vote, because a change that leaves the voters without a living
+// majority cannot be undone: every change needs a leader, and then there is none. The error is typed and
+// names the voters in the way: Conflict if one is lost, Unavailable if all of them may still answer.
+func CheckUnvote(members []Elector, leader, uid string) ([]Change, error) {
 	e := newElectorate(members, leader)
 	i := slices.IndexFunc(e.all, func(m Elector) bool { return m.UID == uid })
 	if i < 0 || !e.all[i].Voter {
-		return "", nil
+		return nil, nil
 	}
-	leaves := e.all[i]
+	leaves, last := e.all[i], Change{Demote, uid}
+	if uid == leader {
+		last.Kind = HandOver
+	}
 	if e.hasQuorumWithout(&leaves) {
-		return "", nil
+		return []Change{last}, nil
 	}
-	if next := e.findSuccessor(uid); next != nil {
+	if next := e.bestStandby(); next != nil {
 		next.Voter = true
 		// The majority must hold while the leaving node still votes, and afterwards.
 		if e.hasQuorumWithout(&leaves) && e.hasQuorumWithout(&Elector{}) {
-			return next.UID, nil
+			return []Change{{Promote, next.UID}, last}, nil
 		}
 		next.Voter = false
 	}
-	return "", e.voteNeededError(&leaves)
-}
-
-// findSuccessor returns the standby that takes over the vote of the node with the given UID: a living one of
-// the zone with the fewest votes; nil if there is none.
-func (e *electorate) findSuccessor(uid string) *Elector {
-	var best *Elector
-	for i := range e.all {
-		m := &e.all[i]
-		fit := m.UID != uid && m.Control && m.Member && !m.Voter && m.Live && !m.Lost
-		if fit && (best == nil || e.votesIn(m.Zone) < e.votesIn(best.Zone)) {
-			best = m
-		}
-	}
-	return best
+	return nil, e.voteNeededError(&leaves)
 }
 
 // voteNeededError refuses to take a vote. It lists the voters that would remain.

@@ -204,6 +204,16 @@ func checkSettled(t *rapid.T, ms []Elector) {
 	require.Equal(t, map[int]int{1: 1, 2: 1, 3: 3, 4: 3}[control]+map[bool]int{true: 5}[control >= 5], voters)
 }
 
+// successorIn returns the node that gets a vote by a list of changes.
+func successorIn(changes []Change) string {
+	for _, c := range changes {
+		if c.Kind == Promote {
+			return c.UID
+		}
+	}
+	return ""
+}
+
 func TestCheckUnvote(t *testing.T) {
 	for _, c := range []struct {
 		name, members, uid, successor string
@@ -265,12 +275,22 @@ func TestCheckUnvote(t *testing.T) {
 		},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			successor, err := CheckUnvote(electors(c.members), "a", c.uid)
+			members := electors(c.members)
+			changes, err := CheckUnvote(members, "a", c.uid)
 			if c.code == "" {
 				require.NoError(t, err)
-				assert.Equal(t, c.successor, successor)
+				assert.Equal(t, c.successor, successorIn(changes))
+				if votes := slices.ContainsFunc(members, func(m Elector) bool {
+					return m.UID == c.uid && m.Voter
+				}); !votes {
+					assert.Empty(t, changes)
+					return
+				}
+				last := map[bool]ChangeKind{true: HandOver, false: Demote}[c.uid == "a"]
+				assert.Equal(t, Change{last, c.uid}, changes[len(changes)-1])
 				return
 			}
+			assert.Empty(t, changes)
 			require.ErrorIs(t, err, ErrVoteNeeded)
 			assert.Equal(t, c.code, problem.CodeOf(err))
 			assert.Contains(t, err.Error(), c.says)
@@ -326,11 +346,11 @@ func (m *machines) remove(uid string) {
 	if !others {
 		return // the last control node
 	}
-	successor, err := CheckUnvote(m.all, m.leader(), uid)
+	changes, err := CheckUnvote(m.all, m.leader(), uid)
 	if err != nil {
 		return
 	}
-	if successor != "" {
+	if successor := successorIn(changes); successor != "" {
 		m.all = carryOut(m.t, m.all, Change{Promote, successor})
 		require.True(m.t, m.hasMajority(), "with the successor %s: %+v", successor, m.all)
 	}

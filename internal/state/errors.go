@@ -1,6 +1,11 @@
 package state
 
-import "errors"
+import (
+	"errors"
+	"strings"
+
+	"github.com/dpserve/dpserve/internal/problem"
+)
 
 // Reasons of a refusal. Each comes wrapped in a *problem.Error that names the objects.
 var (
@@ -41,3 +46,12 @@ var (
 	// ErrControlTooOld refuses a command that a control node could not read.
 	ErrControlTooOld = errors.New("not every control node can read this command yet")
 )
+
+// UnknownApp refuses the name of an application. The hint lists those that exist.
+func UnknownApp(name string, exist []string) error {
+	e := problem.New(problem.NotFound, "there is no app %q", name)
+	if len(exist) == 0 {
+		return e.WithHint("nothing is deployed; `dpserve deploy app.yaml` deploys a file")
+	}
+	return e.WithHint("apps are %s", strings.Join(exist, ", "))
+}

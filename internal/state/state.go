@@ -5,6 +5,8 @@ package state
 
 import (
 	"encoding/json"
+
+	"github.com/dpserve/dpserve/internal/app"
 )
 
 // Phase is a step of a unit's life. Code, status, logs and metrics use the same words.
@@ -33,7 +35,26 @@ type App struct {
 	Route     string          `json:"route"`      // route prefix
 	Deleting  bool            `json:"deleting,omitempty"`
 	Previous  json.RawMessage `json:"previous,omitempty"` // spec of the revision before, for rollback
+
+	decoded *app.Application // Spec; nil: not decoded, or unreadable
 }
+
+// Application returns the application that Spec describes. Nobody may change it: Apply and Decode read each
+// spec once, and every reader of the state shares the result. Spec stays as it was proposed, because it may
+// have fields of another version.
+func (a *App) Application() (*app.Application, error) {
+	if a.decoded != nil {
+		return a.decoded, nil
+	}
+	spec := new(app.Application)
+	if err := json.Unmarshal(a.Spec, spec); err != nil {
+		return nil, err
+	}
+	return spec, nil
+}
+
+// decode reads Spec for Application. An unreadable one is reported there: the state keeps it.
+func (a *App) decode() { a.decoded, _ = a.Application() }
 
 // RankGrant is one rank of a unit on a node.
 type RankGrant struct {

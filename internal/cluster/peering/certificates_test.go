@@ -1,4 +1,4 @@
-package server
+package peering
 
 import (
 	"bytes"
@@ -59,7 +59,7 @@ func TestTheCertificateIsKeptValidFor60Days(t *testing.T) {
 				first, renewed := held.Load(), 0
 				var asked time.Time
 				var log bytes.Buffer
-				k := certificateKeeper{
+				k := keeper{
 					current: held.Load, log: slog.New(slog.NewTextHandler(&log, nil)),
 					renew: func(context.Context) error {
 						if asked.IsZero() {
@@ -108,7 +108,7 @@ func TestTheCertificateIsLookedAtEveryHour(t *testing.T) {
 		var held atomic.Pointer[pki.Credentials]
 		held.Store(c)
 		due := make(chan time.Time, 1)
-		k := certificateKeeper{
+		k := keeper{
 			current: held.Load, log: slog.New(slog.DiscardHandler),
 			renew: func(context.Context) error {
 				due <- time.Now()

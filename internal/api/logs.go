@@ -1,4 +1,4 @@
-package server
+package api
 
 import (
 	"context"
@@ -10,7 +10,6 @@ import (
 	"sync"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -19,21 +18,19 @@ import (
 // engine.
 const logBatch = 256
 
-// Logs implements api.Backend.
-func (b *backend) Logs(ctx context.Context, q api.LogQuery) (api.LogStream, error) {
-	status, err := b.App(ctx, q.App)
-	if err != nil {
-		return nil, err
-	}
-	st := b.n.store.State()
-	if err := checkRankExists(st, &status, q); err != nil {
+// Logs opens the log lines of one application, of which status is the status, over all nodes that can be
+// asked.
+func (v NodeViews) Logs(ctx context.Context, st *state.State, status *msg.AppStatus, q LogQuery) (LogStream,
+	error,
+) {
+	if err := checkRankExists(st, status, q); err != nil {
 		return nil, err
 	}
 	nq := msg.LogQuery{App: q.App, Rank: q.Rank, Since: q.Since, Follow: q.Follow, Tail: q.Tail}
-	if q.Group != api.AllRanks {
+	if q.Group != AllRanks {
 		nq.Unit = unitOfQuery(st, q)
 	}
-	s := &logStream{group: q.Group, app: q.App, lines: make(chan api.LogLine, logBatch)}
+	s := &logStream{group: q.Group, app: q.App, lines: make(chan LogLine, logBatch)}
 	if q.Tail == 0 && !q.Follow {
 		close(s.lines)
 		return s, nil
@@ -43,31 +40,31 @@ func (b *backend) Logs(ctx context.Context, q api.LogQuery) (api.LogStream, erro
 	s.cancel = cancel
 	s.copying.Go(func() {
 		defer close(s.lines)
-		b.n.collectLogs(run, nq, func(l msg.LogLine) error { return s.push(run, l) })
+		v.collectLogs(run, nq, func(l msg.LogLine) error { return s.push(run, l) })
 	})
 	return s, nil
 }
 
 // checkRankExists refuses a group or rank that the application never had. An empty stream would look like an
 // engine without a log.
-func checkRankExists(st *state.State, a *msg.AppStatus, q api.LogQuery) error {
-	if q.Group == api.AllRanks {
+func checkRankExists(st *state.State, a *msg.AppStatus, q LogQuery) error {
+	if q.Group == AllRanks {
 		return nil
 	}
 	for i := range a.Units {
 		for _, r := range a.Units[i].Ranks {
-			if r.Group == q.Group && (r.Rank == q.Rank || q.Rank == api.AllRanks) {
+			if r.Group == q.Group && (r.Rank == q.Rank || q.Rank == AllRanks) {
 				return nil
 			}
 		}
 	}
 	group := q.App + "/" + strconv.Itoa(q.Group)
 	// the rank existed, and its lines may still be stored
-	if q.Rank != api.AllRanks && st.Epochs[group+"/"+strconv.Itoa(q.Rank)] > 0 {
+	if q.Rank != AllRanks && st.Epochs[group+"/"+strconv.Itoa(q.Rank)] > 0 {
 		return nil
 	}
 	what := "group " + group
-	if q.Rank != api.AllRanks {
+	if q.Rank != AllRanks {
 		what = "rank " + group + "/" + strconv.Itoa(q.Rank)
 	}
 	return problem.New(problem.NotFound, "there is no %s", what).
@@ -75,33 +72,33 @@ func checkRankExists(st *state.State, a *msg.AppStatus, q api.LogQuery) error {
 }
 
 // unitOfQuery names the unit that a group and rank of a query belong to; "" for all units of a group.
-func unitOfQuery(st *state.State, q api.LogQuery) string {
+func unitOfQuery(st *state.State, q LogQuery) string {
 	group := q.App + "/" + strconv.Itoa(q.Group)
 	if st.Units[group] != nil || st.Epochs[group] > 0 { // lockstep: the group is the unit
 		return group
 	}
-	if q.Rank == api.AllRanks {
+	if q.Rank == AllRanks {
 		return ""
 	}
 	return group + "/" + strconv.Itoa(q.Rank)
 }
 
-// logStream implements api.LogStream over the node's callback.
+// logStream implements LogStream over the node's callback.
 type logStream struct {
 	app     string
-	group   int // api.AllRanks, or the only group to return
-	lines   chan api.LogLine
+	group   int // AllRanks, or the only group to return
+	lines   chan LogLine
 	cancel  context.CancelFunc
 	copying sync.WaitGroup
 }
 
 func (s *logStream) push(ctx context.Context, l msg.LogLine) error {
 	group := groupOfUnit(l.Unit)
-	if s.group != api.AllRanks && s.group != group {
+	if s.group != AllRanks && s.group != group {
 		return nil
 	}
 	select {
-	case s.lines <- api.LogLine{
+	case s.lines <- LogLine{
 		Time: l.At, App: s.app, Group: group, Rank: l.Rank, Stream: l.Stream,
 		Text: l.Text,
 	}:
@@ -121,9 +118,9 @@ func groupOfUnit(unit string) int {
 	return g
 }
 
-// Next implements api.LogStream.
-func (s *logStream) Next(ctx context.Context) ([]api.LogLine, error) {
-	var out []api.LogLine
+// Next implements LogStream.
+func (s *logStream) Next(ctx context.Context) ([]LogLine, error) {
+	var out []LogLine
 	select {
 	case l, ok := <-s.lines:
 		if !ok {
@@ -147,7 +144,7 @@ func (s *logStream) Next(ctx context.Context) ([]api.LogLine, error) {
 	return out, nil
 }
 
-// Close implements api.LogStream.
+// Close implements LogStream.
 func (s *logStream) Close() error {
 	if s.cancel != nil {
 		s.cancel()
@@ -158,10 +155,9 @@ func (s *logStream) Close() error {
 
 // collectLogs passes the lines of all nodes to give: past lines ordered by time, new ones as they arrive.
 // Ranks move, so every node may have lines of any rank. A node that does not answer is left out.
-func (n *Node) collectLogs(ctx context.Context, q msg.LogQuery, give func(msg.LogLine) error) {
-	views := n.views()
-	if len(views) == 1 || q.Follow {
-		n.followLogs(ctx, views, q, give)
+func (v NodeViews) collectLogs(ctx context.Context, q msg.LogQuery, give func(msg.LogLine) error) {
+	if len(v) == 1 || q.Follow {
+		v.followLogs(ctx, q, give)
 		return
 	}
 	ctx, cancel := context.WithCancel(ctx)
@@ -169,28 +165,26 @@ func (n *Node) collectLogs(ctx context.Context, q msg.LogQuery, give func(msg.Lo
 	defer wg.Wait()
 	defer cancel()
 	var lines []<-chan msg.LogLine
-	for _, id := range slices.Sorted(maps.Keys(views)) {
+	for _, id := range slices.Sorted(maps.Keys(v)) {
 		ch := make(chan msg.LogLine, logBatch)
 		lines = append(lines, ch)
 		wg.Go(func() {
 			defer close(ch)
-			_ = views[id].Logs(ctx, q, func(l msg.LogLine) error { return sendLine(ctx, ch, l) })
+			_ = v[id].Logs(ctx, q, func(l msg.LogLine) error { return sendLine(ctx, ch, l) })
 		})
 	}
 	mergeLogs(lines, give)
 }
 
 // followLogs passes lines to give as they arrive.
-func (n *Node) followLogs(ctx context.Context, views map[string]msg.NodeView, q msg.LogQuery,
-	give func(msg.LogLine) error,
-) {
+func (v NodeViews) followLogs(ctx context.Context, q msg.LogQuery, give func(msg.LogLine) error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var mu sync.Mutex
 	var wg sync.WaitGroup
-	for _, v := range views {
+	for _, view := range v {
 		wg.Go(func() {
-			_ = v.Logs(ctx, q, func(l msg.LogLine) error {
+			_ = view.Logs(ctx, q, func(l msg.LogLine) error {
 				mu.Lock()
 				defer mu.Unlock()
 				err := give(l)

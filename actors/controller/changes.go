@@ -1,0 +1,102 @@
+package controller
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/state"
+)
+
+// AppChange is the effect of a deploy on one application. Plan uses the same actions and fields.
+type AppChange struct {
+	App    string
+	Action string
+	Fields []string // replace: paths that differ
+	Gone   []string // replace of attached ranks: those that the deploy does not list, GROUP/RANK and engine
+}
+
+// DeployChanges is Deploy for a caller that has seen the cluster at a revision (nil = any). It also returns
+// what the deploy changes. Errors: problem.Conflict if a listed application changed after that revision.
+func DeployChanges(ctx context.Context, c *Controller, apps []*app.Application, seen *uint64, prune,
+	partial bool,
+) (state.Result, []AppChange, error) {
+	st := c.cfg.Store.State()
+	expect, err := expectedRevisions(st, apps, seen)
+	if err != nil {
+		return state.Result{}, nil, err
+	}
+	changes := appChanges(st, apps, prune)
+	r, err := c.Deploy(ctx, apps, expect, prune, partial)
+	return r, changes, err
+}
+
+// expectedRevisions returns the revision of every named app that a caller at cluster revision seen has seen.
+// An app that changed after that revision is a conflict.
+func expectedRevisions(st *state.State, apps []*app.Application, seen *uint64) (map[string]uint64, error) {
+	if seen == nil {
+		return nil, nil //nolint:nilnil // no expectation
+	}
+	if *seen > st.Revision {
+		return nil, problem.New(problem.Conflict, "revision %d does not exist yet, the cluster is at %d",
+			*seen, st.Revision).WithHint("plan against this cluster again")
+	}
+	out := map[string]uint64{}
+	for _, a := range apps {
+		out[a.Name] = 0
+		if now := st.Apps[a.Name]; now != nil {
+			if now.ChangedAt > *seen {
+				return nil, problem.New(problem.Conflict,
+					"app %s has changed at revision %d, after the %d you saw", a.Name, now.ChangedAt, *seen).
+					WithHint("look at `dpserve status %s`, then deploy again", a.Name)
+			}
+			out[a.Name] = now.Revision
+		}
+	}
+	return out, nil
+}
+
+// appChanges returns the effect of a deploy on each app, listed ones in their order, then deleted ones by
+// name.
+func appChanges(st *state.State, apps []*app.Application, prune bool) []AppChange {
+	var out []AppChange
+	listed := map[string]bool{}
+	for _, a := range apps {
+		listed[a.Name] = true
+		c := AppChange{App: a.Name, Action: actionCreate}
+		if old := st.Apps[a.Name]; old != nil {
+			c.Action, c.Fields = appChange(old, a)
+			c.Gone = removedRanks(old, a)
+		}
+		out = append(out, c)
+	}
+	for _, name := range slices.Sorted(maps.Keys(st.Apps)) {
+		if prune && !listed[name] {
+			out = append(out, AppChange{App: name, Action: actionDelete})
+		}
+	}
+	return out
+}
+
+// removedRanks lists the attached ranks that a deploy ends because it does not list their engines, for
+// example those added at run time.
+func removedRanks(stored *state.App, a *app.Application) []string {
+	old, err := stored.Application()
+	if err != nil || old.Engine.Kind != app.KindAttach {
+		return nil
+	}
+	listed := map[string]bool{}
+	for i := range a.Engine.Ranks {
+		listed[a.Engine.Ranks[i].Address()] = true
+	}
+	var out []string
+	for at, r := range attached(old) {
+		if !listed[r.Address()] {
+			out = append(out, fmt.Sprintf("%d/%d %s", at.group, at.rank, r.Address()))
+		}
+	}
+	return out
+}

@@ -1,0 +1,133 @@
+package api
+
+import (
+	"context"
+	"maps"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+)
+
+const (
+	// viewTimeout bounds how long a listing waits for a node. A node that does not answer is shown without
+	// the statuses of its ranks.
+	viewTimeout = time.Second
+	// recentRenewal is how recent a renewal must be for a node to count as reachable although it has not
+	// answered a question: a restarted node may not be connected yet. It is at most a second, because
+	// `status` shows a dead node within a second.
+	recentRenewal = time.Second
+	// resetTimeout bounds a reset of the routers of all nodes.
+	resetTimeout = 5 * time.Second
+)
+
+// NodeViews are the nodes that can be asked, by name.
+type NodeViews map[string]msg.NodeView
+
+// ask asks every node at once, each for at most limit. It returns the first error by node name, after all
+// nodes were asked.
+func (v NodeViews) ask(ctx context.Context, limit time.Duration,
+	question func(ctx context.Context, id string, v msg.NodeView) error,
+) error {
+	ids := slices.Sorted(maps.Keys(v))
+	errs := make([]error, len(ids))
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	var wg sync.WaitGroup
+	for i, id := range ids {
+		wg.Go(func() { errs[i] = question(ctx, id, v[id]) })
+	}
+	wg.Wait()
+	for _, err := range errs {
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// ResetRouters resets an application's router on every ingress. It returns the ranks that are asked for a
+// snapshot.
+func (v NodeViews) ResetRouters(ctx context.Context, app string) (ranks int, err error) {
+	var most atomic.Int64
+	err = v.ask(ctx, resetTimeout, func(ctx context.Context, _ string, node msg.NodeView) error {
+		k, err := node.ResetRouter(ctx, app)
+		for old := most.Load(); int64(k) > old && !most.CompareAndSwap(old, int64(k)); old = most.Load() {
+		}
+		return err
+	})
+	return int(most.Load()), err
+}
+
+// ClusterStatus is what the nodes report about their ranks and queues.
+type ClusterStatus struct {
+	ranks    map[string][]msg.RankStatus // by unit
+	queued   map[string]int              // in the queues of all ingresses, by application
+	answered map[string]bool             // the nodes that replied
+}
+
+// Statuses asks every node for its ranks and queues.
+func (v NodeViews) Statuses(ctx context.Context) *ClusterStatus {
+	s := &ClusterStatus{map[string][]msg.RankStatus{}, map[string]int{}, map[string]bool{}}
+	var mu sync.Mutex
+	_ = v.ask(ctx, viewTimeout, func(ctx context.Context, id string, node msg.NodeView) error {
+		ranks, queued, err := node.Statuses(ctx)
+		mu.Lock()
+		defer mu.Unlock()
+		s.answered[id] = err == nil
+		for unit, list := range ranks {
+			s.ranks[unit] = append(s.ranks[unit], list...)
+		}
+		for app, k := range queued {
+			s.queued[app] += k
+		}
+		return err
+	})
+	return s
+}
+
+// AddTo completes the statuses of applications by what the nodes report. A status of another epoch belongs to
+// a replica that is ending and is ignored.
+func (s *ClusterStatus) AddTo(apps []msg.AppStatus) {
+	for i := range apps {
+		apps[i].Queued = s.queued[apps[i].Name]
+		for j := range apps[i].Units {
+			u := &apps[i].Units[j]
+			for k, r := range u.Ranks {
+				for _, a := range s.ranks[u.Unit] {
+					if a.Rank == r.Rank && a.Epoch == r.Epoch {
+						a.Group, a.Node, a.Devices, a.Phase = r.Group, r.Node, r.Devices, r.Phase
+						u.Ranks[k] = a
+					}
+				}
+			}
+		}
+	}
+}
+
+// InFlight returns the requests in flight at the ranks of each node.
+func (s *ClusterStatus) InFlight() map[string]int {
+	out := map[string]int{}
+	for _, unit := range s.ranks {
+		for i := range unit {
+			out[unit[i].Node] += unit[i].InFlight
+		}
+	}
+	return out
+}
+
+// Unreachable returns the nodes that have not answered and have not renewed their lease recently, each with
+// the reason that users see. silentFor is the time since each node's last renewal. A node whose process died
+// refuses the question at once; a node that is cut off lets it time out. A node with one late renewal still
+// answers and is not listed.
+func (s *ClusterStatus) Unreachable(silentFor map[string]time.Duration) map[string]string {
+	out := map[string]string{}
+	for id, silence := range silentFor {
+		if !s.answered[id] && silence >= recentRenewal {
+			out[id] = "node " + id + " is silent for " + silence.Truncate(time.Second).String()
+		}
+	}
+	return out
+}

@@ -1,0 +1,142 @@
+package api_test
+
+import (
+	"context"
+	"errors"
+	"io"
+	"strconv"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/api"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/state"
+)
+
+// viewedNode is a node that answers what a test gives it.
+type viewedNode struct {
+	ranks  map[string][]msg.RankStatus
+	queued int
+	lines  []msg.LogLine
+	resets int
+	err    error
+}
+
+func (n *viewedNode) Statuses(context.Context) (map[string][]msg.RankStatus, map[string]int, error) {
+	return n.ranks, map[string]int{"a": n.queued}, n.err
+}
+
+func (n *viewedNode) Logs(_ context.Context, _ msg.LogQuery, give func(msg.LogLine) error) error {
+	for _, l := range n.lines {
+		if err := give(l); err != nil {
+			return err
+		}
+	}
+	return n.err
+}
+
+func (n *viewedNode) ResetRouter(context.Context, string) (int, error) { return n.resets, n.err }
+
+// oneApp is the status of application a as the controller has it: one rank on each of two nodes.
+func oneApp() []msg.AppStatus {
+	rank := func(n int, node string) msg.UnitStatus {
+		return msg.UnitStatus{
+			Unit:  "a/0/" + strconv.Itoa(n),
+			Ranks: []msg.RankStatus{{Rank: n, Node: node, Epoch: 2}},
+		}
+	}
+	return []msg.AppStatus{{Name: "a", Units: []msg.UnitStatus{rank(0, "n0"), rank(1, "n1")}}}
+}
+
+func TestStatusesOfAllNodesAreAddedUp(t *testing.T) {
+	cut := errors.New("cut off")
+	views := api.NodeViews{
+		"n0": &viewedNode{
+			queued: 2,
+			ranks:  map[string][]msg.RankStatus{"a/0/0": {{Rank: 0, Node: "n0", Epoch: 2, InFlight: 5}}},
+		},
+		"n1": &viewedNode{
+			queued: 3,
+			ranks:  map[string][]msg.RankStatus{"a/0/1": {{Rank: 1, Node: "n1", Epoch: 1, InFlight: 7}}},
+		},
+		"n2": &viewedNode{err: cut}, "n3": &viewedNode{err: cut},
+	}
+	s := views.Statuses(t.Context())
+	list := oneApp()
+	s.AddTo(list)
+	assert.Equal(t, 5, list[0].Queued)
+	assert.Equal(t, 5, list[0].Units[0].Ranks[0].InFlight)
+	assert.Zero(t, list[0].Units[1].Ranks[0].InFlight, "of a replica that is ending")
+	assert.Equal(t, map[string]int{"n0": 5, "n1": 7}, s.InFlight())
+	silent := s.Unreachable(map[string]time.Duration{
+		"n0": time.Minute, "n2": 4300 * time.Millisecond, "n3": 900 * time.Millisecond,
+	})
+	assert.Equal(t, map[string]string{"n2": "node n2 is silent for 4s"}, silent,
+		"n0 answers, and n3 has renewed a moment ago")
+}
+
+func TestRoutersOfAllNodesAreReset(t *testing.T) {
+	views := api.NodeViews{
+		"n0": &viewedNode{resets: 2}, "n1": &viewedNode{resets: 4}, "n2": &viewedNode{resets: 1},
+	}
+	ranks, err := views.ResetRouters(t.Context(), "a")
+	require.NoError(t, err)
+	assert.Equal(t, 4, ranks)
+	views["n3"] = &viewedNode{err: errors.New("cut off")}
+	_, err = views.ResetRouters(t.Context(), "a")
+	require.EqualError(t, err, "cut off")
+}
+
+// readAll reads a stream to its end.
+func readAll(t *testing.T, s api.LogStream) (text []string) {
+	t.Helper()
+	for {
+		lines, err := s.Next(t.Context())
+		if errors.Is(err, io.EOF) {
+			require.NoError(t, s.Close())
+			return text
+		}
+		require.NoError(t, err)
+		for _, l := range lines {
+			text = append(text, l.Text)
+		}
+	}
+}
+
+// Ranks move, so every node may have lines of any rank. A node that does not answer is left out.
+func TestLogsOfAllNodesAreOrderedByTime(t *testing.T) {
+	begin := time.Now()
+	line := func(s int, unit, text string) msg.LogLine {
+		return msg.LogLine{Unit: unit, At: begin.Add(time.Duration(s) * time.Second), Text: text}
+	}
+	views := api.NodeViews{
+		"n0": &viewedNode{lines: []msg.LogLine{line(1, "a/0/0", "one"), line(4, "a/1/0", "four")}},
+		"n1": &viewedNode{lines: []msg.LogLine{line(2, "a/0/0", "two"), line(3, "a/0/1", "three")}},
+		"n2": &viewedNode{err: errors.New("cut off")},
+	}
+	status, st := &oneApp()[0], state.New()
+	logs := func(q api.LogQuery) (api.LogStream, error) { return views.Logs(t.Context(), st, status, q) }
+	all := api.LogQuery{App: "a", Group: api.AllRanks, Rank: api.AllRanks, Tail: 100}
+	s, err := logs(all)
+	require.NoError(t, err)
+	assert.Equal(t, []string{"one", "two", "three", "four"}, readAll(t, s))
+
+	group := all
+	group.Group = 0
+	s, err = logs(group)
+	require.NoError(t, err)
+	assert.Equal(t, []string{"one", "two", "three"}, readAll(t, s))
+
+	group.Group = 7
+	_, err = logs(group)
+	assert.Equal(t, problem.NotFound, problem.CodeOf(err), "an empty stream looks like a silent engine")
+
+	all.Tail = 0
+	s, err = logs(all)
+	require.NoError(t, err)
+	assert.Empty(t, readAll(t, s))
+}

@@ -1,0 +1,259 @@
+package peering
+
+import (
+	"bytes"
+	"context"
+	"io/fs"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"google.golang.org/grpc"
+
+	"github.com/dpserve/dpserve/internal/cluster/nodeport"
+	"github.com/dpserve/dpserve/internal/cluster/pki"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/state"
+)
+
+const (
+	// maxRenewPause is the longest pause between two checks of the wall clock. Timers stand still while a
+	// machine sleeps, but certificates continue to age.
+	maxRenewPause = time.Hour
+	// renewRetry is the pause before a failed renewal of the certificate is repeated. A third of the
+	// certificate's life is left for it.
+	renewRetry = time.Minute
+	// expiredRetry is the pause after the certificate has expired. The node is cut off until it has a new
+	// one.
+	expiredRetry = 2 * time.Second
+)
+
+// Certifier signs certificates, here or at the leader.
+type Certifier interface {
+	Certify(ctx context.Context, own pki.Identity, csr []byte) (cert, authority []byte, err error)
+	// CertifyExpired is for a node whose certificate has expired. dial makes a connection for it alone.
+	CertifyExpired(ctx context.Context, csr []byte,
+		dial func(address, uid string) (*grpc.ClientConn, error)) (cert, authority []byte, err error)
+}
+
+// Certificates keeps this node's certificate and the gossip keys, in memory and in the data dir. It renews
+// the certificate.
+type Certificates struct {
+	dir    string // "" = in memory
+	log    *slog.Logger
+	store  Store
+	leader func() Certifier
+	port   *nodeport.Port
+
+	credentials atomic.Pointer[pki.Credentials]
+	mu          sync.Mutex // guards the rest once the node runs
+	files       pki.Files
+	keyring     [][]byte // gossip keys; the first one encrypts
+}
+
+func newCertificates(dir string, cfg Config) *Certificates {
+	return &Certificates{dir: dir, log: cfg.Log, store: cfg.Store, leader: cfg.Leader}
+}
+
+func loadFiles(dir string) (pki.Files, error) {
+	if dir == "" {
+		return pki.Files{}, fs.ErrNotExist
+	}
+	return pki.Load(dir)
+}
+
+// begin presents a certificate from now on. A control node whose certificate is due signs for itself before
+// it talks to any other node: after a long time with all nodes off every certificate is expired, and no node
+// could ask another one.
+func (c *Certificates) begin(own *pki.Credentials) error {
+	c.credentials.Store(own)
+	now := time.Now()
+	if len(c.files.AuthorityKey) == 0 || now.Before(own.RenewAt()) {
+		return nil
+	}
+	next, err := c.files.Renewed(now)
+	if err != nil {
+		return err
+	}
+	return c.use(own, next)
+}
+
+// Keep renews the certificate after two thirds of its life, until ctx ends. Open connections continue.
+func (c *Certificates) Keep(ctx context.Context) {
+	keeper{current: c.credentials.Load, renew: c.renew, log: c.log}.run(ctx)
+}
+
+// renew gets and saves a new certificate for the same key. A node with role control signs for itself; other
+// nodes ask a control node.
+func (c *Certificates) renew(ctx context.Context) error {
+	csr, err := c.newCSR()
+	if err != nil {
+		return err
+	}
+	own, secrets := c.credentials.Load(), c.store.State().Secrets
+	var cert, authority []byte
+	if own.Expired(time.Now()) && len(secrets.AuthorityKey) == 0 {
+		cert, authority, err = c.leader().CertifyExpired(ctx, csr, c.port.RenewGRPC)
+	} else {
+		cert, authority, err = c.leader().Certify(ctx, own.Identity, csr)
+	}
+	if err != nil {
+		return err
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	next := c.files
+	next.Cert, next.Authority = cert, authority
+	if len(secrets.AuthorityKey) > 0 {
+		next.AuthorityKey = secrets.AuthorityKey
+	}
+	return c.use(own, next)
+}
+
+// use saves files with a renewed certificate and presents it from now on. If the disk refuses the write, the
+// certificate is used from memory until the next start. The caller holds mu or is the only goroutine.
+func (c *Certificates) use(own *pki.Credentials, next pki.Files) error {
+	creds, err := next.Credentials()
+	if err != nil {
+		return err
+	}
+	if now, was := creds.Identity, own.Identity; now.Cluster != was.Cluster || now.Node != was.Node ||
+		now.UID != was.UID || !state.SameRoles(now.Roles, was.Roles) {
+		return problem.New(problem.Conflict,
+			"the new certificate is for node %s (%s) with roles %v, not for %s (%s) with %v",
+			now.Node, now.UID, now.Roles, was.Node, was.UID, was.Roles).
+			WithHint("remove the node, and join with an empty --data-dir and a new token")
+	}
+	if err := c.save(next); err != nil {
+		c.log.Warn("the renewed certificate could not be kept for the next start", slog.Any("err", err))
+		c.files = next
+	}
+	c.credentials.Store(creds)
+	c.log.Info("the node's certificate was renewed", slog.Time("expires", creds.NotAfter))
+	return nil
+}
+
+// save keeps files in memory and in the data dir. The caller holds mu or is the only goroutine.
+func (c *Certificates) save(files pki.Files) error {
+	if c.dir != "" {
+		if err := pki.Save(c.dir, files); err != nil {
+			return err
+		}
+	}
+	c.files = files
+	return nil
+}
+
+// saveAuthority stores the authority's key beside the node's own files. A founder writes its files only now,
+// after the cluster's state holds the authority: a crash before that would leave a certificate without an
+// authority behind it. Other control nodes need the key to sign for themselves (begin).
+func (c *Certificates) saveAuthority(founding bool) error {
+	if c.dir == "" {
+		return nil
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	secrets := c.store.State().Secrets
+	next := c.files
+	next.AuthorityKey = secrets.AuthorityKey
+	if !founding {
+		if len(secrets.AuthorityKey) == 0 || bytes.Equal(c.files.AuthorityKey, secrets.AuthorityKey) {
+			return nil
+		}
+		if err := c.save(next); err != nil {
+			c.log.Warn("the authority's key could not be kept, trying again at the next renewal",
+				slog.Any("err", err))
+		}
+		return nil
+	}
+	if !bytes.Equal(secrets.Authority, c.files.Authority) {
+		return problem.New(problem.Conflict, "the certificates of this node's cluster are gone from %s",
+			c.dir).
+			WithHint("restore that folder from a backup; otherwise this node has to be removed and to " +
+				"join again with an empty --data-dir")
+	}
+	return c.save(next)
+}
+
+// KeySum is the hash of this node's public key, which binds the node's record to the key.
+func (c *Certificates) KeySum() (string, error) {
+	csr, err := c.newCSR()
+	if err != nil {
+		return "", err
+	}
+	return pki.KeySum(csr)
+}
+
+// newCSR makes a certificate request for this node's key.
+func (c *Certificates) newCSR() ([]byte, error) {
+	c.mu.Lock()
+	key := c.files.Key
+	c.mu.Unlock()
+	return pki.NewCSR(key)
+}
+
+// keyringSum identifies the gossip keys of this node; "" before it has one.
+func (c *Certificates) keyringSum() string {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return state.KeyringSum(c.keyring)
+}
+
+// takeKeyring keeps new gossip keys, after use has taken them.
+func (c *Certificates) takeKeyring(ring [][]byte, use func() error) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if err := use(); err != nil {
+		return err
+	}
+	if next := c.files; !bytes.Equal(next.GossipKey, ring[0]) {
+		next.GossipKey = ring[0]
+		if err := c.save(next); err != nil {
+			return err
+		}
+	}
+	c.keyring = ring
+	c.log.Info("the keys of the gossip have changed", slog.Int("keys", len(ring)))
+	return nil
+}
+
+// keeper renews a certificate after two thirds of its life.
+type keeper struct {
+	current func() *pki.Credentials
+	renew   func(ctx context.Context) error
+	log     *slog.Logger
+}
+
+// run renews the certificate until ctx ends.
+func (k keeper) run(ctx context.Context) {
+	var warned time.Time
+	for {
+		now, pause := time.Now(), time.Duration(0)
+		switch c := k.current(); {
+		case now.Before(c.RenewAt()): // RenewAt is wall-clock time: a certificate has no monotonic time
+			pause = min(c.RenewAt().Sub(now), maxRenewPause)
+		default:
+			err := k.renew(ctx)
+			if err == nil {
+				continue
+			}
+			pause = renewRetry
+			if c.Expired(now) {
+				pause = expiredRetry
+			}
+			if ctx.Err() == nil && time.Since(warned) >= renewRetry {
+				warned = time.Now()
+				k.log.Warn("the node's certificate was not renewed, trying again",
+					slog.Time("expires", c.NotAfter), slog.Any("err", err))
+			}
+		}
+		t := time.NewTimer(max(pause, time.Millisecond))
+		select {
+		case <-t.C:
+		case <-ctx.Done():
+			t.Stop()
+			return
+		}
+	}
+}

@@ -1,0 +1,196 @@
+package peering
+
+import (
+	"context"
+	"log/slog"
+	"sync/atomic"
+	"time"
+
+	"github.com/dpserve/dpserve/internal/cluster/membership"
+	"github.com/dpserve/dpserve/internal/cluster/nodeport"
+	"github.com/dpserve/dpserve/internal/state"
+)
+
+// Neighbours knows the nodes of the cluster and where they are. The state's addresses may be older than a
+// move, and only the moved node can change them, through the leader; gossip sees a move first. Before the
+// state is there, the nodes at the time of the join are known.
+type Neighbours struct {
+	self    string // UID of this node
+	store   Store
+	log     *slog.Logger
+	seeds   []state.Node       // the other nodes at the time of the join
+	gossip  *membership.Gossip // nil on a network without packets
+	address string             // of this node's gossip
+
+	// the control node at the address of a join with a member's data dir, with UID and address only; nil =
+	// unknown, or no longer needed
+	met atomic.Pointer[state.Node]
+}
+
+// All returns the cluster's nodes by name, each at the address where it was seen last.
+func (b *Neighbours) All() map[string]*state.Node {
+	nodes, seen := b.known(), b.seenAt()
+	out := make(map[string]*state.Node, len(nodes)) // the state's own map is shared
+	for id, rec := range nodes {
+		out[id] = at(rec, seen[rec.UID])
+	}
+	return out
+}
+
+// Get returns one node of All; nil if there is none.
+func (b *Neighbours) Get(id string) *state.Node {
+	rec := b.known()[id]
+	if rec == nil {
+		return nil
+	}
+	address, _ := b.lastAddress(rec.UID)
+	return at(rec, address)
+}
+
+// at returns a node's record with an address, if it is another one.
+func at(rec *state.Node, address string) *state.Node {
+	if address == "" || address == rec.Address {
+		return rec
+	}
+	moved := *rec
+	moved.Address = address
+	return &moved
+}
+
+// known returns the nodes of the state by name, or the seeds while the state is not there yet.
+func (b *Neighbours) known() map[string]*state.Node {
+	if nodes := b.store.State().Nodes; len(nodes) > 0 {
+		return nodes
+	}
+	out := map[string]*state.Node{}
+	for i := range b.seeds {
+		out[b.seeds[i].ID] = &b.seeds[i]
+	}
+	return out
+}
+
+// seenAt returns lastAddress of all nodes, by UID.
+func (b *Neighbours) seenAt() map[string]string {
+	out := map[string]string{}
+	if met := b.met.Load(); met != nil {
+		out[met.UID] = met.Address
+	}
+	if b.gossip == nil {
+		return out
+	}
+	newest := map[string]membership.Member{}
+	for _, g := range b.gossip.Members() {
+		if old, ok := newest[g.UID]; !ok || g.LastSeen.After(old.LastSeen) {
+			newest[g.UID] = g
+		}
+	}
+	for uid, g := range newest {
+		if g.State == membership.Alive && g.Address != "" {
+			out[uid] = g.Address
+		}
+	}
+	return out
+}
+
+// lastAddress is a node's address as gossip reports it, or as the operator gave it with a join.
+func (b *Neighbours) lastAddress(uid string) (address string, ok bool) {
+	if g, ok := b.Seen(uid); ok && g.State == membership.Alive && g.Address != "" {
+		return g.Address, true
+	}
+	if met := b.met.Load(); met != nil && met.UID == uid {
+		return met.Address, true
+	}
+	return "", false
+}
+
+// Resolve finds a node's address before the state is there: from gossip, or from the seeds of the join.
+func (b *Neighbours) Resolve(uid string) (string, bool) {
+	if address, ok := b.lastAddress(uid); ok {
+		return address, true
+	}
+	for i := range b.seeds {
+		if b.seeds[i].UID == uid {
+			return b.seeds[i].Address, true
+		}
+	}
+	return "", false
+}
+
+// Seen returns the newest gossip entry of a node.
+func (b *Neighbours) Seen(uid string) (found membership.Member, ok bool) {
+	if b.gossip == nil {
+		return found, false
+	}
+	for _, g := range b.gossip.Members() {
+		if g.UID == uid && (!ok || g.LastSeen.After(found.LastSeen)) {
+			found, ok = g, true
+		}
+	}
+	return found, ok
+}
+
+// IsHeard reports whether gossip sees a node. It is true of this node, and of all nodes without gossip.
+func (b *Neighbours) IsHeard(uid string) bool {
+	if b.gossip == nil || uid == b.self {
+		return true
+	}
+	g, ok := b.Seen(uid)
+	return ok && g.State == membership.Alive
+}
+
+// rejoinRetry is the pause between two attempts to identify the node at the address of a join.
+const rejoinRetry = time.Second
+
+// FindAt finds out which control node is at the address of a join with a member's data dir. That node may
+// have moved there while this one was off. The result is used until ctx ends, when the state is there.
+func (b *Neighbours) FindAt(ctx context.Context, port *nodeport.Port, address string) {
+	defer b.met.Store(nil)
+	for warned := false; ; {
+		c, err := port.Dial(ctx, nodeport.Renew, address, "")
+		if err == nil {
+			b.met.Store(&state.Node{UID: c.Peer.UID, Address: address})
+			_ = c.Close() // the handshake has identified the node
+			<-ctx.Done()
+			return
+		}
+		if !warned && ctx.Err() == nil {
+			warned = true
+			b.log.Info("the address of the join does not answer yet",
+				slog.String("address", address), slog.Any("err", err))
+		}
+		t := time.NewTimer(rejoinRetry)
+		select {
+		case <-t.C:
+		case <-ctx.Done():
+			t.Stop()
+			return
+		}
+	}
+}
+
+// gossipSeeds returns the gossip addresses of the other nodes.
+func (b *Neighbours) gossipSeeds() []string {
+	var out []string
+	for _, rec := range b.known() {
+		if rec.UID != b.self && rec.Gossip != "" {
+			out = append(out, rec.Gossip)
+		}
+	}
+	return out
+}
+
+// setKeys gives the gossip its keys.
+func (b *Neighbours) setKeys(ring [][]byte, cluster string) error {
+	if b.gossip == nil {
+		return nil
+	}
+	derived := make([][]byte, len(ring))
+	for i, secret := range ring {
+		key, err := membership.DeriveKey(secret, cluster)
+		if err != nil {
+			return err
+		}
+		derived[i] = key
+	}
+	return b.gossip.SetKeys(derived...)
+}

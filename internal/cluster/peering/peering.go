@@ -1,0 +1,391 @@
+// Package peering makes a node a member of a cluster: it founds one, joins one, or comes back to its own. It
+// keeps the node's certificate and the gossip key, knows where the other nodes are, and owns the node port.
+// What is served on that port is not its concern.
+package peering
+
+import (
+	"context"
+	"errors"
+	"io/fs"
+	"log/slog"
+	"net"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/dpserve/dpserve/internal/cluster"
+	"github.com/dpserve/dpserve/internal/cluster/membership"
+	"github.com/dpserve/dpserve/internal/cluster/nodeport"
+	"github.com/dpserve/dpserve/internal/cluster/pki"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/state"
+)
+
+// Store is the cluster's state. It may be empty at first: a node peers before its copy of the state is open.
+type Store interface {
+	State() *state.State
+	Changed() <-chan struct{}
+}
+
+// Config says who the node is and how it reaches others.
+type Config struct {
+	NodeID, Version, Zone string
+	DataDir               string // "" = nothing survives a restart
+	Host                  string // IP or host for other nodes
+	NodePort, GossipPort  int    // at Host; 0 = any
+	// Roles are those asked for; nil = those of the join, or DefaultRoles for a node that is new.
+	Roles, DefaultRoles []string
+	Join                *Join // nil = a cluster of its own, or that of the data dir
+
+	Store  Store
+	Leader func() Certifier // asked for certificates, only after Open
+
+	// Listen and Dial replace TCP; nil = TCP.
+	Listen      func(ctx context.Context, addr string) (net.Listener, error)
+	Dial        nodeport.DialFunc
+	WithGossip  bool   // false: the network carries no packets
+	Incarnation uint64 // random per process
+	Gossip      membership.Timers
+	Refused     func(reason string) // counts refused connections and messages
+	Log         *slog.Logger
+}
+
+// Join is how a node joins a cluster.
+type Join struct {
+	Address string // of the node port of a member
+	Token   string
+	// Present presents the token. The answer may be lost: it is repeated with the same key.
+	Present func(ctx context.Context, self state.Node, key []byte) (pki.Files, []state.Node, error)
+}
+
+// Peering is this node as a member of a cluster. Safe for concurrent use after Open.
+type Peering struct {
+	Certificates *Certificates
+	Neighbours   *Neighbours
+	Port         *nodeport.Port
+	Transports   *Transports
+
+	cfg      Config
+	log      *slog.Logger
+	ident    cluster.Identity
+	roles    []string
+	address  string        // HOST:PORT of the node port
+	dir      string        // of certificate files; "" = in memory
+	joined   bool          // false: it founded the cluster, now or in an earlier process
+	rejoin   string        // address of a join with a member's data dir; "" = none
+	founding bool          // it founds the cluster in this process
+	secrets  state.Secrets // of a founding node
+	removed  chan struct{} // closed when the cluster has removed this node
+	loops    sync.WaitGroup
+}
+
+// Open makes the node a member: by the files of its data dir, by joining, or as the first node of a new
+// cluster. It binds the node port before any other node learns of this one. Errors are *problem.Error.
+func Open(ctx context.Context, cfg Config) (*Peering, error) {
+	p := &Peering{
+		cfg: cfg, log: cfg.Log, roles: cfg.Roles, dir: pkiDir(cfg.DataDir), removed: make(chan struct{}),
+	}
+	var err error
+	if p.ident, err = identify(cfg.DataDir, cfg.NodeID); err != nil {
+		return nil, err
+	}
+	if err := refuseRemoved(p.dir); err != nil {
+		return nil, err
+	}
+	p.Certificates = newCertificates(p.dir, cfg)
+	p.Neighbours = &Neighbours{
+		self: p.ident.UID, store: cfg.Store, log: cfg.Log, address: hostPort(cfg.Host, cfg.GossipPort),
+	}
+	if err := p.listen(ctx); err != nil {
+		return nil, errors.Join(err, p.Close())
+	}
+	if err := p.enter(ctx); err != nil {
+		return nil, errors.Join(err, p.Close())
+	}
+	return p, nil
+}
+
+// listen binds the node port and begins to accept. Nothing is served on it yet.
+func (p *Peering) listen(ctx context.Context) error {
+	p.Port = nodeport.New(nodeport.Config{
+		Credentials: p.Certificates.credentials.Load, Revoked: p.isRevoked, Bind: p.cfg.Listen,
+		Connect: p.cfg.Dial, Log: p.log.With(slog.String("room", "nodeport")),
+		Refused: func(r nodeport.Reason) { p.cfg.Refused(string(r)) },
+	})
+	if err := p.Port.Listen(ctx, hostPort(p.cfg.Host, p.cfg.NodePort)); err != nil {
+		return err
+	}
+	p.address, p.Certificates.port = hostPort(p.cfg.Host, p.cfg.NodePort), p.Port
+	if bound, ok := p.Port.Addr().(*net.TCPAddr); ok { // NodePort 0
+		p.address = hostPort(p.cfg.Host, bound.Port)
+	}
+	p.Transports = newTransports(p.Port, p.Neighbours.Get)
+	p.loops.Go(func() { //nolint:contextcheck // the port lives until it is closed
+		if err := p.Port.Serve(); err != nil {
+			p.log.Error("the node port is gone", slog.Any("err", err))
+		}
+	})
+	return nil
+}
+
+// enter finds the node's certificate, or gets one, and starts the gossip.
+func (p *Peering) enter(ctx context.Context) error {
+	files, err := loadFiles(p.dir)
+	if errors.Is(err, fs.ErrNotExist) && p.roles == nil {
+		p.roles = p.cfg.DefaultRoles
+	}
+	switch {
+	case err != nil && !errors.Is(err, fs.ErrNotExist):
+		return err
+	case err == nil:
+		p.Certificates.files = files
+		if err = p.comeBack(); err == nil && p.cfg.Join != nil {
+			err = p.checkRejoin()
+		}
+	case p.cfg.Join != nil:
+		err = p.join(ctx)
+	default:
+		err = p.found()
+	}
+	if err != nil {
+		return err
+	}
+	c, err := p.Certificates.files.Credentials()
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(p.verifyIdentity(c.Identity), p.takeRoles(c.Identity.Roles)); err != nil {
+		return err
+	}
+	p.ident.Cluster = c.Identity.Cluster
+	if err := p.Certificates.begin(c); err != nil {
+		return err
+	}
+	return p.startGossip(ctx)
+}
+
+// startGossip starts the gossip, which finds nodes that have moved and suspects silent nodes. A network
+// without packets works without it, by the state's addresses and the leases.
+func (p *Peering) startGossip(ctx context.Context) error {
+	p.Certificates.keyring = [][]byte{p.Certificates.files.GossipKey}
+	if !p.cfg.WithGossip {
+		return nil
+	}
+	key, err := membership.DeriveKey(p.Certificates.files.GossipKey, p.ident.Cluster)
+	if err != nil {
+		return err
+	}
+	g, err := membership.New(ctx, membership.Config{
+		Node: p.cfg.NodeID, Incarnation: p.cfg.Incarnation, Meta: p.meta(),
+		Bind: p.Neighbours.address, Advertise: p.Neighbours.address, Key: key,
+		Seeds: p.Neighbours.gossipSeeds, Revoked: p.isRevoked,
+		Refused: func(r membership.Reason) { p.cfg.Refused("gossip_" + string(r)) },
+		Timers:  p.cfg.Gossip, Log: p.log.With(slog.String("room", "membership")),
+	})
+	if err != nil {
+		return err
+	}
+	p.Neighbours.gossip, p.Neighbours.address = g, g.Address()
+	return g.Start()
+}
+
+// meta is what this node tells about itself in the gossip.
+func (p *Peering) meta() membership.Meta {
+	return membership.Meta{
+		Cluster: p.ident.Cluster, UID: p.ident.UID, Address: p.address, Roles: p.roles,
+		Version: p.cfg.Version, Zone: p.cfg.Zone, Index: p.cfg.Store.State().Index,
+	}
+}
+
+// metaInterval is how often this node publishes the index of its copy of the state in its gossip metadata.
+const metaInterval = 10 * time.Second
+
+// PublishIndex publishes the index of this node's copy of the state in the gossip, until ctx ends.
+func (p *Peering) PublishIndex(ctx context.Context) {
+	if p.Neighbours.gossip == nil {
+		return
+	}
+	tick := time.NewTicker(metaInterval)
+	defer tick.Stop()
+	for last := p.meta().Index; ; {
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return
+		}
+		if now := p.meta(); now.Index != last {
+			last = now.Index
+			if err := p.Neighbours.gossip.UpdateMeta(now); err != nil {
+				p.log.Debug("the gossip took no news", slog.Any("err", err))
+			}
+		}
+	}
+}
+
+// WatchRemoval ends the connections of nodes that the cluster has removed, until ctx ends or the cluster
+// removes this node.
+func (p *Peering) WatchRemoval(ctx context.Context) {
+	var delayed sync.WaitGroup
+	defer delayed.Wait()
+	for seen := ""; ; {
+		changed := p.cfg.Store.Changed()
+		// Removed is bounded, so compare its last entry, not its length
+		if gone := p.cfg.Store.State().Removed; len(gone) > 0 && gone[len(gone)-1] != seen {
+			seen = gone[len(gone)-1]
+			delayed.Go(func() { p.disconnect(ctx, gone) })
+		}
+		if p.isRevoked(p.ident.UID) {
+			p.log.Info("this node was removed from its cluster")
+			p.noteRemoval()
+			close(p.removed)
+			return
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// disconnect ends the connections with removed nodes after cluster.DisconnectDelay, so that a node that asked
+// to leave still gets the answer.
+func (p *Peering) disconnect(ctx context.Context, uids []string) {
+	select {
+	case <-time.After(cluster.DisconnectDelay):
+	case <-ctx.Done():
+		return
+	}
+	for _, uid := range uids {
+		p.Port.Disconnect(uid)
+	}
+}
+
+// Removed is closed when the cluster has removed this node.
+func (p *Peering) Removed() <-chan struct{} { return p.removed }
+
+// isRevoked reports whether the cluster has removed a node.
+func (p *Peering) isRevoked(uid string) bool {
+	return slices.Contains(p.cfg.Store.State().Removed, uid)
+}
+
+// Identity names this node and its cluster.
+func (p *Peering) Identity() cluster.Identity { return p.ident }
+
+// Roles are the roles of this node's certificate.
+func (p *Peering) Roles() []string { return p.roles }
+
+// Address is HOST:PORT of the node port.
+func (p *Peering) Address() string { return p.address }
+
+// IsFounding reports whether this process founds the cluster.
+func (p *Peering) IsFounding() bool { return p.founding }
+
+// Record is this node's record for the other nodes, without what it offers.
+func (p *Peering) Record() state.Node {
+	out := state.Node{
+		ID: p.cfg.NodeID, UID: p.ident.UID, Zone: p.cfg.Zone, Version: p.cfg.Version, Level: state.Level,
+		Advertise: p.cfg.Host, Address: p.address, Gossip: p.Neighbours.address,
+		Keyring: p.Certificates.keyringSum(),
+	}
+	for _, r := range p.roles {
+		out.Roles = append(out.Roles, state.Role(r))
+	}
+	return out
+}
+
+// Consensus sets what consensus needs to reach the other control nodes. giveUp ends the node's wait for a
+// leader when another node says that this one was removed.
+func (p *Peering) Consensus(cfg *cluster.Config, giveUp context.CancelCauseFunc) {
+	cfg.Layer = raftLayer{p.Port, p.Port.Listener(nodeport.Raft), giveUp}
+	cfg.Member, cfg.Resolve = p.joined, p.Neighbours.Resolve
+	if p.founding {
+		cfg.Secrets = func() state.Secrets { return p.secrets }
+	}
+}
+
+// NewToken makes a join token. The cluster stores only its hash.
+func (p *Peering) NewToken(ctx context.Context, store cluster.Store, ttl time.Duration, uses int,
+) (token string, expires time.Time, err error) {
+	t, err := pki.NewToken(p.cfg.Store.State().Secrets.Authority)
+	if err != nil {
+		return "", time.Time{}, err
+	}
+	expires = time.Now().Add(ttl)
+	_, err = store.Propose(ctx, state.Command{
+		PutToken: &state.Token{Hash: t.Hash(), Expires: expires.UnixMilli(), Uses: uses},
+	})
+	return t.String(), expires, err
+}
+
+// ApplyKeyring accepts these gossip keys, sends with the first one and saves it in the data dir.
+func (p *Peering) ApplyKeyring(ring [][]byte) error {
+	return p.Certificates.takeKeyring(ring, func() error {
+		return p.Neighbours.setKeys(ring, p.ident.Cluster)
+	})
+}
+
+// Close ends the gossip, the connections and the node port, and waits.
+func (p *Peering) Close() error {
+	var errs []error
+	if p.Neighbours.gossip != nil {
+		errs = append(errs, p.Neighbours.gossip.Close())
+	}
+	if p.Transports != nil {
+		p.Transports.close()
+	}
+	errs = append(errs, p.Port.Close())
+	p.loops.Wait()
+	return errors.Join(errs...)
+}
+
+// raftLayer is raft's transport between nodes.
+type raftLayer struct {
+	port *nodeport.Port
+	net.Listener
+	giveUp context.CancelCauseFunc
+}
+
+var _ cluster.Layer = raftLayer{}
+
+// Dial implements cluster.Layer. It connects only to the node with this UID.
+func (l raftLayer) Dial(uid, address string, timeout time.Duration) (net.Conn, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), timeout)
+	defer cancel()
+	c, err := l.port.Dial(ctx, nodeport.Raft, address, uid)
+	if errors.Is(err, nodeport.ErrRemoved) {
+		l.giveUp(err)
+	}
+	if err != nil {
+		return nil, err // not a nil *Conn in an interface
+	}
+	return c, nil
+}
+
+// takeRoles takes the roles that the node joined with. Its certificate names them and the other nodes trust
+// only that.
+func (p *Peering) takeRoles(joined []string) error {
+	if p.roles == nil {
+		p.roles = joined
+	}
+	if state.SameRoles(p.roles, joined) {
+		return nil
+	}
+	return problem.New(problem.Conflict, "this node has joined with roles %s, not %s",
+		strings.Join(joined, ","), strings.Join(p.roles, ",")).
+		WithHint("leave --roles out; for other roles let it leave (`dpserve leave`) and join again with " +
+			"an empty --data-dir")
+}
+
+// pkiDir is the directory of a node's certificate; "" in memory.
+func pkiDir(dataDir string) string {
+	if dataDir == "" {
+		return ""
+	}
+	return filepath.Join(dataDir, "pki")
+}
+
+func hostPort(host string, port int) string { return net.JoinHostPort(host, strconv.Itoa(port)) }

@@ -1,0 +1,268 @@
+package server
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"net"
+	"syscall"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/api"
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// The times of an end, in the order in which they pass. Between the first and the second, streams have their
+// application's graceful_shutdown_timeout_s (longestGrace) and engines then actors/node's kill_grace (5 s).
+// After the second, requests to the admin API have 5 s (internal/api) and proposals 2 s (internal/cluster).
+// The other nodes cut the connections of a removed node after cluster.DisconnectDelay.
+const (
+	// handOverTime bounds a change of leader that this node asks for.
+	handOverTime = 3 * time.Second
+	// afterDrain is the time that requests get after the engines' grace, to write their error events.
+	afterDrain = 2 * time.Second
+)
+
+// Listen binds the ports of clients and operators. A taken port is problem.Unavailable; an Ephemeral node
+// takes another one.
+func (n *Node) Listen() error {
+	if n.ingress != nil {
+		if err := n.bind(n.cfg.HTTPBind, "--http-bind", func(ctx context.Context, addr string) error {
+			a, err := n.listenHTTP(ctx, addr)
+			if err == nil {
+				n.httpAddr = a.String()
+			}
+			return err
+		}); err != nil {
+			return err
+		}
+	}
+	if n.metricsServer != nil {
+		if err := n.bind(n.cfg.MetricsBind, "--metrics-bind", n.listenMetrics); err != nil {
+			return err
+		}
+	}
+	return n.bind(n.cfg.AdminBind, "--admin-bind", n.listenAdmin)
+}
+
+func (n *Node) bind(addr, flag string, listen func(ctx context.Context, addr string) error) error {
+	err := listen(n.life.ctx, addr)
+	if n.cfg.Ephemeral && errors.Is(err, syscall.EADDRINUSE) {
+		err = listen(n.life.ctx, "127.0.0.1:0")
+	}
+	if errors.Is(err, syscall.EADDRINUSE) {
+		return problem.New(problem.Unavailable, "%s %s is taken: %w", flag, addr, err).
+			WithHint("stop what listens there, or choose another port with %s", flag)
+	}
+	if err != nil {
+		return problem.New(problem.InvalidArgument, "%s %s: %w", flag, addr, err)
+	}
+	return nil
+}
+
+// listenHTTP binds the inference endpoint.
+func (n *Node) listenHTTP(ctx context.Context, addr string) (net.Addr, error) {
+	if n.cfg.Network == nil {
+		return n.ingress.Listen(ctx, addr)
+	}
+	l, err := n.cfg.Network.Listen(addr)
+	if err != nil {
+		return nil, err
+	}
+	return l.Addr(), n.ingress.Attach(l)
+}
+
+// listenAdmin binds the admin API.
+func (n *Node) listenAdmin(ctx context.Context, addr string) error {
+	return n.listenServer(ctx, n.admin, addr)
+}
+
+// listenMetrics binds the port of --metrics-bind.
+func (n *Node) listenMetrics(ctx context.Context, addr string) error {
+	return n.listenServer(ctx, n.metricsServer, addr)
+}
+
+func (n *Node) listenServer(ctx context.Context, s *api.Server, addr string) error {
+	if n.cfg.Network == nil {
+		return s.Listen(ctx, addr)
+	}
+	l, err := n.cfg.Network.Listen(addr)
+	if err != nil {
+		return err
+	}
+	return s.Attach(l)
+}
+
+// Serve answers until ctx ends or the cluster removes the node. Then it drains and returns when every engine
+// is gone. Kill ends the drain.
+func (n *Node) Serve(ctx context.Context) error {
+	failed := make(chan error, 3) // one slot for each server
+	if n.ingress != nil {
+		go func() { failed <- n.ingress.Serve() }()
+	}
+	if n.metricsServer != nil {
+		go func() { failed <- n.metricsServer.Serve() }()
+	}
+	go func() { failed <- n.admin.Serve() }()
+	var removed <-chan struct{} // never from the cluster that it is alone
+	if n.peering != nil {
+		removed = n.peering.Removed()
+	}
+	var err error
+	select {
+	case <-ctx.Done():
+	case <-removed:
+	case err = <-failed:
+	}
+	return errors.Join(err, n.drain()) //nolint:contextcheck // a drain outlives the context that asks for it
+}
+
+// drain turns readiness off, lets each app's streams end within its grace, then ends the engines and the
+// servers.
+func (n *Node) drain() error {
+	if n.ingress != nil {
+		n.ingress.Drain()
+	}
+	n.handOverLeadership()
+	var err error
+	if n.peering == nil { // no other leader exists: the controller must not start the ended ranks again
+		err = n.leading.StandDown()
+	}
+	err = errors.Join(err, n.node.Close(n.life.ctx, longestGrace(n.store.State())))
+	ctx, cancel := context.WithTimeout(n.life.ctx, afterDrain)
+	defer cancel()
+	if n.ingress != nil {
+		if cerr := n.ingress.Close(ctx); cerr != nil && !errors.Is(cerr, context.Canceled) &&
+			!errors.Is(cerr, context.DeadlineExceeded) {
+			err = errors.Join(err, cerr)
+		}
+	}
+	return errors.Join(err, n.closeMetrics(), n.admin.Close())
+}
+
+// handOverLeadership lets another node lead before this one ends.
+func (n *Node) handOverLeadership() {
+	if n.consensus == nil || n.peering == nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(n.life.ctx, handOverTime)
+	defer cancel()
+	if err := n.consensus.StepDown(ctx); err != nil && problem.CodeOf(err) != problem.Conflict {
+		n.log.Warn("leadership was not handed over", slog.Any("err", err))
+	}
+}
+
+// closeMetrics ends the server of --metrics-bind, if there is one.
+func (n *Node) closeMetrics() error {
+	if n.metricsServer == nil {
+		return nil
+	}
+	return n.metricsServer.Close()
+}
+
+// Kill ends a drain: it kills the engines and cuts the streams.
+func (n *Node) Kill() { n.life.kill() }
+
+// Close ends everything that still runs and waits. Idempotent.
+func (n *Node) Close() error { return n.life.close() }
+
+func (n *Node) closeAll() error {
+	n.life.kill()
+	n.life.loops.Wait()
+	errs := []error{n.leading.StandDown()}
+	if n.node != nil {
+		errs = append(errs, n.node.Close(n.life.ctx, 0))
+	}
+	if n.ingress != nil {
+		if err := n.ingress.Close(n.life.ctx); err != nil && !errors.Is(err, context.Canceled) {
+			errs = append(errs, err)
+		}
+	}
+	errs = append(errs, n.closeMetrics())
+	if n.admin != nil {
+		errs = append(errs, n.admin.Close())
+	}
+	if n.leader != nil {
+		errs = append(errs, n.leader.Close())
+	}
+	if n.feed != nil {
+		n.feed.Close() // before its connections close, or each stream would warn of a break
+	}
+	if n.conns != nil {
+		errs = append(errs, n.conns.Close())
+	}
+	if n.store != nil {
+		errs = append(errs, n.store.Close())
+	}
+	errs = append(errs, n.services.close())
+	if n.peering != nil {
+		errs = append(errs, n.peering.Close())
+	}
+	n.probes.CloseIdleConnections()
+	if n.system != nil {
+		n.system.Shutdown()
+	}
+	return errors.Join(errs...)
+}
+
+// HTTPAddr is the address for clients, after Listen.
+func (n *Node) HTTPAddr() string { return n.httpAddr }
+
+// AdminAddr is the address of the admin API, after Listen.
+func (n *Node) AdminAddr() string {
+	if a := n.admin.Addr(); a != nil {
+		return a.String()
+	}
+	return ""
+}
+
+// MetricsAddr is the address of --metrics-bind, after Listen; empty without that flag.
+func (n *Node) MetricsAddr() string {
+	if n.metricsServer == nil || n.metricsServer.Addr() == nil {
+		return ""
+	}
+	return n.metricsServer.Addr().String()
+}
+
+// Feed returns the streams of all ranks that this node's ingress follows, for a second ingress beside it.
+// Without role ingress it returns those of the node's own ranks.
+func (n *Node) Feed() msg.Feed {
+	if n.feed != nil {
+		return n.feed
+	}
+	return n.hub
+}
+
+// FirstToken returns the address and the token with which other machines join, after the very first start of
+// a cluster; else it is empty.
+func (n *Node) FirstToken() (address, token string) {
+	if n.firstToken == "" {
+		return "", ""
+	}
+	return n.peering.Address(), n.firstToken
+}
+
+// Left reports whether the cluster has removed this node.
+func (n *Node) Left() bool {
+	if n.peering == nil {
+		return false
+	}
+	select {
+	case <-n.peering.Removed():
+		return true
+	default:
+		return false
+	}
+}
+
+// Store is the cluster's state, for an ingress beside the node's own.
+func (n *Node) Store() msg.Store { return n.store }
+
+// Totals returns the requests ended, tokens generated and requests in flight at this node's ingress.
+func (n *Node) Totals() (requests, tokens uint64, inflight int) {
+	if n.ingress == nil {
+		return 0, 0, 0
+	}
+	return n.ingress.Totals()
+}

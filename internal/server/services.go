@@ -1,0 +1,193 @@
+package server
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/http/httputil"
+	"net/url"
+	"sync"
+
+	"google.golang.org/grpc"
+
+	"github.com/dpserve/dpserve/internal/api"
+	"github.com/dpserve/dpserve/internal/cluster/nodeport"
+	"github.com/dpserve/dpserve/internal/cluster/peering"
+	"github.com/dpserve/dpserve/internal/noderpc"
+	"github.com/dpserve/dpserve/internal/problem"
+	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
+	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/internal/telemetry"
+)
+
+// services are what this node serves to other nodes on its node port.
+type services struct {
+	n      *Node
+	port   *nodeport.Port
+	grpc   *grpc.Server
+	enroll *grpc.Server            // nil without role control
+	renew  *grpc.Server            // nil without role control
+	data   *noderpc.DataServer     // nil without role worker
+	stream *noderpc.StreamServer   // nil without role worker
+	http   []*nodeport.HTTP2Server // admin API, and the data port of a worker
+
+	loops    sync.WaitGroup
+	stop     context.CancelFunc
+	stopping context.Context //nolint:containedctx // a service that ends before is reported
+}
+
+// serveNodes starts the services of the node port. The node can answer from now on.
+func (n *Node) serveNodes() error {
+	s := &services{n: n, port: n.peering.Port}
+	n.services = s
+	s.stopping, s.stop = context.WithCancel(context.Background())
+	s.grpc = grpc.NewServer(append(nodeport.ServerOptions(),
+		noderpc.ServerOptions(n.nodeMetrics.Unknown)...)...)
+	node := noderpc.NodeConfig{View: localView{n}, Peer: nodeport.PeerFromContext}
+	if n.hasRole(state.RoleWorker) {
+		node.Agent = n.node
+	}
+	dpservev1.RegisterNodeServer(s.grpc, noderpc.NewNodeServer(node))
+	if n.hasRole(state.RoleControl) {
+		s.serveControl()
+	}
+	if n.hasRole(state.RoleWorker) {
+		if err := s.serveRanks(); err != nil {
+			return err
+		}
+	}
+	n.metrics.Streams(n.cfg.NodeID, s.streamCounts)
+	s.http = append(s.http, s.port.ServeHTTP2(nodeport.Admin, n.admin.Handler()))
+	s.serveGRPC(s.grpc, nodeport.GRPC)
+	for _, h := range s.http {
+		s.run(h.Serve)
+	}
+	return nil
+}
+
+// serveControl answers followers, nodes that join and nodes whose certificate has expired.
+func (s *services) serveControl() {
+	n := s.n
+	dpservev1.RegisterControlServer(s.grpc, noderpc.NewControlServer(noderpc.ControlConfig{
+		Leading: n.currentLeader, Hint: n.store.LeaderNode, Store: n.store,
+		Propose: n.consensus.ProposeHere, Follow: n.consensus.Follow, Peer: nodeport.PeerFromContext,
+		Version: n.cfg.Version, Unknown: n.nodeMetrics.Unknown, Log: n.log,
+	}))
+	s.enroll = grpc.NewServer(append(nodeport.ServerOptions(), noderpc.EnrollOptions()...)...)
+	dpservev1.RegisterEnrollServer(s.enroll, noderpc.NewEnrollServer(noderpc.EnrollConfig{
+		Store: n.store, Proposer: n.store, Version: n.cfg.Version, Log: n.log,
+	}))
+	s.serveGRPC(s.enroll, nodeport.Join)
+	s.renew = grpc.NewServer(append(nodeport.ServerOptions(), noderpc.EnrollOptions()...)...)
+	dpservev1.RegisterControlServer(s.renew, noderpc.NewRenewServer(noderpc.RenewConfig{
+		Store: n.store, Confirm: n.consensus.Confirm, Hint: n.store.LeaderNode,
+		Peer: nodeport.PeerFromContext, Log: n.log,
+	}))
+	s.serveGRPC(s.renew, nodeport.Renew)
+}
+
+// serveRanks opens this node's ranks to the ingresses of other nodes.
+func (s *services) serveRanks() error {
+	n := s.n
+	var err error
+	s.stream, err = noderpc.NewStreamServer(noderpc.StreamServerConfig{
+		Feed: n.hub, Unknown: n.nodeMetrics.Unknown, Timers: n.cfg.timers().stream, Log: n.log,
+		Peer: func(ctx context.Context) (string, bool) {
+			id, ok := nodeport.PeerFromContext(ctx)
+			return id.Node, ok
+		},
+	})
+	if err != nil {
+		return err
+	}
+	dpservev1.RegisterReplicaServer(s.grpc, s.stream)
+	s.data, err = noderpc.NewDataServer(noderpc.DataConfig{
+		Feed: n.hub, Serves: n.node.Serves(), Dial: n.cfg.dialer(), Log: n.log,
+		Caller: func(ctx context.Context) (string, bool) {
+			id, ok := nodeport.PeerFromContext(ctx)
+			return id.Node, ok && id.HasRole(string(state.RoleIngress))
+		},
+	})
+	if err != nil {
+		return err
+	}
+	s.http = append(s.http, s.port.ServeHTTP2(nodeport.Data, s.data))
+	return nil
+}
+
+// serveGRPC serves a protocol. The listener accepts at once, before the goroutine runs, because a node that
+// has started may be joined at once.
+func (s *services) serveGRPC(server *grpc.Server, protocol string) {
+	l := s.port.Listener(protocol)
+	s.run(func() error { return server.Serve(l) })
+}
+
+func (s *services) run(serve func() error) {
+	s.loops.Go(func() {
+		if err := serve(); err != nil && !errors.Is(err, net.ErrClosed) &&
+			!errors.Is(err, grpc.ErrServerStopped) && s.stopping.Err() == nil {
+			s.n.log.Error("a service between nodes has ended", slog.Any("err", err))
+		}
+	})
+}
+
+// streamCounts adds up the counters of both ends.
+func (s *services) streamCounts() telemetry.StreamCounts {
+	var c telemetry.StreamCounts
+	if s.stream != nil {
+		c.Gaps = s.stream.Stats().Gaps
+	}
+	if feed := s.n.feed; feed != nil {
+		st := feed.Stats()
+		c.Dropped, c.Lost = st.Malformed+st.UnknownKinds, st.LostPosts
+	}
+	return c
+}
+
+// close ends the services and waits. It may be called on nil.
+func (s *services) close() error {
+	if s == nil {
+		return nil
+	}
+	s.stop()
+	var errs []error
+	for _, server := range []*grpc.Server{s.grpc, s.enroll, s.renew} {
+		if server != nil {
+			server.Stop()
+		}
+	}
+	for _, h := range s.http {
+		errs = append(errs, h.Close())
+	}
+	if s.data != nil {
+		errs = append(errs, s.data.Close())
+	}
+	if s.stream != nil {
+		s.stream.Close()
+	}
+	s.loops.Wait()
+	return errors.Join(errs...)
+}
+
+// leaderProxy forwards requests of the admin API to another node.
+func leaderProxy(transports *peering.Transports, node string, log *slog.Logger) http.Handler {
+	transport, err := transports.To(nodeport.Admin, node)
+	if err != nil {
+		return nil
+	}
+	return &httputil.ReverseProxy{
+		Transport: transport, FlushInterval: -1,
+		ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug),
+		ErrorHandler: func(w http.ResponseWriter, _ *http.Request, err error) {
+			api.WriteError(w, problem.New(problem.Unavailable,
+				"the node that leads, %s, does not answer: %w", node, err).
+				WithHint("it may have failed just now: try again in some seconds"))
+		},
+		Rewrite: func(r *httputil.ProxyRequest) {
+			r.SetURL(&url.URL{Scheme: "http", Host: "127.0.0.1"})
+			r.Out.Host = "127.0.0.1"
+		},
+	}
+}
