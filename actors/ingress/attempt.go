@@ -461,7 +461,7 @@ func (req *request) admitBounded(ctx, life context.Context, rk *rank) (msg.Admit
 // pickUncounted returns a ready rank that has not failed the request, of this node if there is one. If there
 // is none, the request waits like any other.
 func (req *request) pickUncounted(ctx context.Context, last *result) (*rank, *failure) {
-	if rk := req.app.router.anyReadyRank(req.tried...); rk != nil {
+	if rk := req.app.router.anyReadyRank(req.tried, req.refusedBy); rk != nil {
 		return rk, nil
 	}
 	rk, f := req.pickCounted(ctx, last)

@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"time"
 
+	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/routing"
@@ -67,13 +68,18 @@ func (req *request) decide(last *result) (rk *rank, f *failure, wait bool) {
 	}
 }
 
-// excludeTried lists the ranks that failed this request as often as the policy allows (once unless it says
-// otherwise). A rank that returned as a new incarnation has not failed it.
+// excludeTried lists the ranks that refused this request, and those that failed it as often as the policy
+// allows (once unless it says otherwise). A rank that returned as a new incarnation has done neither.
 func (req *request) excludeTried() {
 	req.query.Tried = req.query.Tried[:0]
 	most := max(req.app.router.inputs().needs.AttemptsPerRank, 1)
 	for i, rk := range req.tried {
 		if failures(req.tried[:i+1], rk) == most && req.app.router.findRank(rk.id) == rk {
+			req.query.Tried = append(req.query.Tried, rk.id)
+		}
+	}
+	for _, rk := range req.refusedBy {
+		if req.app.router.findRank(rk.id) == rk {
 			req.query.Tried = append(req.query.Tried, rk.id)
 		}
 	}
@@ -90,15 +96,17 @@ func failures(tried []*rank, rk *rank) int {
 	return n
 }
 
-// restriction is equal for requests that may use the same ranks. It depends on the incarnations that failed
-// the request and on the rank that it names.
+// restriction is equal for requests that may use the same ranks. It depends on the incarnations that failed or
+// refused the request and on the rank that it names.
 func (req *request) restriction() uint64 {
-	if len(req.tried) == 0 && !req.prompt.hasDirect {
+	if len(req.tried) == 0 && len(req.refusedBy) == 0 && !req.prompt.hasDirect {
 		return unrestricted
 	}
 	var sum uint64 // the order of the attempts does not matter
-	for _, rk := range req.tried {
-		sum += maphash.Comparable(restrictionSeed, [2]uint64{uint64(rk.id), rk.incarnation})
+	for _, ranks := range [...][]*rank{req.tried, req.refusedBy} {
+		for _, rk := range ranks {
+			sum += maphash.Comparable(restrictionSeed, [2]uint64{uint64(rk.id), rk.incarnation})
+		}
 	}
 	if req.prompt.hasDirect {
 		sum += maphash.Comparable(restrictionSeed, req.prompt.direct)
@@ -262,8 +270,14 @@ func (req *request) decideRetry(ctx context.Context, rk *rank, res *result) *fai
 		return nil // not an attempt: no engine was asked
 	default:
 	}
-	req.attempts++
-	req.tried = append(req.tried, rk)
+	more := req.recordFailure(rk, res.cause)
+	if what.done == msg.Refused {
+		if !more {
+			return req.giveUp(res, "free")
+		}
+		req.countRetry(res, "free") //nolint:contextcheck // the line is the request's
+		return nil
+	}
 	if what.death && (res.cause != causeUnitLost || ar.hasFailed(rk)) && req.killedTwoRanks(rk) {
 		f := req.giveUp(res, "free")
 		f.message, f.cause = "two ranks died while they had this request; it is not sent to a third one",
@@ -274,17 +288,33 @@ func (req *request) decideRetry(ctx context.Context, rk *rank, res *result) *fai
 	if !what.free && !ar.isLost(rk) {
 		budget = "drawn"
 	}
-	if req.attempts >= req.maxAttempts() && !req.mergeUnitAttempts(ctx, rk, res.cause) {
+	if !more && !req.mergeUnitAttempts(ctx, rk, res.cause) {
 		return req.giveUp(res, budget)
 	}
 	if budget == "drawn" && !ar.retryBudget.draw(req.in.clock()) {
 		return req.giveUp(res, "empty")
 	}
-	ar.metrics.Load().Attempt(what.name, budget)
-	ar.metrics.Load().Retry(what.name, budget)
-	const text = "attempt failed, trying another rank"
-	req.logLine(slog.LevelDebug, text, res) //nolint:contextcheck // the line is the request's
+	req.countRetry(res, budget) //nolint:contextcheck // the line is the request's
 	return nil
+}
+
+// recordFailure excludes rk and reports whether this request may ask another rank. A rank that refused at
+// admission asked no engine: that is no attempt, and refusals have a limit of their own. Otherwise three
+// fenced ranks of one node could use up a request's attempts while the ranks of other nodes are ready.
+func (req *request) recordFailure(rk *rank, why cause) bool {
+	if causePolicies[why].done == msg.Refused {
+		req.refusedBy = append(req.refusedBy, rk)
+		return len(req.refusedBy) < maxRefusals
+	}
+	req.tried, req.attempts = append(req.tried, rk), req.attempts+1
+	return req.attempts < req.maxAttempts()
+}
+
+func (req *request) countRetry(res *result, budget string) {
+	metrics := req.app.router.metrics.Load()
+	metrics.Attempt(causePolicies[res.cause].name, budget)
+	metrics.Retry(causePolicies[res.cause].name, budget)
+	req.logLine(slog.LevelDebug, "attempt failed, trying another rank", res)
 }
 
 // killedTwoRanks records that rk died while it had the request, and reports whether a rank of another unit

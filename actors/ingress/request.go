@@ -37,6 +37,7 @@ type request struct {
 	choice        routing.Decision
 	deadline      time.Time // of x-dpserve-timeout-ms; zero: none
 	tried         []*rank   // one entry per failed attempt
+	refusedBy     []*rank   // at admission; not for being full
 	diedOn        *rank     // the last rank that died while it had this request; nil: none
 	waiter        *waiter
 	queueDeadline time.Time // end of queue_s, counted from the first wait
@@ -70,12 +71,13 @@ func (req *request) release() {
 	req.releaseBody()
 	req.idHeader = make([]string, 1) // the old one is shared with the engine's and the client's header
 	clear(req.tried)
+	clear(req.refusedBy)
 	req.w, req.rc, req.flush, req.r, req.header, req.app = nil, nil, nil, nil, nil, nil
 	req.query = routing.Request{Tried: req.query.Tried[:0]}
 	req.prompt = prompt{}
 	req.deadline, req.queueDeadline, req.deadlineSet, req.firstByte = time.Time{}, time.Time{}, time.Time{},
 		time.Time{}
-	req.diedOn, req.countedTrip = nil, false
+	req.refusedBy, req.diedOn, req.countedTrip = req.refusedBy[:0], nil, false
 	req.tried, req.hadTurn, req.attempts, req.status, req.cutConn, req.countedTokens, req.id = req.tried[:0],
 		false, 0, 0, false, 0, ""
 	req.usage, req.pace = openai.Usage{}, readerPace{}

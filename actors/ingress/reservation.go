@@ -169,8 +169,7 @@ func admitReservation(ctx, life context.Context, ar *appRouter, req *request) (*
 			return &reservation{rank: rk, ticket: rep.Ticket, start: req.attempt.start}, nil
 		}
 		req.undoRefused(rep, refused)
-		req.tried, req.attempts = append(req.tried, rk), req.attempts+1
-		if !causePolicies[refused].retry || req.attempts >= req.maxAttempts() {
+		if more := req.recordFailure(rk, refused); !more || !causePolicies[refused].retry {
 			return nil, problem.New(problem.Unavailable, "rank %s of app %s did not admit it: %s", rk.id,
 				ar.name, refused).WithHint("try again later")
 		}
