@@ -96,8 +96,8 @@ func failures(tried []*rank, rk *rank) int {
 	return n
 }
 
-// restriction is equal for requests that may use the same ranks. It depends on the incarnations that failed or
-// refused the request and on the rank that it names.
+// restriction is equal for requests that may use the same ranks. It depends on the incarnations that failed
+// or refused the request and on the rank that it names.
 func (req *request) restriction() uint64 {
 	if len(req.tried) == 0 && len(req.refusedBy) == 0 && !req.prompt.hasDirect {
 		return unrestricted
