@@ -103,8 +103,8 @@ func (t *table) recordAnswer(name string) {
 	}
 }
 
-// removalGrace is how long a member that was removed may gossip on: it learns of its removal when it next asks
-// the cluster, and then ends.
+// removalGrace is how long a member that was removed may gossip on: it learns of its removal when it next
+// asks the cluster, and then ends.
 const removalGrace = 10 * time.Second
 
 // isJustRemoved reports whether the messages of a removed node are still to be expected: they come from a
