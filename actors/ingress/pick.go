@@ -205,12 +205,7 @@ const (
 // times. It waits for the unit's stream to report the loss. All attempts on a lost unit then count as one,
 // and the request may be tried again.
 func (req *request) mergeUnitAttempts(ctx context.Context, rk *rank, why cause) bool {
-	there := 0
-	for _, t := range req.tried {
-		if t.unit == rk.unit && t.epoch == rk.epoch {
-			there++
-		}
-	}
+	there := countOfUnit(req.tried, rk)
 	wait := lossWait
 	if why == causeEngineDead {
 		wait = deadEngineWait
@@ -220,6 +215,27 @@ func (req *request) mergeUnitAttempts(ctx context.Context, rk *rank, why cause) 
 	}
 	req.attempts = max(req.attempts-there, 0) + 1
 	return true
+}
+
+// countOfUnit counts the ranks of rk's unit.
+func countOfUnit(ranks []*rank, rk *rank) int {
+	n := 0
+	for _, t := range ranks {
+		if t.unit == rk.unit && t.epoch == rk.epoch {
+			n++
+		}
+	}
+	return n
+}
+
+// awaitRefusingUnit waits, when ranks of one lockstep unit have refused the request as often as it may be
+// tried, for the unit's stream to report the loss. The request then waits for the unit to return, like a
+// later one; without the report it would ask the rest of the unit, and fail because no rank is left.
+func (req *request) awaitRefusingUnit(ctx context.Context, rk *rank) {
+	there := countOfUnit(req.tried, rk) + countOfUnit(req.refusedBy, rk)
+	if there == req.maxAttempts() && req.app.router.isLockstep() {
+		req.awaitUnitLoss(ctx, rk, lossWait)
+	}
 }
 
 // awaitUnitLoss waits until a rank is lost; it returns false if that does not happen within wait.
@@ -276,6 +292,7 @@ func (req *request) decideRetry(ctx context.Context, rk *rank, res *result) *fai
 			return req.giveUp(res, "free")
 		}
 		req.countRetry(res, "free") //nolint:contextcheck // the line is the request's
+		req.awaitRefusingUnit(ctx, rk)
 		return nil
 	}
 	if what.death && (res.cause != causeUnitLost || ar.hasFailed(rk)) && req.killedTwoRanks(rk) {
