@@ -62,8 +62,9 @@ func TestOneLostUnitIsOneAttempt(t *testing.T) {
 	}
 }
 
-// TestRefusalsOfALostUnitWaitForIt: the ranks of a lost lockstep unit refuse a request before the unit's stream
-// reports the loss. The request waits for the report and then for the unit, and does not use up all its ranks.
+// TestRefusalsOfALostUnitWaitForIt: the ranks of a lost lockstep unit refuse a request before the unit's
+// stream reports the loss. The request waits for the report and then for the unit, and does not use up all
+// its ranks.
 func TestRefusalsOfALostUnitWaitForIt(t *testing.T) {
 	serves := replies(http.StatusOK, wholeAnswer)
 	g := lockstepRig(t, serves, serves, serves, serves, serves)

@@ -148,7 +148,11 @@ func TestASilentStreamWaitsForARankThatMakesProgress(t *testing.T) {
 	}
 	clients.Wait()
 	r := g.replicas[0]
-	eventually(t, func() bool { r.mu.Lock(); defer r.mu.Unlock(); return len(r.dones) == 6 }, "every ticket is returned")
+	eventually(t, func() bool {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		return len(r.dones) == 6
+	}, "every ticket is returned")
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for _, done := range r.dones {

@@ -353,7 +353,7 @@ func TestRefusalsAreNoAttempts(t *testing.T) {
 	}
 	serves := func(n int) []http.HandlerFunc { return engines(n, sends(textChunk, stopChunk, doneEvent)) }
 
-	for _, policy := range []string{"least-loaded", "cache-aware"} { // cache-aware asks a rank up to three times
+	for _, policy := range []string{"least-loaded", "cache-aware"} { // which may ask a rank 3 times
 		g := newRig(t, options{engines: serves(6), app: withRouting(policy)})
 		fence(g.replicas[:5])
 		a := g.post("/v1/chat/completions", streamBody)

@@ -28,6 +28,7 @@ const scriptsDeadline = 4 * time.Minute
 // TestScripts runs the scripts under testdata/script against the real binary, with real nodes and engines
 // where a script starts them.
 func TestScripts(t *testing.T) {
+	t.Parallel()
 	testscript.Run(t, testscript.Params{
 		Dir:                 filepath.Join("testdata", "script"),
 		RequireExplicitExec: true,
