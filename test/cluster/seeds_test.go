@@ -16,7 +16,7 @@ import (
 // How many seeds are played.
 const (
 	seedsShort  = 50
-	seedsChange = 250 // .ci/run plays 1,000
+	seedsChange = 100 // .ci/run plays 1,000
 	shownLines  = 80
 )
 

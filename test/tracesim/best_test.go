@@ -15,6 +15,14 @@ import (
 // accepting says that the tests take their full size (make acceptance).
 func accepting() bool { return os.Getenv("DPSERVE_ACCEPTANCE") != "" }
 
+// seedsOf is over how many seeds a test takes its means: every day, and under make acceptance.
+func seedsOf(daily, accepted uint64) uint64 {
+	if accepting() {
+		return accepted
+	}
+	return daily
+}
+
 // rivals are the settings that mex is compared with: strong ones, and all policies, documented and tuned,
 // under make acceptance.
 func rivals() map[string]setting {
@@ -57,9 +65,9 @@ func (f *figures) add(r *tracesim.Result, seeds uint64) {
 // that go by prefill work alone.
 func TestRT15NoPolicyBeatsMex(t *testing.T) {
 	skipShort(t)
-	seeds, requests, sessions := uint64(3), 2000, 150
+	seeds, requests, sessions := seedsOf(2, 5), 2000, 150
 	if accepting() {
-		seeds, requests, sessions = 5, 3000, 700
+		requests, sessions = 3000, 700
 	}
 	chats := func(rate float64) func(seed uint64) []tracesim.Request {
 		return func(seed uint64) []tracesim.Request { return tracesim.Chats(requests, rate, seed) }

@@ -67,22 +67,22 @@ func TestWhatRanksTellWrongDoesNoHarm(t *testing.T) {
 			}
 		},
 	}
-	const seeds = 3
+	seeds := seedsOf(1, 3)
 	for _, p := range measuringPolicies() {
 		t.Run(p.name, func(t *testing.T) {
 			t.Parallel()
 			undisturbed, disturbed, least := 0.0, map[string]float64{}, map[string]float64{}
-			for seed := range uint64(seeds) {
+			for seed := range seeds {
 				cfg := tracesim.Default()
 				cfg.Ingresses, cfg.Lag, cfg.Seed = 2, 50*time.Millisecond, seed
 				work := tracesim.Chats(2000, 5, seed)
-				undisturbed += p.run(t, cfg, work).Goodput / seeds
+				undisturbed += p.run(t, cfg, work).Goodput / float64(seeds)
 				for name, disturb := range cases {
 					cfg := cfg
 					disturb(&cfg)
 					r := p.run(t, cfg, work)
-					disturbed[name] += r.Goodput / seeds
-					least[name] += leastShare(r) / seeds
+					disturbed[name] += r.Goodput / float64(seeds)
+					least[name] += leastShare(r) / float64(seeds)
 				}
 			}
 			for name, goodput := range disturbed {
