@@ -256,9 +256,12 @@ func workRouting() []string {
 	return []string{"{policy: kv, preset: tuned}", "{policy: lpwl}", "{policy: min-ttft}", "{policy: min-ttft, params: {eta: true}}"}
 }
 
+// accepting says that the tests take their full size (make acceptance).
+func accepting() bool { return os.Getenv("DPSERVE_ACCEPTANCE") != "" }
+
 // some are the first few of all, and all of them in an acceptance run.
 func some(few int, all ...string) []string {
-	if os.Getenv("DPSERVE_ACCEPTANCE") != "" {
+	if accepting() {
 		return all
 	}
 	return all[:few]

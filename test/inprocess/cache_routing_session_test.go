@@ -104,7 +104,11 @@ func (s *conversations) note(a *idAnswer, home, overloaded string) {
 // and 70 to 83 % of the turns stay.
 func TestRT7TurnsStayHome(t *testing.T) {
 	skipShort(t)
-	const sessions, work = 120, rt7Opening + (rt7Turns-1)*rt7Question // tokens to prefill per session
+	sessions := 60
+	if accepting() {
+		sessions = 120
+	}
+	const work = rt7Opening + (rt7Turns-1)*rt7Question // tokens to prefill per session
 	const gap, overloaded = work * rt7Token * 10 / 6 / rt7Ranks, "0/1"
 	for _, routing := range []string{"{policy: sticky, preset: tuned}", "{policy: scoring}"} {
 		t.Run(routing, func(t *testing.T) {
