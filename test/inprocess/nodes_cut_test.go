@@ -18,7 +18,7 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// Times of a cut. docs/acceptance.md, rows MB2 and MB3.
+// Times of a cut. test/acceptance.md, rows MB2 and MB3.
 const (
 	cutFor    = 30 * time.Second
 	stopsIn   = time.Second

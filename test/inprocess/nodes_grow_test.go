@@ -12,7 +12,7 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// Times of a cluster that grows. docs/acceptance.md, rows MB1 and RG7.
+// Times of a cluster that grows. test/acceptance.md, rows MB1 and RG7.
 const (
 	growthPause = time.Second
 	gangReady   = 10 * time.Second

@@ -15,7 +15,7 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// takesAgain is how long after the leader's death assignments are taken again. docs/acceptance.md, row RG4.
+// takesAgain is how long after the leader's death assignments are taken again. test/acceptance.md, row RG4.
 const takesAgain = 3 * time.Second
 
 // The leader, which has no ranks, dies under load: only the leadership changes.

@@ -12,7 +12,7 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// Times of the leases and streams, as they are promised. docs/acceptance.md, row MB1.
+// Times of the leases and streams, as they are promised. test/acceptance.md, row MB1.
 const (
 	suspectAt = time.Second
 	outAt     = 3 * time.Second
