@@ -245,12 +245,10 @@ func (c *Cluster) Until(what string, f func() error) {
 
 // soon lets fake time pass until f returns nil, at most endPatience, and returns f's last error.
 func (c *Cluster) soon(f func() error) error {
-	for end := time.Now().Add(endPatience); ; time.Sleep(untilStep) {
+	return WaitFor(endPatience, untilStep, func() error {
 		synctest.Wait()
-		if err := f(); err == nil || time.Now().After(end) {
-			return err
-		}
-	}
+		return f()
+	})
 }
 
 // Quiet lets time pass until nothing is in flight, queued or reserved at any node.

@@ -273,16 +273,8 @@ func (c *Members) Leader() *Member {
 // Eventually polls until f returns nil, or fails the test with f's last error.
 func (c *Members) Eventually(what string, f func() error) {
 	c.T.Helper()
-	deadline := time.Now().Add(Patience)
-	for {
-		err := f()
-		if err == nil {
-			return
-		}
-		if time.Now().After(deadline) {
-			c.T.Fatalf("waiting for %s: %v", what, err)
-		}
-		time.Sleep(pollEvery)
+	if err := WaitFor(Patience, pollEvery, f); err != nil {
+		c.T.Fatalf("waiting for %s: %v", what, err)
 	}
 }
 

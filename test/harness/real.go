@@ -247,21 +247,15 @@ func (r *Real) WaitStatus(app, want string) msg.AppStatus {
 // Eventually polls until f returns nil, or fails the test with f's last error.
 func (r *Real) Eventually(f func() error, what string) {
 	r.T.Helper()
-	deadline := time.Now().Add(Patience)
-	for {
+	err := WaitFor(Patience, pollEvery, func() error {
 		err := f()
-		if err == nil {
-			return
-		}
-		select {
-		case <-r.done:
+		if err != nil && !r.runs() {
 			r.T.Fatalf("waiting for %s: dpserve ended; output:\n%s", what, r.out)
-		default:
 		}
-		if time.Now().After(deadline) {
-			r.T.Fatalf("waiting for %s: %v; output:\n%s", what, err, r.out)
-		}
-		time.Sleep(20 * time.Millisecond)
+		return err
+	})
+	if err != nil {
+		r.T.Fatalf("waiting for %s: %v; output:\n%s", what, err, r.out)
 	}
 }
 

@@ -351,18 +351,14 @@ func (r *kvRig) settled(app string) kvView {
 func soon(t *testing.T, limit time.Duration, what string, f func() error) time.Duration {
 	t.Helper()
 	began := time.Now()
-	for {
+	err := harness.WaitFor(limit, 5*time.Millisecond, func() error {
 		synctest.Wait()
-		err := f()
-		took := time.Since(began)
-		if err == nil {
-			return took
-		}
-		if took >= limit {
-			t.Fatalf("%s: not within %s: %v", what, limit, err)
-		}
-		time.Sleep(5 * time.Millisecond)
+		return f()
+	})
+	if err != nil {
+		t.Fatalf("%s: not within %s: %v", what, limit, err)
 	}
+	return time.Since(began)
 }
 
 // same compares two indexes and says where they differ.
