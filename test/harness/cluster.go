@@ -119,7 +119,8 @@ func (c *Cluster) end() {
 // Do sends one admin request.
 func (c *Cluster) Do(method, path, body string) (code int, text string) {
 	c.T.Helper()
-	req, err := http.NewRequestWithContext(context.Background(), method, "http://"+c.node.AdminAddr()+path, strings.NewReader(body))
+	req, err := http.NewRequestWithContext(context.Background(), method, "http://"+c.node.AdminAddr()+path,
+		strings.NewReader(body))
 	require.NoError(c.T, err)
 	resp, err := c.client.Do(req)
 	require.NoError(c.T, err)
@@ -268,7 +269,8 @@ func (c *Cluster) Events(app string) []Change {
 	// the stream has no end of its own
 	ctx, cancel := context.WithTimeout(context.Background(), time.Millisecond)
 	defer cancel()
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+c.node.AdminAddr()+"/api/v1/events?since=0&app="+app, nil)
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet,
+		"http://"+c.node.AdminAddr()+"/api/v1/events?since=0&app="+app, nil)
 	require.NoError(c.T, err)
 	resp, err := c.client.Do(req)
 	require.NoError(c.T, err)
@@ -288,7 +290,8 @@ func (c *Cluster) Events(app string) []Change {
 
 // Post sends a request to the OpenAI endpoint.
 func (c *Cluster) Post(ctx context.Context, path, body string, header ...string) (*http.Response, error) {
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+c.node.HTTPAddr()+path, strings.NewReader(body))
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+c.node.HTTPAddr()+path,
+		strings.NewReader(body))
 	if err != nil {
 		return nil, err
 	}
@@ -306,7 +309,9 @@ func (c *Cluster) StreamChat(ctx context.Context, model string, maxTokens int, h
 
 // Chat runs one chat request, streaming or not, to its end. An answer that is not streamed counts as one
 // chunk.
-func (c *Cluster) Chat(ctx context.Context, model string, maxTokens int, stream bool, header ...string) *Stream {
+func (c *Cluster) Chat(ctx context.Context, model string, maxTokens int, stream bool,
+	header ...string,
+) *Stream {
 	start := time.Now()
 	resp, err := c.Post(ctx, "/v1/chat/completions", Chat(model, "hello", maxTokens, stream), header...)
 	if err != nil {

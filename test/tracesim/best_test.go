@@ -37,7 +37,10 @@ func rivals() map[string]setting {
 		all["scoring locality"] = setting{name: "scoring", params: map[string]any{"profile": "locality"}}
 		for _, name := range routing.Names() {
 			if name != "direct" && name != "mex" {
-				all[name], all[name+" tuned"] = setting{name: name}, setting{name: name, preset: routing.PresetTuned}
+				all[name], all[name+" tuned"] = setting{name: name}, setting{
+					name:   name,
+					preset: routing.PresetTuned,
+				}
 			}
 		}
 	}
@@ -76,10 +79,12 @@ func TestRT15NoPolicyBeatsMex(t *testing.T) {
 		workload func(seed uint64) []tracesim.Request
 		early    bool // below the ranks' capacity: the first tokens are compared as well
 	}{
-		"chats at 5 per s":  {chats(5), true},
-		"chats at 6 per s":  {chats(6), true},
-		"chats at 7 per s":  {chats(7), false},
-		"agents at 1 per s": {func(seed uint64) []tracesim.Request { return tracesim.Agents(sessions, 1, seed) }, false},
+		"chats at 5 per s": {chats(5), true},
+		"chats at 6 per s": {chats(6), true},
+		"chats at 7 per s": {chats(7), false},
+		"agents at 1 per s": {func(seed uint64) []tracesim.Request {
+			return tracesim.Agents(sessions, 1, seed)
+		}, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -89,7 +94,8 @@ func TestRT15NoPolicyBeatsMex(t *testing.T) {
 				cfg, work := tracesim.Default(), c.workload(seed)
 				cfg.Seed = seed
 				mex.add(run(t, cfg, work, "mex"), seeds)
-				latency.add(setting{name: "mex", params: map[string]any{"goal": "latency"}}.run(t, cfg, work), seeds)
+				latency.add(setting{name: "mex", params: map[string]any{"goal": "latency"}}.run(t, cfg, work),
+					seeds)
 				for rival, s := range all {
 					if others[rival] == nil {
 						others[rival] = &figures{}
@@ -102,12 +108,15 @@ func TestRT15NoPolicyBeatsMex(t *testing.T) {
 				if best == "" || others[rival].goodput > others[best].goodput {
 					best = rival
 				}
-				if weighsPrefill(all[rival].name) && (earliest == "" || others[rival].p99 < others[earliest].p99) {
+				if weighsPrefill(all[rival].name) && (earliest == "" ||
+					others[rival].p99 < others[earliest].p99) {
 					earliest = rival
 				}
 			}
-			t.Logf("goodput %.1f %%, goal latency %.1f %%, %s %.1f %%", mex.goodput, latency.goodput, best, others[best].goodput)
-			t.Logf("TTFT p99 %.2f s, goal latency %.2f s, %s %.2f s", mex.p99, latency.p99, earliest, others[earliest].p99)
+			t.Logf("goodput %.1f %%, goal latency %.1f %%, %s %.1f %%", mex.goodput, latency.goodput, best,
+				others[best].goodput)
+			t.Logf("TTFT p99 %.2f s, goal latency %.2f s, %s %.2f s", mex.p99, latency.p99, earliest,
+				others[earliest].p99)
 			assert.GreaterOrEqual(t, mex.goodput, others[best].goodput-.5, best)
 			if c.early {
 				assert.LessOrEqual(t, latency.p99, 1.15*others[earliest].p99, earliest)

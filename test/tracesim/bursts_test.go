@@ -26,7 +26,8 @@ func TestRT11BurstsAreSpread(t *testing.T) {
 				if name == "mex" {
 					assert.LessOrEqual(t, mean, 1.5, "%s old, %d shared blocks", lag, shared)
 				}
-				t.Logf("%s old, %d shared blocks, %s: max/mean %.2f, worst %.2f", lag, shared, name, mean, worst)
+				t.Logf("%s old, %d shared blocks, %s: max/mean %.2f, worst %.2f", lag, shared, name, mean,
+					worst)
 			}
 		}
 	}

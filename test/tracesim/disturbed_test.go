@@ -88,7 +88,8 @@ func TestWhatRanksTellWrongDoesNoHarm(t *testing.T) {
 			for name, goodput := range disturbed {
 				assert.GreaterOrEqual(t, goodput, undisturbed-.01, name)
 				assert.GreaterOrEqual(t, least[name], .4, name)
-				t.Logf("%s: goodput %.1f %%, undisturbed %.1f %%, least share %.2f", name, 100*goodput, 100*undisturbed, least[name])
+				t.Logf("%s: goodput %.1f %%, undisturbed %.1f %%, least share %.2f", name, 100*goodput,
+					100*undisturbed, least[name])
 			}
 		})
 	}
@@ -105,7 +106,10 @@ func TestLoadsThatTeachNothing(t *testing.T) {
 		few[i].Prompt = 20_000
 	}
 	for _, p := range measuringPolicies() {
-		for name, work := range map[string][]tracesim.Request{"a constant load": constant, "three samples": few} {
+		for name, work := range map[string][]tracesim.Request{
+			"a constant load": constant,
+			"three samples":   few,
+		} {
 			r := p.run(t, tracesim.Default(), work)
 			least := run(t, tracesim.Default(), work, "least-loaded")
 			assert.GreaterOrEqual(t, r.Goodput, least.Goodput-.01, "%s, %s", p.name, name)
