@@ -142,7 +142,7 @@ func TestASilentStreamWaitsForARankThatMakesProgress(t *testing.T) {
 	for range 6 { // more than trip a rank
 		clients.Go(func() {
 			a := g.post("/v1/chat/completions", streamBody)
-			assert.NoError(t, a.err)
+			assert.NoError(t, a.err) //nolint:testifylint // require must not run outside the test's goroutine
 			assert.True(t, strings.HasSuffix(a.body, "data: [DONE]\n\n"), a.body)
 		})
 	}

@@ -525,7 +525,7 @@ func TestARemovedNodeMayGossipOnForAMoment(t *testing.T) {
 		gossips := func(times int) {
 			for range times {
 				meta := config(t, "n2").Meta
-				meta.Index = uint64(time.Now().UnixNano()) //nolint:gosec // any other number
+				meta.Index = uint64(time.Now().UnixNano())
 				require.NoError(t, b.UpdateMeta(meta))
 				time.Sleep(time.Second)
 			}
