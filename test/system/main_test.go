@@ -14,7 +14,7 @@ import (
 )
 
 // sideBySide is how many clusters run at a time on however few cores: most tests wait most of the time.
-const sideBySide = 8
+const sideBySide = 6
 
 func TestMain(m *testing.M) {
 	harness.RunSideBySide(sideBySide)
