@@ -97,7 +97,9 @@ func (n *Node) followLeadership(ctx context.Context) {
 		changed := n.store.Leadership()
 		if err := n.adaptLeadership(ctx); err != nil && ctx.Err() == nil {
 			level := slog.LevelError
-			if !n.store.Leader() || errors.Is(err, cluster.ErrNotLeader) { // another node leads by now
+			// The term is over: another node leads by now, or this one was elected again.
+			if !n.store.Leader() || errors.Is(err, cluster.ErrNotLeader) ||
+				errors.Is(err, cluster.ErrOutcomeUnknown) {
 				level = slog.LevelInfo
 			}
 			n.log.Log(ctx, level, "cannot lead", slog.Any("err", err))
