@@ -45,7 +45,7 @@ bench-trace: ## routing policies on a trace, on virtual time: TRACE=agents LOAD=
 	go run ./test/bench -role trace -trace "$(or $(TRACE),agents)" -load "$(or $(LOAD),1)" -policies "$(POLICIES)"
 
 .PHONY: acceptance
-acceptance: ## rows of docs/acceptance.md in real time, with real processes
+acceptance: ## rows of test/acceptance.md in real time, with real processes
 	DPSERVE_ACCEPTANCE=1 go test -count=1 -timeout 30m ./cmd/... ./test/...
 
 # Installs the CPU build of vLLM once, outside the repository (minutes, 6 GB); see docs/real-vllm.md.

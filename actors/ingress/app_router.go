@@ -516,14 +516,18 @@ func (ar *appRouter) inputs() *policyInputs {
 	return noPolicyInputs
 }
 
-// anyReadyRank returns a ready rank that is not in but, of this node if there is one; nil if there is none.
-func (ar *appRouter) anyReadyRank(but ...*rank) *rank {
+// anyReadyRank returns a ready rank that is in none of but, of this node if there is one; nil if there is
+// none.
+func (ar *appRouter) anyReadyRank(but ...[]*rank) *rank {
+	excluded := func(r *rank) bool {
+		return slices.ContainsFunc(but, func(l []*rank) bool { return slices.Contains(l, r) })
+	}
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
 	var far *rank
 	for _, r := range ar.ranks { // map order is random, so the requests are spread
 		switch {
-		case !r.publishedReady || slices.Contains(but, r):
+		case !r.publishedReady || excluded(r):
 		case r.local:
 			return r
 		default:

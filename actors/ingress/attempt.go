@@ -311,7 +311,7 @@ func (req *request) askFailure(ctx context.Context, err error) result {
 // pickUncounted returns a rank for a request that computes no tokens: any ready rank that has not failed it,
 // full or not, of this node if there is one. If there is none, the request waits like any other.
 func (req *request) pickUncounted(ctx context.Context, last *result) (*rank, *failure) {
-	if rk := req.app.router.anyReadyRank(req.tried...); rk != nil {
+	if rk := req.app.router.anyReadyRank(req.tried, req.refusedBy); rk != nil {
 		return rk, nil
 	}
 	rk, f := req.pickCounted(ctx, last)

@@ -83,6 +83,8 @@ const (
 // Numbers that cannot be configured.
 const (
 	defaultAttempts = 3 // retries.attempts when the file leaves it out
+	// ranks that may refuse one request at admission; a refusal is no attempt, because no engine was asked
+	maxRefusals = 16
 	// bytes per second that a client must send of a body, or take of an answer, over a window
 	bodyRate = 1024
 	// bytes of a body that must arrive within wholeWindows windows of BodyStall (2 min)

@@ -8,6 +8,7 @@ import (
 
 	"github.com/stretchr/testify/assert"
 
+	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -59,6 +60,42 @@ func TestOneLostUnitIsOneAttempt(t *testing.T) {
 			assert.Equal(t, int32(attempts+1), calls.Load())
 		})
 	}
+}
+
+// TestRefusalsOfALostUnitWaitForIt: the ranks of a lost lockstep unit refuse a request before the unit's
+// stream reports the loss. The request waits for the report and then for the unit, and does not use up all
+// its ranks.
+func TestRefusalsOfALostUnitWaitForIt(t *testing.T) {
+	serves := replies(http.StatusOK, wholeAnswer)
+	g := lockstepRig(t, serves, serves, serves, serves, serves)
+	third := make(chan struct{})
+	var calls atomic.Int32
+	for _, r := range g.replicas {
+		r.setRefuse(func(*msg.Admit) msg.Refusal {
+			if calls.Add(1) == 3 {
+				close(third)
+			}
+			return msg.Fenced
+		})
+	}
+	done := make(chan answer, 1)
+	go func() { done <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
+	<-third
+	g.replicas[0].say(false, true, "process_exit")
+	unit := g.replicas[0].unit
+	g.phase(unit, state.Starting, 2)
+	for _, r := range g.replicas {
+		r.setRefuse(nil)
+		r.reborn()
+	}
+	g.phase(unit, state.Ready, 2)
+	select {
+	case a := <-done:
+		assert.Equal(t, http.StatusOK, a.status, a.body)
+	case <-time.After(soon):
+		t.Fatal("no answer")
+	}
+	assert.Equal(t, int32(3), calls.Load())
 }
 
 const deadCore = `{"error":{"message":"EngineCore encountered an issue. See stack trace (above) for the root cause.","type":"InternalServerError","param":null,"code":500}}`

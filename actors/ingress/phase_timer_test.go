@@ -4,6 +4,7 @@ import (
 	"io"
 	"net/http"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -138,11 +139,25 @@ func TestASilentStreamWaitsForARankThatMakesProgress(t *testing.T) {
 		app:     func(a *app.Application) { a.Timeouts.BetweenTokensS = 0.2 },
 	})
 	g.replicas[0].moves()
+	var clients sync.WaitGroup
 	for range 6 { // more than trip a rank
-		a := g.post("/v1/chat/completions", streamBody)
-		require.NoError(t, a.err)
-		assert.True(t, strings.HasSuffix(a.body, "data: [DONE]\n\n"), a.body)
-		assert.Equal(t, msg.OK, g.replicas[0].lastDone(t).Outcome)
+		clients.Go(func() {
+			a := g.post("/v1/chat/completions", streamBody)
+			assert.NoError(t, a.err) //nolint:testifylint // require must not run outside the test's goroutine
+			assert.True(t, strings.HasSuffix(a.body, "data: [DONE]\n\n"), a.body)
+		})
+	}
+	clients.Wait()
+	r := g.replicas[0]
+	eventually(t, func() bool {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		return len(r.dones) == 6
+	}, "every ticket is returned")
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, done := range r.dones {
+		assert.Equal(t, msg.OK, done.Outcome)
 	}
 }
 

@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"time"
 
+	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/routing"
@@ -67,13 +68,18 @@ func (req *request) decide(last *result) (rk *rank, f *failure, wait bool) {
 	}
 }
 
-// excludeTried lists the ranks that failed this request as often as the policy allows (once unless it says
-// otherwise). A rank that returned as a new incarnation has not failed it.
+// excludeTried lists the ranks that refused this request, and those that failed it as often as the policy
+// allows (once unless it says otherwise). A rank that returned as a new incarnation has done neither.
 func (req *request) excludeTried() {
 	req.query.Tried = req.query.Tried[:0]
 	most := max(req.app.router.inputs().needs.AttemptsPerRank, 1)
 	for i, rk := range req.tried {
 		if failures(req.tried[:i+1], rk) == most && req.app.router.findRank(rk.ID) == rk {
+			req.query.Tried = append(req.query.Tried, rk.ID)
+		}
+	}
+	for _, rk := range req.refusedBy {
+		if req.app.router.findRank(rk.ID) == rk {
 			req.query.Tried = append(req.query.Tried, rk.ID)
 		}
 	}
@@ -91,14 +97,16 @@ func failures(tried []*rank, rk *rank) int {
 }
 
 // restriction is equal for requests that may use the same ranks. It depends on the incarnations that failed
-// the request and on the rank that it names.
+// or refused the request and on the rank that it names.
 func (req *request) restriction() uint64 {
-	if len(req.tried) == 0 && !req.prompt.hasDirect {
+	if len(req.tried) == 0 && len(req.refusedBy) == 0 && !req.prompt.hasDirect {
 		return unrestricted
 	}
 	var sum uint64 // the order of the attempts does not matter
-	for _, rk := range req.tried {
-		sum += maphash.Comparable(restrictionSeed, [2]uint64{uint64(rk.ID), rk.Incarnation})
+	for _, ranks := range [...][]*rank{req.tried, req.refusedBy} {
+		for _, rk := range ranks {
+			sum += maphash.Comparable(restrictionSeed, [2]uint64{uint64(rk.ID), rk.Incarnation})
+		}
 	}
 	if req.prompt.hasDirect {
 		sum += maphash.Comparable(restrictionSeed, req.prompt.direct)
@@ -197,12 +205,7 @@ const (
 // times. It waits for the unit's stream to report the loss. All attempts on a lost unit then count as one,
 // and the request may be tried again.
 func (req *request) mergeUnitAttempts(ctx context.Context, rk *rank, why cause) bool {
-	there := 0
-	for _, t := range req.tried {
-		if t.Unit == rk.Unit && t.Epoch == rk.Epoch {
-			there++
-		}
-	}
+	there := countOfUnit(req.tried, rk)
 	wait := lossWait
 	if why == causeEngineDead {
 		wait = deadEngineWait
@@ -212,6 +215,27 @@ func (req *request) mergeUnitAttempts(ctx context.Context, rk *rank, why cause) 
 	}
 	req.attempts = max(req.attempts-there, 0) + 1
 	return true
+}
+
+// countOfUnit counts the ranks of rk's unit.
+func countOfUnit(ranks []*rank, rk *rank) int {
+	n := 0
+	for _, t := range ranks {
+		if t.Unit == rk.Unit && t.Epoch == rk.Epoch {
+			n++
+		}
+	}
+	return n
+}
+
+// awaitRefusingUnit waits, when ranks of one lockstep unit have refused the request as often as it may be
+// tried, for the unit's stream to report the loss. The request then waits for the unit to return, like a
+// later one; without the report it would ask the rest of the unit, and fail because no rank is left.
+func (req *request) awaitRefusingUnit(ctx context.Context, rk *rank) {
+	there := countOfUnit(req.tried, rk) + countOfUnit(req.refusedBy, rk)
+	if there == req.maxAttempts() && req.app.router.isLockstep() {
+		req.awaitUnitLoss(ctx, rk, lossWait)
+	}
 }
 
 // awaitUnitLoss waits until a rank is lost; it returns false if that does not happen within wait.
@@ -262,8 +286,15 @@ func (req *request) decideRetry(ctx context.Context, rk *rank, res *result) *fai
 		return nil // not an attempt: no engine was asked
 	default:
 	}
-	req.attempts++
-	req.tried = append(req.tried, rk)
+	more := req.recordFailure(rk, res.cause)
+	if what.done == msg.Refused {
+		if !more {
+			return req.giveUp(res, "free")
+		}
+		req.countRetry(res, "free") //nolint:contextcheck // the line is the request's
+		req.awaitRefusingUnit(ctx, rk)
+		return nil
+	}
 	if what.death && (res.cause != causeUnitLost || ar.hasFailed(rk)) && req.killedTwoRanks(rk) {
 		f := req.giveUp(res, "free")
 		f.message, f.cause = "two ranks died while they had this request; it is not sent to a third one",
@@ -274,17 +305,34 @@ func (req *request) decideRetry(ctx context.Context, rk *rank, res *result) *fai
 	if !what.free && !ar.isLost(rk) {
 		budget = "drawn"
 	}
-	if req.attempts >= req.maxAttempts() && !req.mergeUnitAttempts(ctx, rk, res.cause) {
+	if !more && !req.mergeUnitAttempts(ctx, rk, res.cause) {
 		return req.giveUp(res, budget)
 	}
 	if budget == "drawn" && !ar.retryBudget.draw(req.in.clock()) {
 		return req.giveUp(res, "empty")
 	}
-	ar.metrics.Load().Attempt(what.name, budget)
-	ar.metrics.Load().Retry(what.name, budget)
-	const text = "attempt failed, trying another rank"
-	req.logLine(slog.LevelDebug, text, res) //nolint:contextcheck // the line is the request's
+	req.countRetry(res, budget) //nolint:contextcheck // the line is the request's
 	return nil
+}
+
+// recordFailure excludes rk and reports whether this request may ask another rank. A rank that refused at
+// admission asked no engine: that is no attempt, and refusals have a limit of their own. Otherwise three
+// fenced ranks of one node could use up a request's attempts while the ranks of other nodes are ready. A rank
+// that is too slow to answer takes seconds, so it counts as an attempt.
+func (req *request) recordFailure(rk *rank, why cause) bool {
+	if causePolicies[why].done == msg.Refused && why != causeOverloaded {
+		req.refusedBy = append(req.refusedBy, rk)
+		return len(req.refusedBy) < maxRefusals
+	}
+	req.tried, req.attempts = append(req.tried, rk), req.attempts+1
+	return req.attempts < req.maxAttempts()
+}
+
+func (req *request) countRetry(res *result, budget string) {
+	metrics := req.app.router.metrics.Load()
+	metrics.Attempt(causePolicies[res.cause].name, budget)
+	metrics.Retry(causePolicies[res.cause].name, budget)
+	req.logLine(slog.LevelDebug, "attempt failed, trying another rank", res)
 }
 
 // killedTwoRanks records that rk died while it had the request, and reports whether a rank of another unit

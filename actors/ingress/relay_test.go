@@ -164,12 +164,12 @@ func TestBeforeTheFirstByte(t *testing.T) {
 		probe    bool
 		busy     bool
 	}{
-		{name: "stale epoch", refuse: msg.StaleEpoch, attempts: "2"},
-		{name: "not ready", refuse: msg.NotReady, attempts: "2"},
-		{name: "fenced", refuse: msg.Fenced, attempts: "2"},
-		{name: "draining", refuse: msg.Draining, attempts: "2"},
-		{name: "no lease", refuse: msg.NoLease, attempts: "2"},
-		{name: "gone", refuse: msg.Gone, attempts: "2"},
+		{name: "stale epoch", refuse: msg.StaleEpoch, attempts: "1"},
+		{name: "not ready", refuse: msg.NotReady, attempts: "1"},
+		{name: "fenced", refuse: msg.Fenced, attempts: "1"},
+		{name: "draining", refuse: msg.Draining, attempts: "1"},
+		{name: "no lease", refuse: msg.NoLease, attempts: "1"},
+		{name: "gone", refuse: msg.Gone, attempts: "1"},
 		{name: "overloaded", refuse: msg.Overloaded, attempts: "2"},
 		{name: "connection refused", outcome: msg.FailedOutcome, attempts: "2", probe: true},
 		{name: "reset", engine: resets, outcome: msg.FailedOutcome, attempts: "2", probe: true},
@@ -250,7 +250,7 @@ func TestBeforeTheFirstByte(t *testing.T) {
 				require.NoError(t, a.err)
 				require.Equal(t, 200, a.status, a.body)
 				assert.Equal(t, events(textChunk, stopChunk, doneEvent), a.body)
-				if a.header.Get("X-Dpserve-Attempts") == "1" {
+				if r.admits == 0 {
 					continue
 				}
 				assert.Equal(t, c.attempts, a.header.Get("X-Dpserve-Attempts"))
@@ -279,7 +279,10 @@ func TestOutOfTries(t *testing.T) {
 		retryAfter bool
 		admits     int // 0: three
 	}{
-		{name: "only refusals", refuse: msg.NotReady, status: 503, code: "no_ready_rank", retryAfter: true},
+		{ // a refusal is no attempt: every rank is asked
+			name: "only refusals", refuse: msg.NotReady, status: 503, code: "no_ready_rank", retryAfter: true,
+			admits: 4,
+		},
 		{
 			name: "engine busy", engine: replies(503, busyError), status: 503, code: "overloaded",
 			retryAfter: true,
@@ -331,6 +334,48 @@ func TestOutOfTries(t *testing.T) {
 			assert.Equal(t, 1, strings.Count(g.logs.String(), "\n"), g.logs.String())
 		})
 	}
+}
+
+// TestRefusalsAreNoAttempts: a request that more ranks refuse than it has attempts is served by the first one
+// that admits it, also as a reservation. Each rank refuses it once, and at most maxRefusals ranks do.
+func TestRefusalsAreNoAttempts(t *testing.T) {
+	fence := func(replicas []*replica) {
+		for _, r := range replicas {
+			r.setRefuse(func(*msg.Admit) msg.Refusal { return msg.Fenced })
+		}
+	}
+	admits := func(g *rig) (sum int) {
+		for _, r := range g.replicas {
+			assert.LessOrEqual(t, r.admits, 1, "no rank twice")
+			sum += r.admits
+		}
+		return sum
+	}
+	serves := func(n int) []http.HandlerFunc { return engines(n, sends(textChunk, stopChunk, doneEvent)) }
+
+	for _, policy := range []string{"least-loaded", "cache-aware"} { // which may ask a rank 3 times
+		g := newRig(t, options{engines: serves(6), app: withRouting(policy)})
+		fence(g.replicas[:5])
+		a := g.post("/v1/chat/completions", streamBody)
+		require.Equal(t, 200, a.status, a.body)
+		assert.Equal(t, "5", a.header.Get("X-Dpserve-Rank"))
+		assert.Equal(t, "1", a.header.Get("X-Dpserve-Attempts"))
+		admits(g)
+	}
+
+	g := newRig(t, options{engines: serves(6)})
+	fence(g.replicas[:5])
+	w, err := g.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: []uint32{1}, RequestID: "r"})
+	require.NoError(t, err)
+	assert.Equal(t, "0/5", w.Worker)
+	require.NoError(t, g.in.Free("demo", "r"))
+
+	g = newRig(t, options{engines: serves(maxRefusals + 4)})
+	fence(g.replicas)
+	a := g.post("/v1/chat/completions", streamBody)
+	assert.Equal(t, 503, a.status)
+	assert.Equal(t, "no_ready_rank", a.code(t))
+	assert.Equal(t, maxRefusals, admits(g))
 }
 
 func TestOther4xxPassesByteForByte(t *testing.T) {

@@ -48,6 +48,7 @@ type question struct {
 type rankSearch struct {
 	choice        routing.Decision
 	tried         []*rank // one entry per failed attempt
+	refusedBy     []*rank // at admission; not for being full
 	diedOn        *rank   // the last rank that died while it had this request; nil: none
 	waiter        *waiter
 	queueDeadline time.Time // end of queue_s, counted from the first wait
@@ -88,7 +89,10 @@ func (req *request) release() {
 	req.query = routing.Request{Tried: req.query.Tried[:0]}
 	req.prompt = prompt{}
 	clear(req.tried)
-	req.rankSearch = rankSearch{choice: req.choice, tried: req.tried[:0], waiter: req.waiter}
+	clear(req.refusedBy)
+	req.rankSearch = rankSearch{
+		choice: req.choice, tried: req.tried[:0], refusedBy: req.refusedBy[:0], waiter: req.waiter,
+	}
 	req.stream.release()
 	req.clientAnswer = clientAnswer{stream: req.stream}
 	in.requestPool.Put(req)

@@ -166,8 +166,7 @@ func admitReservation(ctx, life context.Context, ar *appRouter, req *request) (*
 		if refused == causeOK {
 			return &reservation{rank: rk, ticket: req.attempt.ticket, start: req.attempt.start}, nil
 		}
-		req.tried, req.attempts = append(req.tried, rk), req.attempts+1
-		if !causePolicies[refused].retry || req.attempts >= req.maxAttempts() {
+		if more := req.recordFailure(rk, refused); !more || !causePolicies[refused].retry {
 			return nil, problem.New(problem.Unavailable, "rank %s of app %s did not admit it: %s", rk.ID,
 				ar.name, refused).WithHint("try again later")
 		}

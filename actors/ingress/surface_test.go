@@ -49,6 +49,7 @@ func TestTwoApplications(t *testing.T) {
 		"the only application needs no model")
 	other, hidden := demoApp(), demoApp()
 	other.Name, other.Model.ID = "other", "other-model"
+	hidden.Timeouts.QueueS = 0.1
 	hidden.Name, hidden.Model.ID, hidden.RoutePrefix = "hidden", "hidden-model", "/team/a"
 	g.deploy(other, 1)
 	g.deploy(hidden, 1)

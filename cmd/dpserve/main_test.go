@@ -8,6 +8,8 @@ import (
 
 	"github.com/rogpeppe/go-internal/testscript"
 	"go.uber.org/goleak"
+
+	"github.com/dpserve/dpserve/test/harness"
 )
 
 // TestMain lets test scripts run this test binary as dpserve, so that exit codes, signals and child engines
@@ -28,6 +30,7 @@ func TestMain(m *testing.M) {
 type leakChecked struct{ m *testing.M }
 
 func (l leakChecked) Run() int {
+	harness.RunSideBySide(4) // the scripts and the README's examples wait
 	code := l.m.Run()
 	if code != 0 {
 		return code

@@ -38,6 +38,7 @@ func commandBlocks(t *testing.T, path string) []string {
 // exit code into 1), its curl against that node, then Ctrl-C. `go test ./...` is the present run; the test
 // checks that .ci/run has the same command.
 func TestREADME(t *testing.T) {
+	t.Parallel()
 	if testing.Short() {
 		t.Skip("streams two whole answers")
 	}
@@ -67,7 +68,24 @@ func TestREADME(t *testing.T) {
 	require.NotEmpty(t, script)
 	assert.Contains(t, commands, "go test ./...")
 
-	p := startUp(t, strings.Fields(ups[0])...)
+	t.Run("up", func(t *testing.T) {
+		t.Parallel()
+		runUpExample(t, ups[0], curl)
+	})
+	t.Run("multi-turn", func(t *testing.T) {
+		t.Parallel()
+		runMultiTurnExample(t, script, ups[1])
+	})
+	t.Run("cluster", func(t *testing.T) {
+		t.Parallel()
+		runClusterExample(t, cluster)
+	})
+}
+
+// runUpExample runs the README's first example: its up, its curl and the curl that up prints, then Ctrl-C.
+func runUpExample(t *testing.T, up, curl string) {
+	t.Helper()
+	p := startUp(t, strings.Fields(up)...)
 	assert.Contains(t, p.stdout.String(), curl[:strings.Index(curl, "http")],
 		"the README and `up` print the same curl")
 	for _, command := range []string{
@@ -79,12 +97,10 @@ func TestREADME(t *testing.T) {
 			command, answer)
 	}
 	p.interrupt(t)
-	runMultiTurnExample(t, script, ups[1])
-	runClusterExample(t, cluster, p.cmd.Path)
 }
 
 // runClusterExample runs the README's cluster example on free ports until its first answers.
-func runClusterExample(t *testing.T, script, binary string) {
+func runClusterExample(t *testing.T, script string) {
 	t.Helper()
 	require.NotEmpty(t, script)
 	if runtime.GOOS != "linux" {
@@ -94,7 +110,7 @@ func runClusterExample(t *testing.T, script, binary string) {
 	defer cancel()
 	cmd := exec.CommandContext(ctx, "./"+script)
 	cmd.Dir = "../.."
-	cmd.Env = append(os.Environ(), "ONCE=1", "DPSERVE="+binary)
+	cmd.Env = append(os.Environ(), "ONCE=1", "DPSERVE="+asDpserve(t))
 	for _, name := range []string{"HTTP_PORT", "ADMIN_PORT", "NODE_PORT", "GOSSIP_PORT"} {
 		l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", "127.0.0.1:0")
 		require.NoError(t, err)
@@ -146,6 +162,17 @@ func TestHelpExamples(t *testing.T) {
 	}
 }
 
+// asDpserve returns a path under which this binary is dpserve: testscript runs the command that argv[0]
+// names.
+func asDpserve(t *testing.T) string {
+	t.Helper()
+	self, err := os.Executable()
+	require.NoError(t, err)
+	bin := filepath.Join(t.TempDir(), "dpserve")
+	require.NoError(t, os.Symlink(self, bin))
+	return bin
+}
+
 // upProcess is a real `dpserve up` process.
 type upProcess struct {
 	cmd            *exec.Cmd
@@ -155,13 +182,9 @@ type upProcess struct {
 // startUp starts this binary as dpserve in the repository's root and waits until it serves.
 func startUp(t *testing.T, args ...string) *upProcess {
 	t.Helper()
-	self, err := os.Executable()
-	require.NoError(t, err)
-	bin := filepath.Join(t.TempDir(), "dpserve") // testscript runs the command that argv[0] names
-	require.NoError(t, os.Symlink(self, bin))
 	ctx, cancel := context.WithTimeout(context.Background(), 2*scriptWait)
 	t.Cleanup(cancel)
-	p := &upProcess{cmd: exec.CommandContext(ctx, bin, args...)}
+	p := &upProcess{cmd: exec.CommandContext(ctx, asDpserve(t), args...)}
 	p.cmd.Dir = "../.."
 	p.cmd.Stdout, p.cmd.Stderr = &p.stdout, &p.stderr
 	p.cmd.Env = slices.DeleteFunc(os.Environ(),

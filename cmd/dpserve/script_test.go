@@ -28,6 +28,7 @@ const scriptsDeadline = 4 * time.Minute
 // TestScripts runs the scripts under testdata/script against the real binary, with real nodes and engines
 // where a script starts them.
 func TestScripts(t *testing.T) {
+	t.Parallel()
 	testscript.Run(t, testscript.Params{
 		Dir:                 filepath.Join("testdata", "script"),
 		RequireExplicitExec: true,
@@ -43,6 +44,7 @@ func TestScripts(t *testing.T) {
 		},
 		Cmds: map[string]func(*testscript.TestScript, bool, []string){
 			"exit":    cmdExit,
+			"until":   cmdUntil,
 			"ports":   cmdPorts,
 			"node":    cmdNode,
 			"waitfor": cmdWaitFor,
@@ -66,6 +68,16 @@ func cmdExit(ts *testscript.TestScript, neg bool, args []string) {
 	}
 	if fmt.Sprint(code) != args[0] {
 		ts.Fatalf("dpserve %s: exit code %d, wanted %s", strings.Join(args[1:], " "), code, args[0])
+	}
+}
+
+// cmdUntil is `until TEXT ARGS…`: it runs dpserve with these arguments until its stdout contains TEXT.
+func cmdUntil(ts *testscript.TestScript, _ bool, args []string) {
+	if !poll(func() bool {
+		return ts.Exec("dpserve", args[1:]...) == nil && strings.Contains(ts.ReadFile("stdout"), args[0])
+	}) {
+		ts.Fatalf("dpserve %s never said %q; it said:\n%s", strings.Join(args[1:], " "), args[0],
+			ts.ReadFile("stdout"))
 	}
 }
 

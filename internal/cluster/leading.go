@@ -57,7 +57,8 @@ func (l *Leading[T]) Follow(ctx context.Context) {
 		changed := l.cfg.Store.Leadership()
 		if err := l.Adapt(ctx); err != nil && ctx.Err() == nil {
 			level := slog.LevelError
-			if !l.cfg.Store.Leader() || errors.Is(err, ErrNotLeader) { // another node leads by now
+			// The term is over: another node leads by now, or this one was elected again.
+			if !l.cfg.Store.Leader() || errors.Is(err, ErrNotLeader) || errors.Is(err, ErrOutcomeUnknown) {
 				level = slog.LevelInfo
 			}
 			l.cfg.Log.Log(ctx, level, "cannot lead", slog.Any("err", err))

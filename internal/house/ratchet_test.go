@@ -61,7 +61,7 @@ var ruleNames = [ruleCount]struct{ name, what string }{
 	fields:    {"fields", fmt.Sprintf("structs of more than %d fields", maxFields)},
 	short:     {"short", fmt.Sprintf("product files of less than %d lines", minLines)},
 	long:      {"long", fmt.Sprintf("files of more than %d lines, tests of %d", maxLines, maxTestLines)},
-	rowIDs:    {"rowids", "tests named by an acceptance row that docs/acceptance.md does not name"},
+	rowIDs:    {"rowids", "tests named by an acceptance row that test/acceptance.md does not name"},
 }
 
 // counts are the findings of one folder, as "file:line: text".
@@ -155,7 +155,7 @@ func writeRatchet(t *testing.T, allowed map[string][ruleCount]int, found map[str
 // measure looks at every text of the repository that people write.
 func measure(t *testing.T) map[string]*counts {
 	t.Helper()
-	rows, err := os.ReadFile(filepath.Join("..", "..", "docs", "acceptance.md"))
+	rows, err := os.ReadFile(filepath.Join("..", "..", "test", "acceptance.md"))
 	require.NoError(t, err)
 	m := measuring{folders: map[string]*counts{}, rows: string(rows), methods: map[string]map[string]bool{}}
 	for _, file := range texts(t) {
@@ -177,7 +177,7 @@ func measure(t *testing.T) map[string]*counts {
 // measuring is what measure has seen so far.
 type measuring struct {
 	folders map[string]*counts
-	rows    string                     // docs/acceptance.md
+	rows    string                     // test/acceptance.md
 	methods map[string]map[string]bool // files that hold methods, by "folder Type"
 }
 

@@ -37,8 +37,10 @@ func payload(promptBytes, tokens int, pace time.Duration, stream, escaped bool) 
 		unit = `hello tok\n`
 	}
 	prompt := strings.Repeat(unit, promptBytes/len(unit)+1)[:promptBytes/len(unit)*len(unit)]
-	body := `{"model":"bench","messages":[{"role":"user","content":"` + prompt + `"}],"stream":` + strconv.FormatBool(stream) +
-		`,"max_tokens":` + strconv.Itoa(tokens) + `,"pace_us":` + strconv.FormatInt(pace.Microseconds(), 10) + `}`
+	body := `{"model":"bench","messages":[{"role":"user","content":"` + prompt + `"}],"stream":` +
+		strconv.FormatBool(stream) +
+		`,"max_tokens":` + strconv.Itoa(tokens) + `,"pace_us":` + strconv.FormatInt(pace.Microseconds(), 10) +
+		`}`
 	return []byte("POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: " +
 		strconv.Itoa(len(body)) + "\r\n\r\n" + body)
 }
@@ -151,7 +153,8 @@ func (c *client) keep(n int) error {
 	if n+2 > len(b) {
 		return fmt.Errorf("%w: a chunk of %d bytes", errUnexpected, n)
 	}
-	c.seen = append(c.seen[:copy(c.seen, c.seen[max(0, len(c.seen)-seenBytes):])], b[max(0, n-seenBytes):n]...)
+	c.seen = append(c.seen[:copy(c.seen, c.seen[max(0, len(c.seen)-seenBytes):])],
+		b[max(0, n-seenBytes):n]...)
 	_, err = c.r.Discard(n + 2)
 	return err
 }

@@ -61,16 +61,20 @@ func (p *policyFlags) compare(ctx context.Context, bin string, rounds int) error
 }
 
 // under prints the table of one traffic.
-func (p *policyFlags) under(ctx context.Context, bin, dir string, t traffic, rows []routed, rounds int) error {
+func (p *policyFlags) under(ctx context.Context, bin, dir string, t traffic, rows []routed,
+	rounds int,
+) error {
 	got := make([][]*loadgen.Report, len(rows))
 	for round := range rounds {
 		for i, r := range rows {
-			report, err := p.run(ctx, bin, filepath.Join(dir, t.name+"-"+r.name+"-"+strconv.Itoa(round)), t, r, round)
+			report, err := p.run(ctx, bin, filepath.Join(dir, t.name+"-"+r.name+"-"+strconv.Itoa(round)), t,
+				r, round)
 			if err != nil {
 				return fmt.Errorf("%s under %s: %w", t.name, r.name, err)
 			}
 			got[i] = append(got[i], report)
-			fmt.Fprintf(os.Stderr, "%s %s, round %d: %d requests, %d failed, hit %.1f %%\n", t.name, r.name, round+1, report.Offered, report.Failed, 100*report.HitShare)
+			fmt.Fprintf(os.Stderr, "%s %s, round %d: %d requests, %d failed, hit %.1f %%\n", t.name, r.name,
+				round+1, report.Offered, report.Failed, 100*report.HitShare)
 		}
 	}
 	t.write(p.load, rows, got)
@@ -80,7 +84,8 @@ func (p *policyFlags) under(ctx context.Context, bin, dir string, t traffic, row
 // write prints the table: a row per policy, a column per figure, medians over the rounds.
 func (t traffic) write(load float64, rows []routed, got [][]*loadgen.Report) {
 	fmt.Printf("\n%s: %s\n%g sessions/s of %d turns, %d system prompts of %d tokens, %d tokens a message, %d tokens an answer\n%-24s",
-		t.name, t.what, t.rate*load, t.talk.Turns, t.talk.SystemPrompts, t.talk.SystemTokens, t.talk.TurnTokens, t.tokens, "")
+		t.name, t.what, t.rate*load, t.talk.Turns, t.talk.SystemPrompts, t.talk.SystemTokens,
+		t.talk.TurnTokens, t.tokens, "")
 	for _, c := range figures() {
 		fmt.Printf("%12s", c.head)
 	}
@@ -106,7 +111,9 @@ func (t traffic) write(load float64, rows []routed, got [][]*loadgen.Report) {
 }
 
 // run measures one policy under one traffic.
-func (p *policyFlags) run(ctx context.Context, bin, dir string, t traffic, r routed, round int) (*loadgen.Report, error) {
+func (p *policyFlags) run(ctx context.Context, bin, dir string, t traffic, r routed,
+	round int,
+) (*loadgen.Report, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	n, err := startNode(ctx, bin, dir)
 	if n != nil && n.cmd != nil {
@@ -120,7 +127,8 @@ func (p *policyFlags) run(ctx context.Context, bin, dir string, t traffic, r rou
 		return nil, err
 	}
 	return loadgen.RunSessions(ctx, loadgen.Config{
-		URL: "http://" + n.http, Model: "bench", Stream: true, IgnoreEOS: true, MaxTokens: t.tokens, Rate: t.rate * p.load,
+		URL: "http://" + n.http, Model: "bench", Stream: true, IgnoreEOS: true, MaxTokens: t.tokens,
+		Rate:   t.rate * p.load,
 		Warmup: t.warmup, Duration: p.duration, Seed: uint64(round) + 1,
 	}, t.talk)
 }
@@ -181,11 +189,14 @@ func busiest(ranks map[string]int) float64 {
 // prefillLoad is the share of the ranks' time that the prompt tokens took which were not cached, by the step
 // law without its attention pairs.
 func prefillLoad(r *loadgen.Report) float64 {
-	return float64(r.PromptTokens-r.CachedTokens) * steptime.Reference().TokenMS / 1000 / max(r.DurationS, 1e-3) / simRanks
+	return float64(r.PromptTokens-r.CachedTokens) * steptime.Reference().TokenMS / 1000 / max(r.DurationS,
+		1e-3) / simRanks
 }
 
 // cpu measures the gateway's CPU time per request under each policy, over the mocks, interleaved.
-func (p *policyFlags) cpu(ctx context.Context, bin string, rounds int, slice time.Duration, only string) error {
+func (p *policyFlags) cpu(ctx context.Context, bin string, rounds int, slice time.Duration,
+	only string,
+) error {
 	rows, err := p.rows()
 	if err != nil {
 		return err
@@ -213,7 +224,8 @@ func (p *policyFlags) cpu(ctx context.Context, bin string, rounds int, slice tim
 		}
 		ts = append(ts, t)
 	}
-	fmt.Printf("%d CPUs, %s, engines: %d mocks, each slice %s\n", runtime.NumCPU(), runtime.Version(), simRanks, slice)
+	fmt.Printf("%d CPUs, %s, engines: %d mocks, each slice %s\n", runtime.NumCPU(), runtime.Version(),
+		simRanks, slice)
 	rnd := rand.New(rand.NewPCG(1, 2))
 	for _, sh := range cpuShapes() {
 		if strings.Contains(sh.name, only) && ctx.Err() == nil {
@@ -226,10 +238,14 @@ func (p *policyFlags) cpu(ctx context.Context, bin string, rounds int, slice tim
 // cpuShapes are the bodies whose routing costs are compared: as the first role sends them, and such that no
 // prompt comes twice, which fills every index.
 func cpuShapes() []shape {
-	perRequest := func(s sample) float64 { return float64(s.cpu.Microseconds()) / float64(max(s.requests, 1)) }
+	perRequest := func(s sample) float64 {
+		return float64(s.cpu.Microseconds()) / float64(max(s.requests, 1))
+	}
 	cols := []column{
 		{"CPU us/request", func(s, _ sample) float64 { return perRequest(s) }},
-		{"over round-robin", func(s, base sample) float64 { return perRequest(s) / max(perRequest(base), 1e-3) }},
+		{"over round-robin", func(s, base sample) float64 {
+			return perRequest(s) / max(perRequest(base), 1e-3)
+		}},
 		{"requests/s", func(s, _ sample) float64 { return float64(s.requests) / s.wall.Seconds() }},
 	}
 	body := func(bytes int) []byte { return payload(bytes, 1, 0, bytes > 100<<10, false) }

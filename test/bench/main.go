@@ -21,12 +21,14 @@ func main() {
 	role := flag.String("role", "bench", "bench | policies | policy-cpu | trace | engine | proxy (the last two are children of the others)")
 	listen := flag.String("listen", "", "address of a child")
 	engines := flag.String("engines", "", "engines of a proxy child")
-	bin := flag.String("dpserve", "bin/dpserve", "the binary to measure, or several with commas between: they stand side by side")
+	bin := flag.String("dpserve", "bin/dpserve",
+		"the binary to measure, or several with commas between: they stand side by side")
 	rounds := flag.Int("rounds", 3, "interleaved rounds per shape; trace: seeds")
 	slice := flag.Duration("slice", 1500*time.Millisecond, "length of one slice")
 	only := flag.String("only", "", "run only the shapes whose name contains this")
 	var p policyFlags
-	flag.StringVar(&p.policies, "policies", "", "policies, policy-cpu and trace: rows to run, with commas between; empty = all")
+	flag.StringVar(&p.policies, "policies", "",
+		"policies, policy-cpu and trace: rows to run, with commas between; empty = all")
 	flag.StringVar(&p.traffic, "traffic", "", "policies: traffics to run, with commas between; empty = all")
 	flag.DurationVar(&p.duration, "duration", 30*time.Second, "policies: length of the measurement")
 	var t traceFlags
@@ -120,9 +122,13 @@ func bench(ctx context.Context, bin string, rounds int, slice time.Duration, onl
 func shapes() []shape {
 	ms := func(x time.Duration) float64 { return float64(x) / float64(time.Millisecond) }
 	added := func(p float64) func(s, direct sample) float64 {
-		return func(s, direct sample) float64 { return ms(percentile(s.first, p) - percentile(direct.first, p)) }
+		return func(s, direct sample) float64 {
+			return ms(percentile(s.first, p) - percentile(direct.first, p))
+		}
 	}
-	perRequest := func(s, _ sample) float64 { return float64(s.cpu.Microseconds()) / float64(max(s.requests, 1)) }
+	perRequest := func(s, _ sample) float64 {
+		return float64(s.cpu.Microseconds()) / float64(max(s.requests, 1))
+	}
 	perChunk := func(s, _ sample) float64 { return float64(s.cpu.Microseconds()) / float64(max(s.chunks, 1)) }
 	rps := func(s, _ sample) float64 { return float64(s.requests) / s.wall.Seconds() }
 	cps := func(s, _ sample) float64 { return float64(s.chunks) / s.wall.Seconds() }
@@ -132,14 +138,45 @@ func shapes() []shape {
 	big, escaped := payload(400<<10, 1, 0, true, false), payload(400<<10, 1, 0, true, true)
 	small := payload(64, 1, 0, false, false)
 	return []shape{
-		{"first token, 1 client, 20 ms per chunk, open loop", load{req: payload(64, 2, 20*time.Millisecond, true, false), conns: 4, rate: 12}, latency},
-		{"first token, about 64 clients, 20 ms per chunk, open loop", load{req: paced, conns: 256, rate: 128}, append(latency, column{"CPU us/chunk", perChunk})},
-		{"first token, 64 new connections at once", load{req: payload(64, 2, 20*time.Millisecond, true, false), conns: 64, burst: true}, append(latency, cpuReq)},
-		{"first token, 64 new connections at once after 6 s of silence", load{req: payload(64, 2, 20*time.Millisecond, true, false), conns: 64, burst: true, silence: keepAlive + time.Second}, latency},
-		{"paced, 64 streams, 10 ms per chunk", load{req: payload(64, 100, 10*time.Millisecond, true, false), conns: 64, stagger: 100 * time.Millisecond}, []column{{"CPU us/chunk", perChunk}, {"chunks/s", cps}}},
-		{"small requests, 64 clients, closed loop", load{req: small, conns: 64}, []column{cpuReq, {"requests/s", rps}}},
+		{"first token, 1 client, 20 ms per chunk, open loop", load{req: payload(64, 2, 20*time.Millisecond,
+			true, false), conns: 4, rate: 12}, latency},
+		{
+			"first token, about 64 clients, 20 ms per chunk, open loop",
+			load{req: paced, conns: 256, rate: 128},
+			append(latency, column{"CPU us/chunk", perChunk}),
+		},
+		{"first token, 64 new connections at once", load{req: payload(64, 2, 20*time.Millisecond, true,
+			false), conns: 64, burst: true}, append(latency, cpuReq)},
+		{
+			"first token, 64 new connections at once after 6 s of silence",
+			load{
+				req: payload(64, 2, 20*time.Millisecond, true, false), conns: 64, burst: true,
+				silence: keepAlive + time.Second,
+			},
+			latency,
+		},
+		{"paced, 64 streams, 10 ms per chunk", load{
+			req:   payload(64, 100, 10*time.Millisecond, true, false),
+			conns: 64, stagger: 100 * time.Millisecond,
+		}, []column{
+			{"CPU us/chunk", perChunk},
+			{"chunks/s", cps},
+		}},
+		{
+			"small requests, 64 clients, closed loop",
+			load{req: small, conns: 64},
+			[]column{cpuReq, {"requests/s", rps}},
+		},
 		{"400 KB body, 1 client", load{req: big, conns: 1}, append(latency, cpuReq)},
-		{"400 KB body, an escape every 11 bytes, 1 client", load{req: escaped, conns: 1}, append(latency, cpuReq)},
-		{"chunks flat out, 64 streams", load{req: payload(64, 2000, 0, true, false), conns: 64}, []column{{"chunks/s", cps}, {"CPU us/chunk", perChunk}}},
+		{
+			"400 KB body, an escape every 11 bytes, 1 client",
+			load{req: escaped, conns: 1},
+			append(latency, cpuReq),
+		},
+		{
+			"chunks flat out, 64 streams",
+			load{req: payload(64, 2000, 0, true, false), conns: 64},
+			[]column{{"chunks/s", cps}, {"CPU us/chunk", perChunk}},
+		},
 	}
 }

@@ -90,12 +90,18 @@ func traffics() []traffic {
 		{
 			name: "chat", what: "multi-turn sessions with shared system prompts; 70 % load under round-robin",
 			warmup: 24 * time.Second, rate: 2.3, tokens: 64,
-			talk: loadgen.Conversation{Sessions: many, Turns: 8, SystemPrompts: 8, SystemTokens: 4000, TurnTokens: 1000, Think: time.Second},
+			talk: loadgen.Conversation{
+				Sessions: many, Turns: 8, SystemPrompts: 8, SystemTokens: 4000,
+				TurnTokens: 1000, Think: time.Second,
+			},
 		},
 		{
 			name: "agents", what: "the same with longer messages; 70 % of what warm ranks can do, which is more than blind routing can",
 			warmup: 20 * time.Second, rate: 3, tokens: 32,
-			talk: loadgen.Conversation{Sessions: many, Turns: 6, SystemPrompts: 8, SystemTokens: 4000, TurnTokens: 2000, Think: time.Second},
+			talk: loadgen.Conversation{
+				Sessions: many, Turns: 6, SystemPrompts: 8, SystemTokens: 4000,
+				TurnTokens: 2000, Think: time.Second,
+			},
 		},
 		{
 			name: "single", what: "single turns that share nothing; 70 % load",
@@ -105,17 +111,26 @@ func traffics() []traffic {
 		{
 			name: "hot", what: "three long system prompts, of which one has 61 % of the traffic; 70 % of what warm ranks can do",
 			warmup: 5 * time.Second, rate: 40, tokens: 16,
-			talk: loadgen.Conversation{Sessions: many, Turns: 1, SystemPrompts: 3, SystemTokens: 12_000, TurnTokens: 1000},
+			talk: loadgen.Conversation{
+				Sessions: many, Turns: 1, SystemPrompts: 3, SystemTokens: 12_000,
+				TurnTokens: 1000,
+			},
 		},
 		{
 			name: "documents", what: "questions about 48 documents of 8,000 tokens, more than a rank holds; 70 % load under round-robin",
 			warmup: 10 * time.Second, rate: 15, tokens: 32,
-			talk: loadgen.Conversation{Sessions: many, Turns: 1, SystemPrompts: 48, SystemTokens: 8000, TurnTokens: 300},
+			talk: loadgen.Conversation{
+				Sessions: many, Turns: 1, SystemPrompts: 48, SystemTokens: 8000,
+				TurnTokens: 300,
+			},
 		},
 		{
 			name: "mixed", what: "short questions, one in ten with 16,000 tokens of its own; 70 % load",
 			warmup: 5 * time.Second, rate: 20, tokens: 32,
-			talk: loadgen.Conversation{Sessions: many, Turns: 1, SystemPrompts: 4, SystemTokens: 500, TurnTokens: 500, LongShare: 0.1, LongTokens: 16_000},
+			talk: loadgen.Conversation{
+				Sessions: many, Turns: 1, SystemPrompts: 4, SystemTokens: 500,
+				TurnTokens: 500, LongShare: 0.1, LongTokens: 16_000,
+			},
 		},
 	}
 }

@@ -29,7 +29,8 @@ func TestSettingsAreAccepted(t *testing.T) {
 
 func TestTrafficsFitTheRanks(t *testing.T) {
 	for _, x := range traffics() {
-		assert.LessOrEqual(t, x.talk.SystemTokens+x.talk.LongTokens+x.talk.Turns*(x.talk.TurnTokens+x.tokens), 32768, x.name)
+		assert.LessOrEqual(t, x.talk.SystemTokens+x.talk.LongTokens+x.talk.Turns*(x.talk.TurnTokens+x.tokens),
+			32768, x.name)
 		assert.Positive(t, x.rate, x.name)
 		assert.Positive(t, x.warmup, x.name)
 	}

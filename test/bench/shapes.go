@@ -165,7 +165,9 @@ func (l load) bursts(ctx context.Context, t target, start time.Time, d time.Dura
 }
 
 // open sends at jittered times, whether or not earlier answers have come.
-func (l load) open(ctx context.Context, clients []*client, start time.Time, d time.Duration, rnd *rand.Rand) (s sample) {
+func (l load) open(ctx context.Context, clients []*client, start time.Time, d time.Duration,
+	rnd *rand.Rand,
+) (s sample) {
 	pool := make(chan *client, len(clients))
 	for _, c := range clients {
 		pool <- c

@@ -135,7 +135,8 @@ func startNode(ctx context.Context, bin, dir string) (*node, error) {
 		return nil, err
 	}
 	var err error
-	n.cmd, err = spawn(ctx, n.admin, bin, "start", "--http-bind", n.http, "--admin-bind", n.admin, "--data-dir", filepath.Join(dir, "data"), "--log-level", "warn")
+	n.cmd, err = spawn(ctx, n.admin, bin, "start", "--http-bind", n.http, "--admin-bind", n.admin,
+		"--data-dir", filepath.Join(dir, "data"), "--log-level", "warn")
 	return n, err
 }
 

@@ -61,7 +61,8 @@ func (t *traceFlags) takeFile(args []string) error {
 		t.trace, args = args[0], args[1:]
 	}
 	if len(args) > 0 {
-		return fmt.Errorf("%w: %q is too much: there is one trace, and flags come in front of it", errUsage, args)
+		return fmt.Errorf("%w: %q is too much: there is one trace, and flags come in front of it", errUsage,
+			args)
 	}
 	return nil
 }
@@ -107,7 +108,9 @@ type outcome struct {
 
 // run plays the workload under every policy, in every combination of load, ingresses and lag. The rounds
 // differ in their seed.
-func (t *traceFlags) run(ctx context.Context, out io.Writer, notes *os.File, policies string, rounds int) error {
+func (t *traceFlags) run(ctx context.Context, out io.Writer, notes *os.File, policies string,
+	rounds int,
+) error {
 	if t.trace == "" {
 		listWorkloads(out)
 		return nil
@@ -138,7 +141,8 @@ func (t *traceFlags) rows(policies string) ([]routed, error) {
 		policies += "," + t.paired
 	}
 	rows, err := chosen(settings(), policies, func(r routed) string { return r.name })
-	if err == nil && t.paired != "" && !slices.ContainsFunc(rows, func(r routed) bool { return r.name == t.paired }) {
+	if err == nil && t.paired != "" && !slices.ContainsFunc(rows,
+		func(r routed) bool { return r.name == t.paired }) {
 		err = fmt.Errorf("%w: -paired takes the name of one row, not %q", errUsage, t.paired)
 	}
 	return rows, err
@@ -172,7 +176,8 @@ func (t *traceFlags) cells(rows, rounds int) ([]*cell, error) {
 // in order. Every run is alone with its engines and Routers, so the results are those of one run after the
 // other.
 func playAll(
-	ctx context.Context, cells []*cell, rows []routed, work workload, workers int, show *progress, whole func(c *cell),
+	ctx context.Context, cells []*cell, rows []routed, work workload, workers int, show *progress,
+	whole func(c *cell),
 ) error {
 	group, ctx := errgroup.WithContext(ctx)
 	group.SetLimit(workers)
@@ -209,7 +214,9 @@ func playAll(
 }
 
 // play is one run.
-func (c *cell) play(ctx context.Context, row routed, round int, work workload, show *progress) (outcome, error) {
+func (c *cell) play(ctx context.Context, row routed, round int, work workload, show *progress) (outcome,
+	error,
+) {
 	if err := ctx.Err(); err != nil {
 		return outcome{}, err
 	}
@@ -229,10 +236,12 @@ func (c *cell) play(ctx context.Context, row routed, round int, work workload, s
 	p := outcome{bound: cfg.Bound(requests), offered: got.Offered, refused: got.Refused}
 	p.goodput, p.hit = 100*got.Goodput, 100*got.Hit
 	p.ttft = tracesim.Mean(got.TTFT).Seconds()
-	p.ttft50, p.ttft99 = tracesim.Percentile(got.TTFT, .5).Seconds(), tracesim.Percentile(got.TTFT, .99).Seconds()
+	p.ttft50, p.ttft99 = tracesim.Percentile(got.TTFT, .5).Seconds(), tracesim.Percentile(got.TTFT,
+		.99).Seconds()
 	p.tpot50 = 1000 * tracesim.Percentile(got.TPOT, .5).Seconds()
 	p.tpot99 = 1000 * tracesim.Percentile(got.TPOT, .99).Seconds()
-	p.requests, p.work, p.tokens = tracesim.MaxMean(got.Requests), tracesim.MaxMean(got.Work), got.TokensPerSecond()
+	p.requests, p.work, p.tokens = tracesim.MaxMean(got.Requests), tracesim.MaxMean(got.Work),
+		got.TokensPerSecond()
 	p.burst, p.worstBurst = got.BurstMaxMean()
 	for i, span := range [][2]time.Duration{{0, justSlow}, {justSlow, soonSlow}, {soonSlow, afterSlow}} {
 		p.shares[i] = got.Share(slowRank, slowFrom+span[0], slowFrom+span[1])
@@ -269,7 +278,8 @@ func (t *traceFlags) write(out io.Writer, c *cell, rows []routed) {
 	if base >= 0 {
 		head = append(head, "over "+t.paired)
 	}
-	head = append(head, "TTFT s mean", "p50", "p99", "TPOT ms p50", "p99", "hit %", "bound %", "max/mean requests", "work")
+	head = append(head, "TTFT s mean", "p50", "p99", "TPOT ms p50", "p99", "hit %", "bound %",
+		"max/mean requests", "work")
 	if bursts {
 		head = append(head, "of a burst", "worst")
 	}

@@ -49,7 +49,8 @@ func smallTrace(t *testing.T) string {
 
 func TestTraceTables(t *testing.T) {
 	var out bytes.Buffer
-	f := traceArgs(t, "-load", "1,2", "-ingresses", "1,3", "-lag", "0s,50ms", "-paired", "lmetric-1", "-goals", "1s,30ms", smallTrace(t))
+	f := traceArgs(t, "-load", "1,2", "-ingresses", "1,3", "-lag", "0s,50ms", "-paired", "lmetric-1",
+		"-goals", "1s,30ms", smallTrace(t))
 	require.NoError(t, f.run(t.Context(), &out, os.Stderr, "round-robin,kv-tuned", 3))
 	tables := strings.Split(strings.TrimSpace(out.String()), "\n\n")
 	require.Len(t, tables, 8, "each combination has a table")
@@ -67,7 +68,8 @@ func TestTraceTables(t *testing.T) {
 			assert.Equal(t, 1+b2i(name != "lmetric-1"), strings.Count(lines[1+i], "±"))
 		}
 		assert.Contains(t, lines[0], "over lmetric-1")
-		assert.Regexp(t, `lmetric-1 +100\.0 ± 0\.0 +100\.0 .* 33\.3 +33\.3 `, lines[3], "the second prompt of each pair finds the blocks of the first")
+		assert.Regexp(t, `lmetric-1 +100\.0 ± 0\.0 +100\.0 .* 33\.3 +33\.3 `, lines[3],
+			"the second prompt of each pair finds the blocks of the first")
 	}
 }
 
@@ -80,7 +82,8 @@ func b2i(b bool) int {
 
 // TestRunsBesideEachOther: the tables do not depend on how many runs there are at a time.
 func TestRunsBesideEachOther(t *testing.T) {
-	f := traceArgs(t, "-trace", "chats", "-requests", "150", "-load", "8,20", "-ingresses", "1,4", "-lag", "20ms")
+	f := traceArgs(t, "-trace", "chats", "-requests", "150", "-load", "8,20", "-ingresses", "1,4", "-lag",
+		"20ms")
 	rows, err := f.rows("round-robin,lmetric-1,min-ttft,cache-aware")
 	require.NoError(t, err)
 	var texts []string
@@ -90,7 +93,8 @@ func TestRunsBesideEachOther(t *testing.T) {
 		work, err := openWorkload(f.trace, f.requests)
 		require.NoError(t, err)
 		var out bytes.Buffer
-		require.NoError(t, playAll(t.Context(), cells, rows, work, workers, nil, func(c *cell) { f.write(&out, c, rows) }))
+		require.NoError(t, playAll(t.Context(), cells, rows, work, workers, nil,
+			func(c *cell) { f.write(&out, c, rows) }))
 		texts = append(texts, out.String())
 	}
 	assert.Equal(t, texts[0], texts[1])
@@ -109,7 +113,8 @@ func TestTraceEndsWithItsContext(t *testing.T) {
 
 func TestTraceFlagsAreChecked(t *testing.T) {
 	for flagName, values := range map[string][]string{
-		"-load": {"0", "-1", "NaN", "1,,2", "1e9"}, "-ingresses": {"0", "x", "5000"}, "-lag": {"-1s", "5", "2h"}, "-goals": {"1", "x,y"},
+		"-load": {"0", "-1", "NaN", "1,,2", "1e9"}, "-ingresses": {"0", "x", "5000"},
+		"-lag": {"-1s", "5", "2h"}, "-goals": {"1", "x,y"},
 	} {
 		for _, value := range values {
 			var f traceFlags
@@ -144,13 +149,15 @@ func TestWorkloadsAreListed(t *testing.T) {
 		requests := work(1, 5)
 		assert.NotEmpty(t, requests, g.name)
 		assert.LessOrEqual(t, len(requests), 700, g.name)
-		assert.True(t, slices.IsSortedFunc(requests, func(a, b tracesim.Request) int { return int(a.At - b.At) }), g.name)
+		assert.True(t, slices.IsSortedFunc(requests,
+			func(a, b tracesim.Request) int { return int(a.At - b.At) }), g.name)
 	}
 }
 
 func TestBurstsHaveTheirOwnColumn(t *testing.T) {
 	var out bytes.Buffer
-	require.NoError(t, traceArgs(t, "-trace", "bursts", "-load", "0.125", "-slow", "5").run(t.Context(), &out, os.Stderr, "round-robin", 1))
+	require.NoError(t, traceArgs(t, "-trace", "bursts", "-load", "0.125", "-slow", "5").run(t.Context(), &out,
+		os.Stderr, "round-robin", 1))
 	assert.Contains(t, out.String(), "of a burst")
 	assert.Contains(t, out.String(), "slow rank's share")
 	assert.NotContains(t, out.String(), "±", "one seed says nothing of the others")
@@ -175,7 +182,8 @@ func TestProgressSaysWhatIsLeft(t *testing.T) {
 	p := &progress{width: 200, total: 4, began: begin}
 	a, b := p.begin("mex seed 11"), p.begin("lmetric-1 seed 12")
 	p.advance(a, .5)
-	assert.Equal(t, "0 of 4 runs, 35s left: mex seed 11 50 %, lmetric-1 seed 12 0 %", p.line(begin.Add(5*time.Second)))
+	assert.Equal(t, "0 of 4 runs, 35s left: mex seed 11 50 %, lmetric-1 seed 12 0 %",
+		p.line(begin.Add(5*time.Second)))
 	p.advance(b, .5)
 	p.end(a)
 	assert.Equal(t, "1 of 4 runs, 10s left: lmetric-1 seed 12 50 %", p.line(begin.Add(6*time.Second)))

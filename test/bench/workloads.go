@@ -41,18 +41,24 @@ func generatedWorkloads() []generator {
 		{
 			"agents", fmt.Sprintf("%d sessions; each turn begins with all turns before it, behind one of 20 system prompts", agentSessions),
 			"sessions per second",
-			func(load float64, seed uint64) []tracesim.Request { return tracesim.Agents(agentSessions, load, seed) },
+			func(load float64, seed uint64) []tracesim.Request {
+				return tracesim.Agents(agentSessions, load, seed)
+			},
 		},
 		{
 			"chats", fmt.Sprintf("%d requests as long as conversations are, every fourth begins like one before it", chatRequests),
 			"requests per second",
-			func(load float64, seed uint64) []tracesim.Request { return tracesim.Chats(chatRequests, load, seed) },
+			func(load float64, seed uint64) []tracesim.Request {
+				return tracesim.Chats(chatRequests, load, seed)
+			},
 		},
 		{
-			"uniform", fmt.Sprintf("%.0f minutes of prompts of %d tokens that share nothing", uniformSpan.Minutes(), uniformPrompt),
+			"uniform", fmt.Sprintf("%.0f minutes of prompts of %d tokens that share nothing",
+				uniformSpan.Minutes(), uniformPrompt),
 			"requests per second",
 			func(load float64, seed uint64) []tracesim.Request {
-				return tracesim.Uniform(int(load*uniformSpan.Seconds()), uniformPrompt, uniformOutput, load, seed)
+				return tracesim.Uniform(int(load*uniformSpan.Seconds()), uniformPrompt, uniformOutput, load,
+					seed)
 			},
 		},
 		{

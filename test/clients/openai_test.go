@@ -42,7 +42,8 @@ func TestOpenAIClient(t *testing.T) {
 	r.Deploy(twoApps)
 	r.WaitStatus("one", "RUNNING")
 	r.WaitStatus("two", "RUNNING")
-	client := openai.NewClient(option.WithBaseURL("http://"+r.HTTP+"/v1"), option.WithAPIKey("none"), option.WithMaxRetries(0))
+	client := openai.NewClient(option.WithBaseURL("http://"+r.HTTP+"/v1"), option.WithAPIKey("none"),
+		option.WithMaxRetries(0))
 	ctx := t.Context()
 
 	t.Run("models", func(t *testing.T) {
@@ -58,7 +59,8 @@ func TestOpenAIClient(t *testing.T) {
 		for _, model := range []string{"model-one", "uno", "model-two"} {
 			var raw *http.Response
 			out, err := client.Chat.Completions.New(ctx, openai.ChatCompletionNewParams{
-				Model: model, Messages: []openai.ChatCompletionMessageParamUnion{openai.UserMessage("hello")}, MaxTokens: openai.Int(7),
+				Model: model, Messages: []openai.ChatCompletionMessageParamUnion{openai.UserMessage("hello")},
+				MaxTokens: openai.Int(7),
 			}, option.WithResponseInto(&raw))
 			require.NoError(t, err, model)
 			require.Len(t, out.Choices, 1)
@@ -67,7 +69,8 @@ func TestOpenAIClient(t *testing.T) {
 			assert.EqualValues(t, 7, out.Usage.CompletionTokens)
 			assert.Equal(t, out.Usage.PromptTokens+7, out.Usage.TotalTokens)
 			assert.NotEmpty(t, raw.Header.Get("x-request-id"))
-			assert.Equal(t, map[bool]string{true: "two", false: "one"}[model == "model-two"], raw.Header.Get("x-dpserve-app"))
+			assert.Equal(t, map[bool]string{true: "two", false: "one"}[model == "model-two"],
+				raw.Header.Get("x-dpserve-app"))
 		}
 	})
 	t.Run("chat stream with usage", func(t *testing.T) {
@@ -91,7 +94,10 @@ func TestOpenAIClient(t *testing.T) {
 			"tokens":       {OfArrayOfTokens: []int64{1, 2, 3, 4}},
 			"token arrays": {OfArrayOfTokenArrays: [][]int64{{1, 2}, {3, 4}}},
 		} {
-			out, err := client.Completions.New(ctx, openai.CompletionNewParams{Model: "model-one", Prompt: prompt, MaxTokens: openai.Int(4)})
+			out, err := client.Completions.New(ctx, openai.CompletionNewParams{
+				Model:  "model-one",
+				Prompt: prompt, MaxTokens: openai.Int(4),
+			})
 			require.NoError(t, err, name)
 			want := 1
 			if name == "strings" || name == "token arrays" {
@@ -103,7 +109,8 @@ func TestOpenAIClient(t *testing.T) {
 	})
 	t.Run("completion stream", func(t *testing.T) {
 		s := client.Completions.NewStreaming(ctx, openai.CompletionNewParams{
-			Model: "model-two", Prompt: openai.CompletionNewParamsPromptUnion{OfString: openai.String("x")}, MaxTokens: openai.Int(5),
+			Model: "model-two", Prompt: openai.CompletionNewParamsPromptUnion{OfString: openai.String("x")},
+			MaxTokens: openai.Int(5),
 		})
 		finish := ""
 		for s.Next() {
@@ -116,7 +123,10 @@ func TestOpenAIClient(t *testing.T) {
 	})
 	t.Run("errors", func(t *testing.T) {
 		var e *openai.Error
-		_, err := client.Chat.Completions.New(ctx, openai.ChatCompletionNewParams{Model: "nope", Messages: []openai.ChatCompletionMessageParamUnion{openai.UserMessage("x")}})
+		_, err := client.Chat.Completions.New(ctx, openai.ChatCompletionNewParams{
+			Model:    "nope",
+			Messages: []openai.ChatCompletionMessageParamUnion{openai.UserMessage("x")},
+		})
 		require.True(t, errors.As(err, &e), "%v", err) //nolint:testifylint // the target is used below
 		assert.Equal(t, http.StatusNotFound, e.StatusCode)
 		assert.Equal(t, "model_not_found", e.Code)
@@ -129,7 +139,8 @@ func TestOpenAIClient(t *testing.T) {
 		require.True(t, errors.As(err, &e), "%v", err) //nolint:testifylint // the target is used below
 		assert.Equal(t, http.StatusBadRequest, e.StatusCode, "the engine's own 400 passes")
 		s := client.Chat.Completions.NewStreaming(ctx, openai.ChatCompletionNewParams{
-			Model: "model-one", Messages: []openai.ChatCompletionMessageParamUnion{openai.UserMessage("x")}, Temperature: openai.Float(-3),
+			Model: "model-one", Messages: []openai.ChatCompletionMessageParamUnion{openai.UserMessage("x")},
+			Temperature: openai.Float(-3),
 		})
 		for s.Next() { //nolint:revive // only the error counts
 		}

@@ -79,7 +79,9 @@ func (*notLeaderError) Error() string { return "not the leader" }
 
 // askLeader asks each control node in turn until one answers that leads, for at most limit in all: as package
 // remote does it.
-func askLeader[R any](m *machine, limit time.Duration, twice bool, ask func(l *shell, answer func(R, error)), done func(R, error)) {
+func askLeader[R any](m *machine, limit time.Duration, twice bool, ask func(l *shell, answer func(R, error)),
+	done func(R, error),
+) {
 	var none R
 	if m.shell != nil {
 		over := false

@@ -37,7 +37,8 @@ type granted struct {
 func newAudit() *audit {
 	return &audit{
 		high: map[string]uint64{}, grants: map[string]*granted{}, launches: map[string]int{},
-		proposed: map[*state.GrantGroup]time.Duration{}, silent: map[*state.NodeRef]time.Duration{}, left: map[string]leaving{}, deaths: map[string]int{}, puts: map[*state.PutApps]time.Duration{},
+		proposed: map[*state.GrantGroup]time.Duration{}, silent: map[*state.NodeRef]time.Duration{},
+		left: map[string]leaving{}, deaths: map[string]int{}, puts: map[*state.PutApps]time.Duration{},
 	}
 }
 
@@ -64,13 +65,19 @@ func (c *cluster) committed(term uint64, cmd *state.Command, res state.Result, e
 		c.grantCommitted(cmd.GrantGroup, res)
 	case cmd.Release != nil:
 		c.ended(cmd.Release.Unit, cmd.Release.Epoch)
-		c.lease(leaseOp{kind: releases, unit: cmd.Release.Unit, epoch: cmd.Release.Epoch, call: c.now, back: c.now})
+		c.lease(leaseOp{
+			kind: releases, unit: cmd.Release.Unit, epoch: cmd.Release.Epoch, call: c.now,
+			back: c.now,
+		})
 	case cmd.UnitReady != nil:
 		delete(c.audit.deaths, cmd.UnitReady.Unit)
 	case cmd.UnitFailed != nil:
 		c.failedBeside(cmd.UnitFailed.Unit)
 		c.ended(cmd.UnitFailed.Unit, cmd.UnitFailed.Epoch)
-		c.lease(leaseOp{kind: releases, unit: cmd.UnitFailed.Unit, epoch: cmd.UnitFailed.Epoch, call: c.now, back: c.now})
+		c.lease(leaseOp{
+			kind: releases, unit: cmd.UnitFailed.Unit, epoch: cmd.UnitFailed.Epoch, call: c.now,
+			back: c.now,
+		})
 	case cmd.PutApps != nil:
 		clear(c.audit.deaths) // failed units get another chance
 		c.audit.puts[cmd.PutApps] = c.now
@@ -90,7 +97,10 @@ func (c *cluster) grantCommitted(g *state.GrantGroup, res state.Result) {
 		}
 		c.ended(u.Unit, epoch-1)
 		a.high[u.Unit] = epoch
-		a.grants[key(u.Unit, epoch)] = &granted{unit: c.canon.master.Units[u.Unit], at: c.now, lost: map[string]bool{}}
+		a.grants[key(u.Unit, epoch)] = &granted{
+			unit: c.canon.master.Units[u.Unit], at: c.now,
+			lost: map[string]bool{},
+		}
 		c.whole(g, &u)
 		call, known := a.proposed[g]
 		if !known {
@@ -157,7 +167,8 @@ func (c *cluster) launched(h *host, u *hosted) {
 	for _, mine := range u.engines {
 		for _, e := range h.engines {
 			if e != mine && e.clashes(mine) {
-				c.violate("%s starts %s beside %s at epoch %d, which holds slot %d and devices %v still", h.m.name, at, e.unit, e.epoch, e.grant.Slot, e.grant.Devices)
+				c.violate("%s starts %s beside %s at epoch %d, which holds slot %d and devices %v still",
+					h.m.name, at, e.unit, e.epoch, e.grant.Slot, e.grant.Devices)
 			}
 		}
 	}
@@ -174,13 +185,15 @@ func (e *engine) clashes(o *engine) bool {
 		}
 	}
 	other := e.unit != o.unit || e.epoch != o.epoch
-	return other && e.block.Size > 0 && e.block.Base < o.block.Base+o.block.Size && o.block.Base < e.block.Base+e.block.Size
+	return other && e.block.Size > 0 && e.block.Base < o.block.Base+o.block.Size &&
+		o.block.Base < e.block.Base+e.block.Size
 }
 
 // owner is the grant that a machine acts on.
 func (c *cluster) owner(m *machine, unit string, epoch uint64) *granted {
 	g := c.audit.grants[key(unit, epoch)]
-	if g == nil || !slices.ContainsFunc(g.unit.Ranks, func(r state.RankGrant) bool { return r.Node == m.name }) {
+	if g == nil || !slices.ContainsFunc(g.unit.Ranks,
+		func(r state.RankGrant) bool { return r.Node == m.name }) {
 		c.violate("%s acts for %s at epoch %d, which nobody granted to it", m.name, unit, epoch)
 	}
 	return g
@@ -231,7 +244,8 @@ func (c *cluster) nodeLost(by string, ref *state.NodeRef) {
 	if c.cfg.gentle {
 		c.violate("%s was taken for lost by %s, and was only bothered a little", m.name, by)
 	}
-	if leader == nil || leader.frozen || c.net.drop+c.net.loss+c.net.lag > 0 || !quiet(leader.upset) || !quiet(c.upset) {
+	if leader == nil || leader.frozen || c.net.drop+c.net.loss+c.net.lag > 0 || !quiet(leader.upset) ||
+		!quiet(c.upset) {
 		return
 	}
 	for _, way := range [][2]int{{m.i, leader.i}, {leader.i, m.i}} {
@@ -267,7 +281,8 @@ func (c *cluster) unled() string {
 	for _, v := range all {
 		if m := c.machines[v.i]; v.votes {
 			voters++
-			if m.alive && !m.frozen && !m.slow && !m.removed && c.now-max(m.upset, m.disk.hungTill) > ledWithin {
+			if m.alive && !m.frozen && !m.slow && !m.removed && c.now-max(m.upset,
+				m.disk.hungTill) > ledWithin {
 				well = append(well, m)
 			}
 		}
@@ -282,7 +297,8 @@ func (c *cluster) unled() string {
 			}
 		}
 	}
-	return fmt.Sprintf("since %v nobody leads that takes writes, and %d of %d voters are well", c.led, len(well), voters)
+	return fmt.Sprintf("since %v nobody leads that takes writes, and %d of %d voters are well", c.led,
+		len(well), voters)
 }
 
 // Bounds of what may wait anywhere.

@@ -25,7 +25,8 @@ type canon struct {
 
 func newCanon(c *cluster) *canon {
 	return &canon{
-		c: c, master: state.New(), states: []*state.State{state.New()}, results: make([]state.Result, 1), errs: make([]error, 1), leaders: map[uint64]string{},
+		c: c, master: state.New(), states: []*state.State{state.New()}, results: make([]state.Result, 1),
+		errs: make([]error, 1), leaders: map[uint64]string{},
 		heads: make([]uint64, 1), coded: map[int][]byte{},
 	}
 }
@@ -65,7 +66,8 @@ func (n *canon) elected(r *raft) {
 	n.leaders[r.term] = r.m.name
 	n.c.log("leads", r.m.name, r.term)
 	for i, e := range n.entries {
-		if at := i + 1; at > r.base && (at > r.last() || r.at(at) != e) || at == r.base && r.baseTerm != e.term {
+		if at := i + 1; at > r.base && (at > r.last() || r.at(at) != e) || at == r.base &&
+			r.baseTerm != e.term {
 			n.c.violate("%s leads in term %d without the committed entry %d", r.m.name, r.term, i+1)
 		}
 	}

@@ -82,7 +82,10 @@ type cluster struct {
 }
 
 func newCluster(seed uint64, cfg config, trace bool) *cluster {
-	c := &cluster{sim: newSim(seed, trace), cfg: cfg, byUID: map[string]int{}, specs: map[string]*app.Application{}, told: map[uint64]*told{}}
+	c := &cluster{
+		sim: newSim(seed, trace), cfg: cfg, byUID: map[string]int{},
+		specs: map[string]*app.Application{}, told: map[uint64]*told{},
+	}
 	c.net = newNetwork(cfg.controls + cfg.full + cfg.workers + spares)
 	c.canon, c.audit = newCanon(c), newAudit()
 	for range cfg.full {
@@ -108,7 +111,8 @@ const spares = 2
 func (c *cluster) add(control, worker bool) *machine {
 	i := len(c.machines)
 	m := &machine{
-		process: &process{s: c.sim, name: fmt.Sprintf("n%d", i)}, c: c, i: i, uid: uidOf(i), control: control, worker: worker, ingress: worker, everDeadly: map[string]bool{},
+		process: &process{s: c.sim, name: fmt.Sprintf("n%d", i)}, c: c, i: i, uid: uidOf(i), control: control,
+		worker: worker, ingress: worker, everDeadly: map[string]bool{},
 		disk: &disk{votedFor: -1, epochs: map[string]uint64{}},
 	}
 	c.machines = append(c.machines, m)

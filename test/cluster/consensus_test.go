@@ -103,7 +103,8 @@ type raft struct {
 
 func newRaft(m *machine) *raft {
 	m.runs++
-	r := &raft{c: m.c, m: m, disk: m.disk, leads: -1, heard: m.c.now, pending: map[int]func(state.Result, error){}, round: m.runs * roundsPerRun}
+	r := &raft{c: m.c, m: m, disk: m.disk, leads: -1, heard: m.c.now, pending: map[int]func(state.Result,
+		error){}, round: m.runs * roundsPerRun}
 	r.fsm = &fsm{m: m, work: state.New()}
 	if s := r.snap; s != nil {
 		r.commit, r.applied = s.at, s.at
@@ -255,7 +256,9 @@ func (r *raft) canvass(pre, force bool) {
 }
 
 // asked answers a candidate.
-func (r *raft) asked(from *machine, term uint64, last int, lastTerm uint64, pre, force bool, answer func(bool, uint64)) {
+func (r *raft) asked(from *machine, term uint64, last int, lastTerm uint64, pre, force bool,
+	answer func(bool, uint64),
+) {
 	yes := false
 	switch {
 	case force && term > r.term:
@@ -380,7 +383,8 @@ func (r *raft) lead() {
 	r.c.canon.elected(r)
 	r.role, r.leads = leader, r.m.i
 	r.round++
-	r.next, r.match, r.contact, r.confirmed = make([]int, n), make([]int, n), make([]time.Duration, n), make([]time.Duration, n)
+	r.next, r.match, r.contact, r.confirmed = make([]int, n), make([]int, n), make([]time.Duration, n),
+		make([]time.Duration, n)
 	for i := range n {
 		r.next[i], r.contact[i] = r.last()+1, r.c.now
 	}

@@ -77,7 +77,8 @@ func (l *shell) mayGrant(g *state.GrantGroup) {
 		u := &g.Units[i]
 		for k := range u.Ranks {
 			if l.stopping[u.Ranks[k].Node] {
-				l.m.c.violate("%s grants %s on %s, which has said that it stops", l.m.name, u.Unit, u.Ranks[k].Node)
+				l.m.c.violate("%s grants %s on %s, which has said that it stops", l.m.name, u.Unit,
+					u.Ranks[k].Node)
 			}
 		}
 	}
@@ -119,7 +120,8 @@ func (c *cluster) unmoved() string {
 // disturbed says whether anything is wrong, apart from machines that were told to stop.
 func (c *cluster) disturbed() bool {
 	l := c.leading()
-	if l != c.leader || l == nil || c.now < l.deafTill || c.net.loss+c.net.drop+c.net.lag+c.net.double+c.startFails > 0 {
+	if l != c.leader || l == nil || c.now < l.deafTill ||
+		c.net.loss+c.net.drop+c.net.lag+c.net.double+c.startFails > 0 {
 		c.leader = l
 		return true
 	}
@@ -169,7 +171,8 @@ func (c *cluster) room(unit string) bool {
 	}
 	for _, id := range sorted(now.Nodes) {
 		n, m := now.Nodes[id], c.named(id)
-		if n.Takes() && m.alive && !m.host.stopping && slots[id] < n.Offer.Slots && devices[id] < len(n.Offer.Devices) {
+		if n.Takes() && m.alive && !m.host.stopping && slots[id] < n.Offer.Slots &&
+			devices[id] < len(n.Offer.Devices) {
 			return true
 		}
 	}

@@ -61,7 +61,9 @@ func gentleKinds(fence bool) []fault {
 		{"clock", func(f *faults, _ time.Duration) { f.clock() }},
 	}
 	if fence { // without a leader for 9 s everything must be out
-		return append(all, fault{"the only disk hangs", func(f *faults, _ time.Duration) { f.hangAlone(f.control()) }})
+		return append(all, fault{"the only disk hangs", func(f *faults, _ time.Duration) {
+			f.hangAlone(f.control())
+		}})
 	}
 	return append(all, []fault{
 		{"a disk hangs", func(f *faults, _ time.Duration) { f.hang(f.control()) }},
@@ -146,7 +148,8 @@ func (f *faults) bothWays(until time.Duration) {
 // partition cuts all machines in two for 30 s.
 func (f *faults) partition(time.Duration) {
 	side := f.sides()
-	f.cut(min(f.heal, f.c.now+30*time.Second), func(from, to *machine) bool { return side[from.i] != side[to.i] })
+	f.cut(min(f.heal, f.c.now+30*time.Second),
+		func(from, to *machine) bool { return side[from.i] != side[to.i] })
 }
 
 func (f *faults) sides() []bool {
@@ -186,7 +189,8 @@ func (f *faults) shortFlaps(until time.Duration) {
 		if f.c.now >= until {
 			return
 		}
-		f.cut(min(until, f.c.now+f.c.span(500*time.Millisecond, 3*time.Second)), func(from, to *machine) bool { return from == m || to == m })
+		f.cut(min(until, f.c.now+f.c.span(500*time.Millisecond, 3*time.Second)),
+			func(from, to *machine) bool { return from == m || to == m })
 		f.c.after(nil, 6*time.Second, again)
 	}
 	again()
@@ -278,7 +282,9 @@ func (f *faults) hang(m *machine) {
 // hangAlone is hang while the other control nodes are well: two of three have to find a leader within the
 // time of a lease.
 func (f *faults) hangAlone(m *machine) {
-	if !f.anyHung() && !slices.ContainsFunc(f.c.machines, func(o *machine) bool { return o.control && o.slow }) {
+	if !f.anyHung() && !slices.ContainsFunc(f.c.machines, func(o *machine) bool {
+		return o.control && o.slow
+	}) {
 		f.hang(m)
 	}
 }

@@ -55,7 +55,8 @@ func (f *fsm) apply(at int, e *entry) (res state.Result, err error) {
 	want, wantErr := c.canon.results[at], c.canon.errs[at]
 	if (err != nil) != (wantErr != nil) || res.Unchanged != want.Unchanged || res.Revision != want.Revision ||
 		!maps.Equal(res.Epochs, want.Epochs) || !maps.Equal(res.Apps, want.Apps) {
-		c.violate("entry %d gives %+v, %v on %s, and %+v, %v elsewhere", at, res, err, f.m.name, want, wantErr)
+		c.violate("entry %d gives %+v, %v on %s, and %+v, %v elsewhere", at, res, err, f.m.name, want,
+			wantErr)
 	}
 	if at%compareEvery == 0 {
 		f.compare(at, f.encode())
@@ -79,7 +80,8 @@ func (f *fsm) encode() []byte {
 // compare holds the encoded state after entry at to the canonical one at the same entry.
 func (f *fsm) compare(at int, data []byte) {
 	if want := f.m.c.canon.encoded(at); !bytes.Equal(data, want) {
-		f.m.c.violate("the state of %s has parted from the others' at entry %d:\n%s\n%s", f.m.name, at, data, want)
+		f.m.c.violate("the state of %s has parted from the others' at entry %d:\n%s\n%s", f.m.name, at, data,
+			want)
 	}
 }
 
@@ -165,7 +167,8 @@ func (r *raft) install(a *appendEntries) {
 		if s.at <= r.last() && r.termAt(s.at) == s.term {
 			rest = slices.Clone(r.log[s.at-r.base:])
 		}
-		r.snap, r.log, r.base, r.baseTerm, r.synced = s, rest, s.at, s.term, max(s.at, min(r.synced, s.at+len(rest)))
+		r.snap, r.log, r.base, r.baseTerm, r.synced = s, rest, s.at, s.term,
+			max(s.at, min(r.synced, s.at+len(rest)))
 		r.conf, r.confAt = nil, 0
 		r.commit, r.applied = s.at, s.at
 		r.fsm.restore(s)

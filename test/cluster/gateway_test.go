@@ -44,8 +44,9 @@ const (
 
 func (u *hosted) part() part {
 	return part{
-		unit: u.order.Unit, epoch: u.order.Epoch, incarnation: u.incarnation, accepting: u.accepting, fenced: u.failure != "",
-		gone: u.phase == state.Gone, lockstep: u.lockstep(),
+		unit: u.order.Unit, epoch: u.order.Epoch, incarnation: u.incarnation, accepting: u.accepting,
+		fenced: u.failure != "",
+		gone:   u.phase == state.Gone, lockstep: u.lockstep(),
 	}
 }
 
@@ -293,7 +294,8 @@ func (g *gateway) attempt(tried map[int]bool) {
 	tried[pick.worker] = true
 	to, unit, epoch := g.c.machines[pick.worker], pick.part.unit, pick.part.epoch
 	if known := g.known[unit]; epoch < known {
-		g.c.violate("the ingress of %s picks %s at epoch %d, and knows of epoch %d", g.m.name, unit, epoch, known)
+		g.c.violate("the ingress of %s picks %s at epoch %d, and knows of epoch %d", g.m.name, unit, epoch,
+			known)
 	}
 	asked := g.c.now
 	call(g.c, g.m, to, requestLimit, false, func(answer func(bool, error)) {
@@ -319,7 +321,8 @@ func (g *gateway) pick(tried map[int]bool) (choice, bool) {
 		for _, name := range sorted(l.parts) {
 			p := l.parts[name]
 			u := g.m.view.Units[name]
-			if !p.accepting || u == nil || u.Phase != state.Ready || u.Epoch != p.epoch || g.m.view.Epochs[name] != p.epoch {
+			if !p.accepting || u == nil || u.Phase != state.Ready || u.Epoch != p.epoch ||
+				g.m.view.Epochs[name] != p.epoch {
 				continue
 			}
 			if l.silent {

@@ -65,7 +65,10 @@ func (s leaseState) step(op leaseOp) (bool, leaseState) {
 func (c *cluster) checkLeases() {
 	ops := map[string][]porcupine.Operation{}
 	for _, op := range c.audit.leases {
-		ops[op.unit] = append(ops[op.unit], porcupine.Operation{Input: op, Call: int64(op.call), Return: int64(op.back)})
+		ops[op.unit] = append(ops[op.unit], porcupine.Operation{
+			Input: op, Call: int64(op.call),
+			Return: int64(op.back),
+		})
 	}
 	model := porcupine.Model{
 		Init: func() any { return leaseState{} },
@@ -81,7 +84,8 @@ func (c *cluster) checkLeases() {
 func describe(ops []porcupine.Operation) string {
 	text := ""
 	for _, o := range ops {
-		text += fmt.Sprintf("\n  %v to %v: %+v → %+v", time.Duration(o.Call), time.Duration(o.Return), o.Input, o.Output)
+		text += fmt.Sprintf("\n  %v to %v: %+v → %+v", time.Duration(o.Call), time.Duration(o.Return),
+			o.Input, o.Output)
 	}
 	return text
 }
@@ -123,7 +127,9 @@ func (s revisionState) step(op revisionOp, out revisionOut) (bool, revisionState
 func (c *cluster) checkRevisions() {
 	model := porcupine.Model{
 		Init: func() any { return revisionState{} },
-		Step: func(s, in, out any) (bool, any) { return s.(revisionState).step(in.(revisionOp), out.(revisionOut)) },
+		Step: func(s, in, out any) (bool, any) {
+			return s.(revisionState).step(in.(revisionOp), out.(revisionOut))
+		},
 	}
 	for _, name := range sorted(c.work.history) {
 		ops := c.work.history[name]

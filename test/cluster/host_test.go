@@ -53,7 +53,8 @@ func newHost(m *machine) *host {
 	c := m.c
 	h := &host{
 		m: m, c: c, process: c.Uint64() | 1, units: map[string]*hosted{}, sessions: map[int]*session{},
-		rules: node.NewRules(c.clock(), c.cfg.ttl, c.lossOf(), m.disk.epochs), retry: c.cfg.renew / retryFirst,
+		rules: node.NewRules(c.clock(), c.cfg.ttl, c.lossOf(), m.disk.epochs),
+		retry: c.cfg.renew / retryFirst,
 	}
 	c.after(m.process, 0, h.renew)
 	c.after(m.process, 0, h.guard)
@@ -74,9 +75,10 @@ func (h *host) renew() {
 		Stopping: h.stopping, AfterStop: h.m.afterStop,
 	}
 	r.Events, r.Units = h.rules.Report()
-	askLeader(h.m, renewLimit, true, func(l *shell, answer func(msg.Lease, error)) { l.renew(r, answer) }, func(lease msg.Lease, err error) {
-		h.ended(sent, lease, err)
-	})
+	askLeader(h.m, renewLimit, true, func(l *shell, answer func(msg.Lease, error)) { l.renew(r, answer) },
+		func(lease msg.Lease, err error) {
+			h.ended(sent, lease, err)
+		})
 }
 
 func (h *host) ended(sent time.Duration, lease msg.Lease, err error) {
@@ -210,7 +212,10 @@ func (h *host) stop(o *msg.StopRank, answer func(struct{}, error)) {
 	h.m.disk.epochs[o.Unit] = max(h.m.disk.epochs[o.Unit], o.Epoch)
 	u := h.units[o.Unit]
 	if u == nil || u.order.Epoch < o.Epoch {
-		h.tell(msg.UnitEvent{Unit: o.Unit, Epoch: o.Epoch, Kind: msg.UnitGone, Rank: -1, Reason: o.Reason, Asked: true})
+		h.tell(msg.UnitEvent{
+			Unit: o.Unit, Epoch: o.Epoch, Kind: msg.UnitGone, Rank: -1, Reason: o.Reason,
+			Asked: true,
+		})
 	}
 	if u != nil {
 		ends := u.phase == state.Draining || u.phase == state.Killing

@@ -97,7 +97,9 @@ func (u *hosted) assign(pause time.Duration) {
 }
 
 // ask asks the leader again and again until it answers; a refusal fails the start.
-func (u *hosted) ask(question func(l *shell, answer func(bool, error)), pause time.Duration, then func(bool)) {
+func (u *hosted) ask(question func(l *shell, answer func(bool, error)), pause time.Duration,
+	then func(bool),
+) {
 	u.step++
 	step := u.step
 	askLeader(u.h.m, 2*time.Second, true, question, func(ok bool, err error) {

@@ -124,7 +124,10 @@ func (m *machine) record() state.Node {
 	}
 	if m.worker {
 		n.Roles = append(n.Roles, state.RoleWorker)
-		n.Offer = state.Offer{Slots: slotsEach, Devices: []int{0, 1, 2, 3, 4, 5}, PortLo: 20000, PortHi: 20999}
+		n.Offer = state.Offer{
+			Slots: slotsEach, Devices: []int{0, 1, 2, 3, 4, 5}, PortLo: 20000,
+			PortHi: 20999,
+		}
 	}
 	if m.ingress {
 		n.Roles = append(n.Roles, state.RoleIngress)
@@ -203,7 +206,8 @@ const closeAfter = 20 * time.Millisecond
 func (m *machine) led() {
 	m.feedFollowers()
 	switch r := m.raft; {
-	case r.ready && m.shell != nil && m.shell.term != r.term && !m.shell.leaving, !r.ready && m.shell != nil && !m.shell.leaving && !m.holds:
+	case r.ready && m.shell != nil && m.shell.term != r.term && !m.shell.leaving, !r.ready &&
+		m.shell != nil && !m.shell.leaving && !m.holds:
 		l := m.shell
 		l.leaving, m.holds = true, false
 		m.c.after(m.process, m.c.span(0, closeAfter), func() { l.close() })
@@ -219,20 +223,21 @@ func (m *machine) led() {
 func (m *machine) takeOver(round int) {
 	still := func() bool { return m.raft.ready && m.raft.round == round }
 	self := m.record()
-	m.propose(state.Command{PutNode: &state.PutNode{Node: self}}, proposeLimit, func(_ state.Result, err error) {
-		switch {
-		case !still():
-			m.taking = false
-			m.led()
-		case err != nil:
-			m.c.after(m.process, 200*time.Millisecond, func() { m.takeOver(round) })
-		default:
-			m.taking = false
-			m.shell = newShell(m)
-			m.host.demanded = true // the leader's own node renews at once
-			m.host.ring()
-		}
-	})
+	m.propose(state.Command{PutNode: &state.PutNode{Node: self}}, proposeLimit,
+		func(_ state.Result, err error) {
+			switch {
+			case !still():
+				m.taking = false
+				m.led()
+			case err != nil:
+				m.c.after(m.process, 200*time.Millisecond, func() { m.takeOver(round) })
+			default:
+				m.taking = false
+				m.shell = newShell(m)
+				m.host.demanded = true // the leader's own node renews at once
+				m.host.ring()
+			}
+		})
 }
 
 // controls are the other control nodes of the machine's copy, lost ones last.

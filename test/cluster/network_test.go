@@ -108,7 +108,9 @@ var (
 
 // call asks another machine. done is called once, unless the caller ends: with the answer, or with an error
 // after limit, or at once if nobody listens there. twice: the question may arrive a second time.
-func call[R any](c *cluster, from, to *machine, limit time.Duration, twice bool, ask func(answer func(R, error)), done func(R, error)) {
+func call[R any](c *cluster, from, to *machine, limit time.Duration, twice bool,
+	ask func(answer func(R, error)), done func(R, error),
+) {
 	var none R
 	over := false
 	finish := func(r R, err error) {

@@ -184,7 +184,8 @@ func (c *cluster) unsettled() string {
 			}
 			for _, r := range u.Ranks {
 				h := c.named(r.Node).host.units[w.ID]
-				if h == nil || h.phase != state.Ready || h.order.Epoch != u.Epoch || h.order.App.Model.Source != spec.Model.Source {
+				if h == nil || h.phase != state.Ready || h.order.Epoch != u.Epoch ||
+					h.order.App.Model.Source != spec.Model.Source {
 					return fmt.Sprintf("%s does not run %s at epoch %d", r.Node, w.ID, u.Epoch)
 				}
 			}
@@ -195,7 +196,8 @@ func (c *cluster) unsettled() string {
 	}
 	for _, m := range c.members() {
 		for _, id := range sorted(m.host.units) {
-			if u := m.host.units[id]; u.phase != state.Gone && (now.Units[id] == nil || now.Units[id].Epoch != u.order.Epoch) {
+			if u := m.host.units[id]; u.phase != state.Gone && (now.Units[id] == nil ||
+				now.Units[id].Epoch != u.order.Epoch) {
 				return fmt.Sprintf("%s still has %s at epoch %d", m.name, id, u.order.Epoch)
 			}
 		}
@@ -218,8 +220,10 @@ func (g *gateway) blind(now *state.State) string {
 	for _, id := range sorted(now.Units) {
 		for _, r := range now.Units[id].Ranks {
 			l := g.links[g.c.named(r.Node).i]
-			if l == nil || l.silent || l.parts[id] == nil || !l.parts[id].accepting || l.parts[id].epoch != now.Units[id].Epoch {
-				return fmt.Sprintf("the ingress of %s does not use rank %d of %s on %s", g.m.name, r.Rank, id, r.Node)
+			if l == nil || l.silent || l.parts[id] == nil || !l.parts[id].accepting ||
+				l.parts[id].epoch != now.Units[id].Epoch {
+				return fmt.Sprintf("the ingress of %s does not use rank %d of %s on %s", g.m.name, r.Rank, id,
+					r.Node)
 			}
 		}
 	}

@@ -16,7 +16,7 @@ import (
 // How many seeds are played.
 const (
 	seedsShort  = 50
-	seedsChange = 250 // .ci/run plays 1,000
+	seedsChange = 100 // .ci/run plays 1,000
 	shownLines  = 80
 )
 
@@ -58,7 +58,8 @@ func TestSeeds(t *testing.T) {
 			for seed := next.Add(1) - 1; seed < to; seed = next.Add(1) - 1 {
 				o := play(seed, draw(seed, noMutant), false)
 				mu.Lock()
-				sum.events, sum.lost, sum.grants, sum.tickets, sum.ops = sum.events+o.events, sum.lost+o.lost, sum.grants+o.grants, sum.tickets+o.tickets, sum.ops+o.ops
+				sum.events, sum.lost, sum.grants, sum.tickets, sum.ops = sum.events+o.events, sum.lost+o.lost,
+					sum.grants+o.grants, sum.tickets+o.tickets, sum.ops+o.ops
 				if o.err != "" {
 					if failed++; failed <= 10 {
 						t.Errorf("%s\nDPSERVE_SEED=%d go test ./test/cluster -run TestSeeds -v", o.err, seed)
@@ -69,7 +70,8 @@ func TestSeeds(t *testing.T) {
 		})
 	}
 	work.Wait()
-	t.Logf("%d seeds: %d events, %d grants, %d nodes lost, %d requests, %d operations of clients, %d failed", to-from, sum.events, sum.grants, sum.lost, sum.tickets, sum.ops, failed)
+	t.Logf("%d seeds: %d events, %d grants, %d nodes lost, %d requests, %d operations of clients, %d failed",
+		to-from, sum.events, sum.grants, sum.lost, sum.tickets, sum.ops, failed)
 	if to == from+1 && testing.Verbose() {
 		o := play(from, draw(from, noMutant), true)
 		t.Log("\n" + strings.Join(o.lines[max(0, len(o.lines)-shown(t)):], "\n"))

@@ -51,7 +51,11 @@ const (
 )
 
 func newShell(m *machine) *shell {
-	l := &shell{m: m, term: m.raft.term, began: m.c.now, core: controller.NewCore(m.c.cfg.controller()), orders: map[string]*orderQueue{}, meetings: map[string]uint64{}, heard: map[string]time.Duration{}, stopping: map[string]bool{}}
+	l := &shell{
+		m: m, term: m.raft.term, began: m.c.now, core: controller.NewCore(m.c.cfg.controller()),
+		orders: map[string]*orderQueue{}, meetings: map[string]uint64{}, heard: map[string]time.Duration{},
+		stopping: map[string]bool{},
+	}
 	l.core.Self = m.name
 	m.c.log("shell", m.name)
 	l.seen = m.view
@@ -147,7 +151,8 @@ func (l *shell) renewed(r *msg.NodeReport, answer func(msg.Lease, error)) {
 	}
 	l.freshen()
 	own := *r // the report is the core's from then on, and may come twice
-	own.Events, own.Units = append([]msg.UnitEvent(nil), r.Events...), append([]msg.UnitEvent(nil), r.Units...)
+	own.Events, own.Units = append([]msg.UnitEvent(nil), r.Events...),
+		append([]msg.UnitEvent(nil), r.Units...)
 	switch l.m.c.cfg.mutant {
 	case ignoresStop:
 		own.Stopping = false
@@ -259,7 +264,8 @@ func (l *shell) stepDown(e *controller.StepDownEffect) {
 		n := l.m.view.Nodes[id]
 		l.confirm(proposeLimit, func(leads bool) {
 			if leads && n != nil {
-				l.command(state.Command{NodeLost: &state.NodeRef{Node: id, UID: n.UID}}, func(state.Result, error) {})
+				l.command(state.Command{NodeLost: &state.NodeRef{Node: id, UID: n.UID}},
+					func(state.Result, error) {})
 			}
 		})
 	}
@@ -330,7 +336,9 @@ func (l *shell) send(id string, e controller.Effect, next func()) {
 			return
 		}
 		c.log("order start", id, e.Order.Unit, e.Order.Epoch)
-		call(c, l.m, to, orderLimit, true, func(answer func(struct{}, error)) { to.host.startRank(e.Order, answer) }, func(_ struct{}, err error) {
+		call(c, l.m, to, orderLimit, true, func(answer func(struct{}, error)) {
+			to.host.startRank(e.Order, answer)
+		}, func(_ struct{}, err error) {
 			if err != nil && !silence(err) {
 				l.step(controller.Refused{Node: id, Unit: e.Order.Unit, Epoch: e.Order.Epoch, Err: err})
 			}
@@ -342,7 +350,9 @@ func (l *shell) send(id string, e controller.Effect, next func()) {
 			return
 		}
 		c.log("order stop", id, e.Order.Unit, e.Order.Epoch)
-		call(c, l.m, to, orderLimit, true, func(answer func(struct{}, error)) { to.host.stopRank(e.Order, answer) }, func(struct{}, error) { next() })
+		call(c, l.m, to, orderLimit, true, func(answer func(struct{}, error)) {
+			to.host.stopRank(e.Order, answer)
+		}, func(struct{}, error) { next() })
 	}
 }
 

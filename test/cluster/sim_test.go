@@ -53,7 +53,10 @@ const (
 var epochStart = time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
 
 func newSim(seed uint64, trace bool) *sim {
-	return &sim{Rand: rand.New(rand.NewPCG(seed, 0x9e3779b97f4a7c15)), hash: 14695981039346656037, trace: trace}
+	return &sim{
+		Rand: rand.New(rand.NewPCG(seed, 0x9e3779b97f4a7c15)), hash: 14695981039346656037,
+		trace: trace,
+	}
 }
 
 // clock is the monotonic time as the cores take it.

@@ -60,7 +60,8 @@ func (l *shell) electors(members []voter) []state.Elector {
 		}
 		heard, ever := l.heard[id]
 		out = append(out, state.Elector{
-			UID: n.UID, Node: n.ID, Control: control, Lost: n.Lost, Member: at >= 0, Voter: at >= 0 && members[at].votes,
+			UID: n.UID, Node: n.ID, Control: control, Lost: n.Lost, Member: at >= 0, Voter: at >= 0 &&
+				members[at].votes,
 			Live: !n.Lost && (i == l.m.i || ever && l.m.c.now-heard <= l.m.c.cfg.ttl/2),
 		})
 	}

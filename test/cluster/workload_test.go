@@ -46,7 +46,8 @@ func newWorkload(c *cluster) *workload {
 	strategies := []string{app.StrategyPack, app.StrategySpread}
 	for i, coupling := range []app.Coupling{app.Lockstep, app.Independent} {
 		w.apps = append(w.apps, &shape{
-			name: string(coupling), coupling: coupling, dp: 2 + c.IntN(2), groups: 1, gpus: i, strategy: strategies[c.IntN(2)],
+			name: string(coupling), coupling: coupling, dp: 2 + c.IntN(2), groups: 1, gpus: i,
+			strategy:  strategies[c.IntN(2)],
 			revisions: make([]uint64, clients),
 		})
 	}
@@ -58,7 +59,10 @@ func newWorkload(c *cluster) *workload {
 	}
 	if !c.cfg.gentle && !c.cfg.steady {
 		c.after(nil, c.span(6*time.Second, 10*time.Second), w.breaks)
-		brief := &shape{name: "brief", coupling: app.Independent, dp: 1, groups: 1, strategy: app.StrategyPack}
+		brief := &shape{
+			name: "brief", coupling: app.Independent, dp: 1, groups: 1,
+			strategy: app.StrategyPack,
+		}
 		c.after(nil, c.span(4*time.Second, 10*time.Second), func() { w.passes(brief) })
 	}
 	return w
@@ -75,9 +79,14 @@ func (a *shape) grace() float64 {
 // spec is the application; value is what the register holds: something that starts nothing anew.
 func (a *shape) spec(value int) *app.Application {
 	return &app.Application{
-		Name: a.name, RoutePrefix: "/" + a.name, Model: app.Model{ID: a.name, Source: "v" + strconv.Itoa(a.source)}, Engine: app.Engine{Kind: app.KindVLLM},
-		DataParallel: app.DataParallel{DPSize: a.dp, Coupling: a.coupling}, NumReplicas: a.dp * a.groups, NumGroups: a.groups,
-		PlacementGroupStrategy: a.strategy, GracefulShutdownTimeout: a.grace(), Resources: app.Resources{GPUs: a.gpus}, MaxQueuedRequests: value,
+		Name: a.name, RoutePrefix: "/" + a.name, Model: app.Model{
+			ID:     a.name,
+			Source: "v" + strconv.Itoa(a.source),
+		}, Engine: app.Engine{Kind: app.KindVLLM},
+		DataParallel: app.DataParallel{DPSize: a.dp, Coupling: a.coupling}, NumReplicas: a.dp * a.groups,
+		NumGroups:              a.groups,
+		PlacementGroupStrategy: a.strategy, GracefulShutdownTimeout: a.grace(),
+		Resources: app.Resources{GPUs: a.gpus}, MaxQueuedRequests: value,
 	}
 }
 
@@ -92,7 +101,10 @@ func putOf(spec *app.Application, expect map[string]uint64) *state.PutApps {
 		panic(err)
 	}
 	return &state.PutApps{
-		Apps:   []state.AppSpec{{Name: spec.Name, Spec: raw, Names: spec.Model.ServedNames(), Route: spec.RoutePrefix}},
+		Apps: []state.AppSpec{{
+			Name: spec.Name, Spec: raw, Names: spec.Model.ServedNames(),
+			Route: spec.RoutePrefix,
+		}},
 		Expect: expect,
 	}
 }
@@ -144,7 +156,9 @@ const adminLimit = 10 * time.Second
 
 // atLeader takes a call of the admin API to the machine that leads, once. sent is false where nothing was
 // done.
-func (w *workload) atLeader(m *machine, ask func(l *shell, answer func(state.Result, error)), done func(r state.Result, sent bool, err error)) {
+func (w *workload) atLeader(m *machine, ask func(l *shell, answer func(state.Result, error)),
+	done func(r state.Result, sent bool, err error),
+) {
 	gen, over := m.gen, false
 	finish := func(r state.Result, sent bool, err error) {
 		if !over {
@@ -183,25 +197,26 @@ func (w *workload) put(a *shape, k int) {
 	op := revisionOp{app: a.name, put: true, expect: a.revisions[k], value: w.values}
 	put := a.command(op.value, map[string]uint64{a.name: op.expect})
 	call := w.c.now
-	w.atLeader(m, func(l *shell, answer func(state.Result, error)) { l.deploy(put, answer) }, func(r state.Result, sent bool, err error) {
-		w.c.log("put", m.name, a.name, int(op.expect), err != nil, sent)
-		committed, known := w.c.audit.puts[put]
-		switch {
-		case err == nil:
-			a.revisions[k] = r.Apps[a.name]
-			w.note(op, revisionOut{revision: r.Apps[a.name], value: op.value}, call, w.c.now)
-		case errors.Is(err, state.ErrStaleRevision):
-			w.note(op, revisionOut{stale: true}, call, w.c.now)
-			a.revisions[k] = w.c.canon.now().Apps[a.name].Revision // it looks, and tries again
-		case known:
-			w.note(op, revisionOut{revision: op.expect + 1, value: op.value}, call, committed)
-		case sent:
-			w.undecided = append(w.undecided, func() { w.late(op, put, call) })
-		}
-		if err != nil && !w.over && w.c.canon.now().Apps[a.name] == nil && k == 0 {
-			w.c.after(nil, time.Second, func() { w.put(a, k) })
-		}
-	})
+	w.atLeader(m, func(l *shell, answer func(state.Result, error)) { l.deploy(put, answer) },
+		func(r state.Result, sent bool, err error) {
+			w.c.log("put", m.name, a.name, int(op.expect), err != nil, sent)
+			committed, known := w.c.audit.puts[put]
+			switch {
+			case err == nil:
+				a.revisions[k] = r.Apps[a.name]
+				w.note(op, revisionOut{revision: r.Apps[a.name], value: op.value}, call, w.c.now)
+			case errors.Is(err, state.ErrStaleRevision):
+				w.note(op, revisionOut{stale: true}, call, w.c.now)
+				a.revisions[k] = w.c.canon.now().Apps[a.name].Revision // it looks, and tries again
+			case known:
+				w.note(op, revisionOut{revision: op.expect + 1, value: op.value}, call, committed)
+			case sent:
+				w.undecided = append(w.undecided, func() { w.late(op, put, call) })
+			}
+			if err != nil && !w.over && w.c.canon.now().Apps[a.name] == nil && k == 0 {
+				w.c.after(nil, time.Second, func() { w.put(a, k) })
+			}
+		})
 }
 
 // late notes a change that was committed after its client had given up.
@@ -220,12 +235,13 @@ func (w *workload) read(a *shape, k int) {
 	call := w.c.now
 	var out revisionOut
 	w.atLeader(m, func(l *shell, answer func(state.Result, error)) {
-		l.m.proposeHere(state.Command{Init: &state.Init{Cluster: "sim"}}, proposeLimit, func(r state.Result, err error) {
-			if have := l.m.view.Apps[a.name]; have != nil {
-				out = revisionOut{revision: have.Revision, value: readSpec(have.Spec).MaxQueuedRequests}
-			}
-			answer(r, err)
-		})
+		l.m.proposeHere(state.Command{Init: &state.Init{Cluster: "sim"}}, proposeLimit,
+			func(r state.Result, err error) {
+				if have := l.m.view.Apps[a.name]; have != nil {
+					out = revisionOut{revision: have.Revision, value: readSpec(have.Spec).MaxQueuedRequests}
+				}
+				answer(r, err)
+			})
 	}, func(_ state.Result, _ bool, err error) {
 		if err == nil {
 			a.revisions[k] = out.revision
@@ -235,7 +251,10 @@ func (w *workload) read(a *shape, k int) {
 }
 
 func (w *workload) note(op revisionOp, out revisionOut, call, back time.Duration) {
-	w.history[op.app] = append(w.history[op.app], porcupine.Operation{Input: op, Output: out, Call: int64(call), Return: int64(back)})
+	w.history[op.app] = append(w.history[op.app], porcupine.Operation{
+		Input: op, Output: out,
+		Call: int64(call), Return: int64(back),
+	})
 }
 
 // breaks lets an engine die, or a person drain a node, now and then.
@@ -293,7 +312,9 @@ func (w *workload) admin(cmd state.Command, done func(error)) {
 		}
 		return
 	}
-	w.atLeader(m, func(l *shell, answer func(state.Result, error)) { l.m.proposeHere(cmd, proposeLimit, answer) }, func(_ state.Result, _ bool, err error) {
+	w.atLeader(m, func(l *shell, answer func(state.Result, error)) {
+		l.m.proposeHere(cmd, proposeLimit, answer)
+	}, func(_ state.Result, _ bool, err error) {
 		if done != nil {
 			done(err)
 		}
@@ -309,7 +330,8 @@ func (w *workload) passes(a *shape) {
 		w.admin(state.Command{DeleteApp: &state.DeleteApp{Name: a.name}}, nil)
 	} else if m := w.entry(); m != nil {
 		put := a.command(0, nil)
-		w.atLeader(m, func(l *shell, answer func(state.Result, error)) { l.deploy(put, answer) }, func(state.Result, bool, error) {})
+		w.atLeader(m, func(l *shell, answer func(state.Result, error)) { l.deploy(put, answer) },
+			func(state.Result, bool, error) {})
 	}
 	w.c.after(nil, w.c.span(3*time.Second, 15*time.Second), func() { w.passes(a) })
 }

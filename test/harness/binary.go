@@ -3,11 +3,14 @@
 package harness
 
 import (
+	"flag"
 	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -48,7 +51,8 @@ func (b *built) binary(t testing.TB, flags ...string) string {
 			b.err = err
 			return
 		}
-		cmd := exec.Command("go", slices.Concat([]string{"build"}, flags, []string{"-o", b.path, "./cmd/dpserve"})...)
+		cmd := exec.Command("go", slices.Concat([]string{"build"}, flags,
+			[]string{"-o", b.path, "./cmd/dpserve"})...)
 		cmd.Dir = root
 		b.out, b.err = cmd.CombinedOutput()
 	})
@@ -67,6 +71,21 @@ func withTag(tag string) string {
 		}
 	}
 	return tag
+}
+
+// RunSideBySide lets at least n parallel tests of this process run at a time, unless -parallel says
+// otherwise.
+// Go's default is one per core; tests of processes wait most of their time. Call it in TestMain.
+func RunSideBySide(n int) {
+	flag.Parse()
+	cores := runtime.GOMAXPROCS(0)
+	p := flag.Lookup("test.parallel")
+	if p.Value.String() != strconv.Itoa(cores) || cores >= n {
+		return
+	}
+	if err := p.Value.Set(strconv.Itoa(n)); err != nil {
+		panic(err)
+	}
 }
 
 // RemoveBinary deletes what Binary and NextBinary built; call it at the end of TestMain.

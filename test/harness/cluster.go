@@ -119,7 +119,8 @@ func (c *Cluster) end() {
 // Do sends one admin request.
 func (c *Cluster) Do(method, path, body string) (code int, text string) {
 	c.T.Helper()
-	req, err := http.NewRequestWithContext(context.Background(), method, "http://"+c.node.AdminAddr()+path, strings.NewReader(body))
+	req, err := http.NewRequestWithContext(context.Background(), method, "http://"+c.node.AdminAddr()+path,
+		strings.NewReader(body))
 	require.NoError(c.T, err)
 	resp, err := c.client.Do(req)
 	require.NoError(c.T, err)
@@ -245,12 +246,10 @@ func (c *Cluster) Until(what string, f func() error) {
 
 // soon lets fake time pass until f returns nil, at most endPatience, and returns f's last error.
 func (c *Cluster) soon(f func() error) error {
-	for end := time.Now().Add(endPatience); ; time.Sleep(untilStep) {
+	return WaitFor(endPatience, untilStep, func() error {
 		synctest.Wait()
-		if err := f(); err == nil || time.Now().After(end) {
-			return err
-		}
-	}
+		return f()
+	})
 }
 
 // Quiet lets time pass until nothing is in flight, queued or reserved at any node.
@@ -270,7 +269,8 @@ func (c *Cluster) Events(app string) []Change {
 	// the stream has no end of its own
 	ctx, cancel := context.WithTimeout(context.Background(), time.Millisecond)
 	defer cancel()
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+c.node.AdminAddr()+"/api/v1/events?since=0&app="+app, nil)
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet,
+		"http://"+c.node.AdminAddr()+"/api/v1/events?since=0&app="+app, nil)
 	require.NoError(c.T, err)
 	resp, err := c.client.Do(req)
 	require.NoError(c.T, err)
@@ -290,7 +290,8 @@ func (c *Cluster) Events(app string) []Change {
 
 // Post sends a request to the OpenAI endpoint.
 func (c *Cluster) Post(ctx context.Context, path, body string, header ...string) (*http.Response, error) {
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+c.node.HTTPAddr()+path, strings.NewReader(body))
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+c.node.HTTPAddr()+path,
+		strings.NewReader(body))
 	if err != nil {
 		return nil, err
 	}
@@ -308,7 +309,9 @@ func (c *Cluster) StreamChat(ctx context.Context, model string, maxTokens int, h
 
 // Chat runs one chat request, streaming or not, to its end. An answer that is not streamed counts as one
 // chunk.
-func (c *Cluster) Chat(ctx context.Context, model string, maxTokens int, stream bool, header ...string) *Stream {
+func (c *Cluster) Chat(ctx context.Context, model string, maxTokens int, stream bool,
+	header ...string,
+) *Stream {
 	start := time.Now()
 	resp, err := c.Post(ctx, "/v1/chat/completions", Chat(model, "hello", maxTokens, stream), header...)
 	if err != nil {

@@ -90,7 +90,10 @@ func (c *Cluster) Grow() *Peer {
 	}
 	self := *c
 	m.Cluster = &self
-	self.client = &http.Client{Transport: &http.Transport{DialContext: m.place.DialContext, MaxIdleConnsPerHost: 64}}
+	self.client = &http.Client{Transport: &http.Transport{
+		DialContext:         m.place.DialContext,
+		MaxIdleConnsPerHost: 64,
+	}}
 	require.NoError(c.T, m.start(cfg))
 	if i == 0 {
 		c.node, c.client = self.node, self.client

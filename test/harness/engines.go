@@ -57,7 +57,8 @@ func (s *Engines) Start(_ context.Context, l engine.Launch, stdout, stderr io.Wr
 	if at < 0 {
 		return nil, fmt.Errorf("start %v: only simulated engines run in this process", l.Argv)
 	}
-	args := slices.DeleteFunc(slices.Clone(l.Argv[at+1:]), func(a string) bool { return a == "--sim-watch-stdin" })
+	args := slices.DeleteFunc(slices.Clone(l.Argv[at+1:]),
+		func(a string) bool { return a == "--sim-watch-stdin" })
 	cfg, _, err := sim.ParseFlags(args)
 	if err != nil {
 		return nil, err
@@ -67,9 +68,14 @@ func (s *Engines) Start(_ context.Context, l engine.Launch, stdout, stderr io.Wr
 	host := hostOf(l.URL)
 	place := s.net.Host(host)
 	cfg.Listen = func(_ context.Context, addr string) (net.Listener, error) { return place.Listen(addr) }
-	cfg.Dial = func(ctx context.Context, addr string) (net.Conn, error) { return place.DialContext(ctx, "tcp", addr) }
+	cfg.Dial = func(ctx context.Context, addr string) (net.Conn, error) {
+		return place.DialContext(ctx, "tcp", addr)
+	}
 	cfg.DevMode = slices.Contains(l.Env, "VLLM_SERVER_DEV_MODE=1")
-	e := &Engine{URL: l.URL, Argv: l.Argv, host: host, began: time.Now(), signals: make(chan os.Signal, 1), exited: make(chan struct{})}
+	e := &Engine{
+		URL: l.URL, Argv: l.Argv, host: host, began: time.Now(), signals: make(chan os.Signal, 1),
+		exited: make(chan struct{}),
+	}
 	ctx, cancel := context.WithCancel(context.Background())
 	e.cancel = cancel
 	s.mu.Lock()
@@ -137,7 +143,8 @@ func (s *Engines) name(unit string, rank int, epoch uint64, url string) {
 	defer s.mu.Unlock()
 	who := owner{unit, rank}
 	if s.epochs[who] >= epoch {
-		s.faults = append(s.faults, fmt.Sprintf("%s rank %d: started at epoch %d after epoch %d", unit, rank, epoch, s.epochs[who]))
+		s.faults = append(s.faults, fmt.Sprintf("%s rank %d: started at epoch %d after epoch %d", unit, rank,
+			epoch, s.epochs[who]))
 	}
 	s.epochs[who] = epoch
 	for _, e := range s.all {
@@ -147,7 +154,8 @@ func (s *Engines) name(unit string, rank int, epoch uint64, url string) {
 		case e.owner.seat() == who.seat() && e.alive() && e.host != hostOf(url):
 			s.shared = append(s.shared, fmt.Sprintf("%s rank %d: epoch %d lives on %s while epoch %d starts on %s", unit, rank, e.epoch, e.host, epoch, hostOf(url)))
 		case e.owner.seat() == who.seat() && e.alive():
-			s.faults = append(s.faults, fmt.Sprintf("%s rank %d: epoch %d lives while epoch %d starts", unit, rank, e.epoch, epoch))
+			s.faults = append(s.faults, fmt.Sprintf("%s rank %d: epoch %d lives while epoch %d starts", unit,
+				rank, e.epoch, epoch))
 		}
 	}
 }

@@ -52,8 +52,12 @@ func TestEnginesInThisProcessPublishEvents(t *testing.T) {
 		var net0 memnet.Network
 		engines := newEngines(&net0)
 		a := &app.Application{
-			Name: "chat", Model: app.Model{ID: "chat"}, NumGroups: 1, DataParallel: app.DataParallel{DPSize: 1, Coupling: app.Independent},
-			Engine:  app.Engine{Kind: app.KindSim, Args: app.Args{{Name: "block_size", Value: int64(16)}}},
+			Name: "chat", Model: app.Model{ID: "chat"}, NumGroups: 1,
+			DataParallel: app.DataParallel{DPSize: 1, Coupling: app.Independent},
+			Engine: app.Engine{Kind: app.KindSim, Args: app.Args{{
+				Name:  "block_size",
+				Value: int64(16),
+			}}},
 			Routing: app.Routing{Policy: "scoring"},
 		}
 		l, err := engine.Render(&engine.Spec{App: a, Base: 20000, Executable: "dpserve"}, nil)
@@ -61,7 +65,9 @@ func TestEnginesInThisProcessPublishEvents(t *testing.T) {
 		seen := &stored{}
 		sub, err := kvevents.New(kvevents.Config{
 			Endpoints: kvevents.Endpoints{Bind: l.Events.Bind, Replay: l.Events.Replay}, Sink: seen,
-			Dial:   func(ctx context.Context, addr string) (net.Conn, error) { return net0.DialContext(ctx, "tcp", addr) },
+			Dial: func(ctx context.Context, addr string) (net.Conn, error) {
+				return net0.DialContext(ctx, "tcp", addr)
+			},
 			Listen: func(_ context.Context, addr string) (net.Listener, error) { return net0.Listen(addr) },
 		})
 		require.NoError(t, err)

@@ -5,20 +5,41 @@ import "slices"
 // noise lists lines that nodes write although nothing is wrong. Remove a line here when the product no longer
 // writes it.
 var noise = Fault{
-	{Msg: "node port refused a connection", With: "this node has no certificate yet", Why: "a node that joins listens before it has its certificate"},
-	{Msg: "a node's stream is silent, its ranks are used last", With: joining, Why: "the others dial a node that joins before it can answer"},
+	{
+		Msg: "node port refused a connection", With: "this node has no certificate yet",
+		Why: "a node that joins listens before it has its certificate",
+	},
+	{
+		Msg: "a node's stream is silent, its ranks are used last", With: joining,
+		Why: "the others dial a node that joins before it can answer",
+	},
 	{Msg: "raft: failed to (appendEntries|heartbeat) to", With: joining, Why: "as above"},
 	{Msg: "command failed", With: joining, Why: "as above"},
-	{Msg: "command failed", With: "(slot|ports) taken|stale revision", Why: "another command came first; the leader decides again"},
+	{
+		Msg: "command failed", With: "(slot|ports) taken|stale revision",
+		Why: "another command came first; the leader decides again",
+	},
 }
 
 // slowMachine are lines of nodes whose timers are a fraction of the real ones, on a machine whose cores are
 // all busy.
 var slowMachine = Fault{
-	{Msg: "a node's stream is silent, its ranks are used last", With: "nothing is heard", Why: "a quarter of a second without the processor is enough"},
-	{Msg: "a node's ranks are out", With: "nothing is heard", Why: "three quarters of a second without the processor are enough"},
-	{Msg: "the node's lease cannot be renewed", With: "deadline exceeded", Why: "the renewal is repeated long before the lease ends"},
-	{Msg: "gossip reaches a node over TCP only.*", With: "UDP probes failed", Why: "a probe by UDP waits half a second"},
+	{
+		Msg: "a node's stream is silent, its ranks are used last", With: "nothing is heard",
+		Why: "a quarter of a second without the processor is enough",
+	},
+	{
+		Msg: "a node's ranks are out", With: "nothing is heard",
+		Why: "three quarters of a second without the processor are enough",
+	},
+	{
+		Msg: "the node's lease cannot be renewed", With: "deadline exceeded",
+		Why: "the renewal is repeated long before the lease ends",
+	},
+	{
+		Msg: "gossip reaches a node over TCP only.*", With: "UDP probes failed",
+		Why: "a probe by UDP waits half a second",
+	},
 }
 
 // joining is how a node that has just begun answers on its node port.
@@ -27,7 +48,10 @@ const joining = "broke off the handshake: tls: internal error|the protocol is no
 // raftPeer are raft's lines of a peer whose connection fails. They do not say which node it is, nor that it
 // is expected.
 var raftPeer = Fault{
-	{Msg: "raft: failed to (appendEntries to|heartbeat to|make requestVote RPC)", Why: "a peer does not answer"},
+	{
+		Msg: "raft: failed to (appendEntries to|heartbeat to|make requestVote RPC)",
+		Why: "a peer does not answer",
+	},
 	{Msg: "raft: failed to (decode incoming command|flush response)", Why: "a peer's connection has ended"},
 	{Msg: "consensus does not reach a node", Why: "a peer that votes does not answer for seconds"},
 	{Msg: "raft: peer has newer term, stopping replication", Why: "another node leads by now"},
@@ -38,20 +62,38 @@ var peerGone = slices.Concat(raftPeer, Fault{
 	{Msg: "a node's stream is silent, its ranks are used last", Why: "the other node says nothing"},
 	{Msg: "a node's ranks are out", Why: "the other node says nothing for longer"},
 	{Msg: "command failed", With: "actor is stopped|the node is closed|cannot be reached|does not answer|deadline exceeded|not the leader|leadership was lost|which is lost|no lease", Why: "the order's node has ended, or the leader"},
-	{Msg: "command failed", With: "stale epoch: .* by an earlier process of this node", Why: "the node ended between the order and its answer"},
-	{Msg: "node port refused a connection", With: `reason"?[=:]"?(tls|timeout)`, Why: "the handshake ends with its node, or stands still"},
+	{
+		Msg: "command failed", With: "stale epoch: .* by an earlier process of this node",
+		Why: "the node ended between the order and its answer",
+	},
+	{
+		Msg: "node port refused a connection", With: `reason"?[=:]"?(tls|timeout)`,
+		Why: "the handshake ends with its node, or stands still",
+	},
 	{Msg: "the node's lease cannot be renewed", Why: "the leader does not answer"},
-	{Msg: "the leader does not hear its own node, or hears less than half of all nodes: .*", Why: "too few of them are left"},
+	{
+		Msg: "the leader does not hear its own node, or hears less than half of all nodes: .*",
+		Why: "too few of them are left",
+	},
 	{Msg: "the leader cannot hand over: .*", Why: "as above"},
 	{Msg: "leader not ready yet", With: "leadership was lost", Why: "a second election follows the first"},
-	{Msg: "gossip reaches a node over TCP only.*", With: "UDP probes failed", Why: "the node dies between the two probes"},
+	{
+		Msg: "gossip reaches a node over TCP only.*", With: "UDP probes failed",
+		Why: "the node dies between the two probes",
+	},
 	{Msg: "leadership was not handed over", Why: "the successor ends too"},
 })
 
 // CertificateExpires: nodes run, or start, with an expired certificate.
 var CertificateExpires = Fault{
-	{Msg: "the node's certificate was not renewed, trying again", Why: "the leader is not there yet, or does not let it in yet"},
-	{Msg: "node port refused a connection", With: `reason"?[=:]"?(certificate|expired)`, Why: "the caller has not renewed yet"},
+	{
+		Msg: "the node's certificate was not renewed, trying again",
+		Why: "the leader is not there yet, or does not let it in yet",
+	},
+	{
+		Msg: "node port refused a connection", With: `reason"?[=:]"?(certificate|expired)`,
+		Why: "the caller has not renewed yet",
+	},
 }
 
 // allEnd lists what nodes log of each other while the harness ends all of them at once.
@@ -63,7 +105,10 @@ var NodeFails = peerGone
 // EngineFails: an engine dies, hangs or answers with failures.
 var EngineFails = Fault{
 	{Msg: "(rank|unit) is fenced", Why: "the rank must not answer under its old incarnation"},
-	{Msg: "rank is tripped: its answers failed in a row", Why: "it gets no request until a canary passes, unless too many ranks are tripped"},
+	{
+		Msg: "rank is tripped: its answers failed in a row",
+		Why: "it gets no request until a canary passes, unless too many ranks are tripped",
+	},
 }
 
 // RanksMove: a node stops ranks that are granted elsewhere by now, or whose lease it could not renew.
@@ -76,33 +121,63 @@ var RequestsFail = Fault{RequestRefused[0], StreamBreaks[0]}
 var RequestRefused = Fault{{Msg: "request not served", Why: "the answer is an error"}}
 
 // StreamBreaks: some streams end with an error event.
-var StreamBreaks = Fault{{Msg: "request failed after its first byte", Why: "the stream ends with an error event"}}
+var StreamBreaks = Fault{{
+	Msg: "request failed after its first byte",
+	Why: "the stream ends with an error event",
+}}
 
 // EngineReplaced: an attached engine is another process than before.
-var EngineReplaced = Fault{{Msg: "engine was restarted in place", Why: "dpserve did not start it and cannot know why"}}
+var EngineReplaced = Fault{{
+	Msg: "engine was restarted in place",
+	Why: "dpserve did not start it and cannot know why",
+}}
 
 // CachingOff: every engine of an application runs without prefix caching.
-var CachingOff = Fault{{Msg: "every engine runs without prefix caching: routing goes by load alone", Why: "the file asked for routing by cache"}}
+var CachingOff = Fault{{
+	Msg: "every engine runs without prefix caching: routing goes by load alone",
+	Why: "the file asked for routing by cache",
+}}
 
 // DiskFails: the disk of a data dir refuses writes, or does not answer.
 var DiskFails = Fault{
-	{Msg: "the disk refuses writes.*: this node leaves consensus until it takes them again", Why: "what the node must do"},
-	{Msg: "raft: failed to (commit logs|append to logs|persist vote)", With: "the disk of the data dir refuses writes", Why: "raft says so too"},
-	{Msg: "command failed", With: "cannot record epoch|the disk of the data dir refuses writes", Why: "neither an order nor a command is taken without the disk"},
+	{
+		Msg: "the disk refuses writes.*: this node leaves consensus until it takes them again",
+		Why: "what the node must do",
+	},
+	{
+		Msg:  "raft: failed to (commit logs|append to logs|persist vote)",
+		With: "the disk of the data dir refuses writes", Why: "raft says so too",
+	},
+	{
+		Msg: "command failed", With: "cannot record epoch|the disk of the data dir refuses writes",
+		Why: "neither an order nor a command is taken without the disk",
+	},
 }
 
 // VersionTooOld: a control node is started in a version that cannot read what a newer one wrote.
-var VersionTooOld = Fault{{Msg: "this node leaves consensus until a newer version of dpserve runs on it", Why: "it must not go on without that"}}
+var VersionTooOld = Fault{{
+	Msg: "this node leaves consensus until a newer version of dpserve runs on it",
+	Why: "it must not go on without that",
+}}
 
 // RankNotKnownYet: a request names its rank as soon as the application runs. Its ingress hears of the rank a
 // moment later.
-var RankNotKnownYet = Fault{{Msg: "request not served", With: "cause=rank_unavailable", Why: "the test asks again"}}
+var RankNotKnownYet = Fault{{
+	Msg: "request not served", With: "cause=rank_unavailable",
+	Why: "the test asks again",
+}}
 
 // JoinRefused: somebody without a valid token or certificate speaks to a node port.
 var JoinRefused = Fault{
 	{Msg: "join refused", Why: "the token or the name is not good"},
-	{Msg: "node port refused a connection", With: `reason"?[=:]"?(certificate|cluster|tls)`, Why: "the caller is no member"},
+	{
+		Msg: "node port refused a connection", With: `reason"?[=:]"?(certificate|cluster|tls)`,
+		Why: "the caller is no member",
+	},
 }
 
 // GossipRefused: gossip arrives that the node's keys do not open.
-var GossipRefused = Fault{{Msg: "gossip was refused", With: `reason"?[=:]"?key`, Why: "its sender has another key, or none"}}
+var GossipRefused = Fault{{
+	Msg: "gossip was refused", With: `reason"?[=:]"?key`,
+	Why: "its sender has another key, or none",
+}}

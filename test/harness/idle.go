@@ -70,11 +70,15 @@ func idleRouter(ask get, app string) error {
 // endPatience bounds how long the requests of a test may take to end by themselves.
 const endPatience = 20 * time.Second
 
-// soon polls until f returns nil, and returns f's last error.
-func soon(f func() error) error {
-	for end := time.Now().Add(endPatience); ; time.Sleep(pollEvery) {
+// WaitFor calls f every step until it returns nil, and returns f's last error when limit is over. All waits
+// of the tests of processes and nodes are made of it.
+func WaitFor(limit, step time.Duration, f func() error) error {
+	for end := time.Now().Add(limit); ; time.Sleep(step) {
 		if err := f(); err == nil || time.Now().After(end) {
 			return err
 		}
 	}
 }
+
+// soon waits until f returns nil, and returns f's last error.
+func soon(f func() error) error { return WaitFor(endPatience, pollEvery, f) }

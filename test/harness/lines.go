@@ -45,7 +45,9 @@ func (e *Expected) unexpected(log string, also Fault) []string {
 	count, first := map[string]int{}, map[string]string{}
 	for line := range strings.Lines(log) {
 		message, ok := complaint(line)
-		if !ok || slices.ContainsFunc(allowed, func(p pattern) bool { return p.msg.MatchString(message) && p.with.MatchString(line) }) {
+		if !ok || slices.ContainsFunc(allowed, func(p pattern) bool {
+			return p.msg.MatchString(message) && p.with.MatchString(line)
+		}) {
 			continue
 		}
 		if count[message]++; count[message] == 1 {

@@ -25,7 +25,10 @@ text of an engine
 
 	e.Expect(Fault{{Msg: "unit is", Why: "a part of a message is not enough"}})
 	assert.Len(t, e.unexpected(log, nil), 3)
-	e.Expect(Fault{{Msg: "unit is .*", Why: "the test kills it"}, {Msg: "short", With: "err=y", Why: "another line"}})
+	e.Expect(Fault{{Msg: "unit is .*", Why: "the test kills it"}, {
+		Msg: "short", With: "err=y",
+		Why: "another line",
+	}})
 	assert.Len(t, e.unexpected(log, nil), 2)
 	assert.Len(t, e.unexpected(log, Fault{{Msg: "short", With: "err=x", Why: "the node ends"}}), 1)
 }

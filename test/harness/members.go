@@ -81,8 +81,10 @@ func Calm(c *Members) {
 func memberTimers() map[string]time.Duration {
 	return map[string]time.Duration{
 		"lease_ttl": LeaseTTL, "lease_renew": 2 * time.Second / leasePace, "lease_regrant": LeaseRegrant,
-		"stream_heartbeat": 250 * time.Millisecond / streamPace, "stream_suspect": time.Second / streamPace, "stream_out": 3 * time.Second / streamPace,
-		"start_retry": time.Second / Pace, "restart_min": time.Second / Pace, "resend": 2 * time.Second / Pace,
+		"stream_heartbeat": 250 * time.Millisecond / streamPace, "stream_suspect": time.Second / streamPace,
+		"stream_out":  3 * time.Second / streamPace,
+		"start_retry": time.Second / Pace, "restart_min": time.Second / Pace,
+		"resend":     2 * time.Second / Pace,
 		"kill_grace": 5 * time.Second / Pace,
 	}
 }
@@ -92,7 +94,10 @@ func memberTimers() map[string]time.Duration {
 // nothing is left running, or the test fails.
 func StartMembers(t testing.TB, flags [][]string, options ...MembersOption) *Members {
 	t.Helper()
-	c := &Members{Expected: &Expected{}, T: t, apps: map[string]bool{}, dir: t.TempDir(), net: loopNet(t), slots: 64, timers: memberTimers()}
+	c := &Members{
+		Expected: &Expected{}, T: t, apps: map[string]bool{}, dir: t.TempDir(), net: loopNet(t),
+		slots: 64, timers: memberTimers(),
+	}
 	c.Expect(slowMachine)
 	for _, o := range options {
 		o(c)
@@ -227,7 +232,8 @@ func (c *Members) settled(list []msg.NodeStatus) error {
 	// lost nodes alone bring nobody down to one vote
 	want := max(votersFor(present), min(votersFor(control), 3))
 	if voters != want || leaders != 1 {
-		return fmt.Errorf("%d of %d control nodes vote, want %d, and %d lead: %s", voters, control, want, leaders, brief(list))
+		return fmt.Errorf("%d of %d control nodes vote, want %d, and %d lead: %s", voters, control, want,
+			leaders, brief(list))
 	}
 	return nil
 }
@@ -273,16 +279,8 @@ func (c *Members) Leader() *Member {
 // Eventually polls until f returns nil, or fails the test with f's last error.
 func (c *Members) Eventually(what string, f func() error) {
 	c.T.Helper()
-	deadline := time.Now().Add(Patience)
-	for {
-		err := f()
-		if err == nil {
-			return
-		}
-		if time.Now().After(deadline) {
-			c.T.Fatalf("waiting for %s: %v", what, err)
-		}
-		time.Sleep(pollEvery)
+	if err := WaitFor(Patience, pollEvery, f); err != nil {
+		c.T.Fatalf("waiting for %s: %v", what, err)
 	}
 }
 
@@ -293,7 +291,8 @@ const pollEvery = 20 * time.Millisecond
 func (c *Members) end() {
 	for _, m := range c.Up() {
 		//nolint:testifylint // all nodes are checked
-		assert.NoError(c.T, soon(func() error { return idle(m.ask, slices.Collect(maps.Keys(c.apps))...) }), "work in hand at node %s", m.Name)
+		assert.NoError(c.T, soon(func() error { return idle(m.ask, slices.Collect(maps.Keys(c.apps))...) }),
+			"work in hand at node %s", m.Name)
 	}
 	before := map[string]int{}
 	for _, m := range c.All {
@@ -306,7 +305,8 @@ func (c *Members) end() {
 	for _, m := range c.All {
 		m.gone()
 	}
-	assert.Eventually(c.T, func() bool { return len(c.leftovers()) == 0 }, 5*time.Second, pollEvery, "processes left behind: %v", c.leftovers())
+	assert.Eventually(c.T, func() bool { return len(c.leftovers()) == 0 }, 5*time.Second, pollEvery,
+		"processes left behind: %v", c.leftovers())
 	for _, m := range c.All {
 		c.check(c.T, "node "+m.Name, m.Log(), before[m.Name])
 	}

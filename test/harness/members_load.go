@@ -31,7 +31,8 @@ type Answer struct {
 }
 
 func (a *Answer) String() string {
-	return fmt.Sprintf("at %s, began %s, took %s, hung %v: %v", a.At, a.Began.Format("05.000"), a.Total.Round(time.Millisecond), a.Hung, a.Stream)
+	return fmt.Sprintf("at %s, began %s, took %s, hung %v: %v", a.At, a.Began.Format("05.000"),
+		a.Total.Round(time.Millisecond), a.Hung, a.Stream)
 }
 
 // Tally counts answers.
@@ -94,7 +95,8 @@ func (l *Load) one(at, body string, stream bool) Answer {
 }
 
 func (l *Load) ask(ctx context.Context, at, body string, stream bool, began time.Time) *Stream {
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+at+"/v1/chat/completions", strings.NewReader(body))
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+at+"/v1/chat/completions",
+		strings.NewReader(body))
 	if err != nil {
 		return &Stream{Err: err}
 	}

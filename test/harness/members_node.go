@@ -79,9 +79,12 @@ func (m *Member) run(args ...string) {
 		m.logs = m.Log()
 	}
 	c := m.rig
-	m.args = append(args, "--node-id", m.Name, "--advertise", m.IP, "--data-dir", m.dir, "--node-port", strconv.Itoa(c.nodePort),
-		"--gossip-port", strconv.Itoa(c.gossip), "--http-bind", m.on(c.http), "--admin-bind", m.on(c.admin), "--slots", strconv.Itoa(c.slots),
-		"--port-range", fmt.Sprintf("%d-%d", c.engines, c.engines+enginesOfANode-1), "--timers", c.timerFlag())
+	m.args = append(args, "--node-id", m.Name, "--advertise", m.IP, "--data-dir", m.dir, "--node-port",
+		strconv.Itoa(c.nodePort),
+		"--gossip-port", strconv.Itoa(c.gossip), "--http-bind", m.on(c.http), "--admin-bind", m.on(c.admin),
+		"--slots", strconv.Itoa(c.slots),
+		"--port-range", fmt.Sprintf("%d-%d", c.engines, c.engines+enginesOfANode-1), "--timers",
+		c.timerFlag())
 	m.args = append(m.args, m.flags...)
 	m.Real = &Real{T: c.T, HTTP: m.on(c.http), Admin: m.on(c.admin), Dir: m.dir, program: m.program}
 	m.launch(m.args)

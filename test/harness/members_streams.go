@@ -8,7 +8,9 @@ import (
 )
 
 // StartStreams is StartLoad with clients that all stream, and give a stream up after patience.
-func StartStreams(t testing.TB, app string, clients, tokens int, patience time.Duration, endpoints ...string) *Load {
+func StartStreams(t testing.TB, app string, clients, tokens int, patience time.Duration,
+	endpoints ...string,
+) *Load {
 	t.Helper()
 	l := &Load{t: t, hung: patience, client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: clients}}}
 	l.ctx, l.stop = context.WithCancel(context.Background())

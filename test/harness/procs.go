@@ -51,7 +51,8 @@ func enginesOn(ports [2]int) (pids []int) {
 			if a != "--port" || i+1 == len(args) {
 				continue
 			}
-			if port, err := strconv.Atoi(args[i+1]); err == nil && ports[0] <= port && port <= ports[1] && Alive(pid) {
+			if port, err := strconv.Atoi(args[i+1]); err == nil && ports[0] <= port && port <= ports[1] &&
+				Alive(pid) {
 				pids = append(pids, pid)
 			}
 		}

@@ -57,9 +57,15 @@ func StartIn(t testing.TB, dir string, args ...string) *Real {
 	t.Helper()
 	lo := ports.Take(t, portsOfANode) // its own two ports are from there too
 	hi := lo + portsOfANode - 1
-	r := &Real{Expected: &Expected{}, T: t, HTTP: fmt.Sprintf("127.0.0.1:%d", hi), Admin: fmt.Sprintf("127.0.0.1:%d", hi-1), Dir: dir}
+	r := &Real{
+		Expected: &Expected{}, T: t, HTTP: fmt.Sprintf("127.0.0.1:%d", hi),
+		Admin: fmt.Sprintf("127.0.0.1:%d", hi-1), Dir: dir,
+	}
 	r.ports = [2]int{lo, hi - 2}
-	r.run(append([]string{"start", "--http-bind", r.HTTP, "--admin-bind", r.Admin, "--data-dir", dir, "--port-range", fmt.Sprintf("%d-%d", lo, hi-2)}, args...))
+	r.run(append([]string{
+		"start", "--http-bind", r.HTTP, "--admin-bind", r.Admin, "--data-dir", dir,
+		"--port-range", fmt.Sprintf("%d-%d", lo, hi-2),
+	}, args...))
 	r.Eventually(func() error { return r.get("/api/v1/healthz", nil) }, "admin API answers")
 	return r
 }
@@ -180,7 +186,8 @@ func (r *Real) Delete(app string) {
 // Do sends one admin request.
 func (r *Real) Do(method, path, body string) (code int, text string) {
 	r.T.Helper()
-	req, err := http.NewRequestWithContext(context.Background(), method, "http://"+r.Admin+path, strings.NewReader(body))
+	req, err := http.NewRequestWithContext(context.Background(), method, "http://"+r.Admin+path,
+		strings.NewReader(body))
 	require.NoError(r.T, err)
 	resp, err := http.DefaultClient.Do(req)
 	require.NoError(r.T, err)
@@ -247,21 +254,15 @@ func (r *Real) WaitStatus(app, want string) msg.AppStatus {
 // Eventually polls until f returns nil, or fails the test with f's last error.
 func (r *Real) Eventually(f func() error, what string) {
 	r.T.Helper()
-	deadline := time.Now().Add(Patience)
-	for {
+	err := WaitFor(Patience, pollEvery, func() error {
 		err := f()
-		if err == nil {
-			return
-		}
-		select {
-		case <-r.done:
+		if err != nil && !r.runs() {
 			r.T.Fatalf("waiting for %s: dpserve ended; output:\n%s", what, r.out)
-		default:
 		}
-		if time.Now().After(deadline) {
-			r.T.Fatalf("waiting for %s: %v; output:\n%s", what, err, r.out)
-		}
-		time.Sleep(20 * time.Millisecond)
+		return err
+	})
+	if err != nil {
+		r.T.Fatalf("waiting for %s: %v; output:\n%s", what, err, r.out)
 	}
 }
 
@@ -306,7 +307,8 @@ func Chat(model, prompt string, maxTokens int, stream bool) string {
 
 // Post sends a request to the OpenAI endpoint.
 func (r *Real) Post(ctx context.Context, path, body string) (*http.Response, error) {
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+r.HTTP+path, strings.NewReader(body))
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+r.HTTP+path,
+		strings.NewReader(body))
 	if err != nil {
 		return nil, err
 	}

@@ -39,7 +39,8 @@ func (s *Stream) OK() bool {
 }
 
 func (s *Stream) String() string {
-	return fmt.Sprintf("status %d rank %s attempts %s chunks %d finish %q done %v error %q err %v", s.Status, s.Rank, s.Attempts, s.Chunks, s.Finish, s.Done, s.Error, s.Err)
+	return fmt.Sprintf("status %d rank %s attempts %s chunks %d finish %q done %v error %q err %v", s.Status,
+		s.Rank, s.Attempts, s.Chunks, s.Finish, s.Done, s.Error, s.Err)
 }
 
 // StreamChat runs one streaming chat request to its end.

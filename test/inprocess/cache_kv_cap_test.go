@@ -57,7 +57,8 @@ func TestKV11IndexWithinItsCap(t *testing.T) {
 		most := 0
 		for i := range size.requests {
 			wg.Go(func() {
-				if out := r.complete(kvAsk{addr: in.addr, app: "a", ids: kvDoc(i, tokens)}); out.status == http.StatusOK {
+				if out := r.complete(kvAsk{addr: in.addr, app: "a", ids: kvDoc(i,
+					tokens)}); out.status == http.StatusOK {
 					answered.Add(1)
 				}
 			})

@@ -26,7 +26,8 @@ func TestKV8EventsBelongToTheirRank(t *testing.T) {
 				r.WaitStatus("a", "RUNNING")
 				r.Until("four streams of events", func() error {
 					for i := range 4 {
-						if kv := r.Rank("a", 0, i).KV; kv == nil || kv.Events == nil || kv.Events.State != msg.EventsLive {
+						if kv := r.Rank("a", 0, i).KV; kv == nil || kv.Events == nil ||
+							kv.Events.State != msg.EventsLive {
 							return fmt.Errorf("rank %d: %+v", i, kv)
 						}
 					}
@@ -37,13 +38,15 @@ func TestKV8EventsBelongToTheirRank(t *testing.T) {
 				v := r.settled("a")
 				time.Sleep(3 * time.Second) // the rank's own record of it is over
 				x := r.explain("a", ids)
-				assert.Equal(t, []int{0, 0, 39 * blockTokens, 0}, kvHits(&x), "the last token is always computed: 39 whole blocks")
+				assert.Equal(t, []int{0, 0, 39 * blockTokens, 0}, kvHits(&x),
+					"the last token is always computed: 39 whole blocks")
 				assert.Equal(t, "0/2", x.Pick)
 				out := r.must(kvAsk{app: "a", ids: ids})
 				assert.Equal(t, "0/2", out.rank)
 				assert.Equal(t, 39*blockTokens, out.cached, "what the Router expected")
 				r.idle()
-				t.Logf("KV8 %s: index %v, hits %v, engine reported %d cached", coupling, v.sizes(), kvHits(&x), out.cached)
+				t.Logf("KV8 %s: index %v, hits %v, engine reported %d cached", coupling, v.sizes(),
+					kvHits(&x), out.cached)
 			})
 		})
 	}
@@ -54,7 +57,8 @@ func TestKV5ClearedAndAsleep(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		r := newKVRig(t)
-		yaml := strings.Replace(simApp("a", 4, "independent", "", kvLocality), "engine: {kind: sim, args: {}}", kvDevMode, 1)
+		yaml := strings.Replace(simApp("a", 4, "independent", "", kvLocality),
+			"engine: {kind: sim, args: {}}", kvDevMode, 1)
 		r.Deploy(yaml)
 		r.WaitStatus("a", "RUNNING")
 		for i := range 4 {
@@ -88,7 +92,8 @@ func TestKV5ClearedAndAsleep(t *testing.T) {
 		assert.Less(t, time.Since(began), 10*time.Second)
 		assert.Equal(t, asleep.Epoch, r.Rank("a", 0, 1).Epoch)
 		r.idle()
-		t.Logf("KV5: hits after AllBlocksCleared on rank 2 %v; sleep of rank 1 noticed after %s", kvHits(&x), took)
+		t.Logf("KV5: hits after AllBlocksCleared on rank 2 %v; sleep of rank 1 noticed after %s", kvHits(&x),
+			took)
 	})
 }
 
@@ -121,9 +126,11 @@ func TestKV4RestartOfALaunchedEngine(t *testing.T) {
 			assert.Equal(t, st.Units[i].Ranks[0].Incarnation, r.Rank("a", 0, i).Incarnation)
 		}
 		r.must(kvAsk{app: "a", rank: "0/1", ids: kvDoc(500, 10*blockTokens)})
-		assert.Len(t, r.settled("a")["0/1 gpu"], len(after["0/1 gpu"])+10, "events of the new incarnation count")
+		assert.Len(t, r.settled("a")["0/1 gpu"], len(after["0/1 gpu"])+10,
+			"events of the new incarnation count")
 		r.idle()
-		t.Logf("KV4 launched: %v; rank 1 empty after %s, epoch %d to %d", before.sizes(), took, old.Epoch, now.Epoch)
+		t.Logf("KV4 launched: %v; rank 1 empty after %s, epoch %d to %d", before.sizes(), took, old.Epoch,
+			now.Epoch)
 	})
 }
 
@@ -137,7 +144,8 @@ func TestKV4RestartOfAnAttachedEngine(t *testing.T) {
 		for i := range 3 {
 			r.byHand(handFlags(i, "a", false, "--sim-step-ms", "5")...)
 			api, events, _ := handPorts(i)
-			ranks = append(ranks, fmt.Sprintf(`{url: "http://%s", kv_events: {connect: "tcp://%s"}}`, api, events))
+			ranks = append(ranks, fmt.Sprintf(`{url: "http://%s", kv_events: {connect: "tcp://%s"}}`, api,
+				events))
 		}
 		r.Deploy(attached("a", kvLocality, ranks...))
 		r.WaitStatus("a", "RUNNING")
@@ -165,7 +173,8 @@ func TestKV4RestartOfAnAttachedEngine(t *testing.T) {
 		assert.Equal(t, old[1].Epoch, now.Epoch, "whoever runs the engine keeps its epoch")
 		r.must(kvAsk{app: "a", rank: "0/1", ids: kvDoc(800, 4*blockTokens)})
 		r.Until("events of the new incarnation count", func() error {
-			if x := r.explain("a", kvDoc(800, 4*blockTokens)); kvHits(&x)[1] != 3*blockTokens || len(r.dump("a")["0/1 gpu"]) < 4 {
+			if x := r.explain("a", kvDoc(800, 4*blockTokens)); kvHits(&x)[1] != 3*blockTokens ||
+				len(r.dump("a")["0/1 gpu"]) < 4 {
 				return fmt.Errorf("hits %v", kvHits(&x))
 			}
 			return nil
@@ -177,6 +186,7 @@ func TestKV4RestartOfAnAttachedEngine(t *testing.T) {
 			assert.Equal(t, old[i].Incarnation, r.Rank("a", 0, i).Incarnation)
 		}
 		r.Quiet()
-		t.Logf("KV4 attached: %v before, %v after; rank 1 cleared after %s, epoch %d kept", before.sizes(), after.sizes(), took, now.Epoch)
+		t.Logf("KV4 attached: %v before, %v after; rank 1 cleared after %s, epoch %d kept", before.sizes(),
+			after.sizes(), took, now.Epoch)
 	})
 }

@@ -18,7 +18,9 @@ func (r *kvRig) byHand(args ...string) *sim.Server {
 	cfg, _, err := sim.ParseFlags(args)
 	require.NoError(r.t, err)
 	cfg.Listen = func(_ context.Context, addr string) (net.Listener, error) { return r.Net.Listen(addr) }
-	cfg.Dial = func(ctx context.Context, addr string) (net.Conn, error) { return r.Net.DialContext(ctx, "tcp", addr) }
+	cfg.Dial = func(ctx context.Context, addr string) (net.Conn, error) {
+		return r.Net.DialContext(ctx, "tcp", addr)
+	}
 	s, err := sim.Start(r.t.Context(), cfg)
 	require.NoError(r.t, err)
 	r.t.Cleanup(func() { _ = s.Close() })
@@ -52,6 +54,7 @@ func handFlags(i int, model string, replays bool, more ...string) []string {
 	}
 	text, _ := json.Marshal(set)
 	return slices.Concat([]string{
-		"--port", port, "--served-model-name", model, "--enable-prompt-tokens-details", "--kv-events-config", string(text),
+		"--port", port, "--served-model-name", model, "--enable-prompt-tokens-details", "--kv-events-config",
+		string(text),
 	}, more)
 }

@@ -34,7 +34,8 @@ func TestKV2AnIngressJoinsLate(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		r := newKVRig(t)
-		r.Deploy(simApp("a", 4, "independent", "sim_step_ms: 5, num_gpu_blocks_override: 2048, max_model_len: 4096", kvLocality))
+		r.Deploy(simApp("a", 4, "independent",
+			"sim_step_ms: 5, num_gpu_blocks_override: 2048, max_model_len: 4096", kvLocality))
 		st := r.WaitStatus("a", "RUNNING")
 		total := uint64(0)
 		for first := 0; total < 1000; first += 400 {
@@ -48,13 +49,16 @@ func TestKV2AnIngressJoinsLate(t *testing.T) {
 		own := r.settled("a")
 		for _, life := range []string{"joins", "restarts"} {
 			in := r.join("late", nil)
-			took := soon(t, joinLimit, "the index is equal", func() error { return same(in.dump(t, "a").only("gpu"), own) })
+			took := soon(t, joinLimit, "the index is equal", func() error {
+				return same(in.dump(t, "a").only("gpu"), own)
+			})
 			require.NoError(t, same(in.dump(t, "a"), r.dump("a")), "with every tier")
 			ix := in.Index("a")
 			assert.Zero(t, ix.Resyncs, "one snapshot was enough")
 			out := r.must(kvAsk{addr: in.addr, app: "a", ids: kvDoc(2, 5*blockTokens)})
 			assert.Equal(t, "0/2", out.rank, "it routes by what it knows")
-			t.Logf("KV2: an ingress %s after %d batches: %d blocks, equal after %s, %d resyncs", life, total, ix.Blocks, took, ix.Resyncs)
+			t.Logf("KV2: an ingress %s after %d batches: %d blocks, equal after %s, %d resyncs", life, total,
+				ix.Blocks, took, ix.Resyncs)
 			in.cut()
 		}
 		r.idle()
@@ -70,10 +74,14 @@ func TestKV2DpserveJoinsAnEngineLate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const batches = 20_000
 		r := newKVRig(t)
-		s := r.byHand(handFlags(0, "a", true, "--sim-step-ms", "1", "--block-size", "1", "--max-model-len", "40000")...)
+		s := r.byHand(handFlags(0, "a", true, "--sim-step-ms", "1", "--block-size", "1", "--max-model-len",
+			"40000")...)
 		api, events, replay := handPorts(0)
 		for n := uint64(0); n < batches; { // every step fills a block
-			body, err := json.Marshal(map[string]any{"model": "a", "prompt": kvDoc(int(n), 8), "max_tokens": 5000, "ignore_eos": true})
+			body, err := json.Marshal(map[string]any{
+				"model": "a", "prompt": kvDoc(int(n), 8),
+				"max_tokens": 5000, "ignore_eos": true,
+			})
 			require.NoError(t, err)
 			r.engine(http.MethodPost, "http://"+api+"/v1/completions", string(body))
 			_, n = r.held("http://" + api)
@@ -82,7 +90,8 @@ func TestKV2DpserveJoinsAnEngineLate(t *testing.T) {
 		r.WaitStatus("a", "RUNNING")
 		var kv *msg.KVStatus
 		r.Until("its events are partial", func() error {
-			if kv = r.Rank("a", 0, 0).KV; kv == nil || kv.Events == nil || kv.Events.State != msg.EventsPartial || kv.Events.Batches < batches/2 {
+			if kv = r.Rank("a", 0, 0).KV; kv == nil || kv.Events == nil ||
+				kv.Events.State != msg.EventsPartial || kv.Events.Batches < batches/2 {
 				return fmt.Errorf("%+v", kv)
 			}
 			return nil
@@ -193,7 +202,9 @@ func TestKV14AnIngressFromTheReplicasAlone(t *testing.T) {
 				}
 				return nil
 			})
-			cut.run(8, func(k int) *harness.Stream { return r.stream(in.addr, "a", kvDoc(1000+i*8+k, 20*blockTokens), 1500) })
+			cut.run(8, func(k int) *harness.Stream {
+				return r.stream(in.addr, "a", kvDoc(1000+i*8+k, 20*blockTokens), 1500)
+			})
 		}
 		time.Sleep(2 * time.Second)
 		for _, in := range old {
@@ -245,7 +256,10 @@ func TestKV14AnIngressFromTheReplicasAlone(t *testing.T) {
 
 // stream runs one streaming completion of token ids through an ingress to its end, or until it breaks.
 func (r *kvRig) stream(addr, app string, ids []uint32, tokens int) *harness.Stream {
-	body, err := json.Marshal(map[string]any{"model": app, "prompt": ids, "max_tokens": tokens, "ignore_eos": true, "stream": true})
+	body, err := json.Marshal(map[string]any{
+		"model": app, "prompt": ids, "max_tokens": tokens,
+		"ignore_eos": true, "stream": true,
+	})
 	if err != nil {
 		return &harness.Stream{Err: err}
 	}
@@ -262,7 +276,8 @@ func TestKV15ResetUnderLoad(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newKVRig(t)
 		r.Deploy(simApp("a", 4, "independent", "sim_step_ms: 20", kvLocality) +
-			simApp("b", 4, "independent", "sim_step_ms: 20", "routing: {policy: session-affinity, preset: tuned}")[len("applications:\n"):])
+			simApp("b", 4, "independent", "sim_step_ms: 20",
+				"routing: {policy: session-affinity, preset: tuned}")[len("applications:\n"):])
 		r.WaitStatus("a", "RUNNING")
 		r.WaitStatus("b", "RUNNING")
 		r.spread("a", 4, 0, 40, 10*blockTokens)
@@ -288,7 +303,8 @@ func TestKV15ResetUnderLoad(t *testing.T) {
 			if len(want.only("gpu")) != 4 {
 				return fmt.Errorf("%v", want.sizes())
 			}
-			return firstOf(same(r.dump("a"), want), same(other.dump(t, "a"), want), sameLoad(load(t, fresh, "a"), load(t, other, "a")))
+			return firstOf(same(r.dump("a"), want), same(other.dump(t, "a"), want),
+				sameLoad(load(t, fresh, "a"), load(t, other, "a")))
 		})
 		assert.NotEqual(t, remembered, r.why("b", turn), "what the policy remembered is gone")
 		s.wg.Wait()

@@ -81,7 +81,8 @@ func (r *kvRig) complete(q kvAsk) kvAnswer {
 		return r.force(q)
 	}
 	body, err := json.Marshal(map[string]any{
-		"model": q.app, "prompt": q.ids, "max_tokens": max(1, q.tokens), "ignore_eos": true, "return_token_ids": true,
+		"model": q.app, "prompt": q.ids, "max_tokens": max(1, q.tokens), "ignore_eos": true,
+		"return_token_ids": true,
 	})
 	require.NoError(r.t, err)
 	resp, err := r.post(q.addr, "/v1/completions", string(body))
@@ -101,8 +102,10 @@ func (r *kvRig) complete(q kvAsk) kvAnswer {
 	}
 	require.NoError(r.t, json.NewDecoder(resp.Body).Decode(&answer))
 	out := kvAnswer{
-		status: resp.StatusCode, rank: resp.Header.Get("x-dpserve-group") + "/" + resp.Header.Get("x-dpserve-rank"),
-		prompt: answer.Usage.PromptTokens, cached: answer.Usage.PromptTokensDetails.CachedTokens, code: fmt.Sprint(answer.Error.Code),
+		status: resp.StatusCode, rank: resp.Header.Get("x-dpserve-group") + "/" +
+			resp.Header.Get("x-dpserve-rank"),
+		prompt: answer.Usage.PromptTokens, cached: answer.Usage.PromptTokensDetails.CachedTokens,
+		code: fmt.Sprint(answer.Error.Code),
 	}
 	if len(answer.Choices) > 0 {
 		out.ids = answer.Choices[0].TokenIDs
@@ -114,7 +117,10 @@ func (r *kvRig) complete(q kvAsk) kvAnswer {
 func (r *kvRig) force(q kvAsk) kvAnswer {
 	r.t.Helper()
 	body, err := json.Marshal(map[string]any{
-		"token_ids": q.ids, "worker": q.rank, "sampling": map[string]any{"max_tokens": max(1, q.tokens), "ignore_eos": true},
+		"token_ids": q.ids, "worker": q.rank, "sampling": map[string]any{
+			"max_tokens": max(1, q.tokens),
+			"ignore_eos": true,
+		},
 	})
 	require.NoError(r.t, err)
 	code, text := r.Do(http.MethodPost, "/api/v1/routers/"+q.app+"/generate", string(body))
@@ -154,7 +160,8 @@ func (r *kvRig) post(addr, path, body string, header ...string) (*http.Response,
 	if addr == "" {
 		return r.Post(r.t.Context(), path, body, header...)
 	}
-	req, err := http.NewRequestWithContext(r.t.Context(), http.MethodPost, "http://"+addr+path, strings.NewReader(body))
+	req, err := http.NewRequestWithContext(r.t.Context(), http.MethodPost, "http://"+addr+path,
+		strings.NewReader(body))
 	if err != nil {
 		return nil, err
 	}
@@ -173,7 +180,10 @@ func (r *kvRig) spread(app string, ranks, first, n, tokens int) {
 	for range 8 {
 		wg.Go(func() {
 			for i := range work {
-				out := r.complete(kvAsk{app: app, rank: fmt.Sprintf("0/%d", i%ranks), ids: kvDoc(first+i, tokens)})
+				out := r.complete(kvAsk{
+					app: app, rank: fmt.Sprintf("0/%d", i%ranks),
+					ids: kvDoc(first+i, tokens),
+				})
 				assert.Equal(r.t, http.StatusOK, out.status, out.code)
 			}
 		})
@@ -292,7 +302,8 @@ type second struct {
 func (r *kvRig) join(name string, edit func(*ingress.Config)) *second {
 	r.t.Helper()
 	cfg := ingress.Config{
-		Node: name, Store: r.Store(), Feed: r.Feed(), Metrics: telemetry.New(), Log: slog.New(slog.NewJSONHandler(r.Journal, nil)), Seed: 7,
+		Node: name, Store: r.Store(), Feed: r.Feed(), Metrics: telemetry.New(),
+		Log: slog.New(slog.NewJSONHandler(r.Journal, nil)), Seed: 7,
 		Dial: r.Net.DialContext,
 	}
 	if edit != nil {
@@ -351,18 +362,14 @@ func (r *kvRig) settled(app string) kvView {
 func soon(t *testing.T, limit time.Duration, what string, f func() error) time.Duration {
 	t.Helper()
 	began := time.Now()
-	for {
+	err := harness.WaitFor(limit, 5*time.Millisecond, func() error {
 		synctest.Wait()
-		err := f()
-		took := time.Since(began)
-		if err == nil {
-			return took
-		}
-		if took >= limit {
-			t.Fatalf("%s: not within %s: %v", what, limit, err)
-		}
-		time.Sleep(5 * time.Millisecond)
+		return f()
+	})
+	if err != nil {
+		t.Fatalf("%s: not within %s: %v", what, limit, err)
 	}
+	return time.Since(began)
 }
 
 // same compares two indexes and says where they differ.

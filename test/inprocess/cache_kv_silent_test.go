@@ -63,9 +63,13 @@ func TestKV10SilentEvents(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		r := newKVRig(t, harness.Slots(16))
-		r.Expect(harness.Fault{{Msg: "no kv event comes though requests complete.*", With: `"app":"mute"`, Why: "what the test looks for"}})
+		r.Expect(harness.Fault{{
+			Msg: "no kv event comes though requests complete.*", With: `"app":"mute"`,
+			Why: "what the test looks for",
+		}})
 		args := "sim_step_ms: 10, num_gpu_blocks_override: 4096"
-		r.Deploy(simApp("live", 4, "independent", args, kvLocality) + simApp("mute", 4, "independent", args, kvLocality)[len("applications:\n"):])
+		r.Deploy(simApp("live", 4, "independent", args, kvLocality) + simApp("mute", 4, "independent", args,
+			kvLocality)[len("applications:\n"):])
 		r.WaitStatus("live", "RUNNING")
 		r.WaitStatus("mute", "RUNNING")
 		for i := range 4 {
@@ -109,7 +113,8 @@ func TestKV10SilentEvents(t *testing.T) {
 		assert.Greater(t, with.rate(), 0.5, "the conversations repeat themselves")
 		assert.GreaterOrEqual(t, without.rate(), 0.9*with.rate())
 		r.idle()
-		t.Logf("KV10: silent after %s; hit rate with events %.4f, without %.4f: %.1f%% of it", firstSilent.Round(time.Millisecond),
+		t.Logf("KV10: silent after %s; hit rate with events %.4f, without %.4f: %.1f%% of it",
+			firstSilent.Round(time.Millisecond),
 			with.rate(), without.rate(), 100*without.rate()/with.rate())
 	})
 }
@@ -135,7 +140,8 @@ func TestKV9BlockSizeOfTheEngine(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const real = 768
 		r := newKVRig(t)
-		r.Deploy(simApp("a", 2, "independent", fmt.Sprintf("sim_step_ms: 10, block_size: 16, sim_settle_block_size: %d", real), kvLocality))
+		r.Deploy(simApp("a", 2, "independent",
+			fmt.Sprintf("sim_step_ms: 10, block_size: 16, sim_settle_block_size: %d", real), kvLocality))
 		r.WaitStatus("a", "RUNNING")
 		ids := kvDoc(1, 6*real+100)
 		r.must(kvAsk{app: "a", rank: "0/1", ids: ids})
@@ -149,14 +155,16 @@ func TestKV9BlockSizeOfTheEngine(t *testing.T) {
 		assert.Equal(t, 6*real, out.cached, "predicted is reported")
 		kv := r.Rank("a", 0, 1).KV
 		r.Until("status names both sizes", func() error {
-			if kv = r.Rank("a", 0, 1).KV; !strings.Contains(kv.Note, "768") || !strings.Contains(kv.Note, "16") {
+			if kv = r.Rank("a", 0, 1).KV; !strings.Contains(kv.Note, "768") ||
+				!strings.Contains(kv.Note, "16") {
 				return fmt.Errorf("%+v", kv)
 			}
 			return nil
 		})
 		assert.Equal(t, real, kv.BlockSize)
 		r.idle()
-		t.Logf("KV9: block size %d, hits %v, cached %d; status: %s", x.BlockSize, kvHits(&x), out.cached, kv.Note)
+		t.Logf("KV9: block size %d, hits %v, cached %d; status: %s", x.BlockSize, kvHits(&x), out.cached,
+			kv.Note)
 	})
 }
 
@@ -168,9 +176,12 @@ func TestKV16WithoutCachesOrEvents(t *testing.T) {
 		r.Expect(harness.CachingOff)
 		list := func(yaml string) string { return yaml[len("applications:\n"):] }
 		r.Deploy("applications:\n" +
-			list(simApp("uncached", 2, "independent", "sim_step_ms: 10, enable_prefix_caching: false", kvLocality)) +
-			list(simApp("weightless", 2, "independent", "sim_step_ms: 10", "routing: {policy: kv, params: {overlap_score_weight: 0}}")) +
-			list(strings.Replace(simApp("off", 2, "independent", "sim_step_ms: 10", kvLocality), "{kind: sim,", "{kind: sim, kv_events: off,", 1)) +
+			list(simApp("uncached", 2, "independent", "sim_step_ms: 10, enable_prefix_caching: false",
+				kvLocality)) +
+			list(simApp("weightless", 2, "independent", "sim_step_ms: 10",
+				"routing: {policy: kv, params: {overlap_score_weight: 0}}")) +
+			list(strings.Replace(simApp("off", 2, "independent", "sim_step_ms: 10", kvLocality),
+				"{kind: sim,", "{kind: sim, kv_events: off,", 1)) +
 			list(simApp("usual", 1, "independent", "sim_step_ms: 10", kvLocality)))
 		apps := []string{"uncached", "weightless", "off"}
 		for _, app := range append(apps, "usual") {

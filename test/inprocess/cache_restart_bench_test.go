@@ -99,22 +99,35 @@ type restartNode struct {
 func newRestartNode(b *testing.B, log *slog.Logger) *restartNode {
 	b.Helper()
 	a := &app.Application{
-		Name: "a", RoutePrefix: "/", Model: app.Model{ID: "a"}, Engine: app.Engine{Kind: app.KindSim}, NumReplicas: restartRanks, NumGroups: 1,
+		Name: "a", RoutePrefix: "/", Model: app.Model{ID: "a"}, Engine: app.Engine{Kind: app.KindSim},
+		NumReplicas: restartRanks, NumGroups: 1,
 		DataParallel: app.DataParallel{DPSize: restartRanks, Coupling: app.Independent},
 		Routing:      app.Routing{Policy: "lpwl", Preset: app.PresetDocumented, Identity: app.IdentityText},
 	}
 	spec, err := json.Marshal(a)
 	require.NoError(b, err)
-	st := &state.State{Apps: map[string]*state.App{}, Units: map[string]*state.Unit{}, Epochs: map[string]uint64{}}
-	st.Apps[a.Name] = &state.App{Name: a.Name, Revision: 1, Spec: spec, Names: a.Model.ServedNames(), Route: a.RoutePrefix}
+	st := &state.State{
+		Apps: map[string]*state.App{}, Units: map[string]*state.Unit{},
+		Epochs: map[string]uint64{},
+	}
+	st.Apps[a.Name] = &state.App{
+		Name: a.Name, Revision: 1, Spec: spec, Names: a.Model.ServedNames(),
+		Route: a.RoutePrefix,
+	}
 	n := &restartNode{hub: dpserver.NewHub(), store: stateOf{st}}
 	system := inbox.NewSystem(log)
 	b.Cleanup(system.Shutdown)
-	f := dpserver.Factory{System: system, Hub: n.hub, NewEngine: func(*msg.ReplicaSpec) dpserver.Engine { return healthyEngine{} }, Log: log}
+	f := dpserver.Factory{
+		System: system, Hub: n.hub,
+		NewEngine: func(*msg.ReplicaSpec) dpserver.Engine { return healthyEngine{} }, Log: log,
+	}
 	for rank, u := range a.Units() {
 		st.Units[u.ID] = &state.Unit{ID: u.ID, App: a.Name, Group: u.Group, Epoch: 1, Phase: state.Ready}
 		st.Epochs[u.ID] = 1
-		s, err := f.New(msg.ReplicaSpec{App: a, Unit: u.ID, Group: u.Group, Rank: rank, Epoch: 1, Node: "n", Watcher: ignoreEvents{}, Target: msg.Target{URL: "http://127.0.0.1:1", Owned: true}})
+		s, err := f.New(msg.ReplicaSpec{
+			App: a, Unit: u.ID, Group: u.Group, Rank: rank, Epoch: 1, Node: "n",
+			Watcher: ignoreEvents{}, Target: msg.Target{URL: "http://127.0.0.1:1", Owned: true},
+		})
 		require.NoError(b, err)
 		b.Cleanup(func() { require.NoError(b, s.Stop(context.Background())) })
 		require.NoError(b, s.Ready(b.Context(), msg.Facts{Incarnation: uint64(rank) + 1, MaxOngoing: 8}))
@@ -152,10 +165,16 @@ func (n *restartNode) send(b *testing.B, s *dpserver.Server, prompt []uint64) {
 	b.Helper()
 	n.sent++
 	tokens, reply := blockTokens*len(prompt), make(chan msg.AdmitReply, 1)
-	require.NoError(b, s.Mailbox().TrySend(&msg.Admit{ReqID: n.sent, Epoch: 1, Tokens: tokens, Blocks: prompt, Ingress: "before", Reply: reply}))
+	require.NoError(b, s.Mailbox().TrySend(&msg.Admit{
+		ReqID: n.sent, Epoch: 1, Tokens: tokens, Blocks: prompt,
+		Ingress: "before", Reply: reply,
+	}))
 	granted := <-reply
 	require.Equal(b, msg.Granted, granted.Refusal)
-	s.Mailbox().Send(&msg.Done{TicketID: granted.Ticket.ID, PromptTokens: tokens, FirstToken: time.Millisecond})
+	s.Mailbox().Send(&msg.Done{
+		TicketID: granted.Ticket.ID, PromptTokens: tokens,
+		FirstToken: time.Millisecond,
+	})
 }
 
 // mixed is a number that looks like a hash, another one for every i.
@@ -199,7 +218,10 @@ func BenchmarkIngressRestart(b *testing.B) {
 			n.fill(b, prompt)
 			all := (&columnCensus{}).take(b, n.hub)
 			for b.Loop() {
-				in, err := ingress.New(ingress.Config{Node: "late", Store: n.store, Feed: n.hub, Metrics: telemetry.New(), Log: log, Seed: 7})
+				in, err := ingress.New(ingress.Config{
+					Node: "late", Store: n.store, Feed: n.hub,
+					Metrics: telemetry.New(), Log: log, Seed: 7,
+				})
 				require.NoError(b, err)
 				n.awaitShown(b, in)
 				b.StopTimer()

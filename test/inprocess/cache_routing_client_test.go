@@ -50,11 +50,14 @@ func (a *idAnswer) ok() bool {
 }
 
 func (a *idAnswer) String() string {
-	return fmt.Sprintf("status %d rank %s code %q retry-after %q cached %d of %d err %v", a.status, a.rank, a.code, a.retry, a.cached, a.prompt, a.err)
+	return fmt.Sprintf("status %d rank %s code %q retry-after %q cached %d of %d err %v", a.status, a.rank,
+		a.code, a.retry, a.cached, a.prompt, a.err)
 }
 
 // askIDs runs one streamed completion to its end.
-func askIDs(ctx context.Context, c *harness.Cluster, model string, prompt []uint32, maxTokens int, header ...string) *idAnswer {
+func askIDs(ctx context.Context, c *harness.Cluster, model string, prompt []uint32, maxTokens int,
+	header ...string,
+) *idAnswer {
 	return idPrompt{Model: model, Prompt: prompt, MaxTokens: maxTokens}.ask(ctx, c, header...)
 }
 
@@ -71,7 +74,8 @@ func (q idPrompt) ask(ctx context.Context, c *harness.Cluster, header ...string)
 	}
 	defer resp.Body.Close()
 	a := &idAnswer{
-		status: resp.StatusCode, rank: resp.Header.Get("x-dpserve-group") + "/" + resp.Header.Get("x-dpserve-rank"), retry: resp.Header.Get("Retry-After"),
+		status: resp.StatusCode, rank: resp.Header.Get("x-dpserve-group") + "/" +
+			resp.Header.Get("x-dpserve-rank"), retry: resp.Header.Get("Retry-After"),
 	}
 	a.read(resp.Body)
 	return a
@@ -128,7 +132,10 @@ func (a *idAnswer) event(data string) {
 // askOn runs a completion on a rank, whatever the policy says.
 func askOn(c *harness.Cluster, app, worker string, prompt []uint32, maxTokens int) error {
 	body, err := json.Marshal(map[string]any{
-		"token_ids": prompt, "worker": worker, "sampling": map[string]any{"max_tokens": maxTokens, "ignore_eos": true},
+		"token_ids": prompt, "worker": worker, "sampling": map[string]any{
+			"max_tokens": maxTokens,
+			"ignore_eos": true,
+		},
 	})
 	if err != nil {
 		return err
@@ -142,12 +149,18 @@ func askOn(c *harness.Cluster, app, worker string, prompt []uint32, maxTokens in
 
 // parkOn sends a request directly to an engine, without dpserve, so that it uses KV memory. release cancels
 // it and waits until the engine has ended it.
-func parkOn(t *testing.T, c *harness.Cluster, url, model string, prompt []uint32, maxTokens int) (release func()) {
+func parkOn(t *testing.T, c *harness.Cluster, url, model string, prompt []uint32,
+	maxTokens int,
+) (release func()) {
 	t.Helper()
-	body, err := json.Marshal(idPrompt{Model: model, Prompt: prompt, MaxTokens: maxTokens, IgnoreEOS: true, Stream: true})
+	body, err := json.Marshal(idPrompt{
+		Model: model, Prompt: prompt, MaxTokens: maxTokens, IgnoreEOS: true,
+		Stream: true,
+	})
 	require.NoError(t, err)
 	ctx, cancel := context.WithCancel(t.Context())
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, url+"/v1/completions", strings.NewReader(string(body)))
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, url+"/v1/completions",
+		strings.NewReader(string(body)))
 	require.NoError(t, err)
 	req.Header.Set("Content-Type", "application/json")
 	transport := &http.Transport{DialContext: c.Net.DialContext}
@@ -253,12 +266,18 @@ func arrive(r *rand.Rand, n int, gap time.Duration, request func(i int)) {
 
 // workRouting are the policies that weigh prefill work and stay with a cache, as app.yaml has them.
 func workRouting() []string {
-	return []string{"{policy: kv, preset: tuned}", "{policy: lpwl}", "{policy: min-ttft}", "{policy: min-ttft, params: {eta: true}}"}
+	return []string{
+		"{policy: kv, preset: tuned}", "{policy: lpwl}", "{policy: min-ttft}",
+		"{policy: min-ttft, params: {eta: true}}",
+	}
 }
+
+// accepting says that the tests take their full size (make acceptance).
+func accepting() bool { return os.Getenv("DPSERVE_ACCEPTANCE") != "" }
 
 // some are the first few of all, and all of them in an acceptance run.
 func some(few int, all ...string) []string {
-	if os.Getenv("DPSERVE_ACCEPTANCE") != "" {
+	if accepting() {
 		return all
 	}
 	return all[:few]

@@ -104,7 +104,11 @@ func (s *conversations) note(a *idAnswer, home, overloaded string) {
 // and 70 to 83 % of the turns stay.
 func TestRT7TurnsStayHome(t *testing.T) {
 	skipShort(t)
-	const sessions, work = 120, rt7Opening + (rt7Turns-1)*rt7Question // tokens to prefill per session
+	sessions := 60
+	if accepting() {
+		sessions = 120
+	}
+	const work = rt7Opening + (rt7Turns-1)*rt7Question // tokens to prefill per session
 	const gap, overloaded = work * rt7Token * 10 / 6 / rt7Ranks, "0/1"
 	for _, routing := range []string{"{policy: sticky, preset: tuned}", "{policy: scoring}"} {
 		t.Run(routing, func(t *testing.T) {
@@ -130,7 +134,8 @@ func TestRT7TurnsStayHome(t *testing.T) {
 				assert.GreaterOrEqual(t, s.calm.stay(), 0.95, "turns at home")
 				assert.GreaterOrEqual(t, s.after.hitRate(), s.calm.hitRate()-0.05)
 				t.Logf("60 %% load: %.1f %% of %d turns stay, hit rate %.3f; one home at twice its capacity: %.1f %% stay, %d of %d leave it, hit rate %.3f",
-					100*s.calm.stay(), s.calm.stayed+s.calm.left, s.calm.hitRate(), 100*s.after.stay(), s.away.left, s.away.left+s.away.stayed, s.after.hitRate())
+					100*s.calm.stay(), s.calm.stayed+s.calm.left, s.calm.hitRate(), 100*s.after.stay(),
+					s.away.left, s.away.left+s.away.stayed, s.after.hitRate())
 				c.Quiet()
 			})
 		})
@@ -189,14 +194,16 @@ func TestRT7TurnLeavesWhenTheWaitExceedsThePrefillItSaves(t *testing.T) {
 				}
 				var second *idAnswer
 				wg.Go(func() {
-					second = askIDs(t.Context(), c, "a", append(prompt, freshPrompt(rand.New(rand.NewPCG(7, 3)), rt7Question)...), 1)
+					second = askIDs(t.Context(), c, "a", append(prompt,
+						freshPrompt(rand.New(rand.NewPCG(7, 3)), rt7Question)...), 1)
 				})
 				synctest.Wait()
 				c.Recover("a", 0, home)
 				wg.Wait()
 				require.True(t, second.ok(), second)
 				assert.Equal(t, queued <= opening, second.rank == first.rank)
-				t.Logf("%d tokens in front of %d that are cached: home %v", queued, opening, second.rank == first.rank)
+				t.Logf("%d tokens in front of %d that are cached: home %v", queued, opening,
+					second.rank == first.rank)
 				c.Quiet()
 			})
 		})
@@ -308,7 +315,8 @@ func TestRT7ConversationsStayUnlessTheWaitExceedsThePrefillTheySave(t *testing.T
 			t.Parallel()
 			synctest.Test(t, func(t *testing.T) {
 				c := harness.New(t)
-				c.Deploy(simApp("a", rt7Ranks, "independent", "", "routing: {policy: min-ttft, params: {eta: true}}"))
+				c.Deploy(simApp("a", rt7Ranks, "independent", "",
+					"routing: {policy: min-ttft, params: {eta: true}}"))
 				c.WaitStatus("a", "RUNNING")
 				s := conversations{few: true}
 				var j ruleCheck
@@ -330,7 +338,8 @@ func TestRT7ConversationsStayUnlessTheWaitExceedsThePrefillTheySave(t *testing.T
 				assert.Zero(t, j.wrong, "decisions against the rule, of %d", j.all)
 				assert.Positive(t, j.left)
 				t.Logf("60 %% load: %.1f %% of %d turns stay, %.3f of what they left is cached; one home at twice its capacity: %.1f %% stay, %d of %d leave it, %.3f cached; rule: %+v",
-					100*s.calm.stay(), s.calm.stayed+s.calm.left, s.calm.hitRate(), 100*s.after.stay(), s.away.left, s.away.left+s.away.stayed, s.after.hitRate(), j)
+					100*s.calm.stay(), s.calm.stayed+s.calm.left, s.calm.hitRate(), 100*s.after.stay(),
+					s.away.left, s.away.left+s.away.stayed, s.after.hitRate(), j)
 				c.Quiet()
 			})
 		})

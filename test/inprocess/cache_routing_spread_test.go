@@ -32,7 +32,10 @@ func TestRT4SharedSystemPromptWarmsAllRanks(t *testing.T) {
 	skipShort(t)
 	const ranks, requests, system, own, output = 8, 600, 2048, 256, 16
 	const gap = own * 47 * time.Microsecond * 10 / 7 / ranks
-	for _, routing := range some(5, append([]string{"{policy: lmetric-1}", "{policy: mex}", "{policy: cache-aware, preset: tuned}", "{policy: least-kv}"}, workRouting()...)...) {
+	for _, routing := range some(5, append([]string{
+		"{policy: lmetric-1}", "{policy: mex}",
+		"{policy: cache-aware, preset: tuned}", "{policy: least-kv}",
+	}, workRouting()...)...) {
 		t.Run(routing, func(t *testing.T) {
 			t.Parallel()
 			synctest.Test(t, func(t *testing.T) {
@@ -50,7 +53,8 @@ func TestRT4SharedSystemPromptWarmsAllRanks(t *testing.T) {
 				})
 				assert.Len(t, y.first, ranks, "warm after 200 requests")
 				assert.LessOrEqual(t, y.spread(ranks), 1.3)
-				t.Logf("%d requests, busiest rank %.2f times the mean, %.1f %% cached, %v", requests, y.spread(ranks), 100*y.hitRate(), y.ranks)
+				t.Logf("%d requests, busiest rank %.2f times the mean, %.1f %% cached, %v", requests,
+					y.spread(ranks), 100*y.hitRate(), y.ranks)
 				c.Quiet()
 			})
 		})
@@ -61,7 +65,8 @@ func TestRT4SharedSystemPromptWarmsAllRanks(t *testing.T) {
 // both have as much to do.
 func TestRT6ColdPromptsGoToTheIdleRank(t *testing.T) {
 	const busy, prompt = 12, 2048
-	for _, routing := range fewer(append(workRouting(), "{policy: lmetric-1}", "{policy: mex}", "{policy: cache-aware, preset: tuned}", "{policy: least-kv}", "{policy: scoring, preset: tuned}")) {
+	for _, routing := range fewer(append(workRouting(), "{policy: lmetric-1}", "{policy: mex}",
+		"{policy: cache-aware, preset: tuned}", "{policy: least-kv}", "{policy: scoring, preset: tuned}")) {
 		t.Run(routing, func(t *testing.T) {
 			t.Parallel()
 			synctest.Test(t, func(t *testing.T) {
@@ -100,7 +105,9 @@ func TestRT6ColdPromptsGoToTheIdleRank(t *testing.T) {
 
 // RT9: a prompt of 100,000 tokens prefills on one rank of four; ten of 100 tokens come, and none goes there.
 func TestRT9ShortPromptsKeepAwayFromALongPrefill(t *testing.T) {
-	for _, routing := range fewer(append(workRouting(), "{policy: lmetric-1}", "{policy: mex}", "{policy: lmetric}", "{policy: kv}", "{policy: least-kv}", "{policy: scoring}", "{policy: sticky, preset: tuned}")) {
+	for _, routing := range fewer(append(workRouting(), "{policy: lmetric-1}", "{policy: mex}",
+		"{policy: lmetric}", "{policy: kv}", "{policy: least-kv}", "{policy: scoring}",
+		"{policy: sticky, preset: tuned}")) {
 		t.Run(routing, func(t *testing.T) {
 			t.Parallel()
 			synctest.Test(t, func(t *testing.T) {
@@ -130,7 +137,8 @@ func TestRT9ShortPromptsKeepAwayFromALongPrefill(t *testing.T) {
 				require.True(t, a.ok(), a)
 				require.Less(t, short, took, "the long prefill outlasts the others")
 				assert.Zero(t, y.ranks[a.rank], "beside the long prefill")
-				t.Logf("0 of 10 on rank %s, whose prefill took %s: %v", a.rank, took.Round(time.Millisecond), y.ranks)
+				t.Logf("0 of 10 on rank %s, whose prefill took %s: %v", a.rank, took.Round(time.Millisecond),
+					y.ranks)
 				c.Quiet()
 			})
 		})
@@ -169,8 +177,10 @@ func TestRT10FullRanksOfAGroupGetNothing(t *testing.T) {
 			t.Parallel()
 			synctest.Test(t, func(t *testing.T) {
 				c := harness.New(t)
-				c.Deploy(simApp("a", ranks, "lockstep", "num_gpu_blocks_override: 2048, max_model_len: 32768, max_num_seqs: 32, sim_step_ms: 100",
-					"max_ongoing_requests: 256", fmt.Sprintf("routing: {policy: %s, busy_threshold: %v}", routing, limit)))
+				c.Deploy(simApp("a", ranks, "lockstep",
+					"num_gpu_blocks_override: 2048, max_model_len: 32768, max_num_seqs: 32, sim_step_ms: 100",
+					"max_ongoing_requests: 256", fmt.Sprintf("routing: {policy: %s, busy_threshold: %v}",
+						routing, limit)))
 				c.WaitStatus("a", "RUNNING")
 				r := rand.New(rand.NewPCG(10, 10))
 				var little, rest []func()
@@ -183,7 +193,8 @@ func TestRT10FullRanksOfAGroupGetNothing(t *testing.T) {
 				y, stop := newTally(0), make(chan struct{})
 				var sent atomic.Uint64
 				wg := crowd(clients, stop, func() {
-					y.note(t, askIDs(t.Context(), c, "a", freshPrompt(rand.New(rand.NewPCG(11, sent.Add(1))), 64), 8))
+					y.note(t, askIDs(t.Context(), c, "a", freshPrompt(rand.New(rand.NewPCG(11, sent.Add(1))),
+						64), 8))
 				})
 				queues, instant := map[string]int{}, 0.0
 				for range 20 {
@@ -198,7 +209,8 @@ func TestRT10FullRanksOfAGroupGetNothing(t *testing.T) {
 				time.Sleep(4 * time.Second)
 				between := y.take() // 93 %
 				for _, served := range []map[string]int{above, between} {
-					assert.Len(t, served, ranks-len(full), "the others of the group serve, and no more: %v", served)
+					assert.Len(t, served, ranks-len(full), "the others of the group serve, and no more: %v",
+						served)
 					assert.Zero(t, served["0/2"]+served["0/5"], "%v", served)
 				}
 				assert.Positive(t, worst, "something waits")
@@ -252,12 +264,14 @@ func TestRT16BusyThresholdHoldsUnderEveryPolicy(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				c := harness.New(t)
 				c.Expect(harness.RequestRefused)
-				c.Deploy(simApp("a", 4, "independent", "num_gpu_blocks_override: 256, max_model_len: 4096, sim_step_ms: 50",
+				c.Deploy(simApp("a", 4, "independent",
+					"num_gpu_blocks_override: 256, max_model_len: 4096, sim_step_ms: 50",
 					"routing: {policy: "+policy+", busy_threshold: 0.5}"))
 				c.WaitStatus("a", "RUNNING")
 				r := rand.New(rand.NewPCG(16, 16))
 				ask := func(rank int) *idAnswer {
-					return askIDs(t.Context(), c, "a", freshPrompt(r, 40), 1, "x-dpserve-rank", fmt.Sprintf("0/%d", rank), "x-session-id", fmt.Sprint(r.Uint32()))
+					return askIDs(t.Context(), c, "a", freshPrompt(r, 40), 1, "x-dpserve-rank",
+						fmt.Sprintf("0/%d", rank), "x-session-id", fmt.Sprint(r.Uint32()))
 				}
 				var release []func()
 				above := func(ranks ...int) {
@@ -287,7 +301,8 @@ func TestRT16BusyThresholdHoldsUnderEveryPolicy(t *testing.T) {
 					return nil
 				})
 				assert.LessOrEqual(t, time.Since(fell), 1200*time.Millisecond)
-				t.Logf("%v; then %d %s, Retry-After %s; answers again after %s", y.ranks, refused.status, refused.code, refused.retry,
+				t.Logf("%v; then %d %s, Retry-After %s; answers again after %s", y.ranks, refused.status,
+					refused.code, refused.retry,
 					time.Since(fell).Round(time.Millisecond))
 				c.Quiet()
 			})

@@ -35,7 +35,8 @@ func TestQueueTimeout(t *testing.T) {
 			wg.Go(func() {
 				time.Sleep(time.Duration(i) * time.Second)
 				began := time.Now()
-				resp, err := c.Post(t.Context(), "/v1/chat/completions", harness.Chat("a", "hello", 1, i == 1))
+				resp, err := c.Post(t.Context(), "/v1/chat/completions",
+					harness.Chat("a", "hello", 1, i == 1))
 				if err != nil {
 					t.Error(err)
 					return
@@ -111,7 +112,8 @@ func TestFirstTokenDeadline(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				c := harness.New(t)
 				c.Expect(harness.RequestRefused)
-				c.Deploy(simApp("a", ranks, "independent", "sim_step_ms: 10", "routing: {policy: round-robin}", "timeouts: {first_token_s: 5}"))
+				c.Deploy(simApp("a", ranks, "independent", "sim_step_ms: 10",
+					"routing: {policy: round-robin}", "timeouts: {first_token_s: 5}"))
 				c.WaitStatus("a", "RUNNING")
 				c.Fail("a", 0, 0, sim.Fault{Mode: sim.ModeHang})
 				for range ranks {
@@ -258,7 +260,10 @@ func TestTicketOfAVanishedIngressLapses(t *testing.T) {
 
 		ctx, vanish := context.WithCancel(t.Context())
 		reply := make(chan msg.AdmitReply, 1)
-		require.NoError(t, m.box.TrySend(msg.Admit{Ctx: ctx, ReqID: 1, Epoch: 1, Tokens: 10, Ingress: "elsewhere", Reply: reply}))
+		require.NoError(t, m.box.TrySend(msg.Admit{
+			Ctx: ctx, ReqID: 1, Epoch: 1, Tokens: 10,
+			Ingress: "elsewhere", Reply: reply,
+		}))
 		require.Equal(t, msg.Granted, (<-reply).Refusal)
 		synctest.Wait() // the answer comes before the rank has booked it
 		assert.Equal(t, 1, c.Rank("a", 0, 0).InFlight)
@@ -310,7 +315,8 @@ func TestTripAndItsCanaries(t *testing.T) {
 				assert.Equal(t, map[string]int{"1 0/0": 5, "1 0/1": 5}, served(10))
 				cleared := c.Journal.Times("rank answers again")
 				require.Len(t, cleared, 1)
-				assert.InDelta(t, 7, cleared[0].Sub(tripped[0]).Seconds(), 0.02, "1 s, 2 s, 4 s, and the time of a token")
+				assert.InDelta(t, 7, cleared[0].Sub(tripped[0]).Seconds(), 0.02,
+					"1 s, 2 s, 4 s, and the time of a token")
 				assert.Equal(t, uint64(1), c.Unit("a/0/0").Epoch)
 				c.Quiet()
 			})

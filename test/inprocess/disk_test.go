@@ -76,8 +76,10 @@ func TestLeadersDiskHangs(t *testing.T) {
 					c.Leader(well...)
 					took := time.Since(began)
 					t.Logf("stood down %s after the write, another node leads after %s", stood, took)
-					assert.LessOrEqual(t, stood, 2*time.Second, "the contract is 5 s; 1.5 s of them are for the write")
-					assert.LessOrEqual(t, took, 7*time.Second, "5 s, and an election time-out more when the vote is split")
+					assert.LessOrEqual(t, stood, 2*time.Second,
+						"the contract is 5 s; 1.5 s of them are for the write")
+					assert.LessOrEqual(t, took, 7*time.Second,
+						"5 s, and an election time-out more when the vote is split")
 					assert.False(t, sick.Leads())
 					assert.NotEqual(t, http.StatusAccepted, <-refused)
 					deployed(t, well[0], spread("b", 1, "route_prefix: /b"))
@@ -109,16 +111,23 @@ func TestLeadersDiskHangs(t *testing.T) {
 func TestOnlyVotersDiskIsSick(t *testing.T) {
 	t.Parallel()
 	for _, rule := range []string{"serve", "fence"} {
-		for name, sicken := range map[string]func(*harness.Disk){"full": (*harness.Disk).Fill, "hangs": (*harness.Disk).Hang} {
+		for name, sicken := range map[string]func(*harness.Disk){
+			"full":  (*harness.Disk).Fill,
+			"hangs": (*harness.Disk).Hang,
+		} {
 			t.Run(rule+" "+name, func(t *testing.T) {
 				t.Parallel()
 				synctest.Test(t, func(t *testing.T) {
-					c := harness.New(t, harness.Nodes(2), harness.Slots(4), harness.Roles(1, "worker", "ingress"), harness.OnLeaseLoss(rule))
+					c := harness.New(t, harness.Nodes(2), harness.Slots(4),
+						harness.Roles(1, "worker", "ingress"), harness.OnLeaseLoss(rule))
 					c.Expect(harness.NodeFails, harness.DiskFails)
 					c.Deploy(spread("a", 4))
 					c.WaitStatus("a", "RUNNING")
 					time.Sleep(5 * time.Second)
-					loads := []*traffic{ask(t, c.Peer(0), "a", 400*time.Millisecond, 10), ask(t, c.Peer(1), "a", 400*time.Millisecond, 10)}
+					loads := []*traffic{
+						ask(t, c.Peer(0), "a", 400*time.Millisecond, 10),
+						ask(t, c.Peer(1), "a", 400*time.Millisecond, 10),
+					}
 
 					sicken(c.Peer(0).Disk)
 					code, text := try(t, c.Peer(0), "refused")

@@ -56,7 +56,8 @@ func allAlive(t *testing.T, c *harness.Cluster, app string) {
 func TestCertificatesAreRenewedUnderAnOpenStream(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		c := harness.New(t, harness.Nodes(2), harness.Slots(2), harness.OnDisk(), harness.Roles(0, "control", "ingress"), harness.Roles(1, "worker"))
+		c := harness.New(t, harness.Nodes(2), harness.Slots(2), harness.OnDisk(),
+			harness.Roles(0, "control", "ingress"), harness.Roles(1, "worker"))
 		c.Expect(harness.NodeFails)
 		began := time.Now()
 		c.Deploy(simApp("a", 2, "independent", "sim_step_ms: 100", "routing: {policy: direct}"))
@@ -89,8 +90,13 @@ func TestCertificatesAreRenewedUnderAnOpenStream(t *testing.T) {
 func TestAClusterThatWasOffFor60DaysStartsByItself(t *testing.T) {
 	t.Parallel()
 	for name, roles := range map[string][][]string{
-		"one control node":    {{"control", "ingress"}, {"worker"}, {"ingress"}},
-		"three control nodes": {{"control", "worker", "ingress"}, {"control", "worker"}, {"control"}, {"worker"}},
+		"one control node": {{"control", "ingress"}, {"worker"}, {"ingress"}},
+		"three control nodes": {
+			{"control", "worker", "ingress"},
+			{"control", "worker"},
+			{"control"},
+			{"worker"},
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

@@ -18,7 +18,7 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// Times of a cut. docs/acceptance.md, rows MB2 and MB3.
+// Times of a cut. test/acceptance.md, rows MB2 and MB3.
 const (
 	cutFor    = 30 * time.Second
 	stopsIn   = time.Second
@@ -125,7 +125,8 @@ func cutOff(t *testing.T, rule string) {
 	}
 	for i, d := range notes {
 		stale := d.all(func(h rankRecord) bool {
-			return h.kind == msg.RecAdmitted && h.ingress == others[i].ID && h.epoch == 1 && h.at.After(again) && held[strings.TrimPrefix(h.unit, "a/")]
+			return h.kind == msg.RecAdmitted && h.ingress == others[i].ID && h.epoch == 1 &&
+				h.at.After(again) && held[strings.TrimPrefix(h.unit, "a/")]
 		})
 		assert.Empty(t, stale, "admitted under an old epoch")
 	}
@@ -159,7 +160,10 @@ func writes(t *testing.T, p *harness.Peer, from time.Time) <-chan []string {
 		var taken []string
 		var mu sync.Mutex
 		var all sync.WaitGroup
-		for _, after := range []time.Duration{0, 50 * time.Millisecond, 500 * time.Millisecond, 2 * time.Second, 5 * time.Second, 15 * time.Second} {
+		for _, after := range []time.Duration{
+			0, 50 * time.Millisecond, 500 * time.Millisecond,
+			2 * time.Second, 5 * time.Second, 15 * time.Second,
+		} {
 			time.Sleep(time.Until(from.Add(after)))
 			all.Go(func() {
 				ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)

@@ -36,10 +36,16 @@ func TestThreeNodesForm(t *testing.T) {
 		}
 		for rank := range 6 { // the Router as a service says whose view a URL is, and reaches every rank too
 			r, name := c.Router("a"), fmt.Sprintf("0/%d", rank)
-			w, err := r.BestWorker(t.Context(), client.BestWorkerRequest{TokenIDs: []uint32{1, 2, 3}, Worker: name})
+			w, err := r.BestWorker(t.Context(), client.BestWorkerRequest{
+				TokenIDs: []uint32{1, 2, 3},
+				Worker:   name,
+			})
 			require.NoError(t, err)
 			assert.Contains(t, ranksOn(c.Peer(0), w.Node), name)
-			for part, err := range r.Generate(t.Context(), client.GenerateRequest{TokenIDs: []uint32{1, 2, 3}, Worker: name, Sampling: map[string]any{"max_tokens": 2}}) {
+			for part, err := range r.Generate(t.Context(), client.GenerateRequest{
+				TokenIDs: []uint32{1, 2, 3},
+				Worker:   name, Sampling: map[string]any{"max_tokens": 2},
+			}) {
 				require.NoError(t, err)
 				assert.Contains(t, []string{"", name}, part.Worker)
 			}

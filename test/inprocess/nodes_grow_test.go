@@ -12,7 +12,7 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// Times of a cluster that grows. docs/acceptance.md, rows MB1 and RG7.
+// Times of a cluster that grows. test/acceptance.md, rows MB1 and RG7.
 const (
 	growthPause = time.Second
 	gangReady   = 10 * time.Second
@@ -62,7 +62,8 @@ func TestThirdGangServesAfterANodeJoins(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t, harness.Nodes(2), harness.Slots(5))
-		code, text := c.Do(http.MethodPut, "/api/v1/apps?file=app.yaml&partial=true", simApp("gangs", 4, "lockstep", "sim_step_ms: 10", "num_groups: 3"))
+		code, text := c.Do(http.MethodPut, "/api/v1/apps?file=app.yaml&partial=true",
+			simApp("gangs", 4, "lockstep", "sim_step_ms: 10", "num_groups: 3"))
 		require.Equal(t, http.StatusAccepted, code, text)
 		time.Sleep(time.Minute)
 		st, _ := c.App("gangs")

@@ -15,7 +15,7 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// takesAgain is how long after the leader's death assignments are taken again. docs/acceptance.md, row RG4.
+// takesAgain is how long after the leader's death assignments are taken again. test/acceptance.md, row RG4.
 const takesAgain = 3 * time.Second
 
 // The leader, which has no ranks, dies under load: only the leadership changes.
@@ -35,7 +35,8 @@ func TestLeaderDies(t *testing.T) {
 		engines := len(c.Engines.Live())
 		var loads []*traffic
 		for _, p := range c.Peers()[1:] {
-			loads = append(loads, ask(t, p, "a", 50*time.Millisecond, 20), ask(t, p, "gang", 50*time.Millisecond, 20))
+			loads = append(loads, ask(t, p, "a", 50*time.Millisecond, 20),
+				ask(t, p, "gang", 50*time.Millisecond, 20))
 		}
 		time.Sleep(3 * time.Second)
 
@@ -65,7 +66,8 @@ func owners(p *harness.Peer) map[string]string {
 	for _, a := range p.Apps() {
 		for _, u := range a.Units {
 			for _, k := range u.Ranks {
-				out[fmt.Sprintf("%s %d", u.Unit, k.Rank)] = fmt.Sprintf("%s %s epoch %d incarnation %s %s", k.Node, k.URL, u.Epoch, k.Incarnation, u.Phase)
+				out[fmt.Sprintf("%s %d", u.Unit, k.Rank)] = fmt.Sprintf("%s %s epoch %d incarnation %s %s",
+					k.Node, k.URL, u.Epoch, k.Incarnation, u.Phase)
 			}
 		}
 	}

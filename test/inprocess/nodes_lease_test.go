@@ -18,7 +18,8 @@ import (
 func TestLeasesLastAsLongAsTheClusterSays(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		c := harness.New(t, harness.Nodes(2), harness.OnDisk(), harness.Timers(map[string]time.Duration{"lease_ttl": 20 * time.Second}),
+		c := harness.New(t, harness.Nodes(2), harness.OnDisk(),
+			harness.Timers(map[string]time.Duration{"lease_ttl": 20 * time.Second}),
 			harness.Roles(1, "worker"))
 		require.Equal(t, int64(20_000), c.Peer(1).State().LeaseTTL)
 		c.Peer(0).Close()

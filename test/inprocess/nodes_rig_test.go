@@ -19,7 +19,8 @@ import (
 
 // spread is an app of independent ranks that go to as many nodes as there are.
 func spread(name string, dp int, more ...string) string {
-	return simApp(name, dp, "independent", "sim_step_ms: 10", append(more, "placement_group_strategy: SPREAD")...)
+	return simApp(name, dp, "independent", "sim_step_ms: 10", append(more,
+		"placement_group_strategy: SPREAD")...)
 }
 
 // recordLog records which news of the ranks an ingress received, and when. It implements msg.Sink.
@@ -52,7 +53,8 @@ func (d *recordLog) Deliver(r *msg.Record) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.seen = append(d.seen, rankRecord{
-		time.Now(), r.Kind, r.Unit, r.Ingress, r.Rank.Rank(), r.Epoch, r.Incarnation, r.Fenced, r.Silent, r.Draining,
+		time.Now(), r.Kind, r.Unit, r.Ingress, r.Rank.Rank(), r.Epoch, r.Incarnation, r.Fenced, r.Silent,
+		r.Draining,
 	})
 }
 
@@ -85,7 +87,9 @@ type traffic struct {
 }
 
 // ask begins a load of short streams.
-func ask(t *testing.T, p *harness.Peer, model string, every time.Duration, tokens int, header ...string) *traffic {
+func ask(t *testing.T, p *harness.Peer, model string, every time.Duration, tokens int,
+	header ...string,
+) *traffic {
 	if testing.Short() {
 		every *= 3
 	}
@@ -140,7 +144,8 @@ func clean(t *testing.T, list []asked) (broken int) {
 		case a.Status == 200 && a.FirstByte() && a.Error != "":
 			broken++
 		default:
-			assert.Fail(t, "failed before the first byte, or without an error event", "asked at %s: %s", a.at.Format("05.000"), a.Stream)
+			assert.Fail(t, "failed before the first byte, or without an error event", "asked at %s: %s",
+				a.at.Format("05.000"), a.Stream)
 		}
 	}
 	return broken
@@ -180,7 +185,8 @@ func allReady(c *harness.Cluster, app string, want int) error {
 
 // put deploys through a node; code 0: no answer.
 func put(ctx context.Context, p *harness.Peer, yaml string) (code int, text string) {
-	req, err := http.NewRequestWithContext(ctx, http.MethodPut, p.Admin()+"/api/v1/apps?file=app.yaml", strings.NewReader(yaml))
+	req, err := http.NewRequestWithContext(ctx, http.MethodPut, p.Admin()+"/api/v1/apps?file=app.yaml",
+		strings.NewReader(yaml))
 	if err != nil {
 		return 0, err.Error()
 	}

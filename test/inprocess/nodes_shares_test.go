@@ -20,41 +20,49 @@ func TestIngressesShareAFullRank(t *testing.T) {
 	for _, c := range []struct {
 		ingresses, ranks, slots int
 		far                     time.Duration
-	}{{2, 1, 2, 5 * time.Millisecond}, {2, 1, 2, 30 * time.Millisecond}, {4, 1, 2, 5 * time.Millisecond}, {4, 3, 2, 5 * time.Millisecond}, {2, 1, 8, 5 * time.Millisecond}} {
-		t.Run(fmt.Sprintf("%d ingresses, %d ranks of %d, %s away", c.ingresses, c.ranks, c.slots, c.far), func(t *testing.T) {
-			t.Parallel()
-			synctest.Test(t, func(t *testing.T) {
-				options := []harness.Option{harness.Nodes(c.ingresses), harness.Slots(c.ranks)}
-				for i := 1; i < c.ingresses; i++ {
-					options = append(options, harness.Roles(i, "ingress"))
-				}
-				n := harness.New(t, options...)
-				for _, p := range n.Peers()[1:] {
-					n.Net.Delay(n.Peer(0).Host, p.Host, c.far)
-					n.Net.Delay(p.Host, n.Peer(0).Host, c.far)
-				}
-				n.Deploy(simApp("a", c.ranks, "independent", "sim_step_ms: 20", fmt.Sprintf("max_ongoing_requests: %d", c.slots)))
-				n.WaitStatus("a", "RUNNING")
-				for _, p := range n.Peers()[1:] {
-					p.WaitStatus("a", "RUNNING")
-				}
-				answered := served(t, n, "a", 8*c.ranks*c.slots/2, 30*time.Second)
-				sum := 0
-				for _, k := range answered {
-					sum += k
-				}
-				fair := float64(sum) / float64(len(answered))
-				for i, k := range answered {
-					assert.InDelta(t, fair, float64(k), 0.2*fair, "ingress %d of %v", i, answered)
-				}
-				// Ten tokens of 20 ms hold a place for 200 ms, and what is held for a far ingress is free for
-				// two ways.
-				most := 30.0 * float64(c.ranks*c.slots) / (0.2 + 4*c.far.Seconds())
-				assert.Greater(t, float64(sum), 0.7*most, "the places are used")
-				t.Log(answered, most)
-				n.Quiet()
+	}{
+		{2, 1, 2, 5 * time.Millisecond},
+		{2, 1, 2, 30 * time.Millisecond},
+		{4, 1, 2, 5 * time.Millisecond},
+		{4, 3, 2, 5 * time.Millisecond},
+		{2, 1, 8, 5 * time.Millisecond},
+	} {
+		t.Run(fmt.Sprintf("%d ingresses, %d ranks of %d, %s away", c.ingresses, c.ranks, c.slots, c.far),
+			func(t *testing.T) {
+				t.Parallel()
+				synctest.Test(t, func(t *testing.T) {
+					options := []harness.Option{harness.Nodes(c.ingresses), harness.Slots(c.ranks)}
+					for i := 1; i < c.ingresses; i++ {
+						options = append(options, harness.Roles(i, "ingress"))
+					}
+					n := harness.New(t, options...)
+					for _, p := range n.Peers()[1:] {
+						n.Net.Delay(n.Peer(0).Host, p.Host, c.far)
+						n.Net.Delay(p.Host, n.Peer(0).Host, c.far)
+					}
+					n.Deploy(simApp("a", c.ranks, "independent", "sim_step_ms: 20",
+						fmt.Sprintf("max_ongoing_requests: %d", c.slots)))
+					n.WaitStatus("a", "RUNNING")
+					for _, p := range n.Peers()[1:] {
+						p.WaitStatus("a", "RUNNING")
+					}
+					answered := served(t, n, "a", 8*c.ranks*c.slots/2, 30*time.Second)
+					sum := 0
+					for _, k := range answered {
+						sum += k
+					}
+					fair := float64(sum) / float64(len(answered))
+					for i, k := range answered {
+						assert.InDelta(t, fair, float64(k), 0.2*fair, "ingress %d of %v", i, answered)
+					}
+					// Ten tokens of 20 ms hold a place for 200 ms, and what is held for a far ingress is free
+					// for two ways.
+					most := 30.0 * float64(c.ranks*c.slots) / (0.2 + 4*c.far.Seconds())
+					assert.Greater(t, float64(sum), 0.7*most, "the places are used")
+					t.Log(answered, most)
+					n.Quiet()
+				})
 			})
-		})
 	}
 }
 

@@ -12,7 +12,7 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// Times of the leases and streams, as they are promised. docs/acceptance.md, row MB1.
+// Times of the leases and streams, as they are promised. test/acceptance.md, row MB1.
 const (
 	suspectAt = time.Second
 	outAt     = 3 * time.Second
@@ -36,7 +36,10 @@ func TestSilentNodeLosesItsRanks(t *testing.T) {
 		diaries := []*recordLog{follow(c.Peer(0)), follow(c.Peer(1))}
 		time.Sleep(5 * time.Second)
 		long := askAtOnce(t, c.Peer(0), "a", 12, 400)
-		loads := []*traffic{ask(t, c.Peer(0), "a", 50*time.Millisecond, 10), ask(t, c.Peer(1), "a", 50*time.Millisecond, 10)}
+		loads := []*traffic{
+			ask(t, c.Peer(0), "a", 50*time.Millisecond, 10),
+			ask(t, c.Peer(1), "a", 50*time.Millisecond, 10),
+		}
 		time.Sleep(time.Second)
 
 		cut := time.Now()
@@ -51,17 +54,23 @@ func TestSilentNodeLosesItsRanks(t *testing.T) {
 		for i, l := range loads {
 			list := l.end()
 			broken := clean(t, list)
-			t.Logf("ingress %d: %d requests, %d broken after the first byte, node lost after %s", i+1, len(list), broken, at)
+			t.Logf("ingress %d: %d requests, %d broken after the first byte, node lost after %s", i+1,
+				len(list), broken, at)
 			for _, a := range list {
 				if when := a.at.Sub(cut); when > suspectAt+beat && when < outAt+beat {
 					assert.False(t, gone[a.Rank], "rank %s was picked %s after the cut", a.Rank, when)
 				}
-				assert.Less(t, a.First, outAt+time.Second, "asked %s after the cut: %s", a.at.Sub(cut), a.Stream)
-				assert.LessOrEqual(t, a.Total, pingOut+time.Second, "asked %s after the cut: %s", a.at.Sub(cut), a.Stream)
+				assert.Less(t, a.First, outAt+time.Second, "asked %s after the cut: %s", a.at.Sub(cut),
+					a.Stream)
+				assert.LessOrEqual(t, a.Total, pingOut+time.Second, "asked %s after the cut: %s",
+					a.at.Sub(cut), a.Stream)
 			}
 		}
 		for i, d := range diaries {
-			for what, limit := range map[msg.RecordKind]time.Duration{msg.RecSilent: suspectAt, msg.RecGone: outAt} {
+			for what, limit := range map[msg.RecordKind]time.Duration{
+				msg.RecSilent: suspectAt,
+				msg.RecGone:   outAt,
+			} {
 				list := d.all(func(h rankRecord) bool {
 					return h.kind == what && h.at.After(cut) && h.epoch == 1
 				})

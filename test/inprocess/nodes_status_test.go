@@ -60,7 +60,8 @@ func TestRanksOfADeadNodeAreShownUnreachable(t *testing.T) {
 			assert.Contains(t, st.Message, "is unreachable: node "+dead.ID+" is silent for ")
 			assert.Equal(t, 2, unreachableRanks(t, st, dead.ID), "asked at %s", p.ID)
 		}
-		assert.Less(t, time.Since(died), shownAt+100*time.Millisecond, "nobody waits for a node whose connections were reset")
+		assert.Less(t, time.Since(died), shownAt+100*time.Millisecond,
+			"nobody waits for a node whose connections were reset")
 		assert.False(t, lost(dead.ID)(c.Peer(0).State()), "it is not lost yet")
 		for id, u := range c.Peer(0).State().Units {
 			assert.Equal(t, uint64(1), u.Epoch, id)
@@ -139,7 +140,8 @@ func TestRanksOfADeadLeaderAreShownUnreachable(t *testing.T) {
 		assert.Equal(t, 2, unreachableRanks(t, st, dead.ID))
 		assert.Equal(t, 4, st.Ready)
 		for _, u := range st.Units { // the ages of ranks survive a change of leader
-			assert.True(t, since[u.Unit].Equal(u.Since.Truncate(time.Millisecond)), "%s: since %s, now %s", u.Unit, since[u.Unit], u.Since)
+			assert.True(t, since[u.Unit].Equal(u.Since.Truncate(time.Millisecond)), "%s: since %s, now %s",
+				u.Unit, since[u.Unit], u.Since)
 		}
 	})
 }
@@ -165,7 +167,8 @@ func TestRequestsForAnAppWithoutRoomAreRefusedWithTheReason(t *testing.T) {
 			harness.Roles(1, "control", "ingress"), harness.Roles(2, "control", "ingress"))
 		c.Expect(harness.RequestRefused)
 		c.WaitVoters(3)
-		code, text := c.Do(http.MethodPut, "/api/v1/apps?file=app.yaml&partial=true", simApp("gang", 2, "lockstep", "sim_step_ms: 10"))
+		code, text := c.Do(http.MethodPut, "/api/v1/apps?file=app.yaml&partial=true",
+			simApp("gang", 2, "lockstep", "sim_step_ms: 10"))
 		require.Equal(t, http.StatusAccepted, code, text)
 		for _, p := range c.Peers()[:3] {
 			code, text, took := chatAt(t, p, "gang") // the first may wait for one renewal

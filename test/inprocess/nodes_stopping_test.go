@@ -26,7 +26,8 @@ func stopBesideAStream(t *testing.T, leads bool) {
 	c := harness.New(t, harness.Nodes(3), harness.Slots(8))
 	c.Expect(harness.NodeFails)
 	c.WaitVoters(3)
-	c.Deploy(simApp("a", 6, "independent", "sim_step_ms: 10, max_model_len: 65536", "placement_group_strategy: SPREAD",
+	c.Deploy(simApp("a", 6, "independent", "sim_step_ms: 10, max_model_len: 65536",
+		"placement_group_strategy: SPREAD",
 		"graceful_shutdown_timeout_s: 600", "routing: {policy: direct}"))
 	c.WaitStatus("a", "RUNNING")
 	time.Sleep(5 * time.Second)

@@ -77,10 +77,12 @@ func TestTheRanksTimeAndOutputsReachAnotherNode(t *testing.T) {
 			// as chunks, without a usage
 			assert.InDelta(t, tokens, last.Out, 2, "the role and the end of a stream may count")
 			inHand := last.At - there[0].At
-			assert.InDelta(t, answer.Total.Seconds(), inHand.Seconds(), 0.1, "it is given back in a message of its own")
+			assert.InDelta(t, answer.Total.Seconds(), inHand.Seconds(), 0.1,
+				"it is given back in a message of its own")
 			if streamed {
 				require.Equal(t, msg.RecFirstToken, there[1].Kind)
-				assert.InDelta(t, answer.First.Seconds(), (there[1].At - there[0].At).Seconds(), 0.005, "however late its message is")
+				assert.InDelta(t, answer.First.Seconds(), (there[1].At - there[0].At).Seconds(), 0.005,
+					"however late its message is")
 			}
 			return there
 		}

@@ -61,7 +61,8 @@ func TestStandbyGetsNoVoteBeforeItHasTheLog(t *testing.T) {
 			return nil
 		})
 		pause := <-longest
-		t.Logf("node-2 got its vote with %d of %d entries applied; the longest write took %s", voted, was, pause)
+		t.Logf("node-2 got its vote with %d of %d entries applied; the longest write took %s", voted, was,
+			pause)
 		assert.Less(t, was-voted, uint64(300), "it had the log")
 		assert.LessOrEqual(t, pause, time.Second, "no write waited for it but for the way there and back")
 		c.WaitVoters(3)

@@ -58,7 +58,8 @@ func walkNodes(t *testing.T, seed uint64) {
 	r.c = harness.New(t, harness.Nodes(3), harness.Slots(8), harness.OnLeaseLoss(rule))
 	r.c.Expect(harness.NodeFails, harness.EngineFails, harness.RequestsFail)
 	r.c.WaitVoters(3)
-	r.c.Deploy(spread("a", 6) + simApp("gang", 6, "lockstep", "sim_step_ms: 10, sim_startup_s: 1", "placement_group_strategy: SPREAD")[len("applications:\n"):])
+	r.c.Deploy(spread("a", 6) + simApp("gang", 6, "lockstep", "sim_step_ms: 10, sim_startup_s: 1",
+		"placement_group_strategy: SPREAD")[len("applications:\n"):])
 	r.c.WaitStatus("a", "RUNNING")
 	r.c.WaitStatus("gang", "RUNNING")
 	dies := r.rand.IntN(3 * nodeSteps)
@@ -146,7 +147,10 @@ func (r *nodeWalk) ask(p *harness.Peer) {
 				assert.Contains(r.t, []string{"upstream_lost", "stalled", "drained"}, s.Error, s)
 				assert.False(r.t, s.Whole(), s)
 			default:
-				assert.Contains(r.t, []string{"overloaded", "queue_timeout", "no_ready_rank", "upstream_failed", "first_token_timeout"}, s.Error, s)
+				assert.Contains(r.t, []string{
+					"overloaded", "queue_timeout", "no_ready_rank",
+					"upstream_failed", "first_token_timeout",
+				}, s.Error, s)
 			}
 		})
 	}

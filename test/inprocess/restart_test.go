@@ -100,13 +100,16 @@ func TestLockstepGroupFailsAsOne(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)
 		c.Expect(harness.EngineFails, harness.StreamBreaks)
-		c.Deploy(simApp("gang", 4, "lockstep", "sim_step_ms: 20") + simApp("calm", 2, "independent", "sim_step_ms: 20")[len("applications:\n"):])
+		c.Deploy(simApp("gang", 4, "lockstep", "sim_step_ms: 20") + simApp("calm", 2, "independent",
+			"sim_step_ms: 20")[len("applications:\n"):])
 		c.WaitStatus("gang", "RUNNING")
 		before := c.WaitStatus("calm", "RUNNING")
 
 		cut, calm := make(chan *harness.Stream, 4), make(chan *harness.Stream, 4)
 		for i := range 4 {
-			go func() { cut <- c.StreamChat(t.Context(), "gang", 500, "x-dpserve-rank", "0/"+strconv.Itoa(i)) }()
+			go func() {
+				cut <- c.StreamChat(t.Context(), "gang", 500, "x-dpserve-rank", "0/"+strconv.Itoa(i))
+			}()
 			go func() { calm <- c.StreamChat(t.Context(), "calm", 500) }()
 		}
 		time.Sleep(2 * time.Second)
@@ -138,7 +141,8 @@ func TestLockstepGroupFailsAsOne(t *testing.T) {
 		for _, e := range c.Events("gang") {
 			if e.Phase == "fenced" {
 				assert.True(t, died.Equal(e.Time), "%s, killed at %s", e.Time, died)
-				assert.Contains(t, e.Reason, "rank 2: ", "its exit, or a probe that met its closed port first")
+				assert.Contains(t, e.Reason, "rank 2: ",
+					"its exit, or a probe that met its closed port first")
 			}
 		}
 		assert.Equal(t, seconds(1), waits(c, "gang", "gang/0"))

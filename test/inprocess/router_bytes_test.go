@@ -26,7 +26,8 @@ type writer struct {
 }
 
 var pieces = []string{
-	" ", "  ", "word ", "<b>", "</b>", " & ", ">", "'", `\n`, `\"`, `\\`, `\/`, `\u003c`, `\u003E`, `\u0026`, `\u00e9`, "é", "😀", `\ud83d\ude00`, "\u2028", `\u2028`,
+	" ", "  ", "word ", "<b>", "</b>", " & ", ">", "'", `\n`, `\"`, `\\`, `\/`, `\u003c`, `\u003E`, `\u0026`,
+	`\u00e9`, "é", "😀", `\ud83d\ude00`, "\u2028", `\u2028`,
 	"{}[],:", "0123456789",
 }
 
@@ -63,7 +64,8 @@ func (w *writer) body(model, route string) string {
 	}
 	prompt := ""
 	if route == chatRoute {
-		message := w.object(w.member("role", `"`+w.one("user", "assistant", "system")+`"`), w.member("content", `"`+w.text()+`"`))
+		message := w.object(w.member("role", `"`+w.one("user", "assistant", "system")+`"`),
+			w.member("content", `"`+w.text()+`"`))
 		if head == "" {
 			head = "[" + w.space() + message
 		} else {
@@ -80,7 +82,8 @@ func (w *writer) body(model, route string) string {
 		w.heads[route] = append(heads, head)
 	}
 	members := []string{prompt, w.member("model", `"`+model+`"`), w.member("max_tokens", "2")}
-	for _, more := range []string{w.member("user", `"<u&1>"`), w.member("metadata", `{"a" : [1 , {"b>":"<"}]}`), w.member("cache_salt", `"a&b"`), w.member("top_p", "1.0e0")} {
+	for _, more := range []string{w.member("user", `"<u&1>"`), w.member("metadata",
+		`{"a" : [1 , {"b>":"<"}]}`), w.member("cache_salt", `"a&b"`), w.member("top_p", "1.0e0")} {
 		if w.rand.IntN(4) == 0 {
 			members = append(members, more)
 		}
@@ -120,7 +123,8 @@ func TestExplainEqualsTheLiveRequestForEveryBody(t *testing.T) {
 			for _, rank := range x.Ranks {
 				require.Equal(t, was.Replay.Hits[rank.Worker], rank.HitTokens, "%s: %s", rank.Worker, body)
 				if rank.Picked {
-					require.Equal(t, strconv.Itoa(rank.HitTokens), resp.Header.Get("X-Dpserve-Cached-Tokens"), body)
+					require.Equal(t, strconv.Itoa(rank.HitTokens), resp.Header.Get("X-Dpserve-Cached-Tokens"),
+						body)
 					hits += min(1, rank.HitTokens)
 				}
 			}

@@ -18,7 +18,8 @@ import (
 
 // kvApp is a simulated application under policy kv.
 func kvApp(name string, ranks int) string {
-	return simApp(name, ranks, "independent", "sim_step_ms: 10", "routing: {policy: kv, params: {overlap_score_weight: 32}}")
+	return simApp(name, ranks, "independent", "sim_step_ms: 10",
+		"routing: {policy: kv, params: {overlap_score_weight: 32}}")
 }
 
 func idsOf(n int) []uint32 {
@@ -40,7 +41,10 @@ func TestRouterService(t *testing.T) {
 
 		var got []uint32
 		worker := ""
-		for p, err := range r.Generate(ctx, client.GenerateRequest{TokenIDs: ids, Sampling: map[string]any{"max_tokens": 8}, RequestID: "first"}) {
+		for p, err := range r.Generate(ctx, client.GenerateRequest{
+			TokenIDs: ids,
+			Sampling: map[string]any{"max_tokens": 8}, RequestID: "first",
+		}) {
 			require.NoError(t, err)
 			got = append(got, p.TokenIDs...)
 			worker += p.Worker
@@ -50,7 +54,8 @@ func TestRouterService(t *testing.T) {
 
 		w, err := r.BestWorker(ctx, client.BestWorkerRequest{TokenIDs: ids})
 		require.NoError(t, err)
-		assert.Equal(t, []any{worker, 9}, []any{w.Worker, w.OverlapBlocks}, "all blocks but the one with the last token")
+		assert.Equal(t, []any{worker, 9}, []any{w.Worker, w.OverlapBlocks},
+			"all blocks but the one with the last token")
 		x, err := r.Explain(ctx, client.Query{TokenIDs: ids})
 		require.NoError(t, err)
 		assert.Equal(t, []any{worker, "lowest_score", "kv"}, []any{x.Pick, x.Reason, x.Policy})

@@ -130,7 +130,8 @@ func (w *randomWalk) pick(list ...string) string { return list[w.rand.IntN(len(l
 func (w *randomWalk) deploy() {
 	name := w.pick(walkApps...)
 	yaml := simApp(name, 1+w.rand.IntN(3), w.pick("independent", "lockstep"),
-		"sim_step_ms: 20, num_gpu_blocks_override: 512, max_model_len: 4096, sim_startup_s: "+w.pick("0", "0", "0.5", "3"),
+		"sim_step_ms: 20, num_gpu_blocks_override: 512, max_model_len: 4096, sim_startup_s: "+w.pick("0", "0",
+			"0.5", "3"),
 		"routing: {policy: "+w.pick("power-of-two", "round-robin", "least-loaded", "random")+"}",
 		"max_ongoing_requests: "+w.pick("1", "2", "8"),
 		"timeouts: {queue_s: 20, first_token_s: 15, between_tokens_s: 10}",
@@ -185,7 +186,8 @@ func (w *randomWalk) fail() {
 	f.Count = w.rand.IntN(8)
 	f.AfterTokens = w.rand.IntN(5)
 	err := w.c.Inject(e.URL, f) // one that is starting cannot be told
-	w.note("fail %s %s for %v s, %d requests, after %d tokens: %v", e, f.Mode, f.ForS, f.Count, f.AfterTokens, err)
+	w.note("fail %s %s for %v s, %d requests, after %d tokens: %v", e, f.Mode, f.ForS, f.Count, f.AfterTokens,
+		err)
 }
 
 func (w *randomWalk) heal() {
@@ -243,7 +245,8 @@ func (w *randomWalk) end(s *harness.Stream, left bool) {
 		how = fmt.Sprintf("%d %s", s.Status, s.Error)
 		assert.True(w.t, s.Whole(), s)
 		assert.Contains(w.t, []string{
-			"404 model_not_found", "502 upstream_failed", "503 upstream_failed", "503 overloaded", "503 queue_timeout", "503 no_ready_rank",
+			"404 model_not_found", "502 upstream_failed", "503 upstream_failed", "503 overloaded",
+			"503 queue_timeout", "503 no_ready_rank",
 			"504 first_token_timeout",
 		}, how)
 	}
@@ -290,7 +293,8 @@ func (w *randomWalk) unsettled() error {
 		}
 	}
 	if len(names) != len(w.wanted) {
-		return fmt.Errorf("there are %v, wanted %v", slices.Sorted(maps.Keys(names)), slices.Sorted(maps.Keys(w.wanted)))
+		return fmt.Errorf("there are %v, wanted %v", slices.Sorted(maps.Keys(names)),
+			slices.Sorted(maps.Keys(w.wanted)))
 	}
 	if live := len(w.c.Engines.Live()); live != desired {
 		return fmt.Errorf("%d engines live, %d are wanted", live, desired)
@@ -306,7 +310,8 @@ func (w *randomWalk) engaged() error {
 			return err
 		}
 		if st.InFlight > 0 || st.Running > 0 || st.Waiting > 0 {
-			return fmt.Errorf("%s: %d in flight, %d running, %d waiting", e, st.InFlight, st.Running, st.Waiting)
+			return fmt.Errorf("%s: %d in flight, %d running, %d waiting", e, st.InFlight, st.Running,
+				st.Waiting)
 		}
 	}
 	return nil

@@ -57,7 +57,8 @@ func Hold(ctx context.Context, size int, hosts ...string) (base int, release fun
 		hosts = []string{Loopback}
 	}
 	for end := time.Now().Add(patience); ; time.Sleep(retryEvery) {
-		if base, release, err = search(ctx, cells(), size, hosts); err == nil || time.Now().After(end) || ctx.Err() != nil {
+		if base, release, err = search(ctx, cells(), size, hosts); err == nil || time.Now().After(end) ||
+			ctx.Err() != nil {
 			return base, release, err
 		}
 	}
@@ -115,7 +116,9 @@ func ephemeral() (lo, hi int) {
 }
 
 // search looks once at every run of cells, from a random one on.
-func search(ctx context.Context, bases []int, size int, hosts []string) (base int, release func(), err error) {
+func search(ctx context.Context, bases []int, size int, hosts []string) (base int, release func(),
+	err error,
+) {
 	width := (size + cellSize - 1) / cellSize
 	runs := len(bases) / max(width, 1)
 	if size < 1 || runs == 0 {

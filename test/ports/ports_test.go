@@ -35,7 +35,8 @@ func TestBlocksAvoidPortsThatProgramsListenOn(t *testing.T) {
 
 	assert.True(t, areFree(t.Context(), run, cellSize, []string{Loopback}))
 	assert.False(t, areFree(t.Context(), run+cellSize, cellSize, []string{Loopback}))
-	assert.False(t, areFree(t.Context(), run+2*cellSize, cellSize, []string{Loopback}), "the program listens on every address")
+	assert.False(t, areFree(t.Context(), run+2*cellSize, cellSize, []string{Loopback}),
+		"the program listens on every address")
 	assert.False(t, areFree(t.Context(), 18_000, 1, []string{Loopback}))
 
 	for range 20 {
@@ -73,7 +74,8 @@ func TestNoBlockIsInTheKernelsRange(t *testing.T) {
 	lo, hi := ephemeral()
 	for _, base := range cells() {
 		assert.False(t, base <= hi && lo < base+cellSize, "cell %d", base)
-		assert.False(t, base < 30_000 && 20_000 < base+cellSize, "cell %d is among the default ports of engines", base)
+		assert.False(t, base < 30_000 && 20_000 < base+cellSize,
+			"cell %d is among the default ports of engines", base)
 	}
 	assert.LessOrEqual(t, len(cells()), 1000, "every cell has a sign below 20000")
 }

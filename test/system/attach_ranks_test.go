@@ -25,7 +25,8 @@ func handEngine(t *testing.T) string {
 	addr := ports.TakeAddr(t)
 	_, port, err := net.SplitHostPort(addr)
 	require.NoError(t, err)
-	harness.Run(t, "engine", "sim", "--host", "127.0.0.1", "--port", port, "--served-model-name", "edge", "--sim-step-ms", "5")
+	harness.Run(t, "engine", "sim", "--host", "127.0.0.1", "--port", port, "--served-model-name", "edge",
+		"--sim-step-ms", "5")
 	deadline := time.Now().Add(harness.Patience)
 	for {
 		c, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", addr)
@@ -150,7 +151,8 @@ func TestRanksComeAndGo(t *testing.T) {
 	}, "the first rank drained and gone")
 	l.serves(r, 5, "0/1")
 	l.end(t)
-	assert.Equal(t, both["edge/0/1"], rankEpochs(r)["edge/0/1"], "the second one kept its number, epoch and incarnation")
+	assert.Equal(t, both["edge/0/1"], rankEpochs(r)["edge/0/1"],
+		"the second one kept its number, epoch and incarnation")
 	_, ok := r.Rank("edge", 0, 0)
 	assert.False(t, ok)
 	r.Quiet()

@@ -35,12 +35,16 @@ func TestBadRequests(t *testing.T) {
 		{"/v1/chat/completions", `{"model":"model-one","messages":[`, 400, "invalid_request"},
 		{"/v1/chat/completions", `[]`, 400, "invalid_request"},
 		{"/v1/chat/completions", ``, 400, "invalid_request"},
-		{"/v1/chat/completions", `{"model":"model-one","model":"model-two","messages":[]}`, 400, "invalid_request"},
+		{
+			"/v1/chat/completions", `{"model":"model-one","model":"model-two","messages":[]}`, 400,
+			"invalid_request",
+		},
 		{"/v1/chat/completions", `{"model":"model-one","n":129,"messages":[]}`, 400, "invalid_request"},
 		{"/v1/chat/completions", `{"messages":[]}`, 400, "invalid_request"},
 		{"/v1/chat/completions", `{"model":"other","messages":[]}`, 404, "model_not_found"},
 		{"/v1/embeddings", `{"model":"model-one","input":"x"}`, 404, "unsupported_route"},
-		{"/v1/chat/completions", `{"model":"model-one","messages":[{"role":"user","content":"` + strings.Repeat("x", 16<<20) + `"}]}`, 413, "body_too_large"},
+		{"/v1/chat/completions", `{"model":"model-one","messages":[{"role":"user","content":"` +
+			strings.Repeat("x", 16<<20) + `"}]}`, 413, "body_too_large"},
 	} {
 		resp, err := r.Post(t.Context(), c.path, c.body)
 		require.NoError(t, err)

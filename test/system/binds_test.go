@@ -32,7 +32,8 @@ func TestSP1LoopbackOnly(t *testing.T) {
 		files, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
 		require.NoError(t, err)
 		for _, f := range files {
-			if l, err := os.Readlink(fmt.Sprintf("/proc/%d/fd/%s", pid, f.Name())); err == nil && strings.HasPrefix(l, "socket:[") {
+			if l, err := os.Readlink(fmt.Sprintf("/proc/%d/fd/%s", pid, f.Name())); err == nil &&
+				strings.HasPrefix(l, "socket:[") {
 				inodes[strings.TrimSuffix(strings.TrimPrefix(l, "socket:["), "]")] = true
 			}
 		}

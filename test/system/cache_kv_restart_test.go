@@ -107,7 +107,8 @@ func TestKV2DpserveRestartsBesideAnEngine(t *testing.T) {
 		require.NoError(t, err)
 		_, pub, err := net.SplitHostPort(events)
 		require.NoError(t, err)
-		e := harness.Run(t, "engine", "sim", "--host", host, "--port", port, "--served-model-name", "a", "--sim-step-ms", "1", "--kv-events-config",
+		e := harness.Run(t, "engine", "sim", "--host", host, "--port", port, "--served-model-name", "a",
+			"--sim-step-ms", "1", "--kv-events-config",
 			fmt.Sprintf(`{"enable_kv_cache_events":true,"endpoint":"tcp://*:%s","replay_endpoint":"tcp://%s"}`, pub, replay))
 		e.Eventually(func() error { _, err := kvHeld(t, "http://"+api); return err }, "the engine answers")
 		return e
@@ -117,7 +118,8 @@ func TestKV2DpserveRestartsBesideAnEngine(t *testing.T) {
 	r := harness.StartIn(t, dir)
 	r.Expect(harness.EngineReplaced, harness.RequestRefused)
 	r.Deploy(fmt.Sprintf("applications:\n  - name: a\n    model: {id: a}\n    engine:\n      kind: attach\n      family: vllm\n      ranks:\n"+
-		"        - {url: \"http://%s\", kv_events: {connect: \"tcp://%s\", replay: \"tcp://%s\"}}\n%s", api, events, replay, kvRouting))
+		"        - {url: \"http://%s\", kv_events: {connect: \"tcp://%s\", replay: \"tcp://%s\"}}\n%s", api,
+		events, replay, kvRouting))
 	r.WaitStatus("a", "RUNNING")
 	kvLive(r, "a", 1)
 	for i := range 10 {
@@ -158,13 +160,21 @@ func TestKV9AndKV16RealProcesses(t *testing.T) {
 	r := harness.Start(t)
 	r.Expect(harness.CachingOff)
 	list := func(yaml string) string { return strings.TrimPrefix(yaml, "applications:\n") }
-	r.Deploy(simApp("settled", 1, "independent", "sim_step_ms: 1, block_size: 16, sim_settle_block_size: 768") + kvRouting +
-		list(simApp("uncached", 1, "independent", "sim_step_ms: 1, enable_prefix_caching: false")) + kvRouting +
-		list(strings.Replace(simApp("off", 1, "independent", "sim_step_ms: 1"), "{kind: sim,", "{kind: sim, kv_events: off,", 1)) + kvRouting +
-		list(simApp("weightless", 1, "independent", "sim_step_ms: 1")) + "    routing: {policy: kv, params: {overlap_score_weight: 0}}\n")
-	for app, told := range map[string]bool{"settled": true, "uncached": false, "off": false, "weightless": false} {
+	r.Deploy(simApp("settled", 1, "independent",
+		"sim_step_ms: 1, block_size: 16, sim_settle_block_size: 768") + kvRouting +
+		list(simApp("uncached", 1, "independent", "sim_step_ms: 1, enable_prefix_caching: false")) +
+		kvRouting +
+		list(strings.Replace(simApp("off", 1, "independent", "sim_step_ms: 1"), "{kind: sim,",
+			"{kind: sim, kv_events: off,", 1)) + kvRouting +
+		list(simApp("weightless", 1, "independent", "sim_step_ms: 1")) +
+		"    routing: {policy: kv, params: {overlap_score_weight: 0}}\n")
+	for app, told := range map[string]bool{
+		"settled": true, "uncached": false, "off": false,
+		"weightless": false,
+	} {
 		st := r.WaitStatus(app, "RUNNING")
-		assert.Equal(t, told, strings.Contains(cmdline(t, st.Units[0].Ranks[0].PID), "--kv-events-config"), app)
+		assert.Equal(t, told, strings.Contains(cmdline(t, st.Units[0].Ranks[0].PID), "--kv-events-config"),
+			app)
 		kvOn(r, app, "0/0", kvPrompt(1, 2000))
 	}
 	kvEqual(r, t, "settled")
@@ -176,7 +186,8 @@ func TestKV9AndKV16RealProcesses(t *testing.T) {
 		if err != nil {
 			return fmt.Errorf("%w: %s", err, out)
 		}
-		if text = string(out); !strings.Contains(text, "blocks of 768 tokens, the engine reported 16") || !strings.Contains(text, "uncached/0/0: the engine runs without prefix caching") {
+		if text = string(out); !strings.Contains(text, "blocks of 768 tokens, the engine reported 16") ||
+			!strings.Contains(text, "uncached/0/0: the engine runs without prefix caching") {
 			return fmt.Errorf("status says\n%s", text)
 		}
 		return nil

@@ -34,12 +34,16 @@ func kvPrompt(number, n int) []uint32 {
 // for, until the ingress knows it too, a moment after the controller says RUNNING.
 func kvOn(r *harness.Real, app, worker string, ids []uint32) {
 	r.T.Helper()
-	body, err := json.Marshal(map[string]any{"token_ids": ids, "worker": worker, "sampling": map[string]any{"max_tokens": 2}})
+	body, err := json.Marshal(map[string]any{
+		"token_ids": ids, "worker": worker,
+		"sampling": map[string]any{"max_tokens": 2},
+	})
 	require.NoError(r.T, err)
 	code, text := 0, ""
 	r.Expect(harness.RankNotKnownYet)
 	r.Eventually(func() error {
-		if code, text = r.Do(http.MethodPost, "/api/v1/routers/"+app+"/generate", string(body)); code == http.StatusServiceUnavailable {
+		if code, text = r.Do(http.MethodPost, "/api/v1/routers/"+app+"/generate",
+			string(body)); code == http.StatusServiceUnavailable {
 			return fmt.Errorf("%d %s", code, text)
 		}
 		return nil
@@ -83,7 +87,8 @@ func listening(t *testing.T, pid int) map[int]bool {
 	files, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
 	require.NoError(t, err)
 	for _, f := range files {
-		if l, err := os.Readlink(fmt.Sprintf("/proc/%d/fd/%s", pid, f.Name())); err == nil && strings.HasPrefix(l, "socket:[") {
+		if l, err := os.Readlink(fmt.Sprintf("/proc/%d/fd/%s", pid, f.Name())); err == nil &&
+			strings.HasPrefix(l, "socket:[") {
 			inodes[strings.TrimSuffix(strings.TrimPrefix(l, "socket:["), "]")] = true
 		}
 	}
@@ -117,8 +122,9 @@ func TestSP12EventSockets(t *testing.T) {
 		"bind on every interface": `kv_events: {bind: "tcp://0.0.0.0:5557"}`,
 		"another host's events":   `kv_events: {connect: "tcp://192.0.2.7:5557"}`,
 	} {
-		code, text := r.Do(http.MethodPost, "/api/v1/validate?file=app.yaml", "applications:\n  - name: x\n    model: {id: x}\n    engine:\n      kind: attach\n"+
-			"      family: vllm\n      ranks:\n        - {url: \"http://192.0.2.1:8000\", "+bad+"}\n")
+		code, text := r.Do(http.MethodPost, "/api/v1/validate?file=app.yaml",
+			"applications:\n  - name: x\n    model: {id: x}\n    engine:\n      kind: attach\n"+
+				"      family: vllm\n      ranks:\n        - {url: \"http://192.0.2.1:8000\", "+bad+"}\n")
 		assert.Equal(t, http.StatusBadRequest, code, "%s: %s", what, text)
 		assert.Contains(t, text, "kv_events")
 	}
@@ -148,7 +154,8 @@ func TestSP12EventSockets(t *testing.T) {
 	kvOn(r, "a", "0/2", kvPrompt(1, 640))
 	want := map[string]int{"0/2 gpu": 40}
 	r.Eventually(func() error {
-		if got := kvIndexed(r, "a"); got["0/2 gpu"] != want["0/2 gpu"] || got["0/0 gpu"]+got["0/1 gpu"]+got["0/3 gpu"] > 0 {
+		if got := kvIndexed(r, "a"); got["0/2 gpu"] != want["0/2 gpu"] ||
+			got["0/0 gpu"]+got["0/1 gpu"]+got["0/3 gpu"] > 0 {
 			return fmt.Errorf("%v", got)
 		}
 		return nil
@@ -171,13 +178,15 @@ func TestSP12EventSockets(t *testing.T) {
 		assert.Equal(t, uint64(1), k.Epoch)
 	}
 	r.Quiet()
-	t.Logf("SP12: %d event sockets of dpserve and %d of engines, all on loopback; index after abuse %v", len(events), len(replays), kvIndexed(r, "a"))
+	t.Logf("SP12: %d event sockets of dpserve and %d of engines, all on loopback; index after abuse %v",
+		len(events), len(replays), kvIndexed(r, "a"))
 }
 
 // abuse writes into a socket what no peer would, and leaves.
 func abuse(t *testing.T, port int) {
 	t.Helper()
-	greeting := append(append([]byte{0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3, 0}, "NULL"...), make([]byte, 48)...)
+	greeting := append(append([]byte{0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3, 0}, "NULL"...),
+		make([]byte, 48)...)
 	for _, junk := range [][]byte{
 		[]byte("GET / HTTP/1.1\r\nHost: x\r\n\r\n"),
 		bytes.Repeat([]byte{0xff}, 1<<16),
@@ -185,7 +194,8 @@ func abuse(t *testing.T, port int) {
 		append(append([]byte{}, greeting...), 6, 0x7f, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff),
 		greeting[:20],
 	} {
-		c, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(port)))
+		c, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", net.JoinHostPort("127.0.0.1",
+			strconv.Itoa(port)))
 		if err != nil {
 			continue // a port of a meeting that is over
 		}

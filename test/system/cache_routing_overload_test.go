@@ -25,12 +25,14 @@ func TestOV3BusyThresholdLetsGo(t *testing.T) {
 	t.Parallel()
 	r := harness.Start(t)
 	r.Expect(harness.RequestRefused)
-	r.Deploy(routed("small", 2, "independent", "num_gpu_blocks_override: 64, max_model_len: 1024, sim_step_ms: 20", "{busy_threshold: 0.2}"))
+	r.Deploy(routed("small", 2, "independent",
+		"num_gpu_blocks_override: 64, max_model_len: 1024, sim_step_ms: 20", "{busy_threshold: 0.2}"))
 	r.WaitStatus("small", "RUNNING")
 	ask := func(client, i, tokens int) int {
 		// 125 tokens: 8 of 64 blocks
 		prompt := fmt.Sprintf("%d %d ", client, i) + strings.Repeat("word ", 100)
-		resp, err := r.Post(t.Context(), "/v1/completions", fmt.Sprintf(`{"model":"small","prompt":%q,"max_tokens":%d,"ignore_eos":true}`, prompt, tokens))
+		resp, err := r.Post(t.Context(), "/v1/completions",
+			fmt.Sprintf(`{"model":"small","prompt":%q,"max_tokens":%d,"ignore_eos":true}`, prompt, tokens))
 		if err != nil {
 			t.Error(err)
 			return 0

@@ -27,7 +27,9 @@ func accepting() bool { return os.Getenv("DPSERVE_ACCEPTANCE") != "" }
 
 // soak sends n requests over one protocol from clients at once and returns the statuses other than 200, and
 // how many ranks answered.
-func soak(t *testing.T, r *harness.Real, model, policy string, n int, http2 bool) (failed map[string]int, ranks int) {
+func soak(t *testing.T, r *harness.Real, model, policy string, n int, http2 bool) (failed map[string]int,
+	ranks int,
+) {
 	t.Helper()
 	const clients = 32
 	protocols := new(http.Protocols)
@@ -62,10 +64,13 @@ func soak(t *testing.T, r *harness.Real, model, policy string, n int, http2 bool
 }
 
 // soakOne is one request; every second one streams, and eight of them share a beginning.
-func soakOne(ctx context.Context, client *http.Client, addr, model string, i int, http2 bool) (rank string, err error) {
+func soakOne(ctx context.Context, client *http.Client, addr, model string, i int, http2 bool) (rank string,
+	err error,
+) {
 	prompt := fmt.Sprintf("document %d: ", i/8) + strings.Repeat("text ", 40) + strconv.Itoa(i)
 	body := harness.Chat(model, prompt, 4, i%2 == 0)
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+addr+"/v1/chat/completions", strings.NewReader(body))
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+addr+"/v1/chat/completions",
+		strings.NewReader(body))
 	if err != nil {
 		return "", err
 	}
@@ -81,7 +86,8 @@ func soakOne(ctx context.Context, client *http.Client, addr, model string, i int
 	if err != nil {
 		return "", err
 	}
-	whole := strings.Contains(string(text), `"finish_reason":"length"`) && (i%2 == 1 || strings.HasSuffix(string(text), "data: [DONE]\n\n"))
+	whole := strings.Contains(string(text), `"finish_reason":"length"`) &&
+		(i%2 == 1 || strings.HasSuffix(string(text), "data: [DONE]\n\n"))
 	if resp.StatusCode != http.StatusOK || !whole || http2 != (resp.ProtoMajor == 2) {
 		return "", fmt.Errorf("status %d, whole %v, %s", resp.StatusCode, whole, resp.Proto)
 	}
@@ -110,9 +116,11 @@ func TestSK3EveryPolicySoaked(t *testing.T) {
 			t.Parallel()
 			r := harness.Start(t)
 			for _, policy := range c.policies {
-				r.Deploy(routed("soak", soakRanks, c.coupling, fmt.Sprintf("sim_speed: %d", c.speed), "{policy: "+policy+"}"))
+				r.Deploy(routed("soak", soakRanks, c.coupling, fmt.Sprintf("sim_speed: %d", c.speed),
+					"{policy: "+policy+"}"))
 				r.Eventually(func() error {
-					if st := r.App("soak"); st.Status != "RUNNING" || st.Policy != policy || st.Ready != soakRanks {
+					if st := r.App("soak"); st.Status != "RUNNING" || st.Policy != policy ||
+						st.Ready != soakRanks {
 						return fmt.Errorf("%s with %s, %d ready", st.Status, st.Policy, st.Ready)
 					}
 					return nil
@@ -124,7 +132,8 @@ func TestSK3EveryPolicySoaked(t *testing.T) {
 					r.Quiet()
 				}
 			}
-			t.Logf("%d requests over each of HTTP/1 and HTTP/2 under each of %d policies: 0 errors", requests, len(c.policies))
+			t.Logf("%d requests over each of HTTP/1 and HTTP/2 under each of %d policies: 0 errors", requests,
+				len(c.policies))
 			r.Delete("soak")
 			assert.Empty(t, r.Children())
 		})
@@ -175,7 +184,8 @@ func TestSK4LongPrompts(t *testing.T) {
 		n = 60 * rate
 	}
 	r := harness.Start(t)
-	r.Deploy(routed("long", 2, "independent", "sim_speed: 1000, max_model_len: 131072", "{policy: kv, preset: tuned}"))
+	r.Deploy(routed("long", 2, "independent", "sim_speed: 1000, max_model_len: 131072",
+		"{policy: kv, preset: tuned}"))
 	r.WaitStatus("long", "RUNNING")
 	documents := make([]string, 8) // most of a prompt is one of these
 	for i := range documents {
@@ -203,7 +213,8 @@ func TestSK4LongPrompts(t *testing.T) {
 	assert.LessOrEqual(t, took/time.Duration(n), 4*time.Second/rate)
 	assert.LessOrEqual(t, peak(t, r.PID), 2048)
 	t.Logf("%d prompts of %d tokens at %d a second: %.1f ms of processor time each (%.2f cores at that rate), at most %d MiB, %s of the prompt tokens cached", n, tokens, rate,
-		float64(took.Microseconds())/1000/float64(n), took.Seconds()/float64(n)*rate, peak(t, r.PID), cachedShare(t, r, "long"))
+		float64(took.Microseconds())/1000/float64(n), took.Seconds()/float64(n)*rate, peak(t, r.PID),
+		cachedShare(t, r, "long"))
 	r.Quiet()
 	r.Delete("long")
 	assert.Empty(t, r.Children())
@@ -221,7 +232,8 @@ func cachedShare(t *testing.T, r *harness.Real, app string) string {
 			require.NoError(t, err)
 			var st sim.Stats
 			decode(t, resp, &st)
-			all.PromptTokens, all.CachedTokens = all.PromptTokens+st.PromptTokens, all.CachedTokens+st.CachedTokens
+			all.PromptTokens, all.CachedTokens = all.PromptTokens+st.PromptTokens,
+				all.CachedTokens+st.CachedTokens
 		}
 	}
 	return fmt.Sprintf("%.0f %%", 100*float64(all.CachedTokens)/float64(max(1, all.PromptTokens)))
@@ -247,7 +259,8 @@ func TestSK4IdleRanks(t *testing.T) {
 	r.WaitStatus("idle", "RUNNING")
 	for i := range ranks { // two blocks for each
 		ids := strings.Repeat(strconv.Itoa(1000+i)+",", 39) + "1"
-		code, text := r.Do(http.MethodPost, "/api/v1/routers/idle/generate", fmt.Sprintf(`{"token_ids":[%s],"worker":"0/%d","sampling":{"max_tokens":1}}`, ids, i))
+		code, text := r.Do(http.MethodPost, "/api/v1/routers/idle/generate",
+			fmt.Sprintf(`{"token_ids":[%s],"worker":"0/%d","sampling":{"max_tokens":1}}`, ids, i))
 		require.Equal(t, http.StatusOK, code, text)
 	}
 	r.Quiet()
@@ -264,7 +277,8 @@ func TestSK4IdleRanks(t *testing.T) {
 	took, wall := cpu(t, r.PID)-before, time.Since(began)
 	assert.LessOrEqual(t, took.Seconds(), most*wall.Seconds())
 	assert.Equal(t, ranks, r.App("idle").Ready)
-	t.Logf("%d idle ranks: %.3f core over %s, at most %d MiB", ranks, took.Seconds()/wall.Seconds(), wall.Round(time.Second), peak(t, r.PID))
+	t.Logf("%d idle ranks: %.3f core over %s, at most %d MiB", ranks, took.Seconds()/wall.Seconds(),
+		wall.Round(time.Second), peak(t, r.PID))
 	r.Delete("idle")
 }
 
@@ -274,8 +288,10 @@ func attachedEngine(t *testing.T, model string, base int) string {
 	t.Helper()
 	port, events := strconv.Itoa(base), strconv.Itoa(base+1)
 	cfg, _, err := sim.ParseFlags([]string{
-		"--host", "127.0.0.1", "--port", port, "--served-model-name", model, "--num-gpu-blocks-override", "2048",
-		"--kv-events-config", `{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:` + events + `"}`,
+		"--host", "127.0.0.1", "--port", port, "--served-model-name", model, "--num-gpu-blocks-override",
+		"2048",
+		"--kv-events-config", `{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:` +
+			events + `"}`,
 	})
 	require.NoError(t, err)
 	s, err := sim.Start(t.Context(), cfg)

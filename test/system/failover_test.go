@@ -58,7 +58,8 @@ func TestFS1KillOneOfEight(t *testing.T) {
 					t.Errorf("client error before the first byte: %v", s)
 				default:
 					broken++
-					assert.Equal(t, "upstream_lost", s.Error, "a cut stream ends with a well-formed error event: %v", s)
+					assert.Equal(t, "upstream_lost", s.Error,
+						"a cut stream ends with a well-formed error event: %v", s)
 					assert.False(t, s.Done, "no [DONE] after an error event")
 					assert.Empty(t, s.Finish, "no invented finish_reason")
 				}
@@ -107,7 +108,10 @@ func TestFS4EveryReplicaFails(t *testing.T) {
 			var e struct{ Error struct{ Code string } }
 			require.NoError(t, json.NewDecoder(resp.Body).Decode(&e))
 			require.NoError(t, resp.Body.Close())
-			assert.Contains(t, []int{http.StatusBadGateway, http.StatusServiceUnavailable, http.StatusInternalServerError}, resp.StatusCode)
+			assert.Contains(t, []int{
+				http.StatusBadGateway, http.StatusServiceUnavailable,
+				http.StatusInternalServerError,
+			}, resp.StatusCode)
 			assert.Contains(t, []string{"upstream_failed", "no_ready_rank", "overloaded"}, e.Error.Code)
 			assert.NotEmpty(t, resp.Header.Get("Retry-After"))
 			assert.Less(t, time.Since(start), 20*time.Second, "no request hangs")
@@ -174,7 +178,8 @@ func TestFS6ClientLeaves(t *testing.T) {
 		resp := make(chan struct{})
 		go func() {
 			defer close(resp)
-			if res, err := r.Post(ctx, "/v1/chat/completions", harness.Chat("leave", prompt, 500, true)); err == nil {
+			if res, err := r.Post(ctx, "/v1/chat/completions", harness.Chat("leave", prompt, 500,
+				true)); err == nil {
 				_, _ = res.Body.Read(make([]byte, 64))
 				<-ctx.Done()
 				_ = res.Body.Close()

@@ -3,12 +3,9 @@ package system
 
 import (
 	"encoding/json"
-	"flag"
 	"fmt"
 	"net/http"
 	"os"
-	"runtime"
-	"strconv"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -16,16 +13,11 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// leastParallel is how many tests run side by side on however few cores: most of them wait.
-const leastParallel = 4
+// sideBySide is how many clusters run at a time on however few cores: most tests wait most of the time.
+const sideBySide = 6
 
 func TestMain(m *testing.M) {
-	flag.Parse()
-	if p := flag.Lookup("test.parallel"); p.Value.String() == strconv.Itoa(runtime.GOMAXPROCS(0)) && runtime.GOMAXPROCS(0) < leastParallel {
-		if err := p.Value.Set(strconv.Itoa(leastParallel)); err != nil {
-			panic(err)
-		}
-	}
+	harness.RunSideBySide(sideBySide)
 	code := m.Run()
 	harness.RemoveBinary()
 	os.Exit(code)

@@ -70,14 +70,18 @@ func freezePast(t *testing.T, c *harness.Members, m *harness.Member, load *harne
 	load.Reaches(20)
 	thawed := time.Now()
 	m.Thaw()
-	code, _, err := m.Ask(http.MethodPut, "/api/v1/apps?file=app.yaml", simApp("late-"+m.Name, 1, "independent", "")+"    route_prefix: /late-"+m.Name+"\n")
+	code, _, err := m.Ask(http.MethodPut, "/api/v1/apps?file=app.yaml",
+		simApp("late-"+m.Name, 1, "independent", "")+"    route_prefix: /late-"+m.Name+"\n")
 	dead(c, "the old engines of "+m.Name, old)
 	stopped := time.Since(thawed)
 	assert.Less(t, stopped, slack*time.Second, "it stops what is not its own any more")
 	c.WaitNode(m.Name, "back", func(s *msg.NodeStatus) bool { return s.State == "alive" })
 	if err == nil && code == http.StatusAccepted { // then the leader of now took it
 		for _, o := range c.All {
-			c.Eventually("what was accepted is known at "+o.Name, func() error { _, err := o.AppOf("late-" + m.Name); return err })
+			c.Eventually("what was accepted is known at "+o.Name, func() error {
+				_, err := o.AppOf("late-" + m.Name)
+				return err
+			})
 		}
 	}
 	t.Logf("%s stopped what it held %s after it went on; a write there: %d %v", m.Name, stopped, code, err)
@@ -171,8 +175,10 @@ func minority(t *testing.T, c *harness.Members, serve bool) {
 	} else {
 		dead(c, "the engines of a node without a lease", mine)
 	}
-	code, text, err := left.Ask(http.MethodPut, "/api/v1/apps?file=app.yaml", simApp("never", 1, "independent", "")+"    route_prefix: /never\n")
-	assert.True(t, err != nil || code >= http.StatusInternalServerError, "a minority takes no write: %d %s", code, text)
+	code, text, err := left.Ask(http.MethodPut, "/api/v1/apps?file=app.yaml",
+		simApp("never", 1, "independent", "")+"    route_prefix: /never\n")
+	assert.True(t, err != nil || code >= http.StatusInternalServerError, "a minority takes no write: %d %s",
+		code, text)
 	assert.NotContains(t, left.Log()[log:], "engine started", "a minority starts nothing")
 	for _, m := range c.All {
 		if m != left {

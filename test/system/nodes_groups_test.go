@@ -41,7 +41,8 @@ func TestRG1GroupsOverNodes(t *testing.T) {
 				members[u.Ranks[0].Node] = u.Group
 				for i := range u.Ranks {
 					assert.Equal(t, u.Group, u.Ranks[i].Group)
-					assert.Equal(t, u.Ranks[0].Node, u.Ranks[i].Node, "a group that fits one node is packed there")
+					assert.Equal(t, u.Ranks[0].Node, u.Ranks[i].Node,
+						"a group that fits one node is packed there")
 				}
 			}
 			assert.Len(t, members, 2, "members are disjoint outside")

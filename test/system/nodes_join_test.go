@@ -29,7 +29,8 @@ func TestSP10JoinRefused(t *testing.T) {
 	join := func(args ...string) *harness.Real {
 		return harness.Run(t, append([]string{
 			"join", a.NodePort(), "--advertise", c.NextIP(), "--roles", "worker",
-			"--data-dir", filepath.Join(t.TempDir(), "data"), "--http-bind", "127.0.0.1:0", "--admin-bind", "127.0.0.1:0",
+			"--data-dir", filepath.Join(t.TempDir(), "data"), "--http-bind", "127.0.0.1:0", "--admin-bind",
+			"127.0.0.1:0",
 		}, args...)...)
 	}
 	// takes the cluster's own token; the next takes the one that is good for one node
@@ -56,7 +57,11 @@ func TestSP10JoinRefused(t *testing.T) {
 		"expired":           {[]string{"--token", expired, "--node-id", "y"}, "expired", 0},
 		"another cluster's": {[]string{"--token", foreign.Token(), "--node-id", "y"}, "cluster", 0},
 		"changed":           {[]string{"--token", changed(c.Token()), "--node-id", "y"}, "token", 0},
-		"a taken name":      {[]string{"--token", c.Token(), "--node-id", "a"}, `"a" is held by another node`, 0},
+		"a taken name": {
+			[]string{"--token", c.Token(), "--node-id", "a"},
+			`"a" is held by another node`,
+			0,
+		},
 	} {
 		r := join(try.args...)
 		code := r.ExitCode()

@@ -19,7 +19,8 @@ import (
 // and a node that was away all the time is inside again.
 func TestSP10RotateKey(t *testing.T) {
 	t.Parallel()
-	c := harness.StartMembers(t, append(harness.Each(3), []string{"--roles", "worker"}, []string{"--roles", "worker"}),
+	c := harness.StartMembers(t, append(harness.Each(3), []string{"--roles", "worker"},
+		[]string{"--roles", "worker"}),
 		harness.MemberTimer("lease_ttl", harness.CalmLease), harness.MemberTimer("lease_regrant", 2*harness.LeaseRegrant)) // beside a load, too, no renewal is late
 	c.Expect(harness.NodeFails, harness.GossipRefused)
 	c.All[0].Want(spread("wide", 3))
@@ -77,14 +78,16 @@ func gossips(t *testing.T, c *harness.Members, secret []byte, patience time.Dura
 	key, err := membership.DeriveKey(secret, id.Identity.Cluster)
 	require.NoError(t, err)
 	g, err := membership.New(t.Context(), membership.Config{
-		Node: "visitor", Incarnation: 1, Bind: c.NextIP() + ":0", Key: key, Meta: membership.Meta{Cluster: id.Identity.Cluster, UID: "uid-visitor"},
+		Node: "visitor", Incarnation: 1, Bind: c.NextIP() + ":0", Key: key,
+		Meta:  membership.Meta{Cluster: id.Identity.Cluster, UID: "uid-visitor"},
 		Seeds: func() []string { return []string{c.All[0].Gossip(), c.All[1].Gossip()} },
 	})
 	require.NoError(t, err)
 	require.NoError(t, g.Start())
 	defer func() { assert.NoError(t, g.Close()) }()
 	met := ""
-	for end := time.Now().Add(patience); time.Now().Before(end) && strings.Count(met, " ") < len(c.All)-1; time.Sleep(20 * time.Millisecond) {
+	for end := time.Now().Add(patience); time.Now().Before(end) && strings.Count(met,
+		" ") < len(c.All)-1; time.Sleep(20 * time.Millisecond) {
 		var names []string
 		for _, m := range g.Members() {
 			if m.Node != "visitor" && m.State == membership.Alive {

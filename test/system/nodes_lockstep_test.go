@@ -63,7 +63,8 @@ func TestLeaderDiesDuringDeploy(t *testing.T) {
 		t.Skip("starts a group of engines more than once")
 	}
 	control, worker := []string{"--roles", "control"}, []string{"--roles", "worker,ingress"}
-	c := harness.StartMembers(t, [][]string{control, control, control, worker, worker}, harness.MemberSlots(8),
+	c := harness.StartMembers(t, [][]string{control, control, control, worker, worker},
+		harness.MemberSlots(8),
 		harness.MemberTimer("lease_ttl", harness.RealLease), harness.MemberTimer("lease_regrant", harness.RealRegrant)) // leases outlast an election, as real ones do
 	c.Expect(harness.NodeFails)
 	w := c.By("d")

@@ -17,7 +17,8 @@ func TestCleanJoinWarnsOfNothing(t *testing.T) {
 	// the rig's short timers warn of a machine that is busy with other tests
 	calm := []harness.MembersOption{harness.MemberSlots(4)}
 	for name, d := range map[string]time.Duration{
-		"lease_ttl": time.Minute, "lease_renew": time.Second, "lease_regrant": 2 * time.Minute, "stream_suspect": time.Minute, "stream_out": time.Minute,
+		"lease_ttl": time.Minute, "lease_renew": time.Second, "lease_regrant": 2 * time.Minute,
+		"stream_suspect": time.Minute, "stream_out": time.Minute,
 	} {
 		calm = append(calm, harness.MemberTimer(name, d))
 	}
@@ -39,6 +40,7 @@ func warnsOfNothing(t *testing.T, m *harness.Member) {
 		if strings.Contains(line, "UDP probes failed") {
 			continue // a busy machine too
 		}
-		assert.False(t, strings.Contains(line, "level=WARN") || strings.Contains(line, "level=ERROR"), "node %s: %s", m.Name, line)
+		assert.False(t, strings.Contains(line, "level=WARN") || strings.Contains(line, "level=ERROR"),
+			"node %s: %s", m.Name, line)
 	}
 }

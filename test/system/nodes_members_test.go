@@ -21,7 +21,8 @@ const slack = 5
 
 // spread is an app of independent ranks that are spread over the nodes.
 func spread(name string, dp int) string {
-	return strings.Replace(simApp(name, dp, "independent", "sim_step_ms: 5"), "    data_parallel:", "    placement_group_strategy: SPREAD\n    data_parallel:", 1)
+	return strings.Replace(simApp(name, dp, "independent", "sim_step_ms: 5"), "    data_parallel:",
+		"    placement_group_strategy: SPREAD\n    data_parallel:", 1)
 }
 
 // seats are an application's ranks by GROUP/RANK, without what changes from one moment to the next.
@@ -31,7 +32,8 @@ func seats(st *msg.AppStatus) map[string]msg.RankStatus {
 		for i := range u.Ranks {
 			k := &u.Ranks[i]
 			out[fmt.Sprintf("%d/%d", k.Group, k.Rank)] = msg.RankStatus{
-				Group: k.Group, Rank: k.Rank, Node: k.Node, Phase: k.Phase, Epoch: k.Epoch, Incarnation: k.Incarnation, PID: k.PID, URL: k.URL,
+				Group: k.Group, Rank: k.Rank, Node: k.Node, Phase: k.Phase, Epoch: k.Epoch,
+				Incarnation: k.Incarnation, PID: k.PID, URL: k.URL,
 			}
 		}
 	}
@@ -105,7 +107,8 @@ func TestMB1JoinAndLoss(t *testing.T) {
 		}
 		return harness.Accounted(st)
 	})
-	t.Logf("out of routing after %s, lost after %s, granted again after %s", out, lostAfter, time.Since(killed))
+	t.Logf("out of routing after %s, lost after %s, granted again after %s", out, lostAfter,
+		time.Since(killed))
 	for seat, k := range seats(&st) {
 		if was := before[seat]; was.Node != lost.Name {
 			assert.Equal(t, was, k, "rank %s of a node that lives", seat)
@@ -157,7 +160,8 @@ func writeOn(m *harness.Member) (stop func() time.Duration) {
 func TestRG4LeaderKilled(t *testing.T) {
 	t.Parallel()
 	control, worker := []string{"--roles", "control"}, []string{"--roles", "worker,ingress"}
-	c := harness.StartMembers(t, [][]string{control, control, control, worker, worker}, harness.MemberSlots(9))
+	c := harness.StartMembers(t, [][]string{control, control, control, worker, worker},
+		harness.MemberSlots(9))
 	c.Expect(harness.NodeFails)
 	w1, w2 := c.By("d"), c.By("e")
 	w1.Want(simApp("big", 8, "lockstep", "sim_step_ms: 5") + "    num_groups: 2\n")

@@ -122,7 +122,8 @@ func TestNoMajorityNamesTheVoters(t *testing.T) {
 	c.By("c").Kill()
 	c.Eventually("the voters are named", func() error {
 		code, text, err := a.Ask(http.MethodGet, "/api/v1/apps", "")
-		if err == nil && (code != http.StatusServiceUnavailable || !strings.Contains(text, "votes: a, b, c; b, c are not heard")) {
+		if err == nil && (code != http.StatusServiceUnavailable || !strings.Contains(text,
+			"votes: a, b, c; b, c are not heard")) {
 			err = errNotYet
 		}
 		return err

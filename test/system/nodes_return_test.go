@@ -29,7 +29,9 @@ func TestMB4NewAddressSameName(t *testing.T) {
 	m.Move(c.NextIP())
 	began := time.Now()
 	m.Start()
-	c.WaitNode(m.Name, "alive at its new address", func(s *msg.NodeStatus) bool { return s.State == "alive" && s.Address == m.NodePort() })
+	c.WaitNode(m.Name, "alive at its new address", func(s *msg.NodeStatus) bool {
+		return s.State == "alive" && s.Address == m.NodePort()
+	})
 	back := time.Since(began)
 	assert.Less(t, back, slack*5*time.Second, "it is back")
 	t.Logf("back %s after its start", back)
@@ -40,7 +42,8 @@ func TestMB4NewAddressSameName(t *testing.T) {
 
 	st = c.Running("wide")
 	before := seats(&st)
-	other := harness.Run(t, "join", a.NodePort(), "--token", c.Token(), "--node-id", b.Name, "--advertise", c.NextIP(), "--data-dir", filepath.Join(t.TempDir(), "b"),
+	other := harness.Run(t, "join", a.NodePort(), "--token", c.Token(), "--node-id", b.Name, "--advertise",
+		c.NextIP(), "--data-dir", filepath.Join(t.TempDir(), "b"),
 		"--http-bind", "127.0.0.1:0", "--admin-bind", "127.0.0.1:0")
 	assert.NotZero(t, other.ExitCode(), "a second node of a name is refused")
 	assert.Contains(t, other.Output(), b.Name)
@@ -55,7 +58,12 @@ func TestMB4NewAddressSameName(t *testing.T) {
 // MB7: the only control node and the ingress-only node restart together; then a worker.
 func TestMB7Restarts(t *testing.T) {
 	t.Parallel()
-	c := harness.StartMembers(t, [][]string{{"--roles", "control"}, {"--roles", "ingress"}, {"--roles", "worker"}, {"--roles", "worker"}}, harness.MemberSlots(4))
+	c := harness.StartMembers(t, [][]string{
+		{"--roles", "control"},
+		{"--roles", "ingress"},
+		{"--roles", "worker"},
+		{"--roles", "worker"},
+	}, harness.MemberSlots(4))
 	c.Expect(harness.NodeFails, harness.EngineFails, harness.StreamBreaks)
 	control, ingress, w1, w2 := c.All[0], c.All[1], c.All[2], c.All[3]
 	control.Want(spread("wide", 4))
@@ -67,7 +75,10 @@ func TestMB7Restarts(t *testing.T) {
 	require.NotEmpty(t, on(before, w1.Name))
 	require.NotEmpty(t, on(before, w2.Name))
 
-	for name, end := range map[string]func(m *harness.Member){"killed": (*harness.Member).Kill, "asked to end": (*harness.Member).Term} {
+	for name, end := range map[string]func(m *harness.Member){
+		"killed":       (*harness.Member).Kill,
+		"asked to end": (*harness.Member).Term,
+	} {
 		end(control)
 		end(ingress)
 		ingress.Launch("start")

@@ -30,7 +30,8 @@ func simPost(t *testing.T, r *harness.Real, app string, group, rank int, path, b
 	t.Helper()
 	k, ok := r.Rank(app, group, rank)
 	require.True(t, ok, "rank %d/%d is listed", group, rank)
-	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, k.URL+"/_sim/"+path, strings.NewReader(body))
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, k.URL+"/_sim/"+path,
+		strings.NewReader(body))
 	require.NoError(t, err)
 	resp, err := http.DefaultClient.Do(req)
 	require.NoError(t, err)
@@ -43,7 +44,8 @@ func simVanish(t *testing.T, r *harness.Real, app string, group, rank int, body 
 	t.Helper()
 	k, ok := r.Rank(app, group, rank)
 	require.True(t, ok, "rank %d/%d is listed", group, rank)
-	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, k.URL+"/_sim/fail", strings.NewReader(body))
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, k.URL+"/_sim/fail",
+		strings.NewReader(body))
 	require.NoError(t, err)
 	if resp, err := http.DefaultClient.Do(req); err == nil {
 		_ = resp.Body.Close()

@@ -32,7 +32,13 @@ func TestFS7NodesComeAndGo(t *testing.T) {
 	if accepting() {
 		rounds = 50
 	}
-	c := harness.StartMembers(t, [][]string{{"--roles", "control,ingress"}, {"--roles", "ingress"}, {"--roles", "worker"}, {"--roles", "worker"}, {"--roles", "worker"}},
+	c := harness.StartMembers(t, [][]string{
+		{"--roles", "control,ingress"},
+		{"--roles", "ingress"},
+		{"--roles", "worker"},
+		{"--roles", "worker"},
+		{"--roles", "worker"},
+	},
 		harness.MemberSlots(4))
 	c.Expect(harness.NodeFails, harness.RanksMove, harness.StreamBreaks)
 	workers := c.All[2:]
@@ -60,7 +66,10 @@ func TestFS7NodesComeAndGo(t *testing.T) {
 			m.Start()
 		}
 		c.Settled()
-		t.Logf("%s of %s: whole again after %s, back after %s", []string{"SIGKILL", "SIGSTOP", "SIGTERM"}[i%3], m.Name, moved.Round(time.Millisecond),
+		t.Logf("%s of %s: whole again after %s, back after %s", []string{
+			"SIGKILL", "SIGSTOP",
+			"SIGTERM",
+		}[i%3], m.Name, moved.Round(time.Millisecond),
 			time.Since(began).Round(time.Millisecond))
 	}
 	load.Reaches(30)
@@ -72,13 +81,15 @@ func TestFS7NodesComeAndGo(t *testing.T) {
 		}
 	}
 	assert.Zero(t, y.Refused+y.Cut+y.Hung, "what clients saw: %v", y)
-	t.Logf("%d answers, %d streams cut with an error event, the longest request took %s", y.OK, y.Broken, longest.Round(time.Millisecond))
+	t.Logf("%d answers, %d streams cut with an error event, the longest request took %s", y.OK, y.Broken,
+		longest.Round(time.Millisecond))
 	c.AllQuiet()
 }
 
 // roll is an application of 3 groups of 2 whose grace is longer than any stream of its test.
 func roll(step int) string {
-	return strings.Replace(simApp("roll", 2, "lockstep", fmt.Sprintf("sim_step_ms: %d", step)), "timeout_s: 2", "timeout_s: 300", 1) + "    num_groups: 3\n"
+	return strings.Replace(simApp("roll", 2, "lockstep", fmt.Sprintf("sim_step_ms: %d", step)),
+		"timeout_s: 2", "timeout_s: 300", 1) + "    num_groups: 3\n"
 }
 
 // patiently polls until f returns nil, for as long as streams may take.
@@ -122,7 +133,8 @@ func TestFS10RollAndDrain(t *testing.T) {
 		f()
 		load.Reaches(10)
 		least := watch.least()
-		t.Logf("%s took %s, at least %d of %d ranks were ready", what, time.Since(began).Round(time.Millisecond), least, ranks)
+		t.Logf("%s took %s, at least %d of %d ranks were ready", what,
+			time.Since(began).Round(time.Millisecond), least, ranks)
 		assert.GreaterOrEqual(t, least, ranks-missing, "ready ranks during %s", what)
 	}
 	busy := func() { // the streams are spread over all groups
@@ -190,13 +202,17 @@ func TestFS10RollAndDrain(t *testing.T) {
 			}
 			return nil
 		})
-		t.Logf("%s with %d ranks and %d streams has ended after %s", m.Name, had, streams, time.Since(began).Round(time.Millisecond))
+		t.Logf("%s with %d ranks and %d streams has ended after %s", m.Name, had, streams,
+			time.Since(began).Round(time.Millisecond))
 		m.Start()
 		c.Settled()
 		c.Running("roll")
 	})
 	watch.end(t)
-	for what, y := range map[string]harness.Tally{"short requests": load.End(), "streams at " + a.Name: long[0].End(), "streams at " + c.All[1].Name: long[1].End()} {
+	for what, y := range map[string]harness.Tally{
+		"short requests":       load.End(),
+		"streams at " + a.Name: long[0].End(), "streams at " + c.All[1].Name: long[1].End(),
+	} {
 		assert.Zero(t, y.Refused+y.Broken+y.Cut+y.Hung, "%s: %v", what, y)
 		assert.NotZero(t, y.OK, what)
 		t.Logf("%s: %d", what, y.OK)

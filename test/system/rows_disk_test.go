@@ -17,7 +17,8 @@ import (
 // deploys puts an application with a path of its own and says whether that was acknowledged.
 func deploys(m *harness.Member, name string) (code int, text string) {
 	m.T.Helper()
-	code, text, err := m.Ask(http.MethodPut, "/api/v1/apps?file=app.yaml", simApp(name, 1, "independent", "")+"    route_prefix: /"+name+"\n")
+	code, text, err := m.Ask(http.MethodPut, "/api/v1/apps?file=app.yaml",
+		simApp(name, 1, "independent", "")+"    route_prefix: /"+name+"\n")
 	if err != nil {
 		return 0, err.Error()
 	}
@@ -133,7 +134,8 @@ func TestMB10LeadersDisk(t *testing.T) {
 		code, text := deploys(writer, name)
 		if code == http.StatusAccepted {
 			if acknowledged = append(acknowledged, name); len(acknowledged) == 1 {
-				t.Logf("a write was taken %s after the leader's disk refused them", time.Since(began).Round(time.Millisecond))
+				t.Logf("a write was taken %s after the leader's disk refused them",
+					time.Since(began).Round(time.Millisecond))
 			}
 		}
 		if len(acknowledged) < 3 {

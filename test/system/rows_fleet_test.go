@@ -31,7 +31,10 @@ func startRate(t *testing.T, app string, perSecond int, at ...string) *pacedClie
 	t.Helper()
 	ctx, stop := context.WithCancel(context.Background())
 	l := &pacedClients{stop: stop}
-	client := &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: perSecond}, Timeout: harness.HungAfter}
+	client := &http.Client{
+		Transport: &http.Transport{MaxIdleConnsPerHost: perSecond},
+		Timeout:   harness.HungAfter,
+	}
 	l.wg.Go(func() {
 		tick := time.NewTicker(time.Second / time.Duration(perSecond))
 		defer tick.Stop()
@@ -50,7 +53,8 @@ func startRate(t *testing.T, app string, perSecond int, at ...string) *pacedClie
 
 func (l *pacedClients) one(client *http.Client, at, app string) {
 	s := func() *harness.Stream {
-		req, err := http.NewRequestWithContext(context.Background(), http.MethodPost, "http://"+at+"/v1/chat/completions", strings.NewReader(harness.Chat(app, "hello", 2, true)))
+		req, err := http.NewRequestWithContext(context.Background(), http.MethodPost,
+			"http://"+at+"/v1/chat/completions", strings.NewReader(harness.Chat(app, "hello", 2, true)))
 		if err != nil {
 			return &harness.Stream{Err: err}
 		}
@@ -81,7 +85,10 @@ func (l *pacedClients) end() (ok int, bad []string) {
 func fleet(t *testing.T, n int) (urls []string) {
 	t.Helper()
 	for range n {
-		cfg, _, err := sim.ParseFlags([]string{"--host", "127.0.0.1", "--port", "0", "--served-model-name", "edge", "--sim-step-ms", "2"})
+		cfg, _, err := sim.ParseFlags([]string{
+			"--host", "127.0.0.1", "--port", "0", "--served-model-name",
+			"edge", "--sim-step-ms", "2",
+		})
 		require.NoError(t, err)
 		s, err := sim.Start(t.Context(), cfg)
 		require.NoError(t, err)
@@ -110,11 +117,16 @@ func TestSK6FleetSwap(t *testing.T) {
 	for i := range rounds {
 		old, young := fleets[i%2], fleets[(i+1)%2]
 		began := time.Now()
-		each(young, func(n int, u string) { change(t, c.All[n%2], http.MethodPost, "", fmt.Sprintf(`{"url": %q}`, u)) })
+		each(young, func(n int, u string) {
+			change(t, c.All[n%2], http.MethodPost, "", fmt.Sprintf(`{"url": %q}`, u))
+		})
 		added := time.Since(began)
-		each(old, func(n int, u string) { change(t, c.All[n%2], http.MethodDelete, "?url="+url.QueryEscape(u), "") })
+		each(old, func(n int, u string) {
+			change(t, c.All[n%2], http.MethodDelete, "?url="+url.QueryEscape(u), "")
+		})
 		registered(c, young)
-		t.Logf("40 engines registered in %s, the others were gone after %s", added.Round(time.Millisecond), time.Since(began).Round(time.Millisecond))
+		t.Logf("40 engines registered in %s, the others were gone after %s", added.Round(time.Millisecond),
+			time.Since(began).Round(time.Millisecond))
 	}
 	ok, bad := load.end()
 	assert.Empty(t, bad)

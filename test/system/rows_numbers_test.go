@@ -28,7 +28,9 @@ var (
 
 // outAfter is how long after a moment each node's router had no rank of a set in one of these words, by its
 // own state. It asks every node for itself.
-func outAfter(c *harness.Members, since time.Time, app string, ranks, usable []string, at ...*harness.Member) map[string]time.Duration {
+func outAfter(c *harness.Members, since time.Time, app string, ranks, usable []string,
+	at ...*harness.Member,
+) map[string]time.Duration {
 	c.T.Helper()
 	var mu sync.Mutex
 	out := map[string]time.Duration{}
@@ -37,7 +39,8 @@ func outAfter(c *harness.Members, since time.Time, app string, ranks, usable []s
 		wg.Go(func() {
 			for time.Since(since) < harness.Patience {
 				route, err := m.Route(app)
-				if err == nil && !slices.ContainsFunc(ranks, func(r string) bool { return slices.Contains(usable, route[r]) }) {
+				if err == nil && !slices.ContainsFunc(ranks,
+					func(r string) bool { return slices.Contains(usable, route[r]) }) {
 					mu.Lock()
 					out[m.Name] = time.Since(since)
 					mu.Unlock()
@@ -109,7 +112,12 @@ func TestNumbersLeaderKilled(t *testing.T) {
 func TestNumbersNodeLost(t *testing.T) {
 	t.Parallel()
 	worker := []string{"--roles", "worker"}
-	c := harness.StartMembers(t, [][]string{{"--roles", "control,ingress"}, {"--roles", "ingress"}, worker, worker, worker}, harness.RealTimers())
+	c := harness.StartMembers(t, [][]string{
+		{"--roles", "control,ingress"},
+		{"--roles", "ingress"},
+		worker,
+		worker, worker,
+	}, harness.RealTimers())
 	c.Expect(harness.NodeFails, harness.StreamBreaks)
 	a, b := c.All[0], c.All[1]
 	a.Want(strings.Replace(spread("wide", 6), "sim_step_ms: 5", "sim_step_ms: 20", 1))
@@ -121,7 +129,8 @@ func TestNumbersNodeLost(t *testing.T) {
 	require.NotEmpty(t, gone)
 	began := time.Now()
 	killed.Signal(syscall.SIGKILL)
-	within(t, "node killed under 64 streams, out of routing", time.Second, outAfter(c, began, "wide", gone, ifForced, a, b))
+	within(t, "node killed under 64 streams, out of routing", time.Second,
+		outAfter(c, began, "wide", gone, ifForced, a, b))
 	load.Reaches(64)
 
 	silent := c.All[3]
@@ -129,8 +138,10 @@ func TestNumbersNodeLost(t *testing.T) {
 	require.NotEmpty(t, gone)
 	began = time.Now()
 	silent.Freeze()
-	within(t, "node silent under 64 streams, picked last", time.Second, outAfter(c, began, "wide", gone, anyTime, a, b))
-	within(t, "node silent under 64 streams, out of routing", 3*time.Second, outAfter(c, began, "wide", gone, ifForced, a, b))
+	within(t, "node silent under 64 streams, picked last", time.Second,
+		outAfter(c, began, "wide", gone, anyTime, a, b))
+	within(t, "node silent under 64 streams, out of routing", 3*time.Second,
+		outAfter(c, began, "wide", gone, ifForced, a, b))
 	load.Reaches(64)
 	silent.Thaw()
 	y := load.End()
@@ -164,7 +175,8 @@ func TestNumbersLockstepRankKilled(t *testing.T) {
 	require.NotZero(t, pid)
 	killed := time.Now()
 	require.NoError(t, syscall.Kill(pid, syscall.SIGKILL))
-	within(t, "1 of 16 ranks over 2 nodes killed, group fenced", 250*time.Millisecond, outAfter(c, killed, "big", all, ifForced, c.All...))
+	within(t, "1 of 16 ranks over 2 nodes killed, group fenced", 250*time.Millisecond,
+		outAfter(c, killed, "big", all, ifForced, c.All...))
 	c.WaitApp("big", "ready anew", func(st *msg.AppStatus) error {
 		if u := st.Units[0]; u.Phase != "ready" || u.Epoch != was.Epoch+1 || st.Ready != 16 {
 			return errStatus(st)

@@ -104,7 +104,8 @@ func TestRG7PartialDeploy(t *testing.T) {
 
 // tp2 is two groups of 4 ranks with two devices each.
 func tp2(labels string) string {
-	return strings.Replace(simApp("tp", 4, "lockstep", "tensor_parallel_size: 2"), "    data_parallel:", "    num_groups: 2\n    resources: {gpus: 2"+labels+"}\n    data_parallel:", 1)
+	return strings.Replace(simApp("tp", 4, "lockstep", "tensor_parallel_size: 2"), "    data_parallel:",
+		"    num_groups: 2\n    resources: {gpus: 2"+labels+"}\n    data_parallel:", 1)
 }
 
 // devicesOf checks where the ranks of tp2 are and returns the nodes.
@@ -175,7 +176,8 @@ func TestPL3GroupsComeAndGo(t *testing.T) {
 	c := harness.StartMembers(t, harness.Each(2), harness.MemberSlots(4*dp), harness.Calm)
 	a, b := c.All[0], c.All[1]
 	size := func(groups int) string { // a grace longer than any stream
-		return strings.Replace(simApp("fleet", dp, "lockstep", "sim_step_ms: 5"), "timeout_s: 2", "timeout_s: 20", 1) + fmt.Sprintf("    num_groups: %d\n", groups)
+		return strings.Replace(simApp("fleet", dp, "lockstep", "sim_step_ms: 5"), "timeout_s: 2",
+			"timeout_s: 20", 1) + fmt.Sprintf("    num_groups: %d\n", groups)
 	}
 	a.Want(size(4))
 	st := c.Running("fleet")
@@ -205,7 +207,8 @@ func TestPL3GroupsComeAndGo(t *testing.T) {
 	y := load.End()
 	assert.Zero(t, y.Refused+y.Broken+y.Cut+y.Hung, "what clients saw: %v", y)
 
-	code, text, err := a.Ask(http.MethodPut, "/api/v1/apps?file=app.yaml", simApp("fleet", 4, "lockstep", "")+"    num_replicas: 5\n")
+	code, text, err := a.Ask(http.MethodPut, "/api/v1/apps?file=app.yaml",
+		simApp("fleet", 4, "lockstep", "")+"    num_replicas: 5\n")
 	require.NoError(t, err)
 	assert.GreaterOrEqual(t, code, http.StatusBadRequest, "5 ranks at dp 4: %s", text)
 	assert.Contains(t, text, "dp_size")

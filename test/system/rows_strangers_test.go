@@ -74,8 +74,10 @@ func says(ctx context.Context, network, address string, text []byte) {
 // junk are random bytes, some of them behind the beginning of something that makes sense.
 func junk() []byte {
 	begins := []string{
-		"", "", "GET / HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999999\r\n\r\n", "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "\x16\x03\x01\xff\xff", "\x16\x03\x03\x00\x05",
-		"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nFFFFFFFF\r\n", "\x00\x00\x00", "\x06\x00", "\xff\x00\x00\x00\x00\x00\x00\x00\x00\x7f",
+		"", "", "GET / HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999999\r\n\r\n",
+		"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "\x16\x03\x01\xff\xff", "\x16\x03\x03\x00\x05",
+		"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nFFFFFFFF\r\n",
+		"\x00\x00\x00", "\x06\x00", "\xff\x00\x00\x00\x00\x00\x00\x00\x00\x7f",
 	}
 	b := make([]byte, 512)
 	_, _ = rand.Read(b)
@@ -92,7 +94,10 @@ func forged(t *testing.T, cluster string) tls.Certificate {
 	require.NoError(t, err)
 	csr, err := pki.NewCSR(key)
 	require.NoError(t, err)
-	cert, err := authority.Sign(csr, pki.Identity{Cluster: cluster, Node: "a", UID: "stranger", Roles: []string{"control", "worker", "ingress"}}, now, pki.DefaultLife)
+	cert, err := authority.Sign(csr, pki.Identity{
+		Cluster: cluster, Node: "a", UID: "stranger",
+		Roles: []string{"control", "worker", "ingress"},
+	}, now, pki.DefaultLife)
 	require.NoError(t, err)
 	ca, _ := authority.PEM()
 	creds, err := pki.NewCredentials(ca, cert, key)
@@ -102,7 +107,10 @@ func forged(t *testing.T, cluster string) tls.Certificate {
 
 // shake connects to a node port for a protocol, with any certificate or none.
 func shake(ctx context.Context, address, alpn string, show ...tls.Certificate) (*tls.Conn, error) {
-	d := tls.Dialer{Config: &tls.Config{Certificates: show, NextProtos: []string{alpn}, InsecureSkipVerify: true}}
+	d := tls.Dialer{Config: &tls.Config{
+		Certificates: show, NextProtos: []string{alpn},
+		InsecureSkipVerify: true,
+	}}
 	conn, err := d.DialContext(ctx, "tcp", address)
 	if err != nil {
 		return nil, err
@@ -145,7 +153,10 @@ func TestSP11Strangers(t *testing.T) {
 	ctx, stop := context.WithTimeout(t.Context(), long)
 	defer stop()
 	s := &junkSender{t: t, ctx: ctx, done: map[string]*atomic.Int64{}}
-	for _, address := range []string{a.NodePort(), b.Gossip(), a.Gossip(), a.Admin, a.HTTP, hostOf(before["0/0"].URL), hostOf(before["0/1"].URL)} {
+	for _, address := range []string{
+		a.NodePort(), b.Gossip(), a.Gossip(), a.Admin, a.HTTP,
+		hostOf(before["0/0"].URL), hostOf(before["0/1"].URL),
+	} {
 		s.every("junk at tcp "+address, func(ctx context.Context) { says(ctx, "tcp", address, junk()) })
 	}
 	for _, m := range c.All {
@@ -182,47 +193,59 @@ func TestSP11Strangers(t *testing.T) {
 // forges speaks the protocols of members with a certificate of another authority: it never gets a word in.
 func (s *junkSender) forges(show tls.Certificate, at ...*harness.Member) {
 	hello := []byte("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00")
-	for _, alpn := range []string{nodeport.Raft, nodeport.GRPC, nodeport.Data, nodeport.Admin, "dpserve-else/1"} {
+	for _, alpn := range []string{
+		nodeport.Raft, nodeport.GRPC, nodeport.Data, nodeport.Admin,
+		"dpserve-else/1",
+	} {
 		for _, certs := range [][]tls.Certificate{{show}, nil} {
-			s.every(fmt.Sprintf("%s with %d forged certificates", alpn, len(certs)), func(ctx context.Context) {
-				for _, m := range at {
-					conn, err := shake(ctx, m.NodePort(), alpn, certs...)
-					if conn != nil {
-						_, _ = conn.Write(hello)
-						_ = conn.Close()
+			s.every(fmt.Sprintf("%s with %d forged certificates", alpn, len(certs)),
+				func(ctx context.Context) {
+					for _, m := range at {
+						conn, err := shake(ctx, m.NodePort(), alpn, certs...)
+						if conn != nil {
+							_, _ = conn.Write(hello)
+							_ = conn.Close()
+						}
+						if err == nil {
+							s.t.Errorf("a stranger was welcome to %s", alpn)
+						}
 					}
-					if err == nil {
-						s.t.Errorf("a stranger was welcome to %s", alpn)
-					}
-				}
-			})
+				})
 		}
 	}
 }
 
 // enrolls uses the protocol that is open to strangers, correctly and incorrectly.
 func (s *junkSender) enrolls(m *harness.Member) {
-	cc, err := grpc.NewClient("passthrough:///"+m.NodePort(), grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithContextDialer(
-		func(ctx context.Context, address string) (net.Conn, error) {
-			conn, err := shake(ctx, address, nodeport.Join)
-			if err == nil {
-				err = conn.SetDeadline(time.Time{})
-			}
-			return conn, err
-		}))
+	cc, err := grpc.NewClient("passthrough:///"+m.NodePort(),
+		grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithContextDialer(
+			func(ctx context.Context, address string) (net.Conn, error) {
+				conn, err := shake(ctx, address, nodeport.Join)
+				if err == nil {
+					err = conn.SetDeadline(time.Time{})
+				}
+				return conn, err
+			}))
 	require.NoError(s.t, err)
 	s.t.Cleanup(func() { _ = cc.Close() })
 	for what, call := range map[string]func(ctx context.Context) error{
 		"joins without a token": func(ctx context.Context) error {
-			_, err := dpservev1.NewEnrollClient(cc).Join(ctx, &dpservev1.JoinRequest{Token: "sesame", Csr: junk(), Node: []byte(`{"id":"a","uid":"stranger"}`)})
+			_, err := dpservev1.NewEnrollClient(cc).Join(ctx, &dpservev1.JoinRequest{
+				Token: "sesame",
+				Csr:   junk(), Node: []byte(`{"id":"a","uid":"stranger"}`),
+			})
 			return err
 		},
 		"renewals by a stranger": func(ctx context.Context) error {
-			_, err := dpservev1.NewControlClient(cc).Renew(ctx, &dpservev1.RenewRequest{Node: []byte(`{"id":"a","uid":"stranger"}`)})
+			_, err := dpservev1.NewControlClient(cc).Renew(ctx,
+				&dpservev1.RenewRequest{Node: []byte(`{"id":"a","uid":"stranger"}`)})
 			return err
 		},
 		"orders of a stranger": func(ctx context.Context) error {
-			_, err := dpservev1.NewNodeClient(cc).StopRank(ctx, &dpservev1.StopRankRequest{Unit: "wide/0/0", Epoch: 1})
+			_, err := dpservev1.NewNodeClient(cc).StopRank(ctx, &dpservev1.StopRankRequest{
+				Unit:  "wide/0/0",
+				Epoch: 1,
+			})
 			return err
 		},
 	} {
@@ -239,8 +262,13 @@ func (s *junkSender) gossips(c *harness.Members, m *harness.Member) {
 	key := make([]byte, membership.KeySize)
 	_, _ = rand.Read(key)
 	g, err := membership.New(s.t.Context(), membership.Config{
-		Node: "b", Incarnation: 1, Meta: membership.Meta{Cluster: clusterOf(s.t, m), UID: "stranger"}, Bind: c.NextIP() + ":0", Key: key,
-		Seeds: func() []string { return []string{m.Gossip()} }, Timers: membership.Timers{Probe: 30 * time.Millisecond, ProbeTimeout: 15 * time.Millisecond, Rejoin: 100 * time.Millisecond},
+		Node: "b", Incarnation: 1, Meta: membership.Meta{Cluster: clusterOf(s.t, m), UID: "stranger"},
+		Bind: c.NextIP() + ":0", Key: key,
+		Seeds: func() []string { return []string{m.Gossip()} },
+		Timers: membership.Timers{
+			Probe: 30 * time.Millisecond, ProbeTimeout: 15 * time.Millisecond,
+			Rejoin: 100 * time.Millisecond,
+		},
 	})
 	require.NoError(s.t, err)
 	require.NoError(s.t, g.Start())
@@ -261,7 +289,8 @@ func (s *junkSender) browses(m *harness.Member) {
 		"foreign origin": func(r *http.Request) { r.Header.Set("Origin", "http://evil.example") },
 	} {
 		s.every("deletes from a "+name, func(ctx context.Context) {
-			r, err := http.NewRequestWithContext(ctx, http.MethodDelete, "http://"+m.Admin+"/api/v1/apps/wide", nil)
+			r, err := http.NewRequestWithContext(ctx, http.MethodDelete,
+				"http://"+m.Admin+"/api/v1/apps/wide", nil)
 			if err != nil {
 				return
 			}

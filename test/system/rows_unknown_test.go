@@ -36,7 +36,8 @@ type standIn struct {
 func joinAs(c *harness.Members, name, release string) (*noderpc.Joined, *state.Node, error) {
 	ip := c.NextIP()
 	n := &state.Node{
-		ID: name, UID: "uid-of-" + name, Address: ip + ":7947", Gossip: ip + ":7946", Roles: []state.Role{state.RoleIngress}, Version: release,
+		ID: name, UID: "uid-of-" + name, Address: ip + ":7947", Gossip: ip + ":7946",
+		Roles: []state.Role{state.RoleIngress}, Version: release,
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), harness.Patience)
 	defer cancel()
@@ -96,7 +97,8 @@ lines:
 				continue lines
 			}
 		}
-		v, err := strconv.ParseFloat(strings.TrimSpace(line[strings.LastIndexByte(strings.TrimSpace(line), ' '):]), 64)
+		v, err := strconv.ParseFloat(strings.TrimSpace(line[strings.LastIndexByte(strings.TrimSpace(line),
+			' '):]), 64)
 		require.NoError(t, err, line)
 		sum += v
 	}

@@ -97,7 +97,8 @@ func TestCC6Up(t *testing.T) {
 func TestUpSecondInterrupt(t *testing.T) {
 	t.Parallel()
 	file := filepath.Join(t.TempDir(), "app.yaml")
-	require.NoError(t, os.WriteFile(file, []byte(simApp("slow", 2, "independent", "sim_step_ms: 500")), 0o600))
+	require.NoError(t, os.WriteFile(file, []byte(simApp("slow", 2, "independent", "sim_step_ms: 500")),
+		0o600))
 	r := harness.Run(t, "up", file)
 	r.Expect(harness.StreamBreaks)
 	curl := waitOutput(t, r, regexp.MustCompile(`curl [^\n]*`))
@@ -123,7 +124,8 @@ func TestUpAttach(t *testing.T) {
 	engine := func(addr string) *harness.Real {
 		_, port, err := net.SplitHostPort(addr)
 		require.NoError(t, err)
-		return harness.Run(t, "engine", "sim", "--host", "127.0.0.1", "--port", port, "--served-model-name", "attached", "--sim-step-ms", "1")
+		return harness.Run(t, "engine", "sim", "--host", "127.0.0.1", "--port", port, "--served-model-name",
+			"attached", "--sim-step-ms", "1")
 	}
 	for range 2 {
 		addr := ports.TakeAddr(t)
@@ -167,7 +169,8 @@ func waitHealthy(t *testing.T, addr string) {
 	t.Helper()
 	deadline := time.Now().Add(harness.Patience)
 	for {
-		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, fmt.Sprintf("http://%s/health", addr), nil)
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet,
+			fmt.Sprintf("http://%s/health", addr), nil)
 		require.NoError(t, err)
 		if resp, err := http.DefaultClient.Do(req); err == nil {
 			_ = resp.Body.Close()

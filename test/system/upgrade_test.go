@@ -37,7 +37,8 @@ type upgrade struct {
 // else.
 func upgradeRig(t *testing.T, more ...[]string) *upgrade {
 	t.Helper()
-	flags := append(append(harness.Each(3, "--roles", "control,ingress"), harness.Each(2, "--roles", "worker")...), more...)
+	flags := append(append(harness.Each(3, "--roles", "control,ingress"),
+		harness.Each(2, "--roles", "worker")...), more...)
 	u := &upgrade{t: t, old: harness.Binary(t), next: harness.NextBinary(t)}
 	u.Members = harness.StartMembers(t, flags, harness.MemberSlots(8), harness.Calm)
 	u.Expect(harness.NodeFails)
@@ -98,7 +99,8 @@ func (u *upgrade) underLoad(m *harness.Member, do func()) {
 // deploy puts an application of two ranks through a node and asks it there.
 func (u *upgrade) deploy(name string, at *harness.Member) {
 	u.t.Helper()
-	at.Want(strings.Replace(spread(name, 2), "    placement", "    route_prefix: /"+name+"\n    placement", 1))
+	at.Want(strings.Replace(spread(name, 2), "    placement", "    route_prefix: /"+name+"\n    placement",
+		1))
 	u.Running(name)
 	load := harness.StartLoad(u.t, name, 1, 5, at.HTTP+"/"+name)
 	load.Reaches(4)
@@ -207,7 +209,8 @@ func TestMB6UpgradeControlNodesFirst(t *testing.T) {
 	u.restart(all[0], u.next)
 	u.deploy("mixed", edge)
 	for _, m := range all {
-		assert.NotContains(t, m.Log(), "marked=\"by", "the new command was used before every control node knew it")
+		assert.NotContains(t, m.Log(), "marked=\"by",
+			"the new command was used before every control node knew it")
 		assert.NotContains(t, m.Log(), "leaves consensus")
 	}
 

@@ -15,6 +15,14 @@ import (
 // accepting says that the tests take their full size (make acceptance).
 func accepting() bool { return os.Getenv("DPSERVE_ACCEPTANCE") != "" }
 
+// seedsOf is over how many seeds a test takes its means: every day, and under make acceptance.
+func seedsOf(daily, accepted uint64) uint64 {
+	if accepting() {
+		return accepted
+	}
+	return daily
+}
+
 // rivals are the settings that mex is compared with: strong ones, and all policies, documented and tuned,
 // under make acceptance.
 func rivals() map[string]setting {
@@ -29,7 +37,10 @@ func rivals() map[string]setting {
 		all["scoring locality"] = setting{name: "scoring", params: map[string]any{"profile": "locality"}}
 		for _, name := range routing.Names() {
 			if name != "direct" && name != "mex" {
-				all[name], all[name+" tuned"] = setting{name: name}, setting{name: name, preset: routing.PresetTuned}
+				all[name], all[name+" tuned"] = setting{name: name}, setting{
+					name:   name,
+					preset: routing.PresetTuned,
+				}
 			}
 		}
 	}
@@ -57,9 +68,9 @@ func (f *figures) add(r *tracesim.Result, seeds uint64) {
 // that go by prefill work alone.
 func TestRT15NoPolicyBeatsMex(t *testing.T) {
 	skipShort(t)
-	seeds, requests, sessions := uint64(3), 2000, 150
+	seeds, requests, sessions := seedsOf(2, 5), 2000, 150
 	if accepting() {
-		seeds, requests, sessions = 5, 3000, 700
+		requests, sessions = 3000, 700
 	}
 	chats := func(rate float64) func(seed uint64) []tracesim.Request {
 		return func(seed uint64) []tracesim.Request { return tracesim.Chats(requests, rate, seed) }
@@ -68,10 +79,12 @@ func TestRT15NoPolicyBeatsMex(t *testing.T) {
 		workload func(seed uint64) []tracesim.Request
 		early    bool // below the ranks' capacity: the first tokens are compared as well
 	}{
-		"chats at 5 per s":  {chats(5), true},
-		"chats at 6 per s":  {chats(6), true},
-		"chats at 7 per s":  {chats(7), false},
-		"agents at 1 per s": {func(seed uint64) []tracesim.Request { return tracesim.Agents(sessions, 1, seed) }, false},
+		"chats at 5 per s": {chats(5), true},
+		"chats at 6 per s": {chats(6), true},
+		"chats at 7 per s": {chats(7), false},
+		"agents at 1 per s": {func(seed uint64) []tracesim.Request {
+			return tracesim.Agents(sessions, 1, seed)
+		}, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -81,7 +94,8 @@ func TestRT15NoPolicyBeatsMex(t *testing.T) {
 				cfg, work := tracesim.Default(), c.workload(seed)
 				cfg.Seed = seed
 				mex.add(run(t, cfg, work, "mex"), seeds)
-				latency.add(setting{name: "mex", params: map[string]any{"goal": "latency"}}.run(t, cfg, work), seeds)
+				latency.add(setting{name: "mex", params: map[string]any{"goal": "latency"}}.run(t, cfg, work),
+					seeds)
 				for rival, s := range all {
 					if others[rival] == nil {
 						others[rival] = &figures{}
@@ -94,12 +108,15 @@ func TestRT15NoPolicyBeatsMex(t *testing.T) {
 				if best == "" || others[rival].goodput > others[best].goodput {
 					best = rival
 				}
-				if weighsPrefill(all[rival].name) && (earliest == "" || others[rival].p99 < others[earliest].p99) {
+				if weighsPrefill(all[rival].name) && (earliest == "" ||
+					others[rival].p99 < others[earliest].p99) {
 					earliest = rival
 				}
 			}
-			t.Logf("goodput %.1f %%, goal latency %.1f %%, %s %.1f %%", mex.goodput, latency.goodput, best, others[best].goodput)
-			t.Logf("TTFT p99 %.2f s, goal latency %.2f s, %s %.2f s", mex.p99, latency.p99, earliest, others[earliest].p99)
+			t.Logf("goodput %.1f %%, goal latency %.1f %%, %s %.1f %%", mex.goodput, latency.goodput, best,
+				others[best].goodput)
+			t.Logf("TTFT p99 %.2f s, goal latency %.2f s, %s %.2f s", mex.p99, latency.p99, earliest,
+				others[earliest].p99)
 			assert.GreaterOrEqual(t, mex.goodput, others[best].goodput-.5, best)
 			if c.early {
 				assert.LessOrEqual(t, latency.p99, 1.15*others[earliest].p99, earliest)

@@ -46,7 +46,10 @@ func (c Config) Bound(work []Request) Bound {
 			good++
 		}
 	}
-	return Bound{Hit: float64(cached) / float64(max(prompt, 1)), Goodput: float64(good) / float64(max(len(work), 1))}
+	return Bound{
+		Hit:     float64(cached) / float64(max(prompt, 1)),
+		Goodput: float64(good) / float64(max(len(work), 1)),
+	}
 }
 
 func ms(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }

@@ -67,28 +67,29 @@ func TestWhatRanksTellWrongDoesNoHarm(t *testing.T) {
 			}
 		},
 	}
-	const seeds = 3
+	seeds := seedsOf(1, 3)
 	for _, p := range measuringPolicies() {
 		t.Run(p.name, func(t *testing.T) {
 			t.Parallel()
 			undisturbed, disturbed, least := 0.0, map[string]float64{}, map[string]float64{}
-			for seed := range uint64(seeds) {
+			for seed := range seeds {
 				cfg := tracesim.Default()
 				cfg.Ingresses, cfg.Lag, cfg.Seed = 2, 50*time.Millisecond, seed
 				work := tracesim.Chats(2000, 5, seed)
-				undisturbed += p.run(t, cfg, work).Goodput / seeds
+				undisturbed += p.run(t, cfg, work).Goodput / float64(seeds)
 				for name, disturb := range cases {
 					cfg := cfg
 					disturb(&cfg)
 					r := p.run(t, cfg, work)
-					disturbed[name] += r.Goodput / seeds
-					least[name] += leastShare(r) / seeds
+					disturbed[name] += r.Goodput / float64(seeds)
+					least[name] += leastShare(r) / float64(seeds)
 				}
 			}
 			for name, goodput := range disturbed {
 				assert.GreaterOrEqual(t, goodput, undisturbed-.01, name)
 				assert.GreaterOrEqual(t, least[name], .4, name)
-				t.Logf("%s: goodput %.1f %%, undisturbed %.1f %%, least share %.2f", name, 100*goodput, 100*undisturbed, least[name])
+				t.Logf("%s: goodput %.1f %%, undisturbed %.1f %%, least share %.2f", name, 100*goodput,
+					100*undisturbed, least[name])
 			}
 		})
 	}
@@ -105,7 +106,10 @@ func TestLoadsThatTeachNothing(t *testing.T) {
 		few[i].Prompt = 20_000
 	}
 	for _, p := range measuringPolicies() {
-		for name, work := range map[string][]tracesim.Request{"a constant load": constant, "three samples": few} {
+		for name, work := range map[string][]tracesim.Request{
+			"a constant load": constant,
+			"three samples":   few,
+		} {
 			r := p.run(t, tracesim.Default(), work)
 			least := run(t, tracesim.Default(), work, "least-loaded")
 			assert.GreaterOrEqual(t, r.Goodput, least.Goodput-.01, "%s, %s", p.name, name)

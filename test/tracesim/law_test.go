@@ -16,7 +16,8 @@ func TestMexIsNoWorseWhileItLearns(t *testing.T) {
 	skipShort(t)
 	scaled := func(c steptime.Coefficients, prefill, decode float64) steptime.Coefficients {
 		c.TokenMS, c.PairMS = c.TokenMS*prefill, c.PairMS*prefill
-		c.WeightMS, c.FixedMS, c.DecodeMS, c.ContextMS = c.WeightMS*decode, c.FixedMS*decode, c.DecodeMS*decode, c.ContextMS*decode
+		c.WeightMS, c.FixedMS, c.DecodeMS, c.ContextMS = c.WeightMS*decode, c.FixedMS*decode,
+			c.DecodeMS*decode, c.ContextMS*decode
 		return c
 	}
 	dense := steptime.Reference()

@@ -33,7 +33,10 @@ type Choice struct {
 }
 
 func (s *sim) result() *Result {
-	r := &Result{Offered: len(s.calls), Requests: make([]int, len(s.ranks)), Work: make([]float64, len(s.ranks))}
+	r := &Result{
+		Offered: len(s.calls), Requests: make([]int, len(s.ranks)),
+		Work: make([]float64, len(s.ranks)),
+	}
 	law := s.cfg.engine().Law
 	good, prompt, cached := 0, 0, 0
 	for i := range s.calls {

@@ -44,7 +44,10 @@ type Config struct {
 
 // Default is eight ranks with room for 699,392 tokens each, one ingress, and goals of 2 s and 50 ms.
 func Default() Config {
-	return Config{Ranks: 8, Blocks: 1366, Ingresses: 1, Goals: Goals{TTFT: 2 * time.Second, TPOT: 50 * time.Millisecond}}
+	return Config{Ranks: 8, Blocks: 1366, Ingresses: 1, Goals: Goals{
+		TTFT: 2 * time.Second,
+		TPOT: 50 * time.Millisecond,
+	}}
 }
 
 // sim is one run.
@@ -189,7 +192,10 @@ func (s *sim) play() error {
 			s.progress()
 			tick += progressEvery
 		case slow <= s.now:
-			s.step(s.ranks[s.cfg.SlowRank], enginemodel.Input{Kind: enginemodel.InputSlow, Factor: s.cfg.SlowFactor})
+			s.step(s.ranks[s.cfg.SlowRank], enginemodel.Input{
+				Kind:   enginemodel.InputSlow,
+				Factor: s.cfg.SlowFactor,
+			})
 			slow = enginemodel.Never
 		case wake <= s.now:
 			s.step(s.ranks[busiest])
@@ -232,7 +238,10 @@ func (s *sim) hear(e *routing.Event) {
 
 // dispatch routes a request, with what every rank's cache holds of it at this moment.
 func (s *sim) dispatch(r *routing.Router, c *call) {
-	s.q = routing.Request{ID: c.key, Now: s.now, Tokens: c.Prompt, Hits: s.q.Hits[:0], Blocks: c.Blocks, BlockSize: BlockSize, Session: c.Session, Text: s.q.Text[:0]}
+	s.q = routing.Request{
+		ID: c.key, Now: s.now, Tokens: c.Prompt, Hits: s.q.Hits[:0], Blocks: c.Blocks,
+		BlockSize: BlockSize, Session: c.Session, Text: s.q.Text[:0],
+	}
 	for _, rk := range s.ranks[min(s.cfg.WithoutHits, len(s.ranks)):] {
 		if hit := rk.core.Cached(c, c.Prompt); hit > 0 {
 			s.q.Hits = append(s.q.Hits, routing.Hit{Rank: rk.id, Tokens: int32(hit)})
@@ -249,11 +258,18 @@ func (s *sim) dispatch(r *routing.Router, c *call) {
 	c.hit = s.q.HitOn(s.d.Ranked[0])
 	rk := s.ranks[c.rank]
 	rk.seq++
-	r.Observe(&routing.Event{Kind: routing.EvTicket, Rank: rk.id, ReqID: c.key, Seq: rk.seq, Incarnation: incarnation, Now: s.now})
-	s.tell(rk, routing.Event{
-		Kind: routing.EvAdmitted, ReqID: c.key, Tokens: c.Prompt, Hit: c.hit, Session: routing.SessionKey(c.Session),
+	r.Observe(&routing.Event{
+		Kind: routing.EvTicket, Rank: rk.id, ReqID: c.key, Seq: rk.seq,
+		Incarnation: incarnation, Now: s.now,
 	})
-	c.sent = enginemodel.Request{Prompt: c.Prompt, Output: c.Output, Ending: enginemodel.FinishLength, Content: c, User: c}
+	s.tell(rk, routing.Event{
+		Kind: routing.EvAdmitted, ReqID: c.key, Tokens: c.Prompt, Hit: c.hit,
+		Session: routing.SessionKey(c.Session),
+	})
+	c.sent = enginemodel.Request{
+		Prompt: c.Prompt, Output: c.Output, Ending: enginemodel.FinishLength,
+		Content: c, User: c,
+	}
 	s.step(rk, enginemodel.Input{Kind: enginemodel.InputAdd, Req: &c.sent})
 }
 
@@ -315,6 +331,9 @@ func (s *sim) progress() {
 		}
 		st := rk.core.Stats()
 		rk.seq++
-		s.tell(rk, routing.Event{Kind: routing.EvStatus, KVUsage: float64(st.UsedBlocks) / float64(st.Blocks), BlockSize: BlockSize})
+		s.tell(rk, routing.Event{
+			Kind: routing.EvStatus, KVUsage: float64(st.UsedBlocks) / float64(st.Blocks),
+			BlockSize: BlockSize,
+		})
 	}
 }

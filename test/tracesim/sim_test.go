@@ -25,7 +25,9 @@ type setting struct {
 
 func (s setting) run(t *testing.T, cfg tracesim.Config, work []tracesim.Request) *tracesim.Result {
 	t.Helper()
-	r, err := tracesim.Run(cfg, work, func() (routing.Policy, error) { return routing.New(s.name, s.preset, s.params) })
+	r, err := tracesim.Run(cfg, work, func() (routing.Policy, error) {
+		return routing.New(s.name, s.preset, s.params)
+	})
 	require.NoError(t, err)
 	assert.Len(t, r.TTFT, r.Offered, "every request is served")
 	return r
@@ -60,7 +62,9 @@ func TestHomesAreKeptBehindSeveralIngresses(t *testing.T) {
 		for _, ingresses := range []int{1, 4} {
 			cfg := tracesim.Default()
 			cfg.Ingresses, cfg.Lag = ingresses, 100*time.Millisecond
-			r, err := tracesim.Run(cfg, work, func() (routing.Policy, error) { return routing.New(name, routing.PresetTuned, nil) })
+			r, err := tracesim.Run(cfg, work, func() (routing.Policy, error) {
+				return routing.New(name, routing.PresetTuned, nil)
+			})
 			require.NoError(t, err)
 			good[ingresses] = r.Goodput
 		}
@@ -85,7 +89,9 @@ func TestTooLongRequestsAreRefused(t *testing.T) {
 	for _, i := range []int{0, 7, 39} {
 		work[i].Prompt = cfg.Blocks*tracesim.BlockSize - work[i].Output + 1
 	}
-	r, err := tracesim.Run(cfg, work, func() (routing.Policy, error) { return routing.New("lmetric-1", "", nil) })
+	r, err := tracesim.Run(cfg, work, func() (routing.Policy, error) {
+		return routing.New("lmetric-1", "", nil)
+	})
 	require.NoError(t, err)
 	assert.Equal(t, 3, r.Refused)
 	assert.Len(t, r.TTFT, 37)
@@ -103,7 +109,8 @@ func TestRunsEndWhereTheyAreTold(t *testing.T) {
 		}
 		return nil
 	}
-	_, err := tracesim.Run(cfg, tracesim.Uniform(40, 2048, 10, 10, 1), func() (routing.Policy, error) { return routing.New("random", "", nil) })
+	_, err := tracesim.Run(cfg, tracesim.Uniform(40, 2048, 10, 10, 1),
+		func() (routing.Policy, error) { return routing.New("random", "", nil) })
 	require.ErrorIs(t, err, enough)
 	assert.Equal(t, 25, seen)
 }
@@ -123,7 +130,8 @@ func TestBound(t *testing.T) {
 	assert.InDelta(t, (512.0+1024)/(1024+1024+2048+120_000), b.Hit, 1e-9)
 	assert.InDelta(t, 3.0/5, b.Goodput, 1e-9)
 	cfg.Goals = tracesim.Goals{TTFT: time.Minute, TPOT: time.Millisecond}
-	assert.InDelta(t, 1.0/5, cfg.Bound(work).Goodput, 1e-9, "an answer of one token has no time between tokens")
+	assert.InDelta(t, 1.0/5, cfg.Bound(work).Goodput, 1e-9,
+		"an answer of one token has no time between tokens")
 	cfg = tracesim.Default()
 	chats := tracesim.Chats(500, 5, 3)
 	b = cfg.Bound(chats)
@@ -155,7 +163,8 @@ func TestBurstMaxMean(t *testing.T) {
 func TestRecordsCarryTheRanksTime(t *testing.T) {
 	cfg := tracesim.Default()
 	cfg.Ranks, cfg.Lag = 2, 300*time.Millisecond
-	cfg.ClockSkew, cfg.ClockJump, cfg.ClockJumpAt = []time.Duration{0, 5 * time.Minute}, []time.Duration{-time.Second}, 10*time.Second
+	cfg.ClockSkew, cfg.ClockJump, cfg.ClockJumpAt = []time.Duration{0, 5 * time.Minute},
+		[]time.Duration{-time.Second}, 10*time.Second
 	work := tracesim.Uniform(200, 2048, 50, 10, 1)
 	kinds := map[routing.EventKind]int{}
 	var admitted []time.Duration // off the first rank's clock

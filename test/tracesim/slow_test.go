@@ -24,13 +24,15 @@ func TestRT8ASlowRankGetsHalfOfItsShare(t *testing.T) {
 			from := cfg.SlowFrom
 			later := r.Share(3, from+20*time.Second, time.Hour)
 			for _, share := range []float64{
-				r.Share(3, from, from+10*time.Second), r.Share(3, from+10*time.Second, from+20*time.Second), later,
+				r.Share(3, from, from+10*time.Second), r.Share(3, from+10*time.Second, from+20*time.Second),
+				later,
 			} {
 				assert.LessOrEqual(t, share, .0625, "%s at %v/s", name, rate)
 			}
 			p99 := tracesim.Percentile(r.TTFT, .99)
 			assert.LessOrEqual(t, p99.Seconds(), 1.1*ttft.Seconds(), "%s at %v/s", name, rate)
-			assert.GreaterOrEqual(t, r.TokensPerSecond(), .98*base.TokensPerSecond(), "%s at %v/s", name, rate)
+			assert.GreaterOrEqual(t, r.TokensPerSecond(), .98*base.TokensPerSecond(), "%s at %v/s", name,
+				rate)
 			t.Logf("%s at %v/s: TTFT p99 %s, least-loaded %s; share later %.3f", name, rate, p99, ttft, later)
 		}
 	}

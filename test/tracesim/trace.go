@@ -32,7 +32,8 @@ const (
 var ErrTrace = errors.New("not a trace")
 
 var (
-	errFormat  = errors.New("neither a JSON object of Mooncake's format nor the header of an Azure trace, " + azureHeader)
+	errFormat = errors.New("neither a JSON object of Mooncake's format nor the header of an Azure trace, " +
+		azureHeader)
 	errFields  = errors.New("a row has a timestamp, context tokens and generated tokens")
 	errTime    = errors.New("timestamps are milliseconds or like 2023-11-16 18:15:46.68, and span 100 years at most")
 	errTokens  = fmt.Errorf("a prompt has 1 to %d tokens, an answer 0 to %d", maxTokens, maxTokens)

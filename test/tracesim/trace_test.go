@@ -53,7 +53,8 @@ func TestAzureTraces(t *testing.T) {
 }
 
 func TestBadLinesAreNamed(t *testing.T) {
-	const good, header = `{"timestamp": 1, "input_length": 9, "output_length": 9}` + "\n", "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+	const good, header = `{"timestamp": 1, "input_length": 9, "output_length": 9}` + "\n",
+		"TIMESTAMP,ContextTokens,GeneratedTokens\n"
 	const row = "2023-11-16 18:15:46.6805900,374,44\n"
 	for text, line := range map[string]int{
 		"x":           1,

@@ -59,7 +59,8 @@ func Agents(sessions int, rate float64, seed uint64) []Request {
 			}
 			answer := 20 + int(250*rnd.ExpFloat64())
 			out = append(out, Request{
-				At: seconds(at), Prompt: length, Output: answer, Blocks: blocks[:len(blocks):len(blocks)], Session: "session " + strconv.Itoa(s),
+				At: seconds(at), Prompt: length, Output: answer, Blocks: blocks[:len(blocks):len(blocks)],
+				Session: "session " + strconv.Itoa(s),
 			})
 			length += answer
 			at += 1 + 0.02*float64(answer) + 6*rnd.ExpFloat64()

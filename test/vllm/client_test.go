@@ -112,7 +112,8 @@ func ask(ctx context.Context, addr, path string, body map[string]any) (answer, e
 // complete sends token ids as a completion; salt "" = none. The answer holds the generated ids.
 func complete(ctx context.Context, addr string, ids []uint32, maxTokens int, salt string) (answer, error) {
 	body := map[string]any{
-		"model": model, "prompt": ids, "max_tokens": maxTokens, "temperature": 0, "ignore_eos": true, "return_token_ids": true,
+		"model": model, "prompt": ids, "max_tokens": maxTokens, "temperature": 0, "ignore_eos": true,
+		"return_token_ids": true,
 	}
 	if salt != "" {
 		body["cache_salt"] = salt

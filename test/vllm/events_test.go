@@ -28,7 +28,8 @@ type tally struct {
 }
 
 func (y *tally) add(a answer, predicted int) {
-	y.requests, y.prompt, y.cached, y.predicted = y.requests+1, y.prompt+a.Prompt, y.cached+a.Cached, y.predicted+predicted
+	y.requests, y.prompt, y.cached, y.predicted = y.requests+1, y.prompt+a.Prompt, y.cached+a.Cached,
+		y.predicted+predicted
 	switch {
 	case predicted == a.Cached:
 		y.exact++
@@ -39,7 +40,8 @@ func (y *tally) add(a answer, predicted int) {
 		y.over++
 	}
 	if len(y.misses) < maxMisses {
-		y.misses = append(y.misses, fmt.Sprintf("%s predicted %d, reported %d of %d", a.Rank, predicted, a.Cached, a.Prompt))
+		y.misses = append(y.misses, fmt.Sprintf("%s predicted %d, reported %d of %d", a.Rank, predicted,
+			a.Cached, a.Prompt))
 	}
 }
 
@@ -49,7 +51,8 @@ func (y *tally) cachedShare() float64 { return float64(y.cached) / float64(max(1
 
 func (y *tally) String() string {
 	text := fmt.Sprintf("%d requests, %d exact (%.1f %%), %d under, %d over; prompt tokens %d, predicted %d, reported %d (%.0f %%)",
-		y.requests, y.exact, 100*y.share(), y.under, y.over, y.prompt, y.predicted, y.cached, 100*y.cachedShare())
+		y.requests, y.exact, 100*y.share(), y.under, y.over, y.prompt, y.predicted, y.cached,
+		100*y.cachedShare())
 	return strings.Join(append([]string{text}, y.misses...), "; ")
 }
 
@@ -94,7 +97,8 @@ func testEvents(t *testing.T, ranks []*rank) {
 		t.Logf("rank %d: %v", i, &tallies[i])
 		s := f.sub.Stats()
 		held, sum := f.content()
-		t.Logf("rank %d: %d batches, %d blocks stored, %d removals, %d held of %d, %d replays", i, s.Batches, s.Blocks, s.Removed, held, blocks, s.Replays)
+		t.Logf("rank %d: %d batches, %d blocks stored, %d removals, %d held of %d, %d replays", i, s.Batches,
+			s.Blocks, s.Removed, held, blocks, s.Replays)
 		assert.GreaterOrEqual(t, tallies[i].share(), goodShare, "rank %d", i)
 		assert.Positive(t, tallies[i].cached)
 		assert.Positive(t, s.Removed, "blocks are evicted")
@@ -105,7 +109,8 @@ func testEvents(t *testing.T, ranks []*rank) {
 		require.NoError(t, f.sub.Close()) // the engine's publisher dials: there is one place to listen
 		late := follow(t, ranks[i])
 		lateHeld, lateSum := late.content()
-		assert.Equal(t, []uint64{uint64(held), sum}, []uint64{uint64(lateHeld), lateSum}, "joined late: the same blocks")
+		assert.Equal(t, []uint64{uint64(held), sum}, []uint64{uint64(lateHeld), lateSum},
+			"joined late: the same blocks")
 		require.NoError(t, late.sub.Close())
 	}
 }
@@ -129,8 +134,10 @@ func testCleared(t *testing.T, ranks []*rank) {
 	after, _ := cleared.content()
 	assert.Equal(t, len(ids)/blockSize, after, "only the new prompt's blocks")
 	heldNow, sumNow := kept.content()
-	assert.Equal(t, []uint64{uint64(held), sum}, []uint64{uint64(heldNow), sumNow}, "the other rank is untouched")
-	t.Logf("reset_prefix_cache on rank 1: %d blocks before, %d after its next request; rank 0: %d and %d", before, after, held, heldNow)
+	assert.Equal(t, []uint64{uint64(held), sum}, []uint64{uint64(heldNow), sumNow},
+		"the other rank is untouched")
+	t.Logf("reset_prefix_cache on rank 1: %d blocks before, %d after its next request; rank 0: %d and %d",
+		before, after, held, heldNow)
 }
 
 // testRestart (KV4 with a real engine): a rank that starts anew on its ports begins at 0, the other keeps its
@@ -143,7 +150,9 @@ func testRestart(t *testing.T, ranks []*rank) {
 	ranks[1].crash()
 	ranks[1].start()
 	ranks[1].ready()
-	followers[1].wait(t, "sees the new engine", func(s kvevents.Stats) bool { return s.Restarts > 0 || s.Resets > 1 })
+	followers[1].wait(t, "sees the new engine", func(s kvevents.Stats) bool {
+		return s.Restarts > 0 || s.Resets > 1
+	})
 	tallies, errs := both(ranks[1:], func(_ int, r *rank) (tally, error) {
 		return runDirect(t.Context(), r, followers[1], newFamilies(5), 50)
 	})
@@ -151,5 +160,6 @@ func testRestart(t *testing.T, ranks []*rank) {
 	t.Logf("rank 1 after a restart in place: %v", &tallies[0])
 	assert.GreaterOrEqual(t, tallies[0].share(), goodShare)
 	heldNow, sumNow := followers[0].content()
-	assert.Equal(t, []uint64{uint64(held), sum}, []uint64{uint64(heldNow), sumNow}, "the other rank is untouched")
+	assert.Equal(t, []uint64{uint64(held), sum}, []uint64{uint64(heldNow), sumNow},
+		"the other rank is untouched")
 }

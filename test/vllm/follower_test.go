@@ -34,7 +34,10 @@ func follow(t *testing.T, r *rank) *follower {
 	ix, err := kvindex.New(kvindex.Config{Bytes: 64 << 20})
 	require.NoError(t, err)
 	f := &follower{hasher: kvindex.NewHasher([]byte("any secret does")), ix: ix}
-	f.sub, err = kvevents.New(kvevents.Config{Endpoints: kvevents.Endpoints{Bind: r.events, Replay: r.replay}, Sink: f})
+	f.sub, err = kvevents.New(kvevents.Config{
+		Endpoints: kvevents.Endpoints{Bind: r.events, Replay: r.replay},
+		Sink:      f,
+	})
 	require.NoError(t, err)
 	require.NoError(t, f.sub.Start(t.Context()))
 	t.Cleanup(func() { assert.NoError(t, f.sub.Close()) })
@@ -44,7 +47,10 @@ func follow(t *testing.T, r *rank) *follower {
 
 // root is the hash in front of a prompt's first block.
 func (f *follower) root(salt string) uint64 {
-	return f.hasher.Root(kvindex.Salt{Unit: kvindex.Tokens, BlockSize: blockSize, Model: model, CacheSalt: salt})
+	return f.hasher.Root(kvindex.Salt{
+		Unit: kvindex.Tokens, BlockSize: blockSize, Model: model,
+		CacheSalt: salt,
+	})
 }
 
 // Stored implements kvevents.Sink.
@@ -57,7 +63,8 @@ func (f *follower) Stored(ev *kvevents.Stored) {
 		return
 	}
 	f.column.Stored(f.hasher, &kvindex.StoredEvent{
-		Root: f.root(salt), HasParent: !ev.Parent.IsZero(), Parent: handle(ev.Group, ev.Parent), Blocks: handles(ev.Group, ev.Hashes),
+		Root: f.root(salt), HasParent: !ev.Parent.IsZero(), Parent: handle(ev.Group, ev.Parent),
+		Blocks: handles(ev.Group, ev.Hashes),
 		Tokens: ev.Tokens, BlockSize: ev.BlockSize, Group: ev.Group, Kind: ev.Kind,
 	})
 }
@@ -81,7 +88,8 @@ func (f *follower) Reset(bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.incarnation++
-	column, err := f.ix.Open(kvindex.Owner{Epoch: 1, Incarnation: f.incarnation}, kvindex.Options{Feed: kvindex.FromEvents, BlockSize: blockSize, Shown: true})
+	column, err := f.ix.Open(kvindex.Owner{Epoch: 1, Incarnation: f.incarnation},
+		kvindex.Options{Feed: kvindex.FromEvents, BlockSize: blockSize, Shown: true})
 	if err == nil { // there are more columns than restarts
 		f.column = column
 	}

@@ -46,7 +46,8 @@ func sharedMemory(pids []int) []string {
 			continue
 		}
 		for line := range strings.Lines(string(b)) {
-			if _, name, ok := strings.Cut(strings.TrimSpace(line), "/dev/shm/"); ok && !strings.HasSuffix(name, " (deleted)") {
+			if _, name, ok := strings.Cut(strings.TrimSpace(line), "/dev/shm/"); ok &&
+				!strings.HasSuffix(name, " (deleted)") {
 				seen["/dev/shm/"+name] = true
 			}
 		}

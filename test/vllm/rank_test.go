@@ -87,8 +87,10 @@ func (r *rank) args() []string {
 	_, port, err := net.SplitHostPort(r.addr)
 	require.NoError(r.t, err)
 	return []string{
-		"serve", path, "--served-model-name", model, "--load-format", "dummy", "--enforce-eager", "--dtype", "float32",
-		"--max-model-len", fmt.Sprint(maxContext), "--block-size", fmt.Sprint(blockSize), "--num-gpu-blocks-override", fmt.Sprint(blocks),
+		"serve", path, "--served-model-name", model, "--load-format", "dummy", "--enforce-eager", "--dtype",
+		"float32",
+		"--max-model-len", fmt.Sprint(maxContext), "--block-size", fmt.Sprint(blockSize),
+		"--num-gpu-blocks-override", fmt.Sprint(blocks),
 		"--max-num-seqs", "64", "--host", "127.0.0.1", "--port", port, "--enable-prompt-tokens-details",
 		"--kv-events-config", fmt.Sprintf(`{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":%q,"replay_endpoint":%q,"topic":""}`, r.events, r.replay),
 	}
@@ -97,8 +99,10 @@ func (r *rank) args() []string {
 // env is the engine's environment; dir is its home and holds its sockets.
 func (r *rank) env(dir string) []string {
 	return append(os.Environ(),
-		"VLLM_TARGET_DEVICE=cpu", "VLLM_CPU_KVCACHE_SPACE=1", "VLLM_CPU_OMP_THREADS_BIND=nobind", "OMP_NUM_THREADS=1", "TORCHDYNAMO_DISABLE=1",
-		"VLLM_WORKER_MULTIPROC_METHOD=spawn", "HF_HUB_OFFLINE=1", "TRANSFORMERS_OFFLINE=1", "VLLM_NO_USAGE_STATS=1", "DO_NOT_TRACK=1",
+		"VLLM_TARGET_DEVICE=cpu", "VLLM_CPU_KVCACHE_SPACE=1", "VLLM_CPU_OMP_THREADS_BIND=nobind",
+		"OMP_NUM_THREADS=1", "TORCHDYNAMO_DISABLE=1",
+		"VLLM_WORKER_MULTIPROC_METHOD=spawn", "HF_HUB_OFFLINE=1", "TRANSFORMERS_OFFLINE=1",
+		"VLLM_NO_USAGE_STATS=1", "DO_NOT_TRACK=1",
 		"VLLM_SERVER_DEV_MODE=1", // opens /reset_prefix_cache
 		"HOME="+dir, "TMPDIR="+dir, "VLLM_RPC_BASE_PATH="+dir)
 }
@@ -179,15 +183,18 @@ func (r *rank) crash() {
 
 // processes are those of the engine, without the guard's.
 func (r *rank) processes() []int {
-	return slices.DeleteFunc(descendants(r.cmd.Process.Pid), func(pid int) bool { return strings.HasPrefix(title(pid), "sh\x00") })
+	return slices.DeleteFunc(descendants(r.cmd.Process.Pid),
+		func(pid int) bool { return strings.HasPrefix(title(pid), "sh\x00") })
 }
 
 // ended waits for the end of the engine and of everything it started.
 func (r *rank) ended(all []int) {
-	assert.Eventually(r.t, func() bool { return !slices.ContainsFunc(all, harness.Alive) }, stopTimeout, 20*time.Millisecond, "its processes end")
+	assert.Eventually(r.t, func() bool { return !slices.ContainsFunc(all, harness.Alive) }, stopTimeout,
+		20*time.Millisecond, "its processes end")
 	group := r.cmd.Process.Pid
 	_ = r.stdin.Close()
-	assert.Eventually(r.t, func() bool { return errors.Is(syscall.Kill(-group, 0), syscall.ESRCH) }, stopTimeout, 20*time.Millisecond,
+	assert.Eventually(r.t, func() bool { return errors.Is(syscall.Kill(-group, 0), syscall.ESRCH) },
+		stopTimeout, 20*time.Millisecond,
 		"its process group ends")
 	<-r.done
 	r.cmd = nil

@@ -19,7 +19,8 @@ func attached(name, routing string, ranks []*rank) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "applications:\n  - name: %s\n    model: {id: %s}\n    engine:\n      kind: attach\n      family: vllm\n      ranks:\n", name, model)
 	for _, r := range ranks {
-		fmt.Fprintf(&b, "        - {url: %q, kv_events: {bind: %q, replay: %q}}\n", "http://"+r.addr, r.events, r.replay)
+		fmt.Fprintf(&b, "        - {url: %q, kv_events: {bind: %q, replay: %q}}\n", "http://"+r.addr,
+			r.events, r.replay)
 	}
 	fmt.Fprintf(&b, "    routing: {%s}\n", routing)
 	return b.String()
@@ -82,7 +83,8 @@ func live(dp *harness.Real, app string, n int) error {
 // picking by it makes the engines find more in their caches than taking turns does, on the very same load.
 func testRouting(t *testing.T, ranks []*rank) {
 	dp := harness.Start(t)
-	t.Logf("%-18s %8s %9s %8s %10s %10s %9s  %s", "policy", "requests", "exact", "prompt", "predicted", "reported", "cached", "requests of ranks")
+	t.Logf("%-18s %8s %9s %8s %10s %10s %9s  %s", "policy", "requests", "exact", "prompt", "predicted",
+		"reported", "cached", "requests of ranks")
 	shares := map[string]float64{}
 	for _, p := range policies {
 		emptied(t.Context(), t, ranks)
@@ -100,7 +102,8 @@ func testRouting(t *testing.T, ranks []*rank) {
 			assert.GreaterOrEqual(t, y.share(), goodShare, "%s: %v", p.name, y)
 		}
 		shares[p.name] = y.cachedShare()
-		t.Logf("%-18s %8d %9s %8d %10s %10d %7.1f %%  %d + %d", p.name, y.requests, exact, y.prompt, predicted, y.cached, 100*y.cachedShare(), l.ranks["0/0"], l.ranks["0/1"])
+		t.Logf("%-18s %8d %9s %8d %10s %10d %7.1f %%  %d + %d", p.name, y.requests, exact, y.prompt,
+			predicted, y.cached, 100*y.cachedShare(), l.ranks["0/0"], l.ranks["0/1"])
 		dp.Delete(p.name)
 	}
 	for name, share := range shares {

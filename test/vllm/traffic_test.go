@@ -89,7 +89,8 @@ const look = 2 * time.Millisecond
 
 // eventually polls until ok.
 func eventually(ctx context.Context, ok func() bool) bool {
-	for deadline := time.Now().Add(harness.Patience); time.Now().Before(deadline) && ctx.Err() == nil; sleep(ctx, look) {
+	for deadline := time.Now().Add(harness.Patience); time.Now().Before(deadline) &&
+		ctx.Err() == nil; sleep(ctx, look) {
 		if ok() {
 			return true
 		}

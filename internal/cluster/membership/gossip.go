@@ -349,6 +349,9 @@ func (g *Gossip) checkMember(n *memberlist.Node) error {
 	case meta.Cluster != g.cfg.Meta.Cluster:
 		return fmt.Errorf("it belongs to cluster %s, not %s", meta.Cluster, g.cfg.Meta.Cluster)
 	case g.cfg.Revoked(meta.UID):
+		if g.table.isJustRemoved(n.Name, time.Now()) {
+			return fmt.Errorf("uid %s %s", meta.UID, justRemoved)
+		}
 		return fmt.Errorf("uid %s was removed from the cluster", meta.UID)
 	}
 	_, _, err = splitName(n.Name)

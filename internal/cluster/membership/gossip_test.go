@@ -351,8 +351,9 @@ func TestDefaults(t *testing.T) {
 // lan is a network in memory that can be cut.
 type lan struct {
 	memnet.Network
-	mu  sync.Mutex
-	cut func(from, to string) bool
+	mu     sync.Mutex
+	cut    func(from, to string) bool
+	config func(cfg *membership.Config) // of each process; nil: nothing to change
 }
 
 func (l *lan) reaches(from, to string) bool {
@@ -394,6 +395,9 @@ func (l *lan) process(t *testing.T, n uint64, name string, i int, seeds ...strin
 			}
 			return l.DialContext(ctx, network, addr)
 		},
+	}
+	if l.config != nil {
+		l.config(&cfg)
 	}
 	g, err := membership.New(t.Context(), cfg)
 	require.NoError(t, err)
@@ -496,6 +500,46 @@ func TestNodeIsBackUnderANewAddress(t *testing.T) {
 			})
 		})
 	}
+}
+
+// TestARemovedNodeMayGossipOnForAMoment: a node that was just removed has not heard of it yet. Its messages
+// are ignored and counted, and are worth a warning only when they still come after 10 s.
+func TestARemovedNodeMayGossipOnForAMoment(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var log syncBuffer
+		var gone atomic.Bool
+		var refused atomic.Int32
+		l := &lan{config: func(cfg *membership.Config) {
+			if cfg.Node != "n1" {
+				return
+			}
+			cfg.Log = slog.New(slog.NewTextHandler(&log, nil))
+			cfg.Refused = func(membership.Reason) { refused.Add(1) }
+			cfg.Revoked = func(uid string) bool { return gone.Load() && uid == "uid-n2" }
+		}}
+		a := l.member(t, 1)
+		b := l.member(t, 2, a.Address())
+		within(t, 2*time.Second, "n1:alive n2:alive", a, b)
+
+		gone.Store(true)
+		gossips := func(times int) {
+			for range times {
+				meta := config(t, "n2").Meta
+				meta.Index = uint64(time.Now().UnixNano())
+				require.NoError(t, b.UpdateMeta(meta))
+				time.Sleep(time.Second)
+			}
+		}
+		gossips(8)
+		assert.Positive(t, refused.Load())
+		assert.NotContains(t, log.String(), "level=WARN")
+		assert.Equal(t, "n1:alive", view(a))
+		gossips(4)
+		assert.Contains(t, log.String(), "gossip was refused")
+		require.NoError(t, b.Close())
+		require.NoError(t, a.Close())
+		time.Sleep(5 * time.Second)
+	})
 }
 
 type syncBuffer struct {

@@ -35,6 +35,8 @@ type Member struct {
 	State       State
 	LastSeen    time.Time
 	Incarnation uint64
+
+	refused time.Time // its first message after the cluster had removed it; zero: there was none
 }
 
 // table is this node's view. memberlist calls it under its own lock, so it must not call memberlist or its
@@ -99,6 +101,25 @@ func (t *table) recordAnswer(name string) {
 	if m := t.members[name]; m != nil {
 		m.LastSeen = time.Now()
 	}
+}
+
+// removalGrace is how long a member that was removed may gossip on: it learns of its removal when it next
+// asks the cluster, and then ends.
+const removalGrace = 10 * time.Second
+
+// isJustRemoved reports whether the messages of a removed node are still to be expected: they come from a
+// process that was a member here until less than removalGrace ago.
+func (t *table) isJustRemoved(name string, now time.Time) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	m := t.members[name]
+	if m == nil {
+		return false
+	}
+	if m.refused.IsZero() {
+		m.refused = now
+	}
+	return now.Sub(m.refused) < removalGrace
 }
 
 // forgetGone drops the members that are gone longest above the bound, and those whose node has a newer

@@ -43,6 +43,9 @@ var refusalTexts = []struct {
 	{"Failed to decompress", Malformed},
 }
 
+// justRemoved is in the text of a refusal that is to be expected for a moment: see removalGrace.
+const justRemoved = "was removed from the cluster a moment ago"
+
 // noUDP is memberlist's line when only TCP works.
 const noUDP = "UDP probes failed"
 
@@ -76,6 +79,10 @@ func (l *logReader) Write(line []byte) (int, error) {
 	}
 	if reason := reasonOf(text); reason != "" {
 		l.refused(reason)
+		if strings.Contains(text, justRemoved) {
+			l.log.Debug("gossip of a node that was just removed was ignored", "err", text)
+			return len(line), nil
+		}
 		l.warn(string(reason), warnEvery, "gossip was refused", text)
 	} else if strings.Contains(text, noUDP) {
 		l.warn(noUDP, noUDPEvery, "gossip reaches a node over TCP only: is UDP blocked between the nodes?",

@@ -19,7 +19,7 @@ type Endpoints struct {
 }
 
 // Hosts lists the hosts that event sockets may use beside loopback. Events steer routing, so they are
-// accepted from declared engines only (docs/acceptance.md, SP12).
+// accepted from declared engines only (test/acceptance.md, SP12).
 type Hosts struct {
 	Node  string   // this node's advertised address: where Bind may listen; "" = loopback only
 	Peers []string // hosts or addresses of declared engines

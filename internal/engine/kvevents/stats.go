@@ -57,7 +57,7 @@ type Silence struct {
 // Check returns for how long requests have completed without a batch: from the first such completion to the
 // newest one that a Check saw. Time in which nothing completes does not count, because an idle engine is
 // silent. batches and completed are counters. The caller compares the result with its limit (30 s;
-// docs/acceptance.md, KV10).
+// test/acceptance.md, KV10).
 func (s *Silence) Check(now time.Time, batches, completed uint64) time.Duration {
 	switch {
 	case !s.began || batches != s.batches || completed < s.completed:
