@@ -87,17 +87,20 @@ func New(c Config) (*Node, error) {
 		return nil, problem.New(problem.InvalidArgument, "--log-level %q: want debug, info, warn or error",
 			c.LogLevel)
 	}
-	n := &Node{cfg: c, metrics: telemetry.New(), hub: dpserver.NewHub(), probes: c.probes()}
+	ctx, kill := context.WithCancel(context.Background())
+	n := &Node{
+		cfg: c, metrics: telemetry.New(), hub: dpserver.NewHub(), probes: c.probes(),
+		life: lifetime{ctx: ctx, kill: kill},
+	}
 	n.life.close = sync.OnceValue(n.closeAll)
 	n.nodeMetrics = n.metrics.Node(c.NodeID)
 	n.metrics.BuildInfo(c.Version)
 	n.log = telemetry.NewLogger(c.LogWriter, c.LogFormat, level).With(slog.String("node", c.NodeID))
-	n.life.ctx, n.life.kill = context.WithCancel(context.Background())
 	built := make(chan struct{})
 	go func() {
 		select {
 		case <-c.Stop:
-			n.life.kill()
+			kill()
 		case <-built:
 		}
 	}()
