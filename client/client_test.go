@@ -32,46 +32,48 @@ type fakeRouters struct {
 
 var _ api.Routers = (*fakeRouters)(nil)
 
-func (r *fakeRouters) Explain(_ context.Context, app string, q *msg.RouteQuery) (*msg.Explanation, error) {
+func (r *fakeRouters) Explain(_ context.Context, app string, q *client.Query) (*client.Explanation, error) {
 	r.asked = *q
 	score := 0.1 + 0.2
-	return &msg.Explanation{
+	return &client.Explanation{
 		App: app, Policy: "kv", Pick: "0/1",
-		Ranks: []msg.RankExplanation{
+		Ranks: []client.RankExplanation{
 			{
 				Worker: "0/1", Rank: 1, State: "ok", Score: &score,
-				Terms: []msg.Term{{Name: "a", Value: score}},
+				Terms: []client.Term{{Name: "a", Value: score}},
 			},
 		},
-		Replay: &msg.Replay{RequestID: "x"},
+		Replay: &client.Replay{RequestID: "x"},
 	}, r.fail
 }
 
-func (r *fakeRouters) Reset(_ context.Context, app string) (msg.ResetResult, error) {
-	return msg.ResetResult{App: app, Ranks: 2}, r.fail
+func (r *fakeRouters) Reset(_ context.Context, app string) (client.ResetResult, error) {
+	return client.ResetResult{App: app, Ranks: 2}, r.fail
 }
 
-func (r *fakeRouters) Router(_ context.Context, app string) (msg.RouterInfo, error) {
-	return msg.RouterInfo{
-		App: app, Policy: "kv", Index: &msg.IndexStatus{Blocks: 7},
-		Law: &msg.Law{
+func (r *fakeRouters) Router(_ context.Context, app string) (client.Info, error) {
+	return client.Info{
+		App: app, Policy: "kv", Index: &client.Index{Blocks: 7},
+		Law: &client.Law{
 			Preset: "moe", Prefill: 1.5, Decode: 0.75, PrefillSamples: 3, DecodeSamples: 4, AgeS: 2.5,
 			Error: 0.25,
-			Ranks: []msg.RankSpeed{{Worker: "0/1", Slow: 2, LagMs: 12.5}},
+			Ranks: []client.WorkerSpeed{{Worker: "0/1", Slow: 2, LagMs: 12.5}},
 		},
 	}, r.fail
 }
 
-func (r *fakeRouters) BestWorker(_ context.Context, _ string, q *msg.BestWorker) (msg.Worker, error) {
+func (r *fakeRouters) BestWorker(_ context.Context, _ string, q *client.BestWorkerRequest) (client.Worker,
+	error) {
 	r.asked = *q
-	return msg.Worker{
+	return client.Worker{
 		Worker: "0/1", DPRank: 1, OverlapBlocks: 3, BlockSize: 16, RequestID: q.RequestID, ExpiresS: 300,
 	}, r.fail
 }
 
-func (r *fakeRouters) PotentialLoads(_ context.Context, _ string, ids []uint32) ([]msg.PotentialLoad, error) {
+func (r *fakeRouters) PotentialLoads(_ context.Context, _ string, ids []uint32) ([]client.PotentialLoad,
+	error) {
 	r.asked = ids
-	return []msg.PotentialLoad{{Worker: "0/0", PrefillTokens: 5, DecodeBlocks: 1}}, r.fail
+	return []client.PotentialLoad{{Worker: "0/0", PrefillTokens: 5, DecodeBlocks: 1}}, r.fail
 }
 
 func (r *fakeRouters) MarkPrefillComplete(_ context.Context, _, id string) error {
@@ -84,10 +86,10 @@ func (r *fakeRouters) Free(_ context.Context, _, id string) error {
 	return r.fail
 }
 
-func (r *fakeRouters) DumpEvents(_ context.Context, _ string, emit func(*msg.KVRun) error) (bool, error) {
+func (r *fakeRouters) DumpEvents(_ context.Context, _ string, emit func(*client.Run) error) (bool, error) {
 	for range r.runs {
 		if err := emit(
-			&msg.KVRun{Worker: "0/1", Tier: "gpu", Blocks: []string{"00000000000000aa"}}); err != nil {
+			&client.Run{Worker: "0/1", Tier: "gpu", Blocks: []string{"00000000000000aa"}}); err != nil {
 			return false, err
 		}
 	}
@@ -95,16 +97,16 @@ func (r *fakeRouters) DumpEvents(_ context.Context, _ string, emit func(*msg.KVR
 }
 
 func (r *fakeRouters) Generate(_ context.Context, _ string, q *msg.Generate,
-	emit func(*msg.Generated) error,
+	emit func(*client.Part) error,
 ) error {
 	r.asked = *q
 	if r.fail != nil {
 		return r.fail
 	}
-	for _, p := range []msg.Generated{
+	for _, p := range []client.Part{
 		{TokenIDs: []uint32{5, 6}, Worker: "0/1", RequestID: "g"},
 		{TokenIDs: []uint32{7}, FinishReason: "stop"},
-		{TokenIDs: []uint32{}, Usage: &msg.TokenUsage{Prompt: 3, Cached: 2, Completion: 3}},
+		{TokenIDs: []uint32{}, Usage: &client.Usage{Prompt: 3, Cached: 2, Completion: 3}},
 	} {
 		if err := emit(&p); err != nil {
 			return err
@@ -124,10 +126,10 @@ func TestExplainSendsTheBytesOfTheRequest(t *testing.T) {
 		_, err := c.Explain(t.Context(),
 			client.Query{Request: []byte(body), Route: "/v1/completions", Worker: "0/1"})
 		require.NoError(t, err)
-		assert.Equal(t, body, string(r.asked.(msg.RouteQuery).Request))
+		assert.Equal(t, body, string(r.asked.(client.Query).Request))
 		_, err = c.Explain(t.Context(), client.Query{Request: []byte(body)})
 		require.NoError(t, err)
-		assert.Equal(t, body, string(r.asked.(msg.RouteQuery).Request))
+		assert.Equal(t, body, string(r.asked.(client.Query).Request))
 	}
 	_, err := c.Explain(t.Context(), client.Query{Request: []byte(`{"prompt":`)})
 	require.ErrorContains(t, err, "not JSON")
@@ -170,9 +172,9 @@ func TestEveryCall(t *testing.T) {
 			Worker: "0/1", DPRank: 1, OverlapBlocks: 3, BlockSize: 16, RequestID: "r", ExpiresS: 300,
 		}, w)
 	assert.Equal(t,
-		msg.BestWorker{
+		client.BestWorkerRequest{
 			TokenIDs: []uint32{1}, RequestID: "r", Model: "m", Worker: "0/1",
-			Override: &msg.RouterOverride{OverlapScoreWeight: &weight},
+			Override: &client.Override{OverlapScoreWeight: &weight},
 		}, r.asked)
 
 	loads, err := c.PotentialLoads(ctx, []uint32{1, 2})
@@ -191,7 +193,7 @@ func TestEveryCall(t *testing.T) {
 		client.Query{Prompt: &text, Route: "/v1/chat/completions", Headers: map[string]string{"a": "b"}})
 	require.NoError(t, err)
 	assert.Equal(t,
-		msg.RouteQuery{
+		client.Query{
 			Prompt: &text, Route: "/v1/chat/completions", Headers: map[string]string{"a": "b"},
 		}, r.asked)
 	assert.Equal(t, 0.1+0.2, *x.Ranks[0].Score) //nolint:testifylint // bit for bit

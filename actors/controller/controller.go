@@ -11,6 +11,7 @@ import (
 	"github.com/asynkron/protoactor-go/actor"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/cluster"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
@@ -246,14 +247,14 @@ func (c *Controller) armTimer(due time.Time) {
 
 // Status returns the status of all applications, ordered by name. The caller adds what the replicas report of
 // their ranks.
-func (c *Controller) Status() []msg.AppStatus {
+func (c *Controller) Status() []client.AppStatus {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return view{c.core}.Status()
 }
 
 // StatusWithout is Status while some nodes do not answer. unreachable gives the reason for each of them.
-func (c *Controller) StatusWithout(unreachable map[string]string) []msg.AppStatus {
+func (c *Controller) StatusWithout(unreachable map[string]string) []client.AppStatus {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return view{c.core}.StatusWithout(unreachable)
@@ -324,7 +325,7 @@ func (c *Controller) Note(app, what, reason string) {
 }
 
 // Nodes returns the status of all nodes, in order. The caller fills in Voter and InFlight.
-func (c *Controller) Nodes() []msg.NodeStatus {
+func (c *Controller) Nodes() []client.NodeStatus {
 	now := c.cfg.Clock()
 	c.mu.Lock()
 	defer c.mu.Unlock()

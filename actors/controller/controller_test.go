@@ -17,6 +17,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
@@ -176,7 +177,8 @@ func TestDeployStatusEventsDelete(t *testing.T) {
 		assert.Equal(t, 4, s[0].Ready)
 		assert.Equal(t, 4, s[0].Desired)
 		require.Len(t, s[0].Units, 4)
-		assert.Equal(t, msg.RankStatus{Rank: 2, Node: "a", Phase: "ready", Epoch: 1}, s[0].Units[2].Ranks[0])
+		assert.Equal(t, client.RankStatus{Rank: 2, Node: "a", Phase: "ready", Epoch: 1},
+			s[0].Units[2].Ranks[0])
 		assert.Equal(t, state.Ready, r.metrics.phases["chat/0/3"])
 		assert.Equal(t, map[string][2]int{"chat": {4, 4}}, r.metrics.ranks)
 

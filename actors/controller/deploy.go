@@ -6,7 +6,7 @@ import (
 	"errors"
 	"time"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
@@ -208,9 +208,9 @@ func (c *Controller) proposeNodeCommand(ctx context.Context, cmd state.Command) 
 // Plan computes what Deploy would do now: what is created, replaced and deleted, where every rank would be,
 // and why something would not fit, which is no error here. An error means that the deploy would be refused
 // for another reason.
-func (c *Controller) Plan(apps []*app.Application, prune bool) (msg.Plan, error) {
+func (c *Controller) Plan(apps []*app.Application, prune bool) (client.Plan, error) {
 	if err := checkRunnable(apps); err != nil {
-		return msg.Plan{}, err
+		return client.Plan{}, err
 	}
 	return planOf(c.planningState(), apps, prune)
 }

@@ -8,6 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
@@ -378,8 +379,11 @@ func TestNodeStatuses(t *testing.T) {
 	spread.PlacementGroupStrategy = "STRICT_SPREAD"
 	c.deploy(spread)
 	c.renew("a", "b")
-	look := func(id string) msg.NodeStatus { return view{c.core}.nodeStatus(c.now, c.state.Nodes[id], "a") }
-	assert.Equal(t, msg.NodeStatus{
+	look := func(id string) client.NodeStatus {
+		return view{c.core}.nodeStatus(c.now, c.state.Nodes[id],
+			"a")
+	}
+	assert.Equal(t, client.NodeStatus{
 		Node: "a", State: "alive", Roles: []string{"control", "worker", "ingress"}, Version: "1",
 		Leader: true, Slots: 4, SlotsUsed: 1,
 		Ranks: 1, Groups: []string{"moe/0"}, LeaseLeftS: 10, LastSeen: c.now, SeenBy: "leader",

@@ -8,8 +8,8 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/rankassigner"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -98,7 +98,7 @@ func TestRG1RanksInConsecutiveBlocks(t *testing.T) {
 }
 
 // plan computes a plan and checks that it changed nothing.
-func (c *fleet) plan(prune bool, apps ...*app.Application) msg.Plan {
+func (c *fleet) plan(prune bool, apps ...*app.Application) client.Plan {
 	before, _ := c.state.Encode()
 	p, err := planOf(c.state, apps, prune)
 	require.NoError(c.t, err)
@@ -119,7 +119,7 @@ func TestPlanOfAFirstDeploy(t *testing.T) {
 	u := p.Apps[0].Units[0]
 	assert.Equal(t, "create", u.Action)
 	require.Len(t, u.Seats, 12)
-	assert.Equal(t, msg.SeatPlan{Rank: 11, Node: "b"}, u.Seats[11])
+	assert.Equal(t, client.SeatPlan{Rank: 11, Node: "b"}, u.Seats[11])
 	need := map[string]int{}
 	for _, n := range p.Nodes {
 		assert.Equal(t, 8, n.SlotsFree)
@@ -141,7 +141,7 @@ func TestPlanOfAChange(t *testing.T) {
 	assert.False(t, p.Changes)
 	assert.Equal(t, uint64(1), p.Revision)
 	assert.Equal(t, "unchanged", p.Apps[0].Units[2].Action)
-	assert.Equal(t, []msg.SeatPlan{{Rank: 2, Node: "a"}}, p.Apps[0].Units[2].Seats)
+	assert.Equal(t, []client.SeatPlan{{Rank: 2, Node: "a"}}, p.Apps[0].Units[2].Seats)
 	assert.Equal(t, 3, p.Nodes[0].SlotsFree)
 	assert.Zero(t, p.Nodes[0].SlotsNeed)
 

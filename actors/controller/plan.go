@@ -5,8 +5,8 @@ import (
 	"maps"
 	"slices"
 
-	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/rankassigner"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -22,29 +22,29 @@ const (
 // planner builds a plan.
 type planner struct {
 	*dryRunner
-	plan  msg.Plan
-	nodes map[string]*msg.NodePlan
+	plan  client.Plan
+	nodes map[string]*client.NodePlan
 }
 
-func planOf(s *state.State, apps []*app.Application, prune bool) (msg.Plan, error) {
+func planOf(s *state.State, apps []*app.Application, prune bool) (client.Plan, error) {
 	put := &state.PutApps{Prune: prune}
 	for _, a := range apps {
 		spec, err := encodeSpec(a)
 		if err != nil {
-			return msg.Plan{}, err
+			return client.Plan{}, err
 		}
 		put.Apps = append(put.Apps, spec)
 	}
 	if _, err := s.Clone().Apply(s.Index+1, &state.Command{PutApps: put}); err != nil {
-		return msg.Plan{}, err
+		return client.Plan{}, err
 	}
 	d, err := newDryRunner(s, apps, prune)
 	if err != nil {
-		return msg.Plan{}, err
+		return client.Plan{}, err
 	}
 	p := &planner{
-		dryRunner: d, plan: msg.Plan{Revision: s.Revision, Fits: true},
-		nodes: map[string]*msg.NodePlan{},
+		dryRunner: d, plan: client.Plan{Revision: s.Revision, Fits: true},
+		nodes: map[string]*client.NodePlan{},
 	}
 	p.addNodes()
 	for _, a := range slices.SortedFunc(slices.Values(apps), compareNames) { // in the core's order
@@ -62,7 +62,7 @@ func compareNames(a, b *app.Application) int { return cmp.Compare(a.Name, b.Name
 // addNodes lists the nodes with their free resources before the deploy.
 func (p *planner) addNodes() {
 	for _, n := range p.state.Nodes {
-		p.nodes[n.ID] = &msg.NodePlan{
+		p.nodes[n.ID] = &client.NodePlan{
 			Node: n.ID, Slots: n.Offer.Slots, SlotsFree: n.Offer.Slots, GPUs: len(n.Offer.Devices),
 			GPUsFree: len(n.Offer.Devices), Note: excludedReason(n),
 		}
@@ -111,7 +111,7 @@ func (p *planner) addNeed(ranks []state.RankGrant, times int) {
 
 // planApp plans one application of the deploy.
 func (p *planner) planApp(a *application) {
-	out := msg.AppPlan{App: a.name, Action: actionCreate}
+	out := client.AppPlan{App: a.name, Action: actionCreate}
 	if old := p.state.Apps[a.name]; old != nil {
 		out.Action, out.Fields = appChange(old, a.spec)
 	}
@@ -155,8 +155,8 @@ func (p *planner) appUnits(name string) []*state.Unit {
 }
 
 // planUnit plans one wanted unit.
-func (p *planner) planUnit(a *application, u *app.Unit, group *groupOutcome) msg.UnitPlan {
-	out := msg.UnitPlan{Unit: u.ID, Action: actionCreate}
+func (p *planner) planUnit(a *application, u *app.Unit, group *groupOutcome) client.UnitPlan {
+	out := client.UnitPlan{Unit: u.ID, Action: actionCreate}
 	rec := p.state.Units[u.ID]
 	if p.keepsRunning(a, u.ID) {
 		out.Action, out.Seats = actionUnchanged, seatsOf(rec.Ranks)
@@ -181,8 +181,8 @@ func (p *planner) planUnit(a *application, u *app.Unit, group *groupOutcome) msg
 }
 
 // planEnd plans a unit that is not wanted any more.
-func (p *planner) planEnd(rec *state.Unit) msg.UnitPlan {
-	out := msg.UnitPlan{Unit: rec.ID, Action: actionDelete}
+func (p *planner) planEnd(rec *state.Unit) client.UnitPlan {
+	out := client.UnitPlan{Unit: rec.ID, Action: actionDelete}
 	if rec.Holds() {
 		p.addNeed(rec.Ranks, -1)
 		out.Seats = seatsOf(rec.Ranks)
@@ -190,10 +190,10 @@ func (p *planner) planEnd(rec *state.Unit) msg.UnitPlan {
 	return out
 }
 
-func seatsOf(ranks []state.RankGrant) []msg.SeatPlan {
-	out := make([]msg.SeatPlan, len(ranks))
+func seatsOf(ranks []state.RankGrant) []client.SeatPlan {
+	out := make([]client.SeatPlan, len(ranks))
 	for i, r := range ranks {
-		out[i] = msg.SeatPlan{Rank: r.Rank, Node: r.Node, Devices: r.Devices}
+		out[i] = client.SeatPlan{Rank: r.Rank, Node: r.Node, Devices: r.Devices}
 	}
 	return out
 }
@@ -204,7 +204,7 @@ func (p *planner) planDeletions() {
 		if p.deployed[name] != nil || p.state.Apps[name].Deleting {
 			continue
 		}
-		out := msg.AppPlan{App: name, Action: actionDelete}
+		out := client.AppPlan{App: name, Action: actionDelete}
 		for _, rec := range p.appUnits(name) {
 			out.Units = append(out.Units, p.planEnd(rec))
 		}

@@ -7,7 +7,7 @@ import (
 	"strconv"
 	"time"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -17,21 +17,21 @@ type view struct{ *Core }
 
 // Status returns the status of all applications, ordered by name. The caller adds what the replicas report of
 // their ranks.
-func (c view) Status() []msg.AppStatus { return c.StatusWithout(nil) }
+func (c view) Status() []client.AppStatus { return c.StatusWithout(nil) }
 
 // StatusWithout is Status while some nodes do not answer; unreachable gives the reason for each. Their ranks
 // are shown as msg.Unreachable and do not count as ready, and an application that would be RUNNING is shown
 // as UNHEALTHY.
-func (c view) StatusWithout(unreachable map[string]string) []msg.AppStatus {
-	out := make([]msg.AppStatus, 0, len(c.apps))
+func (c view) StatusWithout(unreachable map[string]string) []client.AppStatus {
+	out := make([]client.AppStatus, 0, len(c.apps))
 	for _, name := range c.appNames() {
 		out = append(out, c.appStatus(c.apps[name], unreachable))
 	}
 	return out
 }
 
-func (c view) appStatus(a *application, unreachable map[string]string) msg.AppStatus {
-	s := msg.AppStatus{Name: a.name, Status: string(c.deriveStatus(a)), Revision: a.revision}
+func (c view) appStatus(a *application, unreachable map[string]string) client.AppStatus {
+	s := client.AppStatus{Name: a.name, Status: string(c.deriveStatus(a)), Revision: a.revision}
 	if a.spec != nil {
 		setSpecFields(&s, a.spec)
 	}
@@ -56,7 +56,7 @@ func (c view) appStatus(a *application, unreachable map[string]string) msg.AppSt
 
 // markUnreachable shows the ranks on nodes that do not answer as unreachable, and their unit too: a lockstep
 // unit serves on all of its nodes or not at all. A unit without processes does not change.
-func markUnreachable(u *msg.UnitStatus, unreachable map[string]string) (marked bool) {
+func markUnreachable(u *client.UnitStatus, unreachable map[string]string) (marked bool) {
 	switch state.Phase(u.Phase) {
 	case state.Starting, state.Ready, state.Fenced, state.Killing, state.Draining:
 	default:
@@ -64,13 +64,13 @@ func markUnreachable(u *msg.UnitStatus, unreachable map[string]string) (marked b
 	}
 	for i := range u.Ranks {
 		if why := unreachable[u.Ranks[i].Node]; why != "" {
-			u.Ranks[i].Phase, u.Phase, u.Reason, marked = msg.Unreachable, msg.Unreachable, why, true
+			u.Ranks[i].Phase, u.Phase, u.Reason, marked = client.Unreachable, client.Unreachable, why, true
 		}
 	}
 	return marked
 }
 
-func setSpecFields(s *msg.AppStatus, a *app.Application) {
+func setSpecFields(s *client.AppStatus, a *app.Application) {
 	s.Model, s.Kind, s.Coupling, s.Policy = a.Model.ID, string(a.Engine.Kind),
 		string(a.DataParallel.Coupling), a.Routing.Policy
 	s.DPSize, s.Groups, s.Desired = a.DataParallel.DPSize, a.NumGroups, a.NumReplicas
@@ -92,7 +92,7 @@ func (c view) statusUnits(a *application) []string {
 	return out
 }
 
-func (c view) unitStatus(a *application, id string) msg.UnitStatus {
+func (c view) unitStatus(a *application, id string) client.UnitStatus {
 	u := c.units[id]
 	if u == nil {
 		return waitingUnit(a, id)
@@ -101,7 +101,7 @@ func (c view) unitStatus(a *application, id string) msg.UnitStatus {
 	if phase == "" {
 		phase = state.Pending
 	}
-	s := msg.UnitStatus{
+	s := client.UnitStatus{
 		Unit: id, Group: u.group, Phase: string(phase), Epoch: u.m.Epoch, Attempt: u.m.Attempt,
 		Since:  u.m.Since,
 		Reason: u.phaseReason(), LogTail: u.m.LogTail,
@@ -114,8 +114,8 @@ func (c view) unitStatus(a *application, id string) msg.UnitStatus {
 }
 
 // waitingUnit is the status of a wanted unit that the core has not begun.
-func waitingUnit(a *application, id string) msg.UnitStatus {
-	s := msg.UnitStatus{Unit: id, Phase: string(state.Pending)}
+func waitingUnit(a *application, id string) client.UnitStatus {
+	s := client.UnitStatus{Unit: id, Phase: string(state.Pending)}
 	for i := range a.units {
 		if w := &a.units[i]; w.ID == id {
 			u := newUnit(id, w.App, w.Group, w.Ranks)
@@ -171,19 +171,19 @@ func (c view) Silences(now time.Time) map[string]Silence {
 }
 
 // Nodes returns the status of all nodes, in order. leader is the name of the leading node.
-func (c view) Nodes(now time.Time, leader string) []msg.NodeStatus {
+func (c view) Nodes(now time.Time, leader string) []client.NodeStatus {
 	if c.state == nil {
 		return nil
 	}
-	out := make([]msg.NodeStatus, 0, len(c.state.Nodes))
+	out := make([]client.NodeStatus, 0, len(c.state.Nodes))
 	for _, id := range slices.Sorted(maps.Keys(c.state.Nodes)) {
 		out = append(out, c.nodeStatus(now, c.state.Nodes[id], leader))
 	}
 	return out
 }
 
-func (c view) nodeStatus(now time.Time, n *state.Node, leader string) msg.NodeStatus {
-	s := msg.NodeStatus{
+func (c view) nodeStatus(now time.Time, n *state.Node, leader string) client.NodeStatus {
+	s := client.NodeStatus{
 		Node: n.ID, Address: n.Address, Zone: n.Zone, Version: n.Version, Leader: n.ID == leader,
 		Slots: n.Offer.Slots, GPUs: len(n.Offer.Devices),
 	}
@@ -205,7 +205,7 @@ func (c view) nodeStatus(now time.Time, n *state.Node, leader string) msg.NodeSt
 }
 
 // addLoad adds the resources that units use on the node.
-func (c view) addLoad(s *msg.NodeStatus) {
+func (c view) addLoad(s *client.NodeStatus) {
 	for _, id := range slices.Sorted(maps.Keys(c.state.Units)) {
 		rec := c.state.Units[id]
 		if !rec.Holds() || !hasRankOn(rec, s.Node) {
@@ -263,7 +263,7 @@ func leftReason(left []*unit) string {
 }
 
 // nodeNotes lists the warnings for the node's status.
-func (c view) nodeNotes(s *msg.NodeStatus, p *peer, leader string) []string {
+func (c view) nodeNotes(s *client.NodeStatus, p *peer, leader string) []string {
 	var out []string
 	if skew := time.Duration(s.SkewMs) * time.Millisecond; skew.Abs() > skewNoted {
 		out = append(out, "its clock differs by "+skew.Round(time.Millisecond).String()+" from the leader's")

@@ -8,12 +8,13 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
 // statusOf is an application's status while a node does not answer; node "" means that all answer.
-func (c *fleet) statusOf(t *testing.T, name, node string) msg.AppStatus {
+func (c *fleet) statusOf(t *testing.T, name, node string) client.AppStatus {
 	t.Helper()
 	unreachable := map[string]string{node: "node " + node + " is silent for 7s"}
 	for _, s := range (view{c.core}).StatusWithout(unreachable) {
@@ -22,11 +23,11 @@ func (c *fleet) statusOf(t *testing.T, name, node string) msg.AppStatus {
 		}
 	}
 	require.Fail(t, "no such application", name)
-	return msg.AppStatus{}
+	return client.AppStatus{}
 }
 
 // phases lists the phases of an application's ranks, in order.
-func phases(s *msg.AppStatus) (out []string) {
+func phases(s *client.AppStatus) (out []string) {
 	for i := range s.Units {
 		for _, r := range s.Units[i].Ranks {
 			out = append(out, r.Phase)
@@ -64,7 +65,7 @@ func TestLockstepUnitWithANodeThatDoesNotAnswerIsShownUnreachable(t *testing.T) 
 	s := c.statusOf(t, "moe", "b")
 	assert.Equal(t, "UNHEALTHY", s.Status)
 	assert.Zero(t, s.Ready)
-	assert.Equal(t, msg.Unreachable, s.Units[0].Phase)
+	assert.Equal(t, client.Unreachable, s.Units[0].Phase)
 	assert.Equal(t, []string{"ready", "ready", "unreachable", "unreachable"}, phases(&s))
 	assert.Equal(t, "moe/0 is unreachable: node b is silent for 7s", s.Message)
 }

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -199,11 +200,11 @@ func (u *unit) canMove() bool {
 }
 
 // rankStatus lists the ranks of the current grant or, without one, the wanted ranks.
-func (u *unit) rankStatus(phase state.Phase) []msg.RankStatus {
-	out := make([]msg.RankStatus, 0, len(u.ranks))
+func (u *unit) rankStatus(phase state.Phase) []client.RankStatus {
+	out := make([]client.RankStatus, 0, len(u.ranks))
 	if len(u.seat.ranks) > 0 {
 		for _, r := range u.seat.ranks {
-			out = append(out, msg.RankStatus{
+			out = append(out, client.RankStatus{
 				Group: u.group, Rank: r.Rank, Node: r.Node, Devices: r.Devices, Phase: string(phase),
 				Epoch: u.m.Epoch,
 			})
@@ -211,7 +212,7 @@ func (u *unit) rankStatus(phase state.Phase) []msg.RankStatus {
 		return out
 	}
 	for _, r := range u.ranks {
-		out = append(out, msg.RankStatus{Group: u.group, Rank: r, Phase: string(phase), Epoch: u.m.Epoch})
+		out = append(out, client.RankStatus{Group: u.group, Rank: r, Phase: string(phase), Epoch: u.m.Epoch})
 	}
 	return out
 }

@@ -17,6 +17,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/inbox"
@@ -258,7 +259,7 @@ func TestARequestsWayThroughTheStream(t *testing.T) {
 		assert.Equal(t, 5, got[2].Out)
 		assert.Equal(t, 9, got[3].Out)
 		st := r.Status()
-		assert.Equal(t, msg.RankStatus{
+		assert.Equal(t, client.RankStatus{
 			Rank: 2, Node: "n", Epoch: 3, Incarnation: "0000000000000007", URL: "http://e", MaxOngoing: 2,
 			Requests: 1, Tokens: 9, TokensPerS: 0.9, TTFTp50Ms: 30, TTFTp95Ms: 30,
 		}, st)

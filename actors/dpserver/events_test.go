@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/engine/kvevents"
@@ -23,7 +24,7 @@ import (
 	"github.com/dpserve/dpserve/test/memnet"
 )
 
-func events(r *testRig) msg.EventStatus { return *r.Status().KV.Events }
+func events(r *testRig) client.EventStatus { return *r.Status().KV.Events }
 
 // TestKV3EventsReachTheStream: in order, over a gap that a replay fills, and each once.
 func TestKV3EventsReachTheStream(t *testing.T) {
@@ -46,7 +47,7 @@ func TestKV3EventsReachTheStream(t *testing.T) {
 		assert.Equal(t, []uint64{0, 1}, asked,
 			"one replay of all there was, one from the first missing batch")
 		time.Sleep(2 * defaultHealthPeriod) // counters are a copy of some moments ago
-		assert.Equal(t, msg.EventStatus{State: msg.EventsLive, Batches: 4, Gaps: 1}, events(r))
+		assert.Equal(t, client.EventStatus{State: client.EventsLive, Batches: 4, Gaps: 1}, events(r))
 		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
 	})
 }
@@ -72,7 +73,7 @@ func TestAnEngineThatDialsFindsItsRank(t *testing.T) {
 		old := newReader(t)
 		old.follow(r)
 		assert.Empty(t, old.columnSums(), "no incarnation, no records")
-		assert.Equal(t, msg.EventsLive, events(r).State)
+		assert.Equal(t, client.EventsLive, events(r).State)
 		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 7, MaxOngoing: 9}))
 		p.publish(storedBlocks(1, nil, second))
 		old.follow(r)
@@ -125,7 +126,7 @@ func TestEventsAreFoundWithReady(t *testing.T) {
 		}
 		require.NoError(t, r.Ready(t.Context(), facts))
 		time.Sleep(1500 * time.Millisecond)
-		assert.Equal(t, msg.EventsConnecting, events(r).State)
+		assert.Equal(t, client.EventsConnecting, events(r).State)
 		p := newPublisher(t, network)
 		t.Cleanup(p.close)
 		p.batch(storedBlocks(1, nil, ids(0, 16)))
@@ -133,7 +134,7 @@ func TestEventsAreFoundWithReady(t *testing.T) {
 		old := newReader(t)
 		old.follow(r)
 		assert.Equal(t, 4, old.hit(kvindex.GPU, prompt(ids(0, 16)...)), "by replay")
-		assert.Equal(t, msg.EventsLive, events(r).State)
+		assert.Equal(t, client.EventsLive, events(r).State)
 		facts.Incarnation, facts.Events = 8, nil
 		require.NoError(t, r.Ready(t.Context(), facts))
 		old.follow(r)
@@ -236,7 +237,7 @@ func TestReadyAfterAFenceListensAnew(t *testing.T) {
 		assert.Equal(t, map[kvindex.Tier][2]uint64{kvindex.GPU: {4, sum(prompt(ids(200, 16)...))}},
 			old.columnSums())
 		assert.Equal(t, "0000000000000008", r.Status().Incarnation)
-		assert.Equal(t, msg.EventsLive, events(r).State)
+		assert.Equal(t, client.EventsLive, events(r).State)
 		time.Sleep(2 * defaultHealthPeriod)
 		assert.Equal(t, uint64(3), events(r).Batches, "counters go on")
 		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
@@ -300,7 +301,7 @@ func TestKV13GarbageIsCountedAndChangesNothing(t *testing.T) {
 		old.follow(r)
 		assert.Equal(t, was, old.columnSums())
 		time.Sleep(1500 * time.Millisecond)
-		assert.Equal(t, msg.EventsPartial, events(r).State)
+		assert.Equal(t, client.EventsPartial, events(r).State)
 		time.Sleep(time.Second)
 		assert.GreaterOrEqual(t, events(r).Dropped, uint64(6))
 		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
@@ -339,16 +340,16 @@ func TestKV10SilentEvents(t *testing.T) {
 			"events tell the truth: the record is for the time until they come")
 		assert.Equal(t, 4, old.hit(kvindex.GPU, prompt(ids(0, 16)...)))
 		time.Sleep(time.Hour)
-		assert.Equal(t, msg.EventsLive, events(r).State, "no traffic, no alarm")
+		assert.Equal(t, client.EventsLive, events(r).State, "no traffic, no alarm")
 		for i := range uint32(40) {
 			if i == 25 {
-				assert.Equal(t, msg.EventsLive, events(r).State)
+				assert.Equal(t, client.EventsLive, events(r).State)
 			}
 			serve(1000 * (i + 1))
 			time.Sleep(time.Second)
 		}
 		old.follow(r)
-		assert.Equal(t, msg.EventsSilent, events(r).State)
+		assert.Equal(t, client.EventsSilent, events(r).State)
 		assert.Greater(t, events(r).SilentFor, 30.0)
 		assert.Contains(t, r.Status().KV.Note, "no kv event for ")
 		assert.Contains(t, r.log.String(), "no kv event comes though requests complete")
@@ -359,7 +360,7 @@ func TestKV10SilentEvents(t *testing.T) {
 		p.publish(storedBlocks(1, nil, ids(0, 4)))
 		time.Sleep(time.Second)
 		old.follow(r)
-		assert.Equal(t, msg.EventsLive, events(r).State)
+		assert.Equal(t, client.EventsLive, events(r).State)
 		assert.Zero(t, old.hit(kvindex.Sent, prompt(ids(40_000, 16)...)))
 		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
 	})
@@ -389,9 +390,9 @@ func TestKV10NoAlarmWhereNoEventIsDue(t *testing.T) {
 					r.send(&d)
 					time.Sleep(time.Second)
 				}
-				want := msg.EventsLive
+				want := client.EventsLive
 				if name[:2] == "a " {
-					want = msg.EventsSilent
+					want = client.EventsSilent
 				}
 				assert.Equal(t, want, events(r).State)
 			})

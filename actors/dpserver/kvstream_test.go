@@ -11,6 +11,7 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/engine/kvevents"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
@@ -213,11 +214,11 @@ func TestThePanicOfAnActorLosesItsLedger(t *testing.T) {
 		p.publish(storedBlocks(1, nil, second), removedBlocks(1000))
 		old.follow(r)
 		assert.Equal(t, 2, old.hit(kvindex.GPU, prompt(second...)))
-		assert.Equal(t, msg.EventsPartial, r.Status().KV.Events.State)
+		assert.Equal(t, client.EventsPartial, r.Status().KV.Events.State)
 		p.publish(list{"AllBlocksCleared"}, storedBlocks(1, nil, first))
 		old.follow(r)
 		assert.Equal(t, map[kvindex.Tier][2]uint64{kvindex.GPU: {2, sum(prompt(first...))}}, old.columnSums())
-		assert.Equal(t, msg.EventsLive, r.Status().KV.Events.State)
+		assert.Equal(t, client.EventsLive, r.Status().KV.Events.State)
 	})
 }
 
@@ -240,7 +241,7 @@ func TestAPanicOfTheRecorderLosesTheRecordAlone(t *testing.T) {
 		old.follow(r)
 		assert.Equal(t, 2, old.hit(kvindex.GPU, prompt(second...)))
 		assert.Equal(t, 2, old.hit(kvindex.Sent, prompt(ids(600, 8)...)))
-		assert.Equal(t, msg.EventsPartial, r.Status().KV.Events.State)
+		assert.Equal(t, client.EventsPartial, r.Status().KV.Events.State)
 		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
 	})
 }

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/engine/kvevents"
@@ -29,7 +30,7 @@ type eventHealth struct {
 	checkedExpected uint64 // expectedEvents at the last check
 	lastExpected    time.Time
 	silentFor       time.Duration
-	pastTotals      msg.EventStatus // counters of subscriptions that ended
+	pastTotals      client.EventStatus // counters of subscriptions that ended
 }
 
 // currentSubscription is the subscription with the current number; nil if there is none, or it has not
@@ -62,7 +63,7 @@ func (r *replica) updateEventHealth() {
 	st, now, was := r.eventStats(), time.Now(), r.eventHealth.state
 	r.measureSilence(now, st.Batches)
 	r.eventHealth.state = r.eventState(&st)
-	r.eventHealth.isLive = r.eventHealth.state == msg.EventsLive
+	r.eventHealth.isLive = r.eventHealth.state == client.EventsLive
 	if r.eventHealth.state != was {
 		r.logEventState(was)
 	}
@@ -75,15 +76,15 @@ func (r *replica) updateEventHealth() {
 func (r *replica) eventState(st *kvevents.Stats) string {
 	switch {
 	case r.eventHealth.silentFor >= r.timers.Silence:
-		return msg.EventsSilent
+		return client.EventsSilent
 	case !st.Connected:
-		return msg.EventsConnecting
+		return client.EventsConnecting
 	case !st.Synced:
-		return msg.EventsWaiting
+		return client.EventsWaiting
 	case st.Partial || r.kvReport().isPartial:
-		return msg.EventsPartial
+		return client.EventsPartial
 	}
-	return msg.EventsLive
+	return client.EventsLive
 }
 
 // measureSilence measures how long requests have stored blocks without a batch of events. Time without such
@@ -91,7 +92,7 @@ func (r *replica) eventState(st *kvevents.Stats) string {
 func (r *replica) measureSilence(now time.Time, batches uint64) {
 	p := &r.eventHealth
 	if p.expectedEvents != p.checkedExpected {
-		if now.Sub(p.lastExpected) > r.timers.Silence && p.state != msg.EventsSilent {
+		if now.Sub(p.lastExpected) > r.timers.Silence && p.state != client.EventsSilent {
 			p.silence = kvevents.Silence{}
 			p.silence.Check(now, batches, p.checkedExpected)
 		}
@@ -105,10 +106,10 @@ func (r *replica) measureSilence(now time.Time, batches uint64) {
 // logEventState logs that the events fell silent or came again, and adapts the record of sent prompts.
 func (r *replica) logEventState(was string) {
 	switch {
-	case r.eventHealth.state == msg.EventsSilent:
+	case r.eventHealth.state == client.EventsSilent:
 		r.log.Warn("no kv event comes though requests complete: routing goes by what the rank was sent",
 			slog.Duration("for", r.eventHealth.silentFor))
-	case was == msg.EventsSilent:
+	case was == client.EventsSilent:
 		r.log.Info("kv events come again")
 	}
 	r.sendSettings()
@@ -284,7 +285,7 @@ func (r *replica) blockSizeOrDefault() int {
 }
 
 // eventTotals is the sum of the counters of all subscriptions so far.
-func (r *replica) eventTotals() msg.EventStatus {
+func (r *replica) eventTotals() client.EventStatus {
 	e, h := r.eventHealth.pastTotals, r.currentSubscription()
 	if h == nil {
 		return e
@@ -306,7 +307,7 @@ func (r *replica) updateKVStats() {
 		return
 	}
 	index := &report.index
-	st := msg.KVStatus{
+	st := client.KVStatus{
 		BlockSize: r.knownBlockSize(), Capacity: r.cacheCapacity(), Blocks: report.blocks, Sent: report.sent,
 		Bytes: index.Bytes, Orphans: index.Orphans, Evicted: index.Evicted,
 		Usage: r.scrape.last.KVUsage, Note: r.kvNote(),
@@ -317,9 +318,9 @@ func (r *replica) updateKVStats() {
 	if r.state.eventSource != nil {
 		events.State = r.eventHealth.state
 		if events.State == "" {
-			events.State = msg.EventsConnecting
+			events.State = client.EventsConnecting
 		}
-		if r.eventHealth.state == msg.EventsSilent {
+		if r.eventHealth.state == client.EventsSilent {
 			events.SilentFor = r.eventHealth.silentFor.Seconds()
 		}
 		st.Events = &events
@@ -336,7 +337,7 @@ func (r *replica) kvNote() string {
 	if r.eventHealth.failure != "" {
 		notes = append(notes, "kv events cannot be followed: "+r.eventHealth.failure)
 	}
-	if r.eventHealth.state == msg.EventsSilent {
+	if r.eventHealth.state == client.EventsSilent {
 		notes = append(notes, fmt.Sprintf("no kv event for %s while requests complete: routing goes by what "+
 			"the rank was sent; look at the engine's --kv-events-config",
 			r.eventHealth.silentFor.Round(time.Second)))

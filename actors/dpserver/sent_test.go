@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
@@ -181,7 +182,7 @@ func TestKV16ARankWithoutPrefixCachingHasNoIndex(t *testing.T) {
 		r.send(&msg.Done{TicketID: id, Outcome: msg.Cancelled})
 		assert.Equal(t, []msg.RecordKind{msg.RecAdmitted, msg.RecDone}, kinds(r.tape.take()))
 		time.Sleep(1500 * time.Millisecond)
-		assert.Equal(t, &msg.KVStatus{Note: "the engine runs without prefix caching: no prompt hits"},
+		assert.Equal(t, &client.KVStatus{Note: "the engine runs without prefix caching: no prompt hits"},
 			r.Status().KV)
 	})
 }

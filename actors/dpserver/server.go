@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/routing"
@@ -104,7 +105,7 @@ func (s *Server) Drained() <-chan struct{} { return s.drained }
 func (s *Server) closeDrained() { s.drainOnce.Do(func() { close(s.drained) }) }
 
 // Status is the rank's account. The node fills in the phase, its name and the process.
-func (s *Server) Status() msg.RankStatus {
+func (s *Server) Status() client.RankStatus {
 	st := s.stats.status(time.Now())
 	st.Group, st.Rank, st.Epoch, st.Node, st.URL, st.Devices = s.spec.Group, s.spec.Rank, s.spec.Epoch,
 		s.spec.Node, s.spec.Target.URL, s.spec.Devices

@@ -9,7 +9,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
@@ -80,7 +80,7 @@ func TestKV1EveryShapeMakesOneIndex(t *testing.T) {
 				old.follow(r)
 				require.Equal(t, map[kvindex.Tier][2]uint64{kvindex.GPU: {2, sum(prompt(tokens...))}},
 					old.columnSums())
-				assert.Equal(t, msg.EventsLive, r.Status().KV.Events.State)
+				assert.Equal(t, client.EventsLive, r.Status().KV.Events.State)
 			})
 		})
 	}

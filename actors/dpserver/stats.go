@@ -5,7 +5,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 )
 
 // Windows of Status.
@@ -29,7 +29,7 @@ type stats struct {
 	ttft        [ttftWindow]time.Duration
 	ttftSeen    uint64
 	hits        hits
-	kv          msg.KVStatus
+	kv          client.KVStatus
 	hasKV       bool
 }
 
@@ -67,7 +67,7 @@ func (s *stats) addCached(prompt, cached int) {
 	h.seen++
 }
 
-func (s *stats) setKV(kv *msg.KVStatus) {
+func (s *stats) setKV(kv *client.KVStatus) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.kv, s.hasKV = *kv, true
@@ -129,9 +129,9 @@ func (s *stats) addTokens(now time.Time, tokens int) {
 	b.tokens += tokens
 }
 
-func (s *stats) status(now time.Time) msg.RankStatus {
+func (s *stats) status(now time.Time) client.RankStatus {
 	s.mu.Lock()
-	st := msg.RankStatus{
+	st := client.RankStatus{
 		MaxOngoing: s.maxOngoing, InFlight: s.open, Requests: s.requests, Tokens: s.tokens,
 		TokensPerS:   s.rate(now),
 		PromptTokens: s.hits.prompt, CachedTokens: s.hits.cached, HitRate: s.hits.rate(), Tripped: s.tripped,

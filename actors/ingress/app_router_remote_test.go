@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/routing"
@@ -31,7 +32,7 @@ func (r *replica) fenced() {
 
 // states is the state of every rank, as explain reports it.
 func (g *rig) states() (out []string) {
-	e, err := g.in.ExplainRoute(context.Background(), "demo", &msg.RouteQuery{Request: []byte(chatBody)})
+	e, err := g.in.ExplainRoute(context.Background(), "demo", &client.Query{Request: []byte(chatBody)})
 	require.NoError(g.t, err)
 	for _, r := range e.Ranks {
 		out = append(out, r.State)

@@ -8,7 +8,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
@@ -37,7 +37,7 @@ type cache struct {
 	advancedAt atomic.Int64 // clock of the last Advance, in ns
 
 	mu     sync.Mutex
-	status msg.IndexStatus
+	status client.Index
 
 	// Only the writer uses the fields below.
 	open      map[columnKey]*column
@@ -162,7 +162,7 @@ func (c *cache) publishStatus() {
 	s := c.index.Stats()
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.status = msg.IndexStatus{
+	c.status = client.Index{
 		Blocks: s.Blocks, Bytes: s.Bytes, Cap: s.Cap, Orphans: s.Orphans,
 		Evicted: s.Evicted + s.Refused,
 	}

@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -155,7 +156,7 @@ func TestTicketsTellTheRouterTheTime(t *testing.T) {
 			s := g.listen()
 			require.Equal(t, http.StatusOK, g.post("/v1/chat/completions", chatBody).status)
 			follows(t, s, routing.EvTicket)
-			ask := msg.BestWorker{TokenIDs: []uint32{1, 2, 3}, RequestID: "r1"}
+			ask := client.BestWorkerRequest{TokenIDs: []uint32{1, 2, 3}, RequestID: "r1"}
 
 			s = g.listen()
 			_, err := g.in.BestWorker(t.Context(), "demo", &ask)

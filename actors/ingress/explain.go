@@ -8,7 +8,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/routing"
@@ -16,10 +16,10 @@ import (
 )
 
 // explainQuery is the decision for k as it would be now.
-func explainQuery(ar *appRouter, router *routing.Router, query *routeQuery) *msg.Explanation {
+func explainQuery(ar *appRouter, router *routing.Router, query *routeQuery) *client.Explanation {
 	describeQuery(ar, query)
 	d, view := router.Why(&query.query)
-	x := &msg.Explanation{
+	x := &client.Explanation{
 		App: ar.name, Policy: router.Policy(), Tokens: query.query.Tokens, Estimated: query.query.Estimated,
 		Decision: kindName(d.Kind), Reason: d.Reason, Formula: formula(router.Policy(), d.Terms),
 	}
@@ -57,12 +57,12 @@ func kindName(k routing.Kind) string {
 // explainRanks describes every rank that the Router knows, and the application's other ranks.
 func explainRanks(ar *appRouter, query *routeQuery, d *routing.Decision,
 	v *routing.View,
-) []msg.RankExplanation {
+) []client.RankExplanation {
 	j := newRankExplainer(ar, query, v)
-	out := make([]msg.RankExplanation, 0, len(v.Ranks))
+	out := make([]client.RankExplanation, 0, len(v.Ranks))
 	for i := range v.Ranks {
 		rk := &v.Ranks[i]
-		row := msg.RankExplanation{
+		row := client.RankExplanation{
 			Worker: rk.ID.String(), Group: rk.ID.Group(), Rank: rk.ID.Rank(), InFlight: rk.Load.O(),
 			MaxOngoing: rk.MaxOngoing,
 			Picked:     d.Kind == routing.Route && d.Ranked[0] == rk.ID,
@@ -82,7 +82,7 @@ func explainRanks(ar *appRouter, query *routeQuery, d *routing.Decision,
 }
 
 // hit adds what the rank holds of the prompt.
-func (query *routeQuery) hit(row *msg.RankExplanation, id routing.RankID) {
+func (query *routeQuery) hit(row *client.RankExplanation, id routing.RankID) {
 	row.HitTokens = query.query.HitOn(id)
 	i := slices.IndexFunc(query.query.Hits, func(h routing.Hit) bool { return h.Rank == id })
 	if i < 0 {
@@ -93,11 +93,11 @@ func (query *routeQuery) hit(row *msg.RankExplanation, id routing.RankID) {
 }
 
 // score adds the rank's terms and their sum, in the order in which the policy adds them.
-func score(row *msg.RankExplanation, id routing.RankID, terms []routing.Term) {
+func score(row *client.RankExplanation, id routing.RankID, terms []routing.Term) {
 	sum := 0.0
 	for _, t := range terms {
 		if t.Rank == id {
-			row.Terms = append(row.Terms, msg.Term{
+			row.Terms = append(row.Terms, client.Term{
 				Name: t.Name, Unit: t.Unit, Raw: t.Raw, Weight: t.Weight, Value: t.Value,
 			})
 			sum += t.Value
@@ -168,7 +168,7 @@ func explainNotes(ar *appRouter, query *routeQuery, d *routing.Decision, v *rout
 }
 
 // addMissingRanks adds ranks of the application that have no stream here, and keeps the order.
-func addMissingRanks(ar *appRouter, rows []msg.RankExplanation) []msg.RankExplanation {
+func addMissingRanks(ar *appRouter, rows []client.RankExplanation) []client.RankExplanation {
 	known := map[string]bool{}
 	for i := range rows {
 		known[rows[i].Worker] = true
@@ -179,13 +179,13 @@ func addMissingRanks(ar *appRouter, rows []msg.RankExplanation) []msg.RankExplan
 			if known[id.String()] {
 				continue
 			}
-			rows = append(rows, msg.RankExplanation{
+			rows = append(rows, client.RankExplanation{
 				Worker: id.String(), Group: u.Group, Rank: n, State: "unknown",
 				Why: "it has not started yet, or is gone; see `dpserve status`",
 			})
 		}
 	}
-	slices.SortStableFunc(rows, func(a, b msg.RankExplanation) int {
+	slices.SortStableFunc(rows, func(a, b client.RankExplanation) int {
 		return int(routing.ID(a.Group, a.Rank)) - int(routing.ID(b.Group, b.Rank))
 	})
 	return rows
@@ -353,7 +353,7 @@ func (r *decisionLog) find(id string) (decisionRecord, bool) {
 }
 
 // replayDecision shows the inputs of a recent decision, and the decision that a new request would get now.
-func replayDecision(ar *appRouter, router *routing.Router, rq *msg.RouteQuery) (*msg.Explanation, error) {
+func replayDecision(ar *appRouter, router *routing.Router, rq *client.Query) (*client.Explanation, error) {
 	e, ok := ar.decisions.find(rq.Replay)
 	if !ok {
 		return nil, problem.New(problem.NotFound, "no request %q among the last %d of app %s",
@@ -380,8 +380,8 @@ func replayDecision(ar *appRouter, router *routing.Router, rq *msg.RouteQuery) (
 }
 
 // toReplay describes the recorded decision. base is the origin of its clock.
-func (e *decisionRecord) toReplay(base time.Time) *msg.Replay {
-	out := &msg.Replay{
+func (e *decisionRecord) toReplay(base time.Time) *client.Replay {
+	out := &client.Replay{
 		RequestID: e.id, At: base.Add(e.at).Round(0), Attempt: e.attempt, Policy: e.policy,
 		Pick: e.pick.String(), Reason: e.reason, HitTokens: e.hit,
 	}

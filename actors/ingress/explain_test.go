@@ -15,6 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/problem"
@@ -177,7 +178,7 @@ func TestRT13LivePickEqualsExplain(t *testing.T) {
 					body, h := randomBody(r), http.Header{headerRank: {fmt.Sprintf("0/%d", r.IntN(labRanks))}}
 					b.settle()
 					x, err := b.in.ExplainRoute(t.Context(), "demo",
-						&msg.RouteQuery{
+						&client.Query{
 							Request: body,
 							Headers: map[string]string{"x-dpserve-rank": h[headerRank][0]},
 						})
@@ -216,7 +217,7 @@ func (b *decisionRig) seed(r *rand.Rand) {
 }
 
 // same compares an explanation with the decision made right after it.
-func (b *decisionRig) same(x *msg.Explanation, req *request) {
+func (b *decisionRig) same(x *client.Explanation, req *request) {
 	t, d := b.t, &req.choice
 	require.Equal(t, kindName(d.Kind), x.Decision)
 	require.Equal(t, d.Reason, x.Reason)
@@ -226,10 +227,11 @@ func (b *decisionRig) same(x *msg.Explanation, req *request) {
 		pick = d.Ranked[0].String()
 	}
 	require.Equal(t, pick, x.Pick)
-	terms := map[string][]msg.Term{}
+	terms := map[string][]client.Term{}
 	for _, term := range d.Terms {
 		terms[term.Rank.String()] = append(terms[term.Rank.String()],
-			msg.Term{Name: term.Name, Unit: term.Unit, Raw: term.Raw, Weight: term.Weight, Value: term.Value})
+			client.Term{Name: term.Name, Unit: term.Unit, Raw: term.Raw, Weight: term.Weight,
+				Value: term.Value})
 	}
 	for i := range x.Ranks {
 		row := &x.Ranks[i]
@@ -277,7 +279,7 @@ func TestExplainRows(t *testing.T) {
 	for i := range 8 {
 		b.tell(4, msg.Record{Kind: msg.RecAdmitted, Ingress: "other", ReqID: uint64(i), Tokens: 10})
 	}
-	x, err := b.in.ExplainRoute(t.Context(), "demo", &msg.RouteQuery{TokenIDs: []uint32{1, 2, 3}})
+	x, err := b.in.ExplainRoute(t.Context(), "demo", &client.Query{TokenIDs: []uint32{1, 2, 3}})
 	require.NoError(t, err)
 	type row struct{ state, why string }
 	var got []row
@@ -307,7 +309,7 @@ func TestExplainSeesWhatRanksHold(t *testing.T) {
 	k.prompt.fromTokens(b.router, ids, promptContext{})
 	b.holds(3, k.prompt.blocks[:4])
 	b.settle()
-	x, err := b.in.ExplainRoute(t.Context(), "demo", &msg.RouteQuery{TokenIDs: ids})
+	x, err := b.in.ExplainRoute(t.Context(), "demo", &client.Query{TokenIDs: ids})
 	require.NoError(t, err)
 	assert.Equal(t, []any{"0/3", "highest_score", 64, 4},
 		[]any{x.Pick, x.Reason, x.Ranks[3].HitTokens, x.Ranks[3].HitBlocks})
@@ -315,12 +317,12 @@ func TestExplainSeesWhatRanksHold(t *testing.T) {
 		[]any{x.Identity, x.Blocks, x.BlockSize, x.BlockUnit, x.Estimated})
 	assert.Equal(t, "0.9 × prefix_score (share) + 0.1 × load_score (share); highest wins", x.Formula)
 
-	forced, err := b.in.ExplainRoute(t.Context(), "demo", &msg.RouteQuery{TokenIDs: ids, Worker: "0/1"})
+	forced, err := b.in.ExplainRoute(t.Context(), "demo", &client.Query{TokenIDs: ids, Worker: "0/1"})
 	require.NoError(t, err)
 	assert.Equal(t, []any{"0/1", routing.ReasonNamedByCaller}, []any{forced.Pick, forced.Reason})
 	text := "once upon a time"
 	x, err = b.in.ExplainRoute(t.Context(), "demo",
-		&msg.RouteQuery{Prompt: &text, Route: "/v1/chat/completions"})
+		&client.Query{Prompt: &text, Route: "/v1/chat/completions"})
 	require.NoError(t, err)
 	assert.True(t, x.Estimated)
 
@@ -332,9 +334,9 @@ func TestExplainSeesWhatRanksHold(t *testing.T) {
 	assert.Equal(t, hex16(k.prompt.blocks[0]), runs[0].Blocks[0])
 }
 
-func (b *decisionRig) dump() []msg.KVRun {
-	var out []msg.KVRun
-	truncated, err := b.in.DumpEvents(b.t.Context(), "demo", func(r *msg.KVRun) error {
+func (b *decisionRig) dump() []client.Run {
+	var out []client.Run
+	truncated, err := b.in.DumpEvents(b.t.Context(), "demo", func(r *client.Run) error {
 		run := *r
 		run.Blocks = slices.Clone(r.Blocks)
 		out = append(out, run)
@@ -350,44 +352,44 @@ func TestExplainRefusesBadInput(t *testing.T) {
 	b := newDecisionRig(t, "power-of-two", nil)
 	text, weight, bad := "x", 2.0, -1.0
 	for name, c := range map[string]struct {
-		q    msg.RouteQuery
+		q    client.Query
 		code problem.Code
 		text string
 	}{
-		"not json":      {msg.RouteQuery{Request: []byte(`{`)}, problem.InvalidArgument, ""},
-		"not an object": {msg.RouteQuery{Request: []byte(`[]`)}, problem.InvalidArgument, "object"},
+		"not json":      {client.Query{Request: []byte(`{`)}, problem.InvalidArgument, ""},
+		"not an object": {client.Query{Request: []byte(`[]`)}, problem.InvalidArgument, "object"},
 		"other model": {
-			msg.RouteQuery{Request: []byte(`{"model": "other", "prompt": "x"}`)},
+			client.Query{Request: []byte(`{"model": "other", "prompt": "x"}`)},
 			problem.NotFound, `app demo does not serve the model "other"`,
 		},
 		"header": {
-			msg.RouteQuery{Prompt: &text, Headers: map[string]string{"x-dpserve-rank": "x"}},
+			client.Query{Prompt: &text, Headers: map[string]string{"x-dpserve-rank": "x"}},
 			problem.InvalidArgument, "x-dpserve-rank must be GROUP/RANK",
 		},
 		"route": {
-			msg.RouteQuery{Prompt: &text, Route: "/v1/nothing"},
+			client.Query{Prompt: &text, Route: "/v1/nothing"},
 			problem.InvalidArgument,
 			"takes no requests",
 		},
 		"models": {
-			msg.RouteQuery{Prompt: &text, Route: "/v1/models"},
+			client.Query{Prompt: &text, Route: "/v1/models"},
 			problem.InvalidArgument,
 			"takes no requests",
 		},
 		"worker": {
-			msg.RouteQuery{TokenIDs: []uint32{1}, Worker: "3"},
+			client.Query{TokenIDs: []uint32{1}, Worker: "3"},
 			problem.InvalidArgument,
 			"is not GROUP/RANK",
 		},
 		"replay": {
-			msg.RouteQuery{Replay: "nobody"},
+			client.Query{Replay: "nobody"},
 			problem.NotFound,
 			`no request "nobody" among the last 1024`,
 		},
 		"override": {
-			msg.RouteQuery{
+			client.Query{
 				TokenIDs: []uint32{1},
-				Override: &msg.RouterOverride{RouterTemperature: &weight},
+				Override: &client.Override{RouterTemperature: &weight},
 			},
 			problem.InvalidArgument,
 			"no effect under policy power-of-two",
@@ -397,19 +399,19 @@ func TestExplainRefusesBadInput(t *testing.T) {
 		require.Equal(t, c.code, problem.CodeOf(err), name)
 		assert.Contains(t, err.Error(), c.text, name)
 	}
-	_, err := b.in.ExplainRoute(t.Context(), "nobody", &msg.RouteQuery{TokenIDs: []uint32{1}})
+	_, err := b.in.ExplainRoute(t.Context(), "nobody", &client.Query{TokenIDs: []uint32{1}})
 	require.Equal(t, problem.NotFound, problem.CodeOf(err))
-	x, err := b.in.ExplainRoute(t.Context(), "demo", &msg.RouteQuery{TokenIDs: []uint32{1}, Worker: "7/7"})
+	x, err := b.in.ExplainRoute(t.Context(), "demo", &client.Query{TokenIDs: []uint32{1}, Worker: "7/7"})
 	require.NoError(t, err)
 	assert.Equal(t, []any{"reject", "unknown_rank"}, []any{x.Decision, x.Reason})
 
 	kv := newDecisionRig(t, "kv", nil)
-	for _, o := range []*msg.RouterOverride{{OverlapScoreWeight: &bad}, {RouterTemperature: &bad}} {
-		_, err := kv.in.ExplainRoute(t.Context(), "demo", &msg.RouteQuery{TokenIDs: []uint32{1}, Override: o})
+	for _, o := range []*client.Override{{OverlapScoreWeight: &bad}, {RouterTemperature: &bad}} {
+		_, err := kv.in.ExplainRoute(t.Context(), "demo", &client.Query{TokenIDs: []uint32{1}, Override: o})
 		require.Equal(t, problem.InvalidArgument, problem.CodeOf(err))
 	}
 	x, err = kv.in.ExplainRoute(t.Context(), "demo",
-		&msg.RouteQuery{TokenIDs: []uint32{1}, Override: &msg.RouterOverride{
+		&client.Query{TokenIDs: []uint32{1}, Override: &client.Override{
 			OverlapScoreWeight: &weight, RouterTemperature: &weight,
 		}})
 	require.NoError(t, err)
@@ -433,7 +435,7 @@ func TestReplay(t *testing.T) {
 		require.Equal(t, http.StatusOK, g.post("/v1/chat/completions", chatBody, "X-Request-Id",
 			"first").status)
 	}
-	x, err := g.in.ExplainRoute(t.Context(), "demo", &msg.RouteQuery{Replay: "first"})
+	x, err := g.in.ExplainRoute(t.Context(), "demo", &client.Query{Replay: "first"})
 	require.NoError(t, err)
 	require.NotNil(t, x.Replay)
 	assert.Equal(t, []any{"first", 2, "kv", "0/1", "lowest_score", []string{"0/0"}},

@@ -10,6 +10,7 @@ import (
 	"strconv"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/problem"
 )
@@ -81,7 +82,7 @@ const maxLine = 1 << 20
 // tokenWriter is the client's end of a generation: it parses the relayed events and emits their tokens.
 type tokenWriter struct {
 	header http.Header
-	emit   func(*msg.Generated) error
+	emit   func(*client.Part) error
 	status int
 	told   bool // the first part, which names worker and request, is emitted
 	rest   []byte
@@ -163,7 +164,7 @@ func (w *tokenWriter) event(data []byte) error {
 }
 
 func (w *tokenWriter) part(e *completionEvent) error {
-	out := msg.Generated{TokenIDs: []uint32{}}
+	out := client.Part{TokenIDs: []uint32{}}
 	if !w.told {
 		w.told = true
 		out.Worker = w.header.Get(headerGroup) + "/" + w.header.Get(headerRank)
@@ -175,7 +176,7 @@ func (w *tokenWriter) part(e *completionEvent) error {
 		out.TokenIDs = append(out.TokenIDs, c.TokenIDs...)
 	}
 	if u := e.Usage; u != nil && len(e.Choices) == 0 {
-		out.Usage = &msg.TokenUsage{Prompt: u.Prompt, Completion: u.Completion}
+		out.Usage = &client.Usage{Prompt: u.Prompt, Completion: u.Completion}
 		if u.Details != nil {
 			out.Usage.Cached = u.Details.Cached
 		}

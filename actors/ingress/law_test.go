@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 )
 
@@ -51,14 +52,14 @@ func TestRouterInfoTellsOfTheLaw(t *testing.T) {
 			Params: map[string]any{"law": "dense"}, Identity: app.IdentityText,
 		})
 		r := b.feed.replicas[0]
-		law := func() *msg.Law {
+		law := func() *client.Law {
 			info, err := b.in.RouterInfo("demo")
 			require.NoError(t, err)
 			require.NotNil(t, info.Law)
 			return info.Law
 		}
 		time.Sleep(time.Minute)
-		assert.Equal(t, &msg.Law{Preset: "dense", Prefill: 1, Decode: 1}, law(), "nothing is measured")
+		assert.Equal(t, &client.Law{Preset: "dense", Prefill: 1, Decode: 1}, law(), "nothing is measured")
 		const tokens = 100_000 // 12.5 s by the law
 		r.emit(&msg.Record{Kind: msg.RecAdmitted, Ingress: "other", ReqID: 1, Tokens: tokens})
 		time.Sleep(6250 * time.Millisecond)

@@ -15,6 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/telemetry"
 )
@@ -387,7 +388,7 @@ func TestRankReservation(t *testing.T) {
 		r := g.replicas[0]
 		reserve := func(id string) error {
 			_, err := g.in.BestWorker(t.Context(), "demo",
-				&msg.BestWorker{TokenIDs: []uint32{1}, RequestID: id})
+				&client.BestWorkerRequest{TokenIDs: []uint32{1}, RequestID: id})
 			return err
 		}
 		r.setMute(true)

@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 )
 
@@ -365,7 +366,8 @@ func TestRefusalsAreNoAttempts(t *testing.T) {
 
 	g := newRig(t, options{engines: serves(6)})
 	fence(g.replicas[:5])
-	w, err := g.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: []uint32{1}, RequestID: "r"})
+	w, err := g.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{TokenIDs: []uint32{1},
+		RequestID: "r"})
 	require.NoError(t, err)
 	assert.Equal(t, "0/5", w.Worker)
 	require.NoError(t, g.in.Free("demo", "r"))

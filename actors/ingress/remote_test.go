@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/noderpc"
 )
 
@@ -202,7 +203,7 @@ func TestFarReservation(t *testing.T) {
 	g := newRig(t, options{far: true, engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	r := g.replicas[0]
 	w, err := g.in.BestWorker(t.Context(), "demo",
-		&msg.BestWorker{TokenIDs: []uint32{1, 2, 3}, RequestID: "r1"})
+		&client.BestWorkerRequest{TokenIDs: []uint32{1, 2, 3}, RequestID: "r1"})
 	require.NoError(t, err)
 	assert.Equal(t, "0/0", w.Worker)
 	require.Equal(t, 1, r.inFlight())
@@ -219,6 +220,7 @@ func TestFarReservation(t *testing.T) {
 	<-ctx.Done()
 	assert.Zero(t, r.inFlight())
 	r.setRefuse(func(*msg.Admit) msg.Refusal { return msg.Draining })
-	_, err = g.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: []uint32{1}, RequestID: "r2"})
+	_, err = g.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{TokenIDs: []uint32{1},
+		RequestID: "r2"})
 	require.Error(t, err)
 }

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -125,12 +126,12 @@ func validReservation(id string) error {
 
 // reserve picks a rank for k and is admitted there: the decision, admission and account are those of a
 // request, without its stream. ctx bounds the wait for admission, not the reservation.
-func reserve(ctx context.Context, ar *appRouter, query *routeQuery, id string) (msg.Worker, error) {
+func reserve(ctx context.Context, ar *appRouter, query *routeQuery, id string) (client.Worker, error) {
 	if err := validReservation(id); err != nil {
-		return msg.Worker{}, err
+		return client.Worker{}, err
 	}
 	if err := ar.reservations.claim(ar.name, id); err != nil {
-		return msg.Worker{}, err
+		return client.Worker{}, err
 	}
 	req := newRequest(ar.in) // not from the pool: an actor may still read its blocks after a late reply
 	req.app, req.prompt, req.query = &appRoute{appRevision: ar.revision.Load(), router: ar}, query.prompt,
@@ -140,14 +141,14 @@ func reserve(ctx context.Context, ar *appRouter, query *routeQuery, id string) (
 	if err != nil {
 		cancel()
 		ar.reservations.settle(id, nil)
-		return msg.Worker{}, err
+		return client.Worker{}, err
 	}
 	query.prompt, query.query = req.prompt, req.query
 	r.cancel = cancel
 	r.timer = time.AfterFunc(ar.in.timers.Reservation, func() { expireReservation(ar, id, r) })
 	if !ar.reservations.settle(id, r) {
 		r.release("drained")
-		return msg.Worker{}, problem.New(problem.Unavailable, "app %s is going away", ar.name).WithHint(
+		return client.Worker{}, problem.New(problem.Unavailable, "app %s is going away", ar.name).WithHint(
 			"`dpserve status` lists the applications")
 	}
 	w := query.worker(r.rank, req.choice.Reason)

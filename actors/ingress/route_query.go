@@ -11,7 +11,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/rankleg"
@@ -32,7 +32,7 @@ func describeQuery(ar *appRouter, query *routeQuery) {
 }
 
 // newRouteQuery makes a query of a msg.RouteQuery without Replay.
-func newRouteQuery(ctx context.Context, ar *appRouter, rq *msg.RouteQuery) (*routeQuery, error) {
+func newRouteQuery(ctx context.Context, ar *appRouter, rq *client.Query) (*routeQuery, error) {
 	query := &routeQuery{}
 	var err error
 	switch {
@@ -68,7 +68,7 @@ func checkModel(ar *appRouter, model string) error {
 }
 
 // applyOverrides adds what only the router's own API may ask for: a forced rank, other parameters.
-func applyOverrides(ar *appRouter, query *routeQuery, worker string, o *msg.RouterOverride) error {
+func applyOverrides(ar *appRouter, query *routeQuery, worker string, o *client.Override) error {
 	if worker != "" {
 		id, err := workerID(worker)
 		if err != nil {
@@ -95,7 +95,7 @@ const maxParameter = 1e9
 
 // checkOverride validates router_config_override. Policies without these parameters refuse it, because it
 // would have no effect.
-func checkOverride(ar *appRouter, o *msg.RouterOverride) (*routing.Override, error) {
+func checkOverride(ar *appRouter, o *client.Override) (*routing.Override, error) {
 	if o == nil || o.OverlapScoreWeight == nil && o.RouterTemperature == nil {
 		return nil, nil //nolint:nilnil // nothing is overridden
 	}
@@ -127,7 +127,7 @@ func checkOverride(ar *appRouter, o *msg.RouterOverride) (*routing.Override, err
 }
 
 // readPromptText makes a body of a text, as a client would.
-func readPromptText(ctx context.Context, ar *appRouter, query *routeQuery, rq *msg.RouteQuery) error {
+func readPromptText(ctx context.Context, ar *appRouter, query *routeQuery, rq *client.Query) error {
 	route := rq.Route
 	if route == "" {
 		route = openai.Completions.Path()

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/routing"
@@ -17,13 +18,13 @@ import (
 )
 
 // RouterInfo describes an application's Router. Errors are *problem.Error.
-func (in *Ingress) RouterInfo(app string) (msg.RouterInfo, error) {
+func (in *Ingress) RouterInfo(app string) (client.Info, error) {
 	ar, router, err := in.routerOf(app)
 	if err != nil {
-		return msg.RouterInfo{}, err
+		return client.Info{}, err
 	}
 	a, view := ar.revision.Load().app, router.Snapshot()
-	out := msg.RouterInfo{
+	out := client.Info{
 		App: app, Policy: router.Policy(), Preset: a.Routing.Preset, Params: a.Routing.Params,
 		Identity: a.Routing.Identity, Reads: ar.inputs().words(),
 		BusyThreshold: a.Routing.BusyThreshold, CachingOff: view.PrefixCachingOff, Ranks: len(view.Ranks),
@@ -49,12 +50,12 @@ func (in *Ingress) RouterInfo(app string) (msg.RouterInfo, error) {
 // lawOf is the time model of a Router's engines, nil if its policy predicts nothing. view is a snapshot of
 // the Router, and now the ingress's clock: a Router learns the time from events, and an idle application has
 // none.
-func lawOf(router *routing.Router, view *routing.View, now time.Duration) *msg.Law {
+func lawOf(router *routing.Router, view *routing.View, now time.Duration) *client.Law {
 	info, ok := router.Law()
 	if !ok {
 		return nil
 	}
-	out := &msg.Law{
+	out := &client.Law{
 		Preset: info.Preset, Prefill: info.Prefill, Decode: info.Decode, PrefillSamples: info.PrefillSamples,
 		DecodeSamples: info.DecodeSamples,
 	}
@@ -63,7 +64,7 @@ func lawOf(router *routing.Router, view *routing.View, now time.Duration) *msg.L
 	}
 	for i := range view.Ranks {
 		if rk := &view.Ranks[i]; rk.Slow > 0 {
-			out.Ranks = append(out.Ranks, msg.RankSpeed{
+			out.Ranks = append(out.Ranks, client.WorkerSpeed{
 				Worker: rk.ID.String(), Slow: rk.Slow, LagMs: float64(rk.Lag) / float64(time.Millisecond),
 			})
 		}
@@ -74,16 +75,16 @@ func lawOf(router *routing.Router, view *routing.View, now time.Duration) *msg.L
 // ResetRouter drops the state of an application's policy, load that no rank has confirmed, and the index, and
 // asks every rank for a snapshot. Requests in flight, the queue and reservations are not affected. Errors are
 // *problem.Error.
-func (in *Ingress) ResetRouter(app string) (msg.ResetResult, error) {
+func (in *Ingress) ResetRouter(app string) (client.ResetResult, error) {
 	ar, router, err := in.routerOf(app)
 	if err != nil {
-		return msg.ResetResult{}, err
+		return client.ResetResult{}, err
 	}
 	router.Reset()
 	n := ar.resetCaches()
 	in.log.Info("router reset", slog.String("app", app), slog.String("policy", router.Policy()),
 		slog.Int("ranks", n))
-	return msg.ResetResult{App: app, Ranks: n}, nil
+	return client.ResetResult{App: app, Ranks: n}, nil
 }
 
 // Bounds of a dump.
@@ -110,7 +111,7 @@ type blockRun struct {
 
 // DumpEvents emits the index column by column, as runs of stored blocks; truncated: it holds more than
 // maxDump. A run is valid during emit only. Errors are *problem.Error, emit's, and ctx's.
-func (in *Ingress) DumpEvents(ctx context.Context, app string, emit func(*msg.KVRun) error) (
+func (in *Ingress) DumpEvents(ctx context.Context, app string, emit func(*client.Run) error) (
 	truncated bool, err error,
 ) {
 	ar, _, err := in.routerOf(app)
@@ -125,7 +126,7 @@ func (in *Ingress) DumpEvents(ctx context.Context, app string, emit func(*msg.KV
 	if !c.inspect(ctx, func(held []*column) { chains, truncated = copyColumns(held) }) {
 		return false, context.Cause(ctx)
 	}
-	run := msg.KVRun{}
+	run := client.Run{}
 	for _, ch := range chains {
 		run.Worker, run.Tier, run.Parent = routing.RankID(ch.owner.Rank).String(), tierNames[ch.owner.Tier],
 			""
@@ -172,17 +173,18 @@ func copyColumns(held []*column) (out []blockRun, truncated bool) {
 // BestWorker picks a rank for a prompt of token ids. With a request id, the rank admits it like a request and
 // it counts until Free, at most Timers.Reservation; without one nothing changes. It never waits in the queue.
 // Errors are *problem.Error.
-func (in *Ingress) BestWorker(ctx context.Context, app string, q *msg.BestWorker) (msg.Worker, error) {
+func (in *Ingress) BestWorker(ctx context.Context, app string, q *client.BestWorkerRequest) (client.Worker,
+	error) {
 	ar, router, err := in.routerOf(app)
 	if err != nil {
-		return msg.Worker{}, err
+		return client.Worker{}, err
 	}
 	query := &routeQuery{}
 	if err := readTokens(ar, query, q.TokenIDs, q.Model); err != nil {
-		return msg.Worker{}, err
+		return client.Worker{}, err
 	}
 	if err := applyOverrides(ar, query, q.Worker, q.Override); err != nil {
-		return msg.Worker{}, err
+		return client.Worker{}, err
 	}
 	if q.RequestID != "" {
 		return reserve(ctx, ar, query, q.RequestID)
@@ -190,19 +192,19 @@ func (in *Ingress) BestWorker(ctx context.Context, app string, q *msg.BestWorker
 	describeQuery(ar, query)
 	d := router.Explain(&query.query)
 	if d.Kind != routing.Route {
-		return msg.Worker{}, refusal(app, query, &d)
+		return client.Worker{}, refusal(app, query, &d)
 	}
 	rk := ar.findRank(d.Ranked[0])
 	if rk == nil {
-		return msg.Worker{}, problem.New(problem.Unavailable, "rank %s of app %s is gone", d.Ranked[0],
+		return client.Worker{}, problem.New(problem.Unavailable, "rank %s of app %s is gone", d.Ranked[0],
 			app).WithHint("ask again")
 	}
 	return query.worker(rk, d.Reason), nil
 }
 
 // worker describes a picked rank.
-func (query *routeQuery) worker(rk *rank, reason string) msg.Worker {
-	out := msg.Worker{
+func (query *routeQuery) worker(rk *rank, reason string) client.Worker {
+	out := client.Worker{
 		Worker: rk.ID.String(), Group: rk.ID.Group(), DPRank: rk.ID.Rank(),
 		HitTokens: query.query.HitOn(rk.ID), Reason: reason,
 		Node: rk.Node, URL: rk.Target.URL, Addressing: rk.Target.Addressing, Selector: rk.Target.Selector,
@@ -216,7 +218,7 @@ func (query *routeQuery) worker(rk *rank, reason string) msg.Worker {
 
 // PotentialLoads is the load that each rank would have with a prompt; without ids, its load now. Errors are
 // *problem.Error.
-func (in *Ingress) PotentialLoads(app string, ids []uint32) ([]msg.PotentialLoad, error) {
+func (in *Ingress) PotentialLoads(app string, ids []uint32) ([]client.PotentialLoad, error) {
 	ar, router, err := in.routerOf(app)
 	if err != nil {
 		return nil, err
@@ -227,9 +229,9 @@ func (in *Ingress) PotentialLoads(app string, ids []uint32) ([]msg.PotentialLoad
 	}
 	describeQuery(ar, query)
 	loads := router.PotentialLoads(&query.query)
-	out := make([]msg.PotentialLoad, len(loads))
+	out := make([]client.PotentialLoad, len(loads))
 	for i, p := range loads {
-		out[i] = msg.PotentialLoad{
+		out[i] = client.PotentialLoad{
 			Worker: p.Rank.String(), Group: p.Rank.Group(), DPRank: p.Rank.Rank(),
 			PrefillTokens: p.PrefillTokens, DecodeBlocks: p.DecodeBlocks,
 		}
@@ -239,7 +241,7 @@ func (in *Ingress) PotentialLoads(app string, ids []uint32) ([]msg.PotentialLoad
 
 // Index is the state of this ingress's picture of the ranks' caches for an application; nil if the
 // application does not exist or its policy does not use the caches.
-func (in *Ingress) Index(app string) *msg.IndexStatus {
+func (in *Ingress) Index(app string) *client.Index {
 	ar := in.findAppRouter(app)
 	if ar == nil || ar.inputs().cache == nil {
 		return nil
@@ -264,8 +266,8 @@ func (in *Ingress) Identity(app string) string {
 
 // ExplainRoute decides for rq with the code and state of live requests, explains the decision, and changes
 // nothing. Errors are *problem.Error.
-func (in *Ingress) ExplainRoute(ctx context.Context, app string, rq *msg.RouteQuery) (
-	*msg.Explanation, error,
+func (in *Ingress) ExplainRoute(ctx context.Context, app string, rq *client.Query) (
+	*client.Explanation, error,
 ) {
 	ar, router, err := in.routerOf(app)
 	if err != nil {
@@ -321,7 +323,7 @@ func (in *Ingress) Free(app, id string) error {
 // attempts, deadlines, account, metrics and log line are those of every request. emit gets the tokens as they
 // arrive; its error ends the request. Errors are *problem.Error or emit's.
 func (in *Ingress) Generate(ctx context.Context, app string, q *msg.Generate,
-	emit func(*msg.Generated) error,
+	emit func(*client.Part) error,
 ) error {
 	ar, _, err := in.routerOf(app)
 	if err != nil {

@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/routing"
@@ -36,9 +37,9 @@ func TestBestWorkerWithoutIDChangesNothing(t *testing.T) {
 	b.settle()
 	before := b.router.router.Load().Snapshot()
 	for range 3 {
-		w, err := b.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: ids})
+		w, err := b.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{TokenIDs: ids})
 		require.NoError(t, err)
-		assert.Equal(t, msg.Worker{
+		assert.Equal(t, client.Worker{
 			Worker: "0/2", DPRank: 2, OverlapBlocks: 3, HitTokens: 48, BlockSize: 16, Reason: "lowest_score",
 			Node: "n1", URL: "http://127.0.0.1:3", Addressing: "url",
 		}, w)
@@ -47,8 +48,10 @@ func TestBestWorkerWithoutIDChangesNothing(t *testing.T) {
 	assert.Equal(t, before.Ranks, after.Ranks)
 	loads, err := b.in.PotentialLoads("demo", ids)
 	require.NoError(t, err)
-	assert.Equal(t, msg.PotentialLoad{Worker: "0/2", DPRank: 2, PrefillTokens: 32, DecodeBlocks: 5}, loads[2])
-	assert.Equal(t, msg.PotentialLoad{Worker: "0/4", DPRank: 4, PrefillTokens: 80, DecodeBlocks: 5}, loads[4])
+	assert.Equal(t, client.PotentialLoad{Worker: "0/2", DPRank: 2, PrefillTokens: 32, DecodeBlocks: 5},
+		loads[2])
+	assert.Equal(t, client.PotentialLoad{Worker: "0/4", DPRank: 4, PrefillTokens: 80, DecodeBlocks: 5},
+		loads[4])
 	loads, err = b.in.PotentialLoads("demo", nil)
 	require.NoError(t, err)
 	assert.Zero(t, loads[2].PrefillTokens)
@@ -61,7 +64,7 @@ func TestReservation(t *testing.T) {
 	const tokens = 80_000 // some seconds of prefill
 	ids := make([]uint32, tokens)
 	w, err := b.in.BestWorker(t.Context(), "demo",
-		&msg.BestWorker{TokenIDs: ids, RequestID: "r1", Worker: "0/3"})
+		&client.BestWorkerRequest{TokenIDs: ids, RequestID: "r1", Worker: "0/3"})
 	require.NoError(t, err)
 	assert.Equal(t, []any{"0/3", "named_by_caller", "r1", 300.0},
 		[]any{w.Worker, w.Reason, w.RequestID, w.ExpiresS})
@@ -75,7 +78,7 @@ func TestReservation(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, 1, info.Reservations)
 
-	_, err = b.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: ids, RequestID: "r1"})
+	_, err = b.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{TokenIDs: ids, RequestID: "r1"})
 	require.Equal(t, problem.Conflict, problem.CodeOf(err))
 	for range 2 {
 		require.NoError(t, b.in.MarkPrefillComplete("demo", "r1"))
@@ -103,12 +106,14 @@ func TestReservationExpires(t *testing.T) {
 		urls:   []string{"http://127.0.0.1:1"},
 		timers: Timers{Reservation: 20 * time.Millisecond},
 	})
-	_, err := g.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: []uint32{1}, RequestID: "r1"})
+	_, err := g.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{TokenIDs: []uint32{1},
+		RequestID: "r1"})
 	require.NoError(t, err)
 	eventually(t, func() bool { return g.replicas[0].inFlight() == 0 }, "the ticket is given back")
 	assert.Equal(t, "reservation_expired", g.replicas[0].lastDone(t).Cause)
 	require.Equal(t, problem.NotFound, problem.CodeOf(g.in.Free("demo", "r1")))
-	_, err = g.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: []uint32{1}, RequestID: "r1"})
+	_, err = g.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{TokenIDs: []uint32{1},
+		RequestID: "r1"})
 	require.NoError(t, err, "the id is free again")
 	require.NoError(t, g.in.Free("demo", "r1"))
 }
@@ -117,9 +122,9 @@ func TestReservationExpires(t *testing.T) {
 // nothing behind.
 func TestReservationRefused(t *testing.T) {
 	g := newRig(t, options{urls: []string{"http://127.0.0.1:1", "http://127.0.0.1:2"}, max: 1})
-	ask := func(id, worker string) (msg.Worker, error) {
+	ask := func(id, worker string) (client.Worker, error) {
 		return g.in.BestWorker(t.Context(), "demo",
-			&msg.BestWorker{TokenIDs: []uint32{1}, RequestID: id, Worker: worker})
+			&client.BestWorkerRequest{TokenIDs: []uint32{1}, RequestID: id, Worker: worker})
 	}
 	for id, code := range map[string]problem.Code{
 		"a b": problem.InvalidArgument, strings.Repeat("x", 200): problem.InvalidArgument,
@@ -163,7 +168,7 @@ func TestReservationsAreBounded(t *testing.T) {
 		wg.Go(func() {
 			for i := range maxReservations/4 + 1 {
 				_, err := g.in.BestWorker(t.Context(), "demo",
-					&msg.BestWorker{TokenIDs: []uint32{1}, RequestID: fmt.Sprint(n, "-", i)})
+					&client.BestWorkerRequest{TokenIDs: []uint32{1}, RequestID: fmt.Sprint(n, "-", i)})
 				if problem.CodeOf(err) == problem.Overloaded && err != nil {
 					refused.Add(1)
 				}
@@ -175,7 +180,8 @@ func TestReservationsAreBounded(t *testing.T) {
 	assert.Equal(t, maxReservations, g.replicas[0].inFlight())
 	g.in.findAppRouter("demo").close()
 	assert.Zero(t, g.replicas[0].inFlight())
-	_, err := g.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: []uint32{1}, RequestID: "late"})
+	_, err := g.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{TokenIDs: []uint32{1},
+		RequestID: "late"})
 	require.Error(t, err)
 }
 
@@ -192,8 +198,8 @@ func idChunk(finish string, ids ...uint32) string {
 }
 
 // collect runs a generation and keeps its parts.
-func collect(g *rig, q *msg.Generate) (parts []msg.Generated, err error) {
-	err = g.in.Generate(g.t.Context(), "demo", q, func(p *msg.Generated) error {
+func collect(g *rig, q *msg.Generate) (parts []client.Part, err error) {
+	err = g.in.Generate(g.t.Context(), "demo", q, func(p *client.Part) error {
 		parts = append(parts, *p)
 		return nil
 	})
@@ -223,11 +229,11 @@ func TestGenerate(t *testing.T) {
 		"stream_options": map[string]any{"include_usage": true}, "return_token_ids": true,
 		"max_tokens": 4.0, "temperature": 0.0,
 	}, body)
-	assert.Equal(t, []msg.Generated{
+	assert.Equal(t, []client.Part{
 		{TokenIDs: []uint32{5, 6}, Text: "t", Worker: "0/1", RequestID: "gen"},
 		{TokenIDs: []uint32{7}, Text: "t"},
 		{TokenIDs: []uint32{8}, Text: "t", FinishReason: "length"},
-		{TokenIDs: []uint32{}, Usage: &msg.TokenUsage{Prompt: 5, Cached: 3, Completion: 7}},
+		{TokenIDs: []uint32{}, Usage: &client.Usage{Prompt: 5, Cached: 3, Completion: 7}},
 	}, parts)
 	d := g.replicas[1].lastDone(t)
 	assert.Equal(t, []any{msg.OK, 5, 7}, []any{d.Outcome, d.PromptTokens, d.CompletionTokens})
@@ -243,7 +249,7 @@ func TestGenerate(t *testing.T) {
 // TestGenerateFails: what the inference endpoint would answer is a typed error; a broken stream is no
 // success.
 func TestGenerateFails(t *testing.T) {
-	run := func(t *testing.T, engine http.HandlerFunc, q *msg.Generate) ([]msg.Generated, error) {
+	run := func(t *testing.T, engine http.HandlerFunc, q *msg.Generate) ([]client.Part, error) {
 		t.Helper()
 		return collect(newRig(t, options{
 			engines: []http.HandlerFunc{engine},
@@ -299,7 +305,7 @@ func TestGenerateEndsWithItsCaller(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(idChunk("", 5))}})
 	enough := errors.New("enough")
 	err := g.in.Generate(t.Context(), "demo", &msg.Generate{TokenIDs: []uint32{1}},
-		func(*msg.Generated) error { return enough })
+		func(*client.Part) error { return enough })
 	require.ErrorIs(t, err, enough)
 	eventually(t, func() bool { return g.replicas[0].inFlight() == 0 && h.left.Load() == 1 },
 		"the engine is left")
@@ -334,7 +340,7 @@ func TestKV15ResetUnderStreams(t *testing.T) {
 	for range 5 {
 		res, err := g.in.ResetRouter("demo")
 		require.NoError(t, err)
-		assert.Equal(t, msg.ResetResult{App: "demo", Ranks: 4}, res)
+		assert.Equal(t, client.ResetResult{App: "demo", Ranks: 4}, res)
 	}
 	for _, r := range g.replicas {
 		eventually(t, func() bool { r.mu.Lock(); defer r.mu.Unlock(); return r.resyncs > 0 },
@@ -371,7 +377,7 @@ func TestResetDropsColumns(t *testing.T) {
 	require.NoError(t, err)
 	b.settle()
 	assert.Empty(t, b.dump(), "the fake ranks answer with snapshots without blocks")
-	w, err := b.in.BestWorker(t.Context(), "demo", &msg.BestWorker{TokenIDs: ids})
+	w, err := b.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{TokenIDs: ids})
 	require.NoError(t, err)
 	assert.Zero(t, w.OverlapBlocks)
 }

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"time"
 
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -63,7 +64,7 @@ type Leader interface {
 // NodeView is what the admin API asks a node.
 type NodeView interface {
 	// Statuses returns every rank's account by unit, and the length of the ingress's queue by application.
-	Statuses(ctx context.Context) (ranks map[string][]RankStatus, queued map[string]int, err error)
+	Statuses(ctx context.Context) (ranks map[string][]client.RankStatus, queued map[string]int, err error)
 	// Logs passes lines to give in order of time; an error of give ends it. It returns when there are no more
 	// lines, or ctx ends.
 	Logs(ctx context.Context, q LogQuery, give func(LogLine) error) error
@@ -99,7 +100,7 @@ type Generate struct {
 	Sampling  map[string]json.RawMessage `json:"sampling,omitempty"`
 	RequestID string                     `json:"request_id,omitempty"`
 	// a name that the application serves; "" = its model, no adapter
-	Model    string          `json:"model,omitempty"`
-	Worker   string          `json:"worker,omitempty"`
-	Override *RouterOverride `json:"router_config_override,omitempty"`
+	Model    string           `json:"model,omitempty"`
+	Worker   string           `json:"worker,omitempty"`
+	Override *client.Override `json:"router_config_override,omitempty"`
 }

@@ -19,6 +19,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/inbox"
@@ -200,7 +201,7 @@ func (*fakeReplica) Ready(context.Context, msg.Facts) error { return nil }
 func (*fakeReplica) Drain(string)                           {}
 func (*fakeReplica) Drained() <-chan struct{}               { return over }
 func (*fakeReplica) Stop(context.Context) error             { return nil }
-func (*fakeReplica) Status() msg.RankStatus                 { return msg.RankStatus{} }
+func (*fakeReplica) Status() client.RankStatus              { return client.RankStatus{} }
 
 func (r *fakeReplica) Fence(cause string) <-chan struct{} {
 	r.mu.Lock()

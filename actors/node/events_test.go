@@ -16,6 +16,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/node"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/engine/kvevents"
@@ -59,7 +60,7 @@ func (f *follower) Ready(_ context.Context, facts msg.Facts) error {
 func (*follower) Fence(string) <-chan struct{} { return done() }
 func (*follower) Drain(string)                 {}
 func (*follower) Drained() <-chan struct{}     { return done() }
-func (f *follower) Status() msg.RankStatus     { return msg.RankStatus{Rank: f.spec.Rank} }
+func (f *follower) Status() client.RankStatus  { return client.RankStatus{Rank: f.spec.Rank} }
 
 func (f *follower) Stop(context.Context) error {
 	if f.sub == nil {

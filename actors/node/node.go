@@ -18,6 +18,7 @@ import (
 	"github.com/asynkron/protoactor-go/actor"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/inbox"
@@ -37,7 +38,7 @@ type Replica interface {
 	Drain(cause string)                           // stops admission, running requests continue
 	Drained() <-chan struct{}                     // closed when a Drain found no request left
 	Stop(ctx context.Context) error               // ends the stream and the actor
-	Status() msg.RankStatus                       // the rank's status
+	Status() client.RankStatus                    // the rank's status
 }
 
 // Config is the configuration of a node.
@@ -357,8 +358,8 @@ func (n *Node) number(e msg.UnitEvent) {
 }
 
 // RankStatuses returns the status of every rank of this node, by unit.
-func (n *Node) RankStatuses() map[string][]msg.RankStatus {
-	out := map[string][]msg.RankStatus{}
+func (n *Node) RankStatuses() map[string][]client.RankStatus {
+	out := map[string][]client.RankStatus{}
 	for _, u := range n.list() {
 		if u.currentPhase() != state.Gone {
 			out[u.m.Unit] = u.statuses()

@@ -23,6 +23,7 @@ import (
 	"github.com/dpserve/dpserve/actors/dpserver"
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/node"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/engine/sim"
@@ -234,7 +235,7 @@ func (r *rig) eventually(what string, ok func() bool) {
 	}
 }
 
-func (r *rig) statuses(m *msg.StartRank) []msg.RankStatus { return r.node.RankStatuses()[m.Unit] }
+func (r *rig) statuses(m *msg.StartRank) []client.RankStatus { return r.node.RankStatuses()[m.Unit] }
 
 func dead(pid int) bool {
 	if syscall.Kill(pid, 0) != nil {

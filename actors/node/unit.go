@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/state"
@@ -245,13 +246,13 @@ func (u *unit) tail(rank int) []string {
 	return u.n.logs.tail(u.m.Unit, rank, u.m.Epoch)
 }
 
-func (u *unit) statuses() []msg.RankStatus {
+func (u *unit) statuses() []client.RankStatus {
 	u.mu.Lock()
 	ranks, phase := u.ranks, u.phase
 	u.mu.Unlock()
-	var out []msg.RankStatus
+	var out []client.RankStatus
 	for _, g := range u.m.Ranks {
-		st := msg.RankStatus{
+		st := client.RankStatus{
 			Group: u.m.Group, Rank: g.Rank, Epoch: u.m.Epoch, Devices: g.Devices,
 			Progress: "waiting for its turn",
 		}

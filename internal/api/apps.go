@@ -82,7 +82,7 @@ func (h appHandlers) validate(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	warnings, err := h.backend.Validate(file, text)
-	return http.StatusOK, validateReply{envelope{apiVersion}, convertFaults(warnings)}, err
+	return http.StatusOK, validateReply{envelope{client.APIVersion}, convertFaults(warnings)}, err
 }
 
 func (h appHandlers) deploy(c *gin.Context) (int, any, error) {
@@ -97,7 +97,7 @@ func (h appHandlers) deploy(c *gin.Context) (int, any, error) {
 	if out.Changes == nil {
 		out.Changes = []client.Change{}
 	}
-	return http.StatusAccepted, deployReply{envelope{apiVersion}, out}, err
+	return http.StatusAccepted, deployReply{envelope{client.APIVersion}, out}, err
 }
 
 func convertFaults(warnings []app.Warning) []client.Fault {
@@ -136,7 +136,7 @@ func (h appHandlers) plan(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	p, warnings, err := h.backend.Plan(c.Request.Context(), req)
-	return http.StatusOK, planReply{envelope{apiVersion}, p, convertFaults(warnings)}, err
+	return http.StatusOK, planReply{envelope{client.APIVersion}, p, convertFaults(warnings)}, err
 }
 
 func (h appHandlers) apps(c *gin.Context) (int, any, error) {
@@ -147,7 +147,7 @@ func (h appHandlers) apps(c *gin.Context) (int, any, error) {
 	if apps == nil {
 		apps = []client.AppStatus{}
 	}
-	return http.StatusOK, appsReply{envelope{apiVersion}, apps}, err
+	return http.StatusOK, appsReply{envelope{client.APIVersion}, apps}, err
 }
 
 func (h appHandlers) app(c *gin.Context) (int, any, error) {
@@ -155,7 +155,7 @@ func (h appHandlers) app(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	a, err := h.backend.App(c.Request.Context(), c.Param("app"))
-	return http.StatusOK, appReply{envelope{apiVersion}, a}, err
+	return http.StatusOK, appReply{envelope{client.APIVersion}, a}, err
 }
 
 func (h appHandlers) delete(c *gin.Context) (int, any, error) {
@@ -164,7 +164,7 @@ func (h appHandlers) delete(c *gin.Context) (int, any, error) {
 	}
 	name := c.Param("app")
 	err := h.backend.Delete(c.Request.Context(), name)
-	return http.StatusAccepted, deleteReply{envelope{apiVersion}, name, client.StatusDeleting}, err
+	return http.StatusAccepted, deleteReply{envelope{client.APIVersion}, name, client.StatusDeleting}, err
 }
 
 // readFile reads the app file of a request. guard has set the time limit.
@@ -316,7 +316,7 @@ func writeEvent(w io.Writer, e *client.Event, app string) error {
 	if app != "" && app != e.App {
 		return nil
 	}
-	data, err := json.Marshal(eventReply{envelope{apiVersion}, *e})
+	data, err := json.Marshal(eventReply{envelope{client.APIVersion}, *e})
 	if err != nil {
 		return fmt.Errorf("encode event %d: %w", e.Number, err)
 	}

@@ -46,7 +46,7 @@ func writeError(w http.ResponseWriter, err error) int {
 	if status == 0 {
 		status = http.StatusInternalServerError
 	}
-	writeJSON(w, status, errorReply{envelope{apiVersion}, b})
+	writeJSON(w, status, errorReply{envelope{client.APIVersion}, b})
 	return status
 }
 
@@ -54,8 +54,8 @@ func writeError(w http.ResponseWriter, err error) int {
 func writeJSON(w http.ResponseWriter, status int, v any) {
 	data, err := json.Marshal(v)
 	if err != nil {
-		http.Error(w, `{"apiVersion":"`+apiVersion+`","error":{"code":"internal","message":"encode answer"}}`,
-			http.StatusInternalServerError)
+		const fault = `","error":{"code":"internal","message":"encode answer"}}`
+		http.Error(w, `{"apiVersion":"`+client.APIVersion+fault, http.StatusInternalServerError)
 		return
 	}
 	w.Header().Set("Content-Type", "application/json")

@@ -10,6 +10,7 @@ import (
 	"sync"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -20,17 +21,18 @@ const logBatch = 256
 
 // Logs opens the log lines of one application, of which status is the status, over all nodes that can be
 // asked.
-func (v NodeViews) Logs(ctx context.Context, st *state.State, status *msg.AppStatus, q LogQuery) (LogStream,
+func (v NodeViews) Logs(ctx context.Context, st *state.State, status *client.AppStatus,
+	q client.LogQuery) (LogStream,
 	error,
 ) {
 	if err := checkRankExists(st, status, q); err != nil {
 		return nil, err
 	}
 	nq := msg.LogQuery{App: q.App, Rank: q.Rank, Since: q.Since, Follow: q.Follow, Tail: q.Tail}
-	if q.Group != AllRanks {
+	if q.Group != client.AllRanks {
 		nq.Unit = unitOfQuery(st, q)
 	}
-	s := &logStream{group: q.Group, app: q.App, lines: make(chan LogLine, logBatch)}
+	s := &logStream{group: q.Group, app: q.App, lines: make(chan client.LogLine, logBatch)}
 	if q.Tail == 0 && !q.Follow {
 		close(s.lines)
 		return s, nil
@@ -47,24 +49,24 @@ func (v NodeViews) Logs(ctx context.Context, st *state.State, status *msg.AppSta
 
 // checkRankExists refuses a group or rank that the application never had. An empty stream would look like an
 // engine without a log.
-func checkRankExists(st *state.State, a *msg.AppStatus, q LogQuery) error {
-	if q.Group == AllRanks {
+func checkRankExists(st *state.State, a *client.AppStatus, q client.LogQuery) error {
+	if q.Group == client.AllRanks {
 		return nil
 	}
 	for i := range a.Units {
 		for _, r := range a.Units[i].Ranks {
-			if r.Group == q.Group && (r.Rank == q.Rank || q.Rank == AllRanks) {
+			if r.Group == q.Group && (r.Rank == q.Rank || q.Rank == client.AllRanks) {
 				return nil
 			}
 		}
 	}
 	group := q.App + "/" + strconv.Itoa(q.Group)
 	// the rank existed, and its lines may still be stored
-	if q.Rank != AllRanks && st.Epochs[group+"/"+strconv.Itoa(q.Rank)] > 0 {
+	if q.Rank != client.AllRanks && st.Epochs[group+"/"+strconv.Itoa(q.Rank)] > 0 {
 		return nil
 	}
 	what := "group " + group
-	if q.Rank != AllRanks {
+	if q.Rank != client.AllRanks {
 		what = "rank " + group + "/" + strconv.Itoa(q.Rank)
 	}
 	return problem.New(problem.NotFound, "there is no %s", what).
@@ -72,12 +74,12 @@ func checkRankExists(st *state.State, a *msg.AppStatus, q LogQuery) error {
 }
 
 // unitOfQuery names the unit that a group and rank of a query belong to; "" for all units of a group.
-func unitOfQuery(st *state.State, q LogQuery) string {
+func unitOfQuery(st *state.State, q client.LogQuery) string {
 	group := q.App + "/" + strconv.Itoa(q.Group)
 	if st.Units[group] != nil || st.Epochs[group] > 0 { // lockstep: the group is the unit
 		return group
 	}
-	if q.Rank == AllRanks {
+	if q.Rank == client.AllRanks {
 		return ""
 	}
 	return group + "/" + strconv.Itoa(q.Rank)
@@ -87,18 +89,18 @@ func unitOfQuery(st *state.State, q LogQuery) string {
 type logStream struct {
 	app     string
 	group   int // AllRanks, or the only group to return
-	lines   chan LogLine
+	lines   chan client.LogLine
 	cancel  context.CancelFunc
 	copying sync.WaitGroup
 }
 
 func (s *logStream) push(ctx context.Context, l msg.LogLine) error {
 	group := groupOfUnit(l.Unit)
-	if s.group != AllRanks && s.group != group {
+	if s.group != client.AllRanks && s.group != group {
 		return nil
 	}
 	select {
-	case s.lines <- LogLine{
+	case s.lines <- client.LogLine{
 		Time: l.At, App: s.app, Group: group, Rank: l.Rank, Stream: l.Stream,
 		Text: l.Text,
 	}:
@@ -119,8 +121,8 @@ func groupOfUnit(unit string) int {
 }
 
 // Next implements LogStream.
-func (s *logStream) Next(ctx context.Context) ([]LogLine, error) {
-	var out []LogLine
+func (s *logStream) Next(ctx context.Context) ([]client.LogLine, error) {
+	var out []client.LogLine
 	select {
 	case l, ok := <-s.lines:
 		if !ok {

@@ -95,7 +95,7 @@ func (h nodeHandlers) rotateKey(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	err := h.nodes.RotateKey(c.Request.Context())
-	return http.StatusAccepted, keyRotationReply{envelope: envelope{apiVersion}}, err
+	return http.StatusAccepted, keyRotationReply{envelope: envelope{client.APIVersion}}, err
 }
 
 func (h nodeHandlers) keyRotation(c *gin.Context) (int, any, error) {
@@ -103,7 +103,7 @@ func (h nodeHandlers) keyRotation(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	r, err := h.nodes.KeyRotation(c.Request.Context())
-	return http.StatusOK, keyRotationReply{envelope{apiVersion}, r}, err
+	return http.StatusOK, keyRotationReply{envelope{client.APIVersion}, r}, err
 }
 
 func (h nodeHandlers) listNodes(c *gin.Context) (int, any, error) {
@@ -114,7 +114,7 @@ func (h nodeHandlers) listNodes(c *gin.Context) (int, any, error) {
 	if nodes == nil {
 		nodes = []client.NodeStatus{}
 	}
-	return http.StatusOK, nodesReply{envelope{apiVersion}, nodes}, err
+	return http.StatusOK, nodesReply{envelope{client.APIVersion}, nodes}, err
 }
 
 func (h nodeHandlers) drainNode(c *gin.Context) (int, any, error) {
@@ -128,7 +128,7 @@ func (h nodeHandlers) drainNode(c *gin.Context) (int, any, error) {
 	}
 	name := c.Param("node")
 	err = h.nodes.Drain(c.Request.Context(), name, deadline)
-	return http.StatusAccepted, nodeReply{envelope{apiVersion}, name, "DRAINING"}, err
+	return http.StatusAccepted, nodeReply{envelope{client.APIVersion}, name, "DRAINING"}, err
 }
 
 func (h nodeHandlers) undrainNode(c *gin.Context) (int, any, error) {
@@ -145,7 +145,7 @@ func (h nodeHandlers) checkLeave(c *gin.Context) (int, any, error) {
 	}
 	name := c.Param("node")
 	err := h.nodes.CheckLeave(c.Request.Context(), name)
-	return http.StatusOK, nodeReply{envelope{apiVersion}, name, "REMOVABLE"}, err
+	return http.StatusOK, nodeReply{envelope{client.APIVersion}, name, "REMOVABLE"}, err
 }
 
 func (h nodeHandlers) changeNode(c *gin.Context, change func(ctx context.Context, node string) error,
@@ -156,7 +156,7 @@ func (h nodeHandlers) changeNode(c *gin.Context, change func(ctx context.Context
 	}
 	name := c.Param("node")
 	err := change(c.Request.Context(), name)
-	return http.StatusAccepted, nodeReply{envelope{apiVersion}, name, status}, err
+	return http.StatusAccepted, nodeReply{envelope{client.APIVersion}, name, status}, err
 }
 
 func (h nodeHandlers) newToken(c *gin.Context) (int, any, error) {
@@ -183,5 +183,5 @@ func (h nodeHandlers) newToken(c *gin.Context) (int, any, error) {
 			WithHint("uses is from 1 to %d", maxTokenUses)
 	}
 	t, err := h.nodes.NewToken(c.Request.Context(), req)
-	return http.StatusCreated, tokenReply{envelope{apiVersion}, t}, err
+	return http.StatusCreated, tokenReply{envelope{client.APIVersion}, t}, err
 }

@@ -83,7 +83,7 @@ func (h rankHandlers) addRank(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	change, err := h.ranks.AddRank(c.Request.Context(), c.Param("app"), text)
-	return http.StatusAccepted, rankReply{envelope{apiVersion}, change}, err
+	return http.StatusAccepted, rankReply{envelope{client.APIVersion}, change}, err
 }
 
 // readRank reads the body within its size limit. guard has set the time limit.
@@ -109,7 +109,7 @@ func (h rankHandlers) removeRank(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	change, err := h.ranks.RemoveRank(c.Request.Context(), c.Param("app"), r)
-	return http.StatusAccepted, rankReply{envelope{apiVersion}, change}, err
+	return http.StatusAccepted, rankReply{envelope{client.APIVersion}, change}, err
 }
 
 // parseRemoval reads url=, selector=, rank= and deadline=.

@@ -124,7 +124,7 @@ func (h routerHandlers) router(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	r, err := h.routers.Router(c.Request.Context(), c.Param("app"))
-	return http.StatusOK, routerReply{envelope{apiVersion}, r}, err
+	return http.StatusOK, routerReply{envelope{client.APIVersion}, r}, err
 }
 
 func (h routerHandlers) explain(c *gin.Context) (int, any, error) {
@@ -139,7 +139,7 @@ func (h routerHandlers) explain(c *gin.Context) (int, any, error) {
 	if err != nil {
 		return 0, nil, err
 	}
-	return http.StatusOK, explainReply{envelope{apiVersion}, *e}, nil
+	return http.StatusOK, explainReply{envelope{client.APIVersion}, *e}, nil
 }
 
 // checkQuery refuses a query without a request, or with several.
@@ -186,7 +186,7 @@ func (h routerHandlers) reset(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	r, err := h.routers.Reset(c.Request.Context(), c.Param("app"))
-	return http.StatusOK, resetReply{envelope{apiVersion}, r}, err
+	return http.StatusOK, resetReply{envelope{client.APIVersion}, r}, err
 }
 
 func (h routerHandlers) bestWorker(c *gin.Context) (int, any, error) {
@@ -198,7 +198,7 @@ func (h routerHandlers) bestWorker(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	w, err := h.routers.BestWorker(c.Request.Context(), c.Param("app"), &q)
-	return http.StatusOK, workerReply{envelope{apiVersion}, w}, err
+	return http.StatusOK, workerReply{envelope{client.APIVersion}, w}, err
 }
 
 func (h routerHandlers) potentialLoads(c *gin.Context) (int, any, error) {
@@ -215,7 +215,7 @@ func (h routerHandlers) potentialLoads(c *gin.Context) (int, any, error) {
 	if loads == nil {
 		loads = []client.PotentialLoad{}
 	}
-	return http.StatusOK, loadsReply{envelope{apiVersion}, loads}, err
+	return http.StatusOK, loadsReply{envelope{client.APIVersion}, loads}, err
 }
 
 func (h routerHandlers) markPrefillComplete(c *gin.Context) (int, any, error) {
@@ -224,7 +224,7 @@ func (h routerHandlers) markPrefillComplete(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	err = h.routers.MarkPrefillComplete(c.Request.Context(), c.Param("app"), id)
-	return http.StatusOK, reservationReply{envelope{apiVersion}, id, "prefill_complete"}, err
+	return http.StatusOK, reservationReply{envelope{client.APIVersion}, id, "prefill_complete"}, err
 }
 
 func (h routerHandlers) free(c *gin.Context) (int, any, error) {
@@ -233,7 +233,7 @@ func (h routerHandlers) free(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	err = h.routers.Free(c.Request.Context(), c.Param("app"), id)
-	return http.StatusOK, reservationReply{envelope{apiVersion}, id, "freed"}, err
+	return http.StatusOK, reservationReply{envelope{client.APIVersion}, id, "freed"}, err
 }
 
 func readReservation(c *gin.Context) (string, error) {
@@ -291,7 +291,7 @@ func (d *dump) begin() {
 	d.begun = true
 	beginStream(d.w, "application/json")
 	name, _ := json.Marshal(d.app) //nolint:errchkjson // a string
-	_, _ = fmt.Fprintf(d.buf, `{"apiVersion":%q,"app":%s,"events":[`, apiVersion, name)
+	_, _ = fmt.Fprintf(d.buf, `{"apiVersion":%q,"app":%s,"events":[`, client.APIVersion, name)
 }
 
 // add writes one run. The bufio.Writer keeps its first error and returns it at the next run or at the end.
@@ -348,7 +348,7 @@ func (h routerHandlers) generate(c *gin.Context) {
 	case !e.begun:
 		h.server.fail(c, err)
 	default:
-		_ = e.send("error", errorReply{envelope{apiVersion}, newErrorBody(err)})
+		_ = e.send("error", errorReply{envelope{client.APIVersion}, newErrorBody(err)})
 	}
 }
 

@@ -255,7 +255,7 @@ func metricsAlone(metrics http.Handler) http.Handler {
 					WithHint("this port serves %s alone", pathMetrics))
 		case r.Method != http.MethodGet && r.Method != http.MethodHead:
 			w.Header().Set("Allow", "GET, HEAD")
-			writeJSON(w, http.StatusMethodNotAllowed, errorReply{envelope{apiVersion}, newErrorBody(
+			writeJSON(w, http.StatusMethodNotAllowed, errorReply{envelope{client.APIVersion}, newErrorBody(
 				problem.New(problem.InvalidArgument, "%s does not take %s", pathMetrics, r.Method).
 					WithHint("it takes GET, HEAD"))})
 		default:
@@ -381,19 +381,19 @@ func (s *Server) methodNotAllowed(c *gin.Context) {
 	b := newErrorBody(
 		problem.New(problem.InvalidArgument, "%s does not take %s", c.Request.URL.Path, c.Request.Method).
 			WithHint("it takes %s", c.Writer.Header().Get("Allow")))
-	writeJSON(c.Writer, http.StatusMethodNotAllowed, errorReply{envelope{apiVersion}, b})
+	writeJSON(c.Writer, http.StatusMethodNotAllowed, errorReply{envelope{client.APIVersion}, b})
 }
 
 func (s *Server) metrics(c *gin.Context) { s.cfg.Metrics.ServeHTTP(c.Writer, c.Request) }
 
 func (s *Server) version(c *gin.Context) (int, any, error) {
 	_, err := parseQuery(c.Request.URL.RawQuery)
-	return http.StatusOK, versionReply{envelope{apiVersion}, s.cfg.Version}, err
+	return http.StatusOK, versionReply{envelope{client.APIVersion}, s.cfg.Version}, err
 }
 
 func (s *Server) healthz(c *gin.Context) (int, any, error) {
 	_, err := parseQuery(c.Request.URL.RawQuery)
-	return http.StatusOK, healthReply{envelope{apiVersion}, "ok"}, err
+	return http.StatusOK, healthReply{envelope{client.APIVersion}, "ok"}, err
 }
 
 // acquireFollower acquires a slot for logs or events.

@@ -7,32 +7,6 @@ import (
 
 const apiVersion = client.APIVersion
 
-// The API's JSON types live in client. These names are for the packages that still use them from here.
-type (
-	BuildInfo     = client.BuildInfo
-	DeployRequest = client.DeployRequest
-	Action        = client.Action
-	Change        = client.Change
-	LogQuery      = client.LogQuery
-	LogLine       = client.LogLine
-	Event         = client.Event
-	TokenRequest  = client.TokenRequest
-	Token         = client.Token
-	KeyRotation   = client.KeyRotation
-	RankChange    = client.RankChange
-)
-
-// The values of Action, and of a LogQuery that asks for everything.
-const (
-	ActionCreate    = client.ActionCreate
-	ActionReplace   = client.ActionReplace
-	ActionUnchanged = client.ActionUnchanged
-	ActionDelete    = client.ActionDelete
-
-	AllRanks = client.AllRanks
-	AllLines = client.AllLines
-)
-
 // The paths of the API.
 const (
 	pathVersion  = "/api/v1/version"

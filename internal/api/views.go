@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 )
 
 const (
@@ -63,14 +64,14 @@ func (v NodeViews) ResetRouters(ctx context.Context, app string) (ranks int, err
 
 // ClusterStatus is what the nodes report about their ranks and queues.
 type ClusterStatus struct {
-	ranks    map[string][]msg.RankStatus // by unit
-	queued   map[string]int              // in the queues of all ingresses, by application
-	answered map[string]bool             // the nodes that replied
+	ranks    map[string][]client.RankStatus // by unit
+	queued   map[string]int                 // in the queues of all ingresses, by application
+	answered map[string]bool                // the nodes that replied
 }
 
 // Statuses asks every node for its ranks and queues.
 func (v NodeViews) Statuses(ctx context.Context) *ClusterStatus {
-	s := &ClusterStatus{map[string][]msg.RankStatus{}, map[string]int{}, map[string]bool{}}
+	s := &ClusterStatus{map[string][]client.RankStatus{}, map[string]int{}, map[string]bool{}}
 	var mu sync.Mutex
 	_ = v.ask(ctx, viewTimeout, func(ctx context.Context, id string, node msg.NodeView) error {
 		ranks, queued, err := node.Statuses(ctx)
@@ -90,7 +91,7 @@ func (v NodeViews) Statuses(ctx context.Context) *ClusterStatus {
 
 // AddTo completes the statuses of applications by what the nodes report. A status of another epoch belongs to
 // a replica that is ending and is ignored.
-func (s *ClusterStatus) AddTo(apps []msg.AppStatus) {
+func (s *ClusterStatus) AddTo(apps []client.AppStatus) {
 	for i := range apps {
 		apps[i].Queued = s.queued[apps[i].Name]
 		for j := range apps[i].Units {

@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
@@ -19,14 +20,14 @@ import (
 
 // viewedNode is a node that answers what a test gives it.
 type viewedNode struct {
-	ranks  map[string][]msg.RankStatus
+	ranks  map[string][]client.RankStatus
 	queued int
 	lines  []msg.LogLine
 	resets int
 	err    error
 }
 
-func (n *viewedNode) Statuses(context.Context) (map[string][]msg.RankStatus, map[string]int, error) {
+func (n *viewedNode) Statuses(context.Context) (map[string][]client.RankStatus, map[string]int, error) {
 	return n.ranks, map[string]int{"a": n.queued}, n.err
 }
 
@@ -42,14 +43,14 @@ func (n *viewedNode) Logs(_ context.Context, _ msg.LogQuery, give func(msg.LogLi
 func (n *viewedNode) ResetRouter(context.Context, string) (int, error) { return n.resets, n.err }
 
 // oneApp is the status of application a as the controller has it: one rank on each of two nodes.
-func oneApp() []msg.AppStatus {
-	rank := func(n int, node string) msg.UnitStatus {
-		return msg.UnitStatus{
+func oneApp() []client.AppStatus {
+	rank := func(n int, node string) client.UnitStatus {
+		return client.UnitStatus{
 			Unit:  "a/0/" + strconv.Itoa(n),
-			Ranks: []msg.RankStatus{{Rank: n, Node: node, Epoch: 2}},
+			Ranks: []client.RankStatus{{Rank: n, Node: node, Epoch: 2}},
 		}
 	}
-	return []msg.AppStatus{{Name: "a", Units: []msg.UnitStatus{rank(0, "n0"), rank(1, "n1")}}}
+	return []client.AppStatus{{Name: "a", Units: []client.UnitStatus{rank(0, "n0"), rank(1, "n1")}}}
 }
 
 func TestStatusesOfAllNodesAreAddedUp(t *testing.T) {
@@ -57,11 +58,11 @@ func TestStatusesOfAllNodesAreAddedUp(t *testing.T) {
 	views := api.NodeViews{
 		"n0": &viewedNode{
 			queued: 2,
-			ranks:  map[string][]msg.RankStatus{"a/0/0": {{Rank: 0, Node: "n0", Epoch: 2, InFlight: 5}}},
+			ranks:  map[string][]client.RankStatus{"a/0/0": {{Rank: 0, Node: "n0", Epoch: 2, InFlight: 5}}},
 		},
 		"n1": &viewedNode{
 			queued: 3,
-			ranks:  map[string][]msg.RankStatus{"a/0/1": {{Rank: 1, Node: "n1", Epoch: 1, InFlight: 7}}},
+			ranks:  map[string][]client.RankStatus{"a/0/1": {{Rank: 1, Node: "n1", Epoch: 1, InFlight: 7}}},
 		},
 		"n2": &viewedNode{err: cut}, "n3": &viewedNode{err: cut},
 	}
@@ -119,8 +120,8 @@ func TestLogsOfAllNodesAreOrderedByTime(t *testing.T) {
 		"n2": &viewedNode{err: errors.New("cut off")},
 	}
 	status, st := &oneApp()[0], state.New()
-	logs := func(q api.LogQuery) (api.LogStream, error) { return views.Logs(t.Context(), st, status, q) }
-	all := api.LogQuery{App: "a", Group: api.AllRanks, Rank: api.AllRanks, Tail: 100}
+	logs := func(q client.LogQuery) (api.LogStream, error) { return views.Logs(t.Context(), st, status, q) }
+	all := client.LogQuery{App: "a", Group: client.AllRanks, Rank: client.AllRanks, Tail: 100}
 	s, err := logs(all)
 	require.NoError(t, err)
 	assert.Equal(t, []string{"one", "two", "three", "four"}, readAll(t, s))

@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc/metadata"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/cluster"
 	"github.com/dpserve/dpserve/internal/cluster/pki"
 	"github.com/dpserve/dpserve/internal/problem"
@@ -359,8 +360,8 @@ type fakeView struct {
 	ended atomic.Bool
 }
 
-func (v *fakeView) Statuses(context.Context) (map[string][]msg.RankStatus, map[string]int, error) {
-	return map[string][]msg.RankStatus{"chat/0": {{Rank: 1, Node: "b", Phase: "ready", TokensPerS: 2.5}}},
+func (v *fakeView) Statuses(context.Context) (map[string][]client.RankStatus, map[string]int, error) {
+	return map[string][]client.RankStatus{"chat/0": {{Rank: 1, Node: "b", Phase: "ready", TokensPerS: 2.5}}},
 		map[string]int{"chat": 4}, v.err
 }
 

@@ -11,6 +11,7 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/problem"
 	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 )
@@ -66,7 +67,7 @@ func (n *NodeClient) StopRank(ctx context.Context, m *msg.StopRank) error {
 // Statuses implements msg.NodeView.
 func (n *NodeClient) Statuses(
 	ctx context.Context,
-) (ranks map[string][]msg.RankStatus, queued map[string]int, err error) {
+) (ranks map[string][]client.RankStatus, queued map[string]int, err error) {
 	r, err := callNode(ctx, n.conns, n.node, statusLimit, func(ctx context.Context, conn *grpc.ClientConn,
 		opts ...grpc.CallOption,
 	) (*dpservev1.StatusReply, error) {

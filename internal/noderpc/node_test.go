@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
@@ -71,7 +72,7 @@ func TestViewOfAnotherNode(t *testing.T) {
 		b, view := w.nodes["a"].conns.Node("b"), w.nodes["b"].view
 		ranks, queued, err := b.Statuses(t.Context())
 		require.NoError(t, err)
-		assert.Equal(t, map[string][]msg.RankStatus{"chat/0": {{
+		assert.Equal(t, map[string][]client.RankStatus{"chat/0": {{
 			Rank: 1, Node: "b", Phase: "ready",
 			TokensPerS: 2.5,
 		}}}, ranks)

@@ -8,6 +8,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/controller"
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/cluster/membership"
@@ -31,7 +32,7 @@ func (b *backend) Validate(file string, text []byte) ([]app.Warning, error) {
 }
 
 // Deploy implements api.Backend.
-func (b *backend) Deploy(ctx context.Context, req api.DeployRequest) (api.DeployResult, error) {
+func (b *backend) Deploy(ctx context.Context, req client.DeployRequest) (api.DeployResult, error) {
 	file, warnings, err := ParseApps(req.File, req.Text)
 	if err != nil {
 		return api.DeployResult{}, err
@@ -48,27 +49,27 @@ func (b *backend) Deploy(ctx context.Context, req api.DeployRequest) (api.Deploy
 	res := api.DeployResult{Revision: r.Revision, Apps: r.Apps, Warnings: warnings}
 	for _, c := range changes {
 		res.Changes = append(res.Changes,
-			api.Change{App: c.App, Action: api.Action(c.Action), Fields: c.Fields, Gone: c.Gone})
+			client.Change{App: c.App, Action: client.Action(c.Action), Fields: c.Fields, Gone: c.Gone})
 	}
 	return res, nil
 }
 
 // Plan implements api.Backend.
-func (b *backend) Plan(_ context.Context, req api.DeployRequest) (msg.Plan, []app.Warning, error) {
+func (b *backend) Plan(_ context.Context, req client.DeployRequest) (client.Plan, []app.Warning, error) {
 	file, warnings, err := ParseApps(req.File, req.Text)
 	if err != nil {
-		return msg.Plan{}, nil, err
+		return client.Plan{}, nil, err
 	}
 	l, err := b.n.requireLeader()
 	if err != nil {
-		return msg.Plan{}, nil, err
+		return client.Plan{}, nil, err
 	}
 	p, err := l.control.Plan(file.Applications, req.Prune)
 	return p, warnings, err
 }
 
 // Apps implements api.Backend.
-func (b *backend) Apps(ctx context.Context) ([]msg.AppStatus, error) {
+func (b *backend) Apps(ctx context.Context) ([]client.AppStatus, error) {
 	l, err := b.n.requireLeader()
 	if err != nil {
 		return nil, err
@@ -86,7 +87,7 @@ func (b *backend) Apps(ctx context.Context) ([]msg.AppStatus, error) {
 }
 
 // Logs implements api.Backend.
-func (b *backend) Logs(ctx context.Context, q api.LogQuery) (api.LogStream, error) {
+func (b *backend) Logs(ctx context.Context, q client.LogQuery) (api.LogStream, error) {
 	status, err := b.App(ctx, q.App)
 	if err != nil {
 		return nil, err
@@ -114,23 +115,23 @@ func (b *backend) views() (views api.NodeViews, silences map[string]time.Duratio
 }
 
 // AddRank implements api.Ranks.
-func (b *backend) AddRank(ctx context.Context, name string, rank []byte) (api.RankChange, error) {
+func (b *backend) AddRank(ctx context.Context, name string, rank []byte) (client.RankChange, error) {
 	l, err := b.n.requireLeader()
 	if err != nil {
-		return api.RankChange{}, err
+		return client.RankChange{}, err
 	}
 	c, err := controller.AttachedRanks{Controller: l.control}.Add(ctx, name, rank)
-	return api.RankChange(c), err
+	return client.RankChange(c), err
 }
 
 // RemoveRank implements api.Ranks.
-func (b *backend) RemoveRank(ctx context.Context, name string, r api.RankRemoval) (api.RankChange, error) {
+func (b *backend) RemoveRank(ctx context.Context, name string, r api.RankRemoval) (client.RankChange, error) {
 	l, err := b.n.requireLeader()
 	if err != nil {
-		return api.RankChange{}, err
+		return client.RankChange{}, err
 	}
 	c, err := controller.AttachedRanks{Controller: l.control}.Remove(ctx, name, r.Rank, r.Deadline)
-	return api.RankChange(c), err
+	return client.RankChange(c), err
 }
 
 // Workers implements api.Ranks.
@@ -139,10 +140,10 @@ func (b *backend) Workers(_ context.Context, name string) ([]string, error) {
 }
 
 // App implements api.Backend.
-func (b *backend) App(ctx context.Context, name string) (msg.AppStatus, error) {
+func (b *backend) App(ctx context.Context, name string) (client.AppStatus, error) {
 	list, err := b.Apps(ctx)
 	if err != nil {
-		return msg.AppStatus{}, err
+		return client.AppStatus{}, err
 	}
 	names := make([]string, 0, len(list))
 	for i := range list {
@@ -151,7 +152,7 @@ func (b *backend) App(ctx context.Context, name string) (msg.AppStatus, error) {
 		}
 		names = append(names, list[i].Name)
 	}
-	return msg.AppStatus{}, state.UnknownApp(name, names)
+	return client.AppStatus{}, state.UnknownApp(name, names)
 }
 
 // Delete implements api.Backend.
@@ -168,15 +169,15 @@ func (b *backend) Delete(ctx context.Context, name string) error {
 }
 
 // Events implements api.Backend.
-func (b *backend) Events(since uint64) ([]api.Event, <-chan struct{}) {
+func (b *backend) Events(since uint64) ([]client.Event, <-chan struct{}) {
 	l, err := b.n.requireLeader()
 	if err != nil {
 		return nil, b.n.store.Leadership() // wait for a leader, which has the events
 	}
 	next := l.control.Watch() // Watch comes before Events, so that no change in between is missed
-	var out []api.Event
+	var out []client.Event
 	for _, e := range l.control.Events(since) {
-		out = append(out, api.Event{
+		out = append(out, client.Event{
 			Number: e.Seq, Time: e.At, Kind: eventKind(e.Unit, e.To), App: e.App,
 			Unit: e.Unit, Epoch: e.Epoch, Phase: e.To, Reason: e.Reason,
 		})
@@ -192,7 +193,7 @@ func eventKind(unit, to string) string {
 }
 
 // Nodes implements api.Nodes.
-func (b *backend) Nodes(ctx context.Context) ([]msg.NodeStatus, error) {
+func (b *backend) Nodes(ctx context.Context) ([]client.NodeStatus, error) {
 	l, err := b.n.requireLeader()
 	if err != nil {
 		return b.nodesWithoutLeader(), nil //nolint:nilerr // show what this node knows
@@ -212,14 +213,14 @@ func (b *backend) Nodes(ctx context.Context) ([]msg.NodeStatus, error) {
 }
 
 // nodesWithoutLeader returns what this node knows by itself: the last state, and the nodes that gossip sees.
-func (b *backend) nodesWithoutLeader() []msg.NodeStatus {
+func (b *backend) nodesWithoutLeader() []client.NodeStatus {
 	n := b.n
 	st := n.store.State()
 	who := n.describeVoters()
-	var out []msg.NodeStatus
+	var out []client.NodeStatus
 	for _, id := range slices.Sorted(maps.Keys(st.Nodes)) {
 		rec := st.Nodes[id]
-		s := msg.NodeStatus{
+		s := client.NodeStatus{
 			Node: id, State: "unknown", Reason: "no node leads; " + who, Address: rec.Address, Zone: rec.Zone,
 			Version: rec.Version, Voter: n.isVoter(rec.UID), Slots: rec.Offer.Slots,
 			GPUs: len(rec.Offer.Devices),
@@ -279,22 +280,22 @@ func (b *backend) CheckLeave(ctx context.Context, node string) error {
 }
 
 // NewToken implements api.Nodes.
-func (b *backend) NewToken(ctx context.Context, req api.TokenRequest) (api.Token, error) {
+func (b *backend) NewToken(ctx context.Context, req client.TokenRequest) (client.Token, error) {
 	if b.n.peering == nil {
-		return api.Token{}, problem.New(problem.Conflict, "this node stands alone: no other can join it").
+		return client.Token{}, problem.New(problem.Conflict, "this node stands alone: no other can join it").
 			WithHint("start it with --advertise IP")
 	}
 	return b.newToken(ctx, req)
 }
 
 // newToken makes a join token.
-func (b *backend) newToken(ctx context.Context, req api.TokenRequest) (api.Token, error) {
+func (b *backend) newToken(ctx context.Context, req client.TokenRequest) (client.Token, error) {
 	n := b.n
 	if len(n.store.State().Secrets.Authority) == 0 {
-		return api.Token{}, n.errNotLeading()
+		return client.Token{}, n.errNotLeading()
 	}
 	token, expires, err := n.peering.NewToken(ctx, n.store, req.TTL, req.Uses)
-	return api.Token{Token: token, Address: n.peering.Address(), Uses: req.Uses, Expires: expires}, err
+	return client.Token{Token: token, Address: n.peering.Address(), Uses: req.Uses, Expires: expires}, err
 }
 
 // RotateKey implements api.Nodes.
@@ -310,12 +311,12 @@ func (b *backend) RotateKey(ctx context.Context) error {
 }
 
 // KeyRotation implements api.Nodes.
-func (b *backend) KeyRotation(context.Context) (api.KeyRotation, error) {
+func (b *backend) KeyRotation(context.Context) (client.KeyRotation, error) {
 	if _, err := b.n.requireLeader(); err != nil {
-		return api.KeyRotation{}, err
+		return client.KeyRotation{}, err
 	}
 	st := b.n.store.State()
-	r := api.KeyRotation{Done: !st.Secrets.Turning()}
+	r := client.KeyRotation{Done: !st.Secrets.Turning()}
 	if !r.Done {
 		r.Waiting = st.Untaken()
 	}
@@ -323,7 +324,7 @@ func (b *backend) KeyRotation(context.Context) (api.KeyRotation, error) {
 }
 
 // addGossipView adds gossip's last sight of a node to its status.
-func (b *backend) addGossipView(s *msg.NodeStatus, rec *state.Node) {
+func (b *backend) addGossipView(s *client.NodeStatus, rec *state.Node) {
 	if b.n.peering == nil {
 		return
 	}
@@ -339,7 +340,7 @@ type localView struct{ n *Node }
 var _ msg.NodeView = localView{}
 
 // Statuses implements msg.NodeView.
-func (v localView) Statuses(context.Context) (ranks map[string][]msg.RankStatus, queued map[string]int,
+func (v localView) Statuses(context.Context) (ranks map[string][]client.RankStatus, queued map[string]int,
 	err error,
 ) {
 	queued = map[string]int{}

@@ -4,7 +4,7 @@ import (
 	"net/http"
 	"strings"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
@@ -14,7 +14,7 @@ type kvMetrics struct {
 	apps  []telemetry.AppIndex
 }
 
-func (p *kvMetrics) addRank(app string, r *msg.RankStatus) {
+func (p *kvMetrics) addRank(app string, r *client.RankStatus) {
 	kv := r.KV
 	if kv == nil {
 		return
@@ -24,13 +24,13 @@ func (p *kvMetrics) addRank(app string, r *msg.RankStatus) {
 		Orphans: kv.Orphans, Evicted: kv.Evicted,
 	}
 	if e := kv.Events; e != nil {
-		out.Events, out.Silent = true, e.State == msg.EventsSilent
+		out.Events, out.Silent = true, e.State == client.EventsSilent
 		out.Batches, out.Gaps, out.Restarts, out.Dropped = e.Batches, e.Gaps, e.Restarts, e.Dropped
 	}
 	p.ranks = append(p.ranks, out)
 }
 
-func (p *kvMetrics) addIndex(app string, ix *msg.IndexStatus) {
+func (p *kvMetrics) addIndex(app string, ix *client.Index) {
 	if ix != nil {
 		p.apps = append(p.apps, telemetry.AppIndex{
 			App: app, Blocks: ix.Blocks, Bytes: ix.Bytes,

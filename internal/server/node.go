@@ -19,6 +19,7 @@ import (
 	"github.com/dpserve/dpserve/actors/ingress"
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/node"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/cluster"
 	"github.com/dpserve/dpserve/internal/cluster/nodeport"
@@ -406,7 +407,7 @@ func (n *Node) buildServers(t *timers) error {
 	n.admin = api.NewServer(api.Config{
 		Backend: b, Ranks: b, Nodes: b, Routers: newRouters(n), Metrics: metrics, Forward: n.leaderHandler,
 		NoLeader: n.errNoLeader,
-		Version:  api.BuildInfo{Version: n.cfg.Version, Node: n.cfg.NodeID}, Log: n.log,
+		Version:  client.BuildInfo{Version: n.cfg.Version, Node: n.cfg.NodeID}, Log: n.log,
 		Hosts: n.adminHosts(),
 	})
 	if n.cfg.MetricsBind != "" {
@@ -437,7 +438,7 @@ func (n *Node) start(ctx context.Context) error {
 	if !n.peering.IsFounding() {
 		return nil
 	}
-	t, err := (&backend{n}).newToken(ctx, api.TokenRequest{TTL: FirstTokenTTL, Uses: FirstTokenUses})
+	t, err := (&backend{n}).newToken(ctx, client.TokenRequest{TTL: FirstTokenTTL, Uses: FirstTokenUses})
 	n.firstToken = t.Token
 	return err
 }

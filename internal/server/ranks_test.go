@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
@@ -29,7 +30,7 @@ func newBackend(t *testing.T, files ...string) *backend {
 	t.Cleanup(func() { require.NoError(t, n.Close()) })
 	b := &backend{n}
 	for _, f := range files {
-		_, err := b.Deploy(t.Context(), api.DeployRequest{File: "app.yaml", Text: []byte(f)})
+		_, err := b.Deploy(t.Context(), client.DeployRequest{File: "app.yaml", Text: []byte(f)})
 		require.NoError(t, err)
 	}
 	return b
@@ -138,14 +139,14 @@ func TestDeployReplacesRankChanges(t *testing.T) {
 	assert.Equal(t, uint64(4), c.Revision)
 	printed := (&app.File{Applications: []*app.Application{b.spec(t, "edge")}}).Print()
 	assert.Contains(t, string(printed), "rank: 2", "the file it stands for says the number")
-	res, err := b.Deploy(t.Context(), api.DeployRequest{File: "printed.yaml", Text: printed})
+	res, err := b.Deploy(t.Context(), client.DeployRequest{File: "printed.yaml", Text: printed})
 	require.NoError(t, err)
-	assert.Equal(t, []api.Change{{App: "edge", Action: api.ActionUnchanged}}, res.Changes)
+	assert.Equal(t, []client.Change{{App: "edge", Action: client.ActionUnchanged}}, res.Changes)
 
-	res, err = b.Deploy(t.Context(), api.DeployRequest{File: "app.yaml", Text: []byte(edgeFile)})
+	res, err = b.Deploy(t.Context(), client.DeployRequest{File: "app.yaml", Text: []byte(edgeFile)})
 	require.NoError(t, err)
-	assert.Equal(t, []api.Change{{
-		App: "edge", Action: api.ActionReplace,
+	assert.Equal(t, []client.Change{{
+		App: "edge", Action: client.ActionReplace,
 		Fields: []string{
 			"data_parallel.dp_size", "engine.ranks[http://127.0.0.1:3 selector 4]",
 			"num_replicas",

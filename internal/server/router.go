@@ -5,6 +5,7 @@ import (
 	"fmt"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/api"
 )
 
@@ -25,35 +26,37 @@ func newRouters(n *Node) api.Routers {
 }
 
 // Explain implements api.Routers.
-func (r *routers) Explain(ctx context.Context, app string, q *msg.RouteQuery) (*msg.Explanation, error) {
+func (r *routers) Explain(ctx context.Context, app string, q *client.Query) (*client.Explanation, error) {
 	return r.n.ingress.ExplainRoute(ctx, app, q)
 }
 
 // Reset implements api.Routers. It resets the router on every ingress of the cluster.
-func (r *routers) Reset(ctx context.Context, app string) (msg.ResetResult, error) {
+func (r *routers) Reset(ctx context.Context, app string) (client.ResetResult, error) {
 	if _, err := r.n.ingress.RouterInfo(app); err != nil {
-		return msg.ResetResult{}, err
+		return client.ResetResult{}, err
 	}
 	views, _ := (&backend{r.n}).views()
 	ranks, err := views.ResetRouters(ctx, app)
 	if l, leads := r.n.leading.Current(); err == nil && leads {
 		l.control.Note(app, eventRouterReset, fmt.Sprintf("%d ranks asked for a snapshot", ranks))
 	}
-	return msg.ResetResult{App: app, Ranks: ranks}, err
+	return client.ResetResult{App: app, Ranks: ranks}, err
 }
 
 // Router implements api.Routers.
-func (r *routers) Router(_ context.Context, app string) (msg.RouterInfo, error) {
+func (r *routers) Router(_ context.Context, app string) (client.Info, error) {
 	return r.n.ingress.RouterInfo(app)
 }
 
 // BestWorker implements api.Routers.
-func (r *routers) BestWorker(ctx context.Context, app string, q *msg.BestWorker) (msg.Worker, error) {
+func (r *routers) BestWorker(ctx context.Context, app string, q *client.BestWorkerRequest) (client.Worker,
+	error) {
 	return r.n.ingress.BestWorker(ctx, app, q)
 }
 
 // PotentialLoads implements api.Routers.
-func (r *routers) PotentialLoads(_ context.Context, app string, ids []uint32) ([]msg.PotentialLoad, error) {
+func (r *routers) PotentialLoads(_ context.Context, app string, ids []uint32) ([]client.PotentialLoad,
+	error) {
 	return r.n.ingress.PotentialLoads(app, ids)
 }
 
@@ -68,7 +71,7 @@ func (r *routers) Free(_ context.Context, app, requestID string) error {
 }
 
 // DumpEvents implements api.Routers.
-func (r *routers) DumpEvents(ctx context.Context, app string, emit func(*msg.KVRun) error) (truncated bool,
+func (r *routers) DumpEvents(ctx context.Context, app string, emit func(*client.Run) error) (truncated bool,
 	err error,
 ) {
 	return r.n.ingress.DumpEvents(ctx, app, emit)
@@ -76,7 +79,7 @@ func (r *routers) DumpEvents(ctx context.Context, app string, emit func(*msg.KVR
 
 // Generate implements api.Routers.
 func (r *routers) Generate(ctx context.Context, app string, q *msg.Generate,
-	emit func(*msg.Generated) error,
+	emit func(*client.Part) error,
 ) error {
 	return r.n.ingress.Generate(ctx, app, q, emit)
 }

@@ -7,7 +7,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/internal/api"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/routing"
 )
@@ -160,11 +160,11 @@ func TestDeployTakesJSON(t *testing.T) {
 	b := newBackend(t, edgeFile)
 	text, err := yaml.YAMLToJSON([]byte(edgeFile))
 	require.NoError(t, err)
-	res, err := b.Deploy(t.Context(), api.DeployRequest{File: "app.json", Text: text})
+	res, err := b.Deploy(t.Context(), client.DeployRequest{File: "app.json", Text: text})
 	require.NoError(t, err)
-	assert.Equal(t, []api.Change{{App: "edge", Action: api.ActionUnchanged}}, res.Changes)
+	assert.Equal(t, []client.Change{{App: "edge", Action: client.ActionUnchanged}}, res.Changes)
 
-	_, err = b.Deploy(t.Context(), api.DeployRequest{File: "app.json", Text: []byte(`{"applications": [
+	_, err = b.Deploy(t.Context(), client.DeployRequest{File: "app.json", Text: []byte(`{"applications": [
   {"name": "a", "model": {"id": "a"}, "engine": {"kind": "vlm"},
    "num_replica": 4}]}`)})
 	require.ErrorContains(t, err, `app.json:2:58: applications[0].engine.kind: found "vlm", wanted sim | `)

@@ -15,7 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/api"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/engine/sim"
 	"github.com/dpserve/dpserve/internal/server"
 	"github.com/dpserve/dpserve/test/memnet"
@@ -145,28 +145,28 @@ func (c *Cluster) Delete(app string) {
 }
 
 // Apps is the status of every app.
-func (c *Cluster) Apps() []msg.AppStatus {
+func (c *Cluster) Apps() []client.AppStatus {
 	c.T.Helper()
 	code, text := c.Do(http.MethodGet, "/api/v1/apps", "")
 	require.Equal(c.T, http.StatusOK, code, text)
-	var list struct{ Apps []msg.AppStatus }
+	var list struct{ Apps []client.AppStatus }
 	require.NoError(c.T, json.Unmarshal([]byte(text), &list))
 	return list.Apps
 }
 
 // App is one app's status; ok is false if there is none.
-func (c *Cluster) App(name string) (st msg.AppStatus, ok bool) {
+func (c *Cluster) App(name string) (st client.AppStatus, ok bool) {
 	c.T.Helper()
 	for _, a := range c.Apps() {
 		if a.Name == name {
 			return a, true
 		}
 	}
-	return msg.AppStatus{}, false
+	return client.AppStatus{}, false
 }
 
 // Unit is one unit's status; the zero value if it is not listed.
-func (c *Cluster) Unit(id string) msg.UnitStatus {
+func (c *Cluster) Unit(id string) client.UnitStatus {
 	c.T.Helper()
 	for _, a := range c.Apps() {
 		for _, u := range a.Units {
@@ -175,11 +175,11 @@ func (c *Cluster) Unit(id string) msg.UnitStatus {
 			}
 		}
 	}
-	return msg.UnitStatus{}
+	return client.UnitStatus{}
 }
 
 // Rank is one rank's status; the zero value if it is not listed.
-func (c *Cluster) Rank(app string, group, rank int) msg.RankStatus {
+func (c *Cluster) Rank(app string, group, rank int) client.RankStatus {
 	c.T.Helper()
 	st, _ := c.App(app)
 	for _, u := range st.Units {
@@ -189,13 +189,13 @@ func (c *Cluster) Rank(app string, group, rank int) msg.RankStatus {
 			}
 		}
 	}
-	return msg.RankStatus{}
+	return client.RankStatus{}
 }
 
 // WaitStatus lets time pass until the app has the status.
-func (c *Cluster) WaitStatus(app, want string) msg.AppStatus {
+func (c *Cluster) WaitStatus(app, want string) client.AppStatus {
 	c.T.Helper()
-	var st msg.AppStatus
+	var st client.AppStatus
 	c.Until("app "+app+" "+want, func() error {
 		st, _ = c.App(app)
 		if st.Status != want {
@@ -207,9 +207,9 @@ func (c *Cluster) WaitStatus(app, want string) msg.AppStatus {
 }
 
 // WaitUnit lets time pass until a unit is in a phase at an epoch; 0 = any.
-func (c *Cluster) WaitUnit(id, phase string, epoch uint64) msg.UnitStatus {
+func (c *Cluster) WaitUnit(id, phase string, epoch uint64) client.UnitStatus {
 	c.T.Helper()
-	var u msg.UnitStatus
+	var u client.UnitStatus
 	c.Until(fmt.Sprintf("unit %s %s at epoch %d", id, phase, epoch), func() error {
 		if u = c.Unit(id); u.Phase != phase || epoch != 0 && u.Epoch != epoch {
 			return fmt.Errorf("it is %s at epoch %d: %s", u.Phase, u.Epoch, u.Reason)
@@ -261,7 +261,7 @@ func (c *Cluster) Quiet() {
 }
 
 // Change is one entry of the admin API's events.
-type Change = api.Event
+type Change = client.Event
 
 // Events are the state changes of an app so far, in order.
 func (c *Cluster) Events(app string) []Change {

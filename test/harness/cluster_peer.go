@@ -16,7 +16,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/server"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/test/memnet"
@@ -275,15 +275,15 @@ func (c *Cluster) Led() {
 }
 
 // List is `dpserve nodes` by name; nil while no node answers.
-func (c *Cluster) List() map[string]msg.NodeStatus {
+func (c *Cluster) List() map[string]client.NodeStatus {
 	c.T.Helper()
 	code, text := c.Do(http.MethodGet, "/api/v1/nodes", "")
 	if code != http.StatusOK {
 		return nil
 	}
-	var list struct{ Nodes []msg.NodeStatus }
+	var list struct{ Nodes []client.NodeStatus }
 	require.NoError(c.T, json.Unmarshal([]byte(text), &list))
-	out := map[string]msg.NodeStatus{}
+	out := map[string]client.NodeStatus{}
 	for i := range list.Nodes {
 		out[list.Nodes[i].Node] = list.Nodes[i]
 	}

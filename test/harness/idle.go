@@ -6,7 +6,7 @@ import (
 	"net/http"
 	"time"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 )
 
 // get is a GET at one node's admin API.
@@ -19,7 +19,7 @@ func idle(ask get, more ...string) error {
 	if err != nil {
 		return err
 	}
-	var list struct{ Apps []msg.AppStatus }
+	var list struct{ Apps []client.AppStatus }
 	if code == http.StatusOK {
 		if err := json.Unmarshal([]byte(text), &list); err != nil {
 			return err
@@ -57,7 +57,7 @@ func idleRouter(ask get, app string) error {
 	if code != http.StatusOK {
 		return nil // the node is no ingress, or has no rank of the app
 	}
-	var router msg.RouterInfo
+	var router client.Info
 	if err := json.Unmarshal([]byte(text), &router); err != nil {
 		return err
 	}

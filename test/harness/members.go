@@ -18,7 +18,7 @@ import (
 
 	"github.com/stretchr/testify/assert"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/test/ports"
 )
 
@@ -165,7 +165,7 @@ func (c *Members) Up() []*Member {
 }
 
 // Nodes is the list of nodes, as the first that answers tells it.
-func (c *Members) Nodes() (list []msg.NodeStatus, err error) {
+func (c *Members) Nodes() (list []client.NodeStatus, err error) {
 	err = fmt.Errorf("no node of %d runs", len(c.All))
 	for _, m := range c.Up() {
 		if list, err = m.Nodes(); err == nil {
@@ -176,7 +176,7 @@ func (c *Members) Nodes() (list []msg.NodeStatus, err error) {
 }
 
 // WaitNode waits until a node's status is as wanted.
-func (c *Members) WaitNode(name, what string, want func(s *msg.NodeStatus) bool) {
+func (c *Members) WaitNode(name, what string, want func(s *client.NodeStatus) bool) {
 	c.T.Helper()
 	c.Eventually("node "+name+" "+what, func() error {
 		list, err := c.Nodes()
@@ -205,7 +205,7 @@ func (c *Members) Settled() {
 	})
 }
 
-func (c *Members) settled(list []msg.NodeStatus) error {
+func (c *Members) settled(list []client.NodeStatus) error {
 	control, present, voters, leaders := 0, 0, 0, 0
 	alive := map[string]bool{}
 	for i := range list {
@@ -241,7 +241,7 @@ func (c *Members) settled(list []msg.NodeStatus) error {
 // votersFor is how many of n control nodes vote.
 func votersFor(n int) int { return (min(n, 5)-1)/2*2 + 1 }
 
-func brief(list []msg.NodeStatus) string {
+func brief(list []client.NodeStatus) string {
 	var out []string
 	for i := range list {
 		s := &list[i]

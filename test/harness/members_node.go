@@ -15,7 +15,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 )
 
 // Member is one node of Members: a process that may end and start again on its data dir.
@@ -223,15 +223,15 @@ func (m *Member) Ask(method, path, body string) (code int, text string, err erro
 }
 
 // Nodes is the list of nodes as this one tells it.
-func (m *Member) Nodes() ([]msg.NodeStatus, error) {
-	var reply struct{ Nodes []msg.NodeStatus }
+func (m *Member) Nodes() ([]client.NodeStatus, error) {
+	var reply struct{ Nodes []client.NodeStatus }
 	err := m.Get("/api/v1/nodes", &reply)
 	return reply.Nodes, err
 }
 
 // AppOf is an application's status as this node tells it.
-func (m *Member) AppOf(name string) (msg.AppStatus, error) {
-	var reply struct{ App msg.AppStatus }
+func (m *Member) AppOf(name string) (client.AppStatus, error) {
+	var reply struct{ App client.AppStatus }
 	err := m.Get("/api/v1/apps/"+name, &reply)
 	return reply.App, err
 }
@@ -243,7 +243,7 @@ func (m *Member) Route(app string) (map[string]string, error) {
 	if err != nil || code != http.StatusOK {
 		return nil, fmt.Errorf("explain at %s: %d %s: %w", m.Name, code, text, err)
 	}
-	var e msg.Explanation
+	var e client.Explanation
 	if err := json.Unmarshal([]byte(text), &e); err != nil {
 		return nil, err
 	}
@@ -270,10 +270,10 @@ func (m *Member) Want(yaml string) {
 }
 
 // WaitApp waits until an application's status, as the first node that answers tells it, is as wanted.
-func (c *Members) WaitApp(app, what string, want func(st *msg.AppStatus) error) msg.AppStatus {
+func (c *Members) WaitApp(app, what string, want func(st *client.AppStatus) error) client.AppStatus {
 	c.T.Helper()
 	c.apps[app] = true
-	var st msg.AppStatus
+	var st client.AppStatus
 	c.Eventually("app "+app+" "+what, func() error {
 		err := errors.New("no node runs")
 		for _, m := range c.Up() {
@@ -290,9 +290,9 @@ func (c *Members) WaitApp(app, what string, want func(st *msg.AppStatus) error) 
 }
 
 // Running waits until an application runs with all its ranks.
-func (c *Members) Running(app string) msg.AppStatus {
+func (c *Members) Running(app string) client.AppStatus {
 	c.T.Helper()
-	return c.WaitApp(app, "RUNNING", func(st *msg.AppStatus) error {
+	return c.WaitApp(app, "RUNNING", func(st *client.AppStatus) error {
 		if st.Status != "RUNNING" || st.Ready != st.Desired {
 			return fmt.Errorf("%s, %d of %d ready: %s", st.Status, st.Ready, st.Desired, st.Message)
 		}
@@ -302,7 +302,7 @@ func (c *Members) Running(app string) msg.AppStatus {
 
 // Accounted says whether every ready rank has its account. A rank is ready a moment before the other nodes
 // know its process.
-func Accounted(st *msg.AppStatus) error {
+func Accounted(st *client.AppStatus) error {
 	for _, u := range st.Units {
 		for i := range u.Ranks {
 			if k := &u.Ranks[i]; u.Phase == "ready" && (k.URL == "" || k.Incarnation == "") {

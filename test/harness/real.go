@@ -19,7 +19,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/test/ports"
 )
 
@@ -217,15 +217,15 @@ func (r *Real) get(path string, into any) error {
 }
 
 // App is the app's status.
-func (r *Real) App(name string) msg.AppStatus {
+func (r *Real) App(name string) client.AppStatus {
 	r.T.Helper()
-	var reply struct{ App msg.AppStatus }
+	var reply struct{ App client.AppStatus }
 	require.NoError(r.T, r.get("/api/v1/apps/"+name, &reply))
 	return reply.App
 }
 
 // Rank is one rank's status; ok is false while it is not listed.
-func (r *Real) Rank(app string, group, rank int) (msg.RankStatus, bool) {
+func (r *Real) Rank(app string, group, rank int) (client.RankStatus, bool) {
 	r.T.Helper()
 	for _, u := range r.App(app).Units {
 		for _, k := range u.Ranks {
@@ -234,13 +234,13 @@ func (r *Real) Rank(app string, group, rank int) (msg.RankStatus, bool) {
 			}
 		}
 	}
-	return msg.RankStatus{}, false
+	return client.RankStatus{}, false
 }
 
 // WaitStatus waits until the app has the status.
-func (r *Real) WaitStatus(app, want string) msg.AppStatus {
+func (r *Real) WaitStatus(app, want string) client.AppStatus {
 	r.T.Helper()
-	var st msg.AppStatus
+	var st client.AppStatus
 	r.Eventually(func() error {
 		st = r.App(app)
 		if st.Status != want {

@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -27,7 +27,7 @@ func TestKV8EventsBelongToTheirRank(t *testing.T) {
 				r.Until("four streams of events", func() error {
 					for i := range 4 {
 						if kv := r.Rank("a", 0, i).KV; kv == nil || kv.Events == nil ||
-							kv.Events.State != msg.EventsLive {
+							kv.Events.State != client.EventsLive {
 							return fmt.Errorf("rank %d: %+v", i, kv)
 						}
 					}
@@ -151,7 +151,7 @@ func TestKV4RestartOfAnAttachedEngine(t *testing.T) {
 		r.WaitStatus("a", "RUNNING")
 		r.spread("a", 3, 0, 30, 10*blockTokens)
 		before := r.settled("a")
-		old := []msg.RankStatus{r.Rank("a", 0, 0), r.Rank("a", 0, 1), r.Rank("a", 0, 2)}
+		old := []client.RankStatus{r.Rank("a", 0, 0), r.Rank("a", 0, 1), r.Rank("a", 0, 2)}
 		require.NotEmpty(t, before["0/1 gpu"])
 
 		r.engine(http.MethodPost, old[1].URL+"/_sim/fail", `{"mode":"kv-restart"}`)

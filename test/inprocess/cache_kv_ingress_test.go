@@ -19,7 +19,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/ingress"
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -88,10 +88,10 @@ func TestKV2DpserveJoinsAnEngineLate(t *testing.T) {
 		}
 		r.Deploy(attached("a", kvLocality, fmt.Sprintf(`{url: "http://%s", kv_events: {connect: "tcp://%s", replay: "tcp://%s"}}`, api, events, replay)))
 		r.WaitStatus("a", "RUNNING")
-		var kv *msg.KVStatus
+		var kv *client.KVStatus
 		r.Until("its events are partial", func() error {
 			if kv = r.Rank("a", 0, 0).KV; kv == nil || kv.Events == nil ||
-				kv.Events.State != msg.EventsPartial || kv.Events.Batches < batches/2 {
+				kv.Events.State != client.EventsPartial || kv.Events.Batches < batches/2 {
 				return fmt.Errorf("%+v", kv)
 			}
 			return nil
@@ -108,7 +108,7 @@ func TestKV2DpserveJoinsAnEngineLate(t *testing.T) {
 		assert.Len(t, r.dump("a")["0/0 gpu"], replayed+50*40, "by events")
 		assert.Len(t, r.warnings(), before, "no line per request")
 		kv = r.Rank("a", 0, 0).KV
-		assert.Equal(t, msg.EventsPartial, kv.Events.State)
+		assert.Equal(t, client.EventsPartial, kv.Events.State)
 		r.Quiet()
 		t.Logf("KV2: dpserve joins after %d batches with a buffer of 10000: %s, %d batches applied, %d dropped, %d blocks; warnings %d",
 			s.BlockTables()[0].Next, kv.Events.State, kv.Events.Batches, kv.Events.Dropped, kv.Blocks, before)
@@ -144,7 +144,7 @@ func load(t *testing.T, s *second, app string) map[string]any {
 	t.Helper()
 	loads, err := s.PotentialLoads(app, nil)
 	require.NoError(t, err)
-	x, err := s.ExplainRoute(t.Context(), app, &msg.RouteQuery{TokenIDs: kvDoc(1, 4)})
+	x, err := s.ExplainRoute(t.Context(), app, &client.Query{TokenIDs: kvDoc(1, 4)})
 	require.NoError(t, err)
 	out := map[string]any{}
 	for _, l := range loads {
@@ -340,7 +340,7 @@ func (r *kvRig) why(app, request string) string {
 	require.NoError(r.t, err)
 	code, answer := r.Do(http.MethodPost, "/api/v1/routers/"+app+"/explain", string(body))
 	require.Equal(r.t, http.StatusOK, code, answer)
-	var x msg.Explanation
+	var x client.Explanation
 	require.NoError(r.t, json.Unmarshal([]byte(answer), &x))
 	return x.Reason
 }

@@ -18,7 +18,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/ingress"
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/engine/sim"
 	"github.com/dpserve/dpserve/internal/telemetry"
 	"github.com/dpserve/dpserve/test/harness"
@@ -134,7 +134,7 @@ func (r *kvRig) force(q kvAsk) kvAnswer {
 		if !ok || data == "[DONE]" {
 			continue
 		}
-		var part msg.Generated
+		var part client.Part
 		require.NoError(r.t, json.Unmarshal([]byte(data), &part))
 		out.ids = append(out.ids, part.TokenIDs...)
 		if part.Worker != "" {
@@ -220,19 +220,19 @@ func (r *kvRig) held(url string) (blocks int, batches uint64) {
 }
 
 // explain is what the node's own Router would decide for a prompt, with the hits of every rank.
-func (r *kvRig) explain(app string, ids []uint32) msg.Explanation {
+func (r *kvRig) explain(app string, ids []uint32) client.Explanation {
 	r.t.Helper()
 	body, err := json.Marshal(map[string]any{"token_ids": ids})
 	require.NoError(r.t, err)
 	code, text := r.Do(http.MethodPost, "/api/v1/routers/"+app+"/explain", string(body))
 	require.Equal(r.t, http.StatusOK, code, text)
-	var x msg.Explanation
+	var x client.Explanation
 	require.NoError(r.t, json.Unmarshal([]byte(text), &x))
 	return x
 }
 
 // kvHits are the tokens of a prompt that the Router believes each rank to hold, by rank number.
-func kvHits(x *msg.Explanation) []int {
+func kvHits(x *client.Explanation) []int {
 	out := make([]int, len(x.Ranks))
 	for i := range x.Ranks {
 		out[i] = x.Ranks[i].HitTokens
@@ -243,7 +243,7 @@ func kvHits(x *msg.Explanation) []int {
 // kvView is what an index holds: hashes by "GROUP/RANK tier".
 type kvView map[string]map[string]bool
 
-func (v kvView) add(run *msg.KVRun) {
+func (v kvView) add(run *client.Run) {
 	key := run.Worker + " " + run.Tier
 	if v[key] == nil {
 		v[key] = map[string]bool{}
@@ -279,7 +279,7 @@ func (r *kvRig) dump(app string) kvView {
 	code, text := r.Do(http.MethodGet, "/api/v1/routers/"+app+"/dump_events", "")
 	require.Equal(r.t, http.StatusOK, code, text)
 	var d struct {
-		Events    []msg.KVRun
+		Events    []client.Run
 		Truncated bool
 	}
 	require.NoError(r.t, json.Unmarshal([]byte(text), &d))
@@ -330,7 +330,7 @@ func (r *kvRig) join(name string, edit func(*ingress.Config)) *second {
 func (s *second) dump(t *testing.T, app string) kvView {
 	t.Helper()
 	v := kvView{}
-	truncated, err := s.DumpEvents(t.Context(), app, func(run *msg.KVRun) error { v.add(run); return nil })
+	truncated, err := s.DumpEvents(t.Context(), app, func(run *client.Run) error { v.add(run); return nil })
 	require.NoError(t, err)
 	require.False(t, truncated)
 	return v

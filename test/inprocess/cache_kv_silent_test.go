@@ -13,7 +13,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/engine/sim"
 	"github.com/dpserve/dpserve/test/harness"
 )
@@ -86,7 +86,7 @@ func TestKV10SilentEvents(t *testing.T) {
 			}
 		})
 		r.Until("a rank is called silent", func() error {
-			if kv := r.Rank("mute", 0, 0).KV; kv == nil || kv.Events.State != msg.EventsSilent {
+			if kv := r.Rank("mute", 0, 0).KV; kv == nil || kv.Events.State != client.EventsSilent {
 				return fmt.Errorf("%+v", kv)
 			}
 			return nil
@@ -97,10 +97,10 @@ func TestKV10SilentEvents(t *testing.T) {
 		for i := range 4 {
 			kv := r.Rank("mute", 0, i).KV
 			require.NotNil(t, kv.Events)
-			assert.Equal(t, msg.EventsSilent, kv.Events.State)
+			assert.Equal(t, client.EventsSilent, kv.Events.State)
 			assert.GreaterOrEqual(t, kv.Events.SilentFor, 30.0)
 			assert.Contains(t, kv.Note, "no kv event for")
-			assert.Equal(t, msg.EventsLive, r.Rank("live", 0, i).KV.Events.State)
+			assert.Equal(t, client.EventsLive, r.Rank("live", 0, i).KV.Events.State)
 			assert.Equal(t, "1", metrics[fmt.Sprintf(`app="mute",group="0",rank="%d"`, i)], metrics)
 			assert.Equal(t, "0", metrics[fmt.Sprintf(`app="live",group="0",rank="%d"`, i)], metrics)
 		}

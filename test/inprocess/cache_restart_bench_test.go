@@ -15,6 +15,7 @@ import (
 	"github.com/dpserve/dpserve/actors/dpserver"
 	"github.com/dpserve/dpserve/actors/ingress"
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/inbox"
@@ -188,7 +189,7 @@ func mixed(i uint64) uint64 {
 func shown(b *testing.B, in *ingress.Ingress) map[string]held {
 	b.Helper()
 	out := map[string]held{}
-	truncated, err := in.DumpEvents(b.Context(), "a", func(run *msg.KVRun) error {
+	truncated, err := in.DumpEvents(b.Context(), "a", func(run *client.Run) error {
 		h := out[run.Worker]
 		for _, block := range run.Blocks {
 			hash, err := strconv.ParseUint(block, 16, 64)
@@ -241,7 +242,7 @@ func BenchmarkIngressRestart(b *testing.B) {
 func (n *restartNode) awaitShown(b *testing.B, in *ingress.Ingress) {
 	b.Helper()
 	for began := time.Now(); ; time.Sleep(time.Millisecond) {
-		x, err := in.ExplainRoute(b.Context(), "a", &msg.RouteQuery{TokenIDs: n.probe})
+		x, err := in.ExplainRoute(b.Context(), "a", &client.Query{TokenIDs: n.probe})
 		require.NoError(b, err)
 		found := 0
 		for i := range x.Ranks {

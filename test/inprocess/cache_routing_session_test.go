@@ -15,7 +15,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/engine/sim"
 	"github.com/dpserve/dpserve/test/harness"
 )
@@ -224,7 +224,7 @@ func explainTurn(t *testing.T, c *harness.Cluster, prompt []uint32, home string)
 	require.NoError(t, err)
 	code, text := c.Do(http.MethodPost, "/api/v1/routers/a/explain", string(body))
 	require.Equal(t, http.StatusOK, code, text)
-	var x msg.Explanation
+	var x client.Explanation
 	require.NoError(t, json.Unmarshal([]byte(text), &x))
 	wait, prefill := map[string]float64{}, map[string]float64{}
 	for _, r := range x.Ranks {

@@ -10,7 +10,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/test/harness"
 )
@@ -20,11 +20,11 @@ const shownAt = time.Second
 
 // unreachableRanks counts the ranks that an application's status shows as unreachable, and asserts that they
 // are on one node.
-func unreachableRanks(t *testing.T, st msg.AppStatus, node string) (count int) {
+func unreachableRanks(t *testing.T, st client.AppStatus, node string) (count int) {
 	t.Helper()
 	for _, u := range st.Units {
 		for _, k := range u.Ranks {
-			if k.Phase == msg.Unreachable {
+			if k.Phase == client.Unreachable {
 				count++
 				assert.Equal(t, node, k.Node, u.Unit)
 				assert.Contains(t, u.Reason, "node "+node+" is silent for ", u.Unit)

@@ -9,7 +9,7 @@ import (
 
 	"github.com/stretchr/testify/assert"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -75,7 +75,7 @@ func TestRefusedRemovalLeavesTheVotes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t, harness.Nodes(3))
 		c.WaitVoters(3)
-		all := func(list map[string]msg.NodeStatus) (votes int) {
+		all := func(list map[string]client.NodeStatus) (votes int) {
 			for _, n := range list {
 				if n.Voter {
 					votes++

@@ -15,7 +15,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -57,7 +57,7 @@ func kvIndexed(r *harness.Real, app string) map[string]int {
 	r.T.Helper()
 	code, text := r.Do(http.MethodGet, "/api/v1/routers/"+app+"/dump_events", "")
 	require.Equal(r.T, http.StatusOK, code, text)
-	var d struct{ Events []msg.KVRun }
+	var d struct{ Events []client.Run }
 	require.NoError(r.T, json.Unmarshal([]byte(text), &d))
 	out := map[string]int{}
 	for _, e := range d.Events {
@@ -72,7 +72,7 @@ func kvLive(r *harness.Real, app string, ranks int) {
 	r.Eventually(func() error {
 		for i := range ranks {
 			k, _ := r.Rank(app, 0, i)
-			if k.KV == nil || k.KV.Events == nil || k.KV.Events.State != msg.EventsLive {
+			if k.KV == nil || k.KV.Events == nil || k.KV.Events.State != client.EventsLive {
 				return fmt.Errorf("rank %d: %+v", i, k.KV)
 			}
 		}

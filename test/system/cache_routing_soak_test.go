@@ -16,7 +16,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/engine/sim"
 	"github.com/dpserve/dpserve/test/harness"
 	"github.com/dpserve/dpserve/test/ports"
@@ -266,7 +266,7 @@ func TestSK4IdleRanks(t *testing.T) {
 	r.Quiet()
 	r.Eventually(func() error {
 		for _, u := range r.App("idle").Units {
-			if kv := u.Ranks[0].KV; kv == nil || kv.Events == nil || kv.Events.State != msg.EventsLive {
+			if kv := u.Ranks[0].KV; kv == nil || kv.Events == nil || kv.Events.State != client.EventsLive {
 				return fmt.Errorf("the events of %s are not live", u.Unit)
 			}
 		}

@@ -10,12 +10,12 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
 // engines are the processes of a node's ranks.
-func engines(all map[string]msg.RankStatus, node string) (pids []int) {
+func engines(all map[string]client.RankStatus, node string) (pids []int) {
 	for _, seat := range on(all, node) {
 		pids = append(pids, all[seat].PID)
 	}
@@ -23,9 +23,9 @@ func engines(all map[string]msg.RankStatus, node string) (pids []int) {
 }
 
 // movedFrom waits until an application runs with no rank on a node and returns its ranks.
-func movedFrom(c *harness.Members, app, node string) map[string]msg.RankStatus {
+func movedFrom(c *harness.Members, app, node string) map[string]client.RankStatus {
 	c.T.Helper()
-	st := c.WaitApp(app, "whole without "+node, func(st *msg.AppStatus) error {
+	st := c.WaitApp(app, "whole without "+node, func(st *client.AppStatus) error {
 		for seat, k := range seats(st) {
 			if k.Phase != "ready" || k.Node == node || k.PID == 0 {
 				return fmt.Errorf("rank %s: %+v", seat, k)
@@ -75,7 +75,7 @@ func freezePast(t *testing.T, c *harness.Members, m *harness.Member, load *harne
 	dead(c, "the old engines of "+m.Name, old)
 	stopped := time.Since(thawed)
 	assert.Less(t, stopped, slack*time.Second, "it stops what is not its own any more")
-	c.WaitNode(m.Name, "back", func(s *msg.NodeStatus) bool { return s.State == "alive" })
+	c.WaitNode(m.Name, "back", func(s *client.NodeStatus) bool { return s.State == "alive" })
 	if err == nil && code == http.StatusAccepted { // then the leader of now took it
 		for _, o := range c.All {
 			c.Eventually("what was accepted is known at "+o.Name, func() error {

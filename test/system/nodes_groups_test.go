@@ -8,11 +8,11 @@ import (
 
 	"github.com/stretchr/testify/assert"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-func errStatus(st *msg.AppStatus) error {
+func errStatus(st *client.AppStatus) error {
 	return fmt.Errorf("%w: %s is %s: %s", errNotYet, st.Name, st.Status, st.Message)
 }
 
@@ -67,7 +67,7 @@ func TestRG1GroupsOverNodes(t *testing.T) {
 }
 
 // once checks that ranks 0 to n-1 are there once each, with identities of their own.
-func once(t *testing.T, ranks []msg.RankStatus, n int) {
+func once(t *testing.T, ranks []client.RankStatus, n int) {
 	t.Helper()
 	var numbers []int
 	ids := map[string]bool{}

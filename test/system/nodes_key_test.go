@@ -9,7 +9,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/cluster/membership"
 	"github.com/dpserve/dpserve/internal/cluster/pki"
 	"github.com/dpserve/dpserve/test/harness"
@@ -27,7 +27,7 @@ func TestSP10RotateKey(t *testing.T) {
 	c.Running("wide")
 	away := c.All[4]
 	away.Term()
-	c.WaitNode(away.Name, "lost", func(s *msg.NodeStatus) bool { return s.State == "lost" })
+	c.WaitNode(away.Name, "lost", func(s *client.NodeStatus) bool { return s.State == "lost" })
 	old := filesOf(t, away)
 	load := harness.StartLoad(t, "wide", 4, 20, c.All[0].HTTP, c.All[1].HTTP)
 	load.Reaches(10)

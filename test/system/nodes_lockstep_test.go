@@ -8,7 +8,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -70,7 +70,7 @@ func TestLeaderDiesDuringDeploy(t *testing.T) {
 	w := c.By("d")
 	leader := c.Leader()
 	w.Want(simApp("slow", 16, "lockstep", "sim_startup_s: 3"))
-	c.WaitApp("slow", "starting", func(st *msg.AppStatus) error {
+	c.WaitApp("slow", "starting", func(st *client.AppStatus) error {
 		if len(st.Units) == 0 || st.Units[0].Phase != "starting" {
 			return fmt.Errorf("%+v", st.Units)
 		}

@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -26,12 +26,12 @@ func spread(name string, dp int) string {
 }
 
 // seats are an application's ranks by GROUP/RANK, without what changes from one moment to the next.
-func seats(st *msg.AppStatus) map[string]msg.RankStatus {
-	out := map[string]msg.RankStatus{}
+func seats(st *client.AppStatus) map[string]client.RankStatus {
+	out := map[string]client.RankStatus{}
 	for _, u := range st.Units {
 		for i := range u.Ranks {
 			k := &u.Ranks[i]
-			out[fmt.Sprintf("%d/%d", k.Group, k.Rank)] = msg.RankStatus{
+			out[fmt.Sprintf("%d/%d", k.Group, k.Rank)] = client.RankStatus{
 				Group: k.Group, Rank: k.Rank, Node: k.Node, Phase: k.Phase, Epoch: k.Epoch,
 				Incarnation: k.Incarnation, PID: k.PID, URL: k.URL,
 			}
@@ -41,7 +41,7 @@ func seats(st *msg.AppStatus) map[string]msg.RankStatus {
 }
 
 // on are the seats of one node.
-func on(all map[string]msg.RankStatus, node string) (out []string) {
+func on(all map[string]client.RankStatus, node string) (out []string) {
 	for seat := range all {
 		if all[seat].Node == node {
 			out = append(out, seat)
@@ -96,10 +96,10 @@ func TestMB1JoinAndLoss(t *testing.T) {
 	out := time.Since(killed)
 	noDetour := time.Now()
 	assert.Less(t, out, slack*time.Second, "its kernel answers: out of routing")
-	c.WaitNode(lost.Name, "lost", func(s *msg.NodeStatus) bool { return s.State == "lost" })
+	c.WaitNode(lost.Name, "lost", func(s *client.NodeStatus) bool { return s.State == "lost" })
 	lostAfter := time.Since(killed)
 	assert.Greater(t, lostAfter, harness.LeaseTTL, "no sooner than its lease ends")
-	st = c.WaitApp("wide", "whole again", func(st *msg.AppStatus) error {
+	st = c.WaitApp("wide", "whole again", func(st *client.AppStatus) error {
 		for seat, k := range seats(st) {
 			if k.Phase != "ready" || k.Node == lost.Name {
 				return fmt.Errorf("rank %s: %+v", seat, k)
@@ -177,7 +177,7 @@ func TestRG4LeaderKilled(t *testing.T) {
 	w2.Want(simApp("next", 1, "independent", "") + "    route_prefix: /next\n")
 	again := time.Since(killed)
 	assert.Less(t, again, slack*3*time.Second, "assignments are accepted again")
-	c.WaitNode(leader.Name, "lost", func(s *msg.NodeStatus) bool { return s.State == "lost" })
+	c.WaitNode(leader.Name, "lost", func(s *client.NodeStatus) bool { return s.State == "lost" })
 	load.Reaches(50)
 	st = c.Running("big")
 	assert.Equal(t, before, seats(&st), "ranks, epochs, endpoints and processes are those of before")
@@ -187,4 +187,4 @@ func TestRG4LeaderKilled(t *testing.T) {
 	c.AllQuiet()
 }
 
-func alive(s *msg.NodeStatus) bool { return s.State == "alive" }
+func alive(s *client.NodeStatus) bool { return s.State == "alive" }

@@ -10,7 +10,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -60,8 +60,8 @@ func TestRefusedRemovalsChangeNothing(t *testing.T) {
 	stay(t, a, all)
 
 	lost.Kill()
-	c.WaitNode("c", "lost", func(s *msg.NodeStatus) bool { return s.State == "lost" })
-	st := c.WaitApp("wide", "whole again", func(st *msg.AppStatus) error {
+	c.WaitNode("c", "lost", func(s *client.NodeStatus) bool { return s.State == "lost" })
+	st := c.WaitApp("wide", "whole again", func(st *client.AppStatus) error {
 		if st.Ready != st.Desired || len(on(seats(st), "c")) > 0 {
 			return errNotYet
 		}

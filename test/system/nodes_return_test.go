@@ -9,7 +9,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -29,7 +29,7 @@ func TestMB4NewAddressSameName(t *testing.T) {
 	m.Move(c.NextIP())
 	began := time.Now()
 	m.Start()
-	c.WaitNode(m.Name, "alive at its new address", func(s *msg.NodeStatus) bool {
+	c.WaitNode(m.Name, "alive at its new address", func(s *client.NodeStatus) bool {
 		return s.State == "alive" && s.Address == m.NodePort()
 	})
 	back := time.Since(began)
@@ -121,7 +121,7 @@ func TestMB7Restarts(t *testing.T) {
 	c.AllQuiet()
 }
 
-func runs(st *msg.AppStatus) error {
+func runs(st *client.AppStatus) error {
 	if st.Status != "RUNNING" {
 		return errStatus(st)
 	}

@@ -16,7 +16,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -53,7 +53,7 @@ func simVanish(t *testing.T, r *harness.Real, app string, group, rank int, body 
 }
 
 // pids lists the engine processes of an app.
-func pids(st msg.AppStatus) []int {
+func pids(st client.AppStatus) []int {
 	var out []int
 	for _, u := range st.Units {
 		for _, k := range u.Ranks {
@@ -145,7 +145,7 @@ func TestRG9StubbornEngines(t *testing.T) {
 	assert.Empty(t, r.Children(), "no process is left")
 }
 
-func portsOf(t *testing.T, st msg.AppStatus) []string {
+func portsOf(t *testing.T, st client.AppStatus) []string {
 	t.Helper()
 	var out []string
 	for _, u := range st.Units {
@@ -230,7 +230,7 @@ func TestRG13EpochsAndIncarnations(t *testing.T) {
 	lock, ind := r.WaitStatus("lock", "RUNNING"), r.WaitStatus("ind", "RUNNING")
 	require.EqualValues(t, 1, lock.Units[0].Epoch)
 	seen := map[string]bool{}
-	note := func(st msg.AppStatus) {
+	note := func(st client.AppStatus) {
 		t.Helper()
 		for _, u := range st.Units {
 			for _, k := range u.Ranks {

@@ -14,7 +14,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/engine/sim"
 	"github.com/dpserve/dpserve/test/harness"
 )
@@ -278,7 +278,7 @@ func watchDrains(c *harness.Members, at *harness.Member, app string) *drains {
 	return d
 }
 
-func (d *drains) look(st *msg.AppStatus) {
+func (d *drains) look(st *client.AppStatus) {
 	d.mu.Lock()
 	d.low = min(d.low, st.Ready)
 	d.mu.Unlock()

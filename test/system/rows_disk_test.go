@@ -10,7 +10,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -27,7 +27,7 @@ func deploys(m *harness.Member, name string) (code int, text string) {
 
 // known are the applications of a node's copy of the state.
 func known(m *harness.Member) (names map[string]bool, err error) {
-	var list struct{ Apps []msg.AppStatus }
+	var list struct{ Apps []client.AppStatus }
 	err = m.Get("/api/v1/apps", &list)
 	names = map[string]bool{}
 	for i := range list.Apps {
@@ -145,7 +145,7 @@ func TestMB10LeadersDisk(t *testing.T) {
 	})
 	now := c.Leader()
 	assert.NotEqual(t, leader.Name, now.Name)
-	c.WaitNode(leader.Name, "with its trouble", func(s *msg.NodeStatus) bool {
+	c.WaitNode(leader.Name, "with its trouble", func(s *client.NodeStatus) bool {
 		return strings.Contains(strings.Join(s.Notes, "\n"), "disk of the data dir refuses writes")
 	})
 	_, status := command(writer, "nodes")
@@ -154,7 +154,7 @@ func TestMB10LeadersDisk(t *testing.T) {
 	assert.Contains(t, leader.Log(), "disk", "the node says why")
 	load.Reaches(20)
 	diskWrites(t, leader, true)
-	c.WaitNode(leader.Name, "without trouble", func(s *msg.NodeStatus) bool { return len(s.Notes) == 0 })
+	c.WaitNode(leader.Name, "without trouble", func(s *client.NodeStatus) bool { return len(s.Notes) == 0 })
 	c.Settled()
 	st = c.Running("wide")
 	assert.Equal(t, before, seats(&st), "nothing was started anew")

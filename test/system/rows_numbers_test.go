@@ -13,7 +13,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -90,7 +90,7 @@ func TestNumbersLeaderKilled(t *testing.T) {
 		return nil
 	})
 	took["deploy accepted"] = time.Since(killed)
-	c.WaitApp("next", "granted", func(st *msg.AppStatus) error {
+	c.WaitApp("next", "granted", func(st *client.AppStatus) error {
 		if len(st.Units) != 1 || st.Units[0].Epoch == 0 {
 			return errStatus(st)
 		}
@@ -177,7 +177,7 @@ func TestNumbersLockstepRankKilled(t *testing.T) {
 	require.NoError(t, syscall.Kill(pid, syscall.SIGKILL))
 	within(t, "1 of 16 ranks over 2 nodes killed, group fenced", 250*time.Millisecond,
 		outAfter(c, killed, "big", all, ifForced, c.All...))
-	c.WaitApp("big", "ready anew", func(st *msg.AppStatus) error {
+	c.WaitApp("big", "ready anew", func(st *client.AppStatus) error {
 		if u := st.Units[0]; u.Phase != "ready" || u.Epoch != was.Epoch+1 || st.Ready != 16 {
 			return errStatus(st)
 		}

@@ -16,7 +16,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -60,7 +60,7 @@ func TestRG7PartialDeploy(t *testing.T) {
 
 	code, text = command(b, "deploy", "--partial", "--detach", file)
 	require.Zero(t, code, text)
-	st := c.WaitApp("gangs", "two gangs of three", func(st *msg.AppStatus) error {
+	st := c.WaitApp("gangs", "two gangs of three", func(st *client.AppStatus) error {
 		if st.Ready != 8 {
 			return fmt.Errorf("%s: %d ready: %s", st.Status, st.Ready, st.Message)
 		}
@@ -109,7 +109,7 @@ func tp2(labels string) string {
 }
 
 // devicesOf checks where the ranks of tp2 are and returns the nodes.
-func devicesOf(t *testing.T, st *msg.AppStatus) (nodes []string) {
+func devicesOf(t *testing.T, st *client.AppStatus) (nodes []string) {
 	t.Helper()
 	devices := map[string]bool{}
 	for _, u := range st.Units {
@@ -142,7 +142,7 @@ func TestPL1DevicesAndLabels(t *testing.T) {
 	a := c.All[0]
 	for _, rack := range []string{"", ", labels: {rack: right}"} {
 		a.Want(tp2(rack))
-		st := c.WaitApp("tp", "on its nodes", func(st *msg.AppStatus) error {
+		st := c.WaitApp("tp", "on its nodes", func(st *client.AppStatus) error {
 			if st.Status != "RUNNING" || st.Ready != 8 {
 				return errStatus(st)
 			}
@@ -187,7 +187,7 @@ func TestPL3GroupsComeAndGo(t *testing.T) {
 		before := seats(&st)
 		began := time.Now()
 		b.Want(size(n))
-		st = c.WaitApp("fleet", fmt.Sprintf("%d groups", n), func(st *msg.AppStatus) error {
+		st = c.WaitApp("fleet", fmt.Sprintf("%d groups", n), func(st *client.AppStatus) error {
 			if st.Status != "RUNNING" || len(st.Units) != n || st.Ready != n*dp {
 				return errStatus(st)
 			}

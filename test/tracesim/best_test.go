@@ -68,7 +68,7 @@ func (f *figures) add(r *tracesim.Result, seeds uint64) {
 // that go by prefill work alone.
 func TestRT15NoPolicyBeatsMex(t *testing.T) {
 	skipShort(t)
-	seeds, requests, sessions := seedsOf(2, 5), 2000, 150
+	seeds, requests, sessions := seedsOf(3, 5), 2000, 150
 	if accepting() {
 		requests, sessions = 3000, 700
 	}

@@ -10,7 +10,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -63,10 +63,10 @@ func deploy(t *testing.T, dp *harness.Real, name, routing string, ranks []*rank,
 }
 
 // kvOf is what a rank's status says of its cache.
-func kvOf(dp *harness.Real, app string, n int) msg.KVStatus {
+func kvOf(dp *harness.Real, app string, n int) client.KVStatus {
 	k, _ := dp.Rank(app, 0, n)
 	if k.KV == nil {
-		return msg.KVStatus{}
+		return client.KVStatus{}
 	}
 	return *k.KV
 }
