@@ -83,7 +83,8 @@ func (u *Upkeep) changeVoters(ctx context.Context) bool {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	change := state.Electorate(u.electors(u.cfg.Renews()), u.c.UID())
-	ctx, cancel := context.WithTimeout(ctx, votersTimeout)
+	node := ctx
+	ctx, cancel := context.WithTimeout(node, votersTimeout)
 	defer cancel()
 	switch {
 	case change.Kind == state.NoChange,
@@ -92,7 +93,7 @@ func (u *Upkeep) changeVoters(ctx context.Context) bool {
 		return false
 	}
 	err := u.apply(ctx, change)
-	if errors.Is(err, ErrNotLeader) || err != nil && !u.c.Leader() {
+	if errors.Is(err, ErrNotLeader) || err != nil && (!u.c.Leader() || node.Err() != nil) {
 		return false // the next leader makes the change
 	}
 	attrs := []any{slog.String("change", change.Kind.String()), slog.String("peer", u.nameOf(change.UID))}
@@ -273,9 +274,13 @@ func (u *Upkeep) continueRotation(ctx context.Context) bool {
 	if !st.Secrets.Turning() || len(st.Untaken()) > 0 {
 		return false
 	}
-	ctx, cancel := context.WithTimeout(ctx, rotateTimeout)
+	node := ctx
+	ctx, cancel := context.WithTimeout(node, rotateTimeout)
 	defer cancel()
 	if err := u.turnKey(ctx, st, nil); err != nil {
+		if node.Err() != nil {
+			return false
+		}
 		u.cfg.Log.Warn("the change of the gossip key did not go on, trying again", slog.Any("err", err))
 		return false
 	}

@@ -1,10 +1,12 @@
 package cluster_test
 
 import (
+	"bytes"
 	"context"
 	"log/slog"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -75,6 +77,28 @@ func voters(m *member) map[string]bool {
 		}
 	}
 	return out
+}
+
+// A node that ends while it changes voters says nothing of the change that it leaves to the next leader.
+func TestUpkeepIsSilentWhenItsNodeEnds(t *testing.T) {
+	_, first := founded(t, "node-2", "node-3")
+	ctx, end := context.WithTimeout(t.Context(), 10*time.Second)
+	defer end()
+	var log bytes.Buffer
+	u := cluster.NewUpkeep(cluster.UpkeepConfig{
+		Cluster: first.Cluster, Log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelWarn})),
+		Ask: func(context.Context, string) error {
+			end()
+			return nil
+		},
+		Renews: func() map[string]bool {
+			return map[string]bool{"node-1": true, "node-2": true, "node-3": true}
+		},
+	})
+	u.Run(ctx)
+	assert.ErrorIs(t, ctx.Err(), context.Canceled, "no change was begun")
+	assert.Empty(t, log.String())
+	assert.Equal(t, map[string]bool{"node-1": true}, voters(first))
 }
 
 // The leader makes control nodes voters by itself, but none that does not answer.
