@@ -86,7 +86,8 @@ func TestUpkeepIsSilentWhenItsNodeEnds(t *testing.T) {
 	defer end()
 	var log bytes.Buffer
 	u := cluster.NewUpkeep(cluster.UpkeepConfig{
-		Cluster: first.Cluster, Log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelWarn})),
+		Cluster: first.Cluster, Log: slog.New(slog.NewTextHandler(&log,
+			&slog.HandlerOptions{Level: slog.LevelWarn})),
 		Ask: func(context.Context, string) error {
 			end()
 			return nil
