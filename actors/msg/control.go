@@ -58,7 +58,7 @@ const (
 // ready, and Asked marks a requested stop.
 type UnitEvent struct {
 	Node     string
-	Number   uint64 // per node process, from 1: idempotence of Report
+	Number   uint64 // per node process, from 1: a repeated event is known by it
 	Unit     string
 	Epoch    uint64
 	Kind     UnitEventKind
@@ -69,9 +69,6 @@ type UnitEvent struct {
 	Asked    bool
 	At       time.Time
 }
-
-// Reporter sends a node's events to the controller.
-type Reporter interface{ Report(e UnitEvent) }
 
 // AssignGroup asks the RankAssigner to place, number and grant units of one group.
 type AssignGroup struct {

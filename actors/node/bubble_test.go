@@ -322,10 +322,11 @@ func inBubble(t *testing.T, change func(c *Config), f func(t *testing.T, b *bubb
 		sys := inbox.NewSystem(log)
 		var number uint64
 		cfg := Config{
-			ID: "n", Slots: 8, System: sys, Assigner: b, Launcher: b, Transport: b,
+			ID: "n", System: sys, Assigner: b, Launcher: b, Transport: b,
 			BindTest: func(int) error { return nil }, Log: log,
 			Rand: func() uint64 { number++; return number }, Executable: "dpserve", Environ: []string{},
 			Leader: b.leader, Store: b.store,
+			Self: func() state.Node { return state.Node{ID: "n", Offer: state.Offer{Slots: 8}} },
 			NewReplica: func(s msg.ReplicaSpec) (Replica, error) {
 				r := &fakeReplica{}
 				b.mu.Lock()

@@ -11,82 +11,91 @@ import (
 // ErrStaleEpoch refuses a command below the highest epoch this node has seen of a unit.
 var ErrStaleEpoch = state.ErrStaleEpoch
 
-// epochs holds the highest epoch seen per unit. It survives the node's process. Only the node's actor uses
-// it.
+// epochs holds the highest epoch seen per unit. It survives the node's process. It is pure: begin and with
+// return what must be on disk before it becomes seen.
 type epochs struct {
-	path    string            // "" = memory only
 	seen    map[string]uint64 // and, as indexName, the state index of the last prune
 	earlier map[string]uint64 // seen by earlier processes
 }
 
-// loadEpochs reads the file of dir. An unreadable file is an error: a node that forgets epochs may serve an
-// old one.
-func loadEpochs(dir string) (*epochs, error) {
-	e := &epochs{seen: map[string]uint64{}}
-	if dir == "" {
-		return e, nil
-	}
-	e.path = filepath.Join(dir, epochsFile)
-	if err := readJSON(e.path, &e.seen); err != nil {
-		return nil, problem.New(problem.Internal, "%w", err).
-			WithHint("restore the file, or remove it if no other node serves this cluster's units")
-	}
-	if e.seen == nil {
-		e.seen = map[string]uint64{}
-	}
-	e.earlier = maps.Clone(e.seen)
-	return e, nil
+func newEpochs(seen map[string]uint64) epochs {
+	e := epochs{seen: map[string]uint64{}, earlier: seen}
+	maps.Copy(e.seen, seen)
+	return e
 }
 
 // indexName cannot be a unit, because unit names have a slash.
 const indexName = "index"
 
-// prune removes units that a copy of the state shows superseded and that keeps does not want. That copy and
-// every later one refuse them. An earlier one might not, so starts need a copy that is as new (isBehind).
-func (e *epochs) prune(s *state.State, keeps func(unit string) bool) {
-	before := len(e.seen)
-	maps.DeleteFunc(e.seen, func(unit string, epoch uint64) bool {
-		return unit != indexName && superseded(s, unit, epoch) && !keeps(unit)
-	})
-	if len(e.seen) < before {
-		e.seen[indexName] = max(e.seen[indexName], s.Index)
-	}
-}
-
 // isBehind reports whether a copy of the state is older than the copy of the last prune.
 func (e *epochs) isBehind(s *state.State) bool { return s.Index < e.seen[indexName] }
 
-// begin is admit for a start, which needs a new epoch: an epoch that this node has seen without having the
-// unit is over.
-func (e *epochs) begin(unit string, epoch uint64) error {
-	if epoch == 0 || epoch != e.seen[unit] {
-		return e.admit(unit, epoch)
+// begin returns the epochs with that of a start, without units that are over. A start needs a new epoch: an
+// epoch that this node has seen without having the unit is over.
+func (e *epochs) begin(s *state.State, unit string, epoch uint64,
+	keeps func(unit string) bool,
+) (map[string]uint64, error) {
+	if epoch > 0 && epoch == e.seen[unit] {
+		what := "has ended on this node"
+		if epoch == e.earlier[unit] {
+			what = "was started by an earlier process of this node"
+		}
+		return nil, problem.New(problem.Conflict, "unit %s: %w: epoch %d %s", unit, ErrStaleEpoch, epoch,
+			what)
 	}
-	what := "has ended on this node"
-	if epoch == e.earlier[unit] {
-		what = "was started by an earlier process of this node"
+	if err := e.admit(unit, epoch); err != nil {
+		return nil, err
 	}
-	return problem.New(problem.Conflict, "unit %s: %w: epoch %d %s", unit, ErrStaleEpoch, epoch, what)
+	next := e.with(unit, epoch)
+	prune(next, s, keeps)
+	return next, nil
 }
 
-// admit refuses an epoch below the highest, and writes a higher one to disk before it counts.
+// prune removes units that a copy of the state shows superseded and that keeps does not want. That copy and
+// every later one refuse them. An earlier one might not, so starts need a copy that is as new (isBehind).
+func prune(seen map[string]uint64, s *state.State, keeps func(unit string) bool) {
+	before := len(seen)
+	maps.DeleteFunc(seen, func(unit string, epoch uint64) bool {
+		return unit != indexName && Superseded(s, unit, epoch) && !keeps(unit)
+	})
+	if len(seen) < before {
+		seen[indexName] = max(seen[indexName], s.Index)
+	}
+}
+
+// admit refuses an epoch below the highest.
 func (e *epochs) admit(unit string, epoch uint64) error {
-	highest := e.seen[unit]
-	if epoch < highest {
+	if highest := e.seen[unit]; epoch < highest {
 		return problem.New(problem.Conflict, "unit %s: %w: epoch %d was asked for, %d has been seen", unit,
 			ErrStaleEpoch, epoch, highest)
 	}
-	if epoch == highest {
-		return nil
-	}
-	e.seen[unit] = epoch
-	if e.path == "" {
-		return nil
-	}
-	if err := writeJSON(e.path, e.seen); err != nil {
-		e.seen[unit] = highest
-		return problem.New(problem.Internal, "unit %s: cannot record epoch %d: %w", unit, epoch, err).
-			WithHint("free space in the data dir")
-	}
 	return nil
+}
+
+// with returns the epochs with another one.
+func (e *epochs) with(unit string, epoch uint64) map[string]uint64 {
+	next := maps.Clone(e.seen)
+	next[unit] = epoch
+	return next
+}
+
+// loadEpochs reads the file of dir. An unreadable file is an error: a node that forgets epochs may serve an
+// old one.
+func loadEpochs(dir string) (seen map[string]uint64, err error) {
+	if dir == "" {
+		return nil, nil
+	}
+	if err := readJSON(filepath.Join(dir, epochsFile), &seen); err != nil {
+		return nil, problem.New(problem.Internal, "%w", err).
+			WithHint("restore the file, or remove it if no other node serves this cluster's units")
+	}
+	return seen, nil
+}
+
+// saveEpochs writes the file of dir. It returns after the file is on disk.
+func saveEpochs(dir string, seen map[string]uint64) error {
+	if dir == "" {
+		return nil
+	}
+	return writeJSON(filepath.Join(dir, epochsFile), seen)
 }

@@ -26,11 +26,11 @@ func TestEpochsOfUnitsThatAreReleasedAreLeftOut(t *testing.T) {
 		}
 		b.serving("new/0/0", 1)
 		synctest.Wait()
-		e, err := loadEpochs(dir)
+		seen, err := loadEpochs(dir)
 		require.NoError(t, err)
-		index := e.seen[indexName]
-		delete(e.seen, indexName)
-		assert.Equal(t, map[string]uint64{"new/0/0": 1}, e.seen)
+		index := seen[indexName]
+		delete(seen, indexName)
+		assert.Equal(t, map[string]uint64{"new/0/0": 1}, seen)
 		assert.NotZero(t, index)
 		require.ErrorIs(t, b.start2("old/a/0", 7), ErrStaleEpoch)
 		require.ErrorIs(t, b.start2("old/a/0", 3), ErrStaleEpoch)

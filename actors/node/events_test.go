@@ -173,7 +173,7 @@ func prompt(t testing.TB, url string, bytes int) {
 	require.Equal(t, http.StatusOK, resp.StatusCode)
 }
 
-func TestKV16NobodyIsAskedForEventsThatNobodyReads(t *testing.T) {
+func TestNobodyIsAskedForEventsThatNobodyReads(t *testing.T) {
 	for name, c := range map[string]struct {
 		change  func(a *app.Application)
 		caching bool

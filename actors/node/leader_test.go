@@ -49,7 +49,7 @@ func TestWithoutALeaseNothingStartsAndWhatRunsIsServed(t *testing.T) {
 		began := b.leader.lastBegan()
 		b.leader.becomes(silent)
 		time.Sleep(time.Until(began.Add(9*time.Second - time.Millisecond)))
-		require.NoError(t, b.node.mayStart())
+		require.NoError(t, b.node.leaseKeeper.mayLaunch())
 		time.Sleep(time.Millisecond)
 		launched := b.launched()
 		err := b.start("demo/0/1", 1)
@@ -155,7 +155,7 @@ func TestMB3FenceEndsAllBeforeTheLeaderGrantsItElsewhere(t *testing.T) {
 
 // Neither the grace of other stops nor an earlier stop keeps an engine alive after its unit may run
 // elsewhere.
-func TestMB3ABusyEngineIsKilledInTime(t *testing.T) {
+func TestABusyEngineIsKilledInTime(t *testing.T) {
 	for name, asked := range map[string]bool{"serving": false, "ending already": true} {
 		t.Run(name, func(t *testing.T) {
 			inBubble(t, func(c *Config) { c.OnLeaseLoss = Fence }, func(t *testing.T, b *bubble) {
@@ -166,7 +166,9 @@ func TestMB3ABusyEngineIsKilledInTime(t *testing.T) {
 				b.leader.becomes(silent)
 				time.Sleep(time.Until(began.Add(8 * time.Second)))
 				if asked {
-					b.node.unit("demo/0/0").askStop(time.Minute, "drain")
+					require.NoError(t, b.node.StopRank(t.Context(), &msg.StopRank{
+						Unit: "demo/0/0", Epoch: 1, Grace: time.Minute, Reason: "drain",
+					}))
 				}
 				time.Sleep(time.Until(began.Add(9*time.Second + 400*time.Millisecond)))
 				assert.NotEqual(t, state.Gone, b.phase("demo/0/0"), "SIGTERM comes first")

@@ -3,298 +3,211 @@ package node
 import (
 	"context"
 	"log/slog"
-	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/state"
 )
 
-// Parts of lease_renew: 1 s, and 100 ms to 1 s, of its 2 s.
-const (
-	renewPatience = 2  // deadline of one renewal
-	retryFirst    = 20 // first pause after a failure; doubles
-	retryLast     = 2  // longest such pause
-)
+// renewPatience is the deadline of one renewal, as a part of lease_renew: 1 s of 2 s.
+const renewPatience = 2
 
 // copyWait is how long StartRank waits for this node's copy of the state. A copy is usually 10 ms behind. A
 // copy that is a second behind has lost its source, for example on a control node with a failing disk, and
 // must not keep a node with a lease from working.
 const copyWait = time.Second
 
-// leaseKeeper keeps the node's lease and sends the node's events to the leader. It implements msg.Reporter.
+// leaseKeeper asks the leader for the node's lease when its Core wants it, and tells the Core what the clocks
+// and the leader say. The node's lock guards it, with the Core.
 type leaseKeeper struct {
-	leader      msg.Leader
-	self        func() state.Node
-	trouble     func() string // may be nil
-	store       msg.Store     // may be nil
-	incarnation uint64
-	ttl         time.Duration // until the leader says another
-	period      time.Duration
-	log         *slog.Logger
-	outbox      *eventOutbox
-	wake        chan struct{} // one slot: an event waits
-	demand      chan struct{} // one slot: a command waits for the lease
-	afterStop   bool          // the previous process of the node was told to end
-	closing     atomic.Bool   // the node ends: a leader that ended first is no warning
-
-	// Used by the loop only.
-	failing bool      // the last renewal failed
-	warned  bool      // it has failed for long
-	granted time.Time // when the last successful renewal was sent; at first: the start
+	n    *Node
+	bell chan struct{} // one slot: the time of the next renewal may have changed
+	done chan struct{} // closed when renewals have ended
 
 	base time.Time
 	open atomic.Int64 // requests are admitted until base plus this, in ns
 
 	suspended func() time.Duration // of the machine since its boot
+	slept     time.Duration        // the part of it that the Core already knows
+	tried     chan struct{}        // closed and replaced when a renewal has ended
 
-	mu      sync.Mutex
-	lease   lease
-	slept   time.Duration // the part of suspended that the lease already includes
-	sleptAt time.Duration // slept at the start of the current renewal
-	tried   chan struct{} // closed and replaced when a renewal has ended
-	begun   uint64        // number of renewals
-	last    uint64        // number of the last renewal that has ended
-	index   uint64        // newest state index of a leader that granted a lease
-	done    chan struct{} // closed when renewals have ended
+	// Used by run only.
+	failing bool      // the last renewal failed
+	warned  bool      // it has failed for long
+	full    bool      // events were dropped, because the leader took none
+	granted time.Time // when the last successful renewal was sent; at first: the start
 }
 
-var _ msg.Reporter = (*leaseKeeper)(nil)
-
-func newLeaseKeeper(c *Config, t *Timers) *leaseKeeper {
+func newLeaseKeeper(n *Node) *leaseKeeper {
 	now := time.Now()
 	return &leaseKeeper{
-		suspended: suspended, slept: suspended(), leader: c.Leader, self: c.Self, trouble: c.Trouble,
-		store: c.Store, incarnation: draw(c.Rand), ttl: t.LeaseTTL, period: t.LeaseRenew, log: c.Log,
-		outbox: newEventOutbox(),
-		wake:   make(chan struct{}, 1), demand: make(chan struct{}, 1), base: now, granted: now,
-		tried: make(chan struct{}), done: make(chan struct{}),
-		// nothing is known of before
-		lease: lease{fence: c.OnLeaseLoss == Fence, ttl: t.LeaseTTL, beat: now, doubt: now},
+		n: n, bell: make(chan struct{}, 1), done: make(chan struct{}), base: now, granted: now,
+		suspended: suspended, slept: suspended(), tried: make(chan struct{}),
 	}
 }
 
-// Report implements msg.Reporter. The event is sent at once.
-func (r *leaseKeeper) Report(e msg.UnitEvent) {
-	if r.outbox.add(e) {
-		r.log.Warn("the leader takes no events, the oldest is dropped: it will learn the newest of each unit")
-	}
-	strike(r.wake)
-}
-
-func strike(bell chan struct{}) {
+// ring makes run look again when the next renewal is.
+func (k *leaseKeeper) ring() {
 	select {
-	case bell <- struct{}{}:
+	case k.bell <- struct{}{}:
 	default:
 	}
 }
 
-// close tells the leader that the node ends.
-func (r *leaseKeeper) close() {
-	r.closing.Store(true)
-	strike(r.wake)
-}
-
 // run renews until ctx ends, and once more if events wait then.
-func (r *leaseKeeper) run(ctx context.Context) {
-	defer close(r.done)
-	retry := r.period / retryFirst
-	for ctx.Err() == nil {
-		sent := time.Now()
-		switch more, err := r.renew(ctx); {
-		case err != nil:
-			r.pause(ctx, r.period/retryFirst, retry)
-			retry = min(2*retry, r.period/retryLast)
-		case !more:
-			r.pause(ctx, 0, r.period-time.Since(sent))
-			fallthrough
-		default:
-			retry = r.period / retryFirst
-		}
+func (k *leaseKeeper) run(ctx context.Context) {
+	defer close(k.done)
+	for k.rest(ctx) {
+		k.renew(ctx)
 	}
-	if r.outbox.waiting() && !r.failing {
-		_, _ = r.renew(context.WithoutCancel(ctx))
+	k.n.mu.Lock()
+	waiting := k.n.core.Waiting()
+	k.n.mu.Unlock()
+	if waiting && !k.failing {
+		k.renew(context.WithoutCancel(ctx))
 	}
 }
 
-// pause waits for longest; for least if an event waits; and not at all if a command waits for the lease.
-func (r *leaseKeeper) pause(ctx context.Context, least, longest time.Duration) {
-	over := time.NewTimer(longest)
+// rest waits until the next renewal; false when ctx ends.
+func (k *leaseKeeper) rest(ctx context.Context) bool {
+	over := time.NewTimer(0)
 	defer over.Stop()
-	if least > 0 {
-		began := time.NewTimer(least)
-		defer began.Stop()
+	for ctx.Err() == nil {
+		k.n.mu.Lock()
+		in := time.Until(k.n.core.RenewAt())
+		k.n.mu.Unlock()
+		if in <= 0 {
+			return true
+		}
+		over.Reset(in)
 		select {
-		case <-began.C:
-		case <-r.demand:
-			return
+		case <-over.C:
+		case <-k.bell:
 		case <-ctx.Done():
-			return
 		}
 	}
-	select {
-	case <-r.wake:
-	case <-r.demand:
-	case <-over.C:
-	case <-ctx.Done():
-	}
+	return false
 }
 
-// renew asks once. more is true if the leader took events and others wait.
-func (r *leaseKeeper) renew(ctx context.Context) (more bool, err error) {
-	sent := r.begin()
-	report := r.report(sent)
-	limit, cancel := context.WithTimeout(ctx, r.period/renewPatience)
+// renew asks once.
+func (k *leaseKeeper) renew(ctx context.Context) {
+	n := k.n
+	n.mu.Lock()
+	k.countSuspension()
+	report := n.core.Renew(time.Now())
+	k.publish()
+	n.mu.Unlock()
+	sent := report.Wall
+	report.Node, report.Index = n.cfg.Self(), n.cfg.Store.State().Index
+	if n.cfg.Trouble != nil {
+		report.Trouble = n.cfg.Trouble()
+	}
+	limit, cancel := context.WithTimeout(ctx, n.timers.LeaseRenew/renewPatience)
 	defer cancel()
-	granted, err := r.leader.Renew(limit, report)
+	granted, err := n.cfg.Leader.Renew(limit, report)
 	if err != nil {
-		r.ended(sent, 0)
-		r.failed(ctx, err)
-		return false, err
+		k.ended(nil)
+		k.failed(ctx, err)
+		return
 	}
-	more = r.outbox.acknowledge(granted.Taken)
-	if granted.TTL <= 0 {
-		granted.TTL = r.ttl
+	k.ended(&granted)
+	k.granted, k.failing = sent, false
+	if k.warned {
+		k.warned = false
+		n.log.Info("the node's lease is renewed again", slog.String("leader", granted.Leader))
 	}
-	r.mu.Lock()
-	r.index = max(r.index, granted.Index)
-	r.mu.Unlock()
-	r.ended(sent, granted.TTL)
-	r.granted, r.failing = sent, false
-	if r.warned {
-		r.warned = false
-		r.log.Info("the node's lease is renewed again", slog.String("leader", granted.Leader))
-	}
-	return more, nil
 }
 
-func (r *leaseKeeper) report(now time.Time) *msg.NodeReport {
-	m := &msg.NodeReport{
-		Node: r.self(), Incarnation: r.incarnation, Wall: now, Stopping: r.closing.Load(),
-		AfterStop: r.afterStop,
+// ended takes the end of a renewal; nil: it failed.
+func (k *leaseKeeper) ended(granted *msg.Lease) {
+	k.n.mu.Lock()
+	k.countSuspension()
+	k.n.core.Renewed(time.Now(), granted)
+	k.publish()
+	close(k.tried)
+	k.tried = make(chan struct{})
+	full := k.n.core.outbox.full
+	k.n.mu.Unlock()
+	if full && !k.full {
+		k.n.log.Warn(
+			"the leader takes no events, the oldest is dropped: it will learn the newest of each unit")
 	}
-	m.Events, m.Units = r.outbox.report()
-	if r.store != nil {
-		m.Index = r.store.State().Index
-	}
-	if r.trouble != nil {
-		m.Trouble = r.trouble()
-	}
-	return m
+	k.full = full
 }
 
 // failed warns once of a lease that is half over. Shorter failures are normal: leaders change, and a node may
 // start before its first leader.
-func (r *leaseKeeper) failed(ctx context.Context, err error) {
+func (k *leaseKeeper) failed(ctx context.Context, err error) {
 	if ctx.Err() != nil { // cut off by the node's end
 		return
 	}
-	r.failing = true
-	if r.warned || r.closing.Load() || time.Since(r.granted) < r.ttl/2 {
+	k.failing = true
+	k.n.mu.Lock()
+	stopping, left := k.n.core.Stopping(), k.n.core.LeaseLeft(time.Now())
+	k.n.mu.Unlock()
+	if k.warned || stopping || time.Since(k.granted) < k.n.timers.LeaseTTL/2 {
 		return
 	}
-	r.warned = true
-	r.log.Warn("the node's lease cannot be renewed", slog.Duration("left", r.left()),
+	k.warned = true
+	k.n.log.Warn("the node's lease cannot be renewed", slog.Duration("left", left),
 		slog.String("err", err.Error()))
-}
-
-// begin is look for a renewal.
-func (r *leaseKeeper) begin() time.Time {
-	r.mu.Lock()
-	r.begun++
-	r.countSuspension()
-	r.sleptAt = r.slept
-	r.mu.Unlock()
-	return r.look()
 }
 
 // suspensionNoted is more than the time between the two clock readings of suspended.
 const suspensionNoted = 200 * time.Millisecond
 
-// countSuspension subtracts the machine's suspension since the last check from the lease. The caller holds
-// mu.
-func (r *leaseKeeper) countSuspension() {
-	if d := r.suspended() - r.slept; d >= suspensionNoted {
-		r.slept += d
-		r.lease.sleep(d)
+// countSuspension tells the Core of the machine's suspension since the last check. The caller holds mu.
+func (k *leaseKeeper) countSuspension() {
+	if d := k.suspended() - k.slept; d >= suspensionNoted {
+		k.slept += d
+		k.n.core.Suspended(d)
 	}
-}
-
-// look records that the node runs.
-func (r *leaseKeeper) look() time.Time {
-	now := time.Now()
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.countSuspension()
-	r.lease.look(now)
-	r.publish()
-	return now
-}
-
-func (r *leaseKeeper) ended(sent time.Time, ttl time.Duration) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.countSuspension()
-	r.lease.ended(sent.Add(r.sleptAt-r.slept), time.Now(), ttl)
-	r.publish()
-	r.last = r.begun // one at a time
-	close(r.tried)
-	r.tried = make(chan struct{})
 }
 
 // publish updates open for admits. The caller holds mu.
-func (r *leaseKeeper) publish() {
+func (k *leaseKeeper) publish() {
 	var open time.Duration // zero means base itself: over
-	if until := r.lease.admitsUntil(); !until.IsZero() {
-		open = until.Sub(r.base)
+	if until := k.n.core.AdmitsUntil(); !until.IsZero() {
+		open = until.Sub(k.base)
 	}
-	r.open.Store(int64(open))
+	k.open.Store(int64(open))
 }
 
-// admits reports whether requests may be admitted now. After a suspension of the machine the next look finds
+// admits reports whether requests may be admitted now. After a suspension of the machine the next check finds
 // the lease over: with on_lease_loss fence within TTL/20 of the resume.
-func (r *leaseKeeper) admits() bool { return int64(time.Since(r.base)) < r.open.Load() }
+func (k *leaseKeeper) admits() bool { return int64(time.Since(k.base)) < k.open.Load() }
 
-// starts reports whether an engine may be started now.
-func (r *leaseKeeper) starts() bool {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.countSuspension()
-	return r.lease.starts(time.Now())
+// mayLaunch refuses to start an engine that the lease does not cover.
+func (k *leaseKeeper) mayLaunch() error {
+	k.n.mu.Lock()
+	defer k.n.mu.Unlock()
+	k.countSuspension()
+	return k.n.core.MayLaunch(time.Now())
 }
 
-// ensure asks for the lease once more before a leader's command is refused, because the command shows that a
-// leader exists.
-func (r *leaseKeeper) ensure(ctx context.Context) { r.ask(ctx, r.starts) }
-
-// isBehind reports whether this node's copy of the state is older than the leader's at the last lease. Such a
-// copy may still show an epoch that was released, and an order of a replaced leader may be on its way.
-func (r *leaseKeeper) isBehind() bool {
-	if r.store == nil {
-		return false
-	}
-	r.mu.Lock()
-	index := r.index
-	r.mu.Unlock()
-	return r.store.State().Index < index
+// isBehind reports whether this node's copy of the state is older than the leader's at the last lease.
+func (k *leaseKeeper) isBehind() bool {
+	s := k.n.cfg.Store.State()
+	k.n.mu.Lock()
+	defer k.n.mu.Unlock()
+	return k.n.core.IsBehind(s)
 }
 
 // catchUp waits at most copyWait until the copy of the state is not behind.
-func (r *leaseKeeper) catchUp(ctx context.Context) {
-	if !r.isBehind() { // the usual case
+func (k *leaseKeeper) catchUp(ctx context.Context) {
+	if !k.isBehind() { // the usual case
 		return
 	}
 	ctx, cancel := context.WithTimeout(ctx, copyWait)
 	defer cancel()
 	for {
-		changed := r.store.Changed() // Changed comes before isBehind, so that no change in between is missed
-		if !r.isBehind() {
+		changed := k.n.cfg.Store.Changed() // before isBehind, so that no change in between is missed
+		if !k.isBehind() {
 			return
 		}
 		select {
 		case <-changed:
-		case <-r.done:
+		case <-k.done:
 			return
 		case <-ctx.Done():
 			return
@@ -304,41 +217,27 @@ func (r *leaseKeeper) catchUp(ctx context.Context) {
 
 // ask asks the leader. It returns when a renewal that began after the call has ended, or earlier when enough
 // returns true.
-func (r *leaseKeeper) ask(ctx context.Context, enough func() bool) {
-	r.mu.Lock()
-	before := r.begun
-	r.mu.Unlock()
-	for !enough() {
-		r.mu.Lock()
-		tried, last := r.tried, r.last
-		r.mu.Unlock()
-		if last > before {
+func (k *leaseKeeper) ask(ctx context.Context, enough func() bool) {
+	if enough() {
+		return
+	}
+	k.n.mu.Lock()
+	number := k.n.core.Demand()
+	k.n.mu.Unlock()
+	k.ring()
+	for {
+		k.n.mu.Lock()
+		tried, ended := k.tried, k.n.core.Ended()
+		k.n.mu.Unlock()
+		if ended >= number || enough() {
 			return
 		}
-		strike(r.demand)
 		select {
 		case <-tried:
-		case <-r.done:
+		case <-k.done:
 			return
 		case <-ctx.Done():
 			return
 		}
 	}
-}
-
-// fences reports whether all units must be fenced now, and else after which time without a renewal; 0: never.
-func (r *leaseKeeper) fences() (now bool, in time.Duration) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	at := time.Now()
-	if !r.lease.fence || r.lease.fences(at) {
-		return r.lease.fence, 0
-	}
-	return false, r.lease.stop().Sub(at)
-}
-
-func (r *leaseKeeper) left() time.Duration {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.lease.left(time.Now())
 }

@@ -119,12 +119,14 @@ func TestALeaseCountsFromWhenItWasAskedFor(t *testing.T) {
 
 // BenchmarkAdmits measures the cost for every admission.
 func BenchmarkAdmits(b *testing.B) {
-	timers := Timers{}.withDefaults()
-	r := newLeaseKeeper(&Config{Rand: func() uint64 { return 1 }}, &timers)
-	r.ended(time.Now(), timers.LeaseTTL)
+	cfg := CoreConfig{LeaseTTL: DefaultLeaseTTL, LeaseRenew: DefaultLeaseRenew}
+	n := &Node{core: NewCore(time.Now(), cfg)}
+	n.leaseKeeper = newLeaseKeeper(n)
+	n.core.Renew(time.Now())
+	n.leaseKeeper.ended(&msg.Lease{TTL: DefaultLeaseTTL})
 	b.ReportAllocs()
 	for b.Loop() {
-		if !r.admits() {
+		if !n.Admits() {
 			b.Fatal("closed")
 		}
 	}
@@ -134,10 +136,10 @@ func BenchmarkAdmits(b *testing.B) {
 func TestAMachineThatWasSuspendedHasNoLease(t *testing.T) {
 	var slept atomic.Int64
 	inBubble(t, func(c *Config) { c.OnLeaseLoss = Fence }, func(t *testing.T, b *bubble) {
-		b.node.leaseKeeper.mu.Lock()
+		b.node.mu.Lock()
 		b.node.leaseKeeper.suspended = func() time.Duration { return time.Duration(slept.Load()) }
 		b.node.leaseKeeper.slept = 0
-		b.node.leaseKeeper.mu.Unlock()
+		b.node.mu.Unlock()
 		b.serving("demo/0/0", 1)
 		slept.Store(int64(100 * time.Millisecond)) // at most the time between two clock readings
 		time.Sleep(time.Minute)
@@ -160,10 +162,10 @@ func TestAMachineThatWasSuspendedHasNoLease(t *testing.T) {
 func TestARenewalThatASuspensionCutInTwo(t *testing.T) {
 	var slept atomic.Int64
 	inBubble(t, nil, func(t *testing.T, b *bubble) {
-		b.node.leaseKeeper.mu.Lock()
+		b.node.mu.Lock()
 		b.node.leaseKeeper.suspended = func() time.Duration { return time.Duration(slept.Load()) }
 		b.node.leaseKeeper.slept = 0
-		b.node.leaseKeeper.mu.Unlock()
+		b.node.mu.Unlock()
 		var once atomic.Bool
 		b.leader.becomes(func(_ context.Context, r *msg.NodeReport) (msg.Lease, error) {
 			if once.Swap(true) {

@@ -9,6 +9,8 @@ import (
 	"path/filepath"
 	"regexp"
 	"time"
+
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // Bounds of the log files.
@@ -238,9 +240,9 @@ func (s *logStore) forget(isThere func(app string) bool, before time.Time) {
 	}
 }
 
-// sweepLogs forgets, each hour, the logs of applications that have been gone for a week. Close does not wait
+// sweep forgets, each hour, the logs of applications that have been gone for a week. Close does not wait
 // for it, because a disk may hang.
-func (n *Node) sweepLogs(ctx context.Context) {
+func (s *logStore) sweep(ctx context.Context, current func() *state.State) {
 	each := time.NewTicker(logSweep)
 	defer each.Stop()
 	for {
@@ -249,8 +251,8 @@ func (n *Node) sweepLogs(ctx context.Context) {
 		case <-ctx.Done():
 			return
 		}
-		if now := n.cfg.Store.State(); now.Index > 0 {
-			n.logs.forget(func(app string) bool { return now.Apps[app] != nil }, time.Now().Add(-logKept))
+		if now := current(); now.Index > 0 {
+			s.forget(func(app string) bool { return now.Apps[app] != nil }, time.Now().Add(-logKept))
 		}
 	}
 }

@@ -7,19 +7,18 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net/http"
 	"os"
 	"slices"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/asynkron/protoactor-go/actor"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/client"
-	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
@@ -44,18 +43,12 @@ type Replica interface {
 // Config is the configuration of a node.
 type Config struct {
 	ID         string
-	DataDir    string // epochs, process groups, engine logs; "" = nothing survives
-	PortLo     int    // range of the engines' ports
-	PortHi     int
-	Slots      int
-	Devices    []int
-	Labels     map[string]string
+	DataDir    string   // epochs, process groups, engine logs; "" = nothing survives
 	Executable string   // starts simulated engines; "" = this program
 	Environ    []string // environment for engines; nil = this process's
 	System     *actor.ActorSystem
 	NewReplica func(spec msg.ReplicaSpec) (Replica, error)
 	Assigner   msg.Assigner
-	Reporter   msg.Reporter         // receives events if there is no Leader
 	Launcher   Launcher             // nil = processes
 	Transport  http.RoundTripper    // for probes of starting engines; nil = a new one
 	BindTest   func(port int) error // nil = bind the given address
@@ -63,10 +56,10 @@ type Config struct {
 	Timers     Timers
 	Log        *slog.Logger
 
-	Leader      msg.Leader        // grants the lease and takes the events; nil = no lease is needed
-	Self        func() state.Node // this node's record; nil = ID, Advertise and the resources above
+	Leader      msg.Leader        // grants the lease and takes the events
+	Self        func() state.Node // this node's record
 	Trouble     func() string     // warning for this node's status, "" = none; may be nil
-	Store       msg.Store         // shows which units are superseded; nil = unknown
+	Store       msg.Store         // shows which units are superseded
 	OnLeaseLoss LeaseLoss         // "" = Serve
 	EngineHost  string            // address of this machine where engines listen; "" = engine.Loopback
 	Advertise   string            // address of rank 0 of a lockstep unit for other nodes; "" = none
@@ -83,21 +76,18 @@ type Node struct {
 	timers    Timers
 	log       *slog.Logger
 
-	leaseKeeper *leaseKeeper       // nil without a Leader
+	leaseKeeper *leaseKeeper
 	halt        context.CancelFunc // ends leaseKeeper and enforceLease, after the units
 	aside       sync.WaitGroup     // both
 
-	closing  atomic.Bool   // nothing starts any more
 	hard     chan struct{} // closed: end engines at once
 	hardOnce sync.Once
 	running  sync.WaitGroup // units
 
-	mu    sync.Mutex
-	units map[string]*unit // the newest of each name; readers copy
+	mu    sync.Mutex // of what follows, and of the units' fields that say so; never held while anything waits
+	core  *Core
+	units map[string]*unit // of the Core's units; readers copy
 	left  []string         // units whose engines did not end, with their processes
-
-	reportMu sync.Mutex
-	reports  uint64
 }
 
 var _ msg.NodeAgent = (*Node)(nil)
@@ -115,9 +105,11 @@ func New(cfg Config) (*Node, error) {
 	if err != nil {
 		return nil, err
 	}
-	if afterStop := takeStopMark(cfg.DataDir); n.leaseKeeper != nil {
-		n.leaseKeeper.afterStop = afterStop
-	}
+	n.core = NewCore(time.Now(), CoreConfig{
+		Node: cfg.ID, Incarnation: draw(cfg.Rand), AfterStop: takeStopMark(cfg.DataDir), Epochs: seen,
+		OnLeaseLoss: cfg.OnLeaseLoss, LeaseTTL: n.timers.LeaseTTL, LeaseRenew: n.timers.LeaseRenew,
+	})
+	n.leaseKeeper = newLeaseKeeper(n)
 	n.logs = newLogStore(logDir(cfg.DataDir), n.log)
 	if n.launcher == nil {
 		if err := n.openProcesses(); err != nil {
@@ -125,7 +117,7 @@ func New(cfg Config) (*Node, error) {
 		}
 	}
 	n.box, err = inbox.Spawn(cfg.System, "node/"+cfg.ID, mailboxBound,
-		func() inbox.Receiver { return &supervisor{Node: n, epochs: seen} })
+		func() inbox.Receiver { return supervisor{n} })
 	if err != nil {
 		n.closeResources()
 		return nil, err
@@ -138,14 +130,10 @@ func New(cfg Config) (*Node, error) {
 func (n *Node) watch() {
 	ctx, cancel := context.WithCancel(context.Background())
 	n.halt = cancel
-	if n.leaseKeeper != nil {
-		n.aside.Go(func() { n.leaseKeeper.run(ctx) })
-	}
-	if n.cfg.Store != nil && n.logs.dir != "" {
-		go n.sweepLogs(ctx) // ends with ctx, or after a disk that hangs
-	}
-	if n.leaseKeeper != nil || n.cfg.Store != nil {
-		n.aside.Go(func() { n.enforceLease(ctx) })
+	n.aside.Go(func() { n.leaseKeeper.run(ctx) })
+	n.aside.Go(func() { n.enforceLease(ctx) })
+	if n.logs.dir != "" { // ends with ctx, or after a disk that hangs
+		go n.logs.sweep(ctx, n.cfg.Store.State)
 	}
 }
 
@@ -168,25 +156,8 @@ func (n *Node) defaults() error {
 	if n.cfg.EngineHost == "" {
 		n.cfg.EngineHost = engine.Loopback
 	}
-	if n.cfg.Self == nil {
-		n.cfg.Self = n.self
-	}
 	n.launcher = n.cfg.Launcher
-	if n.cfg.Leader != nil {
-		n.leaseKeeper = newLeaseKeeper(&n.cfg, &n.timers)
-		n.cfg.Reporter = n.leaseKeeper
-	}
 	return nil
-}
-
-func (n *Node) self() state.Node {
-	c := &n.cfg
-	return state.Node{
-		ID: c.ID, Advertise: c.Advertise, Roles: []state.Role{state.RoleWorker},
-		Offer: state.Offer{
-			Slots: c.Slots, Devices: c.Devices, Labels: c.Labels, PortLo: c.PortLo, PortHi: c.PortHi,
-		},
-	}
 }
 
 func (n *Node) openProcesses() error {
@@ -211,10 +182,9 @@ func logDir(dataDir string) string {
 // progress. Errors: ErrStaleEpoch (problem.Conflict), problem.Unavailable without a lease, problem.Internal,
 // or the mailbox's.
 func (n *Node) StartRank(ctx context.Context, m *msg.StartRank) error {
-	if n.leaseKeeper != nil {
-		n.leaseKeeper.ensure(ctx)
-		n.leaseKeeper.catchUp(ctx)
-	}
+	// the order shows that a leader exists: the lease is asked for before the order is refused for want of it
+	n.leaseKeeper.ask(ctx, func() bool { return n.leaseKeeper.mayLaunch() == nil })
+	n.leaseKeeper.catchUp(ctx)
 	return n.command(ctx, func(reply chan error) any { return startRank{m, reply} })
 }
 
@@ -245,12 +215,12 @@ func (n *Node) command(ctx context.Context, message func(reply chan error) any) 
 // Close always returns: after the grace, KillGrace and VerifyNamed, or 2 × KillGrace after ctx is done, the
 // error names the processes that did not end (problem.Internal). Idempotent.
 func (n *Node) Close(ctx context.Context, grace time.Duration) error {
-	n.closing.Store(true)
+	n.mu.Lock()
+	n.core.Leave()
+	n.mu.Unlock()
+	n.leaseKeeper.ring()
 	asked := closeAllUnits{grace, make(chan struct{})}
 	n.box.Send(asked)
-	if n.leaseKeeper != nil {
-		n.leaseKeeper.close()
-	}
 	done := make(chan struct{})
 	go func() {
 		select { // no unit is added any more
@@ -331,30 +301,79 @@ func (n *Node) list() []*unit {
 	return out
 }
 
-// report numbers an event and passes it on, one at a time, so that numbers and order agree.
-func (n *Node) report(e msg.UnitEvent) {
-	n.reportMu.Lock()
-	defer n.reportMu.Unlock()
-	n.number(e)
-}
-
-// reportAgain repeats the last event of a unit. It holds the lock of report, so that no newer event overtakes
-// it.
-func (n *Node) reportAgain(u *unit) {
-	n.reportMu.Lock()
-	defer n.reportMu.Unlock()
-	u.mu.Lock()
-	e := u.last
-	u.mu.Unlock()
-	if e.Kind != "" {
-		n.number(e)
+// enforceLease ends what this node may no longer run: units that the cluster has released or granted anew,
+// and with on_lease_loss fence all units when the lease is over. It ends with ctx, which outlives the units.
+func (n *Node) enforceLease(ctx context.Context) {
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		// Changed comes before State, so that no change in between is missed
+		changed := n.cfg.Store.Changed()
+		timer.Reset(n.check(n.cfg.Store.State()))
+		select {
+		case <-changed:
+		case <-timer.C:
+		case <-ctx.Done():
+			return
+		}
 	}
 }
 
-func (n *Node) number(e msg.UnitEvent) {
-	n.reports++
-	e.Node, e.Number, e.At = n.cfg.ID, n.reports, time.Now()
-	n.cfg.Reporter.Report(e)
+// check ends what the Core finds, and returns the longest time until the next check.
+func (n *Node) check(s *state.State) time.Duration {
+	n.mu.Lock()
+	n.leaseKeeper.countSuspension()
+	cut, next := n.core.Check(time.Now(), s)
+	n.leaseKeeper.publish()
+	var ended []*unit
+	for _, name := range cut {
+		u := n.units[name]
+		close(u.hasten)
+		u.fence()
+		ended = append(ended, u)
+	}
+	maps.DeleteFunc(n.units, func(name string, _ *unit) bool { return !n.core.Has(name) })
+	n.mu.Unlock()
+	for _, u := range ended {
+		u.interrupt(errStopAsked)
+	}
+	return next
+}
+
+func (n *Node) unit(name string) *unit {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.units[name]
+}
+
+func (n *Node) isStopping() bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.core.Stopping()
+}
+
+// Renew asks the leader now and returns when the renewal has ended, with or without success. A new leader
+// learns the units of its own node before it answers status requests.
+func (n *Node) Renew(ctx context.Context) { n.leaseKeeper.ask(ctx, func() bool { return false }) }
+
+// Admits reports whether this node's ranks may admit requests now: not after a freeze until the leader has
+// answered once, and with on_lease_loss fence not without a lease. It is cheap, because every request asks.
+func (n *Node) Admits() bool { return n.leaseKeeper.admits() }
+
+// Serves returns a function that reports whether a relay of this node may pass on the next bytes; nil =
+// always. With on_lease_loss fence it is Admits.
+func (n *Node) Serves() func() bool {
+	if n.cfg.OnLeaseLoss != Fence {
+		return nil
+	}
+	return n.leaseKeeper.admits
+}
+
+// LeaseLeft is the remaining time of the lease; 0 without one.
+func (n *Node) LeaseLeft() time.Duration {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.core.LeaseLeft(time.Now())
 }
 
 // RankStatuses returns the status of every rank of this node, by unit.
@@ -384,16 +403,13 @@ type (
 	}
 )
 
-// supervisor is the node's actor. It decides which units exist; each unit runs by itself. Its only disk
-// access is to record an epoch, because an acknowledged start must not be forgotten. A panic loses no unit:
-// they belong to Node.
-type supervisor struct {
-	*Node
-	epochs *epochs
-}
+// supervisor is the node's actor. It carries out the orders that the Core takes; each unit runs by itself.
+// Its only disk access is to record an epoch, because an acknowledged start must not be forgotten. A panic
+// loses no unit: they belong to Node.
+type supervisor struct{ *Node }
 
 // Receive implements inbox.Receiver.
-func (s *supervisor) Receive(m any) {
+func (s supervisor) Receive(m any) {
 	switch m := m.(type) {
 	case startRank:
 		m.reply <- s.start(m.m)
@@ -401,80 +417,68 @@ func (s *supervisor) Receive(m any) {
 		m.reply <- s.stop(m.m)
 	case closeAllUnits:
 		defer close(m.done)
+		s.mu.Lock()
+		s.core.StopAll(time.Now(), m.grace)
+		s.mu.Unlock()
 		for _, u := range s.list() {
-			u.askStop(min(m.grace, app.Seconds(u.m.App.GracefulShutdownTimeout)), "node is stopping")
+			u.interrupt(errStopAsked)
 		}
 	}
 }
 
-// start accepts a unit, unless it exists already, is older than an epoch that this node or its copy of the
-// state has seen, or is not covered by the lease. An older incarnation is ended first, at once: two owners of
-// a rank must never overlap.
-func (s *supervisor) start(m *msg.StartRank) error {
-	before := s.unit(m.Unit)
-	if before != nil && before.m.Epoch == m.Epoch && s.epochs.seen[m.Unit] == m.Epoch {
-		before.repeat()
-		return nil
-	}
-	if s.closing.Load() {
-		return problem.New(problem.Unavailable, "unit %s: node %s: %w", m.Unit, s.cfg.ID, msg.ErrNodeStopping)
-	}
-	if err := s.mayBegin(m); err != nil {
+// start begins a unit, if the Core allows it. An older incarnation ends first.
+func (s supervisor) start(m *msg.StartRank) error {
+	now := s.cfg.Store.State()
+	s.mu.Lock()
+	epochs, err := s.core.MayStart(time.Now(), now, m)
+	s.mu.Unlock()
+	s.leaseKeeper.ring()
+	if err != nil || epochs == nil {
 		return err
 	}
-	u := newUnit(s.Node, m, before)
-	if before != nil {
-		before.askStop(0, "a newer epoch was granted")
+	if err := s.record(m.Unit, m.Epoch, epochs); err != nil {
+		return err
 	}
 	s.mu.Lock()
+	before := s.units[m.Unit]
+	u := newUnit(s.Node, s.core.Start(time.Now(), m, epochs), before)
 	s.units[m.Unit] = u
 	s.mu.Unlock()
+	s.leaseKeeper.ring()
+	if before != nil {
+		before.interrupt(errStopAsked)
+	}
 	s.running.Go(u.run)
 	return nil
 }
 
-// mayBegin checks a start, and records its epoch if the start is allowed.
-func (s *supervisor) mayBegin(m *msg.StartRank) error {
-	if s.cfg.Store != nil {
-		if now := s.cfg.Store.State(); superseded(now, m.Unit, m.Epoch) {
-			return problem.New(problem.Conflict,
-				"unit %s: %w: epoch %d was asked for, the cluster has released it (it is at %d)", m.Unit,
-				ErrStaleEpoch, m.Epoch, now.LastEpoch(m.Unit))
-		} else if s.epochs.isBehind(now) {
-			return problem.New(problem.Unavailable,
-				"unit %s: this node's copy of the state is older than before it was started", m.Unit).
-				WithHint("wait until the node has the present state")
-		}
+// record writes the epochs of an order to disk.
+func (s supervisor) record(unit string, epoch uint64, epochs map[string]uint64) error {
+	if err := saveEpochs(s.cfg.DataDir, epochs); err != nil {
+		return problem.New(problem.Internal, "unit %s: cannot record epoch %d: %w", unit, epoch, err).
+			WithHint("free space in the data dir")
 	}
-	if err := s.mayStart(); err != nil {
-		return err
-	}
-	if s.cfg.Store != nil {
-		s.epochs.prune(s.cfg.Store.State(),
-			func(unit string) bool { return unit == m.Unit || s.unit(unit) != nil })
-	}
-	return s.epochs.begin(m.Unit, m.Epoch)
+	return nil
 }
 
-// stop asks a unit to end. A unit that is not here is reported as gone, because the controller may have
-// missed its end. A unit that already ends repeats its last event, or the controller would repeat the order.
-func (s *supervisor) stop(m *msg.StopRank) error {
-	if err := s.epochs.admit(m.Unit, m.Epoch); err != nil {
+// stop asks a unit to end.
+func (s supervisor) stop(m *msg.StopRank) error {
+	s.mu.Lock()
+	epochs, err := s.core.MayStop(m)
+	s.mu.Unlock()
+	if err == nil && epochs != nil {
+		err = s.record(m.Unit, m.Epoch, epochs)
+	}
+	if err != nil {
 		return err
 	}
-	u := s.unit(m.Unit)
-	if u == nil || u.m.Epoch < m.Epoch {
-		s.report(msg.UnitEvent{
-			Unit: m.Unit, Epoch: m.Epoch, Kind: msg.UnitGone, Rank: -1, Reason: m.Reason,
-			Asked: true,
-		})
-	}
-	if u == nil {
-		return nil
-	}
-	ends := u.isEnding()
-	if !u.askStop(m.Grace, m.Reason) || ends {
-		u.repeat()
+	s.mu.Lock()
+	s.core.Stop(time.Now(), m, epochs)
+	u := s.units[m.Unit]
+	s.mu.Unlock()
+	s.leaseKeeper.ring()
+	if u != nil {
+		u.interrupt(errStopAsked)
 	}
 	return nil
 }

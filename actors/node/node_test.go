@@ -59,6 +59,7 @@ type rig struct {
 	events chan msg.UnitEvent
 	dir    string
 	ports  *portAllocator
+	taken  uint64 // number of the last event; of the renewals alone
 
 	mu        sync.Mutex
 	published []msg.Publish
@@ -66,7 +67,22 @@ type rig struct {
 	causes    []string
 }
 
-func (r *rig) Report(e msg.UnitEvent) { r.events <- e }
+// Renew implements msg.Leader.
+func (r *rig) Renew(_ context.Context, m *msg.NodeReport) (msg.Lease, error) {
+	for _, e := range m.Events {
+		if e.Number > r.taken {
+			r.taken = e.Number
+			r.events <- e
+		}
+	}
+	return msg.Lease{TTL: state.LeaseTTL, Taken: r.taken}, nil
+}
+
+// State implements msg.Store: the cluster has released nothing.
+func (*rig) State() *state.State { return state.New() }
+
+// Changed implements msg.Store.
+func (*rig) Changed() <-chan struct{} { return nil }
 
 // Assign implements msg.Assigner: the last part of a replica id is its position, which is the rank.
 func (r *rig) Assign(_ context.Context, _ string, _ int, replicaID string) (msg.AssignReply, error) {
@@ -135,8 +151,8 @@ func newRig(t testing.TB, change ...func(c *node.Config)) *rig {
 	log := slog.New(slog.NewTextHandler(t.Output(), &slog.HandlerOptions{Level: slog.LevelWarn}))
 	f := &dpserver.Factory{System: sys, Hub: r.hub, Assigner: r, NewEngine: dpserver.NewClient(rt), Log: log}
 	cfg := node.Config{
-		ID: "n", DataDir: r.dir, PortLo: 20000, PortHi: 29999, Slots: 4, System: sys, Assigner: r,
-		Reporter: r, Timers: timers(), Log: log,
+		ID: "n", DataDir: r.dir, System: sys, Assigner: r, Leader: r, Store: r,
+		Self: func() state.Node { return state.Node{ID: "n"} }, Timers: timers(), Log: log,
 		Rand:       rand.Uint64,
 		NewReplica: func(s msg.ReplicaSpec) (node.Replica, error) { return f.New(s) },
 	}
@@ -285,7 +301,6 @@ func TestAUnitsWholeLife(t *testing.T) {
 				assert.Equal(t, "http://127.0.0.1:"+strconv.Itoa(m.Block.Base+i), s.URL)
 				assert.Equal(t, 256, s.MaxOngoing)
 			}
-			assert.Equal(t, []state.Block{m.Block}, r.node.UsedBlocks())
 			if coupling == app.Lockstep {
 				assert.Equal(t, []msg.Publish{{
 					Unit: m.Unit, Epoch: 1, Rank: 0, Addr: "127.0.0.1",
@@ -303,12 +318,12 @@ func TestAUnitsWholeLife(t *testing.T) {
 			}
 			assert.True(t, portFree(t, m.Block.Base))
 			assert.Empty(t, r.node.RankStatuses())
-			assert.Empty(t, r.node.UsedBlocks())
+			assert.Empty(t, r.statuses(m))
 		})
 	}
 }
 
-func TestRG6AFailedStartNamesItsRankAndItsLastLines(t *testing.T) {
+func TestAFailedStartNamesItsRankAndItsLastLines(t *testing.T) {
 	cases := map[string]struct {
 		coupling app.Coupling
 		mode     string
@@ -384,7 +399,7 @@ func TestAStartThatCannotBegin(t *testing.T) {
 	assert.Equal(t, "launching engine kind vllm comes with the next version", e.Reason)
 }
 
-func TestFS1AnExitTakesTheWholeLockstepUnitOutAtOnce(t *testing.T) {
+func TestAnExitTakesTheWholeLockstepUnitOutAtOnce(t *testing.T) {
 	for _, coupling := range []app.Coupling{app.Lockstep, app.Independent} {
 		for name, kill := range map[string]func(pid int, url string){
 			"SIGKILL": func(pid int, _ string) { _ = syscall.Kill(pid, syscall.SIGKILL) },

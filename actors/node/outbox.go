@@ -2,8 +2,8 @@ package node
 
 import (
 	"cmp"
+	"maps"
 	"slices"
-	"sync"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/state"
@@ -18,38 +18,32 @@ const (
 )
 
 // eventOutbox holds the node's events that the leader has not acknowledged, and the newest event of each
-// unit. Safe for concurrent use.
+// unit. It is pure.
 type eventOutbox struct {
-	mu     sync.Mutex
 	queue  []msg.UnitEvent          // not acknowledged, by Number
 	newest map[string]msg.UnitEvent // by unit: of its highest epoch
 	full   bool                     // events were dropped since the last acknowledgement
 }
 
-func newEventOutbox() *eventOutbox { return &eventOutbox{newest: map[string]msg.UnitEvent{}} }
+func newEventOutbox() eventOutbox { return eventOutbox{newest: map[string]msg.UnitEvent{}} }
 
-// add takes a numbered event. dropped is true for the first event that displaces an older one.
-func (n *eventOutbox) add(e msg.UnitEvent) (dropped bool) {
+// add takes a numbered event.
+func (o *eventOutbox) add(e msg.UnitEvent) {
 	e.LogTail = state.Tail(e.LogTail)
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	if len(n.queue) == maxWaitingEvents {
-		n.queue, dropped, n.full = slices.Delete(n.queue, 0, 1), !n.full, true
+	if len(o.queue) == maxWaitingEvents {
+		o.queue, o.full = slices.Delete(o.queue, 0, 1), true
 	}
-	n.queue = append(n.queue, e)
-	if e.Epoch >= n.newest[e.Unit].Epoch { // an older epoch's end comes after its successor's start
-		n.newest[e.Unit] = e
+	o.queue = append(o.queue, e)
+	if e.Epoch >= o.newest[e.Unit].Epoch { // an older epoch's end comes after its successor's start
+		o.newest[e.Unit] = e
 	}
-	return dropped
 }
 
 // report returns the content of a renewal. Both lists are of one moment: no event is newer than its unit's
 // entry in units.
-func (n *eventOutbox) report() (events, units []msg.UnitEvent) {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	events = slices.Clone(n.queue[:min(len(n.queue), maxSentEvents)])
-	for _, e := range n.newest {
+func (o *eventOutbox) report() (events, units []msg.UnitEvent) {
+	events = slices.Clone(o.queue[:min(len(o.queue), maxSentEvents)])
+	for _, e := range o.newest {
 		units = append(units, e)
 	}
 	slices.SortFunc(units, func(a, b msg.UnitEvent) int { return cmp.Compare(a.Number, b.Number) })
@@ -75,41 +69,17 @@ func trim(events []msg.UnitEvent, budget *int) {
 }
 
 // acknowledge drops the events up to number. more is true if it dropped some and others wait.
-func (n *eventOutbox) acknowledge(number uint64) (more bool) {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	before := len(n.queue)
-	n.queue = slices.DeleteFunc(n.queue, func(e msg.UnitEvent) bool { return e.Number <= number })
-	if len(n.queue) == before {
+func (o *eventOutbox) acknowledge(number uint64) (more bool) {
+	before := len(o.queue)
+	o.queue = slices.DeleteFunc(o.queue, func(e msg.UnitEvent) bool { return e.Number <= number })
+	if len(o.queue) == before {
 		return false
 	}
-	n.full = false
-	return len(n.queue) > 0
+	o.full = false
+	return len(o.queue) > 0
 }
 
-// forget drops the newest event of a unit that the cluster no longer knows, unless it is of a later epoch.
-func (n *eventOutbox) forget(unit string, epoch uint64) {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	if n.newest[unit].Epoch <= epoch {
-		delete(n.newest, unit)
-	}
-}
-
-// units returns the epochs of the units in the digest.
-func (n *eventOutbox) units() map[string]uint64 {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	out := make(map[string]uint64, len(n.newest))
-	for unit, e := range n.newest {
-		out[unit] = e.Epoch
-	}
-	return out
-}
-
-// waiting reports whether events wait.
-func (n *eventOutbox) waiting() bool {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	return len(n.queue) > 0
+// forget drops the newest events of units that the cluster no longer knows.
+func (o *eventOutbox) forget(isOver func(unit string, epoch uint64) bool) {
+	maps.DeleteFunc(o.newest, func(unit string, e msg.UnitEvent) bool { return isOver(unit, e.Epoch) })
 }

@@ -98,11 +98,17 @@ func TestEveryEventArrivesInOrderAndTheViewConverges(t *testing.T) {
 				rand: rand.New(rand.NewPCG(seed, 6)), view: map[string]msg.UnitEvent{},
 				seen: map[uint64]bool{},
 			}
-			timers := Timers{}.withDefaults()
-			w := newLeaseKeeper(&Config{
-				Leader: l, Self: func() state.Node { return state.Node{ID: "n"} },
-				Rand: func() uint64 { return 7 }, Log: slog.New(slog.DiscardHandler),
-			}, &timers)
+			n := &Node{
+				cfg: Config{
+					Leader: l, Self: func() state.Node { return state.Node{ID: "n"} },
+					Store: &fakeStore{now: state.New()},
+				},
+				log: slog.New(slog.DiscardHandler), timers: Timers{}.withDefaults(),
+				core: NewCore(time.Now(), CoreConfig{
+					Node: "n", Incarnation: 7, LeaseTTL: DefaultLeaseTTL, LeaseRenew: DefaultLeaseRenew,
+				}),
+			}
+			w := newLeaseKeeper(n)
 			ctx, cancel := context.WithCancel(t.Context())
 			var running sync.WaitGroup
 			running.Go(func() { w.run(ctx) })
@@ -122,7 +128,10 @@ func TestEveryEventArrivesInOrderAndTheViewConverges(t *testing.T) {
 					if e.Epoch >= truth[e.Unit].Epoch {
 						truth[e.Unit] = e
 					}
-					w.Report(e)
+					n.mu.Lock()
+					n.core.tell(time.Now(), e)
+					n.mu.Unlock()
+					w.ring()
 				}
 				time.Sleep(time.Duration(r.IntN(1500)) * time.Millisecond)
 			}
@@ -141,7 +150,9 @@ func TestEveryEventArrivesInOrderAndTheViewConverges(t *testing.T) {
 			}
 			assert.Len(t, l.view, len(truth))
 			l.mu.Unlock()
-			assert.False(t, w.outbox.waiting())
+			n.mu.Lock()
+			assert.False(t, n.core.Waiting())
+			n.mu.Unlock()
 			cancel()
 			running.Wait()
 		})
@@ -153,10 +164,12 @@ func TestWhatWaitsForALeaderIsBounded(t *testing.T) {
 	long := []string{strings.Repeat("x", 100<<10)}
 	first := 0
 	for i := range 3000 {
-		if n.add(msg.UnitEvent{
+		before := n.full
+		n.add(msg.UnitEvent{
 			Number: uint64(i + 1), Unit: fmt.Sprint("u", i%2000), Epoch: 1,
 			LogTail: long,
-		}) {
+		})
+		if n.full && !before {
 			first = i
 		}
 	}
@@ -176,10 +189,10 @@ func TestWhatWaitsForALeaderIsBounded(t *testing.T) {
 	assert.True(t, n.acknowledge(2900))
 	assert.False(t, n.acknowledge(2900), "nobody takes more")
 	assert.False(t, n.acknowledge(3000))
-	n.forget("u1", 0)
-	require.Len(t, n.units(), 2000)
-	n.forget("u1", 1)
-	require.Len(t, n.units(), 1999)
+	n.forget(func(unit string, epoch uint64) bool { return unit == "u1" && epoch < 1 })
+	require.Len(t, n.newest, 2000)
+	n.forget(func(unit string, epoch uint64) bool { return unit == "u1" && epoch <= 1 })
+	require.Len(t, n.newest, 1999)
 }
 
 // More events than one report may hold are sent at once, in several reports.
@@ -187,7 +200,10 @@ func TestABurstLeavesInPieces(t *testing.T) {
 	inBubble(t, nil, func(t *testing.T, b *bubble) {
 		before := b.leader.renewals()
 		for i := range 3 * maxSentEvents {
-			b.node.report(msg.UnitEvent{Unit: "u", Epoch: 1, Kind: msg.UnitStarted, Rank: i})
+			b.node.mu.Lock()
+			b.node.core.tell(time.Now(), msg.UnitEvent{Unit: "u", Epoch: 1, Kind: msg.UnitStarted, Rank: i})
+			b.node.mu.Unlock()
+			b.node.leaseKeeper.ring()
 		}
 		synctest.Wait()
 		b.leader.mu.Lock()

@@ -72,7 +72,7 @@ func TestRG1AGroupOverTwoNodes(t *testing.T) {
 	on := func(id, host string) *rig {
 		return newRig(t, func(c *node.Config) {
 			c.ID, c.EngineHost, c.Advertise = id, host, host
-			own, _ := c.Reporter.(*rig)
+			own, _ := c.Leader.(*rig)
 			c.Assigner = &meetingOf{shared, own}
 		})
 	}

@@ -5,8 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net"
-	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -17,40 +16,23 @@ import (
 	"github.com/dpserve/dpserve/internal/state"
 )
 
-// unit is one unit at one epoch on this node. Its life is one goroutine (run). Other goroutines only leave a
-// stop request (askStop), a failure (fail) or an event (ReplicaEvent) and wake it.
+// unit runs one unit at one epoch on this node: its Life tells what to do, run does it. run is one goroutine.
+// Other goroutines only leave a request or a failure in the Life, and wake it.
 type unit struct {
 	n      *Node
 	m      *msg.StartRank
 	before *unit // of an older epoch: must end first
 	log    *slog.Logger
-	done   chan struct{} // closed after Gone was reported
+	done   chan struct{} // closed after Gone was told
 	wake   chan struct{} // one slot
-	hasten chan struct{} // closed at the first cut
+	hasten chan struct{} // closed when the unit is cut
 
-	mu       sync.Mutex
-	ranks    []*rank
-	phase    state.Phase
-	reason   string
-	wasReady bool
-	failure  *failure      // the first since the last ready
-	stop     *stopRequest  // the earliest deadline so far
-	cancel   func(error)   // ends the start
-	back     map[int]bool  // attach: ranks whose engine answers again
-	last     msg.UnitEvent // for a controller that missed it
-}
-
-// failure is the reason why a unit ended or was fenced.
-type failure struct {
-	rank  int // -1: no particular rank
-	cause string
-	heard []<-chan struct{} // per rank, closed when its sinks have the fence
-}
-
-// stopRequest is a request to stop.
-type stopRequest struct {
-	deadline time.Time
-	reason   string
+	// Guarded by the node's mu.
+	life   *Life
+	ranks  []*rank
+	cancel func(error)       // ends the start
+	back   map[int]bool      // attach: ranks whose engine answers again
+	heard  []<-chan struct{} // per rank, closed when its sinks have the fence
 }
 
 // Causes that end a start.
@@ -61,23 +43,23 @@ var (
 
 var _ msg.ReplicaWatcher = (*unit)(nil)
 
-func newUnit(n *Node, m *msg.StartRank, before *unit) *unit {
+func newUnit(n *Node, life *Life, before *unit) *unit {
+	m := life.Order
 	return &unit{
-		n: n, m: m, before: before, phase: state.Starting, back: map[int]bool{},
+		n: n, m: m, life: life, before: before, back: map[int]bool{},
 		done: make(chan struct{}), wake: make(chan struct{}, 1), hasten: make(chan struct{}),
 		log: n.log.With(slog.String("app", m.App.Name), slog.String("unit", m.Unit),
 			slog.Uint64("epoch", m.Epoch)),
 	}
 }
 
-func (u *unit) attached() bool { return u.m.App.Engine.Kind == app.KindAttach }
+func (u *unit) attached() bool { return u.life.isAttached() }
 
 func (u *unit) lockstep() bool { return u.m.App.DataParallel.Coupling == app.Lockstep }
 
 // run is the unit's life.
 func (u *unit) run() {
 	defer close(u.done)
-	u.reportEvent(msg.UnitEvent{Kind: msg.UnitStarted, Rank: -1})
 	if u.before != nil {
 		<-u.before.done // it was asked to end at once
 		u.before = nil
@@ -90,84 +72,42 @@ func (u *unit) run() {
 	u.end(nil)
 }
 
-// askStop leaves a stop request; false if the unit is already gone. Of several requests the earliest deadline
-// counts.
-func (u *unit) askStop(grace time.Duration, reason string) bool {
-	u.mu.Lock()
-	if u.phase == state.Gone {
-		u.last.Asked = true
-		u.mu.Unlock()
-		return false
-	}
-	deadline := time.Now().Add(grace)
-	if u.stop == nil || deadline.Before(u.stop.deadline) {
-		u.stop = &stopRequest{deadline: deadline, reason: reason}
-	}
+// interrupt ends a start and wakes run, after something was asked.
+func (u *unit) interrupt(cause error) {
+	u.n.mu.Lock()
 	cancel := u.cancel
-	u.mu.Unlock()
+	u.n.mu.Unlock()
 	if cancel != nil {
-		cancel(errStopAsked)
+		cancel(cause)
 	}
 	u.nudge()
-	return true
-}
-
-// cut combines fail and askStop: the unit is fenced at once and then ended, an attached unit too, and faster
-// than by other stops, because it is or soon will be granted elsewhere. It returns false if the unit is
-// already gone.
-func (u *unit) cut(cause string) bool {
-	u.mu.Lock()
-	if u.phase == state.Gone {
-		u.mu.Unlock()
-		return false
-	}
-	if now := time.Now(); u.stop == nil || now.Before(u.stop.deadline) {
-		u.stop = &stopRequest{deadline: now, reason: cause}
-	}
-	if !closed(u.hasten) {
-		close(u.hasten)
-	}
-	u.fence(-1, cause)
-	cancel := u.cancel
-	u.mu.Unlock()
-	if cancel != nil {
-		cancel(errStopAsked)
-	}
-	u.nudge()
-	return true
 }
 
 // fail takes the unit out of routing, before anything else and on the caller's goroutine: every DPServer of
-// the unit on this node has its fence in the mailbox when fail returns. Only the first failure since the last
-// ready counts.
+// the unit on this node has its fence in the mailbox when fail returns.
 func (u *unit) fail(rank int, cause string) {
-	if rank >= 0 && len(u.m.AllRanks) > 1 {
-		cause = fmt.Sprintf("rank %d: %s", rank, cause)
+	u.n.mu.Lock()
+	fenced := u.life.Fail(rank, cause)
+	if fenced {
+		u.fence()
 	}
-	u.mu.Lock()
-	fenced := u.fence(rank, cause)
-	cancel := u.cancel
-	u.mu.Unlock()
-	if !fenced {
-		return
+	u.n.mu.Unlock()
+	if fenced {
+		u.interrupt(errRankLost)
 	}
-	if cancel != nil {
-		cancel(errRankLost)
-	}
-	u.nudge()
 }
 
-// fence is the part of fail under mu; false if the unit is already fenced.
-func (u *unit) fence(rank int, cause string) bool {
-	if u.failure != nil || u.phase == state.Killing || u.phase == state.Gone {
-		return false
+// fence closes the DPServers after the Life has failed; end has closed them if it began before. The caller
+// holds mu.
+func (u *unit) fence() {
+	if u.life.Failure == nil {
+		return
 	}
-	u.failure = &failure{rank: rank, cause: cause}
 	clear(u.back)
+	u.heard = nil
 	for _, r := range u.ranks {
-		u.failure.heard = append(u.failure.heard, r.replica.Fence(cause))
+		u.heard = append(u.heard, r.replica.Fence(u.life.Failure.Cause))
 	}
-	return true
 }
 
 // ReplicaEvent implements msg.ReplicaWatcher.
@@ -175,16 +115,17 @@ func (u *unit) ReplicaEvent(e msg.ReplicaEvent) {
 	if e.Epoch != u.m.Epoch {
 		return
 	}
+	u.n.mu.Lock()
 	if e.Kind == msg.ReplicaLost {
-		u.mu.Lock()
 		delete(u.back, e.Rank)
-		u.mu.Unlock()
+	} else {
+		u.back[e.Rank] = true
+	}
+	u.n.mu.Unlock()
+	if e.Kind == msg.ReplicaLost {
 		u.fail(e.Rank, e.Cause)
 		return
 	}
-	u.mu.Lock()
-	u.back[e.Rank] = true
-	u.mu.Unlock()
 	u.nudge()
 }
 
@@ -195,48 +136,35 @@ func (u *unit) nudge() {
 	}
 }
 
-// pendingInput returns the stop request and the failure for run.
-func (u *unit) pendingInput() (stop *stopRequest, fail *failure, allBack bool) {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	return u.stop, u.failure, len(u.back) == len(u.ranks)
+// next returns what the unit has to do, why, and the time until the deadline of its stop.
+func (u *unit) next() (step Step, why Failure, grace time.Duration) {
+	u.n.mu.Lock()
+	defer u.n.mu.Unlock()
+	now := time.Now()
+	return u.life.Next(now), u.life.Why(), u.life.Grace(now)
 }
 
-// enter changes the phase.
-func (u *unit) enter(p state.Phase, reason string) {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	u.phase, u.reason = p, reason
+// enter changes the phase and tells the leader; false if the unit does not become ready because of a failure.
+func (u *unit) enter(kind msg.UnitEventKind, why Failure, tail []string) bool {
+	u.n.mu.Lock()
+	entered := u.n.core.Enter(time.Now(), u.life, kind, why, tail)
+	u.n.mu.Unlock()
+	u.n.leaseKeeper.ring()
+	return entered
 }
 
-// reportEvent reports an event of this unit.
-func (u *unit) reportEvent(e msg.UnitEvent) {
-	u.mu.Lock()
-	e.Unit, e.Epoch, e.WasReady = u.m.Unit, u.m.Epoch, u.wasReady
-	u.last = e
-	u.mu.Unlock()
-	u.n.report(e)
+func (u *unit) currentPhase() state.Phase {
+	u.n.mu.Lock()
+	defer u.n.mu.Unlock()
+	return u.life.Phase
 }
 
-// markGone sets the final state and keeps the Gone event, so that a later StopRank can be answered with it.
-func (u *unit) markGone(e msg.UnitEvent) msg.UnitEvent {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	u.phase, u.reason = state.Gone, e.Reason
-	e.Unit, e.Epoch, e.Kind, e.WasReady, e.Asked = u.m.Unit, u.m.Epoch, msg.UnitGone, u.wasReady,
-		u.stop != nil
-	u.last = e
-	return e
+// isAsked reports whether the unit was asked to end.
+func (u *unit) isAsked() bool {
+	u.n.mu.Lock()
+	defer u.n.mu.Unlock()
+	return u.life.stop != nil
 }
-
-// isEnding reports whether the unit drains, or its engines are being ended.
-func (u *unit) isEnding() bool {
-	p := u.currentPhase()
-	return p == state.Draining || p == state.Killing
-}
-
-// repeat reports the last event again, to a controller that asked for what already is.
-func (u *unit) repeat() { u.n.reportAgain(u) }
 
 // tail returns the last lines of a rank's engine at this epoch.
 func (u *unit) tail(rank int) []string {
@@ -247,9 +175,9 @@ func (u *unit) tail(rank int) []string {
 }
 
 func (u *unit) statuses() []client.RankStatus {
-	u.mu.Lock()
-	ranks, phase := u.ranks, u.phase
-	u.mu.Unlock()
+	u.n.mu.Lock()
+	ranks, phase := u.ranks, u.life.Phase
+	u.n.mu.Unlock()
 	var out []client.RankStatus
 	for _, g := range u.m.Ranks {
 		st := client.RankStatus{
@@ -268,111 +196,55 @@ func (u *unit) statuses() []client.RankStatus {
 	return out
 }
 
-// heldNow names the remaining processes and ports of the unit's engines.
-func (u *unit) heldNow() string {
-	u.mu.Lock()
-	ranks := u.ranks
-	u.mu.Unlock()
-	return held(ranks)
-}
-
-func (u *unit) rankNumbers() []int {
-	var out []int
-	for _, g := range u.m.Ranks {
-		out = append(out, g.Rank)
-	}
-	return out
-}
-
-// layout is the layout of the unit's port block, and the indices of this node's ranks in it; none for
-// attached engines.
-func (u *unit) layout() (engine.Ports, []int) {
-	s := engine.Spec{App: u.m.App, Base: u.m.Block.Base}
-	switch {
-	case u.attached():
-		return s.Ports(), nil
-	case u.lockstep():
-		return s.Ports(), u.rankNumbers()
-	}
-	return s.Ports(), []int{0}
-}
-
-// bindTest reports whether a port of the unit's block can be bound where its engines will bind it.
-func (u *unit) bindTest(ctx context.Context, port int) error {
-	if u.n.cfg.BindTest != nil {
-		return u.n.cfg.BindTest(port)
-	}
-	host := u.n.cfg.EngineHost
-	if layout, _ := u.layout(); u.lockstep() && port == layout.RPC() {
-		host = u.meetingHost()
-	}
-	var lc net.ListenConfig
-	l, err := lc.Listen(ctx, "tcp", net.JoinHostPort(host, strconv.Itoa(port)))
-	if err != nil {
-		return err
-	}
-	return l.Close()
-}
-
 // serve waits until the ready unit has to end. An attached unit may be fenced and come back many times
 // meanwhile.
 func (u *unit) serve() {
 	for range u.wake { // never closed: each request wakes once
-		stop, fail, back := u.pendingInput()
-		switch {
-		case stop != nil:
+		switch step, why, _ := u.next(); step {
+		case StepDrain, StepEnd:
 			return
-		case fail == nil:
-		case u.currentPhase() == state.Ready:
-			u.fenced(fail)
-			if !u.attached() {
-				return
-			}
-			u.nudge() // its ranks may already be back
-		case back:
+		case StepFence:
+			u.fenced(why)
+			u.nudge() // it has to end, or its ranks may already be back
+		case StepStay:
 			u.comeBack()
 		}
 	}
 }
 
-func (u *unit) currentPhase() state.Phase {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	return u.phase
-}
-
 // fenced reports a fence after it is complete: the DPServers have stopped admission, and their streams have
 // published it.
-func (u *unit) fenced(f *failure) {
+func (u *unit) fenced(why Failure) {
+	u.n.mu.Lock()
+	heard := u.heard
+	u.n.mu.Unlock()
 	late := time.NewTimer(u.n.timers.ReplicaStop)
 	defer late.Stop()
-	for _, heard := range f.heard {
+	for _, h := range heard {
 		select {
-		case <-heard:
+		case <-h:
 		case <-late.C:
 			u.log.Error("a DPServer did not take its fence in time")
 			late.Reset(0)
 		}
 	}
-	u.enter(state.Fenced, f.cause)
-	u.log.Warn("unit is fenced", slog.Int("rank", f.rank), slog.String("cause", f.cause))
-	u.reportEvent(msg.UnitEvent{Kind: msg.UnitFenced, Rank: f.rank, Reason: f.cause, LogTail: u.tail(f.rank)})
+	u.log.Warn("unit is fenced", slog.Int("rank", why.Rank), slog.String("cause", why.Cause))
+	u.enter(msg.UnitFenced, why, u.tail(why.Rank))
 }
 
-// comeBack makes an attached unit ready again, with the same epoch and new incarnations. If it fails, the
-// unit is fenced again, and the DPServers continue to probe.
+// comeBack makes an attached unit ready again once all its ranks answer, with the same epoch and new
+// incarnations. If it fails, the unit is fenced again, and the DPServers continue to probe.
 func (u *unit) comeBack() {
-	u.mu.Lock()
-	over := u.stop != nil // since the check: serve sees it next
-	if !over {
-		u.failure = nil
+	u.n.mu.Lock()
+	back := len(u.back) == len(u.ranks) && u.life.Recover()
+	if back {
 		clear(u.back)
 	}
-	u.mu.Unlock()
-	if over {
+	u.n.mu.Unlock()
+	if !back {
 		return
 	}
-	err := u.forEach(context.Background(), u.learn) // it may be another engine now
+	err := u.forEach(context.Background(), (*rank).learn) // it may be another engine now
 	if err == nil {
 		ctx, cancel := context.WithTimeout(context.Background(), u.n.timers.ReplicaStop)
 		defer cancel()
@@ -381,4 +253,230 @@ func (u *unit) comeBack() {
 	if err != nil {
 		u.log.Warn("unit did not come back", slog.String("err", err.Error()))
 	}
+}
+
+// causeDrained is the cause of a fence at the end of a drain: it cuts the remaining requests.
+const causeDrained = "drained"
+
+// end ends the unit, for whatever reason: drain if it serves and was asked to stop, kill, verify, report
+// gone. startErr is set if the unit never became ready.
+func (u *unit) end(startErr error) {
+	u.drain()
+	why := u.whyEnd(startErr)
+	for _, r := range u.ranks {
+		r.replica.Fence(causeDrained) // no effect on a fenced replica
+	}
+	level := slog.LevelInfo
+	if u.currentPhase() == state.Fenced {
+		level = slog.LevelDebug // the fence has been logged
+	}
+	u.enter(msg.UnitKilling, why, nil)
+	u.kill()
+	left := u.verify(why)
+	u.stopReplicas(context.Background(), u.ranks)
+	if left != "" { // not gone: the leader waits until this node is lost
+		u.n.leave(u.m.Unit + ": " + left)
+		return
+	}
+	for _, r := range u.ranks {
+		r.out[0].end()
+		r.out[1].end()
+	}
+	u.enter(msg.UnitGone, why, u.tail(why.Rank))
+	u.log.Log(context.Background(), level, "unit is gone", slog.String("cause", why.Cause),
+		slog.Bool("asked", u.isAsked()))
+}
+
+// whyEnd is the reason of the end: a failed start, the failure of a rank, or a stop request.
+func (u *unit) whyEnd(startErr error) Failure {
+	var s *startError
+	if errors.As(startErr, &s) {
+		return Failure{Rank: s.rank, Cause: s.Error()}
+	}
+	_, why, _ := u.next()
+	switch {
+	case why.Cause != "":
+	case startErr != nil:
+		why.Cause = startErr.Error()
+	default:
+		why.Cause = "unknown"
+	}
+	return why
+}
+
+// drain lets the requests of a serving unit continue until the deadline of the stop. A failure, an earlier
+// deadline or the node's end cuts it short.
+func (u *unit) drain() {
+	step, why, _ := u.next()
+	if step != StepDrain {
+		return
+	}
+	u.enter(msg.UnitDraining, why, nil)
+	for _, r := range u.ranks {
+		r.replica.Drain("draining")
+	}
+	empty := make(chan struct{})
+	go func() { // ends with the DPServers, which end with the unit
+		defer close(empty)
+		for _, r := range u.ranks {
+			<-r.replica.Drained()
+		}
+	}()
+	for u.draining(empty) {
+		continue
+	}
+}
+
+// draining waits for one event and returns whether to continue waiting.
+func (u *unit) draining(empty <-chan struct{}) bool {
+	step, _, grace := u.next()
+	if step == StepEnd {
+		return false
+	}
+	deadline := time.NewTimer(grace)
+	defer deadline.Stop()
+	select {
+	case <-u.wake:
+		return true
+	case <-empty:
+	case <-deadline.C:
+	case <-u.n.hard:
+	}
+	return false
+}
+
+// cutPart of KillGrace, 0.5 of 5 s, is an engine's time to end by itself after a cut. So a superseded unit is
+// killed within 1 s, and with on_lease_loss fence no process is left 3 s after the fence, when the leader may
+// grant the rank elsewhere.
+const cutPart = 10
+
+// kill ends every engine: SIGTERM, the rest of the drain plus KillGrace, SIGKILL to the whole group. A cut
+// leaves less time.
+func (u *unit) kill() {
+	_, _, grace := u.next()
+	limit := u.n.timers.KillGrace + grace
+	var all sync.WaitGroup
+	for _, r := range u.ranks {
+		r.ask()
+		r.setProgress("")
+		if p := r.process(); p != nil { // the node does not end attached engines
+			r.setProgress("ending its engine")
+			p.Terminate()
+			all.Go(func() { u.awaitExit(p, limit) })
+		}
+	}
+	all.Wait()
+}
+
+func (u *unit) awaitExit(p Process, limit time.Duration) {
+	t := time.NewTimer(limit)
+	defer t.Stop()
+	select {
+	case <-p.Exited():
+	case <-t.C:
+	case <-u.n.hard:
+	case <-u.hasten:
+		t.Reset(u.n.timers.KillGrace / cutPart)
+		select {
+		case <-p.Exited():
+		case <-t.C:
+		case <-u.n.hard:
+		}
+	}
+	p.Kill() // also after an exit: children may still live
+}
+
+// verify waits until nothing of the unit's engines is left: groups empty, ports bindable. After VerifyNamed
+// it names what is left and continues to wait and to kill: a new start would meet the old memory and ports.
+// Only the node's own end gives up, after KillGrace if it is hurried; then verify returns what is left.
+func (u *unit) verify(why Failure) string {
+	began, named := time.Now(), false
+	for wait := u.n.timers.PollFirst; ; wait = min(2*wait, u.n.timers.VerifyPoll) {
+		left := u.left()
+		if left == "" {
+			return ""
+		}
+		limit := u.n.timers.VerifyNamed
+		if u.n.isStopping() && closed(u.n.hard) {
+			limit = min(limit, u.n.timers.KillGrace)
+		}
+		late := time.Since(began) >= limit
+		if late && !named {
+			named = true
+			u.named(why, left, limit)
+		}
+		if late && u.n.isStopping() {
+			u.log.Error("giving up on an engine that does not end", slog.String("left", left))
+			return left
+		}
+		time.Sleep(wait)
+		u.killAgain()
+	}
+}
+
+func (u *unit) named(why Failure, left string, after time.Duration) {
+	why.Cause = fmt.Sprintf("%s; still held after %s: %s", why.Cause, after, left)
+	u.log.Warn("an ended engine still holds something", slog.String("left", left))
+	u.enter(msg.UnitKilling, why, nil)
+}
+
+func (u *unit) killAgain() {
+	for _, r := range u.ranks {
+		if p := r.process(); p != nil {
+			p.Kill()
+		}
+	}
+}
+
+// left names what the unit's engines still hold. It checks ports only if engines were started: after a failed
+// bind test they belong to another process.
+func (u *unit) left() string {
+	if text := held(u.ranks); text != "" {
+		return text
+	}
+	if !started(u.ranks) {
+		return ""
+	}
+	layout, ranks := u.layout()
+	for _, p := range layout.Bound(engine.WantsEvents(u.m.App), ranks...) {
+		if err := u.bindTest(context.Background(), p); err != nil {
+			return fmt.Sprintf("port %d (%v)", p, err)
+		}
+	}
+	return ""
+}
+
+func held(ranks []*rank) string {
+	var out []string
+	for _, r := range ranks {
+		if text := r.held(); text != "" {
+			out = append(out, text)
+		}
+	}
+	return strings.Join(out, ", ")
+}
+
+func started(ranks []*rank) bool {
+	for _, r := range ranks {
+		if r.process() != nil {
+			return true
+		}
+	}
+	return false
+}
+
+// stopReplicas stops all DPServers concurrently.
+func (u *unit) stopReplicas(ctx context.Context, ranks []*rank) {
+	ctx, cancel := context.WithTimeout(ctx, u.n.timers.ReplicaStop)
+	defer cancel()
+	var all sync.WaitGroup
+	for _, r := range ranks {
+		all.Go(func() {
+			if err := r.replica.Stop(ctx); err != nil {
+				u.log.Error("a DPServer did not stop", slog.Int("rank", r.grant.Rank),
+					slog.String("err", err.Error()))
+			}
+		})
+	}
+	all.Wait()
 }

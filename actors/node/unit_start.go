@@ -2,9 +2,14 @@ package node
 
 import (
 	"context"
+	"crypto/hmac"
+	"crypto/sha256"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"log/slog"
+	"net"
+	"strconv"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -12,6 +17,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
+	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -46,18 +52,18 @@ func (u *unit) start() error {
 	if err == nil {
 		err = u.becomeReady(ctx)
 	}
-	u.mu.Lock()
+	u.n.mu.Lock()
 	u.cancel = nil
-	u.mu.Unlock()
+	u.n.mu.Unlock()
 	return u.explain(ctx, err)
 }
 
 // begin registers the cancel function of the start, unless a stop came first.
 func (u *unit) begin(cancel context.CancelCauseFunc) bool {
-	u.mu.Lock()
-	defer u.mu.Unlock()
+	u.n.mu.Lock()
+	defer u.n.mu.Unlock()
 	u.cancel = cancel
-	return u.stop == nil
+	return u.life.stop == nil
 }
 
 func (u *unit) startTimeout() time.Duration {
@@ -77,8 +83,8 @@ func (u *unit) explain(ctx context.Context, err error) error {
 	}
 	switch cause := context.Cause(ctx); {
 	case errors.Is(cause, errRankLost):
-		_, f, _ := u.pendingInput()
-		return &startError{f.rank, errors.New(f.cause)}
+		_, why, _ := u.next()
+		return &startError{why.Rank, errors.New(why.Cause)}
 	case errors.Is(cause, errStopAsked):
 		return cause
 	case errors.Is(cause, errStartDeadline):
@@ -90,10 +96,7 @@ func (u *unit) explain(ctx context.Context, err error) error {
 
 // slowest names a rank that is not ready yet and what it waits for.
 func (u *unit) slowest() (rank int, progress string) {
-	u.mu.Lock()
-	ranks := u.ranks
-	u.mu.Unlock()
-	for _, r := range ranks {
+	for _, r := range u.ranks {
 		if _, progress := r.view(); progress != "" {
 			return r.grant.Rank, progress
 		}
@@ -143,9 +146,9 @@ func (u *unit) makeRanks(ctx context.Context) error {
 		}
 		ranks = append(ranks, r)
 	}
-	u.mu.Lock()
+	u.n.mu.Lock()
 	u.ranks = ranks
-	u.mu.Unlock()
+	u.n.mu.Unlock()
 	return nil
 }
 
@@ -154,7 +157,7 @@ func (u *unit) makeRank(g state.RankGrant) (*rank, error) {
 	if err != nil {
 		return nil, err
 	}
-	r := &rank{grant: g, target: target, events: events}
+	r := &rank{unit: u, grant: g, target: target, events: events}
 	r.replica, err = u.n.cfg.NewReplica(msg.ReplicaSpec{
 		App: u.m.App, Unit: u.m.Unit, Group: u.m.Group, Rank: g.Rank, Epoch: u.m.Epoch, Node: u.n.cfg.ID,
 		Devices: g.Devices, Target: target,
@@ -197,7 +200,7 @@ func (u *unit) render(g state.RankGrant, addr string, port int) (engine.Launch, 
 
 // launch starts every rank's engine and watches its exit.
 func (u *unit) launch(ctx context.Context, addr string, port int) error {
-	if err := u.n.mayStart(); err != nil { // the lease may have ended while the unit waited
+	if err := u.n.leaseKeeper.mayLaunch(); err != nil { // the lease may have ended while the unit waited
 		return &startError{-1, err}
 	}
 	for _, r := range u.ranks {
@@ -244,17 +247,17 @@ func (u *unit) await(ctx context.Context) error {
 	if err := u.answers(ctx); err != nil {
 		return err
 	}
-	return u.forEach(ctx, u.learn)
+	return u.forEach(ctx, (*rank).learn)
 }
 
 func (u *unit) answers(ctx context.Context) error {
 	if u.attached() {
-		return u.forEach(ctx, u.awaitAttached)
+		return u.forEach(ctx, (*rank).awaitAttached)
 	}
-	if err := u.forEach(ctx, u.awaitHealth); err != nil {
+	if err := u.forEach(ctx, (*rank).awaitHealth); err != nil {
 		return err
 	}
-	if err := u.forEach(ctx, u.checkEvents); err != nil {
+	if err := u.forEach(ctx, (*rank).checkEvents); err != nil {
 		return err
 	}
 	if u.lockstep() {
@@ -262,69 +265,21 @@ func (u *unit) answers(ctx context.Context) error {
 			return err
 		}
 	}
-	return u.forEach(ctx, u.canary)
+	return u.forEach(ctx, (*rank).canary)
 }
 
 // forEach runs a step of the start for all ranks at once. The first error ends the others.
-func (u *unit) forEach(ctx context.Context, step func(ctx context.Context, r *rank) error) error {
+func (u *unit) forEach(ctx context.Context, step func(r *rank, ctx context.Context) error) error {
 	g, ctx := errgroup.WithContext(ctx)
 	for _, r := range u.ranks {
 		g.Go(func() error {
-			if err := step(ctx, r); err != nil {
+			if err := step(r, ctx); err != nil {
 				return &startError{r.grant.Rank, err}
 			}
 			return nil
 		})
 	}
 	return g.Wait()
-}
-
-// awaitHealth polls /health: quickly at first, because a simulated engine is up in milliseconds; a real one
-// takes minutes.
-func (u *unit) awaitHealth(ctx context.Context, r *rank) error {
-	for wait := u.n.timers.PollFirst; ; wait = min(2*wait, u.n.timers.PollLast) {
-		h, err := u.askHealth(ctx, r)
-		if h == engine.Alive {
-			return nil
-		}
-		r.setProgress(fmt.Sprintf("waiting for %s/health: %v", r.target.URL, err))
-		if err := sleep(ctx, wait); err != nil {
-			return err
-		}
-	}
-}
-
-func (u *unit) askHealth(ctx context.Context, r *rank) (engine.Health, error) {
-	ctx, cancel := context.WithTimeout(ctx, u.healthTimeout())
-	defer cancel()
-	return r.client.Health(ctx)
-}
-
-func (u *unit) canary(ctx context.Context, r *rank) error {
-	r.setProgress("waiting for the first token")
-	ctx, cancel := context.WithTimeout(ctx, u.n.timers.Canary)
-	defer cancel()
-	if err := r.client.Canary(ctx, u.m.App.Model.ID); err != nil {
-		return fmt.Errorf("the engine is up and does not compute: %w", err)
-	}
-	return nil
-}
-
-// awaitAttached asks for health and a token until both succeed. It never gives up.
-func (u *unit) awaitAttached(ctx context.Context, r *rank) error {
-	for {
-		if err := u.awaitHealth(ctx, r); err != nil {
-			return err
-		}
-		err := u.canary(ctx, r)
-		if err == nil {
-			return nil
-		}
-		r.setProgress(fmt.Sprintf("waiting for %s: %v", r.target.URL, err))
-		if err := sleep(ctx, u.healthPeriod()); err != nil {
-			return err
-		}
-	}
 }
 
 // becomeReady opens every DPServer for a new incarnation of its engine. A rank that failed meanwhile closes
@@ -337,39 +292,171 @@ func (u *unit) becomeReady(ctx context.Context) error {
 		}
 		r.setProgress("")
 	}
-	if f := u.enterReady(); f != nil {
+	if !u.enter(msg.UnitReady, Failure{Rank: -1}, nil) {
+		_, why, _ := u.next()
 		for _, r := range u.ranks {
-			r.replica.Fence(f.cause)
+			r.replica.Fence(why.Cause)
 		}
-		return &startError{f.rank, errors.New(f.cause)}
+		return &startError{why.Rank, errors.New(why.Cause)}
 	}
 	u.log.Info("unit is ready", slog.Int("ranks", len(u.ranks)))
-	u.reportEvent(msg.UnitEvent{Kind: msg.UnitReady, Rank: -1})
 	return nil
 }
 
-// enterReady changes the phase unless a rank failed.
-func (u *unit) enterReady() *failure {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	if u.failure == nil {
-		u.phase, u.reason, u.wasReady = state.Ready, "", true
+// agree compares the settings that the ranks of a coupled unit report. Engines with different settings start
+// and answer /health, and fail only later, in collective operations.
+func (u *unit) agree(ctx context.Context) error {
+	settings := make([]engine.Settings, len(u.ranks))
+	err := u.forEach(ctx, func(r *rank, ctx context.Context) error {
+		r.setProgress("reading its settings back")
+		ctx, cancel := context.WithTimeout(ctx, r.healthTimeout())
+		defer cancel()
+		s, err := r.client.ReadBack(ctx)
+		settings[u.index(r)] = s
+		return err
+	})
+	if err != nil {
+		return err
 	}
-	return u.failure
+	for i, s := range settings {
+		if s != settings[0] {
+			return &startError{
+				u.ranks[i].grant.Rank,
+				fmt.Errorf("%w: rank %d has %+v, rank %d has %+v", errMismatch, u.ranks[0].grant.Rank,
+					settings[0], u.ranks[i].grant.Rank, s),
+			}
+		}
+	}
+	return nil
 }
 
-func (u *unit) healthPeriod() time.Duration {
-	if s := u.m.App.HealthCheckPeriodS; s > 0 {
-		return app.Seconds(s)
+// errMismatch means that coupled ranks run with different settings.
+var errMismatch = errors.New("ranks of one group disagree on their settings")
+
+func (u *unit) index(r *rank) int {
+	for i := range u.ranks {
+		if u.ranks[i] == r {
+			return i
+		}
 	}
-	return u.n.timers.PollLast
+	return -1
 }
 
-func (u *unit) healthTimeout() time.Duration {
-	if s := u.m.App.HealthCheckTimeoutS; s > 0 {
-		return app.Seconds(s)
+func (u *unit) rankNumbers() []int {
+	var out []int
+	for _, g := range u.m.Ranks {
+		out = append(out, g.Rank)
 	}
-	return u.n.timers.Canary
+	return out
+}
+
+// layout is the layout of the unit's port block, and the indices of this node's ranks in it; none for
+// attached engines.
+func (u *unit) layout() (engine.Ports, []int) {
+	s := engine.Spec{App: u.m.App, Base: u.m.Block.Base}
+	switch {
+	case u.attached():
+		return s.Ports(), nil
+	case u.lockstep():
+		return s.Ports(), u.rankNumbers()
+	}
+	return s.Ports(), []int{0}
+}
+
+// bindTest reports whether a port of the unit's block can be bound where its engines will bind it.
+func (u *unit) bindTest(ctx context.Context, port int) error {
+	if u.n.cfg.BindTest != nil {
+		return u.n.cfg.BindTest(port)
+	}
+	host := u.n.cfg.EngineHost
+	if layout, _ := u.layout(); u.lockstep() && port == layout.RPC() {
+		host = u.meetingHost()
+	}
+	var lc net.ListenConfig
+	l, err := lc.Listen(ctx, "tcp", net.JoinHostPort(host, strconv.Itoa(port)))
+	if err != nil {
+		return err
+	}
+	return l.Close()
+}
+
+// spansNodes reports whether the unit has ranks on other nodes.
+func (u *unit) spansNodes() bool { return len(u.m.AllRanks) > len(u.m.Ranks) }
+
+// meetingHost is the address where rank 0 of the unit listens for the other ranks, if it runs here.
+func (u *unit) meetingHost() string {
+	if u.spansNodes() {
+		return u.n.cfg.Advertise
+	}
+	return u.n.cfg.EngineHost
+}
+
+func (u *unit) hasRankZero() bool {
+	for _, g := range u.m.Ranks {
+		if g.Rank == 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// checkMeeting reports whether ranks of other nodes can reach rank 0, if it runs here.
+func (u *unit) checkMeeting() error {
+	if u.attached() || !u.lockstep() || !u.spansNodes() || !u.hasRankZero() || u.n.cfg.Advertise != "" {
+		return nil
+	}
+	return problem.New(problem.InvalidArgument,
+		"ranks of %s on other nodes cannot reach rank 0: node %s has no address that others know", u.m.Unit,
+		u.n.cfg.ID).
+		WithHint("start the node with --advertise IP")
+}
+
+// rendezvous returns rank 0's address in a coupled unit: rank 0's node publishes it, the other nodes wait for
+// it.
+func (u *unit) rendezvous(ctx context.Context, layout engine.Ports) (addr string, port int, err error) {
+	if u.attached() || !u.lockstep() {
+		return "", 0, nil
+	}
+	if !u.hasRankZero() {
+		return u.awaitRankZero(ctx)
+	}
+	p := msg.Publish{Unit: u.m.Unit, Epoch: u.m.Epoch, Rank: 0, Addr: u.meetingHost(), Port: layout.RPC()}
+	u.n.cfg.Assigner.Publish(p)
+	if u.spansNodes() {
+		u.n.running.Go(func() { u.publishAgain(ctx, p) }) // ends with the start
+	}
+	return p.Addr, p.Port, nil
+}
+
+// publishAgain repeats rank 0's address while the unit starts, because a new leader has an empty table.
+func (u *unit) publishAgain(ctx context.Context, p msg.Publish) {
+	for sleep(ctx, u.n.timers.LeaseRenew) == nil {
+		u.n.cfg.Assigner.Publish(p)
+	}
+}
+
+// awaitRankZero waits for rank 0's address. Each rank asks, so that the RankAssigner can name the missing
+// ranks after a timeout.
+func (u *unit) awaitRankZero(ctx context.Context) (addr string, port int, err error) {
+	ctx, cancel := context.WithTimeout(ctx, u.n.timers.Rendezvous)
+	defer cancel()
+	err = u.forEach(ctx, func(r *rank, ctx context.Context) error {
+		r.setProgress("waiting for the address of rank 0")
+		a, p, err := u.n.cfg.Assigner.Await(ctx, u.m.Unit, u.m.Epoch, r.grant.Rank)
+		if err == nil && r == u.ranks[0] { // all ranks get the same answer
+			addr, port = a, p
+		}
+		return err
+	})
+	return addr, port, err
+}
+
+// groupKey is a secret of the engines of one start of a unit, made of the cluster's secret, the unit and its
+// epoch.
+func (u *unit) groupKey() string {
+	h := hmac.New(sha256.New, u.n.cfg.Store.State().Secret)
+	_, _ = fmt.Fprintf(h, "group %s %d", u.m.Unit, u.m.Epoch) // a hash never fails
+	return hex.EncodeToString(h.Sum(nil))
 }
 
 // draw draws the random number of one process; 0 means none.

@@ -355,10 +355,8 @@ func (n *Node) buildWorker(t *timers) error {
 	factory := replicaFactory(n, t.replica)
 	var err error
 	n.node, err = node.New(node.Config{
-		ID: n.cfg.NodeID, DataDir: n.cfg.DataDir, PortLo: n.offer.PortLo, PortHi: n.offer.PortHi,
-		Slots: n.offer.Slots, Devices: n.offer.Devices,
-		Labels: n.offer.Labels, Executable: n.cfg.Executable, System: n.system, Assigner: n.leader,
-		Rand: randomUint64, Timers: t.node, Log: n.log,
+		ID: n.cfg.NodeID, DataDir: n.cfg.DataDir, Executable: n.cfg.Executable, System: n.system,
+		Assigner: n.leader, Rand: randomUint64, Timers: t.node, Log: n.log,
 		Launcher: n.cfg.Launcher, Transport: n.probes, BindTest: n.cfg.bindTest(),
 		NewReplica: func(spec msg.ReplicaSpec) (node.Replica, error) { return factory.New(spec) },
 		Leader:     renewer{n}, Self: n.selfRecord, Trouble: n.warning, Store: n.store,

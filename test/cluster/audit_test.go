@@ -158,12 +158,12 @@ func (c *cluster) ended(unit string, epoch uint64) {
 // launched: engines start once per grant and machine, where they were granted, and share no slot, device or
 // port.
 func (c *cluster) launched(h *host, u *hosted) {
-	id := u.order.Unit
-	at := fmt.Sprint(key(id, u.order.Epoch), " on ", h.m.name)
+	id := u.Order.Unit
+	at := fmt.Sprint(key(id, u.Order.Epoch), " on ", h.m.name)
 	if c.audit.launches[at]++; c.audit.launches[at] > 1 {
 		c.violate("%s was started twice", at)
 	}
-	c.owner(h.m, id, u.order.Epoch)
+	c.owner(h.m, id, u.Order.Epoch)
 	for _, mine := range u.engines {
 		for _, e := range h.engines {
 			if e != mine && e.clashes(mine) {
@@ -218,8 +218,8 @@ func (c *cluster) overdue(m *machine) string {
 	for _, id := range sorted(m.host.units) {
 		u := m.host.units[id]
 		since := max(m.viewed[id], m.thawed)
-		if u.accepting && !m.slow && node.Superseded(m.view, id, u.order.Epoch) && c.now-since > time.Second {
-			return key(id, u.order.Epoch)
+		if u.accepting && !m.slow && node.Superseded(m.view, id, u.Order.Epoch) && c.now-since > time.Second {
+			return key(id, u.Order.Epoch)
 		}
 	}
 	return ""

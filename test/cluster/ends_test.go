@@ -5,8 +5,6 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/app"
-	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -21,35 +19,33 @@ const (
 	deadlyStarts = 3 // failed starts in a row, then a unit has failed
 )
 
-var errStopping = problem.New(problem.Unavailable, "the machine ends: %w", msg.ErrNodeStopping)
-
 // terminate is SIGTERM. Every unit drains, one of them with a stream as long as its grace. The machine renews
 // its lease and says that it is stopping. When no unit is left it lets another machine lead, and ends.
 func (m *machine) terminate() {
 	h := m.host
 	m.c.log("told to stop", m.name)
-	h.stopping, h.woken = true, true
+	h.core.Leave()
+	h.core.StopAll(m.c.clock(), time.Hour)
 	names := sorted(h.units)
 	if len(names) > 0 {
 		h.units[names[m.c.IntN(len(names))]].streams = true
 	}
 	for _, name := range names {
-		u := h.units[name]
-		u.askStop(app.Seconds(u.order.App.GracefulShutdownTimeout), "node is stopping")
+		h.units[name].poke()
 	}
-	h.ring()
+	h.plan()
 	m.awaitUnits()
 }
 
 func (m *machine) awaitUnits() {
 	m.c.after(m.process, 100*time.Millisecond, func() {
 		for _, u := range m.host.units {
-			if u.phase != state.Gone {
+			if u.Phase != state.Gone {
 				m.awaitUnits()
 				return
 			}
 		}
-		m.handOver(m.c.now+lastReport, func() bool { return !m.host.rules.Waiting() }, func() {
+		m.handOver(m.c.now+lastReport, func() bool { return !m.host.core.Waiting() }, func() {
 			m.disk.afterStop = true
 			m.crash(false)
 		})
@@ -86,8 +82,8 @@ func (l *shell) mayGrant(g *state.GrantGroup) {
 
 // left notes that a rank has ended on a machine that stops: it is to be granted elsewhere.
 func (c *cluster) left(u *hosted) {
-	if u.h.stopping && u.wasReady && !u.lockstep() {
-		c.audit.left[u.order.Unit] = leaving{u.order.Epoch, c.now}
+	if u.h.core.Stopping() && u.WasReady && !u.lockstep() {
+		c.audit.left[u.Order.Unit] = leaving{u.Order.Epoch, c.now}
 	}
 }
 
@@ -171,7 +167,7 @@ func (c *cluster) room(unit string) bool {
 	}
 	for _, id := range sorted(now.Nodes) {
 		n, m := now.Nodes[id], c.named(id)
-		if n.Takes() && m.alive && !m.host.stopping && slots[id] < n.Offer.Slots &&
+		if n.Takes() && m.alive && !m.host.core.Stopping() && slots[id] < n.Offer.Slots &&
 			devices[id] < len(n.Offer.Devices) {
 			return true
 		}
@@ -185,7 +181,7 @@ func (m *machine) dies(unit string) {
 		return
 	}
 	m.c.after(m.process, m.c.span(0, startMax), func() {
-		if u := m.host.units[unit]; u == nil || u.phase != state.Starting || !m.deadly[unit] {
+		if u := m.host.units[unit]; u == nil || u.Phase != state.Starting || !m.deadly[unit] {
 			return
 		}
 		m.c.log("dies of", m.name, unit)
@@ -227,7 +223,7 @@ func (f *faults) poison(m *machine, until time.Duration) {
 	}
 	var names []string
 	for _, name := range sorted(m.host.units) {
-		if m.host.units[name].phase == state.Ready {
+		if m.host.units[name].Phase == state.Ready {
 			names = append(names, name)
 		}
 	}
@@ -243,13 +239,13 @@ func (f *faults) poison(m *machine, until time.Duration) {
 
 // stop tells a machine to end; it is started again when it has.
 func (f *faults) stop(m *machine, until time.Duration) {
-	if m == nil || m.frozen || m.host.stopping || f.heal-f.c.now < stopGrace+5*time.Second {
+	if m == nil || m.frozen || m.host.core.Stopping() || f.heal-f.c.now < stopGrace+5*time.Second {
 		return
 	}
 	f.c.arrive(m.process, 0, m.terminate)
 	var again func()
 	again = func() {
-		if m.alive && m.host.stopping {
+		if m.alive && m.host.core.Stopping() {
 			f.c.after(nil, time.Second, again)
 			return
 		}

@@ -397,7 +397,7 @@ func (f *faults) healAll() {
 	for _, m := range c.machines {
 		m.slow, m.deadly = false, nil
 		f.thaw(m)
-		if m.alive && m.host.stopping { // its time is over
+		if m.alive && m.host.core.Stopping() { // its time is over
 			m.crash(false)
 		}
 		if c.canon.now().Nodes[m.name] != nil {

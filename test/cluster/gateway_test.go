@@ -44,9 +44,9 @@ const (
 
 func (u *hosted) part() part {
 	return part{
-		unit: u.order.Unit, epoch: u.order.Epoch, incarnation: u.incarnation, accepting: u.accepting,
-		fenced: u.failure != "",
-		gone:   u.phase == state.Gone, lockstep: u.lockstep(),
+		unit: u.Order.Unit, epoch: u.Order.Epoch, incarnation: u.incarnation, accepting: u.accepting,
+		fenced: u.Failure != nil,
+		gone:   u.Phase == state.Gone, lockstep: u.lockstep(),
 	}
 }
 
@@ -87,7 +87,7 @@ func (h *host) subscribe(to *machine, id int) {
 	h.sessions[to.i] = s
 	r := record{whole: true}
 	for _, name := range sorted(h.units) {
-		if u := h.units[name]; u.phase == state.Ready || u.phase == state.Draining {
+		if u := h.units[name]; u.Phase == state.Ready || u.Phase == state.Draining {
 			r.list = append(r.list, u.part())
 		}
 	}

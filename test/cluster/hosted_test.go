@@ -5,32 +5,23 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/actors/node"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
-// hosted is one unit at one epoch on a machine: a model of the life in actors/node.
+// hosted is one unit at one epoch on a machine: its node.Life, and a model of what actors/node does about it.
 type hosted struct {
+	*node.Life
 	h           *host
-	order       *msg.StartRank
 	before      *hosted // of an older epoch: must be gone first
 	waits       bool    // for before
-	phase       state.Phase
-	wasReady    bool
-	failure     string // why it left routing, "": it did not
-	stop        *stopWish
-	last        msg.UnitEvent
 	engines     []*engine
 	accepting   bool
 	streams     bool // one of its streams goes on as long as it may
 	incarnation uint64
 	step        int // number of what it does now: timers of older steps are dropped
 	gone        []func()
-}
-
-type stopWish struct {
-	deadline time.Duration
-	reason   string
 }
 
 // Times of engines. A real one takes minutes to start; here the order of things counts.
@@ -55,8 +46,8 @@ func (u *hosted) after(d time.Duration, do func()) {
 }
 
 func (u *hosted) begin() {
-	u.tell(msg.UnitEvent{Kind: msg.UnitStarted, Rank: -1})
-	if b := u.before; b != nil && b.phase != state.Gone {
+	u.log(msg.UnitStarted, "")
+	if b := u.before; b != nil && b.Phase != state.Gone {
 		u.waits = true
 		b.gone = append(b.gone, func() {
 			u.waits, u.before = false, nil
@@ -76,7 +67,7 @@ func (u *hosted) start() {
 
 // over ends a start that is not wanted any more.
 func (u *hosted) over() bool {
-	if u.stop == nil && u.failure == "" {
+	if u.Next(u.h.c.clock()) != node.StepEnd {
 		return false
 	}
 	u.finish()
@@ -86,7 +77,7 @@ func (u *hosted) over() bool {
 // assign is assign_rank: round after round, until a leader answers.
 func (u *hosted) assign(pause time.Duration) {
 	u.ask(func(l *shell, answer func(bool, error)) {
-		l.assign(u.order.Unit, func(epoch uint64, err error) { answer(epoch == u.order.Epoch, err) })
+		l.assign(u.Order.Unit, func(epoch uint64, err error) { answer(epoch == u.Order.Epoch, err) })
 	}, pause, func(same bool) {
 		if !same {
 			u.fail("the rank assigner knows another epoch")
@@ -115,14 +106,14 @@ func (u *hosted) ask(question func(l *shell, answer func(bool, error)), pause ti
 	})
 }
 
-func (u *hosted) lockstep() bool { return u.order.App.DataParallel.Coupling == app.Lockstep }
+func (u *hosted) lockstep() bool { return u.Order.App.DataParallel.Coupling == app.Lockstep }
 
 // meet is the rendezvous of a unit over several nodes.
 func (u *hosted) meet() {
 	switch {
-	case !u.lockstep() || len(u.order.AllRanks) == len(u.order.Ranks):
+	case !u.lockstep() || len(u.Order.AllRanks) == len(u.Order.Ranks):
 		u.bringUp()
-	case u.order.Ranks[0].Rank == 0:
+	case u.Order.Ranks[0].Rank == 0:
 		u.publish()
 		u.bringUp()
 	default:
@@ -133,11 +124,11 @@ func (u *hosted) meet() {
 // publish tells rank 0's address, again as long as the unit starts: a new leader has heard of none.
 func (u *hosted) publish() {
 	askLeader(u.h.m, 2*time.Second, true, func(l *shell, answer func(bool, error)) {
-		l.meetings[u.order.Unit] = max(l.meetings[u.order.Unit], u.order.Epoch)
+		l.meetings[u.Order.Unit] = max(l.meetings[u.Order.Unit], u.Order.Epoch)
 		answer(true, nil)
 	}, func(bool, error) {
 		u.h.c.after(u.h.m.process, u.h.c.cfg.renew/4, func() {
-			if u.phase == state.Starting {
+			if u.Phase == state.Starting {
 				u.publish()
 			}
 		})
@@ -146,7 +137,7 @@ func (u *hosted) publish() {
 
 func (u *hosted) await() {
 	u.ask(func(l *shell, answer func(bool, error)) {
-		answer(l.meetings[u.order.Unit] == u.order.Epoch, nil)
+		answer(l.meetings[u.Order.Unit] == u.Order.Epoch, nil)
 	}, askAgain, func(there bool) {
 		if there {
 			u.bringUp()
@@ -159,8 +150,8 @@ func (u *hosted) await() {
 // bringUp starts the engines and waits until they answer.
 func (u *hosted) bringUp() {
 	c := u.h.c
-	if !u.h.rules.Starts(c.clock()) {
-		u.fail("no lease")
+	if err := u.h.core.MayLaunch(c.clock()); err != nil {
+		u.fail(err.Error())
 		return
 	}
 	u.h.launch(u)
@@ -174,13 +165,12 @@ func (u *hosted) bringUp() {
 // up is the readiness of all ranks here. Engines that are coupled wait for each other first.
 func (u *hosted) up() {
 	c := u.h.c
-	if u.lockstep() && !c.complete(u.order) {
+	if u.lockstep() && !c.complete(u.Order) {
 		u.after(askAgain/2, u.up)
 		return
 	}
-	u.phase, u.wasReady, u.accepting, u.incarnation = state.Ready, true, true, c.Uint64()
-	u.h.show(u)
-	u.tell(msg.UnitEvent{Kind: msg.UnitReady, Rank: -1})
+	u.accepting, u.incarnation = true, c.Uint64()
+	u.enter(msg.UnitReady, node.Failure{Rank: -1})
 }
 
 // complete says whether all engines of a unit's grant run.
@@ -198,79 +188,42 @@ func (c *cluster) complete(o *msg.StartRank) bool {
 
 // fail takes the unit out of routing before anything else.
 func (u *hosted) fail(cause string) {
-	if u.fence(cause) {
+	if u.Fail(u.Order.Ranks[0].Rank, cause) {
+		u.closed()
 		u.poke()
 	}
 }
 
-func (u *hosted) fence(cause string) bool {
-	if u.failure != "" || u.phase == state.Killing || u.phase == state.Gone {
-		return false
-	}
-	u.failure, u.accepting = cause, false
+// closed shows that the unit admits nothing any more.
+func (u *hosted) closed() {
+	u.accepting = false
 	u.h.show(u)
-	return true
 }
 
-// askStop leaves the wish to end; false if the unit is gone already.
-func (u *hosted) askStop(grace time.Duration, reason string) bool {
-	if u.phase == state.Gone {
-		u.last.Asked = true
-		return false
-	}
-	u.wish(grace, reason)
-	u.poke()
-	return true
-}
-
-func (u *hosted) wish(grace time.Duration, reason string) {
-	if by := u.h.c.now + grace; u.stop == nil || by < u.stop.deadline {
-		u.stop = &stopWish{by, reason}
-	}
-}
-
-// cut fences and ends at once; false if it is gone already.
-func (u *hosted) cut(cause string) bool {
-	if u.phase == state.Gone {
-		return false
-	}
-	u.wish(0, cause)
-	u.fence(cause)
-	u.poke()
-	return true
-}
-
-// poke does what the wishes ask for.
+// poke does what the unit has to do next.
 func (u *hosted) poke() {
-	switch {
-	case u.waits:
-	case u.phase == state.Starting:
-		u.over()
-	case u.phase == state.Ready && u.stop != nil && u.failure == "" && u.h.c.now < u.stop.deadline:
-		u.drain()
-	case u.phase == state.Ready && u.stop == nil && u.failure != "":
-		u.phase = state.Fenced
-		u.tell(msg.UnitEvent{Kind: msg.UnitFenced, Rank: u.order.Ranks[0].Rank, Reason: u.failure})
-		u.finish()
-	case u.phase == state.Ready && (u.stop != nil || u.failure != ""):
-		u.finish()
-	case u.phase == state.Draining && (u.failure != "" || u.h.c.now >= u.stop.deadline):
-		u.finish()
-	case u.phase == state.Draining:
-		u.drained()
+	if u.waits {
+		return
 	}
-}
-
-// drain lets streams go on.
-func (u *hosted) drain() {
-	u.phase, u.accepting = state.Draining, false
-	u.h.show(u)
-	u.tell(msg.UnitEvent{Kind: msg.UnitDraining, Rank: -1, Reason: u.stop.reason})
-	u.drained()
+	switch u.Next(u.h.c.clock()) {
+	case node.StepFence:
+		u.enter(msg.UnitFenced, u.Why())
+		u.finish()
+	case node.StepDrain:
+		u.accepting = false
+		u.enter(msg.UnitDraining, u.Why())
+		u.drained()
+	case node.StepEnd:
+		u.finish()
+	case node.StepStay:
+		if u.Phase == state.Draining { // perhaps with another deadline
+			u.drained()
+		}
+	}
 }
 
 func (u *hosted) drained() {
-	left := u.stop.deadline - u.h.c.now
+	left := u.Grace(u.h.c.clock())
 	if !u.streams {
 		left = u.h.c.span(0, min(left, drainShort))
 	}
@@ -279,13 +232,13 @@ func (u *hosted) drained() {
 
 // finish takes the unit down.
 func (u *hosted) finish() {
-	if u.phase == state.Killing || u.phase == state.Gone {
+	if u.Phase == state.Killing || u.Phase == state.Gone {
 		return
 	}
 	c := u.h.c
-	u.phase, u.accepting = state.Killing, false
-	u.h.show(u)
-	u.tell(msg.UnitEvent{Kind: msg.UnitKilling, Rank: -1, Reason: u.why()})
+	why := u.Why()
+	u.accepting = false
+	u.enter(msg.UnitKilling, why)
 	d := time.Duration(0)
 	switch {
 	case len(u.engines) == 0:
@@ -295,14 +248,12 @@ func (u *hosted) finish() {
 		d = c.span(0, killMax)
 	}
 	if c.cfg.mutant == early {
-		u.tell(msg.UnitEvent{Kind: msg.UnitGone, Rank: -1, Reason: u.why(), Asked: u.stop != nil})
+		u.enter(msg.UnitGone, why)
 	}
 	u.after(d, func() {
 		u.h.kill(u)
-		u.phase = state.Gone
 		u.h.c.left(u)
-		u.h.show(u)
-		u.tell(msg.UnitEvent{Kind: msg.UnitGone, Rank: -1, Reason: u.why(), Asked: u.stop != nil})
+		u.enter(msg.UnitGone, why)
 		for _, f := range u.gone {
 			f()
 		}
@@ -310,21 +261,14 @@ func (u *hosted) finish() {
 	})
 }
 
-func (u *hosted) why() string {
-	if u.failure != "" {
-		return u.failure
-	}
-	if u.stop != nil {
-		return u.stop.reason
-	}
-	return "unknown"
+// enter changes the phase, shows it, and lets the leader know.
+func (u *hosted) enter(kind msg.UnitEventKind, why node.Failure) {
+	u.log(kind, why.Cause)
+	u.h.core.Enter(u.h.c.clock(), u.Life, kind, why, nil)
+	u.h.show(u)
+	u.h.plan()
 }
 
-func (u *hosted) tell(e msg.UnitEvent) {
-	e.Unit, e.Epoch, e.WasReady = u.order.Unit, u.order.Epoch, u.wasReady
-	u.last = e
-	u.h.tell(e)
+func (u *hosted) log(kind msg.UnitEventKind, why string) {
+	u.h.c.log("event", u.h.m.name, u.Order.Unit, u.Order.Epoch, string(kind), why)
 }
-
-// repeat reports the last event again, to a controller that missed it.
-func (u *hosted) repeat() { u.h.tell(u.last) }

@@ -155,7 +155,7 @@ func (m *machine) publish(s *state.State) {
 	}
 	if m.host != nil {
 		for id, u := range m.host.units {
-			if over := node.Superseded(s, id, u.order.Epoch); !over {
+			if over := node.Superseded(s, id, u.Order.Epoch); !over {
 				delete(m.viewed, id)
 			} else if m.viewed[id] == 0 {
 				m.viewed[id] = m.c.now
@@ -174,7 +174,7 @@ func (m *machine) changed() {
 	if m.shell != nil {
 		m.shell.look()
 	}
-	m.host.supersede()
+	m.host.check()
 	if m.ing != nil {
 		m.ing.adopt()
 	}
@@ -234,8 +234,7 @@ func (m *machine) takeOver(round int) {
 			default:
 				m.taking = false
 				m.shell = newShell(m)
-				m.host.demanded = true // the leader's own node renews at once
-				m.host.ring()
+				m.host.demand() // the leader's own node renews at once
 			}
 		})
 }
@@ -261,7 +260,7 @@ func uidOf(i int) string { return "uid-" + strconv.Itoa(i) }
 
 // lossOf is what nodes do without a lease in this run.
 func (c *cluster) lossOf() node.LeaseLoss {
-	if c.cfg.fence {
+	if c.cfg.fence && c.cfg.mutant != noFence {
 		return node.Fence
 	}
 	return node.Serve

@@ -184,8 +184,8 @@ func (c *cluster) unsettled() string {
 			}
 			for _, r := range u.Ranks {
 				h := c.named(r.Node).host.units[w.ID]
-				if h == nil || h.phase != state.Ready || h.order.Epoch != u.Epoch ||
-					h.order.App.Model.Source != spec.Model.Source {
+				if h == nil || h.Phase != state.Ready || h.Order.Epoch != u.Epoch ||
+					h.Order.App.Model.Source != spec.Model.Source {
 					return fmt.Sprintf("%s does not run %s at epoch %d", r.Node, w.ID, u.Epoch)
 				}
 			}
@@ -196,13 +196,13 @@ func (c *cluster) unsettled() string {
 	}
 	for _, m := range c.members() {
 		for _, id := range sorted(m.host.units) {
-			if u := m.host.units[id]; u.phase != state.Gone && (now.Units[id] == nil ||
-				now.Units[id].Epoch != u.order.Epoch) {
-				return fmt.Sprintf("%s still has %s at epoch %d", m.name, id, u.order.Epoch)
+			if u := m.host.units[id]; u.Phase != state.Gone && (now.Units[id] == nil ||
+				now.Units[id].Epoch != u.Order.Epoch) {
+				return fmt.Sprintf("%s still has %s at epoch %d", m.name, id, u.Order.Epoch)
 			}
 		}
 		switch {
-		case m.host.rules.Waiting():
+		case m.host.core.Waiting():
 			return m.name + " has news that nobody took"
 		case m.view.Index < now.Index:
 			return fmt.Sprintf("%s is at %d of the state, not %d", m.name, m.view.Index, now.Index)

@@ -281,7 +281,7 @@ func (w *workload) crash(m *machine) {
 	e := m.host.engines[w.c.IntN(len(m.host.engines))]
 	w.c.log("engine dies", m.name, e.unit, e.epoch)
 	w.c.arrive(m.process, 0, func() {
-		if u := m.host.units[e.unit]; u != nil && u.order.Epoch == e.epoch {
+		if u := m.host.units[e.unit]; u != nil && u.Order.Epoch == e.epoch {
 			u.fail("signal: killed")
 		}
 	})

@@ -1,0 +1,301 @@
+package node
+
+import (
+	"errors"
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/state"
+)
+
+// CoreConfig is what a Core knows from the start.
+type CoreConfig struct {
+	Node        string
+	Incarnation uint64            // random, of this process
+	AfterStop   bool              // the previous process of the node was told to end
+	Epochs      map[string]uint64 // what the previous process has recorded; nil = nothing
+	OnLeaseLoss LeaseLoss
+	LeaseTTL    time.Duration // until the leader says another
+	LeaseRenew  time.Duration
+}
+
+// Core decides for one node: which orders it takes, what it may run, what it tells the leader, and when it
+// asks for its lease. It has no IO, no clock and no goroutines, so a simulation runs many of them on virtual
+// time. Not safe for concurrent use.
+type Core struct {
+	cfg      CoreConfig
+	lease    lease
+	epochs   epochs
+	outbox   eventOutbox
+	units    map[string]*Life // the newest of each name
+	events   uint64           // told so far
+	stopping bool             // nothing starts any more
+
+	// Renewals.
+	begun    uint64        // number of the last one
+	ended    uint64        // number of the last one that has ended
+	sent     time.Time     // when the last one began
+	opens    time.Time     // from then on news does not wait
+	due      time.Time     // the next one, if there is no news
+	retry    time.Duration // the next pause after a failure
+	news     bool          // since the last one began
+	demanded bool          // since the last one began
+	index    uint64        // newest state index of a leader that granted a lease
+}
+
+// Parts of lease_renew: 100 ms to 1 s of its 2 s.
+const (
+	retryFirst = 20 // first pause after a failure; doubles
+	retryLast  = 2  // longest such pause
+)
+
+// guardPart is how often Check is needed, in parts of a lease: each 500 ms of 10 s, and at each change of the
+// state.
+const guardPart = 20
+
+// errNoLease refuses what needs a lease.
+var errNoLease = errors.New("no lease")
+
+// NewCore returns the Core of a new process.
+func NewCore(now time.Time, cfg CoreConfig) *Core {
+	return &Core{
+		cfg: cfg, epochs: newEpochs(cfg.Epochs), outbox: newEventOutbox(), units: map[string]*Life{},
+		retry: cfg.LeaseRenew / retryFirst,
+		// nothing is known of before
+		lease: lease{fence: cfg.OnLeaseLoss == Fence, ttl: cfg.LeaseTTL, beat: now, doubt: now},
+	}
+}
+
+// Superseded reports whether the cluster has released the unit, or granted it anew, since that epoch. An
+// older copy of the state shows nothing.
+func Superseded(s *state.State, unit string, epoch uint64) bool {
+	last := s.LastEpoch(unit)
+	return last > epoch || last == epoch && s.Units[unit] == nil
+}
+
+// MayStart refuses an order to start that is older than an epoch that this node or its copy of the state has
+// seen, or that the lease does not cover. It returns the epochs that must be on disk before Start; nil if the
+// unit is already here: then its last event is told again, and there is nothing to start.
+func (c *Core) MayStart(now time.Time, s *state.State, o *msg.StartRank) (map[string]uint64, error) {
+	if l := c.units[o.Unit]; l != nil && l.Order.Epoch == o.Epoch && c.epochs.seen[o.Unit] == o.Epoch {
+		c.tell(now, l.last)
+		return nil, nil
+	}
+	switch {
+	case c.stopping:
+		return nil, problem.New(problem.Unavailable, "unit %s: node %s: %w", o.Unit, c.cfg.Node,
+			msg.ErrNodeStopping)
+	case Superseded(s, o.Unit, o.Epoch):
+		return nil, problem.New(problem.Conflict,
+			"unit %s: %w: epoch %d was asked for, the cluster has released it (it is at %d)", o.Unit,
+			ErrStaleEpoch, o.Epoch, s.LastEpoch(o.Unit))
+	case c.epochs.isBehind(s):
+		return nil, problem.New(problem.Unavailable,
+			"unit %s: this node's copy of the state is older than before it was started", o.Unit).
+			WithHint("wait until the node has the present state")
+	}
+	if err := c.MayLaunch(now); err != nil {
+		return nil, err
+	}
+	return c.epochs.begin(s, o.Unit, o.Epoch,
+		func(unit string) bool { return unit == o.Unit || c.units[unit] != nil })
+}
+
+// MayLaunch refuses to start an engine that the lease does not cover.
+func (c *Core) MayLaunch(now time.Time) error {
+	if c.lease.starts(now) {
+		return nil
+	}
+	return problem.New(problem.Unavailable, "node %s: %w: it may start no engines", c.cfg.Node, errNoLease).
+		WithHint("wait until the node reaches the cluster's leader again, or look at its log")
+}
+
+// Start takes an order that MayStart has allowed; epochs is what that returned. An older unit of that name
+// has to end at once: two owners of a rank must never overlap.
+func (c *Core) Start(now time.Time, o *msg.StartRank, epochs map[string]uint64) *Life {
+	c.epochs.seen = epochs
+	if before := c.units[o.Unit]; before != nil {
+		before.AskStop(now, 0, "a newer epoch was granted")
+	}
+	l := &Life{Order: o}
+	c.units[o.Unit] = l
+	c.Enter(now, l, msg.UnitStarted, Failure{Rank: -1}, nil)
+	return l
+}
+
+// MayStop refuses an order to stop that is older than an epoch that this node has seen. It returns the epochs
+// that must be on disk before Stop, nil if it has seen this one.
+func (c *Core) MayStop(o *msg.StopRank) (map[string]uint64, error) {
+	if err := c.epochs.admit(o.Unit, o.Epoch); err != nil || c.epochs.seen[o.Unit] == o.Epoch {
+		return nil, err
+	}
+	return c.epochs.with(o.Unit, o.Epoch), nil
+}
+
+// Stop takes an order that MayStop has allowed; epochs is what that returned. A unit that is not here is told
+// to be gone, because the controller may have missed its end. A unit that already ends repeats its last
+// event, or the controller would repeat the order.
+func (c *Core) Stop(now time.Time, o *msg.StopRank, epochs map[string]uint64) {
+	if epochs != nil {
+		c.epochs.seen = epochs
+	}
+	l := c.units[o.Unit]
+	if l == nil || l.Order.Epoch < o.Epoch {
+		c.tell(now, msg.UnitEvent{
+			Unit: o.Unit, Epoch: o.Epoch, Kind: msg.UnitGone, Rank: -1, Reason: o.Reason, Asked: true,
+		})
+	}
+	if l == nil {
+		return
+	}
+	ends := l.Phase == state.Draining || l.Phase == state.Killing
+	if !l.AskStop(now, o.Grace, o.Reason) || ends {
+		c.tell(now, l.last)
+	}
+}
+
+// Leave refuses starts from now on, and tells the leader so.
+func (c *Core) Leave() { c.stopping, c.news = true, true }
+
+// StopAll asks every unit to end, within grace and its application's graceful_shutdown_timeout_s.
+func (c *Core) StopAll(now time.Time, grace time.Duration) {
+	for _, l := range c.units {
+		l.AskStop(now, min(grace, app.Seconds(l.Order.App.GracefulShutdownTimeout)), "node is stopping")
+	}
+}
+
+// Check finds what this node may no longer run: units that s shows superseded, and with on_lease_loss fence
+// all units when the lease is over. It returns the names of those that must be fenced and ended now, each
+// once, and the longest time until the next Check. It forgets units that are gone and superseded, because the
+// leader knows their end.
+func (c *Core) Check(now time.Time, s *state.State) (cut []string, next time.Duration) {
+	c.lease.look(now)
+	lost := c.lease.fences(now)
+	for _, unit := range slices.Sorted(maps.Keys(c.units)) {
+		l := c.units[unit]
+		over := Superseded(s, unit, l.Order.Epoch)
+		switch {
+		case over && l.Phase == state.Gone:
+			delete(c.units, unit)
+		case over && l.cut(now, causeSuperseded), lost && l.cut(now, causeLeaseLost):
+			cut = append(cut, unit)
+		}
+	}
+	c.outbox.forget(func(unit string, epoch uint64) bool { // also units that were never on this node
+		return c.units[unit] == nil && Superseded(s, unit, epoch)
+	})
+	next = c.cfg.LeaseTTL / guardPart
+	if in := c.lease.stop().Sub(now); c.lease.fence && in > 0 {
+		next = min(next, in)
+	}
+	return cut, next
+}
+
+// Has reports whether the node has the unit, at whatever epoch.
+func (c *Core) Has(unit string) bool { return c.units[unit] != nil }
+
+// Stopping reports whether the node ends.
+func (c *Core) Stopping() bool { return c.stopping }
+
+// Enter changes a unit's phase and tells the leader. It returns false for a unit with a failure, which does
+// not become ready.
+func (c *Core) Enter(now time.Time, l *Life, kind msg.UnitEventKind, why Failure, tail []string) bool {
+	if kind == msg.UnitReady && l.Failure != nil {
+		return false
+	}
+	l.Phase = phases[kind]
+	l.WasReady = l.WasReady || kind == msg.UnitReady
+	l.last = msg.UnitEvent{
+		Unit: l.Order.Unit, Epoch: l.Order.Epoch, Kind: kind, Rank: why.Rank, Reason: why.Cause,
+		LogTail: tail, WasReady: l.WasReady, Asked: kind == msg.UnitGone && l.stop != nil,
+	}
+	c.tell(now, l.last)
+	return true
+}
+
+// tell numbers an event and puts it into the outbox.
+func (c *Core) tell(now time.Time, e msg.UnitEvent) {
+	c.events++
+	e.Node, e.Number, e.At = c.cfg.Node, c.events, now
+	c.outbox.add(e)
+	c.news = true
+}
+
+// Waiting reports whether the leader has not taken all events.
+func (c *Core) Waiting() bool { return len(c.outbox.queue) > 0 }
+
+// Renew begins a renewal and returns its report, without the node's record.
+func (c *Core) Renew(now time.Time) *msg.NodeReport {
+	c.lease.look(now)
+	c.begun++
+	c.sent, c.news, c.demanded = now, false, false
+	r := &msg.NodeReport{
+		Incarnation: c.cfg.Incarnation, Wall: now, Stopping: c.stopping, AfterStop: c.cfg.AfterStop,
+	}
+	r.Events, r.Units = c.outbox.report()
+	return r
+}
+
+// Renewed takes the end of the renewal: what the leader granted, nil if it failed.
+func (c *Core) Renewed(now time.Time, granted *msg.Lease) {
+	c.ended = c.begun
+	if granted == nil {
+		c.lease.ended(c.sent, now, 0)
+		c.opens, c.due = now.Add(c.cfg.LeaseRenew/retryFirst), now.Add(c.retry)
+		c.retry = min(2*c.retry, c.cfg.LeaseRenew/retryLast)
+		return
+	}
+	ttl := granted.TTL
+	if ttl <= 0 {
+		ttl = c.cfg.LeaseTTL
+	}
+	c.lease.ended(c.sent, now, ttl)
+	c.index = max(c.index, granted.Index)
+	c.retry = c.cfg.LeaseRenew / retryFirst
+	c.opens, c.due = now, c.sent.Add(c.cfg.LeaseRenew)
+	if more := c.outbox.acknowledge(granted.Taken); more {
+		c.due = now
+	}
+}
+
+// RenewAt is when the next renewal begins: at once if it is demanded, soon if there is news.
+func (c *Core) RenewAt() time.Time {
+	switch {
+	case c.demanded:
+		return time.Time{}
+	case c.news && c.opens.Before(c.due):
+		return c.opens
+	default:
+		return c.due
+	}
+}
+
+// Demand asks for a renewal at once and returns its number: Ended reaches it when a renewal that began after
+// the call has ended.
+func (c *Core) Demand() (number uint64) {
+	c.demanded = true
+	return c.begun + 1
+}
+
+// Ended is the number of the last renewal that has ended.
+func (c *Core) Ended() uint64 { return c.ended }
+
+// IsBehind reports whether a copy of the state is older than the leader's at the last lease. Such a copy may
+// still show an epoch that was released, and an order of a replaced leader may be on its way.
+func (c *Core) IsBehind(s *state.State) bool { return s.Index < c.index }
+
+// Suspended accounts for a suspension of the machine, which the clock did not count.
+func (c *Core) Suspended(d time.Duration) {
+	c.lease.sleep(d)
+	c.sent = c.sent.Add(-d)
+}
+
+// AdmitsUntil is when the node stops to admit requests, as far as is known now; zero: it does not admit.
+func (c *Core) AdmitsUntil() time.Time { return c.lease.admitsUntil() }
+
+// LeaseLeft is the remaining time of the lease, 0 if it is over.
+func (c *Core) LeaseLeft(now time.Time) time.Duration { return c.lease.left(now) }
