@@ -63,7 +63,8 @@ func (r *fakeRouters) Router(_ context.Context, app string) (client.Info, error)
 }
 
 func (r *fakeRouters) BestWorker(_ context.Context, _ string, q *client.BestWorkerRequest) (client.Worker,
-	error) {
+	error,
+) {
 	r.asked = *q
 	return client.Worker{
 		Worker: "0/1", DPRank: 1, OverlapBlocks: 3, BlockSize: 16, RequestID: q.RequestID, ExpiresS: 300,
@@ -71,7 +72,8 @@ func (r *fakeRouters) BestWorker(_ context.Context, _ string, q *client.BestWork
 }
 
 func (r *fakeRouters) PotentialLoads(_ context.Context, _ string, ids []uint32) ([]client.PotentialLoad,
-	error) {
+	error,
+) {
 	r.asked = ids
 	return []client.PotentialLoad{{Worker: "0/0", PrefillTokens: 5, DecodeBlocks: 1}}, r.fail
 }

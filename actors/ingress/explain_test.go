@@ -230,8 +230,10 @@ func (b *decisionRig) same(x *client.Explanation, req *request) {
 	terms := map[string][]client.Term{}
 	for _, term := range d.Terms {
 		terms[term.Rank.String()] = append(terms[term.Rank.String()],
-			client.Term{Name: term.Name, Unit: term.Unit, Raw: term.Raw, Weight: term.Weight,
-				Value: term.Value})
+			client.Term{
+				Name: term.Name, Unit: term.Unit, Raw: term.Raw, Weight: term.Weight,
+				Value: term.Value,
+			})
 	}
 	for i := range x.Ranks {
 		row := &x.Ranks[i]

@@ -366,8 +366,10 @@ func TestRefusalsAreNoAttempts(t *testing.T) {
 
 	g := newRig(t, options{engines: serves(6)})
 	fence(g.replicas[:5])
-	w, err := g.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{TokenIDs: []uint32{1},
-		RequestID: "r"})
+	w, err := g.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{
+		TokenIDs:  []uint32{1},
+		RequestID: "r",
+	})
 	require.NoError(t, err)
 	assert.Equal(t, "0/5", w.Worker)
 	require.NoError(t, g.in.Free("demo", "r"))

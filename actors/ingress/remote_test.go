@@ -220,7 +220,9 @@ func TestFarReservation(t *testing.T) {
 	<-ctx.Done()
 	assert.Zero(t, r.inFlight())
 	r.setRefuse(func(*msg.Admit) msg.Refusal { return msg.Draining })
-	_, err = g.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{TokenIDs: []uint32{1},
-		RequestID: "r2"})
+	_, err = g.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{
+		TokenIDs:  []uint32{1},
+		RequestID: "r2",
+	})
 	require.Error(t, err)
 }

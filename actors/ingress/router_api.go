@@ -174,7 +174,8 @@ func copyColumns(held []*column) (out []blockRun, truncated bool) {
 // it counts until Free, at most Timers.Reservation; without one nothing changes. It never waits in the queue.
 // Errors are *problem.Error.
 func (in *Ingress) BestWorker(ctx context.Context, app string, q *client.BestWorkerRequest) (client.Worker,
-	error) {
+	error,
+) {
 	ar, router, err := in.routerOf(app)
 	if err != nil {
 		return client.Worker{}, err

@@ -106,14 +106,18 @@ func TestReservationExpires(t *testing.T) {
 		urls:   []string{"http://127.0.0.1:1"},
 		timers: Timers{Reservation: 20 * time.Millisecond},
 	})
-	_, err := g.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{TokenIDs: []uint32{1},
-		RequestID: "r1"})
+	_, err := g.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{
+		TokenIDs:  []uint32{1},
+		RequestID: "r1",
+	})
 	require.NoError(t, err)
 	eventually(t, func() bool { return g.replicas[0].inFlight() == 0 }, "the ticket is given back")
 	assert.Equal(t, "reservation_expired", g.replicas[0].lastDone(t).Cause)
 	require.Equal(t, problem.NotFound, problem.CodeOf(g.in.Free("demo", "r1")))
-	_, err = g.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{TokenIDs: []uint32{1},
-		RequestID: "r1"})
+	_, err = g.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{
+		TokenIDs:  []uint32{1},
+		RequestID: "r1",
+	})
 	require.NoError(t, err, "the id is free again")
 	require.NoError(t, g.in.Free("demo", "r1"))
 }
@@ -180,8 +184,10 @@ func TestReservationsAreBounded(t *testing.T) {
 	assert.Equal(t, maxReservations, g.replicas[0].inFlight())
 	g.in.findAppRouter("demo").close()
 	assert.Zero(t, g.replicas[0].inFlight())
-	_, err := g.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{TokenIDs: []uint32{1},
-		RequestID: "late"})
+	_, err := g.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{
+		TokenIDs:  []uint32{1},
+		RequestID: "late",
+	})
 	require.Error(t, err)
 }
 

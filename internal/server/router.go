@@ -50,13 +50,15 @@ func (r *routers) Router(_ context.Context, app string) (client.Info, error) {
 
 // BestWorker implements api.Routers.
 func (r *routers) BestWorker(ctx context.Context, app string, q *client.BestWorkerRequest) (client.Worker,
-	error) {
+	error,
+) {
 	return r.n.ingress.BestWorker(ctx, app, q)
 }
 
 // PotentialLoads implements api.Routers.
 func (r *routers) PotentialLoads(_ context.Context, app string, ids []uint32) ([]client.PotentialLoad,
-	error) {
+	error,
+) {
 	return r.n.ingress.PotentialLoads(app, ids)
 }
 
