@@ -372,11 +372,13 @@ func TestCheckRemoval(t *testing.T) {
 			ErrLastControl,
 		},
 		{
-			"ranks are left", "w", func(s *State) { s.Nodes["w"].Draining = true; s.Units["u"] = unitOn("w") },
+			"ranks are left", "w",
+			func(s *State) { s.Nodes["w"].Draining = true; s.Units["u"] = unitOn("w") },
 			ErrUnitsLeft, nil,
 		},
 		{
-			"lost with its ranks", "w", func(s *State) { s.Nodes["w"].Lost = true; s.Units["u"] = unitOn("w") },
+			"lost with its ranks", "w",
+			func(s *State) { s.Nodes["w"].Lost = true; s.Units["u"] = unitOn("w") },
 			nil, nil,
 		},
 	} {

@@ -107,7 +107,9 @@ func (c *cluster) unmoved() string {
 		case now.Epochs[unit] > l.epoch, !c.wants(unit), rec != nil && rec.Phase == state.Failed:
 			delete(c.audit.left, unit)
 		case c.now-max(l.at, c.calmSince) > movedWithin && c.room(unit):
-			return fmt.Sprintf("%s ended at epoch %d at %v on a machine that stops, and was not granted elsewhere", unit, l.epoch, l.at)
+			return fmt.Sprintf(
+				"%s ended at epoch %d at %v on a machine that stops, and was not granted elsewhere",
+				unit, l.epoch, l.at)
 		}
 	}
 	return ""
