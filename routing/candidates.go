@@ -209,6 +209,45 @@ func gather(q *Request, v *View, c *scratch) (t tier, ok bool) {
 	return t, n > 0
 }
 
+// Exclusion is why a rank does not get a request now. Its zero value is a candidate.
+type Exclusion uint8
+
+// The exclusions, in the order in which they are named: a rank may have several.
+const (
+	NotExcluded Exclusion = iota
+	Tried                 // in Request.Tried
+	NotReady
+	LeftOut   // tripped, and among the first of those
+	AboveBusy // its KV usage is above busy_threshold
+	SilentStream
+	NoRoom
+)
+
+// Exclusions says for each row of v why q cannot go there now, by Eligible and the tier that load policies
+// choose from. A policy may still prefer another rank, or know tiers of its own.
+func (v *View) Exclusions(q *Request) []Exclusion {
+	out := make([]Exclusion, len(v.Ranks))
+	t, _ := openTier(q, v)
+	for i := range v.Ranks {
+		switch rk := &v.Ranks[i]; {
+		case t.has(q, rk):
+		case Eligible(q, rk) && rk.Silent:
+			out[i] = SilentStream
+		case Eligible(q, rk):
+			out[i] = NoRoom
+		case slices.Contains(q.Tried, rk.ID):
+			out[i] = Tried
+		case !rk.Ready:
+			out[i] = NotReady
+		case rk.LeftOut:
+			out[i] = LeftOut
+		default:
+			out[i] = AboveBusy
+		}
+	}
+	return out
+}
+
 // resetDecision empties d for a new decision and keeps its memory.
 func resetDecision(d *Decision) {
 	d.Kind, d.Reason, d.Disqualified = Reject, "", 0

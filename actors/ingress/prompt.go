@@ -119,7 +119,7 @@ func (p *prompt) fromBody(ctx context.Context, ar *appRouter, route openai.Route
 	}
 	p.tokens, p.estimated = scan.PromptTokens, false
 	if scan.PromptTokens < 0 {
-		p.tokens, p.estimated = ar.estimators[route].PromptTokens(scan), true
+		p.tokens, p.estimated = ar.estimates.tokens[route].PromptTokens(scan), true
 	}
 	if !route.Generates() {
 		p.tokens, p.estimated = 0, false

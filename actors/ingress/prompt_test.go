@@ -189,7 +189,8 @@ func TestRT14OddPrompts(t *testing.T) {
 		"ids":           {openai.Completions, `{"prompt":[` + strings.Repeat("5,", 40) + `1]}`, 2},
 		"image only": {
 			openai.Chat,
-			`{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:image/png;base64,` + strings.Repeat("A", 4*block) + `"}}]}]}`, 4,
+			`{"messages":[{"role":"user","content":[{"type":"image_url",` +
+				`"image_url":{"url":"data:image/png;base64,` + strings.Repeat("A", 4*block) + `"}}]}]}`, 4,
 		},
 		"1 MiB": {
 			openai.Completions, `{"prompt":"` + strings.Repeat("x", 1<<20) + `"}`,

@@ -259,7 +259,6 @@ func TestGenerateFails(t *testing.T) {
 		t.Helper()
 		return collect(newRig(t, options{
 			engines: []http.HandlerFunc{engine},
-			timers:  Timers{Queue: 10 * time.Millisecond},
 		}), q)
 	}
 	one := &msg.Generate{TokenIDs: []uint32{1}}

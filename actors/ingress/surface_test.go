@@ -379,10 +379,6 @@ func TestDefaults(t *testing.T) {
 	assert.Equal(t, 100*time.Second, tm.IdleOwned)
 	assert.Equal(t, 4*time.Second, tm.IdleAttached)
 	assert.Equal(t, 10*time.Second, tm.BudgetWindow)
-	assert.Equal(t, 60*time.Second, tm.Queue)
-	assert.Equal(t, 300*time.Second, tm.FirstToken)
-	assert.Equal(t, 30*time.Second, tm.BetweenToken)
-	assert.Equal(t, 3, defaultAttempts)
 	assert.Equal(t, 10, budgetShare)
 	assert.Equal(t, 20, budgetFloor)
 }
