@@ -46,7 +46,7 @@ func TestKV3EventsReachTheStream(t *testing.T) {
 		p.mu.Unlock()
 		assert.Equal(t, []uint64{0, 1}, asked,
 			"one replay of all there was, one from the first missing batch")
-		time.Sleep(2 * defaultHealthPeriod) // counters are a copy of some moments ago
+		time.Sleep(2 * healthPeriod(&standard)) // counters are a copy of some moments ago
 		assert.Equal(t, client.EventStatus{State: client.EventsLive, Batches: 4, Gaps: 1}, events(r))
 		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
 	})
@@ -238,7 +238,7 @@ func TestReadyAfterAFenceListensAnew(t *testing.T) {
 			old.columnSums())
 		assert.Equal(t, "0000000000000008", r.Status().Incarnation)
 		assert.Equal(t, client.EventsLive, events(r).State)
-		time.Sleep(2 * defaultHealthPeriod)
+		time.Sleep(2 * healthPeriod(&standard))
 		assert.Equal(t, uint64(3), events(r).Batches, "counters go on")
 		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
 	})

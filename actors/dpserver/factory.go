@@ -127,23 +127,26 @@ func replicaID(appName string, group, position int) string {
 	return appName + "." + strconv.Itoa(group) + "." + strconv.Itoa(position)
 }
 
+// standard has the settings of an application that leaves them out. A deployed one has them all.
+var standard = app.Default()
+
 func healthPeriod(a *app.Application) time.Duration {
-	return orDefault(a.HealthCheckPeriodS, defaultHealthPeriod)
+	return secondsOf(a.HealthCheckPeriodS, standard.HealthCheckPeriodS)
 }
 
 func healthTimeout(a *app.Application) time.Duration {
-	return orDefault(a.HealthCheckTimeoutS, defaultHealthTimeout)
+	return secondsOf(a.HealthCheckTimeoutS, standard.HealthCheckTimeoutS)
 }
 
 func stallTimeout(a *app.Application) time.Duration {
-	return orDefault(a.Engine.StallTimeoutS, defaultStallTimeout)
+	return secondsOf(a.Engine.StallTimeoutS, standard.Engine.StallTimeoutS)
 }
 
-func orDefault(seconds float64, value time.Duration) time.Duration {
-	if seconds <= 0 {
-		return value
+func secondsOf(value, otherwise float64) time.Duration {
+	if value <= 0 {
+		value = otherwise
 	}
-	return app.Seconds(seconds)
+	return app.Seconds(value)
 }
 
 // Timers are the times of a DPServer; the zero value of a field means its default. The period of the health
@@ -161,19 +164,16 @@ type Timers struct {
 	Silence time.Duration
 }
 
-// Defaults of Timers, and of the health settings of an application.
+// Defaults of Timers.
 const (
-	defaultCanary        = 10 * time.Second
-	defaultTicketLapse   = 5 * time.Second
-	defaultBusyHold      = time.Second
-	defaultTripBackoff   = time.Second
-	defaultTripCeiling   = 64 * time.Second
-	defaultCounterLimit  = 500 * time.Millisecond
-	defaultScrape        = time.Second
-	defaultSilence       = 30 * time.Second
-	defaultHealthPeriod  = time.Second
-	defaultHealthTimeout = 5 * time.Second
-	defaultStallTimeout  = 20 * time.Second
+	defaultCanary       = 10 * time.Second
+	defaultTicketLapse  = 5 * time.Second
+	defaultBusyHold     = time.Second
+	defaultTripBackoff  = time.Second
+	defaultTripCeiling  = 64 * time.Second
+	defaultCounterLimit = 500 * time.Millisecond
+	defaultScrape       = time.Second
+	defaultSilence      = 30 * time.Second
 )
 
 // Counts of the trip and of the stall check.

@@ -97,7 +97,7 @@ func (s *Server) Fence(cause string) <-chan struct{} {
 }
 
 // Drain stops admission and lets running requests finish. Drained says when none is left.
-func (s *Server) Drain(cause string) { s.box.Send(msg.Drain{Cause: cause}) }
+func (s *Server) Drain(cause string) { s.box.Send(drainRequest{cause}) }
 
 // Drained is closed when a Drain found the rank without requests, or the rank has ended.
 func (s *Server) Drained() <-chan struct{} { return s.drained }
