@@ -326,7 +326,7 @@ func inBubble(t *testing.T, change func(c *Config), f func(t *testing.T, b *bubb
 			BindTest: func(int) error { return nil }, Log: log,
 			Rand: func() uint64 { number++; return number }, Executable: "dpserve", Environ: []string{},
 			Leader: b.leader, Store: b.store,
-			Self: func() state.Node { return state.Node{ID: "n", Offer: state.Offer{Slots: 8}} },
+			Self: func() state.Node { return state.Node{ID: "n", Resources: state.Resources{Slots: 8}} },
 			NewReplica: func(s msg.ReplicaSpec) (Replica, error) {
 				r := &fakeReplica{}
 				b.mu.Lock()

@@ -90,7 +90,7 @@ type rig struct {
 func node(id string, slots int) state.Node {
 	return state.Node{
 		ID: id, UID: "uid-" + id, Roles: []state.Role{state.RoleControl, state.RoleWorker},
-		Offer: state.Offer{Slots: slots, PortLo: 20000, PortHi: 29999},
+		Resources: state.Resources{Slots: slots, PortLo: 20000, PortHi: 29999},
 	}
 }
 

@@ -276,7 +276,7 @@ func (s *ControlServer) ForwardApply(
 func (s *ControlServer) checkForward(ctx context.Context, c *state.Command) error {
 	peer, _ := s.cfg.Peer(ctx)
 	switch {
-	case c.Init != nil && hasSecrets(c.Init) || c.TurnKey != nil:
+	case c.Init != nil && hasSecrets(c.Init) || c.RotateGossipKey != nil:
 		return problem.New(problem.PermissionDenied,
 			"only the leader itself names its cluster and changes its gossip key")
 	case c.PutNode != nil && c.PutNode.AnyRoles:

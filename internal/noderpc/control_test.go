@@ -322,7 +322,9 @@ func TestProposalsOfFollowers(t *testing.T) {
 		_, err = a.client.Propose(t.Context(),
 			state.Command{Init: &state.Init{Cluster: "c", Secret: []byte("mine")}})
 		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
-		_, err = a.client.Propose(t.Context(), state.Command{TurnKey: &state.TurnKey{Next: []byte("mine")}})
+		_, err = a.client.Propose(t.Context(), state.Command{
+			RotateGossipKey: &state.RotateGossipKey{Next: []byte("mine")},
+		})
 		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
 		_, err = a.client.Propose(t.Context(), state.Command{Init: &state.Init{Cluster: "c"}})
 		require.NoError(t, err, "the name alone")

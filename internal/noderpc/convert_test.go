@@ -80,7 +80,7 @@ func anyNode() *rapid.Generator[state.Node] {
 				state.RoleControl, state.RoleWorker,
 				state.RoleIngress,
 			}), 3).Draw(t, "roles"),
-			Offer: state.Offer{
+			Resources: state.Resources{
 				Slots:   rapid.IntRange(0, 64).Draw(t, "slots"),
 				Devices: some(rapid.IntRange(0, 64), 8).Draw(t, "devices"),
 				PortLo:  rapid.IntRange(0, 65535).Draw(t, "lo"),

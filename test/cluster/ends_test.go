@@ -169,8 +169,8 @@ func (c *cluster) room(unit string) bool {
 	}
 	for _, id := range sorted(now.Nodes) {
 		n, m := now.Nodes[id], c.named(id)
-		if n.Takes() && m.alive && !m.host.core.Stopping() && slots[id] < n.Offer.Slots &&
-			devices[id] < len(n.Offer.Devices) {
+		if n.Takes() && m.alive && !m.host.core.Stopping() && slots[id] < n.Resources.Slots &&
+			devices[id] < len(n.Resources.Devices) {
 			return true
 		}
 	}
