@@ -266,8 +266,9 @@ func (g *rig) raw(t *testing.T, text string, closeWrite bool) (*http.Response, s
 	return resp, string(body)
 }
 
-// TestSP6Limits: body at the limit, above it, lying length; 101 fields; 64 KiB and one byte of header.
-func TestSP6Limits(t *testing.T) {
+// TestLimitsOfBodyAndHeader: body at the limit, above it, lying length; 101 fields; 64 KiB and one byte of
+// header.
+func TestLimitsOfBodyAndHeader(t *testing.T) {
 	g := newRig(t, options{
 		engines: []http.HandlerFunc{replies(200, wholeAnswer)},
 		limits:  Limits{MaxBody: 1000}, timers: Timers{BodyStall: 100 * time.Millisecond},

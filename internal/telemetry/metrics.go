@@ -6,6 +6,8 @@
 package telemetry
 
 import (
+	"io"
+	"log/slog"
 	"net/http"
 	"runtime"
 	"strconv"
@@ -46,7 +48,8 @@ type appKey struct{ app, policy string }
 // New returns metrics without series, with the collectors of the Go runtime and the process.
 func New() *Metrics {
 	m := &Metrics{
-		registry: prometheus.NewRegistry(), vecs: newVectors(), ranks: newRankCollector(), apps: map[appKey]*App{},
+		registry: prometheus.NewRegistry(), vecs: newVectors(), ranks: newRankCollector(),
+		apps: map[appKey]*App{},
 	}
 	m.registry.MustRegister(m.vecs.all()...)
 	m.registry.MustRegister(m.ranks)
@@ -270,4 +273,21 @@ func (m *Metrics) Ingress(node string, read func() IngressUsage) {
 			"has none.", func(u IngressUsage) int64 { return u.MemoryLimit })
 	add("client_connections", "Connections of clients.",
 		func(u IngressUsage) int64 { return int64(u.Connections) })
+}
+
+// The log formats.
+const (
+	FormatText = "text" // key=value lines for people
+	FormatJSON = "json" // one object a line for collectors
+)
+
+// NewLogger returns the process's logger: JSON for FormatJSON, else text. Recurring fields have fixed names:
+// node, room, app, unit, group, rank, epoch, incarnation, request_id, ingress, attempt, cause, code, dur_ms,
+// err.
+func NewLogger(w io.Writer, format string, level slog.Leveler) *slog.Logger {
+	opts := &slog.HandlerOptions{Level: level}
+	if format == FormatJSON {
+		return slog.New(slog.NewJSONHandler(w, opts))
+	}
+	return slog.New(slog.NewTextHandler(w, opts))
 }
