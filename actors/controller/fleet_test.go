@@ -232,7 +232,7 @@ func (c *fleet) renew(ids ...string) {
 		h.follow(c.state)
 		c.step(NodeReported{h.report(c.now)})
 		if l := c.lease[id]; l.Err == nil {
-			h.taken(l.Lease.Taken)
+			h.taken(l.Lease.Acked)
 		}
 	}
 }

@@ -76,7 +76,7 @@ func (l *fakeLeader) grant(r *msg.NodeReport) msg.Lease {
 			l.high, l.events = e.Number, append(l.events, e)
 		}
 	}
-	return msg.Lease{TTL: 10 * time.Second, Taken: l.high, Leader: "l"}
+	return msg.Lease{TTL: 10 * time.Second, Acked: l.high, Leader: "l"}
 }
 
 func (l *fakeLeader) becomes(answer func(ctx context.Context, r *msg.NodeReport) (msg.Lease, error)) {

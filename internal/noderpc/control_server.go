@@ -125,7 +125,7 @@ func (s *ControlServer) renew(ctx context.Context, r *dpservev1.RenewRequest) (m
 		s.cfg.Unknown("unit_event")
 	}
 	lease, err := leader.Renew(ctx, report)
-	lease.Taken = acknowledged(lease.Taken, report.Events, r.GetEvents())
+	lease.Acked = acknowledged(lease.Acked, report.Events, r.GetEvents())
 	return lease, err
 }
 

@@ -166,7 +166,7 @@ func TestLogsSurviveTheWire(t *testing.T) {
 
 func TestLeaseSurvivesTheWire(t *testing.T) {
 	want := msg.Lease{
-		TTL: 10 * time.Second, Taken: 7, Leader: "a", Index: 9,
+		TTL: 10 * time.Second, Acked: 7, Leader: "a", Index: 9,
 		Waiting: []msg.Waiting{{
 			App: "chat", Revision: 3, Reason: "no room",
 			Units: map[string]uint64{"chat/0/0": 2, "chat/0/1": 0},
