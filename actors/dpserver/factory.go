@@ -65,18 +65,18 @@ type Factory struct {
 func (f *Factory) New(spec msg.ReplicaSpec) (*Server, error) {
 	ctx, cancel := context.WithCancel(context.Background())
 	s := &Server{
-		spec: spec, hub: f.Hub, assigner: f.Assigner, engine: f.NewEngine(&spec),
-		timers: f.Timers.withDefaults(), prefillTime: f.PrefillTime,
-		id: routing.ID(spec.Group, spec.Rank), createdAt: time.Now(), ctx: ctx, cancel: cancel,
-		drained: make(chan struct{}),
-		net: eventNetwork{
-			address: f.Address, dial: f.DialEvents, listen: f.ListenEvents,
-			replays: f.Replays,
+		nodeParts: nodeParts{
+			hub: f.Hub, assigner: f.Assigner, timers: f.Timers.withDefaults(), prefillTime: f.PrefillTime,
+			currentApp: f.App, lease: f.Lease,
+			net: eventNetwork{
+				address: f.Address, dial: f.DialEvents, listen: f.ListenEvents, replays: f.Replays,
+			},
+			log: f.Log.With(slog.String("app", spec.App.Name), slog.String("unit", spec.Unit),
+				slog.Int("rank", spec.Rank), slog.Uint64("epoch", spec.Epoch)),
 		},
-		hasher: f.hasher(), currentApp: f.App, lease: f.Lease,
+		spec: spec, engine: f.NewEngine(&spec), id: routing.ID(spec.Group, spec.Rank), hasher: f.hasher(),
+		createdAt: time.Now(), ctx: ctx, cancel: cancel, drained: make(chan struct{}),
 		state: actorState{subscriptionID: firstSubscription, eventSource: spec.Events},
-		log: f.Log.With(slog.String("app", spec.App.Name), slog.String("unit", spec.Unit),
-			slog.Int("rank", spec.Rank), slog.Uint64("epoch", spec.Epoch)),
 	}
 	s.orphans.post = func(m any) { s.box.Send(m) }
 	s.stream.identity = msg.Record{App: spec.App.Name, Unit: spec.Unit, Rank: s.id, Epoch: spec.Epoch}

@@ -20,20 +20,13 @@ import (
 
 // Server is what a node holds of one DPServer. It outlives a panic of the actor inside it.
 type Server struct {
-	spec        msg.ReplicaSpec
-	id          routing.RankID
-	hub         *Hub
-	assigner    msg.Assigner
-	engine      Engine
-	timers      Timers
-	prefillTime func(tokens int) time.Duration
-	hasher      kvindex.Hasher
-	currentApp  func(name string) *app.Application // nil: spec.App
-	lease       func() bool                        // nil: the node may always admit
-	net         eventNetwork
-	log         *slog.Logger
-	box         *inbox.Inbox // of the replica
-	createdAt   time.Time    // the origin of the rank's clock
+	nodeParts
+	spec      msg.ReplicaSpec
+	id        routing.RankID
+	engine    Engine
+	hasher    kvindex.Hasher
+	box       *inbox.Inbox // of the replica
+	createdAt time.Time    // the origin of the rank's clock
 
 	// the life of the actor's own probes; Stop cancels it
 	ctx    context.Context //nolint:containedctx // the life of the actor's own probes, cancelled by Stop
@@ -49,6 +42,18 @@ type Server struct {
 	subscriptions subscriptions
 	stream        stream
 	recorder      recorderHandle
+}
+
+// nodeParts are what a node gives each of its DPServers.
+type nodeParts struct {
+	hub         *Hub
+	assigner    msg.Assigner
+	timers      Timers
+	prefillTime func(tokens int) time.Duration
+	currentApp  func(name string) *app.Application // nil: spec.App
+	lease       func() bool                        // nil: the node may always admit
+	net         eventNetwork
+	log         *slog.Logger
 }
 
 // actorState survives a panic of the actor: the new actor continues with it and with an empty account.
