@@ -9,7 +9,6 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"strconv"
 	"time"
 
 	"github.com/asynkron/protoactor-go/actor"
@@ -119,12 +118,6 @@ func NewClient(rt http.RoundTripper) func(spec *msg.ReplicaSpec) Engine {
 		addr := engine.Addressing{Mode: spec.Target.Addressing, Selector: spec.Target.Selector}
 		return engine.NewClient(spec.Target.URL, addr, engine.APIKey(spec.App), rt)
 	}
-}
-
-// replicaID is the name under which a rank is assigned: app.group.position. The position is its place in the
-// group's grant.
-func replicaID(appName string, group, position int) string {
-	return appName + "." + strconv.Itoa(group) + "." + strconv.Itoa(position)
 }
 
 // standard has the settings of an application that leaves them out. A deployed one has them all.

@@ -180,7 +180,7 @@ var errNotGranted = errors.New("the rank is not granted to this replica")
 // started with. It is idempotent.
 func (s *Server) Assign(ctx context.Context) error {
 	r, err := s.assigner.Assign(ctx, s.spec.App.Name, s.spec.Group,
-		replicaID(s.spec.App.Name, s.spec.Group, s.spec.Rank))
+		msg.ReplicaID(s.spec.App.Name, s.spec.Group, s.spec.Rank))
 	if err == nil {
 		err = r.Err
 	}

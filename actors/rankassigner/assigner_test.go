@@ -188,7 +188,7 @@ func TestAssignReadsTheGrantAndIsIdempotent(t *testing.T) {
 		assert.Len(t, res.Epochs, 4)
 		for range 3 {
 			for rank := range 4 {
-				a, err := r.Assign(t.Context(), "chat", 0, formatReplicaID("chat", 0, rank))
+				a, err := r.Assign(t.Context(), "chat", 0, msg.ReplicaID("chat", 0, rank))
 				require.NoError(t, err)
 				assert.Equal(t, msg.AssignReply{Rank: rank, Epoch: 1, DPSize: 4}, a)
 			}
@@ -505,7 +505,7 @@ func FuzzPositionOfReplicaID(f *testing.F) {
 	f.Fuzz(func(t *testing.T, name string, group int, id string) {
 		slot, err := parseReplicaID(name, group, id)
 		if err == nil {
-			assert.Equal(t, id, formatReplicaID(name, group, slot), "one spelling per replica")
+			assert.Equal(t, id, msg.ReplicaID(name, group, slot), "one spelling per replica")
 			assert.GreaterOrEqual(t, slot, 0)
 		}
 	})
