@@ -148,8 +148,8 @@ func (h Hasher) tokens(ids []uint32) uint64 {
 // two texts is known to about 5 %, and a prompt of 400 KB has 69 blocks instead of 1,600. The rank and each
 // ingress store every block.
 const (
-	textFine = 16                                  // blocks of the first size
-	textStep = textFine / 2                        // blocks of each other size
+	textFine = 16                          // blocks of the first size
+	textStep = textFine / 2                // blocks of each other size
 	textTop  = MaxBlockSize                // bytes of the largest block
 	textBase = textFine * DefaultTextBlock // bytes of all blocks of the first size
 )
