@@ -365,9 +365,9 @@ func TestFreedBlocksAreUsedLast(t *testing.T) {
 		"32 ports: beside the used block, over the older of the freed ones")
 }
 
-// TestPL5PortPlan: two lockstep groups of 16 ranks and 100 single ranks on one host collide nowhere and avoid
+// TestPortPlan: two lockstep groups of 16 ranks and 100 single ranks on one host collide nowhere and avoid
 // our own ports.
-func TestPL5PortPlan(t *testing.T) {
+func TestPortPlan(t *testing.T) {
 	n := slots("a", 200)
 	n.Ports = Ports{7900, 12000}
 	one, two := group("x/0", 16, StrictPack), group("x/1", 16, StrictPack)

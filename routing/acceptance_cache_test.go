@@ -386,7 +386,7 @@ func TestRT14ShortPromptsSplitEvenly(t *testing.T) {
 	}
 }
 
-func TestRT14OddPromptsFallBackToLoad(t *testing.T) {
+func TestOddPromptsFallBackToLoad(t *testing.T) {
 	odd := map[string]Request{
 		"empty":      {},
 		"image only": {Tokens: 1500},

@@ -76,7 +76,7 @@ func (w *waiting) wake() {
 }
 
 // RT3: no replica, then one: queued while a unit is on its way, served by RankUp itself.
-func TestRT3QueuedRequestIsWokenByRankUp(t *testing.T) {
+func TestQueuedRequestIsWokenByRankUp(t *testing.T) {
 	r := NewRouter(PowerOfTwo{}, 1)
 	w := newWaiting(r)
 	assert.Equal(t, Reject, pick(r, Request{ID: 9}).Kind)

@@ -14,10 +14,10 @@ const (
 	tierSilent             // eligible, stream silent: an old "full" never blocks, admission has the last word
 )
 
-// Eligible reports whether q may go to rk: the rank is ready, not left out because its answers failed, not
+// isEligible reports whether q may go to rk: the rank is ready, not left out because its answers failed, not
 // above busy_threshold, and not tried. It does not ask for room. Every policy calls it, so busy_threshold and
 // the cap of tripped ranks hold under all policies.
-func Eligible(q *Request, rk *Rank) bool {
+func isEligible(q *Request, rk *Rank) bool {
 	return rk.Serves() && !rk.Busy && (len(q.Tried) == 0 || !slices.Contains(q.Tried, rk.ID))
 }
 
@@ -60,8 +60,8 @@ func (v *View) trippedBefore(rk *Rank) int {
 	return n
 }
 
-// HasRoom reports whether rk has fewer open requests than max_ongoing_requests, as far as the view knows.
-func HasRoom(rk *Rank) bool { return rk.ongoing() < rk.MaxOngoing }
+// hasRoom reports whether rk has fewer open requests than max_ongoing_requests, as far as the view knows.
+func hasRoom(rk *Rank) bool { return rk.ongoing() < rk.MaxOngoing }
 
 // ongoing is rk.Load.O() without the copy of the Load, which would be a tenth of a pick.
 func (rk *Rank) ongoing() int { return rk.Load.W + rk.Load.F + rk.Load.R }
@@ -70,11 +70,11 @@ func (rk *Rank) ongoing() int { return rk.Load.W + rk.Load.F + rk.Load.R }
 func (t tier) has(q *Request, rk *Rank) bool {
 	switch t {
 	case tierLocal:
-		return rk.Local && !rk.Silent && HasRoom(rk) && Eligible(q, rk)
+		return rk.Local && !rk.Silent && hasRoom(rk) && isEligible(q, rk)
 	case tierOpen:
-		return !rk.Silent && HasRoom(rk) && Eligible(q, rk)
+		return !rk.Silent && hasRoom(rk) && isEligible(q, rk)
 	case tierSilent:
-		return rk.Silent && Eligible(q, rk)
+		return rk.Silent && isEligible(q, rk)
 	}
 	return false
 }
@@ -191,7 +191,7 @@ func gather(q *Request, v *View, c *scratch) (t tier, ok bool) {
 	n := 0
 	for i := range v.Ranks {
 		rk := &v.Ranks[i]
-		if !rk.Silent && rk.ongoing() < rk.MaxOngoing && Eligible(q, rk) {
+		if !rk.Silent && rk.ongoing() < rk.MaxOngoing && isEligible(q, rk) {
 			rows[n] = int32(i)
 			n++
 		}
@@ -207,6 +207,45 @@ func gather(q *Request, v *View, c *scratch) (t tier, ok bool) {
 	}
 	c.tier, c.candidates = t, rows[:n]
 	return t, n > 0
+}
+
+// Exclusion is why a rank does not get a request now. Its zero value is a candidate.
+type Exclusion uint8
+
+// The exclusions, in the order in which they are named: a rank may have several.
+const (
+	NotExcluded Exclusion = iota
+	Tried                 // in Request.Tried
+	NotReady
+	LeftOut   // tripped, and among the first of those
+	AboveBusy // its KV usage is above busy_threshold
+	SilentStream
+	NoRoom
+)
+
+// Exclusions says for each row of v why q cannot go there now, by isEligible and the tier that load policies
+// choose from. A policy may still prefer another rank, or know tiers of its own.
+func (v *View) Exclusions(q *Request) []Exclusion {
+	out := make([]Exclusion, len(v.Ranks))
+	t, _ := openTier(q, v)
+	for i := range v.Ranks {
+		switch rk := &v.Ranks[i]; {
+		case t.has(q, rk):
+		case isEligible(q, rk) && rk.Silent:
+			out[i] = SilentStream
+		case isEligible(q, rk):
+			out[i] = NoRoom
+		case slices.Contains(q.Tried, rk.ID):
+			out[i] = Tried
+		case !rk.Ready:
+			out[i] = NotReady
+		case rk.LeftOut:
+			out[i] = LeftOut
+		default:
+			out[i] = AboveBusy
+		}
+	}
+	return out
 }
 
 // resetDecision empties d for a new decision and keeps its memory.
@@ -231,7 +270,7 @@ func queueOrReject(q *Request, v *View, d *Decision) {
 	for i := range v.Ranks {
 		rk := &v.Ranks[i]
 		ready = ready || rk.Serves()
-		eligible = eligible || Eligible(q, rk)
+		eligible = eligible || isEligible(q, rk)
 		busy = busy || rk.Serves() && rk.Busy && !slices.Contains(q.Tried, rk.ID)
 	}
 	switch {

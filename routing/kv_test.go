@@ -126,7 +126,7 @@ func TestKVTemperature(t *testing.T) {
 }
 
 // The newer form: credit for what is on the device, in host memory and on disk, and a price per request.
-func TestKV2(t *testing.T) {
+func TestVariantKV2(t *testing.T) {
 	p, err := New("kv", "", map[string]any{"variant": "kv2", "overlap_decay": 1, "request_weight": 2})
 	require.NoError(t, err)
 	v := View{Ranks: []Rank{

@@ -158,7 +158,7 @@ func (p CacheAware) imbalanced(q *Request, v *View) bool {
 	}
 	high, low := 0.0, 1.0
 	for i := range v.Ranks {
-		if rk := &v.Ranks[i]; Eligible(q, rk) && !rk.Silent {
+		if rk := &v.Ranks[i]; isEligible(q, rk) && !rk.Silent {
 			high, low = max(high, rk.Usage()), min(low, rk.Usage())
 		}
 	}

@@ -106,7 +106,7 @@ func firstChars(text []byte, n int) []byte {
 func (p CHWBL) prepare(q *Request, v *View, s State, c *scratch) aggregate {
 	sum, n := 0, 0
 	for i := range v.Ranks {
-		if rk := &v.Ranks[i]; Eligible(q, rk) {
+		if rk := &v.Ranks[i]; isEligible(q, rk) {
 			sum += rk.ongoing()
 			n++
 		}
@@ -116,7 +116,7 @@ func (p CHWBL) prepare(q *Request, v *View, s State, c *scratch) aggregate {
 	if st, ok := s.(*ringState); ok {
 		st.ring.walk(v, p.key(q), c.extra, func(row int) bool {
 			rk := &v.Ranks[row]
-			if !Eligible(q, rk) {
+			if !isEligible(q, rk) {
 				return true
 			}
 			if c.tier.has(q, rk) && float64(rk.ongoing()) <= bound {

@@ -190,7 +190,7 @@ func spreadOpen(q *Request, v *View) (most, least int) {
 	first := true
 	for i := range v.Ranks {
 		rk := &v.Ranks[i]
-		if !Eligible(q, rk) || rk.Silent {
+		if !isEligible(q, rk) || rk.Silent {
 			continue
 		}
 		o := rk.ongoing()

@@ -39,8 +39,8 @@ func newHost(id string, slots int) *host {
 	h := &host{
 		node: state.Node{
 			ID: id, UID: "uid-" + id, Advertise: "10.0.0." + id,
-			Roles: []state.Role{state.RoleControl, state.RoleWorker, state.RoleIngress},
-			Offer: state.Offer{Slots: slots, PortLo: 20000, PortHi: 29999},
+			Roles:     []state.Role{state.RoleControl, state.RoleWorker, state.RoleIngress},
+			Resources: state.Resources{Slots: slots, PortLo: 20000, PortHi: 29999},
 		},
 		high: map[string]uint64{}, process: 1,
 	}
@@ -232,7 +232,7 @@ func (c *fleet) renew(ids ...string) {
 		h.follow(c.state)
 		c.step(NodeReported{h.report(c.now)})
 		if l := c.lease[id]; l.Err == nil {
-			h.taken(l.Lease.Taken)
+			h.taken(l.Lease.Acked)
 		}
 	}
 }

@@ -430,7 +430,7 @@ func (c *Core) renew(now time.Time, r *msg.NodeReport) RenewEffect {
 	p.losing = false
 	c.noChange = c.noChange && !p.changed
 	c.leases.Seen(n.ID, now)
-	out.Lease = msg.Lease{TTL: c.timers.LeaseTTL, Taken: ackedEvent(r), Index: c.state.Index}
+	out.Lease = msg.Lease{TTL: c.timers.LeaseTTL, Acked: ackedEvent(r), Index: c.state.Index}
 	if slices.Contains(r.Node.Roles, state.RoleIngress) {
 		out.Lease.Waiting = c.waiting
 	}

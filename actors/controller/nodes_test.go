@@ -251,7 +251,7 @@ func TestNodeThatSaysOtherThanItsRecordChangesIt(t *testing.T) {
 	c := newFleet(t, a)
 	c.deploy(sim("chat", 2, app.Independent))
 	require.Equal(t, state.Pending, c.phase("chat/0/0"))
-	a.node.Offer.Slots, a.node.Address = 2, "10.0.0.9:7947"
+	a.node.Resources.Slots, a.node.Address = 2, "10.0.0.9:7947"
 	c.takeTrace()
 	c.renew("a")
 	assert.Equal(t, 1, c.saw("put_node"))
@@ -373,7 +373,7 @@ func TestCommandsAboutNodesAreRepeatedUntilTheyGetThrough(t *testing.T) {
 func TestNodeStatuses(t *testing.T) {
 	a, b := newHost("a", 4), newHost("b", 4)
 	a.node.Version, b.node.Version = "1", "2"
-	b.node.Offer.Devices = []int{0, 1}
+	b.node.Resources.Devices = []int{0, 1}
 	c := newFleet(t, a, b)
 	spread := sim("moe", 2, app.Lockstep)
 	spread.PlacementGroupStrategy = "STRICT_SPREAD"

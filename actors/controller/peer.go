@@ -61,7 +61,7 @@ func reportedRecord(n *state.Node) []byte {
 	own := *n
 	// set by the leader, not by the node
 	own.Lost, own.Reason, own.Draining, own.DrainBy, own.Key = false, "", false, 0, ""
-	own.Offer.Devices = append([]int(nil), n.Offer.Devices...)
+	own.Resources.Devices = append([]int(nil), n.Resources.Devices...)
 	b, _ := json.Marshal(&own) // plain data cannot fail
 	return b
 }

@@ -63,8 +63,8 @@ func compareNames(a, b *app.Application) int { return cmp.Compare(a.Name, b.Name
 func (p *planner) addNodes() {
 	for _, n := range p.state.Nodes {
 		p.nodes[n.ID] = &client.NodePlan{
-			Node: n.ID, Slots: n.Offer.Slots, SlotsFree: n.Offer.Slots, GPUs: len(n.Offer.Devices),
-			GPUsFree: len(n.Offer.Devices), Note: excludedReason(n),
+			Node: n.ID, Slots: n.Resources.Slots, SlotsFree: n.Resources.Slots,
+			GPUs: len(n.Resources.Devices), GPUsFree: len(n.Resources.Devices), Note: excludedReason(n),
 		}
 	}
 	for _, rec := range p.state.Units {

@@ -47,7 +47,7 @@ func (w *worker) renew(c *Controller) (msg.Lease, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if err == nil {
-		w.taken(l.Taken)
+		w.taken(l.Acked)
 	}
 	return l, err
 }

@@ -119,7 +119,7 @@ func (l *lossy) report(id string) {
 		again.Events, again.Units = slices.Clone(r.Events), slices.Clone(r.Units)
 		l.step(NodeReported{&again})
 		if a := l.lease[id]; a.Err == nil && h.process == process && (l.calm || l.r.IntN(4) > 0) {
-			h.taken(a.Lease.Taken)
+			h.taken(a.Lease.Acked)
 		}
 	})
 }

@@ -71,7 +71,7 @@ func bareWorld(t testing.TB, timers Timers, nodes ...state.Node) *world {
 func node(id string, slots int) state.Node {
 	return state.Node{
 		ID: id, UID: "uid-" + id, Roles: []state.Role{state.RoleControl, state.RoleWorker, state.RoleIngress},
-		Offer: state.Offer{Slots: slots, PortLo: 20000, PortHi: 29999},
+		Resources: state.Resources{Slots: slots, PortLo: 20000, PortHi: 29999},
 	}
 }
 

@@ -185,7 +185,7 @@ func (c view) Nodes(now time.Time, leader string) []client.NodeStatus {
 func (c view) nodeStatus(now time.Time, n *state.Node, leader string) client.NodeStatus {
 	s := client.NodeStatus{
 		Node: n.ID, Address: n.Address, Zone: n.Zone, Version: n.Version, Leader: n.ID == leader,
-		Slots: n.Offer.Slots, GPUs: len(n.Offer.Devices),
+		Slots: n.Resources.Slots, GPUs: len(n.Resources.Devices),
 	}
 	for _, r := range n.Roles {
 		s.Roles = append(s.Roles, string(r))

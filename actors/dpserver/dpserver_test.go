@@ -232,7 +232,6 @@ func TestARequestsWayThroughTheStream(t *testing.T) {
 		require.Equal(t, msg.Granted, a.Refusal)
 		assert.Equal(t, msg.Ticket{
 			ID: 1, Epoch: 3, Incarnation: 7, Seq: 1, Rank: routing.ID(0, 2),
-			Target: msg.Target{URL: "http://e", Owned: true},
 		}, a.Ticket)
 		r.send(&msg.FirstToken{TicketID: 1})
 		r.send(&msg.FirstToken{TicketID: 1})

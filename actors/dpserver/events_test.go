@@ -46,7 +46,7 @@ func TestKV3EventsReachTheStream(t *testing.T) {
 		p.mu.Unlock()
 		assert.Equal(t, []uint64{0, 1}, asked,
 			"one replay of all there was, one from the first missing batch")
-		time.Sleep(2 * defaultHealthPeriod) // counters are a copy of some moments ago
+		time.Sleep(2 * healthPeriod(&standard)) // counters are a copy of some moments ago
 		assert.Equal(t, client.EventStatus{State: client.EventsLive, Batches: 4, Gaps: 1}, events(r))
 		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
 	})
@@ -143,10 +143,10 @@ func TestEventsAreFoundWithReady(t *testing.T) {
 	})
 }
 
-// TestKV4AnAttachedEngineRestartsInPlace: its blocks are dropped at once, a new incarnation is drawn under
+// TestAnAttachedEngineRestartsInPlace: its blocks are dropped at once, a new incarnation is drawn under
 // the same epoch, and its requests are no longer counted. A restart of an engine that dpserve started is
 // handled by its node.
-func TestKV4AnAttachedEngineRestartsInPlace(t *testing.T) {
+func TestAnAttachedEngineRestartsInPlace(t *testing.T) {
 	for _, owned := range []bool{false, true} {
 		withPublisher(t, owned, false, func(t *testing.T, r *testRig, p *publisher) {
 			old := newReader(t)
@@ -187,9 +187,9 @@ func TestKV4AnAttachedEngineRestartsInPlace(t *testing.T) {
 	}
 }
 
-// TestKV4CountersThatFellAreARestart: without events, counters that fell show a restart. One such report does
+// TestCountersThatFellAreARestart: without events, counters that fell show a restart. One such report does
 // not suffice, nor do two that contradict each other.
-func TestKV4CountersThatFellAreARestart(t *testing.T) {
+func TestCountersThatFellAreARestart(t *testing.T) {
 	withPublisher(t, false, true, func(t *testing.T, r *testRig, p *publisher) {
 		old := newReader(t)
 		p.publish(storedBlocks(1, nil, ids(0, 16)))
@@ -238,7 +238,7 @@ func TestReadyAfterAFenceListensAnew(t *testing.T) {
 			old.columnSums())
 		assert.Equal(t, "0000000000000008", r.Status().Incarnation)
 		assert.Equal(t, client.EventsLive, events(r).State)
-		time.Sleep(2 * defaultHealthPeriod)
+		time.Sleep(2 * healthPeriod(&standard))
 		assert.Equal(t, uint64(3), events(r).Batches, "counters go on")
 		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
 	})
@@ -308,8 +308,8 @@ func TestKV13GarbageIsCountedAndChangesNothing(t *testing.T) {
 	})
 }
 
-// TestKV9BlockSizesThatDiffer: the events are used, and status names both sizes.
-func TestKV9BlockSizesThatDiffer(t *testing.T) {
+// TestBlockSizesThatDiffer: the events are used, and status names both sizes.
+func TestBlockSizesThatDiffer(t *testing.T) {
 	withPublisher(t, true, true, func(t *testing.T, r *testRig, p *publisher) {
 		p.publish(list{"BlockStored", list{1, 2}, nil, ids(0, 16), 8})
 		st := r.Status().KV
@@ -366,8 +366,8 @@ func TestKV10SilentEvents(t *testing.T) {
 	})
 }
 
-// TestKV10NoAlarmWhereNoEventIsDue: requests that were cached whole store no block.
-func TestKV10NoAlarmWhereNoEventIsDue(t *testing.T) {
+// TestNoAlarmWhereNoEventIsDue: requests that were cached whole store no block.
+func TestNoAlarmWhereNoEventIsDue(t *testing.T) {
 	for name, d := range map[string]msg.Done{
 		"cached whole": {
 			PromptTokens: 18, CompletionTokens: 2, CachedTokens: 16, HasCached: true,

@@ -9,7 +9,6 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"strconv"
 	"time"
 
 	"github.com/asynkron/protoactor-go/actor"
@@ -65,18 +64,18 @@ type Factory struct {
 func (f *Factory) New(spec msg.ReplicaSpec) (*Server, error) {
 	ctx, cancel := context.WithCancel(context.Background())
 	s := &Server{
-		spec: spec, hub: f.Hub, assigner: f.Assigner, engine: f.NewEngine(&spec),
-		timers: f.Timers.withDefaults(), prefillTime: f.PrefillTime,
-		id: routing.ID(spec.Group, spec.Rank), createdAt: time.Now(), ctx: ctx, cancel: cancel,
-		drained: make(chan struct{}),
-		net: eventNetwork{
-			address: f.Address, dial: f.DialEvents, listen: f.ListenEvents,
-			replays: f.Replays,
+		nodeParts: nodeParts{
+			hub: f.Hub, assigner: f.Assigner, timers: f.Timers.withDefaults(), prefillTime: f.PrefillTime,
+			currentApp: f.App, lease: f.Lease,
+			net: eventNetwork{
+				address: f.Address, dial: f.DialEvents, listen: f.ListenEvents, replays: f.Replays,
+			},
+			log: f.Log.With(slog.String("app", spec.App.Name), slog.String("unit", spec.Unit),
+				slog.Int("rank", spec.Rank), slog.Uint64("epoch", spec.Epoch)),
 		},
-		hasher: f.hasher(), currentApp: f.App, lease: f.Lease,
+		spec: spec, engine: f.NewEngine(&spec), id: routing.ID(spec.Group, spec.Rank), hasher: f.hasher(),
+		createdAt: time.Now(), ctx: ctx, cancel: cancel, drained: make(chan struct{}),
 		state: actorState{subscriptionID: firstSubscription, eventSource: spec.Events},
-		log: f.Log.With(slog.String("app", spec.App.Name), slog.String("unit", spec.Unit),
-			slog.Int("rank", spec.Rank), slog.Uint64("epoch", spec.Epoch)),
 	}
 	s.orphans.post = func(m any) { s.box.Send(m) }
 	s.stream.identity = msg.Record{App: spec.App.Name, Unit: spec.Unit, Rank: s.id, Epoch: spec.Epoch}
@@ -121,29 +120,26 @@ func NewClient(rt http.RoundTripper) func(spec *msg.ReplicaSpec) Engine {
 	}
 }
 
-// replicaID is the name under which a rank is assigned: app.group.position. The position is its place in the
-// group's grant.
-func replicaID(appName string, group, position int) string {
-	return appName + "." + strconv.Itoa(group) + "." + strconv.Itoa(position)
-}
+// standard has the settings of an application that leaves them out. A deployed one has them all.
+var standard = app.Default()
 
 func healthPeriod(a *app.Application) time.Duration {
-	return orDefault(a.HealthCheckPeriodS, defaultHealthPeriod)
+	return secondsOf(a.HealthCheckPeriodS, standard.HealthCheckPeriodS)
 }
 
 func healthTimeout(a *app.Application) time.Duration {
-	return orDefault(a.HealthCheckTimeoutS, defaultHealthTimeout)
+	return secondsOf(a.HealthCheckTimeoutS, standard.HealthCheckTimeoutS)
 }
 
 func stallTimeout(a *app.Application) time.Duration {
-	return orDefault(a.Engine.StallTimeoutS, defaultStallTimeout)
+	return secondsOf(a.Engine.StallTimeoutS, standard.Engine.StallTimeoutS)
 }
 
-func orDefault(seconds float64, value time.Duration) time.Duration {
-	if seconds <= 0 {
-		return value
+func secondsOf(value, otherwise float64) time.Duration {
+	if value <= 0 {
+		value = otherwise
 	}
-	return app.Seconds(seconds)
+	return app.Seconds(value)
 }
 
 // Timers are the times of a DPServer; the zero value of a field means its default. The period of the health
@@ -161,19 +157,16 @@ type Timers struct {
 	Silence time.Duration
 }
 
-// Defaults of Timers, and of the health settings of an application.
+// Defaults of Timers.
 const (
-	defaultCanary        = 10 * time.Second
-	defaultTicketLapse   = 5 * time.Second
-	defaultBusyHold      = time.Second
-	defaultTripBackoff   = time.Second
-	defaultTripCeiling   = 64 * time.Second
-	defaultCounterLimit  = 500 * time.Millisecond
-	defaultScrape        = time.Second
-	defaultSilence       = 30 * time.Second
-	defaultHealthPeriod  = time.Second
-	defaultHealthTimeout = 5 * time.Second
-	defaultStallTimeout  = 20 * time.Second
+	defaultCanary       = 10 * time.Second
+	defaultTicketLapse  = 5 * time.Second
+	defaultBusyHold     = time.Second
+	defaultTripBackoff  = time.Second
+	defaultTripCeiling  = 64 * time.Second
+	defaultCounterLimit = 500 * time.Millisecond
+	defaultScrape       = time.Second
+	defaultSilence      = 30 * time.Second
 )
 
 // Counts of the trip and of the stall check.

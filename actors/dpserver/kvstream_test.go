@@ -148,9 +148,9 @@ func (h *randomHistory) event() {
 	}
 }
 
-// TestKV2ALongLedgerTravelsInParts: a late subscriber gets many thousand blocks in records of bounded size,
+// TestALongKVRecordTravelsInParts: a late subscriber gets many thousand blocks in records of bounded size,
 // all with the number of the snapshot.
-func TestKV2ALongLedgerTravelsInParts(t *testing.T) {
+func TestALongKVRecordTravelsInParts(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		in := newEventQueue(1, testHasher, "demo", r.notifyRecorder)
 		old := newReader(t)
@@ -282,9 +282,9 @@ func TestEventsBeyondTheBoundBeginAnew(t *testing.T) {
 	})
 }
 
-// TestKV12EventsHashAsPromptsDo is KV12 on the replica's side. Chain hashes equal those of an ingress; salt
+// TestEventsHashAsPromptsDo is KV12 on the replica's side. Chain hashes equal those of an ingress; salt
 // and adapter give other hashes, an image matches no text, and blocks on other machines are no hits.
-func TestKV12EventsHashAsPromptsDo(t *testing.T) {
+func TestEventsHashAsPromptsDo(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		in := newEventQueue(1, testHasher, "demo", r.notifyRecorder)
 		old := newReader(t)

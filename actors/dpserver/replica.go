@@ -43,6 +43,7 @@ type (
 		cause string
 		done  chan struct{} // closed when every sink has the record
 	}
+	drainRequest struct{ cause string }
 	stopRequest  struct{}
 	lapseTimer   struct{} // an orphaned ticket may be due
 	pruneRequest struct{} // many orphans wait, and most of their tickets have ended
@@ -144,13 +145,11 @@ func (r *replica) receiveControl(m any) {
 	case readyRequest:
 		r.applyReady(m)
 		close(m.done)
-	case msg.Fence:
-		r.fence(m.Cause)
 	case fenceRequest:
 		r.fence(m.cause)
 		close(m.done)
-	case msg.Drain:
-		r.drain(m.Cause)
+	case drainRequest:
+		r.drain(m.cause)
 	case stopRequest:
 		r.endStream()
 	case busyTimer:
@@ -353,7 +352,7 @@ func (r *replica) admit(m *msg.Admit) {
 	whole, session, weight, prompt := m.Whole, m.Session, r.requestWeight(m), r.promptOf(m, id)
 	ctx, idle := m.Ctx, r.account.openCount() == 0
 	granted := msg.Ticket{
-		ID: id, Epoch: r.spec.Epoch, Incarnation: r.state.incarnation, Rank: r.id, Target: r.spec.Target,
+		ID: id, Epoch: r.spec.Epoch, Incarnation: r.state.incarnation, Rank: r.id,
 		Seq: r.stream.seq.Load() + 1,
 	}
 	if !r.sendReply(m.Reply, &msg.AdmitReply{Ticket: granted, Epoch: r.spec.Epoch, Seq: granted.Seq}) {

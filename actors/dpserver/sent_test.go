@@ -171,8 +171,8 @@ func TestBlocksOfTheSenderAreItsOwnAgain(t *testing.T) {
 	})
 }
 
-// TestKV16ARankWithoutPrefixCachingHasNoIndex: it records no block and raises no alarm, and status says why.
-func TestKV16ARankWithoutPrefixCachingHasNoIndex(t *testing.T) {
+// TestARankWithoutPrefixCachingHasNoIndex: it records no block and raises no alarm, and status says why.
+func TestARankWithoutPrefixCachingHasNoIndex(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(t, true)
 		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 7, MaxOngoing: 99, CachingOff: true}))

@@ -20,20 +20,13 @@ import (
 
 // Server is what a node holds of one DPServer. It outlives a panic of the actor inside it.
 type Server struct {
-	spec        msg.ReplicaSpec
-	id          routing.RankID
-	hub         *Hub
-	assigner    msg.Assigner
-	engine      Engine
-	timers      Timers
-	prefillTime func(tokens int) time.Duration
-	hasher      kvindex.Hasher
-	currentApp  func(name string) *app.Application // nil: spec.App
-	lease       func() bool                        // nil: the node may always admit
-	net         eventNetwork
-	log         *slog.Logger
-	box         *inbox.Inbox // of the replica
-	createdAt   time.Time    // the origin of the rank's clock
+	nodeParts
+	spec      msg.ReplicaSpec
+	id        routing.RankID
+	engine    Engine
+	hasher    kvindex.Hasher
+	box       *inbox.Inbox // of the replica
+	createdAt time.Time    // the origin of the rank's clock
 
 	// the life of the actor's own probes; Stop cancels it
 	ctx    context.Context //nolint:containedctx // the life of the actor's own probes, cancelled by Stop
@@ -49,6 +42,18 @@ type Server struct {
 	subscriptions subscriptions
 	stream        stream
 	recorder      recorderHandle
+}
+
+// nodeParts are what a node gives each of its DPServers.
+type nodeParts struct {
+	hub         *Hub
+	assigner    msg.Assigner
+	timers      Timers
+	prefillTime func(tokens int) time.Duration
+	currentApp  func(name string) *app.Application // nil: spec.App
+	lease       func() bool                        // nil: the node may always admit
+	net         eventNetwork
+	log         *slog.Logger
 }
 
 // actorState survives a panic of the actor: the new actor continues with it and with an empty account.
@@ -97,7 +102,7 @@ func (s *Server) Fence(cause string) <-chan struct{} {
 }
 
 // Drain stops admission and lets running requests finish. Drained says when none is left.
-func (s *Server) Drain(cause string) { s.box.Send(msg.Drain{Cause: cause}) }
+func (s *Server) Drain(cause string) { s.box.Send(drainRequest{cause}) }
 
 // Drained is closed when a Drain found the rank without requests, or the rank has ended.
 func (s *Server) Drained() <-chan struct{} { return s.drained }
@@ -175,7 +180,7 @@ var errNotGranted = errors.New("the rank is not granted to this replica")
 // started with. It is idempotent.
 func (s *Server) Assign(ctx context.Context) error {
 	r, err := s.assigner.Assign(ctx, s.spec.App.Name, s.spec.Group,
-		replicaID(s.spec.App.Name, s.spec.Group, s.spec.Rank))
+		msg.ReplicaID(s.spec.App.Name, s.spec.Group, s.spec.Rank))
 	if err == nil {
 		err = r.Err
 	}

@@ -34,37 +34,72 @@ type appRouter struct {
 
 	reservations reservations
 	demand       queueDemand
-
-	estimators  openai.Estimators
-	meanService atomic.Int64 // EWMA of the time that a request holds its place, in ns
+	estimates    estimates
 
 	unreadableRevision uint64 // revision that could not be read; only rebuild uses it
 
-	mu sync.Mutex
+	mu sync.Mutex // guards what follows
+	rankTable
+	unitTable
+	outage
+}
+
+// rankTable is what the ranks' streams say, as the Router gets it.
+type rankTable struct {
 	// receives the events; differs from router while replaceRouter prepares a new one
-	eventRouter *routing.Router
-	ranks       map[routing.RankID]*rank
-	readyUnits  map[string]uint64 // units that are ready in the replicated state → epoch
-	// of these, units that a stream showed as fenced, ahead of the state → epoch
-	fencedUnits    map[string]uint64
-	unseenUnits    map[string]struct{}    // of these, units of which no stream has reported a rank yet
-	pendingUnits   int                    // units that may still become ready, by the state
-	noRoom         string                 // why other units cannot be placed; "" if there are none
-	outageSince    time.Time              // since when no attached engine is ready; zero: no outage
-	outageTimer    *time.Timer            // ends the wait for attached engines; nil: never started
-	eventScratch   routing.Event          // reused: the Router does not keep it
-	openScratch    []routing.Open         // reused
-	closed         bool                   // no timer may start any more
+	eventRouter    *routing.Router
+	ranks          map[routing.RankID]*rank
 	fullTimers     map[*rank]*time.Timer  // end the time in which a rank counts as full
 	suspectedNodes map[string]*time.Timer // nodes whose data port a request could not reach
 	tripCount      int                    // trips of ranks since the start: the order of the trips
+	closed         bool                   // no timer may start any more
+	eventScratch   routing.Event          // reused: the Router does not keep it
+	openScratch    []routing.Open         // reused
+}
+
+// unitTable is what the replicated state says of the units, corrected by the streams where these are ahead.
+type unitTable struct {
+	readyUnits   map[string]uint64   // units that are ready in the replicated state → epoch
+	fencedUnits  map[string]uint64   // of these, units that a stream showed as fenced → epoch
+	unseenUnits  map[string]struct{} // of these, units of which no stream has reported a rank yet
+	pendingUnits int                 // units that may still become ready, by the state
+	noRoom       string              // why other units cannot be placed; "" if there are none
+}
+
+// isReady reports whether the replicated state has the rank's unit as ready, at the rank's epoch.
+func (t *unitTable) isReady(r *rank) bool {
+	epoch, ok := t.readyUnits[r.Unit]
+	return ok && epoch == r.Epoch
+}
+
+// comingUnits is the number of units that may still become ready.
+func (t *unitTable) comingUnits() int {
+	return t.pendingUnits + len(t.unseenUnits) + len(t.fencedUnits)
+}
+
+// outage is a time in which an application of attached engines has no ready rank.
+type outage struct {
+	outageSince time.Time   // zero: no outage
+	outageTimer *time.Timer // ends the wait for attached engines; nil: never started
+}
+
+// estimates are learnt from requests that have ended. Safe for concurrent use.
+type estimates struct {
+	tokens      openai.Estimators
+	meanService atomic.Int64 // EWMA of the time that a request holds its place, in ns
 }
 
 func newAppRouter(in *Ingress, name string) *appRouter {
 	ar := &appRouter{
-		in: in, name: name, ranks: map[routing.RankID]*rank{}, readyUnits: map[string]uint64{},
-		fencedUnits: map[string]uint64{}, unseenUnits: map[string]struct{}{},
-		fullTimers: map[*rank]*time.Timer{}, suspectedNodes: map[string]*time.Timer{},
+		in: in, name: name,
+		rankTable: rankTable{
+			ranks:      map[routing.RankID]*rank{},
+			fullTimers: map[*rank]*time.Timer{}, suspectedNodes: map[string]*time.Timer{},
+		},
+		unitTable: unitTable{
+			readyUnits: map[string]uint64{}, fencedUnits: map[string]uint64{},
+			unseenUnits: map[string]struct{}{},
+		},
 	}
 	ar.retryBudget = newBudget(in.timers.BudgetWindow)
 	ar.queue.onChange = func(n int, tokens int64) {
@@ -73,6 +108,14 @@ func newAppRouter(in *Ingress, name string) *appRouter {
 		}
 	}
 	return ar
+}
+
+// setRevision makes spec the present revision.
+func (ar *appRouter) setRevision(spec *appRevision) {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	ar.revision.Store(spec)
+	ar.forgetRemovedRanks()
 }
 
 // replaceRouter installs a new Router. The new Router gets all ranks before requests use it, and their open
@@ -236,7 +279,7 @@ func (ar *appRouter) setUnits(ready map[string]uint64, onTheWay int, noRoom stri
 // restarts attached engines: after Timers.Outage without a ready one, requests no longer wait for them.
 func (ar *appRouter) publishPendingUnits() {
 	ar.updateOutage()
-	n := ar.pendingUnits + len(ar.unseenUnits) + len(ar.fencedUnits)
+	n := ar.comingUnits()
 	if ar.isDown() {
 		n = 0
 	}
@@ -316,7 +359,7 @@ func (ar *appRouter) refreshUnseenUnits() {
 		}
 	}
 	for _, r := range ar.ranks {
-		if ar.readyUnits[r.Unit] == r.Epoch {
+		if ar.isReady(r) {
 			delete(ar.unseenUnits, r.Unit)
 		}
 	}
@@ -385,19 +428,19 @@ func (ar *appRouter) close() {
 const meanShare = 16
 
 // recordServiceTime updates the mean time that a request holds its place on a rank.
-func (ar *appRouter) recordServiceTime(d time.Duration) {
-	old := ar.meanService.Load()
+func (e *estimates) recordServiceTime(d time.Duration) {
+	old := e.meanService.Load()
 	if old == 0 {
-		ar.meanService.Store(int64(d))
+		e.meanService.Store(int64(d))
 		return
 	}
-	ar.meanService.Store(old + (int64(d)-old)/meanShare) // a lost update of a mean does no harm
+	e.meanService.Store(old + (int64(d)-old)/meanShare) // a lost update of a mean does no harm
 }
 
 // retryAfter is queue length × mean service time / slots, in whole seconds from 1 to maxRetryAfter.
 func (ar *appRouter) retryAfter() int {
 	n, _ := ar.queue.size()
-	s := time.Duration(int64(n) * ar.meanService.Load() / int64(max(ar.totalSlots(), 1)))
+	s := time.Duration(int64(n) * ar.estimates.meanService.Load() / int64(max(ar.totalSlots(), 1)))
 	return int(min(max(s/time.Second, 1), maxRetryAfter))
 }
 

@@ -304,7 +304,7 @@ func (ar *appRouter) addRank(r *rank, seq uint64, s *msg.Snapshot) {
 		Capacity: s.Capacity, BlockSize: s.BlockSize,
 	})
 	r.publishedReady, r.publishedMax, r.publishedSilent, r.publishedTrip = true, 0, false, -1
-	if ar.readyUnits[r.Unit] == r.Epoch {
+	if ar.isReady(r) {
 		delete(ar.unseenUnits, r.Unit)
 	}
 	ar.updateCachingOff()
@@ -312,8 +312,7 @@ func (ar *appRouter) addRank(r *rank, seq uint64, s *msg.Snapshot) {
 
 // publish sends the Router every value of a rank that has changed since the last call.
 func (ar *appRouter) publish(r *rank) {
-	epoch, ok := ar.readyUnits[r.Unit]
-	ready, maxOngoing := r.routerState(ok && epoch == r.Epoch && ar.suspectedNodes[r.Node] == nil)
+	ready, maxOngoing := r.routerState(ar.isReady(r) && ar.suspectedNodes[r.Node] == nil)
 	if ready != r.publishedReady {
 		r.publishedReady = ready
 		defer ar.updateCachingOff()
@@ -372,7 +371,7 @@ func (ar *appRouter) applyState(r *rank, rec *msg.Record) {
 	if r.turn != "" && r.offered == 0 {
 		ar.setFull(r)
 	}
-	if rec.Fenced && rec.Cause != causeDrained.String() && ar.readyUnits[r.Unit] == r.Epoch {
+	if rec.Fenced && rec.Cause != causeDrained.String() && ar.isReady(r) {
 		// the unit will restart: requests wait until the replicated state says that it is not ready
 		ar.fencedUnits[r.Unit] = r.Epoch
 		ar.publishPendingUnits()
@@ -444,7 +443,7 @@ func (ar *appRouter) applyLoad(r *rank, rec *msg.Record) {
 // So requests keep waiting until the replicated state says that its unit is not ready.
 func (ar *appRouter) removeRank(r *rank) {
 	delete(ar.ranks, r.ID)
-	if !r.draining && ar.readyUnits[r.Unit] == r.Epoch {
+	if !r.draining && ar.isReady(r) {
 		ar.fencedUnits[r.Unit] = r.Epoch
 		ar.publishPendingUnits()
 		ar.failFenced(r, false) // the node may be gone: this says nothing about the engine
@@ -455,6 +454,26 @@ func (ar *appRouter) removeRank(r *rank) {
 	ar.observe(routing.Event{Kind: routing.EvRankDown, Rank: r.ID, Incarnation: r.Incarnation})
 	ar.updateOutage()
 	r.failPendingAttempts()
+	ar.forgetRemovedRanks()
+}
+
+// forgetRemovedRanks deletes the metrics of ranks that the application does not have any more: the present
+// revision has none of that number, and none runs. The caller holds mu.
+func (ar *appRouter) forgetRemovedRanks() {
+	spec := ar.revision.Load()
+	if spec == nil {
+		return
+	}
+	wanted := map[routing.RankID]bool{}
+	for _, u := range spec.app.Units() {
+		for _, n := range u.Ranks {
+			wanted[routing.ID(u.Group, n)] = true
+		}
+	}
+	ar.in.metrics.KeepRanks(ar.name, func(group, rank int) bool {
+		id := routing.ID(group, rank)
+		return wanted[id] || ar.ranks[id] != nil
+	})
 }
 
 // applyTurn marks a rank as full before the Router learns of room that is for another ingress. Room that was

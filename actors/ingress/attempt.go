@@ -2,12 +2,14 @@ package ingress
 
 import (
 	"context"
-	"errors"
+	"hash/maphash"
+	"log/slog"
 	"net/http"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/engine/openai"
+	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/routing"
 )
@@ -25,6 +27,201 @@ type attempt struct {
 	prev, next   *attempt // in rank.attempts
 	isTracked    bool
 	hasFirstByte bool // guarded by appRouter.mu
+}
+
+// pick returns a rank with room, and waits in the application's queue if there is none. last is the attempt
+// before, nil for none: it decides what the client sees when no rank is left to try. On success the Router
+// counts the request on that rank, unless the request computes no tokens.
+func (req *request) pick(ctx context.Context, last *result) (*rank, *failure) {
+	if !req.route.Generates() {
+		return req.pickUncounted(ctx, last)
+	}
+	return req.pickCounted(ctx, last)
+}
+
+func (req *request) pickCounted(ctx context.Context, last *result) (*rank, *failure) {
+	if req.app.router.queue.empty() {
+		rk, f, wait := req.decide(last)
+		if !wait {
+			return rk, f
+		}
+	}
+	return req.waitForRank(ctx, last)
+}
+
+// pickUncounted returns a rank for a request that computes no tokens: any ready rank that has not failed it,
+// full or not, of this node if there is one. If there is none, the request waits like any other.
+func (req *request) pickUncounted(ctx context.Context, last *result) (*rank, *failure) {
+	if rk := req.app.router.anyReadyRank(req.tried, req.refusedBy); rk != nil {
+		return rk, nil
+	}
+	rk, f := req.pickCounted(ctx, last)
+	if f == nil {
+		req.attempt.rank = rk
+		req.undoPick() // pickCounted has counted it
+	}
+	return rk, f
+}
+
+// decide asks the Router once. wait: there is no room now, or no rank yet.
+func (req *request) decide(last *result) (rk *rank, f *failure, wait bool) {
+	ar := req.app.router
+	for {
+		router := ar.router.Load()
+		req.excludeTried()
+		req.query.ID = req.in.requestID()
+		// before the Router's lock, and for each decision, because the caches change
+		ar.describeRequest(&req.query, &req.prompt)
+		began := time.Now()
+		router.Pick(&req.query, &req.choice)
+		ar.metrics.Load().Decision(time.Since(began))
+		switch req.choice.Kind {
+		case routing.Route:
+			id := req.choice.Ranked[0]
+			if rk := ar.findRank(id); rk != nil {
+				ar.metrics.Load().Pick(id.Group(), id.Rank(), req.choice.Reason)
+				ar.decisions.record(req.id, req.attempts+1, router.Policy(), &req.prompt, &req.query,
+					&req.choice)
+				req.attempt.router = router
+				return rk, nil, false
+			}
+			// The rank is gone since the decision: the Router knows it when it is asked again.
+			router.Observe(&routing.Event{
+				Kind: routing.EvUndo, Rank: id, ReqID: req.query.ID,
+				Now: req.in.clock(),
+			})
+		case routing.Queue:
+			return nil, nil, true
+		default:
+			return nil, req.pickFailure(last), false
+		}
+	}
+}
+
+// excludeTried lists the ranks that refused this request, and those that failed it as often as the policy
+// allows (once unless it says otherwise). A rank that returned as a new incarnation has done neither.
+func (req *request) excludeTried() {
+	req.query.Tried = req.query.Tried[:0]
+	most := max(req.app.router.inputs().needs.AttemptsPerRank, 1)
+	for i, rk := range req.tried {
+		if failures(req.tried[:i+1], rk) == most && req.app.router.findRank(rk.ID) == rk {
+			req.query.Tried = append(req.query.Tried, rk.ID)
+		}
+	}
+	for _, rk := range req.refusedBy {
+		if req.app.router.findRank(rk.ID) == rk {
+			req.query.Tried = append(req.query.Tried, rk.ID)
+		}
+	}
+}
+
+// failures counts the attempts on rk.
+func failures(tried []*rank, rk *rank) int {
+	n := 0
+	for _, t := range tried {
+		if t == rk {
+			n++
+		}
+	}
+	return n
+}
+
+// restriction is equal for requests that may use the same ranks. It depends on the incarnations that failed
+// or refused the request and on the rank that it names.
+func (req *request) restriction() uint64 {
+	if len(req.tried) == 0 && len(req.refusedBy) == 0 && !req.prompt.hasDirect {
+		return unrestricted
+	}
+	var sum uint64 // the order of the attempts does not matter
+	for _, ranks := range [...][]*rank{req.tried, req.refusedBy} {
+		for _, rk := range ranks {
+			sum += maphash.Comparable(restrictionSeed, [2]uint64{uint64(rk.ID), rk.Incarnation})
+		}
+	}
+	if req.prompt.hasDirect {
+		sum += maphash.Comparable(restrictionSeed, req.prompt.direct)
+	}
+	return max(sum, unrestricted+1)
+}
+
+var restrictionSeed = maphash.MakeSeed()
+
+// waitForRank queues the request until it has the turn and a rank has room, at most queue_s over all its
+// waits.
+func (req *request) waitForRank(ctx context.Context, last *result) (*rank, *failure) {
+	ar, began := req.app.router, time.Now()
+	if req.queueDeadline.IsZero() {
+		req.queueDeadline = began.Add(req.app.queue)
+	}
+	req.waiter.restriction = req.restriction()
+	if req.hadTurn {
+		ar.queue.rejoin(req.waiter)
+	} else if !ar.queue.join(req.waiter, req.app.app.MaxQueuedRequests, req.in.limits.MaxQueueTokens) {
+		return nil, newFailure(openai.CodeOverloaded,
+			"the queue of this application is full; try again later").withRetryAfter(ar.retryAfter())
+	}
+	ar.updateDemand()
+	defer func() {
+		ar.queue.leave(req.waiter)
+		ar.updateDemand()
+		ar.metrics.Load().QueueWait(time.Since(began))
+	}()
+	timeout := time.NewTimer(req.queueDeadline.Sub(began))
+	defer timeout.Stop()
+	for {
+		if ar.queue.hasTurn(req.waiter) {
+			rk, f, wait := req.decide(last)
+			if !wait {
+				return rk, f
+			}
+			ar.queue.yield(req.waiter)
+		}
+		select {
+		case <-req.waiter.wake:
+		case <-timeout.C:
+			return nil, newFailure(openai.CodeQueueTimeout,
+				"no rank had room in time; try again later").withRetryAfter(ar.retryAfter())
+		case <-ctx.Done():
+			return nil, finalFailure(&result{cause: contextCause(ctx)})
+		}
+	}
+}
+
+// pickFailure is the answer to a request that no rank can take.
+func (req *request) pickFailure(last *result) *failure {
+	switch req.choice.Reason {
+	case routing.ReasonUnknownRank:
+		return newFailure(openai.CodeInvalidRequest,
+			"x-dpserve-rank names a rank that this application does not have")
+	case routing.ReasonNoRankGiven:
+		return newFailure(openai.CodeInvalidRequest,
+			"this application uses routing policy direct: name the rank in x-dpserve-rank: GROUP/RANK")
+	}
+	if last != nil {
+		return finalFailure(last)
+	}
+	if req.choice.Reason == routing.ReasonAllBusy {
+		return newFailure(openai.CodeOverloaded,
+			"every rank of this application is above routing.busy_threshold; try again").withRetryAfter(
+			req.app.router.retryAfter())
+	}
+	text := "no rank of this application is ready"
+	if why := req.app.router.noRoomReason(); why != "" {
+		text += ", and there is no room to start one: " + why
+	}
+	f := newFailure(openai.CodeNoReadyRank, text+"; see `dpserve status`").withRetryAfter(
+		req.app.router.retryAfter())
+	f.cause = req.choice.Reason
+	return f
+}
+
+// reserveFailure is the error when no rank was picked.
+func (req *request) reserveFailure(f *failure, wait bool) error {
+	query := &routeQuery{query: req.query}
+	if wait || f != nil {
+		return refusal(req.app.app.Name, query, &req.choice)
+	}
+	return problem.New(problem.Internal, "no decision was made")
 }
 
 // tryRank dispatches to rk and relays its answer. When it returns, the request no longer counts in the rank's
@@ -77,6 +274,22 @@ func (req *request) newAsk(life context.Context, rk *rank) *rankleg.Request {
 		q.Admit, q.OnTicket = req.newAdmit(life, rk), req.recordTicket
 	}
 	return q
+}
+
+// newAdmit is the message that asks the rank's DPServer for a ticket.
+func (req *request) newAdmit(life context.Context, rk *rank) *msg.Admit {
+	m := &msg.Admit{
+		Ctx: life, ReqID: req.query.ID, Epoch: rk.Epoch, Tokens: req.query.Tokens,
+		Estimated: req.query.Estimated, Deadline: req.deadline, Ingress: req.in.node,
+		Session: routing.SessionKey(req.query.Session), Weight: req.scan.Choices,
+		// a reservation has no HTTP request: its caller reports the end of prefill
+		Whole: req.r != nil && !req.scan.Stream,
+	}
+	if req.prompt.lookedUp {
+		m.Hit, m.Blocks, m.HitBlocks = req.query.HitOn(rk.ID), req.prompt.blocks,
+			req.prompt.cachedPrefix(rk.ID)
+	}
+	return m
 }
 
 // remoteGrace is added to the first token's time for a rank of another node, so that the other node reports
@@ -146,178 +359,167 @@ func (req *request) undoPick() {
 	})
 }
 
-// returnTicket returns the ticket to the rank, exactly once, with what the attempt shows about the engine.
-func (req *request) returnTicket(res *result) {
-	a, what := &req.attempt, causePolicies[res.cause]
-	var first time.Duration
-	if !a.firstToken.IsZero() {
-		first = a.firstToken.Sub(a.start)
+// decideRetry decides whether another rank is tried: nil means yes.
+func (req *request) decideRetry(ctx context.Context, rk *rank, res *result) *failure {
+	what, ar := causePolicies[res.cause], req.app.router
+	if !what.retry {
+		return req.giveUp(res, "free")
 	}
-	a.rank.Mailbox.Send(&msg.Done{
-		TicketID: a.ticket.ID, Outcome: what.done, Cause: what.name,
-		PromptTokens: req.usage.PromptTokens, CachedTokens: req.usage.CachedTokens,
-		HasCached: req.usage.HasCached, CompletionTokens: req.outputTokens(),
-		FirstToken: first, Trip: req.countsToTrip(res), Busy: what.busy, Probe: what.probe,
-	})
-	req.app.router.recordServiceTime(time.Since(a.start))
-	req.recordTokens()
-}
-
-// outputTokens is the engine's count of output tokens, or the number of chunks if that is larger.
-func (req *request) outputTokens() int { return max(req.usage.CompletionTokens, req.stream.tokens) }
-
-// recordTokens adds the tokens to the metrics and updates the estimate of bytes per token.
-func (req *request) recordTokens() {
-	n := req.outputTokens()
-	req.in.tokens.Add(uint64(max(n-req.countedTokens, 0)))
-	req.countedTokens = max(n, req.countedTokens)
-	if req.usage.PromptTokens == 0 && n == 0 {
-		return
-	}
-	req.app.router.metrics.Load().Tokens(req.usage.PromptTokens, req.usage.CachedTokens, n)
-	if req.query.Estimated {
-		req.app.router.estimators[req.route].ObservePrompt(&req.scan, req.usage.PromptTokens)
-	}
-}
-
-// relay sends the engine's answer to the client.
-func (req *request) relay(ctx context.Context, resp *http.Response) result {
-	switch {
-	case resp.StatusCode >= http.StatusBadRequest:
-		return req.relayError(ctx, resp)
-	case resp.StatusCode >= http.StatusMultipleChoices:
-		// Its Location is an internal address, to which clients would send the prompt.
-		return result{cause: causeStatus, status: resp.StatusCode}
-	case isStream(resp.Header):
-		return req.relayStream(ctx, resp)
+	req.hadTurn = true // no later request may overtake it
+	switch res.cause {
+	case causeFull:
+		return nil // not an attempt: the Router's view was outdated
+	case causeUnreachable:
+		ar.metrics.Load().Attempt(what.name, "free")
+		ar.suspectNode(rk.Node)
+		return nil // not an attempt: no engine was asked
 	default:
-		return req.relayWhole(ctx, resp)
 	}
-}
-
-// firstTokenDue is the deadline of the attempt's first token. An answer that is not streamed has no visible
-// first token: its deadline is that of a stream with the same number of tokens.
-func (req *request) firstTokenDue() time.Time {
-	d := req.app.firstToken
-	if req.route.Generates() && !req.scan.Stream {
-		n := req.scan.MaxTokens
-		if n < 0 || n > unknownTokens {
-			n = unknownTokens
+	more := req.recordFailure(rk, res.cause)
+	if what.done == msg.Refused {
+		if !more {
+			return req.giveUp(res, "free")
 		}
-		d += time.Duration(n) * req.app.between
+		req.countRetry(res, "free") //nolint:contextcheck // the line is the request's
+		req.awaitRefusingUnit(ctx, rk)
+		return nil
 	}
-	return req.attempt.start.Add(d)
+	if what.death && (res.cause != causeUnitLost || ar.hasFailed(rk)) && req.killedTwoRanks(rk) {
+		f := req.giveUp(res, "free")
+		f.message, f.cause = "two ranks died while they had this request; it is not sent to a third one",
+			"killed_two_ranks"
+		return f
+	}
+	budget := "free"
+	if !what.free && !ar.isLost(rk) {
+		budget = "drawn"
+	}
+	if !more && !req.mergeUnitAttempts(ctx, rk, res.cause) {
+		return req.giveUp(res, budget)
+	}
+	if budget == "drawn" && !ar.retryBudget.draw(req.in.clock()) {
+		return req.giveUp(res, "empty")
+	}
+	req.countRetry(res, budget) //nolint:contextcheck // the line is the request's
+	return nil
 }
 
-// readFailure returns the result of an attempt whose answer could not be read to its end.
-func (req *request) readFailure(ctx context.Context, err error, begun bool) result {
-	switch {
-	case ctx.Err() != nil:
-		why := contextCause(ctx)
-		if (why == causeStalled || why == causeSilent) && !begun {
-			why = causeFirstToken // the engine sent an empty delta and then nothing
+// recordFailure excludes rk and reports whether this request may ask another rank. A rank that refused at
+// admission asked no engine: that is no attempt, and refusals have a limit of their own. Otherwise three
+// fenced ranks of one node could use up a request's attempts while the ranks of other nodes are ready. A rank
+// that is too slow to answer takes seconds, so it counts as an attempt.
+func (req *request) recordFailure(rk *rank, why cause) bool {
+	if causePolicies[why].done == msg.Refused && why != causeOverloaded {
+		req.refusedBy = append(req.refusedBy, rk)
+		return len(req.refusedBy) < maxRefusals
+	}
+	req.tried, req.attempts = append(req.tried, rk), req.attempts+1
+	return req.attempts < req.maxAttempts()
+}
+
+// killedTwoRanks records that rk died while it had the request, and reports whether a rank of another unit
+// had died with it before. Then the request itself may kill engines, and further attempts could take down the
+// whole application. Ranks of one lockstep unit die together and count as one.
+func (req *request) killedTwoRanks(rk *rank) bool {
+	before := req.diedOn
+	req.diedOn = rk
+	return before != nil && (before.Unit != rk.Unit || before.Epoch != rk.Epoch)
+}
+
+// countsToTrip reports whether the failure of an attempt counts towards its rank's trip. Only the first
+// failure of a request counts: a request that fails on several ranks is more likely the cause than they are.
+// An engine's own limits (408, 429) never count.
+func (req *request) countsToTrip(res *result) bool {
+	if !causePolicies[res.cause].trip || req.countedTrip || req.app.router.isLost(req.attempt.rank) {
+		return false
+	}
+	if res.status == http.StatusRequestTimeout || res.status == http.StatusTooManyRequests {
+		return false
+	}
+	req.countedTrip = true
+	return true
+}
+
+// maxAttempts is the policy's number of attempts per request if it has one (cache-aware), otherwise the
+// application's.
+func (req *request) maxAttempts() int {
+	if n := req.app.router.inputs().needs.AttemptsPerRequest; n > 0 {
+		return n
+	}
+	return req.app.attempts
+}
+
+func (req *request) countRetry(res *result, budget string) {
+	metrics := req.app.router.metrics.Load()
+	metrics.Attempt(causePolicies[res.cause].name, budget)
+	metrics.Retry(causePolicies[res.cause].name, budget)
+	req.logLine(slog.LevelDebug, "attempt failed, trying another rank", res)
+}
+
+// giveUp counts the last attempt and returns the failure for the client.
+func (req *request) giveUp(res *result, budget string) *failure {
+	req.app.router.metrics.Load().Attempt(causePolicies[res.cause].name, budget)
+	return finalFailure(res)
+}
+
+// Limits for the wait for a stream to report the loss of a lockstep unit: its ranks fail one by one before
+// the first of their streams reports the reason.
+const (
+	lossWait       = 250 * time.Millisecond
+	deadEngineWait = 2 * time.Second // the engine reported its dead core: it exits within a second
+)
+
+// mergeUnitAttempts checks, when a request has no attempt left, whether one lockstep unit failed it several
+// times. It waits for the unit's stream to report the loss. All attempts on a lost unit then count as one,
+// and the request may be tried again.
+func (req *request) mergeUnitAttempts(ctx context.Context, rk *rank, why cause) bool {
+	there := countOfUnit(req.tried, rk)
+	wait := lossWait
+	if why == causeEngineDead {
+		wait = deadEngineWait
+	}
+	if there < 2 || !req.app.router.isLockstep() || !req.awaitUnitLoss(ctx, rk, wait) {
+		return false
+	}
+	req.attempts = max(req.attempts-there, 0) + 1
+	return true
+}
+
+// countOfUnit counts the ranks of rk's unit.
+func countOfUnit(ranks []*rank, rk *rank) int {
+	n := 0
+	for _, t := range ranks {
+		if t.Unit == rk.Unit && t.Epoch == rk.Epoch {
+			n++
 		}
-		return result{cause: why, err: err}
-	case errors.Is(err, rankleg.ErrUnreachable):
-		return result{cause: causeUnreachable, err: err}
-	case errors.Is(err, rankleg.ErrNoLease):
-		return result{cause: causeUnitLost}
-	case begun:
-		return result{cause: req.lostStreamCause(), err: err}
-	default:
-		return result{cause: causeEmpty, err: err}
+	}
+	return n
+}
+
+// awaitRefusingUnit waits, when ranks of one lockstep unit have refused the request as often as it may be
+// tried, for the unit's stream to report the loss. The request then waits for the unit to return, like a
+// later one; without the report it would ask the rest of the unit, and fail because no rank is left.
+func (req *request) awaitRefusingUnit(ctx context.Context, rk *rank) {
+	there := countOfUnit(req.tried, rk) + countOfUnit(req.refusedBy, rk)
+	if there == req.maxAttempts() && req.app.router.isLockstep() {
+		req.awaitUnitLoss(ctx, rk, lossWait)
 	}
 }
 
-// lostStreamCause distinguishes a drained rank from a failed one.
-func (req *request) lostStreamCause() cause {
-	if req.app.router.isDraining(req.attempt.rank) {
-		return causeDrained
+// awaitUnitLoss waits until a rank is lost; it returns false if that does not happen within wait.
+func (req *request) awaitUnitLoss(ctx context.Context, rk *rank, wait time.Duration) bool {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(errOver)
+	a := &attempt{router: req.attempt.router, rank: rk, cancel: cancel}
+	if !req.app.router.trackAttempt(rk, a) {
+		return true
 	}
-	return causeUpstreamLost
-}
-
-func closeBody(resp *http.Response) {
-	if err := resp.Body.Close(); err != nil {
-		return // the outcome is decided, and the connection is not used again
+	defer req.app.router.untrackAttempt(rk, a)
+	timer := time.NewTimer(wait)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+	case <-timer.C:
 	}
-}
-
-// countOutput counts output tokens of the stream.
-func (req *request) countOutput(n int, now time.Time) {
-	if req.attempt.firstToken.IsZero() {
-		req.attempt.firstToken = now
-	}
-	req.in.tokens.Add(uint64(n)) //nolint:gosec // a count
-	req.countedTokens += n
-}
-
-// reportProgress tells the rank that prefill is done, and later at intervals how many tokens the stream has.
-// It runs after the write to the client, because a message wakes its receiver and the client should not wait
-// for that. A stream that has ended needs no report: Done contains everything.
-func (req *request) reportProgress(now time.Time) {
-	a := &req.attempt
-	switch {
-	case a.firstToken.IsZero() || now.Sub(a.reportedAt) < progressEvery:
-		return
-	case a.reportedAt.IsZero():
-		a.rank.Mailbox.Send(&msg.FirstToken{TicketID: a.ticket.ID, At: a.firstToken})
-	default:
-		a.rank.Mailbox.Send(&msg.Progress{TicketID: a.ticket.ID, Out: req.stream.tokens})
-	}
-	a.reportedAt = now
-}
-
-func asBodyError(err error) (*openai.BodyError, bool) {
-	var e *openai.BodyError
-	ok := errors.As(err, &e)
-	return e, ok
-}
-
-// newAdmit is the message that asks the rank's DPServer for a ticket.
-func (req *request) newAdmit(life context.Context, rk *rank) *msg.Admit {
-	m := &msg.Admit{
-		Ctx: life, ReqID: req.query.ID, Epoch: rk.Epoch, Class: msg.ClassBoth, Tokens: req.query.Tokens,
-		Estimated: req.query.Estimated, Deadline: req.deadline, Ingress: req.in.node,
-		Session: routing.SessionKey(req.query.Session), Weight: req.scan.Choices,
-		// a reservation has no HTTP request: its caller reports the end of prefill
-		Whole: req.r != nil && !req.scan.Stream,
-	}
-	if req.prompt.lookedUp {
-		m.Hit, m.Blocks, m.HitBlocks = req.query.HitOn(rk.ID), req.prompt.blocks,
-			req.prompt.cachedPrefix(rk.ID)
-	}
-	return m
-}
-
-// askFailure returns the result of an attempt that brought no byte of an answer.
-func (req *request) askFailure(ctx context.Context, err error) result {
-	switch {
-	case ctx.Err() != nil:
-		return result{cause: contextCause(ctx), err: err}
-	case errors.Is(err, rankleg.ErrUnreachable):
-		return result{cause: causeUnreachable, err: err}
-	case errors.Is(err, rankleg.ErrFirstToken):
-		return result{cause: causeFirstToken, err: err}
-	case rankleg.IsRefused(err):
-		return result{cause: causeRefused, err: err}
-	case rankleg.IsMalformed(err):
-		return result{cause: causeMalformed, err: err}
-	default:
-		return result{cause: causeReset, err: err}
-	}
-}
-
-// pickUncounted returns a rank for a request that computes no tokens: any ready rank that has not failed it,
-// full or not, of this node if there is one. If there is none, the request waits like any other.
-func (req *request) pickUncounted(ctx context.Context, last *result) (*rank, *failure) {
-	if rk := req.app.router.anyReadyRank(req.tried, req.refusedBy); rk != nil {
-		return rk, nil
-	}
-	rk, f := req.pickCounted(ctx, last)
-	if f == nil {
-		req.attempt.rank = rk
-		req.undoPick() // pickCounted has counted it
-	}
-	return rk, f
+	return req.app.router.isLost(rk)
 }

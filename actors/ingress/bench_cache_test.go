@@ -44,7 +44,7 @@ func deciderBodies(route openai.Route, n int) (out [][]byte) {
 			out = append(out, []byte(`{"model":"demo","prompt":[`+ids+`]}`))
 			continue
 		}
-		half := textSpan(128) / 2
+		half := kvindex.TextSpan(128) / 2
 		out = append(out, []byte(chat(strings.Repeat("shared word ", half/12)+strings.Repeat(
 			fmt.Sprintf("own words%03d", n), half/12))))
 	}
@@ -134,7 +134,7 @@ func BenchmarkTextBlocks(b *testing.B) {
 			b.SetBytes(int64(size))
 			b.ReportAllocs()
 			for b.Loop() {
-				dst = textBlocks(dst[:0], h, 1, text)
+				dst = h.Text(dst[:0], 1, text)
 			}
 			b.ReportMetric(float64(len(dst)), "blocks")
 		})

@@ -25,7 +25,9 @@ import (
 )
 
 // typicalChunk is what an engine sends per token.
-const typicalChunk = `data: {"id":"chatcmpl-req-fixed-1","object":"chat.completion.chunk","created":1795230441,"model":"tiny","choices":[{"index":0,"delta":{"content":" over"},"logprobs":null,"finish_reason":null,"token_ids":null}]}` + "\n\n"
+const typicalChunk = `data: {"id":"chatcmpl-req-fixed-1","object":"chat.completion.chunk",` +
+	`"created":1795230441,"model":"tiny","choices":[{"index":0,"delta":{"content":" over"},` +
+	`"logprobs":null,"finish_reason":null,"token_ids":null}]}` + "\n\n"
 
 // chunks is an engine's body of n chunks, one per read.
 type chunks struct{ left int }
@@ -359,7 +361,7 @@ func TestReadingABodyAllocatesNothing(t *testing.T) {
 		req.bodySettled = true
 		read := func() {
 			_, _ = text.Seek(0, io.SeekStart)
-			if req.readBody() != nil || len(req.body.b) != size {
+			if req.readBody(req.in, req.rc) != nil || len(req.body.b) != size {
 				panic("not read")
 			}
 			req.releaseBody()

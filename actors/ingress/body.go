@@ -16,8 +16,8 @@ import (
 // readBody reads the whole body before anything else: otherwise net/http does not notice that the client
 // leaves, and no second attempt is possible. It refuses a body that announces a length above the limit
 // without reading it.
-func (req *request) readBody() *failure {
-	in, r := req.in, req.r
+func (q *question) readBody(in *Ingress, conn *http.ResponseController) *failure {
+	r := q.r
 	// One byte more, because net/http watches the connection only after a read has reached the end of the
 	// body.
 	most := in.limits.MaxBody + 1
@@ -27,8 +27,8 @@ func (req *request) readBody() *failure {
 	if r.ContentLength >= 0 {
 		most = r.ContentLength + 1
 	}
-	if err := req.fillBody(int(most)); err != nil {
-		return req.bodyFailure(err)
+	if err := q.fillBody(in, conn, int(most)); err != nil {
+		return bodyFailure(in, r, err)
 	}
 	if r.GetBody != nil { // an in-process request would hold its body as long as it lives
 		r.Body, r.GetBody = http.NoBody, nil
@@ -37,8 +37,7 @@ func (req *request) readBody() *failure {
 }
 
 // bodyFailure is the answer to a request whose body could not be read to its end.
-func (req *request) bodyFailure(err error) *failure {
-	in, r := req.in, req.r
+func bodyFailure(in *Ingress, r *http.Request, err error) *failure {
 	switch {
 	case errors.Is(err, errTooLarge):
 		return in.limits.tooLarge()
@@ -79,40 +78,40 @@ var (
 
 // fillBody reads the body to its end. The buffer grows as bytes arrive, so a client that only announces a
 // length costs no memory. most is the largest number of bytes that may arrive, plus one.
-func (req *request) fillBody(most int) error {
-	m, window := &req.in.bodies, req.in.timers.BodyStall
-	if req.body = m.take(bodySizes[0]); req.body == nil {
+func (q *question) fillBody(in *Ingress, conn *http.ResponseController, most int) error {
+	m, window := &in.bodies, in.timers.BodyStall
+	if q.body = m.take(bodySizes[0]); q.body == nil {
 		return errNoBodyMemory
 	}
 	now := time.Now()
-	pace := bodyPace{window: window, whole: req.in.timers.wholeBody(), began: now, since: now}
+	pace := bodyPace{window: window, whole: in.timers.wholeBody(), began: now, since: now}
 	for armed := (time.Time{}); ; {
 		if now.Sub(armed) >= window/deadlineSteps {
-			if err := setReadDeadline(req.rc, pace.deadline(now, len(req.body.b))); err != nil {
+			if err := setReadDeadline(conn, pace.deadline(now, len(q.body.b))); err != nil {
 				return err
 			}
 			armed = now
 		}
-		if len(req.body.b) == cap(req.body.b) {
-			larger := m.grow(req.body, most)
+		if len(q.body.b) == cap(q.body.b) {
+			larger := m.grow(q.body, most)
 			if larger == nil {
 				return errNoBodyMemory
 			}
-			req.body = larger
+			q.body = larger
 		}
-		b := req.body.b
-		n, err := req.r.Body.Read(b[len(b):cap(b)])
-		req.body.b = b[:len(b)+n]
+		b := q.body.b
+		n, err := q.r.Body.Read(b[len(b):cap(b)])
+		q.body.b = b[:len(b)+n]
 		now = time.Now()
 		switch {
-		case int64(len(req.body.b)) > req.in.limits.MaxBody:
+		case int64(len(q.body.b)) > in.limits.MaxBody:
 			return errTooLarge
 		case errors.Is(err, io.EOF):
 			// net/http's own reader takes over at the end of the body, and must not run into our deadline.
-			return setReadDeadline(req.rc, time.Time{})
+			return setReadDeadline(conn, time.Time{})
 		case err != nil:
 			return err
-		case pace.isTooSlow(now, len(req.body.b)):
+		case pace.isTooSlow(now, len(q.body.b)):
 			return errTooSlow
 		}
 	}

@@ -105,7 +105,8 @@ func TestTheRouterHearsTheRanksTime(t *testing.T) {
 // TestOutputsReachTheRouter: the end of a request reports its number of output tokens, whatever the form of
 // its answer and wherever its rank is. A stream without usage counts by its chunks.
 func TestOutputsReachTheRouter(t *testing.T) {
-	const whole = `{"id":"c","choices":[{"index":0,"message":{"content":"a"},"finish_reason":"stop"}],"usage":{"prompt_tokens":5,"completion_tokens":9}}`
+	const whole = `{"id":"c","choices":[{"index":0,"message":{"content":"a"},"finish_reason":"stop"}],` +
+		`"usage":{"prompt_tokens":5,"completion_tokens":9}}`
 	for name, c := range map[string]struct {
 		body   string
 		engine http.HandlerFunc

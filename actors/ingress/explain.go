@@ -58,7 +58,7 @@ func kindName(k routing.Kind) string {
 func explainRanks(ar *appRouter, query *routeQuery, d *routing.Decision,
 	v *routing.View,
 ) []client.RankExplanation {
-	j := newRankExplainer(ar, query, v)
+	excluded, notes := v.Exclusions(&query.query), rankNotesOf(ar)
 	out := make([]client.RankExplanation, 0, len(v.Ranks))
 	for i := range v.Ranks {
 		rk := &v.Ranks[i]
@@ -67,7 +67,8 @@ func explainRanks(ar *appRouter, query *routeQuery, d *routing.Decision,
 			MaxOngoing: rk.MaxOngoing,
 			Picked:     d.Kind == routing.Route && d.Ranked[0] == rk.ID,
 		}
-		row.State, row.Why, row.Eligible = j.explain(rk)
+		row.Eligible = excluded[i] == routing.NotExcluded
+		row.State, row.Why = explainRank(rk, excluded[i], notes[rk.ID], v)
 		if rk.HasKVUsage || rk.Capacity > 0 {
 			usage := rk.Usage()
 			row.KVUsage = &usage
@@ -215,66 +216,61 @@ func refusal(app string, query *routeQuery, d *routing.Decision) error {
 		"`dpserve status %s` shows why", app)
 }
 
-// rankExplainer explains for each rank whether a request could go there. It restates the rules of
-// routing.Eligible and of the Router's tiers; TestExplainRows keeps both equal.
-type rankExplainer struct {
-	query      *routing.Request
-	view       *routing.View
-	anyOpen    bool // some rank has room and a live stream
-	draining   map[routing.RankID]bool
-	fullReason map[routing.RankID]string // why a rank counts as full whatever its numbers say
+// rankNotes is what the streams say of ranks that routing leaves out.
+type rankNotes struct {
+	draining bool
+	full     string // why it counts as full whatever its numbers say; "": by its numbers
 }
 
-func newRankExplainer(ar *appRouter, query *routeQuery, v *routing.View) *rankExplainer {
-	j := &rankExplainer{
-		query: &query.query, view: v, draining: map[routing.RankID]bool{},
-		fullReason: map[routing.RankID]string{},
-	}
-	for i := range v.Ranks {
-		rk := &v.Ranks[i]
-		j.anyOpen = j.anyOpen || !rk.Silent && routing.HasRoom(rk) && routing.Eligible(&query.query, rk)
-	}
+// rankNotesOf returns the notes of every rank.
+func rankNotesOf(ar *appRouter) map[routing.RankID]rankNotes {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
+	out := make(map[routing.RankID]rankNotes, len(ar.ranks))
 	for id, r := range ar.ranks {
-		j.draining[id] = r.draining
+		n := rankNotes{draining: r.draining}
 		switch {
 		case r.busy:
-			j.fullReason[id] = "its engine said that it is busy"
+			n.full = "its engine said that it is busy"
 		case r.full && r.turn != "" && r.offered == 0:
-			j.fullReason[id] = "its free room is for another ingress, which waits as well"
+			n.full = "its free room is for another ingress, which waits as well"
 		case r.full:
-			j.fullReason[id] = "it said that it is full"
+			n.full = "it said that it is full"
 		}
+		out[id] = n
 	}
-	return j
+	return out
 }
 
-// explain returns the rank's state, the reason in words ("" if it may be picked), and whether it could be
-// picked.
-func (j *rankExplainer) explain(rk *routing.Rank) (state, why string, eligible bool) {
-	switch {
-	case slices.Contains(j.query.Tried, rk.ID):
-		return "tried", "it failed this request already", false
-	case !rk.Ready && j.draining[rk.ID]:
-		return "draining", "it takes nothing new and lets its requests end", false
-	case !rk.Ready:
-		return "not-ready", "its unit is not ready, or its engine does not accept", false
-	case rk.LeftOut:
-		return "tripped", "its answers failed in a row, and no canary has come back yet", false
-	case rk.Busy:
-		return "busy", fmt.Sprintf("KV usage %.2f, busy_threshold %.2f", rk.Usage(), j.view.BusyThreshold),
-			false
-	case rk.Silent && j.anyOpen:
-		return "silent", "its stream is silent, and others are not", false
-	case rk.Silent:
-		return "silent", "", true // admission decides
-	case j.fullReason[rk.ID] != "" && !routing.HasRoom(rk):
-		return "full", j.fullReason[rk.ID], false
-	case !routing.HasRoom(rk):
-		return "full", fmt.Sprintf("%d of %d requests in flight", rk.Load.O(), rk.MaxOngoing), false
+// explainRank returns the rank's state and the reason in words; "" if the rank may be picked.
+func explainRank(rk *routing.Rank, why routing.Exclusion, notes rankNotes, v *routing.View) (
+	state, text string,
+) {
+	switch why {
+	case routing.Tried:
+		return "tried", "it failed this request already"
+	case routing.NotReady:
+		if notes.draining {
+			return "draining", "it takes nothing new and lets its requests end"
+		}
+		return "not-ready", "its unit is not ready, or its engine does not accept"
+	case routing.LeftOut:
+		return "tripped", "its answers failed in a row, and no canary has come back yet"
+	case routing.AboveBusy:
+		return "busy", fmt.Sprintf("KV usage %.2f, busy_threshold %.2f", rk.Usage(), v.BusyThreshold)
+	case routing.SilentStream:
+		return "silent", "its stream is silent, and others are not"
+	case routing.NoRoom:
+		if notes.full != "" {
+			return "full", notes.full
+		}
+		return "full", fmt.Sprintf("%d of %d requests in flight", rk.Load.O(), rk.MaxOngoing)
+	case routing.NotExcluded:
 	}
-	return "ok", "", true
+	if rk.Silent {
+		return "silent", "" // admission decides
+	}
+	return "ok", ""
 }
 
 // Bounds of a decisionLog.

@@ -462,7 +462,8 @@ func TestAClientOfHTTP10SeesThatItsStreamWasCut(t *testing.T) {
 			require.NoError(t, err)
 			defer func() { _ = conn.Close() }()
 			_, err = fmt.Fprintf(
-				conn, "POST /v1/chat/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s", len(streamBody), streamBody)
+				conn, "POST /v1/chat/completions HTTP/1.0\r\nContent-Type: application/json\r\n"+
+					"Content-Length: %d\r\n\r\n%s", len(streamBody), streamBody)
 			require.NoError(t, err)
 			answer, err := io.ReadAll(conn)
 			if !c.cut {

@@ -64,7 +64,9 @@ func TestFramedRequestsPass(t *testing.T) {
 	b := chatBody
 	plain := "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: " + strconv.Itoa(len(b)) +
 		"\r\n\r\n" + b
-	chunked := "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n3;ext=1\r\n" + b[:3] + "\r\n" + strconv.FormatInt(int64(len(b)-3), 16) + "\r\n" + b[3:] + "\r\n0\r\n\r\n"
+	chunked := "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" +
+		"3;ext=1\r\n" + b[:3] + "\r\n" + strconv.FormatInt(int64(len(b)-3), 16) + "\r\n" +
+		b[3:] + "\r\n0\r\n\r\n"
 	last := "GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 	got := raw(t, g, plain+chunked+"\r\n"+plain+chunked+last)
 	assert.Equal(t, 5, strings.Count(got, "HTTP/1.1 200 "), got)
@@ -75,7 +77,8 @@ func TestFramedRequestsPass(t *testing.T) {
 func FuzzFraming(f *testing.F) {
 	for _, s := range []string{
 		"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-		"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2;a=b\r\n{}\r\n0\r\nA: b\r\n\r\nPOST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+		"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2;a=b\r\n{}\r\n0\r\nA: b\r\n\r\n" +
+			"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
 		"POST / HTTP/1.0\nTransfer-Encoding: chunked\n\n0\n\n", "\r\n\nGET / HTTP/1.1\nHost: x\nA: b\n c\n\n",
 		"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
 	} {
@@ -137,8 +140,10 @@ func (c *cutReader) Read(p []byte) (int, error) {
 
 // BenchmarkFraming is the cost of one request: head and a body of 400 KB.
 func BenchmarkFraming(b *testing.B) {
-	head := []byte("POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:8000\r\nAccept: application/json\r\nContent-Type: application/json\r\n" +
-		"User-Agent: OpenAI/Python 2.11.0\r\nAuthorization: Bearer x\r\nX-Stainless-Lang: python\r\nContent-Length: 400000\r\n\r\n")
+	head := []byte("POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:8000\r\n" +
+		"Accept: application/json\r\nContent-Type: application/json\r\n" +
+		"User-Agent: OpenAI/Python 2.11.0\r\nAuthorization: Bearer x\r\n" +
+		"X-Stainless-Lang: python\r\nContent-Length: 400000\r\n\r\n")
 	body := make([]byte, 400_000)
 	var f framing
 	b.ReportAllocs()

@@ -29,6 +29,7 @@ var errDrained = errors.New("the ingress is shutting down")
 type Metrics interface {
 	App(app, policy string) *telemetry.App
 	ForgetApp(app string)
+	KeepRanks(app string, exists func(group, rank int) bool)
 	RequestRefused(route string, code int)
 }
 
@@ -64,33 +65,49 @@ type Ingress struct {
 	seed      uint64
 	clockBase time.Time // zero of clock
 
-	handler     http.Handler
-	server      *http.Server
-	near        *rankleg.Near
-	remote      rankleg.Asker // nil: every rank is near
-	table       atomic.Pointer[routeTable]
-	unplaced    unplacedApps
-	hasher      atomic.Pointer[kvindex.Hasher] // keyed by the cluster's secret
-	requestPool sync.Pool                      // *request
-	bodies      bodyMemory
-	promptPool  sync.Pool // *promptMemory
-	memory      memoryGuard
+	handler http.Handler
+	server  *http.Server
+	near    *rankleg.Near
+	remote  rankleg.Asker                  // nil: every rank is near
+	hasher  atomic.Pointer[kvindex.Hasher] // keyed by the cluster's secret
+	appTable
+	requestMemory
+	traffic
+	lifeCycle
+}
 
+// appTable has the applications of an ingress.
+type appTable struct {
+	table        atomic.Pointer[routeTable]
+	unplaced     unplacedApps
+	appRoutersMu sync.RWMutex
+	appRouters   map[string]*appRouter
+}
+
+// requestMemory is the memory that requests use again, and its limits.
+type requestMemory struct {
+	requestPool sync.Pool // *request
+	promptPool  sync.Pool // *promptMemory
+	bodies      bodyMemory
+	memory      memoryGuard
+}
+
+// traffic counts requests.
+type traffic struct {
 	nextID   atomic.Uint64
 	answered atomic.Uint64
 	tokens   atomic.Uint64
 	inflight atomic.Int64
 	draining atomic.Bool
+}
 
-	appRoutersMu sync.RWMutex
-	appRouters   map[string]*appRouter
-
+// lifeCycle is what Close ends.
+type lifeCycle struct {
 	mu          sync.Mutex
 	listener    *clientConns
 	unsubscribe func()
 	closeOnce   sync.Once
 	closeErr    error
-
 	stop        context.CancelFunc      // ends follow
 	followDone  chan struct{}           // closed: follow has ended
 	cutRequests context.CancelCauseFunc // ends every request
@@ -107,9 +124,11 @@ func New(c Config) (*Ingress, error) {
 		node: c.Node, version: c.Version, store: c.Store, feed: c.Feed, metrics: c.Metrics,
 		log: c.Log.With(slog.String("room", "ingress")), limits: c.Limits.withDefaults(),
 		timers: c.Timers.withDefaults(),
-		seed:   c.Seed, clockBase: time.Now(), appRouters: map[string]*appRouter{},
-		followDone: make(chan struct{}),
-		unplaced:   unplacedApps{changed: make(chan struct{}, 1)},
+		seed:   c.Seed, clockBase: time.Now(),
+		appTable: appTable{
+			appRouters: map[string]*appRouter{}, unplaced: unplacedApps{changed: make(chan struct{}, 1)},
+		},
+		lifeCycle: lifeCycle{followDone: make(chan struct{})},
 	}
 	in.nextID.Store(mix(c.Seed))
 	in.requestPool.New = func() any { return newRequest(in) }
@@ -205,7 +224,8 @@ func (in *Ingress) applyRevision(ar *appRouter, a *state.App) (spec *appRevision
 	if fresh, err = in.setPolicyInputs(ar, spec, policy); err != nil {
 		return nil, false, fmt.Errorf("revision %d: %w", a.Revision, err)
 	}
-	if ar.revision.Store(spec); sameRouting(old, spec) {
+	ar.setRevision(spec)
+	if sameRouting(old, spec) {
 		return spec, fresh, nil
 	}
 	in.newRouter(ar, policy)
@@ -232,12 +252,6 @@ func (in *Ingress) newRevision(a *state.App, old *appRevision) (*appRevision, er
 		s.names = spec.Model.ServedNames()
 	}
 	s.adapters = adaptersOf(&spec.Model)
-	if s.attempts <= 0 {
-		s.attempts = defaultAttempts
-	}
-	orDefault(&s.queue, in.timers.Queue)
-	orDefault(&s.firstToken, in.timers.FirstToken)
-	orDefault(&s.between, in.timers.BetweenToken)
 	return s, nil
 }
 

@@ -33,7 +33,8 @@ const (
 	defaultTokenizeBytes   = 64 << 20
 )
 
-// Timers of an ingress. A zero field means its default. Per-application times are in app.yaml.
+// Timers of an ingress. A zero field means its default. Those of an application are in its
+// app.yaml.
 type Timers struct {
 	ReadHeader time.Duration // for a request's header
 	Idle       time.Duration // a client connection without a request
@@ -51,9 +52,6 @@ type Timers struct {
 	IdleOwned    time.Duration // idle connections to engines that dpserve started (their keep-alive is 120 s)
 	IdleAttached time.Duration // idle connections to other engines: vLLM closes at 5 s
 	BudgetWindow time.Duration // window of the retry budget
-	Queue        time.Duration // timeouts.queue_s when the file leaves it out
-	FirstToken   time.Duration // timeouts.first_token_s when the file leaves it out
-	BetweenToken time.Duration // timeouts.between_tokens_s when the file leaves it out
 	Outage       time.Duration // how long requests wait for attached engines while none of them is ready
 	Reservation  time.Duration // after which an unused reservation of the router's own API ends
 }
@@ -73,16 +71,12 @@ const (
 	defaultIdleOwned    = 100 * time.Second
 	defaultIdleAttached = 4 * time.Second
 	defaultBudgetWindow = 10 * time.Second
-	defaultQueue        = 60 * time.Second
-	defaultFirstToken   = 300 * time.Second
-	defaultBetweenToken = 30 * time.Second
 	defaultOutage       = 5 * time.Second
 	defaultReservation  = 300 * time.Second
 )
 
 // Numbers that cannot be configured.
 const (
-	defaultAttempts = 3 // retries.attempts when the file leaves it out
 	// ranks that may refuse one request at admission; a refusal is no attempt, because no engine was asked
 	maxRefusals = 16
 	// bytes per second that a client must send of a body, or take of an answer, over a window
@@ -152,9 +146,6 @@ func (t Timers) withDefaults() Timers {
 	orDefault(&t.IdleOwned, defaultIdleOwned)
 	orDefault(&t.IdleAttached, defaultIdleAttached)
 	orDefault(&t.BudgetWindow, defaultBudgetWindow)
-	orDefault(&t.Queue, defaultQueue)
-	orDefault(&t.FirstToken, defaultFirstToken)
-	orDefault(&t.BetweenToken, defaultBetweenToken)
 	orDefault(&t.Outage, defaultOutage)
 	orDefault(&t.Reservation, defaultReservation)
 	return t

@@ -98,7 +98,8 @@ func TestRefusalsOfALostUnitWaitForIt(t *testing.T) {
 	assert.Equal(t, int32(3), calls.Load())
 }
 
-const deadCore = `{"error":{"message":"EngineCore encountered an issue. See stack trace (above) for the root cause.","type":"InternalServerError","param":null,"code":500}}`
+const deadCore = `{"error":{"message":"EngineCore encountered an issue. ` +
+	`See stack trace (above) for the root cause.","type":"InternalServerError","param":null,"code":500}}`
 
 // TestDeadCore: the rank's DPServer checks its engine at once, and trying another rank costs no budget.
 func TestDeadCore(t *testing.T) {

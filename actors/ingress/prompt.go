@@ -119,7 +119,7 @@ func (p *prompt) fromBody(ctx context.Context, ar *appRouter, route openai.Route
 	}
 	p.tokens, p.estimated = scan.PromptTokens, false
 	if scan.PromptTokens < 0 {
-		p.tokens, p.estimated = ar.estimators[route].PromptTokens(scan), true
+		p.tokens, p.estimated = ar.estimates.tokens[route].PromptTokens(scan), true
 	}
 	if !route.Generates() {
 		p.tokens, p.estimated = 0, false
@@ -208,7 +208,7 @@ func (p *prompt) saltWith(ar *appRouter, part []byte) {
 func (p *prompt) hashText(ar *appRouter, scan *openai.Body, body []byte) {
 	p.unit, p.size = kvindex.Text, kvindex.DefaultTextBlock
 	h := ar.in.hash()
-	p.blocks = textBlocks(p.blocks[:0], h, h.Root(p.rootSalt(ar)), scan.Text(body))
+	p.blocks = h.Text(p.blocks[:0], h.Root(p.rootSalt(ar)), scan.Text(body))
 	p.perBlock = ratio{int64(p.tokens), int64(max(scan.PromptBytes, 1))}
 }
 
@@ -289,7 +289,7 @@ func (p *prompt) hitTokens(n int) int {
 // spanTokens is the length of n leading blocks in tokens.
 func (p *prompt) spanTokens(n int) int {
 	if p.unit == kvindex.Text {
-		n = textSpan(n)
+		n = kvindex.TextSpan(n)
 	}
 	return p.perBlock.tokensOf(n)
 }
@@ -303,52 +303,6 @@ func (p *prompt) cachedPrefix(id routing.RankID) int {
 		}
 	}
 	return n
-}
-
-// A text is cut into blocks that grow with their position: 256 bytes up to 4 KiB, then twice as large
-// whenever the position has doubled. So a block is at most 1/8 of the text before it, the common beginning of
-// two texts is known to about 5 %, and a prompt of 400 KB has 69 blocks instead of 1,600. The rank and each
-// ingress store every block.
-const (
-	textFine = 16                                  // blocks of the first size
-	textStep = textFine / 2                        // blocks of each other size
-	textTop  = kvindex.MaxBlockSize                // bytes of the largest block
-	textBase = textFine * kvindex.DefaultTextBlock // bytes of all blocks of the first size
-)
-
-// textBlocks appends the chain hashes of the full blocks of text to dst.
-func textBlocks(dst []uint64, h kvindex.Hasher, prev uint64, text []byte) []uint64 {
-	from := 0
-	for size := kvindex.DefaultTextBlock; ; size *= 2 {
-		end := len(text)
-		if size < textTop {
-			end = min(end, textFine*size)
-		}
-		n := len(dst)
-		dst = h.Bytes(dst, prev, text[from:end], size)
-		if end == len(text) {
-			return dst
-		}
-		if len(dst) > n {
-			prev = dst[len(dst)-1]
-		}
-		from = end
-	}
-}
-
-// textSpan is the number of bytes in n leading blocks.
-func textSpan(n int) int {
-	if n <= textFine {
-		return n * kvindex.DefaultTextBlock
-	}
-	bytes := textBase
-	n -= textFine
-	for size := 2 * kvindex.DefaultTextBlock; ; size *= 2 {
-		if n <= textStep || size == textTop {
-			return bytes + n*size
-		}
-		bytes, n = bytes+textStep*size, n-textStep
-	}
 }
 
 // policyInputs is what an application's policy reads of a request and of the ranks' caches, and the sources

@@ -10,7 +10,6 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
-	"pgregory.net/rapid"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
@@ -189,11 +188,12 @@ func TestRT14OddPrompts(t *testing.T) {
 		"ids":           {openai.Completions, `{"prompt":[` + strings.Repeat("5,", 40) + `1]}`, 2},
 		"image only": {
 			openai.Chat,
-			`{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:image/png;base64,` + strings.Repeat("A", 4*block) + `"}}]}]}`, 4,
+			`{"messages":[{"role":"user","content":[{"type":"image_url",` +
+				`"image_url":{"url":"data:image/png;base64,` + strings.Repeat("A", 4*block) + `"}}]}]}`, 4,
 		},
 		"1 MiB": {
 			openai.Completions, `{"prompt":"` + strings.Repeat("x", 1<<20) + `"}`,
-			textFine + 8*textStep,
+			80,
 		},
 		"tokenize":       {openai.Tokenize, `{"prompt":"` + strings.Repeat("x", 640) + `"}`, 0},
 		"not text":       {openai.Chat, `{"messages":"` + strings.Repeat("x", 10*block) + `"}`, 10},
@@ -211,48 +211,6 @@ func TestRT14OddPrompts(t *testing.T) {
 	a := readPrompt(t, ar, openai.Completions, `{"prompt":"`+strings.Repeat("é", block/2-1)+"\u00e9"+`"}`)
 	b := readPrompt(t, ar, openai.Completions, `{"prompt":"`+strings.Repeat("é", block/2-1)+"\u00e8"+`"}`)
 	assert.NotEqual(t, a.blocks, b.blocks, "a fork inside a character is a fork")
-}
-
-// TestTextBlocks: the blocks of a longer text begin with those of the text, each covers what textSpan says,
-// and none is larger than 1/8 of its position.
-func TestTextBlocks(t *testing.T) {
-	h := kvindex.NewHasher([]byte("s"))
-	text := []byte(strings.Repeat("0123456789abcdef", 1<<15)) // 512 KiB
-	whole := textBlocks(nil, h, 1, text)
-	assert.Len(t, whole, textFine+7*textStep)
-	seen := map[uint64]bool{}
-	for n := range whole {
-		assert.Equal(t, whole[:n+1], textBlocks(nil, h, 1, text[:textSpan(n+1)]))
-		assert.Len(t, textBlocks(nil, h, 1, text[:textSpan(n+1)-1]), n)
-		if at := textSpan(n); n >= textFine {
-			assert.LessOrEqual(t, textSpan(n+1)-at, at/8)
-		}
-		assert.False(t, seen[whole[n]])
-		seen[whole[n]] = true
-	}
-	assert.Equal(t, 10<<20, textSpan(len(textBlocks(nil, h, 1, make([]byte, 10<<20+1)))),
-		"blocks stop growing at 64 KiB")
-}
-
-// TestTextBlocksShareWhatIsInFront: a text that changes anywhere shares exactly the blocks before the change.
-func TestTextBlocksShareWhatIsInFront(t *testing.T) {
-	h := kvindex.NewHasher([]byte("s"))
-	rapid.Check(t, func(t *rapid.T) {
-		text := make([]byte, rapid.IntRange(1, 100_000).Draw(t, "n"))
-		for i := range text {
-			text[i] = byte(i * 7)
-		}
-		one := textBlocks(nil, h, 1, text)
-		at := rapid.IntRange(0, len(text)-1).Draw(t, "at")
-		text[at]++
-		two := textBlocks(nil, h, 1, text)
-		n := 0
-		for n < len(one) && one[n] == two[n] {
-			n++
-		}
-		require.LessOrEqual(t, textSpan(n), at)
-		require.True(t, n == len(one) || textSpan(n+1) > at)
-	})
 }
 
 // TestPromptsAreReadAsNeeded: only what the policy reads is made.

@@ -479,7 +479,7 @@ func TestPicturesAreNotText(t *testing.T) {
 	for range 4 {
 		assert.Equal(t, 200, (<-all).status)
 	}
-	k := &g.in.ensureAppRouter("demo").estimators[openai.Chat]
+	k := &g.in.ensureAppRouter("demo").estimates.tokens[openai.Chat]
 	assert.InDelta(t, 4, k.K(), 0, "nothing was learned")
 
 	tools := `,"tools":[{"type":"function","function":{"name":"f","description":"` +

@@ -22,34 +22,52 @@ type rank struct {
 	groupValue []string // header value of answers; shared by all answers
 	rankValue  []string
 
-	accepting bool
-	busy      bool // not accepting because of causeBusy
-	tripOrder int  // place in the order of the application's trips, from 1; 0: the rank is not tripped
-	// refused as full, or its room is for another ingress, and its stream has reported no room since
-	full           bool
-	turn           string // ingress for which the free room is, by the last record with a turn; "": all
-	offered        int    // requests for which room was offered to this ingress, and not used yet
-	lost           bool   // fenced, gone, or replaced by a new incarnation: its attempts fail
-	engineFailed   bool   // fenced because its engine, or that of another rank of its lockstep unit, failed
-	draining       bool   // takes no new requests and lets its streams end
-	silent         bool   // its node is not heard
-	maxOngoing     int
-	seq            uint64 // of the last record
-	progress       uint64 // records of a first token or of output: each shows that the engine made progress
-	cachingOff     bool   // its engine runs without prefix caching
-	blockSize      int    // tokens per KV block; 0: unknown
-	maxModelLen    int    // tokens of a request and its answer; 0: unknown
-	sizeFromEvents bool   // its KV events use blockSize
+	accepting    bool
+	busy         bool   // not accepting because of causeBusy
+	tripOrder    int    // place in the order of the application's trips, from 1; 0: the rank is not tripped
+	lost         bool   // fenced, gone, or replaced by a new incarnation: its attempts fail
+	engineFailed bool   // fenced because its engine, or that of another rank of its lockstep unit, failed
+	draining     bool   // takes no new requests and lets its streams end
+	silent       bool   // its node is not heard
+	seq          uint64 // of the last record
+	progress     uint64 // records of a first token or of output: each shows that the engine made progress
+	maxOngoing   int
+	rankRoom
+	engineFacts
+	rankResync
+	publishedState
+	attempts *attempt // attempts on this rank: head of a list
+}
 
-	resyncing   bool          // a record was missed: its cache is ignored until its next snapshot
+// rankRoom says for which ingress a rank has room.
+type rankRoom struct {
+	// refused as full, or its room is for another ingress, and its stream has reported no room since
+	full    bool
+	turn    string // ingress for which the free room is, by the last record with a turn; "": all
+	offered int    // requests for which room was offered to this ingress, and not used yet
+}
+
+// engineFacts are what a rank's stream says of its engine.
+type engineFacts struct {
+	cachingOff     bool // it runs without prefix caching
+	blockSize      int  // tokens per KV block; 0: unknown
+	sizeFromEvents bool // its KV events use blockSize
+	maxModelLen    int  // tokens of a request and its answer; 0: unknown
+}
+
+// rankResync is the wait for a rank's snapshot after a record was missed.
+type rankResync struct {
+	resyncing   bool          // the rank's cache is ignored until its next snapshot
 	resyncAt    time.Duration // when a snapshot was last asked for; 0: never
 	resyncTimer *time.Timer   // repeats the request for a snapshot; nil: none
+}
 
-	publishedReady  bool // the values that the Router has
+// publishedState holds the values that the Router has of a rank.
+type publishedState struct {
+	publishedReady  bool
 	publishedMax    int
 	publishedSilent bool
 	publishedTrip   int
-	attempts        *attempt // attempts on this rank: head of a list
 }
 
 // newRank makes a rank from its snapshot. The error is about the engine's URL.

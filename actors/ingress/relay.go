@@ -10,9 +10,26 @@ import (
 	"strings"
 	"time"
 
+	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine/openai"
+	"github.com/dpserve/dpserve/internal/rankleg"
 )
+
+// relay sends the engine's answer to the client.
+func (req *request) relay(ctx context.Context, resp *http.Response) result {
+	switch {
+	case resp.StatusCode >= http.StatusBadRequest:
+		return req.relayError(ctx, resp)
+	case resp.StatusCode >= http.StatusMultipleChoices:
+		// Its Location is an internal address, to which clients would send the prompt.
+		return result{cause: causeStatus, status: resp.StatusCode}
+	case isStream(resp.Header):
+		return req.relayStream(ctx, resp)
+	default:
+		return req.relayWhole(ctx, resp)
+	}
+}
 
 // relayStream is the relay loop: one read of the engine, an inspection of its complete events, one write and
 // flush to the client. Backpressure is the blocked write. The phase timer runs only while the loop waits for
@@ -391,5 +408,130 @@ func (req *request) relayRest(ctx context.Context, resp *http.Response, head []b
 			return req.writeFailure(ctx, err)
 		}
 		return result{cause: causeOK}
+	}
+}
+
+// firstTokenDue is the deadline of the attempt's first token. An answer that is not streamed has no visible
+// first token: its deadline is that of a stream with the same number of tokens.
+func (req *request) firstTokenDue() time.Time {
+	d := req.app.firstToken
+	if req.route.Generates() && !req.scan.Stream {
+		n := req.scan.MaxTokens
+		if n < 0 || n > unknownTokens {
+			n = unknownTokens
+		}
+		d += time.Duration(n) * req.app.between
+	}
+	return req.attempt.start.Add(d)
+}
+
+// askFailure returns the result of an attempt that brought no byte of an answer.
+func (req *request) askFailure(ctx context.Context, err error) result {
+	switch {
+	case ctx.Err() != nil:
+		return result{cause: contextCause(ctx), err: err}
+	case errors.Is(err, rankleg.ErrUnreachable):
+		return result{cause: causeUnreachable, err: err}
+	case errors.Is(err, rankleg.ErrFirstToken):
+		return result{cause: causeFirstToken, err: err}
+	case rankleg.IsRefused(err):
+		return result{cause: causeRefused, err: err}
+	case rankleg.IsMalformed(err):
+		return result{cause: causeMalformed, err: err}
+	default:
+		return result{cause: causeReset, err: err}
+	}
+}
+
+// readFailure returns the result of an attempt whose answer could not be read to its end.
+func (req *request) readFailure(ctx context.Context, err error, begun bool) result {
+	switch {
+	case ctx.Err() != nil:
+		why := contextCause(ctx)
+		if (why == causeStalled || why == causeSilent) && !begun {
+			why = causeFirstToken // the engine sent an empty delta and then nothing
+		}
+		return result{cause: why, err: err}
+	case errors.Is(err, rankleg.ErrUnreachable):
+		return result{cause: causeUnreachable, err: err}
+	case errors.Is(err, rankleg.ErrNoLease):
+		return result{cause: causeUnitLost}
+	case begun:
+		return result{cause: req.lostStreamCause(), err: err}
+	default:
+		return result{cause: causeEmpty, err: err}
+	}
+}
+
+// lostStreamCause distinguishes a drained rank from a failed one.
+func (req *request) lostStreamCause() cause {
+	if req.app.router.isDraining(req.attempt.rank) {
+		return causeDrained
+	}
+	return causeUpstreamLost
+}
+
+func closeBody(resp *http.Response) {
+	if err := resp.Body.Close(); err != nil {
+		return // the outcome is decided, and the connection is not used again
+	}
+}
+
+// countOutput counts output tokens of the stream.
+func (req *request) countOutput(n int, now time.Time) {
+	if req.attempt.firstToken.IsZero() {
+		req.attempt.firstToken = now
+	}
+	req.in.tokens.Add(uint64(n)) //nolint:gosec // a count
+	req.countedTokens += n
+}
+
+// reportProgress tells the rank that prefill is done, and later at intervals how many tokens the stream has.
+// It runs after the write to the client, because a message wakes its receiver and the client should not wait
+// for that. A stream that has ended needs no report: Done contains everything.
+func (req *request) reportProgress(now time.Time) {
+	a := &req.attempt
+	switch {
+	case a.firstToken.IsZero() || now.Sub(a.reportedAt) < progressEvery:
+		return
+	case a.reportedAt.IsZero():
+		a.rank.Mailbox.Send(&msg.FirstToken{TicketID: a.ticket.ID, At: a.firstToken})
+	default:
+		a.rank.Mailbox.Send(&msg.Progress{TicketID: a.ticket.ID, Out: req.stream.tokens})
+	}
+	a.reportedAt = now
+}
+
+// returnTicket returns the ticket to the rank, exactly once, with what the attempt shows about the engine.
+func (req *request) returnTicket(res *result) {
+	a, what := &req.attempt, causePolicies[res.cause]
+	var first time.Duration
+	if !a.firstToken.IsZero() {
+		first = a.firstToken.Sub(a.start)
+	}
+	a.rank.Mailbox.Send(&msg.Done{
+		TicketID: a.ticket.ID, Outcome: what.done, Cause: what.name,
+		PromptTokens: req.usage.PromptTokens, CachedTokens: req.usage.CachedTokens,
+		HasCached: req.usage.HasCached, CompletionTokens: req.outputTokens(),
+		FirstToken: first, Trip: req.countsToTrip(res), Busy: what.busy, Probe: what.probe,
+	})
+	req.app.router.estimates.recordServiceTime(time.Since(a.start))
+	req.recordTokens()
+}
+
+// outputTokens is the engine's count of output tokens, or the number of chunks if that is larger.
+func (req *request) outputTokens() int { return max(req.usage.CompletionTokens, req.stream.tokens) }
+
+// recordTokens adds the tokens to the metrics and updates the estimate of bytes per token.
+func (req *request) recordTokens() {
+	n := req.outputTokens()
+	req.in.tokens.Add(uint64(max(n-req.countedTokens, 0)))
+	req.countedTokens = max(n, req.countedTokens)
+	if req.usage.PromptTokens == 0 && n == 0 {
+		return
+	}
+	req.app.router.metrics.Load().Tokens(req.usage.PromptTokens, req.usage.CachedTokens, n)
+	if req.query.Estimated {
+		req.app.router.estimates.tokens[req.route].ObservePrompt(&req.scan, req.usage.PromptTokens)
 	}
 }

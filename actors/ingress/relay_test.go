@@ -393,7 +393,8 @@ func TestOther4xxPassesByteForByte(t *testing.T) {
 }
 
 func TestFirstErrorEventBelow500BecomesThatStatus(t *testing.T) {
-	const body = `{"error": {"message": "too many logprobs", "type": "BadRequestError", "param": "logprobs", "code": 400}}`
+	const body = `{"error": {"message": "too many logprobs", "type": "BadRequestError", ` +
+		`"param": "logprobs", "code": 400}}`
 	g := newRig(t, options{engines: []http.HandlerFunc{sends(body, doneEvent)}})
 	a := g.post("/v1/chat/completions", streamBody)
 	require.NoError(t, a.err)

@@ -97,7 +97,7 @@ func TestFar(t *testing.T) {
 		"Reservation": TestReservation, "ReservationExpires": TestReservationExpires,
 		"ReservationRefused": TestReservationRefused,
 		"Generate":           TestGenerate, "GenerateFails": TestGenerateFails,
-		"GenerateEnds": TestGenerateEndsWithItsCaller, "Reset": TestKV15ResetUnderStreams,
+		"GenerateEnds": TestGenerateEndsWithItsCaller, "Reset": TestResetUnderStreams,
 	} {
 		t.Run(name, test)
 	}

@@ -3,6 +3,7 @@ package ingress
 import (
 	"bytes"
 	"context"
+	"errors"
 	"log/slog"
 	"net/http"
 	"strconv"
@@ -121,7 +122,7 @@ func (req *request) handle(s *routeScope) *failure {
 	req.setID()
 	f := req.in.memory.refuse(req.start)
 	if f == nil {
-		f = req.readBody()
+		f = req.readBody(req.in, req.rc)
 	}
 	if f != nil {
 		abandonBody(req.w, req.r)
@@ -265,7 +266,7 @@ func flusher(w http.ResponseWriter) func() error {
 
 func badBody(err error) *failure {
 	f := newFailure(openai.CodeInvalidRequest, err.Error())
-	if e, ok := asBodyError(err); ok {
+	if e, ok := errors.AsType[*openai.BodyError](err); ok {
 		f.code, f.param, f.status = e.Code, e.Param, openai.Status(e.Code)
 	}
 	return f

@@ -271,7 +271,7 @@ func (r *replica) admit(m *msg.Admit) {
 		})
 	}
 	m.Reply <- msg.AdmitReply{Epoch: r.epoch, Seq: r.seq, Ticket: msg.Ticket{
-		ID: r.next, Epoch: r.epoch, Incarnation: r.incarnation, Seq: r.seq, Rank: r.id, Target: r.target(),
+		ID: r.next, Epoch: r.epoch, Incarnation: r.incarnation, Seq: r.seq, Rank: r.id,
 	}}
 }
 
@@ -608,16 +608,20 @@ const (
 	chatBody   = `{"model":"demo","messages":[{"role":"user","content":"hi"}]}`
 	streamBody = `{"model":"demo","stream":true,"messages":[{"role":"user","content":"hi"}]}`
 
-	roleChunk  = `{"id":"c","choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}`
+	roleChunk = `{"id":"c","choices":[{"index":0,"delta":{"role":"assistant","content":""},` +
+		`"finish_reason":null}]}`
 	emptyChunk = `{"id":"c","choices":[{"index":0,"delta":{"content":""},"finish_reason":null}]}`
 	textChunk  = `{"id":"c","choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}`
 	stopChunk  = `{"id":"c","choices":[{"index":0,"delta":{"content":""},"finish_reason":"stop"}]}`
 	abortChunk = `{"id":"c","choices":[{"index":0,"delta":{"content":""},"finish_reason":"abort"}]}`
-	usageChunk = `{"id":"c","choices":[],"usage":{"prompt_tokens":5,"total_tokens":12,"completion_tokens":7,"prompt_tokens_details":{"cached_tokens":3}}}`
-	busyError  = `{"error": {"message": "The engine is currently busy", "type": "Service Unavailable", "param": null, "code": 503}}`
-	doneEvent  = `[DONE]`
+	usageChunk = `{"id":"c","choices":[],"usage":{"prompt_tokens":5,"total_tokens":12,` +
+		`"completion_tokens":7,"prompt_tokens_details":{"cached_tokens":3}}}`
+	busyError = `{"error": {"message": "The engine is currently busy", "type": "Service Unavailable", ` +
+		`"param": null, "code": 503}}`
+	doneEvent = `[DONE]`
 
-	wholeAnswer = `{"id":"c","choices":[{"index":0,"message":{"content":"a"},"finish_reason":"stop"}],"usage":{"prompt_tokens":5,"total_tokens":6,"completion_tokens":1}}`
+	wholeAnswer = `{"id":"c","choices":[{"index":0,"message":{"content":"a"},"finish_reason":"stop"}],` +
+		`"usage":{"prompt_tokens":5,"total_tokens":6,"completion_tokens":1}}`
 )
 
 // sse writes events as an engine does, one flush each.

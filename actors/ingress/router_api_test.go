@@ -259,7 +259,6 @@ func TestGenerateFails(t *testing.T) {
 		t.Helper()
 		return collect(newRig(t, options{
 			engines: []http.HandlerFunc{engine},
-			timers:  Timers{Queue: 10 * time.Millisecond},
 		}), q)
 	}
 	one := &msg.Generate{TokenIDs: []uint32{1}}
@@ -317,9 +316,9 @@ func TestGenerateEndsWithItsCaller(t *testing.T) {
 		"the engine is left")
 }
 
-// TestKV15ResetUnderStreams: 64 streams run while the Router is reset again and again. No stream is affected,
+// TestResetUnderStreams: 64 streams run while the Router is reset again and again. No stream is affected,
 // every rank is asked for a snapshot, and the policy's state is gone.
-func TestKV15ResetUnderStreams(t *testing.T) {
+func TestResetUnderStreams(t *testing.T) {
 	const streams = 64
 	release := make(chan struct{})
 	engine := func(w http.ResponseWriter, r *http.Request) {

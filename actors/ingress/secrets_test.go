@@ -17,12 +17,16 @@ func TestLogsHoldNoPromptOfAnEnginesMessage(t *testing.T) {
 		status int
 		body   string
 	}{
-		"vllm": {400, `{"error":{"message":"1 validation error:\n  {'type': 'list_type', 'loc': ('body', 'messages'), 'input': '` + secret + `'}","type":"Bad Request","param":"messages","code":400}}`},
+		"vllm": {400, `{"error":{"message":"1 validation error:\n  {'type': 'list_type', ` +
+			`'loc': ('body', 'messages'), 'input': '` + secret + `'}",` +
+			`"type":"Bad Request","param":"messages","code":400}}`},
 		"vllm, 500": {500, `{"error":{"message":"cannot use '` + secret +
 			`'","type":"InternalServerError","param":null,"code":500}}`},
 		"sglang": {400, `{"object":"error","message":"[{'loc': ('body',), 'input': '` + secret +
 			`'}]","type":"BadRequestError","param":null,"code":400}`},
-		"a list":       {422, `{"detail":[{"type":"list_type","loc":["body","messages"],"msg":"Input should be a valid list","input":"` + secret + `"}]}`},
+		"a list": {422, `{"detail":[{"type":"list_type","loc":["body","messages"],` +
+			`"msg":"Input should be a valid list",` +
+			`"input":"` + secret + `"}]}`},
 		"a whole body": {400, `{"detail":"{'model': 'demo', 'messages': '` + secret + `'}"}`},
 		"a text":       {429, `{"error":"` + secret + `"}`},
 		"no json":      {400, secret},
@@ -64,7 +68,8 @@ func TestLogsShowWhatEnginesSayOfThemselves(t *testing.T) {
 	g.post("/v1/chat/completions", chatBody, "X-Dpserve-Timeout-Ms", "200")
 	assert.Contains(t, g.logs.String(), "The engine is currently busy")
 	g = newRig(t, options{engines: []http.HandlerFunc{
-		replies(400, `{"error":{"message":"n must be at least 1, got 0.","type":"BadRequestError","param":null,"code":400}}`),
+		replies(400, `{"error":{"message":"n must be at least 1, got 0.","type":"BadRequestError",`+
+			`"param":null,"code":400}}`),
 	}})
 	g.post("/v1/chat/completions", chatBody)
 	assert.Contains(t, g.logs.String(), `engine_message="n must be at least 1, got 0."`)

@@ -266,8 +266,9 @@ func (g *rig) raw(t *testing.T, text string, closeWrite bool) (*http.Response, s
 	return resp, string(body)
 }
 
-// TestSP6Limits: body at the limit, above it, lying length; 101 fields; 64 KiB and one byte of header.
-func TestSP6Limits(t *testing.T) {
+// TestLimitsOfBodyAndHeader: body at the limit, above it, lying length; 101 fields; 64 KiB and one byte of
+// header.
+func TestLimitsOfBodyAndHeader(t *testing.T) {
 	g := newRig(t, options{
 		engines: []http.HandlerFunc{replies(200, wholeAnswer)},
 		limits:  Limits{MaxBody: 1000}, timers: Timers{BodyStall: 100 * time.Millisecond},
@@ -379,10 +380,6 @@ func TestDefaults(t *testing.T) {
 	assert.Equal(t, 100*time.Second, tm.IdleOwned)
 	assert.Equal(t, 4*time.Second, tm.IdleAttached)
 	assert.Equal(t, 10*time.Second, tm.BudgetWindow)
-	assert.Equal(t, 60*time.Second, tm.Queue)
-	assert.Equal(t, 300*time.Second, tm.FirstToken)
-	assert.Equal(t, 30*time.Second, tm.BetweenToken)
-	assert.Equal(t, 3, defaultAttempts)
 	assert.Equal(t, 10, budgetShare)
 	assert.Equal(t, 20, budgetFloor)
 }

@@ -2,6 +2,8 @@ package ingress
 
 import (
 	"net/http"
+	"net/http/httptest"
+	"strings"
 	"testing"
 	"time"
 
@@ -9,7 +11,9 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
 const noRoomReason = "place demo/0: 0 of 1 rank can be placed (PACK)"
@@ -40,7 +44,7 @@ func (g *rig) onTheWay() int {
 	}
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
-	return ar.pendingUnits + len(ar.unseenUnits) + len(ar.fencedUnits)
+	return ar.comingUnits()
 }
 
 func TestRequestWaitingForAnAppIsRefusedWhenThereIsNoRoom(t *testing.T) {
@@ -103,4 +107,52 @@ func TestWaitingForRoomLapses(t *testing.T) {
 	eventually(t, func() bool { return g.onTheWay() == 1 }, "no leader says so any more")
 	g.in.TakeWaiting(withoutRoom(1, 0), time.Minute)
 	eventually(t, func() bool { return g.onTheWay() == 0 }, "one says so again")
+}
+
+// TestPicksOfARemovedRankAreForgotten: a rank that has ended and that the present revision does not have
+// loses its series, whichever of the two the ingress hears first. A rank that only restarts keeps them.
+func TestPicksOfARemovedRankAreForgotten(t *testing.T) {
+	for name, remove := range map[string]func(g *rig, smaller *app.Application){
+		"revision first": func(g *rig, smaller *app.Application) {
+			g.deploy(smaller, 2)
+			eventually(t, func() bool { return g.in.findAppRouter("demo").revision.Load().revision == 2 },
+				"the revision")
+			g.replicas[1].gone()
+		},
+		"rank first": func(g *rig, smaller *app.Application) {
+			g.replicas[1].gone()
+			g.deploy(smaller, 2)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			ok := replies(http.StatusOK, wholeAnswer)
+			g := newRig(t, options{engines: []http.HandlerFunc{ok, ok}})
+			for range 4 {
+				require.Equal(t, http.StatusOK, g.post("/v1/chat/completions", chatBody).status)
+			}
+			require.Len(t, picksOf(t, g), 2)
+			g.replicas[0].gone()
+			require.Len(t, picksOf(t, g), 2)
+			smaller := demoApp()
+			remove(g, smaller)
+			eventually(t, func() bool { return len(picksOf(t, g)) == 1 }, "rank 1 is forgotten")
+			assert.Contains(t, picksOf(t, g)[0], `rank="0"`)
+		})
+	}
+}
+
+// picksOf returns the samples of dpserve_router_picks_total.
+func picksOf(t *testing.T, g *rig) []string {
+	t.Helper()
+	m, ok := g.in.metrics.(*telemetry.Metrics)
+	require.True(t, ok)
+	rec := httptest.NewRecorder()
+	m.Handler().ServeHTTP(rec, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
+	var out []string
+	for line := range strings.Lines(rec.Body.String()) {
+		if strings.HasPrefix(line, "dpserve_router_picks_total{") {
+			out = append(out, line)
+		}
+	}
+	return out
 }

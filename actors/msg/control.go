@@ -2,6 +2,7 @@ package msg
 
 import (
 	"context"
+	"strconv"
 	"time"
 
 	"github.com/dpserve/dpserve/internal/app"
@@ -92,6 +93,11 @@ type AssignReply struct {
 	Epoch  uint64
 	DPSize int
 	Err    error
+}
+
+// ReplicaID names the replica at a position of a group, APP.GROUP.POSITION. The position is its rank number.
+func ReplicaID(app string, group, position int) string {
+	return app + "." + strconv.Itoa(group) + "." + strconv.Itoa(position)
 }
 
 // ReleaseRank is release_rank(rank), proposed after a unit's RankGone.

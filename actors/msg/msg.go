@@ -21,13 +21,6 @@ type Mailbox interface {
 	Stopped() <-chan struct{} // closed when the actor answers no message any more
 }
 
-// Class says which part of a request a ticket is for. Prefill and decode get classes with prefill/decode
-// separation.
-type Class uint8
-
-// ClassBoth is a request that one rank serves from prefill to the last token.
-const ClassBoth Class = iota
-
 // Refusal is the closed list of reasons why a replica refuses a request.
 type Refusal uint8
 
@@ -59,7 +52,6 @@ type Admit struct {
 	Ctx       context.Context // the message's cancellation
 	ReqID     uint64          // unique per ingress process, same value as in routing
 	Epoch     uint64
-	Class     Class
 	Tokens    int
 	Estimated bool
 	// the answer comes as a whole: no FirstToken is posted, and the DPServer predicts it
@@ -93,7 +85,6 @@ type Ticket struct {
 	Incarnation uint64
 	Seq         uint64 // of the stream: above earlier records of requests, at most that of its RecAdmitted
 	Rank        routing.RankID
-	Target      Target
 }
 
 // Target is the address of a rank's engine, and how the rank is named there.
@@ -163,12 +154,3 @@ type Demand struct {
 	Ingress string
 	Waits   bool
 }
-
-// Drain stops admission and lets running streams continue until Deadline.
-type Drain struct {
-	Deadline time.Time
-	Cause    string
-}
-
-// Fence stops admission at once.
-type Fence struct{ Cause string }

@@ -34,7 +34,7 @@ type NodeReport struct {
 // Lease is the leader's answer.
 type Lease struct {
 	TTL    time.Duration
-	Taken  uint64 // events up to this number are acknowledged
+	Acked  uint64 // events up to this number are acknowledged
 	Leader string // node id
 	Index  uint64 // of the leader's state
 	// Keyring is the gossip keys, for a node that reported others: it accepts all of them and sends with the

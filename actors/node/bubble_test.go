@@ -76,7 +76,7 @@ func (l *fakeLeader) grant(r *msg.NodeReport) msg.Lease {
 			l.high, l.events = e.Number, append(l.events, e)
 		}
 	}
-	return msg.Lease{TTL: 10 * time.Second, Taken: l.high, Leader: "l"}
+	return msg.Lease{TTL: 10 * time.Second, Acked: l.high, Leader: "l"}
 }
 
 func (l *fakeLeader) becomes(answer func(ctx context.Context, r *msg.NodeReport) (msg.Lease, error)) {
@@ -326,7 +326,7 @@ func inBubble(t *testing.T, change func(c *Config), f func(t *testing.T, b *bubb
 			BindTest: func(int) error { return nil }, Log: log,
 			Rand: func() uint64 { number++; return number }, Executable: "dpserve", Environ: []string{},
 			Leader: b.leader, Store: b.store,
-			Self: func() state.Node { return state.Node{ID: "n", Offer: state.Offer{Slots: 8}} },
+			Self: func() state.Node { return state.Node{ID: "n", Resources: state.Resources{Slots: 8}} },
 			NewReplica: func(s msg.ReplicaSpec) (Replica, error) {
 				r := &fakeReplica{}
 				b.mu.Lock()

@@ -257,7 +257,7 @@ func (c *Core) Renewed(now time.Time, granted *msg.Lease) {
 	c.index = max(c.index, granted.Index)
 	c.retry = c.cfg.LeaseRenew / retryFirst
 	c.opens, c.due = now, c.sent.Add(c.cfg.LeaseRenew)
-	if more := c.outbox.acknowledge(granted.Taken); more {
+	if more := c.outbox.acknowledge(granted.Acked); more {
 		c.due = now
 	}
 }

@@ -27,7 +27,7 @@ func TestEventsGoOutAtOnceAndTheLeaseIsRenewed(t *testing.T) {
 		assert.Equal(t, []string{"3:started", "3:ready"}, b.leader.kinds("demo/0/0"))
 		r := b.leader.last()
 		assert.Equal(t, "n", r.Node.ID)
-		assert.Equal(t, 8, r.Node.Offer.Slots)
+		assert.Equal(t, 8, r.Node.Resources.Slots)
 		assert.NotZero(t, r.Incarnation)
 		assert.Equal(t, b.store.State().Index, r.Index)
 		before := b.leader.renewals()

@@ -75,7 +75,7 @@ func (r *rig) Renew(_ context.Context, m *msg.NodeReport) (msg.Lease, error) {
 			r.events <- e
 		}
 	}
-	return msg.Lease{TTL: state.LeaseTTL, Taken: r.taken}, nil
+	return msg.Lease{TTL: state.LeaseTTL, Acked: r.taken}, nil
 }
 
 // State implements msg.Store: the cluster has released nothing.

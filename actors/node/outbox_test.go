@@ -58,7 +58,7 @@ func (l *lossyLeader) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, 
 	if fate == 4 { // the answer is lost
 		return msg.Lease{}, errLost
 	}
-	return msg.Lease{TTL: 10 * time.Second, Taken: l.high}, nil
+	return msg.Lease{TTL: 10 * time.Second, Acked: l.high}, nil
 }
 
 func (l *lossyLeader) take(r *msg.NodeReport) {

@@ -90,7 +90,7 @@ type rig struct {
 func node(id string, slots int) state.Node {
 	return state.Node{
 		ID: id, UID: "uid-" + id, Roles: []state.Role{state.RoleControl, state.RoleWorker},
-		Offer: state.Offer{Slots: slots, PortLo: 20000, PortHi: 29999},
+		Resources: state.Resources{Slots: slots, PortLo: 20000, PortHi: 29999},
 	}
 }
 
@@ -188,7 +188,7 @@ func TestAssignReadsTheGrantAndIsIdempotent(t *testing.T) {
 		assert.Len(t, res.Epochs, 4)
 		for range 3 {
 			for rank := range 4 {
-				a, err := r.Assign(t.Context(), "chat", 0, formatReplicaID("chat", 0, rank))
+				a, err := r.Assign(t.Context(), "chat", 0, msg.ReplicaID("chat", 0, rank))
 				require.NoError(t, err)
 				assert.Equal(t, msg.AssignReply{Rank: rank, Epoch: 1, DPSize: 4}, a)
 			}
@@ -505,7 +505,7 @@ func FuzzPositionOfReplicaID(f *testing.F) {
 	f.Fuzz(func(t *testing.T, name string, group int, id string) {
 		slot, err := parseReplicaID(name, group, id)
 		if err == nil {
-			assert.Equal(t, id, formatReplicaID(name, group, slot), "one spelling per replica")
+			assert.Equal(t, id, msg.ReplicaID(name, group, slot), "one spelling per replica")
 			assert.GreaterOrEqual(t, slot, 0)
 		}
 	})

@@ -10,19 +10,13 @@ import (
 	"github.com/dpserve/dpserve/internal/state"
 )
 
-// formatReplicaID names the replica at a position of a group: "app.group.slot". The position is its rank
-// number, 0..dp_size-1.
-func formatReplicaID(app string, group, slot int) string {
-	return app + "." + strconv.Itoa(group) + "." + strconv.Itoa(slot)
-}
-
-// parseReplicaID returns the slot of a replica id. The id must be spelled as formatReplicaID does: two
+// parseReplicaID returns the slot of a replica id. The id must be spelled as msg.ReplicaID does: two
 // spellings would make two replicas with one rank.
 func parseReplicaID(app string, group int, replicaID string) (int, error) {
 	slot, err := strconv.Atoi(replicaID[strings.LastIndexByte(replicaID, '.')+1:])
-	if err != nil || slot < 0 || replicaID != formatReplicaID(app, group, slot) {
+	if err != nil || slot < 0 || replicaID != msg.ReplicaID(app, group, slot) {
 		return 0, problem.New(problem.InvalidArgument, "assign rank: %w %q", ErrBadReplica, replicaID).
-			WithHint("it is APP.GROUP.SLOT, here %s", formatReplicaID(app, group, 0))
+			WithHint("it is APP.GROUP.SLOT, here %s", msg.ReplicaID(app, group, 0))
 	}
 	return slot, nil
 }

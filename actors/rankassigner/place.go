@@ -92,8 +92,8 @@ func (p *placer) hasSeat(r *state.RankGrant) bool {
 	if n == nil || !n.Takes() || !slices.Contains(p.m.Nodes, r.Node) {
 		return false
 	}
-	return r.Slot < n.Offer.Slots && !slices.ContainsFunc(r.Devices,
-		func(d int) bool { return !slices.Contains(n.Offer.Devices, d) })
+	return r.Slot < n.Resources.Slots && !slices.ContainsFunc(r.Devices,
+		func(d int) bool { return !slices.Contains(n.Resources.Devices, d) })
 }
 
 // inventory returns what is free for part. The seats that the units of part hold count as free, and their
@@ -221,8 +221,8 @@ func NewInventory(s *state.State, usable []string) *Inventory {
 	for _, id := range usable {
 		if n := s.Nodes[id]; n != nil && n.Takes() {
 			v.Nodes = append(v.Nodes, placement.Node{
-				ID: id, Slots: n.Offer.Slots, Devices: n.Offer.Devices, Labels: n.Offer.Labels,
-				Ports: placement.Ports{Lo: n.Offer.PortLo, Hi: n.Offer.PortHi},
+				ID: id, Slots: n.Resources.Slots, Devices: n.Resources.Devices, Labels: n.Resources.Labels,
+				Ports: placement.Ports{Lo: n.Resources.PortLo, Hi: n.Resources.PortHi},
 			})
 		}
 	}

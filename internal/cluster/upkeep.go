@@ -29,8 +29,9 @@ const (
 // sending to it: a node that asked to leave still gets the answer, and learns that it was removed.
 const DisconnectDelay = time.Second
 
-// Upkeep changes the voters and continues a change of the gossip key while this node leads. state.Electorate
-// and state.CheckUnvote decide; Upkeep knows who lives and makes the changes. Safe for concurrent use.
+// Upkeep changes the voters and continues a change of the gossip key while this node leads.
+// state.NextVoterChange and state.CheckUnvote decide; Upkeep knows who lives and makes the changes. Safe for
+// concurrent use.
 type Upkeep struct {
 	cfg UpkeepConfig
 	c   *Cluster
@@ -82,7 +83,7 @@ func (u *Upkeep) Run(ctx context.Context) {
 func (u *Upkeep) changeVoters(ctx context.Context) bool {
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	change := state.Electorate(u.electors(u.cfg.Renews()), u.c.UID())
+	change := state.NextVoterChange(u.electors(u.cfg.Renews()), u.c.UID())
 	node := ctx
 	ctx, cancel := context.WithTimeout(node, votersTimeout)
 	defer cancel()
@@ -264,20 +265,20 @@ func nameOrUID(st *state.State, uid string) string {
 
 // RotateKey begins a change of the gossip key.
 func (u *Upkeep) RotateKey(ctx context.Context) error {
-	return u.turnKey(ctx, u.c.State(), NewGossipKey())
+	return u.rotateGossipKey(ctx, u.c.State(), NewGossipKey())
 }
 
 // continueRotation takes the next step of a change of the gossip key once every node has taken the previous
 // one. It returns false if there is nothing to do now.
 func (u *Upkeep) continueRotation(ctx context.Context) bool {
 	st := u.c.State()
-	if !st.Secrets.Turning() || len(st.Untaken()) > 0 {
+	if !st.Secrets.IsRotating() || len(st.NodesBehind()) > 0 {
 		return false
 	}
 	node := ctx
 	ctx, cancel := context.WithTimeout(node, rotateTimeout)
 	defer cancel()
-	if err := u.turnKey(ctx, st, nil); err != nil {
+	if err := u.rotateGossipKey(ctx, st, nil); err != nil {
 		if node.Err() != nil {
 			return false
 		}
@@ -287,10 +288,12 @@ func (u *Upkeep) continueRotation(ctx context.Context) bool {
 	return true
 }
 
-// turnKey begins a change to the key next, or continues the one in st.
-func (u *Upkeep) turnKey(ctx context.Context, st *state.State, next []byte) error {
+// rotateGossipKey begins a change to the key next, or continues the one in st.
+func (u *Upkeep) rotateGossipKey(ctx context.Context, st *state.State, next []byte) error {
 	_, err := u.c.ProposeHere(ctx,
-		state.Command{TurnKey: &state.TurnKey{From: state.KeyringSum(st.Secrets.Keyring()), Next: next}})
+		state.Command{RotateGossipKey: &state.RotateGossipKey{
+			From: state.KeyringSum(st.Secrets.Keyring()), Next: next,
+		}})
 	return err
 }
 

@@ -176,7 +176,7 @@ func TestUpkeepTurnsTheGossipKey(t *testing.T) {
 	up := g.upkeep(first, &silences{})
 	old := first.State().Secrets.GossipKey
 	require.NoError(t, up.RotateKey(t.Context()))
-	assert.True(t, first.State().Secrets.Turning())
+	assert.True(t, first.State().Secrets.IsRotating())
 
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan struct{})
@@ -187,7 +187,7 @@ func TestUpkeepTurnsTheGossipKey(t *testing.T) {
 		node := *st.Nodes["node-1"]
 		node.Keyring = state.KeyringSum(st.Secrets.Keyring())
 		_, err := first.ProposeHere(t.Context(), state.Command{PutNode: &state.PutNode{Node: node}})
-		return err == nil && !first.State().Secrets.Turning()
+		return err == nil && !first.State().Secrets.IsRotating()
 	}, limit, limit/1000)
 	assert.NotEqual(t, old, first.State().Secrets.GossipKey)
 }

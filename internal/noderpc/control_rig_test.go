@@ -230,7 +230,7 @@ func (l *fakeLeader) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, e
 	if n := len(r.Events); n > 0 {
 		taken = r.Events[n-1].Number
 	}
-	return msg.Lease{TTL: state.LeaseTTL, Leader: l.name, Taken: taken, Index: r.Index}, nil
+	return msg.Lease{TTL: state.LeaseTTL, Leader: l.name, Acked: taken, Index: r.Index}, nil
 }
 
 func (l *fakeLeader) Assign(context.Context, string, int, string) (msg.AssignReply, error) {

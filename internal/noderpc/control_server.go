@@ -125,7 +125,7 @@ func (s *ControlServer) renew(ctx context.Context, r *dpservev1.RenewRequest) (m
 		s.cfg.Unknown("unit_event")
 	}
 	lease, err := leader.Renew(ctx, report)
-	lease.Taken = acknowledged(lease.Taken, report.Events, r.GetEvents())
+	lease.Acked = acknowledged(lease.Acked, report.Events, r.GetEvents())
 	return lease, err
 }
 
@@ -276,7 +276,7 @@ func (s *ControlServer) ForwardApply(
 func (s *ControlServer) checkForward(ctx context.Context, c *state.Command) error {
 	peer, _ := s.cfg.Peer(ctx)
 	switch {
-	case c.Init != nil && hasSecrets(c.Init) || c.TurnKey != nil:
+	case c.Init != nil && hasSecrets(c.Init) || c.RotateGossipKey != nil:
 		return problem.New(problem.PermissionDenied,
 			"only the leader itself names its cluster and changes its gossip key")
 	case c.PutNode != nil && c.PutNode.AnyRoles:

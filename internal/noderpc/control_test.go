@@ -48,7 +48,7 @@ func TestRenewFindsTheLeader(t *testing.T) {
 		for _, node := range []string{"a", "b", "c"} {
 			lease, err := w.nodes[node].client.Renew(t.Context(), report(node))
 			require.NoError(t, err, node)
-			assert.Equal(t, msg.Lease{TTL: state.LeaseTTL, Leader: "c", Taken: 8, Index: 5}, lease)
+			assert.Equal(t, msg.Lease{TTL: state.LeaseTTL, Leader: "c", Acked: 8, Index: 5}, lease)
 		}
 		for _, m := range w.nodes {
 			m.hint.Store("") // no node has a hint
@@ -178,7 +178,7 @@ func TestUnknownMessagesAreCounted(t *testing.T) {
 		r.Events = append(r.Events, msg.UnitEvent{Number: 9, Unit: "chat/0", Kind: "of_the_future"})
 		lease, err := a.client.Renew(t.Context(), r)
 		require.NoError(t, err)
-		assert.Equal(t, uint64(9), lease.Taken)
+		assert.Equal(t, uint64(9), lease.Acked)
 		assert.Equal(t, int64(1), b.unknown.Load())
 
 		conn, err := a.conns.Get("b")
@@ -322,7 +322,9 @@ func TestProposalsOfFollowers(t *testing.T) {
 		_, err = a.client.Propose(t.Context(),
 			state.Command{Init: &state.Init{Cluster: "c", Secret: []byte("mine")}})
 		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
-		_, err = a.client.Propose(t.Context(), state.Command{TurnKey: &state.TurnKey{Next: []byte("mine")}})
+		_, err = a.client.Propose(t.Context(), state.Command{
+			RotateGossipKey: &state.RotateGossipKey{Next: []byte("mine")},
+		})
 		assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err))
 		_, err = a.client.Propose(t.Context(), state.Command{Init: &state.Init{Cluster: "c"}})
 		require.NoError(t, err, "the name alone")

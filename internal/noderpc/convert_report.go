@@ -162,7 +162,7 @@ func decodeNode(b []byte) (*state.Node, error) {
 
 func encodeLease(l msg.Lease) *dpservev1.RenewReply {
 	out := &dpservev1.RenewReply{
-		TtlNano: int64(l.TTL), Leader: l.Leader, Taken: l.Taken, Index: l.Index,
+		TtlNano: int64(l.TTL), Leader: l.Leader, Taken: l.Acked, Index: l.Index,
 		Keyring: l.Keyring,
 	}
 	for i := range l.Waiting {
@@ -176,7 +176,7 @@ func encodeLease(l msg.Lease) *dpservev1.RenewReply {
 
 func decodeLease(r *dpservev1.RenewReply) (msg.Lease, error) {
 	l := msg.Lease{
-		TTL: time.Duration(r.GetTtlNano()), Leader: r.GetLeader(), Taken: r.GetTaken(),
+		TTL: time.Duration(r.GetTtlNano()), Leader: r.GetLeader(), Acked: r.GetTaken(),
 		Index: r.GetIndex(), Keyring: r.GetKeyring(),
 	}
 	for _, w := range r.GetWaiting() {

@@ -80,7 +80,7 @@ func anyNode() *rapid.Generator[state.Node] {
 				state.RoleControl, state.RoleWorker,
 				state.RoleIngress,
 			}), 3).Draw(t, "roles"),
-			Offer: state.Offer{
+			Resources: state.Resources{
 				Slots:   rapid.IntRange(0, 64).Draw(t, "slots"),
 				Devices: some(rapid.IntRange(0, 64), 8).Draw(t, "devices"),
 				PortLo:  rapid.IntRange(0, 65535).Draw(t, "lo"),
@@ -166,7 +166,7 @@ func TestLogsSurviveTheWire(t *testing.T) {
 
 func TestLeaseSurvivesTheWire(t *testing.T) {
 	want := msg.Lease{
-		TTL: 10 * time.Second, Taken: 7, Leader: "a", Index: 9,
+		TTL: 10 * time.Second, Acked: 7, Leader: "a", Index: 9,
 		Waiting: []msg.Waiting{{
 			App: "chat", Revision: 3, Reason: "no room",
 			Units: map[string]uint64{"chat/0/0": 2, "chat/0/1": 0},

@@ -44,11 +44,10 @@ func TestDataIngressKilled(t *testing.T) {
 		NewEngine: func(*msg.ReplicaSpec) dpserver.Engine { return healthyEngine{} },
 	}
 	g := newDataRig(t, dataOptions{engine: answers, config: func(c *DataConfig) { c.Feed = f.Hub }})
-	target := g.rank.reply.Ticket.Target
 	a := &app.Application{Name: "demo", Engine: app.Engine{Kind: app.KindSim}}
 	rank, err := f.New(msg.ReplicaSpec{
 		App: a, Unit: "demo/0", Rank: 1, Epoch: 3, Node: dataTestNode,
-		Target: target, Watcher: replicaEvents{},
+		Target: g.target, Watcher: replicaEvents{},
 	})
 	require.NoError(t, err)
 	defer func() { require.NoError(t, rank.Stop(context.Background())) }()

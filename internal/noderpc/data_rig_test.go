@@ -116,6 +116,7 @@ type dataRig struct {
 	client *DataClient
 	way    *http.Transport
 	addr   string
+	target msg.Target // of the rank
 }
 
 const (
@@ -146,9 +147,10 @@ func newDataRig(t *testing.T, o dataOptions) *dataRig {
 	if o.target.Addressing == "" {
 		o.target.Addressing = "url"
 	}
+	g.target = o.target
 	g.rank.reply = msg.AdmitReply{Epoch: 3, Seq: 12, Ticket: msg.Ticket{
 		ID: ticketID, Epoch: 3,
-		Incarnation: 9, Seq: 12, Rank: routing.ID(0, 1), Target: o.target,
+		Incarnation: 9, Seq: 12, Rank: routing.ID(0, 1),
 	}}
 	cfg := DataConfig{
 		Feed: g.feed, Caller: func(context.Context) (string, bool) { return "n1", true },

@@ -80,7 +80,7 @@ func parseRelease(v string) (r [3]int, ok bool) {
 func checkNode(n *state.Node) error {
 	_, _, badAddress := net.SplitHostPort(n.Address)
 	_, _, badGossip := net.SplitHostPort(n.Gossip)
-	o := &n.Offer
+	o := &n.Resources
 	switch {
 	case n.ID == "" || len(n.ID) > maxNodeID || strings.ContainsAny(n.ID, "/ \t\r\n") ||
 		n.ID != cleanText(n.ID, maxNodeID):

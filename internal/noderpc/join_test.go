@@ -118,9 +118,9 @@ func (g *joinRig) dial(
 func newcomer(id string) state.Node {
 	return state.Node{
 		ID: id, UID: "uid-" + id, Advertise: "10.0.0.2", Address: "10.0.0.2:7947", Gossip: "10.0.0.2:7946",
-		Version: "v0.2.0",
-		Roles:   []state.Role{state.RoleControl, state.RoleWorker},
-		Offer:   state.Offer{Slots: 8, PortLo: 20000, PortHi: 29999},
+		Version:   "v0.2.0",
+		Roles:     []state.Role{state.RoleControl, state.RoleWorker},
+		Resources: state.Resources{Slots: 8, PortLo: 20000, PortHi: 29999},
 	}
 }
 
@@ -374,9 +374,9 @@ func TestNodesThatCannotBeMembers(t *testing.T) {
 				state.RoleWorker,
 			}
 		},
-		"many slots":     func(n *state.Node) { n.Offer.Slots = maxSlots + 1 },
-		"negative slots": func(n *state.Node) { n.Offer.Slots = -1 },
-		"ports":          func(n *state.Node) { n.Offer.PortHi = 65536 },
+		"many slots":     func(n *state.Node) { n.Resources.Slots = maxSlots + 1 },
+		"negative slots": func(n *state.Node) { n.Resources.Slots = -1 },
+		"ports":          func(n *state.Node) { n.Resources.PortHi = 65536 },
 	} {
 		n := newcomer("b")
 		require.NoError(t, checkNode(&n))

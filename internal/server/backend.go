@@ -222,8 +222,8 @@ func (b *backend) nodesWithoutLeader() []client.NodeStatus {
 		rec := st.Nodes[id]
 		s := client.NodeStatus{
 			Node: id, State: "unknown", Reason: "no node leads; " + who, Address: rec.Address, Zone: rec.Zone,
-			Version: rec.Version, Voter: n.isVoter(rec.UID), Slots: rec.Offer.Slots,
-			GPUs: len(rec.Offer.Devices),
+			Version: rec.Version, Voter: n.isVoter(rec.UID), Slots: rec.Resources.Slots,
+			GPUs: len(rec.Resources.Devices),
 		}
 		for _, r := range rec.Roles {
 			s.Roles = append(s.Roles, string(r))
@@ -316,9 +316,9 @@ func (b *backend) KeyRotation(context.Context) (client.KeyRotation, error) {
 		return client.KeyRotation{}, err
 	}
 	st := b.n.store.State()
-	r := client.KeyRotation{Done: !st.Secrets.Turning()}
+	r := client.KeyRotation{Done: !st.Secrets.IsRotating()}
 	if !r.Done {
-		r.Waiting = st.Untaken()
+		r.Waiting = st.NodesBehind()
 	}
 	return r, nil
 }

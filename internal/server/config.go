@@ -177,14 +177,14 @@ func (c *Config) checkBind(flag, addr string) error {
 	return nil
 }
 
-// offer returns the resources of this node that placement may use.
-func (c *Config) offer() (state.Offer, error) {
+// resources returns the resources of this node that placement may use.
+func (c *Config) resources() (state.Resources, error) {
 	lo, hi, err := parsePortRange(c.PortRange)
 	if err != nil {
-		return state.Offer{}, err
+		return state.Resources{}, err
 	}
 	devices, err := ParseGPUs(c.GPUs)
-	o := state.Offer{Slots: c.Slots, Devices: devices, Labels: c.Labels, PortLo: lo, PortHi: hi}
+	o := state.Resources{Slots: c.Slots, Devices: devices, Labels: c.Labels, PortLo: lo, PortHi: hi}
 	if !slices.Contains(c.Roles, string(state.RoleWorker)) {
 		o.Slots, o.Devices = 0, nil
 	}

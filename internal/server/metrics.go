@@ -8,29 +8,30 @@ import (
 	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
-// kvMetrics collects the KV cache metrics of one scrape.
-type kvMetrics struct {
-	ranks []telemetry.RankKV
+// rankMetrics collects the ranks and indexes of one scrape.
+type rankMetrics struct {
+	ranks []telemetry.RankSample
 	apps  []telemetry.AppIndex
 }
 
-func (p *kvMetrics) addRank(app string, r *client.RankStatus) {
-	kv := r.KV
-	if kv == nil {
-		return
+func (p *rankMetrics) addRank(app string, r *client.RankStatus) {
+	out := telemetry.RankSample{
+		App: app, Group: r.Group, Rank: r.Rank, InFlight: r.InFlight, Tripped: r.Tripped,
 	}
-	out := telemetry.RankKV{
-		App: app, Group: r.Group, Rank: r.Rank, Blocks: kv.Blocks, Bytes: kv.Bytes,
-		Orphans: kv.Orphans, Evicted: kv.Evicted,
-	}
-	if e := kv.Events; e != nil {
-		out.Events, out.Silent = true, e.State == client.EventsSilent
-		out.Batches, out.Gaps, out.Restarts, out.Dropped = e.Batches, e.Gaps, e.Restarts, e.Dropped
+	if kv := r.KV; kv != nil {
+		out.KV = &telemetry.KVSample{
+			Blocks: kv.Blocks, Bytes: kv.Bytes, Orphans: kv.Orphans, Evicted: kv.Evicted,
+		}
+		if e := kv.Events; e != nil {
+			out.KV.Events, out.KV.Silent = true, e.State == client.EventsSilent
+			out.KV.Batches, out.KV.Gaps, out.KV.Restarts, out.KV.Dropped = e.Batches, e.Gaps, e.Restarts,
+				e.Dropped
+		}
 	}
 	p.ranks = append(p.ranks, out)
 }
 
-func (p *kvMetrics) addIndex(app string, ix *client.Index) {
+func (p *rankMetrics) addIndex(app string, ix *client.Index) {
 	if ix != nil {
 		p.apps = append(p.apps, telemetry.AppIndex{
 			App: app, Blocks: ix.Blocks, Bytes: ix.Bytes,
@@ -45,22 +46,19 @@ func metricsHandler(n *Node) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		_, leads := n.leading.Current()
 		n.nodeMetrics.Show(n.node.LeaseLeft().Seconds(), leads)
-		var kv kvMetrics
+		var shown rankMetrics
 		for unit, ranks := range n.node.RankStatuses() {
 			name, _, _ := strings.Cut(unit, "/")
 			for i := range ranks {
-				k := &ranks[i]
-				n.metrics.RankInflight(name, k.Group, k.Rank, k.InFlight)
-				n.metrics.RankTripped(name, k.Group, k.Rank, k.Tripped)
-				kv.addRank(name, k)
+				shown.addRank(name, &ranks[i])
 			}
 		}
 		if n.ingress != nil {
 			for name := range n.store.State().Apps {
-				kv.addIndex(name, n.ingress.Index(name))
+				shown.addIndex(name, n.ingress.Index(name))
 			}
 		}
-		n.metrics.ShowKV(kv.ranks, kv.apps)
+		n.metrics.ShowRanks(shown.ranks, shown.apps)
 		pages.ServeHTTP(w, r)
 	})
 }

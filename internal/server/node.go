@@ -56,7 +56,7 @@ type Node struct {
 	hub         *dpserver.Hub
 	feed        *noderpc.Feed // of all nodes' ranks; nil: this node stands alone, or has no ingress
 	probes      *http.Transport
-	offer       state.Offer
+	resources   state.Resources
 	node        *node.Node
 	ingress     *ingress.Ingress // nil without role ingress
 	// ingress, for lease renewals, which begin before it exists
@@ -128,7 +128,7 @@ func (n *Node) build() error {
 	if n.cfg.Roles == nil {
 		n.cfg.Roles = AllRoles()
 	}
-	if n.offer, err = n.cfg.offer(); err != nil {
+	if n.resources, err = n.cfg.resources(); err != nil {
 		return err
 	}
 	n.conns = noderpc.NewConns(n.connsConfig())
@@ -208,7 +208,7 @@ func (n *Node) selfRecord() state.Node {
 	if n.peering != nil {
 		out = n.peering.Record()
 	}
-	out.Offer = n.offer
+	out.Resources = n.resources
 	addNextVersionFields(n, &out)
 	return out
 }
@@ -452,8 +452,9 @@ func (n *Node) awaitRegistered(ctx context.Context) {
 	defer cancel()
 	for {
 		changed := n.store.Changed() // Changed comes before State, so that no change in between is missed
-		if rec := n.store.State().Nodes[n.cfg.NodeID]; rec != nil && rec.Offer.Slots == n.offer.Slots &&
-			rec.Offer.PortLo == n.offer.PortLo {
+		rec := n.store.State().Nodes[n.cfg.NodeID]
+		if rec != nil && rec.Resources.Slots == n.resources.Slots &&
+			rec.Resources.PortLo == n.resources.PortLo {
 			return
 		}
 		select {

@@ -70,8 +70,8 @@ func (s *State) applyNodes(c *Command) (Result, error) {
 		return s.putToken(c.PutToken)
 	case c.UseToken != nil:
 		return s.useToken(c.UseToken)
-	case c.TurnKey != nil:
-		return s.turnKey(c.TurnKey)
+	case c.RotateGossipKey != nil:
+		return s.rotateGossipKey(c.RotateGossipKey)
 	default:
 		return applyNext(s, c)
 	}

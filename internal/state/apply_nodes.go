@@ -88,23 +88,23 @@ func (s *State) nodeByUID(uid string) *Node {
 // fields that the cluster decides.
 func (n Node) normalize() *Node {
 	n.Lost, n.Reason, n.Draining, n.DrainBy = false, "", false, 0
-	n.Roles, n.Offer.Devices = slices.Clone(n.Roles), slices.Clone(n.Offer.Devices)
-	if len(n.Offer.Devices) == 0 {
-		n.Offer.Devices = nil
+	n.Roles, n.Resources.Devices = slices.Clone(n.Roles), slices.Clone(n.Resources.Devices)
+	if len(n.Resources.Devices) == 0 {
+		n.Resources.Devices = nil
 	}
-	labels := n.Offer.Labels
-	n.Offer.Labels = nil
+	labels := n.Resources.Labels
+	n.Resources.Labels = nil
 	for k, v := range labels {
-		if n.Offer.Labels == nil {
-			n.Offer.Labels = make(map[string]string, len(labels))
+		if n.Resources.Labels == nil {
+			n.Resources.Labels = make(map[string]string, len(labels))
 		}
-		n.Offer.Labels[k] = v
+		n.Resources.Labels[k] = v
 	}
 	return &n
 }
 
 func (n *Node) check() error {
-	o := &n.Offer
+	o := &n.Resources
 	switch {
 	case n.ID == "" || n.UID == "":
 		return badNodeError("put node", "its name or UID is empty")
@@ -436,7 +436,8 @@ func tokenError(why error) error {
 // GossipKeySize is the length of a gossip key in bytes.
 const GossipKeySize = 32
 
-// Secrets are known to members only. Init sets each once; afterwards only TurnKey changes the gossip key.
+// Secrets are known to members only. Init sets each once; afterwards only RotateGossipKey changes the gossip
+// key.
 type Secrets struct {
 	Authority    []byte `json:"authority,omitempty"`     // PEM, the cluster's certificate authority
 	AuthorityKey []byte `json:"authority_key,omitempty"` // PEM
@@ -446,10 +447,10 @@ type Secrets struct {
 	GossipLast []byte `json:"gossip_last,omitempty"` // accepted until every node encrypts with the key
 }
 
-// TurnKey rotates the gossip key in three steps: nodes accept the new key, then they encrypt with it, then
-// they drop the old one. At every moment all nodes can decrypt each other. Apply refuses it with ErrKeyTurned
-// if the keyring is not From any more, or if Next is set while a rotation is under way.
-type TurnKey struct {
+// RotateGossipKey rotates the gossip key in three steps: nodes accept the new key, then they encrypt with it,
+// then they drop the old one. At every moment all nodes can decrypt each other. Apply refuses it with
+// ErrKeyTurned if the keyring is not From any more, or if Next is set while a rotation is under way.
+type RotateGossipKey struct {
 	From string `json:"from"`           // KeyringSum of the keyring that the proposer saw
 	Next []byte `json:"next,omitempty"` // begins a rotation; nil = the next step of the one under way
 }
@@ -469,8 +470,8 @@ func (s *Secrets) Keyring() [][]byte {
 	return ring
 }
 
-// Turning reports whether a rotation of the gossip key is under way.
-func (s *Secrets) Turning() bool { return len(s.GossipNext)+len(s.GossipLast) > 0 }
+// IsRotating reports whether a rotation of the gossip key is under way.
+func (s *Secrets) IsRotating() bool { return len(s.GossipNext)+len(s.GossipLast) > 0 }
 
 // KeyringSum identifies a keyring without revealing it; "" for an empty one.
 func KeyringSum(ring [][]byte) string {
@@ -481,9 +482,9 @@ func KeyringSum(ring [][]byte) string {
 	return hex.EncodeToString(sum[:8])
 }
 
-// Untaken returns the sorted names of the nodes that have not installed the present keyring. Lost nodes do
-// not count: the leader gives them the keyring with their first lease.
-func (s *State) Untaken() []string {
+// NodesBehind returns the sorted names of the nodes that have not installed the present keyring. Lost nodes
+// do not count: the leader gives them the keyring with their first lease.
+func (s *State) NodesBehind() []string {
 	sum := KeyringSum(s.Secrets.Keyring())
 	var names []string
 	for _, n := range s.Nodes {
@@ -495,13 +496,13 @@ func (s *State) Untaken() []string {
 	return names
 }
 
-func (s *State) turnKey(c *TurnKey) (Result, error) {
+func (s *State) rotateGossipKey(c *RotateGossipKey) (Result, error) {
 	k := &s.Secrets
 	switch {
 	case len(k.GossipKey) == 0:
 		return Result{}, problem.New(problem.Conflict, "turn the gossip key: %w: this cluster has none",
 			ErrBadCommand)
-	case c.From != KeyringSum(k.Keyring()), c.Next != nil && k.Turning():
+	case c.From != KeyringSum(k.Keyring()), c.Next != nil && k.IsRotating():
 		return Result{}, problem.New(problem.Conflict, "turn the gossip key: %w", ErrKeyTurned).
 			WithHint("wait until the change under way is complete")
 	case c.Next != nil && (len(c.Next) != GossipKeySize || bytes.Equal(c.Next, k.GossipKey)):

@@ -18,7 +18,7 @@ func node(id string, roles ...Role) Node {
 	}
 	return Node{
 		ID: id, UID: "uid-" + id, Address: id + ":7947", Roles: roles,
-		Offer: Offer{Slots: 8, PortLo: 20000, PortHi: 29999},
+		Resources: Resources{Slots: 8, PortLo: 20000, PortHi: 29999},
 	}
 }
 
@@ -40,7 +40,7 @@ func withNodes(t testing.TB, ids ...string) *machine {
 func TestPutNodeUpdatesItsOwnRecordOnly(t *testing.T) {
 	m := withNodes(t, "a", "b")
 	moved := node("a")
-	moved.Address, moved.Offer.Labels = "elsewhere:7947", map[string]string{"zone": "1"}
+	moved.Address, moved.Resources.Labels = "elsewhere:7947", map[string]string{"zone": "1"}
 	assert.False(t, m.must(putNode(moved)).Unchanged)
 	assert.Equal(t, moved, *m.Nodes["a"])
 
@@ -61,7 +61,7 @@ func TestPutNodeThatSaysTheSameChangesNothing(t *testing.T) {
 	m := withNodes(t, "a")
 	before := m.Nodes["a"]
 	same := node("a")
-	same.Offer.Devices, same.Offer.Labels = []int{}, map[string]string{}
+	same.Resources.Devices, same.Resources.Labels = []int{}, map[string]string{}
 	assert.True(t, m.must(putNode(same)).Unchanged)
 	assert.Same(t, before, m.Nodes["a"])
 }
@@ -86,10 +86,10 @@ func TestPutNodeRefusesWhatIsNotWhole(t *testing.T) {
 		"no name":         func(n *Node) { n.ID = "" },
 		"no uid":          func(n *Node) { n.UID = "" },
 		"no role":         func(n *Node) { n.Roles = nil },
-		"negative slots":  func(n *Node) { n.Offer.Slots = -1 },
-		"negative device": func(n *Node) { n.Offer.Devices = []int{-1} },
-		"port below":      func(n *Node) { n.Offer.PortLo = -1 },
-		"port above":      func(n *Node) { n.Offer.PortHi = 65536 },
+		"negative slots":  func(n *Node) { n.Resources.Slots = -1 },
+		"negative device": func(n *Node) { n.Resources.Devices = []int{-1} },
+		"port below":      func(n *Node) { n.Resources.PortLo = -1 },
+		"port above":      func(n *Node) { n.Resources.PortHi = 65536 },
 	} {
 		t.Run(name, func(t *testing.T) {
 			n := node("a")
@@ -372,11 +372,13 @@ func TestCheckRemoval(t *testing.T) {
 			ErrLastControl,
 		},
 		{
-			"ranks are left", "w", func(s *State) { s.Nodes["w"].Draining = true; s.Units["u"] = unitOn("w") },
+			"ranks are left", "w",
+			func(s *State) { s.Nodes["w"].Draining = true; s.Units["u"] = unitOn("w") },
 			ErrUnitsLeft, nil,
 		},
 		{
-			"lost with its ranks", "w", func(s *State) { s.Nodes["w"].Lost = true; s.Units["u"] = unitOn("w") },
+			"lost with its ranks", "w",
+			func(s *State) { s.Nodes["w"].Lost = true; s.Units["u"] = unitOn("w") },
 			nil, nil,
 		},
 	} {
@@ -413,13 +415,13 @@ func TestTurnKey(t *testing.T) {
 		bytes.Repeat([]byte{3}, GossipKeySize)
 	m := withNodes(t, "a", "b")
 	turn := func(next []byte) Command {
-		return Command{TurnKey: &TurnKey{From: KeyringSum(m.Secrets.Keyring()), Next: next}}
+		return Command{RotateGossipKey: &RotateGossipKey{From: KeyringSum(m.Secrets.Keyring()), Next: next}}
 	}
 	require.Nil(t, m.Secrets.Keyring())
 	assert.Empty(t, KeyringSum(m.Secrets.Keyring()))
 	m.refused(turn(first), ErrBadCommand, problem.Conflict)
 	m.must(Command{Init: &Init{Cluster: "c1", Secrets: Secrets{GossipKey: first}}})
-	assert.Equal(t, []string{"a", "b"}, m.Untaken())
+	assert.Equal(t, []string{"a", "b"}, m.NodesBehind())
 	m.refused(turn(first), ErrBadCommand, problem.InvalidArgument)
 	m.refused(turn(second[:31]), ErrBadCommand, problem.InvalidArgument)
 	assert.True(t, m.must(turn(nil)).Unchanged, "no change is under way")
@@ -432,17 +434,17 @@ func TestTurnKey(t *testing.T) {
 		m.must(turn(step.next))
 		require.Equal(t, step.want, m.Secrets.Keyring())
 		m.refused(stale, ErrKeyTurned, problem.Conflict)
-		if m.Secrets.Turning() {
+		if m.Secrets.IsRotating() {
 			m.refused(turn(third), ErrKeyTurned, problem.Conflict)
 		}
 		a := node("a")
 		a.Keyring = KeyringSum(step.want)
 		m.must(putNode(a))
-		assert.Equal(t, []string{"b"}, m.Untaken())
+		assert.Equal(t, []string{"b"}, m.NodesBehind())
 	}
-	assert.False(t, m.Secrets.Turning())
+	assert.False(t, m.Secrets.IsRotating())
 	m.must(Command{NodeLost: nodeRef("b")})
-	assert.Empty(t, m.Untaken(), "who is lost gets it later")
+	assert.Empty(t, m.NodesBehind(), "who is lost gets it later")
 	assert.Empty(t, m.Public().Secrets)
 }
 

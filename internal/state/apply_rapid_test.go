@@ -60,7 +60,7 @@ func drawNodeCommand(t *rapid.T) Command {
 	default:
 		n := node(id, rapid.SliceOfNDistinct(rapid.SampledFrom([]Role{RoleControl, RoleWorker}), 0, 2,
 			rapid.ID[Role]).Draw(t, "roles")...)
-		n.UID, n.Offer.Slots = uid, rapid.IntRange(-1, 3).Draw(t, "slots")
+		n.UID, n.Resources.Slots = uid, rapid.IntRange(-1, 3).Draw(t, "slots")
 		return putNode(n)
 	}
 }

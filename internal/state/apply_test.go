@@ -102,7 +102,8 @@ func TestPutAppsExpectsRevisions(t *testing.T) {
 			Expect: map[string]uint64{"x": e},
 		}}, ErrStaleRevision, problem.Conflict)
 		assert.EqualError(t, err,
-			fmt.Sprintf(`put apps: stale revision: application "x" is at revision 2, the change was made for revision %d`, e))
+			fmt.Sprintf(`put apps: stale revision: application "x" is at revision 2, `+
+				`the change was made for revision %d`, e))
 	}
 }
 

@@ -207,7 +207,7 @@ func (c *Command) kinds() map[string]kind {
 		"node_back":  {1, c.NodeBack != nil},
 		"drain_node": {1, c.DrainNode != nil}, "remove_node": {1, c.RemoveNode != nil},
 		"put_token": {1, c.PutToken != nil},
-		"use_token": {1, c.UseToken != nil}, "turn_key": {1, c.TurnKey != nil},
+		"use_token": {1, c.UseToken != nil}, "turn_key": {1, c.RotateGossipKey != nil},
 	}
 	c.addNext(all)
 	return all

@@ -4,23 +4,23 @@ import "encoding/json"
 
 // Command is one entry of the log: exactly one field is set.
 type Command struct {
-	Init       *Init       `json:"init,omitempty"`
-	PutApps    *PutApps    `json:"put_apps,omitempty"`
-	DeleteApp  *DeleteApp  `json:"delete_app,omitempty"`
-	ForgetApp  *ForgetApp  `json:"forget_app,omitempty"`
-	GrantGroup *GrantGroup `json:"grant_group,omitempty"`
-	UnitReady  *UnitRef    `json:"unit_ready,omitempty"`
-	UnitFenced *UnitRef    `json:"unit_fenced,omitempty"`
-	UnitFailed *UnitRef    `json:"unit_failed,omitempty"`
-	Release    *UnitRef    `json:"release,omitempty"`
-	PutNode    *PutNode    `json:"put_node,omitempty"`
-	NodeLost   *NodeRef    `json:"node_lost,omitempty"`
-	NodeBack   *NodeRef    `json:"node_back,omitempty"`
-	DrainNode  *DrainNode  `json:"drain_node,omitempty"`
-	RemoveNode *RemoveNode `json:"remove_node,omitempty"`
-	PutToken   *Token      `json:"put_token,omitempty"`
-	UseToken   *UseToken   `json:"use_token,omitempty"`
-	TurnKey    *TurnKey    `json:"turn_key,omitempty"`
+	Init            *Init            `json:"init,omitempty"`
+	PutApps         *PutApps         `json:"put_apps,omitempty"`
+	DeleteApp       *DeleteApp       `json:"delete_app,omitempty"`
+	ForgetApp       *ForgetApp       `json:"forget_app,omitempty"`
+	GrantGroup      *GrantGroup      `json:"grant_group,omitempty"`
+	UnitReady       *UnitRef         `json:"unit_ready,omitempty"`
+	UnitFenced      *UnitRef         `json:"unit_fenced,omitempty"`
+	UnitFailed      *UnitRef         `json:"unit_failed,omitempty"`
+	Release         *UnitRef         `json:"release,omitempty"`
+	PutNode         *PutNode         `json:"put_node,omitempty"`
+	NodeLost        *NodeRef         `json:"node_lost,omitempty"`
+	NodeBack        *NodeRef         `json:"node_back,omitempty"`
+	DrainNode       *DrainNode       `json:"drain_node,omitempty"`
+	RemoveNode      *RemoveNode      `json:"remove_node,omitempty"`
+	PutToken        *Token           `json:"put_token,omitempty"`
+	UseToken        *UseToken        `json:"use_token,omitempty"`
+	RotateGossipKey *RotateGossipKey `json:"turn_key,omitempty"`
 	nextCommand
 }
 

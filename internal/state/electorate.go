@@ -59,15 +59,15 @@ func votersFor(n int) int {
 	return max(1, n-1+n%2)
 }
 
-// Electorate returns the change that the leader should make next. The leader asks again when that change is
-// committed. The leader always stays a voter; with leader == "" no member is exempt from removal. No change
-// takes the quorum away from the living voters.
+// NextVoterChange returns the change that the leader should make next. The leader asks again when that change
+// is committed. The leader always stays a voter; with leader == "" no member is exempt from removal. No
+// change takes the quorum away from the living voters.
 //
 // Removed nodes leave consensus at once. 1, 3 or 5 nodes vote, by the number of control nodes that are not
 // lost. But losses alone never bring a cluster of three or more down to one voter, because that voter's disk
 // would then be the only true copy. Lost voters are replaced when a standby lives: first the new voter joins,
 // then the lost one leaves. Zones with the fewest votes come first, then lower names.
-func Electorate(members []Elector, leader string) Change {
+func NextVoterChange(members []Elector, leader string) Change {
 	e := newElectorate(members, leader)
 	for _, next := range []func() Change{e.removeMember, e.addStandby, e.promoteStandby, e.demoteVoter} {
 		if c := next(); c.Kind != NoChange {

@@ -74,7 +74,7 @@ var changeNames = map[ChangeKind]string{
 func settled(t require.TestingT, ms []Elector) string {
 	var out []string
 	for range 5 * (len(ms) + 1) {
-		c := Electorate(ms, "a")
+		c := NextVoterChange(ms, "a")
 		if c.Kind == NoChange {
 			return strings.Join(out, ", ")
 		}
@@ -111,7 +111,7 @@ func TestElectorate(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) { assert.Equal(t, c.want, settled(t, electors(c.members))) })
 	}
-	assert.Equal(t, Change{RemoveMember, "a"}, Electorate(electors("a:vx b:v c:v d:v"), ""),
+	assert.Equal(t, Change{RemoveMember, "a"}, NextVoterChange(electors("a:vx b:v c:v d:v"), ""),
 		"told so: nobody is protected")
 }
 
@@ -156,7 +156,7 @@ func TestAnyElectorateSettlesWithItsQuorum(t *testing.T) {
 		}
 		for step := 0; ; step++ {
 			require.Less(t, step, 4*len(ms)+1, "it does not come to rest")
-			c := Electorate(ms, "a")
+			c := NextVoterChange(ms, "a")
 			if c.Kind == NoChange {
 				break
 			}
@@ -177,8 +177,8 @@ func TestAnyElectorateSettlesWithItsQuorum(t *testing.T) {
 func TestALeaderThatGoesTakesNoVotes(t *testing.T) {
 	for _, others := range []string{"b:v c:v", "b:v! c:v", "b:v c:v d:v e:v"} {
 		ms := electors("a:vx " + others)
-		assert.Equal(t, Change{}, Electorate(ms, "a"), others)
-		assert.NotEqual(t, Change{}, Electorate(ms, "c"), others)
+		assert.Equal(t, Change{}, NextVoterChange(ms, "a"), others)
+		assert.NotEqual(t, Change{}, NextVoterChange(ms, "c"), others)
 	}
 }
 
@@ -332,7 +332,7 @@ func (m *machines) hasMajority() bool {
 
 // care makes one change that the leader makes by itself.
 func (m *machines) care() bool {
-	c := Electorate(m.all, m.leader())
+	c := NextVoterChange(m.all, m.leader())
 	if c.Kind != NoChange {
 		m.all = carryOut(m.t, m.all, c)
 	}

@@ -27,9 +27,9 @@ type Node struct {
 	Keyring string `json:"keyring,omitempty"`
 	// Key is the hash of the public key of its certificate; "" = not known: the node stands alone, or joined
 	// under an older version.
-	Key   string `json:"key,omitempty"`
-	Level int    `json:"level,omitempty"` // what its version can read of the log: Level; 0 = 1
-	Offer Offer  `json:"offer"`
+	Key       string    `json:"key,omitempty"`
+	Level     int       `json:"level,omitempty"` // what its version can read of the log: Level; 0 = 1
+	Resources Resources `json:"offer"`
 	nextNode
 
 	Lost     bool   `json:"lost,omitempty"`     // silent for its lease and 2 s: its units are released
@@ -39,8 +39,8 @@ type Node struct {
 	DrainBy int64 `json:"drain_by,omitempty"`
 }
 
-// Offer is what placement may use of a node.
-type Offer struct {
+// Resources is what placement may use of a node.
+type Resources struct {
 	Slots   int               `json:"slots"`
 	Devices []int             `json:"devices,omitempty"`
 	Labels  map[string]string `json:"labels,omitempty"`

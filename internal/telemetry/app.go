@@ -154,6 +154,17 @@ func (a *App) Pick(group, rank int, reason string) {
 	}
 }
 
+// keepRanks deletes the picks of the ranks that exists does not know.
+func (a *App) keepRanks(exists func(group, rank int) bool) {
+	a.picks.drop(func(k pickKey) bool {
+		if exists(k.group, k.rank) {
+			return false
+		}
+		a.vecs.picks.DeleteLabelValues(a.name, strconv.Itoa(k.group), strconv.Itoa(k.rank), k.reason)
+		return true
+	})
+}
+
 // forget closes all caches, so that a late caller cannot recreate deleted series.
 func (a *App) forget() {
 	a.routes.close()

@@ -6,6 +6,8 @@
 package telemetry
 
 import (
+	"io"
+	"log/slog"
 	"net/http"
 	"runtime"
 	"strconv"
@@ -34,8 +36,7 @@ const scrapeTimeout = 10 * time.Second
 type Metrics struct {
 	registry *prometheus.Registry
 	vecs     *vectors
-	kv       *kvCollector
-	ranks    children[rankKey, prometheus.Gauge]
+	ranks    *rankCollector
 
 	mu   sync.Mutex
 	apps map[appKey]*App // guarded by mu; an App's hot methods do not use the map
@@ -47,10 +48,11 @@ type appKey struct{ app, policy string }
 // New returns metrics without series, with the collectors of the Go runtime and the process.
 func New() *Metrics {
 	m := &Metrics{
-		registry: prometheus.NewRegistry(), vecs: newVectors(), kv: newKVCollector(), apps: map[appKey]*App{},
+		registry: prometheus.NewRegistry(), vecs: newVectors(), ranks: newRankCollector(),
+		apps: map[appKey]*App{},
 	}
 	m.registry.MustRegister(m.vecs.all()...)
-	m.registry.MustRegister(m.kv)
+	m.registry.MustRegister(m.ranks)
 	m.registry.MustRegister(
 		collectors.NewGoCollector(),
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
@@ -92,8 +94,20 @@ func (m *Metrics) ForgetApp(app string) {
 			delete(m.apps, key)
 		}
 	}
-	m.ranks.drop(func(k rankKey) bool { return k.app == app })
+	m.ranks.forget(app)
 	m.vecs.forget(prometheus.Labels{labelApp: app})
+}
+
+// KeepRanks deletes the series of an application's ranks that exists does not know: a rank that was removed
+// for good would otherwise keep them as long as its application.
+func (m *Metrics) KeepRanks(app string, exists func(group, rank int) bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for key, a := range m.apps {
+		if key.app == app {
+			a.keepRanks(exists)
+		}
+	}
 }
 
 // RouteOther is the route label of requests for unknown paths.
@@ -161,30 +175,6 @@ func (m *Metrics) AppRanks(app string, ready, desired int) {
 func (m *Metrics) AppRanksForget(app string) {
 	m.vecs.readyRanks.DeleteLabelValues(app)
 	m.vecs.desiredRanks.DeleteLabelValues(app)
-}
-
-// rankKey identifies a rank among all applications.
-type rankKey struct {
-	app         string
-	group, rank int
-}
-
-// RankInflight sets how many requests a rank has in flight.
-func (m *Metrics) RankInflight(app string, group, rank, n int) {
-	// the cache is never closed, so the key is always found
-	g, _ := m.ranks.get(rankKey{app, group, rank}, func() prometheus.Gauge {
-		return m.vecs.rankInflight.WithLabelValues(app, strconv.Itoa(group), strconv.Itoa(rank))
-	})
-	g.Set(float64(n))
-}
-
-// RankTripped sets whether a rank is tripped, that is, whether its answers failed in a row.
-func (m *Metrics) RankTripped(app string, group, rank int, tripped bool) {
-	n := 0.0
-	if tripped {
-		n = 1
-	}
-	m.vecs.rankTripped.WithLabelValues(app, strconv.Itoa(group), strconv.Itoa(rank)).Set(n)
 }
 
 // Node holds the metrics of this node as a member of its cluster.
@@ -283,4 +273,21 @@ func (m *Metrics) Ingress(node string, read func() IngressUsage) {
 			"has none.", func(u IngressUsage) int64 { return u.MemoryLimit })
 	add("client_connections", "Connections of clients.",
 		func(u IngressUsage) int64 { return int64(u.Connections) })
+}
+
+// The log formats.
+const (
+	FormatText = "text" // key=value lines for people
+	FormatJSON = "json" // one object a line for collectors
+)
+
+// NewLogger returns the process's logger: JSON for FormatJSON, else text. Recurring fields have fixed names:
+// node, room, app, unit, group, rank, epoch, incarnation, request_id, ingress, attempt, cause, code, dur_ms,
+// err.
+func NewLogger(w io.Writer, format string, level slog.Leveler) *slog.Logger {
+	opts := &slog.HandlerOptions{Level: level}
+	if format == FormatJSON {
+		return slog.New(slog.NewJSONHandler(w, opts))
+	}
+	return slog.New(slog.NewTextHandler(w, opts))
 }

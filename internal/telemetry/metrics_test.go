@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -74,8 +75,7 @@ func use(m *telemetry.Metrics) {
 	m.UnitPhase("demo", "demo/0", state.Starting, 1)
 	m.UnitPhase("demo", "demo/0", state.Ready, 2)
 	m.UnitRestart("demo", "demo/0")
-	m.RankInflight("demo", 0, 3, 5)
-	m.RankTripped("demo", 0, 3, true)
+	m.ShowRanks([]telemetry.RankSample{{App: "demo", Group: 0, Rank: 3, InFlight: 5, Tripped: true}}, nil)
 	m.AppRanks("demo", 3, 4)
 	m.RequestRefused(telemetry.RouteOther, http.StatusNotFound)
 	m.RaftApply("node-1")(150 * time.Microsecond)
@@ -142,7 +142,7 @@ func TestUnitForget(t *testing.T) {
 	m := telemetry.New()
 	use(m)
 	m.App("demo", "power-of-two").Pick(0, 1, "two_choices")
-	m.RankInflight("demo", 0, 1, 2)
+	m.ShowRanks([]telemetry.RankSample{{App: "demo", Group: 0, Rank: 1, InFlight: 2}}, nil)
 	m.UnitPhase("demo", "demo/1", state.Failed, 9)
 
 	m.UnitForget("demo", "demo/0")
@@ -193,7 +193,6 @@ func hitPath(m *telemetry.Metrics) map[string]func() {
 	a := m.App("demo", "power-of-two")
 	for r := range 64 {
 		a.Pick(0, r, "two_choices")
-		m.RankInflight("demo", 0, r, 0)
 	}
 	return map[string]func(){
 		"request":  func() { a.Request("/v1/chat/completions", 200, time.Second, time.Millisecond) },
@@ -207,7 +206,6 @@ func hitPath(m *telemetry.Metrics) map[string]func() {
 		"decision": func() { a.Decision(100 * time.Nanosecond) },
 		"pick":     func() { a.Pick(0, 7, "two_choices") },
 		"tokenize": func() { a.Tokenize("hit") },
-		"inflight": func() { m.RankInflight("demo", 0, 7, 3) },
 	}
 }
 
@@ -260,16 +258,23 @@ func TestRefusedRequestsOutliveApplications(t *testing.T) {
 	assert.Equal(t, []string{`dpserve_requests_total{app="",code="404",route="other"} 1`}, series(t, m))
 }
 
-// Ranks that the next ShowKV does not contain lose their series; a rank without events has no event series.
-func TestKVGoesWithItsRank(t *testing.T) {
+// Ranks that the next ShowRanks does not contain lose their series; a rank without events has no event
+// series.
+func TestSeriesGoWithTheirRank(t *testing.T) {
 	m := telemetry.New()
 	assert.NotContains(t, strings.Join(series(t, m), "\n"), "dpserve_kv_")
-	m.ShowKV([]telemetry.RankKV{
-		{App: "demo", Group: 0, Rank: 1, Blocks: 5, Bytes: 320, Orphans: 1, Evicted: 2},
+	m.ShowRanks([]telemetry.RankSample{
 		{
-			App: "demo", Group: 1, Rank: 0, Events: true, Batches: 7, Gaps: 1, Restarts: 1, Dropped: 3,
-			Silent: true,
+			App: "demo", Group: 0, Rank: 1, InFlight: 3,
+			KV: &telemetry.KVSample{Blocks: 5, Bytes: 320, Orphans: 1, Evicted: 2},
 		},
+		{
+			App: "demo", Group: 1, Rank: 0, Tripped: true,
+			KV: &telemetry.KVSample{
+				Events: true, Batches: 7, Gaps: 1, Restarts: 1, Dropped: 3, Silent: true,
+			},
+		},
+		{App: "demo", Group: 1, Rank: 1},
 	}, []telemetry.AppIndex{{App: "demo", Blocks: 9, Bytes: 1024, Evicted: 4, Resyncs: 5}})
 	assert.Equal(t, []string{
 		`dpserve_kv_events_total{app="demo",group="1",kind="batch",rank="0"} 7`,
@@ -285,17 +290,55 @@ func TestKVGoesWithItsRank(t *testing.T) {
 		`dpserve_kv_index_orphans{app="demo",group="0",rank="1"} 1`,
 		`dpserve_kv_index_orphans{app="demo",group="1",rank="0"} 0`,
 		`dpserve_kv_silent{app="demo",group="1",rank="0"} 1`,
+		`dpserve_rank_inflight{app="demo",group="0",rank="1"} 3`,
+		`dpserve_rank_inflight{app="demo",group="1",rank="0"} 0`,
+		`dpserve_rank_inflight{app="demo",group="1",rank="1"} 0`,
+		`dpserve_rank_tripped{app="demo",group="0",rank="1"} 0`,
+		`dpserve_rank_tripped{app="demo",group="1",rank="0"} 1`,
+		`dpserve_rank_tripped{app="demo",group="1",rank="1"} 0`,
 		`dpserve_router_index_blocks{app="demo"} 9`,
 		`dpserve_router_index_bytes{app="demo"} 1024`,
 		`dpserve_router_index_evictions_total{app="demo"} 4`,
 		`dpserve_router_index_resyncs_total{app="demo"} 5`,
 	}, series(t, m))
 
-	m.ShowKV([]telemetry.RankKV{{App: "demo", Group: 0, Rank: 1, Blocks: 6}}, nil)
+	m.ShowRanks([]telemetry.RankSample{
+		{App: "demo", Group: 0, Rank: 1, KV: &telemetry.KVSample{Blocks: 6}},
+	}, nil)
 	joined := strings.Join(series(t, m), "\n")
 	assert.Contains(t, joined, `dpserve_kv_index_blocks{app="demo",group="0",rank="1"} 6`)
 	assert.NotContains(t, joined, `group="1"`)
 	assert.NotContains(t, joined, "dpserve_router_index")
+}
+
+// The picks of a rank that was removed for good lose their series; a later pick of a rank with its number
+// counts from 0.
+func TestPicksGoWithTheirRank(t *testing.T) {
+	m := telemetry.New()
+	a := m.App("demo", "random")
+	for range 2 {
+		a.Pick(0, 1, "random")
+		a.Pick(0, 2, "random")
+		m.App("demo", "direct").Pick(0, 2, "named_by_caller")
+	}
+	m.App("other", "random").Pick(0, 2, "random")
+	m.KeepRanks("demo", func(group, rank int) bool { return group == 0 && rank == 1 })
+	kept := []string{
+		`dpserve_router_picks_total{app="demo",group="0",rank="1",reason="random"} 2`,
+		`dpserve_router_picks_total{app="other",group="0",rank="2",reason="random"} 1`,
+	}
+	assert.Equal(t, kept, picks(t, m))
+	a.Pick(0, 2, "random")
+	assert.Contains(t, picks(t, m),
+		`dpserve_router_picks_total{app="demo",group="0",rank="2",reason="random"} 1`)
+}
+
+// picks returns the samples of dpserve_router_picks_total.
+func picks(t *testing.T, m *telemetry.Metrics) []string {
+	t.Helper()
+	return slices.DeleteFunc(series(t, m), func(line string) bool {
+		return !strings.HasPrefix(line, "dpserve_router_picks_total")
+	})
 }
 
 func TestNodeMetrics(t *testing.T) {

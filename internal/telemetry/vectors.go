@@ -33,8 +33,8 @@ const (
 type vectors struct {
 	requests, tokens, attempts, retries, refusals, picks, restarts *prometheus.CounterVec
 	requestSeconds, ttft, itl, queueWait, decision, raftApply      *prometheus.HistogramVec
-	rankInflight, queueLength, queueTokens, unitState, unitEpoch   *prometheus.GaugeVec
-	readyRanks, desiredRanks, rankTripped                          *prometheus.GaugeVec
+	queueLength, queueTokens, unitState, unitEpoch                 *prometheus.GaugeVec
+	readyRanks, desiredRanks                                       *prometheus.GaugeVec
 	prompts                                                        promptVectors
 }
 
@@ -84,10 +84,6 @@ func (v *vectors) addRouting() {
 }
 
 func (v *vectors) addUnits() {
-	v.rankInflight = gauge("rank_inflight", "Requests the rank has in hand.", labelApp, labelGroup, labelRank)
-	v.rankTripped = gauge("rank_tripped",
-		"1 while the rank's answers have failed in a row and no canary has come back.", labelApp,
-		labelGroup, labelRank)
 	v.unitState = gauge("unit_state", "1 for the state the unit is in, 0 for the others.", labelApp,
 		labelUnit, labelState)
 	v.unitEpoch = gauge("unit_epoch", "Epoch of the unit: one more at every start.", labelApp, labelUnit)
@@ -114,7 +110,7 @@ func (v *vectors) appVectors() []forgetter {
 	return append(v.prompts.list(),
 		v.requests, v.tokens, v.attempts, v.retries, v.refusals, v.picks, v.restarts,
 		v.requestSeconds, v.ttft, v.itl, v.queueWait, v.decision,
-		v.rankInflight, v.rankTripped, v.queueLength, v.queueTokens, v.unitState, v.unitEpoch, v.readyRanks,
+		v.queueLength, v.queueTokens, v.unitState, v.unitEpoch, v.readyRanks,
 		v.desiredRanks,
 	)
 }
@@ -200,7 +196,7 @@ func (c *children[K, V]) add(key K, make func() V) (v V, ok bool) {
 	return v, true
 }
 
-// drop removes the keys for which gone is true.
+// drop removes the keys for which gone is true. No key is added meanwhile, so gone may delete their series.
 func (c *children[K, V]) drop(gone func(K) bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -136,7 +136,7 @@ func TestKV3ExactAfterDropsDuplicatesAndReorders(t *testing.T) {
 		in.c.Orphans())
 }
 
-func TestKV3SnapshotPlusLaterDeltasEqualsTheWholeStream(t *testing.T) {
+func TestSnapshotPlusLaterDeltasEqualsTheWholeStream(t *testing.T) {
 	for seed := range uint64(20) {
 		r := rand.New(rand.NewPCG(seed, 1))
 		from := newStream(t)
@@ -161,7 +161,7 @@ func TestKV3SnapshotPlusLaterDeltasEqualsTheWholeStream(t *testing.T) {
 	}
 }
 
-func TestKV5ClearedEmptiesOneRank(t *testing.T) {
+func TestClearedEmptiesOneRank(t *testing.T) {
 	ix := newIndex(t, Config{})
 	ids := count(160)
 	var columns []*Column
@@ -491,7 +491,7 @@ func TestKV13ACycleOfBlocksKeptAsideIsBroken(t *testing.T) {
 	verify(t, ix)
 }
 
-func TestKV13CircularRecordsAreDropped(t *testing.T) {
+func TestCircularRecordsAreDropped(t *testing.T) {
 	ix := newIndex(t, Config{})
 	c := open(t, ix, 0, FromDeltas)
 	c.Apply(Delta{Change: Stored, Parent: 20, Hashes: []uint64{10}})

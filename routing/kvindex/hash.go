@@ -142,3 +142,49 @@ func (h Hasher) tokens(ids []uint32) uint64 {
 	}
 	return xxh3.HashSeed(swapped, h.seed)
 }
+
+// A text is cut into blocks that grow with their position: 256 bytes up to 4 KiB, then twice as large
+// whenever the position has doubled. So a block is at most 1/8 of the text before it, the common beginning of
+// two texts is known to about 5 %, and a prompt of 400 KB has 69 blocks instead of 1,600. The rank and each
+// ingress store every block.
+const (
+	textFine = 16                          // blocks of the first size
+	textStep = textFine / 2                // blocks of each other size
+	textTop  = MaxBlockSize                // bytes of the largest block
+	textBase = textFine * DefaultTextBlock // bytes of all blocks of the first size
+)
+
+// Text appends the chain hashes of the full blocks of a canonical text to dst; its blocks grow.
+func (h Hasher) Text(dst []uint64, prev uint64, text []byte) []uint64 {
+	from := 0
+	for size := DefaultTextBlock; ; size *= 2 {
+		end := len(text)
+		if size < textTop {
+			end = min(end, textFine*size)
+		}
+		n := len(dst)
+		dst = h.Bytes(dst, prev, text[from:end], size)
+		if end == len(text) {
+			return dst
+		}
+		if len(dst) > n {
+			prev = dst[len(dst)-1]
+		}
+		from = end
+	}
+}
+
+// TextSpan is the number of bytes in n leading blocks of a text.
+func TextSpan(n int) int {
+	if n <= textFine {
+		return n * DefaultTextBlock
+	}
+	bytes := textBase
+	n -= textFine
+	for size := 2 * DefaultTextBlock; ; size *= 2 {
+		if n <= textStep || size == textTop {
+			return bytes + n*size
+		}
+		bytes, n = bytes+textStep*size, n-textStep
+	}
+}

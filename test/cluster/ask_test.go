@@ -115,7 +115,7 @@ func askLeader[R any](m *machine, limit time.Duration, twice bool, ask func(l *s
 		}, func(r R, err error) {
 			hint, refused := err.(*notLeaderError) //nolint:errorlint // it is never wrapped
 			m.learn(i, hint, err)
-			if refused || err == errUnreachable || err == errLate { //nolint:errorlint // they are never wrapped
+			if refused || err == errUnreachable || err == errLate { //nolint:errorlint // never wrapped
 				next()
 				return
 			}

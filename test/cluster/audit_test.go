@@ -208,7 +208,8 @@ func (c *cluster) accepted(m *machine, unit string, epoch uint64) {
 		c.violate("%s admits for %s at epoch %d, which is over", m.name, unit, epoch)
 	}
 	if m.mustAsk {
-		c.violate("%s admits for %s after it was frozen for longer than its lease, and has not asked the leader yet", m.name, unit)
+		c.violate("%s admits for %s after it was frozen for longer than its lease, "+
+			"and has not asked the leader yet", m.name, unit)
 	}
 }
 
@@ -327,7 +328,8 @@ func (c *cluster) bounded() {
 		case m.shell != nil && len(m.shell.waiting) > len(m.view.Units)+maxCommands:
 			c.violate("%d commands wait on %s", len(m.shell.waiting), m.name)
 		case c.overdue(m) != "":
-			c.violate("%s admits for %s for more than 1 s after its copy of the state has shown that it is over", m.name, c.overdue(m))
+			c.violate("%s admits for %s for more than 1 s after its copy of the state has shown "+
+				"that it is over", m.name, c.overdue(m))
 		case len(m.host.units) > len(m.view.Units)+maxNews:
 			c.violate("%s keeps %d units", m.name, len(m.host.units))
 		}

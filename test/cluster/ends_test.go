@@ -107,7 +107,9 @@ func (c *cluster) unmoved() string {
 		case now.Epochs[unit] > l.epoch, !c.wants(unit), rec != nil && rec.Phase == state.Failed:
 			delete(c.audit.left, unit)
 		case c.now-max(l.at, c.calmSince) > movedWithin && c.room(unit):
-			return fmt.Sprintf("%s ended at epoch %d at %v on a machine that stops, and was not granted elsewhere", unit, l.epoch, l.at)
+			return fmt.Sprintf(
+				"%s ended at epoch %d at %v on a machine that stops, and was not granted elsewhere",
+				unit, l.epoch, l.at)
 		}
 	}
 	return ""
@@ -167,8 +169,8 @@ func (c *cluster) room(unit string) bool {
 	}
 	for _, id := range sorted(now.Nodes) {
 		n, m := now.Nodes[id], c.named(id)
-		if n.Takes() && m.alive && !m.host.core.Stopping() && slots[id] < n.Offer.Slots &&
-			devices[id] < len(n.Offer.Devices) {
+		if n.Takes() && m.alive && !m.host.core.Stopping() && slots[id] < n.Resources.Slots &&
+			devices[id] < len(n.Resources.Devices) {
 			return true
 		}
 	}

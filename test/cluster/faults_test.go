@@ -291,7 +291,9 @@ func (f *faults) hangAlone(m *machine) {
 
 // anyHung says whether a disk hangs, or has until a moment ago.
 func (f *faults) anyHung() bool {
-	return slices.ContainsFunc(f.c.machines, func(o *machine) bool { return f.c.now < o.disk.hungTill+ledWithin })
+	return slices.ContainsFunc(f.c.machines, func(o *machine) bool {
+		return f.c.now < o.disk.hungTill+ledWithin
+	})
 }
 
 // deafen lets the leader's controller take no renewals, while consensus goes on: until another leader begins

@@ -124,7 +124,7 @@ func (m *machine) record() state.Node {
 	}
 	if m.worker {
 		n.Roles = append(n.Roles, state.RoleWorker)
-		n.Offer = state.Offer{
+		n.Resources = state.Resources{
 			Slots: slotsEach, Devices: []int{0, 1, 2, 3, 4, 5}, PortLo: 20000,
 			PortHi: 20999,
 		}

@@ -62,7 +62,8 @@ func tweak(cfg *config) {
 	case noFence, noGrace:
 		cfg.fence, cfg.gentle = true, false
 		cfg.controls, cfg.full, cfg.workers = 0, 3, 0
-	case noConfirm: // seen only by a request in the moment between the thaw and the first word of the next leader
+	case noConfirm:
+		// seen only by a request in the moment between the thaw and the first word of the next leader
 		cfg.fence, cfg.gentle, cfg.rush, cfg.only = true, false, true, "freeze the leader"
 		cfg.controls, cfg.full, cfg.workers = 0, 3, 0
 	case noSupersede: // seen only where the state comes through, and the leader's orders do not

@@ -24,7 +24,7 @@ func (l *shell) changeVoters() {
 		return
 	}
 	members, _ := l.m.raft.members()
-	change := state.Electorate(l.electors(members), l.m.uid)
+	change := state.NextVoterChange(l.electors(members), l.m.uid)
 	i := l.m.c.byUID[change.UID]
 	next := slices.Clone(members)
 	at := slices.IndexFunc(next, func(v voter) bool { return v.i == i })

@@ -182,7 +182,10 @@ func (w *workload) atLeader(m *machine, ask func(l *shell, answer func(state.Res
 					return
 				}
 				answer(state.Result{}, errNotLeader)
-			}, func(r state.Result, err error) { finish(r, err != errNotLeader && err != errUnreachable, err) }) //nolint:errorlint // they are never wrapped
+			}, func(r state.Result, err error) {
+				sent := err != errNotLeader && err != errUnreachable //nolint:errorlint // never wrapped
+				finish(r, sent, err)
+			})
 		}
 	})
 }

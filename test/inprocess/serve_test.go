@@ -2,6 +2,7 @@ package inprocess
 
 import (
 	"encoding/json"
+	"io"
 	"net/http"
 	"testing"
 	"testing/synctest"
@@ -46,4 +47,39 @@ func TestFromDeployToAnswer(t *testing.T) {
 		c.Until("chat gone", gone(c, "chat"))
 		assert.Empty(t, c.Engines.Live())
 	})
+}
+
+// A node without an ingress shows its ranks in /metrics, and nothing of an application that was deleted. The
+// leader shows none of the application's units and picks any more.
+func TestSeriesOfADeletedApplicationAreGone(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := harness.New(t, harness.Nodes(2), harness.Slots(2),
+			harness.Roles(0, "control", "ingress"), harness.Roles(1, "worker"))
+		c.Deploy(simApp("chat", 2, "independent", "sim_step_ms: 10"))
+		c.WaitStatus("chat", "RUNNING")
+		s := c.StreamChat(t.Context(), "chat", 5)
+		require.True(t, s.OK(), s)
+		c.Quiet()
+		assert.Contains(t, metricsOf(t, c.Peer(0)), `dpserve_router_picks_total{app="chat"`)
+		assert.Contains(t, metricsOf(t, c.Peer(1)), `dpserve_rank_inflight{app="chat",group="0",rank="1"} 0`)
+
+		c.Delete("chat")
+		c.Until("chat gone", gone(c, "chat"))
+		for i := range 2 {
+			assert.NotContains(t, metricsOf(t, c.Peer(i)), `app="chat"`, "node %d", i)
+		}
+	})
+}
+
+// metricsOf returns a node's /metrics.
+func metricsOf(t *testing.T, p *harness.Peer) string {
+	t.Helper()
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, p.Admin()+"/metrics", nil)
+	require.NoError(t, err)
+	resp, err := p.Send(req)
+	require.NoError(t, err)
+	defer resp.Body.Close()
+	page, err := io.ReadAll(resp.Body)
+	require.NoError(t, err)
+	return string(page)
 }
