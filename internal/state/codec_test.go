@@ -7,6 +7,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/internal/app"
 )
 
 // FuzzDecodeCommandNeverPanicsAndApplies: any bytes are an error or a command that Apply survives and that
@@ -158,6 +160,7 @@ func TestApplicationIsReadOncePerRevision(t *testing.T) {
 	first, err := old.Application()
 	require.NoError(t, err)
 	assert.Equal(t, "kv", first.Routing.Policy)
+	assert.Equal(t, app.Default().Timeouts, first.Timeouts, "a key that an earlier version did not have")
 	again, err := s.Clone().Apps["a"].Application()
 	require.NoError(t, err)
 	assert.Same(t, first, again)

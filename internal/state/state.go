@@ -46,11 +46,11 @@ func (a *App) Application() (*app.Application, error) {
 	if a.decoded != nil {
 		return a.decoded, nil
 	}
-	spec := new(app.Application)
-	if err := json.Unmarshal(a.Spec, spec); err != nil {
+	spec := app.Default() // for keys that the version which stored the spec did not have
+	if err := json.Unmarshal(a.Spec, &spec); err != nil {
 		return nil, err
 	}
-	return spec, nil
+	return &spec, nil
 }
 
 // decode reads Spec for Application. An unreadable one is reported there: the state keeps it.
