@@ -187,6 +187,27 @@ func TestAnAttachedEngineRestartsInPlace(t *testing.T) {
 	}
 }
 
+// TestEventsBeforeTheirColumnsAreKept: the goroutine of a new subscription may queue events before the replica
+// lets its columns begin.
+func TestEventsBeforeTheirColumnsAreKept(t *testing.T) {
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
+		in := newEventQueue(2, testHasher, "demo", r.notifyRecorder)
+		in.Stored(&kvevents.Stored{
+			BlockSize: 4, Tokens: ids(0, 4), Hashes: []kvevents.Hash{kvevents.UintHash(1)},
+		})
+		synctest.Wait()
+		assert.Empty(t, r.held(t), "these columns are of the subscription before")
+		r.stream.mu.Lock()
+		columns := r.stream.columnsID
+		r.stream.mu.Unlock()
+		r.recorder.box.Send(columnsBegin{
+			columnsID: columns, subscriptionID: 2, settings: recorderSettings{facts: msg.Facts{BlockSize: 4}},
+		})
+		synctest.Wait()
+		assert.Equal(t, map[kvindex.Tier]uint64{kvindex.GPU: 1}, r.held(t))
+	})
+}
+
 // TestCountersThatFellAreARestart: without events, counters that fell show a restart. One such report does
 // not suffice, nor do two that contradict each other.
 func TestCountersThatFellAreARestart(t *testing.T) {

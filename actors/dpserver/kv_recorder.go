@@ -100,7 +100,8 @@ type recorder struct {
 	*Server
 	record         *kvRecord // nil until a prompt or an event needs it
 	columnsID      uint64
-	subscriptionID uint64 // of the current subscription: older events are dropped
+	subscriptionID uint64      // of the current subscription: older events are dropped
+	early          *eventQueue // of a later subscription, whose events came before its columns began
 	settings       recorderSettings
 	watched        []*sentPrompt // the events do not show their last block yet
 	spareBatch     *eventBatch
@@ -203,7 +204,10 @@ func (k *recorder) beginColumns(m columnsBegin) {
 	}
 	if m.isLost && current != nil { // the recorder before may have panicked before it took the queued events
 		k.applyEvents(eventsQueued{current.queue})
+	} else if k.early != nil {
+		k.recorder.box.Send(eventsQueued{k.early})
 	}
+	k.early = nil
 }
 
 // applySettings begins the record of sent prompts again if its blocks are to live for another time: longer
@@ -235,7 +239,11 @@ func (k *recorder) sendSnapshot(sub *hubSubscription) {
 
 // applyEvents applies a batch of queued events and posts itself for those that came meanwhile.
 func (k *recorder) applyEvents(m eventsQueued) {
-	if m.queue.subscriptionID != k.subscriptionID {
+	if m.queue.subscriptionID > k.subscriptionID { // columnsBegin is on its way
+		k.early = m.queue
+		return
+	}
+	if m.queue.subscriptionID < k.subscriptionID {
 		return
 	}
 	l := k.ensureRecord()
