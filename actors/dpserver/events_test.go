@@ -187,8 +187,8 @@ func TestAnAttachedEngineRestartsInPlace(t *testing.T) {
 	}
 }
 
-// TestEventsBeforeTheirColumnsAreKept: the goroutine of a new subscription may queue events before the replica
-// lets its columns begin.
+// TestEventsBeforeTheirColumnsAreKept: the goroutine of a new subscription may queue events before the
+// replica lets its columns begin.
 func TestEventsBeforeTheirColumnsAreKept(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		in := newEventQueue(2, testHasher, "demo", r.notifyRecorder)
