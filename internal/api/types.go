@@ -5,8 +5,6 @@ import (
 	"github.com/dpserve/dpserve/internal/app"
 )
 
-const apiVersion = client.APIVersion
-
 // The paths of the API.
 const (
 	pathVersion  = "/api/v1/version"

@@ -97,7 +97,7 @@ func TestUpkeepIsSilentWhenItsNodeEnds(t *testing.T) {
 		},
 	})
 	u.Run(ctx)
-	assert.ErrorIs(t, ctx.Err(), context.Canceled, "no change was begun")
+	require.ErrorIs(t, ctx.Err(), context.Canceled, "no change was begun")
 	assert.Empty(t, log.String())
 	assert.Equal(t, map[string]bool{"node-1": true}, voters(first))
 }
