@@ -20,13 +20,13 @@ import (
 	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
-// The tests of this file say how a rank is asked. Each runs for a rank of this node and for one of another
-// node, and neither the client nor the rank may see a difference.
+// The tests of this file say how a rank is asked. Each runs for a rank of this node, for one of another node,
+// and for one of another node that serves only HTTP/2. Neither the client nor the rank may see a difference.
 
-// forBothTransports runs test for a near and for a far rank.
-func forBothTransports(t *testing.T, test func(t *testing.T, far bool)) {
+// forEachTransport runs test for near and far ranks.
+func forEachTransport(t *testing.T, test func(t *testing.T, far bool)) {
 	t.Helper()
-	for name, far := range map[string]bool{"near": false, "far": true} {
+	for name, far := range map[string]bool{"near": false, "far": true, "farHTTP2": true} {
 		t.Run(name, func(t *testing.T) { test(t, far) })
 	}
 }
@@ -129,7 +129,7 @@ func TestRankOutcome(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			forBothTransports(t, func(t *testing.T, far bool) {
+			forEachTransport(t, func(t *testing.T, far bool) {
 				o := options{far: far, app: oneAttempt}
 				if c.engine == nil {
 					o.urls = []string{"http://127.0.0.1:1"}
@@ -159,7 +159,7 @@ func TestRankRefuses(t *testing.T) {
 			continue
 		}
 		t.Run(r.String(), func(t *testing.T) {
-			forBothTransports(t, func(t *testing.T, far bool) {
+			forEachTransport(t, func(t *testing.T, far bool) {
 				var asked atomic.Int32
 				g := newRig(t, options{far: far, engines: []http.HandlerFunc{
 					func(http.ResponseWriter, *http.Request) { asked.Add(1) }, replies(200, wholeAnswer),
@@ -183,7 +183,7 @@ func TestRankRefuses(t *testing.T) {
 
 // TestRankMailboxStopped: a rank whose actor has ended counts as gone, also while a request waits for it.
 func TestRankMailboxStopped(t *testing.T) {
-	forBothTransports(t, func(t *testing.T, far bool) {
+	forEachTransport(t, func(t *testing.T, far bool) {
 		g := newRig(t, options{far: far, app: oneAttempt, urls: []string{"http://127.0.0.1:1"}})
 		r := g.replicas[0]
 		r.setMute(true)
@@ -198,7 +198,7 @@ func TestRankMailboxStopped(t *testing.T) {
 
 // TestRankLateTicket: the ticket of a request that has left before it was admitted comes back, unused.
 func TestRankLateTicket(t *testing.T) {
-	forBothTransports(t, func(t *testing.T, far bool) {
+	forEachTransport(t, func(t *testing.T, far bool) {
 		var asked atomic.Int32
 		g := newRig(t, options{far: far, app: oneAttempt, engines: []http.HandlerFunc{
 			func(http.ResponseWriter, *http.Request) { asked.Add(1) },
@@ -225,7 +225,7 @@ func TestRankLateTicket(t *testing.T) {
 func TestRankClientLeaves(t *testing.T) {
 	for name, list := range map[string][]string{"before the answer": nil, "in the answer": {textChunk}} {
 		t.Run(name, func(t *testing.T) {
-			forBothTransports(t, func(t *testing.T, far bool) {
+			forEachTransport(t, func(t *testing.T, far bool) {
 				var h hangingEngine
 				g := newRig(t, options{far: far, engines: []http.HandlerFunc{h.sends(list...)}})
 				ctx, cancel := context.WithCancel(t.Context())
@@ -253,7 +253,7 @@ func TestRankClientLeaves(t *testing.T) {
 // TestRankSlowAdmission: a rank that does not answer in time counts as overloaded, and its late ticket comes
 // back.
 func TestRankSlowAdmission(t *testing.T) {
-	forBothTransports(t, func(t *testing.T, far bool) {
+	forEachTransport(t, func(t *testing.T, far bool) {
 		o := options{far: far, app: oneAttempt, urls: []string{"http://127.0.0.1:1"}}
 		o.app = func(a *app.Application) { oneAttempt(a); a.Timeouts.FirstTokenS = 5 }
 		o.timers.Admit = 50 * time.Millisecond
@@ -270,7 +270,7 @@ func TestRankSlowAdmission(t *testing.T) {
 
 // TestRankResend: a request is sent twice to an engine that has closed a waiting connection, and only then.
 func TestRankResend(t *testing.T) {
-	forBothTransports(t, func(t *testing.T, far bool) {
+	forEachTransport(t, func(t *testing.T, far bool) {
 		var mu sync.Mutex
 		seen, broken := map[string]bool{}, 0
 		g := newRig(t, options{far: far, app: oneAttempt, engines: []http.HandlerFunc{
@@ -309,7 +309,7 @@ func TestRankResend(t *testing.T) {
 // TestRankHeaders: the engine gets the client's fields without those of the hop and of dpserve, and the
 // client gets the engine's in the same way.
 func TestRankHeaders(t *testing.T) {
-	forBothTransports(t, func(t *testing.T, far bool) {
+	forEachTransport(t, func(t *testing.T, far bool) {
 		seen := make(chan http.Header, 1)
 		g := newRig(t, options{far: far, engines: []http.HandlerFunc{
 			func(w http.ResponseWriter, r *http.Request) {
@@ -343,7 +343,7 @@ func TestRankHeaders(t *testing.T) {
 func TestRankAddressing(t *testing.T) {
 	for mode, want := range map[string][2]string{"header": {"6", ""}, "body": {"", `,"routed_dp_rank":6}`}} {
 		t.Run(mode, func(t *testing.T) {
-			forBothTransports(t, func(t *testing.T, far bool) {
+			forEachTransport(t, func(t *testing.T, far bool) {
 				seen := make(chan [2]string, 1)
 				g := newRig(t, options{
 					far: far, address: msg.Target{Addressing: mode, Selector: 6},
@@ -366,7 +366,7 @@ func TestRankAddressing(t *testing.T) {
 
 // TestRankWithoutTicket: a request that computes no tokens asks no ticket, of a full rank as of any other.
 func TestRankWithoutTicket(t *testing.T) {
-	forBothTransports(t, func(t *testing.T, far bool) {
+	forEachTransport(t, func(t *testing.T, far bool) {
 		g := newRig(t, options{far: far, engines: []http.HandlerFunc{replies(200, `{"tokens":[1]}`)}})
 		a := g.post("/tokenize", `{"model":"demo","prompt":"x"}`)
 		assert.Equal(t, 200, a.status)
@@ -381,7 +381,7 @@ func TestRankWithoutTicket(t *testing.T) {
 
 // TestRankReservation: a ticket without a request lives until it is freed; one that comes too late goes back.
 func TestRankReservation(t *testing.T) {
-	forBothTransports(t, func(t *testing.T, far bool) {
+	forEachTransport(t, func(t *testing.T, far bool) {
 		o := options{far: far, urls: []string{"http://127.0.0.1:1"}}
 		o.timers.Admit = 50 * time.Millisecond
 		g := newRig(t, o)

@@ -5,6 +5,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -14,10 +15,13 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/cluster/nodeport"
 	"github.com/dpserve/dpserve/internal/noderpc"
+	"github.com/dpserve/dpserve/internal/rawconn"
 )
 
-// dataPort is another node's data port, over HTTP/2 on loopback.
+// dataPort is another node's data port, over HTTP/2 and HTTP/1.1 on loopback. Its connections are those of a
+// node port without TLS.
 type dataPort struct {
 	server *noderpc.DataServer
 	http   *http.Server
@@ -39,35 +43,68 @@ func newDataPort(tb testing.TB, f *feed, lease func() bool, admit time.Duration)
 		Log: slog.New(slog.DiscardHandler), Timers: noderpc.DataTimers{Admit: admit},
 	})
 	require.NoError(tb, err)
-	l, err := (&net.ListenConfig{}).Listen(context.Background(), "tcp", "127.0.0.1:0")
-	require.NoError(tb, err)
-	h2 := new(http.Protocols)
-	h2.SetUnencryptedHTTP2(true)
+	listeners := map[string]net.Listener{}
+	for _, alpn := range []string{nodeport.Data, nodeport.DataHTTP1} {
+		listeners[alpn], err = (&net.ListenConfig{}).Listen(context.Background(), "tcp", "127.0.0.1:0")
+		require.NoError(tb, err)
+	}
+	both := new(http.Protocols)
+	both.SetUnencryptedHTTP2(true)
+	both.SetHTTP1(true)
 	p := &dataPort{server: server, http: &http.Server{
-		Handler: server, Protocols: h2, ReadHeaderTimeout: time.Minute,
+		Handler: server, Protocols: both, ReadHeaderTimeout: time.Minute,
 		ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelError),
 		HTTP2: &http.HTTP2Config{
 			MaxConcurrentStreams: 10_000, MaxReceiveBufferPerStream: 1 << 20,
 			MaxReceiveBufferPerConnection: 64 << 20,
 		},
 	}}
-	go func() { _ = p.http.Serve(l) }()
-	way := &http.Transport{Protocols: h2, DialContext: func(ctx context.Context, network, _ string) (
-		net.Conn, error,
+	for _, l := range listeners {
+		go func() { _ = p.http.Serve(rawconn.Listener(l)) }()
+	}
+	onlyHTTP2 := strings.Contains(tb.Name(), "HTTP2") // as an older node
+	way := nodeport.NewTransport(nodeport.Data, func(ctx context.Context, offered ...string) (
+		net.Conn, string, error,
 	) {
-		return (&net.Dialer{}).DialContext(ctx, network, l.Addr().String())
-	}}
+		if onlyHTTP2 {
+			offered = []string{nodeport.Data}
+		}
+		c, err := (&net.Dialer{}).DialContext(ctx, "tcp", listeners[offered[0]].Addr().String())
+		return rawconn.Conn(c), offered[0], err
+	})
 	p.client = noderpc.NewDataClient(func(string) (http.RoundTripper, error) { return way, nil })
+	if !onlyHTTP2 {
+		awaitHTTP1(tb, way)
+	}
 	tb.Cleanup(func() {
-		way.CloseIdleConnections()
+		assert.NoError(tb, way.Close())
 		assert.NoError(tb, server.Close())
 		assert.NoError(tb, p.http.Close())
 	})
 	return p
 }
 
+// awaitHTTP1 sends requests for no rank until one goes over HTTP/1.1.
+func awaitHTTP1(tb testing.TB, way http.RoundTripper) {
+	tb.Helper()
+	require.Eventually(tb, func() bool {
+		r, err := http.NewRequestWithContext(context.Background(), http.MethodPost, "http://node/none", nil)
+		require.NoError(tb, err)
+		resp, err := way.RoundTrip(r)
+		require.NoError(tb, err)
+		require.NoError(tb, resp.Body.Close())
+		return resp.ProtoMajor == 1
+	}, 5*time.Second, time.Millisecond, "a connection for HTTP/1.1")
+}
+
 // TestFar: for ranks of another node, clients and ranks see the same as for ranks of this node.
-func TestFar(t *testing.T) {
+func TestFar(t *testing.T) { testFar(t) }
+
+// TestFarHTTP2: the same with a node that serves only HTTP/2.
+func TestFarHTTP2(t *testing.T) { testFar(t) }
+
+func testFar(t *testing.T) {
+	t.Helper()
 	for name, test := range map[string]func(t *testing.T){
 		"FS4Answers500": TestFS4EveryReplicaAnswers500, "FS4Refuses": TestFS4EveryReplicaRefuses,
 		"FS6":        TestFS6ClientLeaves,

@@ -447,7 +447,8 @@ func newRig(t *testing.T, o options) *rig {
 	if o.max == 0 {
 		o.max = 8
 	}
-	o.far = o.far || strings.HasPrefix(t.Name(), "TestFar/")
+	o.far = o.far || strings.HasPrefix(t.Name(), "TestFar/") ||
+		strings.HasPrefix(t.Name(), "TestFarHTTP2/")
 	urls := []string{}
 	for _, e := range o.engines {
 		srv := httptest.NewServer(e)

@@ -34,6 +34,9 @@ func (x *exchange) Read(p []byte) (int, error) {
 	return n, x.err
 }
 
+// HasBuffered reports that bytes of the body are here already, or that it is empty.
+func (x *exchange) HasBuffered() bool { return x.err != nil || x.conn.r < x.conn.w }
+
 // Close ends the exchange. The connection of a body that was not read to its end is closed.
 func (x *exchange) Close() error {
 	if x.err == nil {
@@ -179,14 +182,21 @@ func (x *exchange) frame() (bool, error) {
 	return true, nil
 }
 
-// trailer checks a line of the trailer and drops it.
+// trailer takes a line of the trailer.
 func (x *exchange) trailer(line []byte) error {
 	if len(line) == 0 {
 		return io.EOF
 	}
 	x.extra += len(line) + len("\r\n")
-	_, _, err := field(string(line))
-	return err
+	name, value, err := field(string(line))
+	if err != nil {
+		return err
+	}
+	if x.resp.Trailer == nil {
+		x.resp.Trailer = http.Header{}
+	}
+	x.resp.Trailer.Add(name, value)
+	return nil
 }
 
 // maxSizeDigits keeps a chunk's size within 60 bits.

@@ -1,7 +1,7 @@
-// Package enginehttp is an HTTP/1.1 client for one engine, made for a relay: it writes a request in one
-// piece, reads the answer on the caller's goroutine, and returns all chunks of a body that one read of the
-// socket brought. docs/performance.md has what this saves against http.Transport, whose two goroutines per
-// connection hand every request over four times.
+// Package enginehttp is an HTTP/1.1 client for one engine, or for one node's data port, made for a relay: it
+// writes a request in one piece, reads the answer on the caller's goroutine, and returns all chunks of a body
+// that one read of the socket brought. docs/performance.md has what this saves against http.Transport, whose
+// two goroutines per connection hand every request over four times.
 //
 // It is strict where net/http is lenient, because a message that two parsers understand differently allows
 // request smuggling: lines end in CRLF, there are no folded fields, Content-Length and chunked exclude each
@@ -29,7 +29,7 @@ import (
 	"golang.org/x/net/http/httpguts"
 )
 
-// Config of a Client. Every field must be set.
+// Config of a Client. Every field but MaxHead must be set.
 type Config struct {
 	// host and port, or host alone: the Host field, and where to dial
 	Host string
@@ -38,6 +38,8 @@ type Config struct {
 	Idle time.Duration
 	// connections kept; more are closed
 	MaxIdle int
+	// bytes of an answer's status line and fields, interim answers before it included; 0: 64 KiB
+	MaxHead int
 }
 
 // Client sends requests to one engine. Safe for concurrent use. It has no goroutine; the pool's timer ends
@@ -47,6 +49,7 @@ type Client struct {
 	addr string
 	dial func(ctx context.Context, network, addr string) (net.Conn, error)
 	pool pool
+	head int          // bytes of an answer's head
 	busy atomic.Int64 // requests whose connection is not given back, and dials of Warm
 
 	buffers  sync.Pool // *[]byte of readBuffer
@@ -57,7 +60,10 @@ type Client struct {
 func New(c Config) *Client {
 	out := &Client{
 		host: c.Host, addr: address(c.Host), dial: c.Dial,
-		pool: pool{idle: c.Idle, most: c.MaxIdle},
+		pool: pool{idle: c.Idle, most: c.MaxIdle}, head: c.MaxHead,
+	}
+	if out.head == 0 {
+		out.head = maxHead
 	}
 	out.buffers.New = func() any { b := make([]byte, readBuffer); return &b }
 	out.requests.New = func() any { return new([]byte) }
@@ -90,10 +96,15 @@ func (c *Client) Warm(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if cn := newConn(n); !c.pool.put(cn) {
+	c.Add(n)
+	return nil
+}
+
+// Add gives the client a connection to the engine. It waits in the pool like one that has served a request.
+func (c *Client) Add(n net.Conn) {
+	if cn := newConn(n, c.head); !c.pool.put(cn) {
 		cn.close()
 	}
-	return nil
 }
 
 // CloseIdle closes the connections that wait for a request.
@@ -162,7 +173,7 @@ func (c *Client) connect(ctx context.Context) (*conn, error) {
 	if err != nil {
 		return nil, err
 	}
-	return newConn(n), nil
+	return newConn(n, c.head), nil
 }
 
 // roundTrip writes the request and reads the head of the answer, also if writing failed: a peer that refuses

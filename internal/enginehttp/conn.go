@@ -40,12 +40,13 @@ type conn struct {
 	buf  []byte
 	r, w int // buf[r:w] is read from the socket and not yet consumed
 
+	most int    // bytes of a head
 	raw  []byte // the last head as it came …
 	head *head  // … and what it means
 }
 
-func newConn(c net.Conn) *conn {
-	out := &conn{net: c, probe: newProbe(c)}
+func newConn(c net.Conn, most int) *conn {
+	out := &conn{net: c, probe: newProbe(c), most: most}
 	out.abort = out.giveUp
 	return out
 }
@@ -193,10 +194,10 @@ func (c *conn) parse(raw []byte) (*head, error) {
 // more reads on in a head.
 func (c *conn) more() error {
 	if c.w == len(c.buf) {
-		if c.w >= maxHead {
-			return malformed("its head is larger than 64 KiB")
+		if c.w >= c.most {
+			return malformed("its head is too large")
 		}
-		c.buf = append(c.buf, make([]byte, min(len(c.buf), maxHead-c.w))...)
+		c.buf = append(c.buf, make([]byte, min(len(c.buf), c.most-c.w))...)
 	}
 	n, err := c.net.Read(c.buf[c.w:])
 	c.w += n

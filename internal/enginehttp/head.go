@@ -10,7 +10,7 @@ import (
 	"golang.org/x/net/http/httpguts"
 )
 
-// maxHead bounds an answer's status line and fields, interim answers before it included, in bytes.
+// maxHead is the default of Config.MaxHead.
 const maxHead = 64 << 10
 
 // maxInterim bounds the 1xx answers before the real one.

@@ -29,7 +29,7 @@ type DataClient struct {
 
 var _ rankleg.Asker = (*DataClient)(nil)
 
-// NewDataClient makes a client. transport returns the HTTP/2 transport to a node's data port without waiting
+// NewDataClient makes a client. transport returns the way to a node's data port without waiting
 // for the node: the same one until the node moves.
 func NewDataClient(transport func(node string) (http.RoundTripper, error)) *DataClient {
 	c := &DataClient{transport: transport}
@@ -74,7 +74,7 @@ func (c *DataClient) roundTrip(
 		return nil, reply, nodeUnreachable(q.Rank.Node, err)
 	}
 	u, mem := c.newUpload(q)
-	resp, err = transport.RoundTrip(u.newRequest(ctx, q, path))
+	resp, err = transport.RoundTrip(u.newRequest(ctx, q, path, servesHTTP1(transport)))
 	u.release()
 	c.hashes.Put(mem)
 	if err != nil {
@@ -96,10 +96,18 @@ func nodeUnreachable(node string, err error) error {
 	return fmt.Errorf("node %s: %w: %w", node, rankleg.ErrUnreachable, err)
 }
 
-func (u *upload) newRequest(ctx context.Context, q *rankleg.Request, path string) *http.Request {
+// servesHTTP1 reports that the node is known to serve HTTP/1.1, and so to read dataFields.
+func servesHTTP1(transport http.RoundTripper) bool {
+	t, ok := transport.(interface{ ServesHTTP1() bool })
+	return ok && t.ServesHTTP1()
+}
+
+func (u *upload) newRequest(
+	ctx context.Context, q *rankleg.Request, path string, isPacked bool,
+) *http.Request {
 	r := &http.Request{
 		Method: http.MethodPost, URL: &url.URL{Scheme: "http", Host: dataHost, Path: path}, Host: dataHost,
-		Proto: "HTTP/2.0", ProtoMajor: 2, Header: writeHead(q, path == holdPath, time.Now()),
+		Proto: "HTTP/2.0", ProtoMajor: 2, Header: writeHead(q, path == holdPath, isPacked, time.Now()),
 		ContentLength: int64(u.size()), Body: http.NoBody,
 	}
 	if u.size() > 0 {
@@ -118,12 +126,11 @@ func readAnswer(
 	cause := h[dataCause]
 	q.Resent = len(h[dataResent]) > 0
 	if !refused && len(cause) == 0 && (rep.Ticket.ID != 0 || q.Admit == nil) {
-		for name := range h {
-			if strings.HasPrefix(name, dataPrefix) {
-				delete(h, name)
-			}
+		if err := setEngineHeader(resp); err != nil {
+			closeAnswer(resp)
+			return nil, rep, nodeUnreachable(q.Rank.Node, err)
 		}
-		resp.Body = &answerBody{ctx: ctx, inner: resp.Body, node: q.Rank.Node}
+		resp.Body = &answerBody{ctx: ctx, resp: resp, inner: resp.Body, node: q.Rank.Node}
 		return resp, rep, nil
 	}
 	if err := resp.Body.Close(); err != nil || refused {
@@ -133,6 +140,23 @@ func readAnswer(
 		return nil, rep, fmt.Errorf("node %s: %w", q.Rank.Node, rankleg.ErrMalformed)
 	}
 	return nil, rep, causeError(q.Rank.Node, resp.StatusCode, cause)
+}
+
+// setEngineHeader gives an answer the header that the engine sent. That of the data port is not changed,
+// because answers may share it.
+func setEngineHeader(resp *http.Response) (err error) {
+	h := make(http.Header, len(resp.Header))
+	for name, values := range resp.Header {
+		if !strings.HasPrefix(name, dataPrefix) {
+			h[name] = values
+		}
+	}
+	if length := resp.Header[dataLength]; len(length) > 0 {
+		h["Content-Length"] = length
+		resp.ContentLength, err = strconv.ParseInt(length[0], 10, 64)
+	}
+	resp.Header = h
+	return err
 }
 
 func causeError(node string, status int, cause []string) error {
@@ -174,17 +198,29 @@ func readReply(q *rankleg.Request, h http.Header) (rep msg.AdmitReply, refused b
 	return rep, false
 }
 
-// answerBody tells an engine that broke off, which the data port reports by a reset, from a lost connection.
+// answerBody tells an engine that broke off, which the data port reports by a reset or a trailer, from a lost
+// connection.
 type answerBody struct {
 	ctx   context.Context //nolint:containedctx // of the request: its end is not an error of the connection
+	resp  *http.Response
 	inner io.ReadCloser
 	node  string
 }
 
+var errBrokeOff = errors.New("the engine broke off")
+
 func (b *answerBody) Read(p []byte) (int, error) {
 	n, err := b.inner.Read(p)
-	if err == nil || errors.Is(err, io.EOF) || b.ctx.Err() != nil {
+	switch {
+	case err == nil:
+		return n, nil
+	case errors.Is(err, io.EOF):
+		if len(b.resp.Trailer[dataBroken]) > 0 {
+			return n, errBrokeOff
+		}
 		return n, err
+	case b.ctx.Err() != nil:
+		return n, context.Cause(b.ctx)
 	}
 	var reset http2.StreamError
 	if !errors.As(err, &reset) {
@@ -224,7 +260,7 @@ type uploadReader struct {
 	at     int // in the part
 }
 
-// Read implements io.Reader. It returns io.EOF with the last bytes, so that both are in one HTTP/2 frame.
+// Read implements io.Reader. It returns io.EOF with the last bytes, so that both are in one frame of HTTP/2.
 func (r *uploadReader) Read(p []byte) (n int, err error) {
 	u := r.upload
 	u.mu.Lock()

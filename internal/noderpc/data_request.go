@@ -44,7 +44,7 @@ func (p *dataRequest) run(ctx context.Context) (clean bool) {
 	case head.class != classNone && head.admit.Ingress != node:
 		return p.answerError(http.StatusForbidden, causeDenied)
 	}
-	switch err := p.upload.read(p.r, s.timers.Body, p.cancel); {
+	switch err := p.upload.read(p.r, s.timers.Body, p.cutBody); {
 	case errors.Is(err, errBodyTooLarge):
 		return p.answerError(http.StatusRequestEntityTooLarge, causeTooLarge)
 	case err != nil:
@@ -55,6 +55,22 @@ func (p *dataRequest) run(ctx context.Context) (clean bool) {
 	}
 	p.head = head
 	return p.serve(ctx)
+}
+
+// cut ends the request because the port closes.
+func (p *dataRequest) cut() {
+	p.cancel(errClosing)
+	if p.rc.SetWriteDeadline(time.Now()) != nil { // it also ends a write to a stalled reader
+		return // the connection is closed
+	}
+}
+
+// cutBody ends the request, and a read of its body that waits.
+func (p *dataRequest) cutBody() {
+	p.cancel(errBodyCut)
+	if p.rc.SetReadDeadline(time.Now()) != nil {
+		return // the connection is closed, so the read ends as well
+	}
 }
 
 func (p *dataRequest) serve(ctx context.Context) (clean bool) {
@@ -100,7 +116,7 @@ func (p *dataRequest) reserve(ctx context.Context, q *rankleg.Request) (clean bo
 func (p *dataRequest) newAsk() *rankleg.Request {
 	q := &rankleg.Request{
 		Rank: p.rank, Route: p.head.route, Body: p.body,
-		Header:   rankleg.EngineHeader(p.r.Header, p.r.Header[headerRequestID]),
+		Header:   rankleg.StripHeader(p.r.Header),
 		OnTicket: func(t *msg.Ticket) { p.ticket = *t },
 	}
 	if p.head.class != classNone {
@@ -129,11 +145,11 @@ func (p *dataRequest) passAnswer(resp *http.Response, resent bool) (clean bool) 
 	p.copyEngineHeader(resp.Header, resent)
 	p.setWriteDeadline(time.Now())
 	p.w.WriteHeader(resp.StatusCode)
-	if p.rc.Flush() != nil {
+	hasBegun, clean := p.relay(resp)
+	if !hasBegun {
 		p.returnTicket("client_gone")
-		return false
 	}
-	return p.relay(resp.Body)
+	return clean
 }
 
 // releaseBody gives the request's body back: it is not sent again, and its answer may take minutes. It is
@@ -177,26 +193,50 @@ func (p *dataRequest) returnTicket(cause string) {
 }
 
 // relay passes the body on: one read of the engine is one write and flush. Backpressure is the blocked write.
-func (p *dataRequest) relay(body io.Reader) (clean bool) {
+// The header of an answer of known length leaves with the first bytes of the body if these are here already,
+// any other before them, or net/http would announce a length. hasBegun is false if it could not be sent.
+func (p *dataRequest) relay(resp *http.Response) (hasBegun, clean bool) {
+	body := resp.Body
 	mem, _ := p.server.buffers.Get().(*[]byte)
 	defer p.server.buffers.Put(mem)
 	buf := *mem
+	if resp.ContentLength < 0 || !rankleg.HasBuffered(body) {
+		if p.rc.Flush() != nil {
+			return false, false
+		}
+		hasBegun = true
+	}
 	for {
 		n, err := body.Read(buf)
-		if n > 0 && !p.write(buf[:n]) {
-			return false
-		}
+		isEnd := errors.Is(err, io.EOF)
+		p.setWriteDeadline(time.Now()) // for the write here, and for the end that net/http writes
 		switch {
-		case errors.Is(err, io.EOF):
-			return true
-		case err != nil || p.rc.Flush() != nil:
-			return false
+		case n > 0 && !p.write(buf[:n]):
+			return hasBegun, false
+		case isEnd && p.r.Context().Err() == nil:
+			return true, true
+		case (err == nil || !hasBegun) && p.rc.Flush() != nil:
+			return hasBegun, false
+		case isEnd:
+			return true, true
+		case err != nil:
+			return true, p.endBroken()
 		}
+		hasBegun = true
 	}
 }
 
+// endBroken ends an answer whose engine broke off. HTTP/1.1 has no reset of one request, and the end of the
+// connection would be the node's fault.
+func (p *dataRequest) endBroken() (clean bool) {
+	if p.r.ProtoMajor > 1 {
+		return false
+	}
+	p.w.Header()[http.TrailerPrefix+dataBroken] = []string{"1"}
+	return true
+}
+
 func (p *dataRequest) write(b []byte) bool {
-	p.setWriteDeadline(time.Now())
 	_, err := p.w.Write(b)
 	return err == nil
 }
@@ -225,9 +265,9 @@ var (
 )
 
 // read reads the whole body before the request is passed on: while a body is unread, net/http does not cancel
-// the request's context when the client leaves. The request is cancelled after patience and one second for
-// each MiB of its announced length.
-func (a *requestBody) read(r *http.Request, patience time.Duration, cancel context.CancelCauseFunc) error {
+// the request's context when the client leaves. cut is called after patience and one second for each MiB of
+// the announced length.
+func (a *requestBody) read(r *http.Request, patience time.Duration, cut func()) error {
 	a.b = a.b[:0]
 	n := r.ContentLength
 	switch {
@@ -238,10 +278,7 @@ func (a *requestBody) read(r *http.Request, patience time.Duration, cancel conte
 	case n < 0:
 		n = firstBodyBuffer
 	}
-	late := time.AfterFunc(patience+time.Duration(n>>20)*time.Second, func() {
-		cancel(errBodyCut)
-		_ = r.Body.Close() // it ends a Read that waits
-	})
+	late := time.AfterFunc(patience+time.Duration(n>>20)*time.Second, cut)
 	defer late.Stop()
 	if cap(a.b) <= int(n) {
 		a.b = make([]byte, 0, n+1)
@@ -302,10 +339,11 @@ func (p *dataRequest) setTicketHeader(h http.Header) {
 	if p.ticket.ID == 0 {
 		return
 	}
-	h[dataTicket] = []string{strconv.FormatUint(p.ticket.ID, 10)}
-	h[dataSeq] = []string{strconv.FormatUint(p.ticket.Seq, 10)}
-	h[dataInc] = []string{strconv.FormatUint(p.ticket.Incarnation, 10)}
-	h[dataEpoch] = []string{strconv.FormatUint(p.ticket.Epoch, 10)}
+	f := headerWriter{header: h, values: make([]string, 0, 4)}
+	f.number(dataTicket, p.ticket.ID)
+	f.number(dataSeq, p.ticket.Seq)
+	f.number(dataInc, p.ticket.Incarnation)
+	f.number(dataEpoch, p.ticket.Epoch)
 }
 
 func markResent(h http.Header, resent bool) {
@@ -320,6 +358,10 @@ func (p *dataRequest) copyEngineHeader(engine http.Header, resent bool) {
 	h := p.w.Header()
 	h["Date"], h["Content-Type"] = nil, nil
 	rankleg.CopyHeader(h, engine, func(name string) bool { return strings.HasPrefix(name, dataPrefix) })
+	if length, ok := h["Content-Length"]; ok && p.r.ProtoMajor == 1 {
+		delete(h, "Content-Length")
+		h[dataLength] = length
+	}
 	p.setTicketHeader(h)
 	markResent(h, resent)
 }

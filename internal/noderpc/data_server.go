@@ -24,7 +24,7 @@ type DataConfig struct {
 	Timers DataTimers
 }
 
-// DataServer serves the ranks of its node to the ingresses of other nodes: admission and data in one HTTP/2
+// DataServer serves the ranks of its node to the ingresses of other nodes: admission and data in one HTTP
 // request. It is the http.Handler of a server that belongs to the node port. Safe for concurrent use.
 type DataServer struct {
 	caller func(ctx context.Context) (string, bool)
@@ -36,11 +36,10 @@ type DataServer struct {
 	uploads sync.Pool // of *requestBody
 	buffers sync.Pool // *[]byte
 
-	closing context.Context //nolint:containedctx // ends every request
-	stop    context.CancelFunc
 	mu      sync.Mutex
 	closed  bool
-	running sync.WaitGroup // requests
+	open    map[*dataRequest]struct{} // running requests; Close cuts them
+	running sync.WaitGroup            // the same
 	cancel  func()
 }
 
@@ -57,10 +56,9 @@ func NewDataServer(c DataConfig) (*DataServer, error) {
 			IdleAttached: t.IdleAttached,
 		}, c.Dial, c.Serves),
 	}
-	s.table = newDataTable(s.log)
+	s.table, s.open = newDataTable(s.log), map[*dataRequest]struct{}{}
 	s.uploads.New = func() any { return &requestBody{} }
 	s.buffers.New = func() any { b := make([]byte, relayBuffer); return &b }
-	s.closing, s.stop = context.WithCancel(context.Background())
 	s.cancel = c.Feed.Subscribe(s.table)
 	return s, nil
 }
@@ -70,10 +68,12 @@ func (s *DataServer) Close() error {
 	s.mu.Lock()
 	first := !s.closed
 	s.closed = true
+	for p := range s.open {
+		p.cut()
+	}
 	s.mu.Unlock()
 	if first {
 		s.cancel()
-		s.stop()
 	}
 	s.running.Wait()
 	s.near.Close()
@@ -81,13 +81,21 @@ func (s *DataServer) Close() error {
 }
 
 // beginRequest counts a request in; false after Close.
-func (s *DataServer) beginRequest() bool {
+func (s *DataServer) beginRequest(p *dataRequest) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if !s.closed {
 		s.running.Add(1)
+		s.open[p] = struct{}{}
 	}
 	return !s.closed
+}
+
+func (s *DataServer) endRequest(p *dataRequest) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.open, p)
+	s.running.Done()
 }
 
 // errClosing is the cause with which Close ends running requests.
@@ -95,19 +103,16 @@ var errClosing = errors.New("the data port is closing")
 
 // ServeHTTP implements http.Handler.
 func (s *DataServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	if !s.beginRequest() {
-		panic(http.ErrAbortHandler)
-	}
-	defer s.running.Done()
 	ctx, cancel := context.WithCancelCause(r.Context())
 	defer cancel(nil)
-	rc := http.NewResponseController(w)
-	defer s.onClose(func() {
-		cancel(errClosing)
-		_ = rc.SetWriteDeadline(time.Now()) // it also ends a write to a stalled reader
-	})()
-	in, _ := s.uploads.Get().(*requestBody)
-	p := &dataRequest{server: s, w: w, rc: rc, r: r, cancel: cancel, upload: in, isBodyFree: true}
+	p := &dataRequest{
+		server: s, w: w, rc: http.NewResponseController(w), r: r, cancel: cancel, isBodyFree: true,
+	}
+	if !s.beginRequest(p) {
+		panic(http.ErrAbortHandler)
+	}
+	defer s.endRequest(p)
+	p.upload, _ = s.uploads.Get().(*requestBody)
 	whole := false
 	defer func() {
 		p.isBodyFree = p.isBodyFree && whole // after a panic another goroutine may still read it
@@ -117,20 +122,6 @@ func (s *DataServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	whole = true
 	if !clean { // without the panic net/http would end a broken answer like a complete one
 		panic(http.ErrAbortHandler)
-	}
-}
-
-// onClose calls cut when Close runs, until the returned function, which waits for a running cut.
-func (s *DataServer) onClose(cut func()) (over func()) {
-	done := make(chan struct{})
-	stop := context.AfterFunc(s.closing, func() {
-		defer close(done)
-		cut()
-	})
-	return func() {
-		if !stop() {
-			<-done
-		}
 	}
 }
 

@@ -17,6 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/cluster/nodeport"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/routing"
@@ -112,6 +113,40 @@ func TestDataWholeAndErrors(t *testing.T) {
 		assert.Equal(t, []string{"7"}, a.header["Content-Length"])
 		assert.Empty(t, a.header["X-Hop"])
 		assert.Empty(t, a.header["Dpserve-Refused"])
+	}
+}
+
+// TestDataUnknownLength: an answer whose engine announces no length has none.
+func TestDataUnknownLength(t *testing.T) {
+	g := newDataRig(t, dataOptions{
+		engine: writesAtOnce("Transfer-Encoding: chunked", "2\r\nok\r\n0\r\n\r\n"),
+	})
+	a := g.send(g.dispatch())
+	require.NoError(t, a.err)
+	require.NoError(t, a.cut)
+	assert.Equal(t, "ok", a.body)
+	assert.NotContains(t, a.header, "Content-Length")
+}
+
+// TestDataCutWhole: an engine that breaks off in an answer of known length is no fault of the node either.
+func TestDataCutWhole(t *testing.T) {
+	g := newDataRig(t, dataOptions{engine: writesAtOnce("Content-Length: 100", "hello")})
+	a := g.send(g.dispatch())
+	require.NoError(t, a.err)
+	assert.Equal(t, "hello", a.body)
+	assert.Equal(t, []string{"100"}, a.header["Content-Length"])
+	require.Error(t, a.cut)
+	require.NotErrorIs(t, a.cut, rankleg.ErrUnreachable)
+}
+
+// writesAtOnce is an engine whose answer is one write.
+func writesAtOnce(field, body string) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		swallowBody(r)
+		if conn, _, err := w.(http.Hijacker).Hijack(); err == nil {
+			_, _ = io.WriteString(conn, "HTTP/1.1 200 OK\r\n"+field+"\r\n\r\n"+body)
+			_ = conn.Close()
+		}
 	}
 }
 
@@ -490,10 +525,34 @@ func TestDataBodyStalls(t *testing.T) {
 		body)
 	require.NoError(t, err)
 	d := g.dispatch()
-	req.Header, req.ContentLength = writeHead(d, false, time.Now()), 100
+	req.Header, req.ContentLength = writeHead(d, false, false, time.Now()), 100
 	go func() { _, _ = w.Write([]byte("{")) }()
 	_, err = g.way.RoundTrip(req)
 	require.Error(t, err)
+	assert.Empty(t, g.rank.asked())
+}
+
+// TestDataBodyStallsHTTP1: so is one over HTTP/1.1.
+func TestDataBodyStallsHTTP1(t *testing.T) {
+	g := newDataRig(t, dataOptions{
+		url:    "http://127.0.0.1:1",
+		config: func(c *DataConfig) { c.Timers.Body = 20 * time.Millisecond },
+	})
+	c, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", g.addr[nodeport.DataHTTP1])
+	require.NoError(t, err)
+	defer c.Close()
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+dataHost+"/v1/completions",
+		nil)
+	require.NoError(t, err)
+	req.Header = writeHead(g.dispatch(), false, true, time.Now())
+	req.Header["Content-Length"] = []string{"100"}
+	var head strings.Builder
+	require.NoError(t, req.Header.Write(&head))
+	_, err = io.WriteString(c, "POST /v1/completions HTTP/1.1\r\nHost: n\r\n"+head.String()+"\r\n{")
+	require.NoError(t, err)
+	require.NoError(t, c.SetReadDeadline(time.Now().Add(5*time.Second)))
+	_, err = c.Read(make([]byte, 1))
+	require.ErrorIs(t, err, io.EOF)
 	assert.Empty(t, g.rank.asked())
 }
 
@@ -596,6 +655,40 @@ func TestDataConcurrent(t *testing.T) {
 	wg.Wait()
 }
 
+// TestDataHTTP1: over HTTP/1.1 all is as over HTTP/2.
+func TestDataHTTP1(t *testing.T) {
+	for name, test := range map[string]func(t *testing.T){
+		"Stream":         TestDataStream,
+		"ChunkByChunk":   TestDataChunkByChunk,
+		"WholeAndErrors": TestDataWholeAndErrors,
+		"UnknownLength":  TestDataUnknownLength, "CutWhole": TestDataCutWhole,
+		"Admission":     TestDataAdmission,
+		"EngineHeader":  TestDataEngineHeader,
+		"Addressing":    TestDataAddressing,
+		"Refusals":      TestDataRefusals,
+		"UnknownRank":   TestDataUnknownRank,
+		"Mailbox":       TestDataMailbox,
+		"EngineLost":    TestDataEngineLost,
+		"Resend":        TestDataResend,
+		"FirstToken":    TestDataFirstToken,
+		"Cut":           TestDataCut,
+		"NodeLost":      TestDataNodeLost,
+		"Cancel":        TestDataCancel,
+		"Hold":          TestDataHold,
+		"NoTicket":      TestDataNoTicket,
+		"Lease":         TestDataLease,
+		"Strangers":     TestDataStrangers,
+		"BodyStalls":    TestDataBodyStalls,
+		"SlowReaders":   TestDataSlowReaders,
+		"Close":         TestDataClose,
+		"CloseStuck":    TestDataCloseStuck,
+		"Concurrent":    TestDataConcurrent,
+		"IngressKilled": TestDataIngressKilled,
+	} {
+		t.Run(name, test)
+	}
+}
+
 // TestUploadAfterRelease: a transport that still reads gets no bytes.
 func TestUploadAfterRelease(t *testing.T) {
 	u := &upload{parts: [2][]byte{[]byte("ab"), []byte("cde")}}
@@ -643,10 +736,13 @@ func FuzzDataHead(f *testing.F) {
 				again.Admit.Hit, d.admit.HitBlocks = 0, 0
 			}
 		}
-		back, err := readHead(writeHead(again, class == classHold, time.Unix(0, 0)), path, time.Unix(0, 0))
-		require.NoError(t, err)
-		back.admit.Blocks = d.admit.Blocks
-		assert.Equal(t, d, back)
+		for _, isPacked := range []bool{false, true} {
+			h := writeHead(again, class == classHold, isPacked, time.Unix(0, 0))
+			back, err := readHead(h, path, time.Unix(0, 0))
+			require.NoError(t, err)
+			back.admit.Blocks = d.admit.Blocks
+			assert.Equal(t, d, back)
+		}
 	})
 }
 

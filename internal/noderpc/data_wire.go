@@ -47,7 +47,13 @@ const (
 	// with the cause reset, because older nodes read only the cause
 	dataMalformed = "Dpserve-Malformed"
 
-	headerRequestID = "X-Request-Id"
+	// All fields of a request in one, as NAME=VALUE; without the prefix, because each field has its price.
+	// Nodes that serve HTTP/1.1 read it.
+	dataFields = "Dpserve-Fields"
+
+	// over HTTP/1.1, where every answer with a body is chunked
+	dataLength = "Dpserve-Length" // the engine's Content-Length
+	dataBroken = "Dpserve-Broken" // trailer: the body is not whole, because the engine broke off
 )
 
 // holdPath is the path of a request for a ticket alone.
@@ -75,6 +81,10 @@ const (
 	maxDataName   = 512     // bytes of an application's, unit's or ingress's name
 	maxDataBlocks = 1 << 20 // chain hashes of a prompt
 	hashBytes     = 8
+
+	usualFields = 12 // of a request; more cost an allocation
+	usualPacked = 256
+	maxPacked   = 32 // fields in one
 )
 
 // dataHead is the content of a request's header.
@@ -89,15 +99,21 @@ type dataHead struct {
 }
 
 // writeHead writes a request for a rank into the header of its HTTP request. The engine's fields share their
-// values with q.
-func writeHead(q *rankleg.Request, isHold bool, now time.Time) http.Header {
-	h := make(http.Header, len(q.Header)+17)
+// values with q. isPacked puts the port's own fields into one.
+func writeHead(q *rankleg.Request, isHold, isPacked bool, now time.Time) http.Header {
+	f := headerWriter{isPacked: isPacked && canBePacked(q)}
+	n := usualFields
+	if f.isPacked {
+		n = 1
+		f.packed = make([]byte, 0, usualPacked)
+	}
+	h := make(http.Header, len(q.Header)+n)
 	for name, values := range q.Header {
 		if !strings.HasPrefix(name, dataPrefix) {
 			h[name] = values
 		}
 	}
-	f := headerWriter{header: h, values: make([]string, 0, 17)}
+	f.header, f.values = h, make([]string, 0, n)
 	f.set(dataApp, q.Rank.App)
 	f.set(dataUnit, q.Rank.Unit)
 	f.set(dataRank, q.Rank.ID.String())
@@ -108,7 +124,17 @@ func writeHead(q *rankleg.Request, isHold bool, now time.Time) http.Header {
 	if q.Admit != nil {
 		f.admit(q.Admit, now)
 	}
+	if f.isPacked {
+		f.isPacked = false
+		f.set(dataFields, string(f.packed))
+	}
 	return h
+}
+
+// canBePacked reports that no name holds the character that ends a field.
+func canBePacked(q *rankleg.Request) bool {
+	return strings.IndexByte(q.Rank.App, ';') < 0 && strings.IndexByte(q.Rank.Unit, ';') < 0 &&
+		(q.Admit == nil || strings.IndexByte(q.Admit.Ingress, ';') < 0)
 }
 
 func classOf(q *rankleg.Request, isHold bool) string {
@@ -122,19 +148,32 @@ func classOf(q *rankleg.Request, isHold bool) string {
 	}
 }
 
-// headerWriter sets header fields whose values share one array.
+// headerWriter sets header fields whose values share one array, or packs them.
 type headerWriter struct {
-	header http.Header
-	values []string
+	header   http.Header
+	values   []string
+	isPacked bool
+	packed   []byte
 }
 
 func (f *headerWriter) set(name, value string) {
+	if f.isPacked {
+		f.packed = append(append(append(append(f.packed, name[len(dataPrefix):]...), '='), value...), ';')
+		return
+	}
 	n := len(f.values)
 	f.values = append(f.values, value)
 	f.header[name] = f.values[n : n+1 : n+1]
 }
 
-func (f *headerWriter) number(name string, n uint64) { f.set(name, strconv.FormatUint(n, 10)) }
+func (f *headerWriter) number(name string, n uint64) {
+	if f.isPacked {
+		f.packed = append(append(f.packed, name[len(dataPrefix):]...), '=')
+		f.packed = append(strconv.AppendUint(f.packed, n, 10), ';')
+		return
+	}
+	f.set(name, strconv.FormatUint(n, 10))
+}
 
 func (f *headerWriter) count(name string, n int) { f.number(name, uint64(max(n, 0))) }
 
@@ -171,14 +210,57 @@ func (f *headerWriter) admit(m *msg.Admit, now time.Time) {
 
 // headerReader reads fields of a header and keeps the first error.
 type headerReader struct {
-	header http.Header
-	err    error
+	header   http.Header
+	isPacked bool // the header has dataFields
+	packed   [maxPacked]packedField
+	n        int // of packed
+	err      error
+}
+
+// packedField is a field of dataFields. The name has no prefix.
+type packedField struct{ name, value string }
+
+// unpack reads dataFields if the header has it.
+func (r *headerReader) unpack() {
+	v := r.header[dataFields]
+	if len(v) == 0 {
+		return
+	}
+	r.isPacked = true
+	for rest := v[0]; rest != ""; {
+		var field string
+		field, rest, _ = strings.Cut(rest, ";")
+		name, value, ok := strings.Cut(field, "=")
+		if !ok || r.n == maxPacked {
+			r.fail(dataFields)
+			return
+		}
+		r.packed[r.n] = packedField{name, value}
+		r.n++
+	}
+}
+
+// find returns a field's value, and how often the field is there.
+func (r *headerReader) find(name string) (value string, count int) {
+	if !r.isPacked {
+		v := r.header[name]
+		if len(v) > 0 {
+			value = v[0]
+		}
+		return value, len(v)
+	}
+	for i := range r.n {
+		if f := &r.packed[i]; f.name == name[len(dataPrefix):] {
+			value, count = f.value, count+1
+		}
+	}
+	return value, count
 }
 
 func (r *headerReader) text(name string) string {
-	v := r.header[name]
-	if len(v) == 1 && len(v[0]) > 0 && len(v[0]) <= maxDataName {
-		return v[0]
+	v, count := r.find(name)
+	if count == 1 && v != "" && len(v) <= maxDataName {
+		return v
 	}
 	r.fail(name)
 	return ""
@@ -186,12 +268,12 @@ func (r *headerReader) text(name string) string {
 
 // number is optional: 0 without the field.
 func (r *headerReader) number(name string, bits int) uint64 {
-	v := r.header[name]
-	if len(v) == 0 {
+	v, count := r.find(name)
+	if count == 0 {
 		return 0
 	}
-	n, err := strconv.ParseUint(v[0], 10, bits)
-	if err != nil || len(v) > 1 {
+	n, err := strconv.ParseUint(v, 10, bits)
+	if err != nil || count > 1 {
 		r.fail(name)
 		return 0
 	}
@@ -214,6 +296,7 @@ func (r *headerReader) fail(name string) {
 // readHead reads the header of a request to path.
 func readHead(h http.Header, path string, now time.Time) (*dataHead, error) {
 	r := headerReader{header: h}
+	r.unpack()
 	d := &dataHead{
 		app: r.text(dataApp), unit: r.text(dataUnit), class: r.text(dataClass),
 		firstToken: r.duration(dataFirstToken),

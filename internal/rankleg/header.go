@@ -28,17 +28,34 @@ func CopyHeader(dst, src http.Header, isDropped func(name string) bool) {
 	}
 }
 
-// EngineHeader is the header for an engine, made of that of a client or of another node's ingress.
+// EngineHeader is the header for an engine, made of that of a client.
 func EngineHeader(src http.Header, requestID []string) http.Header {
 	out := make(http.Header, len(src)+1)
 	CopyHeader(out, src, isOwn)
-	if _, ok := out["User-Agent"]; !ok {
-		out["User-Agent"] = nil // or net/http adds its own
+	return finishHeader(out, requestID)
+}
+
+// StripHeader is EngineHeader for the header that an ingress of another node has sent. It changes h itself.
+func StripHeader(h http.Header) http.Header {
+	requestID := h[headerRequestID]
+	named := namedByConnection(h)
+	for name := range h {
+		if isOwn(name) || isOfConnection(name) || named[name] {
+			delete(h, name)
+		}
+	}
+	return finishHeader(h, requestID)
+}
+
+// finishHeader sets what every engine gets.
+func finishHeader(h http.Header, requestID []string) http.Header {
+	if _, ok := h["User-Agent"]; !ok {
+		h["User-Agent"] = nil // or net/http adds its own
 	}
 	if len(requestID) > 0 {
-		out[headerRequestID] = requestID
+		h[headerRequestID] = requestID
 	}
-	return out
+	return h
 }
 
 // isOwn says that only dpserve may set a header field towards an engine: how far a request came, and which

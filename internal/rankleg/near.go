@@ -188,3 +188,13 @@ func (b *leasedBody) Read(p []byte) (int, error) {
 }
 
 func (b *leasedBody) Close() error { return b.inner.Close() }
+
+// HasBuffered is that of the inner body.
+func (b *leasedBody) HasBuffered() bool { return HasBuffered(b.inner) }
+
+// HasBuffered reports that the next Read of an answer's body does not wait for the engine. False may also
+// mean that this is not known.
+func HasBuffered(body io.Reader) bool {
+	b, ok := body.(interface{ HasBuffered() bool })
+	return ok && b.HasBuffered()
+}

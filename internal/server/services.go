@@ -27,11 +27,11 @@ type services struct {
 	n      *Node
 	port   *nodeport.Port
 	grpc   *grpc.Server
-	enroll *grpc.Server            // nil without role control
-	renew  *grpc.Server            // nil without role control
-	data   *noderpc.DataServer     // nil without role worker
-	stream *noderpc.StreamServer   // nil without role worker
-	http   []*nodeport.HTTP2Server // admin API, and the data port of a worker
+	enroll *grpc.Server           // nil without role control
+	renew  *grpc.Server           // nil without role control
+	data   *noderpc.DataServer    // nil without role worker
+	stream *noderpc.StreamServer  // nil without role worker
+	http   []*nodeport.HTTPServer // admin API, and the data port of a worker
 
 	loops    sync.WaitGroup
 	stop     context.CancelFunc
@@ -59,7 +59,7 @@ func (n *Node) serveNodes() error {
 		}
 	}
 	n.metrics.Streams(n.cfg.NodeID, s.streamCounts)
-	s.http = append(s.http, s.port.ServeHTTP2(nodeport.Admin, n.admin.Handler()))
+	s.http = append(s.http, s.port.ServeHTTP(nodeport.Admin, n.admin.Handler()))
 	s.serveGRPC(s.grpc, nodeport.GRPC)
 	for _, h := range s.http {
 		s.run(h.Serve)
@@ -113,7 +113,7 @@ func (s *services) serveRanks() error {
 	if err != nil {
 		return err
 	}
-	s.http = append(s.http, s.port.ServeHTTP2(nodeport.Data, s.data))
+	s.http = append(s.http, s.port.ServeHTTP(nodeport.Data, s.data))
 	return nil
 }
 

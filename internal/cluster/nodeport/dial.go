@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"net/http"
 	"slices"
 	"time"
 
@@ -20,6 +19,7 @@ import (
 
 	"github.com/dpserve/dpserve/internal/cluster/pki"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/rawconn"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -27,6 +27,11 @@ import (
 // member. Dial returns when the other side has accepted or refused the connection. The error says why, for
 // people, and wraps one of the errors of this package.
 func (p *Port) Dial(ctx context.Context, alpn, addr, uid string) (*Conn, error) {
+	return p.dial(ctx, addr, uid, []string{alpn})
+}
+
+// dial is Dial with several protocols. The peer takes the first one that it serves.
+func (p *Port) dial(ctx context.Context, addr, uid string, offered []string) (*Conn, error) {
 	creds := p.cfg.Credentials()
 	if creds == nil {
 		return nil, errNoCredentials
@@ -37,10 +42,10 @@ func (p *Port) Dial(ctx context.Context, alpn, addr, uid string) (*Conn, error) 
 		return nil, unreachableError(addr, net.ErrClosed)
 	}
 	defer p.untrack(&cancel)
-	c := &Conn{ALPN: alpn, port: p}
+	c := &Conn{ALPN: offered[0], port: p}
 	err := c.open(ctx, p.cfg.Connect, addr, &tls.Config{
 		MinVersion:         tls.VersionTLS13,
-		NextProtos:         []string{alpn},
+		NextProtos:         offered,
 		InsecureSkipVerify: true, //nolint:gosec // VerifyConnection checks cluster and UID
 		VerifyConnection: func(cs tls.ConnectionState) (err error) {
 			c.Peer, err = verifyServer(creds.Pool, cs.PeerCertificates)
@@ -111,11 +116,12 @@ func (c *Conn) open(ctx context.Context, dial DialFunc, addr string, cfg *tls.Co
 	if err != nil {
 		return unreachableError(addr, err)
 	}
-	c.Conn = tls.Client(raw, cfg)
+	c.Conn = tls.Client(rawconn.Conn(raw), cfg)
 	stop := context.AfterFunc(ctx, func() { _ = raw.Close() })
 	err = c.HandshakeContext(ctx)
 	var hello [1]byte
 	if err == nil {
+		c.ALPN = c.ConnectionState().NegotiatedProtocol
 		_, err = c.Read(hello[:])
 	}
 	if !stop() {
@@ -371,20 +377,13 @@ func (passThrough) Info() credentials.ProtocolInfo {
 func (passThrough) Clone() credentials.TransportCredentials { return passThrough{} }
 func (passThrough) OverrideServerName(string) error         { return nil }
 
-// Transport makes a transport to a node. It dials when it is used, and again when the connection is gone. The
-// caller closes it.
+// Transport makes a transport to a node: see NewTransport.
 func (p *Port) Transport(alpn, addr, uid string) *Transport {
-	t := &Transport{port: p, retired: map[*http.ClientConn]struct{}{}}
-	t.http = &http.Transport{
-		DialContext: func(ctx context.Context, _, _ string) (net.Conn,
-			error,
-		) {
-			return p.Dial(ctx, alpn, addr, uid)
-		},
-		Protocols: onlyHTTP2(),
-		HTTP2:     &http.HTTP2Config{SendPingTimeout: http2Ping, PingTimeout: http2PingWait},
-		// The ingress passes an engine's compressed bytes on unchanged. Proxy stays nil.
-		DisableCompression: true,
-	}
-	return t
+	return NewTransport(alpn, func(ctx context.Context, offered ...string) (net.Conn, string, error) {
+		c, err := p.dial(ctx, addr, uid, offered)
+		if err != nil {
+			return nil, "", err
+		}
+		return c, c.ALPN, nil
+	})
 }

@@ -22,8 +22,14 @@ const (
 	headerTimeout = 5 * time.Second
 )
 
-// HTTP2Server serves HTTP/2 on one protocol of the port. PeerFromContext returns the peer of a request.
-type HTTP2Server struct {
+// HTTPServer serves HTTP/2 on one protocol of the port, and HTTP/1.1 on a second one if the protocol is Data.
+// PeerFromContext returns the peer of a request.
+type HTTPServer struct {
+	parts []httpPart
+}
+
+// httpPart is a server of one version of HTTP.
+type httpPart struct {
 	server   *http.Server
 	listener net.Listener
 }
@@ -71,24 +77,38 @@ func withPeer(ctx context.Context, c net.Conn) context.Context {
 }
 
 // Serve serves until Close or Shutdown and then returns nil.
-func (s *HTTP2Server) Serve() error {
-	err := s.server.Serve(s.listener)
-	if errors.Is(err, http.ErrServerClosed) || errors.Is(err, net.ErrClosed) {
-		return nil
+func (s *HTTPServer) Serve() error {
+	ends := make(chan error, len(s.parts))
+	for _, p := range s.parts {
+		go func() { ends <- p.server.Serve(p.listener) }()
 	}
-	return err
+	var all error
+	for range s.parts {
+		if err := <-ends; !errors.Is(err, http.ErrServerClosed) && !errors.Is(err, net.ErrClosed) {
+			all = errors.Join(all, err)
+		}
+	}
+	return all
 }
 
 // Shutdown accepts no more requests and waits for running ones.
-func (s *HTTP2Server) Shutdown(ctx context.Context) error {
-	_ = s.listener.Close()
-	return s.server.Shutdown(ctx)
+func (s *HTTPServer) Shutdown(ctx context.Context) error {
+	var all error
+	for _, p := range s.parts { // HTTP/1.1 first, because its requests end with the last HTTP/2 connection
+		_ = p.listener.Close()
+		all = errors.Join(all, p.server.Shutdown(ctx))
+	}
+	return all
 }
 
 // Close ends everything at once.
-func (s *HTTP2Server) Close() error {
-	_ = s.listener.Close()
-	return s.server.Close()
+func (s *HTTPServer) Close() error {
+	var all error
+	for _, p := range s.parts {
+		_ = p.listener.Close()
+		all = errors.Join(all, p.server.Close())
+	}
+	return all
 }
 
 // settingsWait bounds how long a new connection waits for the server's settings, which limit its streams.
@@ -102,23 +122,52 @@ const anyHost = "node:80"
 
 var _ http.RoundTripper = (*Transport)(nil)
 
+// Dialer connects to a node for one of the offered protocols, and says which one it is.
+type Dialer func(ctx context.Context, offered ...string) (conn net.Conn, alpn string, err error)
+
 // Transport sends requests to one node over one HTTP/2 connection. It makes a second one while the first
-// accepts no more requests, because its server is stopping, but still has streams. URLs are
-// "http://node/path": scheme and host have no meaning.
+// accepts no more requests, because its server is stopping, but still has streams. Small requests to the data
+// port go over HTTP/1.1 if one of these connections waits. URLs are "http://node/path": scheme and host have
+// no meaning.
 type Transport struct {
-	port *Port
-	http *http.Transport
+	dial     Dialer
+	protocol string
+	http     *http.Transport
 
 	mu      sync.Mutex
 	conn    *http.ClientConn
+	http1   *http1Pool                    // belongs to conn; nil: there is no conn, or not for this protocol
 	retired map[*http.ClientConn]struct{} // they accept no more requests but have streams
 	dialing chan struct{}                 // closed when the dial under way has ended
 	failed  error                         // of the last dial
 	closed  bool
 }
 
+// NewTransport makes a transport. It dials when it is used, and again when the connection is gone. The caller
+// closes it.
+func NewTransport(protocol string, dial Dialer) *Transport {
+	return &Transport{
+		dial: dial, protocol: protocol, retired: map[*http.ClientConn]struct{}{},
+		http: &http.Transport{
+			DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+				conn, _, err := dial(ctx, protocol)
+				return conn, err
+			},
+			Protocols: onlyHTTP2(),
+			HTTP2:     &http.HTTP2Config{SendPingTimeout: http2Ping, PingTimeout: http2PingWait},
+			// The ingress passes an engine's compressed bytes on unchanged. Proxy stays nil.
+			DisableCompression: true,
+		},
+	}
+}
+
 // RoundTrip sends a request. An error before the request was sent is an error of Dial.
 func (t *Transport) RoundTrip(r *http.Request) (*http.Response, error) {
+	if pool := t.currentHTTP1(); pool != nil {
+		if resp, err := pool.roundTrip(r); !errors.Is(err, errNoneWaits) {
+			return resp, err
+		}
+	}
 	conn, err := t.reserve(r.Context())
 	if err != nil {
 		if r.Body != nil {
@@ -127,6 +176,18 @@ func (t *Transport) RoundTrip(r *http.Request) (*http.Response, error) {
 		return nil, err
 	}
 	return conn.RoundTrip(r)
+}
+
+// ServesHTTP1 reports that the node is known to serve HTTP/1.1 too.
+func (t *Transport) ServesHTTP1() bool {
+	pool := t.currentHTTP1()
+	return pool != nil && pool.isServed.Load()
+}
+
+func (t *Transport) currentHTTP1() *http1Pool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.http1
 }
 
 // Close ends all connections of the transport and their requests.
@@ -140,9 +201,13 @@ func (t *Transport) Close() error {
 	for c := range t.retired {
 		conns = append(conns, c)
 	}
-	t.conn = nil
+	pool := t.http1
+	t.conn, t.http1 = nil, nil
 	clear(t.retired)
 	t.mu.Unlock()
+	if pool != nil {
+		pool.close()
+	}
 	for _, c := range conns {
 		_ = c.Close()
 	}
@@ -179,7 +244,7 @@ func (t *Transport) current() (*http.ClientConn, chan struct{}) {
 	if t.dialing == nil {
 		t.retire()
 		t.dialing = make(chan struct{})
-		go t.dial(t.dialing)
+		go t.connect(t.dialing)
 	}
 	return nil, t.dialing
 }
@@ -199,10 +264,13 @@ func (t *Transport) await(ctx context.Context, wait chan struct{}) error {
 // retire puts aside a connection that accepts no more requests. It is closed when its streams end. The caller
 // holds mu.
 func (t *Transport) retire() {
-	old := t.conn
-	t.conn = nil
-	if old == nil || old.Err() != nil {
+	old, pool := t.conn, t.http1
+	t.conn, t.http1 = nil, nil
+	if old == nil || old.Err() != nil { // then watch closes the pool
 		return
+	}
+	if pool != nil {
+		pool.retire()
 	}
 	t.retired[old] = struct{}{}
 	go func() { // the hook may run at once, and it locks mu
@@ -222,8 +290,8 @@ func (t *Transport) closeIdle(c *http.ClientConn) {
 	_ = c.Close()
 }
 
-// dial makes the next connection.
-func (t *Transport) dial(done chan struct{}) {
+// connect makes the next connection.
+func (t *Transport) connect(done chan struct{}) {
 	ctx, cancel := context.WithTimeout(context.Background(), DialTimeout)
 	defer cancel()
 	conn, err := t.http.NewClientConn(ctx, "http", anyHost)
@@ -237,8 +305,29 @@ func (t *Transport) dial(done chan struct{}) {
 		go func() { _ = conn.Close() }()
 	} else if err == nil {
 		t.conn = conn
+		if t.protocol == Data {
+			t.http1 = t.newHTTP1(conn)
+		}
 	}
 	close(done)
+}
+
+// newHTTP1 makes a pool that is closed when conn is lost.
+func (t *Transport) newHTTP1(conn *http.ClientConn) *http1Pool {
+	pool := newHTTP1Pool(func(ctx context.Context) (net.Conn, error) {
+		c, alpn, err := t.dial(ctx, DataHTTP1, Data)
+		if err == nil && alpn != DataHTTP1 {
+			abortConn(c)
+			return nil, errOnlyHTTP2
+		}
+		return c, err
+	})
+	conn.SetStateHook(func(c *http.ClientConn) {
+		if c.Err() != nil {
+			pool.close()
+		}
+	})
+	return pool
 }
 
 // awaitSettings waits until the server has said how many streams it accepts. Before that, net/http assumes

@@ -20,10 +20,15 @@ import (
 	"github.com/dpserve/dpserve/test/memnet"
 )
 
-// handle serves HTTP/2 on the data protocol until the test ends.
-func (n *node) handle(t testing.TB, h http.HandlerFunc) *nodeport.HTTP2Server {
+// handle serves HTTP/2 on the admin protocol until the test ends.
+func (n *node) handle(t testing.TB, h http.HandlerFunc) *nodeport.HTTPServer {
+	return n.handleOn(t, nodeport.Admin, h)
+}
+
+// handleOn serves a protocol until the test ends.
+func (n *node) handleOn(t testing.TB, alpn string, h http.HandlerFunc) *nodeport.HTTPServer {
 	t.Helper()
-	s := n.ServeHTTP2(nodeport.Data, h)
+	s := n.ServeHTTP(alpn, h)
 	done := make(chan error, 1)
 	go func() { done <- s.Serve() }()
 	t.Cleanup(func() {
@@ -34,7 +39,7 @@ func (n *node) handle(t testing.TB, h http.HandlerFunc) *nodeport.HTTP2Server {
 }
 
 // pair is a server with a transport to it, and how many connections it made.
-func pair(t testing.TB, h http.HandlerFunc) (*node, *nodeport.HTTP2Server, *nodeport.Transport,
+func pair(t testing.TB, h http.HandlerFunc) (*node, *nodeport.HTTPServer, *nodeport.Transport,
 	*atomic.Int32,
 ) {
 	t.Helper()
@@ -48,7 +53,7 @@ func pair(t testing.TB, h http.HandlerFunc) (*node, *nodeport.HTTP2Server, *node
 			return (&net.Dialer{}).DialContext(ctx, network, addr)
 		}
 	})
-	tr := b.Transport(nodeport.Data, a.addr(), "uid-a")
+	tr := b.Transport(nodeport.Admin, a.addr(), "uid-a")
 	t.Cleanup(func() { assert.NoError(t, tr.Close()) })
 	return a, s, tr, &dials
 }
@@ -221,7 +226,7 @@ func TestLeavingInPeace(t *testing.T) {
 	left := make(chan error, 1)
 	go func() { left <- first.Shutdown(t.Context()) }()
 	require.Eventually(t, func() bool { // the old server's listener is gone
-		_, err := newNode(t, a.creds.Load(), nil).Dial(t.Context(), nodeport.Data, a.addr(), "")
+		_, err := newNode(t, a.creds.Load(), nil).Dial(t.Context(), nodeport.Admin, a.addr(), "")
 		return err != nil
 	}, 10*time.Second, time.Millisecond)
 	a.handle(t, func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, "new") })
@@ -243,7 +248,7 @@ func TestTheWayComesBack(t *testing.T) {
 	a.handle(t, func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, "first") })
 	addr := a.addr()
 	b := newNode(t, w.member(t, "b", "ingress"), nil)
-	tr := b.Transport(nodeport.Data, addr, "uid-a")
+	tr := b.Transport(nodeport.Admin, addr, "uid-a")
 	got, err := fetch(t, tr, "x")
 	require.NoError(t, err)
 	assert.Equal(t, "first", got)
@@ -256,7 +261,7 @@ func TestTheWayComesBack(t *testing.T) {
 	require.NoError(t, other.Listen(t.Context(), addr))
 	done := make(chan error, 1)
 	go func() { done <- other.Serve() }()
-	other.Listener(nodeport.Data)
+	other.Listener(nodeport.Admin)
 	var wrong *nodeport.WrongPeerError
 	require.Eventually(t, func() bool {
 		_, err = fetch(t, tr, "x")
@@ -313,7 +318,7 @@ func TestASilentPeerIsFound(t *testing.T) {
 				return &stoppableConn{Conn: c, frozen: frozen, closed: make(chan struct{})}, err
 			}
 		})
-		tr := b.Transport(nodeport.Data, "10.0.0.1:7947", "uid-a")
+		tr := b.Transport(nodeport.Admin, "10.0.0.1:7947", "uid-a")
 		res, err := tr.RoundTrip(request(t, t.Context(), strings.NewReader("x")))
 		require.NoError(t, err)
 		_, err = io.ReadFull(res.Body, make([]byte, 5))

@@ -14,6 +14,7 @@ import (
 
 	"github.com/dpserve/dpserve/internal/cluster/pki"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/rawconn"
 )
 
 // Port is a node's port and its way to connect to other nodes' ports. It is safe for concurrent use.
@@ -260,7 +261,7 @@ func (p *Port) timeUntilRoom() time.Duration {
 
 func (p *Port) runHandshake(h *handshake) {
 	_ = h.raw.SetDeadline(time.Now().Add(p.cfg.HandshakeTimeout))
-	secure := tls.Server(h.raw, p.serverConfig(h))
+	secure := tls.Server(rawconn.Conn(h.raw), p.serverConfig(h))
 	err := secure.HandshakeContext(context.Background()) // bounded by the deadline
 	if err != nil {
 		p.refuse(h, p.failureReason(h, err), err)
@@ -491,17 +492,26 @@ func (p *Port) removeListener(l *listener) {
 	}
 }
 
-// ServeHTTP2 makes a server of a protocol. From now on the port accepts its connections; they wait for Serve.
-func (p *Port) ServeHTTP2(alpn string, handler http.Handler) *HTTP2Server {
-	return &HTTP2Server{
-		listener: plainListener{p.Listener(alpn)},
-		server: &http.Server{
-			Handler:           handler,
-			Protocols:         onlyHTTP2(),
-			HTTP2:             serverHTTP2(),
-			ConnContext:       withPeer,
-			ReadHeaderTimeout: headerTimeout,
-			ErrorLog:          slog.NewLogLogger(p.cfg.Log.Handler(), slog.LevelDebug),
-		},
+// ServeHTTP makes a server of a protocol. From now on the port accepts its connections; they wait for Serve.
+func (p *Port) ServeHTTP(alpn string, handler http.Handler) *HTTPServer {
+	newServer := func() *http.Server {
+		return &http.Server{
+			Handler: handler, ConnContext: withPeer, ReadHeaderTimeout: headerTimeout,
+			ErrorLog: slog.NewLogLogger(p.cfg.Log.Handler(), slog.LevelDebug),
+		}
 	}
+	http2 := newServer()
+	http2.Protocols, http2.HTTP2 = onlyHTTP2(), serverHTTP2()
+	s := &HTTPServer{}
+	if alpn == Data {
+		watch := &peerWatch{peers: map[string]*watchedPeer{}}
+		http1 := newServer()
+		http1.Protocols, http1.ReadHeaderTimeout = onlyHTTP1(), http1ServerIdle
+		http1.IdleTimeout = http1ServerIdle
+		http1.ConnState, http2.ConnState = watch.onHTTP1, watch.onHTTP2
+		// First, because a client asks for it only where Data is served, and only once.
+		s.parts = append(s.parts, httpPart{http1, plainListener{p.Listener(DataHTTP1)}})
+	}
+	s.parts = append(s.parts, httpPart{http2, plainListener{p.Listener(alpn)}})
+	return s
 }
