@@ -9,7 +9,7 @@ import (
 	"github.com/dpserve/dpserve/internal/state"
 )
 
-// Transports holds the HTTP/2 connections to other nodes, one per protocol and node. A node that moved
+// Transports holds the connections to other nodes, one per protocol and node. A node that moved
 // gets a new connection; a removed node gets none. Safe for concurrent use.
 type Transports struct {
 	port *nodeport.Port
