@@ -390,8 +390,11 @@ func (b *bubble) serving(unit string, epoch uint64) {
 }
 
 func (b *bubble) phase(unit string) state.Phase {
-	if u := b.node.unit(unit); u != nil {
-		return u.currentPhase()
+	b.node.mu.Lock()
+	u := b.node.units[unit]
+	b.node.mu.Unlock()
+	if u == nil {
+		return ""
 	}
-	return ""
+	return u.currentPhase()
 }

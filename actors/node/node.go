@@ -340,12 +340,6 @@ func (n *Node) check(s *state.State) time.Duration {
 	return next
 }
 
-func (n *Node) unit(name string) *unit {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	return n.units[name]
-}
-
 func (n *Node) isStopping() bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()

@@ -339,8 +339,8 @@ func (m *machines) care() bool {
 	return c.Kind != NoChange
 }
 
-// remove is `leave` of a node that lives, or `nodes remove` of one that does not, with the steps of the
-// wiring.
+// remove is `leave` of a node that lives, or `nodes remove` of one that does not, with the steps of
+// cluster.Upkeep.
 func (m *machines) remove(uid string) {
 	others := slices.ContainsFunc(m.all, func(e Elector) bool { return e.UID != uid && e.Control && !e.Lost })
 	if !others {

@@ -37,17 +37,16 @@ var (
 // http1Pool holds the HTTP/1.1 connections of a Transport that belong to one HTTP/2 connection. Safe for
 // concurrent use.
 type http1Pool struct {
-	dial    func(ctx context.Context) (net.Conn, error)
-	client  *enginehttp.Client
-	bodies  sync.Pool       // *[]byte
-	closing context.Context //nolint:containedctx // ends the dial under way
-	stop    context.CancelFunc
-	// a connection was made
-	isServed atomic.Bool
+	dial     func(ctx context.Context) (net.Conn, error)
+	client   *enginehttp.Client
+	bodies   sync.Pool       // *[]byte
+	closing  context.Context //nolint:containedctx // ends the dial under way
+	stop     context.CancelFunc
+	isServed atomic.Bool // a connection was made: the node serves HTTP/1.1
 
 	mu        sync.Mutex
 	conns     map[*http1Conn]struct{}
-	isDialing bool
+	isDialing bool // addConnection runs: at most one at a time, and until DialTimeout or stop
 	isOver    bool // it makes no more connections
 }
 

@@ -16,7 +16,7 @@ package rawconn
 
 import "net"
 
-// Listener gives quiet connections for those that l accepts.
+// Listener makes a raw connection of each that l accepts.
 func Listener(l net.Listener) net.Listener { return listener{l} }
 
 type listener struct{ net.Listener }
