@@ -1,0 +1,319 @@
+package dpserver
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/engine"
+)
+
+func TestFiveFailuresTripAndACanaryClears(t *testing.T) {
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
+		fail := func(n int) {
+			for range n {
+				r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
+			}
+		}
+		fail(4)
+		r.send(&msg.Done{TicketID: r.ask().Ticket.ID})
+		fail(4)
+		require.Equal(t, msg.Granted, r.ask().Refusal)
+		fail(1)
+		got := r.tape.take()
+		last := got[len(got)-1]
+		assert.Equal(t, [...]any{msg.RecState, false, true, "tripped"},
+			[...]any{last.Kind, last.Accepting, last.Tripped, last.Cause})
+		assert.Equal(t, msg.Granted, r.ask().Refusal, "who sees all ranks decides whether it is left out")
+		assert.True(t, r.Status().Tripped)
+
+		r.engine.set(func(f *fakeEngine) { f.canary = errors.New("no") })
+		time.Sleep(1001 * time.Millisecond) // the first canary, at 1 s, fails; the second comes 2 s later
+		assert.Equal(t, 1, r.engine.count("canary"))
+		r.engine.set(func(f *fakeEngine) { f.canary = nil })
+		time.Sleep(1998 * time.Millisecond)
+		assert.True(t, r.Status().Tripped)
+		time.Sleep(3 * time.Millisecond)
+		synctest.Wait()
+		assert.Equal(t, 2, r.engine.count("canary"))
+		assert.False(t, r.Status().Tripped)
+		got = r.tape.take()
+		last = got[len(got)-1]
+		assert.Equal(t, [...]any{msg.RecState, true, false},
+			[...]any{last.Kind, last.Accepting, last.Tripped})
+		assert.Empty(t, r.tape.nodeEvents())
+	})
+}
+
+func TestATrippedRankIsWatchedAsAnyOther(t *testing.T) {
+	withRank(t, 9, false, func(t *testing.T, r *testRig) {
+		r.engine.set(func(f *fakeEngine) { f.canary = errors.New("no") })
+		for range 5 {
+			r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
+		}
+		fresh := &recordingSink{}
+		defer r.hub.Subscribe(fresh)()
+		synctest.Wait()
+		assert.True(t, fresh.take()[0].Snapshot.Tripped, "a later subscriber is told, too")
+		require.Equal(t, msg.Granted, r.ask().Refusal)
+		time.Sleep(45 * time.Second)
+		synctest.Wait()
+		events := r.tape.nodeEvents()
+		require.Len(t, events, 1)
+		assert.Contains(t, events[0].Cause, "no progress")
+	})
+}
+
+func TestThreeFailedCanariesGiveAnOwnedEngineUp(t *testing.T) {
+	for _, owned := range []bool{true, false} {
+		withRank(t, 9, owned, func(t *testing.T, r *testRig) {
+			r.engine.set(func(f *fakeEngine) { f.canary = errors.New("500") })
+			for range 5 {
+				r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
+			}
+			time.Sleep((1+2+4)*time.Second + time.Millisecond)
+			synctest.Wait()
+			assert.Equal(t, 3, r.engine.count("canary"))
+			events := r.tape.nodeEvents()
+			if !owned {
+				assert.Empty(t, events)
+				time.Sleep((8+16+32+64+64)*time.Second + time.Millisecond)
+				assert.Equal(t, 8, r.engine.count("canary"), "the backoff ends at 64 s")
+				return
+			}
+			require.Len(t, events, 1)
+			assert.Equal(t, msg.ReplicaEvent{
+				Unit: "demo/0/2", Epoch: 3, Rank: 2, Incarnation: 7, Kind: msg.ReplicaLost,
+				Cause: "5 requests and 3 canaries failed in a row: 500",
+			}, events[0])
+			assert.Equal(t, msg.Fenced, r.ask().Refusal)
+		})
+	}
+}
+
+func TestAnEngineBusyAnswerFillsTheRankForASecondAtMost(t *testing.T) {
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
+		first, other := r.ask().Ticket.ID, r.ask().Ticket.ID
+		r.send(&msg.Done{TicketID: first, Busy: true, Outcome: msg.FailedOutcome})
+		assert.Equal(t, msg.Full, r.ask().Refusal)
+		r.send(&msg.Done{TicketID: other})
+		third := r.ask()
+		require.Equal(t, msg.Granted, third.Refusal, "the next Done clears it")
+		r.send(&msg.Done{TicketID: third.Ticket.ID, Busy: true})
+		time.Sleep(999 * time.Millisecond)
+		assert.Equal(t, msg.Full, r.ask().Refusal)
+		r.tape.take()
+		time.Sleep(2 * time.Millisecond)
+		synctest.Wait()
+		got := r.tape.take()
+		require.Equal(t, []msg.RecordKind{msg.RecState}, kinds(got),
+			"a queue is woken even if no request is in hand")
+		assert.True(t, got[0].Accepting)
+		assert.Equal(t, msg.Granted, r.ask().Refusal)
+	})
+}
+
+func TestHealthFencesAtOnceOrAsksTheCanary(t *testing.T) {
+	cases := map[string]struct {
+		health engine.Health
+		canary error
+		cause  string
+	}{
+		"alive":                   {engine.Alive, nil, ""},
+		"503":                     {engine.Dead, nil, "health check: it is dead"},
+		"refused":                 {engine.RefusedConn, nil, "health check: it is refused"},
+		"silent, but it computes": {engine.Unanswered, nil, ""},
+		"silent": {
+			engine.Unanswered, errors.New("time-out"),
+			"health check: it is unanswered; then the canary failed: time-out",
+		},
+		"odd": {
+			engine.Odd, errors.New("no"),
+			"health check: it is odd; then the canary failed: no",
+		},
+	}
+	for name, c := range cases {
+		t.Run(name, func(t *testing.T) {
+			withRank(t, 9, true, func(t *testing.T, r *testRig) {
+				r.engine.set(func(f *fakeEngine) { f.health, f.canary = c.health, c.canary })
+				time.Sleep(1001 * time.Millisecond)
+				synctest.Wait()
+				events := r.tape.nodeEvents()
+				if c.cause == "" {
+					assert.Empty(t, events)
+					assert.Equal(t, msg.Granted, r.ask().Refusal)
+					return
+				}
+				require.Len(t, events, 1)
+				assert.Equal(t, c.cause, events[0].Cause)
+				assert.Equal(t, msg.Fenced, r.ask().Refusal)
+				asked := r.engine.count("health")
+				time.Sleep(time.Minute)
+				assert.Equal(t, asked, r.engine.count("health"),
+					"an owned engine that is fenced is not asked again")
+			})
+		})
+	}
+}
+
+func TestAFailedConnectionIsProbedAtOnce(t *testing.T) {
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
+		r.engine.set(func(f *fakeEngine) { f.health = engine.RefusedConn })
+		r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Probe: true})
+		assert.Len(t, r.tape.nodeEvents(), 1, "no time has passed")
+	})
+}
+
+func TestStalls(t *testing.T) {
+	stuck := errors.New("time-out")
+	cases := map[string]struct {
+		work   bool
+		during func(r *testRig)
+		canary error
+		lost   bool
+	}{
+		"no work":            {canary: stuck},
+		"nothing moves":      {work: true, canary: stuck, lost: true},
+		"the canary answers": {work: true},
+		"the engine's counters move": {
+			work: true, canary: stuck,
+			during: func(r *testRig) { r.engine.set(func(f *fakeEngine) { f.counters.PromptTokens++ }) },
+		},
+		"a stream moves": {
+			work: true, canary: stuck,
+			during: func(r *testRig) { r.send(&msg.Progress{TicketID: 1, Out: int(time.Now().Unix())}) },
+		},
+		"another request was answered": {
+			work: true, canary: stuck,
+			during: func(r *testRig) { r.send(&msg.Done{TicketID: r.ask().Ticket.ID}) },
+		},
+	}
+	for name, c := range cases {
+		t.Run(name, func(t *testing.T) {
+			withRank(t, 9, true, func(t *testing.T, r *testRig) {
+				r.engine.set(func(f *fakeEngine) { f.canary, f.counters.Seen = c.canary, true })
+				if c.work {
+					r.ask()
+				}
+				for range 5 {
+					time.Sleep(9 * time.Second)
+					if c.during != nil {
+						c.during(r)
+					}
+				}
+				events := r.tape.nodeEvents()
+				if !c.lost {
+					assert.Empty(t, events)
+					return
+				}
+				require.Len(t, events, 1)
+				assert.Equal(t,
+					"no progress for 20s with 1 requests in hand; then the canary failed: time-out",
+					events[0].Cause)
+			})
+		})
+	}
+}
+
+func TestAPredictedPrefillStretchesTheStallTimeout(t *testing.T) {
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
+		r.prefillTime = func(tokens int) time.Duration { return time.Duration(tokens) * time.Second }
+		r.engine.set(func(f *fakeEngine) { f.canary = errors.New("no") })
+		r.ask() // 100 tokens: 3 × 100 s
+		time.Sleep(299 * time.Second)
+		assert.Empty(t, r.tape.nodeEvents())
+		time.Sleep(3 * time.Second)
+		assert.Len(t, r.tape.nodeEvents(), 1)
+	})
+}
+
+func TestAnAttachedEngineComesBackWithANewIncarnation(t *testing.T) {
+	withRank(t, 9, false, func(t *testing.T, r *testRig) {
+		r.ask()
+		r.engine.set(func(f *fakeEngine) { f.health, f.canary = engine.RefusedConn, errors.New("no") })
+		time.Sleep(1001 * time.Millisecond)
+		synctest.Wait()
+		require.Len(t, r.tape.nodeEvents(), 1)
+		r.engine.set(func(f *fakeEngine) { f.health = engine.Alive })
+		time.Sleep(5 * time.Second)
+		require.Empty(t, r.tape.nodeEvents(), "alive is not enough")
+		r.engine.set(func(f *fakeEngine) { f.canary = nil })
+		time.Sleep(5 * time.Second)
+		events := r.tape.nodeEvents()
+		require.Len(t, events, 1)
+		assert.Equal(t, msg.ReplicaBack, events[0].Kind)
+		r.engine.set(func(f *fakeEngine) { f.health = engine.RefusedConn })
+		time.Sleep(2 * time.Second)
+		require.Len(t, r.tape.nodeEvents(), 1, "the node hears when it is lost again before its Ready")
+		r.engine.set(func(f *fakeEngine) { f.health = engine.Alive })
+		time.Sleep(2 * time.Second)
+		require.Len(t, r.tape.nodeEvents(), 1)
+
+		r.tape.take()
+		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 8, MaxOngoing: 9}))
+		got := r.tape.take()
+		require.Equal(t, []msg.RecordKind{msg.RecSnapshot}, kinds(got))
+		assert.Equal(t, uint64(8), got[0].Incarnation)
+		assert.Empty(t, got[0].Snapshot.Open)
+		r.send(&msg.Done{TicketID: 1}) // of the engine that died
+		assert.Empty(t, r.tape.take())
+		assert.Equal(t, uint64(1), r.ask().Ticket.Seq)
+	})
+}
+
+func TestAPanicLosesTheAccountAndNothingElse(t *testing.T) {
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
+		r.ask()
+		r.tape.take()
+		r.box.Send(&msg.Admit{Epoch: 3, Ctx: brokenContext{}})
+		synctest.Wait()
+		got := r.tape.take()
+		require.Equal(t, []msg.RecordKind{msg.RecSnapshot}, kinds(got))
+		assert.Empty(t, got[0].Snapshot.Open)
+		assert.True(t, got[0].Accepting)
+		assert.Equal(t, [...]uint64{1, 7}, [...]uint64{got[0].Seq, got[0].Incarnation})
+		again := r.ask()
+		assert.Equal(t, [...]uint64{2, 2}, [...]uint64{again.Ticket.ID, again.Ticket.Seq})
+		asked := r.engine.count("health")
+		time.Sleep(3500 * time.Millisecond)
+		assert.Equal(t, asked+3, r.engine.count("health"), "the watch goes on, once")
+	})
+}
+
+type brokenContext struct{ context.Context } //nolint:containedctx // a context of a test
+
+func (brokenContext) Err() error { panic("broken") }
+
+func TestAssignChecksTheGrant(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, true)
+		require.NoError(t, r.Assign(t.Context()))
+		r.assigner = assigner{msg.AssignReply{Rank: 1, Epoch: 3}}
+		err := r.Assign(t.Context())
+		require.ErrorIs(t, err, errNotGranted)
+		require.EqualError(t, err,
+			"the rank is not granted to this replica: asked for rank 2 at epoch 3, got rank 1 at epoch 3")
+		r.assigner = assigner{msg.AssignReply{Err: errors.New("group full")}}
+		require.EqualError(t, r.Assign(t.Context()), "assign rank 0/2: group full")
+	})
+}
+
+func TestDefaultsArePinned(t *testing.T) {
+	assert.Equal(t, Timers{
+		Canary: 10 * time.Second, TicketLapse: 5 * time.Second, BusyHold: time.Second,
+		TripBackoff: time.Second,
+		TripCeiling: 64 * time.Second, CounterLimit: 500 * time.Millisecond, Scrape: time.Second,
+		Silence: 30 * time.Second,
+	}, Timers{}.withDefaults())
+	assert.Equal(t, [...]int{4096, 5, 3, 3}, [...]int{mailboxBound, tripAfter, fenceAfter, stallFactor})
+	var none app.Application
+	assert.Equal(t, [...]time.Duration{time.Second, 5 * time.Second, 20 * time.Second},
+		[...]time.Duration{healthPeriod(&none), healthTimeout(&none), stallTimeout(&none)})
+}

@@ -1,0 +1,314 @@
+package noderpc
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/cluster/nodeport"
+	"github.com/dpserve/dpserve/internal/engine/openai"
+	"github.com/dpserve/dpserve/internal/rankleg"
+)
+
+// TestDataStrangers: requests of nodes without role ingress, and malformed ones, are refused before they
+// reach a rank.
+func TestDataStrangers(t *testing.T) {
+	var denied atomic.Bool
+	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1", config: func(c *DataConfig) {
+		c.Caller = func(context.Context) (string, bool) { return "n1", !denied.Load() }
+	}})
+	for text, change := range map[string]func(d *rankleg.Request){
+		"malformed":  func(d *rankleg.Request) { d.Route = openai.Models },
+		"\"denied\"": func(d *rankleg.Request) { d.Admit.Ingress = "n7" },
+		"too_large":  func(d *rankleg.Request) { d.Body = make([]byte, maxDataBody) },
+	} {
+		d := g.dispatch()
+		d.Admit.Blocks = []uint64{1}
+		change(d)
+		a := g.send(d)
+		require.ErrorIs(t, a.err, rankleg.ErrUnreachable)
+		require.ErrorContains(t, a.err, text)
+	}
+	denied.Store(true)
+	require.ErrorContains(t, g.send(g.dispatch()).err, "denied")
+	assert.Empty(t, g.rank.asked())
+	_, _, err := NewDataClient(func(string) (http.RoundTripper, error) {
+		return nil,
+			errors.New("no such node")
+	}).Ask(t.Context(), g.dispatch())
+	assert.ErrorIs(t, err, rankleg.ErrUnreachable)
+}
+
+// TestDataBodyStalls: an upload that stalls is cancelled.
+func TestDataBodyStalls(t *testing.T) {
+	g := newDataRig(t, dataOptions{
+		url:    "http://127.0.0.1:1",
+		config: func(c *DataConfig) { c.Timers.Body = 20 * time.Millisecond },
+	})
+	body, w := io.Pipe()
+	defer w.Close()
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+dataHost+"/v1/completions",
+		body)
+	require.NoError(t, err)
+	d := g.dispatch()
+	req.Header, req.ContentLength = writeHead(d, false, false, time.Now()), 100
+	go func() { _, _ = w.Write([]byte("{")) }()
+	_, err = g.way.RoundTrip(req)
+	require.Error(t, err)
+	assert.Empty(t, g.rank.asked())
+}
+
+// TestDataBodyStallsHTTP1: so is one over HTTP/1.1.
+func TestDataBodyStallsHTTP1(t *testing.T) {
+	g := newDataRig(t, dataOptions{
+		url:    "http://127.0.0.1:1",
+		config: func(c *DataConfig) { c.Timers.Body = 20 * time.Millisecond },
+	})
+	c, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", g.addr[nodeport.DataHTTP1])
+	require.NoError(t, err)
+	defer c.Close()
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+dataHost+"/v1/completions",
+		nil)
+	require.NoError(t, err)
+	req.Header = writeHead(g.dispatch(), false, true, time.Now())
+	req.Header["Content-Length"] = []string{"100"}
+	var head strings.Builder
+	require.NoError(t, req.Header.Write(&head))
+	_, err = io.WriteString(c, "POST /v1/completions HTTP/1.1\r\nHost: n\r\n"+head.String()+"\r\n{")
+	require.NoError(t, err)
+	require.NoError(t, c.SetReadDeadline(time.Now().Add(5*time.Second)))
+	_, err = c.Read(make([]byte, 1))
+	require.ErrorIs(t, err, io.EOF)
+	assert.Empty(t, g.rank.asked())
+}
+
+// TestDataSlowReaders: 64 stalled readers do not stop one that reads.
+func TestDataSlowReaders(t *testing.T) {
+	const slow = 64
+	part := strings.Repeat("x", 64<<10)
+	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
+		swallowBody(r)
+		for range 32 { // 2 MiB: far more than a window
+			if _, err := io.WriteString(w, part); err != nil {
+				return
+			}
+		}
+	}})
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	var stuck sync.WaitGroup
+	for range slow {
+		stuck.Go(func() {
+			resp, _, err := g.client.Ask(ctx, g.dispatch())
+			if assert.NoError(t, err) {
+				t.Cleanup(func() { _ = resp.Body.Close() })
+			}
+		})
+	}
+	stuck.Wait()
+	for range 3 {
+		a := g.send(g.dispatch())
+		require.NoError(t, a.cut)
+		require.Len(t, a.body, 32*len(part))
+	}
+}
+
+// TestDataClose: running requests are cut, and Close waits for them.
+func TestDataClose(t *testing.T) {
+	came, left := make(chan struct{}), make(chan struct{})
+	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
+		swallowBody(r)
+		dataChunks(w, 1)
+		close(came)
+		<-r.Context().Done()
+		close(left)
+	}})
+	over := make(chan dataAnswer, 1)
+	go func() { over <- g.send(g.dispatch()) }()
+	<-came
+	require.NoError(t, g.server.Close())
+	<-left
+	a := <-over
+	require.Error(t, errors.Join(a.err, a.cut))
+	require.ErrorIs(t, g.send(g.dispatch()).err, rankleg.ErrUnreachable)
+	require.NoError(t, g.server.Close())
+}
+
+// TestDataCloseStuck: a stalled reader does not block Close.
+func TestDataCloseStuck(t *testing.T) {
+	left := make(chan struct{})
+	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
+		swallowBody(r)
+		for r.Context().Err() == nil {
+			_, _ = io.WriteString(w, strings.Repeat("x", 64<<10))
+		}
+		close(left)
+	}})
+	resp, _, err := g.client.Ask(t.Context(), g.dispatch())
+	require.NoError(t, err)
+	defer resp.Body.Close()
+	time.Sleep(50 * time.Millisecond) // the windows fill; earlier is no harm
+	require.NoError(t, g.server.Close())
+	<-left
+}
+
+// TestDataConcurrent: many concurrent requests keep their bodies, hashes and answers apart.
+func TestDataConcurrent(t *testing.T) {
+	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
+		_,
+			_ = io.WriteString(w, swallowBody(r))
+	}})
+	var wg sync.WaitGroup
+	for i := range 16 {
+		wg.Go(func() {
+			for k := range 30 {
+				d := g.dispatch()
+				d.Body = []byte(strings.Repeat(string(rune('a'+i)), 1+k*700))
+				d.Admit.Blocks = make([]uint64, k)
+				ctx, cancel := context.WithCancel(t.Context())
+				if k%7 == 3 {
+					go cancel()
+				}
+				if a := g.sendCtx(ctx, d); a.err == nil && a.cut == nil {
+					assert.Equal(t, string(d.Body), a.body)
+				} else {
+					assert.Equal(t, 3, k%7, "%v %v", a.err, a.cut)
+				}
+				cancel()
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// TestDataHTTP1: over HTTP/1.1 all is as over HTTP/2.
+func TestDataHTTP1(t *testing.T) {
+	for name, test := range map[string]func(t *testing.T){
+		"Stream":         TestDataStream,
+		"ChunkByChunk":   TestDataChunkByChunk,
+		"WholeAndErrors": TestDataWholeAndErrors,
+		"UnknownLength":  TestDataUnknownLength, "CutWhole": TestDataCutWhole,
+		"Admission":     TestDataAdmission,
+		"EngineHeader":  TestDataEngineHeader,
+		"Addressing":    TestDataAddressing,
+		"Refusals":      TestDataRefusals,
+		"UnknownRank":   TestDataUnknownRank,
+		"Mailbox":       TestDataMailbox,
+		"EngineLost":    TestDataEngineLost,
+		"Resend":        TestDataResend,
+		"FirstToken":    TestDataFirstToken,
+		"Cut":           TestDataCut,
+		"NodeLost":      TestDataNodeLost,
+		"Cancel":        TestDataCancel,
+		"Hold":          TestDataHold,
+		"NoTicket":      TestDataNoTicket,
+		"Lease":         TestDataLease,
+		"Strangers":     TestDataStrangers,
+		"BodyStalls":    TestDataBodyStalls,
+		"SlowReaders":   TestDataSlowReaders,
+		"Close":         TestDataClose,
+		"CloseStuck":    TestDataCloseStuck,
+		"Concurrent":    TestDataConcurrent,
+		"IngressKilled": TestDataIngressKilled,
+	} {
+		t.Run(name, test)
+	}
+}
+
+// TestUploadAfterRelease: a transport that still reads gets no bytes.
+func TestUploadAfterRelease(t *testing.T) {
+	u := &upload{parts: [2][]byte{[]byte("ab"), []byte("cde")}}
+	r, err := u.open()
+	require.NoError(t, err)
+	b, err := io.ReadAll(io.LimitReader(r, 3))
+	require.NoError(t, err)
+	assert.Equal(t, "abc", string(b))
+	again, err := u.open()
+	require.NoError(t, err)
+	all, err := io.ReadAll(again)
+	require.NoError(t, err)
+	assert.Equal(t, "abcde", string(all))
+	u.release()
+	_, err = r.Read(b)
+	require.ErrorIs(t, err, errReleased)
+}
+
+// FuzzDataHead: no header breaks the reader, and accepted values are within bounds.
+func FuzzDataHead(f *testing.F) {
+	f.Add("demo", "demo/0", "0/1", "both", "17", "40", "3", "1", "/v1/completions")
+	f.Add("", "x", "65536/1", "hold", "-1", "4294967296", "", "9", "/x")
+	f.Fuzz(func(t *testing.T, app, unit, rank, class, req, tokens, blocks, hits, path string) {
+		h := http.Header{
+			dataApp: {app}, dataUnit: {unit}, dataRank: {rank}, dataClass: {class}, dataReq: {req},
+			dataTokens: {tokens}, dataBlocks: {blocks},
+			dataHitBlocks: {hits}, dataIngress: {app}, dataDeadline: {tokens}, dataFirstToken: {req},
+			dataSession: {req},
+		}
+		d, err := readHead(h, path, time.Unix(0, 0))
+		if err != nil {
+			return
+		}
+		assert.True(t, d.blocks >= 0 && d.blocks <= maxDataBlocks && d.admit.HitBlocks <= d.blocks &&
+			d.admit.Tokens >= 0)
+		assert.NotEmpty(t, d.app)
+		again := &rankleg.Request{
+			Rank: &rankleg.Rank{App: d.app, Unit: d.unit, ID: d.rank}, Route: d.route,
+			FirstToken: d.firstToken,
+		}
+		if class != classNone {
+			again.Admit = &d.admit
+			again.Admit.Blocks = make([]uint64, d.blocks)
+			if d.blocks == 0 {
+				again.Admit.Hit, d.admit.HitBlocks = 0, 0
+			}
+		}
+		for _, isPacked := range []bool{false, true} {
+			h := writeHead(again, class == classHold, isPacked, time.Unix(0, 0))
+			back, err := readHead(h, path, time.Unix(0, 0))
+			require.NoError(t, err)
+			back.admit.Blocks = d.admit.Blocks
+			assert.Equal(t, d, back)
+		}
+	})
+}
+
+// FuzzDataAnswer: whatever a data port answers, a dispatch ends in an answer with its ticket, a refusal, or
+// an error.
+func FuzzDataAnswer(f *testing.F) {
+	f.Add(200, "", "", "5", "1")
+	f.Add(503, "full", "", "", "x")
+	f.Add(502, "", "refused", "5", "")
+	f.Fuzz(func(t *testing.T, status int, refused, cause, ticket, seq string) {
+		rec := httptest.NewRecorder()
+		h := http.Header{dataTicket: {ticket}, dataSeq: {seq}}
+		if refused != "" {
+			h[dataRefused] = []string{refused}
+		}
+		if cause != "" {
+			h[dataCause] = []string{cause}
+		}
+		resp := rec.Result()
+		resp.Header, resp.StatusCode = h, status
+		got, rep, err := readAnswer(t.Context(), newDispatch(), resp)
+		switch {
+		case got != nil:
+			require.NoError(t, err)
+			assert.NotZero(t, rep.Ticket.ID)
+			assert.Empty(t, got.Header)
+		case err == nil:
+			assert.NotEqual(t, msg.Granted, rep.Refusal)
+		}
+	})
+}
