@@ -20,6 +20,7 @@ var (
 	exportedName = regexp.MustCompile(`\b([a-z][a-z0-9]*)\.([A-Z][A-Za-z0-9]*)(?:\.([A-Z][A-Za-z0-9]*))?`)
 	grepHint     = regexp.MustCompile("grep `([^`]+)`")
 	folderName   = regexp.MustCompile("`((?:actors|internal|cmd|cluster|engine|routing|test)/[a-z0-9/]+)`")
+	pathHere     = regexp.MustCompile(`(?:^|[\s"'(])(\./[a-z][a-z0-9/_.-]*[a-z0-9])`)
 	pageLink     = regexp.MustCompile(`\]\(([^)#:]+\.md)?(#[^)]+)?\)`)
 )
 
@@ -46,6 +47,21 @@ func TestArchitectureNamesWhatExists(t *testing.T) {
 	}
 	for _, folder := range folderName.FindAllStringSubmatch(string(page), -1) {
 		assert.DirExists(t, filepath.Join("..", "..", filepath.FromSlash(folder[1])), "of architecture.md")
+	}
+}
+
+// TestScriptsNameWhatExists: the folders and files that .ci/run and the Makefile name exist.
+func TestScriptsNameWhatExists(t *testing.T) {
+	made := map[string]bool{"./bin": true} // by make build
+	for _, script := range []string{".ci/run", "Makefile"} {
+		text, err := os.ReadFile(filepath.Join("..", "..", filepath.FromSlash(script)))
+		require.NoError(t, err)
+		found := pathHere.FindAllStringSubmatch(string(text), -1)
+		require.NotEmpty(t, found, script)
+		for _, name := range found {
+			_, err := os.Stat(filepath.Join("..", "..", filepath.FromSlash(name[1])))
+			assert.True(t, err == nil || made[name[1]], "%s names %s, which does not exist", script, name[1])
+		}
 	}
 }
 
