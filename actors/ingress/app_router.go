@@ -265,14 +265,17 @@ func (ar *appRouter) canServe() bool { return ar.totalSlots() > 0 }
 func (ar *appRouter) setUnits(ready map[string]uint64, onTheWay int, noRoom string) {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
-	ar.readyUnits = ready
+	before := ar.comingUnits()
+	ar.readyUnits, ar.pendingUnits, ar.noRoom = ready, onTheWay, noRoom
 	maps.DeleteFunc(ar.fencedUnits, func(unit string, epoch uint64) bool { return ready[unit] != epoch })
+	ar.refreshUnseenUnits()
+	if ar.comingUnits() > before {
+		ar.publishPendingUnits() // before the ranks leave routing, so that requests in between wait
+	}
 	for _, r := range ar.ranks {
 		ar.publish(r)
 	}
-	ar.pendingUnits, ar.noRoom = onTheWay, noRoom
-	ar.refreshUnseenUnits()
-	ar.publishPendingUnits()
+	ar.publishPendingUnits() // after the ranks of units that are ready now have come
 }
 
 // publishPendingUnits tells the Router how many units may still become ready. Somebody outside dpserve

@@ -14,6 +14,7 @@ import (
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/internal/telemetry"
+	"github.com/dpserve/dpserve/routing"
 )
 
 const noRoomReason = "place demo/0: 0 of 1 rank can be placed (PACK)"
@@ -155,4 +156,33 @@ func picksOf(t *testing.T, g *rig) []string {
 		}
 	}
 	return out
+}
+
+// TestNoDecisionIsBetweenReadyAndOnTheWay: a unit that leaves is on its way before its ranks leave routing,
+// and stays so until they are back: there is no moment at which a request would be refused.
+func TestNoDecisionIsBetweenReadyAndOnTheWay(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{sends(textChunk)}})
+	ar := g.in.findAppRouter("demo")
+	require.Equal(t, routing.Route, ar.router.Load().Explain(&routing.Request{}).Kind)
+	stop, done := make(chan struct{}), make(chan routing.Kind)
+	go func() {
+		for {
+			select {
+			case <-stop:
+				done <- routing.Route
+				return
+			default:
+				if kind := ar.router.Load().Explain(&routing.Request{}).Kind; kind == routing.Reject {
+					done <- kind
+					return
+				}
+			}
+		}
+	}()
+	for range 2000 {
+		ar.setUnits(nil, 1, "")
+		ar.setUnits(map[string]uint64{"demo/0/0": 1}, 0, "")
+	}
+	close(stop)
+	assert.NotEqual(t, routing.Reject, <-done)
 }

@@ -95,7 +95,7 @@ func memberTimers() map[string]time.Duration {
 func StartMembers(t testing.TB, flags [][]string, options ...MembersOption) *Members {
 	t.Helper()
 	c := &Members{
-		Expected: &Expected{}, T: t, apps: map[string]bool{}, dir: t.TempDir(), net: loopNet(t),
+		Expected: &Expected{}, T: t, apps: map[string]bool{}, dir: DataDir(t), net: loopNet(t),
 		slots: 64, timers: memberTimers(),
 	}
 	c.Expect(slowMachine)

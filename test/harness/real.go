@@ -46,7 +46,7 @@ type Real struct {
 // Start runs `dpserve start` on free loopback ports with a data dir of its own, and ends it with the test.
 func Start(t testing.TB, args ...string) *Real {
 	t.Helper()
-	return StartIn(t, t.TempDir(), args...)
+	return StartIn(t, DataDir(t), args...)
 }
 
 // portsOfANode is enough for a node's own ports and the engines of any test on one node.
