@@ -381,7 +381,7 @@ func (req *request) decideRetry(ctx context.Context, rk *rank, res *result) *fai
 			return req.giveUp(res, "free")
 		}
 		req.countRetry(res, "free") //nolint:contextcheck // the line is the request's
-		req.awaitRefusingUnit(ctx, rk)
+		req.awaitFailingUnit(ctx, rk)
 		return nil
 	}
 	if what.death && (res.cause != causeUnitLost || ar.hasFailed(rk)) && req.killedTwoRanks(rk) {
@@ -401,6 +401,7 @@ func (req *request) decideRetry(ctx context.Context, rk *rank, res *result) *fai
 		return req.giveUp(res, "empty")
 	}
 	req.countRetry(res, budget) //nolint:contextcheck // the line is the request's
+	req.awaitFailingUnit(ctx, rk)
 	return nil
 }
 
@@ -496,10 +497,11 @@ func countOfUnit(ranks []*rank, rk *rank) int {
 	return n
 }
 
-// awaitRefusingUnit waits, when ranks of one lockstep unit have refused the request as often as it may be
-// tried, for the unit's stream to report the loss. The request then waits for the unit to return, like a
-// later one; without the report it would ask the rest of the unit, and fail because no rank is left.
-func (req *request) awaitRefusingUnit(ctx context.Context, rk *rank) {
+// awaitFailingUnit waits, when ranks of one lockstep unit refused or failed the request as often as it may
+// be tried, for the unit's stream to report the loss. The request then waits for the unit to return, like a
+// later one; without the report it would ask the rest of the unit, and fail because no rank is left. It is
+// called for every refusal and failure, so that it sees each number once.
+func (req *request) awaitFailingUnit(ctx context.Context, rk *rank) {
 	there := countOfUnit(req.tried, rk) + countOfUnit(req.refusedBy, rk)
 	if there == req.maxAttempts() && req.app.router.isLockstep() {
 		req.awaitUnitLoss(ctx, rk, lossWait)

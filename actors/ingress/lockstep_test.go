@@ -62,40 +62,57 @@ func TestOneLostUnitIsOneAttempt(t *testing.T) {
 	}
 }
 
-// TestRefusalsOfALostUnitWaitForIt: the ranks of a lost lockstep unit refuse a request before the unit's
-// stream reports the loss. The request waits for the report and then for the unit, and does not use up all
-// its ranks.
+// TestRefusalsOfALostUnitWaitForIt: the ranks of a lost lockstep unit refuse a request, or fail it, before the
+// unit's stream reports the loss. The request waits for the report and then for the unit, and does not use up
+// all its ranks.
 func TestRefusalsOfALostUnitWaitForIt(t *testing.T) {
-	serves := replies(http.StatusOK, wholeAnswer)
-	g := lockstepRig(t, serves, serves, serves, serves, serves)
-	third := make(chan struct{})
-	var calls atomic.Int32
-	for _, r := range g.replicas {
-		r.setRefuse(func(*msg.Admit) msg.Refusal {
-			if calls.Add(1) == 3 {
-				close(third)
+	for name, fails := range map[string]int32{"none fails": 0, "second fails": 2, "third fails": 3} {
+		t.Run(name, func(t *testing.T) {
+			var calls atomic.Int32
+			var back atomic.Bool
+			third := make(chan struct{})
+			engine := func(w http.ResponseWriter, r *http.Request) {
+				if back.Load() {
+					replies(http.StatusOK, wholeAnswer)(w, r)
+				} else {
+					resets(w, r)
+				}
 			}
-			return msg.Fenced
+			g := lockstepRig(t, engine, engine, engine, engine, engine)
+			for _, r := range g.replicas {
+				r.setRefuse(func(*msg.Admit) msg.Refusal {
+					n := calls.Add(1)
+					if n == 3 {
+						close(third)
+					}
+					if n == fails {
+						return msg.Granted
+					}
+					return msg.Fenced
+				})
+			}
+			done := make(chan answer, 1)
+			go func() { done <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
+			<-third
+			time.Sleep(lossWait / 5) // the rest of the unit could be asked meanwhile
+			g.replicas[0].say(false, true, "process_exit")
+			unit := g.replicas[0].unit
+			g.phase(unit, state.Starting, 2)
+			back.Store(true)
+			for _, r := range g.replicas {
+				r.setRefuse(nil)
+				r.reborn()
+			}
+			g.phase(unit, state.Ready, 2)
+			select {
+			case a := <-done:
+				assert.Equal(t, http.StatusOK, a.status, a.body)
+			case <-time.After(soon):
+				t.Fatal("no answer")
+			}
+			assert.Equal(t, int32(3), calls.Load())
 		})
 	}
-	done := make(chan answer, 1)
-	go func() { done <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
-	<-third
-	g.replicas[0].say(false, true, "process_exit")
-	unit := g.replicas[0].unit
-	g.phase(unit, state.Starting, 2)
-	for _, r := range g.replicas {
-		r.setRefuse(nil)
-		r.reborn()
-	}
-	g.phase(unit, state.Ready, 2)
-	select {
-	case a := <-done:
-		assert.Equal(t, http.StatusOK, a.status, a.body)
-	case <-time.After(soon):
-		t.Fatal("no answer")
-	}
-	assert.Equal(t, int32(3), calls.Load())
 }
 
 const deadCore = `{"error":{"message":"EngineCore encountered an issue. ` +

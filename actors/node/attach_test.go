@@ -13,6 +13,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 // remote is an attached engine on a fixed address.
@@ -26,10 +27,7 @@ type remote struct {
 }
 
 func newRemote(t *testing.T) *remote {
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	require.NoError(t, ln.Close())
-	e := &remote{t: t, addr: ln.Addr().String()}
+	e := &remote{t: t, addr: fmt.Sprintf("127.0.0.1:%d", ports.Take(t, 1))}
 	t.Cleanup(e.stop)
 	return e
 }

@@ -75,8 +75,11 @@ func (b *backend) Apps(ctx context.Context) ([]client.AppStatus, error) {
 		return nil, err
 	}
 	views, silences := b.views()
+	list := l.control.StatusWithout(nil) // before the nodes are asked: a ready rank has its status by then
 	reported := views.Statuses(ctx)
-	list := l.control.StatusWithout(reported.Unreachable(silences))
+	if gone := reported.Unreachable(silences); len(gone) > 0 {
+		list = l.control.StatusWithout(gone)
+	}
 	reported.AddTo(list)
 	for i := range list {
 		if in := b.n.ingress; in != nil {

@@ -123,7 +123,7 @@ func rankEpochs(r *harness.Real) map[string]string {
 func TestRanksComeAndGo(t *testing.T) {
 	t.Parallel()
 	first, second := handEngine(t), handEngine(t)
-	dir := t.TempDir()
+	dir := harness.DataDir(t)
 	r := harness.StartIn(t, dir)
 	r.Deploy(edgeApp(first))
 	r.WaitStatus("edge", "RUNNING")

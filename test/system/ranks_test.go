@@ -222,7 +222,7 @@ func TestRG11IndependentRanks(t *testing.T) {
 // RG13: epochs count starts of the unit, incarnations are per process; tombstones survive delete and restart.
 func TestRG13EpochsAndIncarnations(t *testing.T) {
 	t.Parallel()
-	dir := t.TempDir()
+	dir := harness.DataDir(t)
 	r := harness.StartIn(t, dir)
 	r.Expect(harness.EngineFails)
 	r.Deploy(simApp("lock", 2, "lockstep", ""))

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"crypto/tls"
+	"fmt"
 	"io"
 	"log/slog"
 	"net"
@@ -21,6 +22,7 @@ import (
 	"github.com/dpserve/dpserve/internal/cluster/pki"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/test/memnet"
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 func TestMembersKnowEachOther(t *testing.T) {
@@ -272,10 +274,7 @@ func TestDialOfWhatIsNoPort(t *testing.T) {
 	_, err = b.Dial(t.Context(), nodeport.GRPC, listen(func(net.Conn) {}), "")
 	assert.Equal(t, problem.Unavailable, problem.CodeOf(err))
 
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	closed := l.Addr().String()
-	require.NoError(t, l.Close())
+	closed := fmt.Sprintf("127.0.0.1:%d", ports.Take(t, 1))
 	_, err = b.Dial(t.Context(), nodeport.GRPC, closed, "")
 	require.ErrorIs(t, err, syscall.ECONNREFUSED)
 

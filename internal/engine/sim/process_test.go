@@ -37,11 +37,7 @@ type process struct {
 
 func launch(t testing.TB, args ...string) *process {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	port := l.Addr().(*net.TCPAddr).Port
-	require.NoError(t, l.Close())
-	return launchOn(t, port, args...)
+	return launchOn(t, ports.Take(t, 1), args...)
 }
 
 func launchOn(t testing.TB, port int, args ...string) *process {
