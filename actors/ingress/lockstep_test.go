@@ -62,9 +62,9 @@ func TestOneLostUnitIsOneAttempt(t *testing.T) {
 	}
 }
 
-// TestRefusalsOfALostUnitWaitForIt: the ranks of a lost lockstep unit refuse a request, or fail it, before the
-// unit's stream reports the loss. The request waits for the report and then for the unit, and does not use up
-// all its ranks.
+// TestRefusalsOfALostUnitWaitForIt: the ranks of a lost lockstep unit refuse or fail a request before the
+// unit's stream reports the loss. The request waits for the report and then for the unit, and does not use
+// up all its ranks.
 func TestRefusalsOfALostUnitWaitForIt(t *testing.T) {
 	for name, fails := range map[string]int32{"none fails": 0, "second fails": 2, "third fails": 3} {
 		t.Run(name, func(t *testing.T) {
