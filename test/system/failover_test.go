@@ -26,7 +26,8 @@ func cmdline(t *testing.T, pid int) string {
 	return strings.ReplaceAll(string(b), "\x00", " ")
 }
 
-// FS1: one of 8 replicas is SIGKILLed under 64 clients on one shared prefix.
+// FS1: one of 8 replicas is SIGKILLed under 64 clients on one shared prefix. TestFS1SurvivorsShareTheLoad
+// (test/inprocess) has the others' shares: here an engine that gets more of the processor serves more.
 func TestFS1KillOneOfEight(t *testing.T) {
 	t.Parallel()
 	r := harness.Start(t)
@@ -41,7 +42,7 @@ func TestFS1KillOneOfEight(t *testing.T) {
 	victim := st.Units[3].Ranks[0]
 	var kill sync.Once
 	var mu sync.Mutex
-	shares, broken := map[string]int{}, 0
+	broken := 0
 	var wg sync.WaitGroup
 	for c := range clients {
 		wg.Go(func() {
@@ -51,7 +52,6 @@ func TestFS1KillOneOfEight(t *testing.T) {
 				}
 				s := r.StreamChat(context.Background(), "fs", fmt.Sprintf("%s client %d", prefix, c), 30)
 				mu.Lock()
-				shares[s.Rank]++
 				switch {
 				case s.OK():
 				case !s.FirstByte():
@@ -69,14 +69,6 @@ func TestFS1KillOneOfEight(t *testing.T) {
 	}
 	wg.Wait()
 	assert.LessOrEqual(t, broken, clients, "only streams on the killed rank broke")
-	total, most := 0, 0
-	for rank, n := range shares {
-		if rank != "0/3" {
-			total += n
-			most = max(most, n)
-		}
-	}
-	assert.LessOrEqual(t, float64(most), 1.3*float64(total)/7, "survivors' max/mean: %v", shares)
 	waitEpoch(r, "fs", 3, victim.Epoch+1)
 	r.Quiet()
 }
