@@ -174,7 +174,7 @@ func (b *Body) member(s *scanner, i int) (end int, err error) {
 	case isBeside(key, s.b[value:end]):
 		b.Beside = append(b.Beside, Span{i, end})
 	}
-	b.Strip = b.run.member(b.Strip, Span{i, end}, reserved(key))
+	b.Strip = b.run.member(b.Strip, Span{i, end}, Reserved(key))
 	return end, nil
 }
 
@@ -365,7 +365,7 @@ func (b *Body) readStreamOptions(raw []byte) {
 }
 
 func (b *Body) readN(raw []byte) error {
-	n, ok := number(raw)
+	n, ok := Number(raw)
 	switch {
 	case !ok:
 	case n > maxN:
@@ -377,7 +377,7 @@ func (b *Body) readN(raw []byte) error {
 }
 
 func (b *Body) readMaxTokens(key, raw []byte) error {
-	n, ok := number(raw)
+	n, ok := Number(raw)
 	switch {
 	case !ok:
 	case n > maxMaxTokens:
@@ -389,9 +389,9 @@ func (b *Body) readMaxTokens(key, raw []byte) error {
 	return nil
 }
 
-// number reads a checked JSON value as engines do: a number, or a string that holds one ("129" is 129 to
+// Number reads a checked JSON value as engines do: a number, or a string that holds one ("129" is 129 to
 // them). Not a number ⇒ false. Numbers beyond 2^53 are rounded; all limits are far below.
-func number(raw []byte) (float64, bool) {
+func Number(raw []byte) (float64, bool) {
 	switch c := raw[0]; {
 	case c == '"':
 		raw = unescape(nil, raw[1:len(raw)-1])
@@ -423,9 +423,9 @@ func smallInt(raw []byte) (n int64, ok bool) {
 	return n, true
 }
 
-// reserved reports whether a top-level field belongs to dpserve, because it selects the rank or passes KV
+// Reserved reports whether a top-level field belongs to dpserve, because it selects the rank or passes KV
 // data to it. Spliced removes such a field of a client.
-func reserved(key []byte) bool {
+func Reserved(key []byte) bool {
 	switch string(key) {
 	case "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank", "kv_transfer_params":
 		return true
@@ -475,28 +475,16 @@ func (b *Body) Spliced(dst, body []byte) []byte {
 	if len(b.Strip) == 0 {
 		return body
 	}
-	from := 0
-	for _, cut := range b.Strip {
-		dst = append(dst, body[from:cut.Start]...)
-		from = cut.End
-	}
-	return append(dst, body[from:]...)
+	return AppendEdited(dst, body, b.Strip)
 }
 
 // AppendField appends body, an object that Scan accepted, to dst with one more member at its end. value is
 // JSON; name must not be in the body (Scan refuses doubles, and reserved fields are stripped before they are
 // set).
 func AppendField(dst, body []byte, name string, value []byte) []byte {
-	brace := bytes.LastIndexByte(body, '}')
-	head := bytes.TrimRight(body[:brace], " \t\r\n")
-	dst = append(dst, head...)
-	if head[len(head)-1] != '{' {
-		dst = append(dst, ',')
-	}
-	dst = appendString(dst, name)
-	dst = append(dst, ':')
-	dst = append(dst, value...)
-	return append(dst, body[brace:]...)
+	var buf [64]byte
+	member := append(AppendString(buf[:0], name), ':')
+	return AppendEdited(dst, body, nil, append(member, value...))
 }
 
 const (

@@ -20,6 +20,7 @@ type scanner struct {
 	fault   fault // why a method returned -1
 	at      int   // where
 	escaped bool  // the last string held a backslash
+	member  int   // start of the member that a callback of members is called for
 
 	inPrompt bool  // reads the value of prompt or messages
 	media    media // of that value
@@ -232,6 +233,7 @@ func (s *scanner) members(i, depth int, f member) int {
 		return i + 1
 	}
 	for {
+		start := i
 		key, value := s.key(i)
 		if value < 0 {
 			return -1
@@ -243,7 +245,7 @@ func (s *scanner) members(i, depth int, f member) int {
 		if depth == partDepth && s.inPrompt && isMedia(key) && s.b[value] != 'n' {
 			s.media.parts, s.media.bytes = s.media.parts+1, s.media.bytes+i-value
 		}
-		if f != nil && !f(key, escaped, Span{value, i}) {
+		if s.member = start; f != nil && !f(key, escaped, Span{value, i}) {
 			return i
 		}
 		switch i = s.space(i); s.peek(i) {

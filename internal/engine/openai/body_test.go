@@ -391,7 +391,7 @@ func checkSplice(t require.TestingT, body []byte) {
 	require.Empty(t, again.Strip)
 	var want []rawMember
 	for _, m := range rawMembers(t, body) {
-		if !reserved([]byte(m.key)) {
+		if !Reserved([]byte(m.key)) {
 			want = append(want, m)
 		}
 	}

@@ -16,9 +16,9 @@ func ErrorBody(dst []byte, status int, typ, code, message, param string) []byte 
 		typ = errorType(status)
 	}
 	dst = append(dst, `{"error":{"message":`...)
-	dst = appendString(dst, message)
+	dst = AppendString(dst, message)
 	dst = append(dst, `,"type":`...)
-	dst = appendString(dst, typ)
+	dst = AppendString(dst, typ)
 	dst = append(dst, `,"param":`...)
 	dst = appendStringOrNull(dst, param)
 	dst = append(dst, `,"code":`...)
@@ -38,13 +38,13 @@ func appendStringOrNull(dst []byte, s string) []byte {
 	if s == "" {
 		return append(dst, "null"...)
 	}
-	return appendString(dst, s)
+	return AppendString(dst, s)
 }
 
 const hexDigits = "0123456789abcdef"
 
-// appendString appends s as a JSON string; bytes that are not UTF-8 become U+FFFD.
-func appendString(dst []byte, s string) []byte {
+// AppendString appends s as a JSON string; bytes that are not UTF-8 become U+FFFD.
+func AppendString(dst []byte, s string) []byte {
 	dst = append(dst, '"')
 	for _, r := range s {
 		switch {

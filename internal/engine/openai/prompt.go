@@ -123,9 +123,13 @@ func (b *Body) Media(body []byte) bool {
 	if b.route != Chat {
 		return false
 	}
-	raw := body[b.first.Start:b.first.End]
+	return HasMedia(body[b.first.Start:b.first.End])
+}
+
+// HasMedia reports whether messages of a chat, a checked value, may hold media parts.
+func HasMedia(messages []byte) bool {
 	for _, mark := range [...]string{`_url"`, `"input_audio"`, `_embeds"`, `"image_pil"`} {
-		if bytes.Contains(raw, []byte(mark)) {
+		if bytes.Contains(messages, []byte(mark)) {
 			return true
 		}
 	}
@@ -143,7 +147,7 @@ func (b *Body) TokenizeBody(dst, body []byte) []byte {
 	if b.HasModel {
 		dst = append(append(append(dst, `"model":`...), body[b.rawModel.Start:b.rawModel.End]...), ',')
 	}
-	dst = appendString(dst, routes[b.route].prompts[0])
+	dst = AppendString(dst, routes[b.route].prompts[0])
 	dst = append(append(dst, ':'), body[b.first.Start:b.first.End]...)
 	for _, m := range b.template {
 		dst = append(append(dst, ','), body[m.Start:m.End]...)

@@ -1,0 +1,80 @@
+package transfer
+
+import (
+	"errors"
+	"fmt"
+	"net/http"
+	"net/url"
+	"strconv"
+	"time"
+)
+
+// Query is a request that the caller sends to a prefill rank's bootstrap server before the rank gets its
+// first pair after each start.
+type Query struct {
+	Method, URL string
+	Timeout     time.Duration
+}
+
+// Bootstrapper is a Transfer whose prefill ranks have a bootstrap server.
+type Bootstrapper interface {
+	// Query is the question to the server at address, scheme://host:port.
+	Query(address string) (Query, error)
+	// ReadPeer reads the answer for the rank of that number in its group.
+	ReadPeer(address string, rank, status int, answer []byte) (Peer, error)
+}
+
+// The reasons why a bootstrap server's answer gives no Peer.
+var (
+	// ErrNotRegistered: not all ranks of the prefill group have registered yet. The caller asks again.
+	ErrNotRegistered = errors.New("the prefill group has not registered all its ranks yet")
+	// ErrBootstrap: the answer is none of this transfer's.
+	ErrBootstrap = errors.New("the bootstrap server's answer cannot be used")
+)
+
+const (
+	// maxBootstrap is the largest answer of a bootstrap server that is read, in bytes.
+	maxBootstrap = 1 << 20
+	// bootstrapTimeout is for one query; the servers answer from memory.
+	bootstrapTimeout = 5 * time.Second
+)
+
+// bootstrapHost reads the address of a bootstrap server.
+func bootstrapHost(transfer, address string) (host string, port int, err error) {
+	u, err := url.Parse(address)
+	if err != nil || u.Hostname() == "" || u.Scheme != "http" && u.Scheme != "https" {
+		return "", 0, fmt.Errorf("%w: write scheme://host:port", incomplete(transfer, "bootstrap"))
+	}
+	port, err = strconv.Atoi(u.Port())
+	if err != nil || port <= 0 || port > maxPort || u.Path != "" && u.Path != "/" {
+		return "", 0, fmt.Errorf("%w: write scheme://host:port", incomplete(transfer, "bootstrap"))
+	}
+	return u.Hostname(), port, nil
+}
+
+// bootstrapQuery is a GET of path at the server at address.
+func bootstrapQuery(transfer, address, path string) (Query, error) {
+	if _, _, err := bootstrapHost(transfer, address); err != nil {
+		return Query{}, err
+	}
+	u, err := url.Parse(address)
+	if err != nil {
+		return Query{}, err
+	}
+	return Query{
+		Method: http.MethodGet, URL: u.Scheme + "://" + u.Host + path, Timeout: bootstrapTimeout,
+	}, nil
+}
+
+// checkStatus is the fault of an answer of another status than 200, or of one that is too large.
+func checkStatus(status int, answer []byte) error {
+	switch {
+	case status == http.StatusServiceUnavailable:
+		return ErrNotRegistered
+	case status != http.StatusOK:
+		return fmt.Errorf("%w: status %d", ErrBootstrap, status)
+	case len(answer) > maxBootstrap:
+		return fmt.Errorf("%w: more than %d bytes", ErrBootstrap, maxBootstrap)
+	}
+	return nil
+}

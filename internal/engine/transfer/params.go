@@ -1,0 +1,118 @@
+package transfer
+
+import (
+	"errors"
+	"sync"
+	"time"
+)
+
+// Source is the engine process that parameters point into.
+type Source struct {
+	Rank        string // APP/GROUP/RANK
+	Incarnation uint64 // one life of its engine
+}
+
+// The reasons why Take gives nothing. All but ErrTaken end the parameters for good.
+var (
+	ErrTaken  = errors.New("the parameters were sent already")
+	ErrLate   = errors.New("the parameters are too old for the prefill engine's lease")
+	ErrFenced = errors.New("the prefill engine of the parameters has ended")
+	ErrDead   = errors.New("the parameters were discarded")
+)
+
+const (
+	// DefaultLease is how long vLLM keeps the blocks of an answered prefill leg (kv_lease_duration).
+	DefaultLease = 30 * time.Second
+	// leaseMargin is what the decode leg's way to its engine may take at the end of a lease.
+	leaseMargin = 5 * time.Second
+)
+
+// usable is how long after its begin a lease may be relied on: 25 s of 30 s, half of a shorter lease.
+func usable(lease time.Duration) time.Duration {
+	if lease < DefaultLease {
+		return lease / 2
+	}
+	return lease - leaseMargin
+}
+
+// Params are the transfer parameters of one prefill leg: a pointer to blocks of the prefill engine's cache,
+// which the engine does not check. If they are used late, twice, or after a rejection, the answer is 200 with
+// a wrong text, and the decode engine keeps the wrong blocks in its prefix cache. So they can be taken once.
+// Safe for concurrent use.
+type Params struct {
+	member   []byte // "kv_transfer_params":{…}, the object byte for byte as the engine wrote it
+	source   Source
+	deadline time.Time
+
+	mu    sync.Mutex
+	state paramsState
+}
+
+type paramsState uint8
+
+const (
+	paramsReady paramsState = iota
+	paramsTaken
+	paramsDead
+)
+
+// kvParams begins the member that carries a connector's parameters.
+const kvParams = `"kv_transfer_params":`
+
+// NewParams keeps a copy of raw, the parameters that source answered. unanswered is a time at which the
+// prefill leg had certainly not been answered: the lease may have begun right after it. The time at which the
+// answer was read is too late if the reading process stood still before, with the answer in its socket. A
+// lease of 0 is DefaultLease.
+func NewParams(raw []byte, source Source, unanswered time.Time, lease time.Duration) *Params {
+	if lease <= 0 {
+		lease = DefaultLease
+	}
+	member := make([]byte, 0, len(kvParams)+len(raw))
+	member = append(append(member, kvParams...), raw...)
+	return &Params{member: member, source: source, deadline: unanswered.Add(usable(lease))}
+}
+
+// Take returns the parameters for Attempt.AppendDecode, and never again. current is the present life of the
+// prefill rank. The caller must write the decode leg before Deadline; if it finds that it has not, it cancels
+// the leg and shows nothing of its answer.
+func (p *Params) Take(now time.Time, current Source) ([]byte, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	switch {
+	case p.state == paramsTaken:
+		return nil, ErrTaken
+	case p.state == paramsDead:
+		return nil, ErrDead
+	case current != p.source:
+		p.state = paramsDead
+		return nil, ErrFenced
+	case !now.Before(p.deadline):
+		p.state = paramsDead
+		return nil, ErrLate
+	}
+	p.state = paramsTaken
+	return p.member, nil
+}
+
+// PutBack makes taken parameters usable once more. It is only for a dial that failed: not one byte of the
+// decode leg was sent, so no engine has seen them.
+func (p *Params) PutBack() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.state == paramsTaken {
+		p.state = paramsReady
+	}
+}
+
+// Discard ends the parameters, whatever their state.
+func (p *Params) Discard() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.state = paramsDead
+}
+
+// Deadline is the time before which the decode leg must have been written.
+func (p *Params) Deadline() time.Time { return p.deadline }
+
+// Source is the engine process that the parameters point into.
+func (p *Params) Source() Source { return p.source }

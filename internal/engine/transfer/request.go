@@ -1,0 +1,260 @@
+package transfer
+
+import (
+	"bytes"
+
+	"github.com/dpserve/dpserve/internal/engine/openai"
+)
+
+// Request is a client's request as the two legs need it. Scan fills it; the zero value is ready, and reuse
+// saves allocations. Both legs are copies of the same Body, so their prompts are equal byte for byte.
+type Request struct {
+	Route   Route
+	Body    []byte // the client's bytes, which must not change while the request lives
+	Reason  Reason // why it cannot be split; CanSplit if it can
+	Prompts int    // in the body
+
+	traits     *Traits
+	forDecode  openai.Cuts // what only dpserve may set
+	forPrefill openai.Cuts // that, and what the prefill leg must not ask for
+	limit      []byte      // members by which the prefill leg ends after one token
+
+	echo, logprobs bool
+	maxCompletion  bool        // the client has sent max_completion_tokens
+	sampling       openai.Span // value of sampling_params, zero if it is no object
+	nested         openai.Cuts // of sampling_params
+}
+
+// Scan reads body as a request on route for transfer t. The caller has removed the route's prefix. Scan fails
+// with an *openai.BodyError if body is no JSON object, or if it hides a transfer field where an engine would
+// read it: such a request is refused with 400.
+func (q *Request) Scan(t Transfer, route Route, body []byte) error {
+	*q = Request{
+		Route: route, Body: body, Prompts: 1, traits: t.Traits(), limit: q.limit[:0],
+		forDecode: q.forDecode, forPrefill: q.forPrefill, nested: q.nested,
+	}
+	q.forDecode.Reset()
+	q.forPrefill.Reset()
+	q.nested.Reset()
+	if !q.traits.splits(route) {
+		q.cannot(OnRoute)
+	}
+	if err := openai.Members(body, q.member); err != nil {
+		return err
+	}
+	q.forDecode.Close()
+	q.forPrefill.Close()
+	q.nested.Close()
+	if q.echo && q.logprobs {
+		q.cannot(PromptLogprobs)
+	}
+	if q.traits.limits {
+		q.writeLimit()
+	}
+	return nil
+}
+
+// cannot keeps the first reason that is found.
+func (q *Request) cannot(why Reason) {
+	if q.Reason == CanSplit {
+		q.Reason = why
+	}
+}
+
+// AppendPlain appends the body of q to dst as one rank without a partner gets it.
+func (q *Request) AppendPlain(dst []byte) []byte {
+	return openai.AppendEdited(dst, q.Body, q.forDecode.Spans)
+}
+
+// isOurs reports whether a field of a request belongs to dpserve: it selects a rank, or feeds a KV or encoder
+// connector. One such object from a client can end an engine.
+func isOurs(key []byte) bool {
+	switch string(key) {
+	case "ec_transfer_params", "transfer_id", "disagg_spec":
+		return true
+	}
+	return openai.Reserved(key) || bytes.HasPrefix(key, []byte("remote_")) ||
+		bytes.HasPrefix(key, []byte("do_remote_"))
+}
+
+// member reads one top-level member.
+func (q *Request) member(key []byte, member, value openai.Span) error {
+	raw := q.Body[value.Start:value.End]
+	ours := isOurs(key)
+	q.forDecode.Member(member, ours)
+	cut := ours || q.traits.limits && q.leavesOut(key)
+	info := &routes[q.Route]
+	if string(key) == "sampling_params" && info.isNested {
+		// A second member of the same name wins: its cuts replace those of the first.
+		q.sampling = openai.Span{}
+		q.nested.Reset()
+		if raw[0] == '{' {
+			q.sampling = value
+			if err := openai.Members(raw, q.samplingMember); err != nil {
+				return err
+			}
+		}
+		cut = q.traits.limits
+	}
+	q.forPrefill.Member(member, cut)
+	switch string(key) {
+	case "vllm_xargs", "sampling_params", "extra_args", "extra_body", "custom_params":
+		if err := refuseNested(key, raw, 0); err != nil {
+			return err
+		}
+	case info.prompt:
+		q.readPrompt(raw)
+	}
+	if !info.isNested {
+		q.readOption(key, raw)
+	}
+	q.readTopOption(key, raw)
+	return nil
+}
+
+// samplingMember reads a member of sampling_params of the generate route.
+func (q *Request) samplingMember(key []byte, member, value openai.Span) error {
+	q.nested.Member(member, q.leavesOut(key))
+	from := q.sampling.Start
+	q.readOption(key, q.Body[from+value.Start:from+value.End])
+	return nil
+}
+
+// leavesOut reports whether the prefill leg goes without a field: it bounds or shapes an output of which the
+// client sees nothing, and an engine refuses some of these together with one output token.
+func (q *Request) leavesOut(key []byte) bool {
+	switch string(key) {
+	case "stream", "stream_options", "max_tokens", "max_completion_tokens", "max_output_tokens",
+		"min_tokens", "min_completion_tokens", "echo", "return_token_ids":
+		return true
+	case "stop", "stop_token_ids", "ignore_eos":
+		return q.traits.toLength
+	}
+	return false
+}
+
+// refuseNested fails if the object raw holds a field of dpserve at any depth that an engine reads.
+func refuseNested(field, raw []byte, depth int) error {
+	const deepest = 3 // extra_args of sampling_params is the deepest that is known
+	if raw[0] != '{' || depth > deepest {
+		return nil
+	}
+	return openai.Members(raw, func(key []byte, _, value openai.Span) error {
+		if isOurs(key) || string(key) == "kv_cache_report_mode" {
+			return &openai.BodyError{
+				Message: string(field) + " must not hold " + string(key[:min(len(key), 64)]),
+				Param:   string(field), Code: openai.CodeInvalidRequest,
+			}
+		}
+		return refuseNested(field, raw[value.Start:value.End], depth+1)
+	})
+}
+
+// readPrompt notes what in the prompt keeps a request from being split.
+func (q *Request) readPrompt(raw []byte) {
+	if raw[0] != '[' {
+		return
+	}
+	switch q.Route {
+	case Completions:
+		q.Prompts = max(q.Prompts, openai.Prompts(raw))
+		if q.Prompts > 1 && !q.traits.moveLists {
+			q.cannot(PromptList)
+		}
+	case Chat:
+		if openai.HasMedia(raw) {
+			q.cannot(MediaParts)
+		}
+	case OtherRoute, Responses, Messages, Generate:
+		for _, mark := range routes[q.Route].media {
+			if bytes.Contains(raw, []byte(mark)) {
+				q.cannot(MediaParts)
+			}
+		}
+	}
+}
+
+// readOption reads a field that is at the top of a body, or in sampling_params on the generate route.
+func (q *Request) readOption(key, raw []byte) {
+	switch string(key) {
+	case "n", "best_of":
+		if n, ok := openai.Number(raw); ok && n > 1 {
+			q.cannot(SeveralChoices)
+		}
+	case "use_beam_search":
+		if isSet(raw) {
+			q.cannot(SeveralChoices)
+		}
+	case "prompt_logprobs":
+		if raw[0] != 'n' {
+			q.cannot(PromptLogprobs)
+		}
+	case "max_tokens", "max_completion_tokens", "max_output_tokens":
+		q.maxCompletion = q.maxCompletion || string(key) == "max_completion_tokens"
+		if n, ok := openai.Number(raw); ok && n < 1 {
+			q.cannot(NoOutput)
+		}
+	}
+}
+
+// readTopOption reads a field that is at the top of a body on each route that has it.
+func (q *Request) readTopOption(key, raw []byte) {
+	switch string(key) {
+	case "echo":
+		q.echo = isSet(raw)
+	case "logprobs":
+		q.logprobs = raw[0] != 'n'
+	case "prompt_embeds":
+		if raw[0] != 'n' {
+			q.cannot(PromptEmbeds)
+		}
+	case "features":
+		if q.Route == Generate && raw[0] != 'n' {
+			q.cannot(MediaParts)
+		}
+	case "background":
+		if q.Route == Responses && isSet(raw) {
+			q.cannot(Stateful)
+		}
+	case "previous_response_id", "conversation":
+		if q.Route == Responses && raw[0] != 'n' {
+			q.cannot(Stateful)
+		}
+	case "tools":
+		if q.Route == Responses && raw[0] != 'n' && string(raw) != "[]" {
+			q.cannot(EngineTools)
+		}
+	}
+}
+
+// isSet reports whether an engine may read a value as true: engines take 1 and "yes" for it as well.
+func isSet(raw []byte) bool { return raw[0] != 'n' && raw[0] != 'f' }
+
+// writeLimit writes the members that end the prefill leg after one token.
+func (q *Request) writeLimit() {
+	info := &routes[q.Route]
+	q.limit = append(q.limit, `"stream":false`...)
+	if info.isNested {
+		q.limit = append(q.limit, `,"sampling_params":`...)
+		inner := []byte("{}")
+		if q.sampling.End > 0 {
+			inner = q.Body[q.sampling.Start:q.sampling.End]
+		}
+		q.limit = openai.AppendEdited(q.limit, inner, q.nested.Spans, q.oneToken(nil))
+		return
+	}
+	q.limit = append(q.limit, ',')
+	q.limit = q.oneToken(q.limit)
+}
+
+// oneToken appends the members that bound the output to one token.
+func (q *Request) oneToken(dst []byte) []byte {
+	dst = append(append(append(dst, '"'), routes[q.Route].tokens...), `":1`...)
+	if q.maxCompletion {
+		dst = append(dst, `,"max_completion_tokens":1`...)
+	}
+	if q.traits.toLength {
+		dst = append(dst, `,"ignore_eos":true`...)
+	}
+	return dst
+}
