@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -118,16 +117,11 @@ func cmdWaitFor(ts *testscript.TestScript, _ bool, args []string) {
 	}
 }
 
-// cmdTake is `take ADDR`: it listens at ADDR until the script ends. Another script may hold the port for a
-// while; a port that is still taken at the deadline serves the purpose as well.
+// cmdTake is `take ADDR...`: the addresses are taken until the script ends.
 func cmdTake(ts *testscript.TestScript, _ bool, args []string) {
-	poll(func() bool {
-		l, err := net.Listen("tcp", args[0])
-		if err == nil {
-			ts.Defer(func() { _ = l.Close() })
-		}
-		return err == nil
-	})
+	release, err := ports.TakeFixed(context.Background(), args...)
+	ts.Check(err)
+	ts.Defer(release)
 }
 
 // cmdEngines is `engines N PID`: it waits until exactly N engine processes are children of PID.

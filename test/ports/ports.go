@@ -10,6 +10,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"os"
+	"slices"
 	"strconv"
 	"testing"
 	"time"
@@ -20,6 +21,7 @@ import (
 const (
 	cellSize = 50
 	signLow  = 19_000 // the sign of cell i is signLow+i on loopback
+	turnPort = 19_999 // of TakeFixed; there are fewer cells
 )
 
 // patience is how long a test waits for others to release their blocks, on a machine with many cores.
@@ -79,6 +81,36 @@ func FreeRun(t testing.TB, size int, host string) (base int) {
 	}
 	t.Fatalf("%d ports in %d to %d on %s: %v", size, lo, hi, host, errNoBlock)
 	return 0
+}
+
+// TakeFixed makes addresses taken until release: by listeners of its own, or because a program of the
+// machine's user is there. Test processes take turns: what one has is not taken for good.
+func TakeFixed(ctx context.Context, addrs ...string) (release func(), err error) {
+	turn, err := listenInTurn(ctx)
+	if err != nil {
+		return nil, err
+	}
+	open := []net.Listener{turn}
+	for _, addr := range addrs {
+		if l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", addr); err == nil {
+			open = append(open, l)
+		}
+	}
+	return func() {
+		for _, l := range slices.Backward(open) {
+			_ = l.Close()
+		}
+	}, nil
+}
+
+// listenInTurn waits for the listener that one test process has at a time.
+func listenInTurn(ctx context.Context) (net.Listener, error) {
+	for end := time.Now().Add(5 * patience); ; time.Sleep(retryEvery) {
+		l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", address(Loopback, turnPort))
+		if err == nil || time.Now().After(end) || ctx.Err() != nil {
+			return l, err
+		}
+	}
 }
 
 // cells are the first ports of the cells. They lie outside the range from which the kernel takes the ports of

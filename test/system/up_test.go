@@ -43,12 +43,9 @@ func waitOutput(t *testing.T, r *harness.Real, re *regexp.Regexp) string {
 
 // CC6: `up` and `up FILE` on a host without a GPU, with both default ports taken.
 func TestCC6Up(t *testing.T) {
-	// taken by us, or by someone else already
-	for _, addr := range []string{"127.0.0.1:8000", "127.0.0.1:8265"} {
-		if l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", addr); err == nil {
-			defer l.Close()
-		}
-	}
+	release, err := ports.TakeFixed(t.Context(), "127.0.0.1:8000", "127.0.0.1:8265")
+	require.NoError(t, err)
+	defer release()
 	file := filepath.Join(t.TempDir(), "app.yaml")
 	require.NoError(t, os.WriteFile(file, []byte(simApp("mine", 4, "independent", "")), 0o600))
 	for _, args := range [][]string{{"up"}, {"up", file}} {
