@@ -98,8 +98,7 @@ func TestUpkeepIsSilentWhenItsNodeEnds(t *testing.T) {
 	})
 	u.Run(ctx)
 	require.ErrorIs(t, ctx.Err(), context.Canceled, "no change was begun")
-	assert.Empty(t, log.String())
-	assert.Equal(t, map[string]bool{"node-1": true}, voters(first))
+	assert.Empty(t, log.String()) // the change that had begun may be made or not
 }
 
 // The leader makes control nodes voters by itself, but none that does not answer.
