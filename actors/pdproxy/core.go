@@ -1,5 +1,5 @@
-// Package pdproxy gives a request to two ranks: a prefill rank computes its prompt, and a decode rank takes the
-// KV blocks over and answers. Core holds every decision about one request and does no IO.
+// Package pdproxy gives a request to two ranks: a prefill rank computes its prompt, and a decode rank takes
+// the KV blocks over and answers. Core holds every decision about one request and does no IO.
 package pdproxy
 
 import (
@@ -48,17 +48,22 @@ type Core struct {
 	remote  bool // a prefill rank computes the prompt
 	way     Way
 	read    bool   // the decode rank has the prompt
-	redone  bool   // the prefill was done again, which happens once
 	attempt uint32 // of a pair
 	params  uint64 // of the prefill leg that is done; 0 = none
 	fence   Fence  // of params
 	unlike  routing.RankRef
 
+	failures
+	ended bool
+}
+
+// failures are what the request has been through.
+type failures struct {
 	tried    [2][]routing.RankRef
 	refusals [2]int
-	decodes  int // decode legs that failed on their own account
+	redone   bool // the prefill was done again, which happens once
+	decodes  int  // decode legs that failed on their own account
 	deaths   int
-	ended    bool
 }
 
 // half is one side: a rank, its reservation, and the one leg that uses it.
@@ -187,6 +192,9 @@ func (c *Core) start(s Side, kind CommandKind, limit time.Duration) {
 	h := &c.halves[s]
 	h.leg, h.started, h.limit = legStarted, c.at.Now, c.at.Now+limit
 	cmd := Command{Kind: kind, Number: h.number, Side: s, Attempt: c.attempt, Rank: h.rank}
+	if c.params != 0 {
+		h.limit = min(h.limit, c.fence.ReadBy)
+	}
 	if kind == CmdStartDecode {
 		cmd.Params, cmd.Fence, cmd.Prefill = c.params, c.fence, c.halves[Prefill].rank
 	}
@@ -200,7 +208,7 @@ func (c *Core) expire() {
 		return
 	}
 	if p.waits() && c.at.Now >= p.limit {
-		c.failPrefill(EndLate)
+		c.failPrefill(c.lateEnding(p))
 	}
 	if c.params != 0 && d.leg == legIdle && !c.fence.IsUsable(c.at) {
 		c.note(NoteParamsLate)
@@ -212,9 +220,17 @@ func (c *Core) expire() {
 			c.release(Decode, EndCancelled)
 			c.redo()
 		} else {
-			c.failLocal(EndLate)
+			c.failLocal(c.lateEnding(d))
 		}
 	}
+}
+
+// lateEnding is EndLate, unless the process stood still while the rank may have answered.
+func (c *Core) lateEnding(h *half) Ending {
+	if c.at.Gap > h.started {
+		return EndCancelled
+	}
+	return EndLate
 }
 
 // choose asks for ranks of the sides, beside what is being asked for already.
@@ -253,13 +269,17 @@ func (c *Core) release(s Side, e Ending) {
 	h := &c.halves[s]
 	if h.ticket == ticketAsked || h.leg == legStarted || h.leg == legSent || h.leg == legPassed {
 		c.out = append(c.out, Command{Kind: CmdCancel, Number: h.number, Side: s, Rank: h.rank})
+		if s == Decode {
+			c.alarm()
+		}
 	}
 	if h.ticket == ticketHeld {
 		cmd := Command{Kind: CmdRelease, Number: h.number, Side: s, Rank: h.rank, Ending: e}
-		switch {
-		case h.leg == legIdle:
+		switch h.leg {
+		case legIdle:
 			cmd.Ending = EndUnused
-		case h.leg == legAnswered:
+		case legStarted, legSent, legPassed, legOver:
+		case legAnswered:
 			cmd.Ending = EndOK
 			if !c.read { // no decode engine has told the prefill engine that it may drop the prompt
 				cmd.HeldUntil = h.started + c.cfg.Lease
@@ -268,6 +288,29 @@ func (c *Core) release(s Side, e Ending) {
 		c.out = append(c.out, cmd)
 	}
 	*h = half{}
+}
+
+// isDoubtful reports whether the decode leg that is under way may have read memory of another prompt: it was
+// perhaps written too late, or had the time to read too late. While the process stood still, the prefill rank
+// may have been restarted, and nothing has cancelled the leg.
+func (c *Core) isDoubtful() bool {
+	switch d := &c.halves[Decode]; {
+	case c.params == 0:
+		return false
+	case d.leg == legStarted:
+		return !c.fence.IsUsable(c.at)
+	default:
+		return d.leg == legSent && (c.at.Now >= c.fence.ReadBy || c.at.Gap > c.fence.Since)
+	}
+}
+
+// alarm reports that the decode rank's cache may hold wrong blocks, if that is so.
+func (c *Core) alarm() {
+	if c.isDoubtful() {
+		c.out = append(c.out, Command{
+			Kind: CmdAlarm, Side: Decode, Rank: c.halves[Decode].rank, Prefill: c.fence.Prefill,
+		})
+	}
 }
 
 // discard drops the parameters.

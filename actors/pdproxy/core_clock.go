@@ -49,12 +49,20 @@ func (w *Watch) At(now time.Duration) Instant {
 type Fence struct {
 	Prefill  routing.RankRef
 	Since    time.Duration // when the prefill leg was started
-	Deadline time.Duration
+	Deadline time.Duration // of the write
+	// of the first byte of the answer to it: a decode engine may begin to read long after it has the request,
+	// and nothing renews the lease before
+	ReadBy time.Duration
 }
 
 // IsUsable reports whether the parameters may be sent at that instant. The Core asks when it decides; its
 // shell asks again directly before it writes the request.
 func (f *Fence) IsUsable(at Instant) bool { return at.Now < f.Deadline && at.Gap <= f.Since }
+
+func newFence(p routing.RankRef, since, answered, lease time.Duration) Fence {
+	r := reach(lease)
+	return Fence{Prefill: p, Since: since, Deadline: answered + r, ReadBy: answered + (r+lease)/2}
+}
 
 // reach is how long after the prefill's answer its parameters may be sent.
 func reach(lease time.Duration) time.Duration {

@@ -63,7 +63,7 @@ func (c *Core) refused(s Side) {
 func (c *Core) sideOf(number uint32) (Side, bool) {
 	for s := range c.halves {
 		if h := &c.halves[s]; h.number == number && number != 0 {
-			return Side(s), true //nolint:gosec // 0 or 1
+			return Side(s), true
 		}
 	}
 	return 0, false
@@ -81,8 +81,8 @@ func (c *Core) onFenced(ev *Event) {
 		c.end(AnswerStreamLost, OutcomeStreamLost, 0)
 	case isPassed:
 		c.release(Prefill, EndCancelled)
-	case h.leg == legIdle && ev.Side == Decode && c.decodeIsFree() || h.leg == legIdle && ev.Side == Prefill &&
-		c.halves[Decode].leg == legIdle:
+	case h.leg == legIdle && (ev.Side == Decode && c.decodeIsFree() ||
+		ev.Side == Prefill && c.halves[Decode].leg == legIdle):
 		c.refused(ev.Side)
 	case ev.Side == Prefill:
 		c.failPrefill(EndCancelled)
@@ -161,7 +161,7 @@ func (c *Core) onPrefillDone(ev *Event) {
 		c.goLocal(true)
 	default:
 		c.params = ev.Params
-		c.fence = Fence{Prefill: p.rank, Since: since, Deadline: c.at.Now + reach(c.cfg.Lease)}
+		c.fence = newFence(p.rank, since, c.at.Now, c.cfg.Lease)
 	}
 }
 
@@ -172,10 +172,18 @@ func (c *Core) onDecodeLeg(ev *Event) {
 		return
 	}
 	switch ev.Kind {
+	case EvRejected, EvCut, EvBusy, EvError, EvDone:
+		c.alarm() // the engine has had the request
+	default:
+	}
+	switch ev.Kind {
 	case EvSent:
 		c.checkSent()
 	case EvFirstByte:
-		if c.checkSent() {
+		switch {
+		case !c.remote && c.cfg.Order == PrefillFirst && c.at.Gap > d.started:
+			c.askAgain()
+		case c.checkSent():
 			c.onFirstByte()
 		}
 	case EvTooLate:
@@ -203,23 +211,30 @@ func (c *Core) onDecodeLeg(ev *Event) {
 	}
 }
 
-// checkSent notes that the decode leg is written. If that was too late, the engine may have read memory that
-// belongs to another prompt: its answer is not passed on, and its prefix cache is in doubt.
+// checkSent notes that the decode leg is written, and that its answer begins. If that was too late, the
+// answer is not passed on: the engine may have read memory that belongs to another prompt.
 func (c *Core) checkSent() (isGood bool) {
-	d := &c.halves[Decode]
-	if d.leg != legStarted {
+	if !c.isDoubtful() {
+		c.halves[Decode].leg = legSent
 		return true
 	}
-	d.leg = legSent
-	if c.params == 0 || c.fence.IsUsable(c.at) {
-		return true
-	}
-	rank := d.rank
 	c.note(NoteParamsLate)
 	c.release(Decode, EndCancelled)
-	c.out = append(c.out, Command{Kind: CmdAlarm, Side: Decode, Rank: rank, Prefill: c.fence.Prefill})
 	c.redo()
 	return false
+}
+
+// askAgain asks again for an answer that came while the process stood still. Another request's leg, which
+// nothing cancelled meanwhile, may have put wrong blocks into the cache that the answer was made from; that
+// request's core sets off the alarm now.
+func (c *Core) askAgain() {
+	c.note(NoteStoodStill)
+	c.release(Decode, EndCancelled)
+	if c.isOutOfDecodes() {
+		c.end(AnswerFailed, OutcomeFailed, 0)
+		return
+	}
+	c.choose(false, true)
 }
 
 // onFirstByte passes the answer on: from here on the request has one rank, and no retry.

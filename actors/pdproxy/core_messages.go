@@ -61,8 +61,8 @@ type CommandKind uint8
 
 // The commands.
 const (
-	// CmdChoose: choose ranks: a prefill rank if WantPrefill, a decode rank if WantDecode. Prefill or Decode is
-	// the rank that stays, so that the pair has met. Core.Tried lists the ranks that must not be chosen.
+	// CmdChoose: choose ranks: a prefill rank if WantPrefill, a decode rank if WantDecode. Prefill or Decode
+	// is the rank that stays, so that the pair has met. Core.Tried lists the ranks that must not be chosen.
 	// Unlike is a prefill rank to take only if there is no other.
 	CmdChoose CommandKind = iota
 	// CmdUndoChoice: a choice came too late: nothing uses its ranks.
@@ -72,8 +72,8 @@ const (
 	// CmdStartPrefill, CmdStartLocal: send the leg to Rank.
 	CmdStartPrefill
 	CmdStartLocal
-	// CmdStartDecode: send the leg with the Params of Prefill, if Fence.IsUsable directly before the write, else
-	// answer EvTooLate. With Params 0 the transfer needs none: there is no Fence, the leg names Prefill.
+	// CmdStartDecode: send the leg with the Params of Prefill, if Fence.IsUsable directly before the write,
+	// else answer EvTooLate. With Params 0 the transfer needs none: there is no Fence, the leg names Prefill.
 	CmdStartDecode
 	// CmdPassOn: the client gets the decode leg's answer from its first byte on.
 	CmdPassOn
@@ -185,4 +185,5 @@ const (
 	NoteKVFailure                 // a decode leg with parameters failed
 	NoteDecodeLate                // a decode leg with parameters had no first byte in time
 	NoteFallback                  // the decode rank computes the prompt after all
+	NoteStoodStill                // an answer without a prefill was asked for again
 )
