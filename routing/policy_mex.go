@@ -119,7 +119,7 @@ func (p Mex) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
 		return
 	}
 	alignHits(q, v, c)
-	c.creditNewRanks(q, v, homeShare)
+	c.creditNewRanks(q, v)
 	costs := p.costs(q, v, s)
 	costs.fill(v, c)
 	rule := rule{near: costs.near(v, c), second: secondUncached}

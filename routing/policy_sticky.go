@@ -64,7 +64,7 @@ func (p Sticky) prepare(q *Request, v *View, _ State, c *scratch) aggregate {
 	case warm == math.MaxInt64:
 		clear(c.extra)
 		a := aggregate{why: ReasonLowestScore}
-		if !p.Requests && c.creditNewRanks(q, v, homeShare) {
+		if !p.Requests && c.creditNewRanks(q, v) {
 			a.mode = modeNewRanks
 		}
 		return a

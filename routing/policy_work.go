@@ -198,7 +198,7 @@ func (p MinTTFT) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision)
 func (p MinTTFT) prepare(q *Request, v *View, s State, c *scratch) aggregate {
 	law := p.law()
 	a := aggregate{why: ReasonLowestScore, x: [4]float64{law.TokenMS, law.PairMS}}
-	if c.creditNewRanks(q, v, homeShare) {
+	if c.creditNewRanks(q, v) {
 		a.mode = modeNewRanks
 	}
 	if st, ok := s.(*minTTFTState); ok && p.Eta {

@@ -64,16 +64,24 @@ func (r *Router) Policy() string { return r.policy.Name() }
 func (r *Router) Pick(q *Request, d *Decision) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	r.choose(q, d)
+	if d.Kind == Route {
+		r.dispatch(q, d.Ranked[0], r.view.hitOn(q, d.Ranked[0]))
+	}
+}
+
+// choose is a Pick that counts nothing.
+func (r *Router) choose(q *Request, d *Decision) {
 	r.view.Now = max(r.view.Now, q.Now)
 	r.reckon(r.view.Now)
 	r.decide(q, &r.view, r.rand, d)
 	r.spoiled += uint64(d.Disqualified) //nolint:gosec // a count is not negative
-	if d.Kind != Route {
-		return
-	}
-	i, _ := r.view.findNear(d.Ranked[0], r.width)
+}
+
+// dispatch counts q on a rank that has hit tokens of it.
+func (r *Router) dispatch(q *Request, id RankID, hit int) {
+	i, _ := r.view.findNear(id, r.width)
 	rk := &r.view.Ranks[i]
-	hit := r.view.hitOn(q, rk.ID)
 	r.accounts[i].bump(rk, q.ID, q.Tokens, hit)
 	if r.view.HasBusyThreshold {
 		r.view.updateBusy(rk)
@@ -254,6 +262,10 @@ func (r *Router) MaxMean() float64 {
 func (r *Router) Why(q *Request) (Decision, View) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	return r.why(q)
+}
+
+func (r *Router) why(q *Request) (Decision, View) {
 	d := r.explain(q)
 	v := r.view
 	v.Ranks = slices.Clone(v.Ranks)

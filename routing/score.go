@@ -281,12 +281,12 @@ const (
 // with fewer requests.
 const modeNewRanks = 1
 
-// creditNewRanks gives the new candidates the longest hit of all candidates, if that is below share of the
-// prompt, and reports whether there are any. A rank is no longer new when it has as many open requests as the
-// candidates' mean. Its queued work counts in full, so the credit moves few requests at a time.
-func (c *scratch) creditNewRanks(q *Request, v *View, share float64) (found bool) {
+// creditNewRanks gives the new candidates the longest hit of all candidates, if that is below homeShare of
+// the prompt, and reports whether there are any. A rank is no longer new when it has as many open requests as
+// the candidates' mean. Its queued work counts in full, so the credit moves few requests at a time.
+func (c *scratch) creditNewRanks(q *Request, v *View) (found bool) {
 	longest := c.longestHit()
-	if float64(longest) >= share*float64(q.Tokens) {
+	if float64(longest) >= homeShare*float64(q.Tokens) {
 		return false
 	}
 	oldest, newest, open := v.Now, time.Duration(0), 0

@@ -66,6 +66,7 @@ func areas() []area {
 
 		{name: "actors/ingress", layer: 2, also: []string{"actors/msg"}, deny: []string{raft, gossip, cobra}},
 		{name: "actors/dpserver", layer: 2, deny: thin},
+		{name: "actors/pdproxy", layer: 2, deny: []string{gin, raft, gossip, cobra}},
 		{name: "actors/rankassigner", layer: 2, deny: thin},
 		{name: "actors/controller", layer: 2, also: []string{"actors/rankassigner"}, deny: thin},
 		{name: "actors/node", layer: 2, deny: thin},

@@ -1,0 +1,345 @@
+// Package pdproxy gives a request to two ranks: a prefill rank computes its prompt, and a decode rank takes
+// the KV blocks over and answers. Core holds every decision about one request and does no IO.
+package pdproxy
+
+import (
+	"time"
+
+	"github.com/dpserve/dpserve/routing"
+)
+
+// Order is the order in which a transfer needs the legs.
+type Order uint8
+
+// The orders.
+const (
+	PrefillFirst Order = iota // the decode leg carries the prefill's parameters: nixl
+	DecodeFirst               // the prefill rank pushes to a decode leg that waits: nixl-push
+	Together                  // mooncake, sglang
+)
+
+// Config is what an application sets for all its requests.
+type Config struct {
+	Order         Order
+	FallbackFails bool          // disaggregation.fallback: fail
+	Lease         time.Duration // how long a prefill engine keeps a prompt that no decode engine has read
+	PrefillLimit  time.Duration // of a prefill leg
+	DecodeLimit   time.Duration // of a decode leg with a prefill, to its first byte
+	LocalLimit    time.Duration // of a decode leg without, to its first byte
+	MaxDecodes    int           // decode legs that may fail on their own account
+}
+
+// maxRefusals is how many ranks of a side may refuse a request.
+const maxRefusals = 3
+
+// Core decides everything about one request's two legs. It is pure: the same events at the same instants give
+// the same commands. DESIGN.md has its states.
+type Core struct {
+	cfg Config
+	at  Instant
+	out []Command
+
+	halves [2]half
+	want   [2]bool // of the choice under way
+	choice uint32  // number of it; 0 = none
+	last   uint32  // number
+	open   int     // choices and reservations that are not answered
+
+	remote  bool // a prefill rank computes the prompt
+	way     Way
+	read    bool   // the decode rank has the prompt
+	attempt uint32 // of a pair
+	params  uint64 // of the prefill leg that is done; 0 = none
+	fence   Fence  // of params
+	unlike  routing.RankRef
+
+	failures
+	ended bool
+}
+
+// failures are what the request has been through.
+type failures struct {
+	tried    [2][]routing.RankRef
+	refusals [2]int
+	redone   bool // the prefill was done again, which happens once
+	decodes  int  // decode legs that failed on their own account
+	deaths   int
+}
+
+// half is one side: a rank, its reservation, and the one leg that uses it.
+type half struct {
+	rank    routing.RankRef
+	number  uint32 // of the reservation and its leg
+	ticket  ticketState
+	leg     legState
+	started time.Duration // the leg; of a prefill leg that is answered, the answer
+	limit   time.Duration // when the leg is given up
+}
+
+type ticketState uint8
+
+const (
+	ticketNone ticketState = iota
+	ticketAsked
+	ticketHeld
+)
+
+type legState uint8
+
+const (
+	legIdle     legState = iota
+	legStarted           // decode: perhaps not written yet
+	legSent              // decode: written
+	legPassed            // decode: the client gets its bytes
+	legAnswered          // prefill: the prompt is computed
+	legOver              // the engine's answer or connection has ended
+)
+
+// NewCore is a request that has not begun.
+func NewCore(cfg Config) *Core { return &Core{cfg: cfg} }
+
+// Step tells the core an event and returns what to do, in this order. The commands are valid until the next
+// Step.
+func (c *Core) Step(at Instant, ev Event) []Command {
+	c.out = c.out[:0]
+	c.at = Instant{Now: max(c.at.Now, at.Now), Gap: max(c.at.Gap, at.Gap)}
+	switch ev.Kind {
+	case EvChosen, EvNoRank, EvReserved, EvRefused:
+		c.open--
+	default:
+	}
+	switch ev.Kind {
+	case EvTick:
+	case EvStart:
+		c.choose(true, true)
+	case EvChosen, EvNoRank:
+		c.onChoice(&ev)
+	case EvReserved, EvRefused:
+		c.onTicket(&ev)
+	case EvFenced:
+		c.onFenced(&ev)
+	case EvClientGone:
+		c.end(AnswerNone, OutcomeClientGone, 0)
+	case EvDeadline:
+		c.end(AnswerDeadline, OutcomeDeadline, 0)
+	default:
+		c.onLeg(&ev)
+	}
+	c.expire()
+	c.advance()
+	return c.out
+}
+
+// IsEnded reports whether the request is over for its client.
+func (c *Core) IsEnded() bool { return c.ended }
+
+// IsSettled reports whether it is over and every question to the shell is answered: the core may go.
+func (c *Core) IsSettled() bool { return c.ended && c.open == 0 }
+
+// Tried are the ranks of a side that must not be chosen again.
+func (c *Core) Tried(s Side) []routing.RankRef { return c.tried[s] }
+
+// Deadline is when the core wants a tick at the latest; ok is false if it waits for no time.
+func (c *Core) Deadline() (at time.Duration, ok bool) {
+	add := func(t time.Duration) {
+		if !ok || t < at {
+			at, ok = t, true
+		}
+	}
+	for s := range c.halves {
+		if h := &c.halves[s]; h.waits() {
+			add(h.limit)
+		}
+	}
+	if c.params != 0 && c.halves[Decode].leg == legIdle {
+		add(c.fence.Deadline)
+	}
+	return at, ok
+}
+
+// waits reports whether the leg has a limit: the time between the bytes of a stream is the shell's business.
+func (h *half) waits() bool { return h.leg == legStarted || h.leg == legSent }
+
+// advance starts the legs for which everything is there.
+func (c *Core) advance() {
+	p, d := &c.halves[Prefill], &c.halves[Decode]
+	switch isReady := d.ticket == ticketHeld && d.leg == legIdle; {
+	case c.ended:
+	case !c.remote:
+		if isReady {
+			c.start(Decode, CmdStartLocal, c.cfg.LocalLimit)
+		}
+	case c.cfg.Order == PrefillFirst:
+		if d.ticket == ticketHeld && p.ticket == ticketHeld && p.leg == legIdle {
+			c.start(Prefill, CmdStartPrefill, c.cfg.PrefillLimit)
+		}
+		if p.leg == legAnswered && isReady {
+			c.start(Decode, CmdStartDecode, c.cfg.DecodeLimit)
+		}
+	default:
+		if isReady && p.ticket == ticketHeld && p.leg == legIdle {
+			c.start(Decode, CmdStartDecode, c.cfg.PrefillLimit+c.cfg.DecodeLimit)
+		}
+		if p.ticket == ticketHeld && p.leg == legIdle &&
+			(d.leg == legSent || c.cfg.Order == Together && d.leg == legStarted) {
+			c.start(Prefill, CmdStartPrefill, c.cfg.PrefillLimit)
+		}
+	}
+}
+
+// start starts the leg of a side.
+func (c *Core) start(s Side, kind CommandKind, limit time.Duration) {
+	h := &c.halves[s]
+	h.leg, h.started, h.limit = legStarted, c.at.Now, c.at.Now+limit
+	cmd := Command{Kind: kind, Number: h.number, Side: s, Attempt: c.attempt, Rank: h.rank}
+	if c.params != 0 {
+		h.limit = min(h.limit, c.fence.ReadBy)
+	}
+	if kind == CmdStartDecode {
+		cmd.Params, cmd.Fence, cmd.Prefill = c.params, c.fence, c.halves[Prefill].rank
+	}
+	c.out = append(c.out, cmd)
+}
+
+// expire gives up what has taken too long.
+func (c *Core) expire() {
+	p, d := &c.halves[Prefill], &c.halves[Decode]
+	if c.ended {
+		return
+	}
+	if p.waits() && c.at.Now >= p.limit {
+		c.failPrefill(c.lateEnding(p))
+	}
+	if c.params != 0 && d.leg == legIdle && !c.fence.IsUsable(c.at) {
+		c.note(NoteParamsLate)
+		c.redo()
+	}
+	if d.waits() && c.at.Now >= d.limit {
+		if c.remote {
+			c.note(NoteDecodeLate) // any of the two may have stood still
+			c.release(Decode, EndCancelled)
+			c.redo()
+		} else {
+			c.failLocal(c.lateEnding(d))
+		}
+	}
+}
+
+// lateEnding is EndLate, unless the process stood still while the rank may have answered.
+func (c *Core) lateEnding(h *half) Ending {
+	if c.at.Gap > h.started {
+		return EndCancelled
+	}
+	return EndLate
+}
+
+// choose asks for ranks of the sides, beside what is being asked for already.
+func (c *Core) choose(prefill, decode bool) {
+	if c.choice != 0 {
+		c.out = append(c.out, Command{Kind: CmdCancel, Number: c.choice})
+	}
+	c.want[Prefill], c.want[Decode] = c.want[Prefill] || prefill, c.want[Decode] || decode
+	c.choice = c.next()
+	cmd := Command{
+		Kind: CmdChoose, Number: c.choice, WantPrefill: c.want[Prefill], WantDecode: c.want[Decode],
+		Unlike: c.unlike,
+	}
+	if c.remote || c.want[Prefill] { // a decode rank alone needs no partner
+		cmd.Prefill, cmd.Decode = c.halves[Prefill].rank, c.halves[Decode].rank
+	}
+	c.out, c.open = append(c.out, cmd), c.open+1
+}
+
+func (c *Core) next() uint32 {
+	c.last++
+	return c.last
+}
+
+func (c *Core) note(n Note) { c.out = append(c.out, Command{Kind: CmdNote, Note: n}) }
+
+// reserve asks rank for a ticket.
+func (c *Core) reserve(s Side, rank routing.RankRef) {
+	c.halves[s] = half{rank: rank, number: c.next(), ticket: ticketAsked}
+	c.out = append(c.out, Command{Kind: CmdReserve, Number: c.halves[s].number, Side: s, Rank: rank})
+	c.open++
+}
+
+// release ends a side: its leg is cancelled if it runs, and its ticket goes back.
+func (c *Core) release(s Side, e Ending) {
+	h := &c.halves[s]
+	if h.ticket == ticketAsked || h.leg == legStarted || h.leg == legSent || h.leg == legPassed {
+		c.out = append(c.out, Command{Kind: CmdCancel, Number: h.number, Side: s, Rank: h.rank})
+		if s == Decode {
+			c.alarm()
+		}
+	}
+	if h.ticket == ticketHeld {
+		cmd := Command{Kind: CmdRelease, Number: h.number, Side: s, Rank: h.rank, Ending: e}
+		switch h.leg {
+		case legIdle:
+			cmd.Ending = EndUnused
+		case legStarted, legSent, legPassed, legOver:
+		case legAnswered:
+			cmd.Ending = EndOK
+			if !c.read { // no decode engine has told the prefill engine that it may drop the prompt
+				cmd.HeldUntil = h.started + c.cfg.Lease
+			}
+		}
+		c.out = append(c.out, cmd)
+	}
+	*h = half{}
+}
+
+// isDoubtful reports whether the decode leg that is under way may have read memory of another prompt: it was
+// perhaps written too late, or had the time to read too late. While the process stood still, the prefill rank
+// may have been restarted, and nothing has cancelled the leg.
+func (c *Core) isDoubtful() bool {
+	switch d := &c.halves[Decode]; {
+	case c.params == 0:
+		return false
+	case d.leg == legStarted:
+		return !c.fence.IsUsable(c.at)
+	default:
+		return d.leg == legSent && (c.at.Now >= c.fence.ReadBy || c.at.Gap > c.fence.Since)
+	}
+}
+
+// alarm reports that the decode rank's cache may hold wrong blocks, if that is so.
+func (c *Core) alarm() {
+	if c.isDoubtful() {
+		c.out = append(c.out, Command{
+			Kind: CmdAlarm, Side: Decode, Rank: c.halves[Decode].rank, Prefill: c.fence.Prefill,
+		})
+	}
+}
+
+// discard drops the parameters.
+func (c *Core) discard() {
+	if c.params != 0 {
+		c.out = append(c.out, Command{Kind: CmdDiscard, Params: c.params})
+	}
+	c.params, c.fence = 0, Fence{}
+}
+
+// avoid excludes the side's rank from later choices.
+func (c *Core) avoid(s Side) { c.tried[s] = append(c.tried[s], c.halves[s].rank) }
+
+// end ends the request: whatever runs is cancelled, and both sides are released. passed is the leg whose
+// answer the client gets, if that is meant.
+func (c *Core) end(a Answer, o Outcome, passed uint32) {
+	if c.ended {
+		return
+	}
+	c.ended = true
+	if c.choice != 0 {
+		c.out = append(c.out, Command{Kind: CmdCancel, Number: c.choice})
+		c.choice = 0
+	}
+	c.release(Decode, EndCancelled)
+	c.release(Prefill, EndCancelled)
+	c.discard()
+	if a != AnswerNone {
+		c.out = append(c.out, Command{Kind: CmdAnswer, Answer: a, Number: passed})
+	}
+	c.out = append(c.out, Command{Kind: CmdCount, Way: c.way, Outcome: o})
+}

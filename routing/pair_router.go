@@ -1,0 +1,114 @@
+package routing
+
+import (
+	"maps"
+	"math/rand/v2"
+	"sync"
+)
+
+// PairRouter decides over the Routers of both pools of an application. It locks itself, then the prefill
+// pool's Router, then the decode pool's; nothing else holds two of them.
+type PairRouter struct {
+	prefill, decode *Router
+
+	mu     sync.Mutex
+	rule   PairRule
+	table  *PairTable
+	source rand.PCG
+	rand   *rand.Rand
+	counts map[string]uint64 // decisions by reason
+	in     PairInput         // of the decision at hand: kept here so that it is not allocated
+	p, d   Decision          // likewise
+}
+
+// NewPairRouter is a PairRouter over both pools' Routers. prewarm is that of NewPairTable.
+func NewPairRouter(prefill, decode *Router, rule PairRule, prewarm bool, seed uint64) *PairRouter {
+	r := &PairRouter{
+		prefill: prefill, decode: decode, rule: rule, table: NewPairTable(prewarm),
+		counts: map[string]uint64{},
+	}
+	r.source.Seed(seed, fibonacci)
+	r.rand = rand.New(&r.source)
+	return r
+}
+
+// Pick decides and, on Route, counts the request on the decode rank, and on the prefill rank if there is one,
+// under the IDs of d and p. Each count ends as one of Router.Pick does. p and d are the same request with
+// what the ranks of either pool hold of it. A decode rank of a pair counts the prompt as computed.
+func (r *PairRouter) Pick(p, d *Request, cannotSplit bool, out *PairDecision) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.prefill.mu.Lock()
+	defer r.prefill.mu.Unlock()
+	r.decode.mu.Lock()
+	defer r.decode.mu.Unlock()
+	r.prefill.choose(p, &r.p)
+	r.decode.choose(d, &r.d)
+	r.in = PairInput{
+		Prefill:     newPairPool(r.prefill, p, &r.prefill.view, &r.p),
+		Decode:      newPairPool(r.decode, d, &r.decode.view, &r.d),
+		Table:       r.table,
+		CannotSplit: cannotSplit,
+	}
+	r.rule.Decide(&r.in, r.rand, out)
+	r.in = PairInput{}
+	r.counts[out.Reason]++
+	switch {
+	case out.Kind != Route:
+	case out.Remote:
+		r.prefill.dispatch(p, out.Prefill, r.prefill.view.hitOn(p, out.Prefill))
+		r.decode.dispatch(d, out.Decode, d.Tokens)
+	default:
+		r.decode.dispatch(d, out.Decode, r.decode.view.hitOn(d, out.Decode))
+	}
+}
+
+func newPairPool(r *Router, q *Request, v *View, choice *Decision) PairPool {
+	return PairPool{View: v, Query: q, Choice: choice, Policy: r.policy, State: r.state}
+}
+
+// PairWhy is a decision with all that it was made of.
+type PairWhy struct {
+	Pair            PairDecision
+	Prefill, Decode Decision // of the pools' policies
+	PrefillView     View
+	DecodeView      View
+}
+
+// Explain is what Pick would decide now, with all candidates; nothing changes, not even the generators.
+func (r *PairRouter) Explain(p, d *Request, cannotSplit bool) PairWhy {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	why := PairWhy{Pair: PairDecision{Explain: true}}
+	// both locks are held until the views are copied: Pick sees both pools at one moment
+	r.prefill.mu.Lock()
+	defer r.prefill.mu.Unlock()
+	r.decode.mu.Lock()
+	defer r.decode.mu.Unlock()
+	why.Prefill, why.PrefillView = r.prefill.why(p)
+	why.Decode, why.DecodeView = r.decode.why(d)
+	why.PrefillView.Now = max(why.PrefillView.Now, p.Now)
+	why.DecodeView.Now = max(why.DecodeView.Now, d.Now)
+	source := r.source
+	r.rule.Decide(&PairInput{
+		Prefill:     newPairPool(r.prefill, p, &why.PrefillView, &why.Prefill),
+		Decode:      newPairPool(r.decode, d, &why.DecodeView, &why.Decode),
+		Table:       r.table,
+		CannotSplit: cannotSplit,
+	}, rand.New(&source), &why.Pair)
+	return why
+}
+
+// Update changes the table of pairs and leases. change must not call the PairRouter.
+func (r *PairRouter) Update(change func(t *PairTable)) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	change(r.table)
+}
+
+// Counts are the decisions so far by reason.
+func (r *PairRouter) Counts() map[string]uint64 {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return maps.Clone(r.counts)
+}
