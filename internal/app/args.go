@@ -2,10 +2,14 @@ package app
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"strconv"
 	"strings"
+
+	"github.com/dpserve/dpserve/internal/nearest"
+	"github.com/dpserve/dpserve/internal/simflags"
 )
 
 // flag returns the name of the argument in kebab case. After a dot (nested settings) the engine's own
@@ -17,41 +21,6 @@ func (a Arg) flag() string {
 		return head + "." + tail
 	}
 	return head
-}
-
-// argv returns the argument as words of a command line.
-func (a Arg) argv() []string {
-	flag := "--" + a.flag()
-	var text string
-	switch v := a.Value.(type) {
-	case bool:
-		if v {
-			return []string{flag}
-		}
-		return []string{"--no-" + a.flag()}
-	case string:
-		text = v
-	case int64:
-		text = strconv.FormatInt(v, 10)
-	case float64:
-		text = strconv.FormatFloat(v, 'g', -1, 64)
-	default:
-		text = string(appendJSON(nil, v))
-	}
-	if strings.HasPrefix(text, "-") { // as a separate word it would be read as a flag
-		return []string{flag + "=" + text}
-	}
-	return []string{flag, text}
-}
-
-// Argv returns the arguments as words of a command line, in file order: --kebab-case value. true is the bare
-// flag, false is --no-flag, lists and maps are JSON. No shell reads them.
-func (a Args) Argv() []string {
-	var out []string
-	for _, arg := range a {
-		out = append(out, arg.argv()...)
-	}
-	return out
 }
 
 // Get returns the value of a flag by its name in kebab case. The file may use another spelling.
@@ -205,6 +174,66 @@ func keepFloats(v any) any {
 		return out
 	default:
 		return v
+	}
+}
+
+// checkSim checks an argument of the simulated engine by the table that the engine reads its flags by. Flags
+// of vLLM that the engine has no use for are accepted, so that a file for real engines runs with the
+// simulated one.
+func (a *draft) checkSim(arg Arg, path string) {
+	name := arg.flag()
+	flag, isOff, known := simflags.Find(name)
+	if !known {
+		a.checkUnknownSim(arg, path)
+		return
+	}
+	values := []any{arg.Value}
+	if list, ok := arg.Value.([]any); ok && strings.HasPrefix(name, "sim-") {
+		values = list // the flag is repeated
+	}
+	for _, v := range values {
+		_, isBool := v.(bool)
+		text, isText := v.(string)
+		if !isText {
+			text = string(appendJSON(nil, v))
+		}
+		if flag.Switch && isBool && !isOff || !flag.Switch && !isBool && flag.Check(text) == nil {
+			continue
+		}
+		hint := didYouMean(text, flag.Words)
+		switch {
+		case isOff:
+			hint = "write " + strings.TrimPrefix(strings.TrimPrefix(arg.Name, "no_"), "no-") + ": false"
+		case name == "sim-fail":
+			mode, _, _ := strings.Cut(text, "@")
+			mode, _, _ = strings.Cut(mode, "=")
+			hint = didYouMean(mode, simflags.Modes())
+		}
+		a.d.unlike(path, string(appendJSON(nil, v)), flag.Wanted(), hint)
+		return
+	}
+}
+
+// typingError is how many edits make a name of another engine's flag a mistyped one of the simulated engine.
+const typingError = 2
+
+// checkUnknownSim refuses arguments that would be the simulated engine's own, and warns about those that are
+// probably mistyped.
+func (a *draft) checkUnknownSim(arg Arg, path string) {
+	var names []string
+	for _, name := range simflags.Names() {
+		if ownedFlag(name) == "" {
+			names = append(names, strings.ReplaceAll(name, "-", "_"))
+		}
+	}
+	if strings.HasPrefix(arg.flag(), "sim-") {
+		hint := cmp.Or(didYouMean(arg.Name, names), "its arguments are in docs/app-yaml.md#simulated-engine")
+		a.d.wrong(path, "the simulated engine has no argument "+strconv.Quote(arg.Name), hint)
+		return
+	}
+	if meant := nearest.Within(typingError, arg.Name, names); meant != "" {
+		a.d.warn(path, "the simulated engine ignores the argument "+strconv.Quote(arg.Name),
+			"did you mean "+strconv.Quote(meant)+"?")
 	}
 }
 

@@ -98,7 +98,7 @@ func TestDevicesOfARank(t *testing.T) {
 		},
 		{text: with("kind: sglang, args: {tp_size: 8, pp_size: 2}"), gpus: 16},
 	} {
-		f, warnings, err := Parse("app.yaml", []byte(c.text))
+		f, warnings, err := Parse(Default(), "app.yaml", []byte(c.text))
 		require.NoError(t, err, c.text)
 		assert.Equal(t, c.gpus, f.Applications[0].Resources.GPUs, c.text)
 		assert.Equal(t, c.set, f.Applications[0].Resources.GPUsSet, c.text)
@@ -170,27 +170,9 @@ func TestArgumentFaults(t *testing.T) {
 	}
 }
 
-func TestArgv(t *testing.T) {
+func TestArgsGet(t *testing.T) {
 	t.Parallel()
-	args := Args{
-		{"max_num_seqs", int64(256)},
-		{"gpu-memory-utilization", 0.85},
-		{"enable_x", true},
-		{"enable_y", false},
-		{"temperature", int64(-1)},
-		{"text", "-x y"},
-		{"empty", ""},
-		{"list", []any{int64(1), "a<b", 2.0}},
-		{"compilation_config.cudagraph_mode", "FULL"},
-		{"map", map[string]any{"b": nil, "a": true}},
-	}
-	assert.Equal(t, []string{
-		"--max-num-seqs", "256", "--gpu-memory-utilization", "0.85", "--enable-x", "--no-enable-y",
-		"--temperature=-1", "--text=-x y", "--empty", "", "--list", `[1,"a<b",2.0]`,
-		"--compilation-config.cudagraph_mode", "FULL", "--map", `{"a":true,"b":null}`,
-	}, args.Argv())
-	assert.Empty(t, Args(nil).Argv())
-	v, ok := args.Get("enable-y")
+	v, ok := Args{{"enable_y", false}}.Get("enable-y")
 	assert.True(t, ok)
 	assert.Equal(t, false, v)
 }
@@ -359,7 +341,7 @@ func TestAttachFaults(t *testing.T) {
 
 func TestSharedEngineIsAWarning(t *testing.T) {
 	t.Parallel()
-	_, warnings, err := Parse("app.yaml", []byte(`
+	_, warnings, err := Parse(Default(), "app.yaml", []byte(`
 applications:
   - {name: a, model: {id: a}, engine: {kind: attach, ranks: [{url: "http://x:1"}]}}
   - {name: b, model: {id: b}, engine: {kind: attach, ranks: [{url: "http://x:1"}]}}

@@ -3,6 +3,7 @@ package app
 import (
 	"errors"
 	"reflect"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -19,14 +20,9 @@ type File struct {
 
 // Parse reads text (YAML, or JSON, which is YAML) and checks every rule of a file. The error is a Faults with
 // all faults, sorted by position; then the File is nil. Warnings are about legal but surprising values and
-// come with and without faults. file is the name in the faults. The result does not refer to text. rules are
-// checks of packages that this one does not know; they run on every application.
-func Parse(file string, text []byte, rules ...Rule) (*File, []Warning, error) {
-	return ParseOver(Default(), file, text, rules...)
-}
-
-// ParseOver is Parse with other defaults: those of base.
-func ParseOver(base Application, file string, text []byte, rules ...Rule) (*File, []Warning, error) {
+// come with and without faults. base has the defaults, file is the name in the faults. The result does not
+// refer to text. rules are checks of packages that this one does not know; they run on every application.
+func Parse(base Application, file string, text []byte, rules ...Rule) (*File, []Warning, error) {
 	d := newDecoder(file)
 	d.base = base
 	root := d.load(text)
@@ -66,6 +62,7 @@ func (d *decoder) read(root *node) []*draft {
 	var top struct {
 		Applications []*draft `json:"applications"`
 	}
+	root.entries = slices.DeleteFunc(root.entries, isExtension)
 	c := cursor{d, root, ""}
 	c.readStruct(reflect.ValueOf(&top).Elem())
 	if root.shape == mapShape && !d.has("applications") {
@@ -76,6 +73,9 @@ func (d *decoder) read(root *node) []*draft {
 	}
 	return top.Applications
 }
+
+// isExtension says that a key at the top is the user's own, a place for anchors, as in a Compose file.
+func isExtension(e entry) bool { return strings.HasPrefix(e.key, "x-") }
 
 // isRay detects a Ray Serve file by its import paths and refuses it by name, instead of with a fault for
 // every key.
@@ -112,7 +112,7 @@ func (d *decoder) load(text []byte) *node {
 		d.fault(at, "", Fault{Message: what, Hint: "split the file into several smaller ones"})
 		return nil
 	}
-	body := d.body(tokens)
+	body := d.body(tokens, text)
 	if body == nil {
 		return nil
 	}
@@ -121,14 +121,21 @@ func (d *decoder) load(text []byte) *node {
 }
 
 // body returns the one document of the file, nil if there is none.
-func (d *decoder) body(tokens token.Tokens) ast.Node {
+func (d *decoder) body(tokens token.Tokens, text []byte) ast.Node {
 	file, err := parseTokens(tokens)
 	if err != nil {
 		at, what := place{1, 1}, err.Error()
 		if syntax, ok := errors.AsType[*yaml.SyntaxError](err); ok {
 			at, what = placeOfToken(syntax.Token), syntax.Message
 		}
-		d.fault(at, "", Fault{Message: "not YAML: " + what, Hint: "correct the syntax at this place"})
+		fault := Fault{Message: "not YAML: " + what, Hint: "correct the syntax at this place"}
+		if tab, ok := tabNear(text, at.line); ok || strings.Contains(what, "tab character") {
+			if ok {
+				at = tab
+			}
+			fault = Fault{Message: "YAML takes no tabs", Hint: "indent with spaces"}
+		}
+		d.fault(at, "", fault)
 		return nil
 	}
 	var found ast.Node
@@ -146,6 +153,22 @@ func (d *decoder) body(tokens token.Tokens) ast.Node {
 		found = doc.Body
 	}
 	return found
+}
+
+// tabNear finds the tab in the indentation of a line, or of the ones beside it: the parser reports what it
+// did not understand at one of them.
+func tabNear(text []byte, line int) (place, bool) {
+	lines := strings.Split(string(text), "\n")
+	for _, n := range []int{line, line - 1, line + 1} {
+		if n < 1 || n > len(lines) {
+			continue
+		}
+		content := strings.TrimLeft(lines[n-1], " ")
+		if strings.HasPrefix(content, "\t") && strings.TrimSpace(content) != "" {
+			return place{n, len(lines[n-1]) - len(content) + 1}, true
+		}
+	}
+	return place{}, false
 }
 
 // decoder collects the results of Parse: faults, warnings, and the position of each path.

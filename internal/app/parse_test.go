@@ -17,7 +17,7 @@ import (
 // faultsOf returns Parse's error, one line per fault.
 func faultsOf(t *testing.T, text string) []string {
 	t.Helper()
-	_, _, err := Parse("app.yaml", []byte(text))
+	_, _, err := Parse(Default(), "app.yaml", []byte(text))
 	if err == nil {
 		return nil
 	}
@@ -33,7 +33,7 @@ func faultsOf(t *testing.T, text string) []string {
 
 func parsed(t *testing.T, text string) *File {
 	t.Helper()
-	f, _, err := Parse("app.yaml", []byte(text))
+	f, _, err := Parse(Default(), "app.yaml", []byte(text))
 	require.NoError(t, err)
 	return f
 }
@@ -89,9 +89,9 @@ func TestFullExampleWithoutLaterKeys(t *testing.T) {
 	assert.Equal(t, 1, a.NumGroups)
 	assert.Equal(t, []string{"deepseek-r1", "deepseek", "deepseek-r1:my-lora", "my-lora"},
 		a.Model.ServedNames())
-	assert.Equal(t, []string{
-		"--tensor-parallel-size", "1", "--max-num-seqs", "256", "--enable-expert-parallel",
-	}, a.Engine.Args.Argv())
+	assert.Equal(t, Args{
+		{"tensor_parallel_size", int64(1)}, {"max_num_seqs", int64(256)}, {"enable_expert_parallel", true},
+	}, a.Engine.Args)
 	assert.Len(t, a.Units(), 1)
 }
 
@@ -157,7 +157,7 @@ func TestFaultTexts(t *testing.T) {
 		"null list":     {"applications:\n", "the key applications is missing or empty"},
 		"not YAML":      {"applications: [1,", "not YAML: "},
 		"two documents": {one() + "---\na: 1\n", "a second document"},
-		"tab":           {"\tapplications: []", "not YAML: "},
+		"tab":           {"\tapplications: []", "app.yaml:1:1: YAML takes no tabs; hint: indent with spaces"},
 		"not UTF-8":     {"applications: \xff", "the file is not UTF-8 text"},
 		"NUL":           {"a: \x00", "control character U+0000"},
 		"no name": {
@@ -341,7 +341,7 @@ applications:
 
 func TestArgumentTypes(t *testing.T) {
 	t.Parallel()
-	f, warnings, err := Parse("app.yaml", []byte(`
+	f, warnings, err := Parse(Default(), "app.yaml", []byte(`
 applications:
   - name: a
     model: {id: a}
@@ -466,7 +466,7 @@ func TestThePolicyFollowsTheCoupling(t *testing.T) {
 
 func TestSampleShowsEveryKey(t *testing.T) {
 	t.Parallel()
-	_, warnings, err := Parse("sample", Sample())
+	_, warnings, err := Parse(Default(), "sample", Sample())
 	require.NoError(t, err)
 	assert.Empty(t, warnings)
 	text := string(Sample())
@@ -509,7 +509,7 @@ func strategies() []string { return wordLists["strategy"] }
 
 func TestFaultsAreAProblem(t *testing.T) {
 	t.Parallel()
-	_, _, err := Parse("app.yaml", []byte("x: 1\n"))
+	_, _, err := Parse(Default(), "app.yaml", []byte("x: 1\n"))
 	assert.Equal(t, problem.InvalidArgument, problem.CodeOf(err))
 	var faults Faults
 	require.ErrorAs(t, err, &faults)
@@ -533,7 +533,7 @@ func TestExamplesParse(t *testing.T) {
 	for _, name := range files {
 		text, err := os.ReadFile(name)
 		require.NoError(t, err)
-		_, warnings, err := Parse(name, text)
+		_, warnings, err := Parse(Default(), name, text)
 		require.NoError(t, err)
 		assert.Empty(t, warnings)
 	}

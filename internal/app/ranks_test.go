@@ -19,7 +19,7 @@ func edge(t testing.TB, ranks string, more ...string) *Application {
 	for _, l := range more {
 		text += "    " + l + "\n"
 	}
-	f, _, err := Parse("app.yaml", []byte(text))
+	f, _, err := Parse(Default(), "app.yaml", []byte(text))
 	require.NoError(t, err)
 	return f.Applications[0]
 }
@@ -189,14 +189,14 @@ func TestWrittenNumbers(t *testing.T) {
 		`{url: "http://a:1", rank: 3}, ` +
 			`{url: "http://b:1", rank: 3}`: "taken by applications[0].engine.ranks[0]",
 	} {
-		_, _, err := Parse("f",
+		_, _, err := Parse(Default(), "f",
 			[]byte("applications:\n\n  - {name: e, model: {id: m}, engine: {kind: attach, ranks: "+
 				"["+text+"]}}\n"))
 		require.ErrorContains(t, err, want, text)
 	}
 	lockstep := `applications: [{name: e, model: {id: m}, ` +
 		`data_parallel: {coupling: lockstep}, engine: {kind: attach, ranks: [{url: "http://a:1", rank: 0}]}}]`
-	_, _, err := Parse("f", []byte(lockstep))
+	_, _, err := Parse(Default(), "f", []byte(lockstep))
 	require.ErrorContains(t, err,
 		"ranks[0].rank: the ranks of a lockstep group are numbered in the order of the file")
 }
@@ -282,7 +282,7 @@ func checkRanks(t *rapid.T, a *Application, want map[string]int) {
 	require.Equal(t, len(want), a.NumReplicas)
 	require.Len(t, a.Units(), len(want))
 	text := (&File{Applications: []*Application{a}}).Print()
-	again, _, err := Parse("print", text)
+	again, _, err := Parse(Default(), "print", text)
 	require.NoError(t, err, string(text))
 	require.Equal(t, a, again.Applications[0], string(text))
 }

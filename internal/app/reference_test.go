@@ -209,7 +209,8 @@ func fileSchema(t *testing.T) object {
 	return object{
 		"$schema": "http://json-schema.org/draft-07/schema#", "title": "dpserve application file",
 		"type": "object", "additionalProperties": false, "required": []any{"applications"},
-		"properties": object{"applications": applications},
+		"properties":        object{"applications": applications},
+		"patternProperties": object{"^x-": object{}},
 	}
 }
 
@@ -298,7 +299,7 @@ func TestSchemaAcceptsExamples(t *testing.T) {
 	schema := fileSchema(t)
 	files, err := filepath.Glob("../../examples/*/app.yaml")
 	require.NoError(t, err)
-	texts := []string{string(Sample())}
+	texts := []string{string(Sample()), "x-any: [1]\n" + one("num_replicas: 1")}
 	for _, name := range files {
 		text, err := os.ReadFile(name)
 		require.NoError(t, err)
@@ -368,7 +369,11 @@ func violations(schema object, v any, name string) []string {
 		}
 	case map[string]any:
 		known, _ := schema["properties"].(object)
+		_, extensible := schema["patternProperties"]
 		for key, item := range v {
+			if extensible && strings.HasPrefix(key, "x-") {
+				continue
+			}
 			if s, ok := known[key].(object); ok {
 				out = append(out, violations(s, item, key)...)
 			} else if schema["additionalProperties"] == false {

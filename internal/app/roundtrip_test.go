@@ -201,7 +201,7 @@ func TestPrintParses(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		want := drawFile(t)
 		text := want.Print()
-		got, _, err := Parse("print", text)
+		got, _, err := Parse(Default(), "print", text)
 		require.NoError(t, err, string(text))
 		require.Equal(t, want, got, string(text))
 		require.Equal(t, string(text), string(got.Print()))
@@ -278,7 +278,7 @@ func FuzzParse(f *testing.F) {
 	f.Add([]byte("a: &a {<<: *a}\n? x\n: !!str 1\n---\n"))
 	f.Add([]byte("applications: &x [{name: a, <<: {model: {id: 1}}, engine: {kind: sim}}]\n"))
 	f.Fuzz(func(t *testing.T, text []byte) {
-		file, _, err := Parse("fuzz", text)
+		file, _, err := Parse(Default(), "fuzz", text)
 		if err != nil {
 			var faults Faults
 			require.ErrorAs(t, err, &faults)
@@ -289,7 +289,7 @@ func FuzzParse(f *testing.F) {
 			}
 			return
 		}
-		again, _, err := Parse("print", file.Print())
+		again, _, err := Parse(Default(), "print", file.Print())
 		require.NoError(t, err, string(file.Print()))
 		require.Equal(t, file, again)
 	})

@@ -173,6 +173,9 @@ func (a *draft) checkArgs() {
 				"disaggregated prefill and decode come with a later version; only kv_role kv_both works here")
 		default:
 			a.d.claim(seen, path, "flag", "--"+flag)
+			if a.Engine.Kind == KindSim && a.d.isGood(path) {
+				a.checkSim(arg, path)
+			}
 		}
 	}
 }

@@ -69,6 +69,13 @@ func (c *TokenContent) Use(h Hashing) *TokenContent {
 	return c
 }
 
+// Answer sets the text of the answer, in the place of the one that the seed gives; to be called before the
+// first BlockHash.
+func (c *TokenContent) Answer(text []byte) *TokenContent {
+	c.gen = GivenText(text)
+	return c
+}
+
 // Salt is the salt it was made with.
 func (c *TokenContent) Salt() string { return c.saltText }
 

@@ -2,6 +2,7 @@ package enginemodel
 
 import (
 	"encoding/binary"
+	"slices"
 
 	"github.com/zeebo/xxh3"
 )
@@ -48,19 +49,28 @@ func AnswerLen(seed uint64) int {
 // Generator writes an answer. It is a pure function of its seed, made piece by piece; not safe for concurrent
 // use.
 type Generator struct {
-	state uint64
-	words int
-	buf   []byte
+	state   uint64
+	words   int
+	buf     []byte
+	isGiven bool // buf is the whole text
 }
 
 // NewGenerator begins the answer of seed (TextSeed).
 func NewGenerator(seed uint64) *Generator { return &Generator{state: seed} }
+
+// GivenText writes an answer whose text is decided. NUL bytes follow it, so that its tokens are those that
+// AppendTokens makes of it.
+func GivenText(text []byte) *Generator { return &Generator{buf: slices.Clip(text), isGiven: true} }
 
 // Bytes is the text of the first n tokens: exactly BytesPerToken*n bytes, the last character perhaps
 // incomplete. The result is valid until the next call.
 func (g *Generator) Bytes(n int) []byte {
 	want := n * BytesPerToken
 	for len(g.buf) < want {
+		if g.isGiven {
+			g.buf = append(g.buf, make([]byte, want-len(g.buf))...)
+			break
+		}
 		g.word()
 	}
 	return g.buf[:want]

@@ -96,14 +96,17 @@ func pureLibraries() []string {
 }
 
 // pureHelpers lists the packages of internal/ that a pure area may import.
-func pureHelpers() []string { return []string{"internal/problem", "internal/nearest"} }
+func pureHelpers() []string {
+	return []string{"internal/problem", "internal/nearest", "internal/simflags"}
+}
 
 // testLibraries lists what only tests and test/ may link.
 func testLibraries() []string {
 	return []string{
 		"testing", "testing/", "net/http/httptest", "github.com/stretchr/testify", "go.uber.org/goleak",
 		"pgregory.net/rapid", "github.com/rogpeppe/go-internal", "github.com/anishathalye/porcupine",
-		"github.com/cockroachdb/datadriven", "github.com/openai/openai-go", module + "test",
+		"github.com/cockroachdb/datadriven", "github.com/openai/openai-go",
+		"github.com/santhosh-tekuri/jsonschema", module + "test",
 	}
 }
 

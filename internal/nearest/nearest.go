@@ -5,11 +5,14 @@ import "strings"
 
 // Word is the word of words that was probably meant by found, or "". Case and the choice of _ or - do not
 // count as a difference; otherwise about one edit in three characters is forgiven.
-func Word(found string, words []string) string {
+func Word(found string, words []string) string { return Within(max(1, len(found)/3), found, words) }
+
+// Within is Word with another number of edits that are forgiven.
+func Within(edits int, found string, words []string) string {
 	if len(found) > maxWord {
 		return ""
 	}
-	best, bound := "", max(1, len(found)/3)+1
+	best, bound := "", edits+1
 	for _, w := range words {
 		if d := distance(plain(found), plain(w)); d < bound {
 			best, bound = w, d

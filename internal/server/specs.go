@@ -19,7 +19,7 @@ func ParseApps(file string, text []byte) (*app.File, []app.Warning, error) {
 
 // ParseAppsOver is ParseApps with other defaults: those of base.
 func ParseAppsOver(base app.Application, file string, text []byte) (*app.File, []app.Warning, error) {
-	return app.ParseOver(base, file, text, routingRule)
+	return app.Parse(base, file, text, routingRule)
 }
 
 // routingRule lets the policy check its own parameters.

@@ -3,6 +3,7 @@
 package clients
 
 import (
+	"encoding/json"
 	"errors"
 	"net/http"
 	"os"
@@ -121,6 +122,7 @@ func TestOpenAIClient(t *testing.T) {
 		require.NoError(t, s.Err())
 		assert.Equal(t, "length", finish)
 	})
+	t.Run("tools and JSON", func(t *testing.T) { testAgent(t, client) })
 	t.Run("errors", func(t *testing.T) {
 		var e *openai.Error
 		_, err := client.Chat.Completions.New(ctx, openai.ChatCompletionNewParams{
@@ -148,4 +150,59 @@ func TestOpenAIClient(t *testing.T) {
 		assert.Equal(t, http.StatusBadRequest, e.StatusCode)
 	})
 	r.Quiet()
+}
+
+// testAgent is the loop of an agent framework: a tool is called, the tool answers, the model answers; then
+// an answer that is JSON of a schema. Streaming and not.
+func testAgent(t *testing.T, client openai.Client) {
+	schema := map[string]any{
+		"type": "object", "properties": map[string]any{"city": map[string]any{"type": "string"}},
+		"required": []string{"city"}, "additionalProperties": false,
+	}
+	hasCity := func(text string) {
+		var v struct{ City *string }
+		require.NoError(t, json.Unmarshal([]byte(text), &v), text)
+		assert.NotNil(t, v.City, text)
+	}
+	params := openai.ChatCompletionNewParams{
+		Model: "model-one", Messages: []openai.ChatCompletionMessageParamUnion{openai.UserMessage("rain?")},
+		Tools: []openai.ChatCompletionToolUnionParam{
+			openai.ChatCompletionFunctionTool(openai.FunctionDefinitionParam{
+				Name: "weather", Parameters: schema,
+			}),
+		},
+	}
+	stream := client.Chat.Completions.NewStreaming(t.Context(), params)
+	var whole openai.ChatCompletionAccumulator
+	for stream.Next() {
+		require.True(t, whole.AddChunk(stream.Current()))
+	}
+	require.NoError(t, stream.Err())
+	out, err := client.Chat.Completions.New(t.Context(), params)
+	require.NoError(t, err)
+	for _, choice := range []openai.ChatCompletionChoice{out.Choices[0], whole.Choices[0]} {
+		assert.Equal(t, "tool_calls", choice.FinishReason)
+		require.Len(t, choice.Message.ToolCalls, 1)
+		assert.Equal(t, "weather", choice.Message.ToolCalls[0].Function.Name)
+		hasCity(choice.Message.ToolCalls[0].Function.Arguments)
+	}
+
+	message := out.Choices[0].Message
+	params.Messages = append(params.Messages, message.ToParam(),
+		openai.ToolMessage("yes", message.ToolCalls[0].ID))
+	out, err = client.Chat.Completions.New(t.Context(), params)
+	require.NoError(t, err)
+	assert.Equal(t, "stop", out.Choices[0].FinishReason)
+	assert.Empty(t, out.Choices[0].Message.ToolCalls)
+	assert.NotEmpty(t, out.Choices[0].Message.Content)
+
+	params.Tools = nil
+	params.ResponseFormat.OfJSONSchema = &openai.ResponseFormatJSONSchemaParam{
+		JSONSchema: openai.ResponseFormatJSONSchemaJSONSchemaParam{
+			Name: "place", Strict: openai.Bool(true), Schema: schema,
+		},
+	}
+	out, err = client.Chat.Completions.New(t.Context(), params)
+	require.NoError(t, err)
+	hasCity(out.Choices[0].Message.Content)
 }

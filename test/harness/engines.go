@@ -13,7 +13,10 @@ import (
 	"strings"
 	"sync"
 	"syscall"
+	"testing"
 	"time"
+
+	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/node"
 	"github.com/dpserve/dpserve/internal/engine"
@@ -83,6 +86,21 @@ func (s *Engines) Start(_ context.Context, l engine.Launch, stdout, stderr io.Wr
 	s.mu.Unlock()
 	go e.run(ctx, cfg, stdout, stderr)
 	return e, nil
+}
+
+// StartSim serves a simulated engine in this process, without dpserve, until the test ends.
+func StartSim(t testing.TB, cfg sim.Config) *sim.Server {
+	t.Helper()
+	s, err := sim.New(cfg)
+	require.NoError(t, err)
+	require.NoError(t, s.Listen(t.Context()))
+	served := make(chan error, 1)
+	go func() { served <- s.Serve() }()
+	t.Cleanup(func() {
+		_ = s.Close()
+		<-served
+	})
+	return s
 }
 
 // Live are the engines that have not ended, in order of their start.

@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/internal/engine/sim"
+	"github.com/dpserve/dpserve/test/harness"
 )
 
 // byHand starts an engine by its command line, without dpserve. It ends with the test.
@@ -21,9 +22,7 @@ func (r *kvRig) byHand(args ...string) *sim.Server {
 	cfg.Dial = func(ctx context.Context, addr string) (net.Conn, error) {
 		return r.Net.DialContext(ctx, "tcp", addr)
 	}
-	s, err := sim.Start(r.t.Context(), cfg)
-	require.NoError(r.t, err)
-	r.t.Cleanup(func() { _ = s.Close() })
+	s := harness.StartSim(r.t, cfg)
 	return s
 }
 

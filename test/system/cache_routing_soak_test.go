@@ -294,8 +294,6 @@ func attachedEngine(t *testing.T, model string, base int) string {
 			events + `"}`,
 	})
 	require.NoError(t, err)
-	s, err := sim.Start(t.Context(), cfg)
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = s.Close() })
+	s := harness.StartSim(t, cfg)
 	return s.URL()
 }

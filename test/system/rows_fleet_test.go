@@ -90,9 +90,7 @@ func fleet(t *testing.T, n int) (urls []string) {
 			"edge", "--sim-step-ms", "2",
 		})
 		require.NoError(t, err)
-		s, err := sim.Start(t.Context(), cfg)
-		require.NoError(t, err)
-		t.Cleanup(func() { _ = s.Close() })
+		s := harness.StartSim(t, cfg)
 		urls = append(urls, s.URL())
 	}
 	return urls

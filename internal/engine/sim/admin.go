@@ -1,11 +1,9 @@
 package sim
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
 	"net"
-	"net/http"
 	"strconv"
 	"strings"
 
@@ -110,12 +108,12 @@ func (s *Server) failFor(f Fault) error {
 		}
 		s.http.SetKeepAlivesEnabled(false) // pooled connections must not get in either
 	}
-	s.faults.on(f, func() { _ = s.end(f.Mode) })
+	s.faults.on(f, func() { _ = s.undo(f.Mode) })
 	return nil
 }
 
-// end undoes a mode of failFor.
-func (s *Server) end(m Mode) error {
+// undo ends a mode of failFor.
+func (s *Server) undo(m Mode) error {
 	if m == ModeRefuse {
 		s.http.SetKeepAlivesEnabled(true)
 		return s.gate.admit()
@@ -127,7 +125,7 @@ func (s *Server) end(m Mode) error {
 // Recover switches every failure off that has not ended the engine.
 func (s *Server) Recover() error {
 	s.faults.clear()
-	return errors.Join(s.end(ModeHang), s.end(ModeRefuse))
+	return errors.Join(s.undo(ModeHang), s.undo(ModeRefuse))
 }
 
 func (s *Server) tellAll(in em.Input) {
@@ -175,57 +173,6 @@ func (s *Server) kvPort() int {
 	return port + max(1, s.cfg.DPSize)
 }
 
-// admin serves /_sim/* without a key, because engines listen on loopback by default.
-func (s *Server) admin(w http.ResponseWriter, r *http.Request) {
-	switch r.Method + " " + r.URL.Path {
-	case "GET /_sim/stats":
-		b, err := json.Marshal(s.Stats())
-		s.adminAnswer(w, b, err)
-	case "GET /_sim/blocks":
-		b, err := json.Marshal(s.BlockTables())
-		s.adminAnswer(w, b, err)
-	case "POST /_sim/recover":
-		s.adminAnswer(w, []byte(`{}`), s.Recover())
-	case "POST /_sim/fail":
-		s.adminFail(w, r)
-	default:
-		s.writeJSON(w, http.StatusNotFound, []byte(`{"detail":"Not Found"}`))
-	}
-}
-
-// maxFault bounds the body of an injected failure.
-const maxFault = 1 << 16
-
-func (s *Server) adminFail(w http.ResponseWriter, r *http.Request) {
-	var f Fault
-	d := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxFault))
-	d.DisallowUnknownFields()
-	err := d.Decode(&f)
-	if err == nil {
-		err = f.validate()
-	}
-	if err != nil {
-		s.adminAnswer(w, nil, err)
-		return
-	}
-	switch f.Mode { // these end the connection: answer first
-	case ModeCrash, ModeKill, ModeRefuse:
-		s.adminAnswer(w, []byte(`{}`), nil)
-		_ = http.NewResponseController(w).Flush()
-		_ = s.Fail(f)
-	default:
-		s.adminAnswer(w, []byte(`{}`), s.Fail(f))
-	}
-}
-
-func (s *Server) adminAnswer(w http.ResponseWriter, body []byte, err error) {
-	if err != nil {
-		s.fail(w, badRequest("", "%s", err.Error()))
-		return
-	}
-	s.writeJSON(w, http.StatusOK, body)
-}
-
 // restartKV restarts the engine's cache and events as a new process would: requests are computed again.
 func (s *Server) restartKV() {
 	for _, r := range s.ranks {
@@ -248,4 +195,28 @@ func (s *Server) sleep(f Fault) {
 		r.wake()
 	}
 	s.faults.on(f, func() {})
+}
+
+// BlockTable is the prefix cache of one rank and the point in its event stream that it stands at.
+type BlockTable struct {
+	Rank   string         `json:"rank"`
+	Next   uint64         `json:"next"`   // sequence number of the next batch
+	Blocks map[uint64]int `json:"blocks"` // copies by hash
+}
+
+// BlockTables is what every rank of this process holds. Changes of the step that runs are in the blocks and
+// not yet in the stream.
+func (s *Server) BlockTables() []BlockTable {
+	out := make([]BlockTable, 0, len(s.ranks))
+	for _, r := range s.ranks {
+		t := BlockTable{Rank: r.label, Blocks: map[uint64]int{}}
+		r.mu.Lock()
+		r.core.CachedBlocks(func(hash uint64, copies int) { t.Blocks[hash] = copies })
+		if r.kv != nil {
+			t.Next = r.kv.published()
+		}
+		r.mu.Unlock()
+		out = append(out, t)
+	}
+	return out
 }

@@ -2,6 +2,7 @@ package sim
 
 import (
 	"bytes"
+	"cmp"
 	"strconv"
 	"unicode/utf8"
 
@@ -48,18 +49,20 @@ type choiceJSON struct {
 }
 
 type messageJSON struct {
-	Role         string `json:"role"`
-	Content      string `json:"content"`
-	Refusal      *int   `json:"refusal"` // this and what follows: always null
-	Annotations  *int   `json:"annotations"`
-	Audio        *int   `json:"audio"`
-	FunctionCall *int   `json:"function_call"`
-	Reasoning    *int   `json:"reasoning"`
+	Role         string         `json:"role"`
+	Content      any            `json:"content"`
+	Refusal      *int           `json:"refusal"` // this and the others without a value: always null
+	Annotations  *int           `json:"annotations"`
+	Audio        *int           `json:"audio"`
+	FunctionCall *int           `json:"function_call"`
+	Calls        []toolCallJSON `json:"tool_calls,omitempty"`
+	Reasoning    *int           `json:"reasoning"`
 }
 
 type deltaJSON struct {
-	Role    string `json:"role,omitempty"`
-	Content string `json:"content"`
+	Role    string         `json:"role,omitempty"`
+	Content any            `json:"content,omitempty"`
+	Calls   []toolCallJSON `json:"tool_calls,omitempty"`
 }
 
 type usageJSON struct {
@@ -111,9 +114,9 @@ func (d *document) appendTo(b []byte) []byte {
 
 // appendChunk writes one event: the text up to tokens, and the end if there is one.
 func (c *choice) appendChunk(b []byte, s *settings, tokens int, why em.FinishReason) []byte {
-	p, from, last := c.call.plan, c.sentTokens, why != em.FinishNone
-	text := c.delta(tokens, last)
-	if !last && from > 0 && p.logprobs < 0 && !p.returnIDs && !p.contUsage {
+	p, from, at, last := c.call.plan, c.sentTokens, c.sentBytes, why != em.FinishNone
+	text, calls := c.delta(tokens, last), c.script.callsTools()
+	if !calls && !last && from > 0 && p.logprobs < 0 && !p.returnIDs && !p.contUsage {
 		return c.appendPlain(b, text)
 	}
 	whole := string(text)
@@ -123,6 +126,13 @@ func (c *choice) appendChunk(b []byte, s *settings, tokens int, why em.FinishRea
 	}
 	d := p.document(false, c.textChunk(whole))
 	out := &d.Choices[0]
+	if calls {
+		out.Delta = c.script.delta(at, c.sentBytes, from == 0, c.owner())
+		if out.Delta == nil && !last && p.logprobs < 0 && !p.returnIDs {
+			return b // nothing that a client could use yet
+		}
+		out.Delta = cmp.Or(out.Delta, &deltaJSON{})
+	}
 	out.Logprobs = c.logprobs(p, from, tokens, echo)
 	c.sentChars += utf8.RuneCount(text)
 	c.setEnd(out, why)
@@ -189,6 +199,9 @@ func (c *choice) idsIfWanted(from, to int) any {
 func (c *choice) setEnd(out *choiceJSON, why em.FinishReason) {
 	if why != em.FinishNone {
 		name := why.String()
+		if c.script.callsTools() && !c.script.named && why == em.FinishStop && c.stopReason == nil {
+			name = "tool_calls" // stays stop where tool_choice named the tool, as in OpenAI's API
+		}
 		out.FinishReason = &name
 	}
 	if out.Delta == nil || why != em.FinishNone {
@@ -199,7 +212,7 @@ func (c *choice) setEnd(out *choiceJSON, why em.FinishReason) {
 // appendRole writes the first event of a chat choice.
 func (c *choice) appendRole(b []byte) []byte {
 	p := c.call.plan
-	d := p.document(false, choiceJSON{Index: c.index, Delta: &deltaJSON{Role: "assistant"}})
+	d := p.document(false, choiceJSON{Index: c.index, Delta: &deltaJSON{Role: "assistant", Content: ""}})
 	if p.contUsage {
 		d.Usage = p.usageSoFar(len(c.from.ids), 0)
 	}
@@ -278,6 +291,9 @@ func (c *choice) whole(p *plan) choiceJSON {
 	c.setEnd(&out, why)
 	if p.chat {
 		out.Message = &messageJSON{Role: "assistant", Content: text}
+		if c.script.callsTools() {
+			out.Message = c.script.message(text, c.owner())
+		}
 		return out
 	}
 	if p.echo {

@@ -199,7 +199,7 @@ func TestPacedStreamOnFakeTime(t *testing.T) {
 		c := fast()
 		c.Model.FixedStep = 20 * time.Millisecond
 		c.Listen = func(_ context.Context, addr string) (net.Listener, error) { return network.Listen(addr) }
-		s, err := Start(t.Context(), c)
+		s, err := startServer(t.Context(), c)
 		require.NoError(t, err)
 		hc := &http.Client{Transport: &http.Transport{
 			DialContext:       network.DialContext,
@@ -279,7 +279,7 @@ func FuzzRequest(f *testing.F) {
 	}
 	c := fast()
 	c.Model.MaxModelLen = 256
-	s, err := Start(context.Background(), c)
+	s, err := startServer(context.Background(), c)
 	if err != nil {
 		f.Fatal(err)
 	}
@@ -295,7 +295,7 @@ func FuzzRequest(f *testing.F) {
 				strings.NewReader(body))
 			require.NoError(t, err)
 			req.Header.Set("Content-Type", "application/json")
-			s.ServeHTTP(rec, req)
+			api{s}.ServeHTTP(rec, req)
 			if rec.header.Get("Content-Type") == "application/json" {
 				require.True(t, json.Valid(rec.body), "%s", rec.body)
 			} else {

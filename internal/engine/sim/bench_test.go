@@ -137,7 +137,7 @@ func BenchmarkPlainRequest(b *testing.B) {
 	for b.Loop() {
 		r := httptest.NewRequest(http.MethodPost, "/v1/completions", strings.NewReader(body))
 		r.Header.Set("Content-Type", "application/json")
-		members, apiErr := s.body(r)
+		members, apiErr := api{s}.body(r)
 		require.Nil(b, apiErr)
 		p, apiErr := readCompletion(members, s.set)
 		require.Nil(b, apiErr)

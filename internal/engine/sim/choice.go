@@ -2,6 +2,7 @@ package sim
 
 import (
 	"bytes"
+	"strconv"
 	"sync/atomic"
 	"unicode/utf8"
 
@@ -18,10 +19,11 @@ type call struct {
 
 // choice is one sequence of a call. The engine writes the atomics, the handler everything else.
 type choice struct {
-	req   em.Request
-	call  *call
-	index int
-	from  *prompt
+	req    em.Request
+	call   *call
+	index  int
+	from   *prompt
+	script *script // nil = prose
 
 	produced atomic.Int32 // tokens so far
 	ended    atomic.Uint32
@@ -60,16 +62,21 @@ func newCall(p *plan, s *settings, room func(*prompt) int) *call {
 // prepare computes the length of the answer and how it ends, which are functions of the seed.
 func (c *choice) prepare(p *plan, s *settings, k, limit int) {
 	seed := em.TextSeed(s.seed^p.seed, c.from.ids, k)
-	c.gen = em.NewGenerator(seed)
+	content := em.NewTokenContent(c.from.ids, seed, s.blockSize, p.salt).Use(s.hashing)
 	c.req = em.Request{
-		Prompt: len(c.from.ids), Output: limit, Ending: em.FinishLength, User: c,
-		Content: em.NewTokenContent(c.from.ids, seed, s.blockSize, p.salt).Use(s.hashing),
+		Prompt: len(c.from.ids), Output: limit, Ending: em.FinishLength, User: c, Content: content,
 	}
-	c.textTokens = limit
-	if n := max(em.AnswerLen(seed), p.minTokens+1); !p.ignoreEOS && n <= limit {
-		c.end(n, n-1, nil)
+	length, hasEnd := max(em.AnswerLen(seed), p.minTokens+1), !p.ignoreEOS
+	if c.gen = em.NewGenerator(seed); len(p.scripts) > 0 {
+		c.script = p.scripts[c.index%len(p.scripts)]
+		c.gen = em.GivenText(c.script.text)
+		content.Answer(c.script.text)
+		length, hasEnd = c.script.tokens()+1, true
 	}
-	c.textEnd = c.textTokens * em.BytesPerToken
+	c.setText(limit)
+	if hasEnd && length <= limit {
+		c.end(length, length-1, nil)
+	}
 	if len(p.stopIDs) > 0 {
 		c.stopAtToken(p)
 	}
@@ -81,9 +88,20 @@ func (c *choice) prepare(p *plan, s *settings, k, limit int) {
 // end makes the answer stop with its output-th token, of which textTokens have text.
 func (c *choice) end(output, textTokens int, reason any) {
 	c.req.Output, c.req.Ending = output, em.FinishStop
-	c.textTokens, c.stopReason = textTokens, reason
-	c.textEnd = textTokens * em.BytesPerToken
+	c.stopReason = reason
+	c.setText(textTokens)
 }
+
+// setText sets how many tokens have text.
+func (c *choice) setText(tokens int) {
+	c.textTokens, c.textEnd = tokens, tokens*em.BytesPerToken
+	if c.script != nil {
+		c.textEnd = min(c.textEnd, len(c.script.text))
+	}
+}
+
+// owner is the name by which the calls of this choice get their ids.
+func (c *choice) owner() string { return c.call.plan.id + " " + strconv.Itoa(c.index) }
 
 func (c *choice) stopAtToken(p *plan) {
 	for i := p.minTokens; i < c.textTokens; i++ {
@@ -101,7 +119,7 @@ func (c *choice) stopAtToken(p *plan) {
 }
 
 func (c *choice) stopAtText(p *plan) {
-	text := c.gen.Bytes(c.textTokens)
+	text := c.gen.Bytes(c.textTokens)[:c.textEnd]
 	at, end, hit := 0, len(text)+1, ""
 	for _, stop := range p.stops {
 		if stop == "" {

@@ -42,6 +42,31 @@ type Config struct {
 	Model em.Config
 	Seed  uint64 // of the texts
 
+	Features
+	ShutdownTimeout time.Duration
+	KeepAlive       time.Duration
+	Linger          time.Duration
+
+	Group
+
+	ToldBlockSize int // what /metrics tells in place of Model.BlockSize; 0 = the truth
+
+	KVEvents KVEvents
+	Hashing  em.Hashing // of blocks
+
+	Start
+
+	Logger *slog.Logger // nil = silent; never sees prompts or texts
+	// Listen and Dial replace the network (tests on memory transports); nil = net.
+	Listen func(ctx context.Context, addr string) (net.Listener, error)
+	Dial   func(ctx context.Context, addr string) (net.Conn, error)
+
+	kill   func()               // ends this very process without a trace; nil = only the server ends
+	orphan func(port int) error // leaves a child behind that holds port; nil = not possible
+}
+
+// Features switches parts of the API.
+type Features struct {
 	APIKey              string // empty = open
 	PromptTokensDetails bool   // usage.prompt_tokens_details
 	ForceIncludeUsage   bool   // usage in every stream
@@ -49,10 +74,11 @@ type Config struct {
 	LoadTracking        bool   // /load counts
 	ScaleOut            bool   // scale-out routes are not refused with 403 (this version has none of them)
 	DevMode             bool   // development routes
-	ShutdownTimeout     time.Duration
-	KeepAlive           time.Duration
-	Linger              time.Duration
+	AutoToolChoice      bool   // tools may be called; else such requests are refused
+}
 
+// Group is the rank's place among others.
+type Group struct {
 	DPSize           int    // ranks of the group; 0 or 1 = uncoupled
 	DPRank           int    // this rank
 	RPCAddr          string // host:port of rank 0's meeting point, which it binds
@@ -62,25 +88,15 @@ type Config struct {
 	TensorParallel   int    // must be equal on all ranks
 	HandshakeTimeout time.Duration
 	InternalLB       int // ranks behind this one port (attach tests); 0 = this process is one rank
+}
 
-	ToldBlockSize int // what /metrics tells in place of Model.BlockSize; 0 = the truth
-
-	KVEvents KVEvents
-	Hashing  em.Hashing // of blocks
-
+// Start is what happens while the engine starts, and at fixed times after it.
+type Start struct {
 	Startup       time.Duration // before the port opens
 	StartExit     bool          // fail while starting
 	StartExitOnce string        // the same, but only while this file does not exist; it is created
 	StartHang     bool          // never become ready
 	Schedule      []Scheduled   // faults at fixed times after the start
-
-	Logger *slog.Logger // nil = silent; never sees prompts or texts
-	// Listen and Dial replace the network (tests on memory transports); nil = net.
-	Listen func(ctx context.Context, addr string) (net.Listener, error)
-	Dial   func(ctx context.Context, addr string) (net.Conn, error)
-
-	kill   func()               // ends this very process without a trace; nil = only the server ends
-	orphan func(port int) error // leaves a child behind that holds port; nil = not possible
 }
 
 // Scheduled is a fault at a fixed time.
@@ -94,9 +110,11 @@ func Default() Config {
 	return Config{
 		Host: defaultHost, Names: []string{defaultModel}, Model: em.Default(),
 		KeepAlive: defaultKeepAlive, Linger: defaultLinger,
-		SyncInterval: em.DefaultSyncInterval, TensorParallel: 1, HandshakeTimeout: defaultHandshake,
-		PromptTokensDetails: true,
-		KVEvents:            defaultKVEvents(),
+		Group: Group{
+			SyncInterval: em.DefaultSyncInterval, TensorParallel: 1, HandshakeTimeout: defaultHandshake,
+		},
+		Features: Features{PromptTokensDetails: true, AutoToolChoice: true},
+		KVEvents: defaultKVEvents(),
 	}
 }
 
@@ -129,6 +147,22 @@ func (c *Config) Validate() error {
 		return fmt.Errorf("kv events need prefix caching: drop --no-enable-prefix-caching or the events")
 	}
 	return c.Model.Validate()
+}
+
+func (c *Config) listen(ctx context.Context, addr string) (net.Listener, error) {
+	if c.Listen != nil {
+		return c.Listen(ctx, addr)
+	}
+	var lc net.ListenConfig
+	return lc.Listen(ctx, "tcp", addr)
+}
+
+func (c *Config) dial(ctx context.Context, addr string) (net.Conn, error) {
+	if c.Dial != nil {
+		return c.Dial(ctx, addr)
+	}
+	var d net.Dialer
+	return d.DialContext(ctx, "tcp", addr)
 }
 
 // logger never is nil.
@@ -179,6 +213,7 @@ type settings struct {
 	fingerprint   string
 	promptDetails bool
 	forceUsage    bool
+	autoTools     bool
 	hashing       em.Hashing
 }
 
@@ -186,7 +221,7 @@ func (c *Config) settings() *settings {
 	return &settings{
 		names: c.Names, maxModelLen: c.Model.MaxModelLen, seed: c.Seed, blockSize: c.Model.BlockSize,
 		fingerprint: c.fingerprint(), promptDetails: c.PromptTokensDetails, forceUsage: c.ForceIncludeUsage,
-		hashing: c.Hashing,
+		autoTools: c.AutoToolChoice, hashing: c.Hashing,
 	}
 }
 

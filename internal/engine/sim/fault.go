@@ -60,7 +60,8 @@ type Fault struct {
 	Port int `json:"port"`
 }
 
-// argument takes the short form's value: factor, exit code, error code, tokens or port, as the mode has one.
+// argument takes the value of a --sim-fail: factor, exit code, error code, tokens or port, as the mode has
+// one.
 func (f *Fault) argument(arg string) error {
 	if arg == "" {
 		return nil
@@ -69,14 +70,9 @@ func (f *Fault) argument(arg string) error {
 	if err != nil {
 		return errors.New("the argument behind = must be a number")
 	}
-	set, known := modes[f.Mode]
-	if !known {
-		return nil // validate refuses it
+	if set := modes[f.Mode]; set != nil {
+		set(f, v)
 	}
-	if set == nil {
-		return fmt.Errorf("mode %s takes no argument", f.Mode)
-	}
-	set(f, v)
 	return nil
 }
 
@@ -115,6 +111,14 @@ func (f *Fault) validate() error {
 		return fmt.Errorf("unknown fault mode %q: see the modes in engine/sim/DESIGN.md", f.Mode)
 	}
 	return nil
+}
+
+// code is the status of an injected error.
+func (f *Fault) code() int {
+	if f.Code == 0 {
+		return defaultErrorCode
+	}
+	return f.Code
 }
 
 // faults is the set of failures that are switched on, at most one of each mode. Safe for concurrent use.

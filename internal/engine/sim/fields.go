@@ -49,11 +49,18 @@ func (f *fields) read(name string, into any) bool {
 	return err == nil
 }
 
-// object reads the members of a member; their faults are collected by the caller.
+// object reads the members of a member; the caller adopts their faults.
 func (f *fields) object(name string) *fields {
 	inner := &fields{}
 	f.read(name, &inner.members)
 	return inner
+}
+
+// adopt takes over the fault of a member's members.
+func (f *fields) adopt(inner *fields) {
+	if f.fault == nil {
+		f.fault = inner.fault
+	}
 }
 
 func (f *fields) num(name string) (int, bool) {
@@ -222,11 +229,17 @@ func (f *fields) isToken(name string, i int, id int64) bool {
 	return id >= 0 && id <= maxTokenID
 }
 
-// messages reads the conversation.
+// messages reads the conversation. The calls of an assistant stand in the prompt as the model wrote them.
 func (f *fields) messages() []em.Message {
 	var list []struct {
 		Role    *string     `json:"role"`
 		Content messageText `json:"content"`
+		Calls   []struct {
+			Function struct {
+				Name      string      `json:"name"`
+				Arguments messageText `json:"arguments"`
+			} `json:"function"`
+		} `json:"tool_calls"`
 	}
 	if !f.has("messages") {
 		f.refuse("messages", "Field required")
@@ -238,9 +251,24 @@ func (f *fields) messages() []em.Message {
 			f.refuse("messages."+strconv.Itoa(i)+".role", "Field required")
 			return nil
 		}
-		out = append(out, em.Message{Role: *m.Role, Content: string(m.Content)})
+		text := []byte(m.Content)
+		for _, c := range m.Calls {
+			text, _ = appendCall(text, c.Function.Name, []byte(c.Function.Arguments))
+		}
+		out = append(out, em.Message{Role: *m.Role, Content: string(text)})
 	}
 	return out
+}
+
+// chatTokens is the prompt of a conversation, with the tools in front of it.
+func (f *fields) chatTokens(messages []em.Message, generate bool) []uint32 {
+	if f.has("tools") {
+		var tools bytes.Buffer
+		if err := json.Compact(&tools, f.members["tools"]); err == nil { // the body was JSON
+			messages = append([]em.Message{{Role: "tools", Content: tools.String()}}, messages...)
+		}
+	}
+	return em.AppendChat(nil, messages, generate)
 }
 
 // messageText is the content of a message: a text, or text parts, which are joined. The engine reads no

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/internal/enginemodel"
+	"github.com/dpserve/dpserve/internal/simflags"
 )
 
 // ParseFlags turns the command line of an engine into a Config. It takes vLLM's spelling (--name value,
@@ -54,7 +55,7 @@ func nextFlag(args []string) (name string, values, rest []string) {
 }
 
 type flagParser struct {
-	ranked  []rankedFault
+	ranked  []simflags.Fault // for one rank of a group, which all get the same flags
 	cfg     Config
 	rpcHost string
 	rpcPort int
@@ -66,41 +67,86 @@ type flagParser struct {
 
 // set applies one flag; known is false for names this engine has no use for.
 func (p *flagParser) set(name string, values []string) (known bool, err error) {
-	if target := p.bools(strings.Replace(name, "--no-", "--", 1)); target != nil {
-		*target = !strings.HasPrefix(name, "--no-")
+	if name == "-ep" {
+		name = "--enable-expert-parallel"
+	}
+	long, isLong := strings.CutPrefix(name, "--")
+	flag, isOff, known := simflags.Find(long)
+	switch {
+	case !known || !isLong:
+		return false, nil
+	case flag.Switch && len(values) > 0:
+		return true, fmt.Errorf("%s: takes no value, got %q; --no-%s switches it off", name, values[0], long)
+	case flag.Switch:
+		if target := p.bools(strings.Replace(name, "--no-", "--", 1)); target != nil {
+			*target = !isOff
+		}
 		return true, nil
-	}
-	if target := p.ints(name); target != nil {
-		return true, p.parse(name, values, func(s string) (err error) {
-			*target, err = strconv.Atoi(s)
-			return
-		})
-	}
-	if target := p.texts(name); target != nil {
-		return true, p.parse(name, values, func(s string) error { *target = s; return nil })
-	}
-	if apply := p.others(name); apply != nil {
-		return true, p.parse(name, values, apply)
-	}
-	if name == "--served-model-name" {
+	case flag.Many:
 		if len(values) == 0 {
-			return true, errors.New("--served-model-name: want at least one name")
+			return true, fmt.Errorf("%s: want at least one name", name)
 		}
 		p.cfg.Names = values
 		return true, nil
+	case len(values) != 1:
+		return true, fmt.Errorf("%s: want one value, got %d", name, len(values))
 	}
-	return false, nil
+	err = flag.Check(values[0])
+	if err == nil {
+		err = p.take(name, values[0])
+	}
+	if err != nil {
+		return true, fmt.Errorf("%s: cannot use %q: %w", name, values[0], err)
+	}
+	return true, nil
 }
 
-func (p *flagParser) parse(name string, values []string, apply func(string) error) error {
-	if len(values) != 1 {
-		return fmt.Errorf("%s: want one value, got %d", name, len(values))
+// take applies a value that the flag takes.
+func (p *flagParser) take(name, value string) (err error) {
+	if target := p.ints(name); target != nil {
+		*target, err = strconv.Atoi(value)
+		return err
 	}
-	if err := apply(values[0]); err != nil {
-		return fmt.Errorf("%s: cannot use %q: %w", name, values[0], err)
+	if target := p.seconds(name); target != nil {
+		v, err := strconv.ParseFloat(value, 64)
+		*target = time.Duration(v * float64(time.Second))
+		return err
 	}
-	return nil
+	if target := p.texts(name); target != nil {
+		*target = value
+		return nil
+	}
+	c := &p.cfg
+	switch name {
+	case "--seed":
+		c.Seed, err = strconv.ParseUint(value, 10, 64)
+	case "--sim-speed":
+		c.Model.Speed, err = strconv.ParseFloat(value, 64)
+	case "--sim-step-ms":
+		p.stepMS = new(float64)
+		*p.stepMS, err = strconv.ParseFloat(value, 64)
+	case "--sim-death":
+		c.Model.NCCL = value == "nccl"
+	case "--sim-fail":
+		return p.fail(value)
+	case "--kv-events-config":
+		return c.KVEvents.parse(value)
+	case "--prefix-caching-hash-algo":
+		p.sha256 = value == "sha256_cbor"
+	case "--sim-kv-format":
+		c.KVEvents.Format = KVFormat(value)
+	case "--sim-kv-hash":
+		c.KVEvents.Hash = KVHash(value)
+	case "--sim-kv-first-seq":
+		c.KVEvents.FirstSeq, err = strconv.ParseUint(value, 10, 32)
+	default:
+		return errUnused
+	}
+	return err
 }
+
+// errUnused is a flag of the table that take does not know.
+var errUnused = errors.New("the simulated engine does not know it")
 
 func (p *flagParser) bools(name string) *bool {
 	switch name {
@@ -114,7 +160,9 @@ func (p *flagParser) bools(name string) *bool {
 		return &p.cfg.LoadTracking
 	case "--enable-scale-out":
 		return &p.cfg.ScaleOut
-	case "--enable-expert-parallel", "-ep":
+	case "--enable-auto-tool-choice":
+		return &p.cfg.AutoToolChoice
+	case "--enable-expert-parallel":
 		return &p.cfg.ExpertParallel
 	case "--sim-kv-sliding-window":
 		return &p.cfg.KVEvents.SlidingWindow
@@ -175,103 +223,48 @@ func (p *flagParser) texts(name string) *string {
 	return nil
 }
 
-func (p *flagParser) others(name string) func(string) error {
-	c := &p.cfg
+func (p *flagParser) seconds(name string) *time.Duration {
 	switch name {
-	case "--seed":
-		return func(s string) (err error) { c.Seed, err = strconv.ParseUint(s, 10, 64); return }
 	case "--shutdown-timeout":
-		return seconds(&c.ShutdownTimeout)
+		return &p.cfg.ShutdownTimeout
 	case "--distributed-timeout-seconds":
-		return seconds(&c.Model.CollectiveTimeout)
+		return &p.cfg.Model.CollectiveTimeout
 	case "--sim-startup-s":
-		return seconds(&c.Startup)
-	case "--sim-speed":
-		return func(s string) (err error) { c.Model.Speed, err = strconv.ParseFloat(s, 64); return }
-	case "--sim-step-ms":
-		return func(s string) error {
-			ms, err := strconv.ParseFloat(s, 64)
-			p.stepMS = &ms
-			return err
-		}
-	case "--sim-death":
-		return func(s string) error {
-			c.Model.NCCL = s == "nccl"
-			if s != "nccl" && s != "gloo" {
-				return errors.New("want gloo or nccl")
-			}
-			return nil
-		}
-	case "--sim-fail":
-		return p.failOf
-	case "--kv-events-config":
-		return c.KVEvents.parse
-	case "--prefix-caching-hash-algo":
-		return func(s string) error { p.sha256 = s == "sha256_cbor"; return nil }
-	case "--sim-kv-format":
-		return func(s string) error { c.KVEvents.Format = KVFormat(s); return c.KVEvents.form() }
-	case "--sim-kv-hash":
-		return func(s string) error { c.KVEvents.Hash = KVHash(s); return c.KVEvents.form() }
-	case "--sim-kv-first-seq":
-		return func(s string) (err error) { c.KVEvents.FirstSeq, err = strconv.ParseUint(s, 10, 32); return }
+		return &p.cfg.Startup
 	}
 	return nil
 }
 
-func seconds(target *time.Duration) func(string) error {
-	return func(s string) error {
-		v, err := strconv.ParseFloat(s, 64)
-		if err == nil && !(v >= 0 && v < 1e9) {
-			err = errors.New("want seconds, 0 or more")
-		}
-		*target = time.Duration(v * float64(time.Second))
+// fail takes a fault for every rank, or for one rank of a lockstep group. Ranks are compared when all flags
+// are read.
+func (p *flagParser) fail(text string) error {
+	f, err := simflags.ParseFault(text)
+	if err != nil {
 		return err
 	}
-}
-
-// failOf takes a fault for every rank, or for one rank of a lockstep group: MODE%RANK. Ranks are compared
-// when all flags are read.
-func (p *flagParser) failOf(s string) error {
-	if at := strings.LastIndexByte(s, '%'); at >= 0 {
-		if rank, err := strconv.Atoi(s[at+1:]); err == nil {
-			p.ranked = append(p.ranked, rankedFault{rank: rank, fault: s[:at]})
-			return nil
-		}
+	if f.Rank >= 0 {
+		p.ranked = append(p.ranked, f)
+		return nil
 	}
-	return p.fail(s)
+	return p.schedule(f)
 }
 
-// rankedFault is a --sim-fail that is meant for one rank of a group, which all get the same flags.
-type rankedFault struct {
-	rank  int
-	fault string
-}
-
-// fail takes MODE[=ARG][@SECONDS]; the start modes have no time.
-func (p *flagParser) fail(s string) error {
-	spec, at, timed := strings.Cut(s, "@")
-	mode, arg, _ := strings.Cut(spec, "=")
-	switch mode {
+func (p *flagParser) schedule(f simflags.Fault) error {
+	switch f.Mode {
 	case "start-exit":
 		p.cfg.StartExit = true
 		return nil
 	case "start-exit-once":
-		p.cfg.StartExitOnce = arg
-		if arg == "" {
-			return errors.New("want start-exit-once=FILE")
-		}
+		p.cfg.StartExitOnce = f.Argument
 		return nil
 	case "start-hang":
 		p.cfg.StartHang = true
 		return nil
 	}
-	entry := Scheduled{Fault: Fault{Mode: Mode(mode)}}
-	if timed {
-		if err := seconds(&entry.After)(at); err != nil {
-			return err
-		}
+	entry := Scheduled{
+		After: time.Duration(f.AfterS * float64(time.Second)), Fault: Fault{Mode: Mode(f.Mode)},
 	}
-	if err := entry.Fault.argument(arg); err != nil {
+	if err := entry.Fault.argument(f.Argument); err != nil {
 		return err
 	}
 	p.cfg.Schedule = append(p.cfg.Schedule, entry)
@@ -285,17 +278,14 @@ func (p *flagParser) finish() error {
 		c.ToldBlockSize, c.Model.BlockSize = c.Model.BlockSize, p.settled
 	}
 	for _, f := range p.ranked {
-		if f.rank != p.dpRank {
+		if f.Rank != p.dpRank {
 			continue
 		}
-		if err := p.fail(f.fault); err != nil {
-			return fmt.Errorf("--sim-fail: cannot use %q: %w", f.fault, err)
+		if err := p.schedule(f); err != nil {
+			return fmt.Errorf("--sim-fail: cannot use %q: %w", f.Mode, err)
 		}
 	}
 	if p.stepMS != nil {
-		if !(*p.stepMS >= 0 && *p.stepMS < 1e9) {
-			return fmt.Errorf("--sim-step-ms: cannot use %v: want milliseconds, 0 or more", *p.stepMS)
-		}
 		c.Model.Fixed, c.Model.FixedStep = true, time.Duration(*p.stepMS*float64(time.Millisecond))
 	}
 	switch {

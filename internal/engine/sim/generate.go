@@ -12,16 +12,16 @@ import (
 	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
 
-func (s *Server) now() int64 { return time.Now().Unix() }
+func (s api) now() int64 { return time.Now().Unix() }
 
 // newID is 16 hex digits, different for each call.
-func (s *Server) newID() string {
+func (s api) newID() string {
 	x := s.ids.Add(0x9E3779B97F4A7C15) // an odd step visits every value before it repeats one
 	return fmt.Sprintf("%016x", (x^x>>31)*0xBF58476D1CE4E5B9)
 }
 
 // generate serves both generation routes.
-func (s *Server) generate(w http.ResponseWriter, r *http.Request) {
+func (s api) generate(w http.ResponseWriter, r *http.Request) {
 	s.active.enter()
 	defer s.active.leave()
 	body, apiErr := s.body(r)
@@ -46,7 +46,7 @@ func (s *Server) generate(w http.ResponseWriter, r *http.Request) {
 }
 
 // setRequestFields sets the fields of a plan that do not come from the body.
-func (s *Server) setRequestFields(p *plan, r *http.Request, prefix string) {
+func (s api) setRequestFields(p *plan, r *http.Request, prefix string) {
 	id := r.Header.Get("X-Request-Id")
 	if id == "" {
 		id = s.newID()
@@ -61,7 +61,7 @@ func (s *Server) setRequestFields(p *plan, r *http.Request, prefix string) {
 }
 
 // earlyFailure answers requests that fail before they are read: a dead core, an injected status.
-func (s *Server) earlyFailure() *apiError {
+func (s api) earlyFailure() *apiError {
 	if s.dead.Load() {
 		return internalError(msgEngineDead)
 	}
@@ -76,7 +76,7 @@ func (s *Server) earlyFailure() *apiError {
 }
 
 // answer runs a checked request.
-func (s *Server) answer(w http.ResponseWriter, r *http.Request, p *plan) {
+func (s api) answer(w http.ResponseWriter, r *http.Request, p *plan) {
 	fault := s.faults.hit(ModeBareDone, ModeErrorEvent, ModeCut, ModeAbort, ModeNoDone, ModeStall)
 	if s.isStopping() || fault != nil && fault.Mode == ModeBareDone {
 		s.stopped(w, p)
@@ -108,11 +108,11 @@ func (s *Server) answer(w http.ResponseWriter, r *http.Request, p *plan) {
 	s.whole(w, r, rank, c, fault)
 }
 
-func (s *Server) isStopping() bool { return s.stopping.Load() || s.faults.is(ModeStopping) }
+func (s api) isStopping() bool { return s.stopping.Load() || s.faults.is(ModeStopping) }
 
 // stopped answers for an engine that takes no work any more: text needs its tokenizer, which is gone; ids are
 // aborted at once.
-func (s *Server) stopped(w http.ResponseWriter, p *plan) {
+func (s api) stopped(w http.ResponseWriter, p *plan) {
 	if p.stream && s.fromIDs(p) || p.stream && !s.isStopping() {
 		s.sse(w)
 		_, _ = w.Write([]byte(doneEvent))
@@ -129,10 +129,10 @@ func (s *Server) stopped(w http.ResponseWriter, p *plan) {
 	s.writeJSON(w, http.StatusOK, c.answer(s.set))
 }
 
-func (s *Server) fromIDs(p *plan) bool { return !p.chat && p.prompts[0].fromIDs }
+func (s api) fromIDs(p *plan) bool { return !p.chat && p.prompts[0].fromIDs }
 
 // failLate is an error that is found after the answer began: streams have sent their 200 by then.
-func (s *Server) failLate(w http.ResponseWriter, p *plan, e *apiError) {
+func (s api) failLate(w http.ResponseWriter, p *plan, e *apiError) {
 	if !p.stream {
 		s.fail(w, e)
 		return
@@ -141,7 +141,7 @@ func (s *Server) failLate(w http.ResponseWriter, p *plan, e *apiError) {
 	_, _ = w.Write(append(e.event(nil), doneEvent...))
 }
 
-func (s *Server) sse(w http.ResponseWriter) {
+func (s api) sse(w http.ResponseWriter) {
 	w.Header().Set("Content-Type", "text/event-stream; charset=utf-8")
 	w.WriteHeader(http.StatusOK)
 	if f, ok := w.(http.Flusher); ok {
@@ -150,7 +150,7 @@ func (s *Server) sse(w http.ResponseWriter) {
 }
 
 // pick chooses the rank behind this port: the pinned one, else the least loaded, ties in turn.
-func (s *Server) pick(pinned int) *rank {
+func (s api) pick(pinned int) *rank {
 	if pinned != noRank {
 		return s.ranks[pinned]
 	}
@@ -168,7 +168,7 @@ func (s *Server) pick(pinned int) *rank {
 }
 
 // whole waits for the end and answers at once.
-func (s *Server) whole(w http.ResponseWriter, r *http.Request, rank *rank, c *call, fault *Fault) {
+func (s api) whole(w http.ResponseWriter, r *http.Request, rank *rank, c *call, fault *Fault) {
 	if fault != nil && fault.AfterTokens == 0 && fault.Mode != ModeNoDone {
 		rank.abort(c)
 		s.strike(w, r, fault)
@@ -194,7 +194,7 @@ func (s *Server) whole(w http.ResponseWriter, r *http.Request, rank *rank, c *ca
 }
 
 // strike ends a call that does not stream as its fault says.
-func (s *Server) strike(w http.ResponseWriter, r *http.Request, f *Fault) {
+func (s api) strike(w http.ResponseWriter, r *http.Request, f *Fault) {
 	switch f.Mode {
 	case ModeCut:
 		reset(r)
@@ -203,13 +203,6 @@ func (s *Server) strike(w http.ResponseWriter, r *http.Request, f *Fault) {
 	default:
 		s.fail(w, codeError(f.code()))
 	}
-}
-
-func (f *Fault) code() int {
-	if f.Code == 0 {
-		return defaultErrorCode
-	}
-	return f.Code
 }
 
 // maxPooledBuffer bounds what a finished stream leaves for the next one.
@@ -222,21 +215,21 @@ var buffers = sync.Pool{New: func() any { b := make([]byte, 0, 4096); return &b 
 
 // writer is one stream on its way to the client.
 type writer struct {
-	server *Server
-	out    http.ResponseWriter
-	flush  http.Flusher
-	call   *call
-	fault  *Fault
-	buf    []byte
-	sent   int // tokens, over all choices
-	open   int // choices without their last chunk
-	roles  bool
+	set   *settings
+	out   http.ResponseWriter
+	flush http.Flusher
+	call  *call
+	fault *Fault
+	buf   []byte
+	sent  int // tokens, over all choices
+	open  int // choices without their last chunk
+	roles bool
 }
 
 // stream writes the events of a call as the engine makes them: everything that is there, then one flush.
-func (s *Server) stream(w http.ResponseWriter, r *http.Request, rank *rank, c *call, fault *Fault) {
+func (s api) stream(w http.ResponseWriter, r *http.Request, rank *rank, c *call, fault *Fault) {
 	buf, _ := buffers.Get().(*[]byte)
-	out := &writer{server: s, out: w, call: c, fault: fault, buf: (*buf)[:0], open: len(c.choices)}
+	out := &writer{set: s.set, out: w, call: c, fault: fault, buf: (*buf)[:0], open: len(c.choices)}
 	out.flush, _ = w.(http.Flusher)
 	defer func() {
 		if cap(out.buf) <= maxPooledBuffer {
@@ -300,7 +293,7 @@ func (o *writer) chunks() {
 		}
 		before := ch.sentTokens
 		var done bool
-		o.buf, done = ch.appendNew(o.buf, o.server.set, o.limit())
+		o.buf, done = ch.appendNew(o.buf, o.set, o.limit())
 		o.sent += ch.sentTokens - before
 		if done {
 			o.open--
@@ -321,7 +314,7 @@ func (o *writer) anything() bool {
 // ending writes what follows the last choice.
 func (o *writer) ending() {
 	if o.call.plan.includeUsage {
-		o.buf = o.call.appendUsageEvent(o.buf, o.server.set)
+		o.buf = o.call.appendUsageEvent(o.buf, o.set)
 	}
 	if o.fault == nil || o.fault.Mode != ModeNoDone {
 		o.buf = append(o.buf, doneEvent...)

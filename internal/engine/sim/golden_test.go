@@ -65,12 +65,13 @@ func goldenConfig() Config {
 	c := Default()
 	c.Names, c.Model.MaxModelLen, c.Model.BlockSize, c.Model.MaxSeqs = []string{"tiny"}, 2048, 32, 64
 	c.Model.Fixed = true
+	c.AutoToolChoice = false // the captured engine ran without it
 	return c
 }
 
 func start(t *testing.T, c Config) *Server {
 	t.Helper()
-	s, err := Start(t.Context(), c)
+	s, err := startServer(t.Context(), c)
 	require.NoError(t, err)
 	t.Cleanup(func() { assert.NoError(t, s.Close()) })
 	return s
@@ -96,7 +97,7 @@ func TestGoldens(t *testing.T) {
 	t.Run("moe_external_lb", func(t *testing.T) {
 		c := goldenConfig()
 		c.RPCAddr = ports.TakeAddr(t)
-		group, err := StartGroup(t.Context(), c, 2)
+		group, err := startGroup(t.Context(), c, 2)
 		require.NoError(t, err)
 		for _, s := range group {
 			t.Cleanup(func() { assert.NoError(t, s.Close()) })

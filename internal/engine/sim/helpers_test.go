@@ -2,10 +2,12 @@ package sim
 
 import (
 	"context"
+	"errors"
 	"io"
 	"net/http"
 	"os"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -82,4 +84,41 @@ func tryAsk(url, body string) string {
 		return string(b) + err.Error()
 	}
 	return string(b)
+}
+
+// startServer is New, Listen and Serve in the background. Close it.
+func startServer(ctx context.Context, cfg Config) (*Server, error) {
+	s, err := New(cfg)
+	if err != nil {
+		return nil, err
+	}
+	if err := s.Listen(ctx); err != nil {
+		return nil, errors.Join(err, s.Close())
+	}
+	s.wg.Go(func() { _ = s.serve() })
+	return s, nil
+}
+
+// startGroup starts n ranks of a lockstep group; cfg.RPCAddr is their meeting point.
+func startGroup(ctx context.Context, cfg Config, n int) ([]*Server, error) {
+	servers, errs := make([]*Server, n), make([]error, n)
+	var wg sync.WaitGroup
+	for i := range n {
+		c := cfg
+		c.DPSize, c.DPRank = n, i
+		if c.Port != 0 {
+			c.Port += i
+		}
+		wg.Go(func() { servers[i], errs[i] = startServer(ctx, c) })
+	}
+	wg.Wait()
+	if err := errors.Join(errs...); err != nil {
+		for _, s := range servers {
+			if s != nil {
+				err = errors.Join(err, s.Close())
+			}
+		}
+		return nil, err
+	}
+	return servers, nil
 }

@@ -347,7 +347,7 @@ func TestKVEventSources(t *testing.T) {
 			require.NoError(t, err)
 			defer func() { assert.NoError(t, s.Close()) }()
 			w := httptest.NewRecorder()
-			s.ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/kv_event_sources", nil))
+			api{s}.ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/kv_event_sources", nil))
 			assert.Equal(t, want.status, w.Code)
 			assert.Equal(t, want.header.Get("Content-Type"), w.Header().Get("Content-Type"))
 			assert.Equal(t, string(want.body), w.Body.String())

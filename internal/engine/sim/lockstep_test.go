@@ -19,7 +19,7 @@ func group(t *testing.T, n int, mutate func(*Config)) []*Server {
 	if mutate != nil {
 		mutate(&c)
 	}
-	servers, err := StartGroup(t.Context(), c, n)
+	servers, err := startGroup(t.Context(), c, n)
 	require.NoError(t, err)
 	for _, s := range servers {
 		t.Cleanup(func() { assert.NoError(t, s.Close()) })
@@ -68,9 +68,9 @@ func TestDeadRankOverGloo(t *testing.T) {
 		events := pieces(<-got)
 		assert.Contains(t, events[len(events)-2], msgEngineDead)
 		eventually(t, func() bool {
-			busy.mu.Lock()
-			defer busy.mu.Unlock()
-			return busy.exit != nil && busy.exit.Code == 0
+			busy.end.mu.Lock()
+			defer busy.end.mu.Unlock()
+			return busy.end.exit != nil && busy.end.exit.Code == 0
 		})
 	}
 }
@@ -116,10 +116,10 @@ func TestMismatchStopsRankZeroAlone(t *testing.T) {
 	defer cancel()
 	late := make(chan error, 1)
 	go func() {
-		_, err := Start(ctx, other)
+		_, err := startServer(ctx, other)
 		late <- err
 	}()
-	_, err := Start(t.Context(), c)
+	_, err := startServer(t.Context(), c)
 	require.ErrorIs(t, err, errMismatch)
 	require.ErrorContains(t, err, "for engine 1")
 	cancel()
@@ -129,9 +129,9 @@ func TestMismatchStopsRankZeroAlone(t *testing.T) {
 func TestLoneRankNeverGetsIn(t *testing.T) {
 	c := fast()
 	c.RPCAddr, c.DPSize, c.DPRank, c.HandshakeTimeout = ports.TakeAddr(t), 2, 1, 50*time.Millisecond
-	_, err := Start(t.Context(), c)
+	_, err := startServer(t.Context(), c)
 	require.ErrorContains(t, err, "waited for its group in vain")
 	c.DPRank = 0
-	_, err = Start(t.Context(), c)
+	_, err = startServer(t.Context(), c)
 	require.ErrorContains(t, err, "1 of 2 ranks came")
 }

@@ -25,7 +25,7 @@ func TestStrangersAtTheMeetingPoint(t *testing.T) {
 	var s *Server
 	go func() {
 		var err error
-		s, err = Start(t.Context(), c)
+		s, err = startServer(t.Context(), c)
 		zero <- err
 	}()
 	dial := func() net.Conn {
@@ -51,7 +51,7 @@ func TestStrangersAtTheMeetingPoint(t *testing.T) {
 	require.NoError(t, writeHello(dial(), hello, c.GroupKey))
 	other := c
 	other.DPRank = 1
-	one, err := Start(t.Context(), other)
+	one, err := startServer(t.Context(), other)
 	require.NoError(t, err)
 	defer func() { require.NoError(t, one.Close()) }()
 	require.NoError(t, <-zero)
@@ -68,10 +68,10 @@ func TestARankOfAnotherStartWaitsInVain(t *testing.T) {
 	old.DPRank, old.GroupKey = 1, "epoch 1"
 	late := make(chan error, 1)
 	go func() {
-		_, err := Start(context.Background(), old)
+		_, err := startServer(context.Background(), old)
 		late <- err
 	}()
-	_, err := Start(t.Context(), c)
+	_, err := startServer(t.Context(), c)
 	require.ErrorContains(t, err, "1 of 2 ranks came")
 	require.ErrorContains(t, <-late, "waited for its group in vain")
 }

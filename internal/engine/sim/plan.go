@@ -1,10 +1,7 @@
 package sim
 
 import (
-	"encoding/json"
 	"math"
-
-	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
 
 // Defaults and bounds of the API.
@@ -26,24 +23,40 @@ type plan struct {
 	n       int // choices per prompt
 	maxNew  int // 0 = not given
 
+	streaming
+	shown
+	endings
+	demand
+	scripts []*script // of the first choices; the others repeat them. none = prose
+
+	seed uint64
+	salt string
+	rank int // -1 = not pinned
+}
+
+// streaming says how an answer is cut into events.
+type streaming struct {
 	stream       bool
 	includeUsage bool
 	contUsage    bool
 	interval     int // tokens per chunk, after the first one
+}
 
+// shown says what an answer shows beside its text.
+type shown struct {
 	echo           bool
 	logprobs       int // -1 = none; chat: number of top_logprobs
 	promptLogprobs int // -1 = none
 	returnIDs      bool
+}
 
+// endings says where an answer ends before max_tokens.
+type endings struct {
 	stops       []string
 	stopIDs     map[int]bool
 	includeStop bool
 	ignoreEOS   bool
 	minTokens   int
-	seed        uint64
-	salt        string
-	rank        int // -1 = not pinned
 }
 
 // prompt is one prompt as tokens.
@@ -83,9 +96,7 @@ func (p *plan) common(f *fields) {
 	options := f.object("stream_options")
 	p.includeUsage = options.flag("include_usage")
 	p.contUsage = options.flag("continuous_usage_stats") && p.includeUsage
-	if options.fault != nil && f.fault == nil {
-		f.fault = options.fault
-	}
+	f.adopt(options)
 }
 
 // streamOptions refuses stream_options without stream.
@@ -169,7 +180,7 @@ const noRank = math.MinInt
 
 // readCompletion checks the body of /v1/completions.
 func readCompletion(f *fields, s *settings) (*plan, *apiError) {
-	p := &plan{logprobs: -1}
+	p := &plan{shown: shown{logprobs: -1}}
 	p.common(f)
 	p.echo = f.flag("echo")
 	if k, ok := f.num("logprobs"); ok {
@@ -191,7 +202,7 @@ func readCompletion(f *fields, s *settings) (*plan, *apiError) {
 
 // readChat checks the body of /v1/chat/completions.
 func readChat(f *fields, s *settings) (*plan, *apiError) {
-	p := &plan{chat: true, logprobs: -1}
+	p := &plan{chat: true, shown: shown{logprobs: -1}}
 	p.common(f)
 	if f.flag("logprobs") {
 		p.logprobs, _ = f.num("top_logprobs")
@@ -201,22 +212,21 @@ func readChat(f *fields, s *settings) (*plan, *apiError) {
 	if err := p.check(f, s); err != nil {
 		return nil, err
 	}
-	var tools []json.RawMessage
-	f.read("tools", &tools)
-	auto := !f.has("tool_choice") || string(f.members["tool_choice"]) == `"auto"`
-	if len(tools) > 0 && auto {
-		return nil, badRequest("", `"auto" tool choice requires --enable-auto-tool-choice and `+
-			`--tool-call-parser to be set`)
+	if err := p.readTools(f, s, messages); err != nil {
+		return nil, err
 	}
 	if len(messages) == 0 {
 		return nil, badRequest("", "Cannot apply chat template to an empty conversation.")
 	}
-	p.prompts = []prompt{{ids: em.AppendChat(nil, messages, true)}}
+	p.prompts = []prompt{{ids: f.chatTokens(messages, true)}}
 	return p, p.finishCheck(f, s, given)
 }
 
 // check makes the checks behind the reading of the members.
 func (p *plan) check(f *fields, s *settings) *apiError {
+	if err := p.readRule(f); err != nil {
+		return err
+	}
 	if f.fault != nil {
 		return f.fault
 	}
@@ -233,7 +243,12 @@ func (p *plan) finishCheck(f *fields, s *settings, given bool) *apiError {
 	if err := p.sampling(f); err != nil {
 		return err
 	}
-	return f.fault
+	if f.fault != nil {
+		return f.fault
+	}
+	var err *apiError
+	p.scripts, err = p.demand.scripts(p, s)
+	return err
 }
 
 func (p *plan) maxTokens(f *fields, names ...string) (given bool) {

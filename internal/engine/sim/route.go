@@ -30,10 +30,13 @@ func reset(r *http.Request) {
 	panic(http.ErrAbortHandler)
 }
 
+// api answers the requests of a server.
+type api struct{ *Server }
+
 // ServeHTTP implements http.Handler.
-func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+func (s api) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	h := w.Header()
-	h["Server"] = s.serverHeader
+	h["Server"] = s.headers.server
 	if strings.HasPrefix(r.URL.Path, "/_sim/") {
 		s.admin(w, r)
 		return
@@ -42,7 +45,7 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		s.writeJSON(w, http.StatusUnauthorized, []byte(`{"error":"Unauthorized"}`))
 		return
 	}
-	h["Vary"] = s.varyHeader
+	h["Vary"] = s.headers.vary
 	if s.cfg.RequestIDHeaders {
 		id := r.Header.Get("X-Request-Id")
 		if id == "" {
@@ -54,7 +57,7 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 }
 
 // authorized checks the key on the routes that are guarded by one.
-func (s *Server) authorized(r *http.Request) bool {
+func (s api) authorized(r *http.Request) bool {
 	if s.cfg.APIKey == "" || !strings.HasPrefix(r.URL.Path, "/v1") && !strings.HasPrefix(r.URL.Path, "/v2") &&
 		!strings.HasPrefix(r.URL.Path, "/inference") {
 		return true
@@ -63,7 +66,7 @@ func (s *Server) authorized(r *http.Request) bool {
 	return ok && subtle.ConstantTimeCompare([]byte(key), []byte(s.cfg.APIKey)) == 1
 }
 
-func (s *Server) route(w http.ResponseWriter, r *http.Request) {
+func (s api) route(w http.ResponseWriter, r *http.Request) {
 	get, post := r.Method == http.MethodGet, r.Method == http.MethodPost
 	switch r.URL.Path {
 	case "/v1/completions", "/v1/chat/completions":
@@ -97,7 +100,7 @@ func (s *Server) route(w http.ResponseWriter, r *http.Request) {
 }
 
 // development lets a POST route pass in the development mode; without it there is no such route.
-func (s *Server) development(w http.ResponseWriter, post bool, serve func()) {
+func (s api) development(w http.ResponseWriter, post bool, serve func()) {
 	if !s.cfg.DevMode {
 		s.writeJSON(w, http.StatusNotFound, []byte(`{"detail":"Not Found"}`))
 		return
@@ -106,7 +109,7 @@ func (s *Server) development(w http.ResponseWriter, post bool, serve func()) {
 }
 
 // only lets the right methods pass.
-func (s *Server) only(w http.ResponseWriter, ok bool, allow string, serve func()) {
+func (s api) only(w http.ResponseWriter, ok bool, allow string, serve func()) {
 	if ok {
 		serve()
 		return
@@ -117,7 +120,7 @@ func (s *Server) only(w http.ResponseWriter, ok bool, allow string, serve func()
 
 // scaleOut refuses the routes that need a flag; with the flag they are unknown, this version does not serve
 // them.
-func (s *Server) scaleOut(w http.ResponseWriter, post bool) {
+func (s api) scaleOut(w http.ResponseWriter, post bool) {
 	s.only(w, post, "POST", func() {
 		if s.cfg.ScaleOut {
 			s.writeJSON(w, http.StatusNotFound, []byte(`{"detail":"Not Found"}`))
@@ -131,7 +134,7 @@ func (s *Server) scaleOut(w http.ResponseWriter, post bool) {
 }
 
 // health tells whether the process lives, nothing more.
-func (s *Server) health(w http.ResponseWriter) {
+func (s api) health(w http.ResponseWriter) {
 	status := http.StatusOK
 	if s.dead.Load() || s.faults.is(ModeHealth503) {
 		status = http.StatusServiceUnavailable
@@ -140,7 +143,7 @@ func (s *Server) health(w http.ResponseWriter) {
 	w.WriteHeader(status)
 }
 
-func (s *Server) serverLoad(w http.ResponseWriter) {
+func (s api) serverLoad(w http.ResponseWriter) {
 	n := 0
 	if s.cfg.LoadTracking {
 		n = s.active.count()
@@ -148,7 +151,7 @@ func (s *Server) serverLoad(w http.ResponseWriter) {
 	s.writeJSON(w, http.StatusOK, fmt.Appendf(nil, `{"server_load":%d}`, n))
 }
 
-func (s *Server) models(w http.ResponseWriter) {
+func (s api) models(w http.ResponseWriter) {
 	now := s.now()
 	root := s.cfg.Root
 	if root == "" {
@@ -170,9 +173,9 @@ func (s *Server) models(w http.ResponseWriter) {
 	s.writeJSON(w, http.StatusOK, mustMarshal(object{"object": "list", "data": list}))
 }
 
-func (s *Server) writeJSON(w http.ResponseWriter, status int, body []byte) {
+func (s api) writeJSON(w http.ResponseWriter, status int, body []byte) {
 	h := w.Header()
-	h["Content-Type"] = s.jsonHeader
+	h["Content-Type"] = s.headers.json
 	h["Content-Length"] = []string{strconv.Itoa(len(body))}
 	w.WriteHeader(status)
 	_, _ = w.Write(body) // a client that left is noticed by its context
@@ -186,11 +189,11 @@ func writeBody(w http.ResponseWriter, status int, contentType string, body []byt
 	_, _ = w.Write(body) // a client that left is noticed by its context
 }
 
-func (s *Server) fail(w http.ResponseWriter, e *apiError) { s.writeJSON(w, e.status, e.body()) }
+func (s api) fail(w http.ResponseWriter, e *apiError) { s.writeJSON(w, e.status, e.body()) }
 
 // body reads and parses a JSON body. The whole body is read, because net/http reports that a
 // client left only after the handler has read the body to its end.
-func (s *Server) body(r *http.Request) (*fields, *apiError) {
+func (s api) body(r *http.Request) (*fields, *apiError) {
 	raw, apiErr := readAll(r)
 	if apiErr != nil {
 		return nil, apiErr
@@ -240,7 +243,7 @@ func readAll(r *http.Request) ([]byte, *apiError) {
 }
 
 // kvSources answers GET /kv_event_sources: the sockets of every rank of this process, rank offset applied.
-func (s *Server) kvSources(w http.ResponseWriter) {
+func (s api) kvSources(w http.ResponseWriter) {
 	sources := map[string]KVEvents{}
 	for _, r := range s.ranks {
 		if r.kv == nil {
@@ -257,7 +260,7 @@ func (s *Server) kvSources(w http.ResponseWriter) {
 }
 
 // resetCache answers POST /reset_prefix_cache of the development mode.
-func (s *Server) resetCache(w http.ResponseWriter, r *http.Request) {
+func (s api) resetCache(w http.ResponseWriter, r *http.Request) {
 	force, _ := strconv.ParseBool(r.URL.Query().Get("reset_running_requests"))
 	ok := true
 	for _, r := range s.ranks {
@@ -269,32 +272,8 @@ func (s *Server) resetCache(w http.ResponseWriter, r *http.Request) {
 	s.writeJSON(w, http.StatusOK, []byte(`{"success":`+strconv.FormatBool(ok)+`}`))
 }
 
-// BlockTable is the prefix cache of one rank and the point in its event stream that it stands at.
-type BlockTable struct {
-	Rank   string         `json:"rank"`
-	Next   uint64         `json:"next"`   // sequence number of the next batch
-	Blocks map[uint64]int `json:"blocks"` // copies by hash
-}
-
-// BlockTables is what every rank of this process holds. Changes of the step that runs are in the blocks and
-// not yet in the stream.
-func (s *Server) BlockTables() []BlockTable {
-	out := make([]BlockTable, 0, len(s.ranks))
-	for _, r := range s.ranks {
-		t := BlockTable{Rank: r.label, Blocks: map[uint64]int{}}
-		r.mu.Lock()
-		r.core.CachedBlocks(func(hash uint64, copies int) { t.Blocks[hash] = copies })
-		if r.kv != nil {
-			t.Next = r.kv.published()
-		}
-		r.mu.Unlock()
-		out = append(out, t)
-	}
-	return out
-}
-
 // textBody is the common beginning of the tokenizer routes.
-func (s *Server) textBody(w http.ResponseWriter, r *http.Request) (*fields, bool) {
+func (s api) textBody(w http.ResponseWriter, r *http.Request) (*fields, bool) {
 	f, apiErr := s.body(r)
 	if apiErr == nil {
 		name := f.str("model")
@@ -313,7 +292,7 @@ func (s *Server) textBody(w http.ResponseWriter, r *http.Request) (*fields, bool
 }
 
 // tokenize serves a text or a conversation.
-func (s *Server) tokenize(w http.ResponseWriter, r *http.Request) {
+func (s api) tokenize(w http.ResponseWriter, r *http.Request) {
 	f, ok := s.textBody(w, r)
 	if !ok {
 		return
@@ -321,7 +300,7 @@ func (s *Server) tokenize(w http.ResponseWriter, r *http.Request) {
 	var ids []uint32
 	if f.has("messages") {
 		add := !f.has("add_generation_prompt") || f.flag("add_generation_prompt")
-		ids = em.AppendChat(nil, f.messages(), add)
+		ids = f.chatTokens(f.messages(), add)
 	} else {
 		if !f.has("prompt") {
 			f.refuse("prompt", "Field required")
@@ -348,7 +327,7 @@ func (s *Server) tokenize(w http.ResponseWriter, r *http.Request) {
 }
 
 // detokenize turns ids into text.
-func (s *Server) detokenize(w http.ResponseWriter, r *http.Request) {
+func (s api) detokenize(w http.ResponseWriter, r *http.Request) {
 	f, ok := s.textBody(w, r)
 	if !ok {
 		return
@@ -371,7 +350,7 @@ func (s *Server) detokenize(w http.ResponseWriter, r *http.Request) {
 }
 
 // metrics is the body of GET /metrics.
-func (s *Server) metrics() []byte {
+func (s api) metrics() []byte {
 	g := &page{
 		model:   string(appendEscaped(nil, []byte(s.cfg.Names[0]))),
 		created: float64(s.started.UnixNano()) / 1e9,
@@ -387,10 +366,61 @@ func (s *Server) metrics() []byte {
 	g.gauges(snaps, s.faults.is(ModeKVSleep))
 	g.counters(snaps)
 	g.histograms(snaps)
-	g.config(s, snaps)
+	g.config(s.Server, snaps)
 	return g.b
 }
 
-func (s *Server) serveMetrics(w http.ResponseWriter, _ *http.Request) {
+func (s api) serveMetrics(w http.ResponseWriter, _ *http.Request) {
 	writeBody(w, http.StatusOK, "text/plain; version=0.0.4; charset=utf-8", s.metrics())
+}
+
+// admin serves /_sim/* without a key, because engines listen on loopback by default.
+func (s api) admin(w http.ResponseWriter, r *http.Request) {
+	switch r.Method + " " + r.URL.Path {
+	case "GET /_sim/stats":
+		b, err := json.Marshal(s.Stats())
+		s.adminAnswer(w, b, err)
+	case "GET /_sim/blocks":
+		b, err := json.Marshal(s.BlockTables())
+		s.adminAnswer(w, b, err)
+	case "POST /_sim/recover":
+		s.adminAnswer(w, []byte(`{}`), s.Recover())
+	case "POST /_sim/fail":
+		s.adminFail(w, r)
+	default:
+		s.writeJSON(w, http.StatusNotFound, []byte(`{"detail":"Not Found"}`))
+	}
+}
+
+// maxFault bounds the body of an injected failure.
+const maxFault = 1 << 16
+
+func (s api) adminFail(w http.ResponseWriter, r *http.Request) {
+	var f Fault
+	d := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxFault))
+	d.DisallowUnknownFields()
+	err := d.Decode(&f)
+	if err == nil {
+		err = f.validate()
+	}
+	if err != nil {
+		s.adminAnswer(w, nil, err)
+		return
+	}
+	switch f.Mode { // these end the connection: answer first
+	case ModeCrash, ModeKill, ModeRefuse:
+		s.adminAnswer(w, []byte(`{}`), nil)
+		_ = http.NewResponseController(w).Flush()
+		_ = s.Fail(f)
+	default:
+		s.adminAnswer(w, []byte(`{}`), s.Fail(f))
+	}
+}
+
+func (s api) adminAnswer(w http.ResponseWriter, body []byte, err error) {
+	if err != nil {
+		s.fail(w, badRequest("", "%s", err.Error()))
+		return
+	}
+	s.writeJSON(w, http.StatusOK, body)
 }

@@ -63,12 +63,17 @@ type Server struct {
 	link   *link
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
-	timers []*time.Timer // schedule and delayed death; guarded by mu
+
+	end     serverEnd
+	headers struct{ server, vary, json []string } // shared by all answers
+}
+
+// serverEnd is what is known of the end of a server.
+type serverEnd struct {
 	mu     sync.Mutex
+	timers []*time.Timer // schedule and delayed death
 	exit   *ExitError
 	closed bool
-
-	serverHeader, varyHeader, jsonHeader []string // shared by all answers
 }
 
 // New makes an engine that does nothing yet.
@@ -80,9 +85,9 @@ func New(cfg Config) (*Server, error) {
 	cfg.Model.BlockEvents = cfg.KVEvents.active()
 	s := &Server{
 		cfg: cfg, set: cfg.settings(), log: cfg.logger(), active: newInflight(), started: time.Now(),
-		serverHeader: []string{"uvicorn"}, varyHeader: []string{"Origin"},
-		jsonHeader: []string{"application/json"},
 	}
+	s.headers.server, s.headers.vary = []string{"uvicorn"}, []string{"Origin"}
+	s.headers.json = []string{"application/json"}
 	s.ids.Store(uint64(s.started.UnixNano()))
 	for i := range cfg.ranks() {
 		r, err := newRank(strconv.Itoa(max(i, cfg.DPRank)), cfg.Model, s.started)
@@ -98,48 +103,11 @@ func New(cfg Config) (*Server, error) {
 		s.ranks = append(s.ranks, r)
 	}
 	s.http = &http.Server{
-		Handler: s, IdleTimeout: cfg.KeepAlive, ReadHeaderTimeout: readHeaderTimeout,
+		Handler: api{s}, IdleTimeout: cfg.KeepAlive, ReadHeaderTimeout: readHeaderTimeout,
 		MaxHeaderBytes: maxHeaderBytes,
 		ErrorLog:       log.New(io.Discard, "", 0), ConnContext: withConn,
 	}
 	return s, nil
-}
-
-// Start is New, Listen and Serve in the background: the form for tests. Close it.
-func Start(ctx context.Context, cfg Config) (*Server, error) {
-	s, err := New(cfg)
-	if err != nil {
-		return nil, err
-	}
-	if err := s.Listen(ctx); err != nil {
-		return nil, errors.Join(err, s.Close())
-	}
-	s.wg.Go(func() { _ = s.serve() })
-	return s, nil
-}
-
-// StartGroup starts n ranks of a lockstep group in this process; cfg.RPCAddr is their meeting point.
-func StartGroup(ctx context.Context, cfg Config, n int) ([]*Server, error) {
-	servers, errs := make([]*Server, n), make([]error, n)
-	var wg sync.WaitGroup
-	for i := range n {
-		c := cfg
-		c.DPSize, c.DPRank = n, i
-		if c.Port != 0 {
-			c.Port += i
-		}
-		wg.Go(func() { servers[i], errs[i] = Start(ctx, c) })
-	}
-	wg.Wait()
-	if err := errors.Join(errs...); err != nil {
-		for _, s := range servers {
-			if s != nil {
-				err = errors.Join(err, s.Close())
-			}
-		}
-		return nil, err
-	}
-	return servers, nil
 }
 
 // Listen starts the engine up: it waits for the simulated load time and for the group, then opens the port,
@@ -234,27 +202,11 @@ func (s *Server) startup(ctx context.Context) error {
 
 // after runs f once, unless the server is closed before.
 func (s *Server) after(d time.Duration, f func()) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if !s.closed {
-		s.timers = append(s.timers, time.AfterFunc(d, f))
+	s.end.mu.Lock()
+	defer s.end.mu.Unlock()
+	if !s.end.closed {
+		s.end.timers = append(s.end.timers, time.AfterFunc(d, f))
 	}
-}
-
-func (c *Config) listen(ctx context.Context, addr string) (net.Listener, error) {
-	if c.Listen != nil {
-		return c.Listen(ctx, addr)
-	}
-	var lc net.ListenConfig
-	return lc.Listen(ctx, "tcp", addr)
-}
-
-func (c *Config) dial(ctx context.Context, addr string) (net.Conn, error) {
-	if c.Dial != nil {
-		return c.Dial(ctx, addr)
-	}
-	var d net.Dialer
-	return d.DialContext(ctx, "tcp", addr)
 }
 
 // Serve answers until Close (nil) or until the engine ends by itself (*ExitError).
@@ -267,10 +219,10 @@ func (s *Server) Serve() error {
 
 func (s *Server) serve() error {
 	err := s.http.Serve(s.gate)
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.exit != nil {
-		return s.exit
+	s.end.mu.Lock()
+	defer s.end.mu.Unlock()
+	if s.end.exit != nil {
+		return s.end.exit
 	}
 	if errors.Is(err, http.ErrServerClosed) {
 		return nil
@@ -316,13 +268,13 @@ func (s *Server) Close() error {
 
 // drop marks the end, with its cause if the engine ends by itself; true = it was the first one.
 func (s *Server) drop(exit *ExitError) bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.closed {
+	s.end.mu.Lock()
+	defer s.end.mu.Unlock()
+	if s.end.closed {
 		return false
 	}
-	s.closed, s.exit = true, exit
-	for _, t := range s.timers {
+	s.end.closed, s.end.exit = true, exit
+	for _, t := range s.end.timers {
 		t.Stop()
 	}
 	return true
