@@ -7,8 +7,8 @@ import (
 	"unsafe"
 )
 
-// peek reports that nothing can be read, not even an end of file. It makes the system call without telling the
-// scheduler: it never blocks (see package rawconn).
+// peek reports that nothing can be read, not even an end of file. It makes the system call without telling
+// the scheduler: it never blocks (see package rawconn).
 func peek(fd uintptr, b *[1]byte) (isQuiet bool) {
 	for {
 		//nolint:gosec // the address is taken within the call, as package unsafe asks (rule 4)

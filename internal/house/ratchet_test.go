@@ -33,7 +33,8 @@ const (
 	maxColumns   = 110 // of a line, a tab counts as four
 	maxTypeFiles = 2   // that hold a type's methods
 	maxFields    = 20  // of a struct
-	minLines     = 60  // of a product file; doc.go and files of one operating system may be shorter
+	// of a product file; doc.go, files of one operating system and a package's only file may be shorter
+	minLines     = 60
 	maxLines     = 600 // of a product file
 	maxTestLines = 800 // of a test file
 )
@@ -157,7 +158,10 @@ func measure(t *testing.T) map[string]*counts {
 	t.Helper()
 	rows, err := os.ReadFile(filepath.Join("..", "..", "test", "acceptance.md"))
 	require.NoError(t, err)
-	m := measuring{folders: map[string]*counts{}, rows: string(rows), methods: map[string]map[string]bool{}}
+	m := measuring{
+		folders: map[string]*counts{}, rows: string(rows), methods: map[string]map[string]bool{},
+		products: map[string]int{}, small: map[string]int{},
+	}
 	for _, file := range texts(t) {
 		text, err := os.ReadFile(filepath.Join("..", "..", filepath.FromSlash(file)))
 		require.NoError(t, err)
@@ -171,6 +175,7 @@ func measure(t *testing.T) map[string]*counts {
 		}
 	}
 	m.types()
+	m.shortFiles()
 	return m.folders
 }
 
@@ -179,6 +184,9 @@ type measuring struct {
 	folders map[string]*counts
 	rows    string                     // test/acceptance.md
 	methods map[string]map[string]bool // files that hold methods, by "folder Type"
+
+	products map[string]int // product files by folder, without doc.go and files of one operating system
+	small    map[string]int // lines by file: those of less than minLines
 }
 
 func (m *measuring) add(r rule, file string, line int, format string, args ...any) {
@@ -223,10 +231,12 @@ func (m *measuring) goFile(file string, text []byte) error {
 	if ast.IsGenerated(parsed) {
 		return nil
 	}
-	lines := 0
+	lines, shown := 0, screens(file, fset, parsed)
 	for line := range strings.Lines(string(text)) {
 		lines++
-		m.wide(file, lines, line)
+		if !shown[lines] {
+			m.wide(file, lines, line)
+		}
 	}
 	m.length(file, lines, parsed)
 	m.goComments(file, text)
@@ -236,13 +246,38 @@ func (m *measuring) goFile(file string, text []byte) error {
 	return nil
 }
 
+// screens returns the lines of a test in raw strings of several lines: a screen that a test compares is as
+// wide as it is.
+func screens(file string, fset *token.FileSet, parsed *ast.File) map[int]bool {
+	out := map[int]bool{}
+	if !strings.HasSuffix(file, "_test.go") {
+		return out
+	}
+	ast.Inspect(parsed, func(n ast.Node) bool {
+		s, ok := n.(*ast.BasicLit)
+		if !ok || !strings.HasPrefix(s.Value, "`") {
+			return true
+		}
+		first, last := fset.Position(s.Pos()).Line, fset.Position(s.End()).Line
+		for line := first; first < last && line <= last; line++ {
+			out[line] = true
+		}
+		return true
+	})
+	return out
+}
+
 func (m *measuring) length(file string, lines int, parsed *ast.File) {
 	test := strings.HasSuffix(file, "_test.go")
 	if most := map[bool]int{false: maxLines, true: maxTestLines}[test]; lines > most {
 		m.add(long, file, 1, "%d lines", lines)
 	}
-	if !test && lines < minLines && path.Base(file) != "doc.go" && !constrained(file, parsed) {
-		m.add(short, file, 1, "%d lines", lines)
+	if test || path.Base(file) == "doc.go" || constrained(file, parsed) {
+		return
+	}
+	m.products[path.Dir(file)]++
+	if lines < minLines {
+		m.small[file] = lines
 	}
 }
 
@@ -329,6 +364,15 @@ func receiver(d *ast.FuncDecl) string {
 			return e.Name
 		default:
 			return ""
+		}
+	}
+}
+
+// shortFiles counts small files beside others of their package.
+func (m *measuring) shortFiles() {
+	for _, file := range slices.Sorted(maps.Keys(m.small)) {
+		if m.products[path.Dir(file)] > 1 {
+			m.add(short, file, 1, "%d lines", m.small[file])
 		}
 	}
 }

@@ -18,7 +18,8 @@ import (
 // call of its own: the mock joins no writes. It closes connections that were idle for keepAlive, as vLLM
 // does.
 const (
-	chunkTop  = `data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"bench","choices":[`
+	chunkTop = `data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"bench",` +
+		`"choices":[`
 	roleChunk = chunkTop + `{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,` +
 		`"finish_reason":null}]}` + "\n\n"
 	textChunk = chunkTop + `{"index":0,"delta":{"content":"tok "},"logprobs":null,` +

@@ -323,7 +323,8 @@ func TestKV15ResetUnderLoad(t *testing.T) {
 		}
 		r.settled("a")
 		r.idle()
-		t.Logf("KV15: 64 of %d streams whole; equal %s after the reset; session-affinity before: %s, after: %s",
+		t.Logf("KV15: 64 of %d streams whole; equal %s after the reset; "+
+			"session-affinity before: %s, after: %s",
 			s.ok, took, remembered, r.why("b", turn))
 	})
 }

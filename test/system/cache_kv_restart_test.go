@@ -107,9 +107,10 @@ func TestKV2DpserveRestartsBesideAnEngine(t *testing.T) {
 		require.NoError(t, err)
 		_, pub, err := net.SplitHostPort(events)
 		require.NoError(t, err)
+		kv := fmt.Sprintf(`{"enable_kv_cache_events":true,"endpoint":"tcp://*:%s",`+
+			`"replay_endpoint":"tcp://%s"}`, pub, replay)
 		e := harness.Run(t, "engine", "sim", "--host", host, "--port", port, "--served-model-name", "a",
-			"--sim-step-ms", "1", "--kv-events-config", fmt.Sprintf(
-				`{"enable_kv_cache_events":true,"endpoint":"tcp://*:%s","replay_endpoint":"tcp://%s"}`, pub, replay))
+			"--sim-step-ms", "1", "--kv-events-config", kv)
 		e.Eventually(func() error { _, err := kvHeld(t, "http://"+api); return err }, "the engine answers")
 		return e
 	}

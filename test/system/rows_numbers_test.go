@@ -188,8 +188,9 @@ func TestNumbersLockstepRankKilled(t *testing.T) {
 	from := time.Now()
 	load.Reaches(24)
 	assert.LessOrEqual(t, ready, slack*5*time.Second+start)
-	t.Logf("NUMBER 1 of 16 ranks over 2 nodes killed, group ready again: %s (goal 5s and the engines' own start; "+
-		"the first deploy took %s)", ready.Round(time.Millisecond), start.Round(time.Millisecond))
+	t.Logf("NUMBER 1 of 16 ranks over 2 nodes killed, group ready again: %s "+
+		"(goal 5s and the engines' own start; the first deploy took %s)",
+		ready.Round(time.Millisecond), start.Round(time.Millisecond))
 	first := time.Duration(0)
 	for _, a := range load.Answers(killed) {
 		if end := a.Began.Add(a.First); a.OK() && (first == 0 || end.Sub(killed) < first) {
