@@ -299,11 +299,13 @@ func (r *replica) isTripped() bool { return r.state.phase == phaseOpen && r.trip
 
 // publishState tells the sinks whether the rank accepts requests, and why not.
 func (r *replica) publishState(cause string) {
+	isFenced := r.state.phase == phaseFenced
 	r.stream.emit(&msg.Record{
-		Kind: msg.RecState, Accepting: r.isAccepting(), Tripped: r.isTripped(), Cause: cause,
-		Turn:   r.offerTurn(),
-		Fenced: r.state.phase == phaseFenced, Draining: r.state.phase == phaseDraining ||
-			r.state.phase == phaseFenced && cause == causeDrained,
+		Kind: msg.RecState, Cause: cause, Turn: r.offerTurn(),
+		RankState: msg.RankState{
+			Accepting: r.isAccepting(), Tripped: r.isTripped(), Fenced: isFenced,
+			Draining: r.state.phase == phaseDraining || isFenced && cause == causeDrained,
+		},
 	})
 	r.updateStats()
 }
@@ -320,7 +322,8 @@ func (r *replica) sendSnapshot(sub *hubSubscription) {
 // snapshot is the whole account, as of the last record.
 func (r *replica) snapshot() *msg.Record {
 	f := &r.state.facts
-	return &msg.Record{Kind: msg.RecSnapshot, Accepting: r.isAccepting(), Snapshot: &msg.Snapshot{
+	state := msg.RankState{Accepting: r.isAccepting()}
+	return &msg.Record{Kind: msg.RecSnapshot, RankState: state, Snapshot: &msg.Snapshot{
 		Accepting: r.isAccepting(), Tripped: r.isTripped(), MaxOngoing: f.MaxOngoing,
 		Capacity: r.kv.cacheCapacity(), BlockSize: r.kv.knownBlockSize(), CachingOff: f.CachingOff,
 		MaxModelLen: f.MaxModelLen, Node: r.spec.Node, Target: r.spec.Target, Mailbox: r.box,

@@ -39,15 +39,19 @@ const (
 	maxTestLines = 800 // of a test file
 )
 
-// rule is one column of ratchet.txt: something that is counted per folder.
+// rule is something that is counted per folder. Every folder keeps it, unless it is a column of ratchet.txt.
 type rule int
 
-// The rules, in the order of the columns.
+// The rules; those before ratcheted are the columns of ratchet.txt, in this order.
 const (
-	citations rule = iota
-	columns
-	spread
+	spread rule = iota
 	fields
+	ratcheted
+)
+
+const (
+	citations rule = ratcheted + iota
+	columns
 	short
 	long
 	rowIDs
@@ -68,15 +72,19 @@ var ruleNames = [ruleCount]struct{ name, what string }{
 // counts are the findings of one folder, as "file:line: text".
 type counts [ruleCount][]string
 
-// TestRatchet: no number of ratchet.txt grows. A folder without a line there has 0 in each column. With -v it
-// prints the numbers that may be lowered; -lower writes them. A folder that moves takes its line along.
+// TestRatchet: every folder keeps the rules, and no number of ratchet.txt grows. A folder without a line has
+// 0 in each column. With -v it prints the numbers that may be lowered; -lower writes them. A folder that
+// moves takes its line along.
 func TestRatchet(t *testing.T) {
 	allowed, found := readRatchet(t), measure(t)
 	for _, folder := range slices.Sorted(maps.Keys(found)) {
 		for r, at := range found[folder] {
-			most := allowed[folder][r]
+			most := 0
+			if rule(r) < ratcheted {
+				most = allowed[folder][r]
+			}
 			if len(at) > most {
-				t.Errorf("%s: %d %s; ratchet.txt allows %d:\n\t%s",
+				t.Errorf("%s: %d %s; at most %d are allowed:\n\t%s",
 					folder, len(at), ruleNames[r].what, most, strings.Join(at, "\n\t"))
 			}
 		}
@@ -98,18 +106,18 @@ func TestRatchet(t *testing.T) {
 }
 
 // readRatchet reads the numbers by folder.
-func readRatchet(t *testing.T) map[string][ruleCount]int {
+func readRatchet(t *testing.T) map[string][ratcheted]int {
 	t.Helper()
 	text, err := os.ReadFile(ratchetFile)
 	require.NoError(t, err)
-	out := map[string][ruleCount]int{}
+	out := map[string][ratcheted]int{}
 	for line := range strings.Lines(string(text)) {
 		words := strings.Fields(line)
 		if len(words) == 0 || strings.HasPrefix(line, "#") {
 			continue
 		}
-		require.Len(t, words, 1+int(ruleCount), "ratchet.txt: %s", line)
-		var row [ruleCount]int
+		require.Len(t, words, 1+int(ratcheted), "ratchet.txt: %s", line)
+		var row [ratcheted]int
 		for r := range row {
 			row[r], err = strconv.Atoi(words[1+r])
 			require.NoError(t, err, line)
@@ -121,7 +129,7 @@ func readRatchet(t *testing.T) map[string][ruleCount]int {
 }
 
 // writeRatchet keeps the head of the file and the smaller one of each pair of numbers.
-func writeRatchet(t *testing.T, allowed map[string][ruleCount]int, found map[string]*counts) {
+func writeRatchet(t *testing.T, allowed map[string][ratcheted]int, found map[string]*counts) {
 	t.Helper()
 	var out bytes.Buffer
 	text, err := os.ReadFile(ratchetFile)
