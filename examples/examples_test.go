@@ -32,7 +32,7 @@ func files(t *testing.T) map[string]string {
 	return out
 }
 
-// TestExamplesAreValid: by the rules of every room, without a warning, and with a comment that says how to start them.
+// TestExamplesAreValid: by all rules, without a warning, and with a comment that says how to start them.
 func TestExamplesAreValid(t *testing.T) {
 	for name, text := range files(t) {
 		_, warnings, err := server.ParseApps(name, []byte(text))
@@ -43,7 +43,8 @@ func TestExamplesAreValid(t *testing.T) {
 	}
 }
 
-// TestExamplesWithTheirOtherLinesAreValid: a routing line that is commented out takes the place of the lines of its key.
+// TestExamplesWithTheirOtherLinesAreValid: a routing line that is commented out takes the place of the lines
+// of its key.
 func TestExamplesWithTheirOtherLinesAreValid(t *testing.T) {
 	other := regexp.MustCompile(`(?m)^      # ((policy|params): .*)$`)
 	for name, text := range files(t) {
@@ -82,7 +83,8 @@ func TestEveryPolicyHasAnExample(t *testing.T) {
 		}
 	}
 	for _, policy := range routing.Names() {
-		if !slices.Contains([]string{"direct", "lmetric"}, policy) { // direct is the caller's own choice, lmetric is worse than lmetric-1
+		// direct is the caller's own choice, lmetric is worse than lmetric-1
+		if !slices.Contains([]string{"direct", "lmetric"}, policy) {
 			assert.Contains(t, shown, policy)
 		}
 	}

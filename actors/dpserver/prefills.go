@@ -4,6 +4,9 @@ import (
 	"cmp"
 	"slices"
 	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/app"
 )
 
 // prefills are the open tickets whose prefill is not over and whose answer comes as a whole, so that no first
@@ -12,6 +15,7 @@ import (
 // done when they show the end of the prompt. If the events should show it and do not, the wait is up to
 // stallFactor times the predicted time.
 type prefills struct {
+	r       *replica
 	byDue   []wholePrefill // by due
 	timer   *time.Timer    // one for all; it may fire for a ticket that has ended
 	timerAt time.Time      // zero: the timer does not run
@@ -77,4 +81,81 @@ func (p *prefills) stop() {
 		p.timer.Stop()
 	}
 	p.byDue, p.timerAt = p.byDue[:0], time.Time{}
+}
+
+// predict predicts when the prefill of a ticket ends that was just admitted. The step law gives
+// several prompts too much time both as one long prompt (their tokens do not attend to each other) and one
+// after the other (they share steps). The shorter of both is nearer.
+func (p *prefills) predict(id uint64, t *ticket, whole bool) {
+	if p.r.prefillTime == nil {
+		return
+	}
+	p.r.account.addPrefillTime(t, p.r.prefillTime(t.uncachedTokens()))
+	now := t.admittedAt
+	t.prefillPredicted = min(p.r.prefillTime(p.r.account.uncachedWork), p.r.account.prefillSum)
+	if !whole {
+		return
+	}
+	takes := p.pace.scale(t.prefillPredicted)
+	p.insert(wholePrefill{
+		ticket: id, due: now.Add(takes), latest: now.Add(stallFactor * takes), isUnseen: t.prompt != nil,
+	})
+	p.armTimer(now)
+}
+
+// armTimer sets the timer to the first ticket that is due.
+func (p *prefills) armTimer(now time.Time) {
+	if len(p.byDue) == 0 || !p.timerAt.IsZero() && !p.byDue[0].due.Before(p.timerAt) {
+		return
+	}
+	p.timerAt = p.byDue[0].due
+	if wait := p.timerAt.Sub(now); p.timer == nil {
+		p.timer = p.r.sendAfter(wait, prefillTimer{})
+	} else {
+		p.timer.Reset(wait)
+	}
+}
+
+func (p *prefills) onTimer() {
+	now := time.Now()
+	p.timerAt = time.Time{}
+	for len(p.byDue) > 0 && !now.Before(p.byDue[0].due) {
+		e := p.byDue[0]
+		p.byDue = slices.Delete(p.byDue, 0, 1)
+		if e.due.Before(e.latest) && p.awaitsEvents(&e) {
+			e.due = e.latest
+			p.insert(e)
+			continue
+		}
+		p.predictFirstToken(e.ticket, e.due)
+	}
+	p.armTimer(now)
+}
+
+// awaitsEvents says whether the engine's events will show the end of the prompt, and have not yet.
+func (p *prefills) awaitsEvents(e *wholePrefill) bool {
+	return p.r.account.tickets[e.ticket] != nil && e.isUnseen && p.r.kv.health.isLive &&
+		p.r.app.Routing.Identity == app.IdentityTokens
+}
+
+// onPromptShown ends the prefill of a prompt that the events show now. Events that showed it before say
+// nothing about its prefill.
+func (p *prefills) onPromptShown(m promptShown) {
+	i := slices.IndexFunc(p.byDue, func(e wholePrefill) bool { return e.ticket == m.ticket })
+	switch {
+	case i < 0:
+	case m.wasBefore:
+		p.byDue[i].isUnseen = false
+	default:
+		p.byDue = slices.Delete(p.byDue, i, i+1)
+		p.predictFirstToken(m.ticket, time.Now())
+	}
+}
+
+// predictFirstToken emits that a ticket's prefill was over at an instant, by prediction: the engine has not
+// shown it.
+func (p *prefills) predictFirstToken(id uint64, at time.Time) {
+	if t, first := p.r.account.assumeDecoding(id); first {
+		p.r.emitRequestRecord(msg.RecFirstToken, &t.req, msg.CausePredicted, at)
+	}
 }

@@ -65,12 +65,9 @@ type replica struct {
 
 	prefills prefills
 
-	app           *app.Application // the application's current file, for routing
-	columnsID     uint64           // of the stream's present KV columns
-	settings      recorderSettings // that the recorder has
-	askedUncached bool             // a request asked for a KV record although the engine caches nothing
-	eventHealth   eventHealth
-	scrape        scrape
+	app    *app.Application // the application's current file, for routing
+	kv     replicaKV
+	scrape scrape
 }
 
 // busy keeps the rank full for a while after the engine answered engine_busy.
@@ -81,11 +78,12 @@ type busy struct {
 
 func newReplica(s *Server) *replica {
 	r := &replica{Server: s, account: newAccount(), app: s.currentApplication()}
+	r.kv.r, r.prefills.r = r, r
 	if s.state.isRegistered { // after a panic: the account is lost, and a snapshot tells every sink
 		s.log.Error("the account of a rank was lost, it begins anew",
 			slog.Uint64("incarnation", s.state.incarnation))
 		r.stream.add(r.hub.register(r.Server)...) // its message may be the one that was lost
-		r.beginStream(true)
+		r.kv.beginStream(true)
 		r.updateStats()
 		r.startMonitor()
 		r.closeDrainedIfIdle()
@@ -115,9 +113,9 @@ func (r *replica) Receive(m any) {
 	case pruneRequest:
 		r.orphans.prune(r.account.tickets)
 	case prefillTimer:
-		r.onPrefillTimer()
+		r.prefills.onTimer()
 	case promptShown:
-		r.onPromptShown(m)
+		r.prefills.onPromptShown(m)
 	default:
 		r.receiveControl(m)
 	}
@@ -139,7 +137,7 @@ func (r *replica) receiveControl(m any) {
 		defer close(m.done) // also after a panic
 		r.stream.sendSnapshot(m.sub, r.snapshot(), true)
 	case recorderRestarted:
-		r.beginStream(true)
+		r.kv.beginStream(true)
 	case unsubscribeRequest:
 		r.stream.remove(m.sub)
 	case readyRequest:
@@ -161,9 +159,9 @@ func (r *replica) receiveControl(m any) {
 	case *msg.Probe:
 		r.onProbe(m)
 	case subscriptionResult:
-		r.onSubscriptionResult(m)
+		r.kv.onSubscriptionResult(m)
 	case eventsApplied:
-		r.checkEventHealth()
+		r.kv.checkEventHealth()
 	case scrapeTimer:
 		r.onScrapeTick(m)
 	case scrapeResult:
@@ -207,10 +205,10 @@ func (r *replica) startIncarnation(f msg.Facts, anew bool) {
 	r.trip, r.busy, r.turns = trip{}, busy{round: r.busy.round + 1}, turns{}
 	r.state.phase, r.state.incarnation, r.state.facts = phaseOpen, f.Incarnation, f
 	if anew {
-		r.restartSubscription()
+		r.kv.restartSubscription()
 	}
 	r.startMonitor()
-	r.beginStream(false)
+	r.kv.beginStream(false)
 	r.updateStats()
 	r.refreshRouting()
 }
@@ -301,11 +299,13 @@ func (r *replica) isTripped() bool { return r.state.phase == phaseOpen && r.trip
 
 // publishState tells the sinks whether the rank accepts requests, and why not.
 func (r *replica) publishState(cause string) {
+	isFenced := r.state.phase == phaseFenced
 	r.stream.emit(&msg.Record{
-		Kind: msg.RecState, Accepting: r.isAccepting(), Tripped: r.isTripped(), Cause: cause,
-		Turn:   r.offerTurn(),
-		Fenced: r.state.phase == phaseFenced, Draining: r.state.phase == phaseDraining ||
-			r.state.phase == phaseFenced && cause == causeDrained,
+		Kind: msg.RecState, Cause: cause, Turn: r.offerTurn(),
+		RankState: msg.RankState{
+			Accepting: r.isAccepting(), Tripped: r.isTripped(), Fenced: isFenced,
+			Draining: r.state.phase == phaseDraining || isFenced && cause == causeDrained,
+		},
 	})
 	r.updateStats()
 }
@@ -322,9 +322,10 @@ func (r *replica) sendSnapshot(sub *hubSubscription) {
 // snapshot is the whole account, as of the last record.
 func (r *replica) snapshot() *msg.Record {
 	f := &r.state.facts
-	return &msg.Record{Kind: msg.RecSnapshot, Accepting: r.isAccepting(), Snapshot: &msg.Snapshot{
+	state := msg.RankState{Accepting: r.isAccepting()}
+	return &msg.Record{Kind: msg.RecSnapshot, RankState: state, Snapshot: &msg.Snapshot{
 		Accepting: r.isAccepting(), Tripped: r.isTripped(), MaxOngoing: f.MaxOngoing,
-		Capacity: r.cacheCapacity(), BlockSize: r.knownBlockSize(), CachingOff: f.CachingOff,
+		Capacity: r.kv.cacheCapacity(), BlockSize: r.kv.knownBlockSize(), CachingOff: f.CachingOff,
 		MaxModelLen: f.MaxModelLen, Node: r.spec.Node, Target: r.spec.Target, Mailbox: r.box,
 		Open: r.account.listRequests(),
 	}}
@@ -334,7 +335,7 @@ func (r *replica) snapshot() *msg.Record {
 func (r *replica) updateStats() {
 	r.stats.setOpen(&r.account)
 	r.stats.setState(r.state.facts.MaxOngoing, r.state.incarnation, r.isTripped())
-	r.updateKVStats()
+	r.kv.updateKVStats()
 }
 
 // admit grants a ticket or refuses with a reason. m belongs to the sender again when its reply is sent.
@@ -349,7 +350,7 @@ func (r *replica) admit(m *msg.Admit) {
 	}
 	id := r.state.lastTicket + 1
 	req := msg.OpenRequest{ReqID: m.ReqID, Ingress: m.Ingress, Tokens: m.Tokens, Hit: m.Hit}
-	whole, session, weight, prompt := m.Whole, m.Session, r.requestWeight(m), r.promptOf(m, id)
+	whole, session, weight, prompt := m.Whole, m.Session, r.requestWeight(m), r.kv.promptOf(m, id)
 	ctx, idle := m.Ctx, r.account.openCount() == 0
 	granted := msg.Ticket{
 		ID: id, Epoch: r.spec.Epoch, Incarnation: r.state.incarnation, Rank: r.id,
@@ -377,7 +378,7 @@ func (r *replica) admit(m *msg.Admit) {
 	if prompt != nil && r.recorder.box.TrySend(prompt) == nil {
 		t.prompt = prompt
 	}
-	r.predictPrefill(id, t, whole)
+	r.prefills.predict(id, t, whole)
 }
 
 // checkAdmission checks in this order: caller, lease, epoch, state, room. The caller comes first: if it has
@@ -468,8 +469,8 @@ func (r *replica) endTicket(m *msg.Done) {
 	}
 	r.emitRequestRecord(msg.RecDone, &t.req, m.Cause, now)
 	r.offerRemaining()
-	r.countExpectedEvents(m)
-	r.endPrompt(t, m)
+	r.kv.countExpectedEvents(m)
+	r.kv.endPrompt(t, m)
 	r.account.recycle(t)
 	r.applyOutcome(m)
 	r.closeDrainedIfIdle()

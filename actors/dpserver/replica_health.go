@@ -138,9 +138,9 @@ func (r *replica) onHealthTick() {
 	r.probeHealth()
 	r.checkStall()
 	r.refreshRouting()
-	r.checkEventHealth()
+	r.kv.checkEventHealth()
 	if r.subscriptions.current.Load() == nil {
-		r.startSubscription()
+		r.kv.startSubscription()
 	}
 }
 
@@ -380,7 +380,7 @@ func (r *replica) onProbe(m *msg.Probe) {
 // onProgressResult reports progress by one record, which holds for every silent stream of the rank. An engine
 // whose counters cannot be read shows its progress only by its KV events and its other streams.
 func (r *replica) onProgressResult(m progressResult) {
-	q, batches := &r.progress, r.eventStats().Batches
+	q, batches := &r.progress, r.kv.eventStats().Batches
 	askers := q.tickets
 	moved := q.hasBatches && batches != q.batches || m.err == nil && q.hasCounters &&
 		m.counters.Moved(q.counters)
@@ -459,7 +459,7 @@ func (r *replica) refreshRouting() {
 		r.scrape.isActive = true
 		r.startScrape()
 	}
-	r.sendSettings()
+	r.kv.sendSettings()
 }
 
 // startScrape reads /metrics beside the actor, one read at a time, and sets the timer for the next.
@@ -509,7 +509,7 @@ func (r *replica) onScraped(m scrapeResult) {
 	if slept {
 		r.onSleep()
 	}
-	r.updateKVStats()
+	r.kv.updateKVStats()
 }
 
 // countMissedScrape counts a failed read. After maxMissedScrapes the stream says that the KV usage is not
@@ -544,14 +544,14 @@ func (r *replica) updateFacts(c *engine.Counters) {
 	if c.BlockSize > 0 {
 		f.BlockSize = c.BlockSize
 	}
-	r.sendSettings()
+	r.kv.sendSettings()
 }
 
 // publishStatus emits a RecStatus if a value has changed.
 func (r *replica) publishStatus(c *engine.Counters) {
 	st := msg.Status{
-		KVUsage: c.KVUsage, HasKVUsage: c.HasKVUsage, Capacity: r.cacheCapacity(),
-		BlockSize: r.knownBlockSize(),
+		KVUsage: c.KVUsage, HasKVUsage: c.HasKVUsage, Capacity: r.kv.cacheCapacity(),
+		BlockSize: r.kv.knownBlockSize(),
 	}
 	if st == r.scrape.published {
 		return

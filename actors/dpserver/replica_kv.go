@@ -5,7 +5,6 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
-	"slices"
 	"strings"
 	"time"
 
@@ -33,18 +32,28 @@ type eventHealth struct {
 	pastTotals      client.EventStatus // counters of subscriptions that ended
 }
 
+// replicaKV is the replica's knowledge of its engine's KV cache: it follows the cache's events, and tells the
+// recorder what the record depends on.
+type replicaKV struct {
+	r             *replica
+	columnsID     uint64           // of the stream's present KV columns
+	settings      recorderSettings // that the recorder has
+	askedUncached bool             // a request asked for a KV record although the engine caches nothing
+	health        eventHealth
+}
+
 // currentSubscription is the subscription with the current number; nil if there is none, or it has not
 // started yet.
-func (r *replica) currentSubscription() *eventSubscription {
-	if h := r.subscriptions.current.Load(); h != nil && h.queue.subscriptionID == r.state.subscriptionID {
+func (k *replicaKV) currentSubscription() *eventSubscription {
+	if h := k.r.subscriptions.current.Load(); h != nil && h.queue.subscriptionID == k.r.state.subscriptionID {
 		return h
 	}
 	return nil
 }
 
 // eventStats are the subscription's counters; the zero value without one.
-func (r *replica) eventStats() kvevents.Stats {
-	if h := r.currentSubscription(); h != nil {
+func (k *replicaKV) eventStats() kvevents.Stats {
+	if h := k.currentSubscription(); h != nil {
 		return h.sub.Stats()
 	}
 	return kvevents.Stats{}
@@ -52,36 +61,36 @@ func (r *replica) eventStats() kvevents.Stats {
 
 // checkEventHealth updates the health of the events: with every health tick, after events were applied, and
 // when their subscription has changed.
-func (r *replica) checkEventHealth() {
-	if r.state.eventSource != nil {
-		r.updateEventHealth()
+func (k *replicaKV) checkEventHealth() {
+	if k.r.state.eventSource != nil {
+		k.updateEventHealth()
 	}
-	r.updateKVStats()
+	k.updateKVStats()
 }
 
-func (r *replica) updateEventHealth() {
-	st, now, was := r.eventStats(), time.Now(), r.eventHealth.state
-	r.measureSilence(now, st.Batches)
-	r.eventHealth.state = r.eventState(&st)
-	r.eventHealth.isLive = r.eventHealth.state == client.EventsLive
-	if r.eventHealth.state != was {
-		r.logEventState(was)
+func (k *replicaKV) updateEventHealth() {
+	st, now, was := k.eventStats(), time.Now(), k.health.state
+	k.measureSilence(now, st.Batches)
+	k.health.state = k.eventState(&st)
+	k.health.isLive = k.health.state == client.EventsLive
+	if k.health.state != was {
+		k.logEventState(was)
 	}
-	if st.Restarts > r.state.knownRestarts {
-		r.state.knownRestarts = st.Restarts
-		r.restartIncarnation("its kv events began anew", false)
+	if st.Restarts > k.r.state.knownRestarts {
+		k.r.state.knownRestarts = st.Restarts
+		k.r.restartIncarnation("its kv events began anew", false)
 	}
 }
 
-func (r *replica) eventState(st *kvevents.Stats) string {
+func (k *replicaKV) eventState(st *kvevents.Stats) string {
 	switch {
-	case r.eventHealth.silentFor >= r.timers.Silence:
+	case k.health.silentFor >= k.r.timers.Silence:
 		return client.EventsSilent
 	case !st.Connected:
 		return client.EventsConnecting
 	case !st.Synced:
 		return client.EventsWaiting
-	case st.Partial || r.kvReport().isPartial:
+	case st.Partial || k.kvReport().isPartial:
 		return client.EventsPartial
 	}
 	return client.EventsLive
@@ -89,46 +98,46 @@ func (r *replica) eventState(st *kvevents.Stats) string {
 
 // measureSilence measures how long requests have stored blocks without a batch of events. Time without such
 // requests does not count.
-func (r *replica) measureSilence(now time.Time, batches uint64) {
-	p := &r.eventHealth
+func (k *replicaKV) measureSilence(now time.Time, batches uint64) {
+	p := &k.health
 	if p.expectedEvents != p.checkedExpected {
-		if now.Sub(p.lastExpected) > r.timers.Silence && p.state != client.EventsSilent {
+		if now.Sub(p.lastExpected) > k.r.timers.Silence && p.state != client.EventsSilent {
 			p.silence = kvevents.Silence{}
 			p.silence.Check(now, batches, p.checkedExpected)
 		}
 		p.checkedExpected, p.lastExpected = p.expectedEvents, now
 	}
-	if p.silentFor = p.silence.Check(now, batches, p.expectedEvents); r.state.facts.CachingOff {
+	if p.silentFor = p.silence.Check(now, batches, p.expectedEvents); k.r.state.facts.CachingOff {
 		p.silentFor = 0
 	}
 }
 
 // logEventState logs that the events fell silent or came again, and adapts the record of sent prompts.
-func (r *replica) logEventState(was string) {
+func (k *replicaKV) logEventState(was string) {
 	switch {
-	case r.eventHealth.state == client.EventsSilent:
-		r.log.Warn("no kv event comes though requests complete: routing goes by what the rank was sent",
-			slog.Duration("for", r.eventHealth.silentFor))
+	case k.health.state == client.EventsSilent:
+		k.r.log.Warn("no kv event comes though requests complete: routing goes by what the rank was sent",
+			slog.Duration("for", k.health.silentFor))
 	case was == client.EventsSilent:
-		r.log.Info("kv events come again")
+		k.r.log.Info("kv events come again")
 	}
-	r.sendSettings()
+	k.sendSettings()
 }
 
 // countExpectedEvents counts a request that must have caused an event: its prompt was computed, and filled a
 // block that was not cached before. If the engine does not report cached tokens, every prompt of at least a
 // block counts.
-func (r *replica) countExpectedEvents(m *msg.Done) {
-	if r.state.eventSource == nil || m.Outcome != msg.OK || m.PromptTokens == 0 {
+func (k *replicaKV) countExpectedEvents(m *msg.Done) {
+	if k.r.state.eventSource == nil || m.Outcome != msg.OK || m.PromptTokens == 0 {
 		return
 	}
-	size := r.blockSizeOrDefault()
+	size := k.blockSizeOrDefault()
 	// the last token was sampled, and is not in the cache
 	filled := (m.PromptTokens + m.CompletionTokens - 1) / size
 	if m.HasCached && filled <= m.CachedTokens/size || m.PromptTokens < size {
 		return
 	}
-	r.eventHealth.expectedEvents++
+	k.health.expectedEvents++
 }
 
 // Messages of the event subscriptions and of the recorder.
@@ -147,22 +156,22 @@ type (
 
 // restartSubscription starts a new subscription. The recorder drops the blocks that the one before reported
 // when the columns begin again.
-func (r *replica) restartSubscription() {
-	past := r.eventTotals()
-	r.state.subscriptionID++
-	r.state.knownRestarts = 0
-	r.eventHealth = eventHealth{pastTotals: past, isStarting: r.eventHealth.isStarting}
-	r.startSubscription()
+func (k *replicaKV) restartSubscription() {
+	past := k.eventTotals()
+	k.r.state.subscriptionID++
+	k.r.state.knownRestarts = 0
+	k.health = eventHealth{pastTotals: past, isStarting: k.health.isStarting}
+	k.startSubscription()
 }
 
 // startSubscription starts the current subscription beside the actor.
-func (r *replica) startSubscription() {
-	src, s, life := r.state.eventSource, r.Server, r.state.subscriptionID
-	if r.eventHealth.isStarting || src == nil && r.subscriptions.current.Load() == nil {
+func (k *replicaKV) startSubscription() {
+	src, s, life := k.r.state.eventSource, k.r.Server, k.r.state.subscriptionID
+	if k.health.isStarting || src == nil && k.r.subscriptions.current.Load() == nil {
 		return
 	}
-	r.eventHealth.isStarting = true
-	r.runProbe(r.timers.CounterLimit, func(ctx context.Context) {
+	k.health.isStarting = true
+	k.r.runProbe(k.r.timers.CounterLimit, func(ctx context.Context) {
 		s.box.Send(subscriptionResult{
 			life,
 			s.replaceSubscription(ctx, src, life),
@@ -171,20 +180,20 @@ func (r *replica) startSubscription() {
 }
 
 // onSubscriptionResult notes how the start ended. A failed start is tried again with the next health tick.
-func (r *replica) onSubscriptionResult(m subscriptionResult) {
-	r.eventHealth.isStarting = false
-	if m.id != r.state.subscriptionID {
-		r.startSubscription()
+func (k *replicaKV) onSubscriptionResult(m subscriptionResult) {
+	k.health.isStarting = false
+	if m.id != k.r.state.subscriptionID {
+		k.startSubscription()
 		return
 	}
-	failed := r.eventHealth.failure
-	if r.eventHealth.failure = ""; m.err != nil {
-		r.eventHealth.failure = m.err.Error()
-		if r.eventHealth.failure != failed {
-			r.log.Warn("kv events of a rank cannot be followed", slog.String("err", m.err.Error()))
+	failed := k.health.failure
+	if k.health.failure = ""; m.err != nil {
+		k.health.failure = m.err.Error()
+		if k.health.failure != failed {
+			k.r.log.Warn("kv events of a rank cannot be followed", slog.String("err", m.err.Error()))
 		}
 	}
-	r.checkEventHealth()
+	k.checkEventHealth()
 }
 
 // liveSentTTL is how long a routed prompt counts as cached while events are live: until its own events must
@@ -194,14 +203,14 @@ const liveSentTTL = 2 * time.Second
 // sentOptions are the present options of the record of sent prompts. While events are live and count the same
 // blocks, a prompt counts until its events must have come. Without events, or in blocks of text, it counts
 // for as long as an engine may keep it.
-func (r *replica) sentOptions() kvindex.Options {
+func (k *replicaKV) sentOptions() kvindex.Options {
 	opt := kvindex.Options{
 		Feed: kvindex.FromRecords, BlockSize: kvindex.DefaultTextBlock,
 		TTL: kvindex.DefaultRecord,
 	}
-	if r.app.Routing.Identity == app.IdentityTokens {
+	if k.r.app.Routing.Identity == app.IdentityTokens {
 		opt.BlockSize = 0
-		if r.eventHealth.isLive {
+		if k.health.isLive {
 			opt.TTL = liveSentTTL
 		}
 	}
@@ -210,58 +219,59 @@ func (r *replica) sentOptions() kvindex.Options {
 
 // beginStream sends every sink a snapshot and lets the recorder begin the KV columns behind it. isLost says
 // that the content of the columns is not certain any more.
-func (r *replica) beginStream(isLost bool) {
-	r.columnsID = r.stream.begin(r.state.incarnation, r.snapshot())
-	r.settings = r.currentSettings()
-	r.scrape.published = msg.Status{}
-	r.recorder.box.Send(columnsBegin{
-		columnsID: r.columnsID, subscriptionID: r.state.subscriptionID, isLost: isLost, settings: r.settings,
+func (k *replicaKV) beginStream(isLost bool) {
+	k.columnsID = k.r.stream.begin(k.r.state.incarnation, k.r.snapshot())
+	k.settings = k.currentSettings()
+	k.r.scrape.published = msg.Status{}
+	k.r.recorder.box.Send(columnsBegin{
+		columnsID: k.columnsID, subscriptionID: k.r.state.subscriptionID, isLost: isLost,
+		settings: k.settings,
 	})
 }
 
-func (r *replica) currentSettings() recorderSettings {
-	return recorderSettings{facts: r.state.facts, sent: r.sentOptions(), isLive: r.eventHealth.isLive}
+func (k *replicaKV) currentSettings() recorderSettings {
+	return recorderSettings{facts: k.r.state.facts, sent: k.sentOptions(), isLive: k.health.isLive}
 }
 
 // sendSettings tells the recorder what the record depends on, if it has changed.
-func (r *replica) sendSettings() {
-	if now := r.currentSettings(); now != r.settings {
-		r.settings = now
-		r.recorder.box.Send(now)
+func (k *replicaKV) sendSettings() {
+	if now := k.currentSettings(); now != k.settings {
+		k.settings = now
+		k.r.recorder.box.Send(now)
 	}
 }
 
 // kvReport is the recorder's newest report of the present columns.
-func (r *replica) kvReport() kvReport {
-	report := r.recorder.load()
-	if report.columnsID != r.columnsID {
+func (k *replicaKV) kvReport() kvReport {
+	report := k.r.recorder.load()
+	if report.columnsID != k.columnsID {
 		return kvReport{exists: report.exists}
 	}
 	return report
 }
 
 // cacheCapacity is the tokens that the engine's KV cache holds; 0: not known.
-func (r *replica) cacheCapacity() int64 {
-	return cacheCapacity(&r.state.facts, r.kvReport().blockSize)
+func (k *replicaKV) cacheCapacity() int64 {
+	return cacheCapacity(&k.r.state.facts, k.kvReport().blockSize)
 }
 
 // promptOf copies the prompt of an admission for the recorder; nil if there is nothing to record.
-func (r *replica) promptOf(m *msg.Admit, ticket uint64) *sentPrompt {
+func (k *replicaKV) promptOf(m *msg.Admit, ticket uint64) *sentPrompt {
 	if len(m.Blocks) == 0 {
 		return nil
 	}
-	if r.state.facts.CachingOff {
-		r.askedUncached = true
+	if k.r.state.facts.CachingOff {
+		k.askedUncached = true
 		return nil
 	}
-	p := r.recorder.prompts.get(m)
-	p.ticket, p.isWatched = ticket, m.Whole && r.prefillTime != nil
+	p := k.r.recorder.prompts.get(m)
+	p.ticket, p.isWatched = ticket, m.Whole && k.r.prefillTime != nil
 	return p
 }
 
 // endPrompt tells the recorder how the request of a recorded prompt ended. Fewer cached tokens than expected
 // are missing; an estimated prompt length is scaled to the reported one.
-func (r *replica) endPrompt(t *ticket, m *msg.Done) {
+func (k *replicaKV) endPrompt(t *ticket, m *msg.Done) {
 	if t.prompt == nil {
 		return
 	}
@@ -276,17 +286,17 @@ func (r *replica) endPrompt(t *ticket, m *msg.Done) {
 		}
 		end.missing = expected - float64(m.CachedTokens)
 	}
-	r.recorder.box.Send(promptEnd{t.prompt})
+	k.r.recorder.box.Send(promptEnd{t.prompt})
 }
 
 // blockSizeOrDefault is the engine's tokens per block, or the default.
-func (r *replica) blockSizeOrDefault() int {
-	return cmp.Or(r.knownBlockSize(), routing.DefaultBlockSize)
+func (k *replicaKV) blockSizeOrDefault() int {
+	return cmp.Or(k.knownBlockSize(), routing.DefaultBlockSize)
 }
 
 // eventTotals is the sum of the counters of all subscriptions so far.
-func (r *replica) eventTotals() client.EventStatus {
-	e, h := r.eventHealth.pastTotals, r.currentSubscription()
+func (k *replicaKV) eventTotals() client.EventStatus {
+	e, h := k.health.pastTotals, k.currentSubscription()
 	if h == nil {
 		return e
 	}
@@ -300,49 +310,50 @@ func (r *replica) eventTotals() client.EventStatus {
 }
 
 // updateKVStats copies what Status shows of the KV cache.
-func (r *replica) updateKVStats() {
-	uncached := r.askedUncached || r.state.facts.CachingOff && policyNeeds(r.app).Hits
-	report := r.kvReport()
-	if !report.exists && r.state.eventSource == nil && !uncached {
+func (k *replicaKV) updateKVStats() {
+	uncached := k.askedUncached || k.r.state.facts.CachingOff && policyNeeds(k.r.app).Hits
+	report := k.kvReport()
+	if !report.exists && k.r.state.eventSource == nil && !uncached {
 		return
 	}
 	index := &report.index
 	st := client.KVStatus{
-		BlockSize: r.knownBlockSize(), Capacity: r.cacheCapacity(), Blocks: report.blocks, Sent: report.sent,
+		BlockSize: k.knownBlockSize(), Capacity: k.cacheCapacity(), Blocks: report.blocks, Sent: report.sent,
 		Bytes: index.Bytes, Orphans: index.Orphans, Evicted: index.Evicted,
-		Usage: r.scrape.last.KVUsage, Note: r.kvNote(),
+		Usage: k.r.scrape.last.KVUsage, Note: k.kvNote(),
 	}
-	events := r.eventTotals()
+	events := k.eventTotals()
 	events.Dropped += index.BadLength + index.BadBlockSize + index.SelfParent + index.Cycle + index.Conflict +
 		index.AsideDropped
-	if r.state.eventSource != nil {
-		events.State = r.eventHealth.state
+	if k.r.state.eventSource != nil {
+		events.State = k.health.state
 		if events.State == "" {
 			events.State = client.EventsConnecting
 		}
-		if r.eventHealth.state == client.EventsSilent {
-			events.SilentFor = r.eventHealth.silentFor.Seconds()
+		if k.health.state == client.EventsSilent {
+			events.SilentFor = k.health.silentFor.Seconds()
 		}
 		st.Events = &events
 	}
-	r.stats.setKV(&st)
+	k.r.stats.setKV(&st)
 }
 
 // kvNote is the note on the KV cache for people.
-func (r *replica) kvNote() string {
+func (k *replicaKV) kvNote() string {
 	var notes []string
-	if r.state.facts.CachingOff {
+	if k.r.state.facts.CachingOff {
 		notes = append(notes, "the engine runs without prefix caching: no prompt hits")
 	}
-	if r.eventHealth.failure != "" {
-		notes = append(notes, "kv events cannot be followed: "+r.eventHealth.failure)
+	if k.health.failure != "" {
+		notes = append(notes, "kv events cannot be followed: "+k.health.failure)
 	}
-	if r.eventHealth.state == client.EventsSilent {
+	if k.health.state == client.EventsSilent {
 		notes = append(notes, fmt.Sprintf("no kv event for %s while requests complete: routing goes by what "+
 			"the rank was sent; look at the engine's --kv-events-config",
-			r.eventHealth.silentFor.Round(time.Second)))
+			k.health.silentFor.Round(time.Second)))
 	}
-	told, seen, asked := r.state.facts.BlockSize, r.kvReport().blockSize, engine.AskedBlockSize(r.spec.App)
+	told, seen, asked := k.r.state.facts.BlockSize, k.kvReport().blockSize,
+		engine.AskedBlockSize(k.r.spec.App)
 	switch is := cmp.Or(seen, told); {
 	case told > 0 && seen > 0 && told != seen:
 		notes = append(notes, fmt.Sprintf("kv events come in blocks of %d tokens, the engine reported %d",
@@ -355,85 +366,6 @@ func (r *replica) kvNote() string {
 }
 
 // knownBlockSize is the engine's tokens per block: by its events, else by its own report; 0: not known.
-func (r *replica) knownBlockSize() int {
-	return cmp.Or(r.kvReport().blockSize, r.state.facts.BlockSize)
-}
-
-// predictPrefill predicts when the prefill of a ticket ends that was just admitted. The step law gives
-// several prompts too much time both as one long prompt (their tokens do not attend to each other) and one
-// after the other (they share steps). The shorter of both is nearer.
-func (r *replica) predictPrefill(id uint64, t *ticket, whole bool) {
-	if r.prefillTime == nil {
-		return
-	}
-	r.account.addPrefillTime(t, r.prefillTime(t.uncachedTokens()))
-	now := t.admittedAt
-	t.prefillPredicted = min(r.prefillTime(r.account.uncachedWork), r.account.prefillSum)
-	if !whole {
-		return
-	}
-	takes := r.prefills.pace.scale(t.prefillPredicted)
-	r.prefills.insert(wholePrefill{
-		ticket: id, due: now.Add(takes), latest: now.Add(stallFactor * takes), isUnseen: t.prompt != nil,
-	})
-	r.armPrefillTimer(now)
-}
-
-// armPrefillTimer sets the timer to the first ticket that is due.
-func (r *replica) armPrefillTimer(now time.Time) {
-	p := &r.prefills
-	if len(p.byDue) == 0 || !p.timerAt.IsZero() && !p.byDue[0].due.Before(p.timerAt) {
-		return
-	}
-	p.timerAt = p.byDue[0].due
-	if wait := p.timerAt.Sub(now); p.timer == nil {
-		p.timer = r.sendAfter(wait, prefillTimer{})
-	} else {
-		p.timer.Reset(wait)
-	}
-}
-
-func (r *replica) onPrefillTimer() {
-	p, now := &r.prefills, time.Now()
-	p.timerAt = time.Time{}
-	for len(p.byDue) > 0 && !now.Before(p.byDue[0].due) {
-		e := p.byDue[0]
-		p.byDue = slices.Delete(p.byDue, 0, 1)
-		if e.due.Before(e.latest) && r.awaitsPromptEvents(&e) {
-			e.due = e.latest
-			p.insert(e)
-			continue
-		}
-		r.predictFirstToken(e.ticket, e.due)
-	}
-	r.armPrefillTimer(now)
-}
-
-// awaitsPromptEvents says whether the engine's events will show the end of the prompt, and have not yet.
-func (r *replica) awaitsPromptEvents(e *wholePrefill) bool {
-	return r.account.tickets[e.ticket] != nil && e.isUnseen && r.eventHealth.isLive &&
-		r.app.Routing.Identity == app.IdentityTokens
-}
-
-// onPromptShown ends the prefill of a prompt that the events show now. Events that showed it before say
-// nothing about its prefill.
-func (r *replica) onPromptShown(m promptShown) {
-	p := &r.prefills
-	i := slices.IndexFunc(p.byDue, func(e wholePrefill) bool { return e.ticket == m.ticket })
-	switch {
-	case i < 0:
-	case m.wasBefore:
-		p.byDue[i].isUnseen = false
-	default:
-		p.byDue = slices.Delete(p.byDue, i, i+1)
-		r.predictFirstToken(m.ticket, time.Now())
-	}
-}
-
-// predictFirstToken emits that a ticket's prefill was over at an instant, by prediction: the engine has not
-// shown it.
-func (r *replica) predictFirstToken(id uint64, at time.Time) {
-	if t, first := r.account.assumeDecoding(id); first {
-		r.emitRequestRecord(msg.RecFirstToken, &t.req, msg.CausePredicted, at)
-	}
+func (k *replicaKV) knownBlockSize() int {
+	return cmp.Or(k.kvReport().blockSize, k.r.state.facts.BlockSize)
 }

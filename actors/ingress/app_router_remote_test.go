@@ -22,7 +22,7 @@ func (r *replica) silence(on bool) {
 	defer r.mu.Unlock()
 	r.feed.deliver(&msg.Record{
 		App: r.app, Unit: r.unit, Rank: r.id, Epoch: r.epoch, Incarnation: r.incarnation, Kind: msg.RecSilent,
-		Silent: on,
+		RankState: msg.RankState{Silent: on},
 	})
 }
 
@@ -129,7 +129,7 @@ func TestAFenceStaysWithItsUnit(t *testing.T) {
 	g = lockstepRig(t, whole, whole)
 	g.replicas[0].mu.Lock()
 	g.replicas[0].emit(&msg.Record{
-		Kind: msg.RecState, Fenced: true, Draining: true,
+		Kind: msg.RecState, RankState: msg.RankState{Fenced: true, Draining: true},
 		Cause: causeDrained.String(),
 	})
 	g.replicas[0].mu.Unlock()

@@ -253,7 +253,7 @@ func (r *kvReplica) act(tb testing.TB, all [][]uint64) {
 // reveal sends a new record of everything, so that a receiver that has missed something notices.
 func (r *kvReplica) reveal(tb testing.TB, hash uint64) {
 	tb.Helper()
-	r.emit(&msg.Record{Kind: msg.RecState, Accepting: true})
+	r.emit(&msg.Record{Kind: msg.RecState, RankState: msg.RankState{Accepting: true}})
 	for tier := range kvindex.Sent {
 		r.column(tb, tier).Apply(kvindex.Delta{Change: kvindex.Stored, Hashes: []uint64{hash}})
 	}

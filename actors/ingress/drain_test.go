@@ -37,7 +37,7 @@ func TestTheEndOfADrainCutsAttachedStreams(t *testing.T) {
 			r.mu.Lock()
 			r.accepting = false
 			r.emit(&msg.Record{
-				Kind: msg.RecState, Fenced: true, Draining: c.drained,
+				Kind: msg.RecState, RankState: msg.RankState{Fenced: true, Draining: c.drained},
 				Cause: map[bool]string{true: "drained", false: "no answer"}[c.drained],
 			})
 			r.mu.Unlock()

@@ -275,7 +275,7 @@ func TestExplainRows(t *testing.T) {
 		a.Routing.BusyThreshold = &half
 		a.DataParallel.DPSize, a.NumReplicas = 6, 6
 	})
-	b.tell(1, msg.Record{Kind: msg.RecState, Draining: true})
+	b.tell(1, msg.Record{Kind: msg.RecState, RankState: msg.RankState{Draining: true}})
 	b.tell(2, msg.Record{Kind: msg.RecState})
 	b.tell(3, msg.Record{Kind: msg.RecStatus, Status: msg.Status{KVUsage: 0.75, HasKVUsage: true}})
 	for i := range 8 {

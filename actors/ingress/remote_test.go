@@ -60,7 +60,7 @@ func newDataPort(tb testing.TB, f *feed, lease func() bool, admit time.Duration)
 		},
 	}}
 	for _, l := range listeners {
-		go func() { _ = p.http.Serve(rawconn.Listener(l)) }()
+		go func() { _ = p.http.Serve(rawListener{l}) }()
 	}
 	onlyHTTP2 := strings.Contains(tb.Name(), "HTTP2") // as an older node
 	way := nodeport.NewTransport(nodeport.Data, func(ctx context.Context, offered ...string) (
@@ -82,6 +82,17 @@ func newDataPort(tb testing.TB, f *feed, lease func() bool, admit time.Duration)
 		assert.NoError(tb, p.http.Close())
 	})
 	return p
+}
+
+// rawListener makes a raw connection of each that it accepts, as a node's port does.
+type rawListener struct{ net.Listener }
+
+func (l rawListener) Accept() (net.Conn, error) {
+	c, err := l.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	return rawconn.Conn(c), nil
 }
 
 // awaitHTTP1 sends requests for no rank until one goes over HTTP/1.1.

@@ -230,7 +230,7 @@ func (r *replica) judge(m *msg.Done) {
 	}
 	if r.trips && r.failures == 5 && !r.tripped {
 		r.accepting, r.tripped = false, true
-		r.emit(&msg.Record{Kind: msg.RecState, Tripped: true, Cause: "tripped"})
+		r.emit(&msg.Record{Kind: msg.RecState, RankState: msg.RankState{Tripped: true}, Cause: "tripped"})
 	}
 }
 
@@ -310,7 +310,7 @@ func (r *replica) snapshot() {
 	r.feed.deliver(&msg.Record{
 		App: r.app, Unit: r.unit, Rank: r.id, Epoch: r.epoch, Incarnation: r.incarnation, Seq: r.seq,
 		Kind:      msg.RecSnapshot,
-		Accepting: r.accepting, Snapshot: s,
+		RankState: msg.RankState{Accepting: r.accepting}, Snapshot: s,
 	})
 }
 
@@ -320,8 +320,8 @@ func (r *replica) say(accepting, fenced bool, cause string) {
 	defer r.mu.Unlock()
 	r.accepting = accepting
 	r.emit(&msg.Record{
-		Kind: msg.RecState, Accepting: accepting, Fenced: fenced,
-		Draining: cause == "draining", Cause: cause,
+		Kind: msg.RecState, Cause: cause,
+		RankState: msg.RankState{Accepting: accepting, Fenced: fenced, Draining: cause == "draining"},
 	})
 }
 

@@ -117,7 +117,7 @@ func TestASubscriberOfATrippedRankKnowsIt(t *testing.T) {
 	assert.Equal(t, [2]int{1, 1}, [2]int{tripped, out})
 	r.mu.Lock()
 	r.accepting, r.tripped = true, false
-	r.emit(&msg.Record{Kind: msg.RecState, Accepting: true})
+	r.emit(&msg.Record{Kind: msg.RecState, RankState: msg.RankState{Accepting: true}})
 	r.mu.Unlock()
 	tripped, out = g.leftOut()
 	assert.Equal(t, [2]int{0, 0}, [2]int{tripped, out})

@@ -50,7 +50,7 @@ func TestRoomOfAnotherIngressIsLeftAlone(t *testing.T) {
 	r.turn(3, "n3")
 	assert.LessOrEqual(t, g.room(), 0)
 	r.mu.Lock()
-	r.emit(&msg.Record{Kind: msg.RecState, Accepting: true})
+	r.emit(&msg.Record{Kind: msg.RecState, RankState: msg.RankState{Accepting: true}})
 	r.mu.Unlock()
 	assert.Equal(t, 2, g.room(), "n3 has not taken it: it is for all")
 	r.others(4)

@@ -58,18 +58,21 @@ type Record struct {
 
 	// RecDone, RecState: which ingress may use the free room; no node's name while room is collected; "":
 	// every ingress
-	Turn      string
-	Accepting bool // RecState: open, not tripped and not busy
-	// RecState: its answers failed in a row. It still admits: readers decide whether they leave it out
-	Tripped bool
-	Fenced  bool // RecState: the rank is fenced, and its open requests are lost
-	// RecState: admits no request and lets its streams end; with Fenced: the drain is over, and open requests
-	// are cut
-	Draining bool
+	Turn string
+	RankState
 	Snapshot *Snapshot // RecSnapshot
 	KV       KV        // RecKVBegin, RecKV, RecKVEnd
 	Status   Status    // RecStatus
-	Silent   bool      // RecSilent
+}
+
+// RankState is what a RecState says about the rank. A RecSnapshot has Accepting, and RecSilent only Silent.
+type RankState struct {
+	Accepting bool // open, not tripped and not busy
+	Tripped   bool // its answers failed in a row. It still admits: readers decide whether they leave it out
+	Fenced    bool // the rank is fenced, and its open requests are lost
+	// admits no request and lets its streams end; with Fenced: the drain is over, and open requests are cut
+	Draining bool
+	Silent   bool // the rank's node is silent
 }
 
 // KV is what a record says about one column of a rank's KV cache. Delta.Hashes is valid during Deliver only.

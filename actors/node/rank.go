@@ -9,6 +9,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
+	"github.com/dpserve/dpserve/internal/pause"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -86,7 +87,7 @@ func (r *rank) awaitHealth(ctx context.Context) error {
 			return nil
 		}
 		r.setProgress(fmt.Sprintf("waiting for %s/health: %v", r.target.URL, err))
-		if err := sleep(ctx, wait); err != nil {
+		if err := pause.For(ctx, wait); err != nil {
 			return err
 		}
 	}
@@ -119,7 +120,7 @@ func (r *rank) awaitAttached(ctx context.Context) error {
 			return nil
 		}
 		r.setProgress(fmt.Sprintf("waiting for %s: %v", r.target.URL, err))
-		if err := sleep(ctx, r.healthPeriod()); err != nil {
+		if err := pause.For(ctx, r.healthPeriod()); err != nil {
 			return err
 		}
 	}

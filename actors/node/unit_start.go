@@ -17,6 +17,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
+	"github.com/dpserve/dpserve/internal/pause"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -430,7 +431,7 @@ func (u *unit) rendezvous(ctx context.Context, layout engine.Ports) (addr string
 
 // publishAgain repeats rank 0's address while the unit starts, because a new leader has an empty table.
 func (u *unit) publishAgain(ctx context.Context, p msg.Publish) {
-	for sleep(ctx, u.n.timers.LeaseRenew) == nil {
+	for pause.For(ctx, u.n.timers.LeaseRenew) == nil {
 		u.n.cfg.Assigner.Publish(p)
 	}
 }
@@ -465,17 +466,5 @@ func draw(random func() uint64) uint64 {
 		if v := random(); v != 0 {
 			return v
 		}
-	}
-}
-
-// sleep waits, or returns the cause why ctx ended.
-func sleep(ctx context.Context, d time.Duration) error {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-t.C:
-		return nil
-	case <-ctx.Done():
-		return context.Cause(ctx)
 	}
 }

@@ -13,6 +13,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/dpserve/dpserve/internal/diskfile"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -401,7 +402,7 @@ func (w *Watcher) saveNewer(saved uint64) (uint64, error) {
 	if st.Index <= saved {
 		return saved, nil
 	}
-	if err := writeFile(filepath.Join(w.cfg.DataDir, stateFile), newest.data); err != nil {
+	if err := diskfile.Replace(filepath.Join(w.cfg.DataDir, stateFile), newest.data); err != nil {
 		return saved, fmt.Errorf("write %s: %w", stateFile, err)
 	}
 	return st.Index, nil

@@ -51,14 +51,20 @@ func TestAnswers(t *testing.T) {
 			"HTTP/1.1 204 No Content\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 204, "", 0,
 			false,
 		},
-		"304":           {"HTTP/1.1 304 Not Modified\r\n\r\n", 304, "", 0, true},
-		"chunked":       {chunkTop + "3\r\nabc\r\nA\r\n0123456789\r\n0\r\n\r\n", 200, "abc0123456789", -1, true},
+		"304": {"HTTP/1.1 304 Not Modified\r\n\r\n", 304, "", 0, true},
+		"chunked": {
+			chunkTop + "3\r\nabc\r\nA\r\n0123456789\r\n0\r\n\r\n",
+			200, "abc0123456789", -1, true,
+		},
 		"no chunks":     {chunkTop + "0\r\n\r\n", 200, "", -1, true},
 		"extensions":    {chunkTop + "3;a=b\r\nabc\r\n1 ; x\r\nd\r\n0;z\r\n\r\n", 200, "abcd", -1, true},
 		"leading zeros": {chunkTop + "0003\r\nabc\r\n000\r\n\r\n", 200, "abc", -1, true},
 		"trailer":       {chunkTop + "3\r\nabc\r\n0\r\nX-A: b\r\nX-C: d\r\n\r\n", 200, "abc", -1, true},
-		"large chunk":   {chunkTop + "10000\r\n" + long + "\r\n1\r\nx\r\n0\r\n\r\n", 200, long + "x", -1, true},
-		"large body":    {"HTTP/1.1 200 OK\r\nContent-Length: 65536\r\n\r\n" + long, 200, long, 65536, true},
+		"large chunk": {
+			chunkTop + "10000\r\n" + long + "\r\n1\r\nx\r\n0\r\n\r\n",
+			200, long + "x", -1, true,
+		},
+		"large body": {"HTTP/1.1 200 OK\r\nContent-Length: 65536\r\n\r\n" + long, 200, long, 65536, true},
 		"large head": {
 			"HTTP/1.1 200 OK\r\nX-Long: " + long[:60<<10] + "\r\nContent-Length: 1\r\n\r\nx", 200,
 			"x", 1, true,
@@ -92,6 +98,8 @@ func TestAnswers(t *testing.T) {
 // TestMalformed: what is not clear is an error, before or in the body, and its connection is not used again.
 func TestMalformed(t *testing.T) {
 	head := func(fields string) string { return "HTTP/1.1 200 OK\r\n" + fields + "\r\n\r\n" }
+	const chunked = "Transfer-Encoding: chunked"
+	tooLong := strings.Repeat("x", maxChunkLine)
 	for name, raw := range map[string]string{
 		"garbage":                 "SSH-2.0-OpenSSH\r\n",
 		"TLS alert":               "\x15\x03\x01\x00\x02\x02\x16",
@@ -119,7 +127,7 @@ func TestMalformed(t *testing.T) {
 		"huge length":             head("Content-Length: 9223372036854775808"),
 		"length and chunked":      head("Content-Length: 5\r\nTransfer-Encoding: chunked") + "0\r\n\r\n",
 		"gzip, chunked":           head("Transfer-Encoding: gzip, chunked") + "0\r\n\r\n",
-		"chunked twice":           head("Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked") + "0\r\n\r\n",
+		"chunked twice":           head(chunked+"\r\n"+chunked) + "0\r\n\r\n",
 		"chunked in 1.0":          "HTTP/1.0 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
 		"head too large":          head("A: " + strings.Repeat("x", maxHead)),
 		"too many interim":        strings.Repeat("HTTP/1.1 100 Continue\r\n\r\n", maxInterim+1) + okAnswer,
@@ -138,7 +146,7 @@ func TestMalformed(t *testing.T) {
 		"blank before size":       chunkTop + " 3\r\nabc\r\n0\r\n\r\n",
 		"huge size":               chunkTop + "fffffffffffffffff\r\nabc\r\n0\r\n\r\n",
 		"control in an extension": chunkTop + "3;a\rb\r\nabc\r\n0\r\n\r\n",
-		"extension too long":      chunkTop + "3;" + strings.Repeat("x", maxChunkLine) + "\r\nabc\r\n0\r\n\r\n",
+		"extension too long":      chunkTop + "3;" + tooLong + "\r\nabc\r\n0\r\n\r\n",
 		"bad trailer":             chunkTop + "0\r\nno colon\r\n\r\n",
 		"trailer too long":        chunkTop + "0\r\nA: " + strings.Repeat("x", maxTrailer) + "\r\n\r\n",
 		"too many trailers":       chunkTop + "0\r\n" + strings.Repeat("A: b\r\n", maxTrailer/6+1) + "\r\n",
@@ -205,7 +213,8 @@ func TestSmallReads(t *testing.T) {
 }
 
 func TestHeaderFields(t *testing.T) {
-	raw := "HTTP/1.1 429 Too Many Requests\r\nserver: uvicorn\r\nx-a: 1\r\nX-A: 2\r\nretry-after: 7\r\ncontent-length: 0\r\ntrailer: x\r\n\r\n"
+	raw := "HTTP/1.1 429 Too Many Requests\r\nserver: uvicorn\r\nx-a: 1\r\nX-A: 2\r\n" +
+		"retry-after: 7\r\ncontent-length: 0\r\ntrailer: x\r\n\r\n"
 	got := outcome(t, scripted(t, &script{pieces: split(raw, 1000)}))
 	require.NoError(t, got.err)
 	assert.Equal(t, http.Header{
@@ -237,7 +246,9 @@ func TestRequests(t *testing.T) {
 	}
 	b, err := appendRequest(nil, http.MethodPost, "/v1/x?y=z", "engine:1", h, 3)
 	require.NoError(t, err)
-	assert.Equal(t, "POST /v1/x?y=z HTTP/1.1\r\nHost: engine:1\r\nX-A: 1\r\nX-A: 2\r\nContent-Length: 3\r\n\r\n", string(b))
+	assert.Equal(t,
+		"POST /v1/x?y=z HTTP/1.1\r\nHost: engine:1\r\nX-A: 1\r\nX-A: 2\r\nContent-Length: 3\r\n\r\n",
+		string(b))
 	b, err = appendRequest(nil, http.MethodGet, "/", "e", nil, 0)
 	require.NoError(t, err)
 	assert.Equal(t, "GET / HTTP/1.1\r\nHost: e\r\n\r\n", string(b))

@@ -28,7 +28,8 @@ func cpu() time.Duration {
 // BenchmarkClient compares CPU per small request with http.Transport in the same run, slices in turn. Both
 // over quiet connections; the peer's cost, which is small, is in both.
 func BenchmarkClient(b *testing.B) {
-	const answer = "HTTP/1.1 200 OK\r\nserver: uvicorn\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\nok"
+	const answer = "HTTP/1.1 200 OK\r\nserver: uvicorn\r\ncontent-type: application/json\r\n" +
+		"content-length: 2\r\n\r\nok"
 	body := []byte(`{"model":"demo","messages":[{"role":"user","content":"hi"}]}`)
 	peer := server(b, func(_ int, c *net.TCPConn, _ *bufio.Reader) {
 		q, p := rawconn.Conn(c), make([]byte, 4<<10)

@@ -7,13 +7,12 @@ import (
 	"syscall"
 )
 
-// peek does not block: Go's sockets never do.
-func (p *probe) peek(fd uintptr) (done bool) {
+// peek reports that nothing can be read, not even an end of file. It does not block: Go's sockets never do.
+func peek(fd uintptr, b *[1]byte) (isQuiet bool) {
 	for {
-		_, _, err := syscall.Recvfrom(int(fd), p.byte[:], syscall.MSG_PEEK)
+		_, _, err := syscall.Recvfrom(int(fd), b[:], syscall.MSG_PEEK)
 		if !errors.Is(err, syscall.EINTR) {
-			p.alive = errors.Is(err, syscall.EAGAIN)
-			return true
+			return errors.Is(err, syscall.EAGAIN)
 		}
 	}
 }

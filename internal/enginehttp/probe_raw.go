@@ -7,15 +7,15 @@ import (
 	"unsafe"
 )
 
-// peek makes the system call without telling the scheduler: it never blocks (see package rawconn).
-func (p *probe) peek(fd uintptr) (done bool) {
+// peek reports that nothing can be read, not even an end of file. It makes the system call without telling
+// the scheduler: it never blocks (see package rawconn).
+func peek(fd uintptr, b *[1]byte) (isQuiet bool) {
 	for {
 		//nolint:gosec // the address is taken within the call, as package unsafe asks (rule 4)
-		_, _, errno := syscall.RawSyscall6(syscall.SYS_RECVFROM, fd, uintptr(unsafe.Pointer(&p.byte[0])), 1,
+		_, _, errno := syscall.RawSyscall6(syscall.SYS_RECVFROM, fd, uintptr(unsafe.Pointer(&b[0])), 1,
 			syscall.MSG_PEEK|syscall.MSG_DONTWAIT, 0, 0)
 		if errno != syscall.EINTR {
-			p.alive = errno == syscall.EAGAIN
-			return true
+			return errno == syscall.EAGAIN
 		}
 	}
 }

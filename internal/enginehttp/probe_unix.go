@@ -26,7 +26,10 @@ func newProbe(c net.Conn) *probe {
 		return nil
 	}
 	p := &probe{raw: raw}
-	p.look = p.peek
+	p.look = func(fd uintptr) (done bool) {
+		p.alive = peek(fd, &p.byte)
+		return true
+	}
 	return p
 }
 

@@ -6,6 +6,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/dpserve/dpserve/internal/pause"
 )
 
 // Run sends the load of cfg and reports what its clients measured. It returns when all requests have ended;
@@ -154,11 +156,8 @@ const timerMargin = 2 * time.Millisecond
 // waitUntil blocks until t or the end of ctx.
 func (r *run) waitUntil(ctx context.Context, t time.Time) error {
 	if d := time.Until(t) - timerMargin; d > 0 {
-		timer := time.NewTimer(d)
-		defer timer.Stop()
-		select {
-		case <-timer.C:
-		case <-ctx.Done():
+		if err := pause.For(ctx, d); err != nil {
+			return err
 		}
 	}
 	for ctx.Err() == nil {

@@ -5,6 +5,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/dpserve/dpserve/internal/pause"
 )
 
 // RunSessions plays the sessions of conversation and reports what their users measured. Of cfg, Rate and
@@ -116,7 +118,7 @@ func (p *sessionRun) session(ctx context.Context, n int, at time.Time) {
 			return
 		}
 		x.addAnswer(s.answer)
-		if !sleepOrDone(ctx, x.thinkTime()) {
+		if pause.For(ctx, x.thinkTime()) != nil {
 			return
 		}
 		if at = time.Now(); p.isOver(at) {
@@ -139,18 +141,6 @@ func (p *sessionRun) sendOne(ctx context.Context, x *session, at time.Time, know
 	*known = s.usage.Prompt + s.tokens() - 1
 	p.record(s, !at.Before(p.measureStart()))
 	return s
-}
-
-// sleepOrDone pauses for d; it returns false if ctx ended first.
-func sleepOrDone(ctx context.Context, d time.Duration) bool {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return ctx.Err() == nil
-	case <-ctx.Done():
-		return false
-	}
 }
 
 // report returns the part of the report that only sessions have.

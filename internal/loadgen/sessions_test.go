@@ -20,6 +20,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
+	"github.com/dpserve/dpserve/internal/pause"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -254,7 +255,7 @@ func (f *scripted) turn(ctx context.Context, _ []byte, session string, intended 
 	f.times = append(f.times, time.Since(f.origin))
 	f.mu.Unlock()
 	s := &sample{intended: intended, sent: time.Now(), usage: usage{Prompt: 1600, Completion: 1}}
-	if !sleepOrDone(ctx, time.Second) {
+	if pause.For(ctx, time.Second) != nil {
 		s.fail(failureStopped)
 	} else if session == f.fail {
 		s.fail("cut stream")

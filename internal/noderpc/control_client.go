@@ -16,6 +16,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/cluster"
 	"github.com/dpserve/dpserve/internal/cluster/pki"
+	"github.com/dpserve/dpserve/internal/pause"
 	"github.com/dpserve/dpserve/internal/problem"
 	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/state"
@@ -468,25 +469,13 @@ func mayHaveApplied(err error) bool {
 func askUntilAnswered[R any](ctx context.Context, c *LeaderClient, q leaderQuery[R]) (R, error) {
 	ctx, cancel := context.WithTimeout(ctx, persistLimit)
 	defer cancel()
-	for pause := roundPauseMin; ; pause = min(2*pause, roundPauseMax) {
+	for wait := roundPauseMin; ; wait = min(2*wait, roundPauseMax) {
 		r, err := askLeader(ctx, c, q)
 		if err == nil || ctx.Err() != nil || !mayRetryElsewhere(err) {
 			return r, err
 		}
-		if !sleep(ctx, pause/2+rand.N(pause)/2) {
+		if pause.For(ctx, wait/2+rand.N(wait)/2) != nil {
 			return r, err
 		}
-	}
-}
-
-// sleep waits. It returns false if ctx ended.
-func sleep(ctx context.Context, d time.Duration) bool {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-t.C:
-		return true
-	case <-ctx.Done():
-		return false
 	}
 }

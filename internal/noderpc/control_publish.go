@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/pause"
 )
 
 const (
@@ -67,7 +68,7 @@ func (p *publisher) add(m msg.Publish) {
 }
 
 func (p *publisher) run() {
-	pause := roundPauseMin
+	wait := roundPauseMin
 	for {
 		batch := p.pending()
 		if len(batch) == 0 {
@@ -78,13 +79,13 @@ func (p *publisher) run() {
 			failed = !p.trySend(m) || failed
 		}
 		if !failed {
-			pause = roundPauseMin
+			wait = roundPauseMin
 			continue
 		}
-		if !sleep(p.ctx, pause) {
+		if pause.For(p.ctx, wait) != nil {
 			return
 		}
-		pause = min(2*pause, roundPauseMax)
+		wait = min(2*wait, roundPauseMax)
 	}
 }
 

@@ -223,7 +223,7 @@ func (l *link) setSilent(silent bool, why string) {
 		l.log.Info("a node's stream is heard again", slog.Int("ranks", len(l.ranks)))
 	}
 	for _, src := range l.ranks {
-		l.deliverOwn(src, &msg.Record{Kind: msg.RecSilent, Silent: silent})
+		l.deliverOwn(src, &msg.Record{Kind: msg.RecSilent, RankState: msg.RankState{Silent: silent}})
 	}
 }
 

@@ -380,7 +380,7 @@ func (r *fakeRank) apply(e scriptEvent, number uint64) {
 			r.accepting = !r.accepting
 			r.emit(msg.Record{
 				Kind:      msg.RecState,
-				Accepting: r.accepting,
+				RankState: msg.RankState{Accepting: r.accepting},
 			})
 		})
 	case 11:

@@ -10,6 +10,7 @@ import (
 
 	"github.com/dpserve/dpserve/internal/cluster/nodeport"
 	"github.com/dpserve/dpserve/internal/cluster/pki"
+	"github.com/dpserve/dpserve/internal/pause"
 	"github.com/dpserve/dpserve/internal/problem"
 	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/state"
@@ -81,7 +82,7 @@ func enroll(
 	}
 	defer func() { _ = conn.Close() }() // no call is open
 	var before error                    // the answer of the attempt before this one
-	for pause := joinPauseMin; ; pause = min(2*pause, joinPauseMax) {
+	for wait := joinPauseMin; ; wait = min(2*wait, joinPauseMax) {
 		reply, err := dpservev1.NewEnrollClient(conn).Join(ctx, req, grpc.MaxCallRecvMsgSize(maxEnroll))
 		if err == nil {
 			return reply, nil
@@ -92,7 +93,7 @@ func enroll(
 			return nil, enrollError(before)
 		}
 		if again := problem.CodeOf(err) == problem.Unavailable && !errors.Is(err, errUnreachable); !again ||
-			!sleep(ctx, pause) {
+			pause.For(ctx, wait) != nil {
 			return nil, enrollError(err)
 		}
 		before = err

@@ -247,7 +247,7 @@ func (u *unpacker) readKV(c *cursor) {
 func (u *unpacker) readSnapshot(slot uint64, c *cursor) *remoteRank {
 	flags := c.byte()
 	u.rec = msg.Record{
-		Kind: msg.RecSnapshot, Accepting: flags&flagAccepting != 0, Seq: c.u64(),
+		Kind: msg.RecSnapshot, RankState: msg.RankState{Accepting: flags&flagAccepting != 0}, Seq: c.u64(),
 		Snapshot: &u.snap,
 	}
 	id := c.identity()

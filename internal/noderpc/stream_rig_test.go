@@ -192,7 +192,8 @@ func (r *fakeRank) snapshot(sub *hubSub) {
 		rec.KV.InSnapshot = rec.Kind != msg.RecSnapshot
 		sub.deliver(&rec)
 	}
-	give(msg.Record{Kind: msg.RecSnapshot, Accepting: r.accepting, Snapshot: &msg.Snapshot{
+	state := msg.RankState{Accepting: r.accepting}
+	give(msg.Record{Kind: msg.RecSnapshot, RankState: state, Snapshot: &msg.Snapshot{
 		Accepting: r.accepting, MaxOngoing: 8, BlockSize: 16, Node: r.node,
 		Target:  msg.Target{URL: "http://127.0.0.1:1", Addressing: "url"},
 		Mailbox: r, Open: slices.Collect(maps.Values(r.open)),

@@ -3,9 +3,9 @@ package rankleg
 import (
 	"net/http"
 	"net/textproto"
-	"strconv"
 	"strings"
 
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -101,11 +101,9 @@ func namedByConnection(h http.Header) map[string]bool {
 
 // ParseRankID reads GROUP/RANK.
 func ParseRankID(s string) (id routing.RankID, ok bool) {
-	g, r, found := strings.Cut(s, "/")
-	group, err1 := strconv.ParseUint(g, 10, 16)
-	rank, err2 := strconv.ParseUint(r, 10, 16)
-	if !found || err1 != nil || err2 != nil {
+	group, rank, ok := client.ParseRankName(s)
+	if !ok {
 		return 0, false
 	}
-	return routing.ID(int(group), int(rank)), true
+	return routing.ID(group, rank), true
 }

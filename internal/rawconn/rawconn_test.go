@@ -27,12 +27,12 @@ func pair(tb testing.TB) (quiet net.Conn, plain *net.TCPConn) {
 	l, err := (&net.ListenConfig{}).Listen(context.Background(), "tcp", "127.0.0.1:0")
 	require.NoError(tb, err)
 	defer l.Close()
-	ql := rawconn.Listener(l)
 	c, err := (&net.Dialer{}).DialContext(context.Background(), "tcp", l.Addr().String())
 	require.NoError(tb, err)
 	plain, _ = c.(*net.TCPConn)
-	quiet, err = ql.Accept()
+	accepted, err := l.Accept()
 	require.NoError(tb, err)
+	quiet = rawconn.Conn(accepted)
 	tb.Cleanup(func() { _, _ = quiet.Close(), plain.Close() })
 	return quiet, plain
 }

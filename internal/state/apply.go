@@ -95,6 +95,11 @@ func (s *State) Public() *State {
 	return c
 }
 
+// Encode returns the whole state in the form of a snapshot.
+//
+//nolint:gosec // the secret belongs into the snapshot, which lies in the data dir
+func (s *State) Encode() ([]byte, error) { return json.Marshal(s) }
+
 func (s *State) init(c *Init) error {
 	switch {
 	case c.Cluster == "":

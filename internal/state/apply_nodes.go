@@ -520,3 +520,43 @@ func (s *State) rotateGossipKey(c *RotateGossipKey) (Result, error) {
 	}
 	return Result{}, nil
 }
+
+// ControlLevel returns the lowest level of all control nodes. Lost nodes count, because they must be able to
+// read the log when they come back. Without control nodes it is the level of this version.
+func (s *State) ControlLevel() int {
+	level := Level
+	for _, n := range s.Nodes {
+		if n.Has(RoleControl) {
+			level = min(level, max(1, n.Level))
+		}
+	}
+	return level
+}
+
+// Readable returns the command in a form that every control node can read. It drops unknown fields from the
+// record of a PutNode, so that a node of a new version can be recorded at all. Any other command above their
+// level is ErrControlTooOld, with the nodes' names. It may be proposed again after they are upgraded.
+func (s *State) Readable(c Command) (Command, error) {
+	level := s.ControlLevel()
+	if c.PutNode != nil {
+		cut := *c.PutNode
+		cut.Node = cut.Node.ReadableAt(level)
+		c.PutNode = &cut
+	}
+	needed := c.Level()
+	if needed <= level {
+		return c, nil
+	}
+	var old []string
+	for id, n := range s.Nodes {
+		if n.Has(RoleControl) && max(1, n.Level) < needed {
+			old = append(old, id)
+		}
+	}
+	slices.Sort(old)
+	names := strings.Join(old, ", ")
+	return c, problem.New(problem.Unavailable, "propose %s: %w: too old: %s", c.Kind(), ErrControlTooOld,
+		names).
+		WithHint("upgrade dpserve on %s, or remove a node that does not come back: dpserve nodes remove NAME",
+			names).WithDetails(old...)
+}

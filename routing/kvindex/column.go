@@ -82,6 +82,14 @@ type Column struct {
 	endFee  int                    // bytes charged for the two above
 }
 
+// prompt is one Record: every block from leaf up to block 0 lives until at, unless a later prompt renewed it.
+// Prompts are sorted by expiry, so that the oldest is dropped first.
+type prompt struct {
+	at   time.Duration
+	leaf slot
+	hash uint64 // of leaf: another one there means that the leaf is gone
+}
+
 // Owner of the column.
 func (c *Column) Owner() Owner { return c.owner }
 

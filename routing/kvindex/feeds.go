@@ -67,22 +67,13 @@ func (c *Column) isValid(ev *StoredEvent) bool {
 		n.BadLength++
 	case c.opt.BlockSize != 0 && c.opt.BlockSize != ev.BlockSize:
 		n.BadBlockSize++
-	case ev.HasParent && contains(ev.Blocks, ev.Parent):
+	case ev.HasParent && slices.Contains(ev.Blocks, ev.Parent):
 		n.SelfParent++
 	default:
 		if len(ev.Blocks) > 0 {
 			c.opt.BlockSize = ev.BlockSize
 		}
 		return len(ev.Blocks) > 0
-	}
-	return false
-}
-
-func contains(blocks []Handle, h Handle) bool {
-	for _, b := range blocks {
-		if b == h {
-			return true
-		}
 	}
 	return false
 }
@@ -260,7 +251,7 @@ func (c *Column) removeCopy(name Handle) {
 // that is held; the chain continues there, at index at behind slot up. up is none if all blocks were kept or
 // the event was dropped.
 func (c *Column) setAside(h Hasher, ev *StoredEvent) (at int, up slot) {
-	if contains(ev.Blocks, c.aside.top(ev.Parent)) {
+	if slices.Contains(ev.Blocks, c.aside.top(ev.Parent)) {
 		c.ix.counters.Cycle++
 		return 0, none
 	}
@@ -536,14 +527,6 @@ func (c *Column) trimTo(n int) {
 	for c.count > n && len(c.prompts) > 0 {
 		c.shortenOldestPrompt(c.count - n)
 	}
-}
-
-// prompt is one Record: every block from leaf up to block 0 lives until at, unless a later prompt renewed it.
-// Prompts are sorted by expiry, so that the oldest is dropped first.
-type prompt struct {
-	at   time.Duration
-	leaf slot
-	hash uint64 // of leaf: another one there means that the leaf is gone
 }
 
 const (

@@ -54,12 +54,8 @@ type Index struct {
 	cap    int
 	charge int // bytes charged against cap
 
-	columns []*Column // by bit; nil: free or dying
-	owners  map[place]*Column
-	epochs  map[place]uint64 // highest ever; outlives the column
-	free    []int            // bits
-	sweep   sweep
-	handles int // in all columns
+	seats
+	sweep sweep
 
 	onChange   func(*Column, Delta)
 	run        run
@@ -67,6 +63,15 @@ type Index struct {
 	slots      []slot   // slots of the current event
 	prefetched uint64   // what warming loads ends up here, or the compiler would leave it out
 	counters   Counters
+}
+
+// seats are the bits of an Index and the columns that have them.
+type seats struct {
+	columns  []*Column // by bit; nil: free or dying
+	owners   map[place]*Column
+	epochs   map[place]uint64 // highest ever; outlives the column
+	freeBits []int
+	handles  int // in all columns
 }
 
 // What can go wrong with New and Open.
@@ -91,8 +96,10 @@ func New(c Config) (*Index, error) {
 	words := (c.Columns + wordBits - 1) / wordBits
 	ix := &Index{
 		pool: pool{stride: 1 + words}, table: newTable(), holed: make([]atomic.Uint64, words), cap: c.Bytes,
-		columns: make([]*Column, words*wordBits), owners: make(map[place]*Column),
-		epochs:   make(map[place]uint64),
+		seats: seats{
+			columns: make([]*Column, words*wordBits), owners: make(map[place]*Column),
+			epochs: make(map[place]uint64),
+		},
 		onChange: c.OnChange, sweep: newSweep(words),
 	}
 	most := c.Bytes / ix.chargePerChunk()
@@ -102,7 +109,7 @@ func New(c Config) (*Index, error) {
 		return nil, fmt.Errorf("kvindex: a cap of %d bytes holds nothing; use at least %d", c.Bytes, least)
 	}
 	for bit := len(ix.columns) - 1; bit >= 0; bit-- {
-		ix.free = append(ix.free, bit)
+		ix.freeBits = append(ix.freeBits, bit)
 	}
 	ix.publish()
 	return ix, nil
@@ -268,15 +275,15 @@ func (ix *Index) Forget(rank uint32, t Tier) {
 
 // bit returns a free column bit without holes; -1 if all are used.
 func (ix *Index) bit() int {
-	if len(ix.free) == 0 {
+	if len(ix.freeBits) == 0 {
 		for ix.Sweep(ix.end()) {
 		}
 	}
-	if len(ix.free) == 0 {
+	if len(ix.freeBits) == 0 {
 		return -1
 	}
-	bit := ix.free[len(ix.free)-1]
-	ix.free = ix.free[:len(ix.free)-1]
+	bit := ix.freeBits[len(ix.freeBits)-1]
+	ix.freeBits = ix.freeBits[:len(ix.freeBits)-1]
 	w := &ix.holed[bit>>6]
 	w.Store(w.Load() &^ (1 << (bit & 63)))
 	return bit
@@ -446,7 +453,7 @@ func (ix *Index) Sweep(n int) (more bool) {
 	}
 	for bit := range ix.columns {
 		if w.pass[bit>>6]>>(bit&63)&1 == 1 {
-			ix.free = append(ix.free, bit)
+			ix.freeBits = append(ix.freeBits, bit)
 		}
 	}
 	clear(w.pass)

@@ -41,8 +41,8 @@ func payload(promptBytes, tokens int, pace time.Duration, stream, escaped bool) 
 		strconv.FormatBool(stream) +
 		`,"max_tokens":` + strconv.Itoa(tokens) + `,"pace_us":` + strconv.FormatInt(pace.Microseconds(), 10) +
 		`}`
-	return []byte("POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: " +
-		strconv.Itoa(len(body)) + "\r\n\r\n" + body)
+	return []byte("POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n" +
+		"Content-Length: " + strconv.Itoa(len(body)) + "\r\n\r\n" + body)
 }
 
 // tokensOf is the number of chunks a request asks for.

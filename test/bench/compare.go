@@ -50,7 +50,8 @@ func (p *policyFlags) compare(ctx context.Context, bin string, rounds int) error
 		return err
 	}
 	defer os.RemoveAll(dir)
-	fmt.Printf("%d CPUs, %s, %d simulated ranks with %d tokens each, %s measured per run, median of %d rounds\n",
+	fmt.Printf("%d CPUs, %s, %d simulated ranks with %d tokens each, %s measured per run, "+
+		"median of %d rounds\n",
 		runtime.NumCPU(), runtime.Version(), simRanks, simBlocks*simBlockSize, p.duration, rounds)
 	for _, t := range kinds {
 		if err := p.under(ctx, bin, dir, t, rows, rounds); err != nil {
@@ -83,9 +84,10 @@ func (p *policyFlags) under(ctx context.Context, bin, dir string, t traffic, row
 
 // write prints the table: a row per policy, a column per figure, medians over the rounds.
 func (t traffic) write(load float64, rows []routed, got [][]*loadgen.Report) {
-	fmt.Printf("\n%s: %s\n%g sessions/s of %d turns, %d system prompts of %d tokens, %d tokens a message, %d tokens an answer\n%-24s",
-		t.name, t.what, t.rate*load, t.talk.Turns, t.talk.SystemPrompts, t.talk.SystemTokens,
-		t.talk.TurnTokens, t.tokens, "")
+	fmt.Printf("\n%s: %s\n", t.name, t.what)
+	fmt.Printf("%g sessions/s of %d turns, %d system prompts of %d tokens, %d tokens a message, "+
+		"%d tokens an answer\n%-24s", t.rate*load, t.talk.Turns, t.talk.SystemPrompts,
+		t.talk.SystemTokens, t.talk.TurnTokens, t.tokens, "")
 	for _, c := range figures() {
 		fmt.Printf("%12s", c.head)
 	}
@@ -173,7 +175,9 @@ func figures() []figure {
 		}},
 		{"TPOT p50 ms", 1, func(r, _ *loadgen.Report) float64 { return p50(r.TPOT) }},
 		{"max/mean", 2, func(r, _ *loadgen.Report) float64 { return busiest(r.Ranks) }},
-		{"p50 of rr %", 0, func(r, base *loadgen.Report) float64 { return 100 * p50(r.TTFT) / max(p50(base.TTFT), 1e-3) }},
+		{"p50 of rr %", 0, func(r, base *loadgen.Report) float64 {
+			return 100 * p50(r.TTFT) / max(p50(base.TTFT), 1e-3)
+		}},
 	}
 }
 

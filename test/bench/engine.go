@@ -18,12 +18,21 @@ import (
 // call of its own: the mock joins no writes. It closes connections that were idle for keepAlive, as vLLM
 // does.
 const (
-	roleChunk  = `data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"bench","choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}` + "\n\n"
-	textChunk  = `data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"bench","choices":[{"index":0,"delta":{"content":"tok "},"logprobs":null,"finish_reason":null,"token_ids":null}]}` + "\n\n"
-	lastChunk  = `data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"bench","choices":[{"index":0,"delta":{"content":"end"},"logprobs":null,"finish_reason":"length","stop_reason":null,"token_ids":null}]}` + "\n\n"
-	doneEvent  = "data: [DONE]\n\n"
-	plainBody  = `{"id":"chatcmpl-1","object":"chat.completion","created":1,"model":"bench","choices":[{"index":0,"message":{"role":"assistant","content":"hello","refusal":null},"logprobs":null,"finish_reason":"length","stop_reason":null}],"usage":{"prompt_tokens":8,"total_tokens":9,"completion_tokens":1}}`
-	modelsBody = `{"object":"list","data":[{"id":"bench","object":"model","created":1,"owned_by":"vllm","root":"bench","parent":null,"max_model_len":1000000}]}`
+	chunkTop = `data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"bench",` +
+		`"choices":[`
+	roleChunk = chunkTop + `{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,` +
+		`"finish_reason":null}]}` + "\n\n"
+	textChunk = chunkTop + `{"index":0,"delta":{"content":"tok "},"logprobs":null,` +
+		`"finish_reason":null,"token_ids":null}]}` + "\n\n"
+	lastChunk = chunkTop + `{"index":0,"delta":{"content":"end"},"logprobs":null,` +
+		`"finish_reason":"length","stop_reason":null,"token_ids":null}]}` + "\n\n"
+	doneEvent = "data: [DONE]\n\n"
+	plainBody = `{"id":"chatcmpl-1","object":"chat.completion","created":1,"model":"bench","choices":[` +
+		`{"index":0,"message":{"role":"assistant","content":"hello","refusal":null},"logprobs":null,` +
+		`"finish_reason":"length","stop_reason":null}],` +
+		`"usage":{"prompt_tokens":8,"total_tokens":9,"completion_tokens":1}}`
+	modelsBody = `{"object":"list","data":[{"id":"bench","object":"model","created":1,"owned_by":"vllm",` +
+		`"root":"bench","parent":null,"max_model_len":1000000}]}`
 )
 
 func runEngine(ctx context.Context, addr string) error {
@@ -137,7 +146,8 @@ func (e *engineConn) plain(body, ctype string) error {
 
 func (e *engineConn) stream() error {
 	n, pace := e.field("max_tokens"), time.Duration(e.field("pace_us"))*time.Microsecond
-	e.out = append(e.out[:0], "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"...)
+	e.out = append(e.out[:0], "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"+
+		"transfer-encoding: chunked\r\n\r\n"...)
 	start := time.Now()
 	if pace > 0 {
 		time.Sleep(pace)

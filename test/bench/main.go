@@ -18,7 +18,8 @@ import (
 
 func main() {
 	runtime.LockOSThread() // children die with this thread
-	role := flag.String("role", "bench", "bench | policies | policy-cpu | trace | engine | proxy (the last two are children of the others)")
+	role := flag.String("role", "bench", "bench | policies | policy-cpu | trace | engine | proxy "+
+		"(the last two are children of the others)")
 	listen := flag.String("listen", "", "address of a child")
 	engines := flag.String("engines", "", "engines of a proxy child")
 	bin := flag.String("dpserve", "bin/dpserve",

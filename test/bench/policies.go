@@ -96,7 +96,9 @@ func traffics() []traffic {
 			},
 		},
 		{
-			name: "agents", what: "the same with longer messages; 70 % of what warm ranks can do, which is more than blind routing can",
+			name: "agents",
+			what: "the same with longer messages; 70 % of what warm ranks can do, " +
+				"which is more than blind routing can",
 			warmup: 20 * time.Second, rate: 3, tokens: 32,
 			talk: loadgen.Conversation{
 				Sessions: many, Turns: 6, SystemPrompts: 8, SystemTokens: 4000,
@@ -109,7 +111,9 @@ func traffics() []traffic {
 			talk: loadgen.Conversation{Sessions: many, Turns: 1, TurnTokens: 3000},
 		},
 		{
-			name: "hot", what: "three long system prompts, of which one has 61 % of the traffic; 70 % of what warm ranks can do",
+			name: "hot",
+			what: "three long system prompts, of which one has 61 % of the traffic; " +
+				"70 % of what warm ranks can do",
 			warmup: 5 * time.Second, rate: 40, tokens: 16,
 			talk: loadgen.Conversation{
 				Sessions: many, Turns: 1, SystemPrompts: 3, SystemTokens: 12_000,
@@ -117,7 +121,9 @@ func traffics() []traffic {
 			},
 		},
 		{
-			name: "documents", what: "questions about 48 documents of 8,000 tokens, more than a rank holds; 70 % load under round-robin",
+			name: "documents",
+			what: "questions about 48 documents of 8,000 tokens, more than a rank holds; " +
+				"70 % load under round-robin",
 			warmup: 10 * time.Second, rate: 15, tokens: 32,
 			talk: loadgen.Conversation{
 				Sessions: many, Turns: 1, SystemPrompts: 48, SystemTokens: 8000,

@@ -128,7 +128,8 @@ func (p *progress) line(now time.Time) string {
 	}
 	left := ""
 	if done > 0 {
-		left = fmt.Sprintf(", %s left", time.Duration(float64(now.Sub(p.began))*(float64(p.total)-done)/done).Round(time.Second))
+		more := float64(now.Sub(p.began)) * (float64(p.total) - done) / done
+		left = fmt.Sprintf(", %s left", time.Duration(more).Round(time.Second))
 	}
 	line := fmt.Sprintf("%d of %d runs%s: %s", p.ended, p.total, left, strings.Join(words, ", "))
 	return line[:min(len(line), max(p.width-1, 0))]

@@ -174,7 +174,8 @@ func (l load) open(ctx context.Context, clients []*client, start time.Time, d ti
 	}
 	var mu sync.Mutex
 	var wg sync.WaitGroup
-	for at := start; at.Sub(start) < d && ctx.Err() == nil; at = at.Add(time.Duration(rnd.Float64() * 2 / l.rate * float64(time.Second))) {
+	gap := func() time.Duration { return time.Duration(rnd.Float64() * 2 / l.rate * float64(time.Second)) }
+	for at := start; at.Sub(start) < d && ctx.Err() == nil; at = at.Add(gap()) {
 		time.Sleep(time.Until(at))
 		c := <-pool
 		wg.Go(func() {

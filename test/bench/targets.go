@@ -89,10 +89,13 @@ func startNginx(ctx context.Context, dir string, engines []string) (target, bool
 	}
 	conf := fmt.Sprintf(`daemon off; worker_processes %[4]d; pid %[1]s/nginx.pid; error_log %[1]s/error.log;
 events { worker_connections 4096; }
-http { access_log off; client_max_body_size 64m; client_body_buffer_size 1m; client_body_temp_path %[1]s/b; proxy_temp_path %[1]s/p;
+http { access_log off; client_max_body_size 64m; client_body_buffer_size 1m;
+ client_body_temp_path %[1]s/b; proxy_temp_path %[1]s/p;
  fastcgi_temp_path %[1]s/f; uwsgi_temp_path %[1]s/u; scgi_temp_path %[1]s/s; keepalive_requests 1000000;
  upstream e { least_conn; %[2]s keepalive 512; keepalive_requests 1000000; }
- server { listen %[3]s; location / { proxy_pass http://e; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off; } } }`, dir, ups.String(), a, nginxWorkers)
+ server { listen %[3]s; location / {
+  proxy_pass http://e; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off; } } }`,
+		dir, ups.String(), a, nginxWorkers)
 	file := filepath.Join(dir, "nginx.conf")
 	if err := os.WriteFile(file, []byte(conf), 0o600); err != nil {
 		return target{}, false, err
@@ -160,7 +163,15 @@ func startDpserve(ctx context.Context, bin, dir string, engines []string, r rout
 		return target{}, err
 	}
 	var y strings.Builder
-	fmt.Fprintf(&y, "applications:\n  - name: bench\n    model: {id: bench}\n    max_ongoing_requests: 1024\n%s    engine:\n      kind: attach\n      family: vllm\n      ranks:\n", r.yaml())
+	fmt.Fprintf(&y, `applications:
+  - name: bench
+    model: {id: bench}
+    max_ongoing_requests: 1024
+%s    engine:
+      kind: attach
+      family: vllm
+      ranks:
+`, r.yaml())
 	for _, e := range engines {
 		fmt.Fprintf(&y, "        - {url: \"http://%s\"}\n", e)
 	}

@@ -39,10 +39,12 @@ type traceFlags struct {
 
 func (t *traceFlags) register(flags *flag.FlagSet) {
 	usual := tracesim.Default()
-	flags.StringVar(&t.trace, "trace", "", "trace: a file, or the name of a generated workload; none = list them")
+	flags.StringVar(&t.trace, "trace", "",
+		"trace: a file, or the name of a generated workload; none = list them")
 	t.loads = list[float64]{[]float64{1}, parseFactor}
-	flags.Var(&t.loads, "load", "factor on every rate; generated workloads: sessions or requests per second. "+
-		"trace: several with commas between, as -ingresses and -lag; each combination has a table")
+	flags.Var(&t.loads, "load",
+		"factor on every rate; generated workloads: sessions or requests per second. "+
+			"trace: several with commas between, as -ingresses and -lag; each combination has a table")
 	t.ingresses = list[int]{[]int{usual.Ingresses}, parseIngresses}
 	flags.Var(&t.ingresses, "ingresses", "trace: number of ingresses that route")
 	t.lags = list[time.Duration]{[]time.Duration{usual.Lag}, parseLag}
@@ -50,9 +52,11 @@ func (t *traceFlags) register(flags *flag.FlagSet) {
 	t.goals = list[time.Duration]{[]time.Duration{usual.Goals.TTFT, usual.Goals.TPOT}, parseLag}
 	flags.Var(&t.goals, "goals", "trace: TTFT,TPOT: what a request must meet to count in goodput. "+
 		"A policy's own goals are its parameters")
-	flags.StringVar(&t.paired, "paired", "", "trace: name of a row; the others show their difference to it in goodput, seed by seed")
+	flags.StringVar(&t.paired, "paired", "",
+		"trace: name of a row; the others show their difference to it in goodput, seed by seed")
 	flags.IntVar(&t.requests, "requests", 0, "trace: play this many requests, the first ones; 0 = all")
-	flags.Float64Var(&t.slow, "slow", 0, "trace: rank 3 takes this many times as long from the first minute on; 0 = never")
+	flags.Float64Var(&t.slow, "slow", 0,
+		"trace: rank 3 takes this many times as long from the first minute on; 0 = never")
 }
 
 // takeFile reads what is behind the flags: a file, if -trace is not given.
@@ -264,7 +268,8 @@ func (t *traceFlags) write(out io.Writer, c *cell, rows []routed) {
 	goodput := func(p *outcome) float64 { return p.goodput }
 	bound := mean(over(first, func(p *outcome) float64 { return 100 * p.bound.Hit }))
 	cfg, reachable := c.config, mean(over(first, func(p *outcome) float64 { return 100 * p.bound.Goodput }))
-	fmt.Fprintf(out, "\n%s, load %g: %d requests on %d ranks of %d tokens; ingresses %d, records %s old, seeds %d\n",
+	fmt.Fprintf(out, "\n%s, load %g: %d requests on %d ranks of %d tokens; "+
+		"ingresses %d, records %s old, seeds %d\n",
 		filepath.Base(t.trace), c.load, first[0].offered, cfg.Ranks, cfg.Blocks*tracesim.BlockSize,
 		cfg.Ingresses, cfg.Lag, len(first))
 	fmt.Fprintf(out, "goals: first token within %s, %s per token after it; "+

@@ -54,12 +54,14 @@ func TestTraceTables(t *testing.T) {
 	require.NoError(t, f.run(t.Context(), &out, os.Stderr, "round-robin,kv-tuned", 3))
 	tables := strings.Split(strings.TrimSpace(out.String()), "\n\n")
 	require.Len(t, tables, 8, "each combination has a table")
-	assert.Contains(t, tables[0], "small.jsonl, load 1: 60 requests on 8 ranks of 699392 tokens; ingresses 1, records 0s old, seeds 3\n")
+	assert.Contains(t, tables[0], "small.jsonl, load 1: 60 requests on 8 ranks of 699392 tokens; "+
+		"ingresses 1, records 0s old, seeds 3\n")
 	assert.Contains(t, tables[1], "ingresses 1, records 50ms old")
 	assert.Contains(t, tables[2], "ingresses 3, records 0s old")
 	assert.Contains(t, tables[4], "load 2: ")
 	for _, table := range tables {
-		assert.Contains(t, table, "goals: first token within 1s, 30ms per token after it; 100.0 % of the requests")
+		assert.Contains(t, table,
+			"goals: first token within 1s, 30ms per token after it; 100.0 % of the requests")
 		lines := strings.Split(table, "\n")[2:]
 		require.Len(t, lines, 4, "the row that the others are paired with is there")
 		for i, name := range []string{"round-robin", "kv-tuned", "lmetric-1"} {

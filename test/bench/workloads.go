@@ -39,14 +39,16 @@ func generatedWorkloads() []generator {
 	}
 	return []generator{
 		{
-			"agents", fmt.Sprintf("%d sessions; each turn begins with all turns before it, behind one of 20 system prompts", agentSessions),
+			"agents", fmt.Sprintf("%d sessions; each turn begins with all turns before it, "+
+				"behind one of 20 system prompts", agentSessions),
 			"sessions per second",
 			func(load float64, seed uint64) []tracesim.Request {
 				return tracesim.Agents(agentSessions, load, seed)
 			},
 		},
 		{
-			"chats", fmt.Sprintf("%d requests as long as conversations are, every fourth begins like one before it", chatRequests),
+			"chats", fmt.Sprintf("%d requests as long as conversations are, "+
+				"every fourth begins like one before it", chatRequests),
 			"requests per second",
 			func(load float64, seed uint64) []tracesim.Request {
 				return tracesim.Chats(chatRequests, load, seed)
@@ -62,7 +64,8 @@ func generatedWorkloads() []generator {
 			},
 		},
 		{
-			"bursts", fmt.Sprintf("%d bursts of %d requests at one instant behind a shared prompt of %d tokens",
+			"bursts", fmt.Sprintf("%d bursts of %d requests at one instant "+
+				"behind a shared prompt of %d tokens",
 				burstCount, burstSize, burstShared*tracesim.BlockSize),
 			"a factor on a burst's size", bursts(burstShared),
 		},
@@ -72,7 +75,8 @@ func generatedWorkloads() []generator {
 
 // listWorkloads says what the role trace can play.
 func listWorkloads(out io.Writer) {
-	fmt.Fprintln(out, "-trace FILE plays a trace of Mooncake's format, or an Azure LLM inference trace; -load: a factor on its rate.")
+	fmt.Fprintln(out, "-trace FILE plays a trace of Mooncake's format, or an Azure LLM inference trace; "+
+		"-load: a factor on its rate.")
 	fmt.Fprintln(out, "-trace NAME plays a generated workload:")
 	for _, g := range generatedWorkloads() {
 		fmt.Fprintf(out, "  %-13s%s; -load: %s\n", g.name, g.what, g.load)

@@ -76,7 +76,8 @@ func TestOpenAIClient(t *testing.T) {
 	})
 	t.Run("chat stream with usage", func(t *testing.T) {
 		s := client.Chat.Completions.NewStreaming(ctx, openai.ChatCompletionNewParams{
-			Model: "model-one", Messages: []openai.ChatCompletionMessageParamUnion{openai.UserMessage("hello")}, MaxTokens: openai.Int(9),
+			Model: "model-one", MaxTokens: openai.Int(9),
+			Messages:      []openai.ChatCompletionMessageParamUnion{openai.UserMessage("hello")},
 			StreamOptions: openai.ChatCompletionStreamOptionsParam{IncludeUsage: openai.Bool(true)},
 		})
 		var acc openai.ChatCompletionAccumulator
@@ -136,7 +137,10 @@ func TestOpenAIClient(t *testing.T) {
 			assert.Contains(t, e.Message, m, "the models there are")
 		}
 		_, err = client.Chat.Completions.New(ctx, openai.ChatCompletionNewParams{
-			Model: "model-two", Messages: []openai.ChatCompletionMessageParamUnion{openai.UserMessage(strings.Repeat("too long ", 1000))}, MaxTokens: openai.Int(5),
+			Model: "model-two", MaxTokens: openai.Int(5),
+			Messages: []openai.ChatCompletionMessageParamUnion{
+				openai.UserMessage(strings.Repeat("too long ", 1000)),
+			},
 		})
 		require.True(t, errors.As(err, &e), "%v", err) //nolint:testifylint // the target is used below
 		assert.Equal(t, http.StatusBadRequest, e.StatusCode, "the engine's own 400 passes")
@@ -146,7 +150,7 @@ func TestOpenAIClient(t *testing.T) {
 		})
 		for s.Next() { //nolint:revive // only the error counts
 		}
-		require.True(t, errors.As(s.Err(), &e), "%v", s.Err()) //nolint:testifylint // the target is used below
+		require.True(t, errors.As(s.Err(), &e), s.Err()) //nolint:testifylint // the target is used below
 		assert.Equal(t, http.StatusBadRequest, e.StatusCode)
 	})
 	r.Quiet()

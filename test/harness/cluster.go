@@ -90,7 +90,8 @@ func New(t testing.TB, options ...Option) *Cluster {
 func (c *Cluster) end() {
 	c.Reconnect()
 	for _, m := range c.Running() {
-		assert.NoError(c.T, c.soon(func() error { return m.idle() }), "work in hand at node %s", m.ID) //nolint:testifylint // all are checked
+		//nolint:testifylint // all are checked
+		assert.NoError(c.T, c.soon(func() error { return m.idle() }), "work in hand at node %s", m.ID)
 	}
 	before := len(c.Journal.String())
 	for _, m := range c.peers {
@@ -190,6 +191,16 @@ func (c *Cluster) Rank(app string, group, rank int) client.RankStatus {
 		}
 	}
 	return client.RankStatus{}
+}
+
+// Router is the public client of an app's Router, over the cluster's network. It ends with the test.
+func (c *Cluster) Router(app string) *client.RouterClient {
+	c.T.Helper()
+	cl, err := client.New(c.node.AdminAddr(),
+		client.WithTransport(&http.Transport{DialContext: c.Net.DialContext}))
+	require.NoError(c.T, err)
+	c.T.Cleanup(cl.Close)
+	return cl.Router(app)
 }
 
 // WaitStatus lets time pass until the app has the status.

@@ -170,7 +170,9 @@ func (s *Engines) name(unit string, rank int, epoch uint64, url string) {
 		case e.URL == url && e.owner.unit == "":
 			e.named(who, epoch)
 		case e.owner.seat() == who.seat() && e.alive() && e.host != hostOf(url):
-			s.shared = append(s.shared, fmt.Sprintf("%s rank %d: epoch %d lives on %s while epoch %d starts on %s", unit, rank, e.epoch, e.host, epoch, hostOf(url)))
+			s.shared = append(s.shared,
+				fmt.Sprintf("%s rank %d: epoch %d lives on %s while epoch %d starts on %s",
+					unit, rank, e.epoch, e.host, epoch, hostOf(url)))
 		case e.owner.seat() == who.seat() && e.alive():
 			s.faults = append(s.faults, fmt.Sprintf("%s rank %d: epoch %d lives while epoch %d starts", unit,
 				rank, e.epoch, epoch))

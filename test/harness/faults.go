@@ -61,7 +61,12 @@ var raftPeer = Fault{
 var peerGone = slices.Concat(raftPeer, Fault{
 	{Msg: "a node's stream is silent, its ranks are used last", Why: "the other node says nothing"},
 	{Msg: "a node's ranks are out", Why: "the other node says nothing for longer"},
-	{Msg: "command failed", With: "actor is stopped|the node is closed|cannot be reached|does not answer|deadline exceeded|not the leader|leadership was lost|which is lost|no lease", Why: "the order's node has ended, or the leader"},
+	{
+		Msg: "command failed",
+		With: "actor is stopped|the node is closed|cannot be reached|does not answer|deadline exceeded|" +
+			"not the leader|leadership was lost|which is lost|no lease",
+		Why: "the order's node has ended, or the leader",
+	},
 	{
 		Msg: "command failed", With: "stale epoch: .* by an earlier process of this node",
 		Why: "the node ended between the order and its answer",

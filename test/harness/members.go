@@ -70,12 +70,27 @@ const (
 // CalmLease is lease_ttl of a cluster that is Calm.
 const CalmLease = 2 * LeaseTTL
 
+// LongLeases gives longer leases: none ends because the machine is busy.
+func LongLeases(c *Members) {
+	c.timers["lease_ttl"], c.timers["lease_regrant"] = CalmLease, 2*LeaseRegrant
+}
+
 // Calm gives longer leases, and streams their real time: on a busy machine no node is taken for silent or
 // lost. It is for tests whose nodes all live, or are asked to end.
 func Calm(c *Members) {
-	c.timers["lease_ttl"], c.timers["lease_regrant"] = CalmLease, 2*LeaseRegrant
+	LongLeases(c)
 	delete(c.timers, "stream_suspect")
 	delete(c.timers, "stream_out")
+}
+
+// RealTimers leaves every timer of the nodes as it is for users.
+func RealTimers(c *Members) {
+	c.timers = map[string]time.Duration{"lease_ttl": RealLease} // --timers needs one
+}
+
+// RealLeases leaves the timers of leases as they are for users: a lease outlasts an election.
+func RealLeases(c *Members) {
+	c.timers["lease_ttl"], c.timers["lease_regrant"] = RealLease, RealRegrant
 }
 
 func memberTimers() map[string]time.Duration {

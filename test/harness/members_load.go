@@ -47,7 +47,9 @@ type Tally struct {
 }
 
 func (y Tally) String() string {
-	return fmt.Sprintf("ok %d, errors before the first byte %d, error events after it %d, cut after it %d, hung %d, by rank %v\n%s", y.OK, y.Refused, y.Broken, y.Cut, y.Hung, y.Ranks, strings.Join(y.Bad, "\n"))
+	return fmt.Sprintf("ok %d, errors before the first byte %d, error events after it %d, cut after it %d, "+
+		"hung %d, by rank %v\n%s",
+		y.OK, y.Refused, y.Broken, y.Cut, y.Hung, y.Ranks, strings.Join(y.Bad, "\n"))
 }
 
 // HungAfter is the time after which a client of Load gives up a request.
@@ -57,11 +59,27 @@ const HungAfter = 30 * time.Second
 // ask for a short whole answer.
 func StartLoad(t testing.TB, app string, clients, tokens int, endpoints ...string) *Load {
 	t.Helper()
-	l := &Load{t: t, hung: HungAfter, client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: clients}}}
+	return startLoad(t, app, clients, tokens, HungAfter, func(i int) bool { return i%2 == 0 }, endpoints)
+}
+
+// StartStreams is StartLoad with clients that all stream, and give a stream up after patience.
+func StartStreams(t testing.TB, app string, clients, tokens int, patience time.Duration,
+	endpoints ...string,
+) *Load {
+	t.Helper()
+	return startLoad(t, app, clients, tokens, patience, func(int) bool { return true }, endpoints)
+}
+
+// startLoad runs clients at each endpoint, of which client i streams if streams says so.
+func startLoad(t testing.TB, app string, clients, tokens int, patience time.Duration,
+	streams func(i int) bool, endpoints []string,
+) *Load {
+	l := &Load{t: t, hung: patience}
+	l.client = &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: clients}}
 	l.ctx, l.stop = context.WithCancel(context.Background())
 	for _, at := range endpoints {
 		for i := range clients {
-			l.wg.Go(func() { l.run(app, at, tokens, i%2 == 0) })
+			l.wg.Go(func() { l.run(app, at, tokens, streams(i)) })
 		}
 	}
 	t.Cleanup(func() { l.End() })

@@ -71,6 +71,9 @@ func (c *Members) seed() string {
 // NodePort is the address of the node's port for other nodes.
 func (m *Member) NodePort() string { return m.on(m.rig.nodePort) }
 
+// Gossip is the address of the node's gossip, of UDP and TCP.
+func (m *Member) Gossip() string { return m.on(m.rig.gossip) }
+
 func (m *Member) on(port int) string { return m.IP + ":" + strconv.Itoa(port) }
 
 func (m *Member) run(args ...string) {

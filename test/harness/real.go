@@ -108,7 +108,8 @@ func (r *Real) launch(args []string) {
 func (r *Real) end() {
 	children, before := r.Children(), len(r.Output())
 	if r.Admin != "" && r.runs() {
-		assert.NoError(r.T, soon(func() error { return idle(r.ask) }), "work in hand at the end") //nolint:testifylint // all is checked
+		//nolint:testifylint // all is checked
+		assert.NoError(r.T, soon(func() error { return idle(r.ask) }), "work in hand at the end")
 	}
 	r.Stop()
 	left := func() []int { return append(living(children), enginesOn(r.ports)...) }

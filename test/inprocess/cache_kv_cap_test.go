@@ -43,7 +43,8 @@ func TestKV11IndexWithinItsCap(t *testing.T) {
 		size := soakSize()
 		r := newKVRig(t)
 		r.Deploy(simApp("a", ranks, "independent",
-			fmt.Sprintf("sim_step_ms: 800, max_num_batched_tokens: 32768, max_model_len: 32768, num_gpu_blocks_override: %d", size.blocks), kvLocality))
+			fmt.Sprintf("sim_step_ms: 800, max_num_batched_tokens: 32768, max_model_len: 32768, "+
+				"num_gpu_blocks_override: %d", size.blocks), kvLocality))
 		r.WaitStatus("a", "RUNNING")
 		in := r.join("small", func(c *ingress.Config) { c.Limits.IndexBytes = size.cap })
 		soon(t, joinLimit, "it knows its ranks", func() error {
@@ -76,7 +77,8 @@ func TestKV11IndexWithinItsCap(t *testing.T) {
 		out := r.must(kvAsk{addr: in.addr, app: "a", ids: kvDoc(size.requests-1, tokens)})
 		assert.Equal(t, tokens-tokens%blockTokens-boundary(tokens), out.cached, "the newest are still found")
 		r.idle()
-		t.Logf("KV11: %d requests of %d tokens: index at most %.2f MiB of %.2f, %d blocks, %d given up; the engines hold %d",
+		t.Logf("KV11: %d requests of %d tokens: index at most %.2f MiB of %.2f, %d blocks, %d given up; "+
+			"the engines hold %d",
 			answered.Load(), tokens, mib(most), mib(size.cap), ix.Blocks, ix.Evicted, own.blocks)
 	})
 }

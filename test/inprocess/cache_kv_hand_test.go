@@ -28,7 +28,14 @@ func (r *kvRig) byHand(args ...string) *sim.Server {
 
 // attached is an app.yaml of engines that run already.
 func attached(name string, routing string, ranks ...string) string {
-	text := fmt.Sprintf("applications:\n  - name: %[1]s\n    model: {id: %[1]s}\n    engine:\n      kind: attach\n      family: vllm\n      ranks:\n", name)
+	text := fmt.Sprintf(`applications:
+  - name: %[1]s
+    model: {id: %[1]s}
+    engine:
+      kind: attach
+      family: vllm
+      ranks:
+`, name)
 	for _, rank := range ranks {
 		text += "        - " + rank + "\n"
 	}

@@ -86,7 +86,8 @@ func TestKV2DpserveJoinsAnEngineLate(t *testing.T) {
 			r.engine(http.MethodPost, "http://"+api+"/v1/completions", string(body))
 			_, n = r.held("http://" + api)
 		}
-		r.Deploy(attached("a", kvLocality, fmt.Sprintf(`{url: "http://%s", kv_events: {connect: "tcp://%s", replay: "tcp://%s"}}`, api, events, replay)))
+		r.Deploy(attached("a", kvLocality, fmt.Sprintf(
+			`{url: "http://%s", kv_events: {connect: "tcp://%s", replay: "tcp://%s"}}`, api, events, replay)))
 		r.WaitStatus("a", "RUNNING")
 		var kv *client.KVStatus
 		r.Until("its events are partial", func() error {
@@ -110,7 +111,8 @@ func TestKV2DpserveJoinsAnEngineLate(t *testing.T) {
 		kv = r.Rank("a", 0, 0).KV
 		assert.Equal(t, client.EventsPartial, kv.Events.State)
 		r.Quiet()
-		t.Logf("KV2: dpserve joins after %d batches with a buffer of 10000: %s, %d batches applied, %d dropped, %d blocks; warnings %d",
+		t.Logf("KV2: dpserve joins after %d batches with a buffer of 10000: %s, %d batches applied, "+
+			"%d dropped, %d blocks; warnings %d",
 			s.BlockTables()[0].Next, kv.Events.State, kv.Events.Batches, kv.Events.Dropped, kv.Blocks, before)
 	})
 }
@@ -281,7 +283,8 @@ func TestKV15ResetUnderLoad(t *testing.T) {
 		r.WaitStatus("a", "RUNNING")
 		r.WaitStatus("b", "RUNNING")
 		r.spread("a", 4, 0, 40, 10*blockTokens)
-		turn := `{"model":"b","user":"u","messages":[{"role":"user","content":"hi"}],"max_tokens":2,"stream":true,"ignore_eos":true}`
+		turn := `{"model":"b","user":"u","messages":[{"role":"user","content":"hi"}],` +
+			`"max_tokens":2,"stream":true,"ignore_eos":true}`
 		for range 5 {
 			resp, err := r.post("", "/v1/chat/completions", turn)
 			require.NoError(t, err)
@@ -320,7 +323,9 @@ func TestKV15ResetUnderLoad(t *testing.T) {
 		}
 		r.settled("a")
 		r.idle()
-		t.Logf("KV15: 64 of %d streams whole; equal %s after the reset; session-affinity before: %s, after: %s", s.ok, took, remembered, r.why("b", turn))
+		t.Logf("KV15: 64 of %d streams whole; equal %s after the reset; "+
+			"session-affinity before: %s, after: %s",
+			s.ok, took, remembered, r.why("b", turn))
 	})
 }
 

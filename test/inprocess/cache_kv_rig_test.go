@@ -41,7 +41,8 @@ type kvRig struct {
 func newKVRig(t *testing.T, options ...harness.Option) *kvRig {
 	t.Helper()
 	c := harness.New(t, options...)
-	r := &kvRig{Cluster: c, t: t, client: &http.Client{Transport: &http.Transport{DialContext: c.Net.DialContext, MaxIdleConnsPerHost: 64}}}
+	transport := &http.Transport{DialContext: c.Net.DialContext, MaxIdleConnsPerHost: 64}
+	r := &kvRig{Cluster: c, t: t, client: &http.Client{Transport: transport}}
 	t.Cleanup(r.client.CloseIdleConnections)
 	return r
 }

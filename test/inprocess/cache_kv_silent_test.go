@@ -221,6 +221,7 @@ func TestKV16WithoutCachesOrEvents(t *testing.T) {
 		assert.Empty(t, r.Journal.Find("no kv event"))
 		assert.NotContains(t, fmt.Sprint(r.metrics("dpserve_kv_silent")), ":1")
 		r.idle()
-		t.Logf("KV16: uncached decides by %s, says so %d time(s); weightless index %v; off: hits %v without events", "the load profile", len(said), weightless.Index, kvHits(&x))
+		t.Logf("KV16: uncached decides by the load profile, says so %d time(s); weightless index %v; "+
+			"off: hits %v without events", len(said), weightless.Index, kvHits(&x))
 	})
 }

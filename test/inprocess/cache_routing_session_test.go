@@ -133,7 +133,8 @@ func TestRT7TurnsStayHome(t *testing.T) {
 				overload.Wait()
 				assert.GreaterOrEqual(t, s.calm.stay(), 0.95, "turns at home")
 				assert.GreaterOrEqual(t, s.after.hitRate(), s.calm.hitRate()-0.05)
-				t.Logf("60 %% load: %.1f %% of %d turns stay, hit rate %.3f; one home at twice its capacity: %.1f %% stay, %d of %d leave it, hit rate %.3f",
+				t.Logf("60 %% load: %.1f %% of %d turns stay, hit rate %.3f; "+
+					"one home at twice its capacity: %.1f %% stay, %d of %d leave it, hit rate %.3f",
 					100*s.calm.stay(), s.calm.stayed+s.calm.left, s.calm.hitRate(), 100*s.after.stay(),
 					s.away.left, s.away.left+s.away.stayed, s.after.hitRate())
 				c.Quiet()
@@ -337,7 +338,8 @@ func TestRT7ConversationsStayUnlessTheWaitExceedsThePrefillTheySave(t *testing.T
 				assert.GreaterOrEqual(t, s.after.hitRate(), s.calm.hitRate()-0.05)
 				assert.Zero(t, j.wrong, "decisions against the rule, of %d", j.all)
 				assert.Positive(t, j.left)
-				t.Logf("60 %% load: %.1f %% of %d turns stay, %.3f of what they left is cached; one home at twice its capacity: %.1f %% stay, %d of %d leave it, %.3f cached; rule: %+v",
+				t.Logf("60 %% load: %.1f %% of %d turns stay, %.3f of what they left is cached; "+
+					"one home at twice its capacity: %.1f %% stay, %d of %d leave it, %.3f cached; rule: %+v",
 					100*s.calm.stay(), s.calm.stayed+s.calm.left, s.calm.hitRate(), 100*s.after.stay(),
 					s.away.left, s.away.left+s.away.stayed, s.after.hitRate(), j)
 				c.Quiet()

@@ -222,7 +222,9 @@ func TestRT10FullRanksOfAGroupGetNothing(t *testing.T) {
 				close(stop)
 				wg.Wait()
 				assert.Len(t, y.ranks, ranks)
-				t.Logf("97 %%: %v, 93 %%: %v, then: %v; longest queue %.2f times the mean (%.2f at one moment)", above, between, y.ranks, worst, instant)
+				t.Logf("97 %%: %v, 93 %%: %v, then: %v; "+
+					"longest queue %.2f times the mean (%.2f at one moment)",
+					above, between, y.ranks, worst, instant)
 				c.Quiet()
 			})
 		})
@@ -276,7 +278,8 @@ func TestRT16BusyThresholdHoldsUnderEveryPolicy(t *testing.T) {
 				var release []func()
 				above := func(ranks ...int) {
 					for _, k := range ranks {
-						release = append(release, parkOn(t, c, c.Rank("a", 0, k).URL, "a", freshPrompt(r, 2200), 1800)) // 54 %, and growing
+						prompt := freshPrompt(r, 2200) // 54 %, and growing
+						release = append(release, parkOn(t, c, c.Rank("a", 0, k).URL, "a", prompt, 1800))
 					}
 					time.Sleep(report)
 				}
@@ -312,7 +315,8 @@ func TestRT16BusyThresholdHoldsUnderEveryPolicy(t *testing.T) {
 
 // allRouting are all of this build that need no more than a name.
 func allRouting() []string {
-	return strings.Fields("round-robin random direct power-of-two least-loaded least-kv scoring cache-aware prefix-aware kv lmetric lmetric-1 lpwl min-ttft sticky chwbl session-affinity mex")
+	return strings.Fields("round-robin random direct power-of-two least-loaded least-kv scoring " +
+		"cache-aware prefix-aware kv lmetric lmetric-1 lpwl min-ttft sticky chwbl session-affinity mex")
 }
 
 // fewer are two of them under -short: what a policy decides is no matter of the race detector.

@@ -174,7 +174,8 @@ func TestSilenceInsideAStreamIsProgressOrTheEnd(t *testing.T) {
 		c.Deploy(simApp("a", 1, "independent", "sim_step_ms: 100", "timeouts: {between_tokens_s: 3}"))
 		c.WaitStatus("a", "RUNNING")
 		c.Peer(1).WaitStatus("a", "RUNNING")
-		body := `{"model":"a","stream":true,"messages":[{"role":"user","content":"hello"}],"max_tokens":130,"ignore_eos":true,"stream_interval":60}`
+		body := `{"model":"a","stream":true,"messages":[{"role":"user","content":"hello"}],` +
+			`"max_tokens":130,"ignore_eos":true,"stream_interval":60}`
 		for _, p := range c.Peers() {
 			for range 6 { // more than trip a rank
 				resp, err := p.Post(t.Context(), "/v1/chat/completions", body)

@@ -24,7 +24,8 @@ func TestLeasesLastAsLongAsTheClusterSays(t *testing.T) {
 		require.Equal(t, int64(20_000), c.Peer(1).State().LeaseTTL)
 		c.Peer(0).Close()
 		err := c.Peer(0).Again(map[string]time.Duration{"lease_ttl": 3 * time.Second})
-		require.EqualError(t, err, "--timers lease_ttl=3s: the leases of this cluster last 20s since it began")
+		require.EqualError(t, err,
+			"--timers lease_ttl=3s: the leases of this cluster last 20s since it began")
 		assert.Equal(t, problem.Conflict, problem.CodeOf(err))
 		require.NoError(t, c.Peer(0).Again(nil))
 		c.Led()

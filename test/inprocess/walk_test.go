@@ -234,7 +234,8 @@ func (w *randomWalk) end(s *harness.Stream, left bool) {
 	switch {
 	case left:
 		how = "left"
-	case s.OK(), s.Status == http.StatusOK && s.Finish != "" && s.Error == "" && s.Err == nil: // complete, also without [DONE]
+	case s.OK(), s.Status == http.StatusOK && s.Finish != "" && s.Error == "" && s.Err == nil:
+		// complete, also without [DONE]
 	case s.Status == http.StatusOK:
 		how = "broken " + s.Error
 		assert.Contains(w.t, []string{"upstream_lost", "stalled", "drained"}, s.Error, s)

@@ -34,6 +34,9 @@ type Network struct {
 	turned chan struct{} // closed when links change; nil = no waiter
 }
 
+// Host returns a machine by its name: the host part of the addresses it listens at.
+func (n *Network) Host(name string) *Host { return &Host{net: n, name: name} }
+
 // Listen binds addr ("host:port"; port 0 picks a free one).
 func (n *Network) Listen(addr string) (net.Listener, error) {
 	host, port, err := net.SplitHostPort(addr)
@@ -74,6 +77,120 @@ func (n *Network) DialContext(ctx context.Context, _, addr string) (net.Conn, er
 		return nil, err
 	}
 	return here, nil
+}
+
+// connect makes a wire; l is nil without a listener.
+func (n *Network) connect(way link, addr string) (here, there *end, l *listener) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.cut[way] || n.down[way.to] || n.down[way.from] || n.listeners[addr] == nil {
+		return nil, nil, nil
+	}
+	n.next++
+	from := address(net.JoinHostPort(way.from, "0"))
+	w := &wire{net: n}
+	here = &end{wire: w, way: way, local: from, remote: address(addr), changed: make(chan struct{})}
+	there = &end{wire: w, way: way.back(), local: address(addr), remote: from, changed: make(chan struct{})}
+	here.peer, there.peer = there, here
+	w.ends = [2]*end{here, there}
+	if n.wires == nil {
+		n.wires = map[*wire]bool{}
+	}
+	n.wires[w] = true
+	return here, there, n.listeners[addr]
+}
+
+// reach waits until a SYN gets to the other host and its answer comes back.
+func (n *Network) reach(ctx context.Context, way link, addr string) error {
+	began := time.Now()
+	for {
+		n.mu.Lock()
+		silent := n.silent[way] || n.silent[way.back()]
+		rest := n.delays[way] + n.delays[way.back()]
+		dead := n.down[way.from]
+		turned := n.watch()
+		n.mu.Unlock()
+		switch {
+		case dead:
+			return refused(addr)
+		case !silent:
+			// the link was silent, so nothing arrives before the next one
+			if now := time.Now(); now.After(began) {
+				rest += again(began, now, firstSYN).Sub(now)
+			}
+			return sleep(ctx, rest)
+		}
+		select {
+		case <-turned:
+		case <-ctx.Done():
+			return &net.OpError{Op: "dial", Net: "mem", Addr: address(addr), Err: ctx.Err()}
+		}
+	}
+}
+
+// Silence drops the data of one direction without an error. Connections stay, and data sent meanwhile arrives
+// after Heal, when TCP would resend it.
+func (n *Network) Silence(from, to string) {
+	n.change(func() {
+		n.silent[link{from, to}] = true
+		for w := range n.wires {
+			w.hold(link{from, to})
+		}
+	})
+}
+
+// Cut breaks every connection between two hosts, and refuses new ones.
+func (n *Network) Cut(a, b string) {
+	n.change(func() {
+		n.cut[link{a, b}], n.cut[link{b, a}] = true, true
+		for w := range n.wires {
+			if w.joins(a) && w.joins(b) {
+				w.reset(a)
+				w.reset(b)
+			}
+		}
+	})
+}
+
+// Heal ends silence and cuts between two hosts, both ways.
+func (n *Network) Heal(a, b string) {
+	n.change(func() {
+		for _, l := range []link{{a, b}, {b, a}} {
+			delete(n.silent, l)
+			delete(n.cut, l)
+			for w := range n.wires {
+				w.release(l)
+			}
+		}
+	})
+}
+
+// Delay delays the data of one direction; 0 = no delay.
+func (n *Network) Delay(from, to string, d time.Duration) {
+	n.change(func() { n.delays[link{from, to}] = d })
+}
+
+// change alters links under mu and wakes all that wait for a change.
+func (n *Network) change(alter func()) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.silent == nil {
+		n.silent, n.cut, n.delays, n.down = map[link]bool{}, map[link]bool{}, map[link]time.Duration{},
+			map[string]bool{}
+	}
+	alter()
+	if n.turned != nil {
+		close(n.turned)
+		n.turned = nil
+	}
+}
+
+// watch returns the channel that closes with the next change of links. Called under mu.
+func (n *Network) watch() <-chan struct{} {
+	if n.turned == nil {
+		n.turned = make(chan struct{})
+	}
+	return n.turned
 }
 
 func refused(addr string) error {
@@ -144,23 +261,6 @@ func (address) Network() string { return "mem" }
 
 func (a address) String() string { return string(a) }
 
-// packetQueue bounds the unread packets; further ones are lost, as on a socket.
-const packetQueue = 256
-
-// Packets is a bound packet address. Packets to an address that is not bound are lost without an error.
-type Packets struct {
-	net  *Network
-	addr address
-	in   chan packet
-	done chan struct{}
-	once sync.Once
-}
-
-type packet struct {
-	data []byte
-	from net.Addr
-}
-
 // ListenPacket binds addr for packets ("host:port"; port 0 picks a free one). Streams have ports of their
 // own, as TCP and UDP have.
 func (n *Network) ListenPacket(addr string) (*Packets, error) {
@@ -185,47 +285,4 @@ func (n *Network) ListenPacket(addr string) (*Packets, error) {
 	p := &Packets{net: n, addr: address(key), in: make(chan packet, packetQueue), done: make(chan struct{})}
 	n.packets[key] = p
 	return p, nil
-}
-
-// ReadFrom waits for a packet, or for Close.
-func (p *Packets) ReadFrom(b []byte) (int, net.Addr, error) {
-	select {
-	case got := <-p.in:
-		return copy(b, got.data), got.from, nil
-	case <-p.done:
-		return 0, nil, net.ErrClosed
-	}
-}
-
-// WriteTo sends a packet. It never blocks.
-func (p *Packets) WriteTo(b []byte, to net.Addr) (int, error) {
-	select {
-	case <-p.done:
-		return 0, net.ErrClosed
-	default:
-	}
-	p.net.mu.Lock()
-	there := p.net.packets[to.String()]
-	p.net.mu.Unlock()
-	if there != nil {
-		select {
-		case there.in <- packet{data: append([]byte(nil), b...), from: p.addr}:
-		default:
-		}
-	}
-	return len(b), nil
-}
-
-// LocalAddr is where it is bound.
-func (p *Packets) LocalAddr() net.Addr { return p.addr }
-
-// Close frees the address.
-func (p *Packets) Close() error {
-	p.once.Do(func() {
-		p.net.mu.Lock()
-		delete(p.net.packets, string(p.addr))
-		p.net.mu.Unlock()
-		close(p.done)
-	})
-	return nil
 }

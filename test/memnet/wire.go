@@ -44,27 +44,6 @@ type chunk struct {
 
 var _ net.Conn = (*end)(nil)
 
-// connect makes a wire; l is nil without a listener.
-func (n *Network) connect(way link, addr string) (here, there *end, l *listener) {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	if n.cut[way] || n.down[way.to] || n.down[way.from] || n.listeners[addr] == nil {
-		return nil, nil, nil
-	}
-	n.next++
-	from := address(net.JoinHostPort(way.from, "0"))
-	w := &wire{net: n}
-	here = &end{wire: w, way: way, local: from, remote: address(addr), changed: make(chan struct{})}
-	there = &end{wire: w, way: way.back(), local: address(addr), remote: from, changed: make(chan struct{})}
-	here.peer, there.peer = there, here
-	w.ends = [2]*end{here, there}
-	if n.wires == nil {
-		n.wires = map[*wire]bool{}
-	}
-	n.wires[w] = true
-	return here, there, n.listeners[addr]
-}
-
 func (w *wire) joins(host string) bool {
 	return w.ends[0].way.from == host || w.ends[1].way.from == host
 }

@@ -44,7 +44,8 @@ func edgeApp(urls ...string) string {
 	for _, u := range urls {
 		ranks = append(ranks, fmt.Sprintf("{url: %q}", u))
 	}
-	return "applications: [{name: edge, model: {id: edge}, routing: {policy: round-robin}, engine: {kind: attach, ranks: [" + strings.Join(ranks, ", ") + "]}}]"
+	return "applications: [{name: edge, model: {id: edge}, routing: {policy: round-robin}, " +
+		"engine: {kind: attach, ranks: [" + strings.Join(ranks, ", ") + "]}}]"
 }
 
 // load runs streams until it is ended, and keeps what came of them.

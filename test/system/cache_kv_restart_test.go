@@ -107,9 +107,10 @@ func TestKV2DpserveRestartsBesideAnEngine(t *testing.T) {
 		require.NoError(t, err)
 		_, pub, err := net.SplitHostPort(events)
 		require.NoError(t, err)
+		kv := fmt.Sprintf(`{"enable_kv_cache_events":true,"endpoint":"tcp://*:%s",`+
+			`"replay_endpoint":"tcp://%s"}`, pub, replay)
 		e := harness.Run(t, "engine", "sim", "--host", host, "--port", port, "--served-model-name", "a",
-			"--sim-step-ms", "1", "--kv-events-config",
-			fmt.Sprintf(`{"enable_kv_cache_events":true,"endpoint":"tcp://*:%s","replay_endpoint":"tcp://%s"}`, pub, replay))
+			"--sim-step-ms", "1", "--kv-events-config", kv)
 		e.Eventually(func() error { _, err := kvHeld(t, "http://"+api); return err }, "the engine answers")
 		return e
 	}
@@ -117,9 +118,15 @@ func TestKV2DpserveRestartsBesideAnEngine(t *testing.T) {
 	dir := t.TempDir()
 	r := harness.StartIn(t, dir)
 	r.Expect(harness.EngineReplaced, harness.RequestRefused)
-	r.Deploy(fmt.Sprintf("applications:\n  - name: a\n    model: {id: a}\n    engine:\n      kind: attach\n      family: vllm\n      ranks:\n"+
-		"        - {url: \"http://%s\", kv_events: {connect: \"tcp://%s\", replay: \"tcp://%s\"}}\n%s", api,
-		events, replay, kvRouting))
+	r.Deploy(fmt.Sprintf(`applications:
+  - name: a
+    model: {id: a}
+    engine:
+      kind: attach
+      family: vllm
+      ranks:
+        - {url: "http://%s", kv_events: {connect: "tcp://%s", replay: "tcp://%s"}}
+%s`, api, events, replay, kvRouting))
 	r.WaitStatus("a", "RUNNING")
 	kvLive(r, "a", 1)
 	for i := range 10 {

@@ -212,9 +212,10 @@ func TestSK4LongPrompts(t *testing.T) {
 	assert.Zero(t, failed.Load())
 	assert.LessOrEqual(t, took/time.Duration(n), 4*time.Second/rate)
 	assert.LessOrEqual(t, peak(t, r.PID), 2048)
-	t.Logf("%d prompts of %d tokens at %d a second: %.1f ms of processor time each (%.2f cores at that rate), at most %d MiB, %s of the prompt tokens cached", n, tokens, rate,
-		float64(took.Microseconds())/1000/float64(n), took.Seconds()/float64(n)*rate, peak(t, r.PID),
-		cachedShare(t, r, "long"))
+	t.Logf("%d prompts of %d tokens at %d a second: %.1f ms of processor time each "+
+		"(%.2f cores at that rate), at most %d MiB, %s of the prompt tokens cached",
+		n, tokens, rate, float64(took.Microseconds())/1000/float64(n), took.Seconds()/float64(n)*rate,
+		peak(t, r.PID), cachedShare(t, r, "long"))
 	r.Quiet()
 	r.Delete("long")
 	assert.Empty(t, r.Children())
@@ -248,8 +249,15 @@ func TestSK4IdleRanks(t *testing.T) {
 		idle, most = time.Minute, 0.2
 	}
 	var b strings.Builder
-	b.WriteString("applications:\n  - name: idle\n    model: {id: idle}\n    routing: {policy: kv, busy_threshold: 0.9}\n" +
-		"    engine:\n      kind: attach\n      family: vllm\n      ranks:\n")
+	b.WriteString(`applications:
+  - name: idle
+    model: {id: idle}
+    routing: {policy: kv, busy_threshold: 0.9}
+    engine:
+      kind: attach
+      family: vllm
+      ranks:
+`)
 	base := ports.Take(t, 2*ranks)
 	for i := range ranks {
 		fmt.Fprintf(&b, "        - {url: %q}\n", attachedEngine(t, "idle", base+2*i))

@@ -30,7 +30,7 @@ func TestRG1GroupsOverNodes(t *testing.T) {
 		t.Run("fresh", func(t *testing.T) {
 			t.Parallel()
 			// time is not the subject
-			c := harness.StartMembers(t, harness.Each(2), harness.MemberSlots(8), harness.RealTimers())
+			c := harness.StartMembers(t, harness.Each(2), harness.MemberSlots(8), harness.RealTimers)
 			a, b := c.All[0], c.All[1]
 			a.Want(simApp("pair", 8, "lockstep", "") + "    num_groups: 2\n")
 			st := c.Running("pair")

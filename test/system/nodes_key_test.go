@@ -20,8 +20,7 @@ import (
 func TestSP10RotateKey(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, append(harness.Each(3), []string{"--roles", "worker"},
-		[]string{"--roles", "worker"}),
-		harness.MemberTimer("lease_ttl", harness.CalmLease), harness.MemberTimer("lease_regrant", 2*harness.LeaseRegrant)) // beside a load, too, no renewal is late
+		[]string{"--roles", "worker"}), harness.LongLeases) // beside a load, too, no renewal is late
 	c.Expect(harness.NodeFails, harness.GossipRefused)
 	c.All[0].Want(spread("wide", 3))
 	c.Running("wide")

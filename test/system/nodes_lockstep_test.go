@@ -65,7 +65,7 @@ func TestLeaderDiesDuringDeploy(t *testing.T) {
 	control, worker := []string{"--roles", "control"}, []string{"--roles", "worker,ingress"}
 	c := harness.StartMembers(t, [][]string{control, control, control, worker, worker},
 		harness.MemberSlots(8),
-		harness.MemberTimer("lease_ttl", harness.RealLease), harness.MemberTimer("lease_regrant", harness.RealRegrant)) // leases outlast an election, as real ones do
+		harness.RealLeases)
 	c.Expect(harness.NodeFails)
 	w := c.By("d")
 	leader := c.Leader()

@@ -73,8 +73,10 @@ func TestRefusedRemovalsChangeNothing(t *testing.T) {
 	began := time.Now()
 	code, said := command(b, "leave", "--yes", "--deadline", "1s")
 	assert.Equal(t, 1, code, said)
-	assert.Contains(t, said, `take the vote of node "b": the voters that remain have no living majority: a is alive, c is lost`)
-	assert.Contains(t, said, "hint: c is lost and votes: bring it back or remove it first: dpserve nodes remove c")
+	assert.Contains(t, said,
+		`take the vote of node "b": the voters that remain have no living majority: a is alive, c is lost`)
+	assert.Contains(t, said,
+		"hint: c is lost and votes: bring it back or remove it first: dpserve nodes remove c")
 	code, said = command(a, "nodes", "remove", "b", "--yes")
 	assert.Equal(t, 1, code, said)
 	assert.Contains(t, said, "units are left")

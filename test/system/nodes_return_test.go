@@ -167,7 +167,7 @@ func TestMB6RollingRestart(t *testing.T) {
 	if testing.Short() {
 		t.Skip("restarts three nodes one by one")
 	}
-	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(6), harness.MemberTimer("lease_ttl", harness.CalmLease), harness.MemberTimer("lease_regrant", 2*harness.LeaseRegrant)) // no lease ends because the machine is busy
+	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(6), harness.LongLeases)
 	c.Expect(harness.NodeFails)
 	c.All[0].Want(spread("wide", 6))
 	c.Running("wide")

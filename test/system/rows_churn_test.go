@@ -116,7 +116,7 @@ func TestFS10RollAndDrain(t *testing.T) {
 		streams, tokens, short, step = 250, 600, 8, 20
 	}
 	limit := harness.Patience + time.Duration(tokens)*50*time.Millisecond
-	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(4), harness.MemberTimer("lease_ttl", harness.CalmLease), harness.MemberTimer("lease_regrant", 2*harness.LeaseRegrant)) // no lease ends because the machine is busy
+	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(4), harness.LongLeases)
 	c.Expect(harness.NodeFails)
 	a := c.All[0]
 	a.Want(roll(step))

@@ -71,7 +71,7 @@ func within(t *testing.T, what string, goal time.Duration, all map[string]time.D
 func TestNumbersLeaderKilled(t *testing.T) {
 	t.Parallel()
 	control, worker := []string{"--roles", "control"}, []string{"--roles", "worker,ingress"}
-	c := harness.StartMembers(t, [][]string{control, control, control, worker, worker}, harness.RealTimers())
+	c := harness.StartMembers(t, [][]string{control, control, control, worker, worker}, harness.RealTimers)
 	c.Expect(harness.NodeFails)
 	w1, w2 := c.By("d"), c.By("e")
 	w1.Want(spread("wide", 8))
@@ -117,7 +117,7 @@ func TestNumbersNodeLost(t *testing.T) {
 		{"--roles", "ingress"},
 		worker,
 		worker, worker,
-	}, harness.RealTimers())
+	}, harness.RealTimers)
 	c.Expect(harness.NodeFails, harness.StreamBreaks)
 	a, b := c.All[0], c.All[1]
 	a.Want(strings.Replace(spread("wide", 6), "sim_step_ms: 5", "sim_step_ms: 20", 1))
@@ -146,7 +146,8 @@ func TestNumbersNodeLost(t *testing.T) {
 	silent.Thaw()
 	y := load.End()
 	assert.Zero(t, y.Refused+y.Cut+y.Hung, "what clients saw: %v", y)
-	t.Logf("NUMBER nodes lost under 64 streams: %d answers, %d errors before the first byte, %d error events after it, %d cut without one", y.OK, y.Refused, y.Broken, y.Cut)
+	t.Logf("NUMBER nodes lost under 64 streams: %d answers, %d errors before the first byte, "+
+		"%d error events after it, %d cut without one", y.OK, y.Refused, y.Broken, y.Cut)
 }
 
 // One rank of a lockstep group of 16 over two nodes is killed; a third node has no ranks and is an ingress
@@ -154,7 +155,7 @@ func TestNumbersNodeLost(t *testing.T) {
 func TestNumbersLockstepRankKilled(t *testing.T) {
 	t.Parallel()
 	both := []string{"--slots", "8"}
-	c := harness.StartMembers(t, [][]string{both, both, {"--roles", "ingress"}}, harness.RealTimers())
+	c := harness.StartMembers(t, [][]string{both, both, {"--roles", "ingress"}}, harness.RealTimers)
 	c.Expect(harness.EngineFails, harness.StreamBreaks)
 	began := time.Now()
 	c.All[0].Want(simApp("big", 16, "lockstep", "sim_step_ms: 10"))
@@ -187,8 +188,9 @@ func TestNumbersLockstepRankKilled(t *testing.T) {
 	from := time.Now()
 	load.Reaches(24)
 	assert.LessOrEqual(t, ready, slack*5*time.Second+start)
-	t.Logf("NUMBER 1 of 16 ranks over 2 nodes killed, group ready again: %s (goal 5s and the engines' own start; the first deploy took %s)", ready.Round(time.Millisecond),
-		start.Round(time.Millisecond))
+	t.Logf("NUMBER 1 of 16 ranks over 2 nodes killed, group ready again: %s "+
+		"(goal 5s and the engines' own start; the first deploy took %s)",
+		ready.Round(time.Millisecond), start.Round(time.Millisecond))
 	first := time.Duration(0)
 	for _, a := range load.Answers(killed) {
 		if end := a.Began.Add(a.First); a.OK() && (first == 0 || end.Sub(killed) < first) {
@@ -196,7 +198,8 @@ func TestNumbersLockstepRankKilled(t *testing.T) {
 		}
 	}
 	y := load.End()
-	t.Logf("NUMBER 1 of 16 ranks over 2 nodes killed, next first token: %s after it; %d answers since, %d errors before the first byte, %d error events after it",
+	t.Logf("NUMBER 1 of 16 ranks over 2 nodes killed, next first token: %s after it; %d answers since, "+
+		"%d errors before the first byte, %d error events after it",
 		first.Round(time.Millisecond), load.Since(from).OK, y.Refused, y.Broken)
 	assert.Zero(t, y.Refused+y.Cut+y.Hung, "what clients saw: %v", y)
 	c.AllQuiet()

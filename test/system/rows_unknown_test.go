@@ -52,7 +52,8 @@ func newStandIn(t *testing.T, c *harness.Members, name, release string) *standIn
 	require.NoError(t, err)
 	creds, err := joined.Files.Credentials()
 	require.NoError(t, err)
-	s := &standIn{Node: *n, port: nodeport.New(nodeport.Config{Credentials: func() *pki.Credentials { return creds }}), conns: map[string]*grpc.ClientConn{}}
+	port := nodeport.New(nodeport.Config{Credentials: func() *pki.Credentials { return creds }})
+	s := &standIn{Node: *n, port: port, conns: map[string]*grpc.ClientConn{}}
 	t.Cleanup(func() {
 		for _, cc := range s.conns {
 			assert.NoError(t, cc.Close())
@@ -74,7 +75,8 @@ func (s *standIn) report(t *testing.T, release string) *dpservev1.RenewRequest {
 	n.Version = release
 	text, err := json.Marshal(n)
 	require.NoError(t, err)
-	text = append(text[:len(text)-1], `,"colour":"blue"}`...) // a record may have more than this version knows
+	// a record may have more than this version knows
+	text = append(text[:len(text)-1], `,"colour":"blue"}`...)
 	return &dpservev1.RenewRequest{Node: text, Incarnation: 7, WallUnixNano: time.Now().UnixNano()}
 }
 

@@ -79,7 +79,8 @@ func TestCC6Up(t *testing.T) {
 	}
 
 	vllm := filepath.Join(t.TempDir(), "vllm.yaml")
-	require.NoError(t, os.WriteFile(vllm, []byte("applications:\n  - name: v\n    model: {id: v}\n    engine: {kind: vllm}\n"), 0o600))
+	app := "applications:\n  - name: v\n    model: {id: v}\n    engine: {kind: vllm}\n"
+	require.NoError(t, os.WriteFile(vllm, []byte(app), 0o600))
 	r := harness.Run(t, "up", vllm)
 	assert.Equal(t, 5, r.ExitCode(), r.Output())
 	assert.Contains(t, r.Output(), "hint: ")

@@ -34,8 +34,9 @@ var ErrTrace = errors.New("not a trace")
 var (
 	errFormat = errors.New("neither a JSON object of Mooncake's format nor the header of an Azure trace, " +
 		azureHeader)
-	errFields  = errors.New("a row has a timestamp, context tokens and generated tokens")
-	errTime    = errors.New("timestamps are milliseconds or like 2023-11-16 18:15:46.68, and span 100 years at most")
+	errFields = errors.New("a row has a timestamp, context tokens and generated tokens")
+	errTime   = errors.New("timestamps are milliseconds or like 2023-11-16 18:15:46.68, " +
+		"and span 100 years at most")
 	errTokens  = fmt.Errorf("a prompt has 1 to %d tokens, an answer 0 to %d", maxTokens, maxTokens)
 	errLong    = fmt.Errorf("a line has %d bytes at most", maxLine)
 	errTooMany = fmt.Errorf("a trace has %d requests at most: read its first ones", MaxRequests)

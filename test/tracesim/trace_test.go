@@ -98,8 +98,10 @@ func FuzzReadTrace(f *testing.F) {
 		require.NoError(f, err)
 		f.Add(text)
 	}
-	f.Add([]byte("\xef\xbb\xbfTIMESTAMP,ContextTokens,GeneratedTokens\n1969-12-31 23:59:60,1,1\n9999-01-01 00:00:00Z,1,1"))
-	f.Add([]byte(`{"timestamp": 3e12, "input_length": 1073741824, "output_length": 1073741824, "hash_ids": [18446744073709551615]}`))
+	f.Add([]byte("\xef\xbb\xbfTIMESTAMP,ContextTokens,GeneratedTokens\n" +
+		"1969-12-31 23:59:60,1,1\n9999-01-01 00:00:00Z,1,1"))
+	f.Add([]byte(`{"timestamp": 3e12, "input_length": 1073741824, "output_length": 1073741824, ` +
+		`"hash_ids": [18446744073709551615]}`))
 	f.Fuzz(func(t *testing.T, text []byte) {
 		trace, err := tracesim.ReadTrace(bytes.NewReader(text), 0)
 		if err != nil {

@@ -50,7 +50,8 @@ func (y *tally) share() float64 { return float64(y.exact) / float64(max(1, y.req
 func (y *tally) cachedShare() float64 { return float64(y.cached) / float64(max(1, y.prompt)) }
 
 func (y *tally) String() string {
-	text := fmt.Sprintf("%d requests, %d exact (%.1f %%), %d under, %d over; prompt tokens %d, predicted %d, reported %d (%.0f %%)",
+	text := fmt.Sprintf("%d requests, %d exact (%.1f %%), %d under, %d over; "+
+		"prompt tokens %d, predicted %d, reported %d (%.0f %%)",
 		y.requests, y.exact, 100*y.share(), y.under, y.over, y.prompt, y.predicted, y.cached,
 		100*y.cachedShare())
 	return strings.Join(append([]string{text}, y.misses...), "; ")

@@ -92,7 +92,8 @@ func (r *rank) args() []string {
 		"--max-model-len", fmt.Sprint(maxContext), "--block-size", fmt.Sprint(blockSize),
 		"--num-gpu-blocks-override", fmt.Sprint(blocks),
 		"--max-num-seqs", "64", "--host", "127.0.0.1", "--port", port, "--enable-prompt-tokens-details",
-		"--kv-events-config", fmt.Sprintf(`{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":%q,"replay_endpoint":%q,"topic":""}`, r.events, r.replay),
+		"--kv-events-config", fmt.Sprintf(`{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":%q,`+
+			`"replay_endpoint":%q,"topic":""}`, r.events, r.replay),
 	}
 }
 

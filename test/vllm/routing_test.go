@@ -17,7 +17,14 @@ import (
 // attached is an app.yaml over engines that already run.
 func attached(name, routing string, ranks []*rank) string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "applications:\n  - name: %s\n    model: {id: %s}\n    engine:\n      kind: attach\n      family: vllm\n      ranks:\n", name, model)
+	fmt.Fprintf(&b, `applications:
+  - name: %s
+    model: {id: %s}
+    engine:
+      kind: attach
+      family: vllm
+      ranks:
+`, name, model)
 	for _, r := range ranks {
 		fmt.Fprintf(&b, "        - {url: %q, kv_events: {bind: %q, replay: %q}}\n", "http://"+r.addr,
 			r.events, r.replay)

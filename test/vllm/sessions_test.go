@@ -24,7 +24,8 @@ const (
 )
 
 // words are single tokens of the tiny model, behind a space.
-var words = strings.Fields("the quick brown fox jumps over lazy dog tiny tokenizer message world system assistant parallel prefixes requests engines route this")
+var words = strings.Fields("the quick brown fox jumps over lazy dog tiny tokenizer message world system " +
+	"assistant parallel prefixes requests engines route this")
 
 func someWords(rng *rand.Rand, n int) string {
 	out := make([]string, n)

@@ -38,6 +38,7 @@ var (
 // concurrent use.
 type http1Pool struct {
 	dial     func(ctx context.Context) (net.Conn, error)
+	dials    *sync.WaitGroup
 	client   *enginehttp.Client
 	bodies   sync.Pool       // *[]byte
 	closing  context.Context //nolint:containedctx // ends the dial under way
@@ -50,8 +51,9 @@ type http1Pool struct {
 	isOver    bool // it makes no more connections
 }
 
-func newHTTP1Pool(dial func(ctx context.Context) (net.Conn, error)) *http1Pool {
-	p := &http1Pool{dial: dial, conns: map[*http1Conn]struct{}{}}
+// newHTTP1Pool makes a pool whose dials dials waits for.
+func newHTTP1Pool(dials *sync.WaitGroup, dial func(ctx context.Context) (net.Conn, error)) *http1Pool {
+	p := &http1Pool{dial: dial, dials: dials, conns: map[*http1Conn]struct{}{}}
 	p.closing, p.stop = context.WithCancel(context.Background())
 	p.bodies.New = func() any { return new([]byte) }
 	p.client = enginehttp.New(enginehttp.Config{
@@ -127,7 +129,7 @@ func (p *http1Pool) widen() {
 		return
 	}
 	p.isDialing = true
-	go p.addConnection()
+	p.dials.Go(p.addConnection)
 }
 
 func (p *http1Pool) addConnection() {

@@ -141,6 +141,7 @@ type Transport struct {
 	dialing chan struct{}                 // closed when the dial under way has ended
 	failed  error                         // of the last dial
 	closed  bool
+	dials   sync.WaitGroup // of all HTTP/1.1 pools
 }
 
 // NewTransport makes a transport. It dials when it is used, and again when the connection is gone. The caller
@@ -190,7 +191,7 @@ func (t *Transport) currentHTTP1() *http1Pool {
 	return t.http1
 }
 
-// Close ends all connections of the transport and their requests.
+// Close ends all connections of the transport and their requests, and the dials under way.
 func (t *Transport) Close() error {
 	t.mu.Lock()
 	t.closed = true
@@ -211,6 +212,7 @@ func (t *Transport) Close() error {
 	for _, c := range conns {
 		_ = c.Close()
 	}
+	t.dials.Wait()
 	return nil
 }
 
@@ -314,7 +316,7 @@ func (t *Transport) connect(done chan struct{}) {
 
 // newHTTP1 makes a pool that is closed when conn is lost.
 func (t *Transport) newHTTP1(conn *http.ClientConn) *http1Pool {
-	pool := newHTTP1Pool(func(ctx context.Context) (net.Conn, error) {
+	pool := newHTTP1Pool(&t.dials, func(ctx context.Context) (net.Conn, error) {
 		c, alpn, err := t.dial(ctx, DataHTTP1, Data)
 		if err == nil && alpn != DataHTTP1 {
 			abortConn(c)

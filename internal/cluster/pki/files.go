@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"time"
 
+	"github.com/dpserve/dpserve/internal/diskfile"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -70,7 +71,7 @@ func KeepKey(dir string) (keyPEM []byte, err error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, unwritableError(dir, err)
 	}
-	if err := writeFile(path, keyPEM); err != nil {
+	if err := diskfile.Replace(path, keyPEM); err != nil {
 		return nil, unwritableError(dir, err)
 	}
 	return keyPEM, nil
@@ -102,7 +103,7 @@ func Save(dir string, f Files) error {
 		if file.name == signerFile && len(file.data) == 0 {
 			continue
 		}
-		if err := writeFile(filepath.Join(dir, file.name), file.data); err != nil {
+		if err := diskfile.Replace(filepath.Join(dir, file.name), file.data); err != nil {
 			return unwritableError(dir, err)
 		}
 	}
@@ -142,25 +143,4 @@ func Load(dir string) (Files, error) {
 func unwritableError(dir string, err error) error {
 	return problem.New(problem.InvalidArgument, "write the node's certificate to %s: %w", dir, err).
 		WithHint("choose a --data-dir that you may write to, on a disk with room")
-}
-
-// writeFile writes a file that is complete or absent after a crash: new file, fsync, rename, fsync of the
-// directory.
-func writeFile(path string, data []byte) error {
-	f, err := os.CreateTemp(filepath.Dir(path), filepath.Base(path)+".*.tmp") // mode 0600
-	if err != nil {
-		return err
-	}
-	_, err = f.Write(data)
-	if err = errors.Join(err, f.Sync(), f.Close()); err == nil {
-		err = os.Rename(f.Name(), path)
-	}
-	if err != nil {
-		return errors.Join(err, os.Remove(f.Name()))
-	}
-	d, err := os.Open(filepath.Dir(path))
-	if err != nil {
-		return err
-	}
-	return errors.Join(d.Sync(), d.Close())
 }

@@ -11,8 +11,13 @@ type Stats struct {
 	Replaying bool
 	LastSeq   uint64    // of the newest batch applied; only while Synced
 	LastEvent time.Time // when the newest batch came (live); zero = none yet
+	Content
+	Faults
+}
 
-	Batches    uint64 // applied, live and replayed
+// Content counts what came, live and replayed.
+type Content struct {
+	Batches    uint64 // applied
 	Stored     uint64 // events
 	Removed    uint64
 	Cleared    uint64
@@ -22,7 +27,10 @@ type Stats struct {
 	BadBatches uint64 // payloads that are no batch
 	BadFrames  uint64 // messages that are not three frames with a sequence number
 	Skipped    uint64 // events of groups that cannot be indexed
+}
 
+// Faults counts what happened to the order of the batches and to the connection.
+type Faults struct {
 	Duplicates     uint64 // batches seen before
 	Stragglers     uint64 // batches of before a gap that was given up
 	Gaps           uint64 // batches were missing

@@ -64,20 +64,25 @@ type tracker struct {
 	lastTS    float64
 	recent    [recentSize]print // by seq modulo its size
 
-	mode    replayMode // of the replay that runs
-	seen    bool       // it brought a batch
-	want    *ask       // not yet taken by the owner
-	asked   uint64
-	rounds  int
-	pending []message
-	bytes   int    // of pending
-	lost    bool   // pending overflowed
-	healed  uint64 // the unreadable batch that was asked for last
+	replay  replayState
+	pending []message // live batches that wait for the replay
+	bytes   int       // of pending
+	lost    bool      // pending overflowed
+	healed  uint64    // the unreadable batch that was asked for last
+	stats   Stats
+}
+
+// replayState is the replay that runs, and when others may.
+type replayState struct {
+	mode   replayMode
+	seen   bool // it brought a batch
+	want   *ask // not yet taken by the owner
+	asked  uint64
+	rounds int
 
 	cooldown time.Time // no replay before
 	fullAt   time.Time // try again for a full baseline; zero = no need
 	tailAt   time.Time // check the end of the stream
-	stats    Stats
 }
 
 // print recognises a batch that was seen before.
@@ -93,7 +98,7 @@ func newTracker(first uint64, replays bool, sink Sink) *tracker {
 
 // connect: the event socket has its engine, a new connection.
 func (t *tracker) connect(now time.Time) {
-	t.connected, t.rounds, t.suspect = true, 0, t.have
+	t.connected, t.replay.rounds, t.suspect = true, 0, t.have
 	t.stats.Connects++
 	switch {
 	case !t.replays:
@@ -152,13 +157,13 @@ func (t *tracker) setBaseline(seq uint64) {
 // live takes one batch from the event socket.
 func (t *tracker) live(now time.Time, m message) {
 	t.stats.LastEvent = now
-	t.tailAt = now.Add(tailDelay)
-	if t.mode != replayNone {
+	t.replay.tailAt = now.Add(tailDelay)
+	if t.replay.mode != replayNone {
 		t.wait(m)
 		return
 	}
 	if t.order(now, m) {
-		t.rounds = 0
+		t.replay.rounds = 0
 		return
 	}
 	t.wait(m)
@@ -194,7 +199,7 @@ func (t *tracker) order(now time.Time, m message) bool {
 	case m.seq > t.next:
 		t.stats.Gaps++
 		if t.replays {
-			if t.start(now, replayGap, t.next); t.mode != replayNone {
+			if t.start(now, replayGap, t.next); t.replay.mode != replayNone {
 				return false
 			}
 		}
@@ -204,14 +209,14 @@ func (t *tracker) order(now time.Time, m message) bool {
 		return true
 	}
 	// the wire may have damaged what the ring has whole
-	if t.replays && t.healed != m.seq && t.rounds < maxRounds && !now.Before(t.cooldown) {
+	if t.replays && t.healed != m.seq && t.replay.rounds < maxRounds && !now.Before(t.replay.cooldown) {
 		t.healed = m.seq
 		t.start(now, replayGap, t.next)
 		return false
 	}
 	t.skipUnreadable(m)
-	if t.fullAt.IsZero() {
-		t.fullAt = now.Add(replayCooldown)
+	if t.replay.fullAt.IsZero() {
+		t.replay.fullAt = now.Add(replayCooldown)
 	}
 	return true
 }
@@ -234,7 +239,7 @@ func (t *tracker) handlePassed(now time.Time, m message) bool {
 		return true
 	}
 	t.restart(now)
-	if t.mode != replayNone {
+	if t.replay.mode != replayNone {
 		return false
 	}
 	return t.order(now, m)
@@ -263,7 +268,7 @@ func (t *tracker) apply(m message) bool {
 	t.stats.Skipped = t.groups.Skipped
 	if t.decoder.cleared() {
 		t.stats.Partial = false // nothing is left that could be unknown
-		t.fullAt = time.Time{}
+		t.replay.fullAt = time.Time{}
 	}
 	return true
 }
@@ -282,7 +287,7 @@ func (t *tracker) skipUnreadable(m message) {
 
 // drain applies the live batches that waited for the replay.
 func (t *tracker) drain(now time.Time) {
-	for len(t.pending) > 0 && t.mode == replayNone {
+	for len(t.pending) > 0 && t.replay.mode == replayNone {
 		m := t.pending[0]
 		if !t.order(now, m) {
 			return
@@ -291,7 +296,7 @@ func (t *tracker) drain(now time.Time) {
 		t.pending = t.pending[1:]
 		t.bytes -= len(m.payload)
 	}
-	if t.mode != replayNone {
+	if t.replay.mode != replayNone {
 		return
 	}
 	t.pending = nil
@@ -300,14 +305,14 @@ func (t *tracker) drain(now time.Time) {
 		t.start(now, replayTail, t.next) // perhaps this replay brought them all
 		return
 	}
-	t.rounds = 0
+	t.replay.rounds = 0
 }
 
 // overflow: live batches were dropped in front of the tracker.
 func (t *tracker) overflow(now time.Time) {
 	t.stats.Overflows++
 	switch {
-	case t.mode != replayNone:
+	case t.replay.mode != replayNone:
 		t.lost = true
 	case t.have && t.replays:
 		t.start(now, replayTail, t.next)
@@ -318,24 +323,24 @@ func (t *tracker) overflow(now time.Time) {
 
 // tick starts the checks and replays that are due.
 func (t *tracker) tick(now time.Time) {
-	if !t.connected || !t.replays || t.mode != replayNone || now.Before(t.cooldown) {
+	if !t.connected || !t.replays || t.replay.mode != replayNone || now.Before(t.replay.cooldown) {
 		return
 	}
 	switch {
-	case t.wantsFull() && !now.Before(t.fullAt):
+	case t.wantsFull() && !now.Before(t.replay.fullAt):
 		t.start(now, replayFull, 0)
-	case t.have && !t.tailAt.IsZero() && !now.Before(t.tailAt):
+	case t.have && !t.replay.tailAt.IsZero() && !now.Before(t.replay.tailAt):
 		t.start(now, replayTail, t.next)
 	}
 }
 
 // wantsFull records that a replay was not possible and that a later full replay could complete the state.
-func (t *tracker) wantsFull() bool { return !t.fullAt.IsZero() && (t.stats.Partial || !t.have) }
+func (t *tracker) wantsFull() bool { return !t.replay.fullAt.IsZero() && (t.stats.Partial || !t.have) }
 
 // snapshot is the state for readers.
 func (t *tracker) snapshot() Stats {
 	s := t.stats
-	s.Connected, s.Synced, s.Replaying = t.connected, t.have, t.mode != replayNone
+	s.Connected, s.Synced, s.Replaying = t.connected, t.have, t.replay.mode != replayNone
 	if t.have {
 		s.LastSeq = t.next - 1
 	}
@@ -373,39 +378,39 @@ func seqOf(frame []byte) (uint64, bool) {
 
 // start asks for a replay, or acts as if it had failed where none is allowed now.
 func (t *tracker) start(now time.Time, mode replayMode, from uint64) {
-	if t.rounds++; t.rounds > maxRounds {
-		t.cooldown = now.Add(replayCooldown)
+	if t.replay.rounds++; t.replay.rounds > maxRounds {
+		t.replay.cooldown = now.Add(replayCooldown)
 	}
-	if now.Before(t.cooldown) {
+	if now.Before(t.replay.cooldown) {
 		t.fail(now, mode)
 		return
 	}
-	t.asked++
-	t.mode, t.seen, t.want = mode, false, &ask{id: t.asked, from: from}
+	t.replay.asked++
+	t.replay.mode, t.replay.seen, t.replay.want = mode, false, &ask{id: t.replay.asked, from: from}
 	t.stats.Replays++
 }
 
 // stop forgets the replay that runs.
-func (t *tracker) stop() { t.mode, t.want = replayNone, nil }
+func (t *tracker) stop() { t.replay.mode, t.replay.want = replayNone, nil }
 
 // take is the ask that the owner has to run now; it replaces one that runs.
 func (t *tracker) take() *ask {
-	a := t.want
-	t.want = nil
+	a := t.replay.want
+	t.replay.want = nil
 	return a
 }
 
 // running reports whether the results of ask id are wanted.
-func (t *tracker) running(id uint64) bool { return t.mode != replayNone && id == t.asked }
+func (t *tracker) running(id uint64) bool { return t.replay.mode != replayNone && id == t.replay.asked }
 
 // fail handles a replay that was not possible.
 func (t *tracker) fail(now time.Time, mode replayMode) {
 	t.stop()
 	if mode == replayTail {
-		t.tailAt = now.Add(tailInterval)
+		t.replay.tailAt = now.Add(tailInterval)
 		return
 	}
-	t.fullAt = t.cooldown
+	t.replay.fullAt = t.replay.cooldown
 	if t.suspect || t.have && mode != replayFull {
 		t.reset(true)
 	}
@@ -413,10 +418,10 @@ func (t *tracker) fail(now time.Time, mode replayMode) {
 
 // replayed takes one batch of the replay that runs.
 func (t *tracker) replayed(now time.Time, m message) {
-	first := !t.seen
-	t.seen = true
+	first := !t.replay.seen
+	t.replay.seen = true
 	switch {
-	case first && t.mode == replayFull, !t.have, m.seq > t.next:
+	case first && t.replay.mode == replayFull, !t.have, m.seq > t.next:
 		t.setBaseline(m.seq) // what lay between is gone
 	case t.suspect && m.seq == t.next:
 		t.setBaseline(m.seq) // the last batch we saw is gone: nothing says that it is the same engine
@@ -437,7 +442,7 @@ func (t *tracker) replayed(now time.Time, m message) {
 
 // replayEnd handles the end of the replay: its end marker, or err.
 func (t *tracker) replayEnd(now time.Time, err error) {
-	mode := t.mode
+	mode := t.replay.mode
 	t.stop()
 	if err != nil {
 		t.failed(now, mode)
@@ -451,25 +456,25 @@ func (t *tracker) replayEnd(now time.Time, err error) {
 func (t *tracker) failed(now time.Time, mode replayMode) {
 	t.stats.ReplayFailures++
 	if mode == replayTail { // nothing is known to be missing
-		t.tailAt = now.Add(tailInterval)
+		t.replay.tailAt = now.Add(tailInterval)
 		return
 	}
-	t.cooldown = now.Add(replayCooldown)
-	t.fullAt = t.cooldown
+	t.replay.cooldown = now.Add(replayCooldown)
+	t.replay.fullAt = t.replay.cooldown
 	if t.suspect {
 		t.reset(true)
 	} // gap: the next live batch shows what is missing
 }
 
 func (t *tracker) ended(now time.Time, mode replayMode) {
-	t.tailAt = now.Add(tailDelay)
+	t.replay.tailAt = now.Add(tailDelay)
 	if mode == replayTail {
-		t.tailAt = now.Add(tailInterval)
+		t.replay.tailAt = now.Add(tailInterval)
 	}
 	if mode == replayFull {
-		t.fullAt = time.Time{}
+		t.replay.fullAt = time.Time{}
 	}
-	if t.seen {
+	if t.replay.seen {
 		return
 	}
 	switch mode {

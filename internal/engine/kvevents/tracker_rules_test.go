@@ -280,7 +280,7 @@ func TestAnEngineThatNeverCatchesUp(t *testing.T) {
 	asked := 0
 	for ; asked < 100; asked++ { // every second batch is lost, during every replay
 		b.lives(1, n)
-		if b.want == nil {
+		if b.replay.want == nil {
 			break
 		}
 		n += 2

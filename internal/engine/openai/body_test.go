@@ -245,8 +245,8 @@ func TestScanAcceptsWhatIsTheEnginesToJudge(t *testing.T) {
 	}
 }
 
-// SP8: each bad shape is refused at once, and what is large but allowed passes unchanged.
-func TestSP8BodyLimits(t *testing.T) {
+// TestBodyLimits: each bad shape is refused at once, and what is large but allowed passes unchanged.
+func TestBodyLimits(t *testing.T) {
 	distinct := func(n int) string {
 		var b strings.Builder
 		for i := range n {

@@ -13,19 +13,3 @@
 // most maxPiece bytes. The race detector does not see what a raw call does to memory, so under it, and on
 // systems other than Linux, connections stay as they are.
 package rawconn
-
-import "net"
-
-// Listener makes a raw connection of each that l accepts.
-func Listener(l net.Listener) net.Listener { return listener{l} }
-
-type listener struct{ net.Listener }
-
-// Accept implements net.Listener.
-func (l listener) Accept() (net.Conn, error) {
-	c, err := l.Listener.Accept()
-	if err != nil {
-		return nil, err
-	}
-	return Conn(c), nil
-}
