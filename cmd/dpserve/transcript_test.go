@@ -49,6 +49,16 @@ func runTranscript(t *testing.T, blocks []block, files map[string]string) {
 			} else {
 				stdout, stderr = m.run(t, c)
 			}
+			if isRead(c.text) { // the cluster may need a moment to become what the page shows
+				poll(func() bool {
+					want := comparable(dataOf(&c))
+					if len(want) == 0 || slices.Equal(want, comparable(strings.Split(stdout, "\n"))) {
+						return true
+					}
+					stdout, stderr = m.run(t, c)
+					return false
+				})
+			}
 			compareOutput(t, at, &blocks[i], &c, stdout, stderr)
 		}
 	}
@@ -57,6 +67,11 @@ func runTranscript(t *testing.T, blocks []block, files map[string]string) {
 // isNode reports whether a command is a node, which serves until Ctrl-C.
 func isNode(line string) bool {
 	return strings.HasPrefix(line, "dpserve start") || strings.HasPrefix(line, "dpserve join")
+}
+
+// isRead reports whether a command changes nothing, so that it may be typed again.
+func isRead(line string) bool {
+	return slices.Contains([]string{"nodes", "status", "plan"}, strings.Fields(line)[1])
 }
 
 // startNode starts a node on the next loopback address and waits until it serves.
@@ -146,19 +161,17 @@ func isTalk(line string) bool {
 		strings.HasPrefix(line, "  ")
 }
 
+// dataOf returns the lines of stdout that a page shows of a command.
+func dataOf(c *command) []string {
+	return slices.DeleteFunc(slices.Clone(c.output), isTalk)
+}
+
 // compareOutput compares what a page shows of a command with what the command printed. The lines of stdout
 // are all there; of stderr, which tells progress, the page may leave lines out. A line that ends with … is
 // the beginning of one.
 func compareOutput(t *testing.T, at string, b *block, c *command, stdout, stderr string) {
 	t.Helper()
-	var data, talk []string
-	for _, line := range c.output {
-		if isTalk(line) {
-			talk = append(talk, line)
-		} else {
-			data = append(data, line)
-		}
-	}
+	data := dataOf(c)
 	got := comparable(strings.Split(stdout, "\n"))
 	if want := comparable(data); len(want) > 0 && !slices.Equal(want, got) {
 		if os.Getenv("DPSERVE_UPDATE") != "" && !anAddress.MatchString(stdout) {
@@ -168,6 +181,7 @@ func compareOutput(t *testing.T, at string, b *block, c *command, stdout, stderr
 		assert.Equal(t, want, got, "%s\nDPSERVE_UPDATE=1 writes the tables of the run into the page", at)
 	}
 	said := comparable(strings.Split(stderr, "\n"))
+	talk := slices.DeleteFunc(slices.Clone(c.output), func(line string) bool { return !isTalk(line) })
 	for _, want := range comparable(talk) {
 		start, isCut := strings.CutSuffix(want, "…")
 		assert.True(t, slices.ContainsFunc(said, func(line string) bool {
