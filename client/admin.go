@@ -11,7 +11,7 @@ import (
 	"time"
 )
 
-// Version returns the build of the answering node.
+// Version returns the build, the name and the endpoint of the answering node.
 func (c *Client) Version(ctx context.Context) (BuildInfo, error) {
 	var r BuildInfo
 	err := c.get(ctx, "/api/v1/version", &r)

@@ -50,11 +50,13 @@ type KeyRotation struct {
 	Waiting []string `json:"waiting,omitempty"` // nodes that have not completed the present step
 }
 
-// BuildInfo describes the build that a node runs.
+// BuildInfo describes the node that answers: its build, its name, and where it serves.
 type BuildInfo struct {
 	Version string `json:"version"`
 	Commit  string `json:"commit,omitempty"`
 	Date    string `json:"date,omitempty"` // of the commit, RFC 3339
 	Go      string `json:"go,omitempty"`
 	Node    string `json:"node,omitempty"` // that sent the answer
+	// URL of the node's OpenAI endpoint, without /v1; empty without role ingress
+	Endpoint string `json:"endpoint,omitempty"`
 }

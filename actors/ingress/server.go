@@ -185,9 +185,12 @@ var engineRoutes = []string{
 	"/generate", "/load", "/metrics",
 }
 
-// routes builds the HTTP surface. gin only picks the handler: its Recovery would turn the panic that cuts a
-// connection into a clean end.
-func (in *Ingress) routes() http.Handler {
+// routes builds the HTTP surface.
+func (in *Ingress) routes() http.Handler { return in.limitAndRecover(in.newEngine()) }
+
+// newEngine returns the table of routes. gin only picks the handler: its Recovery would turn the panic that
+// cuts a connection into a clean end.
+func (in *Ingress) newEngine() *gin.Engine {
 	gin.SetMode(gin.ReleaseMode)
 	g := gin.New()
 	g.RedirectTrailingSlash, g.HandleMethodNotAllowed = false, false
@@ -208,7 +211,7 @@ func (in *Ingress) routes() http.Handler {
 	}
 	g.GET("/version", func(c *gin.Context) { in.showVersion(c.Writer, c.Request) })
 	g.NoRoute(in.serveOther)
-	return in.limitAndRecover(g)
+	return g
 }
 
 // limitAndRecover limits header fields and catches panics. The panic that cuts a stream goes on to net/http.

@@ -28,20 +28,21 @@ type benchFlags struct {
 func newBench(e *env) *cobra.Command {
 	f := &benchFlags{}
 	cmd := &cobra.Command{
-		Use:   "bench URL [flags]",
+		Use:   "bench [URL] [flags]",
 		Short: "send load to an OpenAI endpoint and measure what its clients see",
 		Long: `bench measures time to first token, between tokens and end to end. With --rate it is an open
 loop, in which a slow server cannot slow the clients down; without it a closed loop of --concurrency
-clients. Failed requests end it with exit code 1.
+clients. Failed requests end it with exit code 1. Without URL the load goes to the endpoint of the node that
+DPSERVE_ADDR selects.
 
 With --sessions it plays chats of several turns with shared system prompts. Each turn sends the whole
 history with the answers it got, and names its session in x-session-id. The report tells which share of the
 prompt tokens the engines had cached, and which share one perfect cache without limit would have had. Equal
 seeds say the same: against engines that saw a run, take another --seed.`,
-		Example: `  dpserve bench http://127.0.0.1:8000 --rate 20 --duration 30s
+		Example: `  dpserve bench --rate 20 --duration 30s
   dpserve bench http://127.0.0.1:8000 --concurrency 64 --requests 1000 -o json
   dpserve bench http://127.0.0.1:8000 --sessions 40`,
-		Args: requireArgs(1, "URL"),
+		Args: requireArgs(0, "URL"),
 	}
 	f.add(cmd)
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
@@ -49,7 +50,7 @@ seeds say the same: against engines that saw a run, take another --seed.`,
 		if err != nil {
 			return err
 		}
-		if f.config.URL, err = engineURL("bench", "URL", args[0]); err != nil {
+		if f.config.URL, err = benchURL(cmd.Context(), e, args); err != nil {
 			return err
 		}
 		if f.direct != "" {
@@ -60,6 +61,26 @@ seeds say the same: against engines that saw a run, take another --seed.`,
 		return runBench(cmd.Context(), e, f)
 	}
 	return cmd
+}
+
+// benchURL returns the URL of the command line, else the endpoint of the node that DPSERVE_ADDR selects.
+func benchURL(ctx context.Context, e *env, args []string) (url string, err error) {
+	if len(args) > 0 {
+		return engineURL("bench", "URL", args[0])
+	}
+	err = e.withAdmin(func(cluster admin) error {
+		v, err := cluster.Version(ctx)
+		if err != nil {
+			return err
+		}
+		if v.Endpoint == "" {
+			return problem.New(problem.InvalidArgument, "the node at DPSERVE_ADDR names no endpoint").
+				WithHint("it has not role ingress, or runs another version: `dpserve bench http://HOST:PORT`")
+		}
+		url = v.Endpoint
+		return nil
+	})
+	return url, err
 }
 
 func (f *benchFlags) add(cmd *cobra.Command) {

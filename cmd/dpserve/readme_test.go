@@ -3,7 +3,6 @@ package main
 import (
 	"context"
 	"fmt"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -20,146 +19,183 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// commandBlocks returns the commands of the ```sh blocks of a document, one per line.
-func commandBlocks(t *testing.T, path string) []string {
-	t.Helper()
-	text, err := os.ReadFile(path)
-	require.NoError(t, err)
-	var out []string
-	for _, block := range regexp.MustCompile("(?s)```sh\n(.*?)```").FindAllStringSubmatch(string(text), -1) {
-		for l := range strings.Lines(block[1]) {
-			out = append(out, strings.TrimSpace(l))
-		}
-	}
-	return out
-}
-
-// TestREADME runs the README's commands: its up, from the built binary instead of `go run` (which turns every
-// exit code into 1), its curl against that node, then Ctrl-C. `go test ./...` is the present run; the test
-// checks that .ci/run has the same command.
+// TestREADME types the README: its commands in the order in which they stand, with ports 8000 and 8265 taken,
+// as two terminals do it. What serves until Ctrl-C runs in the first one, all other commands in the second.
+// Only the conversations of the example are fewer.
 func TestREADME(t *testing.T) {
 	t.Parallel()
 	if testing.Short() {
-		t.Skip("streams two whole answers")
+		t.Skip("starts real nodes")
 	}
-	commands := commandBlocks(t, "../../README.md")
-	var ups []string
-	var curl, script, cluster string
-	for _, c := range commands {
-		switch {
-		case strings.HasPrefix(c, "go run ./cmd/dpserve up"):
-			ups = append(ups, strings.TrimPrefix(c, "go run ./cmd/dpserve "))
-		case strings.HasPrefix(c, "curl "):
-			curl = c
-		case strings.HasPrefix(c, "examples/multi-turn/"):
-			script = c
-		case strings.HasPrefix(c, "examples/cluster/"):
-			cluster = c
-		case c == "go test ./...":
-			ci, err := os.ReadFile("../../.ci/run")
-			require.NoError(t, err)
-			assert.Contains(t, string(ci), "stage_test() { "+c+"; }", ".ci/run and the README differ")
-		default:
-			t.Errorf("nobody runs this command of the README: %s", c)
-		}
-	}
-	require.Len(t, ups, 2)
-	require.NotEmpty(t, curl)
-	require.NotEmpty(t, script)
-	assert.Contains(t, commands, "go test ./...")
-
-	t.Run("up", func(t *testing.T) {
-		t.Parallel()
-		runUpExample(t, ups[0], curl)
-	})
-	t.Run("multi-turn", func(t *testing.T) {
-		t.Parallel()
-		runMultiTurnExample(t, script, ups[1])
-	})
-	t.Run("cluster", func(t *testing.T) {
-		t.Parallel()
-		runClusterExample(t, cluster)
-	})
-}
-
-// runUpExample runs the README's first example: its up, its curl and the curl that up prints, then Ctrl-C.
-func runUpExample(t *testing.T, up, curl string) {
-	t.Helper()
-	p := startUp(t, strings.Fields(up)...)
-	assert.Contains(t, p.stdout.String(), curl[:strings.Index(curl, "http")],
-		"the README and `up` print the same curl")
-	for _, command := range []string{
-		p.printed(t, "curl "), strings.ReplaceAll(curl, "127.0.0.1:8000", p.endpoint(t)),
-	} {
-		answer := shell(t, command)
-		assert.Contains(t, answer, `"delta":{"content":"`, command)
-		assert.True(t, strings.HasSuffix(strings.TrimSpace(answer), "data: [DONE]"), "%s\n%s",
-			command, answer)
-	}
-	p.interrupt(t)
-}
-
-// runClusterExample runs the README's cluster example on free ports until its first answers.
-func runClusterExample(t *testing.T, script string) {
-	t.Helper()
-	require.NotEmpty(t, script)
 	if runtime.GOOS != "linux" {
 		t.Skip("127.0.0.2 is not up elsewhere")
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), 2*scriptWait)
-	defer cancel()
-	cmd := exec.CommandContext(ctx, "./"+script)
-	cmd.Dir = "../.."
-	cmd.Env = append(os.Environ(), "ONCE=1", "DPSERVE="+asDpserve(t))
-	for _, name := range []string{"HTTP_PORT", "ADMIN_PORT", "NODE_PORT", "GOSSIP_PORT"} {
-		l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", "127.0.0.1:0")
-		require.NoError(t, err)
-		cmd.Env = append(cmd.Env, fmt.Sprintf("%s=%d", name, l.Addr().(*net.TCPAddr).Port))
-		require.NoError(t, l.Close())
-	}
-	out, err := cmd.CombinedOutput()
-	require.NoError(t, err, string(out))
-	assert.Equal(t, 6, strings.Count(string(out), "HTTP/1.1 200 OK"), string(out))
-	assert.Regexp(t, `node-1 +alive +control,worker,ingress\*`, string(out))
-}
-
-// runMultiTurnExample runs the README's second example with fewer conversations.
-func runMultiTurnExample(t *testing.T, script, up string) {
-	t.Helper()
-	p := startUp(t, strings.Fields(up)...)
-	ctx, cancel := context.WithTimeout(context.Background(), 2*scriptWait)
-	defer cancel()
-	cmd := exec.CommandContext(ctx, "./"+script, "http://"+p.endpoint(t))
-	cmd.Dir = "../.."
-	cmd.Env = append(os.Environ(), "DPSERVE="+p.cmd.Path, "SESSIONS=4", "TURNS=3", "RATE=4")
-	out, err := cmd.CombinedOutput()
-	require.NoError(t, err, "%s", out)
-	for _, want := range []string{
-		"model round-robin: 4 sessions of 3 turns", "model lmetric-1: 4 sessions of 3 turns",
-		"12 ok, 0 failed", "a perfect cache holds",
-	} {
-		assert.Contains(t, string(out), want)
-	}
-	p.interrupt(t)
-}
-
-// The examples of the help texts name commands and flags that exist.
-func TestHelpExamples(t *testing.T) {
-	root := newRoot(newCLI(t).env)
-	for _, cmd := range append(root.Commands(), root) {
-		for l := range strings.Lines(cmd.Example) {
-			text, _, _ := strings.Cut(l, "#")
-			text, _, _ = strings.Cut(text, "&&")
-			_, text, ok := strings.Cut(strings.NewReplacer("<(", "", ")", "").Replace(text), "dpserve ")
-			require.True(t, ok, "%q of help %s does not call dpserve", l, cmd.Name())
-			found, rest, err := newRoot(newCLI(t).env).Find(strings.Fields(text))
-			require.NoError(t, err, text)
-			require.NoError(t, found.ParseFlags(rest), text)
-			if found.Args != nil {
-				require.NoError(t, found.Args(found, found.Flags().Args()), text)
-			}
+	for _, program := range []string{"curl", "awk"} {
+		if _, err := exec.LookPath(program); err != nil {
+			t.Skip(program + " is not installed")
 		}
 	}
+	runREADME(t, commandBlocks(t, "README.md"))
+}
+
+func runREADME(t *testing.T, blocks []block) {
+	t.Helper()
+	t.Cleanup(takePort("127.0.0.1:8000"))
+	t.Cleanup(takePort("127.0.0.1:8265"))
+	r := &reader{bin: filepath.Join(t.TempDir(), "dpserve"), page: readPage(t, "README.md")}
+	var machines []block
+	for _, b := range blocks {
+		if b.language == "text" {
+			machines = append(machines, b)
+			continue
+		}
+		for _, c := range b.commands() {
+			r.typeLine(t, c.text)
+		}
+	}
+	r.stop(t)
+	require.NotEmpty(t, r.upRuns, "the README starts no `up`")
+	require.NotEmpty(t, machines, "the README shows no machines that join")
+	runTranscript(t, machines, nil)
+}
+
+// reader is somebody who follows the README in two terminals.
+type reader struct {
+	bin    string // path that bin/dpserve stands for
+	page   string
+	first  *process // what the first terminal runs
+	addr   string   // DPSERVE_ADDR of the second terminal
+	upRuns int
+}
+
+// typeLine does what a line of the README says.
+func (r *reader) typeLine(t *testing.T, line string) {
+	t.Helper()
+	typed := strings.ReplaceAll(line, "bin/dpserve", r.bin)
+	switch {
+	case line == "go test ./...": // the present run
+		ci := readPage(t, ".ci/run")
+		assert.Contains(t, ci, "stage_test() { "+line+"; }", ".ci/run and the README differ")
+	case strings.HasPrefix(line, "bin/dpserve up"):
+		r.stop(t)
+		r.first = startProcess(t, "RANK ", r.bin, strings.Fields(typed)[1:]...)
+		r.upRuns++
+		r.followUp(t)
+	case strings.HasPrefix(line, "examples/cluster/"):
+		r.stop(t)
+		r.first = startProcess(t, "Ctrl-C stops", "sh", "-c", "DPSERVE="+r.bin+" exec "+typed)
+		r.killANode(t)
+	default:
+		out := r.shell(t, typed)
+		r.checkAnswer(t, line, out)
+	}
+}
+
+// stop presses Ctrl-C in the first terminal.
+func (r *reader) stop(t *testing.T) {
+	t.Helper()
+	if r.first != nil {
+		r.first.interrupt(t)
+	}
+	r.first, r.addr = nil, ""
+}
+
+// followUp reads what `up` has printed: the export line for the second terminal, because the ports are taken,
+// the heads of its table, and for the first one the curl line, which the README shows.
+func (r *reader) followUp(t *testing.T) {
+	t.Helper()
+	const export = "in other terminals: export DPSERVE_ADDR="
+	_, rest, ok := strings.Cut(r.first.stderr.String(), export)
+	require.True(t, ok, "up does not print %q where port 8265 is taken:\n%s", export, r.first.stderr.String())
+	r.addr, _, _ = strings.Cut(rest, "\n")
+	if r.upRuns > 1 {
+		return
+	}
+	columns := strings.Fields(r.first.printed(t, "RANK "))
+	columns[slices.Index(columns, "SINCE")] = "AGE" // on a terminal
+	shown := strings.Join(strings.Fields(r.page), " ")
+	assert.Contains(t, shown, strings.Join(columns, " "), "the README shows the columns of `up`")
+	curl := r.first.printed(t, "curl ")
+	assert.Contains(t, r.page, strings.Replace(curl, r.first.endpoint(t), "127.0.0.1:8000", 1),
+		"the README shows the curl line of `up`")
+	answer := r.shell(t, curl)
+	assert.Contains(t, answer, `"delta":{"content":"`)
+	assert.True(t, strings.HasSuffix(strings.TrimSpace(answer), "data: [DONE]"), answer)
+}
+
+// checkAnswer checks what the README says of a command's output.
+func (r *reader) checkAnswer(t *testing.T, line, out string) {
+	t.Helper()
+	switch {
+	case strings.HasPrefix(line, "kill -9"):
+		assert.True(t, poll(func() bool {
+			return regexp.MustCompile(`(?m)^demo/0/2 +ready +2 `).MatchString(r.shell(t, r.bin+" status"))
+		}), "the rank that was killed does not come back under epoch 2")
+	case strings.HasPrefix(line, "examples/multi-turn/"):
+		for _, want := range []string{
+			"model round-robin: 4 sessions of 3 turns", "model lmetric-1: 4 sessions of 3 turns",
+			"12 ok, 0 failed", "a perfect cache holds",
+		} {
+			assert.Contains(t, out, want)
+		}
+	case strings.Contains(line, " route explain "):
+		assert.Contains(t, out, "PICK")
+	}
+}
+
+// killANode types the lines that the cluster example prints: a node is killed, and within seconds everything
+// runs on the two others.
+func (r *reader) killANode(t *testing.T) {
+	t.Helper()
+	out := r.first.stdout.String()
+	assert.Equal(t, 6, strings.Count(out, "HTTP/1.1 200 OK"), out)
+	assert.Regexp(t, `node-1 +alive +\S+\*`, out)
+	r.addr = strings.TrimPrefix(r.first.printed(t, "  export DPSERVE_ADDR="), "export DPSERVE_ADDR=")
+	status := func() string { // a node that was killed may have led: an election is no failure
+		out, _ := r.try(t, r.bin+" status")
+		return strings.Join(strings.Fields(out), " ")
+	}
+	assert.True(t, poll(func() bool { return strings.Contains(status(), " node-2 ") }),
+		"the node that will be killed has ranks")
+	r.shell(t, r.first.printed(t, "  kill -9 "))
+	isMoved := func() bool {
+		now := status()
+		return now != "" && !strings.Contains(now, " node-2 ") && strings.Contains(now, " RUNNING 8/8 ") &&
+			strings.Contains(now, " RUNNING 2/2 ")
+	}
+	assert.True(t, poll(isMoved) || poll(isMoved), "the ranks of the lost node do not come back:\n%s",
+		status())
+	assert.True(t, poll(func() bool {
+		nodes, _ := r.try(t, r.bin+" nodes")
+		return regexp.MustCompile(`(?m)^node-2 +lost `).MatchString(nodes)
+	}), "the node that was killed is not lost")
+}
+
+// shell runs a line in the second terminal and returns its stdout.
+func (r *reader) shell(t *testing.T, line string) string {
+	t.Helper()
+	out, err := r.try(t, line)
+	require.NoError(t, err, line)
+	return out
+}
+
+// try runs a line in the second terminal, in the repository's root. The error has its stderr.
+func (r *reader) try(t *testing.T, line string) (stdout string, err error) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), 4*scriptWait)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, "sh", "-c", line)
+	cmd.Dir = repository
+	cmd.Env = append(cleanEnviron(), "DPSERVE="+r.bin, "SESSIONS=4", "TURNS=3", "RATE=4")
+	if r.addr != "" {
+		cmd.Env = append(cmd.Env, "DPSERVE_ADDR="+r.addr)
+	}
+	var out, talk strings.Builder
+	cmd.Stdout, cmd.Stderr = &out, &talk
+	if err = cmd.Run(); err != nil {
+		err = fmt.Errorf("%w\n%s%s", err, out.String(), talk.String())
+	}
+	return out.String(), err
 }
 
 // asDpserve returns a path under which this binary is dpserve: testscript runs the command that argv[0]
@@ -173,32 +209,41 @@ func asDpserve(t *testing.T) string {
 	return bin
 }
 
-// upProcess is a real `dpserve up` process.
-type upProcess struct {
+// process is a program in the foreground of a terminal: `dpserve up`, or an example's script.
+type process struct {
 	cmd            *exec.Cmd
 	stdout, stderr lockedBuffer
 }
 
-// startUp starts this binary as dpserve in the repository's root and waits until it serves.
-func startUp(t *testing.T, args ...string) *upProcess {
+// startUp starts this binary as dpserve and waits until it serves.
+func startUp(t *testing.T, args ...string) *process {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), 2*scriptWait)
+	return startProcess(t, "RANK ", asDpserve(t), args...)
+}
+
+// startProcess starts a program in the repository's root and waits until its stdout has the text ready.
+func startProcess(t *testing.T, ready, program string, args ...string) *process {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), 6*scriptWait)
 	t.Cleanup(cancel)
-	p := &upProcess{cmd: exec.CommandContext(ctx, asDpserve(t), args...)}
-	p.cmd.Dir = "../.."
+	p := &process{cmd: exec.CommandContext(ctx, program, args...)}
+	p.cmd.Dir = repository
 	p.cmd.Stdout, p.cmd.Stderr = &p.stdout, &p.stderr
-	p.cmd.Env = slices.DeleteFunc(os.Environ(),
-		func(s string) bool { return strings.HasPrefix(s, "DPSERVE_") })
-	p.cmd.Env = append(p.cmd.Env, "TMPDIR="+t.TempDir()) // kill -9 leaves the node's folder behind
+	p.cmd.Env = append(cleanEnviron(), "TMPDIR="+t.TempDir()) // kill -9 leaves the node's folder behind
 	require.NoError(t, p.cmd.Start())
 	t.Cleanup(func() { _ = p.cmd.Process.Kill(); _ = p.cmd.Wait() })
-	require.True(t, poll(func() bool { return strings.Contains(p.stdout.String(), "RANK ") }),
-		"up does not serve:\n%s", p.stderr.String())
+	require.True(t, poll(func() bool { return strings.Contains(p.stdout.String(), ready) }),
+		"%s does not print %q:\n%s%s", program, ready, p.stdout.String(), p.stderr.String())
 	return p
 }
 
+// cleanEnviron returns the environment without the variables of dpserve.
+func cleanEnviron() []string {
+	return slices.DeleteFunc(os.Environ(), func(s string) bool { return strings.HasPrefix(s, "DPSERVE_") })
+}
+
 // printed returns the first line of stdout that begins with prefix.
-func (p *upProcess) printed(t *testing.T, prefix string) string {
+func (p *process) printed(t *testing.T, prefix string) string {
 	t.Helper()
 	for l := range strings.Lines(p.stdout.String()) {
 		if strings.HasPrefix(l, prefix) {
@@ -209,13 +254,13 @@ func (p *upProcess) printed(t *testing.T, prefix string) string {
 	return ""
 }
 
-func (p *upProcess) endpoint(t *testing.T) string {
+func (p *process) endpoint(t *testing.T) string {
 	t.Helper()
 	return strings.TrimSuffix(strings.TrimPrefix(p.printed(t, "endpoint "), "endpoint http://"), "/v1")
 }
 
 // interrupt sends Ctrl-C and checks that no engine process is left.
-func (p *upProcess) interrupt(t *testing.T) {
+func (p *process) interrupt(t *testing.T) {
 	t.Helper()
 	engines := children(p.pid())
 	assert.NotEmpty(t, engines)
@@ -226,7 +271,7 @@ func (p *upProcess) interrupt(t *testing.T) {
 	}
 }
 
-func (p *upProcess) pid() string { return strconv.Itoa(p.cmd.Process.Pid) }
+func (p *process) pid() string { return strconv.Itoa(p.cmd.Process.Pid) }
 
 // shell runs a command with sh.
 func shell(t *testing.T, command string) string {

@@ -34,7 +34,7 @@ const rootLong = `dpserve serves data-parallel LLM engines behind one OpenAI end
 per rank, hands out the ranks, routes each request to the rank where it does the most good, and restarts
 what dies.
 
-DPSERVE_ADDR selects the cluster for all commands but up, start, join, validate and bench
+DPSERVE_ADDR selects the cluster for all commands but up, start, join and validate
 (default ` + defaultAddr + `).
 
 Exit codes: 0 ok, 1 error, 2 usage or validation, 3 differs (only with --exit-code), 4 authentication,

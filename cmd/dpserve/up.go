@@ -192,6 +192,9 @@ func reportReplacedPorts(s *serving, c server.Config, scr *screen) {
 			scr.printMessage("%s is taken, the %s listens on %s", p.wanted, p.what, p.got)
 		}
 	}
+	if s.AdminAddr() != c.AdminBind {
+		scr.printMessage("in other terminals: export DPSERVE_ADDR=%s", s.AdminAddr())
+	}
 }
 
 // deployToSelf deploys over the node's own admin API and waits until every application runs.

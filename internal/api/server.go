@@ -51,7 +51,8 @@ type Config struct {
 	Metrics  http.Handler // nil = 404 on /metrics
 	Hosts    []string     // names of this node in Host headers; localhost and IP addresses need no name here
 	Version  client.BuildInfo
-	Log      *slog.Logger // nil = silent
+	Endpoint func() string // URL of this node's OpenAI endpoint; nil = Version has none
+	Log      *slog.Logger  // nil = silent
 }
 
 // Server serves the admin API, or only the metrics page. Use: New, Listen (or Attach), Serve, Close.
@@ -267,7 +268,10 @@ func metricsAlone(metrics http.Handler) http.Handler {
 // answer is a handler that returns a status and a body, or an error.
 type answer func(c *gin.Context) (status int, body any, err error)
 
-func (s *Server) newRoutes() http.Handler {
+func (s *Server) newRoutes() http.Handler { return s.forward(headAsGet(s.newEngine())) }
+
+// newEngine returns the table of routes.
+func (s *Server) newEngine() *gin.Engine {
 	g := gin.New()
 	g.HandleMethodNotAllowed = true
 	g.RedirectTrailingSlash = false
@@ -291,7 +295,7 @@ func (s *Server) newRoutes() http.Handler {
 	if s.cfg.Metrics != nil {
 		g.GET(pathMetrics, s.metrics)
 	}
-	return s.forward(headAsGet(g))
+	return g
 }
 
 // headAsGet answers HEAD like GET, because probes use HEAD; net/http omits the body. Streams have no HEAD.
@@ -388,7 +392,11 @@ func (s *Server) metrics(c *gin.Context) { s.cfg.Metrics.ServeHTTP(c.Writer, c.R
 
 func (s *Server) version(c *gin.Context) (int, any, error) {
 	_, err := parseQuery(c.Request.URL.RawQuery)
-	return http.StatusOK, versionReply{envelope{client.APIVersion}, s.cfg.Version}, err
+	v := s.cfg.Version
+	if s.cfg.Endpoint != nil {
+		v.Endpoint = s.cfg.Endpoint()
+	}
+	return http.StatusOK, versionReply{envelope{client.APIVersion}, v}, err
 }
 
 func (s *Server) healthz(c *gin.Context) (int, any, error) {

@@ -405,8 +405,8 @@ func (n *Node) buildServers(t *timers) error {
 	n.admin = api.NewServer(api.Config{
 		Backend: b, Ranks: b, Nodes: b, Routers: newRouters(n), Metrics: metrics, Forward: n.leaderHandler,
 		NoLeader: n.errNoLeader,
-		Version:  client.BuildInfo{Version: n.cfg.Version, Node: n.cfg.NodeID}, Log: n.log,
-		Hosts: n.adminHosts(),
+		Version:  client.BuildInfo{Version: n.cfg.Version, Node: n.cfg.NodeID},
+		Endpoint: n.endpoint, Log: n.log, Hosts: n.adminHosts(),
 	})
 	if n.cfg.MetricsBind != "" {
 		n.metricsServer = api.NewMetricsServer(metrics, n.log)

@@ -1,6 +1,7 @@
 package server
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"log/slog"
@@ -208,6 +209,19 @@ func (n *Node) closeAll() error {
 
 // HTTPAddr is the address for clients, after Listen.
 func (n *Node) HTTPAddr() string { return n.httpAddr }
+
+// endpoint is the URL for clients, after Listen; empty without role ingress. A bind of all addresses is
+// reached at the node's own.
+func (n *Node) endpoint() string {
+	host, port, err := net.SplitHostPort(n.httpAddr)
+	if err != nil {
+		return ""
+	}
+	if ip := net.ParseIP(host); ip != nil && ip.IsUnspecified() {
+		host = cmp.Or(n.cfg.Advertise, "127.0.0.1")
+	}
+	return "http://" + net.JoinHostPort(host, port)
+}
 
 // AdminAddr is the address of the admin API, after Listen.
 func (n *Node) AdminAddr() string {
