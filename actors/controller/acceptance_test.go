@@ -14,7 +14,7 @@ import (
 )
 
 // Rank 5 of 8 of a lockstep group fails at every start.
-func TestRG6FailsThreeTimesThenFailed(t *testing.T) {
+func TestAUnitFailsAfterThreeFailedStarts(t *testing.T) {
 	w := newWorld(t)
 	w.deploy(sim("moe", 8, app.Lockstep))
 	var tail []string
@@ -60,7 +60,7 @@ func TestRG6FailsThreeTimesThenFailed(t *testing.T) {
 }
 
 // The second attempt counts as one restart.
-func TestRG6FailsOnceThenRuns(t *testing.T) {
+func TestAUnitRunsAfterOneFailedStart(t *testing.T) {
 	w := newWorld(t)
 	w.deploy(sim("moe", 8, app.Lockstep))
 	w.says("a", "moe/0", msg.UnitKilling, because("rank 5"))
@@ -101,7 +101,7 @@ func TestRG6RestartsForEverAfterReady(t *testing.T) {
 }
 
 // The others keep their epoch. The rank keeps its number and slot, and gets new ports.
-func TestRG11OneOfFourRestartsAlone(t *testing.T) {
+func TestOneOfFourIndependentRanksRestartsAlone(t *testing.T) {
 	w := newWorld(t)
 	w.deploy(sim("chat", 4, app.Independent))
 	w.up("chat/0/0", "chat/0/1", "chat/0/2", "chat/0/3")

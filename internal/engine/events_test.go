@@ -97,7 +97,7 @@ func eventsFlag(argv []string) string {
 
 func tcp(port int) string { return "tcp://127.0.0.1:" + strconv.Itoa(port) }
 
-func TestKV8LaunchedEnginesDialTheirOwnDPServer(t *testing.T) {
+func TestLaunchedEnginesDialTheirOwnDPServer(t *testing.T) {
 	l, err := engine.Render(&engine.Spec{
 		App: cached(app.Independent), Rank: 3, Base: 20016,
 		Executable: "dpserve",

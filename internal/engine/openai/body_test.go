@@ -246,7 +246,7 @@ func TestScanAcceptsWhatIsTheEnginesToJudge(t *testing.T) {
 }
 
 // SP8: each bad shape is refused at once, and what is large but allowed passes unchanged.
-func TestSP8BodyLimits(t *testing.T) {
+func TestBodyLimits(t *testing.T) {
 	distinct := func(n int) string {
 		var b strings.Builder
 		for i := range n {

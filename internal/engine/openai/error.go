@@ -98,9 +98,6 @@ const (
 	faultReserved
 )
 
-// syntax reports whether the body is no JSON (true) or JSON that is refused (false).
-func (f fault) syntax() bool { return f >= faultEmpty && f <= faultNotFinite }
-
 // text is the message of a fault at byte at of the body.
 func (f fault) text(at int) string {
 	const not = "body is not valid JSON: "
