@@ -95,6 +95,11 @@ func (s *State) Public() *State {
 	return c
 }
 
+// Encode returns the whole state in the form of a snapshot.
+//
+//nolint:gosec // the secret belongs into the snapshot, which lies in the data dir
+func (s *State) Encode() ([]byte, error) { return json.Marshal(s) }
+
 func (s *State) init(c *Init) error {
 	switch {
 	case c.Cluster == "":
@@ -492,17 +497,6 @@ func (s *State) unitAtEpoch(verb string, c *UnitRef) (*Unit, error) {
 		return nil, problem.New(problem.NotFound, "%s: %w %s: epoch %d is released already", verb,
 			ErrUnknownUnit, c.Unit, c.Epoch)
 	}
-}
-
-func staleEpochError(verb, unit string, told, have uint64) error {
-	return problem.New(problem.Conflict, "%s: %w: %s is at epoch %d, the command is for epoch %d", verb,
-		ErrStaleEpoch, unit, have, told).
-		WithHint("read the state again: the unit was started anew meanwhile")
-}
-
-func wrongPhaseError(verb string, u *Unit) error {
-	return problem.New(problem.Conflict, "%s: %s is %s: %w", verb, u.ID, u.Phase, ErrWrongPhase).
-		WithHint("deploy the application again")
 }
 
 // updateUnit replaces a record by a changed copy.

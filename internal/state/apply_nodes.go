@@ -141,12 +141,6 @@ func (s *State) checkIdentity(n *Node) error {
 	return nil
 }
 
-func removedNodeError(verb, id string) error {
-	return problem.New(problem.PermissionDenied, "%s: %w: %q does not come back with this data dir", verb,
-		ErrNodeRemoved, id).
-		WithHint("join with a new --data-dir and a new token")
-}
-
 // setNode stores a record, unless the stored one is equal.
 func (s *State) setNode(n *Node) Result {
 	if old := s.Nodes[n.ID]; old != nil && reflect.DeepEqual(old, n) {
@@ -162,11 +156,6 @@ func (s *State) findNode(verb, id, uid string) (*Node, error) {
 		return n, nil
 	}
 	return nil, unknownNodeError(verb, id)
-}
-
-func unknownNodeError(verb, id string) error {
-	return problem.New(problem.NotFound, "%s: %w %q", verb, ErrUnknownNode, id).
-		WithHint("list the nodes with dpserve nodes")
 }
 
 // nodeLost records that a node was silent for too long. The first reason stays.
@@ -298,12 +287,6 @@ func (s *State) isLastControl(n *Node) bool {
 		}
 	}
 	return true
-}
-
-func lastControlError(verb, id string) error {
-	return problem.New(problem.Conflict, "%s: %w: without %q nobody keeps the cluster's state", verb,
-		ErrLastControl, id).
-		WithHint("join another node with --roles control first")
 }
 
 // unitsOn returns the sorted names of the units that hold something on a node.
@@ -519,4 +502,44 @@ func (s *State) rotateGossipKey(c *RotateGossipKey) (Result, error) {
 		return Result{Unchanged: true}, nil
 	}
 	return Result{}, nil
+}
+
+// ControlLevel returns the lowest level of all control nodes. Lost nodes count, because they must be able to
+// read the log when they come back. Without control nodes it is the level of this version.
+func (s *State) ControlLevel() int {
+	level := Level
+	for _, n := range s.Nodes {
+		if n.Has(RoleControl) {
+			level = min(level, max(1, n.Level))
+		}
+	}
+	return level
+}
+
+// Readable returns the command in a form that every control node can read. It drops unknown fields from the
+// record of a PutNode, so that a node of a new version can be recorded at all. Any other command above their
+// level is ErrControlTooOld, with the nodes' names. It may be proposed again after they are upgraded.
+func (s *State) Readable(c Command) (Command, error) {
+	level := s.ControlLevel()
+	if c.PutNode != nil {
+		cut := *c.PutNode
+		cut.Node = cut.Node.ReadableAt(level)
+		c.PutNode = &cut
+	}
+	needed := c.Level()
+	if needed <= level {
+		return c, nil
+	}
+	var old []string
+	for id, n := range s.Nodes {
+		if n.Has(RoleControl) && max(1, n.Level) < needed {
+			old = append(old, id)
+		}
+	}
+	slices.Sort(old)
+	names := strings.Join(old, ", ")
+	return c, problem.New(problem.Unavailable, "propose %s: %w: too old: %s", c.Kind(), ErrControlTooOld,
+		names).
+		WithHint("upgrade dpserve on %s, or remove a node that does not come back: dpserve nodes remove NAME",
+			names).WithDetails(old...)
 }

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"slices"
-	"strings"
 
 	"github.com/dpserve/dpserve/internal/problem"
 )
@@ -106,11 +105,6 @@ func decodeStrict[T any](b []byte, into *T) error {
 	return nil
 }
 
-// Encode returns the whole state in the form of a snapshot.
-//
-//nolint:gosec // the secret belongs into the snapshot, which lies in the data dir
-func (s *State) Encode() ([]byte, error) { return json.Marshal(s) }
-
 // Decode reads a snapshot for a node that takes part in consensus. An unknown field is ErrNewer, because the
 // node's next snapshot would lose it.
 func Decode(b []byte) (*State, error) {
@@ -119,7 +113,7 @@ func Decode(b []byte) (*State, error) {
 		return nil, problem.New(problem.Internal, "decode snapshot: %w", err).
 			WithHint("start the version of dpserve that wrote the data dir")
 	}
-	return s, s.checkComplete()
+	return s, checkComplete(s)
 }
 
 // DecodeCopy reads a state for a node that only follows. It ignores unknown fields, because such a node never
@@ -133,11 +127,11 @@ func DecodeCopy(b []byte) (s *State, newer string, err error) {
 	if err := json.Unmarshal(b, s); err != nil {
 		return nil, "", problem.New(problem.Internal, "decode a copy of the state: %w", err)
 	}
-	return s, newer, s.checkComplete()
+	return s, newer, checkComplete(s)
 }
 
 // checkComplete refuses a snapshot with missing parts, so that readers need no checks.
-func (s *State) checkComplete() error {
+func checkComplete(s *State) error {
 	if s.Apps == nil || s.Units == nil || s.Epochs == nil || s.Revisions == nil {
 		return incompleteError("apps, units or epochs are missing")
 	}
@@ -152,11 +146,11 @@ func (s *State) checkComplete() error {
 			return incompleteError("unit %q is not whole", id)
 		}
 	}
-	return s.checkNodesComplete()
+	return checkNodesComplete(s)
 }
 
 // checkNodesComplete checks nodes and tokens. An older snapshot may have no table of them.
-func (s *State) checkNodesComplete() error {
+func checkNodesComplete(s *State) error {
 	if s.Nodes == nil {
 		s.Nodes = map[string]*Node{}
 	}
@@ -221,44 +215,4 @@ func (c *Command) Level() int { return c.kinds()[c.Kind()].level }
 func (n Node) ReadableAt(level int) Node {
 	n.cutNext(level)
 	return n
-}
-
-// ControlLevel returns the lowest level of all control nodes. Lost nodes count, because they must be able to
-// read the log when they come back. Without control nodes it is the level of this version.
-func (s *State) ControlLevel() int {
-	level := Level
-	for _, n := range s.Nodes {
-		if n.Has(RoleControl) {
-			level = min(level, max(1, n.Level))
-		}
-	}
-	return level
-}
-
-// Readable returns the command in a form that every control node can read. It drops unknown fields from the
-// record of a PutNode, so that a node of a new version can be recorded at all. Any other command above their
-// level is ErrControlTooOld, with the nodes' names. It may be proposed again after they are upgraded.
-func (s *State) Readable(c Command) (Command, error) {
-	level := s.ControlLevel()
-	if c.PutNode != nil {
-		cut := *c.PutNode
-		cut.Node = cut.Node.ReadableAt(level)
-		c.PutNode = &cut
-	}
-	needed := c.Level()
-	if needed <= level {
-		return c, nil
-	}
-	var old []string
-	for id, n := range s.Nodes {
-		if n.Has(RoleControl) && max(1, n.Level) < needed {
-			old = append(old, id)
-		}
-	}
-	slices.Sort(old)
-	names := strings.Join(old, ", ")
-	return c, problem.New(problem.Unavailable, "propose %s: %w: too old: %s", c.Kind(), ErrControlTooOld,
-		names).
-		WithHint("upgrade dpserve on %s, or remove a node that does not come back: dpserve nodes remove NAME",
-			names).WithDetails(old...)
 }

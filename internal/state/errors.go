@@ -12,7 +12,7 @@ var (
 	ErrUnknownCommand = errors.New("unknown command")
 	ErrWrongCluster   = errors.New("wrong cluster")
 	ErrBadCommand     = errors.New("malformed command")
-	ErrUnknownApp     = errors.New("unknown application")
+	ErrUnknownApp     = errors.New("there is no application")
 	ErrUnknownUnit    = errors.New("unknown unit")
 	ErrStaleRevision  = errors.New("stale revision")
 	ErrStaleEpoch     = errors.New("stale epoch")
@@ -26,7 +26,7 @@ var (
 	ErrSlotTaken      = errors.New("slot taken")
 	ErrDeviceTaken    = errors.New("device taken")
 	ErrPortTaken      = errors.New("ports taken")
-	ErrUnknownNode    = errors.New("unknown node")
+	ErrUnknownNode    = errors.New("there is no node")
 	ErrNodeTaken      = errors.New("node name taken")
 	ErrNodeRemoved    = errors.New("node was removed")
 	ErrNodeGone       = errors.New("node takes no ranks")
@@ -49,9 +49,37 @@ var (
 
 // UnknownApp refuses the name of an application. The hint lists those that exist.
 func UnknownApp(name string, exist []string) error {
-	e := problem.New(problem.NotFound, "there is no app %q", name)
+	e := problem.New(problem.NotFound, "%w %q", ErrUnknownApp, name)
 	if len(exist) == 0 {
 		return e.WithHint("nothing is deployed; `dpserve deploy app.yaml` deploys a file")
 	}
-	return e.WithHint("apps are %s", strings.Join(exist, ", "))
+	return e.WithHint("applications are %s", strings.Join(exist, ", "))
+}
+
+func staleEpochError(verb, unit string, told, have uint64) error {
+	return problem.New(problem.Conflict, "%s: %w: %s is at epoch %d, the command is for epoch %d", verb,
+		ErrStaleEpoch, unit, have, told).
+		WithHint("read the state again: the unit was started anew meanwhile")
+}
+
+func wrongPhaseError(verb string, u *Unit) error {
+	return problem.New(problem.Conflict, "%s: %s is %s: %w", verb, u.ID, u.Phase, ErrWrongPhase).
+		WithHint("deploy the application again")
+}
+
+func unknownNodeError(verb, id string) error {
+	return problem.New(problem.NotFound, "%s: %w %q", verb, ErrUnknownNode, id).
+		WithHint("list the nodes with dpserve nodes")
+}
+
+func removedNodeError(verb, id string) error {
+	return problem.New(problem.PermissionDenied, "%s: %w: %q does not come back with this data dir", verb,
+		ErrNodeRemoved, id).
+		WithHint("join with a new --data-dir and a new token")
+}
+
+func lastControlError(verb, id string) error {
+	return problem.New(problem.Conflict, "%s: %w: without %q nobody keeps the cluster's state", verb,
+		ErrLastControl, id).
+		WithHint("join another node with --roles control first")
 }
