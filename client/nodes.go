@@ -23,7 +23,7 @@ type NodeStatus struct {
 	SkewMs     int64     `json:"clock_skew_ms"`
 	LeaseLeftS float64   `json:"lease_left_s"`
 	LastSeen   time.Time `json:"last_seen,omitzero"`
-	SeenBy     string    `json:"seen_by,omitempty"` // leader | gossip
+	SeenBy     string    `json:"seen_by,omitempty"` // leader | gossip | itself (asked while no node leads)
 	Notes      []string  `json:"notes,omitempty"`   // for people: clock skew, version skew
 }
 

@@ -14,7 +14,7 @@ import (
 )
 
 // Rank 5 of 8 of a lockstep group fails at every start.
-func TestAUnitThatFailsThreeTimesIsFailed(t *testing.T) {
+func TestAUnitFailsAfterThreeFailedStarts(t *testing.T) {
 	w := newWorld(t)
 	w.deploy(sim("moe", 8, app.Lockstep))
 	var tail []string
@@ -60,7 +60,7 @@ func TestAUnitThatFailsThreeTimesIsFailed(t *testing.T) {
 }
 
 // The second attempt counts as one restart.
-func TestAUnitThatFailsOnceRunsThen(t *testing.T) {
+func TestAUnitRunsAfterOneFailedStart(t *testing.T) {
 	w := newWorld(t)
 	w.deploy(sim("moe", 8, app.Lockstep))
 	w.says("a", "moe/0", msg.UnitKilling, because("rank 5"))

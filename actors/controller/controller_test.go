@@ -280,7 +280,7 @@ func TestStaleRevisionIsRefused(t *testing.T) {
 	})
 }
 
-func TestFailingStartsThroughTheActor(t *testing.T) {
+func TestFailedStartsThroughTheActor(t *testing.T) {
 	rigged(t, nil, func(t *testing.T, r *rig) {
 		r.agent.refuse(problem.New(problem.Conflict, "stale epoch"))
 		r.deploy(t, sim("chat", 1, app.Independent))

@@ -145,6 +145,23 @@ func TestLockstepOverTwoNodes(t *testing.T) {
 	assert.Equal(t, "rank 3 died", view{w.core}.Status()[0].Units[0].Reason)
 }
 
+// A group over two nodes fails after three starts in which one node's ranks never got ready, although the
+// other's did: it was not ready.
+func TestAGroupThatIsReadyOnOneNodeAloneHasNotStarted(t *testing.T) {
+	w := newWorld(t, node("a", 2), node("b", 2))
+	w.deploy(sim("moe", 4, app.Lockstep))
+	for start := range state.MaxStartAttempts {
+		require.Equal(t, state.Starting, w.phase("moe/0"), start)
+		w.says("a", "moe/0", msg.UnitReady)
+		w.says("b", "moe/0", msg.UnitKilling, because("rank 3: out of memory"))
+		w.says("b", "moe/0", msg.UnitGone, because("rank 3: out of memory"))
+		w.says("a", "moe/0", msg.UnitGone, wasReady)
+		w.pass(state.DefaultStartRetry << start)
+	}
+	assert.Equal(t, state.Failed, w.phase("moe/0"))
+	assert.Equal(t, "DEPLOY_FAILED", w.status("moe"))
+}
+
 func TestAttachedUnitComesBackUnderItsEpoch(t *testing.T) {
 	w := newWorld(t)
 	a := sim("ext", 2, app.Independent)

@@ -302,12 +302,12 @@ func (c *Core) stopSuperseded(e *msg.UnitEvent) {
 func (c *Core) applyNewEvent(now time.Time, u *unit, e *msg.UnitEvent) {
 	c.noChange = false
 	p := u.parts[e.Node]
-	p.adopted = false
+	p.adopted, p.wasReady = false, p.wasReady || e.WasReady || e.Kind == msg.UnitReady
 	if p.gone && isRunning(e.Kind) {
 		c.stopSuperseded(e) // the node was declared lost
 		return
 	}
-	ev := state.Event{Epoch: e.Epoch, Reason: e.Reason, LogTail: e.LogTail, WasReady: e.WasReady}
+	ev := state.Event{Epoch: e.Epoch, Reason: e.Reason, LogTail: e.LogTail, WasReady: u.allParts(hasBeenReady)}
 	switch e.Kind {
 	case msg.UnitStarted, msg.UnitReady:
 		c.markUp(now, u, p, e, ev)
@@ -386,6 +386,7 @@ func (c *Core) markEndedWithProcess(now time.Time, u *unit, node string) {
 		ev.Asked = p.afterStop
 	}
 	if u.othersLack(node, isGone) {
+		ev.Died = !ev.Asked
 		c.markPartGone(now, u, node, ev)
 		return
 	}

@@ -220,6 +220,7 @@ func (u *unit) rankStatus(phase state.Phase) []client.RankStatus {
 // part is one node's share of a unit's current grant.
 type part struct {
 	started, ready, draining bool
+	wasReady                 bool // its ranks were ready under this grant
 	ended                    bool // its node ends it, or has ended it, by itself
 	gone                     bool // nothing is left of it
 	adopted                  bool // granted before this leader led, and its node has not reported it
@@ -274,6 +275,8 @@ func (u *unit) hasUnreportedPart() bool { return !u.allParts(func(p *part) bool 
 func isStarted(p *part) bool { return p.started }
 
 func isReady(p *part) bool { return p.ready }
+
+func hasBeenReady(p *part) bool { return p.wasReady }
 
 func isDraining(p *part) bool { return p.draining || p.ended }
 

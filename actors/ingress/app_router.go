@@ -101,7 +101,7 @@ func newAppRouter(in *Ingress, name string) *appRouter {
 			unseenUnits: map[string]struct{}{},
 		},
 	}
-	ar.retryBudget = newBudget(in.timers.BudgetWindow)
+	ar.retryBudget, ar.demand.ar = newBudget(in.timers.BudgetWindow), ar
 	ar.queue.onChange = func(n int, tokens int64) {
 		if m := ar.metrics.Load(); m != nil {
 			m.Queue(n, tokens)
@@ -149,6 +149,21 @@ func (ar *appRouter) findRank(id routing.RankID) *rank {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
 	return ar.ranks[id]
+}
+
+// readyRank returns the rank if it is ready, full or not; nil otherwise.
+func (ar *appRouter) readyRank(id routing.RankID) *rank {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	if r := ar.ranks[id]; r != nil && r.publishedReady {
+		return r
+	}
+	return nil
+}
+
+// hasRank reports whether the application has the rank: it is wanted, or it still runs.
+func (ar *appRouter) hasRank(id routing.RankID) bool {
+	return ar.findRank(id) != nil || ar.revision.Load().wants(id)
 }
 
 // markFull corrects the Router after rank r refused a request as full in its record seq. The rank counts as
@@ -418,7 +433,7 @@ func (ar *appRouter) close() {
 		delete(ar.suspectedNodes, node)
 	}
 	ar.mu.Unlock()
-	ar.endDemand()
+	ar.demand.end()
 	ar.reservations.end()
 	if c := ar.inputs().cache; c != nil {
 		c.close()
@@ -447,101 +462,13 @@ func (ar *appRouter) retryAfter() int {
 	return int(min(max(s/time.Second, 1), maxRetryAfter))
 }
 
-// Intervals at which the ranks are told that requests wait here.
-const (
-	demandRepeat = time.Second           // while requests wait; a rank forgets it after 3 s
-	demandPause  = 50 * time.Millisecond // least time between two announcements
-)
-
-// queueDemand tells the ranks of an application whether requests wait here, so that a rank with free room
-// gives it to each ingress in turn.
-type queueDemand struct {
-	mu          sync.Mutex
-	announced   bool      // the ranks know that requests wait
-	announcedAt time.Time // when they were last told so
-	timer       *time.Timer
-	closed      bool
-	boxes       []msg.Mailbox // reused
-}
-
-// updateDemand tells the ranks whether requests wait here, if that has changed. The caller calls it after a
-// request has joined or left the queue.
-func (ar *appRouter) updateDemand() {
-	d := &ar.demand
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	waits := !ar.queue.empty()
-	if waits == d.announced || d.closed {
-		return
-	}
-	if left := demandPause - time.Since(d.announcedAt); waits && left > 0 {
-		ar.setDemandTimer(left)
-		return
-	}
-	ar.sendDemand(waits)
-}
-
-// repeatDemand repeats that requests wait, if they do.
-func (ar *appRouter) repeatDemand() {
-	d := &ar.demand
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if waits := !ar.queue.empty(); !d.closed && (waits || d.announced) {
-		ar.sendDemand(waits)
-	}
-}
-
-// sendDemand posts to every rank. The caller holds queueDemand.mu, and never appRouter.mu.
-func (ar *appRouter) sendDemand(waits bool) {
-	d := &ar.demand
-	d.announced = waits
-	if waits {
-		d.announcedAt = time.Now()
-		ar.setDemandTimer(demandRepeat)
-	}
-	ar.mu.Lock()
-	for _, r := range ar.ranks {
-		d.boxes = append(d.boxes, r.Mailbox)
-	}
-	ar.mu.Unlock()
-	for _, box := range d.boxes {
-		// a rank that misses it gets the next one
-		_ = box.TrySend(msg.Demand{Ingress: ar.in.node, Waits: waits})
-	}
-	clear(d.boxes)
-	d.boxes = d.boxes[:0]
-}
-
-func (ar *appRouter) setDemandTimer(after time.Duration) {
-	d := &ar.demand
-	if d.timer == nil {
-		d.timer = time.AfterFunc(after, ar.repeatDemand)
-		return
-	}
-	d.timer.Reset(after)
-}
-
-// endDemand tells the ranks that no request waits, for good.
-func (ar *appRouter) endDemand() {
-	d := &ar.demand
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	d.closed = true
-	if d.announced {
-		ar.sendDemand(false)
-	}
-	if d.timer != nil {
-		d.timer.Stop()
-	}
-}
-
 // describeRequest writes p into q, with what the ranks' caches hold of it now. The caller sets q's other
-// fields (ID, Tried, Force, Override). q shares p's memory and is valid until p is filled or described again.
+// fields (ID, Tried, Override). q shares p's memory and is valid until p is filled or described again.
 func (ar *appRouter) describeRequest(q *routing.Request, p *prompt) {
 	r := ar.inputs()
 	q.Now = ar.in.clock()
 	q.Tokens, q.Estimated = p.tokens, p.estimated
-	q.Direct, q.HasDirect = p.direct, p.hasDirect
+	q.Direct, q.HasDirect, q.Force = p.direct, p.hasDirect, p.hasDirect
 	q.Priority, q.TTFTms, q.TPOTms = p.priority, p.ttftMs, p.tpotMs
 	q.Session, q.Adapter, q.Text = p.session, p.adapter, p.text
 	q.Blocks, q.BlockSize, q.Hits = nil, 0, nil

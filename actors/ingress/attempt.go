@@ -2,6 +2,7 @@ package ingress
 
 import (
 	"context"
+	"fmt"
 	"hash/maphash"
 	"log/slog"
 	"net/http"
@@ -52,6 +53,9 @@ func (req *request) pickCounted(ctx context.Context, last *result) (*rank, *fail
 // pickUncounted returns a rank for a request that computes no tokens: any ready rank that has not failed it,
 // full or not, of this node if there is one. If there is none, the request waits like any other.
 func (req *request) pickUncounted(ctx context.Context, last *result) (*rank, *failure) {
+	if req.prompt.hasDirect {
+		return req.pickNamed(last)
+	}
 	if rk := req.app.router.anyReadyRank(req.tried, req.refusedBy); rk != nil {
 		return rk, nil
 	}
@@ -61,6 +65,18 @@ func (req *request) pickUncounted(ctx context.Context, last *result) (*rank, *fa
 		req.undoPick() // pickCounted has counted it
 	}
 	return rk, f
+}
+
+// pickNamed returns the rank that a request without work for the Router names.
+func (req *request) pickNamed(last *result) (*rank, *failure) {
+	rk := req.app.router.readyRank(req.prompt.direct)
+	switch {
+	case last != nil:
+		return nil, finalFailure(last)
+	case rk == nil:
+		return nil, req.namedRankFailure()
+	}
+	return rk, nil
 }
 
 // decide asks the Router once. wait: there is no room now, or no rank yet.
@@ -160,10 +176,10 @@ func (req *request) waitForRank(ctx context.Context, last *result) (*rank, *fail
 		return nil, newFailure(openai.CodeOverloaded,
 			"the queue of this application is full; try again later").withRetryAfter(ar.retryAfter())
 	}
-	ar.updateDemand()
+	ar.demand.update()
 	defer func() {
 		ar.queue.leave(req.waiter)
-		ar.updateDemand()
+		ar.demand.update()
 		ar.metrics.Load().QueueWait(time.Since(began))
 	}()
 	timeout := time.NewTimer(req.queueDeadline.Sub(began))
@@ -189,16 +205,15 @@ func (req *request) waitForRank(ctx context.Context, last *result) (*rank, *fail
 
 // pickFailure is the answer to a request that no rank can take.
 func (req *request) pickFailure(last *result) *failure {
-	switch req.choice.Reason {
-	case routing.ReasonUnknownRank:
-		return newFailure(openai.CodeInvalidRequest,
-			"x-dpserve-rank names a rank that this application does not have")
-	case routing.ReasonNoRankGiven:
+	if req.choice.Reason == routing.ReasonNoRankGiven {
 		return newFailure(openai.CodeInvalidRequest,
 			"this application uses routing policy direct: name the rank in x-dpserve-rank: GROUP/RANK")
 	}
 	if last != nil {
 		return finalFailure(last)
+	}
+	if req.prompt.hasDirect {
+		return req.namedRankFailure()
 	}
 	if req.choice.Reason == routing.ReasonAllBusy {
 		return newFailure(openai.CodeOverloaded,
@@ -212,6 +227,24 @@ func (req *request) pickFailure(last *result) *failure {
 	f := newFailure(openai.CodeNoReadyRank, text+"; see `dpserve status`").withRetryAfter(
 		req.app.router.retryAfter())
 	f.cause = req.choice.Reason
+	return f
+}
+
+// namedRankFailure is the answer to a request whose rank, named in x-dpserve-rank, cannot take it: the
+// application has no such rank, or the rank is not ready or full. No other rank is asked.
+func (req *request) namedRankFailure() *failure {
+	ar, id := req.app.router, req.prompt.direct
+	if !ar.hasRank(id) {
+		return newFailure(openai.CodeInvalidRequest, fmt.Sprintf("x-dpserve-rank: this application has no "+
+			"rank %s (it has %s); correct the header or leave it out", id, req.app.rankRange()))
+	}
+	why := "has all the requests that it may hold"
+	if ar.readyRank(id) == nil {
+		why = "is not ready"
+	}
+	f := newFailure(openai.CodeNoReadyRank, fmt.Sprintf("rank %s, which x-dpserve-rank names, %s; try again "+
+		"later, or leave the header out and any rank may answer", id, why)).withRetryAfter(ar.retryAfter())
+	f.cause = routing.ReasonRankUnavailable
 	return f
 }
 
@@ -261,7 +294,7 @@ func (req *request) tryRank(parent context.Context, rk *rank) (res result) {
 		return req.askFailure(ctx, err)
 	}
 	defer closeBody(resp)
-	return req.relay(ctx, resp)
+	return relay{req}.answer(ctx, resp)
 }
 
 // newAsk is the request for a rank. A request that computes no tokens (/tokenize, /detokenize) takes no

@@ -61,7 +61,7 @@ func (discardWriter) Send(any)                 {}
 func (discardWriter) Stopped() <-chan struct{} { return nil }
 
 // relayRig is the relay loop alone: no sockets, no net/http.
-func relayRig(tb testing.TB) (relay func(n int)) {
+func relayRig(tb testing.TB) (send func(n int)) {
 	tb.Helper()
 	in := bareIngress()
 	ar := newAppRouter(in, "demo")
@@ -83,7 +83,7 @@ func relayRig(tb testing.TB) (relay func(n int)) {
 		req.attempt = attempt{rank: rk, start: time.Now(), cancel: cancel}
 		req.timer.attach(cancel)
 		req.status, req.cutConn, body.left = 0, false, n
-		res := req.relayStream(ctx, resp)
+		res := relay{req}.relayStream(ctx, resp)
 		req.timer.detach()
 		if res.cause != causeUpstreamLost { // the chunks never finish
 			tb.Fatal(res.cause, res.err)
@@ -131,15 +131,15 @@ func TestReports(t *testing.T) {
 	box := &counter{}
 	now := time.Now()
 	req.attempt = attempt{rank: &rank{Rank: &rankleg.Rank{Mailbox: box}}}
-	req.reportProgress(now)
+	relay{req}.reportProgress(now)
 	assert.Equal(t, counter{}, *box, "no token yet")
-	req.countOutput(1, now)
-	req.reportProgress(now)
-	req.countOutput(1, now)
-	req.reportProgress(now.Add(progressEvery - 1))
+	relay{req}.countOutput(1, now)
+	relay{req}.reportProgress(now)
+	relay{req}.countOutput(1, now)
+	relay{req}.reportProgress(now.Add(progressEvery - 1))
 	assert.Equal(t, counter{firsts: 1}, *box)
-	req.reportProgress(now.Add(progressEvery))
-	req.reportProgress(now.Add(progressEvery + 1))
+	relay{req}.reportProgress(now.Add(progressEvery))
+	relay{req}.reportProgress(now.Add(progressEvery + 1))
 	assert.Equal(t, counter{firsts: 1, progress: 1}, *box)
 }
 

@@ -6,6 +6,7 @@ import (
 	"io"
 	"net/http"
 	"os"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -32,6 +33,21 @@ func (q *question) readBody(in *Ingress, conn *http.ResponseController) *failure
 	}
 	if r.GetBody != nil { // an in-process request would hold its body as long as it lives
 		r.Body, r.GetBody = http.NoBody, nil
+	}
+	return nil
+}
+
+// refuseEncoded refuses a compressed body. dpserve sends bodies on as they come, and no engine unpacks them.
+func refuseEncoded(w http.ResponseWriter, r *http.Request) *failure {
+	for _, encoding := range r.Header["Content-Encoding"] {
+		if encoding != "" && !strings.EqualFold(encoding, "identity") {
+			w.Header()["Accept-Encoding"] = []string{"identity"}
+			return &failure{
+				status: http.StatusUnsupportedMediaType, code: openai.CodeInvalidRequest,
+				message: "content-encoding " + clipped([]byte(encoding)) +
+					" is not taken; send the body as it is",
+			}
+		}
 	}
 	return nil
 }

@@ -120,7 +120,10 @@ func formula(policy string, terms []routing.Term) string {
 		if t.Unit != "none" {
 			part += " (" + t.Unit + ")"
 		}
-		if t.Weight != 1 {
+		switch {
+		case t.Weight >= lastResort:
+			part += " (never unless nothing else is left)"
+		case t.Weight != 1:
 			part = strconv.FormatFloat(t.Weight, 'g', -1, 64) + " × " + part
 		}
 		parts = append(parts, part)
@@ -134,6 +137,10 @@ func formula(policy string, terms []routing.Term) string {
 	}
 	return strings.Join(parts, " + ") + "; " + wins
 }
+
+// lastResort is a weight beyond every other cost: a policy gives it to ranks that it takes only if no other
+// is left.
+const lastResort = 1 << 40
 
 // scoring is the one policy whose highest score wins.
 const scoring = "scoring"
@@ -157,13 +164,11 @@ func explainNotes(ar *appRouter, query *routeQuery, d *routing.Decision, v *rout
 	if d.Disqualified > 0 {
 		out = append(out, fmt.Sprintf("%d ranks have no score that is a number", d.Disqualified))
 	}
-	if query.query.Force || v.HasBusyThreshold && slices.ContainsFunc(
-		v.Ranks, func(rk routing.Rank) bool { return rk.Busy }) {
-		if query.query.Force {
-			out = append(out, "the caller names the rank: the policy has no say")
-		} else {
-			out = append(out, fmt.Sprintf("ranks above busy_threshold %g get nothing", v.BusyThreshold))
-		}
+	switch {
+	case query.prompt.hasDirect:
+		out = append(out, "the caller names the rank: the policy has no say")
+	case v.HasBusyThreshold && slices.ContainsFunc(v.Ranks, func(rk routing.Rank) bool { return rk.Busy }):
+		out = append(out, fmt.Sprintf("ranks above busy_threshold %g get nothing", v.BusyThreshold))
 	}
 	return out
 }

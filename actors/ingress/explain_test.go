@@ -175,13 +175,14 @@ func TestRT13LivePickEqualsExplain(t *testing.T) {
 					for range 3 {
 						b.happen(r)
 					}
-					body, h := randomBody(r), http.Header{headerRank: {fmt.Sprintf("0/%d", r.IntN(labRanks))}}
+					body, h, said := randomBody(r), http.Header{}, map[string]string{}
+					if policy == "direct" || r.IntN(8) == 0 { // the others mostly decide by themselves
+						said["x-dpserve-rank"] = fmt.Sprintf("0/%d", r.IntN(labRanks))
+						h[headerRank] = []string{said["x-dpserve-rank"]}
+					}
 					b.settle()
 					x, err := b.in.ExplainRoute(t.Context(), "demo",
-						&client.Query{
-							Request: body,
-							Headers: map[string]string{"x-dpserve-rank": h[headerRank][0]},
-						})
+						&client.Query{Request: body, Headers: said})
 					require.NoError(t, err)
 					req := b.live(body, h)
 					b.same(x, req)
@@ -495,4 +496,16 @@ func BenchmarkRecentNote(b *testing.B) {
 	for b.Loop() {
 		r.record("0123456789abcdef", 1, "kv", &p, &q, &d)
 	}
+}
+
+func TestFormulaWithALastResort(t *testing.T) {
+	of := func(policy string, weight float64) string {
+		return formula(policy, []routing.Term{
+			{Name: "not_session_rank", Unit: "none", Weight: weight},
+			{Name: "open", Unit: "requests", Weight: 1},
+		})
+	}
+	assert.Equal(t, "not_session_rank (never unless nothing else is left) + open (requests); lowest wins",
+		of("session-affinity", 1<<45))
+	assert.Equal(t, "2 × not_session_rank + open (requests); lowest wins", of("session-affinity", 2))
 }

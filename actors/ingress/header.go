@@ -28,11 +28,12 @@ const (
 	headerCached    = "X-Dpserve-Cached-Tokens"
 )
 
-// clientHeader copies an engine's header into the answer. The relay sets Content-Length.
+// clientHeader copies an engine's header into the answer. The relay sets Content-Length, and the ingress says
+// which origins may read its answers.
 func clientHeader(dst, engine http.Header) {
 	rankleg.CopyHeader(dst, engine, func(name string) bool {
 		return name == "Content-Length" || name == headerRequestID || strings.HasPrefix(name, "X-Dpserve-") ||
-			strings.HasPrefix(name, rankleg.OwnPrefix)
+			strings.HasPrefix(name, rankleg.OwnPrefix) || strings.HasPrefix(name, "Access-Control-")
 	})
 }
 
@@ -76,7 +77,7 @@ func parseTimeout(s string) (d time.Duration, ok bool) {
 
 // routingHeaders are the request headers that influence routing.
 type routingHeaders struct {
-	direct    routing.RankID
+	direct    routing.RankID // the rank that the request must go to, if hasDirect
 	hasDirect bool
 	ttftMs    float64 // 0: none
 	tpotMs    float64
@@ -88,7 +89,7 @@ func (w *routingHeaders) parse(h http.Header) *failure {
 	*w = routingHeaders{}
 	var ok bool
 	if v := h[headerRank]; len(v) > 0 {
-		if w.direct, ok = rankleg.ParseRankID(v[0]); !ok {
+		if w.direct, ok = rankleg.ParseRankID(v[0]); !ok || len(v) > 1 {
 			return newFailure(openai.CodeInvalidRequest, "x-dpserve-rank must be GROUP/RANK, for example 0/3")
 		}
 		w.hasDirect = true

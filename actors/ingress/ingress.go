@@ -7,18 +7,15 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"reflect"
 	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/rankleg"
-	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/internal/telemetry"
-	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
@@ -144,169 +141,209 @@ func New(c Config) (*Ingress, error) {
 	ctx, stop := context.WithCancel(context.Background())
 	cutCtx, cut := context.WithCancelCause(context.Background())
 	in.stop, in.cutRequests, in.baseContext = stop, cut, func(net.Listener) context.Context { return cutCtx }
-	in.handler = in.routes()
+	in.handler = surface{in}.routes()
 	in.server = in.newServer()
 	in.table.Store(newRouteTable())
 	in.setSecret(nil)
 	changed := in.store.Changed() // before State, so that no change is missed
-	in.rebuild(in.store.State())
+	follower := &appFollower{in}
+	follower.rebuild(in.store.State())
 	in.resubscribe()
-	go in.follow(ctx, changed)
+	go follower.follow(ctx, changed)
 	return in, nil
 }
 
-// follow rebuilds the route table whenever the replicated state or the leader's list of unplaced units
-// changes.
-func (in *Ingress) follow(ctx context.Context, changed <-chan struct{}) {
-	defer close(in.followDone)
-	lapse := time.NewTimer(time.Hour)
-	defer lapse.Stop()
-	for {
-		lapse.Stop()
-		if _, left := in.unplaced.current(); left > 0 {
-			lapse.Reset(left)
-		}
-		select {
-		case <-ctx.Done():
-			return
-		case <-in.unplaced.changed:
-		case <-lapse.C:
-		case <-changed:
-			changed = in.store.Changed()
-		}
-		if in.rebuild(in.store.State()) {
-			in.resubscribe()
-		}
+// newServer sets every bound. No WriteTimeout: it would cut long streams.
+func (in *Ingress) newServer() *http.Server {
+	return &http.Server{
+		Handler:           in.handler,
+		ReadHeaderTimeout: in.timers.ReadHeader,
+		IdleTimeout:       in.timers.Idle,
+		MaxHeaderBytes:    in.limits.MaxHeaderBytes,
+		BaseContext:       in.baseContext,
+		ConnContext:       withConn,
+		ErrorLog:          slog.NewLogLogger(in.log.Handler(), slog.LevelDebug),
+		Protocols:         protocols(),
+		ConnState:         trackConn,
+		HTTP2: &http.HTTP2Config{
+			MaxConcurrentStreams: maxStreams, MaxReceiveBufferPerStream: streamWindow,
+			MaxReceiveBufferPerConnection: connWindow,
+			// A stream's write deadline cannot end a blocked write of its connection. These limits find a
+			// client that does not read, or whose machine is gone.
+			WriteByteTimeout: in.timers.SlowReader, SendPingTimeout: pingAfter, PingTimeout: pingAfter,
+		},
 	}
 }
 
-// rebuild makes a route table of the state. fresh says that a Router or an index is new and needs the ranks'
-// snapshots.
-func (in *Ingress) rebuild(st *state.State) (fresh bool) {
-	t := newRouteTable()
-	in.setSecret(st.Secret)
-	waiting, _ := in.unplaced.current()
-	for name, a := range st.Apps {
-		ar := in.ensureAppRouter(name)
-		spec, isNew, err := in.applyRevision(ar, a)
-		if err != nil {
-			spec = in.keepOldRevision(ar, a, err)
-		}
-		if spec == nil {
-			continue
-		}
-		fresh = fresh || isNew
-		ar.setUnits(unitProgress(st, spec.app, a.Deleting, waiting[name]))
-		if !a.Deleting {
-			t.add(&appRoute{appRevision: spec, router: ar})
-		}
-	}
-	t.seal()
-	in.table.Store(t)
-	in.removeDeleted(st)
-	return fresh
+// Bounds of HTTP/2.
+const (
+	maxStreams = 250 // per connection
+	// bytes of upload: with 64 KiB and 50 ms of round trip an upload would run at 1.3 MB/s
+	streamWindow = 1 << 20
+	connWindow   = 4 << 20 // bytes
+
+	pingAfter = 15 * time.Second // of silence on a connection; the answer has the same time
+)
+
+// protocols are HTTP/1.1, and HTTP/2 without TLS for clients that know (h2c with prior knowledge).
+func protocols() *http.Protocols {
+	p := new(http.Protocols)
+	p.SetHTTP1(true)
+	p.SetUnencryptedHTTP2(true)
+	return p
 }
 
-// applyRevision brings an application to its current revision. fresh: it has a new Router.
-func (in *Ingress) applyRevision(ar *appRouter, a *state.App) (spec *appRevision, fresh bool, err error) {
-	old := ar.revision.Load()
-	if old != nil && old.revision == a.Revision {
-		return old, false, nil
-	}
-	spec, err = in.newRevision(a, old)
+// Listen binds addr (HOST:PORT; port 0 takes a free one) and gives the address bound.
+func (in *Ingress) Listen(ctx context.Context, addr string) (net.Addr, error) {
+	inner, err := (&net.ListenConfig{}).Listen(ctx, "tcp", addr)
 	if err != nil {
-		return nil, false, fmt.Errorf("read the specification of revision %d: %w", a.Revision, err)
+		return nil, fmt.Errorf("listen for inference requests on %s: %w", addr, err)
 	}
-	policy, err := routing.New(spec.app.Routing.Policy, spec.app.Routing.Preset, spec.app.Routing.Params)
-	if err != nil {
-		return nil, false, fmt.Errorf("revision %d: %w", a.Revision, err)
-	}
-	if fresh, err = in.setPolicyInputs(ar, spec, policy); err != nil {
-		return nil, false, fmt.Errorf("revision %d: %w", a.Revision, err)
-	}
-	ar.setRevision(spec)
-	if sameRouting(old, spec) {
-		return spec, fresh, nil
-	}
-	in.newRouter(ar, policy)
-	return spec, true, nil
+	return inner.Addr(), in.Attach(inner)
 }
 
-// newRevision decodes an application's specification; old is the revision before, nil for none.
-func (in *Ingress) newRevision(a *state.App, old *appRevision) (*appRevision, error) {
-	spec, err := a.Application()
-	if err != nil {
-		return nil, err
+// Attach takes a listener that is already bound. The ingress closes it.
+func (in *Ingress) Attach(inner net.Listener) error {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	if in.listener != nil {
+		return errors.Join(errors.New("the ingress listens already"), inner.Close())
 	}
-	s := &appRevision{
-		app: spec, revision: a.Revision, created: time.Now().Unix(), names: a.Names,
-		attempts:   spec.Retries.Attempts,
-		queue:      app.Seconds(spec.Timeouts.QueueS),
-		firstToken: app.Seconds(spec.Timeouts.FirstTokenS),
-		between:    app.Seconds(spec.Timeouts.BetweenTokensS),
-	}
-	if old != nil {
-		s.created = old.created
-	}
-	if len(s.names) == 0 {
-		s.names = spec.Model.ServedNames()
-	}
-	s.adapters = adaptersOf(&spec.Model)
-	return s, nil
+	in.listener = newClientConns(in, inner)
+	return nil
 }
 
-// adaptersOf maps the names under which adapters are served (Model.ServedNames) to the adapters; nil without
-// adapters.
-func adaptersOf(m *app.Model) map[string]string {
-	if len(m.Adapters) == 0 {
+// Serve answers requests until Close; call Listen before. It returns nil after Close.
+func (in *Ingress) Serve() error {
+	in.mu.Lock()
+	l := in.listener
+	in.mu.Unlock()
+	if l == nil {
+		return errors.New("the ingress does not listen: call Listen first")
+	}
+	err := in.server.Serve(l)
+	if closed := errors.Is(err, net.ErrClosed) && in.draining.Load(); !closed &&
+		!errors.Is(err, http.ErrServerClosed) {
+		return fmt.Errorf("serve inference requests: %w", err)
+	}
+	return nil
+}
+
+// Drain turns readiness off at once: /health answers 503, and connections close after their request. Requests
+// are still served, so that a load balancer has time to notice.
+func (in *Ingress) Drain() {
+	in.draining.Store(true)
+	in.server.SetKeepAlivesEnabled(false)
+}
+
+// Close drains: it accepts no new connection, lets running requests go on until ctx is over, and then cuts
+// them with an error event (ErrDrained). It waits for all of them, is idempotent, and returns the first
+// error.
+func (in *Ingress) Close(ctx context.Context) error {
+	in.closeOnce.Do(func() { in.closeErr = in.close(ctx) })
+	return in.closeErr
+}
+
+func (in *Ingress) close(ctx context.Context) error {
+	in.Drain()
+	err := in.server.Shutdown(ctx)
+	in.cutRequests(errDrained) // either no request is left, or their time is over
+	if err != nil {
+		err = in.finishCut(ctx)
+	}
+	in.awaitHandlers()
+	in.stop()
+	<-in.followDone // before closeAppRouters, because follow creates them
+	in.mu.Lock()
+	if in.listener != nil {
+		err = errors.Join(err, ignoreClosed(in.listener.Close()))
+	}
+	if in.unsubscribe != nil {
+		in.unsubscribe()
+		in.unsubscribe = nil
+	}
+	in.mu.Unlock()
+	in.closeAppRouters()
+	in.background.Wait()
+	in.near.Close()
+	return err
+}
+
+// finishCut gives requests that were cut the time to write their error events, then closes the remaining
+// connections.
+func (in *Ingress) finishCut(ctx context.Context) error {
+	last, cancel := context.WithTimeout(context.WithoutCancel(ctx), in.timers.Tail)
+	defer cancel()
+	if in.server.Shutdown(last) == nil {
 		return nil
 	}
-	out := make(map[string]string, 2*len(m.Adapters))
-	for _, a := range m.Adapters {
-		out[a.ID], out[m.ID+":"+a.ID] = a.ID, a.ID
+	return in.server.Close()
+}
+
+// handlersPoll is the interval of awaitHandlers, the same as in http.Server.Shutdown.
+const handlersPoll = 2 * time.Millisecond
+
+// awaitHandlers waits for requests whose connection is gone: net/http does not wait for the streams of a lost
+// HTTP/2 connection. Their contexts are over, so they end soon; awaitHandlers waits at most Timers.Tail.
+func (in *Ingress) awaitHandlers() {
+	for last := time.Now().Add(in.timers.Tail); in.inflight.Load() > 0 && time.Now().Before(last); {
+		time.Sleep(handlersPoll)
 	}
-	return out
 }
 
-// sameRouting reports whether the Router of old can be kept under s.
-func sameRouting(old, s *appRevision) bool {
-	return old != nil && reflect.DeepEqual(old.app.Routing, s.app.Routing)
+func (in *Ingress) closeAppRouters() {
+	in.appRoutersMu.Lock()
+	defer in.appRoutersMu.Unlock()
+	for _, ar := range in.appRouters {
+		ar.close()
+	}
 }
 
-// newRouter gives an application a new Router.
-func (in *Ingress) newRouter(ar *appRouter, policy routing.Policy) {
-	router := routing.NewRouter(policy, mix(in.seed^in.nextID.Load()))
-	router.OnRoom = ar.queue.room
-	ar.metrics.Store(in.metrics.App(ar.name, policy.Name()))
-	ar.replaceRouter(router)
+func ignoreClosed(err error) error {
+	if errors.Is(err, net.ErrClosed) {
+		return nil
+	}
+	return err
 }
 
-// setPolicyInputs provides what policy needs. It keeps the index if the policy still needs it and it is large
-// enough. A new index needs snapshots, so fresh asks for a new subscription.
-func (in *Ingress) setPolicyInputs(ar *appRouter, spec *appRevision, policy routing.Policy) (
-	fresh bool, err error,
+// serveWith is serve with a function that sets what the router's own API asks for beyond headers; nil:
+// nothing.
+func (in *Ingress) serveWith(w http.ResponseWriter, r *http.Request, s *routeScope, route openai.Route,
+	demand func(*request),
 ) {
-	old := ar.inputs()
-	r := &policyInputs{needs: routing.NeedsOf(policy), identity: spec.app.Routing.Identity}
-	if r.chains() && r.identity == app.IdentityTokens {
-		if r.tokens = old.tokens; r.tokens == nil {
-			r.tokens = newTokenizer(ar)
-		}
-	}
-	if r.needs.Hits {
-		r.cache = old.cache
-		if n := columnsFor(spec.app); r.cache == nil || r.cache.maxColumns < n {
-			if r.cache, err = newCache(ar, n); err != nil {
-				return false, err
+	req, _ := in.requestPool.Get().(*request)
+	in.inflight.Add(1)
+	req.w, req.r, req.route, req.start, req.bodySettled = w, r, route, time.Now(), true
+	req.rc = http.NewResponseController(w)
+	req.flush = flusher(w)
+	cut, whole, rc := false, false, req.rc
+	defer func() {
+		in.inflight.Add(-1)
+		// after a panic an engine connection may still read the buffers
+		req.bodySettled = req.bodySettled && whole
+		req.release()
+		if cut { // the client must not take a broken stream for a complete one
+			if !r.ProtoAtLeast(1, 1) {
+				_ = rc.SetWriteDeadline(resetAtClose) // only network connections have deadlines
 			}
-			fresh = true
+			panic(http.ErrAbortHandler)
 		}
+	}()
+	if demand != nil {
+		demand(req)
 	}
-	ar.policyInputs.Store(r)
-	if old.cache != nil && old.cache != r.cache {
-		old.cache.close()
+	if f := req.handle(s); f != nil {
+		req.answerFailure(f)
 	}
-	return fresh, nil
+	cut, whole = req.cutConn, true
+}
+
+// requestIDOf returns the client's x-request-id if it is valid, otherwise a new id.
+func (in *Ingress) requestIDOf(r *http.Request) string {
+	if ids := r.Header[headerRequestID]; len(ids) == 1 && validRequestID(ids[0]) {
+		return ids[0]
+	}
+	return newRequestID(mix(in.requestID()))
 }
 
 // setSecret stores the cluster's secret. The cluster sets it once, before the first application.
@@ -322,34 +359,6 @@ func (in *Ingress) hash() kvindex.Hasher { return *in.hasher.Load() }
 
 // clock is the time for Routers and indexes.
 func (in *Ingress) clock() time.Duration { return time.Since(in.clockBase) }
-
-// keepOldRevision keeps the previous revision when the current one cannot be read; nil if there is none. It
-// writes one log line per revision.
-func (in *Ingress) keepOldRevision(ar *appRouter, a *state.App, err error) *appRevision {
-	if ar.unreadableRevision != a.Revision {
-		ar.unreadableRevision = a.Revision
-		in.log.Error("application cannot be served as deployed", slog.String("app", a.Name),
-			slog.Any("err", err))
-	}
-	return ar.revision.Load()
-}
-
-// removeDeleted closes the applications that are no longer in the state.
-func (in *Ingress) removeDeleted(st *state.State) {
-	in.appRoutersMu.Lock()
-	var gone []*appRouter
-	for name, ar := range in.appRouters {
-		if st.Apps[name] == nil && ar.revision.Load() != nil {
-			gone = append(gone, ar)
-			delete(in.appRouters, name)
-		}
-	}
-	in.appRoutersMu.Unlock()
-	for _, ar := range gone {
-		ar.close()
-		in.metrics.ForgetApp(ar.name)
-	}
-}
 
 // resubscribe asks every rank for a snapshot, at the start and when a Router is new. Until the ranks answer,
 // a new Router's account is incomplete.

@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"time"
 
+	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/routing"
@@ -121,6 +122,9 @@ func (req *request) handle(s *routeScope) *failure {
 	req.extendWriteDeadline(req.start)
 	req.setID()
 	f := req.in.memory.refuse(req.start)
+	if f == nil {
+		f = refuseEncoded(req.w, req.r)
+	}
 	if f == nil {
 		f = req.readBody(req.in, req.rc)
 	}
@@ -397,4 +401,70 @@ func (req *request) logLine(level slog.Level, text string, res *result, attrs ..
 	}
 	attrs = append(attrs, res.attrs(req.in.hash(), req.in.log.Enabled(ctx, slog.LevelDebug))...)
 	req.in.log.LogAttrs(ctx, level, text, attrs...) //nolint:sloglint // text is a constant of each caller
+}
+
+// firstTokenDue is the deadline of the attempt's first token. An answer that is not streamed has no visible
+// first token: its deadline is that of a stream with the same number of tokens.
+func (req *request) firstTokenDue() time.Time {
+	d := req.app.firstToken
+	if req.route.Generates() && !req.scan.Stream {
+		n := req.scan.MaxTokens
+		if n < 0 || n > unknownTokens {
+			n = unknownTokens
+		}
+		d += time.Duration(n) * req.app.between
+	}
+	return req.attempt.start.Add(d)
+}
+
+// askFailure returns the result of an attempt that brought no byte of an answer.
+func (req *request) askFailure(ctx context.Context, err error) result {
+	switch {
+	case ctx.Err() != nil:
+		return result{cause: contextCause(ctx), err: err}
+	case errors.Is(err, rankleg.ErrUnreachable):
+		return result{cause: causeUnreachable, err: err}
+	case errors.Is(err, rankleg.ErrFirstToken):
+		return result{cause: causeFirstToken, err: err}
+	case rankleg.IsRefused(err):
+		return result{cause: causeRefused, err: err}
+	case rankleg.IsMalformed(err):
+		return result{cause: causeMalformed, err: err}
+	default:
+		return result{cause: causeReset, err: err}
+	}
+}
+
+// returnTicket returns the ticket to the rank, exactly once, with what the attempt shows about the engine.
+func (req *request) returnTicket(res *result) {
+	a, what := &req.attempt, causePolicies[res.cause]
+	var first time.Duration
+	if !a.firstToken.IsZero() {
+		first = a.firstToken.Sub(a.start)
+	}
+	a.rank.Mailbox.Send(&msg.Done{
+		TicketID: a.ticket.ID, Outcome: what.done, Cause: what.name,
+		PromptTokens: req.usage.PromptTokens, CachedTokens: req.usage.CachedTokens,
+		HasCached: req.usage.HasCached, CompletionTokens: req.outputTokens(),
+		FirstToken: first, Trip: req.countsToTrip(res), Busy: what.busy, Probe: what.probe,
+	})
+	req.app.router.estimates.recordServiceTime(time.Since(a.start))
+	req.recordTokens()
+}
+
+// outputTokens is the engine's count of output tokens, or the number of chunks if that is larger.
+func (req *request) outputTokens() int { return max(req.usage.CompletionTokens, req.stream.tokens) }
+
+// recordTokens adds the tokens to the metrics and updates the estimate of bytes per token.
+func (req *request) recordTokens() {
+	n := req.outputTokens()
+	req.in.tokens.Add(uint64(max(n-req.countedTokens, 0)))
+	req.countedTokens = max(n, req.countedTokens)
+	if req.usage.PromptTokens == 0 && n == 0 {
+		return
+	}
+	req.app.router.metrics.Load().Tokens(req.usage.PromptTokens, req.usage.CachedTokens, n)
+	if req.query.Estimated {
+		req.app.router.estimates.tokens[req.route].ObservePrompt(&req.scan, req.usage.PromptTokens)
+	}
 }

@@ -74,7 +74,7 @@ func applyOverrides(ar *appRouter, query *routeQuery, worker string, o *client.O
 		if err != nil {
 			return err
 		}
-		query.prompt.direct, query.prompt.hasDirect, query.query.Force = id, true, true
+		query.prompt.direct, query.prompt.hasDirect = id, true
 	}
 	var err error
 	query.query.Override, err = checkOverride(ar, o)

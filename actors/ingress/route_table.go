@@ -1,11 +1,13 @@
 package ingress
 
 import (
+	"slices"
 	"sort"
 	"strings"
 	"time"
 
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/routing"
 )
 
 // appRevision is one revision of an application, prepared for requests. Immutable.
@@ -19,6 +21,28 @@ type appRevision struct {
 	queue      time.Duration
 	firstToken time.Duration
 	between    time.Duration
+}
+
+// wants reports whether the rank is one of the application's.
+func (a *appRevision) wants(id routing.RankID) bool {
+	return id.Group() < a.app.NumGroups && slices.Contains(a.app.RankNumbers(id.Group()), id.Rank())
+}
+
+// rankRange names the application's first and last rank.
+func (a *appRevision) rankRange() string {
+	var ids []routing.RankID
+	for _, u := range a.app.Units() {
+		for _, n := range u.Ranks {
+			ids = append(ids, routing.ID(u.Group, n))
+		}
+	}
+	switch len(ids) {
+	case 0:
+		return "none"
+	case 1:
+		return ids[0].String()
+	}
+	return ids[0].String() + " to " + ids[len(ids)-1].String()
 }
 
 // appRoute is an application in a route table.

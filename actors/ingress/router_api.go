@@ -13,6 +13,7 @@ import (
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
@@ -367,7 +368,7 @@ func (in *Ingress) serveFor(w *tokenWriter, r *http.Request, e *appRoute, query 
 	s := newRouteScope()
 	s.add(e)
 	in.serveWith(w, r, s, openai.Completions, func(req *request) {
-		req.query.Force, req.query.Override = query.query.Force, query.query.Override
+		req.query.Override = query.query.Override
 	})
 }
 
@@ -378,7 +379,7 @@ func (in *Ingress) routerOf(app string) (*appRouter, *routing.Router, error) {
 			return ar, r, nil
 		}
 	}
-	return nil, nil, problem.New(problem.NotFound, "there is no app %q", app).WithHint(
+	return nil, nil, problem.New(problem.NotFound, "%w %q", state.ErrUnknownApp, app).WithHint(
 		"`dpserve status` lists the applications")
 }
 

@@ -119,6 +119,86 @@ func TestPathsAndMethods(t *testing.T) {
 	assert.Zero(t, strings.Count(g.logs.String(), "level=WARN"))
 }
 
+// TestPathsThatWereMeant: an unknown path is answered with the one that was probably meant.
+func TestPathsThatWereMeant(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
+	prefixed := demoApp()
+	prefixed.Name, prefixed.Model.ID, prefixed.RoutePrefix = "team", "team-model", "/team/a"
+	g.deploy(prefixed, 1)
+	eventually(t, func() bool { return len(g.in.table.Load().routers) == 2 }, "both are known")
+	for path, meant := range map[string]string{
+		"/chat/completions": "/v1/chat/completions", "/completions": "/v1/completions",
+		"/v1/v1/chat/completions": "/v1/chat/completions", "/v1/chat/completions/": "/v1/chat/completions",
+		"/v1/chat/completion": "/v1/chat/completions", "/v1/tokenize": "/tokenize",
+		"/openai/v1/completions":   "/v1/completions",
+		"/team/a/chat/completions": "/team/a/v1/chat/completions",
+		"/v1/embeddings":           "", "/v1/responses": "", "/metrics": "", "/": "", "/v1": "",
+	} {
+		a := g.post(path, `{}`)
+		assert.Equal(t, 404, a.status, path)
+		assert.Contains(t, a.body, "dpserve does not serve POST "+path+"; it serves POST /v1/completions, ")
+		if meant == "" {
+			assert.NotContains(t, a.body, "did you mean", path)
+		} else {
+			assert.Contains(t, a.body, "; did you mean "+meant+"?", path)
+		}
+	}
+}
+
+// TestModelsWithASlashAndHead: what probes and clients of vLLM send.
+func TestModelsWithASlashAndHead(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
+	assert.JSONEq(t, g.get("/v1/models").body, g.get("/v1/models/").body)
+	for _, path := range []string{"/v1/models", "/v1/models/", "/v1/models/demo", "/version", "/health"} {
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodHead, g.url+path, nil)
+		require.NoError(t, err)
+		a := g.do(req)
+		assert.Equal(t, 200, a.status, path)
+		assert.Empty(t, a.body, path)
+		assert.NotEqual(t, "0", a.header.Get("Content-Length"), path)
+	}
+}
+
+// TestCompressedBodiesAreRefused: no engine unpacks them.
+func TestCompressedBodiesAreRefused(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
+	a := g.post("/v1/chat/completions", "\x1f\x8b\x08", "Content-Encoding", "gzip")
+	assert.Equal(t, 415, a.status)
+	assert.Equal(t, "invalid_request", a.code(t))
+	assert.Contains(t, a.body, "content-encoding gzip is not taken; send the body as it is")
+	assert.Equal(t, "identity", a.header.Get("Accept-Encoding"))
+	assert.Equal(t, 200, g.post("/v1/chat/completions", chatBody, "Content-Encoding", "identity").status)
+}
+
+// TestWebPagesOfAnyOrigin: a browser gets the answers that it gets from vLLM, whatever the engine says.
+func TestWebPagesOfAnyOrigin(t *testing.T) {
+	engine := func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Access-Control-Allow-Origin", "https://engine.example")
+		replies(200, wholeAnswer)(w, r)
+	}
+	g := newRig(t, options{engines: []http.HandlerFunc{engine}})
+	for _, path := range []string{"/v1/chat/completions", "/v1/models", "/nope"} {
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodOptions, g.url+path, nil)
+		require.NoError(t, err)
+		req.Header.Set("Origin", "https://page.example")
+		req.Header.Set("Access-Control-Request-Method", "POST")
+		req.Header.Set("Access-Control-Request-Headers", "authorization,content-type")
+		a := g.do(req)
+		assert.Equal(t, 200, a.status, path)
+		assert.Equal(t, "*", a.header.Get("Access-Control-Allow-Origin"))
+		assert.Contains(t, a.header.Get("Access-Control-Allow-Methods"), "POST")
+		assert.Equal(t, "authorization,content-type", a.header.Get("Access-Control-Allow-Headers"))
+		a = g.post(path, chatBody, "Origin", "https://page.example")
+		assert.Equal(t, []string{"*"}, a.header["Access-Control-Allow-Origin"], path)
+	}
+	a := g.post("/v1/chat/completions", chatBody)
+	assert.Equal(t, 200, a.status)
+	assert.NotContains(t, a.header, "Access-Control-Allow-Origin", "not a browser")
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodOptions, g.url+"/v1/chat/completions", nil)
+	require.NoError(t, err)
+	assert.Equal(t, 405, g.do(req).status, "no preflight")
+}
+
 func TestBadRequests(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	for _, body := range []string{
@@ -190,6 +270,50 @@ func TestChangedPolicyKeepsTheAccounts(t *testing.T) {
 	assert.Equal(t, 200, (<-got).status)
 	v := ar.router.Load().Snapshot()
 	assert.Zero(t, v.Ranks[0].Load.O())
+}
+
+// TestTheNamedRankIsTakenUnderEveryPolicy: x-dpserve-rank pins a request to its rank, or is refused.
+func TestTheNamedRankIsTakenUnderEveryPolicy(t *testing.T) {
+	e := newGatedEngine()
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{replies(200, wholeAnswer), replies(200, wholeAnswer), e.ServeHTTP},
+		max:     1,
+	})
+	ask := func(path, rank string) answer { return g.post(path, chatBody, "X-Dpserve-Rank", rank) }
+	for range 4 {
+		a := ask("/v1/chat/completions", "0/1")
+		require.Equal(t, 200, a.status, a.body)
+		require.Equal(t, "1", a.header.Get("X-Dpserve-Rank"))
+	}
+	a := ask("/tokenize", "0/0")
+	assert.Equal(t, 200, a.status, a.body)
+	assert.Equal(t, "0", a.header.Get("X-Dpserve-Rank"), "requests without work for the Router as well")
+	for _, path := range []string{"/v1/chat/completions", "/tokenize"} {
+		a = ask(path, "9/9")
+		assert.Equal(t, 400, a.status, path)
+		assert.Equal(t, "invalid_request", a.code(t))
+		assert.Contains(t, a.body, "no rank 9/9 (it has 0/0 to 0/2)")
+		for _, malformed := range []string{"1", "", "0/1, 0/2", "-1/0", "0/x"} {
+			assert.Equal(t, 400, ask(path, malformed).status, malformed)
+		}
+	}
+
+	full := make(chan answer, 1)
+	go func() { full <- ask("/v1/chat/completions", "0/2") }()
+	eventually(t, func() bool { return g.replicas[2].inFlight() == 1 }, "in flight")
+	a = ask("/v1/chat/completions", "0/2")
+	assert.Equal(t, 503, a.status, "it goes nowhere else and does not wait")
+	assert.Contains(t, a.body, "has all the requests that it may hold")
+	assert.NotEmpty(t, a.header.Get("Retry-After"))
+	e.open <- struct{}{}
+	assert.Equal(t, 200, (<-full).status)
+
+	g.replicas[1].say(false, false, "tripped")
+	a = ask("/v1/chat/completions", "0/1")
+	assert.Equal(t, 503, a.status)
+	assert.Contains(t, a.body, "rank 0/1, which x-dpserve-rank names, is not ready")
+	g.phase("demo/0/1", state.Starting, 2)
+	assert.Equal(t, 400, ask("/v1/chat/completions", "0/7").status, "a unit on its way is no other rank")
 }
 
 // TestANewRouterKnowsTheRanks: a new Router has the ranks before any of them has sent a snapshot. A deploy
@@ -342,7 +466,8 @@ func TestNoPromptInAnyLog(t *testing.T) {
 
 func TestPanicIsACutAndNotAnEnd(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
-	h := g.in.limitAndRecover(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { panic("boom") }))
+	h := surface{g.in}.limitAndRecover(http.HandlerFunc(
+		func(http.ResponseWriter, *http.Request) { panic("boom") }))
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "/", nil)
 	require.NoError(t, err)
 	assert.PanicsWithValue(t, http.ErrAbortHandler, func() { h.ServeHTTP(nil, req) })

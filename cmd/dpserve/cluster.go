@@ -168,7 +168,7 @@ func findNode(list []client.NodeStatus, name string) (*client.NodeStatus, error)
 		}
 		names = append(names, list[i].Node)
 	}
-	return nil, problem.New(problem.NotFound, "no node %q", name).
+	return nil, problem.New(problem.NotFound, "there is no node %q", name).
 		WithHint("nodes are %s", strings.Join(names, ", "))
 }
 

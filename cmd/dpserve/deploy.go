@@ -182,7 +182,7 @@ func findApp(apps []client.AppStatus, name string) (client.AppStatus, error) {
 		}
 		names = append(names, a.Name)
 	}
-	err := problem.New(problem.NotFound, "no application %q", name)
+	err := problem.New(problem.NotFound, "there is no application %q", name)
 	if len(names) == 0 {
 		return client.AppStatus{}, err.WithHint("nothing is deployed; `dpserve deploy FILE` does it")
 	}

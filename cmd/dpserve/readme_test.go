@@ -17,6 +17,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 // TestREADME types the README: its commands in the order in which they stand, with ports 8000 and 8265 taken,
@@ -40,8 +42,9 @@ func TestREADME(t *testing.T) {
 
 func runREADME(t *testing.T, blocks []block) {
 	t.Helper()
-	t.Cleanup(takePort("127.0.0.1:8000"))
-	t.Cleanup(takePort("127.0.0.1:8265"))
+	release, err := ports.TakeFixed(t.Context(), "127.0.0.1:8000", "127.0.0.1:8265")
+	require.NoError(t, err)
+	t.Cleanup(release)
 	r := &reader{bin: filepath.Join(t.TempDir(), "dpserve"), page: readPage(t, "README.md")}
 	var machines []block
 	for _, b := range blocks {

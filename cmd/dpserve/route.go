@@ -251,7 +251,7 @@ func explanationRow(x *client.Explanation, r *client.RankExplanation, names []st
 	}
 	score, mark := "-", ""
 	if r.Score != nil {
-		score = formatDecimal(*r.Score)
+		score = formatScore(*r.Score)
 	}
 	if r.Picked {
 		mark = pickMark
@@ -287,7 +287,7 @@ func collectTermNames(x *client.Explanation) []string {
 func findTermValue(r *client.RankExplanation, name string) string {
 	for _, t := range r.Terms {
 		if t.Name == name {
-			return formatDecimal(t.Value)
+			return formatScore(t.Value)
 		}
 	}
 	return "-"
@@ -351,6 +351,18 @@ func formatShare(v *float64) string {
 		return "-"
 	}
 	return fmt.Sprintf("%.0f%%", 100**v)
+}
+
+// lastResort is a score beyond every other cost: a policy gives it to ranks that it takes only if no other is
+// left.
+const lastResort = 1 << 40
+
+// formatScore is formatDecimal, with the word "last" for a rank that is taken only if no other is left.
+func formatScore(v float64) string {
+	if v >= lastResort {
+		return "last"
+	}
+	return formatDecimal(v)
 }
 
 // formatDecimal returns a number of a score with at most four decimals; very large and very small numbers use

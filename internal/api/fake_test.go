@@ -107,7 +107,7 @@ func (b *backend) App(ctx context.Context, name string) (client.AppStatus, error
 	}
 	a, ok := b.apps[name]
 	if !ok {
-		return a, problem.New(problem.NotFound, "no application %q", name).WithHint("there is demo")
+		return a, problem.New(problem.NotFound, "there is no application %q", name).WithHint("there is demo")
 	}
 	return a, b.fail
 }

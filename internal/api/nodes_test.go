@@ -30,7 +30,7 @@ func (k *fakeNodes) Nodes(context.Context) ([]client.NodeStatus, error) {
 func (k *fakeNodes) ask(what, node string) error {
 	k.asked = append(k.asked, what+" "+node)
 	if node != "a" && node != "b" {
-		return problem.New(problem.NotFound, "unknown node %q", node).WithHint("nodes are a, b")
+		return problem.New(problem.NotFound, "there is no node %q", node).WithHint("nodes are a, b")
 	}
 	return nil
 }

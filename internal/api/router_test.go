@@ -221,7 +221,7 @@ func TestRouterBadInput(t *testing.T) {
 		{"POST", "/generate", `{"token_ids":[1],"sampling":[]}`, 400, "sampling cannot be a JSON array"},
 		{"GET", "/generate", ``, 405, "does not take GET"},
 		{"DELETE", "", ``, 405, "does not take DELETE"},
-		{"POST", "/best_worker_id", `{}`, 404, "no path"},
+		{"POST", "/best_worker_id", `{}`, 404, "does not serve POST"},
 	} {
 		rec := ask(t, h, c.method, routersPath+c.path, c.body)
 		assert.Equal(t, c.status, rec.Code, "%s %s %.40s", c.method, c.path, c.body)

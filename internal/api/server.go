@@ -252,8 +252,8 @@ func metricsAlone(metrics http.Handler) http.Handler {
 		switch {
 		case r.URL.Path != pathMetrics:
 			writeError(w,
-				problem.New(problem.NotFound, "no path %q here", r.URL.Path).
-					WithHint("this port serves %s alone", pathMetrics))
+				problem.New(problem.NotFound, "dpserve does not serve %s %s on this port", r.Method,
+					r.URL.Path).WithHint("this port serves %s alone", pathMetrics))
 		case r.Method != http.MethodGet && r.Method != http.MethodHead:
 			w.Header().Set("Allow", "GET, HEAD")
 			writeJSON(w, http.StatusMethodNotAllowed, errorReply{envelope{client.APIVersion}, newErrorBody(
@@ -376,7 +376,8 @@ func unknownPathError(r *http.Request) error {
 	if strings.HasPrefix(r.URL.Path, "/v1/") {
 		hint = "this is the admin api; OpenAI requests go to the other port, 8000 by default"
 	}
-	return problem.New(problem.NotFound, "no path %q here", r.URL.Path).WithHint("%s", hint)
+	return problem.New(problem.NotFound, "dpserve does not serve %s %s on this port", r.Method, r.URL.Path).
+		WithHint("%s", hint)
 }
 
 // methodNotAllowed answers 405. No problem code maps to 405, so the body has code invalid_argument; the hint

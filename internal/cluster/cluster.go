@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -46,81 +47,38 @@ type Cluster struct {
 	book  addressBook
 	run   atomic.Pointer[run]
 
+	memory    *disk // without a data dir: the disk of all runs; only newRun uses it
+	slots     chan struct{}
+	proposals sync.WaitGroup // Add only under mu while !stopping
+
 	confirmRounds confirmRounds
 
-	memory *disk       // without a data dir: the disk of all runs; only newRun uses it
+	mu     sync.Mutex  // guards fault, and what leadership and ending say so of
+	fault  error       // the disk refuses writes; nil after the next successful write
+	faulty atomic.Bool // fault != nil
+	leadership
+	ending
+}
+
+// leadership is whether this node leads.
+type leadership struct {
 	alone  atomic.Bool // this node is the only voter of the log on disk
 	holds  atomic.Bool // see Holds
 	leader atomic.Bool // elected, and everything before the election is applied
-	slots  chan struct{}
-	done   chan struct{} // closed by end: at Close, or at a fault that waiting cannot repair
-	loops  sync.WaitGroup
-	once   sync.Once
-	closed error
-
-	stopped error // of the last run; only superviseRuns writes it before all loops have ended
-
-	mu        sync.Mutex
-	stopping  bool
-	why       error          // set before done is closed
-	fault     error          // the disk refuses writes; nil after the next successful write
-	faulty    atomic.Bool    // fault != nil
-	proposals sync.WaitGroup // Add only under mu while !closing
-	ready     chan struct{}  // closed while this node leads and is ready; replaced when it stops leading
-	turn      chan struct{}  // closed and replaced when the leader changes, here or on another node
+	// under mu; closed while this node leads and is ready, replaced when it stops leading
+	ready chan struct{}
+	turn  chan struct{} // under mu; closed and replaced when the leader changes, here or on another node
 }
 
-// Config configures a Cluster. The zero value is a cluster in memory.
-type Config struct {
-	NodeID      string       // "" = the data dir's, or a new one
-	ClusterID   string       // "" = the data dir's, or a new one
-	UID         string       // "" = the data dir's, or a new one
-	DataDir     string       // "" = in memory: nothing survives Close
-	SegmentSize int          // bytes preallocated per log file; 0 = DefaultSegmentSize
-	Log         *slog.Logger // nil = silent; raft logs its errors at error, all else at debug
-	// gets the duration of each proposal, also of refused ones; nil = not measured
-	ApplySeconds func(time.Duration)
-
-	// Layer connects control nodes; nil = this node is alone. Close closes it.
-	Layer Layer
-	// Resolve returns a node's HOST:PORT by its UID. It comes before State().Nodes; nil = only State().Nodes.
-	Resolve func(uid string) (address string, ok bool)
-	// Member: the node has joined a cluster. Its leader will make the node a voter or a standby. ClusterID is
-	// required.
-	Member bool
-	// Forward sends a command to the leader, which calls ProposeHere. nil = a node that does not lead refuses
-	// commands.
-	Forward func(ctx context.Context, leader state.Node, c state.Command) (state.Result, error)
-	// Secrets makes the secrets of a cluster that has none, for example at its first start; nil = none.
-	Secrets func() state.Secrets
-	// LeaseTTL is how long leases last in a cluster that starts with Secrets.
-	LeaseTTL time.Duration
-	// Timers are raft's; zero = DefaultTimers.
-	Timers Timers
-
-	// Stores wraps raft's log each time it is opened; nil = no wrapper.
-	Stores func(LogStore) LogStore
-}
-
-// DefaultSegmentSize is the preallocated size of one log file. The default of raft-wal, 64 MiB, suits
-// databases; here the log of a day has a few hundred KiB.
-const DefaultSegmentSize = 1 << 20
-
-// withDefaults replaces zero fields by the defaults.
-func (cfg Config) withDefaults() Config {
-	if cfg.Log == nil {
-		cfg.Log = slog.New(slog.DiscardHandler)
-	}
-	if cfg.ApplySeconds == nil {
-		cfg.ApplySeconds = func(time.Duration) {}
-	}
-	if cfg.SegmentSize == 0 {
-		cfg.SegmentSize = DefaultSegmentSize
-	}
-	if cfg.Timers == (Timers{}) {
-		cfg.Timers = DefaultTimers(cfg.Layer != nil)
-	}
-	return cfg
+// ending is how a Cluster ends.
+type ending struct {
+	done     chan struct{} // closed by end: at Close, or at a fault that waiting cannot repair
+	why      error         // under mu; set before done is closed
+	stopping bool          // under mu
+	loops    sync.WaitGroup
+	stopped  error // of the last run; only superviseRuns writes it before all loops have ended
+	once     sync.Once
+	closed   error
 }
 
 // Open locks the data dir, restores the state and starts the election. It returns before there is a leader:
@@ -134,9 +92,11 @@ func Open(cfg Config) (*Cluster, error) {
 	}
 	c := &Cluster{
 		cfg: cfg, log: cfg.Log, ident: ident, home: home, fsm: newFSM(),
-		slots: make(chan struct{}, maxProposals),
-		ready: make(chan struct{}), turn: make(chan struct{}), done: make(chan struct{}),
+		slots:      make(chan struct{}, maxProposals),
+		leadership: leadership{ready: make(chan struct{}), turn: make(chan struct{})},
+		ending:     ending{done: make(chan struct{})},
 	}
+	c.book.resolve, c.book.state = cfg.Resolve, c.fsm.State
 	if err := c.start(); err != nil {
 		return nil, errors.Join(err, c.closeShared())
 	}
@@ -146,7 +106,7 @@ func Open(cfg Config) (*Cluster, error) {
 // start begins the first run of raft and the goroutines around it.
 func (c *Cluster) start() error {
 	if c.cfg.Layer != nil {
-		c.net = newNetwork(c.cfg, c.ident.UID, c.addresses, c.nameOf)
+		c.net = newNetwork(c.cfg, c.ident.UID, c.book.addresses, c.book.nameOf)
 	}
 	r, err := c.newRun()
 	if err != nil {
@@ -264,61 +224,6 @@ func (c *Cluster) Snapshot() error {
 	}
 	return nil
 }
-
-// Timers of a single voter without a node port. They bound how long a suspended leader still takes itself for
-// one. It cannot lose an election against another node, so short timers cost nothing.
-const (
-	aloneHeartbeat = 200 * time.Millisecond
-	aloneElection  = 200 * time.Millisecond
-	aloneLease     = 100 * time.Millisecond
-)
-
-// Timers of a node with a node port. With shorter ones three voters on two busy cores change the leader
-// without need.
-const (
-	manyHeartbeat = time.Second
-	manyElection  = time.Second
-	manyLease     = 500 * time.Millisecond
-)
-
-// Timers are raft's. A follower without a message of its leader for Heartbeat to twice as long starts an
-// election, and repeats it after Election. A leader without answers of a majority for Lease stops leading.
-type Timers struct {
-	Heartbeat time.Duration
-	Election  time.Duration
-	Lease     time.Duration // at most Heartbeat
-}
-
-// DefaultTimers returns the timers of a node with a node port, or without.
-func DefaultTimers(port bool) Timers {
-	if port {
-		return Timers{Heartbeat: manyHeartbeat, Election: manyElection, Lease: manyLease}
-	}
-	return Timers{Heartbeat: aloneHeartbeat, Election: aloneElection, Lease: aloneLease}
-}
-
-// Store is a node's copy of the state and the way to change it, whether the node takes part in consensus
-// (Cluster) or follows (Watcher). Actors know it as msg.Store and msg.Proposer.
-type Store interface {
-	State() *state.State
-	Changed() <-chan struct{}
-	Propose(ctx context.Context, c state.Command) (state.Result, error)
-
-	Ready(ctx context.Context) error
-	Leader() bool // this node leads and is ready; never for a Watcher
-	LeaderNode() (uid string, known bool)
-	Leadership() <-chan struct{}
-
-	ClusterID() string
-	NodeID() string
-	UID() string
-	Close() error
-}
-
-var (
-	_ Store = (*Cluster)(nil)
-	_ Store = (*Watcher)(nil)
-)
 
 // faultPause is the pause before raft is started again after a failed write, and between further attempts.
 const faultPause = time.Second
@@ -516,4 +421,114 @@ func (c *Cluster) openDisk() (*disk, error) {
 		}
 	}
 	return c.memory, nil
+}
+
+// Member is a node that takes part in consensus.
+type Member struct {
+	UID   string
+	Voter bool // false: a standby, which has the log and no vote
+}
+
+// Members returns the nodes that take part in consensus by this node's log. The last change may not be
+// committed yet.
+func (c *Cluster) Members() []Member {
+	servers := c.run.Load().raft.GetConfiguration().Configuration().Servers
+	all := make([]Member, len(servers))
+	for i, s := range servers {
+		all[i] = Member{UID: string(s.ID), Voter: s.Suffrage == raft.Voter}
+	}
+	return all
+}
+
+// findMember reports whether a node takes part, and whether it votes.
+func (c *Cluster) findMember(uid string) (votes, in bool) {
+	all := c.Members()
+	i := slices.IndexFunc(all, func(m Member) bool { return m.UID == uid })
+	return i >= 0 && all[i].Voter, i >= 0
+}
+
+// closeBehind is how many entries a node may lack to get a vote: raft sends as many in one message. The
+// cluster makes no progress while a voter that the majority needs lacks entries.
+const closeBehind = 64
+
+// IsCloseBehind reports whether a node answers this leader's raft and lacks at most closeBehind committed
+// entries.
+func (c *Cluster) IsCloseBehind(uid string) bool {
+	if uid == c.ident.UID {
+		return true
+	}
+	if c.net == nil {
+		return false
+	}
+	last, ok := c.net.logOf(uid)
+	return ok && last+closeBehind >= c.run.Load().raft.CommitIndex()
+}
+
+// AddStandby sends the log to a node without giving it a vote. It changes nothing for a node that takes part
+// already. AddStandby, Promote, Demote and Remove work on the leader only (ErrNotLeader elsewhere), return
+// when the change is committed, and may be repeated.
+func (c *Cluster) AddStandby(ctx context.Context, uid string) error {
+	if _, in := c.findMember(uid); in {
+		return c.awaitCommitted(ctx)
+	}
+	return c.changeMembers(ctx, func(r *raft.Raft) raft.IndexFuture {
+		return r.AddNonvoter(raft.ServerID(uid), raft.ServerAddress(uid), 0, proposeTimeout)
+	})
+}
+
+// Promote gives a node a vote. From then on its vote counts for the majority: promote only a standby that
+// IsCloseBehind, or the cluster makes no progress until the node has caught up.
+func (c *Cluster) Promote(ctx context.Context, uid string) error {
+	if votes, _ := c.findMember(uid); votes {
+		return c.awaitCommitted(ctx)
+	}
+	return c.changeMembers(ctx, func(r *raft.Raft) raft.IndexFuture {
+		return r.AddVoter(raft.ServerID(uid), raft.ServerAddress(uid), 0, proposeTimeout)
+	})
+}
+
+// Demote takes a node's vote and makes it a standby. A leader that demotes itself stops leading. It is
+// refused for the last voter.
+func (c *Cluster) Demote(ctx context.Context, uid string) error {
+	if votes, _ := c.findMember(uid); !votes {
+		return c.awaitCommitted(ctx)
+	}
+	return c.changeMembers(ctx, func(r *raft.Raft) raft.IndexFuture {
+		return r.DemoteVoter(raft.ServerID(uid),
+			0, proposeTimeout)
+	})
+}
+
+// Remove takes a node out of consensus. It is refused for the last voter.
+func (c *Cluster) Remove(ctx context.Context, uid string) error {
+	if _, in := c.findMember(uid); !in {
+		return c.awaitCommitted(ctx)
+	}
+	return c.changeMembers(ctx,
+		func(r *raft.Raft) raft.IndexFuture { return r.RemoveServer(raft.ServerID(uid), 0, proposeTimeout) })
+}
+
+// changeMembers makes one change of the members.
+func (c *Cluster) changeMembers(ctx context.Context, call func(*raft.Raft) raft.IndexFuture) error {
+	return c.submit(ctx, func() applyResult {
+		err := call(c.run.Load().raft).Error()
+		if err != nil {
+			err = c.changeError(err)
+		}
+		return applyResult{err: err}
+	}).err
+}
+
+// awaitCommitted waits until a change that this node's log has already is committed: a Barrier after it is
+// enough.
+func (c *Cluster) awaitCommitted(ctx context.Context) error { return c.Barrier(ctx) }
+
+// changeError is proposeError plus the refusals of raft's own rules.
+func (c *Cluster) changeError(err error) error {
+	known := c.proposeError(err)
+	if problem.CodeOf(known) != problem.Internal {
+		return known
+	}
+	return problem.New(problem.Conflict, "change the voters: %w", err).
+		WithHint("a cluster needs a voter: make another node one first")
 }

@@ -5,7 +5,7 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
-	"sync"
+	"slices"
 	"time"
 
 	"github.com/hashicorp/raft"
@@ -265,6 +265,30 @@ func (c *Cluster) ProposeHere(ctx context.Context, cmd state.Command) (state.Res
 	return a.result, a.err
 }
 
+// proposeAtLeader sends a command to the leader and waits until this node has applied it too.
+func (c *Cluster) proposeAtLeader(ctx context.Context, cmd state.Command) (state.Result, error) {
+	leader, err := awaitLeader(ctx, c)
+	if err != nil {
+		return state.Result{}, err
+	}
+	if leader.UID == c.ident.UID {
+		return c.ProposeHere(ctx, cmd)
+	}
+	res, err := forwarder(c.cfg.Forward).send(ctx, leader, cmd)
+	if err == nil {
+		c.awaitApplied(ctx, res)
+	}
+	return res, err
+}
+
+// awaitApplied waits until this node's copy shows a command that the leader has acknowledged. A copy that
+// lags does not make the command a failure.
+func (c *Cluster) awaitApplied(ctx context.Context, res state.Result) {
+	ctx, cancel := context.WithTimeout(ctx, proposeTimeout)
+	defer cancel()
+	_ = c.fsm.await(ctx, res.Index)
+}
+
 // submit makes a call of raft, which no context can end, in a goroutine. It waits for the answer, ctx or
 // Close. The goroutine ends when raft answers; Close waits for it.
 func (c *Cluster) submit(ctx context.Context, call func() applyResult) applyResult {
@@ -378,9 +402,6 @@ func errNotLeader() error {
 		WithHint("wait for the election and try again")
 }
 
-// confirmLimit is how long a round of Confirm may take. A lease renewal waits no longer for it.
-const confirmLimit = time.Second
-
 // Confirm asks a majority of the voters whether this node still leads. A leader that was suspended does not
 // know that another node leads now. Only answers of voters count, and only answers to messages that are sent
 // after the call. Raft's own VerifyLeader does not suit: it also counts answers of standbys and answers that
@@ -393,7 +414,9 @@ func (c *Cluster) Confirm(ctx context.Context) error {
 	if !c.Leader() {
 		return errUnconfirmed()
 	}
-	q := c.confirmRounds.join(c.confirmWithVoters)
+	q := c.confirmRounds.join(func() error {
+		return c.confirmRounds.askVoters(c.run.Load().raft, c.net, c.ident.UID)
+	})
 	select {
 	case <-q.done:
 		return q.err
@@ -404,95 +427,96 @@ func (c *Cluster) Confirm(ctx context.Context) error {
 	}
 }
 
-// confirmRounds lets all callers that come during a round share the next one.
-type confirmRounds struct {
-	mu    sync.Mutex
-	busy  bool
-	next  *round // not begun; nil = no caller waits
-	loops sync.WaitGroup
-}
-
-// round is one question to all voters.
-type round struct {
-	done chan struct{} // closed when err is set
-	err  error
-}
-
-// join returns a round that begins after the call.
-func (c *confirmRounds) join(ask func() error) *round {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.next == nil {
-		c.next = &round{done: make(chan struct{})}
-	}
-	if !c.busy {
-		c.busy = true
-		c.loops.Go(func() { c.run(ask) })
-	}
-	return c.next
-}
-
-func (c *confirmRounds) run(ask func() error) {
-	for {
-		c.mu.Lock()
-		q := c.next
-		c.next, c.busy = nil, q != nil
-		c.mu.Unlock()
-		if q == nil {
-			return
-		}
-		q.err = ask()
-		close(q.done)
-	}
-}
-
-// confirmWithVoters sends a heartbeat of this term to every other voter. It waits until a majority, with this
-// node, has accepted the heartbeat.
-func (c *Cluster) confirmWithVoters() error {
+// StepDown hands leadership to the voter that has most of the log, before a node leaves or drains. It returns
+// nil if this node does not lead, and Conflict if no other node votes.
+func (c *Cluster) StepDown(ctx context.Context) error {
 	r := c.run.Load().raft
-	term := r.CurrentTerm() // read before State: if raft leads then, it leads in this term or a later one
 	if r.State() != raft.Leader {
-		return errUnconfirmed()
+		return nil
 	}
-	voters, taken := 0, 0
-	var others []raft.ServerID
-	for _, s := range r.GetConfiguration().Configuration().Servers {
-		switch {
-		case s.Suffrage != raft.Voter:
-			continue
-		case string(s.ID) == c.ident.UID:
-			taken++
-		default:
-			others = append(others, s.ID)
+	others := func(m Member) bool { return m.Voter && m.UID != c.ident.UID }
+	if !slices.ContainsFunc(c.Members(), others) {
+		return problem.New(problem.Conflict, "hand over leadership: no other node votes").
+			WithHint("join another control node first")
+	}
+	return c.submit(ctx, func() applyResult {
+		err := r.LeadershipTransfer().Error()
+		if err == nil || r.State() != raft.Leader {
+			return applyResult{}
 		}
-		voters++
-	}
-	ctx, cancel := context.WithTimeout(context.Background(), confirmLimit)
-	defer cancel()
-	answers := make(chan bool, len(others))
-	for _, id := range others {
-		c.confirmRounds.loops.Go(func() { answers <- c.net.confirm(ctx, id, term) })
-	}
-	for range others {
-		if 2*taken > voters {
-			break
-		}
-		select {
-		case yes := <-answers:
-			if yes {
-				taken++
-			}
-		case <-ctx.Done():
-			return errUnconfirmed()
-		}
-	}
-	if 2*taken <= voters {
-		return errUnconfirmed()
-	}
-	return nil
+		return applyResult{err: problem.New(problem.Unavailable, "hand over leadership: %w", err).
+			WithHint("%s", c.leaderHint())}
+	}).err
 }
 
-func errUnconfirmed() error {
-	return problem.New(problem.Unavailable, "confirm the leadership: %w", ErrNotLeader).
-		WithHint("wait for the election and try again")
+func (c *Cluster) closing() <-chan struct{} { return c.done }
+
+func (c *Cluster) refusal() error { return firstError(c.endError(), c.Fault()) }
+
+func (c *Cluster) findNode(uid string) state.Node { return c.book.findNode(uid) }
+
+func (c *Cluster) leaderHint() string {
+	if c.net == nil {
+		return "the disk of the data dir may be full or very slow; look for raft errors in the log"
+	}
+	var voters []string
+	for _, m := range c.Members() {
+		if m.Voter {
+			voters = append(voters, m.UID)
+		}
+	}
+	return controlNodesHint(c.State(), voters)
+}
+
+// Follow sends the state to a node that takes no part in consensus: at once if it is newer than the index
+// from, then whenever the state or the leader has changed. Close changes are sent together. Without changes
+// it sends a heartbeat (nil data) every second. While this node knows no leader it sends no heartbeats: its
+// copy may be old, and the follower should ask another control node. A Watcher reads data. Follow ends with
+// an error of send, with ctx, and with Close.
+func (c *Cluster) Follow(ctx context.Context, from uint64, send func(data []byte, index uint64) error) error {
+	told := ""
+	for {
+		changed, turn, st := c.Changed(), c.Leadership(), c.State()
+		leader, _ := c.LeaderNode()
+		data, err := encodeUpdate(st, from, leader, told)
+		if err != nil {
+			return err
+		}
+		if data != nil || leader != "" {
+			if err := send(data, max(st.Index, from)); err != nil {
+				return err
+			}
+		}
+		from, told = max(from, st.Index), leader
+		if err := c.awaitChange(ctx, changed, turn, data != nil); err != nil {
+			return err
+		}
+	}
+}
+
+// awaitChange waits for a change or the next heartbeat. If the last message had data, it also waits for
+// followGap.
+func (c *Cluster) awaitChange(ctx context.Context, changed, turn <-chan struct{}, told bool) error {
+	beat, gap := time.NewTimer(followHeartbeat), time.NewTimer(followGap)
+	defer beat.Stop()
+	defer gap.Stop()
+	select {
+	case <-changed:
+	case <-turn:
+	case <-beat.C:
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("follow: %w", context.Cause(ctx))
+	case <-c.done:
+		return c.endError()
+	}
+	if !told {
+		return nil
+	}
+	select {
+	case <-gap.C:
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("follow: %w", context.Cause(ctx))
+	}
 }

@@ -83,7 +83,7 @@ func raftConfig(c *Cluster) *raft.Config {
 	if c.net != nil {
 		answered = c.net.lastAnswer
 	}
-	rc.Logger = newRaftLog(c.log, c.nameOf, answered)
+	rc.Logger = newRaftLog(c.log, c.book.nameOf, answered)
 	return rc
 }
 

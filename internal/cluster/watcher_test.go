@@ -249,8 +249,8 @@ func TestFollowOfManyNodes(t *testing.T) {
 
 func FuzzDecodeUpdate(f *testing.F) {
 	f.Add([]byte(`{"leader":"x"}`))
-	f.Add([]byte(`{"leader":"x","state":` +
-		`{"index":1,"cluster":"alpha","apps":{},"units":{},"epochs":{},"revisions":{}}}`))
+	f.Add([]byte(`{"leader":"x","state":{"index":1,"cluster":"alpha","apps":{},"units":{},"epochs":{},` +
+		`"revisions":{}}}`))
 	f.Add([]byte(`{"state":null}`))
 	f.Fuzz(func(t *testing.T, data []byte) {
 		st, _, err := cluster.DecodeUpdate(data)

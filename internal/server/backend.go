@@ -215,6 +215,9 @@ func (b *backend) Nodes(ctx context.Context) ([]client.NodeStatus, error) {
 	return list, nil
 }
 
+// seenItself is client.NodeStatus.SeenBy of the node that was asked while no node leads.
+const seenItself = "itself"
+
 // nodesWithoutLeader returns what this node knows by itself: the last state, and the nodes that gossip sees.
 func (b *backend) nodesWithoutLeader() []client.NodeStatus {
 	n := b.n
@@ -232,10 +235,13 @@ func (b *backend) nodesWithoutLeader() []client.NodeStatus {
 			s.Roles = append(s.Roles, string(r))
 		}
 		b.addGossipView(&s, rec)
-		if t := n.warning(); t != "" && rec.UID == n.ident.UID {
-			s.Notes = append(s.Notes, t)
-		}
-		if s.SeenBy == "" && rec.UID != n.ident.UID {
+		switch {
+		case rec.UID == n.ident.UID: // it answers, whatever gossip remembers of it
+			s.State, s.LastSeen, s.SeenBy = "alive", time.Now(), seenItself
+			if t := n.warning(); t != "" {
+				s.Notes = append(s.Notes, t)
+			}
+		case s.SeenBy == "":
 			s.Reason = "not heard of, and " + s.Reason
 		}
 		out = append(out, s)

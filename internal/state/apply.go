@@ -499,17 +499,6 @@ func (s *State) unitAtEpoch(verb string, c *UnitRef) (*Unit, error) {
 	}
 }
 
-func staleEpochError(verb, unit string, told, have uint64) error {
-	return problem.New(problem.Conflict, "%s: %w: %s is at epoch %d, the command is for epoch %d", verb,
-		ErrStaleEpoch, unit, have, told).
-		WithHint("read the state again: the unit was started anew meanwhile")
-}
-
-func wrongPhaseError(verb string, u *Unit) error {
-	return problem.New(problem.Conflict, "%s: %s is %s: %w", verb, u.ID, u.Phase, ErrWrongPhase).
-		WithHint("deploy the application again")
-}
-
 // updateUnit replaces a record by a changed copy.
 func (s *State) updateUnit(u *Unit, change func(*Unit)) {
 	n := *u

@@ -141,12 +141,6 @@ func (s *State) checkIdentity(n *Node) error {
 	return nil
 }
 
-func removedNodeError(verb, id string) error {
-	return problem.New(problem.PermissionDenied, "%s: %w: %q does not come back with this data dir", verb,
-		ErrNodeRemoved, id).
-		WithHint("join with a new --data-dir and a new token")
-}
-
 // setNode stores a record, unless the stored one is equal.
 func (s *State) setNode(n *Node) Result {
 	if old := s.Nodes[n.ID]; old != nil && reflect.DeepEqual(old, n) {
@@ -162,11 +156,6 @@ func (s *State) findNode(verb, id, uid string) (*Node, error) {
 		return n, nil
 	}
 	return nil, unknownNodeError(verb, id)
-}
-
-func unknownNodeError(verb, id string) error {
-	return problem.New(problem.NotFound, "%s: %w %q", verb, ErrUnknownNode, id).
-		WithHint("list the nodes with dpserve nodes")
 }
 
 // nodeLost records that a node was silent for too long. The first reason stays.
@@ -298,12 +287,6 @@ func (s *State) isLastControl(n *Node) bool {
 		}
 	}
 	return true
-}
-
-func lastControlError(verb, id string) error {
-	return problem.New(problem.Conflict, "%s: %w: without %q nobody keeps the cluster's state", verb,
-		ErrLastControl, id).
-		WithHint("join another node with --roles control first")
 }
 
 // unitsOn returns the sorted names of the units that hold something on a node.

@@ -5,11 +5,8 @@ package state
 
 import (
 	"encoding/json"
-	"errors"
-	"strings"
 
 	"github.com/dpserve/dpserve/internal/app"
-	"github.com/dpserve/dpserve/internal/problem"
 )
 
 // Phase is a step of a unit's life. Code, status, logs and metrics use the same words.
@@ -170,53 +167,4 @@ func DeriveStatus(s Seen) AppStatus {
 	default:
 		return Deploying
 	}
-}
-
-// Reasons of a refusal. Each comes wrapped in a *problem.Error that names the objects.
-var (
-	ErrUnknownCommand = errors.New("unknown command")
-	ErrWrongCluster   = errors.New("wrong cluster")
-	ErrBadCommand     = errors.New("malformed command")
-	ErrUnknownApp     = errors.New("unknown application")
-	ErrUnknownUnit    = errors.New("unknown unit")
-	ErrStaleRevision  = errors.New("stale revision")
-	ErrStaleEpoch     = errors.New("stale epoch")
-	ErrWrongPhase     = errors.New("not possible in this phase")
-	ErrNameTaken      = errors.New("model name taken")
-	ErrRouteTaken     = errors.New("route prefix taken")
-	ErrDeleting       = errors.New("application is being deleted")
-	ErrNotDeleting    = errors.New("application is not being deleted")
-	ErrUnitsLeft      = errors.New("units are left")
-	ErrRankTaken      = errors.New("rank taken")
-	ErrSlotTaken      = errors.New("slot taken")
-	ErrDeviceTaken    = errors.New("device taken")
-	ErrPortTaken      = errors.New("ports taken")
-	ErrUnknownNode    = errors.New("unknown node")
-	ErrNodeTaken      = errors.New("node name taken")
-	ErrNodeRemoved    = errors.New("node was removed")
-	ErrNodeGone       = errors.New("node takes no ranks")
-	ErrNodeInUse      = errors.New("node is in use")
-	ErrVoteNeeded     = errors.New("the voters that remain have no living majority")
-	ErrLastControl    = errors.New("last control node")
-	ErrRolesFixed     = errors.New("roles are fixed when a node joins")
-	ErrTooManyRemoved = errors.New("too many nodes were removed")
-	ErrKeyTurned      = errors.New("another change of the key is under way")
-	ErrTokenUnknown   = errors.New("unknown join token")
-	ErrTokenUsed      = errors.New("join token is used up")
-	ErrTokenExpired   = errors.New("join token has expired")
-
-	// ErrNewer is in the error of a command or snapshot with a kind or field of a later version. If this node
-	// ignored it, its copy of the state would differ from the copies of nodes that can read it.
-	ErrNewer = errors.New("a newer version of dpserve wrote it")
-	// ErrControlTooOld refuses a command that a control node could not read.
-	ErrControlTooOld = errors.New("not every control node can read this command yet")
-)
-
-// UnknownApp refuses the name of an application. The hint lists those that exist.
-func UnknownApp(name string, exist []string) error {
-	e := problem.New(problem.NotFound, "there is no app %q", name)
-	if len(exist) == 0 {
-		return e.WithHint("nothing is deployed; `dpserve deploy app.yaml` deploys a file")
-	}
-	return e.WithHint("apps are %s", strings.Join(exist, ", "))
 }

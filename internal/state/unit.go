@@ -21,7 +21,8 @@ type Machine struct {
 	// NodeLost: a node of the grant is lost and the others stop their ranks. A release and another grant
 	// follow.
 	NodeLost bool
-	NodeDied bool      // the last start ended because its node, or the dpserve process there, ended
+	NodeDied bool      // the last start ended because a node of it, or the dpserve process there, ended
+	Died     bool      // that is so of the grant in hand
 	ReadyAt  time.Time // when the grant in hand became ready
 	Since    time.Time // when Phase began
 	Due      time.Time // next tick wanted; zero = none
@@ -55,12 +56,14 @@ const (
 
 // Event is one thing that happened to a unit.
 type Event struct {
-	Kind     UnitEventKind
-	Epoch    uint64 // EvGranted: the new one; node events: theirs. Next ignores events of other epochs
-	Attempt  int    // EvGranted
-	Grace    time.Duration
-	WasReady bool // EvGone: the node saw it ready (its EvReady may have been lost)
+	Kind    UnitEventKind
+	Epoch   uint64 // EvGranted: the new one; node events: theirs. Next ignores events of other epochs
+	Attempt int    // EvGranted
+	Grace   time.Duration
+	// EvFenced, EvGone: every node saw its ranks ready (their EvReady may have been lost)
+	WasReady bool
 	Asked    bool // EvLost: the node's process was told to end, so this is no failed start
+	Died     bool // EvKilling, EvGone: the node's process has ended, and was not told to
 	// Others: other living nodes of the unit have not reported the same. EvNodeLost, EvGone: their ranks
 	// still run.
 	Others  bool
@@ -209,7 +212,7 @@ func (m *Machine) handleGranted(e Event, now time.Time, t Timers) []Effect {
 	}
 	m.Phase, m.Epoch, m.Attempt = Starting, e.Epoch, max(1, e.Attempt)
 	m.Starts++
-	m.Confirmed, m.WasReady, m.ReadyAt, m.Due = false, false, time.Time{}, now.Add(t.Resend)
+	m.Confirmed, m.WasReady, m.Died, m.ReadyAt, m.Due = false, false, false, time.Time{}, now.Add(t.Resend)
 	if m.Starts == 1 {
 		return []Effect{{Kind: DoStart}}
 	}
@@ -252,9 +255,10 @@ func (m *Machine) requestGrant(e Event, attempt int) []Effect {
 // another reason.
 func (m *Machine) countFailedStart(e Event, now time.Time, t Timers) []Effect {
 	if m.Phase == Starting {
-		m.NodeDied = true
+		m.Died = true
 		e.Reason += ", while the unit was starting"
 	}
+	m.NodeDied = m.NodeDied || m.Died
 	if m.Attempt <= 1 {
 		return m.requestGrant(e, 2)
 	}
@@ -341,22 +345,26 @@ func (m *Machine) handleReady(now time.Time) []Effect {
 	return []Effect{{Kind: ProposeReady}}
 }
 
-// handleFenced records the failure of a ready unit. In phase starting the node's ready report is still on its
-// way.
+// handleFenced records the failure of ranks that were ready. In phase starting the ready reports of the other
+// nodes are on their way, or those are not ready: then the start has failed.
 func (m *Machine) handleFenced(e Event, now time.Time, t Timers) []Effect {
 	if m.Phase != Ready && m.Phase != Starting {
 		return nil
 	}
 	m.enterPhase(Fenced, e, now, t)
-	m.WasReady = true
-	if m.Attach {
+	m.WasReady = m.WasReady || e.WasReady
+	switch {
+	case m.Attach:
 		return []Effect{{Kind: ProposeFenced}}
+	case !m.WasReady:
+		return []Effect{{Kind: DoStopOthers}}
 	}
 	return []Effect{{Kind: ProposeFenced}, {Kind: DoStopOthers}}
 }
 
 func (m *Machine) handleKilling(e Event, now time.Time, t Timers) []Effect {
 	was := m.Phase
+	m.Died = m.Died || was == Starting && e.Died
 	switch was {
 	case Starting, Fenced, Draining:
 		m.enterPhase(Killing, e, now, t)
@@ -405,7 +413,7 @@ func (m *Machine) handleGone(e Event, now time.Time, t Timers) []Effect {
 		m.WasReady = wasReady
 		return m.handleLost(Event{Kind: EvNodeLost, Reason: m.Reason}, now, t)
 	}
-	m.NodeDied = false
+	m.NodeDied = m.Died
 	fence := m.Phase == Ready || (m.Phase == Starting && wasReady)
 	m.enterPhase(Backoff, e, now, t)
 	switch {

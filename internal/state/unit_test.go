@@ -60,7 +60,7 @@ var edges = map[string]string{
 	"starting tick":      "starting: start",
 	"starting started":   "starting:",
 	"starting ready":     "ready: UnitReady",
-	"starting fenced":    "fenced: UnitFenced, stop others",
+	"starting fenced":    "fenced: stop others",
 	"starting killing":   "killing: stop others",
 	"starting gone":      "backoff:",
 
@@ -286,6 +286,40 @@ func TestUnitOverNodesThatKillsThem(t *testing.T) {
 	assert.Equal(t, "backoff: Release", describe(m, effects))
 	assert.True(t, m.NodeDied)
 	assert.False(t, m.NodeLost)
+}
+
+// TestUnitOverNodesOfWhichOneDies: the process of one node ends during the start, and the parts of the others
+// end after it. The start has failed, and its node has died, even where the others were ready.
+func TestUnitOverNodesOfWhichOneDies(t *testing.T) {
+	m, effects := Next(in(Starting), Event{
+		Kind: EvGone, Epoch: 3, Others: true, Died: true,
+		Reason: "dpserve was started again on node a",
+	}, noon, Timers{})
+	require.Equal(t, "killing: stop others", describe(m, effects))
+	m, effects = Next(m, Event{Kind: EvGone, Epoch: 3}, noon, Timers{})
+	assert.Equal(t, "backoff:", describe(m, effects))
+	assert.True(t, m.NodeDied)
+	m, _ = Next(m, Event{Kind: EvGranted, Epoch: 4, Attempt: 3}, noon, Timers{})
+	require.True(t, m.NodeDied, "it is suspected until it has started")
+	m, effects = Next(m, Event{Kind: EvGone, Epoch: 4}, noon, Timers{})
+	assert.Equal(t, "failed: UnitFailed", describe(m, effects))
+	assert.False(t, m.NodeDied, "the last start failed by itself")
+}
+
+// TestRanksThatWereReadyBesideOthersThatWereNot: a start fails although the ranks of one node were ready; if
+// the others were ready too, and only their reports late, the unit was ready.
+func TestRanksThatWereReadyBesideOthersThatWereNot(t *testing.T) {
+	for wasReady, want := range map[bool][2]string{
+		false: {"fenced: stop others", "failed: UnitFailed"},
+		true:  {"fenced: UnitFenced, stop others", "backoff:"},
+	} {
+		m := in(Starting)
+		m.Attempt = MaxStartAttempts
+		m, effects := Next(m, Event{Kind: EvFenced, Epoch: 3, WasReady: wasReady}, noon, Timers{})
+		require.Equal(t, want[0], describe(m, effects))
+		m, effects = Next(m, Event{Kind: EvGone, Epoch: 3}, noon, Timers{})
+		assert.Equal(t, want[1], describe(m, effects))
+	}
 }
 
 func TestRestartsDoubleAndReset(t *testing.T) {

@@ -19,10 +19,10 @@ type audit struct {
 	silent   map[*state.NodeRef]time.Duration // when a leader wanted to take a node for lost
 	puts     map[*state.PutApps]time.Duration // committed, at
 	leases   []leaseOp
-	left     map[string]leaving // ranks that ended on a machine that stops
-	deaths   map[string]int     // of machines by the start of a unit, in a row
-	lost     int                // nodes that were taken for lost
-	restarts int                // epochs above the first, of units that nobody asked to change
+	left     map[string]leaving  // ranks that ended on a machine that stops
+	deaths   map[string][]uint64 // epochs of a unit whose starts ended machines, in a row
+	lost     int                 // nodes that were taken for lost
+	restarts int                 // epochs above the first, of units that nobody asked to change
 	tickets  int
 }
 
@@ -38,7 +38,7 @@ func newAudit() *audit {
 	return &audit{
 		high: map[string]uint64{}, grants: map[string]*granted{}, launches: map[string]int{},
 		proposed: map[*state.GrantGroup]time.Duration{}, silent: map[*state.NodeRef]time.Duration{},
-		left: map[string]leaving{}, deaths: map[string]int{}, puts: map[*state.PutApps]time.Duration{},
+		left: map[string]leaving{}, deaths: map[string][]uint64{}, puts: map[*state.PutApps]time.Duration{},
 	}
 }
 

@@ -183,13 +183,14 @@ func (m *machine) dies(unit string) {
 		return
 	}
 	m.c.after(m.process, m.c.span(0, startMax), func() {
-		if u := m.host.units[unit]; u == nil || u.Phase != state.Starting || !m.deadly[unit] {
+		u := m.host.units[unit]
+		if u == nil || u.Phase != state.Starting || !m.deadly[unit] {
 			return
 		}
 		m.c.log("dies of", m.name, unit)
 		a := m.c.audit
-		if a.deaths[unit]++; a.deaths[unit] > deadlyStarts && m.c.cfg.steady {
-			m.c.violate("%s has died %d times of starting %s", m.name, a.deaths[unit], unit)
+		if a.deadly(unit, u.Order.Epoch) > deadlyStarts && m.c.cfg.steady {
+			m.c.violate("%s has died of start %d of %s", m.name, deadlyStarts+1, unit)
 		}
 		m.crash(false)
 		m.c.after(nil, bootAfter, func() {
@@ -199,6 +200,15 @@ func (m *machine) dies(unit string) {
 			}
 		})
 	})
+}
+
+// deadly notes that a machine has died of a start, and returns how many starts of the unit in a row some
+// machine has died of. A start on several machines is one, however many of them die of it.
+func (a *audit) deadly(unit string, epoch uint64) int {
+	if epochs := a.deaths[unit]; len(epochs) == 0 || epochs[len(epochs)-1] < epoch {
+		a.deaths[unit] = append(epochs, epoch)
+	}
+	return len(a.deaths[unit])
 }
 
 // failedBeside: a unit that only started beside a deadly one does not end in failed.

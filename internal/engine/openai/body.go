@@ -37,6 +37,11 @@ type Body struct {
 	User      []byte // user, decoded as Model is; nil if absent or no string
 	CacheSalt []byte // cache_salt, likewise
 
+	scanning
+}
+
+// scanning is what Scan keeps for itself and for the other methods of Body.
+type scanning struct {
 	route         Route
 	first         Span   // the first prompt as written, with its quotes or brackets; zero if there is none
 	rawModel      Span   // value of model as written
@@ -75,8 +80,10 @@ func (b *Body) Forget() {
 func (b *Body) reset(route Route) {
 	*b = Body{
 		N: 1, MaxTokens: -1, PromptTokens: -1, Strip: b.Strip[:0], Beside: b.Beside[:0],
-		route: route, prompts: 1, template: b.template[:0], fields: b.fields[:0], decoded: b.decoded[:0],
-		model: b.model[:0], run: run{first: -1},
+		scanning: scanning{
+			route: route, prompts: 1, template: b.template[:0], fields: b.fields[:0],
+			decoded: b.decoded[:0], model: b.model[:0], run: run{first: -1},
+		},
 	}
 }
 

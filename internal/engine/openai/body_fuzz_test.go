@@ -42,8 +42,7 @@ func FuzzScan(f *testing.F) {
 		if errors.As(err, &refusal) {
 			require.NotEmpty(t, refusal.Message)
 			if valid {
-				isSyntax := refusal.fault >= faultEmpty && refusal.fault <= faultNotFinite
-				require.False(t, isSyntax, "%s: %s", body, refusal)
+				require.False(t, isSyntax(refusal.fault), "%s: %s", body, refusal)
 			}
 			return
 		}
@@ -52,6 +51,9 @@ func FuzzScan(f *testing.F) {
 		checkScanned(t, r, &b, body)
 	})
 }
+
+// isSyntax reports whether a fault says that the body is no JSON.
+func isSyntax(f fault) bool { return f >= faultEmpty && f <= faultNotFinite }
 
 // checkScanned compares an accepted body with what the standard library makes of it.
 func checkScanned(t *testing.T, r Route, b *Body, body []byte) {

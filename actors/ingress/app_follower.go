@@ -1,0 +1,198 @@
+package ingress
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"reflect"
+	"time"
+
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/routing"
+)
+
+// appFollower gives an ingress the applications of the replicated state: their routes, Routers and indexes.
+type appFollower struct{ in *Ingress }
+
+// follow rebuilds the route table whenever the replicated state or the leader's list of unplaced units
+// changes.
+func (f *appFollower) follow(ctx context.Context, changed <-chan struct{}) {
+	defer close(f.in.followDone)
+	lapse := time.NewTimer(time.Hour)
+	defer lapse.Stop()
+	for {
+		lapse.Stop()
+		if _, left := f.in.unplaced.current(); left > 0 {
+			lapse.Reset(left)
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-f.in.unplaced.changed:
+		case <-lapse.C:
+		case <-changed:
+			changed = f.in.store.Changed()
+		}
+		if f.rebuild(f.in.store.State()) {
+			f.in.resubscribe()
+		}
+	}
+}
+
+// rebuild makes a route table of the state. fresh says that a Router or an index is new and needs the ranks'
+// snapshots.
+func (f *appFollower) rebuild(st *state.State) (fresh bool) {
+	t := newRouteTable()
+	f.in.setSecret(st.Secret)
+	waiting, _ := f.in.unplaced.current()
+	for name, a := range st.Apps {
+		ar := f.in.ensureAppRouter(name)
+		spec, isNew, err := f.applyRevision(ar, a)
+		if err != nil {
+			spec = f.keepOldRevision(ar, a, err)
+		}
+		if spec == nil {
+			continue
+		}
+		fresh = fresh || isNew
+		ar.setUnits(unitProgress(st, spec.app, a.Deleting, waiting[name]))
+		if !a.Deleting {
+			t.add(&appRoute{appRevision: spec, router: ar})
+		}
+	}
+	t.seal()
+	f.in.table.Store(t)
+	f.removeDeleted(st)
+	return fresh
+}
+
+// applyRevision brings an application to its current revision. fresh: it has a new Router.
+func (f *appFollower) applyRevision(ar *appRouter, a *state.App) (spec *appRevision, fresh bool, err error) {
+	old := ar.revision.Load()
+	if old != nil && old.revision == a.Revision {
+		return old, false, nil
+	}
+	spec, err = newRevision(a, old)
+	if err != nil {
+		return nil, false, fmt.Errorf("read the specification of revision %d: %w", a.Revision, err)
+	}
+	policy, err := routing.New(spec.app.Routing.Policy, spec.app.Routing.Preset, spec.app.Routing.Params)
+	if err != nil {
+		return nil, false, fmt.Errorf("revision %d: %w", a.Revision, err)
+	}
+	if fresh, err = f.setPolicyInputs(ar, spec, policy); err != nil {
+		return nil, false, fmt.Errorf("revision %d: %w", a.Revision, err)
+	}
+	ar.setRevision(spec)
+	if sameRouting(old, spec) {
+		return spec, fresh, nil
+	}
+	f.newRouter(ar, policy)
+	return spec, true, nil
+}
+
+// newRevision decodes an application's specification; old is the revision before, nil for none.
+func newRevision(a *state.App, old *appRevision) (*appRevision, error) {
+	spec, err := a.Application()
+	if err != nil {
+		return nil, err
+	}
+	s := &appRevision{
+		app: spec, revision: a.Revision, created: time.Now().Unix(), names: a.Names,
+		attempts:   spec.Retries.Attempts,
+		queue:      app.Seconds(spec.Timeouts.QueueS),
+		firstToken: app.Seconds(spec.Timeouts.FirstTokenS),
+		between:    app.Seconds(spec.Timeouts.BetweenTokensS),
+	}
+	if old != nil {
+		s.created = old.created
+	}
+	if len(s.names) == 0 {
+		s.names = spec.Model.ServedNames()
+	}
+	s.adapters = adaptersOf(&spec.Model)
+	return s, nil
+}
+
+// adaptersOf maps the names under which adapters are served (Model.ServedNames) to the adapters; nil without
+// adapters.
+func adaptersOf(m *app.Model) map[string]string {
+	if len(m.Adapters) == 0 {
+		return nil
+	}
+	out := make(map[string]string, 2*len(m.Adapters))
+	for _, a := range m.Adapters {
+		out[a.ID], out[m.ID+":"+a.ID] = a.ID, a.ID
+	}
+	return out
+}
+
+// sameRouting reports whether the Router of old can be kept under s.
+func sameRouting(old, s *appRevision) bool {
+	return old != nil && reflect.DeepEqual(old.app.Routing, s.app.Routing)
+}
+
+// newRouter gives an application a new Router.
+func (f *appFollower) newRouter(ar *appRouter, policy routing.Policy) {
+	router := routing.NewRouter(policy, mix(f.in.seed^f.in.nextID.Load()))
+	router.OnRoom = ar.queue.room
+	ar.metrics.Store(f.in.metrics.App(ar.name, policy.Name()))
+	ar.replaceRouter(router)
+}
+
+// setPolicyInputs provides what policy needs. It keeps the index if the policy still needs it and it is large
+// enough. A new index needs snapshots, so fresh asks for a new subscription.
+func (f *appFollower) setPolicyInputs(ar *appRouter, spec *appRevision, policy routing.Policy) (
+	fresh bool, err error,
+) {
+	old := ar.inputs()
+	r := &policyInputs{needs: routing.NeedsOf(policy), identity: spec.app.Routing.Identity}
+	if r.chains() && r.identity == app.IdentityTokens {
+		if r.tokens = old.tokens; r.tokens == nil {
+			r.tokens = newTokenizer(ar)
+		}
+	}
+	if r.needs.Hits {
+		r.cache = old.cache
+		if n := columnsFor(spec.app); r.cache == nil || r.cache.maxColumns < n {
+			if r.cache, err = newCache(ar, n); err != nil {
+				return false, err
+			}
+			fresh = true
+		}
+	}
+	ar.policyInputs.Store(r)
+	if old.cache != nil && old.cache != r.cache {
+		old.cache.close()
+	}
+	return fresh, nil
+}
+
+// keepOldRevision keeps the previous revision when the current one cannot be read; nil if there is none. It
+// writes one log line per revision.
+func (f *appFollower) keepOldRevision(ar *appRouter, a *state.App, err error) *appRevision {
+	if ar.unreadableRevision != a.Revision {
+		ar.unreadableRevision = a.Revision
+		f.in.log.Error("application cannot be served as deployed", slog.String("app", a.Name),
+			slog.Any("err", err))
+	}
+	return ar.revision.Load()
+}
+
+// removeDeleted closes the applications that are no longer in the state.
+func (f *appFollower) removeDeleted(st *state.State) {
+	f.in.appRoutersMu.Lock()
+	var gone []*appRouter
+	for name, ar := range f.in.appRouters {
+		if st.Apps[name] == nil && ar.revision.Load() != nil {
+			gone = append(gone, ar)
+			delete(f.in.appRouters, name)
+		}
+	}
+	f.in.appRoutersMu.Unlock()
+	for _, ar := range gone {
+		ar.close()
+		f.in.metrics.ForgetApp(ar.name)
+	}
+}

@@ -1,0 +1,85 @@
+package state
+
+import (
+	"errors"
+	"strings"
+
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// Reasons of a refusal. Each comes wrapped in a *problem.Error that names the objects.
+var (
+	ErrUnknownCommand = errors.New("unknown command")
+	ErrWrongCluster   = errors.New("wrong cluster")
+	ErrBadCommand     = errors.New("malformed command")
+	ErrUnknownApp     = errors.New("there is no application")
+	ErrUnknownUnit    = errors.New("unknown unit")
+	ErrStaleRevision  = errors.New("stale revision")
+	ErrStaleEpoch     = errors.New("stale epoch")
+	ErrWrongPhase     = errors.New("not possible in this phase")
+	ErrNameTaken      = errors.New("model name taken")
+	ErrRouteTaken     = errors.New("route prefix taken")
+	ErrDeleting       = errors.New("application is being deleted")
+	ErrNotDeleting    = errors.New("application is not being deleted")
+	ErrUnitsLeft      = errors.New("units are left")
+	ErrRankTaken      = errors.New("rank taken")
+	ErrSlotTaken      = errors.New("slot taken")
+	ErrDeviceTaken    = errors.New("device taken")
+	ErrPortTaken      = errors.New("ports taken")
+	ErrUnknownNode    = errors.New("there is no node")
+	ErrNodeTaken      = errors.New("node name taken")
+	ErrNodeRemoved    = errors.New("node was removed")
+	ErrNodeGone       = errors.New("node takes no ranks")
+	ErrNodeInUse      = errors.New("node is in use")
+	ErrVoteNeeded     = errors.New("the voters that remain have no living majority")
+	ErrLastControl    = errors.New("last control node")
+	ErrRolesFixed     = errors.New("roles are fixed when a node joins")
+	ErrTooManyRemoved = errors.New("too many nodes were removed")
+	ErrKeyTurned      = errors.New("another change of the key is under way")
+	ErrTokenUnknown   = errors.New("unknown join token")
+	ErrTokenUsed      = errors.New("join token is used up")
+	ErrTokenExpired   = errors.New("join token has expired")
+
+	// ErrNewer is in the error of a command or snapshot with a kind or field of a later version. If this node
+	// ignored it, its copy of the state would differ from the copies of nodes that can read it.
+	ErrNewer = errors.New("a newer version of dpserve wrote it")
+	// ErrControlTooOld refuses a command that a control node could not read.
+	ErrControlTooOld = errors.New("not every control node can read this command yet")
+)
+
+// UnknownApp refuses the name of an application. The hint lists those that exist.
+func UnknownApp(name string, exist []string) error {
+	e := problem.New(problem.NotFound, "%w %q", ErrUnknownApp, name)
+	if len(exist) == 0 {
+		return e.WithHint("nothing is deployed; `dpserve deploy app.yaml` deploys a file")
+	}
+	return e.WithHint("applications are %s", strings.Join(exist, ", "))
+}
+
+func staleEpochError(verb, unit string, told, have uint64) error {
+	return problem.New(problem.Conflict, "%s: %w: %s is at epoch %d, the command is for epoch %d", verb,
+		ErrStaleEpoch, unit, have, told).
+		WithHint("read the state again: the unit was started anew meanwhile")
+}
+
+func wrongPhaseError(verb string, u *Unit) error {
+	return problem.New(problem.Conflict, "%s: %s is %s: %w", verb, u.ID, u.Phase, ErrWrongPhase).
+		WithHint("deploy the application again")
+}
+
+func unknownNodeError(verb, id string) error {
+	return problem.New(problem.NotFound, "%s: %w %q", verb, ErrUnknownNode, id).
+		WithHint("list the nodes with dpserve nodes")
+}
+
+func removedNodeError(verb, id string) error {
+	return problem.New(problem.PermissionDenied, "%s: %w: %q does not come back with this data dir", verb,
+		ErrNodeRemoved, id).
+		WithHint("join with a new --data-dir and a new token")
+}
+
+func lastControlError(verb, id string) error {
+	return problem.New(problem.Conflict, "%s: %w: without %q nobody keeps the cluster's state", verb,
+		ErrLastControl, id).
+		WithHint("join another node with --roles control first")
+}
