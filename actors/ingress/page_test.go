@@ -39,10 +39,10 @@ func sourceOf(t *testing.T, path string) string {
 func TestThePageHasEveryRoute(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	page := endpointPart(t)
-	var served []string
+	served := []string{"GET " + modelsPath, "GET " + modelsPath + "/{id}"} // not by gin: an id may have slashes
 	for _, r := range (surface{g.in}).newEngine().Routes() {
 		if r.Method != http.MethodHead { // said in words
-			served = append(served, r.Method+" "+strings.Replace(r.Path, "*id", "{id}", 1))
+			served = append(served, r.Method+" "+r.Path)
 		}
 	}
 	var listed []string
@@ -58,11 +58,12 @@ func TestThePageHasEveryRoute(t *testing.T) {
 
 	_, refused, _ := strings.Cut(page, "**Not served**")
 	refused, _, _ = strings.Cut(refused, "\n\n")
-	for _, path := range engineRoutes {
-		assert.Contains(t, refused, "`"+path+"`")
-	}
-	for _, path := range regexp.MustCompile("`(/[^`]+)`").FindAllStringSubmatch(refused, -1) {
-		assert.Contains(t, engineRoutes, path[1])
+	paths := regexp.MustCompile("`(/[^`]+)`").FindAllStringSubmatch(refused, -1)
+	require.Greater(t, len(paths), 10)
+	for _, path := range paths {
+		a := g.post(path[1], chatBody)
+		assert.Equal(t, http.StatusNotFound, a.status, path[1])
+		assert.Equal(t, "unsupported_route", a.code(t), path[1])
 	}
 }
 
