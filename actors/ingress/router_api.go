@@ -378,7 +378,7 @@ func (in *Ingress) routerOf(app string) (*appRouter, *routing.Router, error) {
 			return ar, r, nil
 		}
 	}
-	return nil, nil, problem.New(problem.NotFound, "there is no app %q", app).WithHint(
+	return nil, nil, problem.New(problem.NotFound, "there is no application %q", app).WithHint(
 		"`dpserve status` lists the applications")
 }
 

@@ -32,7 +32,7 @@ func (f *fakeCluster) Explain(_ context.Context, app string, q *client.Query) (*
 	f.router.asked = append(f.router.asked, q)
 	if app != "demo" {
 		return nil, &client.Error{
-			Code: client.CodeNotFound, Message: fmt.Sprintf("there is no app %q", app),
+			Code: client.CodeNotFound, Message: fmt.Sprintf("there is no application %q", app),
 			Hint: "`dpserve status` lists the applications",
 		}
 	}
@@ -216,7 +216,7 @@ func TestRouteBadUsage(t *testing.T) {
 	cli := newCLI(t)
 	assert.Equal(t, 1, cli.run([]string{"route", "explain", "other", "--prompt", "a"}))
 	assert.Contains(t, cli.stderr(),
-		"dpserve: there is no app \"other\"\nhint: `dpserve status` lists the applications\n")
+		"dpserve: there is no application \"other\"\nhint: `dpserve status` lists the applications\n")
 }
 
 func TestRouterShow(t *testing.T) {

@@ -97,7 +97,9 @@ func TestRankChangesAreRefusedWithAReason(t *testing.T) {
 		code problem.Code
 		text string
 	}{
-		"unknown app": {add("egde", `{"url": "http://h:1"}`), problem.NotFound, `there is no app "egde"`},
+		"unknown app": {
+			add("egde", `{"url": "http://h:1"}`), problem.NotFound, `there is no application "egde"`,
+		},
 		"two apps": {
 			add("", `{"url": "http://h:1"}`), problem.InvalidArgument,
 			"there are 2 applications of kind attach",
@@ -141,16 +143,18 @@ func TestDeployReplacesRankChanges(t *testing.T) {
 	assert.Contains(t, string(printed), "rank: 2", "the file it stands for says the number")
 	res, err := b.Deploy(t.Context(), client.DeployRequest{File: "printed.yaml", Text: printed})
 	require.NoError(t, err)
-	assert.Equal(t, []client.Change{{App: "edge", Action: client.ActionUnchanged}}, res.Changes)
+	require.Len(t, res.Changes, 1)
+	assert.Equal(t, client.ActionUnchanged, res.Changes[0].Action)
+	assert.Equal(t, client.EffectUnchanged, res.Changes[0].Effect)
 
 	res, err = b.Deploy(t.Context(), client.DeployRequest{File: "app.yaml", Text: []byte(edgeFile)})
 	require.NoError(t, err)
-	assert.Equal(t, []client.Change{{
-		App: "edge", Action: client.ActionReplace,
-		Fields: []string{
-			"data_parallel.dp_size", "engine.ranks[http://127.0.0.1:3 selector 4]",
-			"num_replicas",
-		},
-		Gone: []string{"0/2 http://127.0.0.1:3 selector 4"},
-	}}, res.Changes)
+	require.Len(t, res.Changes, 1)
+	change := res.Changes[0]
+	assert.Equal(t, client.ActionReplace, change.Action)
+	assert.Equal(t, client.EffectScale, change.Effect)
+	assert.Equal(t, []string{
+		"data_parallel.dp_size", "engine.ranks[http://127.0.0.1:3 selector 4]", "num_replicas",
+	}, change.Fields)
+	assert.Equal(t, []string{"0/2 http://127.0.0.1:3 selector 4"}, change.Gone)
 }

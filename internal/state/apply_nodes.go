@@ -157,21 +157,20 @@ func (s *State) setNode(n *Node) Result {
 }
 
 // findNode returns the record of a name if it has the given UID.
-func (s *State) findNode(verb, id, uid string) (*Node, error) {
+func (s *State) findNode(id, uid string) (*Node, error) {
 	if n := s.Nodes[id]; n != nil && n.UID == uid {
 		return n, nil
 	}
-	return nil, unknownNodeError(verb, id)
+	return nil, s.unknownNodeError(id)
 }
 
-func unknownNodeError(verb, id string) error {
-	return problem.New(problem.NotFound, "%s: %w %q", verb, ErrUnknownNode, id).
-		WithHint("list the nodes with dpserve nodes")
+func (s *State) unknownNodeError(id string) error {
+	return UnknownNode(id, slices.Sorted(maps.Keys(s.Nodes)))
 }
 
 // nodeLost records that a node was silent for too long. The first reason stays.
 func (s *State) nodeLost(c *NodeRef) (Result, error) {
-	n, err := s.findNode("node lost", c.Node, c.UID)
+	n, err := s.findNode(c.Node, c.UID)
 	if err != nil {
 		return Result{}, err
 	}
@@ -185,7 +184,7 @@ func (s *State) nodeLost(c *NodeRef) (Result, error) {
 
 // nodeBack records that a lost node renewed its lease.
 func (s *State) nodeBack(c *NodeRef) (Result, error) {
-	n, err := s.findNode("node back", c.Node, c.UID)
+	n, err := s.findNode(c.Node, c.UID)
 	if err != nil {
 		return Result{}, err
 	}
@@ -197,7 +196,7 @@ func (s *State) nodeBack(c *NodeRef) (Result, error) {
 func (s *State) drainNode(c *DrainNode) (Result, error) {
 	n := s.Nodes[c.Node]
 	if n == nil {
-		return Result{}, unknownNodeError("drain node", c.Node)
+		return Result{}, s.unknownNodeError(c.Node)
 	}
 	drained := *n
 	drained.Draining, drained.DrainBy = !c.Undo, 0
@@ -266,7 +265,7 @@ func (s *State) checkRemoveNode(id string) error {
 func (s *State) CheckLeave(id string) error {
 	n := s.Nodes[id]
 	if n == nil {
-		return unknownNodeError("remove node", id)
+		return s.unknownNodeError(id)
 	}
 	if n.Has(RoleControl) && s.isLastControl(n) {
 		return lastControlError("remove node", id)

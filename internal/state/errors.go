@@ -2,8 +2,10 @@ package state
 
 import (
 	"errors"
+	"strconv"
 	"strings"
 
+	"github.com/dpserve/dpserve/internal/nearest"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -12,7 +14,7 @@ var (
 	ErrUnknownCommand = errors.New("unknown command")
 	ErrWrongCluster   = errors.New("wrong cluster")
 	ErrBadCommand     = errors.New("malformed command")
-	ErrUnknownApp     = errors.New("unknown application")
+	ErrUnknownApp     = errors.New("there is no application")
 	ErrUnknownUnit    = errors.New("unknown unit")
 	ErrStaleRevision  = errors.New("stale revision")
 	ErrStaleEpoch     = errors.New("stale epoch")
@@ -26,7 +28,7 @@ var (
 	ErrSlotTaken      = errors.New("slot taken")
 	ErrDeviceTaken    = errors.New("device taken")
 	ErrPortTaken      = errors.New("ports taken")
-	ErrUnknownNode    = errors.New("unknown node")
+	ErrUnknownNode    = errors.New("there is no node")
 	ErrNodeTaken      = errors.New("node name taken")
 	ErrNodeRemoved    = errors.New("node was removed")
 	ErrNodeGone       = errors.New("node takes no ranks")
@@ -49,9 +51,30 @@ var (
 
 // UnknownApp refuses the name of an application. The hint lists those that exist.
 func UnknownApp(name string, exist []string) error {
-	e := problem.New(problem.NotFound, "there is no app %q", name)
+	e := problem.New(problem.NotFound, "%w %q", ErrUnknownApp, name)
 	if len(exist) == 0 {
-		return e.WithHint("nothing is deployed; `dpserve deploy app.yaml` deploys a file")
+		return e.WithHint("nothing is deployed; `dpserve deploy FILE` deploys a file")
 	}
-	return e.WithHint("apps are %s", strings.Join(exist, ", "))
+	return e.WithHint("%s", didYouMean(name, "applications", exist))
+}
+
+// UnknownNode refuses the name of a node. The hint lists those that exist.
+func UnknownNode(name string, exist []string) error {
+	return problem.New(problem.NotFound, "%w %q", ErrUnknownNode, name).
+		WithHint("%s", didYouMean(name, "nodes", exist))
+}
+
+// maxListed is how many names a hint lists.
+const maxListed = 10
+
+// didYouMean names the word that was probably meant, else all that there are.
+func didYouMean(found, plural string, exist []string) string {
+	if near := nearest.Word(found, exist); near != "" && near != found {
+		return "did you mean " + strconv.Quote(near) + "?"
+	}
+	list := strings.Join(exist[:min(len(exist), maxListed)], ", ")
+	if more := len(exist) - maxListed; more > 0 {
+		list += " and " + strconv.Itoa(more) + " more"
+	}
+	return plural + " are " + list
 }
