@@ -182,8 +182,8 @@ func TestJoinTakesTheDefaultPort(t *testing.T) {
 func TestAdvertiseMustBeOfThisMachine(t *testing.T) {
 	require.NoError(t, checkAdvertise(""))
 	require.NoError(t, checkAdvertise("127.0.0.1"))
-	err := checkAdvertise("192.0.2.1") // documentation only: nobody has it
-	require.ErrorContains(t, err, "--advertise 192.0.2.1 is not an address of this machine")
+	err := checkAdvertise("203.0.113.77") // documentation only: nobody has it
+	require.ErrorContains(t, err, "--advertise 203.0.113.77 is not an address of this machine")
 	assert.Contains(t, describeError(err).Hint, "write one that other nodes reach: ")
 	err = checkAdvertise("no..name")
 	require.ErrorContains(t, err, "--advertise no..name: this name does not resolve here")
