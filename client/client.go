@@ -16,7 +16,6 @@ import (
 	"net"
 	"net/http"
 	"net/url"
-	"strings"
 	"time"
 )
 
@@ -53,7 +52,8 @@ func WithTransport(rt http.RoundTripper) Option {
 	return func(c *Client) { c.http.Transport, c.patient.Transport = rt, rt }
 }
 
-// New returns a client for HOST:PORT or http(s)://HOST:PORT; "" is DefaultAddr. It does not connect yet.
+// New returns a client for HOST, HOST:PORT, :PORT or a URL like http://HOST:PORT; "" is DefaultAddr. It does
+// not connect yet.
 func New(addr string, options ...Option) (*Client, error) {
 	base, err := baseURL(addr)
 	if err != nil {
@@ -71,22 +71,6 @@ func New(addr string, options ...Option) (*Client, error) {
 		c.http.Transport, c.patient.Transport = newTransport(answerTimeout), newTransport(generateTimeout)
 	}
 	return c, nil
-}
-
-func baseURL(addr string) (string, error) {
-	if addr == "" {
-		addr = DefaultAddr
-	}
-	if !strings.Contains(addr, "://") {
-		addr = "http://" + addr
-	}
-	u, err := url.Parse(strings.TrimSuffix(addr, "/"))
-	if err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https" || u.Path != "" ||
-		u.RawQuery != "" || u.User != nil {
-		return "", newError(CodeInvalidArgument, "DPSERVE_ADDR and --addr take HOST:PORT or http://HOST:PORT",
-			"%q is not the address of a dpserve", addr)
-	}
-	return u.Scheme + "://" + u.Host, nil
 }
 
 // newTransport returns a transport without a proxy: the admin API is on this machine or in this network.
@@ -207,7 +191,7 @@ func (c *Client) checkVersion(res *http.Response, data []byte) error {
 // notDpserveError is the error for a server that is not dpserve's admin API.
 func (c *Client) notDpserveError(res *http.Response) error {
 	return newError(CodeUpstream,
-		"check DPSERVE_ADDR: the admin port is 8265 by default, 8000 is for OpenAI clients",
+		"check the address: the admin port is 8265 by default, 8000 is for OpenAI clients",
 		"%s is not a dpserve admin api (status %d)", c.base, res.StatusCode)
 }
 
@@ -232,7 +216,8 @@ func (c *Client) transportError(ctx context.Context, err error) error {
 	case ctx.Err() != nil:
 		return newError(CodeUnavailable, "", "request to %s ended: %w", c.base, ctx.Err())
 	}
-	return newError(CodeUnavailable, "is dpserve running? start it with `dpserve start`, or set DPSERVE_ADDR",
+	return newError(CodeUnavailable,
+		"is dpserve running? start it with `dpserve start`, or name another node with --addr or DPSERVE_ADDR",
 		"no answer from %s: %w", c.base, err)
 }
 

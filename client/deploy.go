@@ -46,10 +46,43 @@ const (
 	ActionDelete    Action = "delete"
 )
 
+// Effect is what a deploy does to the ranks of an application, or to one unit. It says more than an Action,
+// whose word for update, scale and restart is replace.
+type Effect string
+
+// The effects.
+const (
+	EffectCreate    Effect = "create"
+	EffectUpdate    Effect = "update"  // no rank that runs is touched
+	EffectScale     Effect = "scale"   // ranks are added or end; the others are not touched
+	EffectRestart   Effect = "restart" // ranks that run are started again; ready ones one unit at a time
+	EffectDelete    Effect = "delete"
+	EffectUnchanged Effect = "unchanged"
+)
+
+// Impact is what a deploy does to an application and its ranks.
+type Impact struct {
+	Effect  Effect      `json:"effect"`
+	Reasons []string    `json:"reasons,omitempty"` // of a restart: "KV events go on", or the path of a field
+	Diffs   []FieldDiff `json:"diffs,omitempty"`   // the fields that differ, with their values
+	// wanted ranks, before and after
+	RanksBefore int `json:"ranks_before"`
+	RanksAfter  int `json:"ranks_after"`
+}
+
+// FieldDiff is one field that differs. Values are JSON; "" means that the field is absent. Values of
+// engine.env are hidden.
+type FieldDiff struct {
+	Path string `json:"path"`
+	Old  string `json:"old,omitempty"`
+	New  string `json:"new,omitempty"`
+}
+
 // Change is one application of a deploy.
 type Change struct {
-	App    string   `json:"app"`
-	Action Action   `json:"action"`
+	App    string `json:"app"`
+	Action Action `json:"action"`
+	Impact
 	Fields []string `json:"fields,omitempty"` // replace: paths that differ
 	// replace of attached ranks: those that the file does not list, GROUP/RANK and engine
 	Gone []string `json:"gone,omitempty"`
@@ -74,19 +107,22 @@ type Plan struct {
 
 // AppPlan is one application's part.
 type AppPlan struct {
-	App    string     `json:"app"`
-	Action string     `json:"action"` // create | replace | delete | unchanged
+	App    string `json:"app"`
+	Action string `json:"action"` // create | replace | delete | unchanged
+	Impact
 	Fields []string   `json:"fields,omitempty"`
 	Units  []UnitPlan `json:"units,omitempty"`
 }
 
 // UnitPlan is the plan for one unit. A unit that stays as it is has Action unchanged and its present seats.
 type UnitPlan struct {
-	Unit   string     `json:"unit"`
-	Action string     `json:"action"` // create | replace | delete | unchanged
-	Seats  []SeatPlan `json:"seats,omitempty"`
-	Why    string     `json:"why,omitempty"`  // the reason why it cannot be placed
-	Hint   string     `json:"hint,omitempty"` // what would make room
+	Unit    string     `json:"unit"`
+	Action  string     `json:"action"`            // create | replace | delete | unchanged
+	Effect  Effect     `json:"effect"`            // create | restart | delete | unchanged
+	Reasons []string   `json:"reasons,omitempty"` // of a restart
+	Seats   []SeatPlan `json:"seats,omitempty"`
+	Why     string     `json:"why,omitempty"`  // the reason why it cannot be placed
+	Hint    string     `json:"hint,omitempty"` // what would make room
 }
 
 // SeatPlan is one rank's place.

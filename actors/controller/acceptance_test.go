@@ -42,7 +42,7 @@ func TestAUnitFailsAfterThreeFailedStarts(t *testing.T) {
 	assert.Equal(t, uint64(3), rec.Epoch)
 	assert.Equal(t, "rank 5 exited with code 1", rec.Reason)
 	assert.Equal(t, tail[10:], rec.LogTail)
-	assert.Equal(t, "moe/0 is failed: rank 5 exited with code 1", view{w.core}.Status()[0].Message)
+	assert.Equal(t, "moe/0 has failed: rank 5 exited with code 1", view{w.core}.Status()[0].Message)
 
 	w.takeTrace()
 	w.pass(time.Hour)

@@ -8,6 +8,7 @@ import (
 
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
+	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -47,6 +48,15 @@ func readApp(s *state.App) *application {
 	return a
 }
 
+// wantedApp is an application as a deploy wants it.
+func wantedApp(spec *app.Application) (*application, error) {
+	a := &application{name: spec.Name, launch: map[string]string{}}
+	if err := a.setSpec(spec); err != nil {
+		return nil, problem.New(problem.InvalidArgument, "deploy %s: %w", spec.Name, err)
+	}
+	return a, nil
+}
+
 func (a *application) setSpec(spec *app.Application) error {
 	units := spec.Units()
 	for i := range units {
@@ -60,13 +70,12 @@ func (a *application) setSpec(spec *app.Application) error {
 	return nil
 }
 
-// kvEventsOn stands for engine.kv_events in the hash of units whose engines publish KV events.
+// kvEventsOn stands for engine.kv_events in the launch spec of units whose engines publish KV events.
 const kvEventsOn = "on"
 
-// launchHash is a hash of everything that a unit's engines and replicas are started with. A revision with the
-// same hash, for example with another routing policy or one more group, restarts nothing. Engines publish KV
-// events only for a policy that reads them, so such a change of policy changes the hash.
-func launchHash(a *app.Application, u *app.Unit) (string, error) {
+// launchSpec is everything that a unit's engines and replicas are started with. Engines publish KV events
+// only for a policy that reads them, so such a change of policy changes it.
+func launchSpec(a *app.Application, u *app.Unit) *app.Application {
 	l := *a
 	l.RoutePrefix, l.Routing, l.Timeouts, l.Retries = "", app.Routing{}, app.Timeouts{}, app.Retries{}
 	l.MaxQueuedRequests, l.GracefulShutdownTimeout = 0, 0
@@ -82,13 +91,23 @@ func launchHash(a *app.Application, u *app.Unit) (string, error) {
 	if l.Engine.Kind == app.KindAttach {
 		l.Engine.Ranks = attachedRanks(&a.Engine, u)
 	}
-	b, err := json.Marshal(&l)
+	return &l
+}
+
+// launchHash is a hash of the unit's launch spec. A revision with the same hash, for example with another
+// routing policy or one more group, restarts nothing.
+func launchHash(a *app.Application, u *app.Unit) (string, error) {
+	b, err := json.Marshal(launchSpec(a, u))
 	if err != nil {
 		return "", err
 	}
 	sum := sha256.Sum256(b)
 	return hex.EncodeToString(sum[:8]), nil
 }
+
+// startsAs reports whether a unit that was started with a launch hash would be started the same way now. The
+// core restarts units for which it is false, and a plan says so.
+func (a *application) startsAs(id, launch string) bool { return a.launch[id] == launch }
 
 // attachedRanks returns the engines of the unit's own ranks.
 func attachedRanks(e *app.Engine, u *app.Unit) []app.AttachRank {

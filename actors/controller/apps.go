@@ -159,7 +159,7 @@ func shares(rec *state.Unit, ranks []int) bool {
 
 // isStale reports whether the current grant starts something other than the current revision.
 func (c *Core) isStale(a *application, u *unit) bool {
-	return len(u.seat.ranks) > 0 && u.seat.launch != a.launch[u.id]
+	return len(u.seat.ranks) > 0 && !a.startsAs(u.id, u.seat.launch)
 }
 
 // rollUnit ends a unit of an older revision, so that it starts anew: at once if it does not serve, else one
@@ -329,7 +329,7 @@ func (c *Core) messageLines(a *application) []string {
 			continue
 		}
 		if why := u.phaseReason(); why != "" {
-			out = append(out, u.id+" is "+string(u.m.Phase)+": "+why)
+			out = append(out, u.id+" "+u.m.Phase.Describe()+": "+why)
 		}
 	}
 	return out

@@ -6,30 +6,26 @@ import (
 	"maps"
 	"slices"
 
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
-// AppChange is the effect of a deploy on one application. Plan uses the same actions and fields.
-type AppChange struct {
-	App    string
-	Action string
-	Fields []string // replace: paths that differ
-	Gone   []string // replace of attached ranks: those that the deploy does not list, GROUP/RANK and engine
-}
-
 // DeployChanges is Deploy for a caller that has seen the cluster at a revision (nil = any). It also returns
 // what the deploy changes. Errors: problem.Conflict if a listed application changed after that revision.
 func DeployChanges(ctx context.Context, c *Controller, apps []*app.Application, seen *uint64, prune,
 	partial bool,
-) (state.Result, []AppChange, error) {
+) (state.Result, []client.Change, error) {
 	st := c.cfg.Store.State()
 	expect, err := expectedRevisions(st, apps, seen)
 	if err != nil {
 		return state.Result{}, nil, err
 	}
-	changes := appChanges(st, apps, prune)
+	changes, err := appChanges(st, apps, prune)
+	if err != nil {
+		return state.Result{}, nil, err
+	}
 	r, err := c.Deploy(ctx, apps, expect, prune, partial)
 	return r, changes, err
 }
@@ -59,31 +55,37 @@ func expectedRevisions(st *state.State, apps []*app.Application, seen *uint64) (
 	return out, nil
 }
 
-// appChanges returns the effect of a deploy on each app, listed ones in their order, then deleted ones by
-// name.
-func appChanges(st *state.State, apps []*app.Application, prune bool) []AppChange {
-	var out []AppChange
+// appChanges returns what a deploy does to each app, listed ones in their order, then deleted ones by name.
+func appChanges(st *state.State, apps []*app.Application, prune bool) ([]client.Change, error) {
+	var out []client.Change
 	listed := map[string]bool{}
 	for _, a := range apps {
 		listed[a.Name] = true
-		c := AppChange{App: a.Name, Action: actionCreate}
-		if old := st.Apps[a.Name]; old != nil {
-			c.Action, c.Fields = appChange(old, a)
-			c.Gone = removedRanks(old, a)
+		next, err := wantedApp(a)
+		if err != nil {
+			return nil, err
 		}
+		c := client.Change{App: a.Name, Impact: impactOf(st, readStored(st, a.Name), next)}
+		c.Action, c.Fields = summaryOf(&c.Impact)
+		c.Gone = removedRanks(st.Apps[a.Name], a)
 		out = append(out, c)
 	}
 	for _, name := range slices.Sorted(maps.Keys(st.Apps)) {
 		if prune && !listed[name] {
-			out = append(out, AppChange{App: name, Action: actionDelete})
+			c := client.Change{App: name, Impact: deletionOf(st.Apps[name])}
+			c.Action, _ = summaryOf(&c.Impact)
+			out = append(out, c)
 		}
 	}
-	return out
+	return out, nil
 }
 
 // removedRanks lists the attached ranks that a deploy ends because it does not list their engines, for
 // example those added at run time.
 func removedRanks(stored *state.App, a *app.Application) []string {
+	if stored == nil {
+		return nil
+	}
 	old, err := stored.Application()
 	if err != nil || old.Engine.Kind != app.KindAttach {
 		return nil

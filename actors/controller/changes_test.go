@@ -6,6 +6,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
@@ -37,19 +38,25 @@ func TestDeployAndPlanNameTheSameChanges(t *testing.T) {
 	fresh := sim("fresh", 1, app.Independent)
 	fresh.RoutePrefix = "/fresh"
 	apps := []*app.Application{&next, same, fresh}
-	changes := appChanges(st, apps, true)
+	changes, err := appChanges(st, apps, true)
+	require.NoError(t, err)
 	plan, err := planOf(st, apps, true)
 	require.NoError(t, err)
-	planned := map[string]AppChange{}
+	planned := map[string]client.Change{}
 	for _, a := range plan.Apps {
-		planned[a.App] = AppChange{App: a.App, Action: a.Action, Fields: a.Fields}
+		planned[a.App] = client.Change{
+			App: a.App, Action: client.Action(a.Action), Impact: a.Impact, Fields: a.Fields,
+		}
 	}
 	require.Len(t, changes, 4)
 	for i, name := range []string{"old", "same", "fresh", "gone"} {
 		assert.Equal(t, name, changes[i].App, "as listed, then what is deleted")
 		assert.Equal(t, planned[name], changes[i])
 	}
-	assert.Len(t, appChanges(st, apps, false), 3)
+	assert.Equal(t, client.EffectScale, changes[0].Effect)
+	changes, err = appChanges(st, apps, false)
+	require.NoError(t, err)
+	assert.Len(t, changes, 3)
 }
 
 func TestExpectedRevisionsRefuseWhatChangedMeanwhile(t *testing.T) {

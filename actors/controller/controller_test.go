@@ -241,7 +241,7 @@ func TestKindsOfTheNextVersionAreRefused(t *testing.T) {
 			require.ErrorAs(t, err, &p)
 			assert.Equal(t, problem.Unplaceable, p.Code)
 			assert.Equal(t,
-				fmt.Sprintf("deploy real: launching engines of kind %s comes with the next version", k),
+				fmt.Sprintf("real: this version cannot start engines of kind %s", k),
 				p.Message)
 			assert.Contains(t, p.Hint, "--engine sim")
 		}

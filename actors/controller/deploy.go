@@ -86,7 +86,7 @@ type redeployRequest struct {
 func (c *Controller) Deploy(ctx context.Context, apps []*app.Application, expect map[string]uint64, prune,
 	partial bool,
 ) (state.Result, error) {
-	if err := checkRunnable(apps); err != nil {
+	if err := CheckRunnable(apps); err != nil {
 		return state.Result{}, err
 	}
 	if !partial {
@@ -209,7 +209,7 @@ func (c *Controller) proposeNodeCommand(ctx context.Context, cmd state.Command) 
 // and why something would not fit, which is no error here. An error means that the deploy would be refused
 // for another reason.
 func (c *Controller) Plan(apps []*app.Application, prune bool) (client.Plan, error) {
-	if err := checkRunnable(apps); err != nil {
+	if err := CheckRunnable(apps); err != nil {
 		return client.Plan{}, err
 	}
 	return planOf(c.planningState(), apps, prune)

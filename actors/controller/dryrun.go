@@ -6,20 +6,21 @@ import (
 	"slices"
 
 	"github.com/dpserve/dpserve/actors/rankassigner"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/placement"
 )
 
-// checkRunnable refuses kinds that this version cannot start.
-func checkRunnable(apps []*app.Application) error {
+// CheckRunnable refuses kinds that this version cannot start.
+func CheckRunnable(apps []*app.Application) error {
 	for _, a := range apps {
 		if !a.Engine.Kind.Runs() {
 			return problem.New(problem.Unplaceable,
-				"deploy %s: launching engines of kind %s comes with the next version", a.Name, a.Engine.Kind).
-				WithHint("run the file on the simulated engine with --engine sim, or attach engines that " +
-					"run already (kind: attach)")
+				"%s: this version cannot start engines of kind %s", a.Name, a.Engine.Kind).
+				WithHint("--engine sim runs the file on the simulated engine, " +
+					"and kind: attach serves engines that run already")
 		}
 	}
 	return nil
@@ -64,9 +65,9 @@ func newDryRunner(s *state.State, apps []*app.Application, prune bool) (*dryRunn
 		deployed: map[string]*application{}, remaining: map[string]*application{},
 	}
 	for _, a := range apps {
-		next := &application{name: a.Name, launch: map[string]string{}}
-		if err := next.setSpec(a); err != nil {
-			return nil, problem.New(problem.InvalidArgument, "deploy %s: %w", a.Name, err)
+		next, err := wantedApp(a)
+		if err != nil {
+			return nil, err
 		}
 		d.deployed[a.Name] = next
 	}
@@ -85,8 +86,7 @@ func newDryRunner(s *state.State, apps []*app.Application, prune bool) (*dryRunn
 
 // keepsRunning reports whether a unit continues unchanged.
 func (d *dryRunner) keepsRunning(a *application, id string) bool {
-	rec := d.state.Units[id]
-	return rec != nil && rec.Holds() && rec.Launch == a.launch[id]
+	return unitEffect(d.state, a, id) == client.EffectUnchanged
 }
 
 // reserveRunning marks the resources of the units that keep running as used.

@@ -78,8 +78,8 @@ func leaseRefusal(s *state.State, said, holder *state.Node) error {
 			state.ErrNodeTaken).
 			WithHint("another machine has this name: join again under another --node-id")
 	default:
-		return problem.New(problem.PermissionDenied, "renew the lease of node %s: %w", said.ID,
-			state.ErrUnknownNode).
+		return problem.New(problem.PermissionDenied, "renew the lease of node %s: %w %q",
+			said.ID, state.ErrUnknownNode, said.ID).
 			WithHint("join again: dpserve join ADDR --token TOKEN")
 	}
 }

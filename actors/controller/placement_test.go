@@ -150,6 +150,7 @@ func TestPlanOfAChange(t *testing.T) {
 	p = c.plan(true, next)
 	require.Len(t, p.Apps, 2)
 	assert.Equal(t, "replace", p.Apps[0].Action)
+	assert.Equal(t, client.EffectRestart, p.Apps[0].Effect)
 	assert.Contains(t, p.Apps[0].Fields, "model.source")
 	var did []string
 	for _, u := range p.Apps[0].Units {

@@ -11,14 +11,6 @@ import (
 	"github.com/dpserve/dpserve/internal/state"
 )
 
-// Actions of a deploy on an application or a unit.
-const (
-	actionCreate    = "create"
-	actionReplace   = "replace"
-	actionDelete    = "delete"
-	actionUnchanged = "unchanged"
-)
-
 // planner builds a plan.
 type planner struct {
 	*dryRunner
@@ -111,13 +103,13 @@ func (p *planner) addNeed(ranks []state.RankGrant, times int) {
 
 // planApp plans one application of the deploy.
 func (p *planner) planApp(a *application) {
-	out := client.AppPlan{App: a.name, Action: actionCreate}
-	if old := p.state.Apps[a.name]; old != nil {
-		out.Action, out.Fields = appChange(old, a.spec)
-	}
+	was := readStored(p.state, a.name)
+	out := client.AppPlan{App: a.name, Impact: impactOf(p.state, was, a)}
+	action, fields := summaryOf(&out.Impact)
+	out.Action, out.Fields = string(action), fields
 	groups := p.placeApp(a)
 	for i := range a.units {
-		out.Units = append(out.Units, p.planUnit(a, &a.units[i], groups[a.units[i].Group]))
+		out.Units = append(out.Units, p.planUnit(was, a, &a.units[i], groups[a.units[i].Group]))
 	}
 	for _, rec := range p.appUnits(a.name) {
 		if !a.isWanted(rec.ID) {
@@ -125,22 +117,6 @@ func (p *planner) planApp(a *application) {
 		}
 	}
 	p.plan.Apps = append(p.plan.Apps, out)
-}
-
-// appChange says what a deploy does to an existing application, and which fields differ.
-func appChange(old *state.App, a *app.Application) (action string, fields []string) {
-	was, err := old.Application()
-	if err != nil {
-		return actionReplace, nil // a spec of another version cannot be compared
-	}
-	changes := app.Compare([]*app.Application{was}, []*app.Application{a})
-	if len(changes) == 0 {
-		return actionUnchanged, nil
-	}
-	for _, f := range changes[0].Fields {
-		fields = append(fields, f.Path)
-	}
-	return actionReplace, fields
 }
 
 // appUnits returns the records of an application's units, in order.
@@ -155,16 +131,18 @@ func (p *planner) appUnits(name string) []*state.Unit {
 }
 
 // planUnit plans one wanted unit.
-func (p *planner) planUnit(a *application, u *app.Unit, group *groupOutcome) client.UnitPlan {
-	out := client.UnitPlan{Unit: u.ID, Action: actionCreate}
+func (p *planner) planUnit(was, a *application, u *app.Unit, group *groupOutcome) client.UnitPlan {
+	out := client.UnitPlan{Unit: u.ID, Effect: unitEffect(p.state, a, u.ID)}
+	out.Action = string(actionOf(out.Effect))
 	rec := p.state.Units[u.ID]
-	if p.keepsRunning(a, u.ID) {
-		out.Action, out.Seats = actionUnchanged, seatsOf(rec.Ranks)
+	switch out.Effect {
+	case client.EffectUnchanged:
+		out.Seats = seatsOf(rec.Ranks)
 		return out
-	}
-	if rec != nil && rec.Holds() {
-		out.Action = actionReplace
+	case client.EffectRestart:
+		out.Reasons = restartReasons(was, a, u, rec)
 		p.addNeed(rec.Ranks, -1)
+	default:
 	}
 	if group.err != nil {
 		p.plan.Fits = false
@@ -182,7 +160,7 @@ func (p *planner) planUnit(a *application, u *app.Unit, group *groupOutcome) cli
 
 // planEnd plans a unit that is not wanted any more.
 func (p *planner) planEnd(rec *state.Unit) client.UnitPlan {
-	out := client.UnitPlan{Unit: rec.ID, Action: actionDelete}
+	out := client.UnitPlan{Unit: rec.ID, Action: string(client.ActionDelete), Effect: client.EffectDelete}
 	if rec.Holds() {
 		p.addNeed(rec.Ranks, -1)
 		out.Seats = seatsOf(rec.Ranks)
@@ -204,7 +182,9 @@ func (p *planner) planDeletions() {
 		if p.deployed[name] != nil || p.state.Apps[name].Deleting {
 			continue
 		}
-		out := client.AppPlan{App: name, Action: actionDelete}
+		out := client.AppPlan{
+			App: name, Action: string(client.ActionDelete), Impact: deletionOf(p.state.Apps[name]),
+		}
 		for _, rec := range p.appUnits(name) {
 			out.Units = append(out.Units, p.planEnd(rec))
 		}
@@ -215,7 +195,7 @@ func (p *planner) planDeletions() {
 // sumNodes lists the nodes in order. A node that frees more than it takes needs nothing.
 func (p *planner) sumNodes() {
 	for _, a := range p.plan.Apps {
-		p.plan.Changes = p.plan.Changes || a.Action != actionUnchanged
+		p.plan.Changes = p.plan.Changes || a.Effect != client.EffectUnchanged
 	}
 	for _, id := range slices.Sorted(maps.Keys(p.nodes)) {
 		n := p.nodes[id]

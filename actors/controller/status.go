@@ -41,7 +41,7 @@ func (c view) appStatus(a *application, unreachable map[string]string) client.Ap
 		ready := us.Phase == string(state.Ready) && a.isWanted(id)
 		switch hidden := markUnreachable(&us, unreachable); {
 		case ready && hidden:
-			missing = append(missing, id+" is "+us.Phase+": "+us.Reason)
+			missing = append(missing, id+" "+state.Phase(us.Phase).Describe()+": "+us.Reason)
 		case ready:
 			s.Ready += len(us.Ranks)
 		}
@@ -259,7 +259,7 @@ func leftReason(left []*unit) string {
 			return u.id + " " + u.stayReason
 		}
 	}
-	return left[0].id + " is " + string(left[0].m.Phase)
+	return left[0].id + " " + left[0].m.Phase.Describe()
 }
 
 // nodeNotes lists the warnings for the node's status.

@@ -201,7 +201,7 @@ func addMissingRanks(ar *appRouter, rows []client.RankExplanation) []client.Rank
 func refusal(app string, query *routeQuery, d *routing.Decision) error {
 	switch d.Reason {
 	case routing.ReasonUnknownRank:
-		return problem.New(problem.NotFound, "app %s has no rank %s", app, query.query.Direct).WithHint(
+		return problem.New(problem.NotFound, "there is no rank %s/%s", app, query.query.Direct).WithHint(
 			"`dpserve status %s` lists them", app)
 	case routing.ReasonRankUnavailable:
 		return problem.New(problem.Unavailable, "rank %s of app %s cannot take it now", query.query.Direct,

@@ -9,8 +9,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/spf13/cobra"
-
+	"github.com/dpserve/dpserve/actors/controller"
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
@@ -104,33 +103,6 @@ func (f *appFile) request() client.DeployRequest {
 	return client.DeployRequest{File: f.name, Text: f.text}
 }
 
-func newValidate(e *env) *cobra.Command {
-	var show bool
-	cmd := &cobra.Command{
-		Use:   "validate FILE [flags]",
-		Short: "check an app.yaml, offline",
-		Long: `validate reads a file as deploy does and names every fault with line, column, what was found
-and what was wanted. It needs no running dpserve. FILE may be - for stdin. Faults end it with exit code 2.`,
-		Example: "  dpserve validate examples/quickstart/app.yaml --print",
-		Args:    requireArgs(1, "FILE"),
-		RunE: func(_ *cobra.Command, args []string) error {
-			file, err := readApps(e, args[0])
-			if err != nil {
-				return err
-			}
-			if show {
-				_, err = e.io.Out.Write(file.print())
-				return err
-			}
-			printMessage(e.io.Err, "%s is sound: %s", file.name, formatCount(len(file.apps), "application"))
-			return nil
-		},
-	}
-	cmd.Flags().BoolVar(&show, "print", false,
-		"print the file as dpserve reads it, sizes worked out, without what is at its default")
-	return cmd
-}
-
 // engineSim is the only value of --engine.
 const engineSim = "sim"
 
@@ -210,18 +182,7 @@ func (c *changes) add(when bool, format string, args ...any) {
 }
 
 // checkKinds refuses engine kinds that this version cannot start, before any engine starts.
-func checkKinds(apps []*app.Application) error {
-	for _, a := range apps {
-		switch a.Engine.Kind {
-		case app.KindVLLM, app.KindSGLang:
-			return problem.New(problem.Unplaceable, "%s: engines of kind %s come with the next version",
-				a.Name, a.Engine.Kind).
-				WithHint("--engine sim runs the file on the simulated engine")
-		case app.KindSim, app.KindAttach:
-		}
-	}
-	return nil
-}
+func checkKinds(apps []*app.Application) error { return controller.CheckRunnable(apps) }
 
 // simulateFile converts a file to the simulated engine and prints the changes.
 func simulateFile(e *env, file *appFile) {

@@ -106,8 +106,7 @@ func (f *benchFlags) add(cmd *cobra.Command) {
 	flags.DurationVar(&c.SLO.TTFT, "slo-ttft", loadgen.DefaultTTFT, "limit of the first token for goodput")
 	flags.DurationVar(&c.SLO.TPOT, "slo-tpot", loadgen.DefaultTPOT,
 		"limit of the mean gap between tokens for goodput")
-	flags.IntSliceVar(&c.PIDs, "pid", nil, "`processes` whose CPU time is charged to the run (Linux)")
-	flags.Lookup("pid").DefValue = ""
+	flags.IntSliceVar(&c.PIDs, "pid", nil, "`PIDS` of processes whose CPU time is charged to the run (Linux)")
 	flags.StringVar(&f.direct, "overhead", "",
 		"`URL` of the engine behind the endpoint: measure what the endpoint adds, both in turns")
 	flags.StringVar(&f.keyEnv, "api-key-env", "", "`name` of the environment variable that holds the API key")
@@ -120,7 +119,8 @@ func runBench(ctx context.Context, e *env, f *benchFlags) error {
 	c.Stream = !f.whole
 	if f.keyEnv != "" {
 		if c.APIKey = e.getenv(f.keyEnv); c.APIKey == "" {
-			return problem.New(problem.InvalidArgument, "--api-key-env %s: the variable is empty", f.keyEnv)
+			return problem.New(problem.InvalidArgument, "--api-key-env %s: the variable is empty", f.keyEnv).
+				WithHint("export %s=KEY", f.keyEnv)
 		}
 	}
 	if c.Model == "" {
@@ -246,8 +246,7 @@ func (f *benchFlags) checkSessions(cmd *cobra.Command) error {
 	if f.sessions = cmd.Flags().Changed("sessions"); f.sessions {
 		refuse("overhead", "requests", "prompt-tokens", "prompt-bytes", "route", "no-stream")
 		if len(wrong) > 0 {
-			return problem.New(problem.InvalidArgument, "%s and --sessions exclude each other",
-				strings.Join(wrong, ", "))
+			return usageError("bench", "%s and --sessions exclude each other", strings.Join(wrong, ", "))
 		}
 		return nil
 	}

@@ -12,6 +12,7 @@ import (
 
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // nodesDocument is the JSON of nodes.
@@ -168,8 +169,7 @@ func findNode(list []client.NodeStatus, name string) (*client.NodeStatus, error)
 		}
 		names = append(names, list[i].Node)
 	}
-	return nil, problem.New(problem.NotFound, "there is no node %q", name).
-		WithHint("nodes are %s", strings.Join(names, ", "))
+	return nil, state.UnknownNode(name, names)
 }
 
 // drainTimeout is the default of --timeout: how long drain watches.
@@ -255,7 +255,7 @@ func drainProgress(ctx context.Context, cluster admin, node string) (left string
 	case "draining":
 	default:
 		return "", false, problem.New(problem.Conflict, "%s is %s: somebody has ended the drain",
-			node, n.State)
+			node, n.State).WithHint("`dpserve drain %s` begins it again", node)
 	}
 	left = fmt.Sprintf("%s: %s, %s in flight", node, formatCount(n.Ranks, "rank"),
 		formatCount(n.InFlight, "request"))
@@ -289,12 +289,12 @@ func newLeave(e *env) *cobra.Command {
 	var yes bool
 	cmd := &cobra.Command{
 		Use:   "leave [flags]",
-		Short: "take the node at DPSERVE_ADDR out of its cluster",
-		Long: `leave drains the node that DPSERVE_ADDR names, waits until it is empty and removes it from
-the cluster. Its process then ends with exit code 0, and its data folder is of no more use: to come back,
+		Short: "take the node that answers out of its cluster",
+		Long: `leave drains the node that --addr or DPSERVE_ADDR names, waits until it is empty and removes it
+from the cluster. Its process then ends with exit code 0, and its data folder is of no more use: to come back,
 join with an empty one. A node without which the voters that remain would have no living majority is refused
 before anything changes: remove or bring back the lost ones first.`,
-		Example: `  DPSERVE_ADDR=127.0.0.3:8265 dpserve leave`,
+		Example: `  dpserve leave --addr 127.0.0.3`,
 		Args:    requireArgs(0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return e.withAdmin(func(cluster admin) error {
@@ -316,7 +316,7 @@ func runLeave(ctx context.Context, e *env, cluster admin, f *drainFlags, yes, bo
 		return err
 	}
 	if v.Node == "" {
-		return problem.New(problem.Upstream, "the node at DPSERVE_ADDR does not tell its name").
+		return problem.New(problem.Upstream, "the node that answers does not tell its name").
 			WithHint("it runs another version: use its own dpserve command")
 	}
 	list, err := cluster.Nodes(ctx)
@@ -476,7 +476,7 @@ func runToken(ctx context.Context, e *env, cluster admin, req client.TokenReques
 	}
 	_, err = fmt.Fprintf(e.io.Out, "%s\n", command)
 	printMessage(e.io.Err, "good for %s until %s", formatCount(t.Uses, "node"),
-		t.Expires.Local().Format(time.DateTime))
+		t.Expires.Local().Format("2006-01-02 15:04:05 MST"))
 	return err
 }
 

@@ -130,8 +130,8 @@ func TestPlanShowsPlacesAndExitCodes(t *testing.T) {
 	}
 	path := file(t, tiny)
 	require.Zero(t, c.run([]string{"plan", path}), c.stderr())
-	assert.Contains(t, c.stdout(), "moe/0  create  0-1    a     0-3")
-	assert.Contains(t, c.stdout(), "moe/0  create  2      b     0-1")
+	assert.Contains(t, c.stdout(), "moe/0  + create  0-1    a     0-3")
+	assert.Contains(t, c.stdout(), "moe/0  + create  2      b     0-1")
 	assert.Contains(t, c.stdout(), "--revision 7")
 	assert.Equal(t, 3, c.run([]string{"plan", path, "--exit-code"}))
 

@@ -1,8 +1,10 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
+	"maps"
 	"slices"
 	"strings"
 	"time"
@@ -10,7 +12,9 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // deployTimeout is the default of --timeout: how long deploy waits for RUNNING.
@@ -33,8 +37,12 @@ func newDeploy(e *env) *cobra.Command {
 		Short: "bring the applications of a file to RUNNING",
 		Long: `deploy checks FILE, shows what changes, applies it and waits until every rank serves.
 Applications that FILE does not list stay as they are, unless --prune is given. A rollout that fails ends it
-with exit code 5 and the last log lines of the rank that failed; Ctrl-C leaves the monitor (exit code 130)
-and the rollout goes on.`,
+with exit code 5 and the last log lines of the rank that failed. One that another deploy replaces, or whose
+application is deleted, ends it with exit code 1. Ctrl-C leaves the monitor (exit code 130) and the rollout
+goes on.
+
+It says what it does in the words of plan. -o json prints the status in the end, or with --detach what was
+applied.`,
 		Example: `  dpserve deploy examples/quickstart/app.yaml
   dpserve deploy app.yaml --dry-run            # as dpserve plan`,
 		Args: requireArgs(1, "FILE"),
@@ -46,7 +54,7 @@ and the rollout goes on.`,
 	flags.BoolVar(&f.partial, "partial", false,
 		"start the groups that find a place, and the others when there is one")
 	flags.Uint64Var(&f.revision, "revision", 0,
-		"cluster revision that `dpserve plan` showed; refused if an application of FILE has changed since")
+		"`REVISION` of the cluster that plan showed; refused if an application of FILE has changed since")
 	flags.BoolVar(&f.yes, "yes", false, "do not ask before --prune deletes something")
 	flags.DurationVar(&f.timeout, "timeout", deployTimeout, "how long to wait for RUNNING; then exit code 8")
 	flags.StringVar(&f.engine, "engine", "", "sim: run the file on the simulated engine")
@@ -92,9 +100,26 @@ func runDeploy(ctx context.Context, e *env, f *deployFlags, path string) error {
 	printChanges(e, result)
 	if f.detach {
 		printMessage(e.io.Err, "applied; watch it with `dpserve status -w`")
-		return nil
+		return writeDetached(e, &result, *f.output)
 	}
 	return awaitRunning(ctx, e, f, cluster, result)
+}
+
+// deployDocument is the JSON of deploy --detach.
+type deployDocument struct {
+	APIVersion string `json:"apiVersion"`
+	client.DeployResult
+}
+
+// writeDetached prints what was applied for programs. People have read it on stderr.
+func writeDetached(e *env, result *client.DeployResult, output format) error {
+	if output == formatTable || output == formatWide {
+		return nil
+	}
+	l := &listing{
+		document: deployDocument{apiVersion, *result}, names: slices.Sorted(maps.Keys(result.Apps)),
+	}
+	return l.write(e.io, output)
 }
 
 func readDeployFile(e *env, engine, path string) (*appFile, error) {
@@ -117,7 +142,9 @@ func awaitRunning(ctx context.Context, e *env, f *deployFlags, cluster admin,
 ) error {
 	waiting, cancel := context.WithTimeout(ctx, f.timeout)
 	defer cancel()
-	err := newMonitor(e, cluster, newScreen(e.io)).awaitRunning(waiting, result.Apps)
+	m := newMonitor(e, cluster, newScreen(e.io))
+	m.pinned = true
+	err := m.awaitRunning(waiting, result.Apps)
 	if errors.Is(err, errInterrupted) {
 		printMessage(e.io.Err, "interrupted; the rollout goes on, watch it with `dpserve status -w`")
 		return &silentError{code: exitInterrupted}
@@ -159,18 +186,31 @@ func confirmPrune(ctx context.Context, e *env, f *deployFlags, cluster admin, fi
 	}
 }
 
-// printChanges prints one line per application that the deploy changed.
+// printChanges prints one line per application of the deploy, in the words of plan.
 func printChanges(e *env, result client.DeployResult) {
-	for _, c := range result.Changes {
-		fields := ""
-		if len(c.Fields) > 0 {
-			fields = ": " + strings.Join(c.Fields, ", ")
+	for i := range result.Changes {
+		c := &result.Changes[i]
+		effect := effectOf(c.Effect, string(c.Action))
+		line := c.App + ": " + describeImpact(&c.Impact, effect)
+		if why := cmp.Or(joinSome(c.Reasons), joinSome(c.Fields)); why != "" {
+			line += " (" + why + ")"
 		}
-		printMessage(e.io.Err, "%s %s%s", c.Action, c.App, fields)
+		printMessage(e.io.Err, "%s", line)
 		for _, r := range c.Gone {
 			printMessage(e.io.Err, "%s: the file does not list rank %s, which goes", c.App, r)
 		}
 	}
+}
+
+// replacedError ends the wait for a revision that another deploy has replaced. Changes of attached ranks are
+// revisions too, and keep what was deployed, so the wait goes on.
+func replacedError(a *client.AppStatus, want uint64) error {
+	if a.Revision <= want || a.Kind == string(app.KindAttach) {
+		return nil
+	}
+	return problem.New(problem.Conflict,
+		"%s: revision %d was replaced by revision %d while it was rolled out", a.Name, want, a.Revision).
+		WithHint("somebody else deployed it; `dpserve status %s` shows what runs now", a.Name)
 }
 
 // findApp returns the named application. The error lists the existing ones.
@@ -182,9 +222,5 @@ func findApp(apps []client.AppStatus, name string) (client.AppStatus, error) {
 		}
 		names = append(names, a.Name)
 	}
-	err := problem.New(problem.NotFound, "there is no application %q", name)
-	if len(names) == 0 {
-		return client.AppStatus{}, err.WithHint("nothing is deployed; `dpserve deploy FILE` does it")
-	}
-	return client.AppStatus{}, err.WithHint("applications are %s", strings.Join(names, ", "))
+	return client.AppStatus{}, state.UnknownApp(name, names)
 }

@@ -27,7 +27,7 @@ func TestDeployWaitsUntilRunning(t *testing.T) {
 	}
 	require.Equal(t, 0, cli.run([]string{"deploy", file(t, tiny), "-o", "json"}), cli.stderr())
 	assert.Equal(t, []string{
-		"dpserve: replace demo: engine.args.seed",
+		"dpserve: demo: restart, scale 1 -> 2 (engine.args.seed)",
 		"dpserve: demo/0/0 ready", "dpserve: demo/0/1 ready",
 		"dpserve: demo/0/0 starting", "dpserve: demo/0/1 pending",
 		"dpserve: demo/0/0 ready", "dpserve: demo/0/1 starting",
@@ -145,7 +145,7 @@ func TestDeployVLLM(t *testing.T) {
 	cli := newCLI(t)
 	assert.Equal(t, 5, cli.run([]string{"deploy", file(t, vllm)}))
 	assert.Contains(t, cli.stderr(),
-		"dpserve: demo: engines of kind vllm come with the next version\nhint: --engine sim ")
+		"dpserve: demo: this version cannot start engines of kind vllm\nhint: --engine sim ")
 
 	cli = newCLI(t)
 	cli.cluster.script = [][]client.AppStatus{{}}
@@ -156,7 +156,7 @@ func TestDeployVLLM(t *testing.T) {
 		"dpserve: --engine sim: demo: engine.env dropped",
 		"dpserve: --engine sim: demo: resources.gpus: 1 → 0",
 		"dpserve: --engine sim: demo: engine.args dropped: load_format",
-		"dpserve: replace demo: engine.args.seed",
+		"dpserve: demo: restart, scale 1 -> 2 (engine.args.seed)",
 		"dpserve: applied; watch it with `dpserve status -w`",
 	}, strings.Split(strings.TrimSpace(cli.stderr()), "\n"))
 	text := string(cli.cluster.deployed[0].Text)
@@ -199,7 +199,8 @@ demo/0/1  backoff  1      -                     n1    0          0      -       
 	t.Run("unknown", func(t *testing.T) {
 		c, code := run(t, "dmo")
 		assert.Equal(t, 1, code)
-		assert.Equal(t, "dpserve: no application \"dmo\"\nhint: applications are demo\n", c.stderr())
+		assert.Equal(t, "dpserve: there is no application \"dmo\"\nhint: did you mean \"demo\"?\n",
+			c.stderr())
 	})
 	t.Run("name", func(t *testing.T) {
 		c, _ := run(t, "-o", "name")

@@ -28,7 +28,8 @@ type env struct {
 	newNode  func(server.Config) (node, error)
 	newAdmin func(addr string) (admin, error)
 
-	noColor bool // --no-color
+	addr    string // --addr
+	noColor bool   // --no-color
 }
 
 func newEnv(streams *ioStreams, sig *interrupts) *env {
@@ -44,17 +45,24 @@ func (e *env) run(args []string) int {
 	root.SetIn(e.io.In)
 	root.SetOut(e.io.Out)
 	root.SetErr(e.io.Err)
-	err := root.ExecuteContext(ctx)
+	if len(args) > 0 && (args[0] == cobra.ShellCompRequestCmd || args[0] == cobra.ShellCompNoDescRequestCmd) {
+		cleanUsages(root)
+	}
+	cmd, err := root.ExecuteContextC(ctx)
 	if err != nil && errors.Is(context.Cause(ctx), errInterrupted) && !isSilent(err) {
 		err = errInterrupted // the interrupt caused the error
 	}
-	report(e.io.Err, err)
+	if wantsJSON(cmd, args) {
+		reportJSON(e.io.Err, err)
+	} else {
+		report(e.io.Err, err)
+	}
 	return exitCode(err)
 }
 
-// admin returns a client for the cluster that DPSERVE_ADDR selects. It does not connect yet.
+// admin returns a client for the cluster that --addr or DPSERVE_ADDR selects. It does not connect yet.
 func (e *env) admin() (admin, error) {
-	return e.newAdmin(cmp.Or(e.getenv("DPSERVE_ADDR"), defaultAddr))
+	return e.newAdmin(cmp.Or(e.addr, e.getenv("DPSERVE_ADDR"), defaultAddr))
 }
 
 // withAdmin calls f with a client and closes it afterwards.
@@ -65,13 +73,6 @@ func (e *env) withAdmin(f func(cluster admin) error) error {
 	}
 	defer cluster.Close()
 	return f(cluster)
-}
-
-// applyColor makes --no-color act like NO_COLOR.
-func (e *env) applyColor(*cobra.Command, []string) {
-	if e.noColor {
-		e.io.Color = false
-	}
 }
 
 // admin is the part of the admin REST API that the CLI uses. Errors are *client.Error.

@@ -5,7 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
+
+	"github.com/spf13/cobra"
 
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
@@ -46,6 +49,9 @@ func exitCode(err error) int {
 	return problem.ExitCode(problem.Code(describeError(err).Code))
 }
 
+// codeInterrupted is the code of an interrupted command in JSON. The admin API has no such code.
+const codeInterrupted = "interrupted"
+
 // describeError returns what a user is told about an error of the admin API or of this process. An error that
 // names no code is internal.
 func describeError(err error) client.Error {
@@ -54,19 +60,96 @@ func describeError(err error) client.Error {
 		faults app.Faults
 		p      *problem.Error
 	)
+	e := client.Error{Code: string(problem.Internal), Message: err.Error()}
 	switch {
+	case errors.Is(err, errInterrupted):
+		e.Code = codeInterrupted
 	case errors.As(err, &answer):
-		return *answer
+		e = *answer
+		e.Message = err.Error()
 	case errors.As(err, &faults):
-		e := client.Error{Code: string(problem.InvalidArgument)}
-		for _, f := range faults {
-			e.Faults = append(e.Faults, client.Fault(f))
-		}
-		return e
+		p = faults.Problem()
+		e.Code, e.Message, e.Hint = string(p.Code), p.Message, p.Hint
+		e.Faults = convertFaults(faults)
 	case errors.As(err, &p):
-		return client.Error{Code: string(p.Code), Hint: p.Hint, Doc: p.Doc, Details: p.Details}
+		e.Code, e.Hint, e.Doc, e.Details = string(p.Code), p.Hint, p.Doc, p.Details
+	case errors.Is(err, context.DeadlineExceeded):
+		e.Code = string(problem.Timeout)
 	}
-	return client.Error{Code: string(problem.Internal)}
+	e.Message = strings.TrimSuffix(e.Message, ".")
+	return e
+}
+
+func convertFaults[F app.Fault | app.Warning](faults []F) []client.Fault {
+	out := make([]client.Fault, len(faults))
+	for i, f := range faults {
+		out[i] = client.Fault(f)
+	}
+	return out
+}
+
+// errorDocument is an error with -o json.
+type errorDocument struct {
+	APIVersion string     `json:"apiVersion"`
+	Error      errorFacts `json:"error"`
+}
+
+type errorFacts struct {
+	Code     string         `json:"code"`
+	Message  string         `json:"message"`
+	Hint     string         `json:"hint,omitempty"`
+	Doc      string         `json:"doc,omitempty"`
+	Details  []string       `json:"details,omitempty"`
+	Faults   []client.Fault `json:"faults,omitempty"`
+	ExitCode int            `json:"exit_code"`
+}
+
+// reportJSON writes an error as one line of JSON.
+func reportJSON(w io.Writer, err error) {
+	if err == nil || isSilent(err) {
+		return
+	}
+	e := describeError(err)
+	facts := errorFacts{
+		Code: e.Code, Message: e.Message, Hint: e.Hint, Doc: e.Doc, Details: e.Details,
+		Faults: completeFaults(e.Faults), ExitCode: exitCode(err),
+	}
+	if len(facts.Faults) > 0 {
+		facts.Details = nil // the same as text
+	}
+	_ = writeJSONLine(w, errorDocument{apiVersion, facts}) // there is nobody else to tell
+}
+
+// completeFaults gives every fault a message that says all of it.
+func completeFaults(faults []client.Fault) []client.Fault {
+	out := slices.Clone(faults)
+	for i := range out {
+		out[i].Message = app.Fault(out[i]).Describe()
+	}
+	return out
+}
+
+// wantsJSON reports whether the command line asks for -o json, also if it was refused before its flags were
+// read.
+func wantsJSON(cmd *cobra.Command, args []string) bool {
+	f := cmd.Flag("output")
+	if f == nil {
+		return false
+	}
+	if f.Changed {
+		return f.Value.String() == string(formatJSON)
+	}
+	for i, arg := range args {
+		switch arg {
+		case "--":
+			return false
+		case "-ojson", "-o=json", "--output=json":
+			return true
+		case "-o", "--output":
+			return i+1 < len(args) && args[i+1] == string(formatJSON)
+		}
+	}
+	return false
 }
 
 // report writes an error for the user: message, details, hints. Each fault of a file is on its own line and
@@ -83,7 +166,7 @@ func report(w io.Writer, err error) {
 		}
 		return
 	}
-	printMessage(w, "%s", strings.TrimSuffix(err.Error(), "."))
+	printMessage(w, "%s", e.Message)
 	for _, d := range e.Details {
 		_, _ = fmt.Fprintln(w, "  "+d)
 	}

@@ -24,6 +24,7 @@ type cli struct {
 	*env
 	cluster  *fakeCluster
 	node     *fakeNode
+	asked    []string // addresses of clients
 	stdin    *strings.Reader
 	out, err lockedBuffer
 }
@@ -36,7 +37,10 @@ func newCLI(t *testing.T) *cli {
 	}
 	c.env = newEnv(streams, newInterrupts())
 	c.getenv = func(string) string { return "" }
-	c.newAdmin = func(string) (admin, error) { return c.cluster, nil }
+	c.newAdmin = func(addr string) (admin, error) {
+		c.asked = append(c.asked, addr)
+		return c.cluster, nil
+	}
 	c.newNode = func(config server.Config) (node, error) { c.node.config = config; return c.node, nil }
 	return c
 }
@@ -96,11 +100,13 @@ type fakeCluster struct {
 	removed  []client.RankRemoval // of edge
 	onApps   func(call int)
 	calls    int
+	deadline time.Time // of the last Apps
 }
 
-func (f *fakeCluster) Apps(context.Context) ([]client.AppStatus, error) {
+func (f *fakeCluster) Apps(ctx context.Context) ([]client.AppStatus, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	f.deadline, _ = ctx.Deadline()
 	if f.onApps != nil {
 		f.onApps(f.calls)
 	}
@@ -122,7 +128,14 @@ func (f *fakeCluster) Deploy(_ context.Context, r client.DeployRequest) (client.
 	return client.DeployResult{
 		Apps: map[string]uint64{"demo": 2},
 		Changes: []client.Change{
-			{App: "demo", Action: client.ActionReplace, Fields: []string{"engine.args.seed"}},
+			{
+				App: "demo", Action: client.ActionReplace,
+				Fields: []string{"engine.args.seed", "num_replicas"},
+				Impact: client.Impact{
+					Effect: client.EffectRestart, Reasons: []string{"engine.args.seed"},
+					RanksBefore: 1, RanksAfter: 2,
+				},
+			},
 		},
 	}, f.down
 }

@@ -31,6 +31,7 @@ type monitor struct {
 	scr   *screen
 	now   func() time.Time
 
+	pinned      bool // a later revision than the wanted one ends the wait
 	started     time.Time
 	seen        map[string]string // rank → the last text printed about it
 	lastDrawn   time.Time
@@ -156,6 +157,9 @@ func (m *monitor) awaitRunning(ctx context.Context, want map[string]uint64) erro
 			a := &apps[i]
 			if a.Revision < want[a.Name] {
 				continue
+			}
+			if err := replacedError(a, want[a.Name]); err != nil && m.pinned {
+				return true, err
 			}
 			if a.Status == client.StatusDeployFailed {
 				return true, deployFailure(a)

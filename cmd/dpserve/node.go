@@ -12,10 +12,12 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
 
+	"github.com/dpserve/dpserve/internal/nearest"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/server"
 )
@@ -119,7 +121,11 @@ func checkOneOf(flag, value string, allowed ...string) error {
 	if slices.Contains(allowed, value) {
 		return nil
 	}
-	return problem.New(problem.InvalidArgument, "%s %q: wanted %s", flag, value, strings.Join(allowed, ", "))
+	err := problem.New(problem.InvalidArgument, "%s %q: wanted %s", flag, value, strings.Join(allowed, ", "))
+	if near := nearest.Word(value, allowed); near != "" {
+		return err.WithHint("did you mean %s?", near)
+	}
+	return err.WithHint("leave %s out for its default", flag)
 }
 
 // stopAtOnce is the longest time that a node may take to stop at once. Engines get no grace then.
@@ -214,7 +220,51 @@ func newNode(c server.Config) (node, error) {
 			debug.SetMemoryLimit(limit / 10 * memoryShareTenths)
 		}
 	}
+	if err := checkAdvertise(c.Advertise); err != nil {
+		return nil, err
+	}
 	return server.New(c)
+}
+
+// resolveTimeout bounds the lookup of --advertise.
+const resolveTimeout = 5 * time.Second
+
+// checkAdvertise refuses a --advertise at which this machine cannot listen. Ports are not its business.
+func checkAdvertise(host string) error {
+	if host == "" {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), resolveTimeout)
+	defer cancel()
+	l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", net.JoinHostPort(host, "0"))
+	var unknown *net.DNSError
+	switch {
+	case err == nil:
+		return l.Close()
+	case errors.As(err, &unknown):
+		return problem.New(problem.InvalidArgument,
+			"--advertise %s: this name does not resolve here: %s", host, unknown.Err).
+			WithHint("write an IP of this machine: %s", listOwnAddresses())
+	case errors.Is(err, syscall.EADDRNOTAVAIL):
+		return problem.New(problem.InvalidArgument, "--advertise %s is not an address of this machine", host).
+			WithHint("write one that other nodes reach: %s", listOwnAddresses())
+	}
+	return nil // the node's own listeners say what is wrong
+}
+
+// listOwnAddresses lists the addresses of this machine's interfaces that other machines might reach.
+func listOwnAddresses() string {
+	addresses, err := net.InterfaceAddrs()
+	var out []string
+	for _, a := range addresses {
+		if n, ok := a.(*net.IPNet); ok && n.IP.IsGlobalUnicast() && !n.IP.IsLoopback() {
+			out = append(out, n.IP.String())
+		}
+	}
+	if err != nil || len(out) == 0 {
+		return "127.0.0.1 for nodes on this machine alone"
+	}
+	return joinSome(out)
 }
 
 // memoryShareTenths is the share of a container's memory, in tenths, that the Go runtime may use. The kernel

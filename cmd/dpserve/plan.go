@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"slices"
@@ -12,9 +13,6 @@ import (
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/problem"
 )
-
-// actionUnchanged is the action of an application or unit that stays as it is.
-const actionUnchanged = string(client.ActionUnchanged)
 
 type planFlags struct {
 	exitCode, prune bool
@@ -33,9 +31,17 @@ func newPlan(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "plan FILE [flags]",
 		Short: "show what deploy would do, and where every rank would go",
-		Long: `plan asks the cluster what a deploy of FILE would create, replace and delete, on which node
-each rank would run, what that takes of each node, and why something finds no place. It changes nothing.
-What cannot be placed ends it with exit code 5.`,
+		Long: `plan asks the cluster what a deploy of FILE would do, on which node each rank would run, what
+that takes of each node, and why something finds no place. It changes nothing. What cannot be placed ends it
+with exit code 5.
+
+  + create        the application, or the unit, is new
+  ~ update        it changes, and no rank that runs is touched
+  ~ scale 2 -> 3  ranks are added or end, and the others are not touched
+  -/+ restart     ranks that run are started again, for the reason behind #: one unit (a rank, or a whole
+                  group if coupling is lockstep) at a time, as soon as the others are ready
+  - delete        it drains and ends
+  no change`,
 		Example: `  dpserve plan app.yaml
   dpserve plan app.yaml --exit-code            # 3 if a deploy would change something`,
 		Args: requireArgs(1, "FILE"),
@@ -101,7 +107,7 @@ func unplacedError(p *client.Plan) error {
 func planListing(p *client.Plan, file string) *listing {
 	var names []string
 	for i := range p.Apps {
-		if p.Apps[i].Action != actionUnchanged {
+		if effectOf(p.Apps[i].Effect, p.Apps[i].Action) != client.EffectUnchanged {
 			names = append(names, p.Apps[i].App)
 		}
 	}
@@ -116,20 +122,111 @@ func planListing(p *client.Plan, file string) *listing {
 	case !p.Changes:
 		l.notes = []string{"no changes"}
 	case p.Fits:
-		l.notes = []string{fmt.Sprintf("to do this: dpserve deploy %s --revision %d", file, p.Revision)}
+		l.notes = append(planSummary(p),
+			fmt.Sprintf("to do this: dpserve deploy %s --revision %d", file, p.Revision))
 	}
 	return l
+}
+
+// planSummary counts the ranks by what happens to them, and names the applications that do not serve
+// meanwhile.
+func planSummary(p *client.Plan) []string {
+	ranks := map[client.Effect]int{}
+	var outages []string
+	for i := range p.Apps {
+		a := &p.Apps[i]
+		for _, u := range a.Units {
+			ranks[effectOf(u.Effect, u.Action)] += len(u.Seats)
+		}
+		if len(a.Units) == 1 && effectOf(a.Units[0].Effect, a.Units[0].Action) == client.EffectRestart {
+			outages = append(outages,
+				a.App+" has one unit alone: its requests wait, or are refused, until it has restarted")
+		}
+	}
+	return append([]string{fmt.Sprintf("ranks: %d to start, %d to restart, %d to end, %d not touched",
+		ranks[client.EffectCreate], ranks[client.EffectRestart], ranks[client.EffectDelete],
+		ranks[client.EffectUnchanged])}, outages...)
+}
+
+// effectOf returns the effect that a node tells. A node of an earlier version tells only the action.
+func effectOf(effect client.Effect, action string) client.Effect {
+	switch {
+	case effect != "":
+		return effect
+	case action == string(client.ActionReplace):
+		return client.EffectUpdate
+	}
+	return client.Effect(action)
+}
+
+// describeImpact says what a deploy does to an application, in the words of plan.
+func describeImpact(i *client.Impact, effect client.Effect) string {
+	switch effect {
+	case client.EffectScale:
+		return fmt.Sprintf("scale %d -> %d", i.RanksBefore, i.RanksAfter)
+	case client.EffectUnchanged:
+		return "no change"
+	case client.EffectRestart:
+		if i.RanksBefore != i.RanksAfter {
+			return fmt.Sprintf("restart, scale %d -> %d", i.RanksBefore, i.RanksAfter)
+		}
+	case client.EffectCreate, client.EffectUpdate, client.EffectDelete:
+	}
+	return string(effect)
+}
+
+// formatEffect puts terraform's sign before a word, and the reasons behind it.
+func formatEffect(effect client.Effect, word string, reasons []string) string {
+	sign := map[client.Effect]string{
+		client.EffectCreate: "+ ", client.EffectUpdate: "~ ", client.EffectScale: "~ ",
+		client.EffectRestart: "-/+ ", client.EffectDelete: "- ",
+	}[effect]
+	if len(reasons) > 0 {
+		word += "  # " + joinSome(reasons)
+	}
+	return sign + word
+}
+
+// maxJoined is how many reasons one line names.
+const maxJoined = 3
+
+// joinSome joins the first words of a list and says how many more there are.
+func joinSome(list []string) string {
+	if len(list) <= maxJoined {
+		return strings.Join(list, ", ")
+	}
+	return fmt.Sprintf("%s and %d more", strings.Join(list[:maxJoined], ", "), len(list)-maxJoined)
 }
 
 func planApps(p *client.Plan) *table {
 	t := &table{head: []string{"APP", "CHANGE", "FIELDS"}}
 	for i := range p.Apps {
 		a := &p.Apps[i]
-		row := cells(a.App, a.Action, strings.Join(a.Fields, ", "))
-		row[1].color = actionColor(a.Action)
+		effect := effectOf(a.Effect, a.Action)
+		row := cells(a.App, formatEffect(effect, describeImpact(&a.Impact, effect), a.Reasons),
+			strings.Join(describeFields(a), ", "))
+		row[1].color = effectColor(effect)
 		t.add(row...)
 	}
 	return t
+}
+
+// maxValue is how many characters of a value a table shows.
+const maxValue = 24
+
+// describeFields lists the fields that differ, with their values if they are short.
+func describeFields(a *client.AppPlan) []string {
+	if len(a.Diffs) == 0 {
+		return a.Fields
+	}
+	out := make([]string, len(a.Diffs))
+	for i, d := range a.Diffs {
+		out[i] = d.Path
+		if len(d.Old) <= maxValue && len(d.New) <= maxValue {
+			out[i] += " " + cmp.Or(d.Old, "(unset)") + " -> " + cmp.Or(d.New, "(unset)")
+		}
+	}
+	return out
 }
 
 // planUnits lists the units that change; with wide, all of them.
@@ -137,11 +234,12 @@ func planUnits(p *client.Plan, wide bool) *table {
 	t := &table{head: []string{"UNIT", "CHANGE", "RANKS", "NODE", "GPUS"}}
 	for i := range p.Apps {
 		for _, u := range p.Apps[i].Units {
-			if u.Action == actionUnchanged && u.Why == "" && !wide {
+			effect := effectOf(u.Effect, u.Action)
+			if effect == client.EffectUnchanged && u.Why == "" && !wide {
 				continue
 			}
 			for _, row := range unitRows(&u) {
-				row[1].color = actionColor(u.Action)
+				row[1].color = effectColor(effect)
 				t.add(row...)
 			}
 		}
@@ -151,12 +249,14 @@ func planUnits(p *client.Plan, wide bool) *table {
 
 // unitRows returns one row per node of a unit.
 func unitRows(u *client.UnitPlan) [][]cell {
+	effect := effectOf(u.Effect, u.Action)
+	what := formatEffect(effect, describeImpact(&client.Impact{}, effect), nil)
 	if len(u.Seats) == 0 {
 		where := ""
 		if u.Why != "" {
 			where = "no place"
 		}
-		return [][]cell{cells(u.Unit, u.Action, "", where, "")}
+		return [][]cell{cells(u.Unit, what, "", where, "")}
 	}
 	var out [][]cell
 	for rest := u.Seats; len(rest) > 0; {
@@ -169,7 +269,7 @@ func unitRows(u *client.UnitPlan) [][]cell {
 			devices = append(devices, s.Devices...)
 		}
 		out = append(out,
-			cells(u.Unit, u.Action, formatSpan(rest[0].Rank, rest[n-1].Rank), rest[0].Node,
+			cells(u.Unit, what, formatSpan(rest[0].Rank, rest[n-1].Rank), rest[0].Node,
 				formatIntList(devices)))
 		rest = rest[n:]
 	}
@@ -185,15 +285,15 @@ func planNodes(p *client.Plan) *table {
 	return t
 }
 
-func actionColor(action string) color {
-	switch client.Action(action) {
-	case client.ActionCreate:
+func effectColor(effect client.Effect) color {
+	switch effect {
+	case client.EffectCreate:
 		return good
-	case client.ActionReplace:
+	case client.EffectUpdate, client.EffectScale, client.EffectRestart:
 		return busy
-	case client.ActionDelete:
+	case client.EffectDelete:
 		return bad
-	case client.ActionUnchanged:
+	case client.EffectUnchanged:
 		return faint
 	}
 	return plain

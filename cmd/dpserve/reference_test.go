@@ -18,17 +18,23 @@ not edit.
 
 Data goes to stdout, talk to stderr. An error is ` + "`dpserve: what is wrong`" + `, followed by ` +
 	"`hint:`" + ` lines.
+With ` + "`-o json`" + ` it is one line of JSON instead, the last one on stderr:
+` + "`{\"apiVersion\", \"error\": {\"code\", \"message\", \"hint\", " +
+	"\"details\", \"faults\", \"exit_code\"}}`" + `. A code is one of those of the
+admin API, or ` + "`interrupted`" + `.
 Listings take ` + "`-o table|wide|json|yaml|name`" + `; JSON has ` + "`apiVersion`" + `, and times are
 RFC 3339 wherever no person reads. Progress is redrawn on a terminal and is one line per change elsewhere.
 ` + "`NO_COLOR`, `TERM=dumb` and `--no-color`" + ` are honoured. Destructive commands ask for the name, or
 want ` + "`--yes`" + `. Ctrl-C, SIGTERM and a closed terminal (SIGHUP, unless nohup ignores it) mean the
-same.
+same. ` + "`dpserve completion bash|zsh|fish|powershell`" + ` completes commands, flags, files, and
+the names of applications, ranks and nodes, which it asks the cluster for.
 
 | Exit code | Means |
 |---|---|
 | 0 | ok; also ` + "`up` and `start`" + ` after a drain that a signal asked for, ` +
 	`and a watch that Ctrl-C ended |
-| 1 | error |
+| 1 | error; also ` + "`deploy`" + ` when another deploy replaces its revision, ` +
+	`or its application is deleted |
 | 2 | usage, or a file with faults |
 | 3 | differs (only with ` + "`--exit-code`" + `) |
 | 4 | authentication |

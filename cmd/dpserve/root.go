@@ -2,6 +2,8 @@ package main
 
 import (
 	"errors"
+	"iter"
+	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -11,15 +13,15 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// helpTemplate opens with an example, because most readers look for one.
-const helpTemplate = `{{with .Example}}Example:
-{{. | trimTrailingWhitespaces}}
-
-{{end}}{{with (or .Long .Short)}}{{. | trimTrailingWhitespaces}}
+// helpTemplate says what a command does, then how it is called, with examples, then the flags.
+const helpTemplate = `{{with (or .Long .Short)}}{{. | trimTrailingWhitespaces}}
 
 {{end}}Usage:
-  {{if .HasAvailableSubCommands}}{{.CommandPath}} COMMAND{{else}}{{.UseLine}}{{end}}
-{{if .HasAvailableSubCommands}}
+  {{.UseLine}}
+{{with .Example}}
+Examples:
+{{. | trimTrailingWhitespaces}}
+{{end}}{{if .HasAvailableSubCommands}}
 Commands:{{range .Commands}}{{if .IsAvailableCommand}}
   {{rpad .Name .NamePadding}} {{.Short}}{{end}}{{end}}
 {{end}}{{if .HasAvailableLocalFlags}}
@@ -34,8 +36,12 @@ const rootLong = `dpserve serves data-parallel LLM engines behind one OpenAI end
 per rank, hands out the ranks, routes each request to the rank where it does the most good, and restarts
 what dies.
 
-DPSERVE_ADDR selects the cluster for all commands but up, start, join and validate
-(default ` + defaultAddr + `).
+--addr, else DPSERVE_ADDR, names a node of the cluster that a command asks (default ` + defaultAddr + `):
+HOST, HOST:PORT, :PORT or a URL; the port of HOST is 8265. up, start, join and validate ask
+none.
+
+With -o json an error is one line of JSON, the last one on stderr: {"apiVersion", "error": {"code",
+"message", "hint", "details", "faults", "exit_code"}}.
 
 Exit codes: 0 ok, 1 error, 2 usage or validation, 3 differs (only with --exit-code), 4 authentication,
 5 cannot be rolled out, 8 still pending at the timeout, 130 interrupted.`
@@ -45,15 +51,15 @@ const program = "dpserve"
 
 func newRoot(e *env) *cobra.Command {
 	root := &cobra.Command{
-		Use:   program,
+		Use:   program + " COMMAND",
 		Short: "data-parallel LLM serving behind one OpenAI endpoint",
 		Long:  rootLong,
 		Example: `  dpserve up                                   # four simulated ranks, no GPU needed
   dpserve up examples/quickstart/app.yaml      # the same from a file`,
-		SilenceErrors:    true,
-		SilenceUsage:     true,
-		Args:             cobra.ArbitraryArgs,
-		PersistentPreRun: e.applyColor,
+		SilenceErrors:     true,
+		SilenceUsage:      true,
+		Args:              cobra.ArbitraryArgs,
+		PersistentPreRunE: func(cmd *cobra.Command, _ []string) error { return prepare(e, cmd) },
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if len(args) > 0 {
 				return unknownCommand(cmd, args[0])
@@ -62,6 +68,8 @@ func newRoot(e *env) *cobra.Command {
 		},
 		CompletionOptions: cobra.CompletionOptions{DisableDefaultCmd: true},
 	}
+	root.PersistentFlags().StringVar(&e.addr, "addr", "",
+		"`ADDRESS` of the admin API: HOST, HOST:PORT or URL (default DPSERVE_ADDR, else "+defaultAddr+")")
 	root.PersistentFlags().BoolVar(&e.noColor, "no-color", false, "no colour (NO_COLOR does the same)")
 	root.SetHelpTemplate(helpTemplate)
 	root.SetFlagErrorFunc(flagError)
@@ -69,10 +77,41 @@ func newRoot(e *env) *cobra.Command {
 	root.AddCommand(newUp(e), newStart(e), newJoin(e), newValidate(e), newPlan(e), newDeploy(e), newStatus(e),
 		newRoute(e), newRouter(e), newLogs(e), newDelete(e), newRanks(e), newNodes(e), newDrain(e),
 		newUndrain(e), newLeave(e), newToken(e), newBench(e), newVersion(e), newCompletion(e))
-	for _, cmd := range root.Commands() {
+	root.DisableFlagsInUseLine = true
+	for cmd := range allCommands(root) {
 		cmd.DisableFlagsInUseLine = true
 	}
+	addCompletions(e, root)
 	return root
+}
+
+// allCommands yields every command below cmd.
+func allCommands(cmd *cobra.Command) iter.Seq[*cobra.Command] {
+	return func(yield func(*cobra.Command) bool) {
+		for _, sub := range cmd.Commands() {
+			if !yield(sub) {
+				return
+			}
+			for deeper := range allCommands(sub) {
+				if !yield(deeper) {
+					return
+				}
+			}
+		}
+	}
+}
+
+// prepare applies the flags that all commands have.
+func prepare(e *env, cmd *cobra.Command) error {
+	if e.noColor {
+		e.io.Color = false
+	}
+	if cmd.Flags().Changed("addr") && slices.Contains([]string{"up", "start", "join"}, cmd.Name()) {
+		return problem.New(problem.InvalidArgument,
+			"%s runs a node of its own, and --addr names one that runs", cmd.Name()).
+			WithHint("see `dpserve help %s` for the addresses at which it listens", cmd.Name())
+	}
+	return nil
 }
 
 func newHelp(root *cobra.Command) *cobra.Command {
@@ -80,6 +119,10 @@ func newHelp(root *cobra.Command) *cobra.Command {
 		Use:     "help [COMMAND]",
 		Short:   "help on a command",
 		Example: "  dpserve help deploy",
+		ValidArgsFunction: func(*cobra.Command, []string, string,
+		) ([]cobra.Completion, cobra.ShellCompDirective) {
+			return commandNames(root), cobra.ShellCompDirectiveNoFileComp
+		},
 		RunE: func(_ *cobra.Command, args []string) error {
 			cmd, rest, err := root.Find(args)
 			if err != nil || len(rest) > 0 || cmd == root && len(args) > 0 {
@@ -93,17 +136,21 @@ func newHelp(root *cobra.Command) *cobra.Command {
 
 func unknownCommand(root *cobra.Command, name string) error {
 	err := problem.New(problem.InvalidArgument, "unknown command %q", name)
+	if near := nearest.Word(name, commandNames(root)); near != "" {
+		return err.WithHint("did you mean `%s %s`?", root.CommandPath(), near)
+	}
+	return err.WithHint("`%s` lists the commands",
+		strings.Replace(root.CommandPath(), program, program+" help", 1))
+}
+
+func commandNames(root *cobra.Command) []string {
 	var names []string
 	for _, c := range root.Commands() {
 		if c.IsAvailableCommand() {
 			names = append(names, c.Name())
 		}
 	}
-	if near := nearest.Word(name, names); near != "" {
-		return err.WithHint("did you mean `%s %s`?", root.CommandPath(), near)
-	}
-	return err.WithHint("`%s` lists the commands",
-		strings.Replace(root.CommandPath(), program, program+" help", 1))
+	return names
 }
 
 // flagError converts pflag's errors to problem.Error. An unknown flag gets a did-you-mean hint.

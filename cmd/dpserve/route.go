@@ -76,7 +76,8 @@ ranks' load at that moment is not kept. -o json has every number in full.`,
 		"`path` of --prompt and -f; default: /v1/completions, or chat if the body has messages")
 	flags.StringVar(&f.model, "model", "",
 		"`name` of the model or adapter of --prompt and --tokens; default: the application's model")
-	flags.StringArrayVar(&f.headers, "header", nil, "`NAME: VALUE` of --prompt and -f, may be repeated")
+	flags.StringArrayVar(&f.headers, "header", nil,
+		"`HEADER` of --prompt and -f, as NAME: VALUE; may be repeated")
 	f.output = addOutput(cmd)
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
 		q, err := parseRouteQuery(e, f, cmd.Flags().Changed)

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"strconv"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -18,7 +20,7 @@ type address struct {
 	Node       string `json:"node"`
 	// OpenAI endpoint, without a path; empty without role ingress
 	URL     string `json:"url"`
-	Admin   string `json:"admin"`             // HOST:PORT for DPSERVE_ADDR
+	Admin   string `json:"admin"`             // HOST:PORT for --addr and DPSERVE_ADDR
 	Metrics string `json:"metrics,omitempty"` // HOST:PORT of --metrics-bind
 	PID     int    `json:"pid"`
 }
@@ -123,11 +125,11 @@ func newJoin(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "join ADDR --token TOKEN [flags]",
 		Short: "run a node that joins a cluster, in the foreground",
-		Long: `join brings this machine into the cluster that a node at ADDR (its node port) belongs to: the
-token proves that it may, then it gets its certificate, then it is a member. It names the step that failed,
-and may be repeated as it is. Then it runs as start does; later starts need no token: "dpserve start
---advertise IP" with the same folder. Without --advertise it shows itself to the others at the address from
-which it reaches ADDR. "dpserve token" makes tokens.`,
+		Long: `join brings this machine into the cluster that a node at ADDR belongs to: HOST or HOST:PORT of
+its node port, which is 7947 if it is not given. The token proves that it may, then it gets its certificate,
+then it is a member. It names the step that failed, and may be repeated as it is. Then it runs as start does;
+later starts need no token: "dpserve start --advertise IP" with the same folder. Without --advertise it shows
+itself to the others at the address from which it reaches ADDR. "dpserve token" makes tokens.`,
 		Example: `  dpserve join 10.0.0.1:7947 --token dpj1....`,
 		Args:    requireArgs(1, "ADDR"),
 	}
@@ -138,7 +140,7 @@ which it reaches ADDR. "dpserve token" makes tokens.`,
 		if to.Token == "" {
 			return usageError("join", "join wants --token")
 		}
-		to.Address = args[0]
+		to.Address = withNodePort(args[0])
 		if f.config.Advertise == "" {
 			ip, err := localAddressTowards(cmd.Context(), to.Address)
 			if err != nil {
@@ -151,6 +153,18 @@ which it reaches ADDR. "dpserve token" makes tokens.`,
 		return runStart(cmd.Context(), e, f, *output)
 	}
 	return cmd
+}
+
+// withNodePort adds the default node port to an address that has none.
+func withNodePort(address string) string {
+	if _, _, err := net.SplitHostPort(address); err == nil {
+		return address
+	}
+	host := strings.TrimSuffix(strings.TrimPrefix(address, "["), "]")
+	if strings.Contains(host, ":") && net.ParseIP(host) == nil {
+		return address // it is refused where it is dialled
+	}
+	return net.JoinHostPort(host, strconv.Itoa(server.DefaultNodePort))
 }
 
 // localAddressTowards returns the address of this machine on the route to addr. It sends nothing: the kernel

@@ -1,10 +1,12 @@
 package main
 
 import (
+	"cmp"
 	"errors"
 	"strings"
 	"testing"
 
+	"github.com/spf13/pflag"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
@@ -66,8 +68,25 @@ func TestUsageErrors(t *testing.T) {
 			"start --timers canary=soon",
 			"dpserve: --timers canary=soon: wanted a duration\nhint: for example --timers canary=500ms\n",
 		},
-		{"start --log-format xml", "dpserve: --log-format \"xml\": wanted text, json\n"},
-		{"start --log-level loud", "dpserve: --log-level \"loud\": wanted debug, info, warn, error\n"},
+		{
+			"start --log-format xml",
+			"dpserve: --log-format \"xml\": wanted text, json\n" +
+				"hint: leave --log-format out for its default\n",
+		},
+		{
+			"start --log-level wrn",
+			"dpserve: --log-level \"wrn\": wanted debug, info, warn, error\nhint: did you mean warn?\n",
+		},
+		{
+			"start --addr :1",
+			"dpserve: start runs a node of its own, and --addr names one that runs\n" +
+				"hint: see `dpserve help start` for the addresses at which it listens\n",
+		},
+		{
+			"validate a.yaml --print -o json",
+			`{"apiVersion":"dpserve/v1","error":{"code":"invalid_argument","message":"--print and --output ` +
+				"exclude each other\",\"hint\":\"see `dpserve help validate`\",\"exit_code\":2}}\n",
+		},
 		{
 			"validate /nowhere/app.yaml",
 			"dpserve: cannot read /nowhere/app.yaml: no such file or directory\nhint: `dpserve up` without " +
@@ -147,29 +166,53 @@ func TestReport(t *testing.T) {
 
 	b.Reset()
 	report(&b, &silentError{1})
+	reportJSON(&b, &silentError{1})
 	assert.Empty(t, b.String())
 }
 
-// Most readers of a help text look for an example, so every command has one.
-func TestHelpOpensWithAnExample(t *testing.T) {
+// A help text says what the command does, then how it is called, then examples and flags.
+func TestHelpOrder(t *testing.T) {
 	root := newRoot(newCLI(t).env)
-	for _, cmd := range root.Commands() {
+	for cmd := range allCommands(root) {
 		cli := newCLI(t)
-		require.Equal(t, 0, cli.run([]string{"help", cmd.Name()}), cmd.Name())
-		assert.True(t, strings.HasPrefix(cli.stdout(), "Example:\n  "), "help of %s begins with %.40q",
-			cmd.Name(), cli.stdout())
-		assert.NotEmpty(t, cmd.Short, cmd.Name())
+		path := strings.Fields(commandName(cmd))
+		require.Equal(t, 0, cli.run(append([]string{"help"}, path...)), path)
+		text := "\n" + cli.stdout()
+		last := -1
+		for _, heading := range []string{
+			cmp.Or(cmd.Long, cmd.Short), "\nUsage:\n  dpserve " + commandName(cmd), "\nExamples:\n  ",
+			"\nFlags:\n", "\nEverywhere:\n",
+		} {
+			at := strings.Index(text, heading)
+			require.Greater(t, at, last, "%s: %.40q", path, heading)
+			last = at
+		}
+		assert.True(t, strings.HasPrefix(text, "\n"+cmp.Or(cmd.Long, cmd.Short)), path)
+		assert.NotEmpty(t, cmd.Short, path)
 		assert.Empty(t, cli.stderr())
 
 		flag := newCLI(t)
-		require.Equal(t, 0, flag.run([]string{cmd.Name(), "--help"}))
-		assert.Equal(t, cli.stdout(), flag.stdout(), "help %s and %s --help differ", cmd.Name(), cmd.Name())
+		require.Equal(t, 0, flag.run(append(path, "--help")))
+		assert.Equal(t, cli.stdout(), flag.stdout(), "help %s and %s --help differ", path, path)
+	}
+}
+
+// The name of a flag's value is one word in the help, and no default is empty.
+func TestFlagUsages(t *testing.T) {
+	for cmd := range allCommands(newRoot(newCLI(t).env)) {
+		cmd.Flags().VisitAll(func(f *pflag.Flag) {
+			name, _ := pflag.UnquoteUsage(f)
+			assert.NotContains(t, name, " ", "%s --%s", commandName(cmd), f.Name)
+			assert.Equal(t, strings.Count(f.Usage, "`")/2*2, strings.Count(f.Usage, "`"), f.Usage)
+			assert.LessOrEqual(t, strings.Count(f.Usage, "`"), 2, "%s --%s", commandName(cmd), f.Name)
+		})
+		assert.NotContains(t, cmd.Flags().FlagUsages(), "(default )", commandName(cmd))
 	}
 }
 
 func TestJoinLinesMakesOneCell(t *testing.T) {
-	assert.Equal(t, "a/0/0 is failed: x y; a/0/1 is failed: z",
-		joinLines("a/0/0 is failed:  x\ty\na/0/1 is failed: z\n"))
+	assert.Equal(t, "a/0/0 has failed: x y; a/0/1 has failed: z",
+		joinLines("a/0/0 has failed:  x\ty\na/0/1 has failed: z\n"))
 }
 
 func TestBenchOverheadWithErrorsFails(t *testing.T) {

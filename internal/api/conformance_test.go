@@ -256,7 +256,8 @@ func TestNoServerAnswers(t *testing.T) {
 	assert.Equal(t,
 		fmt.Sprintf("no answer from http://%s: dial tcp %s: connect: connection refused", addr,
 			addr), p.Message)
-	assert.Equal(t, "is dpserve running? start it with `dpserve start`, or set DPSERVE_ADDR", p.Hint)
+	assert.Equal(t, "is dpserve running? start it with `dpserve start`, or name another node with --addr or "+
+		"DPSERVE_ADDR", p.Hint)
 	_, err = c.Logs(t.Context(), client.LogQuery{App: "demo"})
 	assert.Equal(t, client.CodeUnavailable, client.CodeOf(err))
 }

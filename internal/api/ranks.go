@@ -173,7 +173,8 @@ func (h rankHandlers) addWorker(c *gin.Context) (int, any, error) {
 	}
 	rank, err := json.Marshal(map[string]string{"url": url})
 	if err != nil {
-		return 0, nil, problem.New(problem.InvalidArgument, "the url cannot be read: %w", err)
+		return 0, nil, problem.New(problem.InvalidArgument, "the url cannot be read: %w", err).
+			WithHint("wanted url=http://HOST:PORT")
 	}
 	change, err := h.ranks.AddRank(c.Request.Context(), name, rank)
 	return http.StatusOK, plainText("Successfully added worker: " + change.URL), err

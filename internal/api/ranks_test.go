@@ -46,7 +46,7 @@ func (k *fakeRanks) RemoveRank(_ context.Context, _ string, r api.RankRemoval) (
 	k.removed = append(k.removed, r)
 	if r.Rank.URL == "http://none:1" {
 		return client.RankChange{}, problem.New(problem.NotFound,
-			"remove a rank: edge has no rank %s", r.Rank).WithHint("there are others")
+			"there is no rank %s in edge", r.Rank).WithHint("there are others")
 	}
 	return client.RankChange{App: "edge", Rank: 2, URL: r.Rank.URL, Revision: 5}, nil
 }
@@ -127,7 +127,7 @@ func TestSGLangWorkerPaths(t *testing.T) {
 		{
 			request{method: "POST", target: "/remove_worker?url=http://none:1"},
 			404, "application/json",
-			"edge has no rank http://none:1",
+			"there is no rank http://none:1 in edge",
 		},
 		{request{method: "POST", target: "/add_worker"}, 400, "application/json", "no url is given"},
 		{

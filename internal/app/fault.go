@@ -41,15 +41,15 @@ func (f Fault) String() string {
 	if f.Path != "" {
 		b.WriteString(f.Path + ": ")
 	}
-	b.WriteString(f.describe())
+	b.WriteString(f.Describe())
 	if f.Hint != "" {
 		b.WriteString("; hint: " + f.Hint)
 	}
 	return b.String()
 }
 
-// describe joins the parts of message, found and wanted that are set.
-func (f Fault) describe() string {
+// Describe joins the parts of message, found and wanted that are set.
+func (f Fault) Describe() string {
 	var pair []string
 	if f.Found != "" {
 		pair = append(pair, "found "+f.Found)

@@ -26,7 +26,7 @@ func faultsOf(t *testing.T, text string) []string {
 	for _, f := range faults {
 		assert.Positive(t, f.Line, f.String())
 		assert.Positive(t, f.Col, f.String())
-		assert.NotEmpty(t, f.describe(), f.String())
+		assert.NotEmpty(t, f.Describe(), f.String())
 	}
 	return faults.lines()
 }

@@ -197,7 +197,7 @@ func (a *Application) findRank(ref RankRef, numbers []int) (int, error) {
 	case 1:
 		return found[0], nil
 	case 0:
-		return 0, problem.New(problem.NotFound, "remove a rank: %s has no rank %s", a.Name, ref).
+		return 0, problem.New(problem.NotFound, "there is no rank %s", ref.in(a.Name)).
 			WithHint("its ranks are listed below").WithDetails(a.rankLines(numbers, nil)...)
 	default:
 		return 0, problem.New(problem.Conflict, "remove a rank: %d ranks of %s are behind %s", len(found),
@@ -225,6 +225,14 @@ func (ref RankRef) String() string {
 	default:
 		return ref.URL + " selector " + strconv.Itoa(*ref.Selector)
 	}
+}
+
+// in names the rank of an application: APP/GROUP/RANK, or its engine.
+func (ref RankRef) in(app string) string {
+	if ref.URL == "" {
+		return app + "/" + ref.String()
+	}
+	return ref.String() + " in " + app
 }
 
 // maxRankLines bounds the ranks that an error lists.
@@ -281,7 +289,7 @@ func ParseRank(text []byte, family string) (AttachRank, error) {
 func (f Faults) rankError(path string) error {
 	lines := make([]string, len(f))
 	for i := range f {
-		lines[i] = f[i].describe()
+		lines[i] = f[i].Describe()
 		if at := strings.TrimPrefix(strings.TrimPrefix(f[i].Path, path), "."); at != "" {
 			lines[i] = at + ": " + lines[i]
 		}

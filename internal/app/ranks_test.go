@@ -118,12 +118,12 @@ func TestRefusalsOfRankChanges(t *testing.T) {
 		},
 		"unknown": {
 			remove(one, RankRef{URL: "http://z:1"}), problem.NotFound,
-			"edge has no rank http://z:1",
+			"there is no rank http://z:1 in edge",
 		},
-		"unknown number": {remove(two, RankRef{Rank: 7}), problem.NotFound, "edge has no rank 0/7"},
+		"unknown number": {remove(two, RankRef{Rank: 7}), problem.NotFound, "there is no rank edge/0/7"},
 		"unknown selector": {
 			remove(two, RankRef{URL: "http://a:1", Selector: &seven}), problem.NotFound,
-			"edge has no rank http://a:1 selector 7",
+			"there is no rank http://a:1 selector 7 in edge",
 		},
 		"ambiguous": {
 			remove(two, RankRef{URL: "http://a:1"}), problem.Conflict,

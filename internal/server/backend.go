@@ -46,12 +46,7 @@ func (b *backend) Deploy(ctx context.Context, req client.DeployRequest) (api.Dep
 	if err != nil {
 		return api.DeployResult{}, err
 	}
-	res := api.DeployResult{Revision: r.Revision, Apps: r.Apps, Warnings: warnings}
-	for _, c := range changes {
-		res.Changes = append(res.Changes,
-			client.Change{App: c.App, Action: client.Action(c.Action), Fields: c.Fields, Gone: c.Gone})
-	}
-	return res, nil
+	return api.DeployResult{Revision: r.Revision, Apps: r.Apps, Changes: changes, Warnings: warnings}, nil
 }
 
 // Plan implements api.Backend.

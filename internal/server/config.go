@@ -130,7 +130,8 @@ func (c *Config) Validate() error {
 				"can fetch")
 	}
 	if c.Slots < 0 {
-		return problem.New(problem.InvalidArgument, "--slots %d: must not be negative", c.Slots)
+		return problem.New(problem.InvalidArgument, "--slots %d: must not be negative", c.Slots).
+			WithHint("--slots 0 takes no ranks without devices")
 	}
 	if _, err := ParseGPUs(c.GPUs); err != nil {
 		return err
@@ -140,12 +141,14 @@ func (c *Config) Validate() error {
 	}
 	if strings.ContainsAny(c.NodeID, "/ \t\n") || c.NodeID == "" {
 		return problem.New(problem.InvalidArgument,
-			"--node-id %q: must be a name without spaces and slashes", c.NodeID)
+			"--node-id %q: must be a name without spaces and slashes", c.NodeID).
+			WithHint("for example --node-id gpu-1")
 	}
 	known := timerNames()
 	for name, d := range c.Timers {
 		if d <= 0 {
-			return problem.New(problem.InvalidArgument, "--timers %s=%s: must be positive", name, d)
+			return problem.New(problem.InvalidArgument, "--timers %s=%s: must be positive", name, d).
+				WithHint("for example --timers %s=500ms", name)
 		}
 		if i := sort.SearchStrings(known, name); i == len(known) || known[i] != name {
 			return problem.New(problem.InvalidArgument, "--timers: unknown timer %q", name).
@@ -162,7 +165,8 @@ func (c *Config) checkBind(flag, addr string) error {
 			WithHint("for example %s 127.0.0.1:8000", flag)
 	}
 	if n, err := strconv.Atoi(port); err != nil || n < 0 || n > 65535 {
-		return problem.New(problem.InvalidArgument, "%s %q: the port must be 0 to 65535", flag, addr)
+		return problem.New(problem.InvalidArgument, "%s %q: the port must be 0 to 65535", flag, addr).
+			WithHint("0 takes any free port")
 	}
 	if !c.InsecurePublic && !isLoopback(host) && c.Ephemeral {
 		return problem.New(problem.InvalidArgument, "%s %s is reachable from outside", flag, addr).
@@ -229,7 +233,8 @@ func (c *Config) validateCluster() error {
 		port int
 	}{{"--node-port", c.NodePort}, {"--gossip-port", c.GossipPort}} {
 		if p.port < 0 || p.port > 65535 {
-			return problem.New(problem.InvalidArgument, "%s %d: the port must be 0 to 65535", p.flag, p.port)
+			return problem.New(problem.InvalidArgument, "%s %d: the port must be 0 to 65535", p.flag, p.port).
+				WithHint("0 takes any free port")
 		}
 	}
 	return nil
@@ -276,7 +281,8 @@ func parsePortRange(s string) (lo, hi int, err error) {
 
 // ParseGPUs reads --gpus: empty, a count ("4" declares devices 0..3), or a list ("0-3,6").
 func ParseGPUs(s string) ([]int, error) {
-	bad := problem.New(problem.InvalidArgument, "--gpus %q: want a count like 4 or a list like 0-3,6", s)
+	bad := problem.New(problem.InvalidArgument, "--gpus %q: want a count or a list", s).
+		WithHint("for example --gpus 4 or --gpus 0-3,6")
 	if s == "" {
 		return nil, nil
 	}

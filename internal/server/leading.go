@@ -76,7 +76,8 @@ func (n *Node) awaitController(ctx context.Context, l *leaderActors) error {
 		case <-next:
 		case <-ctx.Done():
 			return problem.New(problem.Timeout,
-				"the controller has not taken up the applications of the data dir: %w", context.Cause(ctx))
+				"the controller has not taken up the applications of the data dir: %w", context.Cause(ctx)).
+				WithHint("try again in a second; the log says what the controller waits for")
 		}
 	}
 }

@@ -85,8 +85,8 @@ func New(c Config) (*Node, error) {
 	}
 	var level slog.Level
 	if err := level.UnmarshalText([]byte(c.LogLevel)); err != nil {
-		return nil, problem.New(problem.InvalidArgument, "--log-level %q: want debug, info, warn or error",
-			c.LogLevel)
+		return nil, problem.New(problem.InvalidArgument, "--log-level %q: wanted debug, info, warn, error",
+			c.LogLevel).WithHint("leave --log-level out for its default")
 	}
 	ctx, kill := context.WithCancel(context.Background())
 	n := &Node{

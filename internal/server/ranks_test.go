@@ -142,16 +142,18 @@ func TestDeployReplacesRankChanges(t *testing.T) {
 	assert.Contains(t, string(printed), "rank: 2", "the file it stands for says the number")
 	res, err := b.Deploy(t.Context(), client.DeployRequest{File: "printed.yaml", Text: printed})
 	require.NoError(t, err)
-	assert.Equal(t, []client.Change{{App: "edge", Action: client.ActionUnchanged}}, res.Changes)
+	require.Len(t, res.Changes, 1)
+	assert.Equal(t, client.ActionUnchanged, res.Changes[0].Action)
+	assert.Equal(t, client.EffectUnchanged, res.Changes[0].Effect)
 
 	res, err = b.Deploy(t.Context(), client.DeployRequest{File: "app.yaml", Text: []byte(edgeFile)})
 	require.NoError(t, err)
-	assert.Equal(t, []client.Change{{
-		App: "edge", Action: client.ActionReplace,
-		Fields: []string{
-			"data_parallel.dp_size", "engine.ranks[http://127.0.0.1:3 selector 4]",
-			"num_replicas",
-		},
-		Gone: []string{"0/2 http://127.0.0.1:3 selector 4"},
-	}}, res.Changes)
+	require.Len(t, res.Changes, 1)
+	change := res.Changes[0]
+	assert.Equal(t, client.ActionReplace, change.Action)
+	assert.Equal(t, client.EffectScale, change.Effect)
+	assert.Equal(t, []string{
+		"data_parallel.dp_size", "engine.ranks[http://127.0.0.1:3 selector 4]", "num_replicas",
+	}, change.Fields)
+	assert.Equal(t, []string{"0/2 http://127.0.0.1:3 selector 4"}, change.Gone)
 }

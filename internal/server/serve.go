@@ -57,7 +57,8 @@ func (n *Node) bind(addr, flag string, listen func(ctx context.Context, addr str
 			WithHint("stop what listens there, or choose another port with %s", flag)
 	}
 	if err != nil {
-		return problem.New(problem.InvalidArgument, "%s %s: %w", flag, addr, err)
+		return problem.New(problem.InvalidArgument, "%s %s: %w", flag, addr, err).
+			WithHint("give %s an address of this machine and a port that this user may listen at", flag)
 	}
 	return nil
 }

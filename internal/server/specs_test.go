@@ -162,7 +162,10 @@ func TestDeployTakesJSON(t *testing.T) {
 	require.NoError(t, err)
 	res, err := b.Deploy(t.Context(), client.DeployRequest{File: "app.json", Text: text})
 	require.NoError(t, err)
-	assert.Equal(t, []client.Change{{App: "edge", Action: client.ActionUnchanged}}, res.Changes)
+	assert.Equal(t, []client.Change{{
+		App: "edge", Action: client.ActionUnchanged,
+		Impact: client.Impact{Effect: client.EffectUnchanged, RanksBefore: 1, RanksAfter: 1},
+	}}, res.Changes)
 
 	_, err = b.Deploy(t.Context(), client.DeployRequest{File: "app.json", Text: []byte(`{"applications": [
   {"name": "a", "model": {"id": "a"}, "engine": {"kind": "vlm"},

@@ -290,7 +290,7 @@ func checkNames(apps map[string]*App) error {
 func (s *State) deleteApp(c *DeleteApp) (Result, error) {
 	a, ok := s.Apps[c.Name]
 	if !ok {
-		return Result{}, s.unknownAppError("delete app", c.Name)
+		return Result{}, s.unknownAppError(c.Name)
 	}
 	if !a.Deleting {
 		s.Apps[c.Name] = markDeleting(a)
@@ -303,7 +303,7 @@ func (s *State) deleteApp(c *DeleteApp) (Result, error) {
 func (s *State) forgetApp(c *ForgetApp) error {
 	a, ok := s.Apps[c.Name]
 	if !ok {
-		return s.unknownAppError("forget app", c.Name)
+		return s.unknownAppError(c.Name)
 	}
 	if !a.Deleting {
 		return problem.New(problem.Conflict, "forget app: application %q: %w", c.Name, ErrNotDeleting).
@@ -376,9 +376,8 @@ func (s *State) lastRevision(app string) uint64 {
 	return s.RevisionFloor
 }
 
-func (s *State) unknownAppError(verb, name string) error {
-	return problem.New(problem.NotFound, "%s: %w %q", verb, ErrUnknownApp, name).
-		WithHint("list the applications with dpserve status").WithDetails(slices.Sorted(maps.Keys(s.Apps))...)
+func (s *State) unknownAppError(name string) error {
+	return UnknownApp(name, slices.Sorted(maps.Keys(s.Apps)))
 }
 
 // Bounds of lists in the replicated state.

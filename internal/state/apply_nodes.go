@@ -151,16 +151,20 @@ func (s *State) setNode(n *Node) Result {
 }
 
 // findNode returns the record of a name if it has the given UID.
-func (s *State) findNode(verb, id, uid string) (*Node, error) {
+func (s *State) findNode(id, uid string) (*Node, error) {
 	if n := s.Nodes[id]; n != nil && n.UID == uid {
 		return n, nil
 	}
-	return nil, unknownNodeError(verb, id)
+	return nil, s.unknownNodeError(id)
+}
+
+func (s *State) unknownNodeError(id string) error {
+	return UnknownNode(id, slices.Sorted(maps.Keys(s.Nodes)))
 }
 
 // nodeLost records that a node was silent for too long. The first reason stays.
 func (s *State) nodeLost(c *NodeRef) (Result, error) {
-	n, err := s.findNode("node lost", c.Node, c.UID)
+	n, err := s.findNode(c.Node, c.UID)
 	if err != nil {
 		return Result{}, err
 	}
@@ -174,7 +178,7 @@ func (s *State) nodeLost(c *NodeRef) (Result, error) {
 
 // nodeBack records that a lost node renewed its lease.
 func (s *State) nodeBack(c *NodeRef) (Result, error) {
-	n, err := s.findNode("node back", c.Node, c.UID)
+	n, err := s.findNode(c.Node, c.UID)
 	if err != nil {
 		return Result{}, err
 	}
@@ -186,7 +190,7 @@ func (s *State) nodeBack(c *NodeRef) (Result, error) {
 func (s *State) drainNode(c *DrainNode) (Result, error) {
 	n := s.Nodes[c.Node]
 	if n == nil {
-		return Result{}, unknownNodeError("drain node", c.Node)
+		return Result{}, s.unknownNodeError(c.Node)
 	}
 	drained := *n
 	drained.Draining, drained.DrainBy = !c.Undo, 0
@@ -255,7 +259,7 @@ func (s *State) checkRemoveNode(id string) error {
 func (s *State) CheckLeave(id string) error {
 	n := s.Nodes[id]
 	if n == nil {
-		return unknownNodeError("remove node", id)
+		return s.unknownNodeError(id)
 	}
 	if n.Has(RoleControl) && s.isLastControl(n) {
 		return lastControlError("remove node", id)

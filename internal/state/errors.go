@@ -2,8 +2,10 @@ package state
 
 import (
 	"errors"
+	"strconv"
 	"strings"
 
+	"github.com/dpserve/dpserve/internal/nearest"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -51,9 +53,30 @@ var (
 func UnknownApp(name string, exist []string) error {
 	e := problem.New(problem.NotFound, "%w %q", ErrUnknownApp, name)
 	if len(exist) == 0 {
-		return e.WithHint("nothing is deployed; `dpserve deploy app.yaml` deploys a file")
+		return e.WithHint("nothing is deployed; `dpserve deploy FILE` deploys a file")
 	}
-	return e.WithHint("applications are %s", strings.Join(exist, ", "))
+	return e.WithHint("%s", didYouMean(name, "applications", exist))
+}
+
+// UnknownNode refuses the name of a node. The hint lists those that exist.
+func UnknownNode(name string, exist []string) error {
+	return problem.New(problem.NotFound, "%w %q", ErrUnknownNode, name).
+		WithHint("%s", didYouMean(name, "nodes", exist))
+}
+
+// maxListed is how many names a hint lists.
+const maxListed = 10
+
+// didYouMean names the word that was probably meant, else all that there are.
+func didYouMean(found, plural string, exist []string) string {
+	if near := nearest.Word(found, exist); near != "" && near != found {
+		return "did you mean " + strconv.Quote(near) + "?"
+	}
+	list := strings.Join(exist[:min(len(exist), maxListed)], ", ")
+	if more := len(exist) - maxListed; more > 0 {
+		list += " and " + strconv.Itoa(more) + " more"
+	}
+	return plural + " are " + list
 }
 
 func staleEpochError(verb, unit string, told, have uint64) error {
@@ -65,11 +88,6 @@ func staleEpochError(verb, unit string, told, have uint64) error {
 func wrongPhaseError(verb string, u *Unit) error {
 	return problem.New(problem.Conflict, "%s: %s is %s: %w", verb, u.ID, u.Phase, ErrWrongPhase).
 		WithHint("deploy the application again")
-}
-
-func unknownNodeError(verb, id string) error {
-	return problem.New(problem.NotFound, "%s: %w %q", verb, ErrUnknownNode, id).
-		WithHint("list the nodes with dpserve nodes")
 }
 
 func removedNodeError(verb, id string) error {

@@ -110,7 +110,7 @@ func checkGrantApp(s *State, c *GrantGroup) error {
 	a, ok := s.Apps[c.App]
 	switch {
 	case !ok:
-		return s.unknownAppError("grant group", c.App)
+		return s.unknownAppError(c.App)
 	case a.Deleting:
 		return problem.New(problem.Conflict, "grant group: application %q: %w", c.App, ErrDeleting)
 	case a.Revision != c.AppRevision:

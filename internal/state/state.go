@@ -25,6 +25,20 @@ const (
 	Gone     Phase = "gone"
 )
 
+// Describe says in words that a unit is in the phase: "is in backoff".
+func (p Phase) Describe() string {
+	switch p {
+	case Backoff:
+		return "is in backoff"
+	case Failed:
+		return "has failed"
+	case Killing:
+		return "is being killed"
+	default:
+		return "is " + string(p)
+	}
+}
+
 // App is one application at its current revision.
 type App struct {
 	Name      string          `json:"name"`

@@ -1,0 +1,165 @@
+package main
+
+import (
+	"encoding/json"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/state"
+)
+
+// somePlan has one application of every effect.
+func somePlan() client.Plan {
+	seats := func(n int) []client.SeatPlan { return make([]client.SeatPlan, n) }
+	unit := func(name string, action string, effect client.Effect, ranks int) client.UnitPlan {
+		return client.UnitPlan{Unit: name, Action: action, Effect: effect, Seats: seats(ranks)}
+	}
+	return client.Plan{
+		Revision: 7, Changes: true, Fits: true,
+		Apps: []client.AppPlan{
+			{
+				App: "new", Action: "create",
+				Impact: client.Impact{Effect: client.EffectCreate, RanksAfter: 1},
+				Units:  []client.UnitPlan{unit("new/0/0", "create", client.EffectCreate, 1)},
+			},
+			{
+				App: "slow", Action: "replace", Fields: []string{"data_parallel.dp_size"},
+				Impact: client.Impact{
+					Effect: client.EffectScale, RanksBefore: 2, RanksAfter: 3,
+					Diffs: []client.FieldDiff{{Path: "data_parallel.dp_size", Old: "2", New: "3"}},
+				},
+				Units: []client.UnitPlan{
+					unit("slow/0/0", "unchanged", client.EffectUnchanged, 1),
+					unit("slow/0/1", "unchanged", client.EffectUnchanged, 1),
+					unit("slow/0/2", "create", client.EffectCreate, 1),
+				},
+			},
+			{
+				App: "gang", Action: "replace", Fields: []string{"routing.policy"},
+				Impact: client.Impact{
+					Effect: client.EffectRestart, Reasons: []string{"KV events go on"},
+					RanksBefore: 4, RanksAfter: 4,
+					Diffs: []client.FieldDiff{{Path: "routing.policy", Old: `"random"`, New: `"kv"`}},
+				},
+				Units: []client.UnitPlan{unit("gang/0", "replace", client.EffectRestart, 4)},
+			},
+			{
+				App: "calm", Action: "replace", Fields: []string{"model.id"},
+				Impact: client.Impact{
+					Effect: client.EffectUpdate,
+					Diffs: []client.FieldDiff{
+						{Path: "model.id", Old: `"a model with a long name"`, New: `"b"`},
+					},
+				},
+			},
+			{App: "same", Action: "unchanged", Impact: client.Impact{Effect: client.EffectUnchanged}},
+			{
+				App: "old", Action: "delete",
+				Impact: client.Impact{Effect: client.EffectDelete, RanksBefore: 1},
+				Units:  []client.UnitPlan{unit("old/0/0", "delete", client.EffectDelete, 1)},
+			},
+		},
+	}
+}
+
+func TestPlanSaysWhatHappens(t *testing.T) {
+	c := newCLI(t)
+	c.cluster.nodes.plan = somePlan()
+	path := file(t, tiny)
+	require.Zero(t, c.run([]string{"plan", path}), c.stderr())
+	assert.Equal(t, `APP   CHANGE                          FIELDS
+new   + create
+slow  ~ scale 2 -> 3                  data_parallel.dp_size 2 -> 3
+gang  -/+ restart  # KV events go on  routing.policy "random" -> "kv"
+calm  ~ update                        model.id
+same  no change
+old   - delete
+
+UNIT      CHANGE       RANKS  NODE  GPUS
+new/0/0   + create     0
+slow/0/2  + create     0
+gang/0    -/+ restart  0
+old/0/0   - delete     0
+
+NODE  SLOTS  FREE  NEED  GPUS  FREE  NEED  NOTE
+
+ranks: 2 to start, 4 to restart, 1 to end, 2 not touched
+gang has one unit alone: its requests wait, or are refused, until it has restarted
+to do this: dpserve deploy `+path+` --revision 7
+`, c.stdout())
+
+	c = newCLI(t)
+	c.cluster.nodes.plan = somePlan()
+	require.Zero(t, c.run([]string{"plan", path, "-o", "name"}))
+	assert.Equal(t, "new\nslow\ngang\ncalm\nold\n", c.stdout())
+}
+
+// Programs find the fields that were there, with the same words, and the new ones.
+func TestPlanJSONKeepsItsFields(t *testing.T) {
+	c := newCLI(t)
+	c.cluster.nodes.plan = somePlan()
+	require.Zero(t, c.run([]string{"plan", file(t, tiny), "-o", "json"}), c.stderr())
+	var doc struct {
+		Apps []map[string]any `json:"apps"`
+	}
+	require.NoError(t, json.Unmarshal([]byte(c.stdout()), &doc))
+	slow := doc.Apps[1]
+	assert.Equal(t, "replace", slow["action"])
+	assert.Equal(t, []any{"data_parallel.dp_size"}, slow["fields"])
+	assert.Equal(t, "scale", slow["effect"])
+	assert.InDelta(t, 3, slow["ranks_after"], 0)
+	diff := map[string]any{"path": "data_parallel.dp_size", "old": "2", "new": "3"}
+	assert.Equal(t, []any{diff}, slow["diffs"])
+	assert.Equal(t, "restart", doc.Apps[2]["units"].([]any)[0].(map[string]any)["effect"])
+}
+
+// A node of an earlier version tells no effects.
+func TestPlanOfAnEarlierVersion(t *testing.T) {
+	c := newCLI(t)
+	c.cluster.nodes.plan = client.Plan{Changes: true, Fits: true, Apps: []client.AppPlan{
+		{App: "a", Action: "replace", Fields: []string{"x"}}, {App: "b", Action: "unchanged"},
+	}}
+	require.Zero(t, c.run([]string{"plan", file(t, tiny)}), c.stderr())
+	assert.Contains(t, c.stdout(), "a    ~ update   x\nb    no change\n")
+}
+
+func TestJoinSome(t *testing.T) {
+	assert.Equal(t, "a, b, c", joinSome([]string{"a", "b", "c"}))
+	assert.Equal(t, "a, b, c and 2 more", joinSome([]string{"a", "b", "c", "d", "e"}))
+	assert.Empty(t, joinSome(nil))
+}
+
+// Another deploy of the application ends the wait of the first one.
+func TestDeployEndsWhenAnotherRevisionReplacesIt(t *testing.T) {
+	c := newCLI(t)
+	c.cluster.script = [][]client.AppStatus{
+		{demo(client.StatusDeploying, 2, state.Starting)},
+		{demo(client.StatusRunning, 3, state.Ready, state.Ready, state.Ready)},
+	}
+	assert.Equal(t, 1, c.run([]string{"deploy", file(t, tiny)}))
+	assert.Contains(t, c.stderr(),
+		"dpserve: demo: revision 2 was replaced by revision 3 while it was rolled out\n"+
+			"hint: somebody else deployed it; `dpserve status demo` shows what runs now\n")
+	assert.Empty(t, c.stdout())
+
+	// a rank that is attached meanwhile is a revision too
+	attached := demo(client.StatusRunning, 3, state.Ready, state.Ready)
+	attached.Kind = "attach"
+	c = newCLI(t)
+	c.cluster.script = [][]client.AppStatus{{attached}}
+	assert.Zero(t, c.run([]string{"deploy", file(t, tiny)}), c.stderr())
+}
+
+func TestDeployDetachedPrintsWhatWasApplied(t *testing.T) {
+	c := newCLI(t)
+	require.Zero(t, c.run([]string{"deploy", "--detach", file(t, tiny), "-o", "json"}), c.stderr())
+	var doc deployDocument
+	require.NoError(t, json.Unmarshal([]byte(c.stdout()), &doc))
+	assert.Equal(t, apiVersion, doc.APIVersion)
+	assert.Equal(t, map[string]uint64{"demo": 2}, doc.Apps)
+	assert.Equal(t, client.EffectRestart, doc.Changes[0].Effect)
+	assert.Equal(t, client.ActionReplace, doc.Changes[0].Action)
+}
