@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"sync"
 	"testing"
 	"time"
 
@@ -513,6 +514,35 @@ func TestPairRouter(t *testing.T) {
 				assert.EqualValues(t, 300, sum)
 				assert.Positive(t, remotes)
 			})
+		}
+	}
+}
+
+// TestPairRouterIsConcurrent: picks, explanations, events and updates may come at once (run it with -race).
+func TestPairRouterIsConcurrent(t *testing.T) {
+	p, d := pairPools(t, 2, 4, "mex", "mex")
+	r := NewPairRouter(p, d, pairRule(t, "mex"), false, 3)
+	var all sync.WaitGroup
+	for worker := range uint64(4) {
+		all.Go(func() {
+			var got PairDecision
+			for i := range uint64(200) {
+				q := Request{ID: worker<<32 | i, Tokens: 5000}
+				other := q
+				r.Pick(&q, &other, false, &got)
+				r.Explain(&q, &other, false)
+				r.Update(func(table *PairTable) { table.Lease(RankRef{got.Prefill, 7}, 10) })
+				d.Observe(&Event{Kind: EvUndo, Rank: got.Decode, ReqID: q.ID})
+				if got.Remote {
+					p.Observe(&Event{Kind: EvUndo, Rank: got.Prefill, ReqID: q.ID})
+				}
+			}
+		})
+	}
+	all.Wait()
+	for _, pool := range []*Router{p, d} {
+		for _, rk := range pool.Snapshot().Ranks {
+			assert.Zero(t, rk.Load.O())
 		}
 	}
 }
