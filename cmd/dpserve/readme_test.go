@@ -17,6 +17,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 // TestREADME types the README: its commands in the order in which they stand, with ports 8000 and 8265 taken,
@@ -40,8 +42,6 @@ func TestREADME(t *testing.T) {
 
 func runREADME(t *testing.T, blocks []block) {
 	t.Helper()
-	t.Cleanup(takePort("127.0.0.1:8000"))
-	t.Cleanup(takePort("127.0.0.1:8265"))
 	r := &reader{bin: filepath.Join(t.TempDir(), "dpserve"), page: readPage(t, "README.md")}
 	var machines []block
 	for _, b := range blocks {
@@ -78,17 +78,26 @@ func (r *reader) typeLine(t *testing.T, line string) {
 		assert.Contains(t, ci, "stage_test() { "+line+"; }", ".ci/run and the README differ")
 	case strings.HasPrefix(line, "bin/dpserve up"):
 		r.stop(t)
-		r.first = startProcess(t, "RANK ", r.bin, strings.Fields(typed)[1:]...)
+		r.start(t, "RANK ", r.bin, strings.Fields(typed)[1:]...)
 		r.upRuns++
 		r.followUp(t)
 	case strings.HasPrefix(line, "examples/cluster/"):
 		r.stop(t)
-		r.first = startProcess(t, "Ctrl-C stops", "sh", "-c", "DPSERVE="+r.bin+" exec "+typed)
+		r.start(t, "Ctrl-C stops", "sh", "-c", "DPSERVE="+r.bin+" exec "+typed)
 		r.killANode(t)
 	default:
 		out := r.shell(t, typed)
 		r.checkAnswer(t, line, out)
 	}
+}
+
+// start starts a program in the first terminal, with the default ports taken, and waits until it serves.
+func (r *reader) start(t *testing.T, ready, program string, args ...string) {
+	t.Helper()
+	release, err := ports.TakeFixed(t.Context(), "127.0.0.1:8000", "127.0.0.1:8265")
+	require.NoError(t, err)
+	defer release()
+	r.first = startProcess(t, ready, program, args...)
 }
 
 // stop presses Ctrl-C in the first terminal.
