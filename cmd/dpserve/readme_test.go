@@ -81,17 +81,26 @@ func (r *reader) typeLine(t *testing.T, line string) {
 		assert.Contains(t, ci, "stage_test() { "+line+"; }", ".ci/run and the README differ")
 	case strings.HasPrefix(line, "bin/dpserve up"):
 		r.stop(t)
-		r.first = startProcess(t, "RANK ", r.bin, strings.Fields(typed)[1:]...)
+		r.start(t, "RANK ", r.bin, strings.Fields(typed)[1:]...)
 		r.upRuns++
 		r.followUp(t)
 	case strings.HasPrefix(line, "examples/cluster/"):
 		r.stop(t)
-		r.first = startProcess(t, "Ctrl-C stops", "sh", "-c", "DPSERVE="+r.bin+" exec "+typed)
+		r.start(t, "Ctrl-C stops", "sh", "-c", "DPSERVE="+r.bin+" exec "+typed)
 		r.killANode(t)
 	default:
 		out := r.shell(t, typed)
 		r.checkAnswer(t, line, out)
 	}
+}
+
+// start starts a program in the first terminal, with the default ports taken, and waits until it serves.
+func (r *reader) start(t *testing.T, ready, program string, args ...string) {
+	t.Helper()
+	release, err := ports.TakeFixed(t.Context(), "127.0.0.1:8000", "127.0.0.1:8265")
+	require.NoError(t, err)
+	defer release()
+	r.first = startProcess(t, ready, program, args...)
 }
 
 // stop presses Ctrl-C in the first terminal.
