@@ -231,7 +231,11 @@ func (b *backend) nodesWithoutLeader() []client.NodeStatus {
 		for _, r := range rec.Roles {
 			s.Roles = append(s.Roles, string(r))
 		}
-		b.addGossipView(&s, rec)
+		if rec.UID == n.ident.UID {
+			s.State, s.LastSeen, s.SeenBy = "alive", time.Now(), "itself"
+		} else {
+			b.addGossipView(&s, rec)
+		}
 		if t := n.warning(); t != "" && rec.UID == n.ident.UID {
 			s.Notes = append(s.Notes, t)
 		}
