@@ -117,7 +117,7 @@ func awaitRunning(ctx context.Context, e *env, f *deployFlags, cluster admin,
 ) error {
 	waiting, cancel := context.WithTimeout(ctx, f.timeout)
 	defer cancel()
-	err := newMonitor(e, cluster, newScreen(e.io)).awaitRunning(waiting, result.Apps)
+	err := newMonitor(e, cluster, e.screen()).awaitRunning(waiting, result.Apps)
 	if errors.Is(err, errInterrupted) {
 		printMessage(e.io.Err, "interrupted; the rollout goes on, watch it with `dpserve status -w`")
 		return &silentError{code: exitInterrupted}

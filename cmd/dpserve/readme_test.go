@@ -120,7 +120,7 @@ func runClusterExample(t *testing.T, script string) {
 	out, err := cmd.CombinedOutput()
 	require.NoError(t, err, string(out))
 	assert.Equal(t, 6, strings.Count(string(out), "HTTP/1.1 200 OK"), string(out))
-	assert.Regexp(t, `node-1 +alive +control,worker,ingress\*`, string(out))
+	assert.Regexp(t, `node-1 +alive +cwi\*`, string(out))
 }
 
 // runMultiTurnExample runs the README's second example with fewer conversations.

@@ -102,7 +102,8 @@ func testLibraries() []string {
 	return []string{
 		"testing", "testing/", "net/http/httptest", "github.com/stretchr/testify", "go.uber.org/goleak",
 		"pgregory.net/rapid", "github.com/rogpeppe/go-internal", "github.com/anishathalye/porcupine",
-		"github.com/cockroachdb/datadriven", "github.com/openai/openai-go", module + "test",
+		"github.com/cockroachdb/datadriven", "github.com/openai/openai-go",
+		"github.com/creack/pty", module + "test",
 	}
 }
 
