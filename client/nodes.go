@@ -23,8 +23,9 @@ type NodeStatus struct {
 	SkewMs     int64     `json:"clock_skew_ms"`
 	LeaseLeftS float64   `json:"lease_left_s"`
 	LastSeen   time.Time `json:"last_seen,omitzero"`
-	SeenBy     string    `json:"seen_by,omitempty"` // leader | gossip | itself (asked while no node leads)
-	Notes      []string  `json:"notes,omitempty"`   // for people: clock skew, version skew
+	// leader | gossip | itself (the asked node, while no node leads)
+	SeenBy string   `json:"seen_by,omitempty"`
+	Notes  []string `json:"notes,omitempty"` // for people: clock skew, version skew
 }
 
 // DefaultTokenTTL is how long a join token is valid if nothing else is asked for.

@@ -193,8 +193,7 @@ func (g *Group) chooseHint(ps pools) string {
 		return "no node offers devices: start nodes with --gpus, or run the file on the simulated engine " +
 			"with --engine sim"
 	}
-	return "free room by deleting an application, ask for fewer ranks, or start nodes with more --slots " +
-		"or --gpus"
+	return "add nodes or slots, ask for fewer ranks, or delete an application"
 }
 
 func labels(m map[string]string) string {

@@ -1,6 +1,7 @@
 package controller
 
 import (
+	"fmt"
 	"maps"
 	"slices"
 	"strconv"
@@ -312,9 +313,14 @@ func (c *Core) wantedPhase(a *application, id string) state.Phase {
 func (c *Core) message(a *application) string { return joinMessage(c.messageLines(a)) }
 
 func joinMessage(lines []string) string {
-	return strings.Join(lines[:min(len(lines), maxMessageLines)], "\n")
+	if left := len(lines) - maxMessageLines; left > 0 {
+		lines = append(lines[:maxMessageLines:maxMessageLines], fmt.Sprintf("and %d more", left))
+	}
+	return strings.Join(lines, "\n")
 }
 
+// messageLines says of each unit why it is not ready. Units that find no room for the same reason share a
+// line.
 func (c *Core) messageLines(a *application) []string {
 	if a.broken != "" {
 		return []string{a.broken}
@@ -322,14 +328,35 @@ func (c *Core) messageLines(a *application) []string {
 	if a.deleting {
 		return nil
 	}
-	var out []string
+	type line struct {
+		unit, phase, why string
+		more             int // units with the same reason
+	}
+	var lines []*line
+	byReason := map[string]*line{}
 	for i := range a.units {
 		u := c.units[a.units[i].ID]
 		if u == nil || u.m.Phase == state.Ready {
 			continue
 		}
-		if why := u.phaseReason(); why != "" {
-			out = append(out, u.id+" "+u.m.Phase.Describe()+": "+why)
+		why := u.phaseReason()
+		if why == "" {
+			continue
+		}
+		phase, reason := u.m.Phase.Describe(), strings.TrimPrefix(why, "place "+u.id+": ")
+		if same := byReason[phase+reason]; same != nil && reason != why {
+			same.more++
+			continue
+		}
+		l := &line{unit: u.id, phase: phase, why: why}
+		byReason[phase+reason], lines = l, append(lines, l)
+	}
+	out := make([]string, len(lines))
+	for i, l := range lines {
+		out[i] = l.unit + " " + l.phase + ": " + l.why
+		if l.more > 0 { // only while there is no room: "is pending", "is in backoff"
+			out[i] = fmt.Sprintf("%s and %d more are %s: %s", l.unit, l.more,
+				strings.TrimPrefix(l.phase, "is "), l.why)
 		}
 	}
 	return out

@@ -34,7 +34,7 @@ func Place(s *state.State, m *msg.AssignGroup, underWay []*state.GrantGroup) (
 		placed, err := p.inventory(part).Place(&request)
 		for _, u := range part {
 			if err != nil {
-				noRoom[u.Unit] = Explain(err)
+				noRoom[u.Unit] = Explain(err) + hintOf(err)
 				continue
 			}
 			u.Ranks, u.Blocks = SeatsOf(p.numbers[u.Unit], &placed)
@@ -293,4 +293,14 @@ func Explain(err error) string {
 		return err.Error()
 	}
 	return p.Message + "; " + strings.Join(p.Details, "; ")
+}
+
+// hintOf returns what the user can do about an error of placement, as one more clause; "" if there is no
+// hint.
+func hintOf(err error) string {
+	var p *problem.Error
+	if !errors.As(err, &p) || p.Hint == "" {
+		return ""
+	}
+	return "; hint: " + p.Hint
 }

@@ -67,7 +67,8 @@ func TestPlaceSaysWhyAGroupFindsNoRoom(t *testing.T) {
 	assert.Equal(t, map[string]string{"chat/0": "place chat/0: 4 of 8 ranks can be placed (PACK); " +
 		"need: 8 ranks of 1 slot each, PACK; " +
 		"node a: 2 of 2 slots free, 0 of 0 devices free, room for 2 ranks; " +
-		"node b: 2 of 2 slots free, 0 of 0 devices free, room for 2 ranks"}, noRoom)
+		"node b: 2 of 2 slots free, 0 of 0 devices free, room for 2 ranks; " +
+		"hint: add nodes or slots, ask for fewer ranks, or delete an application"}, noRoom)
 }
 
 func TestPlaceUsesOnlyUsableNodesAndFreeSeats(t *testing.T) {

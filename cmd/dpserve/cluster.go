@@ -28,7 +28,9 @@ func newNodes(e *env) *cobra.Command {
 		Short: "the machines of the cluster",
 		Long: `nodes shows every node: alive, silent (its lease is not renewed), lost (its ranks were given
 to others), draining, drained or stopping (its process was told to end); its roles (* = leads, + = votes),
-slots and devices in use, the groups that have ranks there, and when it was last heard of and by whom.`,
+slots and devices in use, the groups that have ranks there, and when it was last heard of and by whom. ROLES
+are c (control), w (worker) and i (ingress). VERSION and SKEW (its clock minus the leader's) are shown with
+-o wide, or where they differ.`,
 		Example: "  dpserve nodes -o wide",
 		Args:    requireArgs(0),
 		RunE:    func(cmd *cobra.Command, _ []string) error { return runNodes(cmd.Context(), e, *output) },
@@ -73,22 +75,40 @@ func newNodesListing(e *env, list []client.NodeStatus) *listing {
 type nodesView struct{ statusView }
 
 func (v nodesView) table(list []client.NodeStatus, wide bool) *table {
-	t := &table{
-		head: []string{
-			"NODE", "STATE", "ROLES", "SLOTS", "GPUS", "RANKS", "IN-FLIGHT", "GROUPS", "VERSION", "SKEW",
-			"LAST-SEEN", "BY",
-		},
+	showsVersion, showsSkew := wide, wide
+	for i := range list {
+		showsVersion = showsVersion || list[i].Version != list[0].Version
+		showsSkew = showsSkew || formatSkew(list[i].SkewMs) != noSkew
 	}
+	t := &table{head: []string{"NODE", "STATE", "ROLES", "SLOTS", "GPUS", "RANKS", "IN-FLIGHT", "GROUPS"}}
+	if showsVersion {
+		t.head = append(t.head, "VERSION")
+	}
+	if showsSkew {
+		t.head = append(t.head, "SKEW")
+	}
+	t.head = append(t.head, "LAST-SEEN", "BY")
 	if wide {
 		t.head = append(t.head, "ADDRESS", "ZONE", "LEASE")
+	} else {
+		t.optional = []string{
+			"BY", "GPUS", "GROUPS", "IN-FLIGHT", "VERSION", "LAST-SEEN", "RANKS", "SLOTS",
+		}
 	}
 	t.head = append(t.head, "REASON")
 	for i := range list {
 		n := &list[i]
-		row := cells(n.Node, n.State, formatRoles(n), formatUsed(n.SlotsUsed, n.Slots),
+		row := cells(n.Node, n.State, formatRoles(n, wide), formatUsed(n.SlotsUsed, n.Slots),
 			formatUsed(n.GPUsUsed, n.GPUs), strconv.Itoa(n.Ranks), strconv.Itoa(n.InFlight),
-			strings.Join(n.Groups, ","), n.Version, formatSkew(n.SkewMs), v.since(n.LastSeen), n.SeenBy)
+			formatGroups(n.Groups, wide))
 		row[1].color = nodeColor(n.State)
+		if showsVersion {
+			row = append(row, cell{text: n.Version})
+		}
+		if showsSkew {
+			row = append(row, cell{text: formatSkew(n.SkewMs)})
+		}
+		row = append(row, cells(v.since(n.LastSeen), n.SeenBy)...)
 		if wide {
 			row = append(row, cells(n.Address, n.Zone, fmt.Sprintf("%.1fs", n.LeaseLeftS))...)
 		}
@@ -97,9 +117,16 @@ func (v nodesView) table(list []client.NodeStatus, wide bool) *table {
 	return t
 }
 
-// formatRoles lists a node's roles and marks the leader with * and voters with +.
-func formatRoles(n *client.NodeStatus) string {
+// formatRoles lists a node's roles, by their first letters unless wide, and marks the leader with * and
+// voters with +.
+func formatRoles(n *client.NodeStatus, wide bool) string {
 	s := strings.Join(n.Roles, ",")
+	if !wide {
+		s = ""
+		for _, role := range n.Roles {
+			s += role[:min(len(role), 1)]
+		}
+	}
 	switch {
 	case n.Leader:
 		return s + "*"
@@ -109,16 +136,29 @@ func formatRoles(n *client.NodeStatus) string {
 	return s
 }
 
+// maxGroups is how many groups of a node the table names.
+const maxGroups = 3
+
+func formatGroups(groups []string, wide bool) string {
+	if wide || len(groups) <= maxGroups {
+		return strings.Join(groups, ",")
+	}
+	return fmt.Sprintf("%s,+%d", strings.Join(groups[:maxGroups-1], ","), len(groups)-maxGroups+1)
+}
+
 func formatUsed(n, of int) string { return fmt.Sprintf("%d/%d", n, of) }
 
 // formatSkew returns a clock's difference to the leader's clock. Differences below 100 ms are not shown,
 // because the exchange of messages takes that long.
 func formatSkew(ms int64) string {
 	if -100 < ms && ms < 100 {
-		return "-"
+		return noSkew
 	}
 	return (time.Duration(ms) * time.Millisecond).Round(100 * time.Millisecond).String()
 }
+
+// noSkew stands for a difference that is not shown.
+const noSkew = "-"
 
 func nodeColor(state string) color {
 	switch state {

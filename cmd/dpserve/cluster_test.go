@@ -29,8 +29,8 @@ func TestNodesTable(t *testing.T) {
 		}),
 	}
 	require.Zero(t, c.run([]string{"nodes"}), c.stderr())
-	assert.Contains(t, c.stdout(), "NODE  STATE  ROLES            SLOTS  GPUS  RANKS  IN-FLIGHT  GROUPS")
-	assert.Contains(t, c.stdout(), "control,worker*  3/64   0/0   3      0          chat/0")
+	assert.Contains(t, c.stdout(), "NODE  STATE  ROLES  SLOTS  GPUS  RANKS  IN-FLIGHT  GROUPS")
+	assert.Contains(t, c.stdout(), "cw*    3/64   0/0   3      0          chat/0")
 	assert.Contains(t, c.stdout(), "1h0m0s")
 	assert.Contains(t, c.stdout(), "silent for 12s")
 	assert.Contains(t, c.stdout(), "a: its clock is 1h0m0s ahead of the leader's")

@@ -58,7 +58,7 @@ func runDelete(ctx context.Context, e *env, name string, yes, detach bool, timeo
 	}
 	waiting, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
-	err = newMonitor(e, cluster, newScreen(e.io)).awaitGone(waiting, name)
+	err = newMonitor(e, cluster, e.screen()).awaitGone(waiting, name)
 	if errors.Is(err, errInterrupted) {
 		printMessage(e.io.Err, "interrupted; the deletion goes on")
 		return &silentError{code: exitInterrupted}

@@ -142,7 +142,7 @@ func awaitRunning(ctx context.Context, e *env, f *deployFlags, cluster admin,
 ) error {
 	waiting, cancel := context.WithTimeout(ctx, f.timeout)
 	defer cancel()
-	m := newMonitor(e, cluster, newScreen(e.io))
+	m := newMonitor(e, cluster, e.screen())
 	m.pinned = true
 	err := m.awaitRunning(waiting, result.Apps)
 	if errors.Is(err, errInterrupted) {

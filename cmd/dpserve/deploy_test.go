@@ -176,8 +176,8 @@ func TestStatus(t *testing.T) {
 demo  UNHEALTHY  1/2    1       demo   sim   power-of-two  0
 
 RANK      STATE    EPOCH  SINCE                 NODE  IN-FLIGHT  TOK/S  TTFT-P50  TTFT-P95  RESTARTS  HIT%  REASON
-demo/0/0  ready    1      2026-11-21T11:58:30Z  n1    0          0      12.3ms    -         0         -
 demo/0/1  backoff  1      -                     n1    0          0      -         -         0         -     exit status 1
+demo/0/0  ready    1      2026-11-21T11:58:30Z  n1    0          0      12.3ms    -         0         -
 `
 	run := func(t *testing.T, args ...string) (*cli, int) {
 		t.Helper()

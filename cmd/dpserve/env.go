@@ -28,8 +28,9 @@ type env struct {
 	newNode  func(server.Config) (node, error)
 	newAdmin func(addr string) (admin, error)
 
-	addr    string // --addr
-	noColor bool   // --no-color
+	addr    string  // --addr
+	noColor bool    // --no-color
+	scr     *screen // of the command; made by screen
 }
 
 func newEnv(streams *ioStreams, sig *interrupts) *env {
@@ -40,6 +41,7 @@ func newEnv(streams *ioStreams, sig *interrupts) *env {
 func (e *env) run(args []string) int {
 	ctx, cancel := e.sig.context(context.Background())
 	defer cancel()
+	defer e.closeScreen()
 	root := newRoot(e)
 	root.SetArgs(args)
 	root.SetIn(e.io.In)
@@ -73,6 +75,32 @@ func (e *env) withAdmin(f func(cluster admin) error) error {
 	}
 	defer cluster.Close()
 	return f(cluster)
+}
+
+// screen returns the screen of the command. It follows the terminal's signals until the command ends.
+func (e *env) screen() *screen {
+	if e.scr == nil {
+		e.scr = newScreen(e.io)
+		if e.io.Terminal != nil {
+			followTerminal(e.scr)
+		}
+	}
+	return e.scr
+}
+
+// closeScreen ends the screen if the command has one.
+func (e *env) closeScreen() {
+	if e.scr != nil {
+		close(e.scr.done)
+		e.scr = nil
+	}
+}
+
+// applyColor makes --no-color act like NO_COLOR.
+func (e *env) applyColor(*cobra.Command, []string) {
+	if e.noColor {
+		e.io.Color = false
+	}
 }
 
 // admin is the part of the admin REST API that the CLI uses. Errors are *client.Error.

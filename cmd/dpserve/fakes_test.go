@@ -33,7 +33,7 @@ func newCLI(t *testing.T) *cli {
 	t.Helper()
 	c := &cli{cluster: &fakeCluster{}, node: newFakeNode(), stdin: strings.NewReader("")}
 	streams := &ioStreams{
-		In: c.stdin, Out: &c.out, Err: &c.err, Width: defaultWidth, Height: defaultHeight, Color: true,
+		In: c.stdin, Out: &c.out, Err: &c.err, Color: true,
 	}
 	c.env = newEnv(streams, newInterrupts())
 	c.getenv = func(string) string { return "" }

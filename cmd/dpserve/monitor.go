@@ -30,6 +30,7 @@ type monitor struct {
 	admin admin
 	scr   *screen
 	now   func() time.Time
+	paint func(color, string) string
 
 	pinned      bool // a later revision than the wanted one ends the wait
 	started     time.Time
@@ -39,7 +40,10 @@ type monitor struct {
 }
 
 func newMonitor(e *env, cluster admin, scr *screen) *monitor {
-	return &monitor{admin: cluster, scr: scr, now: e.now, started: e.now(), seen: map[string]string{}}
+	return &monitor{
+		admin: cluster, scr: scr, now: e.now, paint: e.io.paintLive, started: e.now(),
+		seen: map[string]string{},
+	}
 }
 
 // pollUntil polls the apps and calls done with them until done returns true or an error, or until ctx ends.
@@ -52,20 +56,20 @@ func (m *monitor) pollUntil(ctx context.Context, names []string,
 	for {
 		apps, ok, err := m.fetchApps(ctx, names)
 		if err != nil {
-			m.scr.show()
+			m.scr.clear()
 			return err
 		}
 		if ok {
 			m.draw(apps)
 			if over, err := done(apps); over || err != nil {
-				m.scr.show()
+				m.scr.clear()
 				return err
 			}
 		}
 		select {
 		case <-tick.C:
 		case <-ctx.Done():
-			m.scr.show()
+			m.scr.clear()
 			return context.Cause(ctx)
 		}
 	}
@@ -97,23 +101,25 @@ func (m *monitor) fetchApps(ctx context.Context, names []string,
 
 // draw shows the present state of the apps.
 func (m *monitor) draw(apps []client.AppStatus) {
-	for r := range allRanks(apps) {
-		m.printChange(r)
+	rows := rankRows(apps)
+	reasons := reasonsOf(rows)
+	for i, r := range rows {
+		m.printChange(r, reasons[i])
 	}
 	if now := m.now(); now.Sub(m.lastDrawn) >= redrawEvery {
 		m.lastDrawn = now
-		m.scr.show(m.liveLines(apps)...)
+		m.scr.show(m.liveLines(apps))
 	}
 }
 
 // printChange prints one line when a rank's state or reason changes. On a terminal the live lines show it.
-func (m *monitor) printChange(r rankRow) {
+func (m *monitor) printChange(r rankRow, why string) {
 	story := r.rank.Phase
 	if r.unit.Attempt > 1 && r.rank.Phase == string(state.Starting) {
 		story += fmt.Sprintf(" (attempt %d)", r.unit.Attempt)
 	}
 	if r.rank.Phase != string(state.Starting) { // the reason of a start changes too often for lines
-		if why := r.reason(); why != "" {
+		if why != "" {
 			story += ": " + why
 		}
 	}
@@ -126,20 +132,32 @@ func (m *monitor) printChange(r rankRow) {
 	}
 }
 
-func (m *monitor) liveLines(apps []client.AppStatus) []string {
-	t := &table{head: []string{"RANK", "STATE", "EPOCH", "ATTEMPT", ""}}
-	var heads []string
+func (m *monitor) liveLines(apps []client.AppStatus) renderer {
+	heads := make([]string, len(apps))
 	for i := range apps {
 		a := &apps[i]
-		heads = append(heads,
-			fmt.Sprintf("%s %s, %d of %d ranks ready", a.Name, a.Status, a.Ready, a.Desired))
+		heads[i] = fmt.Sprintf("%s %s, %d of %d ranks ready", a.Name, a.Status, a.Ready, a.Desired)
 	}
-	for r := range allRanks(apps) {
-		t.add(cells(r.name(), r.rank.Phase, fmt.Sprint(r.rank.Epoch), fmt.Sprint(r.unit.Attempt),
-			r.reason())...)
+	return func(width, height int) []string {
+		elapsed := m.now().Sub(m.started).Seconds()
+		head := fmt.Sprintf("%s  %.1fs", strings.Join(heads, "; "), elapsed)
+		rows := rankRows(apps)
+		if len(rows)+2 > liveRows(height) {
+			rows = unhealthyFirst(rows)
+		}
+		t := &table{
+			head: []string{"RANK", "STATE", "EPOCH", "ATTEMPT", ""}, optional: []string{"ATTEMPT", "EPOCH"},
+		}
+		reasons := reasonsOf(rows)
+		for i, r := range rows {
+			row := cells(r.name(), r.rank.Phase, fmt.Sprint(r.rank.Epoch), fmt.Sprint(r.unit.Attempt),
+				reasons[i])
+			row[1].color = phaseColor(r.rank.Phase)
+			t.add(row...)
+		}
+		t.fit(width-1, reasonWidth)
+		return append([]string{head}, t.renderLines(m.paint)...)
 	}
-	head := fmt.Sprintf("%s  %.1fs", strings.Join(heads, "; "), m.now().Sub(m.started).Seconds())
-	return append([]string{head}, t.renderLines(nil)...)
 }
 
 // awaitRunning waits until every app runs at the given revision or later. Errors: problem.Unplaceable with
@@ -241,7 +259,7 @@ func followUntilDone(ctx context.Context, e *env, timeout time.Duration,
 ) error {
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
-	scr, said := newScreen(e.io), ""
+	scr, said := e.screen(), ""
 	tick := time.NewTicker(redrawEvery)
 	defer tick.Stop()
 	for {
@@ -250,13 +268,13 @@ func followUntilDone(ctx context.Context, e *env, timeout time.Duration,
 			return err
 		}
 		if over {
-			scr.show()
+			scr.clear()
 			return nil
 		}
 		switch {
 		case left == "":
 		case scr.tty:
-			scr.show(left)
+			scr.showLine(left)
 		case left != said:
 			scr.printMessage("%s", left)
 		}
@@ -268,7 +286,7 @@ func followUntilDone(ctx context.Context, e *env, timeout time.Duration,
 			continue
 		case <-ctx.Done():
 		}
-		scr.show()
+		scr.clear()
 		if errors.Is(context.Cause(ctx), errInterrupted) {
 			printMessage(e.io.Err, "interrupted; %s", goesOn)
 			return &silentError{code: exitInterrupted}

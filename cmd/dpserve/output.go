@@ -6,7 +6,6 @@ import (
 	"io"
 	"slices"
 	"strings"
-	"unicode/utf8"
 
 	"github.com/goccy/go-yaml"
 	"github.com/spf13/cobra"
@@ -72,6 +71,7 @@ type listing struct {
 	names    []string
 	table    func(wide bool) []*table
 	notes    []string // lines under the tables
+	more     []string // lines before notes with -o wide
 }
 
 func (l *listing) write(s *ioStreams, f format) error {
@@ -88,9 +88,16 @@ func (l *listing) write(s *ioStreams, f format) error {
 		if i > 0 {
 			_, _ = fmt.Fprintln(s.Out)
 		}
+		if s.OutTTY {
+			width, _ := s.size()
+			t.fit(width, 0)
+		}
 		if err := t.write(s.Out, s.paint); err != nil {
 			return err
 		}
+	}
+	if f == formatWide {
+		return writeNotes(s.Out, slices.Concat(l.more, l.notes))
 	}
 	return writeNotes(s.Out, l.notes)
 }
@@ -148,8 +155,10 @@ type cell struct {
 
 // table prints left-aligned columns with a heading.
 type table struct {
-	head []string
-	rows [][]cell
+	head     []string
+	rows     [][]cell
+	notes    []string // lines under the rows
+	optional []string // headings of the columns that a narrow terminal does without, the first one first
 }
 
 func (t *table) add(cells ...cell) { t.rows = append(t.rows, cells) }
@@ -169,7 +178,38 @@ func (t *table) renderLines(paint func(color, string) string) []string {
 	for _, row := range append([][]cell{cells(t.head...)}, t.rows...) {
 		out = append(out, line(row, widths, paint))
 	}
-	return out
+	return append(out, t.notes...)
+}
+
+// reasonWidth is how many columns of the last one, a reason, a narrow terminal shows before it shows other
+// columns.
+const reasonWidth = 24
+
+// fit leaves out optional columns until the table is as wide as the terminal. The last column has at least
+// so many columns reserved: a table that is redrawn would otherwise change its columns with every reason.
+func (t *table) fit(columns, reserved int) {
+	for _, head := range t.optional {
+		widths := t.widths()
+		last := len(widths) - 1
+		total := max(min(widths[last], reasonWidth), reserved)
+		for _, w := range widths[:last] {
+			total += w + columnGap
+		}
+		if total <= columns {
+			return
+		}
+		t.dropColumn(slices.Index(t.head, head))
+	}
+}
+
+func (t *table) dropColumn(i int) {
+	if i < 0 {
+		return
+	}
+	t.head = slices.Delete(slices.Clone(t.head), i, i+1)
+	for n, row := range t.rows {
+		t.rows[n] = slices.Delete(slices.Clone(row), i, i+1)
+	}
 }
 
 func (t *table) write(w io.Writer, paint func(color, string) string) error {
@@ -181,7 +221,7 @@ func (t *table) widths() []int {
 	widths := make([]int, len(t.head))
 	for _, row := range append([][]cell{cells(t.head...)}, t.rows...) {
 		for i, c := range row {
-			widths[i] = max(widths[i], utf8.RuneCountInString(c.text))
+			widths[i] = max(widths[i], textWidth(c.text))
 		}
 	}
 	return widths
@@ -196,7 +236,7 @@ func line(row []cell, widths []int, paint func(color, string) string) string {
 			continue
 		}
 		b.WriteString(strings.Repeat(" ", gap))
-		gap = widths[i] - utf8.RuneCountInString(c.text) + columnGap
+		gap = widths[i] - textWidth(c.text) + columnGap
 		if paint != nil {
 			c.text = paint(c.color, c.text)
 		}

@@ -231,7 +231,7 @@ func awaitRank(ctx context.Context, e *env, cluster admin, timeout time.Duration
 ) error {
 	waiting, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
-	err := newMonitor(e, cluster, newScreen(e.io)).pollUntil(waiting, []string{c.App},
+	err := newMonitor(e, cluster, e.screen()).pollUntil(waiting, []string{c.App},
 		func(apps []client.AppStatus) (bool, error) {
 			i := slices.IndexFunc(apps, func(a client.AppStatus) bool { return a.Name == c.App })
 			if i < 0 {

@@ -42,9 +42,6 @@ func TestREADME(t *testing.T) {
 
 func runREADME(t *testing.T, blocks []block) {
 	t.Helper()
-	release, err := ports.TakeFixed(t.Context(), "127.0.0.1:8000", "127.0.0.1:8265")
-	require.NoError(t, err)
-	t.Cleanup(release)
 	r := &reader{bin: filepath.Join(t.TempDir(), "dpserve"), page: readPage(t, "README.md")}
 	var machines []block
 	for _, b := range blocks {

@@ -340,10 +340,13 @@ func TestStatusShowsCaches(t *testing.T) {
 	assert.True(t, strings.HasSuffix(lines[4], "0         87.5"), lines[4])
 	assert.True(t, strings.HasSuffix(lines[5], "0         -"), lines[5])
 	assert.Equal(t, []string{
-		"", "demo: index 7 blocks, 1.0 MiB of 512.0 MiB; identity text",
-		"demo/0/1: KV events silent for 34 s under traffic; 2 KV events dropped",
+		"", "demo/0/1: KV events silent for 34 s under traffic; 2 KV events dropped",
 		"demo/0/2: prefix caching is off", "",
 	}, lines[7:])
+
+	require.Equal(t, 0, cli.run([]string{"status", "-o", "wide"}))
+	assert.Contains(t, cli.stdout(),
+		"\n\ndemo: index 7 blocks, 1.0 MiB of 512.0 MiB; identity text\ndemo/0/1: KV events silent")
 }
 
 // Numbers of very different size fit one column.

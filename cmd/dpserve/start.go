@@ -58,7 +58,7 @@ func runStart(ctx context.Context, e *env, f *nodeFlags, output format) error {
 	if err != nil {
 		return err
 	}
-	scr := newScreen(e.io)
+	scr := e.screen()
 	c.LogWriter = scr
 	s, err := startNode(ctx, e, c)
 	if err != nil {

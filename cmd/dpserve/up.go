@@ -5,6 +5,7 @@ import (
 	_ "embed" // the application of `up` without a file
 	"errors"
 	"fmt"
+	"math"
 	"net"
 	"os"
 	"strconv"
@@ -24,12 +25,8 @@ import (
 //go:embed quickstart.yaml
 var quickstart []byte
 
-const (
-	// upGraceS is the drain time, in seconds, under up for apps that do not set graceful_shutdown_timeout_s.
-	upGraceS = 10
-	// summaryEvery is the refresh interval of the live line on a terminal.
-	summaryEvery = 250 * time.Millisecond
-)
+// upGraceS is the drain time, in seconds, under up for apps that do not set graceful_shutdown_timeout_s.
+const upGraceS = 10
 
 type upFlags struct {
 	node   *nodeFlags
@@ -37,6 +34,7 @@ type upFlags struct {
 	engine string
 	keep   string // --data-dir
 	ports  bool   // --port-range or --slots is given
+	logs   bool   // --log-level is given
 	output *format
 }
 
@@ -48,10 +46,11 @@ func newUp(e *env) *cobra.Command {
 		Use:   "up [FILE] [flags]",
 		Short: "start a node, deploy a file and serve it, all in the foreground",
 		Long: `up starts a node in a folder of its own that is removed at the end, deploys FILE and shows
-each rank's progress until all are ready. Then it prints the URL, a curl line and the ranks. Without FILE it
-runs four simulated ranks; with --attach it puts one endpoint in front of engines that already run. Ports
-8000 and 8265 are replaced by free ones if they are taken. Ctrl-C drains for 10 s, a second one stops at
-once.`,
+each rank's progress until all are ready. Then it prints the URL, a curl line and the ranks. On a terminal the
+table of ranks stays up to date; everywhere a line says when a rank dies and when it is ready again. Without
+FILE it runs four simulated ranks; with --attach it puts one endpoint in front of engines that already run.
+Ports 8000 and 8265 are replaced by free ones if they are taken. Ctrl-C drains for 10 s, a second one stops
+at once. "dpserve help status" explains the columns.`,
 		Example: `  dpserve up                                   # four simulated ranks
   dpserve up app.yaml --engine sim             # any file, without its GPUs
   dpserve up --attach http://127.0.0.1:8100,http://127.0.0.1:8101`,
@@ -72,6 +71,7 @@ once.`,
 			return err
 		}
 		f.ports = flags.Changed("port-range") || flags.Changed("slots")
+		f.logs = flags.Changed("log-level")
 		return runUp(cmd.Context(), e, f, file)
 	}
 	return cmd
@@ -142,13 +142,16 @@ func runUp(ctx context.Context, e *env, f *upFlags, file *appFile) (err error) {
 	if !f.ports {
 		defer reservePortSlice(ctx, &c)()
 	}
-	scr := newScreen(e.io)
-	c.LogWriter = scr
+	scr := e.screen()
+	c.LogWriter = upLog{scr}
+	if f.logs {
+		c.LogWriter = scr // the user wants the log as it is
+	}
 	s, err := startNode(ctx, e, c)
 	if err != nil {
 		return err
 	}
-	defer func() { scr.show(); err = errors.Join(err, s.Close()) }()
+	defer func() { scr.clear(); err = errors.Join(err, s.Close()) }()
 	reportReplacedPorts(s, c, scr)
 	if err := deployToSelf(ctx, e, s, file, scr); err != nil {
 		return stopUnserved(e, s, scr, err)
@@ -156,7 +159,9 @@ func runUp(ctx context.Context, e *env, f *upFlags, file *appFile) (err error) {
 	if err := printWelcome(ctx, e, f, s, c.NodeID); err != nil {
 		return stopUnserved(e, s, scr, err)
 	}
-	showSummary(e, s, file, scr)
+	if err := watchRanks(e, s, scr, *f.output == formatWide); err != nil {
+		return stopUnserved(e, s, scr, err)
+	}
 	select {
 	case <-s.done:
 		return s.unexpectedEnd()
@@ -225,7 +230,7 @@ func deployToSelf(ctx context.Context, e *env, s *serving, file *appFile, scr *s
 
 // stopUnserved stops a node that never served. An interrupt keeps its exit code.
 func stopUnserved(e *env, s *serving, scr *screen, err error) error {
-	scr.show()
+	scr.clear()
 	s.cancel()
 	select {
 	case <-s.done:
@@ -236,7 +241,8 @@ func stopUnserved(e *env, s *serving, scr *screen, err error) error {
 	return err
 }
 
-// printWelcome prints the URL, a curl line that works as printed, and the ranks.
+// printWelcome prints the URL, a curl line that works as printed, and the ranks, unless the live table shows
+// them.
 func printWelcome(ctx context.Context, e *env, f *upFlags, s *serving, id string) error {
 	if *f.output != formatTable && *f.output != formatWide {
 		return printAddress(e, s, id, *f.output)
@@ -252,46 +258,39 @@ func printWelcome(ctx context.Context, e *env, f *upFlags, s *serving, id string
 	}
 	_, _ = fmt.Fprintf(e.io.Out, "endpoint http://%s/v1\nadmin http://%s\n%s\n", s.HTTPAddr(), s.AdminAddr(),
 		formatMetricsLine(s.MetricsAddr()))
-	for i := range apps {
-		_, _ = fmt.Fprintln(e.io.Out, formatCurlLine(s.HTTPAddr(), apps[i].Model))
+	if len(apps) > 0 {
+		columns := math.MaxInt // a script reads lines
+		if e.io.OutTTY {
+			columns, _ = e.io.size()
+		}
+		_, _ = fmt.Fprintln(e.io.Out, formatCurlLine(s.HTTPAddr(), apps[0].Model, columns))
+	}
+	if len(apps) > 1 {
+		others := make([]string, 0, len(apps)-1)
+		for i := range apps[1:] {
+			others = append(others, apps[i+1].Model)
+		}
+		_, _ = fmt.Fprintln(e.io.Out, "and others: "+strings.Join(others, ", "))
 	}
 	_, _ = fmt.Fprintln(e.io.Out)
-	view := statusView{now: e.now(), relative: e.io.OutTTY}
-	return view.ranks(apps, *f.output == formatWide).write(e.io.Out, e.io.paint)
-}
-
-// formatCurlLine returns a curl command for one streamed chat request, quoted for a POSIX shell.
-func formatCurlLine(addr, model string) string {
-	body := `{"model": ` + quoteString(model) +
-		`, "stream": true, "max_tokens": 64, "messages": [{"role": "user", "content": "Hello"}]}`
-	return fmt.Sprintf("curl -N http://%s/v1/chat/completions -H 'content-type: application/json' -d '%s'",
-		addr, strings.ReplaceAll(body, `'`, `'\''`))
-}
-
-// showSummary redraws one live line on a terminal until a signal comes or the node ends; elsewhere it only
-// waits.
-func showSummary(e *env, s *serving, file *appFile, scr *screen) {
-	tick := time.NewTicker(summaryEvery)
-	defer tick.Stop()
-	rate := newRate()
-	for {
-		select {
-		case <-s.done:
-			return
-		case <-e.sig.first:
-			scr.show()
-			return
-		case <-tick.C:
-		}
-		if !scr.tty {
-			tick.Stop()
-			continue
-		}
-		requests, tokens, inflight := s.Totals()
-		served := formatCount(int(requests), "request") //nolint:gosec // a count of requests fits an int
-		scr.show(fmt.Sprintf("%s  %s  %d in flight  %.0f tokens/s  (Ctrl-C stops)",
-			strings.Join(file.names(), ", "), served, inflight, rate.add(e.now(), tokens)))
+	if e.io.OutTTY && e.io.ErrTTY {
+		return nil
 	}
+	return newStatusView(e, *f.output == formatWide).ranks(rankRows(apps)).write(e.io.Out, e.io.paint)
+}
+
+// formatCurlLine returns a curl command for one streamed chat request, quoted for a POSIX shell. A terminal
+// that is too narrow for one line gets three.
+func formatCurlLine(addr, model string, columns int) string {
+	body := "{\n  \"model\": " + quoteString(model) + ", \"stream\": true, \"max_tokens\": 64,\n  " +
+		`"messages": [{"role": "user", "content": "Hello"}]}`
+	lines := fmt.Sprintf("curl -N http://%s/v1/chat/completions -H 'content-type: application/json' -d '%s'",
+		addr, strings.ReplaceAll(body, `'`, `'\''`))
+	line := strings.NewReplacer("{\n  ", "{", "\n  ", " ").Replace(lines)
+	if textWidth(line) > columns {
+		return lines
+	}
+	return line
 }
 
 // rate is the slope of a counter over the last samples.
@@ -300,7 +299,7 @@ type rate struct {
 	count []uint64
 }
 
-// rateWindowSamples × summaryEvery is the window: 2 s.
+// rateWindowSamples × watchEvery is the window: 2 s.
 const rateWindowSamples = 9
 
 func newRate() *rate { return &rate{} }

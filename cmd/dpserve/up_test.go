@@ -94,12 +94,17 @@ func TestUpOnATerminal(t *testing.T) {
 	c.io.ErrTTY = true
 	code := c.start("up")
 	eventually(t, "the summary is drawn",
-		func() bool { return strings.Contains(c.stderr(), "demo  3 requests  1 in flight  0 tokens/s") })
+		func() bool {
+			return strings.Contains(c.stderr(), "demo  1/1 ready  3 requests  1 in flight  0 tokens/s")
+		})
 	c.interrupt()
 	assert.Equal(t, 0, exit(t, code), c.stderr())
 	assert.Contains(t, c.stderr(), beginSync+clearBelow+"demo DEPLOYING, 0 of 1 ranks ready")
-	assert.True(t, strings.HasSuffix(c.stderr(), clearBelow+endSync),
-		"the live lines are gone at the end: %q", c.stderr())
+	v := newTerminalEmulator(defaultWidth, defaultHeight)
+	_, _ = v.Write([]byte(c.stderr()))
+	v.check(t)
+	assert.Equal(t, "dpserve: stopping: 1 request in flight; Ctrl-C again stops at once", v.everything(),
+		"the live lines are gone at the end")
 }
 
 func TestUpSecondCtrlC(t *testing.T) {
@@ -199,7 +204,7 @@ func TestStartNodeStops(t *testing.T) {
 }
 
 func TestCurlLineQuotes(t *testing.T) {
-	assert.Contains(t, formatCurlLine("h:1", `it's "x"`), `"model": "it'\''s \"x\""`)
+	assert.Contains(t, formatCurlLine("h:1", `it's "x"`, 1000), `"model": "it'\''s \"x\""`)
 }
 
 func TestRate(t *testing.T) {

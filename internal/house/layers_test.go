@@ -106,7 +106,7 @@ func testLibraries() []string {
 		"testing", "testing/", "net/http/httptest", "github.com/stretchr/testify", "go.uber.org/goleak",
 		"pgregory.net/rapid", "github.com/rogpeppe/go-internal", "github.com/anishathalye/porcupine",
 		"github.com/cockroachdb/datadriven", "github.com/openai/openai-go",
-		"github.com/santhosh-tekuri/jsonschema", module + "test",
+		"github.com/santhosh-tekuri/jsonschema", "github.com/creack/pty", module + "test",
 	}
 }
 

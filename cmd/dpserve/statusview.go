@@ -1,0 +1,465 @@
+package main
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/state"
+)
+
+// statusView renders applications for one terminal, or for a pipe.
+type statusView struct {
+	now      time.Time
+	relative bool // times are ages for a person, and messages are lines under the table; else for a program
+	wide     bool
+	width    int // columns of the terminal
+}
+
+func newStatusView(e *env, wide bool) statusView {
+	width, _ := e.io.size()
+	return statusView{now: e.now(), relative: e.io.OutTTY, wide: wide, width: width}
+}
+
+func (v statusView) tables(apps []client.AppStatus) []*table {
+	return []*table{v.apps(apps), v.ranks(unhealthyFirst(rankRows(apps)))}
+}
+
+func (v statusView) apps(apps []client.AppStatus) *table {
+	t := &table{head: []string{"APP", "STATUS", "RANKS", "GROUPS", "MODEL", "KIND", "POLICY", "QUEUED"}}
+	if v.wide {
+		t.head = append(t.head, "REVISION", "COUPLING")
+	} else {
+		t.optional = []string{"GROUPS", "KIND", "QUEUED", "POLICY", "MODEL"}
+	}
+	asColumn := v.wide || !v.relative
+	if asColumn {
+		t.head = append(t.head, "MESSAGE")
+	}
+	for i := range apps {
+		a := &apps[i]
+		row := cells(a.Name, a.Status, fmt.Sprintf("%d/%d", a.Ready, a.Desired), strconv.Itoa(a.Groups),
+			a.Model, a.Kind, a.Policy, strconv.Itoa(a.Queued))
+		row[1].color = statusColor(a.Status)
+		if v.wide {
+			row = append(row, cells(strconv.FormatUint(a.Revision, 10), a.Coupling)...)
+		}
+		if asColumn {
+			row = append(row, cell{text: joinLines(a.Message)})
+		} else {
+			t.notes = append(t.notes, v.messageLines(a)...)
+		}
+		t.add(row...)
+		if line := summarizeRanks(a, min(v.width-1, summaryWidth)); line != "" {
+			t.notes = append(t.notes, line)
+		}
+	}
+	if len(t.notes) > 0 {
+		t.notes = append([]string{""}, t.notes...)
+	}
+	return t
+}
+
+// messageLines returns what an application's message says and the reasons of its ranks do not, one fact and
+// one hint per line, wrapped.
+func (v statusView) messageLines(a *client.AppStatus) []string {
+	said := map[string]bool{}
+	for i := range a.Units {
+		u := &a.Units[i]
+		if why := joinLines(u.Reason); !isPlacementReason(u.Unit, why) {
+			said[u.Unit+" is "+u.Phase+": "+why] = true
+		}
+	}
+	var out []string
+	for line := range strings.Lines(a.Message) {
+		line = joinLines(line)
+		if line == "" || said[line] {
+			continue
+		}
+		text, hint, hasHint := strings.Cut(line, "; hint: ")
+		out = append(out, wrap(a.Name+": "+text, v.width-1, "  ")...)
+		if hasHint {
+			out = append(out, wrap("hint: "+hint, v.width-1, "  ")...)
+		}
+	}
+	return out
+}
+
+// summaryWidth is the longest summary of an application's ranks.
+const summaryWidth = 80
+
+// summarizeRanks returns one line that names the ranks that are not ready, by state, as far as they fit. It
+// returns "" if there are fewer than two: their rows say the same.
+func summarizeRanks(a *client.AppStatus, width int) string {
+	var phases []string
+	names := map[string][]string{}
+	total := 0
+	for r := range allRanks([]client.AppStatus{*a}) {
+		if r.isReady() {
+			continue
+		}
+		total++
+		if names[r.rank.Phase] == nil {
+			phases = append(phases, r.rank.Phase)
+		}
+		names[r.rank.Phase] = append(names[r.rank.Phase], fmt.Sprintf("%d/%d", r.rank.Group, r.rank.Rank))
+	}
+	if total < 2 {
+		return ""
+	}
+	slices.Sort(phases)
+	line := ""
+	for most := total; most >= 0; most-- {
+		line = fmt.Sprintf("%s: %d of %d ready", a.Name, a.Ready, a.Desired)
+		for _, phase := range phases {
+			line += "; " + phase + " " + listSome(names[phase], most)
+		}
+		if textWidth(line) <= width {
+			break
+		}
+	}
+	return line
+}
+
+// listSome lists at most so many names and says how many are left out.
+func listSome(names []string, most int) string {
+	switch {
+	case len(names) <= most:
+		return strings.Join(names, ", ")
+	case most == 0:
+		return strconv.Itoa(len(names))
+	}
+	return fmt.Sprintf("%s and %d more", strings.Join(names[:most], ", "), len(names)-most)
+}
+
+func (v statusView) ranks(rows []rankRow) *table {
+	t := &table{
+		head: []string{
+			"RANK", "STATE", "EPOCH", "AGE", "NODE", "IN-FLIGHT", "TOK/S", "TTFT-P50", "TTFT-P95",
+			"RESTARTS", "HIT%",
+		},
+	}
+	if !v.relative {
+		t.head[3] = "SINCE"
+	}
+	if v.wide {
+		t.head = append(t.head, "REQUESTS", "PID", "INCARNATION", "URL")
+	} else {
+		t.optional = []string{
+			"TTFT-P95", "TTFT-P50", "RESTARTS", "NODE", t.head[3], "HIT%", "TOK/S", "IN-FLIGHT", "EPOCH",
+		}
+	}
+	t.head = append(t.head, "REASON")
+	reasons := reasonsOf(rows)
+	for i, r := range rows {
+		row := cells(r.name(), r.rank.Phase, strconv.FormatUint(r.rank.Epoch, 10), v.since(r.unit.Since),
+			r.rank.Node, strconv.Itoa(r.rank.InFlight), fmt.Sprintf("%.0f", r.rank.TokensPerS),
+			formatMillis(r.rank.TTFTp50Ms), formatMillis(r.rank.TTFTp95Ms), strconv.Itoa(r.unit.Restarts),
+			formatHitRate(r.rank))
+		row[1].color = phaseColor(r.rank.Phase)
+		if v.wide {
+			row = append(row,
+				cells(strconv.FormatUint(r.rank.Requests, 10), formatNumber(r.rank.PID), r.rank.Incarnation,
+					r.rank.URL)...)
+		}
+		t.add(append(row, cell{text: reasons[i]})...)
+	}
+	return t
+}
+
+// liveRanks returns the table of ranks for live lines: at most so many lines. If not all ranks fit, those
+// that are not ready come first, and the last line says what is missing.
+func (v statusView) liveRanks(rows []rankRow, lines int, paint func(color, string) string) []string {
+	room := lines - 1 // under the heading
+	cut := 0
+	if len(rows) > room {
+		rows = unhealthyFirst(rows)
+		cut = len(rows) - max(room-1, 0)
+	}
+	hidden := rows[len(rows)-cut:]
+	t := v.ranks(rows[:len(rows)-cut])
+	for _, row := range t.rows { // the columns stay in place while states change
+		row[1].text = fmt.Sprintf("%-*s", len(state.Starting), row[1].text)
+	}
+	t.fit(v.width-1, reasonWidth)
+	out := t.renderLines(paint)
+	if cut == 0 {
+		return out
+	}
+	broken := 0
+	for _, r := range hidden {
+		if !r.isReady() {
+			broken++
+		}
+	}
+	more := fmt.Sprintf("… and %d more, all ready", cut)
+	if broken > 0 {
+		more = fmt.Sprintf("… and %d more, %d of them not ready", cut, broken)
+	}
+	return append(out, more)
+}
+
+func (v statusView) since(t time.Time) string {
+	switch {
+	case t.IsZero():
+		return "-"
+	case v.relative:
+		return formatAge(v.now.Sub(t))
+	}
+	return t.UTC().Format(time.RFC3339)
+}
+
+// formatAge returns a duration in its largest unit.
+func formatAge(d time.Duration) string {
+	switch {
+	case d < time.Minute:
+		return fmt.Sprintf("%ds", max(int(d.Seconds()), 0))
+	case d < time.Hour:
+		return fmt.Sprintf("%dm", int(d.Minutes()))
+	case d < 48*time.Hour:
+		return fmt.Sprintf("%dh", int(d.Hours()))
+	}
+	return fmt.Sprintf("%dd", int(d.Hours()/24))
+}
+
+// formatMillis returns a latency; 0 means that nothing was measured.
+func formatMillis(ms float64) string {
+	if ms == 0 {
+		return "-"
+	}
+	return fmt.Sprintf("%.1fms", ms)
+}
+
+func formatNumber(n int) string {
+	if n == 0 {
+		return "-"
+	}
+	return strconv.Itoa(n)
+}
+
+// joinLines joins the lines of a message, so that it fits one cell of a table.
+func joinLines(s string) string {
+	s = strings.ReplaceAll(strings.TrimSpace(cleanText(s)), "\n", "; ")
+	return strings.Join(strings.Fields(s), " ")
+}
+
+func statusColor(status string) color {
+	switch status {
+	case client.StatusRunning:
+		return good
+	case client.StatusDeploying, client.StatusDeleting:
+		return busy
+	case client.StatusUnhealthy, client.StatusDeployFailed:
+		return bad
+	}
+	return plain
+}
+
+func phaseColor(phase string) color {
+	if phase == client.Unreachable {
+		return bad
+	}
+	switch state.Phase(phase) {
+	case state.Ready:
+		return good
+	case state.Pending, state.Starting, state.Draining, state.Backoff:
+		return busy
+	case state.Fenced, state.Killing, state.Failed:
+		return bad
+	case state.Gone:
+		return faint
+	}
+	return plain
+}
+
+// rankRow is one rank with its unit and its application.
+type rankRow struct {
+	app  *client.AppStatus
+	unit *client.UnitStatus
+	rank *client.RankStatus
+}
+
+// allRanks yields all ranks in the order of the listing.
+func allRanks(apps []client.AppStatus) func(func(rankRow) bool) {
+	return func(yield func(rankRow) bool) {
+		for a := range apps {
+			for u := range apps[a].Units {
+				unit := &apps[a].Units[u]
+				for r := range unit.Ranks {
+					if !yield(rankRow{&apps[a], unit, &unit.Ranks[r]}) {
+						return
+					}
+				}
+			}
+		}
+	}
+}
+
+func rankRows(apps []client.AppStatus) []rankRow { return slices.Collect(allRanks(apps)) }
+
+// unhealthyFirst orders ranks: those that are not ready come first, each part in the order of the listing.
+func unhealthyFirst(rows []rankRow) []rankRow {
+	out := slices.Clone(rows)
+	slices.SortStableFunc(out, func(a, b rankRow) int {
+		switch {
+		case a.isReady() == b.isReady():
+			return 0
+		case b.isReady():
+			return -1
+		}
+		return 1
+	})
+	return out
+}
+
+// onlyUnhealthy returns the applications that do not run or have a rank that is not ready, with those ranks
+// alone.
+func onlyUnhealthy(apps []client.AppStatus) []client.AppStatus {
+	var out []client.AppStatus
+	for _, a := range apps {
+		var units []client.UnitStatus
+		for i, u := range a.Units {
+			u.Ranks = slices.DeleteFunc(slices.Clone(u.Ranks), func(k client.RankStatus) bool {
+				return rankRow{&a, &a.Units[i], &k}.isReady()
+			})
+			if len(u.Ranks) > 0 {
+				units = append(units, u)
+			}
+		}
+		if a.Units = units; len(units) > 0 || a.Status != client.StatusRunning {
+			out = append(out, a)
+		}
+	}
+	return out
+}
+
+// isReady reports whether a rank serves and its answers do not fail.
+func (r rankRow) isReady() bool { return r.rank.Phase == string(state.Ready) && !r.rank.Tripped }
+
+// name returns APP/GROUP/RANK, the form that logs takes.
+func (r rankRow) name() string {
+	return fmt.Sprintf("%s/%d/%d", r.app.Name, r.rank.Group, r.rank.Rank)
+}
+
+// reason says why a rank is not ready, or what it waits for.
+func (r rankRow) reason() string {
+	switch {
+	case r.rank.Phase == string(state.Ready) && r.rank.Tripped:
+		return "tripped: its answers failed in a row"
+	case r.rank.Phase == string(state.Ready):
+		return ""
+	}
+	return joinLines(cmp.Or(r.rank.Progress, r.unit.Reason))
+}
+
+// isPlacementReason reports whether a unit's reason says that it finds no room. Such a reason lists every
+// node, and the units of an application share it.
+func isPlacementReason(unit, reason string) bool {
+	return strings.HasPrefix(reason, "place "+unit+": ")
+}
+
+// reasonsOf returns the reason of each rank. The ranks of a unit share one, and the units of an application a
+// reason of placement: it stands at the first of them. A reason of placement is shortened, because the
+// application's message has it in full.
+func reasonsOf(rows []rankRow) []string {
+	said := map[string]bool{}
+	out := make([]string, len(rows))
+	for i, r := range rows {
+		why := r.reason()
+		key := r.unit.Unit + " " + why
+		out[i] = why
+		if isPlacementReason(r.unit.Unit, why) {
+			key = r.app.Name + " " + strings.TrimPrefix(why, "place "+r.unit.Unit+": ")
+			out[i], _, _ = strings.Cut(why, "; ")
+		}
+		if why != "" && said[key] {
+			out[i] = "as above"
+		}
+		said[key] = true
+	}
+	return out
+}
+
+// indexNotes returns a line about the index of each application that has one.
+func indexNotes(apps []client.AppStatus) []string {
+	var out []string
+	for i := range apps {
+		if a := &apps[i]; a.Index != nil {
+			out = append(out,
+				fmt.Sprintf("%s: index %s; identity %s", a.Name, describeIndex(a.Index), a.Identity))
+		}
+	}
+	return out
+}
+
+// statusNotes returns the lines under the tables of status: the problems of each rank's KV cache and KV
+// events.
+func statusNotes(apps []client.AppStatus) []string {
+	var out []string
+	for r := range allRanks(apps) {
+		if kv := r.rank.KV; kv != nil {
+			if text := describeKVProblems(kv); text != "" {
+				out = append(out, r.name()+": "+text)
+			}
+		}
+	}
+	return out
+}
+
+// describeIndex returns the size of an index and its error counts.
+func describeIndex(ix *client.Index) string {
+	s := fmt.Sprintf("%d blocks, %s of %s", ix.Blocks, formatMebibytes(ix.Bytes), formatMebibytes(ix.Cap))
+	for _, part := range []struct {
+		n    uint64
+		what string
+	}{{uint64(max(ix.Orphans, 0)), "orphans"}, {ix.Evicted, "evicted"}, {ix.Resyncs, "resyncs"}} {
+		if part.n > 0 {
+			s += fmt.Sprintf(", %d %s", part.n, part.what)
+		}
+	}
+	return s
+}
+
+func formatMebibytes(n int) string { return fmt.Sprintf("%.1f MiB", float64(n)/(1<<20)) }
+
+// describeKVProblems returns the problems of a rank's KV cache and KV events, "" if there are none.
+func describeKVProblems(kv *client.KVStatus) string {
+	s := kv.Note
+	e := kv.Events
+	if e == nil || s != "" && e.State == client.EventsLive && e.Gaps+e.Dropped == 0 {
+		return s
+	}
+	add := func(text string) {
+		if s != "" {
+			s += "; "
+		}
+		s += text
+	}
+	switch {
+	case e.State == client.EventsSilent && kv.Note == "":
+		add(fmt.Sprintf("KV events silent for %.0f s under traffic", e.SilentFor))
+	case e.State == client.EventsPartial:
+		add("KV events partial: what it held before is not known")
+	case e.State == client.EventsConnecting:
+		add("its KV events are not connected")
+	}
+	if e.Gaps > 0 {
+		add(fmt.Sprintf("%d gaps in its KV events", e.Gaps))
+	}
+	if e.Dropped > 0 {
+		add(fmt.Sprintf("%d KV events dropped", e.Dropped))
+	}
+	return s
+}
+
+// formatHitRate returns a rank's share of cached prompt tokens; "-" while its engine has reported none.
+func formatHitRate(r *client.RankStatus) string {
+	if r.PromptTokens == 0 {
+		return "-"
+	}
+	return fmt.Sprintf("%.1f", 100*r.HitRate)
+}
