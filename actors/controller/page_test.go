@@ -45,7 +45,8 @@ func TestThePageSaysWhatRestarts(t *testing.T) {
 	text, err := os.ReadFile("../../docs/rollout.md")
 	require.NoError(t, err)
 	var listed []string
-	for _, row := range regexp.MustCompile(`(?m)^\| (.*) \| nothing`).FindAllStringSubmatch(string(text), -1) {
+	rows := regexp.MustCompile(`(?m)^\| (.*) \| nothing`).FindAllStringSubmatch(string(text), -1)
+	for _, row := range rows {
 		for _, key := range regexp.MustCompile("`([^`]+)`").FindAllStringSubmatch(row[1], -1) {
 			listed = append(listed, key[1])
 		}

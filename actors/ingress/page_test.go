@@ -39,7 +39,7 @@ func sourceOf(t *testing.T, path string) string {
 func TestThePageHasEveryRoute(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	page := endpointPart(t)
-	served := []string{"GET " + modelsPath, "GET " + modelsPath + "/{id}"} // not by gin: an id may have slashes
+	served := []string{"GET " + modelsPath, "GET " + modelsPath + "/{id}"} // not gin's: ids may have slashes
 	for _, r := range (surface{g.in}).newEngine().Routes() {
 		if r.Method != http.MethodHead { // said in words
 			served = append(served, r.Method+" "+r.Path)

@@ -34,7 +34,7 @@ func forEachTransport(t *testing.T, test func(t *testing.T, far bool)) {
 // oneAttempt makes the first failure final, and tokens due soon.
 func oneAttempt(a *app.Application) {
 	a.Retries.Attempts, a.Timeouts.QueueS = 1, 0.2
-	a.Timeouts.FirstTokenS, a.Timeouts.BetweenTokensS = 0.2, 0.2
+	a.Timeouts.FirstTokenS, a.Timeouts.BetweenTokensS = 0.5, 0.5
 }
 
 // oneDone returns the only Done that the rank got, and requires that its ticket is back.

@@ -25,8 +25,8 @@ func TestAChangedApplicationRollsOut(t *testing.T) {
 	r.Quiet()
 }
 
-// A changed application with a single lockstep group is away as a whole, as docs/rollout.md says: requests are
-// refused while the group drains, and wait while it starts. No stream breaks, and no request hangs.
+// A changed application with a single lockstep group is away as a whole, as docs/rollout.md says: requests
+// are refused while the group drains, and wait while it starts. No stream breaks, and no request hangs.
 func TestAChangedLockstepGroupIsAwayAsAWhole(t *testing.T) {
 	t.Parallel()
 	if testing.Short() {
