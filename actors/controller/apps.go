@@ -343,13 +343,16 @@ func (c *Core) messageLines(a *application) []string {
 		if why == "" {
 			continue
 		}
-		phase, reason := u.m.Phase.Describe(), strings.TrimPrefix(why, "place "+u.id+": ")
-		if same := byReason[phase+reason]; same != nil && reason != why {
-			same.more++
-			continue
+		l := &line{unit: u.id, phase: u.m.Phase.Describe(), why: why}
+		if why == u.noRoom {
+			_, reason, _ := strings.Cut(why, ": ") // without the name of the group or unit
+			if same := byReason[l.phase+reason]; same != nil {
+				same.more++
+				continue
+			}
+			byReason[l.phase+reason] = l
 		}
-		l := &line{unit: u.id, phase: phase, why: why}
-		byReason[phase+reason], lines = l, append(lines, l)
+		lines = append(lines, l)
 	}
 	out := make([]string, len(lines))
 	for i, l := range lines {

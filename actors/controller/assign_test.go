@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -219,4 +220,19 @@ func TestMovesWaitForRequestsUnderWay(t *testing.T) {
 	assert.Equal(t, "b:0", c.where("more/0/0"))
 	assert.Equal(t, state.Ready, c.phase("chat/0/0"))
 	assert.Contains(t, view{c.core}.Status()[0].Units[0].Reason, "stays on draining node a: place chat/0")
+}
+
+// Independent ranks without room share one line of the message, and a long message says how much it leaves
+// out.
+func TestMessageNamesAReasonOnce(t *testing.T) {
+	w := newWorld(t, node("a", 2))
+	w.deploy(sim("one", 7, app.Independent))
+	message := view{w.core}.Status()[0].Message
+	assert.Contains(t, message, "one/0/0 and 6 more are pending: place one/0: 2 of 7 ranks can be placed")
+	assert.True(t, strings.HasSuffix(message, "; hint: add nodes or slots, ask for fewer ranks, or delete an "+
+		"application"), message)
+	assert.NotContains(t, message, "\n")
+
+	assert.Equal(t, "1\n2\n3\n4\nand 2 more", joinMessage([]string{"1", "2", "3", "4", "5", "6"}))
+	assert.Equal(t, "1\n2\n3\n4", joinMessage([]string{"1", "2", "3", "4"}))
 }

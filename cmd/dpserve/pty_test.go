@@ -57,7 +57,7 @@ func startOnPTY(t *testing.T, cols, rows int, vars []string, program string, arg
 }
 
 func windowSize(cols, rows int) *pty.Winsize {
-	return &pty.Winsize{Cols: uint16(cols), Rows: uint16(rows)} //nolint:gosec // both are small
+	return &pty.Winsize{Cols: uint16(cols), Rows: uint16(rows)}
 }
 
 // unblock returns the same terminal as a file whose Close ends a Read.

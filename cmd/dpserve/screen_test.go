@@ -202,22 +202,22 @@ func TestStatusWatchWidths(t *testing.T) {
 // A reason of placement stands once, in full in the message with what to do about it.
 func TestPlacementReasonStandsOnce(t *testing.T) {
 	a := demo(client.StatusDeploying, 1, state.Pending, state.Pending, state.Pending)
-	for i := range a.Units {
-		a.Units[i].Reason = fmt.Sprintf("place demo/0/%d: 0 of 1 rank can be placed (PACK); need: 1 rank of "+
-			"1 slot each, PACK; node n1: 0 of 4 slots free; hint: add nodes or slots, ask for fewer ranks", i)
+	for i, name := range []string{"demo/0", "demo/0", "demo/0/2"} {
+		a.Units[i].Reason = "place " + name + ": 0 of 1 rank can be placed (PACK); need: 1 rank of " +
+			"1 slot each, PACK; node n1: 0 of 4 slots free; hint: add nodes or slots, ask for fewer ranks"
 	}
 	a.Message = "demo/0/0 and 2 more are pending: " + a.Units[0].Reason
 	v := watched(t, 80, 24, []client.AppStatus{a})
 	assert.Equal(t, `APP   STATUS     RANKS  GROUPS  MODEL  KIND  POLICY        QUEUED
 demo  DEPLOYING  0/3    1       demo   sim   power-of-two  0
 
-demo: demo/0/0 and 2 more are pending: place demo/0/0: 0 of 1 rank can be
-  placed (PACK); need: 1 rank of 1 slot each, PACK; node n1: 0 of 4 slots free
+demo: demo/0/0 and 2 more are pending: place demo/0: 0 of 1 rank can be placed
+  (PACK); need: 1 rank of 1 slot each, PACK; node n1: 0 of 4 slots free
 hint: add nodes or slots, ask for fewer ranks
 demo: 0 of 3 ready; pending 0/0, 0/1, 0/2
 
 RANK      STATE     EPOCH  IN-FLIGHT  TOK/S  HIT%  REASON
-demo/0/0  pending   1      0          0      -     place demo/0/0: 0 of 1 rank…
+demo/0/0  pending   1      0          0      -     place demo/0: 0 of 1 rank c…
 demo/0/1  pending   1      0          0      -     as above
 demo/0/2  pending   1      0          0      -     as above`, v.visible())
 }

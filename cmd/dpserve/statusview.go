@@ -70,7 +70,7 @@ func (v statusView) messageLines(a *client.AppStatus) []string {
 	said := map[string]bool{}
 	for i := range a.Units {
 		u := &a.Units[i]
-		if why := joinLines(u.Reason); !isPlacementReason(u.Unit, why) {
+		if why := joinLines(u.Reason); !isPlacementReason(a.Name, why) {
 			said[u.Unit+" is "+u.Phase+": "+why] = true
 		}
 	}
@@ -356,11 +356,9 @@ func (r rankRow) reason() string {
 	return joinLines(cmp.Or(r.rank.Progress, r.unit.Reason))
 }
 
-// isPlacementReason reports whether a unit's reason says that it finds no room. Such a reason lists every
-// node, and the units of an application share it.
-func isPlacementReason(unit, reason string) bool {
-	return strings.HasPrefix(reason, "place "+unit+": ")
-}
+// isPlacementReason reports whether a reason says that a group or unit of an application finds no room. Such a
+// reason lists every node, and the units of the application share it.
+func isPlacementReason(app, reason string) bool { return strings.HasPrefix(reason, "place "+app+"/") }
 
 // reasonsOf returns the reason of each rank. The ranks of a unit share one, and the units of an application a
 // reason of placement: it stands at the first of them. A reason of placement is shortened, because the
@@ -372,8 +370,9 @@ func reasonsOf(rows []rankRow) []string {
 		why := r.reason()
 		key := r.unit.Unit + " " + why
 		out[i] = why
-		if isPlacementReason(r.unit.Unit, why) {
-			key = r.app.Name + " " + strings.TrimPrefix(why, "place "+r.unit.Unit+": ")
+		if isPlacementReason(r.app.Name, why) {
+			_, reason, _ := strings.Cut(why, ": ") // without the name of the group or unit
+			key = r.app.Name + " " + reason
 			out[i], _, _ = strings.Cut(why, "; ")
 		}
 		if why != "" && said[key] {

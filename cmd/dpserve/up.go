@@ -159,7 +159,7 @@ func runUp(ctx context.Context, e *env, f *upFlags, file *appFile) (err error) {
 	if err := printWelcome(ctx, e, f, s, c.NodeID); err != nil {
 		return stopUnserved(e, s, scr, err)
 	}
-	if err := watchRanks(e, s, scr, *f.output == formatWide); err != nil {
+	if err := watchRanks(ctx, e, s, scr, *f.output == formatWide); err != nil {
 		return stopUnserved(e, s, scr, err)
 	}
 	select {

@@ -16,7 +16,7 @@ const watchEvery = 250 * time.Millisecond
 
 // watchRanks shows the ranks until a signal comes or the node ends: as a live table on a terminal, and
 // everywhere one line for each rank that dies, and one when it is ready again.
-func watchRanks(e *env, s *serving, scr *screen, wide bool) error {
+func watchRanks(ctx context.Context, e *env, s *serving, scr *screen, wide bool) error {
 	cluster, err := e.newAdmin(s.AdminAddr())
 	if err != nil {
 		return err
@@ -27,8 +27,8 @@ func watchRanks(e *env, s *serving, scr *screen, wide bool) error {
 	defer tick.Stop()
 	history, speed := newUnitHistory(), newRate()
 	for {
-		ctx, cancel := context.WithTimeout(context.Background(), callTimeout)
-		apps, err := cluster.Apps(ctx)
+		call, cancel := context.WithTimeout(ctx, callTimeout)
+		apps, err := cluster.Apps(call)
 		cancel()
 		if err == nil { // else the last table stays: an election, or the node ends
 			for _, line := range history.news(e.now(), apps) {
@@ -112,16 +112,16 @@ func (h *unitHistory) news(now time.Time, apps []client.AppStatus) []string {
 	}
 	var out []string
 	seen := map[string]bool{}
-	for i := range apps {
-		for j := range apps[i].Units {
-			u := &apps[i].Units[j]
+	for _, a := range apps {
+		for j := range a.Units {
+			u := &a.Units[j]
 			seen[u.Unit] = true
 			past := h.units[u.Unit]
 			if past == nil {
 				past = &unitPast{downSince: now}
 				h.units[u.Unit] = past
 			}
-			line := past.describe(now, &apps[i], u)
+			line := past.describe(now, a.Kind, u)
 			past.record(now, u)
 			if line != "" && !first {
 				out = append(out, u.Unit+" "+line)
@@ -147,7 +147,7 @@ func (p *unitPast) record(now time.Time, u *client.UnitStatus) {
 }
 
 // describe says what has happened to the unit since the last status; "" if nothing that matters.
-func (p *unitPast) describe(now time.Time, a *client.AppStatus, u *client.UnitStatus) string {
+func (p *unitPast) describe(now time.Time, kind string, u *client.UnitStatus) string {
 	isReady, wasReady := u.Phase == string(state.Ready), p.phase == string(state.Ready)
 	switch {
 	case isReady && wasReady && u.Epoch > p.epoch:
@@ -159,7 +159,7 @@ func (p *unitPast) describe(now time.Time, a *client.AppStatus, u *client.UnitSt
 	case isReady:
 		return fmt.Sprintf("is ready, epoch %d", u.Epoch)
 	case wasReady:
-		return describeLoss(a, u)
+		return describeLoss(kind, u)
 	case u.Phase == string(state.Failed) && p.phase != u.Phase:
 		return fmt.Sprintf("failed after %s%s; `dpserve logs %s` shows why",
 			formatCount(u.Attempt, "attempt"), inParentheses(u.Reason), u.Unit)
@@ -170,7 +170,7 @@ func (p *unitPast) describe(now time.Time, a *client.AppStatus, u *client.UnitSt
 }
 
 // describeLoss says why a unit that was ready is not any more.
-func describeLoss(a *client.AppStatus, u *client.UnitStatus) string {
+func describeLoss(kind string, u *client.UnitStatus) string {
 	why := inParentheses(u.Reason)
 	switch state.Phase(u.Phase) {
 	case state.Draining:
@@ -184,7 +184,7 @@ func describeLoss(a *client.AppStatus, u *client.UnitStatus) string {
 	case state.Starting, state.Ready, state.Fenced, state.Killing, state.Backoff, state.Gone:
 	}
 	switch {
-	case a.Kind == "attach":
+	case kind == "attach":
 		return "does not answer" + why + ", is asked again"
 	case len(u.Ranks) > 1:
 		return fmt.Sprintf("died%s, its %d ranks start again", why, len(u.Ranks))

@@ -24,3 +24,17 @@ func TestNewTermStartsNewLeaderActors(t *testing.T) {
 	require.NotSame(t, first, second)
 	assert.Len(t, second.control.Status(), 1, "the new controller goes on with the application")
 }
+
+// While no node leads, a node knows at least that it is there itself.
+func TestNodesWithoutALeader(t *testing.T) {
+	b := newBackend(t, edgeFile)
+	b.n.life.kill() // stop the loop that follows leadership
+	b.n.life.loops.Wait()
+	require.NoError(t, b.n.leading.StandDown())
+	list, err := b.Nodes(t.Context())
+	require.NoError(t, err)
+	require.Len(t, list, 1)
+	assert.Equal(t, "alive", list[0].State)
+	assert.Equal(t, "itself", list[0].SeenBy)
+	assert.Contains(t, list[0].Reason, "no node leads")
+}
