@@ -3,6 +3,8 @@
 package main
 
 import (
+	"io"
+	"net/http"
 	"os"
 	"os/exec"
 	"regexp"
@@ -76,6 +78,33 @@ func assertEngines(t *testing.T, engines []int) {
 	for _, pid := range engines {
 		assert.True(t, poll(func() bool { return syscall.Kill(pid, 0) != nil }), "engine %d is left", pid)
 	}
+}
+
+// The table shows what the ranks do: tokens per second, what their caches hold, and requests in all.
+func TestUpShowsLoad(t *testing.T) {
+	t.Parallel()
+	p := upOnPTY(t, 120, 30)
+	url := regexp.MustCompile(`http://\S+/v1`).FindString(p.visible())
+	prompt := strings.Repeat("the same long prompt, ", 100)
+	body := `{"model": "demo", "max_tokens": 64, "messages": [{"role": "user", "content": "` + prompt + `"}]}`
+	for range 8 {
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, url+"/chat/completions",
+			strings.NewReader(body))
+		require.NoError(t, err)
+		req.Header.Set("content-type", "application/json")
+		resp, err := http.DefaultClient.Do(req)
+		require.NoError(t, err)
+		_, err = io.Copy(io.Discard, resp.Body)
+		require.NoError(t, err)
+		require.NoError(t, resp.Body.Close())
+		require.Equal(t, http.StatusOK, resp.StatusCode)
+	}
+	http.DefaultClient.CloseIdleConnections()
+	p.awaitText(t, "4/4 ready  8 requests  0 in flight")
+	row := regexp.MustCompile(`demo/0/\d +ready +1 +\S+ +\S+ +0 +[1-9]\d* .* [1-9]\d\.\d\n`)
+	p.await(t, "tokens per second and a hit rate", row.MatchString)
+	p.typeKeys(t, "\x03")
+	assert.Equal(t, 0, p.exitCode(t))
 }
 
 // Ctrl-Z leaves the terminal to the shell, fg draws the table again, and the ranks have run on.

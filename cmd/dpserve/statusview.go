@@ -373,7 +373,7 @@ func reasonsOf(rows []rankRow) []string {
 		if isPlacementReason(r.app.Name, why) {
 			_, reason, _ := strings.Cut(why, ": ") // without the name of the group or unit
 			key = r.app.Name + " " + reason
-			out[i], _, _ = strings.Cut(why, "; ")
+			out[i], _, _ = strings.Cut(reason, "; ")
 		}
 		if why != "" && said[key] {
 			out[i] = "as above"

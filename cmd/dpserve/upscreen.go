@@ -195,7 +195,7 @@ func describeLoss(kind string, u *client.UnitStatus) string {
 // inParentheses returns the first clause of a reason in parentheses, after a space; "" for no reason.
 func inParentheses(reason string) string {
 	reason, _, _ = strings.Cut(joinLines(reason), "; ")
-	if reason = strings.TrimPrefix(reason, "engine was ended by "); reason == "" {
+	if reason = strings.Replace(reason, "engine was ended by ", "", 1); reason == "" {
 		return ""
 	}
 	return " (" + reason + ")"
