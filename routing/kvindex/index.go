@@ -184,7 +184,7 @@ func (ix *Index) freeUnheld(s slot) {
 		up, stamp := c.parent, c.stamp.Load()
 		ix.unlink(s)
 		ix.table.remove(ix.hash(s), s)
-		ix.pool.free(s)
+		ix.free(s)
 		if s = up; s >= firstSlot {
 			if p := ix.cold(s); p.stamp.Load() < stamp { // a match of the child matched the parent
 				p.stamp.Store(stamp)

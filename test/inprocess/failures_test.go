@@ -95,7 +95,7 @@ func TestFS1SurvivorsShareTheLoad(t *testing.T) {
 					}
 					resp, err := c.Post(t.Context(), "/v1/chat/completions",
 						harness.Chat("fs", fmt.Sprintf("%s client %d", prefix, client), 30, true))
-					if !assert.NoError(t, err) {
+					if !assert.NoError(t, err) { //nolint:testifylint // not the goroutine of the test
 						return
 					}
 					s := harness.ReadStream(resp)

@@ -70,7 +70,7 @@ func (p *http1Pool) roundTrip(r *http.Request) (*http.Response, error) {
 		return nil, errNoneWaits
 	}
 	if !p.client.HasIdle() {
-		p.widen() //nolint:contextcheck // later requests use the connection
+		p.widen()
 		return nil, errNoneWaits
 	}
 	mem, _ := p.bodies.Get().(*[]byte)
@@ -82,7 +82,7 @@ func (p *http1Pool) roundTrip(r *http.Request) (*http.Response, error) {
 	}
 	resp, err := p.client.Send(r.Context(), r.Method, r.URL.RequestURI(), r.Header, body)
 	if !p.client.HasIdle() {
-		p.widen() //nolint:contextcheck // later requests use the connection
+		p.widen()
 	}
 	if err != nil {
 		var e *enginehttp.SendError
