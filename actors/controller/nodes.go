@@ -307,7 +307,9 @@ func (c *Core) applyNewEvent(now time.Time, u *unit, e *msg.UnitEvent) {
 		c.stopSuperseded(e) // the node was declared lost
 		return
 	}
-	ev := state.Event{Epoch: e.Epoch, Reason: e.Reason, LogTail: e.LogTail, WasReady: u.allParts(hasBeenReady)}
+	ev := state.Event{
+		Epoch: e.Epoch, Reason: e.Reason, LogTail: e.LogTail, WasReady: u.allParts(hasBeenReady),
+	}
 	switch e.Kind {
 	case msg.UnitStarted, msg.UnitReady:
 		c.markUp(now, u, p, e, ev)

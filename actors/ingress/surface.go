@@ -25,9 +25,21 @@ const modelsPath = "/v1/models"
 // what needs no rank.
 type surface struct{ in *Ingress }
 
-// routes builds the HTTP surface. gin only picks the handler: its Recovery would turn the panic that cuts a
+// engineRoutes are paths that engines know and dpserve does not serve. No engine is asked: dpserve says so.
+var engineRoutes = []string{
+	"/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/audio/",
+	"/v1/realtime", "/v1/classify", "/v1/pooling",
+	"/v1/completions/render", "/v1/chat/completions/render", "/inference/v1/", "/pooling", "/classify",
+	"/score", "/rerank", "/v2/rerank",
+	"/generate", "/load", "/metrics",
+}
+
+// routes builds the HTTP surface.
+func (h surface) routes() http.Handler { return h.limitAndRecover(h.newEngine()) }
+
+// newEngine registers the routes. gin only picks the handler: its Recovery would turn the panic that cuts a
 // connection into a clean end.
-func (h surface) routes() http.Handler {
+func (h surface) newEngine() *gin.Engine {
 	gin.SetMode(gin.ReleaseMode)
 	g := gin.New()
 	g.RedirectTrailingSlash, g.HandleMethodNotAllowed = false, false
@@ -39,14 +51,14 @@ func (h surface) routes() http.Handler {
 		"/health": h.health, "/healthz": h.health, "/readyz": h.health, "/ping": h.health,
 		"/livez":     h.live,
 		"/-/healthz": h.rayHealth, "/-/routes": h.rayRoutes,
-		"/version": h.showVersion,
+		"/version": h.showVersion, modelsPath: h.serveOther, modelsPath + "/*id": h.serveOther,
 	} {
 		for _, method := range []string{http.MethodGet, http.MethodHead} { // load balancers probe with HEAD
 			g.Handle(method, path, func(c *gin.Context) { answer(c.Writer, c.Request) })
 		}
 	}
-	g.NoRoute(h.serveOther)
-	return h.limitAndRecover(g)
+	g.NoRoute(func(c *gin.Context) { h.serveOther(c.Writer, c.Request) })
+	return g
 }
 
 // limitAndRecover limits header fields, answers browsers, and catches panics. The panic that cuts a stream
@@ -139,10 +151,8 @@ func (h surface) recover(_ http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// serveOther serves paths that are not fixed in gin: the models, route prefixes of applications, and unknown
-// paths.
-func (h surface) serveOther(c *gin.Context) {
-	w, r := c.Writer, c.Request
+// serveOther serves the models, paths behind the route prefixes of applications, and unknown paths.
+func (h surface) serveOther(w http.ResponseWriter, r *http.Request) {
 	s, path := h.in.table.Load().split(r.URL.Path)
 	route := openai.RouteOf(path)
 	id, isModel := strings.CutPrefix(path, modelsPath+"/")
@@ -156,7 +166,7 @@ func (h surface) serveOther(c *gin.Context) {
 	case route == openai.Models, isModel && id == "" && takes(openai.Models, r.Method):
 		h.listModels(w, r, s)
 	case route != openai.NoRoute:
-		h.serve(w, r, s, route)
+		h.serve(w, r, s, route) //nolint:contextcheck // it is in the request
 	case isModel && takes(openai.Models, r.Method):
 		h.showModel(w, r, s, id)
 	default:
@@ -187,8 +197,13 @@ func unsupportedRoute(r *http.Request, path string) *failure {
 }
 
 // likelyPath is the served path that a client with a wrong base URL or a typing error meant; "" if there is
-// none.
+// none, or the path is one that engines have.
 func likelyPath(path string) string {
+	for _, known := range engineRoutes {
+		if strings.HasPrefix(path+"/", strings.TrimSuffix(known, "/")+"/") {
+			return ""
+		}
+	}
 	words := make([]string, 0, openai.NumRoutes)
 	paths := map[string]string{}
 	for r := openai.Completions; r <= openai.Models; r++ {
@@ -221,7 +236,7 @@ func writeJSON(w http.ResponseWriter, status int, body []byte) {
 	h["Content-Type"] = []string{"application/json"}
 	h["Content-Length"] = []string{strconv.Itoa(len(body))}
 	w.WriteHeader(status)
-	if _, err := w.Write(body); err != nil {
+	if _, err := w.Write(body); err != nil { //nolint:gosec // JSON, and its content type says so
 		return // the client has left
 	}
 }

@@ -199,7 +199,7 @@ demo/0/1  backoff  1      -                     n1    0          0      -       
 	t.Run("unknown", func(t *testing.T) {
 		c, code := run(t, "dmo")
 		assert.Equal(t, 1, code)
-		assert.Equal(t, "dpserve: no application \"dmo\"\nhint: applications are demo\n", c.stderr())
+		assert.Equal(t, "dpserve: there is no application \"dmo\"\nhint: applications are demo\n", c.stderr())
 	})
 	t.Run("name", func(t *testing.T) {
 		c, _ := run(t, "-o", "name")
