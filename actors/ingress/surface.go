@@ -42,13 +42,13 @@ func (h surface) newEngine() *gin.Engine {
 		"/health": h.health, "/healthz": h.health, "/readyz": h.health, "/ping": h.health,
 		"/livez":     h.live,
 		"/-/healthz": h.rayHealth, "/-/routes": h.rayRoutes,
-		"/version": h.showVersion,
+		"/version": h.showVersion, modelsPath: h.serveOther, modelsPath + "/*id": h.serveOther,
 	} {
 		for _, method := range []string{http.MethodGet, http.MethodHead} { // load balancers probe with HEAD
 			g.Handle(method, path, func(c *gin.Context) { answer(c.Writer, c.Request) })
 		}
 	}
-	g.NoRoute(h.serveOther)
+	g.NoRoute(func(c *gin.Context) { h.serveOther(c.Writer, c.Request) })
 	return g
 }
 
@@ -142,10 +142,8 @@ func (h surface) recover(_ http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// serveOther serves paths that are not fixed in gin: the models, route prefixes of applications, and unknown
-// paths.
-func (h surface) serveOther(c *gin.Context) {
-	w, r := c.Writer, c.Request
+// serveOther serves the models, paths behind the route prefixes of applications, and unknown paths.
+func (h surface) serveOther(w http.ResponseWriter, r *http.Request) {
 	s, path := h.in.table.Load().split(r.URL.Path)
 	route := openai.RouteOf(path)
 	id, isModel := strings.CutPrefix(path, modelsPath+"/")
@@ -159,7 +157,7 @@ func (h surface) serveOther(c *gin.Context) {
 	case route == openai.Models, isModel && id == "" && takes(openai.Models, r.Method):
 		h.listModels(w, r, s)
 	case route != openai.NoRoute:
-		h.serve(w, r, s, route)
+		h.serve(w, r, s, route) //nolint:contextcheck // it is in the request
 	case isModel && takes(openai.Models, r.Method):
 		h.showModel(w, r, s, id)
 	default:
@@ -190,8 +188,13 @@ func unsupportedRoute(r *http.Request, path string) *failure {
 }
 
 // likelyPath is the served path that a client with a wrong base URL or a typing error meant; "" if there is
-// none.
+// none, or the path is one that engines have.
 func likelyPath(path string) string {
+	for _, known := range engineRoutes {
+		if strings.HasPrefix(path+"/", strings.TrimSuffix(known, "/")+"/") {
+			return ""
+		}
+	}
 	words := make([]string, 0, openai.NumRoutes)
 	paths := map[string]string{}
 	for r := openai.Completions; r <= openai.Models; r++ {
@@ -224,7 +227,7 @@ func writeJSON(w http.ResponseWriter, status int, body []byte) {
 	h["Content-Type"] = []string{"application/json"}
 	h["Content-Length"] = []string{strconv.Itoa(len(body))}
 	w.WriteHeader(status)
-	if _, err := w.Write(body); err != nil {
+	if _, err := w.Write(body); err != nil { //nolint:gosec // JSON, and its content type says so
 		return // the client has left
 	}
 }

@@ -132,7 +132,8 @@ func TestPathsThatWereMeant(t *testing.T) {
 		"/v1/chat/completion": "/v1/chat/completions", "/v1/tokenize": "/tokenize",
 		"/openai/v1/completions":   "/v1/completions",
 		"/team/a/chat/completions": "/team/a/v1/chat/completions",
-		"/v1/embeddings":           "", "/v1/responses": "", "/metrics": "", "/": "", "/v1": "",
+		"/v1/embeddings":           "", "/v1/responses": "", "/v1/chat/completions/render": "",
+		"/metrics": "", "/": "", "/v1": "",
 	} {
 		a := g.post(path, `{}`)
 		assert.Equal(t, 404, a.status, path)

@@ -414,7 +414,7 @@ func (c *Cluster) Confirm(ctx context.Context) error {
 	if !c.Leader() {
 		return errUnconfirmed()
 	}
-	q := c.confirmRounds.join(func() error {
+	q := c.confirmRounds.join(func() error { //nolint:contextcheck // callers share a round: none ends it
 		return c.confirmRounds.askVoters(c.run.Load().raft, c.net, c.ident.UID)
 	})
 	select {
