@@ -229,8 +229,8 @@ func TestMessageNamesAReasonOnce(t *testing.T) {
 	w.deploy(sim("one", 7, app.Independent))
 	message := view{w.core}.Status()[0].Message
 	assert.Contains(t, message, "one/0/0 and 6 more are pending: place one/0: 2 of 7 ranks can be placed")
-	assert.True(t, strings.HasSuffix(message, "; hint: add nodes or slots, ask for fewer ranks, or delete an "+
-		"application"), message)
+	assert.True(t, strings.HasSuffix(message,
+		"; hint: add nodes or slots, ask for fewer ranks, or delete an application"), message)
 	assert.NotContains(t, message, "\n")
 
 	assert.Equal(t, "1\n2\n3\n4\nand 2 more", joinMessage([]string{"1", "2", "3", "4", "5", "6"}))

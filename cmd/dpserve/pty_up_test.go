@@ -14,7 +14,25 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/internal/server"
+	"github.com/dpserve/dpserve/test/ports"
 )
+
+// TestUpAndTerminals runs `up` on terminals of all kinds. It takes the default ports of `up` meanwhile: tests
+// that need them taken would otherwise see them taken for a moment only.
+func TestUpAndTerminals(t *testing.T) {
+	t.Parallel()
+	release, err := ports.TakeFixed(t.Context(), server.DefaultHTTPBind, server.DefaultAdminBind)
+	require.NoError(t, err)
+	t.Cleanup(release)
+	t.Run("killed rank", testUpShowsAKilledRank)
+	t.Run("load", testUpShowsLoad)
+	t.Run("stop and continue", testUpStopsAndContinues)
+	t.Run("closed terminal", testUpOnAClosedTerminal)
+	t.Run("other terminals", testUpOnOtherTerminals)
+	t.Run("no terminal", testUpWithoutATerminal)
+}
 
 // liveTable returns the live table of `up` as it is in the window, from its heading on.
 func liveTable(window string) string {
@@ -26,7 +44,7 @@ func liveTable(window string) string {
 }
 
 // A killed rank is shown going and coming back; the sentences stand above the table, once each.
-func TestUpShowsAKilledRank(t *testing.T) {
+func testUpShowsAKilledRank(t *testing.T) {
 	t.Parallel()
 	p := upOnPTY(t, 100, 30)
 	p.awaitText(t, "demo  4/4 ready  0 requests  0 in flight  0 tokens/s  (Ctrl-C stops)")
@@ -81,7 +99,7 @@ func assertEngines(t *testing.T, engines []int) {
 }
 
 // The table shows what the ranks do: tokens per second, what their caches hold, and requests in all.
-func TestUpShowsLoad(t *testing.T) {
+func testUpShowsLoad(t *testing.T) {
 	t.Parallel()
 	p := upOnPTY(t, 120, 30)
 	url := regexp.MustCompile(`http://\S+/v1`).FindString(p.visible())
@@ -108,7 +126,7 @@ func TestUpShowsLoad(t *testing.T) {
 }
 
 // Ctrl-Z leaves the terminal to the shell, fg draws the table again, and the ranks have run on.
-func TestUpStopsAndContinues(t *testing.T) {
+func testUpStopsAndContinues(t *testing.T) {
 	t.Parallel()
 	shell, err := exec.LookPath("bash")
 	if err != nil {
@@ -140,7 +158,7 @@ func TestUpStopsAndContinues(t *testing.T) {
 }
 
 // A closed terminal means Ctrl-C: the node drains, and neither engine nor folder is left.
-func TestUpOnAClosedTerminal(t *testing.T) {
+func testUpOnAClosedTerminal(t *testing.T) {
 	t.Parallel()
 	p := upOnPTY(t, 80, 24)
 	engines := children(p.pid())
@@ -154,7 +172,7 @@ func TestUpOnAClosedTerminal(t *testing.T) {
 }
 
 // A terminal that cannot move its cursor gets lines, and one without colour a table without colour.
-func TestUpOnOtherTerminals(t *testing.T) {
+func testUpOnOtherTerminals(t *testing.T) {
 	t.Parallel()
 	t.Run("TERM=dumb", func(t *testing.T) {
 		t.Parallel()
@@ -182,7 +200,7 @@ func TestUpOnOtherTerminals(t *testing.T) {
 }
 
 // Without a terminal the same changes are plain lines.
-func TestUpWithoutATerminal(t *testing.T) {
+func testUpWithoutATerminal(t *testing.T) {
 	t.Parallel()
 	p := startUp(t, "up")
 	engines := children(p.pid())

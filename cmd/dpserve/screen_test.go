@@ -217,7 +217,7 @@ hint: add nodes or slots, ask for fewer ranks
 demo: 0 of 3 ready; pending 0/0, 0/1, 0/2
 
 RANK      STATE     EPOCH  IN-FLIGHT  TOK/S  HIT%  REASON
-demo/0/0  pending   1      0          0      -     0 of 1 rank can be placed …
+demo/0/0  pending   1      0          0      -     0 of 1 rank can be placed (…
 demo/0/1  pending   1      0          0      -     as above
 demo/0/2  pending   1      0          0      -     as above`, v.visible())
 }

@@ -356,8 +356,8 @@ func (r rankRow) reason() string {
 	return joinLines(cmp.Or(r.rank.Progress, r.unit.Reason))
 }
 
-// isPlacementReason reports whether a reason says that a group or unit of an application finds no room. Such a
-// reason lists every node, and the units of the application share it.
+// isPlacementReason reports whether a reason says that a group or unit of an application finds no room. Such
+// a reason lists every node, and the units of the application share it.
 func isPlacementReason(app, reason string) bool { return strings.HasPrefix(reason, "place "+app+"/") }
 
 // reasonsOf returns the reason of each rank. The ranks of a unit share one, and the units of an application a

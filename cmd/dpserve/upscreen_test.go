@@ -68,7 +68,8 @@ func TestUnitHistory(t *testing.T) {
 	unit0.Unit, unit0.Ranks = "demo/0", append(unit0.Ranks, unit0.Ranks...)
 	h = newUnitHistory()
 	assert.Empty(t, h.news(now, []client.AppStatus{group}))
-	group.Units[0].Phase, group.Units[0].Reason = string(state.Killing), "rank 1: engine was ended by signal killed after 4s"
+	unit0.Phase = string(state.Killing)
+	unit0.Reason = "rank 1: engine was ended by signal killed after 4s"
 	assert.Equal(t, []string{"demo/0 died (rank 1: signal killed after 4s), its 2 ranks start again"},
 		h.news(now, []client.AppStatus{group}))
 }
