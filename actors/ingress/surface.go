@@ -25,6 +25,15 @@ const modelsPath = "/v1/models"
 // what needs no rank.
 type surface struct{ in *Ingress }
 
+// engineRoutes are paths that engines know and dpserve does not serve. No engine is asked: dpserve says so.
+var engineRoutes = []string{
+	"/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/audio/",
+	"/v1/realtime", "/v1/classify", "/v1/pooling",
+	"/v1/completions/render", "/v1/chat/completions/render", "/inference/v1/", "/pooling", "/classify",
+	"/score", "/rerank", "/v2/rerank",
+	"/generate", "/load", "/metrics",
+}
+
 // routes builds the HTTP surface.
 func (h surface) routes() http.Handler { return h.limitAndRecover(h.newEngine()) }
 
