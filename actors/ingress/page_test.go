@@ -39,10 +39,10 @@ func sourceOf(t *testing.T, path string) string {
 func TestThePageHasEveryRoute(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	page := endpointPart(t)
-	served := []string{"GET " + modelsPath, "GET " + modelsPath + "/{id}"} // not gin's: ids may have slashes
+	var served []string
 	for _, r := range (surface{g.in}).newEngine().Routes() {
 		if r.Method != http.MethodHead { // said in words
-			served = append(served, r.Method+" "+r.Path)
+			served = append(served, r.Method+" "+strings.Replace(r.Path, "*id", "{id}", 1))
 		}
 	}
 	var listed []string
