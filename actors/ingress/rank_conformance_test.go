@@ -383,7 +383,7 @@ func TestRankWithoutTicket(t *testing.T) {
 func TestRankReservation(t *testing.T) {
 	forEachTransport(t, func(t *testing.T, far bool) {
 		o := options{far: far, urls: []string{"http://127.0.0.1:1"}}
-		o.timers.Admit = 50 * time.Millisecond
+		o.timers.Admit = 300 * time.Millisecond
 		g := newRig(t, o)
 		r := g.replicas[0]
 		reserve := func(id string) error {
@@ -394,7 +394,8 @@ func TestRankReservation(t *testing.T) {
 		r.setMute(true)
 		require.Error(t, reserve("late"))
 		if far {
-			eventually(t, func() bool { return r.firstHeld().Ctx.Err() != nil }, "its node knows")
+			eventually(t, func() bool { return r.heldAdmits() == 1 && r.firstHeld().Ctx.Err() != nil },
+				"its node knows")
 			time.Sleep(10 * time.Millisecond)
 		}
 		r.answerHeld()
