@@ -181,7 +181,7 @@ func TestPagesNameCommandsThatExist(t *testing.T) {
 			case strings.Contains(span, "…") || strings.Contains(span, "..."):
 				continue // a part of a message or of a command
 			case strings.HasPrefix(line, "dpserve ") || strings.HasPrefix(line, "bin/dpserve "):
-				assert.NoError(t, parseCommandLine(t, line), "%s: `%s`", page, span)
+				require.NoError(t, parseCommandLine(t, line), "%s: `%s`", page, span)
 			case strings.HasPrefix(line, "make "):
 				target := strings.Fields(line)[1]
 				assert.Contains(t, makefile, "\n"+target+":", "%s: `%s`", page, span)

@@ -96,13 +96,6 @@ func (e *env) closeScreen() {
 	}
 }
 
-// applyColor makes --no-color act like NO_COLOR.
-func (e *env) applyColor(*cobra.Command, []string) {
-	if e.noColor {
-		e.io.Color = false
-	}
-}
-
 // admin is the part of the admin REST API that the CLI uses. Errors are *client.Error.
 type admin interface {
 	Version(ctx context.Context) (client.BuildInfo, error)

@@ -172,7 +172,8 @@ func (r *reader) killANode(t *testing.T) {
 		return now != "" && !strings.Contains(now, " node-2 ") && strings.Contains(now, " RUNNING 8/8 ") &&
 			strings.Contains(now, " RUNNING 2/2 ")
 	}
-	assert.True(t, poll(isMoved) || poll(isMoved), "the ranks of the lost node do not come back:\n%s",
+	moved := poll(isMoved)
+	assert.True(t, moved || poll(isMoved), "the ranks of the lost node do not come back:\n%s",
 		status())
 	assert.True(t, poll(func() bool {
 		nodes, _ := r.try(t, r.bin+" nodes")

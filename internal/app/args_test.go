@@ -47,7 +47,7 @@ func TestSimArgs(t *testing.T) {
 		"sim_kv_first_seq: 7, sim_kv_sliding_window: true",
 	} {
 		_, warnings, err := Parse(Default(), "app.yaml", []byte(with("kind: sim, args: {"+text+"}")))
-		assert.NoError(t, err, text)
+		require.NoError(t, err, text)
 		assert.Empty(t, warnings, text)
 	}
 	_, warnings, err := Parse(Default(), "app.yaml", []byte(with("kind: sim, args: {max_num_seq: 8}")))

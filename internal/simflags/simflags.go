@@ -60,16 +60,16 @@ var flags = map[string]Flag{
 	"max-num-queued-reqs":      wholes(0, 1<<30),
 	"max-num-queued-tokens":    wholes(0, most),
 	"seed":                     wholes(0, 1<<53),
-	"shutdown-timeout":         numbers(real, 0, 1e9), "distributed-timeout-seconds": numbers(real, 0, 1e9),
+	"shutdown-timeout":         numbers(real), "distributed-timeout-seconds": numbers(real),
 	"enable-auto-tool-choice": {Switch: true}, "enable-prefix-caching": {Switch: true},
 	"enable-prompt-tokens-details": {Switch: true}, "enable-force-include-usage": {Switch: true},
 	"enable-request-id-headers": {Switch: true}, "enable-server-load-tracking": {Switch: true},
 	"enable-scale-out": {Switch: true}, "enable-expert-parallel": {Switch: true},
 
 	// its own
-	"sim-speed":             numbers(above, 0, 1e9),
-	"sim-step-ms":           numbers(real, 0, 1e9),
-	"sim-startup-s":         numbers(real, 0, 1e9),
+	"sim-speed":             numbers(above),
+	"sim-step-ms":           numbers(real),
+	"sim-startup-s":         numbers(real),
 	"sim-internal-lb":       wholes(0, 1024),
 	"sim-settle-block-size": wholes(0, 1<<20),
 	"sim-death":             {Words: []string{"gloo", "nccl"}},
@@ -83,8 +83,8 @@ var flags = map[string]Flag{
 
 func wholes(low, high float64) Flag { return Flag{number: whole, low: low, high: high} }
 
-func numbers(kind numberKind, low, high float64) Flag {
-	return Flag{number: kind, low: low, high: high}
+func numbers(kind numberKind) Flag {
+	return Flag{number: kind, high: 1e9}
 }
 
 // Find looks a flag up by its name without the leading dashes. A switch is also found as no-NAME; isOff says
@@ -199,7 +199,7 @@ func ParseFault(text string) (Fault, error) {
 	spec, after, isTimed := strings.Cut(text, "@")
 	f.Mode, f.Argument, _ = strings.Cut(spec, "=")
 	takes, known := modes[f.Mode]
-	seconds := numbers(real, 0, 1e9)
+	seconds := numbers(real)
 	switch _, err := strconv.ParseFloat(f.Argument, 64); {
 	case !known:
 		return f, fmt.Errorf("unknown fault mode %q: the modes are in internal/engine/sim/DESIGN.md", f.Mode)

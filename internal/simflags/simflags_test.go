@@ -35,10 +35,10 @@ func TestTakes(t *testing.T) {
 		f, _, ok := Find(name)
 		require.True(t, ok, name)
 		for _, v := range values.good {
-			assert.NoError(t, f.Check(v), name)
+			require.NoError(t, f.Check(v), name)
 		}
 		for _, v := range values.bad {
-			assert.Error(t, f.Check(v), "%s %q", name, v)
+			require.Error(t, f.Check(v), "%s %q", name, v)
 		}
 		assert.NotEmpty(t, f.Wanted())
 	}

@@ -290,7 +290,7 @@ func (d *demand) script(seed uint64) (*script, *apiError) {
 	}
 	out, wanted, fault := &script{named: d.named, isAuto: d.isAuto}, 1, error(nil)
 	if !d.single && len(d.tools) > 1 {
-		wanted += int(seed >> 32 & 1) //nolint:gosec // one bit
+		wanted += int(seed >> 32 & 1)
 	}
 	first := int(seed % uint64(len(d.tools))) //nolint:gosec // below the number of tools
 	for i, t := range d.tools {
@@ -300,8 +300,8 @@ func (d *demand) script(seed uint64) (*script, *apiError) {
 	}
 	for i := 0; i < len(d.tools) && len(out.calls) < wanted; i++ {
 		t := d.tools[(first+i)%len(d.tools)]
-		arguments, err := t.arguments(seed + uint64(i)) //nolint:gosec // never negative
-		if err != nil {                                 // another tool may have a schema that is understood
+		arguments, err := t.arguments(seed + uint64(i))
+		if err != nil { // another tool may have a schema that is understood
 			fault = fmt.Errorf("the parameters of %q: %w", t.name, err)
 			continue
 		}

@@ -14,7 +14,7 @@ import (
 // FromPattern writes a text that a regular expression matches as a whole: the same one for the same seed.
 func FromPattern(pattern string, seed uint64) (string, error) {
 	r := &run{checker: checker{steps: maxSteps}, bytes: maxTextBytes}
-	r.rnd = rand.New(rand.NewPCG(seed, 0)) //nolint:gosec // no secret
+	r.rnd = rand.New(rand.NewPCG(seed, 0))
 	return r.matching(`^(?:`+pattern+`)$`, 0, maxTextBytes)
 }
 
@@ -99,7 +99,7 @@ func (r *run) part(b *strings.Builder, p *syntax.Regexp, more int) error {
 		return err
 	}
 	least, most := 1, 1
-	switch p.Op { //nolint:exhaustive // the others are places, which have no text
+	switch p.Op { // the others are places, which have no text
 	case syntax.OpLiteral:
 		b.WriteString(string(p.Rune))
 		return nil
@@ -110,7 +110,7 @@ func (r *run) part(b *strings.Builder, p *syntax.Regexp, more int) error {
 		b.WriteRune(r.character(p.Rune))
 		return nil
 	case syntax.OpAnyChar, syntax.OpAnyCharNotNL:
-		b.WriteRune(rune('a' + r.rnd.IntN(26)))
+		b.WriteRune('a' + r.rnd.Int32N(26))
 		return nil
 	case syntax.OpNoMatch:
 		return errNoValue

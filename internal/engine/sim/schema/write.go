@@ -3,7 +3,7 @@
 //
 // A value is written by the keywords that say what it is, then checked against all of them; where the check
 // fails, another alternative or another draw is taken. Schemas that are not understood are refused with a
-// Fault, in the words for the client that sent them.
+// ValueError, in the words for the client that sent them.
 package schema
 
 import (
@@ -34,12 +34,12 @@ const (
 	pairsPerStep = 16 // comparisons of two items that count as one step
 )
 
-// Fault says why there is no value, for the client that sent the schema.
-type Fault string
+// ValueError says why there is no value, for the client that sent the schema.
+type ValueError string
 
-func (f Fault) Error() string { return string(f) }
+func (f ValueError) Error() string { return string(f) }
 
-func faultf(format string, args ...any) error { return Fault(fmt.Sprintf(format, args...)) }
+func faultf(format string, args ...any) error { return ValueError(fmt.Sprintf(format, args...)) }
 
 var (
 	errNoSchema = faultf("a schema is an object, true or false")
@@ -78,7 +78,7 @@ func (s *Schema) Write(seed uint64) ([]byte, error) {
 	all, fault := append([]any{s.root}, s.also...), errNoValue
 	r := &run{checker: checker{root: s.root, steps: maxSteps}}
 	for draw := range uint64(draws) {
-		r.rnd, r.bytes = rand.New(rand.NewPCG(seed, draw)), maxTextBytes //nolint:gosec // no secret
+		r.rnd, r.bytes = rand.New(rand.NewPCG(seed, draw)), maxTextBytes
 		v, err := r.value(all, 0)
 		if err == nil {
 			var n int
