@@ -97,8 +97,9 @@ func TestRankChangesAreRefusedWithAReason(t *testing.T) {
 		code problem.Code
 		text string
 	}{
-		"unknown app": {add("egde", `{"url": "http://h:1"}`), problem.NotFound,
-			`there is no application "egde"`},
+		"unknown app": {
+			add("egde", `{"url": "http://h:1"}`), problem.NotFound, `there is no application "egde"`,
+		},
 		"two apps": {
 			add("", `{"url": "http://h:1"}`), problem.InvalidArgument,
 			"there are 2 applications of kind attach",
