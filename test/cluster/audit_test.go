@@ -5,6 +5,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/node"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
@@ -171,6 +172,37 @@ func (c *cluster) launched(h *host, u *hosted) {
 					h.m.name, at, e.unit, e.epoch, e.grant.Slot, e.grant.Devices)
 			}
 		}
+	}
+}
+
+// mayTake: a node takes no start that its own copy of the state shows superseded, whose epoch or state it has
+// left behind, or that no lease covers.
+func (h *host) mayTake(o *msg.StartRank) {
+	view, seen, why := h.m.view, h.m.disk.epochs, ""
+	switch {
+	case node.Superseded(view, o.Unit, o.Epoch):
+		why = "its copy of the state shows that it is over"
+	case o.Epoch <= seen[o.Unit]:
+		why = fmt.Sprint("it has seen epoch ", seen[o.Unit])
+	case view.Index < seen[seenIndex]:
+		why = "its copy of the state is older than the one that it has gone by"
+	case h.c.now >= h.leased:
+		why = fmt.Sprint("its lease is over since ", h.leased)
+	default:
+		return
+	}
+	h.c.violate("%s takes a start of %s at epoch %d: %s", h.m.name, o.Unit, o.Epoch, why)
+}
+
+// seenIndex is the entry of a node's epochs that has the index of its state.
+const seenIndex = "index"
+
+// mustEnd: a unit of which a newer epoch starts has to end.
+func (h *host) mustEnd(before *hosted) {
+	if before.Next(h.c.clock()) == node.StepStay && (before.Phase == state.Starting ||
+		before.Phase == state.Ready) {
+		h.c.violate("%s goes on with %s at epoch %d, and starts a newer one", h.m.name, before.Order.Unit,
+			before.Order.Epoch)
 	}
 }
 

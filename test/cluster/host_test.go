@@ -18,6 +18,7 @@ type host struct {
 	engines []*engine
 	asked   []func() // commands that wait for the end of a renewal
 
+	leased   time.Duration // end of the last lease that the leader granted, counted from its renewal
 	renewing bool
 	planned  int // number of the last plan for the next renewal
 
@@ -82,6 +83,8 @@ func (h *host) renew() {
 			granted := &lease
 			if err != nil {
 				granted = nil
+			} else {
+				h.leased = max(h.leased, sent+lease.TTL)
 			}
 			h.core.Renewed(h.c.clock(), granted)
 			h.plan()
@@ -134,10 +137,12 @@ func (h *host) start(o *msg.StartRank) error {
 	if err != nil || epochs == nil {
 		return err
 	}
+	h.mayTake(o)
 	h.m.disk.epochs = epochs
 	before := h.units[o.Unit]
 	u := &hosted{h: h, Life: h.core.Start(h.c.clock(), o, epochs), before: before}
 	if before != nil {
+		h.mustEnd(before)
 		before.poke()
 	}
 	h.units[o.Unit] = u
@@ -155,6 +160,9 @@ func (h *host) stop(o *msg.StopRank) error {
 	epochs, err := h.core.MayStop(o)
 	if err != nil {
 		return err
+	}
+	if seen := h.m.disk.epochs[o.Unit]; o.Epoch < seen {
+		h.c.violate("%s takes an order to stop %s at epoch %d after epoch %d", h.m.name, o.Unit, o.Epoch, seen)
 	}
 	if epochs != nil {
 		h.m.disk.epochs = epochs
