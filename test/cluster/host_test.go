@@ -162,7 +162,8 @@ func (h *host) stop(o *msg.StopRank) error {
 		return err
 	}
 	if seen := h.m.disk.epochs[o.Unit]; o.Epoch < seen {
-		h.c.violate("%s takes an order to stop %s at epoch %d after epoch %d", h.m.name, o.Unit, o.Epoch, seen)
+		h.c.violate("%s takes an order to stop %s at epoch %d after epoch %d", h.m.name, o.Unit, o.Epoch,
+			seen)
 	}
 	if epochs != nil {
 		h.m.disk.epochs = epochs
