@@ -210,6 +210,21 @@ func (ar *appRouter) isLost(r *rank) bool {
 	return r.lost
 }
 
+// survivorOf returns the rank, or another one of its unit if it is lost; nil if all of them are.
+func (ar *appRouter) survivorOf(r *rank) *rank {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	if !r.lost {
+		return r
+	}
+	for _, s := range ar.ranks {
+		if !s.lost && s.Unit == r.Unit && s.Epoch == r.Epoch {
+			return s
+		}
+	}
+	return nil
+}
+
 // hasFailed reports whether the rank is lost because its engine failed, not because its node is unreachable
 // or the rank was drained.
 func (ar *appRouter) hasFailed(r *rank) bool {

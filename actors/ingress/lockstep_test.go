@@ -64,28 +64,43 @@ func TestOneLostUnitIsOneAttempt(t *testing.T) {
 
 // TestRefusalsOfALostUnitWaitForIt: the ranks of a lost lockstep unit refuse or fail a request before the
 // unit's stream reports the loss. The request waits for the report and then for the unit, and does not use
-// up all its ranks.
+// up all its ranks. The third one may be of a node that ended its part of the unit already.
 func TestRefusalsOfALostUnitWaitForIt(t *testing.T) {
-	for name, fails := range map[string]int32{"none fails": 0, "second fails": 2, "third fails": 3} {
+	for name, c := range map[string]struct {
+		admits int32 // the Admit that is granted; 0: none
+		ends   bool  // the rank that took it ends like one that was told to
+	}{
+		"none fails": {}, "second fails": {admits: 2}, "third fails": {admits: 3},
+		"third was told to end": {admits: 3, ends: true},
+	} {
 		t.Run(name, func(t *testing.T) {
+			var g *rig
 			var calls atomic.Int32
 			var back atomic.Bool
 			third := make(chan struct{})
-			engine := func(w http.ResponseWriter, r *http.Request) {
-				if back.Load() {
-					replies(http.StatusOK, wholeAnswer)(w, r)
-				} else {
-					resets(w, r)
+			engines := make([]http.HandlerFunc, 5)
+			for i := range engines {
+				engines[i] = func(w http.ResponseWriter, r *http.Request) {
+					switch {
+					case back.Load():
+						replies(http.StatusOK, wholeAnswer)(w, r)
+					case c.ends:
+						drain(r)
+						g.replicas[i].endAsTold()
+						<-r.Context().Done()
+					default:
+						resets(w, r)
+					}
 				}
 			}
-			g := lockstepRig(t, engine, engine, engine, engine, engine)
+			g = lockstepRig(t, engines...)
 			for _, r := range g.replicas {
 				r.setRefuse(func(*msg.Admit) msg.Refusal {
 					n := calls.Add(1)
 					if n == 3 {
 						close(third)
 					}
-					if n == fails {
+					if n == c.admits {
 						return msg.Granted
 					}
 					return msg.Fenced
@@ -95,7 +110,9 @@ func TestRefusalsOfALostUnitWaitForIt(t *testing.T) {
 			go func() { done <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
 			<-third
 			time.Sleep(lossWait / 5) // the rest of the unit could be asked meanwhile
-			g.replicas[0].say(false, true, "process_exit")
+			for _, r := range g.replicas {
+				r.say(false, true, "process_exit")
+			}
 			unit := g.replicas[0].unit
 			g.phase(unit, state.Starting, 2)
 			back.Store(true)
@@ -113,6 +130,17 @@ func TestRefusalsOfALostUnitWaitForIt(t *testing.T) {
 			assert.Equal(t, int32(3), calls.Load())
 		})
 	}
+}
+
+// endAsTold reports the end of a drain.
+func (r *replica) endAsTold() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.accepting = false
+	r.emit(&msg.Record{
+		Kind: msg.RecState, Cause: causeDrained.String(),
+		RankState: msg.RankState{Fenced: true, Draining: true},
+	})
 }
 
 const deadCore = `{"error":{"message":"EngineCore encountered an issue. ` +
