@@ -104,7 +104,7 @@ type unitPast struct {
 func newUnitHistory() *unitHistory { return &unitHistory{} }
 
 // news returns one sentence for each unit that died, came back, or changed in another way that users notice.
-// The first status is no news.
+// `up` waited until every unit was ready: one that is not ready in the first status was lost since.
 func (h *unitHistory) news(now time.Time, apps []client.AppStatus) []string {
 	first := h.units == nil
 	if first {
@@ -119,11 +119,14 @@ func (h *unitHistory) news(now time.Time, apps []client.AppStatus) []string {
 			past := h.units[u.Unit]
 			if past == nil {
 				past = &unitPast{downSince: now}
+				if first {
+					past.phase, past.epoch, past.wasReady = string(state.Ready), u.Epoch, true
+				}
 				h.units[u.Unit] = past
 			}
 			line := past.describe(now, a.Kind, u)
 			past.record(now, u)
-			if line != "" && !first {
+			if line != "" {
 				out = append(out, u.Unit+" "+line)
 			}
 		}
