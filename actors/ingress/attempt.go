@@ -532,9 +532,9 @@ func countOfUnit(ranks []*rank, rk *rank) int {
 
 // awaitFailingUnit waits, when ranks of one lockstep unit refused or failed the request as often as it may
 // be tried, for the unit's streams to report the loss. The request then waits for the unit to return, like a
-// later one; without the report it would ask the rest of the unit, and fail because no rank is left. Where the
-// unit is on several nodes, the ranks of one may be lost, one by one, before the stream of the other reports
-// its own. It is called for every refusal and failure, so that it sees each number once.
+// later one; without the report it would ask the rest of the unit, and fail because no rank is left. Where
+// the unit is on several nodes, the ranks of one may be lost, one by one, before the stream of the other
+// reports its own. It is called for every refusal and failure, so that it sees each number once.
 func (req *request) awaitFailingUnit(ctx context.Context, rk *rank) {
 	there := countOfUnit(req.tried, rk) + countOfUnit(req.refusedBy, rk)
 	if there != req.maxAttempts() || !req.app.router.isLockstep() {
