@@ -90,8 +90,13 @@ func TestFS1SurvivorsShareTheLoad(t *testing.T) {
 		for client := range clients {
 			wg.Go(func() {
 				for round := range rounds {
-					if round == 2 {
-						kill.Do(func() { assert.True(t, c.Kill("fs", 0, victim)) })
+					if round == 2 { // all begin at once; the kill is in the midst of their answers
+						kill.Do(func() {
+							wg.Go(func() {
+								time.Sleep(100 * time.Millisecond)
+								assert.True(t, c.Kill("fs", 0, victim))
+							})
+						})
 					}
 					resp, err := c.Post(t.Context(), "/v1/chat/completions",
 						harness.Chat("fs", fmt.Sprintf("%s client %d", prefix, client), 30, true))
