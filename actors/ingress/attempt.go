@@ -286,7 +286,7 @@ func (req *request) tryRank(parent context.Context, rk *rank) (res result) {
 	case reply.Refusal != msg.Granted && q.Admit == nil:
 		return result{cause: refusedAs(reply.Refusal)}
 	case reply.Refusal != msg.Granted:
-		return req.endRefused(ctx, reply)
+		return req.endRefused(parent, ctx, reply)
 	case err != nil:
 		if q.Admit != nil && a.ticket.ID == 0 { // not admitted, or the ticket is given back already
 			req.undoPick()
@@ -370,10 +370,15 @@ func (req *request) recordTicket(t *msg.Ticket) {
 
 // endRefused removes a refused request from the rank's load. It first corrects the picture of a full rank, so
 // that the undo wakes no request without reason. A rank answers "expired" both to a client that left and to a
-// deadline; only the ingress can tell them apart.
-func (req *request) endRefused(ctx context.Context, reply msg.AdmitReply) result {
+// deadline; only the ingress can tell them apart. life is the context of the ticket: it ends a moment before
+// that of the attempt, its child.
+func (req *request) endRefused(life, ctx context.Context, reply msg.AdmitReply) result {
 	why := refusedAs(reply.Refusal)
-	if why == causeExpired && ctx.Err() != nil {
+	switch {
+	case why != causeExpired:
+	case life.Err() != nil:
+		why = contextCause(life)
+	case ctx.Err() != nil:
 		why = contextCause(ctx)
 	}
 	req.app.router.metrics.Load().Refusal(causePolicies[why].name)

@@ -383,7 +383,7 @@ func TestRankWithoutTicket(t *testing.T) {
 func TestRankReservation(t *testing.T) {
 	forEachTransport(t, func(t *testing.T, far bool) {
 		o := options{far: far, urls: []string{"http://127.0.0.1:1"}}
-		o.timers.Admit = 300 * time.Millisecond
+		o.timers.Admit = time.Second // the first one opens a connection
 		g := newRig(t, o)
 		r := g.replicas[0]
 		reserve := func(id string) error {

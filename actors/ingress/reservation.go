@@ -187,7 +187,7 @@ func reserveAt(ctx, life context.Context, req *request, rk *rank) cause {
 	case err == nil && reply.Refusal == msg.Granted:
 		return causeOK
 	case err == nil:
-		return req.endRefused(ctx, reply).cause
+		return req.endRefused(ctx, ctx, reply).cause
 	default:
 		why := req.askFailure(ctx, err).cause
 		req.app.router.metrics.Load().Refusal(causePolicies[why].name)
