@@ -62,7 +62,7 @@ func TestDataIngressKilled(t *testing.T) {
 	assert.EqualValues(t, 9, rep.Ticket.Incarnation)
 	assert.NotZero(t, rep.Ticket.Seq)
 	<-came
-	assert.Equal(t, 1, rank.Status().InFlight)
+	dataEventually(t, func() bool { return rank.Status().InFlight == 1 }, "the ticket counts")
 	stale := g.dispatch()
 	stale.Admit.Epoch = 2
 	assert.Equal(t, msg.StaleEpoch, g.send(stale).reply.Refusal)
