@@ -230,11 +230,7 @@ func (c *Core) checkSent() (isGood bool) {
 func (c *Core) askAgain() {
 	c.note(NoteStoodStill)
 	c.release(Decode, EndCancelled)
-	if c.isOutOfDecodes() {
-		c.end(AnswerFailed, OutcomeFailed, 0)
-		return
-	}
-	c.choose(false, true)
+	c.chooseDecode()
 }
 
 // onFirstByte passes the answer on: from here on the request has one rank, and no retry.
@@ -277,11 +273,7 @@ func (c *Core) onDialFailed() {
 	default:
 		c.avoid(Decode)
 		c.release(Decode, EndDial)
-		if c.isOutOfDecodes() {
-			c.end(AnswerFailed, OutcomeFailed, 0)
-			return
-		}
-		c.choose(false, true)
+		c.chooseDecode()
 	}
 }
 
@@ -317,20 +309,21 @@ func (c *Core) failLocal(e Ending) {
 	}
 	c.avoid(Decode)
 	c.release(Decode, e)
-	switch isLast := c.isOutOfDecodes(); {
-	case c.deaths >= 2:
+	if c.deaths >= 2 {
 		c.end(AnswerTwoDied, OutcomeFailed, 0)
-	case isLast:
-		c.end(AnswerFailed, OutcomeFailed, 0)
-	default:
-		c.choose(false, true)
+		return
 	}
+	c.chooseDecode()
 }
 
-// isOutOfDecodes counts a decode leg that failed on its own account.
-func (c *Core) isOutOfDecodes() bool {
+// chooseDecode asks for another decode rank after one failed on its own account; there are MaxDecodes.
+func (c *Core) chooseDecode() {
 	c.decodes++
-	return c.decodes >= c.cfg.MaxDecodes
+	if c.decodes >= c.cfg.MaxDecodes {
+		c.end(AnswerFailed, OutcomeFailed, 0)
+		return
+	}
+	c.choose(false, true)
 }
 
 // failPrefill ends a prefill leg that failed, and the decode leg that waits for it.

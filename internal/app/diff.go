@@ -2,7 +2,6 @@ package app
 
 import (
 	"encoding/json"
-	"fmt"
 	"maps"
 	"slices"
 	"strings"
@@ -31,29 +30,6 @@ type Diff struct {
 	Path string `json:"path"`
 	Old  string `json:"old,omitempty"`
 	New  string `json:"new,omitempty"`
-}
-
-// String returns `path: old → new`.
-func (d Diff) String() string {
-	show := func(s string) string {
-		if s == "" {
-			return "(unset)"
-		}
-		return s
-	}
-	return fmt.Sprintf("%s: %s → %s", d.Path, show(d.Old), show(d.New))
-}
-
-// String returns one line: kind, application and the changed paths.
-func (c Change) String() string {
-	if len(c.Fields) == 0 {
-		return string(c.Kind) + " " + c.App
-	}
-	paths := make([]string, len(c.Fields))
-	for i, f := range c.Fields {
-		paths[i] = f.Path
-	}
-	return fmt.Sprintf("%s %s (%s)", c.Kind, c.App, strings.Join(paths, ", "))
 }
 
 // Compare returns the changes from one set of applications to another: creates and updates in the order of

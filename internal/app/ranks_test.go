@@ -209,10 +209,10 @@ func TestCompareNamesRanksByTheirEngine(t *testing.T) {
 	changes := Compare([]*Application{b}, []*Application{a})
 	require.Len(t, changes, 1)
 	assert.Equal(t, "update edge (data_parallel.dp_size, engine.ranks[http://a:1], num_replicas)",
-		changes[0].String())
+		describeChange(changes[0]))
 	turned := edge(t, `{url: "http://b:1", rank: 1}, {url: "http://a:1", rank: 0}, {url: "http://c:1"}`)
 	assert.Equal(t, "update edge (engine.ranks)",
-		Compare([]*Application{a}, []*Application{turned})[0].String())
+		describeChange(Compare([]*Application{a}, []*Application{turned})[0]))
 }
 
 // TestRankChangesAreWhatAFileCouldSay: after any adds and removes the others have their numbers, the

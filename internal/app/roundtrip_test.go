@@ -2,9 +2,11 @@ package app
 
 import (
 	"encoding/json"
+	"fmt"
 	"math"
 	"slices"
 	"strconv"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -259,15 +261,15 @@ applications:
 `).Applications
 	changes := Compare(before, after)
 	require.Len(t, changes, 4)
-	assert.Equal(t, "create new", changes[0].String())
+	assert.Equal(t, "create new", describeChange(changes[0]))
 	assert.Equal(t,
 		"update a (engine.args.x, engine.args.y, engine.args.z, engine.env.TOKEN, routing.policy)",
-		changes[1].String())
-	assert.Equal(t, `engine.args.x: 1 → 1.0`, changes[1].Fields[0].String())
-	assert.Equal(t, `engine.args.y: 2 → (unset)`, changes[1].Fields[1].String())
-	assert.Equal(t, `engine.env.TOKEN: (hidden) → (hidden)`, changes[1].Fields[3].String())
-	assert.Equal(t, `routing.policy: "mex" → "random"`, changes[1].Fields[4].String())
-	assert.Equal(t, "update c (engine.args)", changes[2].String())
+		describeChange(changes[1]))
+	assert.Equal(t, `engine.args.x: 1 → 1.0`, describeDiff(changes[1].Fields[0]))
+	assert.Equal(t, `engine.args.y: 2 → (unset)`, describeDiff(changes[1].Fields[1]))
+	assert.Equal(t, `engine.env.TOKEN: (hidden) → (hidden)`, describeDiff(changes[1].Fields[3]))
+	assert.Equal(t, `routing.policy: "mex" → "random"`, describeDiff(changes[1].Fields[4]))
+	assert.Equal(t, "update c (engine.args)", describeChange(changes[2]))
 	assert.Equal(t, Change{App: "b", Kind: Delete}, changes[3])
 }
 
@@ -293,4 +295,27 @@ func FuzzParse(f *testing.F) {
 		require.NoError(t, err, string(file.Print()))
 		require.Equal(t, file, again)
 	})
+}
+
+// describeDiff returns `path: old → new`.
+func describeDiff(d Diff) string {
+	show := func(s string) string {
+		if s == "" {
+			return "(unset)"
+		}
+		return s
+	}
+	return fmt.Sprintf("%s: %s → %s", d.Path, show(d.Old), show(d.New))
+}
+
+// describeChange returns one line: kind, application and the changed paths.
+func describeChange(c Change) string {
+	if len(c.Fields) == 0 {
+		return string(c.Kind) + " " + c.App
+	}
+	paths := make([]string, len(c.Fields))
+	for i, f := range c.Fields {
+		paths[i] = f.Path
+	}
+	return fmt.Sprintf("%s %s (%s)", c.Kind, c.App, strings.Join(paths, ", "))
 }

@@ -260,47 +260,45 @@ func (w *peerWatch) peer(c net.Conn) (*watchedPeer, *Conn) {
 
 // onHTTP2 follows the state of an HTTP/2 connection.
 func (w *peerWatch) onHTTP2(c net.Conn, state http.ConnState) {
-	if state != http.StateNew && state != http.StateClosed {
-		return
-	}
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	p, own := w.peer(c)
-	if p == nil {
-		return
-	}
-	if state == http.StateNew {
+	w.follow(c, state, func(p *watchedPeer, _ *Conn) {
 		p.http2++
-		return
-	}
-	if p.http2--; p.http2 == 0 {
-		for c := range p.http1 {
-			c.abort()
+	}, func(p *watchedPeer, _ *Conn) {
+		if p.http2--; p.http2 == 0 {
+			for c := range p.http1 {
+				c.abort()
+			}
 		}
-	}
-	w.forget(p, own)
+	})
 }
 
 // onHTTP1 follows the state of an HTTP/1.1 connection. One without an HTTP/2 connection is closed at once.
 func (w *peerWatch) onHTTP1(c net.Conn, state http.ConnState) {
+	w.follow(c, state, func(p *watchedPeer, own *Conn) {
+		p.http1[own] = struct{}{}
+		if p.http2 == 0 {
+			own.abort()
+		}
+	}, func(p *watchedPeer, own *Conn) {
+		delete(p.http1, own)
+	})
+}
+
+// follow calls opened or closed, with mu held, when a peer's connection begins or ends.
+func (w *peerWatch) follow(c net.Conn, state http.ConnState, opened, closed func(*watchedPeer, *Conn)) {
 	if state != http.StateNew && state != http.StateClosed {
 		return
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	p, own := w.peer(c)
-	if p == nil {
-		return
+	switch {
+	case p == nil:
+	case state == http.StateNew:
+		opened(p, own)
+	default:
+		closed(p, own)
+		w.forget(p, own)
 	}
-	if state == http.StateNew {
-		p.http1[own] = struct{}{}
-		if p.http2 == 0 {
-			own.abort()
-		}
-		return
-	}
-	delete(p.http1, own)
-	w.forget(p, own)
 }
 
 // forget drops a peer without connections. The caller holds mu.
