@@ -107,7 +107,8 @@ func (memoryBody) Close() error { return nil }
 func newBody(b []byte) memoryBody { return memoryBody{bytes.NewReader(b)} }
 
 func FuzzTransferConfig(f *testing.F) {
-	f.Add(`{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_connector_extra_config":{"kv_lease_duration":3}}`)
+	f.Add(`{"kv_connector":"NixlConnector","kv_role":"kv_both",` +
+		`"kv_connector_extra_config":{"kv_lease_duration":3}}`)
 	f.Add(`{"kv_connector":"MooncakeConnector","kv_role":"kv_producer","engine_id":null}`)
 	f.Fuzz(func(t *testing.T, text string) {
 		k := defaultKVTransfer()
@@ -121,23 +122,24 @@ func FuzzTransferConfig(f *testing.F) {
 
 func TestTransferConfig(t *testing.T) {
 	for text, want := range map[string]string{
-		`{"kv_connector":"NixlConnector"}`:                                      "want kv_producer, kv_consumer or kv_both",
-		`{"kv_connector":"P2pNcclConnector","kv_role":"kv_both"}`:               "the simulated engine has NixlConnector, NixlPushConnector and MooncakeConnector",
-		`{"kv_conector":"NixlConnector"}`:                                       `unknown field "kv_conector"`,
-		`{"kv_load_failure_policy":"retry"}`:                                    "want fail or recompute",
-		`{"kv_connector_extra_config":{"kv_lease_duration":0}}`:                 "want seconds above 0",
-		`{"kv_connector_extra_config":3}`:                                       "kv_connector_extra_config",
-		`{"kv_connector":"NixlConnector","kv_role":"kv_both","engine_id":true}`: "cannot unmarshal",
+		`{"kv_connector":"NixlConnector"}`:                        "want kv_producer, kv_consumer or kv_both",
+		`{"kv_connector":"P2pNcclConnector","kv_role":"kv_both"}`: "the simulated engine has NixlConnector",
+		`{"kv_conector":"NixlConnector"}`:                         `unknown field "kv_conector"`,
+		`{"kv_load_failure_policy":"retry"}`:                      "want fail or recompute",
+		`{"kv_connector_extra_config":{"kv_lease_duration":0}}`:   "want seconds above 0",
+		`{"kv_connector_extra_config":3}`:                         "kv_connector_extra_config",
+		`{"engine_id":true}`:                                      "cannot unmarshal",
 	} {
 		_, _, err := ParseFlags([]string{"--kv-transfer-config", text})
 		assert.ErrorContains(t, err, want, text)
 	}
 	c, _, err := ParseFlags([]string{
-		"--kv-transfer-config", `{"kv_connector":"NixlPullConnector","kv_role":"kv_consumer","engine_id":"e",` +
-			`"kv_buffer_device":"cpu","kv_load_failure_policy":"recompute","kv_connector_extra_config":` +
+		"--kv-transfer-config", `{"kv_connector":"NixlPullConnector","kv_role":"kv_consumer",` +
+			`"engine_id":"e","kv_buffer_device":"cpu","kv_load_failure_policy":"recompute","kv_connector_extra_config":` +
 			`{"kv_lease_duration":120,"backends":["UCX"]}}`,
 		"--sim-transfer-gbps", "12.5", "--sim-transfer-token-bytes", "1000", "--sim-transfer-first-contact-s",
-		"0", "--sim-transfer-handshake-s", "2", "--sim-fail", "transfer-lease=0.5@3", "--sim-fail", "transfer-slow=9",
+		"0", "--sim-transfer-handshake-s", "2",
+		"--sim-fail", "transfer-lease=0.5@3", "--sim-fail", "transfer-slow=9",
 	})
 	require.NoError(t, err)
 	k := c.Transfer
@@ -150,7 +152,9 @@ func TestTransferConfig(t *testing.T) {
 	})
 	assert.InDelta(t, 0.5, c.Schedule[0].Fault.LeaseS, 0)
 	assert.InDelta(t, 9, c.Schedule[1].Fault.Factor, 0)
-	c, _, err = ParseFlags([]string{"--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", "9000"})
+	c, _, err = ParseFlags([]string{
+		"--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", "9000",
+	})
 	require.NoError(t, err)
 	assert.Equal(t, [2]any{ConnectorSGLang, 9000}, [2]any{c.Transfer.Connector, c.Transfer.BootstrapPort})
 	assert.True(t, c.Transfer.hasBootstrap(0) && !c.Transfer.hasBootstrap(1))

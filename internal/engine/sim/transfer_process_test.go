@@ -38,7 +38,8 @@ func askProcess(t testing.TB, p *process, body string) (int, string) {
 
 func paramsOf(t testing.TB, p *process, prompt string) string {
 	t.Helper()
-	_, body := askProcess(t, p, `{"prompt":"`+prompt+`","max_tokens":1,"kv_transfer_params":`+prefillParams+`}`)
+	_, body := askProcess(t, p, `{"prompt":"`+prompt+`","max_tokens":1,"kv_transfer_params":`+
+		prefillParams+`}`)
 	params := string(readLeg(t, body).Params)
 	require.NotEqual(t, "null", params)
 	return params
