@@ -79,6 +79,7 @@ func use(m *telemetry.Metrics) {
 	m.AppRanks("demo", 3, 4)
 	m.RequestRefused(telemetry.RouteOther, http.StatusNotFound)
 	m.RaftApply("node-1")(150 * time.Microsecond)
+	usePair(m, "pd")
 }
 
 // TestMetricNames pins every name, type, help text, label and bucket, because dashboards depend on them. Run
