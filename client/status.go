@@ -109,6 +109,19 @@ type RankStatus struct {
 	// CachedTokens / PromptTokens over the last 512 such requests
 	HitRate float64   `json:"hit_rate"`
 	KV      *KVStatus `json:"kv,omitempty"` // nil: nothing reads this rank's KV index
+	// nil: the rank is of no prefill or decode pool, or its engine counts no transfers
+	Transfer *TransferStatus `json:"transfer,omitempty"`
+}
+
+// TransferStatus is what a rank's engine counts of the KV blocks that prefill ranks compute for decode ranks,
+// since its start.
+type TransferStatus struct {
+	Count     uint64  `json:"count"` // ended transfers; a decode rank that reads counts them
+	TotalMs   float64 `json:"total_ms"`
+	Bytes     uint64  `json:"bytes"`
+	Failed    uint64  `json:"failed"`     // handshakes included
+	Expired   uint64  `json:"expired"`    // prompts that this prefill rank dropped before they were read
+	LateReads uint64  `json:"late_reads"` // prompts that were read after that: their text may be wrong
 }
 
 // KVStatus is what a rank knows of its engine's KV cache.
