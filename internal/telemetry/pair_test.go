@@ -122,3 +122,30 @@ func TestPairAllocatesNothing(t *testing.T) {
 	usePair(m, "pd")
 	assert.Zero(t, testing.AllocsPerRun(100, func() { usePair(m, "pd") }))
 }
+
+// A rank whose engine counts transfers has their series as long as it is shown.
+func TestTransferSeries(t *testing.T) {
+	m := telemetry.New()
+	m.ShowRanks([]telemetry.RankSample{
+		{App: "pd.decode", Group: 0, Rank: 1, Transfer: &telemetry.TransferSample{
+			Count: 2, Bytes: 65536, Failed: 3, Expired: 4, LateReads: 5, Seconds: 0.25,
+		}},
+		{App: "pd.decode", Group: 0, Rank: 2},
+	}, nil)
+	var lines []string
+	for _, line := range series(t, m) {
+		if strings.HasPrefix(line, "dpserve_kv_") {
+			lines = append(lines, line)
+		}
+	}
+	assert.Equal(t, []string{
+		`dpserve_kv_late_reads_total{app="pd.decode",group="0",rank="1"} 5`,
+		`dpserve_kv_leases_expired_total{app="pd.decode",group="0",rank="1"} 4`,
+		`dpserve_kv_transfer_bytes_total{app="pd.decode",group="0",rank="1"} 65536`,
+		`dpserve_kv_transfer_failures_total{app="pd.decode",group="0",rank="1"} 3`,
+		`dpserve_kv_transfer_seconds_total{app="pd.decode",group="0",rank="1"} 0.25`,
+		`dpserve_kv_transfers_total{app="pd.decode",group="0",rank="1"} 2`,
+	}, lines)
+	m.ForgetApp("pd.decode")
+	assert.Empty(t, series(t, m))
+}
