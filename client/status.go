@@ -54,27 +54,6 @@ type PoolStatus struct {
 	Desired  int    `json:"desired"` // ranks
 }
 
-// PDStatus is how an application with a prefill and a decode pool works.
-type PDStatus struct {
-	Transfer string `json:"transfer"` // nixl | nixl-push | mooncake | sglang | sim
-	Decide   string `json:"decide"`   // isl | prefill-load | uncached>=N | always | mex
-	Fallback string `json:"fallback"` // local | fail
-	Pairs    string `json:"pairs"`    // PairsOn, or "off: " and why no prefill rank can be used
-	Met      int    `json:"met"`      // of All: pairs that may have a client's request
-	All      int    `json:"all"`      // pairs of a ready prefill rank and a ready decode rank
-	// requests that ended, by what computed their prompt: a prefill rank, or the decode rank as decided, or
-	// the decode rank because no prefill rank could
-	Remote    uint64 `json:"remote"`
-	Local     uint64 `json:"local"`
-	Fallbacks uint64 `json:"fallbacks"`
-	// what the decode ranks' engines count since their start; 0: they do not say
-	TransferMs    float64 `json:"transfer_ms"`    // mean of one transfer
-	TransferBytes uint64  `json:"transfer_bytes"` // sum
-}
-
-// PairsOn is PDStatus.Pairs while requests may use prefill ranks.
-const PairsOn = "on"
-
 // Index is the size of an ingress's index of an application's KV caches.
 type Index struct {
 	Blocks  int    `json:"blocks"`
