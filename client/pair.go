@@ -21,27 +21,21 @@ type PDStatus struct {
 // PairsOn is PDStatus.Pairs while requests may use prefill ranks.
 const PairsOn = "on"
 
-// Ways of a request to an application with a prefill and a decode pool.
-const (
-	WayRemote   = "remote"   // a prefill rank computes the prompt
-	WayLocal    = "local"    // the decode rank computes the prompt
-	WayFallback = "fallback" // the same, because no prefill rank can be used
-)
-
 // PairExplanation is the decision of an application with a prefill and a decode pool. The Explanation that
 // holds it describes the decode pool.
 type PairExplanation struct {
-	Decide   string `json:"decide"`            // isl | prefill-load | uncached>=N | always | mex
-	Way      string `json:"way,omitempty"`     // WayRemote and the like; "": no rank is taken
-	Prefill  string `json:"prefill,omitempty"` // GROUP/RANK in the prefill pool, if Way is WayRemote
-	Reason   string `json:"reason"`            // long_prefill, decode_holds …
-	Why      string `json:"why"`               // Reason in words, for people
-	NotSplit string `json:"not_split,omitempty"`
+	Decide string `json:"decide"` // isl | prefill-load | uncached>=N | always | mex
+	// remote: a prefill rank computes the prompt; local: the decode rank does; fallback: the decode rank does
+	// because no prefill rank can; none: no rank is taken
+	Way     string `json:"way"`
+	Prefill string `json:"prefill,omitempty"` // GROUP/RANK in the prefill pool, if Way is remote
+	Reason  string `json:"reason"`            // long_prefill, decode_holds …
+	Why     string `json:"why"`               // Reason in words, for people
 	// tokens of the prompt that the decode rank does not hold
 	UncachedTokens int `json:"uncached_tokens"`
 	// the pairs that were compared, then the decode rank alone
 	Candidates []PairCandidate `json:"candidates"`
-	// the prefill pool's own decision; the pair may have another rank of the pool
+	// the prefill pool: its Pick is Prefill, its Reason that of its own policy
 	PrefillPool *Explanation `json:"prefill_pool"`
 }
 
@@ -72,6 +66,6 @@ type PairInfo struct {
 // PairReplay is the pair decision of a past request.
 type PairReplay struct {
 	Decide  string `json:"decide"`
-	Way     string `json:"way"`               // WayRemote and the like
-	Prefill string `json:"prefill,omitempty"` // GROUP/RANK, if Way is WayRemote
+	Way     string `json:"way"`               // remote | local | fallback
+	Prefill string `json:"prefill,omitempty"` // GROUP/RANK, if Way is remote
 }
