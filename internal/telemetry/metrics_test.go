@@ -342,8 +342,8 @@ func picks(t *testing.T, m *telemetry.Metrics) []string {
 	})
 }
 
-func TestNodeMetrics(t *testing.T) {
-	m := telemetry.New()
+// useNode touches every metric of a node once.
+func useNode(m *telemetry.Metrics) *telemetry.Node {
 	n := m.Node("n1")
 	n.Refused("tls")
 	n.Unknown("field")
@@ -355,6 +355,12 @@ func TestNodeMetrics(t *testing.T) {
 			BodyBytes: 4, BodyLimit: 5, MemoryBytes: 6, MemoryLimit: 7, Connections: 8,
 		}
 	})
+	return n
+}
+
+func TestNodeMetrics(t *testing.T) {
+	m := telemetry.New()
+	n := useNode(m)
 	page := strings.Join(scrape(t, m), "\n")
 	for _, want := range []string{
 		`dpserve_nodeport_refused_total{node="n1",reason="tls"} 1`,

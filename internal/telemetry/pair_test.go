@@ -1,12 +1,16 @@
 package telemetry_test
 
 import (
+	"os"
+	"path/filepath"
+	"regexp"
 	"strings"
 	"sync"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/internal/telemetry"
 )
@@ -149,3 +153,35 @@ func TestTransferSeries(t *testing.T) {
 	m.ForgetApp("pd.decode")
 	assert.Empty(t, series(t, m))
 }
+
+// TestEveryMetricIsDocumented: docs/metrics.md names every metric, and names no other.
+func TestEveryMetricIsDocumented(t *testing.T) {
+	m := telemetry.New()
+	use(m)
+	useNode(m)
+	m.BuildInfo("v1")
+	m.ShowRanks([]telemetry.RankSample{{
+		App: "demo", KV: &telemetry.KVSample{Events: true}, Transfer: &telemetry.TransferSample{},
+	}}, []telemetry.AppIndex{{App: "demo"}})
+	exported := map[string]bool{}
+	for _, line := range scrape(t, m) {
+		if name, ok := strings.CutPrefix(line, "# TYPE "); ok {
+			exported[strings.Fields(name)[0]] = true
+		}
+	}
+	page, err := os.ReadFile(filepath.Join("..", "..", "docs", "metrics.md"))
+	require.NoError(t, err)
+	documented := map[string]bool{}
+	for line := range strings.Lines(string(page)) {
+		row := strings.Split(line, "|")
+		if len(row) < 2 || !strings.HasPrefix(row[1], " `dpserve_") || strings.ContainsAny(row[1], "{(<=>") {
+			continue // no row of the table of metrics
+		}
+		for _, name := range metricName.FindAllString(row[1], -1) {
+			documented[name] = true
+		}
+	}
+	assert.Equal(t, exported, documented)
+}
+
+var metricName = regexp.MustCompile(`dpserve_[a-z_]+`)
