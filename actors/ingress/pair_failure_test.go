@@ -115,7 +115,6 @@ func TestPD2DecodeRefuses(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			g := newPairRig(t, pairOptions{prefills: 1, decodes: 2})
 			g.d[0].set(onlyOnce(c.engine))
-			g.d[1].set(onlyOnce(c.engine))
 			var a answer
 			for len(g.d[0].taken()) == 0 {
 				a = g.post("/v1/chat/completions", streamBody)
