@@ -355,11 +355,11 @@ func describeReplay(r *client.Replay, v statusView) string {
 	if r.Attempt > 1 {
 		s += fmt.Sprintf(", attempt %d (tried %s)", r.Attempt, strings.Join(r.Tried, ", "))
 	}
-	pick, by := r.Pick, r.Policy
+	pick := r.Pick
 	if p := r.Pair; p != nil {
-		pick, by = formatPair(p.Prefill, r.Pick), p.Decide
+		pick = formatPair(p.Prefill, r.Pick)
 	}
-	return s + fmt.Sprintf(": %s by %s: %s, hit %d tokens; the rest is what it would get now", pick, by,
+	return s + fmt.Sprintf(": %s by %s: %s, hit %d tokens; the rest is what it would get now", pick, r.Policy,
 		r.Reason, r.HitTokens)
 }
 

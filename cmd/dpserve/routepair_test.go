@@ -117,8 +117,8 @@ func TestPairExplainWithoutAPrefillRank(t *testing.T) {
 	p := x.Pair
 	p.Way, p.Prefill, p.Reason, p.Why = "fallback", "", "not_prewarmed", "no prefill rank has met it"
 	x.Replay = &client.Replay{
-		RequestID: "abc", At: time.Unix(0, 0), Attempt: 1, Policy: "kv", Pick: "0/1", Reason: "long_prefill",
-		HitTokens: 64, Pair: &client.PairReplay{Decide: "isl", Way: "remote", Prefill: "0/1"},
+		RequestID: "abc", At: time.Unix(0, 0), Attempt: 1, Policy: "isl", Pick: "0/1", Reason: "long_prefill",
+		HitTokens: 64, Pair: &client.PairReplay{Way: "remote", Prefill: "0/1"},
 	}
 	lines := describePair(x, statusView{})
 	assert.Equal(t, "then    abc at 1970-01-01T00:00:00Z: prefill rank 0/1 and decode rank 0/1 by isl: "+
