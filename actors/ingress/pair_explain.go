@@ -10,28 +10,6 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// explainPair is the decision for a request as it would be now. p and d are the request as the prefill pool
-// and the decode pool read it. notSplit is why it goes to one rank; "" if it can be split.
-func explainPair(pa *pairApp, p, d *routeQuery, notSplit string) *client.Explanation {
-	pa.describe(p, d)
-	why := pa.router.Explain(&p.query, &d.query, notSplit != "")
-	pair := &why.Pair
-	x := explainDecision(pa.decode, pa.decode.policyName(), d, &why.Decode, &why.DecodeView)
-	prefill := explainDecision(pa.prefill, pa.prefill.policyName(), p, &why.Prefill, &why.PrefillView)
-	x.App, x.Decision = pa.name, kindName(pair.Kind)
-	repick(x, pair.Decode, pair.Kind == routing.Route, pair.Reason)
-	repick(prefill, pair.Prefill, pair.Remote, pair.Reason)
-	x.Pair = &client.PairExplanation{
-		Decide: pa.decide(), Way: wayOf(pair), Reason: pair.Reason, Prefill: prefill.Pick,
-		Candidates: pairCandidates(pair), PrefillPool: prefill,
-	}
-	if why.Decode.Kind == routing.Route {
-		x.Pair.UncachedTokens = d.query.Tokens - heldBy(&why.DecodeView, &d.query, why.Decode.Ranked[0])
-	}
-	x.Pair.Why = pairWords(pair, x, notSplit)
-	return x
-}
-
 // heldBy is how many tokens of the prompt a rank holds, as policies see it.
 func heldBy(v *routing.View, q *routing.Request, id routing.RankID) int {
 	if v.PrefixCachingOff {
