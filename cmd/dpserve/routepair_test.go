@@ -136,7 +136,8 @@ func TestPairRouterShow(t *testing.T) {
 	cli.cluster.router.info = client.Info{
 		App: "pd", Policy: "mex", Preset: "documented", Identity: "text", Ranks: 4, Ready: 4, Imbalance: 1,
 		Pair: &client.PairInfo{
-			Decide: "uncached>=512", Transfer: "nixl", Fallback: "local", Pairs: client.PairsOn, Met: 7, All: 8,
+			Decide: "uncached>=512", Transfer: "nixl", Fallback: "local", Pairs: client.PairsOn, Met: 7,
+			All:       8,
 			Decisions: map[string]uint64{"long_prefill": 12, "decode_holds": 3},
 			Prefill:   &client.Info{App: "pd.prefill", Policy: "kv", Ranks: 2, Ready: 1, Imbalance: 1},
 		},

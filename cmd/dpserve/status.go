@@ -42,8 +42,8 @@ prompts was in its cache. All columns: docs/glossary.md#tables-of-the-command-li
 
 Of an application with prefill and decode ranks, a line under the tables has the ready ranks of either pool,
 the requests whose prompt a prefill rank computed (remote), the decode rank (local), or the decode rank
-because no prefill rank could (fall-back), the pairs of ranks that have met, and the transfers of KV blocks that
-the engines have counted: the mean time of one, and the bytes of all.`,
+because no prefill rank could (fall-back), the pairs of ranks that have met, and the transfers of KV blocks
+that the engines have counted: the mean time of one, and the bytes of all.`,
 		Example: `  dpserve status demo -w
   dpserve status --unhealthy                   # only what does not run
   dpserve status --exit-code && echo "everything runs"`,

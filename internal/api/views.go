@@ -103,7 +103,8 @@ func (s *ClusterStatus) addPairs(app string, pd *client.PDStatus) {
 		s.pairs[app] = pd
 		return
 	}
-	sum.Remote, sum.Local, sum.Fallbacks = sum.Remote+pd.Remote, sum.Local+pd.Local, sum.Fallbacks+pd.Fallbacks
+	sum.Remote, sum.Local, sum.Fallbacks = sum.Remote+pd.Remote, sum.Local+pd.Local,
+		sum.Fallbacks+pd.Fallbacks
 	if pd.Met < sum.Met || pd.Met == sum.Met && pd.Pairs != client.PairsOn {
 		sum.Pairs, sum.Met, sum.All = pd.Pairs, pd.Met, pd.All
 	}
