@@ -26,6 +26,8 @@ var errDrained = errors.New("the ingress is shutting down")
 type Metrics interface {
 	App(app, policy string) *telemetry.App
 	ForgetApp(app string)
+	Pair(app string) *telemetry.Pair
+	ForgetPair(app string)
 	KeepRanks(app string, exists func(group, rank int) bool)
 	RequestRefused(route string, code int)
 }

@@ -69,6 +69,9 @@ var formats = map[string]*format{
 	"variable": {
 		regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_]*$`), MaxFileBytes, "the name of an environment variable",
 	},
+	"address": {
+		regexp.MustCompile(`^([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}$`), MaxFileBytes, "HOST:PORT",
+	},
 	"node": {labelName, maxLabelBytes, "the id of a dpserve node"},
 	"node label": {
 		labelName, maxLabelBytes, "a label: letters, digits and . _ / - inside",
@@ -146,13 +149,22 @@ func setDefaults(v reflect.Value) {
 		switch f := v.FieldByIndex(k.field); {
 		case f.Kind() == reflect.Struct:
 			setDefaults(f)
-		case k.standard == "":
-		case f.Kind() == reflect.String:
-			f.SetString(k.standard)
-		default:
-			n, _ := strconv.ParseFloat(k.standard, 64) // a test reads every default
-			f.Set(reflect.ValueOf(n).Convert(f.Type()))
+		case k.standard != "":
+			k.reset(f)
 		}
+	}
+}
+
+// reset sets the field of a key to its default.
+func (k *key) reset(field reflect.Value) {
+	switch {
+	case k.standard == "":
+		field.SetZero()
+	case field.Kind() == reflect.String:
+		field.SetString(k.standard)
+	default:
+		n, _ := strconv.ParseFloat(k.standard, 64) // a test reads every default
+		field.Set(reflect.ValueOf(n).Convert(field.Type()))
 	}
 }
 

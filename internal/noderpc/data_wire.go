@@ -36,13 +36,15 @@ const (
 	dataSession    = "Dpserve-Session-Key"    // a hash
 	dataDeadline   = "Dpserve-Deadline-Ms"    // the time left, because the clocks differ
 	dataFirstToken = "Dpserve-First-Token-Ms" // the time left for the engine's header
+	dataOnce       = "Dpserve-Once"           // 1: the request is not sent twice to the engine
+	dataWriteBy    = "Dpserve-Write-By-Ms"    // the time in which the request may be written to the engine
 
 	dataRefused = "Dpserve-Refused" // answer: the reason why there is no ticket
 	dataCause   = "Dpserve-Cause"   // answer: the reason why there is no answer of the engine
 	dataEpoch   = "Dpserve-Epoch"   // of the request, and of an answer
 	dataSeq     = "Dpserve-Seq"
 	dataTicket  = "Dpserve-Ticket"
-	dataInc     = "Dpserve-Incarnation"
+	dataInc     = "Dpserve-Incarnation" // of an answer, and of a request in classHeld
 	dataResent  = "Dpserve-Resent"
 	// with the cause reset, because older nodes read only the cause
 	dataMalformed = "Dpserve-Malformed"
@@ -63,6 +65,7 @@ const holdPath = "/dpserve/hold"
 const (
 	classBoth = "both" // a request and its ticket
 	classHold = "hold" // a ticket that lives as long as the stream
+	classHeld = "held" // a request whose ticket is that of another stream
 	classNone = "none" // a request that needs no ticket
 )
 
@@ -71,6 +74,8 @@ const (
 	causeRefused    = "refused"     // the engine took no connection
 	causeReset      = "reset"       // the engine broke off before it answered
 	causeFirstToken = "first_token" // its head did not come in time
+	causeTooLate    = "too_late"    // the time to write the request was over: nothing was written
+	causeNotResent  = "not_resent"  // the engine had closed the idle connection, and dataOnce was set
 	causeDenied     = "denied"      // the caller may not send this request
 	causeMalformed  = "malformed"
 	causeTooLarge   = "too_large"
@@ -93,9 +98,13 @@ type dataHead struct {
 	rank       routing.RankID
 	class      string
 	route      openai.Route // NoRoute in classHold
-	admit      msg.Admit    // without Ctx, Blocks and Reply; the zero value in classNone
+	admit      msg.Admit    // without Ctx, Blocks and Reply; the zero value in classNone and classHeld
 	blocks     int
 	firstToken time.Duration // 0: no bound
+
+	incarnation uint64        // of the rank, in classHeld
+	once        bool          // the request is not sent twice
+	writeBy     time.Duration // 0: no bound
 }
 
 // writeHead writes a request for a rank into the header of its HTTP request. The engine's fields share their
@@ -124,6 +133,15 @@ func writeHead(q *rankleg.Request, isHold, isPacked bool, now time.Time) http.He
 	if q.Admit != nil {
 		f.admit(q.Admit, now)
 	}
+	if q.IsHeld {
+		f.number(dataInc, q.Rank.Incarnation)
+	}
+	if q.Guard != nil {
+		f.set(dataOnce, "1")
+		if q.Guard.TimeLeft != nil {
+			f.duration(dataWriteBy, q.Guard.TimeLeft())
+		}
+	}
 	if f.isPacked {
 		f.isPacked = false
 		f.set(dataFields, string(f.packed))
@@ -141,6 +159,8 @@ func classOf(q *rankleg.Request, isHold bool) string {
 	switch {
 	case isHold:
 		return classHold
+	case q.IsHeld:
+		return classHeld
 	case q.Admit == nil:
 		return classNone
 	default:
@@ -299,7 +319,8 @@ func readHead(h http.Header, path string, now time.Time) (*dataHead, error) {
 	r.unpack()
 	d := &dataHead{
 		app: r.text(dataApp), unit: r.text(dataUnit), class: r.text(dataClass),
-		firstToken: r.duration(dataFirstToken),
+		firstToken: r.duration(dataFirstToken), once: r.number(dataOnce, 1) == 1,
+		writeBy: r.duration(dataWriteBy),
 	}
 	var ok bool
 	if d.rank, ok = rankleg.ParseRankID(r.text(dataRank)); !ok {
@@ -314,6 +335,8 @@ func readHead(h http.Header, path string, now time.Time) (*dataHead, error) {
 	switch d.class {
 	case classBoth, classHold:
 		d.readAdmit(&r, now)
+	case classHeld:
+		d.incarnation = r.number(dataInc, 64)
 	case classNone:
 	default:
 		r.fail(dataClass)
