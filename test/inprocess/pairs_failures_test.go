@@ -55,7 +55,7 @@ func TestPD1PrefillFails(t *testing.T) {
 func prefillBreaks(t *testing.T, transfer, fallback string, fail func(l *harness.PairLeg) bool) {
 	t.Helper()
 	r := newPairRig(t, transfer, 3, 2, "decide: always, fallback: "+fallback)
-	r.Expect(harness.EngineFails, harness.RequestRefused)
+	r.Expect(harness.PairsFail, harness.RequestRefused)
 	for _, p := range r.prefill {
 		p.Do(fail)
 	}
@@ -106,7 +106,7 @@ func TestPD2DecodeFails(t *testing.T) {
 func decodeFailsOnce(t *testing.T, transfer string, fail func(l *harness.PairLeg) bool) {
 	t.Helper()
 	r := newPairRig(t, transfer, 2, 2, "decide: always", "timeouts: {first_token_s: 5}")
-	r.Expect(harness.EngineFails)
+	r.Expect(harness.PairsFail)
 	failed, at := 0, time.Time{}
 	never := make(chan struct{})
 	for _, d := range r.decode {
@@ -148,7 +148,7 @@ func decodeFailsOnce(t *testing.T, transfer string, fail func(l *harness.PairLeg
 func decodeFailsAlways(t *testing.T, transfer string) {
 	t.Helper()
 	r := newPairRig(t, transfer, 2, 2, "decide: always", "timeouts: {first_token_s: 5}")
-	r.Expect(harness.EngineFails, harness.RequestRefused)
+	r.Expect(harness.PairsFail, harness.RequestRefused)
 	for _, d := range r.decode {
 		d.Do(func(l *harness.PairLeg) bool { return l.Fail(http.StatusInternalServerError) })
 	}
@@ -170,7 +170,7 @@ func TestPD2DecodeIsGone(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		r := newPairRig(t, "nixl", 1, 3, "decide: always")
-		r.Expect(harness.EngineFails)
+		r.Expect(harness.PairsFail)
 		stop := r.decode[0]
 		r.prefill[0].Do(func(*harness.PairLeg) bool {
 			stop.Stop()
@@ -191,7 +191,7 @@ func TestPD10FailuresOfDecodeAreNotChargedToPrefill(t *testing.T) {
 	for _, transfer := range append(pairTransfers(), "sglang") {
 		bubble(t, transfer, func(t *testing.T) {
 			r := newPairRig(t, transfer, 1, 2, "decide: always, fallback: fail")
-			r.Expect(harness.EngineFails, harness.RequestsFail)
+			r.Expect(harness.PairsFail, harness.RequestsFail)
 			for _, d := range r.decode {
 				d.Do((*harness.PairLeg).FailStream)
 			}

@@ -103,7 +103,7 @@ func TestPD9NoPrefillRank(t *testing.T) {
 		for _, fallback := range []string{"local", "fail"} {
 			bubble(t, fmt.Sprintf("%d and %d %s", sizes[0], sizes[1], fallback), func(t *testing.T) {
 				r := newPairRig(t, "nixl", sizes[0], sizes[1], "decide: always, fallback: "+fallback)
-				r.Expect(harness.EngineFails, harness.RequestRefused)
+				r.Expect(harness.PairsFail, harness.RequestRefused)
 				used := map[string]bool{}
 				for i := range 16 {
 					a := r.ask(pairBody(fmt.Sprintf("guest %d", i), 4))
@@ -220,7 +220,7 @@ func TestPD6RestartsInPlace(t *testing.T) {
 	for _, transfer := range append(pairTransfers(), "sglang") {
 		bubble(t, transfer, func(t *testing.T) {
 			r := newPairRig(t, transfer, 2, 2, "decide: always")
-			r.Expect(harness.EngineFails, harness.EngineReplaced, harness.StreamBreaks)
+			r.Expect(harness.PairsFail, harness.EngineReplaced, harness.StreamBreaks)
 			r.engines.Pause = 20 * time.Millisecond
 			stop := make(chan struct{})
 			var mu sync.Mutex

@@ -57,7 +57,7 @@ func doAll(f *harness.PairEngines, side string, act func(l *harness.PairLeg) boo
 func TestPD1To10OnSockets(t *testing.T) {
 	t.Parallel()
 	r, f := stubPairs(t, "nixl", "decide: always")
-	r.Expect(harness.EngineFails, harness.RequestsFail)
+	r.Expect(harness.PairsFail, harness.RequestsFail)
 	right := func(t *testing.T, body, way string) *harness.Stream {
 		t.Helper()
 		s := askAt(http.DefaultClient, r.HTTP, body)

@@ -72,7 +72,7 @@ func TestPD6KilledUnderLoad(t *testing.T) {
 	t.Parallel()
 	known := knownTexts(t, 24, 300, 30)
 	r := harness.Start(t)
-	r.Expect(harness.EngineFails, harness.StreamBreaks)
+	r.Expect(harness.PairsFail, harness.StreamBreaks)
 	r.Deploy(launchedPairs(2, 3, "decide: always", "", ""))
 	r.WaitStatus("pd", "RUNNING")
 	st := waitMet(r)
@@ -119,7 +119,7 @@ func TestPD6SameAddress(t *testing.T) {
 		handPair(t, "decode", addrs[2]), handPair(t, "decode", addrs[3]),
 	}
 	r := harness.Start(t)
-	r.Expect(harness.EngineFails, harness.EngineReplaced, harness.StreamBreaks)
+	r.Expect(harness.PairsFail, harness.EngineReplaced, harness.StreamBreaks)
 	r.Deploy(handPairs(addrs[:2], addrs[2:], "decide: always"))
 	r.WaitStatus("pd", "RUNNING")
 	waitMet(r)
@@ -222,7 +222,7 @@ func TestPairsOverTwoNodes(t *testing.T) {
 		{"--roles", "worker,ingress", "--labels", "pool=prefill"},
 		{"--roles", "worker,ingress", "--labels", "pool=decode"},
 	})
-	c.Expect(harness.NodeFails, harness.EngineFails, harness.StreamBreaks)
+	c.Expect(harness.NodeFails, harness.PairsFail, harness.StreamBreaks)
 	label := func(pool string) string { return ", resources: {labels: {pool: " + pool + "}}" }
 	c.All[0].Want(launchedPairs(2, 2, "decide: always", label("prefill"), label("decode")))
 	ready := func() client.AppStatus {
