@@ -187,11 +187,25 @@ func (p *Proxy) prewarm(key warmKey) {
 	})
 }
 
-// reset resets the prefix cache of a decode rank beside the actor.
+// reset resets the prefix cache of a decode rank beside the actor. An engine may refuse for a moment.
 func (p *Proxy) reset(decode routing.RankRef) {
 	p.work.Go(func() {
 		ctx, cancel := context.WithTimeout(p.ctx, resetLimit)
 		defer cancel()
-		p.box.Send(wasReset{decode, p.backend.ResetCache(ctx, decode)})
+		again := time.NewTicker(resetPause)
+		defer again.Stop()
+		for {
+			err := p.backend.ResetCache(ctx, decode)
+			if err == nil || errors.Is(err, ErrNoReset) {
+				p.box.Send(wasReset{decode, err})
+				return
+			}
+			select {
+			case <-again.C:
+			case <-ctx.Done():
+				p.box.Send(wasReset{decode, err})
+				return
+			}
+		}
 	})
 }

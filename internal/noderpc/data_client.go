@@ -42,7 +42,11 @@ func (c *DataClient) Ask(ctx context.Context, q *rankleg.Request) (*http.Respons
 	if err := q.Guard.Send(); err != nil {
 		return nil, msg.AdmitReply{}, err
 	}
-	resp, reply, err := c.roundTrip(ctx, q, q.Route.Path())
+	path := q.Route.Path()
+	if q.Reset {
+		path = resetPath
+	}
+	resp, reply, err := c.roundTrip(ctx, q, path)
 	if reply.Ticket.ID != 0 {
 		q.OnTicket(&reply.Ticket)
 	}

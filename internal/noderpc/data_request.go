@@ -118,7 +118,7 @@ func (p *dataRequest) reserve(ctx context.Context, q *rankleg.Request) (clean bo
 // newAsk is the request for the rank. Its header is the one that the ingress prepared for the engine.
 func (p *dataRequest) newAsk() *rankleg.Request {
 	q := &rankleg.Request{
-		Rank: p.rank, Route: p.head.route, Body: p.body,
+		Rank: p.rank, Route: p.head.route, Reset: p.head.isReset, Body: p.body,
 		Header:   rankleg.StripHeader(p.r.Header),
 		OnTicket: func(t *msg.Ticket) { p.ticket = *t },
 	}

@@ -61,6 +61,9 @@ const (
 // holdPath is the path of a request for a ticket alone.
 const holdPath = "/dpserve/hold"
 
+// resetPath is the path of a request that drops the prefix cache of a rank's engine, in classNone.
+const resetPath = "/dpserve/reset_cache"
+
 // The classes of a request.
 const (
 	classBoth = "both" // a request and its ticket
@@ -97,7 +100,8 @@ type dataHead struct {
 	app, unit  string
 	rank       routing.RankID
 	class      string
-	route      openai.Route // NoRoute in classHold
+	route      openai.Route // NoRoute in classHold, and with isReset
+	isReset    bool         // the path is resetPath
 	admit      msg.Admit    // without Ctx, Blocks and Reply; the zero value in classNone and classHeld
 	blocks     int
 	firstToken time.Duration // 0: no bound
@@ -326,7 +330,8 @@ func readHead(h http.Header, path string, now time.Time) (*dataHead, error) {
 	if d.rank, ok = rankleg.ParseRankID(r.text(dataRank)); !ok {
 		r.fail(dataRank)
 	}
-	if d.class != classHold {
+	d.isReset = path == resetPath && d.class == classNone
+	if d.class != classHold && !d.isReset {
 		d.route = openai.RouteOf(path)
 		if d.route == openai.NoRoute || d.route.Method() != http.MethodPost {
 			return nil, errors.New("there is no such route")

@@ -142,8 +142,12 @@ func (n *Near) returnLateTicket(q *Request) {
 // close idle connections, so this is no failure and not a new attempt.
 func (n *Near) askEngine(ctx context.Context, q *Request) (*http.Response, error) {
 	header, body := q.addressed()
+	to := q.Rank.urls[q.Route]
+	if q.Reset {
+		to = q.Rank.reset
+	}
 	for {
-		o := &engineRequest{URL: q.Rank.urls[q.Route], Header: header, Body: body, guard: q.Guard}
+		o := &engineRequest{URL: to, Header: header, Body: body, guard: q.Guard}
 		resp, err := n.engines.send(ctx, q.Rank.Target.Owned, o)
 		q.IsBodyShared = q.IsBodyShared || !o.isSettled()
 		switch {

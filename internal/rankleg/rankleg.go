@@ -64,6 +64,7 @@ func IsMalformed(err error) bool {
 type Request struct {
 	Rank   *Rank
 	Route  openai.Route // at the engine
+	Reset  bool         // in place of a Route: the engine is asked to drop its prefix cache
 	Header http.Header  // for the engine, read only
 	Body   []byte       // for the engine, read only
 	// Ctx is the life of the ticket, Reply belongs to Ask; nil: the request needs no ticket, or IsHeld
@@ -129,7 +130,11 @@ type Rank struct {
 	Mailbox     msg.Mailbox
 	Target      msg.Target
 	urls        [openai.NumRoutes]*url.URL
+	reset       *url.URL
 }
+
+// ResetPath is the route of vLLM's and SGLang's engines that drops the prefix cache.
+const ResetPath = "/reset_prefix_cache"
 
 // NewRank makes a rank from its snapshot. The error is about the engine's URL.
 func NewRank(rec *msg.Record) (*Rank, error) {
@@ -148,5 +153,8 @@ func NewRank(rec *msg.Record) (*Rank, error) {
 		u.Path = openai.Route(route).Path()
 		r.urls[route] = &u
 	}
+	u := *base
+	u.Path, u.RawQuery = ResetPath, "reset_running_requests=true" // or vLLM resets only an idle engine
+	r.reset = &u
 	return r, nil
 }
