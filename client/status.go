@@ -29,6 +29,28 @@ type AppStatus struct {
 	Identity string       `json:"identity,omitempty"`
 	Index    *Index       `json:"index,omitempty"` // of this node's ingress; nil: the policy reads none
 	Units    []UnitStatus `json:"units"`
+	// of an application with prefill and decode ranks: its two pools, prefill first. Units has the units of
+	// both
+	Pools []PoolStatus `json:"pools,omitempty"`
+}
+
+// Pools of an application with prefill and decode ranks.
+const (
+	PoolPrefill = "prefill"
+	PoolDecode  = "decode"
+)
+
+// PoolStatus is one pool of an application.
+type PoolStatus struct {
+	Pool     string `json:"pool"` // PoolPrefill or PoolDecode
+	Name     string `json:"name"` // the pool's units begin with it: APP.prefill, APP.decode
+	Status   string `json:"status"`
+	Policy   string `json:"policy"`
+	Coupling string `json:"coupling"`
+	DPSize   int    `json:"dp_size"`
+	Groups   int    `json:"groups"`
+	Ready    int    `json:"ready"`   // ranks
+	Desired  int    `json:"desired"` // ranks
 }
 
 // Index is the size of an ingress's index of an application's KV caches.

@@ -82,8 +82,12 @@ type Application struct {
 	HealthCheckTimeoutS float64 `json:"health_check_timeout_s" is:"seconds" default:"5"`
 	// drain of running streams; 0 cuts them. 10 under `up`
 	GracefulShutdownTimeout float64 `json:"graceful_shutdown_timeout_s" is:"seconds or 0" default:"1800"`
+	// how prefill and decode ranks work together
+	Disaggregation *Disaggregation `json:"disaggregation,omitempty" unset:"no prefill ranks"`
+	// which pool of the application this is: PoolPrefill or PoolDecode; "" if the application has one pool
+	Pool string `json:"pool,omitempty" is:"-"`
 
-	_ struct{} `later:"prefill decode disaggregation"`
+	_ struct{} `later:"prefill decode"`
 }
 
 // Model is the name that clients send and the model that engines load.
@@ -154,16 +158,17 @@ type AttachRank struct {
 	Group int `json:"group,omitempty" is:"an integer from 0 to 65535" unset:"0"`
 	// its number; written where a removed rank has left a hole. Only for independent ranks
 	Number *int `json:"rank,omitempty" is:"an integer from 0 to 4095" unset:"its place in its group"`
-	// the rank does prefill and decode
-	Role string `json:"role,omitempty" words:"both" later:"prefill decode" default:"both"`
+	// what the rank does. `prefill` and `decode` ranks are a pool each; a `both` rank stands in the decode
+	// pool
+	Role string `json:"role,omitempty" words:"both | prefill | decode" default:"both"`
+	// of prefill ranks: what the transfer must know of the engine
+	PD *AttachPD `json:"pd,omitempty" unset:"by transfer"`
 	// id of the dpserve node that talks to it
 	Node string `json:"node,omitempty" is:"node" unset:"any"`
 	// where its KV events are, for policies that read the KV index. Loopback or the host of `url` only;
 	// every rank has its own. Left out, the engine is asked (`/kv_event_sources`, vLLM from 0.32 on); one
 	// that cannot tell has none
 	KVEvents *KVSocket `json:"kv_events,omitempty" unset:"asked of the engine"`
-
-	_ struct{} `later:"pd"`
 }
 
 // KVSocket says where the KV events of an attached engine are: exactly one of Connect and Bind is set.
@@ -300,7 +305,9 @@ const (
 	AddressHeader = "header" // X-data-parallel-rank
 	AddressBody   = "body"   // field routed_dp_rank of the body
 
-	RoleBoth = "both" // the rank does prefill and decode
+	RoleBoth    = "both" // the rank does prefill and decode
+	RolePrefill = "prefill"
+	RoleDecode  = "decode"
 
 	KVEventsAuto = "auto"
 	KVEventsOff  = "off"

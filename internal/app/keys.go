@@ -69,6 +69,9 @@ var formats = map[string]*format{
 	"variable": {
 		regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_]*$`), MaxFileBytes, "the name of an environment variable",
 	},
+	"address": {
+		regexp.MustCompile(`^([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}$`), MaxFileBytes, "HOST:PORT",
+	},
 	"node": {labelName, maxLabelBytes, "the id of a dpserve node"},
 	"node label": {
 		labelName, maxLabelBytes, "a label: letters, digits and . _ / - inside",
