@@ -76,8 +76,8 @@ func mixtures() []mixture {
 			what:   "long prompts beside steady decodes: what splitting is for",
 			warmup: 8 * time.Second,
 			streams: []stream{
-				{name: "long prompts", rate: 2.8, prompt: 8000, tokens: 64},
-				{name: "steady decodes", rate: 4, prompt: 200, tokens: 256},
+				{name: "long prompts", rate: 3.4, prompt: 8000, tokens: 64},
+				{name: "steady decodes", rate: 6, prompt: 200, tokens: 128},
 			},
 		},
 		{
