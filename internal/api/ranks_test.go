@@ -28,7 +28,7 @@ func (k *fakeRanks) AddRank(_ context.Context, name string, rank []byte) (client
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.added = append(k.added, name+" "+string(rank))
-	r, err := app.ParseRank(rank, "")
+	r, err := app.ParseRank(rank, "", "")
 	if err != nil {
 		return client.RankChange{}, err
 	}

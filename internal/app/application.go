@@ -86,8 +86,6 @@ type Application struct {
 	Disaggregation *Disaggregation `json:"disaggregation,omitempty" unset:"no prefill ranks"`
 	// which pool of the application this is: PoolPrefill or PoolDecode; "" if the application has one pool
 	Pool string `json:"pool,omitempty" is:"-"`
-
-	_ struct{} `later:"prefill decode"`
 }
 
 // Model is the name that clients send and the model that engines load.

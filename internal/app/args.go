@@ -25,12 +25,17 @@ func (a Arg) flag() string {
 
 // Get returns the value of a flag by its name in kebab case. The file may use another spelling.
 func (a Args) Get(flag string) (any, bool) {
+	arg, ok := a.find(flag)
+	return arg.Value, ok
+}
+
+func (a Args) find(flag string) (Arg, bool) {
 	for _, arg := range a {
 		if arg.flag() == flag {
-			return arg.Value, true
+			return arg, true
 		}
 	}
-	return nil, false
+	return Arg{}, false
 }
 
 // isOn reports whether a boolean flag is set.
@@ -263,7 +268,7 @@ func ownedFlag(flag string) string {
 	case "kv-events-config":
 		return "write engine.kv_events: auto | off"
 	case "disaggregation-mode", "disaggregation-bootstrap-port":
-		return "disaggregated prefill and decode come with a later version"
+		return "write prefill: and decode:"
 	case "shutdown-timeout":
 		return "write graceful_shutdown_timeout_s"
 	case "enable-prompt-tokens-details", "sim-watch-stdin":

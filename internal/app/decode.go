@@ -84,7 +84,7 @@ func (c cursor) readStruct(into reflect.Value) {
 		}
 	}
 	for i := range keys {
-		if keys[i].need != "" {
+		if keys[i].need != "" && !c.d.isOverlay {
 			c.d.need(c.path, keys[i].name, keys[i].need)
 		}
 	}
@@ -113,10 +113,18 @@ func (c cursor) read(into reflect.Value, k *key) {
 	case *map[string]string:
 		c.readPairs(into, k.format)
 		return
+	case *side:
+		if c.isMap() {
+			into.written = &c
+		}
+		return
 	}
 	switch into.Kind() { //nolint:exhaustive // fields have no other kinds; the test of the sample reads all
 	case reflect.Pointer:
 		into.Set(reflect.New(into.Type().Elem()))
+		if into.Elem().Kind() == reflect.Struct {
+			setDefaults(into.Elem())
+		}
 		c.read(into.Elem(), k)
 	case reflect.Struct:
 		c.readStruct(into)

@@ -129,7 +129,7 @@ func TestOwnedFlags(t *testing.T) {
 		"shutdown_timeout: 3":             "graceful_shutdown_timeout_s",
 		"enable_prompt_tokens_details: y": "always set",
 		"sim_watch_stdin: true":           "always set",
-		"disaggregation_mode: prefill":    "later version",
+		"disaggregation_mode: prefill":    "prefill: and decode:",
 		"nnodes: 2":                       "placement_group_strategy",
 	} {
 		lines := faultsOf(t, with("kind: vllm, args: {"+flag+"}"))
@@ -149,8 +149,9 @@ func TestArgumentFaults(t *testing.T) {
 		"x: .nan":                          "wanted a finite number",
 		"x: [99999999999999999999]":        "wanted an integer of 64 bits; hint: put it in quotes",
 		`x: "\0"`:                          "a NUL character",
-		"kv_transfer_config: {kv_role: kv_producer}":                         "not supported in this version",
-		`kv_transfer_config: '{"kv_connector":"N","kv_role":"kv_consumer"}'`: "not supported in this version",
+		"kv_transfer_config: {kv_role: kv_producer}":                         "write prefill: and decode:",
+		"kv_transfer_config.kv_role: kv_producer":                            "write prefill: and decode:",
+		`kv_transfer_config: '{"kv_connector":"N","kv_role":"kv_consumer"}'`: "write prefill: and decode:",
 	} {
 		lines := faultsOf(t, with("kind: vllm, args: {"+args+"}"))
 		require.Len(t, lines, 1, args)
@@ -289,7 +290,7 @@ func TestAttachFaults(t *testing.T) {
 			`event socket "tcp://a:5" is taken by`,
 		},
 		{attach(`{url: "http://a:1", node: "a b"}`), "the id of a dpserve node"},
-		{attach(`{url: "http://a:1", role: decode}`), "not supported in this version"},
+		{attach(`{url: "http://a:1", role: prefil}`), `did you mean "prefill"?`},
 		{attach(`{url: "http://a:1"}`, "resources: {gpus: 1}"), "an attached rank takes nothing"},
 		{
 			with(`kind: attach, ranks: [{url: "http://a:1"}], command: [x]`),

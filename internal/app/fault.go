@@ -98,12 +98,18 @@ func (f Faults) lines() []string {
 	return out
 }
 
-// sorted sorts f by position. If there are more than maxFaults, it cuts the list and says so.
+// sorted sorts f by position, each fault once: both pools of an application find what it says for both. If
+// there are more than maxFaults, it cuts the list and says so.
 func (f Faults) sorted() Faults {
 	slices.SortStableFunc(f, func(a, b Fault) int {
 		return cmp.Or(cmp.Compare(a.Line, b.Line), cmp.Compare(a.Col, b.Col))
 	})
-	f = slices.Compact(f)
+	seen := map[Fault]bool{}
+	f = slices.DeleteFunc(f, func(one Fault) bool {
+		again := seen[one]
+		seen[one] = true
+		return again
+	})
 	if len(f) <= maxFaults {
 		return f
 	}

@@ -149,13 +149,22 @@ func setDefaults(v reflect.Value) {
 		switch f := v.FieldByIndex(k.field); {
 		case f.Kind() == reflect.Struct:
 			setDefaults(f)
-		case k.standard == "":
-		case f.Kind() == reflect.String:
-			f.SetString(k.standard)
-		default:
-			n, _ := strconv.ParseFloat(k.standard, 64) // a test reads every default
-			f.Set(reflect.ValueOf(n).Convert(f.Type()))
+		case k.standard != "":
+			k.reset(f)
 		}
+	}
+}
+
+// reset sets the field of a key to its default.
+func (k *key) reset(field reflect.Value) {
+	switch {
+	case k.standard == "":
+		field.SetZero()
+	case field.Kind() == reflect.String:
+		field.SetString(k.standard)
+	default:
+		n, _ := strconv.ParseFloat(k.standard, 64) // a test reads every default
+		field.Set(reflect.ValueOf(n).Convert(field.Type()))
 	}
 }
 

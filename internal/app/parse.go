@@ -13,7 +13,8 @@ import (
 	"github.com/goccy/go-yaml/token"
 )
 
-// File is an application file with every default filled in.
+// File is an application file with every default filled in. An application with prefill and decode ranks is
+// two: its prefill pool, then its decode pool.
 type File struct {
 	Applications []*Application `json:"applications"`
 }
@@ -26,9 +27,16 @@ func Parse(base Application, file string, text []byte, rules ...Rule) (*File, []
 	d := newDecoder(file)
 	d.base = base
 	root := d.load(text)
-	drafts := d.read(root)
-	for _, a := range drafts {
-		a.check(rules)
+	var drafts []*draft
+	for _, a := range d.read(root) {
+		pools := a.split()
+		for _, p := range pools {
+			p.check(rules)
+		}
+		if len(pools) > 1 {
+			checkPair(pools[0], pools[1])
+		}
+		drafts = append(drafts, pools...)
 	}
 	by := claims{taken{}, taken{}, taken{}, taken{}}
 	for _, a := range drafts {
@@ -180,6 +188,8 @@ type decoder struct {
 	warnings []Warning
 	at       map[string]place // path → position of its value
 	bad      map[string]bool  // paths that have a fault, so that no rule adds a second one
+	// a pool's own values are being read over those of its application, so none of them is required
+	isOverlay bool
 }
 
 func newDecoder(file string) *decoder {
@@ -228,9 +238,10 @@ func (d *decoder) broken(path string, f Fault) { d.fault(d.where(path), path, f)
 
 func (d *decoder) warn(path, message, hint string) {
 	at := d.where(path)
-	d.warnings = append(d.warnings, Warning{
-		File: d.file, Line: at.line, Col: at.col, Path: path, Message: message, Hint: hint,
-	})
+	w := Warning{File: d.file, Line: at.line, Col: at.col, Path: path, Message: message, Hint: hint}
+	if !slices.Contains(d.warnings, w) { // both pools find what their application says
+		d.warnings = append(d.warnings, w)
+	}
 }
 
 func (d *decoder) where(path string) place {

@@ -15,7 +15,12 @@ func (f *File) Print() []byte {
 	var p page
 	p.line(0, "applications:")
 	for _, a := range f.Applications {
-		p.item(1, reflect.ValueOf(withoutImplied(*a)))
+		switch decode := named(f.Applications, PoolName(a.AppName(), PoolDecode)); {
+		case a.Pool == PoolPrefill && decode != nil:
+			p.item(1, reflect.ValueOf(foldPools(a, decode)))
+		case a.Pool == "":
+			p.item(1, reflect.ValueOf(withoutImplied(*a)))
+		}
 	}
 	return p.text
 }
@@ -36,7 +41,10 @@ func withoutImplied(a Application) Application {
 }
 
 // page collects lines with two spaces per level.
-type page struct{ text []byte }
+type page struct {
+	text    []byte
+	overlay bool // the keys of a side: no key is required
+}
 
 func (p *page) line(level int, text string) {
 	p.text = append(p.text, strings.Repeat("  ", level)...)
@@ -68,7 +76,7 @@ func (p *page) keys(level int, v reflect.Value) {
 		}
 		f := v.FieldByIndex(k.field)
 		standard := f.IsZero() && k.standard == "" || fmt.Sprint(f.Interface()) == k.standard
-		if standard && k.need == "" && !isWritten(v.Interface(), k.name) {
+		if standard && (k.need == "" || p.overlay) && !isWritten(v.Interface(), k.name) {
 			continue
 		}
 		if f.Kind() == reflect.Pointer {
@@ -110,7 +118,9 @@ func (p *page) value(level int, key string, v reflect.Value) {
 	}
 	switch v.Kind() {
 	case reflect.Struct:
+		p.overlay = p.overlay || v.Type() == reflect.TypeFor[side]()
 		p.block(level, key, func() { p.keys(level+1, v) })
+		p.overlay = p.overlay && v.Type() != reflect.TypeFor[side]()
 	case reflect.Map:
 		p.block(level, key, func() {
 			for _, k := range slices.SortedFunc(slices.Values(v.MapKeys()), compareTexts) {

@@ -77,7 +77,7 @@ func (a *Application) WithRank(r AttachRank, busy func(rank int) bool) (*Applica
 	if err := a.checkChangeable("add a rank"); err != nil {
 		return nil, 0, err
 	}
-	if err := a.checkAttachable(&r); err != nil {
+	if err := a.CheckAttachable(&r); err != nil {
 		return nil, 0, err
 	}
 	numbers := a.Engine.numbers()
@@ -100,8 +100,8 @@ func (a *Application) WithRank(r AttachRank, busy func(rank int) bool) (*Applica
 }
 
 // WithoutRank returns a copy of a without one attached rank, and that rank with its number. Every other rank
-// keeps its number. Errors are *problem.Error: NotFound for an unknown rank, Conflict for the last rank and
-// for applications whose ranks cannot change.
+// keeps its number. Errors are *problem.Error: NotFound for an unknown rank, Conflict for the last rank, except
+// of a prefill pool, and for applications whose ranks cannot change.
 func (a *Application) WithoutRank(ref RankRef) (*Application, AttachRank, error) {
 	if err := a.checkChangeable("remove a rank"); err != nil {
 		return nil, AttachRank{}, err
@@ -111,10 +111,10 @@ func (a *Application) WithoutRank(ref RankRef) (*Application, AttachRank, error)
 	if err != nil {
 		return nil, AttachRank{}, err
 	}
-	if len(numbers) == 1 {
+	if len(numbers) == 1 && a.Pool != PoolPrefill { // without a prefill rank, decode ranks compute the prompts
 		return nil, AttachRank{}, problem.New(problem.Conflict, "remove a rank: %s is the last one of %s",
 			a.Engine.Ranks[at].Address(), a.Name).
-			WithHint("add another one first, or end the application: dpserve delete %s", a.Name)
+			WithHint("add another one first, or end the application: dpserve delete %s", a.AppName())
 	}
 	gone, n := a.Engine.Ranks[at], numbers[at]
 	gone.Number = &n
@@ -127,7 +127,7 @@ func (a *Application) withRanks(ranks []AttachRank, numbers []int) *Application 
 	b := *a
 	b.Engine.Ranks = ranks
 	b.Engine.setNumbers(numbers)
-	b.DataParallel.DPSize, b.NumReplicas = len(ranks), len(ranks)
+	b.DataParallel.DPSize, b.NumReplicas, b.NumGroups = len(ranks), len(ranks), min(1, len(ranks))
 	return &b
 }
 
@@ -163,8 +163,8 @@ func (a *Application) checkChangeable(verb string) error {
 	return nil
 }
 
-// checkAttachable refuses an engine that is attached already, like the rules of a file.
-func (a *Application) checkAttachable(r *AttachRank) error {
+// CheckAttachable refuses an engine that is attached already, like the rules of a file.
+func (a *Application) CheckAttachable(r *AttachRank) error {
 	for i, n := range a.Engine.numbers() {
 		old := &a.Engine.Ranks[i]
 		switch {
@@ -258,8 +258,9 @@ func (a *Application) rankLines(numbers, places []int) []string {
 }
 
 // ParseRank reads one attached rank, a map like an item of engine.ranks in YAML or JSON, by the rules of a
-// file. family is that of its application. The error is a *problem.Error (InvalidArgument) with every fault.
-func ParseRank(text []byte, family string) (AttachRank, error) {
+// file. family and transfer are those of its application; transfer is "" if it has one pool. The error is a
+// *problem.Error (InvalidArgument) with every fault.
+func ParseRank(text []byte, family, transfer string) (AttachRank, error) {
 	const path = "rank"
 	d := newDecoder(path)
 	var r AttachRank
@@ -269,6 +270,11 @@ func ParseRank(text []byte, family string) (AttachRank, error) {
 		c.mark()
 		c.readStruct(reflect.ValueOf(&r).Elem())
 		d.checkRank(family, &r, path, taken{})
+		d.checkPD(transfer, &r, path, taken{})
+		if transfer == "" && r.Role != RoleBoth {
+			d.wrong(join(path, "role"), "the application has no prefill and decode ranks",
+				"deploy its file with disaggregation: {transfer: …} first")
+		}
 	} else if len(d.faults) == 0 {
 		d.fault(place{1, 1}, path, Fault{
 			Message: "nothing is given", Hint: `write {"url": "http://HOST:PORT"}`,

@@ -145,7 +145,7 @@ func TestRefusalsOfRankChanges(t *testing.T) {
 func TestParseRank(t *testing.T) {
 	t.Parallel()
 	r, err := ParseRank([]byte(`{"url": "http://h:1/", "addressing": "header", "selector": 3, `+
-		`"kv_events": {"connect": "tcp://h:2", "replay": "tcp://h:3"}}`), FamilyVLLM)
+		`"kv_events": {"connect": "tcp://h:2", "replay": "tcp://h:3"}}`), FamilyVLLM, "")
 	require.NoError(t, err)
 	assert.Equal(t, AttachRank{
 		URL: "http://h:1", Addressing: AddressHeader, Selector: 3, Role: RoleBoth,
@@ -166,9 +166,11 @@ func TestParseRank(t *testing.T) {
 			"wanted header | url",
 		`{"url": "http://h:1", "kv_events": {"connect": "tcp://*:1"}}`:       "kv_events.connect: found",
 		`{"url": "http://h:1", "kv_events": {"connect": "", "bind": "tcp"}}`: "kv_events",
-		`{"url": "http://h:1`: "not YAML",
+		`{"url": "http://h:1", "role": "prefill"}`:                           "role: the application has no prefill and decode ranks",
+		`{"url": "http://h:1", "pd": {}}`:                                    "pd: pd is for ranks with role: prefill",
+		`{"url": "http://h:1`:                                                "not YAML",
 	} {
-		_, err := ParseRank([]byte(text), FamilyVLLM)
+		_, err := ParseRank([]byte(text), FamilyVLLM, "")
 		var p *problem.Error
 		require.ErrorAs(t, err, &p, text)
 		assert.Equal(t, problem.InvalidArgument, p.Code)
@@ -292,7 +294,7 @@ func FuzzParseRank(f *testing.F) {
 	f.Add([]byte(`{url: "http://h:1", kv_events: {bind: "tcp://*:1"}, rank: 1}`))
 	f.Add([]byte("&a [*a]"))
 	f.Fuzz(func(t *testing.T, text []byte) {
-		r, err := ParseRank(text, FamilySGLang)
+		r, err := ParseRank(text, FamilySGLang, TransferSGLang)
 		if err != nil {
 			require.Equal(t, problem.InvalidArgument, problem.CodeOf(err))
 			return

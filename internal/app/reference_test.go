@@ -1,6 +1,7 @@
 package app
 
 import (
+	"cmp"
 	"encoding/json"
 	"go/ast"
 	"go/parser"
@@ -28,10 +29,6 @@ func comments(t *testing.T) map[string]string {
 	t.Helper()
 	out := map[string]string{}
 	files := token.NewFileSet()
-	schema, err := parser.ParseFile(files, "application.go", nil, parser.ParseComments)
-	require.NoError(t, err)
-	rules, err := parser.ParseFile(files, "rules.go", nil, parser.ParseComments)
-	require.NoError(t, err)
 	read := func(n ast.Node) bool {
 		spec, ok := n.(*ast.TypeSpec)
 		if !ok {
@@ -46,8 +43,11 @@ func comments(t *testing.T) map[string]string {
 		}
 		return true
 	}
-	ast.Inspect(schema, read)
-	ast.Inspect(rules, read)
+	for _, name := range []string{"application.go", "pools.go", "rules.go", "rules_pools.go"} {
+		file, err := parser.ParseFile(files, name, nil, parser.ParseComments)
+		require.NoError(t, err)
+		ast.Inspect(file, read)
+	}
 	return out
 }
 
@@ -97,7 +97,8 @@ func TestReference(t *testing.T) {
 		"application": reflect.TypeFor[draft](), "model": reflect.TypeFor[Model](),
 		"engine": reflect.TypeFor[Engine](), "ranks": reflect.TypeFor[AttachRank](),
 		"data_parallel": reflect.TypeFor[DataParallel](), "resources": reflect.TypeFor[Resources](),
-		"routing": reflect.TypeFor[Routing](),
+		"routing": reflect.TypeFor[Routing](), "sides": reflect.TypeFor[side](),
+		"disaggregation": reflect.TypeFor[Disaggregation](),
 	}
 	marked := regexp.MustCompile(`(?s)(<!-- keys of (\w+) -->\n).*?(<!-- end -->\n)`)
 	seen := 0
@@ -122,13 +123,11 @@ func tableRows(t *testing.T, of reflect.Type, path string, sections map[string]r
 			inner, at = inner.Elem(), at+"[]"
 		}
 		isStruct := inner.Kind() == reflect.Struct && inner != reflect.TypeFor[Arg]()
-		own := isStruct && sections[k.name] == inner
+		name := sectionOf(sections, inner)
+		own := isStruct && name != ""
 		if own {
-			doc += ", [see below](#" + map[string]string{"ranks": "attached-ranks"}[k.name]
-			if k.name != "ranks" {
-				doc += k.name
-			}
-			doc += ")"
+			anchor := map[string]string{"ranks": "attached-ranks", "sides": "prefill-and-decode"}[name]
+			doc += ", [see below](#" + cmp.Or(anchor, name) + ")"
 		}
 		b.WriteString(
 			"| `" + path + k.name + "` | " + takenText(k) + " | " + standardText(k, isStruct) + " | " +
@@ -139,6 +138,16 @@ func tableRows(t *testing.T, of reflect.Type, path string, sections map[string]r
 		}
 	}
 	return b.String()
+}
+
+// sectionOf returns the section that has the table of a type, "" if there is none.
+func sectionOf(sections map[string]reflect.Type, of reflect.Type) string {
+	for name, t := range sections {
+		if t == of {
+			return name
+		}
+	}
+	return ""
 }
 
 // takenText says what a key takes.
@@ -204,7 +213,7 @@ type object = map[string]any
 
 func fileSchema(t *testing.T) object {
 	t.Helper()
-	application := structSchema(t, reflect.TypeFor[draft]())
+	application := structSchema(t, reflect.TypeFor[draft](), false)
 	applications := object{"type": "array", "minItems": 1.0, "items": application}
 	return object{
 		"$schema": "http://json-schema.org/draft-07/schema#", "title": "dpserve application file",
@@ -214,13 +223,14 @@ func fileSchema(t *testing.T) object {
 	}
 }
 
-func structSchema(t *testing.T, of reflect.Type) object {
+// structSchema allows a map with the keys of a struct. No key of an overlay is required: its application has it.
+func structSchema(t *testing.T, of reflect.Type, isOverlay bool) object {
 	t.Helper()
 	properties, required := object{}, []any{}
 	for _, k := range schemaKeys(t, of) {
-		s := valueSchema(t, k, k.of)
+		s := valueSchema(t, k, k.of, isOverlay || of == reflect.TypeFor[side]())
 		s["description"] = k.doc
-		if k.need != "" {
+		if k.need != "" && !isOverlay {
 			required = append(required, k.name)
 		} else { // an empty value counts as not written
 			s["type"] = append(slices.Clone(types(s)), "null")
@@ -242,7 +252,7 @@ func types(s object) []any {
 	return []any{s["type"]}
 }
 
-func valueSchema(t *testing.T, k schemaKey, of reflect.Type) object {
+func valueSchema(t *testing.T, k schemaKey, of reflect.Type, isOverlay bool) object {
 	t.Helper()
 	s := object{}
 	switch {
@@ -251,9 +261,9 @@ func valueSchema(t *testing.T, k schemaKey, of reflect.Type) object {
 	case of.Kind() == reflect.Map:
 		return object{"type": "object", "additionalProperties": textSchema(nil)}
 	case of.Kind() == reflect.Struct:
-		return structSchema(t, of)
+		return structSchema(t, of, isOverlay)
 	case of.Kind() == reflect.Slice:
-		return object{"type": "array", "items": valueSchema(t, k, of.Elem())}
+		return object{"type": "array", "items": valueSchema(t, k, of.Elem(), isOverlay)}
 	case k.words != nil:
 		s["type"], s["enum"] = "string", []any{}
 		for _, w := range k.words {

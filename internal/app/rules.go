@@ -1,7 +1,7 @@
 package app
 
 import (
-	"encoding/json"
+	"cmp"
 	"errors"
 	"fmt"
 	"slices"
@@ -11,19 +11,42 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// draft is an application during parsing. Its methods are the rules of one application; they name keys
-// relative to the application.
+// draft is an application, or one of its pools, during parsing. Its methods are the rules of one application;
+// they name keys relative to the application.
 type draft struct {
 	Application
 	// accepted with `min_replicas` = `max_replicas`, and then means `num_replicas`
 	Scaling scaling `json:"autoscaling_config"`
+	// ranks that only compute prompts. Stands together with `decode`
+	Prefill side `json:"prefill" unset:"no prefill ranks"`
+	// ranks that compute answers, and prompts that do not go to a prefill rank
+	Decode side `json:"decode" unset:"no prefill ranks"`
 
-	path string
-	d    *decoder
+	path   string
+	whole  string // of a pool: the path of its application
+	places []int  // of a pool: the index of each attached rank in the file
+	d      *decoder
 }
 
-// at returns the path of a key.
-func (a *draft) at(key string) string { return a.path + "." + key }
+// at returns the path of a key. The keys of a pool are its own if it has them, else those of its application.
+func (a *draft) at(key string) string {
+	own := a.path + "." + key
+	if a.whole == "" || a.d.has(own) {
+		return own
+	}
+	if shared := a.whole + "." + key; a.d.has(shared) || a.d.bad[shared] {
+		return shared
+	}
+	return own
+}
+
+// rankKey returns the key of an attached rank.
+func (a *draft) rankKey(i int) string {
+	if a.whole != "" {
+		i = a.places[i]
+	}
+	return index("engine.ranks", i)
+}
 
 func (a *draft) has(key string) bool { return a.d.has(a.at(key)) }
 
@@ -89,9 +112,13 @@ func (a *draft) apply(rule Rule) {
 // claims are what applications must not share.
 type claims struct{ names, routes, models, servers taken }
 
-// claim refuses names and addresses that an earlier application has.
+// claim refuses names and addresses that an earlier application has. A prefill pool has no names of its own.
 func (a *draft) claim(by claims) {
-	a.d.claim(by.names, a.at("name"), "application name", a.Name)
+	a.claimServers(by)
+	if a.Pool == PoolPrefill {
+		return
+	}
+	a.d.claim(by.names, a.at("name"), "application name", a.AppName())
 	if a.RoutePrefix != "/" {
 		a.d.claim(by.routes, a.at("route_prefix"), "route prefix", a.RoutePrefix)
 	}
@@ -106,12 +133,17 @@ func (a *draft) claim(by claims) {
 			a.d.claim(by.models, at, "model name", a.Model.ID+":"+adapter.ID)
 		}
 	}
+}
+
+// claimServers warns about engines that an earlier application attaches too.
+func (a *draft) claimServers(by claims) {
+	mine := cmp.Or(a.whole, a.path)
 	for i, r := range a.Engine.Ranks {
 		first, ok := by.servers[r.URL]
 		if !ok {
-			by.servers[r.URL] = a.path
-		} else if r.URL != "" && first != a.path {
-			a.d.warn(index(a.at("engine.ranks"), i)+".url", "the engine is attached by "+first+" too",
+			by.servers[r.URL] = mine
+		} else if r.URL != "" && first != mine {
+			a.d.warn(a.at(a.rankKey(i))+".url", "the engine is attached by "+first+" too",
 				"each application counts only its own load there")
 		}
 	}
@@ -121,13 +153,16 @@ func (a *draft) claim(by claims) {
 func (a *draft) checkEngine() {
 	a.checkArgs()
 	for name := range a.Engine.Env {
-		at := join(a.at("engine.env"), name)
+		at := a.at(join("engine.env", name))
 		if instead := ownedEnv(name); instead != "" && a.d.isGood(at) {
 			a.d.wrong(at, "dpserve sets "+name+" itself", instead)
 		}
 	}
 	if a.Engine.Kind == KindAttach {
-		a.checkAttach()
+		a.checkNothingStarts()
+		if a.whole == "" {
+			a.checkAttachedRanks("")
+		}
 		return
 	}
 	for _, key := range []string{"family", "ranks"} {
@@ -137,15 +172,19 @@ func (a *draft) checkEngine() {
 	}
 }
 
-// checkAttach runs the rules of kind attach. dpserve starts no engine then, so every key about starting is a
-// fault, and every engine needs an exact address.
-func (a *draft) checkAttach() {
+// checkNothingStarts refuses keys about starting engines of kind attach: dpserve starts none of them.
+func (a *draft) checkNothingStarts() {
 	for _, key := range []string{"command", "args", "env"} {
 		if a.has("engine." + key) {
 			a.wrong("engine."+key, key+" is for engines that dpserve starts, not for kind attach",
 				"leave it out")
 		}
 	}
+}
+
+// checkAttachedRanks runs the rules of engine.ranks: every engine needs an exact address. transfer is "" if the
+// application has one pool.
+func (a *draft) checkAttachedRanks(transfer string) {
 	a.d.need(a.at("engine"), "ranks", "write ranks: [{url: \"http://127.0.0.1:8100\"}]")
 	if len(a.Engine.Ranks) == 0 && a.isSound("engine.ranks") {
 		a.refuse("engine.ranks", "", "an empty list", "at least one rank",
@@ -153,7 +192,9 @@ func (a *draft) checkAttach() {
 	}
 	addresses := taken{}
 	for i := range a.Engine.Ranks {
-		a.d.checkRank(a.Engine.Family, &a.Engine.Ranks[i], index(a.at("engine.ranks"), i), addresses)
+		at := a.at(a.rankKey(i))
+		a.d.checkRank(a.Engine.Family, &a.Engine.Ranks[i], at, addresses)
+		a.d.checkPD(transfer, &a.Engine.Ranks[i], at, addresses)
 	}
 }
 
@@ -161,33 +202,25 @@ func (a *draft) checkAttach() {
 func (a *draft) checkArgs() {
 	seen := taken{}
 	for _, arg := range a.Engine.Args {
-		path, flag := join(a.at("engine.args"), arg.Name), arg.flag()
+		path, flag := a.at(join("engine.args", arg.Name)), arg.flag()
 		if !a.d.isGood(path) {
 			continue
 		}
-		switch instead := ownedFlag(flag); {
-		case instead != "":
+		if instead := ownedFlag(flag); instead != "" {
 			a.d.wrong(path, "dpserve writes the flag --"+flag+" itself", instead)
-		case flag == "kv-transfer-config" && transferRole(arg.Value):
-			a.d.wrong(path, "kv_role for prefill or decode is not supported in this version",
-				"disaggregated prefill and decode come with a later version; only kv_role kv_both works here")
-		default:
-			a.d.claim(seen, path, "flag", "--"+flag)
-			if a.Engine.Kind == KindSim && a.d.isGood(path) {
-				a.checkSim(arg, path)
-			}
+			continue
+		}
+		if key, ok := transferKey(flag); ok {
+			a.checkTransferConfig(path, key, arg.Value)
+		}
+		if !a.d.isGood(path) {
+			continue
+		}
+		a.d.claim(seen, path, "flag", "--"+flag)
+		if a.Engine.Kind == KindSim && a.d.isGood(path) {
+			a.checkSim(arg, path)
 		}
 	}
-}
-
-// transferRole reports whether a KV transfer configuration makes the engine do only prefill or only decode.
-func transferRole(v any) bool {
-	config, ok := v.(map[string]any)
-	if text, isText := v.(string); isText {
-		ok = json.Unmarshal([]byte(text), &config) == nil
-	}
-	role, written := config["kv_role"]
-	return ok && written && role != "kv_both"
 }
 
 // settleCoupling fills in the coupling if the kind decides it, and demands it otherwise.
@@ -367,10 +400,10 @@ func (a *draft) takeScaling() bool {
 // fault.
 func (a *draft) sizeByRanks() bool {
 	if len(a.Engine.Ranks) == 0 || !a.isGood("engine.ranks") {
-		return false
+		return a.checkEmptyPool()
 	}
 	for i := range a.Engine.Ranks {
-		if !a.isGood(index("engine.ranks", i) + ".group") {
+		if !a.isGood(a.rankKey(i) + ".group") {
 			return false
 		}
 	}
@@ -391,13 +424,23 @@ func (a *draft) sizeByRanks() bool {
 	return true
 }
 
+// checkEmptyPool refuses sizes of a pool without attached ranks, and returns false.
+func (a *draft) checkEmptyPool() bool {
+	for _, key := range []string{"data_parallel.dp_size", "num_replicas", "num_groups"} {
+		if a.Pool != "" && a.isSound(key) {
+			a.wrong(key, "no attached rank has role: "+a.Pool, "leave it out: the ranks of each role are counted")
+		}
+	}
+	return false
+}
+
 // groupSizes counts the ranks of each group. Groups must be numbered from 0 without gaps and have one size.
 func (a *draft) groupSizes() ([]int, bool) {
 	const key = "engine.ranks"
 	sizes, top := make([]int, len(a.Engine.Ranks)), 0
 	for i, r := range a.Engine.Ranks {
 		if r.Group >= len(sizes) {
-			return nil, a.refuse(index(key, i)+".group", "", strconv.Itoa(r.Group),
+			return nil, a.refuse(a.rankKey(i)+".group", "", strconv.Itoa(r.Group),
 				"group numbers from 0 without gaps", "count groups from 0")
 		}
 		sizes[r.Group]++
@@ -426,7 +469,7 @@ func (a *draft) settleNumbers() {
 	type seat struct{ group, number int }
 	numbers, by, ok := a.Engine.numbers(), map[seat]string{}, true
 	for i := range a.Engine.Ranks {
-		at, is := index("engine.ranks", i), seat{a.Engine.Ranks[i].Group, numbers[i]}
+		at, is := a.rankKey(i), seat{a.Engine.Ranks[i].Group, numbers[i]}
 		if !a.isGood(at+".rank", at+".group") {
 			ok = false
 			continue

@@ -152,6 +152,12 @@ func (s *State) putApps(c *PutApps) (Result, error) {
 		}
 		changed = changed || put
 	}
+	ended, err := s.endApps(next, c)
+	if err != nil {
+		return Result{}, err
+	}
+	alignPools(next, c.Apps)
+	changed = changed || ended
 	if c.Prune && markUnlisted(next, c.Apps) {
 		changed = true
 	}
@@ -258,7 +264,7 @@ func markDeleting(a *App) *App {
 }
 
 // checkNames refuses a model name, or a route other than "/", that two applications share. Applications that
-// are being deleted do not count.
+// are being deleted do not count. A prefill pool has neither.
 func checkNames(apps map[string]*App) error {
 	names, routes := map[string]string{}, map[string]string{}
 	for _, app := range slices.Sorted(maps.Keys(apps)) {
@@ -275,7 +281,7 @@ func checkNames(apps map[string]*App) error {
 			}
 			names[n] = app
 		}
-		if other, taken := routes[a.Route]; taken && a.Route != rootRoute {
+		if other, taken := routes[a.Route]; taken && a.Route != rootRoute && a.Route != "" {
 			return problem.New(problem.Conflict,
 				"put apps: %w: applications %q and %q both have route_prefix %s", ErrRouteTaken, other, app,
 				a.Route).
@@ -368,12 +374,20 @@ func (s *State) LastEpoch(unit string) uint64 {
 	return s.EpochFloor
 }
 
-// lastRevision returns a number at least as high as every revision that the application had.
-func (s *State) lastRevision(app string) uint64 {
-	if r, ok := s.Revisions[app]; ok {
-		return r
+// lastRevision returns a number at least as high as every revision that the application had, with one pool or
+// with two.
+func (s *State) lastRevision(name string) uint64 {
+	last, ok := s.Revisions[name]
+	if !ok {
+		last = s.RevisionFloor
 	}
-	return s.RevisionFloor
+	for _, n := range namesOf(name) {
+		last = max(last, s.Revisions[n])
+		if a := s.Apps[n]; a != nil {
+			last = max(last, a.Revision)
+		}
+	}
+	return last
 }
 
 func (s *State) unknownAppError(name string) error {

@@ -180,7 +180,7 @@ func incompleteError(format string, args ...any) error {
 // Level is the version of the log's and snapshots' format that this build can read. A version that adds a
 // kind of command, a field of a command or a field of the state has the next level. Each node reports its
 // level in its record.
-const Level = 1 + nextLevels
+const Level = poolLevel + nextLevels
 
 // kind is one kind of command in a Command.
 type kind struct {
@@ -209,7 +209,12 @@ func (c *Command) kinds() map[string]kind {
 
 // Level returns the least level of a node that can read the command. A version that adds a field to a known
 // kind checks it here: while the field is set, the command has the level of that version.
-func (c *Command) Level() int { return c.kinds()[c.Kind()].level }
+func (c *Command) Level() int {
+	if c.PutApps != nil && c.PutApps.isPools() {
+		return poolLevel
+	}
+	return c.kinds()[c.Kind()].level
+}
 
 // ReadableAt returns the record without the fields that nodes of a lower level do not know.
 func (n Node) ReadableAt(level int) Node {

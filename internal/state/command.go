@@ -41,16 +41,19 @@ type AppSpec struct {
 	Name  string          `json:"name"`
 	Spec  json.RawMessage `json:"spec"`
 	Names []string        `json:"names"`
-	Route string          `json:"route"`
+	Route string          `json:"route"` // "": none, of a prefill pool
 }
 
 // PutApps creates or replaces the apps that it lists. Other apps stay unless Prune is set. An app whose Spec
-// is byte-equal does not change.
+// is byte-equal does not change, but both pools of an application always have one revision.
 type PutApps struct {
 	Apps []AppSpec `json:"apps"`
 	// app → revision the caller saw; 0 = must not exist; missing = any
 	Expect map[string]uint64 `json:"expect,omitempty"`
 	Prune  bool              `json:"prune,omitempty"`
+	// apps that end with this command, as by DeleteApp: both pools of an application, or what an application
+	// was before it had pools. Those that do not exist are passed over
+	End []string `json:"end,omitempty"`
 }
 
 // DeleteApp marks an app as deleting.

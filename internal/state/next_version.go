@@ -28,10 +28,10 @@ type nextState struct {
 	Marked string `json:"marked,omitempty"` // by a Mark
 }
 
-func (c nextCommand) addNext(all map[string]kind) { all["mark"] = kind{1 + nextLevels, c.Mark != nil} }
+func (c nextCommand) addNext(all map[string]kind) { all["mark"] = kind{Level, c.Mark != nil} }
 
 func (n *nextNode) cutNext(level int) {
-	if level < 1+nextLevels {
+	if level < Level {
 		n.Colour = ""
 	}
 }
