@@ -69,6 +69,10 @@ func newWorkload(c *cluster) *workload {
 			name: briefName, coupling: app.Independent, dp: 1, groups: 1,
 			strategy: app.StrategyPack,
 		}
+		if c.cfg.pairs {
+			other := *brief
+			brief.join(&other)
+		}
 		c.after(nil, c.span(4*time.Second, 10*time.Second), func() { w.passes(brief) })
 	}
 	return w
@@ -80,11 +84,16 @@ func (w *workload) pair(swapped bool) {
 	if swapped {
 		prefill, decode = decode, prefill
 	}
-	prefill.pool, decode.pool, prefill.partner = app.PoolPrefill, app.PoolDecode, decode
-	for _, a := range w.apps {
-		a.name = app.PoolName(pairName, a.pool)
-	}
+	prefill.name = pairName
+	prefill.join(decode)
 	w.apps = []*shape{prefill}
+}
+
+// join makes a the prefill pool and decode the decode pool of the application of a's name.
+func (a *shape) join(decode *shape) {
+	name := a.name
+	a.pool, decode.pool, a.partner = app.PoolPrefill, app.PoolDecode, decode
+	a.name, decode.name = app.PoolName(name, a.pool), app.PoolName(name, decode.pool)
 }
 
 // pairName is the application of pairs.
@@ -92,7 +101,7 @@ const pairName = "pairs"
 
 // grace is what its streams get to end.
 func (a *shape) grace() float64 {
-	if a.coupling == app.Independent && a.name != briefName {
+	if name, _ := app.SplitPool(a.name); a.coupling == app.Independent && name != briefName {
 		return stopGrace.Seconds()
 	}
 	return 1
@@ -369,13 +378,21 @@ func (w *workload) passes(a *shape) {
 		return
 	}
 	if have := w.c.canon.now().Apps[a.name]; have != nil && !have.Deleting {
-		w.admin(state.Command{DeleteApp: &state.DeleteApp{Name: a.name}}, nil)
+		w.admin(a.deletion(), nil)
 	} else if m := w.entry(); m != nil {
 		put := a.command(0, nil)
 		w.atLeader(m, func(l *shell, answer func(state.Result, error)) { l.deploy(put, answer) },
 			func(state.Result, bool, error) {})
 	}
 	w.c.after(nil, w.c.span(3*time.Second, 15*time.Second), func() { w.passes(a) })
+}
+
+// deletion ends an application: both pools of it, if it has two.
+func (a *shape) deletion() state.Command {
+	if a.partner == nil {
+		return state.Command{DeleteApp: &state.DeleteApp{Name: a.name}}
+	}
+	return state.Command{PutApps: &state.PutApps{End: []string{a.name, a.partner.name}}}
 }
 
 // redeploy gives every application another chance, as a person does who sees that one has failed.

@@ -139,7 +139,8 @@ const (
 // testProxyFrozen: dpserve stands still while the prefill engines answer. When it goes on, their leases are
 // over and their memory has other prompts, and what it reads then looks as if it had come just now.
 func testProxyFrozen(t *testing.T, p *pairs) {
-	all := p.known(8)
+	const afterExpiry = "vllm:nixl_num_notifications_after_expiry_total"
+	all, late := p.known(8), metric(t, p.prefill, afterExpiry, "")
 	for _, r := range p.prefill {
 		r.signalCore(syscall.SIGSTOP)
 	}
@@ -163,7 +164,7 @@ func testProxyFrozen(t *testing.T, p *pairs) {
 	p.met(pairSides * pairSides)
 	again := p.askAll(all, pairsAtOnce) // what is cached by now would show here
 	again.served(t, "the same prompts again:")
-	late := metric(t, p.prefill, "vllm:nixl_num_notifications_after_expiry_total", "")
+	late = metric(t, p.prefill, afterExpiry, "") - late
 	t.Logf("reads after the end of a lease, by the prefill engines: %.0f", late)
 	assert.Zero(t, late)
 }
