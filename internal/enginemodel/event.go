@@ -93,6 +93,7 @@ type Stats struct {
 	PromptLoaded     uint64 // of them from another engine
 	LeasesOver       uint64 // that nobody had read
 	LateReads        uint64 // of blocks that were no longer leased
+	WrongAnswers     uint64 // requests whose first token rested on KV of other tokens
 	GeneratedTokens  uint64
 	Preemptions      uint64
 	CacheQueries     uint64 // tokens looked up in the prefix cache

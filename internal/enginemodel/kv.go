@@ -54,12 +54,14 @@ func (m *memory) write(r *Request, tokens int) {
 	}
 	for ; r.kv.written < tokens/m.blockSize; r.kv.written++ {
 		b := &m.blocks[r.blocks[r.kv.written]]
-		b.Tokens, b.Sum = uint32(m.blockSize), r.kv.sum(r.kv.written, m.blockSize) //nolint:gosec // at least 1
+		b.Sum = r.kv.sum(r.kv.written, m.blockSize)
+		b.Tokens = uint32(m.blockSize) //nolint:gosec // at least 1
 	}
 	if rest := r.Prompt % m.blockSize; rest > 0 && tokens >= r.Prompt && !r.kv.promptWritten {
 		r.kv.promptWritten = true
 		b := &m.blocks[r.blocks[r.Prompt/m.blockSize]]
-		b.PromptTokens, b.PromptSum = uint32(rest), r.kv.sum(r.Prompt/m.blockSize, rest) //nolint:gosec // ditto
+		b.PromptSum = r.kv.sum(r.Prompt/m.blockSize, rest)
+		b.PromptTokens = uint32(rest) //nolint:gosec // at least 1
 	}
 }
 

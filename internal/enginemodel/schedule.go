@@ -289,6 +289,9 @@ func (c *Core) token(r *Request, at time.Duration) bool {
 	c.stats.GeneratedTokens++
 	if r.produced == 1 {
 		r.times.First = at
+		if r.kv.wrong != 0 {
+			c.stats.WrongAnswers++
+		}
 	}
 	r.times.Previous, r.times.Last = r.times.Last, at
 	c.emit(Effect{Kind: EffectToken, Req: r})
