@@ -70,6 +70,13 @@ func (p *blockPool) release(i int32) {
 	}
 }
 
+// releaseAll releases the blocks of a sequence from the tail on, so its tail is reused before its head.
+func (p *blockPool) releaseAll(blocks []int32) {
+	for i := len(blocks) - 1; i >= 0; i-- {
+		p.release(blocks[i])
+	}
+}
+
 // cache enters a full block under its hash.
 func (p *blockPool) cache(i int32, hash uint64) {
 	b := &p.blocks[i]

@@ -32,6 +32,11 @@ type Config struct {
 	PrefixCaching    bool // reuse blocks of equal prefixes
 	BlockEvents      bool // EffectBlocks tells what enters and leaves the prefix cache
 
+	// Transfer models what blocks hold, so that other engines can read them (Request.Lease, Request.Remote).
+	Transfer  bool
+	Lease     time.Duration // how long the blocks of an ended request wait for their reader
+	Recompute bool          // compute a prompt whose blocks could not be loaded, instead of failing
+
 	Law       steptime.Coefficients
 	Speed     float64       // steps take the law's time / Speed
 	Fixed     bool          // every step takes FixedStep instead
@@ -48,7 +53,7 @@ func Default() Config {
 		BlockSize: DefaultBlockSize, Blocks: DefaultBlocks, MaxSeqs: defaultMaxSeqs,
 		MaxModelLen:      DefaultMaxModelLen,
 		MaxBatchedTokens: defaultMaxBatchedTokens, PrefixCaching: true, Law: steptime.Reference(), Speed: 1,
-		CollectiveTimeout: defaultCollectiveTimeout,
+		CollectiveTimeout: defaultCollectiveTimeout, Lease: DefaultLease,
 	}
 }
 
@@ -67,6 +72,8 @@ func (c Config) Validate() error {
 		return fmt.Errorf("speed is %v: it must be above 0", c.Speed)
 	case c.FixedStep < 0:
 		return fmt.Errorf("fixed step is %v: it must not be negative", c.FixedStep)
+	case c.Transfer && c.Lease <= 0:
+		return fmt.Errorf("kv_lease_duration is %v: it must be above 0", c.Lease)
 	}
 	return nil
 }

@@ -49,9 +49,12 @@ type TokenContent struct {
 	digests   [][DigestSize]byte // HashSHA256CBOR: behind hashes
 	saltText  string
 	salt      uint64
+	kv        []uint64 // sums over the KV of full blocks, as far as asked
+	given     []byte   // the text of the answer; nil = that of the seed
+	wrong     uint64   // what the prompt's KV got wrong
 }
 
-var _ Content = (*TokenContent)(nil)
+var _ KVContent = (*TokenContent)(nil)
 
 // NewTokenContent is the content of prompt followed by the answer of seed (TextSeed). salt separates caches:
 // only requests with an equal salt share blocks.
@@ -72,8 +75,52 @@ func (c *TokenContent) Use(h Hashing) *TokenContent {
 // Answer sets the text of the answer, in the place of the one that the seed gives; to be called before the
 // first BlockHash.
 func (c *TokenContent) Answer(text []byte) *TokenContent {
-	c.gen = GivenText(text)
+	if c.given = text; text == nil {
+		c.given = []byte{}
+	}
 	return c
+}
+
+// Mislead implements KVContent.
+func (c *TokenContent) Mislead(wrong uint64) {
+	if wrong != c.wrong {
+		c.wrong, c.gen = wrong, nil
+	}
+}
+
+// MisledSeed is the seed of the answer that wrong KV leads to, where seed is that of the right one.
+func MisledSeed(seed, wrong uint64) uint64 { return mix(seed ^ mix(wrong)) }
+
+// KVSum implements KVContent.
+func (c *TokenContent) KVSum(i, n int) uint64 {
+	for len(c.kv) < i {
+		c.kv = append(c.kv, c.kvSum(len(c.kv), c.blockSize))
+	}
+	if n == c.blockSize {
+		if len(c.kv) == i {
+			c.kv = append(c.kv, c.kvSum(i, n))
+		}
+		return c.kv[i]
+	}
+	return c.kvSum(i, n)
+}
+
+func (c *TokenContent) kvSum(i, n int) uint64 {
+	chain := uint64(0)
+	if i > 0 {
+		chain = c.kv[i-1]
+	}
+	return c.sumTokens(i*c.blockSize, n, chain)
+}
+
+// sumTokens sums n tokens from the first on, behind chain.
+func (c *TokenContent) sumTokens(first, n int, chain uint64) uint64 {
+	var scratch [256]byte
+	raw := scratch[:0]
+	for t := first; t < first+n; t++ {
+		raw = appendIDs(raw, []uint32{c.token(t)})
+	}
+	return xxh3.HashSeed(raw, chain+1)
 }
 
 // Salt is the salt it was made with.
@@ -123,12 +170,7 @@ func (c *TokenContent) next() uint64 {
 	if i > 0 {
 		chain = c.hashes[i-1]
 	}
-	var scratch [256]byte
-	raw := scratch[:0]
-	for t := i * c.blockSize; t < (i+1)*c.blockSize; t++ {
-		raw = appendIDs(raw, []uint32{c.token(t)})
-	}
-	return xxh3.HashSeed(raw, chain+1)
+	return c.sumTokens(i*c.blockSize, c.blockSize, chain)
 }
 
 func (c *TokenContent) nextDigest() uint64 {
@@ -167,9 +209,19 @@ func (c *TokenContent) token(t int) uint32 {
 		return c.prompt[t]
 	}
 	if c.gen == nil {
-		c.gen = NewGenerator(c.seed)
+		c.gen = c.answer()
 	}
 	return c.gen.Token(t - len(c.prompt))
+}
+
+func (c *TokenContent) answer() *Generator {
+	switch {
+	case c.wrong != 0:
+		return NewGenerator(MisledSeed(c.seed, c.wrong))
+	case c.given != nil:
+		return GivenText(c.given)
+	}
+	return NewGenerator(c.seed)
 }
 
 // Major types of CBOR (RFC 8949), as far as block hashes need them.

@@ -6,6 +6,7 @@ package enginemodel
 
 import (
 	"math"
+	"slices"
 	"time"
 )
 
@@ -24,8 +25,12 @@ type Core struct {
 	cfg     Config
 	pool    *blockPool
 	log     *blockLog
+	memory  *memory
+	leases  leases
 	waiting queue
 	running []*Request
+	loading []*Request // the KV of their prompts is on its way, or there (ready)
+	ready   int        // of loading
 	batch   []slice
 	effects []Effect
 	stats   Stats
@@ -56,13 +61,18 @@ func New(cfg Config) (*Core, error) {
 		return nil, err
 	}
 	log := &blockLog{on: cfg.BlockEvents}
-	return &Core{cfg: cfg, pool: newBlockPool(cfg.Blocks, log), log: log, slow: 1, failAt: Never}, nil
+	return &Core{
+		cfg: cfg, pool: newBlockPool(cfg.Blocks, log), log: log, memory: newMemory(&cfg),
+		leases: newLeases(cfg.Lease), slow: 1, failAt: Never,
+	}, nil
 }
 
 // Stats is a snapshot.
 func (c *Core) Stats() Stats {
 	s := c.stats
-	s.Running, s.Waiting = len(c.running), c.waiting.len()
+	s.Running, s.Loading = len(c.running), len(c.loading)
+	s.Waiting = c.waiting.len() + s.Loading
+	s.Leases = len(c.leases.byName)
 	s.UsedBlocks, s.Blocks = c.pool.used(), c.cfg.Blocks
 	return s
 }
@@ -78,6 +88,7 @@ func (c *Core) Step(now time.Duration, in []Input) ([]Effect, time.Duration) {
 	if now >= c.failAt {
 		c.die()
 	}
+	c.endLeases(now)
 	ended := !c.cfg.Lockstep && c.stepping && !c.hung && now >= c.endsAt
 	if ended {
 		c.endStep(c.endsAt)
@@ -90,7 +101,7 @@ func (c *Core) Step(now time.Duration, in []Input) ([]Effect, time.Duration) {
 }
 
 func (c *Core) wakeUp() time.Duration {
-	wake := c.failAt
+	wake := min(c.failAt, c.leases.next)
 	if c.stepping && !c.cfg.Lockstep && !c.hung {
 		wake = min(wake, c.endsAt)
 	}
@@ -111,6 +122,9 @@ func (c *Core) beginSteps(now time.Duration, ended bool) {
 		start = c.endsAt // a wake-up a little late does not stretch the cadence
 	}
 	took := c.schedule(start)
+	if len(c.batch) == 0 {
+		return // leases hold the blocks that the first request needs, or all requests wait for their KV
+	}
 	c.stepping, c.startedAt, c.endsAt = true, start, start+took
 }
 
@@ -125,7 +139,7 @@ func (c *Core) askWave(now time.Duration) {
 	}
 }
 
-func (c *Core) hasWork() bool { return len(c.running) > 0 || c.waiting.len() > 0 }
+func (c *Core) hasWork() bool { return len(c.running) > 0 || c.waiting.len() > 0 || c.ready > 0 }
 
 func (c *Core) emit(e Effect) { c.effects = append(c.effects, e) }
 
@@ -149,6 +163,10 @@ func (c *Core) take(now time.Duration, in *Input) {
 		c.group(now, in)
 	case InputPeerLost:
 		c.losePeer(now)
+	case InputLoaded, InputLoadFailed:
+		c.loaded(in)
+	case InputLeaseExtend, InputLeaseRead, InputLeaseTime:
+		c.lease(now, in)
 	}
 }
 
@@ -165,6 +183,12 @@ func (c *Core) add(now time.Duration, r *Request) {
 		return
 	}
 	r.state = stateWaiting
+	if c.cfg.Transfer {
+		r.kv.content, _ = r.Content.(KVContent)
+		if r.Remote {
+			r.kv.load = loadWanted
+		}
+	}
 	c.waiting.pushBack(r)
 }
 
@@ -180,7 +204,7 @@ func (c *Core) admit(r *Request) Reject {
 
 // abort ends r without an effect; its blocks and its place are free at once, also in the middle of a step.
 func (c *Core) abort(r *Request) {
-	if r.state != stateWaiting && r.state != stateRunning {
+	if r.state != stateWaiting && r.state != stateRunning && r.state != stateLoading {
 		return
 	}
 	c.remove(r)
@@ -189,25 +213,39 @@ func (c *Core) abort(r *Request) {
 }
 
 func (c *Core) remove(r *Request) {
-	if r.state == stateWaiting {
+	switch r.state { //nolint:exhaustive // the others are in no list
+	case stateWaiting:
 		c.waiting.remove(r)
-		return
-	}
-	for i, o := range c.running {
-		if o == r {
-			c.running = append(c.running[:i], c.running[i+1:]...)
-			break
-		}
+	case stateLoading:
+		c.removeLoading(r)
+	default:
+		c.running = without(c.running, r)
 	}
 	c.freeBlocks(r)
 }
 
-func (c *Core) endAll(why FinishReason) {
-	for _, r := range c.running {
-		c.freeBlocks(r)
-		c.finish(r, why)
+func (c *Core) removeLoading(r *Request) {
+	c.loading = without(c.loading, r)
+	if r.kv.load == loadReady {
+		c.ready--
 	}
-	c.running = c.running[:0]
+}
+
+func without(list []*Request, r *Request) []*Request {
+	if i := slices.Index(list, r); i >= 0 {
+		list = slices.Delete(list, i, i+1)
+	}
+	return list
+}
+
+func (c *Core) endAll(why FinishReason) {
+	for _, list := range [][]*Request{c.running, c.loading} {
+		for _, r := range list {
+			c.freeBlocks(r)
+			c.finish(r, why)
+		}
+	}
+	c.running, c.loading, c.ready = c.running[:0], c.loading[:0], 0
 	for c.waiting.len() > 0 {
 		c.finish(c.waiting.popFront(), why)
 	}
@@ -270,7 +308,7 @@ func (c *Core) report(now time.Duration) {
 
 // unfinishedAfter reports whether work is left when the scheduled step has ended, barring arrivals.
 func (c *Core) unfinishedAfter() bool {
-	if c.waiting.len() > 0 || len(c.batch) < len(c.running) {
+	if c.waiting.len() > 0 || len(c.loading) > 0 || len(c.batch) < len(c.running) {
 		return true
 	}
 	for _, s := range c.batch {
@@ -311,6 +349,74 @@ func (c *Core) ResetPrefixCache(force, silent bool) bool {
 	c.pool.forget()
 	c.log.clear(silent)
 	return true
+}
+
+// ReadBlocks appends what the given blocks hold to dst, whoever owns them; false = there are no such blocks.
+func (c *Core) ReadBlocks(dst []BlockKV, blocks []int32) ([]BlockKV, bool) {
+	if c.memory == nil {
+		return dst, false
+	}
+	for _, b := range blocks {
+		if b < 0 || int(b) >= len(c.memory.blocks) {
+			return dst, false
+		}
+		dst = append(dst, c.memory.blocks[b])
+	}
+	return dst, true
+}
+
+// loaded ends the loading of a request: it runs with the next step then, or failed.
+func (c *Core) loaded(in *Input) {
+	r := in.Req
+	if r.state != stateLoading || r.kv.load != loadRunning {
+		return // it was aborted meanwhile
+	}
+	if in.Kind == InputLoaded && len(in.KV) == r.LoadBlocks() {
+		r.kv.load = loadReady
+		c.ready++
+		c.memory.load(r, r.hashed, in.KV)
+		c.memory.inspect(r)
+		r.computed = r.Prompt - 1 // the last token is computed once more, for the first one of the answer
+		if c.caching(r) {
+			c.enterFull(r, r.Prompt/c.cfg.BlockSize)
+		}
+		return
+	}
+	c.removeLoading(r)
+	c.freeBlocks(r)
+	r.kv.load = loadFailed
+	if !c.cfg.Recompute {
+		c.finish(r, FinishError)
+		return
+	}
+	r.state = stateWaiting
+	c.waiting.pushFront(r)
+}
+
+// lease applies what a reader of leased blocks says.
+func (c *Core) lease(now time.Duration, in *Input) {
+	switch in.Kind { //nolint:exhaustive // called for three kinds
+	case InputLeaseExtend:
+		c.leases.extend(in.Name, now)
+	case InputLeaseTime:
+		c.leases.lasts = in.For
+	default:
+		blocks, ok := c.leases.remove(in.Name)
+		if !ok {
+			c.stats.LateReads++
+		}
+		c.pool.releaseAll(blocks)
+	}
+}
+
+// endLeases frees the blocks that were not read in time.
+func (c *Core) endLeases(now time.Duration) {
+	for _, name := range c.leases.over(now) {
+		blocks, _ := c.leases.remove(name)
+		c.pool.releaseAll(blocks)
+		c.stats.LeasesOver++
+		c.emit(Effect{Kind: EffectLeaseOver, Name: name})
+	}
 }
 
 // CachedBlocks calls each with every hash in the prefix cache and its number of copies.

@@ -19,6 +19,13 @@ const (
 	// lockstep: the group's step ended; Continue = the wave goes on, report the next one
 	InputGroupEnd
 	InputPeerLost // lockstep: a rank of the group is gone
+
+	InputLoaded     // KV are the blocks that the EffectLoad of Req asked for
+	InputLoadFailed // they do not come
+	// the reader of the lease Name still waits
+	InputLeaseExtend
+	InputLeaseRead // the lease Name is not needed any more
+	InputLeaseTime // leases that begin from now on last For
 )
 
 // Input is one event for a core.
@@ -27,6 +34,9 @@ type Input struct {
 	Req      *Request
 	Factor   float64
 	Continue bool
+	Name     string
+	KV       []BlockKV
+	For      time.Duration
 }
 
 // EffectKind is the closed list of effects that a core returns to its shell.
@@ -43,6 +53,9 @@ const (
 	// lockstep: this rank's step takes Took; Unfinished = it will still have work then
 	EffectReport
 	EffectBlocks // a step ended that changed the prefix cache: Blocks, in their order
+	// Req has blocks for its prompt: InputLoaded must bring the KV of the last LoadBlocks of them
+	EffectLoad
+	EffectLeaseOver // the lease Name was not read in its time
 )
 
 // Reject is the admission limit that turned a request away.
@@ -62,18 +75,25 @@ type Effect struct {
 	Reject     Reject
 	Took       time.Duration
 	Blocks     []BlockEvent // valid until the next Step
+	Name       string
 	Unfinished bool
 }
 
 // Stats are counters since the start, and gauges.
 type Stats struct {
 	Running, Waiting int
+	Loading          int // of the waiting ones: their KV is on its way
+	Leases           int // ended requests whose blocks another engine may read
 	UsedBlocks       int
 	Blocks           int
 	Steps            uint64
 	StepTokens       int // of the step that ended last
 	PromptTokens     uint64
-	PromptCached     uint64
+	PromptCached     uint64 // of them in the prefix cache
+	PromptLoaded     uint64 // of them from another engine
+	LeasesOver       uint64 // that nobody had read
+	LateReads        uint64 // of blocks that were no longer leased
+	WrongAnswers     uint64 // requests whose first token rested on KV of other tokens
 	GeneratedTokens  uint64
 	Preemptions      uint64
 	CacheQueries     uint64 // tokens looked up in the prefix cache

@@ -43,6 +43,11 @@ type Request struct {
 	Content Content      // nil = no prefix reuse
 	User    any          // the caller's own
 
+	// with Config.Transfer. Lease keeps the blocks under this name when the request ends with FinishLength or
+	// FinishStop, until InputLeaseRead or until the lease is over; names are not used twice. "" frees them.
+	Lease  string
+	Remote bool // the prompt's KV comes from another engine: EffectLoad asks for it
+
 	state    requestState
 	computed int // tokens whose KV is in blocks, once the running step ends
 	produced int
@@ -52,6 +57,7 @@ type Request struct {
 	hashed   int // leading blocks that are in the cache
 	finish   FinishReason
 	times    Times
+	kv       requestKV
 }
 
 // Times are instants of a request on the core's clock; zero before they happen.
@@ -69,14 +75,36 @@ const (
 	stateNew requestState = iota
 	stateWaiting
 	stateRunning
+	stateLoading
 	stateDone
 )
 
 // Produced is the number of output tokens so far.
 func (r *Request) Produced() int { return r.produced }
 
-// Cached is the number of prompt tokens whose KV came from the prefix cache.
+// Cached is the number of prompt tokens that were not computed here: they came from the prefix cache or from
+// another engine.
 func (r *Request) Cached() int { return r.cached }
+
+// Wrong is not 0 if the KV that the answer rests on is not that of the prompt. The answer is wrong then.
+func (r *Request) Wrong() uint64 { return r.kv.wrong }
+
+// LoadBlocks is how many blocks EffectLoad asks for: those at the end of the prompt.
+func (r *Request) LoadBlocks() int { return len(r.blocks) - r.hashed }
+
+// LoadFailed reports whether the prompt's KV could not be loaded.
+func (r *Request) LoadFailed() bool { return r.kv.load == loadFailed }
+
+// Kept are the blocks that a lease keeps after the end of r; nil = none.
+func (r *Request) Kept() []int32 {
+	if r.Lease == "" || r.state != stateDone {
+		return nil
+	}
+	return r.blocks
+}
+
+// Computed is the number of tokens whose KV is in its blocks.
+func (r *Request) Computed() int { return r.computed }
 
 // Preemptions is how often it lost its blocks.
 func (r *Request) Preemptions() int { return r.preempts }

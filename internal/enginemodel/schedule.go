@@ -13,6 +13,7 @@ func (c *Core) schedule(now time.Duration) time.Duration {
 	c.batch = c.batch[:0]
 	budget, preempted := c.scheduleRunning(c.cfg.MaxBatchedTokens)
 	if !preempted {
+		budget = c.scheduleLoaded(now, budget)
 		c.scheduleWaiting(now, budget)
 	}
 	return c.duration()
@@ -36,21 +37,72 @@ func (c *Core) scheduleRunning(budget int) (left int, preempted bool) {
 	return budget, preempted
 }
 
+// scheduleLoaded lets requests run whose KV came from another engine. They have all blocks they need.
+func (c *Core) scheduleLoaded(now time.Duration, budget int) int {
+	for i := 0; c.ready > 0 && i < len(c.loading) && budget > 0 && len(c.running) < c.cfg.MaxSeqs; {
+		r := c.loading[i]
+		if r.kv.load != loadReady {
+			i++
+			continue
+		}
+		c.removeLoading(r)
+		c.countStart(r)
+		budget = c.run(now, r, budget)
+	}
+	return budget
+}
+
 func (c *Core) scheduleWaiting(now time.Duration, budget int) {
 	for budget > 0 && c.waiting.len() > 0 && len(c.running) < c.cfg.MaxSeqs {
 		r := c.waiting.front()
+		if r.kv.load == loadWanted {
+			if !c.beginLoad(r) {
+				return
+			}
+			continue
+		}
 		if !c.start(r, budget) {
 			return
 		}
 		c.waiting.popFront()
-		c.running = append(c.running, r)
-		if r.times.Scheduled == 0 {
-			r.times.Scheduled = max(now, 1)
-		}
-		n := min(r.total()-r.computed, budget)
-		c.batch = append(c.batch, slice{req: r, tokens: n})
-		budget -= n
+		budget = c.run(now, r, budget)
 	}
+}
+
+// run puts r into the batch with its first chunk, and returns what is left of the budget.
+func (c *Core) run(now time.Duration, r *Request, budget int) int {
+	r.state = stateRunning
+	c.running = append(c.running, r)
+	if r.times.Scheduled == 0 {
+		r.times.Scheduled = max(now, 1)
+	}
+	n := min(r.total()-r.computed, budget)
+	c.batch = append(c.batch, slice{req: r, tokens: n})
+	return budget - n
+}
+
+// beginLoad takes the first request off the queue and gives it its cached prefix and blocks for the rest of
+// its prompt, which another engine fills; false = there are not enough blocks.
+func (c *Core) beginLoad(r *Request) bool {
+	hits, idle := c.match(r)
+	need := c.blocksFor(r.Prompt) - len(hits)
+	if need > c.pool.free-idle {
+		return false
+	}
+	c.waiting.popFront()
+	for _, b := range hits {
+		c.pool.ref(b)
+	}
+	r.blocks, r.hashed, r.kv.local = hits, len(hits), len(hits)*c.cfg.BlockSize
+	for range need {
+		b := c.pool.take()
+		c.memory.clear(b)
+		r.blocks = append(r.blocks, b)
+	}
+	r.state, r.kv.load = stateLoading, loadRunning
+	c.loading = append(c.loading, r)
+	c.emit(Effect{Kind: EffectLoad, Req: r})
+	return true
 }
 
 // start gives a waiting request its cached prefix and the blocks of its first chunk, or nothing at all.
@@ -65,9 +117,10 @@ func (c *Core) start(r *Request, budget int) bool {
 		c.pool.ref(b)
 	}
 	r.blocks, r.hashed, r.computed = hits, len(hits), computed
+	r.kv.written, r.kv.promptWritten = len(hits), false
+	c.memory.inspect(r)
 	c.grow(r, computed+chunk)
 	c.countStart(r)
-	r.state = stateRunning
 	return true
 }
 
@@ -75,12 +128,17 @@ func (c *Core) countStart(r *Request) {
 	if r.preempts > 0 {
 		return
 	}
-	r.cached = r.computed
-	c.stats.PromptTokens += uint64(r.Prompt) //nolint:gosec // counts are not negative
-	c.stats.PromptCached += uint64(r.cached) //nolint:gosec // counts are not negative
+	local := r.computed
+	r.cached = local
+	if r.kv.load == loadReady {
+		local, r.cached = r.kv.local, r.Prompt
+	}
+	c.stats.PromptTokens += uint64(r.Prompt)         //nolint:gosec // counts are not negative
+	c.stats.PromptCached += uint64(local)            //nolint:gosec // counts are not negative
+	c.stats.PromptLoaded += uint64(r.cached - local) //nolint:gosec // counts are not negative
 	if c.caching(r) {
 		c.stats.CacheQueries += uint64(r.Prompt) //nolint:gosec // counts are not negative
-		c.stats.CacheHits += uint64(r.cached)    //nolint:gosec // counts are not negative
+		c.stats.CacheHits += uint64(local)       //nolint:gosec // counts are not negative
 	}
 }
 
@@ -138,8 +196,11 @@ func (c *Core) grow(r *Request, tokens int) bool {
 		return false
 	}
 	for range need {
-		r.blocks = append(r.blocks, c.pool.take())
+		b := c.pool.take()
+		c.memory.clear(b)
+		r.blocks = append(r.blocks, b)
 	}
+	c.memory.write(r, tokens)
 	if c.caching(r) {
 		c.enterFull(r, tokens/c.cfg.BlockSize)
 	}
@@ -171,11 +232,8 @@ func (c *Core) preempt(r *Request) {
 	c.stats.Preemptions++
 }
 
-// freeBlocks releases from the tail on, so a sequence's tail is reused before its head.
 func (c *Core) freeBlocks(r *Request) {
-	for i := len(r.blocks) - 1; i >= 0; i-- {
-		c.pool.release(r.blocks[i])
-	}
+	c.pool.releaseAll(r.blocks)
 	r.blocks, r.hashed = r.blocks[:0], 0
 }
 
@@ -231,13 +289,20 @@ func (c *Core) token(r *Request, at time.Duration) bool {
 	c.stats.GeneratedTokens++
 	if r.produced == 1 {
 		r.times.First = at
+		if r.kv.wrong != 0 {
+			c.stats.WrongAnswers++
+		}
 	}
 	r.times.Previous, r.times.Last = r.times.Last, at
 	c.emit(Effect{Kind: EffectToken, Req: r})
 	if r.produced < r.Output {
 		return false
 	}
-	c.freeBlocks(r)
+	if r.Lease != "" && c.cfg.Transfer && (r.Ending == FinishLength || r.Ending == FinishStop) {
+		c.leases.keep(r.Lease, r.blocks, at)
+	} else {
+		c.freeBlocks(r)
+	}
 	c.finish(r, r.Ending)
 	return true
 }

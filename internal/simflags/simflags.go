@@ -44,27 +44,31 @@ const most = 1 << 40
 var flags = map[string]Flag{
 	// of vLLM
 	"host": {}, "api-key": {}, "model": {}, "data-parallel-address": {}, "kv-events-config": {},
-	"prefix-caching-hash-algo": {},
-	"served-model-name":        {Many: true},
-	"port":                     wholes(0, 65535),
-	"data-parallel-rpc-port":   wholes(0, 65535),
-	"data-parallel-size":       wholes(0, 4096),
-	"data-parallel-rank":       wholes(0, 4095),
-	"tensor-parallel-size":     wholes(1, 1024),
-	"dp-sync-interval":         wholes(1, 1<<20),
-	"max-num-seqs":             wholes(1, 1<<20),
-	"max-model-len":            wholes(1, 1<<30),
-	"max-num-batched-tokens":   wholes(1, 1<<30),
-	"block-size":               wholes(1, 1<<20),
-	"num-gpu-blocks-override":  wholes(1, 1<<30),
-	"max-num-queued-reqs":      wholes(0, 1<<30),
-	"max-num-queued-tokens":    wholes(0, most),
-	"seed":                     wholes(0, 1<<53),
-	"shutdown-timeout":         numbers(real), "distributed-timeout-seconds": numbers(real),
+	"prefix-caching-hash-algo": {}, "kv-transfer-config": {},
+	"served-model-name":       {Many: true},
+	"port":                    wholes(0, 65535),
+	"data-parallel-rpc-port":  wholes(0, 65535),
+	"data-parallel-size":      wholes(0, 4096),
+	"data-parallel-rank":      wholes(0, 4095),
+	"tensor-parallel-size":    wholes(1, 1024),
+	"dp-sync-interval":        wholes(1, 1<<20),
+	"max-num-seqs":            wholes(1, 1<<20),
+	"max-model-len":           wholes(1, 1<<30),
+	"max-num-batched-tokens":  wholes(1, 1<<30),
+	"block-size":              wholes(1, 1<<20),
+	"num-gpu-blocks-override": wholes(1, 1<<30),
+	"max-num-queued-reqs":     wholes(0, 1<<30),
+	"max-num-queued-tokens":   wholes(0, most),
+	"seed":                    wholes(0, 1<<53),
+	"shutdown-timeout":        numbers(real), "distributed-timeout-seconds": numbers(real),
 	"enable-auto-tool-choice": {Switch: true}, "enable-prefix-caching": {Switch: true},
 	"enable-prompt-tokens-details": {Switch: true}, "enable-force-include-usage": {Switch: true},
 	"enable-request-id-headers": {Switch: true}, "enable-server-load-tracking": {Switch: true},
 	"enable-scale-out": {Switch: true}, "enable-expert-parallel": {Switch: true},
+
+	// of SGLang
+	"disaggregation-mode":           {Words: []string{"null", "prefill", "decode"}},
+	"disaggregation-bootstrap-port": wholes(0, 65535),
 
 	// its own
 	"sim-speed":             numbers(above),
@@ -79,6 +83,11 @@ var flags = map[string]Flag{
 	"sim-kv-sliding-window": {Switch: true},
 	"sim-watch-stdin":       {Switch: true},
 	"sim-fail":              {isFault: true},
+
+	"sim-transfer-token-bytes":     wholes(1, 1<<30),
+	"sim-transfer-gbps":            numbers(above),
+	"sim-transfer-first-contact-s": numbers(real),
+	"sim-transfer-handshake-s":     numbers(above),
 }
 
 func wholes(low, high float64) Flag { return Flag{number: whole, low: low, high: high} }
@@ -181,6 +190,9 @@ var modes = map[string]int{
 	"kv-garbage": numberArgument, "kv-unknown": numberArgument,
 	"kv-restart": noArgument, "kv-sleep": noArgument, "kv-no-replay": noArgument,
 	"kv-short-replay": noArgument, "kv-slow-replay": noArgument,
+
+	"transfer-fail": noArgument, "transfer-slow": numberArgument, "transfer-hang": noArgument,
+	"transfer-null": noArgument, "transfer-lease": numberArgument,
 
 	"start-exit": noArgument, "start-exit-once": fileArgument, "start-hang": noArgument,
 }

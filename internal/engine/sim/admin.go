@@ -25,6 +25,11 @@ type Stats struct {
 	Aborted      uint64            `json:"aborted"` // sequences whose client left
 	Rejected     uint64            `json:"rejected"`
 	Finished     map[string]uint64 `json:"finished"` // sequences by finish_reason
+
+	Leases       int    `json:"leases"`        // ended prefill legs whose blocks wait for their reader
+	Loading      int    `json:"loading"`       // sequences whose prompt is on its way from another engine
+	LoadedTokens uint64 `json:"loaded_tokens"` // of prompts that came
+	WrongAnswers uint64 `json:"wrong_answers"` // sequences that were answered from KV of other tokens
 }
 
 // Stats sums the counters of all ranks of this process.
@@ -42,6 +47,10 @@ func (s *Server) Stats() Stats {
 		out.CachedTokens += c.PromptCached
 		out.Preemptions += c.Preemptions
 		out.Aborted += c.Aborted
+		out.Leases += c.Leases
+		out.Loading += c.Loading
+		out.LoadedTokens += c.PromptLoaded
+		out.WrongAnswers += c.WrongAnswers
 		out.Rejected += c.Rejected[em.RejectRequests] + c.Rejected[em.RejectTokens]
 		for _, why := range []em.FinishReason{
 			em.FinishStop, em.FinishLength, em.FinishAbort,
@@ -80,7 +89,7 @@ func (s *Server) Fail(f Fault) error {
 		return s.orphaned(f.Port)
 	case ModeCoreDead:
 		s.tellAll(em.Input{Kind: em.InputKill})
-	case ModeHang, ModeSlow, ModeRefuse:
+	case ModeHang, ModeSlow, ModeRefuse, ModeTransferLease:
 		return s.failFor(f)
 	case ModeKVRestart:
 		s.restartKV()
@@ -94,14 +103,13 @@ func (s *Server) Fail(f Fault) error {
 
 // failFor switches on a mode that needs an action at its end too.
 func (s *Server) failFor(f Fault) error {
-	switch f.Mode { //nolint:exhaustive // called for three modes
+	switch f.Mode { //nolint:exhaustive // called for four modes
 	case ModeHang:
 		s.tellAll(em.Input{Kind: em.InputHang})
 	case ModeSlow:
-		if f.Factor == 0 {
-			f.Factor = defaultSlowFactor
-		}
-		s.tellAll(em.Input{Kind: em.InputSlow, Factor: f.Factor})
+		s.tellAll(em.Input{Kind: em.InputSlow, Factor: f.slowFactor()})
+	case ModeTransferLease:
+		s.tellAll(em.Input{Kind: em.InputLeaseTime, For: f.leaseTime()})
 	case ModeRefuse:
 		if err := s.gate.refuse(); err != nil {
 			return err
@@ -114,18 +122,22 @@ func (s *Server) failFor(f Fault) error {
 
 // undo ends a mode of failFor.
 func (s *Server) undo(m Mode) error {
-	if m == ModeRefuse {
+	switch m { //nolint:exhaustive // called for the modes of failFor
+	case ModeRefuse:
 		s.http.SetKeepAlivesEnabled(true)
 		return s.gate.admit()
+	case ModeTransferLease:
+		s.tellAll(em.Input{Kind: em.InputLeaseTime, For: s.cfg.Transfer.lease()})
+	default:
+		s.tellAll(em.Input{Kind: em.InputRecover})
 	}
-	s.tellAll(em.Input{Kind: em.InputRecover})
 	return nil
 }
 
 // Recover switches every failure off that has not ended the engine.
 func (s *Server) Recover() error {
 	s.faults.clear()
-	return errors.Join(s.undo(ModeHang), s.undo(ModeRefuse))
+	return errors.Join(s.undo(ModeHang), s.undo(ModeRefuse), s.undo(ModeTransferLease))
 }
 
 func (s *Server) tellAll(in em.Input) {

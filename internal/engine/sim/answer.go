@@ -24,12 +24,12 @@ type document struct {
 	PromptLogprobs any          `json:"prompt_logprobs,omitempty"`
 	PromptIDs      any          `json:"prompt_token_ids,omitempty"`
 	PromptText     any          `json:"prompt_text,omitempty"`
-	*alwaysNull                 // of answers that do not stream
+	*wholeOnly                  // of answers that do not stream
 }
 
-type alwaysNull struct {
+type wholeOnly struct {
 	ServiceTier *int `json:"service_tier"`
-	KVTransfer  *int `json:"kv_transfer_params"`
+	KVTransfer  any  `json:"kv_transfer_params"`
 	ECTransfer  *int `json:"ec_transfer_params"`
 	Metrics     *int `json:"metrics"`
 }
@@ -253,7 +253,7 @@ func (c *call) usage() (u *usageJSON, cached int) {
 		u.Completion += tokens
 		if i%c.plan.n == 0 {
 			u.Prompt += len(ch.from.ids)
-			cached += int(ch.cached.Load())
+			cached += c.legs.cached(int(ch.cached.Load()))
 		}
 	}
 	u.Total = u.Prompt + u.Completion
@@ -272,7 +272,7 @@ func (c *call) answer(s *settings) []byte {
 	if s.promptDetails {
 		usage.PromptDetails = promptDetails{cached, nullUnless(p.chat, 0), jsonNull}
 	}
-	d.Usage, d.Fingerprint, d.alwaysNull = usage, s.fingerprint, &alwaysNull{}
+	d.Usage, d.Fingerprint, d.wholeOnly = usage, s.fingerprint, &wholeOnly{KVTransfer: c.legs.answer()}
 	if p.chat {
 		d.PromptLogprobs = p.prompts[0].logprobs(p.promptLogprobs)
 		d.PromptIDs, d.PromptText = nullUnless(p.returnIDs, p.prompts[0].ids), jsonNull
@@ -283,6 +283,7 @@ func (c *call) answer(s *settings) []byte {
 // whole is the choice of an answer that does not stream.
 func (c *choice) whole(p *plan) choiceJSON {
 	tokens, why := c.progress()
+	c.settle()
 	text := string(c.text(tokens))
 	out := choiceJSON{
 		Index: c.index, Logprobs: c.logprobs(p, 0, tokens, p.echo),

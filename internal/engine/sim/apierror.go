@@ -27,6 +27,7 @@ const (
 	msgMediaType = "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
 	msgNoPrompt  = "Either prompt or prompt_embeds must be provided and non-empty. (parameter=prompt)"
 	msgInjected  = "simulated failure"
+	msgInternal  = "Internal server error"
 )
 
 const kindInternal = "InternalServerError"

@@ -12,7 +12,9 @@ import (
 // call is one HTTP request in the engine: its choices, and the channel that wakes its handler.
 type call struct {
 	plan    *plan
+	set     *settings
 	choices []choice
+	legs    *legs         // nil = nothing is transferred
 	bell    chan struct{} // one slot: a ring while it is full is not lost, the handler looks at everything
 	open    atomic.Int32  // choices that have not ended
 }
@@ -29,6 +31,13 @@ type choice struct {
 	ended    atomic.Uint32
 	rejected atomic.Bool
 	cached   atomic.Int32
+	wrong    atomic.Uint64 // what the KV under the answer got wrong; known with the first token
+
+	load  *load   // nil = the prompt is computed here
+	offer string  // the key under which the blocks of the ended sequence wait for their reader; "" = none
+	kept  []int32 // these blocks; written before the end is
+
+	isSettled bool // wrong was heeded
 
 	gen        *em.Generator
 	textTokens int // tokens that have text; the ones behind (end of sequence, stop token) have none
@@ -45,7 +54,7 @@ type choice struct {
 
 // newCall lays out the sequences of a checked plan.
 func newCall(p *plan, s *settings, room func(*prompt) int) *call {
-	c := &call{plan: p, choices: make([]choice, len(p.prompts)*p.n), bell: make(chan struct{}, 1)}
+	c := &call{plan: p, set: s, choices: make([]choice, len(p.prompts)*p.n), bell: make(chan struct{}, 1)}
 	c.open.Store(int32(len(c.choices))) //nolint:gosec // bounded by the body and maxN
 	for i := range p.prompts {
 		from := &p.prompts[i]
@@ -144,6 +153,33 @@ func (c *choice) stopAtText(p *plan) {
 	}
 }
 
+// settle is called before the text of the first token is used: on wrong KV follows another text.
+func (c *choice) settle() {
+	if c.isSettled {
+		return
+	}
+	c.isSettled = true
+	if wrong := c.wrong.Load(); wrong != 0 {
+		p, s := c.call.plan, c.call.set
+		c.script = nil // a model that reads other words neither calls tools nor keeps to a schema
+		c.gen = em.NewGenerator(em.MisledSeed(em.TextSeed(s.seed^p.seed, c.from.ids, c.index%p.n), wrong))
+		c.setText(c.textTokens)
+	}
+}
+
+// engineName is the name of this sequence inside the engine, but for the suffix that makes it unique.
+func (c *choice) engineName() string {
+	p := c.call.plan
+	name := p.id
+	if !p.chat {
+		name += "-" + strconv.Itoa(c.index/p.n)
+	}
+	if p.n > 1 {
+		name = strconv.Itoa(c.index%p.n) + "_" + name
+	}
+	return name
+}
+
 // progress is what the engine has done for c: tokens, and how it ended (FinishNone = not yet). The last token
 // of an answer is seen together with its end only, so that they leave in one chunk.
 func (c *choice) progress() (tokens int, why em.FinishReason) {
@@ -233,6 +269,9 @@ func (c *choice) appendNew(b []byte, s *settings, limit int) (out []byte, done b
 	if why == em.FinishError {
 		why = em.FinishNone // the caller ends the whole stream with an error event
 	}
+	if tokens > 0 {
+		c.settle()
+	}
 	if tokens-c.sentTokens > limit {
 		tokens, why = c.sentTokens+limit, em.FinishNone
 	}
@@ -288,6 +327,9 @@ func (c *call) failure() *apiError {
 		case ch.rejected.Load():
 			return busyError()
 		case em.FinishReason(ch.ended.Load()) == em.FinishError: //nolint:gosec // stored from a FinishReason
+			if ch.req.LoadFailed() {
+				return internalError(ch.load.text)
+			}
 			return internalError(msgEngineDead)
 		}
 	}

@@ -3,6 +3,7 @@ package sim
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"hash/fnv"
 	"log/slog"
@@ -52,6 +53,7 @@ type Config struct {
 	ToldBlockSize int // what /metrics tells in place of Model.BlockSize; 0 = the truth
 
 	KVEvents KVEvents
+	Transfer KVTransfer
 	Hashing  em.Hashing // of blocks
 
 	Start
@@ -61,6 +63,11 @@ type Config struct {
 	Listen func(ctx context.Context, addr string) (net.Listener, error)
 	Dial   func(ctx context.Context, addr string) (net.Conn, error)
 
+	ownProcess
+}
+
+// ownProcess is what an engine can do with the process that it has for itself.
+type ownProcess struct {
 	kill   func()               // ends this very process without a trace; nil = only the server ends
 	orphan func(port int) error // leaves a child behind that holds port; nil = not possible
 }
@@ -114,7 +121,7 @@ func Default() Config {
 			SyncInterval: em.DefaultSyncInterval, TensorParallel: 1, HandshakeTimeout: defaultHandshake,
 		},
 		Features: Features{PromptTokensDetails: true, AutoToolChoice: true},
-		KVEvents: defaultKVEvents(),
+		KVEvents: defaultKVEvents(), Transfer: defaultKVTransfer(),
 	}
 }
 
@@ -140,7 +147,7 @@ func (c *Config) Validate() error {
 			return err
 		}
 	}
-	if err := c.KVEvents.validate(); err != nil {
+	if err := errors.Join(c.KVEvents.validate(), c.Transfer.validate()); err != nil {
 		return err
 	}
 	if c.KVEvents.active() && !c.Model.PrefixCaching {
@@ -163,6 +170,11 @@ func (c *Config) dial(ctx context.Context, addr string) (net.Conn, error) {
 	}
 	var d net.Dialer
 	return d.DialContext(ctx, "tcp", addr)
+}
+
+// dialNetwork is dial in the form of an HTTP transport.
+func (c *Config) dialNetwork(ctx context.Context, _, addr string) (net.Conn, error) {
+	return c.dial(ctx, addr)
 }
 
 // logger never is nil.

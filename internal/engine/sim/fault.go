@@ -2,6 +2,7 @@ package sim
 
 import (
 	"bytes"
+	"cmp"
 	"errors"
 	"fmt"
 	"strconv"
@@ -34,6 +35,12 @@ const (
 	ModeAbort      Mode = "abort"       // finish_reason abort after AfterTokens tokens
 	ModeBareDone   Mode = "bare-done"   // a stream of nothing but [DONE]
 	ModeStall      Mode = "stall"       // this stream alone hangs after AfterTokens tokens
+
+	ModeTransferFail  Mode = "transfer-fail"  // blocks are not read, or not given
+	ModeTransferSlow  Mode = "transfer-slow"  // giving blocks takes Factor times as long
+	ModeTransferMeet  Mode = "transfer-hang"  // handshakes get no answer
+	ModeTransferNull  Mode = "transfer-null"  // prefill legs keep no blocks and answer without parameters
+	ModeTransferLease Mode = "transfer-lease" // leases that begin from now on last LeaseS seconds
 	// The modes of KV events stand below.
 )
 
@@ -42,6 +49,7 @@ const (
 	defaultSlowFactor = 5.0
 	defaultErrorCode  = 500
 	defaultExitCode   = 1
+	defaultLeaseS     = 1.0
 )
 
 // Fault is one injected failure, as POST /_sim/fail takes it.
@@ -57,7 +65,8 @@ type Fault struct {
 	ExitCode    *int    `json:"exit_code"`    // crash [1]
 	Code        int     `json:"code"`         // error-event [500]
 	// orphan: the port it holds [the first KV port of the rank's block]
-	Port int `json:"port"`
+	Port   int     `json:"port"`
+	LeaseS float64 `json:"lease_s"` // transfer-lease [1]
 }
 
 // argument takes the value of a --sim-fail: factor, exit code, error code, tokens or port, as the mode has
@@ -91,8 +100,11 @@ var modes = map[Mode]func(f *Fault, v float64){
 	ModeCut:        setAfterTokens, ModeNoDone: setAfterTokens,
 	ModeAbort: setAfterTokens, ModeStall: setAfterTokens,
 	ModeKVDrop: setRate, ModeKVDuplicate: setRate, ModeKVReorder: setRate, ModeKVGarbage: setRate,
-	ModeKVUnknown: setRate,
-	ModeKill:      nil, ModeCoreDead: nil, ModeHang: nil, ModeRefuse: nil, ModeHealth503: nil,
+	ModeKVUnknown:     setRate,
+	ModeTransferSlow:  func(f *Fault, v float64) { f.Factor = v },
+	ModeTransferLease: func(f *Fault, v float64) { f.LeaseS = v },
+	ModeTransferFail:  nil, ModeTransferMeet: nil, ModeTransferNull: nil,
+	ModeKill: nil, ModeCoreDead: nil, ModeHang: nil, ModeRefuse: nil, ModeHealth503: nil,
 	ModeStopping: nil, ModeIgnoreSigterm: nil, ModeHTTP500: nil, ModeHTTP503: nil, ModeBusy: nil,
 	ModeBareDone:  nil,
 	ModeKVRestart: nil, ModeKVSleep: nil, ModeKVNoReplay: nil, ModeKVShortReplay: nil, ModeKVSlowReplay: nil,
@@ -100,8 +112,9 @@ var modes = map[Mode]func(f *Fault, v float64){
 
 func (f *Fault) validate() error {
 	switch {
-	case f.ForS < 0 || f.ForS > 1e6 || f.Count < 0 || f.AfterTokens < 0 || f.Factor < 0:
-		return fmt.Errorf("fault %q: for_s, count, after_tokens and factor must not be negative", f.Mode)
+	case f.ForS < 0 || f.ForS > 1e6 || f.Count < 0 || f.AfterTokens < 0 || f.Factor < 0 || f.LeaseS < 0:
+		return fmt.Errorf("fault %q: for_s, count, after_tokens, factor and lease_s must not be negative",
+			f.Mode)
 	case f.Rate < 0 || f.Rate > 1:
 		return fmt.Errorf("fault %q: rate %v is no share: want 0 to 1", f.Mode, f.Rate)
 	case f.Code != 0 && (f.Code < 400 || f.Code > 599):
@@ -119,6 +132,14 @@ func (f *Fault) code() int {
 		return defaultErrorCode
 	}
 	return f.Code
+}
+
+// slowFactor is what a slow mode multiplies by.
+func (f *Fault) slowFactor() float64 { return cmp.Or(f.Factor, defaultSlowFactor) }
+
+// leaseTime is how long leases last under transfer-lease.
+func (f *Fault) leaseTime() time.Duration {
+	return time.Duration(cmp.Or(f.LeaseS, defaultLeaseS) * float64(time.Second))
 }
 
 // faults is the set of failures that are switched on, at most one of each mode. Safe for concurrent use.

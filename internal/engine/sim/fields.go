@@ -17,6 +17,7 @@ import (
 type fields struct {
 	members map[string]json.RawMessage
 	fault   *apiError // the first one
+	params  *legParams
 }
 
 // refuse keeps the first fault of the body.
@@ -61,6 +62,15 @@ func (f *fields) adopt(inner *fields) {
 	if f.fault == nil {
 		f.fault = inner.fault
 	}
+}
+
+// transferParams reads the parameters.
+func (f *fields) transferParams() *legParams {
+	if f.params == nil {
+		f.params = &legParams{}
+		f.read("kv_transfer_params", &f.params.members)
+	}
+	return f.params
 }
 
 func (f *fields) num(name string) (int, bool) {

@@ -131,6 +131,12 @@ func (p *flagParser) take(name, value string) (err error) {
 		return p.fail(value)
 	case "--kv-events-config":
 		return c.KVEvents.parse(value)
+	case "--kv-transfer-config":
+		return c.Transfer.parse(value)
+	case "--disaggregation-mode":
+		c.Transfer.disaggregation(value)
+	case "--sim-transfer-gbps":
+		c.Transfer.GBps, err = strconv.ParseFloat(value, 64)
 	case "--prefix-caching-hash-algo":
 		p.sha256 = value == "sha256_cbor"
 	case "--sim-kv-format":
@@ -205,6 +211,10 @@ func (p *flagParser) ints(name string) *int {
 		return &p.cfg.InternalLB
 	case "--sim-settle-block-size":
 		return &p.settled
+	case "--disaggregation-bootstrap-port":
+		return &p.cfg.Transfer.BootstrapPort
+	case "--sim-transfer-token-bytes":
+		return &p.cfg.Transfer.TokenBytes
 	}
 	return nil
 }
@@ -231,6 +241,10 @@ func (p *flagParser) seconds(name string) *time.Duration {
 		return &p.cfg.Model.CollectiveTimeout
 	case "--sim-startup-s":
 		return &p.cfg.Startup
+	case "--sim-transfer-first-contact-s":
+		return &p.cfg.Transfer.FirstContact
+	case "--sim-transfer-handshake-s":
+		return &p.cfg.Transfer.HandshakeMax
 	}
 	return nil
 }

@@ -37,12 +37,27 @@ func (s api) generate(w http.ResponseWriter, r *http.Request) {
 		read, prefix = readChat, "chatcmpl-"
 	}
 	p, apiErr := read(body, s.set)
+	if apiErr == nil {
+		s.setRequestFields(p, r, prefix)
+		apiErr = s.setMeeting(p, body)
+	}
 	if apiErr != nil {
+		s.ranks[0].exchange.release(r.Context(), body.params)
 		s.fail(w, apiErr)
 		return
 	}
-	s.setRequestFields(p, r, prefix)
 	s.answer(w, r, p)
+}
+
+// setMeeting reads where the two halves of SGLang's disaggregation meet. Its engines take no other requests.
+func (s api) setMeeting(p *plan, body *fields) *apiError {
+	if s.cfg.Transfer.Connector != ConnectorSGLang {
+		return nil
+	}
+	if err := readMeeting(p, body); err != nil {
+		return err
+	}
+	return p.meeting.assignRank(p, &s.cfg)
 }
 
 // setRequestFields sets the fields of a plan that do not come from the body.
@@ -87,16 +102,24 @@ func (s api) answer(w http.ResponseWriter, r *http.Request, p *plan) {
 		late = busyError()
 	}
 	if late != nil {
+		s.ranks[0].exchange.release(r.Context(), p.params)
 		s.failLate(w, p, late)
 		return
 	}
 	given := p.maxNew > 0
 	c := newCall(p, s.set, func(q *prompt) int { return p.room(q, s.set.maxModelLen, given) })
-	fault = c.shortenToFault(fault)
 	rank := s.pick(p.rank)
+	c.legs = prepareLegs(rank.exchange, c)
+	fault = c.shortenToFault(fault)
 	rank.load.Add(1)
 	defer rank.load.Add(-1)
+	if late = c.legs.awaitDecode(r.Context()); late != nil {
+		s.failLate(w, p, late)
+		return
+	}
 	rank.params(c)
+	c.legs.start(r.Context())
+	defer c.legs.end()
 	if !rank.add(c) {
 		s.failLate(w, p, busyError())
 		return

@@ -64,6 +64,9 @@ func Main(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		return complain(stderr, err)
 	}
 	kvFromEnv(&cfg)
+	if err := transferFromEnv(&cfg.Transfer); err != nil {
+		return complain(stderr, err)
+	}
 	cfg.GroupKey = os.Getenv(groupKeyVar)
 	cfg.kill = func() { _ = syscall.Kill(os.Getpid(), syscall.SIGKILL) }
 	ctx, cancel := context.WithCancelCause(ctx)

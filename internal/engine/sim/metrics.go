@@ -109,9 +109,10 @@ func (g *page) histogram(name, help string, engines []string, hs []*histogram) {
 
 // snapshot is what a page shows of one rank.
 type snapshot struct {
-	engine string
-	stats  em.Stats
-	meters meters
+	engine   string
+	stats    em.Stats
+	meters   meters
+	transfer *transferMeters // nil = without a connector
 }
 
 // each makes one sample per rank.
@@ -138,8 +139,11 @@ func (g *page) gauges(snaps []snapshot, asleep bool) {
 	g.gauge("num_requests_running", "Requests in the running batch.", each(snaps, running)...)
 	g.gauge("num_requests_waiting", "Requests in the queue.", each(snaps, waiting)...)
 	g.gauge("num_requests_waiting_by_reason", "Requests in the queue by what they wait for.",
-		append(labelled(snaps, "", `reason="capacity"`, waiting),
-			labelled(snaps, "", `reason="deferred"`, zero)...)...)
+		append(labelled(snaps, "", `reason="capacity"`, func(s *em.Stats) float64 {
+			return float64(s.Waiting - s.Loading)
+		}), labelled(snaps, "", `reason="deferred"`, func(s *em.Stats) float64 {
+			return float64(s.Loading)
+		})...)...)
 	awake, discarded := one, zero
 	if asleep {
 		awake, discarded = zero, one
@@ -155,25 +159,36 @@ func (g *page) counters(snaps []snapshot) {
 	queries := func(s *em.Stats) float64 { return float64(s.CacheQueries) }
 	hits := func(s *em.Stats) float64 { return float64(s.CacheHits) }
 	cached := func(s *em.Stats) float64 { return float64(s.PromptCached) }
+	loaded := func(s *em.Stats) float64 { return float64(s.PromptLoaded) }
+	lookedUp := zero
+	if snaps[0].transfer != nil {
+		lookedUp = func(s *em.Stats) float64 { return float64(s.PromptTokens - s.PromptCached) }
+	}
 	g.counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", each(snaps, queries)...)
 	g.counter("prefix_cache_hits", "Tokens found in the prefix cache.", each(snaps, hits)...)
 	g.counter("external_prefix_cache_queries", "Tokens looked up in caches of other engines.",
-		each(snaps, zero)...)
-	g.counter("external_prefix_cache_hits", "Tokens found in caches of other engines.", each(snaps, zero)...)
+		each(snaps, lookedUp)...)
+	g.counter("external_prefix_cache_hits", "Tokens found in caches of other engines.",
+		each(snaps, loaded)...)
 	g.counter("num_preemptions", "Requests that lost their blocks.",
 		each(snaps, func(s *em.Stats) float64 { return float64(s.Preemptions) })...)
 	g.counter("prompt_tokens", "Prompt tokens processed.",
 		each(snaps, func(s *em.Stats) float64 { return float64(s.PromptTokens) })...)
 	source := labelled(snaps, "", `source="local_compute"`, func(s *em.Stats) float64 {
-		return float64(s.PromptTokens - s.PromptCached)
+		return float64(s.PromptTokens - s.PromptCached - s.PromptLoaded)
 	})
 	source = append(source, labelled(snaps, "", `source="local_cache_hit"`, cached)...)
 	g.counter("prompt_tokens_by_source", "Prompt tokens by where their KV came from.",
-		append(source, labelled(snaps, "", `source="external_kv_transfer"`, zero)...)...)
-	g.counter("prompt_tokens_cached", "Prompt tokens that were cached.", each(snaps, cached)...)
+		append(source, labelled(snaps, "", `source="external_kv_transfer"`, loaded)...)...)
+	g.counter("prompt_tokens_cached", "Prompt tokens that were cached.",
+		each(snaps, func(s *em.Stats) float64 { return float64(s.PromptCached + s.PromptLoaded) })...)
 	tiers := labelled(snaps, "", `source="device"`, cached)
 	for _, t := range []string{"host", "p2p", "disk", "external_unspecified"} {
-		tiers = append(tiers, labelled(snaps, "", `source="`+t+`"`, zero)...)
+		of := zero
+		if t == "p2p" {
+			of = loaded
+		}
+		tiers = append(tiers, labelled(snaps, "", `source="`+t+`"`, of)...)
 	}
 	g.counter("prompt_tokens_cached_by_source", "Cached prompt tokens by the tier that held them.", tiers...)
 	g.counter("generation_tokens", "Tokens generated.",

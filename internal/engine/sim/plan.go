@@ -32,6 +32,9 @@ type plan struct {
 	seed uint64
 	salt string
 	rank int // -1 = not pinned
+
+	params  *legParams // of the transfer of blocks; never nil
+	meeting *meeting   // SGLang's; nil = not one of its legs
 }
 
 // streaming says how an answer is cut into events.
@@ -93,6 +96,7 @@ func (p *plan) common(f *fields) {
 	if k, ok := f.num("prompt_logprobs"); ok {
 		p.promptLogprobs = k
 	}
+	p.params = f.transferParams()
 	options := f.object("stream_options")
 	p.includeUsage = options.flag("include_usage")
 	p.contUsage = options.flag("continuous_usage_stats") && p.includeUsage
@@ -218,7 +222,11 @@ func readChat(f *fields, s *settings) (*plan, *apiError) {
 	if len(messages) == 0 {
 		return nil, badRequest("", "Cannot apply chat template to an empty conversation.")
 	}
-	p.prompts = []prompt{{ids: f.chatTokens(messages, true)}}
+	if ids := p.params.promptIDs(f); ids != nil {
+		p.prompts = []prompt{{ids: ids}}
+	} else {
+		p.prompts = []prompt{{ids: f.chatTokens(messages, true)}}
+	}
 	return p, p.finishCheck(f, s, given)
 }
 

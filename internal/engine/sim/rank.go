@@ -34,6 +34,8 @@ type rank struct {
 	meters meters
 	kv     *kvPublisher // nil = no events
 
+	exchange *exchange // nil = blocks are neither given nor taken
+
 	group func(em.GroupInput) // lockstep: tells the coordinator; never blocks long
 	died  func()
 }
@@ -145,6 +147,7 @@ func (r *rank) pass(e *em.Effect) {
 		r.meters.token(e.Req)
 		if e.Req.Produced() == 1 {
 			c.cached.Store(int32(e.Req.Cached())) //nolint:gosec // below the model length
+			c.wrong.Store(e.Req.Wrong())
 		}
 		c.produced.Store(int32(e.Req.Produced())) //nolint:gosec // below the model length
 		if c.call.plan.stream {
@@ -153,6 +156,7 @@ func (r *rank) pass(e *em.Effect) {
 	case em.EffectFinished:
 		r.meters.finished(e.Req)
 		c, _ := e.Req.User.(*choice)
+		r.keep(c)
 		c.finish(e.Req.Finish())
 	case em.EffectRejected:
 		c, _ := e.Req.User.(*choice)
@@ -160,6 +164,11 @@ func (r *rank) pass(e *em.Effect) {
 		c.finish(em.FinishError)
 	case em.EffectBlocks:
 		r.blocks(e.Blocks)
+	case em.EffectLoad:
+		c, _ := e.Req.User.(*choice)
+		c.load.begin(e.Req.LoadBlocks())
+	case em.EffectLeaseOver:
+		r.exchange.expired(e.Name)
 	case em.EffectDied:
 		if r.died != nil {
 			r.died()
@@ -178,6 +187,21 @@ func (r *rank) blocks(events []em.BlockEvent) {
 	}
 }
 
+// keep notes the blocks that the end of a sequence left behind.
+func (r *rank) keep(c *choice) {
+	c.kept = toldBlocks(c.req.Kept())
+	if c.offer != "" && len(c.kept) > 0 {
+		r.exchange.offers.add(c.offer, c.req.Lease, c.kept)
+	}
+}
+
+// readBlocks gives what blocks hold now; false = there are no such blocks.
+func (r *rank) readBlocks(blocks []int32) ([]em.BlockKV, bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.core.ReadBlocks(nil, blocks)
+}
+
 // params counts a call's parameters in the histograms.
 func (r *rank) params(c *call) {
 	r.mu.Lock()
@@ -189,7 +213,9 @@ func (r *rank) params(c *call) {
 func (r *rank) snapshot() snapshot {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	s := snapshot{engine: r.label, stats: r.core.Stats(), meters: r.meters}
+	s := snapshot{
+		engine: r.label, stats: r.core.Stats(), meters: r.meters, transfer: r.exchange.snapshot(),
+	}
 	for k := range s.meters.h {
 		s.meters.h[k].counts = append([]uint64(nil), s.meters.h[k].counts...)
 	}

@@ -365,6 +365,7 @@ func (s api) metrics() []byte {
 	g.b = append(g.b, '\n')
 	g.gauges(snaps, s.faults.is(ModeKVSleep))
 	g.counters(snaps)
+	g.transfer(snaps)
 	g.histograms(snaps)
 	g.config(s.Server, snaps)
 	return g.b

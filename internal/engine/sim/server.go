@@ -58,11 +58,13 @@ type Server struct {
 	stopping atomic.Bool
 	dead     atomic.Bool
 
-	http   *http.Server
-	gate   *gate
-	link   *link
-	cancel context.CancelFunc
-	wg     sync.WaitGroup
+	http *http.Server
+	gate *gate
+	link *link
+	// nil: decode engines do not find this one by a server
+	bootstrap *bootstrap
+	cancel    context.CancelFunc
+	wg        sync.WaitGroup
 
 	end     serverEnd
 	headers struct{ server, vary, json []string } // shared by all answers
@@ -83,6 +85,8 @@ func New(cfg Config) (*Server, error) {
 	}
 	cfg.Model.Lockstep = cfg.lockstep()
 	cfg.Model.BlockEvents = cfg.KVEvents.active()
+	cfg.Model.Transfer = cfg.Transfer.active()
+	cfg.Model.Lease, cfg.Model.Recompute = cfg.Transfer.lease(), cfg.Transfer.Recompute
 	s := &Server{
 		cfg: cfg, set: cfg.settings(), log: cfg.logger(), active: newInflight(), started: time.Now(),
 	}
@@ -99,6 +103,9 @@ func New(cfg Config) (*Server, error) {
 			if r.kv, err = newKVPublisher(&s.cfg, max(i, cfg.DPRank), &s.faults); err != nil {
 				return nil, err
 			}
+		}
+		if cfg.Transfer.active() {
+			r.exchange = newExchange(s, r, max(i, cfg.DPRank))
 		}
 		s.ranks = append(s.ranks, r)
 	}
@@ -135,20 +142,28 @@ func (s *Server) Listen(ctx context.Context) error {
 	again := context.WithoutCancel(ctx) // the engine outlives its start
 	s.gate = newGate(inner, func() (net.Listener, error) { return s.cfg.listen(again, addr) })
 	s.begin(again)
-	return nil
+	return registerRanks(ctx, s)
 }
 
-// openKV opens the event sockets before the port, so that they exist when a client asks for them.
-func (s *Server) openKV(ctx context.Context) error {
+// openKV opens the sockets of events and transfers before the port, so that they exist when a client asks for
+// them.
+func (s *Server) openKV(ctx context.Context) (err error) {
 	for _, r := range s.ranks {
-		if r.kv == nil {
-			continue
+		if r.kv != nil {
+			if err := r.kv.open(ctx); err != nil {
+				return err
+			}
 		}
-		if err := r.kv.open(ctx); err != nil {
-			return err
+		if r.exchange != nil {
+			if err := r.exchange.open(ctx); err != nil {
+				return err
+			}
 		}
 	}
-	return nil
+	if s.cfg.Transfer.hasBootstrap(s.cfg.DPRank) {
+		s.bootstrap, err = openBootstrap(ctx, s)
+	}
+	return err
 }
 
 func (s *Server) closeKV() {
@@ -156,6 +171,12 @@ func (s *Server) closeKV() {
 		if r.kv != nil {
 			r.kv.close()
 		}
+		if r.exchange != nil {
+			r.exchange.close()
+		}
+	}
+	if s.bootstrap != nil {
+		s.bootstrap.close()
 	}
 }
 

@@ -1,0 +1,330 @@
+package sim
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"sync"
+	"time"
+
+	em "github.com/dpserve/dpserve/internal/enginemodel"
+)
+
+// legs are the transfers of one call: what its prefill leg leaves behind, what its decode leg loads. The nil
+// legs are those of a call without parameters.
+type legs struct {
+	ex     *exchange
+	call   *call
+	params *legParams
+	loads  []*load
+	cancel context.CancelFunc
+	wg     sync.WaitGroup
+}
+
+// prepareLegs reads what the parameters of a call want of this engine. A role that the connector does not
+// allow ends the engine, as an assertion does in the real one.
+func prepareLegs(ex *exchange, c *call) *legs {
+	p := c.plan.params
+	if ex == nil {
+		return nil
+	}
+	l := &legs{ex: ex, call: c, params: p}
+	if c.plan.meeting != nil {
+		l.meet()
+		return l
+	}
+	if !p.wantsLease() && !p.wantsBlocks() {
+		return nil
+	}
+	set := &ex.cfg.Transfer
+	if set.Connector == ConnectorMooncake &&
+		(p.wantsLease() && set.Role == RoleConsumer || p.wantsBlocks() && set.Role == RoleProducer) {
+		ex.kill("the parameters are for another role than " + set.Role)
+		return nil
+	}
+	suffix := ""
+	for i := range c.choices {
+		if i%c.plan.n == 0 {
+			suffix = randomSuffix()
+		}
+		ch := &c.choices[i]
+		name := ch.engineName()
+		if p.wantsLease() && ex.faults.hit(ModeTransferNull) == nil {
+			l.keep(ch, name, suffix)
+		}
+		if p.wantsBlocks() && c.plan.promptLogprobs < 0 {
+			ch.req.Remote = true
+			ch.load = &load{ex: ex, req: &ch.req, params: p, name: name, need: make(chan int, 1)}
+			l.loads = append(l.loads, ch.load)
+		}
+	}
+	return l
+}
+
+// keep makes a sequence of a prefill leg leave its blocks behind.
+func (l *legs) keep(ch *choice, name, suffix string) {
+	switch l.ex.cfg.Transfer.Connector { //nolint:exhaustive // none and SGLang have no such parameters
+	case ConnectorNixlPush:
+		ch.offer = name
+	case ConnectorMooncake:
+		if ch.offer = l.params.text("transfer_id"); ch.offer == "" || ch.req.Ending != em.FinishLength {
+			ch.offer = "" // an answer that stops frees its blocks
+			return
+		}
+	}
+	ch.req.Lease = name + "-" + suffix
+}
+
+// start runs the loads beside the handler; end ends them.
+func (l *legs) start(ctx context.Context) {
+	if l == nil {
+		return
+	}
+	if len(l.loads) == 0 && l.params.wantsBlocks() { // prompt_logprobs needs every token: nothing is read
+		l.ex.release(ctx, l.params)
+	}
+	ctx, l.cancel = context.WithCancel(ctx)
+	for _, one := range l.loads {
+		l.wg.Go(func() { one.run(ctx) })
+	}
+}
+
+// end cancels what is still under way, and waits until the prefill engine was told.
+func (l *legs) end() {
+	if l == nil || l.cancel == nil {
+		return
+	}
+	l.cancel()
+	l.wg.Wait()
+}
+
+// answer is kv_transfer_params of the answer: those of the first prompt's last sequence.
+func (l *legs) answer() any {
+	if l == nil || !l.ex.cfg.Transfer.isNixl() {
+		return jsonNull
+	}
+	ch := &l.call.choices[l.call.plan.n-1]
+	if len(ch.kept) == 0 {
+		return jsonNull
+	}
+	cfg := l.ex.cfg
+	out := pullAnswer{
+		RemotePrefill: true, Blocks: [][]int32{ch.kept}, Engine: l.ex.id, Request: ch.req.Lease,
+		Host: cfg.sideHost(), Port: l.ex.side.port(), TP: cfg.TensorParallel, DCP: 1, PP: 1,
+		Tokens: ch.req.Computed(), Mode: cfg.Transfer.mode(), Cached: ch.req.Cached(),
+	}
+	if cfg.Transfer.Connector == ConnectorNixl {
+		out.Expiry = jsonNull
+	}
+	return &out
+}
+
+// cached is what usage tells for a decode leg in the place of the engine's own number: that of the prefill
+// engine.
+func (l *legs) cached(own int) int {
+	if l == nil || !l.params.wantsBlocks() {
+		return own
+	}
+	if n := l.params.number("remote_prefill_cached_tokens"); n >= 0 {
+		return n
+	}
+	return own
+}
+
+// release tells a prefill engine that nobody will read the blocks of these parameters.
+func (e *exchange) release(ctx context.Context, p *legParams) {
+	if e == nil || !e.cfg.Transfer.isNixl() || p == nil || !p.wantsBlocks() ||
+		p.text("remote_request_id") == "" {
+		return
+	}
+	engine := p.text("remote_engine_id")
+	addr := e.peers.address(engine)
+	if addr == "" {
+		addr = p.address()
+	}
+	note := &sideMessage{Op: sideFree, Engine: engine, Request: p.text("remote_request_id")}
+	if err := e.peers.tell(context.WithoutCancel(ctx), addr, note); err != nil {
+		e.failed(true)
+	}
+}
+
+// load brings the KV of one prompt. It runs beside the handler of its request and ends before it does.
+type load struct {
+	ex     *exchange
+	req    *em.Request
+	params *legParams
+	name   string   // of the request inside the engine, without its suffix
+	need   chan int // the engine says how many blocks it wants; one slot, used once
+
+	room      uint64 // SGLang: where its halves meet,
+	prefill   int    // the rank of the prefill engine, -1 = not said,
+	bootstrap string // and the address of its bootstrap server
+
+	text string // of the error that a failed load ends its request with; written before the engine is told
+}
+
+// begin is called by the rank in its turn.
+func (l *load) begin(blocks int) {
+	select {
+	case l.need <- blocks:
+	default:
+	}
+}
+
+// How a load ends that brings nothing.
+var (
+	errKillsEngine = errors.New("the engine core ends by it")
+	errNeverComes  = errors.New("the blocks never come")
+)
+
+// run waits for the engine's turn, loads, and hands the result in. If the client leaves before, the prefill
+// engine is told at once.
+func (l *load) run(ctx context.Context) {
+	stop := l.heartbeats(ctx)
+	defer stop()
+	var need int
+	select {
+	case need = <-l.need:
+	case <-ctx.Done():
+		l.abandon(ctx)
+		return
+	}
+	kv, took, err := l.fetch(ctx, need)
+	switch {
+	case err == nil:
+		l.ex.received(need, took)
+		l.ex.rank.submit(em.Input{Kind: em.InputLoaded, Req: l.req, KV: kv})
+	case errors.Is(err, errKillsEngine):
+		l.ex.kill(err.Error())
+	case errors.Is(err, errNeverComes):
+		l.ex.log.Warn("the blocks of a request never come", "request", l.name, "cause", err.Error())
+		<-ctx.Done()
+		l.abandon(ctx)
+	case ctx.Err() != nil:
+		l.abandon(ctx)
+	default:
+		l.ex.failed(false)
+		l.text = cmp.Or(l.text, msgInternal)
+		l.ex.log.Error("kv transfer failed", "request", l.name, "error", err.Error())
+		l.ex.rank.submit(em.Input{Kind: em.InputLoadFailed, Req: l.req})
+	}
+}
+
+// abandon is for a client that left, or a request that the engine refused.
+func (l *load) abandon(ctx context.Context) {
+	if l.ex.cfg.Transfer.Connector != ConnectorNixl {
+		return
+	}
+	if name, bad := l.params.lacks(pullKeys()); bad && l.params.isTrue("remote_block_ids") {
+		l.ex.kill("KeyError: " + name)
+		return
+	}
+	l.ex.release(ctx, l.params)
+}
+
+// fetch is one transfer, by whatever way.
+func (l *load) fetch(ctx context.Context, need int) ([]em.BlockKV, float64, error) {
+	if l.ex.faults.hit(ModeTransferFail) != nil {
+		return nil, 0, errors.New(msgInjected)
+	}
+	switch l.ex.cfg.Transfer.Connector { //nolint:exhaustive // none has no parameters
+	case ConnectorNixlPush:
+		return l.awaitPush(ctx, need)
+	case ConnectorMooncake:
+		return l.awaitMooncake(ctx, need)
+	case ConnectorSGLang:
+		return l.awaitRoom(ctx, need)
+	}
+	return l.pull(ctx, need)
+}
+
+// pull is NIXL's reading: the block numbers of the parameters, at the engine that they name.
+func (l *load) pull(ctx context.Context, need int) ([]em.BlockKV, float64, error) {
+	p := l.params
+	if !p.isTrue("remote_block_ids") {
+		return nil, 0, because(errKillsEngine, "AssertionError: parameters without remote_block_ids")
+	}
+	if name, bad := p.lacks(pullKeys()); bad {
+		return nil, 0, because(errNeverComes, "parameters without "+name)
+	}
+	engine := p.text("remote_engine_id")
+	addr, err := l.ex.peers.reach(ctx, engine, p.address())
+	if err != nil {
+		return nil, 0, err
+	}
+	blocks, ok := p.blocks()
+	if !ok || len(blocks) < need {
+		return nil, 0, because(errKillsEngine,
+			"AssertionError: remote_block_ids have another form or are too few")
+	}
+	// too many are not noticed: the last ones are read
+	return l.ex.peers.read(ctx, addr, &sideMessage{
+		Op: sideRead, Engine: engine, Request: p.text("remote_request_id"), Blocks: blocks[len(blocks)-need:],
+	})
+}
+
+// awaitPush registers at the prefill engine, which writes the blocks when its own leg of the same name has
+// ended. Nothing bounds it.
+func (l *load) awaitPush(ctx context.Context, need int) ([]em.BlockKV, float64, error) {
+	p := l.params
+	if name, bad := p.lacks(pushKeys()); bad {
+		return nil, 0, because(errKillsEngine, "KeyError: "+name)
+	}
+	engine := p.text("remote_engine_id")
+	addr, err := l.ex.peers.reach(ctx, engine, p.address())
+	if err != nil {
+		return nil, 0, err
+	}
+	kv, took, err := l.ex.peers.read(ctx, addr, &sideMessage{
+		Op: sideRegister, Engine: engine, Request: l.name, Count: need,
+	})
+	if err != nil && !errors.Is(err, errRefused) {
+		err = because(errNeverComes, err.Error())
+	}
+	return kv, took, err
+}
+
+func because(kind error, cause string) error { return causedError{kind, cause} }
+
+// causedError is one of the kinds above with its cause.
+type causedError struct {
+	kind  error
+	cause string
+}
+
+func (e causedError) Error() string { return e.kind.Error() + ": " + e.cause }
+
+func (e causedError) Unwrap() error { return e.kind }
+
+// heartbeats tell a known prefill engine that the request still waits; the result stops them. There are none
+// before the two engines have met.
+func (l *load) heartbeats(ctx context.Context) (stop func()) {
+	if l.ex.cfg.Transfer.Connector != ConnectorNixl {
+		return func() {}
+	}
+	quit := make(chan struct{})
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		every := time.NewTicker(max(time.Millisecond, l.ex.cfg.Transfer.lease()/em.HeartbeatsPerLease))
+		defer every.Stop()
+		engine := l.params.text("remote_engine_id")
+		for {
+			select {
+			case <-every.C:
+			case <-quit:
+				return
+			case <-ctx.Done():
+				return
+			}
+			if addr := l.ex.peers.address(engine); addr != "" {
+				_ = l.ex.peers.tell(ctx, addr, &sideMessage{ // the transfer itself finds a dead engine
+					Op: sideBeat, Engine: engine, Request: l.params.text("remote_request_id"),
+				})
+			}
+		}
+	})
+	return func() {
+		close(quit)
+		wg.Wait()
+	}
+}
