@@ -58,8 +58,17 @@ type Group struct {
 	// attached engines: they need no slot, device or port, only a node that watches them
 	Attach bool
 	Pinned map[int]string // attach: rank → node
+	Other  OtherPool      // the other pool of the group's application
 
 	loose bool // the devices of a rank need not be consecutive: there is no other room
+}
+
+// OtherPool says how a group stands to the ranks of the other pool of its application. The zero value means that
+// their places do not matter.
+type OtherPool struct {
+	Name  string
+	Ranks map[string]int // by node
+	Apart bool           // never on a node with ranks of it; else on such nodes if there is room
 }
 
 // Seat is the place of a rank.
@@ -165,13 +174,22 @@ func (g *Group) describeRank() string {
 	if len(g.Labels) > 0 {
 		out += ", on nodes with " + labels(g.Labels)
 	}
+	if g.Other.Apart {
+		out += ", on nodes without ranks of " + g.Other.Name
+	}
 	return out
 }
 
+// isKeptOff reports whether the group must not have ranks on a node because the other pool has some there.
+func (g *Group) isKeptOff(node string) bool { return g.Other.Apart && g.Other.Ranks[node] > 0 }
+
 // describeFree is one node's line: what it has free, and for how many ranks of the group.
 func (p *pool) describeFree(g *Group) string {
-	if !p.matches(g) {
+	switch {
+	case !p.matches(g):
 		return fmt.Sprintf("node %s: labels do not match (%s)", p.ID, labels(p.Labels))
+	case g.isKeptOff(p.ID):
+		return fmt.Sprintf("node %s: has ranks of %s, which are kept apart", p.ID, g.Other.Name)
 	}
 	line := fmt.Sprintf("node %s: %d of %s free, %d of %s free", p.ID,
 		len(p.slots), count(p.Slots, "slot"), len(p.devices), count(len(p.Devices), "device"))
@@ -182,9 +200,10 @@ func (p *pool) describeFree(g *Group) string {
 }
 
 func (g *Group) chooseHint(ps pools) string {
-	devices, matched := false, false
+	devices, matched, keptOff := false, false, false
 	for _, p := range ps {
 		devices, matched = devices || len(p.Devices) > 0, matched || p.matches(g)
+		keptOff = keptOff || p.matches(g) && g.isKeptOff(p.ID)
 	}
 	if len(ps) > 0 && !matched {
 		return "no node has these labels: correct resources.labels, or start a node with them in --labels"
@@ -192,6 +211,9 @@ func (g *Group) chooseHint(ps pools) string {
 	if g.Devices > 0 && !devices {
 		return "no node offers devices: start nodes with --gpus, or run the file on the simulated engine " +
 			"with --engine sim"
+	}
+	if keptOff {
+		return "add nodes, or leave disaggregation.colocate: no out, so that both pools may share a node"
 	}
 	return "add nodes or slots, ask for fewer ranks, or delete an application"
 }

@@ -39,7 +39,22 @@ func drawGroup(t *rapid.T, id string) Group {
 	if rapid.IntRange(0, 3).Draw(t, "labels") == 0 {
 		g.Labels = map[string]string{"zone": "1"}
 	}
+	if rapid.IntRange(0, 3).Draw(t, "apart") == 0 {
+		g.Other = drawOther(t)
+		g.Other.Apart = true
+	}
 	return g
+}
+
+// drawOther puts ranks of another pool on some of the nodes.
+func drawOther(t *rapid.T) OtherPool {
+	out := OtherPool{Name: "other", Ranks: map[string]int{}}
+	for _, id := range []string{"a", "b", "c", "d"} {
+		if rapid.Bool().Draw(t, "other ranks") {
+			out.Ranks[id] = 1
+		}
+	}
+	return out
 }
 
 // checkPlacement is the dumb oracle: it walks over everything that was handed out.
@@ -102,7 +117,8 @@ func checkPlacement(t *rapid.T, nodes []Node, groups []Group, p Placement) {
 }
 
 func checkStrategy(t *rapid.T, g *Group, per map[string]int) {
-	for _, n := range per {
+	for node, n := range per {
+		require.False(t, g.Other.Apart && g.Other.Ranks[node] > 0, "%s has ranks of the other pool", node)
 		require.True(t, g.MaxRanksPerNode == 0 || n <= g.MaxRanksPerNode)
 		require.True(t, g.Strategy != StrictSpread || n == 1)
 	}
@@ -180,6 +196,32 @@ func TestAnyPlacementIsSound(t *testing.T) {
 		}
 		_, alone := Place(nodes, groups[:1])
 		require.Equal(t, possible(nodes, groups[0]), alone == nil)
+	})
+}
+
+// TestRanksGoBesideTheOtherPool: on its nodes if these have room for the whole group, else as without it.
+func TestRanksGoBesideTheOtherPool(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		nodes := drawNodes(t)
+		g := drawGroup(t, "g/0")
+		g.Other = OtherPool{}
+		without, err := Place(nodes, []Group{g})
+		beside := g
+		beside.Other = drawOther(t)
+		p, besideErr := Place(nodes, []Group{beside})
+		require.Equal(t, err == nil, besideErr == nil)
+		if err != nil {
+			return
+		}
+		only := slices.DeleteFunc(slices.Clone(nodes), func(n Node) bool { return beside.Other.Ranks[n.ID] == 0 })
+		want, onlyErr := Place(only, []Group{g})
+		strict := g.Devices < 2 // else devices that are not aligned are the last resort everywhere
+		switch {
+		case onlyErr == nil && strict:
+			require.Equal(t, want, p)
+		case onlyErr != nil:
+			require.Equal(t, without, p)
+		}
 	})
 }
 

@@ -184,6 +184,36 @@ func TestMaxRanksPerNodeAndHeldRanks(t *testing.T) {
 	}
 }
 
+func TestRanksBesideAndApartFromTheOtherPool(t *testing.T) {
+	nodes := []Node{slots("a", 4), slots("b", 8), slots("c", 2)}
+	g := group("pd.prefill/0", 2, Pack)
+	g.Other = OtherPool{Name: "pd.decode", Ranks: map[string]int{"b": 4}}
+	p, err := Place(nodes, []Group{g})
+	require.NoError(t, err)
+	assert.Equal(t, "b: 0@0 1@1", draw(p.Groups[0]), "beside them, although other nodes are tighter")
+	nodes[1].UsedSlots = count0(7)
+	p, err = Place(nodes, []Group{g})
+	require.NoError(t, err)
+	assert.Equal(t, "c: 0@0 1@1", draw(p.Groups[0]), "there is no room for all beside them")
+
+	g.Other.Apart = true
+	nodes[1].UsedSlots = nil
+	p, err = Place(nodes[:2], []Group{g})
+	require.NoError(t, err)
+	assert.Equal(t, "a: 0@0 1@1", draw(p.Groups[0]))
+	g.Other.Ranks["a"] = 1
+	_, err = Place(nodes[:2], []Group{g})
+	var e *problem.Error
+	require.ErrorAs(t, err, &e)
+	assert.Equal(t, "place pd.prefill/0: 0 of 2 ranks can be placed (PACK)", e.Message)
+	assert.Equal(t, []string{
+		"need: 2 ranks of 1 slot each, PACK, on nodes without ranks of pd.decode",
+		"node a: has ranks of pd.decode, which are kept apart",
+		"node b: has ranks of pd.decode, which are kept apart",
+	}, e.Details)
+	assert.Contains(t, e.Hint, "disaggregation.colocate")
+}
+
 func TestLabels(t *testing.T) {
 	h200, other := slots("a", 8), slots("b", 8)
 	h200.Labels = map[string]string{"accelerator": "H200", "zone": "1"}

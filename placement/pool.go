@@ -73,7 +73,7 @@ func (p *pool) matches(g *Group) bool {
 // capacityFor returns how many more ranks of g the node can take, by slots, devices, ports and
 // max_ranks_per_node.
 func (p *pool) capacityFor(g *Group) int {
-	if !p.matches(g) {
+	if !p.matches(g) || g.isKeptOff(p.ID) {
 		return 0
 	}
 	n := math.MaxInt32

@@ -32,8 +32,20 @@ func (ps pools) seatRanks(g *Group) ([]Seat, *shortage) {
 	return seats, nil
 }
 
-// chooseNodes deals the ranks to nodes by their capacity, and returns how many found a node.
+// chooseNodes deals the ranks to nodes by their capacity, and returns how many found a node. Ranks that
+// should be beside those of the other pool go to its nodes if these have room for all.
 func (ps pools) chooseNodes(g *Group) ([]*choice, int) {
+	if len(g.Other.Ranks) > 0 && !g.Other.Apart {
+		beside := slices.DeleteFunc(slices.Clone(ps), func(p *pool) bool { return g.Other.Ranks[p.ID] == 0 })
+		if choices, got := beside.dealTo(g); got == len(g.Ranks) {
+			return choices, got
+		}
+	}
+	return ps.dealTo(g)
+}
+
+// dealTo deals the ranks of a group to these nodes, and returns how many found a node.
+func (ps pools) dealTo(g *Group) ([]*choice, int) {
 	choices := make([]*choice, len(ps))
 	for i, p := range ps {
 		choices[i] = &choice{pool: p, fits: p.capacityFor(g)}

@@ -80,6 +80,9 @@ func launchSpec(a *app.Application, u *app.Unit) *app.Application {
 	l.RoutePrefix, l.Routing, l.Timeouts, l.Retries = "", app.Routing{}, app.Timeouts{}, app.Retries{}
 	l.MaxQueuedRequests, l.GracefulShutdownTimeout = 0, 0
 	l.NumReplicas, l.NumGroups = 0, 0
+	if a.Disaggregation != nil { // the ingresses decide about each request
+		l.Disaggregation = &app.Disaggregation{Transfer: a.Disaggregation.Transfer}
+	}
 	l.Model.Aliases = nil
 	l.Engine.KVEvents = app.KVEventsAuto // only its effect matters
 	if engine.WantsEvents(a) {

@@ -41,11 +41,19 @@ type rankEdit struct {
 	grace map[string]time.Duration // per removed unit; default: the application's grace
 }
 
-// Add attaches an engine, described like an item of engine.ranks. The rank gets the lowest free number.
+// Add attaches an engine, described like an item of engine.ranks, to the pool of its role. The rank gets the
+// lowest free number.
 func (r AttachedRanks) Add(ctx context.Context, name string, rank []byte) (RankChange, error) {
-	return r.change(ctx, name, func(a *app.Application, st *state.State) (rankEdit, error) {
-		parsed, err := app.ParseRank(rank, a.Engine.Family)
+	return r.change(ctx, name, func(pools []*app.Application, st *state.State) (rankEdit, error) {
+		parsed, err := app.ParseRank(rank, pools[0].Engine.Family, transferOf(pools[0]))
 		if err != nil {
+			return rankEdit{}, err
+		}
+		a, err := poolFor(pools, parsed.Role)
+		if err != nil {
+			return rankEdit{}, err
+		}
+		if err := checkOtherPool(st, a, &parsed); err != nil {
 			return rankEdit{}, err
 		}
 		next, n, err := a.WithRank(parsed, isNumberTaken(st, a.Name))
@@ -56,11 +64,48 @@ func (r AttachedRanks) Add(ctx context.Context, name string, rank []byte) (RankC
 	})
 }
 
+// transferOf returns the transfer of an application with two pools, "" for others.
+func transferOf(a *app.Application) string {
+	if a.Disaggregation == nil {
+		return ""
+	}
+	return a.Disaggregation.Transfer
+}
+
+// poolFor returns the pool that a rank of a role belongs to.
+func poolFor(pools []*app.Application, role string) (*app.Application, error) {
+	for _, a := range pools {
+		if a.Pool == "" || (a.Pool == app.PoolPrefill) == (role == app.RolePrefill) {
+			return a, nil
+		}
+	}
+	return nil, problem.New(problem.Conflict, "add a rank: a rank with role %s does not belong to %s", role,
+		pools[0].Name).
+		WithHint("name the application: dpserve ranks add %s URL --role prefill | decode", pools[0].AppName())
+}
+
+// checkOtherPool refuses an engine that the other pool of the application has attached.
+func checkOtherPool(st *state.State, a *app.Application, r *app.AttachRank) error {
+	other := st.Apps[a.OtherPool()]
+	if other == nil {
+		return nil
+	}
+	spec, err := other.Application()
+	if err != nil {
+		return fmt.Errorf("read the stored specification of %s: %w", other.Name, err)
+	}
+	return spec.CheckAttachable(r)
+}
+
 // Remove drains and detaches a rank. deadline is for its running streams; nil = the application's grace.
 func (r AttachedRanks) Remove(ctx context.Context, name string, rank app.RankRef,
 	deadline *time.Duration,
 ) (RankChange, error) {
-	return r.change(ctx, name, func(a *app.Application, _ *state.State) (rankEdit, error) {
+	return r.change(ctx, name, func(pools []*app.Application, _ *state.State) (rankEdit, error) {
+		a, err := poolWith(pools, rank)
+		if err != nil {
+			return rankEdit{}, err
+		}
 		next, gone, err := a.WithoutRank(rank)
 		if err != nil {
 			return rankEdit{}, err
@@ -73,10 +118,38 @@ func (r AttachedRanks) Remove(ctx context.Context, name string, rank app.RankRef
 	})
 }
 
+// poolWith returns the pool that has a rank. GROUP/RANK alone may be a rank of both.
+func poolWith(pools []*app.Application, rank app.RankRef) (*app.Application, error) {
+	if len(pools) == 1 {
+		return pools[0], nil
+	}
+	var have []*app.Application
+	var details []string
+	for _, a := range pools {
+		_, _, err := a.WithoutRank(rank)
+		if problem.CodeOf(err) != problem.NotFound {
+			have = append(have, a)
+		} else if p, ok := errors.AsType[*problem.Error](err); ok {
+			details = append(details, p.Details...)
+		}
+	}
+	user := pools[0].AppName()
+	switch len(have) {
+	case 0:
+		return nil, problem.New(problem.NotFound, "there is no rank %s in %s", rank, user).
+			WithHint("its ranks are listed below").WithDetails(details...)
+	case 1:
+		return have[0], nil
+	default:
+		return nil, problem.New(problem.InvalidArgument, "both pools of %s have a rank %s", user, rank).
+			WithHint("name the pool: dpserve ranks remove %s %s", pools[0].Name, rank)
+	}
+}
+
 // change stores a change of an application's ranks. Changes run one after another. If a deploy overtakes a
-// change, it is repeated on the new revision.
+// change, it is repeated on the new revision. edit gets the application, or its pools.
 func (r AttachedRanks) change(ctx context.Context, name string,
-	edit func(*app.Application, *state.State) (rankEdit, error),
+	edit func([]*app.Application, *state.State) (rankEdit, error),
 ) (RankChange, error) {
 	done, err := r.Controller.Turn(ctx)
 	if err != nil {
@@ -86,17 +159,17 @@ func (r AttachedRanks) change(ctx context.Context, name string,
 	var stale error
 	for range maxRankChangeAttempts {
 		st := r.Controller.cfg.Store.State()
-		a, revision, err := findAttachedApp(st, name)
+		pools, err := findAttached(st, name)
 		if err != nil {
 			return RankChange{}, err
 		}
-		c, err := edit(a, st)
+		c, err := edit(pools, st)
 		if err != nil {
 			return RankChange{}, err
 		}
-		res, err := r.Controller.Reshape(ctx, c.app, revision, c.grace)
+		res, err := r.Controller.Reshape(ctx, c.app, st.Apps[c.app.Name].Revision, c.grace)
 		if err == nil {
-			c.reply.Revision = res.Apps[a.Name]
+			c.reply.Revision = res.Apps[c.app.Name]
 			return c.reply, nil
 		}
 		if stale = err; !errors.Is(err, state.ErrStaleRevision) {
@@ -107,16 +180,18 @@ func (r AttachedRanks) change(ctx context.Context, name string,
 		maxRankChangeAttempts, stale).WithHint("try again")
 }
 
-// AttachedURLs lists the URLs of an application's engines in rank order, each once.
+// AttachedURLs lists the URLs of an application's engines in rank order, prefill ranks first, each once.
 func AttachedURLs(st *state.State, name string) ([]string, error) {
-	a, _, err := findAttachedApp(st, name)
+	pools, err := findAttached(st, name)
 	if err != nil {
 		return nil, err
 	}
 	var out []string
-	for _, r := range attached(a) {
-		if !slices.Contains(out, r.URL) {
-			out = append(out, r.URL)
+	for _, a := range pools {
+		for _, r := range attached(a) {
+			if !slices.Contains(out, r.URL) {
+				out = append(out, r.URL)
+			}
 		}
 	}
 	return out, nil
@@ -142,38 +217,64 @@ func attached(a *app.Application) iter.Seq2[rankPlace, *app.AttachRank] {
 	}
 }
 
-// findAttachedApp returns a stored application with its revision. An empty name selects the only application
+// findAttached returns a stored application: one, or its two pools. An empty name selects the only application
 // of kind attach.
-func findAttachedApp(st *state.State, name string) (*app.Application, uint64, error) {
-	if name != "" {
-		s := st.Apps[name]
-		if s == nil {
-			return nil, 0, state.UnknownApp(name, slices.Sorted(maps.Keys(st.Apps)))
+func findAttached(st *state.State, name string) ([]*app.Application, error) {
+	if name == "" {
+		var err error
+		if name, err = onlyAttached(st); err != nil {
+			return nil, err
 		}
+	}
+	found := st.Find(name)
+	if len(found) > 1 { // what the application was before it had pools ends
+		found = slices.DeleteFunc(found, func(s *state.App) bool { return s.Deleting })
+	}
+	if len(found) == 0 {
+		return nil, state.UnknownApp(name, userNames(st))
+	}
+	var out []*app.Application
+	for _, s := range found {
 		a, err := s.Application()
 		if err != nil {
-			err = fmt.Errorf("read the stored specification of %s: %w", name, err)
+			return nil, fmt.Errorf("read the stored specification of %s: %w", s.Name, err)
 		}
-		return a, s.Revision, err
+		out = append(out, a)
 	}
-	var found []*app.Application
-	var names []string
-	for _, n := range slices.Sorted(maps.Keys(st.Apps)) {
-		a, err := st.Apps[n].Application()
-		if err == nil && a.Engine.Kind == app.KindAttach && !st.Apps[n].Deleting {
-			found, names = append(found, a), append(names, n)
+	return out, nil
+}
+
+// userNames lists the applications by the names that users know.
+func userNames(st *state.State) []string {
+	names := map[string]bool{}
+	for n := range st.Apps {
+		user, _ := app.SplitPool(n)
+		names[user] = true
+	}
+	return slices.Sorted(maps.Keys(names))
+}
+
+// onlyAttached returns the name of the only application of kind attach.
+func onlyAttached(st *state.State) (string, error) {
+	var found []string
+	for _, user := range userNames(st) {
+		if slices.ContainsFunc(st.Find(user), func(s *state.App) bool {
+			a, err := s.Application()
+			return err == nil && a.Engine.Kind == app.KindAttach && !s.Deleting
+		}) {
+			found = append(found, user)
 		}
 	}
 	switch len(found) {
 	case 0:
-		return nil, 0, problem.New(problem.NotFound, "there is no application of kind attach").
+		return "", problem.New(problem.NotFound, "there is no application of kind attach").
 			WithHint("deploy one with its first engine: `dpserve up --attach http://HOST:PORT`")
 	case 1:
-		return found[0], st.Apps[names[0]].Revision, nil
+		return found[0], nil
 	default:
-		return nil, 0, problem.New(problem.InvalidArgument, "there are %d applications of kind attach",
+		return "", problem.New(problem.InvalidArgument, "there are %d applications of kind attach",
 			len(found)).
-			WithHint("name one with app=: %s", strings.Join(names, ", "))
+			WithHint("name one with app=: %s", strings.Join(found, ", "))
 	}
 }
 

@@ -27,6 +27,7 @@ func DeployChanges(ctx context.Context, c *Controller, apps []*app.Application, 
 		return state.Result{}, nil, err
 	}
 	r, err := c.Deploy(ctx, apps, expect, prune, partial)
+	r.Apps = foldRevisions(r.Apps)
 	return r, changes, err
 }
 
@@ -41,21 +42,27 @@ func expectedRevisions(st *state.State, apps []*app.Application, seen *uint64) (
 			*seen, st.Revision).WithHint("plan against this cluster again")
 	}
 	out := map[string]uint64{}
+	names := formerNames(st, apps)
 	for _, a := range apps {
-		out[a.Name] = 0
-		if now := st.Apps[a.Name]; now != nil {
+		names = append(names, a.Name)
+	}
+	for _, name := range names {
+		out[name] = 0
+		if now := st.Apps[name]; now != nil {
 			if now.ChangedAt > *seen {
+				user, _ := app.SplitPool(name)
 				return nil, problem.New(problem.Conflict,
-					"app %s has changed at revision %d, after the %d you saw", a.Name, now.ChangedAt, *seen).
-					WithHint("look at `dpserve status %s`, then deploy again", a.Name)
+					"app %s has changed at revision %d, after the %d you saw", user, now.ChangedAt, *seen).
+					WithHint("look at `dpserve status %s`, then deploy again", user)
 			}
-			out[a.Name] = now.Revision
+			out[name] = now.Revision
 		}
 	}
 	return out, nil
 }
 
-// appChanges returns what a deploy does to each app, listed ones in their order, then deleted ones by name.
+// appChanges returns what a deploy does to each app, listed ones in their order, then deleted ones by name. The
+// pools of an application are one.
 func appChanges(st *state.State, apps []*app.Application, prune bool) ([]client.Change, error) {
 	var out []client.Change
 	listed := map[string]bool{}
@@ -70,14 +77,15 @@ func appChanges(st *state.State, apps []*app.Application, prune bool) ([]client.
 		c.Gone = removedRanks(st.Apps[a.Name], a)
 		out = append(out, c)
 	}
+	ended := formerNames(st, apps)
 	for _, name := range slices.Sorted(maps.Keys(st.Apps)) {
-		if prune && !listed[name] {
+		if prune && !listed[name] || slices.Contains(ended, name) {
 			c := client.Change{App: name, Impact: deletionOf(st.Apps[name])}
 			c.Action, _ = summaryOf(&c.Impact)
 			out = append(out, c)
 		}
 	}
-	return out, nil
+	return foldChanges(out), nil
 }
 
 // removedRanks lists the attached ranks that a deploy ends because it does not list their engines, for

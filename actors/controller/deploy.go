@@ -94,7 +94,7 @@ func (c *Controller) Deploy(ctx context.Context, apps []*app.Application, expect
 			return state.Result{}, err
 		}
 	}
-	put := &state.PutApps{Expect: expect, Prune: prune}
+	put := &state.PutApps{Expect: expect, Prune: prune, End: formerNames(c.cfg.Store.State(), apps)}
 	names := make([]string, 0, len(apps))
 	for _, a := range apps {
 		spec, err := encodeSpec(a)
@@ -120,18 +120,28 @@ func (c *Controller) planningState() *state.State {
 	return c.core.withStoppingAsDraining(s)
 }
 
-// encodeSpec is an application as the state stores it.
+// encodeSpec is an application as the state stores it. No request is for a prefill pool: it serves no model
+// and has no route.
 func encodeSpec(a *app.Application) (state.AppSpec, error) {
 	spec, err := json.Marshal(a)
 	if err != nil {
 		return state.AppSpec{}, problem.New(problem.Internal, "deploy %s: %w", a.Name, err)
 	}
-	return state.AppSpec{Name: a.Name, Spec: spec, Names: a.Model.ServedNames(), Route: a.RoutePrefix}, nil
+	out := state.AppSpec{Name: a.Name, Spec: spec}
+	if a.Pool != app.PoolPrefill {
+		out.Names, out.Route = a.Model.ServedNames(), a.RoutePrefix
+	}
+	return out, nil
 }
 
-// Delete ends an application: its units drain and stop, then it is forgotten. A second call changes nothing.
+// Delete ends an application with all of its pools: its units drain and stop, then it is forgotten. A second
+// call changes nothing.
 func (c *Controller) Delete(ctx context.Context, name string) (state.Result, error) {
-	r, err := c.cfg.Proposer.Propose(ctx, state.Command{DeleteApp: &state.DeleteApp{Name: name}})
+	cmd, err := deletion(c.cfg.Store.State(), name)
+	if err != nil {
+		return state.Result{}, err
+	}
+	r, err := c.cfg.Proposer.Propose(ctx, cmd)
 	if err != nil {
 		return r, err
 	}

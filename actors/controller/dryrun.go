@@ -18,7 +18,7 @@ func CheckRunnable(apps []*app.Application) error {
 	for _, a := range apps {
 		if !a.Engine.Kind.Runs() {
 			return problem.New(problem.Unplaceable,
-				"%s: this version cannot start engines of kind %s", a.Name, a.Engine.Kind).
+				"%s: this version cannot start engines of kind %s", a.AppName(), a.Engine.Kind).
 				WithHint("--engine sim runs the file on the simulated engine, " +
 					"and kind: attach serves engines that run already")
 		}
@@ -48,7 +48,11 @@ type dryRunner struct {
 	free      *rankassigner.Inventory
 	deployed  map[string]*application // apps of the deploy
 	remaining map[string]*application // apps that stay as they are
+	placed    map[string]nodeCounts   // by app: where its ranks are, or will be
 }
+
+// nodeCounts counts ranks by node.
+type nodeCounts map[string]int
 
 // groupOutcome is the computed placement of one group.
 type groupOutcome struct {
@@ -63,7 +67,9 @@ func newDryRunner(s *state.State, apps []*app.Application, prune bool) (*dryRunn
 	d := &dryRunner{
 		state: s, free: rankassigner.NewInventory(s, rankassigner.UsableNodes(s)),
 		deployed: map[string]*application{}, remaining: map[string]*application{},
+		placed: map[string]nodeCounts{},
 	}
+	ended := formerNames(s, apps)
 	for _, a := range apps {
 		next, err := wantedApp(a)
 		if err != nil {
@@ -72,7 +78,7 @@ func newDryRunner(s *state.State, apps []*app.Application, prune bool) (*dryRunn
 		d.deployed[a.Name] = next
 	}
 	for name, a := range s.Apps {
-		if d.deployed[name] == nil && !a.Deleting && !prune {
+		if d.deployed[name] == nil && !a.Deleting && !prune && !slices.Contains(ended, name) {
 			d.remaining[name] = readApp(a)
 		}
 	}
@@ -95,7 +101,7 @@ func (d *dryRunner) reserveRunning(apps map[string]*application) {
 		a := apps[name]
 		for i := range a.units {
 			if id := a.units[i].ID; d.keepsRunning(a, id) {
-				d.free.Use(d.state.Units[id].Ranks, d.state.Units[id].Blocks)
+				d.use(name, d.state.Units[id].Ranks, d.state.Units[id].Blocks)
 			}
 		}
 	}
@@ -110,13 +116,24 @@ func (d *dryRunner) placeApp(a *application) map[int]*groupOutcome {
 	}
 	for group := range a.spec.NumGroups {
 		if g := d.group(a, group); len(g.Ranks) > 0 {
-			out[group] = d.placeGroup(&g)
+			out[group] = d.placeGroup(a.name, &g)
 		}
 	}
 	return out
 }
 
-func (d *dryRunner) placeGroup(g *placement.Group) *groupOutcome {
+// use marks the seats and ports of an application's ranks as used.
+func (d *dryRunner) use(name string, ranks []state.RankGrant, blocks []state.Block) {
+	d.free.Use(ranks, blocks)
+	if d.placed[name] == nil {
+		d.placed[name] = nodeCounts{}
+	}
+	for i := range ranks {
+		d.placed[name][ranks[i].Node]++
+	}
+}
+
+func (d *dryRunner) placeGroup(name string, g *placement.Group) *groupOutcome {
 	out := &groupOutcome{seats: map[int]state.RankGrant{}}
 	placed, err := d.free.Place(g)
 	if err != nil {
@@ -125,7 +142,7 @@ func (d *dryRunner) placeGroup(g *placement.Group) *groupOutcome {
 		return out
 	}
 	ranks, blocks := rankassigner.SeatsOf(g.Ranks, &placed)
-	d.free.Use(ranks, blocks)
+	d.use(name, ranks, blocks)
 	for _, r := range ranks {
 		out.seats[r.Rank] = r
 	}
@@ -181,6 +198,9 @@ func (d *dryRunner) occupant(a *application, u *app.Unit) placement.Occupant {
 
 func (d *dryRunner) group(a *application, group int) placement.Group {
 	g := rankassigner.GroupRequest(a.spec, group)
+	if g.Other.Name != "" {
+		g.Other.Ranks = d.placed[g.Other.Name]
+	}
 	for i := range a.units {
 		u := &a.units[i]
 		switch {

@@ -19,7 +19,7 @@ type planner struct {
 }
 
 func planOf(s *state.State, apps []*app.Application, prune bool) (client.Plan, error) {
-	put := &state.PutApps{Prune: prune}
+	put := &state.PutApps{Prune: prune, End: formerNames(s, apps)}
 	for _, a := range apps {
 		spec, err := encodeSpec(a)
 		if err != nil {
@@ -42,10 +42,9 @@ func planOf(s *state.State, apps []*app.Application, prune bool) (client.Plan, e
 	for _, a := range slices.SortedFunc(slices.Values(apps), compareNames) { // in the core's order
 		p.planApp(d.deployed[a.Name])
 	}
-	if prune {
-		p.planDeletions()
-	}
+	p.planDeletions(prune, put.End)
 	p.sumNodes()
+	p.plan.Apps = foldPlans(p.plan.Apps)
 	return p.plan, nil
 }
 
@@ -176,10 +175,11 @@ func seatsOf(ranks []state.RankGrant) []client.SeatPlan {
 	return out
 }
 
-// planDeletions plans the applications that the deploy does not list.
-func (p *planner) planDeletions() {
+// planDeletions plans the applications that end: with prune all that the deploy does not list, and those in
+// ended.
+func (p *planner) planDeletions(prune bool, ended []string) {
 	for _, name := range slices.Sorted(maps.Keys(p.state.Apps)) {
-		if p.deployed[name] != nil || p.state.Apps[name].Deleting {
+		if p.deployed[name] != nil || p.state.Apps[name].Deleting || !prune && !slices.Contains(ended, name) {
 			continue
 		}
 		out := client.AppPlan{

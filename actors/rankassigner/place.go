@@ -147,6 +147,7 @@ func (p *placer) request(part []state.UnitGrant) placement.Group {
 			g.Held[ranks[i].Node]++
 		}
 	}
+	p.addOtherPool(&g)
 	for i := range part {
 		if !p.canKeepSeats(&part[i]) {
 			g.Ranks = append(g.Ranks, p.numbers[part[i].Unit]...)
@@ -163,11 +164,42 @@ func (p *placer) request(part []state.UnitGrant) placement.Group {
 	return g
 }
 
+// addOtherPool adds where the ranks of the application's other pool are, or soon will be, if that matters.
+func (p *placer) addOtherPool(g *placement.Group) {
+	other := g.Other.Name
+	if other == "" {
+		return
+	}
+	add := func(ranks []state.RankGrant) {
+		for i := range ranks {
+			g.Other.Ranks[ranks[i].Node]++
+		}
+	}
+	for _, rec := range p.state.Units {
+		if rec.App == other && rec.Holds() {
+			add(rec.Ranks)
+		}
+	}
+	for _, grant := range p.others {
+		for i := range grant.Units {
+			if grant.App == other {
+				add(grant.Units[i].Ranks)
+			}
+		}
+	}
+	for i := range p.m.Reserved {
+		if strings.HasPrefix(p.m.Reserved[i].Unit, other+"/") {
+			add(p.m.Reserved[i].Ranks)
+		}
+	}
+}
+
 func containsUnit(us []state.UnitGrant, id string) bool {
 	return slices.ContainsFunc(us, func(u state.UnitGrant) bool { return u.Unit == id })
 }
 
-// GroupRequest is what placement must know of a group of an application, without ranks.
+// GroupRequest is what placement must know of a group of an application, without ranks, and without where the
+// ranks of its other pool are.
 func GroupRequest(a *app.Application, group int) placement.Group {
 	g := placement.Group{
 		ID: a.Name + "/" + strconv.Itoa(group), Lockstep: a.DataParallel.Coupling == app.Lockstep,
@@ -183,6 +215,11 @@ func GroupRequest(a *app.Application, group int) placement.Group {
 			}
 		}
 		return g
+	}
+	if d := a.Disaggregation; d != nil && d.Colocate != "" {
+		g.Other = placement.OtherPool{
+			Name: a.OtherPool(), Ranks: map[string]int{}, Apart: d.Colocate == app.ColocateNo,
+		}
 	}
 	g.Devices = a.Resources.GPUs
 	if a.Engine.Kind == app.KindSim || g.Devices == 0 {

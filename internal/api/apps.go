@@ -311,9 +311,9 @@ type eventReply struct {
 	client.Event
 }
 
-// writeEvent writes one server-sent event, if it is of app ("" = any).
-func writeEvent(w io.Writer, e *client.Event, app string) error {
-	if app != "" && app != e.App {
+// writeEvent writes one server-sent event, if it is of an application ("" = any) or of one of its pools.
+func writeEvent(w io.Writer, e *client.Event, name string) error {
+	if user, _ := app.SplitPool(e.App); name != "" && name != e.App && name != user {
 		return nil
 	}
 	data, err := json.Marshal(eventReply{envelope{client.APIVersion}, *e})

@@ -86,26 +86,6 @@ func diff(from, to *Application) []Diff {
 	return out
 }
 
-// FoldDiffs returns the differences of an application from those of its two pools. A difference that both
-// pools have is the application's; other paths begin with the pool.
-func FoldDiffs(prefill, decode []Diff) []Diff {
-	var out []Diff
-	for _, d := range prefill {
-		if !slices.Contains(decode, d) {
-			d.Path = PoolPrefill + "." + d.Path
-		}
-		out = append(out, d)
-	}
-	for _, d := range decode {
-		if !slices.Contains(prefill, d) {
-			d.Path = PoolDecode + "." + d.Path
-			out = append(out, d)
-		}
-	}
-	slices.SortFunc(out, func(a, b Diff) int { return strings.Compare(a.Path, b.Path) })
-	return out
-}
-
 // Lists whose items have names instead of indexes in differences.
 const (
 	pathArgs  = "engine.args"

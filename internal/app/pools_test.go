@@ -367,14 +367,3 @@ func TestPrintSharesWhatBothPoolsHave(t *testing.T) {
         policy: random
 `, string(f.Print()))
 }
-
-func TestFoldedDiffs(t *testing.T) {
-	t.Parallel()
-	both, one := Diff{Path: "engine.args.seed", Old: "1", New: "2"}, Diff{Path: "num_replicas", Old: "2", New: "3"}
-	other := Diff{Path: "num_replicas", Old: "4", New: "5"}
-	assert.Equal(t, []Diff{
-		{Path: "decode.num_replicas", Old: "4", New: "5"}, both,
-		{Path: "prefill.num_replicas", Old: "2", New: "3"},
-	}, FoldDiffs([]Diff{both, one}, []Diff{both, other}))
-	assert.Empty(t, FoldDiffs(nil, nil))
-}

@@ -67,7 +67,11 @@ func (a *draft) split() []*draft {
 	a.checkSides()
 	a.settleDisaggregation()
 	if a.Engine.Kind == KindAttach {
-		a.checkAttachedRanks(a.Disaggregation.Transfer)
+		transfer := a.Disaggregation.Transfer
+		if !a.isGood("disaggregation.transfer") {
+			transfer = ""
+		}
+		a.checkAttachedRanks(transfer)
 	}
 	return []*draft{a.pool(PoolPrefill, a.Prefill.written), a.pool(PoolDecode, a.Decode.written)}
 }
@@ -110,6 +114,11 @@ func (a *draft) readSide(written *cursor) {
 		s.Routing.Params = was.Routing.Params
 	}
 	a.setSide(&s)
+	for _, key := range []string{"family", "ranks"} {
+		if at := "engine." + key; a.Engine.Kind == KindAttach && a.d.has(a.path+"."+at) {
+			a.wrong(at, key+" stands in the application's engine", "write it there, each rank with its role")
+		}
+	}
 }
 
 // with returns the arguments with others over them: a flag that is set already gets the new value in its
@@ -174,15 +183,8 @@ func (a *draft) checkSides() {
 	}
 }
 
-// checkRoles checks the roles of attached ranks.
+// checkRoles refuses attached ranks that cannot answer.
 func (a *draft) checkRoles() {
-	for _, pool := range []string{PoolPrefill, PoolDecode} {
-		for _, key := range []string{"family", "ranks"} {
-			if at := pool + ".engine." + key; a.d.has(a.at(at)) {
-				a.wrong(at, key+" stands in the application's engine", "write it there, each rank with its role")
-			}
-		}
-	}
 	ranks := a.Engine.Ranks
 	if a.isSound("engine.ranks") && len(ranks) > 0 &&
 		!slices.ContainsFunc(ranks, func(r AttachRank) bool { return r.Role != RolePrefill }) {

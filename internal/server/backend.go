@@ -65,6 +65,12 @@ func (b *backend) Plan(_ context.Context, req client.DeployRequest) (client.Plan
 
 // Apps implements api.Backend.
 func (b *backend) Apps(ctx context.Context) ([]client.AppStatus, error) {
+	list, err := b.storedApps(ctx)
+	return controller.FoldStatuses(list), err
+}
+
+// storedApps returns the status of each stored application, which may be one of two pools.
+func (b *backend) storedApps(ctx context.Context) ([]client.AppStatus, error) {
 	l, err := b.n.requireLeader()
 	if err != nil {
 		return nil, err
@@ -139,10 +145,16 @@ func (b *backend) Workers(_ context.Context, name string) ([]string, error) {
 
 // App implements api.Backend.
 func (b *backend) App(ctx context.Context, name string) (client.AppStatus, error) {
-	list, err := b.Apps(ctx)
+	stored, err := b.storedApps(ctx)
 	if err != nil {
 		return client.AppStatus{}, err
 	}
+	if i := slices.IndexFunc(stored, func(a client.AppStatus) bool { return a.Name == name }); i >= 0 {
+		if _, pool := app.SplitPool(name); pool != "" {
+			return stored[i], nil
+		}
+	}
+	list := controller.FoldStatuses(stored)
 	names := make([]string, 0, len(list))
 	for i := range list {
 		if list[i].Name == name {

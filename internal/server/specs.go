@@ -19,13 +19,23 @@ func ParseApps(file string, text []byte) (*app.File, []app.Warning, error) {
 
 // ParseAppsOver is ParseApps with other defaults: those of base.
 func ParseAppsOver(base app.Application, file string, text []byte) (*app.File, []app.Warning, error) {
-	return app.Parse(base, file, text, routingRule)
+	return app.Parse(base, file, text, routingRule, decideRule)
 }
 
 // routingRule lets the policy check its own parameters.
 func routingRule(a *app.Application) (string, error) {
 	_, err := routing.New(a.Routing.Policy, a.Routing.Preset, a.Routing.Params)
 	return "routing.params", err
+}
+
+// decideRule lets the rule about pairs check when it uses a prefill rank.
+func decideRule(a *app.Application) (string, error) {
+	const path = "disaggregation.decide"
+	if a.Disaggregation == nil {
+		return path, nil
+	}
+	_, err := routing.ParsePairRule(a.Disaggregation.Decide)
+	return path, err
 }
 
 // appOf returns the current application of a name; nil if there is none that can be read.

@@ -39,6 +39,33 @@ func TestPolicyChecksItsParameters(t *testing.T) {
 	assert.Contains(t, err.Error(), `did you mean "prefer_local"`)
 }
 
+// The rule about pairs checks when it uses a prefill rank.
+func TestValidateReportsFaultsOfDecide(t *testing.T) {
+	for decide, want := range map[string]string{
+		"isl": "", "prefill-load": "", "uncached>=2048": "", "mex": "",
+		"islx": `app.yaml:7:30: applications[0].disaggregation.decide: unknown decider "islx"; hint: ` +
+			`did you mean "isl"?`,
+		"uncached>=0": "want a number of tokens from 1",
+	} {
+		_, _, err := ParseApps("app.yaml", []byte(`applications:
+  - name: pd
+    model: {id: m}
+    engine: {kind: sim}
+    prefill: {data_parallel: {dp_size: 2}}
+    decode: {data_parallel: {dp_size: 4}}
+    disaggregation: {decide: "`+decide+`"}
+`))
+		if want == "" {
+			require.NoError(t, err, decide)
+			continue
+		}
+		require.ErrorContains(t, err, want)
+		var faults app.Faults
+		require.ErrorAs(t, err, &faults)
+		assert.Len(t, faults, 1, "both pools have the same fault")
+	}
+}
+
 // A policy's complaint is a fault of the file, in the policy's own words.
 func TestValidateReportsFaultsOfThePolicy(t *testing.T) {
 	const at = "app.yaml:1:"

@@ -65,18 +65,18 @@ func alignPools(next map[string]*App, specs []AppSpec) {
 		if _, pool := app.SplitPool(name); pool == "" {
 			continue
 		}
-		for _, other := range namesOf(name)[1:] {
-			a, b := next[name], next[other]
-			if b != nil && !b.Deleting && b.Revision < a.Revision {
-				raised := *b
-				raised.Revision, raised.ChangedAt = a.Revision, a.ChangedAt
-				next[other] = &raised
-			}
-			if b != nil && !b.Deleting && b.Revision > a.Revision {
-				raised := *a
-				raised.Revision, raised.ChangedAt = b.Revision, b.ChangedAt
-				next[name] = &raised
-			}
+		pools := namesOf(name)[1:]
+		newer, older := next[pools[0]], next[pools[1]]
+		if newer == nil || older == nil || newer.Deleting || older.Deleting {
+			continue
+		}
+		if newer.Revision < older.Revision {
+			newer, older = older, newer
+		}
+		if newer.Revision > older.Revision {
+			raised := *older
+			raised.Revision, raised.ChangedAt = newer.Revision, newer.ChangedAt
+			next[older.Name] = &raised
 		}
 	}
 }

@@ -11,7 +11,7 @@ import (
 
 // pools are the two pools of the application pd, which serves the model m.
 func pools(prefill, decode string) []AppSpec {
-	p, d := spec("pd.prefill", prefill, []string{}...), spec("pd.decode", decode, "m")
+	p, d := spec("pd.prefill", prefill), spec("pd.decode", decode, "m")
 	p.Names, p.Route = nil, ""
 	return []AppSpec{p, d}
 }
