@@ -353,7 +353,7 @@ func TestAStormWouldSeeAWrongText(t *testing.T) {
 		kept := ask(prefill, p, map[string]any{"max_tokens": 1, "kv_transfer_params": map[string]any{
 			"do_remote_decode": true, "do_remote_prefill": false,
 		}})
-		require.NotEmpty(t, kept.Params)
+		require.Greater(t, len(kept.Params), len("null"), "%s: %v", kept.Params, prefill.Argv)
 		time.Sleep(stormLease)
 		for i := range s.prompts[1:] {
 			ask(prefill, &s.prompts[1+i], map[string]any{"max_tokens": 1})
