@@ -19,8 +19,8 @@
 //
 // Role pd compares six simulated ranks that do everything with the same six when two of them compute the
 // prompts of the other four, at the same load: traffics for which that pays, and traffics for which it does
-// not. Role pd-cpu measures what a request of two legs costs the gateway beside one of one leg, with the mocks
-// of the first role.
+// not. Role pd-cpu measures what a request of two legs costs the gateway beside one of one leg, with the
+// mocks of the first role.
 //
 //	go run ./test/bench -role pd -rounds 1 -traffic documents -policies apart
 //	go run ./test/bench -role pd-cpu

@@ -149,8 +149,8 @@ func (p *policyFlags) comparePools(ctx context.Context, bin string, rounds int) 
 		got := make([][]pdRun, len(rows))
 		for round := range rounds {
 			for i, r := range rows {
-				one, err := p.mix(ctx, bin, filepath.Join(dir, m.name+"-"+r.name+"-"+strconv.Itoa(round)), m, r,
-					round)
+				own := filepath.Join(dir, m.name+"-"+r.name+"-"+strconv.Itoa(round))
+				one, err := p.mix(ctx, bin, own, m, r, round)
 				if err != nil {
 					return fmt.Errorf("%s, %s: %w", m.name, r.name, err)
 				}
@@ -164,8 +164,9 @@ func (p *policyFlags) comparePools(ctx context.Context, bin string, rounds int) 
 }
 
 // mix measures one traffic on ranks that are used in one way.
-func (p *policyFlags) mix(ctx context.Context, bin, dir string, m mixture, r pools, round int) (pdRun, error) {
-	var out pdRun
+func (p *policyFlags) mix(ctx context.Context, bin, dir string, m mixture, r pools,
+	round int,
+) (out pdRun, err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	n, err := startNode(ctx, bin, dir)
 	if n != nil && n.cmd != nil {
@@ -220,7 +221,8 @@ func (m mixture) write(load float64, rows []pools, got [][]pdRun) {
 			size = fmt.Sprintf("sessions of %d turns, %d system prompts of %d tokens, %d tokens a message",
 				s.talk.Turns, s.talk.SystemPrompts, s.talk.SystemTokens, s.talk.TurnTokens)
 		}
-		fmt.Printf("%s: %.3g per second, %s, %d tokens an answer\n%-18s", s.name, s.rate*load, size, s.tokens, "")
+		fmt.Printf("%s: %.3g per second, %s, %d tokens an answer\n%-18s", s.name, s.rate*load, size,
+			s.tokens, "")
 		for _, f := range poolFigures() {
 			fmt.Printf("%14s", f.head)
 		}

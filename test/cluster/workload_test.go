@@ -26,8 +26,8 @@ type workload struct {
 	over      bool     // nobody changes anything any more
 }
 
-// shape is an application of the workload, as its clients last wanted it. An application of pairs is its prefill
-// pool, with the decode pool as its partner: the clients change both at once.
+// shape is an application of the workload, as its clients last wanted it. An application of pairs is its
+// prefill pool, with the decode pool as its partner: the clients change both at once.
 type shape struct {
 	name      string
 	pool      string // of an application of pairs

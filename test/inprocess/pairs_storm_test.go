@@ -36,9 +36,10 @@ const (
 	stormLease    = 40 * time.Second       // a lease, and what may prolong it
 )
 
-// TestPairsInAStorm: requests go through pairs of ranks while engines of both sides are killed, stand still and
-// are started again at random. No text is wrong, no engine ends because of what dpserve sends it, and nothing is
-// left over: no ticket, no request, no block that waits for a decode rank. The subtest is the seed.
+// TestPairsInAStorm: requests go through pairs of ranks while engines of both sides are killed, stand still
+// and are started again at random. No text is wrong, no engine ends because of what dpserve sends it, and
+// nothing is left over: no ticket, no request, no block that waits for a decode rank. The subtest is the
+// seed.
 func TestPairsInAStorm(t *testing.T) {
 	n := stormSeeds
 	if text := os.Getenv(stormsWanted); text != "" {
@@ -127,10 +128,8 @@ func newStorm(t *testing.T, seed uint64) *storm {
 // learn asks the engine that has no partner for all texts.
 func (s *storm) learn() {
 	for i := range stormPrompts {
-		p := stormPrompt{
-			text:   fmt.Sprint("prompt ", i, strings.Repeat(" "+strconv.Itoa(s.rand.IntN(1000)), 5+s.rand.IntN(300))),
-			tokens: 8 + s.rand.IntN(40),
-		}
+		words := strings.Repeat(" "+strconv.Itoa(s.rand.IntN(1000)), 5+s.rand.IntN(300))
+		p := stormPrompt{text: fmt.Sprint("prompt ", i, words), tokens: 8 + s.rand.IntN(40)}
 		st := s.ask(s.t.Context(), "plain", &p, true)
 		require.True(s.t, st.OK(), st)
 		p.want = st.Text
@@ -316,8 +315,8 @@ func (s *storm) held() error {
 			return err
 		}
 		if st.InFlight > 0 || st.Running > 0 || st.Waiting > 0 || st.UsedBlocks > 0 {
-			return fmt.Errorf("%s: %d in flight, %d running, %d waiting, %d blocks used", e, st.InFlight, st.Running,
-				st.Waiting, st.UsedBlocks)
+			return fmt.Errorf("%s: %d in flight, %d running, %d waiting, %d blocks used", e, st.InFlight,
+				st.Running, st.Waiting, st.UsedBlocks)
 		}
 	}
 	return nil
@@ -333,8 +332,9 @@ func (s *storm) dead() (out []string) {
 	return out
 }
 
-// TestAStormWouldSeeAWrongText: parameters that are used when their lease is over, and their blocks have another
-// prompt, give status 200 and a text that is not the right one, then and later. So the storm is able to see it.
+// TestAStormWouldSeeAWrongText: parameters that are used when their lease is over, and their blocks have
+// another prompt, give status 200 and a text that is not the right one, then and later. So the storm is able
+// to see it.
 func TestAStormWouldSeeAWrongText(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newStorm(t, 0)
@@ -368,7 +368,9 @@ func TestAStormWouldSeeAWrongText(t *testing.T) {
 // side is the first engine of a pool.
 func (s *storm) side(pool string) *harness.Engine {
 	all := s.engines()
-	i := slices.IndexFunc(all, func(e *harness.Engine) bool { return strings.HasPrefix(e.String(), pool+"/") })
+	i := slices.IndexFunc(all, func(e *harness.Engine) bool {
+		return strings.HasPrefix(e.String(), pool+"/")
+	})
 	require.NotEqual(s.t, -1, i, pool)
 	return all[i]
 }

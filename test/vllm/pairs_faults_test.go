@@ -23,7 +23,8 @@ func testTexts(t *testing.T, p *pairs) {
 	c.served(t, fmt.Sprintf("%d texts:", pairTexts))
 	assert.Equal(t, pairTexts, c.whole)
 	assert.Equal(t, pairTexts, c.remote, "decide: always")
-	t.Logf("prompt tokens of the decode engines: %.0f moved from a prefill engine, %.0f computed", before, own)
+	t.Logf("prompt tokens of the decode engines: %.0f moved from a prefill engine, %.0f computed", before,
+		own)
 	assert.Greater(t, before, 4*own, "blocks are moved")
 	t.Logf("pairs that answered: %v", c.ranks)
 	assert.Len(t, c.ranks, pairSides*pairSides, "every pair is used")

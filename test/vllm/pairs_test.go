@@ -140,8 +140,8 @@ func (p *pairs) app() string {
 `, pairApp, model)
 	for _, both := range [][]*rank{p.prefill, p.decode} {
 		for _, r := range both {
-			fmt.Fprintf(&b, "        - {url: %q, role: %s, kv_events: {bind: %q, replay: %q}}\n", "http://"+r.addr,
-				r.side.role, r.events, r.replay)
+			fmt.Fprintf(&b, "        - {url: %q, role: %s, kv_events: {bind: %q, replay: %q}}\n",
+				"http://"+r.addr, r.side.role, r.events, r.replay)
 		}
 	}
 	b.WriteString("    disaggregation: {transfer: nixl, decide: always, fallback: local}\n")
@@ -215,7 +215,8 @@ func (p *pairs) questions(n, words int) []*question {
 		rng := rand.New(rand.NewPCG(p.next, 7))
 		text := someWords(rng, words+3*rng.IntN(words))
 		q := &question{path: "/v1/completions", body: map[string]any{
-			"model": model, "max_tokens": pairTokens, "temperature": 0, "ignore_eos": true, "stream": i%2 == 1,
+			"model": model, "max_tokens": pairTokens, "temperature": 0, "ignore_eos": true,
+			"stream": i%2 == 1,
 		}}
 		if i%4 < 2 {
 			q.body["prompt"] = text
@@ -341,8 +342,9 @@ func (c *count) add(q *question, o outcome) {
 }
 
 func (c *count) String() string {
-	return fmt.Sprintf("%d texts right, %d wrong, %d refused, %d cut; prompt by a prefill rank %d, by the decode "+
-		"rank %d, by it as a fallback %d", c.whole, c.wrong, c.refused, c.cut, c.remote, c.local, c.fallback)
+	return fmt.Sprintf("%d texts right, %d wrong, %d refused, %d cut; prompt by a prefill rank %d, by the "+
+		"decode rank %d, by it as a fallback %d", c.whole, c.wrong, c.refused, c.cut, c.remote, c.local,
+		c.fallback)
 }
 
 // askAll sends all questions through dpserve, atOnce at a time.

@@ -105,7 +105,8 @@ func (r *rank) args() []string {
 func (r *rank) env(dir string) []string {
 	env := os.Environ()
 	if r.side != nil {
-		env = append(env, "VLLM_NIXL_SIDE_CHANNEL_HOST=127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT="+r.side.port)
+		env = append(env, "VLLM_NIXL_SIDE_CHANNEL_HOST=127.0.0.1",
+			"VLLM_NIXL_SIDE_CHANNEL_PORT="+r.side.port)
 	}
 	return append(env,
 		"VLLM_TARGET_DEVICE=cpu", "VLLM_CPU_KVCACHE_SPACE=1", "VLLM_CPU_OMP_THREADS_BIND=nobind",
@@ -188,8 +189,8 @@ func (r *rank) crash() {
 	}
 }
 
-// signalCore sends a signal to the engine's core process: SIGSTOP holds everything that it computes, while the
-// front goes on to take requests.
+// signalCore sends a signal to the engine's core process: SIGSTOP holds everything that it computes, while
+// the front goes on to take requests.
 func (r *rank) signalCore(sig syscall.Signal) {
 	r.t.Helper()
 	all := r.processes()
