@@ -47,7 +47,7 @@ func benchLoad(b *testing.B, body string, args ...string) {
 			r := bufio.NewReaderSize(conn, 64<<10)
 			buf := make([]byte, 64<<10)
 			for left.Add(-1) >= 0 {
-				n, err := exchange(conn, r, request, buf)
+				n, err := roundTrip(conn, r, request, buf)
 				if err != nil {
 					b.Error(err)
 					return
@@ -78,7 +78,7 @@ func (p *process) cpu(t testing.TB) float64 {
 	return float64(user+system) / 100 // clock ticks of Linux
 }
 
-func exchange(conn net.Conn, r *bufio.Reader, request string, buf []byte) (chunks int, err error) {
+func roundTrip(conn net.Conn, r *bufio.Reader, request string, buf []byte) (chunks int, err error) {
 	if _, err := io.WriteString(conn, request); err != nil {
 		return 0, err
 	}

@@ -1,0 +1,200 @@
+package sim
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+// prefillParams is what every caller sends in a prefill leg of NIXL.
+const prefillParams = `{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,` +
+	`"remote_block_ids":null,"remote_host":null,"remote_port":null}`
+
+// pairConfig is one side of a pair whose steps and transfers take no time.
+func pairConfig(role string) Config {
+	c := goldenConfig()
+	c.Model.Blocks = 128
+	c.Transfer.Connector, c.Transfer.Role = ConnectorNixl, role
+	c.Transfer.FirstContact, c.Transfer.HandshakeMax = 0, 500*time.Millisecond
+	c.Transfer.GBps = 1e6
+	return c
+}
+
+func startPair(t *testing.T, change ...func(*Config)) (p, d *Server) {
+	t.Helper()
+	sides := [2]*Server{}
+	for i, role := range []string{RoleProducer, RoleConsumer} {
+		c := pairConfig(role)
+		for _, f := range change {
+			f(&c)
+		}
+		sides[i] = start(t, c)
+	}
+	return sides[0], sides[1]
+}
+
+// words is a prompt of n tokens, the same for the same seed.
+func words(seed, n int) string {
+	return strings.Repeat(fmt.Sprintf("%03d ", seed), n)
+}
+
+func completionBody(prompt, more string) string {
+	return `{"prompt":` + string(mustMarshal(prompt)) + `,"max_tokens":24` + more + `}`
+}
+
+// legAnswer is what tests read of an answer.
+type legAnswer struct {
+	Choices []struct {
+		Text    string                   `json:"text"`
+		Message struct{ Content string } `json:"message"`
+		Finish  string                   `json:"finish_reason"`
+	} `json:"choices"`
+	Usage struct {
+		Prompt  int `json:"prompt_tokens"`
+		Details struct {
+			Cached int `json:"cached_tokens"`
+		} `json:"prompt_tokens_details"`
+	} `json:"usage"`
+	Params json.RawMessage `json:"kv_transfer_params"`
+}
+
+func readLeg(t testing.TB, body string) (a legAnswer) {
+	t.Helper()
+	require.NoError(t, json.Unmarshal([]byte(body), &a), body)
+	return a
+}
+
+// prefill sends a prefill leg and returns its parameters.
+func prefill(t testing.TB, p *Server, prompt string) string {
+	t.Helper()
+	status, body := ask(t, p, "/v1/completions", `{"prompt":`+string(mustMarshal(prompt))+
+		`,"max_tokens":1,"kv_transfer_params":`+prefillParams+`}`)
+	require.Equal(t, http.StatusOK, status, body)
+	a := readLeg(t, body)
+	require.NotEqual(t, "null", string(a.Params))
+	return string(a.Params)
+}
+
+// decode sends a decode leg with these parameters.
+func decode(t testing.TB, d *Server, prompt, params, more string) (int, string) {
+	t.Helper()
+	return ask(t, d, "/v1/completions", completionBody(prompt, `,"kv_transfer_params":`+params+more))
+}
+
+func textOf(t testing.TB, body string) string {
+	t.Helper()
+	return readLeg(t, body).Choices[0].Text
+}
+
+// unbroken is the text of an engine that does it all.
+func unbroken(t testing.TB, prompt string) string {
+	t.Helper()
+	s, err := startServer(t.Context(), goldenConfig())
+	require.NoError(t, err)
+	defer func() { assert.NoError(t, s.Close()) }()
+	_, body := ask(t, s, "/v1/completions", completionBody(prompt, ""))
+	return textOf(t, body)
+}
+
+// member replaces a member of parameters, or removes it if value is "".
+func member(t testing.TB, params, name, value string) string {
+	t.Helper()
+	var m map[string]json.RawMessage
+	require.NoError(t, json.Unmarshal([]byte(params), &m))
+	if delete(m, name); value != "" {
+		m[name] = json.RawMessage(value)
+	}
+	return string(mustMarshal(m))
+}
+
+func leasesEnd(t testing.TB, s *Server) {
+	t.Helper()
+	eventually(t, func() bool { return s.Stats().Leases == 0 && s.Stats().UsedBlocks == 0 })
+}
+
+func TestAPulledPromptGivesTheUnbrokenText(t *testing.T) {
+	p, d := startPair(t)
+	prompt := words(1, 46)
+	want := unbroken(t, prompt)
+	params := prefill(t, p, prompt)
+	assert.Equal(t, 1, p.Stats().Leases)
+	assert.Equal(t, 2, p.Stats().UsedBlocks)
+	status, body := decode(t, d, prompt, params, "")
+	require.Equal(t, http.StatusOK, status, body)
+	assert.Equal(t, want, textOf(t, body))
+	assert.Equal(t, "null", string(readLeg(t, body).Params))
+	leasesEnd(t, p)
+	assert.EqualValues(t, 46, d.Stats().LoadedTokens)
+	assert.Contains(t, get(t, d, "/metrics"), `source="external_kv_transfer"} 46.0`)
+	assert.Contains(t, get(t, d, "/metrics"), `nixl_xfer_time_seconds_count{engine="0",model_name="tiny"} 1.0`)
+	assert.Contains(t, get(t, d, "/metrics"), `source="p2p"} 46.0`)
+
+	_, stream := decode(t, d, prompt, prefill(t, p, prompt), `,"stream":true`)
+	assert.Equal(t, want, streamText(t, stream))
+	assert.EqualValues(t, 46+14, d.Stats().LoadedTokens, "one block was in its own cache")
+	assert.Zero(t, d.Stats().WrongAnswers)
+
+	chat := `{"messages":[{"role":"user","content":"` + prompt + `"}],"max_tokens":%d%s}`
+	_, plain := ask(t, d, "/v1/chat/completions", fmt.Sprintf(chat, 24, `,"cache_salt":"a"`))
+	_, first := ask(t, p, "/v1/chat/completions",
+		fmt.Sprintf(chat, 1, `,"return_token_ids":true,"kv_transfer_params":`+prefillParams))
+	a := readLeg(t, first)
+	assert.Regexp(t, `"remote_request_id":"chatcmpl-[0-9a-f]{16}-[0-9a-f]{8}"`, string(a.Params))
+	_, second := ask(t, d, "/v1/chat/completions",
+		fmt.Sprintf(chat, 24, `,"kv_transfer_params":`+string(a.Params)))
+	assert.Equal(t, readLeg(t, plain).Choices[0].Message, readLeg(t, second).Choices[0].Message)
+	leasesEnd(t, p)
+}
+
+func streamText(t testing.TB, body string) (text string) {
+	t.Helper()
+	for line := range strings.Lines(body) {
+		if data, ok := strings.CutPrefix(strings.TrimSpace(line), "data: "); ok && data != "[DONE]" {
+			for _, c := range readLeg(t, data).Choices {
+				text += c.Text
+			}
+		}
+	}
+	return text
+}
+
+// The text, the metric and the poisoned cache of PD's silent failure.
+func TestParametersThatAreLateGiveAWrongText(t *testing.T) {
+	p, d := startPair(t, func(c *Config) { c.DevMode = true })
+	prompt := words(1, 70)
+	want := unbroken(t, prompt)
+	require.NoError(t, p.Fail(Fault{Mode: ModeTransferLease, LeaseS: 0.05}))
+	params := prefill(t, p, prompt)
+	leasesEnd(t, p)
+	assert.Contains(t, get(t, p, "/metrics"), `nixl_num_kv_expired_reqs_total{engine="0",model_name="tiny"} 1.0`)
+	_, body := decode(t, d, prompt, params, `,"cache_salt":"luck"`)
+	assert.Equal(t, want, textOf(t, body), "the blocks were not reused yet")
+	eventually(t, func() bool {
+		return strings.Contains(get(t, p, "/metrics"),
+			`nixl_num_notifications_after_expiry_total{engine="0",model_name="tiny"} 1.0`)
+	})
+
+	for i := range 3 { // 3 x 64 blocks: the pool of 128 is written anew
+		_, _ = ask(t, p, "/v1/completions", completionBody(words(100+i, 1900), ""))
+	}
+	status, body := decode(t, d, prompt, params, "")
+	assert.Equal(t, http.StatusOK, status)
+	assert.NotEqual(t, want, textOf(t, body))
+	assert.Equal(t, "length", readLeg(t, body).Choices[0].Finish)
+	assert.EqualValues(t, 1, d.Stats().WrongAnswers)
+
+	_, plain := ask(t, d, "/v1/completions", completionBody(prompt, ""))
+	assert.Equal(t, 64, readLeg(t, plain).Usage.Details.Cached)
+	assert.NotEqual(t, want, textOf(t, plain), "the prefix cache holds the wrong blocks")
+	_, salted := ask(t, d, "/v1/completions", completionBody(prompt, `,"cache_salt":"b"`))
+	assert.Equal(t, want, textOf(t, salted))
+	_, _ = ask(t, d, "/reset_prefix_cache", "")
+	_, plain = ask(t, d, "/v1/completions", completionBody(prompt, ""))
+	assert.Equal(t, want, textOf(t, plain))
+}
