@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/app"
 )
 
 // Bounds of the logs of one rank.
@@ -163,8 +164,9 @@ func (s *logStore) read(q *LogQuery, seen map[*ring]uint64) ([]LogLine, <-chan s
 	defer s.mu.Unlock()
 	var out []LogLine
 	for _, r := range s.rings {
-		if q.App != "" && r.app != q.App || q.Unit != "" && r.key.unit != q.Unit || q.Rank >= 0 &&
-			r.key.rank != q.Rank {
+		user, _ := app.SplitPool(r.app)
+		if q.App != "" && q.App != r.app && q.App != user || q.Unit != "" && r.key.unit != q.Unit ||
+			q.Rank >= 0 && r.key.rank != q.Rank {
 			continue
 		}
 		from := max(seen[r], r.first) - r.first

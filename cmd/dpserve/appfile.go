@@ -85,11 +85,17 @@ func fileError(path string, err error) error {
 
 // names lists the file's applications in order.
 func (f *appFile) names() []string {
-	out := make([]string, len(f.apps))
-	for i, a := range f.apps {
-		out[i] = a.Name
+	var out []string
+	for _, a := range eachOnce(f.apps) {
+		out = append(out, a.AppName())
 	}
 	return out
+}
+
+// eachOnce lists each application once: of two pools, the decode pool.
+func eachOnce(apps []*app.Application) []*app.Application {
+	return slices.DeleteFunc(slices.Clone(apps),
+		func(a *app.Application) bool { return a.Pool == app.PoolPrefill })
 }
 
 // print returns the canonical text of the applications.
@@ -149,6 +155,10 @@ func simulateOne(a *app.Application) []string {
 	s.add(len(a.Resources.Labels) > 0, "resources.labels dropped")
 	args, dropped := simulatedArgs(a)
 	s.add(len(dropped) > 0, "engine.args dropped: %s", strings.Join(dropped, ", "))
+	if d := a.Disaggregation; d != nil {
+		s.add(d.Transfer != app.TransferSim, "disaggregation.transfer: %s → sim", d.Transfer)
+		d.Transfer = app.TransferSim
+	}
 	a.Engine = app.Engine{
 		Kind: app.KindSim, Args: args, KVEvents: a.Engine.KVEvents,
 		StartupTimeoutS: a.Engine.StartupTimeoutS, StallTimeoutS: a.Engine.StallTimeoutS,

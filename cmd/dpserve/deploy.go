@@ -213,14 +213,35 @@ func replacedError(a *client.AppStatus, want uint64) error {
 		WithHint("somebody else deployed it; `dpserve status %s` shows what runs now", a.Name)
 }
 
-// findApp returns the named application. The error lists the existing ones.
+// findApp returns the named application, or the named pool of one. The error lists the existing applications.
 func findApp(apps []client.AppStatus, name string) (client.AppStatus, error) {
 	var names []string
 	for _, a := range apps {
 		if a.Name == name {
 			return a, nil
 		}
+		for i := range a.Pools {
+			if a.Pools[i].Name == name {
+				return poolStatus(a, &a.Pools[i]), nil
+			}
+		}
 		names = append(names, a.Name)
 	}
 	return client.AppStatus{}, state.UnknownApp(name, names)
+}
+
+// poolStatus returns one pool of an application in the form of an application.
+func poolStatus(a client.AppStatus, p *client.PoolStatus) client.AppStatus {
+	a.Name, a.Status, a.Policy, a.Coupling, a.DPSize = p.Name, p.Status, p.Policy, p.Coupling, p.DPSize
+	a.Groups, a.Ready, a.Desired, a.Pools = p.Groups, p.Ready, p.Desired, nil
+	of := func(text string) bool { return strings.HasPrefix(text, p.Name+"/") }
+	a.Units = slices.DeleteFunc(slices.Clone(a.Units), func(u client.UnitStatus) bool { return !of(u.Unit) })
+	var lines []string
+	for line := range strings.Lines(a.Message) {
+		if of(line) {
+			lines = append(lines, line)
+		}
+	}
+	a.Message = strings.TrimSpace(strings.Join(lines, ""))
+	return a
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -138,7 +139,8 @@ func planSummary(p *client.Plan) []string {
 		for _, u := range a.Units {
 			ranks[effectOf(u.Effect, u.Action)] += len(u.Seats)
 		}
-		if len(a.Units) == 1 && effectOf(a.Units[0].Effect, a.Units[0].Action) == client.EffectRestart {
+		if serving := servingUnits(a); len(serving) == 1 &&
+			effectOf(serving[0].Effect, serving[0].Action) == client.EffectRestart {
 			outages = append(outages,
 				a.App+" has one unit alone: its requests wait, or are refused, until it has restarted")
 		}
@@ -146,6 +148,13 @@ func planSummary(p *client.Plan) []string {
 	return append([]string{fmt.Sprintf("ranks: %d to start, %d to restart, %d to end, %d not touched",
 		ranks[client.EffectCreate], ranks[client.EffectRestart], ranks[client.EffectDelete],
 		ranks[client.EffectUnchanged])}, outages...)
+}
+
+// servingUnits returns the units that an application's answers come from: all but those of a prefill pool.
+func servingUnits(a *client.AppPlan) []client.UnitPlan {
+	return slices.DeleteFunc(slices.Clone(a.Units), func(u client.UnitPlan) bool {
+		return strings.HasPrefix(u.Unit, app.PoolName(a.App, app.PoolPrefill)+"/")
+	})
 }
 
 // effectOf returns the effect that a node tells. A node of an earlier version tells only the action.

@@ -12,6 +12,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -50,8 +51,18 @@ type rankSpec struct {
 	URL        string    `json:"url"`
 	Addressing string    `json:"addressing,omitempty"`
 	Selector   *int      `json:"selector,omitempty"`
+	Role       string    `json:"role,omitempty"`
+	PD         *rankPD   `json:"pd,omitempty"`
 	Node       string    `json:"node,omitempty"`
 	KVEvents   *kvSocket `json:"kv_events,omitempty"`
+}
+
+// rankPD is the JSON form of the pd of a prefill rank.
+type rankPD struct {
+	EngineID    string `json:"engine_id,omitempty"`
+	SideChannel string `json:"side_channel,omitempty"`
+	TPSize      int    `json:"tp_size,omitempty"`
+	Bootstrap   string `json:"bootstrap,omitempty"`
 }
 
 type kvSocket struct {
@@ -63,6 +74,7 @@ type kvSocket struct {
 func newRanksAdd(e *env) *cobra.Command {
 	var spec rankSpec
 	var kv kvSocket
+	var pd rankPD
 	var selector int
 	w := &rankWait{timeout: rankAddTimeout}
 	cmd := &cobra.Command{
@@ -70,8 +82,10 @@ func newRanksAdd(e *env) *cobra.Command {
 		Short: "attach one more engine",
 		Long: `add attaches the engine at URL to an application of kind attach with independent ranks. It
 gets the lowest free rank number and is in routing as soon as it answers, which may be later: dpserve goes
-on asking.`,
+on asking. Of an application with prefill and decode ranks, --role says which pool it goes to, and the flags
+--pd-… what the transfer must know of a prefill rank.`,
 		Example: `  dpserve ranks add edge http://127.0.0.1:8102 --wait
+  dpserve ranks add pd http://127.0.0.1:8110 --role prefill
   dpserve ranks add edge http://127.0.0.1:8103 --kv-connect tcp://127.0.0.1:5557 ` +
 			"--kv-replay tcp://127.0.0.1:5558",
 		Args: requireArgs(2, "APP", "URL"),
@@ -80,6 +94,14 @@ on asking.`,
 	flags.StringVar(&spec.Addressing, "addressing", "",
 		"url, header or body: how a rank is named behind a url of several (default url)")
 	flags.IntVar(&selector, "selector", 0, "the `number` that is sent with --addressing header or body")
+	flags.StringVar(&spec.Role, "role", "", "both, prefill or decode: what the rank does (default both)")
+	flags.StringVar(&pd.Bootstrap, "pd-bootstrap", "",
+		"`http://HOST:PORT` of a prefill rank's bootstrap server (transfers mooncake and sglang)")
+	flags.StringVar(&pd.EngineID, "pd-engine-id", "", "`id` of a prefill rank's engine (transfer nixl-push)")
+	flags.StringVar(&pd.SideChannel, "pd-side-channel", "",
+		"`HOST:PORT` of a prefill rank's side channel (transfer nixl-push)")
+	flags.IntVar(&pd.TPSize, "pd-tp-size", 0,
+		"tensor parallel `size` of a prefill rank's engine (transfer nixl-push)")
 	flags.StringVar(&spec.Node, "node", "", "dpserve `node` that talks to the engine")
 	flags.StringVar(&kv.Connect, "kv-connect", "",
 		"`tcp://HOST:PORT` where the engine publishes its KV events")
@@ -95,6 +117,9 @@ on asking.`,
 		}
 		if flags.Changed("selector") {
 			spec.Selector = &selector
+		}
+		if pd != (rankPD{}) {
+			spec.PD = &pd
 		}
 		if kv != (kvSocket{}) {
 			spec.KVEvents = &kv
@@ -112,7 +137,8 @@ func newRanksRemove(e *env) *cobra.Command {
 		Short: "drain an engine and detach it",
 		Long: `remove takes a rank out of routing, lets its running streams end
 (graceful_shutdown_timeout_s, or --deadline) and detaches it. The engine itself is not ended, and the other
-ranks keep their numbers. Of several ranks behind one URL, name one as GROUP/RANK.`,
+ranks keep their numbers. Of several ranks behind one URL, name one as GROUP/RANK; if both pools of an
+application have it, APP is the pool, for example pd.prefill.`,
 		Example: `  dpserve ranks remove edge http://127.0.0.1:8100
   dpserve ranks remove edge 0/2 --deadline 30s --wait`,
 		Args: requireArgs(2, "APP", "URL|GROUP/RANK"),
@@ -183,15 +209,16 @@ func runRankRemove(ctx context.Context, e *env, name string, r client.RankRemova
 
 // rankPhase returns the phase of a rank, "" if the application does not list the rank.
 func rankPhase(a *client.AppStatus, c *client.RankChange) string {
-	for u := range a.Units {
-		for r := range a.Units[u].Ranks {
-			if k := &a.Units[u].Ranks[r]; k.Group == c.Group && k.Rank == c.Rank {
-				return k.Phase
-			}
+	for r := range allRanks([]client.AppStatus{*a}) {
+		if r.name() == rankName(c) {
+			return r.rank.Phase
 		}
 	}
 	return ""
 }
+
+// rankName returns APP/GROUP/RANK. Of a rank of a pool, APP is the pool's name.
+func rankName(c *client.RankChange) string { return fmt.Sprintf("%s/%d/%d", c.App, c.Group, c.Rank) }
 
 // changeRanks makes a change, waits for it with --wait, and prints it.
 func changeRanks(ctx context.Context, e *env, w *rankWait, verb string,
@@ -209,7 +236,7 @@ func changeRanks(ctx context.Context, e *env, w *rankWait, verb string,
 	if err != nil {
 		return err
 	}
-	printMessage(e.io.Err, "%s %s/%d/%d %s", verb, c.App, c.Group, c.Rank, describeEngine(&c))
+	printMessage(e.io.Err, "%s %s %s", verb, rankName(&c), describeEngine(&c))
 	if w.wait {
 		if err := awaitRank(ctx, e, cluster, w.timeout, &c, done); err != nil {
 			return err
@@ -231,23 +258,23 @@ func awaitRank(ctx context.Context, e *env, cluster admin, timeout time.Duration
 ) error {
 	waiting, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
-	err := newMonitor(e, cluster, e.screen()).pollUntil(waiting, []string{c.App},
+	name, _ := app.SplitPool(c.App)
+	err := newMonitor(e, cluster, e.screen()).pollUntil(waiting, []string{name},
 		func(apps []client.AppStatus) (bool, error) {
-			i := slices.IndexFunc(apps, func(a client.AppStatus) bool { return a.Name == c.App })
+			i := slices.IndexFunc(apps, func(a client.AppStatus) bool { return a.Name == name })
 			if i < 0 {
-				return true, problem.New(problem.Conflict, "%s was deleted meanwhile", c.App).
+				return true, problem.New(problem.Conflict, "%s was deleted meanwhile", name).
 					WithHint("deploy it again if that was not meant")
 			}
 			return apps[i].Revision >= c.Revision && done(&apps[i], c), nil
 		})
 	switch {
 	case errors.Is(err, errInterrupted):
-		printMessage(e.io.Err, "interrupted; the change goes on, watch it with `dpserve status %s -w`", c.App)
+		printMessage(e.io.Err, "interrupted; the change goes on, watch it with `dpserve status %s -w`", name)
 		return &silentError{code: exitInterrupted}
 	case errors.Is(err, context.DeadlineExceeded):
-		return problem.New(problem.Timeout, "%s/%d/%d is not there yet; the change goes on", c.App,
-			c.Group, c.Rank).
-			WithHint("watch it with `dpserve status %s -w`", c.App)
+		return problem.New(problem.Timeout, "%s is not there yet; the change goes on", rankName(c)).
+			WithHint("watch it with `dpserve status %s -w`", name)
 	}
 	return err
 }
@@ -259,7 +286,7 @@ type rankDocument struct {
 }
 
 func rankListing(c *client.RankChange) *listing {
-	name := fmt.Sprintf("%s/%d/%d", c.App, c.Group, c.Rank)
+	name := rankName(c)
 	return &listing{
 		document: rankDocument{apiVersion, *c}, names: []string{name},
 		table: func(bool) []*table {

@@ -54,6 +54,9 @@ func (v statusView) apps(apps []client.AppStatus) *table {
 			t.notes = append(t.notes, v.messageLines(a)...)
 		}
 		t.add(row...)
+		for j := range a.Pools {
+			t.add(v.pool(&a.Pools[j])...)
+		}
 		if line := summarizeRanks(a, min(v.width-1, summaryWidth)); line != "" {
 			t.notes = append(t.notes, line)
 		}
@@ -64,13 +67,27 @@ func (v statusView) apps(apps []client.AppStatus) *table {
 	return t
 }
 
+// pool returns the row of a pool, under that of its application.
+func (v statusView) pool(p *client.PoolStatus) []cell {
+	row := cells("  "+p.Pool, p.Status, fmt.Sprintf("%d/%d", p.Ready, p.Desired), strconv.Itoa(p.Groups), "", "",
+		p.Policy, "")
+	row[1].color = statusColor(p.Status)
+	if v.wide {
+		row = append(row, cells("", p.Coupling)...)
+	}
+	if v.wide || !v.relative {
+		row = append(row, cell{})
+	}
+	return row
+}
+
 // messageLines returns what an application's message says and the reasons of its ranks do not, one fact and
 // one hint per line, wrapped.
 func (v statusView) messageLines(a *client.AppStatus) []string {
 	said := map[string]bool{}
 	for i := range a.Units {
 		u := &a.Units[i]
-		if why := joinLines(u.Reason); !isPlacementReason(a.Name, why) {
+		if why := joinLines(u.Reason); !isPlacementReason(rankRow{app: a, unit: u}.pool(), why) {
 			said[u.Unit+" is "+u.Phase+": "+why] = true
 		}
 	}
@@ -106,7 +123,8 @@ func summarizeRanks(a *client.AppStatus, width int) string {
 		if names[r.rank.Phase] == nil {
 			phases = append(phases, r.rank.Phase)
 		}
-		names[r.rank.Phase] = append(names[r.rank.Phase], fmt.Sprintf("%d/%d", r.rank.Group, r.rank.Rank))
+		name := strings.TrimPrefix(r.name(), a.Name)
+		names[r.rank.Phase] = append(names[r.rank.Phase], strings.TrimLeft(name, "./"))
 	}
 	if total < 2 {
 		return ""
@@ -340,9 +358,15 @@ func onlyUnhealthy(apps []client.AppStatus) []client.AppStatus {
 // isReady reports whether a rank serves and its answers do not fail.
 func (r rankRow) isReady() bool { return r.rank.Phase == string(state.Ready) && !r.rank.Tripped }
 
-// name returns APP/GROUP/RANK, the form that logs takes.
+// name returns APP/GROUP/RANK, the form that logs takes. Of a rank of a pool, APP is the pool's name.
 func (r rankRow) name() string {
-	return fmt.Sprintf("%s/%d/%d", r.app.Name, r.rank.Group, r.rank.Rank)
+	return fmt.Sprintf("%s/%d/%d", r.pool(), r.rank.Group, r.rank.Rank)
+}
+
+// pool returns the name of the rank's pool, that of the application if it has one pool.
+func (r rankRow) pool() string {
+	name, _, _ := strings.Cut(r.unit.Unit, "/")
+	return cmp.Or(name, r.app.Name)
 }
 
 // reason says why a rank is not ready, or what it waits for.
@@ -356,9 +380,9 @@ func (r rankRow) reason() string {
 	return joinLines(cmp.Or(r.rank.Progress, r.unit.Reason))
 }
 
-// isPlacementReason reports whether a reason says that a group or unit of an application finds no room. Such
-// a reason lists every node, and the units of the application share it.
-func isPlacementReason(app, reason string) bool { return strings.HasPrefix(reason, "place "+app+"/") }
+// isPlacementReason reports whether a reason says that a group or unit of an application or of a pool finds no
+// room. Such a reason lists every node, and the units of the pool share it.
+func isPlacementReason(pool, reason string) bool { return strings.HasPrefix(reason, "place "+pool+"/") }
 
 // reasonsOf returns the reason of each rank. The ranks of a unit share one, and the units of an application a
 // reason of placement: it stands at the first of them. A reason of placement is shortened, because the
@@ -370,9 +394,9 @@ func reasonsOf(rows []rankRow) []string {
 		why := r.reason()
 		key := r.unit.Unit + " " + why
 		out[i] = why
-		if isPlacementReason(r.app.Name, why) {
+		if isPlacementReason(r.pool(), why) {
 			_, reason, _ := strings.Cut(why, ": ") // without the name of the group or unit
-			key = r.app.Name + " " + reason
+			key = r.pool() + " " + reason
 			out[i], _, _ = strings.Cut(reason, "; ")
 		}
 		if why != "" && said[key] {

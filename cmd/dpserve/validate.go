@@ -70,13 +70,13 @@ func runValidate(e *env, path string, show bool, output format) error {
 	case output == formatName:
 		return writeNames(e.io.Out, file.names())
 	}
-	for _, a := range file.apps {
+	for _, a := range eachOnce(file.apps) {
 		var cannot *problem.Error
 		if errors.As(checkKinds([]*app.Application{a}), &cannot) {
 			printMessage(e.io.Err, "warning: %s; hint: %s", cannot.Message, cannot.Hint)
 		}
 	}
-	printMessage(e.io.Err, "%s is sound: %s", file.name, formatCount(len(file.apps), "application"))
+	printMessage(e.io.Err, "%s is sound: %s", file.name, formatCount(len(file.names()), "application"))
 	return nil
 }
 
@@ -97,9 +97,9 @@ func writeValidation(e *env, path string, output format) error {
 		Warnings: append([]client.Fault{}, completeFaults(convertFaults(warnings))...),
 	}
 	if file != nil && doc.Valid {
-		for _, a := range file.Applications {
+		for _, a := range eachOnce(file.Applications) {
 			doc.Applications = append(doc.Applications,
-				validatedApp{a.Name, string(a.Engine.Kind), a.Engine.Kind.Runs()})
+				validatedApp{a.AppName(), string(a.Engine.Kind), a.Engine.Kind.Runs()})
 		}
 	}
 	if output == formatYAML {

@@ -29,10 +29,10 @@ func (v NodeViews) Logs(ctx context.Context, st *state.State, status *client.App
 		return nil, err
 	}
 	nq := msg.LogQuery{App: q.App, Rank: q.Rank, Since: q.Since, Follow: q.Follow, Tail: q.Tail}
-	if q.Group != client.AllRanks {
+	if q.Group != client.AllRanks && len(status.Pools) == 0 { // else it may be a group of either pool
 		nq.Unit = unitOfQuery(st, q)
 	}
-	s := &logStream{group: q.Group, app: q.App, lines: make(chan client.LogLine, logBatch)}
+	s := &logStream{group: q.Group, lines: make(chan client.LogLine, logBatch)}
 	if q.Tail == 0 && !q.Follow {
 		close(s.lines)
 		return s, nil
@@ -87,7 +87,6 @@ func unitOfQuery(st *state.State, q client.LogQuery) string {
 
 // logStream implements LogStream over the node's callback.
 type logStream struct {
-	app     string
 	group   int // AllRanks, or the only group to return
 	lines   chan client.LogLine
 	cancel  context.CancelFunc
@@ -95,13 +94,13 @@ type logStream struct {
 }
 
 func (s *logStream) push(ctx context.Context, l msg.LogLine) error {
-	group := groupOfUnit(l.Unit)
+	app, group := splitUnit(l.Unit)
 	if s.group != client.AllRanks && s.group != group {
 		return nil
 	}
 	select {
 	case s.lines <- client.LogLine{
-		Time: l.At, App: s.app, Group: group, Rank: l.Rank, Stream: l.Stream,
+		Time: l.At, App: app, Group: group, Rank: l.Rank, Stream: l.Stream,
 		Text: l.Text,
 	}:
 		return nil
@@ -110,14 +109,12 @@ func (s *logStream) push(ctx context.Context, l msg.LogLine) error {
 	}
 }
 
-// groupOfUnit reads the group from a unit's name, app/group or app/group/rank.
-func groupOfUnit(unit string) int {
-	parts := strings.Split(unit, "/")
-	if len(parts) < 2 {
-		return 0
-	}
-	g, _ := strconv.Atoi(parts[1]) // names are made by app.Units
-	return g
+// splitUnit reads a unit's name, app/group or app/group/rank.
+func splitUnit(unit string) (app string, group int) {
+	app, rest, _ := strings.Cut(unit, "/")
+	number, _, _ := strings.Cut(rest, "/")
+	group, _ = strconv.Atoi(number) // names are made by app.Units
+	return app, group
 }
 
 // Next implements LogStream.
