@@ -64,6 +64,9 @@ type Worker struct {
 	Selector   int     `json:"selector,omitempty"`   // value that names the rank to the engine
 	RequestID  string  `json:"request_id,omitempty"` // id of the reservation; "" = not reserved
 	ExpiresS   float64 `json:"expires_s,omitempty"`  // seconds until a reservation ends by itself
+	// of an application with a prefill and a decode pool: the rank that is to compute the prompt before the
+	// worker continues it; nil: the worker computes it. A reservation holds a place on both
+	PrefillWorker *Worker `json:"prefill_worker,omitempty"`
 }
 
 // BestWorker returns the best worker for a prompt. Without RequestID nothing changes. With it, the request's
@@ -96,7 +99,8 @@ func (r *RouterClient) PotentialLoads(ctx context.Context, ids []uint32) ([]Pote
 	return out.Loads, err
 }
 
-// MarkPrefillComplete reports the first token of a reservation's request.
+// MarkPrefillComplete reports the first token of a reservation's request. It ends the place on a prefill
+// worker.
 func (r *RouterClient) MarkPrefillComplete(ctx context.Context, requestID string) error {
 	return r.post(ctx, "/mark_prefill_complete", map[string]string{"request_id": requestID}, nil)
 }
@@ -165,6 +169,8 @@ type Explanation struct {
 	Ranks   []RankExplanation `json:"ranks"`           // all that the Router knows, by group and rank
 	Notes   []string          `json:"notes,omitempty"` // for people
 	Replay  *Replay           `json:"replay,omitempty"`
+	// nil: the application has one pool. Else Pick is the decode rank, and the rest is of the decode pool
+	Pair *PairExplanation `json:"pair,omitempty"`
 }
 
 // RankExplanation is one rank's part in a decision.
@@ -210,6 +216,7 @@ type Replay struct {
 	HitTokens int            `json:"hit_tokens"`     // on the picked rank
 	Hits      map[string]int `json:"hits,omitempty"` // tokens per rank that held something
 	Tried     []string       `json:"tried,omitempty"`
+	Pair      *PairReplay    `json:"pair,omitempty"` // nil: the application has one pool
 }
 
 // Explain returns the router's decision for q and its reasons. It changes nothing.
@@ -263,6 +270,8 @@ type Info struct {
 	Imbalance float64 `json:"imbalance"`
 	Index     *Index  `json:"index,omitempty"` // nil: the policy reads none
 	Law       *Law    `json:"law,omitempty"`   // nil: the policy predicts no times
+	// nil: the application has one pool. Else the rest is of the decode pool
+	Pair *PairInfo `json:"pair,omitempty"`
 }
 
 // Law is how long a Router expects its engines to take: the milliseconds of a preset, times what it measured

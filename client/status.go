@@ -28,6 +28,7 @@ type AppStatus struct {
 	Queued   int          `json:"queued"`  // requests in this node's FIFO
 	Identity string       `json:"identity,omitempty"`
 	Index    *Index       `json:"index,omitempty"` // of this node's ingress; nil: the policy reads none
+	PD       *PDStatus    `json:"pd,omitempty"`    // nil: the application has one pool
 	Units    []UnitStatus `json:"units"`
 	// of an application with prefill and decode ranks: its two pools, prefill first. Units has the units of
 	// both
@@ -109,6 +110,19 @@ type RankStatus struct {
 	// CachedTokens / PromptTokens over the last 512 such requests
 	HitRate float64   `json:"hit_rate"`
 	KV      *KVStatus `json:"kv,omitempty"` // nil: nothing reads this rank's KV index
+	// nil: the rank is of no prefill or decode pool, or its engine counts no transfers
+	Transfer *TransferStatus `json:"transfer,omitempty"`
+}
+
+// TransferStatus is what a rank's engine counts of the KV blocks that prefill ranks compute for decode ranks,
+// since its start.
+type TransferStatus struct {
+	Count     uint64  `json:"count"` // ended transfers; a decode rank that reads counts them
+	TotalMs   float64 `json:"total_ms"`
+	Bytes     uint64  `json:"bytes"`
+	Failed    uint64  `json:"failed"`     // handshakes included
+	Expired   uint64  `json:"expired"`    // prompts that this prefill rank dropped before they were read
+	LateReads uint64  `json:"late_reads"` // prompts that were read after that: their text may be wrong
 }
 
 // KVStatus is what a rank knows of its engine's KV cache.

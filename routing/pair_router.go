@@ -19,6 +19,8 @@ type PairRouter struct {
 	counts map[string]uint64 // decisions by reason
 	in     PairInput         // of the decision at hand: kept here so that it is not allocated
 	p, d   Decision          // likewise
+	alone  Request           // of PickPrefill and PickDecode: likewise
+	tried  []RankID          // likewise
 }
 
 // NewPairRouter is a PairRouter over both pools' Routers. prewarm is that of NewPairTable.
@@ -61,6 +63,65 @@ func (r *PairRouter) Pick(p, d *Request, cannotSplit bool, out *PairDecision) {
 	default:
 		r.decode.dispatch(d, out.Decode, r.decode.view.hitOn(d, out.Decode))
 	}
+}
+
+// Next is a PairRouter over other Routers or with another rule, for ranks that r knows: pairs that have met
+// stay so. Leases stay with r, because their requests release them there.
+func (r *PairRouter) Next(prefill, decode *Router, rule PairRule, seed uint64) *PairRouter {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	next := NewPairRouter(prefill, decode, rule, r.table.prewarm, seed)
+	for key := range r.table.met {
+		next.table.SetMet(key.prefill, key.decode)
+	}
+	return next
+}
+
+// Routers are those of the prefill pool and of the decode pool.
+func (r *PairRouter) Routers() (prefill, decode *Router) { return r.prefill, r.decode }
+
+// PickPrefill chooses another prefill rank for a request that keeps its decode rank, and on Route counts the
+// request there, under the ID of p. Ranks that have not met the decode rank, or whose caches are full of
+// leases, are left out.
+func (r *PairRouter) PickPrefill(p *Request, decode RankRef, d *Decision) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.prefill.mu.Lock()
+	defer r.prefill.mu.Unlock()
+	r.pickAlone(r.prefill, p, d, func(rk *Rank) bool {
+		return r.table.HasMet(RefOf(rk), decode) && r.table.skipPrefill(rk, p.Tokens) == ""
+	})
+}
+
+// PickDecode chooses another decode rank for a prompt that prefill has computed, and on Route counts the
+// request there, under the ID of q.
+func (r *PairRouter) PickDecode(q *Request, prefill RankRef, d *Decision) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.decode.mu.Lock()
+	defer r.decode.mu.Unlock()
+	r.pickAlone(r.decode, q, d, func(rk *Rank) bool { return r.table.HasMet(prefill, RefOf(rk)) })
+}
+
+// pickAlone is a Pick of one pool among the ranks that fit. The caller holds its lock.
+func (r *PairRouter) pickAlone(pool *Router, q *Request, d *Decision, fits func(rk *Rank) bool) {
+	r.alone = *q
+	r.tried = append(r.tried[:0], q.Tried...)
+	for i := range pool.view.Ranks {
+		if rk := &pool.view.Ranks[i]; !fits(rk) {
+			r.tried = append(r.tried, rk.ID)
+		}
+	}
+	r.alone.Tried = r.tried
+	pool.choose(&r.alone, d)
+	if d.Kind == Route {
+		hit := pool.view.hitOn(q, d.Ranked[0])
+		if pool == r.decode { // it reads the whole prompt
+			hit = q.Tokens
+		}
+		pool.dispatch(q, d.Ranked[0], hit)
+	}
+	r.alone = Request{}
 }
 
 func newPairPool(r *Router, q *Request, v *View, choice *Decision) PairPool {

@@ -496,6 +496,40 @@ func TestTheEnginesReport(t *testing.T) {
 	})
 }
 
+// TestTransfersOfAPool: a rank of a pool reads its engine's transfers, shows them, and tells its sinks when a
+// decode rank has read a prompt after its lease. Metrics that do not answer do not take the number back.
+func TestTransfersOfAPool(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, true, func(_ *Factory, spec *msg.ReplicaSpec) { spec.App.Pool = app.PoolPrefill })
+		set := func(late float64, err error) {
+			r.engine.set(func(f *fakeEngine) {
+				f.dumb = err
+				f.counters = engine.Counters{Transfers: engine.Transfers{
+					Count: 2, Seconds: 0.25, Bytes: 65536, Failed: 3, Expired: 4, LateReads: late, Seen: true,
+				}}
+			})
+		}
+		set(0, nil)
+		require.NoError(t, r.Ready(t.Context(),
+			msg.Facts{Incarnation: 7, MaxOngoing: 9, BlockSize: 16, Blocks: 10}))
+		assert.Nil(t, r.Status().Transfer, "nothing is read yet")
+		time.Sleep(3500 * time.Millisecond)
+		assert.Equal(t, &client.TransferStatus{
+			Count: 2, TotalMs: 250, Bytes: 65536, Failed: 3, Expired: 4,
+		}, r.Status().Transfer)
+		r.tape.take()
+		set(1, nil)
+		time.Sleep(1500 * time.Millisecond)
+		got := r.tape.take()
+		require.Equal(t, []msg.RecordKind{msg.RecStatus}, kinds(got))
+		assert.Equal(t, int64(1), got[0].Status.LateReads)
+		set(1, errors.New("no metrics"))
+		time.Sleep(10 * time.Second)
+		assert.Empty(t, r.tape.take())
+		assert.Equal(t, uint64(1), r.Status().Transfer.LateReads)
+	})
+}
+
 // TestKVUsageExpires: the last report of an engine that does not answer any more keeps no requests away.
 func TestKVUsageExpires(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

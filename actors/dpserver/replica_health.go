@@ -402,7 +402,8 @@ func (r *replica) onProgressResult(m progressResult) {
 }
 
 // scrape polls the engine's /metrics every Timers.Scrape while something needs them: routing reads the KV
-// usage, and this rank detects that an engine with events was restarted or put to sleep.
+// usage, this rank detects that an engine with events was restarted or put to sleep, and engines of a prefill
+// or decode pool count their transfers.
 type scrape struct {
 	isActive  bool
 	isPending bool
@@ -439,7 +440,8 @@ func (r *replica) needsScrape() bool {
 	if r.state.phase != phaseOpen && r.state.phase != phaseDraining {
 		return false
 	}
-	return r.state.eventSource != nil || r.app.Routing.BusyThreshold != nil || policyNeeds(r.app).Usage
+	return r.state.eventSource != nil || r.app.Routing.BusyThreshold != nil || policyNeeds(r.app).Usage ||
+		r.app.Pool != ""
 }
 
 // policyNeeds is what the application's policy reads. An unknown policy reads nothing; deploy refuses it.
@@ -503,6 +505,7 @@ func (r *replica) onScraped(m scrapeResult) {
 		return
 	}
 	slept := m.counters.Asleep && !r.scrape.last.Asleep
+	r.noteTransfers(&m.counters.Transfers)
 	r.scrape.hasLast, r.scrape.last, r.scrape.suspect = true, m.counters, nil
 	r.updateFacts(&m.counters)
 	r.publishStatus(&m.counters)
@@ -522,7 +525,18 @@ func (r *replica) countMissedScrape() {
 		r.log.Info("the engine's KV usage is not known any more: its metrics do not answer",
 			slog.Int("missed", maxMissedScrapes))
 	}
-	r.publishStatus(&engine.Counters{})
+	r.publishStatus(&engine.Counters{Transfers: r.scrape.last.Transfers})
+}
+
+// noteTransfers keeps what the engine counts of transfers. A late read is an alarm: the text of that request
+// may be wrong, and the decode rank has the wrong blocks in its prefix cache.
+func (r *replica) noteTransfers(t *engine.Transfers) {
+	late := t.LateReads - r.scrape.last.Transfers.LateReads
+	if r.scrape.hasLast && late > 0 {
+		r.log.Warn("decode ranks have read prompts of this prefill rank after their lease: their texts may be "+
+			"wrong", slog.Float64("prompts", late))
+	}
+	r.stats.setTransfers(*t)
 }
 
 // suspectRestart handles a report that looks like another process's. The rank believes it when two reports in
@@ -551,7 +565,7 @@ func (r *replica) updateFacts(c *engine.Counters) {
 func (r *replica) publishStatus(c *engine.Counters) {
 	st := msg.Status{
 		KVUsage: c.KVUsage, HasKVUsage: c.HasKVUsage, Capacity: r.kv.cacheCapacity(),
-		BlockSize: r.kv.knownBlockSize(),
+		BlockSize: r.kv.knownBlockSize(), LateReads: int64(c.Transfers.LateReads),
 	}
 	if st == r.scrape.published {
 		return

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/engine"
 )
 
 // Windows of Status.
@@ -31,6 +32,7 @@ type stats struct {
 	hits        hits
 	kv          client.KVStatus
 	hasKV       bool
+	transfers   engine.Transfers
 }
 
 // hits is what engines reported of cached prompt tokens.
@@ -71,6 +73,23 @@ func (s *stats) setKV(kv *client.KVStatus) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.kv, s.hasKV = *kv, true
+}
+
+func (s *stats) setTransfers(t engine.Transfers) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.transfers = t
+}
+
+// transferStatus converts what an engine counts; nil if it counts nothing.
+func transferStatus(t *engine.Transfers) *client.TransferStatus {
+	if !t.Seen {
+		return nil
+	}
+	return &client.TransferStatus{
+		Count: uint64(t.Count), TotalMs: 1000 * t.Seconds, Bytes: uint64(t.Bytes), Failed: uint64(t.Failed),
+		Expired: uint64(t.Expired), LateReads: uint64(t.LateReads),
+	}
 }
 
 // secondTokens is the tokens of one second.
@@ -140,6 +159,7 @@ func (s *stats) status(now time.Time) client.RankStatus {
 		kv := s.kv // setKV gets a new Events each time
 		st.KV = &kv
 	}
+	st.Transfer = transferStatus(&s.transfers)
 	if s.incarnation != 0 {
 		st.Incarnation = formatIncarnation(s.incarnation)
 	}

@@ -46,6 +46,8 @@ func (f *appFollower) rebuild(st *state.State) (fresh bool) {
 	t := newRouteTable()
 	f.in.setSecret(st.Secret)
 	waiting, _ := f.in.unplaced.current()
+	var routes []*appRoute
+	var decodes []*appRouter
 	for name, a := range st.Apps {
 		ar := f.in.ensureAppRouter(name)
 		spec, isNew, err := f.applyRevision(ar, a)
@@ -57,12 +59,22 @@ func (f *appFollower) rebuild(st *state.State) (fresh bool) {
 		}
 		fresh = fresh || isNew
 		ar.setUnits(unitProgress(st, spec.app, a.Deleting, waiting[name]))
-		if !a.Deleting {
-			t.add(&appRoute{appRevision: spec, router: ar})
+		if spec.app.Pool == app.PoolDecode {
+			decodes = append(decodes, ar)
 		}
+		if !a.Deleting && spec.app.Pool != app.PoolPrefill { // clients know the decode pool alone
+			routes = append(routes, &appRoute{appRevision: spec, router: ar})
+		}
+	}
+	before := f.in.table.Load().pairs
+	f.rebuildPairs(t, decodes)
+	for _, r := range routes {
+		r.pair = t.pairs[r.app.AppName()]
+		t.add(r)
 	}
 	t.seal()
 	f.in.table.Store(t)
+	f.endPairs(before, t.pairs)
 	f.removeDeleted(st)
 	return fresh
 }

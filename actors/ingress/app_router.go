@@ -151,6 +151,41 @@ func (ar *appRouter) findRank(id routing.RankID) *rank {
 	return ar.ranks[id]
 }
 
+// findRef returns the incarnation that ref names, nil if it serves no longer.
+func (ar *appRouter) findRef(ref routing.RankRef) *rank {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	if r := ar.ranks[ref.ID]; r != nil && !r.lost && r.Incarnation == ref.Incarnation {
+		return r
+	}
+	return nil
+}
+
+// liveRefs appends the incarnations that are ready by the state and by their streams, full or not.
+func (ar *appRouter) liveRefs(dst []routing.RankRef) []routing.RankRef {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	for _, r := range ar.ranks {
+		if !r.lost && r.Incarnation != 0 && ar.isReady(r) {
+			dst = append(dst, r.ref())
+		}
+	}
+	return dst
+}
+
+// factsOf is what the stream of an incarnation says of its engine.
+func (ar *appRouter) factsOf(ref routing.RankRef) engineFacts {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	if r := ar.ranks[ref.ID]; r != nil && r.Incarnation == ref.Incarnation {
+		return r.engineFacts
+	}
+	return engineFacts{}
+}
+
+// policyName is the name of the Router's policy.
+func (ar *appRouter) policyName() string { return ar.router.Load().Policy() }
+
 // readyRank returns the rank if it is ready, full or not; nil otherwise.
 func (ar *appRouter) readyRank(id routing.RankID) *rank {
 	ar.mu.Lock()

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/actors/pdproxy"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/rankleg"
@@ -41,13 +42,20 @@ func (req *request) pick(ctx context.Context, last *result) (*rank, *failure) {
 }
 
 func (req *request) pickCounted(ctx context.Context, last *result) (*rank, *failure) {
+	return req.pickBy(ctx, last, req.decide)
+}
+
+// pickBy is pickCounted with a decision of the caller's, which says whether the request must wait for room.
+func (req *request) pickBy(ctx context.Context, last *result,
+	decide func(last *result) (rk *rank, f *failure, wait bool),
+) (*rank, *failure) {
 	if req.app.router.queue.empty() {
-		rk, f, wait := req.decide(last)
+		rk, f, wait := decide(last)
 		if !wait {
 			return rk, f
 		}
 	}
-	return req.waitForRank(ctx, last)
+	return req.waitForRank(ctx, last, decide)
 }
 
 // pickUncounted returns a rank for a request that computes no tokens: any ready rank that has not failed it,
@@ -81,6 +89,9 @@ func (req *request) pickNamed(last *result) (*rank, *failure) {
 
 // decide asks the Router once. wait: there is no room now, or no rank yet.
 func (req *request) decide(last *result) (rk *rank, f *failure, wait bool) {
+	if req.split.decides() {
+		return req.split.decide(last)
+	}
 	ar := req.app.router
 	for {
 		router := ar.router.Load()
@@ -129,6 +140,7 @@ func (req *request) excludeTried() {
 			req.query.Tried = append(req.query.Tried, rk.ID)
 		}
 	}
+	req.query.Tried = req.split.appendTried(req.query.Tried, pdproxy.Decode)
 }
 
 // failures counts the attempts on rk.
@@ -145,6 +157,9 @@ func failures(tried []*rank, rk *rank) int {
 // restriction is equal for requests that may use the same ranks. It depends on the incarnations that failed
 // or refused the request and on the rank that it names.
 func (req *request) restriction() uint64 {
+	if req.split.isUnderWay() {
+		return req.split.restriction()
+	}
 	if len(req.tried) == 0 && len(req.refusedBy) == 0 && !req.prompt.hasDirect {
 		return unrestricted
 	}
@@ -164,7 +179,9 @@ var restrictionSeed = maphash.MakeSeed()
 
 // waitForRank queues the request until it has the turn and a rank has room, at most queue_s over all its
 // waits.
-func (req *request) waitForRank(ctx context.Context, last *result) (*rank, *failure) {
+func (req *request) waitForRank(ctx context.Context, last *result,
+	decide func(last *result) (rk *rank, f *failure, wait bool),
+) (*rank, *failure) {
 	ar, began := req.app.router, time.Now()
 	if req.queueDeadline.IsZero() {
 		req.queueDeadline = began.Add(req.app.queue)
@@ -186,7 +203,7 @@ func (req *request) waitForRank(ctx context.Context, last *result) (*rank, *fail
 	defer timeout.Stop()
 	for {
 		if ar.queue.hasTurn(req.waiter) {
-			rk, f, wait := req.decide(last)
+			rk, f, wait := decide(last)
 			if !wait {
 				return rk, f
 			}
@@ -265,6 +282,7 @@ func (req *request) tryRank(parent context.Context, rk *rank) (res result) {
 	a := &req.attempt
 	*a = attempt{router: a.router, rank: rk, cancel: cancel, start: time.Now()}
 	req.usage, req.countedTokens, req.stream.tokens = openai.Usage{}, 0, 0
+	req.split.beginPlain()
 	req.timer.attach(cancel)
 	defer req.timer.detach()
 	if !req.app.router.trackAttempt(rk, a) {
@@ -407,6 +425,9 @@ func (req *request) decideRetry(ctx context.Context, rk *rank, res *result) *fai
 	switch res.cause {
 	case causeFull:
 		return nil // not an attempt: the Router's view was outdated
+	case causeStoodStill:
+		ar.metrics.Load().Attempt(what.name, "free")
+		return nil // not an attempt: the fault is this process's
 	case causeUnreachable:
 		ar.metrics.Load().Attempt(what.name, "free")
 		ar.suspectNode(rk.Node)

@@ -42,6 +42,9 @@ const (
 	causeAborted     // finish_reason abort that the ingress did not cause
 	causeFirstToken  // no first token in time
 	causeMalformed   // the answer is not HTTP, or its head is larger than 64 KiB
+	causeTooLate     // the parameters of a decode leg were too old directly before the write
+	causeNotResent   // the idle connection was closed, and the leg must not be sent twice
+	causeStoodStill  // the process stood still before the first byte
 
 	// Failures after the first byte.
 	causeUpstreamLost
@@ -54,6 +57,7 @@ const (
 	causeSlowReader
 	causeDeadline
 	causeDrained
+	causeGivenUp // the request goes another way
 )
 
 // causePolicy is what follows from a cause.
@@ -103,6 +107,10 @@ var causePolicies = [...]causePolicy{
 	causeFirstToken: {name: "first_token_timeout", retry: true, trip: true, done: msg.FailedOutcome},
 	causeMalformed:  {name: "malformed_answer", retry: true, trip: true, done: msg.FailedOutcome},
 
+	causeTooLate:    {name: "params_late", retry: true, free: true, done: msg.Cancelled},
+	causeNotResent:  {name: "not_resent", retry: true, free: true, done: msg.Cancelled},
+	causeStoodStill: {name: "stood_still", retry: true, free: true, done: msg.Cancelled},
+
 	causeUpstreamLost: {name: "upstream_lost", trip: true, probe: true, done: msg.FailedOutcome},
 	causeStalled:      {name: "stalled", trip: true, probe: true, done: msg.FailedOutcome},
 	// the rank made progress, so this says nothing about its health
@@ -113,6 +121,7 @@ var causePolicies = [...]causePolicy{
 	causeSlowReader: {name: "slow_reader", done: msg.Cancelled},
 	causeDeadline:   {name: "deadline_exceeded", done: msg.Cancelled},
 	causeDrained:    {name: "drained", done: msg.Cancelled},
+	causeGivenUp:    {name: "given_up", done: msg.Cancelled},
 }
 
 func (c cause) String() string { return causePolicies[c].name }
@@ -163,6 +172,8 @@ func contextCause(ctx context.Context) cause {
 		return causeDeadline
 	case errors.Is(err, errDrained):
 		return causeDrained
+	case errors.Is(err, errGivenUp):
+		return causeGivenUp
 	default:
 		return causeClientGone
 	}

@@ -12,6 +12,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/asynkron/protoactor-go/actor"
+
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/rankleg"
@@ -26,6 +28,8 @@ var errDrained = errors.New("the ingress is shutting down")
 type Metrics interface {
 	App(app, policy string) *telemetry.App
 	ForgetApp(app string)
+	Pair(app string) *telemetry.Pair
+	ForgetPair(app string)
 	KeepRanks(app string, exists func(group, rank int) bool)
 	RequestRefused(route string, code int)
 }
@@ -47,6 +51,8 @@ type Config struct {
 	Dial    Dialer        // to the engines; nil = TCP
 	Remote  rankleg.Asker // to the ranks of other nodes; nil = every rank's mailbox is in this process
 	Serves  func() bool   // false: this node's lease is over, so its ranks may not serve; nil = always
+	// of the node, for the proxies of applications with a prefill pool; nil = one of its own
+	Actors *actor.ActorSystem
 }
 
 // Ingress serves the OpenAI surface. Safe for concurrent use. New starts one goroutine, which Close ends.
@@ -68,6 +74,7 @@ type Ingress struct {
 	remote  rankleg.Asker                  // nil: every rank is near
 	hasher  atomic.Pointer[kvindex.Hasher] // keyed by the cluster's secret
 	appTable
+	pairs pairSystem
 	requestMemory
 	traffic
 	lifeCycle
@@ -127,6 +134,7 @@ func New(c Config) (*Ingress, error) {
 		},
 		lifeCycle: lifeCycle{followDone: make(chan struct{})},
 	}
+	in.pairs.actors = c.Actors
 	in.nextID.Store(mix(c.Seed))
 	in.requestPool.New = func() any { return newRequest(in) }
 	in.memory.limit, in.memory.read, in.memory.log, in.memory.base = memoryLimit(), readMemory, in.log,
@@ -265,6 +273,7 @@ func (in *Ingress) close(ctx context.Context) error {
 	in.mu.Unlock()
 	in.closeAppRouters()
 	in.background.Wait()
+	in.pairs.close()
 	in.near.Close()
 	return err
 }
@@ -292,6 +301,9 @@ func (in *Ingress) awaitHandlers() {
 }
 
 func (in *Ingress) closeAppRouters() {
+	for _, p := range in.table.Load().pairs {
+		p.end()
+	}
 	in.appRoutersMu.Lock()
 	defer in.appRoutersMu.Unlock()
 	for _, ar := range in.appRouters {
@@ -389,6 +401,9 @@ func (in *Ingress) findAppRouter(name string) *appRouter {
 	defer in.appRoutersMu.RUnlock()
 	return in.appRouters[name]
 }
+
+// findPair returns the pairs of an application, by its own name; nil if it has one pool.
+func (in *Ingress) findPair(app string) *pairApp { return in.table.Load().pairs[app] }
 
 // ensureAppRouter returns the state of an application and creates it if needed: its ranks' streams may begin
 // before the replicated state contains it.

@@ -6,6 +6,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/rankleg"
+	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
@@ -86,6 +87,9 @@ func newRank(rec *msg.Record, in *Ingress) (*rank, error) {
 	}
 	return r, nil
 }
+
+// ref names the incarnation.
+func (r *rank) ref() routing.RankRef { return routing.RankRef{ID: r.ID, Incarnation: r.Incarnation} }
 
 // isIncarnation reports whether rec comes from this incarnation.
 func (r *rank) isIncarnation(rec *msg.Record) bool {

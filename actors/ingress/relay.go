@@ -51,6 +51,9 @@ func (r relay) relayStream(ctx context.Context, resp *http.Response) result {
 		s.filled += n
 		v := r.inspectRead(now, err)
 		if v == actionCommit {
+			if why := r.split.begins(); why != causeOK {
+				return result{cause: why}
+			}
 			r.openStream(resp)
 			s.watcher.Begun()
 			v = r.inspectRead(now, err) // events after the first content in the same read
@@ -182,7 +185,7 @@ func (r relay) rejectStream(ctx context.Context) result {
 		status = http.StatusInternalServerError
 	}
 	res := result{cause: statusCause(status, &s.engineError), engine: s.engineError, status: status}
-	if res.cause != causePassed && !r.isBestAnswer(&res) {
+	if !r.passes(&res) {
 		return res
 	}
 	n := openai.EventEnd(s.buf[s.inspected:s.filled], 0)
@@ -317,13 +320,21 @@ func (r relay) relayError(ctx context.Context, resp *http.Response) result {
 	}
 	e := openai.ParseError(body)
 	res := result{cause: statusCause(resp.StatusCode, &e), engine: e, status: resp.StatusCode}
-	if res.cause != causePassed && !r.isBestAnswer(&res) {
+	if !r.passes(&res) {
 		return res
 	}
 	if !whole {
 		return r.relayRest(ctx, resp, body)
 	}
 	return r.sendWhole(ctx, resp.StatusCode, resp.Header, body, res)
+}
+
+// passes reports whether the client gets the engine's error as it is.
+func (r relay) passes(res *result) bool {
+	if r.split.isUnderWay() {
+		return res.cause == causePassed && r.split.passesRejection()
+	}
+	return res.cause == causePassed || r.isBestAnswer(res)
 }
 
 // isBestAnswer reports whether the engine's own 408 or 429 is the best answer left, because it tells the
@@ -353,12 +364,16 @@ func (r relay) relayWhole(ctx context.Context, resp *http.Response) result {
 	switch {
 	case err != nil:
 		return r.readFailure(ctx, err, false)
-	case !whole:
-		return r.relayRest(ctx, resp, body)
-	case len(body) == 0:
+	case whole && len(body) == 0:
 		return result{cause: causeEmpty, status: resp.StatusCode}
-	case r.route.Generates() && openai.Aborted(body):
+	case whole && r.route.Generates() && openai.Aborted(body):
 		return result{cause: causeAborted, status: resp.StatusCode}
+	}
+	if why := r.split.begins(); why != causeOK {
+		return result{cause: why}
+	}
+	if !whole {
+		return r.relayRest(ctx, resp, body)
 	}
 	if u, ok := openai.ParseUsage(body); ok {
 		r.usage = u

@@ -23,6 +23,7 @@ type request struct {
 	rankSearch
 	clientAnswer
 	timer phaseTimer
+	split *split // nil: the application has one pool, or the request computes no tokens
 }
 
 // question is what the client asks.
@@ -85,6 +86,8 @@ func newRequest(in *Ingress) *request {
 func (req *request) release() {
 	in := req.in
 	req.timer.detach()
+	req.split.release()
+	req.split = nil
 	req.releaseBody()
 	req.idHeader = make([]string, 1) // the old one is shared with the engine's and the client's header
 	req.r, req.header, req.app, req.id, req.deadline = nil, nil, nil, "", time.Time{}
@@ -105,6 +108,9 @@ func (req *request) release() {
 // needs none of this memory. Safe to call twice.
 func (req *request) releaseBody() {
 	in := req.in
+	if req.split.needsBody() {
+		return
+	}
 	in.bodies.give(req.body, req.bodySettled)
 	in.bodies.give(req.stripped, req.bodySettled)
 	req.body, req.stripped, req.engineBody = nil, nil, nil
@@ -201,15 +207,30 @@ func (req *request) prepare() *failure {
 		return f
 	}
 	req.waiter.tokens = int64(req.prompt.tokens)
-	req.engineBody = req.body.b
-	if len(req.scan.Strip) > 0 {
-		if req.stripped = req.in.bodies.take(len(req.body.b)); req.stripped == nil {
-			return noBodyMemory()
-		}
-		req.stripped.b = req.scan.Spliced(req.stripped.b, req.body.b)
-		req.engineBody = req.stripped.b
-	}
 	req.header = rankleg.EngineHeader(req.r.Header, req.idHeader)
+	if f := req.prepareSplit(); f != nil {
+		return f
+	}
+	return req.stripBody()
+}
+
+// stripBody makes the body for an engine that serves the request alone, without the fields that only dpserve
+// may set.
+func (req *request) stripBody() *failure {
+	req.engineBody = req.body.b
+	s := req.split
+	if s == nil && len(req.scan.Strip) == 0 || s != nil && !s.body.HasReserved() {
+		return nil
+	}
+	if req.stripped = req.in.bodies.take(len(req.body.b)); req.stripped == nil {
+		return noBodyMemory()
+	}
+	if s != nil {
+		req.stripped.b = s.body.AppendPlain(req.stripped.b)
+	} else {
+		req.stripped.b = req.scan.Spliced(req.stripped.b, req.body.b)
+	}
+	req.engineBody = req.stripped.b
 	return nil
 }
 
@@ -226,6 +247,10 @@ func (req *request) dispatch() *failure {
 		rk, f := req.pick(ctx, last)
 		if f != nil {
 			return f
+		}
+		if req.split.isRemote() {
+			req.attempt.rank = rk
+			return req.split.run(ctx)
 		}
 		res := req.tryRank(ctx, rk)
 		if req.status != 0 || req.cutConn {
@@ -342,6 +367,7 @@ func codeOf(res *result) int {
 // countAnswer updates metrics and totals.
 func (req *request) countAnswer(code int) {
 	req.in.answered.Add(1)
+	req.split.countPlain(code)
 	if req.app == nil {
 		req.in.metrics.RequestRefused(req.route.String(), code)
 		return
@@ -359,7 +385,8 @@ func (req *request) setOwnHeaders(h http.Header, rk *rank) {
 	if req.app == nil {
 		return
 	}
-	h[headerApp] = []string{req.app.app.Name}
+	h[headerApp] = []string{req.app.app.AppName()}
+	req.split.setHeaders(h)
 	if rk != nil {
 		h[headerGroup], h[headerRank] = rk.groupValue, rk.rankValue
 		if req.prompt.lookedUp { // predicted at dispatch; the engine's own number is in its usage
@@ -393,8 +420,9 @@ func (req *request) logLine(level slog.Level, text string, res *result, attrs ..
 		slog.Int("attempt", req.attempts), slog.Float64(
 			"dur_ms", float64(time.Since(req.start).Microseconds())/1000))
 	if req.app != nil {
-		attrs = append(attrs, slog.String("app", req.app.app.Name))
+		attrs = append(attrs, slog.String("app", req.app.app.AppName()))
 	}
+	attrs = req.split.appendAttrs(attrs)
 	if rk := req.attempt.rank; rk != nil {
 		attrs = append(attrs, slog.String("unit", rk.Unit), slog.Int("group", rk.ID.Group()),
 			slog.Int("rank", rk.ID.Rank()), slog.Uint64("epoch", rk.Epoch))
@@ -414,6 +442,9 @@ func (req *request) firstTokenDue() time.Time {
 		}
 		d += time.Duration(n) * req.app.between
 	}
+	if req.split.isUnderWay() {
+		d += flightGrace
+	}
 	return req.attempt.start.Add(d)
 }
 
@@ -428,6 +459,10 @@ func (req *request) askFailure(ctx context.Context, err error) result {
 		return result{cause: causeFirstToken, err: err}
 	case rankleg.IsRefused(err):
 		return result{cause: causeRefused, err: err}
+	case errors.Is(err, rankleg.ErrTooLate):
+		return result{cause: causeTooLate, err: err}
+	case errors.Is(err, rankleg.ErrNotResent):
+		return result{cause: causeNotResent, err: err}
 	case rankleg.IsMalformed(err):
 		return result{cause: causeMalformed, err: err}
 	default:

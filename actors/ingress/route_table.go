@@ -49,6 +49,7 @@ func (a *appRevision) rankRange() string {
 type appRoute struct {
 	*appRevision
 	router *appRouter
+	pair   *pairApp // nil: it has one pool
 }
 
 // routeTable finds the application of a request. Immutable; an ingress replaces the whole table.
@@ -57,6 +58,7 @@ type routeTable struct {
 	prefixed map[string]*routeScope // route prefix → its application
 	prefixes []string               // longest first
 	routers  []*appRouter           // of every listed application
+	pairs    map[string]*pairApp    // by the names of applications with two pools
 }
 
 // routeScope is the set of applications behind one route prefix.
@@ -74,7 +76,7 @@ func (s *routeScope) add(e *appRoute) {
 		s.models[name] = e
 		s.names = append(s.names, name)
 	}
-	s.apps = append(s.apps, e.app.Name)
+	s.apps = append(s.apps, e.app.AppName())
 	s.only = e
 	if len(s.apps) > 1 {
 		s.only = nil
@@ -82,7 +84,9 @@ func (s *routeScope) add(e *appRoute) {
 }
 
 func newRouteTable() *routeTable {
-	return &routeTable{root: newRouteScope(), prefixed: map[string]*routeScope{}}
+	return &routeTable{
+		root: newRouteScope(), prefixed: map[string]*routeScope{}, pairs: map[string]*pairApp{},
+	}
 }
 
 func (t *routeTable) add(e *appRoute) {

@@ -63,13 +63,21 @@ type Leader interface {
 
 // NodeView is what the admin API asks a node.
 type NodeView interface {
-	// Statuses returns every rank's account by unit, and the length of the ingress's queue by application.
-	Statuses(ctx context.Context) (ranks map[string][]client.RankStatus, queued map[string]int, err error)
+	// Statuses returns what the node's ranks and its ingress count.
+	Statuses(ctx context.Context) (NodeCounts, error)
 	// Logs passes lines to give in order of time; an error of give ends it. It returns when there are no more
 	// lines, or ctx ends.
 	Logs(ctx context.Context, q LogQuery, give func(LogLine) error) error
 	// ResetRouter restarts the routing of an application on the node's ingress.
 	ResetRouter(ctx context.Context, app string) (ranks int, err error)
+}
+
+// NodeCounts is what a node's ranks and its ingress count.
+type NodeCounts struct {
+	Ranks  map[string][]client.RankStatus // every rank's account, by unit
+	Queued map[string]int                 // length of the ingress's queue, by application
+	// of the ingress, by application with a prefill and a decode pool; without what engines count
+	Pairs map[string]client.PDStatus
 }
 
 // LogQuery selects log lines. Unit "" and Rank -1 mean all.

@@ -93,6 +93,9 @@ type Status struct {
 	HasKVUsage bool
 	Capacity   int64 // tokens its KV cache holds; 0 = not known
 	BlockSize  int   // tokens per block; 0 = not known
+	// prompts that this prefill rank's engine held for decode ranks and that were read after their lease: the
+	// decode rank may have another prompt's blocks in its prefix cache. The count begins with the engine.
+	LateReads int64
 }
 
 // Resync asks a DPServer to send one of its sinks a new RecSnapshot with all KV columns, because the sink

@@ -29,8 +29,14 @@ type Config struct {
 	MaxDecodes    int           // decode legs that may fail on their own account
 }
 
-// maxRefusals is how many ranks of a side may refuse a request.
-const maxRefusals = 3
+const (
+	// maxRefusals is how many ranks of a side may refuse a request.
+	maxRefusals = 3
+	// assumedRead is how long after the start of its leg a decode rank counts as having read the prompt if
+	// its answer comes as a whole. Only the count of what the prefill rank holds depends on it: from its
+	// arrival on, an engine renews the lease itself.
+	assumedRead = 2 * time.Second
+)
 
 // Core decides everything about one request's two legs. It is pure: the same events at the same instants give
 // the same commands. DESIGN.md has its states.
@@ -45,6 +51,7 @@ type Core struct {
 	last   uint32  // number
 	open   int     // choices and reservations that are not answered
 
+	whole   bool // the answer comes as a whole
 	remote  bool // a prefill rank computes the prompt
 	way     Way
 	read    bool   // the decode rank has the prompt
@@ -111,6 +118,7 @@ func (c *Core) Step(at Instant, ev Event) []Command {
 	switch ev.Kind {
 	case EvTick:
 	case EvStart:
+		c.whole = ev.Whole
 		c.choose(true, true)
 	case EvChosen, EvNoRank:
 		c.onChoice(&ev)
@@ -154,7 +162,20 @@ func (c *Core) Deadline() (at time.Duration, ok bool) {
 	if c.params != 0 && c.halves[Decode].leg == legIdle {
 		add(c.fence.Deadline)
 	}
+	if t, isAwaited := c.readTime(); isAwaited {
+		add(t)
+	}
 	return at, ok
+}
+
+// readTime is when the decode rank of an answer that comes as a whole counts as having read the prompt, and
+// the prefill rank is released; ok is false if nothing of the kind is awaited.
+func (c *Core) readTime() (at time.Duration, ok bool) {
+	p, d := &c.halves[Prefill], &c.halves[Decode]
+	if !c.whole || p.leg != legAnswered || d.leg != legSent {
+		return 0, false
+	}
+	return max(p.started, d.started) + assumedRead, true
 }
 
 // waits reports whether the leg has a limit: the time between the bytes of a stream is the shell's business.
@@ -192,7 +213,7 @@ func (c *Core) start(s Side, kind CommandKind, limit time.Duration) {
 	h := &c.halves[s]
 	h.leg, h.started, h.limit = legStarted, c.at.Now, c.at.Now+limit
 	cmd := Command{Kind: kind, Number: h.number, Side: s, Attempt: c.attempt, Rank: h.rank}
-	if c.params != 0 {
+	if c.params != 0 && !c.whole {
 		h.limit = min(h.limit, c.fence.ReadBy)
 	}
 	if kind == CmdStartDecode {
@@ -222,6 +243,11 @@ func (c *Core) expire() {
 		} else {
 			c.failLocal(c.lateEnding(d))
 		}
+	}
+	if t, ok := c.readTime(); ok && c.at.Now >= t {
+		c.read = true
+		c.release(Prefill, EndOK)
+		c.read = false
 	}
 }
 
@@ -300,7 +326,7 @@ func (c *Core) isDoubtful() bool {
 	case d.leg == legStarted:
 		return !c.fence.IsUsable(c.at)
 	default:
-		return d.leg == legSent && (c.at.Now >= c.fence.ReadBy || c.at.Gap > c.fence.Since)
+		return d.leg == legSent && (!c.whole && c.at.Now >= c.fence.ReadBy || c.at.Gap > c.fence.Since)
 	}
 }
 

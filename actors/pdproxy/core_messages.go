@@ -51,6 +51,7 @@ type Event struct {
 	Rank     routing.RankRef
 	Remote   bool // EvChosen: a pair; else Prefill is not set
 	Fallback bool // EvChosen, not Remote: there should have been a pair
+	Whole    bool // EvStart: the answer comes as a whole, so its first byte comes with its last
 	Prefill  routing.RankRef
 	Decode   routing.RankRef
 	Params   uint64 // handle of a prefill's parameters

@@ -205,17 +205,27 @@ func runExplain(ctx context.Context, e *env, app string, q *client.Query, f form
 	}
 	l := &listing{
 		document: explanationDocument{apiVersion, x}, names: pickedNames(x),
-		table: func(wide bool) []*table { return []*table{explanationTable(x, wide)} },
+		table: func(wide bool) []*table { return explanationTables(x, wide) },
 		notes: describeExplanation(x, statusView{now: e.now(), relative: e.io.OutTTY}),
 	}
 	return l.write(e.io, f)
 }
 
 func pickedNames(x *client.Explanation) []string {
-	if x.Pick == "" {
+	switch {
+	case x.Pair != nil:
+		return pairNames(x)
+	case x.Pick == "":
 		return nil
 	}
 	return []string{x.Pick}
+}
+
+func explanationTables(x *client.Explanation, wide bool) []*table {
+	if x.Pair != nil {
+		return pairTables(x, wide)
+	}
+	return []*table{explanationTable(x, wide)}
 }
 
 // pickMark marks the row of the rank that was picked.
@@ -223,13 +233,17 @@ const pickMark = "<"
 
 // explanationTable returns a table with a row per rank. Score terms are columns, in the order of the formula.
 func explanationTable(x *client.Explanation, wide bool) *table {
-	names := collectTermNames(x)
+	lists := make([][]client.Term, len(x.Ranks))
+	for i := range x.Ranks {
+		lists[i] = x.Ranks[i].Terms
+	}
+	names := collectTermNames(lists)
 	t := &table{head: []string{"RANK", "STATE", "IN-FLIGHT", "HIT"}}
 	if wide {
 		t.head = append(t.head, "BLOCKS", "HOST", "DISK", "KV-USAGE")
 	}
 	for _, n := range names {
-		t.head = append(t.head, strings.ToUpper(strings.ReplaceAll(n, "_", "-")))
+		t.head = append(t.head, termHead(n))
 	}
 	t.head = append(t.head, "SCORE", "PICK", "WHY-NOT")
 	for i := range x.Ranks {
@@ -248,7 +262,7 @@ func explanationRow(x *client.Explanation, r *client.RankExplanation, names []st
 				formatTokens(r.DiskTokens, x.Estimated), formatShare(r.KVUsage))...)
 	}
 	for _, n := range names {
-		row = append(row, cell{text: findTermValue(r, n)})
+		row = append(row, cell{text: findTermValue(r.Terms, n)})
 	}
 	score, mark := "-", ""
 	if r.Score != nil {
@@ -270,12 +284,12 @@ func candidateColor(r *client.RankExplanation) color {
 	return busy
 }
 
-// collectTermNames returns the terms of all ranks, in the order of the first rank that has them.
-func collectTermNames(x *client.Explanation) []string {
+// collectTermNames returns the names of all terms, in the order of the first list that has them.
+func collectTermNames(lists [][]client.Term) []string {
 	var out []string
 	seen := map[string]bool{}
-	for i := range x.Ranks {
-		for _, t := range x.Ranks[i].Terms {
+	for _, terms := range lists {
+		for _, t := range terms {
 			if !seen[t.Name] {
 				seen[t.Name] = true
 				out = append(out, t.Name)
@@ -285,8 +299,11 @@ func collectTermNames(x *client.Explanation) []string {
 	return out
 }
 
-func findTermValue(r *client.RankExplanation, name string) string {
-	for _, t := range r.Terms {
+// termHead returns the heading of a term's column.
+func termHead(name string) string { return strings.ToUpper(strings.ReplaceAll(name, "_", "-")) }
+
+func findTermValue(terms []client.Term, name string) string {
+	for _, t := range terms {
 		if t.Name == name {
 			return formatScore(t.Value)
 		}
@@ -296,6 +313,9 @@ func findTermValue(r *client.RankExplanation, name string) string {
 
 // describeExplanation returns the lines under the table.
 func describeExplanation(x *client.Explanation, v statusView) []string {
+	if x.Pair != nil {
+		return describePair(x, v)
+	}
 	var out []string
 	if x.Replay != nil {
 		out = append(out, describeReplay(x.Replay, v))
@@ -335,8 +355,12 @@ func describeReplay(r *client.Replay, v statusView) string {
 	if r.Attempt > 1 {
 		s += fmt.Sprintf(", attempt %d (tried %s)", r.Attempt, strings.Join(r.Tried, ", "))
 	}
-	return s + fmt.Sprintf(": %s by %s: %s, hit %d tokens; the rest is what it would get now", r.Pick,
-		r.Policy, r.Reason, r.HitTokens)
+	pick, by := r.Pick, r.Policy
+	if p := r.Pair; p != nil {
+		pick, by = formatPair(p.Prefill, r.Pick), p.Decide
+	}
+	return s + fmt.Sprintf(": %s by %s: %s, hit %d tokens; the rest is what it would get now", pick, by,
+		r.Reason, r.HitTokens)
 }
 
 // formatTokens returns a count of tokens; ~ marks an estimate.

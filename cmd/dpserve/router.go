@@ -62,13 +62,23 @@ func runRouterShow(ctx context.Context, e *env, app string, f format) error {
 	}
 	l := &listing{
 		document: routerDocument{apiVersion, r}, names: []string{r.App},
-		table: func(bool) []*table { return []*table{routerTable(&r)} },
+		table: func(bool) []*table { return routerTables(&r) },
 	}
 	return l.write(e.io, f)
 }
 
+func routerTables(r *client.Info) []*table {
+	if r.Pair != nil {
+		return []*table{routerTable(r), routerTable(r.Pair.Prefill)}
+	}
+	return []*table{routerTable(r)}
+}
+
 func routerTable(r *client.Info) *table {
 	t := &table{head: []string{"ROUTER", r.App}}
+	if r.Pair != nil {
+		addPairRows(t, r.Pair)
+	}
 	row := func(name, value string) { t.add(cells(name, value)...) }
 	row("policy", r.Policy)
 	row("preset", r.Preset)

@@ -419,10 +419,10 @@ func indexNotes(apps []client.AppStatus) []string {
 	return out
 }
 
-// statusNotes returns the lines under the tables of status: the problems of each rank's KV cache and KV
-// events.
+// statusNotes returns the lines under the tables of status: how the two pools of an application work
+// together, and the problems of each rank's KV cache and KV events.
 func statusNotes(apps []client.AppStatus) []string {
-	var out []string
+	out := pairNotes(apps)
 	for r := range allRanks(apps) {
 		if kv := r.rank.KV; kv != nil {
 			if text := describeKVProblems(kv); text != "" {

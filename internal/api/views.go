@@ -66,27 +66,47 @@ func (v NodeViews) ResetRouters(ctx context.Context, app string) (ranks int, err
 type ClusterStatus struct {
 	ranks    map[string][]client.RankStatus // by unit
 	queued   map[string]int                 // in the queues of all ingresses, by application
+	pairs    map[string]*client.PDStatus    // of all ingresses, by application with two pools
 	answered map[string]bool                // the nodes that replied
 }
 
 // Statuses asks every node for its ranks and queues.
 func (v NodeViews) Statuses(ctx context.Context) *ClusterStatus {
-	s := &ClusterStatus{map[string][]client.RankStatus{}, map[string]int{}, map[string]bool{}}
+	s := &ClusterStatus{
+		map[string][]client.RankStatus{}, map[string]int{}, map[string]*client.PDStatus{}, map[string]bool{},
+	}
 	var mu sync.Mutex
 	_ = v.ask(ctx, viewTimeout, func(ctx context.Context, id string, node msg.NodeView) error {
-		ranks, queued, err := node.Statuses(ctx)
+		counts, err := node.Statuses(ctx)
 		mu.Lock()
 		defer mu.Unlock()
 		s.answered[id] = err == nil
-		for unit, list := range ranks {
+		for unit, list := range counts.Ranks {
 			s.ranks[unit] = append(s.ranks[unit], list...)
 		}
-		for app, k := range queued {
+		for app, k := range counts.Queued {
 			s.queued[app] += k
+		}
+		for app, pd := range counts.Pairs {
+			s.addPairs(app, &pd)
 		}
 		return err
 	})
 	return s
+}
+
+// addPairs adds what one ingress counts of an application with two pools. Each ingress makes its own pairs:
+// shown are those of the ingress that has the fewest.
+func (s *ClusterStatus) addPairs(app string, pd *client.PDStatus) {
+	sum := s.pairs[app]
+	if sum == nil {
+		s.pairs[app] = pd
+		return
+	}
+	sum.Remote, sum.Local, sum.Fallbacks = sum.Remote+pd.Remote, sum.Local+pd.Local, sum.Fallbacks+pd.Fallbacks
+	if pd.Met < sum.Met || pd.Met == sum.Met && pd.Pairs != client.PairsOn {
+		sum.Pairs, sum.Met, sum.All = pd.Pairs, pd.Met, pd.All
+	}
 }
 
 // AddTo completes the statuses of applications by what the nodes report. A status of another epoch belongs to
@@ -94,6 +114,9 @@ func (v NodeViews) Statuses(ctx context.Context) *ClusterStatus {
 func (s *ClusterStatus) AddTo(apps []client.AppStatus) {
 	for i := range apps {
 		apps[i].Queued = s.queued[apps[i].Name]
+		for _, pool := range apps[i].Pools {
+			apps[i].Queued += s.queued[pool.Name]
+		}
 		for j := range apps[i].Units {
 			u := &apps[i].Units[j]
 			for k, r := range u.Ranks {
@@ -105,7 +128,30 @@ func (s *ClusterStatus) AddTo(apps []client.AppStatus) {
 				}
 			}
 		}
+		if len(apps[i].Pools) > 0 {
+			apps[i].PD = s.pdStatus(&apps[i])
+		}
 	}
+}
+
+// pdStatus is what the ingresses and the ranks of an application with two pools count.
+func (s *ClusterStatus) pdStatus(a *client.AppStatus) *client.PDStatus {
+	pd := client.PDStatus{Pairs: "off: no ingress has reported"}
+	if known := s.pairs[a.Name]; known != nil {
+		pd = *known
+	}
+	count, total := uint64(0), 0.0
+	for i := range a.Units {
+		for _, r := range a.Units[i].Ranks {
+			if t := r.Transfer; t != nil {
+				count, total, pd.TransferBytes = count+t.Count, total+t.TotalMs, pd.TransferBytes+t.Bytes
+			}
+		}
+	}
+	if count > 0 {
+		pd.TransferMs = total / float64(count)
+	}
+	return &pd
 }
 
 // InFlight returns the requests in flight at the ranks of each node.

@@ -22,13 +22,16 @@ import (
 type viewedNode struct {
 	ranks  map[string][]client.RankStatus
 	queued int
+	pairs  map[string]client.PDStatus
 	lines  []msg.LogLine
 	resets int
 	err    error
 }
 
-func (n *viewedNode) Statuses(context.Context) (map[string][]client.RankStatus, map[string]int, error) {
-	return n.ranks, map[string]int{"a": n.queued}, n.err
+func (n *viewedNode) Statuses(context.Context) (msg.NodeCounts, error) {
+	return msg.NodeCounts{
+		Ranks: n.ranks, Queued: map[string]int{"a": n.queued, "pd.decode": n.queued}, Pairs: n.pairs,
+	}, n.err
 }
 
 func (n *viewedNode) Logs(_ context.Context, _ msg.LogQuery, give func(msg.LogLine) error) error {
@@ -78,6 +81,53 @@ func TestStatusesOfAllNodesAreAddedUp(t *testing.T) {
 	})
 	assert.Equal(t, map[string]string{"n2": "node n2 is silent for 4s"}, silent,
 		"n0 answers, and n3 has renewed a moment ago")
+}
+
+// TestPairsOfAllIngresses: requests are added up, pairs are those of the ingress that has the fewest, and
+// transfers those of all ranks.
+func TestPairsOfAllIngresses(t *testing.T) {
+	rank := func(pool string, n int, tr *client.TransferStatus) map[string][]client.RankStatus {
+		return map[string][]client.RankStatus{"pd." + pool + "/0/0": {{Rank: n, Epoch: 1, Transfer: tr}}}
+	}
+	views := api.NodeViews{
+		"n0": &viewedNode{
+			queued: 2, ranks: rank("decode", 0, &client.TransferStatus{Count: 3, TotalMs: 60, Bytes: 1000}),
+			pairs: map[string]client.PDStatus{"pd": {
+				Transfer: "nixl", Pairs: client.PairsOn, Met: 2, All: 2, Remote: 5, Local: 1,
+			}},
+		},
+		"n1": &viewedNode{
+			queued: 1, ranks: rank("prefill", 0, &client.TransferStatus{Count: 1, TotalMs: 20, Bytes: 24}),
+			pairs: map[string]client.PDStatus{"pd": {
+				Transfer: "nixl", Pairs: "off: no pair has met", All: 2, Remote: 1, Fallbacks: 4,
+			}},
+		},
+		"n2": &viewedNode{err: errors.New("cut off")},
+	}
+	unit := func(pool string) client.UnitStatus {
+		return client.UnitStatus{Unit: "pd." + pool + "/0/0", Ranks: []client.RankStatus{{Epoch: 1}}}
+	}
+	newList := func() []client.AppStatus {
+		return []client.AppStatus{
+			{Name: "a"},
+			{
+				Name: "pd", Units: []client.UnitStatus{unit("prefill"), unit("decode")},
+				Pools: []client.PoolStatus{{Name: "pd.prefill"}, {Name: "pd.decode"}},
+			},
+		}
+	}
+	list := newList()
+	views.Statuses(t.Context()).AddTo(list)
+	assert.Nil(t, list[0].PD, "it has one pool")
+	assert.Equal(t, 3, list[1].Queued)
+	assert.Equal(t, &client.PDStatus{
+		Transfer: "nixl", Pairs: "off: no pair has met", Met: 0, All: 2, Remote: 6, Local: 1, Fallbacks: 4,
+		TransferMs: 20, TransferBytes: 1024,
+	}, list[1].PD)
+
+	list = newList()
+	api.NodeViews{"n2": &viewedNode{err: errors.New("cut off")}}.Statuses(t.Context()).AddTo(list)
+	assert.Equal(t, &client.PDStatus{Pairs: "off: no ingress has reported"}, list[1].PD)
 }
 
 func TestRoutersOfAllNodesAreReset(t *testing.T) {

@@ -22,6 +22,19 @@ type Counters struct {
 	CachingOff       bool // it runs without prefix caching
 	Asleep           bool // it was put to sleep: its KV cache is gone
 	Seen             bool // at least one of the two token counters was there
+	Transfers        Transfers
+}
+
+// Transfers are what an engine counts of KV blocks that it moves between prefill and decode ranks. vLLM's
+// NIXL connectors count them; a decode rank counts what it reads, a prefill rank what it holds for others.
+type Transfers struct {
+	Count     float64 // ended transfers
+	Seconds   float64 // their time, in all
+	Bytes     float64
+	Failed    float64 // handshakes included
+	Expired   float64 // prompts of a prefill rank whose lease ended before a decode rank had read them
+	LateReads float64 // prompts of a prefill rank that a decode rank read after that: its text may be wrong
+	Seen      bool    // the page has these counters
 }
 
 // Moved reports that the engine computed tokens between before and c.
@@ -106,7 +119,34 @@ func (p *metricsPage) add(name string, labels labelSet, value float64) {
 		if labels["sleep_state"] == "awake" {
 			p.Asleep = p.Asleep || value == 0
 		}
+	default:
+		p.Transfers.add(name, value)
 	}
+}
+
+// add takes one sample of vLLM's NIXL connectors.
+func (t *Transfers) add(name string, value float64) {
+	if to := t.counter(name); to != nil {
+		*to, t.Seen = *to+value, true
+	}
+}
+
+func (t *Transfers) counter(name string) *float64 {
+	switch name {
+	case "nixl_xfer_time_seconds_count":
+		return &t.Count
+	case "nixl_xfer_time_seconds_sum":
+		return &t.Seconds
+	case "nixl_bytes_transferred_sum":
+		return &t.Bytes
+	case "nixl_num_failed_transfers_total":
+		return &t.Failed
+	case "nixl_num_kv_expired_reqs_total":
+		return &t.Expired
+	case "nixl_num_notifications_after_expiry_total":
+		return &t.LateReads
+	}
+	return nil
 }
 
 // config reads the labels of an info series. "None" is a value that is not set.

@@ -39,6 +39,21 @@ func TestCountersOfRealPages(t *testing.T) {
 	assert.Equal(t, Counters{}, counters([]byte("# nothing\n\nup 1\nvllm:prompt_tokens_total NaN\n")))
 }
 
+// TestTransfersOfRealPages: the histograms' sums are counted, and their twins that hold a time are not.
+func TestTransfersOfRealPages(t *testing.T) {
+	for side, want := range map[string]Transfers{
+		"decode":  {Count: 16, Seconds: 1.6933879999999994, Bytes: 950272, Seen: true},
+		"prefill": {Count: 1, Seconds: 0.328917, Bytes: 65536, Expired: 4, LateReads: 1, Seen: true},
+	} {
+		page, err := os.ReadFile("testdata/metrics_nixl_" + side + ".txt")
+		require.NoError(t, err)
+		assert.Equal(t, Counters{Transfers: want}, counters(page), side)
+		assert.Equal(t, Transfers{}, parsePage(page, "1").Transfers, "a rank that is not there")
+	}
+	failed := "vllm:nixl_num_failed_transfers_total{engine=\"0\"} 2\n"
+	assert.Equal(t, Transfers{Failed: 4, Seen: true}, counters([]byte(failed+failed)).Transfers)
+}
+
 func TestCountersTellProgressFromARestart(t *testing.T) {
 	a := Counters{PromptTokens: 5, GenerationTokens: 5, StartTime: 1, Seen: true}
 	b := Counters{PromptTokens: 5, GenerationTokens: 6, StartTime: 1, Seen: true}

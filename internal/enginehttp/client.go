@@ -125,6 +125,22 @@ func (c *Client) Close() { c.pool.close() }
 func (c *Client) Send(ctx context.Context, method, target string, header http.Header,
 	body []byte,
 ) (*http.Response, error) {
+	return c.SendGuarded(ctx, method, target, header, body, Guard{})
+}
+
+// Guard watches the writing of one request. Its functions must not block; nil is allowed.
+type Guard struct {
+	// Before is called directly before the first byte is written, when the connection is there. If it fails,
+	// nothing is written, and Send fails with its error.
+	Before func() error
+	// Written is called directly after the last byte is written.
+	Written func()
+}
+
+// SendGuarded is Send for a request that must not be written too late.
+func (c *Client) SendGuarded(ctx context.Context, method, target string, header http.Header, body []byte,
+	g Guard,
+) (*http.Response, error) {
 	if ctx.Err() != nil {
 		return nil, &SendError{Err: context.Cause(ctx)}
 	}
@@ -138,7 +154,7 @@ func (c *Client) Send(ctx context.Context, method, target string, header http.He
 	n := min(len(body), max(packed-len(req), 0))
 	req = append(req, body[:n]...)
 	*mem = req
-	return c.exchange(ctx, method, req, body[n:])
+	return c.exchange(ctx, method, req, body[n:], g)
 }
 
 func (c *Client) keepRequest(mem *[]byte) {
@@ -147,17 +163,25 @@ func (c *Client) keepRequest(mem *[]byte) {
 	}
 }
 
-func (c *Client) exchange(ctx context.Context, method string, req, rest []byte) (*http.Response, error) {
+func (c *Client) exchange(ctx context.Context, method string, req, rest []byte, g Guard) (
+	*http.Response, error,
+) {
 	c.busy.Add(1)
 	cn, err := c.connect(ctx)
 	if err != nil {
 		c.busy.Add(-1)
 		return nil, &SendError{Err: cause(ctx, err)}
 	}
+	if g.Before != nil {
+		if err := g.Before(); err != nil {
+			c.giveBack(cn)
+			return nil, &SendError{Err: err}
+		}
+	}
 	cn.mem, _ = c.buffers.Get().(*[]byte)
 	cn.buf, cn.r, cn.w = *cn.mem, 0, 0
 	x := &exchange{client: c, conn: cn, stop: context.AfterFunc(ctx, cn.abort)}
-	h, whole, err := cn.roundTrip(req, rest)
+	h, whole, err := cn.roundTrip(req, rest, g.Written)
 	if err != nil {
 		return nil, c.failed(ctx, x, err)
 	}
@@ -176,10 +200,21 @@ func (c *Client) connect(ctx context.Context) (*conn, error) {
 	return newConn(n, c.head), nil
 }
 
+// giveBack returns a connection on which nothing was written.
+func (c *Client) giveBack(cn *conn) {
+	if !c.pool.put(cn) {
+		cn.close()
+	}
+	c.busy.Add(-1)
+}
+
 // roundTrip writes the request and reads the head of the answer, also if writing failed: a peer that refuses
 // a request may answer and close before it has read it all.
-func (c *conn) roundTrip(req, rest []byte) (h *head, whole bool, err error) {
+func (c *conn) roundTrip(req, rest []byte, written func()) (h *head, whole bool, err error) {
 	whole, unwritten := c.write(req, rest)
+	if whole && written != nil {
+		written()
+	}
 	if unwritten == nil {
 		h, err = c.readHead()
 		return h, whole, err

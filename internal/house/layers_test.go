@@ -64,7 +64,10 @@ func areas() []area {
 		{name: "internal/telemetry", layer: 1, deny: []string{actorLib, gin, raft, gossip, cobra}},
 		{name: "internal/loadgen", layer: 1, deny: []string{actorLib, gin, raft, gossip, cobra}},
 
-		{name: "actors/ingress", layer: 2, also: []string{"actors/msg"}, deny: []string{raft, gossip, cobra}},
+		{
+			name: "actors/ingress", layer: 2, also: []string{"actors/msg", "actors/pdproxy"},
+			deny: []string{raft, gossip, cobra},
+		},
 		{name: "actors/dpserver", layer: 2, deny: thin},
 		{name: "actors/pdproxy", layer: 2, deny: []string{gin, raft, gossip, cobra}},
 		{name: "actors/rankassigner", layer: 2, deny: thin},

@@ -360,9 +360,14 @@ type fakeView struct {
 	ended atomic.Bool
 }
 
-func (v *fakeView) Statuses(context.Context) (map[string][]client.RankStatus, map[string]int, error) {
-	return map[string][]client.RankStatus{"chat/0": {{Rank: 1, Node: "b", Phase: "ready", TokensPerS: 2.5}}},
-		map[string]int{"chat": 4}, v.err
+func (v *fakeView) Statuses(context.Context) (msg.NodeCounts, error) {
+	return msg.NodeCounts{
+		Ranks: map[string][]client.RankStatus{
+			"chat/0": {{Rank: 1, Node: "b", Phase: "ready", TokensPerS: 2.5}},
+		},
+		Queued: map[string]int{"chat": 4},
+		Pairs:  map[string]client.PDStatus{"pd": {Transfer: "nixl", Pairs: client.PairsOn, Met: 2, Remote: 7}},
+	}, v.err
 }
 
 func (v *fakeView) Logs(ctx context.Context, q msg.LogQuery, give func(msg.LogLine) error) error {

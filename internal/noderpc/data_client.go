@@ -39,7 +39,14 @@ func NewDataClient(transport func(node string) (http.RoundTripper, error)) *Data
 
 // Ask implements rankleg.Asker. If ctx ends before the answer has begun, the data port returns the ticket.
 func (c *DataClient) Ask(ctx context.Context, q *rankleg.Request) (*http.Response, msg.AdmitReply, error) {
-	resp, reply, err := c.roundTrip(ctx, q, q.Route.Path())
+	if err := q.Guard.Send(); err != nil {
+		return nil, msg.AdmitReply{}, err
+	}
+	path := q.Route.Path()
+	if q.Reset {
+		path = resetPath
+	}
+	resp, reply, err := c.roundTrip(ctx, q, path)
 	if reply.Ticket.ID != 0 {
 		q.OnTicket(&reply.Ticket)
 	}
@@ -170,6 +177,10 @@ func causeError(node string, status int, cause []string) error {
 		return fmt.Errorf("node %s: the engine broke off before it answered", node)
 	case causeFirstToken:
 		return fmt.Errorf("node %s: %w", node, rankleg.ErrFirstToken)
+	case causeTooLate:
+		return fmt.Errorf("node %s: %w", node, rankleg.ErrTooLate)
+	case causeNotResent:
+		return fmt.Errorf("node %s: %w", node, rankleg.ErrNotResent)
 	default:
 		return nodeUnreachable(node, fmt.Errorf("status %d, %q", status, cause[0]))
 	}

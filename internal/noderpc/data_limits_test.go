@@ -248,13 +248,14 @@ func TestUploadAfterRelease(t *testing.T) {
 // FuzzDataHead: no header breaks the reader, and accepted values are within bounds.
 func FuzzDataHead(f *testing.F) {
 	f.Add("demo", "demo/0", "0/1", "both", "17", "40", "3", "1", "/v1/completions")
+	f.Add("demo", "demo/0", "0/1", "held", "17", "40", "0", "0", "/v1/completions")
 	f.Add("", "x", "65536/1", "hold", "-1", "4294967296", "", "9", "/x")
 	f.Fuzz(func(t *testing.T, app, unit, rank, class, req, tokens, blocks, hits, path string) {
 		h := http.Header{
 			dataApp: {app}, dataUnit: {unit}, dataRank: {rank}, dataClass: {class}, dataReq: {req},
 			dataTokens: {tokens}, dataBlocks: {blocks},
 			dataHitBlocks: {hits}, dataIngress: {app}, dataDeadline: {tokens}, dataFirstToken: {req},
-			dataSession: {req},
+			dataSession: {req}, dataInc: {req}, dataOnce: {"1"}, dataWriteBy: {tokens},
 		}
 		d, err := readHead(h, path, time.Unix(0, 0))
 		if err != nil {
@@ -265,9 +266,15 @@ func FuzzDataHead(f *testing.F) {
 		assert.NotEmpty(t, d.app)
 		again := &rankleg.Request{
 			Rank: &rankleg.Rank{App: d.app, Unit: d.unit, ID: d.rank}, Route: d.route,
-			FirstToken: d.firstToken,
+			FirstToken: d.firstToken, Guard: &rankleg.Guard{},
 		}
-		if class != classNone {
+		if d.writeBy > 0 {
+			again.Guard.TimeLeft = func() time.Duration { return d.writeBy }
+		}
+		switch class {
+		case classHeld:
+			again.IsHeld, again.Rank.Incarnation = true, d.incarnation
+		case classBoth, classHold:
 			again.Admit = &d.admit
 			again.Admit.Blocks = make([]uint64, d.blocks)
 			if d.blocks == 0 {

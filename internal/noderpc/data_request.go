@@ -27,6 +27,7 @@ type dataRequest struct {
 	rank        *rankleg.Rank
 	ticket      msg.Ticket // ID 0: none
 	body        []byte     // for the engine
+	begun       time.Time  // when the head was read
 	deadlineSet time.Time  // when the write deadline was set last
 }
 
@@ -37,11 +38,12 @@ func (p *dataRequest) run(ctx context.Context) (clean bool) {
 	if !ok {
 		return p.answerError(http.StatusForbidden, causeDenied)
 	}
-	head, err := readHead(p.r.Header, p.r.URL.Path, time.Now())
+	p.begun = time.Now()
+	head, err := readHead(p.r.Header, p.r.URL.Path, p.begun)
 	switch {
 	case err != nil:
 		return p.answerError(http.StatusBadRequest, causeMalformed)
-	case head.class != classNone && head.admit.Ingress != node:
+	case (head.class == classBoth || head.class == classHold) && head.admit.Ingress != node:
 		return p.answerError(http.StatusForbidden, causeDenied)
 	}
 	switch err := p.upload.read(p.r, s.timers.Body, p.cutBody); {
@@ -74,7 +76,8 @@ func (p *dataRequest) cutBody() {
 }
 
 func (p *dataRequest) serve(ctx context.Context) (clean bool) {
-	if p.rank = p.server.table.find(p.head.app, p.head.unit, p.head.rank); p.rank == nil {
+	p.rank = p.server.table.find(p.head.app, p.head.unit, p.head.rank)
+	if p.rank == nil || p.head.class == classHeld && p.rank.Incarnation != p.head.incarnation {
 		return p.refuse(&msg.AdmitReply{Refusal: msg.Gone})
 	}
 	q := p.newAsk()
@@ -115,11 +118,15 @@ func (p *dataRequest) reserve(ctx context.Context, q *rankleg.Request) (clean bo
 // newAsk is the request for the rank. Its header is the one that the ingress prepared for the engine.
 func (p *dataRequest) newAsk() *rankleg.Request {
 	q := &rankleg.Request{
-		Rank: p.rank, Route: p.head.route, Body: p.body,
+		Rank: p.rank, Route: p.head.route, Reset: p.head.isReset, Body: p.body,
 		Header:   rankleg.StripHeader(p.r.Header),
 		OnTicket: func(t *msg.Ticket) { p.ticket = *t },
 	}
-	if p.head.class != classNone {
+	q.Guard = p.newGuard()
+	switch p.head.class {
+	case classHeld:
+		q.IsHeld = true
+	case classBoth, classHold:
 		q.Admit = &p.head.admit
 		q.Admit.Ctx = p.r.Context()
 		if len(p.upload.blocks) > 0 {
@@ -127,6 +134,23 @@ func (p *dataRequest) newAsk() *rankleg.Request {
 		}
 	}
 	return q
+}
+
+// newGuard watches a request that must not be sent late, or twice. The time to write it counts from the
+// moment at which its head was read, also while this machine sleeps: Round removes the monotonic time, which
+// stands still then.
+func (p *dataRequest) newGuard() *rankleg.Guard {
+	if !p.head.once {
+		return nil
+	}
+	g, limit, begun := &rankleg.Guard{}, p.head.writeBy, p.begun
+	if limit > 0 {
+		g.IsUsable = func() bool {
+			now := time.Now()
+			return max(now.Sub(begun), now.Round(0).Sub(begun.Round(0))) < limit
+		}
+	}
+	return g
 }
 
 // ask asks the rank. The time limit for the answer's header begins when the whole request is here.
@@ -177,6 +201,10 @@ func (p *dataRequest) answerFailure(ctx context.Context, err error, resent bool)
 		return false
 	case rankleg.IsRefused(err):
 		return p.answerEngineError(causeRefused, resent)
+	case errors.Is(err, rankleg.ErrTooLate):
+		return p.answerEngineError(causeTooLate, resent)
+	case errors.Is(err, rankleg.ErrNotResent):
+		return p.answerEngineError(causeNotResent, resent)
 	case rankleg.IsMalformed(err):
 		p.w.Header()[dataMalformed] = []string{"1"}
 		return p.answerEngineError(causeReset, resent)

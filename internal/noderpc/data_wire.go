@@ -36,13 +36,15 @@ const (
 	dataSession    = "Dpserve-Session-Key"    // a hash
 	dataDeadline   = "Dpserve-Deadline-Ms"    // the time left, because the clocks differ
 	dataFirstToken = "Dpserve-First-Token-Ms" // the time left for the engine's header
+	dataOnce       = "Dpserve-Once"           // 1: the request is not sent twice to the engine
+	dataWriteBy    = "Dpserve-Write-By-Ms"    // the time in which the request may be written to the engine
 
 	dataRefused = "Dpserve-Refused" // answer: the reason why there is no ticket
 	dataCause   = "Dpserve-Cause"   // answer: the reason why there is no answer of the engine
 	dataEpoch   = "Dpserve-Epoch"   // of the request, and of an answer
 	dataSeq     = "Dpserve-Seq"
 	dataTicket  = "Dpserve-Ticket"
-	dataInc     = "Dpserve-Incarnation"
+	dataInc     = "Dpserve-Incarnation" // of an answer, and of a request in classHeld
 	dataResent  = "Dpserve-Resent"
 	// with the cause reset, because older nodes read only the cause
 	dataMalformed = "Dpserve-Malformed"
@@ -59,10 +61,14 @@ const (
 // holdPath is the path of a request for a ticket alone.
 const holdPath = "/dpserve/hold"
 
+// resetPath is the path of a request that drops the prefix cache of a rank's engine, in classNone.
+const resetPath = "/dpserve/reset_cache"
+
 // The classes of a request.
 const (
 	classBoth = "both" // a request and its ticket
 	classHold = "hold" // a ticket that lives as long as the stream
+	classHeld = "held" // a request whose ticket is that of another stream
 	classNone = "none" // a request that needs no ticket
 )
 
@@ -71,6 +77,8 @@ const (
 	causeRefused    = "refused"     // the engine took no connection
 	causeReset      = "reset"       // the engine broke off before it answered
 	causeFirstToken = "first_token" // its head did not come in time
+	causeTooLate    = "too_late"    // the time to write the request was over: nothing was written
+	causeNotResent  = "not_resent"  // the engine had closed the idle connection, and dataOnce was set
 	causeDenied     = "denied"      // the caller may not send this request
 	causeMalformed  = "malformed"
 	causeTooLarge   = "too_large"
@@ -92,10 +100,15 @@ type dataHead struct {
 	app, unit  string
 	rank       routing.RankID
 	class      string
-	route      openai.Route // NoRoute in classHold
-	admit      msg.Admit    // without Ctx, Blocks and Reply; the zero value in classNone
+	route      openai.Route // NoRoute in classHold, and with isReset
+	isReset    bool         // the path is resetPath
+	admit      msg.Admit    // without Ctx, Blocks and Reply; the zero value in classNone and classHeld
 	blocks     int
 	firstToken time.Duration // 0: no bound
+
+	incarnation uint64        // of the rank, in classHeld
+	once        bool          // the request is not sent twice
+	writeBy     time.Duration // 0: no bound
 }
 
 // writeHead writes a request for a rank into the header of its HTTP request. The engine's fields share their
@@ -124,6 +137,15 @@ func writeHead(q *rankleg.Request, isHold, isPacked bool, now time.Time) http.He
 	if q.Admit != nil {
 		f.admit(q.Admit, now)
 	}
+	if q.IsHeld {
+		f.number(dataInc, q.Rank.Incarnation)
+	}
+	if q.Guard != nil {
+		f.set(dataOnce, "1")
+		if q.Guard.TimeLeft != nil {
+			f.duration(dataWriteBy, q.Guard.TimeLeft())
+		}
+	}
 	if f.isPacked {
 		f.isPacked = false
 		f.set(dataFields, string(f.packed))
@@ -141,6 +163,8 @@ func classOf(q *rankleg.Request, isHold bool) string {
 	switch {
 	case isHold:
 		return classHold
+	case q.IsHeld:
+		return classHeld
 	case q.Admit == nil:
 		return classNone
 	default:
@@ -299,13 +323,15 @@ func readHead(h http.Header, path string, now time.Time) (*dataHead, error) {
 	r.unpack()
 	d := &dataHead{
 		app: r.text(dataApp), unit: r.text(dataUnit), class: r.text(dataClass),
-		firstToken: r.duration(dataFirstToken),
+		firstToken: r.duration(dataFirstToken), once: r.number(dataOnce, 1) == 1,
+		writeBy: r.duration(dataWriteBy),
 	}
 	var ok bool
 	if d.rank, ok = rankleg.ParseRankID(r.text(dataRank)); !ok {
 		r.fail(dataRank)
 	}
-	if d.class != classHold {
+	d.isReset = path == resetPath && d.class == classNone
+	if d.class != classHold && !d.isReset {
 		d.route = openai.RouteOf(path)
 		if d.route == openai.NoRoute || d.route.Method() != http.MethodPost {
 			return nil, errors.New("there is no such route")
@@ -314,6 +340,8 @@ func readHead(h http.Header, path string, now time.Time) (*dataHead, error) {
 	switch d.class {
 	case classBoth, classHold:
 		d.readAdmit(&r, now)
+	case classHeld:
+		d.incarnation = r.number(dataInc, 64)
 	case classNone:
 	default:
 		r.fail(dataClass)

@@ -11,7 +11,6 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/problem"
 	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 )
@@ -65,25 +64,27 @@ func (n *NodeClient) StopRank(ctx context.Context, m *msg.StopRank) error {
 }
 
 // Statuses implements msg.NodeView.
-func (n *NodeClient) Statuses(
-	ctx context.Context,
-) (ranks map[string][]client.RankStatus, queued map[string]int, err error) {
+func (n *NodeClient) Statuses(ctx context.Context) (msg.NodeCounts, error) {
 	r, err := callNode(ctx, n.conns, n.node, statusLimit, func(ctx context.Context, conn *grpc.ClientConn,
 		opts ...grpc.CallOption,
 	) (*dpservev1.StatusReply, error) {
 		return dpservev1.NewNodeClient(conn).Status(ctx, &dpservev1.StatusRequest{}, opts...)
 	})
+	var counts msg.NodeCounts
 	if err != nil {
-		return nil, nil, err
+		return counts, err
 	}
-	if err = json.Unmarshal(r.GetRanks(), &ranks); err == nil {
-		err = json.Unmarshal(r.GetQueued(), &queued)
+	if err = json.Unmarshal(r.GetRanks(), &counts.Ranks); err == nil {
+		err = json.Unmarshal(r.GetQueued(), &counts.Queued)
+	}
+	if pairs := r.GetPairs(); err == nil && len(pairs) > 0 { // older versions send none
+		err = json.Unmarshal(pairs, &counts.Pairs)
 	}
 	if err != nil {
-		return nil, nil, problem.New(problem.Internal, "read the status of node %s: %w", n.node,
+		return msg.NodeCounts{}, problem.New(problem.Internal, "read the status of node %s: %w", n.node,
 			err).WithHint("run the same version of dpserve on every node")
 	}
-	return ranks, queued, nil
+	return counts, nil
 }
 
 // ResetRouter implements msg.NodeView.

@@ -84,13 +84,16 @@ func (s *NodeServer) StopRank(
 
 // Status implements dpservev1.NodeServer.
 func (s *NodeServer) Status(ctx context.Context, _ *dpservev1.StatusRequest) (*dpservev1.StatusReply, error) {
-	ranks, queued, err := s.cfg.View.Statuses(ctx)
+	counts, err := s.cfg.View.Statuses(ctx)
 	if err != nil {
 		return nil, toStatus(err)
 	}
 	var reply dpservev1.StatusReply
-	if reply.Ranks, err = json.Marshal(ranks); err == nil {
-		reply.Queued, err = json.Marshal(queued)
+	if reply.Ranks, err = json.Marshal(counts.Ranks); err == nil {
+		reply.Queued, err = json.Marshal(counts.Queued)
+	}
+	if err == nil && len(counts.Pairs) > 0 {
+		reply.Pairs, err = json.Marshal(counts.Pairs)
 	}
 	if err != nil {
 		return nil, toStatus(problem.New(problem.Internal, "encode the ranks' status: %w", err))

@@ -62,7 +62,7 @@ func TestOnlyControlNodesOrder(t *testing.T) {
 		assert.Equal(t, problem.PermissionDenied,
 			problem.CodeOf(b.StopRank(t.Context(), &msg.StopRank{Unit: "chat/0", Epoch: 3})))
 		assert.Empty(t, w.nodes["b"].agent.started)
-		_, _, err := b.Statuses(t.Context())
+		_, err := b.Statuses(t.Context())
 		require.NoError(t, err)
 	}, "ingress", "b")
 }
@@ -70,20 +70,23 @@ func TestOnlyControlNodesOrder(t *testing.T) {
 func TestViewOfAnotherNode(t *testing.T) {
 	withCluster(t, func(t *testing.T, w *testCluster) {
 		b, view := w.nodes["a"].conns.Node("b"), w.nodes["b"].view
-		ranks, queued, err := b.Statuses(t.Context())
+		counts, err := b.Statuses(t.Context())
 		require.NoError(t, err)
 		assert.Equal(t, map[string][]client.RankStatus{"chat/0": {{
 			Rank: 1, Node: "b", Phase: "ready",
 			TokensPerS: 2.5,
-		}}}, ranks)
-		assert.Equal(t, map[string]int{"chat": 4}, queued)
+		}}}, counts.Ranks)
+		assert.Equal(t, map[string]int{"chat": 4}, counts.Queued)
+		assert.Equal(t, map[string]client.PDStatus{
+			"pd": {Transfer: "nixl", Pairs: client.PairsOn, Met: 2, Remote: 7},
+		}, counts.Pairs)
 		n, err := b.ResetRouter(t.Context(), "chat")
 		require.NoError(t, err)
 		assert.Equal(t, 3, n)
 		view.err = problem.New(problem.NotFound, "no app")
 		_, err = b.ResetRouter(t.Context(), "chat")
 		require.EqualError(t, err, "no app")
-		_, _, err = b.Statuses(t.Context())
+		_, err = b.Statuses(t.Context())
 		require.EqualError(t, err, "no app")
 		_, err = b.ResetRouter(t.Context(), "")
 		assert.Equal(t, problem.InvalidArgument, problem.CodeOf(err))

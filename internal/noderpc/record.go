@@ -148,6 +148,9 @@ func (p *packer) status(slot uint64, rec *msg.Record) {
 	p.fixed(math.Float64bits(s.KVUsage))
 	p.count(s.Capacity)
 	p.count(int64(s.BlockSize))
+	if s.LateReads > 0 { // a record without is packed as in older versions
+		p.count(s.LateReads)
+	}
 	p.end()
 }
 

@@ -207,6 +207,9 @@ func (u *unpacker) readDelta(kind msg.RecordKind, slot uint64, c *cursor) *remot
 		rec.Status.HasKVUsage = c.byte()&flagUsage != 0
 		rec.Status.KVUsage = math.Float64frombits(c.fixed())
 		rec.Status.Capacity, rec.Status.BlockSize = c.count(), c.int()
+		if len(c.b) > 0 {
+			rec.Status.LateReads = c.count()
+		}
 	case msg.RecKVBegin, msg.RecKV, msg.RecKVEnd:
 		u.readKV(c)
 	default:

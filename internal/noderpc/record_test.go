@@ -125,6 +125,7 @@ func drawRecord(t *rapid.T) msg.Record {
 		r.Status = msg.Status{
 			KVUsage:    rapid.Float64().Draw(t, "usage"),
 			HasKVUsage: rapid.Bool().Draw(t, "has"), Capacity: 4096, BlockSize: drawCount(t, "bs"),
+			LateReads: int64(drawCount(t, "late")),
 		}
 	case msg.RecKVBegin:
 		r.KV = msg.KV{Tier: kvindex.CPU, BlockSize: drawCount(t, "bs")}
@@ -219,6 +220,8 @@ func TestNumbersOnTheWire(t *testing.T) {
 	status := delta(msg.RecStatus, 1)
 	status.Status = msg.Status{HasKVUsage: true, Capacity: 1, BlockSize: 2}
 	assert.Equal(t, []byte{14, 8, 7, 1, flagUsage, 0, 0, 0, 0, 0, 0, 0, 0, 1, 2}, packed(status))
+	status.Status.LateReads = 3
+	assert.Equal(t, []byte{15, 8, 7, 1, flagUsage, 0, 0, 0, 0, 0, 0, 0, 0, 1, 2, 3}, packed(status))
 }
 
 // goldenTimes are records of requests with and without a time, as they are on the wire.

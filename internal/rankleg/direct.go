@@ -49,7 +49,7 @@ func (l *direct) send(ctx context.Context, o *engineRequest) (*http.Response, er
 		return l.transport.send(ctx, o)
 	}
 	c := l.client(o.URL.Host)
-	resp, err := c.Send(ctx, http.MethodPost, o.URL.RequestURI(), o.Header, o.Body)
+	resp, err := c.SendGuarded(ctx, http.MethodPost, o.URL.RequestURI(), o.Header, o.Body, o.watch())
 	if err != nil {
 		var e *enginehttp.SendError
 		if errors.As(err, &e) {

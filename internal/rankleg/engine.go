@@ -11,6 +11,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/dpserve/dpserve/internal/enginehttp"
 	"github.com/dpserve/dpserve/internal/rawconn"
 )
 
@@ -22,6 +23,7 @@ type engineRequest struct {
 	URL    *url.URL
 	Header http.Header // read only
 	Body   []byte      // the transport drops it once it is written: an answer may take minutes
+	guard  *Guard      // nil for most requests
 
 	reader  *bytes.Reader // of Body, on the transport
 	reused  atomic.Bool   // the connection had waited for a request, behind another one or as a spare
@@ -36,6 +38,14 @@ func (r *engineRequest) isSettled() bool { return r.writing.Load() == 0 }
 // closed. The engine got nothing, so the request may be sent once more.
 func (r *engineRequest) isStale() bool { return r.reused.Load() && !r.begun.Load() }
 
+// watch is the request's guard for the own client.
+func (r *engineRequest) watch() enginehttp.Guard {
+	if r.guard == nil {
+		return enginehttp.Guard{}
+	}
+	return enginehttp.Guard{Before: r.guard.allow, Written: r.guard.OnWritten}
+}
+
 func (r *engineRequest) trace() *httptrace.ClientTrace {
 	return &httptrace.ClientTrace{
 		GotConn: func(info httptrace.GotConnInfo) {
@@ -46,6 +56,9 @@ func (r *engineRequest) trace() *httptrace.ClientTrace {
 			if info.Err == nil {
 				r.Body = nil
 				r.reader.Reset(nil)
+				if r.guard != nil && r.guard.OnWritten != nil {
+					r.guard.OnWritten()
+				}
 			}
 			r.writing.Add(-1)
 		},
@@ -148,5 +161,28 @@ func (t *transport) send(ctx context.Context, o *engineRequest) (*http.Response,
 		Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1,
 		Body: io.NopCloser(o.reader), ContentLength: int64(len(o.Body)),
 	}
+	if o.guard != nil {
+		r.Body = &guardedBody{inner: o.reader, guard: o.guard}
+	}
 	return t.inner.RoundTrip(r.WithContext(httptrace.WithClientTrace(ctx, o.trace())))
 }
+
+// guardedBody is the body of a request that must not be written late. The transport reads it when it writes
+// the request. If the first read fails, the engine gets no whole request, so it does nothing.
+type guardedBody struct {
+	inner *bytes.Reader
+	guard *Guard
+	begun bool
+}
+
+func (b *guardedBody) Read(p []byte) (int, error) {
+	if !b.begun {
+		b.begun = true
+		if err := b.guard.allow(); err != nil {
+			return 0, err
+		}
+	}
+	return b.inner.Read(p)
+}
+
+func (b *guardedBody) Close() error { return nil }

@@ -2,6 +2,7 @@ package rankleg
 
 import (
 	"context"
+	"fmt"
 	"io"
 	"maps"
 	"net/http"
@@ -141,21 +142,28 @@ func (n *Near) returnLateTicket(q *Request) {
 // close idle connections, so this is no failure and not a new attempt.
 func (n *Near) askEngine(ctx context.Context, q *Request) (*http.Response, error) {
 	header, body := q.addressed()
+	to := q.Rank.urls[q.Route]
+	if q.Reset {
+		to = q.Rank.reset
+	}
 	for {
-		o := &engineRequest{URL: q.Rank.urls[q.Route], Header: header, Body: body}
+		o := &engineRequest{URL: to, Header: header, Body: body, guard: q.Guard}
 		resp, err := n.engines.send(ctx, q.Rank.Target.Owned, o)
 		q.IsBodyShared = q.IsBodyShared || !o.isSettled()
-		if err == nil || q.Resent || !o.isStale() || ctx.Err() != nil {
+		switch {
+		case err == nil || q.Resent || !o.isStale() || ctx.Err() != nil:
 			return resp, err
+		case q.Guard != nil:
+			return nil, fmt.Errorf("%w: %w", ErrNotResent, err)
 		}
 		q.Resent = true
 	}
 }
 
 // addressed returns header and body for the engine. An engine that hosts several ranks behind one URL is told
-// which of them has granted the ticket.
+// which of them has granted the ticket, whether Ask or the caller got it.
 func (q *Request) addressed() (http.Header, []byte) {
-	if q.Admit == nil {
+	if q.Admit == nil && !q.IsHeld {
 		return q.Header, q.Body
 	}
 	number := strconv.Itoa(q.Rank.Target.Selector)

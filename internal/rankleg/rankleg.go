@@ -42,6 +42,10 @@ var (
 	ErrMalformed     = errors.New("the engine's answer is no well-formed HTTP answer, " +
 		"or its head is too large")
 	ErrNoLease = errors.New("the rank's node has lost its lease")
+	// ErrTooLate: Guard refused the write. Nothing of the request was written.
+	ErrTooLate = errors.New("the request must not be sent any more")
+	// ErrNotResent: the engine had closed the idle connection, and a guarded request is not sent twice.
+	ErrNotResent = errors.New("the engine had closed its idle connection, and the request is sent only once")
 )
 
 // IsRefused says that the engine took no connection: nothing was sent.
@@ -60,10 +64,15 @@ func IsMalformed(err error) bool {
 type Request struct {
 	Rank   *Rank
 	Route  openai.Route // at the engine
+	Reset  bool         // in place of a Route: the engine is asked to drop its prefix cache
 	Header http.Header  // for the engine, read only
 	Body   []byte       // for the engine, read only
-	// Ctx is the life of the ticket, Reply belongs to Ask; nil: the request needs no ticket
+	// Ctx is the life of the ticket, Reply belongs to Ask; nil: the request needs no ticket, or IsHeld
 	Admit *msg.Admit
+	// the caller holds a ticket of this incarnation already, from Reserve: Ask asks for none and returns none
+	IsHeld bool
+	// of a request that must not be sent late, and never twice; nil: it may be
+	Guard *Guard
 	// receives the ticket; set if Admit is
 	OnTicket func(t *msg.Ticket)
 	// time limit for the header of the engine's answer, which the other node of a far rank enforces; 0: none
@@ -74,6 +83,40 @@ type Request struct {
 	Resent         bool // the engine was asked a second time, because it had closed the idle connection
 	IsBodyShared   bool // a connection may still read Body after Ask has returned
 	IsAdmitPending bool // the rank's actor may still read Admit after Ask has returned
+}
+
+// Guard watches the sending of a request. Its functions must not block.
+type Guard struct {
+	// IsUsable is asked directly before the request is written; false: it is not written. nil: it always may
+	IsUsable func() bool
+	// TimeLeft is how long the request may still be written, for the node of a far rank, which has no
+	// IsUsable of its own; nil: it always may
+	TimeLeft func() time.Duration
+	// OnWritten is called when the whole request is written: to the engine, or to the node of a far rank,
+	// which observes TimeLeft; nil: nobody wants to know
+	OnWritten func()
+}
+
+// allow is ErrTooLate if the request must not be written.
+func (g *Guard) allow() error {
+	if g.IsUsable != nil && !g.IsUsable() {
+		return ErrTooLate
+	}
+	return nil
+}
+
+// Send is called by an Asker that sends the request to another node instead of an engine.
+func (g *Guard) Send() error {
+	if g == nil {
+		return nil
+	}
+	if err := g.allow(); err != nil {
+		return err
+	}
+	if g.OnWritten != nil {
+		g.OnWritten()
+	}
+	return nil
 }
 
 // Rank is one incarnation of a rank. It is immutable.
@@ -87,7 +130,11 @@ type Rank struct {
 	Mailbox     msg.Mailbox
 	Target      msg.Target
 	urls        [openai.NumRoutes]*url.URL
+	reset       *url.URL
 }
+
+// ResetPath is the route of vLLM's and SGLang's engines that drops the prefix cache.
+const ResetPath = "/reset_prefix_cache"
 
 // NewRank makes a rank from its snapshot. The error is about the engine's URL.
 func NewRank(rec *msg.Record) (*Rank, error) {
@@ -106,5 +153,8 @@ func NewRank(rec *msg.Record) (*Rank, error) {
 		u.Path = openai.Route(route).Path()
 		r.urls[route] = &u
 	}
+	u := *base
+	u.Path, u.RawQuery = ResetPath, "reset_running_requests=true" // or vLLM resets only an idle engine
+	r.reset = &u
 	return r, nil
 }

@@ -356,16 +356,21 @@ type localView struct{ n *Node }
 var _ msg.NodeView = localView{}
 
 // Statuses implements msg.NodeView.
-func (v localView) Statuses(context.Context) (ranks map[string][]client.RankStatus, queued map[string]int,
-	err error,
-) {
-	queued = map[string]int{}
+func (v localView) Statuses(context.Context) (msg.NodeCounts, error) {
+	counts := msg.NodeCounts{
+		Ranks: v.n.node.RankStatuses(), Queued: map[string]int{}, Pairs: map[string]client.PDStatus{},
+	}
 	if in := v.n.ingress; in != nil {
 		for name := range v.n.store.State().Apps {
-			queued[name] = in.QueueLen(name)
+			counts.Queued[name] = in.QueueLen(name)
+			if own, pool := app.SplitPool(name); pool == app.PoolDecode {
+				if pd, ok := in.PairStatus(own); ok {
+					counts.Pairs[own] = pd
+				}
+			}
 		}
 	}
-	return v.n.node.RankStatuses(), queued, nil
+	return counts, nil
 }
 
 // Logs implements msg.NodeView.

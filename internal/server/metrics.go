@@ -28,6 +28,12 @@ func (p *rankMetrics) addRank(app string, r *client.RankStatus) {
 				e.Dropped
 		}
 	}
+	if t := r.Transfer; t != nil {
+		out.Transfer = &telemetry.TransferSample{
+			Count: t.Count, Bytes: t.Bytes, Failed: t.Failed, Expired: t.Expired, LateReads: t.LateReads,
+			Seconds: t.TotalMs / 1000,
+		}
+	}
 	p.ranks = append(p.ranks, out)
 }
 

@@ -304,7 +304,7 @@ func (n *Node) openStore(ctx context.Context) error {
 		n.upkeep = cluster.NewUpkeep(cluster.UpkeepConfig{
 			Cluster: c, Renews: n.renewingNodes, Log: n.log,
 			Ask: func(ctx context.Context, node string) error {
-				_, _, err := n.conns.Node(node).Statuses(ctx)
+				_, err := n.conns.Node(node).Statuses(ctx)
 				return err
 			},
 		})

@@ -40,6 +40,7 @@ type Metrics struct {
 
 	mu   sync.Mutex
 	apps map[appKey]*App // guarded by mu; an App's hot methods do not use the map
+	pair pairTable       // guarded by mu, likewise
 }
 
 // appKey identifies an App: a changed policy gets an App of its own.
@@ -49,9 +50,12 @@ type appKey struct{ app, policy string }
 func New() *Metrics {
 	m := &Metrics{
 		registry: prometheus.NewRegistry(), vecs: newVectors(), ranks: newRankCollector(),
-		apps: map[appKey]*App{},
+		apps: map[appKey]*App{}, pair: newPairTable(),
 	}
 	m.registry.MustRegister(m.vecs.all()...)
+	for _, vec := range m.pair.vecs.list() {
+		m.registry.MustRegister(vec)
+	}
 	m.registry.MustRegister(m.ranks)
 	m.registry.MustRegister(
 		collectors.NewGoCollector(),
@@ -96,6 +100,22 @@ func (m *Metrics) ForgetApp(app string) {
 	}
 	m.ranks.forget(app)
 	m.vecs.forget(prometheus.Labels{labelApp: app})
+}
+
+// Pair returns the metrics of an application with a prefill and a decode pool. app is its name without the
+// pool. Callers keep the result: the lookup takes a lock.
+func (m *Metrics) Pair(app string) *Pair {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.pair.get(app)
+}
+
+// ForgetPair deletes all series of Pair(app). A request that still holds the *Pair may use it; its counts are
+// dropped.
+func (m *Metrics) ForgetPair(app string) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.pair.forget(app)
 }
 
 // KeepRanks deletes the series of an application's ranks that exists does not know: a rank that was removed

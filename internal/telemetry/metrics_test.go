@@ -79,6 +79,7 @@ func use(m *telemetry.Metrics) {
 	m.AppRanks("demo", 3, 4)
 	m.RequestRefused(telemetry.RouteOther, http.StatusNotFound)
 	m.RaftApply("node-1")(150 * time.Microsecond)
+	usePair(m, "pd")
 }
 
 // TestMetricNames pins every name, type, help text, label and bucket, because dashboards depend on them. Run
@@ -341,8 +342,8 @@ func picks(t *testing.T, m *telemetry.Metrics) []string {
 	})
 }
 
-func TestNodeMetrics(t *testing.T) {
-	m := telemetry.New()
+// useNode touches every metric of a node once.
+func useNode(m *telemetry.Metrics) *telemetry.Node {
 	n := m.Node("n1")
 	n.Refused("tls")
 	n.Unknown("field")
@@ -354,6 +355,12 @@ func TestNodeMetrics(t *testing.T) {
 			BodyBytes: 4, BodyLimit: 5, MemoryBytes: 6, MemoryLimit: 7, Connections: 8,
 		}
 	})
+	return n
+}
+
+func TestNodeMetrics(t *testing.T) {
+	m := telemetry.New()
+	n := useNode(m)
 	page := strings.Join(scrape(t, m), "\n")
 	for _, want := range []string{
 		`dpserve_nodeport_refused_total{node="n1",reason="tls"} 1`,

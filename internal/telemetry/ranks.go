@@ -14,7 +14,15 @@ type RankSample struct {
 	Group, Rank int
 	InFlight    int
 	Tripped     bool
-	KV          *KVSample // nil: the rank keeps no record of its engine's KV cache
+	KV          *KVSample       // nil: the rank keeps no record of its engine's KV cache
+	Transfer    *TransferSample // nil: its engine counts no transfers
+}
+
+// TransferSample is what a rank's engine counts of KV transfers between prefill and decode ranks, since its
+// start.
+type TransferSample struct {
+	Count, Bytes, Failed, Expired, LateReads uint64
+	Seconds                                  float64
 }
 
 // KVSample describes one rank's record of its engine's KV cache.
@@ -47,6 +55,38 @@ type rankCollector struct {
 	inFlight, tripped                                  *prometheus.Desc
 	blocks, bytes, orphans, evictions, events, silent  *prometheus.Desc
 	routerBlocks, routerBytes, routerEvicted, resynced *prometheus.Desc
+	transfer                                           transferDescs
+}
+
+// transferDescs describe the series of a TransferSample.
+type transferDescs struct{ count, seconds, bytes, failed, expired, lateReads *prometheus.Desc }
+
+func newTransferDescs() transferDescs {
+	return transferDescs{
+		count: newRankDesc("kv_transfers_total",
+			"KV transfers from prefill ranks that the rank's engine has counted."),
+		seconds: newRankDesc("kv_transfer_seconds_total", "Time of those transfers, in all."),
+		bytes:   newRankDesc("kv_transfer_bytes_total", "Bytes of those transfers."),
+		failed: newRankDesc("kv_transfer_failures_total",
+			"KV transfers that failed, handshakes included."),
+		expired: newRankDesc("kv_leases_expired_total",
+			"Prompts that the prefill rank dropped because no decode rank read them in time."),
+		lateReads: newRankDesc("kv_late_reads_total",
+			"Prompts that a decode rank read after the prefill rank's lease: their texts may be wrong."),
+	}
+}
+
+func (d *transferDescs) list() []*prometheus.Desc {
+	return []*prometheus.Desc{d.count, d.seconds, d.bytes, d.failed, d.expired, d.lateReads}
+}
+
+func (d *transferDescs) collect(ch chan<- prometheus.Metric, s *TransferSample, labels ...string) {
+	ch <- newCounterSample(d.count, s.Count, labels...)
+	ch <- prometheus.MustNewConstMetric(d.seconds, prometheus.CounterValue, s.Seconds, labels...)
+	ch <- newCounterSample(d.bytes, s.Bytes, labels...)
+	ch <- newCounterSample(d.failed, s.Failed, labels...)
+	ch <- newCounterSample(d.expired, s.Expired, labels...)
+	ch <- newCounterSample(d.lateReads, s.LateReads, labels...)
 }
 
 type rankSamples struct {
@@ -79,6 +119,7 @@ func newRankCollector() *rankCollector {
 			"Blocks dropped from this ingress's KV index at its memory cap."),
 		resynced: newAppDesc("router_index_resyncs_total",
 			"Columns of this ingress's KV index that were asked for again after a gap."),
+		transfer: newTransferDescs(),
 	}
 }
 
@@ -113,10 +154,10 @@ func (c *rankCollector) forget(app string) {
 
 // Describe implements prometheus.Collector.
 func (c *rankCollector) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{
+	for _, d := range append(c.transfer.list(),
 		c.inFlight, c.tripped, c.blocks, c.bytes, c.orphans, c.evictions, c.events, c.silent,
 		c.routerBlocks, c.routerBytes, c.routerEvicted, c.resynced,
-	} {
+	) {
 		ch <- d
 	}
 }
@@ -143,6 +184,9 @@ func (c *rankCollector) rank(ch chan<- prometheus.Metric, r *RankSample) {
 	group, rank := strconv.Itoa(r.Group), strconv.Itoa(r.Rank)
 	ch <- newGaugeSample(c.inFlight, float64(r.InFlight), r.App, group, rank)
 	ch <- newGaugeSample(c.tripped, boolGauge(r.Tripped), r.App, group, rank)
+	if r.Transfer != nil {
+		c.transfer.collect(ch, r.Transfer, r.App, group, rank)
+	}
 	kv := r.KV
 	if kv == nil {
 		return

@@ -25,6 +25,13 @@ const (
 	labelNode   = "node"
 	labelResult = "result"
 
+	labelWay     = "way"
+	labelOutcome = "outcome"
+	labelSide    = "side"
+	labelEnding  = "ending"
+	labelNote    = "note"
+	labelPart    = "part"
+
 	labelVersion   = "version"
 	labelGoVersion = "goversion"
 )

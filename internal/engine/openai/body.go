@@ -434,7 +434,8 @@ func smallInt(raw []byte) (n int64, ok bool) {
 // data to it. Spliced removes such a field of a client.
 func Reserved(key []byte) bool {
 	switch string(key) {
-	case "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank", "kv_transfer_params":
+	case "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank", "kv_transfer_params",
+		"ec_transfer_params":
 		return true
 	}
 	return bytes.HasPrefix(key, []byte("bootstrap_"))

@@ -61,6 +61,9 @@ func (q *Request) cannot(why Reason) {
 	}
 }
 
+// HasReserved reports whether the client's body has fields that only dpserve may set.
+func (q *Request) HasReserved() bool { return len(q.forDecode.Spans) > 0 }
+
 // AppendPlain appends the body of q to dst as one rank without a partner gets it.
 func (q *Request) AppendPlain(dst []byte) []byte {
 	return openai.AppendEdited(dst, q.Body, q.forDecode.Spans)
@@ -70,7 +73,7 @@ func (q *Request) AppendPlain(dst []byte) []byte {
 // connector. One such object from a client can end an engine.
 func isOurs(key []byte) bool {
 	switch string(key) {
-	case "ec_transfer_params", "transfer_id", "disagg_spec":
+	case "transfer_id", "disagg_spec":
 		return true
 	}
 	return openai.Reserved(key) || bytes.HasPrefix(key, []byte("remote_")) ||

@@ -1741,6 +1741,7 @@ type StatusReply struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Ranks         []byte                 `protobuf:"bytes,1,opt,name=ranks,proto3" json:"ranks,omitempty"`   // map of unit to msg.RankStatus as JSON
 	Queued        []byte                 `protobuf:"bytes,2,opt,name=queued,proto3" json:"queued,omitempty"` // map of application to requests in this node's FIFO, as JSON
+	Pairs         []byte                 `protobuf:"bytes,3,opt,name=pairs,proto3" json:"pairs,omitempty"`   // map of application to client.PDStatus of this node's ingress, as JSON
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1785,6 +1786,13 @@ func (x *StatusReply) GetRanks() []byte {
 func (x *StatusReply) GetQueued() []byte {
 	if x != nil {
 		return x.Queued
+	}
+	return nil
+}
+
+func (x *StatusReply) GetPairs() []byte {
+	if x != nil {
+		return x.Pairs
 	}
 	return nil
 }
@@ -2867,10 +2875,11 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"grace_nano\x18\x03 \x01(\x03R\tgraceNano\x12\x16\n" +
 	"\x06reason\x18\x04 \x01(\tR\x06reason\"\x0f\n" +
 	"\rStopRankReply\"\x0f\n" +
-	"\rStatusRequest\";\n" +
+	"\rStatusRequest\"Q\n" +
 	"\vStatusReply\x12\x14\n" +
 	"\x05ranks\x18\x01 \x01(\fR\x05ranks\x12\x16\n" +
-	"\x06queued\x18\x02 \x01(\fR\x06queued\"\x9b\x01\n" +
+	"\x06queued\x18\x02 \x01(\fR\x06queued\x12\x14\n" +
+	"\x05pairs\x18\x03 \x01(\fR\x05pairs\"\x9b\x01\n" +
 	"\vLogsRequest\x12\x10\n" +
 	"\x03app\x18\x01 \x01(\tR\x03app\x12\x12\n" +
 	"\x04unit\x18\x02 \x01(\tR\x04unit\x12\x12\n" +

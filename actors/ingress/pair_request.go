@@ -1,0 +1,496 @@
+package ingress
+
+import (
+	"context"
+	"hash/maphash"
+	"log/slog"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/pdproxy"
+	"github.com/dpserve/dpserve/internal/engine/openai"
+	"github.com/dpserve/dpserve/internal/engine/transfer"
+	"github.com/dpserve/dpserve/internal/rankleg"
+	"github.com/dpserve/dpserve/routing"
+)
+
+// Header names of applications with two pools.
+const (
+	headerPrefill     = "X-Dpserve-Prefill"      // of an answer: remote, local or fallback
+	headerPrefillRank = "X-Dpserve-Prefill-Rank" // of an answer and of a request: GROUP/RANK
+)
+
+// split is what a request of an application with two pools needs beyond a plain one. The first decision says
+// whether a prefill rank computes the prompt. If not, the request goes on as a plain one on its decode rank.
+// Else run leads it over both ranks: what happens next is decided by a pdproxy.Flight, and split carries it
+// out. Reused.
+type split struct {
+	req    *request
+	pair   *pairApp
+	body   transfer.Request     // the client's
+	prompt prompt               // as the prefill pool reads it
+	query  routing.Request      // likewise
+	choice routing.PairDecision // of both pools
+	alone  routing.Decision     // of one pool
+	way    pdproxy.Way          // WayNone: nothing is decided yet
+	rank   *rank                // the prefill rank that computed the prompt, or is to; nil: none
+	begun  time.Duration        // the proxy's clock at the start of a plain attempt
+	flight *pdproxy.Flight      // nil: a plain request
+	trip
+}
+
+// trip is the state of a request on its way over two ranks. Events come from any goroutine; mu guards what
+// they and the request's own goroutine share.
+type trip struct {
+	ctx     context.Context //nolint:containedctx // of the request
+	first   bool            // the first choice was made before the flight began
+	failure *failure        // why no rank was chosen; nil: see last
+	leg     *pairLeg        // the decode leg that runs
+	served  *result         // of the decode leg whose answer the client got
+	made    pairAttempt
+
+	mu       sync.Mutex
+	last     *result // of the last leg that failed
+	unpaid   bool    // the retry after last was not drawn from the budget yet
+	pending  [2]bump // counted in the Routers, and not reserved yet
+	choosing uint32  // number of the choice under way
+	cancel   context.CancelCauseFunc
+	legs     []*pairLeg
+	answer   pdproxy.Answer
+	answered uint32 // the leg whose answer is passed on
+	outcome  pdproxy.Outcome
+}
+
+// bump is a request that counts on a rank in its pool's Router.
+type bump struct {
+	router   *routing.Router // nil: none
+	id       routing.RankID
+	reqID    uint64
+	isRemote bool // the rank gets a prompt that a prefill rank computes
+}
+
+// pairAttempt has the fields of the two legs of one attempt.
+type pairAttempt struct {
+	mu     sync.Mutex
+	number uint32
+	fields transfer.Attempt
+	header []string // X-Request-Id of both legs
+}
+
+// prepareSplit reads a request of an application with two pools.
+func (req *request) prepareSplit() *failure {
+	p := req.app.pair
+	if p == nil || !req.route.Generates() {
+		return nil
+	}
+	s, _ := req.in.pairs.requests.Get().(*split)
+	if s == nil {
+		s = &split{}
+	}
+	req.split = s
+	s.req, s.pair, s.way = req, p, pdproxy.WayNone
+	if err := s.body.Scan(p.transfer, transfer.RouteOf(req.route.Path()), req.body.b); err != nil {
+		return badBody(err)
+	}
+	if why := s.body.Reason; why != transfer.CanSplit {
+		p.metrics.NotSplit(why.String())
+		p.metrics.Decision(routing.PairCannotSplit)
+		s.way = pdproxy.WayLocal
+		return s.checkPlain(why)
+	}
+	if !p.isOn() {
+		s.way = pdproxy.WayLocal
+		return s.checkPlain(transfer.CanSplit)
+	}
+	return s.readPrompt()
+}
+
+// checkPlain refuses a request for one rank if no rank of the application takes such requests.
+func (s *split) checkPlain(why transfer.Reason) *failure {
+	if s.pair.traits.TakesPlain || len(s.pair.splitOnly) < s.pair.decodeSpec.app.NumReplicas {
+		return nil
+	}
+	text := "engines of transfer " + s.pair.traits.Name + " answer only requests that a prefill rank and a " +
+		"decode rank share; add a rank of role both"
+	if why != transfer.CanSplit {
+		text += ", or change the request, which cannot be shared (" + why.String() + ")"
+	}
+	return newFailure(openai.CodeNoReadyRank, text)
+}
+
+// readPrompt makes the input of the prefill pool's Router. The blocks of the decode pool are used if they are
+// what the prefill pool reads.
+func (s *split) readPrompt() *failure {
+	req, prefill := s.req, s.pair.prefill
+	if s.sharesPrompt() {
+		mine := s.prompt.promptMemory
+		s.prompt = req.prompt
+		s.prompt.promptMemory = promptMemory{
+			blocks: req.prompt.blocks, matches: mine.matches[:0], hits: mine.hits[:0],
+		}
+		s.prompt.lookedUp = false
+	} else if f := s.prompt.fromBody(req.r.Context(), prefill, req.route, &req.scan, req.body.b,
+		req.r.Header); f != nil {
+		return f
+	}
+	s.prompt.hasDirect = false // x-dpserve-rank names the decode rank
+	if v := req.r.Header[headerPrefillRank]; len(v) > 0 {
+		var ok bool
+		if s.prompt.direct, ok = rankleg.ParseRankID(v[0]); !ok || len(v) > 1 {
+			return newFailure(openai.CodeInvalidRequest,
+				"x-dpserve-prefill-rank must be GROUP/RANK, for example 0/3")
+		}
+		s.prompt.hasDirect = true
+	}
+	return nil
+}
+
+// sharesPrompt reports whether the prefill pool's policy reads nothing but what was made for the decode
+// pool's.
+func (s *split) sharesPrompt() bool {
+	p, d := s.pair.prefill, s.pair.decode
+	in, have := p.inputs(), d.inputs()
+	switch {
+	case in.needs.Text && !have.needs.Text:
+		return false
+	case !in.chains():
+		return true
+	}
+	return have.chains() && in.identity == have.identity && p.tokensPerBlock() == d.tokensPerBlock()
+}
+
+// release ends the use of s by its request.
+func (s *split) release() {
+	if s == nil {
+		return
+	}
+	in, m := s.req.in, s.prompt.giveMemory()
+	m.blocks = nil // those of the decode pool's prompt, perhaps
+	body := s.body
+	body.Body = nil
+	tried := s.query.Tried[:0]
+	*s = split{body: body, choice: s.choice, alone: s.alone}
+	s.prompt.promptMemory, s.query.Tried = m, tried
+	in.pairs.requests.Put(s)
+}
+
+// decides reports whether the next decision is between a prefill rank and the decode rank alone.
+func (s *split) decides() bool { return s != nil && s.way == pdproxy.WayNone }
+
+// isRemote reports whether a prefill rank is to compute the prompt.
+func (s *split) isRemote() bool { return s != nil && s.way == pdproxy.WayRemote }
+
+// decide asks the PairRouter once. wait: the decode pool has no room now, or no rank yet.
+func (s *split) decide(last *result) (rk *rank, f *failure, wait bool) {
+	return s.decideUnlike(last, routing.RankRef{})
+}
+
+// decideUnlike is decide with a prefill rank that is taken only if there is no other.
+func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f *failure, wait bool) {
+	req, p := s.req, s.pair
+	for {
+		req.excludeTried()
+		s.describePrefill(unlike)
+		req.query.ID = req.in.requestID()
+		p.decode.describeRequest(&req.query, &req.prompt)
+		began := time.Now()
+		p.router.Pick(&s.query, &req.query, false, &s.choice)
+		p.decode.metrics.Load().Decision(time.Since(began))
+		d := &s.choice
+		switch {
+		case d.Kind == routing.Queue:
+			return nil, nil, true
+		case d.Kind == routing.Reject:
+			p.metrics.Decision(d.Reason)
+			req.choice.Reason = d.Reason
+			if s.prompt.hasDirect && d.Reason == routing.ReasonRankUnavailable {
+				return nil, s.namedRankFailure(), false
+			}
+			return nil, req.pickFailure(last), false
+		case !d.Remote && unlike != (routing.RankRef{}):
+			s.undoChoice()
+			unlike = routing.RankRef{}
+			continue
+		}
+		if rk, ok := s.takeChoice(); ok {
+			p.metrics.Decision(d.Reason)
+			if s.way == pdproxy.WayFallback && p.failsWithoutPrefill() {
+				req.attempt.rank = rk
+				req.undoPick()
+				return nil, s.noPrefillFailure(), false
+			}
+			return rk, nil, false
+		}
+		s.undoChoice() // a rank is gone since the decision: the Router knows it when it is asked again
+	}
+}
+
+// describePrefill writes the prefill pool's query of a new decision.
+func (s *split) describePrefill(unlike routing.RankRef) {
+	s.query.Tried = s.appendTried(s.query.Tried[:0], pdproxy.Prefill)
+	if unlike != (routing.RankRef{}) {
+		s.query.Tried = append(s.query.Tried, unlike.ID)
+	}
+	s.query.ID = s.req.in.requestID()
+	s.pair.prefill.describeRequest(&s.query, &s.prompt)
+}
+
+// takeChoice notes a decision; false if one of its ranks is gone.
+func (s *split) takeChoice() (decode *rank, ok bool) {
+	req, p, d := s.req, s.pair, &s.choice
+	prefillRouter, decodeRouter := p.router.Routers()
+	if decode = p.decode.findRank(d.Decode); decode == nil {
+		return nil, false
+	}
+	req.attempt.router = decodeRouter
+	if !d.Remote {
+		s.way, s.rank = pdproxy.WayLocal, nil
+		if d.IsFallback() {
+			s.way = pdproxy.WayFallback
+		}
+	} else {
+		prefill := p.prefill.findRank(d.Prefill)
+		if prefill == nil {
+			return nil, false
+		}
+		s.way, s.rank = pdproxy.WayRemote, prefill
+		s.setPending(pdproxy.Prefill, bump{prefillRouter, d.Prefill, s.query.ID, true})
+		p.prefill.metrics.Load().Pick(d.Prefill.Group(), d.Prefill.Rank(), d.Reason)
+	}
+	if d.Remote || s.flight != nil {
+		s.setPending(pdproxy.Decode, bump{decodeRouter, d.Decode, req.query.ID, d.Remote})
+	}
+	p.decode.metrics.Load().Pick(d.Decode.Group(), d.Decode.Rank(), d.Reason)
+	return decode, true
+}
+
+// undoChoice takes back what the last decision has counted.
+func (s *split) undoChoice() {
+	d := &s.choice
+	prefillRouter, decodeRouter := s.pair.router.Routers()
+	if d.Remote {
+		s.undo(&bump{prefillRouter, d.Prefill, s.query.ID, true})
+	}
+	s.undo(&bump{decodeRouter, d.Decode, s.req.query.ID, d.Remote})
+}
+
+func (s *split) undo(b *bump) {
+	if b.router != nil {
+		b.router.Observe(&routing.Event{
+			Kind: routing.EvUndo, Rank: b.id, ReqID: b.reqID, Now: s.req.in.clock(),
+		})
+	}
+}
+
+func (s *split) setPending(side pdproxy.Side, b bump) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.pending[side] = b
+}
+
+func (s *split) takePending(side pdproxy.Side) bump {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	b := s.pending[side]
+	s.pending[side] = bump{}
+	return b
+}
+
+// appendTried appends the ranks of a side that the flight must not use again. A rank that returned as a new
+// incarnation may be used.
+func (s *split) appendTried(dst []routing.RankID, side pdproxy.Side) []routing.RankID {
+	if s == nil {
+		return dst
+	}
+	if side == pdproxy.Decode && s.way != pdproxy.WayRemote && s.way != pdproxy.WayNone {
+		dst = append(dst, s.pair.splitOnly...)
+	}
+	if s.flight == nil {
+		return dst
+	}
+	for _, ref := range s.flight.AppendTried(nil, side) {
+		if s.pair.pool(side).findRef(ref) != nil {
+			dst = append(dst, ref.ID)
+		}
+	}
+	return dst
+}
+
+// restriction is equal for requests in the queue that may use the same decode ranks.
+func (s *split) restriction() uint64 {
+	var sum uint64 // the order does not matter
+	for _, ref := range s.flight.AppendTried(nil, pdproxy.Decode) {
+		sum += maphash.Comparable(restrictionSeed, ref)
+	}
+	return max(sum, unrestricted+1)
+}
+
+// setHeaders names the way of the prompt, and the prefill rank if there was one.
+func (s *split) setHeaders(h map[string][]string) {
+	if s == nil || s.way == pdproxy.WayNone {
+		return
+	}
+	h[headerPrefill] = wayValues[s.way]
+	if s.way == pdproxy.WayRemote && s.rank != nil {
+		h[headerPrefillRank] = []string{s.rank.ID.String()}
+	}
+}
+
+var (
+	wayNames = [...]string{
+		pdproxy.WayNone: "none", pdproxy.WayRemote: "remote", pdproxy.WayLocal: "local",
+		pdproxy.WayFallback: "fallback",
+	}
+	wayValues = [...][]string{ // shared by all answers
+		pdproxy.WayNone: nil, pdproxy.WayRemote: {"remote"}, pdproxy.WayLocal: {"local"},
+		pdproxy.WayFallback: {"fallback"},
+	}
+	outcomeNames = [...]string{
+		pdproxy.OutcomeOK: "ok", pdproxy.OutcomeRejected: "rejected", pdproxy.OutcomeFailed: "failed",
+		pdproxy.OutcomeStreamLost: "stream_lost", pdproxy.OutcomeDeadline: "deadline",
+		pdproxy.OutcomeClientGone: "client_gone",
+	}
+	noteNames = [...]string{
+		pdproxy.NoteRedo: "redo", pdproxy.NotePrefillFailed: "prefill_failed",
+		pdproxy.NoteNullParams: "null_params", pdproxy.NoteParamsLate: "params_late",
+		pdproxy.NoteKVFailure: "kv_failure", pdproxy.NoteDecodeLate: "decode_late",
+		pdproxy.NoteFallback: "fallback", pdproxy.NoteStoodStill: "stood_still",
+	}
+	endingNames = [...]string{
+		pdproxy.EndUnused: "unused", pdproxy.EndOK: "ok", pdproxy.EndCancelled: "cancelled",
+		pdproxy.EndBusy: "busy", pdproxy.EndDial: "dial", pdproxy.EndCut: "cut", pdproxy.EndError: "error",
+		pdproxy.EndLate: "late",
+	}
+	sideNames = [...]string{pdproxy.Prefill: "prefill", pdproxy.Decode: "decode"}
+)
+
+// countPlain counts a request that was not led over two ranks, by the status of its answer.
+func (s *split) countPlain(code int) {
+	if s == nil || s.flight != nil {
+		return
+	}
+	outcome := pdproxy.OutcomeOK
+	switch {
+	case code == statusClientGone:
+		outcome = pdproxy.OutcomeClientGone
+	case s.req.cutConn:
+		outcome = pdproxy.OutcomeStreamLost
+	case code == openai.Status(openai.CodeDeadlineExceeded):
+		outcome = pdproxy.OutcomeDeadline
+	case code >= 500:
+		outcome = pdproxy.OutcomeFailed
+	case code >= 400:
+		outcome = pdproxy.OutcomeRejected
+	}
+	way := s.way
+	if s.req.attempt.rank == nil {
+		way = pdproxy.WayNone
+	}
+	s.pair.metrics.Request(wayNames[way], outcomeNames[outcome])
+}
+
+// stoodStill reports whether the process stood still since a plain attempt began. Another request's leg,
+// which nothing has cancelled meanwhile, may have put wrong blocks into the cache that the answer is made of.
+func (s *split) stoodStill() bool {
+	return s != nil && s.flight == nil && s.pair.traits.HasParams && s.pair.proxy.Now().Gap > s.begun
+}
+
+func (s *split) noPrefillFailure() *failure {
+	f := newFailure(openai.CodeNoReadyRank, "no prefill rank can compute the prompt, and the application's "+
+		"disaggregation.fallback is fail; see `dpserve status`").withRetryAfter(1)
+	f.cause = s.choice.Reason
+	return f
+}
+
+// namedRankFailure is the answer to a request whose prefill rank, named in x-dpserve-prefill-rank, cannot
+// take it.
+func (s *split) namedRankFailure() *failure {
+	ar, id := s.pair.prefill, s.prompt.direct
+	if !ar.hasRank(id) {
+		return newFailure(openai.CodeInvalidRequest, "x-dpserve-prefill-rank: this application has no prefill "+
+			"rank "+id.String()+" (it has "+s.pair.prefillSpec.rankRange()+"); correct the header or leave it out")
+	}
+	f := newFailure(openai.CodeNoReadyRank, "prefill rank "+id.String()+", which x-dpserve-prefill-rank names, "+
+		"cannot take the prompt now; try again later, or leave the header out").withRetryAfter(1)
+	f.cause = routing.ReasonRankUnavailable
+	return f
+}
+
+// newAttemptID is a fresh id for both legs of an attempt.
+func (s *split) newAttemptID() string {
+	id := mix(s.req.in.requestID())
+	return newRequestID(id) + strconv.FormatUint(id>>60, 16) + newRequestID(mix(id))
+}
+
+// flightGrace is how much later than the flight the relay gives up a leg without a first token: the flight
+// looks at its deadlines now and then, and knows whose fault it is.
+const flightGrace = time.Second
+
+// needsBody reports whether a leg beside the decode leg may still read the client's body.
+func (s *split) needsBody() bool {
+	return s.isUnderWay() && s.pair.config.Order != pdproxy.PrefillFirst
+}
+
+// beginPlain notes when an attempt on one rank begins.
+func (s *split) beginPlain() {
+	if s != nil && s.pair.traits.HasParams {
+		s.begun = s.pair.proxy.Now().Now
+	}
+}
+
+// appendAttrs adds the way of the prompt and the prefill rank to a log line.
+func (s *split) appendAttrs(attrs []slog.Attr) []slog.Attr {
+	if s == nil {
+		return attrs
+	}
+	attrs = append(attrs, slog.String("prefill", wayNames[s.way]))
+	if rk := s.rank; rk != nil && s.way == pdproxy.WayRemote {
+		attrs = append(attrs, slog.String("prefill_unit", rk.Unit), slog.Int("prefill_group", rk.ID.Group()),
+			slog.Int("prefill_rank", rk.ID.Rank()), slog.Uint64("prefill_epoch", rk.Epoch))
+	}
+	return attrs
+}
+
+// begins reports whether the client may get the answer that begins now. causeOK: it may.
+func (s *split) begins() cause {
+	switch {
+	case s == nil:
+		return causeOK
+	case s.flight == nil:
+		if s.stoodStill() {
+			s.pair.metrics.Note(noteNames[pdproxy.NoteStoodStill])
+			return causeStoodStill
+		}
+		return causeOK
+	}
+	l := s.leg
+	s.flight.Tell(pdproxy.Event{Kind: pdproxy.EvFirstByte, Number: l.number})
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !l.isPassed {
+		return causeGivenUp
+	}
+	part := "transfer"
+	if s.way != pdproxy.WayRemote {
+		part = "decode"
+	}
+	s.pair.metrics.Part(part, time.Since(l.started))
+	return causeOK
+}
+
+// passesRejection reports whether the client may get the engine's own refusal of its request.
+func (s *split) passesRejection() bool {
+	if s == nil || s.flight == nil {
+		return true
+	}
+	l := s.leg
+	l.isTold = true
+	s.flight.Tell(pdproxy.Event{Kind: pdproxy.EvRejected, Number: l.number})
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.answer == pdproxy.AnswerPassOn && s.answered == l.number
+}
+
+// isUnderWay reports whether a flight leads the request.
+func (s *split) isUnderWay() bool { return s != nil && s.flight != nil }

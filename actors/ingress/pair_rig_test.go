@@ -1,0 +1,253 @@
+package ingress
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/telemetry"
+	"github.com/dpserve/dpserve/routing"
+)
+
+// pdEngine is an engine of a pool. It answers prefill legs with parameters, and all other requests with a
+// stream or a whole answer that says what it was given.
+type pdEngine struct {
+	name string
+
+	mu     sync.Mutex
+	n      int
+	calls  []pdCall                                                 // without those of prewarming
+	answer func(w http.ResponseWriter, r *http.Request, c pdCall) bool // true: it has answered
+	isMute bool                                                     // it does not prewarm
+}
+
+// pdCall is a request that an engine got.
+type pdCall struct {
+	body   map[string]any
+	raw    string
+	header http.Header
+	params map[string]any // kv_transfer_params
+}
+
+func (c *pdCall) isPrefill() bool { return c.params["do_remote_decode"] == true }
+
+func (e *pdEngine) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	raw, err := io.ReadAll(r.Body)
+	if err != nil {
+		return
+	}
+	c := pdCall{raw: string(raw), header: r.Header}
+	_ = json.Unmarshal(raw, &c.body)
+	c.params, _ = c.body["kv_transfer_params"].(map[string]any)
+	prompt, _ := c.body["prompt"].(string)
+	isPrewarm := strings.HasPrefix(prompt, "dpserve ")
+	e.mu.Lock()
+	e.n++
+	n, answer := e.n, e.answer
+	mute := e.isMute
+	if !isPrewarm {
+		e.calls = append(e.calls, c)
+	}
+	e.mu.Unlock()
+	switch {
+	case isPrewarm && mute:
+		replies(http.StatusInternalServerError, `{"error":{"message":"no peer","code":500}}`)(w, r)
+	case !isPrewarm && answer != nil && answer(w, r, c):
+	case c.isPrefill():
+		replies(http.StatusOK, e.prefillAnswer(n))(w, r)
+	case c.body["stream"] == true:
+		sse(w, roleChunk, textChunk, stopChunk, usageChunk, doneEvent)
+	default:
+		replies(http.StatusOK, wholeAnswer)(w, r)
+	}
+}
+
+func (e *pdEngine) prefillAnswer(n int) string {
+	return fmt.Sprintf(`{"id":"p","choices":[{"index":0,"text":"x","finish_reason":"length"}],`+
+		`"usage":{"prompt_tokens":5,"total_tokens":6,"completion_tokens":1,`+
+		`"prompt_tokens_details":{"cached_tokens":2}},"kv_transfer_params":{"do_remote_prefill":true,`+
+		`"do_remote_decode":false,"remote_block_ids":[[%d]],"remote_engine_id":%q,"remote_request_id":"r%d",`+
+		`"remote_host":"h","remote_port":5600,"remote_num_tokens":5,"odd":{"a":[1,"x",null]}}}`, n, e.name, n)
+}
+
+func (e *pdEngine) taken() []pdCall {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return append([]pdCall(nil), e.calls...)
+}
+
+func (e *pdEngine) set(answer func(w http.ResponseWriter, r *http.Request, c pdCall) bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.answer = answer
+}
+
+// pairRig is an ingress with an application of two pools.
+type pairRig struct {
+	*rig
+	prefills, decodes []*replica
+	p, d              []*pdEngine
+	metrics           *telemetry.Metrics
+}
+
+// pairOptions change the rig before it starts.
+type pairOptions struct {
+	prefills, decodes int
+	change            func(p, d *app.Application)
+	far               bool
+	address           msg.Target
+	timers            Timers
+	max               int
+	cold              bool // do not wait until all pairs have met
+	level             slog.Level
+}
+
+func newPairRig(t *testing.T, o pairOptions) *pairRig {
+	t.Helper()
+	g := &pairRig{
+		rig:     &rig{t: t, store: newStore(), feed: &feed{}, logs: &syncBuffer{}},
+		metrics: telemetry.New(),
+	}
+	if o.max == 0 {
+		o.max = 8
+	}
+	specs := [2]*app.Application{demoApp(), demoApp()}
+	for side, pool := range [...]string{app.PoolPrefill, app.PoolDecode} {
+		a, n := specs[side], [...]int{o.prefills, o.decodes}[side]
+		a.Name, a.Pool = app.PoolName("demo", pool), pool
+		a.Disaggregation = &app.Disaggregation{
+			Transfer: app.TransferSim, Decide: app.DecideAlways, Fallback: app.FallbackLocal,
+		}
+		a.DataParallel.DPSize, a.NumReplicas = n, n
+	}
+	if o.change != nil {
+		o.change(specs[0], specs[1])
+	}
+	for side, a := range specs {
+		for i := range [...]int{o.prefills, o.decodes}[side] {
+			e := &pdEngine{name: fmt.Sprintf("%s-%d", a.Pool, i)}
+			srv := httptest.NewServer(e)
+			t.Cleanup(func() { srv.CloseClientConnections(); srv.Close() })
+			r := &replica{
+				feed: g.feed, app: a.Name, unit: fmt.Sprintf("%s/0/%d", a.Name, i), id: routing.ID(0, i),
+				url: srv.URL, max: o.max, owned: true, address: o.address, stopped: make(chan struct{}),
+				epoch: 1, incarnation: uint64(1000 + 100*side + i), accepting: true,
+				open: map[uint64]msg.Admit{},
+			}
+			if side == 0 {
+				g.prefills, g.p = append(g.prefills, r), append(g.p, e)
+			} else {
+				g.decodes, g.d = append(g.decodes, r), append(g.d, e)
+			}
+			g.replicas = append(g.replicas, r)
+		}
+	}
+	g.feed.replicas = g.replicas
+	for _, a := range specs {
+		g.deploy(a, 1)
+	}
+	c := Config{
+		Node: "n1", Version: "v-test", Store: g.store, Feed: g.feed, Metrics: g.metrics, Seed: 7,
+		Timers: o.timers, Log: slog.New(slog.NewTextHandler(g.logs, &slog.HandlerOptions{Level: o.level})),
+	}
+	if o.far {
+		for _, r := range g.replicas {
+			r.node = "n2"
+		}
+		g.port = newDataPort(t, g.feed, nil, o.timers.Admit)
+		c.Remote = g.port.client
+	}
+	in, err := New(c)
+	require.NoError(t, err)
+	g.in = in
+	addr, err := in.Listen(t.Context(), "127.0.0.1:0")
+	require.NoError(t, err)
+	g.url = "http://" + addr.String()
+	served := make(chan error, 1)
+	go func() { served <- in.Serve() }()
+	tr := &http.Transport{DisableCompression: true, MaxIdleConnsPerHost: 512}
+	g.client = &http.Client{Transport: tr}
+	t.Cleanup(func() {
+		tr.CloseIdleConnections()
+		ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+		defer cancel()
+		require.NoError(t, in.Close(ctx))
+		require.NoError(t, <-served)
+		g.atRest()
+	})
+	if !o.cold {
+		g.awaitPairs(o.prefills * o.decodes)
+	}
+	return g
+}
+
+// awaitPairs waits until as many pairs have met.
+func (g *pairRig) awaitPairs(n int) {
+	g.t.Helper()
+	eventually(g.t, func() bool {
+		p := g.in.findPair("demo")
+		if p == nil {
+			return false
+		}
+		_, count := p.state()
+		return count.met == n && count.all == n
+	}, "pairs have met")
+}
+
+// total is the number of calls that the engines of a side got.
+func total(engines []*pdEngine) int {
+	n := 0
+	for _, e := range engines {
+		n += len(e.taken())
+	}
+	return n
+}
+
+// leased is what the pair decisions count as held by a prefill rank.
+func (g *pairRig) leased(r *replica) (n int64) {
+	g.in.findPair("demo").router.Update(func(t *routing.PairTable) {
+		n = t.Leased(&routing.Rank{ID: r.id, Incarnation: r.incarnation})
+	})
+	return n
+}
+
+// metric is the value of a series, "" if there is none.
+func (g *pairRig) metric(series string) string {
+	rec := httptest.NewRecorder()
+	g.metrics.Handler().ServeHTTP(rec,
+		httptest.NewRequestWithContext(context.Background(), http.MethodGet, "/metrics", nil))
+	for _, line := range strings.Split(rec.Body.String(), "\n") {
+		if value, ok := strings.CutPrefix(line, series+" "); ok {
+			return value
+		}
+	}
+	return ""
+}
+
+func (g *pairRig) requireMetric(series, value string) {
+	g.t.Helper()
+	assert.Equal(g.t, value, g.metric(series), series)
+}
+
+// served requires an answer of the stub engines, and the way of its prompt.
+func (g *pairRig) served(a answer, way string) {
+	g.t.Helper()
+	require.NoError(g.t, a.err)
+	require.Equal(g.t, http.StatusOK, a.status, a.body)
+	assert.Equal(g.t, way, a.header.Get("X-Dpserve-Prefill"))
+	assert.Equal(g.t, way == "remote", a.header.Get("X-Dpserve-Prefill-Rank") != "")
+	assert.Equal(g.t, "demo", a.header.Get("X-Dpserve-App"))
+}

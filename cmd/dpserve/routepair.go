@@ -1,0 +1,162 @@
+package main
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/app"
+)
+
+// pairTables returns the tables of a decision between two pools: the pairs that were compared, the ranks of
+// the prefill pool, and those of the decode pool.
+func pairTables(x *client.Explanation, wide bool) []*table {
+	prefills, decodes := explanationTable(x.Pair.PrefillPool, wide), explanationTable(x, wide)
+	prefills.head[0], decodes.head[0] = prefillHead, decodeHead
+	return []*table{pairTable(x.Pair), prefills, decodes}
+}
+
+// Headings of the columns with the ranks of either pool.
+const (
+	prefillHead = "PREFILL-RANK"
+	decodeHead  = "DECODE-RANK"
+)
+
+// pairTable returns a table with a row per pair that was compared; the last row is the decode rank alone.
+func pairTable(p *client.PairExplanation) *table {
+	lists := make([][]client.Term, len(p.Candidates))
+	for i := range p.Candidates {
+		lists[i] = p.Candidates[i].Terms
+	}
+	names := collectTermNames(lists)
+	t := &table{head: []string{prefillHead, decodeHead}}
+	for _, n := range names {
+		t.head = append(t.head, termHead(n))
+	}
+	t.head = append(t.head, "COST-MS", "PICK", "WHY-NOT")
+	for i := range p.Candidates {
+		c := &p.Candidates[i]
+		row := cells(formatRank(c.Prefill), c.Decode)
+		for _, n := range names {
+			row = append(row, cell{text: findTermValue(c.Terms, n)})
+		}
+		mark := ""
+		if c.Picked {
+			mark = pickMark
+		}
+		t.add(append(row, cell{text: formatDecimal(c.CostMs)}, cell{text: mark, color: good},
+			cell{text: c.Skip})...)
+	}
+	return t
+}
+
+// formatRank returns the name of a rank; "-" means none.
+func formatRank(rank string) string {
+	if rank == "" {
+		return "-"
+	}
+	return rank
+}
+
+// formatPair names a decode rank, and the prefill rank if there is one.
+func formatPair(prefill, decode string) string {
+	if prefill == "" {
+		return "decode rank " + decode + " alone"
+	}
+	return "prefill rank " + prefill + " and decode rank " + decode
+}
+
+// describePair returns the lines under the tables of a decision between two pools.
+func describePair(x *client.Explanation, v statusView) []string {
+	var out []string
+	if x.Replay != nil {
+		out = append(out, describeReplay(x.Replay, v))
+	}
+	p, q := x.Pair, x.Pair.PrefillPool
+	pick := "none: " + x.Decision
+	if x.Pick != "" {
+		pick = formatPair(p.Prefill, x.Pick) + ": " + p.Way
+	}
+	out = append(out, fmt.Sprintf("pick    %s, %s: %s", pick, p.Reason, p.Why), "decide  "+p.Decide,
+		fmt.Sprintf("prompt  %s, %s of them not on the decode rank", describePrompt(x),
+			formatTokens(p.UncachedTokens, x.Estimated)),
+		fmt.Sprintf("policy  prefill %s: %s; decode %s: %s", q.Policy, q.Reason, x.Policy, x.Reason))
+	for _, pool := range []struct {
+		name string
+		x    *client.Explanation
+	}{{app.PoolPrefill, q}, {app.PoolDecode, x}} {
+		if pool.x.Formula != "" {
+			out = append(out, "score   "+pool.name+": "+pool.x.Formula)
+		}
+		for _, n := range pool.x.Notes {
+			out = append(out, "note    "+pool.name+": "+n)
+		}
+	}
+	return out
+}
+
+// pairNames names the picked ranks with their pools.
+func pairNames(x *client.Explanation) []string {
+	var out []string
+	if x.Pair.Prefill != "" {
+		out = append(out, app.PoolName(x.App, app.PoolPrefill)+"/"+x.Pair.Prefill)
+	}
+	if x.Pick != "" {
+		out = append(out, app.PoolName(x.App, app.PoolDecode)+"/"+x.Pick)
+	}
+	return out
+}
+
+// addPairRows adds to the table of a Router how it decides between its two pools.
+func addPairRows(t *table, p *client.PairInfo) {
+	row := func(name, value string) { t.add(cells(name, value)...) }
+	row("decide", p.Decide)
+	row("transfer", p.Transfer)
+	row("fallback", p.Fallback)
+	row("pairs", fmt.Sprintf("%s, %d of %d met", p.Pairs, p.Met, p.All))
+	var counts []string
+	for _, reason := range slices.Sorted(maps.Keys(p.Decisions)) {
+		counts = append(counts, fmt.Sprintf("%s %d", reason, p.Decisions[reason]))
+	}
+	if len(counts) == 0 {
+		counts = []string{"none yet"}
+	}
+	row("decisions", strings.Join(counts, ", "))
+	row("pool", app.PoolDecode)
+}
+
+// pairNotes returns a line about the pools of each application that has two.
+func pairNotes(apps []client.AppStatus) []string {
+	var out []string
+	for i := range apps {
+		if a := &apps[i]; a.PD != nil {
+			out = append(out, a.Name+": "+describePools(a))
+		}
+	}
+	return out
+}
+
+// describePools returns the ranks of both pools, where prompts were computed, the pairs and the transfers.
+func describePools(a *client.AppStatus) string {
+	var pools []string
+	for _, p := range a.Pools {
+		pools = append(pools, fmt.Sprintf("%s %d/%d", p.Pool, p.Ready, p.Desired))
+	}
+	pd := a.PD
+	parts := []string{
+		strings.Join(pools, ", ") + " ready",
+		fmt.Sprintf("requests %d remote, %d local, %d fall-back", pd.Remote, pd.Local, pd.Fallbacks),
+	}
+	if pd.Pairs == client.PairsOn {
+		parts = append(parts, fmt.Sprintf("pairs %d/%d met", pd.Met, pd.All))
+	} else {
+		parts = append(parts, "pairs "+pd.Pairs)
+	}
+	if pd.TransferMs > 0 {
+		parts = append(parts, fmt.Sprintf("transfers %s, %s", formatMillis(pd.TransferMs),
+			formatMebibytes(int(pd.TransferBytes)))) //nolint:gosec // far below 2^63 bytes
+	}
+	return strings.Join(parts, "; ")
+}
