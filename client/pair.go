@@ -65,7 +65,6 @@ type PairInfo struct {
 
 // PairReplay is the pair decision of a past request.
 type PairReplay struct {
-	Decide  string `json:"decide"`
 	Way     string `json:"way"`               // remote | local | fallback
 	Prefill string `json:"prefill,omitempty"` // GROUP/RANK, if Way is remote
 }

@@ -210,7 +210,7 @@ type Replay struct {
 	RequestID string         `json:"request_id"`
 	At        time.Time      `json:"at"`
 	Attempt   int            `json:"attempt"` // from 1: dispatches before it failed
-	Policy    string         `json:"policy"`
+	Policy    string         `json:"policy"`  // of an application with two pools: its decider
 	Pick      string         `json:"pick"`
 	Reason    string         `json:"reason"`
 	HitTokens int            `json:"hit_tokens"`     // on the picked rank

@@ -533,8 +533,8 @@ func (r *replica) countMissedScrape() {
 func (r *replica) noteTransfers(t *engine.Transfers) {
 	late := t.LateReads - r.scrape.last.Transfers.LateReads
 	if r.scrape.hasLast && late > 0 {
-		r.log.Warn("decode ranks have read prompts of this prefill rank after their lease: their texts may be "+
-			"wrong", slog.Float64("prompts", late))
+		r.log.Warn("decode ranks have read prompts of this prefill rank after their lease: "+
+			"their texts may be wrong", slog.Float64("prompts", late))
 	}
 	r.stats.setTransfers(*t)
 }

@@ -19,16 +19,23 @@ import (
 func explainQuery(ar *appRouter, router *routing.Router, query *routeQuery) *client.Explanation {
 	describeQuery(ar, query)
 	d, view := router.Why(&query.query)
+	return explainDecision(ar, router.Policy(), query, &d, &view)
+}
+
+// explainDecision describes a policy's decision on a view.
+func explainDecision(ar *appRouter, policy string, query *routeQuery, d *routing.Decision,
+	view *routing.View,
+) *client.Explanation {
 	x := &client.Explanation{
-		App: ar.name, Policy: router.Policy(), Tokens: query.query.Tokens, Estimated: query.query.Estimated,
-		Decision: kindName(d.Kind), Reason: d.Reason, Formula: formula(router.Policy(), d.Terms),
+		App: ar.name, Policy: policy, Tokens: query.query.Tokens, Estimated: query.query.Estimated,
+		Decision: kindName(d.Kind), Reason: d.Reason, Formula: formula(policy, d.Terms),
 	}
 	x.Blocks, x.BlockSize, x.BlockUnit, x.Identity = query.prompt.blockInfo()
 	if d.Kind == routing.Route {
 		x.Pick = d.Ranked[0].String()
 	}
-	x.Ranks = explainRanks(ar, query, &d, &view)
-	x.Notes = explainNotes(ar, query, &d, &view)
+	x.Ranks = explainRanks(ar, query, d, view)
+	x.Notes = explainNotes(ar, query, d, view)
 	return x
 }
 
@@ -308,6 +315,7 @@ type decisionRecord struct {
 	whole  bool   // every block was kept
 	hits   []routing.Hit
 	tried  []routing.RankID
+	pair   pairPick
 }
 
 // record keeps the decision of a live request that was routed.
@@ -316,6 +324,13 @@ func (r *decisionLog) record(id string, attempt int, policy string, p *prompt, q
 ) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	r.add(id, attempt, policy, p, q, d.Ranked[0]).reason = d.Reason
+}
+
+// add makes the next entry, without its reason. The caller holds mu.
+func (r *decisionLog) add(id string, attempt int, policy string, p *prompt, q *routing.Request,
+	pick routing.RankID,
+) *decisionRecord {
 	if len(r.ring) < maxRecent {
 		r.ring = append(r.ring, decisionRecord{})
 	}
@@ -323,8 +338,7 @@ func (r *decisionLog) record(id string, attempt int, policy string, p *prompt, q
 	r.next = (r.next + 1) % maxRecent
 	blocks := append(e.prompt.blocks[:0], p.blocks[:min(len(p.blocks), maxRecentBlocks)]...)
 	*e = decisionRecord{
-		id: id, at: q.Now, attempt: attempt, policy: policy, reason: d.Reason, pick: d.Ranked[0],
-		hit: q.HitOn(d.Ranked[0]),
+		id: id, at: q.Now, attempt: attempt, policy: policy, pick: pick, hit: q.HitOn(pick),
 		prompt: prompt{
 			routingHeaders: p.routingHeaders, tokens: p.tokens, estimated: p.estimated, adapter: p.adapter,
 			session: p.session,
@@ -333,6 +347,7 @@ func (r *decisionLog) record(id string, attempt int, policy string, p *prompt, q
 		whole: len(blocks) == len(p.blocks), hits: append(e.hits[:0], q.Hits...),
 		tried: append(e.tried[:0], q.Tried...),
 	}
+	return e
 }
 
 // find copies the newest entry of a request.
@@ -384,7 +399,7 @@ func replayDecision(ar *appRouter, router *routing.Router, rq *client.Query) (*c
 func (e *decisionRecord) toReplay(base time.Time) *client.Replay {
 	out := &client.Replay{
 		RequestID: e.id, At: base.Add(e.at).Round(0), Attempt: e.attempt, Policy: e.policy,
-		Pick: e.pick.String(), Reason: e.reason, HitTokens: e.hit,
+		Pick: e.pick.String(), Reason: e.reason, HitTokens: e.hit, Pair: e.pair.toReplay(),
 	}
 	for _, h := range e.hits {
 		if out.Hits == nil {

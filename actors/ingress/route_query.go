@@ -126,49 +126,72 @@ func checkOverride(ar *appRouter, o *client.Override) (*routing.Override, error)
 	return out, nil
 }
 
-// readPromptText makes a body of a text, as a client would.
+// readPromptText fills the query from a text.
 func readPromptText(ctx context.Context, ar *appRouter, query *routeQuery, rq *client.Query) error {
-	route := rq.Route
+	text, route, err := promptBody(ar, rq)
+	if err != nil {
+		return err
+	}
+	return readRequest(ctx, ar, query, route, text, rq.Headers)
+}
+
+// promptBody makes a body of a text, as a client would.
+func promptBody(ar *appRouter, rq *client.Query) (body []byte, route string, err error) {
+	route = rq.Route
 	if route == "" {
 		route = openai.Completions.Path()
 	}
 	model := cmp.Or(rq.Model, ar.modelID())
-	body := map[string]any{"model": model, "prompt": *rq.Prompt}
+	fields := map[string]any{"model": model, "prompt": *rq.Prompt}
 	if route == openai.Chat.Path() {
-		body = map[string]any{"model": model, "messages": []map[string]string{
+		fields = map[string]any{"model": model, "messages": []map[string]string{
 			{"role": "user", "content": *rq.Prompt},
 		}}
 	}
-	text, err := json.Marshal(body)
-	if err != nil {
-		return fmt.Errorf("make a request of the prompt: %w", err)
+	if body, err = json.Marshal(fields); err != nil {
+		return nil, "", fmt.Errorf("make a request of the prompt: %w", err)
 	}
-	return readRequest(ctx, ar, query, route, text, rq.Headers)
+	return body, route, nil
 }
 
 // readRequest scans a body and fills the query as request.handle does.
 func readRequest(ctx context.Context, ar *appRouter, query *routeQuery, path string, body []byte,
 	headers map[string]string,
 ) error {
-	route, err := routeOf(path, body)
+	q, err := scanRequest(ar, path, body, headers)
 	if err != nil {
 		return err
 	}
-	var scan openai.Body
-	if err := scan.Scan(route, body); err != nil {
-		return problemOf(badBody(err))
-	}
-	if err := checkModel(ar, string(scan.Model)); scan.HasModel && err != nil {
-		return err
-	}
-	h := http.Header{}
-	for name, value := range headers {
-		h[textproto.CanonicalMIMEHeaderKey(name)] = []string{value}
-	}
-	if f := query.prompt.fromBody(ctx, ar, route, &scan, body, h); f != nil {
+	if f := query.prompt.fromBody(ctx, ar, q.route, &q.scan, body, q.header); f != nil {
 		return problemOf(f)
 	}
 	return nil
+}
+
+// scannedRequest is a request for an application, as its body and its header say.
+type scannedRequest struct {
+	route  openai.Route
+	scan   openai.Body
+	header http.Header
+}
+
+// scanRequest scans a body for an application.
+func scanRequest(ar *appRouter, path string, body []byte, headers map[string]string) (*scannedRequest, error) {
+	q := &scannedRequest{header: http.Header{}}
+	var err error
+	if q.route, err = routeOf(path, body); err != nil {
+		return nil, err
+	}
+	if err := q.scan.Scan(q.route, body); err != nil {
+		return nil, problemOf(badBody(err))
+	}
+	if err := checkModel(ar, string(q.scan.Model)); q.scan.HasModel && err != nil {
+		return nil, err
+	}
+	for name, value := range headers {
+		q.header[textproto.CanonicalMIMEHeaderKey(name)] = []string{value}
+	}
+	return q, nil
 }
 
 // clipped is the part of a client's text that an error repeats.

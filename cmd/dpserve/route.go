@@ -60,7 +60,11 @@ code and on the same state as for live requests, and changes nothing. The table 
 it could be picked and if not why, requests in flight of those it may hold, prompt tokens it has cached,
 each term of its score, and the score. ~ marks estimated tokens. --replay shows what a recent request was
 decided on (its prompt blocks, the hits found, the ranks tried, the pick), and what it would get now; the
-ranks' load at that moment is not kept. -o json has every number in full.`,
+ranks' load at that moment is not kept. -o json has every number in full.
+
+Of an application with prefill and decode ranks, it shows which pair of ranks the request would get, or why
+its decode rank computes the prompt: a table of the pairs that were compared, with each term of their cost in
+milliseconds, and a table for the ranks of either pool.`,
 		Example: `  dpserve route explain demo --prompt hello
   dpserve route explain demo -f request.json --route /v1/chat/completions
   dpserve route explain demo --replay 5f2c9d0e11aa43b7 -o json`,
@@ -355,11 +359,11 @@ func describeReplay(r *client.Replay, v statusView) string {
 	if r.Attempt > 1 {
 		s += fmt.Sprintf(", attempt %d (tried %s)", r.Attempt, strings.Join(r.Tried, ", "))
 	}
-	pick, by := r.Pick, r.Policy
+	pick := r.Pick
 	if p := r.Pair; p != nil {
-		pick, by = formatPair(p.Prefill, r.Pick), p.Decide
+		pick = formatPair(p.Prefill, r.Pick)
 	}
-	return s + fmt.Sprintf(": %s by %s: %s, hit %d tokens; the rest is what it would get now", pick, by,
+	return s + fmt.Sprintf(": %s by %s: %s, hit %d tokens; the rest is what it would get now", pick, r.Policy,
 		r.Reason, r.HitTokens)
 }
 

@@ -117,8 +117,8 @@ func TestPairExplainWithoutAPrefillRank(t *testing.T) {
 	p := x.Pair
 	p.Way, p.Prefill, p.Reason, p.Why = "fallback", "", "not_prewarmed", "no prefill rank has met it"
 	x.Replay = &client.Replay{
-		RequestID: "abc", At: time.Unix(0, 0), Attempt: 1, Policy: "kv", Pick: "0/1", Reason: "long_prefill",
-		HitTokens: 64, Pair: &client.PairReplay{Decide: "isl", Way: "remote", Prefill: "0/1"},
+		RequestID: "abc", At: time.Unix(0, 0), Attempt: 1, Policy: "isl", Pick: "0/1", Reason: "long_prefill",
+		HitTokens: 64, Pair: &client.PairReplay{Way: "remote", Prefill: "0/1"},
 	}
 	lines := describePair(x, statusView{})
 	assert.Equal(t, "then    abc at 1970-01-01T00:00:00Z: prefill rank 0/1 and decode rank 0/1 by isl: "+
@@ -136,7 +136,8 @@ func TestPairRouterShow(t *testing.T) {
 	cli.cluster.router.info = client.Info{
 		App: "pd", Policy: "mex", Preset: "documented", Identity: "text", Ranks: 4, Ready: 4, Imbalance: 1,
 		Pair: &client.PairInfo{
-			Decide: "uncached>=512", Transfer: "nixl", Fallback: "local", Pairs: client.PairsOn, Met: 7, All: 8,
+			Decide: "uncached>=512", Transfer: "nixl", Fallback: "local", Pairs: client.PairsOn, Met: 7,
+			All:       8,
 			Decisions: map[string]uint64{"long_prefill": 12, "decode_holds": 3},
 			Prefill:   &client.Info{App: "pd.prefill", Policy: "kv", Ranks: 2, Ready: 1, Imbalance: 1},
 		},

@@ -4,12 +4,14 @@ import (
 	"context"
 	"maps"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/app"
 )
 
 const (
@@ -87,8 +89,8 @@ func (v NodeViews) Statuses(ctx context.Context) *ClusterStatus {
 		for app, k := range counts.Queued {
 			s.queued[app] += k
 		}
-		for app, pd := range counts.Pairs {
-			s.addPairs(app, &pd)
+		for name, pd := range counts.Pairs {
+			s.addPairs(name, &pd)
 		}
 		return err
 	})
@@ -97,26 +99,24 @@ func (v NodeViews) Statuses(ctx context.Context) *ClusterStatus {
 
 // addPairs adds what one ingress counts of an application with two pools. Each ingress makes its own pairs:
 // shown are those of the ingress that has the fewest.
-func (s *ClusterStatus) addPairs(app string, pd *client.PDStatus) {
-	sum := s.pairs[app]
+func (s *ClusterStatus) addPairs(name string, pd *client.PDStatus) {
+	sum := s.pairs[name]
 	if sum == nil {
-		s.pairs[app] = pd
+		s.pairs[name] = pd
 		return
 	}
-	sum.Remote, sum.Local, sum.Fallbacks = sum.Remote+pd.Remote, sum.Local+pd.Local, sum.Fallbacks+pd.Fallbacks
+	sum.Remote, sum.Local, sum.Fallbacks = sum.Remote+pd.Remote, sum.Local+pd.Local,
+		sum.Fallbacks+pd.Fallbacks
 	if pd.Met < sum.Met || pd.Met == sum.Met && pd.Pairs != client.PairsOn {
 		sum.Pairs, sum.Met, sum.All = pd.Pairs, pd.Met, pd.All
 	}
 }
 
 // AddTo completes the statuses of applications by what the nodes report. A status of another epoch belongs to
-// a replica that is ending and is ignored.
+// a replica that is ending and is ignored. Of two pools, the decode pool gets what concerns both.
 func (s *ClusterStatus) AddTo(apps []client.AppStatus) {
 	for i := range apps {
 		apps[i].Queued = s.queued[apps[i].Name]
-		for _, pool := range apps[i].Pools {
-			apps[i].Queued += s.queued[pool.Name]
-		}
 		for j := range apps[i].Units {
 			u := &apps[i].Units[j]
 			for k, r := range u.Ranks {
@@ -128,22 +128,26 @@ func (s *ClusterStatus) AddTo(apps []client.AppStatus) {
 				}
 			}
 		}
-		if len(apps[i].Pools) > 0 {
-			apps[i].PD = s.pdStatus(&apps[i])
+		if name, pool := app.SplitPool(apps[i].Name); pool == app.PoolDecode {
+			apps[i].PD = s.pdStatus(name)
 		}
 	}
 }
 
 // pdStatus is what the ingresses and the ranks of an application with two pools count.
-func (s *ClusterStatus) pdStatus(a *client.AppStatus) *client.PDStatus {
+func (s *ClusterStatus) pdStatus(name string) *client.PDStatus {
 	pd := client.PDStatus{Pairs: "off: no ingress has reported"}
-	if known := s.pairs[a.Name]; known != nil {
+	if known := s.pairs[name]; known != nil {
 		pd = *known
 	}
 	count, total := uint64(0), 0.0
-	for i := range a.Units {
-		for _, r := range a.Units[i].Ranks {
-			if t := r.Transfer; t != nil {
+	for unit, ranks := range s.ranks {
+		pool, _, _ := strings.Cut(unit, "/")
+		if of, _ := app.SplitPool(pool); of != name {
+			continue
+		}
+		for i := range ranks {
+			if t := ranks[i].Transfer; t != nil {
 				count, total, pd.TransferBytes = count+t.Count, total+t.TotalMs, pd.TransferBytes+t.Bytes
 			}
 		}

@@ -104,30 +104,22 @@ func TestPairsOfAllIngresses(t *testing.T) {
 		},
 		"n2": &viewedNode{err: errors.New("cut off")},
 	}
-	unit := func(pool string) client.UnitStatus {
-		return client.UnitStatus{Unit: "pd." + pool + "/0/0", Ranks: []client.RankStatus{{Epoch: 1}}}
-	}
 	newList := func() []client.AppStatus {
-		return []client.AppStatus{
-			{Name: "a"},
-			{
-				Name: "pd", Units: []client.UnitStatus{unit("prefill"), unit("decode")},
-				Pools: []client.PoolStatus{{Name: "pd.prefill"}, {Name: "pd.decode"}},
-			},
-		}
+		return []client.AppStatus{{Name: "a"}, {Name: "pd.prefill"}, {Name: "pd.decode"}}
 	}
 	list := newList()
 	views.Statuses(t.Context()).AddTo(list)
 	assert.Nil(t, list[0].PD, "it has one pool")
-	assert.Equal(t, 3, list[1].Queued)
+	assert.Nil(t, list[1].PD, "it is with the decode pool")
+	assert.Equal(t, 3, list[2].Queued)
 	assert.Equal(t, &client.PDStatus{
 		Transfer: "nixl", Pairs: "off: no pair has met", Met: 0, All: 2, Remote: 6, Local: 1, Fallbacks: 4,
 		TransferMs: 20, TransferBytes: 1024,
-	}, list[1].PD)
+	}, list[2].PD)
 
 	list = newList()
 	api.NodeViews{"n2": &viewedNode{err: errors.New("cut off")}}.Statuses(t.Context()).AddTo(list)
-	assert.Equal(t, &client.PDStatus{Pairs: "off: no ingress has reported"}, list[1].PD)
+	assert.Equal(t, &client.PDStatus{Pairs: "off: no ingress has reported"}, list[2].PD)
 }
 
 func TestRoutersOfAllNodesAreReset(t *testing.T) {

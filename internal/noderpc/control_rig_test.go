@@ -366,7 +366,9 @@ func (v *fakeView) Statuses(context.Context) (msg.NodeCounts, error) {
 			"chat/0": {{Rank: 1, Node: "b", Phase: "ready", TokensPerS: 2.5}},
 		},
 		Queued: map[string]int{"chat": 4},
-		Pairs:  map[string]client.PDStatus{"pd": {Transfer: "nixl", Pairs: client.PairsOn, Met: 2, Remote: 7}},
+		Pairs: map[string]client.PDStatus{
+			"pd": {Transfer: "nixl", Pairs: client.PairsOn, Met: 2, Remote: 7},
+		},
 	}, v.err
 }
 
