@@ -97,8 +97,8 @@ func TestMockAnswersAPrefillLeg(t *testing.T) {
 // TestWithMember: both legs of a client that sends them itself are whole requests.
 func TestWithMember(t *testing.T) {
 	req := payload(64, 8, 0, true, false)
-	for _, member := range []string{prefillMember, pullParams} {
-		head, body, _ := bytes.Cut(withMember(req, member), []byte("\r\n\r\n"))
+	for _, leg := range [][]byte{prefillLeg(req), withMember(req, pullParams)} {
+		head, body, _ := bytes.Cut(leg, []byte("\r\n\r\n"))
 		assert.True(t, json.Valid(body), "%s", body)
 		assert.Contains(t, string(head), "Content-Length: "+strconv.Itoa(len(body)))
 	}

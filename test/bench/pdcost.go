@@ -18,6 +18,13 @@ import (
 const prefillMember = `"kv_transfer_params":{` + keepsBlocks + `,"do_remote_prefill":false,` +
 	`"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}`
 
+// prefillLeg is the prefill leg of a request.
+func prefillLeg(req []byte) []byte {
+	_, body, _ := bytes.Cut(req, []byte("\r\n\r\n"))
+	body = bytes.Replace(body, []byte(`"stream":true`), []byte(`"stream":false`), 1)
+	return withMember(post(string(body)), prefillMember)
+}
+
 // withMember is a request with a member behind the others of its body.
 func withMember(req []byte, member string) []byte {
 	_, body, _ := bytes.Cut(req, []byte("\r\n\r\n"))
@@ -31,7 +38,8 @@ const (
 )
 
 // pdCost measures what a request of two legs costs the gateway beside one of one leg, over the same mocks:
-// CPU, and the time to the first token beyond that of a client which sends both legs itself.
+// CPU, and the time to the first token beyond that of a client which sends both legs itself. Such a client is
+// measured with and without the gateway between.
 func pdCost(ctx context.Context, bin string, rounds int, slice time.Duration, only string) error {
 	dir, err := os.MkdirTemp("", "dpserve-pd-")
 	if err != nil {
@@ -60,10 +68,12 @@ func pdCost(ctx context.Context, bin string, rounds int, slice time.Duration, on
 	fmt.Printf("%d CPUs, %s, engines: %d mocks, each slice %s\n", runtime.NumCPU(), runtime.Version(),
 		len(engines), slice)
 	rnd := rand.New(rand.NewPCG(1, 2))
-	direct := target{name: "client with both legs", addrs: decodes, prefill: prefills}
+	direct := target{name: "both by client", addrs: decodes, prefill: prefills}
+	// the gateway takes the parameters off: its engines see two requests of one leg
+	twice := target{name: "two of one leg", addrs: plain.addrs, prefill: plain.addrs}
 	for _, sh := range firstTokenShapes() {
 		if strings.Contains(sh.name, only) && ctx.Err() == nil {
-			sh.measure(ctx, []target{direct, split}, rounds, slice, rnd)
+			sh.measure(ctx, []target{direct, twice, split}, rounds, slice, rnd)
 		}
 	}
 	for _, sh := range splitShapes() {

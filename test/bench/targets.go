@@ -24,7 +24,7 @@ type target struct {
 	addrs []string // connections are spread over them
 	pids  []int    // of the gateway; none for direct
 	admin string   // of dpserve
-	// of engines to which the client itself sends each request's prefill leg first; none = it has one leg
+	// where the client itself sends each request's prefill leg first; none = it has one leg
 	prefill []string
 }
 
@@ -34,7 +34,7 @@ func (t *target) dial(ctx context.Context, i int, req []byte) (*client, error) {
 	if err != nil || len(t.prefill) == 0 {
 		return c, err
 	}
-	if c.before, err = dial(ctx, t.prefill[i%len(t.prefill)], withMember(req, prefillMember)); err != nil {
+	if c.before, err = dial(ctx, t.prefill[i%len(t.prefill)], prefillLeg(req)); err != nil {
 		c.close()
 		return nil, err
 	}
