@@ -368,14 +368,37 @@ func (r *decisionLog) find(id string) (decisionRecord, bool) {
 	return decisionRecord{}, false
 }
 
-// replayDecision shows the inputs of a recent decision, and the decision that a new request would get now.
-func replayDecision(ar *appRouter, router *routing.Router, rq *client.Query) (*client.Explanation, error) {
-	e, ok := ar.decisions.find(rq.Replay)
+// findDecision returns a recent decision of the application that users know by a name.
+func (ar *appRouter) findDecision(name, id string) (decisionRecord, error) {
+	e, ok := ar.decisions.find(id)
 	if !ok {
-		return nil, problem.New(problem.NotFound, "no request %q among the last %d of app %s",
-			rq.Replay[:min(len(rq.Replay), maxRequestID)], maxRecent, ar.name).
+		return e, problem.New(problem.NotFound, "no request %q among the last %d of app %s",
+			id[:min(len(id), maxRequestID)], maxRecent, name).
 			WithHint("the id is in the answer's x-request-id header; " +
 				"requests that found no rank are not kept")
+	}
+	return e, nil
+}
+
+// notes say what a recorded decision has not kept.
+func (e *decisionRecord) notes(ar *appRouter) (out []string) {
+	if ar.inputs().needs.Text {
+		out = append(out,
+			"this policy reads the prompt's text, which is not kept: what it would get now is without it")
+	}
+	if !e.whole {
+		out = append(out,
+			fmt.Sprintf("only the first %d blocks of the prompt are kept: hits behind them are not seen now",
+				maxRecentBlocks))
+	}
+	return out
+}
+
+// replayDecision shows the inputs of a recent decision, and the decision that a new request would get now.
+func replayDecision(ar *appRouter, router *routing.Router, rq *client.Query) (*client.Explanation, error) {
+	e, err := ar.findDecision(ar.name, rq.Replay)
+	if err != nil {
+		return nil, err
 	}
 	query := &routeQuery{prompt: e.prompt}
 	if err := applyOverrides(ar, query, rq.Worker, rq.Override); err != nil {
@@ -383,15 +406,7 @@ func replayDecision(ar *appRouter, router *routing.Router, rq *client.Query) (*c
 	}
 	x := explainQuery(ar, router, query)
 	x.Replay = e.toReplay(ar.in.clockBase)
-	if ar.inputs().needs.Text {
-		x.Notes = append(x.Notes,
-			"this policy reads the prompt's text, which is not kept: what it would get now is without it")
-	}
-	if !e.whole {
-		x.Notes = append(x.Notes,
-			fmt.Sprintf("only the first %d blocks of the prompt are kept: hits behind them are not seen now",
-				maxRecentBlocks))
-	}
+	x.Notes = append(x.Notes, e.notes(ar)...)
 	return x, nil
 }
 

@@ -2,6 +2,7 @@ package ingress
 
 import (
 	"cmp"
+	"context"
 	"fmt"
 	"slices"
 
@@ -9,6 +10,74 @@ import (
 	"github.com/dpserve/dpserve/internal/telemetry"
 	"github.com/dpserve/dpserve/routing"
 )
+
+// explainPair is the decision for a request as it would be now.
+func explainPair(q *pairQuery) *client.Explanation {
+	p, why := q.pair, q.why()
+	d := &why.Pair
+	x := explainDecision(p.decode, p.decode.policyName(), &q.decode, &why.Decode, &why.DecodeView)
+	prefill := explainDecision(p.prefill, p.prefill.policyName(), &q.prefill, &why.Prefill, &why.PrefillView)
+	x.App, x.Decision = p.name, kindName(d.Kind)
+	repick(x, d.Decode, d.Kind == routing.Route, d.Reason)
+	repick(prefill, d.Prefill, d.Remote, d.Reason)
+	x.Pair = &client.PairExplanation{
+		Decide: p.decide(), Way: q.wayOf(d), Prefill: prefill.Pick, Reason: d.Reason,
+		Candidates: pairCandidates(d), PrefillPool: prefill,
+	}
+	if why.Decode.Kind == routing.Route {
+		x.Pair.UncachedTokens = x.Tokens - heldBy(&why.DecodeView, &q.decode.query, why.Decode.Ranked[0])
+	}
+	x.Pair.Why = pairWords(d, x, q.notSplit)
+	if d.IsFallback() && p.isOn() && p.failsWithoutPrefill() {
+		x.Notes = append(x.Notes, "disaggregation.fallback is fail: such a request is refused with 503")
+	}
+	return x
+}
+
+// explainPairQuery is ExplainRoute for an application with two pools.
+func explainPairQuery(ctx context.Context, p *pairApp, rq *client.Query) (*client.Explanation, error) {
+	if rq.Replay != "" {
+		return replayPair(p, rq)
+	}
+	q, err := newPairQuery(ctx, p, rq)
+	if err != nil {
+		return nil, err
+	}
+	return explainPair(q), nil
+}
+
+// replayPair shows the inputs of a recent decision, and the decision that a new request would get now.
+func replayPair(p *pairApp, rq *client.Query) (*client.Explanation, error) {
+	e, err := p.decode.findDecision(p.name, rq.Replay)
+	if err != nil {
+		return nil, err
+	}
+	q := &pairQuery{pair: p, decode: routeQuery{prompt: e.prompt}}
+	if err := applyOverrides(p.decode, &q.decode, rq.Worker, rq.Override); err != nil {
+		return nil, err
+	}
+	if e.pair.way == "" {
+		q.notSplit = "it went to one rank"
+	} else {
+		q.keepPrefill()
+	}
+	x := explainPair(q)
+	x.Replay = e.toReplay(p.in.clockBase)
+	x.Notes = append(x.Notes, e.notes(p.decode)...)
+	return x, nil
+}
+
+// keepPrefill makes the prefill pool's query of what a decision has kept of the decode pool's prompt.
+func (q *pairQuery) keepPrefill() {
+	q.prefill.prompt = q.decode.prompt
+	m := promptMemory{}
+	if s := q.newSplit(); s.sharesPrompt() {
+		m.blocks = q.decode.prompt.blocks
+	} else {
+		q.prefill.prompt.unit = 0
+	}
+	q.prefill.prompt.promptMemory, q.prefill.prompt.hasDirect = m, false
+}
 
 // heldBy is how many tokens of the prompt a rank holds, as policies see it.
 func heldBy(v *routing.View, q *routing.Request, id routing.RankID) int {

@@ -215,6 +215,7 @@ func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f 
 		}
 		if rk, ok := s.takeChoice(); ok {
 			p.metrics.Decision(d.Reason)
+			p.decode.decisions.recordPair(req.id, req.attempts+1, p.rule, &req.prompt, &req.query, d)
 			if s.way == pdproxy.WayFallback && p.failsWithoutPrefill() {
 				req.attempt.rank = rk
 				req.undoPick()

@@ -21,8 +21,9 @@ type reservation struct {
 	start  time.Time
 	first  time.Duration // from start to the first token; 0: not reported
 	// ends the admission's context, by which the DPServer would take back the ticket
-	cancel context.CancelFunc
-	timer  *time.Timer
+	cancel  context.CancelFunc
+	timer   *time.Timer
+	prefill *prefillPlace // nil: none, or released
 }
 
 // reservations are those of one application, by request id. A nil entry is being admitted. The zero value is
@@ -108,11 +109,32 @@ func (s *reservations) end() {
 // release returns the ticket. The use of the place says nothing about the engine, so it counts as cancelled.
 func (r *reservation) release(cause string) {
 	r.timer.Stop()
+	r.releasePrefill(cause)
 	r.rank.Mailbox.Send(&msg.Done{
 		TicketID: r.ticket.ID, Outcome: msg.Cancelled, Cause: cause,
 		FirstToken: r.first,
 	})
 	r.cancel()
+}
+
+// releasePrefill returns the place on a prefill rank, if there is one. The caller holds the mutex of the
+// reservations, or has taken r out of them.
+func (r *reservation) releasePrefill(cause string) {
+	if r.prefill != nil {
+		r.prefill.release(msg.Cancelled, cause)
+		r.prefill = nil
+	}
+}
+
+// keep stores an admitted reservation under its claim, until it is freed or expires.
+func (r *reservation) keep(ar *appRouter, id string) error {
+	r.timer = time.AfterFunc(ar.in.timers.Reservation, func() { expireReservation(ar, id, r) })
+	if !ar.reservations.settle(id, r) {
+		r.release("drained")
+		return problem.New(problem.Unavailable, "app %s is going away", ar.name).WithHint(
+			"`dpserve status` lists the applications")
+	}
+	return nil
 }
 
 // validReservation checks a request id of the router's own API.
@@ -145,11 +167,8 @@ func reserve(ctx context.Context, ar *appRouter, query *routeQuery, id string) (
 	}
 	query.prompt, query.query = req.prompt, req.query
 	r.cancel = cancel
-	r.timer = time.AfterFunc(ar.in.timers.Reservation, func() { expireReservation(ar, id, r) })
-	if !ar.reservations.settle(id, r) {
-		r.release("drained")
-		return client.Worker{}, problem.New(problem.Unavailable, "app %s is going away", ar.name).WithHint(
-			"`dpserve status` lists the applications")
+	if err := r.keep(ar, id); err != nil {
+		return client.Worker{}, err
 	}
 	w := query.worker(r.rank, req.choice.Reason)
 	w.RequestID, w.ExpiresS = id, ar.in.timers.Reservation.Seconds()

@@ -24,13 +24,22 @@ func (in *Ingress) RouterInfo(app string) (client.Info, error) {
 	if err != nil {
 		return client.Info{}, err
 	}
-	a, view := ar.revision.Load().app, router.Snapshot()
+	out := ar.info(router)
+	if p := in.findPair(app); p != nil {
+		out.App, out.Pair = app, p.info()
+	}
+	return out, nil
+}
+
+// info describes a Router.
+func (ar *appRouter) info(router *routing.Router) client.Info {
+	in, a, view := ar.in, ar.revision.Load().app, router.Snapshot()
 	out := client.Info{
-		App: app, Policy: router.Policy(), Preset: a.Routing.Preset, Params: a.Routing.Params,
+		App: ar.name, Policy: router.Policy(), Preset: a.Routing.Preset, Params: a.Routing.Params,
 		Identity: a.Routing.Identity, Reads: ar.inputs().words(),
 		BusyThreshold: a.Routing.BusyThreshold, CachingOff: view.PrefixCachingOff, Ranks: len(view.Ranks),
-		Queued:       in.QueueLen(app),
-		Reservations: ar.reservations.len(), Imbalance: router.MaxMean(), Index: in.Index(app),
+		Queued:       in.QueueLen(ar.name),
+		Reservations: ar.reservations.len(), Imbalance: router.MaxMean(), Index: in.Index(ar.name),
 	}
 	for i := range view.Ranks {
 		rk := &view.Ranks[i]
@@ -45,7 +54,7 @@ func (in *Ingress) RouterInfo(app string) (client.Info, error) {
 		}
 	}
 	out.Law = lawOf(router, &view, in.clock())
-	return out, nil
+	return out
 }
 
 // lawOf is the time model of a Router's engines, nil if its policy predicts nothing. view is a snapshot of
@@ -83,6 +92,10 @@ func (in *Ingress) ResetRouter(app string) (client.ResetResult, error) {
 	}
 	router.Reset()
 	n := ar.resetCaches()
+	if p := in.findPair(app); p != nil {
+		p.prefill.router.Load().Reset()
+		n += p.prefill.resetCaches()
+	}
 	in.log.Info("router reset", slog.String("app", app), slog.String("policy", router.Policy()),
 		slog.Int("ranks", n))
 	return client.ResetResult{App: app, Ranks: n}, nil
@@ -177,6 +190,9 @@ func copyColumns(held []*column) (out []blockRun, truncated bool) {
 func (in *Ingress) BestWorker(ctx context.Context, app string, q *client.BestWorkerRequest) (client.Worker,
 	error,
 ) {
+	if p := in.findPair(app); p != nil {
+		return in.bestPair(ctx, p, q)
+	}
 	ar, router, err := in.routerOf(app)
 	if err != nil {
 		return client.Worker{}, err
@@ -271,6 +287,9 @@ func (in *Ingress) Identity(app string) string {
 func (in *Ingress) ExplainRoute(ctx context.Context, app string, rq *client.Query) (
 	*client.Explanation, error,
 ) {
+	if p := in.findPair(app); p != nil {
+		return explainPairQuery(ctx, p, rq)
+	}
 	ar, router, err := in.routerOf(app)
 	if err != nil {
 		return nil, err
@@ -303,6 +322,7 @@ func (in *Ingress) MarkPrefillComplete(app, id string) error {
 	if r.first == 0 {
 		r.first = max(now.Sub(r.start), 1)
 		r.rank.Mailbox.Send(&msg.FirstToken{TicketID: r.ticket.ID, At: now})
+		r.releasePrefill("prefill_complete")
 	}
 	return nil
 }
@@ -339,7 +359,7 @@ func (in *Ingress) Generate(ctx context.Context, app string, q *msg.Generate,
 	defer cancel(nil)
 	defer in.endWith(cancel)() //nolint:contextcheck // the ingress's end is no child of ctx
 	w := &tokenWriter{header: http.Header{}, emit: emit}
-	route := &appRoute{appRevision: ar.revision.Load(), router: ar}
+	route := &appRoute{appRevision: ar.revision.Load(), router: ar, pair: in.findPair(app)}
 	in.serveFor(w, req.WithContext(run), route, query) //nolint:contextcheck // it is in the request
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
@@ -372,9 +392,14 @@ func (in *Ingress) serveFor(w *tokenWriter, r *http.Request, e *appRoute, query 
 	})
 }
 
-// routerOf returns the state and the Router of an application, for the router's own API.
+// routerOf returns the state and the Router of an application, for the router's own API; of two pools, those
+// of the decode pool. The name of a pool is that pool alone.
 func (in *Ingress) routerOf(app string) (*appRouter, *routing.Router, error) {
-	if ar := in.findAppRouter(app); ar != nil && ar.revision.Load() != nil {
+	ar := in.findAppRouter(app)
+	if p := in.findPair(app); p != nil {
+		ar = p.decode
+	}
+	if ar != nil && ar.revision.Load() != nil {
 		if r := ar.router.Load(); r != nil {
 			return ar, r, nil
 		}

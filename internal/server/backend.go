@@ -363,6 +363,11 @@ func (v localView) Statuses(context.Context) (msg.NodeCounts, error) {
 	if in := v.n.ingress; in != nil {
 		for name := range v.n.store.State().Apps {
 			counts.Queued[name] = in.QueueLen(name)
+			if own, pool := app.SplitPool(name); pool == app.PoolDecode {
+				if pd, ok := in.PairStatus(own); ok {
+					counts.Pairs[own] = pd
+				}
+			}
 		}
 	}
 	return counts, nil
