@@ -168,7 +168,8 @@ func pairWords(d *routing.PairDecision, x *client.Explanation, notSplit string) 
 	case routing.PairLocalCheaper:
 		return "no pair costs 5 % less than the decode rank alone"
 	case routing.PairDecodeHolds:
-		return fmt.Sprintf("decode rank %s holds the prompt but for %d tokens", rank, uncached)
+		return fmt.Sprintf("decode rank %s has only %d of %d tokens to compute, less than a second request costs",
+			rank, uncached, x.Tokens)
 	case routing.PairPrefillQueue:
 		return fmt.Sprintf("the prompt would wait for a prefill rank longer than decode rank %s needs for it",
 			rank)

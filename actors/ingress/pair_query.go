@@ -75,7 +75,7 @@ func (q *pairQuery) readPrefill(ctx context.Context, r *scannedRequest, body []b
 		q.notSplit = s.body.Reason.String()
 		return nil
 	}
-	if f := s.readPrompt(); f != nil {
+	if f := s.readPrompt(); f != nil { //nolint:contextcheck // it is in s.req.r
 		return problemOf(f)
 	}
 	q.prefill.prompt = s.prompt

@@ -110,7 +110,7 @@ func randomPairBody(r *rand.Rand) []byte {
 		ids = make([]uint32, 1000*(1+r.IntN(9)))
 	}
 	for i := range ids {
-		ids[i] = uint32(i/16 + 7*r.IntN(2)*(i/64)) //nolint:gosec // small
+		ids[i] = uint32(i/16 + 7*r.IntN(2)*(i/64))
 	}
 	body := map[string]any{"model": "demo", "prompt": ids}
 	if r.IntN(8) == 0 {
@@ -133,7 +133,7 @@ func TestLivePairEqualsExplain(t *testing.T) {
 	}
 	for i, rule := range []string{"isl", "prefill-load", "uncached>=512", "always", "mex"} {
 		t.Run(rule, func(t *testing.T) {
-			r := rand.New(rand.NewPCG(uint64(i), 5)) //nolint:gosec // a seed
+			r := rand.New(rand.NewPCG(uint64(i), 5))
 			ways := map[string]int{}
 			for k := range 3 {
 				policy, other := policies[(3*i+k)%len(policies)], policies[(3*i+2*k+4)%len(policies)]
@@ -216,7 +216,10 @@ func TestExplainPairChangesNothing(t *testing.T) {
 	g := newPairRig(t, pairOptions{prefills: 2, decodes: 2, change: decide("isl")})
 	p := g.in.findPair("demo")
 	prefill, decode := p.router.Routers()
-	before := []any{prefill.Snapshot().Ranks, decode.Snapshot().Ranks, p.router.Counts()}
+	look := func() []any {
+		return []any{prefill.Snapshot().Ranks, decode.Snapshot().Ranks, p.router.Counts()}
+	}
+	before := look()
 	text := "once upon a time"
 	for range 3 {
 		x, err := g.in.ExplainRoute(t.Context(), "demo", &client.Query{Prompt: &text})
@@ -226,7 +229,7 @@ func TestExplainPairChangesNothing(t *testing.T) {
 		_, err = g.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{TokenIDs: []uint32{1, 2}})
 		require.NoError(t, err)
 	}
-	assert.Equal(t, before, []any{prefill.Snapshot().Ranks, decode.Snapshot().Ranks, p.router.Counts()})
+	assert.Equal(t, before, look())
 	g.requireMetric(`dpserve_pd_decisions_total{app="demo",reason="always"}`, "")
 
 	x, err := g.in.ExplainRoute(t.Context(), "demo.prefill", &client.Query{TokenIDs: []uint32{1}})

@@ -74,8 +74,8 @@ func admitPair(ctx, life context.Context, q *pairQuery, s *split) (*reservation,
 		s.way = pdproxy.WayLocal
 		return admitReservation(ctx, life, q.pair.decode, req)
 	}
-	refused := causeOK
-	unlike := routing.RankRef{}
+	var refused cause
+	var unlike routing.RankRef
 	for range maxPairTries {
 		s.way = pdproxy.WayNone
 		rk, f, wait := s.decideUnlike(nil, unlike)
@@ -91,9 +91,9 @@ func admitPair(ctx, life context.Context, q *pairQuery, s *split) (*reservation,
 				continue
 			}
 		}
-		ticket, start := msg.Ticket{}, time.Now()
-		if ticket, refused = admitDecode(ctx, life, s, rk); refused == causeOK {
-			return &reservation{rank: rk, ticket: ticket, start: start, prefill: prefill}, nil
+		r := &reservation{rank: rk, start: time.Now(), prefill: prefill}
+		if r.ticket, refused = admitDecode(ctx, life, s, rk); refused == causeOK {
+			return r, nil
 		}
 		if prefill != nil {
 			prefill.release(msg.Refused, "unused")

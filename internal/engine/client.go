@@ -283,18 +283,32 @@ const errorTextLimit = 300
 
 // Canary asks model for one token, non-stream, at temperature 0. nil means that the rank computes: the engine
 // sent a completion, or it refused because its own queue is full (503 Service Unavailable), which a dead
-// engine cannot do. An engine without /v1/completions is asked for a chat completion.
+// engine cannot do. An engine without /v1/completions is asked for a chat completion, and an engine of a
+// prefill/decode pair that takes nothing without a partner is asked to compute without one.
 func (c *Client) Canary(ctx context.Context, model string) error {
-	err := c.canary(ctx, "/v1/completions", c.canaryBody(model, "prompt", "1"))
+	body := c.canaryBody(model, "prompt", "1")
+	err := c.canary(ctx, "/v1/completions", body)
 	var status *StatusError
-	if errors.As(err, &status) &&
-		(status.Status == http.StatusNotFound || status.Status == http.StatusMethodNotAllowed) &&
-		status.Text == "" {
+	switch {
+	case !errors.As(err, &status):
+	case status.Status == http.StatusBadRequest && strings.Contains(status.Text, needsRoom):
+		body["bootstrap_host"], body["bootstrap_room"] = fakeBootstrap, 0
+		return c.canary(ctx, "/v1/completions", body)
+	case (status.Status == http.StatusNotFound || status.Status == http.StatusMethodNotAllowed) &&
+		status.Text == "":
 		messages := []map[string]string{{"role": "user", "content": "1"}}
 		return c.canary(ctx, "/v1/chat/completions", c.canaryBody(model, "messages", messages))
 	}
 	return err
 }
+
+const (
+	// needsRoom is in the words with which SGLang's prefill and decode engines refuse a plain request.
+	needsRoom = "without bootstrap room"
+	// fakeBootstrap is the bootstrap host with which SGLang's own health checks ask such an engine to compute
+	// without a transfer.
+	fakeBootstrap = "2.2.2.2"
+)
 
 func (c *Client) canaryBody(model, key string, prompt any) map[string]any {
 	body := map[string]any{"model": model, key: prompt, "max_tokens": 1, "temperature": 0}
