@@ -217,8 +217,8 @@ func attached(a *app.Application) iter.Seq2[rankPlace, *app.AttachRank] {
 	}
 }
 
-// findAttached returns a stored application: one, or its two pools. An empty name selects the only application
-// of kind attach.
+// findAttached returns a stored application: one, or its two pools. An empty name selects the only
+// application of kind attach.
 func findAttached(st *state.State, name string) ([]*app.Application, error) {
 	if name == "" {
 		var err error

@@ -131,7 +131,9 @@ func TestAChangeOfOnePool(t *testing.T) {
 		s := r.shown(t)
 		assert.Equal(t, uint64(2), s.Revision)
 		assert.Equal(t, "RUNNING", s.Status)
-		for id, epoch := range map[string]uint64{"pd.prefill/0/0": 2, "pd.prefill/0/2": 1, "pd.decode/0/0": 1} {
+		for id, epoch := range map[string]uint64{
+			"pd.prefill/0/0": 2, "pd.prefill/0/2": 1, "pd.decode/0/0": 1,
+		} {
 			assert.Equal(t, epoch, r.store.State().Epochs[id], id)
 		}
 
@@ -192,7 +194,8 @@ func TestWhatOfADisaggregationRestartsEngines(t *testing.T) {
 	assert.Equal(t, before, hash(func(a *app.Application) { a.Disaggregation.Decide = app.DecideAlways }))
 	assert.Equal(t, before, hash(func(a *app.Application) { a.Disaggregation.Fallback = app.FallbackFail }))
 	assert.Equal(t, before, hash(func(a *app.Application) { a.Disaggregation.Colocate = app.ColocateNo }))
-	assert.NotEqual(t, before, hash(func(a *app.Application) { a.Disaggregation.Transfer = app.TransferNIXL }))
+	assert.NotEqual(t, before,
+		hash(func(a *app.Application) { a.Disaggregation.Transfer = app.TransferNIXL }))
 	assert.NotEqual(t, before, hash(func(a *app.Application) { a.Pool = app.PoolPrefill }))
 }
 
@@ -264,7 +267,7 @@ func TestFoldedImpacts(t *testing.T) {
 // One pool that is not well is the application's state.
 func TestFoldedStatus(t *testing.T) {
 	part := func(name, status string) client.AppStatus {
-		return client.AppStatus{Name: name, Status: status, Message: name + " " + status, Revision: 3, Desired: 2}
+		return client.AppStatus{Name: name, Status: status, Message: status, Revision: 3, Desired: 2}
 	}
 	for _, c := range []struct {
 		parts []string // status of pd.prefill, pd.decode, and pd if there is one

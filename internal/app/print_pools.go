@@ -34,8 +34,8 @@ func foldPools(prefill, decode *Application) draft {
 	return out
 }
 
-// foldValues resets the values that two sides have in common in both, and the other ones in shared, which is a
-// copy of the second side.
+// foldValues resets the values that two sides have in common in both, and the other ones in shared, which is
+// a copy of the second side.
 func foldValues(shared, first, second reflect.Value) {
 	for _, k := range keysOf(shared.Type()) {
 		if k.isLater {

@@ -215,6 +215,9 @@ func (a *draft) settleDisaggregation() {
 		a.refuse("disaggregation.transfer", "engines of "+of+" cannot do this transfer", t.Transfer,
 			strings.Join(able, " | "), "leave transfer out for "+able[0])
 	}
+	if a.Engine.Kind == KindAttach && a.isSound("disaggregation.colocate") {
+		a.wrong("disaggregation.colocate", "dpserve does not place attached engines", "leave it out")
+	}
 	if t.Decide == DecideAlways && a.isGood("disaggregation.decide") {
 		a.d.warn(a.at("disaggregation.decide"), "every prompt goes to a prefill rank: short prompts (below "+
 			"about 2,048 uncached tokens) and prefill-heavy agent traffic lose",
@@ -303,9 +306,9 @@ func (d *decoder) checkPD(transfer string, r *AttachRank, path string, claimed t
 	d.claim(claimed, join(path, pdEngineID), "engine id", r.PD.EngineID)
 }
 
-// checkTransferConfig refuses what dpserve writes itself in the KV transfer configuration of an engine. Beside
-// pools, it refuses engines that only prefill or only decode. key is the one key that the argument sets, ""
-// for a whole configuration.
+// checkTransferConfig refuses what dpserve writes itself in the KV transfer configuration of an engine.
+// Beside pools, it refuses engines that only prefill or only decode. key is the one key that the argument
+// sets, "" for a whole configuration.
 func (a *draft) checkTransferConfig(path, key string, v any) {
 	config, ok := v.(map[string]any)
 	if text, isText := v.(string); isText {
@@ -347,7 +350,8 @@ func transferKey(flag string) (key string, ok bool) {
 // checkPair refuses pools whose engines cannot exchange KV blocks.
 func checkPair(prefill, decode *draft) {
 	const key = "engine.kind"
-	if p, d := prefill.Engine.Kind, decode.Engine.Kind; p != d && prefill.isSound(key) && decode.isSound(key) {
+	p, d := prefill.Engine.Kind, decode.Engine.Kind
+	if p != d && prefill.isSound(key) && decode.isSound(key) {
 		of := decode
 		if prefill.d.has(prefill.path + "." + key) {
 			of = prefill

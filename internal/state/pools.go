@@ -18,7 +18,8 @@ func namesOf(name string) []string {
 }
 
 // Find returns what users call by a name: an application, or the two pools of one, the prefill pool first.
-// While an application turns from one pool into two, it is all of them. The name of a pool is that pool alone.
+// While an application turns from one pool into two, it is all of them. The name of a pool is that pool
+// alone.
 func (s *State) Find(name string) []*App {
 	names := namesOf(name)
 	if !slices.Contains(names[:1], name) {
@@ -45,7 +46,8 @@ func (c *PutApps) isPools() bool {
 func (s *State) endApps(next map[string]*App, c *PutApps) (changed bool, err error) {
 	for _, name := range c.End {
 		if slices.ContainsFunc(c.Apps, func(a AppSpec) bool { return a.Name == name }) {
-			return false, problem.New(problem.InvalidArgument, "put apps: %w: application %q is put and ended",
+			return false, problem.New(problem.InvalidArgument,
+				"put apps: %w: application %q is put and ended",
 				ErrBadCommand, name)
 		}
 		if err := checkExpect(name, s.Apps[name], c.Expect); err != nil {

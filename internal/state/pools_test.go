@@ -82,8 +82,9 @@ func TestEndedApps(t *testing.T) {
 	m.must(put(other))
 	m.refused(Command{PutApps: &PutApps{Apps: pools("2", "2"), End: []string{"pd.decode"}}}, ErrBadCommand,
 		problem.InvalidArgument)
-	m.refused(Command{PutApps: &PutApps{End: []string{"pd.decode"}, Expect: map[string]uint64{"pd.decode": 7}}},
-		ErrStaleRevision, problem.Conflict)
+	m.refused(Command{PutApps: &PutApps{
+		End: []string{"pd.decode"}, Expect: map[string]uint64{"pd.decode": 7},
+	}}, ErrStaleRevision, problem.Conflict)
 	end := Command{PutApps: &PutApps{End: []string{"pd.prefill", "pd.decode"}}}
 	r := m.must(end)
 	assert.Equal(t, m.Revision, r.Revision)
