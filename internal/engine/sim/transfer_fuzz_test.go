@@ -135,7 +135,8 @@ func TestTransferConfig(t *testing.T) {
 	}
 	c, _, err := ParseFlags([]string{
 		"--kv-transfer-config", `{"kv_connector":"NixlPullConnector","kv_role":"kv_consumer",` +
-			`"engine_id":"e","kv_buffer_device":"cpu","kv_load_failure_policy":"recompute","kv_connector_extra_config":` +
+			`"engine_id":"e","kv_buffer_device":"cpu","kv_load_failure_policy":"recompute",` +
+			`"kv_connector_extra_config":` +
 			`{"kv_lease_duration":120,"backends":["UCX"]}}`,
 		"--sim-transfer-gbps", "12.5", "--sim-transfer-token-bytes", "1000", "--sim-transfer-first-contact-s",
 		"0", "--sim-transfer-handshake-s", "2",
