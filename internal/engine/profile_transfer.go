@@ -81,13 +81,13 @@ func connector(transfer string) string {
 func transferConfig(args app.Args) (config map[string]any, rest app.Args, err error) {
 	config = map[string]any{}
 	for _, a := range args {
-		name, path, isSingle := strings.Cut(flagName(a.Name), ".")
+		name, _, isSingle := strings.Cut(flagName(a.Name), ".")
 		if name != transferFlag {
 			rest = append(rest, a)
 			continue
 		}
 		if isSingle {
-			_, path, _ = strings.Cut(a.Name, ".") // the engine's own spelling
+			_, path, _ := strings.Cut(a.Name, ".") // the engine's own spelling
 			setNested(config, strings.Split(path, "."), a.Value)
 			continue
 		}

@@ -60,6 +60,7 @@ func (s *station) do(in ...em.Input) {
 				}
 			case em.EffectLeaseOver:
 				s.over = append(s.over, e.Name)
+			default:
 			}
 		}
 		if len(in) > 0 {

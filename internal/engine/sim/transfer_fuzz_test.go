@@ -115,7 +115,7 @@ func FuzzTransferConfig(f *testing.F) {
 		if err := k.parse(text); err != nil {
 			return
 		}
-		assert.NoError(t, k.validate())
+		require.NoError(t, k.validate())
 		assert.Positive(t, k.lease())
 	})
 }
@@ -131,7 +131,7 @@ func TestTransferConfig(t *testing.T) {
 		`{"engine_id":true}`:                                      "cannot unmarshal",
 	} {
 		_, _, err := ParseFlags([]string{"--kv-transfer-config", text})
-		assert.ErrorContains(t, err, want, text)
+		require.ErrorContains(t, err, want, text)
 	}
 	c, _, err := ParseFlags([]string{
 		"--kv-transfer-config", `{"kv_connector":"NixlPullConnector","kv_role":"kv_consumer",` +
