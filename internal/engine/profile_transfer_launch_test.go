@@ -27,7 +27,8 @@ func TestTransferOfRealEngines(t *testing.T) {
 		{
 			app.KindVLLM, "decode", "nixl", "local", nil,
 			`--kv-transfer-config {"kv_connector":"NixlConnector","kv_connector_extra_config":` +
-				`{"kv_lease_duration":120},"kv_load_failure_policy":"recompute","kv_role":"kv_consumer"}` + nixl,
+				`{"kv_lease_duration":120},"kv_load_failure_policy":"recompute",` +
+				`"kv_role":"kv_consumer"}` + nixl,
 		},
 		{
 			app.KindVLLM, "decode", "nixl-push", "fail",
