@@ -23,7 +23,14 @@ const (
 		`root cause.",` + errorEnd
 )
 
+// isBody compares byte by byte: spaces and the order of members count.
+func isBody(t testing.TB, want, got string, why ...any) {
+	t.Helper()
+	assert.Equal(t, []string{want}, []string{got}, why...)
+}
+
 func TestADeadPrefillEngine(t *testing.T) {
+	t.Parallel()
 	for name, isKnown := range map[string]bool{"known": true, "unknown": false} {
 		for policy, recompute := range map[string]bool{"fail": false, "recompute": true} {
 			t.Run(name+" "+policy, func(t *testing.T) {
@@ -49,7 +56,7 @@ func TestADeadPrefillEngine(t *testing.T) {
 					return
 				}
 				assert.Equal(t, http.StatusInternalServerError, status)
-				assert.Equal(t, failedBody, body)
+				isBody(t, failedBody, body)
 				status, body = decode(t, d, prompt, params, `,"stream":true`)
 				assert.Equal(t, http.StatusOK, status)
 				assert.Equal(t, `data: {"error": {"message": "Internal server error", "type": `+
@@ -100,7 +107,7 @@ func TestEnginesThatDoNotFit(t *testing.T) {
 			_, d := startPair(t)
 			status, body := decode(t, d, words(1, 40), prefill(t, p, words(1, 40)), "")
 			assert.Equal(t, http.StatusInternalServerError, status)
-			assert.Equal(t, failedBody, body)
+			isBody(t, failedBody, body)
 		})
 	}
 }
@@ -148,12 +155,12 @@ func TestMalformedParameters(t *testing.T) {
 			assert.Equal(t, c.status, status, body)
 			switch {
 			case c.isDead:
-				assert.Equal(t, deadBody, body)
+				isBody(t, deadBody, body)
 				eventually(t, func() bool { return d.dead.Load() })
 			case status == http.StatusOK:
 				assert.Equal(t, c.isWrong, textOf(t, body) != unbroken(t, c.prompt))
 			default:
-				assert.Equal(t, failedBody, body)
+				isBody(t, failedBody, body)
 			}
 			if !c.isDead {
 				_, plain := ask(t, d, "/v1/completions", completionBody(words(9, 9), ""))
@@ -239,6 +246,7 @@ func TestAClientThatLeavesReleasesTheLease(t *testing.T) {
 
 // Heartbeats flow from the arrival on if the engines have met, and not before.
 func TestHeartbeatsOfAWaitingLeg(t *testing.T) {
+	t.Parallel()
 	p, d := startPair(t, func(c *Config) { c.Transfer.Lease = 2 * time.Second })
 	prompt := words(1, 70)
 	_, _ = decode(t, d, words(2, 9), prefill(t, p, words(2, 9)), "")
@@ -267,6 +275,7 @@ func TestHeartbeatsOfAWaitingLeg(t *testing.T) {
 
 // One handshake at a time: a dead engine holds up the first contact with a good one, not with a known one.
 func TestHandshakesAreSerial(t *testing.T) {
+	t.Parallel()
 	p, d := startPair(t, func(c *Config) { c.Transfer.HandshakeMax = 2 * time.Second })
 	known, _ := startPair(t)
 	prompt := words(1, 40)
@@ -283,7 +292,7 @@ func TestHandshakesAreSerial(t *testing.T) {
 	assert.Equal(t, 1, d.Stats().Loading, "the other one still shakes hands")
 	_, body = decode(t, d, prompt, prefill(t, p, prompt), `,"cache_salt":"p"`)
 	assert.NotEmpty(t, textOf(t, body))
-	assert.Equal(t, failedBody, <-done)
+	isBody(t, failedBody, <-done)
 }
 
 func TestAStreamedPrefillLegPinsBlocksForNobody(t *testing.T) {
@@ -299,6 +308,7 @@ func TestAStreamedPrefillLegPinsBlocksForNobody(t *testing.T) {
 }
 
 func TestAPrefillEngineFullOfLeases(t *testing.T) {
+	t.Parallel()
 	p, _ := startPair(t, func(c *Config) { c.Model.Blocks = 64; c.Transfer.Lease = time.Second })
 	for i := range 2 {
 		prefill(t, p, words(i, 1000))
@@ -395,6 +405,7 @@ func TestPromptTokenIDsInParameters(t *testing.T) {
 }
 
 func TestTransferFaults(t *testing.T) {
+	t.Parallel()
 	p, d := startPair(t, func(c *Config) { c.Transfer.HandshakeMax = time.Second })
 	prompt := words(1, 46)
 	require.NoError(t, d.Fail(Fault{Mode: ModeTransferFail, Count: 1}))

@@ -115,7 +115,7 @@ func FuzzTransferConfig(f *testing.F) {
 		if err := k.parse(text); err != nil {
 			return
 		}
-		assert.NoError(t, k.validate())
+		require.NoError(t, k.validate())
 		assert.Positive(t, k.lease())
 	})
 }
@@ -131,11 +131,12 @@ func TestTransferConfig(t *testing.T) {
 		`{"engine_id":true}`:                                      "cannot unmarshal",
 	} {
 		_, _, err := ParseFlags([]string{"--kv-transfer-config", text})
-		assert.ErrorContains(t, err, want, text)
+		require.ErrorContains(t, err, want, text)
 	}
 	c, _, err := ParseFlags([]string{
 		"--kv-transfer-config", `{"kv_connector":"NixlPullConnector","kv_role":"kv_consumer",` +
-			`"engine_id":"e","kv_buffer_device":"cpu","kv_load_failure_policy":"recompute","kv_connector_extra_config":` +
+			`"engine_id":"e","kv_buffer_device":"cpu","kv_load_failure_policy":"recompute",` +
+			`"kv_connector_extra_config":` +
 			`{"kv_lease_duration":120,"backends":["UCX"]}}`,
 		"--sim-transfer-gbps", "12.5", "--sim-transfer-token-bytes", "1000", "--sim-transfer-first-contact-s",
 		"0", "--sim-transfer-handshake-s", "2",
