@@ -121,7 +121,8 @@ func (s *sideServer) serve(c net.Conn) {
 
 // answer is what a question gets; nil = none. The lease that it names ends when the answer was written.
 func (s *sideServer) answer(m *sideMessage, gone <-chan struct{}) *sideMessage {
-	if m.Op != sideMeet && m.Engine != s.ex.id {
+	isNamed := m.Op != sideMeet && s.ex.cfg.Transfer.Connector != ConnectorSGLang // whose rooms are enough
+	if isNamed && m.Engine != s.ex.id {
 		return &sideMessage{Error: sideOtherEngine, Engine: s.ex.id}
 	}
 	switch m.Op {

@@ -17,9 +17,10 @@ import (
 )
 
 const (
-	failedBody = `{"error":{"message":"Internal server error","type":"InternalServerError","param":null,"code":500}}`
-	deadBody   = `{"error":{"message":"EngineCore encountered an issue. See stack trace (above) for the root ` +
-		`cause.","type":"InternalServerError","param":null,"code":500}}`
+	errorEnd   = `"type":"InternalServerError","param":null,"code":500}}`
+	failedBody = `{"error":{"message":"Internal server error",` + errorEnd
+	deadBody   = `{"error":{"message":"EngineCore encountered an issue. See stack trace (above) for the ` +
+		`root cause.",` + errorEnd
 )
 
 func TestADeadPrefillEngine(t *testing.T) {
@@ -107,6 +108,7 @@ func TestEnginesThatDoNotFit(t *testing.T) {
 // What ends the engine and what does not, one member at a time.
 func TestMalformedParameters(t *testing.T) {
 	prompt := words(1, 70) // three blocks of 32
+	const other = `"f060c1b0-3e1a-4840-a72c-eae1094dc2bd"`
 	for name, c := range map[string]struct {
 		name, value string
 		prompt      string
@@ -125,7 +127,7 @@ func TestMalformedParameters(t *testing.T) {
 		"out of range":           {"remote_block_ids", "[[100383,100377,100380]]", prompt, 500, false, false},
 		"slightly out of range":  {"remote_block_ids", "[[1,2,129]]", prompt, 500, false, false},
 		"block 0":                {"remote_block_ids", "[[0,1,2]]", prompt, 500, false, false},
-		"wrong engine":           {"remote_engine_id", `"f060c1b0-3e1a-4840-a72c-eae1094dc2bd"`, prompt, 500, false, false},
+		"wrong engine":           {"remote_engine_id", other, prompt, 500, false, false},
 		"unknown request":        {"remote_request_id", `"cmpl-unknown"`, prompt, 200, false, false},
 		"another prompt":         {"x", "1", words(2, 70), 200, false, true},
 		"a port in a string":     {"remote_port", "", prompt, 200, false, false},
@@ -137,7 +139,8 @@ func TestMalformedParameters(t *testing.T) {
 			case c.name == "":
 				params = `{"do_remote_prefill":true}`
 			case name == "a port in a string":
-				params = member(t, params, "remote_port", strconv.Quote(strconv.Itoa(p.ranks[0].exchange.side.port())))
+				port := strconv.Itoa(p.ranks[0].exchange.side.port())
+				params = member(t, params, "remote_port", strconv.Quote(port))
 			default:
 				params = member(t, params, c.name, c.value)
 			}
@@ -411,7 +414,8 @@ func TestTransferFaults(t *testing.T) {
 	assert.GreaterOrEqual(t, time.Since(begun), time.Second)
 
 	require.NoError(t, p.Fail(Fault{Mode: ModeTransferNull, Count: 1}))
-	_, body := ask(t, p, "/v1/completions", `{"prompt":"x","max_tokens":1,"kv_transfer_params":`+prefillParams+`}`)
+	_, body := ask(t, p, "/v1/completions",
+		`{"prompt":"x","max_tokens":1,"kv_transfer_params":`+prefillParams+`}`)
 	assert.Equal(t, "null", string(readLeg(t, body).Params))
 	require.NoError(t, p.Fail(Fault{Mode: ModeTransferLease, LeaseS: 0.01}))
 	prefill(t, p, prompt)
