@@ -6,6 +6,7 @@ import (
 	"io"
 	"net/http"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -150,30 +151,43 @@ func TestPD4TurnsStayOnTheirPrefillRank(t *testing.T) {
 				r.addDecode(harness.PairDecode, 1)
 			}
 			r.serve("decide: always", "routing: {policy: scoring, params: {profile: locality}}")
-			for s := range 8 {
-				text := fmt.Sprintf("%s there was session %d. ", harness.PairMark, s)
-				home := ""
-				for turn := range 5 {
-					text += strings.Repeat(fmt.Sprintf("turn %d of session %d goes on. ", turn, s), 40)
-					a := r.ask(harness.Chat("pd", text, 2, true))
-					r.right(a)
-					if turn == 0 {
-						home = a.Prefill
-					}
-					assert.Equal(t, home, a.Prefill, "session %d, turn %d", s, turn)
-				}
-				seen[prefillFirst] = append(seen[prefillFirst], home)
+			for _, p := range r.prefill { // the sessions begin side by side
+				p.Do(func(*harness.PairLeg) bool { time.Sleep(time.Second); return false })
 			}
+			var mu sync.Mutex
+			var sessions sync.WaitGroup
+			for s := range 8 {
+				sessions.Go(func() {
+					home := r.playSession(s)
+					mu.Lock()
+					defer mu.Unlock()
+					seen[prefillFirst] = append(seen[prefillFirst], home)
+				})
+			}
+			sessions.Wait()
 			r.rest()
 			r.Delete("pd")
 			r.Until("pd is gone", gone(r.Cluster, "pd"))
 		}
-		ranks := map[string]bool{}
-		for _, home := range seen[true] {
-			ranks[home] = true
+		for _, homes := range seen {
+			assert.Len(t, distinct(homes), 4, "all prefill ranks are used: %v", seen)
 		}
-		assert.Len(t, ranks, 4, "all prefill ranks are used: %v", seen[true])
 	})
+}
+
+// playSession sends the turns of a conversation and returns the prefill rank of all of them.
+func (r *pairRig) playSession(number int) (home string) {
+	text := fmt.Sprintf("%s there was session %d. ", harness.PairMark, number)
+	for turn := range 5 {
+		text += strings.Repeat(fmt.Sprintf("turn %d of session %d goes on. ", turn, number), 40)
+		a := r.ask(harness.Chat("pd", text, 2, true))
+		r.right(a)
+		if turn == 0 {
+			home = a.Prefill
+		}
+		assert.Equal(r.t, home, a.Prefill, "session %d, turn %d", number, turn)
+	}
+	return home
 }
 
 // clientFields are what only dpserve may set. Any one of them, from a client, ends an engine or selects the
