@@ -403,3 +403,22 @@ func TestPairReservationExpires(t *testing.T) {
 	assert.Equal(t, "reservation_expired", g.decodes[0].lastDone(t).Cause)
 	assert.Zero(t, g.leased(g.prefills[0]))
 }
+
+// TestLateReads: when an engine says that a prompt was read after its lease, the decode ranks that its rank
+// serves are told to forget their caches. What it says first may be old.
+func TestLateReads(t *testing.T) {
+	g := newPairRig(t, pairOptions{prefills: 2, decodes: 2})
+	alarms := func() string { return g.metric(`dpserve_pd_notes_total{app="demo",note="alarm"}`) }
+	say := func(r *replica, late int64) {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		r.emit(&msg.Record{Kind: msg.RecStatus, Status: msg.Status{LateReads: late}})
+	}
+	say(g.prefills[0], 7)
+	say(g.decodes[0], 1)
+	say(g.decodes[0], 2) // a decode rank's engine counts none
+	assert.Empty(t, alarms())
+	say(g.prefills[0], 8)
+	eventually(t, func() bool { return alarms() == "2" }, "both decode ranks are reset")
+	assert.Contains(t, g.logs.String(), "prefill rank 0/0 heard of blocks after the end of their lease")
+}
