@@ -126,9 +126,9 @@ func transferFault(err error) error {
 // Bootstrap is where decode engines ask for a prefill rank (mooncake, sglang).
 func (p Ports) Bootstrap(rank int) int { return p.base + 4*p.size + rank }
 
-// LaunchedBootstrap is the URL of the bootstrap server by which decode engines find a launched prefill engine.
-// engineURL is where the rank of that number answers; with sglang it is rank 0 of its group, which serves for
-// all. "" if the transfer of a has no such server, or engineURL is none.
+// LaunchedBootstrap is the URL of the bootstrap server by which decode engines find a launched prefill
+// engine. engineURL is where the rank of that number answers; with sglang it is rank 0 of its group, which
+// serves for all. "" if the transfer of a has no such server, or engineURL is none.
 func LaunchedBootstrap(a *app.Application, rank int, engineURL string) string {
 	d := a.Disaggregation
 	u, err := url.Parse(engineURL)

@@ -365,6 +365,32 @@ func TestSGLangGroup(t *testing.T) {
 	assert.Equal(t, http.StatusServiceUnavailable, w.status)
 }
 
+// Two lockstep groups: each rank gives and takes blocks by itself, under its own engine id.
+func TestPullBetweenGroups(t *testing.T) {
+	groups := [2][]*Server{}
+	for i, role := range []string{RoleProducer, RoleConsumer} {
+		c := pairConfig(role)
+		c.RPCAddr = ports.TakeAddr(t)
+		group, err := startGroup(t.Context(), c, 2)
+		require.NoError(t, err)
+		for _, s := range group {
+			t.Cleanup(func() { assert.NoError(t, s.Close()) })
+		}
+		groups[i] = group
+	}
+	prompt := words(1, 70)
+	want := unbroken(t, prompt)
+	for i, p := range groups[0] {
+		params := prefill(t, p, prompt)
+		assert.Regexp(t, `"remote_engine_id":"[0-9a-f-]{36}_dp`+strconv.Itoa(i)+`"`, params)
+		for k, d := range groups[1] {
+			_, body := decode(t, d, prompt, params, fmt.Sprintf(`,"cache_salt":"%d%d"`, i, k))
+			assert.Equal(t, want, textOf(t, body))
+			params = prefill(t, p, prompt)
+		}
+	}
+}
+
 type recorded struct {
 	header http.Header
 	status int
