@@ -106,19 +106,11 @@ func admitPair(ctx, life context.Context, q *pairQuery, s *split) (*reservation,
 		refused).WithHint("try again later")
 }
 
-// noPlace is the error for a reservation without ranks.
-func (q *pairQuery) noPlace(s *split) error {
-	if err := q.refusal(&s.choice); err != nil {
-		return err
-	}
-	return problem.New(problem.Internal, "no decision was made")
-}
-
 // admitPrefill asks the chosen prefill rank for a place.
 func admitPrefill(ctx, life context.Context, s *split) (*prefillPlace, cause) {
 	life, cancel := context.WithCancel(life)
 	b := s.takePending(pdproxy.Prefill)
-	ticket, refused := s.admitSide(ctx, &pairLeg{side: pdproxy.Prefill, rank: s.rank, life: life}, &b)
+	ticket, refused := admitSide(ctx, s, &pairLeg{side: pdproxy.Prefill, rank: s.rank, life: life}, &b)
 	if refused != causeOK {
 		cancel()
 		return nil, refused
@@ -136,11 +128,11 @@ func admitDecode(ctx, life context.Context, s *split, rk *rank) (msg.Ticket, cau
 	if b.router == nil { // the decode rank alone: the request counts there, and nothing else is pending
 		b = bump{s.req.attempt.router, rk.ID, s.req.query.ID, false}
 	}
-	return s.admitSide(ctx, &pairLeg{side: pdproxy.Decode, rank: rk, life: life}, &b)
+	return admitSide(ctx, s, &pairLeg{side: pdproxy.Decode, rank: rk, life: life}, &b)
 }
 
 // admitSide asks a rank for the ticket of one side, which lives as long as leg.life.
-func (s *split) admitSide(ctx context.Context, leg *pairLeg, b *bump) (ticket msg.Ticket, refused cause) {
+func admitSide(ctx context.Context, s *split, leg *pairLeg, b *bump) (ticket msg.Ticket, refused cause) {
 	ctx, cancel := context.WithTimeoutCause(ctx, s.req.in.timers.Admit, errAdmitSlow)
 	defer cancel()
 	q := &rankleg.Request{
