@@ -38,7 +38,7 @@ func deletion(s *state.State, name string) (state.Command, error) {
 		return state.Command{}, problem.New(problem.Conflict, "%s is a pool of %s, and ends with it", name,
 			user).WithHint("end both pools with `dpserve delete %s`", user)
 	}
-	found := s.Find(name)
+	found := state.FindApps(s, name)
 	if len(found) == 0 || len(found) == 1 && found[0].Name == name {
 		return state.Command{DeleteApp: &state.DeleteApp{Name: name}}, nil
 	}

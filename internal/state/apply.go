@@ -152,7 +152,7 @@ func (s *State) putApps(c *PutApps) (Result, error) {
 		}
 		changed = changed || put
 	}
-	ended, err := s.endApps(next, c)
+	ended, err := endApps(s, next, c)
 	if err != nil {
 		return Result{}, err
 	}
