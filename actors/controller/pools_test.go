@@ -228,8 +228,10 @@ func TestFoldedImpacts(t *testing.T) {
 		Effect:  client.EffectRestart,
 		Reasons: []string{"engine.args.seed", "prefill: KV events go on", "prefill.x"},
 		Diffs: []client.FieldDiff{
-			{Path: "decode.num_replicas", Old: "4", New: "5"}, both,
-			{Path: "prefill.num_replicas", Old: "2", New: "3"}, {Path: "prefill.x"},
+			{Path: "decode.num_replicas", Old: "4", New: "5"},
+			both,
+			{Path: "prefill.num_replicas", Old: "2", New: "3"},
+			{Path: "prefill.x"},
 		},
 	}, f.impact())
 	for want, pair := range map[client.Effect][2]client.Effect{
