@@ -24,7 +24,10 @@ func formerNames(s *state.State, apps []*app.Application) []string {
 			former = []string{app.PoolName(a.Name, app.PoolPrefill), app.PoolName(a.Name, app.PoolDecode)}
 		}
 		for _, name := range former {
-			if old := s.Apps[name]; old != nil && !old.Deleting && !slices.Contains(out, name) {
+			// A deploy of pools also ends what another one may put there meanwhile.
+			old := s.Apps[name]
+			if isFormer := old == nil && a.Pool != "" || old != nil && !old.Deleting; isFormer &&
+				!slices.Contains(out, name) {
 				out = append(out, name)
 			}
 		}

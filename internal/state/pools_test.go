@@ -80,6 +80,8 @@ func TestEndedApps(t *testing.T) {
 	other := pools("1", "1")[0]
 	other.Name = "other.prefill" // two prefill pools have no route that they could share
 	m.must(put(other))
+	err := m.refused(put(spec("z", "1", "m")), ErrNameTaken, problem.Conflict)
+	require.ErrorContains(t, err, `applications "pd" and "z" both serve the model "m"`)
 	m.refused(Command{PutApps: &PutApps{Apps: pools("2", "2"), End: []string{"pd.decode"}}}, ErrBadCommand,
 		problem.InvalidArgument)
 	m.refused(Command{PutApps: &PutApps{
