@@ -24,7 +24,10 @@ func formerNames(s *state.State, apps []*app.Application) []string {
 			former = []string{app.PoolName(a.Name, app.PoolPrefill), app.PoolName(a.Name, app.PoolDecode)}
 		}
 		for _, name := range former {
-			if old := s.Apps[name]; old != nil && !old.Deleting && !slices.Contains(out, name) {
+			// A deploy of pools also ends what another one may put there meanwhile.
+			old := s.Apps[name]
+			if isFormer := old == nil && a.Pool != "" || old != nil && !old.Deleting; isFormer &&
+				!slices.Contains(out, name) {
 				out = append(out, name)
 			}
 		}
@@ -38,7 +41,7 @@ func deletion(s *state.State, name string) (state.Command, error) {
 		return state.Command{}, problem.New(problem.Conflict, "%s is a pool of %s, and ends with it", name,
 			user).WithHint("end both pools with `dpserve delete %s`", user)
 	}
-	found := s.Find(name)
+	found := state.FindApps(s, name)
 	if len(found) == 0 || len(found) == 1 && found[0].Name == name {
 		return state.Command{DeleteApp: &state.DeleteApp{Name: name}}, nil
 	}

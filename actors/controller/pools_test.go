@@ -181,24 +181,6 @@ func TestAnApplicationTurnsIntoTwoPoolsAndBack(t *testing.T) {
 	})
 }
 
-// When a prefill rank is used is the ingresses' decision. How KV blocks move is that of the engines.
-func TestWhatOfADisaggregationRestartsEngines(t *testing.T) {
-	hash := func(change func(*app.Application)) string {
-		a := pools(2, 2)[1]
-		change(a)
-		h, err := launchHash(a, &a.Units()[0])
-		require.NoError(t, err)
-		return h
-	}
-	before := hash(func(*app.Application) {})
-	assert.Equal(t, before, hash(func(a *app.Application) { a.Disaggregation.Decide = app.DecideAlways }))
-	assert.Equal(t, before, hash(func(a *app.Application) { a.Disaggregation.Fallback = app.FallbackFail }))
-	assert.Equal(t, before, hash(func(a *app.Application) { a.Disaggregation.Colocate = app.ColocateNo }))
-	assert.NotEqual(t, before,
-		hash(func(a *app.Application) { a.Disaggregation.Transfer = app.TransferNIXL }))
-	assert.NotEqual(t, before, hash(func(a *app.Application) { a.Pool = app.PoolPrefill }))
-}
-
 func TestPoolsBesideAndApart(t *testing.T) {
 	for colocate, want := range map[string][2]string{
 		app.ColocatePrefer: {"b:0", "b:0"}, app.ColocateNo: {"a:0", "b:0"}, "": {"a:0", "b:0"},
@@ -246,8 +228,10 @@ func TestFoldedImpacts(t *testing.T) {
 		Effect:  client.EffectRestart,
 		Reasons: []string{"engine.args.seed", "prefill: KV events go on", "prefill.x"},
 		Diffs: []client.FieldDiff{
-			{Path: "decode.num_replicas", Old: "4", New: "5"}, both,
-			{Path: "prefill.num_replicas", Old: "2", New: "3"}, {Path: "prefill.x"},
+			{Path: "decode.num_replicas", Old: "4", New: "5"},
+			both,
+			{Path: "prefill.num_replicas", Old: "2", New: "3"},
+			{Path: "prefill.x"},
 		},
 	}, f.impact())
 	for want, pair := range map[client.Effect][2]client.Effect{

@@ -145,8 +145,8 @@ func planSummary(p *client.Plan) []string {
 				a.App+" has one unit alone: its requests wait, or are refused, until it has restarted")
 		}
 		if isReplaced(a) {
-			outages = append(outages,
-				a.App+" ends all its ranks before new ones start: its requests wait, or are refused, meanwhile")
+			outages = append(outages, a.App+
+				" ends all its ranks before new ones start: its requests wait, or are refused, meanwhile")
 		}
 	}
 	return append([]string{fmt.Sprintf("ranks: %d to start, %d to restart, %d to end, %d not touched",

@@ -32,7 +32,8 @@ func pairStatus() client.AppStatus {
 		Name: "pd", Status: client.StatusDeploying, Model: "m", Kind: "sim", Policy: "mex", Groups: 2,
 		Ready: 1, Desired: 2, Message: "pd.prefill/0/0 is pending: " + why + "\npd.decode/0/0 is slow: x",
 		Units: []client.UnitStatus{
-			unit("pd.prefill/0/0", string(state.Pending), why), unit("pd.decode/0/0", string(state.Ready), ""),
+			unit("pd.prefill/0/0", string(state.Pending), why),
+			unit("pd.decode/0/0", string(state.Ready), ""),
 		},
 		Pools: []client.PoolStatus{
 			{
@@ -53,7 +54,8 @@ func TestStatusShowsPools(t *testing.T) {
 	require.Zero(t, c.run([]string{"status"}), c.stderr())
 	lines := strings.Split(c.stdout(), "\n")
 	for i, want := range []string{
-		"APP STATUS RANKS GROUPS MODEL KIND POLICY QUEUED MESSAGE", "pd DEPLOYING 1/2 2 m sim mex 0 pd.prefill/0/0",
+		"APP STATUS RANKS GROUPS MODEL KIND POLICY QUEUED MESSAGE",
+		"pd DEPLOYING 1/2 2 m sim mex 0 pd.prefill/0/0",
 		"prefill DEPLOYING 0/1 1 mex", "decode RUNNING 1/1 1 random",
 	} {
 		assert.True(t, strings.HasPrefix(strings.Join(strings.Fields(lines[i]), " "), want), lines[i])
@@ -98,7 +100,9 @@ func TestPlanSaysThatAllRanksEndFirst(t *testing.T) {
 	c.cluster.nodes.plan = client.Plan{Changes: true, Fits: true, Apps: []client.AppPlan{
 		{
 			App: "pd", Impact: client.Impact{Effect: client.EffectRestart},
-			Units: []client.UnitPlan{unit("pd.decode/0/0", client.EffectCreate), unit("pd/0/0", client.EffectDelete)},
+			Units: []client.UnitPlan{
+				unit("pd.decode/0/0", client.EffectCreate), unit("pd/0/0", client.EffectDelete),
+			},
 		},
 		{
 			App: "two", Impact: client.Impact{Effect: client.EffectRestart}, Units: []client.UnitPlan{

@@ -292,10 +292,10 @@ func drawPools(t *rapid.T, name string, names map[string]bool) []*Application {
 		}
 		side.Engine.Family, side.Engine.Ranks = decode.Engine.Family, nil
 		side.Resources = decode.Resources
-		prefill.setSide(&side)
+		side.applyTo(&prefill)
 	}
 	together := &Disaggregation{
-		Transfer: decode.transfers()[0], Decide: rapid.SampledFrom([]string{"isl", "mex"}).Draw(t, "decide"),
+		Transfer: transfersOf(decode)[0], Decide: rapid.SampledFrom([]string{"isl", "mex"}).Draw(t, "decide"),
 		Fallback: rapid.SampledFrom([]string{FallbackLocal, FallbackFail}).Draw(t, "fallback"),
 		Colocate: rapid.SampledFrom([]string{"", ColocateNo, ColocatePrefer}).Draw(t, "colocate"),
 	}
@@ -319,7 +319,7 @@ func drawPrefillRanks(t *rapid.T, a *Application) {
 		r := AttachRank{
 			URL: "http://10.0.1.1:" + valueText(int64(8000+i)), Addressing: AddressURL, Role: RolePrefill,
 		}
-		if a.transfers()[0] == TransferSGLang {
+		if transfersOf(a)[0] == TransferSGLang {
 			r.PD = &AttachPD{Bootstrap: "http://10.0.1.1:" + valueText(int64(9000+i))}
 		}
 		a.Engine.Ranks = append(a.Engine.Ranks, r)

@@ -270,7 +270,7 @@ func ParseRank(text []byte, family, transfer string) (AttachRank, error) {
 		c.mark()
 		c.readStruct(reflect.ValueOf(&r).Elem())
 		d.checkRank(family, &r, path, taken{})
-		d.checkPD(transfer, &r, path, taken{})
+		checkPD(d, transfer, &r, path, taken{})
 		if transfer == "" && r.Role != RoleBoth {
 			d.wrong(join(path, "role"), "the application has no prefill and decode ranks",
 				"deploy its file with disaggregation: {transfer: …} first")

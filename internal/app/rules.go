@@ -194,7 +194,7 @@ func (a *draft) checkAttachedRanks(transfer string) {
 	for i := range a.Engine.Ranks {
 		at := a.at(a.rankKey(i))
 		a.d.checkRank(a.Engine.Family, &a.Engine.Ranks[i], at, addresses)
-		a.d.checkPD(transfer, &a.Engine.Ranks[i], at, addresses)
+		checkPD(a.d, transfer, &a.Engine.Ranks[i], at, addresses)
 	}
 }
 
@@ -211,7 +211,7 @@ func (a *draft) checkArgs() {
 			continue
 		}
 		if key, ok := transferKey(flag); ok {
-			a.checkTransferConfig(path, key, arg.Value)
+			checkTransferConfig(a, path, key, arg.Value)
 		}
 		if !a.d.isGood(path) {
 			continue
