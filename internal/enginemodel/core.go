@@ -224,7 +224,7 @@ func (c *Core) abort(r *Request) {
 }
 
 func (c *Core) remove(r *Request) {
-	switch r.state { //nolint:exhaustive // the others are in no list
+	switch r.state {
 	case stateWaiting:
 		c.waiting.remove(r)
 	case stateLoading:
@@ -406,7 +406,7 @@ func (c *Core) loaded(in *Input) {
 
 // lease applies what a reader of leased blocks says.
 func (c *Core) lease(now time.Duration, in *Input) {
-	switch in.Kind { //nolint:exhaustive // called for three kinds
+	switch in.Kind {
 	case InputLeaseExtend:
 		c.leases.extend(in.Name, now)
 	case InputLeaseTime:

@@ -17,12 +17,20 @@ import (
 )
 
 const (
-	failedBody = `{"error":{"message":"Internal server error","type":"InternalServerError","param":null,"code":500}}`
-	deadBody   = `{"error":{"message":"EngineCore encountered an issue. See stack trace (above) for the root ` +
-		`cause.","type":"InternalServerError","param":null,"code":500}}`
+	errorEnd   = `"type":"InternalServerError","param":null,"code":500}}`
+	failedBody = `{"error":{"message":"Internal server error",` + errorEnd
+	deadBody   = `{"error":{"message":"EngineCore encountered an issue. See stack trace (above) for the ` +
+		`root cause.",` + errorEnd
 )
 
+// isBody compares byte by byte: spaces and the order of members count.
+func isBody(t testing.TB, want, got string, why ...any) {
+	t.Helper()
+	assert.Equal(t, []string{want}, []string{got}, why...)
+}
+
 func TestADeadPrefillEngine(t *testing.T) {
+	t.Parallel()
 	for name, isKnown := range map[string]bool{"known": true, "unknown": false} {
 		for policy, recompute := range map[string]bool{"fail": false, "recompute": true} {
 			t.Run(name+" "+policy, func(t *testing.T) {
@@ -48,7 +56,7 @@ func TestADeadPrefillEngine(t *testing.T) {
 					return
 				}
 				assert.Equal(t, http.StatusInternalServerError, status)
-				assert.Equal(t, failedBody, body)
+				isBody(t, failedBody, body)
 				status, body = decode(t, d, prompt, params, `,"stream":true`)
 				assert.Equal(t, http.StatusOK, status)
 				assert.Equal(t, `data: {"error": {"message": "Internal server error", "type": `+
@@ -99,7 +107,7 @@ func TestEnginesThatDoNotFit(t *testing.T) {
 			_, d := startPair(t)
 			status, body := decode(t, d, words(1, 40), prefill(t, p, words(1, 40)), "")
 			assert.Equal(t, http.StatusInternalServerError, status)
-			assert.Equal(t, failedBody, body)
+			isBody(t, failedBody, body)
 		})
 	}
 }
@@ -107,6 +115,7 @@ func TestEnginesThatDoNotFit(t *testing.T) {
 // What ends the engine and what does not, one member at a time.
 func TestMalformedParameters(t *testing.T) {
 	prompt := words(1, 70) // three blocks of 32
+	const other = `"f060c1b0-3e1a-4840-a72c-eae1094dc2bd"`
 	for name, c := range map[string]struct {
 		name, value string
 		prompt      string
@@ -125,7 +134,7 @@ func TestMalformedParameters(t *testing.T) {
 		"out of range":           {"remote_block_ids", "[[100383,100377,100380]]", prompt, 500, false, false},
 		"slightly out of range":  {"remote_block_ids", "[[1,2,129]]", prompt, 500, false, false},
 		"block 0":                {"remote_block_ids", "[[0,1,2]]", prompt, 500, false, false},
-		"wrong engine":           {"remote_engine_id", `"f060c1b0-3e1a-4840-a72c-eae1094dc2bd"`, prompt, 500, false, false},
+		"wrong engine":           {"remote_engine_id", other, prompt, 500, false, false},
 		"unknown request":        {"remote_request_id", `"cmpl-unknown"`, prompt, 200, false, false},
 		"another prompt":         {"x", "1", words(2, 70), 200, false, true},
 		"a port in a string":     {"remote_port", "", prompt, 200, false, false},
@@ -137,7 +146,8 @@ func TestMalformedParameters(t *testing.T) {
 			case c.name == "":
 				params = `{"do_remote_prefill":true}`
 			case name == "a port in a string":
-				params = member(t, params, "remote_port", strconv.Quote(strconv.Itoa(p.ranks[0].exchange.side.port())))
+				port := strconv.Itoa(p.ranks[0].exchange.side.port())
+				params = member(t, params, "remote_port", strconv.Quote(port))
 			default:
 				params = member(t, params, c.name, c.value)
 			}
@@ -145,12 +155,12 @@ func TestMalformedParameters(t *testing.T) {
 			assert.Equal(t, c.status, status, body)
 			switch {
 			case c.isDead:
-				assert.Equal(t, deadBody, body)
+				isBody(t, deadBody, body)
 				eventually(t, func() bool { return d.dead.Load() })
 			case status == http.StatusOK:
 				assert.Equal(t, c.isWrong, textOf(t, body) != unbroken(t, c.prompt))
 			default:
-				assert.Equal(t, failedBody, body)
+				isBody(t, failedBody, body)
 			}
 			if !c.isDead {
 				_, plain := ask(t, d, "/v1/completions", completionBody(words(9, 9), ""))
@@ -236,6 +246,7 @@ func TestAClientThatLeavesReleasesTheLease(t *testing.T) {
 
 // Heartbeats flow from the arrival on if the engines have met, and not before.
 func TestHeartbeatsOfAWaitingLeg(t *testing.T) {
+	t.Parallel()
 	p, d := startPair(t, func(c *Config) { c.Transfer.Lease = 2 * time.Second })
 	prompt := words(1, 70)
 	_, _ = decode(t, d, words(2, 9), prefill(t, p, words(2, 9)), "")
@@ -264,6 +275,7 @@ func TestHeartbeatsOfAWaitingLeg(t *testing.T) {
 
 // One handshake at a time: a dead engine holds up the first contact with a good one, not with a known one.
 func TestHandshakesAreSerial(t *testing.T) {
+	t.Parallel()
 	p, d := startPair(t, func(c *Config) { c.Transfer.HandshakeMax = 2 * time.Second })
 	known, _ := startPair(t)
 	prompt := words(1, 40)
@@ -280,7 +292,7 @@ func TestHandshakesAreSerial(t *testing.T) {
 	assert.Equal(t, 1, d.Stats().Loading, "the other one still shakes hands")
 	_, body = decode(t, d, prompt, prefill(t, p, prompt), `,"cache_salt":"p"`)
 	assert.NotEmpty(t, textOf(t, body))
-	assert.Equal(t, failedBody, <-done)
+	isBody(t, failedBody, <-done)
 }
 
 func TestAStreamedPrefillLegPinsBlocksForNobody(t *testing.T) {
@@ -296,6 +308,7 @@ func TestAStreamedPrefillLegPinsBlocksForNobody(t *testing.T) {
 }
 
 func TestAPrefillEngineFullOfLeases(t *testing.T) {
+	t.Parallel()
 	p, _ := startPair(t, func(c *Config) { c.Model.Blocks = 64; c.Transfer.Lease = time.Second })
 	for i := range 2 {
 		prefill(t, p, words(i, 1000))
@@ -392,6 +405,7 @@ func TestPromptTokenIDsInParameters(t *testing.T) {
 }
 
 func TestTransferFaults(t *testing.T) {
+	t.Parallel()
 	p, d := startPair(t, func(c *Config) { c.Transfer.HandshakeMax = time.Second })
 	prompt := words(1, 46)
 	require.NoError(t, d.Fail(Fault{Mode: ModeTransferFail, Count: 1}))
@@ -411,7 +425,8 @@ func TestTransferFaults(t *testing.T) {
 	assert.GreaterOrEqual(t, time.Since(begun), time.Second)
 
 	require.NoError(t, p.Fail(Fault{Mode: ModeTransferNull, Count: 1}))
-	_, body := ask(t, p, "/v1/completions", `{"prompt":"x","max_tokens":1,"kv_transfer_params":`+prefillParams+`}`)
+	_, body := ask(t, p, "/v1/completions",
+		`{"prompt":"x","max_tokens":1,"kv_transfer_params":`+prefillParams+`}`)
 	assert.Equal(t, "null", string(readLeg(t, body).Params))
 	require.NoError(t, p.Fail(Fault{Mode: ModeTransferLease, LeaseS: 0.01}))
 	prefill(t, p, prompt)

@@ -88,7 +88,9 @@ func decode(t testing.TB, d *Server, prompt, params, more string) (int, string) 
 
 func textOf(t testing.TB, body string) string {
 	t.Helper()
-	return readLeg(t, body).Choices[0].Text
+	a := readLeg(t, body)
+	require.NotEmpty(t, a.Choices, body)
+	return a.Choices[0].Text
 }
 
 // unbroken is the text of an engine that does it all.
