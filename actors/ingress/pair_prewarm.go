@@ -237,7 +237,7 @@ func (w *prewarm) askBootstrap(ctx context.Context, b transfer.Bootstrapper) (pe
 	if err != nil {
 		return peer, err
 	}
-	resp, err := bootstrapClient.Do(r)
+	resp, err := w.pair.in.pairs.bootstrap.Do(r)
 	if err != nil {
 		return peer, fmt.Errorf("bootstrap server: %w", err)
 	}
@@ -249,10 +249,15 @@ func (w *prewarm) askBootstrap(ctx context.Context, b transfer.Bootstrapper) (pe
 	return b.ReadPeer(address, w.prefill.ID.Rank(), resp.StatusCode, answer)
 }
 
-// bootstrapClient asks bootstrap servers: once per start of a prefill rank, so it keeps no connection.
-var bootstrapClient = &http.Client{
-	Transport:     &http.Transport{DisableKeepAlives: true, MaxResponseHeaderBytes: 64 << 10},
-	CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+// newBootstrapClient makes the client for bootstrap servers, which are asked once per start of a prefill rank:
+// it keeps no connection. dial nil is TCP.
+func newBootstrapClient(dial Dialer) *http.Client {
+	return &http.Client{
+		Transport: &http.Transport{
+			DialContext: dial, DisableKeepAlives: true, MaxResponseHeaderBytes: 64 << 10,
+		},
+		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+	}
 }
 
 // resetPrefixCache asks a rank's engine to drop its prefix cache.

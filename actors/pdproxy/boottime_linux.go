@@ -6,13 +6,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// sinceBoot is the time since the machine started, with the time in which it slept.
-func sinceBoot() time.Duration {
-	var t unix.Timespec
-	if unix.ClockGettime(unix.CLOCK_BOOTTIME, &t) != nil {
-		return time.Since(processStart) // a kernel before 2.6.39
+// asleep is how long the machine has slept since it started. A pause of the process between the two readings
+// counts as sleep, so the time is never too short.
+func asleep() time.Duration {
+	var awake, all unix.Timespec
+	if unix.ClockGettime(unix.CLOCK_MONOTONIC, &awake) != nil ||
+		unix.ClockGettime(unix.CLOCK_BOOTTIME, &all) != nil {
+		return 0 // a kernel before 2.6.39
 	}
-	return time.Duration(t.Nano())
+	return time.Duration(all.Nano() - awake.Nano())
 }
-
-var processStart = time.Now()

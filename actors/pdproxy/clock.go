@@ -14,8 +14,12 @@ type Clock struct {
 	watch Watch
 }
 
-// NewClock makes a clock that reads the system's time since boot.
-func NewClock() *Clock { return &Clock{now: sinceBoot} }
+// NewClock makes a clock that starts now. It is Go's clock, which tests may fake, and the time that the
+// machine has slept.
+func NewClock() *Clock {
+	start, slept := time.Now(), asleep()
+	return &Clock{now: func() time.Duration { return time.Since(start) + asleep() - slept }}
+}
 
 // Now is the present instant.
 func (c *Clock) Now() Instant {

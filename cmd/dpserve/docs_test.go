@@ -19,10 +19,11 @@ const repository = "../.."
 // pageRuns says how the commands in the blocks of a page are run. A page with such a block and without a line
 // here fails TestEveryCommandBlockIsRun.
 var pageRuns = map[string]func(*testing.T, []block){
-	"README.md":       runREADME,
-	"docs/api.md":     runAPIPage,
-	"docs/cluster.md": runClusterPage,
-	"docs/router.md":  runRouterPage,
+	"README.md":              runREADME,
+	"docs/api.md":            runAPIPage,
+	"docs/cluster.md":        runClusterPage,
+	"docs/prefill-decode.md": runPairsPage,
+	"docs/router.md":         runRouterPage,
 }
 
 // A block is a fenced block of a page.

@@ -15,6 +15,8 @@ import (
 type Stream struct {
 	Status   int
 	Rank     string // GROUP/RANK from the response headers
+	Prefill  string // GROUP/RANK of the prefill rank, likewise; "" = none
+	Way      string // how the prompt was computed, likewise: remote, local, fallback
 	Attempts string
 	First    time.Duration // to the first content
 	Last     time.Duration // to the last content
@@ -39,8 +41,12 @@ func (s *Stream) OK() bool {
 }
 
 func (s *Stream) String() string {
-	return fmt.Sprintf("status %d rank %s attempts %s chunks %d finish %q done %v error %q err %v", s.Status,
-		s.Rank, s.Attempts, s.Chunks, s.Finish, s.Done, s.Error, s.Err)
+	pair := ""
+	if s.Way != "" {
+		pair = fmt.Sprintf(" (%s, prefill rank %q)", s.Way, s.Prefill)
+	}
+	return fmt.Sprintf("status %d rank %s%s attempts %s chunks %d finish %q done %v error %q err %v",
+		s.Status, s.Rank, pair, s.Attempts, s.Chunks, s.Finish, s.Done, s.Error, s.Err)
 }
 
 // StreamChat runs one streaming chat request to its end.
@@ -84,6 +90,7 @@ func readWhole(resp *http.Response, start time.Time) *Stream {
 	var answer struct {
 		Choices []struct {
 			Message      struct{ Content string }
+			Text         string
 			FinishReason string `json:"finish_reason"`
 		}
 	}
@@ -91,7 +98,8 @@ func readWhole(resp *http.Response, start time.Time) *Stream {
 	s.Total = time.Since(start)
 	s.First, s.Last = s.Total, s.Total
 	for _, c := range answer.Choices {
-		s.Chunks, s.Text, s.Finish, s.Done = s.Chunks+1, s.Text+c.Message.Content, c.FinishReason, true
+		s.Chunks, s.Text = s.Chunks+1, s.Text+c.Message.Content+c.Text
+		s.Finish, s.Done = c.FinishReason, true
 	}
 	return s
 }
@@ -101,6 +109,8 @@ func headOf(resp *http.Response) *Stream {
 	return &Stream{
 		Status:   resp.StatusCode,
 		Rank:     resp.Header.Get("x-dpserve-group") + "/" + resp.Header.Get("x-dpserve-rank"),
+		Prefill:  resp.Header.Get("x-dpserve-prefill-rank"),
+		Way:      resp.Header.Get("x-dpserve-prefill"),
 		Attempts: resp.Header.Get("x-dpserve-attempts"),
 	}
 }
@@ -116,7 +126,8 @@ func (s *Stream) event(data string, start time.Time) {
 	}
 	var ev struct {
 		Choices []struct {
-			Delta        struct{ Content *string }
+			Delta        struct{ Content string }
+			Text         string
 			FinishReason *string `json:"finish_reason"`
 		}
 	}
@@ -125,12 +136,12 @@ func (s *Stream) event(data string, start time.Time) {
 		return
 	}
 	for _, c := range ev.Choices {
-		if c.Delta.Content != nil && *c.Delta.Content != "" {
+		if text := c.Delta.Content + c.Text; text != "" {
 			s.Last = time.Since(start)
 			if s.Chunks++; s.Chunks == 1 {
 				s.First = s.Last
 			}
-			s.Text += *c.Delta.Content
+			s.Text += text
 		}
 		if c.FinishReason != nil {
 			s.Finish = *c.FinishReason
@@ -152,4 +163,14 @@ func errorCode(b []byte) string {
 func ReadStream(resp *http.Response) *Stream {
 	defer resp.Body.Close()
 	return readStream(resp, time.Now())
+}
+
+// ReadAnswer reads an answer to its end, streamed or not, and closes it. began is when it was asked for.
+func ReadAnswer(resp *http.Response, began time.Time) *Stream {
+	defer resp.Body.Close()
+	isStream := strings.HasPrefix(resp.Header.Get("Content-Type"), "text/event-stream")
+	if resp.StatusCode == http.StatusOK && !isStream {
+		return readWhole(resp, began)
+	}
+	return readStream(resp, began)
 }

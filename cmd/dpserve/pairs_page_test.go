@@ -1,0 +1,63 @@
+package main
+
+import (
+	"os/exec"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+// runPairsPage types docs/prefill-decode.md: its `up` in one terminal, everything else in another one, with
+// the ports of that node. What the commands print has what the page says of it.
+func runPairsPage(t *testing.T, blocks []block) {
+	t.Helper()
+	if _, err := exec.LookPath("curl"); err != nil {
+		t.Skip("curl is not installed")
+	}
+	var p *process
+	var admin string
+	var ports *strings.Replacer
+	ways := []string{"local", "remote"} // of the prompts
+	for _, b := range blocks {
+		for _, c := range b.commands() {
+			if rest, isUp := strings.CutPrefix(c.text, "dpserve up "); isUp {
+				p = startUp(t, append([]string{"up"}, strings.Fields(rest)...)...)
+				admin = strings.TrimPrefix(p.printed(t, "admin "), "admin http://")
+				ports = strings.NewReplacer("127.0.0.1:8000", p.endpoint(t), "127.0.0.1:8265", admin)
+				continue
+			}
+			require.NotNil(t, p, "the page begins with `dpserve up`")
+			typeLine := func() string {
+				stdout, stderr := runLine(t, t.TempDir(), ports.Replace(c.text), "DPSERVE_ADDR="+admin)
+				assert.Empty(t, stderr, "%s:%d: %s", b.page, b.line, c.text)
+				return stdout
+			}
+			switch {
+			case strings.Contains(c.text, "/v1/completions"):
+				require.NotEmpty(t, ways, "%s:%d: one prompt too many", b.page, b.line)
+				want := "X-Dpserve-Prefill: " + ways[0]
+				out := ""
+				assert.True(t, poll(func() bool { // pairs have met a moment after the ranks are ready
+					out = strings.ReplaceAll(typeLine(), "\r", "")
+					return strings.Contains(out, want+"\n")
+				}), "%s:%d: no %q in\n%s", b.page, b.line, want, out)
+				hasRank := strings.Contains(out, "X-Dpserve-Prefill-Rank: 0/")
+				assert.Equal(t, ways[0] == "remote", hasRank, out)
+				ways = ways[1:]
+			case strings.Contains(c.text, " status "):
+				out := typeLine()
+				for _, want := range []string{"pd.prefill/0/1", "pd.decode/0/3", "remote"} {
+					assert.Contains(t, out, want)
+				}
+			case strings.Contains(c.text, "/metrics"):
+				assert.Contains(t, typeLine(), `dpserve_pd_requests_total{app="pd",outcome="ok",way="remote"}`)
+			default:
+				assert.NotEmpty(t, typeLine(), "%s:%d: %s", b.page, b.line, c.text)
+			}
+		}
+	}
+	assert.Empty(t, ways, "the page sends a short and a long prompt")
+	p.interrupt(t)
+}

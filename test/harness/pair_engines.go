@@ -1,0 +1,426 @@
+package harness
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/internal/engine/transfer"
+)
+
+// The roles of a stub engine, and the kinds of its legs.
+const (
+	PairPrefill = "prefill"
+	PairDecode  = "decode"
+	PairBoth    = "both"
+	PairPlain   = "plain" // a leg without fields of a transfer
+)
+
+// PairMark is in the prompts of a test. A leg without it is a canary or a first meeting of two engines.
+const PairMark = "once upon a time"
+
+// PairEngines are stub engines of one transfer, in the test's process. They compute nothing: the text of an
+// answer depends on the bytes of the prompt. They check each leg as strictly as real engines. What would end
+// a real engine, or make it answer with the text of another prompt, is a fault, which fails the test at its
+// end; in the second case the answer is wrong here, too. Safe for concurrent use.
+type PairEngines struct {
+	T        testing.TB
+	Transfer string
+	Model    string
+	// Listen binds the engines' addresses.
+	Listen func(addr string) (net.Listener, error)
+	// Params, if set, changes the kv_transfer_params of prefill legs' answers.
+	Params func(params string) string
+	// Pause is the time between two tokens of an answer.
+	Pause time.Duration
+	// Lease is how long a prefill engine keeps a prompt.
+	Lease time.Duration
+
+	mu       sync.Mutex
+	engines  []*PairEngine
+	legs     []*PairLeg
+	faults   []string
+	meetings map[string]*pairMeeting
+	number   int
+}
+
+// NewPairEngines makes a fleet without engines, on sockets of loopback. Call it before the cluster is made:
+// the engines then outlive the cluster.
+func NewPairEngines(t testing.TB, name, model string) *PairEngines {
+	t.Helper()
+	traits, ok := transfer.Named(name)
+	require.True(t, ok, name)
+	f := &PairEngines{
+		T: t, Transfer: name, Model: model, meetings: map[string]*pairMeeting{}, Lease: traits.Traits().Lease,
+		Listen: func(addr string) (net.Listener, error) {
+			return (&net.ListenConfig{}).Listen(context.Background(), "tcp", addr)
+		},
+	}
+	if f.Lease == 0 {
+		f.Lease = transfer.DefaultLease
+	}
+	t.Cleanup(func() {
+		for _, e := range f.engines {
+			e.Stop()
+		}
+		assert.Empty(t, f.Faults(), "what would end engines, or make their texts wrong")
+	})
+	return f
+}
+
+// Add starts an engine with ranks data-parallel ranks behind its address.
+func (f *PairEngines) Add(role, addr string, ranks int) *PairEngine {
+	f.T.Helper()
+	f.mu.Lock()
+	e := &PairEngine{Role: role, Addr: addr, Ranks: ranks, fleet: f}
+	e.Name = fmt.Sprintf("%s-%d", role, len(f.engines))
+	f.engines = append(f.engines, e)
+	f.mu.Unlock()
+	e.Start()
+	return e
+}
+
+// Faults are the violations so far.
+func (f *PairEngines) Faults() []string {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return slices.Clone(f.faults)
+}
+
+// Legs are the legs of the test's own requests so far, of one side or ("") of all, in the order in which they
+// came.
+func (f *PairEngines) Legs(side string) (out []PairLeg) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, l := range f.legs {
+		if l.Ours && (side == "" || l.Side == side) {
+			out = append(out, *l)
+		}
+	}
+	return out
+}
+
+// Forget drops the legs so far.
+func (f *PairEngines) Forget() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.legs = slices.DeleteFunc(f.legs, func(l *PairLeg) bool { return !l.Ended.IsZero() })
+}
+
+// Open are the requests of the test that engines have in hand.
+func (f *PairEngines) Open() (n int) {
+	for _, l := range f.Legs("") {
+		if l.Ended.IsZero() {
+			n++
+		}
+	}
+	return n
+}
+
+func (f *PairEngines) fault(l *PairLeg, format string, args ...any) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.faults = append(f.faults, fmt.Sprintf("%s, %s leg: ", l.At.Name, l.Side)+fmt.Sprintf(format, args...)+
+		fmt.Sprintf("\n%s", l.Body))
+}
+
+// Side are the engines of a role.
+func (f *PairEngines) Side(role string) []*PairEngine {
+	return slices.DeleteFunc(f.all(), func(e *PairEngine) bool { return e.Role != role })
+}
+
+// named is the engine of that name.
+func (f *PairEngines) named(name string) *PairEngine {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, e := range f.engines {
+		if e.Name == name {
+			return e
+		}
+	}
+	return nil
+}
+
+// Unbroken is the text that one engine would give for the body of a request.
+func (f *PairEngines) Unbroken(body string) string {
+	l := &PairLeg{Body: []byte(body)}
+	require.NoError(f.T, l.read())
+	return l.text(l.Prompt, 0)
+}
+
+// AttachRanks are the lines of an app.yaml for all engines, one per rank, in the order of Add.
+func (f *PairEngines) AttachRanks() string {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	var out strings.Builder
+	for _, e := range f.engines {
+		for rank := range max(1, e.Ranks) {
+			out.WriteString("        - " + e.attachRank(rank) + "\n")
+		}
+	}
+	return out.String()
+}
+
+// App is the app.yaml of all engines. more are further lines of the application.
+func (f *PairEngines) App(disaggregation string, more ...string) string {
+	family := "vllm"
+	if f.Transfer == transfer.SGLangName {
+		family = "sglang"
+	}
+	text := fmt.Sprintf(`applications:
+  - name: %[1]s
+    model: {id: %[1]s}
+    engine:
+      kind: attach
+      family: %[2]s
+      ranks:
+%[3]s    disaggregation: {transfer: %[4]s, %[5]s}
+`, f.Model, family, f.AttachRanks(), f.Transfer, disaggregation)
+	for _, line := range more {
+		text += "    " + line + "\n"
+	}
+	return text
+}
+
+// PairEngine is one stub engine.
+type PairEngine struct {
+	Name  string
+	Role  string
+	Addr  string
+	Ranks int // behind its address; 0 or 1: the address alone selects it
+
+	fleet *PairEngines
+
+	mu     sync.Mutex
+	act    func(l *PairLeg) bool
+	life   int       // starts so far
+	began  time.Time // of this life
+	died   time.Time // of the life before
+	tokens int
+	resets int
+	server *http.Server
+	served chan struct{}
+	open   sync.WaitGroup
+}
+
+// Do has act answer the legs of the test's requests; act returns false for those that are answered as usual.
+// nil ends that.
+func (e *PairEngine) Do(act func(l *PairLeg) bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.act = act
+}
+
+// Start listens. Each start is another life: it knows nothing of the prompts of the one before.
+func (e *PairEngine) Start() {
+	e.fleet.T.Helper()
+	ln, err := e.fleet.Listen(e.Addr)
+	require.NoError(e.fleet.T, err)
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.life++
+	e.began, e.tokens = time.Now(), 0
+	e.server = &http.Server{Handler: e, ReadHeaderTimeout: time.Minute}
+	e.served = make(chan struct{})
+	go func(server *http.Server, served chan struct{}) {
+		defer close(served)
+		if err := server.Serve(ln); !errors.Is(err, http.ErrServerClosed) {
+			e.fleet.T.Errorf("%s: %v", e.Name, err)
+		}
+	}(e.server, e.served)
+}
+
+// Stop ends the engine as SIGKILL does: its connections break, and nothing listens any more. Idempotent.
+func (e *PairEngine) Stop() {
+	e.mu.Lock()
+	server, served := e.server, e.served
+	e.server, e.died = nil, time.Now()
+	e.mu.Unlock()
+	if server == nil {
+		return
+	}
+	_ = server.Close()
+	<-served
+	e.open.Wait()
+}
+
+// Resets is how often the engine's prefix cache was reset.
+func (e *PairEngine) Resets() int {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.resets
+}
+
+// lives returns the number of the engine's life, whether it runs, and when the life before ended.
+func (e *PairEngine) lives() (life int, isUp bool, died time.Time) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.life, e.server != nil, e.died
+}
+
+// engineID is the id by which the other side knows a rank of the engine. With nixl-push it is written in the
+// application's file; otherwise each life has its own.
+func (e *PairEngine) engineID(rank int) string {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	id := e.Name
+	if e.fleet.Transfer != transfer.NixlPushName {
+		id = fmt.Sprintf("%s-life-%d", e.Name, e.life)
+	}
+	if e.Ranks > 1 {
+		id = fmt.Sprintf("%s_dp%d", id, rank)
+	}
+	return id
+}
+
+// attachRank is the rank's line in an app.yaml.
+func (e *PairEngine) attachRank(rank int) string {
+	line := fmt.Sprintf(`url: "http://%s", role: %s`, e.Addr, e.Role)
+	if e.Ranks > 1 {
+		line += fmt.Sprintf(", addressing: body, selector: %d", rank)
+	}
+	if e.Role == PairPrefill {
+		host, _, _ := net.SplitHostPort(e.Addr)
+		switch e.fleet.Transfer {
+		case transfer.NixlPushName:
+			line += fmt.Sprintf(`, pd: {engine_id: %s, side_channel: "%s:5600", tp_size: 1}`, e.Name, host)
+		case transfer.MooncakeName, transfer.SGLangName:
+			line += fmt.Sprintf(`, pd: {bootstrap: "http://%s"}`, e.Addr)
+		}
+	}
+	return "{" + line + "}"
+}
+
+// ServeHTTP implements http.Handler.
+func (e *PairEngine) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	e.open.Add(1)
+	defer e.open.Done()
+	isSGLang := e.fleet.Transfer == transfer.SGLangName
+	switch path := r.URL.Path; {
+	case path == "/health":
+	case path == "/version" && !isSGLang:
+		_, _ = io.WriteString(w, `{"version":"0.32.0"}`)
+	case path == "/v1/models":
+		owner := "vllm"
+		if isSGLang {
+			owner = "sglang"
+		}
+		fmt.Fprintf(w, `{"object":"list","data":[{"id":%q,"object":"model","owned_by":%q,`+
+			`"max_model_len":32768}]}`, e.fleet.Model, owner)
+	case path == "/metrics":
+		e.metrics(w, isSGLang)
+	case path == "/server_info" && isSGLang:
+		_, _ = io.WriteString(w, `{"page_size":16,"max_total_num_tokens":262144}`)
+	case path == "/reset_prefix_cache":
+		e.mu.Lock()
+		e.resets++
+		e.mu.Unlock()
+	case path == "/query" && e.fleet.Transfer == transfer.MooncakeName:
+		e.queryMooncake(w)
+	case path == "/route" && isSGLang:
+		fmt.Fprintf(w, `{"attn_tp_size":1,"attn_cp_size":1,"dp_size":%d,"pp_size":1,"page_size":16,`+
+			`"kv_cache_dtype":"auto","follow_bootstrap_room":true}`, max(1, e.Ranks))
+	case path == transfer.Completions.Path() || path == transfer.Chat.Path():
+		e.generate(w, r)
+	default:
+		http.NotFound(w, r)
+	}
+}
+
+func (e *PairEngine) metrics(w io.Writer, isSGLang bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	prefix, rank, running := "vllm:", "engine", "num_requests_running"
+	if isSGLang {
+		prefix, rank, running = "sglang:", "dp_rank", "num_running_reqs"
+	}
+	fmt.Fprintf(w, "process_start_time_seconds %d\n", e.began.Unix()+int64(e.life))
+	for i := range max(1, e.Ranks) {
+		labels := fmt.Sprintf(`{%s="%d",model_name=%q}`, rank, i, e.fleet.Model)
+		fmt.Fprintf(w, "%s%s%s 0\n", prefix, running, labels)
+		fmt.Fprintf(w, "%sgeneration_tokens_total%s %d\n", prefix, labels, e.tokens)
+		fmt.Fprintf(w, "%sprompt_tokens_total%s %d\n", prefix, labels, e.tokens)
+	}
+	if !isSGLang {
+		fmt.Fprintf(w, "vllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"16384\","+
+			"enable_prefix_caching=\"True\"} 1\n")
+	}
+}
+
+// queryMooncake answers for every rank of the engine.
+func (e *PairEngine) queryMooncake(w io.Writer) {
+	ranks := map[string]any{}
+	for i := range max(1, e.Ranks) {
+		ranks[fmt.Sprint(i)] = map[string]any{
+			"engine_id":   e.engineID(i),
+			"worker_addr": map[string]any{"0": map[string]string{"0": "tcp://" + e.Addr}},
+		}
+	}
+	_ = json.NewEncoder(w).Encode(ranks)
+}
+
+// generate answers one leg.
+func (e *PairEngine) generate(w http.ResponseWriter, r *http.Request) {
+	f := e.fleet
+	l := &PairLeg{
+		At: e, Path: r.URL.Path, Header: r.Header.Clone(), Began: time.Now(), answer: &pairAnswer{w: w, r: r},
+	}
+	body, err := io.ReadAll(r.Body)
+	if err != nil {
+		return
+	}
+	l.Body = body
+	if err := l.read(); err != nil {
+		f.fault(l, "the body is not JSON: %v", err)
+		l.Fail(http.StatusBadRequest)
+		return
+	}
+	l.life, _, _ = e.lives()
+	l.Side = f.sideOf(l)
+	f.mu.Lock()
+	f.legs = append(f.legs, l)
+	f.mu.Unlock()
+	defer f.ended(l)
+	prompt, isKnown := f.check(l)
+	e.mu.Lock()
+	act := e.act
+	e.mu.Unlock()
+	if l.Ours && act != nil && act(l) {
+		return
+	}
+	switch {
+	case l.Side == PairPrefill:
+		l.answerPrefill()
+	case l.Side == PairDecode && !isKnown:
+		l.Fail(http.StatusInternalServerError)
+	case l.Side == PairDecode:
+		l.answerDecode(prompt)
+	case f.Transfer == transfer.SGLangName && e.Role != PairBoth && !l.isFakeBootstrap():
+		l.fail(http.StatusBadRequest, "Disaggregated request received without bootstrap room id")
+	default:
+		l.Answer(l.Prompt)
+	}
+}
+
+// ended notes the end of a leg.
+func (f *PairEngines) ended(l *PairLeg) {
+	f.mu.Lock()
+	l.Ended, l.Status = time.Now(), l.answer.status
+	l.Left = l.answer.r.Context().Err() != nil && !l.answer.whole
+	f.mu.Unlock()
+	l.At.mu.Lock()
+	l.At.tokens += l.answer.words
+	l.At.mu.Unlock()
+}

@@ -1,0 +1,317 @@
+package inprocess
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/test/harness"
+)
+
+// simPools is an app.yaml of launched simulated engines in two pools; more are further lines of the
+// application.
+func simPools(prefills, decodes int, args, disaggregation string, more ...string) string {
+	text := fmt.Sprintf(`applications:
+  - name: pd
+    model: {id: pd}
+    engine: {kind: sim, args: {%s}}
+    prefill: {data_parallel: {dp_size: %d}}
+    decode: {data_parallel: {dp_size: %d}}
+    disaggregation: {%s}
+`, args, prefills, decodes, disaggregation)
+	for _, line := range more {
+		text += "    " + line + "\n"
+	}
+	return text
+}
+
+// simPair is a node with launched engines, all pairs of which have met.
+func simPair(t *testing.T, yaml string) *harness.Cluster {
+	t.Helper()
+	c := harness.New(t)
+	c.Deploy(yaml)
+	c.WaitStatus("pd", "RUNNING")
+	c.Until("all pairs have met", func() error { return haveMet(c) })
+	return c
+}
+
+// words is a prompt of about n tokens for the simulated engines.
+func words(seed string, n int) string {
+	return seed + strings.Repeat(" and it goes on", n/4)
+}
+
+func askPair(ctx context.Context, c *harness.Cluster, prompt string, tokens int) *harness.Stream {
+	began := time.Now()
+	resp, err := c.Post(ctx, "/v1/chat/completions", harness.Chat("pd", prompt, tokens, true))
+	if err != nil {
+		return &harness.Stream{Err: err}
+	}
+	return harness.ReadAnswer(resp, began)
+}
+
+// PD7: a short prompt has no prefill leg, a long one names both ranks, and a metric counts each way.
+func TestPD7ShortAndLongPrompts(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		c := simPair(t, simPools(2, 4, "max_model_len: 32768", "decide: isl"))
+		before := prefillRequests(c)
+		short := askPair(t.Context(), c, words("short", 100), 4)
+		require.True(t, short.OK(), short)
+		assert.Equal(t, "local", short.Way)
+		assert.Empty(t, short.Prefill)
+		assert.Equal(t, before, prefillRequests(c), "no prefill leg")
+		long := askPair(t.Context(), c, words("long", 20_000), 4)
+		require.True(t, long.OK(), long)
+		assert.Equal(t, "remote", long.Way)
+		assert.Regexp(t, `^0/[01]$`, long.Prefill)
+		assert.Regexp(t, `^0/[0-3]$`, long.Rank)
+		c.Quiet()
+		assert.Equal(t, before+1, prefillRequests(c))
+		page := metricsOf(t, c.Peer(0))
+		assert.InDelta(t, 1, sumSeries(page, "dpserve_pd_requests_total", `way="local"`, `outcome="ok"`), 0)
+		assert.InDelta(t, 1, sumSeries(page, "dpserve_pd_requests_total", `way="remote"`, `outcome="ok"`), 0)
+		st, _ := c.App("pd")
+		assert.EqualValues(t, 1, st.PD.Remote)
+		assert.EqualValues(t, 1, st.PD.Local)
+	})
+}
+
+// prefillRequests are the requests that the prefill pool has ended.
+func prefillRequests(c *harness.Cluster) (n uint64) {
+	st, _ := c.App("pd")
+	for _, u := range st.Units {
+		if strings.HasPrefix(u.Unit, "pd.prefill/") {
+			for _, k := range u.Ranks {
+				n += k.Requests
+			}
+		}
+	}
+	return n
+}
+
+// PD9: no prefill rank lives, in unequal pools.
+func TestPD9NoPrefillRank(t *testing.T) {
+	for _, sizes := range [][2]int{{2, 4}, {4, 2}} {
+		for _, fallback := range []string{"local", "fail"} {
+			bubble(t, fmt.Sprintf("%d and %d %s", sizes[0], sizes[1], fallback), func(t *testing.T) {
+				r := newPairRig(t, "nixl", sizes[0], sizes[1], "decide: always, fallback: "+fallback)
+				r.Expect(harness.PairsFail, harness.RequestRefused)
+				used := map[string]bool{}
+				for i := range 16 {
+					a := r.ask(pairBody(fmt.Sprintf("guest %d", i), 4))
+					r.right(a)
+					assert.Equal(t, "remote", a.Way)
+					used["p"+a.Prefill], used["d"+a.Rank] = true, true
+				}
+				assert.Len(t, used, sizes[0]+sizes[1], "all ranks of both pools serve: %v", used)
+				for _, p := range r.prefill {
+					p.Stop()
+				}
+				r.Until("no prefill rank is ready", func() error {
+					for _, u := range r.units("pd.prefill/") {
+						if u.Phase == "ready" {
+							return fmt.Errorf("%s is ready", u.Unit)
+						}
+					}
+					return nil
+				})
+				assert.Contains(t, r.pairStatus().Pairs, "off")
+				a := r.ask(pairBody("alone", 4))
+				if fallback == "local" {
+					r.right(a)
+					assert.Equal(t, "fallback", a.Way, "%v", a)
+					assert.InDelta(t, 1, r.total("dpserve_pd_requests_total", `way="fallback"`), 0)
+				} else {
+					assert.Equal(t, http.StatusServiceUnavailable, a.Status, "%v", a)
+					assert.LessOrEqual(t, a.Total, 100*time.Millisecond)
+				}
+				for _, p := range r.prefill {
+					p.Start()
+				}
+				r.met()
+				a = r.ask(pairBody("together again", 4))
+				r.right(a)
+				assert.Equal(t, "remote", a.Way, "%v", a)
+				r.rest()
+			})
+		}
+	}
+}
+
+// PD11: a prefill rank is added to decode ranks at run time, and removed, under requests.
+func TestPD11PrefillRankComesAndGoes(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		r := newPairEngines(t, "nixl")
+		r.addDecode(harness.PairDecode, 1)
+		r.addDecode(harness.PairDecode, 1)
+		yaml := r.engines.App("decide: always")
+		p := r.addPrefill(1)
+		r.Deploy(yaml)
+		r.WaitStatus("pd", "RUNNING")
+		revision := r.pairRevision()
+		assert.Contains(t, r.pairStatus().Pairs, "off")
+
+		stop := make(chan struct{})
+		var mu sync.Mutex
+		ways := map[string]int{}
+		asked := crowd(4, stop, func() {
+			a := r.ask(pairBody(fmt.Sprint(time.Now().UnixNano()), 4))
+			r.right(a)
+			mu.Lock()
+			ways[a.Way]++
+			mu.Unlock()
+			time.Sleep(100 * time.Millisecond)
+		})
+		time.Sleep(time.Second)
+		r.add(p)
+		r.Until("pairs are on", func() error {
+			if s := r.pairStatus(); s.Pairs != "on" || s.Met != 2 {
+				return fmt.Errorf("%+v", s)
+			}
+			return nil
+		})
+		a := r.ask(pairBody("the next request", 4))
+		r.right(a)
+		assert.Equal(t, "remote", a.Way, "%v", a)
+		time.Sleep(time.Second)
+		r.remove(p)
+		r.Until("pairs are off", func() error {
+			if s := r.pairStatus(); s.Pairs == "on" || s.All != 0 {
+				return fmt.Errorf("%+v", s)
+			}
+			return nil
+		})
+		a = r.ask(pairBody("decode ranks alone", 4))
+		r.right(a)
+		assert.NotEqual(t, "remote", a.Way, "%v", a)
+		close(stop)
+		asked.Wait()
+		assert.Positive(t, ways["remote"])
+		assert.Positive(t, ways["fallback"]+ways["local"])
+		assert.NotEmpty(t, revision)
+		r.rest()
+	})
+}
+
+// pairRevision names what a redeploy would change: the epochs of the decode ranks.
+func (r *pairRig) pairRevision() string {
+	st, _ := r.App("pd")
+	var out []string
+	for _, u := range st.Units {
+		if strings.HasPrefix(u.Unit, "pd.decode/") {
+			out = append(out, fmt.Sprintf("%s %d", u.Unit, u.Epoch))
+		}
+	}
+	return strings.Join(out, ", ")
+}
+
+// PD6: a prefill engine, then a decode engine, is restarted in its place under requests. A new life never
+// gets what the one before has left (the fleet checks it), and each restart is one change of incarnation.
+func TestPD6RestartsInPlace(t *testing.T) {
+	for _, transfer := range append(pairTransfers(), "sglang") {
+		bubble(t, transfer, func(t *testing.T) {
+			r := newPairRig(t, transfer, 2, 2, "decide: always")
+			r.Expect(harness.PairsFail, harness.EngineReplaced, harness.StreamBreaks)
+			r.engines.Pause = 20 * time.Millisecond
+			stop := make(chan struct{})
+			var mu sync.Mutex
+			lost, wrong := 0, 0
+			asked := crowd(8, stop, func() {
+				a := r.ask(pairBody(fmt.Sprint(time.Now().UnixNano()), 10))
+				mu.Lock()
+				defer mu.Unlock()
+				switch {
+				case a.OK() && a.Text != r.engines.Unbroken(a.body):
+					wrong++
+				case !a.OK() && a.FirstByte():
+					lost++
+				case !a.OK():
+					t.Errorf("before the first byte: %v", a)
+				}
+			})
+			time.Sleep(2 * time.Second)
+			for _, e := range []*harness.PairEngine{r.prefill[0], r.decode[0]} {
+				before := r.incarnations()
+				e.Stop()
+				time.Sleep(50 * time.Millisecond)
+				e.Start()
+				r.Until(e.Name+" serves again", func() error { return haveMet(r.Cluster) })
+				time.Sleep(3 * time.Second)
+				after := r.incarnations()
+				changed := 0
+				for unit, was := range before {
+					if after[unit] != was {
+						changed++
+					}
+				}
+				assert.Equal(t, 1, changed, "%s is one restart: %v, then %v", e.Name, before, after)
+			}
+			close(stop)
+			asked.Wait()
+			assert.Zero(t, wrong)
+			assert.LessOrEqual(t, lost, 8, "only streams of the decode engine that ended")
+			r.rest()
+		})
+	}
+}
+
+// incarnations are those of all ranks, by unit.
+func (r *pairRig) incarnations() map[string]string {
+	out := map[string]string{}
+	st, _ := r.App("pd")
+	for _, u := range st.Units {
+		for _, k := range u.Ranks {
+			out[u.Unit] = k.Incarnation
+		}
+	}
+	return out
+}
+
+// RT5: one prefill rank and five decode ranks, single turns, 256 and 512 clients at a time. Each decode rank
+// gets 15 to 25 % of the requests.
+func TestRT5SharesOfDecodeRanks(t *testing.T) {
+	for _, clients := range []int{256, 512} {
+		bubble(t, fmt.Sprint(clients), func(t *testing.T) {
+			skipShort(t)
+			c := simPair(t, simPools(1, 5, "max_num_seqs: 512, max_model_len: 8192", "decide: isl",
+				"max_ongoing_requests: 512"))
+			const rounds = 2
+			served, ways := map[string]int{}, map[string]int{}
+			var mu sync.Mutex
+			var wg sync.WaitGroup
+			for i := range clients {
+				wg.Go(func() {
+					for turn := range rounds {
+						prompt := words(fmt.Sprintf("client %d round %d", i, turn), 3000)
+						s := askPair(t.Context(), c, prompt, 50)
+						mu.Lock()
+						if assert.True(t, s.OK(), s) {
+							served[s.Rank]++
+							ways[s.Way]++
+						}
+						mu.Unlock()
+					}
+				})
+			}
+			wg.Wait()
+			assert.Len(t, served, 5)
+			for rank, n := range served {
+				share := float64(n) / float64(rounds*clients)
+				assert.GreaterOrEqual(t, share, 0.15, "%s: %v", rank, served)
+				assert.LessOrEqual(t, share, 0.25, "%s: %v", rank, served)
+			}
+			assert.Positive(t, ways["remote"])
+			t.Logf("%d clients: %v, %v", clients, served, ways)
+			c.Quiet()
+		})
+	}
+}

@@ -1,0 +1,271 @@
+package system
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"net/http"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/engine/sim"
+	"github.com/dpserve/dpserve/test/harness"
+	"github.com/dpserve/dpserve/test/ports"
+)
+
+// pairPrompts are bodies of streamed chats with the text that one engine alone gives for each.
+type pairPrompts struct {
+	bodies []string
+	texts  map[string]string
+}
+
+// knownTexts asks a simulated engine of its own for the texts of n prompts of about length tokens.
+func knownTexts(t *testing.T, n, length, tokens int) *pairPrompts {
+	t.Helper()
+	addr := ports.TakeAddr(t)
+	_, port, err := net.SplitHostPort(addr)
+	require.NoError(t, err)
+	cfg, _, err := sim.ParseFlags([]string{
+		"--host", "127.0.0.1", "--port", port, "--served-model-name", "pd", "--sim-speed", "1000",
+		"--max-model-len", "32768",
+	})
+	require.NoError(t, err)
+	harness.StartSim(t, cfg)
+	p := &pairPrompts{texts: map[string]string{}}
+	transport := &http.Transport{}
+	defer transport.CloseIdleConnections()
+	for i := range n {
+		body := harness.Chat("pd", fmt.Sprintf("prompt %d", i)+strings.Repeat(" and it goes on", length/4),
+			tokens, true)
+		s := askAt(&http.Client{Transport: transport}, addr, body)
+		require.True(t, s.OK(), s)
+		p.bodies, p.texts[body] = append(p.bodies, body), s.Text
+	}
+	return p
+}
+
+// askAt sends a chat to an endpoint or an engine, and reads the answer to its end.
+func askAt(c *http.Client, addr, body string) *harness.Stream {
+	began := time.Now()
+	ctx, cancel := context.WithTimeout(context.Background(), harness.HungAfter)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+addr+"/v1/chat/completions",
+		strings.NewReader(body))
+	if err != nil {
+		return &harness.Stream{Err: err}
+	}
+	req.Header.Set("Content-Type", "application/json")
+	resp, err := c.Do(req)
+	if err != nil {
+		return &harness.Stream{Err: err}
+	}
+	return harness.ReadAnswer(resp, began)
+}
+
+// right asserts that an answer is whole, and has the text of an unbroken run.
+func (p *pairPrompts) right(t *testing.T, body string, s *harness.Stream) {
+	t.Helper()
+	if assert.True(t, s.OK(), s) {
+		assert.Equal(t, p.texts[body], s.Text, s)
+	}
+}
+
+// pairLoad are clients that ask for known texts until end.
+type pairLoad struct {
+	stop chan struct{}
+	wg   sync.WaitGroup
+	once sync.Once
+
+	mu      sync.Mutex
+	ok      int
+	lost    int            // ended with an error after the first byte
+	ways    map[string]int // remote, local, fallback
+	ranks   map[string]int // "prefill>decode"
+	refused []string       // errors before the first byte
+	wrong   []string       // texts that are not those of an unbroken run
+	slowest time.Duration  // to a first token
+}
+
+// startPairLoad runs clients that send the prompts in turn to each endpoint.
+func startPairLoad(t *testing.T, p *pairPrompts, clients int, at ...string) *pairLoad {
+	t.Helper()
+	l := &pairLoad{stop: make(chan struct{}), ways: map[string]int{}, ranks: map[string]int{}}
+	c := &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: clients}}
+	for n := range clients {
+		l.wg.Go(func() {
+			for i := n; ; i++ {
+				select {
+				case <-l.stop:
+					return
+				default:
+				}
+				body := p.bodies[i%len(p.bodies)]
+				l.note(p.texts[body], askAt(c, at[i%len(at)], body))
+			}
+		})
+	}
+	t.Cleanup(func() { l.end(); c.CloseIdleConnections() })
+	return l
+}
+
+func (l *pairLoad) note(want string, s *harness.Stream) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if !strings.HasPrefix(want, s.Text) || s.OK() && s.Text != want {
+		l.wrong = append(l.wrong, fmt.Sprintf("%v\ngot  %q\nwant %q", s, s.Text, want))
+	}
+	switch {
+	case s.OK():
+		l.ok++
+		l.ways[s.Way]++
+		l.ranks[s.Prefill+">"+s.Rank]++
+		l.slowest = max(l.slowest, s.First)
+	case s.FirstByte():
+		l.lost++
+	default:
+		l.refused = append(l.refused, s.String())
+	}
+}
+
+// end lets the requests under way end. Idempotent.
+func (l *pairLoad) end() {
+	l.once.Do(func() { close(l.stop) })
+	l.wg.Wait()
+}
+
+// count is how many answers went one way so far; "" = all.
+func (l *pairLoad) count(way string) int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if way == "" {
+		return l.ok
+	}
+	return l.ways[way]
+}
+
+// more waits for n more answers of a way.
+func (l *pairLoad) more(t *testing.T, n int, way string) {
+	t.Helper()
+	from := l.count(way)
+	err := harness.WaitFor(harness.Patience, 20*time.Millisecond, func() error {
+		if got := l.count(way) - from; got < n {
+			return fmt.Errorf("%d of %d answers (%s): %v", got, n, way, l)
+		}
+		return nil
+	})
+	require.NoError(t, err)
+}
+
+func (l *pairLoad) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return fmt.Sprintf("ok %d, ways %v, lost %d, slowest first token %s, refused %q, wrong %d", l.ok, l.ways,
+		l.lost, l.slowest.Round(time.Millisecond), l.refused[:min(5, len(l.refused))], len(l.wrong))
+}
+
+// check ends the load: no text is wrong, no request failed before its first byte, and at most so many streams
+// were lost.
+func (l *pairLoad) check(t *testing.T, mostLost int) {
+	t.Helper()
+	l.end()
+	t.Logf("%v", l)
+	assert.Empty(t, l.wrong[:min(3, len(l.wrong))], "%d texts are wrong", len(l.wrong))
+	assert.Empty(t, l.refused[:min(5, len(l.refused))], "%d requests failed before their first byte",
+		len(l.refused))
+	assert.LessOrEqual(t, l.lost, mostLost, "streams")
+}
+
+// allMet says whether every pair of an application's ranks has met.
+func allMet(st *client.AppStatus) error {
+	if st.PD == nil {
+		return fmt.Errorf("%s: status says nothing about pairs", st.Status)
+	}
+	if st.PD.All == 0 || st.PD.Met != st.PD.All {
+		return fmt.Errorf("%s, %d of %d pairs have met: %s", st.Status, st.PD.Met, st.PD.All, st.PD.Pairs)
+	}
+	return nil
+}
+
+// waitMet waits until every pair of "pd" has met.
+func waitMet(r *harness.Real) client.AppStatus {
+	r.T.Helper()
+	var st client.AppStatus
+	r.Eventually(func() error {
+		st = r.App("pd")
+		return allMet(&st)
+	}, "all pairs have met")
+	return st
+}
+
+// poolRanks are the ranks of a pool, by unit.
+func poolRanks(st *client.AppStatus, pool string) map[string]client.RankStatus {
+	out := map[string]client.RankStatus{}
+	for _, u := range st.Units {
+		for _, k := range u.Ranks {
+			if strings.HasPrefix(u.Unit, "pd."+pool+"/") {
+				out[u.Unit] = k
+			}
+		}
+	}
+	return out
+}
+
+// handPair starts a simulated engine of a side by hand, on an address that it may have had before.
+func handPair(t *testing.T, side, addr string) *harness.Real {
+	t.Helper()
+	_, port, err := net.SplitHostPort(addr)
+	require.NoError(t, err)
+	role := map[string]string{"prefill": "kv_producer", "decode": "kv_consumer"}[side]
+	r := harness.Run(t, "engine", "sim", "--host", "127.0.0.1", "--port", port, "--served-model-name", "pd",
+		"--sim-step-ms", "2", "--kv-transfer-config",
+		`{"kv_connector":"NixlConnector","kv_role":"`+role+`","kv_load_failure_policy":"fail"}`)
+	require.NoError(t, harness.WaitFor(harness.Patience, 10*time.Millisecond, func() error {
+		c, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", addr)
+		if err == nil {
+			err = c.Close()
+		}
+		return err
+	}))
+	return r
+}
+
+// handPairs is an app.yaml of engines by hand.
+func handPairs(prefill, decode []string, more string) string {
+	var ranks strings.Builder
+	for _, addr := range prefill {
+		ranks.WriteString("        - {url: \"http://" + addr + "\", role: prefill}\n")
+	}
+	for _, addr := range decode {
+		ranks.WriteString("        - {url: \"http://" + addr + "\", role: decode}\n")
+	}
+	return "applications:\n  - name: pd\n    model: {id: pd}\n    engine:\n      kind: attach\n" +
+		"      family: vllm\n      ranks:\n" + ranks.String() + "    disaggregation: {transfer: sim, " +
+		more + "}\n"
+}
+
+// pairMetric is the sum of a metric's series that have all the labels.
+func pairMetric(t *testing.T, r *harness.Real, name string, labels ...string) (sum float64) {
+	t.Helper()
+	code, page := r.Do(http.MethodGet, "/metrics", "")
+	require.Equal(t, http.StatusOK, code)
+	for line := range strings.Lines(page) {
+		has := strings.HasPrefix(line, name+"{")
+		for _, label := range labels {
+			has = has && strings.Contains(line, label)
+		}
+		if !has {
+			continue
+		}
+		v, err := strconv.ParseFloat(strings.TrimSpace(line[strings.LastIndexByte(line, ' ')+1:]), 64)
+		require.NoError(t, err, line)
+		sum += v
+	}
+	return sum
+}
