@@ -50,9 +50,12 @@ func transferOf(s *Spec) (t transferLaunch, err error) {
 	if isPrefill {
 		role = "kv_producer"
 	} else if config["kv_load_failure_policy"] == nil {
-		config["kv_load_failure_policy"] = "fail" // dpserve computes the prompt elsewhere, and counts it
+		config["kv_load_failure_policy"] = failurePolicy(s.App)
 	}
 	config["kv_connector"], config["kv_role"] = connector(d.Transfer), role
+	if s.App.Engine.Kind == app.KindVLLM && d.Transfer != app.TransferMooncake {
+		t.env = nixlSettings(s, config)
+	}
 	b, err := json.Marshal(config)
 	if err != nil {
 		return t, transferFault(err)
@@ -62,6 +65,32 @@ func transferOf(s *Spec) (t transferLaunch, err error) {
 		t.env = []string{bootstrapVar + "=" + strconv.Itoa(s.Ports().Bootstrap(s.Index()))}
 	}
 	return t, nil
+}
+
+// failurePolicy is what a decode engine does when blocks do not come. vLLM computes the prompt itself where
+// the application allows it. The simulated engine fails, so that dpserve's own way is seen and counted.
+func failurePolicy(a *app.Application) string {
+	if a.Engine.Kind == app.KindVLLM && a.Disaggregation.Fallback != app.FallbackFail {
+		return "recompute"
+	}
+	return "fail"
+}
+
+// nixlLeaseS is kv_lease_duration of launched vLLM engines in seconds. The first handshake of two engines can
+// take 30 s on a busy machine, and no heartbeat flows before its end.
+const nixlLeaseS = 120
+
+// nixlSettings completes config for a real engine and returns its environment. The engine adds its rank to
+// the port. The simulated engine takes any free port instead, and its handshakes are quick.
+func nixlSettings(s *Spec, config map[string]any) []string {
+	const extra, lease = "kv_connector_extra_config", "kv_lease_duration"
+	if inner, _ := config[extra].(map[string]any); inner[lease] == nil {
+		setNested(config, []string{extra, lease}, nixlLeaseS)
+	}
+	return []string{
+		"VLLM_NIXL_SIDE_CHANNEL_HOST=" + s.host(),
+		"VLLM_NIXL_SIDE_CHANNEL_PORT=" + strconv.Itoa(s.Ports().SideChannel(0)),
+	}
 }
 
 // connector is vLLM's name of a transfer. Simulated engines have NIXL's.
@@ -122,6 +151,9 @@ func setNested(config map[string]any, path []string, value any) {
 func transferFault(err error) error {
 	return problem.New(problem.InvalidArgument, "engine.args.kv_transfer_config: %w", err)
 }
+
+// SideChannel is where NIXL engines meet, for the rank of its number in the unit.
+func (p Ports) SideChannel(rank int) int { return p.base + 3*p.size + rank }
 
 // Bootstrap is where decode engines ask for a prefill rank (mooncake, sglang).
 func (p Ports) Bootstrap(rank int) int { return p.base + 4*p.size + rank }

@@ -280,7 +280,7 @@ func putRoute(ctx context.Context, cfg *Config, info routeInfo) (err error) {
 		}
 		var req *http.Request
 		body := bytes.NewReader(mustMarshal(info))
-		req, err = http.NewRequestWithContext(ctx, http.MethodPut, url, body) //nolint:gosec // of its own group
+		req, err = http.NewRequestWithContext(ctx, http.MethodPut, url, body) //nolint:gosec // its group
 		if err != nil {
 			return err
 		}

@@ -30,6 +30,7 @@ func isBody(t testing.TB, want, got string, why ...any) {
 }
 
 func TestADeadPrefillEngine(t *testing.T) {
+	t.Parallel()
 	for name, isKnown := range map[string]bool{"known": true, "unknown": false} {
 		for policy, recompute := range map[string]bool{"fail": false, "recompute": true} {
 			t.Run(name+" "+policy, func(t *testing.T) {
@@ -245,6 +246,7 @@ func TestAClientThatLeavesReleasesTheLease(t *testing.T) {
 
 // Heartbeats flow from the arrival on if the engines have met, and not before.
 func TestHeartbeatsOfAWaitingLeg(t *testing.T) {
+	t.Parallel()
 	p, d := startPair(t, func(c *Config) { c.Transfer.Lease = 2 * time.Second })
 	prompt := words(1, 70)
 	_, _ = decode(t, d, words(2, 9), prefill(t, p, words(2, 9)), "")
@@ -273,6 +275,7 @@ func TestHeartbeatsOfAWaitingLeg(t *testing.T) {
 
 // One handshake at a time: a dead engine holds up the first contact with a good one, not with a known one.
 func TestHandshakesAreSerial(t *testing.T) {
+	t.Parallel()
 	p, d := startPair(t, func(c *Config) { c.Transfer.HandshakeMax = 2 * time.Second })
 	known, _ := startPair(t)
 	prompt := words(1, 40)
@@ -305,6 +308,7 @@ func TestAStreamedPrefillLegPinsBlocksForNobody(t *testing.T) {
 }
 
 func TestAPrefillEngineFullOfLeases(t *testing.T) {
+	t.Parallel()
 	p, _ := startPair(t, func(c *Config) { c.Model.Blocks = 64; c.Transfer.Lease = time.Second })
 	for i := range 2 {
 		prefill(t, p, words(i, 1000))
@@ -401,6 +405,7 @@ func TestPromptTokenIDsInParameters(t *testing.T) {
 }
 
 func TestTransferFaults(t *testing.T) {
+	t.Parallel()
 	p, d := startPair(t, func(c *Config) { c.Transfer.HandshakeMax = time.Second })
 	prompt := words(1, 46)
 	require.NoError(t, d.Fail(Fault{Mode: ModeTransferFail, Count: 1}))
