@@ -39,6 +39,12 @@ bench-policies: build ## routing policies side by side on simulated ranks, and w
 	go run ./test/bench -role policies -dpserve bin/dpserve -rounds 1 -policies "$(POLICIES)" -traffic "$(TRAFFIC)"
 	go run ./test/bench -role policy-cpu -dpserve bin/dpserve -policies "$(POLICIES)"
 
+# The first part takes about 10 minutes a round: POLICIES=apart TRAFFIC=documents make bench-pd takes part of it.
+.PHONY: bench-pd
+bench-pd: build ## prefill and decode apart against the same ranks together, and what a split request costs the gateway; Linux
+	go run ./test/bench -role pd -dpserve bin/dpserve -rounds 1 -policies "$(POLICIES)" -traffic "$(TRAFFIC)"
+	go run ./test/bench -role pd-cpu -dpserve bin/dpserve
+
 # TRACE is a file of Mooncake's format, agents or uniform; LOAD is the factor on its rate.
 .PHONY: bench-trace
 bench-trace: ## routing policies on a trace, on virtual time: TRACE=agents LOAD=1.1 POLICIES=lmetric-1 make bench-trace; Linux
@@ -48,11 +54,11 @@ bench-trace: ## routing policies on a trace, on virtual time: TRACE=agents LOAD=
 acceptance: ## rows of test/acceptance.md in real time, with real processes
 	DPSERVE_ACCEPTANCE=1 go test -count=1 -timeout 30m ./cmd/... ./test/...
 
-# Installs the CPU build of vLLM once, outside the repository (minutes, 6 GB); see docs/real-vllm.md.
+# Installs the CPU build of vLLM and NIXL once, outside the repository (minutes, 6 GB); see docs/real-vllm.md.
 .PHONY: test-vllm
-test-vllm: ## two real vLLM engines on the CPU: KV events, cache-aware routing, restarts
+test-vllm: ## real vLLM engines on the CPU: KV events, cache-aware routing, restarts; prefill/decode pairs under faults
 	test/vllm/install.sh
-	DPSERVE_VLLM=1 go test -count=1 -v -timeout 20m ./test/vllm
+	DPSERVE_VLLM=1 go test -count=1 -v -timeout 60m ./test/vllm
 
 .PHONY: clean
 clean: ## what build left behind

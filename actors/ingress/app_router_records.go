@@ -172,6 +172,19 @@ func (ar *appRouter) applyStatus(r *rank, rec *msg.Record) {
 		NoKVUsage: !s.HasKVUsage,
 		Capacity:  s.Capacity, BlockSize: s.BlockSize,
 	})
+	if r.hasStatus && s.LateReads > r.lateReads {
+		ar.reportLateReads(r)
+	}
+	r.hasStatus, r.lateReads = true, s.LateReads
+}
+
+// reportLateReads reports that prompts of a prefill rank were read after their lease: the caches of the decode
+// ranks that it served may hold wrong blocks. What was read before the first status is not news.
+func (ar *appRouter) reportLateReads(r *rank) {
+	name, pool := app.SplitPool(ar.name)
+	if p := ar.in.findPair(name); p != nil && pool == app.PoolPrefill {
+		p.proxy.PrefillAlarm(r.ref())
+	}
 }
 
 // updateCachingOff checks whether every ready rank runs without prefix caching, and tells the Router when

@@ -207,7 +207,7 @@ func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f 
 			p.metrics.Decision(d.Reason)
 			req.choice.Reason = d.Reason
 			switch {
-			case s.prompt.hasDirect && d.Reason == routing.ReasonRankUnavailable:
+			case s.prompt.hasDirect && p.prefill.readyRank(s.prompt.direct) == nil:
 				return nil, s.namedRankFailure(), false
 			case len(unmet) > 0:
 				d.Reason = routing.PairNotPrewarmed

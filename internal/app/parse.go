@@ -29,7 +29,7 @@ func Parse(base Application, file string, text []byte, rules ...Rule) (*File, []
 	root := d.load(text)
 	var drafts []*draft
 	for _, a := range d.read(root) {
-		pools := a.split()
+		pools := splitter{a}.split()
 		for _, p := range pools {
 			p.check(rules)
 		}

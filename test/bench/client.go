@@ -22,9 +22,10 @@ type client struct {
 	c      net.Conn
 	r      *bufio.Reader
 	req    []byte
-	tokens int    // chunks that req asks for
-	seen   []byte // the end of the stream so far
-	tag    []byte // part of req's prompt that do changes each time; nil = always the same prompt
+	tokens int     // chunks that req asks for
+	seen   []byte  // the end of the stream so far
+	tag    []byte  // part of req's prompt that do changes each time; nil = always the same prompt
+	before *client // sends its own request first, and reads the whole answer; nil = nothing comes first
 }
 
 // seenBytes is how much of a stream's end is kept: the first two chunks of a stream.
@@ -37,10 +38,14 @@ func payload(promptBytes, tokens int, pace time.Duration, stream, escaped bool) 
 		unit = `hello tok\n`
 	}
 	prompt := strings.Repeat(unit, promptBytes/len(unit)+1)[:promptBytes/len(unit)*len(unit)]
-	body := `{"model":"bench","messages":[{"role":"user","content":"` + prompt + `"}],"stream":` +
+	return post(`{"model":"bench","messages":[{"role":"user","content":"` + prompt + `"}],"stream":` +
 		strconv.FormatBool(stream) +
 		`,"max_tokens":` + strconv.Itoa(tokens) + `,"pace_us":` + strconv.FormatInt(pace.Microseconds(), 10) +
-		`}`
+		`}`)
+}
+
+// post is a whole HTTP request with that body.
+func post(body string) []byte {
 	return []byte("POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n" +
 		"Content-Length: " + strconv.Itoa(len(body)) + "\r\n\r\n" + body)
 }
@@ -73,6 +78,13 @@ func (c *client) nextPrompt() {
 	copy(c.tag, fmt.Sprintf("%0*x", tagBytes, promptNumber.Add(1)*0x9E3779B97F4A7C15))
 }
 
+func (c *client) close() {
+	if c.before != nil {
+		c.before.close()
+	}
+	_ = c.c.Close()
+}
+
 func dial(ctx context.Context, addr string, req []byte) (*client, error) {
 	c, err := (&net.Dialer{Timeout: 5 * time.Second}).DialContext(ctx, "tcp", addr)
 	if err != nil {
@@ -90,6 +102,11 @@ func (c *client) do() (first time.Duration, chunks int, err error) {
 		c.nextPrompt()
 	}
 	start := time.Now()
+	if c.before != nil {
+		if _, _, err := c.before.do(); err != nil {
+			return 0, 0, err
+		}
+	}
 	if err := c.c.SetDeadline(start.Add(60 * time.Second)); err != nil {
 		return 0, 0, err
 	}

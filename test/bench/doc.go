@@ -17,6 +17,14 @@
 //	go run ./test/bench -role policies -rounds 1 -traffic chat -policies lmetric-1,kv-tuned
 //	go run ./test/bench -role policy-cpu
 //
+// Role pd compares six simulated ranks that do everything with the same six when two of them compute the
+// prompts of the other four, at the same load: traffics for which that pays, and traffics for which it does
+// not. Role pd-cpu measures what a request of two legs costs the gateway beside one of one leg, with the
+// mocks of the first role.
+//
+//	go run ./test/bench -role pd -rounds 1 -traffic documents -policies apart
+//	go run ./test/bench -role pd-cpu
+//
 // Role trace plays a trace through the real Router against simulated engines on virtual time: what a policy
 // is worth on it, the same on every machine. A file is of Mooncake's format, or one of the Azure LLM
 // inference traces; without -trace the role lists the workloads that it generates. Flags with several values

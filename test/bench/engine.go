@@ -31,6 +31,16 @@ const (
 		`{"index":0,"message":{"role":"assistant","content":"hello","refusal":null},"logprobs":null,` +
 		`"finish_reason":"length","stop_reason":null}],` +
 		`"usage":{"prompt_tokens":8,"total_tokens":9,"completion_tokens":1}}`
+	prefillBody = `{"id":"chatcmpl-1","object":"chat.completion","created":1,"model":"bench","choices":[` +
+		`{"index":0,"message":{"role":"assistant","content":"h","refusal":null},"logprobs":null,` +
+		`"finish_reason":"length","stop_reason":null}],` +
+		`"usage":{"prompt_tokens":8,"total_tokens":9,"completion_tokens":1},` +
+		pullParams + `}`
+	pullParams = `"kv_transfer_params":{"do_remote_prefill":true,"do_remote_decode":false,` +
+		`"remote_block_ids":[[1,2]],"remote_engine_id":"6b0c1f0a-93a4-4a34-a1f3-40f5f1f0b6f2",` +
+		`"remote_request_id":"chatcmpl-bench-0123abcd","remote_host":"127.0.0.1","remote_port":15600,` +
+		`"tp_size":1,"dcp_size":1,"pp_size":1,"remote_num_tokens":8,"remote_blocks_expiry_time":null,` +
+		`"transfer_mode":"pull","remote_prefill_cached_tokens":0}`
 	modelsBody = `{"object":"list","data":[{"id":"bench","object":"model","created":1,"owned_by":"vllm",` +
 		`"root":"bench","parent":null,"max_model_len":1000000}]}`
 )
@@ -108,6 +118,8 @@ func (e *engineConn) answer(line string) error {
 		return e.plain(modelsBody, "application/json")
 	case strings.HasPrefix(line, "GET"):
 		return e.plain("", "text/plain")
+	case bytes.Contains(e.tail(), []byte(keepsBlocks)):
+		return e.plain(prefillBody, "application/json")
 	case bytes.Contains(e.tail(), []byte(`"stream":true`)):
 		return e.stream()
 	default:
@@ -115,8 +127,12 @@ func (e *engineConn) answer(line string) error {
 	}
 }
 
-// tail is where the client puts the fields the engine reads, so that a 400 KB prompt costs the mock nothing.
-func (e *engineConn) tail() []byte { return e.body[max(0, len(e.body)-256):] }
+// tail is where the client puts the fields the engine reads, and where a gateway adds its own, so that a 400
+// KB prompt costs the mock nothing.
+func (e *engineConn) tail() []byte { return e.body[max(0, len(e.body)-1024):] }
+
+// keepsBlocks is what a prefill leg says.
+const keepsBlocks = `"do_remote_decode":true`
 
 func (e *engineConn) field(name string) int {
 	_, after, ok := bytes.Cut(e.tail(), []byte(`"`+name+`":`))

@@ -18,8 +18,8 @@ import (
 
 func main() {
 	runtime.LockOSThread() // children die with this thread
-	role := flag.String("role", "bench", "bench | policies | policy-cpu | trace | engine | proxy "+
-		"(the last two are children of the others)")
+	role := flag.String("role", "bench", "bench | policies | policy-cpu | pd | pd-cpu | trace | engine | "+
+		"proxy (the last two are children of the others)")
 	listen := flag.String("listen", "", "address of a child")
 	engines := flag.String("engines", "", "engines of a proxy child")
 	bin := flag.String("dpserve", "bin/dpserve",
@@ -29,9 +29,10 @@ func main() {
 	only := flag.String("only", "", "run only the shapes whose name contains this")
 	var p policyFlags
 	flag.StringVar(&p.policies, "policies", "",
-		"policies, policy-cpu and trace: rows to run, with commas between; empty = all")
-	flag.StringVar(&p.traffic, "traffic", "", "policies: traffics to run, with commas between; empty = all")
-	flag.DurationVar(&p.duration, "duration", 30*time.Second, "policies: length of the measurement")
+		"policies, policy-cpu, pd and trace: rows to run, with commas between; empty = all")
+	flag.StringVar(&p.traffic, "traffic", "",
+		"policies and pd: traffics to run, with commas between; empty = all")
+	flag.DurationVar(&p.duration, "duration", 30*time.Second, "policies and pd: length of the measurement")
 	var t traceFlags
 	t.register(flag.CommandLine)
 	flag.Parse()
@@ -49,12 +50,17 @@ func main() {
 		err = runEngine(ctx, *listen)
 	case "proxy":
 		err = runReverseProxy(*listen, strings.Split(*engines, ","))
-	case "policies":
-		if len(t.loads.values) > 1 {
-			err = fmt.Errorf("%w: role policies takes one -load", errUsage)
-			break
+	case "policies", "pd":
+		switch {
+		case len(t.loads.values) > 1:
+			err = fmt.Errorf("%w: role %s takes one -load", errUsage, *role)
+		case *role == "pd":
+			err = p.comparePools(ctx, *bin, *rounds)
+		default:
+			err = p.compare(ctx, *bin, *rounds)
 		}
-		err = p.compare(ctx, *bin, *rounds)
+	case "pd-cpu":
+		err = pdCost(ctx, *bin, *rounds, *slice, *only)
 	case "policy-cpu":
 		err = p.cpu(ctx, *bin, *rounds, *slice, *only)
 	default:

@@ -72,7 +72,7 @@ func (l load) slice(ctx context.Context, t target, d time.Duration, rnd *rand.Ra
 	}
 	defer func() {
 		for _, c := range clients {
-			_ = c.c.Close()
+			c.close()
 		}
 	}()
 	cpu0, start := cpu(t.pids), time.Now()
@@ -94,13 +94,13 @@ func (l load) dial(ctx context.Context, t target) ([]*client, sample) {
 	var s sample
 	var out []*client
 	for i := range l.conns {
-		c, err := dial(ctx, t.addrs[i%len(t.addrs)], l.req)
+		c, err := t.dial(ctx, i, l.req)
 		if err != nil {
 			s.add(sample{errs: 1, err: err})
 			continue
 		}
 		if l.fresh {
-			c.req = bytes.Clone(l.req)
+			c.req = bytes.Clone(c.req)
 		}
 		out = append(out, c)
 	}
@@ -149,11 +149,11 @@ func (l load) bursts(ctx context.Context, t target, start time.Time, d time.Dura
 		time.Sleep(l.silence)
 		each(make([]*client, l.conns), func(i int, _ *client) (one sample) {
 			begun := time.Now()
-			c, err := dial(ctx, t.addrs[i%len(t.addrs)], l.req)
+			c, err := t.dial(ctx, i, l.req)
 			if err != nil {
 				return sample{errs: 1, err: err}
 			}
-			defer c.c.Close()
+			defer c.close()
 			dialled := time.Since(begun)
 			if one.one(c) {
 				one.first[0] += dialled

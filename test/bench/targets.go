@@ -23,6 +23,23 @@ type target struct {
 	name  string
 	addrs []string // connections are spread over them
 	pids  []int    // of the gateway; none for direct
+	admin string   // of dpserve
+	// where the client itself sends each request's prefill leg first; none = it has one leg
+	prefill []string
+}
+
+// dial opens connection number i.
+func (t *target) dial(ctx context.Context, i int, req []byte) (*client, error) {
+	c, err := dial(ctx, t.addrs[i%len(t.addrs)], req)
+	if err != nil || len(t.prefill) == 0 {
+		return c, err
+	}
+	if c.before, err = dial(ctx, t.prefill[i%len(t.prefill)], prefillLeg(req)); err != nil {
+		c.close()
+		return nil, err
+	}
+	c.req = withMember(req, pullParams)
+	return c, nil
 }
 
 // runReverseProxy is the baseline: net/http's ReverseProxy over all engines in turn. It reads the body whole
@@ -74,7 +91,7 @@ func startReverseProxy(ctx context.Context, self string, engines []string) (targ
 	if err != nil {
 		return target{}, err
 	}
-	return target{"Go ReverseProxy", []string{a}, []int{cmd.Process.Pid}}, nil
+	return target{name: "Go ReverseProxy", addrs: []string{a}, pids: []int{cmd.Process.Pid}}, nil
 }
 
 func startNginx(ctx context.Context, dir string, engines []string) (target, bool, error) {
@@ -105,7 +122,7 @@ http { access_log off; client_max_body_size 64m; client_body_buffer_size 1m;
 		return target{}, false, err
 	}
 	workers, err := nginxProcesses(ctx, cmd.Process.Pid)
-	return target{"nginx", []string{a}, workers}, true, err
+	return target{name: "nginx", addrs: []string{a}, pids: workers}, true, err
 }
 
 // nginxWorkers is what the configuration asks for; the mock engines and the client have the other cores.
@@ -158,12 +175,21 @@ func (n *node) deploy(ctx context.Context, yaml string) error {
 }
 
 func startDpserve(ctx context.Context, bin, dir string, engines []string, r routed) (target, error) {
+	var ranks strings.Builder
+	for _, e := range engines {
+		fmt.Fprintf(&ranks, "        - {url: \"http://%s\"}\n", e)
+	}
+	return startAttached(ctx, bin, dir, cmp.Or(r.name, filepath.Base(bin)), r.yaml(), ranks.String())
+}
+
+// startAttached starts a dpserve over engines that run. ranks are the lines of the list, keys further keys of
+// the application.
+func startAttached(ctx context.Context, bin, dir, name, keys, ranks string) (target, error) {
 	n, err := startNode(ctx, bin, dir)
 	if err != nil {
 		return target{}, err
 	}
-	var y strings.Builder
-	fmt.Fprintf(&y, `applications:
+	if err := n.deploy(ctx, fmt.Sprintf(`applications:
   - name: bench
     model: {id: bench}
     max_ongoing_requests: 1024
@@ -171,12 +197,8 @@ func startDpserve(ctx context.Context, bin, dir string, engines []string, r rout
       kind: attach
       family: vllm
       ranks:
-`, r.yaml())
-	for _, e := range engines {
-		fmt.Fprintf(&y, "        - {url: \"http://%s\"}\n", e)
-	}
-	if err := n.deploy(ctx, y.String()); err != nil {
+%s`, keys, ranks)); err != nil {
 		return target{}, err
 	}
-	return target{cmp.Or(r.name, filepath.Base(bin)), []string{n.http}, []int{n.cmd.Process.Pid}}, nil
+	return target{name: name, addrs: []string{n.http}, admin: n.admin, pids: []int{n.cmd.Process.Pid}}, nil
 }

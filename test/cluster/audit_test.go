@@ -82,6 +82,9 @@ func (c *cluster) committed(term uint64, cmd *state.Command, res state.Result, e
 	case cmd.PutApps != nil:
 		clear(c.audit.deaths) // failed units get another chance
 		c.audit.puts[cmd.PutApps] = c.now
+		c.together()
+	case cmd.DeleteApp != nil:
+		c.together()
 	case cmd.NodeLost != nil && !res.Unchanged:
 		c.nodeLost(c.canon.leaders[term], cmd.NodeLost)
 	}
@@ -113,6 +116,30 @@ func (c *cluster) grantCommitted(g *state.GrantGroup, res state.Result) {
 		}
 		if c.cfg.gentle && epoch > 1 {
 			c.violate("%s was started again, and nothing had happened to it", u.Unit)
+		}
+	}
+}
+
+// together: the two pools of an application come, change and go together.
+func (c *cluster) together() {
+	apps := c.canon.master.Apps
+	for _, name := range sorted(apps) {
+		owner, pool := app.SplitPool(name)
+		if pool == "" {
+			continue
+		}
+		other := app.PoolPrefill
+		if pool == other {
+			other = app.PoolDecode
+		}
+		a, b := apps[name], apps[app.PoolName(owner, other)]
+		switch {
+		case a.Deleting && b == nil: // its units ended first
+		case b == nil:
+			c.violate("%s is there without its other pool", name)
+		case a.Deleting != b.Deleting || a.Revision != b.Revision:
+			c.violate("%s is at revision %d, deleting %t, and its other pool at %d, %t", name, a.Revision,
+				a.Deleting, b.Revision, b.Deleting)
 		}
 	}
 }

@@ -45,6 +45,8 @@ type config struct {
 	gentle   bool   // nothing happens that may cost a restart
 	steady   bool   // nobody changes what is wanted
 	rush     bool   // thirty times the requests
+	pairs    bool   // the two applications are the pools of one, of pairs of ranks
+	swapped  bool   // with pairs: the prefill pool is the one whose ranks do not move together
 	only     string // the one kind of fault; "": all
 	mutant   mutant
 }

@@ -24,6 +24,7 @@ func draw(seed uint64, m mutant) config {
 		cfg.controls, cfg.full, cfg.workers = 3, s.IntN(2), 2+s.IntN(2)
 	}
 	cfg.steady = !cfg.gentle && s.IntN(6) == 0
+	cfg.pairs, cfg.swapped = s.IntN(3) == 0, s.IntN(2) == 0
 	return cfg
 }
 

@@ -26,9 +26,12 @@ type workload struct {
 	over      bool     // nobody changes anything any more
 }
 
-// shape is an application of the workload, as its clients last wanted it.
+// shape is an application of the workload, as its clients last wanted it. An application of pairs is its
+// prefill pool, with the decode pool as its partner: the clients change both at once.
 type shape struct {
 	name      string
+	pool      string // of an application of pairs
+	partner   *shape
 	coupling  app.Coupling
 	dp        int
 	groups    int
@@ -51,6 +54,9 @@ func newWorkload(c *cluster) *workload {
 			revisions: make([]uint64, clients),
 		})
 	}
+	if c.cfg.pairs {
+		w.pair(c.cfg.swapped)
+	}
 	for _, a := range w.apps {
 		c.after(nil, c.span(2*time.Second, 3*time.Second), func() { w.put(a, 0) })
 		for k := range clients {
@@ -60,27 +66,60 @@ func newWorkload(c *cluster) *workload {
 	if !c.cfg.gentle && !c.cfg.steady {
 		c.after(nil, c.span(6*time.Second, 10*time.Second), w.breaks)
 		brief := &shape{
-			name: "brief", coupling: app.Independent, dp: 1, groups: 1,
+			name: briefName, coupling: app.Independent, dp: 1, groups: 1,
 			strategy: app.StrategyPack,
+		}
+		if c.cfg.pairs {
+			other := *brief
+			brief.join(&other)
 		}
 		c.after(nil, c.span(4*time.Second, 10*time.Second), func() { w.passes(brief) })
 	}
 	return w
 }
 
+// pair makes the two applications the pools of one; swapped: the prefill pool is the independent one.
+func (w *workload) pair(swapped bool) {
+	prefill, decode := w.apps[0], w.apps[1]
+	if swapped {
+		prefill, decode = decode, prefill
+	}
+	prefill.name = pairName
+	prefill.join(decode)
+	w.apps = []*shape{prefill}
+}
+
+// join makes a the prefill pool and decode the decode pool of the application of a's name.
+func (a *shape) join(decode *shape) {
+	name := a.name
+	a.pool, decode.pool, a.partner = app.PoolPrefill, app.PoolDecode, decode
+	a.name, decode.name = app.PoolName(name, a.pool), app.PoolName(name, decode.pool)
+}
+
+// pairName is the application of pairs.
+const pairName = "pairs"
+
 // grace is what its streams get to end.
 func (a *shape) grace() float64 {
-	if a.name == string(app.Independent) {
+	if name, _ := app.SplitPool(a.name); a.coupling == app.Independent && name != briefName {
 		return stopGrace.Seconds()
 	}
 	return 1
 }
 
+// briefName is the application that is deleted and deployed all the time.
+const briefName = "brief"
+
 // spec is the application; value is what the register holds: something that starts nothing anew.
 func (a *shape) spec(value int) *app.Application {
+	name, _ := app.SplitPool(a.name)
+	var apart *app.Disaggregation
+	if a.pool != "" {
+		apart = &app.Disaggregation{Transfer: "nixl", Decide: "isl", Fallback: app.FallbackLocal}
+	}
 	return &app.Application{
-		Name: a.name, RoutePrefix: "/" + a.name, Model: app.Model{
-			ID:     a.name,
+		Name: a.name, Pool: a.pool, Disaggregation: apart, RoutePrefix: "/" + name, Model: app.Model{
+			ID:     name,
 			Source: "v" + strconv.Itoa(a.source),
 		}, Engine: app.Engine{Kind: app.KindVLLM},
 		DataParallel: app.DataParallel{DPSize: a.dp, Coupling: a.coupling}, NumReplicas: a.dp * a.groups,
@@ -90,23 +129,29 @@ func (a *shape) spec(value int) *app.Application {
 	}
 }
 
-// command deploys it.
+// command deploys it, with its partner.
 func (a *shape) command(value int, expect map[string]uint64) *state.PutApps {
-	return putOf(a.spec(value), expect)
+	if a.partner == nil {
+		return putOf(expect, a.spec(value))
+	}
+	return putOf(expect, a.spec(value), a.partner.spec(value))
 }
 
-func putOf(spec *app.Application, expect map[string]uint64) *state.PutApps {
-	raw, err := json.Marshal(spec)
-	if err != nil {
-		panic(err)
+// putOf deploys all pools of an application. Clients know a prefill pool neither by a model nor by a route.
+func putOf(expect map[string]uint64, pools ...*app.Application) *state.PutApps {
+	put := &state.PutApps{Expect: expect}
+	for _, spec := range pools {
+		raw, err := json.Marshal(spec)
+		if err != nil {
+			panic(err)
+		}
+		one := state.AppSpec{Name: spec.Name, Spec: raw}
+		if spec.Pool != app.PoolPrefill {
+			one.Names, one.Route = spec.Model.ServedNames(), spec.RoutePrefix
+		}
+		put.Apps = append(put.Apps, one)
 	}
-	return &state.PutApps{
-		Apps: []state.AppSpec{{
-			Name: spec.Name, Spec: raw, Names: spec.Model.ServedNames(),
-			Route: spec.RoutePrefix,
-		}},
-		Expect: expect,
-	}
+	return put
 }
 
 func readSpec(b []byte) *app.Application {
@@ -127,6 +172,9 @@ func (w *workload) client(a *shape, k int) {
 		w.read(a, k)
 	} else {
 		w.change(a)
+		if a.partner != nil {
+			w.change(a.partner)
+		}
 		w.put(a, k)
 	}
 	w.c.after(nil, w.c.span(time.Second, 5*time.Second), func() { w.client(a, k) })
@@ -330,7 +378,7 @@ func (w *workload) passes(a *shape) {
 		return
 	}
 	if have := w.c.canon.now().Apps[a.name]; have != nil && !have.Deleting {
-		w.admin(state.Command{DeleteApp: &state.DeleteApp{Name: a.name}}, nil)
+		w.admin(a.deletion(), nil)
 	} else if m := w.entry(); m != nil {
 		put := a.command(0, nil)
 		w.atLeader(m, func(l *shell, answer func(state.Result, error)) { l.deploy(put, answer) },
@@ -339,16 +387,30 @@ func (w *workload) passes(a *shape) {
 	w.c.after(nil, w.c.span(3*time.Second, 15*time.Second), func() { w.passes(a) })
 }
 
+// deletion ends an application: both pools of it, if it has two.
+func (a *shape) deletion() state.Command {
+	if a.partner == nil {
+		return state.Command{DeleteApp: &state.DeleteApp{Name: a.name}}
+	}
+	return state.Command{PutApps: &state.PutApps{End: []string{a.name, a.partner.name}}}
+}
+
 // redeploy gives every application another chance, as a person does who sees that one has failed.
 func (w *workload) redeploy(l *shell) {
 	apps := w.c.canon.now().Apps
 	for _, name := range sorted(apps) {
-		if apps[name].Deleting {
+		owner, pool := app.SplitPool(name)
+		if apps[name].Deleting || pool == app.PoolPrefill { // with its decode pool
 			continue
 		}
 		w.values++
-		spec := readSpec(apps[name].Spec)
-		spec.MaxQueuedRequests = w.values
-		l.deploy(putOf(spec, nil), func(state.Result, error) {})
+		pools := []*app.Application{readSpec(apps[name].Spec)}
+		if pool != "" {
+			pools = append(pools, readSpec(apps[app.PoolName(owner, app.PoolPrefill)].Spec))
+		}
+		for _, spec := range pools {
+			spec.MaxQueuedRequests = w.values
+		}
+		l.deploy(putOf(nil, pools...), func(state.Result, error) {})
 	}
 }

@@ -196,6 +196,7 @@ type Engine struct {
 
 	mu     sync.Mutex
 	killed bool
+	asked  bool // to end
 }
 
 var _ node.Process = (*Engine)(nil)
@@ -244,6 +245,9 @@ func (e *Engine) Exit() node.Exit { return e.exit }
 
 // Terminate implements node.Process.
 func (e *Engine) Terminate() {
+	e.mu.Lock()
+	e.asked = true
+	e.mu.Unlock()
 	select {
 	case e.signals <- syscall.SIGTERM:
 	default: // one is on its way
@@ -255,9 +259,16 @@ func (e *Engine) Kill() {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.alive() {
-		e.killed = true
+		e.killed, e.asked = true, true
 	}
 	e.cancel()
+}
+
+// EndedByItself reports whether the engine has ended although nobody had asked it to.
+func (e *Engine) EndedByItself() bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return !e.alive() && !e.asked
 }
 
 // Held implements node.Process.

