@@ -188,9 +188,11 @@ func (s *split) decide(last *result) (rk *rank, f *failure, wait bool) {
 
 // decideUnlike is decide with a prefill rank that is taken only if there is no other.
 func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f *failure, wait bool) {
-	req, p := s.req, s.pair
+	req, p, way := s.req, s.pair, s.way
+	var unmet []routing.RankID // decode ranks that have met no prefill rank
 	for {
 		req.excludeTried()
+		req.query.Tried = append(req.query.Tried, unmet...)
 		s.describePrefill(unlike)
 		req.query.ID = req.in.requestID()
 		p.decode.describeRequest(&req.query, &req.prompt)
@@ -204,8 +206,12 @@ func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f 
 		case d.Kind == routing.Reject:
 			p.metrics.Decision(d.Reason)
 			req.choice.Reason = d.Reason
-			if s.prompt.hasDirect && p.prefill.readyRank(s.prompt.direct) == nil {
+			switch {
+			case s.prompt.hasDirect && p.prefill.readyRank(s.prompt.direct) == nil:
 				return nil, s.namedRankFailure(), false
+			case len(unmet) > 0:
+				d.Reason = routing.PairNotPrewarmed
+				return nil, s.noPrefillFailure(), false
 			}
 			return nil, req.pickFailure(last), false
 		case !d.Remote && unlike != (routing.RankRef{}):
@@ -214,6 +220,12 @@ func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f 
 			continue
 		}
 		if rk, ok := s.takeChoice(); ok {
+			if d.Reason == routing.PairNotPrewarmed && p.failsWithoutPrefill() && !req.query.HasDirect {
+				req.attempt.rank = rk
+				req.undoPick()
+				s.way, unmet = way, append(unmet, d.Decode) // another one may have
+				continue
+			}
 			p.metrics.Decision(d.Reason)
 			p.decode.decisions.recordPair(req.id, req.attempts+1, p.rule, &req.prompt, &req.query, d)
 			if s.way == pdproxy.WayFallback && p.failsWithoutPrefill() {
