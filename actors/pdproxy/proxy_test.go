@@ -160,7 +160,8 @@ func TestPrewarms(t *testing.T) {
 		return b.table.HasMet(b.ranks[Prefill][0], b.ranks[Decode][0]) && b.met == 6
 	}), "the new incarnation has met")
 	b.do(func() {
-		assert.False(t, b.table.HasMet(b.ranks[Prefill][0], routing.RankRef{ID: routing.ID(0, 0), Incarnation: 1}))
+		old := routing.RankRef{ID: routing.ID(0, 0), Incarnation: 1}
+		assert.False(t, b.table.HasMet(b.ranks[Prefill][0], old))
 		b.ranks[Prefill] = nil
 	})
 	eventually(t, b.is(func() bool { return b.met == 0 && b.all == 0 }), "no pair is left")

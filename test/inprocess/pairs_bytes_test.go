@@ -59,7 +59,7 @@ func TestPD3ParametersPassByteForByte(t *testing.T) {
 			if i == 2 {
 				path = "/v1/completions"
 			}
-			r.engines.Forget()
+			r.forget()
 			a := r.askFor(t.Context(), path, whole)
 			r.right(a)
 			assert.Equal(t, "remote", a.Way)
@@ -104,7 +104,7 @@ func TestPD4RoomsNameTheRank(t *testing.T) {
 			rooms := map[uint64]bool{}
 			for i := range 400 {
 				p, d := i%4, i/4%2
-				r.engines.Forget()
+				r.forget()
 				a := r.ask(pairBody(fmt.Sprintf("guest %d", i), 2), "x-dpserve-rank", fmt.Sprintf("0/%d", d),
 					"x-dpserve-prefill-rank", fmt.Sprintf("0/%d", p))
 				r.right(a)
@@ -151,20 +151,22 @@ func TestPD4TurnsStayOnTheirPrefillRank(t *testing.T) {
 				r.addDecode(harness.PairDecode, 1)
 			}
 			r.serve("decide: always", "routing: {policy: scoring, params: {profile: locality}}")
+			homes := make([]string, 8)
 			for _, p := range r.prefill { // the sessions begin side by side
 				p.Do(func(*harness.PairLeg) bool { time.Sleep(time.Second); return false })
 			}
-			var mu sync.Mutex
-			var sessions sync.WaitGroup
-			for s := range 8 {
-				sessions.Go(func() {
-					home := r.playSession(s)
-					mu.Lock()
-					defer mu.Unlock()
-					seen[prefillFirst] = append(seen[prefillFirst], home)
-				})
+			var begin sync.WaitGroup
+			for s := range homes {
+				begin.Go(func() { homes[s] = r.playTurns(s, 0, 1) })
 			}
-			sessions.Wait()
+			begin.Wait()
+			for _, p := range r.prefill {
+				p.Do(nil)
+			}
+			for s := range homes {
+				assert.Equal(t, homes[s], r.playTurns(s, 1, 5), "session %d", s)
+			}
+			seen[prefillFirst] = homes
 			r.rest()
 			r.Delete("pd")
 			r.Until("pd is gone", gone(r.Cluster, "pd"))
@@ -175,17 +177,20 @@ func TestPD4TurnsStayOnTheirPrefillRank(t *testing.T) {
 	})
 }
 
-// playSession sends the turns of a conversation and returns the prefill rank of all of them.
-func (r *pairRig) playSession(number int) (home string) {
-	text := fmt.Sprintf("%s there was session %d. ", harness.PairMark, number)
-	for turn := range 5 {
-		text += strings.Repeat(fmt.Sprintf("turn %d of session %d goes on. ", turn, number), 40)
+// playTurns sends some turns of a conversation, and returns the prefill rank of all of them.
+func (r *pairRig) playTurns(session, from, to int) (home string) {
+	text := fmt.Sprintf("%s there was session %d. ", harness.PairMark, session)
+	for turn := range to {
+		text += strings.Repeat(fmt.Sprintf("turn %d of session %d goes on. ", turn, session), 40)
+		if turn < from {
+			continue
+		}
 		a := r.ask(harness.Chat("pd", text, 2, true))
 		r.right(a)
-		if turn == 0 {
+		if turn == from {
 			home = a.Prefill
 		}
-		assert.Equal(r.t, home, a.Prefill, "session %d, turn %d", number, turn)
+		assert.Equal(r.t, home, a.Prefill, "session %d, turn %d", session, turn)
 	}
 	return home
 }
@@ -264,7 +269,7 @@ func TestPD5SeveralAnswers(t *testing.T) {
 			require.Len(t, r.engines.Legs(""), 1, "one rank computes all three")
 			assert.Equal(t, harness.PairPlain, r.engines.Legs("")[0].Side)
 
-			r.engines.Forget()
+			r.forget()
 			prompts := []string{one("a"), one("b"), one("c")}
 			got = texts(`{"model":"pd","max_tokens":4,"prompt":[`+strings.Join(prompts, ",")+`]}`,
 				"/v1/completions")

@@ -45,8 +45,8 @@ func TestPD1PrefillFails(t *testing.T) {
 				})
 			}
 		}
-		bubble(t, transfer+" two resets", func(t *testing.T) { twoPrefillsDie(t, transfer) })
 	}
+	bubble(t, "two resets", func(t *testing.T) { twoPrefillsDie(t) })
 }
 
 // breakPrefills has all prefill engines answer 500; if isReset, the first one that is asked breaks the
@@ -68,9 +68,9 @@ func (r *pairRig) breakPrefills(isReset bool) {
 
 // twoPrefillsDie: a request whose connections to two engines broke may kill engines, as without pools. It is
 // not sent to a third one.
-func twoPrefillsDie(t *testing.T, transfer string) {
+func twoPrefillsDie(t *testing.T) {
 	t.Helper()
-	r := newPairRig(t, transfer, 3, 2, "decide: always")
+	r := newPairRig(t, "nixl", 3, 2, "decide: always")
 	r.Expect(harness.PairsFail, harness.RequestRefused)
 	for _, p := range r.prefill {
 		p.Do((*harness.PairLeg).Reset)
