@@ -2,6 +2,7 @@ package ingress
 
 import (
 	"context"
+	"fmt"
 	"hash/maphash"
 	"log/slog"
 	"strconv"
@@ -79,7 +80,7 @@ type pairAttempt struct {
 }
 
 // prepareSplit reads a request of an application with two pools.
-func (req *request) prepareSplit() *failure {
+func prepareSplit(req *request) *failure {
 	p := req.app.pair
 	if p == nil || !req.route.Generates() {
 		return nil
@@ -421,11 +422,12 @@ func (s *split) noPrefillFailure() *failure {
 func (s *split) namedRankFailure() *failure {
 	ar, id := s.pair.prefill, s.prompt.direct
 	if !ar.hasRank(id) {
-		return newFailure(openai.CodeInvalidRequest, "x-dpserve-prefill-rank: this application has no prefill "+
-			"rank "+id.String()+" (it has "+s.pair.prefillSpec.rankRange()+"); correct the header or leave it out")
+		return newFailure(openai.CodeInvalidRequest, fmt.Sprintf("x-dpserve-prefill-rank: this application "+
+			"has no prefill rank %s (it has %s); correct the header or leave it out", id,
+			s.pair.prefillSpec.rankRange()))
 	}
-	f := newFailure(openai.CodeNoReadyRank, "prefill rank "+id.String()+", which x-dpserve-prefill-rank names, "+
-		"cannot take the prompt now; try again later, or leave the header out").withRetryAfter(1)
+	f := newFailure(openai.CodeNoReadyRank, fmt.Sprintf("prefill rank %s, which x-dpserve-prefill-rank "+
+		"names, cannot take the prompt now; try again later, or leave the header out", id)).withRetryAfter(1)
 	f.cause = routing.ReasonRankUnavailable
 	return f
 }
