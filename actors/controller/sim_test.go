@@ -2,7 +2,6 @@ package controller
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
@@ -207,12 +206,9 @@ func (w *world) deploy(apps ...*app.Application) {
 	put := &state.PutApps{}
 	var names []string
 	for _, a := range apps {
-		spec, err := json.Marshal(a)
+		spec, err := encodeSpec(a)
 		require.NoError(w.t, err)
-		put.Apps = append(put.Apps, state.AppSpec{
-			Name: a.Name, Spec: spec, Names: a.Model.ServedNames(),
-			Route: a.RoutePrefix,
-		})
+		put.Apps = append(put.Apps, spec)
 		names = append(names, a.Name)
 	}
 	_, err := w.apply(state.Command{PutApps: put})

@@ -41,7 +41,12 @@ func simProfile(s *Spec, environ []string) (Launch, error) {
 		return Launch{}, err
 	}
 	argv = append(argv, events...)
-	flags, err := Flags(s.App.Engine.Args)
+	transfer, err := transferOf(s)
+	if err != nil {
+		return Launch{}, err
+	}
+	argv = append(argv, transfer.flags...)
+	flags, err := Flags(transfer.args)
 	if err != nil {
 		return Launch{}, err
 	}
@@ -49,6 +54,7 @@ func simProfile(s *Spec, environ []string) (Launch, error) {
 		"GOMAXPROCS=1", "GOGC=" + strconv.Itoa(simGOGC), // many engines share one machine
 		"VLLM_HTTP_TIMEOUT_KEEP_ALIVE=" + strconv.Itoa(KeepAliveS),
 	}
+	own = append(own, transfer.env...)
 	if s.GroupKey != "" && s.App.DataParallel.Coupling == app.Lockstep {
 		own = append(own, GroupKeyVar+"="+s.GroupKey)
 	}

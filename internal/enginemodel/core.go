@@ -25,12 +25,8 @@ type Core struct {
 	cfg     Config
 	pool    *blockPool
 	log     *blockLog
-	memory  *memory
-	leases  leases
 	waiting queue
 	running []*Request
-	loading []*Request // the KV of their prompts is on its way, or there (ready)
-	ready   int        // of loading
 	batch   []slice
 	effects []Effect
 	stats   Stats
@@ -42,11 +38,26 @@ type Core struct {
 	slow        float64
 	hung        bool
 	dead        bool
-	waveAsked   bool
-	inWave      bool
-	held        []Input // group inputs that came while hung: at most one begin and one end
-	peerLost    bool
 	failAt      time.Duration
+
+	wave
+	transfer
+}
+
+// wave is what a core knows of its lockstep group.
+type wave struct {
+	waveAsked bool
+	inWave    bool
+	held      []Input // group inputs that came while hung: at most one begin and one end
+	peerLost  bool
+}
+
+// transfer is what a core knows of blocks that other engines read or bring.
+type transfer struct {
+	memory  *memory
+	leases  leases
+	loading []*Request // the KV of their prompts is on its way, or there (ready)
+	ready   int        // of loading
 }
 
 // slice is one request's share of a step.
@@ -62,8 +73,8 @@ func New(cfg Config) (*Core, error) {
 	}
 	log := &blockLog{on: cfg.BlockEvents}
 	return &Core{
-		cfg: cfg, pool: newBlockPool(cfg.Blocks, log), log: log, memory: newMemory(&cfg),
-		leases: newLeases(cfg.Lease), slow: 1, failAt: Never,
+		cfg: cfg, pool: newBlockPool(cfg.Blocks, log), log: log, slow: 1, failAt: Never,
+		transfer: transfer{memory: newMemory(&cfg), leases: newLeases(cfg.Lease)},
 	}, nil
 }
 
@@ -213,7 +224,7 @@ func (c *Core) abort(r *Request) {
 }
 
 func (c *Core) remove(r *Request) {
-	switch r.state { //nolint:exhaustive // the others are in no list
+	switch r.state {
 	case stateWaiting:
 		c.waiting.remove(r)
 	case stateLoading:
@@ -395,7 +406,7 @@ func (c *Core) loaded(in *Input) {
 
 // lease applies what a reader of leased blocks says.
 func (c *Core) lease(now time.Duration, in *Input) {
-	switch in.Kind { //nolint:exhaustive // called for three kinds
+	switch in.Kind {
 	case InputLeaseExtend:
 		c.leases.extend(in.Name, now)
 	case InputLeaseTime:

@@ -82,18 +82,12 @@ type Effect struct {
 // Stats are counters since the start, and gauges.
 type Stats struct {
 	Running, Waiting int
-	Loading          int // of the waiting ones: their KV is on its way
-	Leases           int // ended requests whose blocks another engine may read
 	UsedBlocks       int
 	Blocks           int
 	Steps            uint64
 	StepTokens       int // of the step that ended last
 	PromptTokens     uint64
 	PromptCached     uint64 // of them in the prefix cache
-	PromptLoaded     uint64 // of them from another engine
-	LeasesOver       uint64 // that nobody had read
-	LateReads        uint64 // of blocks that were no longer leased
-	WrongAnswers     uint64 // requests whose first token rested on KV of other tokens
 	GeneratedTokens  uint64
 	Preemptions      uint64
 	CacheQueries     uint64 // tokens looked up in the prefix cache
@@ -101,6 +95,17 @@ type Stats struct {
 	Aborted          uint64 // by InputAbort
 	Rejected         [RejectTokens + 1]uint64
 	Finished         [finishReasons]uint64
+	TransferStats
+}
+
+// TransferStats are the part of Stats that concerns blocks of other engines.
+type TransferStats struct {
+	Loading      int    // of the waiting ones: their KV is on its way
+	Leases       int    // ended requests whose blocks another engine may read
+	PromptLoaded uint64 // of the prompt tokens: they came from another engine
+	LeasesOver   uint64 // that nobody had read
+	LateReads    uint64 // of blocks that were no longer leased
+	WrongAnswers uint64 // requests whose first token rested on KV of other tokens
 }
 
 // BlockEventKind is what happened to blocks of the prefix cache.

@@ -63,7 +63,7 @@ func (l *lab) send(rank int, in ...em.Input) {
 			l.died[rank] = l.now
 		case em.EffectFinished:
 			l.finish[e.Req] = l.now
-		case em.EffectToken, em.EffectRejected, em.EffectBlocks:
+		case em.EffectToken, em.EffectRejected, em.EffectBlocks, em.EffectLoad, em.EffectLeaseOver:
 		}
 	}
 	if len(words) > 0 {

@@ -88,7 +88,7 @@ func (m *memory) inspect(r *Request) {
 		if n < 1 || b.holds(uint32(n), r.kv.content.KVSum(i, n)) { //nolint:gosec // at least 1
 			continue
 		}
-		r.kv.wrong = max(1, mix(r.kv.wrong^b.Sum^mix(b.PromptSum+uint64(i)))) //nolint:gosec // not negative
+		r.kv.wrong = max(1, mix(r.kv.wrong^b.Sum^mix(b.PromptSum+uint64(i))))
 	}
 	if r.produced == 0 {
 		r.kv.content.Mislead(r.kv.wrong)

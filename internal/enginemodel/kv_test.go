@@ -60,6 +60,7 @@ func (s *station) do(in ...em.Input) {
 				}
 			case em.EffectLeaseOver:
 				s.over = append(s.over, e.Name)
+			default:
 			}
 		}
 		if len(in) > 0 {
@@ -250,10 +251,25 @@ func TestALoadThatNeverComes(t *testing.T) {
 	assert.Zero(t, d.core.Stats().UsedBlocks)
 }
 
+// Blocks that were loaded enter the prefix cache, and observers hear of them as of computed ones.
+func TestLoadedBlocksAreTold(t *testing.T) {
+	p, _ := pair(t, 16)
+	cfg := movable(16)
+	cfg.BlockEvents = true
+	core := newCore(t, cfg)
+	prompt := numbered(0, 10, 0)
+	blocks := p.prefill(prompt, "a")
+	r := request(prompt, 1, "")
+	r.Remote = true
+	_, _ = core.Step(0, add(r))
+	got, _ := steps(core, 0, []em.Input{pull(t, p.core, blocks)(r)})
+	assert.Equal(t, [][]em.BlockEvent{{{Kind: em.BlocksStored, Req: r, First: 0, Count: 2}}}, got)
+}
+
 // Loaded requests need no memory, so they run although the first one in the queue has not enough.
 func TestLoadedRequestsDoNotWaitBehindTheQueue(t *testing.T) {
-	p, d := pair(t, 16)
-	d = &station{core: newCore(t, movable(16))}
+	p, _ := pair(t, 16)
+	d := &station{core: newCore(t, movable(16))}
 	prompt := numbered(0, 40, 0)
 	blocks := p.prefill(prompt, "a")
 	r := request(prompt, 2, "")

@@ -122,7 +122,7 @@ func (s *Server) failFor(f Fault) error {
 
 // undo ends a mode of failFor.
 func (s *Server) undo(m Mode) error {
-	switch m { //nolint:exhaustive // called for the modes of failFor
+	switch m {
 	case ModeRefuse:
 		s.http.SetKeepAlivesEnabled(true)
 		return s.gate.admit()

@@ -279,7 +279,8 @@ func putRoute(ctx context.Context, cfg *Config, info routeInfo) (err error) {
 			}
 		}
 		var req *http.Request
-		req, err = http.NewRequestWithContext(ctx, http.MethodPut, url, bytes.NewReader(mustMarshal(info)))
+		body := bytes.NewReader(mustMarshal(info))
+		req, err = http.NewRequestWithContext(ctx, http.MethodPut, url, body) //nolint:gosec // its group
 		if err != nil {
 			return err
 		}

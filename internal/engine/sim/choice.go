@@ -31,13 +31,7 @@ type choice struct {
 	ended    atomic.Uint32
 	rejected atomic.Bool
 	cached   atomic.Int32
-	wrong    atomic.Uint64 // what the KV under the answer got wrong; known with the first token
-
-	load  *load   // nil = the prompt is computed here
-	offer string  // the key under which the blocks of the ended sequence wait for their reader; "" = none
-	kept  []int32 // these blocks; written before the end is
-
-	isSettled bool // wrong was heeded
+	choiceKV
 
 	gen        *em.Generator
 	textTokens int // tokens that have text; the ones behind (end of sequence, stop token) have none
@@ -50,6 +44,16 @@ type choice struct {
 	sentChars  int
 	finished   bool
 	frame      [2][]byte // of an event that carries text and nothing else: what stands around the text
+}
+
+// choiceKV is the part of a choice that concerns blocks of other engines.
+type choiceKV struct {
+	load  *load   // nil = the prompt is computed here
+	offer string  // the key under which the blocks of the ended sequence wait for their reader; "" = none
+	kept  []int32 // these blocks; written before the end is
+
+	wrong     atomic.Uint64 // what the KV under the answer got wrong; known with the first token
+	isSettled bool          // wrong was heeded
 }
 
 // newCall lays out the sequences of a checked plan.

@@ -18,7 +18,7 @@ import (
 // unchanged.
 func ParseFlags(args []string) (Config, []string, error) {
 	p := &flagParser{cfg: Default(), rpcHost: defaultHost, dpRank: -1}
-	p.cfg.Port = defaultPort
+	p.cfg.Port, p.cfg.Transfer.BootstrapPort = defaultPort, defaultBootstrap
 	p.cfg.PromptTokensDetails = false
 	var ignored []string
 	for len(args) > 0 {

@@ -38,6 +38,7 @@ var textDecides = map[string]string{
 	"http/cmpl_stream_stop":          "stop strings meet other words",
 	"http/chat_stream_stop_eos":      "stop strings meet other words",
 	"http/chat_stream_stop_token_id": "stop tokens are other ids",
+	"pd/p_leg_stop":                  "stop strings meet other words",
 }
 
 // mayDiffer are the values that a made-up model cannot share with the captured one, by the last key of their
@@ -50,12 +51,15 @@ var mayDiffer = map[string]string{
 	"decoded_token": "words", "token_logprobs": "made up", "text_offset": "words", "top_logprobs": "words",
 	"token_ids": "tokenizer", "prompt_token_ids": "tokenizer", "count": "tokenizer", "prompt": "words",
 	"message": "wording", "root": "model folder", "prompt_logprobs": "tokenizer",
+	"created_cache_tokens": "order of play", "remote_engine_id": "random", "remote_request_id": "random",
+	"remote_port": "any free one", "remote_block_ids": "order of play", "remote_num_tokens": "tokenizer",
+	"remote_prefill_cached_tokens": "order of play",
 }
 
 // lengthMayDiffer are lists and maps whose size depends on the tokenizer or on a clash of token texts.
 var lengthMayDiffer = map[string]bool{
 	"token_ids": true, "prompt_token_ids": true, "tokens": true, "token_strs": true, "bytes": true,
-	"prompt_logprobs": true, "top_logprobs": true,
+	"prompt_logprobs": true, "top_logprobs": true, "remote_block_ids": true,
 }
 
 // headersAside are not compared: transport and time.

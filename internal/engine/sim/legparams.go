@@ -66,14 +66,12 @@ func (p *legParams) promptIDs(f *fields) []uint32 {
 	if !p.wantsBlocks() || !p.isTrue("prompt_token_ids") {
 		return nil
 	}
-	inner := fields{members: map[string]json.RawMessage{"prompt": p.members["prompt_token_ids"]}}
-	got := inner.prompts()
-	f.adopt(&inner)
-	if len(got) != 1 || !got[0].fromIDs {
+	got, ok := f.prompt(p.members["prompt_token_ids"])
+	if !ok || !got.fromIDs {
 		f.refuse("kv_transfer_params.prompt_token_ids", "want a list of token ids")
 		return nil
 	}
-	return got[0].ids
+	return got.ids
 }
 
 // What NIXL's scheduler and workers need of a decode leg's parameters.

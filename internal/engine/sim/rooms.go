@@ -54,8 +54,8 @@ const (
 	msgNoKV = "Decode transfer failed for request: Failed to get kvcache from prefill instance, " +
 		"it might be dead"
 	msgNoDecode  = "Prefill bootstrap failed for request: timed out"
-	msgOtherRank = "follow_bootstrap_room conflict: dispatched to dp_rank %d, but room %d is of dp_rank %d. " +
-		"Set SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK=1"
+	msgOtherRank = "follow_bootstrap_room conflict: dispatched to dp_rank %d, but room %d is of " +
+		"dp_rank %d. Set SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK=1"
 	fakeBootstrap = "2.2.2.2" // bootstrap_host of health checks: nothing is moved
 )
 

@@ -121,13 +121,14 @@ func (s *sideServer) serve(c net.Conn) {
 
 // answer is what a question gets; nil = none. The lease that it names ends when the answer was written.
 func (s *sideServer) answer(m *sideMessage, gone <-chan struct{}) *sideMessage {
-	if m.Op != sideMeet && m.Engine != s.ex.id {
+	isNamed := m.Op != sideMeet && s.ex.cfg.Transfer.Connector != ConnectorSGLang // whose rooms are enough
+	if isNamed && m.Engine != s.ex.id {
 		return &sideMessage{Error: sideOtherEngine, Engine: s.ex.id}
 	}
 	switch m.Op {
 	case sideMeet:
 		if s.ex.faults.hit(ModeTransferMeet) != nil {
-			s.wait(gone, nil)
+			s.outlast(gone)
 			return nil
 		}
 		return &sideMessage{Engine: s.ex.id, Compat: s.ex.cfg.compat()}
@@ -143,15 +144,12 @@ func (s *sideServer) answer(m *sideMessage, gone <-chan struct{}) *sideMessage {
 	return nil
 }
 
-// wait waits for a channel; false = the connection or the server ended before.
-func (s *sideServer) wait(gone, until <-chan struct{}) bool {
+// outlast waits for the end of the connection or of the server.
+func (s *sideServer) outlast(gone <-chan struct{}) {
 	select {
-	case <-until:
-		return true
 	case <-gone:
 	case <-s.quit:
 	}
-	return false
 }
 
 // send gives what the blocks hold at the end of the transfer, whoever owns them by then.
@@ -199,13 +197,13 @@ func (s *sideServer) push(m *sideMessage, gone <-chan struct{}) *sideMessage {
 	case <-s.quit:
 		return nil
 	case <-forget.C:
-		s.wait(gone, nil) // the registration is forgotten, and the decode engine is not told
+		s.outlast(gone) // the registration is forgotten, and the decode engine is not told
 		return nil
 	}
 	lease, blocks := s.ex.offers.take(m.Request)
 	switch {
 	case lease == "": // its lease ended first
-		s.wait(gone, nil)
+		s.outlast(gone)
 		return nil
 	case m.Count > len(blocks):
 		return &sideMessage{Error: sideTooFewBlocks}

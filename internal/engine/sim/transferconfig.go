@@ -179,13 +179,14 @@ func (k *KVTransfer) isNixl() bool {
 
 // lease is how long the blocks of an ended prefill leg are kept.
 func (k *KVTransfer) lease() time.Duration {
-	switch {
-	case k.Connector == ConnectorMooncake:
+	switch k.Connector {
+	case ConnectorMooncake:
 		return mooncakeLease
-	case k.Connector == ConnectorSGLang:
+	case ConnectorSGLang:
 		return sglangWait
+	default:
+		return cmp.Or(k.Lease, em.DefaultLease)
 	}
-	return cmp.Or(k.Lease, em.DefaultLease)
 }
 
 // hasBootstrap reports whether this process runs a bootstrap server: prefill engines do, decode engines ask.

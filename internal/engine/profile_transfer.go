@@ -1,0 +1,177 @@
+package engine
+
+import (
+	"encoding/json"
+	"fmt"
+	"maps"
+	"net"
+	"net/url"
+	"strconv"
+	"strings"
+
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// transferFlag is vLLM's flag with the settings of a connector. dpserve writes it for the ranks of a pool.
+const transferFlag = "kv-transfer-config"
+
+// bootstrapVar is the environment variable with the port of Mooncake's bootstrap server.
+const bootstrapVar = "VLLM_MOONCAKE_BOOTSTRAP_PORT"
+
+// transferLaunch is what the engine of a pool's rank gets for its transfers. args are the arguments of the
+// file without those that are part of flags now.
+type transferLaunch struct {
+	flags, env []string
+	args       app.Args
+}
+
+// transferOf renders the transfer of a rank: nothing for a rank that belongs to no pool.
+func transferOf(s *Spec) (t transferLaunch, err error) {
+	t.args = s.App.Engine.Args
+	d := s.App.Disaggregation
+	if s.App.Pool == "" || d == nil {
+		return t, nil
+	}
+	isPrefill := s.App.Pool == app.PoolPrefill
+	if d.Transfer == app.TransferSGLang {
+		t.flags = []string{"--disaggregation-mode", s.App.Pool}
+		if isPrefill {
+			port := strconv.Itoa(s.Ports().Bootstrap(0)) // the server of rank 0 serves all ranks of a group
+			t.flags = append(t.flags, "--disaggregation-bootstrap-port", port)
+		}
+		return t, nil
+	}
+	config, rest, err := transferConfig(s.App.Engine.Args)
+	if err != nil {
+		return t, err
+	}
+	role := "kv_consumer"
+	if isPrefill {
+		role = "kv_producer"
+	} else if config["kv_load_failure_policy"] == nil {
+		config["kv_load_failure_policy"] = failurePolicy(s.App)
+	}
+	config["kv_connector"], config["kv_role"] = connector(d.Transfer), role
+	if s.App.Engine.Kind == app.KindVLLM && d.Transfer != app.TransferMooncake {
+		t.env = nixlSettings(s, config)
+	}
+	b, err := json.Marshal(config)
+	if err != nil {
+		return t, transferFault(err)
+	}
+	t.flags, t.args = []string{"--" + transferFlag, string(b)}, rest
+	if d.Transfer == app.TransferMooncake && isPrefill {
+		t.env = []string{bootstrapVar + "=" + strconv.Itoa(s.Ports().Bootstrap(s.Index()))}
+	}
+	return t, nil
+}
+
+// failurePolicy is what a decode engine does when blocks do not come. vLLM computes the prompt itself where
+// the application allows it. The simulated engine fails, so that dpserve's own way is seen and counted.
+func failurePolicy(a *app.Application) string {
+	if a.Engine.Kind == app.KindVLLM && a.Disaggregation.Fallback != app.FallbackFail {
+		return "recompute"
+	}
+	return "fail"
+}
+
+// nixlLeaseS is kv_lease_duration of launched vLLM engines in seconds. The first handshake of two engines can
+// take 30 s on a busy machine, and no heartbeat flows before its end.
+const nixlLeaseS = 120
+
+// nixlSettings completes config for a real engine and returns its environment. The engine adds its rank to
+// the port. The simulated engine takes any free port instead, and its handshakes are quick.
+func nixlSettings(s *Spec, config map[string]any) []string {
+	const extra, lease = "kv_connector_extra_config", "kv_lease_duration"
+	if inner, _ := config[extra].(map[string]any); inner[lease] == nil {
+		setNested(config, []string{extra, lease}, nixlLeaseS)
+	}
+	return []string{
+		"VLLM_NIXL_SIDE_CHANNEL_HOST=" + s.host(),
+		"VLLM_NIXL_SIDE_CHANNEL_PORT=" + strconv.Itoa(s.Ports().SideChannel(0)),
+	}
+}
+
+// connector is vLLM's name of a transfer. Simulated engines have NIXL's.
+func connector(transfer string) string {
+	switch transfer {
+	case app.TransferNIXLPush:
+		return "NixlPushConnector"
+	case app.TransferMooncake:
+		return "MooncakeConnector"
+	default:
+		return "NixlConnector"
+	}
+}
+
+// transferConfig takes the settings of the transfer out of engine.args: a map, its JSON, or single settings
+// behind dots.
+func transferConfig(args app.Args) (config map[string]any, rest app.Args, err error) {
+	config = map[string]any{}
+	for _, a := range args {
+		name, _, isSingle := strings.Cut(flagName(a.Name), ".")
+		if name != transferFlag {
+			rest = append(rest, a)
+			continue
+		}
+		if isSingle {
+			_, path, _ := strings.Cut(a.Name, ".") // the engine's own spelling
+			setNested(config, strings.Split(path, "."), a.Value)
+			continue
+		}
+		switch v := a.Value.(type) {
+		case map[string]any:
+			maps.Copy(config, v)
+		case string:
+			err = json.Unmarshal([]byte(v), &config)
+		default:
+			err = fmt.Errorf("want a map, found %v", v)
+		}
+		if err != nil {
+			return nil, nil, transferFault(err)
+		}
+	}
+	return config, rest, nil
+}
+
+// setNested sets a value, whose place is path, in a copy of the maps on its way.
+func setNested(config map[string]any, path []string, value any) {
+	if len(path) == 1 {
+		config[path[0]] = value
+		return
+	}
+	old, _ := config[path[0]].(map[string]any)
+	inner := map[string]any{}
+	maps.Copy(inner, old)
+	setNested(inner, path[1:], value)
+	config[path[0]] = inner
+}
+
+func transferFault(err error) error {
+	return problem.New(problem.InvalidArgument, "engine.args.kv_transfer_config: %w", err)
+}
+
+// SideChannel is where NIXL engines meet, for the rank of its number in the unit.
+func (p Ports) SideChannel(rank int) int { return p.base + 3*p.size + rank }
+
+// Bootstrap is where decode engines ask for a prefill rank (mooncake, sglang).
+func (p Ports) Bootstrap(rank int) int { return p.base + 4*p.size + rank }
+
+// LaunchedBootstrap is the URL of the bootstrap server by which decode engines find a launched prefill
+// engine. engineURL is where the rank of that number answers; with sglang it is rank 0 of its group, which
+// serves for all. "" if the transfer of a has no such server, or engineURL is none.
+func LaunchedBootstrap(a *app.Application, rank int, engineURL string) string {
+	d := a.Disaggregation
+	u, err := url.Parse(engineURL)
+	if err != nil || d == nil || d.Transfer != app.TransferMooncake && d.Transfer != app.TransferSGLang {
+		return ""
+	}
+	port, err := strconv.Atoi(u.Port())
+	if err != nil {
+		return ""
+	}
+	s := &Spec{App: a, Rank: rank}
+	s.Base = port - s.Index()
+	return "http://" + net.JoinHostPort(u.Hostname(), strconv.Itoa(s.Ports().Bootstrap(s.Index())))
+}
