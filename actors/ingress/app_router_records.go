@@ -167,11 +167,23 @@ func (ar *appRouter) tokensPerBlock() int {
 func (ar *appRouter) applyStatus(r *rank, rec *msg.Record) {
 	s := &rec.Status
 	ar.setBlockSize(r, s.BlockSize, false)
+	ar.noteLateReads(r, s.LateReads)
 	ar.observe(routing.Event{
 		Kind: routing.EvStatus, Rank: r.ID, Incarnation: r.Incarnation, Seq: rec.Seq, KVUsage: s.KVUsage,
 		NoKVUsage: !s.HasKVUsage,
 		Capacity:  s.Capacity, BlockSize: s.BlockSize,
 	})
+}
+
+// noteLateReads raises the alarm if a prefill engine has heard of more blocks after the end of their leases
+// than before: a decode rank may have read blocks of another prompt.
+func (ar *appRouter) noteLateReads(r *rank, n int64) {
+	isMore := r.hasLateReads && n > r.lateReads
+	r.lateReads, r.hasLateReads = n, true
+	name, pool := app.SplitPool(ar.name)
+	if p := ar.in.findPair(name); isMore && pool == app.PoolPrefill && p != nil {
+		p.proxy.PrefillAlarm(r.ref())
+	}
 }
 
 // updateCachingOff checks whether every ready rank runs without prefix caching, and tells the Router when

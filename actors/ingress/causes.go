@@ -107,8 +107,11 @@ var causePolicies = [...]causePolicy{
 	causeFirstToken: {name: "first_token_timeout", retry: true, trip: true, done: msg.FailedOutcome},
 	causeMalformed:  {name: "malformed_answer", retry: true, trip: true, done: msg.FailedOutcome},
 
-	causeTooLate:    {name: "params_late", retry: true, free: true, done: msg.Cancelled},
-	causeNotResent:  {name: "not_resent", retry: true, free: true, done: msg.Cancelled},
+	causeTooLate: {name: "params_late", retry: true, free: true, done: msg.Cancelled},
+	causeNotResent: {
+		name: "not_resent", retry: true, free: true, death: true, probe: true,
+		done: msg.FailedOutcome,
+	},
 	causeStoodStill: {name: "stood_still", retry: true, free: true, done: msg.Cancelled},
 
 	causeUpstreamLost: {name: "upstream_lost", trip: true, probe: true, done: msg.FailedOutcome},

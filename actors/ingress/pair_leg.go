@@ -328,7 +328,8 @@ func (s legRunner) prefillEvent(l *pairLeg, res *result) (kind pdproxy.EventKind
 }
 
 // failedEvent is what the flight is told of a leg that failed before its first byte. A node that cannot be
-// reached may have passed the request on, so that is no failed dial.
+// reached may have passed the request on, so that is no failed dial. Nor is an idle connection that the
+// engine has closed: it may have ended with the request.
 func failedEvent(res *result) pdproxy.EventKind {
 	switch res.cause {
 	case causeRefused:
@@ -337,7 +338,7 @@ func failedEvent(res *result) pdproxy.EventKind {
 		return pdproxy.EvTooLate
 	case causeUnitLost:
 		return pdproxy.EvFenced
-	case causeReset, causeEngineDead:
+	case causeReset, causeNotResent, causeEngineDead:
 		return pdproxy.EvCut
 	case causeEngineBusy:
 		return pdproxy.EvBusy

@@ -29,9 +29,9 @@ type pdEngine struct {
 
 	mu     sync.Mutex
 	n      int
-	calls  []pdCall                                                 // without those of prewarming
+	calls  []pdCall                                                    // without those of prewarming
 	answer func(w http.ResponseWriter, r *http.Request, c pdCall) bool // true: it has answered
-	isMute bool                                                     // it does not prewarm
+	isMute bool                                                        // it does not prewarm
 }
 
 // pdCall is a request that an engine got.

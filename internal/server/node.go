@@ -370,7 +370,7 @@ func (n *Node) buildServers(t *timers) error {
 	if n.hasRole(state.RoleIngress) {
 		cfg := ingress.Config{
 			Node: n.cfg.NodeID, Version: n.cfg.Version, Store: n.store, Feed: n.hub, Metrics: n.metrics,
-			Log: n.log, Timers: t.ingress, Seed: randomUint64(),
+			Log: n.log, Timers: t.ingress, Seed: randomUint64(), Actors: n.system,
 			Dial: n.cfg.dialer(), Serves: n.node.Serves(),
 			Limits: ingress.Limits{MaxBody: int64(n.cfg.MaxBody) << 20},
 		}

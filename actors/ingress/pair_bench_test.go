@@ -1,0 +1,101 @@
+package ingress
+
+import (
+	"bytes"
+	"context"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/telemetry"
+	"github.com/dpserve/dpserve/routing"
+)
+
+// benchPairEngine is an engine for both sides, as cheap as benchEngine.
+func benchPairEngine(b *testing.B) string {
+	b.Helper()
+	l, err := (&net.ListenConfig{}).Listen(context.Background(), "tcp", "127.0.0.1:0")
+	require.NoError(b, err)
+	prefill := (&pdEngine{name: "p"}).prefillAnswer(1)
+	srv := &http.Server{
+		ReadHeaderTimeout: time.Minute,
+		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			body, _ := io.ReadAll(r.Body)
+			w.Header().Set("Content-Type", "application/json")
+			if bytes.Contains(body, []byte(`"do_remote_decode":true`)) {
+				_, _ = io.WriteString(w, prefill)
+				return
+			}
+			_, _ = io.WriteString(w, wholeAnswer)
+		}),
+	}
+	go func() { _ = srv.Serve(l) }()
+	b.Cleanup(func() { _ = srv.Close() })
+	return "http://" + l.Addr().String()
+}
+
+// benchPair is an ingress with a prefill rank and a decode rank that have met.
+func benchPair(b *testing.B, engine string) string {
+	b.Helper()
+	s, f := newStore(), &feed{}
+	for _, pool := range []string{app.PoolPrefill, app.PoolDecode} {
+		a := demoApp()
+		a.Name, a.Pool = app.PoolName("demo", pool), pool
+		a.Routing = app.Routing{Policy: "power-of-two", Preset: "documented"}
+		a.Disaggregation = &app.Disaggregation{Transfer: app.TransferSim, Decide: app.DecideAlways}
+		f.replicas = append(f.replicas, &replica{
+			feed: f, app: a.Name, unit: a.Name + "/0/0", url: engine, max: 1024, owned: true, epoch: 1,
+			incarnation: uint64(7 + len(pool)), accepting: true, stopped: make(chan struct{}),
+			open: map[uint64]msg.Admit{},
+		})
+		deploy(b, s, a, 1)
+	}
+	in, err := New(Config{
+		Node: "n1", Store: s, Feed: f, Metrics: telemetry.New(), Log: slog.New(slog.DiscardHandler), Seed: 1,
+	})
+	require.NoError(b, err)
+	addr, err := in.Listen(context.Background(), "127.0.0.1:0")
+	require.NoError(b, err)
+	go func() { _ = in.Serve() }()
+	b.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+		defer cancel()
+		_ = in.Close(ctx)
+	})
+	in.findPair("demo").router.Update(func(t *routing.PairTable) {
+		t.SetMet(f.replicas[0].ref(), f.replicas[1].ref())
+	})
+	return "http://" + addr.String()
+}
+
+// BenchmarkSplitRequest compares CPU per request: of a request over a prefill rank and a decode rank, and of
+// a plain one, on the same engines in one run. The engines' own cost is in both.
+func BenchmarkSplitRequest(b *testing.B) {
+	const conc = 8
+	engine := benchPairEngine(b)
+	targets := []string{engine, benchIngress(b, engine), benchPair(b, engine)}
+	var total [3]time.Duration
+	n := max(b.N, conc) / 2
+	for _, t := range targets {
+		load(b, t, chatBody, conc, conc) // warm
+	}
+	b.ResetTimer()
+	for range 2 {
+		for i, t := range targets {
+			total[i] += load(b, t, chatBody, max(n, conc), conc)
+		}
+	}
+	us := func(d time.Duration) float64 { return float64(d.Nanoseconds()) / 2000 }
+	b.ReportMetric(us(total[0]), "us-direct")
+	b.ReportMetric(us(total[1]), "us-plain")
+	b.ReportMetric(us(total[2]), "us-split")
+	b.ReportMetric(us(total[2])/us(total[1]), "ratio")
+	b.ReportMetric((us(total[2])-2*us(total[0]))/(us(total[1])-us(total[0])), "ratio-own")
+}
