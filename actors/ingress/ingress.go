@@ -134,7 +134,7 @@ func New(c Config) (*Ingress, error) {
 		},
 		lifeCycle: lifeCycle{followDone: make(chan struct{})},
 	}
-	in.pairs.actors = c.Actors
+	in.pairs.actors, in.pairs.bootstrap = c.Actors, newBootstrapClient(c.Dial)
 	in.nextID.Store(mix(c.Seed))
 	in.requestPool.New = func() any { return newRequest(in) }
 	in.memory.limit, in.memory.read, in.memory.log, in.memory.base = memoryLimit(), readMemory, in.log,

@@ -2,6 +2,7 @@ package ingress
 
 import (
 	"log/slog"
+	"net/http"
 	"slices"
 	"strconv"
 	"sync"
@@ -41,10 +42,11 @@ type pairLife struct {
 
 // pairSystem starts the proxies of an ingress.
 type pairSystem struct {
-	mu       sync.Mutex
-	actors   *actor.ActorSystem // of the node; or an own one, if the node has given none
-	isOwn    bool
-	requests sync.Pool // *split
+	mu        sync.Mutex
+	actors    *actor.ActorSystem // of the node; or an own one, if the node has given none
+	isOwn     bool
+	requests  sync.Pool // *split
+	bootstrap *http.Client
 }
 
 // system is the actor system of the proxies.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"slices"
 	"sync/atomic"
 
 	"github.com/dpserve/dpserve/actors/pdproxy"
@@ -32,12 +33,19 @@ func (p *pairApp) pool(s pdproxy.Side) *appRouter {
 	return p.decode
 }
 
-// Ranks implements pdproxy.Backend.
+// Ranks implements pdproxy.Backend. Where engines of pairs take no plain requests, ranks of role both are no
+// part of a pair: their engines know nothing of transfers.
 func (b *pairBackend) Ranks(dst []routing.RankRef, s pdproxy.Side) []routing.RankRef {
-	n := len(dst)
-	dst = b.current.Load().pool(s).liveRefs(dst)
-	if s == pdproxy.Prefill {
+	p, n := b.current.Load(), len(dst)
+	dst = p.pool(s).liveRefs(dst)
+	switch {
+	case s == pdproxy.Prefill:
 		b.peers.keep(dst[n:])
+	case !p.traits.TakesPlain:
+		paired := slices.DeleteFunc(dst[n:], func(r routing.RankRef) bool {
+			return !slices.Contains(p.splitOnly, r.ID)
+		})
+		dst = dst[:n+len(paired)]
 	}
 	return dst
 }

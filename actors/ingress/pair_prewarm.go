@@ -224,6 +224,30 @@ func (w *prewarm) attached() (pd app.AttachPD) {
 	return pd
 }
 
+// engineRank is the number of the prefill rank among those of its bootstrap server: what its address selects,
+// or its place among the ranks with that server.
+func (w *prewarm) engineRank() int {
+	spec := &w.pair.prefillSpec.app.Engine
+	r := spec.Rank(w.prefill.ID.Group(), w.prefill.ID.Rank())
+	switch {
+	case r == nil || r.PD == nil:
+		return w.prefill.ID.Rank() // dpserve has started it
+	case r.Addressing == app.AddressHeader || r.Addressing == app.AddressBody:
+		return r.Selector
+	}
+	place := 0
+	for i := range spec.Ranks {
+		other := &spec.Ranks[i]
+		if other == r {
+			break
+		}
+		if other.PD != nil && other.PD.Bootstrap == r.PD.Bootstrap {
+			place++
+		}
+	}
+	return place
+}
+
 // askBootstrap asks the bootstrap server of the prefill rank.
 func (w *prewarm) askBootstrap(ctx context.Context, b transfer.Bootstrapper) (peer transfer.Peer, err error) {
 	address := w.attached().Bootstrap
@@ -237,7 +261,7 @@ func (w *prewarm) askBootstrap(ctx context.Context, b transfer.Bootstrapper) (pe
 	if err != nil {
 		return peer, err
 	}
-	resp, err := bootstrapClient.Do(r)
+	resp, err := w.pair.in.pairs.bootstrap.Do(r)
 	if err != nil {
 		return peer, fmt.Errorf("bootstrap server: %w", err)
 	}
@@ -246,13 +270,18 @@ func (w *prewarm) askBootstrap(ctx context.Context, b transfer.Bootstrapper) (pe
 	if err != nil {
 		return peer, fmt.Errorf("bootstrap server: %w", err)
 	}
-	return b.ReadPeer(address, w.prefill.ID.Rank(), resp.StatusCode, answer)
+	return b.ReadPeer(address, w.engineRank(), resp.StatusCode, answer)
 }
 
-// bootstrapClient asks bootstrap servers: once per start of a prefill rank, so it keeps no connection.
-var bootstrapClient = &http.Client{
-	Transport:     &http.Transport{DisableKeepAlives: true, MaxResponseHeaderBytes: 64 << 10},
-	CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+// newBootstrapClient makes the client for bootstrap servers, which are asked once per start of a prefill rank:
+// it keeps no connection. dial nil is TCP.
+func newBootstrapClient(dial Dialer) *http.Client {
+	return &http.Client{
+		Transport: &http.Transport{
+			DialContext: dial, DisableKeepAlives: true, MaxResponseHeaderBytes: 64 << 10,
+		},
+		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+	}
 }
 
 // resetPrefixCache asks a rank's engine to drop its prefix cache.

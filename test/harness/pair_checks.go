@@ -302,7 +302,7 @@ func (l *PairLeg) answerPrefill() {
 		f.mu.Lock()
 		f.number++
 		id := fmt.Sprintf("cmpl-%s-0-%08x", l.ID(), f.number)
-		params := pullParams(f.number, l.At, id, promptTokens(l.Prompt), f.Transfer)
+		params := pullParams(f.number, l, id)
 		f.mu.Unlock()
 		if f.Params != nil {
 			params = f.Params(params)
@@ -335,14 +335,14 @@ func (l *PairLeg) answerPrefill() {
 
 // pullParams are the parameters of an answer, with numbers, texts and fields that only the engines know, and
 // with spaces.
-func pullParams(number int, e *PairEngine, id string, tokens int, name string) string {
-	life, _, _ := e.lives()
+func pullParams(number int, l *PairLeg, id string) string {
 	return fmt.Sprintf(`{"do_remote_prefill":true, "do_remote_decode":false,"remote_block_ids":[[%d, %d]],`+
 		`"remote_engine_id":"%s-life-%d","remote_request_id":%q,"remote_host":"127.0.0.1",`+
 		`"remote_port":15600,"tp_size":1,"dcp_size":1,"pp_size":1,"remote_num_tokens":%d,`+
-		`"remote_blocks_expiry_time":null,"transfer_mode":"pull","remote_prefill_cached_tokens":0,`+
+		`"remote_blocks_expiry_time":null,"transfer_mode":"pull","remote_prefill_cached_tokens":%d,`+
 		`"x-%s":{"big":12345678901234567890,"text":"\u00e9\/","list":[1, "2" ,null]}}`,
-		number, number+1, e.Name, life, id, tokens, name)
+		number, number+1, l.At.Name, l.life, id, promptTokens(l.Prompt), l.At.remember(l.Prompt),
+		l.At.fleet.Transfer)
 }
 
 // answerDecode answers a decode leg. prompt is what a pulling engine has read; one that is pushed to waits

@@ -6,6 +6,7 @@ import (
 	"io"
 	"net/http"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -58,7 +59,7 @@ func TestPD3ParametersPassByteForByte(t *testing.T) {
 			if i == 2 {
 				path = "/v1/completions"
 			}
-			r.engines.Forget()
+			r.forget()
 			a := r.askFor(t.Context(), path, whole)
 			r.right(a)
 			assert.Equal(t, "remote", a.Way)
@@ -103,7 +104,7 @@ func TestPD4RoomsNameTheRank(t *testing.T) {
 			rooms := map[uint64]bool{}
 			for i := range 400 {
 				p, d := i%4, i/4%2
-				r.engines.Forget()
+				r.forget()
 				a := r.ask(pairBody(fmt.Sprintf("guest %d", i), 2), "x-dpserve-rank", fmt.Sprintf("0/%d", d),
 					"x-dpserve-prefill-rank", fmt.Sprintf("0/%d", p))
 				r.right(a)
@@ -150,30 +151,48 @@ func TestPD4TurnsStayOnTheirPrefillRank(t *testing.T) {
 				r.addDecode(harness.PairDecode, 1)
 			}
 			r.serve("decide: always", "routing: {policy: scoring, params: {profile: locality}}")
-			for s := range 8 {
-				text := fmt.Sprintf("%s there was session %d. ", harness.PairMark, s)
-				home := ""
-				for turn := range 5 {
-					text += strings.Repeat(fmt.Sprintf("turn %d of session %d goes on. ", turn, s), 40)
-					a := r.ask(harness.Chat("pd", text, 2, true))
-					r.right(a)
-					if turn == 0 {
-						home = a.Prefill
-					}
-					assert.Equal(t, home, a.Prefill, "session %d, turn %d", s, turn)
-				}
-				seen[prefillFirst] = append(seen[prefillFirst], home)
+			homes := make([]string, 8)
+			for _, p := range r.prefill { // the sessions begin side by side
+				p.Do(func(*harness.PairLeg) bool { time.Sleep(time.Second); return false })
 			}
+			var begin sync.WaitGroup
+			for s := range homes {
+				begin.Go(func() { homes[s] = r.playTurns(s, 0, 1) })
+			}
+			begin.Wait()
+			for _, p := range r.prefill {
+				p.Do(nil)
+			}
+			for s := range homes {
+				assert.Equal(t, homes[s], r.playTurns(s, 1, 5), "session %d", s)
+			}
+			seen[prefillFirst] = homes
 			r.rest()
 			r.Delete("pd")
 			r.Until("pd is gone", gone(r.Cluster, "pd"))
 		}
-		ranks := map[string]bool{}
-		for _, home := range seen[true] {
-			ranks[home] = true
+		for _, homes := range seen {
+			assert.Len(t, distinct(homes), 4, "all prefill ranks are used: %v", seen)
 		}
-		assert.Len(t, ranks, 4, "all prefill ranks are used: %v", seen[true])
 	})
+}
+
+// playTurns sends some turns of a conversation, and returns the prefill rank of all of them.
+func (r *pairRig) playTurns(session, from, to int) (home string) {
+	text := fmt.Sprintf("%s there was session %d. ", harness.PairMark, session)
+	for turn := range to {
+		text += strings.Repeat(fmt.Sprintf("turn %d of session %d goes on. ", turn, session), 40)
+		if turn < from {
+			continue
+		}
+		a := r.ask(harness.Chat("pd", text, 2, true))
+		r.right(a)
+		if turn == from {
+			home = a.Prefill
+		}
+		assert.Equal(r.t, home, a.Prefill, "session %d, turn %d", session, turn)
+	}
+	return home
 }
 
 // clientFields are what only dpserve may set. Any one of them, from a client, ends an engine or selects the
@@ -250,7 +269,7 @@ func TestPD5SeveralAnswers(t *testing.T) {
 			require.Len(t, r.engines.Legs(""), 1, "one rank computes all three")
 			assert.Equal(t, harness.PairPlain, r.engines.Legs("")[0].Side)
 
-			r.engines.Forget()
+			r.forget()
 			prompts := []string{one("a"), one("b"), one("c")}
 			got = texts(`{"model":"pd","max_tokens":4,"prompt":[`+strings.Join(prompts, ",")+`]}`,
 				"/v1/completions")

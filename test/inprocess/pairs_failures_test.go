@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"net/http"
+	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -37,28 +38,63 @@ func TestPD1PrefillFails(t *testing.T) {
 		})
 	}
 	for _, transfer := range pairTransfers() {
-		for name, fail := range map[string]func(l *harness.PairLeg) bool{
-			"500":   func(l *harness.PairLeg) bool { return l.Fail(http.StatusInternalServerError) },
-			"reset": (*harness.PairLeg).Reset,
-		} {
+		for name, isReset := range map[string]bool{"500": false, "reset": true} {
 			for _, fallback := range []string{"local", "fail"} {
 				bubble(t, transfer+" "+name+" "+fallback, func(t *testing.T) {
-					prefillBreaks(t, transfer, fallback, fail)
+					prefillBreaks(t, transfer, fallback, isReset)
 				})
 			}
 		}
 	}
+	bubble(t, "two resets", func(t *testing.T) { twoPrefillsDie(t) })
+}
+
+// breakPrefills has all prefill engines answer 500; if isReset, the first one that is asked breaks the
+// connection instead, each time.
+func (r *pairRig) breakPrefills(isReset bool) {
+	var broken *harness.PairEngine
+	for _, p := range r.prefill {
+		p.Do(func(l *harness.PairLeg) bool { // the bubble runs one leg at a time
+			if broken == nil {
+				broken = l.At
+			}
+			if isReset && broken == l.At {
+				return l.Reset()
+			}
+			return l.Fail(http.StatusInternalServerError)
+		})
+	}
+}
+
+// twoPrefillsDie: a request whose connections to two engines broke may kill engines, as without pools. It is
+// not sent to a third one.
+func twoPrefillsDie(t *testing.T) {
+	t.Helper()
+	r := newPairRig(t, "nixl", 3, 2, "decide: always")
+	r.Expect(harness.PairsFail, harness.RequestRefused)
+	for _, p := range r.prefill {
+		p.Do((*harness.PairLeg).Reset)
+	}
+	a := r.ask(pairBody("a killer", 8))
+	assert.Equal(t, http.StatusBadGateway, a.Status, "%v", a)
+	assert.Len(t, distinct(engineNames(r.engines.Legs(harness.PairPrefill))), 2)
+	assert.Empty(t, r.engines.Legs(harness.PairPlain))
+	r.rest()
+}
+
+// distinct are the names of a list, each once.
+func distinct(names []string) []string {
+	slices.Sort(names)
+	return slices.Compact(names)
 }
 
 // prefillBreaks: one other prefill rank is asked, then the decode rank computes the prompt, or the client
 // hears that nobody does.
-func prefillBreaks(t *testing.T, transfer, fallback string, fail func(l *harness.PairLeg) bool) {
+func prefillBreaks(t *testing.T, transfer, fallback string, isReset bool) {
 	t.Helper()
 	r := newPairRig(t, transfer, 3, 2, "decide: always, fallback: "+fallback)
 	r.Expect(harness.PairsFail, harness.RequestRefused)
-	for _, p := range r.prefill {
-		p.Do(fail)
-	}
+	r.breakPrefills(isReset)
 	a := r.ask(pairBody("nobody to prefill", 8))
 	if fallback == "local" {
 		r.right(a)
@@ -72,8 +108,7 @@ func prefillBreaks(t *testing.T, transfer, fallback string, fail func(l *harness
 	}
 	assert.LessOrEqual(t, a.Total, time.Second)
 	prefills := engineNames(r.engines.Legs(harness.PairPrefill))
-	require.Len(t, prefills, 2, "one other prefill rank")
-	assert.NotEqual(t, prefills[0], prefills[1])
+	assert.Len(t, distinct(prefills), 2, "one other prefill rank: %v", prefills)
 	r.rest()
 	for _, l := range r.engines.Legs(harness.PairDecode) { // of attempts whose prefill failed
 		cancelled(t, &l, l.Began)
@@ -114,6 +149,7 @@ func decodeFailsOnce(t *testing.T, transfer string, fail func(l *harness.PairLeg
 			if failed++; failed > 1 {
 				return false
 			}
+			time.Sleep(100 * time.Millisecond) // the prefill leg is under way
 			defer func() { at = time.Now() }()
 			return fail(l)
 		})
@@ -164,8 +200,7 @@ func decodeFailsAlways(t *testing.T, transfer string) {
 	}
 }
 
-// PD2: the decode engine's process is gone when the prompt is computed. No engine has seen the parameters,
-// so another decode rank gets them.
+// PD2: the decode engine's process is gone when the prompt is computed. Another decode rank answers.
 func TestPD2DecodeIsGone(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -181,7 +216,8 @@ func TestPD2DecodeIsGone(t *testing.T) {
 			r.right(a)
 			assert.Equal(t, "remote", a.Way, "%v", a)
 		}
-		assert.Len(t, r.engines.Legs(harness.PairPrefill), 6, "no prompt is computed twice")
+		// a request on a connection that breaks may have been read: its prompt is computed again
+		assert.LessOrEqual(t, len(r.engines.Legs(harness.PairPrefill)), 7)
 		r.rest()
 	})
 }
@@ -193,7 +229,10 @@ func TestPD10FailuresOfDecodeAreNotChargedToPrefill(t *testing.T) {
 			r := newPairRig(t, transfer, 1, 2, "decide: always, fallback: fail")
 			r.Expect(harness.PairsFail, harness.RequestsFail)
 			for _, d := range r.decode {
-				d.Do((*harness.PairLeg).FailStream)
+				d.Do(func(l *harness.PairLeg) bool {
+					time.Sleep(100 * time.Millisecond) // the prefill leg has ended or waits
+					return l.FailStream()
+				})
 			}
 			for i := range 10 {
 				a := r.ask(pairBody(fmt.Sprintf("failure %d", i), 8))

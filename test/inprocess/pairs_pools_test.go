@@ -34,12 +34,12 @@ func simPools(prefills, decodes int, args, disaggregation string, more ...string
 }
 
 // simPair is a node with launched engines, all pairs of which have met.
-func simPair(t *testing.T, yaml string) *harness.Cluster {
+func simPair(t *testing.T, yaml string, pairs int) *harness.Cluster {
 	t.Helper()
 	c := harness.New(t)
 	c.Deploy(yaml)
 	c.WaitStatus("pd", "RUNNING")
-	c.Until("all pairs have met", func() error { return haveMet(c) })
+	c.Until("all pairs have met", func() error { return haveMet(c, pairs) })
 	return c
 }
 
@@ -61,7 +61,7 @@ func askPair(ctx context.Context, c *harness.Cluster, prompt string, tokens int)
 func TestPD7ShortAndLongPrompts(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		c := simPair(t, simPools(2, 4, "max_model_len: 32768", "decide: isl"))
+		c := simPair(t, simPools(2, 4, "max_model_len: 32768", "decide: isl"), 8)
 		before := prefillRequests(c)
 		short := askPair(t.Context(), c, words("short", 100), 4)
 		require.True(t, short.OK(), short)
@@ -105,12 +105,21 @@ func TestPD9NoPrefillRank(t *testing.T) {
 				r := newPairRig(t, "nixl", sizes[0], sizes[1], "decide: always, fallback: "+fallback)
 				r.Expect(harness.PairsFail, harness.RequestRefused)
 				used := map[string]bool{}
-				for i := range 16 {
-					a := r.ask(pairBody(fmt.Sprintf("guest %d", i), 4))
-					r.right(a)
-					assert.Equal(t, "remote", a.Way)
-					used["p"+a.Prefill], used["d"+a.Rank] = true, true
+				var mu sync.Mutex
+				var guests sync.WaitGroup
+				r.engines.Pause = time.Second
+				for i := range 32 {
+					guests.Go(func() {
+						a := r.ask(pairBody(fmt.Sprintf("guest %d", i), 4))
+						r.right(a)
+						mu.Lock()
+						defer mu.Unlock()
+						assert.Equal(t, "remote", a.Way)
+						used["p"+a.Prefill], used["d"+a.Rank] = true, true
+					})
 				}
+				guests.Wait()
+				r.engines.Pause = 0
 				assert.Len(t, used, sizes[0]+sizes[1], "all ranks of both pools serve: %v", used)
 				for _, p := range r.prefill {
 					p.Stop()
@@ -244,7 +253,7 @@ func TestPD6RestartsInPlace(t *testing.T) {
 				e.Stop()
 				time.Sleep(50 * time.Millisecond)
 				e.Start()
-				r.Until(e.Name+" serves again", func() error { return haveMet(r.Cluster) })
+				r.Until(e.Name+" serves again", func() error { return haveMet(r.Cluster, r.pairs()) })
 				time.Sleep(3 * time.Second)
 				after := r.incarnations()
 				changed := 0
@@ -283,7 +292,7 @@ func TestRT5SharesOfDecodeRanks(t *testing.T) {
 		bubble(t, fmt.Sprint(clients), func(t *testing.T) {
 			skipShort(t)
 			c := simPair(t, simPools(1, 5, "max_num_seqs: 512, max_model_len: 8192", "decide: isl",
-				"max_ongoing_requests: 512"))
+				"max_ongoing_requests: 512"), 5)
 			const rounds = 2
 			served, ways := map[string]int{}, map[string]int{}
 			var mu sync.Mutex

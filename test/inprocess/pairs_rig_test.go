@@ -76,16 +76,37 @@ func (r *pairRig) serve(disaggregation string, more ...string) {
 // met waits until all pairs of prefill and decode ranks have met.
 func (r *pairRig) met() {
 	r.t.Helper()
-	r.Until("all pairs have met", func() error { return haveMet(r.Cluster) })
+	r.Until("all pairs have met", func() error { return haveMet(r.Cluster, r.pairs()) })
+	r.forget()
+}
+
+// pairs is how many pairs the engines make.
+func (r *pairRig) pairs() int {
+	prefills, decodes := 0, 0
+	for _, e := range r.prefill {
+		prefills += max(1, e.Ranks)
+	}
+	for _, e := range r.decode {
+		if e.Role == harness.PairDecode {
+			decodes += max(1, e.Ranks)
+		}
+	}
+	return prefills * decodes
+}
+
+// forget drops the legs so far, when all have ended.
+func (r *pairRig) forget() {
+	synctest.Wait()
 	r.engines.Forget()
 }
 
-func haveMet(c *harness.Cluster) error {
+// haveMet says whether all pairs have met.
+func haveMet(c *harness.Cluster, pairs int) error {
 	st, _ := c.App("pd")
 	if st.PD == nil {
 		return fmt.Errorf("status says nothing about pairs: %+v", st)
 	}
-	if st.PD.All == 0 || st.PD.Met != st.PD.All {
+	if st.PD.All != pairs || st.PD.Met != pairs {
 		return fmt.Errorf("%d of %d pairs have met: %s", st.PD.Met, st.PD.All, st.PD.Pairs)
 	}
 	return nil
