@@ -167,21 +167,22 @@ func (ar *appRouter) tokensPerBlock() int {
 func (ar *appRouter) applyStatus(r *rank, rec *msg.Record) {
 	s := &rec.Status
 	ar.setBlockSize(r, s.BlockSize, false)
-	ar.noteLateReads(r, s.LateReads)
 	ar.observe(routing.Event{
 		Kind: routing.EvStatus, Rank: r.ID, Incarnation: r.Incarnation, Seq: rec.Seq, KVUsage: s.KVUsage,
 		NoKVUsage: !s.HasKVUsage,
 		Capacity:  s.Capacity, BlockSize: s.BlockSize,
 	})
+	if r.hasStatus && s.LateReads > r.lateReads {
+		ar.reportLateReads(r)
+	}
+	r.hasStatus, r.lateReads = true, s.LateReads
 }
 
-// noteLateReads raises the alarm if a prefill engine has heard of more blocks after the end of their leases
-// than before: a decode rank may have read blocks of another prompt.
-func (ar *appRouter) noteLateReads(r *rank, n int64) {
-	isMore := r.hasLateReads && n > r.lateReads
-	r.lateReads, r.hasLateReads = n, true
+// reportLateReads reports that prompts of a prefill rank were read after their lease: the caches of the decode
+// ranks that it served may hold wrong blocks. What was read before the first status is not news.
+func (ar *appRouter) reportLateReads(r *rank) {
 	name, pool := app.SplitPool(ar.name)
-	if p := ar.in.findPair(name); isMore && pool == app.PoolPrefill && p != nil {
+	if p := ar.in.findPair(name); p != nil && pool == app.PoolPrefill {
 		p.proxy.PrefillAlarm(r.ref())
 	}
 }

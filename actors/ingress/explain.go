@@ -369,7 +369,7 @@ func (r *decisionLog) find(id string) (decisionRecord, bool) {
 }
 
 // findDecision returns a recent decision of the application that users know by a name.
-func (ar *appRouter) findDecision(name, id string) (decisionRecord, error) {
+func findDecision(ar *appRouter, name, id string) (decisionRecord, error) {
 	e, ok := ar.decisions.find(id)
 	if !ok {
 		return e, problem.New(problem.NotFound, "no request %q among the last %d of app %s",
@@ -396,7 +396,7 @@ func (e *decisionRecord) notes(ar *appRouter) (out []string) {
 
 // replayDecision shows the inputs of a recent decision, and the decision that a new request would get now.
 func replayDecision(ar *appRouter, router *routing.Router, rq *client.Query) (*client.Explanation, error) {
-	e, err := ar.findDecision(ar.name, rq.Replay)
+	e, err := findDecision(ar, ar.name, rq.Replay)
 	if err != nil {
 		return nil, err
 	}

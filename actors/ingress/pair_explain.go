@@ -48,7 +48,7 @@ func explainPairQuery(ctx context.Context, p *pairApp, rq *client.Query) (*clien
 
 // replayPair shows the inputs of a recent decision, and the decision that a new request would get now.
 func replayPair(p *pairApp, rq *client.Query) (*client.Explanation, error) {
-	e, err := p.decode.findDecision(p.name, rq.Replay)
+	e, err := findDecision(p.decode, p.name, rq.Replay)
 	if err != nil {
 		return nil, err
 	}
@@ -65,18 +65,6 @@ func replayPair(p *pairApp, rq *client.Query) (*client.Explanation, error) {
 	x.Replay = e.toReplay(p.in.clockBase)
 	x.Notes = append(x.Notes, e.notes(p.decode)...)
 	return x, nil
-}
-
-// keepPrefill makes the prefill pool's query of what a decision has kept of the decode pool's prompt.
-func (q *pairQuery) keepPrefill() {
-	q.prefill.prompt = q.decode.prompt
-	m := promptMemory{}
-	if s := q.newSplit(); s.sharesPrompt() {
-		m.blocks = q.decode.prompt.blocks
-	} else {
-		q.prefill.prompt.unit = 0
-	}
-	q.prefill.prompt.promptMemory, q.prefill.prompt.hasDirect = m, false
 }
 
 // heldBy is how many tokens of the prompt a rank holds, as policies see it.
@@ -168,7 +156,8 @@ func pairWords(d *routing.PairDecision, x *client.Explanation, notSplit string) 
 	case routing.PairLocalCheaper:
 		return "no pair costs 5 % less than the decode rank alone"
 	case routing.PairDecodeHolds:
-		return fmt.Sprintf("decode rank %s holds the prompt but for %d tokens", rank, uncached)
+		return fmt.Sprintf("decode rank %s has only %d of %d tokens to compute, less than a second request "+
+			"costs", rank, uncached, x.Tokens)
 	case routing.PairPrefillQueue:
 		return fmt.Sprintf("the prompt would wait for a prefill rank longer than decode rank %s needs for it",
 			rank)

@@ -75,11 +75,23 @@ func (q *pairQuery) readPrefill(ctx context.Context, r *scannedRequest, body []b
 		q.notSplit = s.body.Reason.String()
 		return nil
 	}
-	if f := s.readPrompt(); f != nil {
+	if f := s.readPrompt(); f != nil { //nolint:contextcheck // it is in s.req.r
 		return problemOf(f)
 	}
 	q.prefill.prompt = s.prompt
 	return nil
+}
+
+// keepPrefill makes the prefill pool's query of what a decision has kept of the decode pool's prompt.
+func (q *pairQuery) keepPrefill() {
+	q.prefill.prompt = q.decode.prompt
+	m := promptMemory{}
+	if s := q.newSplit(); s.sharesPrompt() {
+		m.blocks = q.decode.prompt.blocks
+	} else {
+		q.prefill.prompt.unit = 0
+	}
+	q.prefill.prompt.promptMemory, q.prefill.prompt.hasDirect = m, false
 }
 
 // newSplit is a split request for the query, with the decode pool's prompt. It is of no pool: actors may read
@@ -136,10 +148,16 @@ func (q *pairQuery) refusal(d *routing.PairDecision) error {
 	return nil
 }
 
+// noPlace is the error for a reservation without ranks.
+func (q *pairQuery) noPlace(s *split) error {
+	if err := q.refusal(&s.choice); err != nil {
+		return err
+	}
+	return problem.New(problem.Internal, "no decision was made")
+}
+
 // bestPair is BestWorker for an application with two pools.
-func (in *Ingress) bestPair(ctx context.Context, p *pairApp, q *client.BestWorkerRequest) (client.Worker,
-	error,
-) {
+func bestPair(ctx context.Context, p *pairApp, q *client.BestWorkerRequest) (client.Worker, error) {
 	query, err := newPairQuery(ctx, p, &client.Query{
 		TokenIDs: q.TokenIDs, Model: q.Model, Worker: q.Worker, Override: q.Override,
 	})
@@ -175,35 +193,20 @@ func (q *pairQuery) worker(decode, prefill *rank, reason string) client.Worker {
 	return w
 }
 
-// PairStatus is what this ingress knows of an application's pairs; ok is false if the application has one
-// pool.
-func (in *Ingress) PairStatus(name string) (st client.PDStatus, ok bool) {
-	p := in.findPair(name)
-	if p == nil {
-		return st, false
-	}
-	state, count := p.state()
-	requests := p.metrics.Counts()
-	return client.PDStatus{
-		Transfer: p.traits.Name, Decide: p.decide(), Fallback: p.fallback(), Pairs: state, Met: count.met,
-		All: count.all, Remote: requests.Remote, Local: requests.Local, Fallbacks: requests.Fallback,
-	}, true
-}
-
-// fallback is what a request gets that no prefill rank can compute.
-func (p *pairApp) fallback() string {
+// pairFallback is what a request gets that no prefill rank can compute.
+func pairFallback(p *pairApp) string {
 	if p.failsWithoutPrefill() {
 		return app.FallbackFail
 	}
 	return app.FallbackLocal
 }
 
-// info describes how the pools work together.
-func (p *pairApp) info() *client.PairInfo {
+// pairInfo describes how the pools work together.
+func pairInfo(p *pairApp) *client.PairInfo {
 	state, count := p.state()
-	prefill := p.prefill.info(p.prefill.router.Load())
+	prefill := routerInfo(p.prefill, p.prefill.router.Load())
 	return &client.PairInfo{
-		Decide: p.decide(), Transfer: p.traits.Name, Fallback: p.fallback(), Pairs: state, Met: count.met,
+		Decide: p.decide(), Transfer: p.traits.Name, Fallback: pairFallback(p), Pairs: state, Met: count.met,
 		All: count.all, Decisions: p.router.Counts(), Prefill: &prefill,
 	}
 }

@@ -56,7 +56,9 @@ func (g *pairRig) happen(r *rand.Rand, open map[*replica][]uint64) {
 
 // changeTable lets a prefill rank hold more or nothing, and a pair meet or part.
 func (g *pairRig) changeTable(r *rand.Rand) {
-	ref := func(rk *replica) routing.RankRef { return routing.RankRef{ID: rk.id, Incarnation: rk.incarnation} }
+	ref := func(rk *replica) routing.RankRef {
+		return routing.RankRef{ID: rk.id, Incarnation: rk.incarnation}
+	}
 	p, d := ref(g.prefills[r.IntN(len(g.prefills))]), ref(g.decodes[r.IntN(len(g.decodes))])
 	g.in.findPair("demo").router.Update(func(t *routing.PairTable) {
 		switch r.IntN(5) {
@@ -91,16 +93,10 @@ func (g *pairRig) undo(req *request) {
 	s := req.split
 	switch d := &s.choice; {
 	case req.choice.Kind == routing.Route && d.Reason == "":
-		req.undoPlain()
+		s.undo(&bump{router: req.attempt.router, id: req.choice.Ranked[0], reqID: req.query.ID})
 	case d.Reason != "" && d.Kind == routing.Route:
 		s.undoChoice()
 	}
-}
-
-func (req *request) undoPlain() {
-	req.attempt.router.Observe(&routing.Event{
-		Kind: routing.EvUndo, Rank: req.choice.Ranked[0], ReqID: req.query.ID,
-	})
 }
 
 // randomPairBody is a random request: short or long, with beginnings that recur; some cannot be split.
@@ -110,7 +106,7 @@ func randomPairBody(r *rand.Rand) []byte {
 		ids = make([]uint32, 1000*(1+r.IntN(9)))
 	}
 	for i := range ids {
-		ids[i] = uint32(i/16 + 7*r.IntN(2)*(i/64)) //nolint:gosec // small
+		ids[i] = uint32(i/16 + 7*r.IntN(2)*(i/64))
 	}
 	body := map[string]any{"model": "demo", "prompt": ids}
 	if r.IntN(8) == 0 {
@@ -133,7 +129,7 @@ func TestLivePairEqualsExplain(t *testing.T) {
 	}
 	for i, rule := range []string{"isl", "prefill-load", "uncached>=512", "always", "mex"} {
 		t.Run(rule, func(t *testing.T) {
-			r := rand.New(rand.NewPCG(uint64(i), 5)) //nolint:gosec // a seed
+			r := rand.New(rand.NewPCG(uint64(i), 5))
 			ways := map[string]int{}
 			for k := range 3 {
 				policy, other := policies[(3*i+k)%len(policies)], policies[(3*i+2*k+4)%len(policies)]
@@ -193,7 +189,8 @@ func (g *pairRig) samePair(x *client.Explanation, req *request) {
 	if d.Remote {
 		prefill = d.Prefill.String()
 	}
-	require.Equal(t, []string{prefill, decode, prefill}, []string{x.Pair.Prefill, x.Pick, x.Pair.PrefillPool.Pick})
+	require.Equal(t, []string{prefill, decode, prefill},
+		[]string{x.Pair.Prefill, x.Pick, x.Pair.PrefillPool.Pick})
 	require.NotEmpty(t, x.Pair.Why)
 	marks := 0
 	for _, c := range x.Pair.Candidates {
@@ -216,7 +213,10 @@ func TestExplainPairChangesNothing(t *testing.T) {
 	g := newPairRig(t, pairOptions{prefills: 2, decodes: 2, change: decide("isl")})
 	p := g.in.findPair("demo")
 	prefill, decode := p.router.Routers()
-	before := []any{prefill.Snapshot().Ranks, decode.Snapshot().Ranks, p.router.Counts()}
+	look := func() []any {
+		return []any{prefill.Snapshot().Ranks, decode.Snapshot().Ranks, p.router.Counts()}
+	}
+	before := look()
 	text := "once upon a time"
 	for range 3 {
 		x, err := g.in.ExplainRoute(t.Context(), "demo", &client.Query{Prompt: &text})
@@ -226,7 +226,7 @@ func TestExplainPairChangesNothing(t *testing.T) {
 		_, err = g.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{TokenIDs: []uint32{1, 2}})
 		require.NoError(t, err)
 	}
-	assert.Equal(t, before, []any{prefill.Snapshot().Ranks, decode.Snapshot().Ranks, p.router.Counts()})
+	assert.Equal(t, before, look())
 	g.requireMetric(`dpserve_pd_decisions_total{app="demo",reason="always"}`, "")
 
 	x, err := g.in.ExplainRoute(t.Context(), "demo.prefill", &client.Query{TokenIDs: []uint32{1}})
@@ -262,7 +262,8 @@ func TestReplayPair(t *testing.T) {
 	x, err := g.in.ExplainRoute(t.Context(), "demo", &client.Query{Replay: "mine"})
 	require.NoError(t, err)
 	require.NotNil(t, x.Replay)
-	assert.Equal(t, []any{"always", "always", a.header.Get("X-Dpserve-Group") + "/" + a.header.Get("X-Dpserve-Rank")},
+	decode := a.header.Get("X-Dpserve-Group") + "/" + a.header.Get("X-Dpserve-Rank")
+	assert.Equal(t, []any{"always", "always", decode},
 		[]any{x.Replay.Policy, x.Replay.Reason, x.Replay.Pick})
 	assert.Equal(t, &client.PairReplay{Way: "remote", Prefill: a.header.Get("X-Dpserve-Prefill-Rank")},
 		x.Replay.Pair)
@@ -401,4 +402,23 @@ func TestPairReservationExpires(t *testing.T) {
 	assert.Equal(t, "reservation_expired", g.prefills[0].lastDone(t).Cause)
 	assert.Equal(t, "reservation_expired", g.decodes[0].lastDone(t).Cause)
 	assert.Zero(t, g.leased(g.prefills[0]))
+}
+
+// TestLateReads: when an engine says that a prompt was read after its lease, the decode ranks that its rank
+// serves are told to forget their caches. What it says first may be old.
+func TestLateReads(t *testing.T) {
+	g := newPairRig(t, pairOptions{prefills: 2, decodes: 2})
+	alarms := func() string { return g.metric(`dpserve_pd_notes_total{app="demo",note="alarm"}`) }
+	say := func(r *replica, late int64) {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		r.emit(&msg.Record{Kind: msg.RecStatus, Status: msg.Status{LateReads: late}})
+	}
+	say(g.prefills[0], 7)
+	say(g.decodes[0], 1)
+	say(g.decodes[0], 2) // a decode rank's engine counts none
+	assert.Empty(t, alarms())
+	say(g.prefills[0], 8)
+	eventually(t, func() bool { return alarms() == "2" }, "both decode ranks are reset")
+	assert.Contains(t, g.logs.String(), "prefill rank 0/0 heard of blocks after the end of their lease")
 }

@@ -204,7 +204,7 @@ func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f 
 		case d.Kind == routing.Reject:
 			p.metrics.Decision(d.Reason)
 			req.choice.Reason = d.Reason
-			if s.prompt.hasDirect && d.Reason == routing.ReasonRankUnavailable {
+			if s.prompt.hasDirect && p.prefill.readyRank(s.prompt.direct) == nil {
 				return nil, s.namedRankFailure(), false
 			}
 			return nil, req.pickFailure(last), false

@@ -74,8 +74,8 @@ func admitPair(ctx, life context.Context, q *pairQuery, s *split) (*reservation,
 		s.way = pdproxy.WayLocal
 		return admitReservation(ctx, life, q.pair.decode, req)
 	}
-	refused := causeOK
-	unlike := routing.RankRef{}
+	var refused cause
+	var unlike routing.RankRef
 	for range maxPairTries {
 		s.way = pdproxy.WayNone
 		rk, f, wait := s.decideUnlike(nil, unlike)
@@ -91,9 +91,9 @@ func admitPair(ctx, life context.Context, q *pairQuery, s *split) (*reservation,
 				continue
 			}
 		}
-		ticket, start := msg.Ticket{}, time.Now()
-		if ticket, refused = admitDecode(ctx, life, s, rk); refused == causeOK {
-			return &reservation{rank: rk, ticket: ticket, start: start, prefill: prefill}, nil
+		r := &reservation{rank: rk, start: time.Now(), prefill: prefill}
+		if r.ticket, refused = admitDecode(ctx, life, s, rk); refused == causeOK {
+			return r, nil
 		}
 		if prefill != nil {
 			prefill.release(msg.Refused, "unused")
@@ -106,19 +106,11 @@ func admitPair(ctx, life context.Context, q *pairQuery, s *split) (*reservation,
 		refused).WithHint("try again later")
 }
 
-// noPlace is the error for a reservation without ranks.
-func (q *pairQuery) noPlace(s *split) error {
-	if err := q.refusal(&s.choice); err != nil {
-		return err
-	}
-	return problem.New(problem.Internal, "no decision was made")
-}
-
 // admitPrefill asks the chosen prefill rank for a place.
 func admitPrefill(ctx, life context.Context, s *split) (*prefillPlace, cause) {
 	life, cancel := context.WithCancel(life)
 	b := s.takePending(pdproxy.Prefill)
-	ticket, refused := s.admitSide(ctx, &pairLeg{side: pdproxy.Prefill, rank: s.rank, life: life}, &b)
+	ticket, refused := admitSide(ctx, s, &pairLeg{side: pdproxy.Prefill, rank: s.rank, life: life}, &b)
 	if refused != causeOK {
 		cancel()
 		return nil, refused
@@ -136,11 +128,11 @@ func admitDecode(ctx, life context.Context, s *split, rk *rank) (msg.Ticket, cau
 	if b.router == nil { // the decode rank alone: the request counts there, and nothing else is pending
 		b = bump{s.req.attempt.router, rk.ID, s.req.query.ID, false}
 	}
-	return s.admitSide(ctx, &pairLeg{side: pdproxy.Decode, rank: rk, life: life}, &b)
+	return admitSide(ctx, s, &pairLeg{side: pdproxy.Decode, rank: rk, life: life}, &b)
 }
 
 // admitSide asks a rank for the ticket of one side, which lives as long as leg.life.
-func (s *split) admitSide(ctx context.Context, leg *pairLeg, b *bump) (ticket msg.Ticket, refused cause) {
+func admitSide(ctx context.Context, s *split, leg *pairLeg, b *bump) (ticket msg.Ticket, refused cause) {
 	ctx, cancel := context.WithTimeoutCause(ctx, s.req.in.timers.Admit, errAdmitSlow)
 	defer cancel()
 	q := &rankleg.Request{

@@ -18,6 +18,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/internal/telemetry"
 	"github.com/dpserve/dpserve/routing"
 )
@@ -27,11 +28,12 @@ import (
 type pdEngine struct {
 	name string
 
-	mu     sync.Mutex
-	n      int
-	calls  []pdCall                                                    // without those of prewarming
-	answer func(w http.ResponseWriter, r *http.Request, c pdCall) bool // true: it has answered
-	isMute bool                                                        // it does not prewarm
+	mu      sync.Mutex
+	n       int
+	calls   []pdCall                                                    // without those of prewarming
+	answer  func(w http.ResponseWriter, r *http.Request, c pdCall) bool // true: it has answered
+	isMute  bool                                                        // it does not prewarm
+	dropped int                                                         // resets of its prefix cache
 }
 
 // pdCall is a request that an engine got.
@@ -47,6 +49,13 @@ func (c *pdCall) isPrefill() bool { return c.params["do_remote_decode"] == true 
 func (e *pdEngine) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	raw, err := io.ReadAll(r.Body)
 	if err != nil {
+		return
+	}
+	if r.URL.Path == "/reset_prefix_cache" {
+		e.mu.Lock()
+		e.dropped++
+		e.mu.Unlock()
+		replies(http.StatusOK, `{"success":true}`)(w, r)
 		return
 	}
 	c := pdCall{raw: string(raw), header: r.Header}
@@ -250,4 +259,34 @@ func (g *pairRig) served(a answer, way string) {
 	assert.Equal(g.t, way, a.header.Get("X-Dpserve-Prefill"))
 	assert.Equal(g.t, way == "remote", a.header.Get("X-Dpserve-Prefill-Rank") != "")
 	assert.Equal(g.t, "demo", a.header.Get("X-Dpserve-App"))
+}
+
+// newEpoch puts the rank's epoch into the state, with its unit ready.
+func newEpoch(r *replica) func(st *state.State) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	unit, epoch, owner := r.unit, r.epoch, r.app
+	return func(st *state.State) {
+		st.Units[unit] = &state.Unit{ID: unit, App: owner, Epoch: epoch, Phase: state.Ready}
+		st.Epochs[unit] = epoch
+	}
+}
+
+func deleteApps(st *state.State) {
+	clear(st.Apps)
+	clear(st.Units)
+}
+
+// status reports how many prompts were read from the engine after their lease.
+func (r *replica) status(lateReads int64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.emit(&msg.Record{Kind: msg.RecStatus, Status: msg.Status{LateReads: lateReads}})
+}
+
+// resets is how often the engine was asked to drop its prefix cache.
+func (e *pdEngine) resets() int {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.dropped
 }

@@ -54,9 +54,8 @@ type engineFacts struct {
 	blockSize      int  // tokens per KV block; 0: unknown
 	sizeFromEvents bool // its KV events use blockSize
 	maxModelLen    int  // tokens of a request and its answer; 0: unknown
-	// prompts that were read from the engine after their lease, if hasLateReads
-	lateReads    int64
-	hasLateReads bool
+	hasStatus      bool // its engine has reported a status
+	lateReads      int64
 }
 
 // rankResync is the wait for a rank's snapshot after a record was missed.

@@ -24,15 +24,15 @@ func (in *Ingress) RouterInfo(app string) (client.Info, error) {
 	if err != nil {
 		return client.Info{}, err
 	}
-	out := ar.info(router)
+	out := routerInfo(ar, router)
 	if p := in.findPair(app); p != nil {
-		out.App, out.Pair = app, p.info()
+		out.App, out.Pair = app, pairInfo(p)
 	}
 	return out, nil
 }
 
-// info describes a Router.
-func (ar *appRouter) info(router *routing.Router) client.Info {
+// routerInfo describes a Router.
+func routerInfo(ar *appRouter, router *routing.Router) client.Info {
 	in, a, view := ar.in, ar.revision.Load().app, router.Snapshot()
 	out := client.Info{
 		App: ar.name, Policy: router.Policy(), Preset: a.Routing.Preset, Params: a.Routing.Params,
@@ -191,7 +191,7 @@ func (in *Ingress) BestWorker(ctx context.Context, app string, q *client.BestWor
 	error,
 ) {
 	if p := in.findPair(app); p != nil {
-		return in.bestPair(ctx, p, q)
+		return bestPair(ctx, p, q)
 	}
 	ar, router, err := in.routerOf(app)
 	if err != nil {
@@ -390,6 +390,21 @@ func (in *Ingress) serveFor(w *tokenWriter, r *http.Request, e *appRoute, query 
 	in.serveWith(w, r, s, openai.Completions, func(req *request) {
 		req.query.Override = query.query.Override
 	})
+}
+
+// PairStatus is what this ingress knows of an application's pairs; ok is false if the application has one
+// pool.
+func (in *Ingress) PairStatus(app string) (st client.PDStatus, ok bool) {
+	p := in.findPair(app)
+	if p == nil {
+		return st, false
+	}
+	state, count := p.state()
+	requests := p.metrics.Counts()
+	return client.PDStatus{
+		Transfer: p.traits.Name, Decide: p.decide(), Fallback: pairFallback(p), Pairs: state, Met: count.met,
+		All: count.all, Remote: requests.Remote, Local: requests.Local, Fallbacks: requests.Fallback,
+	}, true
 }
 
 // routerOf returns the state and the Router of an application, for the router's own API; of two pools, those

@@ -127,26 +127,20 @@ func addPairRows(t *table, p *client.PairInfo) {
 	row("pool", app.PoolDecode)
 }
 
-// pairNotes returns a line about the pools of each application that has two.
+// pairNotes returns a line about each application with two pools.
 func pairNotes(apps []client.AppStatus) []string {
 	var out []string
 	for i := range apps {
 		if a := &apps[i]; a.PD != nil {
-			out = append(out, a.Name+": "+describePools(a))
+			out = append(out, a.Name+": "+describePD(a.PD))
 		}
 	}
 	return out
 }
 
-// describePools returns the ranks of both pools, where prompts were computed, the pairs and the transfers.
-func describePools(a *client.AppStatus) string {
-	var pools []string
-	for _, p := range a.Pools {
-		pools = append(pools, fmt.Sprintf("%s %d/%d", p.Pool, p.Ready, p.Desired))
-	}
-	pd := a.PD
+// describePD returns where prompts were computed, the pairs and the transfers.
+func describePD(pd *client.PDStatus) string {
 	parts := []string{
-		strings.Join(pools, ", ") + " ready",
 		fmt.Sprintf("requests %d remote, %d local, %d fall-back", pd.Remote, pd.Local, pd.Fallbacks),
 	}
 	if pd.Pairs == client.PairsOn {

@@ -158,25 +158,17 @@ policy        mex
 	assert.Contains(t, out, "ranks ready   1/2\n")
 }
 
-// status has one line about both pools of an application.
+// status has one line about the pools of an application.
 func TestStatusOfTwoPools(t *testing.T) {
-	a := client.AppStatus{
-		Name: "pd",
-		Pools: []client.PoolStatus{
-			{Pool: "prefill", Ready: 2, Desired: 2}, {Pool: "decode", Ready: 3, Desired: 4},
-		},
-		PD: &client.PDStatus{
-			Pairs: client.PairsOn, Met: 5, All: 6, Remote: 12, Local: 3, Fallbacks: 1, TransferMs: 1.25,
-			TransferBytes: 64 << 20,
-		},
-	}
+	a := client.AppStatus{Name: "pd", PD: &client.PDStatus{
+		Pairs: client.PairsOn, Met: 5, All: 6, Remote: 12, Local: 3, Fallbacks: 1, TransferMs: 1.25,
+		TransferBytes: 64 << 20,
+	}}
 	assert.Equal(t, []string{
-		"pd: prefill 2/2, decode 3/4 ready; requests 12 remote, 3 local, 1 fall-back; pairs 5/6 met; " +
-			"transfers 1.2ms, 64.0 MiB",
+		"pd: requests 12 remote, 3 local, 1 fall-back; pairs 5/6 met; transfers 1.2ms, 64.0 MiB",
 	}, statusNotes([]client.AppStatus{a, {Name: "plain"}}))
 	a.PD = &client.PDStatus{Pairs: "off: no prefill rank is ready"}
 	assert.Equal(t, []string{
-		"pd: prefill 2/2, decode 3/4 ready; requests 0 remote, 0 local, 0 fall-back; " +
-			"pairs off: no prefill rank is ready",
+		"pd: requests 0 remote, 0 local, 0 fall-back; pairs off: no prefill rank is ready",
 	}, statusNotes([]client.AppStatus{a}))
 }

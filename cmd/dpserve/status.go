@@ -40,10 +40,10 @@ requests it works on, TOK/S the tokens it generated per second over the last 10 
 to the first token over the last 512 requests, RESTARTS the starts after the first one, HIT% how much of the
 prompts was in its cache. All columns: docs/glossary.md#tables-of-the-command-line.
 
-Of an application with prefill and decode ranks, a line under the tables has the ready ranks of either pool,
-the requests whose prompt a prefill rank computed (remote), the decode rank (local), or the decode rank
-because no prefill rank could (fall-back), the pairs of ranks that have met, and the transfers of KV blocks
-that the engines have counted: the mean time of one, and the bytes of all.`,
+Of an application with prefill and decode ranks, a line under the tables has the requests whose prompt a
+prefill rank computed (remote), the decode rank (local), or the decode rank because no prefill rank could
+(fall-back), the pairs of ranks that have met, and the transfers of KV blocks that the engines have
+counted: the mean time of one, and the bytes of all.`,
 		Example: `  dpserve status demo -w
   dpserve status --unhealthy                   # only what does not run
   dpserve status --exit-code && echo "everything runs"`,

@@ -4,8 +4,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"maps"
-	"net"
-	"net/url"
 	"strconv"
 	"strings"
 
@@ -157,21 +155,3 @@ func (p Ports) SideChannel(rank int) int { return p.base + 3*p.size + rank }
 
 // Bootstrap is where decode engines ask for a prefill rank (mooncake, sglang).
 func (p Ports) Bootstrap(rank int) int { return p.base + 4*p.size + rank }
-
-// LaunchedBootstrap is the URL of the bootstrap server by which decode engines find a launched prefill
-// engine. engineURL is where the rank of that number answers; with sglang it is rank 0 of its group, which
-// serves for all. "" if the transfer of a has no such server, or engineURL is none.
-func LaunchedBootstrap(a *app.Application, rank int, engineURL string) string {
-	d := a.Disaggregation
-	u, err := url.Parse(engineURL)
-	if err != nil || d == nil || d.Transfer != app.TransferMooncake && d.Transfer != app.TransferSGLang {
-		return ""
-	}
-	port, err := strconv.Atoi(u.Port())
-	if err != nil {
-		return ""
-	}
-	s := &Spec{App: a, Rank: rank}
-	s.Base = port - s.Index()
-	return "http://" + net.JoinHostPort(u.Hostname(), strconv.Itoa(s.Ports().Bootstrap(s.Index())))
-}

@@ -83,21 +83,3 @@ func TestTransferSettingsOfTheFile(t *testing.T) {
 		assert.ErrorContains(t, err, "engine.args.kv_transfer_config")
 	}
 }
-
-func TestBootstrapOfALaunchedRank(t *testing.T) {
-	for _, c := range []struct {
-		transfer string
-		coupling app.Coupling
-		rank     int
-		want     string
-	}{
-		{"mooncake", app.Lockstep, 1, "http://127.0.0.1:20017"},
-		{"mooncake", app.Independent, 1, "http://127.0.0.1:20005"},
-		{"sglang", app.Lockstep, 0, "http://127.0.0.1:20017"},
-		{"sim", app.Lockstep, 1, ""},
-	} {
-		a := pool("prefill", c.transfer, c.coupling, nil)
-		assert.Equal(t, c.want, engine.LaunchedBootstrap(a, c.rank, "http://127.0.0.1:20001"), c.transfer)
-	}
-	assert.Empty(t, engine.LaunchedBootstrap(pool("prefill", "mooncake", app.Lockstep, nil), 0, "http://x"))
-}

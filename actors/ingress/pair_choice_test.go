@@ -1,0 +1,199 @@
+package ingress
+
+import (
+	"context"
+	"net/http"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/routing"
+)
+
+// TestNotSplit: what cannot be split goes to one decode rank, and is counted by its reason.
+func TestNotSplit(t *testing.T) {
+	g := newPairRig(t, pairOptions{prefills: 1, decodes: 1})
+	for reason, c := range map[string][2]string{
+		"several_choices": {
+			"/v1/chat/completions", `{"model":"demo","n":3,"messages":[{"role":"user","content":"hi"}]}`,
+		},
+		"prompt_list": {"/v1/completions", `{"model":"demo","prompt":["a","b"]}`},
+		"media": {
+			"/v1/chat/completions", `{"model":"demo","messages":[{"role":"user","content":[{"type":` +
+				`"image_url","image_url":{"url":"data:,"}}]}]}`,
+		},
+	} {
+		a := g.post(c[0], c[1])
+		g.served(a, "local")
+		g.requireMetric(`dpserve_pd_not_split_total{app="demo",reason="`+reason+`"}`, "1")
+	}
+	assert.Zero(t, total(g.p))
+	assert.Equal(t, 200, g.post("/tokenize", `{"model":"demo","prompt":"x"}`).status)
+	g.requireMetric(`dpserve_pd_requests_total{app="demo",outcome="ok",way="local"}`, "3")
+}
+
+// TestPD5ClientFields: transfer fields of a client never reach an engine, split or not; hidden ones are
+// refused.
+func TestPD5ClientFields(t *testing.T) {
+	g := newPairRig(t, pairOptions{prefills: 1, decodes: 1})
+	const own = `"kv_transfer_params":{"do_remote_prefill":true},"bootstrap_room":1,"ec_transfer_params":{},` +
+		`"transfer_id":"x","do_remote_decode":true,"remote_host":"evil","routed_dp_rank":3,`
+	g.served(g.post("/v1/chat/completions", `{`+own+streamBody[1:]), "remote")
+	g.served(g.post("/v1/chat/completions", `{`+own+`"n":2,`+chatBody[1:]), "local")
+	for _, c := range append(g.p[0].taken(), g.d[0].taken()...) {
+		assert.NotContains(t, c.raw, "evil")
+		for _, name := range []string{"bootstrap_room", "ec_transfer_params", "transfer_id", "routed_dp_rank"} {
+			assert.NotContains(t, c.body, name)
+		}
+		if !c.isPrefill() && c.params != nil {
+			assert.Contains(t, c.params, "remote_block_ids")
+		}
+	}
+	a := g.post("/v1/chat/completions",
+		`{"vllm_xargs":{"kv_transfer_params":{"do_remote_prefill":true}},`+chatBody[1:])
+	assert.Equal(t, 400, a.status)
+}
+
+// TestPD7ShortPrompts: a short prompt has no prefill leg, a long one has.
+func TestPD7ShortPrompts(t *testing.T) {
+	g := newPairRig(t, pairOptions{prefills: 1, decodes: 1, change: func(p, d *app.Application) {
+		p.Disaggregation.Decide, d.Disaggregation.Decide = "uncached>=100", "uncached>=100"
+	}})
+	g.served(g.post("/v1/chat/completions", streamBody), "local")
+	long := make([]byte, 2000)
+	for i := range long {
+		long[i] = 'a' + byte(i%7)
+	}
+	g.served(g.post("/v1/completions", `{"model":"demo","stream":true,"prompt":"`+string(long)+`"}`), "remote")
+	g.requireMetric(`dpserve_pd_decisions_total{app="demo",reason="short_prefill"}`, "1")
+	g.requireMetric(`dpserve_pd_decisions_total{app="demo",reason="long_prefill"}`, "1")
+	g.requireMetric(`dpserve_pd_requests_total{app="demo",outcome="ok",way="local"}`, "1")
+}
+
+// TestPrewarm: a pair takes requests only after it has met, and again after a restart of either rank.
+func TestPrewarm(t *testing.T) {
+	g := newPairRig(t, pairOptions{prefills: 1, decodes: 1, cold: true})
+	g.awaitPairs(1)
+	g.served(g.post("/v1/chat/completions", streamBody), "remote")
+	for i, e := range []*pdEngine{g.d[0], g.p[0]} {
+		e.mu.Lock()
+		e.isMute = true
+		e.mu.Unlock()
+		r := []*replica{g.decodes[0], g.prefills[0]}[i]
+		r.reborn()
+		g.store.set(newEpoch(r))
+		eventually(t, func() bool {
+			p := g.in.findPair("demo")
+			_, count := p.state()
+			return p.decode.canServe() && p.prefill.canServe() && count.all == 1 && count.why != ""
+		}, "the pair has not met")
+		g.served(g.post("/v1/chat/completions", streamBody), "fallback")
+		e.mu.Lock()
+		e.isMute = false
+		e.mu.Unlock()
+		g.awaitPairs(1)
+		g.served(g.post("/v1/chat/completions", streamBody), "remote")
+	}
+	assert.Contains(t, g.logs.String(), "did not meet")
+}
+
+// TestBadPairs: ranks whose engines differ are not paired, and the log says which and why.
+func TestBadPairs(t *testing.T) {
+	g := newPairRig(t, pairOptions{prefills: 1, decodes: 1, cold: true})
+	p := g.in.findPair("demo")
+	p.prefill.mu.Lock()
+	p.prefill.ranks[routing.ID(0, 0)].blockSize = 16
+	p.prefill.mu.Unlock()
+	p.decode.mu.Lock()
+	p.decode.ranks[routing.ID(0, 0)].blockSize = 32
+	p.decode.mu.Unlock()
+	require.Error(t, p.backend.CannotPair(g.prefills[0].ref(), g.decodes[0].ref()))
+	assert.ErrorContains(t, p.backend.CannotPair(g.prefills[0].ref(), g.decodes[0].ref()), "16 and 32")
+}
+
+// TestPD11RolesAtRunTime: pairs are used from the next request on when a prefill rank comes, and not any more
+// when it is removed, without an error.
+func TestPD11RolesAtRunTime(t *testing.T) {
+	g := newPairRig(t, pairOptions{prefills: 1, decodes: 1})
+	none := func(a *app.Application) {
+		a.Engine.Kind, a.NumReplicas, a.NumGroups = app.KindAttach, 0, 0
+		a.DataParallel.DPSize = 0
+	}
+	spec := func(change func(a *app.Application)) *app.Application {
+		a := demoApp()
+		a.Name, a.Pool = "demo.prefill", app.PoolPrefill
+		a.Disaggregation = &app.Disaggregation{Transfer: app.TransferSim, Decide: app.DecideAlways}
+		if change != nil {
+			change(a)
+		}
+		return a
+	}
+	g.served(g.post("/v1/chat/completions", streamBody), "remote")
+	before := g.in.table.Load()
+	g.deploy(spec(none), 2)
+	eventually(t, func() bool { return g.in.table.Load() != before }, "the ingress has seen it")
+	g.prefills[0].gone()
+	for range 3 {
+		g.served(g.post("/v1/chat/completions", streamBody), "local")
+	}
+	text, _ := g.in.findPair("demo").state()
+	assert.Equal(t, "off: there is no prefill rank", text)
+	eventually(t, func() bool { _, c := g.in.findPair("demo").state(); return c.all == 0 }, "it has no pair")
+	before = g.in.table.Load()
+	g.deploy(spec(nil), 3)
+	eventually(t, func() bool { return g.in.table.Load() != before }, "the ingress has seen it")
+	g.prefills[0].reborn()
+	g.store.set(newEpoch(g.prefills[0]))
+	g.awaitPairs(1)
+	g.served(g.post("/v1/chat/completions", streamBody), "remote")
+}
+
+// TestAlarm: a reset of the decode ranks' caches follows when a prefill engine has heard of blocks after the
+// end of their lease.
+func TestAlarm(t *testing.T) {
+	for _, far := range []bool{false, true} {
+		g := newPairRig(t, pairOptions{prefills: 1, decodes: 2, far: far})
+		g.prefills[0].status(1) // it was so before
+		g.prefills[0].status(1)
+		assert.Zero(t, g.d[0].resets()+g.d[1].resets())
+		g.prefills[0].status(2)
+		eventually(t, func() bool { return g.d[0].resets() == 1 && g.d[1].resets() == 1 }, "both are reset")
+		g.requireMetric(`dpserve_pd_notes_total{app="demo",note="alarm"}`, "2")
+		assert.Zero(t, g.p[0].resets())
+	}
+}
+
+// TestUnknownPrefillRank: x-dpserve-prefill-rank is checked.
+func TestUnknownPrefillRank(t *testing.T) {
+	g := newPairRig(t, pairOptions{prefills: 2, decodes: 1})
+	a := g.post("/v1/chat/completions", streamBody, "X-Dpserve-Prefill-Rank", "0/1")
+	g.served(a, "remote")
+	assert.Equal(t, "0/1", a.header.Get("X-Dpserve-Prefill-Rank"))
+	assert.Equal(t, 400, g.post("/v1/chat/completions", streamBody, "X-Dpserve-Prefill-Rank", "x").status)
+	a = g.post("/v1/chat/completions", streamBody, "X-Dpserve-Prefill-Rank", "0/7")
+	assert.Equal(t, 400, a.status, a.body)
+	assert.Contains(t, a.body, "0/0 to 0/1")
+	g.prefills[1].say(false, true, "exit_1")
+	a = g.post("/v1/chat/completions", streamBody, "X-Dpserve-Prefill-Rank", "0/1")
+	assert.Equal(t, 503, a.status, a.body)
+}
+
+// TestDeletedPair: requests of an application that is deleted go on, and its proxy ends after them.
+func TestDeletedPair(t *testing.T) {
+	g := newPairRig(t, pairOptions{prefills: 1, decodes: 1})
+	next := make(chan struct{})
+	g.d[0].set(answers(func(w http.ResponseWriter, _ *http.Request) {
+		sse(w, roleChunk, textChunk)
+		<-next
+		sse(w, stopChunk, doneEvent)
+	}))
+	got := make(chan answer)
+	go func() { got <- g.postCtx(context.Background(), "/v1/chat/completions", streamBody) }()
+	eventually(t, func() bool { return g.decodes[0].firstTokens() == 1 }, "it streams")
+	g.store.set(deleteApps)
+	eventually(t, func() bool { return g.in.findPair("demo") == nil }, "it is gone")
+	close(next)
+	g.served(<-got, "remote")
+}
