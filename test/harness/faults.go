@@ -138,10 +138,13 @@ var StreamBreaks = Fault{{
 }}
 
 // EngineReplaced: an attached engine is another process than before.
-var EngineReplaced = Fault{{
-	Msg: "engine was restarted in place",
-	Why: "dpserve did not start it and cannot know why",
-}}
+var EngineReplaced = Fault{
+	{Msg: "engine was restarted in place", Why: "dpserve did not start it and cannot know why"},
+	{
+		Msg: "the engine does not tell where its KV events are", With: "connection refused",
+		Why: "it is gone while it is asked",
+	},
+}
 
 // CachingOff: every engine of an application runs without prefix caching.
 var CachingOff = Fault{{
