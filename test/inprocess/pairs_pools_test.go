@@ -346,3 +346,34 @@ func sharesOfDecodeRanks(t *testing.T, clients int, decide string) {
 	t.Logf("%d clients, decide %s: %v, %v", clients, decide, served, ways)
 	c.Quiet()
 }
+
+// SGLang's decode engines take no request without a partner: whatever the decider says, each prompt gets one,
+// or goes to a rank of role both.
+func TestPairsOfEnginesThatNeedAPartner(t *testing.T) {
+	for _, hasBoth := range []bool{false, true} {
+		bubble(t, fmt.Sprintf("a rank of role both %v", hasBoth), func(t *testing.T) {
+			r := newPairEngines(t, "sglang")
+			r.Expect(harness.RequestRefused)
+			r.addPrefill(1)
+			r.addDecode(harness.PairDecode, 1)
+			if hasBoth {
+				r.addDecode(harness.PairBoth, 1)
+			}
+			r.serve("decide: isl")
+			for i := range 4 {
+				a := r.ask(pairBody(fmt.Sprintf("short prompt %d", i), 4))
+				r.right(a)
+				if !hasBoth {
+					assert.Equal(t, "remote", a.Way, "%v", a)
+				}
+			}
+			several := strings.Replace(pairBody("several", 4), "{", `{"n":2,`, 1)
+			if a := r.ask(several); hasBoth {
+				assert.Equal(t, "0/1", a.Rank, "%v", a)
+			} else {
+				assert.Equal(t, http.StatusServiceUnavailable, a.Status, "%v", a)
+			}
+			r.rest()
+		})
+	}
+}
