@@ -162,7 +162,8 @@ func (f *appFollower) rebuildPairs(t *routeTable, decodes []*appRouter) {
 	for _, decode := range decodes {
 		name, _ := app.SplitPool(decode.name)
 		prefill := f.in.findAppRouter(app.PoolName(name, app.PoolPrefill))
-		if prefill == nil || prefill.revision.Load() == nil || decode.revision.Load().app.Disaggregation == nil {
+		if prefill == nil || prefill.revision.Load() == nil ||
+			decode.revision.Load().app.Disaggregation == nil {
 			continue
 		}
 		p, err := f.newPairApp(old[name], name, prefill, decode)

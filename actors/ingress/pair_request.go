@@ -2,6 +2,7 @@ package ingress
 
 import (
 	"context"
+	"fmt"
 	"hash/maphash"
 	"log/slog"
 	"strconv"
@@ -79,7 +80,7 @@ type pairAttempt struct {
 }
 
 // prepareSplit reads a request of an application with two pools.
-func (req *request) prepareSplit() *failure {
+func prepareSplit(req *request) *failure {
 	p := req.app.pair
 	if p == nil || !req.route.Generates() {
 		return nil
@@ -188,9 +189,11 @@ func (s *split) decide(last *result) (rk *rank, f *failure, wait bool) {
 
 // decideUnlike is decide with a prefill rank that is taken only if there is no other.
 func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f *failure, wait bool) {
-	req, p := s.req, s.pair
+	req, p, way := s.req, s.pair, s.way
+	var unmet []routing.RankID // decode ranks that have met no prefill rank
 	for {
 		req.excludeTried()
+		req.query.Tried = append(req.query.Tried, unmet...)
 		s.describePrefill(unlike)
 		req.query.ID = req.in.requestID()
 		p.decode.describeRequest(&req.query, &req.prompt)
@@ -204,8 +207,12 @@ func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f 
 		case d.Kind == routing.Reject:
 			p.metrics.Decision(d.Reason)
 			req.choice.Reason = d.Reason
-			if s.prompt.hasDirect && p.prefill.readyRank(s.prompt.direct) == nil {
+			switch {
+			case s.prompt.hasDirect && p.prefill.readyRank(s.prompt.direct) == nil:
 				return nil, s.namedRankFailure(), false
+			case len(unmet) > 0:
+				d.Reason = routing.PairNotPrewarmed
+				return nil, s.noPrefillFailure(), false
 			}
 			return nil, req.pickFailure(last), false
 		case !d.Remote && unlike != (routing.RankRef{}):
@@ -214,6 +221,12 @@ func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f 
 			continue
 		}
 		if rk, ok := s.takeChoice(); ok {
+			if d.Reason == routing.PairNotPrewarmed && p.failsWithoutPrefill() && !req.query.HasDirect {
+				req.attempt.rank = rk
+				req.undoPick()
+				s.way, unmet = way, append(unmet, d.Decode) // another one may have
+				continue
+			}
 			p.metrics.Decision(d.Reason)
 			p.decode.decisions.recordPair(req.id, req.attempts+1, p.rule, &req.prompt, &req.query, d)
 			if s.way == pdproxy.WayFallback && p.failsWithoutPrefill() {
@@ -409,11 +422,12 @@ func (s *split) noPrefillFailure() *failure {
 func (s *split) namedRankFailure() *failure {
 	ar, id := s.pair.prefill, s.prompt.direct
 	if !ar.hasRank(id) {
-		return newFailure(openai.CodeInvalidRequest, "x-dpserve-prefill-rank: this application has no prefill "+
-			"rank "+id.String()+" (it has "+s.pair.prefillSpec.rankRange()+"); correct the header or leave it out")
+		return newFailure(openai.CodeInvalidRequest, fmt.Sprintf("x-dpserve-prefill-rank: this application "+
+			"has no prefill rank %s (it has %s); correct the header or leave it out", id,
+			s.pair.prefillSpec.rankRange()))
 	}
-	f := newFailure(openai.CodeNoReadyRank, "prefill rank "+id.String()+", which x-dpserve-prefill-rank names, "+
-		"cannot take the prompt now; try again later, or leave the header out").withRetryAfter(1)
+	f := newFailure(openai.CodeNoReadyRank, fmt.Sprintf("prefill rank %s, which x-dpserve-prefill-rank "+
+		"names, cannot take the prompt now; try again later, or leave the header out", id)).withRetryAfter(1)
 	f.cause = routing.ReasonRankUnavailable
 	return f
 }

@@ -83,8 +83,7 @@ func (f *PairEngines) check(l *PairLeg) (prompt string, isKnown bool) {
 		if f.isPull() {
 			return f.checkPull(l)
 		}
-		f.checkDecode(l)
-		return "", true
+		return "", f.checkDecode(l)
 	case PairPlain:
 		if l.Fields["kv_transfer_params"] != nil && l.Params["do_remote_decode"] == nil {
 			f.fault(l, "a request without a partner has transfer parameters")
@@ -242,8 +241,9 @@ func (f *PairEngines) checkPull(l *PairLeg) (prompt string, isKnown bool) {
 	return "other blocks of " + m.prompt, true
 }
 
-// checkDecode checks a decode leg to which its partner pushes.
-func (f *PairEngines) checkDecode(l *PairLeg) {
+// checkDecode checks a decode leg to which its partner pushes. It is not good if the engine finds no partner.
+func (f *PairEngines) checkDecode(l *PairLeg) (isGood bool) {
+	isGood = true
 	switch f.Transfer {
 	case transfer.SGLangName:
 		f.checkRooms(l)
@@ -266,7 +266,7 @@ func (f *PairEngines) checkDecode(l *PairLeg) {
 		if l.param("transfer_id") == "" || l.param("remote_bootstrap_addr") == "" {
 			f.fault(l, "a key is missing: the engine waits for ever")
 		}
-		f.checkEngineID(l)
+		isGood = f.checkEngineID(l)
 	}
 	m := f.meet(l.meetingID())
 	f.mu.Lock()
@@ -279,20 +279,30 @@ func (f *PairEngines) checkDecode(l *PairLeg) {
 	if again {
 		f.fault(l, "a second decode leg under %s", l.meetingID())
 	}
+	return isGood
 }
 
-// checkEngineID looks for the engine that a mooncake leg names.
-func (f *PairEngines) checkEngineID(l *PairLeg) {
+// lateNews is how long after an engine's restart legs may still name its life before: nobody tells dpserve of
+// the restart of an engine that it has not started.
+const lateNews = 3 * time.Second
+
+// checkEngineID looks for the engine that a mooncake leg names. Of an engine that has ended the decode engine
+// gets nothing.
+func (f *PairEngines) checkEngineID(l *PairLeg) (isUp bool) {
 	named := l.param("remote_engine_id")
 	for _, e := range f.all() {
 		for rank := range max(1, e.Ranks) {
-			_, isUp, died := e.lives()
-			if e.engineID(rank) == named || !isUp && l.Began.Sub(died) < time.Second {
-				return
+			if e.engineID(rank) == named {
+				_, isUp, _ := e.lives()
+				return isUp
 			}
+		}
+		if _, _, died := e.lives(); strings.HasPrefix(named, e.Name+"-") && l.Began.Sub(died) < lateNews {
+			return false
 		}
 	}
 	f.fault(l, "no engine is %s", named)
+	return false
 }
 
 // answerPrefill answers a prefill leg.
@@ -302,7 +312,7 @@ func (l *PairLeg) answerPrefill() {
 		f.mu.Lock()
 		f.number++
 		id := fmt.Sprintf("cmpl-%s-0-%08x", l.ID(), f.number)
-		params := pullParams(f.number, l.At, id, promptTokens(l.Prompt), f.Transfer)
+		params := pullParams(f.number, l, id)
 		f.mu.Unlock()
 		if f.Params != nil {
 			params = f.Params(params)
@@ -335,14 +345,14 @@ func (l *PairLeg) answerPrefill() {
 
 // pullParams are the parameters of an answer, with numbers, texts and fields that only the engines know, and
 // with spaces.
-func pullParams(number int, e *PairEngine, id string, tokens int, name string) string {
-	life, _, _ := e.lives()
+func pullParams(number int, l *PairLeg, id string) string {
 	return fmt.Sprintf(`{"do_remote_prefill":true, "do_remote_decode":false,"remote_block_ids":[[%d, %d]],`+
 		`"remote_engine_id":"%s-life-%d","remote_request_id":%q,"remote_host":"127.0.0.1",`+
 		`"remote_port":15600,"tp_size":1,"dcp_size":1,"pp_size":1,"remote_num_tokens":%d,`+
-		`"remote_blocks_expiry_time":null,"transfer_mode":"pull","remote_prefill_cached_tokens":0,`+
+		`"remote_blocks_expiry_time":null,"transfer_mode":"pull","remote_prefill_cached_tokens":%d,`+
 		`"x-%s":{"big":12345678901234567890,"text":"\u00e9\/","list":[1, "2" ,null]}}`,
-		number, number+1, e.Name, life, id, tokens, name)
+		number, number+1, l.At.Name, l.life, id, promptTokens(l.Prompt), l.At.remember(l.Prompt),
+		l.At.fleet.Transfer)
 }
 
 // answerDecode answers a decode leg. prompt is what a pulling engine has read; one that is pushed to waits

@@ -210,6 +210,7 @@ type PairEngine struct {
 	died   time.Time // of the life before
 	tokens int
 	resets int
+	cache  []string // prompts that it has computed in this life
 	server *http.Server
 	served chan struct{}
 	open   sync.WaitGroup
@@ -231,7 +232,7 @@ func (e *PairEngine) Start() {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.life++
-	e.began, e.tokens = time.Now(), 0
+	e.began, e.tokens, e.cache = time.Now(), 0, nil
 	e.server = &http.Server{Handler: e, ReadHeaderTimeout: time.Minute}
 	e.served = make(chan struct{})
 	go func(server *http.Server, served chan struct{}) {
@@ -261,6 +262,25 @@ func (e *PairEngine) Resets() int {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return e.resets
+}
+
+// remember keeps a prompt in the engine's cache, and returns how many tokens of it were there.
+func (e *PairEngine) remember(prompt string) (tokens int) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	shared := 0
+	for _, old := range e.cache {
+		n := 0
+		for n < min(len(old), len(prompt)) && old[n] == prompt[n] {
+			n++
+		}
+		shared = max(shared, n)
+	}
+	const most = 1000
+	if e.cache = append(e.cache, prompt); len(e.cache) > most {
+		e.cache = e.cache[1:]
+	}
+	return min(promptTokens(prompt[:shared]), promptTokens(prompt)-1)
 }
 
 // lives returns the number of the engine's life, whether it runs, and when the life before ended.

@@ -222,7 +222,7 @@ func TestPairsOverTwoNodes(t *testing.T) {
 		{"--roles", "worker,ingress", "--labels", "pool=prefill"},
 		{"--roles", "worker,ingress", "--labels", "pool=decode"},
 	})
-	c.Expect(harness.NodeFails, harness.PairsFail, harness.StreamBreaks)
+	c.Expect(harness.NodeFails, harness.PairsFail, harness.RequestsFail)
 	label := func(pool string) string { return ", resources: {labels: {pool: " + pool + "}}" }
 	c.All[0].Want(launchedPairs(2, 2, "decide: always", label("prefill"), label("decode")))
 	ready := func() client.AppStatus {
@@ -240,9 +240,9 @@ func TestPairsOverTwoNodes(t *testing.T) {
 		}
 	}
 	const clients = 16
-	l := startPairLoad(t, known, clients, c.All[0].HTTP)
-	l.more(t, 40, "remote")
 	for _, name := range []string{"b", "c"} {
+		l := startPairLoad(t, known, clients, c.All[0].HTTP)
+		l.more(t, 40, "remote")
 		victim := c.By(name)
 		victim.Kill()
 		if name == "b" {
@@ -252,8 +252,19 @@ func TestPairsOverTwoNodes(t *testing.T) {
 		c.Settled()
 		st = ready()
 		l.more(t, 40, "remote")
+		if name == "b" {
+			l.check(t, 0)
+			continue
+		}
+		// a request that has tried every decode rank is not kept waiting; the others wait for their return
+		l.end()
+		for _, refused := range l.refused {
+			assert.Contains(t, refused, "no_ready_rank")
+		}
+		assert.LessOrEqual(t, len(l.refused), clients)
+		l.refused = nil
+		l.check(t, clients)
 	}
-	l.check(t, clients)
 	for _, pool := range []string{"prefill", "decode"} {
 		for unit, k := range poolRanks(&st, pool) {
 			assert.EqualValues(t, 2, k.Epoch, unit)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"net"
+	"strconv"
 	"sync"
 	"time"
 
@@ -39,10 +40,15 @@ func openSide(ctx context.Context, ex *exchange) (*sideServer, error) {
 
 // port is where it listens.
 func (s *sideServer) port() int {
-	if a, ok := s.ln.Addr().(*net.TCPAddr); ok {
-		return a.Port
+	_, text, err := net.SplitHostPort(s.ln.Addr().String())
+	if err != nil {
+		return 0
 	}
-	return 0
+	port, err := strconv.Atoi(text)
+	if err != nil {
+		return 0
+	}
+	return port
 }
 
 func (s *sideServer) close() {
