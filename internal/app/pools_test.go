@@ -133,7 +133,7 @@ func TestFaultsOfPools(t *testing.T) {
 		{
 			pd("kind: sim", twoPrefill, fourDecode, "disaggregation: {transfer: mooncake}"),
 			"7:32: applications[0].disaggregation.transfer: engines of kind sim cannot do this transfer: " +
-				"found mooncake, wanted sim | nixl",
+				"found mooncake, wanted sim | nixl | nixl-push",
 		},
 		{
 			pd("kind: sim", twoPrefill, fourDecode, "disaggregation: {transfer: nixel}"),

@@ -233,7 +233,7 @@ func transfersOf(a *Application) []string {
 	ofVLLM := []string{TransferNIXL, TransferNIXLPush, TransferMooncake}
 	switch a.Engine.Kind {
 	case KindSim:
-		return []string{TransferSim, TransferNIXL}
+		return []string{TransferSim, TransferNIXL, TransferNIXLPush}
 	case KindVLLM:
 		return ofVLLM
 	case KindSGLang:

@@ -76,19 +76,19 @@ func mixtures() []mixture {
 			what:   "long prompts beside steady decodes: what splitting is for",
 			warmup: 8 * time.Second,
 			streams: []stream{
-				{name: "long prompts", rate: 3.4, prompt: 8000, tokens: 64},
-				{name: "steady decodes", rate: 6, prompt: 200, tokens: 128},
+				{name: "long prompts", rate: 1.1, prompt: 16000, tokens: 128},
+				{name: "steady decodes", rate: 12, prompt: 200, tokens: 128},
 			},
 		},
 		{
 			name:    "short",
-			what:    "short prompts, as many as six ranks can take: two of them do little for it when apart",
+			what:    "short prompts: a second leg and the queue of two ranks cost more than they save",
 			warmup:  5 * time.Second,
 			streams: []stream{{name: "short prompts", rate: 40, prompt: 1500, tokens: 64}},
 		},
 		{
 			name:   "agents",
-			what:   "agents: long shared prefixes, which the decode ranks hold; prefill ranks stand idle",
+			what:   "long shared prefixes, which the decode ranks hold: prefill ranks have little to do",
 			warmup: 20 * time.Second,
 			streams: []stream{{
 				name: "agents", rate: 4, tokens: 32,

@@ -96,8 +96,8 @@ func stormApps() []stormApp {
 	}
 }
 
-// cachesReset: an engine stood still with parameters of a prefill rank until their lease was over. Resets need
-// development mode.
+// cachesReset: an engine stood still with parameters of a prefill rank until their lease was over. Resets
+// need development mode.
 var cachesReset = harness.Fault{
 	{
 		Msg: "the prefix cache of a decode rank may hold wrong blocks and is reset",

@@ -31,7 +31,7 @@ const (
 	blocks     = 256 // of a rank
 	maxContext = 2048
 
-	startTimeout = 300 * time.Second // seen: 18 to 150 s
+	startTimeout = 900 * time.Second // seen: 18 to 150 s, and on a machine with 40 other jobs 400 s
 	stopTimeout  = 20 * time.Second  // longer than the guard's patience
 )
 
@@ -226,6 +226,9 @@ func (r *rank) resetCache(ctx context.Context) error {
 
 // tail is the end of what the engine printed.
 func (r *rank) tail() string {
+	if r.out == nil {
+		return "it was not started"
+	}
 	text := r.out.String()
 	return strings.TrimSpace(text[max(0, len(text)-30000):])
 }
