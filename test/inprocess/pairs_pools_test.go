@@ -367,7 +367,7 @@ func TestPairsOfEnginesThatNeedAPartner(t *testing.T) {
 					assert.Equal(t, "remote", a.Way, "%v", a)
 				}
 			}
-			several := strings.Replace(pairBody("several", 4), "{", `{"n":2,`, 1)
+			several := strings.Replace(harness.Chat("pd", "several", 4, false), "{", `{"n":2,`, 1)
 			if a := r.ask(several); hasBoth {
 				assert.Equal(t, "0/1", a.Rank, "%v", a)
 			} else {
