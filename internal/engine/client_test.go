@@ -174,28 +174,6 @@ func TestCanaryOfAChatOnlyEngine(t *testing.T) {
 	require.NoError(t, c.Canary(t.Context(), "m"))
 }
 
-// TestCanaryOfAnEngineThatNeedsAPartner: SGLang's prefill and decode engines refuse plain requests. They are
-// asked again in the way of SGLang's own health checks.
-func TestCanaryOfAnEngineThatNeedsAPartner(t *testing.T) {
-	var asked []string
-	addr := engine.Addressing{Mode: "body", Selector: 1}
-	c := serve(t, addr, "", func(w http.ResponseWriter, r *http.Request) {
-		body, _ := io.ReadAll(r.Body)
-		asked = append(asked, string(body))
-		if !strings.Contains(string(body), "bootstrap_room") {
-			w.WriteHeader(http.StatusBadRequest)
-			_, _ = io.WriteString(w, `{"error":{"message":"Disaggregated request received without bootstrap `+
-				`room id","type":"BadRequestError","param":null,"code":400}}`)
-			return
-		}
-		_, _ = w.Write(file(t, "completion.json"))
-	})
-	require.NoError(t, c.Canary(t.Context(), "m"))
-	require.Len(t, asked, 2)
-	assert.JSONEq(t, `{"model":"m","prompt":"1","max_tokens":1,"temperature":0,"routed_dp_rank":1,`+
-		`"bootstrap_host":"2.2.2.2","bootstrap_room":0}`, asked[1])
-}
-
 func TestReadBack(t *testing.T) {
 	c := serve(t, engine.Addressing{}, "", func(w http.ResponseWriter, r *http.Request) {
 		name := map[string]string{"/v1/models": "models.json", "/metrics": "metrics_dense.txt"}[r.URL.Path]
