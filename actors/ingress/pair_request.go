@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"hash/maphash"
 	"log/slog"
+	"slices"
 	"strconv"
 	"sync"
 	"time"
@@ -190,7 +191,8 @@ func (s *split) decide(last *result) (rk *rank, f *failure, wait bool) {
 // decideUnlike is decide with a prefill rank that is taken only if there is no other.
 func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f *failure, wait bool) {
 	req, p, way := s.req, s.pair, s.way
-	var unmet []routing.RankID // decode ranks that have met no prefill rank
+	unmet := slices.Clone(p.plainOnly) // decode ranks that have met no prefill rank
+	alone := pdproxy.WayNone           // how a rank of plainOnly gets the request, if one does
 	for {
 		req.excludeTried()
 		req.query.Tried = append(req.query.Tried, unmet...)
@@ -204,6 +206,12 @@ func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f 
 		switch {
 		case d.Kind == routing.Queue:
 			return nil, nil, true
+		case len(p.plainOnly) > 0 && alone == pdproxy.WayNone && !d.Remote:
+			if f := s.leavePair(); f != nil {
+				return nil, f, false
+			}
+			alone, unmet, unlike = s.way, nil, routing.RankRef{}
+			continue
 		case d.Kind == routing.Reject:
 			p.metrics.Decision(d.Reason)
 			req.choice.Reason = d.Reason
@@ -227,6 +235,9 @@ func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f 
 				s.way, unmet = way, append(unmet, d.Decode) // another one may have
 				continue
 			}
+			if alone != pdproxy.WayNone {
+				s.way = alone
+			}
 			p.metrics.Decision(d.Reason)
 			p.decode.decisions.recordPair(req.id, req.attempts+1, p.rule, &req.prompt, &req.query, d)
 			if s.way == pdproxy.WayFallback && p.failsWithoutPrefill() {
@@ -238,6 +249,23 @@ func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f 
 		}
 		s.undoChoice() // a rank is gone since the decision: the Router knows it when it is asked again
 	}
+}
+
+// leavePair takes back a decision without a pair, for engines that take no request without a partner: a rank
+// of role both computes the prompt, unless the application wants an error then.
+func (s *split) leavePair() *failure {
+	d := &s.choice
+	s.way = pdproxy.WayLocal
+	if d.Kind == routing.Route {
+		s.undoChoice()
+	}
+	if d.Kind == routing.Reject || d.IsFallback() {
+		s.way = pdproxy.WayFallback
+		if s.pair.failsWithoutPrefill() {
+			return s.noPrefillFailure()
+		}
+	}
+	return nil
 }
 
 // describePrefill writes the prefill pool's query of a new decision.

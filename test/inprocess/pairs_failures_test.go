@@ -172,7 +172,7 @@ func decodeFailsOnce(t *testing.T, transfer string, fail func(l *harness.PairLeg
 	assert.Less(t, a.Total, 25*time.Second)
 	prefills, decodes := r.engines.Legs(harness.PairPrefill), r.engines.Legs(harness.PairDecode)
 	require.Len(t, prefills, 2, "parameters are used once: the prompt is computed again")
-	require.Len(t, decodes, 2)
+	assert.Len(t, distinct(engineNames(decodes)), 2, "another decode rank")
 	if transfer != "nixl" {
 		cancelled(t, &prefills[0], at)
 	}
