@@ -63,8 +63,8 @@ type Group struct {
 	loose bool // the devices of a rank need not be consecutive: there is no other room
 }
 
-// OtherPool says how a group stands to the ranks of the other pool of its application. The zero value means that
-// their places do not matter.
+// OtherPool says how a group stands to the ranks of the other pool of its application. The zero value means
+// that their places do not matter.
 type OtherPool struct {
 	Name  string
 	Ranks map[string]int // by node

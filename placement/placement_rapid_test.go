@@ -213,7 +213,8 @@ func TestRanksGoBesideTheOtherPool(t *testing.T) {
 		if err != nil {
 			return
 		}
-		only := slices.DeleteFunc(slices.Clone(nodes), func(n Node) bool { return beside.Other.Ranks[n.ID] == 0 })
+		only := slices.DeleteFunc(slices.Clone(nodes),
+			func(n Node) bool { return beside.Other.Ranks[n.ID] == 0 })
 		want, onlyErr := Place(only, []Group{g})
 		strict := g.Devices < 2 // else devices that are not aligned are the last resort everywhere
 		switch {

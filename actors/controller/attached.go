@@ -217,8 +217,8 @@ func attached(a *app.Application) iter.Seq2[rankPlace, *app.AttachRank] {
 	}
 }
 
-// findAttached returns a stored application: one, or its two pools. An empty name selects the only application
-// of kind attach.
+// findAttached returns a stored application: one, or its two pools. An empty name selects the only
+// application of kind attach.
 func findAttached(st *state.State, name string) ([]*app.Application, error) {
 	if name == "" {
 		var err error
@@ -226,7 +226,7 @@ func findAttached(st *state.State, name string) ([]*app.Application, error) {
 			return nil, err
 		}
 	}
-	found := st.Find(name)
+	found := state.FindApps(st, name)
 	if len(found) > 1 { // what the application was before it had pools ends
 		found = slices.DeleteFunc(found, func(s *state.App) bool { return s.Deleting })
 	}
@@ -258,7 +258,7 @@ func userNames(st *state.State) []string {
 func onlyAttached(st *state.State) (string, error) {
 	var found []string
 	for _, user := range userNames(st) {
-		if slices.ContainsFunc(st.Find(user), func(s *state.App) bool {
+		if slices.ContainsFunc(state.FindApps(st, user), func(s *state.App) bool {
 			a, err := s.Application()
 			return err == nil && a.Engine.Kind == app.KindAttach && !s.Deleting
 		}) {

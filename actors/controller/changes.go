@@ -61,8 +61,8 @@ func expectedRevisions(st *state.State, apps []*app.Application, seen *uint64) (
 	return out, nil
 }
 
-// appChanges returns what a deploy does to each app, listed ones in their order, then deleted ones by name. The
-// pools of an application are one.
+// appChanges returns what a deploy does to each app, listed ones in their order, then deleted ones by name.
+// The pools of an application are one.
 func appChanges(st *state.State, apps []*app.Application, prune bool) ([]client.Change, error) {
 	var out []client.Change
 	listed := map[string]bool{}

@@ -24,6 +24,9 @@ var quietChanges = map[string]func(*app.Application){
 	"num_replicas":                func(a *app.Application) { a.NumReplicas = 8 },
 	"num_groups":                  func(a *app.Application) { a.NumGroups = 2 },
 	"data_parallel.dp_size":       func(a *app.Application) { a.DataParallel.DPSize = 8 },
+	"disaggregation.decide":       func(a *app.Application) { a.Disaggregation.Decide = app.DecideAlways },
+	"disaggregation.fallback":     func(a *app.Application) { a.Disaggregation.Fallback = app.FallbackFail },
+	"disaggregation.colocate":     func(a *app.Application) { a.Disaggregation.Colocate = app.ColocateNo },
 }
 
 // loudChanges are some of all others.
@@ -36,6 +39,7 @@ var loudChanges = map[string]func(*app.Application){
 	"data_parallel.coupling": func(a *app.Application) {
 		a.DataParallel.Coupling = app.Lockstep
 	},
+	"disaggregation.transfer": func(a *app.Application) { a.Disaggregation.Transfer = app.TransferNIXL },
 }
 
 // TestThePageSaysWhatRestarts: the rows of docs/rollout.md that restart nothing name the keys that the launch
@@ -51,7 +55,7 @@ func TestThePageSaysWhatRestarts(t *testing.T) {
 		}
 	}
 	hash := func(change func(*app.Application)) string {
-		a := sim("demo", 4, app.Independent)
+		a := pools(4, 4)[1]
 		a.Routing.Policy = "least-loaded"
 		change(a)
 		h, err := launchHash(a, &a.Units()[0])

@@ -11,11 +11,11 @@ import (
 	"github.com/dpserve/dpserve/internal/state"
 )
 
-// An application with prefill and decode ranks is two applications of the state, its pools. This file shows and
-// ends the two as the one that users know. Everything else works on each pool alone.
+// An application with prefill and decode ranks is two applications of the state, its pools. This file shows
+// and ends the two as the one that users know. Everything else works on each pool alone.
 
-// formerNames lists the stored applications that a deploy ends because their application gets other pools: the
-// application with one pool when it gets two, and the other way round.
+// formerNames lists the stored applications that a deploy ends because their application gets other pools:
+// the application with one pool when it gets two, and the other way round.
 func formerNames(s *state.State, apps []*app.Application) []string {
 	var out []string
 	for _, a := range apps {
@@ -24,7 +24,10 @@ func formerNames(s *state.State, apps []*app.Application) []string {
 			former = []string{app.PoolName(a.Name, app.PoolPrefill), app.PoolName(a.Name, app.PoolDecode)}
 		}
 		for _, name := range former {
-			if old := s.Apps[name]; old != nil && !old.Deleting && !slices.Contains(out, name) {
+			// A deploy of pools also ends what another one may put there meanwhile.
+			old := s.Apps[name]
+			if isFormer := old == nil && a.Pool != "" || old != nil && !old.Deleting; isFormer &&
+				!slices.Contains(out, name) {
 				out = append(out, name)
 			}
 		}
@@ -35,10 +38,10 @@ func formerNames(s *state.State, apps []*app.Application) []string {
 // deletion returns the command that ends an application, with both pools if it has two.
 func deletion(s *state.State, name string) (state.Command, error) {
 	if user, pool := app.SplitPool(name); pool != "" && s.Apps[name] != nil {
-		return state.Command{}, problem.New(problem.Conflict, "%s is a pool of %s, and ends with it", name, user).
-			WithHint("end both pools with `dpserve delete %s`", user)
+		return state.Command{}, problem.New(problem.Conflict, "%s is a pool of %s, and ends with it", name,
+			user).WithHint("end both pools with `dpserve delete %s`", user)
 	}
-	found := s.Find(name)
+	found := state.FindApps(s, name)
 	if len(found) == 0 || len(found) == 1 && found[0].Name == name {
 		return state.Command{DeleteApp: &state.DeleteApp{Name: name}}, nil
 	}
@@ -62,8 +65,8 @@ func foldRevisions(of map[string]uint64) map[string]uint64 {
 	return out
 }
 
-// poolOrder is the order in which parts of an application are shown: the prefill pool, the decode pool, and what
-// the application was before it had pools.
+// poolOrder is the order in which parts of an application are shown: the prefill pool, the decode pool, and
+// what the application was before it had pools.
 func poolOrder(name string) int {
 	_, pool := app.SplitPool(name)
 	return slices.Index([]string{app.PoolPrefill, app.PoolDecode, ""}, pool)
@@ -84,7 +87,9 @@ func byApplication[T any](all []T, nameOf func(*T) string) [][]*T {
 		out[n] = append(out[n], &all[i])
 	}
 	for _, parts := range out {
-		slices.SortFunc(parts, func(a, b *T) int { return cmp.Compare(poolOrder(nameOf(a)), poolOrder(nameOf(b))) })
+		slices.SortFunc(parts, func(a, b *T) int {
+			return cmp.Compare(poolOrder(nameOf(a)), poolOrder(nameOf(b)))
+		})
 	}
 	return out
 }
@@ -168,7 +173,8 @@ func (f *impactFold) impact() client.Impact {
 	case one != nil && isEnd:
 		out.Effect, out.Reasons = client.EffectRestart, []string{"it has one pool from now on"}
 	case one != nil:
-		out.Effect, out.Reasons = client.EffectRestart, []string{"it has prefill and decode ranks from now on"}
+		out.Effect = client.EffectRestart
+		out.Reasons = []string{"it has prefill and decode ranks from now on"}
 	default:
 		out.Effect = strongest(prefill.Effect, decode.Effect)
 		out.Diffs = foldDiffs(prefill.Diffs, decode.Diffs)
@@ -238,8 +244,8 @@ func foldReasons(prefill, decode *client.Impact) []string {
 	return out
 }
 
-// FoldStatuses returns the statuses of applications as users know them, from those of the stored ones: the two
-// pools of an application are one status, with the units of both.
+// FoldStatuses returns the statuses of applications as users know them, from those of the stored ones: the
+// two pools of an application are one status, with the units of both.
 func FoldStatuses(stored []client.AppStatus) []client.AppStatus {
 	out := make([]client.AppStatus, 0, len(stored))
 	for _, parts := range byApplication(stored, func(s *client.AppStatus) string { return s.Name }) {
@@ -252,8 +258,8 @@ func FoldStatuses(stored []client.AppStatus) []client.AppStatus {
 	return out
 }
 
-// foldStatus folds the parts of an application. Its model, policy and shape are those of its decode pool, which
-// its requests are for. A part that ends says nothing about the application unless all of them end.
+// foldStatus folds the parts of an application. Its model, policy and shape are those of its decode pool,
+// which its requests are for. A part that ends says nothing about the application unless all of them end.
 func foldStatus(parts []*client.AppStatus) client.AppStatus {
 	stays := func(s *client.AppStatus) bool { return s.Status != client.StatusDeleting }
 	main := parts[0]

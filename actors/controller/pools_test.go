@@ -131,7 +131,9 @@ func TestAChangeOfOnePool(t *testing.T) {
 		s := r.shown(t)
 		assert.Equal(t, uint64(2), s.Revision)
 		assert.Equal(t, "RUNNING", s.Status)
-		for id, epoch := range map[string]uint64{"pd.prefill/0/0": 2, "pd.prefill/0/2": 1, "pd.decode/0/0": 1} {
+		for id, epoch := range map[string]uint64{
+			"pd.prefill/0/0": 2, "pd.prefill/0/2": 1, "pd.decode/0/0": 1,
+		} {
 			assert.Equal(t, epoch, r.store.State().Epochs[id], id)
 		}
 
@@ -177,23 +179,6 @@ func TestAnApplicationTurnsIntoTwoPoolsAndBack(t *testing.T) {
 		assert.Equal(t, "pd/0/0", s.Units[0].Unit)
 		assert.Len(t, r.store.State().Apps, 1)
 	})
-}
-
-// When a prefill rank is used is the ingresses' decision. How KV blocks move is that of the engines.
-func TestWhatOfADisaggregationRestartsEngines(t *testing.T) {
-	hash := func(change func(*app.Application)) string {
-		a := pools(2, 2)[1]
-		change(a)
-		h, err := launchHash(a, &a.Units()[0])
-		require.NoError(t, err)
-		return h
-	}
-	before := hash(func(*app.Application) {})
-	assert.Equal(t, before, hash(func(a *app.Application) { a.Disaggregation.Decide = app.DecideAlways }))
-	assert.Equal(t, before, hash(func(a *app.Application) { a.Disaggregation.Fallback = app.FallbackFail }))
-	assert.Equal(t, before, hash(func(a *app.Application) { a.Disaggregation.Colocate = app.ColocateNo }))
-	assert.NotEqual(t, before, hash(func(a *app.Application) { a.Disaggregation.Transfer = app.TransferNIXL }))
-	assert.NotEqual(t, before, hash(func(a *app.Application) { a.Pool = app.PoolPrefill }))
 }
 
 func TestPoolsBesideAndApart(t *testing.T) {
@@ -243,8 +228,10 @@ func TestFoldedImpacts(t *testing.T) {
 		Effect:  client.EffectRestart,
 		Reasons: []string{"engine.args.seed", "prefill: KV events go on", "prefill.x"},
 		Diffs: []client.FieldDiff{
-			{Path: "decode.num_replicas", Old: "4", New: "5"}, both,
-			{Path: "prefill.num_replicas", Old: "2", New: "3"}, {Path: "prefill.x"},
+			{Path: "decode.num_replicas", Old: "4", New: "5"},
+			both,
+			{Path: "prefill.num_replicas", Old: "2", New: "3"},
+			{Path: "prefill.x"},
 		},
 	}, f.impact())
 	for want, pair := range map[client.Effect][2]client.Effect{
@@ -264,7 +251,7 @@ func TestFoldedImpacts(t *testing.T) {
 // One pool that is not well is the application's state.
 func TestFoldedStatus(t *testing.T) {
 	part := func(name, status string) client.AppStatus {
-		return client.AppStatus{Name: name, Status: status, Message: name + " " + status, Revision: 3, Desired: 2}
+		return client.AppStatus{Name: name, Status: status, Message: status, Revision: 3, Desired: 2}
 	}
 	for _, c := range []struct {
 		parts []string // status of pd.prefill, pd.decode, and pd if there is one

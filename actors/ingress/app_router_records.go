@@ -178,8 +178,8 @@ func (ar *appRouter) applyStatus(r *rank, rec *msg.Record) {
 	r.hasStatus, r.lateReads = true, s.LateReads
 }
 
-// reportLateReads reports that prompts of a prefill rank were read after their lease: the caches of the decode
-// ranks that it served may hold wrong blocks. What was read before the first status is not news.
+// reportLateReads reports that prompts of a prefill rank were read after their lease: the caches of the
+// decode ranks that it served may hold wrong blocks. What was read before the first status is not news.
 func (ar *appRouter) reportLateReads(r *rank) {
 	name, pool := app.SplitPool(ar.name)
 	if p := ar.in.findPair(name); p != nil && pool == app.PoolPrefill {

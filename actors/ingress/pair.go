@@ -30,6 +30,7 @@ type pairApp struct {
 	traits                  *transfer.Traits
 	config                  pdproxy.Config   // without the limits that depend on the request
 	splitOnly               []routing.RankID // decode ranks that answer only requests with a prefill rank
+	plainOnly               []routing.RankID // where there are such: the others, which are no part of a pair
 	*pairLife
 }
 
@@ -102,14 +103,17 @@ func (f *appFollower) newPairApp(old *pairApp, name string, prefill, decode *app
 		in: f.in, name: name, prefill: prefill, decode: decode, prefillSpec: ps, decodeSpec: ds,
 		rule: dis.Decide, transfer: t, traits: t.Traits(),
 	}
+	if !p.traits.TakesPlain {
+		p.splitOnly, p.plainOnly = pairedRanks(ds.app)
+		if len(p.plainOnly) == 0 {
+			rule.Decider, p.rule = routing.DecideAlways, app.DecideAlways // no rank computes a prompt alone
+		}
+	}
 	p.config = pdproxy.Config{
 		Order:         pairOrders[p.traits.Order],
-		FallbackFails: dis.Fallback == app.FallbackFail || !p.traits.TakesPlain,
+		FallbackFails: dis.Fallback == app.FallbackFail || !p.traits.TakesPlain && len(p.plainOnly) == 0,
 		Lease:         p.traits.Lease, PrefillLimit: ps.firstToken, DecodeLimit: ds.firstToken,
 		LocalLimit: ds.firstToken, MaxDecodes: ds.attempts,
-	}
-	if !p.traits.TakesPlain {
-		p.splitOnly = decodeOnly(ds.app)
 	}
 	seed := mix(f.in.seed ^ f.in.nextID.Load())
 	if old != nil {
@@ -124,17 +128,19 @@ func (f *appFollower) newPairApp(old *pairApp, name string, prefill, decode *app
 	return p, nil
 }
 
-// decodeOnly lists the ranks of a decode pool that are no prefill ranks as well.
-func decodeOnly(a *app.Application) (ids []routing.RankID) {
+// pairedRanks are the ranks of a decode pool of role decode, and the others.
+func pairedRanks(a *app.Application) (paired, others []routing.RankID) {
 	for _, u := range a.Units() {
 		for _, n := range u.Ranks {
-			r := a.Engine.Rank(u.Group, n)
-			if r == nil || r.Role == app.RoleDecode {
-				ids = append(ids, routing.ID(u.Group, n))
+			id := routing.ID(u.Group, n)
+			if r := a.Engine.Rank(u.Group, n); r == nil || r.Role == app.RoleDecode {
+				paired = append(paired, id)
+			} else {
+				others = append(others, id)
 			}
 		}
 	}
-	return ids
+	return paired, others
 }
 
 var pairOrders = [...]pdproxy.Order{
@@ -162,7 +168,8 @@ func (f *appFollower) rebuildPairs(t *routeTable, decodes []*appRouter) {
 	for _, decode := range decodes {
 		name, _ := app.SplitPool(decode.name)
 		prefill := f.in.findAppRouter(app.PoolName(name, app.PoolPrefill))
-		if prefill == nil || prefill.revision.Load() == nil || decode.revision.Load().app.Disaggregation == nil {
+		if prefill == nil || prefill.revision.Load() == nil ||
+			decode.revision.Load().app.Disaggregation == nil {
 			continue
 		}
 		p, err := f.newPairApp(old[name], name, prefill, decode)

@@ -34,17 +34,20 @@ func TestNotSplit(t *testing.T) {
 	g.requireMetric(`dpserve_pd_requests_total{app="demo",outcome="ok",way="local"}`, "3")
 }
 
-// TestPD5ClientFields: transfer fields of a client never reach an engine, split or not; hidden ones are
+// TestClientFields: transfer fields of a client never reach an engine, split or not; hidden ones are
 // refused.
-func TestPD5ClientFields(t *testing.T) {
+func TestClientFields(t *testing.T) {
 	g := newPairRig(t, pairOptions{prefills: 1, decodes: 1})
-	const own = `"kv_transfer_params":{"do_remote_prefill":true},"bootstrap_room":1,"ec_transfer_params":{},` +
+	const own = `"kv_transfer_params":{"do_remote_prefill":true},"bootstrap_room":1,` +
+		`"ec_transfer_params":{},` +
 		`"transfer_id":"x","do_remote_decode":true,"remote_host":"evil","routed_dp_rank":3,`
 	g.served(g.post("/v1/chat/completions", `{`+own+streamBody[1:]), "remote")
 	g.served(g.post("/v1/chat/completions", `{`+own+`"n":2,`+chatBody[1:]), "local")
 	for _, c := range append(g.p[0].taken(), g.d[0].taken()...) {
 		assert.NotContains(t, c.raw, "evil")
-		for _, name := range []string{"bootstrap_room", "ec_transfer_params", "transfer_id", "routed_dp_rank"} {
+		for _, name := range []string{
+			"bootstrap_room", "ec_transfer_params", "transfer_id", "routed_dp_rank",
+		} {
 			assert.NotContains(t, c.body, name)
 		}
 		if !c.isPrefill() && c.params != nil {
@@ -56,8 +59,8 @@ func TestPD5ClientFields(t *testing.T) {
 	assert.Equal(t, 400, a.status)
 }
 
-// TestPD7ShortPrompts: a short prompt has no prefill leg, a long one has.
-func TestPD7ShortPrompts(t *testing.T) {
+// TestShortPrompts: a short prompt has no prefill leg, a long one has.
+func TestShortPrompts(t *testing.T) {
 	g := newPairRig(t, pairOptions{prefills: 1, decodes: 1, change: func(p, d *app.Application) {
 		p.Disaggregation.Decide, d.Disaggregation.Decide = "uncached>=100", "uncached>=100"
 	}})
@@ -66,7 +69,8 @@ func TestPD7ShortPrompts(t *testing.T) {
 	for i := range long {
 		long[i] = 'a' + byte(i%7)
 	}
-	g.served(g.post("/v1/completions", `{"model":"demo","stream":true,"prompt":"`+string(long)+`"}`), "remote")
+	body := `{"model":"demo","stream":true,"prompt":"` + string(long) + `"}`
+	g.served(g.post("/v1/completions", body), "remote")
 	g.requireMetric(`dpserve_pd_decisions_total{app="demo",reason="short_prefill"}`, "1")
 	g.requireMetric(`dpserve_pd_decisions_total{app="demo",reason="long_prefill"}`, "1")
 	g.requireMetric(`dpserve_pd_requests_total{app="demo",outcome="ok",way="local"}`, "1")
@@ -113,9 +117,9 @@ func TestBadPairs(t *testing.T) {
 	assert.ErrorContains(t, p.backend.CannotPair(g.prefills[0].ref(), g.decodes[0].ref()), "16 and 32")
 }
 
-// TestPD11RolesAtRunTime: pairs are used from the next request on when a prefill rank comes, and not any more
+// TestRolesAtRunTime: pairs are used from the next request on when a prefill rank comes, and not any more
 // when it is removed, without an error.
-func TestPD11RolesAtRunTime(t *testing.T) {
+func TestRolesAtRunTime(t *testing.T) {
 	g := newPairRig(t, pairOptions{prefills: 1, decodes: 1})
 	none := func(a *app.Application) {
 		a.Engine.Kind, a.NumReplicas, a.NumGroups = app.KindAttach, 0, 0

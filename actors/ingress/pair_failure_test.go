@@ -48,9 +48,9 @@ func onlyOnce(h http.HandlerFunc) func(w http.ResponseWriter, r *http.Request, c
 // breaksOff ends the connection without an answer. The body is read already.
 func breaksOff(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }
 
-// TestPD1PrefillFails: a 400 of the prefill rank goes to the client as it is. After a 500 or a reset another
+// TestPrefillFails: a 400 of the prefill rank goes to the client as it is. After a 500 or a reset another
 // prefill rank is asked once. Its fault is not charged to the decode rank, whose engine is not asked before.
-func TestPD1PrefillFails(t *testing.T) {
+func TestPrefillFails(t *testing.T) {
 	for name, c := range map[string]struct {
 		engine  http.HandlerFunc
 		status  int
@@ -98,17 +98,18 @@ func (r *replica) allDones() []msg.Done {
 	return append([]msg.Done(nil), r.dones...)
 }
 
-// TestPD2DecodeRefuses: after a decode leg with parameters has failed, the prompt is computed again, with new
+// TestDecodeFails: after a decode leg with parameters has failed, the prompt is computed again, with new
 // parameters. Neither rank is charged for what may be a fault of the transfer; a broken connection is the
 // decode rank's.
-func TestPD2DecodeRefuses(t *testing.T) {
+func TestDecodeFails(t *testing.T) {
+	const failed = `{"error":{"message":"Internal server error","code":500}}`
 	for name, c := range map[string]struct {
 		engine  http.HandlerFunc
 		outcome msg.Outcome
 		probe   bool
 	}{
-		"500":   {replies(500, `{"error":{"message":"Internal server error","code":500}}`), msg.Cancelled, false},
-		"event": {sends(`{"error":{"message":"Internal server error","code":500}}`, doneEvent), msg.Cancelled, false},
+		"500":   {replies(500, failed), msg.Cancelled, false},
+		"event": {sends(failed, doneEvent), msg.Cancelled, false},
 		"empty": {sends(), msg.Cancelled, false},
 		"reset": {breaksOff, msg.FailedOutcome, true},
 	} {
@@ -196,9 +197,9 @@ func TestDialFailed(t *testing.T) {
 	assert.True(t, d.Probe)
 }
 
-// TestPD8ClientLeaves: a client that leaves in the queue, in the prefill leg, in the decode leg or in the
+// TestSplitClientLeaves: a client that leaves in the queue, in the prefill leg, in the decode leg or in the
 // stream ends the engines' requests, and both tickets come back once.
-func TestPD8ClientLeaves(t *testing.T) {
+func TestSplitClientLeaves(t *testing.T) {
 	for _, far := range []bool{false, true} {
 		for name, at := range map[string]int{"prefill": 0, "decode": 1, "stream": 2, "queue": 3} {
 			t.Run(name, func(t *testing.T) {
@@ -219,7 +220,7 @@ func TestPD8ClientLeaves(t *testing.T) {
 				eventually(t, func() bool { return h.came.Load() == 1 }, "the engine is asked")
 				if at == 3 {
 					go func() { gone <- g.postCtx(ctx, "/v1/chat/completions", streamBody) }()
-					eventually(t, func() bool { return g.in.QueueLen("demo.decode") == 1 }, "the second one waits")
+					eventually(t, func() bool { return g.in.QueueLen("demo.decode") == 1 }, "one waits")
 				}
 				if at == 2 {
 					eventually(t, func() bool { return g.decodes[0].firstTokens() == 1 }, "it streams")
@@ -258,9 +259,9 @@ func (r *replica) firstTokens() int {
 	return r.firsts
 }
 
-// TestPD9NoPrefill: without a prefill rank the decode rank computes the prompt, or the request is refused at
+// TestNoPrefill: without a prefill rank the decode rank computes the prompt, or the request is refused at
 // once. Pools of unequal sizes work.
-func TestPD9NoPrefill(t *testing.T) {
+func TestNoPrefill(t *testing.T) {
 	for _, fallback := range []string{app.FallbackLocal, app.FallbackFail} {
 		t.Run(fallback, func(t *testing.T) {
 			g := newPairRig(t, pairOptions{prefills: 2, decodes: 3, change: func(p, d *app.Application) {

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"net/http"
-	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/pdproxy"
@@ -408,10 +407,4 @@ type heldAnswer struct {
 	status int
 	header http.Header
 	body   []byte
-}
-
-// firstTokenLimit is how long the first byte of an answer may take. An answer that is not streamed has no
-// visible first token: it has the time of a stream with as many tokens.
-func (req *request) firstTokenLimit() time.Duration {
-	return req.firstTokenDue().Sub(req.attempt.start)
 }

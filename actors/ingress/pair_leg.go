@@ -37,7 +37,11 @@ type pairLeg struct {
 	isLeased bool
 	isTold   bool // it was told already that the engine refused the request
 
-	// guarded by trip.mu
+	legState
+}
+
+// legState is the part of a leg that events change. trip.mu guards it.
+type legState struct {
 	isRunning bool
 	isPassed  bool             // the client gets its answer
 	done      *msg.Done        // of a leg that has ended, without what follows from its Ending
@@ -168,7 +172,9 @@ func applyEnding(d *msg.Done, e pdproxy.Ending) {
 // doneOf is what a leg has shown of its engine.
 func doneOf(res *result) *msg.Done {
 	what := causePolicies[res.cause]
-	return &msg.Done{Outcome: what.done, Cause: what.name, Trip: what.trip, Probe: what.probe, Busy: what.busy}
+	return &msg.Done{
+		Outcome: what.done, Cause: what.name, Trip: what.trip, Probe: what.probe, Busy: what.busy,
+	}
 }
 
 // fieldsFor are the fields of both legs of an attempt, made once for each.

@@ -113,8 +113,8 @@ func (w *prewarm) askPrefill(ctx context.Context, fields *transfer.Attempt) (tra
 	}
 	a, failed := transfer.ReadPrefill(w.pair.transfer, &w.q, answer)
 	if failed != transfer.NoFailure {
-		return a, fmt.Errorf("prefill rank: its answer cannot be used (%s): is its engine started for transfer %s?",
-			failed, w.pair.traits.Name)
+		return a, fmt.Errorf("prefill rank: its answer cannot be used (%s): is its engine started for "+
+			"transfer %s?", failed, w.pair.traits.Name)
 	}
 	return a, nil
 }

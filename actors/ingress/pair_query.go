@@ -118,14 +118,25 @@ func (q *pairQuery) describe() {
 // goesToOne reports whether the request goes to one rank whatever the prefill pool has to do.
 func (q *pairQuery) goesToOne() bool { return q.notSplit != "" || !q.pair.isOn() }
 
-// why is the decision for the query as it would be now.
-func (q *pairQuery) why() routing.PairWhy {
+// why is the decision for the query as it would be now. Like split.decide, it takes another decode rank for
+// one that has met no prefill rank, where requests without a prefill rank are refused.
+func (q *pairQuery) why() (why routing.PairWhy) {
 	q.describe()
-	why := q.pair.router.Explain(&q.prefill.query, &q.decode.query, q.goesToOne())
-	if why.Pair.Kind == routing.Route && q.notSplit == "" && !q.pair.isOn() {
-		why.Pair.Reason = routing.PairNoPrefill
+	d := &q.decode.query
+	for unmet := 0; ; unmet++ {
+		why = q.pair.router.Explain(&q.prefill.query, d, q.goesToOne())
+		switch pair := &why.Pair; {
+		case pair.Kind == routing.Reject && unmet > 0:
+			pair.Reason = routing.PairNotPrewarmed
+		case pair.Kind != routing.Route:
+		case q.goesToOne() && q.notSplit == "":
+			pair.Reason = routing.PairNoPrefill
+		case pair.Reason == routing.PairNotPrewarmed && q.pair.failsWithoutPrefill() && !d.HasDirect:
+			d.Tried = append(d.Tried, pair.Decode)
+			continue
+		}
+		return why
 	}
-	return why
 }
 
 // wayOf is the way on which a decision sends the query. An application without a prefill rank misses none.

@@ -422,3 +422,40 @@ func TestLateReads(t *testing.T) {
 	eventually(t, func() bool { return alarms() == "2" }, "both decode ranks are reset")
 	assert.Contains(t, g.logs.String(), "prefill rank 0/0 heard of blocks after the end of their lease")
 }
+
+// TestExplainWhereFallbackFails: a decode rank that has met a prefill rank is taken before the request is
+// refused, by live requests and by explain.
+func TestExplainWhereFallbackFails(t *testing.T) {
+	g := newPairRig(t, pairOptions{prefills: 1, decodes: 3, change: func(p, d *app.Application) {
+		d.Routing.Policy = "least-loaded"
+		p.Disaggregation.Fallback, d.Disaggregation.Fallback = app.FallbackFail, app.FallbackFail
+	}})
+	forget := func(ranks ...*replica) {
+		g.in.findPair("demo").router.Update(func(t *routing.PairTable) {
+			for _, r := range ranks {
+				t.ForgetDecode(routing.RankRef{ID: r.id, Incarnation: r.incarnation})
+			}
+		})
+	}
+	body := []byte(`{"model":"demo","prompt":[1,2,3]}`)
+	forget(g.decodes[0], g.decodes[1])
+	for range 3 {
+		x, err := g.in.ExplainRoute(t.Context(), "demo", &client.Query{Request: body})
+		require.NoError(t, err)
+		assert.Equal(t, []string{"remote", "0/0", "0/2"}, []string{x.Pair.Way, x.Pair.Prefill, x.Pick})
+		req := g.live(body, http.Header{})
+		g.samePair(x, req)
+		g.undo(req)
+	}
+	forget(g.decodes[2])
+	x, err := g.in.ExplainRoute(t.Context(), "demo", &client.Query{Request: body})
+	require.NoError(t, err)
+	assert.Equal(t, []string{"none", "not_prewarmed", "reject"},
+		[]string{x.Pair.Way, x.Pair.Reason, x.Decision})
+	_, err = g.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{TokenIDs: []uint32{1}})
+	require.Equal(t, problem.Unavailable, problem.CodeOf(err))
+	_, err = g.in.BestWorker(t.Context(), "demo",
+		&client.BestWorkerRequest{TokenIDs: []uint32{1}, RequestID: "r1"})
+	require.Equal(t, problem.Unavailable, problem.CodeOf(err))
+	assert.ErrorContains(t, err, "not_prewarmed")
+}

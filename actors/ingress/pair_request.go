@@ -2,8 +2,10 @@ package ingress
 
 import (
 	"context"
+	"fmt"
 	"hash/maphash"
 	"log/slog"
+	"slices"
 	"strconv"
 	"sync"
 	"time"
@@ -79,7 +81,7 @@ type pairAttempt struct {
 }
 
 // prepareSplit reads a request of an application with two pools.
-func (req *request) prepareSplit() *failure {
+func prepareSplit(req *request) *failure {
 	p := req.app.pair
 	if p == nil || !req.route.Generates() {
 		return nil
@@ -188,9 +190,12 @@ func (s *split) decide(last *result) (rk *rank, f *failure, wait bool) {
 
 // decideUnlike is decide with a prefill rank that is taken only if there is no other.
 func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f *failure, wait bool) {
-	req, p := s.req, s.pair
+	req, p, way := s.req, s.pair, s.way
+	unmet := slices.Clone(p.plainOnly) // decode ranks that have met no prefill rank
+	alone := pdproxy.WayNone           // how a rank of plainOnly gets the request, if one does
 	for {
 		req.excludeTried()
+		req.query.Tried = append(req.query.Tried, unmet...)
 		s.describePrefill(unlike)
 		req.query.ID = req.in.requestID()
 		p.decode.describeRequest(&req.query, &req.prompt)
@@ -201,11 +206,21 @@ func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f 
 		switch {
 		case d.Kind == routing.Queue:
 			return nil, nil, true
+		case len(p.plainOnly) > 0 && alone == pdproxy.WayNone && !d.Remote:
+			if f := s.leavePair(); f != nil {
+				return nil, f, false
+			}
+			alone, unmet, unlike = s.way, nil, routing.RankRef{}
+			continue
 		case d.Kind == routing.Reject:
 			p.metrics.Decision(d.Reason)
 			req.choice.Reason = d.Reason
-			if s.prompt.hasDirect && p.prefill.readyRank(s.prompt.direct) == nil {
+			switch {
+			case s.prompt.hasDirect && p.prefill.readyRank(s.prompt.direct) == nil:
 				return nil, s.namedRankFailure(), false
+			case len(unmet) > 0:
+				d.Reason = routing.PairNotPrewarmed
+				return nil, s.noPrefillFailure(), false
 			}
 			return nil, req.pickFailure(last), false
 		case !d.Remote && unlike != (routing.RankRef{}):
@@ -214,6 +229,15 @@ func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f 
 			continue
 		}
 		if rk, ok := s.takeChoice(); ok {
+			if d.Reason == routing.PairNotPrewarmed && p.failsWithoutPrefill() && !req.query.HasDirect {
+				req.attempt.rank = rk
+				req.undoPick()
+				s.way, unmet = way, append(unmet, d.Decode) // another one may have
+				continue
+			}
+			if alone != pdproxy.WayNone {
+				s.way = alone
+			}
 			p.metrics.Decision(d.Reason)
 			p.decode.decisions.recordPair(req.id, req.attempts+1, p.rule, &req.prompt, &req.query, d)
 			if s.way == pdproxy.WayFallback && p.failsWithoutPrefill() {
@@ -225,6 +249,23 @@ func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f 
 		}
 		s.undoChoice() // a rank is gone since the decision: the Router knows it when it is asked again
 	}
+}
+
+// leavePair takes back a decision without a pair, for engines that take no request without a partner: a rank
+// of role both computes the prompt, unless the application wants an error then.
+func (s *split) leavePair() *failure {
+	d := &s.choice
+	s.way = pdproxy.WayLocal
+	if d.Kind == routing.Route {
+		s.undoChoice()
+	}
+	if d.Kind == routing.Reject || d.IsFallback() {
+		s.way = pdproxy.WayFallback
+		if s.pair.failsWithoutPrefill() {
+			return s.noPrefillFailure()
+		}
+	}
+	return nil
 }
 
 // describePrefill writes the prefill pool's query of a new decision.
@@ -409,11 +450,12 @@ func (s *split) noPrefillFailure() *failure {
 func (s *split) namedRankFailure() *failure {
 	ar, id := s.pair.prefill, s.prompt.direct
 	if !ar.hasRank(id) {
-		return newFailure(openai.CodeInvalidRequest, "x-dpserve-prefill-rank: this application has no prefill "+
-			"rank "+id.String()+" (it has "+s.pair.prefillSpec.rankRange()+"); correct the header or leave it out")
+		return newFailure(openai.CodeInvalidRequest, fmt.Sprintf("x-dpserve-prefill-rank: this application "+
+			"has no prefill rank %s (it has %s); correct the header or leave it out", id,
+			s.pair.prefillSpec.rankRange()))
 	}
-	f := newFailure(openai.CodeNoReadyRank, "prefill rank "+id.String()+", which x-dpserve-prefill-rank names, "+
-		"cannot take the prompt now; try again later, or leave the header out").withRetryAfter(1)
+	f := newFailure(openai.CodeNoReadyRank, fmt.Sprintf("prefill rank %s, which x-dpserve-prefill-rank "+
+		"names, cannot take the prompt now; try again later, or leave the header out", id)).withRetryAfter(1)
 	f.cause = routing.ReasonRankUnavailable
 	return f
 }

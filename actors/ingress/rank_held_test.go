@@ -126,7 +126,8 @@ func TestRankGuard(t *testing.T) {
 				before := asked.Load()
 				var written atomic.Int32
 				resp, _, err := g.leg(rk, body, &rankleg.Guard{
-					IsUsable: func() bool { return true }, TimeLeft: func() time.Duration { return time.Minute },
+					IsUsable:  func() bool { return true },
+					TimeLeft:  func() time.Duration { return time.Minute },
 					OnWritten: func() { written.Add(1) },
 				})
 				require.NoError(t, err)

@@ -208,7 +208,7 @@ func (req *request) prepare() *failure {
 	}
 	req.waiter.tokens = int64(req.prompt.tokens)
 	req.header = rankleg.EngineHeader(req.r.Header, req.idHeader)
-	if f := req.prepareSplit(); f != nil {
+	if f := prepareSplit(req); f != nil {
 		return f
 	}
 	return req.stripBody()
@@ -446,6 +446,12 @@ func (req *request) firstTokenDue() time.Time {
 		d += flightGrace
 	}
 	return req.attempt.start.Add(d)
+}
+
+// firstTokenLimit is how long the first byte of an answer may take. An answer that is not streamed has no
+// visible first token: it has the time of a stream with as many tokens.
+func (req *request) firstTokenLimit() time.Duration {
+	return req.firstTokenDue().Sub(req.attempt.start)
 }
 
 // askFailure returns the result of an attempt that brought no byte of an answer.

@@ -176,7 +176,9 @@ type scannedRequest struct {
 }
 
 // scanRequest scans a body for an application.
-func scanRequest(ar *appRouter, path string, body []byte, headers map[string]string) (*scannedRequest, error) {
+func scanRequest(ar *appRouter, path string, body []byte, headers map[string]string) (*scannedRequest,
+	error,
+) {
 	q := &scannedRequest{header: http.Header{}}
 	var err error
 	if q.route, err = routeOf(path, body); err != nil {

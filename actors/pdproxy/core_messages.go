@@ -66,7 +66,8 @@ const (
 	// is the rank that stays, so that the pair has met. Core.Tried lists the ranks that must not be chosen.
 	// Unlike is a prefill rank to take only if there is no other.
 	CmdChoose CommandKind = iota
-	// CmdUndoChoice: a choice came too late: nothing uses its ranks.
+	// CmdUndoChoice: a choice came too late: nothing uses its ranks. With Rank, nothing uses that rank: its
+	// reservation was dropped before it began.
 	CmdUndoChoice
 	// CmdReserve: take a ticket at Rank, a prefill rank's with the tokens that it will hold.
 	CmdReserve

@@ -123,6 +123,7 @@ func (f *Flight) drop(number uint32) bool {
 		case CmdChoose:
 			f.told = append(f.told, Event{Kind: EvNoRank, Number: number})
 		case CmdReserve:
+			f.shell.Do(&Command{Kind: CmdUndoChoice, Number: number, Side: c.Side, Rank: c.Rank})
 			f.told = append(f.told, Event{Kind: EvRefused, Number: number})
 		default: // a leg that has not begun: nobody waits for it
 		}

@@ -275,7 +275,8 @@ func (s *proxyState) onReset(m wasReset) {
 	case m.err == nil:
 	case errors.Is(m.err, ErrNoReset):
 		s.p.log.Warn("a prefix cache that may hold wrong blocks stays: restart the engine, or start it so "+
-			"that it allows resets (vLLM: VLLM_SERVER_DEV_MODE=1)", slog.String("decode", m.decode.ID.String()))
+			"that it allows resets (vLLM: VLLM_SERVER_DEV_MODE=1)",
+			slog.String("decode", m.decode.ID.String()))
 	default:
 		s.p.log.Warn("the reset of a prefix cache failed", slog.String("decode", m.decode.ID.String()),
 			slog.Any("err", m.err))

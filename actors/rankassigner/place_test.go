@@ -154,3 +154,37 @@ func TestPlaceCountsTheGroupsGrantsUnderWay(t *testing.T) {
 	assert.Empty(t, none.Units)
 	assert.Len(t, noRoom, 1)
 }
+
+// Ranks of two pools that are kept apart never share a node, whether the other pool's ranks run, are on their
+// way, or will move there.
+func TestPlaceKeepsPoolsApart(t *testing.T) {
+	s := newState(t, []state.Node{node("a", 4), node("b", 4)}, "pd.prefill", "pd.decode")
+	pool := func(pool string) *msg.AssignGroup {
+		a := application(app.PoolName("pd", pool), 2, app.Lockstep)
+		a.Pool, a.Disaggregation = pool, &app.Disaggregation{Colocate: app.ColocateNo}
+		m := wanted(a, 0, "a", "b")
+		m.Grant.AppRevision = s.Apps[a.Name].Revision
+		return m
+	}
+	decode, _ := Place(s, pool(app.PoolDecode), nil)
+	require.Equal(t, []string{"a", "a"}, nodesOf(decode.Units[0].Ranks))
+	prefill, _ := Place(s, pool(app.PoolPrefill), []*state.GrantGroup{&decode})
+	assert.Equal(t, []string{"b", "b"}, nodesOf(prefill.Units[0].Ranks), "the grant is under way")
+
+	m := pool(app.PoolPrefill)
+	m.Reserved = decode.Units
+	prefill, _ = Place(s, m, nil)
+	assert.Equal(t, []string{"b", "b"}, nodesOf(prefill.Units[0].Ranks), "the seats are reserved")
+
+	apply(t, s, state.Command{GrantGroup: &decode})
+	m = pool(app.PoolPrefill)
+	prefill, _ = Place(s, m, nil)
+	assert.Equal(t, []string{"b", "b"}, nodesOf(prefill.Units[0].Ranks), "it is granted")
+	m.Nodes = []string{"a"}
+	_, noRoom := Place(s, m, nil)
+	assert.Contains(t, noRoom["pd.prefill/0"], "node a: has ranks of pd.decode, which are kept apart")
+	m.App.Disaggregation.Colocate = app.ColocatePrefer
+	m.Nodes = []string{"a", "b"}
+	prefill, _ = Place(s, m, nil)
+	assert.Equal(t, []string{"a", "a"}, nodesOf(prefill.Units[0].Ranks))
+}

@@ -135,12 +135,17 @@ func attachedApps(ctx context.Context, cluster admin, _ []string) ([]cobra.Compl
 	return describeApps(out), err
 }
 
-// attachedRanks lists the ranks of the application that args name, as GROUP/RANK.
+// attachedRanks lists the ranks of the application that args name, as GROUP/RANK; those of pools by their
+// URL.
 func attachedRanks(ctx context.Context, cluster admin, args []string) ([]cobra.Completion, error) {
 	apps, err := fetchStatus(ctx, cluster, args)
 	var out []cobra.Completion
 	for r := range allRanks(apps) {
-		out = append(out, cobra.CompletionWithDesc(strings.TrimPrefix(r.name(), args[0]+"/"), r.rank.URL))
+		number, isOwn := strings.CutPrefix(r.name(), args[0]+"/")
+		if !isOwn { // a number may be a rank of both pools
+			number = r.rank.URL
+		}
+		out = append(out, cobra.CompletionWithDesc(number, r.rank.URL))
 	}
 	return out, err
 }

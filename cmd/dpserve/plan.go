@@ -144,6 +144,10 @@ func planSummary(p *client.Plan) []string {
 			outages = append(outages,
 				a.App+" has one unit alone: its requests wait, or are refused, until it has restarted")
 		}
+		if isReplaced(a) {
+			outages = append(outages, a.App+
+				" ends all its ranks before new ones start: its requests wait, or are refused, meanwhile")
+		}
 	}
 	return append([]string{fmt.Sprintf("ranks: %d to start, %d to restart, %d to end, %d not touched",
 		ranks[client.EffectCreate], ranks[client.EffectRestart], ranks[client.EffectDelete],
@@ -155,6 +159,21 @@ func servingUnits(a *client.AppPlan) []client.UnitPlan {
 	return slices.DeleteFunc(slices.Clone(a.Units), func(u client.UnitPlan) bool {
 		return strings.HasPrefix(u.Unit, app.PoolName(a.App, app.PoolPrefill)+"/")
 	})
+}
+
+// isReplaced reports whether an application that gets other pools ends all ranks that it has.
+func isReplaced(a *client.AppPlan) bool {
+	ends := 0
+	for _, u := range a.Units {
+		switch effectOf(u.Effect, u.Action) {
+		case client.EffectDelete:
+			ends++
+		case client.EffectCreate:
+		default:
+			return false
+		}
+	}
+	return ends > 0 && ends < len(a.Units)
 }
 
 // effectOf returns the effect that a node tells. A node of an earlier version tells only the action.

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -69,8 +70,8 @@ func (v statusView) apps(apps []client.AppStatus) *table {
 
 // pool returns the row of a pool, under that of its application.
 func (v statusView) pool(p *client.PoolStatus) []cell {
-	row := cells("  "+p.Pool, p.Status, fmt.Sprintf("%d/%d", p.Ready, p.Desired), strconv.Itoa(p.Groups), "", "",
-		p.Policy, "")
+	row := cells("  "+p.Pool, p.Status, fmt.Sprintf("%d/%d", p.Ready, p.Desired), strconv.Itoa(p.Groups), "",
+		"", p.Policy, "")
 	row[1].color = statusColor(p.Status)
 	if v.wide {
 		row = append(row, cells("", p.Coupling)...)
@@ -366,7 +367,10 @@ func (r rankRow) name() string {
 // pool returns the name of the rank's pool, that of the application if it has one pool.
 func (r rankRow) pool() string {
 	name, _, _ := strings.Cut(r.unit.Unit, "/")
-	return cmp.Or(name, r.app.Name)
+	if user, pool := app.SplitPool(name); pool != "" && user == r.app.Name {
+		return name
+	}
+	return r.app.Name
 }
 
 // reason says why a rank is not ready, or what it waits for.
@@ -380,8 +384,8 @@ func (r rankRow) reason() string {
 	return joinLines(cmp.Or(r.rank.Progress, r.unit.Reason))
 }
 
-// isPlacementReason reports whether a reason says that a group or unit of an application or of a pool finds no
-// room. Such a reason lists every node, and the units of the pool share it.
+// isPlacementReason reports whether a reason says that a group or unit of an application or of a pool finds
+// no room. Such a reason lists every node, and the units of the pool share it.
 func isPlacementReason(pool, reason string) bool { return strings.HasPrefix(reason, "place "+pool+"/") }
 
 // reasonsOf returns the reason of each rank. The ranks of a unit share one, and the units of an application a

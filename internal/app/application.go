@@ -284,6 +284,24 @@ func (a *Application) Units() []Unit {
 	return out
 }
 
+// OtherPool returns the name of the other pool of the application, "" if it has one pool.
+func (a *Application) OtherPool() string {
+	switch a.Pool {
+	case PoolPrefill:
+		return PoolName(a.AppName(), PoolDecode)
+	case PoolDecode:
+		return PoolName(a.AppName(), PoolPrefill)
+	default:
+		return ""
+	}
+}
+
+// AppName returns the name that the user gave to the application, without the pool.
+func (a *Application) AppName() string {
+	name, _ := SplitPool(a.Name)
+	return name
+}
+
 // ServedNames lists every name a client may send as "model": id, aliases, then adapters in both spellings.
 func (m *Model) ServedNames() []string {
 	names := append([]string{m.ID}, m.Aliases...)

@@ -29,7 +29,7 @@ func Parse(base Application, file string, text []byte, rules ...Rule) (*File, []
 	root := d.load(text)
 	var drafts []*draft
 	for _, a := range d.read(root) {
-		pools := a.split()
+		pools := splitter{a}.split()
 		for _, p := range pools {
 			p.check(rules)
 		}
@@ -186,6 +186,7 @@ type decoder struct {
 	known    map[reflect.Type][]key
 	faults   Faults
 	warnings []Warning
+	warned   map[Warning]bool
 	at       map[string]place // path → position of its value
 	bad      map[string]bool  // paths that have a fault, so that no rule adds a second one
 	// a pool's own values are being read over those of its application, so none of them is required
@@ -195,6 +196,7 @@ type decoder struct {
 func newDecoder(file string) *decoder {
 	return &decoder{
 		file: file, known: map[reflect.Type][]key{}, at: map[string]place{}, bad: map[string]bool{},
+		warned: map[Warning]bool{},
 	}
 }
 
@@ -239,7 +241,8 @@ func (d *decoder) broken(path string, f Fault) { d.fault(d.where(path), path, f)
 func (d *decoder) warn(path, message, hint string) {
 	at := d.where(path)
 	w := Warning{File: d.file, Line: at.line, Col: at.col, Path: path, Message: message, Hint: hint}
-	if !slices.Contains(d.warnings, w) { // both pools find what their application says
+	if !d.warned[w] { // both pools find what their application says
+		d.warned[w] = true
 		d.warnings = append(d.warnings, w)
 	}
 }

@@ -75,21 +75,3 @@ func SplitPool(name string) (app, pool string) {
 	}
 	return app, pool
 }
-
-// OtherPool returns the name of the other pool of the application, "" if it has one pool.
-func (a *Application) OtherPool() string {
-	switch a.Pool {
-	case PoolPrefill:
-		return PoolName(a.AppName(), PoolDecode)
-	case PoolDecode:
-		return PoolName(a.AppName(), PoolPrefill)
-	default:
-		return ""
-	}
-}
-
-// AppName returns the name that the user gave to the application, without the pool.
-func (a *Application) AppName() string {
-	name, _ := SplitPool(a.Name)
-	return name
-}

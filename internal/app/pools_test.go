@@ -96,7 +96,7 @@ func TestAttachedPoolsChange(t *testing.T) {
 	t.Parallel()
 	f := parsed(t, pd(`kind: attach, ranks: [{url: "http://d:1", role: decode}]`))
 	p, d := f.Applications[0], f.Applications[1]
-	r, err := ParseRank([]byte(`{url: "http://p:1", role: prefill}`), d.Engine.Family, d.Disaggregation.Transfer)
+	r, err := ParseRank([]byte(`{url: "http://p:1", role: prefill}`), "", d.Disaggregation.Transfer)
 	require.NoError(t, err)
 	require.Error(t, d.CheckAttachable(&AttachRank{URL: "http://d:1"}))
 	more, n, err := p.WithRank(r, idle)
@@ -121,19 +121,19 @@ func TestFaultsOfPools(t *testing.T) {
 	}
 	const prefill, decode = `{url: "http://p:1", role: prefill}`, `{url: "http://d:1", role: decode}`
 	for _, c := range [][2]string{
-		{pd("kind: sim", twoPrefill), "5:14: applications[0].decode: prefill without decode: the two stand together"},
+		{pd("kind: sim", twoPrefill), "5:14: applications[0].decode: prefill without decode: the two stand"},
 		{pd("kind: sim", fourDecode), "5:13: applications[0].prefill: decode without prefill"},
 		{pd("kind: sim", "disaggregation: {}"), "the application has no prefill and decode ranks"},
 		{
 			pd("kind: sim", "data_parallel: {dp_size: 4}", twoPrefill, fourDecode),
-			"5:20: applications[0].data_parallel: each pool has its own data_parallel; hint: write it under prefill:",
+			"5:20: applications[0].data_parallel: each pool has its own data_parallel; hint: write it under",
 		},
 		{pd("kind: sim", "num_replicas: 4", twoPrefill, fourDecode), "each pool has its own num_replicas"},
 		{pd("kind: sim", "num_groups: 4", twoPrefill, fourDecode), "each pool has its own num_groups"},
 		{
 			pd("kind: sim", twoPrefill, fourDecode, "disaggregation: {transfer: mooncake}"),
 			"7:32: applications[0].disaggregation.transfer: engines of kind sim cannot do this transfer: " +
-				"found mooncake, wanted sim | nixl",
+				"found mooncake, wanted sim | nixl | nixl-push",
 		},
 		{
 			pd("kind: sim", twoPrefill, fourDecode, "disaggregation: {transfer: nixel}"),
@@ -157,7 +157,7 @@ func TestFaultsOfPools(t *testing.T) {
 		},
 		{
 			pd("kind: sim, args: {kv_transfer_config: {kv_role: kv_producer}}", twoPrefill, fourDecode),
-			"4:52: applications[0].engine.args.kv_transfer_config: dpserve writes kv_role of a pool's engines",
+			"4:52: applications[0].engine.args.kv_transfer_config: dpserve writes kv_role of a pool's",
 		},
 		{
 			pd("kind: sim", "prefill: {engine: {args: {kv_transfer_config.kv_connector: X}}}", fourDecode),
@@ -165,15 +165,18 @@ func TestFaultsOfPools(t *testing.T) {
 		},
 		{
 			pd("kind: sim, args: {block_size: 16}", twoPrefill, "decode: {engine: {args: {block_size: 32}}}"),
-			`6:42: applications[0].decode.engine.args.block_size: prefill and decode engines pair only with one ` +
-				"block size: found prefill 16, decode 32",
+			"6:42: applications[0].decode.engine.args.block_size: prefill and decode engines pair only " +
+				"with one block size: found prefill 16, decode 32",
 		},
 		{
 			pd("kind: sim", twoPrefill, "decode: {engine: {kind: sglang}}"),
-			"applications[0].decode.engine.kind: prefill and decode engines pair only if they are of one kind: " +
-				"found prefill sim, decode sglang",
+			"applications[0].decode.engine.kind: prefill and decode engines pair only if they are of one " +
+				"kind: found prefill sim, decode sglang",
 		},
-		{pd("kind: sim", "prefill: {routing: {policy: mexx}}", fourDecode), "applications[0].prefill.routing.policy"},
+		{
+			pd("kind: sim", "prefill: {routing: {policy: mexx}}", fourDecode),
+			"applications[0].prefill.routing.policy",
+		},
 		{
 			pd("kind: sim, args: {sim_fial: crash}", twoPrefill, fourDecode),
 			"applications[0].engine.args.sim_fial: the simulated engine has no argument",
@@ -181,7 +184,10 @@ func TestFaultsOfPools(t *testing.T) {
 
 		{attach(prefill), "applications[0].engine.ranks: the decode pool has no rank"},
 		{attach(prefill+", "+decode, "num_replicas: 2"), "leave it out: the ranks of each role are counted"},
-		{attach(prefill+", "+decode, "data_parallel: {dp_size: 1}"), "each pool has its own data_parallel.dp_size"},
+		{
+			attach(prefill+", "+decode, "data_parallel: {dp_size: 1}"),
+			"each pool has its own data_parallel.dp_size",
+		},
 		{attach(prefill+", "+decode, "decode: {num_replicas: 3}"), "num_replicas = dp_size × num_groups"},
 		{attach(decode, "prefill: {num_groups: 3}"), "no attached rank has role: prefill"},
 		{attach(decode, "decode: {engine: {family: sglang}}"), "family stands in the application's engine"},
@@ -196,8 +202,8 @@ func TestFaultsOfPools(t *testing.T) {
 		},
 		{
 			attach(prefill+", "+decode, "disaggregation: {transfer: mooncake}"),
-			"4:50: applications[0].engine.ranks[0].pd.bootstrap: transfer mooncake needs pd.bootstrap of each " +
-				"prefill rank; hint: write pd: {bootstrap: …}",
+			"4:50: applications[0].engine.ranks[0].pd.bootstrap: transfer mooncake needs pd.bootstrap of " +
+				"each prefill rank; hint: write pd: {bootstrap: …}",
 		},
 		{
 			attach(`{url: "http://p:1", role: prefill, pd: {engine_id: a, tp_size: 1}}, `+decode,
@@ -209,6 +215,10 @@ func TestFaultsOfPools(t *testing.T) {
 			"pd.engine_id: transfer nixl takes no pd.engine_id",
 		},
 		{
+			attach(prefill+", "+decode, "disaggregation: {colocate: prefer}"),
+			"applications[0].disaggregation.colocate: dpserve does not place attached engines",
+		},
+		{
 			attach(`{url: "http://d:1", role: decode, pd: {engine_id: a}}`),
 			"pd is for ranks with role: prefill",
 		},
@@ -218,14 +228,14 @@ func TestFaultsOfPools(t *testing.T) {
 			`pd.bootstrap: found "p:8998", wanted http://HOST:PORT`,
 		},
 		{
-			attach(`{url: "http://p:1", role: prefill, pd: {engine_id: a, side_channel: "p:70000", tp_size: 1}}, `+
-				decode, "disaggregation: {transfer: nixl-push}"),
+			attach(`{url: "http://p:1", role: prefill, pd: {engine_id: a, side_channel: "p:70000", `+
+				`tp_size: 1}}, `+decode, "disaggregation: {transfer: nixl-push}"),
 			"found p:70000, wanted HOST:PORT",
 		},
 		{
-			attach(`{url: "http://p:1", role: prefill, pd: {engine_id: a, side_channel: "p:1", tp_size: 1}}, `+
-				`{url: "http://p:2", role: prefill, pd: {engine_id: a, side_channel: "p:2", tp_size: 1}}, `+
-				decode, "disaggregation: {transfer: nixl-push}"),
+			attach(`{url: "http://p:1", role: prefill, pd: {engine_id: a, side_channel: "p:1", `+
+				`tp_size: 1}}, {url: "http://p:2", role: prefill, pd: {engine_id: a, side_channel: "p:2", `+
+				`tp_size: 1}}, `+decode, "disaggregation: {transfer: nixl-push}"),
 			`engine id "a" is taken by`,
 		},
 		{attach(prefill + `, {url: "http://p:1", role: decode}`), `engine "http://p:1" is taken by`},
@@ -266,7 +276,7 @@ func TestAdviceAboutAlways(t *testing.T) {
 		"disaggregation: {decide: always}")))
 	require.NoError(t, err)
 	require.Len(t, warnings, 1)
-	assert.Contains(t, warnings[0].String(), "7:30: applications[0].disaggregation.decide: every prompt goes to")
+	assert.Contains(t, warnings[0].String(), "7:30: applications[0].disaggregation.decide: every prompt")
 }
 
 // drawPools draws the two pools of an application.
@@ -282,14 +292,15 @@ func drawPools(t *rapid.T, name string, names map[string]bool) []*Application {
 		}
 		side.Engine.Family, side.Engine.Ranks = decode.Engine.Family, nil
 		side.Resources = decode.Resources
-		prefill.setSide(&side)
+		side.applyTo(&prefill)
 	}
 	together := &Disaggregation{
-		Transfer: decode.transfers()[0], Decide: rapid.SampledFrom([]string{"isl", "mex"}).Draw(t, "decide"),
+		Transfer: transfersOf(decode)[0], Decide: rapid.SampledFrom([]string{"isl", "mex"}).Draw(t, "decide"),
 		Fallback: rapid.SampledFrom([]string{FallbackLocal, FallbackFail}).Draw(t, "fallback"),
 		Colocate: rapid.SampledFrom([]string{"", ColocateNo, ColocatePrefer}).Draw(t, "colocate"),
 	}
 	if decode.Engine.Kind == KindAttach {
+		together.Colocate = ""
 		drawPrefillRanks(t, &prefill)
 	}
 	for _, a := range []*Application{&prefill, decode} {
@@ -305,8 +316,10 @@ func drawPools(t *rapid.T, name string, names map[string]bool) []*Application {
 func drawPrefillRanks(t *rapid.T, a *Application) {
 	a.Engine.Ranks = nil
 	for i := range rapid.IntRange(0, 3).Draw(t, "prefill ranks") {
-		r := AttachRank{URL: "http://10.0.1.1:" + valueText(int64(8000+i)), Addressing: AddressURL, Role: RolePrefill}
-		if a.transfers()[0] == TransferSGLang {
+		r := AttachRank{
+			URL: "http://10.0.1.1:" + valueText(int64(8000+i)), Addressing: AddressURL, Role: RolePrefill,
+		}
+		if transfersOf(a)[0] == TransferSGLang {
 			r.PD = &AttachPD{Bootstrap: "http://10.0.1.1:" + valueText(int64(9000+i))}
 		}
 		a.Engine.Ranks = append(a.Engine.Ranks, r)

@@ -100,8 +100,8 @@ func (a *Application) WithRank(r AttachRank, busy func(rank int) bool) (*Applica
 }
 
 // WithoutRank returns a copy of a without one attached rank, and that rank with its number. Every other rank
-// keeps its number. Errors are *problem.Error: NotFound for an unknown rank, Conflict for the last rank, except
-// of a prefill pool, and for applications whose ranks cannot change.
+// keeps its number. Errors are *problem.Error: NotFound for an unknown rank, Conflict for the last rank,
+// except of a prefill pool, and for applications whose ranks cannot change.
 func (a *Application) WithoutRank(ref RankRef) (*Application, AttachRank, error) {
 	if err := a.checkChangeable("remove a rank"); err != nil {
 		return nil, AttachRank{}, err
@@ -111,7 +111,7 @@ func (a *Application) WithoutRank(ref RankRef) (*Application, AttachRank, error)
 	if err != nil {
 		return nil, AttachRank{}, err
 	}
-	if len(numbers) == 1 && a.Pool != PoolPrefill { // without a prefill rank, decode ranks compute the prompts
+	if len(numbers) == 1 && a.Pool != PoolPrefill { // without prefill ranks, decode ranks compute prompts
 		return nil, AttachRank{}, problem.New(problem.Conflict, "remove a rank: %s is the last one of %s",
 			a.Engine.Ranks[at].Address(), a.Name).
 			WithHint("add another one first, or end the application: dpserve delete %s", a.AppName())
@@ -270,7 +270,7 @@ func ParseRank(text []byte, family, transfer string) (AttachRank, error) {
 		c.mark()
 		c.readStruct(reflect.ValueOf(&r).Elem())
 		d.checkRank(family, &r, path, taken{})
-		d.checkPD(transfer, &r, path, taken{})
+		checkPD(d, transfer, &r, path, taken{})
 		if transfer == "" && r.Role != RoleBoth {
 			d.wrong(join(path, "role"), "the application has no prefill and decode ranks",
 				"deploy its file with disaggregation: {transfer: …} first")

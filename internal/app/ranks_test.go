@@ -166,8 +166,8 @@ func TestParseRank(t *testing.T) {
 			"wanted header | url",
 		`{"url": "http://h:1", "kv_events": {"connect": "tcp://*:1"}}`:       "kv_events.connect: found",
 		`{"url": "http://h:1", "kv_events": {"connect": "", "bind": "tcp"}}`: "kv_events",
-		`{"url": "http://h:1", "role": "prefill"}`:                           "role: the application has no prefill and decode ranks",
-		`{"url": "http://h:1", "pd": {}}`:                                    "pd: pd is for ranks with role: prefill",
+		`{"url": "http://h:1", "role": "prefill"}`:                           "role: the application has no",
+		`{"url": "http://h:1", "pd": {}}`:                                    "pd: pd is for ranks with role",
 		`{"url": "http://h:1`:                                                "not YAML",
 	} {
 		_, err := ParseRank([]byte(text), FamilyVLLM, "")

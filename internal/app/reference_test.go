@@ -223,7 +223,8 @@ func fileSchema(t *testing.T) object {
 	}
 }
 
-// structSchema allows a map with the keys of a struct. No key of an overlay is required: its application has it.
+// structSchema allows a map with the keys of a struct. No key of an overlay is required: its application has
+// it.
 func structSchema(t *testing.T, of reflect.Type, isOverlay bool) object {
 	t.Helper()
 	properties, required := object{}, []any{}

@@ -277,6 +277,9 @@ func FuzzParse(f *testing.F) {
 	f.Add(Sample())
 	f.Add([]byte(one("num_replicas: 6", "data_parallel: {dp_size: 4}")))
 	f.Add([]byte(`{"applications":[{"name":"a","model":{"id":"a"},"engine":{"kind":"sim"}}]}`))
+	f.Add([]byte(pd("kind: sim, args: {a: 1}, env: {A: b}", twoPrefill,
+		"decode: {engine: {args: {A: 2}}, routing: {policy: random}, resources: {gpus: 0}}")))
+	f.Add([]byte(pd(`kind: attach, ranks: [{url: "http://p:1", role: prefill}, {url: "http://d:1"}]`)))
 	f.Add([]byte("a: &a {<<: *a}\n? x\n: !!str 1\n---\n"))
 	f.Add([]byte("applications: &x [{name: a, <<: {model: {id: 1}}, engine: {kind: sim}}]\n"))
 	f.Fuzz(func(t *testing.T, text []byte) {

@@ -182,8 +182,8 @@ func (a *draft) checkNothingStarts() {
 	}
 }
 
-// checkAttachedRanks runs the rules of engine.ranks: every engine needs an exact address. transfer is "" if the
-// application has one pool.
+// checkAttachedRanks runs the rules of engine.ranks: every engine needs an exact address. transfer is "" if
+// the application has one pool.
 func (a *draft) checkAttachedRanks(transfer string) {
 	a.d.need(a.at("engine"), "ranks", "write ranks: [{url: \"http://127.0.0.1:8100\"}]")
 	if len(a.Engine.Ranks) == 0 && a.isSound("engine.ranks") {
@@ -194,7 +194,7 @@ func (a *draft) checkAttachedRanks(transfer string) {
 	for i := range a.Engine.Ranks {
 		at := a.at(a.rankKey(i))
 		a.d.checkRank(a.Engine.Family, &a.Engine.Ranks[i], at, addresses)
-		a.d.checkPD(transfer, &a.Engine.Ranks[i], at, addresses)
+		checkPD(a.d, transfer, &a.Engine.Ranks[i], at, addresses)
 	}
 }
 
@@ -211,7 +211,7 @@ func (a *draft) checkArgs() {
 			continue
 		}
 		if key, ok := transferKey(flag); ok {
-			a.checkTransferConfig(path, key, arg.Value)
+			checkTransferConfig(a, path, key, arg.Value)
 		}
 		if !a.d.isGood(path) {
 			continue
@@ -428,7 +428,8 @@ func (a *draft) sizeByRanks() bool {
 func (a *draft) checkEmptyPool() bool {
 	for _, key := range []string{"data_parallel.dp_size", "num_replicas", "num_groups"} {
 		if a.Pool != "" && a.isSound(key) {
-			a.wrong(key, "no attached rank has role: "+a.Pool, "leave it out: the ranks of each role are counted")
+			a.wrong(key, "no attached rank has role: "+a.Pool,
+				"leave it out: the ranks of each role are counted")
 		}
 	}
 	return false

@@ -44,8 +44,8 @@ func sideOf(a *Application) side {
 	}
 }
 
-// setSide replaces what a pool may have for itself.
-func (a *Application) setSide(s *side) {
+// applyTo replaces what a pool may have for itself.
+func (s *side) applyTo(a *Application) {
 	a.Engine, a.DataParallel, a.NumReplicas, a.NumGroups = s.Engine, s.DataParallel, s.NumReplicas,
 		s.NumGroups
 	a.Resources, a.PlacementGroupStrategy, a.MaxRanksPerNode = s.Resources, s.PlacementGroupStrategy,
@@ -53,16 +53,19 @@ func (a *Application) setSide(s *side) {
 	a.Routing, a.MaxOngoingRequests = s.Routing, s.MaxOngoingRequests
 }
 
+// splitter makes the drafts of its pools from the draft of an application.
+type splitter struct{ *draft }
+
 // hasPools reports whether the application has a prefill and a decode pool.
-func (a *draft) hasPools() bool {
+func (a splitter) hasPools() bool {
 	return a.has("prefill") || a.has("decode") || a.has("disaggregation") || a.Engine.Kind == KindAttach &&
 		slices.ContainsFunc(a.Engine.Ranks, func(r AttachRank) bool { return r.Role != RoleBoth })
 }
 
-// split returns the pools of an application, and the application itself if it has one pool.
-func (a *draft) split() []*draft {
+// split returns the pools of the application, and the application itself if it has one pool.
+func (a splitter) split() []*draft {
 	if !a.hasPools() {
-		return []*draft{a}
+		return []*draft{a.draft}
 	}
 	a.checkSides()
 	a.settleDisaggregation()
@@ -77,7 +80,7 @@ func (a *draft) split() []*draft {
 }
 
 // pool returns one pool as a draft of its own: the application with what the pool has for itself.
-func (a *draft) pool(pool string, written *cursor) *draft {
+func (a splitter) pool(pool string, written *cursor) *draft {
 	p := &draft{Application: a.Application, path: a.at(pool), whole: a.path, d: a.d}
 	p.Name, p.Pool = PoolName(a.Name, pool), pool
 	together := *a.Disaggregation
@@ -89,13 +92,13 @@ func (a *draft) pool(pool string, written *cursor) *draft {
 		}
 	}
 	if written != nil {
-		p.readSide(written)
+		readSide(p, written)
 	}
 	return p
 }
 
-// readSide reads a side over the values of the application.
-func (a *draft) readSide(written *cursor) {
+// readSide reads the side of a pool over the values of the application.
+func readSide(a *draft, written *cursor) {
 	was := sideOf(&a.Application)
 	s := was
 	s.Engine.Command, s.Engine.Args, s.Engine.Env, s.Engine.Ranks = nil, nil, nil, nil
@@ -113,7 +116,7 @@ func (a *draft) readSide(written *cursor) {
 	if !a.d.has(a.path+".routing.policy") && !a.d.has(a.path+".routing.params") {
 		s.Routing.Params = was.Routing.Params
 	}
-	a.setSide(&s)
+	s.applyTo(&a.Application)
 	for _, key := range []string{"family", "ranks"} {
 		if at := "engine." + key; a.Engine.Kind == KindAttach && a.d.has(a.path+"."+at) {
 			a.wrong(at, key+" stands in the application's engine", "write it there, each rank with its role")
@@ -148,7 +151,7 @@ func mergeMaps(was, over map[string]string) map[string]string {
 }
 
 // checkSides checks what is written at the application's level beside the sides.
-func (a *draft) checkSides() {
+func (a splitter) checkSides() {
 	attached := a.Engine.Kind == KindAttach
 	hasPrefill, hasDecode := a.has("prefill"), a.has("decode")
 	missing := func(side, other string) {
@@ -184,7 +187,7 @@ func (a *draft) checkSides() {
 }
 
 // checkRoles refuses attached ranks that cannot answer.
-func (a *draft) checkRoles() {
+func (a splitter) checkRoles() {
 	ranks := a.Engine.Ranks
 	if a.isSound("engine.ranks") && len(ranks) > 0 &&
 		!slices.ContainsFunc(ranks, func(r AttachRank) bool { return r.Role != RolePrefill }) {
@@ -194,12 +197,12 @@ func (a *draft) checkRoles() {
 }
 
 // settleDisaggregation fills in the transfer, and checks that the engines can do it.
-func (a *draft) settleDisaggregation() {
+func (a splitter) settleDisaggregation() {
 	if a.Disaggregation == nil {
 		a.Disaggregation = new(Disaggregation)
 		setDefaults(reflect.ValueOf(a.Disaggregation).Elem())
 	}
-	t, able := a.Disaggregation, a.transfers()
+	t, able := a.Disaggregation, transfersOf(&a.Application)
 	switch {
 	case t.Transfer == "" && a.isGood("disaggregation.transfer") && len(able) > 0:
 		t.Transfer = able[0]
@@ -215,6 +218,9 @@ func (a *draft) settleDisaggregation() {
 		a.refuse("disaggregation.transfer", "engines of "+of+" cannot do this transfer", t.Transfer,
 			strings.Join(able, " | "), "leave transfer out for "+able[0])
 	}
+	if a.Engine.Kind == KindAttach && a.isSound("disaggregation.colocate") {
+		a.wrong("disaggregation.colocate", "dpserve does not place attached engines", "leave it out")
+	}
 	if t.Decide == DecideAlways && a.isGood("disaggregation.decide") {
 		a.d.warn(a.at("disaggregation.decide"), "every prompt goes to a prefill rank: short prompts (below "+
 			"about 2,048 uncached tokens) and prefill-heavy agent traffic lose",
@@ -222,12 +228,12 @@ func (a *draft) settleDisaggregation() {
 	}
 }
 
-// transfers lists the transfers that the engines of the application can do, the default first.
-func (a *Application) transfers() []string {
+// transfersOf lists the transfers that the engines of an application can do, the default first.
+func transfersOf(a *Application) []string {
 	ofVLLM := []string{TransferNIXL, TransferNIXLPush, TransferMooncake}
 	switch a.Engine.Kind {
 	case KindSim:
-		return []string{TransferSim, TransferNIXL}
+		return []string{TransferSim, TransferNIXL, TransferNIXLPush}
 	case KindVLLM:
 		return ofVLLM
 	case KindSGLang:
@@ -267,7 +273,7 @@ func pdFields(transfer string) []string {
 }
 
 // checkPD runs the rules of a rank's role and pd. transfer is "" if the application has one pool.
-func (d *decoder) checkPD(transfer string, r *AttachRank, path string, claimed taken) {
+func checkPD(d *decoder, transfer string, r *AttachRank, path string, claimed taken) {
 	path = join(path, "pd")
 	switch {
 	case r.Role != RolePrefill:
@@ -303,10 +309,10 @@ func (d *decoder) checkPD(transfer string, r *AttachRank, path string, claimed t
 	d.claim(claimed, join(path, pdEngineID), "engine id", r.PD.EngineID)
 }
 
-// checkTransferConfig refuses what dpserve writes itself in the KV transfer configuration of an engine. Beside
-// pools, it refuses engines that only prefill or only decode. key is the one key that the argument sets, ""
-// for a whole configuration.
-func (a *draft) checkTransferConfig(path, key string, v any) {
+// checkTransferConfig refuses what dpserve writes itself in the KV transfer configuration of an engine.
+// Beside pools, it refuses engines that only prefill or only decode. key is the one key that the argument
+// sets, "" for a whole configuration.
+func checkTransferConfig(a *draft, path, key string, v any) {
 	config, ok := v.(map[string]any)
 	if text, isText := v.(string); isText {
 		ok = json.Unmarshal([]byte(text), &config) == nil
@@ -347,7 +353,8 @@ func transferKey(flag string) (key string, ok bool) {
 // checkPair refuses pools whose engines cannot exchange KV blocks.
 func checkPair(prefill, decode *draft) {
 	const key = "engine.kind"
-	if p, d := prefill.Engine.Kind, decode.Engine.Kind; p != d && prefill.isSound(key) && decode.isSound(key) {
+	p, d := prefill.Engine.Kind, decode.Engine.Kind
+	if p != d && prefill.isSound(key) && decode.isSound(key) {
 		of := decode
 		if prefill.d.has(prefill.path + "." + key) {
 			of = prefill

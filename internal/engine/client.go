@@ -283,18 +283,31 @@ const errorTextLimit = 300
 
 // Canary asks model for one token, non-stream, at temperature 0. nil means that the rank computes: the engine
 // sent a completion, or it refused because its own queue is full (503 Service Unavailable), which a dead
-// engine cannot do. An engine without /v1/completions is asked for a chat completion.
+// engine cannot do. An engine without /v1/completions is asked for a chat completion. SGLang's prefill and
+// decode engines take no request without a room; they are asked for one that moves nothing.
 func (c *Client) Canary(ctx context.Context, model string) error {
-	err := c.canary(ctx, "/v1/completions", c.canaryBody(model, "prompt", "1"))
+	body := c.canaryBody(model, "prompt", "1")
+	err := c.canary(ctx, "/v1/completions", body)
 	var status *StatusError
-	if errors.As(err, &status) &&
-		(status.Status == http.StatusNotFound || status.Status == http.StatusMethodNotAllowed) &&
-		status.Text == "" {
+	switch {
+	case !errors.As(err, &status):
+	case (status.Status == http.StatusNotFound || status.Status == http.StatusMethodNotAllowed) &&
+		status.Text == "":
 		messages := []map[string]string{{"role": "user", "content": "1"}}
 		return c.canary(ctx, "/v1/chat/completions", c.canaryBody(model, "messages", messages))
+	case strings.Contains(status.Text, needsRoom):
+		body["bootstrap_host"], body["bootstrap_room"] = fakeBootstrapHost, c.addr.Selector
+		return c.canary(ctx, "/v1/completions", body)
 	}
 	return err
 }
+
+const (
+	// needsRoom is in the answer of an SGLang engine to a request that is no half of a pair.
+	needsRoom = "without bootstrap room id"
+	// fakeBootstrapHost makes SGLang's engines compute without a transfer (FAKE_BOOTSTRAP_HOST).
+	fakeBootstrapHost = "2.2.2.2"
+)
 
 func (c *Client) canaryBody(model, key string, prompt any) map[string]any {
 	body := map[string]any{"model": model, key: prompt, "max_tokens": 1, "temperature": 0}
@@ -325,6 +338,7 @@ func refusedCanary(path string, status int, answer []byte) error {
 			Message string `json:"message"`
 			Type    string `json:"type"`
 		} `json:"error"`
+		Message string `json:"message"` // SGLang
 	}
 	if err := json.Unmarshal(answer, &e); err != nil {
 		return &StatusError{Path: path, Status: status}
@@ -332,7 +346,7 @@ func refusedCanary(path string, status int, answer []byte) error {
 	if status == http.StatusServiceUnavailable && e.Error.Type == "Service Unavailable" {
 		return nil
 	}
-	return &StatusError{Path: path, Status: status, Text: cut(e.Error.Message)}
+	return &StatusError{Path: path, Status: status, Text: cut(cmp.Or(e.Error.Message, e.Message))}
 }
 
 func cut(s string) string {

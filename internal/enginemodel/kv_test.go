@@ -284,6 +284,93 @@ func TestLoadedRequestsDoNotWaitBehindTheQueue(t *testing.T) {
 	assert.Zero(t, r.Wrong()+large.Wrong())
 }
 
+// A request that has to give up its blocks makes room for one that holds the memory it would need.
+func TestLoadedRequestsRunAfterAPreemption(t *testing.T) {
+	p, _ := pair(t, 16)
+	cfg := movable(16)
+	cfg.MaxSeqs = 1
+	d := &station{core: newCore(t, cfg)}
+	prompt := numbered(0, 36, 0)
+	blocks := p.prefill(prompt, "a")
+	loaded := request(prompt, 2, "")
+	loaded.Remote = true
+	d.do(em.Input{Kind: em.InputAdd, Req: loaded})
+	grows := request(numbered(1, 28, 0), 30, "")
+	_, _ = d.core.Step(d.now, add(grows)) // it takes the only place before the blocks of the other come
+	d.do(pull(t, p.core, blocks)(loaded))
+	assert.Equal(t, em.FinishLength, loaded.Finish())
+	assert.Equal(t, em.FinishLength, grows.Finish())
+	assert.Equal(t, 1, grows.Preemptions())
+	assert.Zero(t, loaded.Wrong()+grows.Wrong())
+}
+
+// Whatever comes together in little memory, every request ends, and nothing is left in use.
+func TestEveryRequestEndsWithTransfers(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		cfg := movable(16)
+		cfg.MaxSeqs = rapid.IntRange(1, 3).Draw(t, "seqs")
+		cfg.Recompute = rapid.Bool().Draw(t, "recompute")
+		s := &station{core: newCore(t, cfg)}
+		var all, open []*em.Request // open: their blocks did not come yet
+		collect := func(in ...em.Input) {
+			for steps := 0; steps < 10_000; steps++ {
+				effects, wake := s.core.Step(s.now, in)
+				in = nil
+				for _, e := range effects {
+					if e.Kind == em.EffectLoad {
+						open = append(open, e.Req)
+					}
+				}
+				if wake > s.now+time.Second {
+					return
+				}
+				s.now = max(s.now, wake)
+			}
+			t.Fatal("the core finds no rest")
+		}
+		answer := func(i int, fails bool) {
+			r := open[i]
+			open = slices.Delete(open, i, i+1)
+			if fails {
+				collect(em.Input{Kind: em.InputLoadFailed, Req: r})
+				return
+			}
+			collect(em.Input{Kind: em.InputLoaded, Req: r, KV: make([]em.BlockKV, r.LoadBlocks())})
+		}
+		for i := range rapid.IntRange(1, 30).Draw(t, "requests") {
+			r := request(numbered(rapid.IntRange(0, 3).Draw(t, "prompt"),
+				rapid.IntRange(1, 40).Draw(t, "tokens"), rapid.IntRange(0, 20).Draw(t, "shared")),
+				rapid.IntRange(1, 24).Draw(t, "output"), "")
+			switch rapid.IntRange(0, 3).Draw(t, "kind") {
+			case 0:
+				r.Lease = fmt.Sprint(i)
+			case 1, 2:
+				r.Remote = true
+			}
+			all = append(all, r)
+			collect(em.Input{Kind: em.InputAdd, Req: r})
+			if len(open) > 0 && rapid.Bool().Draw(t, "answer") {
+				answer(rapid.IntRange(0, len(open)-1).Draw(t, "load"), rapid.Bool().Draw(t, "fails"))
+			}
+			if rapid.IntRange(0, 9).Draw(t, "abort") == 0 {
+				collect(em.Input{Kind: em.InputAbort, Req: all[rapid.IntRange(0, i).Draw(t, "which")]})
+			}
+		}
+		for range 4 * len(all) {
+			if len(open) > 0 {
+				answer(0, false)
+			}
+			s.now += em.DefaultLease
+			collect()
+		}
+		for i, r := range all {
+			assert.NotEqual(t, em.FinishNone, r.Finish(), "request %d", i)
+		}
+		stats := s.core.Stats()
+		assert.Zero(t, stats.UsedBlocks+stats.Waiting+stats.Running+stats.Loading+stats.Leases)
+	})
+}
+
 // Against an oracle that keeps, per block number, the prompt that was written there last: an answer is right
 // if and only if all blocks still held its own prompt when they were read, and a lease that has not ended
 // makes sure of it.

@@ -12,8 +12,10 @@ import (
 func (c *Core) schedule(now time.Duration) time.Duration {
 	c.batch = c.batch[:0]
 	budget, preempted := c.scheduleRunning(c.cfg.MaxBatchedTokens)
-	if !preempted {
+	if !preempted || len(c.batch) == 0 { // what is loaded may hold the memory that is missing
 		budget = c.scheduleLoaded(now, budget)
+	}
+	if !preempted {
 		c.scheduleWaiting(now, budget)
 	}
 	return c.duration()

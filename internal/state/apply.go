@@ -152,7 +152,7 @@ func (s *State) putApps(c *PutApps) (Result, error) {
 		}
 		changed = changed || put
 	}
-	ended, err := s.endApps(next, c)
+	ended, err := endApps(s, next, c)
 	if err != nil {
 		return Result{}, err
 	}
@@ -275,16 +275,16 @@ func checkNames(apps map[string]*App) error {
 		for _, n := range a.Names {
 			if other, taken := names[n]; taken && other != app {
 				return problem.New(problem.Conflict,
-					"put apps: %w: applications %q and %q both serve the model %q", ErrNameTaken, other, app,
-					n).
+					"put apps: %w: applications %q and %q both serve the model %q", ErrNameTaken,
+					namesOf(other)[0], namesOf(app)[0], n).
 					WithHint("give one of them another model.id, alias or adapter id")
 			}
 			names[n] = app
 		}
 		if other, taken := routes[a.Route]; taken && a.Route != rootRoute && a.Route != "" {
 			return problem.New(problem.Conflict,
-				"put apps: %w: applications %q and %q both have route_prefix %s", ErrRouteTaken, other, app,
-				a.Route).
+				"put apps: %w: applications %q and %q both have route_prefix %s", ErrRouteTaken,
+				namesOf(other)[0], namesOf(app)[0], a.Route).
 				WithHint("give one of them another route_prefix; only / may be shared")
 		}
 		routes[a.Route] = app

@@ -11,13 +11,15 @@ import (
 
 // drawCommand makes commands that are often right and often wrong.
 func drawCommand(t *rapid.T, s *State) Command {
-	name := rapid.SampledFrom([]string{"x", "y"}).Draw(t, "app")
+	name := rapid.SampledFrom([]string{"x", "y", "x.prefill", "x.decode"}).Draw(t, "app")
 	unit := fmt.Sprintf("%s/0/%d", name, rapid.IntRange(0, 2).Draw(t, "rank"))
 	epoch := s.Epochs[unit]
 	if rapid.IntRange(0, 5).Draw(t, "stale") == 0 {
 		epoch += uint64(rapid.IntRange(0, 2).Draw(t, "off"))
 	}
-	switch rapid.IntRange(0, 13).Draw(t, "kind") {
+	switch rapid.IntRange(0, 14).Draw(t, "kind") {
+	case 14:
+		return drawTurn(t)
 	case 10, 11, 12:
 		return drawNodeCommand(t)
 	case 13:
@@ -43,6 +45,19 @@ func drawCommand(t *rapid.T, s *State) Command {
 	default:
 		return drawGrant(t, s, name)
 	}
+}
+
+// drawTurn gives the application x two pools or one.
+func drawTurn(t *rapid.T) Command {
+	version := func() string { return rapid.SampledFrom([]string{"1", "2"}).Draw(t, "v") }
+	if rapid.Bool().Draw(t, "one pool") {
+		return Command{PutApps: &PutApps{
+			Apps: []AppSpec{spec("x", version(), "m")}, End: []string{"x.prefill", "x.decode"},
+		}}
+	}
+	p, d := spec("x.prefill", version()), spec("x.decode", version(), "m")
+	p.Names, p.Route = nil, ""
+	return Command{PutApps: &PutApps{Apps: []AppSpec{p, d}, End: []string{"x"}}}
 }
 
 func drawNodeCommand(t *rapid.T) Command {
@@ -151,6 +166,21 @@ func checkState(t require.TestingT, s *State) {
 			}
 		}
 	}
+	if p, d := s.Apps["x.prefill"], s.Apps["x.decode"]; p != nil && d != nil && !p.Deleting && !d.Deleting {
+		require.Equal(t, p.Revision, d.Revision, "the pools of an application have one revision")
+	}
+}
+
+// checkRevisions says that revisions only grow, also when an application gets other pools.
+func checkRevisions(t *rapid.T, before, after *State) {
+	for name, a := range after.Apps {
+		was := before.Apps[name]
+		if was == nil {
+			require.Greater(t, a.Revision, before.lastRevision(name), name)
+		} else {
+			require.GreaterOrEqual(t, a.Revision, was.Revision, name)
+		}
+	}
 }
 
 // checkNodesOf holds names and UIDs one to one and tokens within their uses.
@@ -219,6 +249,7 @@ func TestAnyCommandsKeepTheInvariants(t *testing.T) {
 			checkEpochs(t, before, s, r, err)
 			if err == nil {
 				checkHosts(t, before, s, &c)
+				checkRevisions(t, before, s)
 			}
 			if i == n/2 {
 				middle = mustEncode(t, s)

@@ -17,9 +17,10 @@ func namesOf(name string) []string {
 	return []string{base, app.PoolName(base, app.PoolPrefill), app.PoolName(base, app.PoolDecode)}
 }
 
-// Find returns what users call by a name: an application, or the two pools of one, the prefill pool first.
-// While an application turns from one pool into two, it is all of them. The name of a pool is that pool alone.
-func (s *State) Find(name string) []*App {
+// FindApps returns what users call by a name: an application, or the two pools of one, the prefill pool
+// first. While an application turns from one pool into two, it is all of them. The name of a pool is that
+// pool alone.
+func FindApps(s *State, name string) []*App {
 	names := namesOf(name)
 	if !slices.Contains(names[:1], name) {
 		names = []string{name}
@@ -42,10 +43,11 @@ func (c *PutApps) isPools() bool {
 }
 
 // endApps marks applications as deleting and reports whether that changed one.
-func (s *State) endApps(next map[string]*App, c *PutApps) (changed bool, err error) {
+func endApps(s *State, next map[string]*App, c *PutApps) (changed bool, err error) {
 	for _, name := range c.End {
 		if slices.ContainsFunc(c.Apps, func(a AppSpec) bool { return a.Name == name }) {
-			return false, problem.New(problem.InvalidArgument, "put apps: %w: application %q is put and ended",
+			return false, problem.New(problem.InvalidArgument,
+				"put apps: %w: application %q is put and ended",
 				ErrBadCommand, name)
 		}
 		if err := checkExpect(name, s.Apps[name], c.Expect); err != nil {

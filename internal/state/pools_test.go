@@ -37,7 +37,7 @@ func TestPoolsHaveOneRevision(t *testing.T) {
 	assert.Equal(t, map[string]uint64{"pd": 2, "pd.prefill": 3, "pd.decode": 3}, m.revisions())
 	assert.Equal(t, map[string]uint64{"pd.prefill": 3, "pd.decode": 3}, r.Apps)
 	assert.True(t, m.Apps["pd"].Deleting)
-	assert.Len(t, m.Find("pd"), 3)
+	assert.Len(t, FindApps(m.State, "pd"), 3)
 
 	r = m.must(put(pools("1", "2")...))
 	assert.Equal(t, map[string]uint64{"pd.prefill": 4, "pd.decode": 4}, r.Apps)
@@ -63,7 +63,7 @@ func TestFindPools(t *testing.T) {
 	m.must(put(append(pools("1", "1"), spec("x", "1"))...))
 	names := func(name string) []string {
 		var out []string
-		for _, a := range m.Find(name) {
+		for _, a := range FindApps(m.State, name) {
 			out = append(out, a.Name)
 		}
 		return out
@@ -80,10 +80,13 @@ func TestEndedApps(t *testing.T) {
 	other := pools("1", "1")[0]
 	other.Name = "other.prefill" // two prefill pools have no route that they could share
 	m.must(put(other))
+	err := m.refused(put(spec("z", "1", "m")), ErrNameTaken, problem.Conflict)
+	require.ErrorContains(t, err, `applications "pd" and "z" both serve the model "m"`)
 	m.refused(Command{PutApps: &PutApps{Apps: pools("2", "2"), End: []string{"pd.decode"}}}, ErrBadCommand,
 		problem.InvalidArgument)
-	m.refused(Command{PutApps: &PutApps{End: []string{"pd.decode"}, Expect: map[string]uint64{"pd.decode": 7}}},
-		ErrStaleRevision, problem.Conflict)
+	m.refused(Command{PutApps: &PutApps{
+		End: []string{"pd.decode"}, Expect: map[string]uint64{"pd.decode": 7},
+	}}, ErrStaleRevision, problem.Conflict)
 	end := Command{PutApps: &PutApps{End: []string{"pd.prefill", "pd.decode"}}}
 	r := m.must(end)
 	assert.Equal(t, m.Revision, r.Revision)
@@ -95,7 +98,7 @@ func TestEndedApps(t *testing.T) {
 	m.must(put(spec("y", "1", "m")))
 	m.must(Command{ForgetApp: &ForgetApp{Name: "pd.prefill"}})
 	m.must(Command{ForgetApp: &ForgetApp{Name: "pd.decode"}})
-	assert.Empty(t, m.Find("pd"))
+	assert.Empty(t, FindApps(m.State, "pd"))
 }
 
 // A version without pools can neither read nor carry out what is about them.

@@ -117,10 +117,13 @@ var EngineFails = Fault{
 }
 
 // PairsFail: engines of prefill/decode pairs die, or answer with failures, also while pairs meet.
-var PairsFail = slices.Concat(EngineFails, Fault{{
-	Msg: "a prefill rank and a decode rank did not meet; they are tried again",
-	Why: "one of them has just ended",
-}})
+var PairsFail = slices.Concat(EngineFails, Fault{
+	{
+		Msg: "a prefill rank and a decode rank did not meet; they are tried again",
+		Why: "one of them has just ended",
+	},
+	{Msg: "kv transfer failed", Why: "the decode engine's partner has just ended"},
+})
 
 // RanksMove: a node stops ranks that are granted elsewhere by now, or whose lease it could not renew.
 var RanksMove = Fault{{Msg: "(rank|unit) is fenced", Why: "the rank must not answer under its old epoch"}}

@@ -83,8 +83,7 @@ func (f *PairEngines) check(l *PairLeg) (prompt string, isKnown bool) {
 		if f.isPull() {
 			return f.checkPull(l)
 		}
-		f.checkDecode(l)
-		return "", true
+		return "", f.checkDecode(l)
 	case PairPlain:
 		if l.Fields["kv_transfer_params"] != nil && l.Params["do_remote_decode"] == nil {
 			f.fault(l, "a request without a partner has transfer parameters")
@@ -242,8 +241,9 @@ func (f *PairEngines) checkPull(l *PairLeg) (prompt string, isKnown bool) {
 	return "other blocks of " + m.prompt, true
 }
 
-// checkDecode checks a decode leg to which its partner pushes.
-func (f *PairEngines) checkDecode(l *PairLeg) {
+// checkDecode checks a decode leg to which its partner pushes. It is not good if the engine finds no partner.
+func (f *PairEngines) checkDecode(l *PairLeg) (isGood bool) {
+	isGood = true
 	switch f.Transfer {
 	case transfer.SGLangName:
 		f.checkRooms(l)
@@ -266,7 +266,7 @@ func (f *PairEngines) checkDecode(l *PairLeg) {
 		if l.param("transfer_id") == "" || l.param("remote_bootstrap_addr") == "" {
 			f.fault(l, "a key is missing: the engine waits for ever")
 		}
-		f.checkEngineID(l)
+		isGood = f.checkEngineID(l)
 	}
 	m := f.meet(l.meetingID())
 	f.mu.Lock()
@@ -279,20 +279,30 @@ func (f *PairEngines) checkDecode(l *PairLeg) {
 	if again {
 		f.fault(l, "a second decode leg under %s", l.meetingID())
 	}
+	return isGood
 }
 
-// checkEngineID looks for the engine that a mooncake leg names.
-func (f *PairEngines) checkEngineID(l *PairLeg) {
+// lateNews is how long after an engine's restart legs may still name its life before: nobody tells dpserve of
+// the restart of an engine that it has not started.
+const lateNews = 3 * time.Second
+
+// checkEngineID looks for the engine that a mooncake leg names. Of an engine that has ended the decode engine
+// gets nothing.
+func (f *PairEngines) checkEngineID(l *PairLeg) (isUp bool) {
 	named := l.param("remote_engine_id")
 	for _, e := range f.all() {
 		for rank := range max(1, e.Ranks) {
-			_, isUp, died := e.lives()
-			if e.engineID(rank) == named || !isUp && l.Began.Sub(died) < time.Second {
-				return
+			if e.engineID(rank) == named {
+				_, isUp, _ := e.lives()
+				return isUp
 			}
+		}
+		if _, _, died := e.lives(); strings.HasPrefix(named, e.Name+"-") && l.Began.Sub(died) < lateNews {
+			return false
 		}
 	}
 	f.fault(l, "no engine is %s", named)
+	return false
 }
 
 // answerPrefill answers a prefill leg.

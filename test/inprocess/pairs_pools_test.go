@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/internal/engine/sim"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -235,6 +236,10 @@ func TestPD6RestartsInPlace(t *testing.T) {
 			r := newPairRig(t, transfer, 2, 2, "decide: always")
 			r.Expect(harness.PairsFail, harness.EngineReplaced, harness.StreamBreaks)
 			r.engines.Pause = 20 * time.Millisecond
+			pause := 50 * time.Millisecond // too short for a health check
+			if transfer == "mooncake" {    // its legs name the engine's life, which dpserve must ask for
+				pause = 2 * time.Second
+			}
 			stop := make(chan struct{})
 			var mu sync.Mutex
 			lost, wrong := 0, 0
@@ -256,7 +261,7 @@ func TestPD6RestartsInPlace(t *testing.T) {
 			for _, e := range []*harness.PairEngine{r.prefill[0], r.decode[0]} {
 				before := r.incarnations()
 				e.Stop()
-				time.Sleep(50 * time.Millisecond)
+				time.Sleep(pause)
 				e.Start()
 				r.Until(e.Name+" serves again", func() error { return haveMet(r.Cluster, r.pairs()) })
 				time.Sleep(3 * time.Second)
@@ -341,4 +346,90 @@ func sharesOfDecodeRanks(t *testing.T, clients int, decide string) {
 	assert.Positive(t, ways["remote"])
 	t.Logf("%d clients, decide %s: %v, %v", clients, decide, served, ways)
 	c.Quiet()
+}
+
+// SGLang's decode engines take no request without a partner: whatever the decider says, each prompt gets one,
+// or goes to a rank of role both.
+func TestPairsOfEnginesThatNeedAPartner(t *testing.T) {
+	for _, hasBoth := range []bool{false, true} {
+		bubble(t, fmt.Sprintf("a rank of role both %v", hasBoth), func(t *testing.T) {
+			r := newPairEngines(t, "sglang")
+			r.Expect(harness.RequestRefused)
+			r.addPrefill(1)
+			r.addDecode(harness.PairDecode, 1)
+			if hasBoth {
+				r.addDecode(harness.PairBoth, 1)
+			}
+			r.serve("decide: isl")
+			for i := range 4 {
+				a := r.ask(pairBody(fmt.Sprintf("short prompt %d", i), 4))
+				r.right(a)
+				if !hasBoth {
+					assert.Equal(t, "remote", a.Way, "%v", a)
+				}
+			}
+			several := strings.Replace(harness.Chat("pd", "several", 4, false), "{", `{"n":2,`, 1)
+			if a := r.ask(several); hasBoth {
+				assert.Equal(t, "0/1", a.Rank, "%v", a)
+			} else {
+				assert.Equal(t, http.StatusServiceUnavailable, a.Status, "%v", a)
+			}
+			r.rest()
+		})
+	}
+}
+
+// PD8 with engines that have blocks: the client leaves in the prefill, in the transfer, in the answer. Within
+// a second neither engine has a request, and no block of it.
+func TestPD8BlocksAreFree(t *testing.T) {
+	for _, stage := range []string{"prefill", "transfer", "decode"} {
+		bubble(t, stage, func(t *testing.T) {
+			c := simPair(t, simPools(1, 1, "max_model_len: 32768, max_num_batched_tokens: 512, sim_step_ms: 50",
+				"decide: always"), 1)
+			urls := map[string]string{}
+			st, _ := c.App("pd")
+			for _, u := range st.Units {
+				for _, k := range u.Ranks {
+					urls[strings.Split(u.Unit, "/")[0]] = k.URL
+				}
+			}
+			p, d := urls["pd.prefill"], urls["pd.decode"]
+			if stage == "transfer" {
+				require.NoError(t, c.Inject(p, sim.Fault{Mode: sim.ModeTransferSlow, Factor: 1e6}))
+			}
+			ctx, leave := context.WithCancel(t.Context())
+			replied := make(chan struct{})
+			go func() {
+				defer close(replied)
+				askPair(ctx, c, words("a guest who leaves", 10_000), 400)
+			}()
+			c.Until("the request is in its "+stage, func() error {
+				prefill, decode := engineStats(t, c, p), engineStats(t, c, d)
+				is := map[string]bool{
+					"prefill": prefill.Running > 0, "transfer": decode.Loading > 0,
+					"decode": decode.Running > 0 && decode.Loading == 0,
+				}
+				if !is[stage] {
+					return fmt.Errorf("prefill %+v, decode %+v", prefill, decode)
+				}
+				return nil
+			})
+			leave()
+			<-replied
+			assert.NoError(t, harness.WaitFor(time.Second, 20*time.Millisecond, func() error {
+				synctest.Wait()
+				for _, url := range urls {
+					s := engineStats(t, c, url)
+					if s.Running+s.Waiting+s.InFlight+s.Loading+s.Leases+s.UsedBlocks > 0 {
+						return fmt.Errorf("%s: %+v", url, s)
+					}
+				}
+				return nil
+			}))
+			c.Quiet()
+			page := metricsOf(t, c.Peer(0))
+			assert.InDelta(t, 1, sumSeries(page, "dpserve_pd_requests_total"), 0)
+			assert.InDelta(t, 1, sumSeries(page, "dpserve_pd_requests_total", `outcome="client_gone"`), 0)
+		})
+	}
 }

@@ -226,6 +226,7 @@ func handPair(t *testing.T, side, addr string) *harness.Real {
 	r := harness.Run(t, "engine", "sim", "--host", "127.0.0.1", "--port", port, "--served-model-name", "pd",
 		"--sim-step-ms", "2", "--kv-transfer-config",
 		`{"kv_connector":"NixlConnector","kv_role":"`+role+`","kv_load_failure_policy":"fail"}`)
+	r.Expect(harness.PairsFail)
 	require.NoError(t, harness.WaitFor(harness.Patience, 10*time.Millisecond, func() error {
 		c, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", addr)
 		if err == nil {

@@ -78,7 +78,7 @@ func TestPD1To10OnSockets(t *testing.T) {
 	for name, breaks := range map[string]bool{"500": false, "reset": true} {
 		t.Run(name, func(t *testing.T) {
 			f.Forget()
-			// one of them breaks the connection each time: a second one would end the request, as without pools
+			// one engine breaks the connection each time; two would end the request, as without pools
 			doAll(f, harness.PairPrefill, func(l *harness.PairLeg) bool {
 				if breaks && l.At == f.Side(harness.PairPrefill)[0] {
 					return l.Reset()

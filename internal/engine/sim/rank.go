@@ -195,6 +195,13 @@ func (r *rank) keep(c *choice) {
 	}
 }
 
+// isDead reports whether the engine core is gone.
+func (r *rank) isDead() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.core.Dead()
+}
+
 // readBlocks gives what blocks hold now; false = there are no such blocks.
 func (r *rank) readBlocks(blocks []int32) ([]em.BlockKV, bool) {
 	r.mu.Lock()

@@ -103,7 +103,7 @@ func (s *sideServer) leave(c net.Conn) {
 func (s *sideServer) serve(c net.Conn) {
 	_ = c.SetReadDeadline(time.Now().Add(sideIOTimeout))
 	m, err := readSide(c)
-	if err != nil {
+	if err != nil || s.ex.rank.isDead() { // the socket is the engine core's
 		return
 	}
 	_ = c.SetReadDeadline(time.Time{})

@@ -3,12 +3,15 @@ package sim
 import (
 	"encoding/json"
 	"fmt"
+	"math/rand/v2"
 	"net/http"
 	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
 
 // prefillParams is what every caller sends in a prefill leg of NIXL.
@@ -172,6 +175,69 @@ func streamText(t testing.TB, body string) (text string) {
 		}
 	}
 	return text
+}
+
+// Whatever is done with parameters: a text is wrong if and only if the engine answered from blocks of other
+// tokens, and parameters that are used in time, once, never do that.
+func TestTextsAreWrongIfTheBlocksAre(t *testing.T) {
+	p, d := startPair(t, func(c *Config) { c.Model.Blocks = 64 })
+	type leg struct {
+		prompt, params string
+		isFresh        bool
+	}
+	var legs []leg
+	rng := rand.New(rand.NewPCG(7, 7))
+	seen := [2]int{}
+	for i := range 400 {
+		switch prompt := words(rng.IntN(40), 33+rng.IntN(200)); rng.IntN(4) {
+		case 0:
+			if p.Stats().Leases > 3 { // no more, or they take all memory
+				for k := range legs {
+					legs[k].isFresh = false
+					_, _ = decode(t, d, legs[k].prompt, legs[k].params, `,"temperature":-1`)
+				}
+				leasesEnd(t, p)
+			}
+			legs = append(legs, leg{prompt, prefill(t, p, prompt), true})
+		case 1:
+			_, _ = ask(t, p, "/v1/completions", completionBody(prompt, ""))
+			continue
+		case 2:
+			isWrong(t, d, prompt, "", &seen)
+			continue
+		}
+		if len(legs) == 0 {
+			continue
+		}
+		l := &legs[rng.IntN(len(legs))]
+		more := fmt.Sprintf(`,"cache_salt":"%d","kv_transfer_params":%s`, i, l.params)
+		if rng.IntN(2) == 0 {
+			more = `,"kv_transfer_params":` + l.params // what it loads may be found again
+		}
+		if wrong := isWrong(t, d, l.prompt, more, &seen); l.isFresh && strings.Contains(more, "salt") {
+			require.False(t, wrong, "the first use within the lease, without a hit")
+		}
+		l.isFresh = false
+	}
+	assert.Positive(t, seen[0], "right texts")
+	assert.Positive(t, seen[1], "wrong texts")
+}
+
+// isWrong asks, compares the text with what the prompt must give, and both with the engine's own count.
+func isWrong(t *testing.T, s *Server, prompt, more string, seen *[2]int) bool {
+	t.Helper()
+	before := s.Stats().WrongAnswers
+	status, body := ask(t, s, "/v1/completions", completionBody(prompt, more))
+	require.Equal(t, http.StatusOK, status, body)
+	ids := em.AppendTokens(nil, prompt)
+	want := em.ValidText(em.NewGenerator(em.TextSeed(0, ids, 0)).Bytes(24))
+	got := textOf(t, body) != want
+	require.Equal(t, s.Stats().WrongAnswers-before == 1, got)
+	if seen[0]++; got {
+		seen[0]--
+		seen[1]++
+	}
+	return got
 }
 
 // The text, the metric and the poisoned cache of PD's silent failure.
