@@ -55,7 +55,6 @@ type trip struct {
 	legs     []*pairLeg
 	answer   pdproxy.Answer
 	answered uint32 // the leg whose answer is passed on
-	outcome  pdproxy.Outcome
 }
 
 // bump is a request that counts on a rank in its pool's Router.
