@@ -83,7 +83,7 @@ const nixlLeaseS = 120
 func nixlSettings(s *Spec, config map[string]any) []string {
 	const extra, lease = "kv_connector_extra_config", "kv_lease_duration"
 	if inner, _ := config[extra].(map[string]any); inner[lease] == nil {
-		setNested(config, []string{extra, lease}, nixlLeaseS)
+		setNested(config, extra+"."+lease, nixlLeaseS)
 	}
 	return []string{
 		"VLLM_NIXL_SIDE_CHANNEL_HOST=" + s.host(),
@@ -115,7 +115,7 @@ func transferConfig(args app.Args) (config map[string]any, rest app.Args, err er
 		}
 		if isSingle {
 			_, path, _ := strings.Cut(a.Name, ".") // the engine's own spelling
-			setNested(config, strings.Split(path, "."), a.Value)
+			setNested(config, path, a.Value)
 			continue
 		}
 		switch v := a.Value.(type) {
@@ -133,17 +133,18 @@ func transferConfig(args app.Args) (config map[string]any, rest app.Args, err er
 	return config, rest, nil
 }
 
-// setNested sets a value, whose place is path, in a copy of the maps on its way.
-func setNested(config map[string]any, path []string, value any) {
-	if len(path) == 1 {
-		config[path[0]] = value
+// setNested sets a value, whose place is path (keys behind dots), in a copy of the maps on its way.
+func setNested(config map[string]any, path string, value any) {
+	key, rest, isNested := strings.Cut(path, ".")
+	if !isNested {
+		config[key] = value
 		return
 	}
-	old, _ := config[path[0]].(map[string]any)
+	old, _ := config[key].(map[string]any)
 	inner := map[string]any{}
 	maps.Copy(inner, old)
-	setNested(inner, path[1:], value)
-	config[path[0]] = inner
+	setNested(inner, rest, value)
+	config[key] = inner
 }
 
 func transferFault(err error) error {
