@@ -384,8 +384,8 @@ func TestPairsOfEnginesThatNeedAPartner(t *testing.T) {
 func TestPD8BlocksAreFree(t *testing.T) {
 	for _, stage := range []string{"prefill", "transfer", "decode"} {
 		bubble(t, stage, func(t *testing.T) {
-			c := simPair(t, simPools(1, 1, "max_model_len: 32768, max_num_batched_tokens: 512, sim_step_ms: 50",
-				"decide: always"), 1)
+			const args = "max_model_len: 32768, max_num_batched_tokens: 512, sim_step_ms: 50"
+			c := simPair(t, simPools(1, 1, args, "decide: always"), 1)
 			urls := map[string]string{}
 			st, _ := c.App("pd")
 			for _, u := range st.Units {
