@@ -510,9 +510,9 @@ func TestTransfersOfAPool(t *testing.T) {
 			})
 		}
 		set(0, nil)
+		assert.Nil(t, r.Status().Transfer, "nothing is read yet")
 		require.NoError(t, r.Ready(t.Context(),
 			msg.Facts{Incarnation: 7, MaxOngoing: 9, BlockSize: 16, Blocks: 10}))
-		assert.Nil(t, r.Status().Transfer, "nothing is read yet")
 		time.Sleep(3500 * time.Millisecond)
 		assert.Equal(t, &client.TransferStatus{
 			Count: 2, TotalMs: 250, Bytes: 65536, Failed: 3, Expired: 4,

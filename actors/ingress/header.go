@@ -26,6 +26,9 @@ const (
 	headerSession   = "X-Dpserve-Session"
 	headerSessionID = "X-Session-Id"
 	headerCached    = "X-Dpserve-Cached-Tokens"
+	// of applications with two pools
+	headerPrefill     = "X-Dpserve-Prefill"      // of an answer: remote, local or fallback
+	headerPrefillRank = "X-Dpserve-Prefill-Rank" // of an answer and of a request: GROUP/RANK
 )
 
 // clientHeader copies an engine's header into the answer. The relay sets Content-Length, and the ingress says

@@ -273,8 +273,8 @@ func (w *prewarm) askBootstrap(ctx context.Context, b transfer.Bootstrapper) (pe
 	return b.ReadPeer(address, w.engineRank(), resp.StatusCode, answer)
 }
 
-// newBootstrapClient makes the client for bootstrap servers, which are asked once per start of a prefill rank:
-// it keeps no connection. dial nil is TCP.
+// newBootstrapClient makes the client for bootstrap servers. They are asked once per start of a prefill rank,
+// so it keeps no connection. dial nil is TCP.
 func newBootstrapClient(dial Dialer) *http.Client {
 	return &http.Client{
 		Transport: &http.Transport{

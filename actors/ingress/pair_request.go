@@ -17,12 +17,6 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// Header names of applications with two pools.
-const (
-	headerPrefill     = "X-Dpserve-Prefill"      // of an answer: remote, local or fallback
-	headerPrefillRank = "X-Dpserve-Prefill-Rank" // of an answer and of a request: GROUP/RANK
-)
-
 // split is what a request of an application with two pools needs beyond a plain one. The first decision says
 // whether a prefill rank computes the prompt. If not, the request goes on as a plain one on its decode rank.
 // Else run leads it over both ranks: what happens next is decided by a pdproxy.Flight, and split carries it
@@ -61,7 +55,6 @@ type trip struct {
 	legs     []*pairLeg
 	answer   pdproxy.Answer
 	answered uint32 // the leg whose answer is passed on
-	outcome  pdproxy.Outcome
 }
 
 // bump is a request that counts on a rank in its pool's Router.

@@ -135,6 +135,33 @@ func TestCanaryNamesItsRankAndKey(t *testing.T) {
 	assert.Equal(t, "Bearer secret", key)
 }
 
+// SGLang's prefill and decode engines refuse plain requests, in either shape of an error.
+func TestCanaryOfAnEngineThatNeedsARoom(t *testing.T) {
+	const text = "Disaggregated request received without bootstrap room id"
+	for _, refusal := range []string{
+		`{"object":"error","message":"` + text + `","type":"BadRequest","param":null,"code":400}`,
+		`{"error":{"message":"` + text + `","type":"BadRequestError","param":null,"code":400}}`,
+	} {
+		var body map[string]any
+		c := serve(t, engine.Addressing{Mode: "body", Selector: 2}, "",
+			func(w http.ResponseWriter, r *http.Request) {
+				body = nil
+				_ = json.NewDecoder(r.Body).Decode(&body)
+				if body["bootstrap_room"] == nil {
+					w.WriteHeader(400)
+					_, _ = io.WriteString(w, refusal)
+					return
+				}
+				_, _ = w.Write(file(t, "completion.json"))
+			})
+		require.NoError(t, c.Canary(t.Context(), "m"))
+		assert.Equal(t, map[string]any{
+			"model": "m", "prompt": "1", "max_tokens": 1.0, "temperature": 0.0, "routed_dp_rank": 2.0,
+			"bootstrap_host": "2.2.2.2", "bootstrap_room": 2.0,
+		}, body)
+	}
+}
+
 func TestCanaryOfAChatOnlyEngine(t *testing.T) {
 	c := serve(t, engine.Addressing{}, "", func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path != "/v1/chat/completions" {
@@ -145,28 +172,6 @@ func TestCanaryOfAChatOnlyEngine(t *testing.T) {
 		_, _ = w.Write(file(t, "completion.json"))
 	})
 	require.NoError(t, c.Canary(t.Context(), "m"))
-}
-
-// TestCanaryOfAnEngineThatNeedsAPartner: SGLang's prefill and decode engines refuse plain requests. They are
-// asked again in the way of SGLang's own health checks.
-func TestCanaryOfAnEngineThatNeedsAPartner(t *testing.T) {
-	var asked []string
-	addr := engine.Addressing{Mode: "body", Selector: 1}
-	c := serve(t, addr, "", func(w http.ResponseWriter, r *http.Request) {
-		body, _ := io.ReadAll(r.Body)
-		asked = append(asked, string(body))
-		if !strings.Contains(string(body), "bootstrap_room") {
-			w.WriteHeader(http.StatusBadRequest)
-			_, _ = io.WriteString(w, `{"error":{"message":"Disaggregated request received without bootstrap `+
-				`room id","type":"BadRequestError","param":null,"code":400}}`)
-			return
-		}
-		_, _ = w.Write(file(t, "completion.json"))
-	})
-	require.NoError(t, c.Canary(t.Context(), "m"))
-	require.Len(t, asked, 2)
-	assert.JSONEq(t, `{"model":"m","prompt":"1","max_tokens":1,"temperature":0,"routed_dp_rank":1,`+
-		`"bootstrap_host":"2.2.2.2","bootstrap_room":0}`, asked[1])
 }
 
 func TestReadBack(t *testing.T) {

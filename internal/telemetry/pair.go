@@ -27,17 +27,13 @@ type Pair struct {
 	decisions, notes, notSplit children[string, prometheus.Counter]
 	parts                      children[string, prometheus.Observer]
 	remote, local, fallback    atomic.Uint64 // requests, for PairCounts
-	metNow, allNow             atomic.Int64
 }
 
 // pairKey holds the values of the two labels behind app.
 type pairKey struct{ first, second string }
 
-// PairCounts are what status shows of a Pair.
-type PairCounts struct {
-	Remote, Local, Fallback uint64 // ended requests, by their way
-	Met, All                int    // pairs of ready ranks
-}
+// PairCounts are ended requests by their way.
+type PairCounts struct{ Remote, Local, Fallback uint64 }
 
 func newPair(v *pairVectors, app string) *Pair {
 	return &Pair{
@@ -103,16 +99,11 @@ func (p *Pair) Part(part string, d time.Duration) {
 func (p *Pair) Pairs(met, all int) {
 	p.met.Set(float64(met))
 	p.all.Set(float64(all))
-	p.metNow.Store(int64(met))
-	p.allNow.Store(int64(all))
 }
 
 // Counts returns what status shows. The numbers are read one by one.
 func (p *Pair) Counts() PairCounts {
-	return PairCounts{
-		Remote: p.remote.Load(), Local: p.local.Load(), Fallback: p.fallback.Load(),
-		Met: int(p.metNow.Load()), All: int(p.allNow.Load()),
-	}
+	return PairCounts{Remote: p.remote.Load(), Local: p.local.Load(), Fallback: p.fallback.Load()}
 }
 
 // forget closes all caches, so that a late caller cannot recreate deleted series.

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net/http"
 	"slices"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -52,13 +53,11 @@ func TestPD1PrefillFails(t *testing.T) {
 // breakPrefills has all prefill engines answer 500; if isReset, the first one that is asked breaks the
 // connection instead, each time.
 func (r *pairRig) breakPrefills(isReset bool) {
-	var broken *harness.PairEngine
+	var broken atomic.Pointer[harness.PairEngine]
 	for _, p := range r.prefill {
-		p.Do(func(l *harness.PairLeg) bool { // the bubble runs one leg at a time
-			if broken == nil {
-				broken = l.At
-			}
-			if isReset && broken == l.At {
+		p.Do(func(l *harness.PairLeg) bool {
+			broken.CompareAndSwap(nil, l.At)
+			if isReset && broken.Load() == l.At {
 				return l.Reset()
 			}
 			return l.Fail(http.StatusInternalServerError)
@@ -142,39 +141,35 @@ func decodeFailsOnce(t *testing.T, transfer string, fail func(l *harness.PairLeg
 	t.Helper()
 	r := newPairRig(t, transfer, 2, 2, "decide: always", "timeouts: {first_token_s: 5}")
 	r.Expect(harness.PairsFail)
-	failed, at := 0, time.Time{}
+	var decodes, prefills atomic.Int32
+	var failedAt atomic.Pointer[time.Time]
 	never := make(chan struct{})
 	for _, d := range r.decode {
-		d.Do(func(l *harness.PairLeg) bool { // the bubble runs one leg at a time
-			if failed++; failed > 1 {
+		d.Do(func(l *harness.PairLeg) bool {
+			if decodes.Add(1) > 1 {
 				return false
 			}
 			time.Sleep(100 * time.Millisecond) // the prefill leg is under way
-			defer func() { at = time.Now() }()
+			defer func() { now := time.Now(); failedAt.Store(&now) }()
 			return fail(l)
 		})
 	}
-	first := true
 	if transfer != "nixl" {
 		for _, p := range r.prefill { // its leg is under way when the decode leg fails
-			p.Do(func(l *harness.PairLeg) bool {
-				if !first {
-					return false
-				}
-				first = false
-				return l.StallUntil(never)
-			})
+			p.Do(func(l *harness.PairLeg) bool { return prefills.Add(1) == 1 && l.StallUntil(never) })
 		}
 	}
 	a := r.ask(pairBody("a second chance", 8))
 	r.right(a)
 	assert.Equal(t, "remote", a.Way, "%v", a)
 	assert.Less(t, a.Total, 25*time.Second)
-	prefills, decodes := r.engines.Legs(harness.PairPrefill), r.engines.Legs(harness.PairDecode)
-	require.Len(t, prefills, 2, "parameters are used once: the prompt is computed again")
-	require.Len(t, decodes, 2)
+	legs := r.engines.Legs(harness.PairPrefill)
+	require.Len(t, legs, 2, "parameters are used once: the prompt is computed again")
+	asked := engineNames(r.engines.Legs(harness.PairDecode))
+	require.Len(t, asked, 2)
+	assert.Len(t, distinct(asked), 2, "another decode rank")
 	if transfer != "nixl" {
-		cancelled(t, &prefills[0], at)
+		cancelled(t, &legs[0], *failedAt.Load())
 	}
 	r.rest()
 	assert.Zero(t, r.total("dpserve_pd_requests_total", `outcome="failed"`))

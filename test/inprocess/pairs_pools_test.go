@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/internal/engine/sim"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -374,6 +375,61 @@ func TestPairsOfEnginesThatNeedAPartner(t *testing.T) {
 				assert.Equal(t, http.StatusServiceUnavailable, a.Status, "%v", a)
 			}
 			r.rest()
+		})
+	}
+}
+
+// PD8 with engines that have blocks: the client leaves in the prefill, in the transfer, in the answer. Within
+// a second neither engine has a request, and no block of it.
+func TestPD8BlocksAreFree(t *testing.T) {
+	for _, stage := range []string{"prefill", "transfer", "decode"} {
+		bubble(t, stage, func(t *testing.T) {
+			const args = "max_model_len: 32768, max_num_batched_tokens: 512, sim_step_ms: 50"
+			c := simPair(t, simPools(1, 1, args, "decide: always"), 1)
+			urls := map[string]string{}
+			st, _ := c.App("pd")
+			for _, u := range st.Units {
+				for _, k := range u.Ranks {
+					urls[strings.Split(u.Unit, "/")[0]] = k.URL
+				}
+			}
+			p, d := urls["pd.prefill"], urls["pd.decode"]
+			if stage == "transfer" {
+				require.NoError(t, c.Inject(p, sim.Fault{Mode: sim.ModeTransferSlow, Factor: 1e6}))
+			}
+			ctx, leave := context.WithCancel(t.Context())
+			replied := make(chan struct{})
+			go func() {
+				defer close(replied)
+				askPair(ctx, c, words("a guest who leaves", 10_000), 400)
+			}()
+			c.Until("the request is in its "+stage, func() error {
+				prefill, decode := engineStats(t, c, p), engineStats(t, c, d)
+				is := map[string]bool{
+					"prefill": prefill.Running > 0, "transfer": decode.Loading > 0,
+					"decode": decode.Running > 0 && decode.Loading == 0,
+				}
+				if !is[stage] {
+					return fmt.Errorf("prefill %+v, decode %+v", prefill, decode)
+				}
+				return nil
+			})
+			leave()
+			<-replied
+			assert.NoError(t, harness.WaitFor(time.Second, 20*time.Millisecond, func() error {
+				synctest.Wait()
+				for _, url := range urls {
+					s := engineStats(t, c, url)
+					if s.Running+s.Waiting+s.InFlight+s.Loading+s.Leases+s.UsedBlocks > 0 {
+						return fmt.Errorf("%s: %+v", url, s)
+					}
+				}
+				return nil
+			}))
+			c.Quiet()
+			page := metricsOf(t, c.Peer(0))
+			assert.InDelta(t, 1, sumSeries(page, "dpserve_pd_requests_total"), 0)
+			assert.InDelta(t, 1, sumSeries(page, "dpserve_pd_requests_total", `outcome="client_gone"`), 0)
 		})
 	}
 }

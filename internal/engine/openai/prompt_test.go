@@ -293,3 +293,21 @@ func TestPromptAllocatesNothing(t *testing.T) {
 	}))
 	assert.Len(t, ids, 1000)
 }
+
+func TestHasMedia(t *testing.T) {
+	for _, c := range []struct {
+		text string
+		want bool
+	}{
+		{`[{"role":"user","content":"the image_url of an input_audio, _ and __"}]`, false},
+		{`[{"content":[{"type":"image_url","image_url":{"url":"data:,"}}]}]`, true},
+		{`[{"content":[{"type":"input_audio","input_audio":{"data":""}}]}]`, true},
+		{`[{"content":[{"type":"audio_embeds"}]}]`, true},
+		{`[{"content":[{"image_pil":""}]}]`, true},
+		{`[{"content":"an_audio","x_pil":1}]`, false},
+		{``, false},
+		{`_`, false},
+	} {
+		assert.Equal(t, c.want, HasMedia([]byte(c.text)), c.text)
+	}
+}
