@@ -2,6 +2,7 @@ package routing
 
 import (
 	"math/rand/v2"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -83,6 +84,15 @@ type PairRule struct {
 	Decider  PairDecider
 	Least    int // tokens: N of DecideUncached
 	Transfer PairTransfer
+	// NeedsMet: where the decision is that a prefill rank would compute the prompt, but has not met the decode
+	// rank, another decode rank is taken. An application without fall-back wants this.
+	NeedsMet bool
+}
+
+// leavesOut reports whether another decode rank is to be chosen, because no prefill rank has met this one.
+func (r *PairRule) leavesOut(d *Request, out *PairDecision) bool {
+	return r.NeedsMet && !d.HasDirect && out.Kind == Route && !out.Remote && out.Reason == PairNotPrewarmed &&
+		!slices.Contains(d.Tried, out.Decode)
 }
 
 // ParsePairRule reads what an application says under disaggregation.decide: isl, prefill-load, uncached>=N,

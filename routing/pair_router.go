@@ -36,7 +36,8 @@ func NewPairRouter(prefill, decode *Router, rule PairRule, prewarm bool, seed ui
 
 // Pick decides and, on Route, counts the request on the decode rank, and on the prefill rank if there is one,
 // under the IDs of d and p. Each count ends as one of Router.Pick does. p and d are the same request with
-// what the ranks of either pool hold of it. A decode rank of a pair counts the prompt as computed.
+// what the ranks of either pool hold of it. A decode rank of a pair counts the prompt as computed. Decode
+// ranks that PairRule.NeedsMet leaves out are added to d.Tried.
 func (r *PairRouter) Pick(p, d *Request, cannotSplit bool, out *PairDecision) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -45,15 +46,21 @@ func (r *PairRouter) Pick(p, d *Request, cannotSplit bool, out *PairDecision) {
 	r.decode.mu.Lock()
 	defer r.decode.mu.Unlock()
 	r.prefill.choose(p, &r.p)
-	r.decode.choose(d, &r.d)
-	r.in = PairInput{
-		Prefill:     newPairPool(r.prefill, p, &r.prefill.view, &r.p),
-		Decode:      newPairPool(r.decode, d, &r.decode.view, &r.d),
-		Table:       r.table,
-		CannotSplit: cannotSplit,
+	for {
+		r.decode.choose(d, &r.d)
+		r.in = PairInput{
+			Prefill:     newPairPool(r.prefill, p, &r.prefill.view, &r.p),
+			Decode:      newPairPool(r.decode, d, &r.decode.view, &r.d),
+			Table:       r.table,
+			CannotSplit: cannotSplit,
+		}
+		r.rule.Decide(&r.in, r.rand, out)
+		r.in = PairInput{}
+		if !r.rule.leavesOut(d, out) {
+			break
+		}
+		d.Tried = append(d.Tried, out.Decode)
 	}
-	r.rule.Decide(&r.in, r.rand, out)
-	r.in = PairInput{}
 	r.counts[out.Reason]++
 	switch {
 	case out.Kind != Route:
@@ -136,7 +143,8 @@ type PairWhy struct {
 	DecodeView      View
 }
 
-// Explain is what Pick would decide now, with all candidates; nothing changes, not even the generators.
+// Explain is what Pick would decide now, with all candidates; nothing changes but d.Tried, not even the
+// generators.
 func (r *PairRouter) Explain(p, d *Request, cannotSplit bool) PairWhy {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -147,16 +155,23 @@ func (r *PairRouter) Explain(p, d *Request, cannotSplit bool) PairWhy {
 	r.decode.mu.Lock()
 	defer r.decode.mu.Unlock()
 	why.Prefill, why.PrefillView = r.prefill.why(p)
-	why.Decode, why.DecodeView = r.decode.why(d)
 	why.PrefillView.Now = max(why.PrefillView.Now, p.Now)
-	why.DecodeView.Now = max(why.DecodeView.Now, d.Now)
-	source := r.source
-	r.rule.Decide(&PairInput{
-		Prefill:     newPairPool(r.prefill, p, &why.PrefillView, &why.Prefill),
-		Decode:      newPairPool(r.decode, d, &why.DecodeView, &why.Decode),
-		Table:       r.table,
-		CannotSplit: cannotSplit,
-	}, rand.New(&source), &why.Pair)
+	for {
+		why.Decode, why.DecodeView = r.decode.why(d)
+		why.DecodeView.Now = max(why.DecodeView.Now, d.Now)
+		source := r.source
+		r.rule.Decide(&PairInput{
+			Prefill:     newPairPool(r.prefill, p, &why.PrefillView, &why.Prefill),
+			Decode:      newPairPool(r.decode, d, &why.DecodeView, &why.Decode),
+			Table:       r.table,
+			CannotSplit: cannotSplit,
+		}, rand.New(&source), &why.Pair)
+		if !r.rule.leavesOut(d, &why.Pair) {
+			break
+		}
+		d.Tried = append(d.Tried, why.Pair.Decode)
+		why.Pair = PairDecision{Explain: true}
+	}
 	return why
 }
 

@@ -115,6 +115,7 @@ func (f *appFollower) newPairApp(old *pairApp, name string, prefill, decode *app
 		Lease:         p.traits.Lease, PrefillLimit: ps.firstToken, DecodeLimit: ds.firstToken,
 		LocalLimit: ds.firstToken, MaxDecodes: ds.attempts,
 	}
+	rule.NeedsMet = p.config.FallbackFails
 	seed := mix(f.in.seed ^ f.in.nextID.Load())
 	if old != nil {
 		p.pairLife, p.router = old.pairLife, old.router.Next(pr, dr, rule, seed)

@@ -123,20 +123,15 @@ func (q *pairQuery) goesToOne() bool { return q.notSplit != "" || !q.pair.isOn()
 func (q *pairQuery) why() (why routing.PairWhy) {
 	q.describe()
 	d := &q.decode.query
-	for unmet := 0; ; unmet++ {
-		why = q.pair.router.Explain(&q.prefill.query, d, q.goesToOne())
-		switch pair := &why.Pair; {
-		case pair.Kind == routing.Reject && unmet > 0:
-			pair.Reason = routing.PairNotPrewarmed
-		case pair.Kind != routing.Route:
-		case q.goesToOne() && q.notSplit == "":
-			pair.Reason = routing.PairNoPrefill
-		case pair.Reason == routing.PairNotPrewarmed && q.pair.failsWithoutPrefill() && !d.HasDirect:
-			d.Tried = append(d.Tried, pair.Decode)
-			continue
-		}
-		return why
+	tried := len(d.Tried)
+	why = q.pair.router.Explain(&q.prefill.query, d, q.goesToOne())
+	switch pair := &why.Pair; {
+	case pair.Kind == routing.Reject && len(d.Tried) > tried:
+		pair.Reason = routing.PairNotPrewarmed
+	case pair.Kind == routing.Route && q.goesToOne() && q.notSplit == "":
+		pair.Reason = routing.PairNoPrefill
 	}
+	return why
 }
 
 // wayOf is the way on which a decision sends the query. An application without a prefill rank misses none.

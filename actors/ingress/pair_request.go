@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"hash/maphash"
 	"log/slog"
-	"slices"
 	"strconv"
 	"sync"
 	"time"
@@ -183,16 +182,16 @@ func (s *split) decide(last *result) (rk *rank, f *failure, wait bool) {
 
 // decideUnlike is decide with a prefill rank that is taken only if there is no other.
 func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f *failure, wait bool) {
-	req, p, way := s.req, s.pair, s.way
-	unmet := slices.Clone(p.plainOnly) // decode ranks that have met no prefill rank
-	alone := pdproxy.WayNone           // how a rank of plainOnly gets the request, if one does
+	req, p := s.req, s.pair
+	unmet := p.plainOnly     // decode ranks that have met no prefill rank
+	alone := pdproxy.WayNone // how a rank of plainOnly gets the request, if one does
 	for {
 		req.excludeTried()
 		req.query.Tried = append(req.query.Tried, unmet...)
 		s.describePrefill(unlike)
 		req.query.ID = req.in.requestID()
 		p.decode.describeRequest(&req.query, &req.prompt)
-		began := time.Now()
+		began, tried := time.Now(), len(req.query.Tried)
 		p.router.Pick(&s.query, &req.query, false, &s.choice)
 		p.decode.metrics.Load().Decision(time.Since(began))
 		d := &s.choice
@@ -211,7 +210,7 @@ func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f 
 			switch {
 			case s.prompt.hasDirect && p.prefill.readyRank(s.prompt.direct) == nil:
 				return nil, s.namedRankFailure(), false
-			case len(unmet) > 0:
+			case len(unmet) > 0 || len(req.query.Tried) > tried:
 				d.Reason = routing.PairNotPrewarmed
 				return nil, s.noPrefillFailure(), false
 			}
@@ -222,12 +221,6 @@ func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f 
 			continue
 		}
 		if rk, ok := s.takeChoice(); ok {
-			if d.Reason == routing.PairNotPrewarmed && p.failsWithoutPrefill() && !req.query.HasDirect {
-				req.attempt.rank = rk
-				req.undoPick()
-				s.way, unmet = way, append(unmet, d.Decode) // another one may have
-				continue
-			}
 			if alone != pdproxy.WayNone {
 				s.way = alone
 			}
