@@ -402,7 +402,8 @@ func (r *replica) checkAdmission(m *msg.Admit) msg.Refusal {
 		return msg.StaleEpoch
 	case r.state.phase != phaseOpen:
 		return phaseRefusals[r.state.phase]
-	case r.busy.on, !r.turns.canUse(m.Ingress, r.requestWeight(m), r.freeSequences()), r.holdsTooMuch(m):
+	case r.busy.on, r.holdsTooMuch(m),
+		!r.turns.canUse(m.Ingress, r.requestWeight(m), r.freeSequences()):
 		return msg.Full
 	}
 	return msg.Granted

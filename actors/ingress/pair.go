@@ -114,7 +114,8 @@ func (f *appFollower) newPairApp(old *pairApp, name string, prefill, decode *app
 	p.config = pdproxy.Config{
 		Order:         pairOrders[p.traits.Order],
 		FallbackFails: dis.Fallback == app.FallbackFail || !p.traits.TakesPlain && len(p.plainOnly) == 0,
-		Lease:         cmp.Or(engine.TransferLease(ps.app), p.traits.Lease), PrefillLimit: ps.firstToken, DecodeLimit: ds.firstToken,
+		Lease:         cmp.Or(engine.TransferLease(ps.app), p.traits.Lease),
+		PrefillLimit:  ps.firstToken, DecodeLimit: ds.firstToken,
 		LocalLimit: ds.firstToken, MaxDecodes: ds.attempts,
 	}
 	seed := mix(f.in.seed ^ f.in.nextID.Load())

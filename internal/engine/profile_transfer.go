@@ -172,7 +172,8 @@ func TransferLease(a *app.Application) time.Duration {
 	case float64:
 		return time.Duration(v * float64(time.Second))
 	}
-	if d := a.Disaggregation; a.Engine.Kind == app.KindVLLM && d != nil && d.Transfer != app.TransferMooncake {
+	d := a.Disaggregation
+	if a.Engine.Kind == app.KindVLLM && d != nil && d.Transfer != app.TransferMooncake {
 		return nixlLeaseS * time.Second
 	}
 	return 0
