@@ -198,6 +198,9 @@ func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f 
 		p.decode.metrics.Load().Decision(time.Since(began))
 		d := &s.choice
 		switch {
+		case d.Kind == routing.Queue && (alone != pdproxy.WayNone || len(unmet) > len(p.plainOnly)):
+			// it must not wait: what it took back wakes others in the queue, which would do the same
+			return nil, s.noPrefillFailure(), false
 		case d.Kind == routing.Queue:
 			return nil, nil, true
 		case len(p.plainOnly) > 0 && alone == pdproxy.WayNone && !d.Remote:
