@@ -168,3 +168,41 @@ func checkShares(t *testing.T, s *pools, least, most float64) {
 		assert.LessOrEqual(t, share, most, "rank %d", rank)
 	}
 }
+
+// TestPickOneSide: another rank of one pool is chosen among those that have met the rank that stays, and
+// counts there. Pairs that have met stay so for other Routers, leases do not.
+func TestPickOneSide(t *testing.T) {
+	p, d := pairPools(t, 2, 2, "round-robin", "round-robin")
+	r := NewPairRouter(p, d, pairRule(t, "always"), true, 1)
+	first, second := p.Snapshot().Ranks, d.Snapshot().Ranks
+	r.Update(func(t *PairTable) {
+		t.SetMet(RefOf(&first[1]), RefOf(&second[0]))
+		t.Lease(RefOf(&first[1]), 1000)
+	})
+	var got Decision
+	for range 3 {
+		r.PickPrefill(&Request{ID: 1, Tokens: 100}, RefOf(&second[0]), &got)
+		require.Equal(t, Route, got.Kind)
+		assert.Equal(t, first[1].ID, got.Ranked[0])
+		p.Observe(&Event{Kind: EvUndo, Rank: first[1].ID, ReqID: 1})
+		r.PickDecode(&Request{ID: 2, Tokens: 100}, RefOf(&first[1]), &got)
+		require.Equal(t, Route, got.Kind)
+		assert.Equal(t, second[0].ID, got.Ranked[0])
+		assert.EqualValues(t, 1, d.Snapshot().Ranks[0].Load.Q, "it computes the last token")
+		assert.Equal(t, 1, d.Snapshot().Ranks[0].Load.O())
+		d.Observe(&Event{Kind: EvUndo, Rank: second[0].ID, ReqID: 2})
+	}
+	r.PickPrefill(&Request{ID: 1, Tokens: 100}, RefOf(&second[1]), &got)
+	assert.NotEqual(t, Route, got.Kind, "it has met nobody")
+	r.PickPrefill(&Request{ID: 1, Tokens: 100, Tried: []RankID{first[1].ID}}, RefOf(&second[0]), &got)
+	assert.NotEqual(t, Route, got.Kind)
+
+	next := r.Next(p, d, pairRule(t, "isl"), 2)
+	next.Update(func(table *PairTable) {
+		assert.True(t, table.HasMet(RefOf(&first[1]), RefOf(&second[0])))
+		assert.False(t, table.HasMet(RefOf(&first[0]), RefOf(&second[0])))
+		assert.Zero(t, table.Leased(&first[1]))
+	})
+	a, b := next.Routers()
+	assert.True(t, a == p && b == d)
+}

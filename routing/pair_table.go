@@ -31,6 +31,17 @@ type PairTable struct {
 
 type pairKey struct{ prefill, decode RankRef }
 
+// IsFullOfLeases reports whether a prefill rank that holds so many tokens for decode ranks may not get a
+// prompt of so many tokens more. capacity is the size of its KV cache in tokens, 0 if it is not known. A rank
+// that holds nothing takes a prompt of any length.
+func IsFullOfLeases(held, tokens, capacity int64) bool {
+	most := int64(leasedTokens)
+	if capacity > 0 {
+		most = int64(leasedShare * float64(capacity))
+	}
+	return held > 0 && held+tokens > most
+}
+
 // NewPairTable is an empty table. With prewarm, only pairs that SetMet was called for are used; transfers
 // whose engines need no handshake do without.
 func NewPairTable(prewarm bool) *PairTable {
@@ -108,14 +119,10 @@ func (t *PairTable) Leased(rk *Rank) int64 {
 }
 
 // skipPrefill is why a prefill rank may not get a prompt of so many tokens whatever the decode rank; "" if it
-// may. A rank that holds nothing takes a prompt of any length.
+// may.
 func (t *PairTable) skipPrefill(rk *Rank, tokens int) string {
-	most := int64(leasedTokens)
-	if rk.Capacity > 0 {
-		most = int64(leasedShare * float64(rk.Capacity))
-	}
-	switch held := t.Leased(rk); {
-	case held > 0 && held+int64(tokens) > most:
+	switch {
+	case IsFullOfLeases(t.Leased(rk), int64(tokens), rk.Capacity):
 		return PairLeasesFull
 	case t.prewarm && t.prefills[RefOf(rk)] == 0:
 		return PairNotPrewarmed

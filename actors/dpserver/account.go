@@ -49,8 +49,11 @@ type account struct {
 	weight int // sequences of all tickets
 	// prompt tokens of requests without a first token: the most prefill that may be ahead
 	prefillTokens int
-	uncachedWork  int           // uncached tokens of requests whose prefill is not over, seen or predicted
-	prefillSum    time.Duration // predicted time of the same requests, one after the other
+	// prompt tokens of requests whose prefill is over, seen or predicted: a prefill rank holds them until a
+	// decode rank has read them
+	computedTokens int
+	uncachedWork   int           // uncached tokens of requests whose prefill is not over, seen or predicted
+	prefillSum     time.Duration // predicted time of the same requests, one after the other
 }
 
 func newAccount() account { return account{tickets: map[uint64]*ticket{}} }
@@ -81,6 +84,7 @@ func (a *account) markDecoding(id uint64) (*ticket, bool) {
 	}
 	t.req.Decoding = true
 	a.prefillTokens -= t.req.Tokens
+	a.computedTokens += t.req.Tokens
 	a.endPrefill(t)
 	return t, true
 }
@@ -93,6 +97,7 @@ func (a *account) assumeDecoding(id uint64) (*ticket, bool) {
 		return t, false
 	}
 	t.req.Decoding, t.prefillAssumed = true, true
+	a.computedTokens += t.req.Tokens
 	a.endPrefill(t)
 	return t, true
 }
@@ -120,7 +125,9 @@ func (a *account) remove(id uint64) *ticket {
 	if !t.hasFirstToken() {
 		a.prefillTokens -= t.req.Tokens
 	}
-	if !t.req.Decoding {
+	if t.req.Decoding {
+		a.computedTokens -= t.req.Tokens
+	} else {
 		a.endPrefill(t)
 	}
 	if t.stopWatch != nil {

@@ -2,12 +2,14 @@ package dpserver
 
 import (
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/app"
 )
 
 // whole is an admission of a request that is not streamed.
@@ -155,5 +157,26 @@ func TestKVEventsCorrectAPrediction(t *testing.T) {
 		time.Sleep(200 * time.Millisecond)
 		r.send(lapseTimer{})
 		r.assertFirstTokens(2)
+	})
+}
+
+// TestAPrefillRankHoldsAtMostHalfItsCache: prompts that are computed and that no decode rank has read yet
+// count at admission, whatever ingress has sent them.
+func TestAPrefillRankHoldsAtMostHalfItsCache(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, true, func(_ *Factory, spec *msg.ReplicaSpec) { spec.App.Pool = app.PoolPrefill })
+		require.NoError(t, r.Ready(t.Context(),
+			msg.Facts{Incarnation: 7, MaxOngoing: 99, BlockSize: 16, Blocks: 40}))
+		tokens := func(n int) func(a *msg.Admit) { return func(a *msg.Admit) { a.Tokens = n } }
+		require.Equal(t, msg.Granted, r.ask(tokens(600)).Refusal, "a rank that holds nothing takes any")
+		require.Equal(t, msg.Granted, r.ask(tokens(600)).Refusal, "it is not computed yet")
+		r.send(&msg.Done{TicketID: 2})
+		r.send(&msg.FirstToken{TicketID: 1})
+		assert.Equal(t, msg.Full, r.ask(tokens(1)).Refusal)
+		r.send(&msg.Done{TicketID: 1})
+		require.Equal(t, msg.Granted, r.ask(tokens(300)).Refusal)
+		r.send(&msg.FirstToken{TicketID: 3})
+		assert.Equal(t, msg.Granted, r.ask(tokens(20)).Refusal)
+		assert.Equal(t, msg.Full, r.ask(tokens(21)).Refusal)
 	})
 }

@@ -7,6 +7,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/routing"
 )
 
 // phase is the DPServer's own state; the phase of its unit belongs to the node.
@@ -381,6 +382,13 @@ func (r *replica) admit(m *msg.Admit) {
 	r.prefills.predict(id, t, whole)
 }
 
+// holdsTooMuch reports whether a prefill rank holds so many prompts for decode ranks that its engine would
+// not compute another one. The ingresses count only what they have sent themselves.
+func (r *replica) holdsTooMuch(m *msg.Admit) bool {
+	return r.spec.App.Pool == app.PoolPrefill && routing.IsFullOfLeases(int64(r.account.computedTokens),
+		int64(m.Tokens), r.kv.cacheCapacity())
+}
+
 // checkAdmission checks in this order: caller, lease, epoch, state, room. The caller comes first: if it has
 // left or its deadline is over, an answer is useless. A tripped rank admits, because only the Routers see all
 // ranks of the application and can decide to leave it out.
@@ -394,7 +402,8 @@ func (r *replica) checkAdmission(m *msg.Admit) msg.Refusal {
 		return msg.StaleEpoch
 	case r.state.phase != phaseOpen:
 		return phaseRefusals[r.state.phase]
-	case r.busy.on, !r.turns.canUse(m.Ingress, r.requestWeight(m), r.freeSequences()):
+	case r.busy.on, r.holdsTooMuch(m),
+		!r.turns.canUse(m.Ingress, r.requestWeight(m), r.freeSequences()):
 		return msg.Full
 	}
 	return msg.Granted

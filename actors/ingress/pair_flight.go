@@ -30,9 +30,9 @@ func (s *split) run(ctx context.Context) *failure {
 		}
 		switch cmd.Kind {
 		case pdproxy.CmdChoose:
-			s.tell(s.choose(&cmd))
+			s.tell(s.choose(&cmd)) //nolint:contextcheck // it is s.ctx
 		case pdproxy.CmdReserve:
-			s.tell(s.reserve(&cmd))
+			s.tell(s.reserve(&cmd)) //nolint:contextcheck // it is s.ctx
 		case pdproxy.CmdStartPrefill:
 			if ev, ok := s.RunPrefill(cmd); ok {
 				s.tell(ev)
@@ -44,7 +44,7 @@ func (s *split) run(ctx context.Context) *failure {
 		}
 	}
 	s.flight.End()
-	return s.finish()
+	return s.finish() //nolint:contextcheck // it is s.ctx
 }
 
 // isLate reports whether the request's own deadline has ended it, and not its client.

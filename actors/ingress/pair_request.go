@@ -55,7 +55,6 @@ type trip struct {
 	legs     []*pairLeg
 	answer   pdproxy.Answer
 	answered uint32 // the leg whose answer is passed on
-	outcome  pdproxy.Outcome
 }
 
 // bump is a request that counts on a rank in its pool's Router.
@@ -199,7 +198,13 @@ func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f 
 		d := &s.choice
 		switch {
 		case d.Kind == routing.Queue && (alone != pdproxy.WayNone || len(unmet) > len(p.plainOnly)):
-			// it must not wait: what it took back wakes others in the queue, which would do the same
+			// To wait for room here would be a busy loop: each decision takes and returns a place at another
+			// rank, and whoever waits for room is woken by that.
+			if alone == pdproxy.WayNone {
+				d.Reason = routing.PairNotPrewarmed
+			}
+			p.metrics.Decision(d.Reason)
+			req.choice.Reason = d.Reason
 			return nil, s.noPrefillFailure(), false
 		case d.Kind == routing.Queue:
 			return nil, nil, true

@@ -250,8 +250,11 @@ func TestFlightManyTell(t *testing.T) {
 		cmd := next(t, f, CmdStartPrefill)
 		var all sync.WaitGroup
 		for _, ev := range []Event{
-			{Kind: EvDone, Number: cmd.Number, Params: 5}, {Kind: EvFenced, Side: Prefill, Rank: rankP},
-			{Kind: EvFenced, Side: Decode, Rank: rankD}, {Kind: EvDeadline}, {Kind: EvClientGone},
+			{Kind: EvDone, Number: cmd.Number, Params: 5},
+			{Kind: EvFenced, Side: Prefill, Rank: rankP},
+			{Kind: EvFenced, Side: Decode, Rank: rankD},
+			{Kind: EvDeadline},
+			{Kind: EvClientGone},
 			{Kind: EvTick},
 		} {
 			all.Go(func() { f.Tell(ev) })
