@@ -31,9 +31,9 @@ type PairTable struct {
 
 type pairKey struct{ prefill, decode RankRef }
 
-// IsFullOfLeases reports whether a prefill rank that holds so many tokens for decode ranks may not get a prompt
-// of so many tokens more. capacity is the size of its KV cache in tokens, 0 if it is not known. A rank that
-// holds nothing takes a prompt of any length.
+// IsFullOfLeases reports whether a prefill rank that holds so many tokens for decode ranks may not get a
+// prompt of so many tokens more. capacity is the size of its KV cache in tokens, 0 if it is not known. A rank
+// that holds nothing takes a prompt of any length.
 func IsFullOfLeases(held, tokens, capacity int64) bool {
 	most := int64(leasedTokens)
 	if capacity > 0 {

@@ -160,15 +160,15 @@ func TestKVEventsCorrectAPrediction(t *testing.T) {
 	})
 }
 
-// TestAPrefillRankHoldsAtMostHalfItsCache: prompts that are computed and that no decode rank has read yet count
-// at admission, whatever ingress has sent them.
+// TestAPrefillRankHoldsAtMostHalfItsCache: prompts that are computed and that no decode rank has read yet
+// count at admission, whatever ingress has sent them.
 func TestAPrefillRankHoldsAtMostHalfItsCache(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(t, true, func(_ *Factory, spec *msg.ReplicaSpec) { spec.App.Pool = app.PoolPrefill })
 		require.NoError(t, r.Ready(t.Context(),
 			msg.Facts{Incarnation: 7, MaxOngoing: 99, BlockSize: 16, Blocks: 40}))
 		tokens := func(n int) func(a *msg.Admit) { return func(a *msg.Admit) { a.Tokens = n } }
-		require.Equal(t, msg.Granted, r.ask(tokens(600)).Refusal, "a rank that holds nothing takes any prompt")
+		require.Equal(t, msg.Granted, r.ask(tokens(600)).Refusal, "a rank that holds nothing takes any")
 		require.Equal(t, msg.Granted, r.ask(tokens(600)).Refusal, "it is not computed yet")
 		r.send(&msg.Done{TicketID: 2})
 		r.send(&msg.FirstToken{TicketID: 1})

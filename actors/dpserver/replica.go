@@ -382,8 +382,8 @@ func (r *replica) admit(m *msg.Admit) {
 	r.prefills.predict(id, t, whole)
 }
 
-// holdsTooMuch reports whether a prefill rank holds so many prompts for decode ranks that its engine would not
-// compute another one. The ingresses count only what they have sent themselves.
+// holdsTooMuch reports whether a prefill rank holds so many prompts for decode ranks that its engine would
+// not compute another one. The ingresses count only what they have sent themselves.
 func (r *replica) holdsTooMuch(m *msg.Admit) bool {
 	return r.spec.App.Pool == app.PoolPrefill && routing.IsFullOfLeases(int64(r.account.computedTokens),
 		int64(m.Tokens), r.kv.cacheCapacity())
@@ -402,7 +402,8 @@ func (r *replica) checkAdmission(m *msg.Admit) msg.Refusal {
 		return msg.StaleEpoch
 	case r.state.phase != phaseOpen:
 		return phaseRefusals[r.state.phase]
-	case r.busy.on, !r.turns.canUse(m.Ingress, r.requestWeight(m), r.freeSequences()), r.holdsTooMuch(m):
+	case r.busy.on, r.holdsTooMuch(m),
+		!r.turns.canUse(m.Ingress, r.requestWeight(m), r.freeSequences()):
 		return msg.Full
 	}
 	return msg.Granted

@@ -1,6 +1,7 @@
 package ingress
 
 import (
+	"cmp"
 	"log/slog"
 	"net/http"
 	"slices"
@@ -11,6 +12,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/pdproxy"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/engine/transfer"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/telemetry"
@@ -112,7 +114,8 @@ func (f *appFollower) newPairApp(old *pairApp, name string, prefill, decode *app
 	p.config = pdproxy.Config{
 		Order:         pairOrders[p.traits.Order],
 		FallbackFails: dis.Fallback == app.FallbackFail || !p.traits.TakesPlain && len(p.plainOnly) == 0,
-		Lease:         p.traits.Lease, PrefillLimit: ps.firstToken, DecodeLimit: ds.firstToken,
+		Lease:         cmp.Or(engine.TransferLease(ps.app), p.traits.Lease),
+		PrefillLimit:  ps.firstToken, DecodeLimit: ds.firstToken,
 		LocalLimit: ds.firstToken, MaxDecodes: ds.attempts,
 	}
 	rule.NeedsMet = p.config.FallbackFails

@@ -84,6 +84,11 @@ func TestMooncake(t *testing.T) {
 	defer bootstrap.Close()
 	g := newPairRig(t, pairOptions{prefills: 1, decodes: 1, change: attachPools(app.TransferMooncake,
 		app.AttachPD{Bootstrap: bootstrap.URL})})
+	g.d[0].set(func(http.ResponseWriter, *http.Request, pdCall) bool {
+		assert.Eventually(t, func() bool { return len(g.p[0].taken()) == len(g.d[0].taken()) }, soon,
+			time.Millisecond, "a decode engine waits for the other leg")
+		return false
+	})
 	for range 2 {
 		g.served(g.post("/v1/chat/completions", chatBody), "remote")
 	}

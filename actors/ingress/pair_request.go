@@ -196,6 +196,13 @@ func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f 
 		p.decode.metrics.Load().Decision(time.Since(began))
 		d := &s.choice
 		switch {
+		case d.Kind == routing.Queue && (alone != pdproxy.WayNone || len(unmet) > len(p.plainOnly)):
+			// To wait for room here would be a busy loop: each decision takes and returns a place at a rank
+			// that has met nobody, and whoever waits for room is woken by that.
+			d.Reason = routing.PairNotPrewarmed
+			p.metrics.Decision(d.Reason)
+			req.choice.Reason = d.Reason
+			return nil, s.noPrefillFailure(), false
 		case d.Kind == routing.Queue:
 			return nil, nil, true
 		case len(p.plainOnly) > 0 && alone == pdproxy.WayNone && !d.Remote:

@@ -71,7 +71,7 @@ func TestRankHeldTicket(t *testing.T) {
 					raw, err := io.ReadAll(resp.Body)
 					require.NoError(t, err)
 					require.NoError(t, resp.Body.Close())
-					assert.True(t, wholeAnswer == string(raw))
+					assert.JSONEq(t, wholeAnswer, string(raw))
 					assert.Equal(t, want, <-seen)
 				}
 				r := g.replicas[0]

@@ -6,6 +6,7 @@ import (
 	"maps"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
@@ -156,3 +157,24 @@ func (p Ports) SideChannel(rank int) int { return p.base + 3*p.size + rank }
 
 // Bootstrap is where decode engines ask for a prefill rank (mooncake, sglang).
 func (p Ports) Bootstrap(rank int) int { return p.base + 4*p.size + rank }
+
+// TransferLease is how long an engine of the pool keeps a computed prompt for its decode rank, as the file or
+// dpserve's own flags say; 0 = the default of the transfer.
+func TransferLease(a *app.Application) time.Duration {
+	config, _, err := transferConfig(a.Engine.Args)
+	if err != nil {
+		return 0
+	}
+	inner, _ := config["kv_connector_extra_config"].(map[string]any)
+	switch v := inner["kv_lease_duration"].(type) {
+	case int64:
+		return time.Duration(v) * time.Second
+	case float64:
+		return time.Duration(v * float64(time.Second))
+	}
+	d := a.Disaggregation
+	if a.Engine.Kind == app.KindVLLM && d != nil && d.Transfer != app.TransferMooncake {
+		return nixlLeaseS * time.Second
+	}
+	return 0
+}
