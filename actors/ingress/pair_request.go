@@ -196,9 +196,9 @@ func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f 
 		p.decode.metrics.Load().Decision(time.Since(began))
 		d := &s.choice
 		switch {
-		case d.Kind == routing.Queue && (alone != pdproxy.WayNone || len(unmet) > len(p.plainOnly)):
+		case d.Kind == routing.Queue && alone != pdproxy.WayNone:
 			// To wait for room here would be a busy loop: each decision takes and returns a place at a rank
-			// that has met nobody, and whoever waits for room is woken by that.
+			// of a pair, and whoever waits for room is woken by that.
 			d.Reason = routing.PairNotPrewarmed
 			p.metrics.Decision(d.Reason)
 			req.choice.Reason = d.Reason
