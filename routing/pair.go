@@ -84,8 +84,8 @@ type PairRule struct {
 	Decider  PairDecider
 	Least    int // tokens: N of DecideUncached
 	Transfer PairTransfer
-	// NeedsMet: where a prefill rank would compute the prompt, but none has met the decode rank, another decode
-	// rank is taken. An application without fall-back wants this.
+	// NeedsMet: where a prefill rank would compute the prompt, but none has met the decode rank, another
+	// decode rank is taken. An application without fall-back wants this.
 	NeedsMet bool
 }
 

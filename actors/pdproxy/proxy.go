@@ -44,7 +44,7 @@ const (
 	firstBackoff   = time.Second      // after a prewarm that failed, then twice as long each time …
 	maxBackoff     = time.Minute      // … up to this
 	resetLimit     = 10 * time.Second // of a reset of a prefix cache
-	resetPause     = time.Second      // at least between two resets of one rank
+	resetPause     = time.Second      // between two attempts of a reset
 )
 
 // Proxy is the actor of one application with a prefill and a decode pool on one ingress. It owns what its

@@ -18,8 +18,8 @@ type proxyState struct {
 	pairs     map[warmKey]*warming // of these ranks
 	running   int                  // prewarm legs
 	busy      map[routing.RankRef]bool
-	leases    []leaseMessage // that outlive their tickets, by a lease at most
-	resets    map[routing.RankRef]time.Duration
+	leases    []leaseMessage                  // that outlive their tickets, by a lease at most
+	resets    map[routing.RankRef]*cacheReset // that run or were refused, by decode rank
 	met       int
 	reported  pairsReport
 	isClosing bool
@@ -37,6 +37,12 @@ type warming struct {
 	why     string // it has not met
 }
 
+// cacheReset is a reset of a decode rank's prefix cache.
+type cacheReset struct {
+	again     string // why it must be done once more; "": it need not
+	isRefused bool   // the engine allows none
+}
+
 type pairsReport struct {
 	met, all int
 	why      string
@@ -45,7 +51,7 @@ type pairsReport struct {
 func newProxyState(p *Proxy) *proxyState {
 	return &proxyState{
 		p: p, pairs: map[warmKey]*warming{}, busy: map[routing.RankRef]bool{},
-		resets: map[routing.RankRef]time.Duration{}, reported: pairsReport{met: -1},
+		resets: map[routing.RankRef]*cacheReset{}, reported: pairsReport{met: -1},
 	}
 }
 
@@ -257,29 +263,38 @@ func (s *proxyState) onAlarm(m alarmMessage) {
 	}
 }
 
-// resetCache resets a decode rank's cache, at most once in resetPause.
+// resetCache resets a decode rank's cache, again if a reset of it runs: that one may have come too early.
 func (s *proxyState) resetCache(decode routing.RankRef, why string) {
-	now := s.p.clock.Now().Now
-	if last, ok := s.resets[decode]; ok && now < last+resetPause {
+	if r := s.resets[decode]; r != nil {
+		r.again = why
 		return
 	}
-	s.resets[decode] = now
+	s.resets[decode] = &cacheReset{}
 	s.p.backend.CountAlarm()
 	s.p.log.Warn("the prefix cache of a decode rank may hold wrong blocks and is reset",
 		slog.String("decode", decode.ID.String()), slog.String("cause", why))
 	s.p.reset(decode)
 }
 
+// onReset notes the end of a reset. One that failed is repeated for as long as the rank lives.
 func (s *proxyState) onReset(m wasReset) {
+	r := s.resets[m.decode] // nil: the rank is gone
+	delete(s.resets, m.decode)
 	switch {
-	case m.err == nil:
 	case errors.Is(m.err, ErrNoReset):
+		if r != nil {
+			s.resets[m.decode] = &cacheReset{isRefused: true} // said once in the rank's life
+		}
 		s.p.log.Warn("a prefix cache that may hold wrong blocks stays: restart the engine, or start it so "+
 			"that it allows resets (vLLM: VLLM_SERVER_DEV_MODE=1)",
 			slog.String("decode", m.decode.ID.String()))
-	default:
+	case s.p.ctx.Err() != nil || r == nil:
+	case m.err != nil:
 		s.p.log.Warn("the reset of a prefix cache failed", slog.String("decode", m.decode.ID.String()),
 			slog.Any("err", m.err))
+		s.resetCache(m.decode, "the reset before failed")
+	case r.again != "":
+		s.resetCache(m.decode, r.again)
 	}
 }
 

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/assert"
@@ -30,6 +31,7 @@ type fakeBackend struct {
 	most    int                     // of running, ever
 	bad     map[warmKey]error
 	resets  []routing.RankRef
+	stuck   int // resets that fail
 	noReset bool
 	alarms  int
 	met     int
@@ -93,6 +95,10 @@ func (b *fakeBackend) ResetCache(_ context.Context, d routing.RankRef) error {
 	b.resets = append(b.resets, d)
 	if b.noReset {
 		return ErrNoReset
+	}
+	if b.stuck > 0 {
+		b.stuck--
+		return errors.New("no answer")
 	}
 	return nil
 }
@@ -194,6 +200,28 @@ func TestAlarms(t *testing.T) {
 	b.do(func() {
 		assert.True(t, slices.Contains(b.resets, b.ranks[Decode][0]))
 		assert.Equal(t, len(b.resets), b.alarms)
+	})
+}
+
+// TestResetsAreRepeated: a reset that fails is tried until the rank is gone, and an alarm while one runs is
+// followed by another.
+func TestResetsAreRepeated(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newFakeBackend(1, 1)
+		b.stuck = 25 // more attempts than one reset has time for
+		p := startProxy(t, b)
+		p.Alarm(b.ranks[Decode][0])
+		p.Alarm(b.ranks[Decode][0])
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		b.do(func() {
+			assert.Zero(t, b.stuck)
+			assert.GreaterOrEqual(t, len(b.resets), 26)
+		})
+		n := len(b.resets)
+		p.Alarm(b.ranks[Decode][0])
+		time.Sleep(time.Second)
+		b.do(func() { assert.Greater(t, len(b.resets), n) })
 	})
 }
 

@@ -50,7 +50,7 @@ func (r *pairRun) attempt() transfer.Attempt {
 	}
 	r.number++
 	a, err := r.tr.Begin(&r.q, fmt.Sprintf("attempt-%d", r.number), peer,
-		func(n uint64) uint64 { return uint64(r.number) % n }) //nolint:gosec // counts up from 1
+		func(n uint64) uint64 { return uint64(r.number) % n })
 	require.NoError(r.t, err)
 	return a
 }

@@ -326,7 +326,7 @@ func (r *pairRig) units(prefix string) (out []unitState) {
 	st, _ := r.App("pd")
 	for _, u := range st.Units {
 		if len(u.Unit) > len(prefix) && u.Unit[:len(prefix)] == prefix {
-			out = append(out, unitState{u.Unit, u.Phase, int(u.Restarts)})
+			out = append(out, unitState{u.Unit, u.Phase, u.Restarts})
 		}
 	}
 	require.NotEmpty(r.t, out, "%+v", st.Units)

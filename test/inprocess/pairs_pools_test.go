@@ -416,7 +416,7 @@ func TestPD8BlocksAreFree(t *testing.T) {
 			})
 			leave()
 			<-replied
-			assert.NoError(t, harness.WaitFor(time.Second, 20*time.Millisecond, func() error {
+			require.NoError(t, harness.WaitFor(time.Second, 20*time.Millisecond, func() error {
 				synctest.Wait()
 				for _, url := range urls {
 					s := engineStats(t, c, url)

@@ -129,7 +129,6 @@ func pairBody(thing string, tokens int) string {
 type pairReply struct {
 	*harness.Stream
 	body string
-	text string // of an error
 }
 
 // ask sends a chat to its end.
