@@ -310,8 +310,12 @@ func (s legRunner) readPrefillError(l *pairLeg, resp *http.Response, body []byte
 	return res
 }
 
-// noteFailure keeps how a leg failed, for the retry and for the answer.
+// noteFailure keeps how a leg failed, for the retry and for the answer. As without pools, a node that cannot
+// be reached is no attempt, and no answer: what the client hears is that no rank is ready.
 func (s legRunner) noteFailure(res *result) {
+	if res.cause == causeUnreachable {
+		return
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	kept := *res

@@ -139,8 +139,9 @@ func TestPD6SameAddress(t *testing.T) {
 		handPair(t, side, addrs[i])
 		r.Eventually(func() error {
 			st = r.App("pd")
-			if n := differ(before, incarnationsOf(&st)); n != 1 {
-				return fmt.Errorf("%d ranks have another incarnation", n)
+			if n := differ(before, incarnationsOf(&st)); n != 1 || st.Ready != st.Desired {
+				return fmt.Errorf("%d ranks have another incarnation, %d of %d are ready", n, st.Ready,
+					st.Desired)
 			}
 			return allMet(&st)
 		}, side+" engine is back")
