@@ -78,6 +78,8 @@ func TestPrefillRanksComeAndGo(t *testing.T) {
 	require.NoError(t, err)
 	require.Len(t, res.Changes, 1)
 	assert.Equal(t, client.EffectUnchanged, res.Changes[0].Effect, "the ranks are those of the file again")
+	require.Eventually(t, func() bool { return b.n.store.State().Units["pd.prefill/0/0"] == nil },
+		10*time.Second, time.Millisecond, "its number is free again")
 	_, err = add("pd", `{"url": "http://127.0.0.1:2", "role": "prefill"}`)
 	require.NoError(t, err)
 	res, err = b.Deploy(t.Context(), client.DeployRequest{File: "app.yaml", Text: []byte(pairFile)})
