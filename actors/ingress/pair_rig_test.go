@@ -11,7 +11,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -182,21 +181,7 @@ func newPairRig(t *testing.T, o pairOptions) *pairRig {
 	in, err := New(c)
 	require.NoError(t, err)
 	g.in = in
-	addr, err := in.Listen(t.Context(), "127.0.0.1:0")
-	require.NoError(t, err)
-	g.url = "http://" + addr.String()
-	served := make(chan error, 1)
-	go func() { served <- in.Serve() }()
-	tr := &http.Transport{DisableCompression: true, MaxIdleConnsPerHost: 512}
-	g.client = &http.Client{Transport: tr}
-	t.Cleanup(func() {
-		tr.CloseIdleConnections()
-		ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
-		defer cancel()
-		require.NoError(t, in.Close(ctx))
-		require.NoError(t, <-served)
-		g.atRest()
-	})
+	g.url, g.client = serveRig(t, in, g.atRest)
 	if !o.cold {
 		g.awaitPairs(o.prefills * o.decodes)
 	}

@@ -488,21 +488,7 @@ func newRig(t *testing.T, o options) *rig {
 		in.memory.limit, in.memory.read = 1000, o.memory
 	}
 	g.in = in
-	addr, err := in.Listen(t.Context(), "127.0.0.1:0")
-	require.NoError(t, err)
-	g.url = "http://" + addr.String()
-	served := make(chan error, 1)
-	go func() { served <- in.Serve() }()
-	tr := &http.Transport{DisableCompression: true, MaxIdleConnsPerHost: 512}
-	g.client = &http.Client{Transport: tr}
-	t.Cleanup(func() {
-		tr.CloseIdleConnections()
-		ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
-		defer cancel()
-		require.NoError(t, in.Close(ctx))
-		require.NoError(t, <-served)
-		g.atRest()
-	})
+	g.url, g.client = serveRig(t, in, g.atRest)
 	return g
 }
 
@@ -623,3 +609,22 @@ const (
 	wholeAnswer = `{"id":"c","choices":[{"index":0,"message":{"content":"a"},"finish_reason":"stop"}],` +
 		`"usage":{"prompt_tokens":5,"total_tokens":6,"completion_tokens":1}}`
 )
+
+// serveRig serves in until the test ends, and then looks at what is left. It returns its URL and a client.
+func serveRig(t *testing.T, in *Ingress, atRest func()) (string, *http.Client) {
+	t.Helper()
+	addr, err := in.Listen(t.Context(), "127.0.0.1:0")
+	require.NoError(t, err)
+	served := make(chan error, 1)
+	go func() { served <- in.Serve() }()
+	tr := &http.Transport{DisableCompression: true, MaxIdleConnsPerHost: 512}
+	t.Cleanup(func() {
+		tr.CloseIdleConnections()
+		ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+		defer cancel()
+		require.NoError(t, in.Close(ctx))
+		require.NoError(t, <-served)
+		atRest()
+	})
+	return "http://" + addr.String(), &http.Client{Transport: tr}
+}

@@ -172,3 +172,26 @@ func tokens(raw []byte) int {
 	}
 	return int(n)
 }
+
+// Failure is why a prefill's answer is of no use to a decode leg. Its text is for logs.
+type Failure uint8
+
+// The closed list of failures.
+const (
+	NoFailure Failure = iota
+	// PrefillBroken: an abort, or an answer that is no answer.
+	PrefillBroken
+	// PrefillNoParams: the engine answered without parameters: it has no connector, or one of another kind.
+	PrefillNoParams
+	// PrefillUnfit: the engine's parameters would end a decode engine, or make it compute another prompt.
+	PrefillUnfit
+	// PrefillStopped: the leg ended by a stop, and this transfer keeps the blocks of none but a full length.
+	PrefillStopped
+	numFailures
+)
+
+var failureNames = [numFailures]string{
+	"", "prefill_broken", "prefill_no_params", "prefill_unfit", "prefill_stopped",
+}
+
+func (f Failure) String() string { return failureNames[f] }

@@ -187,16 +187,3 @@ func TestPushLegsAreThoseOfRealEngines(t *testing.T) {
 	_, ok = PeerOfAnswer(fields(t, pull)["kv_transfer_params"])
 	assert.False(t, ok, "a pull engine cannot be pushed from")
 }
-
-// TestFailuresOfRealDecodeEngines reads statuses and errors of a decode engine.
-func TestFailuresOfRealDecodeEngines(t *testing.T) {
-	for name, want := range map[string]Failure{
-		"wrong_engine_id.d":                   DecodeFailed,
-		"lease_released_by_rejected_decode.d": DecodeRejected,
-		"kill_flat_block_ids.d":               DecodeDead,
-	} {
-		status, text := answer(t, name)
-		isDead := bytes.Contains(text, []byte("EngineCore encountered an issue"))
-		assert.Equal(t, want, ReadDecodeFailure(transfer(t, NixlName), status, text, isDead), name)
-	}
-}

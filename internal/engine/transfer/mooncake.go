@@ -18,7 +18,7 @@ type mooncake struct{}
 // free the blocks.
 var mooncakeTraits = Traits{
 	Name: MooncakeName, Order: Together, TakesPlain: true,
-	routes: []Route{Completions, Chat, Generate}, limits: true, toLength: true, verdicts: &pushVerdicts,
+	routes: []Route{Completions, Chat, Generate}, limits: true, toLength: true,
 }
 
 // Traits implements Transfer.

@@ -14,7 +14,6 @@ type nixl struct{ traits *Traits }
 var nixlTraits = Traits{
 	Name: NixlName, Order: PrefillFirst, HasParams: true, Lease: DefaultLease, TakesPlain: true,
 	routes: []Route{Completions, Chat, Responses, Messages, Generate}, limits: true,
-	verdicts: &pullVerdicts,
 }
 
 // producerParams asks a prefill engine to keep the blocks. The first key is what counts; the nulls are what

@@ -15,7 +15,7 @@ type nixlPush struct{}
 // pushTraits leave out /v1/responses: it makes up its request ids, so the two legs would never meet.
 var pushTraits = Traits{
 	Name: NixlPushName, Order: DecodeFirst, FreshRequestID: true, TakesPlain: true,
-	routes: []Route{Completions, Chat, Messages, Generate}, limits: true, verdicts: &pushVerdicts,
+	routes: []Route{Completions, Chat, Messages, Generate}, limits: true,
 }
 
 // Traits implements Transfer.

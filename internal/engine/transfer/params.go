@@ -59,17 +59,16 @@ const (
 // kvParams begins the member that carries a connector's parameters.
 const kvParams = `"kv_transfer_params":`
 
-// NewParams keeps a copy of raw, the parameters that source answered. unanswered is a time at which the
-// prefill leg had certainly not been answered: the lease may have begun right after it. The time at which the
-// answer was read is too late if the reading process stood still before, with the answer in its socket. A
+// NewParams keeps a copy of raw, the parameters that source answered; the answer was read at the time read. A
+// process that stood still reads an answer long after it came: the caller sees to that (pdproxy.Fence). A
 // lease of 0 is DefaultLease.
-func NewParams(raw []byte, source Source, unanswered time.Time, lease time.Duration) *Params {
+func NewParams(raw []byte, source Source, read time.Time, lease time.Duration) *Params {
 	if lease <= 0 {
 		lease = DefaultLease
 	}
 	member := make([]byte, 0, len(kvParams)+len(raw))
 	member = append(append(member, kvParams...), raw...)
-	return &Params{member: member, source: source, deadline: unanswered.Add(usable(lease))}
+	return &Params{member: member, source: source, deadline: read.Add(usable(lease))}
 }
 
 // Take returns the parameters for Attempt.AppendDecode, and never again. current is the present life of the

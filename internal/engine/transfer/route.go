@@ -91,14 +91,5 @@ var reasonNames = [numReasons]string{
 
 func (r Reason) String() string { return reasonNames[r] }
 
-// Reasons lists all reasons but CanSplit, for the labels of a metric.
-func Reasons() []Reason {
-	var all []Reason
-	for r := OnRoute; r < numReasons; r++ {
-		all = append(all, r)
-	}
-	return all
-}
-
 // splits reports whether requests on r can be split by a transfer.
 func (t *Traits) splits(r Route) bool { return slices.Contains(t.routes, r) }

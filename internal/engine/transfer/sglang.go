@@ -17,7 +17,7 @@ type sglang struct{}
 // that is there twice ends the schedulers of both sides.
 var sglangTraits = Traits{
 	Name: SGLangName, Order: Together,
-	routes: []Route{Completions, Chat}, moveLists: true, verdicts: &sglangVerdicts,
+	routes: []Route{Completions, Chat}, moveLists: true,
 }
 
 // maxRoom is the largest room: engines keep rooms in signed 64 bits.

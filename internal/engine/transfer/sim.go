@@ -8,10 +8,10 @@ import "github.com/dpserve/dpserve/internal/engine/openai"
 // left to it, so that tests meet its failures.
 type sim struct{}
 
-// simTraits have the two routes that the simulated engine serves, and the lease and the verdicts of nixl.
+// simTraits have the two routes that the simulated engine serves, and the lease of nixl.
 var simTraits = Traits{
 	Name: SimName, Order: PrefillFirst, HasParams: true, Lease: DefaultLease, TakesPlain: true,
-	routes: []Route{Completions, Chat}, limits: true, verdicts: &pullVerdicts,
+	routes: []Route{Completions, Chat}, limits: true,
 }
 
 // Traits implements Transfer.

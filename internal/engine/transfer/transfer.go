@@ -51,11 +51,7 @@ type Traits struct {
 	limits    bool    // the prefill leg is cut to one token by its body
 	toLength  bool    // the prefill leg must end by its length, never by a stop
 	moveLists bool    // several prompts in one body can be split
-	verdicts  *[numFailures]Verdict
 }
-
-// Verdict is what a failure means to the caller.
-func (t *Traits) Verdict(f Failure) Verdict { return t.verdicts[f] }
 
 // RequestID is the X-Request-Id of both legs of an attempt at a request whose own is client.
 func (t *Traits) RequestID(a *Attempt, client string) string {
