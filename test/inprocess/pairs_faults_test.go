@@ -25,45 +25,46 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// Sizes of a storm. Ten seeds are 10,000 requests.
+// Sizes of a run. Ten seeds are 10,000 requests.
 const (
-	stormSeeds    = defaultSeeds / 12
-	stormsWanted  = "DPSERVE_STORMS" // the variable that says how many seeds instead
-	stormRequests = 1000
-	stormGap      = 120 * time.Millisecond // mean time between requests
-	stormPrompts  = 120                    // different ones: what was cached wrongly is asked for again
-	stormFreeze   = 45 * time.Second       // at most: longer than a lease
-	stormLease    = 40 * time.Second       // a lease, and what may prolong it
+	faultSeeds    = defaultSeeds / 12
+	seedsVariable = "DPSERVE_PAIR_SEEDS" // the variable that says how many seeds instead
+	faultRequests = 1000
+	faultGap      = 120 * time.Millisecond // mean time between requests
+	faultPrompts  = 120                    // different ones: what was cached wrongly is asked for again
+	faultFreeze   = 45 * time.Second       // at most: longer than a lease
+	faultLease    = 40 * time.Second       // a lease, and what may prolong it
 )
 
-// TestPairsInAStorm: requests go through pairs of ranks while engines of both sides are killed, stand still
+// TestPairsUnderRandomFaults: requests go through pairs of ranks while engines of both sides are
+// killed, stand still
 // and are started again at random. No text is wrong, no engine ends because of what dpserve sends it, and
 // nothing is left over: no ticket, no request, no block that waits for a decode rank. The subtest is the
 // seed.
-func TestPairsInAStorm(t *testing.T) {
-	n := stormSeeds
-	if text := os.Getenv(stormsWanted); text != "" {
+func TestPairsUnderRandomFaults(t *testing.T) {
+	n := faultSeeds
+	if text := os.Getenv(seedsVariable); text != "" {
 		var err error
 		n, err = strconv.Atoi(text)
-		require.NoError(t, err, stormsWanted)
+		require.NoError(t, err, seedsVariable)
 	} else if testing.Short() {
 		n = 1
 	}
 	for seed := range n {
 		t.Run(fmt.Sprintf("seed %d", seed), func(t *testing.T) {
 			t.Parallel()
-			synctest.Test(t, func(t *testing.T) { newStorm(t, uint64(seed)).blow() })
+			synctest.Test(t, func(t *testing.T) { newFaultRun(t, uint64(seed)).play() })
 		})
 	}
 }
 
-// storm is one run.
-type storm struct {
+// faultRun is the run of one seed.
+type faultRun struct {
 	t       *testing.T
 	c       *harness.Cluster
 	rand    *rand.Rand
 	audit   *audit
-	prompts []stormPrompt
+	prompts []faultPrompt
 	steps   []string
 	clients sync.WaitGroup
 	seen    map[*harness.Engine]bool
@@ -75,20 +76,20 @@ type storm struct {
 	wrong    []string
 }
 
-// stormPrompt is a prompt with the text that an engine gives alone.
-type stormPrompt struct {
+// faultPrompt is a prompt with the text that an engine gives alone.
+type faultPrompt struct {
 	text   string
 	tokens int
 	want   string
 }
 
-// stormApp is a way to set an application of pairs up.
-type stormApp struct{ keys, prefill, decode string }
+// faultApp is a way to set an application of pairs up.
+type faultApp struct{ keys, prefill, decode string }
 
-func stormApps() []stormApp {
+func faultApps() []faultApp {
 	const alone, group = "data_parallel: {dp_size: 3, coupling: independent}",
 		"data_parallel: {dp_size: 2, coupling: lockstep}, num_groups: 2"
-	return []stormApp{
+	return []faultApp{
 		{"{decide: always}", alone, alone},
 		{"{decide: 'uncached>=48', fallback: fail}", alone, alone},
 		{"{decide: always}", group, alone},
@@ -110,15 +111,15 @@ var cachesReset = harness.Fault{
 	{Msg: "the reset of a prefix cache failed", With: "deadline exceeded", Why: "the engine stands still"},
 }
 
-func newStorm(t *testing.T, seed uint64) *storm {
-	s := &storm{
+func newFaultRun(t *testing.T, seed uint64) *faultRun {
+	s := &faultRun{
 		t: t, c: harness.New(t), rand: rand.New(rand.NewPCG(seed, 16)), audit: &audit{open: map[entry]bool{}},
 		seen:     map[*harness.Engine]bool{},
 		outcomes: map[string]int{}, ways: map[string]int{},
 	}
 	s.c.Expect(harness.PairsFail, harness.RequestsFail, cachesReset)
 	t.Cleanup(s.c.Feed().Subscribe(s.audit))
-	a := stormApps()[seed%uint64(len(stormApps()))]
+	a := faultApps()[seed%uint64(len(faultApps()))]
 	s.c.Deploy(fmt.Sprintf(`applications:
   - name: plain
     model: {id: plain}
@@ -140,10 +141,10 @@ func newStorm(t *testing.T, seed uint64) *storm {
 }
 
 // learn asks the engine that has no partner for all texts.
-func (s *storm) learn() {
-	for i := range stormPrompts {
+func (s *faultRun) learn() {
+	for i := range faultPrompts {
 		words := strings.Repeat(" "+strconv.Itoa(s.rand.IntN(1000)), 5+s.rand.IntN(300))
-		p := stormPrompt{text: fmt.Sprint("prompt ", i, words), tokens: 8 + s.rand.IntN(40)}
+		p := faultPrompt{text: fmt.Sprint("prompt ", i, words), tokens: 8 + s.rand.IntN(40)}
 		st := s.ask(s.t.Context(), "plain", &p, true)
 		require.True(s.t, st.OK(), st)
 		p.want = st.Text
@@ -151,11 +152,11 @@ func (s *storm) learn() {
 	}
 }
 
-// blow sends the requests and makes the faults.
-func (s *storm) blow() {
+// play sends the requests and makes the faults.
+func (s *faultRun) play() {
 	fault := s.pause(2 * time.Second)
-	for range stormRequests {
-		gap := time.Duration(s.rand.ExpFloat64() * float64(stormGap))
+	for range faultRequests {
+		gap := time.Duration(s.rand.ExpFloat64() * float64(faultGap))
 		time.Sleep(gap)
 		if fault -= gap; fault <= 0 {
 			s.fault()
@@ -163,7 +164,7 @@ func (s *storm) blow() {
 		}
 		s.send()
 	}
-	s.note("the storm is over")
+	s.note("the faults are over")
 	s.settle()
 	s.t.Logf("%d requests: %v; prompts computed %v", s.ended, s.outcomes, s.ways)
 	if s.t.Failed() {
@@ -171,16 +172,16 @@ func (s *storm) blow() {
 	}
 }
 
-func (s *storm) pause(most time.Duration) time.Duration {
+func (s *faultRun) pause(most time.Duration) time.Duration {
 	return 200*time.Millisecond + time.Duration(s.rand.Int64N(int64(most)))
 }
 
-func (s *storm) note(format string, args ...any) {
+func (s *faultRun) note(format string, args ...any) {
 	s.steps = append(s.steps, time.Now().Format("04:05.000 ")+fmt.Sprintf(format, args...))
 }
 
 // engines are those of the pairs that live.
-func (s *storm) engines() []*harness.Engine {
+func (s *faultRun) engines() []*harness.Engine {
 	all := slices.DeleteFunc(s.c.Engines.Live(), func(e *harness.Engine) bool {
 		return !strings.HasPrefix(e.String(), "pd.")
 	})
@@ -191,13 +192,13 @@ func (s *storm) engines() []*harness.Engine {
 }
 
 // fault kills an engine, stops it for a while, or lets it fail.
-func (s *storm) fault() {
+func (s *faultRun) fault() {
 	all := s.engines()
 	if len(all) == 0 {
 		return
 	}
 	e := all[s.rand.IntN(len(all))]
-	f := sim.Fault{ForS: 0.1 + s.rand.Float64()*stormFreeze.Seconds()}
+	f := sim.Fault{ForS: 0.1 + s.rand.Float64()*faultFreeze.Seconds()}
 	switch n := s.rand.IntN(16); {
 	case n < 5:
 		s.note("kill %s", e)
@@ -216,7 +217,7 @@ func (s *storm) fault() {
 }
 
 // send begins a request. Some clients leave before the end.
-func (s *storm) send() {
+func (s *faultRun) send() {
 	p, stream := &s.prompts[s.rand.IntN(len(s.prompts))], s.rand.IntN(4) > 0
 	ctx, leave := context.WithCancel(s.t.Context())
 	var patience *time.Timer
@@ -230,28 +231,28 @@ func (s *storm) send() {
 	})
 }
 
-// stormStream is what a client saw, and by whom the prompt was computed.
-type stormStream struct {
+// faultStream is what a client saw, and by whom the prompt was computed.
+type faultStream struct {
 	*harness.Stream
 	way string
 }
 
 // ask sends a prompt and reads the answer.
-func (s *storm) ask(ctx context.Context, model string, p *stormPrompt, stream bool) stormStream {
+func (s *faultRun) ask(ctx context.Context, model string, p *faultPrompt, stream bool) faultStream {
 	body, err := json.Marshal(map[string]any{
 		"model": model, "messages": []map[string]string{{"role": "user", "content": p.text}},
 		"max_tokens": p.tokens, "ignore_eos": true, "stream": stream,
 	})
 	if err != nil {
-		return stormStream{Stream: &harness.Stream{Err: err}}
+		return faultStream{Stream: &harness.Stream{Err: err}}
 	}
 	resp, err := s.c.Post(ctx, "/v1/chat/completions", string(body))
 	if err != nil {
-		return stormStream{Stream: &harness.Stream{Err: err}}
+		return faultStream{Stream: &harness.Stream{Err: err}}
 	}
 	way := resp.Header.Get("x-dpserve-prefill")
 	if stream || resp.StatusCode != http.StatusOK {
-		return stormStream{harness.ReadStream(resp), way}
+		return faultStream{harness.ReadStream(resp), way}
 	}
 	defer resp.Body.Close()
 	out := &harness.Stream{Status: resp.StatusCode}
@@ -268,11 +269,11 @@ func (s *storm) ask(ctx context.Context, model string, p *stormPrompt, stream bo
 	for _, c := range answer.Choices {
 		out.Text, out.Finish, out.Done = c.Message.Content, c.FinishReason, true
 	}
-	return stormStream{out, way}
+	return faultStream{out, way}
 }
 
 // end compares an answer with the text of an engine alone. What came of a broken one is its beginning.
-func (s *storm) end(p *stormPrompt, st stormStream, left bool) {
+func (s *faultRun) end(p *faultPrompt, st faultStream, left bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.ended++
@@ -298,31 +299,31 @@ func (s *storm) end(p *stormPrompt, st stormStream, left bool) {
 }
 
 // settle heals the engines, waits until everything runs and rests, and looks at what is left.
-func (s *storm) settle() {
+func (s *faultRun) settle() {
 	for _, e := range s.engines() {
 		_ = s.c.Heal(e.URL) // one that is starting or dies cannot be told, and need not be
 	}
 	s.clients.Wait()
 	s.c.WaitStatus("pd", "RUNNING")
 	s.c.Quiet()
-	time.Sleep(stormLease)
+	time.Sleep(faultLease)
 	s.c.Until("no request and no block is held in an engine", s.held)
 	open, faults := s.audit.rest()
 	assert.Zero(s.t, open, "tickets without an end")
 	assert.Empty(s.t, faults)
 	assert.Empty(s.t, s.wrong, "wrong texts")
-	assert.Equal(s.t, stormRequests, s.ended)
-	assert.Greater(s.t, s.outcomes["ok"], stormRequests/2, "most requests get their answer")
+	assert.Equal(s.t, faultRequests, s.ended)
+	assert.Greater(s.t, s.outcomes["ok"], faultRequests/2, "most requests get their answer")
 	assert.Empty(s.t, s.dead(), "engines that ended by themselves")
 	for i := range s.prompts { // a cache with wrong blocks would show now
 		st := s.ask(s.t.Context(), "pd", &s.prompts[i], true)
 		assert.True(s.t, st.OK(), st)
-		assert.Equal(s.t, s.prompts[i].want, st.Text, "after the storm")
+		assert.Equal(s.t, s.prompts[i].want, st.Text, "after the faults")
 	}
 }
 
 // held says which engine still works on something, or keeps blocks for somebody.
-func (s *storm) held() error {
+func (s *faultRun) held() error {
 	for _, e := range s.engines() {
 		st, err := s.c.Stats(e.URL)
 		if err != nil {
@@ -337,7 +338,7 @@ func (s *storm) held() error {
 }
 
 // dead are engines that ended although nobody had asked them to: neither this test nor their node.
-func (s *storm) dead() (out []string) {
+func (s *faultRun) dead() (out []string) {
 	for e := range s.seen {
 		if e.EndedByItself() {
 			out = append(out, e.String())
@@ -346,17 +347,17 @@ func (s *storm) dead() (out []string) {
 	return out
 }
 
-// TestAStormWouldSeeAWrongText: parameters that are used when their lease is over, and their blocks have
-// another prompt, give status 200 and a text that is not the right one, then and later. So the storm is able
+// TestRandomFaultsWouldShowAWrongText: parameters that are used when their lease is over, and their blocks
+// have another prompt, give status 200 and a text that is not the right one, then and later. So the run is able
 // to see it.
-func TestAStormWouldSeeAWrongText(t *testing.T) {
+func TestRandomFaultsWouldShowAWrongText(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := newStorm(t, 0)
+		s := newFaultRun(t, 0)
 		engines := &http.Client{Transport: &http.Transport{DialContext: s.c.Net.DialContext}}
 		defer engines.CloseIdleConnections()
 		prefill, decode := s.side("pd.prefill"), s.side("pd.decode")
 		p := &s.prompts[0]
-		ask := func(e *harness.Engine, p *stormPrompt, more map[string]any) stormAnswer {
+		ask := func(e *harness.Engine, p *faultPrompt, more map[string]any) faultAnswer {
 			body := map[string]any{
 				"model": "pd", "messages": []map[string]string{{"role": "user", "content": p.text}},
 				"max_tokens": p.tokens, "ignore_eos": true,
@@ -368,7 +369,7 @@ func TestAStormWouldSeeAWrongText(t *testing.T) {
 			"do_remote_decode": true, "do_remote_prefill": false,
 		}})
 		require.Greater(t, len(kept.Params), len("null"), "%s: %v", kept.Params, prefill.Argv)
-		time.Sleep(stormLease)
+		time.Sleep(faultLease)
 		for i := range s.prompts[1:] {
 			ask(prefill, &s.prompts[1+i], map[string]any{"max_tokens": 1})
 		}
@@ -380,7 +381,7 @@ func TestAStormWouldSeeAWrongText(t *testing.T) {
 }
 
 // side is the first engine of a pool.
-func (s *storm) side(pool string) *harness.Engine {
+func (s *faultRun) side(pool string) *harness.Engine {
 	all := s.engines()
 	i := slices.IndexFunc(all, func(e *harness.Engine) bool {
 		return strings.HasPrefix(e.String(), pool+"/")
@@ -389,16 +390,16 @@ func (s *storm) side(pool string) *harness.Engine {
 	return all[i]
 }
 
-// stormAnswer is an engine's own answer.
-type stormAnswer struct {
+// faultAnswer is an engine's own answer.
+type faultAnswer struct {
 	Choices []struct{ Message struct{ Content string } }
 	Params  json.RawMessage `json:"kv_transfer_params"`
 }
 
-func (a *stormAnswer) text() string { return a.Choices[0].Message.Content }
+func (a *faultAnswer) text() string { return a.Choices[0].Message.Content }
 
 // askEngine sends a chat to an engine itself.
-func askEngine(t *testing.T, c *http.Client, url string, body map[string]any) (a stormAnswer) {
+func askEngine(t *testing.T, c *http.Client, url string, body map[string]any) (a faultAnswer) {
 	t.Helper()
 	b, err := json.Marshal(body)
 	require.NoError(t, err)
