@@ -37,10 +37,9 @@ const (
 )
 
 // TestPairsUnderRandomFaults: requests go through pairs of ranks while engines of both sides are
-// killed, stand still
-// and are started again at random. No text is wrong, no engine ends because of what dpserve sends it, and
-// nothing is left over: no ticket, no request, no block that waits for a decode rank. The subtest is the
-// seed.
+// killed, stand still and are started again at random. No text is wrong, no engine ends because of
+// what dpserve sends it, and nothing is left over: no ticket, no request, no block that waits for a
+// decode rank. The subtest is the seed.
 func TestPairsUnderRandomFaults(t *testing.T) {
 	n := faultSeeds
 	if text := os.Getenv(seedsVariable); text != "" {
@@ -347,9 +346,9 @@ func (s *faultRun) dead() (out []string) {
 	return out
 }
 
-// TestRandomFaultsWouldShowAWrongText: parameters that are used when their lease is over, and their blocks
-// have another prompt, give status 200 and a text that is not the right one, then and later. So the run is able
-// to see it.
+// TestRandomFaultsWouldShowAWrongText: parameters that are used when their lease is over, and their
+// blocks have another prompt, give status 200 and a text that is not the right one, then and later. So
+// the run is able to see it.
 func TestRandomFaultsWouldShowAWrongText(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newFaultRun(t, 0)
