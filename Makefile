@@ -56,9 +56,9 @@ acceptance: ## rows of test/acceptance.md in real time, with real processes
 
 # Installs the CPU build of vLLM and NIXL once, outside the repository (minutes, 6 GB); see docs/real-vllm.md.
 .PHONY: test-vllm
-test-vllm: ## real vLLM engines on the CPU: KV events, cache-aware routing, restarts; prefill/decode pairs under faults
+test-vllm: ## real vLLM engines on the CPU, attached and launched: events, routing, deaths, updates, drain; groups; pairs under faults
 	test/vllm/install.sh
-	DPSERVE_VLLM=1 go test -count=1 -v -timeout 60m ./test/vllm
+	DPSERVE_VLLM=1 go test -count=1 -v -timeout 120m ./test/vllm
 
 .PHONY: clean
 clean: ## what build left behind

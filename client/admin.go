@@ -13,40 +13,34 @@ import (
 
 // Version returns the build, the name and the endpoint of the answering node.
 func (c *Client) Version(ctx context.Context) (BuildInfo, error) {
-	var r BuildInfo
-	err := c.get(ctx, "/api/v1/version", &r)
-	return r, err
+	return get[BuildInfo](ctx, c, "/api/v1/version")
 }
 
 // Healthz is nil when the node answers, which says nothing about applications.
-func (c *Client) Healthz(ctx context.Context) error { return c.get(ctx, "/api/v1/healthz", nil) }
-
-func (c *Client) get(ctx context.Context, path string, reply any) error {
-	return c.call(ctx, request{method: http.MethodGet, path: path}, reply)
+func (c *Client) Healthz(ctx context.Context) error {
+	return c.call(ctx, request{path: "/api/v1/healthz"}, nil)
 }
 
 // Validate lets the node check a file; the error holds the faults.
 func (c *Client) Validate(ctx context.Context, file string, text []byte) ([]Fault, error) {
-	var r struct{ Warnings []Fault }
 	q := DeployRequest{File: file}.query()
-	err := c.call(ctx, request{method: http.MethodPost, path: "/api/v1/validate", query: q, body: text}, &r)
+	r, err := ask[struct{ Warnings []Fault }](ctx, c,
+		request{method: http.MethodPost, path: "/api/v1/validate", query: q, body: text})
 	return r.Warnings, err
 }
 
 // Plan returns the changes that Deploy would make, and changes nothing.
 func (c *Client) Plan(ctx context.Context, d DeployRequest) (Plan, error) {
-	var r struct{ Plan Plan }
 	d.Revision, d.Partial = nil, false
-	err := c.call(ctx,
-		request{method: http.MethodPost, path: "/api/v1/plan", query: d.query(), body: d.Text}, &r)
+	r, err := ask[struct{ Plan Plan }](ctx, c,
+		request{method: http.MethodPost, path: "/api/v1/plan", query: d.query(), body: d.Text})
 	return r.Plan, err
 }
 
 // Deploy stores the apps of a file. It returns once that is committed; App shows the progress.
 func (c *Client) Deploy(ctx context.Context, d DeployRequest) (DeployResult, error) {
-	var r DeployResult
-	err := c.call(ctx, request{method: http.MethodPut, path: pathApps, query: d.query(), body: d.Text}, &r)
-	return r, err
+	return ask[DeployResult](ctx, c,
+		request{method: http.MethodPut, path: pathApps, query: d.query(), body: d.Text})
 }
 
 const pathApps = "/api/v1/apps"
@@ -55,15 +49,13 @@ func appPath(name string) string { return pathApps + "/" + url.PathEscape(name) 
 
 // Apps lists every application.
 func (c *Client) Apps(ctx context.Context) ([]AppStatus, error) {
-	var r struct{ Apps []AppStatus }
-	err := c.get(ctx, pathApps, &r)
+	r, err := get[struct{ Apps []AppStatus }](ctx, c, pathApps)
 	return r.Apps, err
 }
 
 // App returns one application.
 func (c *Client) App(ctx context.Context, name string) (AppStatus, error) {
-	var r struct{ App AppStatus }
-	err := c.get(ctx, appPath(name), &r)
+	r, err := get[struct{ App AppStatus }](ctx, c, appPath(name))
 	return r.App, err
 }
 
@@ -75,24 +67,21 @@ func (c *Client) Delete(ctx context.Context, name string) error {
 // AddRank attaches an engine to an application of kind attach. rank is a map like an item of engine.ranks, in
 // JSON or YAML. It returns once that is committed; App shows when the rank serves.
 func (c *Client) AddRank(ctx context.Context, app string, rank []byte) (RankChange, error) {
-	var r RankChange
-	err := c.call(ctx, request{method: http.MethodPost, path: appPath(app) + "/ranks", body: rank}, &r)
-	return r, err
+	return ask[RankChange](ctx, c,
+		request{method: http.MethodPost, path: appPath(app) + "/ranks", body: rank})
 }
 
 // RemoveRank detaches a rank. It returns once that is committed, while the rank's streams continue; App no
 // longer lists the rank when it is gone.
 func (c *Client) RemoveRank(ctx context.Context, app string, rm RankRemoval) (RankChange, error) {
-	var r RankChange
-	err := c.call(ctx,
-		request{method: http.MethodDelete, path: appPath(app) + "/ranks", query: rm.query()}, &r)
-	return r, err
+	return ask[RankChange](ctx, c,
+		request{method: http.MethodDelete, path: appPath(app) + "/ranks", query: rm.query()})
 }
 
 // Logs opens a stream of log lines as text, one per line (see ParseLogLine). The caller closes it. A cut
 // stream ends with io.ErrUnexpectedEOF.
 func (c *Client) Logs(ctx context.Context, q LogQuery) (io.ReadCloser, error) {
-	res, err := c.do(ctx, request{method: http.MethodGet, path: appPath(q.App) + "/logs", query: q.query()})
+	res, err := c.do(ctx, request{path: appPath(q.App) + "/logs", query: q.query()})
 	if err != nil {
 		return nil, err
 	}
@@ -107,25 +96,19 @@ func (c *Client) Events(ctx context.Context, app string, since uint64) iter.Seq2
 	if app != "" {
 		q.Set("app", app)
 	}
-	return func(yield func(Event, error) bool) {
-		res, err := c.do(ctx, request{method: http.MethodGet, path: "/api/v1/events", query: q})
-		if err != nil {
-			yield(Event{}, err)
-			return
-		}
-		defer func() { _ = res.Body.Close() }() // no longer read
-		lines := bufio.NewReaderSize(res.Body, 4096)
-		for {
-			e, err := readEvent(lines)
-			if err != nil {
-				yield(e, c.streamError(ctx, err))
-				return
+	return streamOf(ctx, c, request{path: "/api/v1/events", query: q},
+		func(body io.Reader, yield func(Event, error) bool) {
+			lines := bufio.NewReaderSize(body, 4096)
+			for {
+				e, err := readEvent(lines)
+				if err != nil {
+					err = c.streamError(ctx, err)
+				}
+				if !yield(e, err) || err != nil {
+					return
+				}
 			}
-			if !yield(e, nil) {
-				return
-			}
-		}
-	}
+		})
 }
 
 const pathNodes = "/api/v1/nodes"
@@ -134,8 +117,7 @@ func nodePath(name string) string { return pathNodes + "/" + url.PathEscape(name
 
 // Nodes lists the cluster's nodes.
 func (c *Client) Nodes(ctx context.Context) ([]NodeStatus, error) {
-	var r struct{ Nodes []NodeStatus }
-	err := c.get(ctx, pathNodes, &r)
+	r, err := get[struct{ Nodes []NodeStatus }](ctx, c, pathNodes)
 	return r.Nodes, err
 }
 
@@ -149,6 +131,19 @@ func (c *Client) Drain(ctx context.Context, node string, deadline *time.Duration
 	return c.call(ctx, request{method: http.MethodPost, path: nodePath(node) + "/drain", query: q}, nil)
 }
 
+const pathRestart = "/api/v1/restart"
+
+// Restart replaces the process of the node that answers, by its program as it is on disk, while its engines
+// run. It returns before that, with the name of the old process.
+func (c *Client) Restart(ctx context.Context) (Process, error) {
+	return ask[Process](ctx, c, request{method: http.MethodPost, path: pathRestart})
+}
+
+// Process names the process of the node that answers.
+func (c *Client) Process(ctx context.Context) (Process, error) {
+	return get[Process](ctx, c, pathRestart)
+}
+
 // Undrain ends a drain.
 func (c *Client) Undrain(ctx context.Context, node string) error {
 	return c.call(ctx, request{method: http.MethodDelete, path: nodePath(node) + "/drain"}, nil)
@@ -156,7 +151,7 @@ func (c *Client) Undrain(ctx context.Context, node string) error {
 
 // CheckLeave returns nil if the node could be removed after a drain. It changes nothing.
 func (c *Client) CheckLeave(ctx context.Context, node string) error {
-	return c.get(ctx, nodePath(node)+"/removal", nil)
+	return c.call(ctx, request{path: nodePath(node) + "/removal"}, nil)
 }
 
 // RemoveNode removes a node for good.
@@ -166,10 +161,8 @@ func (c *Client) RemoveNode(ctx context.Context, node string) error {
 
 // NewToken makes a token that lets nodes join.
 func (c *Client) NewToken(ctx context.Context, t TokenRequest) (Token, error) {
-	var r Token
 	q := url.Values{"ttl": {t.TTL.String()}, "uses": {strconv.Itoa(t.Uses)}}
-	err := c.call(ctx, request{method: http.MethodPost, path: "/api/v1/join-tokens", query: q}, &r)
-	return r, err
+	return ask[Token](ctx, c, request{method: http.MethodPost, path: "/api/v1/join-tokens", query: q})
 }
 
 const pathGossipKey = "/api/v1/gossip-key"
@@ -181,7 +174,45 @@ func (c *Client) RotateKey(ctx context.Context) error {
 
 // KeyRotation returns the progress of a change of the gossip key.
 func (c *Client) KeyRotation(ctx context.Context) (KeyRotation, error) {
-	var r KeyRotation
-	err := c.get(ctx, pathGossipKey, &r)
-	return r, err
+	return get[KeyRotation](ctx, c, pathGossipKey)
+}
+
+// DefaultTokenTTL is how long a join token is valid if nothing else is asked for.
+const DefaultTokenTTL = time.Hour
+
+// TokenRequest describes a join token.
+type TokenRequest struct {
+	TTL  time.Duration
+	Uses int // nodes
+}
+
+// Token lets nodes join.
+type Token struct {
+	Token   string    `json:"token"`
+	Address string    `json:"address"` // HOST:PORT of a node port to join at
+	Uses    int       `json:"uses"`
+	Expires time.Time `json:"expires"`
+}
+
+// KeyRotation is the progress of a change of the gossip key.
+type KeyRotation struct {
+	Done    bool     `json:"done"`
+	Waiting []string `json:"waiting,omitempty"` // nodes that have not completed the present step
+}
+
+// Process names a process of the node that answers. The next one has another name.
+type Process struct {
+	Node    string `json:"node"`
+	Process string `json:"process"`
+}
+
+// BuildInfo describes the node that answers: its build, its name, and where it serves.
+type BuildInfo struct {
+	Version string `json:"version"`
+	Commit  string `json:"commit,omitempty"`
+	Date    string `json:"date,omitempty"` // of the commit, RFC 3339
+	Go      string `json:"go,omitempty"`
+	Node    string `json:"node,omitempty"` // that sent the answer
+	// URL of the node's OpenAI endpoint, without /v1; empty without role ingress
+	Endpoint string `json:"endpoint,omitempty"`
 }

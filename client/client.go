@@ -13,6 +13,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"iter"
 	"net"
 	"net/http"
 	"net/url"
@@ -103,11 +104,23 @@ func (c *Client) Router(app string) *RouterClient {
 
 // request is one request to the API.
 type request struct {
-	method, path string
-	query        url.Values
-	body         []byte
-	json         bool // body is JSON; otherwise YAML or JSON
-	patient      bool // the answer may take generateTimeout
+	method  string // "" = GET
+	path    string
+	query   url.Values
+	body    []byte
+	json    bool // body is JSON; otherwise YAML or JSON
+	patient bool // the answer may take generateTimeout
+}
+
+// ask sends a request and returns its JSON answer.
+func ask[T any](ctx context.Context, c *Client, r request) (reply T, err error) {
+	err = c.call(ctx, r, &reply)
+	return reply, err
+}
+
+// get asks for what is at a path.
+func get[T any](ctx context.Context, c *Client, path string) (T, error) {
+	return ask[T](ctx, c, request{path: path})
 }
 
 // call sends a request and reads its JSON answer into reply; nil: only the answer's version is checked.
@@ -128,6 +141,22 @@ func (c *Client) call(ctx context.Context, r request, reply any) error {
 		return newError(CodeUpstream, versionHint, "answer of %s cannot be read: %w", c.base, err)
 	}
 	return nil
+}
+
+// streamOf sends a request and yields what read finds in the answer. An error is the last pair.
+func streamOf[T any](ctx context.Context, c *Client, r request,
+	read func(body io.Reader, yield func(T, error) bool),
+) iter.Seq2[T, error] {
+	return func(yield func(T, error) bool) {
+		res, err := c.do(ctx, r)
+		if err != nil {
+			var none T
+			yield(none, err)
+			return
+		}
+		defer func() { _ = res.Body.Close() }() // no longer read
+		read(res.Body, yield)
+	}
 }
 
 // do sends a request. The caller closes the body of a successful answer; any other answer is an error.
@@ -205,8 +234,7 @@ func readAll(r io.Reader) ([]byte, error) {
 
 // transportError describes why no answer came. errors.Is finds the cause of an ended ctx.
 func (c *Client) transportError(ctx context.Context, err error) error {
-	var inner *url.Error
-	if errors.As(err, &inner) {
+	if inner, ok := errors.AsType[*url.Error](err); ok {
 		err = inner.Err // without method and URL, which the message has already
 	}
 	switch {
@@ -223,8 +251,7 @@ func (c *Client) transportError(ctx context.Context, err error) error {
 
 // streamError describes why a stream without a regular end has ended.
 func (c *Client) streamError(ctx context.Context, err error) error {
-	var known *Error
-	if errors.As(err, &known) {
+	if known, ok := errors.AsType[*Error](err); ok {
 		return known
 	}
 	if ctx.Err() == nil && (errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF)) {
@@ -232,4 +259,73 @@ func (c *Client) streamError(ctx context.Context, err error) error {
 			"the event stream of %s ended: %w", c.base, err)
 	}
 	return c.transportError(ctx, err)
+}
+
+// The codes of an Error. The list is closed.
+const (
+	CodeInvalidArgument  = "invalid_argument"
+	CodeUnauthenticated  = "unauthenticated"
+	CodePermissionDenied = "permission_denied"
+	CodeNotFound         = "not_found"
+	CodeSlowRequest      = "slow_request"
+	CodeConflict         = "conflict"
+	CodeTooLarge         = "too_large"
+	CodeUnplaceable      = "unplaceable" // there is no room for a rank
+	CodeQuotaExceeded    = "quota_exceeded"
+	CodeHeaderTooLarge   = "header_too_large"
+	CodeInternal         = "internal" // a fault of dpserve
+	CodeUpstream         = "upstream" // the engine, or the server at the address, answers wrongly
+	CodeOverloaded       = "overloaded"
+	CodeUnavailable      = "unavailable" // also: no server answers
+	CodeTimeout          = "timeout"     // also: the context's deadline
+)
+
+// Error says what is wrong and what to do next. It is an answer of dpserve that is not a success, or the
+// reason why there is no answer.
+type Error struct {
+	Status  int      `json:"-"` // of HTTP; 0: dpserve has not answered
+	Code    string   `json:"code"`
+	Message string   `json:"message"`           // the reason
+	Hint    string   `json:"hint,omitempty"`    // a remedy
+	Doc     string   `json:"doc,omitempty"`     // a page that says more
+	Details []string `json:"details,omitempty"` // more lines for people
+	Faults  []Fault  `json:"faults,omitempty"`  // of an application's file, which Details list for people
+	cause   error
+}
+
+// newError makes an error without an answer; format may wrap a cause with %w.
+func newError(code, hint, format string, args ...any) *Error {
+	err := fmt.Errorf(format, args...) //nolint:err113 // this is the constructor
+	return &Error{Code: code, Message: err.Error(), Hint: hint, cause: errors.Unwrap(err)}
+}
+
+func (e *Error) Error() string { return e.Message }
+
+// Unwrap returns the cause of an error without an answer: errors.Is finds context.Canceled and the like.
+func (e *Error) Unwrap() error { return e.cause }
+
+// CodeOf returns the code of the first *Error in err's chain, "" if there is none.
+func CodeOf(err error) string {
+	if e, ok := errors.AsType[*Error](err); ok {
+		return e.Code
+	}
+	return ""
+}
+
+// Fault is one place of an application's file that breaks a rule, or that is legal but probably a mistake.
+type Fault struct {
+	File string `json:"file"`
+	Line int    `json:"line"`           // from 1
+	Col  int    `json:"col"`            // from 1, in characters
+	Path string `json:"path,omitempty"` // applications[0].engine.kind; empty for the file as a whole
+	// the broken rule; may be empty when Found and Wanted are enough
+	Message string `json:"message,omitempty"`
+	Found   string `json:"found,omitempty"`
+	Wanted  string `json:"wanted,omitempty"`
+	Hint    string `json:"hint,omitempty"` // what to do next
+}
+
+// errorReply is an error on the wire.
+type errorReply struct {
+	Error Error `json:"error"`
 }

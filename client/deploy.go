@@ -142,6 +142,8 @@ type NodePlan struct {
 	GPUsFree  int    `json:"gpus_free"`
 	GPUsNeed  int    `json:"gpus_need"`
 	Note      string `json:"note,omitempty"` // why placement leaves it out: lost, draining, no role worker
+	// Devices are the devices that the node found.
+	Devices []DeviceModel `json:"devices,omitempty"`
 }
 
 // RankRemoval selects an attached rank to remove: by its URL, with Selector if several ranks are behind it,

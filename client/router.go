@@ -14,17 +14,13 @@ type RouterClient struct {
 	path string
 }
 
-// post sends in as JSON (nil: no body) and reads the answer into reply.
-func (r *RouterClient) post(ctx context.Context, path string, in, reply any) error {
-	req := request{method: http.MethodPost, path: r.path + path}
-	if in != nil {
-		var err error
-		if req.body, err = json.Marshal(in); err != nil {
-			return newError(CodeInvalidArgument, "", "encode the request: %w", err)
-		}
-		req.json = true
+// post sends in as JSON and returns the answer.
+func post[T any](ctx context.Context, r *RouterClient, path string, in any) (reply T, err error) {
+	body, err := json.Marshal(in)
+	if err != nil {
+		return reply, newError(CodeInvalidArgument, "", "encode the request: %w", err)
 	}
-	return r.c.call(ctx, req, reply)
+	return ask[T](ctx, r.c, request{method: http.MethodPost, path: r.path + path, body: body, json: true})
 }
 
 // Override replaces parameters of policy kv for one request; nil fields keep the application's values. Other
@@ -74,9 +70,7 @@ type Worker struct {
 // first token. Error codes: invalid_argument, not_found (the application or the worker), conflict (the
 // request id is in use), overloaded (no room), unavailable (no rank is ready).
 func (r *RouterClient) BestWorker(ctx context.Context, q BestWorkerRequest) (Worker, error) {
-	var w Worker
-	err := r.post(ctx, "/best_worker", q, &w)
-	return w, err
+	return post[Worker](ctx, r, "/best_worker", q)
 }
 
 // PotentialLoad is a worker's load with one more request.
@@ -92,22 +86,26 @@ type PotentialLoad struct {
 
 // PotentialLoads returns each worker's load with this prompt added; without ids, the present load.
 func (r *RouterClient) PotentialLoads(ctx context.Context, ids []uint32) ([]PotentialLoad, error) {
-	var out struct {
-		Loads []PotentialLoad `json:"loads"`
-	}
-	err := r.post(ctx, "/potential_loads", map[string]any{"token_ids": ids}, &out)
+	type answer struct{ Loads []PotentialLoad }
+	out, err := post[answer](ctx, r, "/potential_loads", map[string]any{"token_ids": ids})
 	return out.Loads, err
 }
 
 // MarkPrefillComplete reports the first token of a reservation's request. It ends the place on a prefill
 // worker.
 func (r *RouterClient) MarkPrefillComplete(ctx context.Context, requestID string) error {
-	return r.post(ctx, "/mark_prefill_complete", map[string]string{"request_id": requestID}, nil)
+	return r.tell(ctx, "/mark_prefill_complete", requestID)
 }
 
 // Free ends a reservation. Code not_found means that it was freed before or has expired.
 func (r *RouterClient) Free(ctx context.Context, requestID string) error {
-	return r.post(ctx, "/free", map[string]string{"request_id": requestID}, nil)
+	return r.tell(ctx, "/free", requestID)
+}
+
+// tell sends what happened to a reservation.
+func (r *RouterClient) tell(ctx context.Context, path, requestID string) error {
+	_, err := post[struct{}](ctx, r, path, map[string]string{"request_id": requestID})
+	return err
 }
 
 // Query asks what an application's Router would decide for a request. Exactly one of Prompt, TokenIDs,
@@ -219,6 +217,54 @@ type Replay struct {
 	Pair      *PairReplay    `json:"pair,omitempty"` // nil: the application has one pool
 }
 
+// PairExplanation is the decision of an application with a prefill and a decode pool. The Explanation that
+// holds it describes the decode pool.
+type PairExplanation struct {
+	Decide string `json:"decide"` // isl | prefill-load | uncached>=N | always | mex
+	// remote: a prefill rank computes the prompt; local: the decode rank does; fallback: the decode rank does
+	// because no prefill rank can; none: no rank is taken
+	Way     string `json:"way"`
+	Prefill string `json:"prefill,omitempty"` // GROUP/RANK in the prefill pool, if Way is remote
+	Reason  string `json:"reason"`            // long_prefill, decode_holds …
+	Why     string `json:"why"`               // Reason in words, for people
+	// tokens of the prompt that the decode rank does not hold
+	UncachedTokens int `json:"uncached_tokens"`
+	// the pairs that were compared, then the decode rank alone
+	Candidates []PairCandidate `json:"candidates"`
+	// the prefill pool: its Pick is Prefill, its Reason that of its own policy
+	PrefillPool *Explanation `json:"prefill_pool"`
+}
+
+// PairCandidate is a pair, or a decode rank alone, with every term of its cost.
+type PairCandidate struct {
+	Prefill string  `json:"prefill,omitempty"` // GROUP/RANK; "": the decode rank alone
+	Decode  string  `json:"decode"`            // GROUP/RANK
+	Skip    string  `json:"skip,omitempty"`    // why the pair could not be taken: leases_full, not_prewarmed
+	Terms   []Term  `json:"terms"`
+	CostMs  float64 `json:"cost_ms"` // sum of the terms' values, in their order
+	Picked  bool    `json:"picked,omitempty"`
+}
+
+// PairInfo is how the Router of an application decides between its prefill and its decode pool. The Info that
+// holds it describes the decode pool.
+type PairInfo struct {
+	Decide   string `json:"decide"`
+	Transfer string `json:"transfer"`
+	Fallback string `json:"fallback"` // local | fail
+	Pairs    string `json:"pairs"`    // PairsOn, or "off: " and why
+	Met      int    `json:"met"`      // of All
+	All      int    `json:"all"`      // pairs of ready ranks
+	// decisions so far by reason
+	Decisions map[string]uint64 `json:"decisions"`
+	Prefill   *Info             `json:"prefill"` // of the prefill pool
+}
+
+// PairReplay is the pair decision of a past request.
+type PairReplay struct {
+	Way     string `json:"way"`               // remote | local | fallback
+	Prefill string `json:"prefill,omitempty"` // GROUP/RANK, if Way is remote
+}
+
 // Explain returns the router's decision for q and its reasons. It changes nothing.
 func (r *RouterClient) Explain(ctx context.Context, q Query) (*Explanation, error) {
 	body, err := q.encode()
@@ -226,12 +272,8 @@ func (r *RouterClient) Explain(ctx context.Context, q Query) (*Explanation, erro
 		return nil, newError(CodeInvalidArgument, "it must be the body of an inference request",
 			"the request is not JSON: %w", err)
 	}
-	var out Explanation
-	req := request{method: http.MethodPost, path: r.path + "/explain", body: body, json: true}
-	if err := r.c.call(ctx, req, &out); err != nil {
-		return nil, err
-	}
-	return &out, nil
+	return ask[*Explanation](ctx, r.c,
+		request{method: http.MethodPost, path: r.path + "/explain", body: body, json: true})
 }
 
 // ResetResult says what a reset of a router did.
@@ -243,8 +285,7 @@ type ResetResult struct {
 // Reset drops the router's state and requests a snapshot from every rank; it returns the number of ranks. It
 // does not touch requests in flight.
 func (r *RouterClient) Reset(ctx context.Context) (ranks int, err error) {
-	var out ResetResult
-	err = r.post(ctx, "/reset", nil, &out)
+	out, err := ask[ResetResult](ctx, r.c, request{method: http.MethodPost, path: r.path + "/reset"})
 	return out.Ranks, err
 }
 
@@ -300,7 +341,5 @@ type WorkerSpeed struct {
 
 // Info returns a description of the router.
 func (r *RouterClient) Info(ctx context.Context) (Info, error) {
-	var out Info
-	err := r.c.get(ctx, r.path, &out)
-	return out, err
+	return get[Info](ctx, r.c, r.path)
 }

@@ -33,6 +33,8 @@ type AppStatus struct {
 	// of an application with prefill and decode ranks: its two pools, prefill first. Units has the units of
 	// both
 	Pools []PoolStatus `json:"pools,omitempty"`
+	// requests that the queue of one ingress holds; more are refused
+	MaxQueued int `json:"max_queued,omitempty"`
 }
 
 // Pools of an application with prefill and decode ranks.
@@ -53,6 +55,27 @@ type PoolStatus struct {
 	Ready    int    `json:"ready"`   // ranks
 	Desired  int    `json:"desired"` // ranks
 }
+
+// PDStatus is how an application with a prefill and a decode pool works.
+type PDStatus struct {
+	Transfer string `json:"transfer"` // nixl | nixl-push | mooncake | sglang | sim
+	Decide   string `json:"decide"`   // isl | prefill-load | uncached>=N | always | mex
+	Fallback string `json:"fallback"` // local | fail
+	Pairs    string `json:"pairs"`    // PairsOn, or "off: " and why no prefill rank can be used
+	Met      int    `json:"met"`      // of All: pairs that may have a client's request
+	All      int    `json:"all"`      // pairs of a ready prefill rank and a ready decode rank
+	// requests that ended, by what computed their prompt: a prefill rank, or the decode rank as decided, or
+	// the decode rank because no prefill rank could
+	Remote    uint64 `json:"remote"`
+	Local     uint64 `json:"local"`
+	Fallbacks uint64 `json:"fallbacks"`
+	// what the decode ranks' engines count since their start; 0: they do not say
+	TransferMs    float64 `json:"transfer_ms"`    // mean of one transfer
+	TransferBytes uint64  `json:"transfer_bytes"` // sum
+}
+
+// PairsOn is PDStatus.Pairs while requests may use prefill ranks.
+const PairsOn = "on"
 
 // Index is the size of an ingress's index of an application's KV caches.
 type Index struct {
@@ -157,4 +180,41 @@ type EventStatus struct {
 	Restarts  uint64  `json:"restarts"`
 	Dropped   uint64  `json:"dropped"` // malformed, unknown or contradictory events
 	SilentFor float64 `json:"silent_for_s,omitempty"`
+}
+
+// NodeStatus is a node as `dpserve nodes` shows it.
+type NodeStatus struct {
+	Node       string    `json:"node"`
+	State      string    `json:"state"` // alive | silent | lost | draining | drained | unknown
+	Reason     string    `json:"reason,omitempty"`
+	Roles      []string  `json:"roles"`
+	Address    string    `json:"address,omitempty"`
+	Zone       string    `json:"zone,omitempty"`
+	Version    string    `json:"version,omitempty"`
+	Leader     bool      `json:"leader,omitempty"`
+	Voter      bool      `json:"voter,omitempty"`
+	SlotsUsed  int       `json:"slots_used"`
+	Slots      int       `json:"slots"`
+	GPUsUsed   int       `json:"gpus_used"`
+	GPUs       int       `json:"gpus"`
+	Ranks      int       `json:"ranks"`
+	Groups     []string  `json:"groups,omitempty"` // app/group that have a rank there
+	InFlight   int       `json:"in_flight"`
+	SkewMs     int64     `json:"clock_skew_ms"`
+	LeaseLeftS float64   `json:"lease_left_s"`
+	LastSeen   time.Time `json:"last_seen,omitzero"`
+	// leader | gossip | itself (the asked node, while no node leads)
+	SeenBy string   `json:"seen_by,omitempty"`
+	Notes  []string `json:"notes,omitempty"` // for people: clock skew, version skew, devices that fail
+	// Devices are the devices that the node found; those that --gpus only declares are not among them.
+	Devices []DeviceModel `json:"devices,omitempty"`
+}
+
+// DeviceModel is one model of device, and which devices of the node are of it.
+type DeviceModel struct {
+	Kind      string `json:"kind"` // nvidia | amd
+	Name      string `json:"name"`
+	MemoryMiB int64  `json:"memory_mib,omitempty"` // of each; 0 = not known
+	Driver    string `json:"driver,omitempty"`     // its version
+	Devices   []int  `json:"devices"`
 }

@@ -48,52 +48,39 @@ type Usage struct {
 // before the first token and accounting are those of every request. An error is the last pair. Stop ranging,
 // or end ctx, to cancel.
 func (r *RouterClient) Generate(ctx context.Context, q GenerateRequest) iter.Seq2[Part, error] {
-	return func(yield func(Part, error) bool) {
-		body, err := json.Marshal(q)
-		if err != nil {
+	body, err := json.Marshal(q)
+	if err != nil {
+		return func(yield func(Part, error) bool) {
 			yield(Part{}, newError(CodeInvalidArgument, "", "encode the request: %w", err))
-			return
-		}
-		res, err := r.c.do(ctx, request{
-			method: http.MethodPost, path: r.path + "/generate", body: body, json: true, patient: true,
-		})
-		if err != nil {
-			yield(Part{}, err)
-			return
-		}
-		defer func() { _ = res.Body.Close() }() // no longer read
-		for part, err := range readParts(res.Body) {
-			if !yield(part, err) || err != nil {
-				return
-			}
 		}
 	}
+	return streamOf(ctx, r.c, request{
+		method: http.MethodPost, path: r.path + "/generate", body: body, json: true, patient: true,
+	}, readParts)
 }
 
 // readParts reads server-sent events up to [DONE]; a stream that ends before [DONE] is an error.
-func readParts(r io.Reader) iter.Seq2[Part, error] {
-	return func(yield func(Part, error) bool) {
-		lines := bufio.NewScanner(r)
-		lines.Buffer(nil, maxEvent)
-		failed := false
-		for lines.Scan() {
-			line := lines.Bytes()
-			failed = failed || string(line) == "event: error"
-			data, ok := bytes.CutPrefix(line, []byte("data: "))
-			if !ok {
-				continue
-			}
-			part, done, err := readPart(data, failed)
-			if done || !yield(part, err) || err != nil {
-				return
-			}
+func readParts(r io.Reader, yield func(Part, error) bool) {
+	lines := bufio.NewScanner(r)
+	lines.Buffer(nil, maxEvent)
+	failed := false
+	for lines.Scan() {
+		line := lines.Bytes()
+		failed = failed || string(line) == "event: error"
+		data, ok := bytes.CutPrefix(line, []byte("data: "))
+		if !ok {
+			continue
 		}
-		err := lines.Err()
-		if err == nil {
-			err = io.ErrUnexpectedEOF
+		part, done, err := readPart(data, failed)
+		if done || !yield(part, err) || err != nil {
+			return
 		}
-		yield(Part{}, fmt.Errorf("the stream broke off: %w", err))
 	}
+	err := lines.Err()
+	if err == nil {
+		err = io.ErrUnexpectedEOF
+	}
+	yield(Part{}, fmt.Errorf("the stream broke off: %w", err))
 }
 
 func readPart(data []byte, failed bool) (p Part, done bool, err error) {
@@ -127,17 +114,12 @@ type Run struct {
 // DumpEvents yields the router's index of its workers' blocks. The hashes use a secret key of the cluster. An
 // error is the last pair: ErrTruncated if the index has more.
 func (r *RouterClient) DumpEvents(ctx context.Context) iter.Seq2[Run, error] {
-	return func(yield func(Run, error) bool) {
-		res, err := r.c.do(ctx, request{method: http.MethodGet, path: r.path + "/dump_events"})
-		if err != nil {
-			yield(Run{}, err)
-			return
-		}
-		defer func() { _ = res.Body.Close() }() // no longer read
-		if err := readRuns(res.Body, yield); err != nil {
-			yield(Run{}, err)
-		}
-	}
+	return streamOf(ctx, r.c, request{path: r.path + "/dump_events"},
+		func(body io.Reader, yield func(Run, error) bool) {
+			if err := readRuns(body, yield); err != nil {
+				yield(Run{}, err)
+			}
+		})
 }
 
 // errStopped ends a read whose caller stopped ranging.

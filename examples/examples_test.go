@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/server"
 	"github.com/dpserve/dpserve/routing"
 )
@@ -88,4 +89,26 @@ func TestEveryPolicyHasAnExample(t *testing.T) {
 			assert.Contains(t, shown, policy)
 		}
 	}
+}
+
+// TestExamplesOfRealEnginesCanBeLaunched: their engines have a command line with the arguments of the file.
+func TestExamplesOfRealEnginesCanBeLaunched(t *testing.T) {
+	seen := map[app.Kind]bool{}
+	for name, text := range files(t) {
+		parsed, _, err := server.ParseApps(name, []byte(text))
+		require.NoError(t, err)
+		for _, a := range parsed.Applications {
+			if a.Engine.Kind != app.KindVLLM && a.Engine.Kind != app.KindSGLang {
+				continue
+			}
+			seen[a.Engine.Kind] = true
+			l, err := engine.Render(&engine.Spec{App: a, Base: 20000}, nil)
+			require.NoError(t, err, name)
+			for _, arg := range a.Engine.Args {
+				assert.Contains(t, l.Argv, "--"+strings.ReplaceAll(arg.Name, "_", "-"), name)
+			}
+			assert.NotNil(t, l.Events, "%s: its policy reads the KV index", name)
+		}
+	}
+	assert.Len(t, seen, 2)
 }

@@ -129,7 +129,7 @@ func rearrange(nodes []Node, g *Group, units []*Occupant) Moves {
 	}
 	var out Moves
 	for i, o := range units {
-		if m := (Move{o.Unit, nodesOf(o.Seats), nodesOf(p.Groups[i+1].Seats)}); !slices.Equal(m.From, m.To) {
+		if m := (Move{o.Unit, nodesOf(o.Seats), nodesOf(p[i+1].Seats)}); !slices.Equal(m.From, m.To) {
 			out = append(out, m)
 		}
 	}
@@ -145,7 +145,6 @@ func nodesOf(seats []Seat) []string {
 	return slices.Compact(out)
 }
 
-// withoutUnits returns the nodes without what the units use.
 func withoutUnits(nodes []Node, units []*Occupant) []Node {
 	out := slices.Clone(nodes)
 	for i := range out {

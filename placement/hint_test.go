@@ -17,8 +17,8 @@ func occupy(nodes []Node, groups ...Group) ([]Node, []Occupant) {
 		if err != nil {
 			continue
 		}
-		o := Occupant{Unit: g.ID, Group: g, Seats: p.Groups[0].Seats, Blocks: p.Groups[0].Blocks}
-		nodes = mark(nodes, p.Groups[0])
+		o := Occupant{Unit: g.ID, Group: g, Seats: p[0].Seats, Blocks: p[0].Blocks}
+		nodes = mark(nodes, p[0])
 		out = append(out, o)
 	}
 	return nodes, out
@@ -153,15 +153,15 @@ func TestAnyHintIsTrue(t *testing.T) {
 }
 
 // checkAlone walks over what was handed out: nothing of it is in use.
-func checkAlone(t *rapid.T, nodes []Node, groups []Group, p Placement) {
+func checkAlone(t *rapid.T, nodes []Node, groups []Group, p []Placed) {
 	for i := range groups {
-		require.Len(t, p.Groups[i].Seats, len(groups[i].Ranks))
-		for _, s := range p.Groups[i].Seats {
+		require.Len(t, p[i].Seats, len(groups[i].Ranks))
+		for _, s := range p[i].Seats {
 			for _, n := range nodes {
 				require.False(t, n.ID == s.Node && s.Slot >= 0 && contains(n.UsedSlots, s.Slot))
 			}
 		}
-		nodes = mark(nodes, p.Groups[i])
+		nodes = mark(nodes, p[i])
 	}
 }
 

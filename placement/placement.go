@@ -29,9 +29,12 @@ type Ports struct{ Lo, Hi int }
 
 // Node is what a node offers, and which part is in use.
 type Node struct {
-	ID          string
-	Slots       int   // slots are numbered 0..Slots-1
-	Devices     []int // device numbers
+	ID      string
+	Slots   int   // slots are numbered 0..Slots-1
+	Devices []int // device numbers
+	// Near are sets of close devices (one NVLink domain, one NUMA node), the closest first. A device may be
+	// in several sets. Other numbers than those of Devices have no meaning.
+	Near        [][]int
 	Labels      map[string]string
 	Ports       Ports // port blocks are taken from this range
 	Ranks       int   // ranks that run there, with attached ones
@@ -60,7 +63,7 @@ type Group struct {
 	Pinned map[int]string // attach: rank → node
 	Other  OtherPool      // the other pool of the group's application
 
-	loose bool // the devices of a rank need not be consecutive: there is no other room
+	loose bool // the devices of a rank need not be near, or consecutive: there is no other room
 }
 
 // OtherPool says how a group stands to the ranks of the other pool of its application. The zero value means
@@ -94,25 +97,22 @@ type Placed struct {
 	Blocks []Block
 }
 
-// Placement is the placement of all groups, in their order.
-type Placement struct{ Groups []Placed }
-
-// Place seats all groups or none. Ranks of a group are numbered along the nodes, which are sorted by id, so
-// they are contiguous on each node. The error is problem.Unplaceable; Details say what is needed and what
-// each node has free.
-func Place(nodes []Node, groups []Group) (Placement, error) {
+// Place seats all groups or none, and returns their placements in order. Ranks of a group are numbered along
+// the nodes, which are sorted by id, so they are contiguous on each node. The error is problem.Unplaceable;
+// Details say what is needed and what each node has free.
+func Place(nodes []Node, groups []Group) ([]Placed, error) {
 	pools := newPools(nodes)
-	out := Placement{Groups: make([]Placed, 0, len(groups))}
+	out := make([]Placed, 0, len(groups))
 	for i := range groups {
 		g := groups[i]
 		if err := g.check(); err != nil {
-			return Placement{}, err
+			return nil, err
 		}
 		p, err := pools.placeGroup(&g)
 		if err != nil {
-			return Placement{}, err
+			return nil, err
 		}
-		out.Groups = append(out.Groups, p)
+		out = append(out, p)
 	}
 	return out, nil
 }
@@ -209,8 +209,9 @@ func (g *Group) chooseHint(ps pools) string {
 		return "no node has these labels: correct resources.labels, or start a node with them in --labels"
 	}
 	if g.Devices > 0 && !devices {
-		return "no node offers devices: start nodes with --gpus, or run the file on the simulated engine " +
-			"with --engine sim"
+		return "--engine sim runs the file on the simulated engine; for real ones start nodes where " +
+			"nvidia-smi or rocm-smi lists devices (or --gpus names them), or write resources.gpus: 0 for a " +
+			"build that needs none"
 	}
 	if keptOff {
 		return "add nodes, or leave disaggregation.colocate: no out, so that both pools may share a node"
@@ -243,7 +244,6 @@ func (g *Group) blockSize() int {
 	return BlockSize(1)
 }
 
-// ranksOn returns how many ranks of the group the node has already.
 func (g *Group) ranksOn(node string) int {
 	n := g.Held[node]
 	for i := range g.Keep {

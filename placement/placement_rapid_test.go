@@ -58,8 +58,8 @@ func drawOther(t *rapid.T) OtherPool {
 }
 
 // checkPlacement is the dumb oracle: it walks over everything that was handed out.
-func checkPlacement(t *rapid.T, nodes []Node, groups []Group, p Placement) {
-	require.Len(t, p.Groups, len(groups))
+func checkPlacement(t *rapid.T, nodes []Node, groups []Group, p []Placed) {
+	require.Len(t, p, len(groups))
 	taken := map[string]bool{}
 	take := func(format string, args ...any) {
 		what := fmt.Sprintf(format, args...)
@@ -86,7 +86,7 @@ func checkPlacement(t *rapid.T, nodes []Node, groups []Group, p Placement) {
 		}
 	}
 	for i := range groups {
-		g, placed := &groups[i], &p.Groups[i]
+		g, placed := &groups[i], &p[i]
 		per := map[string]int{}
 		var order []string
 		require.Len(t, placed.Seats, len(g.Ranks), "all ranks")
@@ -270,7 +270,7 @@ func TestPackUsesFewNodesInEqualBlocks(t *testing.T) {
 			return
 		}
 		per, most := map[string]int{}, 0
-		for _, s := range p.Groups[0].Seats {
+		for _, s := range p[0].Seats {
 			per[s.Node]++
 			most = max(most, per[s.Node])
 		}
@@ -295,7 +295,7 @@ func TestDevicesAreAlignedWherePossible(t *testing.T) {
 		for _, n := range nodes {
 			strict += newPools([]Node{n})[0].capacityFor(&g)
 		}
-		for _, s := range p.Groups[0].Seats {
+		for _, s := range p[0].Seats {
 			aligned := s.Devices[0]%g.Devices == 0 && s.Devices[g.Devices-1] == s.Devices[0]+g.Devices-1
 			require.True(t, aligned || strict < len(g.Ranks))
 		}
@@ -313,7 +313,7 @@ func TestSpreadIsEven(t *testing.T) {
 			return
 		}
 		per := map[string]int{}
-		for _, s := range p.Groups[0].Seats {
+		for _, s := range p[0].Seats {
 			per[s.Node]++
 		}
 		left := rooms(nodes, g)
@@ -325,5 +325,73 @@ func TestSpreadIsEven(t *testing.T) {
 				}
 			}
 		}
+	})
+}
+
+// drawNear gives nodes sets of close devices, which may overlap and name devices that are not there.
+func drawNear(t *rapid.T, nodes []Node) {
+	for i := range nodes {
+		set := rapid.SliceOfNDistinct(rapid.IntRange(0, 9), 1, 6, rapid.ID[int])
+		nodes[i].Near = rapid.SliceOfN(set, 0, 4).Draw(t, "near")
+	}
+}
+
+// TestCloseDevicesCostNoRoom: sets of close devices change neither whether a group finds room, nor how many
+// ranks fit on a node without devices that are scattered; and what is placed is sound.
+func TestCloseDevicesCostNoRoom(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		plain := drawNodes(t)
+		nodes := slices.Clone(plain)
+		drawNear(t, nodes)
+		groups := []Group{drawGroup(t, "g/0"), drawGroup(t, "g/1")}
+		p, err := Place(nodes, groups)
+		if err == nil {
+			checkPlacement(t, nodes, groups, p)
+		}
+		reversed := slices.Clone(nodes)
+		slices.Reverse(reversed)
+		again, againErr := Place(reversed, groups)
+		require.Equal(t, p, again)
+		require.Equal(t, err == nil, againErr == nil)
+
+		_, before := Place(plain, groups[:1])
+		_, after := Place(nodes, groups[:1])
+		require.Equal(t, before == nil, after == nil, "room for a group alone")
+		for i := range nodes {
+			require.GreaterOrEqual(t, newPools(nodes[i : i+1])[0].capacityFor(&groups[0]),
+				newPools(plain[i : i+1])[0].capacityFor(&groups[0]), "room of %s", nodes[i].ID)
+		}
+	})
+}
+
+// isNear reports whether all devices are in one set of the node.
+func isNear(n *Node, devices []int) bool {
+	return slices.ContainsFunc(n.Near, func(near []int) bool {
+		return !slices.ContainsFunc(devices, func(d int) bool { return !slices.Contains(near, d) })
+	})
+}
+
+// TestARankGetsCloseDevices: on one node whose sets are disjoint, a rank gets devices of one set if there are
+// enough, unless this would leave room for fewer ranks.
+func TestARankGetsCloseDevices(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		n := gpus("a", 0, 1, 2, 3, 4, 5, 6, 7)
+		n.UsedDevices = rapid.SliceOfN(rapid.IntRange(0, 7), 0, 4).Draw(t, "used")
+		all := rapid.Permutation(slices.Clone(n.Devices)).Draw(t, "order")
+		cut := rapid.IntRange(1, 7).Draw(t, "cut")
+		n.Near = [][]int{all[:cut], all[cut:]}
+		g := group("g/0", 1, Pack)
+		g.Slots, g.Devices = 0, rapid.IntRange(2, 4).Draw(t, "devices")
+		p, err := Place([]Node{n}, []Group{g})
+		if err != nil {
+			return
+		}
+		possible := 0
+		for _, set := range n.Near {
+			possible += len(without(set, n.UsedDevices)) / g.Devices
+		}
+		aligned, _ := alignedSets(without(n.Devices, n.UsedDevices), g.Devices)
+		require.True(t, isNear(&n, p[0].Seats[0].Devices) || len(aligned) > possible || possible == 0,
+			"%v are not close, %d sets could be", p[0].Seats[0].Devices, possible)
 	})
 }

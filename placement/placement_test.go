@@ -156,7 +156,7 @@ func TestStrategies(t *testing.T) {
 				require.EqualError(t, err, c.want)
 				return
 			}
-			assert.Equal(t, c.want, draw(p.Groups[0]))
+			assert.Equal(t, c.want, draw(p[0]))
 		})
 	}
 }
@@ -166,12 +166,12 @@ func TestMaxRanksPerNodeAndHeldRanks(t *testing.T) {
 	g.MaxRanksPerNode = 2
 	p, err := Place([]Node{slots("a", 8), slots("b", 8), slots("c", 8)}, []Group{g})
 	require.NoError(t, err)
-	assert.Equal(t, "a: 0@0 1@1 b: 2@0 3@1", draw(p.Groups[0]))
+	assert.Equal(t, "a: 0@0 1@1 b: 2@0 3@1", draw(p[0]))
 
 	g.Ranks, g.Held = []int{3}, map[string]int{"a": 2, "b": 1}
 	p, err = Place([]Node{slots("a", 8), slots("b", 8), slots("c", 8)}, []Group{g})
 	require.NoError(t, err)
-	assert.Equal(t, "b: 3@0", draw(p.Groups[0]))
+	assert.Equal(t, "b: 3@0", draw(p[0]))
 
 	for s, want := range map[Strategy]string{
 		Pack: "b: 3@0", StrictPack: "b: 3@0", Spread: "a: 3@0",
@@ -180,7 +180,7 @@ func TestMaxRanksPerNodeAndHeldRanks(t *testing.T) {
 		g := Group{ID: "g", Ranks: []int{3}, Held: map[string]int{"b": 1}, Strategy: s, Slots: 1}
 		p, err = Place([]Node{slots("a", 8), slots("b", 8)}, []Group{g})
 		require.NoError(t, err)
-		assert.Equal(t, want, draw(p.Groups[0]), s)
+		assert.Equal(t, want, draw(p[0]), s)
 	}
 }
 
@@ -190,17 +190,17 @@ func TestRanksBesideAndApartFromTheOtherPool(t *testing.T) {
 	g.Other = OtherPool{Name: "pd.decode", Ranks: map[string]int{"b": 4}}
 	p, err := Place(nodes, []Group{g})
 	require.NoError(t, err)
-	assert.Equal(t, "b: 0@0 1@1", draw(p.Groups[0]), "beside them, although other nodes are tighter")
+	assert.Equal(t, "b: 0@0 1@1", draw(p[0]), "beside them, although other nodes are tighter")
 	nodes[1].UsedSlots = count0(7)
 	p, err = Place(nodes, []Group{g})
 	require.NoError(t, err)
-	assert.Equal(t, "c: 0@0 1@1", draw(p.Groups[0]), "there is no room for all beside them")
+	assert.Equal(t, "c: 0@0 1@1", draw(p[0]), "there is no room for all beside them")
 
 	g.Other.Apart = true
 	nodes[1].UsedSlots = nil
 	p, err = Place(nodes[:2], []Group{g})
 	require.NoError(t, err)
-	assert.Equal(t, "a: 0@0 1@1", draw(p.Groups[0]))
+	assert.Equal(t, "a: 0@0 1@1", draw(p[0]))
 	g.Other.Ranks["a"] = 1
 	_, err = Place(nodes[:2], []Group{g})
 	var e *problem.Error
@@ -221,7 +221,7 @@ func TestLabels(t *testing.T) {
 	g.Labels = map[string]string{"accelerator": "H200"}
 	p, err := Place([]Node{other, h200}, []Group{g})
 	require.NoError(t, err)
-	assert.Equal(t, "a: 0@0 1@1 2@2 3@3", draw(p.Groups[0]))
+	assert.Equal(t, "a: 0@0 1@1 2@2 3@3", draw(p[0]))
 
 	g.Labels["zone"] = "2"
 	_, err = Place([]Node{h200, other}, []Group{g})
@@ -243,7 +243,7 @@ func TestDevicesAreLowestContiguousAndAligned(t *testing.T) {
 		if err != nil {
 			return "none"
 		}
-		return draw(p.Groups[0])
+		return draw(p[0])
 	}
 	assert.Equal(t, "a: 0@0[0,1] 1@1[2,3]", place(2, 2, gpus("a", 3, 1, 2, 0, 6)),
 		"order of the list does not matter")
@@ -259,6 +259,34 @@ func TestDevicesAreLowestContiguousAndAligned(t *testing.T) {
 	assert.Equal(t, "a: 0@0[0] 1@1[2]", place(1, 2, used))
 }
 
+func TestDevicesOfARankAreClose(t *testing.T) {
+	place := func(k, ranks int, near [][]int, used ...int) string {
+		n := gpus("a", 0, 1, 2, 3, 4, 5, 6, 7)
+		n.Near, n.UsedDevices = near, used
+		g := group("g", ranks, StrictPack)
+		g.Slots, g.Devices = 0, k
+		p, err := Place([]Node{n}, []Group{g})
+		if err != nil {
+			return "none"
+		}
+		return draw(p[0])
+	}
+	interleaved := [][]int{{0, 1, 4, 5}, {2, 3, 6, 7}}
+	assert.Equal(t, "a: 0@-1[0,1,4,5] 1@-1[2,3,6,7]", place(4, 2, interleaved), "not 0-3, of two sets")
+	assert.Equal(t, "a: 0@-1[0,1] 1@-1[4,5] 2@-1[2,3]", place(2, 3, interleaved))
+	assert.Equal(t, "a: 0@-1[0] 1@-1[1] 2@-1[2]", place(1, 3, interleaved), "one device is close to itself")
+	assert.Equal(t, "a: 0@-1[0,1,2,3,4,5,6,7]", place(8, 1, interleaved), "no set is large enough")
+
+	halves := [][]int{{0, 1, 2, 3}, {4, 5, 6, 7}}
+	assert.Equal(t, "a: 0@-1[1,2]", place(2, 1, halves, 0, 3, 4), "close rather than consecutive and aligned")
+	assert.Equal(t, "a: 0@-1[4,5,6,7]", place(4, 1, halves, 0), "not 1-4")
+	assert.Equal(t, "a: 0@-1[1,2,3,4]", place(4, 1, halves, 0, 7), "else any of the node")
+
+	bridges := [][]int{{0, 4}, {1, 5}, {2, 6}, {3, 7}, {0, 1, 2, 3}, {4, 5, 6, 7}}
+	assert.Equal(t, "a: 0@-1[0,4] 1@-1[1,5]", place(2, 2, bridges), "the closest sets come first")
+	assert.Equal(t, "a: 0@-1[0,1,2,3] 1@-1[4,5,6,7]", place(4, 2, bridges))
+}
+
 // TestPL1TwoGroupsWithTP2 is the unit form of PL1: each group on one node, groups on two nodes, 16 distinct
 // devices.
 func TestPL1TwoGroupsWithTP2(t *testing.T) {
@@ -268,8 +296,8 @@ func TestPL1TwoGroupsWithTP2(t *testing.T) {
 	one.Devices, two.Devices = 2, 2
 	p, err := Place(nodes, []Group{one, two})
 	require.NoError(t, err)
-	assert.Equal(t, "a: 0@0[0,1] 1@1[2,3] 2@2[4,5] 3@3[6,7]", draw(p.Groups[0]))
-	assert.Equal(t, "b: 0@0[0,1] 1@1[2,3] 2@2[4,5] 3@3[6,7]", draw(p.Groups[1]))
+	assert.Equal(t, "a: 0@0[0,1] 1@1[2,3] 2@2[4,5] 3@3[6,7]", draw(p[0]))
+	assert.Equal(t, "b: 0@0[0,1] 1@1[2,3] 2@2[4,5] 3@3[6,7]", draw(p[1]))
 }
 
 // TestPL1LabelsMoveAllMembers: a selector takes every member of both groups along.
@@ -281,8 +309,8 @@ func TestPL1LabelsMoveAllMembers(t *testing.T) {
 	one.Labels, two.Labels = map[string]string{"pool": "new"}, map[string]string{"pool": "new"}
 	p, err := Place(nodes, []Group{one, two})
 	require.NoError(t, err)
-	assert.Equal(t, "b: 0@0[0,1] 1@1[2,3] 2@2[4,5] 3@3[6,7]", draw(p.Groups[0]))
-	assert.Equal(t, "c: 0@0[0,1] 1@1[2,3] 2@2[4,5] 3@3[6,7]", draw(p.Groups[1]))
+	assert.Equal(t, "b: 0@0[0,1] 1@1[2,3] 2@2[4,5] 3@3[6,7]", draw(p[0]))
+	assert.Equal(t, "c: 0@0[0,1] 1@1[2,3] 2@2[4,5] 3@3[6,7]", draw(p[1]))
 }
 
 // TestRG1GroupsOverTwoNodes is the unit form of RG1: two groups of 8 on a node each, then one of 16 in equal
@@ -297,8 +325,8 @@ func TestRG1GroupsOverTwoNodes(t *testing.T) {
 		one.Lockstep, two.Lockstep = true, true
 		p, err := Place(nodes, []Group{one, two})
 		require.NoError(t, err)
-		assert.Equal(t, "a: 0@0 1@1 2@2 3@3 4@4 5@5 6@6 7@7", draw(p.Groups[0]))
-		assert.Equal(t, "b: 0@0 1@1 2@2 3@3 4@4 5@5 6@6 7@7", draw(p.Groups[1]))
+		assert.Equal(t, "a: 0@0 1@1 2@2 3@3 4@4 5@5 6@6 7@7", draw(p[0]))
+		assert.Equal(t, "b: 0@0 1@1 2@2 3@3 4@4 5@5 6@6 7@7", draw(p[1]))
 		for _, size := range []int{8, 10} {
 			nodes[0].Slots, nodes[1].Slots = size, size
 			all := group("x/0", 16, Pack)
@@ -306,8 +334,8 @@ func TestRG1GroupsOverTwoNodes(t *testing.T) {
 			p, err = Place(nodes, []Group{all})
 			require.NoError(t, err)
 			assert.Equal(t, "a: 0@0 1@1 2@2 3@3 4@4 5@5 6@6 7@7 b: 8@0 9@1 10@2 11@3 12@4 13@5 14@6 15@7",
-				draw(p.Groups[0]))
-			assert.Equal(t, []Block{{-1, "a", 20000, 96}, {-1, "b", 20000, 96}}, p.Groups[0].Blocks)
+				draw(p[0]))
+			assert.Equal(t, []Block{{-1, "a", 20000, 96}, {-1, "b", 20000, 96}}, p[0].Blocks)
 		}
 	}
 }
@@ -319,13 +347,13 @@ func TestRG7WholeGroupsOnly(t *testing.T) {
 	for i := range 2 {
 		p, err := Place(nodes, []Group{group(fmt.Sprintf("x/%d", i), 4, Pack)})
 		require.NoError(t, err)
-		nodes = mark(nodes, p.Groups[0])
+		nodes = mark(nodes, p[0])
 	}
 	_, err := Place(nodes, []Group{group("x/2", 4, Pack)})
 	require.EqualError(t, err, "place x/2: 2 of 4 ranks can be placed (PACK)")
 	p, err := Place(append(nodes, slots("c", 4)), []Group{group("x/2", 4, Pack)})
 	require.NoError(t, err)
-	assert.Equal(t, "c: 0@0 1@1 2@2 3@3", draw(p.Groups[0]))
+	assert.Equal(t, "c: 0@0 1@1 2@2 3@3", draw(p[0]))
 }
 
 func TestSecondGroupThatDoesNotFitRefusesBoth(t *testing.T) {
@@ -365,11 +393,11 @@ func TestBlocksPerUnitAndNode(t *testing.T) {
 		{1, "a", 20016, 16},
 		{2, "b", 20000, 16},
 		{3, "b", 20016, 16},
-	}, p.Groups[0].Blocks)
+	}, p[0].Blocks)
 	g.Lockstep = true
 	p, err = Place([]Node{slots("a", 8), slots("b", 8)}, []Group{g})
 	require.NoError(t, err)
-	assert.Equal(t, []Block{{-1, "a", 20000, 32}, {-1, "b", 20000, 32}}, p.Groups[0].Blocks,
+	assert.Equal(t, []Block{{-1, "a", 20000, 32}, {-1, "b", 20000, 32}}, p[0].Blocks,
 		"the whole dp_size on each node")
 }
 
@@ -381,7 +409,7 @@ func TestFreedBlocksAreUsedLast(t *testing.T) {
 	p, err := Place([]Node{n}, []Group{group("x", 4, Pack)})
 	require.NoError(t, err)
 	var got []int
-	for _, b := range p.Groups[0].Blocks {
+	for _, b := range p[0].Blocks {
 		got = append(got, b.Base)
 	}
 	assert.Equal(t, []int{20016, 20064, 20048, 20000}, got, "never used, then freed the longest ago")
@@ -391,7 +419,7 @@ func TestFreedBlocksAreUsedLast(t *testing.T) {
 	g.Lockstep = true
 	p, err = Place([]Node{n}, []Group{g})
 	require.NoError(t, err)
-	assert.Equal(t, 20048, p.Groups[0].Blocks[0].Base,
+	assert.Equal(t, 20048, p[0].Blocks[0].Base,
 		"32 ports: beside the used block, over the older of the freed ones")
 }
 
@@ -405,7 +433,7 @@ func TestPortPlan(t *testing.T) {
 	p, err := Place([]Node{n}, []Group{one, two, group("y/0", 100, StrictPack)})
 	require.NoError(t, err)
 	seen := map[int]bool{8000: true, 8265: true, 7946: true, 7947: true}
-	for _, g := range p.Groups {
+	for _, g := range p {
 		for _, b := range g.Blocks {
 			assert.Zero(t, b.Size%16)
 			for port := b.Base; port < b.Base+b.Size; port++ {
@@ -426,8 +454,8 @@ func TestKeptSeatsGetFreshBlocksOnly(t *testing.T) {
 	}
 	p, err := Place([]Node{n}, []Group{g})
 	require.NoError(t, err)
-	assert.Equal(t, "a: 2@2 3@3", draw(p.Groups[0]))
-	assert.Equal(t, []Block{{2, "a", 20016, 16}, {3, "a", 20032, 16}}, p.Groups[0].Blocks)
+	assert.Equal(t, "a: 2@2 3@3", draw(p[0]))
+	assert.Equal(t, []Block{{2, "a", 20016, 16}, {3, "a", 20032, 16}}, p[0].Blocks)
 	g.Keep[0].Node = "z"
 	_, err = Place([]Node{n}, []Group{g})
 	require.EqualError(t, err, "place x/0: node z is not there (PACK)")
@@ -442,8 +470,8 @@ func TestAttachedRanksTakeNothing(t *testing.T) {
 	}
 	p, err := Place([]Node{a, b}, []Group{g})
 	require.NoError(t, err)
-	assert.Equal(t, "b: 0@-1 a: 1@-1 2@-1 b: 3@-1", draw(p.Groups[0]))
-	assert.Empty(t, p.Groups[0].Blocks)
+	assert.Equal(t, "b: 0@-1 a: 1@-1 2@-1 b: 3@-1", draw(p[0]))
+	assert.Empty(t, p[0].Blocks)
 	g.Pinned[2] = "z"
 	_, err = Place([]Node{a, b}, []Group{g})
 	require.EqualError(t, err, "place x/0: node z is not there (STRICT_PACK)")

@@ -60,7 +60,6 @@ func (ps pools) findNode(id string) *pool {
 	return nil
 }
 
-// matches reports whether the node has all labels of the group.
 func (p *pool) matches(g *Group) bool {
 	for k, v := range g.Labels {
 		if p.Labels[k] != v {
@@ -107,25 +106,59 @@ func (p *pool) portCapacityFor(g *Group) int {
 	return math.MaxInt32
 }
 
-// deviceSets returns the free sets of k devices: consecutive numbers, the first a multiple of k, the lowest
-// first. If loose, sets of the remaining devices follow, in ascending order.
+// deviceSets returns the free sets of k devices, in the order in which ranks get them: first those within one
+// set of Near, then consecutive numbers of which the first is a multiple of k. If that is fewer than the
+// consecutive sets alone, it returns these. If loose, sets of the remaining devices follow, in ascending
+// order.
 func (p *pool) deviceSets(k int, loose bool) [][]int {
-	var out [][]int
-	var rest []int
-	for i := 0; i < len(p.devices); {
-		first := p.devices[i]
-		if i+k <= len(p.devices) && first%k == 0 && p.devices[i+k-1] == first+k-1 {
-			out = append(out, p.devices[i:i+k])
+	out, rest := alignedSets(p.devices, k)
+	if k > 1 && len(p.Near) > 0 {
+		near, left := p.nearSets(k)
+		aligned, left := alignedSets(left, k)
+		if near = append(near, aligned...); len(near) >= len(out) {
+			out, rest = near, left
+		}
+	}
+	if loose {
+		out = append(out, chunks(rest, k)...)
+	}
+	return out
+}
+
+// nearSets returns the free sets of k devices within one set of Near, and the devices that remain.
+func (p *pool) nearSets(k int) (sets [][]int, rest []int) {
+	rest = p.devices
+	for _, near := range p.Near {
+		free := slices.DeleteFunc(slices.Clone(rest), func(d int) bool { return !slices.Contains(near, d) })
+		found, left := alignedSets(free, k)
+		found = append(found, chunks(left, k)...)
+		for _, set := range found {
+			rest = without(rest, set)
+		}
+		sets = append(sets, found...)
+	}
+	return sets, rest
+}
+
+// alignedSets returns the sets of k consecutive devices of which the first is a multiple of k, the lowest
+// first, and the devices that remain.
+func alignedSets(devices []int, k int) (sets [][]int, rest []int) {
+	for i := 0; i < len(devices); {
+		first := devices[i]
+		if i+k <= len(devices) && first%k == 0 && devices[i+k-1] == first+k-1 {
+			sets = append(sets, devices[i:i+k])
 			i += k
 			continue
 		}
 		rest = append(rest, first)
 		i++
 	}
-	if loose {
-		out = slices.AppendSeq(out, slices.Chunk(rest[:len(rest)-len(rest)%k], k))
-	}
-	return out
+	return sets, rest
+}
+
+// chunks returns as many sets of k devices as there are, in ascending order.
+func chunks(devices []int, k int) [][]int {
+	return slices.Collect(slices.Chunk(devices[:len(devices)-len(devices)%k], k))
 }
 
 // takeSeat seats one rank on the lowest free slot and devices. The caller has checked capacityFor.
@@ -142,7 +175,6 @@ func (p *pool) takeSeat(g *Group, rank int) Seat {
 	return s
 }
 
-// takeKept removes the seats of kept ranks from the pools.
 func (ps pools) takeKept(g *Group) {
 	for i := range g.Keep {
 		s := &g.Keep[i]
@@ -185,10 +217,6 @@ func (ps pools) takeBlocks(g *Group, seats []Seat) ([]Block, *shortage) {
 	return out, nil
 }
 
-func sortSeats(s []Seat) {
-	slices.SortFunc(s, func(a, b Seat) int { return cmp.Compare(a.Rank, b.Rank) })
-}
-
 // Port blocks. For D ranks the offsets are: HTTP 0…D-1, KV events D…, replay 2D…, side channel 3D…, bootstrap
 // 4D…, rpc 5D; 7 ports are spare.
 const (
@@ -228,7 +256,6 @@ func newCells(n *Node) cells {
 	return c
 }
 
-// setAge sets the age of every cell that overlaps p.
 func (c cells) setAge(p Ports, age int) {
 	for i := range c.age {
 		lo := c.lo + i*blockUnit
@@ -279,7 +306,6 @@ func (c cells) countFree(size int) int {
 	return found
 }
 
-// placeGroup seats one group.
 func (ps pools) placeGroup(g *Group) (Placed, error) {
 	ps.takeKept(g)
 	var seats []Seat
@@ -293,7 +319,7 @@ func (ps pools) placeGroup(g *Group) (Placed, error) {
 		return Placed{}, short.unplaceableError(ps, g)
 	}
 	all := append(append([]Seat(nil), g.Keep...), seats...)
-	sortSeats(all)
+	slices.SortFunc(all, func(a, b Seat) int { return cmp.Compare(a.Rank, b.Rank) })
 	blocks, short := ps.takeBlocks(g, all)
 	if short != nil {
 		return Placed{}, short.unplaceableError(ps, g)

@@ -74,16 +74,18 @@ func (g *Group) dealRanks(choices []*choice) int {
 // findTightest returns the node that can take n ranks and has the least room beyond, so that room for larger
 // groups stays together. Nodes that have ranks of the group come first; among equals the first in node order.
 func (g *Group) findTightest(choices []*choice, n int) *choice {
-	var best *choice
+	return findFirst(choices, func(c *choice) bool { return c.n == 0 && c.fits >= n }, g.compareTightness)
+}
+
+// findFirst returns the first in an order of the choices that may be chosen; nil if there is none.
+func findFirst(choices []*choice, mayChoose func(*choice) bool, order func(a, b *choice) int) *choice {
+	var first *choice
 	for _, c := range choices {
-		if c.n > 0 || c.fits < n {
-			continue
-		}
-		if best == nil || g.compareTightness(c, best) < 0 {
-			best = c
+		if mayChoose(c) && (first == nil || order(c, first) < 0) {
+			first = c
 		}
 	}
-	return best
+	return first
 }
 
 func (g *Group) compareTightness(a, b *choice) int {
@@ -161,17 +163,9 @@ func (g *Group) tightestForRest(choices []*choice, left, most, share int) *choic
 // findRoomiest returns the node that can take the largest block of at most most ranks; among equals the
 // tightest.
 func (g *Group) findRoomiest(choices []*choice, most int) *choice {
-	var best *choice
-	for _, c := range choices {
-		if c.n > 0 || c.fits == 0 {
-			continue
-		}
-		if best == nil || cmp.Or(cmp.Compare(min(best.fits, most), min(c.fits, most)),
-			g.compareTightness(c, best)) < 0 {
-			best = c
-		}
-	}
-	return best
+	return findFirst(choices, func(c *choice) bool { return c.n == 0 && c.fits > 0 }, func(a, b *choice) int {
+		return cmp.Or(cmp.Compare(min(b.fits, most), min(a.fits, most)), g.compareTightness(a, b))
+	})
 }
 
 // strictPack chooses one node: the one that has ranks of the group already, else the tightest.
@@ -203,16 +197,11 @@ func (g *Group) hasRanksPlaced() bool {
 // the most room.
 func (g *Group) spread(choices []*choice, need int) int {
 	for got := range need {
-		var best *choice
-		for _, c := range choices {
-			if c.n < c.fits && (best == nil || g.compareLoad(c, best) < 0) {
-				best = c
-			}
-		}
-		if best == nil {
+		next := findFirst(choices, func(c *choice) bool { return c.n < c.fits }, g.compareLoad)
+		if next == nil {
 			return got
 		}
-		best.n++
+		next.n++
 	}
 	return need
 }

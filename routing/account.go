@@ -96,12 +96,17 @@ func (a *account) firstToken(rk *Rank, key uint64, seen bool) {
 		if seen {
 			a.queue.measure(o.slot, rk, a.at(), a.law)
 		}
-		a.dequeue(rk, o)
-		a.add(rk, o, -1)
-		a.clearTicket(o)
-		o.phase = decoding
-		a.add(rk, o, 1)
+		a.endPrefill(rk, o, decoding)
 	}
+}
+
+// endPrefill moves a request from waiting to a phase behind its prefill.
+func (a *account) endPrefill(rk *Rank, o *open, to phase) {
+	a.dequeue(rk, o)
+	a.add(rk, o, -1)
+	a.clearTicket(o)
+	o.phase = to
+	a.add(rk, o, 1)
 }
 
 // prefillDone moves an own dispatch from waiting to decoding because its caller says so.
@@ -110,11 +115,7 @@ func (a *account) prefillDone(rk *Rank, key uint64) (known bool) {
 	if o == nil || !o.own() {
 		return false
 	}
-	a.dequeue(rk, o)
-	a.add(rk, o, -1)
-	a.clearTicket(o)
-	o.phase = held
-	a.add(rk, o, 1)
+	a.endPrefill(rk, o, held)
 	return true
 }
 

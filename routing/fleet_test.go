@@ -230,7 +230,7 @@ func (f *fleet) prefill(rk *fleetRank) {
 	job, epoch, law := rk.queue[0], rk.epoch, steptime.Reference()
 	chain := job.turn.chain
 	hit := int64(min(rk.cache.holds(chain), len(chain)-1) * f.block)
-	ms := law.FixedMS + prefill(&law, int64(len(chain)*f.block)-hit, hit)
+	ms := law.FixedMS + law.Prefill(len(chain)*f.block-int(hit), int(hit))
 	f.after(time.Duration(ms*float64(time.Millisecond)), func() {
 		if !rk.up || rk.epoch != epoch {
 			return // it has come again elsewhere

@@ -12,9 +12,9 @@ import (
 	"pgregory.net/rapid"
 )
 
-// mexState with a given utilisation, of a Router that sends all requests itself.
-func busy(rho float64) *mexState {
-	return &mexState{traffic{rho: rho, answer: firstAnswer, answers: firstAnswers}}
+// busy is traffic of a given utilisation, of a Router that sends all requests itself.
+func busy(rho float64) *traffic {
+	return &traffic{rho: rho, answer: firstAnswer, answers: firstAnswers}
 }
 
 // costOf is what a request of tokens costs on one rank, by term.
@@ -109,11 +109,11 @@ func TestMexCostsAreNumbers(t *testing.T) {
 			v.Ranks[i].Lag = time.Duration(rapid.Int64Range(0, int64(oldestRecord)).Draw(t, "lag"))
 		}
 		q := drawRequest(t, &v)
-		st := &mexState{traffic{
+		st := &traffic{
 			rho: rapid.Float64Range(0, 5).Draw(t, "rho"), own: rapid.Float64Range(0, 9).Draw(t, "own"),
 			others: rapid.Float64Range(0, 9).Draw(t, "others"),
 			answer: rapid.Float64Range(1, 1e5).Draw(t, "answer"),
-		}}
+		}
 		d := Decision{Explain: true}
 		p.Decide(&q, &v, st, seeded(1), &d)
 		assert.NotEqual(t, ReasonBadScore, d.Reason)
@@ -137,7 +137,7 @@ func TestMexNearTies(t *testing.T) {
 	q := Request{Tokens: 4000, Hits: []Hit{{Rank: ID(0, 1), Tokens: 3584}}}
 	decide := func(own, others float64) Decision {
 		d, st := Decision{Explain: true}, busy(.5)
-		st.traffic.own, st.traffic.others = own, others
+		st.own, st.others = own, others
 		p.Decide(&q, &v, st, seeded(1), &d)
 		return d
 	}
@@ -171,11 +171,11 @@ func TestMexOwnDispatchesStandForOthers(t *testing.T) {
 	_, v := r.Why(&Request{ID: 100, Tokens: 100, Now: now})
 	i, _ := v.Find(d.Ranked[0])
 	require.Equal(t, Bumps{N: 1, Q: 10_000, Kq: 10_000, Pairs: attention(10_000, 0)}, v.Ranks[i].Bumps)
-	st := r.state.(*mexState)
-	require.InDelta(t, .25, st.traffic.share(), .02)
+	st := r.state.(*traffic)
+	require.InDelta(t, .25, st.share(), .02)
 	once := costOf(r.policy, busy(0), 100, Rank{Load: v.Ranks[i].Load, Pairs: v.Ranks[i].Pairs}, 0)
 	more := costOf(r.policy, st, 100, v.Ranks[i], 0)
-	assert.InEpsilon(t, 1/st.traffic.share(), more["queue"]/once["queue"], .01)
+	assert.InEpsilon(t, 1/st.share(), more["queue"]/once["queue"], .01)
 	r.Observe(&Event{
 		Kind: EvAdmitted, Rank: d.Ranked[0], ReqID: 99, Tokens: 10_000, Incarnation: 7, Seq: 50,
 		Now: now,
@@ -363,12 +363,12 @@ func TestExplainLeavesTheLawAlone(t *testing.T) {
 // The mean of answers begins with a guess and goes by the application's own soon.
 func TestMeanAnswer(t *testing.T) {
 	s := newTold(newPolicy(t, "mex"))
-	st := s.r.state.(*mexState)
-	assert.InDelta(t, firstAnswer, st.traffic.answer, 0)
+	st := s.r.state.(*traffic)
+	assert.InDelta(t, firstAnswer, st.answer, 0)
 	for key := range uint64(1000) {
 		s.seq++
 		s.r.Observe(&Event{Kind: EvFinished, Rank: s.rank, ReqID: key, Out: 40, Incarnation: 7, Seq: s.seq})
 		s.r.Observe(&Event{Kind: EvFinished, Rank: s.rank, ReqID: key, Incarnation: 7, Seq: s.seq})
 	}
-	assert.InDelta(t, 40, st.traffic.answer, 20)
+	assert.InDelta(t, 40, st.answer, 20)
 }

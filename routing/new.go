@@ -2,8 +2,11 @@ package routing
 
 import (
 	"fmt"
+	"maps"
+	"math"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/dpserve/dpserve/internal/nearest"
 	"github.com/dpserve/dpserve/internal/problem"
@@ -40,50 +43,34 @@ const (
 
 // entry is one row of the table of policies.
 type entry struct {
-	name   string
-	params []string // the parameters it takes
-	make   func(p *params) Policy
+	name string
+	make func(p *params) Policy
 }
 
 // policies lists every policy; there is no other registration.
 func policies() []entry {
 	return []entry{
-		{nameRoundRobin, []string{"profile"}, func(p *params) Policy {
+		{nameRoundRobin, func(p *params) Policy {
 			p.refuseProfile()
 			return RoundRobin{}
 		}},
-		{nameRandom, nil, func(*params) Policy { return Random{} }},
-		{nameDirect, nil, func(*params) Policy { return Direct{} }},
-		{namePowerOfTwo, []string{"prefer_local"}, newPowerOfTwo},
-		{nameLeastLoaded, []string{"variant", "clients"}, newLeastLoaded},
-		{nameLeastKV, nil, func(*params) Policy { return LeastKV{} }},
-		{nameScoring, []string{"profile", "norm"}, newScoring},
-		{nameCacheAware, []string{
-			"variant", "cache_threshold", "balance_abs_threshold", "balance_rel_threshold",
-			"eviction_interval_s", "max_tree_size", "low_match",
-			"matches", "kv_usage_spread", "kv_usage_ceiling", "max_worker_retries", "max_total_retries",
-		}, newCacheAware},
-		{namePrefixAware, []string{
-			"imbalanced_threshold", "match_rate_threshold", "do_eviction", "eviction_threshold_chars",
-			"eviction_target_chars", "eviction_interval_s",
-		}, newPrefixAware},
-		{nameKV, []string{
-			"variant", "overlap_score_weight", "router_temperature", "no_track_active_blocks", "no_kv_events",
-			"prefill_weight", "overlap_credit",
-			"overlap_decay", "request_weight",
-		}, newKV},
-		{nameLMetric, nil, func(*params) Policy { return LMetric{} }},
-		{nameLMetric1, nil, func(*params) Policy { return LMetric{PlusOne: true} }},
-		{nameLPWL, nil, func(*params) Policy { return LPWL{} }},
-		{nameMinTTFT, []string{"eta"}, newMinTTFT},
-		{nameSticky, []string{"threshold", "spill_tokens", "by"}, newSticky},
-		{nameCHWBL, []string{"variant", "key", "load_factor", "virtual_nodes"}, newCHWBL},
-		{
-			nameSessionAffinity,
-			[]string{"num_virtual_nodes", "num_fallback_replicas", "table", "ttl_s"},
-			newSessionAffinity,
-		},
-		{nameMex, []string{"goal", "ttft_s", "tpot_s", "law"}, newMex},
+		{nameRandom, func(*params) Policy { return Random{} }},
+		{nameDirect, func(*params) Policy { return Direct{} }},
+		{namePowerOfTwo, newPowerOfTwo},
+		{nameLeastLoaded, newLeastLoaded},
+		{nameLeastKV, func(*params) Policy { return LeastKV{} }},
+		{nameScoring, newScoring},
+		{nameCacheAware, newCacheAware},
+		{namePrefixAware, newPrefixAware},
+		{nameKV, newKV},
+		{nameLMetric, func(*params) Policy { return LMetric{} }},
+		{nameLMetric1, func(*params) Policy { return LMetric{PlusOne: true} }},
+		{nameLPWL, func(*params) Policy { return LPWL{} }},
+		{nameMinTTFT, newMinTTFT},
+		{nameSticky, newSticky},
+		{nameCHWBL, newCHWBL},
+		{nameSessionAffinity, newSessionAffinity},
+		{nameMex, newMex},
 	}
 }
 
@@ -104,12 +91,9 @@ func New(name, preset string, params map[string]any) (Policy, error) {
 	if err != nil {
 		return nil, err
 	}
-	p := newParams(params)
-	p.preset(preset)
-	p.tuned = preset == PresetTuned
-	p.refuseUnknown(row.params)
+	p := newParams(params, preset)
 	policy := row.make(p)
-	if err := p.err(name); err != nil {
+	if err := p.err(name, preset); err != nil {
 		return nil, err
 	}
 	return policy, nil
@@ -134,4 +118,201 @@ func didYouMean(found string, exist []string, what string) string {
 		return fmt.Sprintf("did you mean %q? %s", best, all)
 	}
 	return all
+}
+
+// params reads a policy's parameters and collects all their faults, so that a user sees them at once.
+type params struct {
+	given  map[string]any
+	known  []string // that the policy has asked for
+	tuned  bool     // preset tuned: what is not given gets the tuned value
+	faults []string
+	hints  []string
+}
+
+func newParams(given map[string]any, preset string) *params {
+	return &params{given: given, tuned: preset == PresetTuned}
+}
+
+// value is what is given for a parameter of the policy.
+func (p *params) value(name string) (x any, ok bool) {
+	p.known = append(p.known, name)
+	x, ok = p.given[name]
+	return x, ok
+}
+
+// preset checks the preset's name.
+func (p *params) preset(name string) {
+	all := []string{PresetDocumented, PresetTuned}
+	if name == "" || slices.Contains(all, name) {
+		return
+	}
+	p.fault(fmt.Sprintf("preset: unknown preset %q", name), didYouMean(name, all, "presets"))
+}
+
+// refuseUnknown faults every parameter that the policy has not asked for.
+func (p *params) refuseUnknown() {
+	for _, name := range slices.Sorted(maps.Keys(p.given)) {
+		if !slices.Contains(p.known, name) {
+			p.fault("params."+name+": unknown parameter", didYouMean(name, p.known, "parameters"))
+		}
+	}
+}
+
+// choose is the preset's value of a parameter.
+func (p *params) choose(documented, tuned float64) float64 {
+	if p.tuned {
+		return tuned
+	}
+	return documented
+}
+
+// number reads a number from lo to hi, both included; hi may be infinite.
+func (p *params) number(name string, def, lo, hi float64) float64 {
+	x, ok := p.value(name)
+	if !ok {
+		return def
+	}
+	n, ok := asNumber(x)
+	if !ok || !(n >= lo && n <= hi) { // NaN too
+		want := fmt.Sprintf("a number from %v to %v", lo, hi)
+		if math.IsInf(hi, 1) {
+			want = fmt.Sprintf("a number of at least %v", lo)
+		}
+		p.fault(fmt.Sprintf("params.%s: found %v (%T), wanted %s", name, x, x, want),
+			"write "+name+" as "+want)
+	}
+	return n
+}
+
+// integer reads a whole number from lo to hi.
+func (p *params) integer(name string, def, lo, hi int) int {
+	x, ok := p.value(name)
+	if !ok {
+		return def
+	}
+	n, ok := asNumber(x)
+	if !ok || n != math.Trunc(n) || n < float64(lo) || n > float64(hi) {
+		want := fmt.Sprintf("a whole number from %d to %d", lo, hi)
+		p.fault(fmt.Sprintf("params.%s: found %v (%T), wanted %s", name, x, x, want),
+			"write "+name+" as "+want)
+		return def
+	}
+	return int(n)
+}
+
+// asNumber converts the number types of YAML and JSON decoders.
+func asNumber(x any) (float64, bool) {
+	switch n := x.(type) {
+	case int:
+		return float64(n), true
+	case int64:
+		return float64(n), true
+	case uint64:
+		return float64(n), true
+	case float64:
+		return n, true
+	}
+	return 0, false
+}
+
+// boolean reads a bool parameter.
+func (p *params) boolean(name string, def bool) bool {
+	x, ok := p.value(name)
+	if !ok {
+		return def
+	}
+	b, ok := x.(bool)
+	if !ok {
+		p.fault(fmt.Sprintf("params.%s: found %v (%T), wanted true or false", name, x, x),
+			"write "+name+": true or "+name+": false")
+	}
+	return b
+}
+
+// word reads one of words; def if it is left out.
+func (p *params) word(name, def string, words ...string) string {
+	x, ok := p.value(name)
+	if !ok {
+		return def
+	}
+	s, isWord := x.(string)
+	if isWord && slices.Contains(words, s) {
+		return s
+	}
+	hint := "drop " + name + " or write one of: " + strings.Join(words, ", ")
+	if best := nearest.Word(s, words); isWord && best != "" {
+		hint = fmt.Sprintf("did you mean %q? %s", best, hint)
+	}
+	p.fault(fmt.Sprintf("params.%s: found %v, wanted %s", name, x, strings.Join(words, " or ")), hint)
+	return def
+}
+
+func (p *params) fault(what, hint string) {
+	p.faults = append(p.faults, what)
+	p.hints = append(p.hints, hint)
+}
+
+// err is nil, or one problem that holds every fault, those of the names first.
+func (p *params) err(policy, preset string) error {
+	names := params{given: p.given, known: p.known}
+	names.preset(preset)
+	names.refuseUnknown()
+	faults, hints := append(names.faults, p.faults...), append(names.hints, p.hints...)
+	if len(faults) == 0 {
+		return nil
+	}
+	return problem.New(problem.InvalidArgument, "routing policy %s: %s", policy, strings.Join(faults, "; ")).
+		WithHint("%s", strings.Join(hints, "; ")).WithDetails(faults...)
+}
+
+// profile reads the scoring profile and refuses the removed name with the new one.
+func (p *params) profile() string {
+	x, given := p.value("profile")
+	if !given {
+		return profileBalanced
+	}
+	name, _ := x.(string)
+	switch {
+	case slices.Contains(profiles(), name):
+		return name
+	case name == removedProfile:
+		p.fault("profile 'prefix-aware' was removed; use 'locality'", "write profile: locality")
+	default:
+		p.fault(fmt.Sprintf("params.profile: found %v, wanted %s", x, strings.Join(profiles(), " or ")),
+			didYouMean(name, profiles(), "profiles"))
+	}
+	return ""
+}
+
+// refuseProfile refuses a scoring profile under round-robin, which ignores it; the default profile passes.
+func (p *params) refuseProfile() {
+	if name := p.profile(); name != "" && name != profileBalanced {
+		p.fault(fmt.Sprintf("profile '%s' has no effect with round-robin; use policy: scoring or drop the "+
+			"profile", name),
+			"write policy: scoring, or drop profile")
+	}
+}
+
+func (p *params) cacheAwareDefaults(variant string) cacheAwareDefaults {
+	page := cacheAwareDefaults{
+		threshold: 0.5, abs: 32, rel: 1.0001, interval: 60, size: 16_777_216, sizeInNodes: true,
+		lowMatch: "smallest-tree", matches: "text", perRank: 3, perRequest: 6,
+	}
+	switch {
+	case variant == variantGateway:
+		return cacheAwareDefaults{
+			threshold: 0.3, abs: 64, rel: 1.5, interval: 120, size: 67_108_864, lowMatch: "least-pending",
+			matches: "kv",
+		}
+	case p.tuned:
+		page.threshold, page.rel, page.lowMatch, page.matches = 0.3, 1.1, "least-pending", "kv"
+		page.perRank, page.perRequest = 0, 0
+	}
+	return page
+}
+
+// seconds reads a span of time in seconds.
+func (p *params) seconds(name string, def float64) time.Duration {
+	const least = 0.001
+	return time.Duration(p.number(name, def, least, maxSeconds) * float64(time.Second))
 }

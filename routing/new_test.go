@@ -105,14 +105,14 @@ func TestNeeds(t *testing.T) {
 	assert.Equal(t, Needs{}, NeedsOf(PowerOfTwo{}))
 	assert.Equal(t, Needs{Hits: true, Blocks: true}, NeedsOf(newPolicy(t, "kv")))
 	assert.Equal(t, Needs{Blocks: true}, NeedsOf(KV{Weight: 0}), "weight 0: no index")
-	assert.Equal(t, Needs{Hits: true, Blocks: true, Approximate: true, ApproximateTTL: 2 * time.Minute},
+	assert.Equal(t, Needs{Hits: true, Blocks: true, Approximate: true},
 		NeedsOf(KV{Weight: 1, NoEvents: true}))
 	assert.Equal(t, Needs{Text: true, Hits: true}, NeedsOf(tuned(t, "cache-aware")))
 	assert.Equal(t, Needs{
-		Text: true, Hits: true, Approximate: true, ApproximateTTL: 2 * time.Minute, AttemptsPerRank: 3,
+		Text: true, Hits: true, Approximate: true, AttemptsPerRank: 3,
 		AttemptsPerRequest: 6,
 	}, NeedsOf(newPolicy(t, "cache-aware")))
-	assert.Equal(t, Needs{Text: true, Hits: true, Approximate: true, ApproximateTTL: 2 * time.Minute},
+	assert.Equal(t, Needs{Text: true, Hits: true, Approximate: true},
 		NeedsOf(newPolicy(t, "prefix-aware")))
 	assert.Equal(t, Needs{Session: true}, NeedsOf(newPolicy(t, "session-affinity")))
 }

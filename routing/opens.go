@@ -109,7 +109,7 @@ func (t *opens) get(key uint64) *open {
 // add stores o unless its key is there already, and reports whether it did.
 func (t *opens) add(o open) bool {
 	if 2*(t.n+1) > len(t.cells) {
-		t.resize(max(minCells, 2*len(t.cells)))
+		t.grow()
 	}
 	i := t.home(o.key)
 	for t.cells[i].phase != free {
@@ -123,8 +123,9 @@ func (t *opens) add(o open) bool {
 	return true
 }
 
-func (t *opens) resize(size int) {
+func (t *opens) grow() {
 	old := t.cells
+	size := max(minCells, 2*len(old))
 	t.cells, t.n = make([]open, size), 0
 	t.shift = uint(64 - bits.TrailingZeros(uint(size)))
 	for i := range old {
@@ -156,13 +157,10 @@ func (t *opens) remove(key uint64) {
 	t.n--
 }
 
-// opensWatcher is a policy whose state follows every open request. The Router sends it EvOpened and EvClosed
-// exactly when a request begins and ceases to count on a rank: only the account knows about bumps that
-// expire, snapshots that no longer name a request, and tickets of another incarnation.
-type opensWatcher interface{ watchesOpens() bool }
-
-// opensLog collects the account changes of an event until the policy has seen the event itself. A nil
-// opensLog records nothing.
+// opensLog collects the account changes of an event until the policy has seen the event itself. The policy
+// that follows every open request (KV) gets EvOpened and EvClosed exactly when a request begins and ceases to
+// count on a rank: only the account knows about bumps that expire, snapshots that no longer name a request,
+// and tickets of another incarnation. A nil opensLog records nothing.
 type opensLog struct{ list []openChange }
 
 type openChange struct {

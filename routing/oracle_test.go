@@ -222,7 +222,7 @@ func TestAccountsMatchTheOracle(t *testing.T) {
 				dropped++
 			}
 			r.Observe(&e)
-			require.Equal(t, dropped, r.Dropped(), "%+v", e)
+			require.Equal(t, dropped, r.dropped, "%+v", e)
 			checkRouter(t, r, o)
 		}
 	})
@@ -254,28 +254,28 @@ func checkRouter(t *rapid.T, r *Router, o *oracle) {
 
 // checkFollowed reports that kv's state knows exactly the requests that the accounts count.
 func checkFollowed(t *rapid.T, r *Router) {
-	st, ok := r.state.(*kvState)
+	st, ok := r.state.(*activeBlocks)
 	if !ok {
 		return
 	}
 	followed := 0
 	for i := range r.accounts {
 		id := r.view.Ranks[i].ID
-		slot := int(st.active.slotOf.get(uint64(id)+1)) - 1
+		slot := int(st.slotOf.get(uint64(id)+1)) - 1
 		require.GreaterOrEqual(t, slot, 0)
 		blocks := int64(0)
 		for _, o := range r.accounts[i].opens.cells {
 			if o.phase != free {
 				followed++
-				require.NotZero(t, st.active.openOf.get(mix(o.key, slot)))
+				require.NotZero(t, st.openOf.get(mix(o.key, slot)))
 			}
 		}
-		for k := st.active.ranks[slot].list; k != 0; k = st.active.opens[k-1].next {
-			blocks += st.active.opens[k-1].single
+		for k := st.ranks[slot].list; k != 0; k = st.opens[k-1].next {
+			blocks += st.opens[k-1].single
 		}
-		require.Equal(t, blocks, st.active.of(slot))
+		require.Equal(t, blocks, st.of(slot))
 	}
-	require.Equal(t, followed, st.active.openOf.n)
+	require.Equal(t, followed, st.openOf.n)
 }
 
 func TestOpensMatchAMap(t *testing.T) {

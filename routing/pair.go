@@ -43,21 +43,14 @@ const (
 // The closed list of PairDecision.Reason while its Kind is Route. With another Kind it is the reason of the
 // decode pool's policy.
 const (
-	// PairLongPrefill (remote): isl, or the decode rank has at least N tokens to compute.
-	PairLongPrefill = "long_prefill"
-	// PairPrefillHasRoom (remote): prefill-load.
-	PairPrefillHasRoom = "prefill_has_room"
-	// PairAlways (remote): decider always, or the caller named the prefill rank.
-	PairAlways = "always"
-	// PairRemoteCheaper (remote): mex.
-	PairRemoteCheaper = "remote_cheaper"
+	PairLongPrefill    = "long_prefill"     // remote: isl, or the decode rank must compute at least N tokens
+	PairPrefillHasRoom = "prefill_has_room" // remote: prefill-load
+	PairAlways         = "always"           // remote: decider always, or the caller named the prefill rank
+	PairRemoteCheaper  = "remote_cheaper"   // remote: mex
 
-	// PairShortPrefill (local): isl, or the decode rank has less than N tokens to compute.
-	PairShortPrefill = "short_prefill"
-	// PairLocalCheaper (local): mex.
-	PairLocalCheaper = "local_cheaper"
-	// PairDecodeHolds (local): the decode rank holds all but a few tokens of the prompt.
-	PairDecodeHolds = "decode_holds"
+	PairShortPrefill = "short_prefill" // local: isl, or the decode rank has less than N tokens to compute
+	PairLocalCheaper = "local_cheaper" // local: mex
+	PairDecodeHolds  = "decode_holds"  // local: the decode rank holds all but a few tokens of the prompt
 	// PairPrefillQueue (local): the prompt would wait for the prefill rank longer than the decode rank needs
 	// for its own queue and the prompt.
 	PairPrefillQueue = "prefill_queue"
@@ -65,25 +58,21 @@ const (
 	PairCannotSplit = "cannot_split"
 
 	// PairNoPrefill (local): no prefill rank is ready, or all of them failed this request.
-	PairNoPrefill = "no_prefill_rank"
-	// PairPrefillFull (local): no prefill rank has room.
-	PairPrefillFull = "prefill_full"
-	// PairPrefillBusy (local): the prefill ranks are above their busy threshold.
-	PairPrefillBusy = "prefill_busy"
+	PairNoPrefill   = "no_prefill_rank"
+	PairPrefillFull = "prefill_full" // local: no prefill rank has room
+	PairPrefillBusy = "prefill_busy" // local: the prefill ranks are above their busy threshold
 	// PairLeasesFull (local): finished prompts that wait for their decode ranks hold too much of the prefill
 	// ranks' KV caches.
-	PairLeasesFull = "leases_full"
-	// PairNotPrewarmed (local): no prefill rank has met the decode rank since both started.
-	PairNotPrewarmed = "not_prewarmed"
+	PairLeasesFull   = "leases_full"
+	PairNotPrewarmed = "not_prewarmed" // local: no prefill rank has met the decode rank since both started
 )
 
 // PairRule decides for a request whether a rank of the prefill pool computes its prompt, and which. It is
 // pure like a Policy. Each pool has its own view, policy, parameters and busy threshold. The decode pool's
 // policy chooses the rank of a request that is not split, and, except under DecideMex, of one that is.
 type PairRule struct {
-	Decider  PairDecider
-	Least    int // tokens: N of DecideUncached
-	Transfer PairTransfer
+	Decider PairDecider
+	Least   int // tokens: N of DecideUncached
 	// NeedsMet: where a prefill rank would compute the prompt, but none has met the decode rank, another
 	// decode rank is taken. An application without fall-back wants this.
 	NeedsMet bool
@@ -98,7 +87,7 @@ func (r *PairRule) leavesOut(d *Request, out *PairDecision) bool {
 // ParsePairRule reads what an application says under disaggregation.decide: isl, prefill-load, uncached>=N,
 // always, mex. Nothing is isl.
 func ParsePairRule(decide string) (PairRule, error) {
-	rule := PairRule{Transfer: DefaultPairTransfer()}
+	rule := PairRule{}
 	switch decide {
 	case "", "isl":
 	case "prefill-load":

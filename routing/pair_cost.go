@@ -3,28 +3,20 @@ package routing
 import (
 	"math"
 	"math/rand/v2"
+	"slices"
 )
 
-// PairTransfer is what moving a prompt's KV blocks from a prefill rank to a decode rank costs.
-type PairTransfer struct {
-	BytesPerToken  float64 // of KV cache
-	BytesPerSecond float64 // of the link; 0 or less: moving costs nothing
-	HandOffMS      float64 // ms: the second leg, the handshake and the first read
-	OverlapMS      float64 // ms of the transfer that pass while the prompt is computed
-}
+// The transfer of a prompt from a prefill rank to a decode rank: Qwen3-32B in bf16 (64 layers, 8 KV heads of
+// 128) over 25 Gbit/s, the reference model of the step law on a link that most clusters have.
+const (
+	transferBytes = 64 * 8 * 128 * 2 * 2 // of KV cache per token
+	transferSpeed = 25e9 / 8             // bytes per second
+	handOffMS     = 5                    // the second leg, the handshake and the first read
+)
 
-// DefaultPairTransfer is Qwen3-32B in bf16 (64 layers, 8 KV heads of 128) over 25 Gbit/s with 5 ms for the
-// hand-off: the reference model of the step law on a link that most clusters have.
-func DefaultPairTransfer() PairTransfer {
-	return PairTransfer{BytesPerToken: 64 * 8 * 128 * 2 * 2, BytesPerSecond: 25e9 / 8, HandOffMS: 5}
-}
-
-// ms is the time to move tokens.
-func (t *PairTransfer) ms(tokens int64) float64 {
-	if t.BytesPerSecond <= 0 {
-		return t.HandOffMS
-	}
-	return t.HandOffMS + max(0, 1000*t.BytesPerToken*float64(tokens)/t.BytesPerSecond-t.OverlapMS)
+// transferMS is the time to move the KV blocks of tokens.
+func transferMS(tokens int64) float64 {
+	return handOffMS + 1000*transferBytes*float64(tokens)/transferSpeed
 }
 
 // How many ranks of each pool are compared pair by pair. The cost of a pair is the sum of a part per prefill
@@ -125,9 +117,7 @@ type localCost struct {
 func (l *localCost) candidate(id RankID) PairCandidate {
 	c := PairCandidate{Decode: id, Cost: l.cost, Terms: make([]Term, 0, len(mexLabels))}
 	for n, ms := range l.terms {
-		c.Terms = append(c.Terms, Term{
-			Rank: id, Name: mexLabels[n], Unit: "ms", Raw: ms, Weight: 1, Value: ms,
-		})
+		c.Terms = append(c.Terms, newTerm(id, label{mexLabels[n], "ms"}, ms, 1))
 	}
 	return c
 }
@@ -135,7 +125,6 @@ func (l *localCost) candidate(id RankID) PairCandidate {
 // pairModel is what one decision charges by: mex for both pools.
 type pairModel struct {
 	prefill, decode mexCosts
-	transfer        *PairTransfer
 	byCost          bool
 	choice          pairRow   // the decode policy's choice, as the decode rank of a pair
 	own             localCost // the same rank alone
@@ -143,7 +132,7 @@ type pairModel struct {
 
 func (r *PairRule) model(in *PairInput, local *Rank) pairModel {
 	m := pairModel{
-		prefill: in.Prefill.costs(), decode: in.Decode.costs(), transfer: &r.Transfer,
+		prefill: in.Prefill.costs(), decode: in.Decode.costs(),
 		byCost: r.Decider == DecideMex && !in.Prefill.isPinned(), choice: pairRow{rank: local},
 	}
 	hit := int64(in.Decode.View.hitOn(in.Decode.Query, local.ID))
@@ -255,16 +244,10 @@ func startAnywhere(rows []int32, rnd *rand.Rand) []int32 {
 		return rows
 	}
 	k := rnd.IntN(len(rows))
-	reverse(rows[:k])
-	reverse(rows[k:])
-	reverse(rows)
+	slices.Reverse(rows[:k])
+	slices.Reverse(rows[k:])
+	slices.Reverse(rows)
 	return rows
-}
-
-func reverse(rows []int32) {
-	for i, j := 0, len(rows)-1; i < j; i, j = i+1, j-1 {
-		rows[i], rows[j] = rows[j], rows[i]
-	}
 }
 
 // addPrefillTerms adds a prefill rank's part. leased tokens wait there for their decode ranks.
@@ -282,7 +265,7 @@ func (m *pairModel) addPrefillTerms(row *pairRow, hit, leased int64) {
 func (m *pairModel) addDecodeTerms(row *pairRow, hit int64) {
 	var terms mexTerms
 	m.decode.of(row.rank, m.decode.tokens, &terms)
-	row.cost[termTransfer] = m.transfer.ms(m.decode.tokens - hit)
+	row.cost[termTransfer] = transferMS(m.decode.tokens - hit)
 	row.cost[termOwn], row.cost[termOthers], row.cost[termDecodeMemory] = terms[3], terms[4], terms[5]
 }
 
@@ -347,9 +330,7 @@ func (m *pairModel) explain(d *PairDecision, p, q *pairRow, skip string) {
 		if isDecodeTerm[n] {
 			id = q.rank.ID
 		}
-		c.Terms = append(c.Terms, Term{
-			Rank: id, Name: pairLabels[n], Unit: "ms", Raw: ms, Weight: 1, Value: ms,
-		})
+		c.Terms = append(c.Terms, newTerm(id, label{pairLabels[n], "ms"}, ms, 1))
 	}
 	d.Candidates = append(d.Candidates, c)
 }

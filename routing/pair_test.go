@@ -152,10 +152,10 @@ func naivePair(c *pairCase) (remote bool, cost float64, reason string) {
 			}
 			var b mexTerms
 			dm.of(d, int64(c.dq.Tokens), &b)
-			m := pairModel{prefill: pm, decode: dm, transfer: &c.rule.Transfer}
+			m := pairModel{prefill: pm, decode: dm}
 			row := pairRow{rank: p}
 			m.addPrefillTerms(&row, phits[i], c.table.Leased(p))
-			x := c.rule.Transfer.ms(int64(c.dq.Tokens - c.d.hitOn(&c.dq, d.ID)))
+			x := transferMS(int64(c.dq.Tokens - c.d.hitOn(&c.dq, d.ID)))
 			sum := a[0] + a[1] + x + a[2] + b[3] + b[4] + row.cost[termPrefillMemory] + b[5]
 			if first := a[0] + a[1] + x; dm.late && first > dm.goal {
 				sum += dm.goal*(1+math.Log(first/dm.goal)) - first
@@ -431,7 +431,6 @@ func TestParsePairRule(t *testing.T) {
 		"": {}, "isl": {}, "always": {Decider: DecideAlways}, "mex": {Decider: DecideMex},
 		"prefill-load": {Decider: DecidePrefillLoad}, "uncached>=16": {Decider: DecideUncached, Least: 16},
 	} {
-		want.Transfer = DefaultPairTransfer()
 		assert.Equal(t, want, pairRule(t, text), text)
 	}
 	for text, want := range map[string]string{

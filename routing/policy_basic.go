@@ -5,21 +5,11 @@ import (
 	"slices"
 )
 
-var _ Policy = Random{}
-
 // Random is uniform over the live ranks with room. No parameters, no state.
-type Random struct{}
+type Random struct{ stateless }
 
-// Name is "random".
 func (Random) Name() string { return nameRandom }
 
-// NewState is nil.
-func (Random) NewState(*View, *rand.Rand) State { return nil }
-
-// Observe does nothing.
-func (Random) Observe(State, *View, *Event) {}
-
-// Decide draws one candidate.
 func (Random) Decide(q *Request, v *View, _ State, r *rand.Rand, d *Decision) {
 	resetDecision(d)
 	for _, t := range [...]tier{tierOpen, tierSilent} {
@@ -39,12 +29,10 @@ func explainUniform(t tier, q *Request, v *View, d *Decision) {
 	}
 	for i := range v.Ranks {
 		if t.has(q, &v.Ranks[i]) {
-			d.Terms = append(d.Terms, Term{Rank: v.Ranks[i].ID, Name: "uniform", Unit: "none"})
+			d.Terms = append(d.Terms, newTerm(v.Ranks[i].ID, label{"uniform", "none"}, 0, 0))
 		}
 	}
 }
-
-var _ Policy = RoundRobin{}
 
 // RoundRobin takes live ranks in id order. The cursor holds the last rank id, not an index, so that joins and
 // leaves do not shift the turn. The start is drawn, or all front-ends would pile their first requests onto
@@ -56,7 +44,6 @@ type roundRobinState struct {
 	started bool
 }
 
-// Name is "round-robin".
 func (RoundRobin) Name() string { return nameRoundRobin }
 
 // NewState begins before the first turn.
@@ -111,20 +98,16 @@ func explainTurns(t tier, q *Request, v *View, first int, d *Decision) {
 	for k := range v.Ranks {
 		rk := &v.Ranks[(first+k)%len(v.Ranks)]
 		if t.has(q, rk) {
-			d.Terms = append(d.Terms, Term{
-				Rank: rk.ID, Name: "turns_away", Unit: "turns", Raw: turn,
-				Weight: 1, Value: turn,
-			})
+			d.Terms = append(d.Terms, newTerm(rk.ID, label{"turns_away", "turns"}, turn, 1))
 			turn++
 		}
 	}
 }
 
-var _ Policy = PowerOfTwo{}
-
 // PowerOfTwo draws two distinct ranks and takes the one with fewer ongoing requests: the choice rule, tie
 // rule and full-means-unknown rule of Ray Serve's router, on the published view instead of probes.
 type PowerOfTwo struct {
+	stateless
 	// PreferLocal draws among ranks of the ingress's own node first (params: prefer_local, default false).
 	PreferLocal bool
 }
@@ -133,14 +116,7 @@ func newPowerOfTwo(p *params) Policy {
 	return PowerOfTwo{PreferLocal: p.boolean("prefer_local", false)}
 }
 
-// Name is "power-of-two".
 func (PowerOfTwo) Name() string { return namePowerOfTwo }
-
-// NewState is nil.
-func (PowerOfTwo) NewState(*View, *rand.Rand) State { return nil }
-
-// Observe does nothing: own bumps are in the view.
-func (PowerOfTwo) Observe(State, *View, *Event) {}
 
 // Decide draws from the first tier that is not empty: local (if asked for), open, silent.
 func (p PowerOfTwo) Decide(q *Request, v *View, _ State, r *rand.Rand, d *Decision) {
@@ -177,15 +153,9 @@ func choose(v *View, t tier, i, j int, d *Decision) {
 
 func explainOngoing(rk *Rank, d *Decision) {
 	if d.Explain {
-		o := float64(rk.ongoing())
-		d.Terms = append(d.Terms, Term{
-			Rank: rk.ID, Name: "ongoing", Unit: "requests", Raw: o, Weight: 1,
-			Value: o,
-		})
+		d.Terms = append(d.Terms, newTerm(rk.ID, label{"ongoing", "requests"}, float64(rk.ongoing()), 1))
 	}
 }
-
-var _ Policy = Direct{}
 
 // Direct sends each request where its caller says (x-dpserve-rank) and never reroutes in silence: it routes
 // or rejects, it does not queue. No parameters.
@@ -193,24 +163,22 @@ type Direct struct{}
 
 // directState remembers every rank that ever served, so that a dead one is unavailable (503) and not unknown
 // (400).
-type directState struct{ known map[RankID]struct{} }
+type directState map[RankID]struct{}
 
-// Name is "direct".
 func (Direct) Name() string { return nameDirect }
 
 // NewState knows the ranks of the view.
 func (Direct) NewState(v *View, _ *rand.Rand) State {
-	st := &directState{known: make(map[RankID]struct{}, len(v.Ranks))}
+	st := make(directState, len(v.Ranks))
 	for i := range v.Ranks {
-		st.known[v.Ranks[i].ID] = struct{}{}
+		st[v.Ranks[i].ID] = struct{}{}
 	}
 	return st
 }
 
-// Observe learns new ranks.
 func (Direct) Observe(s State, _ *View, e *Event) {
-	if st, ok := s.(*directState); ok && e.Kind == EvRankUp {
-		st.known[e.Rank] = struct{}{}
+	if st, ok := s.(directState); ok && e.Kind == EvRankUp {
+		st[e.Rank] = struct{}{}
 	}
 }
 
@@ -222,7 +190,9 @@ func (Direct) Decide(q *Request, v *View, s State, _ *rand.Rand, d *Decision) {
 		d.Reason = ReasonNoRankGiven
 		return
 	}
-	decideDirect(q, v, hasServed(s, q.Direct), d)
+	st, _ := s.(directState)
+	_, known := st[q.Direct]
+	decideDirect(q, v, known, d)
 }
 
 // decideDirect takes the rank that the request names; known says that it served before.
@@ -238,15 +208,6 @@ func decideDirect(q *Request, v *View, known bool, d *Decision) {
 	}
 }
 
-func hasServed(s State, id RankID) bool {
-	st, ok := s.(*directState)
-	if !ok {
-		return false
-	}
-	_, ok = st.known[id]
-	return ok
-}
-
 func decideNamed(q *Request, rk *Rank, d *Decision) {
 	switch {
 	case slices.Contains(q.Tried, rk.ID):
@@ -259,6 +220,6 @@ func decideNamed(q *Request, rk *Rank, d *Decision) {
 		d.Reason = ReasonRankUnavailable
 	}
 	if d.Kind == Route && d.Explain {
-		d.Terms = append(d.Terms, Term{Rank: rk.ID, Name: "named", Unit: "none"})
+		d.Terms = append(d.Terms, newTerm(rk.ID, label{"named", "none"}, 0, 0))
 	}
 }

@@ -3,10 +3,7 @@ package routing
 import (
 	"math"
 	"math/rand/v2"
-	"time"
 )
-
-var _ opensWatcher = KV{}
 
 // The variants of KV.
 const (
@@ -20,8 +17,6 @@ const (
 	// kvWeight and kvWeightTuned are overlap_score_weight. The documented 1, and anything up to 8, is far too
 	// low.
 	kvWeight, kvWeightTuned = 1, 32
-	// approximateTTL is how long a routed prompt counts as cached in approximate mode.
-	approximateTTL = 120 * time.Second
 	// maxWeight bounds weights and temperatures, so that no cost overflows.
 	maxWeight = 1e9
 	// hostCredit and diskCredit: variant kv2, what a block in host memory and on disk is worth beside one on
@@ -43,7 +38,7 @@ const (
 // Temperature T > 0 draws a rank with probability ∝ exp(-(c - min)/((max - min)·T)); all equal is uniform.
 // Per request, weight and temperature may be overridden (Request.Override).
 type KV struct {
-	Variant     string  // variantKV071 or VariantKV2; empty is VariantKV071
+	Variant     string  // variantKV071 or variantKV2; empty is variantKV071
 	Weight      float64 // overlap_score_weight; 0 ignores caches, and no index is built
 	Temperature float64 // router_temperature, 0 = lowest cost
 	NoTrack     bool    // no_track_active_blocks: no decode term, for ranks that only prefill
@@ -54,8 +49,6 @@ type KV struct {
 	Decay         float64 // kv2: δ
 	RequestWeight float64 // kv2: R_w
 }
-
-type kvState struct{ active *activeBlocks }
 
 func newKV(p *params) Policy {
 	return KV{
@@ -71,58 +64,46 @@ func newKV(p *params) Policy {
 	}
 }
 
-// Name is "kv".
 func (KV) Name() string { return nameKV }
 
 func (p KV) needs() Needs {
-	n := Needs{Hits: p.newForm() || p.Weight > 0, Blocks: !p.NoTrack}
-	if n.Hits && p.NoEvents {
-		n.Approximate, n.ApproximateTTL = true, approximateTTL
-	}
-	return n
+	hits := p.newForm() || p.Weight > 0
+	return Needs{Hits: hits, Blocks: !p.NoTrack, Approximate: hits && p.NoEvents}
 }
 
 func (p KV) newForm() bool { return p.Variant == variantKV2 }
 
-func (p KV) watchesOpens() bool { return !p.NoTrack }
-
-// NewState has nothing active.
 func (p KV) NewState(v *View, _ *rand.Rand) State {
 	if p.NoTrack {
 		return nil
 	}
-	return &kvState{active: newActiveBlocks(v)}
+	return newActiveBlocks(v)
 }
 
-// Observe follows the active sequences.
 func (KV) Observe(s State, v *View, e *Event) {
-	st, ok := s.(*kvState)
+	active, ok := s.(*activeBlocks)
 	if !ok {
 		return
 	}
 	switch e.Kind {
 	case EvRankUp:
-		st.active.align(v)
+		active.align(v)
 	case EvRankDown:
-		st.active.removeRank(e.Rank)
-		st.active.align(v)
+		active.removeRank(e.Rank)
+		active.align(v)
 	case EvOpened:
 		if i, ok := v.Find(e.Rank); ok {
-			st.open(&v.Ranks[i], e)
+			q := e.Request
+			if q == nil {
+				q = &Request{}
+			}
+			blocks := ceilDiv(int64(e.Tokens), int64(v.Ranks[i].blockSize(q)))
+			active.open(e.Rank, e.ReqID, blocks, q.Blocks)
 		}
 	case EvClosed:
-		st.active.close(e.Rank, e.ReqID)
+		active.close(e.Rank, e.ReqID)
 	default:
 	}
-}
-
-func (st *kvState) open(rk *Rank, e *Event) {
-	q := e.Request
-	if q == nil {
-		q = &Request{}
-	}
-	blocks := ceilDiv(int64(e.Tokens), int64(rk.blockSize(q)))
-	st.active.open(rk.ID, e.ReqID, blocks, q.Blocks)
 }
 
 // Decide takes the candidate with the lowest cost, or draws one.
@@ -170,11 +151,10 @@ func (p KV) prepare(q *Request, v *View, s State, c *scratch) aggregate {
 
 // decodeBlocks fills c.extra, aligned with the view.
 func (p KV) decodeBlocks(q *Request, v *View, s State, c *scratch) {
-	st, ok := s.(*kvState)
-	if p.NoTrack || !ok || len(st.active.rows) != len(v.Ranks) {
+	active, ok := s.(*activeBlocks)
+	if p.NoTrack || !ok || len(active.rows) != len(v.Ranks) {
 		return
 	}
-	active := st.active
 	depths := active.depths(q.Blocks, c)
 	size, own := 0, int64(0)
 	for i := range v.Ranks {
@@ -241,8 +221,6 @@ func (p KV) labels(*aggregate) []label {
 	}
 	return all[:2]
 }
-
-func (KV) rule(*aggregate) rule { return rule{} }
 
 // sample replaces the choice by a draw from the softmax over the costs, scaled to [0, 1].
 func (p KV) sample(t tier, v *View, r *rand.Rand, d *Decision) {

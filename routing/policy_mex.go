@@ -9,8 +9,6 @@ import (
 	"github.com/dpserve/dpserve/internal/steptime"
 )
 
-var _ predictor = Mex{}
-
 const (
 	goalGoodput = "goodput"
 	goalLatency = "latency"
@@ -59,8 +57,6 @@ type Mex struct {
 	MoE        bool    // the law's preset
 }
 
-type mexState struct{ traffic traffic }
-
 func newMex(p *params) Policy {
 	const ms = 1000
 	return Mex{
@@ -71,7 +67,6 @@ func newMex(p *params) Policy {
 	}
 }
 
-// Name is "mex".
 func (Mex) Name() string { return nameMex }
 
 func (Mex) needs() Needs { return Needs{Hits: true} }
@@ -91,13 +86,12 @@ func (p Mex) preset() string {
 }
 
 // NewState begins with an idle system.
-func (Mex) NewState(v *View, _ *rand.Rand) State { return &mexState{newTraffic(v)} }
+func (Mex) NewState(v *View, _ *rand.Rand) State { return newTraffic(v) }
 
-// Observe measures the traffic.
 func (p Mex) Observe(s State, v *View, e *Event) {
-	if st, ok := s.(*mexState); ok {
+	if t, ok := s.(*traffic); ok {
 		law := p.current(v)
-		st.traffic.observe(v, e, &law)
+		t.observe(v, e, &law)
 	}
 }
 
@@ -109,7 +103,6 @@ func (p Mex) current(v *View) steptime.Coefficients {
 	return v.Law
 }
 
-// Decide takes the candidate with the lowest cost.
 func (p Mex) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
 	resetDecision(d)
 	c := &d.scratch
@@ -161,8 +154,7 @@ func (p Mex) costs(q *Request, v *View, s State) mexCosts {
 		goal: p.TTFT, late: !p.Latency,
 	}
 	c.stretch = 1 / (c.law.TokenMS * stepTokens)
-	if st, ok := s.(*mexState); ok {
-		t := &st.traffic
+	if t, ok := s.(*traffic); ok {
 		c.later, c.answer = t.later(), t.answer
 		if share := t.share(); share < 1 {
 			c.unseen = min(1/share-1, mostUnseen-1)
@@ -249,10 +241,7 @@ func (m *mexCosts) explain(v *View, d *Decision) {
 		var terms mexTerms
 		m.of(&v.Ranks[i], c.hits[i], &terms)
 		for n, ms := range terms {
-			d.Terms = append(d.Terms, Term{
-				Rank: v.Ranks[i].ID, Name: mexLabels[n], Unit: "ms", Raw: ms,
-				Weight: 1, Value: ms,
-			})
+			d.Terms = append(d.Terms, newTerm(v.Ranks[i].ID, label{mexLabels[n], "ms"}, ms, 1))
 		}
 	}
 }

@@ -1,6 +1,7 @@
 package routing
 
 import (
+	"math"
 	"math/rand/v2"
 
 	"github.com/dpserve/dpserve/internal/steptime"
@@ -14,12 +15,14 @@ import (
 // requests, then are drawn. No parameters.
 type LPWL struct{ byHits }
 
-// Name is "lpwl".
 func (LPWL) Name() string { return nameLPWL }
 
-// Decide takes the candidate where the request's prefill would end first, counted in tokens.
 func (p LPWL) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
 	decideByScore(p, q, v, s, r, d)
+}
+
+func (LPWL) prepare(*Request, *View, State, *scratch) aggregate {
+	return aggregate{why: ReasonLowestScore, rule: rule{second: secondOpen}}
 }
 
 func (LPWL) summands(q *Request, rk *Rank, hit, _ int64, _ *aggregate) sums {
@@ -36,8 +39,6 @@ func (LPWL) labels(*aggregate) []label {
 	return []label{{"queued_work", "tokens"}, {"own_work", "tokens"}}
 }
 
-func (LPWL) rule(*aggregate) rule { return rule{second: secondOpen} }
-
 // LMetric multiplies prefill work by open requests. The lowest wins.
 //
 //	lmetric:   (Q + u) * O        all idle ranks score 0, so caches do not count at low load; ties are drawn
@@ -50,7 +51,6 @@ type LMetric struct {
 	PlusOne bool // lmetric-1
 }
 
-// Name is "lmetric" or "lmetric-1".
 func (p LMetric) Name() string {
 	if p.PlusOne {
 		return nameLMetric1
@@ -58,9 +58,16 @@ func (p LMetric) Name() string {
 	return nameLMetric
 }
 
-// Decide takes the candidate with the smallest product.
 func (p LMetric) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
 	decideByScore(p, q, v, s, r, d)
+}
+
+func (p LMetric) prepare(*Request, *View, State, *scratch) aggregate {
+	a := aggregate{why: ReasonLowestScore}
+	if p.PlusOne {
+		a.rule = rule{tie: tieRotate, second: secondUncached}
+	}
+	return a
 }
 
 func (p LMetric) summands(q *Request, rk *Rank, hit, _ int64, _ *aggregate) sums {
@@ -79,13 +86,6 @@ func (p LMetric) fill(q *Request, v *View, c *scratch) {
 
 func (LMetric) labels(*aggregate) []label { return []label{{"work_times_open", "tokens"}} }
 
-func (p LMetric) rule(*aggregate) rule {
-	if p.PlusOne {
-		return rule{tie: tieRotate, second: secondUncached}
-	}
-	return rule{}
-}
-
 // LeastKV controls memory, as the DPLB article proposes for independent ranks:
 //
 //	score = (K + Kq + L) / C
@@ -95,19 +95,19 @@ func (p LMetric) rule(*aggregate) rule {
 // told its capacity gets the mean of those that have; if none has, tokens are compared.
 type LeastKV struct{ rotatingTies }
 
-// Name is "least-kv".
 func (LeastKV) Name() string { return nameLeastKV }
 
 func (LeastKV) needs() Needs { return Needs{} }
 
-// Decide takes the candidate whose KV cache would be the least full.
 func (p LeastKV) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
 	decideByScore(p, q, v, s, r, d)
 }
 
 // prepare: x[0] is the capacity of ranks that have not told theirs.
 func (LeastKV) prepare(_ *Request, v *View, _ State, _ *scratch) aggregate {
-	a := aggregate{why: ReasonLowestScore, x: [4]float64{1}}
+	a := aggregate{
+		why: ReasonLowestScore, x: [4]float64{1}, rule: rule{tie: tieRotate, second: secondOpen},
+	}
 	sum, known := 0.0, 0.0
 	for i := range v.Ranks {
 		if c := v.Ranks[i].Capacity; c > 0 {
@@ -139,8 +139,6 @@ func (LeastKV) labels(*aggregate) []label {
 	return []label{{"context", "tokens"}, {"prompt", "tokens"}}
 }
 
-func (LeastKV) rule(*aggregate) rule { return rule{tie: tieRotate, second: secondOpen} }
-
 // MinTTFT takes the rank where the first token is predicted to come first (Mooncake's rule by the step law):
 //
 //	score = Wq + P [+ η·P]        milliseconds
@@ -157,8 +155,6 @@ type MinTTFT struct {
 	Law steptime.Coefficients // of one rank; the zero value is steptime.Reference
 }
 
-type minTTFTState struct{ traffic traffic }
-
 func newMinTTFT(p *params) Policy { return MinTTFT{Eta: p.boolean("eta", false)} }
 
 func (p MinTTFT) law() steptime.Coefficients {
@@ -168,28 +164,19 @@ func (p MinTTFT) law() steptime.Coefficients {
 	return p.Law
 }
 
-// prefill is the predicted prefill of u uncached tokens behind hit cached ones, in ms.
-func prefill(law *steptime.Coefficients, u, hit int64) float64 {
-	return law.Prefill(int(u), int(hit))
-}
-
-// Name is "min-ttft".
 func (MinTTFT) Name() string { return nameMinTTFT }
 
 // NewState begins with an idle system.
-func (MinTTFT) NewState(v *View, _ *rand.Rand) State { return &minTTFTState{newTraffic(v)} }
+func (MinTTFT) NewState(v *View, _ *rand.Rand) State { return newTraffic(v) }
 
 // Observe measures ρ.
 func (p MinTTFT) Observe(s State, v *View, e *Event) {
-	st, ok := s.(*minTTFTState)
-	if !ok || !p.Eta {
-		return
+	if t, ok := s.(*traffic); ok && p.Eta {
+		law := p.law()
+		t.observe(v, e, &law)
 	}
-	law := p.law()
-	st.traffic.observe(v, e, &law)
 }
 
-// Decide takes the candidate with the smallest predicted time to first token.
 func (p MinTTFT) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
 	decideByScore(p, q, v, s, r, d)
 }
@@ -199,10 +186,10 @@ func (p MinTTFT) prepare(q *Request, v *View, s State, c *scratch) aggregate {
 	law := p.law()
 	a := aggregate{why: ReasonLowestScore, x: [4]float64{law.TokenMS, law.PairMS}}
 	if c.creditNewRanks(q, v) {
-		a.mode = modeNewRanks
+		a.mode, a.rule.second = modeNewRanks, secondOpen
 	}
-	if st, ok := s.(*minTTFTState); ok && p.Eta {
-		a.x[2] = st.traffic.later()
+	if t, ok := s.(*traffic); ok && p.Eta {
+		a.x[2] = t.later()
 	}
 	return a
 }
@@ -210,7 +197,7 @@ func (p MinTTFT) prepare(q *Request, v *View, s State, c *scratch) aggregate {
 func (p MinTTFT) summands(q *Request, rk *Rank, hit, _ int64, a *aggregate) sums {
 	law := steptime.Coefficients{TokenMS: a.x[0], PairMS: a.x[1]}
 	queue := float64(law.TokenMS*float64(rk.Load.Q)) + float64(law.PairMS*(float64(rk.Pairs)/2))
-	own := prefill(&law, int64(q.Tokens)-hit, hit)
+	own := law.Prefill(q.Tokens-int(hit), int(hit))
 	return three(queue, 1, own, 1, own, a.x[2])
 }
 
@@ -231,4 +218,93 @@ func (p MinTTFT) labels(a *aggregate) []label {
 	return all[:2]
 }
 
-func (MinTTFT) rule(a *aggregate) rule { return newRanksRule(a) }
+const (
+	// stickyThreshold is the share of the prompt that a warm rank holds (llm-d's default).
+	stickyThreshold = 0.8
+	// stickySpill is llm-d's τ in tokens: 18 s of prefill at 15,928 tokens/s.
+	stickySpill = 286_704
+	// stickySpillTuned is τ of preset tuned; it is no real gain over the documented one.
+	stickySpillTuned = 65_536
+)
+
+// Sticky keeps a request to the ranks that hold most of its prompt (llm-d's default since August 2026):
+//
+//	warm  = ranks with hit/L ≥ Threshold
+//	score = Q + u (By "work") or O (By "requests"), among the warm ranks, or among all if there are none or
+//	        if min Q over warm − min Q over the others > Spill
+//
+// The lowest wins, ties are drawn. By work, a rank that came up lately has credit for prompts that no rank is
+// warm for (creditNewRanks). Parameters: threshold, spill_tokens, by.
+type Sticky struct {
+	byHits
+	Threshold float64 // 0 to 1
+	Spill     float64 // tokens
+	Requests  bool    // rank by open requests (decode-bound) instead of prefill work
+}
+
+func newSticky(p *params) Policy {
+	return Sticky{
+		Threshold: p.number("threshold", stickyThreshold, 0, 1),
+		Spill:     p.number("spill_tokens", p.choose(stickySpill, stickySpillTuned), 0, math.Inf(1)),
+		Requests:  p.word("by", "work", "work", "requests") == "requests",
+	}
+}
+
+func (Sticky) Name() string { return nameSticky }
+
+func (p Sticky) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
+	decideByScore(p, q, v, s, r, d)
+}
+
+func (p Sticky) warm(q *Request, hit int64) bool {
+	return hit > 0 && float64(hit) >= p.Threshold*float64(q.Tokens)
+}
+
+// prepare marks the ranks outside the preferred ones.
+func (p Sticky) prepare(q *Request, v *View, _ State, c *scratch) aggregate {
+	warm, cold := int64(math.MaxInt64), int64(math.MaxInt64)
+	for _, i := range c.candidates {
+		queued := v.Ranks[i].Load.Q
+		if p.warm(q, c.hits[i]) {
+			warm = min(warm, queued)
+		} else {
+			cold, c.extra[i] = min(cold, queued), 1
+		}
+	}
+	switch {
+	case warm == math.MaxInt64:
+		clear(c.extra)
+		a := aggregate{why: ReasonLowestScore}
+		if !p.Requests && c.creditNewRanks(q, v) {
+			a.mode, a.rule.second = modeNewRanks, secondOpen
+		}
+		return a
+	case cold < math.MaxInt64 && float64(warm-cold) > p.Spill:
+		clear(c.extra)
+		return aggregate{why: ReasonSpilled}
+	}
+	return aggregate{why: ReasonWarm}
+}
+
+func (p Sticky) summands(q *Request, rk *Rank, hit, extra int64, _ *aggregate) sums {
+	if p.Requests {
+		return two(float64(extra), notPreferredCost, float64(rk.ongoing()), 1)
+	}
+	return three(float64(extra), notPreferredCost, float64(rk.Load.Q), 1, float64(int64(q.Tokens)-hit), 1)
+}
+
+func (p Sticky) fill(q *Request, v *View, c *scratch) {
+	for k, i := range c.candidates {
+		c.scores[k] = total(p.summands(q, &v.Ranks[i], c.hits[i], c.extra[i], &c.all))
+	}
+}
+
+func (p Sticky) labels(a *aggregate) []label {
+	switch {
+	case p.Requests:
+		return []label{{"not_warm", "none"}, {"open", "requests"}}
+	case a.mode == modeNewRanks:
+		return []label{{"not_warm", "none"}, {"queued_work", "tokens"}, {"own_work_with_credit", "tokens"}}
+	}
+	return []label{{"not_warm", "none"}, {"queued_work", "tokens"}, {"own_work", "tokens"}}
+}

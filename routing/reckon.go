@@ -56,6 +56,16 @@ type queuedPrompt struct {
 	prev, next  int32 // numbers of slots
 }
 
+// front is the prompt's front but for its times.
+func (q *queuedPrompt) front() front {
+	f := front{u: int64(q.tokens - q.hit), twice: 2 * int64(q.tokens)}
+	f.pairs = attention(f.u, int64(q.hit))
+	if q.tokens > longestPrompt {
+		f.twice = 0
+	}
+	return f
+}
+
 func (p *prefills) at(slot int32) *queuedPrompt { return &p.slots[slot-1] }
 
 // join appends a prompt to the queue.
@@ -119,11 +129,8 @@ func (p *prefills) predict(rk *Rank, law *steptime.Coefficients) float64 {
 // setFront computes front from the first prompt.
 func (p *prefills) setFront(rk *Rank, law *law) {
 	f := p.at(p.first)
-	p.front = front{began: p.begun(), u: int64(f.tokens - f.hit), twice: 2 * int64(f.tokens)}
-	p.front.pairs = attention(p.front.u, int64(f.hit))
-	if f.tokens > longestPrompt {
-		p.front.twice = 0
-	}
+	p.front = f.front()
+	p.front.began = p.begun()
 	p.front.rate = 1 / (p.predict(rk, &law.base) * p.speed.slowness(law.prefill) * float64(time.Millisecond))
 }
 
@@ -173,11 +180,7 @@ func (p *prefills) computedUnreported(rk *Rank, law *law, left time.Duration,
 	slot := p.at(p.first).next
 	for n := 0; n < mostUntold && slot != 0 && left > 0; n++ {
 		q := p.at(slot)
-		f := front{u: int64(q.tokens - q.hit), twice: 2 * int64(q.tokens)}
-		f.pairs = attention(f.u, int64(q.hit))
-		if q.tokens > longestPrompt {
-			f.twice = 0
-		}
+		f := q.front()
 		takes := time.Duration(law.base.Prefill(int(f.u), int(q.hit)) * slowness)
 		if takes > left {
 			t, x := f.computed(float64(left) / float64(takes))

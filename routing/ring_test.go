@@ -49,7 +49,7 @@ func TestRingMatchesTheOracle(t *testing.T) {
 			}
 			slices.SortFunc(want, comparePoints)
 			require.Equal(t, want, slices.Clip(append([]ringPoint(nil), r.points...)))
-			checkWalk(t, &r, &v, want, rapid.Uint64().Draw(t, "key"))
+			checkWalk(t, r, &v, want, rapid.Uint64().Draw(t, "key"))
 		}
 	})
 }

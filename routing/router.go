@@ -39,8 +39,8 @@ type Router struct {
 	derived  Event // EvOpened, EvClosed: likewise
 	log      *opensLog
 	law      law
-	dropped  uint64
-	spoiled  uint64
+	dropped  uint64 // events: of an older incarnation or epoch, or of a rank that is not there
+	spoiled  uint64 // candidates that were left out because a term of their score was not a finite number
 }
 
 // NewRouter is an empty view under policy p. The same seed and the same calls give the same decisions.
@@ -50,7 +50,7 @@ func NewRouter(p Policy, seed uint64) *Router {
 	r.source.Seed(seed, fibonacci)
 	r.rand = rand.New(&r.source)
 	r.state = p.NewState(&r.view, r.rand)
-	if w, ok := p.(opensWatcher); ok && w.watchesOpens() {
+	if kv, ok := p.(KV); ok && !kv.NoTrack {
 		r.log = &opensLog{}
 	}
 	return r
@@ -130,14 +130,10 @@ func (r *Router) Observe(e *Event) {
 	}
 }
 
+// observe is Observe; wake says that queued requests should look again.
 func (r *Router) observe(e *Event) (wake bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.apply(e)
-}
-
-// apply is Observe under the lock; wake says that queued requests should look again.
-func (r *Router) apply(e *Event) (wake bool) {
 	r.view.Now = max(r.view.Now, e.Now)
 	seen := e
 	// asked before the event is applied
@@ -177,17 +173,7 @@ func (r *Router) updateBusyAt(id RankID) (freed bool) {
 
 // Explain is what Pick would decide now, with Terms; nothing changes, not even the generator.
 func (r *Router) Explain(q *Request) Decision {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.explain(q)
-}
-
-func (r *Router) explain(q *Request) Decision {
-	source, v := r.source, r.view
-	v.Now = max(v.Now, q.Now)
-	r.reckon(v.Now)
-	d := Decision{Explain: true}
-	r.decide(q, &v, rand.New(&source), &d)
+	d, _ := r.Why(q)
 	return d
 }
 
@@ -223,21 +209,6 @@ func (r *Router) Snapshot() View {
 	return v
 }
 
-// Dropped counts events that came too late: of an older incarnation or epoch, or for a rank that is not
-// there.
-func (r *Router) Dropped() uint64 {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.dropped
-}
-
-// Disqualified counts candidates that were left out because a term of their score was not a finite number.
-func (r *Router) Disqualified() uint64 {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.spoiled
-}
-
 // MaxMean is the imbalance of the ready ranks: open requests on the fullest over the mean; 1 is even, and so
 // is idle.
 func (r *Router) MaxMean() float64 {
@@ -266,9 +237,11 @@ func (r *Router) Why(q *Request) (Decision, View) {
 }
 
 func (r *Router) why(q *Request) (Decision, View) {
-	d := r.explain(q)
-	v := r.view
-	v.Ranks = slices.Clone(v.Ranks)
+	source, v, d := r.source, r.view, Decision{Explain: true}
+	v.Now = max(v.Now, q.Now)
+	r.reckon(v.Now)
+	r.decide(q, &v, rand.New(&source), &d)
+	v.Now, v.Ranks = r.view.Now, slices.Clone(v.Ranks)
 	return d, v
 }
 

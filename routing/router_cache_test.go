@@ -73,7 +73,7 @@ func TestStatusReportsAreChecked(t *testing.T) {
 	for _, u := range []float64{-0.1, 1.1, math.NaN(), math.Inf(1)} {
 		r.Observe(&Event{Kind: EvStatus, KVUsage: u})
 	}
-	assert.Equal(t, uint64(4), r.Dropped())
+	assert.Equal(t, uint64(4), r.dropped)
 	r.Observe(&Event{Kind: EvStatus, KVUsage: 0.4, Capacity: 1000, BlockSize: 32})
 	r.Observe(&Event{Kind: EvStatus, KVUsage: 0.3})
 	v := r.Snapshot()
@@ -84,7 +84,7 @@ func TestStatusReportsAreChecked(t *testing.T) {
 	r.Observe(&Event{Kind: EvRankUp, Epoch: 2, Incarnation: 8, MaxOngoing: 9})
 	assert.Zero(t, r.Snapshot().Ranks[0].Usage())
 	r.Observe(&Event{Kind: EvConfigured})
-	assert.Equal(t, uint64(5), r.Dropped())
+	assert.Equal(t, uint64(5), r.dropped)
 }
 
 // Engines that report no usage are judged by what they were sent.

@@ -45,7 +45,7 @@ func TestRouterWakesOnlyForWhatCanChangeAnAnswer(t *testing.T) {
 		r.Observe(&s.e)
 		assert.Equal(t, s.wake, rooms > before, s.what)
 	}
-	assert.Equal(t, uint64(2), r.Dropped())
+	assert.Equal(t, uint64(2), r.dropped)
 }
 
 func TestRouterUndoWakesAndIsIdempotent(t *testing.T) {
@@ -111,7 +111,7 @@ func TestNewIncarnationBeginsAnewAndGhostsStayOut(t *testing.T) {
 	r.Observe(&Event{Kind: EvRankDown, Rank: rank})
 	r.Observe(up(rank, 4)) // epoch 1, late
 	assert.Empty(t, r.Snapshot().Ranks)
-	assert.Equal(t, uint64(1), r.Dropped())
+	assert.Equal(t, uint64(1), r.dropped)
 	r.Observe(&Event{Kind: EvRankUp, Rank: rank, Epoch: 3, Incarnation: 9, MaxOngoing: 4})
 	assert.Equal(t, Load{}, loadOf(r, rank))
 }

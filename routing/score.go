@@ -20,24 +20,12 @@ type formula interface {
 	fill(q *Request, v *View, c *scratch)
 	// labels name the summands that count in this decision.
 	labels(a *aggregate) []label
-	// rule says which score is best and how ties end.
-	rule(a *aggregate) rule
 }
 
 // byHits is embedded by formulas that read what ranks hold of a prompt and keep no state of their own.
-type byHits struct{}
+type byHits struct{ stateless }
 
 func (byHits) needs() Needs { return Needs{Hits: true} }
-
-// NewState is nil.
-func (byHits) NewState(*View, *rand.Rand) State { return nil }
-
-// Observe does nothing: the view has all that the formula reads.
-func (byHits) Observe(State, *View, *Event) {}
-
-func (byHits) prepare(*Request, *View, State, *scratch) aggregate {
-	return aggregate{why: ReasonLowestScore}
-}
 
 // rotatingTies is embedded by formulas whose ties may rotate (tieRotate). The state is the rank from which
 // the search for the best candidate starts.
@@ -63,6 +51,7 @@ type aggregate struct {
 	x     [4]float64
 	why   string // the reason of the decision
 	spare RankID
+	rule  rule
 }
 
 // summand is one term before it is named: it adds raw × weight.
@@ -108,6 +97,7 @@ const (
 	secondUncached        // prompt tokens to compute
 )
 
+// rule says which score is best and how ties end.
 type rule struct {
 	highest bool
 	tie     tie
@@ -119,6 +109,20 @@ type rule struct {
 // first) does not prefer: far above any cost in requests or tokens, and small enough that both add up exactly
 // in a float64.
 const notPreferredCost = 1 << 45
+
+// staged is embedded by policies that take the shortest queue among the ranks that they prefer. extra is 0
+// for those, 1 for the others; x[0] is shown and counts for nothing.
+type staged struct{}
+
+func (staged) summands(_ *Request, rk *Rank, _, extra int64, a *aggregate) sums {
+	return three(float64(extra), notPreferredCost, float64(rk.ongoing()), 1, a.x[0], 0)
+}
+
+func (p staged) fill(q *Request, v *View, c *scratch) {
+	for k, i := range c.candidates {
+		c.scores[k] = total(p.summands(q, &v.Ranks[i], c.hits[i], c.extra[i], &c.all))
+	}
+}
 
 // decideByScore routes to the best candidate of the first tier that has one. It is generic so that the
 // policy, a small struct, is not boxed for every decision.
@@ -140,8 +144,7 @@ func decideAmong[F formula](f F, t tier, q *Request, v *View, s State, r *rand.R
 	resize(&c.scores, len(c.candidates))
 	c.all = f.prepare(q, v, s, c)
 	f.fill(q, v, c)
-	rule := f.rule(&c.all)
-	best := rule.best(q, v, s, r, d)
+	best := c.all.rule.best(q, v, s, r, d)
 	if best < 0 {
 		d.Reason = ReasonBadScore
 		return
@@ -219,11 +222,7 @@ func explainScores[F formula](f F, q *Request, v *View, d *Decision) {
 		s := f.summands(q, rk, c.hits[i], c.extra[i], &c.all)
 		parts := [...]summand{s.a, s.b, s.c}
 		for n, l := range labels {
-			p := parts[n]
-			d.Terms = append(d.Terms, Term{
-				Rank: rk.ID, Name: l.name, Unit: l.unit, Raw: p.raw,
-				Weight: p.weight, Value: p.raw * p.weight,
-			})
+			d.Terms = append(d.Terms, newTerm(rk.ID, l, parts[n].raw, parts[n].weight))
 		}
 	}
 }
@@ -305,12 +304,4 @@ func (c *scratch) creditNewRanks(q *Request, v *View) (found bool) {
 		}
 	}
 	return found
-}
-
-// newRanksRule is the rule of a formula that gives new ranks credit.
-func newRanksRule(a *aggregate) rule {
-	if a.mode == modeNewRanks {
-		return rule{second: secondOpen}
-	}
-	return rule{}
 }

@@ -73,13 +73,13 @@ func TestLawNotANumberDisqualifies(t *testing.T) {
 		require.Equal(t, Route, d.Kind, "%+v", p)
 		if l, ok := p.(LeastLoaded); ok && l.Variant == variantKV {
 			assert.NotEqual(t, ID(0, 0), d.Ranked[0])
-			assert.Equal(t, uint64(1), r.Disqualified())
+			assert.Equal(t, uint64(1), r.spoiled)
 			poison(1)
 			poison(2)
 			d = pick(r, Request{ID: 2, Tokens: 10})
 			assert.Equal(t, Reject, d.Kind)
 			assert.Equal(t, ReasonBadScore, d.Reason)
-			assert.Equal(t, uint64(4), r.Disqualified())
+			assert.Equal(t, uint64(4), r.spoiled)
 		}
 	}
 }

@@ -125,7 +125,7 @@ func (st *textState) longestMatch(q *Request, v *View, c *scratch) float64 {
 
 // needsText is what a policy with a textState reads.
 func needsText() Needs {
-	return Needs{Text: true, Hits: true, Approximate: true, ApproximateTTL: approximateTTL}
+	return Needs{Text: true, Hits: true, Approximate: true}
 }
 
 // smallest gives the candidates with the fewest characters of text 0 and all others 1, in c.extra. It never

@@ -225,6 +225,10 @@ type Term struct {
 	Value  float64 `json:"value"`
 }
 
+func newTerm(id RankID, l label, raw, weight float64) Term {
+	return Term{Rank: id, Name: l.name, Unit: l.unit, Raw: raw, Weight: weight, Value: raw * weight}
+}
+
 // Decision is a policy's answer. The caller owns and reuses it; Ranked and Terms are truncated, not
 // reallocated.
 type Decision struct {
@@ -334,15 +338,14 @@ func (rk *Rank) size(e *Event) {
 // status applies an engine's report. ok is false for a usage outside 0 to 1: the report is dropped and
 // counted.
 func (rk *Rank) status(e *Event) (ok bool) {
+	usage := e.KVUsage
 	if e.NoKVUsage {
-		rk.KVUsage, rk.HasKVUsage = 0, false
-		rk.size(e)
-		return true
+		usage = 0
 	}
-	if !(e.KVUsage >= 0 && e.KVUsage <= 1) { // NaN too
+	if !(usage >= 0 && usage <= 1) { // NaN too
 		return false
 	}
-	rk.KVUsage, rk.HasKVUsage = e.KVUsage, true
+	rk.KVUsage, rk.HasKVUsage = usage, !e.NoKVUsage
 	rk.size(e)
 	return true
 }

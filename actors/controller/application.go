@@ -29,7 +29,6 @@ type application struct {
 	retryAt    time.Time
 }
 
-// isWanted reports whether the app wants the unit.
 func (a *application) isWanted(id string) bool {
 	_, ok := a.launch[id]
 	return ok && !a.deleting

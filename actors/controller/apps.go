@@ -8,6 +8,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/rankassigner"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
@@ -41,7 +42,6 @@ func (c *Core) isAttach(name string) bool {
 	return a != nil && a.spec != nil && a.spec.Engine.Kind == app.KindAttach
 }
 
-// appNames returns the apps in order.
 func (c *Core) appNames() []string { return slices.Sorted(maps.Keys(c.apps)) }
 
 // reconcile compares the wanted state with the current one and takes the next steps towards it.
@@ -145,17 +145,13 @@ func (c *Core) reconcileApp(now time.Time, a *application) {
 // startUnit begins a unit, unless another unit still holds its ranks because the app's coupling has changed.
 func (c *Core) startUnit(now time.Time, u *unit, w *app.Unit) {
 	for id, rec := range c.state.Units {
-		if id != u.id && rec.App == w.App && rec.Group == w.Group && rec.Holds() && shares(rec, w.Ranks) {
+		if id != u.id && rec.App == w.App && rec.Group == w.Group && rec.Holds() &&
+			slices.ContainsFunc(w.Ranks, rec.HasRank) {
 			return
 		}
 	}
 	u.ranks = w.Ranks
 	c.stepUnit(now, u, state.Event{Kind: state.EvWant})
-}
-
-func shares(rec *state.Unit, ranks []int) bool {
-	return slices.ContainsFunc(rec.Ranks,
-		func(r state.RankGrant) bool { return slices.Contains(ranks, r.Rank) })
 }
 
 // isStale reports whether the current grant starts something other than the current revision.
@@ -170,7 +166,7 @@ func (c *Core) rollUnit(now time.Time, a *application, u *unit) {
 	switch u.m.Phase {
 	case state.Starting, state.Fenced, state.Killing, state.Backoff, state.Failed, state.Draining:
 	case state.Ready:
-		if c.hasUnreadyUnit(a, u) {
+		if c.findUnready(a, u, true) != "" {
 			return
 		}
 	default:
@@ -182,16 +178,22 @@ func (c *Core) rollUnit(now time.Time, a *application, u *unit) {
 	})
 }
 
-// hasUnreadyUnit reports whether another unit of the app is not ready. A unit without room does not count,
-// because it may wait for this unit's room.
-func (c *Core) hasUnreadyUnit(a *application, but *unit) bool {
+// findUnready names another unit of the application that is not ready; "" = none. A unit without room does
+// not count, because it may wait for this unit's room.
+func (c *Core) findUnready(a *application, but *unit, countFailed bool) string {
 	for i := range a.units {
-		u := c.units[a.units[i].ID]
-		if u != but && (u == nil || (u.m.Phase != state.Ready && u.noRoom == "") || u.hasUnreportedPart()) {
-			return true
+		id := a.units[i].ID
+		u := c.units[id]
+		switch {
+		case u == but:
+		case u == nil, u.hasUnreportedPart():
+			return id
+		case u.m.Phase == state.Ready, u.noRoom != "", u.m.Phase == state.Failed && !countFailed:
+		default:
+			return id
 		}
 	}
-	return false
+	return ""
 }
 
 // proposePending proposes every pending command except grants. A command that the state has overtaken is
@@ -228,7 +230,9 @@ func (c *Core) propose(u *unit, w pendingCommand) {
 		ref.LogTail = state.Tail(u.m.LogTail)
 		c.emit(ProposeEffect{App: u.app, Unit: u.id, Command: state.Command{UnitFailed: ref}})
 	default:
-		c.emit(ReleaseEffect{u.app, releaseOf(u)})
+		c.emit(ReleaseEffect{u.app, msg.ReleaseRank{
+			Unit: u.id, Rank: -1, Epoch: u.m.Epoch, Reason: u.m.Reason,
+		}})
 	}
 }
 
@@ -238,7 +242,8 @@ func (c *Core) forgetFinished(now time.Time) {
 	for _, id := range c.unitIDs() {
 		u := c.units[id]
 		if a := c.apps[u.app]; (a == nil || !a.isWanted(id)) && u.isIdle(c.state) {
-			c.dropUnit(id)
+			delete(c.units, id)
+			c.order = nil
 			c.emit(ForgetEffect{u.app, id})
 			continue
 		}
@@ -253,7 +258,6 @@ func (c *Core) forgetFinished(now time.Time) {
 	}
 }
 
-// updateAppStatus derives the app's status and emits its change.
 func (c *Core) updateAppStatus(now time.Time, a *application) {
 	if ranks := c.countRanks(a); a.lastCounts == nil || *a.lastCounts != ranks {
 		a.lastCounts = &ranks
@@ -267,13 +271,11 @@ func (c *Core) updateAppStatus(now time.Time, a *application) {
 		return
 	}
 	c.emit(ChangeEffect{Event{
-		At: now, App: a.name, From: string(a.status), To: string(s),
-		Reason: c.message(a),
+		At: now, App: a.name, From: string(a.status), To: string(s), Reason: joinMessage(c.messageLines(a)),
 	}})
 	a.status = s
 }
 
-// countRanks counts the ready and the wanted ranks.
 func (c *Core) countRanks(a *application) RanksEffect {
 	out := RanksEffect{App: a.name}
 	for i := range a.units {
@@ -309,9 +311,7 @@ func (c *Core) wantedPhase(a *application, id string) state.Phase {
 	return u.m.Phase
 }
 
-// message says why the app is not RUNNING.
-func (c *Core) message(a *application) string { return joinMessage(c.messageLines(a)) }
-
+// joinMessage puts the reasons why an app is not RUNNING into one text.
 func joinMessage(lines []string) string {
 	if left := len(lines) - maxMessageLines; left > 0 {
 		lines = append(lines[:maxMessageLines:maxMessageLines], fmt.Sprintf("and %d more", left))
@@ -379,12 +379,10 @@ func (c *Core) giveUpUnitsOn(now time.Time, node string) {
 	}
 }
 
-// giveUp gives up a unit because one of its nodes stops.
 func (c *Core) giveUp(now time.Time, u *unit, node string) {
 	u.reserved = nil
 	c.stepUnit(now, u, state.Event{
-		Kind: state.EvUnwant, Grace: c.grace(u),
-		Reason: "node " + node + " is stopping",
+		Kind: state.EvUnwant, Grace: c.grace(u), Reason: "node " + node + " is stopping",
 	})
 }
 
@@ -423,7 +421,7 @@ func (c *Core) moveOffDraining(now time.Time) {
 func (c *Core) moveUnit(now time.Time, a *application, u *unit, n *state.Node) {
 	late := n.DrainBy > 0 && !now.Before(time.UnixMilli(n.DrainBy))
 	if u.m.Phase == state.Ready && !late {
-		if other := c.unitInTransit(a, u); other != "" {
+		if other := c.findUnready(a, u, false); other != "" {
 			u.stayReason = "waits on draining node " + n.ID + " until " + other + " is ready"
 			return
 		}
@@ -435,26 +433,8 @@ func (c *Core) moveUnit(now time.Time, a *application, u *unit, n *state.Node) {
 	}
 	u.reserved = to
 	c.stepUnit(now, u, state.Event{
-		Kind: state.EvUnwant, Grace: c.moveGrace(now, u, n),
-		Reason: "node " + n.ID + " is being drained",
+		Kind: state.EvUnwant, Grace: c.moveGrace(now, u, n), Reason: "node " + n.ID + " is being drained",
 	})
-}
-
-// unitInTransit names another unit of the application that is starting or ending; "" = none. Failed units and
-// units without room do not count.
-func (c *Core) unitInTransit(a *application, but *unit) string {
-	for i := range a.units {
-		id := a.units[i].ID
-		u := c.units[id]
-		switch {
-		case u == but:
-		case u == nil, u.hasUnreportedPart():
-			return id
-		case u.m.Phase != state.Ready && u.m.Phase != state.Failed && u.noRoom == "":
-			return id
-		}
-	}
-	return ""
 }
 
 // placeElsewhere returns the seats that the unit would get if it ended now; else why it would get none.

@@ -84,8 +84,8 @@ func benchmarkDeploy(b *testing.B, units int) {
 		agent := &startingAgent{assigner, make(chan string, units)}
 		c := New(Config{
 			Store: store, Proposer: store, Assigner: assigner, Log: slog.New(slog.DiscardHandler),
-			Agent:  func(string) (msg.NodeAgent, bool) { return agent, true },
-			Timers: Timers{LeaseTTL: endlessLease},
+			Agent:   func(string) (msg.NodeAgent, bool) { return agent, true },
+			Metrics: noMetrics{}, Confirm: agree, StepDown: agree, Timers: Timers{LeaseTTL: endlessLease},
 		})
 		require.NoError(b, assigner.Start(system))
 		require.NoError(b, c.Start(system))
@@ -134,8 +134,8 @@ func TestUnitsStartAfterTwoWrites(t *testing.T) {
 		agent := &startingAgent{assigner, make(chan string, units)}
 		c := New(Config{
 			Store: store, Proposer: store, Assigner: assigner, Log: log,
-			Agent:  func(string) (msg.NodeAgent, bool) { return agent, true },
-			Timers: Timers{LeaseTTL: endlessLease},
+			Agent:   func(string) (msg.NodeAgent, bool) { return agent, true },
+			Metrics: noMetrics{}, Confirm: agree, StepDown: agree, Timers: Timers{LeaseTTL: endlessLease},
 		})
 		require.NoError(t, assigner.Start(system))
 		require.NoError(t, c.Start(system))

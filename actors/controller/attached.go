@@ -11,6 +11,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
@@ -20,16 +21,6 @@ import (
 // application.
 const maxRankChangeAttempts = 16
 
-// RankChange is a committed change of one attached rank.
-type RankChange struct {
-	App      string
-	Group    int
-	Rank     int
-	URL      string
-	Selector *int   // if several ranks are behind the URL
-	Revision uint64 // of the application
-}
-
 // AttachedRanks adds and removes ranks of applications of kind attach. An empty application name selects the
 // only one of that kind.
 type AttachedRanks struct{ Controller *Controller }
@@ -37,13 +28,13 @@ type AttachedRanks struct{ Controller *Controller }
 // rankEdit is an application with changed ranks, and the reply to the caller.
 type rankEdit struct {
 	app   *app.Application
-	reply RankChange
+	reply client.RankChange
 	grace map[string]time.Duration // per removed unit; default: the application's grace
 }
 
 // Add attaches an engine, described like an item of engine.ranks, to the pool of its role. The rank gets the
 // lowest free number.
-func (r AttachedRanks) Add(ctx context.Context, name string, rank []byte) (RankChange, error) {
+func (r AttachedRanks) Add(ctx context.Context, name string, rank []byte) (client.RankChange, error) {
 	return r.change(ctx, name, func(pools []*app.Application, st *state.State) (rankEdit, error) {
 		parsed, err := app.ParseRank(rank, pools[0].Engine.Family, transferOf(pools[0]))
 		if err != nil {
@@ -100,7 +91,7 @@ func checkOtherPool(st *state.State, a *app.Application, r *app.AttachRank) erro
 // Remove drains and detaches a rank. deadline is for its running streams; nil = the application's grace.
 func (r AttachedRanks) Remove(ctx context.Context, name string, rank app.RankRef,
 	deadline *time.Duration,
-) (RankChange, error) {
+) (client.RankChange, error) {
 	return r.change(ctx, name, func(pools []*app.Application, _ *state.State) (rankEdit, error) {
 		a, err := poolWith(pools, rank)
 		if err != nil {
@@ -150,10 +141,10 @@ func poolWith(pools []*app.Application, rank app.RankRef) (*app.Application, err
 // change, it is repeated on the new revision. edit gets the application, or its pools.
 func (r AttachedRanks) change(ctx context.Context, name string,
 	edit func([]*app.Application, *state.State) (rankEdit, error),
-) (RankChange, error) {
+) (client.RankChange, error) {
 	done, err := r.Controller.Turn(ctx)
 	if err != nil {
-		return RankChange{}, err
+		return client.RankChange{}, err
 	}
 	defer done()
 	var stale error
@@ -161,11 +152,11 @@ func (r AttachedRanks) change(ctx context.Context, name string,
 		st := r.Controller.cfg.Store.State()
 		pools, err := findAttached(st, name)
 		if err != nil {
-			return RankChange{}, err
+			return client.RankChange{}, err
 		}
 		c, err := edit(pools, st)
 		if err != nil {
-			return RankChange{}, err
+			return client.RankChange{}, err
 		}
 		res, err := r.Controller.Reshape(ctx, c.app, st.Apps[c.app.Name].Revision, c.grace)
 		if err == nil {
@@ -173,11 +164,11 @@ func (r AttachedRanks) change(ctx context.Context, name string,
 			return c.reply, nil
 		}
 		if stale = err; !errors.Is(err, state.ErrStaleRevision) {
-			return RankChange{}, err
+			return client.RankChange{}, err
 		}
 	}
-	return RankChange{}, problem.New(problem.Conflict, "the application changed %d times meanwhile: %w",
-		maxRankChangeAttempts, stale).WithHint("try again")
+	return client.RankChange{}, problem.New(problem.Conflict,
+		"the application changed %d times meanwhile: %w", maxRankChangeAttempts, stale).WithHint("try again")
 }
 
 // AttachedURLs lists the URLs of an application's engines in rank order, prefill ranks first, each once.
@@ -244,7 +235,6 @@ func findAttached(st *state.State, name string) ([]*app.Application, error) {
 	return out, nil
 }
 
-// userNames lists the applications by the names that users know.
 func userNames(st *state.State) []string {
 	names := map[string]bool{}
 	for n := range st.Apps {
@@ -254,7 +244,6 @@ func userNames(st *state.State) []string {
 	return slices.Sorted(maps.Keys(names))
 }
 
-// onlyAttached returns the name of the only application of kind attach.
 func onlyAttached(st *state.State) (string, error) {
 	var found []string
 	for _, user := range userNames(st) {
@@ -284,13 +273,12 @@ func isNumberTaken(st *state.State, name string) func(rank int) bool {
 	return func(rank int) bool { return st.Units[rankUnitID(name, 0, rank)] != nil }
 }
 
-// rankUnitID names the unit of an independent rank.
 func rankUnitID(name string, group, rank int) string {
 	return name + "/" + strconv.Itoa(group) + "/" + strconv.Itoa(rank)
 }
 
-func newRankChange(name string, r *app.AttachRank, number int) RankChange {
-	c := RankChange{App: name, Group: r.Group, Rank: number, URL: r.URL}
+func newRankChange(name string, r *app.AttachRank, number int) client.RankChange {
+	c := client.RankChange{App: name, Group: r.Group, Rank: number, URL: r.URL}
 	if r.Addressing != app.AddressURL {
 		c.Selector = &r.Selector
 	}

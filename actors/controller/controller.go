@@ -1,6 +1,9 @@
+// Package controller makes the cluster match its applications: it places units, has them granted, tells the
+// nodes to start and stop them, and follows the nodes' reports. It runs on the leader only.
 package controller
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -17,6 +20,83 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
+
+const (
+	// DefaultRetry is the pause before a command that consensus did not accept is proposed again.
+	DefaultRetry = time.Second
+	// DefaultCall bounds one order to a node and one command.
+	DefaultCall = 5 * time.Second
+
+	actorName    = "controller"
+	mailboxBound = 1024            // unreceived requests; results of commands bypass it
+	closeGrace   = 5 * time.Second // time for the actor to stop
+	maxCommands  = 64              // concurrent commands; each unit has at most one
+	nodeQueue    = 4096            // orders that wait for one node; the resend timer repeats dropped ones
+	eventRing    = 1000            // state changes kept for the API
+)
+
+// Timers of the controller. Zero fields mean the defaults.
+type Timers struct {
+	Unit     state.Timers  // retries, restarts, resends
+	Retry    time.Duration // before a failed command is proposed again
+	Call     time.Duration // bound of one order or one command
+	LeaseTTL time.Duration // duration of a node's lease
+	Regrant  time.Duration // silence after which a node is lost; more than LeaseTTL
+}
+
+func (t Timers) withDefaults() Timers {
+	t.Unit = t.Unit.WithDefaults()
+	t.Retry, t.Call = cmp.Or(max(0, t.Retry), DefaultRetry), cmp.Or(max(0, t.Call), DefaultCall)
+	t.LeaseTTL = cmp.Or(max(0, t.LeaseTTL), state.LeaseTTL)
+	if t.Regrant <= t.LeaseTTL {
+		t.Regrant = t.LeaseTTL + state.LeaseGrace
+	}
+	return t
+}
+
+// Assigner places, numbers, grants and releases ranks; the RankAssigner implements it. Both methods return at
+// once. They answer once, from any goroutine, unless the Assigner is closed, and place in the order of calls.
+type Assigner interface {
+	AssignGroup(m *msg.AssignGroup, answer func(msg.GroupAssigned))
+	Release(m msg.ReleaseRank, answer func(error))
+}
+
+// Metrics counts the changes of units. It is called from one goroutine at a time and may not block.
+type Metrics interface {
+	UnitPhase(app, unit string, phase state.Phase, epoch uint64)
+	UnitRestart(app, unit string)
+	UnitForget(app, unit string)
+	AppRanks(app string, ready, desired int)
+	AppRanksForget(app string)
+}
+
+// Config is the configuration of a Controller. Store must have everything that was committed before this node
+// led: a grant on an older state could use an epoch twice.
+type Config struct {
+	// Self is the id of the leader's node.
+	Self     string
+	Store    msg.Store
+	Proposer msg.Proposer
+	Assigner Assigner
+	// Agent returns the client for commands to a node; false while the node is not connected.
+	Agent func(node string) (msg.NodeAgent, bool)
+	// Confirm asks a majority whether this node still leads, before a node is declared lost.
+	Confirm func(ctx context.Context) error
+	// StepDown hands the leadership to another voter. An error means that this node still leads.
+	StepDown func(ctx context.Context) error
+	Metrics  Metrics
+	Timers   Timers
+	Log      *slog.Logger
+	Clock    func() time.Time // nil = time.Now
+}
+
+func (c Config) withDefaults() Config {
+	c.Timers = c.Timers.withDefaults()
+	if c.Clock == nil {
+		c.Clock = time.Now
+	}
+	return c
+}
 
 // ErrStopped says that the controller was closed: its node stops, or no longer leads. It wraps
 // cluster.ErrNotLeader.
@@ -53,8 +133,7 @@ func New(cfg Config) *Controller {
 	core := NewCore(cfg.Timers)
 	core.Self = cfg.Self
 	return &Controller{
-		cfg: cfg, ring: newRing(), core: core, rankTurn: make(chan struct{}, 1),
-		ready: make(chan struct{}),
+		cfg: cfg, ring: newRing(), core: core, rankTurn: make(chan struct{}, 1), ready: make(chan struct{}),
 	}
 }
 
@@ -84,7 +163,7 @@ func (c *Controller) Close() error {
 		defer cancel()
 		c.closeErr = c.box.Stop(ctx)
 		c.loops.Wait()
-		c.executor.wait()
+		c.executor.work.Wait()
 		if c.timer != nil {
 			c.timer.Stop()
 		}
@@ -198,7 +277,6 @@ func (c *Controller) step(m any) ([]Effect, time.Time) {
 	return effects, c.core.Due()
 }
 
-// publishEvent adds a change to ring, metrics and log.
 func (c *Controller) publishEvent(e Event) {
 	c.ring.add(e)
 	attrs := []any{
@@ -234,7 +312,6 @@ func logLevel(e *Event) slog.Level {
 	}
 }
 
-// armTimer sets the timer to the next due time.
 func (c *Controller) armTimer(due time.Time) {
 	if c.timer != nil {
 		c.timer.Stop()
@@ -247,11 +324,7 @@ func (c *Controller) armTimer(due time.Time) {
 
 // Status returns the status of all applications, ordered by name. The caller adds what the replicas report of
 // their ranks.
-func (c *Controller) Status() []client.AppStatus {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return view{c.core}.Status()
-}
+func (c *Controller) Status() []client.AppStatus { return c.StatusWithout(nil) }
 
 // StatusWithout is Status while some nodes do not answer. unreachable gives the reason for each of them.
 func (c *Controller) StatusWithout(unreachable map[string]string) []client.AppStatus {

@@ -137,9 +137,10 @@ func rigged(t *testing.T, change func(*Config), f func(t *testing.T, r *rig)) {
 		_, err := r.store.Propose(t.Context(), state.Command{PutNode: &state.PutNode{Node: node("a", 8)}})
 		require.NoError(t, err)
 		cfg := Config{
-			Store: r.store, Proposer: r.store, Assigner: r.store, Metrics: r.metrics,
-			Agent: func(id string) (msg.NodeAgent, bool) { return r.agent, id == "a" },
-			Log:   slog.New(slog.NewTextHandler(r.logs, nil)),
+			Store: r.store, Proposer: r.store, Assigner: r.store, Metrics: r.metrics, Confirm: agree,
+			StepDown: agree,
+			Agent:    func(id string) (msg.NodeAgent, bool) { return r.agent, id == "a" },
+			Log:      slog.New(slog.NewTextHandler(r.logs, nil)),
 		}
 		cfg.Timers.LeaseTTL = endlessLease
 		if change != nil {
@@ -228,23 +229,6 @@ func TestDeployIsRefusedBeforeAnythingStarts(t *testing.T) {
 		require.Len(t, r.Status(), 1)
 		assert.Equal(t, "other", r.Status()[0].Name)
 		assert.Equal(t, "RUNNING", r.Status()[0].Status)
-	})
-}
-
-func TestKindsOfTheNextVersionAreRefused(t *testing.T) {
-	rigged(t, nil, func(t *testing.T, r *rig) {
-		for _, k := range []app.Kind{app.KindVLLM, app.KindSGLang} {
-			a := sim("real", 1, app.Independent)
-			a.Engine.Kind = k
-			_, err := r.Deploy(t.Context(), []*app.Application{a}, nil, false, false)
-			var p *problem.Error
-			require.ErrorAs(t, err, &p)
-			assert.Equal(t, problem.Unplaceable, p.Code)
-			assert.Equal(t,
-				fmt.Sprintf("real: this version cannot start engines of kind %s", k),
-				p.Message)
-			assert.Contains(t, p.Hint, "--engine sim")
-		}
 	})
 }
 
@@ -349,7 +333,8 @@ func TestCallsAfterClose(t *testing.T) {
 		store := newMemStore()
 		c := New(Config{
 			Store: store, Proposer: store, Assigner: store, Log: slog.New(slog.DiscardHandler),
-			Agent: func(string) (msg.NodeAgent, bool) { return nil, false },
+			Agent:   func(string) (msg.NodeAgent, bool) { return nil, false },
+			Metrics: noMetrics{}, Confirm: agree, StepDown: agree,
 		})
 		require.NoError(t, c.Close(), "never started")
 		_, err := store.Propose(t.Context(), state.Command{PutNode: &state.PutNode{Node: node("a", 8)}})
@@ -386,3 +371,15 @@ func TestRingKeepsTheLastThousand(t *testing.T) {
 	assert.Equal(t, uint64(3*eventRing), got[eventRing-1].Seq)
 	assert.Len(t, r.since(3*eventRing-5), 5)
 }
+
+// agree is Config.Confirm and Config.StepDown of a leader that is alone.
+func agree(context.Context) error { return nil }
+
+// noMetrics counts nothing.
+type noMetrics struct{}
+
+func (noMetrics) UnitPhase(string, string, state.Phase, uint64) {}
+func (noMetrics) UnitRestart(string, string)                    {}
+func (noMetrics) UnitForget(string, string)                     {}
+func (noMetrics) AppRanks(string, int, int)                     {}
+func (noMetrics) AppRanksForget(string)                         {}

@@ -119,11 +119,6 @@ func (c *Core) unitIDs() []string {
 
 func (c *Core) addUnit(u *unit) { c.units[u.id], c.order = u, nil }
 
-func (c *Core) dropUnit(id string) {
-	delete(c.units, id)
-	c.order = nil
-}
-
 // applyState takes a snapshot. The first one resumes the units that are granted in it.
 func (c *Core) applyState(now time.Time, s *state.State) {
 	old := c.state
@@ -139,7 +134,9 @@ func (c *Core) applyState(now time.Time, s *state.State) {
 	}
 	for _, u := range c.units {
 		u.retryAt = c.retryAfterChange(u)
-		u.keepRecord(s.Units[u.id])
+		if rec := s.Units[u.id]; rec != nil && u.m.Phase != state.Gone {
+			u.record = rec
+		}
 	}
 	if hasNewNode(old, s) {
 		c.retryFailed(now)
@@ -173,8 +170,8 @@ func (c *Core) stepUnit(now time.Time, u *unit, e state.Event) {
 
 func (c *Core) changed(now time.Time, u *unit, from, to state.Phase) {
 	c.emit(ChangeEffect{Event{
-		At: now, App: u.app, Unit: u.id, Epoch: u.m.Epoch, From: string(from),
-		To: string(to), Reason: u.m.Reason,
+		At: now, App: u.app, Unit: u.id, Epoch: u.m.Epoch, From: string(from), To: string(to),
+		Reason: u.m.Reason,
 	}})
 }
 
@@ -214,8 +211,7 @@ func (c *Core) stop(u *unit, done func(*part) bool, grace time.Duration) {
 	for _, n := range u.nodes {
 		if !done(u.parts[n]) {
 			c.emit(StopEffect{n, &msg.StopRank{
-				Unit: u.id, Epoch: u.m.Epoch, Grace: grace,
-				Reason: u.m.Reason,
+				Unit: u.id, Epoch: u.m.Epoch, Grace: grace, Reason: u.m.Reason,
 			}})
 		}
 	}
@@ -284,7 +280,6 @@ func (c *Core) redeploy(now time.Time, in AppsRedeployed) {
 	}
 }
 
-// sortByGroup orders units by app, group and rank.
 func sortByGroup(us []*unit) {
 	slices.SortFunc(us, func(a, b *unit) int {
 		return cmp.Or(cmp.Compare(a.app, b.app), cmp.Compare(a.group, b.group),
@@ -306,8 +301,7 @@ func (c *Core) resumeUnit(now time.Time, rec *state.Unit) {
 	u := c.addFromRecord(rec)
 	u.m = state.Machine{
 		Phase: rec.Phase, Epoch: rec.Epoch, Attempt: rec.Attempt, Starts: 1, Since: phaseSince(rec, now),
-		Attach: c.isAttach(rec.App),
-		Reason: rec.Reason, LogTail: rec.LogTail,
+		Attach: c.isAttach(rec.App), Reason: rec.Reason, LogTail: rec.LogTail,
 	}
 	switch rec.Phase {
 	case state.Ready:
@@ -335,7 +329,6 @@ func phaseSince(rec *state.Unit, now time.Time) time.Time {
 	return time.UnixMilli(rec.Since)
 }
 
-// addFromRecord makes a unit from a record of the state.
 func (c *Core) addFromRecord(rec *state.Unit) *unit {
 	u := newUnit(rec.ID, rec.App, rec.Group, nil)
 	u.record = rec
@@ -509,9 +502,4 @@ func (c *Core) addWaiting(a *application) {
 	if w.Units != nil {
 		c.waiting = append(c.waiting, w)
 	}
-}
-
-// releaseOf is the release of a whole unit.
-func releaseOf(u *unit) msg.ReleaseRank {
-	return msg.ReleaseRank{Unit: u.id, Rank: -1, Epoch: u.m.Epoch, Reason: u.m.Reason}
 }

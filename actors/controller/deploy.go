@@ -27,12 +27,12 @@ func (c *Controller) Reshape(ctx context.Context, a *app.Application, revision u
 	if err != nil {
 		return state.Result{}, err
 	}
-	c.setGrace(grace)
+	c.setGrace(grace, true)
 	put := &state.PutApps{Apps: []state.AppSpec{spec}, Expect: map[string]uint64{a.Name: revision}}
 	r, err := c.cfg.Proposer.Propose(ctx, state.Command{PutApps: put})
 	if err != nil {
 		if isTypedRefusal(err) { // else it may be committed
-			c.clearGrace(grace)
+			c.setGrace(grace, false)
 		}
 		return r, err
 	}
@@ -51,24 +51,16 @@ func (c *Controller) Turn(ctx context.Context) (done func(), err error) {
 	}
 }
 
-// setGrace notes how long ending units may drain. It is not replicated: after a restart there are no streams
-// left to wait for.
-func (c *Controller) setGrace(grace map[string]time.Duration) {
+// setGrace notes how long ending units may drain, or drops it. It is not replicated: after a restart there
+// are no streams left to wait for.
+func (c *Controller) setGrace(grace map[string]time.Duration, isSet bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for id, d := range grace {
 		if u := c.core.units[id]; u != nil {
-			u.drain = &d
-		}
-	}
-}
-
-func (c *Controller) clearGrace(grace map[string]time.Duration) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	for id := range grace {
-		if u := c.core.units[id]; u != nil {
-			u.drain = nil
+			if u.drain = nil; isSet {
+				u.drain = &d
+			}
 		}
 	}
 }
@@ -86,9 +78,6 @@ type redeployRequest struct {
 func (c *Controller) Deploy(ctx context.Context, apps []*app.Application, expect map[string]uint64, prune,
 	partial bool,
 ) (state.Result, error) {
-	if err := CheckRunnable(apps); err != nil {
-		return state.Result{}, err
-	}
 	if !partial {
 		if err := checkPlaceable(c.planningState(), apps, prune); err != nil {
 			return state.Result{}, err
@@ -141,6 +130,11 @@ func (c *Controller) Delete(ctx context.Context, name string) (state.Result, err
 	if err != nil {
 		return state.Result{}, err
 	}
+	return c.commit(ctx, cmd)
+}
+
+// commit proposes a command and waits until Status shows its effect.
+func (c *Controller) commit(ctx context.Context, cmd state.Command) (state.Result, error) {
 	r, err := c.cfg.Proposer.Propose(ctx, cmd)
 	if err != nil {
 		return r, err
@@ -148,7 +142,6 @@ func (c *Controller) Delete(ctx context.Context, name string) (state.Result, err
 	return r, c.awaitCore(ctx, nil, nil)
 }
 
-// unitEpochs returns the current epoch of every unit.
 func (c *Controller) unitEpochs() map[string]uint64 {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -191,36 +184,27 @@ func (c *Controller) Drain(ctx context.Context, node string, by time.Time) error
 	if !by.IsZero() {
 		d.By = by.UnixMilli()
 	}
-	return c.proposeNodeCommand(ctx, state.Command{DrainNode: d})
+	_, err := c.commit(ctx, state.Command{DrainNode: d})
+	return err
 }
 
 // Undrain allows new ranks on a node again. Units that are already moving still move.
 func (c *Controller) Undrain(ctx context.Context, node string) error {
-	return c.proposeNodeCommand(ctx, state.Command{DrainNode: &state.DrainNode{Node: node, Undo: true}})
+	_, err := c.commit(ctx, state.Command{DrainNode: &state.DrainNode{Node: node, Undo: true}})
+	return err
 }
 
 // Remove removes a node permanently. Errors: state.ErrUnitsLeft while a living node has ranks,
 // state.ErrLastControl, state.ErrUnknownNode.
 func (c *Controller) Remove(ctx context.Context, node string) error {
-	return c.proposeNodeCommand(ctx, state.Command{RemoveNode: &state.RemoveNode{
-		Node: node,
-		Now:  c.cfg.Clock().UnixMilli(),
-	}})
-}
-
-func (c *Controller) proposeNodeCommand(ctx context.Context, cmd state.Command) error {
-	if _, err := c.cfg.Proposer.Propose(ctx, cmd); err != nil {
-		return err
-	}
-	return c.awaitCore(ctx, nil, nil)
+	remove := &state.RemoveNode{Node: node, Now: c.cfg.Clock().UnixMilli()}
+	_, err := c.commit(ctx, state.Command{RemoveNode: remove})
+	return err
 }
 
 // Plan computes what Deploy would do now: what is created, replaced and deleted, where every rank would be,
 // and why something would not fit, which is no error here. An error means that the deploy would be refused
 // for another reason.
 func (c *Controller) Plan(apps []*app.Application, prune bool) (client.Plan, error) {
-	if err := CheckRunnable(apps); err != nil {
-		return client.Plan{}, err
-	}
 	return planOf(c.planningState(), apps, prune)
 }

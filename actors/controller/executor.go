@@ -56,6 +56,11 @@ func (a *executor) execute(e Effect) {
 		a.enqueueOrder(e.Node, e)
 	case StopEffect:
 		a.enqueueOrder(e.Node, e)
+	case ForgetNodeEffect:
+		if q := a.nodes[e.Node]; q != nil {
+			close(q)
+			delete(a.nodes, e.Node)
+		}
 	}
 }
 
@@ -126,11 +131,13 @@ func (a *executor) enqueueOrder(node string, e Effect) {
 	}
 }
 
-// sendOrders sends the orders of one node.
 func (a *executor) sendOrders(q <-chan Effect) {
 	for {
 		select {
-		case e := <-q:
+		case e, isOpen := <-q:
+			if !isOpen {
+				return
+			}
 			a.sendOrder(e)
 		case <-a.ctx.Done():
 			return
@@ -189,5 +196,3 @@ func isNoAnswer(err error) bool {
 		return false
 	}
 }
-
-func (a *executor) wait() { a.work.Wait() }

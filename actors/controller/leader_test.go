@@ -238,7 +238,7 @@ func TestLeaderChangesRestartNothing(t *testing.T) {
 				if rec := c.state.Units[u]; rec != nil && rec.Phase == state.Ready && wholly(hosts, rec) &&
 					c.phase(u) == state.Ready && !c.core.units[u].hasUnreportedPart() {
 					h.crash(u)
-					if h.runs[u] == 0 && hasRankOn(rec, h.node.ID) {
+					if h.runs[u] == 0 && rec.IsOn(h.node.ID) {
 						starts[u]++
 						c.settleOf(hosts, u)
 					}
@@ -278,7 +278,7 @@ func TestLeaderChangesRestartNothing(t *testing.T) {
 // wholly reports whether every node of the unit runs it.
 func wholly(hosts []*host, rec *state.Unit) bool {
 	for _, h := range hosts {
-		if hasRankOn(rec, h.node.ID) && h.runs[rec.ID] != rec.Epoch {
+		if rec.IsOn(h.node.ID) && h.runs[rec.ID] != rec.Epoch {
 			return false
 		}
 	}

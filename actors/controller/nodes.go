@@ -19,12 +19,12 @@ const (
 	tickPart   = 4
 )
 
-// withStoppingAsDraining returns s with stopping nodes marked as draining, as placement must treat them. It
-// does not change s.
+// withStoppingAsDraining returns s with nodes that stop or restart marked as draining, as placement must
+// treat them. It does not change s.
 func (c *Core) withStoppingAsDraining(s *state.State) *state.State {
 	out := s
 	for id, p := range c.peers {
-		if n := s.Nodes[id]; p.stopping && n != nil && n.UID == p.uid {
+		if n := s.Nodes[id]; (p.stopping || p.restarts) && n != nil && n.UID == p.uid {
 			if out == s {
 				out = s.Clone()
 			}
@@ -36,7 +36,6 @@ func (c *Core) withStoppingAsDraining(s *state.State) *state.State {
 	return out
 }
 
-// hasNewNode reports whether a node joined after old.
 func hasNewNode(old, s *state.State) bool {
 	for id, n := range s.Nodes {
 		if was := old.Nodes[id]; n.Takes() && (was == nil || was.UID != n.UID) {
@@ -55,7 +54,6 @@ func (c *Core) retryFailed(now time.Time) {
 	}
 }
 
-// updatePeers updates the peers and their leases from the state.
 func (c *Core) updatePeers(now time.Time) {
 	for id, n := range c.state.Nodes {
 		p := c.peers[id]
@@ -78,6 +76,7 @@ func (c *Core) updatePeers(now time.Time) {
 		if c.state.Nodes[id] == nil {
 			delete(c.peers, id)
 			c.leases.Forget(id)
+			c.emit(ForgetNodeEffect{id})
 		}
 	}
 }
@@ -104,9 +103,10 @@ func (c *Core) checkLeases(now time.Time) {
 }
 
 // isLeaderAtFault reports whether this leader is the likelier cause of the silence: its own node, or more
-// than half of all nodes, are silent. Only nodes that have renewed since this leader began, or since it last
-// blamed itself, count. So each silence is held against one leader once, and nodes that are really gone are
-// declared lost by the next leader, or by this one if no other can lead.
+// than half of all nodes, are silent, or were until a moment ago. Only nodes that have renewed since this
+// leader began, or since it last blamed itself, count, and none whose process is being replaced. So each
+// silence is held against one leader once, and nodes that are really gone are declared lost by the next
+// leader, or by this one if no other can lead.
 func (c *Core) isLeaderAtFault(now time.Time) bool {
 	all, silent := 0, 0
 	for id, p := range c.peers {
@@ -114,7 +114,10 @@ func (c *Core) isLeaderAtFault(now time.Time) bool {
 			continue
 		}
 		all++
-		if p.seen.After(c.blamedAt) && c.leases.Left(id, now) < c.timers.LeaseTTL/silentPart {
+		long := c.timers.LeaseTTL / silentPart
+		wasSilent := p.backAt.After(c.blamedAt) && now.Sub(p.backAt) < long
+		isSilent := p.seen.After(c.blamedAt) && c.leases.Left(id, now) < long && !c.leases.IsKept(id, now)
+		if isSilent || wasSilent {
 			if id == c.Self {
 				return true
 			}
@@ -175,7 +178,6 @@ func (c *Core) peerCommand(id string) *state.Command {
 	}
 }
 
-// proposePeerCommands proposes the pending commands about nodes.
 func (c *Core) proposePeerCommands(now time.Time) {
 	for _, id := range slices.Sorted(maps.Keys(c.peers)) {
 		p := c.peers[id]
@@ -228,17 +230,11 @@ func (c *Core) markLostParts(now time.Time) {
 			if p := u.parts[n]; why != "" && !p.gone {
 				p.markGone()
 				c.stepUnit(now, u, state.Event{
-					Kind: state.EvNodeLost, Reason: why,
-					Others: u.othersLack(n, isGone),
+					Kind: state.EvNodeLost, Reason: why, Others: u.othersLack(n, isGone),
 				})
 			}
 		}
 	}
-}
-
-// hasRankOn reports whether a unit has a rank on a node.
-func hasRankOn(rec *state.Unit, node string) bool {
-	return slices.ContainsFunc(rec.Ranks, func(r state.RankGrant) bool { return r.Node == node })
 }
 
 // applyEvent takes an event of one incarnation of a node, if it is newer than the last one and about the
@@ -254,24 +250,29 @@ func (c *Core) applyEvent(now time.Time, process uint64, e *msg.UnitEvent) bool 
 	return true
 }
 
-// applyPresent takes the report of a newer node that it has a part of the current grant, in an unknown phase:
-// the unit's phase stays. The event's number is not taken, because an earlier event that this version knows
-// may still arrive.
-func (c *Core) applyPresent(process uint64, e *msg.UnitEvent) {
+// applyPresent takes the report of a node that it has a part of the current grant, in an unknown phase: the
+// unit's phase stays. The event's number is not taken, because an earlier event that this version knows may
+// still arrive. A new process of the node has found the engines of the former one, and has not heard what
+// that one was told.
+func (c *Core) applyPresent(now time.Time, process uint64, e *msg.UnitEvent) {
 	u := c.units[e.Unit]
 	if u == nil || e.Epoch != u.m.Epoch || u.parts[e.Node] == nil {
 		return
 	}
 	p := u.parts[e.Node]
+	replaced := p.process != process && p.process != 0 && !p.gone
 	if p.process != process {
 		p.process, p.number = process, 0
+	}
+	if replaced {
+		p.ready, p.draining, p.ended = false, false, false
+		c.stepUnit(now, u, state.Event{Kind: state.EvReturned, Epoch: e.Epoch})
 	}
 	if !p.gone && (p.adopted || !p.started) {
 		p.adopted, p.started, c.noChange = false, true, false
 	}
 }
 
-// isRunning reports whether a node with this event has processes of the unit.
 func isRunning(k msg.UnitEventKind) bool {
 	switch k {
 	case msg.UnitStarted, msg.UnitReady, msg.UnitFenced, msg.UnitDraining:
@@ -286,8 +287,7 @@ func (c *Core) stopOrphan(e *msg.UnitEvent) {
 	if !isRunning(e.Kind) {
 		return
 	}
-	if rec := c.state.Units[e.Unit]; rec != nil && rec.Epoch == e.Epoch && rec.Holds() &&
-		hasRankOn(rec, e.Node) {
+	if rec := c.state.Units[e.Unit]; rec != nil && rec.Epoch == e.Epoch && rec.Holds() && rec.IsOn(e.Node) {
 		return // granted, but the answer has not arrived yet
 	}
 	c.stopSuperseded(e)
@@ -413,7 +413,10 @@ func (c *Core) renew(now time.Time, r *msg.NodeReport) RenewEffect {
 	if out.Err = c.refuseOvertaken(now, p, r); out.Err != nil {
 		return out
 	}
-	c.noChange = c.noChange && p.stopping == r.Stopping
+	c.noChange = c.noChange && p.stopping == r.Stopping && p.restarts == (r.RestartGrace > 0)
+	if !p.seen.IsZero() && now.Sub(p.seen) >= c.timers.LeaseTTL/silentPart && !c.leases.IsKept(n.ID, now) {
+		p.backAt = now
+	}
 	p.recordReport(now, r)
 	p.node = r.Node.ReadableAt(c.state.ControlLevel())
 	p.compareRecord(n)
@@ -433,11 +436,22 @@ func (c *Core) renew(now time.Time, r *msg.NodeReport) RenewEffect {
 	p.losing = false
 	c.noChange = c.noChange && !p.changed
 	c.leases.Seen(n.ID, now)
+	c.keepGrants(now, r)
 	out.Lease = msg.Lease{TTL: c.timers.LeaseTTL, Acked: ackedEvent(r), Index: c.state.Index}
 	if slices.Contains(r.Node.Roles, state.RoleIngress) {
 		out.Lease.Waiting = c.waiting
 	}
 	return out
+}
+
+// keepGrants waits for a node whose process is being replaced as long as it asks for. A new leader does not
+// know that, and waits for one lease.
+func (c *Core) keepGrants(now time.Time, r *msg.NodeReport) {
+	if r.RestartGrace <= 0 {
+		c.leases.Keep(r.Node.ID, time.Time{})
+		return
+	}
+	c.leases.Keep(r.Node.ID, now.Add(r.RestartGrace))
 }
 
 // stopLeftovers stops all processes on a node that was lost. Its slots and devices were released, so nothing
@@ -481,7 +495,7 @@ func (c *Core) applyReport(now time.Time, p *peer, r *msg.NodeReport) {
 		e.Node, has[e.Unit] = r.Node.ID, max(has[e.Unit], e.Epoch)
 		switch {
 		case e.Kind == msg.UnitPresent:
-			c.applyPresent(p.process, &e)
+			c.applyPresent(now, p.process, &e)
 		case !c.applyEvent(now, p.process, &e):
 			c.stopOrphan(&e)
 		}
@@ -524,8 +538,7 @@ func (c *Core) handleMissingPart(now time.Time, u *unit, node string, p *part, p
 		p.missingSince = now // the report may have been overtaken
 	case p.started && now.Sub(p.missingSince) >= c.timers.LeaseTTL/delayPart:
 		c.markPartGone(now, u, node, state.Event{
-			Epoch:  u.m.Epoch,
-			Reason: "node " + node + " has it no more", WasReady: u.m.WasReady,
+			Epoch: u.m.Epoch, Reason: "node " + node + " has it no more", WasReady: u.m.WasReady,
 		})
 	}
 }

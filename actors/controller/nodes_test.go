@@ -2,6 +2,7 @@ package controller
 
 import (
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/assert"
@@ -401,4 +402,29 @@ func TestNodeStatuses(t *testing.T) {
 	assert.Equal(t, "silent for 12s", look("b").Reason)
 	c.newLeader()
 	assert.Equal(t, "unknown", look("a").State)
+}
+
+// TestTheOrdersOfARemovedNodeEnd: nothing is kept for a node that was removed, so that nodes may come and go
+// under one leader without end.
+func TestTheOrdersOfARemovedNodeEnd(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := state.New()
+		for _, id := range []string{"a", "b"} {
+			n := node(id, 8)
+			s.Nodes[id] = &n
+		}
+		c := NewCore(Timers{})
+		c.Step(start, StateSeen{s})
+		without := s.Clone()
+		without.Index++
+		delete(without.Nodes, "b")
+		assert.Contains(t, c.Step(start, StateSeen{without}), Effect(ForgetNodeEffect{"b"}))
+
+		noAgent := func(string) (msg.NodeAgent, bool) { return nil, false }
+		x := newExecutor(t.Context(), &Config{Agent: noAgent, Timers: Timers{}.withDefaults()}, nil, nil)
+		x.execute(StopEffect{"b", &msg.StopRank{Unit: "chat/0/0", Epoch: 1}})
+		x.execute(ForgetNodeEffect{"b"})
+		assert.Empty(t, x.nodes)
+		x.work.Wait()
+	})
 }

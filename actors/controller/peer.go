@@ -22,6 +22,8 @@ type peer struct {
 
 	stopping  bool      // the node is ending, or refused a start because of that
 	afterStop bool      // the node's previous process was told to end
+	restarts  bool      // its process is about to be replaced, with its engines running
+	backAt    time.Time // when it was heard again after a long silence
 	seen      time.Time // last renewal, by the leader's clock
 
 	losing   bool // its lease is over and NodeLost is to be proposed
@@ -53,7 +55,7 @@ func (p *peer) recordReport(now time.Time, r *msg.NodeReport) {
 		p.past = p.past[max(0, len(p.past)-maxPast):]
 	}
 	p.process, p.node, p.wall, p.warning, p.seen = r.Incarnation, r.Node, r.Wall, r.Trouble, now
-	p.stopping, p.afterStop = r.Stopping, r.AfterStop
+	p.stopping, p.afterStop, p.restarts = r.Stopping, r.AfterStop, r.RestartGrace > 0
 }
 
 // reportedRecord encodes the part of a record that the node itself determines, for comparison.
@@ -66,7 +68,6 @@ func reportedRecord(n *state.Node) []byte {
 	return b
 }
 
-// leaseRefusal says why a node gets no lease.
 func leaseRefusal(s *state.State, said, holder *state.Node) error {
 	switch {
 	case slices.Contains(s.Removed, said.UID):

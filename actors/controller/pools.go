@@ -94,40 +94,38 @@ func byApplication[T any](all []T, nameOf func(*T) string) [][]*T {
 	return out
 }
 
-// hasPools reports whether the first part of an application is a pool.
-func hasPools(name string) bool {
-	_, pool := app.SplitPool(name)
-	return pool != ""
-}
-
-// foldPlans folds the plans of pools.
-func foldPlans(apps []client.AppPlan) []client.AppPlan {
-	out := make([]client.AppPlan, 0, len(apps))
-	for _, parts := range byApplication(apps, func(a *client.AppPlan) string { return a.App }) {
+// foldParts folds the parts of each application that has pools: fold changes the first part into the whole.
+func foldParts[T any](all []T, nameOf func(*T) *string, fold func(whole *T, parts []*T)) []T {
+	out := make([]T, 0, len(all))
+	for _, parts := range byApplication(all, func(t *T) string { return *nameOf(t) }) {
 		whole := *parts[0]
-		if hasPools(whole.App) {
-			var f impactFold
-			whole.Units = nil
-			for _, p := range parts {
-				f.add(p.App, &p.Impact)
-				whole.Units = append(whole.Units, p.Units...)
-			}
-			whole.App, _ = app.SplitPool(whole.App)
-			whole.Impact = f.impact()
-			action, fields := summaryOf(&whole.Impact)
-			whole.Action, whole.Fields = string(action), fields
+		if user, pool := app.SplitPool(*nameOf(&whole)); pool != "" {
+			fold(&whole, parts)
+			*nameOf(&whole) = user
 		}
 		out = append(out, whole)
 	}
 	return out
 }
 
-// foldChanges folds the changes of pools.
+func foldPlans(apps []client.AppPlan) []client.AppPlan {
+	return foldParts(apps, func(a *client.AppPlan) *string { return &a.App },
+		func(whole *client.AppPlan, parts []*client.AppPlan) {
+			var f impactFold
+			whole.Units = nil
+			for _, p := range parts {
+				f.add(p.App, &p.Impact)
+				whole.Units = append(whole.Units, p.Units...)
+			}
+			whole.Impact = f.impact()
+			action, fields := summaryOf(&whole.Impact)
+			whole.Action, whole.Fields = string(action), fields
+		})
+}
+
 func foldChanges(changes []client.Change) []client.Change {
-	out := make([]client.Change, 0, len(changes))
-	for _, parts := range byApplication(changes, func(c *client.Change) string { return c.App }) {
-		whole := *parts[0]
-		if hasPools(whole.App) {
+	return foldParts(changes, func(c *client.Change) *string { return &c.App },
+		func(whole *client.Change, parts []*client.Change) {
 			var f impactFold
 			whole.Gone = nil
 			for _, p := range parts {
@@ -136,13 +134,9 @@ func foldChanges(changes []client.Change) []client.Change {
 					whole.Gone = append(whole.Gone, p.App+"/"+rank)
 				}
 			}
-			whole.App, _ = app.SplitPool(whole.App)
 			whole.Impact = f.impact()
 			whole.Action, whole.Fields = summaryOf(&whole.Impact)
-		}
-		out = append(out, whole)
-	}
-	return out
+		})
 }
 
 // impactFold folds what a deploy does to the parts of an application.
@@ -247,20 +241,12 @@ func foldReasons(prefill, decode *client.Impact) []string {
 // FoldStatuses returns the statuses of applications as users know them, from those of the stored ones: the
 // two pools of an application are one status, with the units of both.
 func FoldStatuses(stored []client.AppStatus) []client.AppStatus {
-	out := make([]client.AppStatus, 0, len(stored))
-	for _, parts := range byApplication(stored, func(s *client.AppStatus) string { return s.Name }) {
-		if len(parts) == 1 && !hasPools(parts[0].Name) {
-			out = append(out, *parts[0])
-			continue
-		}
-		out = append(out, foldStatus(parts))
-	}
-	return out
+	return foldParts(stored, func(s *client.AppStatus) *string { return &s.Name }, foldStatus)
 }
 
 // foldStatus folds the parts of an application. Its model, policy and shape are those of its decode pool,
 // which its requests are for. A part that ends says nothing about the application unless all of them end.
-func foldStatus(parts []*client.AppStatus) client.AppStatus {
+func foldStatus(out *client.AppStatus, parts []*client.AppStatus) {
 	stays := func(s *client.AppStatus) bool { return s.Status != client.StatusDeleting }
 	main := parts[0]
 	for _, s := range parts {
@@ -269,8 +255,7 @@ func foldStatus(parts []*client.AppStatus) client.AppStatus {
 			main = s
 		}
 	}
-	out := *main
-	out.Name, _ = app.SplitPool(main.Name)
+	*out = *main
 	out.Units, out.Pools, out.Groups, out.Desired, out.Ready, out.Queued = nil, nil, 0, 0, 0, 0
 	out.Message = ""
 	for _, s := range parts {
@@ -292,7 +277,6 @@ func foldStatus(parts []*client.AppStatus) client.AppStatus {
 			})
 		}
 	}
-	return out
 }
 
 // worst returns the status of two pools together.

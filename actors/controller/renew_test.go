@@ -80,7 +80,8 @@ func withNodes(t *testing.T, change func(*Config), f func(t *testing.T, r *nodes
 			require.NoError(t, err)
 		}
 		cfg := Config{
-			Self: "a", Store: r.store, Proposer: r.store, Assigner: r.store,
+			Self: "a", Store: r.store, Proposer: r.store, Assigner: r.store, Metrics: noMetrics{},
+			Confirm: agree, StepDown: agree,
 			Log:   slog.New(slog.DiscardHandler),
 			Agent: func(id string) (msg.NodeAgent, bool) { w, ok := r.workers[id]; return w, ok },
 		}

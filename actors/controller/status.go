@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/client"
-	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -32,8 +31,11 @@ func (c view) StatusWithout(unreachable map[string]string) []client.AppStatus {
 
 func (c view) appStatus(a *application, unreachable map[string]string) client.AppStatus {
 	s := client.AppStatus{Name: a.name, Status: string(c.deriveStatus(a)), Revision: a.revision}
-	if a.spec != nil {
-		setSpecFields(&s, a.spec)
+	if spec := a.spec; spec != nil {
+		s.Model, s.Kind, s.Coupling, s.Policy = spec.Model.ID, string(spec.Engine.Kind),
+			string(spec.DataParallel.Coupling), spec.Routing.Policy
+		s.DPSize, s.Groups, s.Desired = spec.DataParallel.DPSize, spec.NumGroups, spec.NumReplicas
+		s.MaxQueued = spec.MaxQueuedRequests
 	}
 	var missing []string // messages of ready units that are unreachable
 	for _, id := range c.statusUnits(a) {
@@ -70,12 +72,6 @@ func markUnreachable(u *client.UnitStatus, unreachable map[string]string) (marke
 	return marked
 }
 
-func setSpecFields(s *client.AppStatus, a *app.Application) {
-	s.Model, s.Kind, s.Coupling, s.Policy = a.Model.ID, string(a.Engine.Kind),
-		string(a.DataParallel.Coupling), a.Routing.Policy
-	s.DPSize, s.Groups, s.Desired = a.DataParallel.DPSize, a.NumGroups, a.NumReplicas
-}
-
 // statusUnits returns the wanted units of an app, then its units that are still ending.
 func (c view) statusUnits(a *application) []string {
 	var out []string
@@ -103,8 +99,7 @@ func (c view) unitStatus(a *application, id string) client.UnitStatus {
 	}
 	s := client.UnitStatus{
 		Unit: id, Group: u.group, Phase: string(phase), Epoch: u.m.Epoch, Attempt: u.m.Attempt,
-		Since:  u.m.Since,
-		Reason: u.phaseReason(), LogTail: u.m.LogTail,
+		Since: u.m.Since, Reason: u.phaseReason(), LogTail: u.m.LogTail,
 	}
 	if rec := cmp.Or(c.state.Units[id], u.record); rec != nil {
 		s.Restarts = rec.Restarts
@@ -132,6 +127,7 @@ const (
 	nodeLost     = "lost"
 	nodeDraining = "draining"
 	nodeStopping = "stopping" // its process was told to end
+	nodeRestarts = "restarting"
 	nodeDrained  = "drained"
 	nodeUnknown  = "unknown" // no renewal under this leader
 )
@@ -183,13 +179,8 @@ func (c view) Nodes(now time.Time, leader string) []client.NodeStatus {
 }
 
 func (c view) nodeStatus(now time.Time, n *state.Node, leader string) client.NodeStatus {
-	s := client.NodeStatus{
-		Node: n.ID, Address: n.Address, Zone: n.Zone, Version: n.Version, Leader: n.ID == leader,
-		Slots: n.Resources.Slots, GPUs: len(n.Resources.Devices),
-	}
-	for _, r := range n.Roles {
-		s.Roles = append(s.Roles, string(r))
-	}
+	s := StatusOfRecord(n)
+	s.Leader = n.ID == leader
 	c.addLoad(&s)
 	p := c.peers[n.ID]
 	if p != nil && !p.seen.IsZero() {
@@ -204,11 +195,30 @@ func (c view) nodeStatus(now time.Time, n *state.Node, leader string) client.Nod
 	return s
 }
 
-// addLoad adds the resources that units use on the node.
+// StatusOfRecord is what a node's record says of its status.
+func StatusOfRecord(n *state.Node) client.NodeStatus {
+	s := client.NodeStatus{
+		Node: n.ID, Address: n.Address, Zone: n.Zone, Version: n.Version, Slots: n.Resources.Slots,
+		GPUs: len(n.Resources.Devices), Devices: deviceModels(n),
+	}
+	for _, r := range n.Roles {
+		s.Roles = append(s.Roles, string(r))
+	}
+	return s
+}
+
+func deviceModels(n *state.Node) []client.DeviceModel {
+	var out []client.DeviceModel
+	for _, m := range n.Resources.Models {
+		out = append(out, client.DeviceModel(m))
+	}
+	return out
+}
+
 func (c view) addLoad(s *client.NodeStatus) {
 	for _, id := range slices.Sorted(maps.Keys(c.state.Units)) {
 		rec := c.state.Units[id]
-		if !rec.Holds() || !hasRankOn(rec, s.Node) {
+		if !rec.Holds() || !rec.IsOn(s.Node) {
 			continue
 		}
 		if g := rec.App + "/" + strconv.Itoa(rec.Group); !slices.Contains(s.Groups, g) {
@@ -234,6 +244,8 @@ func (c view) nodeState(now time.Time, n *state.Node, p *peer) (word, reason str
 		return nodeStopping, ""
 	case p != nil && p.stopping && !c.isSilent(now, p):
 		return nodeStopping, leftReason(left)
+	case p != nil && p.restarts && c.leases.IsKept(n.ID, now):
+		return nodeRestarts, "its process is being replaced, its engines run"
 	case n.Draining && len(left) == 0:
 		return nodeDrained, ""
 	case n.Draining:
@@ -262,7 +274,6 @@ func leftReason(left []*unit) string {
 	return left[0].id + " " + left[0].m.Phase.Describe()
 }
 
-// nodeNotes lists the warnings for the node's status.
 func (c view) nodeNotes(s *client.NodeStatus, p *peer, leader string) []string {
 	var out []string
 	if skew := time.Duration(s.SkewMs) * time.Millisecond; skew.Abs() > skewNoted {

@@ -82,7 +82,6 @@ func (u *unit) isDue(now time.Time, grant bool) bool {
 		!now.Before(u.retryAt)
 }
 
-// beginCommand puts the next command under way.
 func (u *unit) beginCommand() pendingCommand {
 	u.current, u.pending, u.busy = u.pending[0], u.pending[1:], true
 	return u.current
@@ -145,13 +144,6 @@ func (u *unit) awaitsGrant() bool {
 	}
 }
 
-// keepRecord stores the unit's record of the state; nil if it has none.
-func (u *unit) keepRecord(rec *state.Unit) {
-	if rec != nil && u.m.Phase != state.Gone {
-		u.record = rec
-	}
-}
-
 // nextRestarts is the first count of restarts of a new grant if the record before it is released by then.
 func (u *unit) nextRestarts(launch string) int {
 	if u.record == nil || u.record.Launch != launch {
@@ -165,7 +157,6 @@ func (u *unit) ref() *state.UnitRef {
 	return &state.UnitRef{Unit: u.id, Epoch: u.m.Epoch, Reason: u.m.Reason, At: u.m.Since.UnixMilli()}
 }
 
-// phaseReason is the reason for the unit's phase.
 func (u *unit) phaseReason() string {
 	if u.stayReason != "" {
 		return u.stayReason
@@ -246,7 +237,6 @@ func (p *part) isNewer(process, number uint64) bool {
 	return true
 }
 
-// markGone notes that nothing is left of the part.
 func (p *part) markGone() { p.ended, p.gone, p.adopted = true, true, false }
 
 // allParts reports whether so holds for every part.
@@ -272,14 +262,9 @@ func (u *unit) othersLack(node string, so func(*part) bool) bool {
 // hasUnreportedPart reports whether a node has not told this leader yet what it has of the unit.
 func (u *unit) hasUnreportedPart() bool { return !u.allParts(func(p *part) bool { return !p.adopted }) }
 
-func isStarted(p *part) bool { return p.started }
-
-func isReady(p *part) bool { return p.ready }
-
+func isStarted(p *part) bool    { return p.started }
+func isReady(p *part) bool      { return p.ready }
 func hasBeenReady(p *part) bool { return p.wasReady }
-
-func isDraining(p *part) bool { return p.draining || p.ended }
-
-func isEnded(p *part) bool { return p.ended }
-
-func isGone(p *part) bool { return p.gone }
+func isDraining(p *part) bool   { return p.draining || p.ended }
+func isEnded(p *part) bool      { return p.ended }
+func isGone(p *part) bool       { return p.gone }

@@ -3,6 +3,7 @@ package dpserver
 import (
 	"maps"
 	"slices"
+	"sync"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
@@ -22,7 +23,6 @@ type ticket struct {
 	prefillAssumed   bool // its prefill is over by prediction: the engine has not shown a first token
 }
 
-// hasFirstToken says whether a first token of the ticket was seen.
 func (t *ticket) hasFirstToken() bool { return t.req.Decoding && !t.prefillAssumed }
 
 // clampFirstToken is the time of its first token: the reported time if it lies between its admission and now.
@@ -75,28 +75,18 @@ func (a *account) add(id uint64, req msg.OpenRequest, weight int, stopCtx func()
 	return t
 }
 
-// markDecoding marks a ticket's prefill as done. It returns false if it was done already, or the ticket is
-// unknown.
-func (a *account) markDecoding(id uint64) (*ticket, bool) {
+// markDecoding marks a ticket's prefill as done. isAssumed says that this is a prediction: it does not
+// shorten the stall limit, because the engine has not shown a first token. It returns false if the prefill
+// was done already, or the ticket is unknown.
+func (a *account) markDecoding(id uint64, isAssumed bool) (*ticket, bool) {
 	t := a.tickets[id]
 	if t == nil || t.req.Decoding {
 		return t, false
 	}
-	t.req.Decoding = true
-	a.prefillTokens -= t.req.Tokens
-	a.computedTokens += t.req.Tokens
-	a.endPrefill(t)
-	return t, true
-}
-
-// assumeDecoding is markDecoding by prediction. It does not shorten the stall limit, because the engine has
-// not shown a first token.
-func (a *account) assumeDecoding(id uint64) (*ticket, bool) {
-	t := a.tickets[id]
-	if t == nil || t.req.Decoding {
-		return t, false
+	t.req.Decoding, t.prefillAssumed = true, isAssumed
+	if !isAssumed {
+		a.prefillTokens -= t.req.Tokens
 	}
-	t.req.Decoding, t.prefillAssumed = true, true
 	a.computedTokens += t.req.Tokens
 	a.endPrefill(t)
 	return t, true
@@ -142,7 +132,6 @@ func (a *account) recycle(t *ticket) {
 	a.free = append(a.free, t)
 }
 
-// reset removes every ticket.
 func (a *account) reset() {
 	for id := range a.tickets {
 		a.recycle(a.remove(id))
@@ -157,4 +146,69 @@ func (a *account) listRequests() []msg.OpenRequest {
 		out = append(out, a.tickets[id].req)
 	}
 	return out
+}
+
+// orphans are tickets whose admission's context has ended. The Done of nearly every one waits in the mailbox
+// already, because a request's context ends right after its answer. So they share one timer and one message:
+// a timer for each request would wake the actor each time.
+type orphans struct {
+	post func(m any) // to the replica
+
+	mu         sync.Mutex
+	queue      []orphan // by due
+	isTimerSet bool     // a lapseTimer runs
+}
+
+type orphan struct {
+	ticket uint64
+	due    time.Time
+}
+
+// maxOrphans is how many may wait before the actor drops those whose ticket has ended, ahead of the timer.
+const maxOrphans = 4096
+
+// add notes that the context of a ticket's admission has ended: without a Done the ticket lapses after wait,
+// which is the same for all tickets.
+func (o *orphans) add(ticket uint64, wait time.Duration) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.queue = append(o.queue, orphan{ticket, time.Now().Add(wait)})
+	if !o.isTimerSet {
+		o.setTimer(wait)
+	}
+	if len(o.queue)%maxOrphans == 0 {
+		o.post(pruneRequest{})
+	}
+}
+
+func (o *orphans) setTimer(d time.Duration) {
+	o.isTimerSet = true
+	time.AfterFunc(d, func() { o.post(lapseTimer{}) })
+}
+
+func (o *orphans) prune(open map[uint64]*ticket) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.dropEnded(open)
+}
+
+func (o *orphans) dropEnded(open map[uint64]*ticket) {
+	o.queue = slices.DeleteFunc(o.queue, func(e orphan) bool { return open[e.ticket] == nil })
+}
+
+// takeDue takes the open tickets that are due, and sets the timer for the next.
+func (o *orphans) takeDue(now time.Time, open map[uint64]*ticket) (due []uint64) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.dropEnded(open)
+	n := 0
+	for n < len(o.queue) && !now.Before(o.queue[n].due) {
+		due = append(due, o.queue[n].ticket)
+		n++
+	}
+	o.queue = slices.Delete(o.queue, 0, n)
+	if o.isTimerSet = len(o.queue) > 0; o.isTimerSet {
+		o.setTimer(o.queue[0].due.Sub(now))
+	}
+	return due
 }

@@ -115,14 +115,17 @@ func (s *recordingSink) nodeEvents() []msg.ReplicaEvent {
 	return out
 }
 
-type assigner struct{ reply msg.AssignReply }
+type assigner struct {
+	reply msg.AssignReply
+	err   error
+}
 
 func (a assigner) Assign(context.Context, string, int, string) (msg.AssignReply, error) {
-	return a.reply, nil
+	return a.reply, a.err
 }
 func (assigner) Publish(msg.Publish) {}
-func (assigner) Await(context.Context, string, uint64, int) (string, int, error) {
-	return "", 0, nil
+func (assigner) Await(context.Context, string, uint64, int) (msg.AwaitReply, error) {
+	return msg.AwaitReply{}, nil
 }
 
 // testRig is one DPServer at epoch 3 on fake time.
@@ -162,7 +165,7 @@ func newRig(t *testing.T, owned bool, change ...func(f *Factory, spec *msg.Repli
 	}
 	sys := inbox.NewSystem(slog.New(slog.DiscardHandler))
 	f := &Factory{
-		System: sys, Hub: r.hub, Assigner: assigner{msg.AssignReply{Rank: 2, Epoch: 3, DPSize: 4}},
+		System: sys, Hub: r.hub, Assigner: assigner{reply: msg.AssignReply{Rank: 2, Epoch: 3, DPSize: 4}},
 		NewEngine: func(*msg.ReplicaSpec) Engine { return r.engine },
 		Log:       slog.New(slog.NewTextHandler(r.log, nil)),
 	}

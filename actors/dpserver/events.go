@@ -3,7 +3,6 @@ package dpserver
 import (
 	"context"
 	"encoding/binary"
-	"net"
 	"sync"
 	"sync/atomic"
 
@@ -11,14 +10,6 @@ import (
 	"github.com/dpserve/dpserve/internal/engine/kvevents"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
-
-// eventNetwork is the network of KV event sockets, as in Factory.
-type eventNetwork struct {
-	address string
-	dial    func(ctx context.Context, addr string) (net.Conn, error)
-	listen  func(ctx context.Context, addr string) (net.Listener, error)
-	replays *kvevents.Replays
-}
 
 // eventSubscription is one subscription to the events of a rank's engine.
 type eventSubscription struct {
@@ -66,15 +57,14 @@ func (s *Server) replaceSubscription(ctx context.Context, src *msg.EventSource, 
 func (s *Server) newSubscription(src *msg.EventSource, life uint64) (*eventSubscription, error) {
 	in := newEventQueue(life, s.hasher, s.spec.App.Model.ID,
 		func(in *eventQueue) { s.recorder.box.Send(eventsQueued{in}) })
-	hosts := kvevents.Hosts{Node: s.net.address}
+	hosts := kvevents.Hosts{Node: s.node.Address}
 	if src.Host != "" {
 		hosts.Peers = []string{src.Host}
 	}
 	sub, err := kvevents.New(kvevents.Config{
 		Endpoints: kvevents.Endpoints{Connect: src.Connect, Bind: src.Bind, Replay: src.Replay}, Hosts: hosts,
-		Topic: src.Topic,
-		Sink:  in, Changed: in.wake, Replays: s.net.replays, Logger: s.log, Dial: s.net.dial,
-		Listen: s.net.listen,
+		Topic: src.Topic, Sink: in, Changed: in.wake, Replays: s.node.Replays, Logger: s.log,
+		Dial: s.node.DialEvents, Listen: s.node.ListenEvents,
 	})
 	return &eventSubscription{sub: sub, queue: in}, err
 }
@@ -125,18 +115,15 @@ func newEventQueue(life uint64, hasher kvindex.Hasher, model string, wake func(*
 	return in
 }
 
-// Stored implements kvevents.Sink.
 func (in *eventQueue) Stored(ev *kvevents.Stored) {
 	in.addAt(ev.Medium, ev.Locality,
 		func(t kvindex.Tier) { in.pending.addStored(t, in.hasher, in.model, ev) })
 }
 
-// Removed implements kvevents.Sink.
 func (in *eventQueue) Removed(ev *kvevents.Removed) {
 	in.addAt(ev.Medium, ev.Locality, func(t kvindex.Tier) { in.pending.addRemoved(t, ev) })
 }
 
-// Cleared implements kvevents.Sink.
 func (in *eventQueue) Cleared() {
 	in.enqueue(func() { in.pending.add(change{kind: changeCleared}) })
 }
@@ -296,11 +283,9 @@ func (b *eventBatch) clear() {
 
 func (b *eventBatch) add(c change) { b.changes = append(b.changes, c) }
 
-// addStored copies an event.
 func (b *eventBatch) addStored(t kvindex.Tier, h kvindex.Hasher, model string, ev *kvevents.Stored) {
 	c := change{
-		kind: changeStored, tier: t, hasParent: !ev.Parent.IsZero(), blockSize: ev.BlockSize,
-		group: ev.Group,
+		kind: changeStored, tier: t, hasParent: !ev.Parent.IsZero(), blockSize: ev.BlockSize, group: ev.Group,
 	}
 	salt, extras := b.addExtras(h, ev)
 	if c.hasParent {

@@ -61,7 +61,7 @@ func TestAnEngineThatDialsFindsItsRank(t *testing.T) {
 			overNetwork(network)(f, spec)
 			spec.Events = &msg.EventSource{Bind: "tcp://" + pubAddr}
 		})
-		dial := r.net.dial
+		dial := r.node.DialEvents
 		c, err := zmtp.Dial(t.Context(), dial, pubAddr, zmtp.Pub, zmtp.DefaultLimits())
 		require.NoError(t, err)
 		defer func() { _ = c.Close() }()

@@ -222,9 +222,22 @@ func TestStalls(t *testing.T) {
 	}
 }
 
+// TestAFailedReadIsNoSample: counters that cannot be read half way are not taken for zero, so that the next
+// read is no progress.
+func TestAFailedReadIsNoSample(t *testing.T) {
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
+		r.engine.set(func(f *fakeEngine) { f.canary, f.dumb = errors.New("time-out"), errors.New("busy") })
+		r.ask()
+		time.Sleep(10500 * time.Millisecond)
+		r.engine.set(func(f *fakeEngine) { f.dumb, f.counters.Seen, f.counters.PromptTokens = nil, true, 7 })
+		time.Sleep(11 * time.Second)
+		require.Len(t, r.tape.nodeEvents(), 1)
+	})
+}
+
 func TestAPredictedPrefillStretchesTheStallTimeout(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
-		r.prefillTime = func(tokens int) time.Duration { return time.Duration(tokens) * time.Second }
+		r.node.PrefillTime = func(tokens int) time.Duration { return time.Duration(tokens) * time.Second }
 		r.engine.set(func(f *fakeEngine) { f.canary = errors.New("no") })
 		r.ask() // 100 tokens: 3 × 100 s
 		time.Sleep(299 * time.Second)
@@ -295,12 +308,12 @@ func TestAssignChecksTheGrant(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(t, true)
 		require.NoError(t, r.Assign(t.Context()))
-		r.assigner = assigner{msg.AssignReply{Rank: 1, Epoch: 3}}
+		r.node.Assigner = assigner{reply: msg.AssignReply{Rank: 1, Epoch: 3}}
 		err := r.Assign(t.Context())
 		require.ErrorIs(t, err, errNotGranted)
 		require.EqualError(t, err,
 			"the rank is not granted to this replica: asked for rank 2 at epoch 3, got rank 1 at epoch 3")
-		r.assigner = assigner{msg.AssignReply{Err: errors.New("group full")}}
+		r.node.Assigner = assigner{err: errors.New("group full")}
 		require.EqualError(t, r.Assign(t.Context()), "assign rank 0/2: group full")
 	})
 }

@@ -51,8 +51,7 @@ func newKVRecord(s *Server, emit func(kind msg.RecordKind, kv msg.KV), blocks fu
 	}
 	var err error
 	l.index, err = kvindex.New(kvindex.Config{
-		Bytes: recordBytes, Columns: recordColumns,
-		OnChange: l.onChange,
+		Bytes: recordBytes, Columns: recordColumns, OnChange: l.onChange,
 	})
 	return l, err
 }
@@ -88,7 +87,6 @@ func (l *kvRecord) dropColumns(which ...kvindex.Tier) {
 	l.flushRemovals()
 }
 
-// dropEventColumns drops the columns of the engine's events.
 func (l *kvRecord) dropEventColumns() { l.dropColumns(kvindex.GPU, kvindex.CPU, kvindex.Disk) }
 
 // publishColumns begins every column that has blocks in a stream that has none.
@@ -107,7 +105,6 @@ func (l *kvRecord) eventBlockSize() int {
 	return 0
 }
 
-// columnLen is the number of blocks of a tier.
 func (l *kvRecord) columnLen(tier kvindex.Tier) int {
 	if c := l.columns[tier]; c != nil {
 		return c.Len()
@@ -155,8 +152,7 @@ func (l *kvRecord) flushRemovals() {
 	}
 	slices.Reverse(l.removals) // a reader removes the last hash first: the order of the removals here
 	l.emit(msg.RecKV, msg.KV{
-		Tier:  l.removalsTier,
-		Delta: kvindex.Delta{Change: kvindex.Removed, Hashes: l.removals},
+		Tier: l.removalsTier, Delta: kvindex.Delta{Change: kvindex.Removed, Hashes: l.removals},
 	})
 	l.removals = l.removals[:0]
 }
@@ -185,7 +181,6 @@ func (l *kvRecord) writeSnapshot(give func(kind msg.RecordKind, kv msg.KV)) {
 	}
 }
 
-// applyBatch applies a batch.
 func (l *kvRecord) applyBatch(b *eventBatch) {
 	b.forEach(l.applyChange)
 	l.flushRemovals()
@@ -224,13 +219,6 @@ func (l *kvRecord) clearEvents() {
 	}
 	l.flushRemovals()
 	l.hasRemovals = true
-}
-
-// sweepStep frees the memory of closed columns, one step at a time.
-func (l *kvRecord) sweepStep() {
-	if l.needsSweep {
-		l.needsSweep = l.index.Sweep(sweepSlots)
-	}
 }
 
 // averageWeight is the weight of one request in the average of tokens per block.

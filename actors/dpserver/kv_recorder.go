@@ -282,7 +282,6 @@ func (k *recorder) eventsShow(p *sentPrompt) bool {
 	return c != nil && c.Holds(p.blocks[len(p.blocks)-1])
 }
 
-// recordSent records a prompt that the rank was sent.
 func (k *recorder) recordSent(p *sentPrompt) {
 	l := k.ensureRecord()
 	if l == nil {
@@ -327,7 +326,6 @@ func (k *recorder) correctSent(p *sentPrompt) {
 	}
 }
 
-// blockSizeOrDefault is the engine's tokens per block, or the default.
 func (k *recorder) blockSizeOrDefault() int {
 	return cmp.Or(k.record.eventBlockSize(), k.settings.facts.BlockSize, routing.DefaultBlockSize)
 }
@@ -387,13 +385,10 @@ type expiryTimer struct {
 }
 
 func (c *expiryTimer) stop() {
-	if c.timer != nil {
-		c.timer.Stop()
-	}
+	stopTimer(c.timer)
 	c.due = 0
 }
 
-// armExpiry sets the timer for the next expiry.
 func (k *recorder) armExpiry() {
 	l := k.record
 	now := time.Since(l.startedAt)
@@ -416,7 +411,9 @@ func (k *recorder) expire(m expiryTick) {
 	}
 	k.expiry.stop()
 	m.of.advanceClock()
-	m.of.sweepStep()
+	if l := m.of; l.needsSweep { // one step: the next tick goes on
+		l.needsSweep = l.index.Sweep(sweepSlots)
+	}
 }
 
 // Bounds of a promptPool.

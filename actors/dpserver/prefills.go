@@ -70,16 +70,13 @@ func (p *prefills) insert(e wholePrefill) {
 	p.byDue = slices.Insert(p.byDue, at, e)
 }
 
-// remove removes a ticket that has ended.
 func (p *prefills) remove(ticket uint64) {
 	p.byDue = slices.DeleteFunc(p.byDue, func(e wholePrefill) bool { return e.ticket == ticket })
 }
 
 // stop removes all tickets and stops the timer.
 func (p *prefills) stop() {
-	if p.timer != nil {
-		p.timer.Stop()
-	}
+	stopTimer(p.timer)
 	p.byDue, p.timerAt = p.byDue[:0], time.Time{}
 }
 
@@ -87,12 +84,12 @@ func (p *prefills) stop() {
 // several prompts too much time both as one long prompt (their tokens do not attend to each other) and one
 // after the other (they share steps). The shorter of both is nearer.
 func (p *prefills) predict(id uint64, t *ticket, whole bool) {
-	if p.r.prefillTime == nil {
+	if p.r.node.PrefillTime == nil {
 		return
 	}
-	p.r.account.addPrefillTime(t, p.r.prefillTime(t.uncachedTokens()))
+	p.r.account.addPrefillTime(t, p.r.node.PrefillTime(t.uncachedTokens()))
 	now := t.admittedAt
-	t.prefillPredicted = min(p.r.prefillTime(p.r.account.uncachedWork), p.r.account.prefillSum)
+	t.prefillPredicted = min(p.r.node.PrefillTime(p.r.account.uncachedWork), p.r.account.prefillSum)
 	if !whole {
 		return
 	}
@@ -103,7 +100,6 @@ func (p *prefills) predict(id uint64, t *ticket, whole bool) {
 	p.armTimer(now)
 }
 
-// armTimer sets the timer to the first ticket that is due.
 func (p *prefills) armTimer(now time.Time) {
 	if len(p.byDue) == 0 || !p.timerAt.IsZero() && !p.byDue[0].due.Before(p.timerAt) {
 		return
@@ -155,7 +151,7 @@ func (p *prefills) onPromptShown(m promptShown) {
 // predictFirstToken emits that a ticket's prefill was over at an instant, by prediction: the engine has not
 // shown it.
 func (p *prefills) predictFirstToken(id uint64, at time.Time) {
-	if t, first := p.r.account.assumeDecoding(id); first {
+	if t, first := p.r.account.markDecoding(id, true); first {
 		p.r.emitRequestRecord(msg.RecFirstToken, &t.req, msg.CausePredicted, at)
 	}
 }

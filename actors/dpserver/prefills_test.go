@@ -38,7 +38,7 @@ func (r *testRig) assertFirstTokens(want ...uint64) {
 // before.
 func TestAnAnswerThatIsNotStreamedLeavesPrefillWhenItIsPredictedToBeDone(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
-		r.prefillTime = perToken
+		r.node.PrefillTime = perToken
 		r.ask(whole)                                    // 1: 100 tokens, done after 1 s
 		r.ask()                                         // 2: a stream of 100 tokens
 		r.ask(whole, func(a *msg.Admit) { a.Hit = 50 }) // 3: behind both, after 2.5 s
@@ -67,7 +67,7 @@ func TestAnAnswerThatIsNotStreamedLeavesPrefillWhenItIsPredictedToBeDone(t *test
 // TestPredictionsGoByTheSpeedThatStreamsHaveShown: here first tokens take three times as long as predicted.
 func TestPredictionsGoByTheSpeedThatStreamsHaveShown(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
-		r.prefillTime = perToken
+		r.node.PrefillTime = perToken
 		for range 30 {
 			ticket := r.ask().Ticket // 1 s by the law
 			time.Sleep(3 * time.Second)
@@ -104,7 +104,7 @@ func (r *testRig) openRequests(t *testing.T) map[uint64]msg.OpenRequest {
 // an entry.
 func TestAPredictionEndsWithItsTicket(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
-		r.prefillTime = perToken
+		r.node.PrefillTime = perToken
 		ticket := r.ask(whole).Ticket
 		r.send(&msg.Done{TicketID: ticket.ID, Outcome: msg.OK, PromptTokens: 100, CompletionTokens: 2})
 		r.ask(whole)
@@ -119,7 +119,7 @@ func TestAPredictionEndsWithItsTicket(t *testing.T) {
 // still detected.
 func TestAPredictedFirstTokenSaysNothingOfTheEngine(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
-		r.prefillTime = perToken
+		r.node.PrefillTime = perToken
 		r.engine.set(func(f *fakeEngine) { f.canary, f.counters.Seen = assert.AnError, true })
 		r.ask(whole, func(a *msg.Admit) { a.Tokens = 1500 }) // 15 s; it has 45 s
 		time.Sleep(44 * time.Second)
@@ -133,7 +133,7 @@ func TestAPredictedFirstTokenSaysNothingOfTheEngine(t *testing.T) {
 // predicted.
 func TestKVEventsCorrectAPrediction(t *testing.T) {
 	withPublisher(t, true, false, func(t *testing.T, r *testRig, p *publisher) {
-		r.prefillTime = perToken
+		r.node.PrefillTime = perToken
 		ask := func(tokens []uint32) {
 			r.ask(whole, func(a *msg.Admit) { a.Blocks = prompt(tokens...) }) // predicted: 1 s
 		}

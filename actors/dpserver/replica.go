@@ -83,7 +83,7 @@ func newReplica(s *Server) *replica {
 	if s.state.isRegistered { // after a panic: the account is lost, and a snapshot tells every sink
 		s.log.Error("the account of a rank was lost, it begins anew",
 			slog.Uint64("incarnation", s.state.incarnation))
-		r.stream.add(r.hub.register(r.Server)...) // its message may be the one that was lost
+		r.stream.add(r.node.Hub.register(r.Server)...) // its message may be the one that was lost
 		r.kv.beginStream(true)
 		r.updateStats()
 		r.startMonitor()
@@ -172,9 +172,8 @@ func (r *replica) receiveControl(m any) {
 	}
 }
 
-// joinHub registers the rank in the Hub and sends every sink a snapshot.
 func (r *replica) joinHub() {
-	for _, sub := range r.hub.register(r.Server) {
+	for _, sub := range r.node.Hub.register(r.Server) {
 		r.sendSnapshot(sub)
 	}
 	r.updateStats()
@@ -202,9 +201,10 @@ func (r *replica) applyReady(m readyRequest) {
 func (r *replica) startIncarnation(f msg.Facts, anew bool) {
 	r.account.reset()
 	r.prefills.stop()
-	r.trip.stop()
+	stopTimer(r.trip.timer)
 	r.trip, r.busy, r.turns = trip{}, busy{round: r.busy.round + 1}, turns{}
 	r.state.phase, r.state.incarnation, r.state.facts = phaseOpen, f.Incarnation, f
+	r.state.lastTicket = max(r.state.lastTicket, f.Base)
 	if anew {
 		r.kv.restartSubscription()
 	}
@@ -238,7 +238,7 @@ func (r *replica) fence(cause string) {
 		return
 	}
 	r.state.phase, r.turns = phaseFenced, turns{}
-	r.monitor.resetPending()
+	r.monitor.reportedBack, r.monitor.canaryPending = false, false // of the incarnation before the fence
 	r.publishState(cause)
 	r.log.Debug("rank is fenced", slog.String("cause", cause), slog.Int("in_flight", r.account.openCount()))
 	r.closeDrainedIfIdle()
@@ -269,7 +269,7 @@ func (r *replica) drain(cause string) {
 func (r *replica) closeDrainedIfIdle() {
 	if r.account.openCount() == 0 && (r.state.phase == phaseDraining || r.state.phase == phaseFenced &&
 		r.spec.Target.Owned) || r.state.phase == phaseEnded {
-		r.closeDrained()
+		r.drainOnce.Do(func() { close(r.drained) })
 	}
 }
 
@@ -279,12 +279,12 @@ func (r *replica) endStream() {
 		return
 	}
 	r.state.phase = phaseEnded
-	r.hub.remove(r.Server)
+	r.node.Hub.remove(r.Server)
 	r.account.reset()
 	r.prefills.stop()
-	r.monitor.stop()
-	r.trip.stop()
-	r.scrape.stop()
+	stopTimer(r.monitor.timer)
+	stopTimer(r.trip.timer)
+	stopTimer(r.scrape.timer)
 	r.stream.end()
 	r.closeDrainedIfIdle()
 	r.updateStats()
@@ -332,7 +332,6 @@ func (r *replica) snapshot() *msg.Record {
 	}}
 }
 
-// updateStats copies the values that Status shows.
 func (r *replica) updateStats() {
 	r.stats.setOpen(&r.account)
 	r.stats.setState(r.state.facts.MaxOngoing, r.state.incarnation, r.isTripped())
@@ -396,7 +395,7 @@ func (r *replica) checkAdmission(m *msg.Admit) msg.Refusal {
 	switch {
 	case m.Ctx != nil && m.Ctx.Err() != nil, !m.Deadline.IsZero() && !time.Now().Before(m.Deadline):
 		return msg.Expired
-	case r.lease != nil && !r.lease():
+	case r.node.Lease != nil && !r.node.Lease():
 		return msg.NoLease
 	case m.Epoch != r.spec.Epoch:
 		return msg.StaleEpoch
@@ -409,7 +408,6 @@ func (r *replica) checkAdmission(m *msg.Admit) msg.Refusal {
 	return msg.Granted
 }
 
-// freeSequences is how many more sequences the rank has room for.
 func (r *replica) freeSequences() int { return r.state.facts.MaxOngoing - r.account.weight }
 
 // requestWeight is how many sequences a request counts as. It is at most max_ongoing, so that an empty rank
@@ -439,7 +437,7 @@ func (r *replica) watchContext(ctx context.Context, id uint64) func() bool {
 
 func (r *replica) recordFirstToken(m *msg.FirstToken) {
 	r.monitor.noteProgress()
-	if t, first := r.account.markDecoding(m.TicketID); first {
+	if t, first := r.account.markDecoding(m.TicketID, false); first {
 		at := t.clampFirstToken(m.At, time.Now())
 		r.prefills.pace.addSample(at.Sub(t.admittedAt), t.prefillPredicted)
 		r.emitRequestRecord(msg.RecFirstToken, &t.req, "", at)
@@ -485,7 +483,6 @@ func (r *replica) endTicket(m *msg.Done) {
 	r.closeDrainedIfIdle()
 }
 
-// applyOutcome updates busy, trip and health from how a request ended.
 func (r *replica) applyOutcome(m *msg.Done) {
 	switch {
 	case m.Busy:
@@ -535,14 +532,12 @@ func (r *replica) clearBusy() {
 	}
 }
 
-// lapseTickets ends the open tickets that are due.
 func (r *replica) lapseTickets() {
 	for _, ticket := range r.orphans.takeDue(time.Now(), r.account.tickets) {
 		r.endTicket(&msg.Done{TicketID: ticket, Outcome: msg.Cancelled, Cause: "ticket_lapsed"})
 	}
 }
 
-// applyDemand notes whether an ingress has requests that wait.
 func (r *replica) applyDemand(m *msg.Demand) {
 	if m.Waits {
 		r.turns.addWait(time.Now(), m.Ingress, 0)
@@ -566,7 +561,6 @@ func (r *replica) offerTurn() string {
 	return r.turns.roomOwner(r.freeSequences())
 }
 
-// publishFreeRoom publishes that room is free again.
 func (r *replica) publishFreeRoom() {
 	r.publishState("")
 	r.offerRemaining()

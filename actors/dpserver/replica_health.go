@@ -23,14 +23,8 @@ type healthMonitor struct {
 	reportedBack  bool // attach: ReplicaBack was reported, and the node's Ready has not come yet
 
 	lastProgress    time.Time
-	sample          counterSample
+	sample          *engine.Counters // at one moment without progress; nil: they were not read since
 	countersPending bool
-}
-
-// counterSample is the engine's counters at one moment without progress.
-type counterSample struct {
-	isSet    bool
-	counters engine.Counters
 }
 
 // Messages of the health monitor. The round identifies late results of an earlier monitor.
@@ -46,30 +40,32 @@ type (
 		cause string // why it was sent
 		err   error
 	}
-	countersResult struct {
-		round    uint64
-		counters engine.Counters
-		err      error
-	}
+	countersResult struct{ counterRead }
 )
 
-func (k *healthMonitor) noteProgress() { k.lastProgress, k.sample = time.Now(), counterSample{} }
-
-func (k *healthMonitor) stop() {
-	if k.timer != nil {
-		k.timer.Stop()
-	}
+// counterRead is one read of the engine's counters. round is that of the health monitor.
+type counterRead struct {
+	round    uint64
+	counters engine.Counters
+	err      error
 }
 
-// resetPending drops the state of the incarnation before the fence. The ticks go on for an attached engine.
-func (k *healthMonitor) resetPending() { k.reportedBack, k.canaryPending = false, false }
+// readEngine reads the engine's counters beside the actor, and posts what resultOf makes of them.
+func (r *replica) readEngine(resultOf func(counterRead) any) {
+	s, round := r.Server, r.monitor.round
+	r.runProbe(r.timers.CounterLimit, func(ctx context.Context) {
+		c, err := s.engine.Counters(ctx)
+		s.box.Send(resultOf(counterRead{round, c, err}))
+	})
+}
 
-// startMonitor starts a new monitor.
+func (k *healthMonitor) noteProgress() { k.lastProgress, k.sample = time.Now(), nil }
+
 func (r *replica) startMonitor() {
-	r.monitor.stop()
+	stopTimer(r.monitor.timer)
 	r.state.lastRound++
 	r.monitor = healthMonitor{round: r.state.lastRound}
-	r.scrape.stop()
+	stopTimer(r.scrape.timer)
 	r.scrape = scrape{isPending: r.scrape.isPending}
 	r.progress = progressCheck{}
 	r.monitor.noteProgress()
@@ -80,7 +76,6 @@ func (r *replica) armHealthTick() {
 	r.monitor.timer = r.sendAfter(healthPeriod(r.spec.App), healthTick{r.monitor.round})
 }
 
-// receiveMonitor handles the messages of the health monitor.
 func (r *replica) receiveMonitor(m any) {
 	switch m := m.(type) {
 	case healthTick:
@@ -219,7 +214,7 @@ func (r *replica) checkStall() {
 		return
 	}
 	quiet, limit := time.Since(r.monitor.lastProgress), r.stallLimit()
-	if quiet >= limit || quiet >= limit/2 && !r.monitor.sample.isSet {
+	if quiet >= limit || quiet >= limit/2 && r.monitor.sample == nil {
 		r.readCounters()
 	}
 }
@@ -227,8 +222,8 @@ func (r *replica) checkStall() {
 // stallLimit is max(stall_timeout_s, 3 × the predicted time of the open prefill).
 func (r *replica) stallLimit() time.Duration {
 	limit := stallTimeout(r.spec.App)
-	if r.prefillTime != nil && r.account.prefillTokens > 0 {
-		limit = max(limit, stallFactor*r.prefillTime(r.account.prefillTokens))
+	if r.node.PrefillTime != nil && r.account.prefillTokens > 0 {
+		limit = max(limit, stallFactor*r.node.PrefillTime(r.account.prefillTokens))
 	}
 	return limit
 }
@@ -238,11 +233,7 @@ func (r *replica) readCounters() {
 		return
 	}
 	r.monitor.countersPending = true
-	s, round := r.Server, r.monitor.round
-	r.runProbe(r.timers.CounterLimit, func(ctx context.Context) {
-		c, err := s.engine.Counters(ctx)
-		s.box.Send(countersResult{round, c, err})
-	})
+	r.readEngine(func(c counterRead) any { return countersResult{c} })
 }
 
 func (r *replica) onCounters(m countersResult) {
@@ -250,10 +241,11 @@ func (r *replica) onCounters(m countersResult) {
 	quiet, limit := time.Since(r.monitor.lastProgress), r.stallLimit()
 	switch {
 	case r.account.openCount() == 0, r.state.phase == phaseFenced:
-	case m.err == nil && before.isSet && m.counters.Moved(before.counters):
+	case m.err == nil && before != nil && m.counters.Moved(*before):
 		r.monitor.noteProgress()
+	case quiet < limit && m.err != nil: // the next tick reads them again
 	case quiet < limit:
-		r.monitor.sample = counterSample{isSet: true, counters: m.counters}
+		r.monitor.sample = &m.counters
 	default:
 		r.sendCanary(fmt.Sprintf("no progress for %s with %d requests in hand", quiet.Round(time.Millisecond),
 			r.account.openCount()))
@@ -279,12 +271,6 @@ type (
 		err         error
 	}
 )
-
-func (t *trip) stop() {
-	if t.timer != nil {
-		t.timer.Stop()
-	}
-}
 
 // countFailure counts an answer that its ingress counts towards the trip.
 func (r *replica) countFailure() {
@@ -343,21 +329,16 @@ type progressCheck struct {
 	tickets   []uint64 // whose ingresses wait for the current read
 	isPending bool
 
-	hasBatches  bool   // there was a read, and no canary since: a canary moves the counters itself
-	batches     uint64 // of KV events at that read
-	hasCounters bool   // counters are those of a read
-	counters    engine.Counters
+	hasBatches bool             // there was a read, and no canary since: a canary moves the counters itself
+	batches    uint64           // of KV events at that read
+	counters   *engine.Counters // of the last read that had them; nil: none since
 }
 
-// progressResult is the result of a read. round is that of the health monitor.
-type progressResult struct {
-	round    uint64
-	counters engine.Counters
-	err      error
-}
+// progressResult is the result of a read.
+type progressResult struct{ counterRead }
 
 // discard drops the last read, so that the next one is compared with nothing.
-func (s *progressCheck) discard() { s.hasBatches, s.hasCounters = false, false }
+func (s *progressCheck) discard() { s.hasBatches, s.counters = false, nil }
 
 // onProbe reads the engine's counters beside the actor.
 func (r *replica) onProbe(m *msg.Probe) {
@@ -370,11 +351,7 @@ func (r *replica) onProbe(m *msg.Probe) {
 		return
 	}
 	q.isPending = true
-	s, round := r.Server, r.monitor.round
-	r.runProbe(r.timers.CounterLimit, func(ctx context.Context) {
-		c, err := s.engine.Counters(ctx)
-		s.box.Send(progressResult{round, c, err})
-	})
+	r.readEngine(func(c counterRead) any { return progressResult{c} })
 }
 
 // onProgressResult reports progress by one record, which holds for every silent stream of the rank. An engine
@@ -382,11 +359,11 @@ func (r *replica) onProbe(m *msg.Probe) {
 func (r *replica) onProgressResult(m progressResult) {
 	q, batches := &r.progress, r.kv.eventStats().Batches
 	askers := q.tickets
-	moved := q.hasBatches && batches != q.batches || m.err == nil && q.hasCounters &&
-		m.counters.Moved(q.counters)
+	moved := q.hasBatches && batches != q.batches || m.err == nil && q.counters != nil &&
+		m.counters.Moved(*q.counters)
 	q.tickets, q.isPending, q.hasBatches, q.batches = q.tickets[:0], false, true, batches
 	if m.err == nil {
-		q.hasCounters, q.counters = true, m.counters
+		q.counters = &m.counters
 	}
 	if !moved {
 		return
@@ -422,18 +399,8 @@ const maxMissedScrapes = 5
 // Messages of the scrape; round is that of the health monitor.
 type (
 	scrapeTimer  struct{ round uint64 }
-	scrapeResult struct {
-		round    uint64
-		counters engine.Counters
-		err      error
-	}
+	scrapeResult struct{ counterRead }
 )
-
-func (s *scrape) stop() {
-	if s.timer != nil {
-		s.timer.Stop()
-	}
-}
 
 // needsScrape says whether anything reads the report.
 func (r *replica) needsScrape() bool {
@@ -466,16 +433,12 @@ func (r *replica) refreshRouting() {
 
 // startScrape reads /metrics beside the actor, one read at a time, and sets the timer for the next.
 func (r *replica) startScrape() {
-	s, round := r.Server, r.monitor.round
-	r.scrape.timer = r.sendAfter(r.timers.Scrape, scrapeTimer{round})
+	r.scrape.timer = r.sendAfter(r.timers.Scrape, scrapeTimer{r.monitor.round})
 	if r.scrape.isPending {
 		return
 	}
 	r.scrape.isPending = true
-	r.runProbe(r.timers.CounterLimit, func(ctx context.Context) {
-		c, err := s.engine.Counters(ctx)
-		s.box.Send(scrapeResult{round, c, err})
-	})
+	r.readEngine(func(c counterRead) any { return scrapeResult{c} })
 }
 
 func (r *replica) onScrapeTick(m scrapeTimer) {
@@ -489,10 +452,7 @@ func (r *replica) onScrapeTick(m scrapeTimer) {
 
 func (r *replica) onScraped(m scrapeResult) {
 	r.scrape.isPending = false // there is never more than one read
-	if m.round != r.monitor.round {
-		return
-	}
-	if r.state.phase != phaseOpen && r.state.phase != phaseDraining {
+	if m.round != r.monitor.round || r.state.phase != phaseOpen && r.state.phase != phaseDraining {
 		return
 	}
 	if m.err != nil {
@@ -509,8 +469,9 @@ func (r *replica) onScraped(m scrapeResult) {
 	r.scrape.hasLast, r.scrape.last, r.scrape.suspect = true, m.counters, nil
 	r.updateFacts(&m.counters)
 	r.publishStatus(&m.counters)
-	if slept {
-		r.onSleep()
+	if slept { // a sleeping engine has freed its KV cache, and publishes no event about it
+		r.log.Info("engine was put to sleep: its kv cache is gone")
+		r.recorder.box.Send(engineSlept{})
 	}
 	r.kv.updateKVStats()
 }
@@ -561,7 +522,6 @@ func (r *replica) updateFacts(c *engine.Counters) {
 	r.kv.sendSettings()
 }
 
-// publishStatus emits a RecStatus if a value has changed.
 func (r *replica) publishStatus(c *engine.Counters) {
 	st := msg.Status{
 		KVUsage: c.KVUsage, HasKVUsage: c.HasKVUsage, Capacity: r.kv.cacheCapacity(),
@@ -573,10 +533,4 @@ func (r *replica) publishStatus(c *engine.Counters) {
 	r.scrape.published = st
 	r.rec = msg.Record{Kind: msg.RecStatus, Status: st}
 	r.stream.emit(&r.rec)
-}
-
-// onSleep empties the KV columns: a sleeping engine has freed its KV cache, and publishes no event about it.
-func (r *replica) onSleep() {
-	r.log.Info("engine was put to sleep: its kv cache is gone")
-	r.recorder.box.Send(engineSlept{})
 }

@@ -172,10 +172,7 @@ func (k *replicaKV) startSubscription() {
 	}
 	k.health.isStarting = true
 	k.r.runProbe(k.r.timers.CounterLimit, func(ctx context.Context) {
-		s.box.Send(subscriptionResult{
-			life,
-			s.replaceSubscription(ctx, src, life),
-		})
+		s.box.Send(subscriptionResult{life, s.replaceSubscription(ctx, src, life)})
 	})
 }
 
@@ -205,8 +202,7 @@ const liveSentTTL = 2 * time.Second
 // for as long as an engine may keep it.
 func (k *replicaKV) sentOptions() kvindex.Options {
 	opt := kvindex.Options{
-		Feed: kvindex.FromRecords, BlockSize: kvindex.DefaultTextBlock,
-		TTL: kvindex.DefaultRecord,
+		Feed: kvindex.FromRecords, BlockSize: kvindex.DefaultTextBlock, TTL: kvindex.DefaultRecord,
 	}
 	if k.r.app.Routing.Identity == app.IdentityTokens {
 		opt.BlockSize = 0
@@ -220,7 +216,7 @@ func (k *replicaKV) sentOptions() kvindex.Options {
 // beginStream sends every sink a snapshot and lets the recorder begin the KV columns behind it. isLost says
 // that the content of the columns is not certain any more.
 func (k *replicaKV) beginStream(isLost bool) {
-	k.columnsID = k.r.stream.begin(k.r.state.incarnation, k.r.snapshot())
+	k.columnsID = k.r.stream.begin(k.r.state.incarnation, k.r.state.facts.Base, k.r.snapshot())
 	k.settings = k.currentSettings()
 	k.r.scrape.published = msg.Status{}
 	k.r.recorder.box.Send(columnsBegin{
@@ -265,7 +261,7 @@ func (k *replicaKV) promptOf(m *msg.Admit, ticket uint64) *sentPrompt {
 		return nil
 	}
 	p := k.r.recorder.prompts.get(m)
-	p.ticket, p.isWatched = ticket, m.Whole && k.r.prefillTime != nil
+	p.ticket, p.isWatched = ticket, m.Whole && k.r.node.PrefillTime != nil
 	return p
 }
 
@@ -289,7 +285,6 @@ func (k *replicaKV) endPrompt(t *ticket, m *msg.Done) {
 	k.r.recorder.box.Send(promptEnd{t.prompt})
 }
 
-// blockSizeOrDefault is the engine's tokens per block, or the default.
 func (k *replicaKV) blockSizeOrDefault() int {
 	return cmp.Or(k.knownBlockSize(), routing.DefaultBlockSize)
 }
@@ -309,7 +304,6 @@ func (k *replicaKV) eventTotals() client.EventStatus {
 	return e
 }
 
-// updateKVStats copies what Status shows of the KV cache.
 func (k *replicaKV) updateKVStats() {
 	uncached := k.askedUncached || k.r.state.facts.CachingOff && policyNeeds(k.r.app).Hits
 	report := k.kvReport()
@@ -338,7 +332,6 @@ func (k *replicaKV) updateKVStats() {
 	k.r.stats.setKV(&st)
 }
 
-// kvNote is the note on the KV cache for people.
 func (k *replicaKV) kvNote() string {
 	var notes []string
 	if k.r.state.facts.CachingOff {

@@ -1,3 +1,6 @@
+// Package dpserver is the actor behind one rank: it admits requests to the rank's engine, keeps the account
+// of them, publishes both as one ordered stream, and watches whether the engine lives and moves on. See
+// DESIGN.md.
 package dpserver
 
 import (
@@ -7,20 +10,185 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net"
+	"net/http"
 	"sync"
 	"time"
+
+	"github.com/asynkron/protoactor-go/actor"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/engine"
+	"github.com/dpserve/dpserve/internal/engine/kvevents"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
+// mailboxBound is how many unread bounded messages a DPServer holds. It is above max_ongoing of any rank, so
+// that a full mailbox means an actor that does not run, and not a burst of requests.
+const mailboxBound = 4096
+
+// Engine is the part of an engine client that a DPServer uses. engine.Client implements it.
+type Engine interface {
+	Health(ctx context.Context) (engine.Health, error)
+	Canary(ctx context.Context, model string) error
+	Counters(ctx context.Context) (engine.Counters, error)
+}
+
+// Factory makes the DPServers of one node.
+type Factory struct {
+	System    *actor.ActorSystem
+	Hub       *Hub
+	Assigner  msg.Assigner
+	NewEngine func(spec *msg.ReplicaSpec) Engine
+	// predicted; may be nil. It stretches the stall timeout.
+	PrefillTime func(tokens int) time.Duration
+	// of the cluster: it keys the hashes of KV events, as it keys those of the ingresses; nil: none
+	Secret func() []byte
+	// the current file of an application, for routing; nil, or a nil answer: the file that the rank was
+	// started with
+	App func(name string) *app.Application
+	// of the node: engines on other machines may dial their KV events to it; "": loopback only
+	Address string
+	Replays *kvevents.Replays // of KV events, shared by the ranks of a node; nil: unbounded
+	Lease   func() bool       // whether the node may admit now; called for every request; nil: always
+	Timers  Timers
+	Log     *slog.Logger
+
+	// DialEvents and ListenEvents replace the network of KV event sockets (nodes in one process); nil = TCP.
+	DialEvents   func(ctx context.Context, addr string) (net.Conn, error)
+	ListenEvents func(ctx context.Context, addr string) (net.Listener, error)
+}
+
+// New starts the DPServer of one rank, which refuses every request until Ready. When it returns, the rank
+// listens for the KV events of spec.Events, so that an engine that is started next can connect. The caller
+// ends it with Stop.
+func (f *Factory) New(spec msg.ReplicaSpec) (*Server, error) {
+	ctx, cancel := context.WithCancel(context.Background())
+	s := &Server{
+		node: f, timers: f.Timers.withDefaults(),
+		log: f.Log.With(slog.String("app", spec.App.Name), slog.String("unit", spec.Unit),
+			slog.Int("rank", spec.Rank), slog.Uint64("epoch", spec.Epoch)),
+		spec: spec, engine: f.NewEngine(&spec), id: routing.ID(spec.Group, spec.Rank), hasher: f.hasher(),
+		createdAt: time.Now(), ctx: ctx, cancel: cancel, drained: make(chan struct{}),
+		state: actorState{subscriptionID: firstSubscription, eventSource: spec.Events},
+	}
+	s.orphans.post = func(m any) { s.box.Send(m) }
+	s.stream.identity = msg.Record{App: spec.App.Name, Unit: spec.Unit, Rank: s.id, Epoch: spec.Epoch}
+	var err error
+	s.box, err = inbox.Spawn(f.System, s.name(), mailboxBound, func() inbox.Receiver { return newReplica(s) })
+	if err != nil {
+		cancel()
+		return nil, err
+	}
+	s.recorder.box, err = spawnRecorder(s, f.System)
+	if err != nil {
+		cancel()
+		s.box.Halt()
+		return nil, err
+	}
+	if spec.Events != nil {
+		if err := s.replaceSubscription(ctx, spec.Events, s.state.subscriptionID); err != nil {
+			cancel()
+			s.box.Halt()
+			s.recorder.box.Halt()
+			<-s.box.Stopped() // nothing is left of it, so the names are free for another try
+			<-s.recorder.box.Stopped()
+			return nil, fmt.Errorf("kv events of rank %s: %w", s.id, err)
+		}
+	}
+	s.box.Send(registerRequest{})
+	return s, nil
+}
+
+func (f *Factory) hasher() kvindex.Hasher {
+	if f.Secret == nil {
+		return kvindex.NewHasher(nil)
+	}
+	return kvindex.NewHasher(f.Secret())
+}
+
+// NewClient returns the NewEngine of real engines over one transport.
+func NewClient(rt http.RoundTripper) func(spec *msg.ReplicaSpec) Engine {
+	return func(spec *msg.ReplicaSpec) Engine {
+		addr := engine.Addressing{Mode: spec.Target.Addressing, Selector: spec.Target.Selector}
+		return engine.NewClient(spec.Target.URL, addr, engine.APIKey(spec.App), rt)
+	}
+}
+
+// standard has the settings of an application that leaves them out. A deployed one has them all.
+var standard = app.Default()
+
+func healthPeriod(a *app.Application) time.Duration {
+	return secondsOf(a.HealthCheckPeriodS, standard.HealthCheckPeriodS)
+}
+
+func healthTimeout(a *app.Application) time.Duration {
+	return secondsOf(a.HealthCheckTimeoutS, standard.HealthCheckTimeoutS)
+}
+
+func stallTimeout(a *app.Application) time.Duration {
+	return secondsOf(a.Engine.StallTimeoutS, standard.Engine.StallTimeoutS)
+}
+
+func secondsOf(value, otherwise float64) time.Duration {
+	if value <= 0 {
+		value = otherwise
+	}
+	return app.Seconds(value)
+}
+
+// Timers are the times of a DPServer; the zero value of a field means its default. The period of the health
+// probe and the stall timeout are settings of the application.
+type Timers struct {
+	Canary time.Duration // deadline of a canary
+	// from the end of an admission's context to the end of its ticket, if no Done came
+	TicketLapse  time.Duration
+	BusyHold     time.Duration // how long an engine_busy answer keeps a rank full at most
+	TripBackoff  time.Duration // before the first canary of a tripped rank; each later wait doubles
+	TripCeiling  time.Duration // the longest such wait
+	CounterLimit time.Duration // deadline of one read of /metrics
+	Scrape       time.Duration // between two reads, while something needs their values
+	// events count as silent when requests have ended for that long without an event
+	Silence time.Duration
+}
+
+// Counts of the trip and of the stall check.
+const (
+	tripAfter   = 5 // failures in a row that stop admission
+	fenceAfter  = 3 // failed canaries in a row that fence an owned engine
+	stallFactor = 3 // the stall timeout is at least this times the predicted time of the open prefill
+)
+
+func (t Timers) withDefaults() Timers {
+	for _, timer := range []struct {
+		of       *time.Duration
+		standard time.Duration
+	}{
+		{&t.Canary, 10 * time.Second},
+		{&t.TicketLapse, 5 * time.Second},
+		{&t.BusyHold, time.Second},
+		{&t.TripBackoff, time.Second},
+		{&t.TripCeiling, 64 * time.Second},
+		{&t.CounterLimit, 500 * time.Millisecond},
+		{&t.Scrape, time.Second},
+		{&t.Silence, 30 * time.Second},
+	} {
+		if *timer.of <= 0 {
+			*timer.of = timer.standard
+		}
+	}
+	return t
+}
+
 // Server is what a node holds of one DPServer. It outlives a panic of the actor inside it.
 type Server struct {
-	nodeParts
+	node      *Factory // what its node gives each of its DPServers
+	timers    Timers
+	log       *slog.Logger
 	spec      msg.ReplicaSpec
 	id        routing.RankID
 	engine    Engine
@@ -42,18 +210,6 @@ type Server struct {
 	subscriptions subscriptions
 	stream        stream
 	recorder      recorderHandle
-}
-
-// nodeParts are what a node gives each of its DPServers.
-type nodeParts struct {
-	hub         *Hub
-	assigner    msg.Assigner
-	timers      Timers
-	prefillTime func(tokens int) time.Duration
-	currentApp  func(name string) *app.Application // nil: spec.App
-	lease       func() bool                        // nil: the node may always admit
-	net         eventNetwork
-	log         *slog.Logger
 }
 
 // actorState survives a panic of the actor: the new actor continues with it and with an empty account.
@@ -107,8 +263,6 @@ func (s *Server) Drain(cause string) { s.box.Send(drainRequest{cause}) }
 // Drained is closed when a Drain found the rank without requests, or the rank has ended.
 func (s *Server) Drained() <-chan struct{} { return s.drained }
 
-func (s *Server) closeDrained() { s.drainOnce.Do(func() { close(s.drained) }) }
-
 // Status is the rank's account. The node fills in the phase, its name and the process.
 func (s *Server) Status() client.RankStatus {
 	st := s.stats.status(time.Now())
@@ -145,6 +299,13 @@ func (s *Server) runProbe(limit time.Duration, work func(ctx context.Context)) {
 	})
 }
 
+// stopTimer stops a timer that may not have been set yet.
+func stopTimer(t *time.Timer) {
+	if t != nil {
+		t.Stop()
+	}
+}
+
 // sendAfter posts m after d. A stopped inbox drops it.
 func (s *Server) sendAfter(d time.Duration, m any) *time.Timer {
 	return time.AfterFunc(d, func() { s.box.Send(m) })
@@ -153,8 +314,8 @@ func (s *Server) sendAfter(d time.Duration, m any) *time.Timer {
 // currentApplication is the current file of the rank's application, for routing only: the engine runs with
 // the file that it was started with.
 func (s *Server) currentApplication() *app.Application {
-	if s.currentApp != nil {
-		if a := s.currentApp(s.spec.App.Name); a != nil {
+	if s.node.App != nil {
+		if a := s.node.App(s.spec.App.Name); a != nil {
 			return a
 		}
 	}
@@ -165,7 +326,6 @@ func (s *Server) currentApplication() *app.Application {
 // no time.
 func (s *Server) toRankTime(t time.Time) time.Duration { return max(t.Sub(s.createdAt), 0) + 1 }
 
-// reportToNode reports to the node.
 func (s *Server) reportToNode(kind msg.ReplicaEventKind, cause string) {
 	s.spec.Watcher.ReplicaEvent(msg.ReplicaEvent{
 		Unit: s.spec.Unit, Epoch: s.spec.Epoch, Rank: s.spec.Rank, Incarnation: s.state.incarnation,
@@ -179,11 +339,8 @@ var errNotGranted = errors.New("the rank is not granted to this replica")
 // Assign asks the RankAssigner for the rank of this replica and compares it with the grant that the node was
 // started with. It is idempotent.
 func (s *Server) Assign(ctx context.Context) error {
-	r, err := s.assigner.Assign(ctx, s.spec.App.Name, s.spec.Group,
+	r, err := s.node.Assigner.Assign(ctx, s.spec.App.Name, s.spec.Group,
 		msg.ReplicaID(s.spec.App.Name, s.spec.Group, s.spec.Rank))
-	if err == nil {
-		err = r.Err
-	}
 	if err != nil {
 		return fmt.Errorf("assign rank %s: %w", s.id, err)
 	}

@@ -57,14 +57,15 @@ func (s *stream) emitKV(columnsID uint64, kind msg.RecordKind, kv msg.KV) {
 	s.emitLocked(&s.reusedForKV)
 }
 
-// begin begins an incarnation, or the same one again after a panic. It sends every sink a snapshot, which has
-// no KV columns, and returns the number of the columns that may follow: 0 before the first incarnation.
-func (s *stream) begin(incarnation uint64, snapshot *msg.Record) (columnsID uint64) {
+// begin begins an incarnation, or the same one again after a panic. Its first record has the number base + 1.
+// It sends every sink a snapshot, which has no KV columns, and returns the number of the columns that may
+// follow: 0 before the first incarnation.
+func (s *stream) begin(incarnation, base uint64, snapshot *msg.Record) (columnsID uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.identity.Incarnation != incarnation {
 		s.identity.Incarnation = incarnation
-		s.seq.Store(0)
+		s.seq.Store(base)
 	}
 	if incarnation != 0 {
 		s.columnsID++
@@ -135,7 +136,6 @@ func (s *stream) remove(sub *hubSubscription) {
 	s.sinks = slices.DeleteFunc(s.sinks, func(o *hubSubscription) bool { return o == sub })
 }
 
-// subscriptionsOf are the subscriptions of a sink.
 func (s *stream) subscriptionsOf(sink msg.Sink) (subs []*hubSubscription) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -145,4 +145,90 @@ func (s *stream) subscriptionsOf(sink msg.Sink) (subs []*hubSubscription) {
 		}
 	}
 	return subs
+}
+
+// Hub joins the streams of all ranks of a node into one Feed. Records of one rank reach a sink in order. A
+// sink gets one record at a time, on the goroutine of the actor that the record comes from. So Deliver must
+// be short, and must neither subscribe nor cancel.
+type Hub struct {
+	mu      sync.Mutex
+	subs    map[*hubSubscription]struct{}
+	servers map[*Server]struct{}
+}
+
+var _ msg.Feed = (*Hub)(nil)
+
+// NewHub makes a node's feed.
+func NewHub() *Hub {
+	return &Hub{subs: map[*hubSubscription]struct{}{}, servers: map[*Server]struct{}{}}
+}
+
+// hubSubscription is one sink of the Hub.
+type hubSubscription struct {
+	mu     sync.Mutex
+	sink   msg.Sink
+	closed bool
+}
+
+func (s *hubSubscription) deliver(r *msg.Record) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.closed {
+		s.sink.Deliver(r)
+	}
+}
+
+func (s *hubSubscription) isClosed() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.closed
+}
+
+func (s *hubSubscription) close() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.closed = true
+}
+
+// Subscribe implements msg.Feed. The actor of every rank sends its snapshot soon after.
+func (h *Hub) Subscribe(sink msg.Sink) (cancel func()) {
+	sub := &hubSubscription{sink: sink}
+	h.mu.Lock()
+	h.subs[sub] = struct{}{}
+	for s := range h.servers {
+		s.box.Send(subscribeRequest{sub})
+	}
+	h.mu.Unlock()
+	return func() { h.unsubscribe(sub) }
+}
+
+func (h *Hub) unsubscribe(sub *hubSubscription) {
+	h.mu.Lock()
+	delete(h.subs, sub)
+	h.mu.Unlock()
+	sub.close() // outside mu: a Deliver in progress must not block the registration of a rank
+	h.mu.Lock() // only now: no rank adds a closed subscription again
+	for s := range h.servers {
+		s.box.Send(unsubscribeRequest{sub})
+	}
+	h.mu.Unlock()
+}
+
+// register adds a rank and returns the present sinks. It holds the same lock as Subscribe: a sink is in the
+// result or has sent its message to the rank, never neither.
+func (h *Hub) register(s *Server) []*hubSubscription {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.servers[s] = struct{}{}
+	out := make([]*hubSubscription, 0, len(h.subs))
+	for sub := range h.subs {
+		out = append(out, sub)
+	}
+	return out
+}
+
+func (h *Hub) remove(s *Server) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	delete(h.servers, s)
 }

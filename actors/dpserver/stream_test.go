@@ -140,7 +140,7 @@ func TestRecordsTellTheRanksOwnTime(t *testing.T) {
 		r.send(&msg.Done{TicketID: first.ID, CompletionTokens: 9})
 		assert.Equal(t, []time.Duration{began + 150*ms, began + 200*ms}, told())
 
-		r.prefillTime = perToken
+		r.node.PrefillTime = perToken
 		r.ask(whole)
 		time.Sleep(2 * time.Second)
 		r.send(lapseTimer{})

@@ -142,7 +142,6 @@ func (t *turns) canOffer(now time.Time, free int) bool {
 	return free > t.held && slices.ContainsFunc(t.places, func(p waitingPlace) bool { return p.hasTurn(now) })
 }
 
-// hasTurn says whether room may be held for the ingress.
 func (p *waitingPlace) hasTurn(now time.Time) bool {
 	return now.Before(p.waitsUntil) && !now.Before(p.barredUntil)
 }
@@ -205,7 +204,6 @@ func (t *turns) roomOwner(free int) string {
 	return turnOfNobody
 }
 
-// setHeld changes the room that is held for a place.
 func (t *turns) setHeld(p *waitingPlace, n int) {
 	t.held += n - p.held
 	p.held, p.offered = n, min(p.offered, n)

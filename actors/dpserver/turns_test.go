@@ -260,7 +260,7 @@ func TestABusyEngineHoldsNoRoom(t *testing.T) {
 		r.send(msg.Demand{Ingress: "far", Waits: true})
 		r.send(&msg.Done{TicketID: a.Ticket.ID, Busy: true, Outcome: msg.FailedOutcome})
 		require.Equal(t, msg.Full, r.askFor("far").Refusal)
-		time.Sleep(defaultBusyHold + time.Millisecond)
+		time.Sleep(Timers{}.withDefaults().BusyHold + time.Millisecond)
 		synctest.Wait()
 		assert.Equal(t, "far", r.lastRecord().Turn, "its turn comes again when the engine takes requests")
 		require.Equal(t, msg.Granted, r.askFor("far").Refusal)

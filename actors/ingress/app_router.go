@@ -183,9 +183,6 @@ func (ar *appRouter) factsOf(ref routing.RankRef) engineFacts {
 	return engineFacts{}
 }
 
-// policyName is the name of the Router's policy.
-func (ar *appRouter) policyName() string { return ar.router.Load().Policy() }
-
 // readyRank returns the rank if it is ready, full or not; nil otherwise.
 func (ar *appRouter) readyRank(id routing.RankID) *rank {
 	ar.mu.Lock()

@@ -169,8 +169,7 @@ func (ar *appRouter) applyStatus(r *rank, rec *msg.Record) {
 	ar.setBlockSize(r, s.BlockSize, false)
 	ar.observe(routing.Event{
 		Kind: routing.EvStatus, Rank: r.ID, Incarnation: r.Incarnation, Seq: rec.Seq, KVUsage: s.KVUsage,
-		NoKVUsage: !s.HasKVUsage,
-		Capacity:  s.Capacity, BlockSize: s.BlockSize,
+		NoKVUsage: !s.HasKVUsage, Capacity: s.Capacity, BlockSize: s.BlockSize,
 	})
 	if r.hasStatus && s.LateReads > r.lateReads {
 		ar.reportLateReads(r)
@@ -271,6 +270,8 @@ func (ar *appRouter) applySnapshot(rec *msg.Record) {
 	if r != nil && (r.Epoch > rec.Epoch || r.isIncarnation(rec) && rec.Seq < r.seq) {
 		return // from an incarnation that was replaced, or too late
 	}
+	isBack := rec.Snapshot.Accepting && (r == nil || r.draining) ||
+		r != nil && r.Epoch == rec.Epoch && !r.isIncarnation(rec)
 	if r == nil || !r.isIncarnation(rec) {
 		fresh, err := newRank(rec, ar.in)
 		if err != nil {
@@ -282,15 +283,16 @@ func (ar *appRouter) applySnapshot(rec *msg.Record) {
 			r.failPendingAttempts()
 			ar.clearFull(r)
 			ar.snapshotReceived(r)
-			if r.Epoch == fresh.Epoch {
-				delete(ar.fencedUnits, r.Unit) // the unit is back at the same epoch
-			}
 		}
 		r = fresh
 		ar.ranks[rec.Rank] = r
 	}
 	r.accepting, r.busy, r.maxOngoing, r.seq, r.silent = rec.Snapshot.Accepting, false,
 		rec.Snapshot.MaxOngoing, rec.Seq, false
+	r.draining = r.draining && !r.accepting
+	if isBack {
+		ar.unitReturns(r)
+	}
 	r.cachingOff, r.maxModelLen = rec.Snapshot.CachingOff, rec.Snapshot.MaxModelLen
 	r.turn, r.offered = "", 0
 	ar.recordTrip(r, rec.Snapshot.Tripped)
@@ -299,6 +301,21 @@ func (ar *appRouter) applySnapshot(rec *msg.Record) {
 	ar.addRank(r, rec.Seq, rec.Snapshot)
 	ar.publish(r)
 	ar.publishPendingUnits()
+}
+
+// unitReturns ends the wait for a unit whose rank is back at the same epoch: another engine, or the same one
+// under another process of its node. The other ranks of a lockstep unit left routing with it. Their snapshots
+// show whether they accept requests.
+func (ar *appRouter) unitReturns(r *rank) {
+	if ar.fencedUnits[r.Unit] != r.Epoch {
+		return
+	}
+	delete(ar.fencedUnits, r.Unit)
+	for _, s := range ar.ranks {
+		if s != r && !s.lost && s.Unit == r.Unit && s.Epoch == r.Epoch && !s.accepting && ar.isLockstep() {
+			ar.handleGap(s)
+		}
+	}
 }
 
 // addRank registers the rank and its open requests with max_ongoing 0; publish sets the real limit. In
@@ -330,8 +347,7 @@ func (ar *appRouter) publish(r *rank) {
 		r.publishedReady = ready
 		defer ar.updateCachingOff()
 		ar.observe(routing.Event{
-			Kind: routing.EvAccepting, Rank: r.ID, Incarnation: r.Incarnation,
-			Accepting: ready,
+			Kind: routing.EvAccepting, Rank: r.ID, Incarnation: r.Incarnation, Accepting: ready,
 		})
 		if ar.updateOutage() {
 			ar.publishPendingUnits()
@@ -340,22 +356,19 @@ func (ar *appRouter) publish(r *rank) {
 	if r.tripOrder != r.publishedTrip {
 		r.publishedTrip = r.tripOrder
 		ar.observe(routing.Event{
-			Kind: routing.EvTripped, Rank: r.ID, Incarnation: r.Incarnation,
-			N: r.tripOrder,
+			Kind: routing.EvTripped, Rank: r.ID, Incarnation: r.Incarnation, N: r.tripOrder,
 		})
 	}
 	if r.silent != r.publishedSilent {
 		r.publishedSilent = r.silent
 		ar.observe(routing.Event{
-			Kind: routing.EvSilent, Rank: r.ID, Incarnation: r.Incarnation,
-			Silent: r.silent,
+			Kind: routing.EvSilent, Rank: r.ID, Incarnation: r.Incarnation, Silent: r.silent,
 		})
 	}
 	if maxOngoing != r.publishedMax {
 		r.publishedMax = maxOngoing
 		ar.observe(routing.Event{
-			Kind: routing.EvMaxOngoing, Rank: r.ID, Incarnation: r.Incarnation,
-			N: maxOngoing,
+			Kind: routing.EvMaxOngoing, Rank: r.ID, Incarnation: r.Incarnation, N: maxOngoing,
 		})
 	}
 }
@@ -384,8 +397,10 @@ func (ar *appRouter) applyState(r *rank, rec *msg.Record) {
 	if r.turn != "" && r.offered == 0 {
 		ar.setFull(r)
 	}
-	if rec.Fenced && rec.Cause != causeDrained.String() && ar.isReady(r) {
-		// the unit will restart: requests wait until the replicated state says that it is not ready
+	failed := rec.Fenced && rec.Cause != causeDrained.String()
+	restarts := rec.Draining && rec.Cause == msg.CauseRestarting
+	if (failed || restarts) && ar.isReady(r) {
+		// requests wait until the unit is back or the replicated state says that it is not ready
 		ar.fencedUnits[r.Unit] = r.Epoch
 		ar.publishPendingUnits()
 	}
@@ -477,15 +492,9 @@ func (ar *appRouter) forgetRemovedRanks() {
 	if spec == nil {
 		return
 	}
-	wanted := map[routing.RankID]bool{}
-	for _, u := range spec.app.Units() {
-		for _, n := range u.Ranks {
-			wanted[routing.ID(u.Group, n)] = true
-		}
-	}
 	ar.in.metrics.KeepRanks(ar.name, func(group, rank int) bool {
 		id := routing.ID(group, rank)
-		return wanted[id] || ar.ranks[id] != nil
+		return spec.wants(id) || ar.ranks[id] != nil
 	})
 }
 

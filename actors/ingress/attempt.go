@@ -11,7 +11,6 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/pdproxy"
 	"github.com/dpserve/dpserve/internal/engine/openai"
-	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/routing"
 )
@@ -38,14 +37,10 @@ func (req *request) pick(ctx context.Context, last *result) (*rank, *failure) {
 	if !req.route.Generates() {
 		return req.pickUncounted(ctx, last)
 	}
-	return req.pickCounted(ctx, last)
-}
-
-func (req *request) pickCounted(ctx context.Context, last *result) (*rank, *failure) {
 	return req.pickBy(ctx, last, req.decide)
 }
 
-// pickBy is pickCounted with a decision of the caller's, which says whether the request must wait for room.
+// pickBy is pick with a decision of the caller's, which says whether the request must wait for room.
 func (req *request) pickBy(ctx context.Context, last *result,
 	decide func(last *result) (rk *rank, f *failure, wait bool),
 ) (*rank, *failure) {
@@ -67,10 +62,10 @@ func (req *request) pickUncounted(ctx context.Context, last *result) (*rank, *fa
 	if rk := req.app.router.anyReadyRank(req.tried, req.refusedBy); rk != nil {
 		return rk, nil
 	}
-	rk, f := req.pickCounted(ctx, last)
+	rk, f := req.pickBy(ctx, last, req.decide)
 	if f == nil {
 		req.attempt.rank = rk
-		req.undoPick() // pickCounted has counted it
+		req.undoPick() // decide has counted it
 	}
 	return rk, f
 }
@@ -112,11 +107,7 @@ func (req *request) decide(last *result) (rk *rank, f *failure, wait bool) {
 				req.attempt.router = router
 				return rk, nil, false
 			}
-			// The rank is gone since the decision: the Router knows it when it is asked again.
-			router.Observe(&routing.Event{
-				Kind: routing.EvUndo, Rank: id, ReqID: req.query.ID,
-				Now: req.in.clock(),
-			})
+			req.in.observeUndo(router, id, req.query.ID) // the rank is gone since the decision
 		case routing.Queue:
 			return nil, nil, true
 		default:
@@ -265,15 +256,6 @@ func (req *request) namedRankFailure() *failure {
 	return f
 }
 
-// reserveFailure is the error when no rank was picked.
-func (req *request) reserveFailure(f *failure, wait bool) error {
-	query := &routeQuery{query: req.query}
-	if wait || f != nil {
-		return refusal(req.app.app.Name, query, &req.choice)
-	}
-	return problem.New(problem.Internal, "no decision was made")
-}
-
 // tryRank dispatches to rk and relays its answer. When it returns, the request no longer counts in the rank's
 // load. If status is 0 and cutConn is false, the client has received nothing.
 func (req *request) tryRank(parent context.Context, rk *rank) (res result) {
@@ -322,7 +304,7 @@ func (req *request) tryRank(parent context.Context, rk *rank) (res result) {
 func (req *request) newAsk(life context.Context, rk *rank) *rankleg.Request {
 	q := &rankleg.Request{Rank: rk.Rank, Route: req.route, Header: req.header, Body: req.engineBody}
 	if req.route == openai.NoRoute || req.route.Generates() {
-		q.Admit, q.OnTicket = req.newAdmit(life, rk), req.recordTicket
+		q.Admit = req.newAdmit(life, rk)
 	}
 	return q
 }
@@ -347,22 +329,23 @@ func (req *request) newAdmit(life context.Context, rk *rank) *msg.Admit {
 // the timeout first.
 const remoteGrace = 500 * time.Millisecond
 
-// ask asks the rank. The first token's time for a near rank begins with its ticket, because Near bounds the
-// wait for that.
+// armFirstToken begins the time of the first token of a rank that is asked now.
+func (req *request) armFirstToken(rk *rank, q *rankleg.Request) {
+	now, due := time.Now(), req.firstTokenDue()
+	if !rk.local {
+		q.FirstToken = max(due.Sub(now), time.Millisecond)
+		due = due.Add(remoteGrace)
+	}
+	req.timer.arm(now, due, errFirstToken)
+}
+
+// ask asks the rank.
 func (req *request) ask(ctx context.Context, rk *rank, q *rankleg.Request) (
 	*http.Response, msg.AdmitReply, error,
 ) {
-	switch due := req.firstTokenDue(); {
-	case !rk.local:
-		q.FirstToken = max(time.Until(due), time.Millisecond)
-		req.timer.arm(time.Now(), due.Add(remoteGrace), errFirstToken)
-	case q.Admit == nil:
-		req.timer.arm(time.Now(), due, errFirstToken)
-	default:
-		q.OnTicket = func(t *msg.Ticket) {
-			req.recordTicket(t)
-			req.timer.arm(time.Now(), due, errFirstToken)
-		}
+	q.OnTicket = req.onTicket
+	if !rk.local || q.Admit == nil {
+		req.armFirstToken(rk, q)
 	}
 	resp, reply, err := rk.asker.Ask(ctx, q)
 	req.timer.pause()
@@ -376,14 +359,20 @@ func (req *request) ask(ctx context.Context, rk *rank, q *rankleg.Request) (
 	return resp, reply, err
 }
 
-// recordTicket stores the ticket, which the attempt must return from now on, and tells the Router.
+// takeTicket stores the ticket, which the attempt must return from now on. The first token's time for a near
+// rank begins with it, because Near bounds the wait for a ticket.
+func (req *request) takeTicket(t *msg.Ticket) {
+	req.recordTicket(t)
+	if req.attempt.rank.local {
+		req.timer.arm(time.Now(), req.firstTokenDue(), errFirstToken)
+	}
+}
+
+// recordTicket stores the ticket and tells the Router.
 func (req *request) recordTicket(t *msg.Ticket) {
 	a := &req.attempt
 	a.ticket = *t
-	a.router.Observe(&routing.Event{
-		Kind: routing.EvTicket, Rank: a.rank.ID, ReqID: req.query.ID, Seq: t.Seq, Incarnation: t.Incarnation,
-		Now: req.in.clock(),
-	})
+	req.in.observeTicket(a.router, a.rank.ID, req.query.ID, t)
 }
 
 // endRefused removes a refused request from the rank's load. It first corrects the picture of a full rank, so
@@ -409,10 +398,7 @@ func (req *request) endRefused(life, ctx context.Context, reply msg.AdmitReply) 
 
 // undoPick removes the request from the picked rank's load in the Router.
 func (req *request) undoPick() {
-	req.attempt.router.Observe(&routing.Event{
-		Kind: routing.EvUndo, Rank: req.attempt.rank.ID,
-		ReqID: req.query.ID, Now: req.in.clock(),
-	})
+	req.in.observeUndo(req.attempt.router, req.attempt.rank.ID, req.query.ID)
 }
 
 // decideRetry decides whether another rank is tried: nil means yes.

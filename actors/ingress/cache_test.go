@@ -252,3 +252,21 @@ func TestLoadGoesOnOverAGap(t *testing.T) {
 		assert.Equal(t, 1, view.Ranks[i].Load.O())
 	})
 }
+
+// TestKVQueueForgetsTakenBatches: a queue that is never empty grows with what waits, not with what passed.
+func TestKVQueueForgetsTakenBatches(t *testing.T) {
+	q := kvQueue{wake: make(chan struct{}, 1)}
+	fill := func() {
+		for range batchOps {
+			require.True(t, q.push(kvOp{kind: opDelta}, nil))
+		}
+	}
+	fill()
+	for range 1000 {
+		fill()
+		b := q.take()
+		require.NotNil(t, b)
+		q.release(b)
+	}
+	assert.LessOrEqual(t, cap(q.list), 8)
+}

@@ -451,7 +451,7 @@ func TestTokenIdentity(t *testing.T) {
 		ids = append(ids, uint32(b[0])<<16|uint32(b[1])<<8|uint32(b[2]))
 	}
 	var want prompt
-	want.fromTokens(g.in.findAppRouter("demo"), ids, promptContext{})
+	want.fromTokens(g.in.findAppRouter("demo"), ids, "")
 	assert.Equal(t, want.blocks, all[0].Blocks)
 	assert.Equal(t, all[0].Blocks, all[2].Blocks)
 	assert.Equal(t, len(ids), all[0].Tokens)

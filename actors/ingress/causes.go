@@ -257,16 +257,16 @@ type failure struct {
 
 // result is what the log shows of the failure.
 func (f *failure) result() *result {
-	out := result{nameOverride: f.cause}
+	var out result
 	if f.lastAttempt != nil {
 		out = *f.lastAttempt
-		out.nameOverride = f.cause
 	}
+	out.nameOverride = f.cause
 	return &out
 }
 
-func newFailure(code, format string) *failure {
-	return &failure{status: openai.Status(code), code: code, message: format, cause: code}
+func newFailure(code, message string) *failure {
+	return &failure{status: openai.Status(code), code: code, message: message, cause: code}
 }
 
 func (f *failure) withRetryAfter(seconds int) *failure {

@@ -70,9 +70,7 @@ func (l *clientConns) Accept() (net.Conn, error) {
 // stream collect there when its client stops reading.
 func limitWriteBuffer(c net.Conn) net.Conn {
 	if tcp, ok := c.(*net.TCPConn); ok {
-		if tcp.SetWriteBuffer(kernelBuffer) != nil {
-			return c // it is closing: the next read fails
-		}
+		_ = tcp.SetWriteBuffer(kernelBuffer) // fails on a closing connection, whose next read fails
 	}
 	return rawconn.Conn(c)
 }
@@ -145,10 +143,7 @@ func (l *clientConns) removeConn(c *clientConn) {
 // signalRoom tells a waiting connection that a place is free or a connection has become idle.
 func (l *clientConns) signalRoom() {
 	if l.waiting.Load() {
-		select {
-		case l.roomFree <- struct{}{}:
-		default:
-		}
+		signal(l.roomFree)
 	}
 }
 

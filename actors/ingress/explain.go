@@ -19,13 +19,14 @@ import (
 func explainQuery(ar *appRouter, router *routing.Router, query *routeQuery) *client.Explanation {
 	describeQuery(ar, query)
 	d, view := router.Why(&query.query)
-	return explainDecision(ar, router.Policy(), query, &d, &view)
+	return explainDecision(ar, query, &d, &view)
 }
 
 // explainDecision describes a policy's decision on a view.
-func explainDecision(ar *appRouter, policy string, query *routeQuery, d *routing.Decision,
+func explainDecision(ar *appRouter, query *routeQuery, d *routing.Decision,
 	view *routing.View,
 ) *client.Explanation {
+	policy := ar.router.Load().Policy()
 	x := &client.Explanation{
 		App: ar.name, Policy: policy, Tokens: query.query.Tokens, Estimated: query.query.Estimated,
 		Decision: kindName(d.Kind), Reason: d.Reason, Formula: formula(policy, d.Terms),
@@ -105,15 +106,16 @@ func score(row *client.RankExplanation, id routing.RankID, terms []routing.Term)
 	sum := 0.0
 	for _, t := range terms {
 		if t.Rank == id {
-			row.Terms = append(row.Terms, client.Term{
-				Name: t.Name, Unit: t.Unit, Raw: t.Raw, Weight: t.Weight, Value: t.Value,
-			})
-			sum += t.Value
+			row.Terms, sum = append(row.Terms, termOf(t)), sum+t.Value
 		}
 	}
 	if row.Terms != nil {
 		row.Score = &sum
 	}
+}
+
+func termOf(t routing.Term) client.Term {
+	return client.Term{Name: t.Name, Unit: t.Unit, Raw: t.Raw, Weight: t.Weight, Value: t.Value}
 }
 
 // formula describes how the terms add up and which sum wins; "" if there are no terms.
@@ -186,14 +188,10 @@ func addMissingRanks(ar *appRouter, rows []client.RankExplanation) []client.Rank
 	for i := range rows {
 		known[rows[i].Worker] = true
 	}
-	for _, u := range ar.revision.Load().app.Units() {
-		for _, n := range u.Ranks {
-			id := routing.ID(u.Group, n)
-			if known[id.String()] {
-				continue
-			}
+	for _, id := range ar.revision.Load().ranks {
+		if !known[id.String()] {
 			rows = append(rows, client.RankExplanation{
-				Worker: id.String(), Group: u.Group, Rank: n, State: "unknown",
+				Worker: id.String(), Group: id.Group(), Rank: id.Rank(), State: "unknown",
 				Why: "it has not started yet, or is gone; see `dpserve status`",
 			})
 		}
@@ -360,9 +358,8 @@ func (r *decisionLog) find(id string) (decisionRecord, bool) {
 			continue
 		}
 		out := *e
-		out.prompt.blocks = append([]uint64(nil), e.prompt.blocks...)
-		out.hits = append([]routing.Hit(nil), e.hits...)
-		out.tried = append([]routing.RankID(nil), e.tried...)
+		out.prompt.blocks, out.hits, out.tried = slices.Clone(e.prompt.blocks), slices.Clone(e.hits),
+			slices.Clone(e.tried)
 		return out, true
 	}
 	return decisionRecord{}, false

@@ -212,7 +212,7 @@ func (b *decisionRig) seed(r *rand.Rand) {
 		for j := range ids {
 			ids[j] = uint32(j / 16)
 		}
-		k.prompt.fromTokens(b.router, ids, promptContext{})
+		k.prompt.fromTokens(b.router, ids, "")
 		b.holds(i, k.prompt.blocks[:1+r.IntN(len(k.prompt.blocks))])
 	}
 }
@@ -309,7 +309,7 @@ func TestExplainSeesWhatRanksHold(t *testing.T) {
 	})
 	ids := make([]uint32, 100)
 	var k routeQuery
-	k.prompt.fromTokens(b.router, ids, promptContext{})
+	k.prompt.fromTokens(b.router, ids, "")
 	b.holds(3, k.prompt.blocks[:4])
 	b.settle()
 	x, err := b.in.ExplainRoute(t.Context(), "demo", &client.Query{TokenIDs: ids})

@@ -1,6 +1,8 @@
 package ingress
 
 import (
+	"encoding/binary"
+	"encoding/hex"
 	"math"
 	"net/http"
 	"strconv"
@@ -53,16 +55,13 @@ func validRequestID(s string) bool {
 	return true
 }
 
-const requestIDDigits = "0123456789abcdef"
-
-// newRequestID writes a request's number as 16 hex digits.
-func newRequestID(id uint64) string {
-	var b [16]byte
-	for i := len(b) - 1; i >= 0; i-- {
-		b[i] = requestIDDigits[id&0xf]
-		id >>= 4
-	}
-	return string(b[:])
+// hex16 writes a number as 16 hex digits: the id of a request, or a hash.
+func hex16(n uint64) string {
+	var b [8]byte
+	var digits [16]byte
+	binary.BigEndian.PutUint64(b[:], n)
+	hex.Encode(digits[:], b[:])
+	return string(digits[:])
 }
 
 // maxTimeout bounds x-dpserve-timeout-ms: a day.

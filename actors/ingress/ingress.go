@@ -1,3 +1,8 @@
+// Package ingress is the OpenAI surface of a node: it reads a request, picks a rank with the application's
+// Router, asks the rank's DPServer for a ticket, and relays the engine's answer byte for byte. When every
+// rank is full, requests wait in one queue per application. A failure before the first byte is retried on
+// another rank; a failure after it ends the stream with an error event and a cut connection. See DESIGN.md
+// for the state machine of a request.
 package ingress
 
 import (
@@ -18,21 +23,12 @@ import (
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/internal/telemetry"
+	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
 // errDrained is the cause with which Close ends what is still running when its context is over.
 var errDrained = errors.New("the ingress is shutting down")
-
-// Metrics gives and forgets the counters of an application. *telemetry.Metrics implements it.
-type Metrics interface {
-	App(app, policy string) *telemetry.App
-	ForgetApp(app string)
-	Pair(app string) *telemetry.Pair
-	ForgetPair(app string)
-	KeepRanks(app string, exists func(group, rank int) bool)
-	RequestRefused(route string, code int)
-}
 
 // Dialer opens a connection to an engine.
 type Dialer = rankleg.Dialer
@@ -43,7 +39,7 @@ type Config struct {
 	Version string    // for GET /version
 	Store   msg.Store // applications and units
 	Feed    msg.Feed  // the ranks' streams
-	Metrics Metrics
+	Metrics *telemetry.Metrics
 	Log     *slog.Logger
 	Limits  Limits
 	Timers  Timers
@@ -61,7 +57,7 @@ type Ingress struct {
 	version   string
 	store     msg.Store
 	feed      msg.Feed
-	metrics   Metrics
+	metrics   *telemetry.Metrics
 	log       *slog.Logger
 	limits    Limits
 	timers    Timers
@@ -230,11 +226,10 @@ func (in *Ingress) Serve() error {
 		return errors.New("the ingress does not listen: call Listen first")
 	}
 	err := in.server.Serve(l)
-	if closed := errors.Is(err, net.ErrClosed) && in.draining.Load(); !closed &&
-		!errors.Is(err, http.ErrServerClosed) {
-		return fmt.Errorf("serve inference requests: %w", err)
+	if errors.Is(err, http.ErrServerClosed) || errors.Is(err, net.ErrClosed) && in.draining.Load() {
+		return nil
 	}
-	return nil
+	return fmt.Errorf("serve inference requests: %w", err)
 }
 
 // Drain turns readiness off at once: /health answers 503, and connections close after their request. Requests
@@ -264,7 +259,9 @@ func (in *Ingress) close(ctx context.Context) error {
 	<-in.followDone // before closeAppRouters, because follow creates them
 	in.mu.Lock()
 	if in.listener != nil {
-		err = errors.Join(err, ignoreClosed(in.listener.Close()))
+		if e := in.listener.Close(); !errors.Is(e, net.ErrClosed) {
+			err = errors.Join(err, e)
+		}
 	}
 	if in.unsubscribe != nil {
 		in.unsubscribe()
@@ -311,13 +308,6 @@ func (in *Ingress) closeAppRouters() {
 	}
 }
 
-func ignoreClosed(err error) error {
-	if errors.Is(err, net.ErrClosed) {
-		return nil
-	}
-	return err
-}
-
 // serveWith is serve with a function that sets what the router's own API asks for beyond headers; nil:
 // nothing.
 func (in *Ingress) serveWith(w http.ResponseWriter, r *http.Request, s *routeScope, route openai.Route,
@@ -355,7 +345,7 @@ func (in *Ingress) requestIDOf(r *http.Request) string {
 	if ids := r.Header[headerRequestID]; len(ids) == 1 && validRequestID(ids[0]) {
 		return ids[0]
 	}
-	return newRequestID(mix(in.requestID()))
+	return hex16(mix(in.requestID()))
 }
 
 // setSecret stores the cluster's secret. The cluster sets it once, before the first application.
@@ -435,6 +425,27 @@ func (in *Ingress) routerKey(ingress string, reqID uint64) uint64 {
 		h = (h ^ uint64(ingress[i])) * 1099511628211
 	}
 	return mix(h ^ reqID)
+}
+
+// observeUndo takes a request out of a rank's load in the Router.
+func (in *Ingress) observeUndo(router *routing.Router, id routing.RankID, reqID uint64) {
+	router.Observe(&routing.Event{Kind: routing.EvUndo, Rank: id, ReqID: reqID, Now: in.clock()})
+}
+
+// observeTicket tells the Router that a rank has admitted a request.
+func (in *Ingress) observeTicket(router *routing.Router, id routing.RankID, reqID uint64, t *msg.Ticket) {
+	router.Observe(&routing.Event{
+		Kind: routing.EvTicket, Rank: id, ReqID: reqID, Seq: t.Seq, Incarnation: t.Incarnation,
+		Now: in.clock(),
+	})
+}
+
+// signal fills a channel of one slot. A signal that is pending already is enough.
+func signal(slot chan<- struct{}) {
+	select {
+	case slot <- struct{}{}:
+	default:
+	}
 }
 
 // mix spreads the bits of v (the finalizer of splitmix64).

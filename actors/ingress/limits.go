@@ -1,8 +1,15 @@
 package ingress
 
 import (
+	"log/slog"
+	"math"
+	"runtime/debug"
+	"runtime/metrics"
+	"sync"
+	"sync/atomic"
 	"time"
 
+	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
@@ -23,14 +30,9 @@ type Limits struct {
 
 // Defaults of Limits.
 const (
-	DefaultMaxBody         = 16 << 20
-	LargestMaxBody         = 64 << 20 // for requests with images; other nodes accept no larger ones
-	defaultMaxHeaderBytes  = 64 << 10
-	defaultMaxHeaderFields = 100
-	defaultMaxConns        = 16_000
-	defaultMaxQueueTokens  = 4 << 20
-	defaultIndexBytes      = kvindex.DefaultBytes
-	defaultTokenizeBytes   = 64 << 20
+	DefaultMaxBody  = 16 << 20
+	LargestMaxBody  = 64 << 20 // for requests with images; other nodes accept no larger ones
+	DefaultMaxConns = 16_000
 )
 
 // Timers of an ingress. A zero field means its default. Those of an application are in its
@@ -56,23 +58,10 @@ type Timers struct {
 	Reservation  time.Duration // after which an unused reservation of the router's own API ends
 }
 
-// Defaults of Timers.
+// Defaults of Timers that tests wait for.
 const (
-	defaultReadHeader   = 10 * time.Second
-	defaultIdle         = 120 * time.Second
-	defaultBodyStall    = 30 * time.Second
-	defaultSlowReader   = 60 * time.Second
-	defaultAdmit        = 5 * time.Second
-	defaultLateTicket   = 10 * time.Second
-	defaultDoubt        = 500 * time.Millisecond
-	defaultFullRecheck  = time.Second
-	defaultTail         = time.Second
-	defaultDial         = 5 * time.Second
-	defaultIdleOwned    = 100 * time.Second
-	defaultIdleAttached = 4 * time.Second
-	defaultBudgetWindow = 10 * time.Second
-	defaultOutage       = 5 * time.Second
-	defaultReservation  = 300 * time.Second
+	defaultSlowReader = 60 * time.Second
+	defaultOutage     = 5 * time.Second
 )
 
 // Numbers that cannot be configured.
@@ -107,12 +96,12 @@ const (
 
 func (l Limits) withDefaults() Limits {
 	orDefault(&l.MaxBody, DefaultMaxBody)
-	orDefault(&l.MaxHeaderBytes, defaultMaxHeaderBytes)
-	orDefault(&l.MaxHeaderFields, defaultMaxHeaderFields)
-	orDefault(&l.MaxConns, defaultMaxConns)
-	orDefault(&l.MaxQueueTokens, defaultMaxQueueTokens)
-	orDefault(&l.IndexBytes, defaultIndexBytes)
-	orDefault(&l.TokenizeBytes, defaultTokenizeBytes)
+	orDefault(&l.MaxHeaderBytes, 64<<10)
+	orDefault(&l.MaxHeaderFields, 100)
+	orDefault(&l.MaxConns, DefaultMaxConns)
+	orDefault(&l.MaxQueueTokens, 4<<20)
+	orDefault(&l.IndexBytes, kvindex.DefaultBytes)
+	orDefault(&l.TokenizeBytes, 64<<20)
 	return l
 }
 
@@ -133,21 +122,21 @@ func (l Limits) bodyBudget(memory int64) int64 {
 func (t Timers) wholeBody() time.Duration { return wholeWindows * t.BodyStall }
 
 func (t Timers) withDefaults() Timers {
-	orDefault(&t.ReadHeader, defaultReadHeader)
-	orDefault(&t.Idle, defaultIdle)
-	orDefault(&t.BodyStall, defaultBodyStall)
+	orDefault(&t.ReadHeader, 10*time.Second)
+	orDefault(&t.Idle, 120*time.Second)
+	orDefault(&t.BodyStall, 30*time.Second)
 	orDefault(&t.SlowReader, defaultSlowReader)
-	orDefault(&t.Admit, defaultAdmit)
-	orDefault(&t.LateTicket, defaultLateTicket)
-	orDefault(&t.Doubt, defaultDoubt)
-	orDefault(&t.FullRecheck, defaultFullRecheck)
-	orDefault(&t.Tail, defaultTail)
-	orDefault(&t.Dial, defaultDial)
-	orDefault(&t.IdleOwned, defaultIdleOwned)
-	orDefault(&t.IdleAttached, defaultIdleAttached)
-	orDefault(&t.BudgetWindow, defaultBudgetWindow)
+	orDefault(&t.Admit, 5*time.Second)
+	orDefault(&t.LateTicket, 10*time.Second)
+	orDefault(&t.Doubt, 500*time.Millisecond)
+	orDefault(&t.FullRecheck, time.Second)
+	orDefault(&t.Tail, time.Second)
+	orDefault(&t.Dial, 5*time.Second)
+	orDefault(&t.IdleOwned, 100*time.Second)
+	orDefault(&t.IdleAttached, 4*time.Second)
+	orDefault(&t.BudgetWindow, 10*time.Second)
 	orDefault(&t.Outage, defaultOutage)
-	orDefault(&t.Reservation, defaultReservation)
+	orDefault(&t.Reservation, 300*time.Second)
 	return t
 }
 
@@ -155,4 +144,206 @@ func orDefault[T int | int64 | time.Duration](v *T, value T) {
 	if *v <= 0 {
 		*v = value
 	}
+}
+
+// Shares of the memory limit, in percent.
+const (
+	fullShare     = 85 // above it new requests are refused
+	overfullShare = 95 // above it new connections are refused too
+)
+
+const (
+	memorySampleEvery = 100 * time.Millisecond // all requests of this time share one sample
+	// if requests are refused this long without a collection, one is started
+	collectAfter = 5 * time.Second
+)
+
+// pressure is how near the process is to its memory limit.
+type pressure int32
+
+const (
+	pressureNone pressure = iota
+	pressureFull
+	pressureOverfull
+)
+
+// pressureOf is the pressure of a use under a limit; a limit of 0 means none.
+func pressureOf(used, limit int64) pressure {
+	switch share := float64(used) / float64(limit) * 100; {
+	case limit <= 0 || share <= fullShare:
+		return pressureNone
+	case share <= overfullShare:
+		return pressureFull
+	default:
+		return pressureOverfull
+	}
+}
+
+// memoryUse is what the process needs, in bytes: what the last garbage collection has left, and what is not
+// on the heap. Garbage is none of it: the runtime lets it grow up to the limit and frees it there.
+type memoryUse struct {
+	bytes       int64
+	collections uint64 // garbage collections since the process began
+}
+
+// readMemory reads the runtime's own metrics. It takes some microseconds and stops no other goroutine.
+func readMemory() memoryUse {
+	s := []metrics.Sample{
+		{Name: "/gc/heap/live:bytes"},
+		{Name: "/memory/classes/total:bytes"},
+		{Name: "/memory/classes/heap/objects:bytes"},
+		{Name: "/memory/classes/heap/unused:bytes"},
+		{Name: "/memory/classes/heap/free:bytes"},
+		{Name: "/memory/classes/heap/released:bytes"},
+		{Name: "/gc/cycles/total:gc-cycles"},
+	}
+	metrics.Read(s)
+	n := func(i int) int64 {
+		return int64(min(s[i].Value.Uint64(), math.MaxInt64))
+	}
+	heap := n(2) + n(3) + n(4) + n(5)
+	return memoryUse{bytes: n(0) + n(1) - heap, collections: s[6].Value.Uint64()}
+}
+
+// memoryLimit is the runtime's memory limit (GOMEMLIMIT); 0: none.
+func memoryLimit() int64 {
+	if limit := debug.SetMemoryLimit(-1); limit < math.MaxInt64 {
+		return limit
+	}
+	return 0
+}
+
+// memoryGuard keeps the process below its memory limit, where the runtime would spend its time on garbage
+// collection and the kernel would kill the process. It refuses new requests first, then new connections.
+// Requests trigger its samples, at most one per memorySampleEvery, so an idle node does nothing. Safe for
+// concurrent use.
+type memoryGuard struct {
+	limit   int64 // bytes; 0: none, and the guard never refuses
+	read    func() memoryUse
+	collect func() // starts a garbage collection and does not wait for it
+	log     *slog.Logger
+	base    time.Time
+
+	next  atomic.Int64 // time of the next sample, in ns since base
+	level atomic.Int32 // pressure of the last sample
+	used  atomic.Int64 // bytes of the last sample
+
+	mu          sync.Mutex
+	collections uint64        // number of collections when it last changed
+	counted     time.Duration // when it last changed, since base
+}
+
+// pressure is the current pressure, or that of the last sample.
+func (g *memoryGuard) pressure(now time.Time) pressure {
+	if g.limit == 0 {
+		return pressureNone
+	}
+	if at := now.Sub(g.base); int64(at) >= g.next.Load() && g.mu.TryLock() {
+		g.sample(at)
+		g.next.Store(int64(at + memorySampleEvery))
+		g.mu.Unlock()
+	}
+	return pressure(g.level.Load())
+}
+
+// sample reads and judges the memory in use. While requests are refused, little garbage is made, so the
+// runtime may not collect for minutes and would not notice that memory is free; then sample asks for a
+// collection. The caller holds mu.
+func (g *memoryGuard) sample(at time.Duration) {
+	use := g.read()
+	g.used.Store(use.bytes)
+	level := pressureOf(use.bytes, g.limit)
+	if old := pressure(g.level.Swap(int32(level))); old != level {
+		g.report(level, use.bytes)
+	}
+	switch {
+	case use.collections != g.collections:
+		g.collections, g.counted = use.collections, at
+	case level != pressureNone && at-g.counted >= collectAfter:
+		g.counted = at
+		g.collect()
+	}
+}
+
+// report logs a change of the pressure.
+func (g *memoryGuard) report(level pressure, used int64) {
+	attrs := []any{slog.Int64("used_bytes", used), slog.Int64("limit_bytes", g.limit)}
+	switch level {
+	case pressureNone:
+		g.log.Info("memory is below its limit again, requests are served", attrs...)
+	case pressureFull:
+		g.log.Warn("memory is near its limit, new requests are refused", attrs...)
+	case pressureOverfull:
+		g.log.Warn("memory is at its limit, new requests and connections are refused", attrs...)
+	}
+}
+
+// refusesConns reports whether new connections are closed at once.
+func (g *memoryGuard) refusesConns() bool { return g.pressure(time.Now()) == pressureOverfull }
+
+// refuse is the answer to a request that arrives near the memory limit; nil: the request may go on.
+func (g *memoryGuard) refuse(now time.Time) *failure {
+	if g.pressure(now) == pressureNone {
+		return nil
+	}
+	f := newFailure(openai.CodeOverloaded,
+		"this node is near its memory limit; try again later").withRetryAfter(1)
+	f.cause = "memory_limit"
+	return f
+}
+
+// budgetSlots divide the window. One additional slot covers the slot that is still filling, so that no window
+// of the full length holds more retries than allowed.
+const budgetSlots = 10 + 1
+
+// budget limits retries to a share of the requests over a sliding window, with a floor, so that retries
+// cannot multiply an outage. Safe for concurrent use. The time is an argument.
+type budget struct {
+	slot time.Duration // length of one slot
+
+	mu       sync.Mutex
+	now      int64 // number of the newest slot
+	requests [budgetSlots]int
+	retries  [budgetSlots]int
+}
+
+func newBudget(window time.Duration) *budget {
+	return &budget{slot: max(window/(budgetSlots-1), 1)}
+}
+
+// request counts an incoming request.
+func (b *budget) request(at time.Duration) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.requests[b.advance(at)]++
+}
+
+// draw takes one retry from the budget; it returns false if the budget is empty.
+func (b *budget) draw(at time.Duration) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	i := b.advance(at)
+	if sumSlots(&b.retries) >= max(sumSlots(&b.requests)/budgetShare, budgetFloor) {
+		return false
+	}
+	b.retries[i]++
+	return true
+}
+
+// advance clears the slots that have left the window and returns the current one. The caller holds mu.
+func (b *budget) advance(at time.Duration) int {
+	n := int64(at / b.slot)
+	for i := max(b.now+1, n-budgetSlots+1); i <= n; i++ {
+		b.requests[i%budgetSlots], b.retries[i%budgetSlots] = 0, 0
+	}
+	b.now = max(b.now, n)
+	return int(b.now % budgetSlots)
+}
+
+func sumSlots(slots *[budgetSlots]int) int {
+	n := 0
+	for _, v := range slots {
+		n += v
+	}
+	return n
 }

@@ -2,11 +2,14 @@ package ingress
 
 import (
 	"cmp"
+	"context"
+	"fmt"
 	"log/slog"
 	"net/http"
 	"slices"
 	"strconv"
 	"sync"
+	"sync/atomic"
 
 	"github.com/asynkron/protoactor-go/actor"
 
@@ -27,7 +30,7 @@ type pairApp struct {
 	prefill, decode         *appRouter
 	prefillSpec, decodeSpec *appRevision
 	router                  *routing.PairRouter
-	rule                    string // disaggregation.decide
+	rule                    string // by which prefill ranks are used, as the file writes it
 	transfer                transfer.Transfer
 	traits                  *transfer.Traits
 	config                  pdproxy.Config   // without the limits that depend on the request
@@ -76,9 +79,6 @@ func (s *pairSystem) close() {
 // is part of each decision.
 func (p *pairApp) isOn() bool { return p.prefillSpec.app.NumReplicas > 0 }
 
-// decide is the rule by which prefill ranks are used, as the file writes it.
-func (p *pairApp) decide() string { return p.rule }
-
 // failsWithoutPrefill reports whether a request that should have had a prefill rank is refused.
 func (p *pairApp) failsWithoutPrefill() bool { return p.config.FallbackFails }
 
@@ -106,13 +106,13 @@ func (f *appFollower) newPairApp(old *pairApp, name string, prefill, decode *app
 		rule: dis.Decide, transfer: t, traits: t.Traits(),
 	}
 	if !p.traits.TakesPlain {
-		p.splitOnly, p.plainOnly = pairedRanks(ds.app)
+		p.splitOnly, p.plainOnly = pairedRanks(ds)
 		if len(p.plainOnly) == 0 {
 			rule.Decider, p.rule = routing.DecideAlways, app.DecideAlways // no rank computes a prompt alone
 		}
 	}
 	p.config = pdproxy.Config{
-		Order:         pairOrders[p.traits.Order],
+		Order:         p.traits.Order,
 		FallbackFails: dis.Fallback == app.FallbackFail || !p.traits.TakesPlain && len(p.plainOnly) == 0,
 		Lease:         cmp.Or(engine.TransferLease(ps.app), p.traits.Lease),
 		PrefillLimit:  ps.firstToken, DecodeLimit: ds.firstToken,
@@ -133,23 +133,15 @@ func (f *appFollower) newPairApp(old *pairApp, name string, prefill, decode *app
 }
 
 // pairedRanks are the ranks of a decode pool of role decode, and the others.
-func pairedRanks(a *app.Application) (paired, others []routing.RankID) {
-	for _, u := range a.Units() {
-		for _, n := range u.Ranks {
-			id := routing.ID(u.Group, n)
-			if r := a.Engine.Rank(u.Group, n); r == nil || r.Role == app.RoleDecode {
-				paired = append(paired, id)
-			} else {
-				others = append(others, id)
-			}
+func pairedRanks(spec *appRevision) (paired, others []routing.RankID) {
+	for _, id := range spec.ranks {
+		if r := spec.app.Engine.Rank(id.Group(), id.Rank()); r == nil || r.Role == app.RoleDecode {
+			paired = append(paired, id)
+		} else {
+			others = append(others, id)
 		}
 	}
 	return paired, others
-}
-
-var pairOrders = [...]pdproxy.Order{
-	transfer.PrefillFirst: pdproxy.PrefillFirst, transfer.DecodeFirst: pdproxy.DecodeFirst,
-	transfer.Together: pdproxy.Together,
 }
 
 // newPairLife starts the proxy of an application.
@@ -199,12 +191,6 @@ func (f *appFollower) endPairs(before, now map[string]*pairApp) {
 func (p *pairApp) end() {
 	p.in.background.Go(p.proxy.Close)
 	p.in.metrics.ForgetPair(p.name)
-}
-
-// describe writes both queries of a decision, each with what the ranks of its pool hold of the prompt.
-func (p *pairApp) describe(prefill, decode *routeQuery) {
-	describeQuery(p.prefill, prefill)
-	describeQuery(p.decode, decode)
 }
 
 // pairCount is how many pairs have met, of how many, and what keeps the others.
@@ -263,4 +249,79 @@ func (p *peers) keep(refs []routing.RankRef) {
 			delete(p.known, ref)
 		}
 	}
+}
+
+// pairBackend is what the proxy of an application uses of the ingress. It outlives revisions.
+type pairBackend struct {
+	in      *Ingress
+	name    string
+	metrics *telemetry.Pair
+	log     *slog.Logger
+	peers   *peers
+	current atomic.Pointer[pairApp]
+	count   atomic.Pointer[pairCount] // nil: nothing is known yet
+}
+
+var _ pdproxy.Backend = (*pairBackend)(nil)
+
+// pool is the appRouter of a side.
+func (p *pairApp) pool(s pdproxy.Side) *appRouter {
+	if s == pdproxy.Prefill {
+		return p.prefill
+	}
+	return p.decode
+}
+
+// Ranks implements pdproxy.Backend. Where engines of pairs take no plain requests, ranks of role both are no
+// part of a pair: their engines know nothing of transfers.
+func (b *pairBackend) Ranks(dst []routing.RankRef, s pdproxy.Side) []routing.RankRef {
+	p, n := b.current.Load(), len(dst)
+	dst = p.pool(s).liveRefs(dst)
+	switch {
+	case s == pdproxy.Prefill:
+		b.peers.keep(dst[n:])
+	case !p.traits.TakesPlain:
+		paired := slices.DeleteFunc(dst[n:], func(r routing.RankRef) bool {
+			return !slices.Contains(p.splitOnly, r.ID)
+		})
+		dst = dst[:n+len(paired)]
+	}
+	return dst
+}
+
+// UpdateTable implements pdproxy.Backend.
+func (b *pairBackend) UpdateTable(change func(t *routing.PairTable)) {
+	b.current.Load().router.Update(change)
+}
+
+// CannotPair implements pdproxy.Backend. Engines refuse other differences in their handshake.
+func (b *pairBackend) CannotPair(prefill, decode routing.RankRef) error {
+	p := b.current.Load()
+	x, y := p.prefill.factsOf(prefill), p.decode.factsOf(decode)
+	if x.blockSize > 0 && y.blockSize > 0 && x.blockSize != y.blockSize {
+		return fmt.Errorf("their KV blocks are of %d and %d tokens; start both engines with the same "+
+			"--block-size", x.blockSize, y.blockSize)
+	}
+	return nil
+}
+
+// SetPairs implements pdproxy.Backend.
+func (b *pairBackend) SetPairs(met, all int, why string) {
+	old := b.count.Swap(&pairCount{met, all, why})
+	b.metrics.Pairs(met, all)
+	if all > 0 && met == all && (old == nil || old.met != met || old.all != all) {
+		b.log.Info("all pairs of a prefill rank and a decode rank have met", slog.Int("pairs", all))
+	}
+}
+
+// CountAlarm implements pdproxy.Backend.
+func (b *pairBackend) CountAlarm() { b.metrics.Note("alarm") }
+
+// ResetCache implements pdproxy.Backend.
+func (b *pairBackend) ResetCache(ctx context.Context, decode routing.RankRef) error {
+	rk := b.current.Load().decode.findRef(decode)
+	if rk == nil {
+		return nil // its cache went with it
+	}
+	return resetPrefixCache(ctx, rk)
 }

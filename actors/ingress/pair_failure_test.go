@@ -315,6 +315,8 @@ func TestDecodeFenced(t *testing.T) {
 		got := make(chan answer)
 		go func() { got <- g.post("/v1/chat/completions", streamBody) }()
 		eventually(t, func() bool { return total(g.p) == 1 }, "the prefill leg runs")
+		eventually(t, func() bool { return g.decodes[0].inFlight()+g.decodes[1].inFlight() == 1 },
+			"a decode rank is reserved")
 		lost := 0
 		if g.decodes[1].inFlight() == 1 {
 			lost = 1

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"net/http"
+	"slices"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/pdproxy"
@@ -32,7 +33,7 @@ func (s *split) run(ctx context.Context) *failure {
 		case pdproxy.CmdChoose:
 			s.tell(s.choose(&cmd)) //nolint:contextcheck // it is s.ctx
 		case pdproxy.CmdReserve:
-			s.tell(s.reserve(&cmd)) //nolint:contextcheck // it is s.ctx
+			s.tell(s.reserve(&cmd))
 		case pdproxy.CmdStartPrefill:
 			if ev, ok := s.RunPrefill(cmd); ok {
 				s.tell(ev)
@@ -120,17 +121,19 @@ func (s *split) Do(cmd *pdproxy.Command) {
 	case pdproxy.CmdUndoChoice:
 		s.undoPending(cmd)
 	case pdproxy.CmdPassOn:
-		s.withLeg(cmd.Number, func(l *pairLeg) { l.isPassed = true })
+		s.mu.Lock()
+		if l := s.legOf(cmd.Number); l != nil {
+			l.isPassed = true
+		}
+		s.mu.Unlock()
 	case pdproxy.CmdCancel:
 		s.cancelWork(cmd.Number)
 	case pdproxy.CmdRelease:
 		legRunner{s}.releaseLeg(cmd)
 	case pdproxy.CmdDiscard:
-		s.withLeg(uint32(cmd.Params), func(l *pairLeg) { //nolint:gosec // it is a leg's number
-			if l.params != nil {
-				l.params.Discard()
-			}
-		})
+		if l := s.findLeg(uint32(cmd.Params)); l != nil && l.params != nil { //nolint:gosec // a leg's number
+			l.params.Discard()
+		}
 	case pdproxy.CmdAlarm:
 		s.pair.proxy.Alarm(cmd.Rank)
 	case pdproxy.CmdAnswer:
@@ -168,26 +171,23 @@ func (s *split) cancelWork(number uint32) {
 	if number == s.choosing && s.cancel != nil {
 		s.cancel(errGivenUp)
 	}
-	for _, l := range s.legs {
-		if l.number == number {
-			l.cancel(errGivenUp)
-		}
+	if l := s.legOf(number); l != nil {
+		l.cancel(errGivenUp)
 	}
 }
 
-func (s *split) withLeg(number uint32, do func(l *pairLeg)) {
+// legOf returns the leg with a number, nil if there is none. The caller holds mu.
+func (s *split) legOf(number uint32) *pairLeg {
+	if i := slices.IndexFunc(s.legs, func(l *pairLeg) bool { return l.number == number }); i >= 0 {
+		return s.legs[i]
+	}
+	return nil
+}
+
+func (s *split) findLeg(number uint32) *pairLeg {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for _, l := range s.legs {
-		if l.number == number {
-			do(l)
-		}
-	}
-}
-
-func (s *split) findLeg(number uint32) (leg *pairLeg) {
-	s.withLeg(number, func(l *pairLeg) { leg = l })
-	return leg
+	return s.legOf(number)
 }
 
 // choose chooses ranks of the sides that the command wants.
@@ -347,28 +347,9 @@ func (s *split) reserve(cmd *pdproxy.Command) pdproxy.Event {
 	s.mu.Lock()
 	s.legs = append(s.legs, leg)
 	s.mu.Unlock()
-	ctx, cancel := context.WithTimeoutCause(leg.ctx, s.req.in.timers.Admit, errAdmitSlow)
-	defer cancel()
-	q := &rankleg.Request{Rank: rk.Rank, Admit: s.newAdmit(leg, &b), OnTicket: leg.take}
-	reply, err := rk.asker.Reserve(ctx, q)
-	if q.IsAdmitPending { // an actor may still read the blocks
-		s.req.prompt.shared, s.prompt.shared = true, true
-	}
-	if err == nil && reply.Refusal == msg.Granted {
-		b.router.Observe(&routing.Event{
-			Kind: routing.EvTicket, Rank: rk.ID, ReqID: b.reqID, Seq: leg.tracked.ticket.Seq,
-			Incarnation: leg.tracked.ticket.Incarnation, Now: s.req.in.clock(),
-		})
+	switch s.askTicket(leg.ctx, leg, &b) {
+	case causeOK:
 		return pdproxy.Event{Kind: pdproxy.EvReserved, Number: cmd.Number}
-	}
-	why := refusedAs(reply.Refusal)
-	if err != nil {
-		why = s.req.askFailure(ctx, err).cause
-	}
-	ar.metrics.Load().Refusal(causePolicies[why].name)
-	switch why {
-	case causeFull:
-		ar.markFull(rk, reply.Seq)
 	case causeUnreachable:
 		ar.suspectNode(rk.Node)
 	default:
@@ -376,6 +357,31 @@ func (s *split) reserve(cmd *pdproxy.Command) pdproxy.Event {
 	ar.untrackAttempt(rk, leg.tracked)
 	leg.end()
 	s.undo(&b)
+	return refused
+}
+
+// askTicket asks the leg's rank for its ticket, which lives as long as leg.life. If it is refused, b still
+// counts.
+func (s *split) askTicket(ctx context.Context, leg *pairLeg, b *bump) (refused cause) {
+	ctx, cancel := context.WithTimeoutCause(ctx, s.req.in.timers.Admit, errAdmitSlow)
+	defer cancel()
+	q := &rankleg.Request{Rank: leg.rank.Rank, Admit: s.newAdmit(leg, b), OnTicket: leg.take}
+	reply, err := leg.rank.asker.Reserve(ctx, q)
+	if q.IsAdmitPending { // an actor may still read the blocks
+		s.req.prompt.shared, s.prompt.shared = true, true
+	}
+	if err == nil && reply.Refusal == msg.Granted {
+		s.req.in.observeTicket(b.router, leg.rank.ID, b.reqID, &leg.tracked.ticket)
+		return causeOK
+	}
+	refused = refusedAs(reply.Refusal)
+	if err != nil {
+		refused = s.req.askFailure(ctx, err).cause
+	}
+	leg.pool.metrics.Load().Refusal(causePolicies[refused].name)
+	if refused == causeFull { // before the undo, so that it wakes no request without reason
+		leg.pool.markFull(leg.rank, reply.Seq)
+	}
 	return refused
 }
 

@@ -78,13 +78,12 @@ func (l *pairLeg) take(t *msg.Ticket) { l.tracked.ticket = *t }
 func (s legRunner) beginLeg(number uint32) *pairLeg {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for _, l := range s.legs {
-		if l.number == number && l.ctx.Err() == nil {
-			l.isRunning, l.started = true, time.Now()
-			return l
-		}
+	l := s.legOf(number)
+	if l == nil || l.ctx.Err() != nil {
+		return nil
 	}
-	return nil
+	l.isRunning, l.started = true, time.Now()
+	return l
 }
 
 // endLeg notes what the leg has shown of its engine, and returns its ticket if that was asked for meanwhile.
@@ -101,21 +100,15 @@ func (s legRunner) endLeg(l *pairLeg, done *msg.Done) {
 // releaseLeg returns a ticket, at once or when its leg has ended.
 func (s legRunner) releaseLeg(cmd *pdproxy.Command) {
 	s.mu.Lock()
-	var leg *pairLeg
-	for _, l := range s.legs {
-		if l.number != cmd.Number {
-			continue
-		}
-		if l.isRunning {
-			c := *cmd
-			l.release = &c
-		} else {
-			leg = l
-		}
+	l := s.legOf(cmd.Number)
+	isRunning := l != nil && l.isRunning
+	if isRunning {
+		c := *cmd
+		l.release = &c
 	}
 	s.mu.Unlock()
-	if leg != nil {
-		s.returnLeg(leg, cmd)
+	if l != nil && !isRunning {
+		s.returnLeg(l, cmd)
 	}
 }
 
@@ -244,7 +237,7 @@ func (s legRunner) prefillLeg(l *pairLeg, cmd *pdproxy.Command) (res result, par
 		Rank: l.rank.Rank, Route: s.req.route, Header: s.engineHeader(id), Body: body, IsHeld: true,
 		FirstToken: s.pair.config.PrefillLimit,
 	}
-	if s.pair.config.Order != pdproxy.PrefillFirst {
+	if s.pair.config.Order != transfer.PrefillFirst {
 		q.Guard = &rankleg.Guard{} // an engine must not meet its fields twice
 	}
 	defer func() { s.req.in.bodies.give(mem, !q.IsBodyShared) }()
@@ -432,12 +425,7 @@ func (s legRunner) decodeLeg(l *pairLeg, cmd *pdproxy.Command) result {
 		q.Header, q.Body = s.engineHeader(id), fields.AppendDecode(mem.b, &s.body, params)
 		q.Guard = s.guard(cmd)
 	}
-	if due := req.firstTokenDue(); l.rank.local {
-		req.timer.arm(l.started, due, errFirstToken)
-	} else {
-		q.FirstToken = max(time.Until(due), time.Millisecond)
-		req.timer.arm(l.started, due.Add(remoteGrace), errFirstToken)
-	}
+	req.armFirstToken(l.rank, q)
 	resp, reply, err := l.rank.asker.Ask(l.ctx, q)
 	req.timer.pause()
 	switch {

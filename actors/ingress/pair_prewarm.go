@@ -10,15 +10,18 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/http"
+	"slices"
 	"strconv"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/pdproxy"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/engine/transfer"
 	"github.com/dpserve/dpserve/internal/rankleg"
+	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -42,7 +45,7 @@ func (b *pairBackend) Prewarm(ctx context.Context, prefill, decode routing.RankR
 	if w.prefill == nil || w.decode == nil {
 		return errRankGone
 	}
-	id := newRequestID(mix(b.in.requestID())) + newRequestID(rand.Uint64()) + newRequestID(rand.Uint64())
+	id := hex16(mix(b.in.requestID())) + hex16(rand.Uint64()) + hex16(rand.Uint64())
 	body, err := json.Marshal(map[string]any{
 		"model": p.decode.modelID(), "prompt": "dpserve " + id, "max_tokens": 1, "temperature": 0,
 	})
@@ -63,7 +66,7 @@ func (b *pairBackend) Prewarm(ctx context.Context, prefill, decode routing.RankR
 		"Content-Type": {"application/json"}, "X-Request-Id": {p.traits.RequestID(&w.fields, id)},
 		"User-Agent": nil,
 	}
-	if p.config.Order == pdproxy.PrefillFirst {
+	if p.config.Order == transfer.PrefillFirst {
 		return w.oneByOne(ctx)
 	}
 	return w.together(ctx)
@@ -133,9 +136,24 @@ func (w *prewarm) askDecode(ctx context.Context, params []byte) error {
 // ask sends a leg, without a ticket, and reads its whole answer.
 func (w *prewarm) ask(ctx context.Context, rk *rank, body []byte) (status int, answer []byte, err error) {
 	return askWhole(ctx, rk, &rankleg.Request{
-		Rank: rk.Rank, Route: openai.Completions, Header: w.header, Body: body, IsHeld: true,
+		Rank: rk.Rank, Route: openai.Completions, Header: w.headerFor(rk), Body: body, IsHeld: true,
 		Guard: &rankleg.Guard{},
 	})
+}
+
+// headerFor is the header of a leg, with the key that the rank's engine asks for. Clients bring their own.
+func (w *prewarm) headerFor(rk *rank) http.Header {
+	spec := w.pair.decodeSpec
+	if rk == w.prefill {
+		spec = w.pair.prefillSpec
+	}
+	key := engine.APIKey(spec.app)
+	if key == "" {
+		return w.header
+	}
+	h := w.header.Clone()
+	h.Set("Authorization", "Bearer "+key)
+	return h
 }
 
 // askWhole asks a rank's engine and reads its whole answer.
@@ -199,7 +217,7 @@ func (w *prewarm) learnPeer(ctx context.Context) (transfer.Peer, error) {
 		}, nil
 	}
 	pull, _ := transfer.Named(transfer.NixlName) // its prefill leg is the same, and needs nothing
-	fields, err := pull.Begin(&w.q, newRequestID(rand.Uint64()), transfer.Peer{}, rand.Uint64N)
+	fields, err := pull.Begin(&w.q, hex16(rand.Uint64()), transfer.Peer{}, rand.Uint64N)
 	if err != nil {
 		return transfer.Peer{}, err
 	}
@@ -230,8 +248,10 @@ func (w *prewarm) engineRank() int {
 	spec := &w.pair.prefillSpec.app.Engine
 	r := spec.Rank(w.prefill.ID.Group(), w.prefill.ID.Rank())
 	switch {
+	case r == nil && w.pair.prefillSpec.app.DataParallel.Coupling != app.Lockstep:
+		return 0 // dpserve has started it, alone in its group
 	case r == nil || r.PD == nil:
-		return w.prefill.ID.Rank() // dpserve has started it
+		return w.prefill.ID.Rank()
 	case r.Addressing == app.AddressHeader || r.Addressing == app.AddressBody:
 		return r.Selector
 	}
@@ -251,6 +271,13 @@ func (w *prewarm) engineRank() int {
 // askBootstrap asks the bootstrap server of the prefill rank.
 func (w *prewarm) askBootstrap(ctx context.Context, b transfer.Bootstrapper) (peer transfer.Peer, err error) {
 	address := w.attached().Bootstrap
+	if address == "" {
+		address, err = bootstrapURL(w.pair.in.store.State(), w.pair.prefillSpec.app, w.prefill.ID.Group(),
+			w.prefill.ID.Rank())
+		if err != nil {
+			return peer, err
+		}
+	}
 	q, err := b.Query(address)
 	if err != nil {
 		return peer, err
@@ -271,6 +298,39 @@ func (w *prewarm) askBootstrap(ctx context.Context, b transfer.Bootstrapper) (pe
 		return peer, fmt.Errorf("bootstrap server: %w", err)
 	}
 	return b.ReadPeer(address, w.engineRank(), resp.StatusCode, answer)
+}
+
+// bootstrapURL is where the bootstrap server of a prefill rank listens that dpserve has started: at a port of
+// its unit's block, on its node. SGLang has one server for all ranks of a lockstep group, on the node of rank
+// 0.
+func bootstrapURL(st *state.State, a *app.Application, group, rank int) (string, error) {
+	if a.Engine.Kind == app.KindAttach {
+		return "", nil // the file names none, which the query reports
+	}
+	if a.Disaggregation.Transfer == app.TransferSGLang && a.DataParallel.Coupling == app.Lockstep {
+		rank = 0
+	}
+	for _, u := range st.Units {
+		if u.App != a.Name || u.Group != group {
+			continue
+		}
+		r := slices.IndexFunc(u.Ranks, func(r state.RankGrant) bool { return r.Rank == rank })
+		if r < 0 {
+			continue
+		}
+		node := u.Ranks[r].Node
+		b := slices.IndexFunc(u.Blocks, func(b state.Block) bool { return b.Node == node })
+		if b < 0 {
+			break
+		}
+		host := engine.Loopback
+		if n := st.Nodes[node]; n != nil {
+			host = cmp.Or(n.Advertise, host)
+		}
+		port := engine.BootstrapPort(a, u.Blocks[b].Base, rank)
+		return "http://" + net.JoinHostPort(host, strconv.Itoa(port)), nil
+	}
+	return "", errRankGone
 }
 
 // newBootstrapClient makes the client for bootstrap servers. They are asked once per start of a prefill rank,

@@ -312,9 +312,7 @@ func (s *split) undoChoice() {
 
 func (s *split) undo(b *bump) {
 	if b.router != nil {
-		b.router.Observe(&routing.Event{
-			Kind: routing.EvUndo, Rank: b.id, ReqID: b.reqID, Now: s.req.in.clock(),
-		})
+		s.req.in.observeUndo(b.router, b.id, b.reqID)
 	}
 }
 
@@ -456,7 +454,7 @@ func (s *split) namedRankFailure() *failure {
 // newAttemptID is a fresh id for both legs of an attempt.
 func (s *split) newAttemptID() string {
 	id := mix(s.req.in.requestID())
-	return newRequestID(id) + strconv.FormatUint(id>>60, 16) + newRequestID(mix(id))
+	return hex16(id) + strconv.FormatUint(id>>60, 16) + hex16(mix(id))
 }
 
 // flightGrace is how much later than the flight the relay gives up a leg without a first token: the flight
@@ -465,7 +463,7 @@ const flightGrace = time.Second
 
 // needsBody reports whether a leg beside the decode leg may still read the client's body.
 func (s *split) needsBody() bool {
-	return s.isUnderWay() && s.pair.config.Order != pdproxy.PrefillFirst
+	return s.isUnderWay() && s.pair.config.Order != transfer.PrefillFirst
 }
 
 // beginPlain notes when an attempt on one rank begins.

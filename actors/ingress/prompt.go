@@ -8,7 +8,6 @@ import (
 	"time"
 	"unsafe"
 
-	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
@@ -101,13 +100,6 @@ func keepMemory[T any](s []T, most int) []T {
 	return s[:0]
 }
 
-// promptContext is request context that affects the prompt's hash or routing: adapter, cache salt, session.
-type promptContext struct {
-	adapter   string // LoRA adapter, "" for none
-	cacheSalt string
-	session   string
-}
-
 // fromBody fills the prompt from a request: its header, and its body as scanned. The failure is about an
 // invalid header. ctx ends the wait for a tokenizer.
 func (p *prompt) fromBody(ctx context.Context, ar *appRouter, route openai.Route, scan *openai.Body,
@@ -137,13 +129,12 @@ func (p *prompt) fromBody(ctx context.Context, ar *appRouter, route openai.Route
 	return nil
 }
 
-// fromTokens fills the prompt from token ids, outside of a request. It does not keep ids.
-func (p *prompt) fromTokens(ar *appRouter, ids []uint32, o promptContext) {
+// fromTokens fills the prompt from token ids for a LoRA adapter ("": none), outside of a request. It does not
+// keep ids.
+func (p *prompt) fromTokens(ar *appRouter, ids []uint32, adapter string) {
 	p.reset()
-	r := ar.inputs()
-	p.tokens, p.adapter, p.session = len(ids), o.adapter, o.session
-	p.salt = append(p.salt, o.cacheSalt...)
-	if r.chains() {
+	p.tokens, p.adapter = len(ids), adapter
+	if ar.inputs().chains() {
 		p.hashTokens(ar, ids)
 	}
 }
@@ -324,14 +315,8 @@ const (
 	moreColumns = 64 // beyond two of each, because a replaced column counts until it is swept
 )
 
-// columnsFor is the number of columns that the index of an application has room for.
-func columnsFor(a *app.Application) int {
-	n := 0
-	for _, u := range a.Units() {
-		n += len(u.Ranks)
-	}
-	return min(2*n*tiers+moreColumns, kvindex.MaxColumns)
-}
+// columnsFor is the number of columns that the index of an application with so many ranks has room for.
+func columnsFor(ranks int) int { return min(2*ranks*tiers+moreColumns, kvindex.MaxColumns) }
 
 // words lists what the policy reads beyond load and prompt length.
 func (r *policyInputs) words() []string {

@@ -127,7 +127,7 @@ func TestKV12LongPromptHitsWhole(t *testing.T) {
 			ids[i] = uint32(i % 1000)
 		}
 		var p prompt
-		p.fromTokens(g.router, ids, promptContext{})
+		p.fromTokens(g.router, ids, "")
 		require.Len(t, p.blocks, 4096)
 		for _, r := range g.feed.replicas {
 			r.column(t, kvindex.GPU).Apply(kvindex.Delta{Change: kvindex.Stored, Hashes: p.blocks})
@@ -140,7 +140,7 @@ func TestKV12LongPromptHitsWhole(t *testing.T) {
 			assert.Equal(t, routing.Hit{Rank: routing.ID(0, i), Tokens: 4096 * 16}, h)
 			assert.Equal(t, 4096, p.cachedPrefix(h.Rank))
 		}
-		p.fromTokens(g.router, ids[:4096*16], promptContext{})
+		p.fromTokens(g.router, ids[:4096*16], "")
 		g.router.describeRequest(&q, &p)
 		assert.Equal(t, int32(4095*16), q.Hits[0].Tokens,
 			"the last token is always computed, and with it its block")
@@ -310,7 +310,7 @@ func TestBlockSizeFollowsTheRanks(t *testing.T) {
 			assert.Equal(t, want, g.router.tokensPerBlock(), fmt.Sprint(i))
 		}
 		var p prompt
-		p.fromTokens(g.router, make([]uint32, 100), promptContext{})
+		p.fromTokens(g.router, make([]uint32, 100), "")
 		assert.Len(t, p.blocks, 3)
 	})
 }

@@ -17,7 +17,6 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
-	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
 // The tests of this file say how a rank is asked. Each runs for a rank of this node, for one of another node,
@@ -307,9 +306,8 @@ func TestRankResend(t *testing.T) {
 		for _, d := range g.replicas[0].dones {
 			assert.Equal(t, "ok", d.Cause)
 		}
-		m, _ := g.in.metrics.(*telemetry.Metrics)
 		rec := httptest.NewRecorder()
-		m.Handler().ServeHTTP(rec,
+		g.in.metrics.Handler().ServeHTTP(rec,
 			httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
 		assert.Contains(t, rec.Body.String(), `keepalive_resend`)
 	})

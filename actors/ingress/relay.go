@@ -216,11 +216,8 @@ func (r relay) breakStream(res result) result {
 	r.cutConn = true
 	code, message := streamError(res.cause)
 	event := openai.ErrorEvent(nil, r.route, openai.Status(code), "", code, message)
-	if err := r.writeClient(event, time.Now()); err != nil {
-		return res
-	}
-	if r.flush() != nil {
-		return res
+	if r.writeClient(event, time.Now()) == nil {
+		_ = r.flush() // the connection is cut in any case
 	}
 	return res
 }
@@ -286,9 +283,8 @@ func isStream(h http.Header) bool {
 func (r relay) readEngine(body io.Reader, buf []byte, now, due time.Time, cause error) (int, error) {
 	r.pace.endWrite(now)
 	r.timer.arm(now, due, cause)
-	n, err := body.Read(buf)
-	r.timer.pause()
-	return n, err
+	defer r.timer.pause()
+	return body.Read(buf)
 }
 
 // watchGaps configures the phase timer for readEngineGap.
@@ -306,9 +302,8 @@ func (r relay) readEngineGap(body io.Reader, buf []byte) (int, error) {
 	now := time.Now()
 	r.pace.endWrite(now)
 	r.timer.armGap(now)
-	n, err := body.Read(buf)
-	r.timer.pause()
-	return n, err
+	defer r.timer.pause()
+	return body.Read(buf)
 }
 
 // relayError handles an answer with status 400 or above: it is retried on another rank, or relayed byte for
@@ -390,10 +385,7 @@ func (r relay) readWhole(resp *http.Response) (body []byte, whole bool, err erro
 	}
 	due := r.firstTokenDue()
 	for s.filled <= maxWhole {
-		if s.filled == len(s.buf) {
-			s.grow()
-		}
-		n, err := r.readEngine(resp.Body, s.buf[s.filled:], time.Now(), due, errFirstToken)
+		n, err := r.readEngine(resp.Body, s.readSpace(), time.Now(), due, errFirstToken)
 		s.filled += n
 		if errors.Is(err, io.EOF) {
 			return s.buf[:s.filled], s.filled <= maxWhole, nil
@@ -457,11 +449,8 @@ func (r relay) lostStreamCause() cause {
 	return causeUpstreamLost
 }
 
-func closeBody(resp *http.Response) {
-	if err := resp.Body.Close(); err != nil {
-		return // the outcome is decided, and the connection is not used again
-	}
-}
+// closeBody ignores an error: the outcome is decided, and the connection is not used again.
+func closeBody(resp *http.Response) { _ = resp.Body.Close() }
 
 // countOutput counts output tokens of the stream.
 func (r relay) countOutput(n int, now time.Time) {

@@ -38,11 +38,11 @@ func (g *rig) dataPort(o *options) *dataPort {
 
 func newDataPort(tb testing.TB, f *feed, lease func() bool, admit time.Duration) *dataPort {
 	tb.Helper()
-	server, err := noderpc.NewDataServer(noderpc.DataConfig{
+	server := noderpc.NewDataServer(noderpc.DataConfig{
 		Feed: portFeed{f}, Caller: func(context.Context) (string, bool) { return "n1", true }, Serves: lease,
-		Log: slog.New(slog.DiscardHandler), Timers: noderpc.DataTimers{Admit: admit},
+		Log: slog.New(slog.DiscardHandler), Admit: admit,
 	})
-	require.NoError(tb, err)
+	var err error
 	listeners := map[string]net.Listener{}
 	for _, alpn := range []string{nodeport.Data, nodeport.DataHTTP1} {
 		listeners[alpn], err = (&net.ListenConfig{}).Listen(context.Background(), "tcp", "127.0.0.1:0")

@@ -22,8 +22,9 @@ type request struct {
 	question
 	rankSearch
 	clientAnswer
-	timer phaseTimer
-	split *split // nil: the application has one pool, or the request computes no tokens
+	timer    phaseTimer
+	onTicket func(t *msg.Ticket) // takeTicket, bound once: an attempt allocates no closure
+	split    *split              // nil: the application has one pool, or the request computes no tokens
 }
 
 // question is what the client asks.
@@ -78,7 +79,7 @@ type clientAnswer struct {
 
 func newRequest(in *Ingress) *request {
 	req := &request{in: in}
-	req.waiter, req.idHeader = newWaiter(), make([]string, 1)
+	req.waiter, req.idHeader, req.onTicket = newWaiter(), make([]string, 1), req.takeTicket
 	return req
 }
 
@@ -219,7 +220,7 @@ func (req *request) prepare() *failure {
 func (req *request) stripBody() *failure {
 	req.engineBody = req.body.b
 	s := req.split
-	if s == nil && len(req.scan.Strip) == 0 || s != nil && !s.body.HasReserved() {
+	if s == nil && len(req.scan.Strip.Spans) == 0 || s != nil && !s.body.HasReserved() {
 		return nil
 	}
 	if req.stripped = req.in.bodies.take(len(req.body.b)); req.stripped == nil {
@@ -274,9 +275,8 @@ func (req *request) extendWriteDeadline(now time.Time) {
 		return
 	}
 	req.deadlineSet = now
-	if req.rc.SetWriteDeadline(now.Add(req.in.timers.SlowReader)) != nil {
-		return // not a network connection, or closed: then the write fails
-	}
+	// fails if this is no network connection, or a closed one, whose write fails then
+	_ = req.rc.SetWriteDeadline(now.Add(req.in.timers.SlowReader))
 }
 
 // flusher finds the writer whose flush reports errors. gin's writer wraps it and hides the error.
@@ -385,7 +385,7 @@ func (req *request) setOwnHeaders(h http.Header, rk *rank) {
 	if req.app == nil {
 		return
 	}
-	h[headerApp] = []string{req.app.app.AppName()}
+	h[headerApp] = req.app.nameValue
 	req.split.setHeaders(h)
 	if rk != nil {
 		h[headerGroup], h[headerRank] = rk.groupValue, rk.rankValue
@@ -397,8 +397,13 @@ func (req *request) setOwnHeaders(h http.Header, rk *rank) {
 	if rk != nil {
 		n++
 	}
-	h[headerAttempts] = []string{strconv.Itoa(n)}
+	if h[headerAttempts] = firstAttempt; n != 1 {
+		h[headerAttempts] = []string{strconv.Itoa(n)}
+	}
 }
+
+// firstAttempt is the header value of most answers, which share it.
+var firstAttempt = []string{"1"}
 
 // failureLevel is a warning when the fault is not the client's.
 func failureLevel(code int) slog.Level {
@@ -431,9 +436,12 @@ func (req *request) logLine(level slog.Level, text string, res *result, attrs ..
 	req.in.log.LogAttrs(ctx, level, text, attrs...) //nolint:sloglint // text is a constant of each caller
 }
 
-// firstTokenDue is the deadline of the attempt's first token. An answer that is not streamed has no visible
-// first token: its deadline is that of a stream with the same number of tokens.
-func (req *request) firstTokenDue() time.Time {
+// firstTokenDue is the deadline of the attempt's first token.
+func (req *request) firstTokenDue() time.Time { return req.attempt.start.Add(req.firstTokenLimit()) }
+
+// firstTokenLimit is how long the first byte of an answer may take. An answer that is not streamed has no
+// visible first token: it has the time of a stream with as many tokens.
+func (req *request) firstTokenLimit() time.Duration {
 	d := req.app.firstToken
 	if req.route.Generates() && !req.scan.Stream {
 		n := req.scan.MaxTokens
@@ -445,13 +453,7 @@ func (req *request) firstTokenDue() time.Time {
 	if req.split.isUnderWay() {
 		d += flightGrace
 	}
-	return req.attempt.start.Add(d)
-}
-
-// firstTokenLimit is how long the first byte of an answer may take. An answer that is not streamed has no
-// visible first token: it has the time of a stream with as many tokens.
-func (req *request) firstTokenLimit() time.Duration {
-	return req.firstTokenDue().Sub(req.attempt.start)
+	return d
 }
 
 // askFailure returns the result of an attempt that brought no byte of an answer.

@@ -6,8 +6,10 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/actors/pdproxy"
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/routing"
 )
 
 // maxReservations bounds the reservations of an application.
@@ -53,8 +55,7 @@ func (s *reservations) claim(app, id string) error {
 		return problem.New(problem.Overloaded, "app %s has %d reservations", app, maxReservations).WithHint(
 			"free some: they expire by themselves")
 	case s.ended:
-		return problem.New(problem.Unavailable, "app %s is going away", app).WithHint(
-			"`dpserve status` lists the applications")
+		return goingAway(app)
 	}
 	if s.byID == nil {
 		s.byID = map[string]*reservation{}
@@ -126,15 +127,40 @@ func (r *reservation) releasePrefill(cause string) {
 	}
 }
 
-// keep stores an admitted reservation under its claim, until it is freed or expires.
-func (r *reservation) keep(ar *appRouter, id string) error {
-	r.timer = time.AfterFunc(ar.in.timers.Reservation, func() { expireReservation(ar, id, r) })
+func goingAway(app string) error {
+	return problem.New(problem.Unavailable, "app %s is going away", app).WithHint(
+		"`dpserve status` lists the applications")
+}
+
+// hold claims id, lets admit get a place under it, and keeps the place until it is freed or expires. The
+// place's tickets live as long as life. name is the application's for its users.
+func hold(ctx context.Context, ar *appRouter, name, id string,
+	admit func(life context.Context) (*reservation, error),
+) (*reservation, error) {
+	if err := validReservation(id); err != nil {
+		return nil, err
+	}
+	if err := ar.reservations.claim(name, id); err != nil {
+		return nil, err
+	}
+	life, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	r, err := admit(life)
+	if err != nil {
+		cancel()
+		ar.reservations.settle(id, nil)
+		return nil, err
+	}
+	r.cancel = cancel
+	r.timer = time.AfterFunc(ar.in.timers.Reservation, func() {
+		if ar.reservations.take(id, r) != nil {
+			r.release("reservation_expired")
+		}
+	})
 	if !ar.reservations.settle(id, r) {
 		r.release("drained")
-		return problem.New(problem.Unavailable, "app %s is going away", ar.name).WithHint(
-			"`dpserve status` lists the applications")
+		return nil, goingAway(name)
 	}
-	return nil
+	return r, nil
 }
 
 // validReservation checks a request id of the router's own API.
@@ -149,27 +175,16 @@ func validReservation(id string) error {
 // reserve picks a rank for k and is admitted there: the decision, admission and account are those of a
 // request, without its stream. ctx bounds the wait for admission, not the reservation.
 func reserve(ctx context.Context, ar *appRouter, query *routeQuery, id string) (client.Worker, error) {
-	if err := validReservation(id); err != nil {
-		return client.Worker{}, err
-	}
-	if err := ar.reservations.claim(ar.name, id); err != nil {
-		return client.Worker{}, err
-	}
 	req := newRequest(ar.in) // not from the pool: an actor may still read its blocks after a late reply
 	req.app, req.prompt, req.query = &appRoute{appRevision: ar.revision.Load(), router: ar}, query.prompt,
 		query.query
-	life, cancel := context.WithCancel(context.WithoutCancel(ctx))
-	r, err := admitReservation(ctx, life, ar, req)
+	r, err := hold(ctx, ar, ar.name, id, func(life context.Context) (*reservation, error) {
+		return admitReservation(ctx, life, ar, req)
+	})
 	if err != nil {
-		cancel()
-		ar.reservations.settle(id, nil)
 		return client.Worker{}, err
 	}
 	query.prompt, query.query = req.prompt, req.query
-	r.cancel = cancel
-	if err := r.keep(ar, id); err != nil {
-		return client.Worker{}, err
-	}
 	w := query.worker(r.rank, req.choice.Reason)
 	w.RequestID, w.ExpiresS = id, ar.in.timers.Reservation.Seconds()
 	return w, nil
@@ -178,9 +193,9 @@ func reserve(ctx context.Context, ar *appRouter, query *routeQuery, id string) (
 // admitReservation tries ranks until one admits, as many as a request may try.
 func admitReservation(ctx, life context.Context, ar *appRouter, req *request) (*reservation, error) {
 	for {
-		rk, f, wait := req.decide(nil)
+		rk, _, _ := req.decide(nil)
 		if rk == nil {
-			return nil, req.reserveFailure(f, wait)
+			return nil, refusal(req.app.app.Name, &routeQuery{query: req.query}, &req.choice)
 		}
 		refused := reserveAt(ctx, life, req, rk)
 		if refused == causeOK {
@@ -200,6 +215,7 @@ func reserveAt(ctx, life context.Context, req *request, rk *rank) cause {
 	a := &req.attempt
 	a.rank, a.start, a.ticket = rk, time.Now(), msg.Ticket{}
 	q := req.newAsk(life, rk)
+	q.OnTicket = req.recordTicket
 	reply, err := rk.asker.Reserve(ctx, q)
 	req.prompt.shared = req.prompt.shared || q.IsAdmitPending
 	switch {
@@ -215,15 +231,128 @@ func reserveAt(ctx, life context.Context, req *request, rk *rank) cause {
 	}
 }
 
-// expireReservation ends a reservation that was not freed.
-func expireReservation(ar *appRouter, id string, r *reservation) {
-	if ar.reservations.take(id, r) != nil {
-		r.release("reservation_expired")
-	}
-}
-
 func noReservation(app, id string) error {
 	return problem.New(problem.NotFound, "app %s has no reservation %q", app,
 		id[:min(len(id), maxRequestID)]).
 		WithHint("it was freed, or has expired; best_worker with a request_id makes one")
+}
+
+// prefillPlace is the part of a reservation that is on a prefill rank. Its owner releases it once.
+type prefillPlace struct {
+	rank   *rank
+	ticket msg.Ticket
+	router *routing.PairRouter // that counts the lease
+	tokens int
+	cancel context.CancelFunc // as reservation.cancel
+}
+
+// release returns the ticket, and ends the lease: the caller reports that the prompt was read, or gives up.
+func (p *prefillPlace) release(outcome msg.Outcome, cause string) {
+	p.rank.Mailbox.Send(&msg.Done{TicketID: p.ticket.ID, Outcome: outcome, Cause: cause})
+	p.router.Update(func(t *routing.PairTable) { t.Release(p.rank.ref(), p.tokens) })
+	p.cancel()
+}
+
+// reservePair is reserve for an application with two pools.
+func reservePair(ctx context.Context, q *pairQuery, id string) (client.Worker, error) {
+	ar, s := q.pair.decode, q.newSplit()
+	s.prompt = q.prefill.prompt
+	r, err := hold(ctx, ar, q.pair.name, id, func(life context.Context) (*reservation, error) {
+		return admitPair(ctx, life, q, s)
+	})
+	if err != nil {
+		return client.Worker{}, err
+	}
+	q.decode.prompt, q.decode.query = s.req.prompt, s.req.query
+	q.prefill.prompt, q.prefill.query = s.prompt, s.query
+	reason, prefill := s.choice.Reason, (*rank)(nil)
+	if r.prefill != nil {
+		prefill = r.prefill.rank
+	}
+	if q.goesToOne() {
+		reason = s.req.choice.Reason
+	}
+	w := q.worker(r.rank, prefill, reason)
+	w.RequestID, w.ExpiresS = id, ar.in.timers.Reservation.Seconds()
+	return w, nil
+}
+
+// maxPairTries bounds the choices of one reservation.
+const maxPairTries = 3
+
+// admitPair chooses ranks until they admit. What cannot be split is admitted by one decode rank.
+func admitPair(ctx, life context.Context, q *pairQuery, s *split) (*reservation, error) {
+	req := s.req
+	if q.goesToOne() {
+		s.way = pdproxy.WayLocal
+		return admitReservation(ctx, life, q.pair.decode, req)
+	}
+	var refused cause
+	var unlike routing.RankRef
+	for range maxPairTries {
+		s.way = pdproxy.WayNone
+		rk, f, wait := s.decideUnlike(nil, unlike)
+		if rk == nil || f != nil || wait {
+			return nil, q.noPlace(s)
+		}
+		var prefill *prefillPlace
+		if s.isRemote() {
+			if prefill, refused = admitPrefill(ctx, life, s); refused != causeOK {
+				unlike = s.rank.ref()
+				b := s.takePending(pdproxy.Decode)
+				s.undo(&b)
+				continue
+			}
+		}
+		r := &reservation{rank: rk, start: time.Now(), prefill: prefill}
+		if r.ticket, refused = admitDecode(ctx, life, s, rk); refused == causeOK {
+			return r, nil
+		}
+		if prefill != nil {
+			prefill.release(msg.Refused, "unused")
+		}
+		if more := req.recordFailure(rk, refused); !more || !causePolicies[refused].retry {
+			break
+		}
+	}
+	return nil, problem.New(problem.Unavailable, "the ranks of app %s did not admit it: %s", q.pair.name,
+		refused).WithHint("try again later")
+}
+
+// admitPrefill asks the chosen prefill rank for a place.
+func admitPrefill(ctx, life context.Context, s *split) (*prefillPlace, cause) {
+	life, cancel := context.WithCancel(life)
+	b := s.takePending(pdproxy.Prefill)
+	ticket, refused := admitSide(ctx, life, s, pdproxy.Prefill, s.rank, &b)
+	if refused != causeOK {
+		cancel()
+		return nil, refused
+	}
+	p := &prefillPlace{
+		rank: s.rank, ticket: ticket, router: s.pair.router, tokens: s.query.Tokens, cancel: cancel,
+	}
+	p.router.Update(func(t *routing.PairTable) { t.Lease(p.rank.ref(), p.tokens) })
+	return p, causeOK
+}
+
+// admitDecode asks the chosen decode rank for a place.
+func admitDecode(ctx, life context.Context, s *split, rk *rank) (msg.Ticket, cause) {
+	b := s.takePending(pdproxy.Decode)
+	if b.router == nil { // the decode rank alone: the request counts there, and nothing else is pending
+		b = bump{s.req.attempt.router, rk.ID, s.req.query.ID, false}
+	}
+	return admitSide(ctx, life, s, pdproxy.Decode, rk, &b)
+}
+
+// admitSide asks a rank for the ticket of one side, which lives as long as life.
+func admitSide(ctx, life context.Context, s *split, side pdproxy.Side, rk *rank, b *bump) (msg.Ticket,
+	cause,
+) {
+	leg := &pairLeg{side: side, pool: s.pair.pool(side), rank: rk, life: life}
+	leg.tracked = &leg.own
+	refused := s.askTicket(ctx, leg, b)
+	if refused != causeOK {
+		s.undo(b)
+	}
+	return leg.own.ticket, refused
 }

@@ -1,21 +1,26 @@
 package ingress
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"math"
 	"net/http"
 	"net/textproto"
 	"slices"
+	"strconv"
 	"strings"
 
+	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
 // routeQuery is a request outside of the live path, made by the functions that make live requests.
@@ -31,17 +36,14 @@ func describeQuery(ar *appRouter, query *routeQuery) {
 	ar.describeRequest(&query.query, &query.prompt)
 }
 
-// newRouteQuery makes a query of a msg.RouteQuery without Replay.
+// newRouteQuery makes the query of a client.Query without Replay.
 func newRouteQuery(ctx context.Context, ar *appRouter, rq *client.Query) (*routeQuery, error) {
 	query := &routeQuery{}
 	var err error
-	switch {
-	case rq.Prompt != nil:
-		err = readPromptText(ctx, ar, query, rq)
-	case len(rq.Request) > 0:
-		err = readRequest(ctx, ar, query, rq.Route, rq.Request, rq.Headers)
-	default:
+	if rq.Prompt == nil && len(rq.Request) == 0 {
 		err = readTokens(ar, query, rq.TokenIDs, rq.Model)
+	} else {
+		_, err = query.readBody(ctx, ar, rq)
 	}
 	if err != nil {
 		return nil, err
@@ -54,7 +56,7 @@ func readTokens(ar *appRouter, query *routeQuery, ids []uint32, model string) er
 	if err := checkModel(ar, model); err != nil {
 		return err
 	}
-	query.prompt.fromTokens(ar, ids, promptContext{adapter: ar.adapterOf([]byte(model))})
+	query.prompt.fromTokens(ar, ids, ar.adapterOf([]byte(model)))
 	return nil
 }
 
@@ -126,61 +128,44 @@ func checkOverride(ar *appRouter, o *client.Override) (*routing.Override, error)
 	return out, nil
 }
 
-// readPromptText fills the query from a text.
-func readPromptText(ctx context.Context, ar *appRouter, query *routeQuery, rq *client.Query) error {
-	text, route, err := promptBody(ar, rq)
-	if err != nil {
-		return err
+// queryBody is the body of a query and its path, as a client would send them; path "": see routeOf.
+func queryBody(ar *appRouter, rq *client.Query) (body []byte, path string, err error) {
+	if len(rq.Request) > 0 && rq.Prompt == nil {
+		return rq.Request, rq.Route, nil
 	}
-	return readRequest(ctx, ar, query, route, text, rq.Headers)
-}
-
-// promptBody makes a body of a text, as a client would.
-func promptBody(ar *appRouter, rq *client.Query) (body []byte, route string, err error) {
-	route = rq.Route
-	if route == "" {
-		route = openai.Completions.Path()
-	}
-	model := cmp.Or(rq.Model, ar.modelID())
-	fields := map[string]any{"model": model, "prompt": *rq.Prompt}
-	if route == openai.Chat.Path() {
-		fields = map[string]any{"model": model, "messages": []map[string]string{
-			{"role": "user", "content": *rq.Prompt},
-		}}
+	model, path := cmp.Or(rq.Model, ar.modelID()), openai.Completions.Path()
+	fields := map[string]any{"model": model, "prompt": rq.TokenIDs}
+	if rq.Prompt != nil {
+		fields["prompt"], path = *rq.Prompt, cmp.Or(rq.Route, path)
+		if path == openai.Chat.Path() {
+			fields = map[string]any{"model": model, "messages": []map[string]string{
+				{"role": "user", "content": *rq.Prompt},
+			}}
+		}
 	}
 	if body, err = json.Marshal(fields); err != nil {
 		return nil, "", fmt.Errorf("make a request of the prompt: %w", err)
 	}
-	return body, route, nil
-}
-
-// readRequest scans a body and fills the query as request.handle does.
-func readRequest(ctx context.Context, ar *appRouter, query *routeQuery, path string, body []byte,
-	headers map[string]string,
-) error {
-	q, err := scanRequest(ar, path, body, headers)
-	if err != nil {
-		return err
-	}
-	if f := query.prompt.fromBody(ctx, ar, q.route, &q.scan, body, q.header); f != nil {
-		return problemOf(f)
-	}
-	return nil
+	return body, path, nil
 }
 
 // scannedRequest is a request for an application, as its body and its header say.
 type scannedRequest struct {
 	route  openai.Route
 	scan   openai.Body
+	body   []byte
 	header http.Header
 }
 
-// scanRequest scans a body for an application.
-func scanRequest(ar *appRouter, path string, body []byte, headers map[string]string) (*scannedRequest,
+// readBody scans the body of a client.Query and fills the query as request.handle does.
+func (query *routeQuery) readBody(ctx context.Context, ar *appRouter, rq *client.Query) (*scannedRequest,
 	error,
 ) {
-	q := &scannedRequest{header: http.Header{}}
-	var err error
+	body, path, err := queryBody(ar, rq)
+	if err != nil {
+		return nil, err
+	}
+	q := &scannedRequest{body: body, header: http.Header{}}
 	if q.route, err = routeOf(path, body); err != nil {
 		return nil, err
 	}
@@ -190,10 +175,27 @@ func scanRequest(ar *appRouter, path string, body []byte, headers map[string]str
 	if err := checkModel(ar, string(q.scan.Model)); q.scan.HasModel && err != nil {
 		return nil, err
 	}
-	for name, value := range headers {
+	for name, value := range rq.Headers {
 		q.header[textproto.CanonicalMIMEHeaderKey(name)] = []string{value}
 	}
+	if f := query.prompt.fromBody(ctx, ar, q.route, &q.scan, body, q.header); f != nil {
+		return nil, problemOf(f)
+	}
 	return q, nil
+}
+
+// worker describes a picked rank.
+func (query *routeQuery) worker(rk *rank, reason string) client.Worker {
+	out := client.Worker{
+		Worker: rk.ID.String(), Group: rk.ID.Group(), DPRank: rk.ID.Rank(),
+		HitTokens: query.query.HitOn(rk.ID), Reason: reason,
+		Node: rk.Node, URL: rk.Target.URL, Addressing: rk.Target.Addressing, Selector: rk.Target.Selector,
+	}
+	if query.prompt.unit == kvindex.Tokens {
+		out.BlockSize = query.prompt.size
+		out.OverlapBlocks = out.HitTokens / query.prompt.size
+	}
+	return out
 }
 
 // clipped is the part of a client's text that an error repeats.
@@ -248,4 +250,202 @@ func problemOf(f *failure) error {
 		return e.WithHint("try again in %d s", f.retryAfter)
 	}
 	return e.WithHint("change the request and try again")
+}
+
+// newGeneration makes the request. k has what a header cannot express.
+func newGeneration(ctx context.Context, ar *appRouter, q *msg.Generate) (*http.Request, *routeQuery, error) {
+	query := &routeQuery{}
+	if err := applyOverrides(ar, query, q.Worker, q.Override); err != nil {
+		return nil, nil, err
+	}
+	if q.RequestID != "" {
+		if err := validReservation(q.RequestID); err != nil {
+			return nil, nil, err
+		}
+	}
+	if err := checkModel(ar, q.Model); err != nil {
+		return nil, nil, err
+	}
+	body, err := completionBody(ar, q)
+	if err != nil {
+		return nil, nil, err
+	}
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, openai.Completions.Path(),
+		bytes.NewReader(body))
+	if err != nil {
+		return nil, nil, problem.New(problem.Internal, "make the request: %w", err)
+	}
+	req.Header.Set("Content-Type", "application/json")
+	req.Header.Set(headerRequestID, cmp.Or(q.RequestID, hex16(mix(ar.in.requestID()))))
+	if q.Worker != "" {
+		req.Header.Set(headerRank, query.prompt.direct.String())
+	}
+	return req, query, nil
+}
+
+// completionBody is the body: the caller's sampling fields, and the fields that Generate sets itself.
+func completionBody(ar *appRouter, q *msg.Generate) ([]byte, error) {
+	own := map[string]any{
+		"model": cmp.Or(q.Model, ar.modelID()), "prompt": q.TokenIDs, "stream": true,
+		"stream_options": map[string]bool{"include_usage": true}, "return_token_ids": true,
+	}
+	for name, value := range q.Sampling {
+		if _, taken := own[name]; taken || name == "n" || name == "best_of" {
+			return nil, problem.New(problem.InvalidArgument, "sampling.%s is not the caller's to set",
+				name[:min(len(name), maxNameShown)]).
+				WithHint("generate sends one prompt of token ids and streams one answer")
+		}
+		own[name] = value
+	}
+	body, err := json.Marshal(own)
+	if err != nil {
+		return nil, problem.New(problem.InvalidArgument, "sampling is not JSON: %w", err).WithHint(
+			"its members are those of a /v1/completions body")
+	}
+	if int64(len(body)) > ar.in.limits.MaxBody {
+		return nil, problemOf(ar.in.limits.tooLarge())
+	}
+	return body, nil
+}
+
+// maxLine bounds a line of an engine's answer that is held here, in bytes.
+const maxLine = 1 << 20
+
+// tokenWriter is the client's end of a generation: it parses the relayed events and emits their tokens.
+type tokenWriter struct {
+	header http.Header
+	emit   func(*client.Part) error
+	status int
+	told   bool // the first part, which names worker and request, is emitted
+	rest   []byte
+	failed error // of emit, or an error event
+	done   bool
+	cut    bool
+}
+
+var _ http.ResponseWriter = (*tokenWriter)(nil)
+
+// Header implements http.ResponseWriter.
+func (w *tokenWriter) Header() http.Header { return w.header }
+
+// WriteHeader implements http.ResponseWriter.
+func (w *tokenWriter) WriteHeader(status int) { w.status = cmp.Or(w.status, status) }
+
+// FlushError is called after every relayed event. It does nothing, because emit has already been called.
+func (w *tokenWriter) FlushError() error { return nil }
+
+// Write takes a piece of the answer.
+func (w *tokenWriter) Write(b []byte) (int, error) {
+	w.WriteHeader(http.StatusOK)
+	if len(w.rest)+len(b) > maxLine {
+		return 0, errors.New("the engine's answer has a line that is too long to be taken apart")
+	}
+	w.rest = append(w.rest, b...)
+	if w.status != http.StatusOK {
+		return len(b), nil // outcome reads the body of an error
+	}
+	for {
+		end := bytes.IndexByte(w.rest, '\n')
+		if end < 0 {
+			return len(b), nil
+		}
+		line := bytes.TrimSuffix(w.rest[:end], []byte("\r"))
+		if data, ok := bytes.CutPrefix(line, []byte("data:")); ok {
+			if err := w.event(bytes.TrimSpace(data)); err != nil {
+				return 0, err
+			}
+		}
+		w.rest = w.rest[end+1:]
+	}
+}
+
+// completionEvent is the part of a completion's event that tokenWriter reads.
+type completionEvent struct {
+	Choices []struct {
+		Text         string   `json:"text"`
+		TokenIDs     []uint32 `json:"token_ids"`
+		FinishReason string   `json:"finish_reason"`
+	} `json:"choices"`
+	Usage *struct {
+		Prompt     int `json:"prompt_tokens"`
+		Completion int `json:"completion_tokens"`
+		Details    *struct {
+			Cached int `json:"cached_tokens"`
+		} `json:"prompt_tokens_details"`
+	} `json:"usage"`
+	Error json.RawMessage `json:"error"`
+}
+
+// event emits one event.
+func (w *tokenWriter) event(data []byte) error {
+	if string(data) == "[DONE]" {
+		w.done = true
+		return nil
+	}
+	var e completionEvent
+	if err := json.Unmarshal(data, &e); err != nil {
+		w.failed = problem.New(problem.Upstream, "an event of the engine cannot be read: %w", err).WithHint(
+			"is it an engine that answers return_token_ids?")
+		return w.failed
+	}
+	if len(e.Error) > 0 {
+		w.failed = upstreamError(http.StatusBadGateway, data)
+		return nil
+	}
+	return w.part(&e)
+}
+
+func (w *tokenWriter) part(e *completionEvent) error {
+	out := client.Part{TokenIDs: []uint32{}}
+	if !w.told {
+		w.told = true
+		out.Worker = w.header.Get(headerGroup) + "/" + w.header.Get(headerRank)
+		out.RequestID = w.header.Get(headerRequestID)
+	}
+	if len(e.Choices) > 0 {
+		c := &e.Choices[0]
+		out.Text, out.FinishReason = c.Text, c.FinishReason
+		out.TokenIDs = append(out.TokenIDs, c.TokenIDs...)
+	}
+	if u := e.Usage; u != nil && len(e.Choices) == 0 {
+		out.Usage = &client.Usage{Prompt: u.Prompt, Completion: u.Completion}
+		if u.Details != nil {
+			out.Usage.Cached = u.Details.Cached
+		}
+	}
+	if err := w.emit(&out); err != nil {
+		w.failed = err
+		return err
+	}
+	return nil
+}
+
+// outcome is how the generation ended, once the handler has returned.
+func (w *tokenWriter) outcome() error {
+	switch {
+	case w.failed != nil:
+		return w.failed
+	case w.status != http.StatusOK && w.status != 0:
+		return upstreamError(w.status, w.rest)
+	case w.cut || !w.done:
+		return problem.New(problem.Upstream, "the answer broke off").WithHint(
+			"dpserve's log says why; try again")
+	}
+	return nil
+}
+
+// upstreamError parses an error in the OpenAI shape: the engine's, or dpserve's own with a word as its code.
+func upstreamError(status int, body []byte) error {
+	var own struct {
+		Error struct {
+			Code any `json:"code"`
+		} `json:"error"`
+	}
+	_ = json.Unmarshal(body, &own) // an unreadable body has no code
+	code, _ := own.Error.Code.(string)
+	e := openai.ParseError(body)
+	return problemOf(&failure{
+		status: status, code: code,
+		message: cmp.Or(e.Message, "the engine answered with status "+strconv.Itoa(status)),
+	})
 }

@@ -16,6 +16,8 @@ type appRevision struct {
 	revision   uint64
 	created    int64 // unix seconds when this ingress first saw the application; shown by /v1/models
 	names      []string
+	nameValue  []string          // header value of answers: the application's name; shared by all answers
+	ranks      []routing.RankID  // ascending
 	adapters   map[string]string // served name → LoRA adapter
 	attempts   int
 	queue      time.Duration
@@ -25,24 +27,20 @@ type appRevision struct {
 
 // wants reports whether the rank is one of the application's.
 func (a *appRevision) wants(id routing.RankID) bool {
-	return id.Group() < a.app.NumGroups && slices.Contains(a.app.RankNumbers(id.Group()), id.Rank())
+	_, found := slices.BinarySearch(a.ranks, id)
+	return found
 }
 
 // rankRange names the application's first and last rank.
 func (a *appRevision) rankRange() string {
-	var ids []routing.RankID
-	for _, u := range a.app.Units() {
-		for _, n := range u.Ranks {
-			ids = append(ids, routing.ID(u.Group, n))
-		}
-	}
-	switch len(ids) {
+	switch n := len(a.ranks); n {
 	case 0:
 		return "none"
 	case 1:
-		return ids[0].String()
+		return a.ranks[0].String()
+	default:
+		return a.ranks[0].String() + " to " + a.ranks[n-1].String()
 	}
-	return ids[0].String() + " to " + ids[len(ids)-1].String()
 }
 
 // appRoute is an application in a route table.

@@ -3,7 +3,6 @@ package ingress
 import (
 	"cmp"
 	"context"
-	"errors"
 	"log/slog"
 	"net/http"
 	"slices"
@@ -113,9 +112,6 @@ var tierNames = [...]string{
 	kvindex.Sent: "sent",
 }
 
-// hex16 is a hash as a dump writes it.
-func hex16(h uint64) string { return newRequestID(h) }
-
 // blockRun is a sequence of blocks as the index has it.
 type blockRun struct {
 	owner  kvindex.Owner
@@ -218,20 +214,6 @@ func (in *Ingress) BestWorker(ctx context.Context, app string, q *client.BestWor
 			app).WithHint("ask again")
 	}
 	return query.worker(rk, d.Reason), nil
-}
-
-// worker describes a picked rank.
-func (query *routeQuery) worker(rk *rank, reason string) client.Worker {
-	out := client.Worker{
-		Worker: rk.ID.String(), Group: rk.ID.Group(), DPRank: rk.ID.Rank(),
-		HitTokens: query.query.HitOn(rk.ID), Reason: reason,
-		Node: rk.Node, URL: rk.Target.URL, Addressing: rk.Target.Addressing, Selector: rk.Target.Selector,
-	}
-	if query.prompt.unit == kvindex.Tokens {
-		out.BlockSize = query.prompt.size
-		out.OverlapBlocks = out.HitTokens / query.prompt.size
-	}
-	return out
 }
 
 // PotentialLoads is the load that each rank would have with a prompt; without ids, its load now. Errors are
@@ -377,9 +359,9 @@ func (in *Ingress) endWith(cancel context.CancelCauseFunc) (stop func() bool) {
 // which an HTTP client sees as a broken connection, sets w.cut.
 func (in *Ingress) serveFor(w *tokenWriter, r *http.Request, e *appRoute, query *routeQuery) {
 	defer func() {
-		switch p := recover(); {
-		case p == nil:
-		case errors.Is(asError(p), http.ErrAbortHandler):
+		switch p := recover(); p {
+		case nil:
+		case http.ErrAbortHandler:
 			w.cut = true
 		default:
 			panic(p)
@@ -402,7 +384,7 @@ func (in *Ingress) PairStatus(app string) (st client.PDStatus, ok bool) {
 	state, count := p.state()
 	requests := p.metrics.Counts()
 	return client.PDStatus{
-		Transfer: p.traits.Name, Decide: p.decide(), Fallback: pairFallback(p), Pairs: state, Met: count.met,
+		Transfer: p.traits.Name, Decide: p.rule, Fallback: pairFallback(p), Pairs: state, Met: count.met,
 		All: count.all, Remote: requests.Remote, Local: requests.Local, Fallbacks: requests.Fallback,
 	}, true
 }

@@ -32,7 +32,7 @@ func TestBestWorkerWithoutIDChangesNothing(t *testing.T) {
 	b := newDecisionRig(t, "kv", nil)
 	var k routeQuery
 	ids := make([]uint32, 80)
-	k.prompt.fromTokens(b.router, ids, promptContext{})
+	k.prompt.fromTokens(b.router, ids, "")
 	b.holds(2, k.prompt.blocks[:3])
 	b.settle()
 	before := b.router.router.Load().Snapshot()
@@ -374,7 +374,7 @@ func TestResetDropsColumns(t *testing.T) {
 	b := newDecisionRig(t, "kv", nil)
 	var k routeQuery
 	ids := make([]uint32, 80)
-	k.prompt.fromTokens(b.router, ids, promptContext{})
+	k.prompt.fromTokens(b.router, ids, "")
 	b.holds(2, k.prompt.blocks)
 	b.settle()
 	require.Len(t, b.dump(), 1)

@@ -19,7 +19,6 @@ type stream struct {
 	newTokens   int       // of them in this read
 	lastToken   time.Time // time of the last token
 	inLongEvent bool      // inside an event that is too long to hold
-	sawDone     bool      // [DONE] has arrived
 	passedError bool      // an error event below 500 has passed
 	engineError openai.EngineError
 }
@@ -30,8 +29,7 @@ func (s *stream) reset(choices int) {
 		s.buf = make([]byte, relayBuffer)
 	}
 	s.filled, s.inspected, s.searched, s.tokens, s.newTokens = 0, 0, 0, 0, 0
-	s.inLongEvent, s.sawDone, s.passedError, s.lastToken, s.engineError = false, false, false, time.Time{},
-		openai.EngineError{}
+	s.inLongEvent, s.passedError, s.lastToken, s.engineError = false, false, time.Time{}, openai.EngineError{}
 	s.watcher.Reset(choices)
 }
 
@@ -43,12 +41,6 @@ func (s *stream) release() {
 	s.tokens = 0
 }
 
-func (s *stream) grow() {
-	b := make([]byte, 2*len(s.buf))
-	copy(b, s.buf[:s.filled])
-	s.buf = b
-}
-
 // dropSent removes the first n bytes, which the client has received.
 func (s *stream) dropSent(n int) {
 	copy(s.buf, s.buf[n:s.filled])
@@ -56,16 +48,15 @@ func (s *stream) dropSent(n int) {
 	s.inspected -= n
 }
 
-// readSpace makes room for the next read: an incomplete event waits for its end, up to MaxEvent.
+// readSpace makes room for the next read: what has arrived waits for its end.
 func (s *stream) readSpace() []byte {
 	if s.filled == len(s.buf) {
-		s.grow()
+		b := make([]byte, 2*len(s.buf))
+		copy(b, s.buf)
+		s.buf = b
 	}
 	return s.buf[s.filled:]
 }
-
-// isTooLongToHold reports whether the uninspected bytes are too many to wait for the end of their event.
-func (s *stream) isTooLongToHold() bool { return s.filled-s.inspected >= openai.MaxEvent }
 
 // streamAction is what an event means for the stream.
 type streamAction uint8
@@ -163,7 +154,6 @@ func (s *stream) applyDoneEvent(n int, begun bool) streamAction {
 		return actionFail
 	}
 	s.inspected += n
-	s.sawDone = true
 	return actionFinish
 }
 
@@ -197,7 +187,7 @@ func (s *stream) inspectRead(begun bool) streamAction {
 		return v
 	}
 	switch {
-	case s.isTooLongToHold():
+	case s.filled-s.inspected >= openai.MaxEvent: // too much to wait for the end of the event
 		return s.passLongEvent(begun)
 	case !begun && s.inspected > maxHeld:
 		return actionCommit // too many role-only chunks to hold: the stream begins without content

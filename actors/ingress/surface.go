@@ -65,7 +65,7 @@ func (h surface) newEngine() *gin.Engine {
 // goes on to net/http.
 func (h surface) limitAndRecover(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		defer h.recover(w, r)
+		defer h.recover(r)
 		if f := h.headerTooLarge(r); f != nil {
 			h.refuseUnrouted(w, r, openai.NoRoute, f)
 			return
@@ -139,7 +139,7 @@ func measureHeader(r *http.Request) (fields, bytes int) {
 	return fields, bytes
 }
 
-func (h surface) recover(_ http.ResponseWriter, r *http.Request) {
+func (h surface) recover(r *http.Request) {
 	switch p := recover(); p {
 	case nil:
 	case http.ErrAbortHandler:
@@ -236,9 +236,7 @@ func writeJSON(w http.ResponseWriter, status int, body []byte) {
 	h["Content-Type"] = []string{"application/json"}
 	h["Content-Length"] = []string{strconv.Itoa(len(body))}
 	w.WriteHeader(status)
-	if _, err := w.Write(body); err != nil { //nolint:gosec // JSON, and its content type says so
-		return // the client has left
-	}
+	_, _ = w.Write(body) //nolint:gosec // JSON, and its content type says so; it fails if the client has left
 }
 
 // writeText answers a probe with a word.
@@ -247,9 +245,7 @@ func writeText(w http.ResponseWriter, text string) {
 	h["Content-Type"] = []string{"text/plain; charset=utf-8"}
 	h["Content-Length"] = []string{strconv.Itoa(len(text))}
 	w.WriteHeader(http.StatusOK)
-	if _, err := io.WriteString(w, text); err != nil {
-		return // the client has left
-	}
+	_, _ = io.WriteString(w, text) // fails if the client has left
 }
 
 // answerPlain sends an answer that needs no request body: the write has a deadline, and an unread body closes
@@ -257,10 +253,8 @@ func writeText(w http.ResponseWriter, text string) {
 func (h surface) answerPlain(w http.ResponseWriter, r *http.Request, write func()) {
 	abandonBody(w, r)
 	w.Header()[headerRequestID] = []string{h.in.requestIDOf(r)}
-	if http.NewResponseController(w).SetWriteDeadline(time.Now().Add(h.in.timers.SlowReader)) != nil {
-		write() // not a network connection
-		return
-	}
+	// only network connections have deadlines
+	_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(h.in.timers.SlowReader))
 	write()
 }
 

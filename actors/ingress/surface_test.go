@@ -489,7 +489,7 @@ func TestHeaderParsers(t *testing.T) {
 	} {
 		assert.Equal(t, want, validRequestID(s), s)
 	}
-	assert.Equal(t, "00000000000000ff", newRequestID(255))
+	assert.Equal(t, "00000000000000ff", hex16(255))
 }
 
 func TestDefaults(t *testing.T) {

@@ -13,7 +13,6 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
-	"github.com/dpserve/dpserve/internal/telemetry"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -145,10 +144,9 @@ func TestPicksOfARemovedRankAreForgotten(t *testing.T) {
 // picksOf returns the samples of dpserve_router_picks_total.
 func picksOf(t *testing.T, g *rig) []string {
 	t.Helper()
-	m, ok := g.in.metrics.(*telemetry.Metrics)
-	require.True(t, ok)
 	rec := httptest.NewRecorder()
-	m.Handler().ServeHTTP(rec, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
+	g.in.metrics.Handler().ServeHTTP(rec,
+		httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
 	var out []string
 	for line := range strings.Lines(rec.Body.String()) {
 		if strings.HasPrefix(line, "dpserve_router_picks_total{") {

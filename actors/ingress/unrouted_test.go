@@ -9,16 +9,12 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
-
-	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
 // TestRefusedRequestsAreCountedAndLogged: a request that reaches no application has its metric and one log
 // line, and the client's input is no metric label.
 func TestRefusedRequestsAreCountedAndLogged(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{sends(textChunk)}})
-	metrics, ok := g.in.metrics.(*telemetry.Metrics)
-	require.True(t, ok)
 	long := strings.Repeat("x", 300)
 	for _, c := range []struct {
 		method, path, body string
@@ -61,7 +57,7 @@ func TestRefusedRequestsAreCountedAndLogged(t *testing.T) {
 	}
 	assert.NotContains(t, g.logs.String(), strings.Repeat("x", maxNameShown+1))
 	rec := httptest.NewRecorder()
-	metrics.Handler().ServeHTTP(rec, httptest.NewRequestWithContext(
+	g.in.metrics.Handler().ServeHTTP(rec, httptest.NewRequestWithContext(
 		t.Context(), http.MethodGet, "/metrics", nil))
 	for _, want := range []string{
 		`dpserve_requests_total{app="",code="404",route="other"} 2`,

@@ -31,8 +31,8 @@ const (
 	RecSilent
 )
 
-// Record is one entry of a replica's ordered stream, numbered from 1 per incarnation. It is only valid during
-// Deliver.
+// Record is one entry of a replica's ordered stream, numbered per incarnation from Facts.Base + 1. It is only
+// valid during Deliver.
 type Record struct {
 	App         string
 	Unit        string
@@ -51,7 +51,7 @@ type Record struct {
 	Cause   string // RecDone, RecState, RecFirstToken
 
 	// At of RecAdmitted, RecFirstToken, RecProgress and RecDone is when it happened, on the rank's own
-	// monotonic clock, whose origin is arbitrary and the same for one incarnation; 0: not known. A first
+	// monotonic clock, whose origin is arbitrary and the same for one DPServer; 0: not known. A first
 	// token may be reported late, so a record may have a smaller At than the record before it, but the
 	// records of one request never go back.
 	At time.Duration

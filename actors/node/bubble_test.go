@@ -39,6 +39,7 @@ type bubble struct {
 	replicas map[string]*fakeReplica // by unit, epoch and rank
 	procs    []*fakeProcess
 	launches []engine.Launch
+	found    []Found // of an earlier process; set before the node is made
 	meets    []msg.Publish
 	asked    map[int]bool // ranks that awaited rank 0
 
@@ -194,14 +195,28 @@ type fakeReplica struct {
 	mu    sync.Mutex
 	fence string // cause
 	at    time.Time
+	drain string // cause
+	facts msg.Facts
 }
 
-func (*fakeReplica) Assign(context.Context) error           { return nil }
-func (*fakeReplica) Ready(context.Context, msg.Facts) error { return nil }
-func (*fakeReplica) Drain(string)                           {}
-func (*fakeReplica) Drained() <-chan struct{}               { return over }
-func (*fakeReplica) Stop(context.Context) error             { return nil }
-func (*fakeReplica) Status() client.RankStatus              { return client.RankStatus{} }
+func (*fakeReplica) Assign(context.Context) error { return nil }
+
+func (r *fakeReplica) Ready(_ context.Context, f msg.Facts) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.facts = f
+	return nil
+}
+
+func (r *fakeReplica) Drain(cause string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.drain = cause
+}
+
+func (*fakeReplica) Drained() <-chan struct{}   { return over }
+func (*fakeReplica) Stop(context.Context) error { return nil }
+func (*fakeReplica) Status() client.RankStatus  { return client.RankStatus{} }
 
 func (r *fakeReplica) Fence(cause string) <-chan struct{} {
 	r.mu.Lock()
@@ -229,6 +244,8 @@ type fakeProcess struct {
 	busy   *atomic.Bool
 	once   sync.Once
 	exited chan struct{}
+
+	released, detached atomic.Bool
 }
 
 func (*fakeProcess) PID() int                  { return 1 }
@@ -236,6 +253,9 @@ func (p *fakeProcess) Exited() <-chan struct{} { return p.exited }
 func (*fakeProcess) Exit() Exit                { return Exit{} }
 func (p *fakeProcess) Kill()                   { p.once.Do(func() { close(p.exited) }) }
 func (*fakeProcess) Held() string              { return "" }
+func (*fakeProcess) Adopt(_, _ io.Writer)      {}
+func (p *fakeProcess) Release()                { p.released.Store(true) }
+func (p *fakeProcess) Detach()                 { p.detached.Store(true) }
 
 func (p *fakeProcess) Terminate() {
 	if !p.busy.Load() {
@@ -244,13 +264,19 @@ func (p *fakeProcess) Terminate() {
 }
 
 // Start implements Launcher.
-func (b *bubble) Start(_ context.Context, l engine.Launch, _, _ io.Writer) (Process, error) {
+func (b *bubble) Start(_ context.Context, o LaunchOrder, _, _ io.Writer) (Process, error) {
 	p := &fakeProcess{busy: &b.busy, exited: make(chan struct{})}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.procs, b.launches = append(b.procs, p), append(b.launches, l)
+	b.procs, b.launches = append(b.procs, p), append(b.launches, o.Launch)
 	return p, nil
 }
+
+// Found implements Launcher.
+func (b *bubble) Found() []Found { return b.found }
+
+// Extend implements Launcher.
+func (*bubble) Extend(time.Duration) {}
 
 func (b *bubble) launched() int {
 	b.mu.Lock()
@@ -291,15 +317,15 @@ func (b *bubble) published() []msg.Publish {
 
 var errNobody = errors.New("no report from rank 0")
 
-func (b *bubble) Await(ctx context.Context, _ string, _ uint64, rank int) (string, int, error) {
+func (b *bubble) Await(ctx context.Context, _ string, _ uint64, rank int) (msg.AwaitReply, error) {
 	b.mu.Lock()
 	b.asked[rank] = true
 	b.mu.Unlock()
 	select {
 	case <-b.known:
-		return b.addr, b.port, nil
+		return msg.AwaitReply{Addr: b.addr, Port: b.port}, nil
 	case <-ctx.Done():
-		return "", 0, fmt.Errorf("rank %d: %w", rank, errNobody)
+		return msg.AwaitReply{}, fmt.Errorf("rank %d: %w", rank, errNobody)
 	}
 }
 
@@ -323,8 +349,8 @@ func inBubble(t *testing.T, change func(c *Config), f func(t *testing.T, b *bubb
 		var number uint64
 		cfg := Config{
 			ID: "n", System: sys, Assigner: b, Launcher: b, Transport: b,
-			BindTest: func(int) error { return nil }, Log: log,
-			Rand: func() uint64 { number++; return number }, Executable: "dpserve", Environ: []string{},
+			Checks: Checks{BindTest: func(int) error { return nil }}, Log: log,
+			Rand: func() uint64 { number++; return number }, Executable: "dpserve",
 			Leader: b.leader, Store: b.store,
 			Self: func() state.Node { return state.Node{ID: "n", Resources: state.Resources{Slots: 8}} },
 			NewReplica: func(s msg.ReplicaSpec) (Replica, error) {

@@ -18,6 +18,7 @@ type CoreConfig struct {
 	Incarnation uint64            // random, of this process
 	AfterStop   bool              // the previous process of the node was told to end
 	Epochs      map[string]uint64 // what the previous process has recorded; nil = nothing
+	Found       []*msg.StartRank  // orders of units whose engines an earlier process has left
 	OnLeaseLoss LeaseLoss
 	LeaseTTL    time.Duration // until the leader says another
 	LeaseRenew  time.Duration
@@ -34,6 +35,7 @@ type Core struct {
 	units    map[string]*Life // the newest of each name
 	events   uint64           // told so far
 	stopping bool             // nothing starts any more
+	restarts time.Duration    // grace of a restart that keeps the engines; 0 = none is under way
 
 	// Renewals.
 	begun    uint64        // number of the last one
@@ -62,12 +64,16 @@ var errNoLease = errors.New("no lease")
 
 // NewCore returns the Core of a new process.
 func NewCore(now time.Time, cfg CoreConfig) *Core {
-	return &Core{
+	c := &Core{
 		cfg: cfg, epochs: newEpochs(cfg.Epochs), outbox: newEventOutbox(), units: map[string]*Life{},
 		retry: cfg.LeaseRenew / retryFirst,
 		// nothing is known of before
 		lease: lease{fence: cfg.OnLeaseLoss == Fence, ttl: cfg.LeaseTTL, beat: now, doubt: now},
 	}
+	for _, o := range cfg.Found {
+		c.addFound(now, o)
+	}
+	return c
 }
 
 // Superseded reports whether the cluster has released the unit, or granted it anew, since that epoch. An
@@ -86,7 +92,7 @@ func (c *Core) MayStart(now time.Time, s *state.State, o *msg.StartRank) (map[st
 		return nil, nil
 	}
 	switch {
-	case c.stopping:
+	case c.stopping || c.restarts > 0:
 		return nil, problem.New(problem.Unavailable, "unit %s: node %s: %w", o.Unit, c.cfg.Node,
 			msg.ErrNodeStopping)
 	case Superseded(s, o.Unit, o.Epoch):
@@ -161,6 +167,10 @@ func (c *Core) Stop(now time.Time, o *msg.StopRank, epochs map[string]uint64) {
 // Leave refuses starts from now on, and tells the leader so.
 func (c *Core) Leave() { c.stopping, c.news = true, true }
 
+// Restart refuses starts from now on. It asks the leader to keep the units' grants for grace, until the next
+// process of the node has found their engines.
+func (c *Core) Restart(grace time.Duration) { c.restarts, c.news = grace, true }
+
 // StopAll asks every unit to end, within grace and its application's graceful_shutdown_timeout_s.
 func (c *Core) StopAll(now time.Time, grace time.Duration) {
 	for _, l := range c.units {
@@ -168,10 +178,14 @@ func (c *Core) StopAll(now time.Time, grace time.Duration) {
 	}
 }
 
+// Restarting reports whether the node's process is about to be replaced.
+func (c *Core) Restarting() bool { return c.restarts > 0 }
+
 // Check finds what this node may no longer run: units that s shows superseded, and with on_lease_loss fence
 // all units when the lease is over. It returns the names of those that must be fenced and ended now, each
 // once, and the longest time until the next Check. It forgets units that are gone and superseded, because the
-// leader knows their end.
+// leader knows their end. It decides about found units: the shims of their engines keep the deadline of the
+// former process's lease.
 func (c *Core) Check(now time.Time, s *state.State) (cut []string, next time.Duration) {
 	c.lease.look(now)
 	lost := c.lease.fences(now)
@@ -181,8 +195,10 @@ func (c *Core) Check(now time.Time, s *state.State) (cut []string, next time.Dur
 		switch {
 		case over && l.Phase == state.Gone:
 			delete(c.units, unit)
-		case over && l.cut(now, causeSuperseded), lost && l.cut(now, causeLeaseLost):
+		case over && l.cut(now, causeSuperseded), lost && !l.IsFound() && l.cut(now, causeLeaseLost):
 			cut = append(cut, unit)
+		case l.IsFound():
+			c.decideFound(now, s, l)
 		}
 	}
 	c.outbox.forget(func(unit string, epoch uint64) bool { // also units that were never on this node
@@ -197,6 +213,22 @@ func (c *Core) Check(now time.Time, s *state.State) (cut []string, next time.Dur
 
 // Has reports whether the node has the unit, at whatever epoch.
 func (c *Core) Has(unit string) bool { return c.units[unit] != nil }
+
+// Life returns the newest epoch of a unit; nil if the node does not have the unit.
+func (c *Core) Life(unit string) *Life { return c.units[unit] }
+
+// Undecided reports whether the node has found a unit and cannot decide about it yet.
+func (c *Core) Undecided() bool {
+	for _, l := range c.units {
+		if l.found == foundOpen && l.Failure == nil {
+			return true
+		}
+	}
+	return false
+}
+
+// FenceIn is the time until the node no longer acts on its lease.
+func (c *Core) FenceIn(now time.Time) time.Duration { return max(0, c.lease.stop().Sub(now)) }
 
 // Stopping reports whether the node ends.
 func (c *Core) Stopping() bool { return c.stopping }
@@ -235,6 +267,7 @@ func (c *Core) Renew(now time.Time) *msg.NodeReport {
 	c.sent, c.news, c.demanded = now, false, false
 	r := &msg.NodeReport{
 		Incarnation: c.cfg.Incarnation, Wall: now, Stopping: c.stopping, AfterStop: c.cfg.AfterStop,
+		RestartGrace: c.restarts,
 	}
 	r.Events, r.Units = c.outbox.report()
 	return r
@@ -299,3 +332,43 @@ func (c *Core) AdmitsUntil() time.Time { return c.lease.admitsUntil() }
 
 // LeaseLeft is the remaining time of the lease, 0 if it is over.
 func (c *Core) LeaseLeft(now time.Time) time.Duration { return c.lease.left(now) }
+
+// addFound adds a unit whose engines an earlier process has left. The digest of the first renewal has it, so
+// that the leader does not take it for gone; its phase is not known.
+func (c *Core) addFound(now time.Time, o *msg.StartRank) {
+	l := &Life{Order: o, Phase: state.Starting, found: foundOpen}
+	l.last = msg.UnitEvent{Unit: o.Unit, Epoch: o.Epoch, Kind: msg.UnitPresent, Rank: -1}
+	c.units[o.Unit] = l
+	c.epochs.seen[o.Unit] = max(c.epochs.seen[o.Unit], o.Epoch)
+	c.tell(now, l.last)
+}
+
+// decideFound decides whether a found unit may be adopted. That needs a renewal that was answered, and a copy
+// of the state that is not older than the answer: a leader that was silent may have granted the unit
+// elsewhere. What is not granted to this node at this epoch is ended.
+func (c *Core) decideFound(now time.Time, s *state.State, l *Life) {
+	if l.found != foundOpen || c.IsBehind(s) || c.MayLaunch(now) != nil {
+		return
+	}
+	rec := s.Units[l.Order.Unit]
+	if rec == nil || rec.Epoch != l.Order.Epoch || rec.Phase != state.Starting && rec.Phase != state.Ready ||
+		!c.holds(rec, l.Order.Ranks) {
+		l.Fail(-1, causeNotGranted)
+		return
+	}
+	l.found, l.WasReady = foundGranted, rec.Phase == state.Ready
+}
+
+// holds reports whether a record grants ranks to this node.
+func (c *Core) holds(rec *state.Unit, ranks []state.RankGrant) bool {
+	for _, r := range ranks {
+		isHere := func(g state.RankGrant) bool { return g.Rank == r.Rank && g.Node == c.cfg.Node }
+		if !slices.ContainsFunc(rec.Ranks, isHere) {
+			return false
+		}
+	}
+	return true
+}
+
+// causeNotGranted ends a found unit.
+const causeNotGranted = "its engines run from before, and it is not granted to this node"

@@ -17,7 +17,10 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/node"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/shim"
 )
 
 // standalone stands in for *testing.T where a test's rig runs in a process of its own, which is killed from
@@ -89,6 +92,30 @@ func TestLeftoversOfAKilledNodeAreSweptByTheNext(t *testing.T) {
 	}
 }
 
+// Engines in shims outlive a killed node, and the sweep of what direct children left does not end them.
+func TestEnginesInShimsOutliveAKilledNode(t *testing.T) {
+	if !shim.Supported {
+		t.Skip("needs Linux")
+	}
+	dir := t.TempDir()
+	pids := crash(t, dir, "shims")
+	require.Len(t, pids, 2)
+	newRig(t, func(c *node.Config) { c.DataDir = dir })
+	entries, err := shim.Discover(t.Context(), filepath.Join(dir, "engines"))
+	require.NoError(t, err)
+	require.Len(t, entries, 2)
+	for i := range entries {
+		e := &entries[i]
+		require.NoError(t, e.Err)
+		assert.Contains(t, pids, e.State.PID)
+		assert.False(t, dead(e.State.PID))
+		e.Client.Close()
+		<-e.Client.Done()
+		require.NoError(t, shim.Remove(e.Dir, e.Spec.ID))
+		assert.True(t, dead(e.State.PID))
+	}
+}
+
 func TestTheSweepTouchesNobodyElse(t *testing.T) {
 	dir := t.TempDir()
 	other := exec.Command("sleep", "60")
@@ -108,4 +135,41 @@ func waitDead(t *testing.T, pid int) {
 		require.True(t, time.Now().Before(end), "process %d lives on", pid)
 		time.Sleep(5 * time.Millisecond)
 	}
+}
+
+func TestLogsOfAllRanksAreMergedAndFollowed(t *testing.T) {
+	r := newRig(t)
+	m := r.start(demo(app.Lockstep, 2, ""))
+	r.ready(m)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	lines := make(chan node.LogLine, 100)
+	ended := make(chan error, 1)
+	go func() {
+		ended <- r.node.Logs(ctx, node.LogQuery{App: "demo", Rank: -1, Follow: true},
+			func(l node.LogLine) error {
+				lines <- l
+				return nil
+			})
+	}()
+	assert.Equal(t, "stdout", (<-lines).Stream)
+	assert.Equal(t, m.Unit, (<-lines).Unit)
+	r.stop(m, 0)
+	assert.Equal(t, "SIGTERM", (<-lines).Text)
+	assert.Equal(t, "SIGTERM", (<-lines).Text)
+	cancel()
+	require.NoError(t, <-ended)
+	r.expect(msg.UnitGone, msg.UnitStarted, msg.UnitKilling)
+
+	var tail []node.LogLine
+	require.NoError(t, r.node.Logs(t.Context(), node.LogQuery{Unit: m.Unit, Rank: 1, Tail: 1},
+		func(l node.LogLine) error {
+			tail = append(tail, l)
+			return nil
+		}))
+	require.Len(t, tail, 1)
+	assert.Equal(t, [...]any{1, "SIGTERM", uint64(1)}, [...]any{tail[0].Rank, tail[0].Text, tail[0].Epoch})
+	file, err := os.ReadFile(filepath.Join(r.dir, "logs", "demo.0.1.log"))
+	require.NoError(t, err)
+	assert.Contains(t, string(file), " stdout engine rank 1 on port ")
 }

@@ -4,6 +4,7 @@ import (
 	"maps"
 	"path/filepath"
 
+	"github.com/dpserve/dpserve/internal/diskfile"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -97,5 +98,5 @@ func saveEpochs(dir string, seen map[string]uint64) error {
 	if dir == "" {
 		return nil
 	}
-	return writeJSON(filepath.Join(dir, epochsFile), seen)
+	return diskfile.ReplaceJSON(filepath.Join(dir, epochsFile), seen)
 }

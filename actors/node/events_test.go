@@ -157,7 +157,7 @@ func TestKV8EventsOfEachRankArriveAtItsOwnDPServer(t *testing.T) {
 			}
 			r.stop(m, 0)
 			r.expect(msg.UnitGone, msg.UnitKilling)
-			for _, p := range ports.Used(true, 0, last) {
+			for _, p := range portsOfRanks(ports, 0, last) {
 				assert.True(t, portFree(t, p), p)
 			}
 		})
@@ -398,7 +398,16 @@ func TestDPServersFollowTheirEngines(t *testing.T) {
 	assert.Zero(t, st[0].KV.Events.Batches)
 	r.stop(m, 0)
 	r.expect(msg.UnitGone, msg.UnitKilling)
-	for _, p := range engine.PortsOf(m.Block.Base, 2).Used(true, 0, 1) {
+	for _, p := range portsOfRanks(engine.PortsOf(m.Block.Base, 2), 0, 1) {
 		assert.True(t, portFree(t, p), p)
 	}
+}
+
+// portsOfRanks lists what engines and DPServers of some ranks of a unit bind.
+func portsOfRanks(p engine.Ports, ranks ...int) []int {
+	out := []int{p.RPC()}
+	for _, r := range ranks {
+		out = append(out, p.HTTP(r), p.KV(r), p.Replay(r))
+	}
+	return out
 }

@@ -14,6 +14,8 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"github.com/dpserve/dpserve/internal/engine"
 )
 
 // The test binary is also the engine: TestMain hands over to fakeEngine when its first argument says so.
@@ -31,12 +33,18 @@ func fakeEngine(args []string) int {
 	rank := fs.Int("data-parallel-rank", 0, "")
 	mode := fs.String("mode", "", "comma separated")
 	file := fs.String("file", "", "")
+	host := fs.String("host", engine.Loopback, "")
+	nodeRank := fs.Int("node-rank", 0, "")
 	var ignored string
 	for _, name := range []string{
-		"host", "served-model-name", "shutdown-timeout", "data-parallel-size",
+		"served-model-name", "shutdown-timeout", "data-parallel-size",
 		"data-parallel-size-local", "data-parallel-address", "data-parallel-rpc-port",
+		"model-path", "dist-init-addr", "dp-size", "load-balance-method", "nnodes",
 	} {
 		fs.StringVar(&ignored, name, "", "")
+	}
+	for _, name := range []string{"enable-metrics", "enable-cache-report", "enable-dp-attention"} {
+		fs.Bool(name, false, "")
 	}
 	events := fs.String("kv-events-config", "", "")
 	fs.Bool("enable-prompt-tokens-details", false, "")
@@ -56,10 +64,17 @@ func fakeEngine(args []string) int {
 			return 7
 		}
 		return 0
+	case has("moved"):
+		*port, _ = strconv.Atoi(*file)
 	case has("hang"):
 		time.Sleep(time.Hour)
 	}
-	return serveFake(*port, fakeRoutes(*rank, *events, has), has)
+	routes := fakeRoutes(*rank, *events, has)
+	if *nodeRank > 0 { // SGLang's other nodes answer for their health only
+		routes = http.NewServeMux()
+		routes.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
+	}
+	return serveFake(net.JoinHostPort(*host, strconv.Itoa(*port)), routes, has)
 }
 
 // once returns true the first time it is asked about a file.
@@ -72,8 +87,8 @@ func once(file string) bool {
 	return true
 }
 
-func serveFake(port int, routes http.Handler, has func(string) bool) int {
-	ln, err := net.Listen("tcp", "127.0.0.1:"+strconv.Itoa(port))
+func serveFake(address string, routes http.Handler, has func(string) bool) int {
+	ln, err := net.Listen("tcp", address)
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		return 1
@@ -101,7 +116,7 @@ func serveFake(port int, routes http.Handler, has func(string) bool) int {
 	return 0
 }
 
-func fakeRoutes(rank int, events string, has func(string) bool) http.Handler {
+func fakeRoutes(rank int, events string, has func(string) bool) *http.ServeMux {
 	mux := http.NewServeMux()
 	mux.HandleFunc("/kv_event_sources", func(w http.ResponseWriter, _ *http.Request) {
 		switch {
@@ -121,7 +136,11 @@ func fakeRoutes(rank int, events string, has func(string) bool) http.Handler {
 			http.Error(w, `{"detail":"Not Found"}`, http.StatusNotFound)
 		}
 	})
-	mux.HandleFunc("/health", func(http.ResponseWriter, *http.Request) {})
+	mux.HandleFunc("/health", func(w http.ResponseWriter, _ *http.Request) {
+		if has("teapot") {
+			w.WriteHeader(http.StatusTeapot)
+		}
+	})
 	mux.HandleFunc("/v1/models", func(w http.ResponseWriter, _ *http.Request) {
 		length := 2048
 		if has("mismatch") {
@@ -129,7 +148,15 @@ func fakeRoutes(rank int, events string, has func(string) bool) http.Handler {
 		}
 		fmt.Fprintf(w, `{"data":[{"id":"demo","owned_by":"vllm","max_model_len":%d}]}`, length)
 	})
-	mux.HandleFunc("/v1/completions", func(w http.ResponseWriter, _ *http.Request) {
+	mux.HandleFunc("/v1/completions", func(w http.ResponseWriter, r *http.Request) {
+		named := r.Header.Get("X-Data-Parallel-Rank")
+		if _, err := strconv.Atoi(named); has("attention") && err != nil {
+			http.Error(w, "which rank?", http.StatusBadRequest)
+			return
+		}
+		if has("attention") {
+			fmt.Println("a token of rank", named)
+		}
 		if has("nocanary") {
 			http.Error(w, `{"error":{"message":"EngineCore died","type":"InternalServerError"}}`, 500)
 			return

@@ -313,13 +313,15 @@ func TestARendezvousThatComesAndOneThatDoesNot(t *testing.T) {
 		}
 		start(1)
 		time.Sleep(121 * time.Second)
+		assert.Empty(t, b.leader.reason("demo/0"), "the RankAssigner's own deadline comes first")
+		time.Sleep(15 * time.Second)
 		assert.Contains(t, b.leader.reason("demo/0"), errNobody.Error())
 		assert.Equal(t, map[int]bool{1: true, 2: true}, b.asked,
 			"each rank reports, so that the missing ones can be named")
 		assert.Zero(t, b.launched())
-		b.answer("10.0.0.7", 20010)
+		b.answer("10.0.0.7", 20010) // rank 0 is of a version that does not tell its settings
 		start(2)
-		time.Sleep(time.Second)
+		time.Sleep(DefaultCanary + time.Second)
 		assert.Equal(t, state.Ready, b.phase("demo/0"))
 		require.Equal(t, 2, b.launched())
 		for _, l := range b.launches {
@@ -361,7 +363,9 @@ func TestRankZeroIsPublishedAgainWhileTheUnitStarts(t *testing.T) {
 		close(slow)
 		time.Sleep(time.Minute)
 		assert.Equal(t, state.Ready, b.phase("demo/0"))
-		assert.Len(t, b.published(), 5)
+		want.Settings = "model demo, max_model_len 2048 and block size 0"
+		require.Len(t, b.published(), 6, "nothing after the start")
+		assert.Equal(t, want, b.published()[5])
 	})
 }
 

@@ -99,27 +99,32 @@ func (k *leaseKeeper) renew(ctx context.Context) {
 	n.mu.Unlock()
 	sent := report.Wall
 	report.Node, report.Index = n.cfg.Self(), n.cfg.Store.State().Index
-	if n.cfg.Trouble != nil {
-		report.Trouble = n.cfg.Trouble()
-	}
+	report.Trouble = n.trouble()
 	limit, cancel := context.WithTimeout(ctx, n.timers.LeaseRenew/renewPatience)
 	defer cancel()
 	granted, err := n.cfg.Leader.Renew(limit, report)
 	if err != nil {
-		k.ended(nil)
+		_, _ = k.ended(nil)
 		k.failed(ctx, err)
 		return
 	}
-	k.ended(&granted)
+	undecided, fenceIn := k.ended(&granted)
 	k.granted, k.failing = sent, false
+	if n.cfg.OnLeaseLoss == Fence {
+		n.launcher.Extend(fenceIn)
+	}
+	if undecided {
+		n.check(n.cfg.Store.State())
+	}
 	if k.warned {
 		k.warned = false
 		n.log.Info("the node's lease is renewed again", slog.String("leader", granted.Leader))
 	}
 }
 
-// ended takes the end of a renewal; nil: it failed.
-func (k *leaseKeeper) ended(granted *msg.Lease) {
+// ended takes the end of a renewal; nil: it failed. undecided says that found units wait for a decision,
+// fenceIn how long engines may run without another renewal.
+func (k *leaseKeeper) ended(granted *msg.Lease) (undecided bool, fenceIn time.Duration) {
 	k.n.mu.Lock()
 	k.countSuspension()
 	k.n.core.Renewed(time.Now(), granted)
@@ -127,12 +132,14 @@ func (k *leaseKeeper) ended(granted *msg.Lease) {
 	close(k.tried)
 	k.tried = make(chan struct{})
 	full := k.n.core.outbox.full
+	undecided, fenceIn = k.n.core.Undecided(), k.n.core.FenceIn(time.Now())
 	k.n.mu.Unlock()
 	if full && !k.full {
 		k.n.log.Warn(
 			"the leader takes no events, the oldest is dropped: it will learn the newest of each unit")
 	}
 	k.full = full
+	return undecided, fenceIn
 }
 
 // failed warns once of a lease that is half over. Shorter failures are normal: leaders change, and a node may

@@ -20,6 +20,7 @@ type Life struct {
 	stop  *stopRequest // the earliest deadline so far
 	isCut bool
 	last  msg.UnitEvent // for a controller that missed it
+	found foundPhase
 }
 
 // Failure is the reason why a unit ended or was fenced.
@@ -53,6 +54,7 @@ const (
 	StepFence             // report that a failure has closed it
 	StepDrain             // let its requests continue until the deadline of the stop
 	StepEnd               // end its engines
+	StepAdopt             // attach to the engines that an earlier process has left
 )
 
 // Next returns the unit's next step by its phase and by what was asked. A failed start is not known here.
@@ -62,6 +64,8 @@ func (l *Life) Next(now time.Time) Step {
 	switch {
 	case l.Phase == state.Starting && (asked || failed):
 		return StepEnd
+	case l.Phase == state.Starting && l.found == foundGranted:
+		return StepAdopt
 	case l.Phase == state.Ready && failed && !asked:
 		return StepFence
 	case l.Phase == state.Ready && asked && !failed && !late:
@@ -143,3 +147,19 @@ func (l *Life) Grace(now time.Time) time.Duration {
 	}
 	return max(0, l.stop.deadline.Sub(now))
 }
+
+// foundPhase is how far a node is with a unit whose engines an earlier process of it has left.
+type foundPhase uint8
+
+const (
+	notFound     foundPhase = iota // this process has started the unit
+	foundOpen                      // not decided: no renewal was answered, or the copy of the state is older
+	foundGranted                   // granted to this node at this epoch: it may be adopted
+)
+
+// IsFound reports whether an earlier process of the node has started the unit, and this one has not adopted
+// it.
+func (l *Life) IsFound() bool { return l.found != notFound }
+
+// Adopt makes a found unit one of this process. It starts as any other one, with engines that run already.
+func (l *Life) Adopt() { l.found = notFound }

@@ -1,9 +1,12 @@
 package node
 
 import (
-	"bytes"
 	"context"
+	"fmt"
 	"log/slog"
+	"os"
+	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -12,15 +15,18 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/diskfile"
+	"github.com/dpserve/dpserve/internal/engine/enginelog"
+	"github.com/dpserve/dpserve/internal/process"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // Bounds of the logs of one rank.
 const (
 	ringLines   = 4096
-	ringBytes   = 1 << 20  // of all lines together: 4096 long lines would be 256 MiB
-	lineLimit   = 64 << 10 // a longer line is cut
-	tailLines   = 20       // in events and errors
-	logsKept    = 1024     // ranks with logs; the one silent for longest is dropped first
+	ringBytes   = 1 << 20 // of all lines together: 4096 long lines would be 256 MiB
+	tailLines   = 20      // in events and errors
+	logsKept    = 1024    // ranks with logs; the one silent for longest is dropped first
 	streamOut   = "stdout"
 	streamError = "stderr"
 )
@@ -32,7 +38,7 @@ type (
 	LogQuery = msg.LogQuery
 )
 
-// logStore holds the logs of a node's ranks, in memory and, by one writer per rank (logfile.go), in files.
+// logStore holds the logs of a node's ranks, in memory and, by one writer per rank, in files.
 // They outlive units and restarts, because the lines before a crash are needed after it.
 type logStore struct {
 	dir string // "" = no files
@@ -68,11 +74,11 @@ type ring struct {
 	bytes int
 	last  time.Time
 
-	file    *logFile // used by the writer only; nil = none
-	written uint64   // number of the first line that is not in the file
-	writing bool     // the ring has a writer
-	failing bool     // the last write has failed
-	dropped bool     // no line follows
+	file    *diskfile.Log // used by the writer only; nil = none
+	written uint64        // number of the first line that is not in the file
+	writing bool          // the ring has a writer
+	failing bool          // the last write has failed
+	dropped bool          // no line follows
 }
 
 // open returns the two writers for a rank's engine at an epoch.
@@ -85,13 +91,12 @@ func (s *logStore) open(appName, unit string, rank int, epoch uint64) (stdout, s
 		s.makeRoom()
 		r = &ring{key: key, app: appName, last: time.Now()}
 		if s.dir != "" {
-			r.file = &logFile{path: s.dir + "/" + strings.ReplaceAll(unit, "/", ".") + "." +
-				strconv.Itoa(rank) + ".log"}
+			name := strings.ReplaceAll(unit, "/", ".") + "." + strconv.Itoa(rank) + ".log"
+			r.file = &diskfile.Log{Path: filepath.Join(s.dir, name), Limit: logFileSize}
 		}
 		s.rings[key] = r
 	}
-	return &lineWriter{store: s, ring: r, epoch: epoch, stream: streamOut},
-		&lineWriter{store: s, ring: r, epoch: epoch, stream: streamError}
+	return newLineWriter(s, r, epoch, streamOut), newLineWriter(s, r, epoch, streamError)
 }
 
 func (s *logStore) makeRoom() {
@@ -139,8 +144,8 @@ func (s *logStore) add(w *lineWriter, text string) {
 	s.changed = make(chan struct{})
 }
 
-// tail returns a rank's last lines at an epoch.
-func (s *logStore) tail(unit string, rank int, epoch uint64) []string {
+// last returns a rank's last lines at an epoch, at most so many.
+func (s *logStore) last(unit string, rank int, epoch uint64, most int) []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	r := s.rings[logKey{unit, rank}]
@@ -149,7 +154,7 @@ func (s *logStore) tail(unit string, rank int, epoch uint64) []string {
 	}
 	var out []string
 	for _, l := range slices.Backward(r.lines) {
-		if l.Epoch != epoch || len(out) == tailLines {
+		if l.Epoch != epoch || len(out) == most {
 			break
 		}
 		out = append(out, l.Text)
@@ -207,55 +212,208 @@ func (n *Node) Logs(ctx context.Context, q LogQuery, emit func(LogLine) error) e
 	}
 }
 
-// lineWriter splits an engine's output into lines. One goroutine writes to it.
+// lineWriter takes one stream of an engine's output. One goroutine writes to it.
 type lineWriter struct {
-	store  *logStore
+	process.LineWriter
 	ring   *ring
 	epoch  uint64
 	stream string
-	half   []byte // the line that has not ended
-	cut    bool   // half was already passed on: the rest of its line is dropped
+	start  *enginelog.Stream // reads what the engine says of its start; nil = nothing does
 }
 
-// Write implements io.Writer. It never fails, because a failing log must not stop an engine.
+func newLineWriter(s *logStore, r *ring, epoch uint64, stream string) *lineWriter {
+	w := &lineWriter{ring: r, epoch: epoch, stream: stream}
+	w.Take = func(line string) { s.add(w, line) }
+	return w
+}
+
+// Write implements io.Writer. It never fails.
 func (w *lineWriter) Write(p []byte) (int, error) {
-	n := len(p)
-	for {
-		at := bytes.IndexByte(p, '\n')
-		if at < 0 {
-			w.take(p)
-			return n, nil
+	if w.start != nil {
+		_, _ = w.start.Write(p) // never fails
+	}
+	return w.LineWriter.Write(p)
+}
+
+// Bounds of the log files.
+const (
+	logFileSize  = 10 << 20           // size at which a rank's file is rotated; one older file is kept
+	logBatch     = 256                // lines of one write
+	logRetry     = 30 * time.Second   // pause after an error, such as a full disk
+	logCloseWait = time.Second        // for the last lines, at the end of the node
+	logKept      = 7 * 24 * time.Hour // a removed application's file is deleted this long after its last line
+	logSweep     = time.Hour          // between two checks for such files
+	streamSelf   = "dpserve"          // stream of lines that dpserve wrote
+)
+
+// appendLines writes lines to a rank's file and returns how many are written.
+func appendLines(file *diskfile.Log, lines []LogLine) (written uint64, err error) {
+	for i := range lines {
+		line := &lines[i]
+		err := file.Append(line.At.UTC().Format(time.RFC3339Nano) + " " + line.Stream + " " + line.Text)
+		if err != nil {
+			return written, err
 		}
-		w.take(p[:at])
-		w.flush()
-		w.cut = false
-		p = p[at+1:]
+		written++
 	}
+	return written, nil
 }
 
-func (w *lineWriter) take(p []byte) {
-	if w.cut {
+// keep starts a writer for a ring's new lines, if it has none. The caller holds mu. A ring has at most one
+// writer, which holds no lock while it writes: a disk that hangs only delays files. Lines that leave the ring
+// meanwhile are not in the file.
+func (s *logStore) keep(r *ring) {
+	if r.file == nil || r.writing {
 		return
 	}
-	w.half = append(w.half, p[:min(len(p), lineLimit-len(w.half))]...)
-	if len(w.half) == lineLimit {
-		w.flush()
-		w.cut = true
+	r.writing = true
+	s.writers.Go(func() { s.writeOut(r) })
+}
+
+// writeOut is a ring's writer. It ends when all lines are written, or when the store is closed and the disk
+// refuses them.
+func (s *logStore) writeOut(r *ring) {
+	for {
+		from, lines, ends := s.unwritten(r)
+		if len(lines) == 0 {
+			if ends {
+				r.file.Close()
+			}
+			if s.rest(r) {
+				return
+			}
+			continue
+		}
+		n, err := appendLines(r.file, lines)
+		s.wrote(r, from+n, err)
+		if err != nil && !s.pause(logRetry) {
+			return
+		}
 	}
 }
 
-// flush passes on an incomplete line; also at the end of the engine.
-func (w *lineWriter) flush() {
-	if w.cut {
-		return
+// unwritten returns the next lines of a ring for its file and the number of the first one. ends says that no
+// line will follow. A note replaces lines that have left the ring.
+func (s *logStore) unwritten(r *ring) (from uint64, lines []LogLine, ends bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	from = max(r.first, r.written)
+	rest := r.lines[from-r.first:]
+	if missed := from - r.written; missed > 0 {
+		lines = append(lines, LogLine{
+			At: time.Now(), Stream: streamSelf,
+			Text: fmt.Sprintf("%d lines are missing here: the disk did not take them in time", missed),
+		})
+		from--
 	}
-	w.store.add(w, strings.ToValidUTF8(strings.TrimSuffix(string(w.half), "\r"), "�"))
-	w.half = w.half[:0]
+	return from, append(lines, rest[:min(len(rest), logBatch)]...), r.dropped || s.closed
 }
 
-// end passes on a last line without its newline.
-func (w *lineWriter) end() {
-	if len(w.half) > 0 {
-		w.flush()
+// rest ends the writer, unless lines arrived meanwhile.
+func (s *logStore) rest(r *ring) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	r.writing = r.written < r.first+uint64(len(r.lines))
+	return !r.writing
+}
+
+// wrote takes the result of a write up to the line with number next. It logs the first error and its end.
+func (s *logStore) wrote(r *ring, next uint64, err error) {
+	s.mu.Lock()
+	r.written = max(r.written, next)
+	was := r.failing
+	r.failing = err != nil
+	s.mu.Unlock()
+	attrs := []any{slog.String("unit", r.key.unit), slog.Int("rank", r.key.rank)}
+	switch {
+	case err != nil && !was:
+		s.log.Warn("cannot write an engine's log file, it goes on in memory",
+			append(attrs, slog.String("err", err.Error()), slog.Duration("retry", logRetry))...)
+	case err == nil && was:
+		s.log.Info("an engine's log file is written again", attrs...)
+	}
+}
+
+// pause waits; false: the store was closed, and the writer gives up.
+func (s *logStore) pause(d time.Duration) bool {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return true
+	case <-s.done:
+		return false
+	}
+}
+
+// close waits for the last lines to be written, but not for a disk that hangs. Idempotent.
+func (s *logStore) close() {
+	s.mu.Lock()
+	if !s.closed {
+		close(s.done)
+		for _, r := range s.rings {
+			s.keep(r)
+		}
+	}
+	s.closed = true
+	s.mu.Unlock()
+	written := make(chan struct{})
+	go func() {
+		s.writers.Wait()
+		close(written)
+	}()
+	over := time.NewTimer(logCloseWait)
+	defer over.Stop()
+	select {
+	case <-written:
+	case <-over.C:
+		s.log.Warn("the disk does not take the engines' last log lines")
+	}
+}
+
+// logName matches the file of a rank: application, group, for independent ranks the rank as unit, and the
+// rank; .1 is the older file.
+var logName = regexp.MustCompile(`^([^.]+)(\.[0-9]+){2,3}\.log(\.1)?$`)
+
+// forget drops rings and files of applications that do not exist any more, if their last line is older than
+// before.
+func (s *logStore) forget(isThere func(app string) bool, before time.Time) {
+	s.mu.Lock()
+	for key, r := range s.rings {
+		if !isThere(r.app) && r.last.Before(before) {
+			s.drop(key)
+		}
+	}
+	s.mu.Unlock()
+	files, err := os.ReadDir(s.dir)
+	if err != nil {
+		return // the directory does not exist yet
+	}
+	for _, f := range files {
+		m := logName.FindStringSubmatch(f.Name())
+		info, err := f.Info()
+		if m == nil || err != nil || isThere(m[1]) || !info.ModTime().Before(before) {
+			continue
+		}
+		if err := os.Remove(filepath.Join(s.dir, f.Name())); err != nil {
+			s.log.Warn("cannot delete an old log file", slog.String("err", err.Error()))
+		}
+	}
+}
+
+// sweep forgets, each hour, the logs of applications that have been gone for a week. Close does not wait
+// for it, because a disk may hang.
+func (s *logStore) sweep(ctx context.Context, current func() *state.State) {
+	each := time.NewTicker(logSweep)
+	defer each.Stop()
+	for {
+		select {
+		case <-each.C:
+		case <-ctx.Done():
+			return
+		}
+		if now := current(); now.Index > 0 {
+			s.forget(func(app string) bool { return now.Apps[app] != nil }, time.Now().Add(-logKept))
+		}
 	}
 }

@@ -15,6 +15,8 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
+
+	"github.com/dpserve/dpserve/internal/process"
 )
 
 func texts(s *logStore, q LogQuery) []string {
@@ -41,7 +43,7 @@ func TestLinesAreTheSameHoweverTheyAreCutIntoWrites(t *testing.T) {
 			require.Equal(r, n, got)
 			rest = rest[n:]
 		}
-		w.end()
+		w.End()
 		want := strings.Split(text, "\n")
 		if want[len(want)-1] == "" {
 			want = want[:len(want)-1]
@@ -56,11 +58,11 @@ func TestLinesAreTheSameHoweverTheyAreCutIntoWrites(t *testing.T) {
 func TestTheRingIsBounded(t *testing.T) {
 	s := newLogStore("", slog.New(slog.DiscardHandler))
 	w, other := s.open("a", "u", 0, 1)
-	long := strings.Repeat("x", lineLimit+10)
+	long := strings.Repeat("x", process.LineLimit+10)
 	_, _ = w.Write([]byte(long + "tail of the same line\nnext\n"))
 	got := texts(s, all())
 	require.Len(t, got, 2)
-	assert.Equal(t, [...]any{lineLimit, "next"}, [...]any{len(got[0]), got[1]})
+	assert.Equal(t, [...]any{process.LineLimit, "next"}, [...]any{len(got[0]), got[1]})
 
 	for range ringLines {
 		_, _ = other.Write([]byte("y\n"))
@@ -70,9 +72,9 @@ func TestTheRingIsBounded(t *testing.T) {
 		_, _ = w.Write([]byte(long + "\n"))
 	}
 	assert.LessOrEqual(t, s.rings[logKey{"u", 0}].bytes, ringBytes)
-	assert.LessOrEqual(t, len(texts(s, all())), ringBytes/lineLimit)
+	assert.LessOrEqual(t, len(texts(s, all())), ringBytes/process.LineLimit)
 	_, _ = w.Write([]byte{'a', 0xff, '\n'})
-	last := s.tail("u", 0, 1)
+	last := s.last("u", 0, 1, tailLines)
 	assert.Equal(t, "a�", last[len(last)-1])
 }
 
@@ -82,9 +84,9 @@ func TestTailsKeepEpochsApart(t *testing.T) {
 		w, _ := s.open("a", "u", 0, epoch)
 		_, _ = w.Write([]byte("1\n2\n"))
 	}
-	assert.Equal(t, []string{"1", "2"}, s.tail("u", 0, 2))
-	assert.Empty(t, s.tail("u", 0, 1), "lines of a later epoch stand in front")
-	assert.Empty(t, s.tail("u", 9, 1))
+	assert.Equal(t, []string{"1", "2"}, s.last("u", 0, 2, tailLines))
+	assert.Empty(t, s.last("u", 0, 1, tailLines), "lines of a later epoch stand in front")
+	assert.Empty(t, s.last("u", 9, 1, tailLines))
 	assert.Len(t, texts(s, all()), 6)
 }
 
@@ -108,8 +110,8 @@ func TestOldLogsMakeRoom(t *testing.T) {
 		_, _ = w.Write([]byte("x\n"))
 	}
 	assert.Len(t, s.rings, logsKept)
-	assert.Empty(t, s.tail("u", 0, 1))
-	assert.NotEmpty(t, s.tail("u", logsKept+4, 1))
+	assert.Empty(t, s.last("u", 0, 1, tailLines))
+	assert.NotEmpty(t, s.last("u", logsKept+4, 1, tailLines))
 }
 
 func TestLogFilesAreTurnedOver(t *testing.T) {
@@ -118,7 +120,7 @@ func TestLogFilesAreTurnedOver(t *testing.T) {
 	w, _ := s.open("a", "a/0/1", 1, 1)
 	_, _ = w.Write([]byte("first\n"))
 	s.settle(t, w.ring)
-	w.ring.file.size = logFileSize
+	w.ring.file.Limit = 1
 	_, _ = w.Write([]byte("second\n"))
 	s.close()
 	for name, want := range map[string]string{
@@ -160,8 +162,8 @@ func TestALogDiskThatHangsHoldsUpNothing(t *testing.T) {
 		_, _ = w.Write([]byte("x\n"))
 	}
 	_, _ = w.Write([]byte("the last without its end"))
-	w.end()
-	assert.Equal(t, "the last without its end", s.tail("a/0/0", 0, 1)[tailLines-1])
+	w.End()
+	assert.Equal(t, "the last without its end", s.last("a/0/0", 0, 1, tailLines)[tailLines-1])
 	other, _ := s.open("a", "a/0/1", 1, 1)
 	_, _ = other.Write([]byte("y\n"))
 	s.settle(t, other.ring)
@@ -253,6 +255,35 @@ func TestLogsOfApplicationsThatAreGoneAreDeleted(t *testing.T) {
 	assert.Empty(t, s.rings)
 }
 
+// An engine that fills its log costs a bounded amount of memory and disk and is not slowed down by the disk:
+// 64 MiB here, which turn the files over six times.
+func TestALogThatGrowsForEverKeepsItsBounds(t *testing.T) {
+	dir := t.TempDir()
+	s := newLogStore(dir, slog.New(slog.DiscardHandler))
+	w, _ := s.open("a", "a/0/0", 0, 1)
+	line := []byte(strings.Repeat("x", 1<<10-1) + "\n")
+	for i := range 64 << 10 {
+		_, _ = w.Write(line)
+		if i%(1<<12) == 0 {
+			s.settle(t, w.ring) // the disk takes all lines
+		}
+	}
+	s.mu.Lock()
+	kept, size := len(w.ring.lines), w.ring.bytes
+	s.mu.Unlock()
+	assert.LessOrEqual(t, kept, ringLines)
+	assert.LessOrEqual(t, size, ringBytes)
+	s.close()
+	for _, name := range []string{"a.0.0.0.log", "a.0.0.0.log.1"} {
+		f, err := os.Stat(filepath.Join(dir, name))
+		require.NoError(t, err)
+		assert.LessOrEqual(t, f.Size(), int64(logFileSize+process.LineLimit))
+	}
+	files, err := os.ReadDir(dir)
+	require.NoError(t, err)
+	assert.Len(t, files, 2)
+}
+
 // FuzzLineWriter: an engine may write anything. The kept lines are bounded, valid UTF-8 and without line
 // ends.
 func FuzzLineWriter(f *testing.F) {
@@ -264,9 +295,9 @@ func FuzzLineWriter(f *testing.F) {
 		at = min(max(at, 0), len(text))
 		_, _ = w.Write(text[:at])
 		_, _ = w.Write(text[at:])
-		w.end()
+		w.End()
 		for _, line := range texts(s, all()) {
-			if !utf8.ValidString(line) || strings.Contains(line, "\n") || len(line) > 3*lineLimit {
+			if !utf8.ValidString(line) || strings.Contains(line, "\n") || len(line) > 3*process.LineLimit {
 				t.Fatalf("%q", line)
 			}
 		}
@@ -275,13 +306,14 @@ func FuzzLineWriter(f *testing.F) {
 
 func TestDefaultsArePinned(t *testing.T) {
 	assert.Equal(t, Timers{
-		Canary: 10 * time.Second, PollFirst: 10 * time.Millisecond, PollLast: 200 * time.Millisecond,
+		Canary: 10 * time.Second, Adopt: 30 * time.Second,
+		PollFirst: 10 * time.Millisecond, PollLast: 200 * time.Millisecond,
 		KillGrace:  5 * time.Second,
 		VerifyPoll: 200 * time.Millisecond, VerifyNamed: 10 * time.Second, Rendezvous: 120 * time.Second,
-		ReplicaStop: 5 * time.Second,
-		LeaseTTL:    10 * time.Second, LeaseRenew: 2 * time.Second,
+		DeviceWait: 30 * time.Second, ReplicaStop: 5 * time.Second,
+		LeaseTTL: 10 * time.Second, LeaseRenew: 2 * time.Second,
 	}, Timers{}.withDefaults())
 	assert.Equal(t, 600*time.Second, DefaultStartupTimeout)
 	assert.Equal(t, [...]int{1024, 4096, 65536, 10 << 20},
-		[...]int{mailboxBound, ringLines, lineLimit, logFileSize})
+		[...]int{mailboxBound, ringLines, process.LineLimit, logFileSize})
 }

@@ -5,6 +5,7 @@ package node
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"maps"
@@ -15,13 +16,12 @@ import (
 	"sync"
 	"time"
 
-	"github.com/asynkron/protoactor-go/actor"
-
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/shim"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -29,60 +29,24 @@ import (
 // than a controller that repeats itself every 2 s could send in a minute.
 const mailboxBound = 1024
 
-// Replica is one rank's DPServer as its node uses it.
-type Replica interface {
-	Assign(ctx context.Context) error             // assign_rank: the RankAssigner confirms the grant
-	Ready(ctx context.Context, f msg.Facts) error // opens admission and begins to watch the engine
-	Fence(cause string) <-chan struct{}           // stops admission at once; closed when every sink knows
-	Drain(cause string)                           // stops admission, running requests continue
-	Drained() <-chan struct{}                     // closed when a Drain found no request left
-	Stop(ctx context.Context) error               // ends the stream and the actor
-	Status() client.RankStatus                    // the rank's status
-}
-
-// Config is the configuration of a node.
-type Config struct {
-	ID         string
-	DataDir    string   // epochs, process groups, engine logs; "" = nothing survives
-	Executable string   // starts simulated engines; "" = this program
-	Environ    []string // environment for engines; nil = this process's
-	System     *actor.ActorSystem
-	NewReplica func(spec msg.ReplicaSpec) (Replica, error)
-	Assigner   msg.Assigner
-	Launcher   Launcher             // nil = processes
-	Transport  http.RoundTripper    // for probes of starting engines; nil = a new one
-	BindTest   func(port int) error // nil = bind the given address
-	Rand       func() uint64        // draws incarnations
-	Timers     Timers
-	Log        *slog.Logger
-
-	Leader      msg.Leader        // grants the lease and takes the events
-	Self        func() state.Node // this node's record
-	Trouble     func() string     // warning for this node's status, "" = none; may be nil
-	Store       msg.Store         // shows which units are superseded
-	OnLeaseLoss LeaseLoss         // "" = Serve
-	EngineHost  string            // address of this machine where engines listen; "" = engine.Loopback
-	Advertise   string            // address of rank 0 of a lockstep unit for other nodes; "" = none
-}
-
 // Node is a running supervisor. It implements msg.NodeAgent.
 type Node struct {
-	cfg       Config
-	box       *inbox.Inbox
-	logs      *logStore
-	launcher  Launcher
-	processes *processes // nil with a Launcher from Config
-	own       *http.Transport
-	timers    Timers
-	log       *slog.Logger
+	cfg      Config
+	box      *inbox.Inbox
+	logs     *logStore
+	launcher Launcher
+	closer   func() // closes a launcher of the node's own
+	shims    *shims // nil = engines do not outlive this process
+	own      *http.Transport
+	timers   Timers
+	log      *slog.Logger
 
 	leaseKeeper *leaseKeeper
 	halt        context.CancelFunc // ends leaseKeeper and enforceLease, after the units
 	aside       sync.WaitGroup     // both
 
-	hard     chan struct{} // closed: end engines at once
-	hardOnce sync.Once
-	running  sync.WaitGroup // units
+	ending
+	found []*unit // of an earlier process; not changed after New
 
 	mu    sync.Mutex // of what follows, and of the units' fields that say so; never held while anything waits
 	core  *Core
@@ -90,13 +54,23 @@ type Node struct {
 	left  []string         // units whose engines did not end, with their processes
 }
 
+// ending is how a node ends: with its engines, or without them.
+type ending struct {
+	hard       chan struct{} // closed: end engines at once
+	hardOnce   sync.Once
+	detached   chan struct{} // closed: end and leave the engines running
+	detachOnce sync.Once
+	running    sync.WaitGroup // units
+}
+
 var _ msg.NodeAgent = (*Node)(nil)
 
-// New reads the data dir of an earlier process of this node, ends its leftovers, and takes commands.
+// New reads the data dir of an earlier process of this node, finds its engines, and takes commands. The
+// engines are adopted or ended when the leader has answered.
 func New(cfg Config) (*Node, error) {
 	n := &Node{
 		cfg: cfg, timers: cfg.Timers.withDefaults(), log: cfg.Log, units: map[string]*unit{},
-		hard: make(chan struct{}),
+		ending: ending{hard: make(chan struct{}), detached: make(chan struct{})},
 	}
 	if err := n.defaults(); err != nil {
 		return nil, err
@@ -105,23 +79,26 @@ func New(cfg Config) (*Node, error) {
 	if err != nil {
 		return nil, err
 	}
+	if n.launcher == nil {
+		if err := n.openLauncher(); err != nil {
+			return nil, err
+		}
+	}
+	units, rest := groupFound(n.launcher.Found())
 	n.core = NewCore(time.Now(), CoreConfig{
 		Node: cfg.ID, Incarnation: draw(cfg.Rand), AfterStop: takeStopMark(cfg.DataDir), Epochs: seen,
+		Found:       newestOrders(units),
 		OnLeaseLoss: cfg.OnLeaseLoss, LeaseTTL: n.timers.LeaseTTL, LeaseRenew: n.timers.LeaseRenew,
 	})
 	n.leaseKeeper = newLeaseKeeper(n)
 	n.logs = newLogStore(logDir(cfg.DataDir), n.log)
-	if n.launcher == nil {
-		if err := n.openProcesses(); err != nil {
-			return nil, err
-		}
-	}
 	n.box, err = inbox.Spawn(cfg.System, "node/"+cfg.ID, mailboxBound,
 		func() inbox.Receiver { return supervisor{n} })
 	if err != nil {
 		n.closeResources()
 		return nil, err
 	}
+	openFound(n, units, rest)
 	n.watch()
 	return n, nil
 }
@@ -146,9 +123,6 @@ func (n *Node) defaults() error {
 		}
 		n.cfg.Executable = path
 	}
-	if n.cfg.Environ == nil {
-		n.cfg.Environ = os.Environ()
-	}
 	if n.cfg.Transport == nil {
 		n.own = engine.NewTransport()
 		n.cfg.Transport = n.own
@@ -160,15 +134,39 @@ func (n *Node) defaults() error {
 	return nil
 }
 
-func (n *Node) openProcesses() error {
-	l := newProcessTable(n.cfg.DataDir, fmt.Sprintf("%016x", n.cfg.Rand()), n.log)
-	if err := l.sweep(); err != nil {
+// openLauncher ends what direct children of an earlier process have left, and opens the node's own launcher.
+func (n *Node) openLauncher() error {
+	t := newProcessTable(n.cfg.DataDir, fmt.Sprintf("%016x", n.cfg.Rand()), n.log)
+	if err := t.sweep(); err != nil {
 		return problem.New(problem.Internal, "%w", err).
 			WithHint("end left-over engines by hand and remove the file")
 	}
-	n.processes = newProcesses(l)
-	n.launcher = n.processes
+	if n.cfg.Shims == nil || n.cfg.DataDir == "" || !shim.Supported {
+		p := newProcesses(t)
+		n.launcher, n.closer = p, p.close
+		return nil
+	}
+	s, err := openShims(&n.cfg, &n.timers, t)
+	if err != nil {
+		return problem.New(problem.Internal, "%w", err).WithHint("the folder must be readable for this user")
+	}
+	n.launcher, n.closer, n.shims = s, s.close, s
 	return nil
+}
+
+// trouble is the warning for this node's status, "" = none. It names the shims in the data dir that this node
+// leaves alone.
+func (n *Node) trouble() string {
+	var out []string
+	if n.cfg.Trouble != nil {
+		if text := n.cfg.Trouble(); text != "" {
+			out = append(out, text)
+		}
+	}
+	if n.shims != nil {
+		out = append(out, n.shims.foreign...)
+	}
+	return strings.Join(out, "; ")
 }
 
 func logDir(dataDir string) string {
@@ -214,6 +212,7 @@ func (n *Node) command(ctx context.Context, message func(reply chan error) any) 
 // (msg.ErrNodeStopping), and reports that it stops. When ctx is done earlier, engines are killed at once.
 // Close always returns: after the grace, KillGrace and VerifyNamed, or 2 × KillGrace after ctx is done, the
 // error names the processes that did not end (problem.Internal). Idempotent.
+// After Detach it only waits.
 func (n *Node) Close(ctx context.Context, grace time.Duration) error {
 	n.mu.Lock()
 	n.core.Leave()
@@ -233,13 +232,65 @@ func (n *Node) Close(ctx context.Context, grace time.Duration) error {
 	stopHard := context.AfterFunc(ctx, n.killAll)
 	defer stopHard()
 	<-done // bounded by grace, KillGrace and VerifyNamed
+	n.closeParts()
+	return n.leftBehind()
+}
+
+// closeParts ends what the units have used.
+func (n *Node) closeParts() {
 	n.box.Halt()
 	<-n.box.Stopped()
 	n.markStop()
 	n.halt()
 	n.aside.Wait()
 	n.closeResources()
-	return n.leftBehind()
+}
+
+// errDetached ends the start of a unit whose engines the next process of the node adopts.
+var errDetached = errors.New("dpserve starts again on this node")
+
+// Detach ends the node and leaves its engines running, for the node's next process. It asks the leader to
+// keep the grants for grace, refuses starts, takes the ranks out of routing, waits at most wait until their
+// requests have ended, and cuts the rest. Engines that are direct children end with this process. Close
+// follows.
+func (n *Node) Detach(ctx context.Context, grace, wait time.Duration) {
+	n.mu.Lock()
+	n.core.Restart(grace)
+	n.mu.Unlock()
+	n.Renew(ctx) // an answer, or none within renewPatience
+	n.awaitRequests(ctx, wait)
+	n.detachOnce.Do(func() { close(n.detached) })
+	for _, u := range n.list() {
+		u.interrupt(errDetached)
+	}
+	n.running.Wait() // each wait of a unit ends with detached, or is bounded
+	n.closeParts()
+}
+
+// awaitRequests closes the ranks for new requests and waits for the open ones.
+func (n *Node) awaitRequests(ctx context.Context, wait time.Duration) {
+	ctx, cancel := context.WithTimeout(ctx, wait)
+	defer cancel()
+	var drained []<-chan struct{}
+	for _, u := range n.list() {
+		n.mu.Lock()
+		ranks, phase := u.ranks, u.life.Phase
+		n.mu.Unlock()
+		if phase != state.Ready {
+			continue
+		}
+		for _, r := range ranks {
+			r.replica.Drain(msg.CauseRestarting)
+			drained = append(drained, r.replica.Drained())
+		}
+	}
+	for _, d := range drained {
+		select {
+		case <-d:
+		case <-ctx.Done():
+			return
+		}
+	}
 }
 
 // markStop writes the stop mark. It waits at most KillGrace for a disk that hangs; without the mark the next
@@ -261,8 +312,8 @@ func (n *Node) markStop() {
 func (n *Node) killAll() { n.hardOnce.Do(func() { close(n.hard) }) }
 
 func (n *Node) closeResources() {
-	if n.processes != nil {
-		n.processes.close()
+	if n.closer != nil {
+		n.closer()
 	}
 	if n.own != nil {
 		n.own.CloseIdleConnections()
@@ -294,11 +345,7 @@ func (n *Node) leftBehind() error {
 func (n *Node) list() []*unit {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	out := make([]*unit, 0, len(n.units))
-	for _, u := range n.units {
-		out = append(out, u)
-	}
-	return out
+	return slices.Collect(maps.Values(n.units))
 }
 
 // enforceLease ends what this node may no longer run: units that the cluster has released or granted anew,
@@ -333,6 +380,11 @@ func (n *Node) check(s *state.State) time.Duration {
 		ended = append(ended, u)
 	}
 	maps.DeleteFunc(n.units, func(name string, _ *unit) bool { return !n.core.Has(name) })
+	for _, u := range n.found {
+		if u.life.IsFound() {
+			u.nudge()
+		}
+	}
 	n.mu.Unlock()
 	for _, u := range ended {
 		u.interrupt(errStopAsked)
@@ -349,6 +401,9 @@ func (n *Node) isStopping() bool {
 // Renew asks the leader now and returns when the renewal has ended, with or without success. A new leader
 // learns the units of its own node before it answers status requests.
 func (n *Node) Renew(ctx context.Context) { n.leaseKeeper.ask(ctx, func() bool { return false }) }
+
+// Process names this process of the node.
+func (n *Node) Process() string { return fmt.Sprintf("%016x", n.core.cfg.Incarnation) }
 
 // Admits reports whether this node's ranks may admit requests now: not after a freeze until the leader has
 // answered once, and with on_lease_loss fence not without a lease. It is cheap, because every request asks.

@@ -28,6 +28,7 @@ import (
 	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/engine/sim"
 	"github.com/dpserve/dpserve/internal/inbox"
+	"github.com/dpserve/dpserve/internal/shim"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/test/ports"
 )
@@ -43,6 +44,8 @@ func TestMain(m *testing.M) {
 			os.Exit(fakeChild())
 		case nodeWord:
 			os.Exit(fakeNode(os.Args[2:]))
+		case shim.Command:
+			os.Exit(shim.Main(os.Args[2]))
 		}
 	}
 	goleak.VerifyTestMain(m)
@@ -96,8 +99,8 @@ func (r *rig) Publish(p msg.Publish) {
 	r.published = append(r.published, p)
 }
 
-func (r *rig) Await(context.Context, string, uint64, int) (string, int, error) {
-	return engine.Loopback, 1, nil
+func (r *rig) Await(context.Context, string, uint64, int) (msg.AwaitReply, error) {
+	return msg.AwaitReply{Addr: engine.Loopback, Port: 1}, nil
 }
 
 // Deliver implements msg.Sink.
@@ -286,10 +289,32 @@ func portFree(t testing.TB, port int) bool {
 	return err == nil
 }
 
+// inShims lets the engines outlive the node.
+func inShims(c *node.Config) {
+	c.Shims = &node.ShimConfig{Cluster: "c", Node: "n", OrphanTimeout: time.Minute}
+}
+
+// direct lets them end with it.
+func direct(*node.Config) {}
+
+// noShim checks that no shim is left on disk.
+func (r *rig) noShim() {
+	r.t.Helper()
+	r.eventually("the shims' folders are removed", func() bool {
+		left, _ := os.ReadDir(filepath.Join(r.dir, "engines"))
+		return len(left) == 0
+	})
+}
+
 func TestAUnitsWholeLife(t *testing.T) {
+	t.Run("direct children", func(t *testing.T) { testAUnitsWholeLife(t, direct) })
+	t.Run("shims", func(t *testing.T) { testAUnitsWholeLife(t, inShims) })
+}
+
+func testAUnitsWholeLife(t *testing.T, launcher func(*node.Config)) {
 	for _, coupling := range []app.Coupling{app.Independent, app.Lockstep} {
 		t.Run(string(coupling), func(t *testing.T) {
-			r := newRig(t)
+			r := newRig(t, launcher)
 			m := r.start(demo(coupling, 3, ""))
 			r.ready(m)
 			st := r.statuses(m)
@@ -319,6 +344,7 @@ func TestAUnitsWholeLife(t *testing.T) {
 			assert.True(t, portFree(t, m.Block.Base))
 			assert.Empty(t, r.node.RankStatuses())
 			assert.Empty(t, r.statuses(m))
+			r.noShim()
 		})
 	}
 }
@@ -335,8 +361,8 @@ func TestAFailedStartNamesItsRankAndItsLastLines(t *testing.T) {
 		"one of a group": {app.Lockstep, "rank1dies", 1, "engine exited with code 0 after"},
 		"settings differ": {
 			app.Lockstep, "mismatch", 1,
-			"ranks of one group disagree on their settings: rank 0 has {Model:demo MaxModelLen:2048 " +
-				"BlockSize:0}, rank 1 has {Model:demo MaxModelLen:2049 BlockSize:0}",
+			"ranks of one group disagree on their settings: rank 0 has model demo, max_model_len 2048 and " +
+				"block size 0, rank 1 has model demo, max_model_len 2049 and block size 0",
 		},
 		"it does not answer": {
 			app.Independent, "nocanary", 0,
@@ -345,7 +371,11 @@ func TestAFailedStartNamesItsRankAndItsLastLines(t *testing.T) {
 	}
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
-			r := newRig(t)
+			launcher := direct
+			if c.mode == "exit7" || c.mode == "rank1dies" {
+				launcher = inShims
+			}
+			r := newRig(t, launcher)
 			m := r.start(demo(c.coupling, 2, c.mode))
 			e := r.expect(msg.UnitGone, msg.UnitStarted, msg.UnitKilling)
 			assert.Contains(t, e.Reason, c.reason)
@@ -380,7 +410,7 @@ func TestAStartThatCannotBegin(t *testing.T) {
 	r.start(missing)
 	e := r.expect(msg.UnitGone, msg.UnitStarted, msg.UnitKilling)
 	assert.Contains(t, e.Reason,
-		"start engine /no/such/program: fork/exec /no/such/program: no such file or directory")
+		"engine.command: stat /no/such/program: no such file or directory")
 
 	r.ports.epoch++
 	m := r.order(demo(app.Independent, 1, ""))
@@ -393,10 +423,10 @@ func TestAStartThatCannotBegin(t *testing.T) {
 
 	r.ports.epoch++
 	next := demo(app.Independent, 1, "")
-	next.Engine.Kind = app.KindVLLM
+	next.Engine.Kind, next.Engine.Command = app.KindVLLM, []string{"no-such-vllm", "serve"}
 	r.start(next)
 	e = r.expect(msg.UnitGone, msg.UnitStarted, msg.UnitKilling)
-	assert.Equal(t, "launching engine kind vllm comes with the next version", e.Reason)
+	assert.Contains(t, e.Reason, "there is no program no-such-vllm on this node; install it")
 }
 
 func TestAnExitTakesTheWholeLockstepUnitOutAtOnce(t *testing.T) {
@@ -626,43 +656,6 @@ type sink func(r *msg.Record)
 
 func (s sink) Deliver(r *msg.Record) { s(r) }
 
-func TestLogsOfAllRanksAreMergedAndFollowed(t *testing.T) {
-	r := newRig(t)
-	m := r.start(demo(app.Lockstep, 2, ""))
-	r.ready(m)
-	ctx, cancel := context.WithCancel(t.Context())
-	defer cancel()
-	lines := make(chan node.LogLine, 100)
-	ended := make(chan error, 1)
-	go func() {
-		ended <- r.node.Logs(ctx, node.LogQuery{App: "demo", Rank: -1, Follow: true},
-			func(l node.LogLine) error {
-				lines <- l
-				return nil
-			})
-	}()
-	assert.Equal(t, "stdout", (<-lines).Stream)
-	assert.Equal(t, m.Unit, (<-lines).Unit)
-	r.stop(m, 0)
-	assert.Equal(t, "SIGTERM", (<-lines).Text)
-	assert.Equal(t, "SIGTERM", (<-lines).Text)
-	cancel()
-	require.NoError(t, <-ended)
-	r.expect(msg.UnitGone, msg.UnitStarted, msg.UnitKilling)
-
-	var tail []node.LogLine
-	require.NoError(t, r.node.Logs(t.Context(), node.LogQuery{Unit: m.Unit, Rank: 1, Tail: 1},
-		func(l node.LogLine) error {
-			tail = append(tail, l)
-			return nil
-		}))
-	require.Len(t, tail, 1)
-	assert.Equal(t, [...]any{1, "SIGTERM", uint64(1)}, [...]any{tail[0].Rank, tail[0].Text, tail[0].Epoch})
-	file, err := os.ReadFile(filepath.Join(r.dir, "logs", "demo.0.1.log"))
-	require.NoError(t, err)
-	assert.Contains(t, string(file), " stdout engine rank 1 on port ")
-}
-
 func TestNothingIsLeftAfterClose(t *testing.T) {
 	r := newRig(t)
 	a := r.start(demo(app.Lockstep, 2, "stubborn,orphan"))
@@ -685,7 +678,12 @@ func TestNothingIsLeftAfterClose(t *testing.T) {
 // waits.
 func fakeNode(args []string) int {
 	t := &standalone{}
-	r := newRig(t, func(c *node.Config) { c.DataDir = args[0] })
+	r := newRig(t, func(c *node.Config) {
+		c.DataDir = args[0]
+		if args[1] == "shims" {
+			inShims(c)
+		}
+	})
 	m := r.start(demo(app.Lockstep, 2, args[1]))
 	r.ready(m)
 	var pids []string

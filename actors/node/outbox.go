@@ -30,6 +30,10 @@ func newEventOutbox() eventOutbox { return eventOutbox{newest: map[string]msg.Un
 // add takes a numbered event.
 func (o *eventOutbox) add(e msg.UnitEvent) {
 	e.LogTail = state.Tail(e.LogTail)
+	if e.Kind == msg.UnitPresent { // of the digest only
+		o.newest[e.Unit] = e
+		return
+	}
 	if len(o.queue) == maxWaitingEvents {
 		o.queue, o.full = slices.Delete(o.queue, 0, 1), true
 	}
@@ -43,10 +47,8 @@ func (o *eventOutbox) add(e msg.UnitEvent) {
 // entry in units.
 func (o *eventOutbox) report() (events, units []msg.UnitEvent) {
 	events = slices.Clone(o.queue[:min(len(o.queue), maxSentEvents)])
-	for _, e := range o.newest {
-		units = append(units, e)
-	}
-	slices.SortFunc(units, func(a, b msg.UnitEvent) int { return cmp.Compare(a.Number, b.Number) })
+	units = slices.SortedFunc(maps.Values(o.newest),
+		func(a, b msg.UnitEvent) int { return cmp.Compare(a.Number, b.Number) })
 	budget := tailBytes
 	trim(units, &budget)
 	trim(events, &budget)

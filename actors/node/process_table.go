@@ -6,13 +6,15 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
-	"syscall"
 	"time"
 
 	"github.com/dpserve/dpserve/internal/diskfile"
+	"github.com/dpserve/dpserve/internal/process"
 )
 
 // File names in the data dir.
@@ -33,8 +35,9 @@ type entry struct {
 	Mark  string `json:"mark"`  // environment entry of every member
 }
 
-// processTable keeps the living process groups on disk. The parent-death signal does not reach the children
-// of a dead front process, so a killed node can leave engines; its next process finds them here.
+// processTable keeps the living process groups of direct children on disk. The parent-death signal does not
+// reach the children of a dead front process, so a killed node can leave engines; its next process finds them
+// here. Engines in shims are not in it: they are to live on, and have folders of their own.
 type processTable struct {
 	path string // "" = memory only
 	id   string // of this node process
@@ -53,20 +56,19 @@ func newProcessTable(dir, id string, log *slog.Logger) *processTable {
 	return l
 }
 
-// newMark draws the environment entry that identifies the processes of one launch. Engines rename their
-// processes, so names do not identify them, and a mark also finds those that left their group.
-func (l *processTable) newMark() string {
+// newLaunch draws the id of a launch.
+func (l *processTable) newLaunch() string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.launches++
-	return fmt.Sprintf("DPSERVE_OWNER=%s.%d", l.id, l.launches)
+	return fmt.Sprintf("%s.%d", l.id, l.launches)
 }
 
 func (l *processTable) add(group int, mark string) {
-	s, _ := readStat(group)
+	s, _ := process.ReadStat(group)
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.entries[group] = entry{Group: group, Start: s.start, Mark: mark}
+	l.entries[group] = entry{Group: group, Start: s.Start, Mark: mark}
 	l.save()
 }
 
@@ -93,11 +95,8 @@ func (l *processTable) save() {
 	if l.path == "" {
 		return
 	}
-	list := make([]entry, 0, len(l.entries))
-	for _, e := range l.entries {
-		list = append(list, e)
-	}
-	if err := writeJSON(l.path, list); err != nil {
+	list := slices.AppendSeq(make([]entry, 0, len(l.entries)), maps.Values(l.entries))
+	if err := diskfile.ReplaceJSON(l.path, list); err != nil {
 		l.log.Warn("cannot record the engines' process groups", slog.String("err", err.Error()))
 	}
 }
@@ -120,49 +119,20 @@ func (l *processTable) sweep() error {
 	return nil
 }
 
+// end kills until nothing is left, at most for sweepWait, because the next start may need the ports.
 func (l *processTable) end(left []entry) {
 	for _, e := range left {
-		if members := descendants(e.Group, e.Start, e.Mark); len(members) > 0 {
-			l.log.Warn("ending engines that an earlier process of this node left behind",
-				slog.Int("group", e.Group), slog.Int("processes", len(members)))
-			l.endOne(e)
+		members := func() []int { return process.Descendants(e.Group, e.Start, e.Mark) }
+		n := len(members())
+		if n == 0 {
+			continue
+		}
+		l.log.Warn("ending engines that an earlier process of this node left behind",
+			slog.Int("group", e.Group), slog.Int("processes", n))
+		if left := process.EndAll(members, sweepWait); len(left) > 0 {
+			l.log.Error("left-over engines do not end", slog.Any("pids", left))
 		}
 	}
-}
-
-// endOne kills until nothing is left, at most for sweepWait, because the next start may need the ports.
-func (l *processTable) endOne(e entry) {
-	deadline := time.Now().Add(sweepWait)
-	for members := descendants(e.Group, e.Start, e.Mark); len(members) > 0; members = descendants(e.Group,
-		e.Start, e.Mark) {
-		if time.Now().After(deadline) {
-			l.log.Error("left-over engines do not end", slog.Any("pids", members))
-			return
-		}
-		killAll(members)
-		time.Sleep(DefaultPollFirst)
-	}
-}
-
-func killAll(pids []int) {
-	for _, pid := range pids {
-		_ = syscall.Kill(pid, syscall.SIGKILL)
-	}
-}
-
-// descendants lists the living processes of one launch: those that carry its mark, and those of its group if
-// the recorded process still leads the group (start is its start time). A later user of the number is not
-// touched. A zombie is not listed: it holds nothing, and its parent reaps it.
-func descendants(group int, start, mark string) []int {
-	var out []int
-	leader, ok := readStat(group)
-	same := ok && leader.start == start
-	for _, s := range allProcesses() {
-		if !s.zombie && (same && s.group == group || environHas(s.pid, mark)) {
-			out = append(out, s.pid)
-		}
-	}
-	return out
 }
 
 // takeStopMark reports whether the previous process of this node was told to end, and removes the mark.
@@ -175,16 +145,7 @@ func leaveStopMark(dir string) error {
 	if dir == "" {
 		return nil
 	}
-	return writeJSON(filepath.Join(dir, stopFile), true)
-}
-
-// writeJSON replaces a file as a whole and syncs it: a crash or a power cut leaves the old or the new file.
-func writeJSON(path string, v any) error {
-	b, err := json.Marshal(v)
-	if err != nil {
-		return err
-	}
-	return diskfile.Replace(path, append(b, '\n'))
+	return diskfile.ReplaceJSON(filepath.Join(dir, stopFile), true)
 }
 
 // readJSON reads a file if it exists.

@@ -1,14 +1,22 @@
 package node
 
 import (
+	"cmp"
 	"context"
+	"errors"
 	"fmt"
+	"log/slog"
+	"net/http"
+	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
+	"github.com/dpserve/dpserve/internal/engine/enginelog"
+	"github.com/dpserve/dpserve/internal/engine/kvevents"
 	"github.com/dpserve/dpserve/internal/pause"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -24,10 +32,43 @@ type rank struct {
 	client  *engine.Client
 	out     [2]*lineWriter
 
-	mu       sync.Mutex
-	proc     Process
-	asked    bool // the node has told it to end
-	progress string
+	incarnation uint64 // of the launched engine
+	base        uint64 // msg.Facts.Base
+
+	asked atomic.Bool // the node has told the engine to end; every other exit is a failure
+
+	mu        sync.Mutex
+	proc      Process
+	progress  string
+	isLoading bool // the rank waits for its engine, whose log tells more than progress
+	log       *enginelog.Reader
+}
+
+// openLog opens the log of the rank's engine.
+func (r *rank) openLog() {
+	u := r.unit
+	r.log = &enginelog.Reader{}
+	r.out[0], r.out[1] = u.n.logs.open(u.m.App.Name, u.m.Unit, r.grant.Rank, u.m.Epoch)
+	r.out[0].start, r.out[1].start = r.log.Stream(), r.log.Stream()
+}
+
+// shareLog makes r show what the engine of other says: both are ranks of one process.
+func (r *rank) shareLog(other *rank) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.log = other.log
+}
+
+// drawIncarnation sets the number of the engine that a rank will launch, or of the one that it has found.
+// Numbers of its records and tickets continue above the time since the machine's boot, in ns: no earlier
+// DPServer of the incarnation has used so many.
+func (r *rank) drawIncarnation() {
+	if r.unit.found == nil {
+		r.incarnation = draw(r.unit.n.cfg.Rand)
+		return
+	}
+	e := r.unit.found.engines[r.grant.Rank]
+	r.incarnation, r.base = e.Incarnations[slices.Index(e.Ranks, r.grant.Rank)], sinceBoot()
 }
 
 func (r *rank) setProc(p Process) {
@@ -42,23 +83,17 @@ func (r *rank) process() Process {
 	return r.proc
 }
 
-// ask marks the engine's exit as requested by the node; every other exit is a failure.
-func (r *rank) ask() {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.asked = true
-}
-
-func (r *rank) wasAsked() bool {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.asked
-}
-
 func (r *rank) setProgress(text string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.progress = text
+	r.progress, r.isLoading = text, false
+}
+
+// setLoading is setProgress while the engine loads: what the engine says itself replaces text.
+func (r *rank) setLoading(text string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.progress, r.isLoading = text, true
 }
 
 func (r *rank) view() (pid int, progress string) {
@@ -67,26 +102,25 @@ func (r *rank) view() (pid int, progress string) {
 	if r.proc != nil && !closed(r.proc.Exited()) {
 		pid = r.proc.PID()
 	}
+	if r.isLoading {
+		return pid, cmp.Or(r.log.Progress(), r.progress)
+	}
 	return pid, r.progress
 }
 
-// held describes the living processes of the engine, "" if there are none.
-func (r *rank) held() string {
-	if p := r.process(); p != nil {
-		return p.Held()
-	}
-	return ""
-}
-
 // awaitHealth polls /health: quickly at first, because a simulated engine is up in milliseconds; a real one
-// takes minutes.
+// takes minutes. It gives up on a started engine that will never answer as one.
 func (r *rank) awaitHealth(ctx context.Context) error {
+	var s silence
 	for wait := r.unit.n.timers.PollFirst; ; wait = min(2*wait, r.unit.n.timers.PollLast) {
 		h, err := r.askHealth(ctx)
 		if h == engine.Alive {
 			return nil
 		}
-		r.setProgress(fmt.Sprintf("waiting for %s/health: %v", r.target.URL, err))
+		r.setLoading(fmt.Sprintf("waiting for %s/health: %v", r.target.URL, err))
+		if err := s.judge(ctx, r, h, err); err != nil {
+			return err
+		}
 		if err := pause.For(ctx, wait); err != nil {
 			return err
 		}
@@ -138,4 +172,106 @@ func (r *rank) healthTimeout() time.Duration {
 		return app.Seconds(s)
 	}
 	return r.unit.n.timers.Canary
+}
+
+// eventSource is an engine's event source in the form for a DPServer. dpserve chooses the topics: none.
+func eventSource(e *engine.EventSource) *msg.EventSource {
+	if e == nil {
+		return nil
+	}
+	return &msg.EventSource{Connect: e.Connect, Bind: e.Bind, Replay: e.Replay, Host: e.Host}
+}
+
+// checkEvents compares where a launched engine publishes KV events with the sockets it was given. Events of
+// another engine would credit this rank with blocks that it does not have. If the engine cannot be asked, its
+// command line counts.
+func (r *rank) checkEvents(ctx context.Context) error {
+	if r.events == nil {
+		return nil
+	}
+	r.setProgress("reading its event sockets back")
+	sources, err := r.sources(ctx)
+	if err != nil || sources == nil {
+		return err
+	}
+	number := 0
+	if r.unit.lockstep() {
+		number = r.grant.Rank
+	}
+	return kvevents.Verify(sources, number, r.events.Bind, r.events.Replay)
+}
+
+// sources asks an engine for its event sockets; nil if it cannot be asked. An invalid answer is an error, and
+// so is the end of ctx.
+func (r *rank) sources(ctx context.Context) (map[int]kvevents.Source, error) {
+	asking, cancel := context.WithTimeout(ctx, r.healthTimeout())
+	defer cancel()
+	body, err := r.client.EventSources(asking)
+	if err != nil {
+		if ended := context.Cause(ctx); ended != nil {
+			return nil, ended // the start is over, which says nothing about the engine
+		}
+		var s *engine.StatusError
+		if !errors.As(err, &s) || s.Status != http.StatusNotFound { // 404: this version has no such route
+			r.unit.log.Warn("the engine does not tell where its KV events are",
+				slog.Int("rank", r.grant.Rank), slog.String("err", err.Error()))
+		}
+		return nil, nil //nolint:nilnil // nothing is known
+	}
+	return kvevents.ParseSources(body)
+}
+
+// learn asks a ready engine for its facts. A missing fact is zero and does not keep the engine from serving.
+func (r *rank) learn(ctx context.Context) error {
+	r.setProgress("asking for its settings")
+	limit, cancel := context.WithTimeout(ctx, r.healthTimeout())
+	defer cancel()
+	c, err := r.client.Cache(limit)
+	if err != nil {
+		r.unit.log.Debug("the engine does not tell all of its KV cache", slog.Int("rank", r.grant.Rank),
+			slog.String("err", err.Error()))
+	}
+	length, err := r.client.MaxModelLen(limit)
+	if err != nil {
+		r.unit.log.Debug("the engine does not tell its max_model_len", slog.Int("rank", r.grant.Rank),
+			slog.String("err", err.Error()))
+	}
+	r.facts = msg.Facts{
+		MaxModelLen: length, MaxOngoing: engine.MaxOngoing(r.unit.m.App), BlockSize: c.BlockSize,
+		Blocks: c.Blocks, CachingOff: c.CachingOff || engine.CachingOff(r.unit.m.App),
+	}
+	if r.unit.attached() && r.events == nil && engine.WantsEvents(r.unit.m.App) && !c.CachingOff {
+		r.facts.Events = r.discover(ctx)
+	}
+	if cause := context.Cause(ctx); cause != nil {
+		return cause
+	}
+	return nil
+}
+
+// discover finds the event sockets of an attached engine whose file does not name them; nil if it publishes
+// none that can be followed. Routing then uses the prompts that were sent to the rank.
+func (r *rank) discover(ctx context.Context) *msg.EventSource {
+	sources, err := r.sources(ctx)
+	if ctx.Err() != nil {
+		return nil // the caller sees the end of the start
+	}
+	number := -1 // the only source
+	if r.target.Addressing == app.AddressHeader || r.target.Addressing == app.AddressBody {
+		number = r.target.Selector
+	}
+	host := engine.HostOf(r.target.URL)
+	d, ok, discoverErr := kvevents.Discover(sources, number, host,
+		kvevents.Hosts{Node: r.unit.n.cfg.Advertise})
+	if err = errors.Join(err, discoverErr); err != nil {
+		r.unit.log.Warn("KV events of an attached engine cannot be used", slog.Int("rank", r.grant.Rank),
+			slog.String("err", err.Error()))
+	}
+	if err != nil || !ok {
+		return nil
+	}
+	return &msg.EventSource{
+		Connect: d.Endpoints.Connect, Bind: d.Endpoints.Bind,
+		Replay: d.Endpoints.Replay, Topic: d.Topic, Host: host,
+	}
 }

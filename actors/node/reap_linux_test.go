@@ -10,6 +10,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
+
+	"github.com/dpserve/dpserve/internal/process"
 )
 
 // The test's process inherits orphans as process 1 does. An owned child keeps its exit code, however late its
@@ -24,9 +26,9 @@ func TestProcessOneReapsOrphansAndNothingElse(t *testing.T) {
 	orphan, err := strconv.Atoi(strings.TrimSpace(string(out)))
 	require.NoError(t, err)
 	isZombie := func(pid int) bool {
-		s, ok := readStat(pid)
-		return ok && s.zombie &&
-			s.parent == os.Getpid()
+		s, ok := process.ReadStat(pid)
+		return ok && s.Zombie &&
+			s.Parent == os.Getpid()
 	}
 	require.Eventually(t, func() bool { return isZombie(orphan) && isZombie(own.Process.Pid) }, time.Minute,
 		time.Millisecond)
@@ -36,7 +38,7 @@ func TestProcessOneReapsOrphansAndNothingElse(t *testing.T) {
 		defer close(ended)
 		reapOrphans(done, 10*time.Millisecond, func(pid int) bool { return pid == own.Process.Pid })
 	}()
-	require.Eventually(t, func() bool { _, there := readStat(orphan); return !there }, time.Minute,
+	require.Eventually(t, func() bool { _, there := process.ReadStat(orphan); return !there }, time.Minute,
 		time.Millisecond)
 	close(done)
 	<-ended

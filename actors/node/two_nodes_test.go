@@ -42,19 +42,19 @@ func (m *meeting) said(epoch uint64) msg.Publish {
 	return m.at[epoch]
 }
 
-func (m *meeting) Await(ctx context.Context, _ string, epoch uint64, _ int) (string, int, error) {
+func (m *meeting) Await(ctx context.Context, _ string, epoch uint64, _ int) (msg.AwaitReply, error) {
 	for {
 		m.mu.Lock()
 		p, ok := m.at[epoch]
 		news := m.news
 		m.mu.Unlock()
 		if ok {
-			return p.Addr, p.Port, nil
+			return msg.AwaitReply{Addr: p.Addr, Port: p.Port, Settings: p.Settings}, nil
 		}
 		select {
 		case <-news:
 		case <-ctx.Done():
-			return "", 0, context.Cause(ctx)
+			return msg.AwaitReply{}, context.Cause(ctx)
 		}
 	}
 }
@@ -99,7 +99,7 @@ func TestRG1AGroupOverTwoNodes(t *testing.T) {
 	}
 	assert.Equal(t, msg.Publish{
 		Unit: "demo/0", Epoch: 1, Addr: "127.0.0.1",
-		Port: blocks["a"].Base + 5*ranks,
+		Port: blocks["a"].Base + 5*ranks, Settings: "model demo, max_model_len 2048 and block size 16",
 	}, shared.said(1))
 	urls := map[int]string{}
 	for _, r := range []*rig{a, b} {

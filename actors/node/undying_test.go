@@ -12,7 +12,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -25,6 +24,9 @@ func (p *undying) Exited() <-chan struct{} { return p.exited }
 func (*undying) Exit() Exit                { return Exit{} }
 func (*undying) Terminate()                {}
 func (*undying) Kill()                     {}
+func (*undying) Adopt(_, _ io.Writer)      {}
+func (*undying) Release()                  {}
+func (*undying) Detach()                   {}
 
 func (p *undying) Held() string {
 	if closed(p.exited) {
@@ -36,9 +38,12 @@ func (p *undying) Held() string {
 // undyingEngines launches an undying engine for each start.
 type undyingEngines struct{ exited chan struct{} }
 
-func (l *undyingEngines) Start(context.Context, engine.Launch, io.Writer, io.Writer) (Process, error) {
+func (l *undyingEngines) Start(context.Context, LaunchOrder, io.Writer, io.Writer) (Process, error) {
 	return &undying{l.exited}, nil
 }
+
+func (*undyingEngines) Found() []Found       { return nil }
+func (*undyingEngines) Extend(time.Duration) {}
 
 // withUndying runs f in a bubble whose node has one unit with such an engine. f closes the node.
 func withUndying(t *testing.T, f func(t *testing.T, b *bubble, exit func())) {

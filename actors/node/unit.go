@@ -7,12 +7,14 @@ import (
 	"log/slog"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
+	"github.com/dpserve/dpserve/internal/engine/enginelog"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -26,6 +28,10 @@ type unit struct {
 	done   chan struct{} // closed after Gone was told
 	wake   chan struct{} // one slot
 	hasten chan struct{} // closed when the unit is cut
+
+	found *foundUnit // its engines run since an earlier process; nil = this one starts them
+	// what rank 0 has published for ranks on other nodes; nil: it is not here, or has no such ranks
+	published atomic.Pointer[msg.Publish]
 
 	// Guarded by the node's mu.
 	life   *Life
@@ -63,6 +69,12 @@ func (u *unit) run() {
 	if u.before != nil {
 		<-u.before.done // it was asked to end at once
 		u.before = nil
+	}
+	if u.found == nil {
+		awaitLeavers(u)
+	} else if !u.found.awaitDecision(u) {
+		u.end(nil)
+		return
 	}
 	if err := u.start(); err != nil {
 		u.end(err)
@@ -171,7 +183,7 @@ func (u *unit) tail(rank int) []string {
 	if rank < 0 {
 		return nil
 	}
-	return u.n.logs.tail(u.m.Unit, rank, u.m.Epoch)
+	return u.n.logs.last(u.m.Unit, logOf(u, rank), u.m.Epoch, tailLines)
 }
 
 func (u *unit) statuses() []client.RankStatus {
@@ -199,7 +211,12 @@ func (u *unit) statuses() []client.RankStatus {
 // serve waits until the ready unit has to end. An attached unit may be fenced and come back many times
 // meanwhile.
 func (u *unit) serve() {
-	for range u.wake { // never closed: each request wakes once
+	for {
+		select {
+		case <-u.wake: // each request wakes once
+		case <-u.n.detached:
+			return
+		}
 		switch step, why, _ := u.next(); step {
 		case StepDrain, StepEnd:
 			return
@@ -208,6 +225,7 @@ func (u *unit) serve() {
 			u.nudge() // it has to end, or its ranks may already be back
 		case StepStay:
 			u.comeBack()
+		case StepAdopt: // only while the unit starts
 		}
 	}
 }
@@ -262,6 +280,10 @@ const causeDrained = "drained"
 // gone. startErr is set if the unit never became ready.
 func (u *unit) end(startErr error) {
 	u.drain()
+	if closed(u.n.detached) {
+		u.detach()
+		return
+	}
 	why := u.whyEnd(startErr)
 	for _, r := range u.ranks {
 		r.replica.Fence(causeDrained) // no effect on a fenced replica
@@ -273,16 +295,27 @@ func (u *unit) end(startErr error) {
 	u.enter(msg.UnitKilling, why, nil)
 	u.kill()
 	left := u.verify(why)
+	if closed(u.n.detached) && left != "" {
+		u.detach()
+		return
+	}
+	if left == "" {
+		why = devicesOf(u).awaitFree(why)
+	}
 	u.stopReplicas(context.Background(), u.ranks)
 	if left != "" { // not gone: the leader waits until this node is lost
 		u.n.leave(u.m.Unit + ": " + left)
 		return
 	}
 	for _, r := range u.ranks {
-		r.out[0].end()
-		r.out[1].end()
+		r.out[0].End()
+		r.out[1].End()
 	}
+	why.Cause += u.hint(why.Rank)
 	u.enter(msg.UnitGone, why, u.tail(why.Rank))
+	for _, p := range enginesOf(u) {
+		p.Release()
+	}
 	u.log.Log(context.Background(), level, "unit is gone", slog.String("cause", why.Cause),
 		slog.Bool("asked", u.isAsked()))
 }
@@ -302,6 +335,44 @@ func (u *unit) whyEnd(startErr error) Failure {
 		why.Cause = "unknown"
 	}
 	return why
+}
+
+// Lines in which the cause of an engine's end is looked for. Behind the cause of a failed start stand the
+// tracebacks of all its processes.
+const (
+	hintLines    = 2000
+	hintLinesRan = 200 // of an engine that has served
+)
+
+// hint is what the logs of the unit's engines tell of their end, to be added to its cause; "" if they tell
+// nothing, or the unit was asked to end. The rank that failed first comes first; of the others only a known
+// cause counts, because they fail when it does.
+func (u *unit) hint(failed int) string {
+	if u.attached() || u.isAsked() {
+		return ""
+	}
+	read, most := enginelog.Hint, hintLines
+	if u.hasServed() {
+		read, most = enginelog.KnownCause, hintLinesRan
+	}
+	if failed >= 0 {
+		if text := read(u.n.logs.last(u.m.Unit, logOf(u, failed), u.m.Epoch, most)); text != "" {
+			return ": " + text
+		}
+	}
+	for _, r := range u.ranks {
+		text := enginelog.KnownCause(u.n.logs.last(u.m.Unit, r.grant.Rank, u.m.Epoch, most))
+		if text != "" && r.grant.Rank != failed {
+			return fmt.Sprintf("; rank %d: %s", r.grant.Rank, text)
+		}
+	}
+	return ""
+}
+
+func (u *unit) hasServed() bool {
+	u.n.mu.Lock()
+	defer u.n.mu.Unlock()
+	return u.life.WasReady
 }
 
 // drain lets the requests of a serving unit continue until the deadline of the stop. A failure, an earlier
@@ -341,6 +412,7 @@ func (u *unit) draining(empty <-chan struct{}) bool {
 	case <-empty:
 	case <-deadline.C:
 	case <-u.n.hard:
+	case <-u.n.detached:
 	}
 	return false
 }
@@ -357,13 +429,15 @@ func (u *unit) kill() {
 	limit := u.n.timers.KillGrace + grace
 	var all sync.WaitGroup
 	for _, r := range u.ranks {
-		r.ask()
+		r.asked.Store(true)
 		r.setProgress("")
-		if p := r.process(); p != nil { // the node does not end attached engines
+		if r.process() != nil { // the node does not end attached engines
 			r.setProgress("ending its engine")
-			p.Terminate()
-			all.Go(func() { u.awaitExit(p, limit) })
 		}
+	}
+	for _, p := range enginesOf(u) {
+		p.Terminate()
+		all.Go(func() { u.awaitExit(p, limit) })
 	}
 	all.Wait()
 }
@@ -375,6 +449,8 @@ func (u *unit) awaitExit(p Process, limit time.Duration) {
 	case <-p.Exited():
 	case <-t.C:
 	case <-u.n.hard:
+	case <-u.n.detached: // the next process goes on with the end
+		return
 	case <-u.hasten:
 		t.Reset(u.n.timers.KillGrace / cutPart)
 		select {
@@ -393,8 +469,8 @@ func (u *unit) verify(why Failure) string {
 	began, named := time.Now(), false
 	for wait := u.n.timers.PollFirst; ; wait = min(2*wait, u.n.timers.VerifyPoll) {
 		left := u.left()
-		if left == "" {
-			return ""
+		if left == "" || closed(u.n.detached) {
+			return left
 		}
 		limit := u.n.timers.VerifyNamed
 		if u.n.isStopping() && closed(u.n.hard) {
@@ -410,7 +486,9 @@ func (u *unit) verify(why Failure) string {
 			return left
 		}
 		time.Sleep(wait)
-		u.killAgain()
+		for _, p := range enginesOf(u) {
+			p.Kill()
+		}
 	}
 }
 
@@ -420,49 +498,25 @@ func (u *unit) named(why Failure, left string, after time.Duration) {
 	u.enter(msg.UnitKilling, why, nil)
 }
 
-func (u *unit) killAgain() {
-	for _, r := range u.ranks {
-		if p := r.process(); p != nil {
-			p.Kill()
-		}
-	}
-}
-
 // left names what the unit's engines still hold. It checks ports only if engines were started: after a failed
 // bind test they belong to another process.
 func (u *unit) left() string {
-	if text := held(u.ranks); text != "" {
-		return text
+	engines := enginesOf(u)
+	var held []string
+	for _, p := range engines {
+		if text := p.Held(); text != "" {
+			held = append(held, text)
+		}
 	}
-	if !started(u.ranks) {
-		return ""
+	if len(held) > 0 || len(engines) == 0 {
+		return strings.Join(held, ", ")
 	}
-	layout, ranks := u.layout()
-	for _, p := range layout.Bound(engine.WantsEvents(u.m.App), ranks...) {
-		if err := u.bindTest(context.Background(), p); err != nil {
-			return fmt.Sprintf("port %d (%v)", p, err)
+	for _, b := range partOf(u, engine.Bind{}).Binds() {
+		if err := u.bindTest(context.Background(), b); err != nil {
+			return fmt.Sprintf("port %d (%v)", b.Port, err)
 		}
 	}
 	return ""
-}
-
-func held(ranks []*rank) string {
-	var out []string
-	for _, r := range ranks {
-		if text := r.held(); text != "" {
-			out = append(out, text)
-		}
-	}
-	return strings.Join(out, ", ")
-}
-
-func started(ranks []*rank) bool {
-	for _, r := range ranks {
-		if r.process() != nil {
-			return true
-		}
-	}
-	return false
 }
 
 // stopReplicas stops all DPServers concurrently.
@@ -479,4 +533,12 @@ func (u *unit) stopReplicas(ctx context.Context, ranks []*rank) {
 		})
 	}
 	all.Wait()
+}
+
+// detach leaves the unit's engines to the node's next process.
+func (u *unit) detach() {
+	for _, p := range enginesOf(u) {
+		p.Detach()
+	}
+	u.stopReplicas(context.Background(), u.ranks)
 }

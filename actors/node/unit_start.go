@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"slices"
 	"strconv"
 	"time"
 
@@ -59,12 +60,12 @@ func (u *unit) start() error {
 	return u.explain(ctx, err)
 }
 
-// begin registers the cancel function of the start, unless a stop came first.
+// begin registers the cancel function of the start, unless a stop or the end of the node came first.
 func (u *unit) begin(cancel context.CancelCauseFunc) bool {
 	u.n.mu.Lock()
 	defer u.n.mu.Unlock()
 	u.cancel = cancel
-	return u.life.stop == nil
+	return u.life.stop == nil && !closed(u.n.detached)
 }
 
 func (u *unit) startTimeout() time.Duration {
@@ -106,41 +107,63 @@ func (u *unit) slowest() (rank int, progress string) {
 }
 
 func (u *unit) bringUp(ctx context.Context) error {
+	if u.found != nil {
+		return u.found.adopt(ctx, u)
+	}
 	if err := u.checkMeeting(); err != nil {
 		return &startError{0, err}
 	}
-	layout, ranks := u.layout()
-	for _, p := range layout.Bound(engine.WantsEvents(u.m.App), ranks...) {
-		if err := u.bindTest(ctx, p); err != nil {
-			return &startError{-1, fmt.Errorf("port %d of the unit's block is taken: %w", p, err)}
+	part := partOf(u, engine.Bind{})
+	for _, b := range part.Binds() {
+		if err := u.bindTest(ctx, b); err != nil {
+			return &startError{-1, fmt.Errorf("port %d of the unit's block is taken: %w", b.Port, err)}
 		}
 	}
-	if err := u.makeRanks(ctx); err != nil {
+	if err := devicesOf(u).check(ctx); err != nil {
 		return err
 	}
-	for _, r := range u.ranks {
-		r.setProgress("waiting for its rank")
-		if err := r.replica.Assign(ctx); err != nil {
-			return &startError{r.grant.Rank, err}
+	var meeting engine.Bind
+	var err error
+	if part.MeetsFirst() {
+		if meeting, err = u.rendezvous(ctx); err != nil {
+			return err
 		}
 	}
-	addr, port, err := u.rendezvous(ctx, layout)
-	if err != nil {
+	if err := u.makeRanks(ctx, meeting); err != nil {
 		return err
+	}
+	if err := u.assign(ctx); err != nil {
+		return err
+	}
+	if !part.MeetsFirst() {
+		if meeting, err = u.rendezvous(ctx); err != nil {
+			return err
+		}
 	}
 	if !u.attached() {
-		if err := u.launch(ctx, addr, port); err != nil {
+		if err := u.launch(ctx, meeting); err != nil {
 			return err
 		}
 	}
 	return u.await(ctx)
 }
 
+// assign has the RankAssigner confirm the grant of every rank.
+func (u *unit) assign(ctx context.Context) error {
+	for _, r := range u.ranks {
+		r.setProgress("waiting for its rank")
+		if err := r.replica.Assign(ctx); err != nil {
+			return &startError{r.grant.Rank, err}
+		}
+	}
+	return nil
+}
+
 // makeRanks makes a DPServer for every rank. The list is complete before any step can fail.
-func (u *unit) makeRanks(ctx context.Context) error {
+func (u *unit) makeRanks(ctx context.Context, meeting engine.Bind) error {
 	var ranks []*rank
 	for _, g := range u.m.Ranks {
-		r, err := u.makeRank(g)
+		r, err := u.makeRank(g, meeting)
 		if err != nil {
 			u.stopReplicas(context.WithoutCancel(ctx), ranks)
 			return &startError{g.Rank, err}
@@ -153,61 +176,42 @@ func (u *unit) makeRanks(ctx context.Context) error {
 	return nil
 }
 
-func (u *unit) makeRank(g state.RankGrant) (*rank, error) {
-	target, events, err := u.target(g)
+// makeRank makes a rank, with where its engine will answer, and where its KV events are, if that is known.
+func (u *unit) makeRank(g state.RankGrant, meeting engine.Bind) (*rank, error) {
+	l, err := renderRank(u, g, meeting)
 	if err != nil {
 		return nil, err
 	}
-	r := &rank{unit: u, grant: g, target: target, events: events}
+	r := &rank{
+		unit: u, grant: g, events: eventSource(l.Events),
+		target: msg.Target{URL: l.URL, Addressing: l.Addressing, Selector: l.Selector, Owned: !u.attached()},
+	}
+	u.found.correct(r)
+	r.drawIncarnation()
 	r.replica, err = u.n.cfg.NewReplica(msg.ReplicaSpec{
 		App: u.m.App, Unit: u.m.Unit, Group: u.m.Group, Rank: g.Rank, Epoch: u.m.Epoch, Node: u.n.cfg.ID,
-		Devices: g.Devices, Target: target,
-		Events: events, Watcher: u,
+		Devices: g.Devices, Target: r.target,
+		Events: r.events, Watcher: u,
 	})
 	if err != nil {
 		return nil, err
 	}
-	r.client = engine.NewClient(target.URL,
-		engine.Addressing{Mode: target.Addressing, Selector: target.Selector}, engine.APIKey(u.m.App),
+	r.client = engine.NewClient(r.target.URL,
+		engine.Addressing{Mode: r.target.Addressing, Selector: r.target.Selector}, engine.APIKey(u.m.App),
 		u.n.cfg.Transport)
-	r.out[0], r.out[1] = u.n.logs.open(u.m.App.Name, u.m.Unit, g.Rank, u.m.Epoch)
+	r.openLog()
 	return r, nil
 }
 
-// target says where the engine of a rank will answer, and where its KV events are, if that is known.
-func (u *unit) target(g state.RankGrant) (msg.Target, *msg.EventSource, error) {
-	l, err := u.render(g, "", 0)
-	if err != nil {
-		return msg.Target{}, nil, err
-	}
-	t := msg.Target{URL: l.URL, Addressing: app.AddressURL, Owned: true}
-	if u.attached() {
-		a, err := engine.AttachedRank(u.m.App, u.m.Group, g.Rank)
-		if err != nil {
-			return msg.Target{}, nil, err
-		}
-		t = msg.Target{URL: a.URL, Addressing: a.Addressing, Selector: a.Selector}
-	}
-	return t, eventSource(l.Events), nil
-}
-
-func (u *unit) render(g state.RankGrant, addr string, port int) (engine.Launch, error) {
-	return engine.Render(&engine.Spec{
-		App: u.m.App, Group: u.m.Group, Rank: g.Rank, Base: u.m.Block.Base, Host: u.n.cfg.EngineHost,
-		Devices:    g.Devices,
-		Executable: u.n.cfg.Executable, Rank0Addr: addr, Rank0Port: port, GroupKey: u.groupKey(),
-	}, u.n.cfg.Environ)
-}
-
 // launch starts every rank's engine and watches its exit.
-func (u *unit) launch(ctx context.Context, addr string, port int) error {
+func (u *unit) launch(ctx context.Context, meeting engine.Bind) error {
 	if err := u.n.leaseKeeper.mayLaunch(); err != nil { // the lease may have ended while the unit waited
 		return &startError{-1, err}
 	}
 	for _, r := range u.ranks {
-		l, err := u.render(r.grant, addr, port)
+		l, err := renderRank(u, r.grant, meeting)
 		if err == nil {
-			err = u.launchRank(ctx, r, l)
+			err = u.launchRank(ctx, r, &l)
 		}
 		if err != nil {
 			return &startError{r.grant.Rank, err}
@@ -216,28 +220,53 @@ func (u *unit) launch(ctx context.Context, addr string, port int) error {
 	return nil
 }
 
-func (u *unit) launchRank(ctx context.Context, r *rank, l engine.Launch) error {
+func (u *unit) launchRank(ctx context.Context, r *rank, l *engine.Launch) error {
+	if host := hostOf(u, r, l); host != nil {
+		joinProcess(r, host)
+		return nil
+	}
 	r.setProgress("starting its engine")
-	p, err := u.n.launcher.Start(ctx, l, r.out[0], r.out[1])
+	if u.n.cfg.Launcher == nil {
+		if err := findProgram(l); err != nil {
+			return err
+		}
+	}
+	p, err := u.n.launcher.Start(ctx, u.order(r, l), r.out[0], r.out[1])
 	if err != nil {
 		return err
 	}
 	r.setProc(p)
 	u.log.Info("engine started", slog.Int("rank", r.grant.Rank), slog.Int("pid", p.PID()),
 		slog.String("url", l.URL))
-	u.n.running.Go(func() { u.watchExit(r, p) }) // ends with the engine or the unit
+	u.n.running.Go(func() { u.watchExit(r, p, u.done) }) // ends with the engine or the unit
 	return nil
+}
+
+// order is the launch of a rank's engine.
+func (u *unit) order(r *rank, l *engine.Launch) LaunchOrder {
+	o := LaunchOrder{
+		Launch: *l, App: u.m.App.Name, Revision: u.m.AppRevision, Unit: u.m.Unit, Group: u.m.Group,
+		Epoch: u.m.Epoch, Order: u.m, Ports: portsOf(u, r, l),
+	}
+	for _, other := range u.ranks {
+		if other == r || slices.Contains(l.Ranks, other.grant.Rank) {
+			o.Ranks = append(o.Ranks, other.grant.Rank)
+			o.Incarnations = append(o.Incarnations, other.incarnation)
+			o.Devices = append(o.Devices, other.grant.Devices...)
+		}
+	}
+	return o
 }
 
 // watchExit turns every exit that the node did not request into a failure, whatever its code. An engine that
 // no signal ends outlives its unit.
-func (u *unit) watchExit(r *rank, p Process) {
+func (u *unit) watchExit(r *rank, p Process, until <-chan struct{}) {
 	select {
 	case <-p.Exited():
-	case <-u.done:
+	case <-until:
 		return
 	}
-	if !r.wasAsked() {
+	if !r.asked.Load() {
 		u.fail(r.grant.Rank, p.Exit().String())
 	}
 }
@@ -283,15 +312,19 @@ func (u *unit) forEach(ctx context.Context, step func(r *rank, ctx context.Conte
 	return g.Wait()
 }
 
-// becomeReady opens every DPServer for a new incarnation of its engine. A rank that failed meanwhile closes
-// them again.
+// becomeReady opens every DPServer for its engine; an attached one is a new incarnation each time. A rank
+// that failed meanwhile closes them again.
 func (u *unit) becomeReady(ctx context.Context) error {
 	for _, r := range u.ranks {
-		r.facts.Incarnation = draw(u.n.cfg.Rand)
+		if u.attached() {
+			r.drawIncarnation()
+		}
+		r.facts.Incarnation, r.facts.Base = r.incarnation, r.base
 		if err := r.replica.Ready(ctx, r.facts); err != nil {
 			return &startError{r.grant.Rank, err}
 		}
 		r.setProgress("")
+		r.log.Stop()
 	}
 	if !u.enter(msg.UnitReady, Failure{Rank: -1}, nil) {
 		_, why, _ := u.next()
@@ -313,7 +346,7 @@ func (u *unit) agree(ctx context.Context) error {
 		ctx, cancel := context.WithTimeout(ctx, r.healthTimeout())
 		defer cancel()
 		s, err := r.client.ReadBack(ctx)
-		settings[u.index(r)] = s
+		settings[slices.Index(u.ranks, r)] = s
 		return err
 	})
 	if err != nil {
@@ -323,58 +356,64 @@ func (u *unit) agree(ctx context.Context) error {
 		if s != settings[0] {
 			return &startError{
 				u.ranks[i].grant.Rank,
-				fmt.Errorf("%w: rank %d has %+v, rank %d has %+v", errMismatch, u.ranks[0].grant.Rank,
+				fmt.Errorf("%w: rank %d has %s, rank %d has %s", errMismatch, u.ranks[0].grant.Rank,
 					settings[0], u.ranks[i].grant.Rank, s),
 			}
 		}
 	}
-	return nil
+	return u.agreeWithRankZero(ctx, settings[0].String())
+}
+
+// agreeWithRankZero compares the settings of this node's ranks with those of rank 0 on another node, which
+// publishes them. A node that has taken its engines over has compared them at their start.
+func (u *unit) agreeWithRankZero(ctx context.Context, settings string) error {
+	if !u.spansNodes() || u.found != nil {
+		return nil
+	}
+	if p := u.published.Load(); p != nil {
+		p := *p
+		p.Settings = settings
+		u.published.Store(&p)
+		u.n.cfg.Assigner.Publish(p)
+		return nil
+	}
+	first := u.ranks[0]
+	first.setProgress("comparing its settings with those of rank 0")
+	limited, cancel := context.WithTimeout(ctx, u.n.timers.Canary)
+	defer cancel()
+	for {
+		said, err := u.n.cfg.Assigner.Await(limited, u.m.Unit, u.m.Epoch, first.grant.Rank)
+		if err == nil && said.Settings == "" {
+			err = pause.For(limited, u.n.timers.PollLast)
+		}
+		switch {
+		case ctx.Err() != nil:
+			return context.Cause(ctx)
+		case err != nil: // it runs an older version, or the leader has changed
+			u.log.Warn("rank 0 does not tell its settings", slog.String("err", err.Error()))
+			return nil
+		case said.Settings == "":
+		case said.Settings != settings:
+			return &startError{
+				first.grant.Rank, fmt.Errorf("%w: rank 0 has %s, rank %d has %s", errMismatch, said.Settings,
+					first.grant.Rank, settings),
+			}
+		default:
+			return nil
+		}
+	}
 }
 
 // errMismatch means that coupled ranks run with different settings.
 var errMismatch = errors.New("ranks of one group disagree on their settings")
 
-func (u *unit) index(r *rank) int {
-	for i := range u.ranks {
-		if u.ranks[i] == r {
-			return i
-		}
-	}
-	return -1
-}
-
-func (u *unit) rankNumbers() []int {
-	var out []int
-	for _, g := range u.m.Ranks {
-		out = append(out, g.Rank)
-	}
-	return out
-}
-
-// layout is the layout of the unit's port block, and the indices of this node's ranks in it; none for
-// attached engines.
-func (u *unit) layout() (engine.Ports, []int) {
-	s := engine.Spec{App: u.m.App, Base: u.m.Block.Base}
-	switch {
-	case u.attached():
-		return s.Ports(), nil
-	case u.lockstep():
-		return s.Ports(), u.rankNumbers()
-	}
-	return s.Ports(), []int{0}
-}
-
 // bindTest reports whether a port of the unit's block can be bound where its engines will bind it.
-func (u *unit) bindTest(ctx context.Context, port int) error {
+func (u *unit) bindTest(ctx context.Context, b engine.Bind) error {
 	if u.n.cfg.BindTest != nil {
-		return u.n.cfg.BindTest(port)
-	}
-	host := u.n.cfg.EngineHost
-	if layout, _ := u.layout(); u.lockstep() && port == layout.RPC() {
-		host = u.meetingHost()
+		return u.n.cfg.BindTest(b.Port)
 	}
 	var lc net.ListenConfig
-	l, err := lc.Listen(ctx, "tcp", net.JoinHostPort(host, strconv.Itoa(port)))
+	l, err := lc.Listen(ctx, "tcp", net.JoinHostPort(b.Host, strconv.Itoa(b.Port)))
 	if err != nil {
 		return err
 	}
@@ -384,27 +423,14 @@ func (u *unit) bindTest(ctx context.Context, port int) error {
 // spansNodes reports whether the unit has ranks on other nodes.
 func (u *unit) spansNodes() bool { return len(u.m.AllRanks) > len(u.m.Ranks) }
 
-// meetingHost is the address where rank 0 of the unit listens for the other ranks, if it runs here.
-func (u *unit) meetingHost() string {
-	if u.spansNodes() {
-		return u.n.cfg.Advertise
-	}
-	return u.n.cfg.EngineHost
-}
-
 func (u *unit) hasRankZero() bool {
-	for _, g := range u.m.Ranks {
-		if g.Rank == 0 {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(u.m.Ranks, func(g state.RankGrant) bool { return g.Rank == 0 })
 }
 
 // checkMeeting reports whether ranks of other nodes can reach rank 0, if it runs here.
 func (u *unit) checkMeeting() error {
 	if u.attached() || !u.lockstep() || !u.spansNodes() || !u.hasRankZero() || u.n.cfg.Advertise != "" {
-		return nil
+		return checkShares(u)
 	}
 	return problem.New(problem.InvalidArgument,
 		"ranks of %s on other nodes cannot reach rank 0: node %s has no address that others know", u.m.Unit,
@@ -414,42 +440,58 @@ func (u *unit) checkMeeting() error {
 
 // rendezvous returns rank 0's address in a coupled unit: rank 0's node publishes it, the other nodes wait for
 // it.
-func (u *unit) rendezvous(ctx context.Context, layout engine.Ports) (addr string, port int, err error) {
+func (u *unit) rendezvous(ctx context.Context) (engine.Bind, error) {
 	if u.attached() || !u.lockstep() {
-		return "", 0, nil
+		return engine.Bind{}, nil
 	}
 	if !u.hasRankZero() {
 		return u.awaitRankZero(ctx)
 	}
-	p := msg.Publish{Unit: u.m.Unit, Epoch: u.m.Epoch, Rank: 0, Addr: u.meetingHost(), Port: layout.RPC()}
+	at := partOf(u, engine.Bind{}).Meeting()
+	p := msg.Publish{Unit: u.m.Unit, Epoch: u.m.Epoch, Rank: 0, Addr: at.Host, Port: at.Port}
 	u.n.cfg.Assigner.Publish(p)
 	if u.spansNodes() {
-		u.n.running.Go(func() { u.publishAgain(ctx, p) }) // ends with the start
+		u.published.Store(&p)
+		u.n.running.Go(func() { u.publishAgain(ctx) }) // ends with the start
 	}
-	return p.Addr, p.Port, nil
+	return at, nil
 }
 
-// publishAgain repeats rank 0's address while the unit starts, because a new leader has an empty table.
-func (u *unit) publishAgain(ctx context.Context, p msg.Publish) {
+// publishAgain repeats what rank 0 has published while the unit starts, because a new leader has an empty
+// table.
+func (u *unit) publishAgain(ctx context.Context) {
 	for pause.For(ctx, u.n.timers.LeaseRenew) == nil {
-		u.n.cfg.Assigner.Publish(p)
+		u.n.cfg.Assigner.Publish(*u.published.Load())
 	}
 }
+
+// meetingMargin is the part of the rendezvous, 15 s of 120 s, that a rank waits longer than the RankAssigner,
+// whose error names the missing ranks.
+const meetingMargin = 8
 
 // awaitRankZero waits for rank 0's address. Each rank asks, so that the RankAssigner can name the missing
 // ranks after a timeout.
-func (u *unit) awaitRankZero(ctx context.Context) (addr string, port int, err error) {
-	ctx, cancel := context.WithTimeout(ctx, u.n.timers.Rendezvous)
+func (u *unit) awaitRankZero(ctx context.Context) (at engine.Bind, err error) {
+	limit := u.n.timers.Rendezvous
+	ctx, cancel := context.WithTimeout(ctx, limit+limit/meetingMargin)
 	defer cancel()
-	err = u.forEach(ctx, func(r *rank, ctx context.Context) error {
+	for _, r := range u.ranks {
 		r.setProgress("waiting for the address of rank 0")
-		a, p, err := u.n.cfg.Assigner.Await(ctx, u.m.Unit, u.m.Epoch, r.grant.Rank)
-		if err == nil && r == u.ranks[0] { // all ranks get the same answer
-			addr, port = a, p
-		}
-		return err
-	})
-	return addr, port, err
+	}
+	all, ctx := errgroup.WithContext(ctx)
+	for i, g := range u.m.Ranks {
+		all.Go(func() error {
+			said, err := u.n.cfg.Assigner.Await(ctx, u.m.Unit, u.m.Epoch, g.Rank)
+			if err != nil {
+				return &startError{g.Rank, err}
+			}
+			if i == 0 { // all ranks get the same answer
+				at = engine.Bind{Host: said.Addr, Port: said.Port}
+			}
+			return nil
+		})
+	}
+	return at, all.Wait()
 }
 
 // groupKey is a secret of the engines of one start of a unit, made of the cluster's secret, the unit and its

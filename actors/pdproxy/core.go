@@ -5,22 +5,13 @@ package pdproxy
 import (
 	"time"
 
+	"github.com/dpserve/dpserve/internal/engine/transfer"
 	"github.com/dpserve/dpserve/routing"
-)
-
-// Order is the order in which a transfer needs the legs.
-type Order uint8
-
-// The orders.
-const (
-	PrefillFirst Order = iota // the decode leg carries the prefill's parameters: nixl
-	DecodeFirst               // the prefill rank pushes to a decode leg that waits: nixl-push
-	Together                  // mooncake, sglang
 )
 
 // Config is what an application sets for all its requests.
 type Config struct {
-	Order         Order
+	Order         transfer.Order
 	FallbackFails bool          // disaggregation.fallback: fail
 	Lease         time.Duration // how long a prefill engine keeps a prompt that no decode engine has read
 	PrefillLimit  time.Duration // of a prefill leg
@@ -101,9 +92,6 @@ const (
 	legAnswered          // prefill: the prompt is computed
 	legOver              // the engine's answer or connection has ended
 )
-
-// NewCore is a request that has not begun.
-func NewCore(cfg Config) *Core { return &Core{cfg: cfg} }
 
 // Step tells the core an event and returns what to do, in this order. The commands are valid until the next
 // Step.
@@ -190,7 +178,7 @@ func (c *Core) advance() {
 		if isReady {
 			c.start(Decode, CmdStartLocal, c.cfg.LocalLimit)
 		}
-	case c.cfg.Order == PrefillFirst:
+	case c.cfg.Order == transfer.PrefillFirst:
 		if d.ticket == ticketHeld && p.ticket == ticketHeld && p.leg == legIdle {
 			c.start(Prefill, CmdStartPrefill, c.cfg.PrefillLimit)
 		}
@@ -202,7 +190,7 @@ func (c *Core) advance() {
 			c.start(Decode, CmdStartDecode, c.cfg.PrefillLimit+c.cfg.DecodeLimit)
 		}
 		if p.ticket == ticketHeld && p.leg == legIdle &&
-			(d.leg == legSent || c.cfg.Order == Together && d.leg == legStarted) {
+			(d.leg == legSent || c.cfg.Order == transfer.Together && d.leg == legStarted) {
 			c.start(Prefill, CmdStartPrefill, c.cfg.PrefillLimit)
 		}
 	}
@@ -261,9 +249,7 @@ func (c *Core) lateEnding(h *half) Ending {
 
 // choose asks for ranks of the sides, beside what is being asked for already.
 func (c *Core) choose(prefill, decode bool) {
-	if c.choice != 0 {
-		c.out = append(c.out, Command{Kind: CmdCancel, Number: c.choice})
-	}
+	c.cancelChoice()
 	c.want[Prefill], c.want[Decode] = c.want[Prefill] || prefill, c.want[Decode] || decode
 	c.choice = c.next()
 	cmd := Command{
@@ -274,6 +260,13 @@ func (c *Core) choose(prefill, decode bool) {
 		cmd.Prefill, cmd.Decode = c.halves[Prefill].rank, c.halves[Decode].rank
 	}
 	c.out, c.open = append(c.out, cmd), c.open+1
+}
+
+func (c *Core) cancelChoice() {
+	if c.choice != 0 {
+		c.out = append(c.out, Command{Kind: CmdCancel, Number: c.choice})
+		c.choice = 0
+	}
 }
 
 func (c *Core) next() uint32 {
@@ -357,10 +350,7 @@ func (c *Core) end(a Answer, o Outcome, passed uint32) {
 		return
 	}
 	c.ended = true
-	if c.choice != 0 {
-		c.out = append(c.out, Command{Kind: CmdCancel, Number: c.choice})
-		c.choice = 0
-	}
+	c.cancelChoice()
 	c.release(Decode, EndCancelled)
 	c.release(Prefill, EndCancelled)
 	c.discard()
@@ -368,4 +358,58 @@ func (c *Core) end(a Answer, o Outcome, passed uint32) {
 		c.out = append(c.out, Command{Kind: CmdAnswer, Answer: a, Number: passed})
 	}
 	c.out = append(c.out, Command{Kind: CmdCount, Way: c.way, Outcome: o})
+}
+
+// Transfer parameters name memory of a prefill engine, which may give that memory to another prompt when its
+// lease has ended. Neither engine notices: the decode engine answers 200 with a wrong text. So the age of
+// parameters must never be underestimated. The proxy learns of a prefill's answer when it reads it, and that
+// may be much later than it came if the process stood still meanwhile.
+
+const (
+	// WatchPeriod is how often the process must call Watch.At.
+	WatchPeriod = 250 * time.Millisecond
+	// maxGap is how long the process may be silent before it counts as having stood still. It is well within
+	// the margin of a lease.
+	maxGap = 2 * time.Second
+)
+
+// Instant is a time with what is known about the process.
+type Instant struct {
+	// since an arbitrary origin, on a clock that goes on while the process is stopped or the machine sleeps
+	Now time.Duration
+	// when the process was last seen to run again after it had stood still for more than maxGap; 0 = never
+	Gap time.Duration
+}
+
+// Watch notices that the process stood still: stopped by a signal, frozen with its machine, starved. There is
+// one per process. The caller serializes its calls.
+type Watch struct{ last, gap time.Duration }
+
+// At is the present instant. It must be called at least every WatchPeriod, and for every Step.
+func (w *Watch) At(now time.Duration) Instant {
+	if now-w.last > maxGap {
+		w.gap = now
+	}
+	w.last = max(w.last, now)
+	return Instant{Now: w.last, Gap: w.gap}
+}
+
+// Fence bounds the use of one prefill's parameters: to its incarnation, to a deadline below its lease, and to
+// a process that did not stand still since the prefill began.
+type Fence struct {
+	Prefill  routing.RankRef
+	Since    time.Duration // when the prefill leg was started
+	Deadline time.Duration // of the write
+	// of the first byte of the answer to it: a decode engine may begin to read long after it has the request,
+	// and nothing renews the lease before
+	ReadBy time.Duration
+}
+
+// IsUsable reports whether the parameters may be sent at that instant. The Core asks when it decides; its
+// shell asks again directly before it writes the request.
+func (f *Fence) IsUsable(at Instant) bool { return at.Now < f.Deadline && at.Gap <= f.Since }
+
+func newFence(p routing.RankRef, since, answered, lease time.Duration) Fence {
+	r := transfer.Usable(lease)
+	return Fence{Prefill: p, Since: since, Deadline: answered + r, ReadBy: answered + (r+lease)/2}
 }

@@ -438,7 +438,7 @@ func (f *flight) do(cmd *Command) {
 		if f.tickets[cmd.Number]++; f.tickets[cmd.Number] != 2 {
 			w.badRelease++
 		}
-		if cmd.Ending.IsCharged() && !f.isAtFault(cmd.Number) {
+		if cmd.Ending >= EndDial && !f.isAtFault(cmd.Number) {
 			w.unfair++
 		}
 	case CmdAlarm:
@@ -522,7 +522,7 @@ func (f *flight) start(cmd *Command) {
 				r.local(l)
 			case kind == CmdStartPrefill:
 				f.write(attempt, Prefill)
-				r.prefill(l, f.core.cfg.Order == PrefillFirst)
+				r.prefill(l, f.core.cfg.Order == prefillFirst)
 				f.push(l, attempt)
 			case l.params != nil:
 				r.decode(l)
@@ -550,7 +550,7 @@ func (f *flight) write(attempt uint32, s Side) {
 // direction.
 func (f *flight) push(p *leg, attempt uint32) {
 	w := f.w
-	if f.core.cfg.Order == PrefillFirst {
+	if f.core.cfg.Order == prefillFirst {
 		return
 	}
 	p.rank.awake(w.between(30*time.Millisecond, 600*time.Millisecond), func() {

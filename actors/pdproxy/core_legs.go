@@ -1,5 +1,7 @@
 package pdproxy
 
+import "github.com/dpserve/dpserve/internal/engine/transfer"
+
 // onChoice takes the ranks that were chosen. An answer to a choice that is not under way any more is undone.
 func (c *Core) onChoice(ev *Event) {
 	if ev.Number != c.choice || c.ended {
@@ -98,7 +100,7 @@ func (c *Core) onFenced(ev *Event) {
 // decodeIsFree reports whether another decode rank may take the place of the one that was chosen: the prefill
 // leg, if it runs, does not name it.
 func (c *Core) decodeIsFree() bool {
-	return c.cfg.Order == PrefillFirst || c.halves[Prefill].leg == legIdle
+	return c.cfg.Order == transfer.PrefillFirst || c.halves[Prefill].leg == legIdle
 }
 
 // onLeg handles what a leg has to say. A leg that was given up says nothing any more.
@@ -128,20 +130,16 @@ func (c *Core) onPrefillLeg(ev *Event) {
 		if c.halves[Decode].leg != legPassed {
 			c.end(AnswerPassOn, OutcomeRejected, ev.Number)
 		}
-	case EvBusy:
+	case EvBusy, EvDialFailed, EvCut, EvError:
 		p.leg = legOver
-		c.failPrefill(EndBusy)
-	case EvDialFailed:
-		p.leg = legOver
-		c.failPrefill(EndDial)
-	case EvCut:
-		p.leg = legOver
-		c.failPrefill(EndCut)
-	case EvError:
-		p.leg = legOver
-		c.failPrefill(EndError)
+		c.failPrefill(endings[ev.Kind])
 	default:
 	}
+}
+
+// endings is how the reservation of a leg that failed ends. An answer without a first byte is an error.
+var endings = [...]Ending{
+	EvBusy: EndBusy, EvDialFailed: EndDial, EvCut: EndCut, EvError: EndError, EvDone: EndError,
 }
 
 // onPrefillDone keeps the parameters for one use.
@@ -151,7 +149,7 @@ func (c *Core) onPrefillDone(ev *Event) {
 	switch {
 	case c.halves[Decode].leg == legPassed: // the decode rank was faster than the end of the answer
 		c.release(Prefill, EndOK)
-	case c.cfg.Order != PrefillFirst:
+	case c.cfg.Order != transfer.PrefillFirst:
 		c.params = ev.Params
 		c.discard()
 	case ev.Params == 0:
@@ -181,7 +179,7 @@ func (c *Core) onDecodeLeg(ev *Event) {
 		c.checkSent()
 	case EvFirstByte:
 		switch {
-		case !c.remote && c.cfg.Order == PrefillFirst && c.at.Gap > d.started:
+		case !c.remote && c.cfg.Order == transfer.PrefillFirst && c.at.Gap > d.started:
 			c.askAgain()
 		case c.checkSent():
 			c.onFirstByte()
@@ -198,15 +196,9 @@ func (c *Core) onDecodeLeg(ev *Event) {
 	case EvDialFailed:
 		d.leg = legOver
 		c.onDialFailed()
-	case EvCut:
+	case EvCut, EvBusy, EvError, EvDone:
 		d.leg = legOver
-		c.onDecodeFailed(EndCut)
-	case EvBusy:
-		d.leg = legOver
-		c.onDecodeFailed(EndBusy)
-	case EvError, EvDone: // an answer without a first byte is an error
-		d.leg = legOver
-		c.onDecodeFailed(EndError)
+		c.onDecodeFailed(endings[ev.Kind])
 	default:
 	}
 }
@@ -250,11 +242,8 @@ func (c *Core) onStream(ev *Event) {
 	case EvDone:
 		c.release(Decode, EndOK)
 		c.end(AnswerNone, OutcomeOK, 0)
-	case EvCut:
-		c.release(Decode, EndCut)
-		c.end(AnswerStreamLost, OutcomeStreamLost, 0)
-	case EvError:
-		c.release(Decode, EndError)
+	case EvCut, EvError:
+		c.release(Decode, endings[ev.Kind])
 		c.end(AnswerStreamLost, OutcomeStreamLost, 0)
 	default:
 		c.halves[Decode].leg = legPassed
@@ -263,17 +252,16 @@ func (c *Core) onStream(ev *Event) {
 
 // onDialFailed handles that no byte of a decode leg was sent. Parameters stay good: no engine has seen them.
 func (c *Core) onDialFailed() {
-	switch {
-	case !c.remote:
+	if !c.remote {
 		c.failLocal(EndDial)
-	case !c.decodeIsFree():
-		c.avoid(Decode)
-		c.release(Decode, EndDial)
-		c.redo()
-	default:
-		c.avoid(Decode)
-		c.release(Decode, EndDial)
+		return
+	}
+	c.avoid(Decode)
+	c.release(Decode, EndDial)
+	if c.decodeIsFree() {
 		c.chooseDecode()
+	} else {
+		c.redo()
 	}
 }
 
@@ -295,11 +283,9 @@ func (c *Core) onDecodeFailed(e Ending) {
 		e = EndCancelled
 	}
 	c.release(Decode, e)
-	if c.deaths >= 2 {
-		c.end(AnswerTwoDied, OutcomeFailed, 0)
-		return
+	if !c.endIfTwoDied() {
+		c.redo()
 	}
-	c.redo()
 }
 
 // failLocal handles a decode rank that did not do with a plain request: another one is asked.
@@ -309,11 +295,9 @@ func (c *Core) failLocal(e Ending) {
 	}
 	c.avoid(Decode)
 	c.release(Decode, e)
-	if c.deaths >= 2 {
-		c.end(AnswerTwoDied, OutcomeFailed, 0)
-		return
+	if !c.endIfTwoDied() {
+		c.chooseDecode()
 	}
-	c.chooseDecode()
 }
 
 // chooseDecode asks for another decode rank after one failed on its own account; there are MaxDecodes.
@@ -341,11 +325,16 @@ func (c *Core) failPrefill(e Ending) {
 	if c.halves[Decode].leg != legIdle {
 		c.release(Decode, EndCancelled)
 	}
+	if !c.endIfTwoDied() {
+		c.redo()
+	}
+}
+
+func (c *Core) endIfTwoDied() bool {
 	if c.deaths >= 2 {
 		c.end(AnswerTwoDied, OutcomeFailed, 0)
-		return
 	}
-	c.redo()
+	return c.deaths >= 2
 }
 
 // redo computes the prompt again, once: on another prefill rank if there is one. After that the decode rank
@@ -381,8 +370,8 @@ func (c *Core) goLocal(isFallback bool) {
 	needsDecode := c.halves[Decode].number == 0
 	if c.choice != 0 { // a choice under way for a pair is one for a decode rank now
 		needsDecode = needsDecode || c.want[Decode]
-		c.out = append(c.out, Command{Kind: CmdCancel, Number: c.choice})
-		c.choice, c.want = 0, [2]bool{}
+		c.cancelChoice()
+		c.want = [2]bool{}
 	}
 	if needsDecode {
 		c.choose(false, true)

@@ -133,9 +133,6 @@ const (
 	EndLate // the engine did not answer in time
 )
 
-// IsCharged reports whether the ending counts against the rank.
-func (e Ending) IsCharged() bool { return e >= EndDial }
-
 // Answer is what the client gets instead of a decode leg's answer.
 type Answer uint8
 

@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/internal/engine/transfer"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -25,7 +26,9 @@ type script struct {
 	out     []string
 }
 
-func testConfig(o Order) Config {
+const prefillFirst, decodeFirst, together = transfer.PrefillFirst, transfer.DecodeFirst, transfer.Together
+
+func testConfig(o transfer.Order) Config {
 	return Config{
 		Order: o, Lease: 30 * time.Second, PrefillLimit: 10 * time.Second, DecodeLimit: 5 * time.Second,
 		LocalLimit: 10 * time.Second, MaxDecodes: 3,
@@ -33,7 +36,7 @@ func testConfig(o Order) Config {
 }
 
 func newScript(t *testing.T, cfg Config) *script {
-	return &script{t: t, core: NewCore(cfg), numbers: map[string]uint32{}}
+	return &script{t: t, core: &Core{cfg: cfg}, numbers: map[string]uint32{}}
 }
 
 func rankOf(t require.TestingT, name string) routing.RankRef {
@@ -183,7 +186,7 @@ const (
 func TestCoreTables(t *testing.T) {
 	for _, x := range []struct {
 		name   string
-		order  Order
+		order  transfer.Order
 		change func(c *Config)
 		before string // events whose commands do not matter here
 		events string
@@ -498,72 +501,72 @@ func TestCoreTables(t *testing.T) {
 		},
 
 		{
-			name: "push", order: DecodeFirst, before: reserved, events: "sent d1; done p1 7; first d1; " +
+			name: "push", order: decodeFirst, before: reserved, events: "sent d1; done p1 7; first d1; " +
 				"done d1",
 			want: "prefill p1; discard 7; pass-on; release p1 ok; release d1 ok; count remote ok",
 		},
 		{
-			name: "push: D first", order: DecodeFirst, before: "start; chosen p1 d1; reserved p1",
+			name: "push: D first", order: decodeFirst, before: "start; chosen p1 d1; reserved p1",
 			events: "reserved d1", want: "decode d1 p1 0",
 		},
 		{
-			name: "push: D takes no connection", order: DecodeFirst, before: reserved, events: "nodial d1",
+			name: "push: D takes no connection", order: decodeFirst, before: reserved, events: "nodial d1",
 			want: "release d1 dial; choose d for p1",
 		},
 		{
-			name: "push: P fails, D is cancelled", order: DecodeFirst, before: sentPush, events: "error p1",
+			name: "push: P fails, D is cancelled", order: decodeFirst, before: sentPush, events: "error p1",
 			want: "note prefill-failed; release p1 error; cancel d1; release d1 cancelled; note redo; " +
 				"choose p d",
 		},
 		{
-			name: "push: D fails, P is cancelled", order: DecodeFirst, before: sentPush, events: "error d1",
+			name: "push: D fails, P is cancelled", order: decodeFirst, before: sentPush, events: "error d1",
 			want: "note kv-failure; release d1 cancelled; cancel p1; release p1 cancelled; note redo; " +
 				"choose p d",
 		},
 		{
-			name: "push: D is fenced", order: DecodeFirst, before: sentPush, events: "fenced d1",
+			name: "push: D is fenced", order: decodeFirst, before: sentPush, events: "fenced d1",
 			want: "cancel d1; release d1 cancelled; cancel p1; release p1 cancelled; note redo; choose p d",
 		},
 		{
-			name: "push: D waits for nothing", order: DecodeFirst, before: sentPush + "done p1 7",
+			name: "push: D waits for nothing", order: decodeFirst, before: sentPush + "done p1 7",
 			events: "at 15s",
 			want: "note decode-late; cancel d1; release d1 cancelled; release p1 ok held; note redo; " +
 				"choose p d",
 		},
 		{
-			name: "push: no parameters are no fault", order: DecodeFirst, before: sentPush, events: "done p1",
+			name: "push: no parameters are no fault", order: decodeFirst, before: sentPush, events: "done p1",
 			want: "",
 		},
 
 		{
-			name: "both at once", order: Together, before: "start; chosen p1 d1; reserved p1",
+			name: "both at once", order: together, before: "start; chosen p1 d1; reserved p1",
 			events: "reserved d1", want: "decode d1 p1 0; prefill p1",
 		},
 		{
-			name: "both: D is faster than P's answer", order: Together, before: reserved + "sent d1",
+			name: "both: D is faster than P's answer", order: together, before: reserved + "sent d1",
 			events: "first d1; done p1; done d1",
 			want:   "pass-on; release p1 ok; release d1 ok; count remote ok",
 		},
 		{
-			name: "both: D has all before P answers", order: Together, before: reserved + "sent d1; first d1",
+			name: "both: D has all before P answers", order: together, before: reserved + "sent d1; first d1",
 			events: "done d1",
 			want:   "release d1 ok; cancel p1; release p1 cancelled; count remote ok",
 		},
 		{
-			name: "both: P fails behind the first byte", order: Together, before: reserved + "sent d1; " +
+			name: "both: P fails behind the first byte", order: together, before: reserved + "sent d1; " +
 				"first d1",
 			events: "error p1; done d1", want: "release p1 error; release d1 ok; count remote ok",
 		},
 		{
-			name: "both: P 4xx", order: Together, before: reserved, events: "rejected p1",
+			name: "both: P 4xx", order: together, before: reserved, events: "rejected p1",
 			want: "release p1 ok; cancel d1; release d1 cancelled; answer pass; count remote rejected",
 		},
 		{
-			name: "both: D takes no connection", order: Together, before: reserved, events: "nodial d1",
+			name: "both: D takes no connection", order: together, before: reserved, events: "nodial d1",
 			want: "release d1 dial; cancel p1; release p1 cancelled; note redo; choose p d",
 		},
 		{
-			name: "both: D 4xx", order: Together, before: reserved + "sent d1", events: "rejected d1",
+			name: "both: D 4xx", order: together, before: reserved + "sent d1", events: "rejected d1",
 			want: "release d1 ok; cancel p1; release p1 cancelled; answer pass; count remote rejected",
 		},
 	} {
@@ -602,14 +605,14 @@ func TestWatch(t *testing.T) {
 }
 
 func TestReach(t *testing.T) {
-	assert.Equal(t, 25*time.Second, reach(30*time.Second))
-	assert.Equal(t, 115*time.Second, reach(120*time.Second))
-	assert.Equal(t, 10*time.Second, reach(20*time.Second))
+	assert.Equal(t, 25*time.Second, transfer.Usable(30*time.Second))
+	assert.Equal(t, 115*time.Second, transfer.Usable(120*time.Second))
+	assert.Equal(t, 10*time.Second, transfer.Usable(20*time.Second))
 }
 
 // TestCoreDeadline: the shell is told when to come back.
 func TestCoreDeadline(t *testing.T) {
-	s := newScript(t, testConfig(PrefillFirst))
+	s := newScript(t, testConfig(prefillFirst))
 	expect := func(events string, want time.Duration) {
 		t.Helper()
 		s.play(events)

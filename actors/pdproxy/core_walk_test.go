@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/internal/engine/transfer"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -109,7 +110,7 @@ func walk(t *testing.T, cfg Config, seed uint64, requests int, what walkFaults) 
 // send begins a request.
 func (w *world) send() {
 	f := &flight{
-		w: w, core: NewCore(w.cfg), prompt: 1 + w.rnd.IntN(300), isBad: w.chance(1), began: w.now,
+		w: w, core: &Core{cfg: w.cfg}, prompt: 1 + w.rnd.IntN(300), isBad: w.chance(1), began: w.now,
 		legs: map[uint32]*leg{}, tickets: map[uint32]int{}, params: map[uint64]*fakeParams{},
 		written: map[uint32][2]int{}, pushed: map[uint32]*leg{}, ranks: map[uint32]*fakeRank{},
 	}
@@ -146,7 +147,7 @@ func check(t *testing.T, w *world, requests int) {
 // TestWalk: 10,000 requests under random kills, stops, restarts and late clocks of both sides and the proxy,
 // and as many in the other orders.
 func TestWalk(t *testing.T) {
-	for _, o := range []Order{PrefillFirst, DecodeFirst, Together} {
+	for _, o := range []transfer.Order{prefillFirst, decodeFirst, together} {
 		for seed := range uint64(5) {
 			t.Run(fmt.Sprintf("order %d seed %d", o, seed), func(t *testing.T) {
 				t.Parallel()
@@ -166,7 +167,7 @@ func TestWalk(t *testing.T) {
 // engines only die, it waits for no limit at all: the longest streams have 3 s, and so has the wait for a
 // decode rank.
 func TestWalkBounds(t *testing.T) {
-	for _, o := range []Order{PrefillFirst, DecodeFirst, Together} {
+	for _, o := range []transfer.Order{prefillFirst, decodeFirst, together} {
 		for seed := range uint64(3) {
 			cfg := testConfig(o)
 			limits := 2*cfg.PrefillLimit + 2*cfg.DecodeLimit + time.Duration(cfg.MaxDecodes)*cfg.LocalLimit
@@ -183,7 +184,7 @@ func TestWalkBounds(t *testing.T) {
 // TestWalkSeesWrongTexts: a proxy that believes in longer leases than the engines keep, and does not notice
 // that it stood still, passes wrong texts on. So the walk is able to see them.
 func TestWalkSeesWrongTexts(t *testing.T) {
-	cfg := testConfig(PrefillFirst)
+	cfg := testConfig(prefillFirst)
 	cfg.Lease, cfg.DecodeLimit = time.Hour, time.Minute
 	wrong := 0
 	for seed := range uint64(5) {

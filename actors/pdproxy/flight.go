@@ -2,9 +2,11 @@ package pdproxy
 
 import (
 	"context"
+	"slices"
 	"sync"
 	"time"
 
+	"github.com/dpserve/dpserve/internal/engine/transfer"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -27,7 +29,7 @@ type Shell interface {
 type Flight struct {
 	proxy *Proxy
 	shell Shell
-	order Order
+	order transfer.Order
 	wake  chan struct{} // one slot: todo or the core has changed
 
 	mu     sync.Mutex
@@ -36,8 +38,7 @@ type Flight struct {
 	told   []Event   // by the Flight itself, in answer to commands that were cancelled before they began
 	isOver bool      // End was called
 
-	legs       sync.WaitGroup // prefill legs beside the decode leg, and events told by Later
-	prev, next *Flight        // in Proxy.flights; guarded by its mutex
+	legs sync.WaitGroup // prefill legs beside the decode leg, and events told by Later
 }
 
 // Begin starts a flight. The caller calls End.
@@ -93,7 +94,7 @@ func (f *Flight) carryOut(cmd *Command) {
 	case CmdChoose, CmdReserve, CmdStartDecode, CmdStartLocal:
 		f.todo = append(f.todo, *cmd)
 	case CmdStartPrefill:
-		if f.order == PrefillFirst {
+		if f.order == transfer.PrefillFirst {
 			f.todo = append(f.todo, *cmd)
 			return
 		}
@@ -114,23 +115,20 @@ func (f *Flight) carryOut(cmd *Command) {
 
 // drop takes a command that has not begun off the list, and answers it; false if there is none.
 func (f *Flight) drop(number uint32) bool {
-	for i := range f.todo {
-		c := &f.todo[i]
-		if c.Number != number {
-			continue
-		}
-		switch c.Kind {
-		case CmdChoose:
-			f.told = append(f.told, Event{Kind: EvNoRank, Number: number})
-		case CmdReserve:
-			f.shell.Do(&Command{Kind: CmdUndoChoice, Number: number, Side: c.Side, Rank: c.Rank})
-			f.told = append(f.told, Event{Kind: EvRefused, Number: number})
-		default: // a leg that has not begun: nobody waits for it
-		}
-		f.todo = append(f.todo[:i], f.todo[i+1:]...)
-		return true
+	i := slices.IndexFunc(f.todo, func(c Command) bool { return c.Number == number })
+	if i < 0 {
+		return false
 	}
-	return false
+	switch c := &f.todo[i]; c.Kind {
+	case CmdChoose:
+		f.told = append(f.told, Event{Kind: EvNoRank, Number: number})
+	case CmdReserve:
+		f.shell.Do(&Command{Kind: CmdUndoChoice, Number: number, Side: c.Side, Rank: c.Rank})
+		f.told = append(f.told, Event{Kind: EvRefused, Number: number})
+	default: // a leg that has not begun: nobody waits for it
+	}
+	f.todo = slices.Delete(f.todo, i, i+1)
+	return true
 }
 
 // Next returns the next command for the goroutine of the request: CmdChoose, CmdReserve, CmdStartPrefill,
@@ -162,7 +160,7 @@ func (f *Flight) take() (cmd Command, ok, over bool) {
 		return Command{}, false, f.core.IsSettled()
 	}
 	cmd = f.todo[0]
-	f.todo = append(f.todo[:0], f.todo[1:]...)
+	f.todo = slices.Delete(f.todo, 0, 1)
 	return cmd, true, false
 }
 

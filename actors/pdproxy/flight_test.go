@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/internal/engine/transfer"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -65,7 +66,7 @@ var (
 	rankD = routing.RankRef{ID: 2, Incarnation: 22}
 )
 
-func fakeConfig(o Order) Config {
+func fakeConfig(o transfer.Order) Config {
 	return Config{
 		Order: o, Lease: 30 * time.Second, PrefillLimit: time.Minute, DecodeLimit: time.Minute,
 		LocalLimit: time.Minute, MaxDecodes: 3,
@@ -82,7 +83,7 @@ func next(t *testing.T, f *Flight, kind CommandKind) Command {
 }
 
 // begin brings a flight to where both tickets are held.
-func begin(t *testing.T, p *Proxy, s Shell, o Order, whole bool) *Flight {
+func begin(t *testing.T, p *Proxy, s Shell, o transfer.Order, whole bool) *Flight {
 	t.Helper()
 	f := p.Begin(fakeConfig(o), s)
 	f.Tell(Event{Kind: EvStart, Whole: whole})
@@ -99,7 +100,7 @@ func begin(t *testing.T, p *Proxy, s Shell, o Order, whole bool) *Flight {
 func TestFlight(t *testing.T) {
 	p, _ := bareProxy()
 	s := &tape{}
-	f := begin(t, p, s, PrefillFirst, false)
+	f := begin(t, p, s, prefillFirst, false)
 	assert.Len(t, p.flights.all(), 1)
 	cmd := next(t, f, CmdStartPrefill)
 	f.Tell(Event{Kind: EvDone, Number: cmd.Number, Params: 5})
@@ -125,7 +126,7 @@ func TestFlight(t *testing.T) {
 // TestFlightBesides: of transfers that need both legs at once, the prefill leg has its own goroutine, and its
 // failure cancels the decode leg at once.
 func TestFlightBesides(t *testing.T) {
-	for _, o := range []Order{Together, DecodeFirst} {
+	for _, o := range []transfer.Order{together, decodeFirst} {
 		p, _ := bareProxy()
 		fails := make(chan struct{})
 		s := &tape{}
@@ -135,7 +136,7 @@ func TestFlightBesides(t *testing.T) {
 		}
 		f := begin(t, p, s, o, false)
 		cmd := next(t, f, CmdStartDecode)
-		if o == DecodeFirst {
+		if o == decodeFirst {
 			f.Tell(Event{Kind: EvSent, Number: cmd.Number})
 		}
 		close(fails)
@@ -160,7 +161,7 @@ func TestFlightBesides(t *testing.T) {
 func TestFlightLeaves(t *testing.T) {
 	p, _ := bareProxy()
 	s := &tape{}
-	f := p.Begin(fakeConfig(PrefillFirst), s)
+	f := p.Begin(fakeConfig(prefillFirst), s)
 	defer f.End()
 	f.Tell(Event{Kind: EvStart})
 	cmd := next(t, f, CmdChoose)
@@ -179,7 +180,7 @@ func TestFlightWaits(t *testing.T) {
 	for late, outcome := range map[bool]Outcome{false: OutcomeClientGone, true: OutcomeDeadline} {
 		p, _ := bareProxy()
 		s := &tape{}
-		f := begin(t, p, s, PrefillFirst, false)
+		f := begin(t, p, s, prefillFirst, false)
 		next(t, f, CmdStartPrefill)
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel()
@@ -195,7 +196,7 @@ func TestFlightWaits(t *testing.T) {
 func TestFlightTicks(t *testing.T) {
 	p, c := bareProxy()
 	s := &tape{}
-	f := begin(t, p, s, PrefillFirst, false)
+	f := begin(t, p, s, prefillFirst, false)
 	defer f.End()
 	next(t, f, CmdStartPrefill)
 	for range 4 * 59 {
@@ -218,7 +219,7 @@ func TestFlightTicks(t *testing.T) {
 func TestFlightWhole(t *testing.T) {
 	p, c := bareProxy()
 	s := &tape{}
-	f := begin(t, p, s, PrefillFirst, true)
+	f := begin(t, p, s, prefillFirst, true)
 	defer f.End()
 	cmd := next(t, f, CmdStartPrefill)
 	f.Tell(Event{Kind: EvDone, Number: cmd.Number, Params: 5})
@@ -246,7 +247,7 @@ func TestFlightManyTell(t *testing.T) {
 	p, _ := bareProxy()
 	for range 200 {
 		s := &tape{}
-		f := begin(t, p, s, PrefillFirst, false)
+		f := begin(t, p, s, prefillFirst, false)
 		cmd := next(t, f, CmdStartPrefill)
 		var all sync.WaitGroup
 		for _, ev := range []Event{

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"maps"
+	"slices"
 	"sync"
 	"time"
 
@@ -132,38 +134,24 @@ func (p *Proxy) Close() {
 // flights are the flights under way.
 type flights struct {
 	mu   sync.Mutex
-	head *Flight
-	n    int
+	set  map[*Flight]struct{}
 	list []*Flight // reused by all
 }
 
 func (l *flights) add(f *Flight) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if f.next = l.head; f.next != nil {
-		f.next.prev = f
+	if l.set == nil {
+		l.set = map[*Flight]struct{}{}
 	}
-	l.head = f
-	l.n++
+	l.set[f] = struct{}{}
 }
 
 // remove may be called twice.
 func (l *flights) remove(f *Flight) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	switch {
-	case f.prev != nil:
-		f.prev.next = f.next
-	case l.head == f:
-		l.head = f.next
-	default:
-		return
-	}
-	if f.next != nil {
-		f.next.prev = f.prev
-	}
-	f.prev, f.next = nil, nil
-	l.n--
+	delete(l.set, f)
 }
 
 // all lists the flights. Only the actor calls it, and the list is valid until it does so again.
@@ -171,10 +159,7 @@ func (l *flights) all() []*Flight {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	clear(l.list)
-	l.list = l.list[:0]
-	for f := l.head; f != nil; f = f.next {
-		l.list = append(l.list, f)
-	}
+	l.list = slices.AppendSeq(l.list[:0], maps.Keys(l.set))
 	return l.list
 }
 

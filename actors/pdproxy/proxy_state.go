@@ -1,6 +1,7 @@
 package pdproxy
 
 import (
+	"cmp"
 	"errors"
 	"log/slog"
 	"slices"
@@ -39,8 +40,7 @@ type warming struct {
 
 // cacheReset is a reset of a decode rank's prefix cache.
 type cacheReset struct {
-	again     string // why it must be done once more; "": it need not
-	isRefused bool   // the engine allows none
+	again string // why it must be done once more; "": it need not
 }
 
 type pairsReport struct {
@@ -160,13 +160,7 @@ func (s *proxyState) refreshRanks(now time.Duration) {
 }
 
 func compareRefs(a, b routing.RankRef) int {
-	switch {
-	case a.ID != b.ID && a.ID < b.ID, a.ID == b.ID && a.Incarnation < b.Incarnation:
-		return -1
-	case a == b:
-		return 0
-	}
-	return 1
+	return cmp.Or(cmp.Compare(a.ID, b.ID), cmp.Compare(a.Incarnation, b.Incarnation))
 }
 
 // addPair begins the prewarming of a pair, if its engines fit.
@@ -283,7 +277,7 @@ func (s *proxyState) onReset(m wasReset) {
 	switch {
 	case errors.Is(m.err, ErrNoReset):
 		if r != nil {
-			s.resets[m.decode] = &cacheReset{isRefused: true} // said once in the rank's life
+			s.resets[m.decode] = &cacheReset{} // said once in the rank's life
 		}
 		s.p.log.Warn("a prefix cache that may hold wrong blocks stays: restart the engine, or start it so "+
 			"that it allows resets (vLLM: VLLM_SERVER_DEV_MODE=1)",

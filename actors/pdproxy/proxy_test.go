@@ -243,7 +243,7 @@ func TestProxyCloses(t *testing.T) {
 	defer sys.Shutdown()
 	p, err := NewProxy(sys, t.Name(), b, slog.New(slog.DiscardHandler))
 	require.NoError(t, err)
-	f := p.Begin(fakeConfig(PrefillFirst), &tape{})
+	f := p.Begin(fakeConfig(prefillFirst), &tape{})
 	closed := make(chan struct{})
 	go func() { p.Close(); close(closed) }()
 	select {

@@ -5,12 +5,15 @@
 package rankassigner
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
 	"maps"
 	"slices"
+	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -42,12 +45,8 @@ type Timers struct {
 }
 
 func (t Timers) withDefaults() Timers {
-	if t.Rendezvous <= 0 {
-		t.Rendezvous = DefaultRendezvous
-	}
-	if t.Proposal <= 0 {
-		t.Proposal = DefaultProposal
-	}
+	t.Rendezvous = cmp.Or(max(0, t.Rendezvous), DefaultRendezvous)
+	t.Proposal = cmp.Or(max(0, t.Proposal), DefaultProposal)
 	return t
 }
 
@@ -130,8 +129,8 @@ func (a *Assigner) followStore(ctx context.Context) {
 }
 
 // Assign returns a replica's rank, the epoch of its unit and the size of the group: assign_rank(replica_id).
-// It reads the answer from the grant, so it is idempotent by replica id, also over restarts. Errors, also in
-// the reply: ErrNotGranted, ErrGroupFull, ErrBadReplica.
+// It reads the answer from the grant, so it is idempotent by replica id, also over restarts. Errors:
+// ErrNotGranted, ErrGroupFull, ErrBadReplica.
 func (a *Assigner) Assign(_ context.Context, app string, group int, replicaID string) (msg.AssignReply,
 	error,
 ) {
@@ -140,8 +139,7 @@ func (a *Assigner) Assign(_ context.Context, app string, group int, replicaID st
 		return msg.AssignReply{}, errStopped()
 	default:
 	}
-	r := assign(a.cfg.Store.State(), app, group, replicaID)
-	return r, r.Err
+	return assign(a.cfg.Store.State(), app, group, replicaID)
 }
 
 // Publish announces rank 0's rendezvous address of a lockstep unit to the waiting ranks on all nodes. The
@@ -149,16 +147,27 @@ func (a *Assigner) Assign(_ context.Context, app string, group int, replicaID st
 // A repetition changes nothing.
 func (a *Assigner) Publish(p msg.Publish) { a.box.Send(&p) }
 
-// Await waits for rank 0's address. Errors: ErrRendezvous after the deadline, with the ranks that did not
-// report; ErrNotGranted and state.ErrStaleEpoch if the unit's grant is not the caller's.
-func (a *Assigner) Await(ctx context.Context, unit string, epoch uint64, rank int) (string, int, error) {
-	reply := make(chan msg.AwaitReply, 1)
-	m := &msg.Await{Ctx: ctx, Unit: unit, Epoch: epoch, Rank: rank, Reply: reply}
-	r, err := ask(ctx, a.box, m, reply)
-	if err != nil {
-		return "", 0, err
+// Await waits for rank 0's address, and tells the settings of its engine if they are published. Errors:
+// ErrRendezvous after the deadline, with the ranks that did not report; ErrNotGranted and state.ErrStaleEpoch
+// if the unit's grant is not the caller's.
+func (a *Assigner) Await(ctx context.Context, unit string, epoch uint64, rank int) (msg.AwaitReply,
+	error,
+) {
+	m := &msg.Await{Ctx: ctx, Unit: unit, Epoch: epoch, Rank: rank, Reply: make(chan msg.AwaitReply, 1)}
+	if err := a.box.TrySend(m); errors.Is(err, inbox.ErrStopped) {
+		return msg.AwaitReply{}, errStopped()
+	} else if err != nil {
+		return msg.AwaitReply{}, problem.New(problem.Overloaded, "ask the rank assigner: %w", err).
+			WithHint("try again in a second")
 	}
-	return r.Addr, r.Port, r.Err
+	select {
+	case r := <-m.Reply:
+		return r, r.Err
+	case <-ctx.Done():
+		return msg.AwaitReply{}, context.Cause(ctx)
+	case <-a.box.Stopped(): // a stopped actor does not answer
+		return msg.AwaitReply{}, errStopped()
+	}
 }
 
 // AssignGroup places and numbers the units of a group, and puts the grant of those that found room through
@@ -214,7 +223,6 @@ func (a receiver) assignGroup(m *groupRequest) {
 	})
 }
 
-// release proposes the release of a unit.
 func (a receiver) release(m *releaseRequest) {
 	a.run(func(ctx context.Context) {
 		err := checkWholeUnit(a.cfg.Store.State(), &m.ReleaseRank)
@@ -238,26 +246,6 @@ func (a receiver) run(f func(ctx context.Context)) {
 		defer cancel()
 		f(ctx)
 	})
-}
-
-// ask posts m and waits for its answer. A stopped actor does not answer, so ask also waits for the actor's
-// end.
-func ask[R any](ctx context.Context, box *inbox.Inbox, m any, reply <-chan R) (R, error) {
-	var none R
-	if err := box.TrySend(m); errors.Is(err, inbox.ErrStopped) {
-		return none, errStopped()
-	} else if err != nil {
-		return none, problem.New(problem.Overloaded, "ask the rank assigner: %w", err).
-			WithHint("try again in a second")
-	}
-	select {
-	case r := <-reply:
-		return r, nil
-	case <-ctx.Done():
-		return none, context.Cause(ctx)
-	case <-box.Stopped():
-		return none, errStopped()
-	}
 }
 
 // stateChanged carries a new snapshot of the store.
@@ -309,4 +297,78 @@ var ErrStopped = fmt.Errorf("rank assigner is stopped: %w", cluster.ErrNotLeader
 func errStopped() error {
 	return problem.New(problem.Unavailable, "ask the rank assigner: %w", ErrStopped).
 		WithHint("ask the leader; if this node is the only one, after its restart")
+}
+
+// parseReplicaID returns the slot of a replica id. The id must be spelled as msg.ReplicaID does: two
+// spellings would make two replicas with one rank.
+func parseReplicaID(app string, group int, replicaID string) (int, error) {
+	slot, err := strconv.Atoi(replicaID[strings.LastIndexByte(replicaID, '.')+1:])
+	if err != nil || slot < 0 || replicaID != msg.ReplicaID(app, group, slot) {
+		return 0, problem.New(problem.InvalidArgument, "assign rank: %w %q", ErrBadReplica, replicaID).
+			WithHint("it is APP.GROUP.SLOT, here %s", msg.ReplicaID(app, group, 0))
+	}
+	return slot, nil
+}
+
+// assign reads a replica's rank from the grants. It writes nothing, so a repeated question gets the same
+// answer.
+func assign(s *state.State, app string, group int, replicaID string) (msg.AssignReply, error) {
+	slot, err := parseReplicaID(app, group, replicaID)
+	if err != nil {
+		return msg.AssignReply{}, err
+	}
+	ranks, err := groupRanks(s, app, group)
+	if err != nil {
+		return msg.AssignReply{}, err
+	}
+	if !slices.Contains(ranks, slot) {
+		return msg.AssignReply{}, problem.New(problem.Conflict,
+			"assign rank: %w: group %s/%d has %d ranks, %s would be one more", ErrGroupFull, app, group,
+			len(ranks), replicaID).
+			WithHint("raise data_parallel.dp_size or num_replicas and deploy again")
+	}
+	u := unitOfRank(s, app, group, slot)
+	if u == nil {
+		return msg.AssignReply{}, problem.New(problem.Unavailable,
+			"assign rank: rank %d of group %s/%d: %w", slot, app, group, ErrNotGranted).
+			WithHint("it is placed by the controller; ask again when it is")
+	}
+	return msg.AssignReply{Rank: slot, Epoch: u.Epoch, DPSize: len(ranks)}, nil
+}
+
+func groupRanks(s *state.State, name string, group int) ([]int, error) {
+	a, ok := s.Apps[name]
+	if !ok {
+		return nil, problem.New(problem.NotFound, "assign rank: %w %q", state.ErrUnknownApp, name)
+	}
+	spec, err := a.Application()
+	if err != nil {
+		return nil, problem.New(problem.Internal, "assign rank: read the spec of %q: %w", name, err)
+	}
+	if group < 0 || group >= spec.NumGroups {
+		return nil, problem.New(problem.NotFound, "assign rank: application %q has no group %d: %w", name,
+			group, ErrNotGranted)
+	}
+	return spec.RankNumbers(group), nil
+}
+
+// unitOfRank is the granted unit that holds a rank. The state ensures that there is at most one.
+func unitOfRank(s *state.State, name string, group, rank int) *state.Unit {
+	for _, u := range s.Units {
+		if u.App == name && u.Group == group && u.Holds() && u.HasRank(rank) {
+			return u
+		}
+	}
+	return nil
+}
+
+// checkWholeUnit refuses to release a part of a unit. The state itself refuses unknown units and epochs.
+func checkWholeUnit(s *state.State, m *msg.ReleaseRank) error {
+	u := s.Units[m.Unit]
+	if m.Rank < 0 || u == nil || (len(u.Ranks) == 1 && u.HasRank(m.Rank)) {
+		return nil
+	}
+	return problem.New(problem.InvalidArgument, "release rank %d of %s: %w: it has %d ranks", m.Rank,
+		m.Unit, ErrPartial, len(u.Ranks)).
+		WithHint("release rank -1, all ranks of the unit")
 }

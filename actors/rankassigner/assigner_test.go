@@ -164,8 +164,9 @@ func (r *rig) release(m msg.ReleaseRank) error {
 func (r *rig) await(unit string, epoch uint64, rank int) <-chan msg.AwaitReply {
 	out := make(chan msg.AwaitReply, 1)
 	go func() {
-		addr, port, err := r.Await(r.t.Context(), unit, epoch, rank)
-		out <- msg.AwaitReply{Addr: addr, Port: port, Err: err}
+		said, err := r.Await(r.t.Context(), unit, epoch, rank)
+		said.Err = err
+		out <- said
 	}()
 	synctest.Wait()
 	return out
@@ -250,7 +251,7 @@ func TestSurvivesItsOwnRestart(t *testing.T) {
 		r.store.mu.Unlock()
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
-		_, _, err = r.Await(ctx, "moe/0", 1, 0)
+		_, err = r.Await(ctx, "moe/0", 1, 0)
 		require.ErrorIs(t, err, context.DeadlineExceeded, "its answer is lost, the deadline is not")
 
 		r.store.mu.Lock()
@@ -327,10 +328,15 @@ func TestNewLeaderLearnsTheRendezvous(t *testing.T) {
 			time.Sleep(2 * time.Second)
 			next.Publish(msg.Publish{Unit: "moe/0", Epoch: 1, Rank: 0, Addr: "10.0.0.1", Port: 7})
 		}()
-		addr, port, err := next.Await(t.Context(), "moe/0", 1, 1)
+		said, err := next.Await(t.Context(), "moe/0", 1, 1)
 		require.NoError(t, err)
-		assert.Equal(t, "10.0.0.1", addr)
-		assert.Equal(t, 7, port)
+		assert.Equal(t, msg.AwaitReply{Addr: "10.0.0.1", Port: 7}, said)
+		for _, settings := range []string{"block size 16", ""} { // a late repetition changes nothing
+			next.Publish(msg.Publish{Unit: "moe/0", Epoch: 1, Addr: "10.0.0.1", Port: 7, Settings: settings})
+		}
+		said, err = next.Await(t.Context(), "moe/0", 1, 1)
+		require.NoError(t, err)
+		assert.Equal(t, "block size 16", said.Settings)
 		require.NoError(t, next.Close())
 		system.Shutdown()
 		time.Sleep(time.Second)

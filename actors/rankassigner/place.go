@@ -86,7 +86,6 @@ func (p *placer) canKeepSeats(u *state.UnitGrant) bool {
 	return !slices.ContainsFunc(rec.Ranks, func(r state.RankGrant) bool { return !p.hasSeat(&r) })
 }
 
-// hasSeat reports whether a usable node still offers the seat.
 func (p *placer) hasSeat(r *state.RankGrant) bool {
 	n := p.state.Nodes[r.Node]
 	if n == nil || !n.Takes() || !slices.Contains(p.m.Nodes, r.Node) {
@@ -154,10 +153,7 @@ func (p *placer) request(part []state.UnitGrant) placement.Group {
 			continue
 		}
 		for _, r := range p.state.Units[part[i].Unit].Ranks {
-			g.Keep = append(g.Keep, placement.Seat{
-				Rank: r.Rank, Node: r.Node, Slot: r.Slot,
-				Devices: r.Devices,
-			})
+			g.Keep = append(g.Keep, placement.Seat(r))
 		}
 	}
 	slices.Sort(g.Ranks)
@@ -203,9 +199,8 @@ func containsUnit(us []state.UnitGrant, id string) bool {
 func GroupRequest(a *app.Application, group int) placement.Group {
 	g := placement.Group{
 		ID: a.Name + "/" + strconv.Itoa(group), Lockstep: a.DataParallel.Coupling == app.Lockstep,
-		DPSize:   a.DataParallel.DPSize,
-		Strategy: placement.Strategy(a.PlacementGroupStrategy), MaxRanksPerNode: a.MaxRanksPerNode,
-		Labels: a.Resources.Labels, Held: map[string]int{},
+		DPSize: a.DataParallel.DPSize, Strategy: placement.Strategy(a.PlacementGroupStrategy),
+		MaxRanksPerNode: a.MaxRanksPerNode, Labels: a.Resources.Labels, Held: map[string]int{},
 	}
 	if a.Engine.Kind == app.KindAttach {
 		g.Attach, g.Pinned = true, map[int]string{}
@@ -230,12 +225,9 @@ func GroupRequest(a *app.Application, group int) placement.Group {
 
 // SeatsOf returns the seats and port blocks of a unit with these ranks in a placed group.
 func SeatsOf(ranks []int, p *placement.Placed) (seats []state.RankGrant, blocks []state.Block) {
-	for i := range p.Seats {
-		if at := &p.Seats[i]; slices.Contains(ranks, at.Rank) {
-			seats = append(seats, state.RankGrant{
-				Rank: at.Rank, Node: at.Node, Slot: at.Slot,
-				Devices: at.Devices,
-			})
+	for _, at := range p.Seats {
+		if slices.Contains(ranks, at.Rank) {
+			seats = append(seats, state.RankGrant(at))
 		}
 	}
 	for _, b := range p.Blocks {
@@ -258,8 +250,9 @@ func NewInventory(s *state.State, usable []string) *Inventory {
 	for _, id := range usable {
 		if n := s.Nodes[id]; n != nil && n.Takes() {
 			v.Nodes = append(v.Nodes, placement.Node{
-				ID: id, Slots: n.Resources.Slots, Devices: n.Resources.Devices, Labels: n.Resources.Labels,
-				Ports: placement.Ports{Lo: n.Resources.PortLo, Hi: n.Resources.PortHi},
+				ID: id, Slots: n.Resources.Slots, Devices: n.Resources.Devices, Near: n.Resources.Near,
+				Labels: n.Resources.Labels,
+				Ports:  placement.Ports{Lo: n.Resources.PortLo, Hi: n.Resources.PortHi},
 			})
 		}
 	}
@@ -287,7 +280,7 @@ func (v *Inventory) Place(g *placement.Group) (placement.Placed, error) {
 	if err != nil {
 		return placement.Placed{}, err
 	}
-	return p.Groups[0], nil
+	return p[0], nil
 }
 
 // Use marks seats and port blocks as in use.
@@ -325,19 +318,17 @@ func portsOf(b state.Block) placement.Ports {
 
 // Explain puts a placement error into one line: what is missing, and what each node has.
 func Explain(err error) string {
-	var p *problem.Error
-	if !errors.As(err, &p) || len(p.Details) == 0 {
-		return err.Error()
+	if p, ok := errors.AsType[*problem.Error](err); ok && len(p.Details) > 0 {
+		return p.Message + "; " + strings.Join(p.Details, "; ")
 	}
-	return p.Message + "; " + strings.Join(p.Details, "; ")
+	return err.Error()
 }
 
 // hintOf returns what the user can do about an error of placement, as one more clause; "" if there is no
 // hint.
 func hintOf(err error) string {
-	var p *problem.Error
-	if !errors.As(err, &p) || p.Hint == "" {
-		return ""
+	if p, ok := errors.AsType[*problem.Error](err); ok && p.Hint != "" {
+		return "; hint: " + p.Hint
 	}
-	return "; hint: " + p.Hint
+	return ""
 }

@@ -16,6 +16,7 @@ type meeting struct {
 	epoch    uint64
 	addr     string
 	port     int
+	settings string             // of rank 0's engine; "" = not published
 	open     bool               // rank 0 has published
 	err      error              // the deadline has passed
 	reported map[int]bool       // ranks that published or awaited
@@ -41,17 +42,24 @@ func newTable(wait time.Duration, post func(any)) *table {
 	return &table{wait: wait, post: post, meetings: map[string]*meeting{}, last: state.New()}
 }
 
-// publish stores rank 0's address and answers all waiting ranks. A second address for the same grant replaces
-// the first.
+// publish stores rank 0's address and settings, and answers all waiting ranks. A second address for the same
+// grant replaces the first.
 func (t *table) publish(s *state.State, p *msg.Publish) error {
 	m, err := t.join(s, p.Unit, p.Epoch, p.Rank)
 	if err != nil {
 		return err
 	}
 	m.addr, m.port, m.open = p.Addr, p.Port, true
-	m.stop()
-	m.answer(msg.AwaitReply{Addr: m.addr, Port: m.port})
+	if p.Settings != "" {
+		m.settings = p.Settings
+	}
+	m.deadline.Stop()
+	m.answer(m.said())
 	return nil
+}
+
+func (m *meeting) said() msg.AwaitReply {
+	return msg.AwaitReply{Addr: m.addr, Port: m.port, Settings: m.settings}
 }
 
 // await answers at once if it can, else it keeps the request in the meeting.
@@ -64,7 +72,7 @@ func (t *table) await(s *state.State, w *msg.Await) {
 	case err != nil:
 		w.Reply <- msg.AwaitReply{Err: err}
 	case m.open:
-		w.Reply <- msg.AwaitReply{Addr: m.addr, Port: m.port}
+		w.Reply <- m.said()
 	case m.err != nil:
 		w.Reply <- msg.AwaitReply{Err: m.err}
 	default:
@@ -85,7 +93,7 @@ func (t *table) join(s *state.State, unit string, epoch uint64, rank int) (*meet
 		return nil, problem.New(problem.NotFound, "rendezvous of %s: %w", unit, ErrNotGranted)
 	case u.Epoch != epoch:
 		return nil, errStale(unit, epoch, u.Epoch)
-	case !hasRank(u, rank):
+	case !u.HasRank(rank):
 		return nil, problem.New(problem.InvalidArgument, "rendezvous of %s: rank %d: %w", unit, rank,
 			ErrNotGranted)
 	}
@@ -113,8 +121,7 @@ func (t *table) expire(e expired) {
 		return
 	}
 	m.err = problem.New(problem.Timeout, "%w: %s, epoch %d: after %s no report from %s", ErrRendezvous,
-		e.unit, e.epoch, t.wait,
-		rankList(m.missing(t.last.Units[e.unit]))).
+		e.unit, e.epoch, t.wait, rankList(m.missing(t.last.Units[e.unit]))).
 		WithHint("look at the log of those ranks: dpserve logs %s", appOf(e.unit))
 	m.answer(msg.AwaitReply{Err: m.err})
 }
@@ -124,7 +131,6 @@ func appOf(unit string) string {
 	return name
 }
 
-// missing returns the ranks of the unit that neither published nor awaited.
 func (m *meeting) missing(u *state.Unit) []int {
 	var out []int
 	if u == nil {
@@ -162,7 +168,7 @@ func (t *table) prune(s *state.State) {
 		if have < m.epoch || (have == m.epoch && s.Units[unit] != nil && s.Units[unit].Holds()) {
 			continue
 		}
-		m.stop()
+		m.deadline.Stop()
 		m.answer(msg.AwaitReply{Err: errStale(unit, m.epoch, have)})
 		delete(t.meetings, unit)
 	}
@@ -176,11 +182,9 @@ func (m *meeting) answer(r msg.AwaitReply) {
 	}
 }
 
-func (m *meeting) stop() { m.deadline.Stop() }
-
 // close stops the timers after the actor has stopped.
 func (t *table) close() {
 	for _, m := range t.meetings {
-		m.stop()
+		m.deadline.Stop()
 	}
 }

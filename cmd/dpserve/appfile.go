@@ -9,15 +9,17 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/dpserve/dpserve/actors/controller"
+	"github.com/spf13/cobra"
+
 	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/server"
 )
 
-// maxFile is the largest app.yaml in bytes; the admin API has the same limit.
-const maxFile = 1 << 20
+// maxFile is the largest app.yaml in MiB; the admin API has the same limit.
+const maxFile = 1
 
 // appFile is an app.yaml without faults.
 type appFile struct {
@@ -50,37 +52,37 @@ func parseApps(e *env, base app.Application, name string, text []byte) (*appFile
 }
 
 func readFile(e *env, path string) ([]byte, error) {
-	if path == "-" {
-		return readBounded("stdin", e.io.In)
-	}
-	f, err := os.Open(path)
-	if err != nil {
-		return nil, fileError(path, err)
-	}
-	defer func() { _ = f.Close() }() // only read
-	return readBounded(path, f)
+	return readInput(e, path, maxFile, "is it an app.yaml?",
+		"`dpserve up` without a file runs a ready-made example")
 }
 
-func readBounded(name string, r io.Reader) ([]byte, error) {
-	text, err := io.ReadAll(io.LimitReader(r, maxFile+1))
-	if err != nil {
-		return nil, fileError(name, err)
+// readInput reads a file ("-" is stdin) of at most so many MiB. The hints are for files that are larger, and
+// for those that cannot be read.
+func readInput(e *env, path string, mebibytes int, largeHint, errorHint string) ([]byte, error) {
+	name, in := "stdin", e.io.In
+	var text []byte
+	var err error
+	if path != "-" {
+		var f *os.File
+		f, err = os.Open(path)
+		name, in = path, f
+		defer func() { _ = f.Close() }() // only read
 	}
-	if len(text) > maxFile {
-		return nil, problem.New(problem.TooLarge, "%s is larger than 1 MiB", name).
-			WithHint("is it an app.yaml?")
+	if err == nil {
+		text, err = io.ReadAll(io.LimitReader(in, int64(mebibytes)<<20+1))
+	}
+	if perr, ok := errors.AsType[*fs.PathError](err); ok {
+		err = perr.Err
+	}
+	switch {
+	case err != nil:
+		return nil, problem.New(problem.InvalidArgument, "cannot read %s: %w", name, err).
+			WithHint("%s", errorHint)
+	case len(text) > mebibytes<<20:
+		return nil, problem.New(problem.TooLarge, "%s is larger than %d MiB", name, mebibytes).
+			WithHint("%s", largeHint)
 	}
 	return text, nil
-}
-
-func fileError(path string, err error) error {
-	cause := err
-	var perr *fs.PathError
-	if errors.As(err, &perr) {
-		cause = perr.Err
-	}
-	return problem.New(problem.InvalidArgument, "cannot read %s: %w", path, cause).
-		WithHint("`dpserve up` without a file runs a ready-made example")
 }
 
 // names lists the file's applications in order.
@@ -103,10 +105,11 @@ func (f *appFile) print() []byte { return (&app.File{Applications: f.apps}).Prin
 
 // request returns what a deploy sends: the text of the file as it is, unless the applications were changed.
 func (f *appFile) request() client.DeployRequest {
+	text := f.text
 	if f.changed {
-		return client.DeployRequest{File: f.name, Text: f.print()}
+		text = f.print()
 	}
-	return client.DeployRequest{File: f.name, Text: f.text}
+	return client.DeployRequest{File: f.name, Text: text}
 }
 
 // engineSim is the only value of --engine.
@@ -122,13 +125,21 @@ func simulatedFlags() []string {
 	}
 }
 
-// checkEngine refuses unknown values of --engine.
-func checkEngine(engine string) error {
-	if engine == "" || engine == engineSim {
-		return nil
+// readFor reads an application file for a value of --engine. It refuses unknown values, and converts the file
+// to the simulated engine if that is asked for, which it says.
+func readFor(e *env, engine string, read func() (*appFile, error)) (*appFile, error) {
+	if engine != "" && engine != engineSim {
+		return nil, problem.New(problem.InvalidArgument, "--engine %q: wanted sim", engine).
+			WithHint("leave --engine out to run the file as written")
 	}
-	return problem.New(problem.InvalidArgument, "--engine %q: wanted sim", engine).
-		WithHint("leave --engine out to run the file as written")
+	file, err := read()
+	if err == nil && engine == engineSim {
+		for _, line := range simulate(file.apps) {
+			printMessage(e.io.Err, "--engine sim: %s", line)
+		}
+		file.changed = true
+	}
+	return file, err
 }
 
 // simulate converts applications to the simulated engine and returns one line per change. It drops settings
@@ -136,10 +147,9 @@ func checkEngine(engine string) error {
 func simulate(apps []*app.Application) []string {
 	var said []string
 	for _, a := range apps {
-		if a.Engine.Kind == app.KindSim {
-			continue
+		if a.Engine.Kind != app.KindSim {
+			said = append(said, simulateOne(a)...)
 		}
-		said = append(said, simulateOne(a)...)
 	}
 	return said
 }
@@ -191,13 +201,90 @@ func (c *changes) add(when bool, format string, args ...any) {
 	}
 }
 
-// checkKinds refuses engine kinds that this version cannot start, before any engine starts.
-func checkKinds(apps []*app.Application) error { return controller.CheckRunnable(apps) }
+// validateDocument is the JSON of validate. Messages of faults say all of a fault: rule, found and wanted.
+type validateDocument struct {
+	File         string         `json:"file"`
+	Valid        bool           `json:"valid"` // there are no faults
+	Applications []validatedApp `json:"applications"`
+	Faults       []client.Fault `json:"faults"`
+	Warnings     []client.Fault `json:"warnings"`
+}
 
-// simulateFile converts a file to the simulated engine and prints the changes.
-func simulateFile(e *env, file *appFile) {
-	for _, line := range simulate(file.apps) {
-		printMessage(e.io.Err, "--engine sim: %s", line)
+type validatedApp struct {
+	Name string `json:"name"`
+	Kind string `json:"kind"`
+}
+
+func newValidate(e *env) *cobra.Command {
+	var show bool
+	var output *format
+	cmd := &cobra.Command{
+		Use:   "validate FILE [flags]",
+		Short: "check an app.yaml, offline",
+		Long: `validate reads a file as deploy does and names every fault with line, column, what was found
+and what was wanted. It needs no running dpserve. FILE may be - for stdin. Faults end it with exit code 2.
+
+-o json prints one document, with faults or without: file, valid, applications (name, kind), faults and
+warnings (file, line, col, path, message, found, wanted, hint).`,
+		Example: `  dpserve validate examples/quickstart/app.yaml --print
+  dpserve validate app.yaml -o json            # for editors and CI`,
+		Args: requireArgs(1, "FILE"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if show && cmd.Flags().Changed("output") {
+				return usageError("validate", "--print and --output exclude each other")
+			}
+			return runValidate(e, args[0], show, *output)
+		},
 	}
-	file.changed = true
+	cmd.Flags().BoolVar(&show, "print", false,
+		"print the file as dpserve reads it, sizes worked out, without what is at its default")
+	output = addOutput(cmd)
+	return cmd
+}
+
+func runValidate(e *env, path string, show bool, output format) error {
+	if output == formatJSON || output == formatYAML {
+		return writeValidation(e, path, output)
+	}
+	file, err := readApps(e, path)
+	if err != nil {
+		return err
+	}
+	switch {
+	case show:
+		_, err = e.io.Out.Write(file.print())
+		return err
+	case output == formatName:
+		return writeNames(e.io.Out, file.names())
+	}
+	printMessage(e.io.Err, "%s is sound: %s", file.name, formatCount(len(file.names()), "application"))
+	return nil
+}
+
+// writeValidation prints the document. Faults are part of it, so only the exit code tells of them again.
+func writeValidation(e *env, path string, output format) error {
+	text, err := readFile(e, path)
+	if err != nil {
+		return err
+	}
+	file, warnings, err := server.ParseApps(path, text)
+	var faults app.Faults
+	if err != nil && !errors.As(err, &faults) {
+		return err
+	}
+	doc := validateDocument{
+		File: path, Valid: err == nil, Applications: []validatedApp{},
+		Faults:   completeFaults(api.ConvertFaults(faults)),
+		Warnings: completeFaults(api.ConvertFaults(warnings)),
+	}
+	if file != nil && doc.Valid {
+		for _, a := range eachOnce(file.Applications) {
+			doc.Applications = append(doc.Applications,
+				validatedApp{a.AppName(), string(a.Engine.Kind)})
+		}
+	}
+	if err := writeDocument(e.io.Out, output, versioned{doc}, nil); err != nil || doc.Valid {
+		return err
+	}
+	return &silentError{code: problem.ExitCode(problem.InvalidArgument)}
 }

@@ -24,24 +24,36 @@ const (
 )
 
 // attachFile probes running engines and writes an app.yaml that puts one endpoint in front of them. All
-// engines must serve the first engine's model; other names that all of them serve become aliases.
-func attachFile(ctx context.Context, urls []string) ([]byte, error) {
+// engines must serve the first engine's model; other names that all of them serve become aliases. note says
+// what else the engines tell of themselves; "" = nothing.
+func attachFile(ctx context.Context, urls []string) (text []byte, note string, err error) {
 	engines := make([]string, len(urls))
 	for i, u := range urls {
-		var err error
 		if engines[i], err = engineURL("up", "--attach", u); err != nil {
-			return nil, err
+			return nil, "", err
 		}
 	}
 	found, err := probeAll(ctx, engines)
 	if err != nil {
-		return nil, err
+		return nil, "", err
 	}
 	names, err := commonModels(found)
 	if err != nil {
-		return nil, err
+		return nil, "", err
 	}
-	return writeAttach(found, names), nil
+	family := commonFamily(found)
+	layout := attach.Arrange(family, found)
+	return writeAttach(family, names, &layout), layout.Note, nil
+}
+
+// commonFamily is the family of the engines. Engines of several families share only the API.
+func commonFamily(found []attach.Found) string {
+	for _, f := range found {
+		if f.Family != found[0].Family {
+			return attach.OpenAI
+		}
+	}
+	return found[0].Family
 }
 
 // engineURL checks a URL of the command line and returns it as scheme://host:port. It accepts a trailing /v1,
@@ -92,25 +104,27 @@ func commonModels(found []attach.Found) ([]string, error) {
 }
 
 // writeAttach writes the shortest app.yaml for the engines.
-func writeAttach(found []attach.Found, models []string) []byte {
+func writeAttach(family string, models []string, layout *attach.Layout) []byte {
 	var b strings.Builder
-	family := found[0].Family
-	for _, f := range found {
-		if f.Family != family {
-			family = attach.OpenAI // engines of several families share only the API
-		}
-	}
-	fmt.Fprintf(&b, "applications:\n  - name: %s\n    model:\n      id: %s\n", dnsLabel(models[0]),
-		quoteString(models[0]))
+	fmt.Fprintf(&b, "applications:\n  - name: %s\n    model:\n      id: %s\n",
+		dnsLabel(models[0], "attached"), quoteString(models[0]))
 	if len(models) > 1 {
 		b.WriteString("      aliases:\n")
 		for _, m := range models[1:] {
 			fmt.Fprintf(&b, "        - %s\n", quoteString(m))
 		}
 	}
+	if layout.IsLockstep {
+		fmt.Fprintf(&b, "    data_parallel:\n      dp_size: %d\n      coupling: %s\n", len(layout.Ranks),
+			app.Lockstep)
+	}
 	fmt.Fprintf(&b, "    engine:\n      kind: %s\n      family: %s\n      ranks:\n", app.KindAttach, family)
-	for _, f := range found {
-		fmt.Fprintf(&b, "        - url: %s\n", quoteString(f.URL))
+	for _, r := range layout.Ranks {
+		fmt.Fprintf(&b, "        - url: %s\n", quoteString(r.URL))
+		if r.Selector >= 0 {
+			fmt.Fprintf(&b, "          addressing: %s\n          selector: %d\n", app.AddressHeader,
+				r.Selector)
+		}
 	}
 	return []byte(b.String())
 }
@@ -121,8 +135,10 @@ func quoteString(s string) string {
 	return string(text)
 }
 
-// dnsLabel makes a DNS label from the last part of a model's id: lower case, with dashes.
-func dnsLabel(model string) string {
+// dnsLabel makes a DNS label from the last part of a model's id: lower case, with dashes. prefix comes before
+// a label that would begin with a digit, or be empty.
+func dnsLabel(model, prefix string) string {
+	model = strings.TrimRight(model, "/")
 	name := strings.ToLower(model[strings.LastIndexByte(model, '/')+1:])
 	name = strings.Map(func(r rune) rune {
 		if r >= 'a' && r <= 'z' || r >= '0' && r <= '9' {
@@ -132,7 +148,7 @@ func dnsLabel(model string) string {
 	}, name)
 	name = strings.Trim(name[:min(len(name), maxNameLength)], "-")
 	if name == "" || name[0] >= '0' && name[0] <= '9' {
-		return strings.TrimSuffix(("attached-" + name)[:min(len("attached-"+name), maxNameLength)], "-")
+		name = prefix + "-" + name
 	}
-	return name
+	return strings.Trim(name[:min(len(name), maxNameLength)], "-")
 }

@@ -9,7 +9,6 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
-	"github.com/dpserve/dpserve/internal/engine/attach"
 	"github.com/dpserve/dpserve/internal/loadgen"
 	"github.com/dpserve/dpserve/internal/problem"
 )
@@ -124,16 +123,22 @@ func runBench(ctx context.Context, e *env, f *benchFlags) error {
 		}
 	}
 	if c.Model == "" {
-		found, err := probeOne(ctx, c.URL)
+		found, err := probeAll(ctx, []string{c.URL})
 		if err != nil {
 			return err
 		}
-		c.Model = found.Models[0]
+		c.Model = found[0].Models[0]
 	}
 	if f.direct != "" {
 		return benchOverhead(ctx, e, c, f)
 	}
-	report, err := f.run(ctx, c)
+	var report *loadgen.Report
+	var err error
+	if f.sessions {
+		report, err = loadgen.RunSessions(ctx, c, f.conversation)
+	} else {
+		report, err = loadgen.Run(ctx, c)
+	}
 	if report == nil {
 		return err
 	}
@@ -141,18 +146,11 @@ func runBench(ctx context.Context, e *env, f *benchFlags) error {
 		failedRequests(report.Failed, report.Offered))
 }
 
-func (f *benchFlags) run(ctx context.Context, c loadgen.Config) (*loadgen.Report, error) {
-	if f.sessions {
-		return loadgen.RunSessions(ctx, c, f.conversation)
-	}
-	return loadgen.Run(ctx, c)
-}
-
 // benchOverhead compares the endpoint with the engine behind the endpoint.
 func benchOverhead(ctx context.Context, e *env, proxied loadgen.Config, f *benchFlags) error {
 	direct := proxied
 	direct.URL = f.direct
-	if _, err := probeOne(ctx, direct.URL); err != nil {
+	if _, err := probeAll(ctx, []string{f.direct}); err != nil {
 		return err
 	}
 	report, err := loadgen.RunOverhead(ctx, direct, proxied)
@@ -180,21 +178,9 @@ func failedRuns(o *loadgen.Overhead) error {
 // benchResult is a result of loadgen: it marshals to JSON and writes a table.
 type benchResult interface{ WriteTable(w io.Writer) error }
 
-func probeOne(ctx context.Context, url string) (attach.Found, error) {
-	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
-	defer cancel()
-	return attach.Probe(ctx, url, nil)
-}
-
 func writeReport(e *env, r benchResult, model string, f format) error {
-	switch f {
-	case formatJSON:
-		return writeJSON(e.io.Out, r)
-	case formatYAML:
-		return writeYAML(e.io.Out, r)
-	case formatName:
-		return writeNames(e.io.Out, []string{model})
-	case formatTable, formatWide:
+	if !f.isTable() {
+		return writeDocument(e.io.Out, f, r, []string{model})
 	}
 	return r.WriteTable(e.io.Out)
 }

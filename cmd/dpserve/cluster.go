@@ -9,17 +9,13 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/pause"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
-
-// nodesDocument is the JSON of nodes.
-type nodesDocument struct {
-	APIVersion string              `json:"apiVersion"`
-	Nodes      []client.NodeStatus `json:"nodes"`
-}
 
 func newNodes(e *env) *cobra.Command {
 	var output *format
@@ -30,27 +26,21 @@ func newNodes(e *env) *cobra.Command {
 to others), draining, drained or stopping (its process was told to end); its roles (* = leads, + = votes),
 slots and devices in use, the groups that have ranks there, and when it was last heard of and by whom. ROLES
 are c (control), w (worker) and i (ingress). VERSION and SKEW (its clock minus the leader's) are shown with
--o wide, or where they differ.`,
+-o wide, or where they differ. DEVICES are the GPUs that a node found, with their memory; a note below the
+table names GPUs that failed or that other programs use. -o json tells driver and numbers.`,
 		Example: "  dpserve nodes -o wide",
 		Args:    requireArgs(0),
-		RunE:    func(cmd *cobra.Command, _ []string) error { return runNodes(cmd.Context(), e, *output) },
+		RunE: e.asking(func(ctx context.Context, cluster admin, _ []string) error {
+			list, err := cluster.Nodes(ctx)
+			if err != nil {
+				return err
+			}
+			return newNodesListing(e, list).write(e.io, *output)
+		}),
 	}
 	output = addOutput(cmd)
 	cmd.AddCommand(newNodesRemove(e), newRotateKey(e))
 	return cmd
-}
-
-func runNodes(ctx context.Context, e *env, output format) error {
-	cluster, err := e.admin()
-	if err != nil {
-		return err
-	}
-	defer cluster.Close()
-	list, err := cluster.Nodes(ctx)
-	if err != nil {
-		return err
-	}
-	return newNodesListing(e, list).write(e.io, output)
 }
 
 func newNodesListing(e *env, list []client.NodeStatus) *listing {
@@ -62,21 +52,17 @@ func newNodesListing(e *env, list []client.NodeStatus) *listing {
 			notes = append(notes, list[i].Node+": "+n)
 		}
 	}
-	view := nodesView{statusView{now: e.now(), relative: e.io.OutTTY}}
 	return &listing{
-		document: nodesDocument{apiVersion, list}, names: names, notes: notes,
-		table: func(wide bool) []*table {
-			return []*table{view.table(list, wide)}
-		},
+		document: map[string]any{"nodes": list}, names: names, notes: notes,
+		table: func(wide bool) []*table { return []*table{newStatusView(e, wide).nodes(list)} },
 	}
 }
 
-// nodesView renders the listing of nodes.
-type nodesView struct{ statusView }
-
-func (v nodesView) table(list []client.NodeStatus, wide bool) *table {
-	showsVersion, showsSkew := wide, wide
+func (v statusView) nodes(list []client.NodeStatus) *table {
+	wide := v.wide
+	showsVersion, showsSkew, showsDevices := wide, wide, false
 	for i := range list {
+		showsDevices = showsDevices || len(list[i].Devices) > 0
 		showsVersion = showsVersion || list[i].Version != list[0].Version
 		showsSkew = showsSkew || formatSkew(list[i].SkewMs) != noSkew
 	}
@@ -87,12 +73,15 @@ func (v nodesView) table(list []client.NodeStatus, wide bool) *table {
 	if showsSkew {
 		t.head = append(t.head, "SKEW")
 	}
+	if showsDevices {
+		t.head = append(t.head, "DEVICES")
+	}
 	t.head = append(t.head, "LAST-SEEN", "BY")
 	if wide {
 		t.head = append(t.head, "ADDRESS", "ZONE", "LEASE")
 	} else {
 		t.optional = []string{
-			"BY", "GPUS", "GROUPS", "IN-FLIGHT", "VERSION", "LAST-SEEN", "RANKS", "SLOTS",
+			"DEVICES", "BY", "GPUS", "GROUPS", "IN-FLIGHT", "VERSION", "LAST-SEEN", "RANKS", "SLOTS",
 		}
 	}
 	t.head = append(t.head, "REASON")
@@ -107,6 +96,9 @@ func (v nodesView) table(list []client.NodeStatus, wide bool) *table {
 		}
 		if showsSkew {
 			row = append(row, cell{text: formatSkew(n.SkewMs)})
+		}
+		if showsDevices {
+			row = append(row, cell{text: formatDevices(n.Devices)})
 		}
 		row = append(row, cells(v.since(n.LastSeen), n.SeenBy)...)
 		if wide {
@@ -148,6 +140,19 @@ func formatGroups(groups []string, wide bool) string {
 
 func formatUsed(n, of int) string { return fmt.Sprintf("%d/%d", n, of) }
 
+// formatDevices returns how many devices of which model a node found: "8 x NVIDIA H100 80GB HBM3 79.6 GiB".
+func formatDevices(models []client.DeviceModel) string {
+	parts := make([]string, 0, len(models))
+	for _, m := range models {
+		text := fmt.Sprintf("%d x %s", len(m.Devices), m.Name)
+		if m.MemoryMiB > 0 {
+			text += fmt.Sprintf(" %.1f GiB", float64(m.MemoryMiB)/1024)
+		}
+		parts = append(parts, text)
+	}
+	return strings.Join(parts, ", ")
+}
+
 // formatSkew returns a clock's difference to the leader's clock. Differences below 100 ms are not shown,
 // because the exchange of messages takes that long.
 func formatSkew(ms int64) string {
@@ -183,18 +188,16 @@ leave". A removal is refused, and changes nothing, if the voters that remain wou
 remove or bring back the lost ones first.`,
 		Example: "  dpserve nodes remove gpu-3",
 		Args:    requireArgs(1, "NODE"),
-		RunE: func(cmd *cobra.Command, args []string) error {
-			return e.withAdmin(func(cluster admin) error {
-				if err := e.confirm(args[0]+" is forgotten for good", args[0], yes); err != nil {
-					return err
-				}
-				if err := removeNode(cmd.Context(), cluster, args[0]); err != nil {
-					return err
-				}
-				printMessage(e.io.Err, "%s is removed", args[0])
-				return nil
-			})
-		},
+		RunE: e.asking(func(ctx context.Context, cluster admin, args []string) error {
+			if err := e.confirm(args[0]+" is forgotten for good", args[0], yes); err != nil {
+				return err
+			}
+			if err := removeNode(ctx, cluster, args[0]); err != nil {
+				return err
+			}
+			printMessage(e.io.Err, "%s is removed", args[0])
+			return nil
+		}),
 	}
 	cmd.Flags().BoolVar(&yes, "yes", false, "do not ask")
 	return cmd
@@ -216,9 +219,18 @@ func findNode(list []client.NodeStatus, name string) (*client.NodeStatus, error)
 const drainTimeout = 35 * time.Minute
 
 type drainFlags struct {
+	set      *pflag.FlagSet
 	deadline time.Duration
 	timeout  time.Duration
 	detach   bool
+}
+
+// add adds the flags of drain and leave. what says what --timeout bounds.
+func (f *drainFlags) add(cmd *cobra.Command, what string) {
+	f.set = cmd.Flags()
+	f.set.DurationVar(&f.deadline, "deadline", 0,
+		"when running streams are cut; default: each application's graceful_shutdown_timeout_s")
+	f.set.DurationVar(&f.timeout, "timeout", drainTimeout, what+"; then exit code 8")
 }
 
 func newDrain(e *env) *cobra.Command {
@@ -233,25 +245,21 @@ what is left until the node is empty; Ctrl-C leaves the monitor (exit code 130) 
 		Example: `  dpserve drain gpu-3
   dpserve drain gpu-3 --deadline 30m`,
 		Args: requireArgs(1, "NODE"),
-		RunE: func(cmd *cobra.Command, args []string) error {
-			return e.withAdmin(func(cluster admin) error {
-				return runDrain(cmd.Context(), e, cluster, f, args[0], cmd.Flags().Changed("deadline"))
-			})
-		},
+		RunE: e.asking(func(ctx context.Context, cluster admin, args []string) error {
+			return runDrain(ctx, e, cluster, f, args[0])
+		}),
 	}
-	cmd.Flags().DurationVar(&f.deadline, "deadline", 0,
-		"when running streams are cut; default: each application's graceful_shutdown_timeout_s")
-	cmd.Flags().DurationVar(&f.timeout, "timeout", drainTimeout, "how long to watch; then exit code 8")
+	f.add(cmd, "how long to watch")
 	cmd.Flags().BoolVar(&f.detach, "detach", false, "do not watch")
 	return cmd
 }
 
-func runDrain(ctx context.Context, e *env, cluster admin, f *drainFlags, node string, bounded bool) error {
+func runDrain(ctx context.Context, e *env, cluster admin, f *drainFlags, node string) error {
 	if f.deadline < 0 || f.timeout <= 0 {
 		return usageError("drain", "--deadline and --timeout must be positive")
 	}
 	var deadline *time.Duration
-	if bounded {
+	if f.set.Changed("deadline") {
 		deadline = &f.deadline
 	}
 	if err := cluster.Drain(ctx, node, deadline); err != nil {
@@ -312,15 +320,13 @@ func newUndrain(e *env) *cobra.Command {
 		Long:    "undrain ends a drain. Ranks that have moved stay where they are.",
 		Example: "  dpserve undrain gpu-3",
 		Args:    requireArgs(1, "NODE"),
-		RunE: func(cmd *cobra.Command, args []string) error {
-			return e.withAdmin(func(cluster admin) error {
-				if err := cluster.Undrain(cmd.Context(), args[0]); err != nil {
-					return err
-				}
-				printMessage(e.io.Err, "%s takes ranks again", args[0])
-				return nil
-			})
-		},
+		RunE: e.asking(func(ctx context.Context, cluster admin, args []string) error {
+			if err := cluster.Undrain(ctx, args[0]); err != nil {
+				return err
+			}
+			printMessage(e.io.Err, "%s takes ranks again", args[0])
+			return nil
+		}),
 	}
 }
 
@@ -336,21 +342,16 @@ join with an empty one. A node without which the voters that remain would have n
 before anything changes: remove or bring back the lost ones first.`,
 		Example: `  dpserve leave --addr 127.0.0.3`,
 		Args:    requireArgs(0),
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			return e.withAdmin(func(cluster admin) error {
-				return runLeave(cmd.Context(), e, cluster, f, yes, cmd.Flags().Changed("deadline"))
-			})
-		},
+		RunE: e.asking(func(ctx context.Context, cluster admin, _ []string) error {
+			return runLeave(ctx, e, cluster, f, yes)
+		}),
 	}
-	cmd.Flags().DurationVar(&f.deadline, "deadline", 0,
-		"when running streams are cut; default: each application's graceful_shutdown_timeout_s")
-	cmd.Flags().DurationVar(&f.timeout, "timeout", drainTimeout,
-		"how long to wait for the drain; then exit code 8")
+	f.add(cmd, "how long to wait for the drain")
 	cmd.Flags().BoolVar(&yes, "yes", false, "do not ask")
 	return cmd
 }
 
-func runLeave(ctx context.Context, e *env, cluster admin, f *drainFlags, yes, bounded bool) error {
+func runLeave(ctx context.Context, e *env, cluster admin, f *drainFlags, yes bool) error {
 	v, err := cluster.Version(ctx)
 	if err != nil {
 		return err
@@ -377,7 +378,7 @@ func runLeave(ctx context.Context, e *env, cluster admin, f *drainFlags, yes, bo
 	if err := retryRemoval(ctx, check); err != nil {
 		return err
 	}
-	if err := runDrain(ctx, e, cluster, f, v.Node, bounded); err != nil {
+	if err := runDrain(ctx, e, cluster, f, v.Node); err != nil {
 		return err
 	}
 	if err := removeNode(ctx, cluster, v.Node); err != nil {
@@ -399,18 +400,13 @@ func retryRemoval(ctx context.Context, ask func(context.Context) error) error {
 	defer cancel()
 	for {
 		err := ask(ctx)
-		if client.CodeOf(err) != client.CodeUnavailable || ctx.Err() != nil {
-			return err
-		}
-		select {
-		case <-time.After(removeRetry):
-		case <-ctx.Done():
+		if client.CodeOf(err) != client.CodeUnavailable || pause.For(ctx, removeRetry) != nil {
 			return err
 		}
 	}
 }
 
-// How long askForRemoval asks, and the pause in between.
+// How long retryRemoval asks, and the pause in between.
 const (
 	removeTimeout = 30 * time.Second
 	removeRetry   = 500 * time.Millisecond
@@ -430,11 +426,9 @@ old one out: no member is lost on the way, no request notices. A node that is lo
 back. Ctrl-C leaves the monitor (exit code 130) and the change goes on.`,
 		Example: "  dpserve nodes rotate-key",
 		Args:    requireArgs(0),
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			return e.withAdmin(func(cluster admin) error {
-				return runRotateKey(cmd.Context(), e, cluster, timeout)
-			})
-		},
+		RunE: e.asking(func(ctx context.Context, cluster admin, _ []string) error {
+			return runRotateKey(ctx, e, cluster, timeout)
+		}),
 	}
 	cmd.Flags().DurationVar(&timeout, "timeout", rotateTimeout, "how long to watch; then exit code 8")
 	return cmd
@@ -472,55 +466,4 @@ func rotationProgress(ctx context.Context, cluster admin) (left string, over boo
 		return "", r.Done, err
 	}
 	return "waiting for " + strings.Join(r.Waiting, ", "), false, nil
-}
-
-// tokenDocument is the JSON of token.
-type tokenDocument struct {
-	APIVersion string `json:"apiVersion"`
-	client.Token
-	Command string `json:"command"`
-}
-
-func newToken(e *env) *cobra.Command {
-	req := client.TokenRequest{}
-	var output *format
-	cmd := &cobra.Command{
-		Use:   "token [flags]",
-		Short: "make a token that lets a node join",
-		Long: `token prints the command that a new machine joins with. A token is good for one node unless
---uses says otherwise; the same machine may use it again. The cluster keeps only its hash.`,
-		Example: `  dpserve token
-  dpserve token --uses 8 --ttl 24h`,
-		Args: requireArgs(0),
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			return e.withAdmin(func(cluster admin) error {
-				return runToken(cmd.Context(), e, cluster, req, *output)
-			})
-		},
-	}
-	cmd.Flags().DurationVar(&req.TTL, "ttl", client.DefaultTokenTTL, "how long it is good")
-	cmd.Flags().IntVar(&req.Uses, "uses", 1, "how many nodes may join with it")
-	output = addOutput(cmd)
-	return cmd
-}
-
-func runToken(ctx context.Context, e *env, cluster admin, req client.TokenRequest, output format) error {
-	t, err := cluster.NewToken(ctx, req)
-	if err != nil {
-		return err
-	}
-	command := formatJoinCommand(t.Address, t.Token)
-	l := &listing{document: tokenDocument{apiVersion, t, command}, names: []string{t.Token}}
-	if output != formatTable && output != formatWide {
-		return l.write(e.io, output)
-	}
-	_, err = fmt.Fprintf(e.io.Out, "%s\n", command)
-	printMessage(e.io.Err, "good for %s until %s", formatCount(t.Uses, "node"),
-		t.Expires.Local().Format("2006-01-02 15:04:05 MST"))
-	return err
-}
-
-// formatJoinCommand returns the command that a user types on another machine.
-func formatJoinCommand(address, token string) string {
-	return fmt.Sprintf("dpserve join %s --token %s", address, token)
 }

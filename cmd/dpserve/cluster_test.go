@@ -36,6 +36,26 @@ func TestNodesTable(t *testing.T) {
 	assert.Contains(t, c.stdout(), "a: its clock is 1h0m0s ahead of the leader's")
 }
 
+func TestNodesTableShowsDevicesThatWereFound(t *testing.T) {
+	c := newCLI(t)
+	found := []client.DeviceModel{
+		{
+			Kind: "nvidia", Name: "NVIDIA H100 80GB HBM3", MemoryMiB: 81559, Driver: "550",
+			Devices: []int{0, 1, 2},
+		},
+		{Kind: "nvidia", Name: "NVIDIA GB10", Devices: []int{3}},
+	}
+	c.cluster.nodes.script = [][]client.NodeStatus{
+		twoNodes(client.NodeStatus{Node: "b", State: "alive", GPUs: 4, Devices: found}),
+		twoNodes(client.NodeStatus{Node: "b", State: "alive", GPUs: 4, Devices: found}),
+	}
+	require.Zero(t, c.run([]string{"nodes"}), c.stderr())
+	assert.Contains(t, c.stdout(), "DEVICES")
+	assert.Contains(t, c.stdout(), "3 x NVIDIA H100 80GB HBM3 79.6 GiB, 1 x NVIDIA GB10")
+	require.Zero(t, c.run([]string{"nodes", "-o", "json"}), c.stderr())
+	assert.Contains(t, c.stdout(), `"driver": "550"`)
+}
+
 func TestDrainWatchesUntilTheNodeIsEmpty(t *testing.T) {
 	c := newCLI(t)
 	c.cluster.nodes.script = [][]client.NodeStatus{

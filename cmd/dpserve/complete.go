@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"slices"
 	"strings"
 	"time"
 
@@ -26,6 +27,7 @@ type candidates func(ctx context.Context, cluster admin, args []string) ([]cobra
 func addCompletions(e *env, root *cobra.Command) {
 	byCommand := map[string]cobra.CompletionFunc{
 		"up": completeFiles, "validate": completeFiles, "plan": completeFiles, "deploy": completeFiles,
+		"doctor": completeFiles,
 		"status": complete(e, appNames), "delete": complete(e, appNames), "logs": complete(e, logTargets),
 		"route explain": complete(e, appNames), "router show": complete(e, appNames),
 		"router reset": complete(e, appNames), "ranks add": complete(e, attachedApps),
@@ -40,7 +42,7 @@ func addCompletions(e *env, root *cobra.Command) {
 		switch words := byCommand[commandName(cmd)]; {
 		case words != nil:
 			cmd.ValidArgsFunction = words
-		case len(cmd.ValidArgs) == 0:
+		case len(cmd.ValidArgs) == 0 && cmd.ValidArgsFunction == nil:
 			cmd.ValidArgsFunction = cobra.NoFileCompletions
 		}
 		for flag, words := range byFlag {
@@ -80,16 +82,13 @@ func complete(e *env, arguments ...candidates) cobra.CompletionFunc {
 		}
 		ctx, cancel := context.WithTimeout(cmd.Context(), completionTimeout)
 		defer cancel()
-		cluster, err := e.admin()
-		if err != nil {
+		var words, out []cobra.Completion
+		if err := e.withAdmin(func(cluster admin) (err error) {
+			words, err = arguments[len(args)](ctx, cluster, args)
+			return err
+		}); err != nil {
 			return nil, end
 		}
-		defer cluster.Close()
-		words, err := arguments[len(args)](ctx, cluster, args)
-		if err != nil {
-			return nil, end
-		}
-		var out []cobra.Completion
 		for _, w := range words {
 			if strings.HasPrefix(w, prefix) && len(out) < maxCompletions {
 				out = append(out, w)
@@ -126,19 +125,14 @@ func logTargets(ctx context.Context, cluster admin, _ []string) ([]cobra.Complet
 
 func attachedApps(ctx context.Context, cluster admin, _ []string) ([]cobra.Completion, error) {
 	apps, err := cluster.Apps(ctx)
-	var out []client.AppStatus
-	for i := range apps {
-		if apps[i].Kind == string(app.KindAttach) {
-			out = append(out, apps[i])
-		}
-	}
-	return describeApps(out), err
+	isOther := func(a client.AppStatus) bool { return a.Kind != string(app.KindAttach) }
+	return describeApps(slices.DeleteFunc(apps, isOther)), err
 }
 
 // attachedRanks lists the ranks of the application that args name, as GROUP/RANK; those of pools by their
 // URL.
 func attachedRanks(ctx context.Context, cluster admin, args []string) ([]cobra.Completion, error) {
-	apps, err := fetchStatus(ctx, cluster, args)
+	apps, err := fetchApps(ctx, cluster, args)
 	var out []cobra.Completion
 	for r := range allRanks(apps) {
 		number, isOwn := strings.CutPrefix(r.name(), args[0]+"/")

@@ -53,7 +53,11 @@ func TestCompletionOfNames(t *testing.T) {
 		"status -o ":     {"table", "wide", "json", "yaml", "name"}, // the shell keeps those that fit
 		"start --roles ": {"control", "worker", "ingress"},
 		"plan --engine ": {"sim"},
-		"token ":         {},
+
+		"serve --engine ":                        {"vllm", "sglang", "sim"},
+		"serve a --engine sglang -- --mem-fra":   {"--mem-fraction-static"},
+		"serve a -- --gpu-memory-utilization-no": {},
+		"token ":                                 {},
 	} {
 		c := completingCLI(t)
 		got := completed(t, c, strings.Split(line, " ")...)

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"fmt"
 	"maps"
 	"slices"
 	"strings"
@@ -72,17 +73,18 @@ func runDeploy(ctx context.Context, e *env, f *deployFlags, path string) error {
 	if f.timeout <= 0 {
 		return usageError("deploy", "--timeout %s: must be positive", f.timeout)
 	}
-	file, err := readDeployFile(e, f.engine, path)
+	file, err := readFor(e, f.engine, func() (*appFile, error) { return readApps(e, path) })
 	if err != nil {
 		return err
 	}
-	cluster, err := e.admin()
-	if err != nil {
-		return err
-	}
-	defer cluster.Close()
 	req := file.request()
 	req.Prune, req.Partial, req.Revision = f.prune, f.partial, f.pinned
+	return e.withAdmin(func(cluster admin) error { return f.deploy(ctx, e, cluster, file, req) })
+}
+
+func (f *deployFlags) deploy(ctx context.Context, e *env, cluster admin, file *appFile,
+	req client.DeployRequest,
+) error {
 	if f.dryRun {
 		p, err := cluster.Plan(ctx, req)
 		if err != nil {
@@ -98,42 +100,14 @@ func runDeploy(ctx context.Context, e *env, f *deployFlags, path string) error {
 		return err
 	}
 	printChanges(e, result)
-	if f.detach {
-		printMessage(e.io.Err, "applied; watch it with `dpserve status -w`")
-		return writeDetached(e, &result, *f.output)
+	if !f.detach {
+		return awaitRunning(ctx, e, f, cluster, result)
 	}
-	return awaitRunning(ctx, e, f, cluster, result)
-}
-
-// deployDocument is the JSON of deploy --detach.
-type deployDocument struct {
-	APIVersion string `json:"apiVersion"`
-	client.DeployResult
-}
-
-// writeDetached prints what was applied for programs. People have read it on stderr.
-func writeDetached(e *env, result *client.DeployResult, output format) error {
-	if output == formatTable || output == formatWide {
-		return nil
+	printMessage(e.io.Err, "applied; watch it with `dpserve status -w`")
+	if f.output.isTable() {
+		return nil // people have read on stderr what was applied
 	}
-	l := &listing{
-		document: deployDocument{apiVersion, *result}, names: slices.Sorted(maps.Keys(result.Apps)),
-	}
-	return l.write(e.io, output)
-}
-
-func readDeployFile(e *env, engine, path string) (*appFile, error) {
-	if err := checkEngine(engine); err != nil {
-		return nil, err
-	}
-	file, err := readApps(e, path)
-	if err != nil {
-		return nil, err
-	}
-	if engine == engineSim {
-		simulateFile(e, file)
-	}
-	return file, checkKinds(file.apps)
+	return writeDocument(e.io.Out, *f.output, versioned{result}, slices.Sorted(maps.Keys(result.Apps)))
 }
 
 // awaitRunning waits until the applications run and prints their status.
@@ -146,8 +120,7 @@ func awaitRunning(ctx context.Context, e *env, f *deployFlags, cluster admin,
 	m.pinned = true
 	err := m.awaitRunning(waiting, result.Apps)
 	if errors.Is(err, errInterrupted) {
-		printMessage(e.io.Err, "interrupted; the rollout goes on, watch it with `dpserve status -w`")
-		return &silentError{code: exitInterrupted}
+		return interrupted(e, "the rollout goes on, watch it with `dpserve status -w`")
 	}
 	if err != nil {
 		return err
@@ -158,7 +131,7 @@ func awaitRunning(ctx context.Context, e *env, f *deployFlags, cluster admin,
 	}
 	apps = slices.DeleteFunc(apps,
 		func(a client.AppStatus) bool { _, mine := result.Apps[a.Name]; return !mine })
-	return newStatusListing(e, apps).write(e.io, *f.output)
+	return newStatusListing(e, apps, "").write(e.io, *f.output)
 }
 
 // confirmPrune asks before --prune deletes applications that the file does not list.
@@ -176,14 +149,14 @@ func confirmPrune(ctx context.Context, e *env, f *deployFlags, cluster admin, fi
 			gone = append(gone, apps[i].Name)
 		}
 	}
+	name := "prune"
 	switch len(gone) {
 	case 0:
 		return nil
 	case 1:
-		return e.confirm("--prune deletes "+gone[0], gone[0], f.yes)
-	default:
-		return e.confirm("--prune deletes "+strings.Join(gone, ", "), "prune", f.yes)
+		name = gone[0]
 	}
+	return e.confirm("--prune deletes "+strings.Join(gone, ", "), name, f.yes)
 }
 
 // printChanges prints one line per application of the deploy, in the words of plan.
@@ -244,4 +217,54 @@ func poolStatus(a client.AppStatus, p *client.PoolStatus) client.AppStatus {
 	}
 	a.Message = strings.TrimSpace(strings.Join(lines, ""))
 	return a
+}
+
+// deleteTimeout covers the longest default drain and the time in which the engines stop.
+const deleteTimeout = 35 * time.Minute
+
+func newDelete(e *env) *cobra.Command {
+	var yes, detach bool
+	var timeout time.Duration
+	cmd := &cobra.Command{
+		Use:   "delete APP [flags]",
+		Short: "drain and remove an application",
+		Long: `delete shows what goes away, asks for the application's name, drains its requests
+(graceful_shutdown_timeout_s) and waits until every engine process is gone.`,
+		Example: "  dpserve delete demo --yes",
+		Args:    requireArgs(1, "APP"),
+		RunE: e.asking(func(ctx context.Context, cluster admin, args []string) error {
+			if timeout <= 0 {
+				return usageError("delete", "--timeout %s: must be positive", timeout)
+			}
+			a, err := fetchApp(ctx, cluster, args[0])
+			if err != nil {
+				return err
+			}
+			what := fmt.Sprintf("delete ends %s of %s", formatCount(a.Desired, "rank"), args[0])
+			if err := e.confirm(what, args[0], yes); err != nil {
+				return err
+			}
+			if err := cluster.Delete(ctx, args[0]); err != nil || detach {
+				return err
+			}
+			return awaitDeleted(ctx, e, cluster, args[0], timeout)
+		}),
+	}
+	cmd.Flags().BoolVar(&yes, "yes", false, "do not ask")
+	cmd.Flags().BoolVar(&detach, "detach", false, "do not wait until it is gone")
+	cmd.Flags().DurationVar(&timeout, "timeout", deleteTimeout, "how long to wait; then exit code 8")
+	return cmd
+}
+
+func awaitDeleted(ctx context.Context, e *env, cluster admin, name string, timeout time.Duration) error {
+	waiting, cancel := context.WithTimeout(ctx, timeout)
+	defer cancel()
+	err := newMonitor(e, cluster, e.screen()).awaitGone(waiting, name)
+	if errors.Is(err, errInterrupted) {
+		return interrupted(e, "the deletion goes on")
+	}
+	if err == nil {
+		printMessage(e.io.Err, "%s is gone", name)
+	}
+	return err
 }

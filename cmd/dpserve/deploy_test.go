@@ -1,7 +1,6 @@
 package main
 
 import (
-	"encoding/json"
 	"strings"
 	"testing"
 	"time"
@@ -33,12 +32,26 @@ func TestDeployWaitsUntilRunning(t *testing.T) {
 		"dpserve: demo/0/0 ready", "dpserve: demo/0/1 starting",
 		"dpserve: demo/0/1 ready",
 	}, strings.Split(strings.TrimSpace(cli.stderr()), "\n"))
-	var doc statusDocument
-	require.NoError(t, json.Unmarshal([]byte(cli.stdout()), &doc))
-	assert.Equal(t, apiVersion, doc.APIVersion)
+	doc := decode[statusDocument](t, cli.stdout())
 	assert.Equal(t, client.StatusRunning, doc.Apps[0].Status)
 	require.Len(t, cli.cluster.deployed, 1)
 	assert.Equal(t, tiny, string(cli.cluster.deployed[0].Text), "the file goes as it is")
+}
+
+// A model takes minutes to load. Off a terminal a line says every 30 s what the ranks do.
+func TestDeploySaysWhatSlowRanksDo(t *testing.T) {
+	cli := newCLI(t)
+	loads := demo(client.StatusDeploying, 2, state.Starting, state.Starting)
+	for i := range loads.Units {
+		loads.Units[i].Ranks[0].Progress = "loading weights 12 of 61"
+	}
+	ready := demo(client.StatusRunning, 2, state.Ready, state.Ready)
+	cli.cluster.script = [][]client.AppStatus{{}, {loads}, {ready}}
+	clock := time.Now()
+	cli.now = func() time.Time { clock = clock.Add(31 * time.Second); return clock }
+	require.Equal(t, 0, cli.run([]string{"deploy", file(t, tiny), "-o", "json"}), cli.stderr())
+	assert.Regexp(t, `dpserve: 2 of 2 ranks still start after \d+s; demo/0/0 loading weights 12 of 61\n`,
+		cli.stderr())
 }
 
 func TestDeployFailed(t *testing.T) {
@@ -139,15 +152,10 @@ func TestDeployBadFile(t *testing.T) {
 	assert.Zero(t, cli.cluster.calls, "a bad file never reaches the cluster")
 }
 
-func TestDeployVLLM(t *testing.T) {
+func TestDeployVLLMOnTheSimulatedEngine(t *testing.T) {
 	vllm := "applications: [{name: demo, model: {id: demo}, engine: {kind: vllm, env: {A: b}, args: " +
 		"{max_num_seqs: 8, load_format: dummy}}, resources: {gpus: 1}}]\n"
 	cli := newCLI(t)
-	assert.Equal(t, 5, cli.run([]string{"deploy", file(t, vllm)}))
-	assert.Contains(t, cli.stderr(),
-		"dpserve: demo: this version cannot start engines of kind vllm\nhint: --engine sim ")
-
-	cli = newCLI(t)
 	cli.cluster.script = [][]client.AppStatus{{}}
 	assert.Equal(t, 0, cli.run([]string{"deploy", "--engine", "sim", "--detach", file(t, vllm)}),
 		cli.stderr())
@@ -208,9 +216,7 @@ demo/0/0  ready    1      2026-11-21T11:58:30Z  n1    0          0      12.3ms  
 	})
 	t.Run("json", func(t *testing.T) {
 		c, _ := run(t, "-o", "json")
-		var doc statusDocument
-		require.NoError(t, json.Unmarshal([]byte(c.stdout()), &doc))
-		assert.Equal(t, "dpserve/v1", doc.APIVersion)
+		doc := decode[statusDocument](t, c.stdout())
 		assert.Equal(t, a.Units[1].Reason, doc.Apps[0].Units[1].Reason)
 	})
 	t.Run("yaml", func(t *testing.T) {
@@ -307,7 +313,7 @@ func TestValidate(t *testing.T) {
 	assert.True(t, strings.HasPrefix(cli.stdout(), "applications:\n  - name: demo\n"), cli.stdout())
 
 	cli = newCLI(t)
-	cli.stdin.Reset(strings.Repeat("#", maxFile+1))
+	cli.stdin.Reset(strings.Repeat("#", maxFile<<20+1))
 	assert.Equal(t, 2, cli.run([]string{"validate", "-"}))
 	assert.Contains(t, cli.stderr(), "stdin is larger than 1 MiB")
 }

@@ -22,6 +22,7 @@ var pageRuns = map[string]func(*testing.T, []block){
 	"README.md":              runREADME,
 	"docs/api.md":            runAPIPage,
 	"docs/cluster.md":        runClusterPage,
+	"docs/operations.md":     runOperationsPage,
 	"docs/prefill-decode.md": runPairsPage,
 	"docs/router.md":         runRouterPage,
 }
@@ -205,7 +206,7 @@ func parseCommandLine(t *testing.T, line string) error {
 	t.Helper()
 	args := strings.Fields(strings.NewReplacer("[", "", "]", "").Replace(line))[1:]
 	root := newRoot(newCLI(t).env)
-	found, rest, err := root.Find(args)
+	found, rest, err := root.Find(arrangeServe(root, args))
 	if err == nil && found == root && len(rest) > 0 {
 		err = unknownCommand(root, rest[0])
 	}
@@ -230,7 +231,8 @@ func TestHelpExamples(t *testing.T) {
 			text, _, _ = strings.Cut(text, "&&")
 			_, text, ok := strings.Cut(strings.NewReplacer("<(", "", ")", "").Replace(text), "dpserve ")
 			require.True(t, ok, "%q of help %s does not call dpserve", l, cmd.Name())
-			found, rest, err := newRoot(newCLI(t).env).Find(strings.Fields(text))
+			again := newRoot(newCLI(t).env)
+			found, rest, err := again.Find(arrangeServe(again, strings.Fields(text)))
 			require.NoError(t, err, text)
 			require.NoError(t, found.ParseFlags(rest), text)
 			if found.Args != nil {

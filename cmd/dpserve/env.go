@@ -27,6 +27,7 @@ type env struct {
 
 	newNode  func(server.Config) (node, error)
 	newAdmin func(addr string) (admin, error)
+	execute  func() error // replaces this process by its program
 
 	addr    string  // --addr
 	noColor bool    // --no-color
@@ -34,7 +35,10 @@ type env struct {
 }
 
 func newEnv(streams *ioStreams, sig *interrupts) *env {
-	return &env{io: streams, sig: sig, getenv: os.Getenv, now: time.Now, newNode: newNode, newAdmin: newAdmin}
+	return &env{
+		io: streams, sig: sig, getenv: os.Getenv, now: time.Now, newNode: newNode, newAdmin: newAdmin,
+		execute: executeAgain,
+	}
 }
 
 // run executes a command line, reports its error and returns the exit code.
@@ -43,7 +47,7 @@ func (e *env) run(args []string) int {
 	defer cancel()
 	defer e.closeScreen()
 	root := newRoot(e)
-	root.SetArgs(args)
+	root.SetArgs(arrangeServe(root, args))
 	root.SetIn(e.io.In)
 	root.SetOut(e.io.Out)
 	root.SetErr(e.io.Err)
@@ -62,19 +66,23 @@ func (e *env) run(args []string) int {
 	return exitCode(err)
 }
 
-// admin returns a client for the cluster that --addr or DPSERVE_ADDR selects. It does not connect yet.
-func (e *env) admin() (admin, error) {
-	return e.newAdmin(cmp.Or(e.addr, e.getenv("DPSERVE_ADDR"), defaultAddr))
-}
-
-// withAdmin calls f with a client and closes it afterwards.
+// withAdmin calls f with a client for the cluster that --addr or DPSERVE_ADDR selects, and closes the client
+// afterwards.
 func (e *env) withAdmin(f func(cluster admin) error) error {
-	cluster, err := e.admin()
+	cluster, err := e.newAdmin(cmp.Or(e.addr, e.getenv("DPSERVE_ADDR"), defaultAddr))
 	if err != nil {
 		return err
 	}
 	defer cluster.Close()
 	return f(cluster)
+}
+
+// asking makes the function of a command that asks the cluster.
+func (e *env) asking(ask func(ctx context.Context, cluster admin, args []string) error,
+) func(*cobra.Command, []string) error {
+	return func(cmd *cobra.Command, args []string) error {
+		return e.withAdmin(func(cluster admin) error { return ask(cmd.Context(), cluster, args) })
+	}
 }
 
 // screen returns the screen of the command. It follows the terminal's signals until the command ends.
@@ -114,6 +122,8 @@ type admin interface {
 	Undrain(ctx context.Context, node string) error
 	CheckLeave(ctx context.Context, node string) error
 	RemoveNode(ctx context.Context, node string) error
+	Restart(ctx context.Context) (client.Process, error)
+	Process(ctx context.Context) (client.Process, error)
 	NewToken(ctx context.Context, req client.TokenRequest) (client.Token, error)
 	RotateKey(ctx context.Context) error
 	KeyRotation(ctx context.Context) (client.KeyRotation, error)

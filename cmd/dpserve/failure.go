@@ -11,6 +11,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 )
@@ -29,18 +30,18 @@ type silentError struct{ code int }
 func (e *silentError) Error() string { return fmt.Sprintf("exit code %d", e.code) }
 
 func isSilent(err error) bool {
-	var silent *silentError
-	return errors.As(err, &silent)
+	_, silent := errors.AsType[*silentError](err)
+	return silent
 }
 
 // exitCode maps an error of a command to the process's exit code.
 func exitCode(err error) int {
-	var silent *silentError
+	if silent, ok := errors.AsType[*silentError](err); ok {
+		return silent.code
+	}
 	switch {
 	case err == nil:
 		return exitOK
-	case errors.As(err, &silent):
-		return silent.code
 	case errors.Is(err, errInterrupted):
 		return exitInterrupted
 	case errors.Is(err, context.DeadlineExceeded):
@@ -70,7 +71,7 @@ func describeError(err error) client.Error {
 	case errors.As(err, &faults):
 		p = faults.Problem()
 		e.Code, e.Message, e.Hint = string(p.Code), p.Message, p.Hint
-		e.Faults = convertFaults(faults)
+		e.Faults = api.ConvertFaults(faults)
 	case errors.As(err, &p):
 		e.Code, e.Hint, e.Doc, e.Details = string(p.Code), p.Hint, p.Doc, p.Details
 	case errors.Is(err, context.DeadlineExceeded):
@@ -80,14 +81,6 @@ func describeError(err error) client.Error {
 	return e
 }
 
-func convertFaults[F app.Fault | app.Warning](faults []F) []client.Fault {
-	out := make([]client.Fault, len(faults))
-	for i, f := range faults {
-		out[i] = client.Fault(f)
-	}
-	return out
-}
-
 // errorDocument is an error with -o json.
 type errorDocument struct {
 	APIVersion string     `json:"apiVersion"`
@@ -95,13 +88,8 @@ type errorDocument struct {
 }
 
 type errorFacts struct {
-	Code     string         `json:"code"`
-	Message  string         `json:"message"`
-	Hint     string         `json:"hint,omitempty"`
-	Doc      string         `json:"doc,omitempty"`
-	Details  []string       `json:"details,omitempty"`
-	Faults   []client.Fault `json:"faults,omitempty"`
-	ExitCode int            `json:"exit_code"`
+	client.Error
+	ExitCode int `json:"exit_code"`
 }
 
 // reportJSON writes an error as one line of JSON.
@@ -109,15 +97,12 @@ func reportJSON(w io.Writer, err error) {
 	if err == nil || isSilent(err) {
 		return
 	}
-	e := describeError(err)
-	facts := errorFacts{
-		Code: e.Code, Message: e.Message, Hint: e.Hint, Doc: e.Doc, Details: e.Details,
-		Faults: completeFaults(e.Faults), ExitCode: exitCode(err),
-	}
+	facts := errorFacts{describeError(err), exitCode(err)}
+	facts.Faults = completeFaults(facts.Faults)
 	if len(facts.Faults) > 0 {
 		facts.Details = nil // the same as text
 	}
-	_ = writeJSONLine(w, errorDocument{apiVersion, facts}) // there is nobody else to tell
+	_ = writeJSONLine(w, errorDocument{client.APIVersion, facts}) // there is nobody else to tell
 }
 
 // completeFaults gives every fault a message that says all of it.

@@ -24,7 +24,7 @@ func lastError(t *testing.T, c *cli) errorFacts {
 	lines := strings.Split(strings.TrimSpace(c.stderr()), "\n")
 	var doc errorDocument
 	require.NoError(t, json.Unmarshal([]byte(lines[len(lines)-1]), &doc), c.stderr())
-	assert.Equal(t, apiVersion, doc.APIVersion)
+	assert.Equal(t, client.APIVersion, doc.APIVersion)
 	return doc.Error
 }
 
@@ -49,10 +49,9 @@ func TestErrorsAsJSON(t *testing.T) {
 	c := newCLI(t)
 	c.cluster.down = refused()
 	require.Equal(t, 1, c.run([]string{"status", "-o", "json"}))
-	assert.Equal(t, errorFacts{
+	assert.Equal(t, errorFacts{client.Error{
 		Code: client.CodeUnavailable, Message: "no answer from 127.0.0.1:8265", Hint: "is dpserve running?",
-		ExitCode: 1,
-	}, lastError(t, c))
+	}, 1}, lastError(t, c))
 
 	c = newCLI(t)
 	c.cluster.nodes.plan = client.Plan{
@@ -92,14 +91,10 @@ func TestCodesOfErrors(t *testing.T) {
 }
 
 func TestValidateJSON(t *testing.T) {
-	read := func(c *cli) (doc validateDocument) {
-		require.NoError(t, json.Unmarshal([]byte(c.stdout()), &doc), c.stdout())
-		return doc
-	}
 	c := newCLI(t)
 	path := file(t, faulty)
 	require.Equal(t, 2, c.run([]string{"validate", path, "-o", "json"}))
-	doc := read(c)
+	doc := decode[validateDocument](t, c.stdout())
 	assert.Empty(t, c.stderr(), "the faults are said once")
 	assert.False(t, doc.Valid)
 	assert.Empty(t, doc.Applications)
@@ -113,9 +108,9 @@ func TestValidateJSON(t *testing.T) {
 	c = newCLI(t)
 	vllm := "applications: [{name: real, model: {id: real}, engine: {kind: vllm}}]"
 	require.Zero(t, c.run([]string{"validate", file(t, vllm), "-o", "json"}), c.stderr())
-	doc = read(c)
+	doc = decode[validateDocument](t, c.stdout())
 	assert.True(t, doc.Valid)
-	assert.Equal(t, []validatedApp{{"real", "vllm", false}}, doc.Applications)
+	assert.Equal(t, []validatedApp{{"real", "vllm"}}, doc.Applications)
 	assert.Equal(t, []client.Fault{}, doc.Faults)
 
 	c = newCLI(t)
@@ -128,16 +123,6 @@ func TestValidateJSON(t *testing.T) {
 	c = newCLI(t)
 	require.Equal(t, 2, c.run([]string{"validate", "/nowhere/app.yaml", "-o", "json"}))
 	assert.Contains(t, lastError(t, c).Message, "cannot read /nowhere/app.yaml")
-}
-
-// validate says of a sound file that this version cannot start it.
-func TestValidateNamesKindsThatDoNotStart(t *testing.T) {
-	c := newCLI(t)
-	path := file(t, "applications: [{name: real, model: {id: real}, engine: {kind: vllm}}]")
-	require.Zero(t, c.run([]string{"validate", path}))
-	assert.Equal(t, "dpserve: warning: real: this version cannot start engines of kind vllm; hint: --engine "+
-		"sim runs the file on the simulated engine, and kind: attach serves engines that run already\n"+
-		"dpserve: "+path+" is sound: 1 application\n", c.stderr())
 }
 
 // The flag comes before the variable, and that before the default.

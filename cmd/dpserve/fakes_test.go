@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"fmt"
 	"io"
 	"os"
@@ -12,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/client"
@@ -34,6 +36,7 @@ func newCLI(t *testing.T) *cli {
 	c := &cli{cluster: &fakeCluster{}, node: newFakeNode(), stdin: strings.NewReader("")}
 	streams := &ioStreams{
 		In: c.stdin, Out: &c.out, Err: &c.err, Color: true,
+		Size: func() (width, height int) { return defaultWidth, defaultHeight },
 	}
 	c.env = newEnv(streams, newInterrupts())
 	c.getenv = func(string) string { return "" }
@@ -64,6 +67,14 @@ func file(t *testing.T, text string) string {
 	path := filepath.Join(t.TempDir(), "app.yaml")
 	require.NoError(t, os.WriteFile(path, []byte(text), 0o600))
 	return path
+}
+
+// decode reads a document of -o json, which begins with its version.
+func decode[T any](t *testing.T, text string) (doc T) {
+	t.Helper()
+	assert.True(t, strings.HasPrefix(text, "{\n  \"apiVersion\": \"dpserve/v1\",\n"), text)
+	require.NoError(t, json.Unmarshal([]byte(text), &doc), text)
+	return doc
 }
 
 // lockedBuffer is a buffer that a command's goroutines write while the test reads it.
@@ -234,6 +245,7 @@ func (n *fakeNode) Serve(ctx context.Context) error {
 }
 
 func (n *fakeNode) Kill()                         { close(n.killed) }
+func (n *fakeNode) Restart() error                { return nil }
 func (n *fakeNode) Close() error                  { n.closed = true; return nil }
 func (n *fakeNode) HTTPAddr() string              { return n.http }
 func (n *fakeNode) AdminAddr() string             { return server.DefaultAdminBind }
@@ -284,6 +296,14 @@ func (f *fakeCluster) Nodes(context.Context) ([]client.NodeStatus, error) {
 		f.nodes.script = f.nodes.script[1:]
 	}
 	return now, nil
+}
+
+func (f *fakeCluster) Restart(context.Context) (client.Process, error) {
+	return client.Process{Node: "n", Process: "1"}, nil
+}
+
+func (f *fakeCluster) Process(context.Context) (client.Process, error) {
+	return client.Process{Node: "n", Process: "2"}, nil
 }
 
 func (f *fakeCluster) Drain(_ context.Context, node string, deadline *time.Duration) error {

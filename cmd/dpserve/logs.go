@@ -46,7 +46,7 @@ func newLogs(e *env) *cobra.Command {
 			if since > 0 {
 				q.Since = e.now().Add(-since)
 			}
-			return runLogs(cmd.Context(), e, q)
+			return e.withAdmin(func(cluster admin) error { return runLogs(cmd.Context(), e, cluster, q) })
 		},
 	}
 	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "go on with new lines")
@@ -79,12 +79,7 @@ func logTarget(s string) (client.LogQuery, error) {
 	return q, nil
 }
 
-func runLogs(ctx context.Context, e *env, q client.LogQuery) error {
-	cluster, err := e.admin()
-	if err != nil {
-		return err
-	}
-	defer cluster.Close()
+func runLogs(ctx context.Context, e *env, cluster admin, q client.LogQuery) error {
 	stream, err := cluster.Logs(ctx, q)
 	if err != nil {
 		return err

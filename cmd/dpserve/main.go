@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/internal/engine/sim"
+	"github.com/dpserve/dpserve/internal/shim"
 )
 
 func main() {
@@ -28,6 +29,9 @@ func runProcess() int {
 	args := os.Args[1:]
 	if code, done := runEngine(args, os.Stdout, os.Stderr); done {
 		return code // an engine process does not build the CLI
+	}
+	if len(args) == 2 && args[0] == shim.Command { // hidden: started by a node, see internal/shim
+		return shim.Main(args[1])
 	}
 	sig := watchSignals()
 	defer sig.stop()

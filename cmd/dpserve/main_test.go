@@ -9,14 +9,15 @@ import (
 	"github.com/rogpeppe/go-internal/testscript"
 	"go.uber.org/goleak"
 
+	"github.com/dpserve/dpserve/internal/shim"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
 // TestMain lets test scripts run this test binary as dpserve, so that exit codes, signals and child engines
 // are real.
 func TestMain(m *testing.M) {
-	if len(os.Args) > 1 && os.Args[1] == "engine" {
-		os.Exit(runProcess()) // an engine that a node under test started from this binary
+	if len(os.Args) > 1 && (os.Args[1] == "engine" || os.Args[1] == shim.Command) {
+		os.Exit(runProcess()) // an engine or a shim that a node under test started from this binary
 	}
 	// Under nohup, children would inherit the ignored signal, and a script that closes a terminal would wait
 	// for ever.

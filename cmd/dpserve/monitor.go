@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -10,6 +11,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/pause"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -18,10 +20,11 @@ import (
 const (
 	pollEvery     = 50 * time.Millisecond // a status request to a loopback API takes well under a millisecond
 	redrawEvery   = 100 * time.Millisecond
-	maxAPISilence = 5 * time.Second // how long the API may be silent before the monitor gives up
-	callTimeout   = 5 * time.Second // deadline of one call
-	maxLogTail    = 20              // log lines of a failed rank that are printed
-	watchRefresh  = time.Second     // status -w on a terminal
+	maxAPISilence = 5 * time.Second  // how long the API may be silent before the monitor gives up
+	callTimeout   = 5 * time.Second  // deadline of one call
+	maxLogTail    = 20               // log lines of a failed rank that are printed
+	watchRefresh  = time.Second      // status -w on a terminal
+	stillEvery    = 30 * time.Second // off a terminal: between two lines about ranks that still start
 )
 
 // monitor polls the status of applications and shows changes: in place on a terminal, one line per change
@@ -36,12 +39,13 @@ type monitor struct {
 	started     time.Time
 	seen        map[string]string // rank → the last text printed about it
 	lastDrawn   time.Time
+	lastStill   time.Time // when a line about ranks that still start was printed
 	silentSince time.Time // since when the API does not answer; zero = it does
 }
 
 func newMonitor(e *env, cluster admin, scr *screen) *monitor {
 	return &monitor{
-		admin: cluster, scr: scr, now: e.now, paint: e.io.paintLive, started: e.now(),
+		admin: cluster, scr: scr, now: e.now, paint: e.io.paintLive, started: e.now(), lastStill: e.now(),
 		seen: map[string]string{},
 	}
 }
@@ -51,26 +55,20 @@ func newMonitor(e *env, cluster admin, scr *screen) *monitor {
 func (m *monitor) pollUntil(ctx context.Context, names []string,
 	done func([]client.AppStatus) (bool, error),
 ) error {
-	tick := time.NewTicker(pollEvery)
-	defer tick.Stop()
+	defer m.scr.clear()
 	for {
 		apps, ok, err := m.fetchApps(ctx, names)
 		if err != nil {
-			m.scr.clear()
 			return err
 		}
 		if ok {
 			m.draw(apps)
 			if over, err := done(apps); over || err != nil {
-				m.scr.clear()
 				return err
 			}
 		}
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
-			m.scr.clear()
-			return context.Cause(ctx)
+		if err := pause.For(ctx, pollEvery); err != nil {
+			return err
 		}
 	}
 }
@@ -82,18 +80,16 @@ func (m *monitor) fetchApps(ctx context.Context, names []string,
 	call, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
 	all, err := m.admin.Apps(call)
-	if err == nil {
+	switch {
+	case err == nil:
 		m.silentSince = time.Time{}
 		return slices.DeleteFunc(all,
 			func(a client.AppStatus) bool { return !slices.Contains(names, a.Name) }), true, nil
-	}
-	if ctx.Err() != nil {
+	case ctx.Err() != nil:
 		return nil, false, context.Cause(ctx)
-	}
-	if m.silentSince.IsZero() {
+	case m.silentSince.IsZero():
 		m.silentSince = m.now()
-	}
-	if m.now().Sub(m.silentSince) > maxAPISilence {
+	case m.now().Sub(m.silentSince) > maxAPISilence:
 		return nil, false, err
 	}
 	return nil, false, nil
@@ -106,9 +102,30 @@ func (m *monitor) draw(apps []client.AppStatus) {
 	for i, r := range rows {
 		m.printChange(r, reasons[i])
 	}
-	if now := m.now(); now.Sub(m.lastDrawn) >= redrawEvery {
+	now := m.now()
+	if now.Sub(m.lastDrawn) >= redrawEvery {
 		m.lastDrawn = now
 		m.scr.show(m.liveLines(apps))
+	}
+	if !m.scr.tty && now.Sub(m.lastStill) >= stillEvery {
+		m.lastStill = now
+		m.printStill(rows, reasons)
+	}
+}
+
+// printStill prints how many ranks still start, and what the first of them does. Models take minutes to load,
+// in which nothing else is printed off a terminal.
+func (m *monitor) printStill(rows []rankRow, reasons []string) {
+	var starting []int
+	for i, r := range rows {
+		if r.rank.Phase == string(state.Starting) {
+			starting = append(starting, i)
+		}
+	}
+	if len(starting) > 0 {
+		first := starting[0]
+		m.scr.printMessage("%d of %d ranks still start after %.0fs; %s %s", len(starting), len(rows),
+			m.now().Sub(m.started).Seconds(), rows[first].name(), reasons[first])
 	}
 }
 
@@ -118,10 +135,8 @@ func (m *monitor) printChange(r rankRow, why string) {
 	if r.unit.Attempt > 1 && r.rank.Phase == string(state.Starting) {
 		story += fmt.Sprintf(" (attempt %d)", r.unit.Attempt)
 	}
-	if r.rank.Phase != string(state.Starting) { // the reason of a start changes too often for lines
-		if why != "" {
-			story += ": " + why
-		}
+	if r.rank.Phase != string(state.Starting) && why != "" { // that of a start changes too often for lines
+		story += ": " + why
 	}
 	if m.seen[r.name()] == story {
 		return
@@ -188,12 +203,15 @@ func (m *monitor) awaitRunning(ctx context.Context, want map[string]uint64) erro
 		}
 		return up == len(want), nil
 	})
-	if errors.Is(err, context.DeadlineExceeded) {
-		return problem.New(problem.Timeout, "not RUNNING in time: %s; the rollout goes on",
-			strings.Join(names, ", ")).
-			WithHint("watch it with `dpserve status -w`")
+	return lateError(err, "not RUNNING in time: %s; the rollout goes on", strings.Join(names, ", "))
+}
+
+// lateError returns err, unless it is the deadline: then it says what is not there yet.
+func lateError(err error, format string, args ...any) error {
+	if !errors.Is(err, context.DeadlineExceeded) {
+		return err
 	}
-	return err
+	return problem.New(problem.Timeout, format, args...).WithHint("watch it with `dpserve status -w`")
 }
 
 // findDeleted returns the name of an application that existed and is gone, or that is being deleted. begun
@@ -214,15 +232,11 @@ func findDeleted(apps []client.AppStatus, begun map[string]bool) string {
 	return ""
 }
 
-// awaitGone waits until none of the apps exists.
-func (m *monitor) awaitGone(ctx context.Context, names ...string) error {
-	err := m.pollUntil(ctx, names, func(apps []client.AppStatus) (bool, error) { return len(apps) == 0, nil })
-	if errors.Is(err, context.DeadlineExceeded) {
-		return problem.New(problem.Timeout, "not gone in time: %s; the deletion goes on",
-			strings.Join(names, ", ")).
-			WithHint("watch it with `dpserve status -w`")
-	}
-	return err
+// awaitGone waits until the app does not exist.
+func (m *monitor) awaitGone(ctx context.Context, name string) error {
+	err := m.pollUntil(ctx, []string{name},
+		func(apps []client.AppStatus) (bool, error) { return len(apps) == 0, nil })
+	return lateError(err, "not gone in time: %s; the deletion goes on", name)
 }
 
 // deployFailure is the error of a failed rollout: it names the first failed unit and holds the last lines of
@@ -260,8 +274,6 @@ func followUntilDone(ctx context.Context, e *env, timeout time.Duration,
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 	scr, said := e.screen(), ""
-	tick := time.NewTicker(redrawEvery)
-	defer tick.Stop()
 	for {
 		left, over, err := look(ctx)
 		if err != nil && ctx.Err() == nil {
@@ -278,19 +290,20 @@ func followUntilDone(ctx context.Context, e *env, timeout time.Duration,
 		case left != said:
 			scr.printMessage("%s", left)
 		}
-		if left != "" {
-			said = left
-		}
-		select {
-		case <-tick.C:
+		said = cmp.Or(left, said)
+		if pause.For(ctx, redrawEvery) == nil {
 			continue
-		case <-ctx.Done():
 		}
 		scr.clear()
 		if errors.Is(context.Cause(ctx), errInterrupted) {
-			printMessage(e.io.Err, "interrupted; %s", goesOn)
-			return &silentError{code: exitInterrupted}
+			return interrupted(e, goesOn)
 		}
 		return timeoutError(said)
 	}
+}
+
+// interrupted ends a command after Ctrl-C, and says what goes on without it.
+func interrupted(e *env, goesOn string) error {
+	printMessage(e.io.Err, "interrupted; %s", goesOn)
+	return &silentError{code: exitInterrupted}
 }

@@ -32,7 +32,8 @@ type nodeFlags struct {
 // addCommon adds the flags that up, start and join share.
 func (f *nodeFlags) addCommon(cmd *cobra.Command) {
 	flags := cmd.Flags()
-	flags.StringVar(&f.config.GPUs, "gpus", f.config.GPUs, "devices to offer: a `list` like 0-3,6 or a count")
+	flags.StringVar(&f.config.GPUs, "gpus", f.config.GPUs,
+		"devices to offer: auto finds them, none, a `list` like 0-3,6, or a count")
 	flags.IntVar(&f.config.Slots, "slots", f.config.Slots, "ranks without devices that this node takes")
 	flags.IntVar(&f.config.MaxBody, "max-body", f.config.MaxBody,
 		"largest body of an inference request in `MIB`, up to 64")
@@ -72,6 +73,10 @@ func (f *nodeFlags) addNode(cmd *cobra.Command) {
 		"`name` of what fails together, like a rack; voters are spread over zones")
 	flags.StringVar(&f.config.OnLeaseLoss, "on-lease-loss", f.config.OnLeaseLoss,
 		"serve or fence: what ranks do when no leader answers")
+	flags.DurationVar(&f.config.OrphanTimeout, "orphan-timeout", f.config.OrphanTimeout,
+		"how long engines live without a dpserve of this node; 0: not at all")
+	flags.DurationVar(&f.config.RestartGrace, "restart-grace", f.config.RestartGrace,
+		"how long the cluster keeps this node's ranks over a restart of dpserve")
 	f.addCommon(cmd)
 	cmd.Flag("node-id").DefValue = "" // the host's name would make every help text different
 	cmd.Flag("roles").DefValue = strings.Join(server.AllRoles(), ",")
@@ -137,6 +142,7 @@ type node interface {
 	Listen() error
 	Serve(ctx context.Context) error
 	Kill()
+	Restart() error
 	Close() error
 	HTTPAddr() string
 	AdminAddr() string
@@ -193,7 +199,10 @@ func (s *serving) stop(sig *interrupts, scr *screen) error {
 	s.cancel()
 	select {
 	case <-s.done:
-		return s.drainError()
+		if errors.Is(s.err, context.Canceled) {
+			return nil
+		}
+		return s.err
 	case <-sig.second:
 	}
 	scr.printMessage("stopping at once")
@@ -204,13 +213,6 @@ func (s *serving) stop(sig *interrupts, scr *screen) error {
 		scr.printMessage("warning: the node does not end; its engines die with this process")
 	}
 	return &silentError{code: exitInterrupted}
-}
-
-func (s *serving) drainError() error {
-	if s.err != nil && !errors.Is(s.err, context.Canceled) {
-		return s.err
-	}
-	return nil
 }
 
 // newNode makes a node in this process and sets the process's memory limit.

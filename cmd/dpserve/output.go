@@ -1,7 +1,9 @@
 package main
 
 import (
+	"bytes"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"slices"
@@ -12,9 +14,6 @@ import (
 
 	"github.com/dpserve/dpserve/client"
 )
-
-// apiVersion is part of every JSON document that dpserve prints.
-const apiVersion = client.APIVersion
 
 // format is the value of -o.
 type format string
@@ -28,17 +27,19 @@ const (
 	formatName  format = "name"
 )
 
-func allFormats() []format {
-	return []format{formatTable, formatWide, formatJSON, formatYAML, formatName}
-}
+// formatNames are the values of -o, as help texts list them.
+const formatNames = "table|wide|json|yaml|name"
+
+// isTable reports whether the output is for people.
+func (f *format) isTable() bool { return *f == formatTable || *f == formatWide }
 
 // String, Set and Type make format a flag value.
 func (f *format) String() string { return string(*f) }
 
 // Set refuses unknown formats.
 func (f *format) Set(s string) error {
-	if !slices.Contains(allFormats(), format(s)) {
-		return fmt.Errorf("wanted %s", formatList())
+	if !slices.Contains(strings.Split(formatNames, "|"), s) {
+		return errors.New("wanted " + formatNames)
 	}
 	*f = format(s)
 	return nil
@@ -47,25 +48,16 @@ func (f *format) Set(s string) error {
 // Type returns the name of the value in help texts.
 func (f *format) Type() string { return "format" }
 
-func formatList() string {
-	var names []string
-	for _, f := range allFormats() {
-		names = append(names, string(f))
-	}
-	return strings.Join(names, "|")
-}
-
 // addOutput adds the -o flag to a command. The default is table.
 func addOutput(cmd *cobra.Command) *format {
 	f := formatTable
-	cmd.Flags().VarP(&f, "output", "o", "output `format`: "+formatList())
+	cmd.Flags().VarP(&f, "output", "o", "output `format`: "+formatNames)
 	_ = cmd.RegisterFlagCompletionFunc("output",
-		cobra.FixedCompletions(strings.Split(formatList(), "|"), cobra.ShellCompDirectiveNoFileComp))
+		cobra.FixedCompletions(strings.Split(formatNames, "|"), cobra.ShellCompDirectiveNoFileComp))
 	return &f
 }
 
-// listing is a result in each form of -o. document is marshalled for json and yaml and must contain
-// apiVersion.
+// listing is a result in each form of -o. document is what JSON and YAML print after apiVersion.
 type listing struct {
 	document any
 	names    []string
@@ -75,40 +67,59 @@ type listing struct {
 }
 
 func (l *listing) write(s *ioStreams, f format) error {
-	switch f {
-	case formatJSON:
-		return writeJSON(s.Out, l.document)
-	case formatYAML:
-		return writeYAML(s.Out, l.document)
-	case formatName:
-		return writeNames(s.Out, l.names)
-	case formatTable, formatWide:
+	if !f.isTable() {
+		return writeDocument(s.Out, f, versioned{l.document}, l.names)
 	}
 	for i, t := range l.table(f == formatWide) {
 		if i > 0 {
 			_, _ = fmt.Fprintln(s.Out)
 		}
 		if s.OutTTY {
-			width, _ := s.size()
+			width, _ := s.Size()
 			t.fit(width, 0)
 		}
 		if err := t.write(s.Out, s.paint); err != nil {
 			return err
 		}
 	}
+	notes := l.notes
 	if f == formatWide {
-		return writeNotes(s.Out, slices.Concat(l.more, l.notes))
+		notes = slices.Concat(l.more, l.notes)
 	}
-	return writeNotes(s.Out, l.notes)
-}
-
-// writeNotes prints lines below the tables, after an empty line.
-func writeNotes(w io.Writer, notes []string) error {
 	if len(notes) == 0 {
 		return nil
 	}
-	_, err := fmt.Fprintln(w, "\n"+strings.Join(notes, "\n"))
+	_, err := fmt.Fprintln(s.Out, "\n"+strings.Join(notes, "\n"))
 	return err
+}
+
+// versioned is a document with the field apiVersion before its own fields. It has at least one of them.
+type versioned struct{ document any }
+
+// MarshalJSON leaves the characters of HTML to the encoder that calls it.
+func (v versioned) MarshalJSON() ([]byte, error) {
+	var b bytes.Buffer
+	enc := json.NewEncoder(&b)
+	enc.SetEscapeHTML(false)
+	if err := enc.Encode(v.document); err != nil {
+		return nil, err
+	}
+	return slices.Insert(b.Bytes(), 1, []byte(`"apiVersion":"`+client.APIVersion+`",`)...), nil
+}
+
+// writeDocument prints a result for programs: a document as JSON or YAML, or the names.
+func writeDocument(w io.Writer, f format, document any, names []string) error {
+	switch f {
+	case formatJSON:
+		enc := json.NewEncoder(w)
+		enc.SetIndent("", "  ")
+		enc.SetEscapeHTML(false)
+		return enc.Encode(document)
+	case formatYAML:
+		return writeYAML(w, document)
+	default:
+		return writeNames(w, names)
+	}
 }
 
 func writeNames(w io.Writer, names []string) error {
@@ -120,14 +131,7 @@ func writeNames(w io.Writer, names []string) error {
 	return nil
 }
 
-func writeJSON(w io.Writer, v any) error {
-	enc := json.NewEncoder(w)
-	enc.SetIndent("", "  ")
-	enc.SetEscapeHTML(false)
-	return enc.Encode(v)
-}
-
-// writeYAML prints the same fields as writeJSON: the JSON names are the contract.
+// writeYAML prints the same fields as JSON has: its names are the contract.
 func writeYAML(w io.Writer, v any) error {
 	text, err := json.Marshal(v)
 	if err != nil {

@@ -21,12 +21,6 @@ type planFlags struct {
 	output          *format
 }
 
-// planDocument is the JSON of plan.
-type planDocument struct {
-	APIVersion string `json:"apiVersion"`
-	client.Plan
-}
-
 func newPlan(e *env) *cobra.Command {
 	f := &planFlags{}
 	cmd := &cobra.Command{
@@ -57,18 +51,17 @@ with exit code 5.
 }
 
 func runPlan(ctx context.Context, e *env, f *planFlags, path string) error {
-	file, err := readDeployFile(e, f.engine, path)
+	file, err := readFor(e, f.engine, func() (*appFile, error) { return readApps(e, path) })
 	if err != nil {
 		return err
 	}
-	cluster, err := e.admin()
-	if err != nil {
-		return err
-	}
-	defer cluster.Close()
 	req := file.request()
 	req.Prune = f.prune
-	p, err := cluster.Plan(ctx, req)
+	var p client.Plan
+	err = e.withAdmin(func(cluster admin) error {
+		p, err = cluster.Plan(ctx, req)
+		return err
+	})
 	if err != nil {
 		return err
 	}
@@ -96,9 +89,7 @@ func unplacedError(p *client.Plan) error {
 			}
 			said[u.Why] = true
 			lines = append(lines, u.Why)
-			if u.Hint != "" {
-				hint = u.Hint
-			}
+			hint = cmp.Or(u.Hint, hint)
 		}
 	}
 	return problem.New(problem.Unplaceable, "not everything finds a place").WithDetails(lines...).
@@ -112,7 +103,7 @@ func planListing(p *client.Plan, file string) *listing {
 			names = append(names, p.Apps[i].App)
 		}
 	}
-	l := &listing{document: planDocument{apiVersion, *p}, names: names, table: func(wide bool) []*table {
+	l := &listing{document: p, names: names, table: func(wide bool) []*table {
 		out := []*table{planApps(p)}
 		if t := planUnits(p, wide); len(t.rows) > 0 {
 			out = append(out, t)
@@ -219,12 +210,7 @@ func formatEffect(effect client.Effect, word string, reasons []string) string {
 const maxJoined = 3
 
 // joinSome joins the first words of a list and says how many more there are.
-func joinSome(list []string) string {
-	if len(list) <= maxJoined {
-		return strings.Join(list, ", ")
-	}
-	return fmt.Sprintf("%s and %d more", strings.Join(list[:maxJoined], ", "), len(list)-maxJoined)
-}
+func joinSome(list []string) string { return listSome(list, maxJoined) }
 
 func planApps(p *client.Plan) *table {
 	t := &table{head: []string{"APP", "CHANGE", "FIELDS"}}
@@ -305,10 +291,19 @@ func unitRows(u *client.UnitPlan) [][]cell {
 }
 
 func planNodes(p *client.Plan) *table {
-	t := &table{head: []string{"NODE", "SLOTS", "FREE", "NEED", "GPUS", "FREE", "NEED", "NOTE"}}
+	t := &table{head: []string{"NODE", "SLOTS", "FREE", "NEED", "GPUS", "FREE", "NEED"}}
+	showsDevices := slices.ContainsFunc(p.Nodes, func(n client.NodePlan) bool { return len(n.Devices) > 0 })
+	if showsDevices {
+		t.head, t.optional = append(t.head, "DEVICES"), []string{"DEVICES"}
+	}
+	t.head = append(t.head, "NOTE")
 	for _, n := range p.Nodes {
-		t.add(cells(n.Node, strconv.Itoa(n.Slots), strconv.Itoa(n.SlotsFree), strconv.Itoa(n.SlotsNeed),
-			strconv.Itoa(n.GPUs), strconv.Itoa(n.GPUsFree), strconv.Itoa(n.GPUsNeed), n.Note)...)
+		row := cells(n.Node, strconv.Itoa(n.Slots), strconv.Itoa(n.SlotsFree), strconv.Itoa(n.SlotsNeed),
+			strconv.Itoa(n.GPUs), strconv.Itoa(n.GPUsFree), strconv.Itoa(n.GPUsNeed))
+		if showsDevices {
+			row = append(row, cell{text: formatDevices(n.Devices)})
+		}
+		t.add(append(row, cell{text: n.Note})...)
 	}
 	return t
 }

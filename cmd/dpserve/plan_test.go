@@ -65,6 +65,20 @@ func somePlan() client.Plan {
 	}
 }
 
+func TestPlanShowsDevicesThatWereFound(t *testing.T) {
+	c := newCLI(t)
+	c.cluster.nodes.plan = client.Plan{Fits: true, Nodes: []client.NodePlan{
+		{Node: "a", Slots: 64, SlotsFree: 64},
+		{
+			Node: "b", Slots: 64, SlotsFree: 64, GPUs: 2, GPUsFree: 1, GPUsNeed: 1,
+			Devices: []client.DeviceModel{{Name: "NVIDIA H100", MemoryMiB: 81920, Devices: []int{0, 1}}},
+		},
+	}}
+	require.Zero(t, c.run([]string{"plan", file(t, tiny)}), c.stderr())
+	assert.Contains(t, c.stdout(), "NODE  SLOTS  FREE  NEED  GPUS  FREE  NEED  DEVICES")
+	assert.Contains(t, c.stdout(), "b     64     64    0     2     1     1     2 x NVIDIA H100 80.0 GiB")
+}
+
 func TestPlanSaysWhatHappens(t *testing.T) {
 	c := newCLI(t)
 	c.cluster.nodes.plan = somePlan()
@@ -156,9 +170,7 @@ func TestDeployEndsWhenAnotherRevisionReplacesIt(t *testing.T) {
 func TestDeployDetachedPrintsWhatWasApplied(t *testing.T) {
 	c := newCLI(t)
 	require.Zero(t, c.run([]string{"deploy", "--detach", file(t, tiny), "-o", "json"}), c.stderr())
-	var doc deployDocument
-	require.NoError(t, json.Unmarshal([]byte(c.stdout()), &doc))
-	assert.Equal(t, apiVersion, doc.APIVersion)
+	doc := decode[client.DeployResult](t, c.stdout())
 	assert.Equal(t, map[string]uint64{"demo": 2}, doc.Apps)
 	assert.Equal(t, client.EffectRestart, doc.Changes[0].Effect)
 	assert.Equal(t, client.ActionReplace, doc.Changes[0].Action)

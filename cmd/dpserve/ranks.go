@@ -40,9 +40,6 @@ later deploy of the application's file makes it what the file says.`,
 		},
 	}
 	cmd.AddCommand(newRanksAdd(e), newRanksRemove(e))
-	for _, sub := range cmd.Commands() {
-		sub.DisableFlagsInUseLine = true
-	}
 	return cmd
 }
 
@@ -227,22 +224,19 @@ func changeRanks(ctx context.Context, e *env, w *rankWait, verb string,
 	if w.timeout <= 0 {
 		return usageError("ranks", "--timeout %s: must be positive", w.timeout)
 	}
-	cluster, err := e.admin()
-	if err != nil {
-		return err
-	}
-	defer cluster.Close()
-	c, err := change(cluster)
-	if err != nil {
-		return err
-	}
-	printMessage(e.io.Err, "%s %s %s", verb, rankName(&c), describeEngine(&c))
-	if w.wait {
-		if err := awaitRank(ctx, e, cluster, w.timeout, &c, done); err != nil {
+	return e.withAdmin(func(cluster admin) error {
+		c, err := change(cluster)
+		if err != nil {
 			return err
 		}
-	}
-	return rankListing(&c).write(e.io, *w.output)
+		printMessage(e.io.Err, "%s %s %s", verb, rankName(&c), describeEngine(&c))
+		if w.wait {
+			if err := awaitRank(ctx, e, cluster, w.timeout, &c, done); err != nil {
+				return err
+			}
+		}
+		return rankListing(&c).write(e.io, *w.output)
+	})
 }
 
 func describeEngine(c *client.RankChange) string {
@@ -270,8 +264,7 @@ func awaitRank(ctx context.Context, e *env, cluster admin, timeout time.Duration
 		})
 	switch {
 	case errors.Is(err, errInterrupted):
-		printMessage(e.io.Err, "interrupted; the change goes on, watch it with `dpserve status %s -w`", name)
-		return &silentError{code: exitInterrupted}
+		return interrupted(e, "the change goes on, watch it with `dpserve status "+name+" -w`")
 	case errors.Is(err, context.DeadlineExceeded):
 		return problem.New(problem.Timeout, "%s is not there yet; the change goes on", rankName(c)).
 			WithHint("watch it with `dpserve status %s -w`", name)
@@ -279,23 +272,11 @@ func awaitRank(ctx context.Context, e *env, cluster admin, timeout time.Duration
 	return err
 }
 
-// rankDocument is a rank change in JSON and YAML.
-type rankDocument struct {
-	APIVersion string `json:"apiVersion"`
-	client.RankChange
-}
-
 func rankListing(c *client.RankChange) *listing {
 	name := rankName(c)
-	return &listing{
-		document: rankDocument{apiVersion, *c}, names: []string{name},
-		table: func(bool) []*table {
-			return []*table{
-				{
-					head: []string{"RANK", "ENGINE", "REVISION"},
-					rows: [][]cell{cells(name, describeEngine(c), fmt.Sprint(c.Revision))},
-				},
-			}
-		},
-	}
+	return &listing{document: c, names: []string{name}, table: func(bool) []*table {
+		t := &table{head: []string{"RANK", "ENGINE", "REVISION"}}
+		t.add(cells(name, describeEngine(c), fmt.Sprint(c.Revision))...)
+		return []*table{t}
+	}}
 }

@@ -81,6 +81,11 @@ func (r *reader) typeLine(t *testing.T, line string) {
 		r.start(t, "RANK ", r.bin, strings.Fields(typed)[1:]...)
 		r.upRuns++
 		r.followUp(t)
+	case strings.HasPrefix(line, "bin/dpserve serve"):
+		r.stop(t)
+		r.start(t, "RANK ", r.bin, strings.Fields(typed)[1:]...)
+		printed, _, _ := strings.Cut(r.first.stdout.String(), "endpoint ")
+		assert.Contains(t, r.page, "```text\n"+printed+"endpoint ", "the README shows what `serve` prints")
 	case strings.HasPrefix(line, "examples/cluster/"):
 		r.stop(t)
 		r.start(t, "Ctrl-C stops", "sh", "-c", "DPSERVE="+r.bin+" exec "+typed)
@@ -164,6 +169,7 @@ func (r *reader) killANode(t *testing.T) {
 	r.addr = strings.TrimPrefix(r.first.printed(t, "  export DPSERVE_ADDR="), "export DPSERVE_ADDR=")
 	status := func() string { // a node that was killed may have led: an election is no failure
 		out, _ := r.try(t, r.bin+" status")
+		out, _, _ = strings.Cut(out, "\nnext: ") // it names the lost node
 		return strings.Join(strings.Fields(out), " ")
 	}
 	assert.True(t, poll(func() bool { return strings.Contains(status(), " node-2 ") }),

@@ -31,16 +31,16 @@ the names of applications, ranks and nodes, which it asks the cluster for.
 
 | Exit code | Means |
 |---|---|
-| 0 | ok; also ` + "`up` and `start`" + ` after a drain that a signal asked for, ` +
+| 0 | ok; also ` + "`up`, `serve` and `start`" + ` after a drain that a signal asked for, ` +
 	`and a watch that Ctrl-C ended |
 | 1 | error; also ` + "`deploy`" + ` when another deploy replaces its revision, ` +
-	`or its application is deleted |
+	`or its application is deleted, and ` + "`doctor`" + ` when something fails |
 | 2 | usage, or a file with faults |
 | 3 | differs (only with ` + "`--exit-code`" + `) |
 | 4 | authentication |
 | 5 | cannot be rolled out |
 | 8 | still pending at the time-out |
-| 130 | interrupted: before ` + "`up`" + ` served, by a second Ctrl-C, or in the monitor of ` +
+| 130 | interrupted: before ` + "`up` or `serve`" + ` served, by a second Ctrl-C, or in the monitor of ` +
 	"`deploy`, `delete`, `drain` or `nodes rotate-key`" + `, which go on without it |
 `
 
@@ -61,10 +61,10 @@ func reference(t *testing.T) string {
 	var b strings.Builder
 	b.WriteString(referenceHead)
 	for _, name := range []string{
-		"up", "start", "join", "validate", "plan", "deploy", "status", "route", "route explain", "router",
-		"router show", "router reset", "logs", "delete", "ranks", "ranks add", "ranks remove", "nodes",
-		"nodes remove", "nodes rotate-key", "drain", "undrain", "leave", "token", "bench", "version",
-		"completion",
+		"up", "serve", "start", "join", "validate", "plan", "deploy", "status", "route", "route explain",
+		"router", "router show", "router reset", "logs", "delete", "ranks", "ranks add", "ranks remove",
+		"nodes", "nodes remove", "nodes rotate-key", "drain", "undrain", "restart", "leave", "token",
+		"doctor", "bench", "version", "completion",
 	} {
 		cli := newCLI(t)
 		require.Equal(t, 0, cli.run(append([]string{"help"}, strings.Fields(name)...)))

@@ -1,8 +1,11 @@
 package main
 
 import (
+	"cmp"
 	"errors"
 	"iter"
+	"runtime"
+	"runtime/debug"
 	"slices"
 	"strings"
 
@@ -74,9 +77,10 @@ func newRoot(e *env) *cobra.Command {
 	root.SetHelpTemplate(helpTemplate)
 	root.SetFlagErrorFunc(flagError)
 	root.SetHelpCommand(newHelp(root))
-	root.AddCommand(newUp(e), newStart(e), newJoin(e), newValidate(e), newPlan(e), newDeploy(e), newStatus(e),
-		newRoute(e), newRouter(e), newLogs(e), newDelete(e), newRanks(e), newNodes(e), newDrain(e),
-		newUndrain(e), newLeave(e), newToken(e), newBench(e), newVersion(e), newCompletion(e))
+	root.AddCommand(newUp(e), newServe(e), newStart(e), newJoin(e), newValidate(e), newPlan(e),
+		newDeploy(e), newStatus(e), newRoute(e), newRouter(e), newLogs(e), newDelete(e), newRanks(e),
+		newNodes(e), newDrain(e), newRestart(e), newUndrain(e), newLeave(e), newToken(e), newDoctor(e),
+		newBench(e), newVersion(e), newCompletion(e))
 	root.DisableFlagsInUseLine = true
 	for cmd := range allCommands(root) {
 		cmd.DisableFlagsInUseLine = true
@@ -106,7 +110,7 @@ func prepare(e *env, cmd *cobra.Command) error {
 	if e.noColor {
 		e.io.Color = false
 	}
-	if cmd.Flags().Changed("addr") && slices.Contains([]string{"up", "start", "join"}, cmd.Name()) {
+	if cmd.Flags().Changed("addr") && slices.Contains([]string{"up", "serve", "start", "join"}, cmd.Name()) {
 		return problem.New(problem.InvalidArgument,
 			"%s runs a node of its own, and --addr names one that runs", cmd.Name()).
 			WithHint("see `dpserve help %s` for the addresses at which it listens", cmd.Name())
@@ -155,24 +159,15 @@ func commandNames(root *cobra.Command) []string {
 
 // flagError converts pflag's errors to problem.Error. An unknown flag gets a did-you-mean hint.
 func flagError(cmd *cobra.Command, err error) error {
-	var missing *pflag.NotExistError
-	if !errors.As(err, &missing) {
-		return usageError(commandName(cmd), "%s", err.Error())
-	}
-	if near := nearestFlag(cmd, missing.GetSpecifiedName()); near != "" {
-		return problem.New(problem.InvalidArgument, "%s", err.Error()).WithHint("did you mean --%s?", near)
+	if missing, ok := errors.AsType[*pflag.NotExistError](err); ok {
+		var names []string
+		cmd.Flags().VisitAll(func(f *pflag.Flag) { names = append(names, f.Name) })
+		if near := nearest.Word(missing.GetSpecifiedName(), names); near != "" {
+			return problem.New(problem.InvalidArgument, "%s", err.Error()).
+				WithHint("did you mean --%s?", near)
+		}
 	}
 	return usageError(commandName(cmd), "%s", err.Error())
-}
-
-func nearestFlag(cmd *cobra.Command, name string) string {
-	var names []string
-	cmd.Flags().VisitAll(func(f *pflag.Flag) {
-		if !f.Hidden {
-			names = append(names, f.Name)
-		}
-	})
-	return nearest.Word(name, names)
 }
 
 // requireArgs checks positional arguments: at least the first least names are given, and no more than all of
@@ -223,4 +218,64 @@ func newCompletion(e *env) *cobra.Command {
 			return usageError("completion", "shell %q: wanted %s", args[0], strings.Join(shells, ", "))
 		},
 	}
+}
+
+// version is set by the linker (-X main.version=v0.1.0). A plain `go build` or `go install` uses the build
+// info of the binary.
+var version string
+
+// buildInfo is the output of `dpserve version`.
+type buildInfo struct {
+	Version  string `json:"version"`
+	Commit   string `json:"commit,omitempty"`
+	Date     string `json:"date,omitempty"` // of the commit, RFC 3339
+	Modified bool   `json:"modified"`       // built from a changed checkout
+	Go       string `json:"go"`
+	Platform string `json:"platform"` // OS/ARCH
+}
+
+func readBuildInfo() buildInfo {
+	b := buildInfo{
+		Version: version, Go: runtime.Version(), Platform: runtime.GOOS + "/" + runtime.GOARCH,
+	}
+	if info, ok := debug.ReadBuildInfo(); ok {
+		b.Version = cmp.Or(b.Version, info.Main.Version)
+		for _, s := range info.Settings {
+			switch s.Key {
+			case "vcs.revision":
+				b.Commit = s.Value
+			case "vcs.time":
+				b.Date = s.Value
+			case "vcs.modified":
+				b.Modified = s.Value == "true"
+			}
+		}
+	}
+	b.Version = cmp.Or(b.Version, "(devel)")
+	return b
+}
+
+func newVersion(e *env) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:     "version [flags]",
+		Short:   "build info",
+		Example: "  dpserve version -o json",
+		Args:    requireArgs(0),
+	}
+	output := addOutput(cmd)
+	cmd.RunE = func(*cobra.Command, []string) error {
+		b := readBuildInfo()
+		l := &listing{document: b, names: []string{b.Version}, table: func(wide bool) []*table {
+			t := &table{head: []string{"VERSION", "GO", "PLATFORM"}}
+			row := cells(b.Version, b.Go, b.Platform)
+			if wide {
+				t.head = append(t.head, "COMMIT", "DATE")
+				row = append(row, cells(b.Commit, b.Date)...)
+			}
+			t.add(row...)
+			return []*table{t}
+		}}
+		return l.write(e.io, *output)
+	}
+	return cmd
 }

@@ -1,14 +1,11 @@
 package main
 
 import (
-	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
-	"io"
 	"math"
 	"net/textproto"
-	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -19,8 +16,8 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// maxRequest is the largest request file in bytes, as at the inference endpoint.
-const maxRequest = 16 << 20
+// maxRequest is the largest request file in MiB, as at the inference endpoint.
+const maxRequest = 16
 
 type explainFlags struct {
 	prompt, file, tokens, replay string
@@ -34,9 +31,9 @@ func newRoute(e *env) *cobra.Command {
 		Use:     "route COMMAND",
 		Short:   "how requests find their rank",
 		Example: `  dpserve route explain demo --prompt hello`,
+		Args:    cobra.ArbitraryArgs,
 		RunE:    requireSubcommand,
 	}
-	cmd.Args = cobra.ArbitraryArgs
 	cmd.AddCommand(newRouteExplain(e))
 	return cmd
 }
@@ -70,7 +67,6 @@ milliseconds, and a table for the ranks of either pool.`,
   dpserve route explain demo --replay 5f2c9d0e11aa43b7 -o json`,
 		Args: requireArgs(1, "APP"),
 	}
-	cmd.DisableFlagsInUseLine = true
 	flags := cmd.Flags()
 	flags.StringVar(&f.prompt, "prompt", "", "`text` of a prompt")
 	flags.StringVarP(&f.file, "file", "f", "", "`file` with the JSON body of a request; - is stdin")
@@ -88,7 +84,13 @@ milliseconds, and a table for the ranks of either pool.`,
 		if err != nil {
 			return err
 		}
-		return runExplain(cmd.Context(), e, args[0], q, *f.output)
+		return e.withAdmin(func(cluster admin) error {
+			x, err := cluster.Explain(cmd.Context(), args[0], q)
+			if err != nil {
+				return err
+			}
+			return explanationListing(e, x).write(e.io, *f.output)
+		})
 	}
 	return cmd
 }
@@ -159,96 +161,44 @@ func parseTokens(s string) ([]uint32, error) {
 }
 
 func readRequest(e *env, path string) ([]byte, error) {
-	in := e.io.In
-	if path != "-" {
-		f, err := os.Open(path)
-		if err != nil {
-			return nil, requestError(path, err)
-		}
-		defer func() { _ = f.Close() }() // only read
-		in = f
-	}
-	text, err := io.ReadAll(io.LimitReader(in, maxRequest+1))
-	switch {
-	case err != nil:
-		return nil, requestError(path, err)
-	case len(text) > maxRequest:
-		return nil, problem.New(problem.TooLarge, "%s is larger than 16 MiB", path).
-			WithHint("the inference endpoint takes no larger body")
-	case !json.Valid(text):
-		return nil, problem.New(problem.InvalidArgument, "%s is not JSON", path).
+	text, err := readInput(e, path, maxRequest, "the inference endpoint takes no larger body",
+		"-f takes the JSON body of a request")
+	if err == nil && !json.Valid(text) {
+		err = problem.New(problem.InvalidArgument, "%s is not JSON", path).
 			WithHint("give the body as it is sent to the inference endpoint")
 	}
-	return text, nil
+	return text, err
 }
 
-func requestError(path string, err error) error {
-	var perr *os.PathError
-	if errors.As(err, &perr) {
-		err = perr.Err
-	}
-	return problem.New(problem.InvalidArgument, "cannot read %s: %w", path, err).
-		WithHint("-f takes the JSON body of a request")
-}
-
-// explanationDocument is the JSON of route explain.
-type explanationDocument struct {
-	APIVersion string `json:"apiVersion"`
-	*client.Explanation
-}
-
-func runExplain(ctx context.Context, e *env, app string, q *client.Query, f format) error {
-	cluster, err := e.admin()
-	if err != nil {
-		return err
-	}
-	defer cluster.Close()
-	x, err := cluster.Explain(ctx, app, q)
-	if err != nil {
-		return err
+func explanationListing(e *env, x *client.Explanation) *listing {
+	v := statusView{now: e.now(), relative: e.io.OutTTY}
+	if x.Pair != nil {
+		return &listing{
+			document: x, names: pairNames(x), notes: describePair(x, v),
+			table: func(wide bool) []*table { return pairTables(x, wide) },
+		}
 	}
 	l := &listing{
-		document: explanationDocument{apiVersion, x}, names: pickedNames(x),
-		table: func(wide bool) []*table { return explanationTables(x, wide) },
-		notes: describeExplanation(x, statusView{now: e.now(), relative: e.io.OutTTY}),
+		document: x, notes: describeExplanation(x, v),
+		table: func(wide bool) []*table { return []*table{explanationTable(x, wide)} },
 	}
-	return l.write(e.io, f)
-}
-
-func pickedNames(x *client.Explanation) []string {
-	switch {
-	case x.Pair != nil:
-		return pairNames(x)
-	case x.Pick == "":
-		return nil
+	if x.Pick != "" {
+		l.names = []string{x.Pick}
 	}
-	return []string{x.Pick}
+	return l
 }
-
-func explanationTables(x *client.Explanation, wide bool) []*table {
-	if x.Pair != nil {
-		return pairTables(x, wide)
-	}
-	return []*table{explanationTable(x, wide)}
-}
-
-// pickMark marks the row of the rank that was picked.
-const pickMark = "<"
 
 // explanationTable returns a table with a row per rank. Score terms are columns, in the order of the formula.
 func explanationTable(x *client.Explanation, wide bool) *table {
-	lists := make([][]client.Term, len(x.Ranks))
+	var names []string
 	for i := range x.Ranks {
-		lists[i] = x.Ranks[i].Terms
+		names = addTermNames(names, x.Ranks[i].Terms)
 	}
-	names := collectTermNames(lists)
 	t := &table{head: []string{"RANK", "STATE", "IN-FLIGHT", "HIT"}}
 	if wide {
 		t.head = append(t.head, "BLOCKS", "HOST", "DISK", "KV-USAGE")
 	}
-	for _, n := range names {
-		t.head = append(t.head, termHead(n))
-	}
+	t.head = append(t.head, termHeads(names)...)
 	t.head = append(t.head, "SCORE", "PICK", "WHY-NOT")
 	for i := range x.Ranks {
 		t.add(explanationRow(x, &x.Ranks[i], names, wide)...)
@@ -265,17 +215,20 @@ func explanationRow(x *client.Explanation, r *client.RankExplanation, names []st
 			cells(strconv.Itoa(r.HitBlocks), formatTokens(r.HostTokens, x.Estimated),
 				formatTokens(r.DiskTokens, x.Estimated), formatShare(r.KVUsage))...)
 	}
-	for _, n := range names {
-		row = append(row, cell{text: findTermValue(r.Terms, n)})
-	}
-	score, mark := "-", ""
+	row = append(row, termCells(r.Terms, names)...)
+	score := "-"
 	if r.Score != nil {
 		score = formatScore(*r.Score)
 	}
-	if r.Picked {
-		mark = pickMark
+	return append(row, cell{text: score}, pickCell(r.Picked), cell{text: r.Why})
+}
+
+// pickCell marks the row of the rank or pair that was picked.
+func pickCell(picked bool) cell {
+	if picked {
+		return cell{text: "<", color: good}
 	}
-	return append(row, cell{text: score}, cell{text: mark, color: good}, cell{text: r.Why})
+	return cell{}
 }
 
 func candidateColor(r *client.RankExplanation) color {
@@ -288,49 +241,47 @@ func candidateColor(r *client.RankExplanation) color {
 	return busy
 }
 
-// collectTermNames returns the names of all terms, in the order of the first list that has them.
-func collectTermNames(lists [][]client.Term) []string {
-	var out []string
-	seen := map[string]bool{}
-	for _, terms := range lists {
-		for _, t := range terms {
-			if !seen[t.Name] {
-				seen[t.Name] = true
-				out = append(out, t.Name)
-			}
+// addTermNames adds the names of terms that are not there yet.
+func addTermNames(names []string, terms []client.Term) []string {
+	for _, t := range terms {
+		if !slices.Contains(names, t.Name) {
+			names = append(names, t.Name)
+		}
+	}
+	return names
+}
+
+// termHeads returns the headings of the columns of terms.
+func termHeads(names []string) []string {
+	out := make([]string, len(names))
+	for i, name := range names {
+		out[i] = strings.ToUpper(strings.ReplaceAll(name, "_", "-"))
+	}
+	return out
+}
+
+// termCells returns the values of the named terms.
+func termCells(terms []client.Term, names []string) []cell {
+	out := cells(slices.Repeat([]string{"-"}, len(names))...)
+	for _, t := range slices.Backward(terms) { // the first of several counts
+		if i := slices.Index(names, t.Name); i >= 0 {
+			out[i].text = formatScore(t.Value)
 		}
 	}
 	return out
 }
 
-// termHead returns the heading of a term's column.
-func termHead(name string) string { return strings.ToUpper(strings.ReplaceAll(name, "_", "-")) }
-
-func findTermValue(terms []client.Term, name string) string {
-	for _, t := range terms {
-		if t.Name == name {
-			return formatScore(t.Value)
-		}
-	}
-	return "-"
-}
-
 // describeExplanation returns the lines under the table.
 func describeExplanation(x *client.Explanation, v statusView) []string {
-	if x.Pair != nil {
-		return describePair(x, v)
-	}
 	var out []string
 	if x.Replay != nil {
 		out = append(out, describeReplay(x.Replay, v))
 	}
-	switch {
-	case x.Pick != "":
-		out = append(out, fmt.Sprintf("pick    %s: %s", x.Pick, x.Reason))
-	default:
-		out = append(out, fmt.Sprintf("pick    none: %s, %s", x.Decision, x.Reason))
+	pick := "none: " + x.Decision + ", " + x.Reason
+	if x.Pick != "" {
+		pick = x.Pick + ": " + x.Reason
 	}
-	out = append(out, "prompt  "+describePrompt(x), "policy  "+x.Policy)
+	out = append(out, "pick    "+pick, "prompt  "+describePrompt(x), "policy  "+x.Policy)
 	if x.Formula != "" {
 		out = append(out, "score   "+x.Formula)
 	}

@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -142,10 +141,7 @@ func TestRouteExplainDocuments(t *testing.T) {
 	cli.cluster.router.answer = explained()
 	require.Equal(t, 0,
 		cli.run([]string{"route", "explain", "demo", "--tokens", "1, 2,4294967295", "-o", "json"}))
-	var doc explanationDocument
-	require.NoError(t, json.Unmarshal([]byte(cli.stdout()), &doc))
-	assert.Equal(t, apiVersion, doc.APIVersion)
-	assert.Equal(t, explained(), doc.Explanation)
+	assert.Equal(t, explained(), decode[*client.Explanation](t, cli.stdout()))
 	assert.Equal(t, []uint32{1, 2, 4294967295}, cli.cluster.router.asked[0].TokenIDs)
 
 	cli = newCLI(t)
@@ -341,7 +337,8 @@ func TestStatusShowsCaches(t *testing.T) {
 	assert.True(t, strings.HasSuffix(lines[5], "0         -"), lines[5])
 	assert.Equal(t, []string{
 		"", "demo/0/1: KV events silent for 34 s under traffic; 2 KV events dropped",
-		"demo/0/2: prefix caching is off", "",
+		"demo/0/2: prefix caching is off",
+		"next: `dpserve doctor`: no KV events come from demo/0/1 while requests complete", "",
 	}, lines[7:])
 
 	require.Equal(t, 0, cli.run([]string{"status", "-o", "wide"}))

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"slices"
@@ -26,38 +27,18 @@ const (
 
 // pairTable returns a table with a row per pair that was compared; the last row is the decode rank alone.
 func pairTable(p *client.PairExplanation) *table {
-	lists := make([][]client.Term, len(p.Candidates))
+	var names []string
 	for i := range p.Candidates {
-		lists[i] = p.Candidates[i].Terms
+		names = addTermNames(names, p.Candidates[i].Terms)
 	}
-	names := collectTermNames(lists)
-	t := &table{head: []string{prefillHead, decodeHead}}
-	for _, n := range names {
-		t.head = append(t.head, termHead(n))
-	}
+	t := &table{head: append([]string{prefillHead, decodeHead}, termHeads(names)...)}
 	t.head = append(t.head, "COST-MS", "PICK", "WHY-NOT")
 	for i := range p.Candidates {
 		c := &p.Candidates[i]
-		row := cells(formatRank(c.Prefill), c.Decode)
-		for _, n := range names {
-			row = append(row, cell{text: findTermValue(c.Terms, n)})
-		}
-		mark := ""
-		if c.Picked {
-			mark = pickMark
-		}
-		t.add(append(row, cell{text: formatDecimal(c.CostMs)}, cell{text: mark, color: good},
-			cell{text: c.Skip})...)
+		row := append(cells(cmp.Or(c.Prefill, "-"), c.Decode), termCells(c.Terms, names)...)
+		t.add(append(row, cell{text: formatDecimal(c.CostMs)}, pickCell(c.Picked), cell{text: c.Skip})...)
 	}
 	return t
-}
-
-// formatRank returns the name of a rank; "-" means none.
-func formatRank(rank string) string {
-	if rank == "" {
-		return "-"
-	}
-	return rank
 }
 
 // formatPair names a decode rank, and the prefill rank if there is one.

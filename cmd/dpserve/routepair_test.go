@@ -1,7 +1,6 @@
 package main
 
 import (
-	"encoding/json"
 	"strings"
 	"testing"
 	"time"
@@ -90,9 +89,7 @@ func TestPairExplainDocuments(t *testing.T) {
 	cli := newCLI(t)
 	cli.cluster.router.answer = explainedPair()
 	require.Equal(t, 0, cli.run([]string{"route", "explain", "demo", "--prompt", "once", "-o", "json"}))
-	var doc explanationDocument
-	require.NoError(t, json.Unmarshal([]byte(cli.stdout()), &doc))
-	assert.Equal(t, explainedPair(), doc.Explanation)
+	assert.Equal(t, explainedPair(), decode[*client.Explanation](t, cli.stdout()))
 
 	for way, want := range map[string]string{
 		"remote": "pd.prefill/0/0\npd.decode/0/0\n", "local": "pd.decode/0/0\n", "none": "",

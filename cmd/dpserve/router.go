@@ -20,9 +20,9 @@ func newRouter(e *env) *cobra.Command {
 		Short: "what an application's Router is, and make it forget",
 		Example: `  dpserve router show demo
   dpserve router reset demo`,
+		Args: cobra.ArbitraryArgs,
 		RunE: requireSubcommand,
 	}
-	cmd.Args = cobra.ArbitraryArgs
 	cmd.AddCommand(newRouterShow(e), newRouterReset(e))
 	return cmd
 }
@@ -36,35 +36,18 @@ func newRouterShow(e *env) *cobra.Command {
 		Example: "  dpserve router show demo",
 		Args:    requireArgs(1, "APP"),
 	}
-	cmd.DisableFlagsInUseLine = true
 	output := addOutput(cmd)
-	cmd.RunE = func(cmd *cobra.Command, args []string) error {
-		return runRouterShow(cmd.Context(), e, args[0], *output)
-	}
+	cmd.RunE = e.asking(func(ctx context.Context, cluster admin, args []string) error {
+		r, err := cluster.Router(ctx, args[0])
+		if err != nil {
+			return err
+		}
+		l := &listing{
+			document: r, names: []string{r.App}, table: func(bool) []*table { return routerTables(&r) },
+		}
+		return l.write(e.io, *output)
+	})
 	return cmd
-}
-
-// routerDocument is the JSON of router show.
-type routerDocument struct {
-	APIVersion string `json:"apiVersion"`
-	client.Info
-}
-
-func runRouterShow(ctx context.Context, e *env, app string, f format) error {
-	cluster, err := e.admin()
-	if err != nil {
-		return err
-	}
-	defer cluster.Close()
-	r, err := cluster.Router(ctx, app)
-	if err != nil {
-		return err
-	}
-	l := &listing{
-		document: routerDocument{apiVersion, r}, names: []string{r.App},
-		table: func(bool) []*table { return routerTables(&r) },
-	}
-	return l.write(e.io, f)
 }
 
 func routerTables(r *client.Info) []*table {
@@ -131,10 +114,7 @@ func describeLaw(l *client.Law) string {
 	if l.PrefillSamples == 0 {
 		return s + "no prompt yet, the last sample " + last + " ago"
 	}
-	prompts := fmt.Sprintf("%d prompts", l.PrefillSamples)
-	if l.PrefillSamples == 1 {
-		prompts = "1 prompt"
-	}
+	prompts := formatCount(int(l.PrefillSamples), "prompt") //nolint:gosec // a count of prompts fits an int
 	return s + fmt.Sprintf("%s, the last sample %s ago, off by %.0f %%", prompts, last, 100*l.Error)
 }
 
@@ -160,7 +140,7 @@ func listSlowRanks(l *client.Law) string {
 }
 
 func newRouterReset(e *env) *cobra.Command {
-	cmd := &cobra.Command{
+	return &cobra.Command{
 		Use:   "reset APP",
 		Short: "make the Router forget and learn anew",
 		Long: `reset drops what the Router of an application remembers (policy state, index, loads that no
@@ -168,25 +148,14 @@ rank has confirmed) and asks every rank for its state. Requests in flight are no
 caches look cold.`,
 		Example: "  dpserve router reset demo",
 		Args:    requireArgs(1, "APP"),
-		RunE: func(cmd *cobra.Command, args []string) error {
-			return runRouterReset(cmd.Context(), e, args[0])
-		},
+		RunE: e.asking(func(ctx context.Context, cluster admin, args []string) error {
+			r, err := cluster.ResetRouter(ctx, args[0])
+			if err != nil {
+				return err
+			}
+			printMessage(e.io.Err, "the router of %s was reset; %s asked for a snapshot", r.App,
+				formatCount(r.Ranks, "rank"))
+			return nil
+		}),
 	}
-	cmd.DisableFlagsInUseLine = true
-	return cmd
-}
-
-func runRouterReset(ctx context.Context, e *env, app string) error {
-	cluster, err := e.admin()
-	if err != nil {
-		return err
-	}
-	defer cluster.Close()
-	r, err := cluster.ResetRouter(ctx, app)
-	if err != nil {
-		return err
-	}
-	printMessage(e.io.Err, "the router of %s was reset; %s asked for a snapshot", r.App,
-		formatCount(r.Ranks, "rank"))
-	return nil
 }

@@ -40,7 +40,7 @@ type screen struct {
 
 func newScreen(s *ioStreams) *screen {
 	return &screen{
-		tty: s.ErrTTY, size: s.size, w: s.Err, done: make(chan struct{}),
+		tty: s.ErrTTY, size: s.Size, w: s.Err, done: make(chan struct{}),
 		isForeground: func() bool { return s.Terminal == nil || isForeground(s.Terminal) },
 	}
 }

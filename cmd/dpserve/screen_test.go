@@ -88,7 +88,7 @@ func TestTextOfOtherPrograms(t *testing.T) {
 	assert.Equal(t, red("ba…"), truncate(red("bad bad"), 3))
 	assert.Equal(t, red("bad")+" a…", truncate(red("bad")+" and", 6))
 	assert.Equal(t, []string{"one two", "  three", "  veryverylong"},
-		wrap("one two\nthree veryverylong", 7, "  "))
+		wrap("one two\nthree veryverylong", 7))
 }
 
 func FuzzTruncate(f *testing.F) {
@@ -137,6 +137,18 @@ func watched(t *testing.T, cols, rows int, apps []client.AppStatus, args ...stri
 	require.Equal(t, 0, exit(t, code), c.stderr())
 	v.check(t)
 	return v
+}
+
+// What an engine says of its load is readable in a narrow terminal, with how far it is.
+func TestStatusWatchShowsHowFarALoadIs(t *testing.T) {
+	apps := fleet(2, map[int]state.Phase{0: state.Starting, 1: state.Starting})
+	apps.Units[0].Ranks[0].Progress = "loading weights 12 of 61"
+	apps.Units[1].Ranks[0].Progress = "capturing graphs 7 of 35 (decode, FULL)"
+	for _, width := range []int{60, 80, 160} {
+		v := watched(t, width, 30, []client.AppStatus{apps})
+		assert.Contains(t, v.visible(), "loading weights 12 of 61", "%d columns", width)
+		assert.Contains(t, v.visible(), "capturing graphs 7 of", "%d columns", width)
+	}
 }
 
 // A hundred ranks in a window of 30 rows: the broken ones are there, and what is left out is counted.
@@ -219,7 +231,10 @@ demo: 0 of 3 ready; pending 0/0, 0/1, 0/2
 RANK      STATE     EPOCH  IN-FLIGHT  TOK/S  HIT%  REASON
 demo/0/0  pending   1      0          0      -     0 of 1 rank can be placed (…
 demo/0/1  pending   1      0          0      -     as above
-demo/0/2  pending   1      0          0      -     as above`, v.visible())
+demo/0/2  pending   1      0          0      -     as above
+
+next: add nodes or slots, ask for fewer ranks: demo/0 finds no room: 0 of 1
+  rank can be placed (PACK)`, v.visible())
 }
 
 func TestStatusUnhealthy(t *testing.T) {

@@ -2,22 +2,27 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"os"
+	"os/signal"
 	"strconv"
 	"strings"
+	"syscall"
+	"time"
 
 	"github.com/spf13/cobra"
 
+	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/pause"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/server"
 )
 
 // address is printed by start and up with -o json: one line that tells a program where the node listens.
 type address struct {
-	APIVersion string `json:"apiVersion"`
-	Node       string `json:"node"`
+	Node string `json:"node"`
 	// OpenAI endpoint, without a path; empty without role ingress
 	URL     string `json:"url"`
 	Admin   string `json:"admin"`             // HOST:PORT for --addr and DPSERVE_ADDR
@@ -59,7 +64,10 @@ func runStart(ctx context.Context, e *env, f *nodeFlags, output format) error {
 		return err
 	}
 	scr := e.screen()
-	c.LogWriter = scr
+	c.LogWriter, c.Shims = scr, true
+	restarts := make(chan os.Signal, 1)
+	signal.Notify(restarts, syscall.SIGUSR2)
+	defer signal.Stop(restarts)
 	s, err := startNode(ctx, e, c)
 	if err != nil {
 		return err
@@ -73,34 +81,50 @@ func runStart(ctx context.Context, e *env, f *nodeFlags, output format) error {
 			server.FirstTokenTTL, server.FirstTokenUses)
 		printMessage(e.io.Err, "  %s", formatJoinCommand(at, token))
 	}
-	select {
-	case <-s.done:
-		if s.err == nil && s.Left() {
-			printMessage(e.io.Err, "%s has left its cluster", c.NodeID)
-			return nil
+	for {
+		select {
+		case <-s.done:
+			return endStart(e, s, c.NodeID)
+		case <-e.sig.first:
+			return s.stop(e.sig, scr)
+		case <-restarts:
+			if err := s.Restart(); err != nil {
+				report(e.io.Err, err)
+			}
 		}
-		return s.unexpectedEnd()
-	case <-e.sig.first:
-		return s.stop(e.sig, scr)
 	}
+}
+
+// endStart returns the error of a node that has ended without a signal: it has left its cluster, or its
+// process is to be replaced.
+func endStart(e *env, s *serving, id string) error {
+	switch {
+	case s.err == nil && s.Left():
+		printMessage(e.io.Err, "%s has left its cluster", id)
+		return nil
+	case errors.Is(s.err, server.ErrRestart):
+		if err := s.Close(); err != nil {
+			report(e.io.Err, err) // the next process has the engines all the same
+		}
+		e.closeScreen()
+		return e.execute()
+	}
+	return s.unexpectedEnd()
 }
 
 // printAddress prints the addresses that the node listens on, in the requested format.
 func printAddress(e *env, s *serving, id string, output format) error {
 	a := address{
-		APIVersion: apiVersion, Node: id, Admin: s.AdminAddr(), Metrics: s.MetricsAddr(), PID: os.Getpid(),
+		Node: id, Admin: s.AdminAddr(), Metrics: s.MetricsAddr(), PID: os.Getpid(),
 	}
 	if at := s.HTTPAddr(); at != "" {
 		a.URL = "http://" + at
 	}
-	switch output {
-	case formatJSON:
-		return writeJSONLine(e.io.Out, a)
-	case formatYAML:
-		return writeYAML(e.io.Out, a)
-	case formatName:
-		return writeNames(e.io.Out, []string{a.Node})
-	case formatTable, formatWide:
+	if output == formatJSON {
+		return writeJSONLine(e.io.Out, versioned{a})
+	}
+	if !output.isTable() {
+		return writeDocument(e.io.Out, output, versioned{a}, []string{a.Node})
 	}
 	endpoint := ""
 	if a.URL != "" {
@@ -180,4 +204,135 @@ func localAddressTowards(ctx context.Context, addr string) (string, error) {
 		err = cerr
 	}
 	return host, err
+}
+
+const (
+	restartTimeout = 2 * time.Minute
+	restartPoll    = 100 * time.Millisecond
+	restartAsk     = 5 * time.Second // one question to a process that may be ending
+)
+
+func newRestart(e *env) *cobra.Command {
+	timeout := restartTimeout
+	cmd := &cobra.Command{
+		Use:   "restart [flags]",
+		Short: "replace a node's process, without its engines",
+		Long: `restart replaces the dpserve process of the node at --addr by the program as it is on disk now:
+the same command line, the same process id. Engines that dpserve started go on, and the next process adopts
+them: no model is loaded again. The node tells the cluster first; its ranks leave routing, and their open
+requests get some seconds. Those that last longer are cut. SIGUSR2, and "systemctl reload dpserve" with the
+unit file of examples/cluster, do the same.`,
+		Example: `  dpserve restart
+  dpserve restart --addr 10.0.0.2:8265`,
+		Args: requireArgs(0),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if timeout <= 0 {
+				return usageError("restart", "--timeout must be positive")
+			}
+			return e.withAdmin(func(cluster admin) error {
+				return runRestart(cmd.Context(), e, cluster, timeout)
+			})
+		},
+	}
+	cmd.Flags().DurationVar(&timeout, "timeout", timeout,
+		"how long to wait for the next process; then exit code 8")
+	return cmd
+}
+
+// runRestart asks for a restart and waits for the next process.
+func runRestart(ctx context.Context, e *env, cluster admin, timeout time.Duration) error {
+	began := e.now()
+	old, err := cluster.Restart(ctx)
+	if err != nil {
+		return err
+	}
+	printMessage(e.io.Err, "%s is restarting", old.Node)
+	ctx, cancel := context.WithTimeoutCause(ctx, timeout, errStillRestarting)
+	defer cancel()
+	for {
+		if next, err := askProcess(ctx, cluster); err == nil && next.Process != old.Process {
+			break
+		}
+		if err := pause.For(ctx, restartPoll); errors.Is(err, errStillRestarting) {
+			return problem.New(problem.Timeout, "%s has no new process after %s", old.Node, timeout).
+				WithHint("look at its log; its engines wait for it, as long as its --orphan-timeout says")
+		} else if err != nil {
+			return err
+		}
+	}
+	b, err := cluster.Version(ctx)
+	if err != nil {
+		return err
+	}
+	printMessage(e.io.Err, "%s runs dpserve %s, after %s", old.Node, b.Version,
+		e.now().Sub(began).Round(restartPoll))
+	return nil
+}
+
+func askProcess(ctx context.Context, cluster admin) (client.Process, error) {
+	ctx, cancel := context.WithTimeout(ctx, restartAsk)
+	defer cancel()
+	return cluster.Process(ctx)
+}
+
+// errStillRestarting ends the wait for the next process.
+var errStillRestarting = errors.New("the node is still restarting")
+
+// executeAgain replaces this process by its program as it is on disk now. It returns only with an error.
+// Until the next process listens for SIGUSR2, the signal is ignored; otherwise it would end the process.
+func executeAgain() error {
+	path, err := os.Executable()
+	if err == nil {
+		signal.Ignore(syscall.SIGUSR2)
+		err = syscall.Exec(path, os.Args, os.Environ())
+	}
+	return problem.New(problem.Internal, "cannot execute the program again: %w", err).
+		WithHint("start dpserve again; its engines wait for it, as long as --orphan-timeout says")
+}
+
+// tokenDocument is the JSON of token.
+type tokenDocument struct {
+	client.Token
+	Command string `json:"command"`
+}
+
+func newToken(e *env) *cobra.Command {
+	req := client.TokenRequest{}
+	var output *format
+	cmd := &cobra.Command{
+		Use:   "token [flags]",
+		Short: "make a token that lets a node join",
+		Long: `token prints the command that a new machine joins with. A token is good for one node unless
+--uses says otherwise; the same machine may use it again. The cluster keeps only its hash.`,
+		Example: `  dpserve token
+  dpserve token --uses 8 --ttl 24h`,
+		Args: requireArgs(0),
+		RunE: e.asking(func(ctx context.Context, cluster admin, _ []string) error {
+			return runToken(ctx, e, cluster, req, *output)
+		}),
+	}
+	cmd.Flags().DurationVar(&req.TTL, "ttl", client.DefaultTokenTTL, "how long it is good")
+	cmd.Flags().IntVar(&req.Uses, "uses", 1, "how many nodes may join with it")
+	output = addOutput(cmd)
+	return cmd
+}
+
+func runToken(ctx context.Context, e *env, cluster admin, req client.TokenRequest, output format) error {
+	t, err := cluster.NewToken(ctx, req)
+	if err != nil {
+		return err
+	}
+	command := formatJoinCommand(t.Address, t.Token)
+	if !output.isTable() {
+		return writeDocument(e.io.Out, output, versioned{tokenDocument{t, command}}, []string{t.Token})
+	}
+	_, err = fmt.Fprintf(e.io.Out, "%s\n", command)
+	printMessage(e.io.Err, "good for %s until %s", formatCount(t.Uses, "node"),
+		t.Expires.Local().Format("2006-01-02 15:04:05 MST"))
+	return err
+}
+
+// formatJoinCommand returns the command that a user types on another machine.
+func formatJoinCommand(address, token string) string {
+	return fmt.Sprintf("dpserve join %s --token %s", address, token)
 }

@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/pause"
 )
 
 type statusFlags struct {
@@ -20,8 +21,8 @@ type statusFlags struct {
 
 // statusDocument is the JSON of status.
 type statusDocument struct {
-	APIVersion string             `json:"apiVersion"`
-	Apps       []client.AppStatus `json:"apps"`
+	Apps []client.AppStatus `json:"apps"`
+	Next string             `json:"next,omitempty"` // what a person should do; "" = nothing
 }
 
 func newStatus(e *env) *cobra.Command {
@@ -40,6 +41,8 @@ requests it works on, TOK/S the tokens it generated per second over the last 10 
 to the first token over the last 512 requests, RESTARTS the starts after the first one, HIT% how much of the
 prompts was in its cache. All columns: docs/glossary.md#tables-of-the-command-line.
 
+The last line, "next: ...", says what to do if something needs a person; without it nothing does.
+
 Of an application with prefill and decode ranks, a line under the tables has the requests whose prompt a
 prefill rank computed (remote), the decode rank (local), or the decode rank because no prefill rank could
 (fall-back), the pairs of ranks that have met, and the transfers of KV blocks that the engines have
@@ -54,34 +57,31 @@ counted: the mean time of one, and the bytes of all.`,
 		"only ranks that are not ready, and applications that are not RUNNING")
 	cmd.Flags().BoolVar(&f.exitCode, "exit-code", false, "exit code 3 when something is not RUNNING")
 	f.output = addOutput(cmd)
-	cmd.RunE = func(cmd *cobra.Command, args []string) error { return runStatus(cmd.Context(), e, f, args) }
+	cmd.RunE = e.asking(func(ctx context.Context, cluster admin, args []string) error {
+		return runStatus(ctx, e, f, cluster, args)
+	})
 	return cmd
 }
 
-func runStatus(ctx context.Context, e *env, f *statusFlags, args []string) error {
-	cluster, err := e.admin()
-	if err != nil {
-		return err
-	}
-	defer cluster.Close()
+func runStatus(ctx context.Context, e *env, f *statusFlags, cluster admin, args []string) error {
 	if f.watch {
 		return watchStatus(ctx, e, f, cluster, args)
 	}
-	apps, err := fetchStatus(ctx, cluster, args)
+	apps, next, err := fetchStatus(ctx, cluster, args)
 	if err != nil {
 		return err
 	}
 	shown := f.choose(apps)
-	isListing := *f.output == formatTable || *f.output == formatWide
-	if f.unhealthy && isListing && len(apps) > 0 && len(shown) == 0 {
-		printMessage(e.io.Err, "everything runs: %s", countReady(apps))
-	} else if err := newStatusListing(e, shown).write(e.io, *f.output); err != nil {
+	if f.unhealthy && f.output.isTable() && len(apps) > 0 && len(shown) == 0 {
+		printMessage(e.io.Err, "%s", allRun(apps))
+	} else if err := newStatusListing(e, shown, next).write(e.io, *f.output); err != nil {
 		return err
 	}
 	if len(apps) == 0 && *f.output == formatTable {
 		printMessage(e.io.Err, "nothing is deployed; `dpserve deploy FILE` does it")
 	}
-	if f.exitCode && !areAllRunning(apps) {
+	if f.exitCode && slices.ContainsFunc(apps,
+		func(a client.AppStatus) bool { return a.Status != client.StatusRunning }) {
 		return &silentError{code: exitDiffers}
 	}
 	return nil
@@ -95,75 +95,90 @@ func (f *statusFlags) choose(apps []client.AppStatus) []client.AppStatus {
 	return apps
 }
 
-// countReady returns how many ranks are ready.
-func countReady(apps []client.AppStatus) string {
-	ready, desired := 0, 0
+// countReady returns how many ranks are ready and how many are wanted.
+func countReady(apps []client.AppStatus) (ready, desired int) {
 	for i := range apps {
 		ready, desired = ready+apps[i].Ready, desired+apps[i].Desired
 	}
-	return fmt.Sprintf("%d of %s ready", ready, formatCount(desired, "rank"))
+	return ready, desired
 }
 
-// fetchStatus fetches the status of all applications, or of the one that args names.
-func fetchStatus(ctx context.Context, cluster admin, args []string) ([]client.AppStatus, error) {
-	apps, err := cluster.Apps(ctx)
-	if err != nil || len(args) == 0 {
-		return apps, err
+// allRun is what --unhealthy says if it has nothing to show.
+func allRun(apps []client.AppStatus) string {
+	ready, desired := countReady(apps)
+	return fmt.Sprintf("everything runs: %d of %s ready", ready, formatCount(desired, "rank"))
+}
+
+// fetchApps fetches the status of all applications, or of the one that args names.
+func fetchApps(ctx context.Context, cluster admin, args []string) ([]client.AppStatus, error) {
+	if len(args) == 0 {
+		return cluster.Apps(ctx)
 	}
-	a, err := findApp(apps, args[0])
+	a, err := fetchApp(ctx, cluster, args[0])
 	if err != nil {
 		return nil, err
 	}
 	return []client.AppStatus{a}, nil
 }
 
-func areAllRunning(apps []client.AppStatus) bool {
-	for i := range apps {
-		if apps[i].Status != client.StatusRunning {
-			return false
-		}
+// fetchApp fetches the status of an application, or of one pool of one.
+func fetchApp(ctx context.Context, cluster admin, name string) (client.AppStatus, error) {
+	apps, err := cluster.Apps(ctx)
+	if err != nil {
+		return client.AppStatus{}, err
 	}
-	return true
+	return findApp(apps, name)
 }
 
-func newStatusListing(e *env, apps []client.AppStatus) *listing {
+// fetchStatus is fetchApps with what to do next about the applications and the nodes.
+func fetchStatus(ctx context.Context, cluster admin, args []string) (apps []client.AppStatus, next string,
+	err error,
+) {
+	if apps, err = fetchApps(ctx, cluster, args); err != nil {
+		return nil, "", err
+	}
+	nodes, _ := cluster.Nodes(ctx) // the applications count; without the nodes there is less advice
+	return apps, nextStep(apps, nodes), nil
+}
+
+func newStatusListing(e *env, apps []client.AppStatus, next string) *listing {
+	if apps == nil {
+		apps = []client.AppStatus{}
+	}
+	notes := statusNotes(apps)
+	if next != "" {
+		notes = append(notes, "next: "+next)
+	}
+	return &listing{
+		document: statusDocument{Apps: apps, Next: next}, names: namesOf(apps),
+		table: func(wide bool) []*table { return newStatusView(e, wide).tables(apps) },
+		notes: notes, more: indexNotes(apps),
+	}
+}
+
+func namesOf(apps []client.AppStatus) []string {
 	names := make([]string, len(apps))
 	for i := range apps {
 		names[i] = apps[i].Name
 	}
-	if apps == nil {
-		apps = []client.AppStatus{}
-	}
-	return &listing{
-		document: statusDocument{APIVersion: apiVersion, Apps: apps}, names: names,
-		table: func(wide bool) []*table { return newStatusView(e, wide).tables(apps) },
-		notes: statusNotes(apps), more: indexNotes(apps),
-	}
+	return names
 }
 
 // watchStatus shows the status until Ctrl-C, which is no failure. It redraws a terminal; elsewhere it prints
 // a line per change, or with -o json a document per line. The last status stays on the terminal.
 func watchStatus(ctx context.Context, e *env, f *statusFlags, cluster admin, args []string) error {
 	w := &watcher{e: e, f: f, scr: e.screen(), seen: map[string]string{}}
-	tick := time.NewTicker(watchRefresh)
-	defer tick.Stop()
-	for {
-		apps, err := fetchStatus(ctx, cluster, args)
-		if ctx.Err() != nil {
-			return nil // Ctrl-C ends a watch
+	for ctx.Err() == nil {
+		apps, next, err := fetchStatus(ctx, cluster, args)
+		if err == nil {
+			err = w.show(apps, next)
 		}
-		if err != nil {
+		if err != nil && ctx.Err() == nil {
 			return err
 		}
-		if err := w.show(apps); err != nil {
-			return err
-		}
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
-			return nil
-		}
+		_ = pause.For(ctx, watchRefresh)
 	}
+	return nil
 }
 
 // watcher holds the state that was printed last, by name.
@@ -174,28 +189,29 @@ type watcher struct {
 	seen map[string]string
 }
 
-func (w *watcher) show(apps []client.AppStatus) error {
+func (w *watcher) show(apps []client.AppStatus, next string) error {
 	format := *w.f.output
-	if format == formatTable || format == formatWide {
+	if format.isTable() {
 		if w.e.io.OutTTY && w.scr.tty {
-			w.scr.show(w.lines(apps, format == formatWide))
+			w.scr.show(w.lines(apps, next, format == formatWide))
 			return nil
 		}
-		return w.printLines(apps)
+		return w.printLines(apps, next)
 	}
 	key := summarizeStates(apps)
 	if w.seen[""] == key {
 		return nil
 	}
 	w.seen[""] = key
+	l := newStatusListing(w.e, w.f.choose(apps), next)
 	if format == formatJSON {
-		return writeJSONLine(w.e.io.Out, newStatusListing(w.e, w.f.choose(apps)).document)
+		return writeJSONLine(w.e.io.Out, versioned{l.document})
 	}
-	return newStatusListing(w.e, w.f.choose(apps)).write(w.e.io, format)
+	return l.write(w.e.io, format)
 }
 
 // lines returns the live lines of a watch: the applications, then as many ranks as the terminal has rows for.
-func (w *watcher) lines(apps []client.AppStatus, wide bool) renderer {
+func (w *watcher) lines(apps []client.AppStatus, next string, wide bool) renderer {
 	shown := w.f.choose(apps)
 	return func(width, height int) []string {
 		view := statusView{now: w.e.now(), relative: true, wide: wide, width: width}
@@ -203,9 +219,12 @@ func (w *watcher) lines(apps []client.AppStatus, wide bool) renderer {
 		top.fit(width-1, 0)
 		lines := append(top.renderLines(w.e.io.paintLive), "")
 		if w.f.unhealthy && len(shown) == 0 {
-			return []string{"everything runs: " + countReady(apps)}
+			return []string{allRun(apps)}
 		}
 		notes := statusNotes(shown)
+		if next != "" {
+			notes = append(notes, wrap("next: "+next, width-1)...)
+		}
 		if wide {
 			notes = slices.Concat(indexNotes(shown), notes)
 		}
@@ -222,7 +241,7 @@ func (w *watcher) lines(apps []client.AppStatus, wide bool) renderer {
 const minRankLines = 4
 
 // printLines prints the applications and ranks whose state changed.
-func (w *watcher) printLines(apps []client.AppStatus) error {
+func (w *watcher) printLines(apps []client.AppStatus, next string) error {
 	now := w.e.now().UTC().Format(time.RFC3339)
 	for i := range apps {
 		if err := w.printLine(now, apps[i].Name,
@@ -241,7 +260,11 @@ func (w *watcher) printLines(apps []client.AppStatus) error {
 			return err
 		}
 	}
-	return nil
+	if next == "" {
+		delete(w.seen, "next:") // the same advice is printed again if it is needed again
+		return nil
+	}
+	return w.printLine(now, "next:", next)
 }
 
 func (w *watcher) printLine(now, name, text string) error {

@@ -3,6 +3,8 @@ package main
 import (
 	"cmp"
 	"fmt"
+	"iter"
+	"maps"
 	"slices"
 	"strconv"
 	"strings"
@@ -22,7 +24,7 @@ type statusView struct {
 }
 
 func newStatusView(e *env, wide bool) statusView {
-	width, _ := e.io.size()
+	width, _ := e.io.Size()
 	return statusView{now: e.now(), relative: e.io.OutTTY, wide: wide, width: width}
 }
 
@@ -99,9 +101,9 @@ func (v statusView) messageLines(a *client.AppStatus) []string {
 			continue
 		}
 		text, hint, hasHint := strings.Cut(line, "; hint: ")
-		out = append(out, wrap(a.Name+": "+text, v.width-1, "  ")...)
+		out = append(out, wrap(a.Name+": "+text, v.width-1)...)
 		if hasHint {
-			out = append(out, wrap("hint: "+hint, v.width-1, "  ")...)
+			out = append(out, wrap("hint: "+hint, v.width-1)...)
 		}
 	}
 	return out
@@ -113,28 +115,23 @@ const summaryWidth = 80
 // summarizeRanks returns one line that names the ranks that are not ready, by state, as far as they fit. It
 // returns "" if there are fewer than two: their rows say the same.
 func summarizeRanks(a *client.AppStatus, width int) string {
-	var phases []string
-	names := map[string][]string{}
+	names := map[string][]string{} // by phase
 	total := 0
 	for r := range allRanks([]client.AppStatus{*a}) {
 		if r.isReady() {
 			continue
 		}
 		total++
-		if names[r.rank.Phase] == nil {
-			phases = append(phases, r.rank.Phase)
-		}
 		name := strings.TrimPrefix(r.name(), a.Name)
 		names[r.rank.Phase] = append(names[r.rank.Phase], strings.TrimLeft(name, "./"))
 	}
 	if total < 2 {
 		return ""
 	}
-	slices.Sort(phases)
 	line := ""
 	for most := total; most >= 0; most-- {
 		line = fmt.Sprintf("%s: %d of %d ready", a.Name, a.Ready, a.Desired)
-		for _, phase := range phases {
+		for _, phase := range slices.Sorted(maps.Keys(names)) {
 			line += "; " + phase + " " + listSome(names[phase], most)
 		}
 		if textWidth(line) <= width {
@@ -209,14 +206,8 @@ func (v statusView) liveRanks(rows []rankRow, lines int, paint func(color, strin
 	if cut == 0 {
 		return out
 	}
-	broken := 0
-	for _, r := range hidden {
-		if !r.isReady() {
-			broken++
-		}
-	}
 	more := fmt.Sprintf("… and %d more, all ready", cut)
-	if broken > 0 {
+	if broken := len(slices.DeleteFunc(hidden, rankRow.isReady)); broken > 0 {
 		more = fmt.Sprintf("… and %d more, %d of them not ready", cut, broken)
 	}
 	return append(out, more)
@@ -303,7 +294,7 @@ type rankRow struct {
 }
 
 // allRanks yields all ranks in the order of the listing.
-func allRanks(apps []client.AppStatus) func(func(rankRow) bool) {
+func allRanks(apps []client.AppStatus) iter.Seq[rankRow] {
 	return func(yield func(rankRow) bool) {
 		for a := range apps {
 			for u := range apps[a].Units {
@@ -322,17 +313,9 @@ func rankRows(apps []client.AppStatus) []rankRow { return slices.Collect(allRank
 
 // unhealthyFirst orders ranks: those that are not ready come first, each part in the order of the listing.
 func unhealthyFirst(rows []rankRow) []rankRow {
-	out := slices.Clone(rows)
-	slices.SortStableFunc(out, func(a, b rankRow) int {
-		switch {
-		case a.isReady() == b.isReady():
-			return 0
-		case b.isReady():
-			return -1
-		}
-		return 1
-	})
-	return out
+	isBroken := func(r rankRow) bool { return !r.isReady() }
+	return slices.Concat(slices.DeleteFunc(slices.Clone(rows), rankRow.isReady),
+		slices.DeleteFunc(slices.Clone(rows), isBroken))
 }
 
 // onlyUnhealthy returns the applications that do not run or have a rank that is not ready, with those ranks
@@ -455,32 +438,29 @@ func formatMebibytes(n int) string { return fmt.Sprintf("%.1f MiB", float64(n)/(
 
 // describeKVProblems returns the problems of a rank's KV cache and KV events, "" if there are none.
 func describeKVProblems(kv *client.KVStatus) string {
-	s := kv.Note
 	e := kv.Events
-	if e == nil || s != "" && e.State == client.EventsLive && e.Gaps+e.Dropped == 0 {
-		return s
+	if e == nil {
+		return kv.Note
 	}
-	add := func(text string) {
-		if s != "" {
-			s += "; "
-		}
-		s += text
+	var out []string
+	if kv.Note != "" {
+		out = append(out, kv.Note)
 	}
 	switch {
 	case e.State == client.EventsSilent && kv.Note == "":
-		add(fmt.Sprintf("KV events silent for %.0f s under traffic", e.SilentFor))
+		out = append(out, fmt.Sprintf("KV events silent for %.0f s under traffic", e.SilentFor))
 	case e.State == client.EventsPartial:
-		add("KV events partial: what it held before is not known")
+		out = append(out, "KV events partial: what it held before is not known")
 	case e.State == client.EventsConnecting:
-		add("its KV events are not connected")
+		out = append(out, "its KV events are not connected")
 	}
 	if e.Gaps > 0 {
-		add(fmt.Sprintf("%d gaps in its KV events", e.Gaps))
+		out = append(out, fmt.Sprintf("%d gaps in its KV events", e.Gaps))
 	}
 	if e.Dropped > 0 {
-		add(fmt.Sprintf("%d KV events dropped", e.Dropped))
+		out = append(out, fmt.Sprintf("%d KV events dropped", e.Dropped))
 	}
-	return s
+	return strings.Join(out, "; ")
 }
 
 // formatHitRate returns a rank's share of cached prompt tokens; "-" while its engine has reported none.

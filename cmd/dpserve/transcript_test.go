@@ -15,11 +15,14 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 // machines are the hosts of a page's transcripts: nodes on 127.0.0.1, 127.0.0.2 and so on.
 type machines struct {
 	dir   string // where the commands run
+	fixed bool   // the ports of a node outlive its process
 	hosts []*machine
 	join  string // what the first node printed: ADDR --token TOKEN
 }
@@ -33,10 +36,14 @@ type machine struct {
 // writes the tables that it got into the page.
 func runTranscript(t *testing.T, blocks []block, files map[string]string) {
 	t.Helper()
+	(&machines{dir: t.TempDir()}).typeBlocks(t, blocks, files)
+}
+
+func (m *machines) typeBlocks(t *testing.T, blocks []block, files map[string]string) {
+	t.Helper()
 	if runtime.GOOS != "linux" {
 		t.Skip("127.0.0.2 is not up elsewhere")
 	}
-	m := &machines{dir: t.TempDir()}
 	for name, text := range files {
 		require.NoError(t, os.WriteFile(filepath.Join(m.dir, name), []byte(text), 0o600))
 	}
@@ -85,7 +92,11 @@ func (m *machines) startNode(t *testing.T, c command) (stdout, stderr string) {
 	}
 	args = slices.DeleteFunc(args, func(s string) bool { return s == "--advertise" || s == "10.0.0.1" })
 	name := strings.ReplaceAll(c.host, " ", "-")
-	args = append(args, "--advertise", ip, "--http-bind", ip+":0", "--admin-bind", ip+":0",
+	http, admin := ip+":0", ip+":0"
+	if m.fixed {
+		http, admin = ports.TakeAddr(t), ports.TakeAddr(t)
+	}
+	args = append(args, "--advertise", ip, "--http-bind", http, "--admin-bind", admin,
 		"--node-port", "0", "--gossip-port", "0", "--node-id", name, "--log-level", "error",
 		"--data-dir", filepath.Join(m.dir, name))
 	if !slices.Contains(args, "--slots") {

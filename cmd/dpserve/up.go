@@ -8,13 +8,18 @@ import (
 	"math"
 	"net"
 	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/server"
 )
@@ -33,22 +38,27 @@ type upFlags struct {
 	attach []string
 	engine string
 	keep   string // --data-dir
-	ports  bool   // --port-range or --slots is given
-	logs   bool   // --log-level is given
+	set    *pflag.FlagSet
 	output *format
 }
 
-func newUp(e *env) *cobra.Command {
+func newUpFlags() *upFlags {
 	f := &upFlags{node: &nodeFlags{config: server.DefaultConfig()}}
 	f.node.config.LogLevel = "warn"
 	f.node.config.Ephemeral = true
+	return f
+}
+
+func newUp(e *env) *cobra.Command {
+	f := newUpFlags()
 	cmd := &cobra.Command{
 		Use:   "up [FILE] [flags]",
 		Short: "start a node, deploy a file and serve it, all in the foreground",
 		Long: `up starts a node in a folder of its own that is removed at the end, deploys FILE and shows
 each rank's progress until all are ready. Then it prints the URL, a curl line and the ranks. On a terminal the
 table of ranks stays up to date; everywhere a line says when a rank dies and when it is ready again. Without
-FILE it runs four simulated ranks; with --attach it puts one endpoint in front of engines that already run.
+FILE it runs four simulated ranks; with --attach it puts one endpoint in front of engines that already run,
+and says if they are ranks of one lockstep group.
 Ports 8000 and 8265 are replaced by free ones if they are taken. Ctrl-C drains for 10 s, a second one stops
 at once. "dpserve help status" explains the columns.`,
 		Example: `  dpserve up                                   # four simulated ranks
@@ -57,6 +67,7 @@ at once. "dpserve help status" explains the columns.`,
 		Args: requireArgs(0, "FILE"),
 	}
 	flags := cmd.Flags()
+	f.set = flags
 	flags.StringSliceVar(&f.attach, "attach", nil, "`URL`s of engines that already run, instead of FILE")
 	flags.StringVar(&f.engine, "engine", "", "sim: run the file on the simulated engine")
 	flags.StringVar(&f.keep, "data-dir", "", "`folder` to keep; default: a temporary one")
@@ -66,35 +77,22 @@ at once. "dpserve help status" explains the columns.`,
 		if flags.Changed("attach") && len(f.attach) == 0 {
 			return usageError("up", "--attach wants URL[,URL...]")
 		}
-		file, err := readUpFile(cmd.Context(), e, f, args)
+		file, err := readFor(e, f.engine,
+			func() (*appFile, error) { return readUpFile(cmd.Context(), e, f, args) })
 		if err != nil {
 			return err
 		}
-		f.ports = flags.Changed("port-range") || flags.Changed("slots")
-		f.logs = flags.Changed("log-level")
+		if err := checkPrograms(cmd.Context(), file.apps); err != nil {
+			return err
+		}
 		return runUp(cmd.Context(), e, f, file)
 	}
 	return cmd
 }
 
-// readUpFile returns the application file to deploy: FILE, one for the engines of --attach, or the embedded
-// application.
+// readUpFile returns the application file to deploy, with the defaults of up: FILE, one for the engines of
+// --attach, or the embedded application.
 func readUpFile(ctx context.Context, e *env, f *upFlags, args []string) (*appFile, error) {
-	if err := checkEngine(f.engine); err != nil {
-		return nil, err
-	}
-	file, err := readUpSource(ctx, e, f, args)
-	if err != nil {
-		return nil, err
-	}
-	if f.engine == engineSim {
-		simulateFile(e, file)
-	}
-	return file, checkKinds(file.apps)
-}
-
-// readUpSource reads the file with the defaults of up.
-func readUpSource(ctx context.Context, e *env, f *upFlags, args []string) (*appFile, error) {
 	name, text := "quickstart.yaml", quickstart
 	var err error
 	switch {
@@ -107,14 +105,14 @@ func readUpSource(ctx context.Context, e *env, f *upFlags, args []string) (*appF
 		}
 	case len(f.attach) > 0:
 		name = "--attach"
-		if text, err = attachFile(ctx, f.attach); err != nil {
+		var note string
+		if text, note, err = attachFile(ctx, f.attach); err != nil {
 			return nil, err
 		}
-		w := e.io.Out
-		if *f.output != formatTable && *f.output != formatWide {
-			w = e.io.Err // stdout must hold one document
+		if note != "" {
+			printMessage(e.io.Err, "%s", note)
 		}
-		if _, err := w.Write(append([]byte("# the app.yaml this stands for\n"), text...)); err != nil {
+		if err := f.showFile(e, text); err != nil {
 			return nil, err
 		}
 	}
@@ -128,6 +126,16 @@ func readUpSource(ctx context.Context, e *env, f *upFlags, args []string) (*appF
 	return file, nil
 }
 
+// showFile prints the file that a command line stands for.
+func (f *upFlags) showFile(e *env, text []byte) error {
+	w := e.io.Out
+	if !f.output.isTable() {
+		w = e.io.Err // stdout must hold one document
+	}
+	_, err := w.Write(append([]byte("# the app.yaml this stands for\n"), text...))
+	return err
+}
+
 // runUp runs the node until a signal and removes everything it made.
 func runUp(ctx context.Context, e *env, f *upFlags, file *appFile) (err error) {
 	c, err := f.node.buildConfig()
@@ -139,12 +147,12 @@ func runUp(ctx context.Context, e *env, f *upFlags, file *appFile) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, remove()) }()
-	if !f.ports {
+	if !f.set.Changed("port-range") && !f.set.Changed("slots") {
 		defer reservePortSlice(ctx, &c)()
 	}
 	scr := e.screen()
 	c.LogWriter = upLog{scr}
-	if f.logs {
+	if f.set.Changed("log-level") {
 		c.LogWriter = scr // the user wants the log as it is
 	}
 	s, err := startNode(ctx, e, c)
@@ -153,15 +161,18 @@ func runUp(ctx context.Context, e *env, f *upFlags, file *appFile) (err error) {
 	}
 	defer func() { scr.clear(); err = errors.Join(err, s.Close()) }()
 	reportReplacedPorts(s, c, scr)
-	if err := deployToSelf(ctx, e, s, file, scr); err != nil {
+	cluster, err := e.newAdmin(s.AdminAddr())
+	if err == nil {
+		defer cluster.Close()
+		err = deployToSelf(ctx, e, s, cluster, file, scr)
+	}
+	if err == nil {
+		err = printWelcome(ctx, e, f, s, cluster, c.NodeID)
+	}
+	if err != nil {
 		return stopUnserved(e, s, scr, err)
 	}
-	if err := printWelcome(ctx, e, f, s, c.NodeID); err != nil {
-		return stopUnserved(e, s, scr, err)
-	}
-	if err := watchRanks(ctx, e, s, scr, *f.output == formatWide); err != nil {
-		return stopUnserved(e, s, scr, err)
-	}
+	watchRanks(ctx, e, s, cluster, scr, *f.output == formatWide)
 	select {
 	case <-s.done:
 		return s.unexpectedEnd()
@@ -187,9 +198,9 @@ func makeDataDir(f *upFlags, c *server.Config) (remove func() error, err error) 
 // reportReplacedPorts prints which default ports were taken.
 func reportReplacedPorts(s *serving, c server.Config, scr *screen) {
 	for _, p := range []struct{ what, wanted, got string }{
-		{"endpoint", c.HTTPBind, s.HTTPAddr()}, {"admin API", c.AdminBind, s.AdminAddr()}, {
-			"metrics port", c.MetricsBind, s.MetricsAddr(),
-		},
+		{"endpoint", c.HTTPBind, s.HTTPAddr()},
+		{"admin API", c.AdminBind, s.AdminAddr()},
+		{"metrics port", c.MetricsBind, s.MetricsAddr()},
 	} {
 		_, wanted, _ := net.SplitHostPort(p.wanted)
 		_, got, _ := net.SplitHostPort(p.got)
@@ -203,12 +214,8 @@ func reportReplacedPorts(s *serving, c server.Config, scr *screen) {
 }
 
 // deployToSelf deploys over the node's own admin API and waits until every application runs.
-func deployToSelf(ctx context.Context, e *env, s *serving, file *appFile, scr *screen) error {
-	cluster, err := e.newAdmin(s.AdminAddr())
-	if err != nil {
-		return err
-	}
-	defer cluster.Close()
+func deployToSelf(ctx context.Context, e *env, s *serving, cluster admin, file *appFile, scr *screen,
+) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	go func() {
@@ -243,15 +250,10 @@ func stopUnserved(e *env, s *serving, scr *screen, err error) error {
 
 // printWelcome prints the URL, a curl line that works as printed, and the ranks, unless the live table shows
 // them.
-func printWelcome(ctx context.Context, e *env, f *upFlags, s *serving, id string) error {
-	if *f.output != formatTable && *f.output != formatWide {
+func printWelcome(ctx context.Context, e *env, f *upFlags, s *serving, cluster admin, id string) error {
+	if !f.output.isTable() {
 		return printAddress(e, s, id, *f.output)
 	}
-	cluster, err := e.newAdmin(s.AdminAddr())
-	if err != nil {
-		return err
-	}
-	defer cluster.Close()
 	apps, err := cluster.Apps(ctx)
 	if err != nil {
 		return err
@@ -261,12 +263,12 @@ func printWelcome(ctx context.Context, e *env, f *upFlags, s *serving, id string
 	if len(apps) > 0 {
 		columns := math.MaxInt // a script reads lines
 		if e.io.OutTTY {
-			columns, _ = e.io.size()
+			columns, _ = e.io.Size()
 		}
 		_, _ = fmt.Fprintln(e.io.Out, formatCurlLine(s.HTTPAddr(), apps[0].Model, columns))
 	}
 	if len(apps) > 1 {
-		others := make([]string, 0, len(apps)-1)
+		var others []string
 		for i := range apps[1:] {
 			others = append(others, apps[i+1].Model)
 		}
@@ -301,8 +303,6 @@ type rate struct {
 
 // rateWindowSamples × watchEvery is the window: 2 s.
 const rateWindowSamples = 9
-
-func newRate() *rate { return &rate{} }
 
 // add records a sample and returns counts per second over the window.
 func (r *rate) add(now time.Time, n uint64) float64 {
@@ -352,3 +352,67 @@ func reservePortSlice(ctx context.Context, c *server.Config) (release func()) {
 }
 
 func loopback(port int) string { return net.JoinHostPort("127.0.0.1", strconv.Itoa(port)) }
+
+// moduleTimeout is the longest search for a Python module.
+const moduleTimeout = 10 * time.Second
+
+// checkPrograms refuses applications whose engine is not installed here, before anything starts.
+func checkPrograms(ctx context.Context, apps []*app.Application) error {
+	checked := map[string]bool{}
+	for _, a := range apps {
+		command := engine.Command(a)
+		key := strings.Join(command, " ")
+		if a.Engine.Kind != app.KindVLLM && a.Engine.Kind != app.KindSGLang || checked[key] {
+			continue // an engine that is built in or runs already
+		}
+		checked[key] = true
+		path, err := exec.LookPath(command[0])
+		switch module := pythonModule(command); {
+		case errors.Is(err, exec.ErrNotFound):
+			return missingProgram(a, fmt.Sprintf("no program %q in PATH", command[0]))
+		case err != nil:
+			return missingProgram(a, fmt.Sprintf("cannot run %s: %v", command[0], rootCause(err)))
+		case module != "" && !hasModule(ctx, path, module):
+			return missingProgram(a, fmt.Sprintf("%s has no module %q", path, module))
+		}
+	}
+	return nil
+}
+
+// missingProgram says how to install an engine or to name it.
+func missingProgram(a *app.Application, what string) error {
+	return problem.New(problem.Unplaceable, "%s: engine %s is not installed: %s", a.AppName(), a.Engine.Kind,
+		what).
+		WithHint("install it (pip install %s) and put the bin folder of its environment into PATH\n"+
+			"or name it: --command of serve, engine.command of a file\n"+
+			"--engine sim runs the simulated engine instead", a.Engine.Kind)
+}
+
+// rootCause returns the innermost error, which does not repeat the path.
+func rootCause(err error) error {
+	for inner := errors.Unwrap(err); inner != nil; inner = errors.Unwrap(err) {
+		err = inner
+	}
+	return err
+}
+
+// pythonModule returns the package that a command runs with `python -m`, "" for other commands.
+func pythonModule(command []string) string {
+	at := slices.Index(command, "-m")
+	if !strings.HasPrefix(filepath.Base(command[0]), "python") || at < 0 || at+1 >= len(command) {
+		return ""
+	}
+	module, _, _ := strings.Cut(command[at+1], ".")
+	return module
+}
+
+// hasModule asks Python for a package, without loading it. If Python cannot tell, the engine's own start
+// will.
+func hasModule(ctx context.Context, python, module string) bool {
+	ctx, cancel := context.WithTimeout(ctx, moduleTimeout)
+	defer cancel()
+	const ask = "import importlib.util as u, sys; sys.exit(3 if u.find_spec(sys.argv[1]) is None else 0)"
+	err := exec.CommandContext(ctx, python, "-c", ask, module).Run()
+	var exit *exec.ExitError
+	return !errors.As(err, &exit) || exit.ExitCode() != 3
+}

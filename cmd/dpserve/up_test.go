@@ -172,14 +172,6 @@ func TestUpNodeBreaks(t *testing.T) {
 	assert.Contains(t, c.stderr(), "dpserve: disk gone\n")
 }
 
-func TestUpVLLM(t *testing.T) {
-	c := newCLI(t)
-	path := file(t, "applications: [{name: demo, model: {id: demo}, engine: {kind: vllm}}]\n")
-	assert.Equal(t, 5, exit(t, c.start("up", path)))
-	assert.Contains(t, c.stderr(), "hint: --engine sim ")
-	assert.Empty(t, c.node.config.DataDir, "nothing was started")
-}
-
 func TestStart(t *testing.T) {
 	c := newCLI(t)
 	code := c.start("start", "--data-dir", t.TempDir(), "--labels", "zone=a", "--slots", "3", "-o", "json",
@@ -208,7 +200,7 @@ func TestCurlLineQuotes(t *testing.T) {
 }
 
 func TestRate(t *testing.T) {
-	r := newRate()
+	r := &rate{}
 	at := time.Unix(0, 0)
 	assert.Zero(t, r.add(at, 10))
 	assert.InDelta(t, 40.0, r.add(at.Add(time.Second), 50), 1e-9)

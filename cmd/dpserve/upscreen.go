@@ -16,16 +16,11 @@ const watchEvery = 250 * time.Millisecond
 
 // watchRanks shows the ranks until a signal comes or the node ends: as a live table on a terminal, and
 // everywhere one line for each rank that dies, and one when it is ready again.
-func watchRanks(ctx context.Context, e *env, s *serving, scr *screen, wide bool) error {
-	cluster, err := e.newAdmin(s.AdminAddr())
-	if err != nil {
-		return err
-	}
-	defer cluster.Close()
+func watchRanks(ctx context.Context, e *env, s *serving, cluster admin, scr *screen, wide bool) {
 	defer scr.clear()
 	tick := time.NewTicker(watchEvery)
 	defer tick.Stop()
-	history, speed := newUnitHistory(), newRate()
+	history, speed := &unitHistory{}, &rate{}
 	for {
 		call, cancel := context.WithTimeout(ctx, callTimeout)
 		apps, err := cluster.Apps(call)
@@ -45,9 +40,9 @@ func watchRanks(ctx context.Context, e *env, s *serving, scr *screen, wide bool)
 		}
 		select {
 		case <-s.done:
-			return nil
+			return
 		case <-e.sig.first:
-			return nil
+			return
 		case <-tick.C:
 		}
 	}
@@ -62,14 +57,9 @@ type upLoad struct {
 
 // summary is the last live line of `up`. Parts that do not fit are left out, the last ones first.
 func (l upLoad) summary(apps []client.AppStatus, width int) string {
-	names := make([]string, len(apps))
-	ready, desired := 0, 0
-	for i := range apps {
-		names[i] = apps[i].Name
-		ready, desired = ready+apps[i].Ready, desired+apps[i].Desired
-	}
+	ready, desired := countReady(apps)
 	parts := []string{
-		strings.Join(names, ", "), fmt.Sprintf("%d/%d ready", ready, desired),
+		strings.Join(namesOf(apps), ", "), fmt.Sprintf("%d/%d ready", ready, desired),
 		formatCount(int(l.requests), "request"), //nolint:gosec // a count of requests fits an int
 		fmt.Sprintf("%d in flight", l.inFlight), fmt.Sprintf("%.0f tokens/s", l.tokensPerS), "(Ctrl-C stops)",
 	}
@@ -100,8 +90,6 @@ type unitPast struct {
 	wasReady  bool      // the unit has served
 	downSince time.Time // when it was seen to be not ready
 }
-
-func newUnitHistory() *unitHistory { return &unitHistory{} }
 
 // news returns one sentence for each unit that died, came back, or changed in another way that users notice.
 // `up` waited until every unit was ready: one that is not ready in the first status was lost since.
@@ -198,10 +186,7 @@ func describeLoss(kind string, u *client.UnitStatus) string {
 // inParentheses returns the first clause of a reason in parentheses, after a space; "" for no reason.
 func inParentheses(reason string) string {
 	reason, _, _ = strings.Cut(joinLines(reason), "; ")
-	if reason = strings.Replace(reason, "engine was ended by ", "", 1); reason == "" {
-		return ""
-	}
-	return " (" + reason + ")"
+	return inBrackets(strings.Replace(reason, "engine was ended by ", "", 1))
 }
 
 // deathRecord is the log record of a rank's death. `up` says the same in a sentence.

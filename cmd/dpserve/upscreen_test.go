@@ -13,7 +13,7 @@ import (
 
 // Each change of a unit that users notice is one sentence.
 func TestUnitHistory(t *testing.T) {
-	h, now := newUnitHistory(), time.Unix(0, 0)
+	h, now := &unitHistory{}, time.Unix(0, 0)
 	unit := func(phase state.Phase, epoch uint64, reason string) []client.AppStatus {
 		a := demo(client.StatusRunning, 1, phase)
 		a.Units[0].Epoch, a.Units[0].Reason = epoch, reason
@@ -66,7 +66,7 @@ func TestUnitHistory(t *testing.T) {
 	group := demo(client.StatusRunning, 1, state.Ready)
 	unit0 := &group.Units[0]
 	unit0.Unit, unit0.Ranks = "demo/0", append(unit0.Ranks, unit0.Ranks...)
-	h = newUnitHistory()
+	h = &unitHistory{}
 	assert.Empty(t, h.news(now, []client.AppStatus{group}))
 	unit0.Phase = string(state.Killing)
 	unit0.Reason = "rank 1: engine was ended by signal killed after 4s"

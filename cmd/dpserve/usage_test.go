@@ -39,6 +39,10 @@ func TestUsageErrors(t *testing.T) {
 			"dpserve: --timeout -1s: must be positive\nhint: see `dpserve help deploy`\n",
 		},
 		{
+			"delete demo --timeout 0s",
+			"dpserve: --timeout 0s: must be positive\nhint: see `dpserve help delete`\n",
+		},
+		{
 			"status -o xml",
 			"dpserve: invalid argument \"xml\" for \"-o, --output\" flag: wanted " +
 				"table|wide|json|yaml|name\nhint: see `dpserve help status`\n",
@@ -208,6 +212,19 @@ func TestFlagUsages(t *testing.T) {
 		})
 		assert.NotContains(t, cmd.Flags().FlagUsages(), "(default )", commandName(cmd))
 	}
+}
+
+// Documents begin with their version. They show the characters of HTML as they are, lines escape them.
+func TestDocumentsKeepTheirText(t *testing.T) {
+	var b strings.Builder
+	doc := versioned{map[string]string{"text": "<a> & \u2028"}}
+	require.NoError(t, writeDocument(&b, formatJSON, doc, nil))
+	require.NoError(t, writeJSONLine(&b, doc))
+	want := []string{
+		"{", `  "apiVersion": "dpserve/v1",`, `  "text": "<a> & \u2028"`, "}",
+		`{"apiVersion":"dpserve/v1","text":"\u003ca\u003e \u0026 \u2028"}`, "",
+	}
+	assert.Equal(t, want, strings.Split(b.String(), "\n"))
 }
 
 func TestJoinLinesMakesOneCell(t *testing.T) {

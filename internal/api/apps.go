@@ -3,7 +3,6 @@ package api
 import (
 	"bufio"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -42,6 +41,14 @@ type Backend interface {
 	Events(since uint64) (events []client.Event, next <-chan struct{})
 }
 
+// DeployResult is a committed deploy: a client.DeployResult as the Backend returns it.
+type DeployResult struct {
+	Revision uint64
+	Apps     map[string]uint64
+	Changes  []client.Change
+	Warnings []app.Warning
+}
+
 // LogStream yields log lines in order of time.
 type LogStream interface {
 	// Next waits for at least one line; io.EOF ends a stream that does not follow. The lines are valid until
@@ -61,58 +68,51 @@ type appHandlers struct {
 
 // addRoutes registers the paths.
 func (h appHandlers) addRoutes(g *gin.Engine) {
-	reply := h.server.reply
-	g.POST(pathValidate, reply(h.validate))
-	g.POST(pathPlan, reply(h.plan))
-	g.PUT(pathApps, reply(h.deploy))
+	reply, stream := h.server.reply, h.server.stream
+	g.POST(pathValidate, reply(h.validate, "file"))
+	g.POST(pathPlan, reply(h.plan, deployKeys()...))
+	g.PUT(pathApps, reply(h.deploy, deployKeys()...))
 	g.GET(pathApps, reply(h.apps))
 	g.GET(pathApps+"/:app", reply(h.app))
 	g.DELETE(pathApps+"/:app", reply(h.delete))
-	g.GET(pathApps+"/:app/logs", h.logs)
-	g.GET(pathEvents, h.events)
+	g.GET(pathApps+"/:app/logs", stream(h.logs))
+	g.GET(pathEvents, stream(h.events))
 }
 
-func (h appHandlers) validate(c *gin.Context) (int, any, error) {
-	q, err := parseQuery(c.Request.URL.RawQuery, "file")
-	if err != nil {
-		return 0, nil, err
-	}
+func (h appHandlers) validate(c *gin.Context, q query) (int, any, error) {
 	file, text, err := readFile(c, q)
 	if err != nil {
 		return 0, nil, err
 	}
 	warnings, err := h.backend.Validate(file, text)
-	return http.StatusOK, validateReply{envelope{client.APIVersion}, convertFaults(warnings)}, err
+	return http.StatusOK, gin.H{"warnings": ConvertFaults(warnings)}, err
 }
 
-func (h appHandlers) deploy(c *gin.Context) (int, any, error) {
-	req, err := parseDeploy(c)
+func (h appHandlers) deploy(c *gin.Context, q query) (int, any, error) {
+	req, err := readDeploy(c, q)
 	if err != nil {
 		return 0, nil, err
 	}
 	res, err := h.backend.Deploy(c.Request.Context(), req)
-	out := client.DeployResult{
-		Revision: res.Revision, Apps: res.Apps, Changes: res.Changes, Warnings: convertFaults(res.Warnings),
-	}
-	if out.Changes == nil {
-		out.Changes = []client.Change{}
-	}
-	return http.StatusAccepted, deployReply{envelope{client.APIVersion}, out}, err
+	return http.StatusAccepted, client.DeployResult{
+		Revision: res.Revision, Apps: res.Apps, Changes: notNull(res.Changes),
+		Warnings: ConvertFaults(res.Warnings),
+	}, err
 }
 
-func convertFaults(warnings []app.Warning) []client.Fault {
-	out := make([]client.Fault, len(warnings))
-	for i, w := range warnings {
-		out[i] = client.Fault(w)
+// ConvertFaults returns the faults or warnings of a file as the API sends them.
+func ConvertFaults[F app.Fault | app.Warning](faults []F) []client.Fault {
+	out := make([]client.Fault, len(faults))
+	for i, f := range faults {
+		out[i] = client.Fault(f)
 	}
 	return out
 }
 
-func parseDeploy(c *gin.Context) (req client.DeployRequest, err error) {
-	q, err := parseQuery(c.Request.URL.RawQuery, "revision", "prune", "partial", "file")
-	if err != nil {
-		return req, err
-	}
+// deployKeys are the query keys of a deploy.
+func deployKeys() []string { return []string{"revision", "prune", "partial", "file"} }
+
+func readDeploy(c *gin.Context, q query) (req client.DeployRequest, err error) {
 	revision, ok, err := q.counter("revision")
 	if err != nil {
 		return req, err
@@ -130,90 +130,64 @@ func parseDeploy(c *gin.Context) (req client.DeployRequest, err error) {
 	return req, err
 }
 
-func (h appHandlers) plan(c *gin.Context) (int, any, error) {
-	req, err := parseDeploy(c)
+// planReply answers POST /api/v1/plan.
+type planReply struct {
+	Plan     client.Plan    `json:"plan"`
+	Warnings []client.Fault `json:"warnings,omitempty"`
+}
+
+func (h appHandlers) plan(c *gin.Context, q query) (int, any, error) {
+	req, err := readDeploy(c, q)
 	if err != nil {
 		return 0, nil, err
 	}
 	p, warnings, err := h.backend.Plan(c.Request.Context(), req)
-	return http.StatusOK, planReply{envelope{client.APIVersion}, p, convertFaults(warnings)}, err
+	return http.StatusOK, planReply{p, ConvertFaults(warnings)}, err
 }
 
-func (h appHandlers) apps(c *gin.Context) (int, any, error) {
-	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
-		return 0, nil, err
-	}
+func (h appHandlers) apps(c *gin.Context, _ query) (int, any, error) {
 	apps, err := h.backend.Apps(c.Request.Context())
-	if apps == nil {
-		apps = []client.AppStatus{}
-	}
-	return http.StatusOK, appsReply{envelope{client.APIVersion}, apps}, err
+	return http.StatusOK, gin.H{"apps": notNull(apps)}, err
 }
 
-func (h appHandlers) app(c *gin.Context) (int, any, error) {
-	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
-		return 0, nil, err
-	}
+func (h appHandlers) app(c *gin.Context, _ query) (int, any, error) {
 	a, err := h.backend.App(c.Request.Context(), c.Param("app"))
-	return http.StatusOK, appReply{envelope{client.APIVersion}, a}, err
+	return http.StatusOK, gin.H{"app": a}, err
 }
 
-func (h appHandlers) delete(c *gin.Context) (int, any, error) {
-	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
-		return 0, nil, err
-	}
+func (h appHandlers) delete(c *gin.Context, _ query) (int, any, error) {
 	name := c.Param("app")
 	err := h.backend.Delete(c.Request.Context(), name)
-	return http.StatusAccepted, deleteReply{envelope{client.APIVersion}, name, client.StatusDeleting}, err
+	return http.StatusAccepted, gin.H{"app": name, "status": client.StatusDeleting}, err
 }
 
-// readFile reads the app file of a request. guard has set the time limit.
+// readFile reads the app file of a request.
 func readFile(c *gin.Context, q query) (name string, text []byte, err error) {
 	if name, err = q.file(c.GetHeader(fileHeader)); err != nil {
 		return "", nil, err
 	}
-	if c.Request.ContentLength > maxBody {
-		return "", nil, fileTooLarge()
-	}
-	text, err = io.ReadAll(http.MaxBytesReader(c.Writer, c.Request.Body, maxBody))
-	var big *http.MaxBytesError
-	switch {
-	case errors.As(err, &big):
-		return "", nil, fileTooLarge()
-	case err != nil:
-		return "", nil, problem.New(problem.SlowRequest, "the body did not arrive: %w", err).
-			WithHint("send it again")
-	case len(text) == 0:
-		return "", nil, problem.New(problem.InvalidArgument, "the body is empty").
+	text, err = readBody(c, maxBody, "split the file: apps that are not in it stay as they are")
+	if err == nil && len(text) == 0 {
+		err = problem.New(problem.InvalidArgument, "the body is empty").
 			WithHint("send an app.yaml as the body: curl --data-binary @app.yaml")
 	}
-	// net/http goes on reading to notice a client that leaves
-	_ = http.NewResponseController(c.Writer).SetReadDeadline(time.Time{})
-	return name, text, nil
-}
-
-func fileTooLarge() error {
-	return problem.New(problem.TooLarge, "the body is larger than %d bytes", maxBody).
-		WithHint("split the file: apps that are not in it stay as they are")
+	return name, text, err
 }
 
 // logs sends log lines as text, one per line (LogLine.String), as the engines write them.
-func (h appHandlers) logs(c *gin.Context) {
+func (h appHandlers) logs(c *gin.Context) error {
 	q, err := parseLogQuery(c.Param("app"), c.Request.URL.RawQuery, time.Now())
 	if err != nil {
-		h.server.fail(c, err)
-		return
+		return err
 	}
 	ctx, done, err := h.server.acquireFollower(c.Request)
 	if err != nil {
-		h.server.fail(c, err)
-		return
+		return err
 	}
 	defer done()
 	lines, err := h.backend.Logs(ctx, q)
 	if err != nil {
-		h.server.fail(c, err)
-		return
+		return err
 	}
 	defer func() { _ = lines.Close() }() // the stream is only read
 	beginStream(c.Writer, "text/plain; charset=utf-8")
@@ -221,6 +195,7 @@ func (h appHandlers) logs(c *gin.Context) {
 		h.server.cfg.Log.Debug("log stream broke", "room", "api", "app", q.App, "err", err)
 		panic(http.ErrAbortHandler) // the client must notice that the stream was cut
 	}
+	return nil
 }
 
 func sendLines(ctx context.Context, w http.ResponseWriter, lines LogStream) error {
@@ -245,22 +220,21 @@ func sendLines(ctx context.Context, w http.ResponseWriter, lines LogStream) erro
 }
 
 // events sends state changes as server-sent events until the client leaves or the server closes.
-func (h appHandlers) events(c *gin.Context) {
+func (h appHandlers) events(c *gin.Context) error {
 	since, app, err := parseEvents(c.Request)
 	if err != nil {
-		h.server.fail(c, err)
-		return
+		return err
 	}
 	ctx, done, err := h.server.acquireFollower(c.Request)
 	if err != nil {
-		h.server.fail(c, err)
-		return
+		return err
 	}
 	defer done()
 	beginStream(c.Writer, "text/event-stream")
 	if err := h.sendEvents(ctx, c.Writer, since, app); err != nil && ctx.Err() == nil {
 		h.server.cfg.Log.Debug("event stream broke", "room", "api", "err", err)
 	}
+	return nil
 }
 
 // parseEvents reads since (or the Last-Event-ID of a browser that reconnects) and app.
@@ -305,18 +279,12 @@ func (h appHandlers) sendEvents(ctx context.Context, w http.ResponseWriter, sinc
 	}
 }
 
-// eventReply is an event on the wire.
-type eventReply struct {
-	envelope
-	client.Event
-}
-
 // writeEvent writes one server-sent event, if it is of an application ("" = any) or of one of its pools.
 func writeEvent(w io.Writer, e *client.Event, name string) error {
 	if user, _ := app.SplitPool(e.App); name != "" && name != e.App && name != user {
 		return nil
 	}
-	data, err := json.Marshal(eventReply{envelope{client.APIVersion}, *e})
+	data, err := marshalReply(e)
 	if err != nil {
 		return fmt.Errorf("encode event %d: %w", e.Number, err)
 	}

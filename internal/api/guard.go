@@ -35,6 +35,16 @@ func newGuard(next http.Handler, loopback bool, names []string) *guard {
 
 // ServeHTTP passes a request on or answers 403.
 func (g *guard) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	beginAnswer(w, r)
+	if err := g.check(r); err != nil {
+		WriteError(w, err)
+		return
+	}
+	g.next.ServeHTTP(w, r)
+}
+
+// beginAnswer sets the deadlines of a request and the headers that every answer has.
+func beginAnswer(w http.ResponseWriter, r *http.Request) {
 	extendWriteDeadline(w) // the connection still has the deadline of its previous request
 	if r.ContentLength != 0 {
 		// also bounds bodies that no handler reads
@@ -42,11 +52,6 @@ func (g *guard) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	w.Header().Set("X-Content-Type-Options", "nosniff")
 	w.Header().Set("Cache-Control", "no-store")
-	if err := g.check(r); err != nil {
-		writeError(w, err)
-		return
-	}
-	g.next.ServeHTTP(w, r)
 }
 
 func (g *guard) check(r *http.Request) error {

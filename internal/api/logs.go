@@ -98,15 +98,9 @@ func (s *logStream) push(ctx context.Context, l msg.LogLine) error {
 	if s.group != client.AllRanks && s.group != group {
 		return nil
 	}
-	select {
-	case s.lines <- client.LogLine{
-		Time: l.At, App: app, Group: group, Rank: l.Rank, Stream: l.Stream,
-		Text: l.Text,
-	}:
-		return nil
-	case <-ctx.Done():
-		return context.Cause(ctx)
-	}
+	return sendLine(ctx, s.lines, client.LogLine{
+		Time: l.At, App: app, Group: group, Rank: l.Rank, Stream: l.Stream, Text: l.Text,
+	})
 }
 
 // splitUnit reads a unit's name, app/group or app/group/rank.
@@ -197,7 +191,7 @@ func (v NodeViews) followLogs(ctx context.Context, q msg.LogQuery, give func(msg
 	wg.Wait()
 }
 
-func sendLine(ctx context.Context, ch chan<- msg.LogLine, l msg.LogLine) error {
+func sendLine[L any](ctx context.Context, ch chan<- L, l L) error {
 	select {
 	case ch <- l:
 		return nil

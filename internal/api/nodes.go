@@ -14,10 +14,9 @@ import (
 // The paths of the cluster's nodes.
 const (
 	pathNodes      = "/api/v1/nodes"
-	pathDrain      = "/drain"              // behind pathNodes/NODE
-	pathRemoval    = "/removal"            // behind pathNodes/NODE
 	pathJoinTokens = "/api/v1/join-tokens" //nolint:gosec // a path
 	pathGossipKey  = "/api/v1/gossip-key"
+	pathRestart    = "/api/v1/restart" // of the node that answers
 )
 
 // Bounds of a join token.
@@ -50,120 +49,93 @@ type Nodes interface {
 	KeyRotation(ctx context.Context) (client.KeyRotation, error)
 }
 
-// nodesReply answers GET /api/v1/nodes.
-type nodesReply struct {
-	envelope
-	Nodes []client.NodeStatus `json:"nodes"`
+// Restarts replaces the process of the node that answers, while its engines run.
+type Restarts interface {
+	// Restart returns before the process is replaced. Conflict: that cannot be done.
+	Restart() error
+	// Process names the present process.
+	Process() string
+}
+
+// restartHandlers answers the path of restarts.
+type restartHandlers struct {
+	restarts Restarts
+	node     string
+}
+
+// addRoutes registers the path.
+func (h restartHandlers) addRoutes(g *gin.Engine, reply replier) {
+	g.POST(pathRestart, reply(h.restart))
+	g.GET(pathRestart, reply(h.process))
+}
+
+func (h restartHandlers) restart(c *gin.Context, q query) (int, any, error) {
+	if err := h.restarts.Restart(); err != nil {
+		return 0, nil, err
+	}
+	_, body, err := h.process(c, q)
+	return http.StatusAccepted, body, err
+}
+
+func (h restartHandlers) process(*gin.Context, query) (int, any, error) {
+	return http.StatusOK, client.Process{Node: h.node, Process: h.restarts.Process()}, nil
 }
 
 // nodeReply answers requests that change or check one node.
 type nodeReply struct {
-	envelope
 	Node   string `json:"node"`
 	Status string `json:"status"` // DRAINING | ALIVE | REMOVABLE | REMOVED
-}
-
-// tokenReply answers POST /api/v1/join-tokens.
-type tokenReply struct {
-	envelope
-	client.Token
-}
-
-// keyRotationReply answers POST and GET /api/v1/gossip-key.
-type keyRotationReply struct {
-	envelope
-	client.KeyRotation
 }
 
 // nodeHandlers answers the paths of the cluster's nodes.
 type nodeHandlers struct{ nodes Nodes }
 
 // addRoutes registers the paths.
-func (h nodeHandlers) addRoutes(g *gin.Engine, reply func(answer) gin.HandlerFunc) {
+func (h nodeHandlers) addRoutes(g *gin.Engine, reply replier) {
+	const one = pathNodes + "/:node"
 	g.GET(pathNodes, reply(h.listNodes))
-	g.DELETE(pathNodes+"/:node", reply(h.removeNode))
-	g.GET(pathNodes+"/:node"+pathRemoval, reply(h.checkLeave))
-	g.POST(pathNodes+"/:node"+pathDrain, reply(h.drainNode))
-	g.DELETE(pathNodes+"/:node"+pathDrain, reply(h.undrainNode))
-	g.POST(pathJoinTokens, reply(h.newToken))
+	g.DELETE(one, reply(changeNode(h.nodes.Remove, http.StatusAccepted, "REMOVED")))
+	g.GET(one+"/removal", reply(changeNode(h.nodes.CheckLeave, http.StatusOK, "REMOVABLE")))
+	g.POST(one+"/drain", reply(h.drainNode, "deadline"))
+	g.DELETE(one+"/drain", reply(changeNode(h.nodes.Undrain, http.StatusAccepted, "ALIVE")))
+	g.POST(pathJoinTokens, reply(h.newToken, "ttl", "uses"))
 	g.POST(pathGossipKey, reply(h.rotateKey))
 	g.GET(pathGossipKey, reply(h.keyRotation))
 }
 
-func (h nodeHandlers) rotateKey(c *gin.Context) (int, any, error) {
-	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
-		return 0, nil, err
-	}
-	err := h.nodes.RotateKey(c.Request.Context())
-	return http.StatusAccepted, keyRotationReply{envelope: envelope{client.APIVersion}}, err
+func (h nodeHandlers) rotateKey(c *gin.Context, _ query) (int, any, error) {
+	return http.StatusAccepted, client.KeyRotation{}, h.nodes.RotateKey(c.Request.Context())
 }
 
-func (h nodeHandlers) keyRotation(c *gin.Context) (int, any, error) {
-	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
-		return 0, nil, err
-	}
+func (h nodeHandlers) keyRotation(c *gin.Context, _ query) (int, any, error) {
 	r, err := h.nodes.KeyRotation(c.Request.Context())
-	return http.StatusOK, keyRotationReply{envelope{client.APIVersion}, r}, err
+	return http.StatusOK, r, err
 }
 
-func (h nodeHandlers) listNodes(c *gin.Context) (int, any, error) {
-	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
-		return 0, nil, err
-	}
+func (h nodeHandlers) listNodes(c *gin.Context, _ query) (int, any, error) {
 	nodes, err := h.nodes.Nodes(c.Request.Context())
-	if nodes == nil {
-		nodes = []client.NodeStatus{}
-	}
-	return http.StatusOK, nodesReply{envelope{client.APIVersion}, nodes}, err
+	return http.StatusOK, gin.H{"nodes": notNull(nodes)}, err
 }
 
-func (h nodeHandlers) drainNode(c *gin.Context) (int, any, error) {
-	q, err := parseQuery(c.Request.URL.RawQuery, "deadline")
-	if err != nil {
-		return 0, nil, err
-	}
+func (h nodeHandlers) drainNode(c *gin.Context, q query) (int, any, error) {
 	deadline, err := q.duration("deadline")
 	if err != nil {
 		return 0, nil, err
 	}
 	name := c.Param("node")
 	err = h.nodes.Drain(c.Request.Context(), name, deadline)
-	return http.StatusAccepted, nodeReply{envelope{client.APIVersion}, name, "DRAINING"}, err
+	return http.StatusAccepted, nodeReply{name, "DRAINING"}, err
 }
 
-func (h nodeHandlers) undrainNode(c *gin.Context) (int, any, error) {
-	return h.changeNode(c, h.nodes.Undrain, "ALIVE")
-}
-
-func (h nodeHandlers) removeNode(c *gin.Context) (int, any, error) {
-	return h.changeNode(c, h.nodes.Remove, "REMOVED")
-}
-
-func (h nodeHandlers) checkLeave(c *gin.Context) (int, any, error) {
-	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
-		return 0, nil, err
+// changeNode makes a handler that changes or checks the node of the path.
+func changeNode(change func(ctx context.Context, node string) error, code int, status string) answer {
+	return func(c *gin.Context, _ query) (int, any, error) {
+		name := c.Param("node")
+		return code, nodeReply{name, status}, change(c.Request.Context(), name)
 	}
-	name := c.Param("node")
-	err := h.nodes.CheckLeave(c.Request.Context(), name)
-	return http.StatusOK, nodeReply{envelope{client.APIVersion}, name, "REMOVABLE"}, err
 }
 
-func (h nodeHandlers) changeNode(c *gin.Context, change func(ctx context.Context, node string) error,
-	status string,
-) (int, any, error) {
-	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
-		return 0, nil, err
-	}
-	name := c.Param("node")
-	err := change(c.Request.Context(), name)
-	return http.StatusAccepted, nodeReply{envelope{client.APIVersion}, name, status}, err
-}
-
-func (h nodeHandlers) newToken(c *gin.Context) (int, any, error) {
-	q, err := parseQuery(c.Request.URL.RawQuery, "ttl", "uses")
-	if err != nil {
-		return 0, nil, err
-	}
+func (h nodeHandlers) newToken(c *gin.Context, q query) (int, any, error) {
 	req := client.TokenRequest{TTL: client.DefaultTokenTTL}
 	ttl, err := q.duration("ttl")
 	if err != nil {
@@ -183,5 +155,5 @@ func (h nodeHandlers) newToken(c *gin.Context) (int, any, error) {
 			WithHint("uses is from 1 to %d", maxTokenUses)
 	}
 	t, err := h.nodes.NewToken(c.Request.Context(), req)
-	return http.StatusCreated, tokenReply{envelope{client.APIVersion}, t}, err
+	return http.StatusCreated, t, err
 }

@@ -32,7 +32,7 @@ type anyNodes interface{ Nodes }
 func TestThePageHasEveryRoute(t *testing.T) {
 	s := NewServer(Config{
 		Routers: struct{ Routers }{}, Ranks: struct{ Ranks }{}, Nodes: struct{ anyNodes }{},
-		Metrics: http.NotFoundHandler(),
+		Restarts: struct{ Restarts }{}, Metrics: http.NotFoundHandler(),
 	})
 	var served []string
 	names := strings.NewReplacer(":app", "APP", ":node", "NODE")

@@ -3,8 +3,6 @@ package api
 import (
 	"context"
 	"encoding/json"
-	"errors"
-	"io"
 	"net/http"
 	"time"
 
@@ -15,9 +13,8 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// The paths by which attached ranks come and go: dpserve's own below an app, and those of SGLang's router.
+// The paths of SGLang's router by which attached ranks come and go. dpserve's own are below an app.
 const (
-	pathRanks        = "/ranks" // behind pathApps/APP
 	pathAddWorker    = "/add_worker"
 	pathRemoveWorker = "/remove_worker"
 	pathListWorkers  = "/list_workers"
@@ -51,12 +48,6 @@ type RankRemoval struct {
 	Deadline *time.Duration
 }
 
-// rankReply answers POST and DELETE /api/v1/apps/{app}/ranks.
-type rankReply struct {
-	envelope
-	client.RankChange
-}
-
 // workersReply answers GET /list_workers, as SGLang's router does.
 type workersReply struct {
 	URLs []string `json:"urls"`
@@ -66,63 +57,34 @@ type workersReply struct {
 type rankHandlers struct{ ranks Ranks }
 
 // addRoutes registers the paths.
-func (h rankHandlers) addRoutes(g *gin.Engine, reply func(answer) gin.HandlerFunc) {
-	g.POST(pathApps+"/:app"+pathRanks, reply(h.addRank))
-	g.DELETE(pathApps+"/:app"+pathRanks, reply(h.removeRank))
-	g.POST(pathAddWorker, reply(h.addWorker))
-	g.POST(pathRemoveWorker, reply(h.removeWorker))
-	g.GET(pathListWorkers, reply(h.listWorkers))
+func (h rankHandlers) addRoutes(g *gin.Engine, reply replier) {
+	g.POST(pathApps+"/:app/ranks", reply(h.addRank))
+	g.DELETE(pathApps+"/:app/ranks", reply(h.removeRank, "url", "selector", "rank", "deadline"))
+	g.POST(pathAddWorker, reply(h.addWorker, "url", "app"))
+	g.POST(pathRemoveWorker, reply(h.removeWorker, "url", "app"))
+	g.GET(pathListWorkers, reply(h.listWorkers, "app"))
 }
 
-func (h rankHandlers) addRank(c *gin.Context) (int, any, error) {
-	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
-		return 0, nil, err
-	}
-	text, err := readRank(c)
+func (h rankHandlers) addRank(c *gin.Context, _ query) (int, any, error) {
+	text, err := readBody(c, maxRankBody, `send one rank: {"url": "http://HOST:PORT"}`)
 	if err != nil {
 		return 0, nil, err
 	}
 	change, err := h.ranks.AddRank(c.Request.Context(), c.Param("app"), text)
-	return http.StatusAccepted, rankReply{envelope{client.APIVersion}, change}, err
+	return http.StatusAccepted, change, err
 }
 
-// readRank reads the body within its size limit. guard has set the time limit.
-func readRank(c *gin.Context) ([]byte, error) {
-	text, err := io.ReadAll(http.MaxBytesReader(c.Writer, c.Request.Body, maxRankBody))
-	var big *http.MaxBytesError
-	switch {
-	case errors.As(err, &big):
-		return nil, problem.New(problem.TooLarge, "the body is larger than %d bytes", maxRankBody).
-			WithHint(`send one rank: {"url": "http://HOST:PORT"}`)
-	case err != nil:
-		return nil, problem.New(problem.SlowRequest, "the body did not arrive: %w", err).
-			WithHint("send it again")
+func (h rankHandlers) removeRank(c *gin.Context, q query) (int, any, error) {
+	var r RankRemoval
+	var err error
+	if r.Rank, err = q.rankRef(); err != nil {
+		return 0, nil, err
 	}
-	// net/http goes on reading to notice a client that leaves
-	_ = http.NewResponseController(c.Writer).SetReadDeadline(time.Time{})
-	return text, nil
-}
-
-func (h rankHandlers) removeRank(c *gin.Context) (int, any, error) {
-	r, err := parseRemoval(c.Request.URL.RawQuery)
-	if err != nil {
+	if r.Deadline, err = q.duration("deadline"); err != nil {
 		return 0, nil, err
 	}
 	change, err := h.ranks.RemoveRank(c.Request.Context(), c.Param("app"), r)
-	return http.StatusAccepted, rankReply{envelope{client.APIVersion}, change}, err
-}
-
-// parseRemoval reads url=, selector=, rank= and deadline=.
-func parseRemoval(raw string) (r RankRemoval, err error) {
-	q, err := parseQuery(raw, "url", "selector", "rank", "deadline")
-	if err != nil {
-		return r, err
-	}
-	if r.Rank, err = q.rankRef(); err != nil {
-		return r, err
-	}
-	r.Deadline, err = q.duration("deadline")
-	return r, err
+	return http.StatusAccepted, change, err
 }
 
 // rankRef reads url= (with an optional selector=) or rank=GROUP/RANK.
@@ -151,52 +113,39 @@ func (q query) rankRef() (app.RankRef, error) {
 	return ref, nil
 }
 
-// workerQuery reads url= and app= of SGLang's worker paths.
-func workerQuery(c *gin.Context) (appName, url string, err error) {
-	q, err := parseQuery(c.Request.URL.RawQuery, "url", "app")
-	if err != nil {
-		return "", "", err
-	}
-	if url = q.values.Get("url"); url == "" {
-		return "", "", problem.New(problem.InvalidArgument, "no url is given").
+// workerURL reads url= of SGLang's worker paths.
+func (q query) workerURL() (string, error) {
+	url := q.values.Get("url")
+	if url == "" {
+		return "", problem.New(problem.InvalidArgument, "no url is given").
 			WithHint("add url=http://HOST:PORT")
 	}
-	return q.values.Get("app"), url, nil
+	return url, nil
 }
 
 // addWorker answers like SGLang's router, but does not wait until the worker is healthy: routing uses the
 // worker once it is.
-func (h rankHandlers) addWorker(c *gin.Context) (int, any, error) {
-	name, url, err := workerQuery(c)
+func (h rankHandlers) addWorker(c *gin.Context, q query) (int, any, error) {
+	url, err := q.workerURL()
 	if err != nil {
 		return 0, nil, err
 	}
-	rank, err := json.Marshal(map[string]string{"url": url})
-	if err != nil {
-		return 0, nil, problem.New(problem.InvalidArgument, "the url cannot be read: %w", err).
-			WithHint("wanted url=http://HOST:PORT")
-	}
-	change, err := h.ranks.AddRank(c.Request.Context(), name, rank)
+	rank, _ := json.Marshal(map[string]string{"url": url}) // strings always marshal
+	change, err := h.ranks.AddRank(c.Request.Context(), q.values.Get("app"), rank)
 	return http.StatusOK, plainText("Successfully added worker: " + change.URL), err
 }
 
-func (h rankHandlers) removeWorker(c *gin.Context) (int, any, error) {
-	name, url, err := workerQuery(c)
+func (h rankHandlers) removeWorker(c *gin.Context, q query) (int, any, error) {
+	url, err := q.workerURL()
 	if err != nil {
 		return 0, nil, err
 	}
-	change, err := h.ranks.RemoveRank(c.Request.Context(), name, RankRemoval{Rank: app.RankRef{URL: url}})
+	change, err := h.ranks.RemoveRank(c.Request.Context(), q.values.Get("app"),
+		RankRemoval{Rank: app.RankRef{URL: url}})
 	return http.StatusOK, plainText("Successfully removed worker: " + change.URL), err
 }
 
-func (h rankHandlers) listWorkers(c *gin.Context) (int, any, error) {
-	q, err := parseQuery(c.Request.URL.RawQuery, "app")
-	if err != nil {
-		return 0, nil, err
-	}
+func (h rankHandlers) listWorkers(c *gin.Context, q query) (int, any, error) {
 	urls, err := h.ranks.Workers(c.Request.Context(), q.values.Get("app"))
-	if urls == nil {
-		urls = []string{}
-	}
-	return http.StatusOK, workersReply{urls}, err
+	return http.StatusOK, workersReply{notNull(urls)}, err
 }

@@ -51,39 +51,8 @@ const (
 	maxGenerates  = 256      // generate calls and dumps at one time
 )
 
-// explainReply answers POST /api/v1/routers/{app}/explain.
-type explainReply struct {
-	envelope
-	client.Explanation
-}
-
-// resetReply answers POST /api/v1/routers/{app}/reset.
-type resetReply struct {
-	envelope
-	client.ResetResult
-}
-
-// routerReply answers GET /api/v1/routers/{app}.
-type routerReply struct {
-	envelope
-	client.Info
-}
-
-// workerReply answers POST /api/v1/routers/{app}/best_worker.
-type workerReply struct {
-	envelope
-	client.Worker
-}
-
-// loadsReply answers POST /api/v1/routers/{app}/potential_loads.
-type loadsReply struct {
-	envelope
-	Loads []client.PotentialLoad `json:"loads"` // by group and rank
-}
-
 // reservationReply answers POST /api/v1/routers/{app}/mark_prefill_complete and /free.
 type reservationReply struct {
-	envelope
 	RequestID string `json:"request_id"`
 	Status    string `json:"status"` // prefill_complete | freed
 }
@@ -106,28 +75,26 @@ type routerHandlers struct {
 
 // addRoutes registers the paths.
 func (h routerHandlers) addRoutes(g *gin.Engine) {
-	reply := h.server.reply
-	one := pathRouters + "/:app"
+	reply, stream := h.server.reply, h.server.stream
+	const one = pathRouters + "/:app"
 	g.GET(one, reply(h.router))
 	g.POST(one+"/explain", reply(h.explain))
 	g.POST(one+"/reset", reply(h.reset))
 	g.POST(one+"/best_worker", reply(h.bestWorker))
 	g.POST(one+"/potential_loads", reply(h.potentialLoads))
-	g.POST(one+"/mark_prefill_complete", reply(h.markPrefillComplete))
-	g.POST(one+"/free", reply(h.free))
-	g.GET(one+"/dump_events", h.dumpEvents)
-	g.POST(one+"/generate", h.generate)
+	g.POST(one+"/mark_prefill_complete",
+		reply(changeReservation(h.routers.MarkPrefillComplete, "prefill_complete")))
+	g.POST(one+"/free", reply(changeReservation(h.routers.Free, "freed")))
+	g.GET(one+"/dump_events", stream(h.dumpEvents))
+	g.POST(one+"/generate", stream(h.generate))
 }
 
-func (h routerHandlers) router(c *gin.Context) (int, any, error) {
-	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
-		return 0, nil, err
-	}
+func (h routerHandlers) router(c *gin.Context, _ query) (int, any, error) {
 	r, err := h.routers.Router(c.Request.Context(), c.Param("app"))
-	return http.StatusOK, routerReply{envelope{client.APIVersion}, r}, err
+	return http.StatusOK, r, err
 }
 
-func (h routerHandlers) explain(c *gin.Context) (int, any, error) {
+func (h routerHandlers) explain(c *gin.Context, _ query) (int, any, error) {
 	var q client.Query
 	if err := readRouterBody(c, &q); err != nil {
 		return 0, nil, err
@@ -136,10 +103,7 @@ func (h routerHandlers) explain(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	e, err := h.routers.Explain(c.Request.Context(), c.Param("app"), &q)
-	if err != nil {
-		return 0, nil, err
-	}
-	return http.StatusOK, explainReply{envelope{client.APIVersion}, *e}, nil
+	return http.StatusOK, e, err
 }
 
 // checkQuery refuses a query without a request, or with several.
@@ -181,15 +145,12 @@ func checkIDs(ids []uint32) error {
 	return nil
 }
 
-func (h routerHandlers) reset(c *gin.Context) (int, any, error) {
-	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
-		return 0, nil, err
-	}
+func (h routerHandlers) reset(c *gin.Context, _ query) (int, any, error) {
 	r, err := h.routers.Reset(c.Request.Context(), c.Param("app"))
-	return http.StatusOK, resetReply{envelope{client.APIVersion}, r}, err
+	return http.StatusOK, r, err
 }
 
-func (h routerHandlers) bestWorker(c *gin.Context) (int, any, error) {
+func (h routerHandlers) bestWorker(c *gin.Context, _ query) (int, any, error) {
 	var q client.BestWorkerRequest
 	if err := readRouterBody(c, &q); err != nil {
 		return 0, nil, err
@@ -198,10 +159,10 @@ func (h routerHandlers) bestWorker(c *gin.Context) (int, any, error) {
 		return 0, nil, err
 	}
 	w, err := h.routers.BestWorker(c.Request.Context(), c.Param("app"), &q)
-	return http.StatusOK, workerReply{envelope{client.APIVersion}, w}, err
+	return http.StatusOK, w, err
 }
 
-func (h routerHandlers) potentialLoads(c *gin.Context) (int, any, error) {
+func (h routerHandlers) potentialLoads(c *gin.Context, _ query) (int, any, error) {
 	var q tokensRequest
 	if err := readRouterBody(c, &q); err != nil {
 		return 0, nil, err
@@ -212,65 +173,50 @@ func (h routerHandlers) potentialLoads(c *gin.Context) (int, any, error) {
 		}
 	}
 	loads, err := h.routers.PotentialLoads(c.Request.Context(), c.Param("app"), q.TokenIDs)
-	if loads == nil {
-		loads = []client.PotentialLoad{}
-	}
-	return http.StatusOK, loadsReply{envelope{client.APIVersion}, loads}, err
+	return http.StatusOK, gin.H{"loads": notNull(loads)}, err
 }
 
-func (h routerHandlers) markPrefillComplete(c *gin.Context) (int, any, error) {
-	id, err := readReservation(c)
-	if err != nil {
-		return 0, nil, err
+// changeReservation makes a handler of a request about a reservation.
+func changeReservation(change func(ctx context.Context, app, requestID string) error, status string) answer {
+	return func(c *gin.Context, _ query) (int, any, error) {
+		var q reservationRequest
+		if err := readRouterBody(c, &q); err != nil {
+			return 0, nil, err
+		}
+		if q.RequestID == "" {
+			return 0, nil, problem.New(problem.InvalidArgument, "request_id is missing").
+				WithHint("give the request_id that best_worker was called with")
+		}
+		err := change(c.Request.Context(), c.Param("app"), q.RequestID)
+		return http.StatusOK, reservationReply{q.RequestID, status}, err
 	}
-	err = h.routers.MarkPrefillComplete(c.Request.Context(), c.Param("app"), id)
-	return http.StatusOK, reservationReply{envelope{client.APIVersion}, id, "prefill_complete"}, err
 }
 
-func (h routerHandlers) free(c *gin.Context) (int, any, error) {
-	id, err := readReservation(c)
-	if err != nil {
-		return 0, nil, err
-	}
-	err = h.routers.Free(c.Request.Context(), c.Param("app"), id)
-	return http.StatusOK, reservationReply{envelope{client.APIVersion}, id, "freed"}, err
-}
-
-func readReservation(c *gin.Context) (string, error) {
-	var q reservationRequest
-	if err := readRouterBody(c, &q); err != nil {
-		return "", err
-	}
-	if q.RequestID == "" {
-		return "", problem.New(problem.InvalidArgument, "request_id is missing").
-			WithHint("give the request_id that best_worker was called with")
-	}
-	return q.RequestID, nil
+// acquireGenerate acquires a slot for a dump or a generate call.
+func (h routerHandlers) acquireGenerate(c *gin.Context) (ctx context.Context, done func(), err error) {
+	return h.server.acquireStream(c.Request, h.server.generates, "dumps and generate calls are under way")
 }
 
 // dumpEvents streams the index as one JSON document, so that the server never holds it whole.
-func (h routerHandlers) dumpEvents(c *gin.Context) {
+func (h routerHandlers) dumpEvents(c *gin.Context) error {
 	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
-		h.server.fail(c, err)
-		return
+		return err
 	}
-	ctx, done, err := h.server.acquireStream(c.Request, h.server.generates,
-		"dumps and generate calls are under way")
+	ctx, done, err := h.acquireGenerate(c)
 	if err != nil {
-		h.server.fail(c, err)
-		return
+		return err
 	}
 	defer done()
 	d := &dump{w: c.Writer, buf: bufio.NewWriterSize(c.Writer, dumpBuffer), app: c.Param("app")}
 	truncated, err := h.routers.DumpEvents(ctx, d.app, d.add)
 	switch {
 	case err != nil && !d.begun:
-		h.server.fail(c, err)
+		return err
 	case err != nil || ctx.Err() != nil:
 		panic(http.ErrAbortHandler) // a client must not take half a document for a whole one
-	default:
-		d.end(truncated)
 	}
+	d.end(truncated)
+	return nil
 }
 
 const dumpBuffer = 64 << 10 // bytes
@@ -318,55 +264,49 @@ func (d *dump) end(truncated bool) {
 
 // generate sends the parts of an answer as server-sent events, followed by [DONE]. An error before the first
 // part is an ordinary error answer; a later one is an event of type error without [DONE].
-func (h routerHandlers) generate(c *gin.Context) {
+func (h routerHandlers) generate(c *gin.Context) error {
+	if _, err := parseQuery(c.Request.URL.RawQuery); err != nil {
+		return err
+	}
 	var q msg.Generate
 	if err := readRouterBody(c, &q); err != nil {
-		h.server.fail(c, err)
-		return
+		return err
 	}
 	if err := checkIDs(q.TokenIDs); err != nil {
-		h.server.fail(c, err)
-		return
+		return err
 	}
-	ctx, done, err := h.server.acquireStream(c.Request, h.server.generates,
-		"dumps and generate calls are under way")
+	ctx, done, err := h.acquireGenerate(c)
 	if err != nil {
-		h.server.fail(c, err)
-		return
+		return err
 	}
 	defer done()
 	e := &eventWriter{w: c.Writer}
-	err = h.routers.Generate(ctx, c.Param("app"), &q,
-		func(part *client.Part) error { return e.send("", part) })
+	err = h.routers.Generate(ctx, c.Param("app"), &q, func(part *client.Part) error {
+		data, err := json.Marshal(part)
+		if err != nil {
+			return err
+		}
+		return e.write("data: " + string(data) + "\n\n")
+	})
 	switch {
 	case err == nil && e.begun:
 		_ = e.write("data: [DONE]\n\n") // a client that has left needs no end
 	case err == nil:
-		h.server.fail(c,
-			problem.New(problem.Upstream, "the engine sent no tokens").
-				WithHint("`dpserve logs %s` shows what it says", c.Param("app")))
+		return problem.New(problem.Upstream, "the engine sent no tokens").
+			WithHint("`dpserve logs %s` shows what it says", c.Param("app"))
 	case !e.begun:
-		h.server.fail(c, err)
+		return err
 	default:
-		_ = e.send("error", errorReply{envelope{client.APIVersion}, newErrorBody(err)})
+		data, _ := marshalReply(newErrorReply(err)) // texts always marshal
+		_ = e.write("event: error\ndata: " + string(data) + "\n\n")
 	}
+	return nil
 }
 
 // eventWriter writes server-sent events. It sends the headers with the first event.
 type eventWriter struct {
 	w     http.ResponseWriter
 	begun bool
-}
-
-func (e *eventWriter) send(kind string, v any) error {
-	data, err := json.Marshal(v)
-	if err != nil {
-		return err
-	}
-	if kind != "" {
-		kind = "event: " + kind + "\n"
-	}
-	return e.write(kind + "data: " + string(data) + "\n\n")
 }
 
 func (e *eventWriter) write(text string) error {

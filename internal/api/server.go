@@ -5,6 +5,7 @@ package api
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -22,6 +23,17 @@ import (
 
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/problem"
+)
+
+// The paths of the API.
+const (
+	pathVersion  = "/api/v1/version"
+	pathHealthz  = "/api/v1/healthz"
+	pathValidate = "/api/v1/validate"
+	pathPlan     = "/api/v1/plan"
+	pathApps     = "/api/v1/apps"
+	pathEvents   = "/api/v1/events"
+	pathMetrics  = "/metrics"
 )
 
 // Limits of the server. People and scripts use the API, so bodies are small and connections few.
@@ -46,6 +58,7 @@ type Config struct {
 	Routers  Routers      // nil = 404 on /api/v1/routers
 	Ranks    Ranks        // nil = 404 on the paths of rank changes
 	Nodes    Nodes        // nil = 404 on the paths of nodes
+	Restarts Restarts     // nil = 404 on the path of restarts
 	Forward  Forward      // nil = this node answers every request
 	NoLeader func() error // the error while no node leads; required with Forward
 	Metrics  http.Handler // nil = 404 on /metrics
@@ -76,9 +89,7 @@ type Server struct {
 
 // NewServer makes a server for the admin API. It does not listen yet.
 func NewServer(cfg Config) *Server {
-	if cfg.Log == nil {
-		cfg.Log = slog.New(slog.DiscardHandler)
-	}
+	cfg.Log = cmp.Or(cfg.Log, slog.New(slog.DiscardHandler))
 	gin.SetMode(gin.ReleaseMode) // gin's debug mode prints to stdout, which belongs to the commands
 	s := &Server{
 		cfg: cfg, name: "admin api", flag: "--admin-bind",
@@ -93,12 +104,9 @@ func NewServer(cfg Config) *Server {
 // NewMetricsServer makes a server that answers GET and HEAD of /metrics and nothing else, for clients that
 // may read metrics but not deploy. It does not listen yet.
 func NewMetricsServer(metrics http.Handler, log *slog.Logger) *Server {
-	if log == nil {
-		log = slog.New(slog.DiscardHandler)
-	}
 	s := &Server{
-		cfg: Config{Log: log}, name: "metrics", flag: "--metrics-bind", routes: metricsAlone(metrics),
-		stop: make(chan struct{}),
+		cfg:  Config{Log: cmp.Or(log, slog.New(slog.DiscardHandler))},
+		name: "metrics", flag: "--metrics-bind", routes: metricsAlone(metrics), stop: make(chan struct{}),
 	}
 	// metrics are not secret for clients that reach the port
 	s.protect = func(net.Addr) http.Handler { return s.routes }
@@ -207,7 +215,7 @@ const forwardedHeader = "X-Dpserve-Forwarded"
 // process, its routers, its metrics.
 func isLocalPath(path string) bool {
 	switch path {
-	case pathVersion, pathHealthz, pathValidate, pathMetrics:
+	case pathVersion, pathHealthz, pathValidate, pathMetrics, pathRestart:
 		return true
 	}
 	return strings.HasPrefix(path, pathRouters)
@@ -230,7 +238,7 @@ func (s *Server) forward(next http.Handler) http.Handler {
 		case to == nil && r.Method == http.MethodGet && r.URL.Path == pathNodes:
 			next.ServeHTTP(w, r) // without a leader, this node's own view is the best answer
 		case to == nil || r.Header.Get(forwardedHeader) != "":
-			writeError(w, s.cfg.NoLeader())
+			WriteError(w, s.cfg.NoLeader())
 		default:
 			r.Header.Set(forwardedHeader, "1")
 			to.ServeHTTP(w, r)
@@ -242,23 +250,13 @@ func (s *Server) forward(next http.Handler) http.Handler {
 // Host header: scrapers may use any name, and the port changes nothing.
 func metricsAlone(metrics http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		extendWriteDeadline(w)
-		if r.ContentLength != 0 {
-			// bounds the body, which no handler reads
-			_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(bodyTimeout))
-		}
-		w.Header().Set("X-Content-Type-Options", "nosniff")
-		w.Header().Set("Cache-Control", "no-store")
+		beginAnswer(w, r)
 		switch {
 		case r.URL.Path != pathMetrics:
-			writeError(w,
-				problem.New(problem.NotFound, "dpserve does not serve %s %s on this port", r.Method,
-					r.URL.Path).WithHint("this port serves %s alone", pathMetrics))
+			WriteError(w, unknownPathError(r, "this port serves "+pathMetrics+" alone"))
 		case r.Method != http.MethodGet && r.Method != http.MethodHead:
 			w.Header().Set("Allow", "GET, HEAD")
-			writeJSON(w, http.StatusMethodNotAllowed, errorReply{envelope{client.APIVersion}, newErrorBody(
-				problem.New(problem.InvalidArgument, "%s does not take %s", pathMetrics, r.Method).
-					WithHint("it takes GET, HEAD"))})
+			writeNotAllowed(w, r)
 		default:
 			metrics.ServeHTTP(w, r)
 		}
@@ -266,7 +264,10 @@ func metricsAlone(metrics http.Handler) http.Handler {
 }
 
 // answer is a handler that returns a status and a body, or an error.
-type answer func(c *gin.Context) (status int, body any, err error)
+type answer func(c *gin.Context, q query) (status int, body any, err error)
+
+// replier makes a handler of a route from its answer and from the keys that its query may have.
+type replier func(h answer, keys ...string) gin.HandlerFunc
 
 func (s *Server) newRoutes() http.Handler { return s.forward(headAsGet(s.newEngine())) }
 
@@ -277,8 +278,8 @@ func (s *Server) newEngine() *gin.Engine {
 	g.RedirectTrailingSlash = false
 	g.ContextWithFallback = false
 	g.Use(s.recoverPanic)
-	g.NoRoute(func(c *gin.Context) { s.fail(c, unknownPathError(c.Request)) })
-	g.NoMethod(func(c *gin.Context) { s.methodNotAllowed(c) })
+	g.NoRoute(func(c *gin.Context) { s.fail(c, unknownPathError(c.Request, hintOfPath(c.Request.URL.Path))) })
+	g.NoMethod(func(c *gin.Context) { writeNotAllowed(c.Writer, c.Request) })
 
 	g.GET(pathVersion, s.reply(s.version))
 	g.GET(pathHealthz, s.reply(s.healthz))
@@ -292,8 +293,11 @@ func (s *Server) newEngine() *gin.Engine {
 	if s.cfg.Nodes != nil {
 		nodeHandlers{s.cfg.Nodes}.addRoutes(g, s.reply)
 	}
+	if s.cfg.Restarts != nil {
+		restartHandlers{s.cfg.Restarts, s.cfg.Version.Node}.addRoutes(g, s.reply)
+	}
 	if s.cfg.Metrics != nil {
-		g.GET(pathMetrics, s.metrics)
+		g.GET(pathMetrics, gin.WrapH(s.cfg.Metrics))
 	}
 	return g
 }
@@ -327,20 +331,25 @@ func (s *Server) recoverPanic(c *gin.Context) {
 		if c.Writer.Written() {
 			panic(http.ErrAbortHandler)
 		}
-		writeError(c.Writer,
+		WriteError(c.Writer,
 			problem.New(problem.Internal, "the request failed inside dpserve").WithHint("its log says why"))
 		c.Abort()
 	}()
 	c.Next()
 }
 
-// reply runs a handler within the time limit of a call and writes its answer.
-func (s *Server) reply(h answer) gin.HandlerFunc {
+// reply reads the query, runs a handler within the time limit of a call and writes its answer.
+func (s *Server) reply(h answer, keys ...string) gin.HandlerFunc {
 	return func(c *gin.Context) {
 		ctx, cancel := context.WithTimeout(c.Request.Context(), callTimeout)
 		defer cancel()
 		c.Request = c.Request.WithContext(ctx)
-		status, body, err := h(c)
+		var status int
+		var body any
+		q, err := parseQuery(c.Request.URL.RawQuery, keys...)
+		if err == nil {
+			status, body, err = h(c, q)
+		}
 		extendWriteDeadline(c.Writer)
 		if err != nil {
 			s.fail(c, err)
@@ -354,8 +363,14 @@ func (s *Server) reply(h answer) gin.HandlerFunc {
 	}
 }
 
-// plainText is a body that is not JSON.
-type plainText string
+// stream makes a handler of one that writes a stream, and returns an error instead if there is none.
+func (s *Server) stream(h func(c *gin.Context) error) gin.HandlerFunc {
+	return func(c *gin.Context) {
+		if err := h(c); err != nil {
+			s.fail(c, err)
+		}
+	}
+}
 
 // extendWriteDeadline sets the deadline of the next write. Writers without a connection (in tests) have none.
 func extendWriteDeadline(w http.ResponseWriter) {
@@ -365,44 +380,36 @@ func extendWriteDeadline(w http.ResponseWriter) {
 // fail answers with err and logs internal errors, except after the client has left.
 func (s *Server) fail(c *gin.Context, err error) {
 	left := errors.Is(err, context.Canceled) && c.Request.Context().Err() != nil
-	if status := writeError(c.Writer, err); status == http.StatusInternalServerError && !left {
+	if status := WriteError(c.Writer, err); status == http.StatusInternalServerError && !left {
 		s.cfg.Log.Error("admin request failed", "room", "api", "path", c.FullPath(), "err", err)
 	}
 }
 
-func unknownPathError(r *http.Request) error {
-	hint := "paths begin with /api/v1: version, healthz, validate, plan, apps, apps/APP, apps/APP/logs, " +
-		"events, nodes, join-tokens, routers/APP; and /metrics"
-	if strings.HasPrefix(r.URL.Path, "/v1/") {
-		hint = "this is the admin api; OpenAI requests go to the other port, 8000 by default"
-	}
+func unknownPathError(r *http.Request, hint string) error {
 	return problem.New(problem.NotFound, "dpserve does not serve %s %s on this port", r.Method, r.URL.Path).
 		WithHint("%s", hint)
 }
 
-// methodNotAllowed answers 405. No problem code maps to 405, so the body has code invalid_argument; the hint
-// lists the methods of the Allow header, which gin has set.
-func (s *Server) methodNotAllowed(c *gin.Context) {
-	b := newErrorBody(
-		problem.New(problem.InvalidArgument, "%s does not take %s", c.Request.URL.Path, c.Request.Method).
-			WithHint("it takes %s", c.Writer.Header().Get("Allow")))
-	writeJSON(c.Writer, http.StatusMethodNotAllowed, errorReply{envelope{client.APIVersion}, b})
+// hintOfPath says which paths there are instead of an unknown one.
+func hintOfPath(path string) string {
+	if strings.HasPrefix(path, "/v1/") {
+		return "this is the admin api; OpenAI requests go to the other port, 8000 by default"
+	}
+	return "paths begin with /api/v1: version, healthz, validate, plan, apps, apps/APP, apps/APP/logs, " +
+		"events, nodes, join-tokens, routers/APP; and /metrics"
 }
 
-func (s *Server) metrics(c *gin.Context) { s.cfg.Metrics.ServeHTTP(c.Writer, c.Request) }
-
-func (s *Server) version(c *gin.Context) (int, any, error) {
-	_, err := parseQuery(c.Request.URL.RawQuery)
+func (s *Server) version(*gin.Context, query) (int, any, error) {
 	v := s.cfg.Version
 	if s.cfg.Endpoint != nil {
 		v.Endpoint = s.cfg.Endpoint()
 	}
-	return http.StatusOK, versionReply{envelope{client.APIVersion}, v}, err
+	return http.StatusOK, v, nil
 }
 
-func (s *Server) healthz(c *gin.Context) (int, any, error) {
-	_, err := parseQuery(c.Request.URL.RawQuery)
-	return http.StatusOK, healthReply{envelope{client.APIVersion}, "ok"}, err
+// healthz answers that the process answers, which says nothing about applications.
+func (s *Server) healthz(*gin.Context, query) (int, any, error) {
+	return http.StatusOK, gin.H{"status": "ok"}, nil
 }
 
 // acquireFollower acquires a slot for logs or events.

@@ -1,12 +1,12 @@
 package api
 
 import (
+	"cmp"
 	"context"
 	"maps"
 	"slices"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
@@ -43,25 +43,21 @@ func (v NodeViews) ask(ctx context.Context, limit time.Duration,
 		wg.Go(func() { errs[i] = question(ctx, id, v[id]) })
 	}
 	wg.Wait()
-	for _, err := range errs {
-		if err != nil {
-			return err
-		}
-	}
-	return nil
+	return cmp.Or(errs...)
 }
 
 // ResetRouters resets an application's router on every ingress. It returns the ranks that are asked for a
 // snapshot.
 func (v NodeViews) ResetRouters(ctx context.Context, app string) (ranks int, err error) {
-	var most atomic.Int64
+	var mu sync.Mutex
 	err = v.ask(ctx, resetTimeout, func(ctx context.Context, _ string, node msg.NodeView) error {
 		k, err := node.ResetRouter(ctx, app)
-		for old := most.Load(); int64(k) > old && !most.CompareAndSwap(old, int64(k)); old = most.Load() {
-		}
+		mu.Lock()
+		defer mu.Unlock()
+		ranks = max(ranks, k)
 		return err
 	})
-	return int(most.Load()), err
+	return ranks, err
 }
 
 // ClusterStatus is what the nodes report about their ranks and queues.

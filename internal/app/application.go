@@ -5,13 +5,14 @@ package app
 import (
 	"reflect"
 	"strconv"
+	"strings"
 	"time"
 )
 
 // Kind names the engine family that serves an application.
 type Kind string
 
-// The engine kinds. VLLM and SGLang parse and validate; a later version deploys them.
+// The engine kinds.
 const (
 	KindSim    Kind = "sim"
 	KindVLLM   Kind = "vllm"
@@ -110,18 +111,20 @@ type Adapter struct {
 
 // Engine says how the engine of a rank is started, or (kind attach) where it runs.
 type Engine struct {
-	// `sim` (built in, needs no device), `attach` (engines that someone else runs), `vllm` and `sglang`
-	// (checked; started from the next version on)
+	// `sim` (built in, needs no device), `vllm` and `sglang` (started by dpserve), `attach` (engines that
+	// someone else runs)
 	Kind Kind `json:"kind" words:"kind" need:"write kind: sim for the simulated engine"`
 	// attach: `openai` assumes nothing but the API. Written out, it also takes a stream for whole that ends
 	// cleanly without a `finish_reason` for every choice, as engines do that ignore `n` or never send one
 	Family string `json:"family,omitempty" words:"vllm | sglang | openai" unset:"probed"`
-	// argv of the program, not for attach
+	// argv of the program, not for attach. Left out: `vllm serve` or `python3 -m sglang.launch_server`
 	Command []string `json:"command,omitempty" is:"word" unset:"by kind"`
-	// flags, passed on: snake or kebab case, `true` = bare flag, `false` = `--no-flag`, lists and maps =
-	// JSON. Flags that dpserve owns (ports, host, data-parallel-*) are faults that name the right key
+	// flags, passed on: snake or kebab case, `true` = bare flag, `false` = `--no-flag` (sglang: left out),
+	// maps and lists = JSON (sglang: lists = several words). Flags that dpserve owns (ports, host,
+	// data-parallel-*) are faults that name the right key
 	Args Args `json:"args,omitempty"`
-	// environment variables
+	// environment variables. Engines of kind vllm and sglang also have those of their node's dpserve, except
+	// `DPSERVE_*`, devices, ranks and API keys
 	Env map[string]string `json:"env,omitempty" is:"variable"`
 	// `auto`: engines publish what enters and leaves their prefix cache if the policy reads the KV index and
 	// the engine caches prefixes. `off`: they are started without, attached ones are not listened to, and
@@ -195,9 +198,9 @@ type Resources struct {
 	// devices. A sim rank takes devices only if this is written; an attached rank takes nothing
 	GPUs    int  `json:"gpus" is:"an integer from 0 to 1024" unset:"what the engine's arguments use"`
 	GPUsSet bool `json:"gpus_set,omitempty" is:"-"`
-	// processors
+	// processors. Placement does not count them yet
 	CPUs float64 `json:"cpus,omitempty" is:"cpus from 0 to 65536"`
-	// memory in GiB
+	// memory in GiB. Placement does not count it yet
 	MemoryGiB float64 `json:"memory_gib,omitempty" is:"GiB from 0 to 1048576"`
 	// labels that the node must have (`--labels`)
 	Labels map[string]string `json:"labels,omitempty" is:"node label"`
@@ -252,10 +255,6 @@ type scaling struct {
 	// ranks at the start
 	Initial int `json:"initial_replicas" is:"an integer from 1 to 65536"`
 }
-
-// Runs reports whether this version starts or attaches engines of the kind. The other kinds only parse and
-// validate.
-func (k Kind) Runs() bool { return k == KindSim || k == KindAttach }
 
 // Seconds converts a number of seconds of the file into a duration.
 func Seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
@@ -357,4 +356,78 @@ func Default() Application {
 	var a Application
 	setDefaults(reflect.ValueOf(&a).Elem())
 	return a
+}
+
+// The pools of an application with prefill and decode ranks. Behind the parser each pool is an Application of
+// its own, with the name PoolName(app, pool). Names of users' applications are DNS labels without a dot, so
+// the names do not collide.
+const (
+	PoolPrefill = "prefill"
+	PoolDecode  = "decode"
+)
+
+// Words of `disaggregation:`.
+const (
+	TransferNIXL     = "nixl"
+	TransferNIXLPush = "nixl-push"
+	TransferMooncake = "mooncake"
+	TransferSGLang   = "sglang"
+	TransferSim      = "sim"
+
+	DecideISL    = "isl"
+	DecideAlways = "always"
+
+	FallbackLocal = "local"
+	FallbackFail  = "fail"
+
+	ColocatePrefer = "prefer"
+	ColocateNo     = "no"
+)
+
+// Disaggregation says how the two pools of an application work together. Both pools have it.
+type Disaggregation struct {
+	// how KV blocks go from a prefill rank to a decode rank: `nixl` (the decode engine reads them),
+	// `nixl-push` (the prefill engine writes them), `mooncake`, `sglang`, `sim` (simulated engines). Both
+	// pools restart when it changes
+	Transfer string `json:"transfer" words:"nixl | nixl-push | mooncake | sglang | sim" unset:"by kind"`
+	// when a prefill rank computes the prompt: `isl` (by the length of the prompt and what the decode rank
+	// holds of it), `prefill-load` (as isl, and only while prefill ranks have room), `uncached>=N` (from N
+	// tokens that the decode rank does not hold), `always`, `mex` (by the predicted time of both ways)
+	Decide string `json:"decide" default:"isl"`
+	// what a request gets when no prefill rank can take its prompt: `local`: its decode rank computes the
+	// prompt. `fail`: 503
+	Fallback string `json:"fallback" words:"local | fail" default:"local"`
+	// ranks of both pools on one node: `prefer`: a pool's ranks go where those of the other pool are, if
+	// there is room. `no`: never
+	Colocate string `json:"colocate,omitempty" words:"prefer | no" unset:"no effect"`
+}
+
+// AttachPD is what a transfer must know of an attached prefill engine before a request. `nixl` needs none of
+// it: the engine's answers say it.
+type AttachPD struct {
+	// `nixl-push`: the `engine_id` of the engine's `--kv-transfer-config`; each engine has its own
+	EngineID string `json:"engine_id,omitempty"`
+	// `nixl-push`: `HOST:PORT` of the engine's side channel
+	SideChannel string `json:"side_channel,omitempty" is:"address"`
+	// `nixl-push`: the engine's tensor parallel size
+	TPSize int `json:"tp_size,omitempty" is:"an integer from 1 to 1024"`
+	// `mooncake`, `sglang`: the engine's bootstrap server, `http://HOST:PORT`
+	Bootstrap string `json:"bootstrap,omitempty"`
+}
+
+// PoolName returns the name of a pool of an application, and the application's own name if pool is "".
+func PoolName(app, pool string) string {
+	if pool == "" {
+		return app
+	}
+	return app + "." + pool
+}
+
+// SplitPool returns the application and the pool of a name; pool is "" if the name is not that of a pool.
+func SplitPool(name string) (app, pool string) {
+	app, pool, _ = strings.Cut(name, ".")
+	if pool != PoolPrefill && pool != PoolDecode {
+		return name, ""
+	}
+	return app, pool
 }

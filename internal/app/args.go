@@ -38,7 +38,6 @@ func (a Args) find(flag string) (Arg, bool) {
 	return Arg{}, false
 }
 
-// isOn reports whether a boolean flag is set.
 func (a Args) isOn(flag string) bool {
 	v, ok := a.Get(flag)
 	if text, isText := v.(string); isText {
@@ -119,7 +118,6 @@ func decodeExact(text []byte) (any, error) {
 	return convertNumbers(v)
 }
 
-// convertNumbers replaces the numbers in v.
 func convertNumbers(v any) (any, error) {
 	var err error
 	switch t := v.(type) {
@@ -280,14 +278,83 @@ func ownedFlag(flag string) string {
 	return ""
 }
 
+// foreign is what a flag is called that the kind of engine does not have; "" for other flags. These are flags
+// of another kind of engine, and vLLM's short ones, which it knows with one dash only.
+func (k Kind) foreign(flag string) string {
+	switch k {
+	case KindVLLM:
+		return map[string]string{
+			"tp": "tensor_parallel_size", "tp-size": "tensor_parallel_size",
+			"pp": "pipeline_parallel_size", "pp-size": "pipeline_parallel_size",
+			"ep": "enable_expert_parallel", "ep-size": "enable_expert_parallel",
+			"context-length": "max_model_len", "max-running-requests": "max_num_seqs",
+			"mem-fraction-static": "gpu_memory_utilization", "page-size": "block_size",
+			"enable-dp-attention": "data_parallel.coupling: lockstep",
+		}[flag]
+	case KindSGLang:
+		return map[string]string{
+			"max-model-len": "context_length", "max-num-seqs": "max_running_requests",
+			"gpu-memory-utilization": "mem_fraction_static", "block-size": "page_size",
+			"enable-expert-parallel": "ep_size", "no-enable-prefix-caching": "disable_radix_cache",
+			"enforce-eager": "disable_cuda_graph",
+		}[flag]
+	case KindSim, KindAttach:
+	}
+	return ""
+}
+
+// settingOf names what a flag sets. Two flags of one name say the same thing twice, or contradict each other.
+func (k Kind) settingOf(flag string) string {
+	flag = strings.TrimPrefix(flag, "no-")
+	if k != KindSGLang {
+		return flag
+	}
+	switch flag {
+	case "tp", "tp-size":
+		return "tensor-parallel-size"
+	case "pp", "pp-size":
+		return "pipeline-parallel-size"
+	case "ep", "ep-size":
+		return "expert-parallel-size"
+	}
+	return flag
+}
+
+// checkReal checks an argument of a vLLM or SGLang engine as far as dpserve knows its flags.
+func (a *draft) checkReal(arg Arg, path string) {
+	flag, kind := arg.flag(), a.Engine.Kind
+	if known := kind.foreign(flag); known != "" {
+		a.d.warn(path, "engines of kind "+string(kind)+" have no flag --"+flag, "did you mean "+known+"?")
+	}
+	switch flag {
+	case "nccl-port", "nccl-init-addr", "grpc-port":
+		a.d.wrong(path, "dpserve takes the ports of engines from the node's --port-range", "leave it out")
+	case "base-gpu-id", "gpu-id-step":
+		a.d.wrong(path, "dpserve picks the devices, and the engine sees no others", "write resources.gpus")
+	case "grpc-mode", "smg-grpc-mode", "uds":
+		a.d.wrong(path, "dpserve asks engines over HTTP and TCP", "leave it out")
+	case "ssl-keyfile", "ssl-certfile", "ssl-ca-certs":
+		a.d.wrong(path, "dpserve asks engines over HTTP without TLS",
+			"leave it out; TLS for clients is set on the node (--tls-cert)")
+	}
+	isOff := arg.Value == false
+	if kind == KindSGLang && isOff && (flag == "enable-metrics" || flag == "enable-cache-report") {
+		a.d.wrong(path, "dpserve reads what this flag reports", "leave it out: it is always set")
+	}
+}
+
 // ownedEnv is ownedFlag for environment variables.
 func ownedEnv(name string) string {
 	switch name {
-	case "CUDA_VISIBLE_DEVICES":
+	case "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES":
 		return "write resources.gpus; dpserve picks the devices"
 	case "VLLM_DP_RANK", "VLLM_DP_RANK_LOCAL", "VLLM_DP_SIZE", "VLLM_DP_MASTER_IP", "VLLM_DP_MASTER_PORT":
 		return "write data_parallel.dp_size; dpserve hands out the ranks"
-	case "VLLM_HTTP_TIMEOUT_KEEP_ALIVE":
+	case "VLLM_PORT", "VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT", "SGLANG_GRPC_PORT":
+		return "dpserve takes ports from the node's --port-range"
+	case "VLLM_HOST_IP", "SGLANG_HOST_IP", "VLLM_NIXL_SIDE_CHANNEL_HOST":
+		return "every node has another address; dpserve writes the node's --advertise"
+	case "VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "SGLANG_TIMEOUT_KEEP_ALIVE":
 		return "leave it out; it must outlive dpserve's idle connections"
 	}
 	return ""

@@ -38,7 +38,6 @@ func index(path string, i int) string { return path + "[" + strconv.Itoa(i) + "]
 
 func (c cursor) key(e entry) cursor { return cursor{c.d, e.value, join(c.path, e.key)} }
 
-// mark records that the value was written.
 func (c cursor) mark() { c.d.at[c.path] = c.n.place }
 
 func (c cursor) refuse(f Fault) {
@@ -49,7 +48,6 @@ func (c cursor) refuse(f Fault) {
 	c.d.fault(c.n.place, c.path, f)
 }
 
-// refuseValue records that the value has the wrong shape or range.
 func (c cursor) refuseValue(wanted, hint string) {
 	c.refuse(Fault{Found: c.n.describe(), Wanted: wanted, Hint: hint})
 }
@@ -247,7 +245,6 @@ func (c cursor) readList(into reflect.Value, k *key) {
 	})
 }
 
-// readDrafts reads the list of applications.
 func (c cursor) readDrafts(into *[]*draft) {
 	c.each(maxApplications, func(item cursor) {
 		a := &draft{Application: c.d.base, path: item.path, d: c.d}
@@ -281,7 +278,6 @@ func (c cursor) readPairs(into *map[string]string, names *format) {
 
 var argName = regexp.MustCompile(`^[A-Za-z][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*$`)
 
-// readArgs reads engine.args in file order.
 func (c cursor) readArgs(into *Args) {
 	if !c.isMap() {
 		return

@@ -7,62 +7,18 @@ import (
 	"strings"
 )
 
-// ChangeKind is what a deploy does to an application.
-type ChangeKind string
-
-// The kinds of change.
-const (
-	Create ChangeKind = "create"
-	Update ChangeKind = "update"
-	Delete ChangeKind = "delete"
-)
-
-// Change is one application that differs between two sets of applications.
-type Change struct {
-	App    string     `json:"app"`
-	Kind   ChangeKind `json:"kind"`
-	Fields []Diff     `json:"fields,omitempty"` // of an update, sorted by path
-}
-
 // Diff is one value that differs. Values are JSON; empty means absent. Values of engine.env are hidden,
 // because they may contain tokens.
 type Diff struct {
-	Path string `json:"path"`
-	Old  string `json:"old,omitempty"`
-	New  string `json:"new,omitempty"`
+	Path string
+	Old  string
+	New  string
 }
 
-// Compare returns the changes from one set of applications to another: creates and updates in the order of
-// to, then deletes in the order of from. Equal applications do not appear. Only a caller that replaces the
-// whole set needs the deletes: deploy leaves unlisted applications unchanged.
-func Compare(from, to []*Application) []Change {
-	var out []Change
-	for _, a := range to {
-		was := named(from, a.Name)
-		if was == nil {
-			out = append(out, Change{App: a.Name, Kind: Create})
-		} else if fields := diff(was, a); len(fields) > 0 {
-			out = append(out, Change{App: a.Name, Kind: Update, Fields: fields})
-		}
-	}
-	for _, a := range from {
-		if named(to, a.Name) == nil {
-			out = append(out, Change{App: a.Name, Kind: Delete})
-		}
-	}
-	return out
-}
-
-func named(apps []*Application, name string) *Application {
-	if i := slices.IndexFunc(apps, func(a *Application) bool { return a.Name == name }); i >= 0 {
-		return apps[i]
-	}
-	return nil
-}
-
-// diff compares the stored JSON, so that it covers every stored field. The order of arguments and ranks
-// counts if nothing else differs.
-func diff(from, to *Application) []Diff {
+// Compare lists the values that differ between two forms of an application, sorted by path. It compares the
+// stored JSON, so that it covers every stored field. The order of arguments and ranks counts if nothing else
+// differs.
+func Compare(from, to *Application) []Diff {
 	before, after := leaves(from), leaves(to)
 	paths := maps.Clone(before)
 	maps.Copy(paths, after)

@@ -171,6 +171,44 @@ func TestArgumentFaults(t *testing.T) {
 	}
 }
 
+// TestFlagsOfRealEngines: what the engine would refuse, or what would set its devices and ports behind
+// dpserve's back, is said when the file is read.
+func TestFlagsOfRealEngines(t *testing.T) {
+	t.Parallel()
+	for engine, want := range map[string]string{
+		"kind: sglang, args: {nccl_port: 1}":                    "--port-range",
+		"kind: sglang, args: {base_gpu_id: 4}":                  "write resources.gpus",
+		"kind: sglang, args: {grpc_mode: true}":                 "over HTTP",
+		"kind: vllm, args: {uds: /tmp/x}":                       "over HTTP",
+		"kind: vllm, args: {ssl_certfile: x}":                   "--tls-cert",
+		"kind: sglang, args: {enable_metrics: false}":           "it is always set",
+		"kind: sglang, args: {tp: 2, tp_size: 2}":               "--tp-size sets the same as applications[0]",
+		"kind: vllm, args: {enable_x: true, no_enable_x: true}": "--no-enable-x sets the same as",
+		"kind: vllm, env: {VLLM_HOST_IP: 10.0.0.1}":             "--advertise",
+		"kind: vllm, env: {VLLM_PORT: 1}":                       "--port-range",
+		"kind: vllm, env: {HIP_VISIBLE_DEVICES: 0}":             "resources.gpus",
+		"kind: sglang, env: {SGLANG_TIMEOUT_KEEP_ALIVE: 5}":     "idle connections",
+	} {
+		lines := faultsOf(t, with(engine))
+		require.Len(t, lines, 1, engine)
+		assert.Contains(t, lines[0], want)
+	}
+	for engine, want := range map[string]string{
+		"kind: vllm, args: {tp: 2}":                     "did you mean tensor_parallel_size?",
+		"kind: vllm, args: {enable_dp_attention: true}": "did you mean data_parallel.coupling: lockstep?",
+		"kind: sglang, args: {max_num_seqs: 8}":         "did you mean max_running_requests?",
+	} {
+		_, warnings, err := Parse(Default(), "app.yaml", []byte(with(engine)))
+		require.NoError(t, err, engine)
+		require.Len(t, warnings, 1, engine)
+		assert.Contains(t, warnings[0].String(), want)
+	}
+	lines := faultsOf(t, "applications:\n  - name: demo\n    engine: {kind: sglang}\n"+
+		"    model: {id: m, adapters: [{id: a, source: /a}]}\n")
+	require.Len(t, lines, 1)
+	assert.Contains(t, lines[0], "model.adapters: SGLang takes the adapter of a request from a field")
+}
+
 func TestArgsGet(t *testing.T) {
 	t.Parallel()
 	v, ok := Args{{"enable_y", false}}.Get("enable-y")
@@ -338,6 +376,18 @@ func TestAttachFaults(t *testing.T) {
 			),
 		),
 	)
+}
+
+// TestTheLaterSocketOfARankIsTheFault: a file with one event socket twice has the same fault each time.
+func TestTheLaterSocketOfARankIsTheFault(t *testing.T) {
+	t.Parallel()
+	text := attach(`{url: "http://a:1", kv_events: {connect: "tcp://a:5", replay: "tcp://a:5"}}`)
+	for range 20 {
+		lines := faultsOf(t, text)
+		require.Len(t, lines, 1)
+		require.Contains(t, lines[0], `replay: event socket "tcp://a:5" is taken by `+
+			`applications[0].engine.ranks[0].kv_events.connect`)
+	}
 }
 
 func TestSharedEngineIsAWarning(t *testing.T) {

@@ -117,7 +117,9 @@ func (g *guard) step(t, next *token.Token) {
 		g.push(level{kind: flowList, size: len("[0]")})
 	case token.MappingEndType, token.SequenceEndType:
 		g.endEntry()
-		g.closeFlow()
+		if g.inFlow() {
+			g.pop()
+		}
 	case token.CollectEntryType:
 		g.endEntry()
 	case token.AnchorType, token.TagType, token.MappingKeyType:
@@ -165,12 +167,6 @@ func (g *guard) endEntry() {
 		g.rare++
 	}
 	top.words, top.colon = false, false
-}
-
-func (g *guard) closeFlow() {
-	if g.inFlow() {
-		g.pop()
-	}
 }
 
 // key opens the entry t of a map. In block style it closes the levels further right.

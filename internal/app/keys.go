@@ -155,7 +155,6 @@ func setDefaults(v reflect.Value) {
 	}
 }
 
-// reset sets the field of a key to its default.
 func (k *key) reset(field reflect.Value) {
 	switch {
 	case k.standard == "":

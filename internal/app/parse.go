@@ -59,8 +59,7 @@ func (d *decoder) read(root *node) []*draft {
 	case root == nil || root.shape == nullShape:
 		if len(d.faults) == 0 {
 			d.fault(place{1, 1}, "", Fault{
-				Message: "the file holds nothing", Wanted: "applications: [...]",
-				Hint: hintSmallest,
+				Message: "the file holds nothing", Wanted: "applications: [...]", Hint: hintSmallest,
 			})
 		}
 		return nil
@@ -70,7 +69,9 @@ func (d *decoder) read(root *node) []*draft {
 	var top struct {
 		Applications []*draft `json:"applications"`
 	}
-	root.entries = slices.DeleteFunc(root.entries, isExtension)
+	root.entries = slices.DeleteFunc(root.entries, func(e entry) bool {
+		return strings.HasPrefix(e.key, "x-") // the user's own, a place for anchors, as in a Compose file
+	})
 	c := cursor{d, root, ""}
 	c.readStruct(reflect.ValueOf(&top).Elem())
 	if root.shape == mapShape && !d.has("applications") {
@@ -81,9 +82,6 @@ func (d *decoder) read(root *node) []*draft {
 	}
 	return top.Applications
 }
-
-// isExtension says that a key at the top is the user's own, a place for anchors, as in a Compose file.
-func isExtension(e entry) bool { return strings.HasPrefix(e.key, "x-") }
 
 // isRay detects a Ray Serve file by its import paths and refuses it by name, instead of with a fault for
 // every key.
@@ -200,7 +198,6 @@ func newDecoder(file string) *decoder {
 	}
 }
 
-// keys returns the keys of a struct type.
 func (d *decoder) keys(t reflect.Type) []key {
 	if _, ok := d.known[t]; !ok {
 		d.known[t] = keysOf(t)

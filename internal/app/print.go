@@ -25,6 +25,14 @@ func (f *File) Print() []byte {
 	return p.text
 }
 
+// named returns the application with a name, nil if there is none.
+func named(apps []*Application, name string) *Application {
+	if i := slices.IndexFunc(apps, func(a *Application) bool { return a.Name == name }); i >= 0 {
+		return apps[i]
+	}
+	return nil
+}
+
 // withoutImplied removes the values that follow from others.
 func withoutImplied(a Application) Application {
 	a.NumGroups = 0
@@ -117,7 +125,6 @@ func (p *page) item(level int, v reflect.Value) {
 	copy(p.text[start+2*level:], "- ")
 }
 
-// keys adds the keys of a struct that are required or not at their default.
 func (p *page) keys(level int, v reflect.Value) {
 	for _, k := range keysOf(v.Type()) {
 		if k.isLater {
@@ -135,7 +142,6 @@ func (p *page) keys(level int, v reflect.Value) {
 	}
 }
 
-// isWritten reports keys of a struct whose zero value says something.
 func isWritten(around any, key string) bool {
 	switch around := around.(type) {
 	case Resources:
@@ -147,7 +153,6 @@ func isWritten(around any, key string) bool {
 	}
 }
 
-// value adds a key with its value.
 func (p *page) value(level int, key string, v reflect.Value) {
 	switch value := v.Interface().(type) {
 	case Args:

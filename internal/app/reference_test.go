@@ -43,7 +43,7 @@ func comments(t *testing.T) map[string]string {
 		}
 		return true
 	}
-	for _, name := range []string{"application.go", "pools.go", "rules.go", "rules_pools.go"} {
+	for _, name := range []string{"application.go", "rules.go", "rules_pools.go"} {
 		file, err := parser.ParseFile(files, name, nil, parser.ParseComments)
 		require.NoError(t, err)
 		ast.Inspect(file, read)

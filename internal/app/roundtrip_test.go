@@ -232,13 +232,12 @@ func TestCompareSeesEveryDifference(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		a := drawApplication(t, "a", map[string]bool{})
 		b := drawApplication(t, "a", map[string]bool{})
-		require.Empty(t, Compare([]*Application{a}, []*Application{a}))
+		require.Empty(t, Compare(a, a))
 		left, err := json.Marshal(a)
 		require.NoError(t, err)
 		right, err := json.Marshal(b)
 		require.NoError(t, err)
-		changes := Compare([]*Application{a}, []*Application{b})
-		require.Equal(t, string(left) != string(right), len(changes) > 0, "%s\n%s", left, right)
+		require.Equal(t, string(left) != string(right), len(Compare(a, b)) > 0, "%s\n%s", left, right)
 	})
 }
 
@@ -247,30 +246,25 @@ func TestCompare(t *testing.T) {
 	before := parsed(t, `
 applications:
   - {name: a, model: {id: a}, engine: {kind: sim, args: {x: 1, y: 2}, env: {TOKEN: secret}}}
-  - {name: b, model: {id: b}, engine: {kind: sim}}
   - {name: c, model: {id: c}, engine: {kind: sim, args: {x: 1, y: 2}}}
   - {name: d, model: {id: d}, engine: {kind: sim}}
 `).Applications
 	after := parsed(t, `
 applications:
-  - {name: new, model: {id: new}, engine: {kind: sim}}
   - {name: a, model: {id: a}, engine: {kind: sim, args: {x: 1.0, z: [1]}, env: {TOKEN: other}},
     routing: {policy: random}}
   - {name: c, model: {id: c}, engine: {kind: sim, args: {y: 2, x: 1}}}
   - {name: d, model: {id: d}, engine: {kind: sim}}
 `).Applications
-	changes := Compare(before, after)
-	require.Len(t, changes, 4)
-	assert.Equal(t, "create new", describeChange(changes[0]))
-	assert.Equal(t,
-		"update a (engine.args.x, engine.args.y, engine.args.z, engine.env.TOKEN, routing.policy)",
-		describeChange(changes[1]))
-	assert.Equal(t, `engine.args.x: 1 → 1.0`, describeDiff(changes[1].Fields[0]))
-	assert.Equal(t, `engine.args.y: 2 → (unset)`, describeDiff(changes[1].Fields[1]))
-	assert.Equal(t, `engine.env.TOKEN: (hidden) → (hidden)`, describeDiff(changes[1].Fields[3]))
-	assert.Equal(t, `routing.policy: "mex" → "random"`, describeDiff(changes[1].Fields[4]))
-	assert.Equal(t, "update c (engine.args)", describeChange(changes[2]))
-	assert.Equal(t, Change{App: "b", Kind: Delete}, changes[3])
+	diffs := Compare(before[0], after[0])
+	assert.Equal(t, "engine.args.x, engine.args.y, engine.args.z, engine.env.TOKEN, routing.policy",
+		diffPaths(diffs))
+	assert.Equal(t, `engine.args.x: 1 → 1.0`, describeDiff(diffs[0]))
+	assert.Equal(t, `engine.args.y: 2 → (unset)`, describeDiff(diffs[1]))
+	assert.Equal(t, `engine.env.TOKEN: (hidden) → (hidden)`, describeDiff(diffs[3]))
+	assert.Equal(t, `routing.policy: "mex" → "random"`, describeDiff(diffs[4]))
+	assert.Equal(t, "engine.args", diffPaths(Compare(before[1], after[1])))
+	assert.Empty(t, Compare(before[2], after[2]))
 }
 
 func FuzzParse(f *testing.F) {
@@ -311,14 +305,11 @@ func describeDiff(d Diff) string {
 	return fmt.Sprintf("%s: %s → %s", d.Path, show(d.Old), show(d.New))
 }
 
-// describeChange returns one line: kind, application and the changed paths.
-func describeChange(c Change) string {
-	if len(c.Fields) == 0 {
-		return string(c.Kind) + " " + c.App
+// diffPaths lists the changed paths.
+func diffPaths(diffs []Diff) string {
+	paths := make([]string, len(diffs))
+	for i, d := range diffs {
+		paths[i] = d.Path
 	}
-	paths := make([]string, len(c.Fields))
-	for i, f := range c.Fields {
-		paths[i] = f.Path
-	}
-	return fmt.Sprintf("%s %s (%s)", c.Kind, c.App, strings.Join(paths, ", "))
+	return strings.Join(paths, ", ")
 }

@@ -40,7 +40,6 @@ func (a *draft) at(key string) string {
 	return own
 }
 
-// rankKey returns the key of an attached rank.
 func (a *draft) rankKey(i int) string {
 	if a.whole != "" {
 		i = a.places[i]
@@ -99,8 +98,7 @@ func (a *draft) apply(rule Rule) {
 		return
 	}
 	message, hint := err.Error(), ""
-	var p *problem.Error
-	if errors.As(err, &p) {
+	if p, ok := errors.AsType[*problem.Error](err); ok {
 		hint = p.Hint
 		if len(p.Details) > 1 { // a single detail repeats the message
 			message += ": " + strings.Join(p.Details, "; ")
@@ -165,6 +163,10 @@ func (a *draft) checkEngine() {
 		}
 		return
 	}
+	if a.Engine.Kind == KindSGLang && len(a.Model.Adapters) > 0 && a.isGood("model.adapters") {
+		a.wrong("model.adapters", "SGLang takes the adapter of a request from a field that OpenAI clients "+
+			"do not send", "leave adapters out, or write kind: vllm")
+	}
 	for _, key := range []string{"family", "ranks"} {
 		if a.has("engine." + key) {
 			a.wrong("engine."+key, key+" belongs to kind attach", "leave it out, or write kind: attach")
@@ -216,10 +218,26 @@ func (a *draft) checkArgs() {
 		if !a.d.isGood(path) {
 			continue
 		}
-		a.d.claim(seen, path, "flag", "--"+flag)
-		if a.Engine.Kind == KindSim && a.d.isGood(path) {
+		a.claimSetting(seen, path, flag)
+		switch {
+		case !a.d.isGood(path):
+		case a.Engine.Kind == KindSim:
 			a.checkSim(arg, path)
+		default:
+			a.checkReal(arg, path)
 		}
+	}
+}
+
+// claimSetting refuses a flag if an earlier one sets the same.
+func (a *draft) claimSetting(seen taken, path, flag string) {
+	a.d.claim(seen, path, "flag", "--"+flag)
+	setting := a.Engine.Kind.settingOf(flag)
+	switch first, ok := seen[setting]; {
+	case !ok:
+		seen[setting] = path
+	case a.d.isGood(path):
+		a.d.wrong(path, "--"+flag+" sets the same as "+first, "leave one of them out")
 	}
 }
 
@@ -263,7 +281,6 @@ func (a *draft) settleSGLang(key string) {
 	}
 }
 
-// tensor returns the tensor parallel size.
 func (a *draft) tensor() int { return a.parallel("tensor-parallel-size", "tp-size", "tp") }
 
 // parallel returns the parallel size that one of the flags sets: 1 if none does, 0 if it is not from 1 to

@@ -125,9 +125,9 @@ func (d *decoder) checkSocket(r *AttachRank, rank string, addresses taken) {
 	d.checkDialled(s.Connect, path+".connect", engine)
 	d.checkDialled(s.Replay, path+".replay", engine)
 	d.checkBound(s.Bind, path+".bind")
-	for key, text := range map[string]string{"connect": s.Connect, "bind": s.Bind, "replay": s.Replay} {
-		d.claim(addresses, join(path, key), "event socket", text)
-	}
+	d.claim(addresses, path+".connect", "event socket", s.Connect)
+	d.claim(addresses, path+".bind", "event socket", s.Bind)
+	d.claim(addresses, path+".replay", "event socket", s.Replay)
 }
 
 // checkDialled checks a socket of the engine. engine is the engine's host, "" if its url has a fault.
@@ -145,7 +145,6 @@ func (d *decoder) checkDialled(text, path, engine string) {
 	}
 }
 
-// checkBound checks a socket that dpserve binds.
 func (d *decoder) checkBound(text, path string) {
 	if host, ok := d.socketHost(text, path); ok && host != "*" && isUnspecified(host) {
 		d.wrong(path, "the socket would listen on every interface",

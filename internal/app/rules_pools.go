@@ -35,7 +35,6 @@ type side struct {
 	written *cursor // nil if the side is not written, or is no map
 }
 
-// sideOf returns what a pool may have for itself.
 func sideOf(a *Application) side {
 	return side{
 		Engine: a.Engine, DataParallel: a.DataParallel, NumReplicas: a.NumReplicas, NumGroups: a.NumGroups,
@@ -44,7 +43,6 @@ func sideOf(a *Application) side {
 	}
 }
 
-// applyTo replaces what a pool may have for itself.
 func (s *side) applyTo(a *Application) {
 	a.Engine, a.DataParallel, a.NumReplicas, a.NumGroups = s.Engine, s.DataParallel, s.NumReplicas,
 		s.NumGroups
@@ -186,7 +184,6 @@ func (a splitter) checkSides() {
 	}
 }
 
-// checkRoles refuses attached ranks that cannot answer.
 func (a splitter) checkRoles() {
 	ranks := a.Engine.Ranks
 	if a.isSound("engine.ranks") && len(ranks) > 0 &&

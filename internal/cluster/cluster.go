@@ -62,12 +62,10 @@ type Cluster struct {
 
 // leadership is whether this node leads.
 type leadership struct {
-	alone  atomic.Bool // this node is the only voter of the log on disk
-	holds  atomic.Bool // see Holds
-	leader atomic.Bool // elected, and everything before the election is applied
-	// under mu; closed while this node leads and is ready, replaced when it stops leading
-	ready chan struct{}
-	turn  chan struct{} // under mu; closed and replaced when the leader changes, here or on another node
+	alone  atomic.Bool   // this node is the only voter of the log on disk
+	holds  atomic.Bool   // see Holds
+	leader atomic.Bool   // elected, and everything before the election is applied
+	turn   chan struct{} // under mu; closed and replaced when the leader changes, here or on another node
 }
 
 // ending is how a Cluster ends.
@@ -93,7 +91,7 @@ func Open(cfg Config) (*Cluster, error) {
 	c := &Cluster{
 		cfg: cfg, log: cfg.Log, ident: ident, home: home, fsm: newFSM(),
 		slots:      make(chan struct{}, maxProposals),
-		leadership: leadership{ready: make(chan struct{}), turn: make(chan struct{})},
+		leadership: leadership{turn: make(chan struct{})},
 		ending:     ending{done: make(chan struct{})},
 	}
 	c.book.resolve, c.book.state = cfg.Resolve, c.fsm.State
@@ -117,9 +115,6 @@ func (c *Cluster) start() error {
 	c.loops.Go(c.superviseRuns)
 	return nil
 }
-
-// NodeID returns this node's name.
-func (c *Cluster) NodeID() string { return c.ident.Node }
 
 // UID returns the id of this node in consensus. It is made together with the data dir.
 func (c *Cluster) UID() string { return c.ident.UID }
@@ -215,14 +210,6 @@ func (c *Cluster) awaitProposals() {
 	case <-time.After(closeGrace):
 		c.log.Warn("closing with proposals in flight", "room", "cluster", "cause", "disk too slow")
 	}
-}
-
-// Snapshot writes a snapshot now and cuts the log. Raft does the same on its own when a snapshot is due.
-func (c *Cluster) Snapshot() error {
-	if err := c.run.Load().raft.Snapshot().Error(); err != nil {
-		return fmt.Errorf("snapshot: %w", err)
-	}
-	return nil
 }
 
 // faultPause is the pause before raft is started again after a failed write, and between further attempts.
@@ -398,8 +385,7 @@ func (c *Cluster) newRun() (_ *run, err error) {
 		return nil, err
 	}
 	g := newGuard(d.log, &c.book, guardHooks{
-		uid: c.ident.UID, alone: &c.alone, wrote: c.onDiskWrite,
-		failed: c.onDiskFailure,
+		uid: c.ident.UID, alone: &c.alone, wrote: c.onDiskWrite, failed: c.onDiskFailure,
 	})
 	r := &run{disk: d, guard: g, net: c.net, seen: make(chan raft.Observation, 1), over: make(chan struct{})}
 	if err := r.start(c); err != nil {
@@ -468,10 +454,8 @@ func (c *Cluster) IsCloseBehind(uid string) bool {
 // already. AddStandby, Promote, Demote and Remove work on the leader only (ErrNotLeader elsewhere), return
 // when the change is committed, and may be repeated.
 func (c *Cluster) AddStandby(ctx context.Context, uid string) error {
-	if _, in := c.findMember(uid); in {
-		return c.awaitCommitted(ctx)
-	}
-	return c.changeMembers(ctx, func(r *raft.Raft) raft.IndexFuture {
+	_, in := c.findMember(uid)
+	return c.changeMembers(ctx, in, func(r *raft.Raft) raft.IndexFuture {
 		return r.AddNonvoter(raft.ServerID(uid), raft.ServerAddress(uid), 0, proposeTimeout)
 	})
 }
@@ -479,10 +463,8 @@ func (c *Cluster) AddStandby(ctx context.Context, uid string) error {
 // Promote gives a node a vote. From then on its vote counts for the majority: promote only a standby that
 // IsCloseBehind, or the cluster makes no progress until the node has caught up.
 func (c *Cluster) Promote(ctx context.Context, uid string) error {
-	if votes, _ := c.findMember(uid); votes {
-		return c.awaitCommitted(ctx)
-	}
-	return c.changeMembers(ctx, func(r *raft.Raft) raft.IndexFuture {
+	votes, _ := c.findMember(uid)
+	return c.changeMembers(ctx, votes, func(r *raft.Raft) raft.IndexFuture {
 		return r.AddVoter(raft.ServerID(uid), raft.ServerAddress(uid), 0, proposeTimeout)
 	})
 }
@@ -490,26 +472,28 @@ func (c *Cluster) Promote(ctx context.Context, uid string) error {
 // Demote takes a node's vote and makes it a standby. A leader that demotes itself stops leading. It is
 // refused for the last voter.
 func (c *Cluster) Demote(ctx context.Context, uid string) error {
-	if votes, _ := c.findMember(uid); !votes {
-		return c.awaitCommitted(ctx)
-	}
-	return c.changeMembers(ctx, func(r *raft.Raft) raft.IndexFuture {
-		return r.DemoteVoter(raft.ServerID(uid),
-			0, proposeTimeout)
+	votes, _ := c.findMember(uid)
+	return c.changeMembers(ctx, !votes, func(r *raft.Raft) raft.IndexFuture {
+		return r.DemoteVoter(raft.ServerID(uid), 0, proposeTimeout)
 	})
 }
 
 // Remove takes a node out of consensus. It is refused for the last voter.
 func (c *Cluster) Remove(ctx context.Context, uid string) error {
-	if _, in := c.findMember(uid); !in {
-		return c.awaitCommitted(ctx)
-	}
-	return c.changeMembers(ctx,
-		func(r *raft.Raft) raft.IndexFuture { return r.RemoveServer(raft.ServerID(uid), 0, proposeTimeout) })
+	_, in := c.findMember(uid)
+	return c.changeMembers(ctx, !in, func(r *raft.Raft) raft.IndexFuture {
+		return r.RemoveServer(raft.ServerID(uid), 0, proposeTimeout)
+	})
 }
 
-// changeMembers makes one change of the members.
-func (c *Cluster) changeMembers(ctx context.Context, call func(*raft.Raft) raft.IndexFuture) error {
+// changeMembers makes one change of the members. If this node's log has it already, the change is committed
+// with a Barrier after it.
+func (c *Cluster) changeMembers(
+	ctx context.Context, isMade bool, call func(*raft.Raft) raft.IndexFuture,
+) error {
+	if isMade {
+		return c.Barrier(ctx)
+	}
 	return c.submit(ctx, func() applyResult {
 		err := call(c.run.Load().raft).Error()
 		if err != nil {
@@ -518,10 +502,6 @@ func (c *Cluster) changeMembers(ctx context.Context, call func(*raft.Raft) raft.
 		return applyResult{err: err}
 	}).err
 }
-
-// awaitCommitted waits until a change that this node's log has already is committed: a Barrier after it is
-// enough.
-func (c *Cluster) awaitCommitted(ctx context.Context) error { return c.Barrier(ctx) }
 
 // changeError is proposeError plus the refusals of raft's own rules.
 func (c *Cluster) changeError(err error) error {

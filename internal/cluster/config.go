@@ -61,22 +61,6 @@ func (cfg Config) withDefaults() Config {
 	return cfg
 }
 
-// Timers of a single voter without a node port. They bound how long a suspended leader still takes itself for
-// one. It cannot lose an election against another node, so short timers cost nothing.
-const (
-	aloneHeartbeat = 200 * time.Millisecond
-	aloneElection  = 200 * time.Millisecond
-	aloneLease     = 100 * time.Millisecond
-)
-
-// Timers of a node with a node port. With shorter ones three voters on two busy cores change the leader
-// without need.
-const (
-	manyHeartbeat = time.Second
-	manyElection  = time.Second
-	manyLease     = 500 * time.Millisecond
-)
-
 // Timers are raft's. A follower without a message of its leader for Heartbeat to twice as long starts an
 // election, and repeats it after Election. A leader without answers of a majority for Lease stops leading.
 type Timers struct {
@@ -87,10 +71,14 @@ type Timers struct {
 
 // DefaultTimers returns the timers of a node with a node port, or without.
 func DefaultTimers(port bool) Timers {
-	if port {
-		return Timers{Heartbeat: manyHeartbeat, Election: manyElection, Lease: manyLease}
+	if port { // with shorter ones three voters on two busy cores change the leader without need
+		return Timers{Heartbeat: time.Second, Election: time.Second, Lease: 500 * time.Millisecond}
 	}
-	return Timers{Heartbeat: aloneHeartbeat, Election: aloneElection, Lease: aloneLease}
+	// They bound how long a suspended leader still takes itself for one. A single voter cannot lose an
+	// election against another node, so short timers cost nothing.
+	return Timers{
+		Heartbeat: 200 * time.Millisecond, Election: 200 * time.Millisecond, Lease: 100 * time.Millisecond,
+	}
 }
 
 // Store is a node's copy of the state and the way to change it, whether the node takes part in consensus
@@ -106,7 +94,6 @@ type Store interface {
 	Leadership() <-chan struct{}
 
 	ClusterID() string
-	NodeID() string
 	UID() string
 	Close() error
 }

@@ -2,6 +2,7 @@ package cluster
 
 import (
 	"bytes"
+	"cmp"
 	"crypto/rand"
 	"encoding/json"
 	"errors"
@@ -31,18 +32,16 @@ const fileMode = 0o600
 // Identity names the owner of a data dir. The UID is made with the data dir: a node that lost its data dir is
 // a different node, whatever its name is.
 type Identity struct {
-	Cluster string // "" = none yet: the node has a name in order to join a cluster
-	Node    string
-	UID     string
+	Cluster string `json:"cluster"` // "" = none yet: the node has a name in order to join a cluster
+	Node    string `json:"node"`
+	// missing in older data dirs: there it is the node's name, as in raft
+	UID string `json:"uid,omitempty"`
 }
 
 // identity is the content of identityFile.
 type identity struct {
-	Format  int    `json:"format"`
-	Cluster string `json:"cluster"`
-	Node    string `json:"node"`
-	// missing in older data dirs: there it is the node's name, as in raft
-	UID string `json:"uid,omitempty"`
+	Format int `json:"format"`
+	Identity
 }
 
 // Identify reads a data dir's identity, or makes one that belongs to no cluster yet. A node joins under it,
@@ -54,17 +53,17 @@ func Identify(dataDir, node string) (_ Identity, err error) {
 	if err != nil {
 		return Identity{}, err
 	}
-	defer func() { err = firstError(err, lock.Close()) }()
+	defer func() { err = cmp.Or(err, lock.Close()) }()
 	id, err := readIdentity(cfg)
 	if errors.Is(err, fs.ErrNotExist) {
 		id, err = createIdentity(cfg, "")
 	}
-	return Identity{Cluster: id.Cluster, Node: id.Node, UID: id.UID}, err
+	return id.Identity, err
 }
 
 // newIdentity makes the names that the config does not give.
 func newIdentity(cfg Config, cluster string) identity {
-	id := identity{Format: formatVersion, Cluster: cluster, Node: cfg.NodeID, UID: cfg.UID}
+	id := identity{formatVersion, Identity{Cluster: cluster, Node: cfg.NodeID, UID: cfg.UID}}
 	if id.Node == "" {
 		id.Node = "node-" + randomName()[:6]
 	}
@@ -181,24 +180,6 @@ func takeDataDir(dir string) (io.Closer, error) {
 		return nil, problem.New(problem.InvalidArgument, "make data dir: %w", err).
 			WithHint("choose a --data-dir that you may write to")
 	}
-	return lockDir(dir)
-}
-
-// lockWait is how long a lock may outlive its process: until its last forked child has executed another
-// program.
-const lockWait = 500 * time.Millisecond
-
-func lock(f *os.File) error {
-	for end := time.Now().Add(lockWait); ; time.Sleep(lockWait / 50) {
-		err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
-		if !errors.Is(err, syscall.EWOULDBLOCK) || time.Now().After(end) {
-			return err
-		}
-	}
-}
-
-// lockDir locks the data dir for this process. Closing the result unlocks it.
-func lockDir(dir string) (io.Closer, error) {
 	path := filepath.Join(dir, lockFile)
 	f, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR, fileMode) //nolint:gosec // the data dir
 	if err != nil {
@@ -215,16 +196,20 @@ func lockDir(dir string) (io.Closer, error) {
 	} else {
 		err = fmt.Errorf("lock data dir: %w", err)
 	}
-	return nil, firstError(err, f.Close())
+	return nil, cmp.Or(err, f.Close())
 }
 
-func firstError(errs ...error) error {
-	for _, err := range errs {
-		if err != nil {
+// lockWait is how long a lock may outlive its process: until its last forked child has executed another
+// program.
+const lockWait = 500 * time.Millisecond
+
+func lock(f *os.File) error {
+	for end := time.Now().Add(lockWait); ; time.Sleep(lockWait / 50) {
+		err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+		if !errors.Is(err, syscall.EWOULDBLOCK) || time.Now().After(end) {
 			return err
 		}
 	}
-	return nil
 }
 
 // openDataDir locks the data dir and reads its identity. Without a data dir the identity is new and there is
@@ -239,7 +224,7 @@ func openDataDir(cfg Config) (io.Closer, identity, error) {
 	}
 	ident, err := loadIdentity(cfg)
 	if err != nil {
-		return nil, ident, firstError(err, lock.Close())
+		return nil, ident, cmp.Or(err, lock.Close())
 	}
 	return lock, ident, nil
 }

@@ -8,12 +8,6 @@ import (
 	"github.com/dpserve/dpserve/internal/state"
 )
 
-// WithStores lets a test wrap raft's log.
-func (cfg Config) WithStores(wrap func(LogStore) LogStore) Config {
-	cfg.Stores = wrap
-	return cfg
-}
-
 // DecodeUpdate reads a message of Follow.
 var DecodeUpdate = decodeUpdate
 
@@ -23,6 +17,15 @@ func (c *Cluster) NoteLog(uid string, index uint64, ago time.Duration) {
 	defer c.net.mu.Unlock()
 	c.net.logs[raft.ServerID(uid)] = logEnd{index: index, at: time.Now().Add(-ago)}
 }
+
+// NodeID returns this node's name.
+func (c *Cluster) NodeID() string { return c.ident.Node }
+
+// NodeID returns this node's name.
+func (w *Watcher) NodeID() string { return w.ident.Node }
+
+// Snapshot writes a snapshot now and cuts the log, as raft does when a snapshot is due.
+func (c *Cluster) Snapshot() error { return c.run.Load().raft.Snapshot().Error() }
 
 // CommitIndex returns the index up to which the log is committed.
 func (c *Cluster) CommitIndex() uint64 { return c.run.Load().raft.CommitIndex() }

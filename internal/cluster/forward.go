@@ -92,12 +92,7 @@ func (b *addressBook) lookup(uid string) state.Node {
 func (b *addressBook) addresses(uid string) []string {
 	var all []string
 	add := func(address string) {
-		for _, a := range all {
-			if a == address {
-				return
-			}
-		}
-		if address != "" {
+		if address != "" && !slices.Contains(all, address) {
 			all = append(all, address)
 		}
 	}
@@ -175,13 +170,11 @@ func noLeaderError(ctx context.Context, s leaderSource) error {
 	return problem.New(problem.Unavailable, "propose: %w", ErrNoMajority).WithHint("%s", s.leaderHint())
 }
 
-// send sends a command to the leader once.
 func (f forwarder) send(ctx context.Context, leader state.Node, cmd state.Command) (state.Result, error) {
 	ctx, cancel := context.WithTimeout(ctx, proposeTimeout)
 	defer cancel()
 	res, err := f(ctx, leader, cmd)
-	var known *problem.Error
-	if err == nil || errors.As(err, &known) || ctx.Err() != nil {
+	if _, ok := errors.AsType[*problem.Error](err); err == nil || ok || ctx.Err() != nil {
 		return res, err
 	}
 	return res, problem.New(problem.Unavailable, "propose at the leader, node %s: %w", leader.ID, err).
@@ -211,7 +204,7 @@ func controlNodesHint(st *state.State, voters []string) string {
 	}
 	slices.Sort(names)
 	return "start the control nodes that are down and look whether they reach each other; these vote: " +
-		"" + strings.Join(names, ", ")
+		strings.Join(names, ", ")
 }
 
 const (

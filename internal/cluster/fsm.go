@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -58,10 +59,8 @@ func (f *fsm) stopUnreadable(what string, err error) error {
 	return f.stopped
 }
 
-// State returns the published copy.
 func (f *fsm) State() *state.State { return f.published.Load() }
 
-// Changed is closed at the next publication.
 func (f *fsm) Changed() <-chan struct{} {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -82,7 +81,6 @@ func (f *fsm) publish() {
 	f.changed = make(chan struct{})
 }
 
-// Apply applies one command.
 func (f *fsm) Apply(l *raft.Log) any { return f.ApplyBatch([]*raft.Log{l})[0] }
 
 // ApplyBatch applies commands in order and publishes once. A batch of refusals changes nothing and wakes no
@@ -198,7 +196,7 @@ func (f *fsm) Snapshot() (raft.FSMSnapshot, error) {
 // Restore replaces the state by that of a snapshot.
 func (f *fsm) Restore(r io.ReadCloser) error {
 	data, err := io.ReadAll(io.LimitReader(r, maxSnapshot+1))
-	if err = firstError(err, r.Close()); err != nil {
+	if err = cmp.Or(err, r.Close()); err != nil {
 		return fmt.Errorf("read snapshot: %w", err)
 	}
 	if len(data) > maxSnapshot {
@@ -227,10 +225,9 @@ func (s snapshot) Persist(sink raft.SnapshotSink) error {
 		_, err = sink.Write(data)
 	}
 	if err != nil {
-		return firstError(fmt.Errorf("write snapshot: %w", err), sink.Cancel())
+		return cmp.Or(fmt.Errorf("write snapshot: %w", err), sink.Cancel())
 	}
 	return sink.Close()
 }
 
-// Release has nothing to release.
 func (snapshot) Release() {}

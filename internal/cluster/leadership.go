@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"errors"
@@ -53,7 +54,7 @@ func (c *Cluster) wakeLeadership() {
 	c.turn = make(chan struct{})
 }
 
-// watchLeadership follows the leadership of one run to its end. Only it writes leader and ready.
+// watchLeadership follows the leadership of one run to its end. Only it sets leader.
 func (c *Cluster) watchLeadership(r *run) {
 	defer c.clearReady()
 	for {
@@ -76,13 +77,6 @@ func (c *Cluster) clearReady() {
 	if c.leader.Swap(false) {
 		c.log.Debug("leads no longer", "room", "cluster")
 	}
-	c.mu.Lock()
-	select {
-	case <-c.ready:
-		c.ready = make(chan struct{})
-	default:
-	}
-	c.mu.Unlock()
 	c.wakeLeadership()
 }
 
@@ -114,9 +108,6 @@ func (c *Cluster) setReady(r *run) {
 	c.log.Debug("leads", "room", "cluster", "term", r.raft.CurrentTerm())
 	c.leader.Store(true)
 	c.holds.Store(false)
-	c.mu.Lock()
-	close(c.ready)
-	c.mu.Unlock()
 	c.wakeLeadership()
 }
 
@@ -331,7 +322,7 @@ func (c *Cluster) takeSlot(ctx context.Context) error {
 	defer c.mu.Unlock()
 	if why := c.why; why != nil || c.stopping {
 		<-c.slots
-		return firstError(why, errClosed())
+		return cmp.Or(why, errClosed())
 	}
 	c.proposals.Add(1)
 	return nil
@@ -451,7 +442,7 @@ func (c *Cluster) StepDown(ctx context.Context) error {
 
 func (c *Cluster) closing() <-chan struct{} { return c.done }
 
-func (c *Cluster) refusal() error { return firstError(c.endError(), c.Fault()) }
+func (c *Cluster) refusal() error { return cmp.Or(c.endError(), c.Fault()) }
 
 func (c *Cluster) findNode(uid string) state.Node { return c.book.findNode(uid) }
 

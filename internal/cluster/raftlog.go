@@ -5,9 +5,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"log"
 	"log/slog"
 	"net"
+	"slices"
 	"sync"
 	"time"
 
@@ -31,11 +31,11 @@ const (
 // not answer is a warning, and only if it lasts, because other parts report nodes that end. raftLog replaces
 // UIDs by node names.
 type raftLog struct {
-	slog    *slog.Logger
-	name    string
-	implied []any
-	recent  *recentErrors
-	nameOf  func(uid string) string // "" = not known
+	hclog.Logger // the methods that raft and raft-wal do not call do nothing
+
+	slog   *slog.Logger
+	recent *recentErrors
+	nameOf func(uid string) string // "" = not known
 
 	lastAnswer func(uid string) time.Time // when a node answered heartbeats and entries; zero = never
 }
@@ -83,13 +83,11 @@ func (s *recentErrors) shouldWarn(peer string, answered time.Time) (since time.T
 	return f.since, true
 }
 
-var _ hclog.Logger = (*raftLog)(nil)
-
-func newRaftLog(l *slog.Logger, nameOf func(uid string) string,
-	answered func(uid string) time.Time,
+func newRaftLog(
+	l *slog.Logger, nameOf func(uid string) string, answered func(uid string) time.Time,
 ) *raftLog {
 	return &raftLog{
-		slog: l.With("room", "cluster"), name: "raft", nameOf: nameOf, lastAnswer: answered,
+		Logger: hclog.NewNullLogger(), slog: l.With("room", "cluster"), nameOf: nameOf, lastAnswer: answered,
 		recent: &recentErrors{when: map[string]time.Time{}, peers: map[string]*unreachablePeer{}},
 	}
 }
@@ -105,7 +103,7 @@ func (r *raftLog) Log(level hclog.Level, msg string, args ...any) {
 		}
 	}
 	if r.slog.Enabled(ctx, to) {
-		r.slog.Log(ctx, to, r.name+": "+msg, r.formatArgs(args)...) //nolint:sloglint // raft's words
+		r.slog.Log(ctx, to, "raft: "+msg, r.formatArgs(args)...) //nolint:sloglint // raft's words
 	}
 }
 
@@ -172,19 +170,11 @@ func isExpectedEnd(args []any) bool {
 	if err == nil {
 		return false
 	}
-	var broken *net.OpError
-	if errors.As(err, &broken) {
-		return true
-	}
-	for _, end := range []error{
+	_, isBroken := errors.AsType[*net.OpError](err)
+	return isBroken || slices.ContainsFunc([]error{
 		io.ErrUnexpectedEOF, net.ErrClosed, errResting, raft.ErrLogNotFound, raft.ErrTransportShutdown,
 		raft.ErrRaftShutdown,
-	} {
-		if errors.Is(err, end) {
-			return true
-		}
-	}
-	return false
+	}, func(end error) bool { return errors.Is(err, end) })
 }
 
 // formatArgs formats hclog's delayed Printf values, which slog would print as lists, and replaces UIDs by
@@ -202,79 +192,18 @@ func (r *raftLog) formatArgs(args []any) []any {
 	return out
 }
 
-// Trace and the four below write at their level.
 func (r *raftLog) Trace(msg string, args ...any) { r.Log(hclog.Trace, msg, args...) }
-
-// Debug writes a debug line.
 func (r *raftLog) Debug(msg string, args ...any) { r.Log(hclog.Debug, msg, args...) }
-
-// Info writes a debug line.
-func (r *raftLog) Info(msg string, args ...any) { r.Log(hclog.Info, msg, args...) }
-
-// Warn writes a debug line.
-func (r *raftLog) Warn(msg string, args ...any) { r.Log(hclog.Warn, msg, args...) }
-
-// Error writes an error line.
+func (r *raftLog) Info(msg string, args ...any)  { r.Log(hclog.Info, msg, args...) }
+func (r *raftLog) Warn(msg string, args ...any)  { r.Log(hclog.Warn, msg, args...) }
 func (r *raftLog) Error(msg string, args ...any) { r.Log(hclog.Error, msg, args...) }
-
-func (r *raftLog) debug() bool { return r.slog.Enabled(context.Background(), slog.LevelDebug) }
-
-// IsTrace and the four below say whether a line would be written.
-func (r *raftLog) IsTrace() bool { return r.debug() }
-
-// IsDebug says whether debug lines are written.
-func (r *raftLog) IsDebug() bool { return r.debug() }
-
-// IsInfo says whether info lines are written: as debug.
-func (r *raftLog) IsInfo() bool { return r.debug() }
-
-// IsWarn says whether warnings are written: as debug.
-func (r *raftLog) IsWarn() bool { return r.debug() }
-
-// IsError says that errors are written.
-func (r *raftLog) IsError() bool { return true }
 
 // With adds fields to every line.
 func (r *raftLog) With(args ...any) hclog.Logger {
 	c := *r
-	c.implied = append(append([]any{}, r.implied...), args...)
 	c.slog = r.slog.With(r.formatArgs(args)...)
 	return &c
 }
 
-// ImpliedArgs are the fields of With.
-func (r *raftLog) ImpliedArgs() []any { return r.implied }
-
-// Name is the prefix of every line.
-func (r *raftLog) Name() string { return r.name }
-
-// Named adds to the prefix.
-func (r *raftLog) Named(name string) hclog.Logger { return r.ResetNamed(r.name + "." + name) }
-
-// ResetNamed replaces the prefix.
-func (r *raftLog) ResetNamed(name string) hclog.Logger {
-	c := *r
-	c.name = name
-	return &c
-}
-
-// SetLevel does nothing: the level is slog's.
-func (r *raftLog) SetLevel(hclog.Level) {}
-
-// GetLevel is slog's level in hclog's words.
-func (r *raftLog) GetLevel() hclog.Level {
-	if r.debug() {
-		return hclog.Debug
-	}
-	return hclog.Error
-}
-
-// StandardLogger is for libraries that want log.Logger; raft's transports do, the one in memory does not.
-func (r *raftLog) StandardLogger(*hclog.StandardLoggerOptions) *log.Logger {
-	return slog.NewLogLogger(r.slog.Handler(), slog.LevelDebug)
-}
-
-// StandardWriter is for libraries that want an io.Writer.
-func (r *raftLog) StandardWriter(opts *hclog.StandardLoggerOptions) io.Writer {
-	return r.StandardLogger(opts).Writer()
-}
+// Named returns the same log.
+func (r *raftLog) Named(string) hclog.Logger { return r }

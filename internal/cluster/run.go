@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"time"
@@ -54,11 +55,11 @@ func (r *run) start(c *Cluster) error {
 	var err error
 	if r.raft, err = raft.NewRaft(rc, c.fsm, r.guard, r.guard, &guardedSnapshots{r.disk.snaps, r.guard},
 		transport); err != nil {
-		return firstError(r.guard.failure(), fmt.Errorf("start raft: %w", err))
+		return cmp.Or(r.guard.failure(), fmt.Errorf("start raft: %w", err))
 	}
 	// Raft has started from an older snapshot than the one that this version cannot read.
 	if err := r.guard.failure(); errors.Is(err, ErrUnreadable) {
-		return firstError(err, r.raft.Shutdown().Error())
+		return cmp.Or(err, r.raft.Shutdown().Error())
 	}
 	r.lead = r.raft.LeaderCh()
 	r.raft.RegisterObserver(raft.NewObserver(r.seen, false, func(o *raft.Observation) bool {

@@ -97,7 +97,10 @@ func (u *Upkeep) changeVoters(ctx context.Context) bool {
 	if errors.Is(err, ErrNotLeader) || err != nil && (!u.c.Leader() || node.Err() != nil) {
 		return false // the next leader makes the change
 	}
-	attrs := []any{slog.String("change", change.Kind.String()), slog.String("peer", u.nameOf(change.UID))}
+	attrs := []any{
+		slog.String("change", change.Kind.String()),
+		slog.String("peer", nameOrUID(u.c.State(), change.UID)),
+	}
 	if err != nil {
 		u.cfg.Log.Warn("voters could not be changed, trying again", append(attrs, slog.Any("err", err))...)
 		return false
@@ -106,7 +109,6 @@ func (u *Upkeep) changeVoters(ctx context.Context) bool {
 	return true
 }
 
-// apply makes one change of the members of consensus.
 func (u *Upkeep) apply(ctx context.Context, change state.Change) error {
 	switch change.Kind {
 	case state.NoChange:
@@ -253,9 +255,7 @@ func (u *Upkeep) answeringMembers(ctx context.Context) map[string]bool {
 	return out
 }
 
-// nameOf is the name of a member of consensus, or its UID if the state does not have it.
-func (u *Upkeep) nameOf(uid string) string { return nameOrUID(u.c.State(), uid) }
-
+// nameOrUID is the name of a member of consensus, or its UID if the state does not have it.
 func nameOrUID(st *state.State, uid string) string {
 	if rec := nodeByUID(st, uid); rec.ID != "" {
 		return rec.ID

@@ -79,12 +79,8 @@ func TestUnreadableEntryEndsTheRun(t *testing.T) {
 				NodeID: "node-3", DataDir: t.TempDir(),
 				Log: slog.New(slog.NewTextHandler(log, nil)),
 			}
-			older := newer.WithStores(func(s cluster.LogStore) cluster.LogStore {
-				return olderVersion{
-					s,
-					reads,
-				}
-			})
+			older := newer
+			older.Stores = func(s cluster.LogStore) cluster.LogStore { return olderVersion{s, reads} }
 			old := g.join(older, true)
 			g.propose(putApp("demo", "one"))
 			// a leader applies what it has in memory

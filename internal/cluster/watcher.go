@@ -78,8 +78,7 @@ func NewWatcher(cfg WatcherConfig) (*Watcher, error) {
 		cfg.Unknown = func(string) {}
 	}
 	home, ident, err := openDataDir(Config{
-		NodeID: cfg.NodeID, ClusterID: cfg.ClusterID, UID: cfg.UID,
-		DataDir: cfg.DataDir,
+		NodeID: cfg.NodeID, ClusterID: cfg.ClusterID, UID: cfg.UID, DataDir: cfg.DataDir,
 	})
 	if err != nil {
 		return nil, err
@@ -100,9 +99,6 @@ func NewWatcher(cfg WatcherConfig) (*Watcher, error) {
 	}
 	return w, nil
 }
-
-// NodeID returns this node's name.
-func (w *Watcher) NodeID() string { return w.ident.Node }
 
 // UID returns this node's id, which is made with its data dir.
 func (w *Watcher) UID() string { return w.ident.UID }
@@ -368,20 +364,20 @@ func (w *Watcher) wakeTurn() {
 // save writes the newest state to disk, at most once per watchSave, and the last one at Close. It repeats a
 // failed write; the log has one line when failures begin and one when they end.
 func (w *Watcher) save(saved uint64) {
-	var unreachablePeer bool
+	failing := false
 	for w.ctx.Err() == nil {
 		changed := w.Changed()
 		now, err := w.saveNewer(saved)
 		switch {
-		case err != nil && !unreachablePeer:
+		case err != nil && !failing:
 			w.log.Warn("the state cannot be kept for the next start", "room", "cluster", "err",
 				fmt.Errorf("%w: %w", ErrDisk, err))
-		case err == nil && unreachablePeer:
+		case err == nil && failing:
 			w.log.Info("the state is kept for the next start again", "room", "cluster")
 		}
-		saved, unreachablePeer = now, err != nil
+		saved, failing = now, err != nil
 		pause := time.After(watchSave)
-		if !unreachablePeer {
+		if !failing {
 			select {
 			case <-changed:
 			case <-w.ctx.Done():

@@ -1,7 +1,8 @@
-// Package diskfile replaces files as a whole.
+// Package diskfile replaces files as a whole, and writes files of lines that are bounded.
 package diskfile
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -32,6 +33,15 @@ func Replace(path string, data []byte) error {
 	return syncFolder(filepath.Dir(path))
 }
 
+// ReplaceJSON is Replace with one line of JSON.
+func ReplaceJSON(path string, v any) error {
+	line, err := json.Marshal(v)
+	if err != nil {
+		return err
+	}
+	return Replace(path, append(line, '\n'))
+}
+
 func syncFolder(path string) error {
 	d, err := os.Open(path) //nolint:gosec // the data dir
 	if err != nil {
@@ -41,4 +51,83 @@ func syncFolder(path string) error {
 		return fmt.Errorf("sync %s: %w", path, err)
 	}
 	return nil
+}
+
+// Log is a file of lines that is bounded: when it has Limit bytes it becomes the older file (its name and
+// ".1"), and a new one begins. The file is opened at the first line, again after an error. One goroutine uses
+// a Log.
+type Log struct {
+	Path  string
+	Limit int64 // of each of the two files
+
+	f    *os.File
+	size int64
+	torn bool // the last line was not written completely
+}
+
+// Append writes a line. After an error, such as a full disk, the caller may try again.
+func (l *Log) Append(line string) error {
+	err := l.append(line)
+	if err != nil {
+		l.Close()
+	}
+	return err
+}
+
+func (l *Log) append(line string) error {
+	if l.f != nil && l.size >= l.Limit {
+		if err := l.turn(); err != nil {
+			return err
+		}
+	}
+	if l.f == nil {
+		if err := l.open(); err != nil {
+			return err
+		}
+	}
+	line += "\n"
+	if l.torn {
+		line = "\n" + line
+	}
+	n, err := l.f.WriteString(line)
+	l.size += int64(n)
+	l.torn = err != nil && (l.torn || n > 0)
+	return err
+}
+
+func (l *Log) open() error {
+	if err := os.MkdirAll(filepath.Dir(l.Path), 0o700); err != nil {
+		return err
+	}
+	f, err := os.OpenFile(l.Path, os.O_APPEND|os.O_CREATE|os.O_WRONLY, mode)
+	if err != nil {
+		return err
+	}
+	info, err := f.Stat()
+	if err != nil {
+		_ = f.Close()
+		return err
+	}
+	l.f, l.size = f, info.Size()
+	if l.size < l.Limit {
+		return nil
+	}
+	if err := l.turn(); err != nil {
+		return err
+	}
+	return l.open()
+}
+
+func (l *Log) turn() error {
+	l.Close()
+	l.size = 0
+	return os.Rename(l.Path, l.Path+".1")
+}
+
+// Close closes the file; a later line opens it again.
+func (l *Log) Close() {
+	if l.f != nil {
+		_ = l.f.Close()
+		l.f = nil
+	}
 }

@@ -3,6 +3,7 @@ package diskfile_test
 import (
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -48,4 +49,65 @@ func TestReplaceFails(t *testing.T) {
 	require.ErrorContains(t, diskfile.Replace(folder, []byte("new")), "put folder in place")
 	assert.NoFileExists(t, folder+".tmp")
 	require.Error(t, diskfile.Replace(filepath.Join(dir, "none", "state.json"), nil))
+}
+
+// TestLog: two files of bounded size hold the last lines, also over a new Log of the same path.
+func TestLog(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "made")
+	path := filepath.Join(dir, "out.log")
+	l := &diskfile.Log{Path: path, Limit: 100}
+	for range 50 {
+		require.NoError(t, l.Append("123456789"))
+	}
+	l.Close()
+	again := &diskfile.Log{Path: path, Limit: 100}
+	for range 5 {
+		require.NoError(t, again.Append("987654321"))
+	}
+	again.Close()
+	names, err := os.ReadDir(dir)
+	require.NoError(t, err)
+	require.Len(t, names, 2)
+	text, err := os.ReadFile(path)
+	require.NoError(t, err)
+	assert.Equal(t, strings.Repeat("987654321\n", 5), string(text))
+	older, err := os.ReadFile(path + ".1")
+	require.NoError(t, err)
+	assert.Equal(t, strings.Repeat("123456789\n", 10), string(older))
+	info, err := os.Stat(path)
+	require.NoError(t, err)
+	assert.Equal(t, os.FileMode(0o600), info.Mode())
+}
+
+// TestLogOnAFullDisk: an error is told, and lines follow once the disk takes them.
+func TestLogOnAFullDisk(t *testing.T) {
+	if _, err := os.Stat("/dev/full"); err != nil {
+		t.Skip("needs /dev/full")
+	}
+	path := filepath.Join(t.TempDir(), "out.log")
+	require.NoError(t, os.Symlink("/dev/full", path))
+	l := &diskfile.Log{Path: path, Limit: 100}
+	require.Error(t, l.Append("lost"))
+	require.NoError(t, os.Remove(path))
+	require.NoError(t, l.Append("there"))
+	l.Close()
+	text, err := os.ReadFile(path)
+	require.NoError(t, err)
+	assert.Equal(t, "there\n", string(text))
+}
+
+// TestLogThatCannotTurn: while a full file cannot become the older one, each line is an error.
+func TestLogThatCannotTurn(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "out.log")
+	require.NoError(t, os.MkdirAll(filepath.Join(path+".1", "full"), 0o700))
+	l := &diskfile.Log{Path: path, Limit: 5}
+	require.NoError(t, l.Append("12345"))
+	require.Error(t, l.Append("lost"))
+	require.Error(t, l.Append("lost too"), "the file is opened again")
+	require.NoError(t, os.RemoveAll(path+".1"))
+	require.NoError(t, l.Append("there"))
+	l.Close()
+	text, err := os.ReadFile(path)
+	require.NoError(t, err)
+	assert.Equal(t, "there\n", string(text))
 }

@@ -2,7 +2,9 @@ package engine
 
 import (
 	"cmp"
+	"maps"
 	"math"
+	"slices"
 	"strconv"
 	"strings"
 )
@@ -231,4 +233,33 @@ func parseLabels(s string) (labels labelSet, rest string, ok bool) {
 		}
 		s = behind[len(quoted):]
 	}
+}
+
+// maxNumbers bounds the ranks behind one URL.
+const maxNumbers = 4096
+
+// rankNumbers are the numbers that the series of a Prometheus page name, ascending.
+func rankNumbers(page []byte) []int {
+	seen := map[int]bool{}
+	for line := range strings.Lines(string(page)) {
+		_, labels, _, ok := parseSample(line)
+		if !ok || len(seen) == maxNumbers {
+			continue
+		}
+		if n, err := strconv.Atoi(cmp.Or(labels["engine"], labels["dp_rank"])); err == nil && n >= 0 {
+			seen[n] = true
+		}
+	}
+	return slices.Sorted(maps.Keys(seen))
+}
+
+// seriesOf is the number under which the page has the series of a rank that requests name by index: the
+// number itself, or the place among the ranks behind the URL.
+func seriesOf(page []byte, index string) string {
+	numbers := rankNumbers(page)
+	n, err := strconv.Atoi(index)
+	if err != nil || n < 0 || n >= len(numbers) || slices.Contains(numbers, n) {
+		return index
+	}
+	return strconv.Itoa(numbers[n])
 }

@@ -208,3 +208,19 @@ func TestServerInfo(t *testing.T) {
 
 // counters is what a page says of all ranks together.
 func counters(page []byte) Counters { return parsePage(page, "").Counters }
+
+// One of several front ends of a group has the ranks 4 and 5. Some front ends take their numbers, others
+// count from 0: the counters are found either way.
+func TestRanksBehindOneOfSeveralFrontEnds(t *testing.T) {
+	b, err := os.ReadFile("testdata/metrics_internal_lb.txt")
+	require.NoError(t, err)
+	assert.Equal(t, []int{0, 1}, rankNumbers(b))
+	page := []byte(strings.NewReplacer(`engine="0"`, `engine="4"`, `engine="1"`, `engine="5"`).
+		Replace(string(b)))
+	assert.Equal(t, []int{4, 5}, rankNumbers(page))
+	for index, number := range map[string]string{"4": "4", "5": "5", "0": "4", "1": "5", "2": "2", "x": "x"} {
+		assert.Equal(t, number, seriesOf(page, index), index)
+	}
+	assert.Equal(t, parsePage(b, "1").Counters, parsePage(page, seriesOf(page, "1")).Counters)
+	assert.Empty(t, rankNumbers([]byte("# nothing\nup{engine=\"all\"} 1\nup 1\n")))
+}

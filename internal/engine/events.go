@@ -60,9 +60,9 @@ func AskedBlockSize(a *app.Application) int {
 	return 0
 }
 
-// eventsConfig is vLLM's --kv-events-config as dpserve writes it.
+// eventsConfig is --kv-events-config as dpserve writes it. SGLang has no key to enable events.
 type eventsConfig struct {
-	Enabled   bool   `json:"enable_kv_cache_events"`
+	Enabled   bool   `json:"enable_kv_cache_events,omitempty"`
 	Publisher string `json:"publisher"`
 	Endpoint  string `json:"endpoint"`        // without * the engine dials
 	Replay    string `json:"replay_endpoint"` // the engine binds
@@ -77,7 +77,7 @@ func eventFlags(s *Spec) ([]string, error) {
 	}
 	p := s.Ports()
 	b, err := json.Marshal(eventsConfig{
-		Enabled: true, Publisher: "zmq", Endpoint: s.tcp(p.KV(0)),
+		Enabled: s.App.Engine.Kind != app.KindSGLang, Publisher: "zmq", Endpoint: s.tcp(p.KV(0)),
 		Replay: s.tcp(p.Replay(0)),
 	})
 	return []string{"--kv-events-config", string(b)}, err
@@ -112,5 +112,3 @@ func HostOf(base string) string {
 	}
 	return u.Hostname()
 }
-
-func (s *Spec) tcp(port int) string { return "tcp://" + s.hostPort(port) }

@@ -7,6 +7,7 @@ import (
 	"strings"
 
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/engineflags"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -14,8 +15,8 @@ import (
 const DefaultMaxOngoing = 256
 
 // Flags renders engine.args as command line flags in file order: snake_case becomes kebab-case, true a bare
-// flag, false --no-flag, a list or map one JSON argument. A list under a simulator flag (sim_…) repeats the
-// flag: those are schedules.
+// flag, false --no-flag, a list or map one JSON argument. A list under a flag that takes several values gives
+// these values. A list under a simulator flag (sim_…) repeats the flag: those are schedules.
 func Flags(args app.Args) ([]string, error) {
 	var out []string
 	for _, a := range args {
@@ -24,6 +25,10 @@ func Flags(args app.Args) ([]string, error) {
 			for _, v := range list {
 				out = append(out, "--"+name, fmt.Sprint(v))
 			}
+			continue
+		}
+		if list, ok := a.Value.([]any); ok && engineflags.Find(engineflags.Sim, name) == engineflags.Many {
+			out = append(out, listFlag(name, list)...)
 			continue
 		}
 		flags, err := flag(name, a.Value)
@@ -36,6 +41,15 @@ func Flags(args app.Args) ([]string, error) {
 }
 
 func flagName(name string) string { return strings.ReplaceAll(strings.TrimLeft(name, "-"), "_", "-") }
+
+// listFlag is a flag with the items of a list as words of their own.
+func listFlag(name string, list []any) []string {
+	out := []string{"--" + name}
+	for _, item := range list {
+		out = append(out, fmt.Sprint(item))
+	}
+	return out
+}
 
 func flag(name string, value any) ([]string, error) {
 	switch v := value.(type) {
@@ -72,14 +86,22 @@ func lookupArg(args app.Args, name string) (any, bool) {
 }
 
 // MaxOngoing is the number of requests that a rank of a admits at once: max_ongoing_requests of the file,
-// else the engine's max_num_seqs as it was given, else DefaultMaxOngoing. No engine reports max_num_seqs over
-// HTTP.
+// else the engine's max_num_seqs (SGLang: its share of max_running_requests) as it was given, else
+// DefaultMaxOngoing. No engine reports it over HTTP.
 func MaxOngoing(a *app.Application) int {
 	if a.MaxOngoingRequests > 0 {
 		return a.MaxOngoingRequests
 	}
-	if v, ok := lookupArg(a.Engine.Args, "max-num-seqs"); ok {
-		if n, err := strconv.ParseFloat(fmt.Sprint(v), 64); err == nil && n >= 1 && n <= 1<<20 {
+	flag, ranks := "max-num-seqs", 1.0
+	if a.Engine.Kind == app.KindSGLang {
+		flag = "max-running-requests"
+		if a.DataParallel.Coupling == app.Lockstep { // SGLang divides it among the ranks of DP attention
+			ranks = float64(max(1, a.DataParallel.DPSize))
+		}
+	}
+	if v, ok := lookupArg(a.Engine.Args, flag); ok {
+		n, err := strconv.ParseFloat(fmt.Sprint(v), 64)
+		if n /= ranks; err == nil && n >= 1 && n <= 1<<20 {
 			return int(n)
 		}
 	}

@@ -9,7 +9,6 @@ import (
 
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
-	"github.com/dpserve/dpserve/internal/problem"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -96,19 +95,6 @@ func TestALaunchOnAnotherAddress(t *testing.T) {
 	assert.NotContains(t, l.Env, "DPSERVE_GROUP_KEY=k")
 }
 
-func TestKindsOfTheNextVersionSayWhatToDo(t *testing.T) {
-	for _, kind := range []app.Kind{app.KindVLLM, app.KindSGLang} {
-		a := demo(app.Independent)
-		a.Engine.Kind = kind
-		_, err := engine.Render(&engine.Spec{App: a}, nil)
-		require.ErrorIs(t, err, engine.ErrNextVersion)
-		var p *problem.Error
-		require.ErrorAs(t, err, &p)
-		assert.Equal(t, "launching engine kind "+string(kind)+" comes with the next version", p.Message)
-		assert.Contains(t, p.Hint, "kind: sim")
-	}
-}
-
 func TestAttachedRanksAreCountedInsideTheirGroup(t *testing.T) {
 	a := demo(app.Independent)
 	a.Engine.Kind = app.KindAttach
@@ -128,21 +114,14 @@ func TestAttachedRanksAreCountedInsideTheirGroup(t *testing.T) {
 func TestPortLayout(t *testing.T) {
 	p := engine.PortsOf(20000, 8)
 	assert.Equal(t, [...]int{20003, 20011, 20019, 20040}, [...]int{p.HTTP(3), p.KV(3), p.Replay(3), p.RPC()})
-	assert.Equal(t, []int{20000, 20040, 20001}, p.Used(false, 0, 1))
-	assert.Equal(t, []int{20000, 20016, 20040, 20001, 20017}, p.Bound(true, 0, 1))
-	assert.Equal(t, []int{20000, 20016, 20040, 20001, 20017, 20008, 20009}, p.Used(true, 0, 1))
-	assert.Equal(t, []int{20000}, engine.PortsOf(20000, 1).Used(false, 0))
-	assert.Equal(t, []int{20000, 20002, 20001}, engine.PortsOf(20000, 1).Used(true, 0))
 	for _, size := range []int{1, 2, 64} { // no two ranks share a port, and all are in the block
-		ranks := make([]int, size)
-		for i := range ranks {
-			ranks[i] = i
-		}
-		seen := map[int]bool{}
-		for _, port := range engine.PortsOf(20000, size).Used(true, ranks...) {
-			assert.False(t, seen[port], port)
-			assert.Less(t, port-20000, 5*size+8)
-			seen[port] = true
+		p, seen := engine.PortsOf(20000, size), map[int]bool{}
+		for rank := range size {
+			for _, port := range []int{p.HTTP(rank), p.KV(rank), p.Replay(rank), p.SideChannel(rank)} {
+				assert.False(t, seen[port], port)
+				assert.Less(t, port-20000, 5*size+8)
+				seen[port] = true
+			}
 		}
 	}
 }
@@ -175,6 +154,10 @@ func TestMaxOngoingAndKey(t *testing.T) {
 		app.Args{{Name: "max-num-seqs", Value: float64(64)}, {Name: "api_key", Value: "k"}}
 	assert.Equal(t, 64, engine.MaxOngoing(a))
 	assert.Equal(t, "k", engine.APIKey(a))
+	sglang := launched(app.KindSGLang, app.Lockstep, 4, arg("max_running_requests", int64(128)))
+	assert.Equal(t, 32, engine.MaxOngoing(sglang))
+	sglang.DataParallel.Coupling = app.Independent
+	assert.Equal(t, 128, engine.MaxOngoing(sglang))
 	a.Engine.Args = app.Args{{Name: "max-num-seqs", Value: "many"}}
 	assert.Equal(t, 256, engine.MaxOngoing(a))
 	assert.Empty(t, engine.APIKey(a))

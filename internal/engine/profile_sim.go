@@ -25,13 +25,12 @@ const simGOGC = 100
 
 // simProfile renders the built-in engine: this program again, one rank per process.
 func simProfile(s *Spec, environ []string) (Launch, error) {
-	argv := s.App.Engine.Command
+	argv := Command(s.App)
 	if len(argv) == 0 {
 		argv = []string{s.Executable, "engine", "sim"}
 	}
 	port := s.Ports().HTTP(s.Index())
-	argv = append(argv[:len(argv):len(argv)], "--host", s.host(), "--port", strconv.Itoa(port),
-		"--served-model-name")
+	argv = append(argv, "--host", s.host(), "--port", strconv.Itoa(port), "--served-model-name")
 	argv = append(argv, s.App.Model.ServedNames()...)
 	argv = append(argv, "--shutdown-timeout", shutdownTimeout(s.App), "--enable-prompt-tokens-details",
 		"--sim-watch-stdin")
@@ -59,8 +58,8 @@ func simProfile(s *Spec, environ []string) (Launch, error) {
 		own = append(own, GroupKeyVar+"="+s.GroupKey)
 	}
 	return Launch{
-		Argv: append(argv, flags...), Env: environment(environ, own, s.App.Engine.Env), URL: "http://" +
-			s.hostPort(port), Events: launchedEvents(s),
+		Argv: append(argv, flags...), Env: simEnvironment(environ, own, s.App.Engine.Env),
+		URL: "http://" + s.hostPort(port), Addressing: app.AddressURL, Events: launchedEvents(s),
 	}, nil
 }
 

@@ -36,7 +36,7 @@ func transferOf(s *Spec) (t transferLaunch, err error) {
 	if d.Transfer == app.TransferSGLang {
 		t.flags = []string{"--disaggregation-mode", s.App.Pool}
 		if isPrefill {
-			port := strconv.Itoa(s.Ports().Bootstrap(0)) // the server of rank 0 serves all ranks of a group
+			port := strconv.Itoa(s.portsOfRankZero().Bootstrap(0)) // one server for all ranks of a group
 			t.flags = append(t.flags, "--disaggregation-bootstrap-port", port)
 		}
 		return t, nil
@@ -87,7 +87,7 @@ func nixlSettings(s *Spec, config map[string]any) []string {
 		setNested(config, extra+"."+lease, nixlLeaseS)
 	}
 	return []string{
-		"VLLM_NIXL_SIDE_CHANNEL_HOST=" + s.host(),
+		"VLLM_NIXL_SIDE_CHANNEL_HOST=" + s.reach(),
 		"VLLM_NIXL_SIDE_CHANNEL_PORT=" + strconv.Itoa(s.Ports().SideChannel(0)),
 	}
 }
@@ -152,11 +152,12 @@ func transferFault(err error) error {
 	return problem.New(problem.InvalidArgument, "engine.args.kv_transfer_config: %w", err)
 }
 
-// SideChannel is where NIXL engines meet, for the rank of its number in the unit.
-func (p Ports) SideChannel(rank int) int { return p.base + 3*p.size + rank }
-
-// Bootstrap is where decode engines ask for a prefill rank (mooncake, sglang).
-func (p Ports) Bootstrap(rank int) int { return p.base + 4*p.size + rank }
+// BootstrapPort is the port of the bootstrap server of a launched prefill rank, whose unit has the port block
+// at base on its node.
+func BootstrapPort(a *app.Application, base, rank int) int {
+	s := Spec{App: a, Rank: rank, Base: base}
+	return s.Ports().Bootstrap(s.Index())
+}
 
 // TransferLease is how long an engine of the pool keeps a computed prompt for its decode rank, as the file or
 // dpserve's own flags say; 0 = the default of the transfer.

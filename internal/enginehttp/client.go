@@ -107,9 +107,6 @@ func (c *Client) Add(n net.Conn) {
 	}
 }
 
-// CloseIdle closes the connections that wait for a request.
-func (c *Client) CloseIdle() { c.pool.drop() }
-
 // Close closes the waiting connections and keeps none from now on. Requests under way go on; their callers
 // end them. It is idempotent.
 func (c *Client) Close() { c.pool.close() }

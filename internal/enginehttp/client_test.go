@@ -57,7 +57,7 @@ func TestReuse(t *testing.T) {
 	}
 	assert.EqualValues(t, 1, conns.Load())
 	assert.False(t, c.Unused())
-	c.CloseIdle()
+	c.pool.drop()
 	assert.True(t, c.Unused())
 }
 

@@ -160,6 +160,8 @@ func (c *Core) take(now time.Duration, in *Input) {
 		c.add(now, in.Req)
 	case InputAbort:
 		c.abort(in.Req)
+	case InputCancel:
+		c.cancel(in.Req)
 	case InputAbortAll:
 		c.endAll(FinishAbort)
 	case InputKill:
@@ -213,9 +215,17 @@ func (c *Core) admit(r *Request) Reject {
 	return RejectNone
 }
 
+// cancel ends r as abort does, and tells it.
+func (c *Core) cancel(r *Request) {
+	if r.isActive() {
+		c.remove(r)
+		c.finish(r, FinishAbort)
+	}
+}
+
 // abort ends r without an effect; its blocks and its place are free at once, also in the middle of a step.
 func (c *Core) abort(r *Request) {
-	if r.state != stateWaiting && r.state != stateRunning && r.state != stateLoading {
+	if !r.isActive() {
 		return
 	}
 	c.remove(r)
@@ -243,10 +253,7 @@ func (c *Core) removeLoading(r *Request) {
 }
 
 func without(list []*Request, r *Request) []*Request {
-	if i := slices.Index(list, r); i >= 0 {
-		list = slices.Delete(list, i, i+1)
-	}
-	return list
+	return slices.DeleteFunc(list, func(other *Request) bool { return other == r })
 }
 
 func (c *Core) endAll(why FinishReason) {

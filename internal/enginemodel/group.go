@@ -68,8 +68,6 @@ type Group struct {
 	unfinished bool
 	startedAt  time.Duration
 	endsAt     time.Duration
-	waves      uint64
-	steps      uint64
 }
 
 // NewGroup makes an idle coordinator.
@@ -80,12 +78,6 @@ func NewGroup(cfg GroupConfig) (*Group, error) {
 	}
 	return &Group{cfg: cfg, reported: make([]bool, cfg.Ranks), missing: cfg.Ranks}, nil
 }
-
-// Waves and Steps count since the start.
-func (g *Group) Waves() uint64 { return g.waves }
-
-// Steps counts the steps that ended.
-func (g *Group) Steps() uint64 { return g.steps }
 
 // Step takes what the ranks said, in order, and ends the step that is due. Effects are valid until the next
 // call.
@@ -126,7 +118,6 @@ func (g *Group) wave(now time.Duration) {
 		return
 	}
 	g.inWave, g.step, g.endsAt = true, 0, now
-	g.waves++
 	g.clearReports()
 	g.effects = append(g.effects, GroupEffect{Kind: GroupBegin})
 }
@@ -151,7 +142,6 @@ func (g *Group) report(now time.Duration, in *GroupInput) {
 
 func (g *Group) end() {
 	g.step++
-	g.steps++
 	again := g.unfinished || g.asked || g.step%g.cfg.SyncInterval != 0
 	g.running, g.inWave = false, again
 	if g.step%g.cfg.SyncInterval == 0 {

@@ -1,5 +1,10 @@
 package enginemodel
 
+import (
+	"slices"
+	"time"
+)
+
 // BlockKV is what the memory of one block holds, for engines that move blocks between each other
 // (Config.Transfer): a sum over the KV of its tokens, and a second one that ends with the prompt of the
 // request that wrote it. KV depends on every token before it, so equal sums mean an equal prefix too. The
@@ -67,9 +72,6 @@ func (m *memory) write(r *Request, tokens int) {
 
 // load writes KV that came from another engine into the blocks of r behind the first ones.
 func (m *memory) load(r *Request, first int, kv []BlockKV) {
-	if m == nil {
-		return
-	}
 	for i := range kv {
 		m.blocks[r.blocks[first+i]] = kv[i]
 	}
@@ -124,4 +126,72 @@ func (k *requestKV) sum(i, n int) uint64 {
 		s = mix(s ^ k.wrong)
 	}
 	return s
+}
+
+// Lease times, as parts of Config.Lease.
+const (
+	// DefaultLease is how long the blocks of an ended request are kept for another engine.
+	DefaultLease = 30 * time.Second
+	// HeartbeatsPerLease is how often in the time of a lease a waiting reader says that it still waits.
+	HeartbeatsPerLease = 6
+)
+
+// leases are the blocks of ended requests that another engine may still read, by the name that the request
+// gave. They count as used until they are read, or until their time is over.
+type leases struct {
+	lasts  time.Duration
+	byName map[string]lease
+	next   time.Duration // no lease ends before it
+	blocks int
+}
+
+type lease struct {
+	blocks []int32
+	ends   time.Duration
+}
+
+func newLeases(lasts time.Duration) leases {
+	return leases{lasts: lasts, byName: map[string]lease{}, next: Never}
+}
+
+func (l *leases) keep(name string, blocks []int32, now time.Duration) {
+	e := lease{blocks: blocks, ends: now + l.lasts}
+	l.byName[name] = e
+	l.blocks += len(blocks)
+	l.next = min(l.next, e.ends)
+}
+
+// extend is a heartbeat: the lease runs two thirds of its time at least from now on. One that is gone stays
+// gone.
+func (l *leases) extend(name string, now time.Duration) {
+	if e, ok := l.byName[name]; ok {
+		e.ends = max(e.ends, now+l.lasts*2/3)
+		l.byName[name] = e
+	}
+}
+
+// remove ends a lease and returns its blocks; false = there is none of that name.
+func (l *leases) remove(name string) ([]int32, bool) {
+	e, ok := l.byName[name]
+	delete(l.byName, name)
+	l.blocks -= len(e.blocks)
+	return e.blocks, ok
+}
+
+// over lists the leases whose time is over at now, in the order of their names: it decides which blocks are
+// reused first, and equal inputs must give equal outputs.
+func (l *leases) over(now time.Duration) (names []string) {
+	if now < l.next {
+		return nil
+	}
+	l.next = Never
+	for name, e := range l.byName {
+		if e.ends <= now {
+			names = append(names, name)
+			continue
+		}
+		l.next = min(l.next, e.ends)
+	}
+	slices.Sort(names)
+	return names
 }

@@ -16,21 +16,12 @@ const (
 	finishReasons
 )
 
-// String is the word of the wire.
-func (r FinishReason) String() string {
-	switch r {
-	case FinishStop:
-		return "stop"
-	case FinishLength:
-		return "length"
-	case FinishAbort:
-		return "abort"
-	case FinishError:
-		return "error"
-	case FinishNone, finishReasons:
-	}
-	return ""
+var finishNames = [finishReasons]string{
+	FinishStop: "stop", FinishLength: "length", FinishAbort: "abort", FinishError: "error",
 }
+
+// String is the word of the wire.
+func (r FinishReason) String() string { return finishNames[r] }
 
 // Request is one sequence. The caller fills the exported fields and hands it in with InputAdd; until its
 // EffectFinished or EffectRejected it belongs to the core, which alone writes it; after InputAbort until the
@@ -78,6 +69,11 @@ const (
 	stateLoading
 	stateDone
 )
+
+// isActive reports whether the core has r and has not ended it.
+func (r *Request) isActive() bool {
+	return r.state == stateWaiting || r.state == stateRunning || r.state == stateLoading
+}
 
 // Produced is the number of output tokens so far.
 func (r *Request) Produced() int { return r.produced }

@@ -1,6 +1,7 @@
 package enginemodel
 
 import (
+	"slices"
 	"time"
 
 	"github.com/dpserve/dpserve/internal/steptime"
@@ -153,36 +154,36 @@ func (c *Core) match(r *Request) (hits []int32, idle int) {
 	if !c.caching(r) {
 		return hits, 0
 	}
-	for i := range (r.total() - 1) / c.cfg.BlockSize {
-		hash, ok := r.Content.BlockHash(i)
-		if !ok {
-			break
-		}
-		b, ok := c.pool.lookup(hash)
-		if !ok {
-			break
-		}
+	c.eachHit(r.Content, r.total(), func(b int32) {
 		if c.pool.blocks[b].refs == 0 {
 			idle++
 		}
 		hits = append(hits, b)
-	}
+	})
 	return hits, idle
+}
+
+// eachHit calls hit for the cached blocks with which total tokens begin, but for the last token.
+func (c *Core) eachHit(content Content, total int, hit func(int32)) {
+	for i := range (total - 1) / c.cfg.BlockSize {
+		hash, ok := content.BlockHash(i)
+		if !ok {
+			return
+		}
+		b, ok := c.pool.lookup(hash)
+		if !ok {
+			return
+		}
+		hit(b)
+	}
 }
 
 // Cached is how many tokens of a prompt the prefix cache holds now: what a request with this content would
 // not compute if it began at once.
 func (c *Core) Cached(content Content, prompt int) int {
 	n := 0
-	for c.cfg.PrefixCaching && n < (prompt-1)/c.cfg.BlockSize {
-		hash, ok := content.BlockHash(n)
-		if !ok {
-			break
-		}
-		if _, ok := c.pool.lookup(hash); !ok {
-			break
-		}
-		n++
+	if c.cfg.PrefixCaching {
+		c.eachHit(content, prompt, func(int32) { n++ })
 	}
 	return n * c.cfg.BlockSize
 }
@@ -310,14 +311,7 @@ func (c *Core) token(r *Request, at time.Duration) bool {
 }
 
 func (c *Core) dropDone() {
-	kept := c.running[:0]
-	for _, r := range c.running {
-		if r.state == stateRunning {
-			kept = append(kept, r)
-		}
-	}
-	clear(c.running[len(kept):])
-	c.running = kept
+	c.running = slices.DeleteFunc(c.running, func(r *Request) bool { return r.state != stateRunning })
 }
 
 // queue is the waiting line: first come first served, but preempted requests return to its front.
@@ -354,24 +348,18 @@ func (q *queue) popFront() *Request {
 
 func (q *queue) pushFront(r *Request) {
 	if q.head == 0 {
-		q.items = append(q.items, nil)
-		copy(q.items[1:], q.items)
+		q.items = slices.Insert(q.items, 0, r)
 	} else {
 		q.head--
+		q.items[q.head] = r
 	}
-	q.items[q.head] = r
 	q.tokens += r.Prompt
 }
 
 // remove takes r out, wherever it stands.
 func (q *queue) remove(r *Request) {
-	for i := q.head; i < len(q.items); i++ {
-		if q.items[i] == r {
-			copy(q.items[i:], q.items[i+1:])
-			q.items[len(q.items)-1] = nil
-			q.items = q.items[:len(q.items)-1]
-			q.tokens -= r.Prompt
-			return
-		}
+	if i := slices.Index(q.items[q.head:], r); i >= 0 {
+		q.items = slices.Delete(q.items, q.head+i, q.head+i+1)
+		q.tokens -= r.Prompt
 	}
 }

@@ -90,9 +90,6 @@ func (b *Inbox) Send(m any) {
 // Pending is the number of messages sent and not yet received.
 func (b *Inbox) Pending() int { return int(b.pending.Load()) }
 
-// Name is the name given to Spawn.
-func (b *Inbox) Name() string { return b.name }
-
 // Stopped is closed once the actor has stopped; messages that were still queued are lost.
 func (b *Inbox) Stopped() <-chan struct{} { return b.stopped }
 

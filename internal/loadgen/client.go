@@ -67,11 +67,7 @@ func newClient(ctx context.Context, cfg Config) (*client, error) {
 	if cfg.APIKey != "" {
 		template.Header.Set("Authorization", "Bearer "+cfg.APIKey)
 	}
-	prompts, err := newPrompts(cfg)
-	if err != nil {
-		return nil, err
-	}
-	c := &client{template: template, prompts: prompts, cfg: cfg}
+	c := &client{template: template, prompts: newPrompts(cfg), cfg: cfg}
 	c.buffers.New = func() any { b := make([]byte, readBuffer); return &b }
 	c.http = &http.Client{Transport: &http.Transport{
 		Proxy:                 nil, // the environment's proxy must not see prompts
@@ -91,27 +87,24 @@ func (c *client) close() { c.http.CloseIdleConnections() }
 
 // do sends request number n and waits for its end. Errors become part of the sample.
 func (c *client) do(ctx context.Context, n uint64, intended time.Time) *sample {
-	s := &sample{intended: intended}
-	c.send(ctx, c.prompts.body(n), "", s)
-	return s
+	return c.send(ctx, c.prompts.body(n), "", &sample{intended: intended})
 }
 
 // turn sends a turn of a session and waits for its end.
 func (c *client) turn(ctx context.Context, body []byte, session string, intended time.Time) *sample {
-	s := &sample{intended: intended, keepsAnswer: true}
-	c.send(ctx, body, session, s)
-	return s
+	return c.send(ctx, body, session, &sample{intended: intended, keepsAnswer: true})
 }
 
 // sessionHeader is the header that names a request's conversation.
 const sessionHeader = "X-Session-Id"
 
 // send sends body and fills in s; session may be empty.
-func (c *client) send(ctx context.Context, body []byte, session string, s *sample) {
+func (c *client) send(ctx context.Context, body []byte, session string, s *sample) *sample {
 	c.exchange(ctx, body, session, s)
 	if s.failure != "" && ctx.Err() != nil { // the run was stopped; the server did not fail
 		s.failure = failureStopped
 	}
+	return s
 }
 
 func (c *client) exchange(ctx context.Context, body []byte, session string, s *sample) {

@@ -215,10 +215,7 @@ func TestPromptsDifferAndRepeat(t *testing.T) {
 			Model: `m"<x`, Route: route, Stream: true, IgnoreEOS: true, PromptBytes: 1000,
 			MaxTokens: 9, Seed: 1,
 		}
-		p, err := newPrompts(cfg)
-		require.NoError(t, err)
-		again, err := newPrompts(cfg)
-		require.NoError(t, err)
+		p, again := newPrompts(cfg), newPrompts(cfg)
 		one, two := p.body(1), p.body(2)
 		assert.Equal(t, one, again.body(1))
 		assert.NotEqual(t, one[:60], two[:60], "prompts differ from the start")
@@ -229,8 +226,7 @@ func TestPromptsDifferAndRepeat(t *testing.T) {
 		assert.Equal(t, true, body["ignore_eos"])
 		assert.Len(t, one, len(p.head)+1000+len(p.tail))
 	}
-	tiny, err := newPrompts(Config{PromptBytes: 1})
-	require.NoError(t, err)
+	tiny := newPrompts(Config{PromptBytes: 1})
 	assert.True(t, json.Valid(tiny.body(7)))
 }
 

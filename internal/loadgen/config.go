@@ -3,6 +3,7 @@
 package loadgen
 
 import (
+	"cmp"
 	"net/url"
 	"time"
 
@@ -101,9 +102,6 @@ func (c Config) withDefaults() Config {
 			c.Mode = Open
 		}
 	}
-	if c.PromptBytes == 0 {
-		c.PromptBytes = c.PromptTokens * bytesPerToken
-	}
 	if c.Requests == 0 && c.Duration == 0 {
 		c.Duration = defaultDuration
 	}
@@ -111,57 +109,59 @@ func (c Config) withDefaults() Config {
 	if c.Mode == Open {
 		concurrency = defaultMaxInFlight
 	}
-	orDefault(&c.Concurrency, concurrency)
-	orDefault(&c.Arrivals, Poisson)
-	orDefault(&c.PromptBytes, defaultPromptBytes)
-	orDefault(&c.MaxTokens, DefaultMaxTokens)
-	orDefault(&c.Route, Chat)
-	orDefault(&c.Timeout, DefaultTimeout)
-	orDefault(&c.SLO.TTFT, DefaultTTFT)
-	orDefault(&c.SLO.TPOT, DefaultTPOT)
+	c.Concurrency = cmp.Or(c.Concurrency, concurrency)
+	c.Arrivals = cmp.Or(c.Arrivals, Poisson)
+	c.PromptBytes = cmp.Or(c.PromptBytes, c.PromptTokens*bytesPerToken, defaultPromptBytes)
+	c.MaxTokens = cmp.Or(c.MaxTokens, DefaultMaxTokens)
+	c.Route = cmp.Or(c.Route, Chat)
+	c.Timeout = cmp.Or(c.Timeout, DefaultTimeout)
+	c.SLO.TTFT = cmp.Or(c.SLO.TTFT, DefaultTTFT)
+	c.SLO.TPOT = cmp.Or(c.SLO.TPOT, DefaultTPOT)
 	return c
 }
 
-func orDefault[T comparable](v *T, standard T) {
-	var zero T
-	if *v == zero {
-		*v = standard
+// faults collects what is wrong with a configuration.
+type faults []string
+
+func (f *faults) check(ok bool, what string) {
+	if !ok {
+		*f = append(*f, what)
 	}
+}
+
+// problem is the error that names the faults; nil without any.
+func (f *faults) problem(message string) error {
+	if len(*f) == 0 {
+		return nil
+	}
+	return problem.New(problem.InvalidArgument, "%s", message).
+		WithHint("correct the settings named above").WithDetails(*f...)
 }
 
 // Validate reports all faults of c at once; nil if c can run.
 func (c Config) Validate() error {
 	c = c.withDefaults()
-	var bad []string
-	check := func(ok bool, what string) {
-		if !ok {
-			bad = append(bad, what)
-		}
-	}
+	var f faults
 	u, err := url.Parse(c.URL)
-	check(err == nil && (u.Scheme == "http" || u.Scheme == "https") && u.Host != "" && u.User == nil &&
+	f.check(err == nil && (u.Scheme == "http" || u.Scheme == "https") && u.Host != "" && u.User == nil &&
 		(u.Path == "" || u.Path == "/") && u.RawQuery == "",
 		"url: wanted http://HOST:PORT without a path")
-	check(c.Model != "", "model: wanted the name that clients send")
-	check(c.Mode == Open || c.Mode == Closed, "mode: wanted open | closed")
-	check(c.Mode != Open || c.Rate > 0 && c.Rate <= maxRate,
+	f.check(c.Model != "", "model: wanted the name that clients send")
+	f.check(c.Mode == Open || c.Mode == Closed, "mode: wanted open | closed")
+	f.check(c.Mode != Open || c.Rate > 0 && c.Rate <= maxRate,
 		"rate: an open loop wants requests per second above 0 to 1000000")
-	check(c.Mode != Closed || c.Rate == 0, "rate: a closed loop has no rate")
-	check(c.Arrivals == Poisson || c.Arrivals == Uniform, "arrivals: wanted poisson | uniform")
-	check(c.Concurrency > 0 && c.Concurrency <= maxConcurrency, "concurrency: wanted 1 to 65536")
-	check(c.Requests >= 0, "requests: wanted 0 or more")
-	check(c.Duration >= 0 && c.Duration <= maxTime && c.Warmup >= 0 && c.Warmup <= maxTime,
+	f.check(c.Mode != Closed || c.Rate == 0, "rate: a closed loop has no rate")
+	f.check(c.Arrivals == Poisson || c.Arrivals == Uniform, "arrivals: wanted poisson | uniform")
+	f.check(c.Concurrency > 0 && c.Concurrency <= maxConcurrency, "concurrency: wanted 1 to 65536")
+	f.check(c.Requests >= 0, "requests: wanted 0 or more")
+	f.check(c.Duration >= 0 && c.Duration <= maxTime && c.Warmup >= 0 && c.Warmup <= maxTime,
 		"duration and warmup: wanted 0 to 24h")
-	check(c.PromptBytes > 0 && c.PromptBytes <= maxPromptBytes, "prompt: wanted 1 byte to 64 MiB")
-	check(c.MaxTokens > 0 && c.MaxTokens <= maxOutput, "max tokens: wanted 1 to 1048576")
-	check(c.Route == Chat || c.Route == Completions, "route: wanted chat | completions")
-	check(c.Timeout > 0 && c.Timeout <= maxTime, "timeout: wanted above 0 to 24h")
-	check(c.SLO.TTFT > 0 && c.SLO.TPOT > 0, "slo: wanted times above 0")
-	if len(bad) == 0 {
-		return nil
-	}
-	return problem.New(problem.InvalidArgument, "the load cannot be sent as asked").
-		WithHint("correct the settings named above").WithDetails(bad...)
+	f.check(c.PromptBytes > 0 && c.PromptBytes <= maxPromptBytes, "prompt: wanted 1 byte to 64 MiB")
+	f.check(c.MaxTokens > 0 && c.MaxTokens <= maxOutput, "max tokens: wanted 1 to 1048576")
+	f.check(c.Route == Chat || c.Route == Completions, "route: wanted chat | completions")
+	f.check(c.Timeout > 0 && c.Timeout <= maxTime, "timeout: wanted above 0 to 24h")
+	f.check(c.SLO.TTFT > 0 && c.SLO.TPOT > 0, "slo: wanted times above 0")
+	return f.problem("the load cannot be sent as asked")
 }
 
 // Defaults of Conversation. With the defaults of `dpserve up` they show the effect of a prefix cache within
@@ -201,30 +201,21 @@ type Conversation struct {
 
 // validate reports all faults of c, and of cfg for sessions. cfg has its defaults.
 func (c *Conversation) validate(cfg *Config) error {
-	var bad []string
-	check := func(ok bool, what string) {
-		if !ok {
-			bad = append(bad, what)
-		}
-	}
-	check(c.Sessions > 0 && c.Sessions <= maxSessions, "sessions: wanted 1 to 1048576")
-	check(c.Turns > 0 && c.Turns <= maxTurns, "turns: wanted 1 to 10000")
-	check(c.SystemPrompts >= 0 && c.SystemPrompts <= maxSystemPrompts, "system prompts: wanted 0 to 65536")
-	check(c.SystemPrompts == 0 || c.SystemTokens > 0 && c.SystemTokens <= maxSessionTokens,
+	var f faults
+	f.check(c.Sessions > 0 && c.Sessions <= maxSessions, "sessions: wanted 1 to 1048576")
+	f.check(c.Turns > 0 && c.Turns <= maxTurns, "turns: wanted 1 to 10000")
+	f.check(c.SystemPrompts >= 0 && c.SystemPrompts <= maxSystemPrompts, "system prompts: wanted 0 to 65536")
+	f.check(c.SystemPrompts == 0 || c.SystemTokens > 0 && c.SystemTokens <= maxSessionTokens,
 		"system tokens: wanted 1 to 1677721")
-	check(c.SystemPrompts*c.SystemTokens <= maxSystemBytes/bytesPerToken,
+	f.check(c.SystemPrompts*c.SystemTokens <= maxSystemBytes/bytesPerToken,
 		"system prompts: wanted at most 1 GiB of them")
-	check(c.TurnTokens > 0 && c.TurnTokens <= maxSessionTokens, "turn tokens: wanted 1 to 1677721")
-	check(c.Think >= 0 && c.Think <= maxTime, "think: wanted 0 to 24h")
-	check(c.LongShare >= 0 && c.LongShare <= 1, "long share: wanted 0 to 1")
-	check(c.LongShare == 0 || c.LongTokens > 0 && c.LongTokens <= maxSessionTokens,
+	f.check(c.TurnTokens > 0 && c.TurnTokens <= maxSessionTokens, "turn tokens: wanted 1 to 1677721")
+	f.check(c.Think >= 0 && c.Think <= maxTime, "think: wanted 0 to 24h")
+	f.check(c.LongShare >= 0 && c.LongShare <= 1, "long share: wanted 0 to 1")
+	f.check(c.LongShare == 0 || c.LongTokens > 0 && c.LongTokens <= maxSessionTokens,
 		"long tokens: wanted 1 to 1677721")
-	check(cfg.Mode == Open, "mode: sessions begin as an open loop, give a rate of sessions per second")
-	check(cfg.Route == Chat && cfg.Stream, "route: sessions are streamed chats")
-	check(cfg.Requests == 0, "requests: sessions and turns say how many there are")
-	if len(bad) == 0 {
-		return nil
-	}
-	return problem.New(problem.InvalidArgument, "the sessions cannot be played as asked").
-		WithHint("correct the settings named above").WithDetails(bad...)
+	f.check(cfg.Mode == Open, "mode: sessions begin as an open loop, give a rate of sessions per second")
+	f.check(cfg.Route == Chat && cfg.Stream, "route: sessions are streamed chats")
+	f.check(cfg.Requests == 0, "requests: sessions and turns say how many there are")
+	return f.problem("the sessions cannot be played as asked")
 }

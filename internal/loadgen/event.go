@@ -12,11 +12,8 @@ var errEventTooLong = errors.New("an event of the stream is longer than 4 MiB")
 const maxEvent = 4 << 20
 
 // splitter splits a stream of server-sent events into its data lines, independent of the boundaries of reads.
-//
-//	A line ends in \
-//	 or \\r\
-//
-// . It skips lines without data, and expects one data line per event, as engines send them.
+// A line ends in LF or CRLF. It skips lines without data, and expects one data line per event, as engines
+// send them.
 type splitter struct {
 	rest []byte // the unfinished line
 }

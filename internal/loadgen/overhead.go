@@ -162,7 +162,7 @@ func (s *sides) result() OverheadRun {
 	r := OverheadRun{
 		Direct: s.times[false].answered(), Proxied: s.times[true].answered(), Errors: map[string]int{},
 	}
-	if r.Direct != nil && r.Proxied != nil {
+	if r.complete() {
 		r.AddedP50, r.AddedP99 = r.Proxied.P50-r.Direct.P50, r.Proxied.P99-r.Direct.P99
 	}
 	for name, side := range map[string]*collector{"direct": s.times[false], "proxied": s.times[true]} {

@@ -2,7 +2,6 @@ package loadgen
 
 import (
 	"encoding/json"
-	"fmt"
 	"math"
 	"math/rand/v2"
 	"strconv"
@@ -32,16 +31,12 @@ type script struct {
 	systemBytes int
 }
 
-func newScript(cfg Config, conversation Conversation) (*script, error) {
-	tail, err := encodeSettings(cfg)
-	if err != nil {
-		return nil, err
-	}
+func newScript(cfg Config, conversation Conversation) *script {
 	longest := max(conversation.SystemTokens,
 		conversation.LongTokens+conversation.TurnTokens*maxTurnFactor) * bytesPerToken
 	s := &script{
 		conversation: conversation, texts: newTexts(cfg.Seed, longest),
-		tail: append([]byte("],"), tail[1:]...), seed: cfg.Seed,
+		tail: append([]byte("],"), encodeSettings(cfg)[1:]...), seed: cfg.Seed,
 	}
 	if conversation.SystemPrompts > 0 {
 		s.systemBytes = conversation.SystemTokens * bytesPerToken
@@ -50,7 +45,7 @@ func newScript(cfg Config, conversation Conversation) (*script, error) {
 		r := rand.New(rand.NewPCG(cfg.Seed, systemStream+uint64(i)))
 		s.systems = append(s.systems, message(nil, "system", s.texts.append(nil, r, s.systemBytes)))
 	}
-	return s, nil
+	return s
 }
 
 // session is one user with the conversation's history. Not safe for concurrent use.
@@ -115,16 +110,13 @@ func (x *session) thinkTime() time.Duration {
 
 // message appends a chat message as JSON. Invalid UTF-8 becomes U+FFFD.
 func message(dst []byte, role string, text []byte) []byte {
-	content, err := json.Marshal(string(text))
-	if err != nil { // strings always marshal
-		content = []byte(`""`)
-	}
+	content, _ := json.Marshal(string(text)) // strings always marshal
 	dst = append(append(append(dst, `{"role":"`...), role...), `","content":`...)
 	return append(append(dst, content...), '}')
 }
 
 // encodeSettings returns a request body without its prompt, as a JSON object.
-func encodeSettings(cfg Config) ([]byte, error) {
+func encodeSettings(cfg Config) []byte {
 	fields := map[string]any{"model": cfg.Model, "max_tokens": cfg.MaxTokens, "stream": cfg.Stream}
 	if cfg.Stream {
 		fields["stream_options"] = map[string]any{"include_usage": true}
@@ -132,11 +124,8 @@ func encodeSettings(cfg Config) ([]byte, error) {
 	if cfg.IgnoreEOS {
 		fields["ignore_eos"] = true
 	}
-	settings, err := json.Marshal(fields)
-	if err != nil {
-		return nil, fmt.Errorf("build the request: %w", err)
-	}
-	return settings, nil
+	settings, _ := json.Marshal(fields) // texts, numbers and booleans always marshal
+	return settings
 }
 
 // prompts makes request bodies of equal shape. Their texts differ from the first words, so that no prefix
@@ -148,11 +137,8 @@ type prompts struct {
 	seed       uint64
 }
 
-func newPrompts(cfg Config) (*prompts, error) {
-	settings, err := encodeSettings(cfg)
-	if err != nil {
-		return nil, err
-	}
+func newPrompts(cfg Config) *prompts {
+	settings := encodeSettings(cfg)
 	p := &prompts{head: []byte(`{"prompt":"`), size: cfg.PromptBytes, seed: cfg.Seed}
 	p.tail = append([]byte(`",`), settings[1:]...)
 	if cfg.Route == Chat {
@@ -160,7 +146,7 @@ func newPrompts(cfg Config) (*prompts, error) {
 		p.tail = append([]byte(`"}],`), settings[1:]...)
 	}
 	p.texts = newTexts(cfg.Seed, cfg.PromptBytes)
-	return p, nil
+	return p
 }
 
 // body returns the complete body of request n.

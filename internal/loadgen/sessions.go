@@ -1,6 +1,7 @@
 package loadgen
 
 import (
+	"cmp"
 	"context"
 	"sync"
 	"sync/atomic"
@@ -25,10 +26,7 @@ func RunSessions(ctx context.Context, cfg Config, conversation Conversation) (*R
 	}
 	defer c.close()
 	out := newCollector(cfg)
-	p, err := newSessionRun(cfg, conversation, c.turn, out.add)
-	if err != nil {
-		return nil, err
-	}
+	p := newSessionRun(cfg, conversation, c.turn, out.add)
 	p.sleep, p.started = exactSleep, time.Now()
 	before := cpuTime(cfg.PIDs)
 	p.drive(ctx)
@@ -41,7 +39,7 @@ func RunSessions(ctx context.Context, cfg Config, conversation Conversation) (*R
 
 // sessionConfig sets the defaults of a run of sessions and validates cfg and conversation.
 func sessionConfig(cfg Config, conversation *Conversation) (Config, error) {
-	orDefault(&cfg.Rate, defaultSessionRate)
+	cfg.Rate = cmp.Or(cfg.Rate, defaultSessionRate)
 	duration := cfg.Duration
 	cfg = cfg.withDefaults()
 	cfg.Duration = duration
@@ -66,15 +64,11 @@ type sessionRun struct {
 
 func newSessionRun(cfg Config, conversation Conversation, turn turnSender,
 	record func(*sample, bool),
-) (*sessionRun, error) {
-	s, err := newScript(cfg, conversation)
-	if err != nil {
-		return nil, err
-	}
+) *sessionRun {
 	return &sessionRun{
-		run: run{cfg: cfg, record: record}, script: s,
+		run: run{cfg: cfg, record: record}, script: newScript(cfg, conversation),
 		oracle: newOracle(conversation.SystemPrompts), turn: turn,
-	}, nil
+	}
 }
 
 // drive starts sessions at the times of the schedule and waits for the last one.

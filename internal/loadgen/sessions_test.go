@@ -183,9 +183,7 @@ func TestATurnStartsWithThePreviousTurn(t *testing.T) {
 			TurnTokens: rapid.IntRange(1, 50).Draw(t, "turn"), LongShare: rapid.SampledFrom([]float64{0, 1}).
 					Draw(t, "share"), LongTokens: 30,
 		}
-		s, err := newScript(Config{Model: "m", Stream: true, Seed: rapid.Uint64().Draw(t, "seed")},
-			conversation)
-		require.NoError(t, err)
+		s := newScript(Config{Model: "m", Stream: true, Seed: rapid.Uint64().Draw(t, "seed")}, conversation)
 		x := s.begin(rapid.IntRange(0, 1000).Draw(t, "session"))
 		before := []string{}
 		for turn := range 3 {
@@ -212,8 +210,7 @@ func TestATurnStartsWithThePreviousTurn(t *testing.T) {
 
 func TestSystemPromptsAreTakenWithASkew(t *testing.T) {
 	t.Parallel()
-	s, err := newScript(Config{Seed: 3}, Conversation{SystemPrompts: 8, SystemTokens: 1, TurnTokens: 1})
-	require.NoError(t, err)
+	s := newScript(Config{Seed: 3}, Conversation{SystemPrompts: 8, SystemTokens: 1, TurnTokens: 1})
 	var taken [8]int
 	for n := range 8000 {
 		taken[s.begin(n).system]++
@@ -275,8 +272,7 @@ func fakeSessionRun(
 	cfg, err := sessionConfig(cfg, &conversation)
 	require.NoError(t, err)
 	out := newCollector(cfg)
-	p, err := newSessionRun(cfg, conversation, f.turn, out.add)
-	require.NoError(t, err)
+	p := newSessionRun(cfg, conversation, f.turn, out.add)
 	p.sleep, p.started = time.Sleep, time.Now()
 	f.origin, f.busy = p.started, map[string]bool{}
 	return p, out

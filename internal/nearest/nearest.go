@@ -39,19 +39,14 @@ func distance(a, b string) int {
 		before, above, row := &rows[(i+2)%3], &rows[i%3], &rows[(i+1)%3]
 		row[0] = i + 1
 		for j := range len(b) {
-			change := above[j] + differ(a[i], b[j])
-			row[j+1] = min(change, row[j]+1, above[j+1]+1)
+			row[j+1] = min(above[j]+1, row[j]+1, above[j+1]+1)
+			if a[i] == b[j] {
+				row[j+1] = min(row[j+1], above[j])
+			}
 			if i > 0 && j > 0 && a[i] == b[j-1] && a[i-1] == b[j] {
 				row[j+1] = min(row[j+1], before[j-1]+1)
 			}
 		}
 	}
 	return rows[len(a)%3][len(b)]
-}
-
-func differ(a, b byte) int {
-	if a == b {
-		return 0
-	}
-	return 1
 }

@@ -1,9 +1,12 @@
+// Package noderpc is the wire between nodes: gRPC services over the interfaces of actors/msg, the ranks'
+// streams, and the data port, each with both its ends.
 package noderpc
 
 import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -120,7 +123,7 @@ func callNode[R any](
 	inner, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	var at peer.Peer
-	r, err := do(inner, conn, append(callOptions(), grpc.Peer(&at))...)
+	r, err := do(inner, conn, grpc.Peer(&at))
 	switch {
 	case err == nil:
 		return r, nil
@@ -147,8 +150,7 @@ func hasEnded(ctx context.Context) bool {
 func addUnreachable(err error, is ...error) error {
 	e := problem.New(problem.CodeOf(err), "%w",
 		&wireError{text: err.Error(), is: append([]error{err, errUnreachable}, is...)})
-	var inner *problem.Error
-	if errors.As(err, &inner) {
+	if inner, ok := errors.AsType[*problem.Error](err); ok {
 		e.Hint = inner.Hint
 	}
 	return e
@@ -157,33 +159,24 @@ func addUnreachable(err error, is ...error) error {
 // mayRetryElsewhere says whether an error comes from the node that was asked, and not from the question:
 // another node, or the next leader, may answer it.
 func mayRetryElsewhere(err error) bool {
-	for _, e := range []error{
-		errUnreachable, cluster.ErrNotLeader, cluster.ErrClosed, inbox.ErrStopped,
-		context.DeadlineExceeded,
-	} {
-		if errors.Is(err, e) {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc([]error{
+		errUnreachable, cluster.ErrNotLeader, cluster.ErrClosed, inbox.ErrStopped, context.DeadlineExceeded,
+	}, func(e error) bool { return errors.Is(err, e) })
 }
 
-// Bounds of messages, in bytes. The largest request is a report with all its log lines, the largest reply is
-// the state of the cluster.
+// Bounds of requests, in bytes. The largest one is a report with all its log lines. The connections of the
+// node port bound the replies.
 const (
 	maxRequest     = 16 << 20
-	maxReply       = 64 << 20
 	maxEnroll      = 1 << 20
 	maxEnrollCalls = 64     // calls of strangers on one connection
 	maxMemberCalls = 10_000 // calls of one member on one connection; the bound is admission
 )
 
-// ServerOptions are the options of the gRPC server for members: bounds, and a counter of methods and fields
-// that this version does not know. It refuses unknown methods and ignores unknown fields.
+// ServerOptions are the options of the gRPC server for members: bounds, the encoding of errors, and a counter
+// of methods and fields that this version does not know. It refuses unknown methods and ignores unknown
+// fields.
 func ServerOptions(unknown func(what string)) []grpc.ServerOption {
-	if unknown == nil {
-		unknown = func(string) {}
-	}
 	return []grpc.ServerOption{
 		grpc.MaxRecvMsgSize(maxRequest), grpc.MaxConcurrentStreams(maxMemberCalls),
 		grpc.UnknownServiceHandler(func(any, grpc.ServerStream) error {
@@ -197,14 +190,22 @@ func ServerOptions(unknown func(what string)) []grpc.ServerOption {
 				unknown("field")
 			}
 			return next(ctx, req)
-		}),
+		}, encodeErrors),
 	}
 }
 
 // EnrollOptions are the options of the gRPC server for strangers: it serves Enroll alone, in small messages.
 func EnrollOptions() []grpc.ServerOption {
-	return []grpc.ServerOption{grpc.MaxRecvMsgSize(maxEnroll), grpc.MaxConcurrentStreams(maxEnrollCalls)}
+	return []grpc.ServerOption{
+		grpc.MaxRecvMsgSize(maxEnroll), grpc.MaxConcurrentStreams(maxEnrollCalls),
+		grpc.ChainUnaryInterceptor(encodeErrors),
+	}
 }
 
-// callOptions are the options of every call to another node.
-func callOptions() []grpc.CallOption { return []grpc.CallOption{grpc.MaxCallRecvMsgSize(maxReply)} }
+// encodeErrors encodes the errors of unary handlers as their callers expect them.
+func encodeErrors(
+	ctx context.Context, req any, _ *grpc.UnaryServerInfo, next grpc.UnaryHandler,
+) (any, error) {
+	reply, err := next(ctx, req)
+	return reply, toStatus(err)
+}

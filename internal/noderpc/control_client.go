@@ -31,12 +31,12 @@ const (
 	persistLimit = 150 * time.Second // longer than a rendezvous, whose error names the missing ranks
 )
 
-// LeaderConfig is the configuration of a LeaderClient. Conns, Store and Log are required.
+// LeaderConfig is the configuration of a LeaderClient. All fields are required.
 type LeaderConfig struct {
 	Self    string // node id
 	Conns   *Conns
-	Hint    Hint      // nil: this node has no hint which node leads
-	Leading Leading   // set if this node may lead: then it is asked in-process; nil: it never leads
+	Hint    Hint
+	Leading Leading   // a node that leads is asked in-process
 	Store   msg.Store // it decides which publications are superseded
 	Log     *slog.Logger
 }
@@ -61,19 +61,16 @@ var (
 
 // NewLeaderClient makes a LeaderClient. Close it.
 func NewLeaderClient(cfg LeaderConfig) *LeaderClient {
-	if cfg.Hint == nil {
-		cfg.Hint = func() (string, bool) { return "", false }
-	}
-	if cfg.Leading == nil {
-		cfg.Leading = func() (msg.Leader, msg.Assigner, bool) { return nil, nil, false }
-	}
 	c := &LeaderClient{cfg: cfg}
-	c.publisher = newPublisher(c.publish, c.isSuperseded, cfg.Log)
+	c.publisher = newPublisher(c)
 	return c
 }
 
 // Close drops publications that no leader has taken, and waits.
-func (c *LeaderClient) Close() error { return c.publisher.close() }
+func (c *LeaderClient) Close() error {
+	c.publisher.close()
+	return nil
+}
 
 // Renew implements msg.Leader. It asks one round: without an answer the caller tries again, as its lease
 // allows.
@@ -121,27 +118,30 @@ func (c *LeaderClient) Assign(
 
 // Await implements msg.Assigner; it survives changes of leader. The leader answers every awaitHold that there
 // is no address yet, so that a silent leader is noticed.
-func (c *LeaderClient) Await(ctx context.Context, unit string, epoch uint64, rank int) (string, int, error) {
+func (c *LeaderClient) Await(
+	ctx context.Context, unit string, epoch uint64, rank int,
+) (msg.AwaitReply, error) {
 	ctx, cancel := context.WithTimeout(ctx, persistLimit)
 	defer cancel()
 	q := leaderQuery[msg.AwaitReply]{
 		limit: 2 * awaitHold,
 		local: func(_ msg.Leader, a msg.Assigner) (msg.AwaitReply, error) {
-			addr, port, err := a.Await(ctx, unit, epoch, rank)
-			return msg.AwaitReply{Addr: addr, Port: port}, err
+			return a.Await(ctx, unit, epoch, rank)
 		},
 		remote: func(ctx context.Context, to dpservev1.ControlClient,
 			opts ...grpc.CallOption,
 		) (msg.AwaitReply, error) {
 			r, err := to.Await(ctx, &dpservev1.AwaitRequest{Unit: unit, Epoch: epoch, Rank: toInt32(rank)},
 				opts...)
-			return msg.AwaitReply{Addr: r.GetAddr(), Port: int(r.GetPort())}, err
+			return msg.AwaitReply{
+				Addr: r.GetAddr(), Port: int(r.GetPort()), Settings: cleanText(r.GetSettings(), maxReason),
+			}, err
 		},
 	}
 	for {
 		r, err := askUntilAnswered(ctx, c, q)
 		if err != nil || r.Addr != "" {
-			return r.Addr, r.Port, err
+			return r, err
 		}
 	}
 }
@@ -158,7 +158,7 @@ func (c *LeaderClient) publish(ctx context.Context, p msg.Publish) error {
 		) {
 			_, err := to.Publish(ctx, &dpservev1.PublishRequest{
 				Unit: p.Unit, Epoch: p.Epoch,
-				Rank: toInt32(p.Rank), Addr: p.Addr, Port: toInt32(p.Port),
+				Rank: toInt32(p.Rank), Addr: p.Addr, Port: toInt32(p.Port), Settings: p.Settings,
 			}, opts...)
 			return struct{}{}, err
 		},
@@ -271,8 +271,7 @@ func certifyAt(
 		return nil, err
 	}
 	defer func() { _ = conn.Close() }() // no call is open
-	r, err := dpservev1.NewControlClient(conn).Certify(ctx, &dpservev1.CertifyRequest{Csr: csr},
-		callOptions()...)
+	r, err := dpservev1.NewControlClient(conn).Certify(ctx, &dpservev1.CertifyRequest{Csr: csr})
 	if err != nil {
 		return nil, fromStatus(node, err)
 	}
@@ -291,8 +290,7 @@ func (c *LeaderClient) Watch(ctx context.Context, from uint64, apply func(data [
 	if err != nil {
 		return err
 	}
-	stream, err := dpservev1.NewControlClient(conn).Watch(ctx, &dpservev1.WatchRequest{Index: from},
-		callOptions()...)
+	stream, err := dpservev1.NewControlClient(conn).Watch(ctx, &dpservev1.WatchRequest{Index: from})
 	for err == nil {
 		var u *dpservev1.WatchUpdate
 		if u, err = stream.Recv(); err == nil {
@@ -426,7 +424,6 @@ func askLeader[R any](ctx context.Context, c *LeaderClient, q leaderQuery[R]) (R
 			"most control nodes must be alive")
 }
 
-// askNode asks one node.
 func askNode[R any](ctx context.Context, c *LeaderClient, node string, q leaderQuery[R]) (R, error) {
 	began := time.Now()
 	r, err := callNode(ctx, c.cfg.Conns, node, q.limit,

@@ -18,9 +18,8 @@ const (
 // publisher sends publications to the leader: each until the leader has it, its epoch is superseded, or it is
 // too old to be awaited. Its goroutine runs only while a publication waits.
 type publisher struct {
-	send       func(context.Context, msg.Publish) error
-	superseded func(msg.Publish) bool
-	log        *slog.Logger
+	client *LeaderClient
+	log    *slog.Logger
 
 	ctx    context.Context //nolint:containedctx // the life of the publisher
 	stop   context.CancelFunc
@@ -37,13 +36,10 @@ type publication struct {
 	until time.Time
 }
 
-func newPublisher(
-	send func(context.Context, msg.Publish) error, superseded func(msg.Publish) bool, log *slog.Logger,
-) *publisher {
+func newPublisher(client *LeaderClient) *publisher {
 	ctx, stop := context.WithCancel(context.Background())
 	return &publisher{
-		send: send, superseded: superseded, log: log, ctx: ctx, stop: stop,
-		waiting: map[string]publication{},
+		client: client, log: client.cfg.Log, ctx: ctx, stop: stop, waiting: map[string]publication{},
 	}
 }
 
@@ -96,7 +92,7 @@ func (p *publisher) pending() []publication {
 	defer p.mu.Unlock()
 	var out []publication
 	for unit, m := range p.waiting {
-		if time.Now().After(m.until) || p.superseded(m.Publish) {
+		if time.Now().After(m.until) || p.client.isSuperseded(m.Publish) {
 			delete(p.waiting, unit)
 			continue
 		}
@@ -111,7 +107,7 @@ func (p *publisher) pending() []publication {
 
 // trySend sends m and says whether it needs no further attempt.
 func (p *publisher) trySend(m publication) bool {
-	err := p.send(p.ctx, m.Publish)
+	err := p.client.publish(p.ctx, m.Publish)
 	if err != nil && (mayRetryElsewhere(err) || p.ctx.Err() != nil) {
 		return false
 	}
@@ -127,11 +123,10 @@ func (p *publisher) trySend(m publication) bool {
 	return true
 }
 
-func (p *publisher) close() error {
+func (p *publisher) close() {
 	p.mu.Lock()
 	p.closed = true
 	p.mu.Unlock()
 	p.stop()
 	p.worker.Wait()
-	return nil
 }

@@ -115,7 +115,6 @@ func (m *testNode) serve() {
 			return m.follow(ctx, from, send)
 		},
 		Peer: peerOf, Version: "v0.2.0", Unknown: func(string) { m.unknown.Add(1) },
-		Log: slog.New(slog.DiscardHandler),
 	}))
 	dpservev1.RegisterNodeServer(m.server,
 		NewNodeServer(NodeConfig{Agent: m.agent, View: m.view, Peer: peerOf}))
@@ -183,7 +182,7 @@ func peerOf(ctx context.Context) (pki.Identity, bool) {
 func identityNamed(name string) pki.Identity {
 	return pki.Identity{
 		Cluster: "c", Node: name, UID: "uid-" + name,
-		Roles: rolesOf(&state.Node{Roles: rolesNamed(name)}),
+		Roles: state.ConvertRoles[string](rolesNamed(name)),
 	}
 }
 
@@ -213,8 +212,9 @@ type fakeLeader struct {
 	err       error
 	silent    atomic.Bool // Renew never answers
 
-	mu   sync.Mutex
-	addr string
+	mu       sync.Mutex
+	addr     string
+	settings string
 }
 
 func (l *fakeLeader) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) {
@@ -239,29 +239,29 @@ func (l *fakeLeader) Assign(context.Context, string, int, string) (msg.AssignRep
 
 func (l *fakeLeader) Publish(p msg.Publish) {
 	l.mu.Lock()
-	l.addr = p.Addr
+	l.addr, l.settings = p.Addr, p.Settings
 	l.mu.Unlock()
 	l.published <- p
 }
 
 // Await polls: the fake clock makes it cheap.
-func (l *fakeLeader) Await(ctx context.Context, _ string, _ uint64, _ int) (string, int, error) {
+func (l *fakeLeader) Await(ctx context.Context, _ string, _ uint64, _ int) (msg.AwaitReply, error) {
 	l.awaits.Add(1)
 	tick := time.NewTicker(100 * time.Millisecond)
 	defer tick.Stop()
 	for {
 		l.mu.Lock()
-		addr := l.addr
+		said := msg.AwaitReply{Addr: l.addr, Port: 7, Settings: l.settings}
 		l.mu.Unlock()
-		if addr != "" {
-			return addr, 7, nil
+		if said.Addr != "" {
+			return said, nil
 		}
 		select {
 		case <-tick.C:
 		case <-l.lost:
-			return "", 0, refuseNotLeader("")
+			return msg.AwaitReply{}, refuseNotLeader("")
 		case <-ctx.Done():
-			return "", 0, context.Cause(ctx)
+			return msg.AwaitReply{}, context.Cause(ctx)
 		}
 	}
 }

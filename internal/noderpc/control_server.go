@@ -1,6 +1,7 @@
 package noderpc
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -49,7 +50,7 @@ func nameOf(nodes map[string]*state.Node, uid string) string {
 // Leading returns the components that run on the leader alone: ok only while this node leads and both run.
 type Leading func() (leader msg.Leader, assigner msg.Assigner, ok bool)
 
-// ControlConfig is the configuration of a ControlServer. All but Unknown and Now are required.
+// ControlConfig is the configuration of a ControlServer. All fields are required.
 type ControlConfig struct {
 	Leading Leading
 	Hint    Hint
@@ -61,10 +62,7 @@ type ControlConfig struct {
 	Follow  func(ctx context.Context, from uint64, send func(data []byte, index uint64) error) error
 	Peer    PeerOf
 	Version string
-	// counts events that this version does not understand; nil: not counted
-	Unknown func(what string)
-	Now     func() time.Time // of certificates; nil: the clock
-	Log     *slog.Logger
+	Unknown func(what string) // counts events that this version does not understand
 }
 
 // ControlServer answers the other nodes on a node with role control. A node that does not lead refuses
@@ -77,15 +75,7 @@ type ControlServer struct {
 var _ dpservev1.ControlServer = (*ControlServer)(nil)
 
 // NewControlServer makes a ControlServer; register it at a grpc.Server with ServerOptions.
-func NewControlServer(cfg ControlConfig) *ControlServer {
-	if cfg.Unknown == nil {
-		cfg.Unknown = func(string) {}
-	}
-	if cfg.Now == nil {
-		cfg.Now = time.Now
-	}
-	return &ControlServer{cfg: cfg}
-}
+func NewControlServer(cfg ControlConfig) *ControlServer { return &ControlServer{cfg: cfg} }
 
 // leaderParts returns the components of the leader, or the refusal that names the leader.
 func (s *ControlServer) leaderParts() (msg.Leader, msg.Assigner, error) {
@@ -102,31 +92,26 @@ func (s *ControlServer) notLeader() error {
 
 // Renew implements dpservev1.ControlServer.
 func (s *ControlServer) Renew(ctx context.Context, r *dpservev1.RenewRequest) (*dpservev1.RenewReply, error) {
-	lease, err := s.renew(ctx, r)
-	if err != nil {
-		return nil, toStatus(err)
-	}
-	return encodeLease(lease), nil
-}
-
-func (s *ControlServer) renew(ctx context.Context, r *dpservev1.RenewRequest) (msg.Lease, error) {
 	leader, _, err := s.leaderParts()
 	if err != nil {
-		return msg.Lease{}, err
+		return nil, err
 	}
 	report, unknown, err := decodeReport(r)
 	if err != nil {
-		return msg.Lease{}, err
+		return nil, err
 	}
 	if err := s.checkReporter(ctx, &report.Node); err != nil {
-		return msg.Lease{}, err
+		return nil, err
 	}
 	for range unknown {
 		s.cfg.Unknown("unit_event")
 	}
 	lease, err := leader.Renew(ctx, report)
+	if err != nil {
+		return nil, err
+	}
 	lease.Acked = acknowledged(lease.Acked, report.Events, r.GetEvents())
-	return lease, err
+	return encodeLease(lease), nil
 }
 
 // checkReporter refuses a report about another node than the caller, and a report of a version that is too
@@ -147,7 +132,7 @@ func (s *ControlServer) checkReporter(ctx context.Context, n *state.Node) error 
 
 // checkRolesFixed refuses roles that differ from those of the certificate: they are fixed when a node joins.
 func checkRolesFixed(peer pki.Identity, n *state.Node) error {
-	roles := rolesOf(n)
+	roles := state.ConvertRoles[string](n.Roles)
 	if state.SameRoles(peer.Roles, roles) {
 		return nil
 	}
@@ -155,14 +140,6 @@ func checkRolesFixed(peer pki.Identity, n *state.Node) error {
 		state.ErrRolesFixed, peer.Roles, roles).
 		WithHint("start it without --roles; for other roles let it leave (`dpserve leave`) " +
 			"and join again with an empty --data-dir")
-}
-
-func rolesOf(n *state.Node) []string {
-	var out []string
-	for _, r := range n.Roles {
-		out = append(out, string(r))
-	}
-	return out
 }
 
 // acknowledged counts events that this version left out as taken, once all events before them are: no leader
@@ -189,11 +166,8 @@ func (s *ControlServer) Certify(
 	ctx context.Context, r *dpservev1.CertifyRequest,
 ) (*dpservev1.CertifyReply, error) {
 	peer, _ := s.cfg.Peer(ctx)
-	cert, authority, err := certifyMember(s.cfg.Store.State(), peer, r.GetCsr(), s.cfg.Now())
-	if err != nil {
-		return nil, toStatus(err)
-	}
-	return &dpservev1.CertifyReply{Certificate: cert, Authority: authority}, nil
+	cert, authority, err := certifyMember(s.cfg.Store.State(), peer, r.GetCsr(), time.Now())
+	return &dpservev1.CertifyReply{Certificate: cert, Authority: authority}, err
 }
 
 // certifyMember signs the next certificate of a node that shows its current one.
@@ -234,7 +208,9 @@ func certify(st *state.State, n *state.Node, csr []byte, now time.Time) (cert, a
 			WithHint("if its pki folder is lost, remove the node " +
 				"and join with an empty --data-dir and a new token")
 	}
-	id := pki.Identity{Cluster: st.Cluster, Node: n.ID, UID: n.UID, Roles: rolesOf(n)}
+	id := pki.Identity{
+		Cluster: st.Cluster, Node: n.ID, UID: n.UID, Roles: state.ConvertRoles[string](n.Roles),
+	}
 	cert, err = a.Sign(csr, id, now, pki.DefaultLife)
 	if err != nil {
 		return nil, nil, problem.New(problem.CodeOf(err), "certificate: %w", err)
@@ -250,10 +226,10 @@ func (s *ControlServer) ForwardApply(
 ) (*dpservev1.ApplyReply, error) {
 	c, err := state.DecodeCommand(r.GetCommand())
 	if err != nil {
-		return nil, toStatus(err)
+		return nil, err
 	}
 	if err := s.checkForward(ctx, c); err != nil {
-		return nil, toStatus(err)
+		return nil, err
 	}
 	ctx, cancel := context.WithTimeout(ctx, proposalLimit)
 	defer cancel()
@@ -262,11 +238,11 @@ func (s *ControlServer) ForwardApply(
 		err = s.notLeader()
 	}
 	if err != nil {
-		return nil, toStatus(err)
+		return nil, err
 	}
 	data, err := json.Marshal(result)
 	if err != nil {
-		return nil, toStatus(problem.New(problem.Internal, "encode a result: %w", err))
+		return nil, problem.New(problem.Internal, "encode a result: %w", err)
 	}
 	return &dpservev1.ApplyReply{Result: data}, nil
 }
@@ -312,15 +288,15 @@ func (s *ControlServer) Assign(
 ) (*dpservev1.AssignReply, error) {
 	_, a, err := s.leaderParts()
 	if err != nil {
-		return nil, toStatus(err)
+		return nil, err
 	}
-	if err := firstError(checkName(r.GetApp(), "app"),
+	if err := cmp.Or(checkName(r.GetApp(), "app"),
 		checkName(r.GetReplicaId(), "replica_id")); err != nil {
-		return nil, toStatus(err)
+		return nil, err
 	}
 	out, err := a.Assign(ctx, r.GetApp(), int(r.GetGroup()), r.GetReplicaId())
 	if err != nil {
-		return nil, toStatus(s.mapDeposed(a, err))
+		return nil, s.mapDeposed(a, err)
 	}
 	return &dpservev1.AssignReply{Rank: toInt32(out.Rank), Epoch: out.Epoch, DpSize: toInt32(out.DPSize)}, nil
 }
@@ -331,14 +307,14 @@ func (s *ControlServer) Publish(
 ) (*dpservev1.PublishReply, error) {
 	_, a, err := s.leaderParts()
 	if err != nil {
-		return nil, toStatus(err)
+		return nil, err
 	}
-	if err := firstError(checkName(r.GetUnit(), "unit"), checkName(r.GetAddr(), "addr")); err != nil {
-		return nil, toStatus(err)
+	if err := cmp.Or(checkName(r.GetUnit(), "unit"), checkName(r.GetAddr(), "addr")); err != nil {
+		return nil, err
 	}
 	a.Publish(msg.Publish{
 		Unit: r.GetUnit(), Epoch: r.GetEpoch(), Rank: int(r.GetRank()), Addr: r.GetAddr(),
-		Port: int(r.GetPort()),
+		Port: int(r.GetPort()), Settings: cleanText(r.GetSettings(), maxReason),
 	})
 	return &dpservev1.PublishReply{}, nil
 }
@@ -348,22 +324,24 @@ func (s *ControlServer) Publish(
 func (s *ControlServer) Await(ctx context.Context, r *dpservev1.AwaitRequest) (*dpservev1.AwaitReply, error) {
 	_, a, err := s.leaderParts()
 	if err != nil {
-		return nil, toStatus(err)
+		return nil, err
 	}
 	if err := checkName(r.GetUnit(), "unit"); err != nil {
-		return nil, toStatus(err)
+		return nil, err
 	}
 	hold, cancel := context.WithTimeout(ctx, awaitHold)
 	defer cancel()
-	addr, port, err := a.Await(hold, r.GetUnit(), r.GetEpoch(), int(r.GetRank()))
+	said, err := a.Await(hold, r.GetUnit(), r.GetEpoch(), int(r.GetRank()))
 	if err == nil {
-		return &dpservev1.AwaitReply{Addr: addr, Port: toInt32(port)}, nil
+		return &dpservev1.AwaitReply{
+			Addr: said.Addr, Port: toInt32(said.Port), Settings: said.Settings,
+		}, nil
 	}
 	err = s.mapDeposed(a, err)
 	if errors.Is(err, context.DeadlineExceeded) && ctx.Err() == nil {
 		return &dpservev1.AwaitReply{}, nil
 	}
-	return nil, toStatus(err)
+	return nil, err
 }
 
 // mapDeposed turns the error of an assigner that was closed meanwhile into the refusal of a node that does
@@ -380,14 +358,13 @@ func (s *ControlServer) mapDeposed(asked msg.Assigner, err error) error {
 	}
 }
 
-// RenewConfig is the configuration of a RenewServer. All but Now are required.
+// RenewConfig is the configuration of a RenewServer. All fields are required.
 type RenewConfig struct {
 	Store msg.Store // with its secrets: of a node with role control
 	// Confirm returns nil if this node leads and a majority confirms it: cluster.Cluster.Confirm.
 	Confirm func(ctx context.Context) error
 	Hint    Hint
 	Peer    PeerOf
-	Now     func() time.Time // nil = the clock
 	Log     *slog.Logger
 }
 
@@ -403,12 +380,7 @@ type RenewServer struct {
 var _ dpservev1.ControlServer = (*RenewServer)(nil)
 
 // NewRenewServer makes a RenewServer; register it at a grpc.Server of its own with EnrollOptions.
-func NewRenewServer(cfg RenewConfig) *RenewServer {
-	if cfg.Now == nil {
-		cfg.Now = time.Now
-	}
-	return &RenewServer{cfg: cfg}
-}
+func NewRenewServer(cfg RenewConfig) *RenewServer { return &RenewServer{cfg: cfg} }
 
 // Certify implements dpservev1.ControlServer.
 func (s *RenewServer) Certify(
@@ -418,17 +390,17 @@ func (s *RenewServer) Certify(
 	defer cancel()
 	peer, ok := s.cfg.Peer(ctx)
 	if !ok {
-		return nil, toStatus(problem.New(problem.Unauthenticated, "certificate: the caller shows none"))
+		return nil, problem.New(problem.Unauthenticated, "certificate: the caller shows none")
 	}
 	log := s.cfg.Log.With("room", "remote", "peer", peer.Node, "source", sourceOf(ctx))
 	if err := s.cfg.Confirm(ctx); err != nil {
 		log.Info("the expired certificate of a node was not renewed: this node does not lead", "err", err)
-		return nil, toStatus(refuseNotLeader(s.cfg.Hint.nodeName(s.cfg.Store.State().Nodes)))
+		return nil, refuseNotLeader(s.cfg.Hint.nodeName(s.cfg.Store.State().Nodes))
 	}
-	cert, authority, err := certifyMember(s.cfg.Store.State(), peer, r.GetCsr(), s.cfg.Now())
+	cert, authority, err := certifyMember(s.cfg.Store.State(), peer, r.GetCsr(), time.Now())
 	if err != nil {
 		log.Warn("the expired certificate of a node was not renewed", "err", err)
-		return nil, toStatus(err)
+		return nil, err
 	}
 	log.Info("the expired certificate of a node was renewed")
 	return &dpservev1.CertifyReply{Certificate: cert, Authority: authority}, nil

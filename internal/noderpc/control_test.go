@@ -227,8 +227,9 @@ func TestAwaitSurvivesLeaders(t *testing.T) {
 		first := w.setLeader("b")
 		got := make(chan msg.AwaitReply, 1)
 		go func() {
-			addr, port, err := w.nodes["a"].client.Await(t.Context(), "moe/0", 1, 4)
-			got <- msg.AwaitReply{Addr: addr, Port: port, Err: err}
+			said, err := w.nodes["a"].client.Await(t.Context(), "moe/0", 1, 4)
+			assert.NoError(t, err)
+			got <- said
 		}()
 		time.Sleep(10 * time.Second)
 		assert.Equal(t, int64(3), first.awaits.Load(), "held and asked again")
@@ -238,13 +239,15 @@ func TestAwaitSurvivesLeaders(t *testing.T) {
 		w.nodes["c"].server.Stop() // c dies
 		time.Sleep(time.Second)
 		third := w.setLeader("b")
-		w.nodes["a"].client.Publish(msg.Publish{Unit: "moe/0", Epoch: 1, Addr: "10.0.0.1", Port: 7})
-		assert.Equal(t, msg.AwaitReply{Addr: "10.0.0.1", Port: 7}, <-got)
+		w.nodes["a"].client.Publish(msg.Publish{
+			Unit: "moe/0", Epoch: 1, Addr: "10.0.0.1", Port: 7, Settings: "block size 16",
+		})
+		assert.Equal(t, msg.AwaitReply{Addr: "10.0.0.1", Port: 7, Settings: "block size 16"}, <-got)
 		assert.Positive(t, third.awaits.Load())
 
-		late, _, err := w.nodes["b"].client.Await(t.Context(), "moe/0", 1, 5)
+		late, err := w.nodes["b"].client.Await(t.Context(), "moe/0", 1, 5)
 		require.NoError(t, err)
-		assert.Equal(t, "10.0.0.1", late, "in-process")
+		assert.Equal(t, "10.0.0.1", late.Addr, "in-process")
 	}, "a", "b", "c")
 }
 
@@ -254,11 +257,11 @@ func TestAwaitEndsWithItsContext(t *testing.T) {
 		why := errors.New("superseded")
 		ctx, cancel := context.WithCancelCause(t.Context())
 		time.AfterFunc(6*time.Second, func() { cancel(why) })
-		_, _, err := w.nodes["a"].client.Await(ctx, "moe/0", 1, 4)
+		_, err := w.nodes["a"].client.Await(ctx, "moe/0", 1, 4)
 		require.ErrorIs(t, err, why)
 		w.setLeader("nobody")
 		began := time.Now()
-		_, _, err = w.nodes["a"].client.Await(t.Context(), "moe/0", 1, 4)
+		_, err = w.nodes["a"].client.Await(t.Context(), "moe/0", 1, 4)
 		require.Error(t, err)
 		assert.InDelta(t, persistLimit.Seconds(), time.Since(began).Seconds(), 1,
 			"bounded even without a deadline")

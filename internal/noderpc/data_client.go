@@ -203,8 +203,7 @@ func readReply(q *rankleg.Request, h http.Header) (rep msg.AdmitReply, refused b
 		return rep, true
 	}
 	rep.Ticket = msg.Ticket{
-		ID: number(dataTicket), Epoch: rep.Epoch, Incarnation: number(dataInc),
-		Seq: rep.Seq, Rank: q.Rank.ID,
+		ID: number(dataTicket), Epoch: rep.Epoch, Incarnation: number(dataInc), Seq: rep.Seq, Rank: q.Rank.ID,
 	}
 	return rep, false
 }
@@ -233,8 +232,7 @@ func (b *answerBody) Read(p []byte) (int, error) {
 	case b.ctx.Err() != nil:
 		return n, context.Cause(b.ctx)
 	}
-	var reset http2.StreamError
-	if !errors.As(err, &reset) {
+	if _, isReset := errors.AsType[http2.StreamError](err); !isReset {
 		err = nodeUnreachable(b.node, err)
 	}
 	return n, err

@@ -46,7 +46,7 @@ func (p *dataRequest) run(ctx context.Context) (clean bool) {
 	case (head.class == classBoth || head.class == classHold) && head.admit.Ingress != node:
 		return p.answerError(http.StatusForbidden, causeDenied)
 	}
-	switch err := p.upload.read(p.r, s.timers.Body, p.cutBody); {
+	switch err := p.upload.read(p.r, s.body, p.cutBody); {
 	case errors.Is(err, errBodyTooLarge):
 		return p.answerError(http.StatusRequestEntityTooLarge, causeTooLarge)
 	case err != nil:
@@ -62,17 +62,13 @@ func (p *dataRequest) run(ctx context.Context) (clean bool) {
 // cut ends the request because the port closes.
 func (p *dataRequest) cut() {
 	p.cancel(errClosing)
-	if p.rc.SetWriteDeadline(time.Now()) != nil { // it also ends a write to a stalled reader
-		return // the connection is closed
-	}
+	_ = p.rc.SetWriteDeadline(time.Now()) // it also ends a write to a stalled reader
 }
 
 // cutBody ends the request, and a read of its body that waits.
 func (p *dataRequest) cutBody() {
 	p.cancel(errBodyCut)
-	if p.rc.SetReadDeadline(time.Now()) != nil {
-		return // the connection is closed, so the read ends as well
-	}
+	_ = p.rc.SetReadDeadline(time.Now()) // if the connection is closed, the read ends as well
 }
 
 func (p *dataRequest) serve(ctx context.Context) (clean bool) {
@@ -185,11 +181,7 @@ func (p *dataRequest) releaseBody() {
 	p.upload, p.body = nil, nil
 }
 
-func closeAnswer(resp *http.Response) {
-	if resp.Body.Close() != nil {
-		return // the connection is not re-used
-	}
-}
+func closeAnswer(resp *http.Response) { _ = resp.Body.Close() } // else the connection is not re-used
 
 // answerFailure answers a request that got no answer of the engine.
 func (p *dataRequest) answerFailure(ctx context.Context, err error, resent bool) (clean bool) {
@@ -276,9 +268,7 @@ func (p *dataRequest) setWriteDeadline(now time.Time) {
 		return
 	}
 	p.deadlineSet = now
-	if p.rc.SetWriteDeadline(now.Add(p.server.timers.Stuck)) != nil {
-		return // not a network connection, or a closed one: the write returns the error
-	}
+	_ = p.rc.SetWriteDeadline(now.Add(stuckWrite)) // if it is closed, the write returns the error
 }
 
 // requestBody is the memory of a request's body: chain hashes, then the engine's body. It is re-used.
@@ -355,14 +345,12 @@ func (p *dataRequest) refuse(rep *msg.AdmitReply) (clean bool) {
 	return p.answerEmpty(http.StatusServiceUnavailable)
 }
 
-// answerEmpty sends an answer without a body.
 func (p *dataRequest) answerEmpty(status int) (clean bool) {
 	p.w.Header()["Content-Length"] = []string{"0"}
 	p.w.WriteHeader(status)
 	return true
 }
 
-// setTicketHeader writes the ticket into the header.
 func (p *dataRequest) setTicketHeader(h http.Header) {
 	if p.ticket.ID == 0 {
 		return

@@ -162,9 +162,7 @@ func newDataRig(t *testing.T, o dataOptions) *dataRig {
 	if o.config != nil {
 		o.config(&cfg)
 	}
-	var err error
-	g.server, err = NewDataServer(cfg)
-	require.NoError(t, err)
+	g.server = NewDataServer(cfg)
 	g.snapshot(3, 9, o.target)
 	g.serve()
 	g.connect()

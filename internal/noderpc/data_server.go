@@ -1,6 +1,7 @@
 package noderpc
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"log/slog"
@@ -21,7 +22,8 @@ type DataConfig struct {
 	Serves func() bool    // false: this node may not serve, because its lease has expired; nil: always
 	Dial   rankleg.Dialer // to the engines; nil = TCP
 	Log    *slog.Logger
-	Timers DataTimers
+	Admit  time.Duration // for a DPServer's answer, after which it counts as overloaded; 0: 5 s
+	Body   time.Duration // for a request's body to arrive, and one second more for each MiB; 0: 30 s
 }
 
 // DataServer serves the ranks of its node to the ingresses of other nodes: admission and data in one HTTP
@@ -29,7 +31,7 @@ type DataConfig struct {
 type DataServer struct {
 	caller func(ctx context.Context) (string, bool)
 	log    *slog.Logger
-	timers DataTimers
+	body   time.Duration // see DataConfig
 	table  *dataTable
 	near   *rankleg.Near
 
@@ -44,23 +46,19 @@ type DataServer struct {
 }
 
 // NewDataServer makes a data port and subscribes to Feed at once.
-func NewDataServer(c DataConfig) (*DataServer, error) {
-	if c.Feed == nil || c.Caller == nil || c.Log == nil {
-		return nil, errors.New("a data port needs Feed, Caller and Log")
-	}
-	t := c.Timers.withDefaults()
+func NewDataServer(c DataConfig) *DataServer {
 	s := &DataServer{
-		caller: c.Caller, log: c.Log.With(slog.String("room", "remote")), timers: t,
+		caller: c.Caller, log: c.Log.With(slog.String("room", "remote")), body: cmp.Or(c.Body, defaultBody),
 		near: rankleg.NewNear(rankleg.Timers{
-			Admit: t.Admit, LateTicket: t.LateTicket, Dial: t.Dial, IdleOwned: t.IdleOwned,
-			IdleAttached: t.IdleAttached,
+			Admit: cmp.Or(c.Admit, defaultAdmit), LateTicket: lateTicket, Dial: engineDial,
+			IdleOwned: idleOwned, IdleAttached: idleAttached,
 		}, c.Dial, c.Serves),
 	}
 	s.table, s.open = newDataTable(s.log), map[*dataRequest]struct{}{}
 	s.uploads.New = func() any { return &requestBody{} }
 	s.buffers.New = func() any { b := make([]byte, relayBuffer); return &b }
 	s.cancel = c.Feed.Subscribe(s.table)
-	return s, nil
+	return s
 }
 
 // Close cuts the running requests and waits for them. It is idempotent.
@@ -133,28 +131,17 @@ func (s *DataServer) recycle(in *requestBody) {
 	}
 }
 
-// DataTimers are the times of a data port. A zero field means its default.
-type DataTimers struct {
-	Admit      time.Duration // for a DPServer's answer; a later one counts as overloaded
-	LateTicket time.Duration // for the ticket of a request that has ended, to give it back
-	Body       time.Duration // for a request's body to arrive, and one second more for each MiB
-	// for one write; longer than an ingress gives its clients, so that the ingress names the cause
-	Stuck     time.Duration
-	Dial      time.Duration // for a connection to an engine
-	IdleOwned time.Duration // idle connections to engines that dpserve started
-	// idle connections to other engines: vLLM's HTTP server closes them after 5 s
-	IdleAttached time.Duration
-}
-
-// Defaults of DataTimers.
+// Times of a data port.
 const (
-	defaultDataAdmit        = 5 * time.Second
-	defaultDataLateTicket   = 10 * time.Second
-	defaultDataBody         = 30 * time.Second
-	defaultDataStuck        = 90 * time.Second
-	defaultDataDial         = 5 * time.Second
-	defaultDataIdleOwned    = 100 * time.Second
-	defaultDataIdleAttached = 4 * time.Second
+	defaultAdmit = 5 * time.Second
+	defaultBody  = 30 * time.Second
+	lateTicket   = 10 * time.Second // for the ticket of a request that has ended, to give it back
+	// for one write; longer than an ingress gives its clients, so that the ingress names the cause
+	stuckWrite = 90 * time.Second
+	engineDial = 5 * time.Second   // for a connection to an engine
+	idleOwned  = 100 * time.Second // idle connections to engines that dpserve started
+	// idle connections to other engines: vLLM's HTTP server closes them after 5 s
+	idleAttached = 4 * time.Second
 )
 
 // Limits of a data port that cannot be configured.
@@ -168,51 +155,25 @@ const (
 	firstBodyBuffer = 4 << 10  // bytes of the buffer for a body whose length is not announced
 )
 
-func (t DataTimers) withDefaults() DataTimers {
-	for _, d := range []struct {
-		at    *time.Duration
-		value time.Duration
-	}{
-		{&t.Admit, defaultDataAdmit},
-		{&t.LateTicket, defaultDataLateTicket},
-		{&t.Body, defaultDataBody},
-		{&t.Stuck, defaultDataStuck},
-		{&t.Dial, defaultDataDial},
-		{&t.IdleOwned, defaultDataIdleOwned},
-		{&t.IdleAttached, defaultDataIdleAttached},
-	} {
-		if *d.at <= 0 {
-			*d.at = d.value
-		}
-	}
-	return t
-}
-
-// rankKey names a rank of a node. A unit's name contains the application's.
-type rankKey struct {
-	unit string
-	rank routing.RankID
-}
-
 // dataTable is a msg.Sink that keeps the ranks of its node. Safe for concurrent use.
 type dataTable struct {
 	log *slog.Logger
 
 	mu    sync.RWMutex
-	ranks map[rankKey]*rankleg.Rank
+	ranks map[unitRank]*rankleg.Rank
 }
 
 var _ msg.Sink = (*dataTable)(nil)
 
 func newDataTable(log *slog.Logger) *dataTable {
-	return &dataTable{log: log, ranks: map[rankKey]*rankleg.Rank{}}
+	return &dataTable{log: log, ranks: map[unitRank]*rankleg.Rank{}}
 }
 
 // find returns the incarnation of a rank that runs now; nil if there is none.
 func (t *dataTable) find(app, unit string, rank routing.RankID) *rankleg.Rank {
 	t.mu.RLock()
 	defer t.mu.RUnlock()
-	if r := t.ranks[rankKey{unit, rank}]; r != nil && r.App == app {
+	if r := t.ranks[unitRank{unit, rank}]; r != nil && r.App == app {
 		return r
 	}
 	return nil
@@ -230,7 +191,7 @@ func (t *dataTable) Deliver(rec *msg.Record) {
 }
 
 func (t *dataTable) addRank(rec *msg.Record) {
-	key := rankKey{rec.Unit, rec.Rank}
+	key := unitRank{rec.Unit, rec.Rank}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	old := t.ranks[key]
@@ -247,7 +208,7 @@ func (t *dataTable) addRank(rec *msg.Record) {
 }
 
 func (t *dataTable) removeRank(rec *msg.Record) {
-	key := rankKey{rec.Unit, rec.Rank}
+	key := unitRank{rec.Unit, rec.Rank}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if r := t.ranks[key]; r != nil && r.Epoch == rec.Epoch && r.Incarnation == rec.Incarnation {

@@ -258,7 +258,7 @@ func TestDataUnknownRank(t *testing.T) {
 func TestDataMailbox(t *testing.T) {
 	g := newDataRig(t, dataOptions{
 		url:    "http://127.0.0.1:1",
-		config: func(c *DataConfig) { c.Timers.Admit = 20 * time.Millisecond },
+		config: func(c *DataConfig) { c.Admit = 20 * time.Millisecond },
 	})
 	g.rank.set(func(k *dataMailbox) { k.full = true })
 	assert.Equal(t, msg.Overloaded, g.send(g.dispatch()).reply.Refusal)

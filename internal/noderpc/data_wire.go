@@ -354,8 +354,7 @@ func readHead(h http.Header, path string, now time.Time) (*dataHead, error) {
 
 func (d *dataHead) readAdmit(r *headerReader, now time.Time) {
 	d.admit = msg.Admit{
-		ReqID: r.number(dataReq, 64), Epoch: r.number(dataEpoch, 64),
-		Tokens:    r.count(dataTokens),
+		ReqID: r.number(dataReq, 64), Epoch: r.number(dataEpoch, 64), Tokens: r.count(dataTokens),
 		Estimated: r.number(dataEstimated, 1) == 1, Whole: r.number(dataWhole, 1) == 1,
 		Weight: r.count(dataWeight),
 		Hit:    r.count(dataHit), HitBlocks: r.count(dataHitBlocks), Ingress: r.text(dataIngress),

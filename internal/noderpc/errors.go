@@ -36,10 +36,7 @@ type sentinel struct {
 	err  error
 }
 
-const (
-	notLeaderName = "not_leader"
-	deadlineName  = "deadline"
-)
+const notLeaderName = "not_leader"
 
 // sentinels are the known errors by their names on the wire. A name is never given to another error.
 func sentinels() []sentinel {
@@ -85,7 +82,7 @@ func sentinels() []sentinel {
 		{"overloaded", inbox.ErrOverloaded},
 		{"stopped", inbox.ErrStopped},
 		{"node_stopping", msg.ErrNodeStopping},
-		{deadlineName, context.DeadlineExceeded},
+		{"deadline", context.DeadlineExceeded},
 	}
 }
 
@@ -132,10 +129,10 @@ func (e *wireError) Error() string   { return e.text }
 func (e *wireError) Unwrap() []error { return e.is }
 
 // toStatus encodes an error as a gRPC status: its problem in the details, with the names of the known errors
-// in its chain. nil stays nil.
+// in its chain. nil stays nil, and so does a status, that of a method without a handler.
 func toStatus(err error) error {
-	if err == nil {
-		return nil
+	if _, ok := status.FromError(err); ok {
+		return err
 	}
 	p := toProblem(err)
 	code := statuses[problem.Code(p.GetCode())]
@@ -151,8 +148,7 @@ func toStatus(err error) error {
 
 func toProblem(err error) *dpservev1.Problem {
 	p := &dpservev1.Problem{Code: string(codeOf(err)), Message: cleanText(err.Error(), maxMessage)}
-	var e *problem.Error
-	if errors.As(err, &e) {
+	if e, ok := errors.AsType[*problem.Error](err); ok {
 		p.Hint, p.Doc = cleanText(e.Hint, maxHint), cleanText(e.Doc, maxHint)
 		for _, line := range e.Details[:min(len(e.Details), maxDetails)] {
 			p.Details = append(p.Details, cleanText(line, maxDetail))
@@ -163,10 +159,7 @@ func toProblem(err error) *dpservev1.Problem {
 			p.Is = append(p.Is, s.name)
 		}
 	}
-	var n *notLeaderError
-	if errors.As(err, &n) {
-		p.Leader = cleanText(n.leader, maxName)
-	}
+	p.Leader = cleanText(leaderOf(err), maxName)
 	return p
 }
 
@@ -255,8 +248,7 @@ func knownErrors(name, leader string) []error {
 
 // leaderOf is the node that a refusal names as the leader.
 func leaderOf(err error) string {
-	var n *notLeaderError
-	if errors.As(err, &n) {
+	if n, ok := errors.AsType[*notLeaderError](err); ok {
 		return n.leader
 	}
 	return ""

@@ -3,7 +3,6 @@ package noderpc
 import (
 	"cmp"
 	"context"
-	"errors"
 	"log/slog"
 	"slices"
 	"sync"
@@ -77,21 +76,15 @@ func (l *feedSubscriber) deliver(rec *msg.Record) {
 
 // FeedStats counts events since NewFeed.
 type FeedStats struct {
-	Nodes         int    // that have a stream now, or should have one
-	UnknownKinds  uint64 // records of a later version
-	UnknownFields uint64 // records with fields that this version does not know
-	Malformed     uint64 // records that were dropped; the readers ask for snapshots
-	Strays        uint64 // records of ranks without a snapshot
-	LostPosts     uint64 // messages to ranks that found no room, or whose node was removed
+	UnknownKinds uint64 // records of a later version
+	Malformed    uint64 // records that were dropped; the readers ask for snapshots
+	LostPosts    uint64 // messages to ranks that found no room, or whose node was removed
 }
 
 var _ msg.Feed = (*Feed)(nil)
 
 // NewFeed makes a feed that follows Store at once, until Close.
-func NewFeed(c FeedConfig) (*Feed, error) {
-	if c.Self == "" || c.Store == nil || c.Open == nil || c.Log == nil {
-		return nil, errors.New("feed: Self, Store, Open and Log must be set")
-	}
+func NewFeed(c FeedConfig) *Feed {
 	f := &Feed{
 		config: c, timers: c.Timers.withDefaults(), log: c.Log.With(slog.String("room", "remote")),
 		links: map[string]*link{},
@@ -102,7 +95,7 @@ func NewFeed(c FeedConfig) (*Feed, error) {
 	changed := c.Store.Changed() // before State, so that no change is missed
 	f.updateLinks(ctx, c.Store.State())
 	f.running.Go(func() { f.followStore(ctx, changed) })
-	return f, nil
+	return f
 }
 
 // Close ends all streams and takes the ranks of other nodes out, without a warning. It is idempotent and
@@ -120,11 +113,9 @@ func (f *Feed) Close() {
 
 // Stats returns the counters.
 func (f *Feed) Stats() FeedStats {
-	f.mu.Lock()
-	defer f.mu.Unlock()
 	return FeedStats{
-		Nodes: len(f.links), UnknownKinds: f.skipped.kinds.Load(), UnknownFields: f.skipped.fields.Load(),
-		Malformed: f.skipped.malformed.Load(), Strays: f.skipped.strays.Load(), LostPosts: f.lostPosts.Load(),
+		UnknownKinds: f.skipped.kinds.Load(), Malformed: f.skipped.malformed.Load(),
+		LostPosts: f.lostPosts.Load(),
 	}
 }
 
@@ -239,22 +230,21 @@ func (f *Feed) postInterval() time.Duration { return time.Duration(f.interval.Lo
 
 // StreamTimers are the times of the ranks' streams between nodes. Zero values take the defaults.
 type StreamTimers struct {
-	Heartbeat  time.Duration // of a stream without records, at most half as much later; 250 ms
-	Suspect    time.Duration // of silence: the node's ranks are picked last; 1 s
-	Out        time.Duration // of silence: the node's ranks are out; 3 s
-	BackoffMin time.Duration // first wait between attempts to reach a node, which grows; 50 ms
-	BackoffMax time.Duration // longest such wait; 1 s
-	Resync     time.Duration // how long a rank may take to answer a request for a snapshot; 1 s
+	Heartbeat time.Duration // of a stream without records, at most half as much later; 250 ms
+	Suspect   time.Duration // of silence: the node's ranks are picked last; 1 s
+	Out       time.Duration // of silence: the node's ranks are out; 3 s
 }
+
+const (
+	backoffMin = 50 * time.Millisecond // first wait between attempts to reach a node, which grows
+	backoffMax = time.Second           // longest such wait
+	resyncWait = time.Second           // how long a rank may take to answer a request for a snapshot
+)
 
 func (t StreamTimers) withDefaults() StreamTimers {
 	return StreamTimers{
-		Heartbeat:  cmp.Or(t.Heartbeat, 250*time.Millisecond),
-		Suspect:    cmp.Or(t.Suspect, time.Second),
-		Out:        cmp.Or(t.Out, 3*time.Second),
-		BackoffMin: cmp.Or(t.BackoffMin, 50*time.Millisecond),
-		BackoffMax: cmp.Or(t.BackoffMax, time.Second),
-		Resync:     cmp.Or(t.Resync, time.Second),
+		Heartbeat: cmp.Or(t.Heartbeat, 250*time.Millisecond), Suspect: cmp.Or(t.Suspect, time.Second),
+		Out: cmp.Or(t.Out, 3*time.Second),
 	}
 }
 
@@ -274,6 +264,14 @@ func untilBeat(every time.Duration) time.Duration {
 		return 0
 	}
 	return every - time.Duration(time.Now().UnixNano())%every
+}
+
+// signal wakes the reader of a channel with one slot.
+func signal(wake chan<- struct{}) {
+	select {
+	case wake <- struct{}{}:
+	default: // the last signal was not received yet
+	}
 }
 
 // waitTimer waits; false if done was closed meanwhile.

@@ -87,7 +87,6 @@ func (l *link) run(ctx context.Context) {
 	defer close(l.done)
 	timer := time.NewTimer(0)
 	defer timer.Stop()
-	t := l.feed.timers
 	for wait := time.Duration(0); ctx.Err() == nil; {
 		began := time.Now()
 		heard, err := l.runStream(ctx)
@@ -95,11 +94,11 @@ func (l *link) run(ctx context.Context) {
 			return
 		}
 		l.onStreamEnd(err)
-		if heard && time.Since(began) >= t.BackoffMax {
+		if heard && time.Since(began) >= backoffMax {
 			wait = 0
 			continue
 		}
-		wait = min(max(2*wait, t.BackoffMin), t.BackoffMax)
+		wait = min(max(2*wait, backoffMin), backoffMax)
 		if !waitTimer(ctx.Done(), timer, wait) {
 			return
 		}
@@ -205,8 +204,7 @@ func (l *link) removeRank(src *remoteRank) {
 
 // deliverOwn delivers a record that this side makes.
 func (l *link) deliverOwn(src *remoteRank, rec *msg.Record) {
-	rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation = src.app, src.unit, src.rank, src.epoch,
-		src.incarnation
+	src.setIn(rec)
 	l.feed.deliver(src, rec)
 }
 

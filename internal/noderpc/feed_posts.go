@@ -99,7 +99,7 @@ func (q *postQueue) push(p post) error {
 		return msg.ErrOverloaded
 	}
 	q.list = append(q.list, p)
-	q.signal()
+	signal(q.wake)
 	return nil
 }
 
@@ -122,7 +122,7 @@ func (q *postQueue) requestResync() {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.needsResync = true
-	q.signal()
+	signal(q.wake)
 }
 
 // onStreamStart drops a pending resync: a new stream asks for all snapshots anyway.
@@ -150,20 +150,12 @@ func (q *postQueue) putBack(batch []post) {
 	q.list = slices.Insert(q.list, 0, batch...)
 }
 
-// close drops all posts.
 func (q *postQueue) close() {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.closed = true
 	q.lost.Add(uint64(len(q.list)))
 	q.list = nil
-}
-
-func (q *postQueue) signal() {
-	select {
-	case q.wake <- struct{}{}:
-	default: // the last signal was not received yet
-	}
 }
 
 // toPost is a mailbox's message on the wire; nil if it is not sent over the stream.
@@ -174,8 +166,7 @@ func toPost(m any) *dpservev1.Post {
 			Ticket: m.TicketID, Outcome: uint32(m.Outcome), Cause: m.Cause,
 			PromptTokens: int64(m.PromptTokens), CachedTokens: int64(m.CachedTokens),
 			HasCached: m.HasCached, CompletionTokens: int64(m.CompletionTokens),
-			FirstTokenNano: int64(m.FirstToken),
-			Trip:           m.Trip, Busy: m.Busy, Probe: m.Probe,
+			FirstTokenNano: int64(m.FirstToken), Trip: m.Trip, Busy: m.Busy, Probe: m.Probe,
 		}}}
 	case *msg.FirstToken:
 		return &dpservev1.Post{Message: &dpservev1.Post_FirstToken{

@@ -17,6 +17,7 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/cluster/pki"
 	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/routing/kvindex"
@@ -214,7 +215,9 @@ func TestAnotherStreamOfTheSameIngress(t *testing.T) {
 		_, err = nameless.Recv()
 		assert.Equal(t, codes.InvalidArgument, status.Code(err))
 
-		w.streams.config.Peer = func(context.Context) (string, bool) { return "n9", true }
+		w.streams.config.Peer = func(context.Context) (pki.Identity, bool) {
+			return pki.Identity{Node: "n9"}, true
+		}
 		wrong := c.stream("i3")
 		require.NoError(t, wrong.Send(&dpservev1.SubscribeRequest{Ingress: "i3"}))
 		_, err = wrong.Recv()
@@ -239,14 +242,13 @@ func TestWrongStreams(t *testing.T) {
 		book.change(func(nodes map[string]*state.Node) {
 			nodes["n1"] = &state.Node{ID: "n1", Address: "n1:1", Roles: []state.Role{state.RoleWorker}}
 		})
-		f, err := NewFeed(FeedConfig{
+		f := NewFeed(FeedConfig{
 			Self: "i1", Store: book, Log: newStreamNet(t).log,
 			Open: func(context.Context, state.Node) (StreamClient, error) {
 				tries++
 				return nil, errors.New("no route to host")
 			},
 		})
-		require.NoError(t, err)
 		time.Sleep(10 * time.Second)
 		f.Close()
 		f.Close()

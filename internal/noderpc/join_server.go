@@ -2,11 +2,10 @@ package noderpc
 
 import (
 	"context"
-	"encoding/json"
 	"log/slog"
+	"maps"
 	"net"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -24,12 +23,11 @@ const (
 	maxSeeds  = 16               // addresses for a new node
 )
 
-// EnrollConfig is the configuration of an EnrollServer. All but Now are required.
+// EnrollConfig is the configuration of an EnrollServer. All fields are required.
 type EnrollConfig struct {
 	Store    msg.Store // with its secrets: of a node with role control
 	Proposer msg.Proposer
 	Version  string
-	Now      func() time.Time // nil = the clock
 	Log      *slog.Logger
 }
 
@@ -44,12 +42,7 @@ type EnrollServer struct {
 var _ dpservev1.EnrollServer = (*EnrollServer)(nil)
 
 // NewEnrollServer makes an EnrollServer; register it at a grpc.Server of its own with EnrollOptions.
-func NewEnrollServer(cfg EnrollConfig) *EnrollServer {
-	if cfg.Now == nil {
-		cfg.Now = time.Now
-	}
-	return &EnrollServer{cfg: cfg}
-}
+func NewEnrollServer(cfg EnrollConfig) *EnrollServer { return &EnrollServer{cfg: cfg} }
 
 // Join implements dpservev1.EnrollServer. The holder of the same key can repeat every step: the token records
 // the node and the key it was used for.
@@ -58,24 +51,24 @@ func (s *EnrollServer) Join(ctx context.Context, r *dpservev1.JoinRequest) (*dps
 	defer cancel()
 	n, err := s.decodeNewcomer(r)
 	if err != nil {
-		return nil, toStatus(stepError(stepMember, err))
+		return nil, stepError(stepMember, err)
 	}
 	log := s.cfg.Log.With("room", "remote", "peer", n.ID, "source", sourceOf(ctx))
 	if n.Key, err = pki.KeySum(r.GetCsr()); err != nil {
-		return nil, toStatus(stepError(stepCertificate, err))
+		return nil, stepError(stepCertificate, err)
 	}
 	if err := s.useToken(ctx, r.GetToken(), n); err != nil {
 		log.Warn("join refused", "err", err)
-		return nil, toStatus(stepError(stepToken, err))
+		return nil, stepError(stepToken, err)
 	}
-	cert, authority, err := certify(s.cfg.Store.State(), n, r.GetCsr(), s.cfg.Now())
+	cert, authority, err := certify(s.cfg.Store.State(), n, r.GetCsr(), time.Now())
 	if err != nil {
 		log.Warn("join refused", "err", err)
-		return nil, toStatus(err) // certify names its step
+		return nil, err // certify names its step
 	}
 	if _, err := s.cfg.Proposer.Propose(ctx, state.Command{PutNode: &state.PutNode{Node: *n}}); err != nil {
 		log.Warn("join refused", "err", err)
-		return nil, toStatus(stepError(stepMember, err))
+		return nil, stepError(stepMember, err)
 	}
 	log.Info("node joined", "roles", n.Roles, "address", n.Address)
 	st := s.cfg.Store.State()
@@ -106,13 +99,12 @@ func (s *EnrollServer) useToken(ctx context.Context, secret string, n *state.Nod
 		return problem.New(problem.Unauthenticated, "%w: it is malformed",
 			state.ErrTokenUnknown).WithHint("copy the whole join command again")
 	}
-	if s.cfg.Store.State().Tokens[hash] == nil && !s.wrong.allow(sourceOf(ctx), s.cfg.Now()) {
+	if s.cfg.Store.State().Tokens[hash] == nil && !s.wrong.allow(sourceOf(ctx), time.Now()) {
 		return problem.New(problem.Overloaded,
 			"too many wrong tokens").WithHint("make a new one with `dpserve token` and try again in a minute")
 	}
 	_, err = s.cfg.Proposer.Propose(ctx, state.Command{UseToken: &state.UseToken{
-		Hash: hash, UID: n.UID,
-		Key: n.Key, Now: s.cfg.Now().UnixMilli(),
+		Hash: hash, UID: n.UID, Key: n.Key, Now: time.Now().UnixMilli(),
 	}})
 	return err
 }
@@ -121,24 +113,16 @@ func (s *EnrollServer) useToken(ctx context.Context, secret string, n *state.Nod
 func seedsOf(st *state.State, newcomer string) []*dpservev1.Peer {
 	var out []*dpservev1.Peer
 	for _, control := range []bool{true, false} {
-		var some []*dpservev1.Peer
-		for name, n := range st.Nodes {
-			if name == newcomer || n.Lost || n.Address == "" ||
-				slices.Contains(n.Roles, state.RoleControl) != control {
+		for _, name := range slices.Sorted(maps.Keys(st.Nodes)) {
+			n := st.Nodes[name]
+			if name == newcomer || n.Lost || n.Address == "" || n.Has(state.RoleControl) != control {
 				continue
 			}
-			p := &dpservev1.Peer{Node: name, Uid: n.UID, Address: n.Address, Gossip: n.Gossip}
-			for _, r := range n.Roles {
-				p.Roles = append(p.Roles, string(r))
-			}
-			some = append(some, p)
+			out = append(out, &dpservev1.Peer{
+				Node: name, Uid: n.UID, Address: n.Address, Gossip: n.Gossip,
+				Roles: state.ConvertRoles[string](n.Roles),
+			})
 		}
-		slices.SortFunc(some, func(a,
-			b *dpservev1.Peer,
-		) int {
-			return strings.Compare(a.GetNode(), b.GetNode())
-		})
-		out = append(out, some...)
 	}
 	return out[:min(len(out), maxSeeds)]
 }
@@ -154,34 +138,6 @@ func sourceOf(ctx context.Context) string {
 		return p.Addr.String()
 	}
 	return host
-}
-
-// decodeJoined decodes the reply to a new node.
-func decodeJoined(r *dpservev1.JoinReply, key []byte) *Joined {
-	j := &Joined{
-		Cluster: r.GetCluster(),
-		Files: pki.Files{
-			Key: key, Cert: r.GetCertificate(), Authority: r.GetAuthority(),
-			GossipKey: r.GetGossipKey(),
-		},
-	}
-	for _, p := range r.GetSeeds()[:min(len(r.GetSeeds()), maxSeeds)] {
-		n := state.Node{ID: p.GetNode(), UID: p.GetUid(), Address: p.GetAddress(), Gossip: p.GetGossip()}
-		for _, role := range p.GetRoles() {
-			n.Roles = append(n.Roles, state.Role(role))
-		}
-		j.Seeds = append(j.Seeds, n)
-	}
-	return j
-}
-
-// encodeJoin encodes the request of a new node.
-func encodeJoin(t pki.Token, n *state.Node, csr []byte) (*dpservev1.JoinRequest, error) {
-	data, err := json.Marshal(n)
-	if err != nil {
-		return nil, problem.New(problem.Internal, "encode node %s: %w", n.ID, err)
-	}
-	return &dpservev1.JoinRequest{Token: t.SecretText(), Csr: csr, Node: data}, nil
 }
 
 // Bounds of lookups of unknown tokens, each of which costs a round of consensus. A secret has 128 bits: the

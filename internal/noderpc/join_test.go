@@ -2,7 +2,6 @@ package noderpc
 
 import (
 	"context"
-	"crypto/sha256"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -103,17 +102,13 @@ func (g *joinRig) serve() {
 }
 
 func (g *joinRig) join(change func(c *JoinConfig)) (*Joined, error) {
-	cfg := JoinConfig{Address: gateAddress, Token: g.token.String(), Node: newcomer("b"), Dial: g.dial}
+	cfg := JoinConfig{
+		Address: gateAddress, Token: g.token.String(), Node: newcomer("b"), Dial: g.net.DialContext,
+	}
 	if change != nil {
 		change(&cfg)
 	}
 	return Join(g.t.Context(), cfg)
-}
-
-func (g *joinRig) dial(
-	ctx context.Context, address string, fingerprint [sha256.Size]byte,
-) (*grpc.ClientConn, error) {
-	return nodeport.JoinGRPC(ctx, g.net.DialContext, address, fingerprint)
 }
 
 func newcomer(id string) state.Node {
@@ -281,7 +276,7 @@ func TestJoinWaitsForAnElection(t *testing.T) {
 	defer cancel()
 	_, err := Join(ctx, JoinConfig{
 		Address: gateAddress, Token: g.token.String(), Node: newcomer("b"),
-		Dial: g.dial,
+		Dial: g.net.DialContext,
 	})
 	require.ErrorIs(t, err, cluster.ErrNotLeader)
 	time.AfterFunc(100*time.Millisecond, func() {
@@ -432,7 +427,7 @@ func FuzzNewcomer(f *testing.F) {
 		_, err := s.Join(t.Context(), &dpservev1.JoinRequest{Node: node, Token: token, Csr: csr})
 		require.Error(t, err)
 		var p *problem.Error
-		require.ErrorAs(t, fromStatus("a", err), &p)
+		require.ErrorAs(t, fromStatus("a", toStatus(err)), &p)
 		require.NotEqual(t, problem.Internal, p.Code, p.Message)
 	})
 }

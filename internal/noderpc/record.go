@@ -70,6 +70,12 @@ func identityOf(rec *msg.Record) identity {
 	return identity{rec.App, rec.Unit, rec.Rank, rec.Epoch, rec.Incarnation}
 }
 
+// setIn is the inverse of identityOf.
+func (id *identity) setIn(rec *msg.Record) {
+	rec.App, rec.Unit, rec.Rank = id.app, id.unit, id.rank
+	rec.Epoch, rec.Incarnation = id.epoch, id.incarnation
+}
+
 // packer packs records. Its result is valid until its next use; in the steady state it allocates nothing.
 type packer struct {
 	buf  []byte

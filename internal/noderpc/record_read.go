@@ -86,7 +86,6 @@ func (u *unpacker) unpack(packed []byte, to recordHandler) error {
 	return nil
 }
 
-// readRecord reads one record.
 func (u *unpacker) readRecord(kind wireKind, c *cursor, to recordHandler) {
 	slot := c.u64()
 	if kind != wireMore {
@@ -146,8 +145,7 @@ func (u *unpacker) passOn(src *remoteRank, to recordHandler) {
 		u.removeRank(src)
 	default:
 	}
-	u.rec.App, u.rec.Unit, u.rec.Rank, u.rec.Epoch, u.rec.Incarnation = src.app, src.unit, src.rank,
-		src.epoch, src.incarnation
+	src.setIn(&u.rec)
 	to.record(src, &u.rec)
 }
 

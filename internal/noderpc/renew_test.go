@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 
+	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/cluster"
 	"github.com/dpserve/dpserve/internal/cluster/nodeport"
 	"github.com/dpserve/dpserve/internal/cluster/pki"
@@ -59,7 +60,7 @@ func (g *joinRig) credentials(t *testing.T, node string, at time.Time, roles ...
 	key, csr := newCertificateRequest(t)
 	cert, err := g.authority.Sign(csr, pki.Identity{
 		Cluster: "c", Node: node, UID: "uid-" + node,
-		Roles: rolesOf(&state.Node{Roles: roles}),
+		Roles: state.ConvertRoles[string](roles),
 	}, at, pki.DefaultLife)
 	require.NoError(t, err)
 	ca, _ := g.authority.PEM()
@@ -91,8 +92,9 @@ func TestAnExpiredCertificateIsRenewedByTheLeader(t *testing.T) {
 			net.ErrClosed
 	}, Nodes: nodes})
 	client := NewLeaderClient(LeaderConfig{
-		Self: "b", Conns: conns, Store: follower{g.store},
-		Log: slog.New(slog.DiscardHandler),
+		Self: "b", Conns: conns, Store: follower{g.store}, Log: slog.New(slog.DiscardHandler),
+		Hint:    func() (string, bool) { return "", false },
+		Leading: func() (msg.Leader, msg.Assigner, bool) { return nil, nil, false },
 	})
 	t.Cleanup(func() { require.NoError(t, client.Close()) })
 	key, csr := newCertificateRequest(t)

@@ -508,8 +508,7 @@ func (c *streamNet) worker(id string) *workerNode {
 func (w *workerNode) listen() {
 	l, err := w.c.net.Listen(w.id + ":7947")
 	require.NoError(w.c.t, err)
-	w.streams, err = NewStreamServer(StreamServerConfig{Feed: w.hub, Log: w.c.log})
-	require.NoError(w.c.t, err)
+	w.streams = NewStreamServer(StreamServerConfig{Feed: w.hub, Log: w.c.log})
 	w.server, w.served = grpc.NewServer(), make(chan struct{})
 	dpservev1.RegisterReplicaServer(w.server, w.streams)
 	go func() {
@@ -551,14 +550,12 @@ type ingressNode struct {
 
 func (c *streamNet) ingress(id string, local msg.Feed) *ingressNode {
 	n := &ingressNode{reader: newReader(c.t), dials: map[string]*grpc.ClientConn{}}
-	var err error
-	n.feed, err = NewFeed(FeedConfig{
+	n.feed = NewFeed(FeedConfig{
 		Self: id, Local: local, Store: c.book, Log: c.log,
 		Open: func(ctx context.Context, to state.Node) (StreamClient, error) {
 			return dpservev1.NewReplicaClient(c.dial(n, to)).Subscribe(ctx)
 		},
 	})
-	require.NoError(c.t, err)
 	n.cancel = n.feed.Subscribe(n.reader)
 	return n
 }

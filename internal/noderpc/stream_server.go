@@ -2,7 +2,6 @@ package noderpc
 
 import (
 	"context"
-	"errors"
 	"log/slog"
 	"slices"
 	"sync"
@@ -28,7 +27,7 @@ const (
 // StreamServerConfig is the configuration of a StreamServer. Feed and Log are required.
 type StreamServerConfig struct {
 	Feed msg.Feed // the node's own ranks
-	Peer func(ctx context.Context) (node string, ok bool)
+	Peer PeerOf   // it must be the node that the stream names; nil: it is not checked
 	// Unknown counts posts of a kind that this version does not know. nil: they are not counted.
 	Unknown func(what string)
 	Timers  StreamTimers
@@ -36,8 +35,7 @@ type StreamServerConfig struct {
 }
 
 // StreamServer serves the streams of a node's ranks to the ingresses of other nodes, and passes their posts
-// to the ranks. It implements dpservev1.ReplicaServer. Peer names the node of a stream's connection, which
-// must be the node that the stream names; nil: it is not checked.
+// to the ranks. It implements dpservev1.ReplicaServer.
 //
 // It subscribes to the ranks twice. broadcastSink writes every record into one log that every stream reads.
 // snapshotSink is given the snapshots that single streams have requested, and passes them to those streams
@@ -63,7 +61,7 @@ type StreamServer struct {
 	idle     []*subscriber          // those that have sent all records
 }
 
-// unitRank names a rank as a post does.
+// unitRank names a rank of a node. A unit's name contains the application's.
 type unitRank struct {
 	unit string
 	rank routing.RankID
@@ -79,7 +77,7 @@ type liveRank struct {
 }
 
 type streamCounts struct {
-	posts, strangePosts, gaps, resyncs atomic.Uint64
+	posts, strangePosts, gaps atomic.Uint64
 }
 
 // StreamServerStats counts events since New.
@@ -88,16 +86,12 @@ type StreamServerStats struct {
 	Posts        uint64 // delivered to a rank
 	StrangePosts uint64 // dropped: of an unknown kind, or for an incarnation that is not here
 	Gaps         uint64 // a stream was too slow, and lost its place
-	Resyncs      uint64 // snapshots requested
 }
 
 var _ dpservev1.ReplicaServer = (*StreamServer)(nil)
 
 // NewStreamServer makes a server that follows the node's ranks at once, until Close.
-func NewStreamServer(c StreamServerConfig) (*StreamServer, error) {
-	if c.Feed == nil || c.Log == nil {
-		return nil, errors.New("stream server: Feed and Log must be set")
-	}
+func NewStreamServer(c StreamServerConfig) *StreamServer {
 	if c.Unknown == nil {
 		c.Unknown = func(string) {}
 	}
@@ -108,7 +102,7 @@ func NewStreamServer(c StreamServerConfig) (*StreamServer, error) {
 	s.snapshots = &snapshotSink{s}
 	s.cancelBroadcast = c.Feed.Subscribe(&broadcastSink{s})
 	s.cancelSnapshots = c.Feed.Subscribe(s.snapshots)
-	return s, nil
+	return s
 }
 
 // Close ends every stream and both subscriptions. It is idempotent. It waits for all goroutines that New and
@@ -134,8 +128,7 @@ func (s *StreamServer) Stats() StreamServerStats {
 	defer s.mu.Unlock()
 	return StreamServerStats{
 		Streams: len(s.streams), Posts: s.counts.posts.Load(), StrangePosts: s.counts.strangePosts.Load(),
-		Gaps:    s.counts.gaps.Load(),
-		Resyncs: s.counts.resyncs.Load(),
+		Gaps: s.counts.gaps.Load(),
 	}
 }
 
@@ -176,9 +169,9 @@ func (s *StreamServer) checkName(ctx context.Context, name string) error {
 	if s.config.Peer == nil {
 		return nil
 	}
-	if node, ok := s.config.Peer(ctx); !ok || node != name {
+	if peer, ok := s.config.Peer(ctx); !ok || peer.Node != name {
 		return status.Errorf(codes.PermissionDenied,
-			"a stream of node %q came over the connection of node %q", name, node)
+			"a stream of node %q came over the connection of node %q", name, peer.Node)
 	}
 	return nil
 }
@@ -279,7 +272,7 @@ func (s *StreamServer) rankOf(rec *msg.Record) *liveRank {
 func (s *StreamServer) wakeIdle() {
 	for _, sub := range s.idle {
 		sub.isIdle = false
-		sub.signal()
+		signal(sub.wake)
 	}
 	s.idle = s.idle[:0]
 }
@@ -336,7 +329,7 @@ func (s *StreamServer) setReceivers(r *liveRank) {
 // asked again when they are sent.
 func (s *StreamServer) addOwn(sub *subscriber, r *liveRank, n int) bool {
 	sub.ownBytes += n
-	sub.signal()
+	signal(sub.wake)
 	if sub.ownBytes > maxOwnBytes {
 		sub.addWanted(r)
 		return false
@@ -379,7 +372,7 @@ func (s *StreamServer) deliverPost(sub *subscriber, p *dpservev1.Post) {
 	}
 	if _, ok := p.GetMessage().(*dpservev1.Post_Resync); ok {
 		sub.addWanted(r)
-		sub.signal()
+		signal(sub.wake)
 		s.mu.Unlock()
 		s.counts.posts.Add(1)
 		return

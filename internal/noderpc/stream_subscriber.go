@@ -45,13 +45,6 @@ func (sub *subscriber) finish(err error) {
 	})
 }
 
-func (sub *subscriber) signal() {
-	select {
-	case sub.wake <- struct{}{}:
-	default: // the last signal was not received yet
-	}
-}
-
 func (sub *subscriber) addWanted(r *liveRank) {
 	if !slices.Contains(sub.wanted, r) {
 		sub.wanted = append(sub.wanted, r)
@@ -72,17 +65,17 @@ func (s *StreamServer) requestAll(sub *subscriber) {
 	for _, r := range s.ranks {
 		sub.addWanted(r)
 	}
-	sub.signal()
+	signal(sub.wake)
 }
 
 // handleGap drops the records that wait for a stream that was too slow, and starts it again: at once, and
-// then at most every Resync.
+// then at most every resyncWait.
 func (s *StreamServer) handleGap(sub *subscriber, now time.Time) {
 	s.counts.gaps.Add(1)
 	s.removeReceiver(sub)
 	sub.at, sub.own, sub.ownBytes, sub.wanted, sub.askedRank = s.records.end(), nil, 0, nil, nil
-	if now.Sub(sub.lastGap) < s.timers.Resync {
-		sub.nextAskAt = sub.lastGap.Add(s.timers.Resync)
+	if now.Sub(sub.lastGap) < resyncWait {
+		sub.nextAskAt = sub.lastGap.Add(resyncWait)
 	}
 	sub.lastGap = now
 	s.requestAll(sub)
@@ -101,7 +94,6 @@ func (s *StreamServer) sendRecords(
 	for {
 		packed, ask, pace := s.nextMessage(sub)
 		if ask != nil {
-			s.counts.resyncs.Add(1)
 			_ = ask.TrySend(msg.Resync{Sink: s.snapshots}) // a rank whose mailbox is full is asked again
 		}
 		if quiet := time.Since(sent); packed == nil && quiet < s.timers.Heartbeat/2 {
@@ -189,7 +181,7 @@ func (sub *subscriber) takeOwn() []byte {
 // nextWanted picks the rank that is asked for a snapshot next: one at a time, after the answer before was
 // sent. A rank that does not answer comes last.
 func (s *StreamServer) nextWanted(sub *subscriber, now time.Time) *liveRank {
-	if r := sub.askedRank; r != nil && (r.hasEnded || now.Sub(sub.askedAt) >= s.timers.Resync) {
+	if r := sub.askedRank; r != nil && (r.hasEnded || now.Sub(sub.askedAt) >= resyncWait) {
 		sub.askedRank = nil
 		sub.addWanted(r)
 	}
@@ -234,7 +226,6 @@ func (p place) before(q place) bool {
 	return p.chunk < q.chunk || p.chunk == q.chunk && p.pos < q.pos
 }
 
-// append adds one packed record.
 func (l *recordLog) append(part []byte) {
 	n := len(l.chunks)
 	if n == 0 || len(l.chunks[n-1].buf)+len(part) > cap(l.chunks[n-1].buf) {

@@ -64,8 +64,7 @@ func (e *Error) Unwrap() error { return e.cause }
 
 // CodeOf is the code of the first Error in err's chain, Internal if there is none.
 func CodeOf(err error) Code {
-	var e *Error
-	if errors.As(err, &e) {
+	if e, ok := errors.AsType[*Error](err); ok {
 		return e.Code
 	}
 	return Internal

@@ -28,8 +28,14 @@ type Near struct {
 	timers  Timers
 	serves  func() bool
 	engines engines
-	replies sync.Pool      // chan msg.AdmitReply
+	waits   sync.Pool      // *wait
 	late    sync.WaitGroup // waits for late tickets
+}
+
+// wait is what waits for the reply of a rank's actor. It is used again when the reply has come.
+type wait struct {
+	reply    chan msg.AdmitReply
+	patience *time.Timer
 }
 
 var _ Asker = (*Near)(nil)
@@ -38,7 +44,9 @@ var _ Asker = (*Near)(nil)
 // nil: always.
 func NewNear(t Timers, dial Dialer, serves func() bool) *Near {
 	n := &Near{timers: t, serves: serves, engines: newEngines(t, dial)}
-	n.replies.New = func() any { return make(chan msg.AdmitReply, 1) }
+	n.waits.New = func() any {
+		return &wait{make(chan msg.AdmitReply, 1), time.NewTimer(t.Admit)}
+	}
 	return n
 }
 
@@ -79,11 +87,11 @@ func (n *Near) Reserve(ctx context.Context, q *Request) (reply msg.AdmitReply, e
 // refusal because the request has expired, for the end of the actor, which then replies to nothing, or for
 // Timers.Admit.
 func (n *Near) admit(ctx context.Context, q *Request) msg.AdmitReply {
-	reply, _ := n.replies.Get().(chan msg.AdmitReply)
-	q.Admit.Reply = reply
+	w, _ := n.waits.Get().(*wait)
+	q.Admit.Reply = w.reply
 	box := q.Rank.Mailbox
 	if box.TrySend(q.Admit) != nil {
-		n.replies.Put(reply)
+		n.waits.Put(w)
 		select {
 		case <-box.Stopped():
 			return q.refused(msg.Gone)
@@ -91,27 +99,31 @@ func (n *Near) admit(ctx context.Context, q *Request) msg.AdmitReply {
 			return q.refused(msg.Overloaded)
 		}
 	}
-	patience := time.NewTimer(n.timers.Admit)
-	defer patience.Stop()
+	w.patience.Reset(n.timers.Admit)
 	select {
-	case rep := <-reply:
-		n.replies.Put(reply)
+	case rep := <-w.reply:
+		n.endWait(w)
 		return rep
 	case <-box.Stopped():
 		q.IsAdmitPending = true // the mailbox may still hold the message
 		select {
-		case rep := <-reply: // it came just before the actor ended
+		case rep := <-w.reply: // it came just before the actor ended
 			return rep
 		default:
-			return q.refused(msg.Gone) // the channel is not used again
+			return q.refused(msg.Gone) // w is not used again
 		}
 	case <-ctx.Done():
-		n.returnLateTicket(q)
+		n.returnLateTicket(q, w)
 		return q.refused(msg.Expired)
-	case <-patience.C:
-		n.returnLateTicket(q)
+	case <-w.patience.C:
+		n.returnLateTicket(q, w)
 		return q.refused(msg.Overloaded)
 	}
+}
+
+func (n *Near) endWait(w *wait) {
+	w.patience.Stop()
+	n.waits.Put(w)
 }
 
 func (q *Request) refused(why msg.Refusal) msg.AdmitReply {
@@ -120,20 +132,19 @@ func (q *Request) refused(why msg.Refusal) msg.AdmitReply {
 
 // returnLateTicket waits for the ticket of a request that has already left, and returns it. It uses one
 // goroutine per such request, which ends with the reply, the actor or Timers.LateTicket.
-func (n *Near) returnLateTicket(q *Request) {
+func (n *Near) returnLateTicket(q *Request, w *wait) {
 	q.IsAdmitPending = true
-	reply, box := q.Admit.Reply, q.Rank.Mailbox
+	box := q.Rank.Mailbox
+	w.patience.Reset(n.timers.LateTicket)
 	n.late.Go(func() {
-		timeout := time.NewTimer(n.timers.LateTicket)
-		defer timeout.Stop()
 		select {
-		case rep := <-reply:
-			n.replies.Put(reply)
+		case rep := <-w.reply:
+			n.endWait(w)
 			if rep.Refusal == msg.Granted {
 				box.Send(&msg.Done{TicketID: rep.Ticket.ID, Outcome: msg.Refused, Cause: "late_ticket"})
 			}
 		case <-box.Stopped():
-		case <-timeout.C:
+		case <-w.patience.C:
 		}
 	})
 }

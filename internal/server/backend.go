@@ -2,11 +2,13 @@ package server
 
 import (
 	"context"
+	"fmt"
 	"maps"
 	"slices"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/controller"
+	"github.com/dpserve/dpserve/actors/ingress"
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/api"
@@ -20,18 +22,17 @@ import (
 type backend struct{ n *Node }
 
 var (
-	_ api.Backend = (*backend)(nil)
-	_ api.Ranks   = (*backend)(nil)
-	_ api.Nodes   = (*backend)(nil)
+	_ api.Backend  = (*backend)(nil)
+	_ api.Ranks    = (*backend)(nil)
+	_ api.Nodes    = (*backend)(nil)
+	_ api.Restarts = (*backend)(nil)
 )
 
-// Validate implements api.Backend.
 func (b *backend) Validate(file string, text []byte) ([]app.Warning, error) {
 	_, warnings, err := ParseApps(file, text)
 	return warnings, err
 }
 
-// Deploy implements api.Backend.
 func (b *backend) Deploy(ctx context.Context, req client.DeployRequest) (api.DeployResult, error) {
 	file, warnings, err := ParseApps(req.File, req.Text)
 	if err != nil {
@@ -49,7 +50,6 @@ func (b *backend) Deploy(ctx context.Context, req client.DeployRequest) (api.Dep
 	return api.DeployResult{Revision: r.Revision, Apps: r.Apps, Changes: changes, Warnings: warnings}, nil
 }
 
-// Plan implements api.Backend.
 func (b *backend) Plan(_ context.Context, req client.DeployRequest) (client.Plan, []app.Warning, error) {
 	file, warnings, err := ParseApps(req.File, req.Text)
 	if err != nil {
@@ -63,7 +63,6 @@ func (b *backend) Plan(_ context.Context, req client.DeployRequest) (client.Plan
 	return p, warnings, err
 }
 
-// Apps implements api.Backend.
 func (b *backend) Apps(ctx context.Context) ([]client.AppStatus, error) {
 	list, err := b.storedApps(ctx)
 	return controller.FoldStatuses(list), err
@@ -90,7 +89,6 @@ func (b *backend) storedApps(ctx context.Context) ([]client.AppStatus, error) {
 	return list, nil
 }
 
-// Logs implements api.Backend.
 func (b *backend) Logs(ctx context.Context, q client.LogQuery) (api.LogStream, error) {
 	status, err := b.App(ctx, q.App)
 	if err != nil {
@@ -118,32 +116,26 @@ func (b *backend) views() (views api.NodeViews, silences map[string]time.Duratio
 	return views, silences
 }
 
-// AddRank implements api.Ranks.
 func (b *backend) AddRank(ctx context.Context, name string, rank []byte) (client.RankChange, error) {
 	l, err := b.n.requireLeader()
 	if err != nil {
 		return client.RankChange{}, err
 	}
-	c, err := controller.AttachedRanks{Controller: l.control}.Add(ctx, name, rank)
-	return client.RankChange(c), err
+	return controller.AttachedRanks{Controller: l.control}.Add(ctx, name, rank)
 }
 
-// RemoveRank implements api.Ranks.
 func (b *backend) RemoveRank(ctx context.Context, name string, r api.RankRemoval) (client.RankChange, error) {
 	l, err := b.n.requireLeader()
 	if err != nil {
 		return client.RankChange{}, err
 	}
-	c, err := controller.AttachedRanks{Controller: l.control}.Remove(ctx, name, r.Rank, r.Deadline)
-	return client.RankChange(c), err
+	return controller.AttachedRanks{Controller: l.control}.Remove(ctx, name, r.Rank, r.Deadline)
 }
 
-// Workers implements api.Ranks.
 func (b *backend) Workers(_ context.Context, name string) ([]string, error) {
 	return controller.AttachedURLs(b.n.store.State(), name)
 }
 
-// App implements api.Backend.
 func (b *backend) App(ctx context.Context, name string) (client.AppStatus, error) {
 	stored, err := b.storedApps(ctx)
 	if err != nil {
@@ -165,7 +157,6 @@ func (b *backend) App(ctx context.Context, name string) (client.AppStatus, error
 	return client.AppStatus{}, state.UnknownApp(name, names)
 }
 
-// Delete implements api.Backend.
 func (b *backend) Delete(ctx context.Context, name string) error {
 	if _, err := b.App(ctx, name); err != nil {
 		return err
@@ -178,7 +169,6 @@ func (b *backend) Delete(ctx context.Context, name string) error {
 	return err
 }
 
-// Events implements api.Backend.
 func (b *backend) Events(since uint64) ([]client.Event, <-chan struct{}) {
 	l, err := b.n.requireLeader()
 	if err != nil {
@@ -187,22 +177,18 @@ func (b *backend) Events(since uint64) ([]client.Event, <-chan struct{}) {
 	next := l.control.Watch() // Watch comes before Events, so that no change in between is missed
 	var out []client.Event
 	for _, e := range l.control.Events(since) {
+		kind := e.To
+		if e.Unit != "" {
+			kind = "unit"
+		}
 		out = append(out, client.Event{
-			Number: e.Seq, Time: e.At, Kind: eventKind(e.Unit, e.To), App: e.App,
-			Unit: e.Unit, Epoch: e.Epoch, Phase: e.To, Reason: e.Reason,
+			Number: e.Seq, Time: e.At, Kind: kind, App: e.App, Unit: e.Unit, Epoch: e.Epoch, Phase: e.To,
+			Reason: e.Reason,
 		})
 	}
 	return out, next
 }
 
-func eventKind(unit, to string) string {
-	if unit != "" {
-		return "unit"
-	}
-	return to
-}
-
-// Nodes implements api.Nodes.
 func (b *backend) Nodes(ctx context.Context) ([]client.NodeStatus, error) {
 	l, err := b.n.requireLeader()
 	if err != nil {
@@ -233,14 +219,8 @@ func (b *backend) nodesWithoutLeader() []client.NodeStatus {
 	var out []client.NodeStatus
 	for _, id := range slices.Sorted(maps.Keys(st.Nodes)) {
 		rec := st.Nodes[id]
-		s := client.NodeStatus{
-			Node: id, State: "unknown", Reason: "no node leads; " + who, Address: rec.Address, Zone: rec.Zone,
-			Version: rec.Version, Voter: n.isVoter(rec.UID), Slots: rec.Resources.Slots,
-			GPUs: len(rec.Resources.Devices),
-		}
-		for _, r := range rec.Roles {
-			s.Roles = append(s.Roles, string(r))
-		}
+		s := controller.StatusOfRecord(rec)
+		s.State, s.Reason, s.Voter = "unknown", "no node leads; "+who, n.isVoter(rec.UID)
 		b.addGossipView(&s, rec)
 		switch {
 		case rec.UID == n.ident.UID: // it answers, whatever gossip remembers of it
@@ -256,7 +236,6 @@ func (b *backend) nodesWithoutLeader() []client.NodeStatus {
 	return out
 }
 
-// Drain implements api.Nodes.
 func (b *backend) Drain(ctx context.Context, node string, deadline *time.Duration) error {
 	l, err := b.n.requireLeader()
 	if err != nil {
@@ -269,7 +248,6 @@ func (b *backend) Drain(ctx context.Context, node string, deadline *time.Duratio
 	return l.control.Drain(ctx, node, by)
 }
 
-// Undrain implements api.Nodes.
 func (b *backend) Undrain(ctx context.Context, node string) error {
 	l, err := b.n.requireLeader()
 	if err != nil {
@@ -278,7 +256,6 @@ func (b *backend) Undrain(ctx context.Context, node string) error {
 	return l.control.Undrain(ctx, node)
 }
 
-// Remove implements api.Nodes.
 func (b *backend) Remove(ctx context.Context, node string) error {
 	l, err := b.n.requireLeader()
 	if err != nil {
@@ -287,7 +264,6 @@ func (b *backend) Remove(ctx context.Context, node string) error {
 	return b.n.upkeep.Remove(ctx, node, l.control.Remove)
 }
 
-// CheckLeave implements api.Nodes.
 func (b *backend) CheckLeave(ctx context.Context, node string) error {
 	if _, err := b.n.requireLeader(); err != nil {
 		return err
@@ -295,7 +271,6 @@ func (b *backend) CheckLeave(ctx context.Context, node string) error {
 	return b.n.upkeep.CheckLeave(ctx, node)
 }
 
-// NewToken implements api.Nodes.
 func (b *backend) NewToken(ctx context.Context, req client.TokenRequest) (client.Token, error) {
 	if b.n.peering == nil {
 		return client.Token{}, problem.New(problem.Conflict, "this node stands alone: no other can join it").
@@ -304,7 +279,6 @@ func (b *backend) NewToken(ctx context.Context, req client.TokenRequest) (client
 	return b.newToken(ctx, req)
 }
 
-// newToken makes a join token.
 func (b *backend) newToken(ctx context.Context, req client.TokenRequest) (client.Token, error) {
 	n := b.n
 	if len(n.store.State().Secrets.Authority) == 0 {
@@ -314,7 +288,6 @@ func (b *backend) newToken(ctx context.Context, req client.TokenRequest) (client
 	return client.Token{Token: token, Address: n.peering.Address(), Uses: req.Uses, Expires: expires}, err
 }
 
-// RotateKey implements api.Nodes.
 func (b *backend) RotateKey(ctx context.Context) error {
 	if b.n.peering == nil {
 		return problem.New(problem.Conflict, "this node stands alone: it does not gossip").
@@ -326,7 +299,6 @@ func (b *backend) RotateKey(ctx context.Context) error {
 	return b.n.upkeep.RotateKey(ctx)
 }
 
-// KeyRotation implements api.Nodes.
 func (b *backend) KeyRotation(context.Context) (client.KeyRotation, error) {
 	if _, err := b.n.requireLeader(); err != nil {
 		return client.KeyRotation{}, err
@@ -338,6 +310,11 @@ func (b *backend) KeyRotation(context.Context) (client.KeyRotation, error) {
 	}
 	return r, nil
 }
+
+func (b *backend) Restart() error { return b.n.Restart() }
+
+// Process names this process of the node.
+func (b *backend) Process() string { return b.n.node.Process() }
 
 // addGossipView adds gossip's last sight of a node to its status.
 func (b *backend) addGossipView(s *client.NodeStatus, rec *state.Node) {
@@ -355,7 +332,6 @@ type localView struct{ n *Node }
 
 var _ msg.NodeView = localView{}
 
-// Statuses implements msg.NodeView.
 func (v localView) Statuses(context.Context) (msg.NodeCounts, error) {
 	counts := msg.NodeCounts{
 		Ranks: v.n.node.RankStatuses(), Queued: map[string]int{}, Pairs: map[string]client.PDStatus{},
@@ -373,16 +349,68 @@ func (v localView) Statuses(context.Context) (msg.NodeCounts, error) {
 	return counts, nil
 }
 
-// Logs implements msg.NodeView.
 func (v localView) Logs(ctx context.Context, q msg.LogQuery, give func(msg.LogLine) error) error {
 	return v.n.node.Logs(ctx, q, give)
 }
 
-// ResetRouter implements msg.NodeView.
 func (v localView) ResetRouter(_ context.Context, app string) (ranks int, err error) {
 	if v.n.ingress == nil {
 		return 0, nil
 	}
 	res, err := v.n.ingress.ResetRouter(app)
 	return res.Ranks, err
+}
+
+// eventRouterReset is the kind of the event that records a router reset.
+const eventRouterReset = "router-reset"
+
+// routers implements api.Routers. What is not below is the ingress's own.
+type routers struct {
+	*ingress.Ingress
+	n *Node
+}
+
+var _ api.Routers = (*routers)(nil)
+
+// newRouters returns the Routers of a node with role ingress, and nil on other nodes.
+func newRouters(n *Node) api.Routers {
+	if n.ingress == nil {
+		return nil
+	}
+	return &routers{n.ingress, n}
+}
+
+func (r *routers) Explain(ctx context.Context, app string, q *client.Query) (*client.Explanation, error) {
+	return r.ExplainRoute(ctx, app, q)
+}
+
+// Reset implements api.Routers. It resets the router on every ingress of the cluster.
+func (r *routers) Reset(ctx context.Context, app string) (client.ResetResult, error) {
+	if _, err := r.RouterInfo(app); err != nil {
+		return client.ResetResult{}, err
+	}
+	views, _ := (&backend{r.n}).views()
+	ranks, err := views.ResetRouters(ctx, app)
+	if l, leads := r.n.leading.Current(); err == nil && leads {
+		l.control.Note(app, eventRouterReset, fmt.Sprintf("%d ranks asked for a snapshot", ranks))
+	}
+	return client.ResetResult{App: app, Ranks: ranks}, err
+}
+
+func (r *routers) Router(_ context.Context, app string) (client.Info, error) {
+	return r.RouterInfo(app)
+}
+
+func (r *routers) PotentialLoads(_ context.Context, app string, ids []uint32) ([]client.PotentialLoad,
+	error,
+) {
+	return r.Ingress.PotentialLoads(app, ids)
+}
+
+func (r *routers) MarkPrefillComplete(_ context.Context, app, requestID string) error {
+	return r.Ingress.MarkPrefillComplete(app, requestID)
+}
+
+func (r *routers) Free(_ context.Context, app, requestID string) error {
+	return r.Ingress.Free(app, requestID)
 }

@@ -3,12 +3,13 @@
 package server
 
 import (
+	"context"
 	"io"
 	"maps"
 	"net"
+	"net/http"
 	"os"
 	"slices"
-	"sort"
 	"strconv"
 	"strings"
 	"time"
@@ -20,6 +21,8 @@ import (
 	"github.com/dpserve/dpserve/actors/rankassigner"
 	"github.com/dpserve/dpserve/internal/cluster"
 	"github.com/dpserve/dpserve/internal/cluster/membership"
+	"github.com/dpserve/dpserve/internal/devices"
+	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/noderpc"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
@@ -36,6 +39,11 @@ const (
 	DefaultGossip    = 7946
 	DefaultMaxBody   = ingress.DefaultMaxBody >> 20 // MiB
 	LargestMaxBody   = ingress.LargestMaxBody >> 20 // MiB
+	MaxConns         = ingress.DefaultMaxConns      // client connections that a node accepts
+
+	DefaultOrphanTimeout = 10 * time.Minute
+	DefaultRestartGrace  = 2 * time.Minute
+	longestRestartGrace  = time.Hour
 )
 
 // Limits of the token that the first start of a cluster prints.
@@ -61,7 +69,7 @@ type Config struct {
 	MaxBody        int                      // MiB of one inference request's body; memory use grows with it
 	PortRange      string                   // LO-HI, ports of engines
 	Slots          int                      // ranks without devices
-	GPUs           string                   // count, or list like 0-3,6
+	GPUs           string                   // auto, none or "", a count, or a list like 0-3,6
 	Labels         map[string]string        // matched by resources.labels
 	Timers         map[string]time.Duration // overrides by name, for support and tests
 	Advertise      string                   // IP or host for other nodes; "" = this node stands alone
@@ -70,6 +78,9 @@ type Config struct {
 	Roles          []string                 // control, worker, ingress; nil = those of the join, or all
 	Zone           string                   // failure domain
 	OnLeaseLoss    string                   // serve | fence
+	Shims          bool                     // engines outlive this process, and its next one adopts them
+	OrphanTimeout  time.Duration            // with Shims: an engine lives so long without a node
+	RestartGrace   time.Duration            // how long the leader keeps the grants over a Restart
 	Stop           <-chan struct{}          // New gives up when it is closed; nil = never
 	Join           *Join                    // nil = a cluster of its own, or the cluster of the data dir
 	InsecurePublic bool                     // allow a public bind without keys and TLS
@@ -94,8 +105,9 @@ func DefaultConfig() Config {
 	return Config{
 		NodeID: host, DataDir: DefaultDataDir, HTTPBind: DefaultHTTPBind, AdminBind: DefaultAdminBind,
 		NodePort: DefaultNodePort, GossipPort: DefaultGossip, OnLeaseLoss: "serve",
-		MaxBody: DefaultMaxBody, PortRange: DefaultPortRange, Slots: DefaultSlots, LogWriter: os.Stderr,
-		LogFormat: "text", LogLevel: "info",
+		OrphanTimeout: DefaultOrphanTimeout, RestartGrace: DefaultRestartGrace,
+		MaxBody: DefaultMaxBody, PortRange: DefaultPortRange, Slots: DefaultSlots, GPUs: autoGPUs,
+		LogWriter: os.Stderr, LogFormat: "text", LogLevel: "info",
 	}
 }
 
@@ -106,7 +118,7 @@ func (c *Config) Validate() error {
 		{"--admin-bind", c.AdminBind},
 		{"--metrics-bind", c.MetricsBind},
 	} {
-		if b.addr == "" && b.flag == "--metrics-bind" {
+		if b.flag == "--metrics-bind" && b.addr == "" {
 			continue
 		}
 		if err := c.checkBind(b.flag, b.addr); err != nil {
@@ -133,8 +145,14 @@ func (c *Config) Validate() error {
 		return problem.New(problem.InvalidArgument, "--slots %d: must not be negative", c.Slots).
 			WithHint("--slots 0 takes no ranks without devices")
 	}
-	if _, err := ParseGPUs(c.GPUs); err != nil {
+	if _, err := parseGPUs(c.GPUs); err != nil {
 		return err
+	}
+	if c.OrphanTimeout < 0 || c.RestartGrace < 0 || c.RestartGrace > longestRestartGrace {
+		return problem.New(problem.InvalidArgument,
+			"--orphan-timeout %s, --restart-grace %s: want times from 0, and a grace up to %s",
+			c.OrphanTimeout, c.RestartGrace, longestRestartGrace).
+			WithHint("the defaults are %s and %s", DefaultOrphanTimeout, DefaultRestartGrace)
 	}
 	if err := c.validateCluster(); err != nil {
 		return err
@@ -144,15 +162,14 @@ func (c *Config) Validate() error {
 			"--node-id %q: must be a name without spaces and slashes", c.NodeID).
 			WithHint("for example --node-id gpu-1")
 	}
-	known := timerNames()
 	for name, d := range c.Timers {
 		if d <= 0 {
 			return problem.New(problem.InvalidArgument, "--timers %s=%s: must be positive", name, d).
 				WithHint("for example --timers %s=500ms", name)
 		}
-		if i := sort.SearchStrings(known, name); i == len(known) || known[i] != name {
+		if timersByName[name] == nil {
 			return problem.New(problem.InvalidArgument, "--timers: unknown timer %q", name).
-				WithHint("timers are %s", strings.Join(known, ", "))
+				WithHint("timers are %s", strings.Join(slices.Sorted(maps.Keys(timersByName)), ", "))
 		}
 	}
 	return nil
@@ -181,18 +198,17 @@ func (c *Config) checkBind(flag, addr string) error {
 	return nil
 }
 
-// resources returns the resources of this node that placement may use.
+// resources returns the resources of this node that placement may use, without devices.
 func (c *Config) resources() (state.Resources, error) {
 	lo, hi, err := parsePortRange(c.PortRange)
 	if err != nil {
 		return state.Resources{}, err
 	}
-	devices, err := ParseGPUs(c.GPUs)
-	o := state.Resources{Slots: c.Slots, Devices: devices, Labels: c.Labels, PortLo: lo, PortHi: hi}
+	o := state.Resources{Slots: c.Slots, Labels: c.Labels, PortLo: lo, PortHi: hi}
 	if !slices.Contains(c.Roles, string(state.RoleWorker)) {
-		o.Slots, o.Devices = 0, nil
+		o.Slots = 0
 	}
-	return o, err
+	return o, nil
 }
 
 // AllRoles returns the roles of a node without --roles.
@@ -200,10 +216,9 @@ func AllRoles() []string {
 	return []string{string(state.RoleControl), string(state.RoleWorker), string(state.RoleIngress)}
 }
 
-// validateCluster checks the fields that concern other nodes.
 func (c *Config) validateCluster() error {
 	for _, r := range c.Roles {
-		if r != string(state.RoleControl) && r != string(state.RoleWorker) && r != string(state.RoleIngress) {
+		if !slices.Contains(AllRoles(), r) {
 			return problem.New(problem.InvalidArgument, "--roles: unknown role %q", r).
 				WithHint("roles are control, worker and ingress")
 		}
@@ -263,6 +278,15 @@ func isLoopback(host string) bool {
 	return ip != nil && ip.IsLoopback()
 }
 
+// OfferedGPUs returns the devices that --gpus names; all says that it offers those that are found.
+func (c *Config) OfferedGPUs() (named []int, all bool) {
+	named, err := parseGPUs(c.GPUs)
+	return named, err == nil && c.GPUs == autoGPUs
+}
+
+// EnginePorts returns the first and the last port of engines.
+func (c *Config) EnginePorts() (lo, hi int, err error) { return parsePortRange(c.PortRange) }
+
 func parsePortRange(s string) (lo, hi int, err error) {
 	a, b, ok := strings.Cut(s, "-")
 	if ok {
@@ -279,51 +303,6 @@ func parsePortRange(s string) (lo, hi int, err error) {
 	return lo, hi, nil
 }
 
-// ParseGPUs reads --gpus: empty, a count ("4" declares devices 0..3), or a list ("0-3,6").
-func ParseGPUs(s string) ([]int, error) {
-	bad := problem.New(problem.InvalidArgument, "--gpus %q: want a count or a list", s).
-		WithHint("for example --gpus 4 or --gpus 0-3,6")
-	if s == "" {
-		return nil, nil
-	}
-	if !strings.ContainsAny(s, "-,") {
-		n, err := strconv.Atoi(s)
-		if err != nil || n < 0 || n > maxDevices {
-			return nil, bad
-		}
-		out := make([]int, n)
-		for i := range out {
-			out[i] = i
-		}
-		return out, nil
-	}
-	seen := map[int]bool{}
-	var out []int
-	for part := range strings.SplitSeq(s, ",") {
-		a, b, isRange := strings.Cut(part, "-")
-		lo, err := strconv.Atoi(a)
-		hi := lo
-		if err == nil && isRange {
-			hi, err = strconv.Atoi(b)
-		}
-		if err != nil || lo < 0 || hi < lo || hi >= maxDevices {
-			return nil, bad
-		}
-		for i := lo; i <= hi; i++ {
-			if seen[i] {
-				return nil, bad
-			}
-			seen[i] = true
-			out = append(out, i)
-		}
-	}
-	sort.Ints(out)
-	return out, nil
-}
-
-// maxDevices bounds the devices that --gpus may declare on one node.
-const maxDevices = 1024
-
 // timers holds the timers of every package. A zero field means the package's default.
 type timers struct {
 	node       node.Timers
@@ -333,6 +312,7 @@ type timers struct {
 	ingress    ingress.Timers
 	stream     noderpc.StreamTimers
 	gossip     membership.Timers
+	devices    devices.Timers
 }
 
 // durations points to the fields that one name of --timers sets.
@@ -345,10 +325,7 @@ var timersByName = map[string]func(t *timers) durations{
 	"kill_grace":     func(t *timers) durations { return durations{&t.node.KillGrace} },
 	"verify_named":   func(t *timers) durations { return durations{&t.node.VerifyNamed} },
 	"rendezvous": func(t *timers) durations {
-		return durations{
-			&t.node.Rendezvous,
-			&t.assigner.Rendezvous,
-		}
+		return durations{&t.node.Rendezvous, &t.assigner.Rendezvous}
 	},
 	"ticket_unused": func(t *timers) durations { return durations{&t.replica.TicketLapse} },
 	"scrape":        func(t *timers) durations { return durations{&t.replica.Scrape} },
@@ -363,10 +340,7 @@ var timersByName = map[string]func(t *timers) durations{
 	"body_stall":    func(t *timers) durations { return durations{&t.ingress.BodyStall} },
 	"reservation":   func(t *timers) durations { return durations{&t.ingress.Reservation} },
 	"lease_ttl": func(t *timers) durations {
-		return durations{
-			&t.node.LeaseTTL,
-			&t.controller.LeaseTTL,
-		}
+		return durations{&t.node.LeaseTTL, &t.controller.LeaseTTL}
 	},
 	"lease_renew":      func(t *timers) durations { return durations{&t.node.LeaseRenew} },
 	"lease_regrant":    func(t *timers) durations { return durations{&t.controller.Regrant} },
@@ -377,9 +351,10 @@ var timersByName = map[string]func(t *timers) durations{
 	"gossip_timeout":   func(t *timers) durations { return durations{&t.gossip.ProbeTimeout} },
 	"seed_rejoin":      func(t *timers) durations { return durations{&t.gossip.Rejoin} },
 	"slow_reader":      func(t *timers) durations { return durations{&t.ingress.SlowReader} },
+	"device_probe":     func(t *timers) durations { return durations{&t.devices.Probe} },
+	"device_reread":    func(t *timers) durations { return durations{&t.devices.Reread} },
+	"device_wait":      func(t *timers) durations { return durations{&t.node.DeviceWait} },
 }
-
-func timerNames() []string { return slices.Sorted(maps.Keys(timersByName)) }
 
 func (c *Config) timers() *timers {
 	t := &timers{}
@@ -391,10 +366,67 @@ func (c *Config) timers() *timers {
 	return t
 }
 
-// leaseTTL is the lease duration of a cluster that this node founds.
-func (c *Config) leaseTTL() time.Duration {
-	if d := c.Timers["lease_ttl"]; d > 0 {
-		return d
+// Network replaces TCP for a node, so that whole nodes run in one process. A dial to an address without a
+// listener must fail as net's does (a *net.OpError of op "dial"). Safe for concurrent use.
+type Network interface {
+	Listen(addr string) (net.Listener, error)
+	DialContext(ctx context.Context, network, addr string) (net.Conn, error)
+}
+
+// dialer returns the dialer for engines and for the node port; nil = TCP.
+func (c *Config) dialer() func(ctx context.Context, network, addr string) (net.Conn, error) {
+	if c.Network == nil {
+		return nil
 	}
-	return state.LeaseTTL
+	return c.Network.DialContext
+}
+
+// probes returns the transport for health probes of engines.
+func (c *Config) probes() *http.Transport {
+	t := engine.NewTransport()
+	if c.Network != nil {
+		t.DialContext = c.Network.DialContext
+	}
+	return t
+}
+
+// bindTest reports whether an engine's port can be bound; nil = the node asks TCP.
+func (c *Config) bindTest() func(port int) error {
+	if c.Network == nil {
+		return nil
+	}
+	return func(port int) error {
+		l, err := c.Network.Listen(net.JoinHostPort(c.engineHost(), strconv.Itoa(port)))
+		if err != nil {
+			return err
+		}
+		return l.Close()
+	}
+}
+
+// dialEvents returns the dialer for event sockets that engines bind; nil = TCP.
+func (c *Config) dialEvents() func(ctx context.Context, addr string) (net.Conn, error) {
+	if c.Network == nil {
+		return nil
+	}
+	return func(ctx context.Context, addr string) (net.Conn, error) {
+		return c.Network.DialContext(ctx, "tcp", addr)
+	}
+}
+
+// listenEvents returns the listener of the node port and of event sockets that engines dial; nil = TCP.
+func (c *Config) listenEvents() func(ctx context.Context, addr string) (net.Listener, error) {
+	if c.Network == nil {
+		return nil
+	}
+	return func(_ context.Context, addr string) (net.Listener, error) { return c.Network.Listen(addr) }
+}
+
+// engineHost is the address where engines listen: loopback, or the advertised address if that is a loopback
+// address too, so that several nodes on one machine do not share ports.
+func (c *Config) engineHost() string {
+	if ip := net.ParseIP(c.Advertise); ip != nil && ip.IsLoopback() {
+		return c.Advertise
+	}
+	return engine.Loopback
 }

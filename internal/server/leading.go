@@ -48,7 +48,6 @@ func (n *Node) startLeaderActors(ctx context.Context) (*leaderActors, error) {
 	return l, nil
 }
 
-// putSelf writes this node's record into the state of the cluster that it leads.
 func (n *Node) putSelf(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, readyTimeout)
 	defer cancel()
@@ -103,7 +102,6 @@ func (n *Node) errNotLeading() error {
 		WithHint("try again in a second")
 }
 
-// requireLeader returns the leader's actors if this node leads.
 func (n *Node) requireLeader() (*leaderActors, error) {
 	if l, leads := n.leading.Current(); leads {
 		return l, nil
@@ -126,7 +124,6 @@ func (n *Node) diskFault() error {
 	return n.consensus.Fault()
 }
 
-// members returns the nodes that take part in consensus; nil on a node that does not.
 func (n *Node) members() []cluster.Member {
 	if n.consensus == nil {
 		return nil
@@ -134,7 +131,6 @@ func (n *Node) members() []cluster.Member {
 	return n.consensus.Members()
 }
 
-// isVoter reports whether a node is a voter.
 func (n *Node) isVoter(uid string) bool {
 	return slices.Contains(n.members(), cluster.Member{UID: uid, Voter: true})
 }
@@ -148,7 +144,6 @@ func (n *Node) describeVoters() string {
 	return cluster.DescribeVoters(n.store.State(), n.members(), isHeard)
 }
 
-// renewingNodes returns the nodes that renew their leases with this leader.
 func (n *Node) renewingNodes() map[string]bool {
 	out := map[string]bool{}
 	if l, leads := n.leading.Current(); leads {
@@ -212,7 +207,6 @@ func (c confirmingLeader) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lea
 // yet decides on an old state, and the next leader must not execute such decisions.
 type localProposer struct{ consensus *cluster.Cluster }
 
-// Propose implements msg.Proposer.
 func (p localProposer) Propose(ctx context.Context, c state.Command) (state.Result, error) {
 	return p.consensus.ProposeHere(ctx, c)
 }
@@ -221,7 +215,6 @@ func (p localProposer) Propose(ctx context.Context, c state.Command) (state.Resu
 // and the ingress learns which units wait for resources.
 type renewer struct{ n *Node }
 
-// Renew implements msg.Leader.
 func (k renewer) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) {
 	lease, err := k.n.leader.Renew(ctx, withNextVersionEvents(r))
 	if err != nil {

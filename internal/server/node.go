@@ -1,6 +1,7 @@
 package server
 
 import (
+	"cmp"
 	"context"
 	crand "crypto/rand"
 	"encoding/binary"
@@ -8,6 +9,7 @@ import (
 	"log/slog"
 	"net/http"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -25,6 +27,7 @@ import (
 	"github.com/dpserve/dpserve/internal/cluster/nodeport"
 	"github.com/dpserve/dpserve/internal/cluster/peering"
 	"github.com/dpserve/dpserve/internal/cluster/pki"
+	"github.com/dpserve/dpserve/internal/devices"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/noderpc"
 	"github.com/dpserve/dpserve/internal/problem"
@@ -56,7 +59,8 @@ type Node struct {
 	hub         *dpserver.Hub
 	feed        *noderpc.Feed // of all nodes' ranks; nil: this node stands alone, or has no ingress
 	probes      *http.Transport
-	resources   state.Resources
+	resources   state.Resources // of the flags; withDevices adds the devices
+	devices     *devices.Keeper // nil: this node offers no devices
 	node        *node.Node
 	ingress     *ingress.Ingress // nil without role ingress
 	// ingress, for lease renewals, which begin before it exists
@@ -75,6 +79,9 @@ type lifetime struct {
 	kill  context.CancelFunc
 	loops sync.WaitGroup
 	close func() error // once
+
+	restart     chan struct{} // closed: the process is to be replaced
+	restartOnce sync.Once
 }
 
 // New builds a node. It opens the data dir, joins its cluster or waits until it leads its own, and restores
@@ -91,7 +98,7 @@ func New(c Config) (*Node, error) {
 	ctx, kill := context.WithCancel(context.Background())
 	n := &Node{
 		cfg: c, metrics: telemetry.New(), hub: dpserver.NewHub(), probes: c.probes(),
-		life: lifetime{ctx: ctx, kill: kill},
+		life: lifetime{ctx: ctx, kill: kill, restart: make(chan struct{})},
 	}
 	n.life.close = sync.OnceValue(n.closeAll)
 	n.nodeMetrics = n.metrics.Node(c.NodeID)
@@ -131,6 +138,9 @@ func (n *Node) build() error {
 	if n.resources, err = n.cfg.resources(); err != nil {
 		return err
 	}
+	if n.devices, err = openDevices(ctx, n); err != nil {
+		return err
+	}
 	n.conns = noderpc.NewConns(n.connsConfig())
 	n.leader = noderpc.NewLeaderClient(noderpc.LeaderConfig{
 		Self: n.cfg.NodeID, Conns: n.conns,
@@ -156,7 +166,7 @@ func (n *Node) openPeering(ctx context.Context) error {
 		NodeID: c.NodeID, Version: c.Version, Zone: c.Zone, DataDir: c.DataDir, Host: c.Advertise,
 		NodePort: c.NodePort, GossipPort: c.GossipPort, Roles: c.Roles, DefaultRoles: AllRoles(),
 		Store: &n.opened, Leader: func() peering.Certifier { return n.leader },
-		Listen: c.listenEvents(), Dial: c.connect(), WithGossip: c.Network == nil,
+		Listen: c.listenEvents(), Dial: c.dialer(), WithGossip: c.Network == nil,
 		Incarnation: randomUint64(), Gossip: c.timers().gossip, Refused: n.nodeMetrics.Refused, Log: n.log,
 	}
 	if c.Join != nil {
@@ -165,7 +175,7 @@ func (n *Node) openPeering(ctx context.Context) error {
 			ctx context.Context, self state.Node, key []byte,
 		) (pki.Files, []state.Node, error) {
 			joined, err := noderpc.Join(ctx, noderpc.JoinConfig{
-				Address: c.Join.Address, Token: c.Join.Token, Node: self, Key: key, Dial: c.joinDialer(),
+				Address: c.Join.Address, Token: c.Join.Token, Node: self, Key: key, Dial: c.dialer(),
 			})
 			if err != nil {
 				return pki.Files{}, nil, err
@@ -194,7 +204,6 @@ func (n *Node) connsConfig() noderpc.ConnsConfig {
 	}
 }
 
-// hasRole reports whether this node has a role.
 func (n *Node) hasRole(role state.Role) bool { return slices.Contains(n.cfg.Roles, string(role)) }
 
 // selfRecord is this node's record for the other nodes.
@@ -208,17 +217,28 @@ func (n *Node) selfRecord() state.Node {
 	if n.peering != nil {
 		out = n.peering.Record()
 	}
-	out.Resources = n.resources
+	out.Resources = withDevices(n.resources, n.devices)
 	addNextVersionFields(n, &out)
 	return out
 }
 
 // warning is shown in this node's status; "" if there is none.
 func (n *Node) warning() string {
+	var out []string
 	if err := n.diskFault(); err != nil {
-		return err.Error()
+		out = append(out, err.Error())
 	}
-	return ""
+	if n.devices != nil {
+		if text := n.devices.Trouble(); text != "" {
+			out = append(out, text)
+		}
+	}
+	if n.peering != nil {
+		if text := n.peering.Certificates.Warning(time.Now()); text != "" {
+			out = append(out, text)
+		}
+	}
+	return strings.Join(out, "; ")
 }
 
 // onLeaseLoss says what ranks do without a lease. A node that stands alone serves until it ends.
@@ -258,7 +278,6 @@ func (n *Node) checkLeaseTTL() error {
 // openedStore is a store for components that are made before it is open. It is empty until then.
 type openedStore struct{ store atomic.Pointer[cluster.Store] }
 
-// State implements msg.Store.
 func (o *openedStore) State() *state.State {
 	if s := o.store.Load(); s != nil {
 		return (*s).State()
@@ -266,7 +285,6 @@ func (o *openedStore) State() *state.State {
 	return state.New()
 }
 
-// Changed implements msg.Store.
 func (o *openedStore) Changed() <-chan struct{} {
 	if s := o.store.Load(); s != nil {
 		return (*s).Changed()
@@ -294,7 +312,7 @@ func (n *Node) openStore(ctx context.Context) error {
 		}
 		if n.peering != nil {
 			n.peering.Consensus(&cfg, giveUp)
-			cfg.LeaseTTL = n.cfg.leaseTTL() // of a cluster that begins
+			cfg.LeaseTTL = cmp.Or(n.cfg.Timers["lease_ttl"], state.LeaseTTL) // of a cluster that begins
 		}
 		c, err := cluster.Open(cfg) //nolint:contextcheck // it lives until it is closed
 		if err != nil {
@@ -357,12 +375,24 @@ func (n *Node) buildWorker(t *timers) error {
 	n.node, err = node.New(node.Config{
 		ID: n.cfg.NodeID, DataDir: n.cfg.DataDir, Executable: n.cfg.Executable, System: n.system,
 		Assigner: n.leader, Rand: randomUint64, Timers: t.node, Log: n.log,
-		Launcher: n.cfg.Launcher, Transport: n.probes, BindTest: n.cfg.bindTest(),
+		Launcher: n.cfg.Launcher, Transport: n.probes,
+		Checks:     node.Checks{BindTest: n.cfg.bindTest(), Devices: deviceChecks(n.devices)},
 		NewReplica: func(spec msg.ReplicaSpec) (node.Replica, error) { return factory.New(spec) },
 		Leader:     renewer{n}, Self: n.selfRecord, Trouble: n.warning, Store: n.store,
 		OnLeaseLoss: n.onLeaseLoss(), EngineHost: n.cfg.engineHost(), Advertise: n.cfg.Advertise,
+		Shims: n.shims(),
 	})
 	return err
+}
+
+// shims returns how engines outlive this process; nil = they end with it.
+func (n *Node) shims() *node.ShimConfig {
+	if !n.cfg.Shims {
+		return nil
+	}
+	return &node.ShimConfig{
+		Cluster: n.store.ClusterID(), Node: n.store.UID(), OrphanTimeout: n.cfg.OrphanTimeout,
+	}
 }
 
 // buildServers makes the servers for clients, operators and other nodes.
@@ -376,7 +406,7 @@ func (n *Node) buildServers(t *timers) error {
 		}
 		var err error
 		if n.peering != nil {
-			n.feed, err = noderpc.NewFeed(noderpc.FeedConfig{
+			n.feed = noderpc.NewFeed(noderpc.FeedConfig{
 				Self: n.cfg.NodeID, Local: n.hub, Store: n.store, Timers: t.stream, Log: n.log,
 				Open: func(ctx context.Context, node state.Node) (noderpc.StreamClient, error) {
 					conn, err := n.conns.Get(node.ID)
@@ -386,9 +416,6 @@ func (n *Node) buildServers(t *timers) error {
 					return dpservev1.NewReplicaClient(conn).Subscribe(ctx)
 				},
 			})
-			if err != nil {
-				return err
-			}
 			cfg.Feed = n.feed
 			cfg.Remote = noderpc.NewDataClient(func(node string) (http.RoundTripper, error) {
 				return n.peering.Transports.To(nodeport.Data, node)
@@ -406,13 +433,13 @@ func (n *Node) buildServers(t *timers) error {
 		Backend: b, Ranks: b, Nodes: b, Routers: newRouters(n), Metrics: metrics, Forward: n.leaderHandler,
 		NoLeader: n.errNoLeader,
 		Version:  client.BuildInfo{Version: n.cfg.Version, Node: n.cfg.NodeID},
-		Endpoint: n.endpoint, Log: n.log, Hosts: n.adminHosts(),
+		Endpoint: n.endpoint, Log: n.log, Hosts: n.adminHosts(), Restarts: b,
 	})
 	if n.cfg.MetricsBind != "" {
 		n.metricsServer = api.NewMetricsServer(metrics, n.log)
 	}
 	if n.peering != nil {
-		return n.serveNodes()
+		n.serveNodes()
 	}
 	return nil
 }
@@ -423,11 +450,13 @@ func (n *Node) start(ctx context.Context) error {
 		return err
 	}
 	n.life.loops.Go(func() { n.leading.Follow(n.life.ctx) })
+	if n.devices != nil {
+		n.life.loops.Go(func() { n.devices.Run(n.life.ctx) })
+	}
 	if n.peering == nil {
 		return nil
 	}
 	n.life.loops.Go(func() { n.peering.WatchRemoval(n.life.ctx) })
-	n.life.loops.Go(func() { n.peering.PublishIndex(n.life.ctx) })
 	if n.consensus != nil {
 		n.life.loops.Go(func() { n.upkeep.Run(n.life.ctx) })
 		n.life.loops.Go(func() { probeNextVersion(n.life.ctx, n) })
@@ -452,9 +481,9 @@ func (n *Node) awaitRegistered(ctx context.Context) {
 	defer cancel()
 	for {
 		changed := n.store.Changed() // Changed comes before State, so that no change in between is missed
-		rec := n.store.State().Nodes[n.cfg.NodeID]
-		if rec != nil && rec.Resources.Slots == n.resources.Slots &&
-			rec.Resources.PortLo == n.resources.PortLo {
+		rec, offer := n.store.State().Nodes[n.cfg.NodeID], withDevices(n.resources, n.devices)
+		if rec != nil && rec.Resources.Slots == offer.Slots && rec.Resources.PortLo == offer.PortLo &&
+			slices.Equal(rec.Resources.Devices, offer.Devices) {
 			return
 		}
 		select {
@@ -469,7 +498,6 @@ func (n *Node) awaitRegistered(ctx context.Context) {
 	}
 }
 
-// adminHosts returns the host names that the admin port accepts.
 func (n *Node) adminHosts() []string {
 	hosts := append([]string{n.cfg.NodeID}, n.cfg.AdminHosts...)
 	if n.cfg.Advertise != "" {

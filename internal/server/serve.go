@@ -6,12 +6,18 @@ import (
 	"errors"
 	"log/slog"
 	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"strings"
 	"syscall"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
 // The times of an end, in the order in which they pass. Between the first and the second, streams have their
@@ -21,6 +27,8 @@ import (
 const (
 	// handOverTime bounds a change of leader that this node asks for.
 	handOverTime = 3 * time.Second
+	// restartWait is the time that open requests get before the process is replaced.
+	restartWait = 5 * time.Second
 	// afterDrain is the time that requests get after the engines' grace, to write their error events.
 	afterDrain = 2 * time.Second
 )
@@ -29,22 +37,16 @@ const (
 // takes another one.
 func (n *Node) Listen() error {
 	if n.ingress != nil {
-		if err := n.bind(n.cfg.HTTPBind, "--http-bind", func(ctx context.Context, addr string) error {
-			a, err := n.listenHTTP(ctx, addr)
-			if err == nil {
-				n.httpAddr = a.String()
-			}
-			return err
-		}); err != nil {
+		if err := n.bind(n.cfg.HTTPBind, "--http-bind", n.listenHTTP); err != nil {
 			return err
 		}
 	}
 	if n.metricsServer != nil {
-		if err := n.bind(n.cfg.MetricsBind, "--metrics-bind", n.listenMetrics); err != nil {
+		if err := n.bind(n.cfg.MetricsBind, "--metrics-bind", n.listenServer(n.metricsServer)); err != nil {
 			return err
 		}
 	}
-	return n.bind(n.cfg.AdminBind, "--admin-bind", n.listenAdmin)
+	return n.bind(n.cfg.AdminBind, "--admin-bind", n.listenServer(n.admin))
 }
 
 func (n *Node) bind(addr, flag string, listen func(ctx context.Context, addr string) error) error {
@@ -63,41 +65,38 @@ func (n *Node) bind(addr, flag string, listen func(ctx context.Context, addr str
 	return nil
 }
 
-// listenHTTP binds the inference endpoint.
-func (n *Node) listenHTTP(ctx context.Context, addr string) (net.Addr, error) {
+func (n *Node) listenHTTP(ctx context.Context, addr string) error {
 	if n.cfg.Network == nil {
-		return n.ingress.Listen(ctx, addr)
-	}
-	l, err := n.cfg.Network.Listen(addr)
-	if err != nil {
-		return nil, err
-	}
-	return l.Addr(), n.ingress.Attach(l)
-}
-
-// listenAdmin binds the admin API.
-func (n *Node) listenAdmin(ctx context.Context, addr string) error {
-	return n.listenServer(ctx, n.admin, addr)
-}
-
-// listenMetrics binds the port of --metrics-bind.
-func (n *Node) listenMetrics(ctx context.Context, addr string) error {
-	return n.listenServer(ctx, n.metricsServer, addr)
-}
-
-func (n *Node) listenServer(ctx context.Context, s *api.Server, addr string) error {
-	if n.cfg.Network == nil {
-		return s.Listen(ctx, addr)
+		a, err := n.ingress.Listen(ctx, addr)
+		if err == nil {
+			n.httpAddr = a.String()
+		}
+		return err
 	}
 	l, err := n.cfg.Network.Listen(addr)
 	if err != nil {
 		return err
 	}
-	return s.Attach(l)
+	n.httpAddr = l.Addr().String()
+	return n.ingress.Attach(l)
+}
+
+// listenServer returns what binds a port of operators.
+func (n *Node) listenServer(s *api.Server) func(ctx context.Context, addr string) error {
+	return func(ctx context.Context, addr string) error {
+		if n.cfg.Network == nil {
+			return s.Listen(ctx, addr)
+		}
+		l, err := n.cfg.Network.Listen(addr)
+		if err != nil {
+			return err
+		}
+		return s.Attach(l)
+	}
 }
 
 // Serve answers until ctx ends or the cluster removes the node. Then it drains and returns when every engine
-// is gone. Kill ends the drain.
+// is gone. Kill ends the drain. After Restart it leaves the engines running and returns ErrRestart.
 func (n *Node) Serve(ctx context.Context) error {
 	failed := make(chan error, 3) // one slot for each server
 	if n.ingress != nil {
@@ -115,6 +114,8 @@ func (n *Node) Serve(ctx context.Context) error {
 	select {
 	case <-ctx.Done():
 	case <-removed:
+	case <-n.life.restart:
+		return n.detach() //nolint:contextcheck // as a drain
 	case err = <-failed:
 	}
 	return errors.Join(err, n.drain()) //nolint:contextcheck // a drain outlives the context that asks for it
@@ -134,13 +135,69 @@ func (n *Node) drain() error {
 	err = errors.Join(err, n.node.Close(n.life.ctx, longestGrace(n.store.State())))
 	ctx, cancel := context.WithTimeout(n.life.ctx, afterDrain)
 	defer cancel()
-	if n.ingress != nil {
-		if cerr := n.ingress.Close(ctx); cerr != nil && !errors.Is(cerr, context.Canceled) &&
-			!errors.Is(cerr, context.DeadlineExceeded) {
-			err = errors.Join(err, cerr)
-		}
+	return errors.Join(err, n.closeIngress(ctx), n.closeMetrics(), n.admin.Close())
+}
+
+// closeIngress ends the ingress. That ctx has cut its streams is no error.
+func (n *Node) closeIngress(ctx context.Context) error {
+	if n.ingress == nil {
+		return nil
 	}
-	return errors.Join(err, n.closeMetrics(), n.admin.Close())
+	err := n.ingress.Close(ctx)
+	if errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
+		return nil
+	}
+	return err
+}
+
+// ErrRestart is returned by Serve after Restart: the caller closes the node and executes its program again.
+var ErrRestart = errors.New("the process is to be replaced")
+
+// Restart has Serve end without the engines, for the next process of this node. It returns before that.
+func (n *Node) Restart() error {
+	if err := checkProgram(n.cfg.Executable); err != nil {
+		return err
+	}
+	if !n.cfg.Shims {
+		return problem.New(problem.Conflict, "the engines of this node end with its process").
+			WithHint("`dpserve start` and `dpserve join` can be restarted, `dpserve up` cannot")
+	}
+	n.life.restartOnce.Do(func() { close(n.life.restart) })
+	return nil
+}
+
+// checkProgram refuses a restart that could not execute the program; "" is this one.
+func checkProgram(path string) (err error) {
+	if path == "" {
+		path, err = os.Executable()
+	}
+	if err == nil {
+		_, err = exec.LookPath(path)
+	}
+	if err != nil {
+		return problem.New(problem.Conflict, "this node cannot be restarted: %w", err).
+			WithHint("put an executable dpserve there; the node goes on with the one that it has")
+	}
+	return nil
+}
+
+// detach closes the node for requests, waits for the open ones for a moment, and lets go of the engines.
+func (n *Node) detach() error {
+	n.log.Info("restarting: the engines go on, and the next process adopts them")
+	if n.ingress != nil {
+		n.ingress.Drain()
+	}
+	n.handOverLeadership()
+	n.node.Detach(n.life.ctx, n.cfg.RestartGrace, restartWait)
+	ctx, cancel := context.WithTimeout(n.life.ctx, afterDrain)
+	defer cancel()
+	if err := n.closeIngress(ctx); err != nil {
+		n.log.Warn("the ingress did not close", slog.Any("err", err))
+	}
+	if err := errors.Join(n.closeMetrics(), n.admin.Close()); err != nil {
+		n.log.Warn("the admin API did not close", slog.Any("err", err))
+	}
+	return ErrRestart
 }
 
 // handOverLeadership lets another node lead before this one ends.
@@ -176,12 +233,7 @@ func (n *Node) closeAll() error {
 	if n.node != nil {
 		errs = append(errs, n.node.Close(n.life.ctx, 0))
 	}
-	if n.ingress != nil {
-		if err := n.ingress.Close(n.life.ctx); err != nil && !errors.Is(err, context.Canceled) {
-			errs = append(errs, err)
-		}
-	}
-	errs = append(errs, n.closeMetrics())
+	errs = append(errs, n.closeIngress(n.life.ctx), n.closeMetrics())
 	if n.admin != nil {
 		errs = append(errs, n.admin.Close())
 	}
@@ -280,4 +332,57 @@ func (n *Node) Totals() (requests, tokens uint64, inflight int) {
 		return 0, 0, 0
 	}
 	return n.ingress.Totals()
+}
+
+// sampleOf is a rank in the form of the metrics.
+func sampleOf(app string, r *client.RankStatus) telemetry.RankSample {
+	out := telemetry.RankSample{
+		App: app, Group: r.Group, Rank: r.Rank, InFlight: r.InFlight, Tripped: r.Tripped,
+	}
+	if kv := r.KV; kv != nil {
+		out.KV = &telemetry.KVSample{
+			Blocks: kv.Blocks, Bytes: kv.Bytes, Orphans: kv.Orphans, Evicted: kv.Evicted,
+		}
+		if e := kv.Events; e != nil {
+			out.KV.Events, out.KV.Silent = true, e.State == client.EventsSilent
+			out.KV.Batches, out.KV.Gaps, out.KV.Restarts, out.KV.Dropped = e.Batches, e.Gaps, e.Restarts,
+				e.Dropped
+		}
+	}
+	if t := r.Transfer; t != nil {
+		out.Transfer = &telemetry.TransferSample{
+			Count: t.Count, Bytes: t.Bytes, Failed: t.Failed, Expired: t.Expired, LateReads: t.LateReads,
+			Seconds: t.TotalMs / 1000,
+		}
+	}
+	return out
+}
+
+// metricsHandler returns /metrics: it updates the gauges of ranks, KV caches and the lease, then answers.
+func metricsHandler(n *Node) http.Handler {
+	pages := n.metrics.Handler()
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		_, leads := n.leading.Current()
+		n.nodeMetrics.Show(n.node.LeaseLeft().Seconds(), leads)
+		var samples []telemetry.RankSample
+		var indexes []telemetry.AppIndex
+		for unit, ranks := range n.node.RankStatuses() {
+			name, _, _ := strings.Cut(unit, "/")
+			for i := range ranks {
+				samples = append(samples, sampleOf(name, &ranks[i]))
+			}
+		}
+		if n.ingress != nil {
+			for name := range n.store.State().Apps {
+				if ix := n.ingress.Index(name); ix != nil {
+					indexes = append(indexes, telemetry.AppIndex{
+						App: name, Blocks: ix.Blocks, Bytes: ix.Bytes, Evicted: ix.Evicted,
+						Resyncs: ix.Resyncs,
+					})
+				}
+			}
+		}
+		n.metrics.ShowRanks(samples, indexes)
+		pages.ServeHTTP(w, r)
+	})
 }

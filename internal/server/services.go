@@ -39,7 +39,7 @@ type services struct {
 }
 
 // serveNodes starts the services of the node port. The node can answer from now on.
-func (n *Node) serveNodes() error {
+func (n *Node) serveNodes() {
 	s := &services{n: n, port: n.peering.Port}
 	n.services = s
 	s.stopping, s.stop = context.WithCancel(context.Background())
@@ -48,15 +48,11 @@ func (n *Node) serveNodes() error {
 	node := noderpc.NodeConfig{View: localView{n}, Peer: nodeport.PeerFromContext}
 	if n.hasRole(state.RoleWorker) {
 		node.Agent = n.node
+		s.serveRanks()
 	}
 	dpservev1.RegisterNodeServer(s.grpc, noderpc.NewNodeServer(node))
 	if n.hasRole(state.RoleControl) {
 		s.serveControl()
-	}
-	if n.hasRole(state.RoleWorker) {
-		if err := s.serveRanks(); err != nil {
-			return err
-		}
 	}
 	n.metrics.Streams(n.cfg.NodeID, s.streamCounts)
 	s.http = append(s.http, s.port.ServeHTTP(nodeport.Admin, n.admin.Handler()))
@@ -64,16 +60,14 @@ func (n *Node) serveNodes() error {
 	for _, h := range s.http {
 		s.run(h.Serve)
 	}
-	return nil
 }
 
-// serveControl answers followers, nodes that join and nodes whose certificate has expired.
 func (s *services) serveControl() {
 	n := s.n
 	dpservev1.RegisterControlServer(s.grpc, noderpc.NewControlServer(noderpc.ControlConfig{
 		Leading: n.currentLeader, Hint: n.store.LeaderNode, Store: n.store,
 		Propose: n.consensus.ProposeHere, Follow: n.consensus.Follow, Peer: nodeport.PeerFromContext,
-		Version: n.cfg.Version, Unknown: n.nodeMetrics.Unknown, Log: n.log,
+		Version: n.cfg.Version, Unknown: n.nodeMetrics.Unknown,
 	}))
 	s.enroll = grpc.NewServer(append(nodeport.ServerOptions(), noderpc.EnrollOptions()...)...)
 	dpservev1.RegisterEnrollServer(s.enroll, noderpc.NewEnrollServer(noderpc.EnrollConfig{
@@ -89,32 +83,21 @@ func (s *services) serveControl() {
 }
 
 // serveRanks opens this node's ranks to the ingresses of other nodes.
-func (s *services) serveRanks() error {
+func (s *services) serveRanks() {
 	n := s.n
-	var err error
-	s.stream, err = noderpc.NewStreamServer(noderpc.StreamServerConfig{
+	s.stream = noderpc.NewStreamServer(noderpc.StreamServerConfig{
 		Feed: n.hub, Unknown: n.nodeMetrics.Unknown, Timers: n.cfg.timers().stream, Log: n.log,
-		Peer: func(ctx context.Context) (string, bool) {
-			id, ok := nodeport.PeerFromContext(ctx)
-			return id.Node, ok
-		},
+		Peer: nodeport.PeerFromContext,
 	})
-	if err != nil {
-		return err
-	}
 	dpservev1.RegisterReplicaServer(s.grpc, s.stream)
-	s.data, err = noderpc.NewDataServer(noderpc.DataConfig{
+	s.data = noderpc.NewDataServer(noderpc.DataConfig{
 		Feed: n.hub, Serves: n.node.Serves(), Dial: n.cfg.dialer(), Log: n.log,
 		Caller: func(ctx context.Context) (string, bool) {
 			id, ok := nodeport.PeerFromContext(ctx)
 			return id.Node, ok && id.HasRole(string(state.RoleIngress))
 		},
 	})
-	if err != nil {
-		return err
-	}
 	s.http = append(s.http, s.port.ServeHTTP(nodeport.Data, s.data))
-	return nil
 }
 
 // serveGRPC serves a protocol. The listener accepts at once, before the goroutine runs, because a node that
@@ -178,8 +161,7 @@ func leaderProxy(transports *peering.Transports, node string, log *slog.Logger) 
 		return nil
 	}
 	return &httputil.ReverseProxy{
-		Transport: transport, FlushInterval: -1,
-		ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug),
+		Transport: transport, FlushInterval: -1, ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug),
 		ErrorHandler: func(w http.ResponseWriter, _ *http.Request, err error) {
 			api.WriteError(w, problem.New(problem.Unavailable,
 				"the node that leads, %s, does not answer: %w", node, err).

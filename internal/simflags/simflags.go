@@ -39,8 +39,6 @@ const (
 const most = 1 << 40
 
 // flags are all flags, by their names without the leading dashes.
-//
-//nolint:gochecknoglobals // a constant table
 var flags = map[string]Flag{
 	// of vLLM
 	"host": {}, "api-key": {}, "model": {}, "data-parallel-address": {}, "kv-events-config": {},
@@ -75,6 +73,8 @@ var flags = map[string]Flag{
 	"sim-step-ms":           numbers(real),
 	"sim-startup-s":         numbers(real),
 	"sim-internal-lb":       wholes(0, 1024),
+	"sim-first-rank":        wholes(0, 4095),
+	"sim-global-index":      {Switch: true},
 	"sim-settle-block-size": wholes(0, 1<<20),
 	"sim-death":             {Words: []string{"gloo", "nccl"}},
 	"sim-kv-format":         {Words: []string{"map", "array", "old-sglang"}},
@@ -175,8 +175,6 @@ const (
 )
 
 // modes are the failures that can be injected, with what they take.
-//
-//nolint:gochecknoglobals // a constant table
 var modes = map[string]int{
 	"crash": numberArgument, "kill": noArgument, "orphan": numberArgument, "core-dead": noArgument,
 	"hang": noArgument, "slow": numberArgument, "refuse": noArgument, "health-503": noArgument,
@@ -196,6 +194,9 @@ var modes = map[string]int{
 
 	"start-exit": noArgument, "start-exit-once": fileArgument, "start-hang": noArgument,
 }
+
+// IsMode says whether there is a failure of that name.
+func IsMode(name string) bool { _, ok := modes[name]; return ok }
 
 // Modes are the names of the failures, sorted.
 func Modes() []string { return slices.Sorted(maps.Keys(modes)) }

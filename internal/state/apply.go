@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -15,8 +16,7 @@ import (
 func New() *State {
 	return &State{
 		Apps: map[string]*App{}, Units: map[string]*Unit{}, Epochs: map[string]uint64{},
-		Revisions: map[string]uint64{},
-		Nodes:     map[string]*Node{}, Tokens: map[string]*Token{},
+		Revisions: map[string]uint64{}, Nodes: map[string]*Node{}, Tokens: map[string]*Token{},
 	}
 }
 
@@ -157,10 +157,7 @@ func (s *State) putApps(c *PutApps) (Result, error) {
 		return Result{}, err
 	}
 	alignPools(next, c.Apps)
-	changed = changed || ended
-	if c.Prune && markUnlisted(next, c.Apps) {
-		changed = true
-	}
+	changed = c.Prune && markUnlisted(next, c.Apps) || ended || changed
 	if err := checkNames(next); err != nil {
 		return Result{}, err
 	}
@@ -267,29 +264,70 @@ func markDeleting(a *App) *App {
 // are being deleted do not count. A prefill pool has neither.
 func checkNames(apps map[string]*App) error {
 	names, routes := map[string]string{}, map[string]string{}
-	for _, app := range slices.Sorted(maps.Keys(apps)) {
-		a := apps[app]
+	for _, name := range slices.Sorted(maps.Keys(apps)) {
+		a := apps[name]
 		if a.Deleting {
 			continue
 		}
 		for _, n := range a.Names {
-			if other, taken := names[n]; taken && other != app {
+			if other, taken := names[n]; taken && other != name {
 				return problem.New(problem.Conflict,
 					"put apps: %w: applications %q and %q both serve the model %q", ErrNameTaken,
-					namesOf(other)[0], namesOf(app)[0], n).
+					namesOf(other)[0], namesOf(name)[0], n).
 					WithHint("give one of them another model.id, alias or adapter id")
 			}
-			names[n] = app
+			names[n] = name
 		}
 		if other, taken := routes[a.Route]; taken && a.Route != rootRoute && a.Route != "" {
 			return problem.New(problem.Conflict,
 				"put apps: %w: applications %q and %q both have route_prefix %s", ErrRouteTaken,
-				namesOf(other)[0], namesOf(app)[0], a.Route).
+				namesOf(other)[0], namesOf(name)[0], a.Route).
 				WithHint("give one of them another route_prefix; only / may be shared")
 		}
-		routes[a.Route] = app
+		routes[a.Route] = name
 	}
 	return nil
+}
+
+// endApps marks applications as deleting and reports whether that changed one.
+func endApps(s *State, next map[string]*App, c *PutApps) (changed bool, err error) {
+	for _, name := range c.End {
+		if slices.ContainsFunc(c.Apps, func(a AppSpec) bool { return a.Name == name }) {
+			return false, problem.New(problem.InvalidArgument,
+				"put apps: %w: application %q is put and ended",
+				ErrBadCommand, name)
+		}
+		if err := checkExpect(name, s.Apps[name], c.Expect); err != nil {
+			return false, err
+		}
+		if a := next[name]; a != nil && !a.Deleting {
+			next[name], changed = markDeleting(a), true
+		}
+	}
+	return changed, nil
+}
+
+// alignPools gives both pools of an application one revision: a change of either is one of the application.
+func alignPools(next map[string]*App, specs []AppSpec) {
+	for i := range specs {
+		name := specs[i].Name
+		if _, pool := app.SplitPool(name); pool == "" {
+			continue
+		}
+		pools := namesOf(name)[1:]
+		newer, older := next[pools[0]], next[pools[1]]
+		if newer == nil || older == nil || newer.Deleting || older.Deleting {
+			continue
+		}
+		if newer.Revision < older.Revision {
+			newer, older = older, newer
+		}
+		if newer.Revision > older.Revision {
+			raised := *older
+			raised.Revision, raised.ChangedAt = newer.Revision, newer.ChangedAt
+			next[older.Name] = &raised
+		}
+	}
 }
 
 // deleteApp marks an application as deleting. A second command changes nothing.
@@ -335,12 +373,12 @@ const maxGoneNames = 1024
 // number, so no name comes back with a number that it had before.
 func (s *State) dropOldNames() {
 	gone := func(unit string) bool {
-		app, _, _ := strings.Cut(unit, "/")
-		return s.Units[unit] == nil && s.Apps[app] == nil
+		name, _, _ := strings.Cut(unit, "/")
+		return s.Units[unit] == nil && s.Apps[name] == nil
 	}
 	s.EpochFloor = max(s.EpochFloor, dropLowest(s.Epochs, gone))
 	s.RevisionFloor = max(s.RevisionFloor, dropLowest(s.Revisions,
-		func(app string) bool { return s.Apps[app] == nil }))
+		func(name string) bool { return s.Apps[name] == nil }))
 }
 
 // dropLowest drops all but maxGoneNames of the entries that may go and returns the highest number that it
@@ -356,8 +394,7 @@ func dropLowest(of map[string]uint64, mayGo func(name string) bool) (highest uin
 		return 0
 	}
 	slices.SortFunc(names, func(a, b string) int {
-		return cmp.Or(cmp.Compare(of[a], of[b]),
-			cmp.Compare(a, b))
+		return cmp.Or(cmp.Compare(of[a], of[b]), cmp.Compare(a, b))
 	})
 	for _, name := range names[:len(names)-maxGoneNames] {
 		highest = max(highest, of[name])
@@ -420,14 +457,11 @@ func (s *State) grantGroup(c *GrantGroup) (Result, error) {
 	return r, nil
 }
 
-// newUnit makes the record of a granted unit.
 func (s *State) newUnit(c *GrantGroup, g *UnitGrant) *Unit {
 	u := &Unit{
 		ID: g.Unit, App: c.App, Group: c.Group, Epoch: s.LastEpoch(g.Unit) + 1, Phase: Starting,
-		Attempt:     g.Attempt,
-		AppRevision: c.AppRevision, Launch: g.Launch, Ranks: slices.Clone(g.Ranks),
-		Blocks: slices.Clone(g.Blocks),
-		Since:  c.At, Restarts: max(0, g.Restarts),
+		Attempt: g.Attempt, AppRevision: c.AppRevision, Launch: g.Launch, Ranks: slices.Clone(g.Ranks),
+		Blocks: slices.Clone(g.Blocks), Since: c.At, Restarts: max(0, g.Restarts),
 	}
 	slices.SortFunc(u.Ranks, func(a, b RankGrant) int { return cmp.Compare(a.Rank, b.Rank) })
 	if old := s.Units[g.Unit]; old != nil {
@@ -448,29 +482,37 @@ func (u *Unit) sameLaunch(v *Unit) bool {
 // because it fails only after its processes are gone.
 func (u *Unit) Holds() bool { return u.Phase != Failed }
 
-// unitReady records that every rank of the unit serves.
-func (s *State) unitReady(c *UnitRef) error {
-	u, err := s.unitAtEpoch("unit ready", c)
-	if err != nil {
-		return err
-	}
-	if u.Phase == Failed {
-		return wrongPhaseError("unit ready", u)
-	}
-	s.updateUnit(u, func(n *Unit) { n.Phase, n.Reason, n.LogTail, n.Since = Ready, "", nil, c.At })
-	return nil
+// HasRank reports whether a rank of the group is the unit's.
+func (u *Unit) HasRank(rank int) bool {
+	return slices.ContainsFunc(u.Ranks, func(r RankGrant) bool { return r.Rank == rank })
 }
 
-// unitFenced records that the unit left routing.
+// IsOn reports whether the unit has a rank on a node.
+func (u *Unit) IsOn(node string) bool {
+	return slices.ContainsFunc(u.Ranks, func(r RankGrant) bool { return r.Node == node })
+}
+
+func (s *State) unitReady(c *UnitRef) error {
+	return s.changePhase("unit ready", c,
+		func(n *Unit) { n.Phase, n.Reason, n.LogTail, n.Since = Ready, "", nil, c.At })
+}
+
 func (s *State) unitFenced(c *UnitRef) error {
-	u, err := s.unitAtEpoch("unit fenced", c)
+	return s.changePhase("unit fenced", c,
+		func(n *Unit) { n.Phase, n.Reason, n.Since = Fenced, c.Reason, c.At })
+}
+
+// changePhase changes the record of a unit that has not failed.
+func (s *State) changePhase(verb string, c *UnitRef, change func(*Unit)) error {
+	u, err := s.unitAtEpoch(verb, c)
 	if err != nil {
 		return err
 	}
 	if u.Phase == Failed {
-		return wrongPhaseError("unit fenced", u)
+		return problem.New(problem.Conflict, "%s: %s is %s: %w", verb, u.ID, u.Phase, ErrWrongPhase).
+			WithHint("deploy the application again")
 	}
-	s.updateUnit(u, func(n *Unit) { n.Phase, n.Reason, n.Since = Fenced, c.Reason, c.At })
+	s.updateUnit(u, change)
 	return nil
 }
 
@@ -512,7 +554,6 @@ func (s *State) unitAtEpoch(verb string, c *UnitRef) (*Unit, error) {
 	}
 }
 
-// updateUnit replaces a record by a changed copy.
 func (s *State) updateUnit(u *Unit, change func(*Unit)) {
 	n := *u
 	change(&n)

@@ -38,11 +38,14 @@ func (s *State) putNode(c *PutNode) (Result, error) {
 		if n.Key == "" {
 			n.Key = old.Key
 		}
-		if !old.acceptsKey(n.Key) {
+		if old.Key != "" && old.Key != n.Key {
 			return Result{}, keyMismatchError("put node", n.ID)
 		}
 		if !c.AnyRoles && !SameRoles(old.Roles, n.Roles) {
-			return Result{}, rolesFixedError(old, n.Roles)
+			return Result{}, problem.New(problem.Conflict,
+				"put node: %w: %q has joined with roles %v, not %v", ErrRolesFixed, old.ID, old.Roles,
+				n.Roles).
+				WithHint("let it leave (`dpserve leave`) and join again with an empty --data-dir")
 		}
 		if old.Has(RoleControl) && !n.Has(RoleControl) && s.isLastControl(old) {
 			return Result{}, lastControlError("put node", n.ID)
@@ -50,10 +53,6 @@ func (s *State) putNode(c *PutNode) (Result, error) {
 	}
 	return s.setNode(n), nil
 }
-
-// acceptsKey reports whether a key may belong to the node: it is the node's own, or the node's key is not
-// known.
-func (n *Node) acceptsKey(key string) bool { return n.Key == "" || n.Key == key }
 
 func keyMismatchError(verb, id string) error {
 	return problem.New(problem.Conflict, "%s: %w: %q belongs to a node with another key", verb, ErrNodeTaken,
@@ -68,10 +67,13 @@ func SameRoles[R ~string](a, b []R) bool {
 	return slices.Equal(slices.Compact(a), slices.Compact(b))
 }
 
-func rolesFixedError(old *Node, now []Role) error {
-	return problem.New(problem.Conflict, "put node: %w: %q has joined with roles %v, not %v", ErrRolesFixed,
-		old.ID, old.Roles, now).
-		WithHint("let it leave (`dpserve leave`) and join again with an empty --data-dir")
+// ConvertRoles returns the same roles as another type of string.
+func ConvertRoles[To, From ~string](roles []From) []To {
+	var out []To
+	for _, r := range roles {
+		out = append(out, To(r))
+	}
+	return out
 }
 
 // nodeByUID returns the record of a node, nil if there is none.
@@ -88,17 +90,16 @@ func (s *State) nodeByUID(uid string) *Node {
 // fields that the cluster decides.
 func (n Node) normalize() *Node {
 	n.Lost, n.Reason, n.Draining, n.DrainBy = false, "", false, 0
-	n.Roles, n.Resources.Devices = slices.Clone(n.Roles), slices.Clone(n.Resources.Devices)
-	if len(n.Resources.Devices) == 0 {
-		n.Resources.Devices = nil
+	r := &n.Resources
+	n.Roles, r.Devices = slices.Clone(n.Roles), append([]int(nil), r.Devices...)
+	if len(r.Near) == 0 {
+		r.Near = nil
 	}
-	labels := n.Resources.Labels
-	n.Resources.Labels = nil
-	for k, v := range labels {
-		if n.Resources.Labels == nil {
-			n.Resources.Labels = make(map[string]string, len(labels))
-		}
-		n.Resources.Labels[k] = v
+	if len(r.Models) == 0 {
+		r.Models = nil
+	}
+	if r.Labels = maps.Clone(r.Labels); len(r.Labels) == 0 {
+		r.Labels = nil
 	}
 	return &n
 }
@@ -131,17 +132,14 @@ func (s *State) checkIdentity(n *Node) error {
 			WithHint("join under another --node-id, or remove the old node first: dpserve nodes remove %s",
 				n.ID)
 	}
-	for id, other := range s.Nodes {
-		if other.UID == n.UID && id != n.ID {
-			return problem.New(problem.Conflict, "put node: %w: this data dir belongs to node %q, not %q",
-				ErrNodeTaken, id, n.ID).
-				WithHint("start it with --node-id %s, or with another --data-dir", id)
-		}
+	if old := s.nodeByUID(n.UID); old != nil && old.ID != n.ID {
+		return problem.New(problem.Conflict, "put node: %w: this data dir belongs to node %q, not %q",
+			ErrNodeTaken, old.ID, n.ID).
+			WithHint("start it with --node-id %s, or with another --data-dir", old.ID)
 	}
 	return nil
 }
 
-// setNode stores a record, unless the stored one is equal.
 func (s *State) setNode(n *Node) Result {
 	if old := s.Nodes[n.ID]; old != nil && reflect.DeepEqual(old, n) {
 		return Result{Unchanged: true}
@@ -176,7 +174,6 @@ func (s *State) nodeLost(c *NodeRef) (Result, error) {
 	return s.setNode(&lost), nil
 }
 
-// nodeBack records that a lost node renewed its lease.
 func (s *State) nodeBack(c *NodeRef) (Result, error) {
 	n, err := s.findNode(c.Node, c.UID)
 	if err != nil {
@@ -297,7 +294,7 @@ func (s *State) isLastControl(n *Node) bool {
 func (s *State) unitsOn(node string) []string {
 	var out []string
 	for id, u := range s.Units {
-		if u.Holds() && slices.ContainsFunc(u.Ranks, func(r RankGrant) bool { return r.Node == node }) {
+		if u.Holds() && u.IsOn(node) {
 			out = append(out, id)
 		}
 	}
@@ -314,8 +311,7 @@ func (s *State) checkGrantNodes(g *UnitGrant) error {
 	for i := range g.Ranks {
 		if why := s.Nodes[g.Ranks[i].Node].refusalReason(); why != "" {
 			return problem.New(problem.Conflict, "grant group: %w: rank %d of %s on node %s, which %s",
-				ErrNodeGone,
-				g.Ranks[i].Rank, g.Unit, g.Ranks[i].Node, why).
+				ErrNodeGone, g.Ranks[i].Rank, g.Unit, g.Ranks[i].Node, why).
 				WithHint("place the units again on the present state")
 		}
 	}

@@ -87,8 +87,7 @@ type electorate struct {
 func newElectorate(members []Elector, leader string) *electorate {
 	e := &electorate{all: slices.Clone(members), leader: leader}
 	slices.SortFunc(e.all, func(a, b Elector) int {
-		return cmp.Or(cmp.Compare(a.Node, b.Node),
-			cmp.Compare(a.UID, b.UID))
+		return cmp.Or(cmp.Compare(a.Node, b.Node), cmp.Compare(a.UID, b.UID))
 	})
 	control, present := 0, 0
 	for i := range e.all {
@@ -179,7 +178,6 @@ func (e *electorate) bestStandby() *Elector {
 	return best
 }
 
-// votesIn counts the voters of a zone that are not lost.
 func (e *electorate) votesIn(zone string) int {
 	n := 0
 	for i := range e.all {

@@ -85,11 +85,6 @@ func staleEpochError(verb, unit string, told, have uint64) error {
 		WithHint("read the state again: the unit was started anew meanwhile")
 }
 
-func wrongPhaseError(verb string, u *Unit) error {
-	return problem.New(problem.Conflict, "%s: %s is %s: %w", verb, u.ID, u.Phase, ErrWrongPhase).
-		WithHint("deploy the application again")
-}
-
 func removedNodeError(verb, id string) error {
 	return problem.New(problem.PermissionDenied, "%s: %w: %q does not come back with this data dir", verb,
 		ErrNodeRemoved, id).

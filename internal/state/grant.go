@@ -54,8 +54,7 @@ func resourcesHeld(s *State, c *GrantGroup) *heldResources {
 		again[c.Units[i].Unit] = true
 	}
 	t := &heldResources{
-		ranks: map[rankKey]holder{}, slots: map[nodeResource]holder{},
-		devices: map[nodeResource]holder{},
+		ranks: map[rankKey]holder{}, slots: map[nodeResource]holder{}, devices: map[nodeResource]holder{},
 	}
 	for id, u := range s.Units {
 		if u.Holds() && !again[id] {

@@ -69,3 +69,20 @@ func TestAnyRenewalsAgreeWithTheLog(t *testing.T) {
 		}
 	})
 }
+
+// TestKeptNodesAreNotOverdue: a node whose process is replaced may be silent for longer, and no longer than
+// it has asked for.
+func TestKeptNodesAreNotOverdue(t *testing.T) {
+	l := NewLeases(10*time.Second, 2*time.Second)
+	l.Seen("a", noon)
+	l.Keep("a", noon.Add(time.Minute))
+	assert.Equal(t, noon.Add(time.Minute), l.Due())
+	assert.Empty(t, l.Overdue(noon.Add(time.Minute-1)))
+	assert.True(t, l.IsKept("a", noon.Add(time.Minute-1)))
+	assert.Equal(t, []string{"a"}, l.Overdue(noon.Add(time.Minute)))
+	l.Keep("a", time.Time{})
+	assert.Equal(t, []string{"a"}, l.Overdue(noon.Add(12*time.Second)))
+	assert.False(t, l.IsKept("a", noon))
+	l.Keep("a", noon.Add(time.Second)) // shorter than a lease
+	assert.Empty(t, l.Overdue(noon.Add(11*time.Second)))
+}

@@ -1,6 +1,10 @@
 package state
 
-import "time"
+import (
+	"maps"
+	"slices"
+	"time"
+)
 
 // Role is what a node does for its cluster.
 type Role string
@@ -46,6 +50,19 @@ type Resources struct {
 	Labels  map[string]string `json:"labels,omitempty"`
 	PortLo  int               `json:"port_lo"`
 	PortHi  int               `json:"port_hi"`
+	// Near are sets of devices that are close to each other, the closest first; placement.Node says more.
+	Near [][]int `json:"near,omitempty"`
+	// Models say what the devices are, for people. Devices that were only declared are in none.
+	Models []DeviceModel `json:"models,omitempty"`
+}
+
+// DeviceModel is one model of device, and which devices of the node are of it.
+type DeviceModel struct {
+	Kind      string `json:"kind"` // nvidia | amd
+	Name      string `json:"name"`
+	MemoryMiB int64  `json:"memory_mib,omitempty"` // of each; 0 = not known
+	Driver    string `json:"driver,omitempty"`     // its version
+	Devices   []int  `json:"devices"`
 }
 
 // Token lets nodes join. The state keeps only its hash.
@@ -110,3 +127,97 @@ const (
 	LeaseTTL   = 10 * time.Second
 	LeaseGrace = 2 * time.Second
 )
+
+// Leases is the leader's table of the last renewal of each node. It lives in the leader's memory only. A new
+// leader begins with an empty table and tracks every node, which gives each node one whole TTL. Leases is not
+// safe for concurrent use.
+type Leases struct {
+	ttl, grace  time.Duration
+	lastRenewal map[string]time.Time // by node id
+	kept        map[string]time.Time // by node id: until then the node's silence is expected
+}
+
+// NewLeases makes an empty table. ttl is how long a renewal lasts, grace is added before a node is overdue;
+// zero means LeaseTTL and LeaseGrace.
+func NewLeases(ttl, grace time.Duration) *Leases {
+	return &Leases{
+		ttl: orDefault(ttl, LeaseTTL), grace: orDefault(grace, LeaseGrace),
+		lastRenewal: map[string]time.Time{}, kept: map[string]time.Time{},
+	}
+}
+
+// Seen records a renewal. A renewal older than the last one changes nothing.
+func (l *Leases) Seen(node string, now time.Time) {
+	if last, known := l.lastRenewal[node]; !known || now.After(last) {
+		l.lastRenewal[node] = now
+	}
+}
+
+// Track adds a node as if it had renewed now. It changes nothing for a node in the table.
+func (l *Leases) Track(node string, now time.Time) {
+	if _, known := l.lastRenewal[node]; !known {
+		l.lastRenewal[node] = now
+	}
+}
+
+// Keep says that the node's process is replaced and its silence is expected until then: it is not overdue
+// before. A zero time ends that.
+func (l *Leases) Keep(node string, until time.Time) {
+	if until.IsZero() {
+		delete(l.kept, node)
+		return
+	}
+	l.kept[node] = until
+}
+
+// IsKept reports whether the node's silence is expected.
+func (l *Leases) IsKept(node string, now time.Time) bool { return now.Before(l.kept[node]) }
+
+// Forget drops a node that was removed, or whose loss is in the state.
+func (l *Leases) Forget(node string) {
+	delete(l.lastRenewal, node)
+	delete(l.kept, node)
+}
+
+// Overdue returns the sorted nodes that were silent for TTL and grace, or longer than they were kept. They
+// stay overdue until Seen or Forget.
+func (l *Leases) Overdue(now time.Time) []string {
+	var out []string
+	for _, n := range slices.Sorted(maps.Keys(l.lastRenewal)) {
+		if !now.Before(l.overdueAt(n)) {
+			out = append(out, n)
+		}
+	}
+	return out
+}
+
+// overdueAt is when a node becomes overdue if it stays silent.
+func (l *Leases) overdueAt(node string) time.Time {
+	at := l.lastRenewal[node].Add(l.ttl + l.grace)
+	if kept := l.kept[node]; kept.After(at) {
+		return kept
+	}
+	return at
+}
+
+// Left returns how long the node's lease still lasts, without the grace; 0 if it is over or the node is
+// unknown.
+func (l *Leases) Left(node string, now time.Time) time.Duration {
+	last, known := l.lastRenewal[node]
+	if !known {
+		return 0
+	}
+	return max(0, l.ttl-now.Sub(last))
+}
+
+// Due returns when the next node becomes overdue if it stays silent. The time is in the past if a node is
+// overdue already, and zero if the table is empty.
+func (l *Leases) Due() time.Time {
+	var due time.Time
+	for n := range l.lastRenewal {
+		if t := l.overdueAt(n); due.IsZero() || t.Before(due) {
+			due = t
+		}
+	}
+	return due
+}

@@ -5,6 +5,7 @@ package state
 
 import (
 	"encoding/json"
+	"slices"
 
 	"github.com/dpserve/dpserve/internal/app"
 )
@@ -181,4 +182,28 @@ func DeriveStatus(s Seen) AppStatus {
 	default:
 		return Deploying
 	}
+}
+
+// namesOf lists the names under which the state may have what users call by one name: the application itself,
+// or its pools.
+func namesOf(name string) []string {
+	base, _ := app.SplitPool(name)
+	return []string{base, app.PoolName(base, app.PoolPrefill), app.PoolName(base, app.PoolDecode)}
+}
+
+// FindApps returns what users call by a name: an application, or the two pools of one, the prefill pool
+// first. While an application turns from one pool into two, it is all of them. The name of a pool is that
+// pool alone.
+func FindApps(s *State, name string) []*App {
+	names := namesOf(name)
+	if !slices.Contains(names[:1], name) {
+		names = []string{name}
+	}
+	var out []*App
+	for _, n := range names {
+		if a := s.Apps[n]; a != nil {
+			out = append(out, a)
+		}
+	}
+	return out
 }

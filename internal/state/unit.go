@@ -52,6 +52,8 @@ const (
 	EvKilling  // the nodes end the engines
 	EvDraining // the nodes accepted StopRank with grace
 	EvGone     // the processes are gone, the ports are free
+	// a node's dpserve process was replaced, and the next one has the engines: it knows of no order to stop
+	EvReturned
 )
 
 // Event is one thing that happened to a unit.
@@ -135,6 +137,8 @@ func (m *Machine) handle(e Event, now time.Time, t Timers) []Effect {
 			return m.handleKilling(e, now, t)
 		}
 		return m.handleGone(e, now, t)
+	case EvReturned:
+		return m.handleReturned(now, t)
 	default:
 		return nil
 	}
@@ -264,17 +268,15 @@ func (m *Machine) countFailedStart(e Event, now time.Time, t Timers) []Effect {
 	}
 	m.enterPhase(Backoff, e, now, t)
 	m.NodeLost = false
-	switch {
-	case m.Attempt >= MaxStartAttempts:
+	if m.Attempt >= MaxStartAttempts {
 		m.Phase = Failed
 		return []Effect{{Kind: ProposeFailed}}
-	case e.Kind == EvNodeLost:
-		m.Due = now.Add(t.startDelay(m.Attempt))
-		return []Effect{{Kind: ProposeRelease}}
-	default:
-		m.Due = now.Add(t.startDelay(m.Attempt))
-		return nil
 	}
+	m.Due = now.Add(t.startDelay(m.Attempt))
+	if e.Kind == EvNodeLost {
+		return []Effect{{Kind: ProposeRelease}}
+	}
+	return nil
 }
 
 // stopOthers stops the remaining ranks of a unit that lost a node: its ranks need each other, and the next
@@ -306,14 +308,23 @@ func (m *Machine) handleTick(now time.Time, t Timers) []Effect {
 	case m.Phase == Starting && !m.Confirmed:
 		m.Due = now.Add(t.Resend)
 		return []Effect{{Kind: DoStart}}
-	case m.Stopping && !m.Confirmed:
-		m.Due = now.Add(t.Resend)
-		return []Effect{{Kind: DoStop, Grace: max(0, m.StopBy.Sub(now))}}
-	case !m.Confirmed && (m.Phase == Killing || (m.Phase == Fenced && !m.Attach)):
-		m.Due = now.Add(t.Resend)
-		return []Effect{{Kind: DoStopOthers}}
+	case m.mustStop() && !m.Confirmed:
+		return m.repeatStop(now, t)
 	}
 	return nil
+}
+
+// mustStop reports whether nodes have the order to stop the grant in hand.
+func (m *Machine) mustStop() bool {
+	return m.Stopping || m.Phase == Killing || m.Phase == Fenced && !m.Attach
+}
+
+func (m *Machine) repeatStop(now time.Time, t Timers) []Effect {
+	m.Confirmed, m.Due = false, now.Add(t.Resend)
+	if m.Stopping {
+		return []Effect{{Kind: DoStop, Grace: max(0, m.StopBy.Sub(now))}}
+	}
+	return []Effect{{Kind: DoStopOthers}}
 }
 
 // confirmOrder records that the nodes accepted an order. A node that drains by itself also stops admitting.
@@ -384,13 +395,29 @@ func (m *Machine) handleKilling(e Event, now time.Time, t Timers) []Effect {
 	return nil
 }
 
-// enterPhase enters a phase on the way to the end of a grant and keeps the first reason. Nodes that have not
-// confirmed get the order again.
+// handleReturned repeats the order to stop that only a node's former process has confirmed. A unit that this
+// process drained by itself, because the node was told to end, is ready again.
+func (m *Machine) handleReturned(now time.Time, t Timers) []Effect {
+	switch {
+	case !m.mayRun():
+		return nil
+	case m.mustStop():
+		return m.repeatStop(now, t)
+	case m.Phase == Draining:
+		m.Phase, m.Reason = Ready, ""
+	}
+	return nil
+}
+
+// enterPhase enters a phase on the way to the end of a grant. It keeps the first reason, to which a node adds
+// what the log of the ended engine tells. Nodes that have not confirmed get the order again.
 func (m *Machine) enterPhase(p Phase, e Event, now time.Time, t Timers) {
 	if m.Phase == Starting || m.Phase == Ready {
 		m.Reason, m.LogTail = e.Reason, nil
 	}
-	m.Reason = cmp.Or(m.Reason, e.Reason)
+	if strings.HasPrefix(e.Reason, m.Reason) {
+		m.Reason = e.Reason
+	}
 	if len(e.LogTail) > 0 {
 		m.LogTail = Tail(e.LogTail)
 	}
@@ -442,18 +469,12 @@ func (m *Machine) scheduleRestart(now time.Time, t Timers) {
 
 // Bounds and waits of the unit state machine.
 const (
-	// MaxStartAttempts is how many starts in a row may fail before the unit is failed.
-	MaxStartAttempts = 3
-	// DefaultStartRetry is the wait after the first failed start; it doubles: 1 s, 2 s.
-	DefaultStartRetry = time.Second
-	// DefaultRestartMin is the wait before the first restart after ready; it doubles up to DefaultRestartMax.
-	DefaultRestartMin = time.Second
-	// DefaultRestartMax is the longest wait before a restart.
-	DefaultRestartMax = 64 * time.Second
-	// DefaultRestartReset is how long a unit must have been ready for its restarts to count from one again.
-	DefaultRestartReset = 10 * time.Minute
-	// DefaultResend is the silence of a node after which the controller sends an order again.
-	DefaultResend = 2 * time.Second
+	MaxStartAttempts    = 3                // starts in a row that may fail before the unit is failed
+	DefaultStartRetry   = time.Second      // after the first failed start
+	DefaultRestartMin   = time.Second      // before the first restart after ready
+	DefaultRestartMax   = 64 * time.Second // before any restart
+	DefaultRestartReset = 10 * time.Minute // of being ready, after which restarts count from one again
+	DefaultResend       = 2 * time.Second  // of a node's silence, after which an order is sent again
 )
 
 // Timers are the waits of the unit state machine. Zero fields mean the defaults.
@@ -476,14 +497,9 @@ func (t Timers) WithDefaults() Timers {
 	}
 }
 
-func orDefault(d, def time.Duration) time.Duration {
-	if d > 0 {
-		return d
-	}
-	return def
-}
+func orDefault(d, def time.Duration) time.Duration { return cmp.Or(max(0, d), def) }
 
-// startDelay is StartRetry * 2^(attempt-1).
+// startDelay is min(StartRetry * 2^(attempt-1), RestartMax).
 func (t Timers) startDelay(attempt int) time.Duration {
 	return doubleDelay(t.StartRetry, attempt, t.RestartMax)
 }

@@ -373,6 +373,15 @@ func TestWhatDoesNotEndIsNamed(t *testing.T) {
 	assert.Equal(t, "rank 5: signal killed; still held after 10s: process 7", m.Reason)
 }
 
+// TestTheCauseInTheLogIsAdded: at the end a node adds what the log of the ended engine tells.
+func TestTheCauseInTheLogIsAdded(t *testing.T) {
+	m, _ := Next(in(Starting), Event{Kind: EvKilling, Epoch: 3, Reason: "engine exited with code 1"}, noon,
+		Timers{})
+	m, _ = Next(m, Event{Kind: EvGone, Epoch: 3, Reason: "engine exited with code 1: out of memory"}, noon,
+		Timers{})
+	assert.Equal(t, "engine exited with code 1: out of memory", m.Reason)
+}
+
 func TestTimersArePinned(t *testing.T) {
 	assert.Equal(t, Timers{
 		StartRetry: time.Second, RestartMin: time.Second, RestartMax: 64 * time.Second,
@@ -469,5 +478,39 @@ func TestDeriveStatus(t *testing.T) {
 		{Seen{Units: []Phase{Backoff}}, Deploying},
 	} {
 		assert.Equal(t, c.want, DeriveStatus(c.seen), "%+v", c.seen)
+	}
+}
+
+// TestReturnedNodesHearOfStopsAgain: the next process of a node has the engines of the former one, which
+// alone had confirmed an order to stop.
+func TestReturnedNodesHearOfStopsAgain(t *testing.T) {
+	back := Event{Kind: EvReturned, Epoch: 3}
+	for name, c := range map[string]struct {
+		m    Machine
+		want []Effect
+		then Phase
+	}{
+		"starting": {Machine{Phase: Starting}, nil, Starting},
+		"ready":    {Machine{Phase: Ready}, nil, Ready},
+		"drains for the leader": {
+			Machine{Phase: Draining, Stopping: true, Confirmed: true, StopBy: noon.Add(time.Minute)},
+			[]Effect{{Kind: DoStop, Grace: time.Minute}},
+			Draining,
+		},
+		"drains by itself": {Machine{Phase: Draining, Confirmed: true}, nil, Ready},
+		"fenced":           {Machine{Phase: Fenced, Confirmed: true}, []Effect{{Kind: DoStopOthers}}, Fenced},
+		"killed": {
+			Machine{Phase: Killing, Confirmed: true}, []Effect{{Kind: DoStopOthers}}, Killing,
+		},
+		"backoff": {Machine{Phase: Backoff}, nil, Backoff},
+	} {
+		c.m.Epoch = 3
+		m, effects := Next(c.m, back, noon, Timers{})
+		assert.Equal(t, c.want, effects, name)
+		assert.Equal(t, c.then, m.Phase, name)
+		if c.want != nil {
+			assert.False(t, m.Confirmed, name)
+			assert.Equal(t, noon.Add(DefaultResend), m.Due, name)
+		}
 	}
 }

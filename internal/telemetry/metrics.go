@@ -34,13 +34,15 @@ const scrapeTimeout = 10 * time.Second
 // Metrics owns a private registry and all vectors. Safe for concurrent use. It starts no goroutine and needs
 // no Close.
 type Metrics struct {
-	registry *prometheus.Registry
-	vecs     *vectors
-	ranks    *rankCollector
+	registry  *prometheus.Registry
+	vecs      *vectors
+	pairVecs  *pairVectors
+	ranks     *rankCollector
+	raftApply *prometheus.HistogramVec
 
-	mu   sync.Mutex
-	apps map[appKey]*App // guarded by mu; an App's hot methods do not use the map
-	pair pairTable       // guarded by mu, likewise
+	mu    sync.Mutex
+	apps  map[appKey]*App  // guarded by mu; an App's hot methods do not use the map
+	pairs map[string]*Pair // guarded by mu, likewise
 }
 
 // appKey identifies an App: a changed policy gets an App of its own.
@@ -49,15 +51,16 @@ type appKey struct{ app, policy string }
 // New returns metrics without series, with the collectors of the Go runtime and the process.
 func New() *Metrics {
 	m := &Metrics{
-		registry: prometheus.NewRegistry(), vecs: newVectors(), ranks: newRankCollector(),
-		apps: map[appKey]*App{}, pair: newPairTable(),
+		registry: prometheus.NewRegistry(), vecs: newVectors(), pairVecs: newPairVectors(),
+		ranks: newRankCollector(), apps: map[appKey]*App{}, pairs: map[string]*Pair{},
+		raftApply: histogram("raft_apply_seconds", "Time from proposing a command to its durable result.",
+			raftBuckets(), labelNode),
 	}
-	m.registry.MustRegister(m.vecs.all()...)
-	for _, vec := range m.pair.vecs.list() {
+	for _, vec := range append(m.vecs.list(), m.pairVecs.list()...) {
 		m.registry.MustRegister(vec)
 	}
-	m.registry.MustRegister(m.ranks)
 	m.registry.MustRegister(
+		m.ranks, m.raftApply,
 		collectors.NewGoCollector(),
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
 	)
@@ -99,7 +102,7 @@ func (m *Metrics) ForgetApp(app string) {
 		}
 	}
 	m.ranks.forget(app)
-	m.vecs.forget(prometheus.Labels{labelApp: app})
+	forget(m.vecs.list(), prometheus.Labels{labelApp: app})
 }
 
 // Pair returns the metrics of an application with a prefill and a decode pool. app is its name without the
@@ -107,7 +110,12 @@ func (m *Metrics) ForgetApp(app string) {
 func (m *Metrics) Pair(app string) *Pair {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	return m.pair.get(app)
+	if p, ok := m.pairs[app]; ok {
+		return p
+	}
+	p := newPair(m.pairVecs, app)
+	m.pairs[app] = p
+	return p
 }
 
 // ForgetPair deletes all series of Pair(app). A request that still holds the *Pair may use it; its counts are
@@ -115,7 +123,11 @@ func (m *Metrics) Pair(app string) *Pair {
 func (m *Metrics) ForgetPair(app string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.pair.forget(app)
+	if p, ok := m.pairs[app]; ok {
+		p.forget()
+		delete(m.pairs, app)
+	}
+	forget(m.pairVecs.list(), prometheus.Labels{labelApp: app})
 }
 
 // KeepRanks deletes the series of an application's ranks that exists does not know: a rank that was removed
@@ -149,7 +161,7 @@ func (m *Metrics) BuildInfo(version string) {
 // RaftApply returns the observer of dpserve_raft_apply_seconds of a node: the time from proposing a command
 // to its result.
 func (m *Metrics) RaftApply(node string) func(time.Duration) {
-	h := m.vecs.raftApply.WithLabelValues(node)
+	h := m.raftApply.WithLabelValues(node)
 	return func(d time.Duration) { h.Observe(d.Seconds()) }
 }
 
@@ -181,7 +193,7 @@ func (m *Metrics) UnitRestart(app, unit string) { m.vecs.restarts.WithLabelValue
 
 // UnitForget deletes the series of a released unit.
 func (m *Metrics) UnitForget(app, unit string) {
-	m.vecs.forget(prometheus.Labels{labelApp: app, labelUnit: unit})
+	forget(m.vecs.list(), prometheus.Labels{labelApp: app, labelUnit: unit})
 }
 
 // AppRanks sets how many ranks of an application are ready, and how many its present revision wants.
@@ -234,10 +246,7 @@ func (n *Node) Unknown(kind string) { n.unknown.WithLabelValues(kind).Inc() }
 // Show sets the remaining seconds of the lease, and whether this node leads.
 func (n *Node) Show(leaseSeconds float64, leads bool) {
 	n.lease.Set(leaseSeconds)
-	n.leader.Set(0)
-	if leads {
-		n.leader.Set(1)
-	}
+	n.leader.Set(boolGauge(leads))
 }
 
 // StreamCounts are the counts of the ranks' streams between this node and others.

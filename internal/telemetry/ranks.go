@@ -124,12 +124,12 @@ func newRankCollector() *rankCollector {
 }
 
 func newRankDesc(name, help string, more ...string) *prometheus.Desc {
-	return prometheus.NewDesc(prometheus.BuildFQName(namespace, "", name), help,
-		append([]string{labelApp, labelGroup, labelRank}, more...), nil)
+	return newAppDesc(name, help, append([]string{labelGroup, labelRank}, more...)...)
 }
 
-func newAppDesc(name, help string) *prometheus.Desc {
-	return prometheus.NewDesc(prometheus.BuildFQName(namespace, "", name), help, []string{labelApp}, nil)
+func newAppDesc(name, help string, more ...string) *prometheus.Desc {
+	return prometheus.NewDesc(prometheus.BuildFQName(namespace, "", name), help,
+		append([]string{labelApp}, more...), nil)
 }
 
 // ShowRanks replaces the samples of ranks and of the ingress's indexes. Call it before each scrape with all

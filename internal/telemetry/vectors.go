@@ -36,13 +36,13 @@ const (
 	labelGoVersion = "goversion"
 )
 
-// vectors holds all vectors of dpserve.
+// vectors holds the vectors with the label app, but for those of a pair of pools.
 type vectors struct {
 	requests, tokens, attempts, retries, refusals, picks, restarts *prometheus.CounterVec
-	requestSeconds, ttft, itl, queueWait, decision, raftApply      *prometheus.HistogramVec
+	tokenize, indexGaps                                            *prometheus.CounterVec
+	requestSeconds, ttft, itl, queueWait, decision                 *prometheus.HistogramVec
 	queueLength, queueTokens, unitState, unitEpoch                 *prometheus.GaugeVec
 	readyRanks, desiredRanks                                       *prometheus.GaugeVec
-	prompts                                                        promptVectors
 }
 
 // forgetter is a vector whose series can be deleted.
@@ -56,7 +56,6 @@ func newVectors() *vectors {
 	v.addRequests()
 	v.addRouting()
 	v.addUnits()
-	v.prompts = newPromptVectors()
 	return v
 }
 
@@ -88,6 +87,11 @@ func (v *vectors) addRouting() {
 		decisionBuckets(), labelApp, labelPolicy)
 	v.picks = counter("router_picks_total", "Ranks picked, by the policy's reason.", labelApp, labelGroup,
 		labelRank, labelReason)
+	v.tokenize = counter("tokenize_total",
+		"Text prompts to be identified by tokens: hit (known), miss (an engine was asked), fallback "+
+			"(identified by text).", labelApp, labelResult)
+	v.indexGaps = counter("router_index_gaps_total",
+		"Times a rank's cache was hidden from routing because a record of its stream was missed.", labelApp)
 }
 
 func (v *vectors) addUnits() {
@@ -98,33 +102,19 @@ func (v *vectors) addUnits() {
 		"Ranks whose units are ready, as the leader knows them.", labelApp)
 	v.desiredRanks = gauge("app_desired_ranks", "Ranks that the present revision wants.", labelApp)
 	v.restarts = counter("unit_restarts_total", "Starts of the unit after its first.", labelApp, labelUnit)
-	v.raftApply = histogram("raft_apply_seconds", "Time from proposing a command to its durable result.",
-		raftBuckets(), labelNode)
 }
 
-// all lists every vector for registration.
-func (v *vectors) all() []prometheus.Collector {
-	list := append(v.appVectors(), v.raftApply)
-	out := make([]prometheus.Collector, len(list))
-	for i, c := range list {
-		out[i] = c
-	}
-	return out
-}
-
-// appVectors lists the vectors with the label app.
-func (v *vectors) appVectors() []forgetter {
-	return append(v.prompts.list(),
-		v.requests, v.tokens, v.attempts, v.retries, v.refusals, v.picks, v.restarts,
+func (v *vectors) list() []forgetter {
+	return []forgetter{
+		v.requests, v.tokens, v.attempts, v.retries, v.refusals, v.picks, v.restarts, v.tokenize, v.indexGaps,
 		v.requestSeconds, v.ttft, v.itl, v.queueWait, v.decision,
-		v.queueLength, v.queueTokens, v.unitState, v.unitEpoch, v.readyRanks,
-		v.desiredRanks,
-	)
+		v.queueLength, v.queueTokens, v.unitState, v.unitEpoch, v.readyRanks, v.desiredRanks,
+	}
 }
 
-// forget deletes every series of appVectors that has all of these labels.
-func (v *vectors) forget(labels prometheus.Labels) {
-	for _, vec := range v.appVectors() {
+// forget deletes every series of the vectors that has all of these labels.
+func forget(list []forgetter, labels prometheus.Labels) {
+	for _, vec := range list {
 		vec.DeletePartialMatch(labels)
 	}
 }
@@ -218,6 +208,18 @@ func (c *children[K, V]) close() {
 	defer c.mu.Unlock()
 	c.closed = true
 	c.table.Store(&map[K]V{})
+}
+
+// counters caches the counters of a vector by their labels.
+type counters[K comparable] struct {
+	children[K, prometheus.Counter]
+}
+
+// inc counts one, unless the key is unknown and the cache is closed.
+func (c *counters[K]) inc(key K, make func() prometheus.Counter) {
+	if v, ok := c.get(key, make); ok {
+		v.Inc()
+	}
 }
 
 // copy clones the table; the caller holds mu.

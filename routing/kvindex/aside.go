@@ -121,3 +121,58 @@ func (a *aside) remove(ix *Index, b Handle, all bool) bool {
 	a.blocks[b] = w
 	return true
 }
+
+// side counts what is rarely more than one: the first copy of a block lives in its bit alone.
+type side struct {
+	copies  extras[Handle] // physical copies of a handle beyond the first
+	aliases extras[slot]   // handles of a block beyond the first
+}
+
+// extras counts what there is of a thing beyond the first.
+type extras[K comparable] struct {
+	counts map[K]uint32
+	n      int // sum
+}
+
+const sideBytes = 40 // charged per entry
+
+func (s *side) bytes() int { return sideBytes * (len(s.copies.counts) + len(s.aliases.counts)) }
+
+// add counts n more. Without room they go uncounted, and the block is lost one removal too early.
+func (e *extras[K]) add(ix *Index, key K, n uint32) {
+	if n == 0 {
+		return
+	}
+	if e.counts[key] == 0 && !ix.chargeBytes(sideBytes) {
+		ix.counters.Refused++
+		return
+	}
+	if e.counts == nil {
+		e.counts = make(map[K]uint32)
+	}
+	e.counts[key] += n
+	e.n += int(n)
+}
+
+// take takes one away; false if there was only the first.
+func (e *extras[K]) take(ix *Index, key K) bool {
+	if len(e.counts) == 0 {
+		return false
+	}
+	n := e.counts[key]
+	if n > 1 {
+		e.counts[key] = n - 1
+		e.n--
+	} else if n == 1 {
+		e.forget(ix, key)
+	}
+	return n > 0
+}
+
+func (e *extras[K]) forget(ix *Index, key K) {
+	if len(e.counts) > 0 && e.counts[key] > 0 {
+		e.n -= int(e.counts[key])
+		delete(e.counts, key)
+		ix.charge -= sideBytes
+	}
+}

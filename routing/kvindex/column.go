@@ -61,14 +61,14 @@ const DefaultRecord = 120 * time.Second
 // methods.
 type Column struct {
 	ix    *Index
-	bit   int // -1: closed
+	bit   int // -1: another incarnation or Close ended the column for good
 	owner Owner
 	opt   Options
 	shown bool
 
 	count   int    // blocks held
 	sum     uint64 // sum of their hashes mod 2^64: equal columns have equal sums
-	orphans int    // held blocks whose parent is not held
+	orphans int    // held blocks whose parent is not held; unless it is 0, look-ups scan this column
 
 	handles  handleTable
 	side     side
@@ -99,22 +99,12 @@ func (c *Column) Len() int { return c.count }
 // Sum is the sum of the hashes of the blocks held: two columns with equal Len and Sum hold the same.
 func (c *Column) Sum() uint64 { return c.sum }
 
-// Orphans is the number of held blocks whose parent is not held. While it is not 0, look-ups scan this
-// column.
-func (c *Column) Orphans() int { return c.orphans }
-
-// Aside is the number of stored blocks that wait for an unknown parent.
-func (c *Column) Aside() int { return len(c.aside.blocks) }
-
 // BlockSize of the column, 0 until the first event. Requests that are cut into blocks of another size cannot
 // hit; the caller should report that as a fault.
 func (c *Column) BlockSize() int { return c.opt.BlockSize }
 
 // Shown reports whether look-ups see the column.
 func (c *Column) Shown() bool { return c.shown }
-
-// Closed reports that another incarnation or Close ended the column for good.
-func (c *Column) Closed() bool { return c.bit < 0 }
 
 // usable reports whether a call of feed may go on, and counts those that may not.
 func (c *Column) usable(feed Feed) bool {
@@ -184,7 +174,7 @@ func (c *Column) dropBlock(s slot, hash uint64) {
 	if end {
 		c.removeEnd(s)
 	}
-	c.side.forgetAliases(c.ix, s)
+	c.side.aliases.forget(c.ix, s)
 	c.stale = true
 	up := c.ix.cold(s).parent
 	c.unsetHolder(s)
@@ -389,7 +379,7 @@ func (c *Column) bind(old *record, h Handle, s slot, hash uint64) bool {
 	r := record{handle: h, slot: s, proof: uint32(hash)} //nolint:gosec // the low half is wanted
 	if old != nil {
 		*old = r
-		c.side.forget(c.ix, h)
+		c.side.copies.forget(c.ix, h)
 		return true
 	}
 	seg := c.handles.segment(h)
@@ -404,7 +394,7 @@ func (c *Column) bind(old *record, h Handle, s slot, hash uint64) bool {
 
 // unbind deletes the record at i.
 func (c *Column) unbind(seg *handleSegment, i int) {
-	c.side.forget(c.ix, seg.records[i].handle)
+	c.side.copies.forget(c.ix, seg.records[i].handle)
 	c.handles.remove(seg, i)
 	c.ix.handles--
 }

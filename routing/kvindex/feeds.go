@@ -176,7 +176,7 @@ func (c *Column) retain(name Handle, hash uint64, up slot, more uint32) (slot, r
 	}
 	c.addCopies(name, more)
 	if c.has(s) {
-		c.side.alias(ix, s)
+		c.side.aliases.add(ix, s, 1)
 	}
 	c.hold(s, hash)
 	return s, kept
@@ -186,7 +186,7 @@ func (c *Column) retain(name Handle, hash uint64, up slot, more uint32) (slot, r
 // removing them.
 func (c *Column) addCopies(name Handle, n uint32) {
 	if !c.once {
-		c.side.copy(c.ix, name, n)
+		c.side.copies.add(c.ix, name, n)
 	}
 }
 
@@ -196,7 +196,7 @@ func (c *Column) addCopies(name Handle, n uint32) {
 // removes one copy, so evicted blocks would stay for ever. From then on a block that is stored again counts
 // once. FromEvents.
 func (c *Column) LimitCopies(blocks int) (cleared bool) {
-	if c.once || blocks <= 0 || c.count+c.side.n <= blocks || !c.usable(FromEvents) {
+	if c.once || blocks <= 0 || c.count+c.side.copies.n+c.side.aliases.n <= blocks || !c.usable(FromEvents) {
 		return false
 	}
 	c.once = true
@@ -238,10 +238,10 @@ func (c *Column) removeCopy(name Handle) {
 	case !fresh:
 		c.unbind(seg, i)
 		c.ix.counters.UnknownRemove++
-	case c.side.uncopy(c.ix, name):
+	case c.side.copies.take(c.ix, name):
 	default:
 		c.unbind(seg, i)
-		if !c.side.unalias(c.ix, s) {
+		if !c.side.aliases.take(c.ix, s) {
 			c.release(s, c.ix.hash(s))
 		}
 	}
@@ -362,9 +362,7 @@ func (c *Column) Withdraw(hashes []uint64, keep int, at time.Duration) {
 	}
 	c.removeEnd(s)
 	for ; n > keep && c.isUnneeded(s); n-- {
-		up := c.ix.cold(s).parent
-		c.leaveRecord(s)
-		s = up
+		s = c.leaveRecord(s)
 	}
 	c.addEndAbove(s, end)
 }
@@ -438,8 +436,12 @@ func (c *Column) isUnneeded(s slot) bool {
 	return s >= firstSlot && c.has(s) && !c.isEnd(s) && !c.ix.holdsChild(s, c.bit)
 }
 
-// leaveRecord removes s from the column.
-func (c *Column) leaveRecord(s slot) { c.release(s, c.ix.hash(s)) }
+// leaveRecord removes s from the column and returns its parent.
+func (c *Column) leaveRecord(s slot) (up slot) {
+	up = c.ix.cold(s).parent
+	c.release(s, c.ix.hash(s))
+	return up
+}
 
 // chargeEnd charges the bytes of one more prompt with an end of its own; if the cap leaves no room, it drops
 // the oldest prompts.
@@ -449,8 +451,7 @@ func (c *Column) chargeEnd() bool {
 	}
 	for !c.ix.chargeBytes(endBytes) {
 		if len(c.prompts) == 0 {
-			c.endFee -= promptBytes
-			c.ix.charge -= promptBytes
+			c.refund(promptBytes)
 			return false
 		}
 		c.shortenOldestPrompt(-1)
@@ -462,13 +463,11 @@ func (c *Column) chargeEnd() bool {
 // setEnd makes s the end of a prompt that expires at the given time. chargeEnd has charged for it.
 func (c *Column) setEnd(s slot, at time.Duration) {
 	if s == none || !c.has(s) {
-		c.endFee -= promptBytes + endBytes
-		c.ix.charge -= promptBytes + endBytes
+		c.refund(promptBytes + endBytes)
 		return
 	}
 	if c.isEnd(s) { // one end of it is enough
-		c.endFee -= endBytes
-		c.ix.charge -= endBytes
+		c.refund(endBytes)
 	}
 	if c.ends == nil {
 		c.ends = make(map[slot]time.Duration)
@@ -489,9 +488,7 @@ func (c *Column) addEndAbove(s slot, at time.Duration) {
 			}
 			return
 		}
-		up := c.ix.cold(s).parent
-		c.leaveRecord(s)
-		s = up
+		s = c.leaveRecord(s)
 	}
 }
 
@@ -508,16 +505,13 @@ func (c *Column) shortenOldestPrompt(n int) {
 	for c.isUnneeded(s) {
 		if n == 0 {
 			c.ends[s] = p.at
-			c.endFee += endBytes
-			c.ix.charge += endBytes // just given back
+			c.refund(-endBytes) // just given back
 			c.prompts[0].leaf, c.prompts[0].hash = s, c.ix.hash(s)
 			return
 		}
-		up := c.ix.cold(s).parent
-		c.leaveRecord(s)
+		s = c.leaveRecord(s)
 		c.ix.counters.Expired++
 		n--
-		s = up
 	}
 	c.popPrompt()
 }
@@ -543,8 +537,13 @@ func (c *Column) isEnd(s slot) bool {
 
 func (c *Column) removeEnd(s slot) {
 	delete(c.ends, s)
-	c.endFee -= endBytes
-	c.ix.charge -= endBytes
+	c.refund(endBytes)
+}
+
+// refund gives back what was charged for prompts and their ends.
+func (c *Column) refund(bytes int) {
+	c.endFee -= bytes
+	c.ix.charge -= bytes
 }
 
 // chargePrompt charges the bytes of one more prompt; if the cap leaves no room, it drops the oldest prompt.
@@ -589,6 +588,5 @@ func (c *Column) dropOldestPrompt() {
 // popPrompt removes the oldest prompt from the list.
 func (c *Column) popPrompt() {
 	c.prompts = c.prompts[1:]
-	c.endFee -= promptBytes
-	c.ix.charge -= promptBytes
+	c.refund(promptBytes)
 }

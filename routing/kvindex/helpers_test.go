@@ -168,13 +168,13 @@ func verifyColumns(t assert.TestingT, ix *Index) {
 		handles += records
 		assert.Equal(t, endBytes*len(c.ends)+promptBytes*len(c.prompts), c.endFee)
 		beyond := 0
-		for _, n := range c.side.copies {
+		for _, n := range c.side.copies.counts {
 			beyond += int(n)
 		}
-		for _, n := range c.side.aliases {
+		for _, n := range c.side.aliases.counts {
 			beyond += int(n)
 		}
-		assert.Equal(t, beyond, c.side.n, "copies and aliases of column %d", bit)
+		assert.Equal(t, beyond, c.side.copies.n+c.side.aliases.n, "copies and aliases of column %d", bit)
 		charge += c.handles.bytes() + c.side.bytes() + c.aside.bytes() + c.endFee
 	}
 	assert.Equal(t, handles, ix.handles)

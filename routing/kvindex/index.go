@@ -222,8 +222,6 @@ func (ix *Index) setParent(s, parent slot) bool {
 	return true
 }
 
-func trailingZeros(x uint64) int { return bits.TrailingZeros64(x) }
-
 // Open gives o a new column that replaces the one of its rank and tier: the old column is masked at once,
 // closed, and swept later. The same owner may open again, because a gap in its stream is repaired by a
 // snapshot into a new column. An epoch below the highest one seen for the place is ErrFenced.
@@ -262,15 +260,6 @@ func (ix *Index) Find(o Owner) *Column {
 		ix.counters.Fenced++
 	}
 	return nil
-}
-
-// Forget drops a rank that will not return, with its highest epoch.
-func (ix *Index) Forget(rank uint32, t Tier) {
-	p := place{rank, t}
-	if c := ix.owners[p]; c != nil {
-		c.Close()
-	}
-	delete(ix.epochs, p)
 }
 
 // bit returns a free column bit without holes; -1 if all are used.
@@ -425,7 +414,7 @@ func (ix *Index) dropSlot(s slot) {
 	hash := ix.hash(s)
 	for w := 1; w < ix.stride; w++ {
 		for held := ix.hot(s)[w].Load(); held != 0; held &= held - 1 {
-			bit := (w-1)<<6 + trailingZeros(held)
+			bit := (w-1)<<6 + bits.TrailingZeros64(held)
 			if c := ix.columns[bit]; c != nil {
 				c.dropBlock(s, hash)
 				continue
@@ -503,29 +492,25 @@ type Counters struct {
 // Stats are gauges of an index.
 type Stats struct {
 	Counters
-	Blocks      int // chain hashes known, ghosts included
-	Columns     int // open
-	Bytes       int // charged against Cap
-	Cap         int
-	Handles     int // engine handles, over all columns
-	HandleBytes int // of Bytes
-	Aside       int // blocks waiting for their parents
-	Orphans     int // held blocks whose parent is not held
-	Unswept     bool
+	Blocks  int // chain hashes known, ghosts included
+	Columns int // open
+	Bytes   int // charged against Cap
+	Cap     int
+	Handles int // engine handles, over all columns
+	Aside   int // blocks waiting for their parents
+	Orphans int // held blocks whose parent is not held
 }
 
 // Stats belongs to the writer: call it where events are applied.
 func (ix *Index) Stats() Stats {
 	s := Stats{
 		Counters: ix.counters, Blocks: ix.pool.live, Bytes: ix.charge, Cap: ix.cap, Handles: ix.handles,
-		Unswept: ix.sweep.n > 0 || ix.sweep.cursor > 0,
 	}
 	for _, c := range ix.columns {
 		if c == nil {
 			continue
 		}
 		s.Columns++
-		s.HandleBytes += c.handles.bytes()
 		s.Aside += len(c.aside.blocks)
 		s.Orphans += c.orphans
 	}

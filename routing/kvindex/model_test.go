@@ -232,7 +232,7 @@ func TestEvictsLeastRecentlyMatchedLeaves(t *testing.T) {
 				sum += h
 			}
 			require.Equal(t, sum, c.Sum(), "same blocks")
-			require.Zero(t, c.Orphans())
+			require.Zero(t, c.orphans)
 		}
 		verify(t, ix)
 	})

@@ -172,6 +172,7 @@ func (c *cluster) ended(unit string, epoch uint64) {
 	}
 	g.over = true
 	for _, m := range c.machines {
+		c.orphaned(m, unit, epoch, g)
 		if !m.alive {
 			continue
 		}
@@ -265,6 +266,9 @@ func (c *cluster) accepted(m *machine, unit string, epoch uint64) {
 	g := c.owner(m, unit, epoch)
 	if g.over && (c.cfg.fence || !g.lost[m.name]) {
 		c.violate("%s admits for %s at epoch %d, which is over", m.name, unit, epoch)
+	}
+	if !m.answered {
+		c.violate("%s admits for %s, and no renewal of its process was answered", m.name, unit)
 	}
 	if m.mustAsk {
 		c.violate("%s admits for %s after it was frozen for longer than its lease, "+

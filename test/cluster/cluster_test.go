@@ -22,7 +22,7 @@ const (
 	noBarrier     mutant = "a leader begins with the state of before its election"
 	noFsync       mutant = "a follower acknowledges what is not on its disk"
 	sendsOn       mutant = "what a deposed leader's controller proposes is sent on to the next leader"
-	impatient     mutant = "the leader gives a node up that has missed one renewal"
+	impatient     mutant = "the leader gives a node up that was silent for little more than two renewals"
 	forgets       mutant = "a node forgets at a restart which epochs it has seen"
 	early         mutant = "a node tells that a unit is gone when it begins to end it"
 	noWriteLimit  mutant = "a write of the log may take as long as it likes"
@@ -30,6 +30,8 @@ const (
 	innocent      mutant = "a leader that hears too little takes the others for lost"
 	ignoresStop   mutant = "placement ignores that a node says it stops"
 	forgivesDeath mutant = "a start that its node's process dies of does not count"
+	hidesFound    mutant = "a node does not tell which engines its process has found"
+	adoptsUnasked mutant = "a node adopts what it has found before the leader has answered"
 	skips         mutant = "a control node passes over a command that it does not know"
 	losesEpochs   mutant = "a snapshot leaves out the epochs of units that are gone"
 )
@@ -57,7 +59,7 @@ func (cfg *config) controller() controller.Timers {
 	case noGrace:
 		return controller.Timers{LeaseTTL: cfg.ttl / 4, Regrant: cfg.ttl / 2}
 	case impatient:
-		return controller.Timers{LeaseTTL: cfg.renew / 2, Regrant: cfg.renew + cfg.renew/4}
+		return controller.Timers{LeaseTTL: 2 * cfg.renew, Regrant: 2*cfg.renew + cfg.renew/4}
 	default:
 		return controller.Timers{LeaseTTL: cfg.ttl}
 	}

@@ -36,6 +36,9 @@ func kinds() []fault {
 		{"slow", func(f *faults, until time.Duration) { f.slow(f.any(), until) }},
 		{"crash", func(f *faults, until time.Duration) { f.crash(f.any(), until) }},
 		{"crash the leader", func(f *faults, until time.Duration) { f.crash(f.leader(), until) }},
+		{fallFault, func(f *faults, until time.Duration) { f.fall(f.any(), until) }},
+		{"the leader's process dies", func(f *faults, until time.Duration) { f.fall(f.leader(), until) }},
+		{"a planned restart", func(f *faults, until time.Duration) { f.restart(f.any(), until) }},
 		{"a disk hangs", func(f *faults, _ time.Duration) { f.hang(f.any()) }},
 		{"the leader's disk hangs", func(f *faults, _ time.Duration) { f.hang(f.leader()) }},
 		{"the leader hears nobody", func(f *faults, until time.Duration) { f.deafen(until) }},
@@ -72,6 +75,12 @@ func gentleKinds(fence bool) []fault {
 		{"freeze a control node", func(f *faults, _ time.Duration) { f.freeze(f.control()) }},
 		{"crash a control node", func(f *faults, until time.Duration) { f.crash(f.control(), until) }},
 		{"crash the leader", func(f *faults, until time.Duration) { f.crash(f.leader(), until) }},
+		{"a worker's process dies", func(f *faults, _ time.Duration) {
+			f.fall(f.worker(), f.c.now+f.c.span(0, briefFall))
+		}},
+		{"a planned restart", func(f *faults, _ time.Duration) {
+			f.restart(f.worker(), f.c.now+restartWait+f.c.span(0, briefFall))
+		}},
 	}...)
 }
 
@@ -116,6 +125,10 @@ func (f *faults) pick(so func(*machine) bool) *machine {
 func (f *faults) any() *machine { return f.pick(func(*machine) bool { return true }) }
 func (f *faults) control() *machine {
 	return f.pick(func(m *machine) bool { return m.control && !m.worker })
+}
+
+func (f *faults) worker() *machine {
+	return f.pick(func(m *machine) bool { return m.worker && !m.control })
 }
 
 func (f *faults) leader() *machine { return f.pick(func(m *machine) bool { return m.shell != nil }) }
@@ -254,6 +267,24 @@ func (f *faults) crash(m *machine, until time.Duration) {
 	m.crash(f.c.IntN(3) == 0)
 	f.until(until, func() { f.boot(m) })
 }
+
+// fall ends a process whose engines live on.
+func (f *faults) fall(m *machine, until time.Duration) {
+	if m != nil {
+		m.fall()
+		f.until(until, func() { f.boot(m) })
+	}
+}
+
+// restart replaces a process, which has told the leader.
+func (f *faults) restart(m *machine, until time.Duration) {
+	if m != nil && !m.host.core.Restarting() && !m.host.core.Stopping() {
+		f.c.arrive(m.process, 0, func() { m.restart(until) })
+	}
+}
+
+// fallFault names the fault.
+const fallFault = "a process dies, its engines live"
 
 func (f *faults) boot(m *machine) {
 	if !m.alive && !m.removed {

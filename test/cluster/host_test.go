@@ -31,21 +31,25 @@ type engine struct {
 	epoch uint64
 	grant state.RankGrant
 	block state.Block
+	order *msg.StartRank
 	dead  bool
+
+	incarnation uint64
 }
 
 // renewLimit is the deadline of one renewal, as in actors/node.
 const renewLimit = time.Second
 
 func newHost(m *machine) *host {
-	c := m.c
+	c, found := m.c, m.takeShims()
 	h := &host{
 		m: m, c: c, units: map[string]*hosted{}, sessions: map[int]*session{},
 		core: node.NewCore(c.clock(), node.CoreConfig{
 			Node: m.name, Incarnation: c.Uint64() | 1, AfterStop: m.afterStop, Epochs: m.disk.epochs,
-			OnLeaseLoss: c.lossOf(), LeaseTTL: c.cfg.ttl, LeaseRenew: c.cfg.renew,
+			OnLeaseLoss: c.lossOf(), LeaseTTL: c.cfg.ttl, LeaseRenew: c.cfg.renew, Found: newestFound(found),
 		}),
 	}
+	h.takeOver(found)
 	h.plan()
 	c.after(m.process, 0, h.guard)
 	if m.worker {
@@ -74,6 +78,9 @@ func (h *host) renew() {
 	sent := h.c.now
 	r := h.core.Renew(h.c.clock())
 	r.Node, r.Wall, r.Index = h.m.record(), h.c.clock().Add(h.m.wall), h.m.view.Index
+	if h.c.cfg.mutant == hidesFound {
+		hide(r)
+	}
 	askLeader(h.m, renewLimit, true, func(l *shell, answer func(msg.Lease, error)) { l.renew(r, answer) },
 		func(lease msg.Lease, err error) {
 			h.renewing = false
@@ -84,9 +91,12 @@ func (h *host) renew() {
 			if err != nil {
 				granted = nil
 			} else {
-				h.leased = max(h.leased, sent+lease.TTL)
+				h.leased, h.m.answered = max(h.leased, sent+lease.TTL), true
 			}
 			h.core.Renewed(h.c.clock(), granted)
+			if h.core.Undecided() {
+				h.check()
+			}
 			h.plan()
 			asked := h.asked
 			h.asked = nil
@@ -194,6 +204,11 @@ func (h *host) check() time.Duration {
 			delete(h.units, name)
 		}
 	}
+	for _, name := range sorted(h.units) {
+		if u := h.units[name]; u.IsFound() {
+			u.poke()
+		}
+	}
 	return next
 }
 
@@ -212,8 +227,12 @@ func (h *host) admit(unit string, epoch uint64) bool {
 
 // launch starts the engines of a unit's ranks here.
 func (h *host) launch(u *hosted) {
+	u.incarnation = h.c.Uint64()
 	for i := range u.Order.Ranks {
-		e := &engine{unit: u.Order.Unit, epoch: u.Order.Epoch, grant: u.Order.Ranks[i], block: u.Order.Block}
+		e := &engine{
+			unit: u.Order.Unit, epoch: u.Order.Epoch, grant: u.Order.Ranks[i], block: u.Order.Block,
+			order: u.Order, incarnation: u.incarnation,
+		}
 		h.engines = append(h.engines, e)
 		u.engines = append(u.engines, e)
 	}

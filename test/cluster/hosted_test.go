@@ -165,11 +165,11 @@ func (u *hosted) bringUp() {
 // up is the readiness of all ranks here. Engines that are coupled wait for each other first.
 func (u *hosted) up() {
 	c := u.h.c
-	if u.lockstep() && !c.complete(u.Order) {
+	if u.lockstep() && !u.WasReady && !c.complete(u.Order) {
 		u.after(askAgain/2, u.up)
 		return
 	}
-	u.accepting, u.incarnation = true, c.Uint64()
+	u.accepting = !u.h.core.Restarting()
 	u.enter(msg.UnitReady, node.Failure{Rank: -1})
 }
 
@@ -215,6 +215,8 @@ func (u *hosted) poke() {
 		u.drained()
 	case node.StepEnd:
 		u.finish()
+	case node.StepAdopt:
+		u.adopt()
 	case node.StepStay:
 		if u.Phase == state.Draining { // perhaps with another deadline
 			u.drained()

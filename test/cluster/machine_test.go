@@ -27,8 +27,10 @@ type machine struct {
 	thawed     time.Duration   // when it was frozen last, till then
 	deadly     map[string]bool // units whose start ends the process
 	everDeadly map[string]bool
-	afterStop  bool // the process before this one was told to end
-	mustAsk    bool // it was frozen for longer than its lease, and has not asked the leader since
+	afterStop  bool      // the process before this one was told to end
+	shims      []*engine // that a process has left, while none runs
+	answered   bool      // this process: a renewal of it was
+	mustAsk    bool      // it was frozen for longer than its lease, and has not asked the leader since
 
 	// of its process
 	raft    *raft    // nil without role control
@@ -59,6 +61,7 @@ func (m *machine) boot() {
 	m.view, m.viewed, m.mustAsk = state.New(), map[string]time.Duration{}, false
 	m.gone, m.leaving = map[string]time.Duration{}, false
 	m.afterStop, m.disk.afterStop = m.disk.afterStop, false
+	m.answered = false
 	m.c.log("boot", m.name)
 	if m.control {
 		m.raft = newRaft(m)
@@ -84,19 +87,24 @@ func (m *machine) crash(power bool) {
 		return
 	}
 	m.c.log("crash", m.name, power)
-	m.disk.lose(m.c.sim)
 	for _, e := range m.host.engines {
 		e.dead = true
 	}
 	m.host.engines = nil
-	if m.raft != nil {
-		m.raft.role = follower
-	}
-	m.end()
+	m.lose()
 	m.dark = power
 	if !power {
 		m.c.reset(m)
 	}
+}
+
+// lose ends the process, and what it had not written for certain.
+func (m *machine) lose() {
+	m.disk.lose(m.c.sim)
+	if m.raft != nil {
+		m.raft.role = follower
+	}
+	m.end()
 }
 
 // reset tells every machine that had a stream of this machine.

@@ -13,6 +13,7 @@ const mutantSeeds = 600
 var mutants = []mutant{
 	noSupersede, noFence, noGrace, noConfirm, noBarrier, noFsync, sendsOn, impatient, forgets, early,
 	skips, losesEpochs, noWriteLimit, hasty, innocent, ignoresStop, forgivesDeath,
+	hidesFound, adoptsUnasked,
 }
 
 // How many seeds of a mutant's runs are played without the mutant.
@@ -91,6 +92,9 @@ func tweak(cfg *config) {
 		cfg.controls, cfg.full, cfg.workers = 0, 3, 2
 	case forgivesDeath:
 		cfg.gentle, cfg.steady, cfg.only = false, true, deadlyFault
+		cfg.controls, cfg.full, cfg.workers = 0, 3, 2
+	case hidesFound, adoptsUnasked:
+		cfg.gentle, cfg.fence, cfg.only = false, false, fallFault
 		cfg.controls, cfg.full, cfg.workers = 0, 3, 2
 	default:
 	}

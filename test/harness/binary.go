@@ -3,6 +3,7 @@
 package harness
 
 import (
+	"cmp"
 	"flag"
 	"fmt"
 	"os"
@@ -16,15 +17,19 @@ import (
 	"testing"
 )
 
-// built is one build of dpserve, made once per test process.
+// built is one build of a program of this repository, made once per test process.
 type built struct {
-	once sync.Once
-	path string
-	out  []byte
-	err  error
+	program string // its folder; "" = dpserve
+	once    sync.Once
+	path    string
+	out     []byte
+	err     error
 }
 
-var build, buildNext built
+var (
+	build, buildNext built
+	buildStub        = built{program: "./test/stubengine"}
+)
 
 // nextTag makes the build that stands for the next version of dpserve in tests of upgrades.
 const nextTag = "dpserve_next"
@@ -37,6 +42,9 @@ func Binary(t testing.TB) string { return build.binary(t) }
 // does not know.
 func NextBinary(t testing.TB) string { return buildNext.binary(t, "-tags", withTag(nextTag)) }
 
+// StubEngine builds the program that stands for vLLM and SGLang and returns its path.
+func StubEngine(t testing.TB) string { return buildStub.binary(t) }
+
 func (b *built) binary(t testing.TB, flags ...string) string {
 	t.Helper()
 	b.once.Do(func() {
@@ -45,7 +53,8 @@ func (b *built) binary(t testing.TB, flags ...string) string {
 			b.err = err
 			return
 		}
-		b.path = filepath.Join(dir, "dpserve")
+		program := cmp.Or(b.program, "./cmd/dpserve")
+		b.path = filepath.Join(dir, filepath.Base(program))
 		root, err := Root()
 		if err != nil {
 			b.err = err
@@ -53,12 +62,12 @@ func (b *built) binary(t testing.TB, flags ...string) string {
 		}
 		// -w leaves out what only a debugger reads: linking takes two thirds of the time
 		cmd := exec.Command("go", slices.Concat([]string{"build", "-ldflags=-w"}, flags,
-			[]string{"-o", b.path, "./cmd/dpserve"})...)
+			[]string{"-o", b.path, program})...)
 		cmd.Dir = root
 		b.out, b.err = cmd.CombinedOutput()
 	})
 	if b.err != nil {
-		t.Fatalf("build dpserve %v: %v\n%s", flags, b.err, b.out)
+		t.Fatalf("build %s %v: %v\n%s", filepath.Base(b.path), flags, b.err, b.out)
 	}
 	return b.path
 }
@@ -89,9 +98,9 @@ func RunSideBySide(n int) {
 	}
 }
 
-// RemoveBinary deletes what Binary and NextBinary built; call it at the end of TestMain.
+// RemoveBinary deletes what Binary, NextBinary and StubEngine built; call it at the end of TestMain.
 func RemoveBinary() {
-	for _, b := range []*built{&build, &buildNext} {
+	for _, b := range []*built{&build, &buildNext, &buildStub} {
 		if b.path != "" {
 			_ = os.RemoveAll(filepath.Dir(b.path))
 		}

@@ -67,6 +67,7 @@ func Slots(n int) Option { return func(s *settings) { s.config.Slots = n } }
 func New(t testing.TB, options ...Option) *Cluster {
 	t.Helper()
 	s := settings{nodes: 1, roles: map[int][]string{}, config: server.DefaultConfig()}
+	s.config.GPUs = "none" // whatever this machine has
 	for _, o := range options {
 		o(&s)
 	}

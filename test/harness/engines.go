@@ -55,7 +55,10 @@ func newEngines(n *memnet.Network) *Engines {
 }
 
 // Start implements node.Launcher: the engine's own command line, without its process.
-func (s *Engines) Start(_ context.Context, l engine.Launch, stdout, stderr io.Writer) (node.Process, error) {
+func (s *Engines) Start(_ context.Context, o node.LaunchOrder, stdout, stderr io.Writer) (
+	node.Process, error,
+) {
+	l := o.Launch
 	at := slices.Index(l.Argv, "sim")
 	if at < 0 {
 		return nil, fmt.Errorf("start %v: only simulated engines run in this process", l.Argv)
@@ -87,6 +90,12 @@ func (s *Engines) Start(_ context.Context, l engine.Launch, stdout, stderr io.Wr
 	go e.run(ctx, cfg, stdout, stderr)
 	return e, nil
 }
+
+// Found implements node.Launcher.
+func (*Engines) Found() []node.Found { return nil }
+
+// Extend implements node.Launcher.
+func (*Engines) Extend(time.Duration) {}
 
 // StartSim serves a simulated engine in this process, without dpserve, until the test ends.
 func StartSim(t testing.TB, cfg sim.Config) *sim.Server {
@@ -278,3 +287,12 @@ func (e *Engine) Held() string {
 	}
 	return ""
 }
+
+// Adopt implements node.Process.
+func (*Engine) Adopt(_, _ io.Writer) {}
+
+// Release implements node.Process.
+func (*Engine) Release() {}
+
+// Detach implements node.Process.
+func (*Engine) Detach() {}

@@ -17,6 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
 
+	"github.com/dpserve/dpserve/actors/node"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/engine/kvevents"
@@ -74,7 +75,7 @@ func TestEnginesInThisProcessPublishEvents(t *testing.T) {
 		require.NoError(t, sub.Start(t.Context()))
 		client := &http.Client{Transport: &http.Transport{DialContext: net0.DialContext}}
 		for range 2 {
-			p, err := engines.Start(t.Context(), l, io.Discard, io.Discard)
+			p, err := engines.Start(t.Context(), node.LaunchOrder{Launch: l}, io.Discard, io.Discard)
 			require.NoError(t, err)
 			time.Sleep(time.Second)
 			ask(t, client, l.URL, 16*4*5) // five blocks; a token is up to four bytes
@@ -89,7 +90,8 @@ func TestEnginesInThisProcessPublishEvents(t *testing.T) {
 		require.NoError(t, sub.Close())
 		assert.Positive(t, seen.resets)
 		assert.Empty(t, engines.Live())
-		for _, port := range engine.PortsOf(20000, 1).Used(true, 0) {
+		ports := engine.PortsOf(20000, 1)
+		for _, port := range []int{ports.HTTP(0), ports.Replay(0), ports.KV(0)} {
 			ln, err := net0.Listen(fmt.Sprintf("127.0.0.1:%d", port))
 			require.NoError(t, err, "left bound")
 			require.NoError(t, ln.Close())

@@ -125,6 +125,19 @@ var PairsFail = slices.Concat(EngineFails, Fault{
 	{Msg: "kv transfer failed", Why: "the decode engine's partner has just ended"},
 })
 
+// DevicesFail: GPUs vanish, are taken by others, or cannot be read.
+var DevicesFail = Fault{
+	{Msg: "devices need attention", Why: "a person has to look at the GPUs"},
+	{
+		Msg: "the memory of devices is not free after an engine's end",
+		Why: "somebody else has taken it",
+	},
+	{
+		Msg: "an ended engine still holds something", With: "held.*device|left=.*device",
+		Why: "it is named, and waited for",
+	},
+}
+
 // RanksMove: a node stops ranks that are granted elsewhere by now, or whose lease it could not renew.
 var RanksMove = Fault{{Msg: "(rank|unit) is fenced", Why: "the rank must not answer under its old epoch"}}
 

@@ -8,6 +8,7 @@ import (
 	"io"
 	"net/http"
 	"os"
+	"path/filepath"
 	"strconv"
 	"strings"
 	"syscall"
@@ -16,6 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/process"
 )
 
 // Member is one node of Members: a process that may end and start again on its data dir.
@@ -140,13 +142,23 @@ func (m *Member) signal(sig os.Signal) {
 	}
 }
 
-// Kill ends the node with SIGKILL. The node and its engines are gone when Kill returns.
-func (m *Member) Kill() {
-	m.rig.T.Helper()
-	engines := m.Children()
+// Crash ends the node's process alone with SIGKILL. Its engines live on in their shims.
+func (m *Member) Crash() {
 	m.signal(syscall.SIGKILL)
 	<-m.done
 	m.frozen = false
+}
+
+// Kill ends the node with SIGKILL, as the end of its machine does: with its engines, their shims and what
+// these have noted. They are gone when Kill returns.
+func (m *Member) Kill() {
+	m.rig.T.Helper()
+	engines := append(m.Children(), shimsOf(m.dir)...)
+	m.Crash()
+	for _, pid := range append(shimsOf(m.dir), engines...) {
+		_ = syscall.Kill(pid, syscall.SIGKILL)
+	}
+	require.NoError(m.rig.T, os.RemoveAll(filepath.Join(m.dir, "engines")))
 	m.rig.Eventually("the engines of "+m.Name+" gone", func() error {
 		for _, pid := range engines {
 			if Alive(pid) {
@@ -164,10 +176,20 @@ func (m *Member) Term() {
 	m.gone()
 }
 
-// Freeze stops the node's process (SIGSTOP); its engines go on.
+// Freeze stops the node's process (SIGSTOP) and waits until it stands still; its engines go on.
 func (m *Member) Freeze() {
+	m.rig.T.Helper()
 	m.signal(syscall.SIGSTOP)
 	m.frozen = true
+	if !m.Runs() {
+		return
+	}
+	m.Eventually(func() error {
+		if s, there := process.ReadStat(m.PID); !there || !s.Stopped {
+			return errors.New("it runs")
+		}
+		return nil
+	}, "node "+m.Name+" stopped")
 }
 
 // Thaw lets the node's process go on.

@@ -26,6 +26,17 @@ func childrenOf(pid int) []int {
 	return out
 }
 
+// shimsOf are the shims of the engines that a node with a data dir has started, by their own process ids.
+func shimsOf(dir string) (pids []int) {
+	for pid, args := range commands() {
+		if len(args) > 2 && args[1] == "shim" && dir != "" && strings.HasPrefix(args[2], dir+"/") &&
+			Alive(pid) {
+			pids = append(pids, pid)
+		}
+	}
+	return pids
+}
+
 // Alive says whether pid runs (a zombie does not).
 func Alive(pid int) bool {
 	if syscall.Kill(pid, 0) != nil {
@@ -44,8 +55,11 @@ func living(pids []int) []int {
 	return slices.DeleteFunc(slices.Clone(pids), func(pid int) bool { return !Alive(pid) })
 }
 
-// enginesOn are processes that were given a port between two, both included.
+// enginesOn are processes that were given a port between two, both included; none if these are not known.
 func enginesOn(ports [2]int) (pids []int) {
+	if ports[1] == 0 {
+		return nil // they are not known; --port 0 of another program is not one of them
+	}
 	for pid, args := range commands() {
 		for i, a := range args {
 			if a != "--port" || i+1 == len(args) {

@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"os"
 	"os/exec"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -20,6 +21,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/process"
 	"github.com/dpserve/dpserve/test/ports"
 )
 
@@ -106,7 +108,12 @@ func (r *Real) launch(args []string) {
 
 // end stops the process and checks what it leaves behind: work in hand, complaints in its log, processes.
 func (r *Real) end() {
-	children, before := r.Children(), len(r.Output())
+	if !r.runs() { // shims keep how their engines ended for a next process, which does not come
+		for _, pid := range shimsOf(r.Dir) {
+			_ = syscall.Kill(pid, syscall.SIGKILL)
+		}
+	}
+	children, before := append(r.Children(), shimsOf(r.Dir)...), len(r.Output())
 	if r.Admin != "" && r.runs() {
 		//nolint:testifylint // all is checked
 		assert.NoError(r.T, soon(func() error { return idle(r.ask) }), "work in hand at the end")
@@ -130,6 +137,9 @@ func (r *Real) runs() bool {
 		return true
 	}
 }
+
+// EnginePorts are the first and the last port that engines of the node may get.
+func (r *Real) EnginePorts() (lo, hi int) { return r.ports[0], r.ports[1] }
 
 // Output is what the process wrote so far, stdout and stderr together.
 func (r *Real) Output() string { return r.out.String() }
@@ -291,8 +301,18 @@ func (r *Real) ask(path string) (code int, text string, err error) {
 	return resp.StatusCode, string(b), err
 }
 
-// Children are the live processes started by dpserve, by parent links at this moment.
-func (r *Real) Children() []int { return childrenOf(r.PID) }
+// Children are the live engines started by dpserve, in shims or not, by parent links at this moment.
+func (r *Real) Children() []int {
+	shims := shimsOf(r.Dir)
+	out := slices.DeleteFunc(childrenOf(r.PID), func(pid int) bool {
+		s, there := process.ReadStat(pid)
+		return !there || s.Exiting || slices.Contains(shims, pid) // an ending shim has no command line
+	})
+	for _, pid := range shims {
+		out = append(out, childrenOf(pid)...)
+	}
+	return out
+}
 
 // Chat is a chat request body for model.
 func Chat(model, prompt string, maxTokens int, stream bool) string {

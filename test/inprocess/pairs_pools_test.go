@@ -379,6 +379,21 @@ func TestPairsOfEnginesThatNeedAPartner(t *testing.T) {
 	}
 }
 
+// Engines that ask for a key: dpserve's own requests bring it, so pairs meet, and clients bring theirs.
+func TestPairsOfEnginesWithAKey(t *testing.T) {
+	bubble(t, "two keys", func(t *testing.T) {
+		c := simPair(t, simPools(1, 2, "api_key: secret, sim_step_ms: 2", "decide: always"), 2)
+		body := harness.Chat("pd", words("who has the key", 100), 4, true)
+		for key, want := range map[string]int{"secret": http.StatusOK, "other": http.StatusUnauthorized} {
+			resp, err := c.Post(t.Context(), "/v1/chat/completions", body, "Authorization", "Bearer "+key)
+			require.NoError(t, err)
+			a := harness.ReadAnswer(resp, time.Now())
+			assert.Equal(t, want, a.Status, "%v", a)
+		}
+		c.Quiet()
+	})
+}
+
 // PD8 with engines that have blocks: the client leaves in the prefill, in the transfer, in the answer. Within
 // a second neither engine has a request, and no block of it.
 func TestPD8BlocksAreFree(t *testing.T) {

@@ -10,6 +10,8 @@ import (
 	"strconv"
 	"sync"
 	"time"
+
+	"github.com/dpserve/dpserve/internal/pause"
 )
 
 // ErrRefused is returned by Dial for an address without a listener, as by the kernel.
@@ -118,7 +120,10 @@ func (n *Network) reach(ctx context.Context, way link, addr string) error {
 			if now := time.Now(); now.After(began) {
 				rest += again(began, now, firstSYN).Sub(now)
 			}
-			return sleep(ctx, rest)
+			if rest <= 0 {
+				return nil
+			}
+			return pause.For(ctx, rest)
 		}
 		select {
 		case <-turned:
@@ -285,4 +290,64 @@ func (n *Network) ListenPacket(addr string) (*Packets, error) {
 	p := &Packets{net: n, addr: address(key), in: make(chan packet, packetQueue), done: make(chan struct{})}
 	n.packets[key] = p
 	return p, nil
+}
+
+// packetQueue bounds the unread packets; further ones are lost, as on a socket.
+const packetQueue = 256
+
+// Packets is a bound packet address. Packets to an address that is not bound are lost without an error.
+type Packets struct {
+	net  *Network
+	addr address
+	in   chan packet
+	done chan struct{}
+	once sync.Once
+}
+
+type packet struct {
+	data []byte
+	from net.Addr
+}
+
+// ReadFrom waits for a packet, or for Close.
+func (p *Packets) ReadFrom(b []byte) (int, net.Addr, error) {
+	select {
+	case got := <-p.in:
+		return copy(b, got.data), got.from, nil
+	case <-p.done:
+		return 0, nil, net.ErrClosed
+	}
+}
+
+// WriteTo sends a packet. It never blocks.
+func (p *Packets) WriteTo(b []byte, to net.Addr) (int, error) {
+	select {
+	case <-p.done:
+		return 0, net.ErrClosed
+	default:
+	}
+	p.net.mu.Lock()
+	there := p.net.packets[to.String()]
+	p.net.mu.Unlock()
+	if there != nil {
+		select {
+		case there.in <- packet{data: append([]byte(nil), b...), from: p.addr}:
+		default:
+		}
+	}
+	return len(b), nil
+}
+
+// LocalAddr is where it is bound.
+func (p *Packets) LocalAddr() net.Addr { return p.addr }
+
+// Close frees the address.
+func (p *Packets) Close() error {
+	p.once.Do(func() {
+		p.net.mu.Lock()
+		delete(p.net.packets, string(p.addr))
+		p.net.mu.Unlock()
+		close(p.done)
+	})
+	return nil
 }

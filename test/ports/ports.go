@@ -12,6 +12,7 @@ import (
 	"os"
 	"slices"
 	"strconv"
+	"syscall"
 	"testing"
 	"time"
 )
@@ -200,6 +201,7 @@ func own(ctx context.Context, at, width int) (release func(), err error) {
 // areFree says whether all ports can be bound on all hosts. A listener on the wildcard address makes a port
 // taken on every host.
 func areFree(ctx context.Context, base, size int, hosts []string) bool {
+	defer awaitForks()
 	var bind net.ListenConfig
 	for port := base; port < base+size; port++ {
 		for _, host := range hosts {
@@ -216,6 +218,13 @@ func areFree(ctx context.Context, base, size int, hosts []string) bool {
 		}
 	}
 	return true
+}
+
+// awaitForks waits until no child process of this one is about to be executed. A child that was forked while
+// a listener was open keeps the port taken until then, although the listener is closed.
+func awaitForks() {
+	syscall.ForkLock.Lock()
+	defer syscall.ForkLock.Unlock()
 }
 
 func address(host string, port int) string { return net.JoinHostPort(host, strconv.Itoa(port)) }

@@ -17,6 +17,10 @@ import (
 const sideBySide = 6
 
 func TestMain(m *testing.M) {
+	if len(os.Args) == 2 && os.Args[1] == oddShim {
+		runOddShim()
+		return
+	}
 	harness.RunSideBySide(sideBySide)
 	code := m.Run()
 	harness.RemoveBinary()

@@ -103,7 +103,7 @@ func freezePast(t *testing.T, c *harness.Members, m *harness.Member, load *harne
 func TestMB3FreezeServe(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(6))
-	c.Expect(harness.NodeFails, harness.RanksMove)
+	c.Expect(harness.NodeFails, harness.RanksMove, harness.StreamBreaks)
 	c.All[0].Want(spread("wide", 6))
 	c.Running("wide")
 

@@ -134,6 +134,15 @@ func (l *pairLoad) note(want string, s *harness.Stream) {
 	}
 }
 
+// takeSlowest is the longest time to a first token since the last call.
+func (l *pairLoad) takeSlowest() time.Duration {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	d := l.slowest
+	l.slowest = 0
+	return d
+}
+
 // end lets the requests under way end. Idempotent.
 func (l *pairLoad) end() {
 	l.once.Do(func() { close(l.stop) })

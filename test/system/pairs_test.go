@@ -67,7 +67,8 @@ func TestPD7RanksInTheHeaders(t *testing.T) {
 	assert.Len(t, st.Pools, 2)
 }
 
-// PD6: a launched engine of either pool is killed under load, and starts again in its place.
+// PD6: a launched engine of either pool is killed under 64 streams, and starts again in its place. What the
+// slowest client waited for its first token is printed, without the kill and with it.
 func TestPD6KilledUnderLoad(t *testing.T) {
 	t.Parallel()
 	known := knownTexts(t, 24, 300, 30)
@@ -76,9 +77,10 @@ func TestPD6KilledUnderLoad(t *testing.T) {
 	r.Deploy(launchedPairs(2, 3, "decide: always", "", ""))
 	r.WaitStatus("pd", "RUNNING")
 	st := waitMet(r)
-	const clients = 32
+	const clients = 64
 	l := startPairLoad(t, known, clients, r.HTTP)
-	l.more(t, 50, "remote")
+	l.more(t, 2*clients, "remote")
+	t.Logf("slowest first token: %s", l.takeSlowest())
 	for _, pool := range []string{"prefill", "decode"} {
 		unit := "pd." + pool + "/0/1"
 		victim := poolRanks(&st, pool)[unit]
@@ -91,10 +93,12 @@ func TestPD6KilledUnderLoad(t *testing.T) {
 			}
 			return allMet(&st)
 		}, unit+" serves again")
-		l.more(t, 50, "remote")
+		l.more(t, 2*clients, "remote")
+		slowest := l.takeSlowest()
+		t.Logf("slowest first token while a %s engine was killed: %s", pool, slowest)
+		assert.LessOrEqual(t, slowest, 5*time.Second, "nobody waits for what is dead")
 	}
 	l.check(t, clients)
-	assert.LessOrEqual(t, l.slowest, 5*time.Second, "nobody waits for what is dead")
 	for unit, k := range poolRanks(&st, "prefill") {
 		want := uint64(1)
 		if unit == "pd.prefill/0/1" {

@@ -276,10 +276,10 @@ func waitEpoch(r *harness.Real, app string, unit int, epoch uint64) {
 	}, fmt.Sprintf("%s unit %d ready at epoch %d", app, unit, epoch))
 }
 
-// A kill -9 of dpserve leaves no engine behind.
+// A kill -9 of dpserve leaves no engine behind that may not wait for the next process.
 func TestKillNineLeavesNoProcess(t *testing.T) {
 	t.Parallel()
-	r := harness.Start(t)
+	r := harness.Start(t, "--orphan-timeout", "0")
 	r.Deploy(simApp("a", 4, "lockstep", ""))
 	st := r.WaitStatus("a", "RUNNING")
 	require.Len(t, pids(st), 4)

@@ -128,7 +128,7 @@ func TestNumbersNodeLost(t *testing.T) {
 	gone := on(seats(&st), killed.Name)
 	require.NotEmpty(t, gone)
 	began := time.Now()
-	killed.Signal(syscall.SIGKILL)
+	killed.Kill()
 	within(t, "node killed under 64 streams, out of routing", time.Second,
 		outAfter(c, began, "wide", gone, ifForced, a, b))
 	load.Reaches(64)

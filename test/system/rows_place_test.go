@@ -23,14 +23,20 @@ import (
 // command runs a dpserve command against a node and returns its exit code and all that it wrote.
 func command(m *harness.Member, args ...string) (code int, text string) {
 	m.T.Helper()
+	return commandAt(m.T, m.Admin, args...)
+}
+
+// commandAt is command with the node's admin address.
+func commandAt(t testing.TB, admin string, args ...string) (code int, text string) {
+	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), harness.Patience)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, harness.Binary(m.T), args...)
-	cmd.Env = append(os.Environ(), "DPSERVE_ADDR="+m.Admin)
+	cmd := exec.CommandContext(ctx, harness.Binary(t), args...)
+	cmd.Env = append(os.Environ(), "DPSERVE_ADDR="+admin)
 	b, err := cmd.CombinedOutput()
 	var exit *exec.ExitError
 	if err != nil && !errors.As(err, &exit) {
-		m.T.Fatalf("dpserve %v: %v\n%s", args, err, b)
+		t.Fatalf("dpserve %v: %v\n%s", args, err, b)
 	}
 	return cmd.ProcessState.ExitCode(), string(b)
 }

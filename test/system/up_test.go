@@ -9,7 +9,9 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -135,7 +137,10 @@ func TestUpAttach(t *testing.T) {
 	r := harness.Run(t, "up", "--attach", "http://"+addrs[0], "--attach", "http://"+addrs[1])
 	r.Expect(harness.EngineFails)
 	curl := waitOutput(t, r, regexp.MustCompile(`curl [^\n]*`))
-	assert.Contains(t, r.Output(), "kind: attach", "the app.yaml it stands for is printed")
+	for _, line := range []string{`id: "attached"`, "kind: attach", "family: vllm", addrs[0], addrs[1]} {
+		assert.Contains(t, r.Output(), line, "the app.yaml it stands for is printed")
+	}
+	assert.NotContains(t, r.Output(), "lockstep", "the engines are independent")
 	r.HTTP = strings.TrimPrefix(urlLine.FindString(curl), "http://")
 	answered := func(n int) {
 		for range n {
@@ -161,6 +166,43 @@ func TestUpAttach(t *testing.T) {
 	for _, e := range engines {
 		assert.True(t, harness.Alive(e.PID), "an attached engine is not stopped")
 	}
+}
+
+// `up --attach` sees that two engines are ranks of one lockstep group, whatever their order, and says so.
+// When one of them dies, the other gets no requests either, until both answer again.
+func TestUpAttachLockstepGroup(t *testing.T) {
+	t.Parallel()
+	meeting := ports.TakeAddr(t)
+	_, rpc, err := net.SplitHostPort(meeting)
+	require.NoError(t, err)
+	addrs := []string{ports.TakeAddr(t), ports.TakeAddr(t)}
+	var engines []*harness.Real
+	for rank, addr := range addrs {
+		_, port, err := net.SplitHostPort(addr)
+		require.NoError(t, err)
+		engines = append(engines, harness.Run(t, "engine", "sim", "--host", "127.0.0.1", "--port", port,
+			"--served-model-name", "attached", "--sim-step-ms", "1", "--data-parallel-size", "2",
+			"--data-parallel-rank", strconv.Itoa(rank), "--data-parallel-address", "127.0.0.1",
+			"--data-parallel-rpc-port", rpc))
+	}
+	for _, a := range addrs {
+		waitHealthy(t, a)
+	}
+	r := harness.Run(t, "up", "--attach", "http://"+addrs[1]+",http://"+addrs[0])
+	r.Expect(harness.EngineFails, harness.RequestRefused)
+	curl := waitOutput(t, r, regexp.MustCompile(`curl [^\n]*`))
+	assert.Contains(t, r.Output(), "ranks 0, 1 of one lockstep group")
+	assert.Contains(t, r.Output(), "dp_size: 2\n      coupling: lockstep")
+	assert.Less(t, strings.Index(r.Output(), `- url: "http://`+addrs[0]),
+		strings.Index(r.Output(), `- url: "http://`+addrs[1]), "rank 0 comes first")
+	r.HTTP = strings.TrimPrefix(urlLine.FindString(curl), "http://")
+	for range 10 {
+		assert.True(t, r.StreamChat(t.Context(), "attached", "hi", 3).OK())
+	}
+	require.NoError(t, syscall.Kill(engines[1].PID, syscall.SIGKILL))
+	waitOutput(t, r, regexp.MustCompile(`attached/0 does not answer`))
+	r.Signal(os.Interrupt)
+	assert.Equal(t, 0, r.ExitCode())
 }
 
 func waitHealthy(t *testing.T, addr string) {

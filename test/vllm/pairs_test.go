@@ -64,9 +64,7 @@ type pairs struct {
 // TestRealPairs runs everything on two prefill engines and two decode engines.
 func TestRealPairs(t *testing.T) {
 	program := installed(t)
-	if marks, _ := filepath.Glob(filepath.Join(folder(program), ".complete-nixl-*")); len(marks) == 0 {
-		t.Skip("needs NIXL beside vLLM: run make test-vllm")
-	}
+	needNIXL(t, program)
 	weights := makeWeights(t, program)
 	p := &pairs{t: t}
 	for range pairSides {
@@ -104,6 +102,14 @@ func TestRealPairs(t *testing.T) {
 		}
 	}
 	p.dp.Quiet()
+}
+
+// needNIXL skips the test where only vLLM is installed.
+func needNIXL(t *testing.T, program string) {
+	t.Helper()
+	if marks, _ := filepath.Glob(filepath.Join(folder(program), ".complete-nixl-*")); len(marks) == 0 {
+		t.Skip("needs NIXL beside vLLM: run make test-vllm")
+	}
 }
 
 // makeWeights writes the model.

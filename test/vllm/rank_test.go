@@ -108,13 +108,19 @@ func (r *rank) env(dir string) []string {
 		env = append(env, "VLLM_NIXL_SIDE_CHANNEL_HOST=127.0.0.1",
 			"VLLM_NIXL_SIDE_CHANNEL_PORT="+r.side.port)
 	}
-	return append(env,
+	return append(append(env, cpuEnv()...),
+		"VLLM_SERVER_DEV_MODE=1", // opens /reset_prefix_cache
+		"HOME="+dir, "TMPDIR="+dir, "VLLM_RPC_BASE_PATH="+dir)
+}
+
+// cpuEnv is the environment of an engine without a GPU and without a network.
+func cpuEnv() []string {
+	return []string{
 		"VLLM_TARGET_DEVICE=cpu", "VLLM_CPU_KVCACHE_SPACE=1", "VLLM_CPU_OMP_THREADS_BIND=nobind",
 		"OMP_NUM_THREADS=1", "TORCHDYNAMO_DISABLE=1",
 		"VLLM_WORKER_MULTIPROC_METHOD=spawn", "HF_HUB_OFFLINE=1", "TRANSFORMERS_OFFLINE=1",
 		"VLLM_NO_USAGE_STATS=1", "DO_NOT_TRACK=1",
-		"VLLM_SERVER_DEV_MODE=1", // opens /reset_prefix_cache
-		"HOME="+dir, "TMPDIR="+dir, "VLLM_RPC_BASE_PATH="+dir)
+	}
 }
 
 // start launches the engine, in a process group of its own.

@@ -28,10 +28,8 @@ type Gossip struct {
 	transport *transport
 	list      *memberlist.Memberlist // nil before Start
 
-	mu      sync.Mutex
-	meta    []byte // encoded
-	plain   Meta
-	renewed chan struct{} // one slot: meta has changed
+	mu   sync.Mutex
+	meta []byte // encoded; Close changes it
 
 	life sync.Mutex // held by Start and Close
 	done chan struct{}
@@ -53,8 +51,7 @@ func New(ctx context.Context, cfg Config) (*Gossip, error) {
 		return nil, err
 	}
 	g := &Gossip{
-		cfg: cfg, table: newTable(), ring: ring, renewed: make(chan struct{}, 1),
-		done: make(chan struct{}),
+		cfg: cfg, table: &table{members: map[string]*Member{}}, ring: ring, done: make(chan struct{}),
 	}
 	if err := g.setMeta(cfg.Meta); err != nil {
 		return nil, err
@@ -91,8 +88,7 @@ func (g *Gossip) Start() error {
 		return problem.New(problem.Internal, "start the gossip: %w", err)
 	}
 	g.list = list
-	g.wg.Go(g.notifyChanges)
-	g.wg.Go(g.maintain)
+	g.wg.Go(g.lookForSeeds)
 	return nil
 }
 
@@ -120,26 +116,14 @@ func (g *Gossip) Members() []Member {
 	return slices.DeleteFunc(g.table.list(), func(m Member) bool { return g.cfg.Revoked(m.UID) })
 }
 
-// UpdateMeta announces another Meta, at most once per second. The last one counts.
-func (g *Gossip) UpdateMeta(m Meta) error {
-	if m.Cluster != g.cfg.Meta.Cluster || m.UID != g.cfg.Meta.UID {
-		return problem.New(problem.InvalidArgument, "a member keeps its cluster and its UID")
-	}
-	return g.setMeta(m)
-}
-
 func (g *Gossip) setMeta(m Meta) error {
 	b, err := m.encode()
 	if err != nil {
 		return err
 	}
 	g.mu.Lock()
-	g.meta, g.plain = b, m.clone()
-	g.mu.Unlock()
-	select {
-	case g.renewed <- struct{}{}:
-	default:
-	}
+	defer g.mu.Unlock()
+	g.meta = b
 	return nil
 }
 
@@ -210,9 +194,7 @@ func (g *Gossip) end(farewell bool) error {
 // announceLeave tells the others that this is no failure. memberlist's own message reaches the delegates as a
 // death, so Meta says it first. A node that misses both finds out by silence.
 func (g *Gossip) announceLeave() {
-	g.mu.Lock()
-	m := g.plain
-	g.mu.Unlock()
+	m := g.cfg.Meta
 	m.leaving = true
 	if g.setMeta(m) == nil {
 		_ = g.list.UpdateNode(leaveTimeout)
@@ -229,24 +211,10 @@ func (g *Gossip) closed() bool {
 	}
 }
 
-// notifyChanges calls OnChange, outside of memberlist's locks.
-func (g *Gossip) notifyChanges() {
-	for {
-		select {
-		case <-g.table.changed:
-			g.cfg.OnChange()
-		case <-g.done:
-			return
-		}
-	}
-}
-
-// maintain looks for missing seeds and announces a changed Meta.
-func (g *Gossip) maintain() {
+// lookForSeeds looks for missing seeds until Close.
+func (g *Gossip) lookForSeeds() {
 	seek := time.NewTimer(0)
 	defer seek.Stop()
-	announce := time.NewTicker(min(metaEvery, g.cfg.Timers.Rejoin))
-	defer announce.Stop()
 	for {
 		select {
 		case <-g.done:
@@ -254,12 +222,6 @@ func (g *Gossip) maintain() {
 		case <-seek.C:
 			g.rejoin()
 			seek.Reset(g.rejoinPause())
-		case <-announce.C:
-			select {
-			case <-g.renewed:
-				_ = g.list.UpdateNode(metaEvery) // nodes that miss it get it later, by push and pull
-			default:
-			}
 		}
 	}
 }
@@ -325,20 +287,13 @@ func (d *delegate) NotifyPingComplete(n *memberlist.Node, _ time.Duration, _ []b
 	d.g.table.recordAnswer(n.Name)
 }
 
-// AckPayload adds nothing.
-func (d *delegate) AckPayload() []byte { return nil }
+// dpserve sends no messages of its own by the gossip, and adds nothing to those of memberlist.
 
-// NotifyMsg ignores user messages, because dpserve sends none.
-func (d *delegate) NotifyMsg([]byte) {}
-
-// GetBroadcasts has none.
+func (d *delegate) AckPayload() []byte              { return nil }
+func (d *delegate) NotifyMsg([]byte)                {}
 func (d *delegate) GetBroadcasts(int, int) [][]byte { return nil }
-
-// LocalState adds nothing to a push and pull.
-func (d *delegate) LocalState(bool) []byte { return nil }
-
-// MergeRemoteState ignores what others add.
-func (d *delegate) MergeRemoteState([]byte, bool) {}
+func (d *delegate) LocalState(bool) []byte          { return nil }
+func (d *delegate) MergeRemoteState([]byte, bool)   {}
 
 func (g *Gossip) checkMember(n *memberlist.Node) error {
 	meta, err := decodeMeta(n.Meta)

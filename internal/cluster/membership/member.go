@@ -2,11 +2,14 @@ package membership
 
 import (
 	"cmp"
+	"errors"
 	"slices"
 	"sync"
 	"time"
 
 	"github.com/hashicorp/memberlist"
+
+	"github.com/dpserve/dpserve/internal/problem"
 )
 
 // State is the state of a member by the gossip.
@@ -31,7 +34,6 @@ type Member struct {
 	Roles       []string
 	Version     string
 	Zone        string
-	Index       uint64
 	State       State
 	LastSeen    time.Time
 	Incarnation uint64
@@ -44,19 +46,11 @@ type Member struct {
 type table struct {
 	mu      sync.Mutex
 	members map[string]*Member // by memberlist's name
-	changed chan struct{}      // one slot
-}
-
-func newTable() *table {
-	return &table{members: map[string]*Member{}, changed: make(chan struct{}, 1)}
 }
 
 var _ memberlist.EventDelegate = (*table)(nil)
 
-// NotifyJoin implements memberlist.EventDelegate.
-func (t *table) NotifyJoin(n *memberlist.Node) { t.recordMember(n) }
-
-// NotifyUpdate implements memberlist.EventDelegate.
+func (t *table) NotifyJoin(n *memberlist.Node)   { t.recordMember(n) }
 func (t *table) NotifyUpdate(n *memberlist.Node) { t.recordMember(n) }
 
 func (t *table) recordMember(n *memberlist.Node) {
@@ -72,18 +66,16 @@ func (t *table) recordMember(n *memberlist.Node) {
 	defer t.mu.Unlock()
 	m := &Member{
 		Node: node, UID: meta.UID, Address: meta.Address, Gossip: n.Address(), Roles: meta.Roles,
-		Version: meta.Version, Zone: meta.Zone,
-		Index: meta.Index, State: Alive, LastSeen: time.Now(), Incarnation: incarnation,
+		Version: meta.Version, Zone: meta.Zone, State: Alive, LastSeen: time.Now(), Incarnation: incarnation,
 	}
 	if meta.leaving {
 		m.State = Left
 	}
 	t.members[n.Name] = m
 	t.forgetGone()
-	t.signalChange()
 }
 
-// NotifyLeave implements memberlist.EventDelegate. A member that leaves on purpose has announced it before.
+// NotifyLeave is of a member that is gone. One that leaves on purpose has announced it before.
 func (t *table) NotifyLeave(n *memberlist.Node) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -91,10 +83,8 @@ func (t *table) NotifyLeave(n *memberlist.Node) {
 		m.State = Dead
 	}
 	t.forgetGone()
-	t.signalChange()
 }
 
-// recordAnswer records that a member answered a probe.
 func (t *table) recordAnswer(name string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -147,14 +137,6 @@ func (t *table) forgetGone() {
 	}
 }
 
-// signalChange wakes notifyChanges. The caller holds mu.
-func (t *table) signalChange() {
-	select {
-	case t.changed <- struct{}{}:
-	default:
-	}
-}
-
 // list returns one Member per UID, sorted by node: an alive one before a gone one, among equals the one seen
 // last.
 func (t *table) list() []Member {
@@ -173,8 +155,7 @@ func (t *table) list() []Member {
 		list = append(list, c)
 	}
 	slices.SortFunc(list, func(a, b Member) int {
-		return cmp.Or(cmp.Compare(a.Node, b.Node),
-			cmp.Compare(a.UID, b.UID))
+		return cmp.Or(cmp.Compare(a.Node, b.Node), cmp.Compare(a.UID, b.UID))
 	})
 	return list
 }
@@ -208,4 +189,113 @@ func (t *table) isAlone() bool {
 		}
 	}
 	return n <= 1
+}
+
+// Meta is what a node announces of itself: at most 512 bytes when encoded.
+type Meta struct {
+	Cluster string
+	UID     string
+	Address string // HOST:PORT of the node port
+	Roles   []string
+	Version string
+	Zone    string
+
+	leaving bool // the node leaves on purpose
+}
+
+// metaFormat grows when old readers could no longer read the fields. Readers skip unknown fields.
+const metaFormat = 1
+
+// Fields: a tag (one byte), a length (one byte), the bytes.
+const (
+	tagCluster byte = iota + 1
+	tagUID
+	tagAddress
+	tagRole // one field per role
+	tagVersion
+	tagZone
+	_ // earlier versions tell the index of their copy of the state
+	tagLeaving
+)
+
+// maxField is the longest field, maxRoles the highest number of roles that are read.
+const (
+	maxField = 255
+	maxRoles = 16
+)
+
+var errMeta = errors.New("meta of a member cannot be read")
+
+func (m Meta) encode() ([]byte, error) {
+	b := []byte{metaFormat}
+	fits := true
+	field := func(tag byte, s string) {
+		if s != "" {
+			fits = fits && len(s) <= maxField
+			b = append(append(b, tag, byte(len(s))), s...) //nolint:gosec // checked just above
+		}
+	}
+	field(tagCluster, m.Cluster)
+	field(tagUID, m.UID)
+	field(tagAddress, m.Address)
+	for _, r := range m.Roles {
+		field(tagRole, r)
+	}
+	field(tagVersion, m.Version)
+	field(tagZone, m.Zone)
+	if m.leaving {
+		b = append(b, tagLeaving, 0)
+	}
+	// The field that Close adds must fit as well.
+	if !fits || len(m.Roles) > maxRoles || len(b)+2 > memberlist.MetaMaxSize {
+		return nil, problem.New(problem.InvalidArgument,
+			"what this node tells of itself takes %d bytes, allowed are %d", len(b),
+			memberlist.MetaMaxSize-2).
+			WithHint("choose a shorter zone or advertised name")
+	}
+	return b, nil
+}
+
+// decodeMeta reads the result of encode. It ignores fields of newer versions.
+func decodeMeta(b []byte) (Meta, error) {
+	var m Meta
+	if len(b) == 0 || len(b) > memberlist.MetaMaxSize || b[0] != metaFormat {
+		return m, errMeta
+	}
+	for b = b[1:]; len(b) > 0; {
+		if len(b) < 2 || len(b) < 2+int(b[1]) {
+			return Meta{}, errMeta
+		}
+		if err := m.set(b[0], b[2:2+int(b[1])]); err != nil {
+			return Meta{}, err
+		}
+		b = b[2+int(b[1]):]
+	}
+	if m.Cluster == "" || m.UID == "" {
+		return Meta{}, errMeta
+	}
+	return m, nil
+}
+
+func (m *Meta) set(tag byte, value []byte) error {
+	switch tag {
+	case tagCluster:
+		m.Cluster = string(value)
+	case tagUID:
+		m.UID = string(value)
+	case tagAddress:
+		m.Address = string(value)
+	case tagRole:
+		if len(m.Roles) == maxRoles {
+			return errMeta
+		}
+		m.Roles = append(m.Roles, string(value))
+	case tagVersion:
+		m.Version = string(value)
+	case tagZone:
+		m.Zone = string(value)
+	case tagLeaving:
+		m.leaving = true
+	}
+	return nil
 }

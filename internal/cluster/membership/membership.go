@@ -3,6 +3,7 @@
 package membership
 
 import (
+	"cmp"
 	"context"
 	"crypto/hkdf"
 	"crypto/sha256"
@@ -32,7 +33,6 @@ const (
 	streamTimeout  = 2 * time.Second        // of a push and pull, or a probe over TCP
 	leaveTimeout   = 500 * time.Millisecond // of each of the two messages of a leave
 	aloneRejoin    = time.Second            // instead of Rejoin while no other node is alive
-	metaEvery      = time.Second            // between announcements of a changed Meta
 	seedsPerRound  = 3                      // while another node is alive
 	resolveTimeout = 2 * time.Second
 )
@@ -58,8 +58,6 @@ type Config struct {
 	Seeds func() []string
 	// Revoked reports whether the node with this UID was removed. Nil: none was. It must not block.
 	Revoked func(uid string) bool
-	// OnChange is called by one goroutine after Members has changed. Nil: not called.
-	OnChange func()
 	// Refused counts refused messages. Nil: not counted. It must not block.
 	Refused func(reason Reason)
 	Timers  Timers
@@ -83,27 +81,17 @@ func (c Config) withDefaults() Config {
 	if c.Revoked == nil {
 		c.Revoked = func(string) bool { return false }
 	}
-	if c.OnChange == nil {
-		c.OnChange = func() {}
-	}
 	if c.Refused == nil {
 		c.Refused = func(Reason) {}
 	}
 	if c.Log == nil {
 		c.Log = slog.New(slog.DiscardHandler)
 	}
-	c.Timers.Probe = orElse(c.Timers.Probe, Probe)
-	c.Timers.ProbeTimeout = orElse(c.Timers.ProbeTimeout, ProbeTimeout)
-	c.Timers.Rejoin = orElse(c.Timers.Rejoin, Rejoin)
+	c.Timers.Probe = cmp.Or(c.Timers.Probe, Probe)
+	c.Timers.ProbeTimeout = cmp.Or(c.Timers.ProbeTimeout, ProbeTimeout)
+	c.Timers.Rejoin = cmp.Or(c.Timers.Rejoin, Rejoin)
 	c.Network = c.Network.withDefaults()
 	return c
-}
-
-func orElse(d, other time.Duration) time.Duration {
-	if d == 0 {
-		return other
-	}
-	return d
 }
 
 // check refuses a configuration that would fail later with a less clear error.
@@ -115,8 +103,7 @@ func (c Config) check() error {
 	if c.Node == "" || c.Meta.UID == "" || c.Meta.Cluster == "" {
 		return problem.New(problem.InvalidArgument, "a member needs a node name, a UID and a cluster")
 	}
-	_, err := c.Meta.encode()
-	return err
+	return nil
 }
 
 // name returns the node's name in memberlist.

@@ -85,16 +85,14 @@ type transport struct {
 var _ memberlist.NodeAwareTransport = (*transport)(nil)
 
 // newTransport binds and begins to read.
-func newTransport(ctx context.Context, network Network, bind string, ip net.IP, port int) (*transport,
-	error,
-) {
+func newTransport(
+	ctx context.Context, network Network, bind string, ip net.IP, port int,
+) (*transport, error) {
 	life, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	t := &transport{
 		network: network, ip: ip, port: port, cancel: cancel, done: life.Done(),
 		packetCh: make(chan *memberlist.Packet), streamCh: make(chan net.Conn),
-		within: func(d time.Duration) (context.Context,
-			context.CancelFunc,
-		) {
+		within: func(d time.Duration) (context.Context, context.CancelFunc) {
 			return context.WithTimeout(life, d)
 		},
 	}
@@ -135,7 +133,6 @@ func portOf(a net.Addr) string {
 	return port
 }
 
-// FinalAdvertiseAddr implements memberlist.Transport.
 func (t *transport) FinalAdvertiseAddr(string, int) (net.IP, int, error) {
 	host, boundPort, err := net.SplitHostPort(t.streams.Addr().String())
 	if err != nil {
@@ -160,12 +157,10 @@ func (t *transport) FinalAdvertiseAddr(string, int) (net.IP, int, error) {
 	return ip, port, nil
 }
 
-// WriteTo implements memberlist.Transport.
 func (t *transport) WriteTo(b []byte, addr string) (time.Time, error) {
 	return t.WriteToAddress(b, memberlist.Address{Addr: addr})
 }
 
-// WriteToAddress implements memberlist.NodeAwareTransport.
 func (t *transport) WriteToAddress(b []byte, a memberlist.Address) (time.Time, error) {
 	to, err := netip.ParseAddrPort(a.Addr)
 	if err != nil {
@@ -175,25 +170,19 @@ func (t *transport) WriteToAddress(b []byte, a memberlist.Address) (time.Time, e
 	return time.Now(), err
 }
 
-// PacketCh implements memberlist.Transport.
 func (t *transport) PacketCh() <-chan *memberlist.Packet { return t.packetCh }
+func (t *transport) StreamCh() <-chan net.Conn           { return t.streamCh }
 
-// StreamCh implements memberlist.Transport.
-func (t *transport) StreamCh() <-chan net.Conn { return t.streamCh }
-
-// DialTimeout implements memberlist.Transport.
 func (t *transport) DialTimeout(addr string, timeout time.Duration) (net.Conn, error) {
 	ctx, cancel := t.within(timeout)
 	defer cancel()
 	return t.network.Dial(ctx, "tcp", addr)
 }
 
-// DialAddressTimeout implements memberlist.NodeAwareTransport.
 func (t *transport) DialAddressTimeout(a memberlist.Address, timeout time.Duration) (net.Conn, error) {
 	return t.DialTimeout(a.Addr, timeout)
 }
 
-// Shutdown implements memberlist.Transport.
 func (t *transport) Shutdown() error {
 	t.cancel()
 	err := errors.Join(t.streams.Close(), t.packets.Close())

@@ -5,7 +5,6 @@ import (
 	"crypto/sha256"
 	"crypto/tls"
 	"crypto/x509"
-	"errors"
 	"fmt"
 	"net"
 	"slices"
@@ -48,12 +47,10 @@ func (p *Port) dial(ctx context.Context, addr, uid string, offered []string) (*C
 		NextProtos:         offered,
 		InsecureSkipVerify: true, //nolint:gosec // VerifyConnection checks cluster and UID
 		VerifyConnection: func(cs tls.ConnectionState) (err error) {
-			c.Peer, err = verifyServer(creds.Pool, cs.PeerCertificates)
+			c.Peer, err = verifyServer(creds.Pool, cs.PeerCertificates[0]) // a server shows at least one
 			return err
 		},
-		GetClientCertificate: func(*tls.CertificateRequestInfo) (*tls.Certificate,
-			error,
-		) {
+		GetClientCertificate: func(*tls.CertificateRequestInfo) (*tls.Certificate, error) {
 			return &creds.Certificate, nil
 		},
 	})
@@ -142,41 +139,34 @@ func (c *Conn) discard() {
 
 // verifyExpired checks a caller's certificate at a time when it was valid: apart from its age it must be
 // correct. The handshake has shown that the caller has its key.
-func verifyExpired(pool *x509.CertPool, chain []*x509.Certificate) (pki.Identity, error) {
-	leaf := chain[0]
+func verifyExpired(pool *x509.CertPool, leaf *x509.Certificate) (pki.Identity, error) {
 	at := time.Now()
 	if at.Before(leaf.NotBefore) {
 		return pki.Identity{}, x509.CertificateInvalidError{
-			Cert: leaf, Reason: x509.Expired,
-			Detail: "it is not valid yet",
+			Cert: leaf, Reason: x509.Expired, Detail: "it is not valid yet",
 		}
 	}
 	if at.After(leaf.NotAfter) {
 		at = leaf.NotAfter
 	}
+	return verify(pool, leaf, x509.ExtKeyUsageClientAuth, at)
+}
+
+// verifyServer checks a server's certificate against the authority and returns its identity.
+func verifyServer(pool *x509.CertPool, leaf *x509.Certificate) (pki.Identity, error) {
+	return verify(pool, leaf, x509.ExtKeyUsageServerAuth, time.Now())
+}
+
+func verify(
+	pool *x509.CertPool, leaf *x509.Certificate, usage x509.ExtKeyUsage, at time.Time,
+) (pki.Identity, error) {
 	_, err := leaf.Verify(x509.VerifyOptions{
-		Roots:     pool,
-		KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}, CurrentTime: at,
+		Roots: pool, KeyUsages: []x509.ExtKeyUsage{usage}, CurrentTime: at,
 	})
 	if err != nil {
 		return pki.Identity{}, err
 	}
 	return pki.IdentityOf(leaf)
-}
-
-// verifyServer checks a server's certificate against the authority and returns its identity.
-func verifyServer(pool *x509.CertPool, chain []*x509.Certificate) (pki.Identity, error) {
-	if len(chain) == 0 {
-		return pki.Identity{}, errors.New("no certificate")
-	}
-	_, err := chain[0].Verify(x509.VerifyOptions{
-		Roots:     pool,
-		KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}, CurrentTime: time.Now(),
-	})
-	if err != nil {
-		return pki.Identity{}, err
-	}
-	return pki.IdentityOf(chain[0])
 }
 
 // verifyJoin checks that a control node of the token's cluster answers: no other node may see the token.
@@ -188,7 +178,7 @@ func verifyJoin(chain []*x509.Certificate, fingerprint [32]byte) (pki.Identity, 
 	}
 	pool := x509.NewCertPool()
 	pool.AddCert(chain[i])
-	id, err := verifyServer(pool, chain)
+	id, err := verifyServer(pool, chain[0])
 	if err == nil && !id.HasRole(string(state.RoleControl)) {
 		return id, ErrRole
 	}
@@ -251,15 +241,11 @@ const (
 	grpcWindow = 1 << 20
 )
 
-// TransportCredentials give gRPC the peer of a connection of this package. The connection is encrypted
-// already, so they make no handshake.
-func TransportCredentials() credentials.TransportCredentials { return passThrough{} }
-
 // ServerOptions are for grpc.NewServer over Listener(GRPC) or Listener(Join): the credentials, and the pings
 // that clients may send.
 func ServerOptions() []grpc.ServerOption {
 	return []grpc.ServerOption{
-		grpc.Creds(TransportCredentials()),
+		grpc.Creds(passThrough{}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{
 			MinTime:             grpcPing / 2,
 			PermitWithoutStream: true,
@@ -273,27 +259,22 @@ func ServerOptions() []grpc.ServerOption {
 
 // GRPC makes a client of a node. It connects when it is used, reconnects when the connection breaks, and
 // never uses a proxy. The caller closes it.
-func (p *Port) GRPC(addr, uid string) (*grpc.ClientConn, error) {
-	return newClient(addr, func(ctx context.Context) (net.Conn,
-		error,
-	) {
-		return p.Dial(ctx, GRPC, addr, uid)
-	})
-}
+func (p *Port) GRPC(addr, uid string) (*grpc.ClientConn, error) { return p.newClient(GRPC, addr, uid) }
 
 // RenewGRPC is GRPC for a node whose certificate has expired: the other node only signs the next certificate.
 func (p *Port) RenewGRPC(addr, uid string) (*grpc.ClientConn, error) {
-	return newClient(addr, func(ctx context.Context) (net.Conn,
-		error,
-	) {
-		return p.Dial(ctx, Renew, addr, uid)
-	})
+	return p.newClient(Renew, addr, uid)
+}
+
+func (p *Port) newClient(alpn, addr, uid string) (*grpc.ClientConn, error) {
+	return newClient(addr,
+		func(ctx context.Context) (net.Conn, error) { return p.Dial(ctx, alpn, addr, uid) })
 }
 
 // JoinGRPC makes a connected client of a control node for a newcomer: see DialJoin. The caller closes it.
-func JoinGRPC(ctx context.Context, dial DialFunc, addr string, fingerprint [32]byte) (*grpc.ClientConn,
-	error,
-) {
+func JoinGRPC(
+	ctx context.Context, dial DialFunc, addr string, fingerprint [32]byte,
+) (*grpc.ClientConn, error) {
 	first, err := DialJoin(ctx, dial, addr, fingerprint)
 	if err != nil {
 		return nil, err
@@ -319,14 +300,13 @@ func JoinGRPC(ctx context.Context, dial DialFunc, addr string, fingerprint [32]b
 func newClient(addr string, dial func(context.Context) (net.Conn, error)) (*grpc.ClientConn, error) {
 	cc, err := grpc.NewClient("passthrough:///"+addr,
 		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) { return dial(ctx) }),
-		grpc.WithTransportCredentials(TransportCredentials()),
+		grpc.WithTransportCredentials(passThrough{}),
 		grpc.WithNoProxy(),
 		grpc.WithIdleTimeout(0),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: grpcPing, Timeout: grpcPingTimeout}),
 		grpc.WithConnectParams(grpc.ConnectParams{
 			Backoff: backoff.Config{
-				BaseDelay: grpcBackoff, Multiplier: 1.6, Jitter: 0.2,
-				MaxDelay: grpcBackoffMax,
+				BaseDelay: grpcBackoff, Multiplier: 1.6, Jitter: 0.2, MaxDelay: grpcBackoffMax,
 			},
 			MinConnectTimeout: DialTimeout,
 		}),
@@ -348,7 +328,8 @@ type authInfo struct {
 
 func (authInfo) AuthType() string { return "dpserve" }
 
-// passThrough makes no handshake: the node port has made it.
+// passThrough gives gRPC the peer of a connection of this package. It makes no handshake: the node port has
+// made it.
 type passThrough struct{}
 
 func (passThrough) ClientHandshake(_ context.Context, _ string, c net.Conn) (net.Conn, credentials.AuthInfo,

@@ -4,8 +4,10 @@ import (
 	"context"
 	"errors"
 	"io"
+	"maps"
 	"net"
 	"net/http"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -85,8 +87,7 @@ func (p *http1Pool) roundTrip(r *http.Request) (*http.Response, error) {
 		p.widen()
 	}
 	if err != nil {
-		var e *enginehttp.SendError
-		if errors.As(err, &e) {
+		if e, ok := errors.AsType[*enginehttp.SendError](err); ok {
 			err = e.Err
 		}
 		return nil, err
@@ -168,10 +169,7 @@ func (p *http1Pool) retire() {
 func (p *http1Pool) close() {
 	p.retire()
 	p.mu.Lock()
-	conns := make([]*http1Conn, 0, len(p.conns))
-	for c := range p.conns {
-		conns = append(conns, c)
-	}
+	conns := slices.Collect(maps.Keys(p.conns))
 	p.mu.Unlock()
 	for _, c := range conns {
 		_ = c.Close()

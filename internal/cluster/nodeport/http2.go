@@ -3,8 +3,10 @@ package nodeport
 import (
 	"context"
 	"errors"
+	"maps"
 	"net"
 	"net/http"
+	"slices"
 	"sync"
 	"time"
 
@@ -195,12 +197,9 @@ func (t *Transport) currentHTTP1() *http1Pool {
 func (t *Transport) Close() error {
 	t.mu.Lock()
 	t.closed = true
-	conns := make([]*http.ClientConn, 0, 1+len(t.retired))
+	conns := slices.Collect(maps.Keys(t.retired))
 	if t.conn != nil {
 		conns = append(conns, t.conn)
-	}
-	for c := range t.retired {
-		conns = append(conns, c)
 	}
 	pool := t.http1
 	t.conn, t.http1 = nil, nil

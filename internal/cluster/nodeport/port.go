@@ -32,7 +32,7 @@ type Port struct {
 	closed    bool
 }
 
-// New makes a port that can dial. Listen or Attach let it serve.
+// New makes a port that can dial. Listen lets it serve.
 func New(cfg Config) *Port {
 	cfg = cfg.withDefaults()
 	return &Port{
@@ -52,15 +52,10 @@ func (p *Port) Listen(ctx context.Context, addr string) error {
 		return problem.New(problem.Unavailable, "the node port cannot listen on %s: %w", addr, err).
 			WithHint("is another dpserve running there? choose another --advertise, or stop it")
 	}
-	p.Attach(socket)
-	return nil
-}
-
-// Attach serves a listener that the caller has bound. The port closes it.
-func (p *Port) Attach(socket net.Listener) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.socket = socket
+	return nil
 }
 
 // Addr returns the bound address, nil before Listen.
@@ -279,7 +274,6 @@ func (p *Port) runHandshake(h *handshake) {
 	}
 }
 
-// failureReason returns why a handshake failed.
 func (p *Port) failureReason(h *handshake, err error) Reason {
 	if h.evicted.Load() {
 		return Overload
@@ -297,7 +291,7 @@ func (p *Port) authorize(h *handshake, c *Conn) (Reason, error) {
 		var err error
 		chain := c.ConnectionState().PeerCertificates
 		if c.ALPN == Renew {
-			c.Peer, err = verifyExpired(h.creds.Pool, chain)
+			c.Peer, err = verifyExpired(h.creds.Pool, chain[0])
 		} else {
 			c.Peer, err = pki.IdentityOf(chain[0])
 		}
@@ -337,7 +331,6 @@ func (p *Port) accept(h *handshake, c *Conn) (Reason, error) {
 	return welcome, nil
 }
 
-// refuse closes a connection, and counts and logs the refusal.
 func (p *Port) refuse(h *handshake, reason Reason, err error) {
 	h.abort()
 	p.endHandshake(h)
@@ -428,7 +421,6 @@ func (l *listener) Accept() (net.Conn, error) {
 	}
 }
 
-// hasRoom reports whether the queue has room now.
 func (l *listener) hasRoom() bool { return len(l.conns) < cap(l.conns) }
 
 // enqueue queues a connection; false if there is no room or the listener is closed.
@@ -476,7 +468,6 @@ func (l *listener) dropQueued() {
 	}
 }
 
-// Addr returns the address of the port.
 func (l *listener) Addr() net.Addr {
 	if a := l.port.Addr(); a != nil {
 		return a

@@ -13,6 +13,7 @@ import (
 
 	"github.com/dpserve/dpserve/internal/cluster/nodeport"
 	"github.com/dpserve/dpserve/internal/cluster/pki"
+	"github.com/dpserve/dpserve/internal/pause"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -52,10 +53,6 @@ type Certificates struct {
 	keyring     [][]byte // gossip keys; the first one encrypts
 }
 
-func newCertificates(dir string, cfg Config) *Certificates {
-	return &Certificates{dir: dir, log: cfg.Log, store: cfg.Store, leader: cfg.Leader}
-}
-
 func loadFiles(dir string) (pki.Files, error) {
 	if dir == "" {
 		return pki.Files{}, fs.ErrNotExist
@@ -82,6 +79,22 @@ func (c *Certificates) begin(own *pki.Credentials) error {
 // Keep renews the certificate after two thirds of its life, until ctx ends. Open connections continue.
 func (c *Certificates) Keep(ctx context.Context) {
 	keeper{current: c.credentials.Load, renew: c.renew, log: c.log}.run(ctx)
+}
+
+// renewOverdue is how long a renewal may fail before people are told: a certificate has ten days left then.
+const renewOverdue = 24 * time.Hour
+
+// Warning says that the certificate ends and is not renewed; "" = it is renewed in time.
+func (c *Certificates) Warning(now time.Time) string {
+	own := c.credentials.Load()
+	switch {
+	case own == nil || now.Before(own.RenewAt().Add(renewOverdue)):
+		return ""
+	case own.Expired(now):
+		return "its certificate has ended and is not renewed; its log says why"
+	}
+	return "its certificate ends on " + own.NotAfter.UTC().Format(time.DateOnly) +
+		" and is not renewed; its log says why"
 }
 
 // renew gets and saves a new certificate for the same key. A node with role control signs for itself; other
@@ -229,18 +242,18 @@ type keeper struct {
 func (k keeper) run(ctx context.Context) {
 	var warned time.Time
 	for {
-		now, pause := time.Now(), time.Duration(0)
+		now, wait := time.Now(), time.Duration(0)
 		switch c := k.current(); {
 		case now.Before(c.RenewAt()): // RenewAt is wall-clock time: a certificate has no monotonic time
-			pause = min(c.RenewAt().Sub(now), maxRenewPause)
+			wait = min(c.RenewAt().Sub(now), maxRenewPause)
 		default:
 			err := k.renew(ctx)
 			if err == nil {
 				continue
 			}
-			pause = renewRetry
+			wait = renewRetry
 			if c.Expired(now) {
-				pause = expiredRetry
+				wait = expiredRetry
 			}
 			if ctx.Err() == nil && time.Since(warned) >= renewRetry {
 				warned = time.Now()
@@ -248,11 +261,7 @@ func (k keeper) run(ctx context.Context) {
 					slog.Time("expires", c.NotAfter), slog.Any("err", err))
 			}
 		}
-		t := time.NewTimer(max(pause, time.Millisecond))
-		select {
-		case <-t.C:
-		case <-ctx.Done():
-			t.Stop()
+		if pause.For(ctx, max(wait, time.Millisecond)) != nil {
 			return
 		}
 	}

@@ -97,6 +97,20 @@ func TestTheCertificateIsKeptValidFor60Days(t *testing.T) {
 	}
 }
 
+// TestACertificateThatIsNotRenewed: people are told a day after the first attempt, and when it has ended.
+func TestACertificateThatIsNotRenewed(t *testing.T) {
+	files := memberFiles(t)
+	own, err := files.Credentials()
+	require.NoError(t, err)
+	c := &Certificates{}
+	assert.Empty(t, c.Warning(time.Now()), "it has none yet")
+	c.credentials.Store(own)
+	assert.Empty(t, c.Warning(own.RenewAt().Add(renewOverdue-time.Minute)))
+	assert.Equal(t, "its certificate ends on "+own.NotAfter.UTC().Format(time.DateOnly)+
+		" and is not renewed; its log says why", c.Warning(own.RenewAt().Add(renewOverdue)))
+	assert.Contains(t, c.Warning(own.NotAfter.Add(time.Second)), "its certificate has ended")
+}
+
 // A timer stands still while its machine sleeps, so the keeper checks the clock each hour. A certificate that
 // becomes due meanwhile (the test replaces it by an older one) is renewed within the hour.
 func TestTheCertificateIsLookedAtEveryHour(t *testing.T) {

@@ -14,6 +14,7 @@ import (
 
 	"github.com/dpserve/dpserve/internal/cluster"
 	"github.com/dpserve/dpserve/internal/cluster/pki"
+	"github.com/dpserve/dpserve/internal/diskfile"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -29,10 +30,6 @@ const removedFile = "removed"
 func identify(dataDir, node string) (cluster.Identity, error) {
 	if dataDir == "" {
 		return cluster.Identity{Node: node, UID: strings.ToLower(rand.Text())}, nil
-	}
-	if err := os.MkdirAll(dataDir, 0o700); err != nil {
-		return cluster.Identity{}, problem.New(problem.InvalidArgument, "make data dir: %w", err).
-			WithHint("choose a --data-dir that you may write to")
 	}
 	return cluster.Identify(dataDir, node)
 }
@@ -185,13 +182,9 @@ func writeSeeds(dir string, seeds []state.Node) error {
 	if err != nil {
 		return err
 	}
-	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return problem.New(problem.InvalidArgument, "make %s: %w", dir, err).
-			WithHint("choose a --data-dir that you may write to")
-	}
-	if err := os.WriteFile(filepath.Join(dir, seedsFile), data, 0o600); err != nil {
-		return problem.New(problem.InvalidArgument, "write %s: %w", seedsFile, err).
-			WithHint("free space in the --data-dir")
+	// KeepKey has made the directory. A power cut must not leave the certificate without these.
+	if err := diskfile.Replace(filepath.Join(dir, seedsFile), data); err != nil {
+		return problem.New(problem.InvalidArgument, "%w", err).WithHint("free space in the --data-dir")
 	}
 	return nil
 }

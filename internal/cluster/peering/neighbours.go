@@ -3,11 +3,15 @@ package peering
 import (
 	"context"
 	"log/slog"
+	"net/http"
+	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/dpserve/dpserve/internal/cluster/membership"
 	"github.com/dpserve/dpserve/internal/cluster/nodeport"
+	"github.com/dpserve/dpserve/internal/pause"
+	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -78,15 +82,9 @@ func (b *Neighbours) seenAt() map[string]string {
 	if b.gossip == nil {
 		return out
 	}
-	newest := map[string]membership.Member{}
 	for _, g := range b.gossip.Members() {
-		if old, ok := newest[g.UID]; !ok || g.LastSeen.After(old.LastSeen) {
-			newest[g.UID] = g
-		}
-	}
-	for uid, g := range newest {
 		if g.State == membership.Alive && g.Address != "" {
-			out[uid] = g.Address
+			out[g.UID] = g.Address
 		}
 	}
 	return out
@@ -116,17 +114,17 @@ func (b *Neighbours) Resolve(uid string) (string, bool) {
 	return "", false
 }
 
-// Seen returns the newest gossip entry of a node.
+// Seen returns the gossip entry of a node.
 func (b *Neighbours) Seen(uid string) (found membership.Member, ok bool) {
 	if b.gossip == nil {
 		return found, false
 	}
 	for _, g := range b.gossip.Members() {
-		if g.UID == uid && (!ok || g.LastSeen.After(found.LastSeen)) {
-			found, ok = g, true
+		if g.UID == uid {
+			return g, true
 		}
 	}
-	return found, ok
+	return found, false
 }
 
 // IsHeard reports whether gossip sees a node. It is true of this node, and of all nodes without gossip.
@@ -158,11 +156,7 @@ func (b *Neighbours) FindAt(ctx context.Context, port *nodeport.Port, address st
 			b.log.Info("the address of the join does not answer yet",
 				slog.String("address", address), slog.Any("err", err))
 		}
-		t := time.NewTimer(rejoinRetry)
-		select {
-		case <-t.C:
-		case <-ctx.Done():
-			t.Stop()
+		if pause.For(ctx, rejoinRetry) != nil {
 			return
 		}
 	}
@@ -193,4 +187,54 @@ func (b *Neighbours) setKeys(ring [][]byte, cluster string) error {
 		derived[i] = key
 	}
 	return b.gossip.SetKeys(derived...)
+}
+
+// Transports holds the connections to other nodes, one per protocol and node. A node that moved
+// gets a new connection; a removed node gets none. Safe for concurrent use.
+type Transports struct {
+	port *nodeport.Port
+	node func(id string) *state.Node
+
+	mu   sync.Mutex
+	open map[transportKey]*nodeport.Transport
+}
+
+// transportKey identifies a connection.
+type transportKey struct{ alpn, node, address, uid string }
+
+func newTransports(port *nodeport.Port, node func(id string) *state.Node) *Transports {
+	return &Transports{port: port, node: node, open: map[transportKey]*nodeport.Transport{}}
+}
+
+// To returns the transport to a node and does not wait for the connection.
+func (w *Transports) To(alpn, id string) (http.RoundTripper, error) {
+	n := w.node(id)
+	if n == nil || n.Address == "" {
+		return nil, problem.New(problem.Unavailable, "there is no way to node %s", id).
+			WithHint("see `dpserve nodes`")
+	}
+	key := transportKey{alpn, id, n.Address, n.UID}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if t := w.open[key]; t != nil {
+		return t, nil
+	}
+	for old, t := range w.open {
+		if now := w.node(old.node); now == nil || now.Address != old.address || now.UID != old.uid {
+			_ = t.Close() // the node has moved: requests on this connection have failed already
+			delete(w.open, old)
+		}
+	}
+	t := w.port.Transport(alpn, n.Address, n.UID)
+	w.open[key] = t
+	return t, nil
+}
+
+func (w *Transports) close() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for key, t := range w.open {
+		_ = t.Close()
+		delete(w.open, key)
+	}
 }

@@ -20,6 +20,7 @@ import (
 	"github.com/dpserve/dpserve/internal/cluster/membership"
 	"github.com/dpserve/dpserve/internal/cluster/nodeport"
 	"github.com/dpserve/dpserve/internal/cluster/pki"
+	"github.com/dpserve/dpserve/internal/pause"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -95,7 +96,7 @@ func Open(ctx context.Context, cfg Config) (*Peering, error) {
 	if err := refuseRemoved(p.dir); err != nil {
 		return nil, err
 	}
-	p.Certificates = newCertificates(p.dir, cfg)
+	p.Certificates = &Certificates{dir: p.dir, log: cfg.Log, store: cfg.Store, leader: cfg.Leader}
 	p.Neighbours = &Neighbours{
 		self: p.ident.UID, store: cfg.Store, log: cfg.Log, address: hostPort(cfg.Host, cfg.GossipPort),
 	}
@@ -196,32 +197,7 @@ func (p *Peering) startGossip(ctx context.Context) error {
 func (p *Peering) meta() membership.Meta {
 	return membership.Meta{
 		Cluster: p.ident.Cluster, UID: p.ident.UID, Address: p.address, Roles: p.roles,
-		Version: p.cfg.Version, Zone: p.cfg.Zone, Index: p.cfg.Store.State().Index,
-	}
-}
-
-// metaInterval is how often this node publishes the index of its copy of the state in its gossip metadata.
-const metaInterval = 10 * time.Second
-
-// PublishIndex publishes the index of this node's copy of the state in the gossip, until ctx ends.
-func (p *Peering) PublishIndex(ctx context.Context) {
-	if p.Neighbours.gossip == nil {
-		return
-	}
-	tick := time.NewTicker(metaInterval)
-	defer tick.Stop()
-	for last := p.meta().Index; ; {
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
-			return
-		}
-		if now := p.meta(); now.Index != last {
-			last = now.Index
-			if err := p.Neighbours.gossip.UpdateMeta(now); err != nil {
-				p.log.Debug("the gossip took no news", slog.Any("err", err))
-			}
-		}
+		Version: p.cfg.Version, Zone: p.cfg.Zone,
 	}
 }
 
@@ -254,9 +230,7 @@ func (p *Peering) WatchRemoval(ctx context.Context) {
 // disconnect ends the connections with removed nodes after cluster.DisconnectDelay, so that a node that asked
 // to leave still gets the answer.
 func (p *Peering) disconnect(ctx context.Context, uids []string) {
-	select {
-	case <-time.After(cluster.DisconnectDelay):
-	case <-ctx.Done():
+	if pause.For(ctx, cluster.DisconnectDelay) != nil {
 		return
 	}
 	for _, uid := range uids {
@@ -286,15 +260,11 @@ func (p *Peering) IsFounding() bool { return p.founding }
 
 // Record is this node's record for the other nodes, without what it offers.
 func (p *Peering) Record() state.Node {
-	out := state.Node{
+	return state.Node{
 		ID: p.cfg.NodeID, UID: p.ident.UID, Zone: p.cfg.Zone, Version: p.cfg.Version, Level: state.Level,
 		Advertise: p.cfg.Host, Address: p.address, Gossip: p.Neighbours.address,
-		Keyring: p.Certificates.keyringSum(),
+		Keyring: p.Certificates.keyringSum(), Roles: state.ConvertRoles[state.Role](p.roles),
 	}
-	for _, r := range p.roles {
-		out.Roles = append(out.Roles, state.Role(r))
-	}
-	return out
 }
 
 // Consensus sets what consensus needs to reach the other control nodes. giveUp ends the node's wait for a

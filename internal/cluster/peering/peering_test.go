@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"os"
+	"path/filepath"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -134,7 +136,13 @@ func TestAMemberJoinsOnceAndComesBack(t *testing.T) {
 	cfg := joining(t, dir, files, &lost)
 	require.ErrorIs(t, refusal(t, cfg), lost)
 	lost = nil
+	torn, held := filepath.Join(dir, "pki", seedsFile), filepath.Join(dir, "held")
+	require.NoError(t, os.WriteFile(torn, []byte("torn"), 0o600))
+	require.NoError(t, os.Link(torn, held))
 	p := opened(t, cfg)
+	was, err := os.ReadFile(held)
+	require.NoError(t, err)
+	assert.Equal(t, "torn", string(was), "the seeds are replaced as a whole: the certificate needs them")
 	assert.Empty(t, p.RejoinAddress())
 	address, ok := p.Neighbours.Resolve("u0")
 	assert.True(t, ok)

@@ -1,7 +1,8 @@
+// Package pki is the certificate authority of a cluster. It names nodes, signs their certificates, and makes
+// the token that a newcomer needs. It does no IO except for the files of a data dir, and reads no clock.
 package pki
 
 import (
-	"crypto"
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
@@ -9,6 +10,8 @@ import (
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"encoding/hex"
+	"encoding/pem"
+	"errors"
 	"fmt"
 	"math/big"
 	"net/url"
@@ -23,7 +26,7 @@ const maxCSR = 16 << 10
 // Authority signs the certificates of one cluster's nodes. It is safe for concurrent use.
 type Authority struct {
 	cert *x509.Certificate
-	key  crypto.Signer
+	key  *ecdsa.PrivateKey
 }
 
 // NewAuthority makes the authority of a new cluster.
@@ -67,9 +70,8 @@ func LoadAuthority(certPEM, keyPEM []byte) (*Authority, error) {
 	if err != nil {
 		return nil, err
 	}
-	public, ok := cert.PublicKey.(*ecdsa.PublicKey)
-	if !cert.IsCA || !ok || !public.Equal(key.Public()) {
-		return nil, badPEM("authority", fmt.Errorf("certificate and key do not belong together"))
+	if !cert.IsCA || !key.PublicKey.Equal(cert.PublicKey) {
+		return nil, badPEM("authority", errors.New("certificate and key do not belong together"))
 	}
 	return &Authority{cert: cert, key: key}, nil
 }
@@ -79,23 +81,16 @@ func (a *Authority) Cluster() string { return a.cert.Subject.CommonName }
 
 // PEM returns the certificate, which is public, and the key, which only control nodes may have.
 func (a *Authority) PEM() (certPEM, keyPEM []byte) {
-	key, ok := a.key.(*ecdsa.PrivateKey)
-	if !ok {
-		return encodeCertificate(a.cert.Raw), nil
-	}
-	keyPEM, err := encodeKey(key)
-	if err != nil {
-		return encodeCertificate(a.cert.Raw), nil
-	}
+	keyPEM, _ = encodeKey(a.key) // a P-256 key can always be encoded
 	return encodeCertificate(a.cert.Raw), keyPEM
 }
 
 // Sign makes a certificate of an identity for the key of the request. It is valid from an hour before now
 // until now + life, but no longer than the authority. Only the key of the request counts. Sign refuses a
 // request that is not signed by its key, a key that is not ECDSA P-256, and an identity of another cluster.
-func (a *Authority) Sign(csrDER []byte, id Identity, now time.Time, life time.Duration) (certPEM []byte,
-	err error,
-) {
+func (a *Authority) Sign(
+	csrDER []byte, id Identity, now time.Time, life time.Duration,
+) (certPEM []byte, err error) {
 	public, err := requestKey(csrDER)
 	if err != nil {
 		return nil, err
@@ -178,4 +173,96 @@ func serial() *big.Int {
 	_, _ = rand.Read(b[:]) // never fails
 	b[0] &= 0x7f           // positive
 	return new(big.Int).SetBytes(b[:])
+}
+
+// DefaultLife is how long a node's certificate is valid, and AuthorityLife how long the authority is.
+const (
+	DefaultLife   = 30 * 24 * time.Hour
+	AuthorityLife = 10 * 365 * 24 * time.Hour
+)
+
+// backdate makes a certificate valid on a machine whose clock is behind the signer's.
+const backdate = time.Hour
+
+// PEM block types.
+const (
+	pemCertificate = "CERTIFICATE"
+	pemKey         = "PRIVATE KEY"
+)
+
+// NewKey makes a private key (ECDSA P-256, PKCS #8, PEM).
+func NewKey() (keyPEM []byte, err error) {
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return nil, fmt.Errorf("draw a key: %w", err)
+	}
+	return encodeKey(key)
+}
+
+// NewCSR makes a certificate request (PKCS #10, DER). It names no identity, because the authority decides it.
+func NewCSR(keyPEM []byte) (der []byte, err error) {
+	key, err := parseKey(keyPEM)
+	if err != nil {
+		return nil, err
+	}
+	der, err = x509.CreateCertificateRequest(rand.Reader, &x509.CertificateRequest{}, key)
+	if err != nil {
+		return nil, fmt.Errorf("make a certificate request: %w", err)
+	}
+	return der, nil
+}
+
+// Fingerprint returns the SHA-256 of an authority's certificate.
+func Fingerprint(authorityPEM []byte) ([32]byte, error) {
+	cert, err := parseCertificate(authorityPEM)
+	if err != nil {
+		return [32]byte{}, err
+	}
+	return sha256.Sum256(cert.Raw), nil
+}
+
+func encodeKey(key *ecdsa.PrivateKey) ([]byte, error) {
+	der, err := x509.MarshalPKCS8PrivateKey(key)
+	if err != nil {
+		return nil, fmt.Errorf("encode a key: %w", err)
+	}
+	return pem.EncodeToMemory(&pem.Block{Type: pemKey, Bytes: der}), nil
+}
+
+func encodeCertificate(der []byte) []byte {
+	return pem.EncodeToMemory(&pem.Block{Type: pemCertificate, Bytes: der})
+}
+
+func parseKey(keyPEM []byte) (*ecdsa.PrivateKey, error) {
+	block, _ := pem.Decode(keyPEM)
+	if block == nil || block.Type != pemKey {
+		return nil, badPEM("key", errors.New("no PEM block \""+pemKey+"\""))
+	}
+	key, err := x509.ParsePKCS8PrivateKey(block.Bytes)
+	if err != nil {
+		return nil, badPEM("key", err)
+	}
+	own, ok := key.(*ecdsa.PrivateKey)
+	if !ok {
+		return nil, badPEM("key", errors.New("not an ECDSA key"))
+	}
+	return own, nil
+}
+
+func parseCertificate(certPEM []byte) (*x509.Certificate, error) {
+	block, _ := pem.Decode(certPEM)
+	if block == nil || block.Type != pemCertificate {
+		return nil, badPEM("certificate", errors.New("no PEM block \""+pemCertificate+"\""))
+	}
+	cert, err := x509.ParseCertificate(block.Bytes)
+	if err != nil {
+		return nil, badPEM("certificate", err)
+	}
+	return cert, nil
+}
+
+// badPEM is the error of a damaged key or certificate.
+func badPEM(what string, err error) error {
+	return problem.New(problem.InvalidArgument, "this is no %s of a cluster: %w", what, err).
+		WithHint("restore the data dir from a backup, or join again with an empty one")
 }

@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"time"
 
 	"github.com/dpserve/dpserve/internal/diskfile"
@@ -31,6 +32,23 @@ type Files struct {
 	// AuthorityKey (PEM) lets a node with role control sign its own certificate when it has expired, because
 	// no other node would accept a connection then. nil on other nodes.
 	AuthorityKey []byte
+}
+
+// namedFile is a file of a member, by its name.
+type namedFile struct {
+	name string
+	data *[]byte
+}
+
+// all returns the files in the order in which Save writes them.
+func (f *Files) all() []namedFile {
+	return []namedFile{
+		{keyFile, &f.Key},
+		{authorityFile, &f.Authority},
+		{gossipFile, &f.GossipKey},
+		{signerFile, &f.AuthorityKey},
+		{certFile, &f.Cert},
+	}
 }
 
 // Credentials parses the certificate files.
@@ -90,20 +108,11 @@ func Save(dir string, f Files) error {
 			return unwritableError(dir, err)
 		}
 	}
-	for _, file := range []struct {
-		name string
-		data []byte
-	}{
-		{keyFile, f.Key},
-		{authorityFile, f.Authority},
-		{gossipFile, f.GossipKey},
-		{signerFile, f.AuthorityKey},
-		{certFile, f.Cert},
-	} {
-		if file.name == signerFile && len(file.data) == 0 {
+	for _, file := range f.all() {
+		if file.name == signerFile && len(*file.data) == 0 {
 			continue
 		}
-		if err := diskfile.Replace(filepath.Join(dir, file.name), file.data); err != nil {
+		if err := diskfile.Replace(filepath.Join(dir, file.name), *file.data); err != nil {
 			return unwritableError(dir, err)
 		}
 	}
@@ -113,16 +122,7 @@ func Save(dir string, f Files) error {
 // Load reads the files. Without cert.pem the error is fs.ErrNotExist: this node is no member yet.
 func Load(dir string) (Files, error) {
 	var f Files
-	for _, file := range []struct {
-		name string
-		data *[]byte
-	}{
-		{certFile, &f.Cert},
-		{keyFile, &f.Key},
-		{authorityFile, &f.Authority},
-		{gossipFile, &f.GossipKey},
-		{signerFile, &f.AuthorityKey},
-	} {
+	for _, file := range slices.Backward(f.all()) {
 		data, err := os.ReadFile(filepath.Join(dir, file.name)) //nolint:gosec // the data dir
 		switch {
 		case errors.Is(err, fs.ErrNotExist) && file.name == certFile:

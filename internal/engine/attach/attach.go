@@ -4,9 +4,13 @@ package attach
 import (
 	"context"
 	"errors"
+	"maps"
 	"net/http"
+	"slices"
 
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
+	"github.com/dpserve/dpserve/internal/engine/kvevents"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -24,6 +28,9 @@ type Found struct {
 	Models      []string // base models first, as the engine lists them
 	Version     string   // "" = not told
 	MaxModelLen int      // of the first model; 0 = not told
+	Ranks       []int    // numbers of the ranks behind the URL, ascending; none = not told
+	// requests name a rank by its place in Ranks, not by its number
+	CountsFromZero bool
 }
 
 // Probe asks the engine at url for its models and version; the deadline is ctx's. Errors are
@@ -43,7 +50,31 @@ func Probe(ctx context.Context, url string, rt http.RoundTripper) (Found, error)
 	f.Models = ids(models)
 	f.Version, _ = c.Version(ctx) // not every engine has the route
 	f.Family = family(models[0].OwnedBy, f.Version)
+	if f.Family == VLLM {
+		f.Ranks = rankNumbers(ctx, c)
+		f.CountsFromZero = len(f.Ranks) > 1 && f.Ranks[0] > 0 && !takes(ctx, url, f.Models[0],
+			f.Ranks[len(f.Ranks)-1], rt)
+	}
 	return f, nil
+}
+
+// rankNumbers are the numbers of the ranks behind a URL. The event sources have them if the engine publishes
+// KV events, the metrics in any case.
+func rankNumbers(ctx context.Context, c *engine.Client) []int {
+	if b, err := c.EventSources(ctx); err == nil {
+		if sources, err := kvevents.ParseSources(b); err == nil && len(sources) > 0 {
+			return slices.Sorted(maps.Keys(sources))
+		}
+	}
+	numbers, _ := c.RankNumbers(ctx) // not every engine has the route
+	return numbers
+}
+
+// takes reports whether requests may name a rank by its number in the group. Of several front ends of one
+// group, those written in Python count the ranks behind them from 0 and refuse higher numbers.
+func takes(ctx context.Context, url, model string, number int, rt http.RoundTripper) bool {
+	c := engine.NewClient(url, engine.Addressing{Mode: app.AddressHeader, Selector: number}, "", rt)
+	return c.Canary(ctx, model) == nil
 }
 
 // ids lists base models before their adapters.

@@ -40,33 +40,23 @@ type batchDecoder struct {
 	names   map[string]string // interned texts, bounded
 	stored  Stored            // what the sink sees
 	removed Removed
+
+	delivered Content // Stored, Removed, Cleared and Blocks of all Delivers
 }
 
 // decoded is one event of the current batch; its spans index the batchDecoder's buffers.
 type decoded struct {
-	kind   kind
-	fields fields
-	hashes span
-	tokens span
-	extra  span
+	kind     kind
+	fields   Stored // without what the spans say
+	hasExtra bool
+	hashes   span
+	tokens   span
+	extra    span
 }
 
 type span struct{ from, to int }
 
 func (s span) len() int { return s.to - s.from }
-
-// fields are the scalars of an event.
-type fields struct {
-	parent    Hash
-	blockSize int
-	loraID    int64
-	loraName  string
-	medium    string
-	group     int
-	spec      string
-	locality  string
-	hasExtra  bool
-}
 
 // batchInfo is a payload without its events.
 type batchInfo struct {
@@ -156,7 +146,7 @@ func (d *batchDecoder) event(r *reader, b *batchInfo) error {
 	}
 	own := reader{b: r.b[from:r.i]}
 	hashes, tokens, extra := len(d.hashes), len(d.tokens), len(d.extra)
-	e := decoded{fields: fields{loraID: -1}}
+	e := decoded{fields: Stored{LoraID: -1}}
 	verdict := d.shape(&own, &e)
 	switch verdict {
 	case fine:
@@ -192,18 +182,18 @@ const (
 
 // check looks at a readable event as a whole.
 func (d *batchDecoder) check(e *decoded) verdict {
-	if e.kind != kindStored || !indexed(e.fields.spec) {
+	if e.kind != kindStored || !indexed(e.fields.Kind) {
 		return fine // other events are not delivered
 	}
 	hashes := d.hashes[e.hashes.from:e.hashes.to]
-	if len(hashes) > 0 && (e.fields.blockSize < 1 || e.tokens.len() != len(hashes)*e.fields.blockSize) {
+	if len(hashes) > 0 && (e.fields.BlockSize < 1 || e.tokens.len() != len(hashes)*e.fields.BlockSize) {
 		return bad // the number of hashes does not fit the tokens, so positions would be wrong
 	}
-	if e.fields.hasExtra && e.extra.len() != len(hashes) {
+	if e.hasExtra && e.extra.len() != len(hashes) {
 		return bad
 	}
 	for i, h := range hashes {
-		if h == e.fields.parent || i > 0 && h == hashes[i-1] {
+		if h == e.fields.Parent || i > 0 && h == hashes[i-1] {
 			return bad // its own parent
 		}
 	}
@@ -216,18 +206,22 @@ func (d *batchDecoder) Deliver(sink Sink, groups *groupFilter) {
 		e := &d.events[i]
 		switch e.kind {
 		case kindCleared:
+			d.delivered.Cleared++
 			sink.Cleared()
 		case kindRemoved:
 			if e.hashes.len() > 0 && groups.removed(e) {
 				d.removed = Removed{
-					Hashes: d.hashes[e.hashes.from:e.hashes.to], Medium: e.fields.medium,
-					Group: e.fields.group, Locality: e.fields.locality,
+					Hashes: d.hashes[e.hashes.from:e.hashes.to], Medium: e.fields.Medium,
+					Group: e.fields.Group, Locality: e.fields.Locality,
 				}
+				d.delivered.Removed++
 				sink.Removed(&d.removed)
 			}
 		case kindStored:
 			if e.hashes.len() > 0 && groups.stored(e) {
 				d.fill(e)
+				d.delivered.Stored++
+				d.delivered.Blocks += uint64(len(d.stored.Hashes))
 				sink.Stored(&d.stored)
 			}
 		}
@@ -235,14 +229,10 @@ func (d *batchDecoder) Deliver(sink Sink, groups *groupFilter) {
 }
 
 func (d *batchDecoder) fill(e *decoded) {
-	f := &e.fields
-	d.stored = Stored{
-		Hashes: d.hashes[e.hashes.from:e.hashes.to], Parent: f.parent,
-		Tokens:    d.tokens[e.tokens.from:e.tokens.to],
-		BlockSize: f.blockSize, Medium: f.medium, LoraName: f.loraName, LoraID: f.loraID, Group: f.group,
-		Kind: f.spec, Locality: f.locality,
-	}
-	if f.hasExtra {
+	d.stored = e.fields
+	d.stored.Hashes = d.hashes[e.hashes.from:e.hashes.to]
+	d.stored.Tokens = d.tokens[e.tokens.from:e.tokens.to]
+	if e.hasExtra {
 		d.stored.Extra = d.extra[e.extra.from:e.extra.to]
 	}
 }

@@ -187,7 +187,7 @@ func (e *decoded) skipOrFail() verdict {
 
 // field reads one member; nil means the default of any field.
 func (d *batchDecoder) field(r *reader, f field, e *decoded) verdict {
-	if f == fieldOther || f == fieldWindow || e.kind == kindRemoved && !removable(f) {
+	if f == fieldOther || f == fieldWindow || e.kind == kindRemoved && !slices.Contains(removedFields[:], f) {
 		if !r.skip(maxDepth) {
 			return fatal
 		}
@@ -205,43 +205,39 @@ func (d *batchDecoder) field(r *reader, f field, e *decoded) verdict {
 	return fine
 }
 
-func removable(f field) bool {
-	return f == fieldHashes || f == fieldMedium || f == fieldGroup || f == fieldLocality
-}
-
 func (d *batchDecoder) value(r *reader, f field, e *decoded) verdict {
 	switch f {
 	case fieldHashes:
 		return d.hashList(r)
 	case fieldParent:
 		h, ok := r.hash()
-		e.fields.parent = h
+		e.fields.Parent = h
 		return readable(ok)
 	case fieldTokens:
 		return d.tokenList(r)
 	case fieldBlockSize:
 		n, ok := r.unsigned()
-		e.fields.blockSize = int(min(n, maxBlockSize+1))
+		e.fields.BlockSize = int(min(n, maxBlockSize+1))
 		return readable(ok && n <= maxBlockSize)
 	case fieldLoraID:
 		v, _, ok := r.integer()
-		e.fields.loraID = int64(v) //nolint:gosec // two's complement
+		e.fields.LoraID = int64(v) //nolint:gosec // two's complement
 		return readable(ok)
 	case fieldGroup:
 		n, ok := r.unsigned()
-		e.fields.group = int(min(n, math.MaxInt32))
+		e.fields.Group = int(min(n, math.MaxInt32))
 		return readable(ok && n < maxGroups)
 	case fieldExtra:
-		e.fields.hasExtra = true
+		e.hasExtra = true
 		return d.extraList(r)
 	case fieldMedium:
-		return d.text(r, &e.fields.medium)
+		return d.text(r, &e.fields.Medium)
 	case fieldLoraName:
-		return d.text(r, &e.fields.loraName)
+		return d.text(r, &e.fields.LoraName)
 	case fieldSpec:
-		return d.text(r, &e.fields.spec)
+		return d.text(r, &e.fields.Kind)
 	case fieldLocality:
-		return d.text(r, &e.fields.locality)
+		return d.text(r, &e.fields.Locality)
 	case fieldWindow, fieldOther:
 	}
 	return fine
@@ -264,25 +260,16 @@ func (d *batchDecoder) text(r *reader, to *string) verdict {
 
 // hash takes an integer or raw bytes.
 func (r *reader) hash() (Hash, bool) {
-	if v, _, ok := r.integerHash(); ok {
-		return v, true
+	if v, negative, ok := r.integer(); ok && negative {
+		return IntHash(int64(v)), true //nolint:gosec // two's complement
+	} else if ok {
+		return UintHash(v), true
 	}
 	b, ok := r.bin(MaxHashBytes)
 	if !ok {
 		return Hash{}, false
 	}
 	return BytesHash(b)
-}
-
-func (r *reader) integerHash() (h Hash, negative, ok bool) {
-	v, negative, ok := r.integer()
-	if !ok {
-		return Hash{}, false, false
-	}
-	if negative {
-		return IntHash(int64(v)), true, true //nolint:gosec // two's complement
-	}
-	return UintHash(v), false, true
 }
 
 func (d *batchDecoder) hashList(r *reader) verdict {

@@ -5,8 +5,6 @@ import (
 	"encoding/hex"
 	"fmt"
 	"strconv"
-
-	"github.com/zeebo/xxh3"
 )
 
 // Media and localities as engines spell them; others are passed on as they come.
@@ -106,18 +104,18 @@ func indexed(spec string) bool {
 }
 
 func (g *groupFilter) stored(e *decoded) bool {
-	if indexed(e.fields.spec) {
+	if indexed(e.fields.Kind) {
 		return true
 	}
 	if g != nil {
-		g.out |= 1 << e.fields.group
+		g.out |= 1 << e.fields.Group
 		g.Skipped++
 	}
 	return false
 }
 
 func (g *groupFilter) removed(e *decoded) bool {
-	if g == nil || g.out&(1<<e.fields.group) == 0 {
+	if g == nil || g.out&(1<<e.fields.Group) == 0 {
 		return true
 	}
 	g.Skipped++
@@ -178,12 +176,6 @@ func BytesHash(b []byte) (h Hash, ok bool) {
 
 // IsZero reports that there is no hash.
 func (h Hash) IsZero() bool { return h.Kind == HashNone }
-
-// Handle condenses h, kind and length included, to 64 bits for tables that are keyed by them. Two hashes of
-// one rank share a handle with probability 2^-64 per pair.
-func (h Hash) Handle() uint64 {
-	return xxh3.HashSeed(h.Data[:h.Len], uint64(h.Kind)<<8|uint64(h.Len))
-}
 
 // String is for logs and tests.
 func (h Hash) String() string {

@@ -378,6 +378,10 @@ func TestSources(t *testing.T) {
 		Connect: "tcp://10.0.0.7:15901",
 		Replay:  "tcp://10.0.0.7:16901",
 	}}, d)
+	second, ok, err := Discover(map[int]Source{4: two[0], 5: two[1]}, 1, "10.0.0.7", Hosts{})
+	require.NoError(t, err)
+	assert.True(t, ok)
+	assert.Equal(t, d, second, "the second rank behind a front end that counts from 0")
 	_, ok, err = Discover(two, 2, "10.0.0.7", Hosts{})
 	require.NoError(t, err)
 	assert.False(t, ok)

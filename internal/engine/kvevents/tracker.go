@@ -264,8 +264,10 @@ func (t *tracker) apply(m message) bool {
 	t.stats.Batches++
 	t.stats.Unknown += uint64(b.Unknown)     //nolint:gosec // counts are not negative
 	t.stats.Malformed += uint64(b.Malformed) //nolint:gosec // counts are not negative
-	t.decoder.Deliver(counting{t}, &t.groups)
-	t.stats.Skipped = t.groups.Skipped
+	t.decoder.Deliver(t.sink, &t.groups)
+	c := &t.decoder.delivered
+	t.stats.Stored, t.stats.Removed, t.stats.Cleared = c.Stored, c.Removed, c.Cleared
+	t.stats.Blocks, t.stats.Skipped = c.Blocks, t.groups.Skipped
 	if t.decoder.cleared() {
 		t.stats.Partial = false // nothing is left that could be unknown
 		t.replay.fullAt = time.Time{}
@@ -346,27 +348,6 @@ func (t *tracker) snapshot() Stats {
 	}
 	return s
 }
-
-// counting is the sink with its counters.
-type counting struct{ t *tracker }
-
-func (c counting) Stored(ev *Stored) {
-	c.t.stats.Stored++
-	c.t.stats.Blocks += uint64(len(ev.Hashes))
-	c.t.sink.Stored(ev)
-}
-
-func (c counting) Removed(ev *Removed) {
-	c.t.stats.Removed++
-	c.t.sink.Removed(ev)
-}
-
-func (c counting) Cleared() {
-	c.t.stats.Cleared++
-	c.t.sink.Cleared()
-}
-
-func (c counting) Reset(partial bool) { c.t.sink.Reset(partial) }
 
 // seqOf reads the 8 bytes of a sequence number.
 func seqOf(frame []byte) (uint64, bool) {

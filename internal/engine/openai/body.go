@@ -18,20 +18,19 @@ type Span struct{ Start, End int }
 // Body is the result of a Scan: the parts of a request body that dpserve needs. The zero value is ready.
 // Reuse it, because Scan does not allocate once its buffers are warm.
 type Body struct {
-	Model        []byte // decoded; valid as long as the body is and until the next Scan
-	HasModel     bool   // false if the field is absent or null
-	Stream       bool
-	IncludeUsage bool  // stream_options.include_usage
-	N            int   // ≥ 1; absent, null and what only the engine can judge are 1
-	Choices      int   // choices to expect: N × number of prompts
-	MaxTokens    int64 // max_completion_tokens, else max_tokens; -1 if absent
-	PromptBytes  int   // length of the value of prompt, messages or tokens as written, 0 if absent
+	Model       []byte // decoded; valid as long as the body is and until the next Scan
+	HasModel    bool   // false if the field is absent or null
+	Stream      bool
+	N           int   // ≥ 1; absent, null and what only the engine can judge are 1
+	Choices     int   // choices to expect: N × number of prompts
+	MaxTokens   int64 // max_completion_tokens, else max_tokens; -1 if absent
+	PromptBytes int   // length of the value of prompt, messages or tokens as written, 0 if absent
 	// PromptBytes without media, plus the tools of a chat: the input of an Estimator
 	TextBytes    int
-	MediaParts   int    // pictures, sounds and the like in the messages, at most maxMediaParts
-	PromptTokens int    // exact if the prompt is token ids, else -1
-	Strip        []Span // members that only dpserve may set, commas included; for Spliced
-	Tools        Span   // value of tools as written (chat), zero if absent or null
+	MediaParts   int  // pictures, sounds and the like in the messages, at most maxMediaParts
+	PromptTokens int  // exact if the prompt is token ids, else -1
+	Strip        Cuts // members that only dpserve may set; for Spliced
+	Tools        Span // value of tools as written (chat), zero if absent or null
 	// members that change the prompt's tokens and that an engine's /tokenize does not accept
 	Beside    []Span
 	User      []byte // user, decoded as Model is; nil if absent or no string
@@ -51,7 +50,6 @@ type scanning struct {
 	fields        []field
 	decoded       []byte // decoded keys that had escapes
 	model         []byte // decoded model that had escapes
-	run           run
 }
 
 // field is a top-level key that was seen, so that Scan can refuse a duplicate.
@@ -79,10 +77,11 @@ func (b *Body) Forget() {
 
 func (b *Body) reset(route Route) {
 	*b = Body{
-		N: 1, MaxTokens: -1, PromptTokens: -1, Strip: b.Strip[:0], Beside: b.Beside[:0],
+		N: 1, MaxTokens: -1, PromptTokens: -1, Beside: b.Beside[:0],
+		Strip: Cuts{Spans: b.Strip.Spans[:0], first: -1},
 		scanning: scanning{
 			route: route, prompts: 1, template: b.template[:0], fields: b.fields[:0],
-			decoded: b.decoded[:0], model: b.model[:0], run: run{first: -1},
+			decoded: b.decoded[:0], model: b.model[:0],
 		},
 	}
 }
@@ -94,13 +93,9 @@ func (b *Body) reset(route Route) {
 func (b *Body) Scan(route Route, body []byte) error {
 	b.reset(route)
 	s := scanner{b: body}
-	i := s.space(0)
-	if i == len(body) {
-		s.fail(faultEmpty, i)
-		return s.err(nil)
-	}
-	if body[i] != '{' {
-		return notObject(&s, i)
+	i, err := s.openObject()
+	if err != nil {
+		return err
 	}
 	if err := b.object(&s, i); err != nil {
 		return err
@@ -112,7 +107,7 @@ func (b *Body) Scan(route Route, body []byte) error {
 		b.TextBytes += b.Tools.End - b.Tools.Start // a chat template adds them to the prompt
 	}
 	if b.route.Generates() && b.Choices > maxSequences {
-		return newBodyError(faultTooLarge, []byte("prompt"), "n × prompts must be at most %d", maxSequences)
+		return newBodyError([]byte("prompt"), "n × prompts must be at most %d", maxSequences)
 	}
 	return nil
 }
@@ -152,7 +147,7 @@ func (b *Body) object(s *scanner, i int) error {
 
 // end checks that nothing follows the closing brace at i.
 func (b *Body) end(s *scanner, i int) error {
-	b.Strip = b.run.close(b.Strip)
+	b.Strip.Close()
 	if i = s.space(i + 1); i < len(s.b) {
 		s.fail(faultAfter, i)
 		return s.err(nil)
@@ -181,7 +176,7 @@ func (b *Body) member(s *scanner, i int) (end int, err error) {
 	case isBeside(key, s.b[value:end]):
 		b.Beside = append(b.Beside, Span{i, end})
 	}
-	b.Strip = b.run.member(b.Strip, Span{i, end}, Reserved(key))
+	b.Strip.Member(Span{i, end}, Reserved(key))
 	return end, nil
 }
 
@@ -202,7 +197,7 @@ func (b *Body) note(s *scanner, key []byte) error {
 	hash := xxh3.Hash(key)
 	for i := range b.fields {
 		if f := &b.fields[i]; f.hash == hash && bytes.Equal(f.key, key) {
-			return newBodyError(faultDuplicate, key, "field %q is there twice; send it once",
+			return newBodyError(key, "field %q is there twice; send it once",
 				key[:min(len(key), maxParam)])
 		}
 	}
@@ -252,8 +247,6 @@ func (b *Body) readOption(key, raw []byte) error {
 	switch string(key) {
 	case "stream":
 		return b.readStream(raw)
-	case "stream_options":
-		b.readStreamOptions(raw)
 	case "n":
 		return b.readN(raw)
 	case "max_tokens", "max_completion_tokens":
@@ -282,7 +275,7 @@ func checkXargs(raw []byte) error {
 			key = unescape(buf[:0], key)
 		}
 		if k := string(key); k == "kv_cache_report_mode" || k == "kv_transfer_params" {
-			err = newBodyError(faultReserved, []byte("vllm_xargs"), "vllm_xargs must not hold %s", k)
+			err = newBodyError([]byte("vllm_xargs"), "vllm_xargs must not hold %s", k)
 		}
 		return err == nil
 	})
@@ -336,7 +329,7 @@ func (b *Body) readModel(raw []byte) error {
 		}
 	case 'n':
 	default:
-		return newBodyError(faultType, []byte("model"), "model must be a string")
+		return newBodyError([]byte("model"), "model must be a string")
 	}
 	return nil
 }
@@ -349,26 +342,9 @@ func (b *Body) readStream(raw []byte) error {
 		b.Stream = true
 	case 'f', 'n':
 	default:
-		return newBodyError(faultType, []byte("stream"), "stream must be true or false")
+		return newBodyError([]byte("stream"), "stream must be true or false")
 	}
 	return nil
-}
-
-func (b *Body) readStreamOptions(raw []byte) {
-	if raw[0] != '{' {
-		return
-	}
-	s := scanner{b: raw}
-	var buf [64]byte
-	s.members(0, 1, func(key []byte, escaped bool, v Span) bool {
-		if escaped {
-			key = unescape(buf[:0], key)
-		}
-		if string(key) == "include_usage" {
-			b.IncludeUsage = raw[v.Start] == 't'
-		}
-		return true
-	})
 }
 
 func (b *Body) readN(raw []byte) error {
@@ -376,7 +352,7 @@ func (b *Body) readN(raw []byte) error {
 	switch {
 	case !ok:
 	case n > maxN:
-		return newBodyError(faultTooLarge, []byte("n"), "n must be at most %d", maxN)
+		return newBodyError([]byte("n"), "n must be at most %d", maxN)
 	case n >= 1:
 		b.N = int(n)
 	}
@@ -388,7 +364,7 @@ func (b *Body) readMaxTokens(key, raw []byte) error {
 	switch {
 	case !ok:
 	case n > maxMaxTokens:
-		return newBodyError(faultTooLarge, key, "%s must be at most %d", key, int64(maxMaxTokens))
+		return newBodyError(key, "%s must be at most %d", key, int64(maxMaxTokens))
 	case n >= 0 && (!b.maxCompletion || string(key) == "max_completion_tokens"):
 		b.MaxTokens = int64(n)
 	}
@@ -441,49 +417,13 @@ func Reserved(key []byte) bool {
 	return bytes.HasPrefix(key, []byte("bootstrap_"))
 }
 
-// run finds the bytes to cut so that the rest is an object again: a run of reserved members is cut with the
-// comma behind it, the last run with the comma before it.
-type run struct {
-	first   int // start of the run, -1 outside one
-	last    int // end of its last member
-	kept    int // end of the last member that stays
-	anyKept bool
-}
-
-// member notes the member at m and appends the cut that it closes, if any.
-func (r *run) member(cuts []Span, m Span, cut bool) []Span {
-	switch {
-	case cut && r.first < 0:
-		r.first, r.last = m.Start, m.End
-	case cut:
-		r.last = m.End
-	default:
-		if r.first >= 0 {
-			cuts = append(cuts, Span{r.first, m.Start})
-		}
-		r.first, r.kept, r.anyKept = -1, m.End, true
-	}
-	return cuts
-}
-
-// close appends the cut of a run that reaches the end of the object.
-func (r *run) close(cuts []Span) []Span {
-	if r.first < 0 {
-		return cuts
-	}
-	if r.anyKept {
-		r.first = r.kept
-	}
-	return append(cuts, Span{r.first, r.last})
-}
-
 // Spliced is body, as last scanned, without the members in b.Strip and otherwise byte for byte. With nothing
 // to strip it is body itself; else it is appended to dst, which must not overlap body.
 func (b *Body) Spliced(dst, body []byte) []byte {
-	if len(b.Strip) == 0 {
+	if len(b.Strip.Spans) == 0 {
 		return body
 	}
-	return AppendEdited(dst, body, b.Strip)
+	return AppendEdited(dst, body, b.Strip.Spans)
 }
 
 // AppendField appends body, an object that Scan accepted, to dst with one more member at its end. value is

@@ -42,7 +42,7 @@ func FuzzScan(f *testing.F) {
 		if errors.As(err, &refusal) {
 			require.NotEmpty(t, refusal.Message)
 			if valid {
-				require.False(t, isSyntax(refusal.fault), "%s: %s", body, refusal)
+				require.False(t, isSyntax(refusal.Message), "%s: %s", body, refusal)
 			}
 			return
 		}
@@ -52,8 +52,10 @@ func FuzzScan(f *testing.F) {
 	})
 }
 
-// isSyntax reports whether a fault says that the body is no JSON.
-func isSyntax(f fault) bool { return f >= faultEmpty && f <= faultNotFinite }
+// isSyntax reports whether a refusal says that the body is no JSON.
+func isSyntax(message string) bool {
+	return strings.HasPrefix(message, "body is not valid JSON") || strings.HasPrefix(message, "body is empty")
+}
 
 // checkScanned compares an accepted body with what the standard library makes of it.
 func checkScanned(t *testing.T, r Route, b *Body, body []byte) {

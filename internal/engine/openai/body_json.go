@@ -1,5 +1,10 @@
 package openai
 
+import (
+	"bytes"
+	"slices"
+)
+
 // The shape limits of a request body. A body that exceeds one is refused with 400.
 const (
 	// maxDepth is how deep objects and arrays may nest, the body's own braces included.
@@ -280,5 +285,153 @@ func (s *scanner) key(i int) (key []byte, value int) {
 
 // err is the scanner's fault as an error; key is the top-level field it is in.
 func (s *scanner) err(key []byte) error {
-	return newBodyError(s.fault, key, "%s", s.fault.text(s.at))
+	return newBodyError(key, "%s", s.fault.text(s.at))
+}
+
+// openObject returns where the object begins that a body has to be.
+func (s *scanner) openObject() (int, error) {
+	i := s.space(0)
+	switch {
+	case i == len(s.b):
+		s.fail(faultEmpty, i)
+		return i, s.err(nil)
+	case s.b[i] != '{':
+		return i, notObject(s, i)
+	}
+	return i, nil
+}
+
+// Members checks that body is one JSON object that keeps the limits of this package, and calls f for each of
+// its members in their order, with the decoded key and the positions of the member and of its value. The key
+// is valid during the call. Members ends with the first error of f. A fault of body is a *BodyError. It does
+// not refuse a key that comes twice.
+func Members(body []byte, f func(key []byte, member, value Span) error) error {
+	s := scanner{b: body}
+	i, err := s.openObject()
+	if err != nil {
+		return err
+	}
+	var buf [64]byte
+	i = s.members(i, 1, func(key []byte, escaped bool, value Span) bool {
+		if escaped {
+			key = unescape(buf[:0], key)
+		}
+		err = f(key, Span{s.member, value.End}, value)
+		return err == nil
+	})
+	switch {
+	case err != nil:
+		return err
+	case i < 0:
+		return s.err(nil)
+	}
+	if i = s.space(i); i < len(body) {
+		s.fail(faultAfter, i)
+		return s.err(nil)
+	}
+	return nil
+}
+
+// Elements calls f for each element of list, a JSON array that a scan has checked, in their order, until f
+// returns false.
+func Elements(list []byte, f func(element Span) bool) {
+	s := scanner{b: list}
+	i := s.space(1)
+	if s.peek(i) == ']' {
+		return
+	}
+	for {
+		end := s.value(i, 1, nil)
+		if end < 0 || !f(Span{i, end}) {
+			return
+		}
+		if i = s.space(end); s.peek(i) != ',' {
+			return
+		}
+		i = s.space(i + 1)
+	}
+}
+
+// Prompts is the number of prompts in value, the checked value of a field prompt: the length of a list of
+// strings or of lists of token ids, otherwise 1.
+func Prompts(value []byte) int {
+	if value[0] != '[' {
+		return 1
+	}
+	var t tally
+	s := scanner{b: value}
+	s.array(0, 1, &t)
+	if t.numbers+t.others > 0 {
+		return 1
+	}
+	return max(t.strings+t.arrays, 1)
+}
+
+// Cuts collects members of one object that a copy leaves out, so that the rest is an object again: a run of
+// them is cut with the comma behind it, the last run with the comma before it. Reset begins it, Close ends
+// it.
+type Cuts struct {
+	Spans []Span // for AppendEdited
+
+	first   int // start of the run, -1 outside one
+	last    int // end of its last member
+	kept    int // end of the last member that stays
+	anyKept bool
+}
+
+// Reset forgets all members.
+func (c *Cuts) Reset() { *c = Cuts{Spans: c.Spans[:0], first: -1} }
+
+// Member notes the next member of the object and whether it is cut.
+func (c *Cuts) Member(m Span, isCut bool) {
+	switch {
+	case isCut && c.first < 0:
+		c.first, c.last = m.Start, m.End
+	case isCut:
+		c.last = m.End
+	default:
+		if c.first >= 0 {
+			c.Spans = append(c.Spans, Span{c.first, m.Start})
+		}
+		c.first, c.kept, c.anyKept = -1, m.End, true
+	}
+}
+
+// Close is called after the last member.
+func (c *Cuts) Close() {
+	if c.first < 0 {
+		return
+	}
+	if c.anyKept {
+		c.first = c.kept
+	}
+	c.Spans = append(c.Spans, Span{c.first, c.last})
+}
+
+// AppendEdited appends the checked object body to dst without cuts and with members at its end; all other
+// bytes stay as they are. Each of members is one or more members as JSON text, with commas between them; an
+// empty one counts for nothing. dst must not overlap body.
+func AppendEdited(dst, body []byte, cuts []Span, members ...[]byte) []byte {
+	start, size := len(dst), len(body)
+	for _, m := range members {
+		size += len(m) + 1
+	}
+	dst = slices.Grow(dst, size)
+	from, brace := 0, bytes.LastIndexByte(body, '}')
+	for _, cut := range cuts {
+		dst = append(dst, body[from:cut.Start]...)
+		from = cut.End
+	}
+	dst = append(dst, body[from:brace]...)
+	for _, m := range members {
+		if len(m) == 0 {
+			continue
+		}
+		dst = dst[:start+len(bytes.TrimRight(dst[start:], " \t\r\n"))]
+		if dst[len(dst)-1] != '{' {
+			dst = append(dst, ',')
+		}
+		dst = append(dst, m...)
+	}
+	return append(dst, body[brace:]...)
 }

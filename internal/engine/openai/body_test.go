@@ -37,13 +37,12 @@ func TestScanReadsTheFields(t *testing.T) {
 	assert.Equal(t, "tiny", string(b.Model))
 	assert.True(t, b.HasModel)
 	assert.True(t, b.Stream)
-	assert.True(t, b.IncludeUsage)
 	assert.Equal(t, 2, b.N)
 	assert.Equal(t, 2, b.Choices)
 	assert.Equal(t, int64(6), b.MaxTokens)
 	assert.Equal(t, len(`[{"role": "user", "content": "hello world"}]`), b.PromptBytes)
 	assert.Equal(t, -1, b.PromptTokens)
-	assert.Empty(t, b.Strip)
+	assert.Empty(t, b.Strip.Spans)
 }
 
 func TestScanDefaults(t *testing.T) {
@@ -54,7 +53,6 @@ func TestScanDefaults(t *testing.T) {
 		b := scan(t, Completions, body)
 		assert.False(t, b.HasModel)
 		assert.False(t, b.Stream)
-		assert.False(t, b.IncludeUsage)
 		assert.Equal(t, 1, b.N)
 		assert.Equal(t, 1, b.Choices)
 		assert.Equal(t, int64(-1), b.MaxTokens)
@@ -72,7 +70,7 @@ func TestScanForgetsTheBodyBefore(t *testing.T) {
 	assert.Nil(t, b.Model)
 	assert.False(t, b.Stream)
 	assert.Equal(t, 1, b.Choices)
-	assert.Empty(t, b.Strip)
+	assert.Empty(t, b.Strip.Spans)
 }
 
 func TestScanPromptForms(t *testing.T) {
@@ -327,7 +325,7 @@ func TestSpliced(t *testing.T) {
 	for body, want := range tests {
 		b := scan(t, Completions, body)
 		assert.Equal(t, want, string(b.Spliced(nil, []byte(body))), body)
-		if len(b.Strip) > 0 {
+		if len(b.Strip.Spans) > 0 {
 			assert.Equal(t, "kept"+want, string(b.Spliced([]byte("kept"), []byte(body))), body)
 		}
 	}
@@ -388,7 +386,7 @@ func checkSplice(t require.TestingT, body []byte) {
 	got := b.Spliced(nil, body)
 	require.Equal(t, before, body, "the body itself is not touched")
 	require.NoError(t, again.Scan(Detokenize, got), "%s → %s", body, got)
-	require.Empty(t, again.Strip)
+	require.Empty(t, again.Strip.Spans)
 	var want []rawMember
 	for _, m := range rawMembers(t, body) {
 		if !Reserved([]byte(m.key)) {

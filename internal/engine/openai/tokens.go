@@ -78,10 +78,8 @@ type Usage struct {
 	CompletionTokens int // 0 if absent, as in an answer without output
 	TotalTokens      int
 
-	CachedTokens       int // prompt_tokens_details.cached_tokens
-	HasCached          bool
-	CreatedCacheTokens int // prompt_tokens_details.created_cache_tokens
-	HasCreatedCache    bool
+	CachedTokens int // prompt_tokens_details.cached_tokens
+	HasCached    bool
 }
 
 var (
@@ -143,11 +141,8 @@ func (u *Usage) readDetails(raw []byte) {
 	}
 	s := scanner{b: raw}
 	s.members(0, 1, func(key []byte, _ bool, v Span) bool {
-		switch string(key) {
-		case "cached_tokens":
+		if string(key) == "cached_tokens" {
 			u.CachedTokens, u.HasCached = count(raw[v.Start:v.End])
-		case "created_cache_tokens":
-			u.CreatedCacheTokens, u.HasCreatedCache = count(raw[v.Start:v.End])
 		}
 		return true
 	})

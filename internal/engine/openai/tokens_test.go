@@ -71,12 +71,10 @@ func TestParseUsageOfCapturedAnswers(t *testing.T) {
 		"cmpl.json": {PromptTokens: 4, CompletionTokens: 6, TotalTokens: 10, HasCached: true},
 		"chat.json": {
 			PromptTokens: 12, CompletionTokens: 6, TotalTokens: 18, HasCached: true,
-			HasCreatedCache: true,
 		},
 		"cmpl_stream.event": {PromptTokens: 4, CompletionTokens: 6, TotalTokens: 10, HasCached: true},
 		"chat_stream.event": {
 			PromptTokens: 12, CompletionTokens: 6, TotalTokens: 18, HasCached: true,
-			HasCreatedCache: true,
 		},
 		"cmpl_continuous.event": {PromptTokens: 4, CompletionTokens: 1, TotalTokens: 5},
 	}

@@ -3,9 +3,6 @@ package sim
 import (
 	"errors"
 	"fmt"
-	"net"
-	"strconv"
-	"strings"
 
 	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
@@ -52,10 +49,7 @@ func (s *Server) Stats() Stats {
 		out.LoadedTokens += c.PromptLoaded
 		out.WrongAnswers += c.WrongAnswers
 		out.Rejected += c.Rejected[em.RejectRequests] + c.Rejected[em.RejectTokens]
-		for _, why := range []em.FinishReason{
-			em.FinishStop, em.FinishLength, em.FinishAbort,
-			em.FinishError,
-		} {
+		for _, why := range endReasons {
 			out.Finished[why.String()] += c.Finished[why]
 		}
 	}
@@ -92,9 +86,10 @@ func (s *Server) Fail(f Fault) error {
 	case ModeHang, ModeSlow, ModeRefuse, ModeTransferLease:
 		return s.failFor(f)
 	case ModeKVRestart:
-		s.restartKV()
-	case ModeKVSleep:
-		s.sleep(f)
+		s.dropCaches(true)
+	case ModeKVSleep: // the engine goes on computing
+		s.dropCaches(false)
+		s.faults.on(f, func() {})
 	default: // the handlers and the publisher ask for the others
 		s.faults.on(f, func() {})
 	}
@@ -176,37 +171,23 @@ func (s *Server) orphaned(port int) error {
 // port per rank.
 func (s *Server) kvPort() int {
 	if kv := s.ranks[0].kv; kv != nil && kv.sockets.replay != "" {
-		_, text, _ := net.SplitHostPort(strings.TrimPrefix(kv.sockets.replay, schemeTCP))
-		port, _ := strconv.Atoi(text) // 0 only before the start
-		return port
+		return portOf(trimTCP(kv.sockets.replay))
 	}
-	_, text, _ := net.SplitHostPort(s.gate.Addr().String())
-	port, _ := strconv.Atoi(text) // 0 on a memory transport
-	return port + max(1, s.cfg.DPSize)
+	return portOf(s.gate.Addr().String()) + max(1, s.cfg.DPSize)
 }
 
-// restartKV restarts the engine's cache and events as a new process would: requests are computed again.
-func (s *Server) restartKV() {
+// dropCaches empties the prefix caches without an event; requests are computed again. isRestart begins the
+// event streams anew as well, as a new process would.
+func (s *Server) dropCaches(isRestart bool) {
 	for _, r := range s.ranks {
 		r.mu.Lock()
 		r.core.ResetPrefixCache(true, true)
-		if r.kv != nil {
+		if isRestart && r.kv != nil {
 			r.kv.restart()
 		}
 		r.mu.Unlock()
 		r.wake()
 	}
-}
-
-// sleep drops the caches without an event; Recover ends it. The engine goes on computing.
-func (s *Server) sleep(f Fault) {
-	for _, r := range s.ranks {
-		r.mu.Lock()
-		r.core.ResetPrefixCache(true, true)
-		r.mu.Unlock()
-		r.wake()
-	}
-	s.faults.on(f, func() {})
 }
 
 // BlockTable is the prefix cache of one rank and the point in its event stream that it stands at.

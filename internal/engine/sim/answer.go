@@ -11,41 +11,61 @@ import (
 
 const doneEvent = "data: [DONE]\n\n"
 
-// document is the JSON of an answer or of one event of a stream. A member of type any is left out where it is
-// nil, and sent as null where it is jsonNull.
-type document struct {
+// wholeJSON is an answer that does not stream. A member of type any is left out where it is nil, and sent as
+// null where it is jsonNull. The members stand in the order of the imitated engine, here and in events.
+type wholeJSON struct {
 	ID             string       `json:"id"`
 	Object         string       `json:"object"`
 	Created        int64        `json:"created"`
 	Model          string       `json:"model"`
 	Choices        []choiceJSON `json:"choices"`
-	Fingerprint    string       `json:"system_fingerprint,omitempty"`
-	Usage          *usageJSON   `json:"usage,omitempty"`
+	ServiceTier    *int         `json:"service_tier"`
+	Fingerprint    string       `json:"system_fingerprint"`
+	Usage          *usageJSON   `json:"usage"`
 	PromptLogprobs any          `json:"prompt_logprobs,omitempty"`
 	PromptIDs      any          `json:"prompt_token_ids,omitempty"`
 	PromptText     any          `json:"prompt_text,omitempty"`
-	*wholeOnly                  // of answers that do not stream
+	KVTransfer     any          `json:"kv_transfer_params"`
+	ECTransfer     *int         `json:"ec_transfer_params"`
+	Metrics        *int         `json:"metrics"`
 }
 
-type wholeOnly struct {
-	ServiceTier *int `json:"service_tier"`
-	KVTransfer  any  `json:"kv_transfer_params"`
-	ECTransfer  *int `json:"ec_transfer_params"`
-	Metrics     *int `json:"metrics"`
+// eventJSON is one event of a stream.
+type eventJSON struct {
+	ID          string      `json:"id"`
+	Object      string      `json:"object"`
+	Created     int64       `json:"created"`
+	Model       string      `json:"model"`
+	Choices     []chunkJSON `json:"choices"`
+	Usage       *usageJSON  `json:"usage,omitempty"`
+	Fingerprint string      `json:"system_fingerprint,omitempty"`
+	PromptIDs   any         `json:"prompt_token_ids,omitempty"`
+	PromptText  any         `json:"prompt_text,omitempty"`
+}
+
+// choiceStart is what the choices of answers and of events have in common.
+type choiceStart struct {
+	Index        int          `json:"index"`
+	Text         *string      `json:"text,omitempty"`
+	Message      *messageJSON `json:"message,omitempty"`
+	Delta        *deltaJSON   `json:"delta,omitempty"`
+	Logprobs     any          `json:"logprobs"`
+	FinishReason *string      `json:"finish_reason"`
+	StopReason   any          `json:"stop_reason,omitempty"`
 }
 
 type choiceJSON struct {
-	Index          int          `json:"index"`
-	Text           *string      `json:"text,omitempty"`
-	Message        *messageJSON `json:"message,omitempty"`
-	Delta          *deltaJSON   `json:"delta,omitempty"`
-	Logprobs       any          `json:"logprobs"`
-	FinishReason   *string      `json:"finish_reason"`
-	StopReason     any          `json:"stop_reason,omitempty"`
-	TokenIDs       any          `json:"token_ids,omitempty"`
-	PromptLogprobs any          `json:"prompt_logprobs,omitempty"`
-	PromptIDs      any          `json:"prompt_token_ids,omitempty"`
-	RoutedExperts  any          `json:"routed_experts,omitempty"`
+	choiceStart
+	TokenIDs       any `json:"token_ids,omitempty"`
+	PromptLogprobs any `json:"prompt_logprobs,omitempty"`
+	PromptIDs      any `json:"prompt_token_ids,omitempty"`
+	RoutedExperts  any `json:"routed_experts,omitempty"`
+}
+
+type chunkJSON struct {
+	choiceStart
+	PromptIDs any `json:"prompt_token_ids,omitempty"`
+	TokenIDs  any `json:"token_ids,omitempty"`
 }
 
 type messageJSON struct {
@@ -80,8 +100,6 @@ type promptDetails struct {
 }
 
 // jsonNull is the value of members that the engine sends without a value.
-//
-//nolint:gochecknoglobals // constant
 var jsonNull any = (*int)(nil)
 
 // nullUnless is v, or null where it is not wanted.
@@ -92,29 +110,28 @@ func nullUnless(wanted bool, v any) any {
 	return v
 }
 
-// document begins an answer or an event.
-func (p *plan) document(whole bool, choices ...choiceJSON) *document {
+// event begins an event.
+func (p *plan) event(choices ...chunkJSON) *eventJSON {
 	object := "text_completion"
-	switch {
-	case p.chat && whole:
-		object = "chat.completion"
-	case p.chat:
+	if p.chat {
 		object = "chat.completion.chunk"
 	}
-	return &document{
+	return &eventJSON{
 		ID: p.id, Object: object, Created: p.created, Model: p.model,
-		Choices: append([]choiceJSON{}, choices...),
+		Choices: append([]chunkJSON{}, choices...),
 	}
-}
-
-// appendTo appends the document as an event.
-func (d *document) appendTo(b []byte) []byte {
-	return append(append(append(b, "data: "...), mustMarshal(d)...), "\n\n"...)
 }
 
 // appendChunk writes one event: the text up to tokens, and the end if there is one.
 func (c *choice) appendChunk(b []byte, s *settings, tokens int, why em.FinishReason) []byte {
 	p, from, at, last := c.call.plan, c.sentTokens, c.sentBytes, why != em.FinishNone
+	switch p.form {
+	case formTokens:
+		return appendTokens(c, b, tokens, why)
+	case formResponses:
+		return responseOf(c.call, s).appendNew(b, tokens, why)
+	case formOpenAI, formMessages:
+	}
 	text, calls := c.delta(tokens, last), c.script.callsTools()
 	if !calls && !last && from > 0 && p.logprobs < 0 && !p.returnIDs && !p.contUsage {
 		return c.appendPlain(b, text)
@@ -124,7 +141,7 @@ func (c *choice) appendChunk(b []byte, s *settings, tokens int, why em.FinishRea
 	if echo {
 		whole = em.Text(c.from.ids) + whole
 	}
-	d := p.document(false, c.textChunk(whole))
+	d := p.event(c.textChunk(whole))
 	out := &d.Choices[0]
 	if calls {
 		out.Delta = c.script.delta(at, c.sentBytes, from == 0, c.owner())
@@ -135,7 +152,7 @@ func (c *choice) appendChunk(b []byte, s *settings, tokens int, why em.FinishRea
 	}
 	out.Logprobs = c.logprobs(p, from, tokens, echo)
 	c.sentChars += utf8.RuneCount(text)
-	c.setEnd(out, why)
+	c.setEnd(&out.choiceStart, why)
 	out.TokenIDs = c.idsIfWanted(from, tokens)
 	if !p.chat {
 		out.PromptIDs = nullUnless(from == 0 && tokens > 0 && (p.returnIDs || p.echo), c.from.ids)
@@ -146,12 +163,12 @@ func (c *choice) appendChunk(b []byte, s *settings, tokens int, why em.FinishRea
 	if last && !p.includeUsage {
 		d.Fingerprint = s.fingerprint
 	}
-	return d.appendTo(b)
+	return appendEvent(b, d)
 }
 
 // textChunk is the choice of an event that carries text and nothing else.
-func (c *choice) textChunk(text string) choiceJSON {
-	out := choiceJSON{Index: c.index, TokenIDs: jsonNull}
+func (c *choice) textChunk(text string) chunkJSON {
+	out := chunkJSON{choiceStart: choiceStart{Index: c.index}, TokenIDs: jsonNull}
 	if c.call.plan.chat {
 		out.Delta = &deltaJSON{Content: text}
 		return out
@@ -166,7 +183,7 @@ func (c *choice) textChunk(text string) choiceJSON {
 func (c *choice) appendPlain(b, text []byte) []byte {
 	if c.frame[0] == nil {
 		const mark = `"@"`
-		event := c.call.plan.document(false, c.textChunk("@")).appendTo(nil)
+		event := appendEvent(nil, c.call.plan.event(c.textChunk("@")))
 		at := bytes.LastIndex(event, []byte(mark)) // behind the text come only nulls
 		c.frame = [2][]byte{event[:at+1], event[at+len(mark)-1:]}
 	}
@@ -196,7 +213,7 @@ func (c *choice) idsIfWanted(from, to int) any {
 }
 
 // setEnd sets finish_reason and stop_reason. Events of a chat have a stop_reason only at the end.
-func (c *choice) setEnd(out *choiceJSON, why em.FinishReason) {
+func (c *choice) setEnd(out *choiceStart, why em.FinishReason) {
 	if why != em.FinishNone {
 		name := why.String()
 		if c.script.callsTools() && !c.script.named && why == em.FinishStop && c.stopReason == nil {
@@ -212,12 +229,14 @@ func (c *choice) setEnd(out *choiceJSON, why em.FinishReason) {
 // appendRole writes the first event of a chat choice.
 func (c *choice) appendRole(b []byte) []byte {
 	p := c.call.plan
-	d := p.document(false, choiceJSON{Index: c.index, Delta: &deltaJSON{Role: "assistant", Content: ""}})
+	d := p.event(chunkJSON{choiceStart: choiceStart{
+		Index: c.index, Delta: &deltaJSON{Role: "assistant", Content: ""},
+	}})
 	if p.contUsage {
 		d.Usage = p.usageSoFar(len(c.from.ids), 0)
 	}
 	d.PromptIDs, d.PromptText = nullUnless(p.returnIDs, c.from.ids), jsonNull
-	return d.appendTo(b)
+	return appendEvent(b, d)
 }
 
 // usageSoFar is the usage of an event in the middle of a stream.
@@ -231,17 +250,20 @@ func (p *plan) usageSoFar(prompt, completion int) *usageJSON {
 
 // appendUsageEvent writes the event behind the last choice.
 func (c *call) appendUsageEvent(b []byte, s *settings) []byte {
-	d := c.plan.document(false)
+	if c.plan.form == formTokens {
+		return appendTokensUsage(c, b, s)
+	}
+	d := c.plan.event()
 	usage, cached := c.usage()
 	d.Usage, d.Fingerprint = usage, s.fingerprint
-	if s.promptDetails {
+	if s.PromptTokensDetails {
 		details := promptDetails{Cached: cached}
 		if c.plan.chat {
 			details.Created = 0
 		}
 		usage.PromptDetails = details
 	}
-	return d.appendTo(b)
+	return appendEvent(b, d)
 }
 
 // usage counts the tokens of a call.
@@ -263,17 +285,30 @@ func (c *call) usage() (u *usageJSON, cached int) {
 // answer is the body of a finished call that does not stream.
 func (c *call) answer(s *settings) []byte {
 	p := c.plan
-	d := p.document(true)
+	switch p.form {
+	case formTokens:
+		return mustMarshal(tokensAnswer(c, s))
+	case formResponses:
+		return mustMarshal(responseOf(c, s).ended())
+	case formMessages:
+		return mustMarshal(messageAnswer(c))
+	case formOpenAI:
+	}
+	d := &wholeJSON{
+		ID: p.id, Object: "text_completion", Created: p.created, Model: p.model, Choices: []choiceJSON{},
+		Fingerprint: s.fingerprint, KVTransfer: c.legs.answer(),
+	}
 	for i := range c.choices {
 		d.Choices = append(d.Choices, c.choices[i].whole(p))
 	}
 	usage, cached := c.usage()
 	usage.PromptDetails, usage.CompletionDetails = jsonNull, jsonNull
-	if s.promptDetails {
+	if s.PromptTokensDetails {
 		usage.PromptDetails = promptDetails{cached, nullUnless(p.chat, 0), jsonNull}
 	}
-	d.Usage, d.Fingerprint, d.wholeOnly = usage, s.fingerprint, &wholeOnly{KVTransfer: c.legs.answer()}
+	d.Usage = usage
 	if p.chat {
+		d.Object = "chat.completion"
 		d.PromptLogprobs = p.prompts[0].logprobs(p.promptLogprobs)
 		d.PromptIDs, d.PromptText = nullUnless(p.returnIDs, p.prompts[0].ids), jsonNull
 	}
@@ -286,10 +321,10 @@ func (c *choice) whole(p *plan) choiceJSON {
 	c.settle()
 	text := string(c.text(tokens))
 	out := choiceJSON{
-		Index: c.index, Logprobs: c.logprobs(p, 0, tokens, p.echo),
-		TokenIDs: c.idsIfWanted(0, tokens), RoutedExperts: jsonNull,
+		choiceStart: choiceStart{Index: c.index, Logprobs: c.logprobs(p, 0, tokens, p.echo)},
+		TokenIDs:    c.idsIfWanted(0, tokens), RoutedExperts: jsonNull,
 	}
-	c.setEnd(&out, why)
+	c.setEnd(&out.choiceStart, why)
 	if p.chat {
 		out.Message = &messageJSON{Role: "assistant", Content: text}
 		if c.script.callsTools() {

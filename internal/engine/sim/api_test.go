@@ -178,7 +178,7 @@ func TestIdleConnectionsAreClosed(t *testing.T) {
 	c := fast()
 	c.KeepAlive = 30 * time.Millisecond
 	s := start(t, c)
-	conn, err := net.Dial("tcp", s.Addr().String())
+	conn, err := net.Dial("tcp", s.gate.Addr().String())
 	require.NoError(t, err)
 	defer func() { _ = conn.Close() }()
 	_, err = conn.Write([]byte("GET /health HTTP/1.1\r\nHost: x\r\n\r\n"))
@@ -263,6 +263,15 @@ func TestMembersAreReadAsVLLMReadsThem(t *testing.T) {
 		assert.Equal(t, 400, status, answer)
 		assert.Contains(t, answer, `"type":"Bad Request","param":"body`, body)
 	}
+}
+
+// TestMalformedMessages: the fault names what is wrong with the messages, not that they are missing.
+func TestMalformedMessages(t *testing.T) {
+	s := start(t, fast())
+	status, body := ask(t, s, "/v1/messages", `{"max_tokens":1,"messages":5}`)
+	assert.Equal(t, http.StatusBadRequest, status)
+	assert.Contains(t, body, "body.messages")
+	assert.NotContains(t, body, msgRequired)
 }
 
 // Whatever a client sends, the engine answers with an error or an answer, and is empty afterwards.

@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
+	"strings"
 )
 
 // apiError is an error of the engine's API: status, and the object form of its body.
@@ -76,12 +77,56 @@ func (e *apiError) append(dst []byte, format string) []byte {
 	return fmt.Appendf(dst, format, mustMarshal(e.message), mustMarshal(e.kind), param, e.status)
 }
 
-// schemaError is the answer to a body that is no request.
-func schemaError(param, why string) *apiError {
+// Texts of faults in the form of a body.
+const (
+	msgRequired   = "Field required"
+	msgNotInteger = "Input should be a valid integer, unable to parse string as an integer"
+	msgNegative   = "Input should be greater than or equal to 0"
+)
+
+// schemaError is the answer to a body that is no request. input says what stood there.
+func schemaError(param, why, input string) *apiError {
+	kind := "value_error"
+	switch why {
+	case msgRequired:
+		kind = "missing"
+	case msgNotInteger:
+		kind = "int_parsing"
+	case msgNegative:
+		kind = "greater_than_equal"
+	}
 	return &apiError{
 		status: http.StatusBadRequest, kind: "Bad Request", param: param,
-		message: "1 validation error: " + param + ": " + why,
+		message: fmt.Sprintf("1 validation error:\n  {'type': %s, 'loc': %s, 'msg': %s, 'input': %s}",
+			pythonString(kind), pythonString(param), pythonString(why), pythonString(input)),
 	}
+}
+
+// pythonString is a text as Python shows it inside an object.
+func pythonString(text string) string {
+	if strings.Contains(text, "'") && !strings.Contains(text, `"`) {
+		return `"` + text + `"`
+	}
+	return "'" + strings.ReplaceAll(text, "'", `\'`) + "'"
+}
+
+// maxInputShown bounds what an error repeats of the body.
+const maxInputShown = 100
+
+// inputText is a member of a body as an error shows it: objects and lists by their size.
+func inputText(raw json.RawMessage) string {
+	var object map[string]json.RawMessage
+	var list []json.RawMessage
+	switch {
+	case len(raw) == 0:
+		return "None"
+	case raw[0] == '{' && json.Unmarshal(raw, &object) == nil:
+		return fmt.Sprintf("<dict of %d items>", len(object))
+	case raw[0] == '[' && json.Unmarshal(raw, &list) == nil:
+		return fmt.Sprintf("<list of %d items>", len(list))
+	}
+	text := strings.Trim(string(raw), `"`)
+	return text[:min(len(text), maxInputShown)]
 }
 
 // mustMarshal encodes values that always have a JSON form.

@@ -14,6 +14,8 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/dpserve/dpserve/internal/pause"
 )
 
 // bootstrap is the server by which decode engines find the ranks of a prefill engine: Mooncake's /query, or
@@ -22,7 +24,7 @@ type bootstrap struct {
 	server *Server
 	http   *http.Server
 	ln     net.Listener
-	done   chan struct{}
+	work   sync.WaitGroup
 
 	mu    sync.Mutex
 	ranks map[int]routeInfo // SGLang: as registered
@@ -56,28 +58,25 @@ const maxBootstrapBody = 1 << 16
 
 // openBootstrap listens, and answers until close.
 func openBootstrap(ctx context.Context, s *Server) (*bootstrap, error) {
-	addr := net.JoinHostPort(s.cfg.Host, strconv.Itoa(s.cfg.Transfer.BootstrapPort))
+	addr := hostPort(s.cfg.Host, s.cfg.Transfer.BootstrapPort)
 	ln, err := s.cfg.listen(ctx, addr)
 	if err != nil {
 		return nil, fmt.Errorf("open the bootstrap server on %s: %w", addr, err)
 	}
 	b := &bootstrap{
-		server: s, ln: ln, done: make(chan struct{}), ranks: map[int]routeInfo{}, rooms: map[uint64]int{},
+		server: s, ln: ln, ranks: map[int]routeInfo{}, rooms: map[uint64]int{},
 	}
 	b.http = &http.Server{
 		Handler: b, ReadHeaderTimeout: sideIOTimeout, ReadTimeout: sideIOTimeout, WriteTimeout: sideIOTimeout,
 		ErrorLog: log.New(io.Discard, "", 0),
 	}
-	go func() {
-		defer close(b.done)
-		_ = b.http.Serve(ln)
-	}()
+	b.work.Go(func() { _ = b.http.Serve(ln) })
 	return b, nil
 }
 
 func (b *bootstrap) close() {
 	_ = b.http.Close()
-	<-b.done
+	b.work.Wait()
 }
 
 // URL is where it answers.
@@ -85,28 +84,20 @@ func (b *bootstrap) url() string { return "http://" + b.ln.Addr().String() }
 
 // ServeHTTP implements http.Handler.
 func (b *bootstrap) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	isSGLang := b.server.cfg.Transfer.Connector == ConnectorSGLang
-	switch r.Method + " " + r.URL.Path {
-	case "GET /health":
+	isSGLang, asked := b.server.cfg.Transfer.Connector == ConnectorSGLang, r.Method+" "+r.URL.Path
+	switch {
+	case asked == "GET /health":
 		writeBody(w, http.StatusOK, "text/plain; charset=utf-8", []byte("OK"))
-		return
-	case "GET /query":
-		if !isSGLang {
-			b.answer(w, http.StatusOK, b.query())
-			return
-		}
-	case "GET /route":
-		if isSGLang {
-			b.route(w, r)
-			return
-		}
-	case "PUT /route", "POST /register_dp_rank", "POST /query_dp_ranks":
-		if isSGLang {
-			b.take(w, r)
-			return
-		}
+	case asked == "GET /query" && !isSGLang:
+		b.answer(w, http.StatusOK, b.query())
+	case asked == "GET /route" && isSGLang:
+		b.route(w, r)
+	case isSGLang && (asked == "PUT /route" || asked == "POST /register_dp_rank" ||
+		asked == "POST /query_dp_ranks"):
+		b.take(w, r)
+	default:
+		b.answer(w, http.StatusNotFound, map[string]string{"detail": "Not Found"})
 	}
-	b.answer(w, http.StatusNotFound, map[string]string{"detail": "Not Found"})
 }
 
 func (b *bootstrap) answer(w http.ResponseWriter, status int, v any) {
@@ -120,7 +111,7 @@ func (b *bootstrap) query() map[string]queryEntry {
 		out[r.label] = queryEntry{
 			EngineID: r.exchange.id,
 			Workers: map[string]map[string]string{
-				"0": {"0": schemeTCP + sideAddress(b.server.cfg.sideHost(), r.exchange.side.port())},
+				"0": {"0": schemeTCP + hostPort(b.server.cfg.sideHost(), r.exchange.side.port())},
 			},
 		}
 	}
@@ -233,12 +224,11 @@ func (b *bootstrap) queryRooms(raw []byte) (map[string]int, error) {
 
 // routeOf is what a rank of this process registers.
 func routeOf(s *Server, r *rank) routeInfo {
-	_, text, _ := net.SplitHostPort(s.gate.Addr().String())
-	port, _ := strconv.Atoi(text) // 0 on a memory transport
 	return routeInfo{
 		TP: s.cfg.TensorParallel, CP: 1, DPSize: s.cfg.transferRanks(), PP: 1,
-		PageSize: s.cfg.Model.BlockSize, CacheType: "auto", Follows: true, HTTPPort: port,
-		Rank: r.exchange.number, RankIP: s.cfg.sideHost(), RankPort: r.exchange.side.port(),
+		PageSize: s.cfg.Model.BlockSize, CacheType: "auto", Follows: true,
+		HTTPPort: portOf(s.gate.Addr().String()),
+		Rank:     r.exchange.number, RankIP: s.cfg.sideHost(), RankPort: r.exchange.side.port(),
 	}
 }
 
@@ -270,29 +260,41 @@ const (
 
 func putRoute(ctx context.Context, cfg *Config, info routeInfo) (err error) {
 	host, _, _ := net.SplitHostPort(cfg.RPCAddr)
-	url := "http://" + sideAddress(host, cfg.Transfer.BootstrapPort) + "/route"
-	transport := &http.Transport{DialContext: cfg.dialNetwork, DisableKeepAlives: true}
+	url := "http://" + hostPort(host, cfg.Transfer.BootstrapPort) + "/route"
 	for try := range registerTries {
 		if try > 0 {
-			if err := pause(ctx, registerPause); err != nil {
+			if err := pause.For(ctx, registerPause); err != nil {
 				return err
 			}
 		}
-		var req *http.Request
-		body := bytes.NewReader(mustMarshal(info))
-		req, err = http.NewRequestWithContext(ctx, http.MethodPut, url, body) //nolint:gosec // its group
-		if err != nil {
-			return err
-		}
-		var resp *http.Response
-		if resp, err = transport.RoundTrip(req); err != nil {
-			continue
-		}
-		_ = resp.Body.Close()
-		if resp.StatusCode == http.StatusOK {
+		var answer struct{}
+		err = askBootstrap(ctx, cfg, http.MethodPut, url, mustMarshal(info), &answer)
+		if err == nil {
 			return nil
 		}
-		err = fmt.Errorf("%w: status %d", errRefused, resp.StatusCode)
 	}
 	return err
+}
+
+// maxBootstrapAnswer bounds what a bootstrap server may answer.
+const maxBootstrapAnswer = 1 << 20
+
+// askBootstrap sends a request to a bootstrap server of the group or of a peer.
+func askBootstrap(ctx context.Context, cfg *Config, method, url string, body []byte, into any) error {
+	//nolint:gosec // the parameters of a request name the server, as with the real engines
+	req, err := http.NewRequestWithContext(ctx, method, url, bytes.NewReader(body))
+	if err != nil {
+		return err
+	}
+	dial := func(ctx context.Context, _, addr string) (net.Conn, error) { return cfg.dial(ctx, addr) }
+	transport := &http.Transport{DialContext: dial, DisableKeepAlives: true}
+	resp, err := transport.RoundTrip(req)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = resp.Body.Close() }()
+	if resp.StatusCode != http.StatusOK {
+		return fmt.Errorf("%w: status %d", errRefused, resp.StatusCode)
+	}
+	return json.NewDecoder(http.MaxBytesReader(nil, resp.Body, maxBootstrapAnswer)).Decode(into)
 }

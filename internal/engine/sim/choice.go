@@ -74,8 +74,8 @@ func newCall(p *plan, s *settings, room func(*prompt) int) *call {
 
 // prepare computes the length of the answer and how it ends, which are functions of the seed.
 func (c *choice) prepare(p *plan, s *settings, k, limit int) {
-	seed := em.TextSeed(s.seed^p.seed, c.from.ids, k)
-	content := em.NewTokenContent(c.from.ids, seed, s.blockSize, p.salt).Use(s.hashing)
+	seed := em.TextSeed(s.Seed^p.seed, c.from.ids, k)
+	content := em.NewTokenContent(c.from.ids, seed, s.Model.BlockSize, p.salt).Use(s.Hashing)
 	c.req = em.Request{
 		Prompt: len(c.from.ids), Output: limit, Ending: em.FinishLength, User: c, Content: content,
 	}
@@ -166,7 +166,7 @@ func (c *choice) settle() {
 	if wrong := c.wrong.Load(); wrong != 0 {
 		p, s := c.call.plan, c.call.set
 		c.script = nil // a model that reads other words neither calls tools nor keeps to a schema
-		c.gen = em.NewGenerator(em.MisledSeed(em.TextSeed(s.seed^p.seed, c.from.ids, c.index%p.n), wrong))
+		c.gen = em.NewGenerator(em.MisledSeed(em.TextSeed(s.Seed^p.seed, c.from.ids, c.index%p.n), wrong))
 		c.setText(c.textTokens)
 	}
 }
@@ -215,10 +215,8 @@ func (c *choice) delta(tokens int, last bool) []byte {
 // boundary moves at back to the beginning of a character, if something is held back in front of the end of
 // text.
 func boundary(text []byte, at int) int {
-	if at >= len(text) || at <= 0 {
-		return min(max(at, 0), len(text))
-	}
-	for at > 0 && !utf8.RuneStart(text[at]) {
+	at = min(max(at, 0), len(text))
+	for at > 0 && at < len(text) && !utf8.RuneStart(text[at]) {
 		at--
 	}
 	return at
@@ -258,12 +256,7 @@ func (c *choice) id(i int) uint32 {
 	return c.gen.Token(i)
 }
 
-func (c *call) ring() {
-	select {
-	case c.bell <- struct{}{}:
-	default:
-	}
-}
+func (c *call) ring() { kick(c.bell) }
 
 // appendNew writes the chunks of everything the engine has produced for c since the last call, as much of it
 // as limit tokens; done = its finishing chunk was written.

@@ -6,8 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"hash/fnv"
+	"io"
 	"log/slog"
 	"net"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -70,6 +72,7 @@ type Config struct {
 type ownProcess struct {
 	kill   func()               // ends this very process without a trace; nil = only the server ends
 	orphan func(port int) error // leaves a child behind that holds port; nil = not possible
+	out    io.Writer            // lines of a slow load; nil = nowhere
 }
 
 // Features switches parts of the API.
@@ -95,6 +98,9 @@ type Group struct {
 	TensorParallel   int    // must be equal on all ranks
 	HandshakeTimeout time.Duration
 	InternalLB       int // ranks behind this one port (attach tests); 0 = this process is one rank
+	FirstRank        int // number of the first of them: other ports have the ranks before it
+	// requests name a rank of this port by its number; else by its place behind this port, from 0
+	GlobalIndex bool
 }
 
 // Start is what happens while the engine starts, and at fixed times after it.
@@ -137,6 +143,8 @@ func (c *Config) Validate() error {
 		return fmt.Errorf("a group of %d ranks has no meeting point: give --data-parallel-rpc-port", c.DPSize)
 	case c.InternalLB < 0 || c.InternalLB > maxInternalRanks:
 		return fmt.Errorf("%d internal ranks: at most %d are possible", c.InternalLB, maxInternalRanks)
+	case c.FirstRank < 0 || c.FirstRank+c.InternalLB > maxGroupRanks:
+		return fmt.Errorf("internal ranks from %d on: at most %d are possible", c.FirstRank, maxGroupRanks)
 	case c.InternalLB > 0 && c.DPSize > 1:
 		return fmt.Errorf("internal ranks and a data parallel rank exclude each other: drop one")
 	case c.SyncInterval < 1:
@@ -172,25 +180,28 @@ func (c *Config) dial(ctx context.Context, addr string) (net.Conn, error) {
 	return d.DialContext(ctx, "tcp", addr)
 }
 
-// dialNetwork is dial in the form of an HTTP transport.
-func (c *Config) dialNetwork(ctx context.Context, _, addr string) (net.Conn, error) {
-	return c.dial(ctx, addr)
-}
-
-// logger never is nil.
-func (c *Config) logger() *slog.Logger {
-	if c.Logger == nil {
-		return slog.New(slog.DiscardHandler)
-	}
-	return c.Logger
-}
-
 func (c *Config) toldBlockSize() int { return cmp.Or(c.ToldBlockSize, c.Model.BlockSize) }
 
 func (c *Config) lockstep() bool { return c.DPSize > 1 }
 
 // ranks is the number of engine cores in this process.
 func (c *Config) ranks() int { return max(1, c.InternalLB) }
+
+// rankNumber is the number of the rank at a place behind this port, from 0 on.
+func (c *Config) rankNumber(place int) int {
+	if c.InternalLB > 0 {
+		return c.FirstRank + place
+	}
+	return c.DPRank
+}
+
+// firstIndex is the lowest number by which requests name a rank of this port.
+func (c *Config) firstIndex() int {
+	if c.GlobalIndex {
+		return c.FirstRank
+	}
+	return 0
+}
 
 // scaled is d shortened by the time scale: a fast engine dies and drains fast too.
 func (c *Config) scaled(d time.Duration) time.Duration {
@@ -218,46 +229,20 @@ func (c *Config) collectiveHash() uint64 {
 
 // settings is the engine's configuration as request checks and answer writers read it; it never changes.
 type settings struct {
-	names         []string
-	maxModelLen   int
-	seed          uint64
-	blockSize     int
-	fingerprint   string
-	promptDetails bool
-	forceUsage    bool
-	autoTools     bool
-	hashing       em.Hashing
+	*Config
+	fingerprint string
 }
 
-func (c *Config) settings() *settings {
-	return &settings{
-		names: c.Names, maxModelLen: c.Model.MaxModelLen, seed: c.Seed, blockSize: c.Model.BlockSize,
-		fingerprint: c.fingerprint(), promptDetails: c.PromptTokensDetails, forceUsage: c.ForceIncludeUsage,
-		autoTools: c.AutoToolChoice, hashing: c.Hashing,
-	}
-}
+func (c *Config) settings() *settings { return &settings{Config: c, fingerprint: c.fingerprint()} }
 
-// knows checks the model that a request names and returns the name for the answer.
-func (s *settings) knows(p *plan) *apiError {
-	if p.model == "" {
-		p.model = s.names[0]
-		return nil
-	}
-	return s.knowsModel(p.model)
-}
-
+// knowsModel refuses a model that is not served; "" is the first one.
 func (s *settings) knowsModel(name string) *apiError {
-	if name == "" {
+	if name == "" || slices.Contains(s.Names, name) {
 		return nil
-	}
-	for _, n := range s.names {
-		if n == name {
-			return nil
-		}
 	}
 	return &apiError{
 		status: 404, kind: "NotFoundError", param: "model",
-		message: "The model `" + name + "` does not exist. Valid aliases: " + strings.Join(s.names, ", ") +
+		message: "The model `" + name + "` does not exist. Valid aliases: " + strings.Join(s.Names, ", ") +
 			".",
 	}
 }

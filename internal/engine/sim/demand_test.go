@@ -347,8 +347,8 @@ func TestRefusedDemands(t *testing.T) {
 	for _, c := range [][2]string{
 		{`"tools":[]`, "`tools` must not be an empty array"},
 		{`"tools":{}`, "tools"},
-		{`"tools":[{"type":"function"}]`, "body.tools.0.function: Field required"},
-		{`"tools":[{"function":{}}]`, "body.tools.0.function.name: Field required"},
+		{`"tools":[{"type":"function"}]`, "'loc': 'body.tools.0.function', 'msg': 'Field required'"},
+		{`"tools":[{"function":{}}]`, "'loc': 'body.tools.0.function.name', 'msg': 'Field required'"},
 		{`"tools":[{"type":"browser"}]`, "Input should be 'function'"},
 		{`"tool_choice":"auto"`, "When using `tool_choice`, `tools` must be set."},
 		{tools + `,"tool_choice":"all"`, "Invalid value for `tool_choice`"},
@@ -364,13 +364,13 @@ func TestRefusedDemands(t *testing.T) {
 		},
 		{`"tools":[{"function":{"name":"f","parameters":[]}}]`, "valid dictionary"},
 		{`"tools":[` + oddTool + `]`, `the parameters of \"odd\": the simulated engine cannot`},
-		{`"response_format":{"type":"json"}`, "body.type: Input should be 'text'"},
+		{`"response_format":{"type":"json"}`, `'loc': 'body.type', 'msg': \"Input should be 'text'`},
 		{`"response_format":{}`, "body.type"},
 		{`"response_format":"json"`, "body.response_format"},
 		{`"response_format":{"type":"json_schema"}`, "the 'json_schema' field must be provided"},
 		{
 			`"response_format":{"type":"json_schema","json_schema":{"schema":{}}}`,
-			"json_schema.name: Field required",
+			"json_schema.name', 'msg': 'Field required'",
 		},
 		{`"response_format":{"type":"json_schema","json_schema":{"name":"a"}}`, "none are specified"},
 		{

@@ -42,7 +42,7 @@ func newExchange(s *Server, r *rank, number int) *exchange {
 	}
 	return &exchange{
 		cfg: &s.cfg, rank: r, faults: &s.faults, log: s.log, id: id, number: number,
-		peers: newPeers(&s.cfg), meters: newTransferMeters(),
+		peers: newPeers(&s.cfg), meters: transferMeters{h: newHistograms(transferTable)},
 	}
 }
 
@@ -103,10 +103,10 @@ func (e *exchange) kill(cause string) {
 func (e *exchange) received(blocks int, seconds float64) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.meters.seconds.observe(seconds)
-	e.meters.post.observe(postSeconds)
-	e.meters.bytes.observe(float64(e.cfg.transferBytes(blocks)))
-	e.meters.descriptors.observe(float64(blocks))
+	bytes := float64(e.cfg.transferBytes(blocks))
+	for k, x := range [...]float64{seconds, postSeconds, bytes, float64(blocks)} {
+		e.meters.h[k].observe(x)
+	}
 }
 
 // failed books a transfer, a handshake (as a transfer) or a notification that failed.
@@ -124,37 +124,31 @@ const postSeconds = 0.0005
 
 // transferMeters count on the side that reads; what the side that is read counts is in em.Stats.
 type transferMeters struct {
-	seconds, post, bytes, descriptors histogram
-	failed, failedNotes               uint64
+	h                   []histogram // by transferTable
+	failed, failedNotes uint64
 }
 
-func newTransferMeters() transferMeters {
-	return transferMeters{
-		seconds: newHistogram(transferSeconds), post: newHistogram(transferPost),
-		bytes: newHistogram(transferSizes), descriptors: newHistogram(transferPieces),
-	}
-}
-
-// Bucket bounds of the imitated connector.
-//
-//nolint:gochecknoglobals // constant tables
-var (
-	transferSeconds = []float64{0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 5}
-	transferPost    = []float64{0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1}
-	transferSizes   = []float64{
-		1 << 11, 1 << 13, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 23, 1 << 25, 1 << 27, 1 << 29, 1 << 31,
-		1 << 33,
-	}
-	transferPieces = []float64{10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10000, 20000, 50000}
-)
-
-// copied is a snapshot.
-func (m *transferMeters) copied() *transferMeters {
-	out := *m
-	for _, h := range []*histogram{&out.seconds, &out.post, &out.bytes, &out.descriptors} {
-		h.counts = append([]uint64(nil), h.counts...)
-	}
-	return &out
+// transferTable are the histograms of the imitated connector.
+var transferTable = []histogramSpec{
+	{
+		"nixl_xfer_time_seconds", "Time of a transfer in seconds.",
+		[]float64{0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 5},
+	},
+	{
+		"nixl_post_time_seconds", "Time to hand in a transfer in seconds.",
+		[]float64{0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1},
+	},
+	{
+		"nixl_bytes_transferred", "Bytes per transfer.",
+		[]float64{
+			1 << 11, 1 << 13, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 23, 1 << 25, 1 << 27, 1 << 29, 1 << 31,
+			1 << 33,
+		},
+	},
+	{
+		"nixl_num_descriptors", "Pieces of memory per transfer.",
+		[]float64{10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10000, 20000, 50000},
+	},
 }
 
 func (e *exchange) snapshot() *transferMeters {
@@ -163,7 +157,9 @@ func (e *exchange) snapshot() *transferMeters {
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	return e.meters.copied()
+	out := e.meters
+	out.h = copied(out.h)
+	return &out
 }
 
 // transfer writes the series of a connector.
@@ -171,25 +167,7 @@ func (g *page) transfer(snaps []snapshot) {
 	if snaps[0].transfer == nil {
 		return
 	}
-	engines := make([]string, len(snaps))
-	for i := range snaps {
-		engines[i] = snaps[i].engine
-	}
-	of := func(name, help string, of func(*transferMeters) *histogram) {
-		hs := make([]*histogram, len(snaps))
-		for i := range snaps {
-			hs[i] = of(snaps[i].transfer)
-		}
-		g.histogram(name, help, engines, hs)
-	}
-	of("nixl_xfer_time_seconds", "Time of a transfer in seconds.",
-		func(m *transferMeters) *histogram { return &m.seconds })
-	of("nixl_post_time_seconds", "Time to hand in a transfer in seconds.",
-		func(m *transferMeters) *histogram { return &m.post })
-	of("nixl_bytes_transferred", "Bytes per transfer.",
-		func(m *transferMeters) *histogram { return &m.bytes })
-	of("nixl_num_descriptors", "Pieces of memory per transfer.",
-		func(m *transferMeters) *histogram { return &m.descriptors })
+	g.histograms(snaps, transferTable, func(s *snapshot) []histogram { return s.transfer.h })
 	count := func(name, help string, of func(*snapshot) uint64) {
 		samples := make([]sample, len(snaps))
 		for i := range snaps {
@@ -205,4 +183,111 @@ func (g *page) transfer(snaps []snapshot) {
 		func(s *snapshot) uint64 { return s.stats.LeasesOver })
 	count("nixl_num_notifications_after_expiry", "Notices of readers whose blocks were no longer kept.",
 		func(s *snapshot) uint64 { return s.stats.LateReads })
+}
+
+// offers bring together prefill legs that have ended and decode engines that wait for their blocks, by a key
+// that both know: the request id, a transfer id or a room. Safe for concurrent use.
+type offers struct {
+	mu    sync.Mutex
+	byKey map[string]*offer
+}
+
+// offer is one key's place. It exists while somebody waits for it, or while its lease runs.
+type offer struct {
+	made    chan struct{} // closed when the leg has ended
+	joined  chan struct{} // closed when a decode engine waits
+	waiting int
+	lease   string  // "" until it is made, and when it was taken
+	blocks  []int32 // as parameters name them
+}
+
+// place needs the lock.
+func (o *offers) place(key string) *offer {
+	if o.byKey == nil {
+		o.byKey = map[string]*offer{}
+	}
+	p := o.byKey[key]
+	if p == nil {
+		p = &offer{made: make(chan struct{}), joined: make(chan struct{})}
+		o.byKey[key] = p
+	}
+	return p
+}
+
+// add offers the blocks of an ended leg.
+func (o *offers) add(key, lease string, blocks []int32) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	p := o.place(key)
+	happened(p.made) // of a key that is used twice the newer leg counts
+	p.lease, p.blocks = lease, blocks
+}
+
+// join waits for a key; quit ends it.
+func (o *offers) join(key string) *offer {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	p := o.place(key)
+	p.waiting++
+	happened(p.joined)
+	return p
+}
+
+// happened closes a channel that may be closed already; it needs the lock.
+func happened(c chan struct{}) {
+	select {
+	case <-c:
+	default:
+		close(c)
+	}
+}
+
+// expect is the place of a key for a prefill leg that has not begun: it waits for joined. drop ends it.
+func (o *offers) expect(key string) *offer {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.place(key)
+}
+
+func (o *offers) quit(key string, p *offer) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if p.waiting--; p.waiting == 0 && p.lease == "" && o.byKey[key] == p {
+		delete(o.byKey, key)
+	}
+}
+
+// take gives what was offered, once.
+func (o *offers) take(key string) (lease string, blocks []int32) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if p := o.byKey[key]; p != nil {
+		lease, blocks = p.lease, p.blocks
+		p.lease, p.blocks = "", nil
+	}
+	return lease, blocks
+}
+
+// drop forgets an offer whose lease has ended.
+func (o *offers) drop(lease string) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	for key, p := range o.byKey {
+		if p.lease != lease {
+			continue
+		}
+		p.lease, p.blocks = "", nil
+		if p.waiting == 0 {
+			delete(o.byKey, key)
+		}
+	}
+}
+
+// forget removes the place of a prefill leg that came to nothing.
+func (o *offers) forget(key string) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if p := o.byKey[key]; p != nil && p.waiting == 0 && p.lease == "" {
+		delete(o.byKey, key)
+	}
 }

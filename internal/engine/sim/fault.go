@@ -3,17 +3,19 @@ package sim
 import (
 	"bytes"
 	"cmp"
-	"errors"
 	"fmt"
-	"strconv"
+	"strings"
 	"sync"
 	"time"
+
+	"github.com/dpserve/dpserve/internal/simflags"
 )
 
 // Mode names an injectable failure.
 type Mode string
 
-// The modes. Those of the first block act on the process or its core, those of the second on single requests.
+// The modes. Those of the first block act on the process or its core, those of the second on single requests,
+// the others on blocks of other engines and on KV events.
 const (
 	ModeCrash         Mode = "crash"          // exit with ExitCode, sockets closed
 	ModeKill          Mode = "kill"           // SIGKILL itself
@@ -41,7 +43,20 @@ const (
 	ModeTransferMeet  Mode = "transfer-hang"  // handshakes get no answer
 	ModeTransferNull  Mode = "transfer-null"  // prefill legs keep no blocks and answer without parameters
 	ModeTransferLease Mode = "transfer-lease" // leases that begin from now on last LeaseS seconds
-	// The modes of KV events stand below.
+
+	// Where they strike single batches, rate and count limit them.
+	ModeKVDrop      Mode = "kv-drop"      // batches are not sent; the replay ring has them
+	ModeKVDuplicate Mode = "kv-duplicate" // batches are sent twice
+	ModeKVReorder   Mode = "kv-reorder"   // a batch is sent behind its successor
+	ModeKVGarbage   Mode = "kv-garbage"   // batches arrive damaged; the replay ring has them whole
+	ModeKVUnknown   Mode = "kv-unknown"   // batches hold an event of an unknown type
+	// as if the engine had begun anew in its place: cache empty, numbers from the first, connections cut
+	ModeKVRestart Mode = "kv-restart"
+	// put to sleep: cache empty without any event, the sleep state says so
+	ModeKVSleep       Mode = "kv-sleep"
+	ModeKVNoReplay    Mode = "kv-no-replay"    // replay requests get no answer
+	ModeKVShortReplay Mode = "kv-short-replay" // the ring holds two batches
+	ModeKVSlowReplay  Mode = "kv-slow-replay"  // answers come 3 s apart
 )
 
 // Defaults of a Fault.
@@ -69,45 +84,26 @@ type Fault struct {
 	LeaseS float64 `json:"lease_s"` // transfer-lease [1]
 }
 
-// argument takes the value of a --sim-fail: factor, exit code, error code, tokens or port, as the mode has
-// one.
-func (f *Fault) argument(arg string) error {
-	if arg == "" {
-		return nil
+// setArgument takes the number behind the mode of a --sim-fail.
+func (f *Fault) setArgument(v float64) {
+	n := int(v)
+	switch f.Mode {
+	case ModeCrash:
+		f.ExitCode = &n
+	case ModeOrphan:
+		f.Port = n
+	case ModeErrorEvent:
+		f.Code = n
+	case ModeCut, ModeNoDone, ModeAbort, ModeStall:
+		f.AfterTokens = n
+	case ModeSlow, ModeTransferSlow:
+		f.Factor = v
+	case ModeTransferLease:
+		f.LeaseS = v
+	case ModeKVDrop, ModeKVDuplicate, ModeKVReorder, ModeKVGarbage, ModeKVUnknown:
+		f.Rate = v
+	default: // the others take none
 	}
-	v, err := strconv.ParseFloat(arg, 64)
-	if err != nil {
-		return errors.New("the argument behind = must be a number")
-	}
-	if set := modes[f.Mode]; set != nil {
-		set(f, v)
-	}
-	return nil
-}
-
-func setAfterTokens(f *Fault, v float64) { f.AfterTokens = int(v) }
-
-func setRate(f *Fault, v float64) { f.Rate = v }
-
-// modes lists every mode with what the argument of its short form sets; nil = it takes no argument.
-//
-//nolint:gochecknoglobals // a constant table
-var modes = map[Mode]func(f *Fault, v float64){
-	ModeCrash:      func(f *Fault, v float64) { n := int(v); f.ExitCode = &n },
-	ModeOrphan:     func(f *Fault, v float64) { f.Port = int(v) },
-	ModeSlow:       func(f *Fault, v float64) { f.Factor = v },
-	ModeErrorEvent: func(f *Fault, v float64) { f.Code = int(v) },
-	ModeCut:        setAfterTokens, ModeNoDone: setAfterTokens,
-	ModeAbort: setAfterTokens, ModeStall: setAfterTokens,
-	ModeKVDrop: setRate, ModeKVDuplicate: setRate, ModeKVReorder: setRate, ModeKVGarbage: setRate,
-	ModeKVUnknown:     setRate,
-	ModeTransferSlow:  func(f *Fault, v float64) { f.Factor = v },
-	ModeTransferLease: func(f *Fault, v float64) { f.LeaseS = v },
-	ModeTransferFail:  nil, ModeTransferMeet: nil, ModeTransferNull: nil,
-	ModeKill: nil, ModeCoreDead: nil, ModeHang: nil, ModeRefuse: nil, ModeHealth503: nil,
-	ModeStopping: nil, ModeIgnoreSigterm: nil, ModeHTTP500: nil, ModeHTTP503: nil, ModeBusy: nil,
-	ModeBareDone:  nil,
-	ModeKVRestart: nil, ModeKVSleep: nil, ModeKVNoReplay: nil, ModeKVShortReplay: nil, ModeKVSlowReplay: nil,
 }
 
 func (f *Fault) validate() error {
@@ -120,19 +116,14 @@ func (f *Fault) validate() error {
 	case f.Code != 0 && (f.Code < 400 || f.Code > 599):
 		return fmt.Errorf("fault %q: code %d is no error: want 400 to 599", f.Mode, f.Code)
 	}
-	if _, ok := modes[f.Mode]; !ok {
+	if mode := string(f.Mode); !simflags.IsMode(mode) || strings.HasPrefix(mode, "start-") {
 		return fmt.Errorf("unknown fault mode %q: see the modes in engine/sim/DESIGN.md", f.Mode)
 	}
 	return nil
 }
 
 // code is the status of an injected error.
-func (f *Fault) code() int {
-	if f.Code == 0 {
-		return defaultErrorCode
-	}
-	return f.Code
-}
+func (f *Fault) code() int { return cmp.Or(f.Code, defaultErrorCode) }
 
 // slowFactor is what a slow mode multiplies by.
 func (f *Fault) slowFactor() float64 { return cmp.Or(f.Factor, defaultSlowFactor) }
@@ -146,7 +137,6 @@ func (f *Fault) leaseTime() time.Duration {
 type faults struct {
 	mu     sync.Mutex
 	active map[Mode]*activeFault
-	any    bool // quick answer for the path of every request
 }
 
 type activeFault struct {
@@ -172,7 +162,6 @@ func (s *faults) on(f Fault, ended func()) {
 		})
 	}
 	s.active[f.Mode] = a
-	s.any = true
 }
 
 func (s *faults) expire(a *activeFault) bool {
@@ -192,7 +181,6 @@ func (s *faults) drop(m Mode) {
 			a.timer.Stop()
 		}
 		delete(s.active, m)
-		s.any = len(s.active) > 0
 	}
 }
 
@@ -209,25 +197,18 @@ func (s *faults) clear() {
 func (s *faults) is(m Mode) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.any && s.active[m] != nil
+	return s.active[m] != nil
 }
 
 // chance reports whether a batch mode strikes the next batch, counting it. roll gives a number in [0, 1).
 func (s *faults) chance(m Mode, roll func() float64) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if !s.any || s.active[m] == nil {
-		return false
-	}
 	a := s.active[m]
-	if a.Rate > 0 && roll() >= a.Rate {
+	if a == nil || a.Rate > 0 && roll() >= a.Rate {
 		return false
 	}
-	if a.Count > 0 {
-		if a.left--; a.left == 0 {
-			s.drop(m)
-		}
-	}
+	s.count(a)
 	return true
 }
 
@@ -235,40 +216,27 @@ func (s *faults) chance(m Mode, roll func() float64) bool {
 func (s *faults) hit(modes ...Mode) *Fault {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if !s.any {
+	if len(s.active) == 0 { // the path of every request
 		return nil
 	}
 	for _, m := range modes {
-		a := s.active[m]
-		if a == nil {
-			continue
+		if a := s.active[m]; a != nil {
+			f := a.Fault
+			s.count(a)
+			return &f
 		}
-		f := a.Fault
-		if a.Count > 0 {
-			if a.left--; a.left == 0 {
-				s.drop(m)
-			}
-		}
-		return &f
 	}
 	return nil
 }
 
-// The failures of KV events. Where they strike single batches, rate and count limit them.
-const (
-	ModeKVDrop      Mode = "kv-drop"      // batches are not sent; the replay ring has them
-	ModeKVDuplicate Mode = "kv-duplicate" // batches are sent twice
-	ModeKVReorder   Mode = "kv-reorder"   // a batch is sent behind its successor
-	ModeKVGarbage   Mode = "kv-garbage"   // batches arrive damaged; the replay ring has them whole
-	ModeKVUnknown   Mode = "kv-unknown"   // batches hold an event of an unknown type
-	// as if the engine had begun anew in its place: cache empty, numbers from the first, connections cut
-	ModeKVRestart Mode = "kv-restart"
-	// put to sleep: cache empty without any event, the sleep state says so
-	ModeKVSleep       Mode = "kv-sleep"
-	ModeKVNoReplay    Mode = "kv-no-replay"    // replay requests get no answer
-	ModeKVShortReplay Mode = "kv-short-replay" // the ring holds two batches
-	ModeKVSlowReplay  Mode = "kv-slow-replay"  // answers come 3 s apart
-)
+// count books that a fault struck; it needs the lock.
+func (s *faults) count(a *activeFault) {
+	if a.Count > 0 {
+		if a.left--; a.left == 0 {
+			s.drop(a.Mode)
+		}
+	}
+}
 
 // damaged is a payload with its second half overwritten.
 func damaged(payload []byte) []byte {

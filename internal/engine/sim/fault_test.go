@@ -177,7 +177,7 @@ func TestFaultsEndByThemselves(t *testing.T) {
 func TestRefuseClosesThePortForAWhile(t *testing.T) {
 	s := start(t, fast())
 	failWith(t, s, `{"mode":"refuse","for_s":0.2}`)
-	addr := s.Addr().String()
+	addr := s.gate.Addr().String()
 	eventually(t, func() bool {
 		_, err := net.Dial("tcp", addr)
 		return errors.Is(err, syscall.ECONNREFUSED)
@@ -311,7 +311,7 @@ func TestShutdownDrains(t *testing.T) {
 	eventually(t, func() bool { return s.Stats().Tokens > 2 })
 	s.Shutdown(context.Background(), 10*time.Second)
 	assert.Contains(t, <-got, `"finish_reason":"length"`)
-	_, err := net.Dial("tcp", s.Addr().String())
+	_, err := net.Dial("tcp", s.gate.Addr().String())
 	require.ErrorIs(t, err, syscall.ECONNREFUSED)
 }
 

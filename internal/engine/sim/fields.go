@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"math"
 	"strconv"
 	"strings"
@@ -22,9 +23,14 @@ type fields struct {
 
 // refuse keeps the first fault of the body.
 func (f *fields) refuse(name, why string) {
-	if f.fault == nil {
-		f.fault = schemaError("body."+name, why)
+	if f.fault != nil {
+		return
 	}
+	input := inputText(f.members[name])
+	if why == msgRequired {
+		input = fmt.Sprintf("<dict of %d items>", len(f.members))
+	}
+	f.fault = schemaError("body."+name, why, input)
 }
 
 // has reports that the member is there and not null.
@@ -79,6 +85,14 @@ func (f *fields) num(name string) (int, bool) {
 	return int(n), ok
 }
 
+// numOr is num with a value for members that are absent or wrong.
+func (f *fields) numOr(name string, otherwise int) int {
+	if n, ok := f.num(name); ok {
+		return n
+	}
+	return otherwise
+}
+
 func (f *fields) float(name string) (float64, bool) {
 	var x number
 	ok := f.read(name, &x)
@@ -125,6 +139,11 @@ func scalarText(raw []byte) string {
 	return strings.TrimSpace(strings.Trim(string(raw), `"`))
 }
 
+// bodyError is a fault in the words of the imitated engine.
+type bodyError string
+
+func (e bodyError) Error() string { return string(e) }
+
 // UnmarshalJSON takes whole numbers in any spelling.
 func (n *integer) UnmarshalJSON(raw []byte) error {
 	text := scalarText(raw)
@@ -135,7 +154,7 @@ func (n *integer) UnmarshalJSON(raw []byte) error {
 	}
 	var x number
 	if err := x.UnmarshalJSON(raw); err != nil {
-		return err
+		return bodyError(msgNotInteger)
 	}
 	if float64(x) != math.Trunc(float64(x)) || math.Abs(float64(x)) >= 1<<53 {
 		return errors.New("want an integer, got " + text)
@@ -232,7 +251,7 @@ func unquote(raw []byte) (text string, err error) {
 func (f *fields) isToken(name string, i int, id int64) bool {
 	switch {
 	case id < 0:
-		f.refuse(name+"."+strconv.Itoa(i), "Input should be greater than or equal to 0")
+		f.refuse(name+"."+strconv.Itoa(i), msgNegative)
 	case id > maxTokenID && f.fault == nil:
 		f.fault = badRequest("", "Token id %d is out of vocabulary", id)
 	}
@@ -252,13 +271,13 @@ func (f *fields) messages() []em.Message {
 		} `json:"tool_calls"`
 	}
 	if !f.has("messages") {
-		f.refuse("messages", "Field required")
+		f.refuse("messages", msgRequired)
 	}
 	f.read("messages", &list)
 	var out []em.Message
 	for i, m := range list {
 		if m.Role == nil {
-			f.refuse("messages."+strconv.Itoa(i)+".role", "Field required")
+			f.refuse("messages."+strconv.Itoa(i)+".role", msgRequired)
 			return nil
 		}
 		text := []byte(m.Content)

@@ -3,12 +3,11 @@ package sim
 import (
 	"errors"
 	"fmt"
-	"net"
 	"strconv"
 	"strings"
 	"time"
 
-	"github.com/dpserve/dpserve/internal/enginemodel"
+	em "github.com/dpserve/dpserve/internal/enginemodel"
 	"github.com/dpserve/dpserve/internal/simflags"
 )
 
@@ -20,6 +19,7 @@ func ParseFlags(args []string) (Config, []string, error) {
 	p := &flagParser{cfg: Default(), rpcHost: defaultHost, dpRank: -1}
 	p.cfg.Port, p.cfg.Transfer.BootstrapPort = defaultPort, defaultBootstrap
 	p.cfg.PromptTokensDetails = false
+	p.targets = p.settings()
 	var ignored []string
 	for len(args) > 0 {
 		var name string
@@ -57,12 +57,11 @@ func nextFlag(args []string) (name string, values, rest []string) {
 type flagParser struct {
 	ranked  []simflags.Fault // for one rank of a group, which all get the same flags
 	cfg     Config
+	targets map[string]any
 	rpcHost string
 	rpcPort int
 	dpRank  int // -1 = not given
-	stepMS  *float64
-	sha256  bool // sha256_cbor was asked for
-	settled int  // block size after the load; 0 = as asked for
+	settled int // block size after the load; 0 = as asked for
 }
 
 // set applies one flag; known is false for names this engine has no use for.
@@ -78,7 +77,7 @@ func (p *flagParser) set(name string, values []string) (known bool, err error) {
 	case flag.Switch && len(values) > 0:
 		return true, fmt.Errorf("%s: takes no value, got %q; --no-%s switches it off", name, values[0], long)
 	case flag.Switch:
-		if target := p.bools(strings.Replace(name, "--no-", "--", 1)); target != nil {
+		if target, ok := p.targets[strings.TrimPrefix(long, "no-")].(*bool); ok {
 			*target = !isOff
 		}
 		return true, nil
@@ -93,7 +92,7 @@ func (p *flagParser) set(name string, values []string) (known bool, err error) {
 	}
 	err = flag.Check(values[0])
 	if err == nil {
-		err = p.take(name, values[0])
+		err = write(p.targets[long], values[0])
 	}
 	if err != nil {
 		return true, fmt.Errorf("%s: cannot use %q: %w", name, values[0], err)
@@ -101,150 +100,86 @@ func (p *flagParser) set(name string, values []string) (known bool, err error) {
 	return true, nil
 }
 
-// take applies a value that the flag takes.
-func (p *flagParser) take(name, value string) (err error) {
-	if target := p.ints(name); target != nil {
-		*target, err = strconv.Atoi(value)
-		return err
+// settings are what the values of flags are written to, by the names of the flags.
+func (p *flagParser) settings() map[string]any {
+	c, m, kv, transfer := &p.cfg, &p.cfg.Model, &p.cfg.KVEvents, &p.cfg.Transfer
+	return map[string]any{
+		"host": &c.Host, "port": &c.Port, "model": &c.Root, "api-key": &c.APIKey, "seed": &c.Seed,
+		"shutdown-timeout": &c.ShutdownTimeout, "sim-startup-s": &c.Startup, "sim-fail": p.fail,
+
+		"enable-prompt-tokens-details": &c.PromptTokensDetails,
+		"enable-force-include-usage":   &c.ForceIncludeUsage,
+		"enable-request-id-headers":    &c.RequestIDHeaders,
+		"enable-server-load-tracking":  &c.LoadTracking,
+		"enable-scale-out":             &c.ScaleOut,
+		"enable-auto-tool-choice":      &c.AutoToolChoice,
+
+		"max-num-seqs": &m.MaxSeqs, "max-model-len": &m.MaxModelLen, "block-size": &m.BlockSize,
+		"num-gpu-blocks-override": &m.Blocks, "max-num-batched-tokens": &m.MaxBatchedTokens,
+		"max-num-queued-reqs": &m.MaxQueuedReqs, "max-num-queued-tokens": &m.MaxQueuedTokens,
+		"enable-prefix-caching": &m.PrefixCaching, "sim-settle-block-size": &p.settled,
+		"sim-speed": &m.Speed, "sim-step-ms": p.fixedStep,
+
+		"data-parallel-size": &c.DPSize, "data-parallel-rank": &p.dpRank,
+		"data-parallel-address": &p.rpcHost, "data-parallel-rpc-port": &p.rpcPort,
+		"tensor-parallel-size": &c.TensorParallel, "enable-expert-parallel": &c.ExpertParallel,
+		"dp-sync-interval": &c.SyncInterval, "distributed-timeout-seconds": &m.CollectiveTimeout,
+		"sim-internal-lb": &c.InternalLB, "sim-first-rank": &c.FirstRank, "sim-global-index": &c.GlobalIndex,
+		"sim-death": func(word string) error { m.NCCL = word == "nccl"; return nil },
+
+		"kv-events-config": kv.parse, "prefix-caching-hash-algo": p.hashAlgo,
+		"sim-kv-format": &kv.Format, "sim-kv-hash": &kv.Hash, "sim-kv-first-seq": &kv.FirstSeq,
+		"sim-kv-sliding-window": &kv.SlidingWindow,
+
+		"kv-transfer-config": transfer.parse, "disaggregation-mode": transfer.disaggregation,
+		"disaggregation-bootstrap-port": &transfer.BootstrapPort,
+		"sim-transfer-token-bytes":      &transfer.TokenBytes,
+		"sim-transfer-gbps":             &transfer.GBps,
+		"sim-transfer-first-contact-s":  &transfer.FirstContact,
+		"sim-transfer-handshake-s":      &transfer.HandshakeMax,
 	}
-	if target := p.seconds(name); target != nil {
-		v, err := strconv.ParseFloat(value, 64)
-		*target = time.Duration(v * float64(time.Second))
-		return err
-	}
-	if target := p.texts(name); target != nil {
+}
+
+// write writes the value of a flag to its target.
+func write(target any, value string) (err error) {
+	switch target := target.(type) {
+	case *string:
 		*target = value
-		return nil
-	}
-	c := &p.cfg
-	switch name {
-	case "--seed":
-		c.Seed, err = strconv.ParseUint(value, 10, 64)
-	case "--sim-speed":
-		c.Model.Speed, err = strconv.ParseFloat(value, 64)
-	case "--sim-step-ms":
-		p.stepMS = new(float64)
-		*p.stepMS, err = strconv.ParseFloat(value, 64)
-	case "--sim-death":
-		c.Model.NCCL = value == "nccl"
-	case "--sim-fail":
-		return p.fail(value)
-	case "--kv-events-config":
-		return c.KVEvents.parse(value)
-	case "--kv-transfer-config":
-		return c.Transfer.parse(value)
-	case "--disaggregation-mode":
-		c.Transfer.disaggregation(value)
-	case "--sim-transfer-gbps":
-		c.Transfer.GBps, err = strconv.ParseFloat(value, 64)
-	case "--prefix-caching-hash-algo":
-		p.sha256 = value == "sha256_cbor"
-	case "--sim-kv-format":
-		c.KVEvents.Format = KVFormat(value)
-	case "--sim-kv-hash":
-		c.KVEvents.Hash = KVHash(value)
-	case "--sim-kv-first-seq":
-		c.KVEvents.FirstSeq, err = strconv.ParseUint(value, 10, 32)
+	case *KVFormat:
+		*target = KVFormat(value)
+	case *KVHash:
+		*target = KVHash(value)
+	case *int:
+		*target, err = strconv.Atoi(value)
+	case *uint64:
+		*target, err = strconv.ParseUint(value, 10, 64)
+	case *float64:
+		*target, err = strconv.ParseFloat(value, 64)
+	case *time.Duration:
+		var seconds float64
+		seconds, err = strconv.ParseFloat(value, 64)
+		*target = time.Duration(seconds * float64(time.Second))
+	case func(string) error:
+		return target(value)
 	default:
 		return errUnused
 	}
 	return err
 }
 
-// errUnused is a flag of the table that take does not know.
+// errUnused is a flag of the table of simflags that has no target.
 var errUnused = errors.New("the simulated engine does not know it")
 
-func (p *flagParser) bools(name string) *bool {
-	switch name {
-	case "--enable-prompt-tokens-details":
-		return &p.cfg.PromptTokensDetails
-	case "--enable-force-include-usage":
-		return &p.cfg.ForceIncludeUsage
-	case "--enable-request-id-headers":
-		return &p.cfg.RequestIDHeaders
-	case "--enable-server-load-tracking":
-		return &p.cfg.LoadTracking
-	case "--enable-scale-out":
-		return &p.cfg.ScaleOut
-	case "--enable-auto-tool-choice":
-		return &p.cfg.AutoToolChoice
-	case "--enable-expert-parallel":
-		return &p.cfg.ExpertParallel
-	case "--sim-kv-sliding-window":
-		return &p.cfg.KVEvents.SlidingWindow
-	case "--enable-prefix-caching":
-		return &p.cfg.Model.PrefixCaching
-	}
-	return nil
+func (p *flagParser) fixedStep(text string) error {
+	ms, err := strconv.ParseFloat(text, 64)
+	p.cfg.Model.Fixed, p.cfg.Model.FixedStep = true, time.Duration(ms*float64(time.Millisecond))
+	return err
 }
 
-func (p *flagParser) ints(name string) *int {
-	m := &p.cfg.Model
-	switch name {
-	case "--port":
-		return &p.cfg.Port
-	case "--max-num-seqs":
-		return &m.MaxSeqs
-	case "--max-model-len":
-		return &m.MaxModelLen
-	case "--block-size":
-		return &m.BlockSize
-	case "--num-gpu-blocks-override":
-		return &m.Blocks
-	case "--max-num-batched-tokens":
-		return &m.MaxBatchedTokens
-	case "--max-num-queued-reqs":
-		return &m.MaxQueuedReqs
-	case "--max-num-queued-tokens":
-		return &m.MaxQueuedTokens
-	case "--dp-sync-interval":
-		return &p.cfg.SyncInterval
-	case "--tensor-parallel-size":
-		return &p.cfg.TensorParallel
-	case "--data-parallel-size":
-		return &p.cfg.DPSize
-	case "--data-parallel-rank":
-		return &p.dpRank
-	case "--data-parallel-rpc-port":
-		return &p.rpcPort
-	case "--sim-internal-lb":
-		return &p.cfg.InternalLB
-	case "--sim-settle-block-size":
-		return &p.settled
-	case "--disaggregation-bootstrap-port":
-		return &p.cfg.Transfer.BootstrapPort
-	case "--sim-transfer-token-bytes":
-		return &p.cfg.Transfer.TokenBytes
-	}
-	return nil
-}
-
-func (p *flagParser) texts(name string) *string {
-	switch name {
-	case "--host":
-		return &p.cfg.Host
-	case "--api-key":
-		return &p.cfg.APIKey
-	case "--model":
-		return &p.cfg.Root
-	case "--data-parallel-address":
-		return &p.rpcHost
-	}
-	return nil
-}
-
-func (p *flagParser) seconds(name string) *time.Duration {
-	switch name {
-	case "--shutdown-timeout":
-		return &p.cfg.ShutdownTimeout
-	case "--distributed-timeout-seconds":
-		return &p.cfg.Model.CollectiveTimeout
-	case "--sim-startup-s":
-		return &p.cfg.Startup
-	case "--sim-transfer-first-contact-s":
-		return &p.cfg.Transfer.FirstContact
-	case "--sim-transfer-handshake-s":
-		return &p.cfg.Transfer.HandshakeMax
+func (p *flagParser) hashAlgo(name string) error {
+	p.cfg.Hashing = em.Hashing{}
+	if name == "sha256_cbor" {
+		p.cfg.Hashing = em.Hashing{Algo: em.HashSHA256CBOR, Root: em.RootOf(defaultHashSeed)}
 	}
 	return nil
 }
@@ -278,8 +213,8 @@ func (p *flagParser) schedule(f simflags.Fault) error {
 	entry := Scheduled{
 		After: time.Duration(f.AfterS * float64(time.Second)), Fault: Fault{Mode: Mode(f.Mode)},
 	}
-	if err := entry.Fault.argument(f.Argument); err != nil {
-		return err
+	if v, err := strconv.ParseFloat(f.Argument, 64); err == nil { // ParseFault has read it
+		entry.Fault.setArgument(v)
 	}
 	p.cfg.Schedule = append(p.cfg.Schedule, entry)
 	return entry.Fault.validate()
@@ -299,30 +234,20 @@ func (p *flagParser) finish() error {
 			return fmt.Errorf("--sim-fail: cannot use %q: %w", f.Mode, err)
 		}
 	}
-	if p.stepMS != nil {
-		c.Model.Fixed, c.Model.FixedStep = true, time.Duration(*p.stepMS*float64(time.Millisecond))
-	}
 	switch {
 	case p.dpRank >= 0:
 		c.DPRank = p.dpRank
-		c.RPCAddr = net.JoinHostPort(p.rpcHost, strconv.Itoa(p.rpcPort))
 		if c.DPSize > 1 && p.rpcPort == 0 {
-			c.RPCAddr = net.JoinHostPort(p.rpcHost, strconv.Itoa(defaultRPCPort))
+			p.rpcPort = defaultRPCPort
 		}
+		c.RPCAddr = hostPort(p.rpcHost, p.rpcPort)
 	case c.DPSize > 1: // a size without a rank is vLLM's internal load balancing
 		c.InternalLB, c.DPSize = c.DPSize, 0
 	}
-	blocks := enginemodel.DefaultBlocks * enginemodel.DefaultBlockSize / max(1, c.Model.BlockSize)
-	if c.Model.Blocks == enginemodel.DefaultBlocks {
-		c.Model.Blocks = blocks // the memory stays, the blocks change their size
+	if c.Model.Blocks == em.DefaultBlocks { // the memory stays, the blocks change their size
+		c.Model.Blocks = em.DefaultBlocks * em.DefaultBlockSize / max(1, c.Model.BlockSize)
 	}
 	c.Model.Lockstep = c.lockstep()
-	if p.sha256 {
-		c.Hashing = enginemodel.Hashing{
-			Algo: enginemodel.HashSHA256CBOR,
-			Root: enginemodel.RootOf(defaultHashSeed),
-		}
-	}
 	return c.Validate()
 }
 

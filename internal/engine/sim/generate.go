@@ -32,10 +32,7 @@ func (s api) generate(w http.ResponseWriter, r *http.Request) {
 		s.fail(w, apiErr)
 		return
 	}
-	read, prefix := readCompletion, "cmpl-"
-	if r.URL.Path == "/v1/chat/completions" {
-		read, prefix = readChat, "chatcmpl-"
-	}
+	read, prefix := reader(r.URL.Path)
 	p, apiErr := read(body, s.set)
 	if apiErr == nil {
 		s.setRequestFields(p, r, prefix)
@@ -63,14 +60,14 @@ func (s api) setMeeting(p *plan, body *fields) *apiError {
 // setRequestFields sets the fields of a plan that do not come from the body.
 func (s api) setRequestFields(p *plan, r *http.Request, prefix string) {
 	id := r.Header.Get("X-Request-Id")
-	if id == "" {
+	if id == "" || p.form == formResponses {
 		id = s.newID()
 	}
 	p.id, p.created, p.rank = prefix+id, s.now(), noRank
 	if rank, err := strconv.Atoi(strings.TrimSpace(r.Header.Get("X-data-parallel-rank"))); err == nil {
 		p.rank = rank
 	}
-	if s.set.forceUsage {
+	if s.set.ForceIncludeUsage {
 		p.includeUsage, p.contUsage = true, true
 	}
 }
@@ -97,7 +94,7 @@ func (s api) answer(w http.ResponseWriter, r *http.Request, p *plan) {
 		s.stopped(w, p)
 		return
 	}
-	late := p.late(len(s.ranks))
+	late := p.late(s.cfg.firstIndex(), len(s.ranks))
 	if late == nil && s.faults.hit(ModeBusy) != nil {
 		late = busyError()
 	}
@@ -106,8 +103,7 @@ func (s api) answer(w http.ResponseWriter, r *http.Request, p *plan) {
 		s.failLate(w, p, late)
 		return
 	}
-	given := p.maxNew > 0
-	c := newCall(p, s.set, func(q *prompt) int { return p.room(q, s.set.maxModelLen, given) })
+	c := newCall(p, s.set, func(q *prompt) int { return p.room(q, s.set.Model.MaxModelLen) })
 	rank := s.pick(p.rank)
 	c.legs = prepareLegs(rank.exchange, c)
 	fault = c.shortenToFault(fault)
@@ -123,6 +119,10 @@ func (s api) answer(w http.ResponseWriter, r *http.Request, p *plan) {
 	if !rank.add(c) {
 		s.failLate(w, p, busyError())
 		return
+	}
+	if s.cfg.DevMode || s.cfg.ScaleOut { // others may abort it
+		s.calls.add(c, rank)
+		defer s.calls.remove(c)
 	}
 	if p.stream {
 		s.stream(w, r, rank, c, fault)
@@ -175,7 +175,7 @@ func (s api) sse(w http.ResponseWriter) {
 // pick chooses the rank behind this port: the pinned one, else the least loaded, ties in turn.
 func (s api) pick(pinned int) *rank {
 	if pinned != noRank {
-		return s.ranks[pinned]
+		return s.ranks[pinned-s.cfg.firstIndex()]
 	}
 	if len(s.ranks) == 1 {
 		return s.ranks[0]
@@ -213,6 +213,7 @@ func (s api) whole(w http.ResponseWriter, r *http.Request, rank *rank, c *call, 
 		s.strike(w, r, fault)
 		return
 	}
+	loadHeader(s, w, r)
 	s.writeJSON(w, http.StatusOK, c.answer(s.set))
 }
 
@@ -232,8 +233,6 @@ func (s api) strike(w http.ResponseWriter, r *http.Request, f *Fault) {
 const maxPooledBuffer = 64 << 10
 
 // buffers are reused by streams.
-//
-//nolint:gochecknoglobals // a pool serves all servers
 var buffers = sync.Pool{New: func() any { b := make([]byte, 0, 4096); return &b }}
 
 // writer is one stream on its way to the client.
@@ -303,7 +302,7 @@ func (o *writer) send() {
 
 // chunks collects the events of all choices, as far as a fault lets them.
 func (o *writer) chunks() {
-	if o.call.plan.chat && !o.roles && o.anything() {
+	if o.call.plan.chat && o.call.plan.form == formOpenAI && !o.roles && o.anything() {
 		o.roles = true
 		for i := range o.call.choices {
 			o.buf = o.call.choices[i].appendRole(o.buf)
@@ -336,6 +335,9 @@ func (o *writer) anything() bool {
 
 // ending writes what follows the last choice.
 func (o *writer) ending() {
+	if o.call.plan.form == formResponses {
+		return // the last event of its choice says that it is complete
+	}
 	if o.call.plan.includeUsage {
 		o.buf = o.call.appendUsageEvent(o.buf, o.set)
 	}

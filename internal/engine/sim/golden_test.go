@@ -3,20 +3,25 @@ package sim
 import (
 	"bufio"
 	"bytes"
+	"context"
 	"encoding/json"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/test/memnet"
 	"github.com/dpserve/dpserve/test/ports"
 )
 
@@ -29,6 +34,12 @@ var notPlayed = map[string]string{
 	"moe_external_lb/r1_kv_event_sources":                 "names fixed ports: TestKVEventSources",
 	"dense_internal_lb/kv_event_sources":                  "names fixed ports: TestKVEventSources",
 	"http_auth_force_usage/auth_kv_event_sources_missing": "names fixed ports: TestKVEventSources",
+	"http_dev/kv_event_sources":                           "names fixed ports: TestKVEventSources",
+}
+
+// edits are requests that are sent in other words: what stands there depends on the captured model.
+var edits = map[string]struct{ why, from, to string }{
+	"http/err_oov_id": {"another vocabulary", "100000", "5000000000"},
 }
 
 // textDecides are fixtures whose number of chunks and end depend on the words of the answer: compared event
@@ -41,6 +52,21 @@ var textDecides = map[string]string{
 	"pd/p_leg_stop":                  "stop strings meet other words",
 }
 
+// wordingDiffers are errors whose text comes from Python's parsers: everything else of them is the same.
+var wordingDiffers = map[string]string{
+	"http/err_malformed_json": "the JSON parser's own words",
+	"http/err_neg_id":         "lists every type that was tried",
+	"http/err_oov_id":         "names the id: see edits",
+}
+
+// timeDecides are answers that something else ended, after as many tokens as there were by then: compared in
+// their beginning and their end.
+var timeDecides = map[string]string{
+	"http_dev/aborted_by_api_nonstream": "another request aborts it",
+	"http_dev/aborted_by_api_stream":    "another request aborts it",
+	"http_dev/paused_abort_stream":      "a pause aborts it",
+}
+
 // mayDiffer are the values that a made-up model cannot share with the captured one, by the last key of their
 // path. Types and nulls must still be equal.
 var mayDiffer = map[string]string{
@@ -50,10 +76,11 @@ var mayDiffer = map[string]string{
 	"rank":          "made up",
 	"decoded_token": "words", "token_logprobs": "made up", "text_offset": "words", "top_logprobs": "words",
 	"token_ids": "tokenizer", "prompt_token_ids": "tokenizer", "count": "tokenizer", "prompt": "words",
-	"message": "wording", "root": "model folder", "prompt_logprobs": "tokenizer",
+	"root": "model folder", "prompt_logprobs": "tokenizer",
 	"created_cache_tokens": "order of play", "remote_engine_id": "random", "remote_request_id": "random",
 	"remote_port": "any free one", "remote_block_ids": "order of play", "remote_num_tokens": "tokenizer",
-	"remote_prefill_cached_tokens": "order of play",
+	"remote_prefill_cached_tokens": "order of play", "request_id": "random", "item_id": "random",
+	"created_at": "time", "delta": "words", "input_tokens": "tokenizer",
 }
 
 // lengthMayDiffer are lists and maps whose size depends on the tokenizer or on a clash of token texts.
@@ -65,11 +92,25 @@ var lengthMayDiffer = map[string]bool{
 // headersAside are not compared: transport and time.
 var headersAside = []string{"Date", "Connection", "Content-Length", "Keep-Alive"}
 
+// metricsAside are the captured metrics that the simulated engine does not have.
+var metricsAside = map[string]string{
+	"estimated_": "private to the engine: estimates of its work",
+	"mm_cache_":  "private to the engine: pictures and sound",
+}
+
 func goldenConfig() Config {
 	c := Default()
 	c.Names, c.Model.MaxModelLen, c.Model.BlockSize, c.Model.MaxSeqs = []string{"tiny"}, 2048, 32, 64
 	c.Model.Fixed = true
 	c.AutoToolChoice = false // the captured engine ran without it
+	return c
+}
+
+// inMemory is the same on a network in memory.
+func inMemory(c Config) Config {
+	c.Listen = func(_ context.Context, addr string) (net.Listener, error) {
+		return goldenNetwork.Listen(addr)
+	}
 	return c
 }
 
@@ -83,19 +124,19 @@ func start(t *testing.T, c Config) *Server {
 
 func TestGoldens(t *testing.T) {
 	t.Run("http", func(t *testing.T) {
-		s := start(t, goldenConfig())
+		s := start(t, inMemory(goldenConfig()))
 		playFolder(t, "http", func(string) *Server { return s })
 	})
 	t.Run("http_auth_force_usage", func(t *testing.T) {
 		c := goldenConfig()
 		c.APIKey, c.ForceIncludeUsage = "secret", true
-		s := start(t, c)
+		s := start(t, inMemory(c))
 		playFolder(t, "http_auth_force_usage", func(string) *Server { return s })
 	})
 	t.Run("dense_internal_lb", func(t *testing.T) {
 		c := goldenConfig()
-		c.InternalLB = 2
-		s := start(t, c)
+		c.InternalLB, c.DevMode = 2, true
+		s := start(t, inMemory(c))
 		playFolder(t, "dense_internal_lb", func(string) *Server { return s })
 	})
 	t.Run("moe_external_lb", func(t *testing.T) {
@@ -110,8 +151,9 @@ func TestGoldens(t *testing.T) {
 	})
 	t.Run("http_dev", func(t *testing.T) {
 		c := goldenConfig()
-		c.RequestIDHeaders, c.DevMode = true, true
-		free := start(t, c)
+		c.RequestIDHeaders, c.DevMode, c.ScaleOut = true, true, true
+		c.Model.MaxModelLen, c.Model.FixedStep = 512, time.Millisecond
+		free := start(t, inMemory(c))
 		c.Model.MaxQueuedReqs = 4
 		full := start(t, c)
 		fill(t, full, 4)
@@ -145,7 +187,13 @@ func playFolder(t *testing.T, folder string, server func(name string) *Server) {
 		if notPlayed[full] != "" {
 			continue
 		}
-		t.Run(name, func(t *testing.T) { playOne(t, full, server(name)) })
+		t.Run(name, func(t *testing.T) {
+			s, scene := server(name), scenes()[full]
+			if scene.before != nil {
+				defer scene.before(t, s)()
+			}
+			playOne(t, full, s, scene.during)
+		})
 	}
 }
 
@@ -157,7 +205,7 @@ type answer struct {
 	chunked bool
 }
 
-func playOne(t *testing.T, name string, s *Server) {
+func playOne(t *testing.T, name string, s *Server, during func(*testing.T, *Server)) {
 	raw, err := os.ReadFile(filepath.Join(goldenDir, name+".req.json"))
 	require.NoError(t, err)
 	var req struct {
@@ -166,11 +214,16 @@ func playOne(t *testing.T, name string, s *Server) {
 		Body         string
 	}
 	require.NoError(t, json.Unmarshal(raw, &req))
+	if e := edits[name]; e.from != "" {
+		require.Contains(t, req.Body, e.from)
+		req.Body = strings.ReplaceAll(req.Body, e.from, e.to)
+		req.Headers["Content-Length"] = strconv.Itoa(len(req.Body))
+	}
 	wire, err := os.ReadFile(filepath.Join(goldenDir, name+".resp.http"))
 	require.NoError(t, err)
 	want := readAnswer(t, req.Method, bytes.NewReader(wire))
 
-	conn, err := net.Dial("tcp", s.Addr().String())
+	conn, err := dial(t, s)
 	require.NoError(t, err)
 	defer func() { _ = conn.Close() }()
 	var b strings.Builder
@@ -180,8 +233,23 @@ func playOne(t *testing.T, name string, s *Server) {
 	}
 	_, err = io.WriteString(conn, b.String()+"\r\n"+req.Body)
 	require.NoError(t, err)
+	if during != nil {
+		during(t, s)
+	}
 	got := readAnswer(t, req.Method, conn)
 	compareAnswers(t, name, want, got)
+}
+
+// goldenNetwork is the network in memory of the engines that play the fixtures.
+var goldenNetwork memnet.Network
+
+// dial connects to an engine, on the network that it listens on.
+func dial(t *testing.T, s *Server) (net.Conn, error) {
+	t.Helper()
+	if s.cfg.Listen != nil {
+		return goldenNetwork.DialContext(t.Context(), "", s.gate.Addr().String())
+	}
+	return (&net.Dialer{}).DialContext(t.Context(), "tcp", s.gate.Addr().String())
 }
 
 func readAnswer(t *testing.T, method string, r io.Reader) answer {
@@ -198,7 +266,7 @@ func compareAnswers(t *testing.T, name string, want, got answer) {
 	assert.Equal(t, want.status, got.status, "%s", got.body)
 	assert.Equal(t, want.chunked, got.chunked)
 	assert.Equal(t, headerNames(want.header), headerNames(got.header))
-	for _, h := range []string{"Content-Type", "Allow", "Vary", "Server"} {
+	for _, h := range []string{"Content-Type", "Allow", "Vary", "Server", "Endpoint-Load-Metrics"} {
 		assert.Equal(t, want.header.Get(h), got.header.Get(h), h)
 	}
 	if !strings.HasPrefix(want.header.Get("Content-Type"), "text/event-stream") {
@@ -209,6 +277,10 @@ func compareAnswers(t *testing.T, name string, want, got answer) {
 	if textDecides[name] != "" {
 		compareEvents(t, name, trim(w), trim(g))
 		return
+	}
+	if timeDecides[name] != "" {
+		require.GreaterOrEqual(t, len(g), 3, "%s", got.body)
+		w, g = append(w[:1], w[len(w)-2:]...), append(g[:1], g[len(g)-2:]...)
 	}
 	require.Len(t, g, len(w), "number of events: %s", got.body)
 	for i := range w {
@@ -253,8 +325,15 @@ func events(t *testing.T, body []byte) []string {
 	t.Helper()
 	var out []string
 	for e := range strings.SplitSeq(strings.TrimSuffix(string(body), "\n\n"), "\n\n") {
+		name, isNamed := strings.CutPrefix(e, "event: ")
+		if isNamed {
+			name, e, _ = strings.Cut(name, "\n")
+		}
 		data, ok := strings.CutPrefix(e, "data: ")
 		require.True(t, ok, "event %q", e)
+		if isNamed {
+			assert.True(t, strings.HasSuffix(data, `"type":"`+name+`"}`), "event %s: %s", name, data)
+		}
 		out = append(out, data)
 	}
 	return out
@@ -283,16 +362,59 @@ func compareJSON(t *testing.T, name string, want, got []byte) {
 	compareValues(t, name, "", "", parse(t, want), parse(t, got))
 }
 
-func parse(t *testing.T, raw []byte) (v any) {
+// jsonObject is a JSON object with its members in order.
+type jsonObject []jsonMember
+
+type jsonMember struct {
+	key   string
+	value any
+}
+
+func (o jsonObject) keys() []string {
+	keys := []string{}
+	for _, m := range o {
+		keys = append(keys, m.key)
+	}
+	return keys
+}
+
+// parse decodes JSON: objects as jsonObject, lists as []any, numbers as they are spelt.
+func parse(t *testing.T, raw []byte) any {
 	t.Helper()
 	d := json.NewDecoder(bytes.NewReader(raw))
 	d.UseNumber()
-	require.NoError(t, d.Decode(&v), "%s", raw)
-	return v
+	return parseNext(t, d)
+}
+
+func parseNext(t *testing.T, d *json.Decoder) any {
+	t.Helper()
+	token, err := d.Token()
+	require.NoError(t, err)
+	switch token {
+	case json.Delim('{'):
+		out := jsonObject{}
+		for d.More() {
+			key, err := d.Token()
+			require.NoError(t, err)
+			out = append(out, jsonMember{fmt.Sprint(key), parseNext(t, d)})
+		}
+		_, err = d.Token()
+		require.NoError(t, err)
+		return out
+	case json.Delim('['):
+		out := []any{}
+		for d.More() {
+			out = append(out, parseNext(t, d))
+		}
+		_, err = d.Token()
+		require.NoError(t, err)
+		return out
+	}
+	return token
 }
 
 func compareValues(t *testing.T, name, path, key string, want, got any) {
-	if textDecides[name] != "" &&
+	if (textDecides[name] != "" && key != "" || timeDecides[name] != "" && key == "completion_tokens") &&
 		(key == "finish_reason" || key == "stop_reason" || key == "completion_tokens") {
 		return
 	}
@@ -300,23 +422,21 @@ func compareValues(t *testing.T, name, path, key string, want, got any) {
 		return
 	}
 	switch want := want.(type) {
-	case map[string]any:
+	case jsonObject:
 		if lengthMayDiffer[key] || key == "" && strings.Contains(path, "logprobs") {
 			return
 		}
-		got := got.(map[string]any)
-		for k := range got {
-			assert.Contains(t, want, k, "keys of %s", path)
+		got := got.(jsonObject)
+		if !assert.Equal(t, want.keys(), got.keys(), "keys of %s, in order", path) {
+			return
 		}
-		for k, v := range want {
-			if assert.Contains(t, got, k, "keys of %s", path) {
-				compareValues(t, name, path+"."+k, k, v, got[k])
-			}
+		for i, m := range want {
+			compareValues(t, name, path+"."+m.key, m.key, m.value, got[i].value)
 		}
 	case []any:
 		compareLists(t, name, path, key, want, got.([]any))
 	default:
-		if mayDiffer[key] == "" {
+		if mayDiffer[key] == "" && (key != "message" || wordingDiffers[name] == "") {
 			assert.Equal(t, want, got, "value of %s", path)
 		}
 	}
@@ -328,7 +448,7 @@ func compareLists(t *testing.T, name, path, key string, want, got []any) {
 	}
 	for i := range min(len(want), len(got)) {
 		next := key
-		if _, ok := want[i].(map[string]any); ok && key != "top_logprobs" && key != "prompt_logprobs" {
+		if _, ok := want[i].(jsonObject); ok && key != "top_logprobs" && key != "prompt_logprobs" {
 			next = ""
 		}
 		compareValues(t, name, fmt.Sprintf("%s[%d]", path, i), next, want[i], got[i])
@@ -336,29 +456,64 @@ func compareLists(t *testing.T, name, path, key string, want, got []any) {
 }
 
 func TestGoldenTablesNameRealFixtures(t *testing.T) {
-	for _, table := range []map[string]string{notPlayed, textDecides} {
+	for _, table := range []map[string]string{notPlayed, textDecides, timeDecides, wordingDiffers} {
 		for name := range table {
 			assert.FileExists(t, filepath.Join(goldenDir, name+".req.json"))
 		}
 	}
+	for name := range edits {
+		assert.FileExists(t, filepath.Join(goldenDir, name+".req.json"))
+	}
+	for name := range scenes() {
+		assert.FileExists(t, filepath.Join(goldenDir, name+".req.json"))
+	}
 }
 
-// Names, types and labels of every engine metric are the captured ones; only the engine-private estimates are
-// missing.
+// Names, types and labels of every engine metric are the captured ones.
 func TestGoldenMetrics(t *testing.T) {
-	s := start(t, goldenConfig())
-	want, err := os.ReadFile(filepath.Join(goldenDir, "metrics", "dense_one_rank_after_load.txt"))
-	require.NoError(t, err)
-	get(t, s, "/v1/models")
-	got := get(t, s, "/metrics")
-	wantTypes, wantLabels := metricShapes(string(want))
+	for file, edit := range map[string]func(*Config){
+		"dense_one_rank_after_load":    func(*Config) {},
+		"dense_after_queue_rejections": func(c *Config) { c.Model.MaxQueuedReqs = 4 },
+		"moe_external_lb_rank0":        func(c *Config) { c.DPSize, c.RPCAddr = 2, "127.0.0.1:1" },
+		"moe_external_lb_rank1": func(c *Config) {
+			c.DPSize, c.DPRank, c.RPCAddr = 2, 1, "127.0.0.1:1"
+		},
+	} {
+		t.Run(file, func(t *testing.T) {
+			want, err := os.ReadFile(filepath.Join(goldenDir, "metrics", file+".txt"))
+			require.NoError(t, err)
+			c := goldenConfig()
+			edit(&c)
+			s, err := New(c) // not listening: a rank of a group would wait for the others
+			require.NoError(t, err)
+			defer func() { assert.NoError(t, s.Close()) }()
+			for _, path := range []string{"/v1/models", "/metrics"} {
+				w := httptest.NewRecorder()
+				api{s}.ServeHTTP(w, httptest.NewRequest(http.MethodGet, path, nil))
+				if path == "/metrics" {
+					compareMetrics(t, string(want), w.Body.String())
+				}
+			}
+		})
+	}
+}
+
+func compareMetrics(t *testing.T, want, got string) {
+	t.Helper()
+	isAside := func(name string) bool {
+		for part := range metricsAside {
+			if strings.Contains(name, part) {
+				return true
+			}
+		}
+		return !strings.HasPrefix(name, "vllm:") // of the libraries that the engine is made of
+	}
+	wantTypes, wantLabels := metricShapes(want)
 	gotTypes, gotLabels := metricShapes(got)
 	for name, kind := range wantTypes {
-		private := strings.Contains(name, "estimated_") || strings.Contains(name, "mm_cache_")
-		if !strings.HasPrefix(name, "vllm:") || private {
-			continue
+		if !isAside(name) {
+			assert.Equal(t, kind, gotTypes[name], name)
 		}
-		assert.Equal(t, kind, gotTypes[name], name)
 	}
 	for name, labels := range wantLabels {
 		if gotTypes[name] == "" && gotLabels[name] == nil || name == "vllm:cache_config_info" ||

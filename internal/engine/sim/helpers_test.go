@@ -95,7 +95,7 @@ func startServer(ctx context.Context, cfg Config) (*Server, error) {
 	if err := s.Listen(ctx); err != nil {
 		return nil, errors.Join(err, s.Close())
 	}
-	s.wg.Go(func() { _ = s.serve() })
+	s.wg.Go(func() { _ = s.Serve() })
 	return s, nil
 }
 

@@ -331,6 +331,11 @@ func TestKVEventSources(t *testing.T) {
 		"dense_internal_lb/kv_event_sources": func(c *Config) {
 			c.KVEvents.Endpoint, c.KVEvents.Replay, c.InternalLB = "tcp://*:15900", replay("16900"), 2
 		},
+		"http_dev/kv_event_sources": func(c *Config) {
+			c.KVEvents.Endpoint, c.KVEvents.Replay, c.KVEvents.BufferSteps = "tcp://*:15557", replay("16557"),
+				12
+			c.KVEvents.Topic = "kv@127.0.0.1:18100@tiny"
+		},
 		"http_auth_force_usage/auth_kv_event_sources_missing": func(c *Config) {
 			at := "tcp://127.0.0.1:15800"
 			c.KVEvents.Endpoint, c.KVEvents.Replay, c.KVEvents.Topic, c.APIKey = "tcp://127.0.0.1:15700", &at,

@@ -1,12 +1,17 @@
 package sim
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"net"
+	"os"
 	"strconv"
 	"strings"
+	"time"
+
+	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
 
 // KVFormat is the shape of event batches, and with it the age of the engine that is imitated.
@@ -97,22 +102,8 @@ func (k *KVEvents) validate() error {
 	if !k.active() {
 		return nil
 	}
-	if err := k.form(); err != nil {
-		return err
-	}
 	_, err := k.at(0)
 	return err
-}
-
-// form checks how events are written.
-func (k *KVEvents) form() error {
-	switch {
-	case k.Format != KVMap && k.Format != KVArray && k.Format != KVOldSGLang:
-		return fmt.Errorf("kv events format %q: want map, array or old-sglang", k.Format)
-	case k.Hash != KVUint && k.Hash != KVInt && k.Hash != KVBytes:
-		return fmt.Errorf("kv events hash type %q: want uint, int or bytes", k.Hash)
-	}
-	return nil
 }
 
 // sockets are the event sockets of one rank, the offset of its rank applied.
@@ -152,6 +143,254 @@ func offset(endpoint string, rank int) (told, addr string, err error) {
 	if port > 0 { // 0 = any, for tests
 		port += rank
 	}
-	addr = net.JoinHostPort(host, strconv.Itoa(port))
+	addr = hostPort(host, port)
 	return schemeTCP + addr, addr, nil
 }
+
+// Connector is the way in which blocks come from a prefill engine to a decode engine.
+type Connector string
+
+// The connectors, by the names of --kv-transfer-config; SGLang has one way and no name for it.
+const (
+	ConnectorNone     Connector = ""
+	ConnectorNixl     Connector = "NixlConnector"
+	ConnectorNixlPush Connector = "NixlPushConnector"
+	ConnectorMooncake Connector = "MooncakeConnector"
+	ConnectorSGLang   Connector = "sglang"
+)
+
+// The roles of a connector. NIXL does not enforce them.
+const (
+	RoleProducer = "kv_producer"
+	RoleConsumer = "kv_consumer"
+	RoleBoth     = "kv_both"
+)
+
+// Defaults of KVTransfer.
+const (
+	// DefaultTokenBytes is the KV of one token of the reference model, Qwen3-32B in bf16: 64 layers, 8 KV
+	// heads, 128 dimensions, keys and values.
+	DefaultTokenBytes   = 64 * 8 * 128 * 2 * 2
+	defaultGBps         = 25.0 // a network card of 200 Gbit/s
+	defaultFirstContact = 500 * time.Millisecond
+	defaultHandshakeMax = 5 * time.Second
+	defaultBootstrap    = 8998 // of Mooncake and of SGLang
+	// how long Mooncake's prefill engine keeps unread blocks, and how much longer its reader waits
+	mooncakeLease  = 480 * time.Second
+	mooncakeMargin = 60 * time.Second
+	// SGLang: how long each side waits for the other one, and how long a decode engine needs to find its
+	// prefill engine dead
+	sglangWait    = 300 * time.Second
+	sglangMissing = 10 * time.Second
+	// NIXL push: how long a prefill engine remembers a decode engine that waits
+	pushRegistration = 480 * time.Second
+)
+
+// KVTransfer says how this engine moves blocks: --kv-transfer-config or SGLang's --disaggregation-mode, what
+// the --sim-transfer flags add to it, and the environment.
+type KVTransfer struct {
+	Connector Connector
+	Role      string
+	EngineID  string        // "" = a random one for each start
+	Recompute bool          // kv_load_failure_policy: compute what could not be loaded, instead of failing
+	Lease     time.Duration // kv_lease_duration; 0 = the connector's default
+
+	SideHost      string // where the side channel listens, and what is told of it; "" = the API's host
+	SidePort      int    // its port for rank 0, the others add their rank; 0 = any free one
+	BootstrapPort int    // of Mooncake's and SGLang's bootstrap server; 0 = any free one
+	Bootstrap     string // host:port of one that runs elsewhere: this engine starts none (Mooncake)
+
+	TokenBytes   int           // KV of one token
+	GBps         float64       // what a prefill rank sends, in 10^9 bytes per second
+	FirstContact time.Duration // of two engines, behind their handshake
+	HandshakeMax time.Duration // an engine that does not answer by then has failed
+}
+
+// defaultKVTransfer is no connector.
+func defaultKVTransfer() KVTransfer {
+	return KVTransfer{
+		TokenBytes: DefaultTokenBytes, GBps: defaultGBps, FirstContact: defaultFirstContact,
+		HandshakeMax: defaultHandshakeMax,
+	}
+}
+
+// parse takes the JSON of --kv-transfer-config. Settings that a simulation cannot use are accepted.
+func (k *KVTransfer) parse(text string) error {
+	var in struct {
+		Connector string          `json:"kv_connector"`
+		EngineID  *string         `json:"engine_id"`
+		Role      *string         `json:"kv_role"`
+		Policy    string          `json:"kv_load_failure_policy"`
+		Extra     json.RawMessage `json:"kv_connector_extra_config"`
+
+		Device   any `json:"kv_buffer_device"`
+		Size     any `json:"kv_buffer_size"`
+		Rank     any `json:"kv_rank"`
+		Parallel any `json:"kv_parallel_size"`
+		IP       any `json:"kv_ip"`
+		Port     any `json:"kv_port"`
+		Module   any `json:"kv_connector_module_path"`
+		Permute  any `json:"enable_permute_local_kv"`
+	}
+	d := json.NewDecoder(strings.NewReader(text))
+	d.DisallowUnknownFields()
+	if err := d.Decode(&in); err != nil {
+		return fmt.Errorf("want a JSON object of vLLM's kv transfer settings: %w", err)
+	}
+	var extra struct {
+		Lease     *float64 `json:"kv_lease_duration"`
+		Bootstrap string   `json:"bootstrap_server_address"`
+	}
+	if len(in.Extra) > 0 {
+		if err := json.Unmarshal(in.Extra, &extra); err != nil {
+			return fmt.Errorf("kv_connector_extra_config: %w", err)
+		}
+	}
+	switch in.Policy {
+	case "", "fail", "recompute":
+	default:
+		return fmt.Errorf("kv_load_failure_policy %q: want fail or recompute", in.Policy)
+	}
+	if in.Connector == "NixlPullConnector" {
+		in.Connector = string(ConnectorNixl)
+	}
+	k.Connector, k.Recompute, k.Bootstrap = Connector(in.Connector), in.Policy == "recompute", extra.Bootstrap
+	if in.EngineID != nil {
+		k.EngineID = *in.EngineID
+	}
+	if in.Role != nil {
+		k.Role = *in.Role
+	}
+	if extra.Lease != nil {
+		if *extra.Lease <= 0 || *extra.Lease > 1e6 {
+			return fmt.Errorf("kv_lease_duration %v: want seconds above 0", *extra.Lease)
+		}
+		k.Lease = time.Duration(*extra.Lease * float64(time.Second))
+	}
+	return k.validate()
+}
+
+// disaggregation takes SGLang's --disaggregation-mode.
+func (k *KVTransfer) disaggregation(mode string) error {
+	k.Connector, k.Role = ConnectorSGLang, RoleProducer
+	switch mode {
+	case "decode":
+		k.Role = RoleConsumer
+	case "null":
+		k.Connector, k.Role = ConnectorNone, ""
+	}
+	return nil
+}
+
+func (k *KVTransfer) validate() error {
+	switch k.Connector {
+	case ConnectorNone:
+		return nil
+	case ConnectorNixl, ConnectorNixlPush, ConnectorMooncake, ConnectorSGLang:
+	default:
+		return fmt.Errorf("kv_connector %q: the simulated engine has %s, %s and %s", k.Connector,
+			ConnectorNixl, ConnectorNixlPush, ConnectorMooncake)
+	}
+	switch {
+	case k.Role != RoleProducer && k.Role != RoleConsumer && k.Role != RoleBoth:
+		return fmt.Errorf("kv_role %q: want %s, %s or %s", k.Role, RoleProducer, RoleConsumer, RoleBoth)
+	case k.TokenBytes < 1 || !(k.GBps > 0):
+		return fmt.Errorf("transfer of %d bytes per token at %v GB/s: both must be above 0", k.TokenBytes,
+			k.GBps)
+	case k.Lease < 0 || k.FirstContact < 0 || k.HandshakeMax <= 0:
+		return errors.New("the times of a transfer must not be negative, that of a handshake above 0")
+	}
+	return nil
+}
+
+// active reports whether the engine moves blocks at all.
+func (k *KVTransfer) active() bool { return k.Connector != ConnectorNone }
+
+// isNixl reports whether engines meet over the side channel that the parameters name.
+func (k *KVTransfer) isNixl() bool {
+	return k.Connector == ConnectorNixl || k.Connector == ConnectorNixlPush
+}
+
+// lease is how long the blocks of an ended prefill leg are kept.
+func (k *KVTransfer) lease() time.Duration {
+	switch k.Connector {
+	case ConnectorMooncake:
+		return mooncakeLease
+	case ConnectorSGLang:
+		return sglangWait
+	default:
+		return cmp.Or(k.Lease, em.DefaultLease)
+	}
+}
+
+// hasBootstrap reports whether this process runs a bootstrap server: prefill engines do, decode engines ask.
+func (k *KVTransfer) hasBootstrap(dpRank int) bool {
+	switch k.Connector { //nolint:exhaustive // the others have none
+	case ConnectorMooncake:
+		return k.Role != RoleConsumer && k.Bootstrap == ""
+	case ConnectorSGLang:
+		return k.Role == RoleProducer && dpRank == 0
+	}
+	return false
+}
+
+// mode is the transfer_mode of NIXL's parameters, which must be equal on both sides.
+func (k *KVTransfer) mode() string {
+	if k.Connector == ConnectorNixlPush {
+		return "push"
+	}
+	return "pull"
+}
+
+// transferTime is how long a prefill rank needs to send that many blocks.
+func (c *Config) transferTime(blocks int) time.Duration {
+	seconds := float64(c.transferBytes(blocks)) / (c.Transfer.GBps * 1e9)
+	return time.Duration(seconds * float64(time.Second) / c.Model.Speed)
+}
+
+// transferBytes counts whole blocks, as the engines move them.
+func (c *Config) transferBytes(blocks int) int {
+	return blocks * c.Model.BlockSize * c.Transfer.TokenBytes
+}
+
+// compat is what two engines must share to pair: version, model as it is written, and the form of the blocks.
+func (c *Config) compat() string {
+	return fmt.Sprintf("%s %s block_size=%d token_bytes=%d %s %s", Version, cmp.Or(c.Root, c.Names[0]),
+		c.Model.BlockSize, c.Transfer.TokenBytes, c.Transfer.Connector, c.Transfer.mode())
+}
+
+// sideHost is where the side channel listens.
+func (c *Config) sideHost() string { return cmp.Or(c.Transfer.SideHost, c.Host) }
+
+// sideAddr is where the side channel of the rank of that number listens.
+func (c *Config) sideAddr(rank int) string {
+	port := c.Transfer.SidePort
+	if port > 0 {
+		port += rank
+	}
+	return hostPort(c.sideHost(), port)
+}
+
+// transferFromEnv honours the variables of the imitated engine.
+func transferFromEnv(k *KVTransfer) error {
+	if host := os.Getenv("VLLM_NIXL_SIDE_CHANNEL_HOST"); host != "" {
+		k.SideHost = host
+	}
+	for name, target := range map[string]*int{
+		"VLLM_NIXL_SIDE_CHANNEL_PORT": &k.SidePort, "VLLM_MOONCAKE_BOOTSTRAP_PORT": &k.BootstrapPort,
+	} {
+		text := os.Getenv(name)
+		if text == "" {
+			continue
+		}
+		n, err := strconv.Atoi(text)
+		if err != nil || n < 0 || n > 65535 {
+			return fmt.Errorf("%s is %q: want a port", name, text)
+		}
+		*target = n
+	}
+	return nil
+}
+
+// transferRanks is how many prefill ranks share a bootstrap server.
+func (c *Config) transferRanks() int { return max(1, c.DPSize, c.InternalLB) }

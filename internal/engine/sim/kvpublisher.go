@@ -12,6 +12,7 @@ import (
 
 	"github.com/dpserve/dpserve/internal/engine/kvevents/zmtp"
 	em "github.com/dpserve/dpserve/internal/enginemodel"
+	"github.com/dpserve/dpserve/internal/pause"
 )
 
 // Bounds of a publisher beside those of its settings.
@@ -43,7 +44,6 @@ type kvPublisher struct {
 	mu    sync.Mutex
 	next  uint64 // sequence number
 	ring  []kvBatch
-	head  int // first of ring that is in it
 	bytes int
 	subs  map[*kvSubscriber]struct{}
 	dice  uint64   // state of the faults' random numbers
@@ -143,10 +143,8 @@ func (p *kvPublisher) dialLoop(ctx context.Context) {
 			stop()
 			_ = c.Close()
 		}
-		select {
-		case <-ctx.Done():
+		if pause.For(ctx, kvRedial) != nil {
 			return
-		case <-time.After(kvRedial):
 		}
 	}
 }
@@ -170,15 +168,10 @@ func (p *kvPublisher) step(events []em.BlockEvent) {
 func (p *kvPublisher) remember(b kvBatch) {
 	p.ring = append(p.ring, b)
 	p.bytes += len(b.payload)
-	for len(p.ring)-p.head > p.set.BufferSteps || p.bytes > kvRingBytes && len(p.ring)-p.head > 1 {
-		p.bytes -= len(p.ring[p.head].payload)
-		p.ring[p.head] = kvBatch{}
-		p.head++
-	}
-	if p.head > 1024 && p.head > len(p.ring)/2 {
-		n := copy(p.ring, p.ring[p.head:])
-		clear(p.ring[n:])
-		p.ring, p.head = p.ring[:n], 0
+	for len(p.ring) > p.set.BufferSteps || p.bytes > kvRingBytes && len(p.ring) > 1 {
+		p.bytes -= len(p.ring[0].payload)
+		p.ring[0] = kvBatch{}
+		p.ring = p.ring[1:]
 	}
 }
 
@@ -220,7 +213,7 @@ func (p *kvPublisher) strikes(m Mode) bool {
 // restart is the event side of an engine that began anew in the same place.
 func (p *kvPublisher) restart() {
 	p.mu.Lock()
-	p.next, p.ring, p.head, p.bytes, p.held = p.set.FirstSeq, nil, 0, 0, nil
+	p.next, p.ring, p.bytes, p.held = p.set.FirstSeq, nil, 0, nil
 	clear(p.encoder.digests)
 	dials := p.dials
 	p.mu.Unlock()
@@ -308,10 +301,7 @@ func (s *kvSubscriber) offer(topic string, b kvBatch) {
 	}
 	s.queue = append(s.queue, b)
 	s.bytes += len(b.payload)
-	select {
-	case s.kick <- struct{}{}:
-	default:
-	}
+	kick(s.kick)
 }
 
 func (s *kvSubscriber) wants(topic string) bool {
@@ -371,7 +361,7 @@ func (p *kvPublisher) replays(c *zmtp.Conn) {
 			return
 		}
 		if len(frames) != 2 || len(frames[1]) != 8 {
-			p.cfg.logger().Error("kv events: invalid replay request", "frames", len(frames))
+			p.cfg.Logger.Error("kv events: invalid replay request", "frames", len(frames))
 			continue
 		}
 		if p.faults.is(ModeKVNoReplay) {
@@ -404,7 +394,7 @@ func (p *kvPublisher) answer(c *zmtp.Conn, from uint64) error {
 func (p *kvPublisher) since(from uint64) []kvBatch {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	ring := p.ring[p.head:]
+	ring := p.ring
 	if p.faults.is(ModeKVShortReplay) {
 		ring = ring[max(0, len(ring)-kvShortRing):]
 	}

@@ -1,13 +1,19 @@
 package sim
 
 import (
+	"bytes"
 	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
+	"fmt"
+	"strconv"
+	"strings"
 	"sync"
 	"time"
 
 	em "github.com/dpserve/dpserve/internal/enginemodel"
+	"github.com/dpserve/dpserve/internal/pause"
 )
 
 // legs are the transfers of one call: what its prefill leg leaves behind, what its decode leg loads. The nil
@@ -284,17 +290,7 @@ func (l *load) awaitPush(ctx context.Context, need int) ([]em.BlockKV, float64, 
 	return kv, took, err
 }
 
-func because(kind error, cause string) error { return causedError{kind, cause} }
-
-// causedError is one of the kinds above with its cause.
-type causedError struct {
-	kind  error
-	cause string
-}
-
-func (e causedError) Error() string { return e.kind.Error() + ": " + e.cause }
-
-func (e causedError) Unwrap() error { return e.kind }
+func because(kind error, cause string) error { return fmt.Errorf("%w: %s", kind, cause) }
 
 // heartbeats tell a known prefill engine that the request still waits; the result stops them. There are none
 // before the two engines have met.
@@ -302,20 +298,12 @@ func (l *load) heartbeats(ctx context.Context) (stop func()) {
 	if l.ex.cfg.Transfer.Connector != ConnectorNixl {
 		return func() {}
 	}
-	quit := make(chan struct{})
+	ctx, cancel := context.WithCancel(ctx)
 	var wg sync.WaitGroup
 	wg.Go(func() {
-		every := time.NewTicker(max(time.Millisecond, l.ex.cfg.Transfer.lease()/em.HeartbeatsPerLease))
-		defer every.Stop()
+		every := max(time.Millisecond, l.ex.cfg.Transfer.lease()/em.HeartbeatsPerLease)
 		engine := l.params.text("remote_engine_id")
-		for {
-			select {
-			case <-every.C:
-			case <-quit:
-				return
-			case <-ctx.Done():
-				return
-			}
+		for pause.For(ctx, every) == nil {
 			if addr := l.ex.peers.address(engine); addr != "" {
 				_ = l.ex.peers.tell(ctx, addr, &sideMessage{ // the transfer itself finds a dead engine
 					Op: sideBeat, Engine: engine, Request: l.params.text("remote_request_id"),
@@ -324,7 +312,109 @@ func (l *load) heartbeats(ctx context.Context) (stop func()) {
 		}
 	})
 	return func() {
-		close(quit)
+		cancel()
 		wg.Wait()
 	}
+}
+
+// legParams are the kv_transfer_params of a request, member by member: like the real engines, nothing checks
+// them before they are used. The zero value is a request without any.
+type legParams struct {
+	members map[string]json.RawMessage
+}
+
+// has reports whether a member is there, with whatever value.
+func (p *legParams) has(name string) bool { _, ok := p.members[name]; return ok }
+
+// isTrue reports whether Python takes the member for true.
+func (p *legParams) isTrue(name string) bool {
+	switch raw := bytes.TrimSpace(p.members[name]); string(raw) {
+	case "", "null", "false", "0", "0.0", `""`, "[]", "{}":
+		return false
+	default:
+		return true
+	}
+}
+
+// wantsLease is a prefill leg, wantsBlocks a decode leg. Both at once is one and the other.
+func (p *legParams) wantsLease() bool { return p.isTrue("do_remote_decode") }
+
+func (p *legParams) wantsBlocks() bool { return p.isTrue("do_remote_prefill") }
+
+// text is a member that is a string.
+func (p *legParams) text(name string) string {
+	var s string
+	_ = json.Unmarshal(p.members[name], &s) // "" is what a wrong type is worth
+	return s
+}
+
+// number is a member that is a whole number, in any spelling; -1 = it is none.
+func (p *legParams) number(name string) int {
+	n, err := strconv.Atoi(strings.Trim(string(bytes.TrimSpace(p.members[name])), `"`))
+	if err != nil || n < 0 {
+		return -1
+	}
+	return n
+}
+
+// address is where the prefill engine's side channel is, as the parameters say.
+func (p *legParams) address() string {
+	return hostPort(p.text("remote_host"), max(0, p.number("remote_port")))
+}
+
+// blocks are the numbers of remote_block_ids; false = they have not the form [[…]] with numbers in it.
+func (p *legParams) blocks() ([]int32, bool) {
+	var groups [][]int32
+	if err := json.Unmarshal(p.members["remote_block_ids"], &groups); err != nil || len(groups) == 0 {
+		return nil, false
+	}
+	return groups[0], true
+}
+
+// promptIDs are the prompt's tokens as the prefill engine told them; nil = the text is tokenized.
+func (p *legParams) promptIDs(f *fields) []uint32 {
+	if !p.wantsBlocks() || !p.isTrue("prompt_token_ids") {
+		return nil
+	}
+	got, ok := f.prompt(p.members["prompt_token_ids"])
+	if !ok || !got.fromIDs {
+		f.refuse("kv_transfer_params.prompt_token_ids", "want a list of token ids")
+		return nil
+	}
+	return got.ids
+}
+
+// What NIXL's scheduler and workers need of a decode leg's parameters.
+func pullKeys() []string {
+	return []string{"remote_engine_id", "remote_request_id", "remote_host", "remote_port"}
+}
+
+func pushKeys() []string { return append(pullKeys(), "tp_size", "pp_size") }
+
+// lacks is the first of names that is not there.
+func (p *legParams) lacks(names []string) (string, bool) {
+	for _, name := range names {
+		if !p.has(name) {
+			return name, true
+		}
+	}
+	return "", false
+}
+
+// pullAnswer are the parameters that a prefill leg is answered with, in the order of the imitated engine.
+type pullAnswer struct {
+	RemotePrefill bool      `json:"do_remote_prefill"`
+	RemoteDecode  bool      `json:"do_remote_decode"`
+	Blocks        [][]int32 `json:"remote_block_ids"`
+	Engine        string    `json:"remote_engine_id"`
+	Request       string    `json:"remote_request_id"`
+	Host          string    `json:"remote_host"`
+	Port          int       `json:"remote_port"`
+	TP            int       `json:"tp_size"`
+	DCP           int       `json:"dcp_size"`
+	PP            int       `json:"pp_size"`
+	Tokens        int       `json:"remote_num_tokens"`
+	Expiry        any       `json:"remote_blocks_expiry_time,omitempty"` // null, and not there for push
+	Mode          string    `json:"transfer_mode"`
+	Cached        int       `json:"remote_prefill_cached_tokens"`
 }

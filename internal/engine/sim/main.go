@@ -18,6 +18,7 @@ import (
 	"time"
 
 	em "github.com/dpserve/dpserve/internal/enginemodel"
+	"github.com/dpserve/dpserve/internal/pause"
 )
 
 // Exit codes of Main.
@@ -75,7 +76,10 @@ func Main(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	if watch {
 		go watchStdin(cancel)
 	}
-	return run(ctx, cfg, stdout, stderr)
+	signals := make(chan os.Signal, 1)
+	signal.Notify(signals, syscall.SIGTERM, syscall.SIGINT)
+	defer signal.Stop(signals)
+	return Run(ctx, cfg, signals, stdout, stderr)
 }
 
 func complain(stderr io.Writer, err error) int {
@@ -116,14 +120,6 @@ func kvFromEnv(cfg *Config) {
 	}
 }
 
-// run runs the engine's process and returns its exit code.
-func run(ctx context.Context, cfg Config, stdout, stderr io.Writer) int {
-	signals := make(chan os.Signal, 1)
-	signal.Notify(signals, syscall.SIGTERM, syscall.SIGINT)
-	defer signal.Stop(signals)
-	return Run(ctx, cfg, signals, stdout, stderr)
-}
-
 // Run runs an engine inside this process and returns its exit code; the caller sends the signals. The end of
 // ctx ends it at once, without answers.
 func Run(ctx context.Context, cfg Config, signals <-chan os.Signal, stdout, stderr io.Writer) int {
@@ -133,6 +129,7 @@ func Run(ctx context.Context, cfg Config, signals <-chan os.Signal, stdout, stde
 	if err := portFree(ctx, &cfg); err != nil {
 		return complain(stderr, err)
 	}
+	cfg.out = stderr
 	s, err := New(cfg)
 	if err != nil {
 		return complain(stderr, err)
@@ -179,7 +176,7 @@ func portFree(ctx context.Context, cfg *Config) error {
 	if cfg.Port == 0 {
 		return nil
 	}
-	addr := net.JoinHostPort(cfg.Host, strconv.Itoa(cfg.Port))
+	addr := hostPort(cfg.Host, cfg.Port)
 	l, err := cfg.listen(ctx, addr)
 	if err != nil {
 		return fmt.Errorf("listen on %s: %w", addr, err)
@@ -210,7 +207,7 @@ func orphan(ctx context.Context, args []string, port int) error {
 
 // portTaken waits until the child holds its port.
 func portTaken(ctx context.Context, port int) error {
-	addr := net.JoinHostPort(defaultHost, strconv.Itoa(port))
+	addr := hostPort(defaultHost, port)
 	for end := time.Now().Add(frameTimeout); time.Now().Before(end); time.Sleep(dialPause) {
 		d := net.Dialer{Timeout: time.Second}
 		c, err := d.DialContext(ctx, "tcp", addr)
@@ -230,9 +227,76 @@ func hold(ctx context.Context, port string, stderr io.Writer) int {
 	}
 	defer func() { _ = l.Close() }()
 	signal.Ignore(syscall.SIGTERM, syscall.SIGINT)
-	select {
-	case <-ctx.Done():
-	case <-time.After(holdTime):
-	}
+	_ = pause.For(ctx, holdTime)
 	return exitOK
+}
+
+// startup simulates the load time and the failures of a start.
+func startup(ctx context.Context, cfg *Config) error {
+	if cfg.StartHang {
+		<-ctx.Done()
+		return fmt.Errorf("start hangs as told: %w", context.Cause(ctx))
+	}
+	if err := loadModel(ctx, cfg); err != nil {
+		return fmt.Errorf("interrupted while starting: %w", err)
+	}
+	if cfg.StartExit {
+		return errors.New("start fails as told: drop --sim-fail start-exit")
+	}
+	if file := cfg.StartExitOnce; file != "" {
+		f, err := os.OpenFile(file, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
+		if err == nil {
+			return errors.Join(errors.New("start fails once as told: the next one succeeds"), f.Close())
+		}
+		if !errors.Is(err, os.ErrExist) {
+			return fmt.Errorf("mark the failed start: %w", err)
+		}
+	}
+	return nil
+}
+
+// loadParts is how many shards and how many graphs a slow load counts.
+const loadParts = 8
+
+// loadLine is a line of a slow load, in the words of vLLM.
+type loadLine struct {
+	at   float64 // the part of the load that is over
+	text string
+}
+
+// loadLines are what vLLM writes while it loads a model: weights for the first 60 % of the time, graphs for
+// the last 30 %. The bar of the graphs draws over its line, that of the weights does not.
+func loadLines(model string) []loadLine {
+	lines := []loadLine{{0, "INFO [gpu_model_runner.py] Starting to load model " + model + "...\n"}}
+	for i := range loadParts + 1 {
+		lines = append(lines, loadLine{0.6 * float64(i) / loadParts, fmt.Sprintf(
+			"Loading safetensors checkpoint shards: %3d%% Completed | %d/%d [00:00<00:00,  1.00it/s]\n",
+			100*i/loadParts, i, loadParts)})
+	}
+	lines = append(lines, loadLine{0.6, "INFO [backends.py] Dynamo bytecode transform time: 1.00 s\n"},
+		loadLine{0.7, "INFO [gpu_worker.py] Available KV cache memory: 1.00 GiB\n"})
+	for i := range loadParts + 1 {
+		lines = append(lines, loadLine{0.7 + 0.25*float64(i)/loadParts, fmt.Sprintf(
+			"\rCapturing CUDA graphs (decode, FULL): %3d%%|%-8s| %d/%d [00:00<00:00,  1.00it/s]",
+			100*i/loadParts, "########"[:i], i, loadParts)})
+	}
+	return append(lines, loadLine{0.95, "\nINFO [core.py] init engine (profile, create kv cache, warmup " +
+		"model) took 1.00 s\n"})
+}
+
+// loadModel takes the time of the start, and says what it does as vLLM would.
+func loadModel(ctx context.Context, cfg *Config) error {
+	var lines []loadLine
+	if cfg.Startup > 0 && cfg.out != nil {
+		lines = loadLines(cfg.Names[0])
+	}
+	begin := time.Now()
+	for _, l := range lines {
+		due := time.Duration(l.at * float64(cfg.Startup))
+		if err := pause.For(ctx, due-time.Since(begin)); err != nil {
+			return err
+		}
+		_, _ = fmt.Fprint(cfg.out, l.text) // a log that fails does not stop an engine
+	}
+	return pause.For(ctx, cfg.Startup-time.Since(begin))
 }

@@ -3,6 +3,7 @@ package sim
 import (
 	"fmt"
 	"math"
+	"slices"
 	"sort"
 	"strconv"
 	"time"
@@ -84,27 +85,34 @@ func (g *page) twin(name, help string, samples []sample) {
 	}
 }
 
-func (g *page) histogram(name, help string, engines []string, hs []*histogram) {
-	g.head(name, "histogram", help)
-	var plain []sample
-	for i, h := range hs {
-		var total uint64
-		for k, n := range h.counts {
-			total += n
-			le := "+Inf"
-			if k < len(h.bounds) {
-				le = string(appendMetric(nil, h.bounds[k]))
-			}
-			g.line(name+"_bucket", &sample{
-				engine: engines[i], before: `le="` + le + `"`,
-				value: float64(total),
-			})
+// histograms writes the histograms of a table, of all ranks.
+func (g *page) histograms(snaps []snapshot, table []histogramSpec, of func(*snapshot) []histogram) {
+	for k, spec := range table {
+		g.head(spec.name, "histogram", spec.help)
+		plain := make([]sample, len(snaps))
+		for i := range snaps {
+			plain[i].engine = snaps[i].engine
+			g.histogram(spec.name, plain[i], &of(&snaps[i])[k])
 		}
-		g.line(name+"_count", &sample{engine: engines[i], value: float64(total)})
-		g.line(name+"_sum", &sample{engine: engines[i], value: h.sum})
-		plain = append(plain, sample{engine: engines[i]})
+		g.twin(spec.name, spec.help, plain)
 	}
-	g.twin(name, help, plain)
+}
+
+// histogram writes the lines of one rank.
+func (g *page) histogram(name string, s sample, h *histogram) {
+	for k, n := range h.counts {
+		s.value += float64(n)
+		le := "+Inf"
+		if k < len(h.bounds) {
+			le = string(appendMetric(nil, h.bounds[k]))
+		}
+		s.before = `le="` + le + `"`
+		g.line(name+"_bucket", &s)
+	}
+	s.before = ""
+	g.line(name+"_count", &s)
+	s.value = h.sum
+	g.line(name+"_sum", &s)
 }
 
 // snapshot is what a page shows of one rank.
@@ -196,9 +204,12 @@ func (g *page) counters(snaps []snapshot) {
 	g.ends(snaps)
 }
 
+// endReasons are the ways in which requests end.
+var endReasons = [...]em.FinishReason{em.FinishStop, em.FinishLength, em.FinishAbort, em.FinishError}
+
 func (g *page) ends(snaps []snapshot) {
 	var ends []sample
-	for _, why := range []em.FinishReason{em.FinishStop, em.FinishLength, em.FinishAbort, em.FinishError} {
+	for _, why := range endReasons {
 		ends = append(ends, labelled(snaps, `finished_reason="`+why.String()+`"`, "",
 			func(s *em.Stats) float64 { return float64(s.Finished[why]) })...)
 	}
@@ -212,46 +223,6 @@ func (g *page) ends(snaps []snapshot) {
 	g.counter("admission_rejections", "Requests turned away by a queue limit.",
 		sample{after: `reason="max_num_queued_reqs"`, value: reqs},
 		sample{after: `reason="max_num_queued_tokens"`, value: tokens})
-}
-
-func (g *page) histograms(snaps []snapshot) {
-	engines := make([]string, len(snaps))
-	for i := range snaps {
-		engines[i] = snaps[i].engine
-	}
-	for k, m := range [meterCount]struct{ name, help string }{
-		meterPrompt:       {"request_prompt_tokens", "Prompt tokens per request."},
-		meterGenerated:    {"request_generation_tokens", "Generated tokens per request."},
-		meterStepTokens:   {"iteration_tokens_total", "Tokens per engine step."},
-		meterMaxGenerated: {"request_max_num_generation_tokens", "Most tokens a request could get."},
-		meterN:            {"request_params_n", "Parameter n of requests."},
-		meterMaxTokens:    {"request_params_max_tokens", "Parameter max_tokens of requests."},
-		meterFirstToken:   {"time_to_first_token_seconds", "Time to the first token in seconds."},
-		meterBetween:      {"inter_token_latency_seconds", "Time between two tokens in seconds."},
-		meterPerToken: {
-			"request_time_per_output_token_seconds",
-			"Mean time per token of a request in seconds.",
-		},
-		meterEndToEnd:  {"e2e_request_latency_seconds", "Time from arrival to end in seconds."},
-		meterQueue:     {"request_queue_time_seconds", "Time in the queue in seconds."},
-		meterInference: {"request_inference_time_seconds", "Time in the batch in seconds."},
-		meterPrefill: {
-			"request_prefill_time_seconds",
-			"Time from the batch to the first token in seconds.",
-		},
-		meterDecode: {
-			"request_decode_time_seconds",
-			"Time from the first to the last token in seconds.",
-		},
-		meterPreemptions: {"request_num_preemptions", "Preemptions per request."},
-		meterComputed:    {"request_prefill_kv_computed_tokens", "Prompt tokens computed per request."},
-	} {
-		hs := make([]*histogram, len(snaps))
-		for i := range snaps {
-			hs[i] = &snaps[i].meters.h[k]
-		}
-		g.histogram(m.name, m.help, engines, hs)
-	}
 }
 
 // config is the info series from which block size and memory are read back.
@@ -296,25 +267,37 @@ const (
 
 // meters are the histograms of one rank. Guarded by the rank's mutex.
 type meters struct {
-	h     [meterCount]histogram
+	h     []histogram // by meter
 	steps uint64
 }
 
-func newMeters() meters {
-	var m meters
-	tokens := tokenBounds(em.DefaultMaxModelLen)
-	for k, bounds := range [meterCount][]float64{
-		meterPrompt: tokens, meterGenerated: tokens, meterStepTokens: stepTokens, meterMaxGenerated: tokens,
-		meterN:         smallCounts,
-		meterMaxTokens: tokens, meterFirstToken: secondsFirst, meterBetween: secondsToken,
-		meterPerToken: secondsToken,
-		meterEndToEnd: secondsRequest, meterQueue: secondsRequest, meterInference: secondsRequest,
-		meterPrefill: secondsRequest,
-		meterDecode:  secondsRequest, meterPreemptions: smallCounts, meterComputed: tokens,
-	} {
-		m.h[k] = newHistogram(bounds)
-	}
-	return m
+// meterTable is what the histograms of a rank are called and how fine they are: as those of the imitated
+// engine.
+var meterTable = [meterCount]histogramSpec{
+	meterPrompt:       {"request_prompt_tokens", "Prompt tokens per request.", tokenBounds},
+	meterGenerated:    {"request_generation_tokens", "Generated tokens per request.", tokenBounds},
+	meterStepTokens:   {"iteration_tokens_total", "Tokens per engine step.", stepTokens},
+	meterMaxGenerated: {"request_max_num_generation_tokens", "Most tokens a request could get.", tokenBounds},
+	meterN:            {"request_params_n", "Parameter n of requests.", smallCounts},
+	meterMaxTokens:    {"request_params_max_tokens", "Parameter max_tokens of requests.", tokenBounds},
+	meterFirstToken:   {"time_to_first_token_seconds", "Time to the first token in seconds.", secondsFirst},
+	meterBetween:      {"inter_token_latency_seconds", "Time between two tokens in seconds.", secondsToken},
+	meterPerToken: {
+		"request_time_per_output_token_seconds", "Mean time per token of a request in seconds.", secondsToken,
+	},
+	meterEndToEnd:  {"e2e_request_latency_seconds", "Time from arrival to end in seconds.", secondsRequest},
+	meterQueue:     {"request_queue_time_seconds", "Time in the queue in seconds.", secondsRequest},
+	meterInference: {"request_inference_time_seconds", "Time in the batch in seconds.", secondsRequest},
+	meterPrefill: {
+		"request_prefill_time_seconds", "Time from the batch to the first token in seconds.", secondsRequest,
+	},
+	meterDecode: {
+		"request_decode_time_seconds", "Time from the first to the last token in seconds.", secondsRequest,
+	},
+	meterPreemptions: {"request_num_preemptions", "Preemptions per request.", smallCounts},
+	meterComputed: {
+		"request_prefill_kv_computed_tokens", "Prompt tokens computed per request.", tokenBounds,
+	},
 }
 
 // step books the tokens of a step, if one ended since the last call.
@@ -356,15 +339,34 @@ func (m *meters) finished(r *em.Request) {
 	}
 }
 
-// histogram counts observations in buckets with fixed upper bounds. Guarded by the rank's mutex.
+// histogramSpec is the name of a histogram behind "vllm:", its help, and the upper bounds of its buckets.
+type histogramSpec struct {
+	name, help string
+	bounds     []float64
+}
+
+// histogram counts observations in buckets with fixed upper bounds. Guarded by the mutex of its owner.
 type histogram struct {
 	bounds []float64
 	counts []uint64 // one more than bounds: the last is +Inf
 	sum    float64
 }
 
-func newHistogram(bounds []float64) histogram {
-	return histogram{bounds: bounds, counts: make([]uint64, len(bounds)+1)}
+func newHistograms(table []histogramSpec) []histogram {
+	out := make([]histogram, len(table))
+	for k, spec := range table {
+		out[k] = histogram{bounds: spec.bounds, counts: make([]uint64, len(spec.bounds)+1)}
+	}
+	return out
+}
+
+// copied is a snapshot.
+func copied(hs []histogram) []histogram {
+	out := slices.Clone(hs)
+	for k := range out {
+		out[k].counts = slices.Clone(out[k].counts)
+	}
+	return out
 }
 
 func (h *histogram) observe(x float64) {
@@ -373,9 +375,8 @@ func (h *histogram) observe(x float64) {
 }
 
 // Bucket bounds of the imitated engine.
-//
-//nolint:gochecknoglobals // constant tables
 var (
+	tokenBounds  = []float64{1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000}
 	secondsFirst = []float64{
 		0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
 		640, 2560,
@@ -391,16 +392,3 @@ var (
 	stepTokens  = []float64{1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384}
 	smallCounts = []float64{1, 2, 5, 10, 20}
 )
-
-// tokenBounds are 1, 2, 5, 10, … up to the model length.
-func tokenBounds(maxLen int) []float64 {
-	var out []float64
-	for decade := 1; ; decade *= 10 {
-		for _, m := range []int{1, 2, 5} {
-			if m*decade > maxLen {
-				return out
-			}
-			out = append(out, float64(m*decade))
-		}
-	}
-}

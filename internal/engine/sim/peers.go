@@ -5,10 +5,11 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"strconv"
 	"sync"
-	"time"
 
 	em "github.com/dpserve/dpserve/internal/enginemodel"
+	"github.com/dpserve/dpserve/internal/pause"
 )
 
 // maxPeers bounds the prefill engines that a decode engine remembers.
@@ -70,7 +71,7 @@ func (p *peers) meet(ctx context.Context, engine, addr string) (string, error) {
 	case answer.Compat != p.cfg.compat():
 		return "", fmt.Errorf("%w: %q here, %q there", errIncompatible, p.cfg.compat(), answer.Compat)
 	}
-	if err := pause(ctx, p.cfg.scaled(p.cfg.Transfer.FirstContact)); err != nil {
+	if err := pause.For(ctx, p.cfg.scaled(p.cfg.Transfer.FirstContact)); err != nil {
 		return "", err
 	}
 	p.remember(engine, addr)
@@ -99,7 +100,7 @@ func (p *peers) handshake(ctx context.Context, addr string) (sideMessage, error)
 		if err == nil {
 			return answer, nil
 		}
-		if pause(ctx, dialPause) != nil {
+		if pause.For(ctx, dialPause) != nil {
 			return sideMessage{}, fmt.Errorf("handshake with %s: %w", addr, err)
 		}
 	}
@@ -150,17 +151,11 @@ func (p *peers) ask(ctx context.Context, addr string, m *sideMessage) (sideMessa
 	return answer, err
 }
 
-// pause waits, and says why if ctx ended first.
-func pause(ctx context.Context, d time.Duration) error {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return nil
-	case <-ctx.Done():
-		return context.Cause(ctx)
-	}
-}
+func hostPort(host string, port int) string { return net.JoinHostPort(host, strconv.Itoa(port)) }
 
-// sideAddress is the address that parameters name.
-func sideAddress(host string, port int) string { return net.JoinHostPort(host, fmt.Sprint(port)) }
+// portOf is the port of an address; 0 on a memory transport.
+func portOf(addr string) int {
+	_, text, _ := net.SplitHostPort(addr)
+	port, _ := strconv.Atoi(text)
+	return port
+}

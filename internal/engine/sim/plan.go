@@ -1,6 +1,7 @@
 package sim
 
 import (
+	"cmp"
 	"math"
 )
 
@@ -15,13 +16,16 @@ const (
 // plan is a checked generation request.
 type plan struct {
 	chat    bool
+	form    form
+	reply   reply // of /v1/responses
 	id      string
 	model   string
 	created int64 // unix seconds
 
-	prompts []prompt
-	n       int // choices per prompt
-	maxNew  int // 0 = not given
+	prompts  []prompt
+	n        int // choices per prompt
+	maxNew   int // tokens, if isCapped
+	isCapped bool
 
 	streaming
 	shown
@@ -72,10 +76,7 @@ type prompt struct {
 func (p *plan) common(f *fields) {
 	p.model = f.str("model")
 	p.stream = f.flag("stream")
-	p.n = 1
-	if n, ok := f.num("n"); ok {
-		p.n = n
-	}
+	p.n = f.numOr("n", 1)
 	p.stops = f.texts("stop")
 	for _, id := range f.nums("stop_token_ids") {
 		if p.stopIDs == nil {
@@ -92,23 +93,12 @@ func (p *plan) common(f *fields) {
 	p.interval = min(max(1, p.interval), maxInterval)
 	seed, _ := f.num("seed")
 	p.seed = uint64(seed) //nolint:gosec // any bit pattern is a seed
-	p.promptLogprobs = -1
-	if k, ok := f.num("prompt_logprobs"); ok {
-		p.promptLogprobs = k
-	}
+	p.promptLogprobs = f.numOr("prompt_logprobs", -1)
 	p.params = f.transferParams()
 	options := f.object("stream_options")
 	p.includeUsage = options.flag("include_usage")
 	p.contUsage = options.flag("continuous_usage_stats") && p.includeUsage
 	f.adopt(options)
-}
-
-// streamOptions refuses stream_options without stream.
-func (p *plan) streamOptions(f *fields) *apiError {
-	if f.has("stream_options") && !p.stream {
-		return badRequest("stream_options", "stream_options needs stream")
-	}
-	return nil
 }
 
 // sampling checks the sampling parameters that may not be what they like.
@@ -120,7 +110,8 @@ func (p *plan) sampling(f *fields) *apiError {
 		return badRequest("", "n must be at most %d, got %d for %d prompts.", maxN, p.n, len(p.prompts))
 	}
 	if t, ok := f.float("temperature"); ok && t < 0 {
-		return badRequest("temperature", "temperature must be non-negative, got %v", t)
+		return badRequest("temperature", "temperature must be non-negative, got %[1]s. "+
+			"(parameter=temperature, value=%[1]s)", pythonFloat(t))
 	}
 	if t, ok := f.float("top_p"); ok && (t <= 0 || t > 1) {
 		return badRequest("top_p", "top_p must be in (0, 1], got %v", t)
@@ -133,28 +124,46 @@ func (p *plan) sampling(f *fields) *apiError {
 
 // lengths checks prompts and max_tokens against the model length and settles how many tokens each prompt may
 // get.
-func (p *plan) lengths(maxLen int, given bool) *apiError {
-	if given && p.maxNew > maxLen {
-		return badRequest("max_tokens", "max_tokens=%d cannot be greater than max_model_len=%d", p.maxNew,
-			maxLen)
+func (p *plan) lengths(maxLen int) *apiError {
+	if p.isCapped && p.maxNew > maxLen {
+		return badRequest("max_tokens", "max_tokens=%[1]d cannot be greater than max_model_len=%[2]d. "+
+			"Please request fewer output tokens. (parameter=max_tokens, value=%[1]d)", p.maxNew, maxLen)
 	}
 	for i := range p.prompts {
 		q := &p.prompts[i]
 		if len(q.ids) > maxLen {
-			return badRequest("input_tokens",
-				"This model's maximum context length is %d tokens. Your prompt contains more.", maxLen)
+			return q.tooLong(maxLen)
 		}
-		if n := p.room(q, maxLen, given); n < 1 {
-			return badRequest("max_tokens", "max_tokens must be at least 1, got %d", n)
+		if n := p.room(q, maxLen); n < 1 {
+			return badRequest("max_tokens", "max_tokens must be at least 1, got %[1]d. "+
+				"(parameter=max_tokens, value=%[1]d)", n)
 		}
 	}
 	return nil
 }
 
+// tooLong is the answer to a prompt that does not fit. The engine cuts a text behind its first token too
+// many.
+func (q *prompt) tooLong(maxLen int) *apiError {
+	count, contains := len(q.ids), "contains"
+	if !q.fromIDs {
+		count, contains = maxLen+1, "contains at least"
+	}
+	return badRequest("input_tokens", "This model's maximum context length is %d tokens. However, your "+
+		"prompt %s %[3]d input tokens, which exceeds this limit even without any output tokens. "+
+		"Please reduce the length of the input prompt. (parameter=input_tokens, value=%[3]d)", maxLen,
+		contains, count)
+}
+
+func tooManyLogprobs(param, kind string, n int) *apiError {
+	return badRequest(param, "Requested %s logprobs of %[2]d, which is greater than max allowed: %d "+
+		"(parameter=%s, value=%[2]d)", kind, n, maxTopLogprobs, param)
+}
+
 // room is how many tokens q may get.
-func (p *plan) room(q *prompt, maxLen int, given bool) int {
+func (p *plan) room(q *prompt, maxLen int) int {
 	left := maxLen - len(q.ids)
-	if given {
+	if p.isCapped {
 		return min(p.maxNew, left)
 	}
 	if p.chat {
@@ -165,16 +174,15 @@ func (p *plan) room(q *prompt, maxLen int, given bool) int {
 
 // late makes the checks that the imitated server makes only after it has begun to answer: for streams the
 // result is an error event under status 200.
-func (p *plan) late(ranks int) *apiError {
-	if p.rank != noRank && (p.rank < 0 || p.rank >= ranks) {
-		return badRequest("", "data_parallel_rank %d is out of range [0, %d).", p.rank, ranks)
+func (p *plan) late(first, ranks int) *apiError {
+	if p.rank != noRank && (p.rank < first || p.rank >= first+ranks) {
+		return badRequest("", "data_parallel_rank %d is out of range [%d, %d).", p.rank, first, first+ranks)
 	}
 	if p.logprobs > maxTopLogprobs {
-		return badRequest("logprobs", "logprobs of %d are more than %d", p.logprobs, maxTopLogprobs)
+		return tooManyLogprobs("logprobs", "sample", p.logprobs)
 	}
 	if p.promptLogprobs > maxTopLogprobs {
-		return badRequest("prompt_logprobs", "prompt_logprobs of %d are more than %d", p.promptLogprobs,
-			maxTopLogprobs)
+		return tooManyLogprobs("prompt_logprobs", "prompt", p.promptLogprobs)
 	}
 	return nil
 }
@@ -184,13 +192,11 @@ const noRank = math.MinInt
 
 // readCompletion checks the body of /v1/completions.
 func readCompletion(f *fields, s *settings) (*plan, *apiError) {
-	p := &plan{shown: shown{logprobs: -1}}
+	p := &plan{}
 	p.common(f)
 	p.echo = f.flag("echo")
-	if k, ok := f.num("logprobs"); ok {
-		p.logprobs = k
-	}
-	given := p.maxTokens(f, "max_tokens")
+	p.logprobs = f.numOr("logprobs", -1)
+	p.maxTokens(f, "max_tokens")
 	p.prompts = f.prompts()
 	if err := p.check(f, s); err != nil {
 		return nil, err
@@ -201,7 +207,7 @@ func readCompletion(f *fields, s *settings) (*plan, *apiError) {
 		}
 		return nil, badRequest("prompt", msgNoPrompt)
 	}
-	return p, p.finishCheck(f, s, given)
+	return p, p.finishCheck(f, s)
 }
 
 // readChat checks the body of /v1/chat/completions.
@@ -211,7 +217,7 @@ func readChat(f *fields, s *settings) (*plan, *apiError) {
 	if f.flag("logprobs") {
 		p.logprobs, _ = f.num("top_logprobs")
 	}
-	given := p.maxTokens(f, "max_completion_tokens", "max_tokens")
+	p.maxTokens(f, "max_completion_tokens", "max_tokens")
 	messages := f.messages()
 	if err := p.check(f, s); err != nil {
 		return nil, err
@@ -220,14 +226,15 @@ func readChat(f *fields, s *settings) (*plan, *apiError) {
 		return nil, err
 	}
 	if len(messages) == 0 {
-		return nil, badRequest("", "Cannot apply chat template to an empty conversation.")
+		return nil, badRequest("", "Cannot apply chat template to an empty conversation. "+
+			"Provide at least one message.")
 	}
 	if ids := p.params.promptIDs(f); ids != nil {
 		p.prompts = []prompt{{ids: ids}}
 	} else {
 		p.prompts = []prompt{{ids: f.chatTokens(messages, true)}}
 	}
-	return p, p.finishCheck(f, s, given)
+	return p, p.finishCheck(f, s)
 }
 
 // check makes the checks behind the reading of the members.
@@ -238,14 +245,16 @@ func (p *plan) check(f *fields, s *settings) *apiError {
 	if f.fault != nil {
 		return f.fault
 	}
-	if err := p.streamOptions(f); err != nil {
-		return err
+	if f.has("stream_options") && !p.stream {
+		return badRequest("stream_options", "Stream options can only be defined when `stream=True`. "+
+			"(parameter=stream_options)")
 	}
-	return s.knows(p)
+	p.model = cmp.Or(p.model, s.Names[0])
+	return s.knowsModel(p.model)
 }
 
-func (p *plan) finishCheck(f *fields, s *settings, given bool) *apiError {
-	if err := p.lengths(s.maxModelLen, given); err != nil {
+func (p *plan) finishCheck(f *fields, s *settings) *apiError {
+	if err := p.lengths(s.Model.MaxModelLen); err != nil {
 		return err
 	}
 	if err := p.sampling(f); err != nil {
@@ -259,12 +268,11 @@ func (p *plan) finishCheck(f *fields, s *settings, given bool) *apiError {
 	return err
 }
 
-func (p *plan) maxTokens(f *fields, names ...string) (given bool) {
+// maxTokens reads the first of names that is there.
+func (p *plan) maxTokens(f *fields, names ...string) {
 	for _, name := range names {
-		if n, ok := f.num(name); ok {
-			p.maxNew = n
-			return true
+		if p.maxNew, p.isCapped = f.num(name); p.isCapped {
+			return
 		}
 	}
-	return false
 }

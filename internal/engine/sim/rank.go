@@ -3,6 +3,7 @@ package sim
 import (
 	"context"
 	"runtime"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -26,8 +27,10 @@ type rank struct {
 	load  atomic.Int64 // requests inside, for internal load balancing
 	kick  chan struct{}
 
-	inMu  sync.Mutex
-	inbox []em.Input
+	inMu   sync.Mutex
+	inbox  []em.Input
+	paused bool
+	held   []em.Input // requests that came while it is paused
 
 	mu     sync.Mutex // core and meters: also read by /metrics
 	core   *em.Core
@@ -45,7 +48,10 @@ func newRank(label string, cfg em.Config, zero time.Time) (*rank, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &rank{label: label, zero: zero, kick: make(chan struct{}, 1), core: core, meters: newMeters()}, nil
+	return &rank{
+		label: label, zero: zero, kick: make(chan struct{}, 1), core: core,
+		meters: meters{h: newHistograms(meterTable[:])},
+	}, nil
 }
 
 // run is the engine's loop; it ends with ctx.
@@ -100,9 +106,54 @@ func (r *rank) turn(spare []em.Input) (time.Duration, []em.Input) {
 // submit hands in what is not a request: few and never refused.
 func (r *rank) submit(in em.Input) {
 	r.inMu.Lock()
+	if in.Kind == em.InputAbortAll || in.Kind == em.InputKill {
+		r.release()
+	}
 	r.inbox = append(r.inbox, in)
 	r.inMu.Unlock()
 	r.wake()
+}
+
+// release hands in what was held back; under inMu.
+func (r *rank) release() {
+	r.inbox = append(r.inbox, r.held...)
+	r.held = nil
+}
+
+// releaseCall hands in what was held back of one call, because it ends; under inMu.
+func (r *rank) releaseCall(c *call) {
+	if len(r.held) == 0 {
+		return
+	}
+	r.held = slices.DeleteFunc(r.held, func(in em.Input) bool {
+		ch, _ := in.Req.User.(*choice)
+		if ch.call == c {
+			r.inbox = append(r.inbox, in)
+		}
+		return ch.call == c
+	})
+}
+
+// pause holds back the requests that come from now on.
+func (r *rank) pause() {
+	r.inMu.Lock()
+	defer r.inMu.Unlock()
+	r.paused = true
+}
+
+// resume ends a pause.
+func (r *rank) resume() {
+	r.inMu.Lock()
+	r.paused = false
+	r.release()
+	r.inMu.Unlock()
+	r.wake()
+}
+
+func (r *rank) isPaused() bool {
+	r.inMu.Lock()
+	defer r.inMu.Unlock()
+	return r.paused
 }
 
 // add hands in all sequences of a call, as one; false = the inbox is full.
@@ -111,23 +162,35 @@ func (r *rank) add(c *call) bool { return r.submitAll(c, em.InputAdd) }
 // abort takes the sequences of a call out of the engine.
 func (r *rank) abort(c *call) { r.submitAll(c, em.InputAbort) }
 
+// cancel ends the sequences of a call with finish_reason abort.
+func (r *rank) cancel(c *call) { r.submitAll(c, em.InputCancel) }
+
 func (r *rank) submitAll(c *call, kind em.InputKind) bool {
 	r.inMu.Lock()
-	if kind == em.InputAdd && len(r.inbox)+len(c.choices) > maxInbox {
+	if kind == em.InputAdd && len(r.inbox)+len(r.held)+len(c.choices) > maxInbox {
 		r.inMu.Unlock()
 		return false
 	}
+	to := &r.inbox
+	if kind == em.InputAdd && r.paused {
+		to = &r.held
+	} else if kind != em.InputAdd {
+		r.releaseCall(c)
+	}
 	for i := range c.choices {
-		r.inbox = append(r.inbox, em.Input{Kind: kind, Req: &c.choices[i].req})
+		*to = append(*to, em.Input{Kind: kind, Req: &c.choices[i].req})
 	}
 	r.inMu.Unlock()
 	r.wake()
 	return true
 }
 
-func (r *rank) wake() {
+func (r *rank) wake() { kick(r.kick) }
+
+// kick rings a bell of one slot; it never waits.
+func kick(bell chan struct{}) {
 	select {
-	case r.kick <- struct{}{}:
+	case bell <- struct{}{}:
 	default:
 	}
 }
@@ -163,7 +226,7 @@ func (r *rank) pass(e *em.Effect) {
 		c.rejected.Store(true)
 		c.finish(em.FinishError)
 	case em.EffectBlocks:
-		r.blocks(e.Blocks)
+		r.kv.step(e.Blocks)
 	case em.EffectLoad:
 		c, _ := e.Req.User.(*choice)
 		c.load.begin(e.Req.LoadBlocks())
@@ -177,13 +240,6 @@ func (r *rank) pass(e *em.Effect) {
 		r.group(em.GroupInput{Kind: em.GroupWave})
 	case em.EffectReport:
 		r.group(em.GroupInput{Kind: em.GroupReport, Took: e.Took, Unfinished: e.Unfinished})
-	}
-}
-
-// blocks hands the changes of a step to the publisher; it runs in the rank's turn.
-func (r *rank) blocks(events []em.BlockEvent) {
-	if r.kv != nil {
-		r.kv.step(events)
 	}
 }
 
@@ -223,8 +279,6 @@ func (r *rank) snapshot() snapshot {
 	s := snapshot{
 		engine: r.label, stats: r.core.Stats(), meters: r.meters, transfer: r.exchange.snapshot(),
 	}
-	for k := range s.meters.h {
-		s.meters.h[k].counts = append([]uint64(nil), s.meters.h[k].counts...)
-	}
+	s.meters.h = copied(s.meters.h)
 	return s
 }

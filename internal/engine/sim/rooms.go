@@ -2,7 +2,6 @@ package sim
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"net/http"
@@ -11,6 +10,7 @@ import (
 	"time"
 
 	em "github.com/dpserve/dpserve/internal/enginemodel"
+	"github.com/dpserve/dpserve/internal/pause"
 )
 
 // maxRooms bounds the rooms that an engine remembers.
@@ -73,16 +73,11 @@ func readMeeting(p *plan, f *fields) *apiError {
 	if !f.has("bootstrap_room") {
 		return badRequest("", msgNoRoom)
 	}
-	m := &meeting{prefill: -1}
+	m := &meeting{prefill: f.numOr("disagg_prefill_dp_rank", -1)}
 	m.rooms = oneOrMany[uint64](f, "bootstrap_room")
 	m.hosts = oneOrMany[string](f, "bootstrap_host")
 	m.ports = oneOrMany[int](f, "bootstrap_port")
-	if rank, ok := f.num("disagg_prefill_dp_rank"); ok {
-		m.prefill = rank
-	}
-	if rank, ok := f.num("routed_dp_rank"); ok {
-		p.rank = rank
-	}
+	p.rank = f.numOr("routed_dp_rank", p.rank)
 	if f.fault != nil {
 		return f.fault
 	}
@@ -163,7 +158,7 @@ func (l *legs) meet() {
 		ch.req.Remote = true
 		ch.load = &load{
 			ex: l.ex, req: &ch.req, name: ch.engineName(), need: make(chan int, 1),
-			room: room, prefill: m.prefill, bootstrap: sideAddress(nth(m.hosts, at), nth(m.ports, at)),
+			room: room, prefill: m.prefill, bootstrap: hostPort(nth(m.hosts, at), nth(m.ports, at)),
 		}
 		l.loads = append(l.loads, ch.load)
 	}
@@ -215,7 +210,7 @@ func (l *load) awaitRoom(ctx context.Context, need int) ([]em.BlockKV, float64, 
 	}
 	ctx, cancel := context.WithTimeout(ctx, sglangWait)
 	defer cancel()
-	kv, took, err := l.ex.peers.read(ctx, sideAddress(info.RankIP, info.RankPort), &sideMessage{
+	kv, took, err := l.ex.peers.read(ctx, hostPort(info.RankIP, info.RankPort), &sideMessage{
 		Op: sideRegister, Request: roomKey(l.room), Count: need,
 	})
 	switch {
@@ -224,7 +219,7 @@ func (l *load) awaitRoom(ctx context.Context, need int) ([]em.BlockKV, float64, 
 		l.text = msgNoKV
 	case ctx.Err() == nil: // the connection is gone; the real engine finds out by missing heartbeats
 		l.text = msgLostPeer + " (bootstrap_addr: " + l.bootstrap + ")"
-		_ = pause(ctx, l.ex.cfg.scaled(sglangMissing))
+		_ = pause.For(ctx, l.ex.cfg.scaled(sglangMissing))
 	default:
 		l.text = msgNoKV
 	}
@@ -236,8 +231,8 @@ func (l *load) route(ctx context.Context, rank int) (info routeInfo, err error) 
 	ctx, cancel := context.WithTimeout(ctx, l.ex.cfg.Transfer.HandshakeMax)
 	defer cancel()
 	at := strconv.Itoa(rank)
-	err = l.ex.peers.getJSON(ctx, "http://"+l.bootstrap+"/route?prefill_dp_rank="+at+
-		"&prefill_cp_rank="+at+"&target_tp_rank="+at+"&target_pp_rank="+at, &info)
+	err = askBootstrap(ctx, l.ex.cfg, http.MethodGet, "http://"+l.bootstrap+"/route?prefill_dp_rank="+at+
+		"&prefill_cp_rank="+at+"&target_tp_rank="+at+"&target_pp_rank="+at, nil, &info)
 	return info, err
 }
 
@@ -276,7 +271,7 @@ func (p *peers) query(ctx context.Context, base, engine string) (addr string, er
 	for range mooncakeTries {
 		var ranks map[string]queryEntry
 		try, cancel := context.WithTimeout(ctx, mooncakeTimeout)
-		err = p.getJSON(try, base+"/query", &ranks)
+		err = askBootstrap(try, p.cfg, http.MethodGet, base+"/query", nil, &ranks)
 		cancel()
 		if err != nil {
 			continue
@@ -289,25 +284,4 @@ func (p *peers) query(ctx context.Context, base, engine string) (addr string, er
 		return "", fmt.Errorf("%w: no engine %s at %s", errOtherEngine, engine, base)
 	}
 	return "", err
-}
-
-// maxBootstrapAnswer bounds what a bootstrap server may answer.
-const maxBootstrapAnswer = 1 << 20
-
-// getJSON asks a bootstrap server.
-func (p *peers) getJSON(ctx context.Context, url string, into any) error {
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
-	if err != nil {
-		return err
-	}
-	transport := &http.Transport{DialContext: p.cfg.dialNetwork, DisableKeepAlives: true}
-	resp, err := transport.RoundTrip(req)
-	if err != nil {
-		return err
-	}
-	defer func() { _ = resp.Body.Close() }()
-	if resp.StatusCode != http.StatusOK {
-		return fmt.Errorf("%w: status %d", errRefused, resp.StatusCode)
-	}
-	return json.NewDecoder(http.MaxBytesReader(nil, resp.Body, maxBootstrapAnswer)).Decode(into)
 }

@@ -1,6 +1,7 @@
 package sim
 
 import (
+	"cmp"
 	"context"
 	"crypto/subtle"
 	"encoding/json"
@@ -9,6 +10,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -66,75 +68,75 @@ func (s api) authorized(r *http.Request) bool {
 	return ok && subtle.ConstantTimeCompare([]byte(key), []byte(s.cfg.APIKey)) == 1
 }
 
+// endpoint is what a path answers: to which methods, the one that Allow names first, and under which flag.
+type endpoint struct {
+	methods []string
+	guard   guard
+	serve   func(s api, w http.ResponseWriter, r *http.Request)
+}
+
+// guard is what a route needs.
+type guard uint8
+
+const (
+	everyone    guard = iota
+	development       // the development mode; without it there is no such route
+	scaleOut          // a flag; without it the route is forbidden
+)
+
+var (
+	onlyGet  = []string{http.MethodGet}
+	onlyPost = []string{http.MethodPost}
+
+	endpoints = map[string]endpoint{
+		"/v1/completions":      {onlyPost, everyone, api.generate},
+		"/v1/chat/completions": {onlyPost, everyone, api.generate},
+		"/v1/responses":        {onlyPost, everyone, api.generate},
+		"/v1/messages":         {onlyPost, everyone, api.generate},
+		"/health":              {onlyGet, everyone, api.health},
+		"/ping":                {[]string{http.MethodGet, http.MethodPost}, everyone, api.health},
+		"/v1/models":           {onlyGet, everyone, api.models},
+		"/version":             {onlyGet, everyone, api.version},
+		"/load":                {onlyGet, everyone, api.serverLoad},
+		"/metrics":             {onlyGet, everyone, api.serveMetrics},
+		"/kv_event_sources":    {onlyGet, everyone, api.kvSources},
+		"/tokenize":            {onlyPost, everyone, api.tokenize},
+		"/detokenize":          {onlyPost, everyone, api.detokenize},
+
+		"/reset_prefix_cache": {onlyPost, development, api.resetCache},
+		"/pause":              {onlyPost, development, pauseRanks},
+		"/resume":             {onlyPost, development, resumeRanks},
+		"/is_paused":          {onlyGet, development, isPaused},
+		"/is_sleeping":        {onlyGet, development, isSleeping},
+		"/get_world_size":     {onlyGet, development, worldSize},
+		"/abort_requests":     {onlyPost, development, abortRequests},
+
+		"/inference/v1/generate":       {onlyPost, scaleOut, api.generate},
+		"/inference/v1/abort_requests": {onlyPost, scaleOut, abortListed},
+		"/v1/completions/render":       {onlyPost, scaleOut, render},
+		"/v1/chat/completions/render":  {onlyPost, scaleOut, render},
+	}
+)
+
 func (s api) route(w http.ResponseWriter, r *http.Request) {
-	get, post := r.Method == http.MethodGet, r.Method == http.MethodPost
-	switch r.URL.Path {
-	case "/v1/completions", "/v1/chat/completions":
-		s.only(w, post, "POST", func() { s.generate(w, r) })
-	case "/health":
-		s.only(w, get, "GET", func() { s.health(w) })
-	case "/ping":
-		s.only(w, get || post, "GET", func() { s.health(w) })
-	case "/v1/models":
-		s.only(w, get, "GET", func() { s.models(w) })
-	case "/version":
-		s.only(w, get, "GET", func() { s.writeJSON(w, http.StatusOK, []byte(`{"version":"`+Version+`"}`)) })
-	case "/load":
-		s.only(w, get, "GET", func() { s.serverLoad(w) })
-	case "/metrics":
-		s.only(w, get, "GET", func() { s.serveMetrics(w, r) })
-	case "/kv_event_sources":
-		s.only(w, get, "GET", func() { s.kvSources(w) })
-	case "/reset_prefix_cache":
-		s.development(w, post, func() { s.resetCache(w, r) })
-	case "/tokenize":
-		s.only(w, post, "POST", func() { s.tokenize(w, r) })
-	case "/detokenize":
-		s.only(w, post, "POST", func() { s.detokenize(w, r) })
-	case "/inference/v1/generate", "/inference/v1/abort_requests", "/v1/completions/render",
-		"/v1/chat/completions/render":
-		s.scaleOut(w, post)
-	default:
+	to, known := endpoints[r.URL.Path]
+	switch {
+	case !known, to.guard == development && !s.cfg.DevMode:
 		s.writeJSON(w, http.StatusNotFound, []byte(`{"detail":"Not Found"}`))
-	}
-}
-
-// development lets a POST route pass in the development mode; without it there is no such route.
-func (s api) development(w http.ResponseWriter, post bool, serve func()) {
-	if !s.cfg.DevMode {
-		s.writeJSON(w, http.StatusNotFound, []byte(`{"detail":"Not Found"}`))
-		return
-	}
-	s.only(w, post, "POST", serve)
-}
-
-// only lets the right methods pass.
-func (s api) only(w http.ResponseWriter, ok bool, allow string, serve func()) {
-	if ok {
-		serve()
-		return
-	}
-	w.Header().Set("Allow", allow)
-	s.writeJSON(w, http.StatusMethodNotAllowed, []byte(`{"detail":"Method Not Allowed"}`))
-}
-
-// scaleOut refuses the routes that need a flag; with the flag they are unknown, this version does not serve
-// them.
-func (s api) scaleOut(w http.ResponseWriter, post bool) {
-	s.only(w, post, "POST", func() {
-		if s.cfg.ScaleOut {
-			s.writeJSON(w, http.StatusNotFound, []byte(`{"detail":"Not Found"}`))
-			return
-		}
+	case !slices.Contains(to.methods, r.Method):
+		w.Header().Set("Allow", to.methods[0])
+		s.writeJSON(w, http.StatusMethodNotAllowed, []byte(`{"detail":"Method Not Allowed"}`))
+	case to.guard == scaleOut && !s.cfg.ScaleOut:
 		s.fail(w, &apiError{
-			status: http.StatusForbidden, kind: "PermissionDeniedError",
-			message: msgScaleOut,
+			status: http.StatusForbidden, kind: "PermissionDeniedError", message: msgScaleOut,
 		})
-	})
+	default:
+		to.serve(s, w, r)
+	}
 }
 
 // health tells whether the process lives, nothing more.
-func (s api) health(w http.ResponseWriter) {
+func (s api) health(w http.ResponseWriter, _ *http.Request) {
 	status := http.StatusOK
 	if s.dead.Load() || s.faults.is(ModeHealth503) {
 		status = http.StatusServiceUnavailable
@@ -143,7 +145,11 @@ func (s api) health(w http.ResponseWriter) {
 	w.WriteHeader(status)
 }
 
-func (s api) serverLoad(w http.ResponseWriter) {
+func (s api) version(w http.ResponseWriter, _ *http.Request) {
+	s.writeJSON(w, http.StatusOK, []byte(`{"version":"`+Version+`"}`))
+}
+
+func (s api) serverLoad(w http.ResponseWriter, _ *http.Request) {
 	n := 0
 	if s.cfg.LoadTracking {
 		n = s.active.count()
@@ -151,26 +157,22 @@ func (s api) serverLoad(w http.ResponseWriter) {
 	s.writeJSON(w, http.StatusOK, fmt.Appendf(nil, `{"server_load":%d}`, n))
 }
 
-func (s api) models(w http.ResponseWriter) {
-	now := s.now()
-	root := s.cfg.Root
-	if root == "" {
-		root = s.cfg.Names[0]
-	}
-	type object = map[string]any
-	list := make([]object, len(s.cfg.Names))
+// modelFormat is an entry of /v1/models: name, time, root, model length, a random id.
+const modelFormat = `{"id":%s,"object":"model","created":%d,"owned_by":"vllm","root":%s,"parent":null,` +
+	`"max_model_len":%d,"permission":[{"id":"modelperm-%s","object":"model_permission","created":%[2]d,` +
+	`"allow_create_engine":false,"allow_sampling":true,"allow_logprobs":true,"allow_search_indices":false,` +
+	`"allow_view":true,"allow_fine_tuning":false,"organization":"*","group":null,"is_blocking":false}]}`
+
+func (s api) models(w http.ResponseWriter, _ *http.Request) {
+	now, root, length := s.now(), mustMarshal(cmp.Or(s.cfg.Root, s.cfg.Names[0])), s.cfg.Model.MaxModelLen
+	list := []byte(`{"object":"list","data":[`)
 	for i, name := range s.cfg.Names {
-		list[i] = object{
-			"id": name, "object": "model", "created": now, "owned_by": "vllm", "root": root, "parent": nil,
-			"max_model_len": s.cfg.Model.MaxModelLen, "permission": []object{{
-				"id": "modelperm-" + s.newID(), "object": "model_permission", "created": now,
-				"allow_create_engine": false, "allow_sampling": true, "allow_logprobs": true,
-				"allow_search_indices": false, "allow_view": true, "allow_fine_tuning": false,
-				"organization": "*", "group": nil, "is_blocking": false,
-			}},
+		if i > 0 {
+			list = append(list, ',')
 		}
+		list = fmt.Appendf(list, modelFormat, mustMarshal(name), now, root, length, s.newID())
 	}
-	s.writeJSON(w, http.StatusOK, mustMarshal(object{"object": "list", "data": list}))
+	s.writeJSON(w, http.StatusOK, append(list, "]}"...))
 }
 
 func (s api) writeJSON(w http.ResponseWriter, status int, body []byte) {
@@ -203,16 +205,16 @@ func (s api) body(r *http.Request) (*fields, *apiError) {
 		return nil, &apiError{status: http.StatusBadRequest, kind: "Bad Request", message: msgMediaType}
 	}
 	if len(raw) == 0 {
-		return nil, schemaError("body", "Field required")
+		return nil, schemaError("body", msgRequired, "None")
 	}
 	f := &fields{}
 	err := json.Unmarshal(raw, &f.members)
 	var bad *json.SyntaxError
 	switch {
 	case errors.As(err, &bad):
-		return nil, schemaError("body."+strconv.FormatInt(bad.Offset, 10), bad.Error())
+		return nil, schemaError("body."+strconv.FormatInt(bad.Offset, 10), "JSON decode error", bad.Error())
 	case err != nil || f.members == nil:
-		return nil, schemaError("body", "want an object")
+		return nil, schemaError("body", "Input should be a valid dictionary", inputText(raw))
 	}
 	return f, nil
 }
@@ -243,7 +245,7 @@ func readAll(r *http.Request) ([]byte, *apiError) {
 }
 
 // kvSources answers GET /kv_event_sources: the sockets of every rank of this process, rank offset applied.
-func (s api) kvSources(w http.ResponseWriter) {
+func (s api) kvSources(w http.ResponseWriter, _ *http.Request) {
 	sources := map[string]KVEvents{}
 	for _, r := range s.ranks {
 		if r.kv == nil {
@@ -303,7 +305,7 @@ func (s api) tokenize(w http.ResponseWriter, r *http.Request) {
 		ids = f.chatTokens(f.messages(), add)
 	} else {
 		if !f.has("prompt") {
-			f.refuse("prompt", "Field required")
+			f.refuse("prompt", msgRequired)
 		}
 		ids = em.AppendTokens(nil, f.str("prompt"))
 	}
@@ -323,7 +325,7 @@ func (s api) tokenize(w http.ResponseWriter, r *http.Request) {
 		MaxLen  int      `json:"max_model_len"`
 		IDs     []uint32 `json:"tokens"`
 		Strings []string `json:"token_strs"`
-	}{len(ids), s.set.maxModelLen, append([]uint32{}, ids...), texts}))
+	}{len(ids), s.set.Model.MaxModelLen, append([]uint32{}, ids...), texts}))
 }
 
 // detokenize turns ids into text.
@@ -333,7 +335,7 @@ func (s api) detokenize(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	if !f.has("tokens") {
-		f.refuse("tokens", "Field required")
+		f.refuse("tokens", msgRequired)
 	}
 	var ids []uint32
 	for i, n := range f.nums("tokens") {
@@ -366,7 +368,7 @@ func (s api) metrics() []byte {
 	g.gauges(snaps, s.faults.is(ModeKVSleep))
 	g.counters(snaps)
 	g.transfer(snaps)
-	g.histograms(snaps)
+	g.histograms(snaps, meterTable[:], func(s *snapshot) []histogram { return s.meters.h })
 	g.config(s.Server, snaps)
 	return g.b
 }

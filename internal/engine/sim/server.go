@@ -19,6 +19,7 @@ import (
 	"time"
 
 	em "github.com/dpserve/dpserve/internal/enginemodel"
+	"github.com/dpserve/dpserve/internal/pause"
 )
 
 // Limits of the HTTP server, the imitated engine's where it has one.
@@ -53,6 +54,7 @@ type Server struct {
 	ids     atomic.Uint64
 	faults  faults
 	active  *inflight
+	calls   callTable
 	started time.Time
 
 	stopping atomic.Bool
@@ -83,29 +85,32 @@ func New(cfg Config) (*Server, error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, err
 	}
+	if cfg.Logger == nil {
+		cfg.Logger = slog.New(slog.DiscardHandler)
+	}
 	cfg.Model.Lockstep = cfg.lockstep()
 	cfg.Model.BlockEvents = cfg.KVEvents.active()
 	cfg.Model.Transfer = cfg.Transfer.active()
 	cfg.Model.Lease, cfg.Model.Recompute = cfg.Transfer.lease(), cfg.Transfer.Recompute
 	s := &Server{
-		cfg: cfg, set: cfg.settings(), log: cfg.logger(), active: newInflight(), started: time.Now(),
+		cfg: cfg, set: cfg.settings(), log: cfg.Logger, active: newInflight(), started: time.Now(),
 	}
 	s.headers.server, s.headers.vary = []string{"uvicorn"}, []string{"Origin"}
 	s.headers.json = []string{"application/json"}
 	s.ids.Store(uint64(s.started.UnixNano()))
 	for i := range cfg.ranks() {
-		r, err := newRank(strconv.Itoa(max(i, cfg.DPRank)), cfg.Model, s.started)
+		r, err := newRank(strconv.Itoa(cfg.rankNumber(i)), cfg.Model, s.started)
 		if err != nil {
 			return nil, err
 		}
 		r.died = s.coreDied
 		if cfg.KVEvents.active() {
-			if r.kv, err = newKVPublisher(&s.cfg, max(i, cfg.DPRank), &s.faults); err != nil {
+			if r.kv, err = newKVPublisher(&s.cfg, cfg.rankNumber(i), &s.faults); err != nil {
 				return nil, err
 			}
 		}
 		if cfg.Transfer.active() {
-			r.exchange = newExchange(s, r, max(i, cfg.DPRank))
+			r.exchange = newExchange(s, r, cfg.rankNumber(i))
 		}
 		s.ranks = append(s.ranks, r)
 	}
@@ -120,7 +125,7 @@ func New(cfg Config) (*Server, error) {
 // Listen starts the engine up: it waits for the simulated load time and for the group, then opens the port,
 // which refuses connections until then. ctx bounds the start only.
 func (s *Server) Listen(ctx context.Context) error {
-	if err := s.startup(ctx); err != nil {
+	if err := startup(ctx, &s.cfg); err != nil {
 		return err
 	}
 	if s.cfg.lockstep() {
@@ -133,7 +138,7 @@ func (s *Server) Listen(ctx context.Context) error {
 	if err := s.openKV(ctx); err != nil {
 		return err
 	}
-	addr := net.JoinHostPort(s.cfg.Host, strconv.Itoa(s.cfg.Port))
+	addr := hostPort(s.cfg.Host, s.cfg.Port)
 	inner, err := s.cfg.listen(ctx, addr)
 	if err != nil {
 		return fmt.Errorf("listen on %s: %w", addr, err)
@@ -195,32 +200,6 @@ func (s *Server) begin(ctx context.Context) {
 	}
 }
 
-// startup simulates the load time and the failures of a start.
-func (s *Server) startup(ctx context.Context) error {
-	if s.cfg.StartHang {
-		<-ctx.Done()
-		return fmt.Errorf("start hangs as told: %w", context.Cause(ctx))
-	}
-	select {
-	case <-time.After(s.cfg.Startup):
-	case <-ctx.Done():
-		return fmt.Errorf("interrupted while starting: %w", context.Cause(ctx))
-	}
-	if s.cfg.StartExit {
-		return errors.New("start fails as told: drop --sim-fail start-exit")
-	}
-	if file := s.cfg.StartExitOnce; file != "" {
-		f, err := os.OpenFile(file, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
-		if err == nil {
-			return errors.Join(errors.New("start fails once as told: the next one succeeds"), f.Close())
-		}
-		if !errors.Is(err, os.ErrExist) {
-			return fmt.Errorf("mark the failed start: %w", err)
-		}
-	}
-	return nil
-}
-
 // after runs f once, unless the server is closed before.
 func (s *Server) after(d time.Duration, f func()) {
 	s.end.mu.Lock()
@@ -235,10 +214,6 @@ func (s *Server) Serve() error {
 	if s.gate == nil {
 		return errNotListening
 	}
-	return s.serve()
-}
-
-func (s *Server) serve() error {
 	err := s.http.Serve(s.gate)
 	s.end.mu.Lock()
 	defer s.end.mu.Unlock()
@@ -249,14 +224,6 @@ func (s *Server) serve() error {
 		return nil
 	}
 	return err
-}
-
-// Addr is where it listens; nil before Listen.
-func (s *Server) Addr() net.Addr {
-	if s.gate == nil {
-		return nil
-	}
-	return s.gate.Addr()
 }
 
 // URL is the base URL; "" before Listen.
@@ -334,9 +301,7 @@ func (s *Server) Shutdown(ctx context.Context, timeout time.Duration) {
 	if s.cfg.lockstep() {
 		kind = em.InputKill // a coupled rank's streams end with the error event, not with abort
 	}
-	for _, r := range s.ranks {
-		r.submit(em.Input{Kind: kind})
-	}
+	s.tellAll(em.Input{Kind: kind})
 	s.await(ctx.Done(), endWait)
 	s.leave(0, "stopped")
 }
@@ -350,7 +315,7 @@ func (s *Server) drain(ctx context.Context, timeout time.Duration) bool {
 	if !s.await(ctx.Done(), timeout) {
 		return false
 	}
-	s.linger(ctx, min(s.cfg.scaled(s.cfg.Linger), timeout-time.Since(begun)))
+	_ = pause.For(ctx, min(s.cfg.scaled(s.cfg.Linger), timeout-time.Since(begun)))
 	return true
 }
 
@@ -363,13 +328,6 @@ func (s *Server) await(quit <-chan struct{}, d time.Duration) bool {
 	case <-quit:
 	}
 	return false
-}
-
-func (s *Server) linger(ctx context.Context, d time.Duration) {
-	select {
-	case <-time.After(d):
-	case <-ctx.Done():
-	}
 }
 
 // wait is the engine's life while it serves.

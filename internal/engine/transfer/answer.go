@@ -178,15 +178,11 @@ type Failure uint8
 
 // The closed list of failures.
 const (
-	NoFailure Failure = iota
-	// PrefillBroken: an abort, or an answer that is no answer.
-	PrefillBroken
-	// PrefillNoParams: the engine answered without parameters: it has no connector, or one of another kind.
-	PrefillNoParams
-	// PrefillUnfit: the engine's parameters would end a decode engine, or make it compute another prompt.
-	PrefillUnfit
-	// PrefillStopped: the leg ended by a stop, and this transfer keeps the blocks of none but a full length.
-	PrefillStopped
+	NoFailure       Failure = iota
+	PrefillBroken           // an abort, or an answer that is no answer
+	PrefillNoParams         // no parameters: the engine has no connector, or one of another kind
+	PrefillUnfit            // they would end a decode engine, or make it compute another prompt
+	PrefillStopped          // the leg ended by a stop, and this transfer keeps blocks of a full length only
 	numFailures
 )
 

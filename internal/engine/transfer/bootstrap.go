@@ -39,25 +39,21 @@ const (
 	bootstrapTimeout = 5 * time.Second
 )
 
-// bootstrapHost reads the address of a bootstrap server.
-func bootstrapHost(transfer, address string) (host string, port int, err error) {
-	u, err := url.Parse(address)
-	if err != nil || u.Hostname() == "" || u.Scheme != "http" && u.Scheme != "https" {
-		return "", 0, fmt.Errorf("%w: write scheme://host:port", incomplete(transfer, "bootstrap"))
+// bootstrapURL reads the address of a bootstrap server.
+func bootstrapURL(transfer, address string) (u *url.URL, port int, err error) {
+	if u, err = url.Parse(address); err == nil {
+		port, err = strconv.Atoi(u.Port())
 	}
-	port, err = strconv.Atoi(u.Port())
-	if err != nil || port <= 0 || port > maxPort || u.Path != "" && u.Path != "/" {
-		return "", 0, fmt.Errorf("%w: write scheme://host:port", incomplete(transfer, "bootstrap"))
+	if err != nil || u.Hostname() == "" || u.Scheme != "http" && u.Scheme != "https" || port <= 0 ||
+		port > maxPort || u.Path != "" && u.Path != "/" {
+		return nil, 0, fmt.Errorf("%w: write scheme://host:port", incomplete(transfer, "bootstrap"))
 	}
-	return u.Hostname(), port, nil
+	return u, port, nil
 }
 
 // bootstrapQuery is a GET of path at the server at address.
 func bootstrapQuery(transfer, address, path string) (Query, error) {
-	if _, _, err := bootstrapHost(transfer, address); err != nil {
-		return Query{}, err
-	}
-	u, err := url.Parse(address)
+	u, _, err := bootstrapURL(transfer, address)
 	if err != nil {
 		return Query{}, err
 	}

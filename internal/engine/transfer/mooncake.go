@@ -5,8 +5,6 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
-
-	"github.com/dpserve/dpserve/internal/engine/openai"
 )
 
 // mooncake is vLLM's MooncakeConnector: both legs start at once and meet by a transfer id; the prefill engine
@@ -21,10 +19,8 @@ var mooncakeTraits = Traits{
 	routes: []Route{Completions, Chat, Generate}, limits: true, toLength: true,
 }
 
-// Traits implements Transfer.
 func (mooncake) Traits() *Traits { return &mooncakeTraits }
 
-// Begin implements Transfer.
 func (mooncake) Begin(_ *Request, id string, p Peer, _ func(n uint64) uint64) (Attempt, error) {
 	if id == "" {
 		return Attempt{}, incomplete(MooncakeName, "transfer id")
@@ -32,21 +28,15 @@ func (mooncake) Begin(_ *Request, id string, p Peer, _ func(n uint64) uint64) (A
 	if p.EngineID == "" {
 		return Attempt{}, incomplete(MooncakeName, "engine id, which its bootstrap server tells")
 	}
-	if _, _, err := bootstrapHost(MooncakeName, p.Bootstrap); err != nil {
+	if _, _, err := bootstrapURL(MooncakeName, p.Bootstrap); err != nil {
 		return Attempt{}, err
 	}
-	transferID := "xfer-" + id
-	b := append(make([]byte, 0, 160),
-		kvParams+`{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":`...)
-	b = append(openai.AppendString(b, transferID), '}')
-	d := append(make([]byte, 0, 256),
-		kvParams+`{"do_remote_decode":false,"do_remote_prefill":true,"transfer_id":`...)
-	d = openai.AppendString(d, transferID)
-	d = append(d, `,"remote_engine_id":`...)
-	d = openai.AppendString(d, p.EngineID)
-	d = append(d, `,"remote_bootstrap_addr":`...)
-	d = append(openai.AppendString(d, strings.TrimSuffix(p.Bootstrap, "/")), '}')
-	return Attempt{ID: id, prefill: b, decode: d}, nil
+	transferID := `,"transfer_id":` + quoted("xfer-"+id)
+	prefill := kvParams + `{"do_remote_decode":true,"do_remote_prefill":false` + transferID + `}`
+	decode := kvParams + `{"do_remote_decode":false,"do_remote_prefill":true` + transferID +
+		`,"remote_engine_id":` + quoted(p.EngineID) +
+		`,"remote_bootstrap_addr":` + quoted(strings.TrimSuffix(p.Bootstrap, "/")) + `}`
+	return Attempt{ID: id, prefill: []byte(prefill), decode: []byte(decode)}, nil
 }
 
 // Check implements Transfer. The answer holds no parameters.
@@ -61,7 +51,6 @@ func (mooncake) Check(a *Answer) Failure {
 	}
 }
 
-// Query implements Bootstrapper.
 func (mooncake) Query(address string) (Query, error) {
 	return bootstrapQuery(MooncakeName, address, "/query")
 }

@@ -27,8 +27,8 @@ const (
 	leaseMargin = 5 * time.Second
 )
 
-// usable is how long after its begin a lease may be relied on: 25 s of 30 s, half of a shorter lease.
-func usable(lease time.Duration) time.Duration {
+// Usable is how long after its begin a lease may be relied on: 25 s of 30 s, half of a shorter lease.
+func Usable(lease time.Duration) time.Duration {
 	if lease < DefaultLease {
 		return lease / 2
 	}
@@ -68,12 +68,12 @@ func NewParams(raw []byte, source Source, read time.Time, lease time.Duration) *
 	}
 	member := make([]byte, 0, len(kvParams)+len(raw))
 	member = append(append(member, kvParams...), raw...)
-	return &Params{member: member, source: source, deadline: read.Add(usable(lease))}
+	return &Params{member: member, source: source, deadline: read.Add(Usable(lease))}
 }
 
 // Take returns the parameters for Attempt.AppendDecode, and never again. current is the present life of the
-// prefill rank. The caller must write the decode leg before Deadline; if it finds that it has not, it cancels
-// the leg and shows nothing of its answer.
+// prefill rank. The caller must write the decode leg before the lease ends (pdproxy.Fence); if it finds that
+// it has not, it cancels the leg and shows nothing of its answer.
 func (p *Params) Take(now time.Time, current Source) ([]byte, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -109,9 +109,3 @@ func (p *Params) Discard() {
 	defer p.mu.Unlock()
 	p.state = paramsDead
 }
-
-// Deadline is the time before which the decode leg must have been written.
-func (p *Params) Deadline() time.Time { return p.deadline }
-
-// Source is the engine process that the parameters point into.
-func (p *Params) Source() Source { return p.source }

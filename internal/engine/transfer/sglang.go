@@ -23,7 +23,6 @@ var sglangTraits = Traits{
 // maxRoom is the largest room: engines keep rooms in signed 64 bits.
 const maxRoom = 1<<63 - 1
 
-// Traits implements Transfer.
 func (sglang) Traits() *Traits { return &sglangTraits }
 
 // Begin implements Transfer. The rank that a leg is for stands in its address (header or body), which is
@@ -94,9 +93,8 @@ func (sglang) Query(address string) (Query, error) {
 		"/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1")
 }
 
-// ReadPeer implements Bootstrapper.
 func (sglang) ReadPeer(address string, rank, status int, answer []byte) (Peer, error) {
-	host, port, err := bootstrapHost(SGLangName, address)
+	server, port, err := bootstrapURL(SGLangName, address)
 	if err != nil {
 		return Peer{}, err
 	}
@@ -112,5 +110,5 @@ func (sglang) ReadPeer(address string, rank, status int, answer []byte) (Peer, e
 	if in.DPSize <= 0 || rank < 0 || rank >= in.DPSize {
 		return Peer{}, fmt.Errorf("%w: rank %d of dp_size %d", ErrBootstrap, rank, in.DPSize)
 	}
-	return Peer{Host: host, Port: port, Rank: rank, DPSize: in.DPSize}, nil
+	return Peer{Host: server.Hostname(), Port: port, Rank: rank, DPSize: in.DPSize}, nil
 }

@@ -24,12 +24,9 @@ const (
 type Order uint8
 
 const (
-	// PrefillFirst: the decode leg needs what the prefill leg answered.
-	PrefillFirst Order = iota
-	// DecodeFirst: the prefill leg starts once the decode leg has been written.
-	DecodeFirst
-	// Together: both legs start at once.
-	Together
+	PrefillFirst Order = iota // the decode leg needs what the prefill leg answered
+	DecodeFirst               // the prefill leg starts once the decode leg has been written
+	Together                  // both legs start at once
 )
 
 // Traits is what holds for all requests of a transfer.
@@ -77,7 +74,7 @@ type Transfer interface {
 func Named(name string) (t Transfer, ok bool) {
 	switch name {
 	case NixlName:
-		return nixl{&nixlTraits}, true
+		return nixl{}, true
 	case NixlPushName:
 		return nixlPush{}, true
 	case MooncakeName:
@@ -97,6 +94,9 @@ var ErrPeer = errors.New("the prefill rank's transfer data is incomplete")
 func incomplete(transfer, field string) error {
 	return fmt.Errorf("%w: %s needs its %s", ErrPeer, transfer, field)
 }
+
+// quoted is s as a JSON string.
+func quoted(s string) string { return string(openai.AppendString(nil, s)) }
 
 // Peer is what a transfer must know of a prefill rank before the rank has answered. Pull transfers need none
 // of it.

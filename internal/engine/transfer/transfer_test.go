@@ -363,7 +363,7 @@ func TestParamsEndWithTheirEngineAndTheirLease(t *testing.T) {
 		120 * time.Second: 115 * time.Second,
 	} {
 		p := NewParams([]byte(`{}`), source, start, lease)
-		assert.Equal(t, start.Add(limit), p.Deadline())
+		assert.Equal(t, start.Add(limit), p.deadline)
 		_, err := p.Take(start.Add(limit), source)
 		require.ErrorIs(t, err, ErrLate)
 		_, err = p.Take(start, source)

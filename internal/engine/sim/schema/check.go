@@ -106,8 +106,6 @@ func (c *checker) allowsBy(s *object, keyword string, v any) (bool, error) {
 }
 
 // unsupported are the keywords that would have to be obeyed and are not.
-//
-//nolint:gochecknoglobals // a constant table
 var unsupported = []string{
 	"contains", "minContains", "maxContains", "dependentRequired", "dependentSchemas", "dependencies",
 	"propertyNames", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef",

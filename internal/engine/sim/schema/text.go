@@ -65,12 +65,17 @@ func (r *run) matching(pattern string, least, most int) (string, error) {
 	if err != nil {
 		return "", err
 	}
+	parsed, err := syntax.Parse(pattern, syntax.Perl)
+	if err != nil {
+		return "", err // it cannot be: the pattern has been compiled
+	}
 	for _, more := range []int{1, 0, 2, 4, 8, 16, 32, 64, 128, 256} { // repetitions beyond what must be
 		for range draws {
-			out, err := r.pattern(pattern, more)
-			if err != nil {
+			var b strings.Builder
+			if err := r.part(&b, parsed, more); err != nil {
 				return "", err
 			}
+			out := b.String()
 			if n := utf8.RuneCountInString(out); n >= least && n <= most && p.MatchString(out) {
 				return out, nil
 			}
@@ -79,18 +84,8 @@ func (r *run) matching(pattern string, least, most int) (string, error) {
 	return "", faultf("no text was found that the pattern %.100q matches", pattern)
 }
 
-// pattern writes a text by the parts of a pattern that compiles; more is how often a part is repeated at
-// most, beyond how often it must be. Anchors and word boundaries are not looked at.
-func (r *run) pattern(pattern string, more int) (string, error) {
-	parsed, err := syntax.Parse(pattern, syntax.Perl)
-	if err != nil {
-		return "", faultf("the pattern %.100q is not understood: %v", pattern, err)
-	}
-	var b strings.Builder
-	err = r.part(&b, parsed, more)
-	return b.String(), err
-}
-
+// part writes a text by the parts of a pattern; more is how often a part is repeated at most, beyond how
+// often it must be. Anchors and word boundaries are not looked at.
 func (r *run) part(b *strings.Builder, p *syntax.Regexp, more int) error {
 	if b.Len() > r.bytes {
 		return errLarge
@@ -167,8 +162,6 @@ func (r *run) character(ranges []rune) rune {
 }
 
 // formats writes texts of the formats that JSON Schema names. Others say nothing about the text.
-//
-//nolint:gochecknoglobals // a constant table
 var formats = map[string]func(*rand.Rand) string{
 	"date-time":    func(r *rand.Rand) string { return date(r) + "T" + clock(r) },
 	"date":         date,

@@ -54,14 +54,13 @@ func isFinal(err error) bool { return errors.Is(err, errSteps) || errors.Is(err,
 
 // Schema is a schema that values can be written for. It is not changed by that.
 type Schema struct {
-	root any
-	also []any // further schemas that the value obeys
+	all []any // the value obeys each; references refer to the first one
 }
 
 // Parse reads a schema.
 func Parse(text []byte) (*Schema, error) {
 	root, err := decode(text)
-	return &Schema{root: root}, err
+	return &Schema{[]any{root}}, err
 }
 
 // ParseObject reads the schema of values that are objects, whatever the schema says.
@@ -69,14 +68,14 @@ func ParseObject(text []byte) (*Schema, error) {
 	s, err := Parse(text)
 	object := newObject()
 	object.set("type", "object")
-	s.also = []any{object}
+	s.all = append(s.all, object)
 	return s, err
 }
 
 // Write writes a value: the same one for the same seed.
 func (s *Schema) Write(seed uint64) ([]byte, error) {
-	all, fault := append([]any{s.root}, s.also...), errNoValue
-	r := &run{checker: checker{root: s.root, steps: maxSteps}}
+	all, fault := s.all, errNoValue
+	r := &run{checker: checker{root: all[0], steps: maxSteps}}
 	for draw := range uint64(draws) {
 		r.rnd, r.bytes = rand.New(rand.NewPCG(seed, draw)), maxTextBytes
 		v, err := r.value(all, 0)
@@ -272,8 +271,6 @@ func (r *run) listed(values []any, all []*object) (any, error) {
 }
 
 // hints are the keywords that tell the type of a value where none is written.
-//
-//nolint:gochecknoglobals // a constant table
 var hints = map[string]string{
 	"properties": "object", "required": "object", "additionalProperties": "object",
 	"patternProperties": "object", "minProperties": "object",

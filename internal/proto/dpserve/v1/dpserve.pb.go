@@ -238,18 +238,19 @@ func (x *Peer) GetUid() string {
 }
 
 type RenewRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Node          []byte                 `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`                // state.Node as JSON
-	Incarnation   uint64                 `protobuf:"varint,2,opt,name=incarnation,proto3" json:"incarnation,omitempty"` // of the node's process
-	WallUnixNano  int64                  `protobuf:"varint,3,opt,name=wall_unix_nano,json=wallUnixNano,proto3" json:"wall_unix_nano,omitempty"`
-	Events        []*UnitEvent           `protobuf:"bytes,4,rep,name=events,proto3" json:"events,omitempty"`                         // not yet taken, by number
-	Units         []*UnitEvent           `protobuf:"bytes,5,rep,name=units,proto3" json:"units,omitempty"`                           // the newest of every unit the node has
-	Index         uint64                 `protobuf:"varint,6,opt,name=index,proto3" json:"index,omitempty"`                          // of its copy of the state
-	Trouble       string                 `protobuf:"bytes,7,opt,name=trouble,proto3" json:"trouble,omitempty"`                       // what people should know of the node; empty = nothing
-	Stopping      bool                   `protobuf:"varint,8,opt,name=stopping,proto3" json:"stopping,omitempty"`                    // it starts no unit any more, and ends those that it has after their grace
-	AfterStop     bool                   `protobuf:"varint,9,opt,name=after_stop,json=afterStop,proto3" json:"after_stop,omitempty"` // the node's process before this one was told to end
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	state            protoimpl.MessageState `protogen:"open.v1"`
+	Node             []byte                 `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`                // state.Node as JSON
+	Incarnation      uint64                 `protobuf:"varint,2,opt,name=incarnation,proto3" json:"incarnation,omitempty"` // of the node's process
+	WallUnixNano     int64                  `protobuf:"varint,3,opt,name=wall_unix_nano,json=wallUnixNano,proto3" json:"wall_unix_nano,omitempty"`
+	Events           []*UnitEvent           `protobuf:"bytes,4,rep,name=events,proto3" json:"events,omitempty"`                                                 // not yet taken, by number
+	Units            []*UnitEvent           `protobuf:"bytes,5,rep,name=units,proto3" json:"units,omitempty"`                                                   // the newest of every unit the node has
+	Index            uint64                 `protobuf:"varint,6,opt,name=index,proto3" json:"index,omitempty"`                                                  // of its copy of the state
+	Trouble          string                 `protobuf:"bytes,7,opt,name=trouble,proto3" json:"trouble,omitempty"`                                               // what people should know of the node; empty = nothing
+	Stopping         bool                   `protobuf:"varint,8,opt,name=stopping,proto3" json:"stopping,omitempty"`                                            // it starts no unit any more, and ends those that it has after their grace
+	AfterStop        bool                   `protobuf:"varint,9,opt,name=after_stop,json=afterStop,proto3" json:"after_stop,omitempty"`                         // the node's process before this one was told to end
+	RestartGraceNano int64                  `protobuf:"varint,10,opt,name=restart_grace_nano,json=restartGraceNano,proto3" json:"restart_grace_nano,omitempty"` // the process is about to be replaced, its engines live on; 0 = no
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *RenewRequest) Reset() {
@@ -343,6 +344,13 @@ func (x *RenewRequest) GetAfterStop() bool {
 		return x.AfterStop
 	}
 	return false
+}
+
+func (x *RenewRequest) GetRestartGraceNano() int64 {
+	if x != nil {
+		return x.RestartGraceNano
+	}
+	return 0
 }
 
 type RenewReply struct {
@@ -1115,6 +1123,7 @@ type PublishRequest struct {
 	Rank          int32                  `protobuf:"varint,3,opt,name=rank,proto3" json:"rank,omitempty"`
 	Addr          string                 `protobuf:"bytes,4,opt,name=addr,proto3" json:"addr,omitempty"`
 	Port          int32                  `protobuf:"varint,5,opt,name=port,proto3" json:"port,omitempty"`
+	Settings      string                 `protobuf:"bytes,6,opt,name=settings,proto3" json:"settings,omitempty"` // of rank 0's engine, once it is up
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1182,6 +1191,13 @@ func (x *PublishRequest) GetPort() int32 {
 		return x.Port
 	}
 	return 0
+}
+
+func (x *PublishRequest) GetSettings() string {
+	if x != nil {
+		return x.Settings
+	}
+	return ""
 }
 
 type PublishReply struct {
@@ -1285,6 +1301,7 @@ type AwaitReply struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Addr          string                 `protobuf:"bytes,1,opt,name=addr,proto3" json:"addr,omitempty"`
 	Port          int32                  `protobuf:"varint,2,opt,name=port,proto3" json:"port,omitempty"`
+	Settings      string                 `protobuf:"bytes,3,opt,name=settings,proto3" json:"settings,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1331,6 +1348,13 @@ func (x *AwaitReply) GetPort() int32 {
 		return x.Port
 	}
 	return 0
+}
+
+func (x *AwaitReply) GetSettings() string {
+	if x != nil {
+		return x.Settings
+	}
+	return ""
 }
 
 type StartRankRequest struct {
@@ -2760,7 +2784,7 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\aaddress\x18\x02 \x01(\tR\aaddress\x12\x16\n" +
 	"\x06gossip\x18\x03 \x01(\tR\x06gossip\x12\x14\n" +
 	"\x05roles\x18\x04 \x03(\tR\x05roles\x12\x10\n" +
-	"\x03uid\x18\x05 \x01(\tR\x03uid\"\xb1\x02\n" +
+	"\x03uid\x18\x05 \x01(\tR\x03uid\"\xdf\x02\n" +
 	"\fRenewRequest\x12\x12\n" +
 	"\x04node\x18\x01 \x01(\fR\x04node\x12 \n" +
 	"\vincarnation\x18\x02 \x01(\x04R\vincarnation\x12$\n" +
@@ -2771,7 +2795,9 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\atrouble\x18\a \x01(\tR\atrouble\x12\x1a\n" +
 	"\bstopping\x18\b \x01(\bR\bstopping\x12\x1d\n" +
 	"\n" +
-	"after_stop\x18\t \x01(\bR\tafterStop\"\xb4\x01\n" +
+	"after_stop\x18\t \x01(\bR\tafterStop\x12,\n" +
+	"\x12restart_grace_nano\x18\n" +
+	" \x01(\x03R\x10restartGraceNano\"\xb4\x01\n" +
 	"\n" +
 	"RenewReply\x12\x19\n" +
 	"\bttl_nano\x18\x01 \x01(\x03R\attlNano\x12\x16\n" +
@@ -2833,22 +2859,24 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\vAssignReply\x12\x12\n" +
 	"\x04rank\x18\x01 \x01(\x05R\x04rank\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x04R\x05epoch\x12\x17\n" +
-	"\adp_size\x18\x03 \x01(\x05R\x06dpSize\"v\n" +
+	"\adp_size\x18\x03 \x01(\x05R\x06dpSize\"\x92\x01\n" +
 	"\x0ePublishRequest\x12\x12\n" +
 	"\x04unit\x18\x01 \x01(\tR\x04unit\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x04R\x05epoch\x12\x12\n" +
 	"\x04rank\x18\x03 \x01(\x05R\x04rank\x12\x12\n" +
 	"\x04addr\x18\x04 \x01(\tR\x04addr\x12\x12\n" +
-	"\x04port\x18\x05 \x01(\x05R\x04port\"\x0e\n" +
+	"\x04port\x18\x05 \x01(\x05R\x04port\x12\x1a\n" +
+	"\bsettings\x18\x06 \x01(\tR\bsettings\"\x0e\n" +
 	"\fPublishReply\"L\n" +
 	"\fAwaitRequest\x12\x12\n" +
 	"\x04unit\x18\x01 \x01(\tR\x04unit\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x04R\x05epoch\x12\x12\n" +
-	"\x04rank\x18\x03 \x01(\x05R\x04rank\"4\n" +
+	"\x04rank\x18\x03 \x01(\x05R\x04rank\"P\n" +
 	"\n" +
 	"AwaitReply\x12\x12\n" +
 	"\x04addr\x18\x01 \x01(\tR\x04addr\x12\x12\n" +
-	"\x04port\x18\x02 \x01(\x05R\x04port\"\x91\x02\n" +
+	"\x04port\x18\x02 \x01(\x05R\x04port\x12\x1a\n" +
+	"\bsettings\x18\x03 \x01(\tR\bsettings\"\x91\x02\n" +
 	"\x10StartRankRequest\x12\x10\n" +
 	"\x03app\x18\x01 \x01(\fR\x03app\x12!\n" +
 	"\fapp_revision\x18\x02 \x01(\x04R\vappRevision\x12\x12\n" +

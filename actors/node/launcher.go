@@ -1,0 +1,163 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/engine"
+	"github.com/dpserve/dpserve/internal/process"
+)
+
+// LaunchOrder is one start of an engine: the command, and for whom it is started. The later process of a node
+// that finds the engine reads it from the engine's shim, so its JSON names stay.
+type LaunchOrder struct {
+	engine.Launch `json:"launch"`
+
+	App          string   `json:"app"`
+	Revision     uint64   `json:"revision"` // of the application
+	Unit         string   `json:"unit"`
+	Group        int      `json:"group"`
+	Epoch        uint64   `json:"epoch"`
+	Ranks        []int    `json:"ranks"`        // hosted by this process
+	Incarnations []uint64 `json:"incarnations"` // of Ranks, in their order
+	Devices      []int    `json:"devices,omitempty"`
+	Ports        []int    `json:"ports,omitempty"` // that the engine binds
+
+	Order *msg.StartRank `json:"order"` // what the node was told: the later process adopts the unit by it
+}
+
+// Found is an engine that an earlier process of this node left in its shim.
+type Found struct {
+	LaunchOrder
+
+	Process Process // may have ended already
+	Began   time.Time
+}
+
+// Launcher starts engines. The node's own launchers start processes, as direct children or in shims; tests
+// start engines inside their own process. All methods are safe for concurrent use.
+type Launcher interface {
+	// Start runs o and returns once it runs. ctx bounds the start, not the engine. Lines of both streams go
+	// to the writers.
+	Start(ctx context.Context, o LaunchOrder, stdout, stderr io.Writer) (Process, error)
+	// Found lists the engines that an earlier process of this node left, alive or ended. The list is made
+	// before the node takes commands and does not change; the caller ends or adopts, and releases, each one.
+	Found() []Found
+	// Extend lets engines in shims live for ttl from now, whether or not this process does. It counts with
+	// on_lease_loss fence only.
+	Extend(ttl time.Duration)
+}
+
+// Process is a started engine and everything that it started. All methods are safe for concurrent use and
+// return at once.
+type Process interface {
+	PID() int                // 0 if it has no process of its own
+	Exited() <-chan struct{} // closed when the front process has ended; the rest of its group may live on
+	Exit() Exit              // valid once Exited is closed
+	Terminate()              // SIGTERM to the front process
+	Kill()                   // SIGKILL to the whole group
+	Held() string            // describes the living processes of the group; "" when it is empty
+
+	// Adopt passes the output of a found engine on, beginning some lines before the first one that no node
+	// has read. No effect on a started engine, and the second time.
+	Adopt(stdout, stderr io.Writer)
+	// Release forgets an engine that has ended, once its end is reported: its shim ends and its files are
+	// removed. No effect without a shim.
+	Release()
+	// Detach lets go of an engine that is to outlive this process. Nothing is heard of it afterwards.
+	Detach()
+}
+
+// Exit describes the end of a front process.
+type Exit = process.Exit
+
+// ShimConfig lets engines outlive this process. It needs Linux and a data dir; elsewhere engines are direct
+// children.
+type ShimConfig struct {
+	Cluster       string        // id of the cluster
+	Node          string        // UID of this node
+	OrphanTimeout time.Duration // how long an engine lives without a node; 0 = not at all
+}
+
+// reapEach is the pause between two checks for orphans that process 1 has to reap.
+const reapEach = 5 * time.Second
+
+// errClosed says that the node is closed.
+var errClosed = errors.New("the node is closed")
+
+// processes is the Launcher of engines that end with the node: they are its children.
+type processes struct {
+	forker *process.Forker
+	table  *processTable
+}
+
+var _ Launcher = (*processes)(nil)
+
+func newProcesses(t *processTable) *processes {
+	p := &processes{forker: process.NewForker(), table: t}
+	if os.Getpid() == 1 {
+		go reapOrphans(p.forker.Done(), reapEach, t.owns)
+	}
+	return p
+}
+
+// close ends the forking thread, and with it, on Linux, every remaining engine. Idempotent.
+func (p *processes) close() { p.forker.Close() }
+
+// Found implements Launcher: a direct child does not outlive its node.
+func (*processes) Found() []Found { return nil }
+
+// Extend implements Launcher.
+func (*processes) Extend(time.Duration) {}
+
+// Start implements Launcher.
+func (p *processes) Start(ctx context.Context, o LaunchOrder, stdout, stderr io.Writer) (Process, error) {
+	mark := process.Mark(p.table.newLaunch())
+	c, err := p.forker.Start(ctx, process.Command{Argv: o.Argv, Env: o.Env, Mark: mark}, stdout, stderr)
+	if err != nil {
+		return nil, fmt.Errorf("start engine %s: %w", o.Argv[0], err)
+	}
+	p.table.add(c.PID(), mark)
+	return &child{c, p.table}, nil
+}
+
+// child is an engine that is a child of this process.
+type child struct {
+	*process.Child
+
+	table *processTable
+}
+
+var _ Process = (*child)(nil)
+
+// Held implements Process. An empty group is removed from the table.
+func (c *child) Held() string {
+	left := c.Child.Held()
+	if left == "" {
+		c.table.remove(c.PID())
+	}
+	return left
+}
+
+// Adopt implements Process.
+func (*child) Adopt(io.Writer, io.Writer) {}
+
+// Release implements Process.
+func (*child) Release() {}
+
+// Detach implements Process: the engine ends with this process all the same.
+func (*child) Detach() {}
+
+func closed(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
+	}
+}

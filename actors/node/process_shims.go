@@ -1,0 +1,303 @@
+package node
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"maps"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/dpserve/dpserve/internal/pause"
+	"github.com/dpserve/dpserve/internal/shim"
+)
+
+// enginesDir is the folder of the shims in the data dir.
+const enginesDir = "engines"
+
+const (
+	findAtOnce  = 32              // shims that are asked, or ended, at a time when the node starts
+	ownerWait   = 2 * time.Second // until a shim has noticed the end of the process before
+	ownerPoll   = 10 * time.Millisecond
+	releaseWait = 10 * time.Second // until a shim whose engine has ended has ended itself
+	leastLease  = time.Second      // on_lease_loss fence: what a new engine gets at least
+)
+
+// shims is the Launcher of engines that outlive the node. Each one runs in a shim.
+type shims struct {
+	cfg        ShimConfig
+	dir        string
+	executable string
+	boot       string
+	fence      bool          // engines end with the lease
+	grace      time.Duration // from SIGTERM to SIGKILL, when a shim ends its engine
+	lease      time.Duration // fence: before the first Extend
+	table      *processTable
+	log        *slog.Logger
+
+	found     []Found
+	foreign   []string       // folders that are left alone, with the reason
+	releasing sync.WaitGroup // shims that are about to end
+	done      chan struct{}
+	once      sync.Once
+
+	mu    sync.Mutex
+	until time.Time // fence: when the last Extend runs out
+	live  map[*shimProcess]struct{}
+}
+
+var _ Launcher = (*shims)(nil)
+
+// openShims finds what an earlier process of the node left: engines to adopt are connected, all else that is
+// this node's is ended.
+func openShims(cfg *Config, timers *Timers, t *processTable) (*shims, error) {
+	l := &shims{
+		cfg: *cfg.Shims, dir: filepath.Join(cfg.DataDir, enginesDir), executable: cfg.Executable,
+		boot: shim.BootID(), fence: cfg.OnLeaseLoss == Fence, grace: timers.KillGrace,
+		lease: timers.LeaseTTL, table: t, log: cfg.Log, done: make(chan struct{}),
+		live: map[*shimProcess]struct{}{},
+	}
+	if l.fence {
+		l.grace /= cutPart
+	}
+	if err := l.discover(); err != nil {
+		return nil, err
+	}
+	if os.Getpid() == 1 {
+		go reapOrphans(l.done, reapEach, t.owns)
+	}
+	return l, nil
+}
+
+// Found implements Launcher.
+func (l *shims) Found() []Found { return l.found }
+
+// Start implements Launcher.
+func (l *shims) Start(ctx context.Context, o LaunchOrder, stdout, stderr io.Writer) (Process, error) {
+	spec, err := l.spec(o)
+	if err != nil {
+		return nil, fmt.Errorf("start engine %s: %w", o.Argv[0], err)
+	}
+	client, info, err := shim.Start(ctx, l.executable, l.dir, spec)
+	if err != nil {
+		return nil, fmt.Errorf("start engine %s: %w", o.Argv[0], err)
+	}
+	p := newShimProcess(l, filepath.Join(l.dir, spec.ID), spec.ID, info.State, client)
+	if err := p.watch(ctx); err != nil {
+		client.Close()
+		return nil, errors.Join(err, shim.Remove(p.dir, p.id))
+	}
+	p.follow(0, stdout, stderr) //nolint:contextcheck // ctx bounds the start only
+	return p, nil
+}
+
+// spec is what the shim of a launch is told.
+func (l *shims) spec(o LaunchOrder) (shim.Spec, error) {
+	path := o.Argv[0]
+	if !strings.Contains(path, "/") { // the shim has no PATH
+		found, err := exec.LookPath(path)
+		if err != nil {
+			return shim.Spec{}, err
+		}
+		path = found
+	}
+	here, err := os.Getwd()
+	if err != nil {
+		return shim.Spec{}, err
+	}
+	spec := shim.Spec{
+		Cluster: l.cfg.Cluster, Node: l.cfg.Node, Boot: l.boot, ID: l.table.newLaunch(),
+		Path: path, Argv: o.Argv, Env: o.Env, Dir: here,
+		Orphan: l.cfg.OrphanTimeout, Lease: l.leaseLeft(), Grace: l.grace,
+	}
+	o.Argv, o.Env = nil, nil // the spec has them
+	spec.Order, err = json.Marshal(&o)
+	return spec, err
+}
+
+// leaseLeft is how long a new engine lives before an Extend; 0 = on_lease_loss serve.
+func (l *shims) leaseLeft() time.Duration {
+	if !l.fence {
+		return 0
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.until.IsZero() {
+		return l.lease
+	}
+	return max(time.Until(l.until), leastLease)
+}
+
+// Extend implements Launcher.
+func (l *shims) Extend(ttl time.Duration) {
+	if !l.fence {
+		return
+	}
+	l.mu.Lock()
+	l.until = time.Now().Add(ttl)
+	l.mu.Unlock()
+	for _, p := range l.engines() {
+		if !closed(p.exited) {
+			_ = p.client.Extend(ttl) // a shim that is gone is noticed by its watch
+		}
+	}
+}
+
+func (l *shims) add(p *shimProcess) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.live[p] = struct{}{}
+}
+
+func (l *shims) remove(p *shimProcess) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	delete(l.live, p)
+}
+
+// engines lists the engines that are not released.
+func (l *shims) engines() []*shimProcess {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return slices.Collect(maps.Keys(l.live))
+}
+
+// close waits until released shims have ended, and lets go of the others. Idempotent.
+func (l *shims) close() {
+	l.releasing.Wait()
+	for _, p := range l.engines() {
+		p.Detach()
+	}
+	l.once.Do(func() { close(l.done) })
+}
+
+// discover fills found and foreign.
+func (l *shims) discover() error {
+	entries, err := shim.Discover(context.Background(), l.dir)
+	if err != nil {
+		return fmt.Errorf("read %s: %w", l.dir, err)
+	}
+	found := make([]*Found, len(entries))
+	foreign := make([]string, len(entries))
+	var g errgroup.Group
+	g.SetLimit(findAtOnce)
+	for i := range entries {
+		g.Go(func() error {
+			found[i], foreign[i] = l.take(&entries[i])
+			return nil
+		})
+	}
+	_ = g.Wait()
+	for i := range entries {
+		if found[i] != nil {
+			l.found = append(l.found, *found[i])
+		}
+		if foreign[i] != "" {
+			l.foreign = append(l.foreign, foreign[i])
+		}
+	}
+	slices.SortFunc(l.found, func(a, b Found) int { return a.Began.Compare(b.Began) })
+	return nil
+}
+
+// Reasons why what was found is not adopted.
+var (
+	errOtherCluster = errors.New("another cluster started it")
+	errOtherNode    = errors.New("another node started it")
+	errOtherBoot    = errors.New("the machine has been booted since")
+)
+
+// take sorts a folder: an engine of this node to adopt or to report, one that is left alone, because it may
+// be somebody else's, with the reason, or one that is ended and forgotten.
+func (l *shims) take(e *shim.Entry) (*Found, string) {
+	err := l.mine(e)
+	if err == nil {
+		var f *Found
+		if f, err = l.adopt(e); err == nil {
+			return f, ""
+		}
+	}
+	if e.Client != nil {
+		defer e.Client.Close()
+	}
+	if errors.Is(err, shim.ErrForeign) || errors.Is(err, shim.ErrOwned) {
+		l.log.Warn("an engine's shim is left alone", slog.String("dir", e.Dir),
+			slog.String("err", err.Error()))
+		return nil, fmt.Sprintf("%s: %v", e.Dir, err)
+	}
+	l.log.Warn("ending an engine that an earlier process left behind", slog.String("dir", e.Dir),
+		slog.String("reason", err.Error()))
+	if err := shim.Remove(e.Dir, filepath.Base(e.Dir)); err != nil {
+		l.log.Error("what an earlier process left behind does not end", slog.String("err", err.Error()))
+		return nil, fmt.Sprintf("%s: %v", e.Dir, err)
+	}
+	return nil, ""
+}
+
+// mine says why an engine is not one of this node's that can be adopted or reported.
+func (l *shims) mine(e *shim.Entry) error {
+	switch gone := errors.Is(e.Err, shim.ErrGone); {
+	case e.Err != nil && !gone:
+		return e.Err
+	case e.Spec.Cluster != l.cfg.Cluster:
+		return errOtherCluster
+	case e.Spec.Node != l.cfg.Node:
+		return errOtherNode
+	case e.Spec.Boot != l.boot:
+		return errOtherBoot
+	case gone && e.State.PID == 0:
+		return e.Err // the engine has never run
+	}
+	return nil
+}
+
+// adopt makes this process the owner of an engine. An engine whose shim is gone has ended, or ends now.
+func (l *shims) adopt(e *shim.Entry) (*Found, error) {
+	var o LaunchOrder
+	if err := json.Unmarshal(e.Spec.Order, &o); err != nil {
+		return nil, err
+	}
+	o.Argv, o.Env = e.Spec.Argv, e.Spec.Env
+	p := newShimProcess(l, e.Dir, e.Spec.ID, e.State, e.Client)
+	p.unread = e.Read
+	if e.Client == nil {
+		if err := shim.End(e.Spec.ID); err != nil {
+			return nil, err
+		}
+		exit := exitWithShim(e.State.Began)
+		if e.State.Exit != nil { // it is on disk
+			exit = *e.State.Exit
+		}
+		p.end(exit)
+		return &Found{o, p, e.State.Began}, nil
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), ownerWait)
+	defer cancel()
+	err := p.watch(ctx)
+	for errors.Is(err, shim.ErrOwned) && pause.For(ctx, ownerPoll) == nil {
+		err = p.watch(ctx)
+	}
+	if err != nil {
+		l.remove(p)
+		return nil, err
+	}
+	if e.State.Phase == shim.Ending { // it was told to end: it does not serve again
+		p.Kill()
+	}
+	return &Found{o, p, e.State.Began}, nil
+}
+
+// exitWithShim is the end of an engine that has ended with its shim.
+func exitWithShim(began time.Time) Exit {
+	return Exit{Code: -1, Signal: "killed (its shim was killed)", After: time.Since(began)}
+}

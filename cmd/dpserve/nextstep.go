@@ -1,0 +1,148 @@
+package main
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/state"
+)
+
+// nextStep returns what a person should do next about the applications and nodes: one sentence about the
+// most urgent thing. It returns "" if all is well, or will be without a person.
+func nextStep(apps []client.AppStatus, nodes []client.NodeStatus) string {
+	return cmp.Or(
+		lostNodeStep(apps, nodes), rankStep(apps, failedStep), rankStep(apps, noRoomStep),
+		rankStep(apps, attachedStep), rankStep(apps, restartedStep), rankStep(apps, trippedStep),
+		fullQueueStep(apps), rankStep(apps, silentEventsStep), nodeNoteStep(nodes),
+	)
+}
+
+// lostNodeStep is about nodes that do not answer: those that the cluster has given up, and those with ranks.
+func lostNodeStep(apps []client.AppStatus, nodes []client.NodeStatus) string {
+	for i := range nodes {
+		if n := &nodes[i]; n.State == "lost" {
+			return fmt.Sprintf("start dpserve on %s again, or `dpserve nodes remove %s`: it is lost%s",
+				n.Node, n.Node, inBrackets(joinLines(n.Reason)))
+		}
+	}
+	for r := range allRanks(apps) {
+		if r.rank.Phase == client.Unreachable {
+			return fmt.Sprintf("look at node %s, its network and its dpserve: %s", r.rank.Node,
+				joinLines(r.unit.Reason))
+		}
+	}
+	return ""
+}
+
+// rankStep returns the step of the first rank that needs one, and how many more need the same.
+func rankStep(apps []client.AppStatus, step func(r rankRow) (what, about string)) string {
+	first, more := "", map[string]bool{}
+	for r := range allRanks(apps) {
+		if what, about := step(r); what != "" {
+			first = cmp.Or(first, what)
+			more[about] = true
+		}
+	}
+	if len(more) > 1 {
+		first += fmt.Sprintf(" (and %d more like it)", len(more)-1)
+	}
+	return first
+}
+
+// failedStep is about a unit whose starts have ended for good.
+func failedStep(r rankRow) (what, about string) {
+	if r.rank.Phase != string(state.Failed) {
+		return "", ""
+	}
+	reason, _, _ := strings.Cut(r.reason(), "; hint: ")
+	return fmt.Sprintf("`dpserve logs %s`, correct what it says, and deploy again: %s failed %s%s", r.name(),
+		r.unit.Unit, formatCount(max(r.unit.Attempt, 1), "time"), inBrackets(reason)), r.unit.Unit
+}
+
+// noRoomStep is about a unit that finds no room.
+func noRoomStep(r rankRow) (what, about string) {
+	why := joinLines(r.unit.Reason)
+	waits := r.rank.Phase == string(state.Pending) || r.rank.Phase == string(state.Backoff)
+	if !waits || !isPlacementReason(r.pool(), why) {
+		return "", ""
+	}
+	text, hint, _ := strings.Cut(why, "; hint: ")
+	group, fits, _ := strings.Cut(strings.TrimPrefix(text, "place "), ": ")
+	fits, _, _ = strings.Cut(fits, "; ")
+	return fmt.Sprintf("%s: %s finds no room: %s", cmp.Or(hint, "start another node with `dpserve join`, or "+
+		"lower num_replicas"), group, fits), r.pool()
+}
+
+// attachedStep is about an engine that somebody else runs and that does not answer.
+func attachedStep(r rankRow) (what, about string) {
+	waits := []string{string(state.Starting), string(state.Fenced), string(state.Backoff)}
+	if r.app.Kind != string(app.KindAttach) || !slices.Contains(waits, r.rank.Phase) || r.reason() == "" {
+		return "", ""
+	}
+	at := cmp.Or(r.rank.URL, "its URL")
+	return fmt.Sprintf("start the engine of %s at %s, or `dpserve ranks remove`: %s", r.name(), at,
+		r.reason()), r.name()
+}
+
+// restartsNoted is how many restarts of a unit that is not ready are more than bad luck.
+const restartsNoted = 3
+
+// restartedStep is about a unit that starts and ends again and again.
+func restartedStep(r rankRow) (what, about string) {
+	if r.unit.Restarts < restartsNoted || r.rank.Phase == string(state.Ready) ||
+		r.rank.Phase == string(state.Draining) {
+		return "", ""
+	}
+	return fmt.Sprintf("`dpserve logs %s`: %s was restarted %s%s", r.name(), r.unit.Unit,
+		formatCount(r.unit.Restarts, "time"), inBrackets(joinLines(r.unit.Reason))), r.unit.Unit
+}
+
+// trippedStep is about a rank whose answers failed.
+func trippedStep(r rankRow) (what, about string) {
+	if !r.rank.Tripped {
+		return "", ""
+	}
+	return fmt.Sprintf("`dpserve logs %s`: its answers failed in a row", r.name()), r.name()
+}
+
+// fullQueueStep is about an application that has less room than its clients want.
+func fullQueueStep(apps []client.AppStatus) string {
+	for i := range apps {
+		if a := &apps[i]; a.MaxQueued > 0 && a.Queued >= a.MaxQueued {
+			return fmt.Sprintf("raise num_replicas of %s: %d requests wait, and a queue holds %d; more are "+
+				"refused", a.Name, a.Queued, a.MaxQueued)
+		}
+	}
+	return ""
+}
+
+// silentEventsStep is about a rank whose KV events do not come.
+func silentEventsStep(r rankRow) (what, about string) {
+	if kv := r.rank.KV; kv == nil || kv.Events == nil || kv.Events.State != client.EventsSilent {
+		return "", ""
+	}
+	return fmt.Sprintf("`dpserve doctor`: no KV events come from %s while requests complete", r.name()),
+		r.name()
+}
+
+// nodeNoteStep is about what a node itself says: its clock, version, disk or certificate.
+func nodeNoteStep(nodes []client.NodeStatus) string {
+	for i := range nodes {
+		if n := &nodes[i]; len(n.Notes) > 0 {
+			return fmt.Sprintf("look at node %s: %s", n.Node, joinLines(n.Notes[0]))
+		}
+	}
+	return ""
+}
+
+// inBrackets returns a reason as an addition to a sentence.
+func inBrackets(reason string) string {
+	if reason == "" {
+		return ""
+	}
+	return " (" + reason + ")"
+}

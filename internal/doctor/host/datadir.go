@@ -1,0 +1,174 @@
+package host
+
+import (
+	"encoding/json"
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"syscall"
+	"time"
+
+	"github.com/dpserve/dpserve/internal/cluster/pki"
+	"github.com/dpserve/dpserve/internal/doctor"
+	"github.com/dpserve/dpserve/internal/process"
+)
+
+// Files of a data dir. Their owners are internal/cluster (the lock and the identity), actors/node (the
+// process groups), internal/cluster/peering (the certificate) and the shims (their engines).
+const (
+	lockFile      = "lock"
+	identityFile  = "cluster.json"
+	groupsFile    = "pgids"
+	certificateIn = "pki"
+	enginesFolder = "engines"
+)
+
+// shimMark begins the environment entry of a shim; the name of its folder follows.
+const shimMark = "DPSERVE_SHIM="
+
+// syncTrials are the synced writes whose median is told.
+const syncTrials = 5
+
+// inspectDataDir writes a temporary file where the data dir is, or would be made, and removes it again.
+func inspectDataDir(path string) *doctor.DataDir {
+	out := &doctor.DataDir{Path: path}
+	if absolute, err := filepath.Abs(path); err == nil {
+		out.Path = absolute
+	}
+	folder := out.Path
+	for {
+		info, err := os.Stat(folder)
+		if err == nil && !info.IsDir() {
+			out.Error = folder + " is not a folder"
+			return out
+		}
+		if err == nil {
+			break
+		}
+		if !errors.Is(err, fs.ErrNotExist) || folder == filepath.Dir(folder) {
+			out.Error = plain(err)
+			return out
+		}
+		folder, out.Missing = filepath.Dir(folder), true
+	}
+	out.InUse = !out.Missing && isLocked(filepath.Join(folder, lockFile))
+	if free, size, err := diskSpace(folder); err == nil {
+		out.Free, out.Size = free, size
+	}
+	synced, err := trySync(folder)
+	if err != nil {
+		out.Error = plain(err)
+	}
+	out.Synced = synced
+	return out
+}
+
+// isLocked reports whether a process holds the lock of the data dir. It takes the lock in shared mode for a
+// moment, for which a dpserve that starts waits.
+func isLocked(path string) bool {
+	f, err := os.Open(path) //nolint:gosec // a file of the data dir
+	if err != nil {
+		return false
+	}
+	defer func() { _ = f.Close() }() // it unlocks
+	return errors.Is(syscall.Flock(int(f.Fd()), syscall.LOCK_SH|syscall.LOCK_NB), syscall.EWOULDBLOCK)
+}
+
+// trySync returns how long a synced write takes in a folder: the median of several.
+func trySync(folder string) (took time.Duration, err error) {
+	f, err := os.CreateTemp(folder, ".doctor-*")
+	if err != nil {
+		return 0, err
+	}
+	defer func() { err = errors.Join(err, f.Close(), os.Remove(f.Name())) }()
+	block := make([]byte, 4096)
+	times := make([]time.Duration, 0, syncTrials)
+	for range syncTrials {
+		began := time.Now()
+		if _, err := f.Write(block); err != nil {
+			return 0, err
+		}
+		if err := f.Sync(); err != nil {
+			return 0, err
+		}
+		times = append(times, time.Since(began))
+	}
+	slices.Sort(times)
+	return times[syncTrials/2], nil
+}
+
+// certificate reads the node's certificate; nil = it has none, because it stands alone or has not joined.
+func certificate(dataDir string) *doctor.Certificate {
+	files, err := pki.Load(filepath.Join(dataDir, certificateIn))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return &doctor.Certificate{Error: plain(err)}
+	}
+	own, err := files.Credentials()
+	if err != nil {
+		return &doctor.Certificate{Error: plain(err)}
+	}
+	return &doctor.Certificate{
+		Node: own.Identity.Node, Ends: own.NotAfter, RenewAt: own.RenewAt(),
+		OwnAuthority: len(files.AuthorityKey) > 0,
+	}
+}
+
+// group is an entry of groupsFile: a process group that a node started.
+type group struct {
+	Group int    `json:"group"`
+	Mark  string `json:"mark"` // environment entry of every process of the launch
+}
+
+// leftovers lists the engines that the data dir knows and that run: those of process groups, and those that
+// a shim keeps.
+func leftovers(dataDir string) []doctor.Leftover {
+	var groups []group
+	readJSONFile(filepath.Join(dataDir, groupsFile), &groups)
+	folders, _ := filepath.Glob(filepath.Join(dataDir, enginesFolder, "*")) // the pattern is well-formed
+	var out []doctor.Leftover
+	for _, g := range groups {
+		if pids := process.Descendants(0, "", g.Mark); len(pids) > 0 {
+			out = append(out, doctor.Leftover{What: "an engine", PIDs: pids})
+		}
+	}
+	var own struct{ Cluster, UID string }
+	readJSONFile(filepath.Join(dataDir, identityFile), &own)
+	for _, folder := range folders {
+		var spec struct{ Cluster, Node string } // UID of the node
+		readJSONFile(filepath.Join(folder, "spec.json"), &spec)
+		name := filepath.Base(folder)
+		if pids := process.Descendants(0, "", shimMark+name); len(pids) > 0 {
+			out = append(out, doctor.Leftover{
+				What: "a shim with its engine", PIDs: pids, Path: filepath.Join(enginesFolder, name),
+				Foreign: own.UID != "" && (spec.Cluster != own.Cluster || spec.Node != own.UID),
+			})
+		}
+	}
+	return out
+}
+
+// readJSONFile reads a file of the data dir. One that is missing or damaged leaves the value as it is: the
+// next start says what is wrong with it.
+func readJSONFile(path string, into any) {
+	if text, err := os.ReadFile(path); err == nil { //nolint:gosec // a file of the data dir
+		_ = json.Unmarshal(text, into)
+	}
+}
+
+// plain returns the cause of an error of the system, without the operation.
+func plain(err error) string {
+	var path *fs.PathError
+	var call *os.SyscallError
+	switch {
+	case errors.As(err, &path):
+		return path.Path + ": " + path.Err.Error()
+	case errors.As(err, &call):
+		return call.Err.Error()
+	}
+	return err.Error()
+}

@@ -1,0 +1,277 @@
+package host
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
+
+	"github.com/dpserve/dpserve/internal/cluster/pki"
+	"github.com/dpserve/dpserve/internal/doctor"
+	"github.com/dpserve/dpserve/internal/process"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// needsProc skips a test where there is no /proc.
+func needsProc(t *testing.T) {
+	t.Helper()
+	if _, err := os.Stat("/proc/net/tcp"); err != nil {
+		t.Skip("this system does not list its sockets in /proc")
+	}
+}
+
+// TestCollect looks at this machine: everything is found, and nothing is left behind.
+func TestCollect(t *testing.T) {
+	needsProc(t)
+	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer func() { _ = l.Close() }()
+	port := l.Addr().(*net.TCPAddr).Port
+	dir := t.TempDir()
+	f := Collect(t.Context(), &Config{
+		DataDir: dir, Slots: 4, Streams: 100, Environ: os.Environ(),
+		Ports: []doctor.Port{
+			{Use: "http", Network: "tcp", Address: l.Addr().String()},
+			{Use: "admin", Network: "tcp", Address: "127.0.0.1:" + strconv.Itoa(freePort(t))},
+			{Use: "node", Network: "tcp", Address: "192.0.2.1:7947"},
+			{Use: "gossip", Network: "udp", Address: "192.0.2.1:7946"},
+		},
+		Range: doctor.Span{Lo: port, Hi: port},
+	})
+	require.NotNil(t, f.Clock)
+	assert.Positive(t, f.Clock.Slept)
+	assert.False(t, f.Now.IsZero())
+
+	require.Len(t, f.Ports, 4)
+	assert.True(t, f.Ports[0].Taken)
+	assert.Equal(t, os.Getpid(), f.Ports[0].Owner.PID)
+	assert.True(t, f.Ports[0].Owner.Ours, "this program")
+	assert.Empty(t, f.Ports[1].Error)
+	for _, p := range f.Ports[2:] {
+		assert.NotEmpty(t, p.Error, "an address of another machine")
+		assert.False(t, p.Taken)
+	}
+	require.NotNil(t, f.EnginePorts)
+	assert.Empty(t, f.EnginePorts.Listeners, "this program is a dpserve")
+	require.NotNil(t, f.Files)
+	assert.Positive(t, f.Files.Limit)
+	assert.Contains(t, f.Files.Of, strconv.Itoa(os.Getpid()), "of the process that has the port")
+	require.NotNil(t, f.DataDir)
+	assert.Empty(t, f.DataDir.Error)
+	assert.False(t, f.DataDir.Missing)
+	assert.Positive(t, f.DataDir.Synced)
+	assert.Positive(t, f.DataDir.Size)
+	assert.Nil(t, f.Certificate)
+	assert.Empty(t, f.Leftovers)
+	left, err := os.ReadDir(dir)
+	require.NoError(t, err)
+	assert.Empty(t, left, "nothing stays in the data dir")
+}
+
+// freePort returns a port that was free a moment ago.
+func freePort(t *testing.T) int {
+	t.Helper()
+	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer func() { _ = l.Close() }()
+	return l.Addr().(*net.TCPAddr).Port
+}
+
+// TestForeignListener: a listener of a program that is no dpserve.
+func TestForeignListener(t *testing.T) {
+	needsProc(t)
+	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	file, err := l.(*net.TCPListener).File()
+	require.NoError(t, err)
+	port := l.Addr().(*net.TCPAddr).Port
+	cmd := exec.CommandContext(t.Context(), "sleep", "60")
+	cmd.ExtraFiles = []*os.File{file}
+	require.NoError(t, cmd.Start())
+	defer func() { _ = cmd.Process.Kill(); _ = cmd.Wait() }()
+	require.NoError(t, file.Close())
+	require.NoError(t, l.Close())
+
+	out := enginePorts(doctor.Span{Lo: port, Hi: port}, newHolders())
+	require.Len(t, out.Listeners, 1)
+	assert.Equal(t, doctor.Owner{PID: cmd.Process.Pid, Program: "sleep"}, out.Listeners[0].Owner)
+	assert.Equal(t, port, out.Listeners[0].Port)
+}
+
+func TestBlocks(t *testing.T) {
+	one := process.Socket{Host: netip.MustParseAddr("127.0.0.1"), Port: 8000}
+	assert.True(t, blocks(one, "127.0.0.1:8000"))
+	assert.True(t, blocks(one, "0.0.0.0:8000"))
+	assert.False(t, blocks(one, "127.0.0.2:8000"))
+	assert.False(t, blocks(one, "127.0.0.1:8001"))
+	assert.False(t, blocks(one, "nonsense"))
+	assert.True(t, blocks(process.Socket{Host: netip.IPv4Unspecified(), Port: 8265}, "127.0.0.9:8265"))
+}
+
+func TestParseSpan(t *testing.T) {
+	for text, want := range map[string]doctor.Span{"80": {Lo: 80, Hi: 80}, "200-299": {Lo: 200, Hi: 299}} {
+		got, ok := parseSpan(text)
+		assert.True(t, ok, text)
+		assert.Equal(t, want, got)
+	}
+	for _, text := range []string{"", "-", "5-4", "x", "1-70000", "0-3"} {
+		_, ok := parseSpan(text)
+		assert.False(t, ok, text)
+	}
+}
+
+func TestParseFileLimit(t *testing.T) {
+	const limits = "Limit                     Soft Limit           Hard Limit           Units     \n" +
+		"Max processes             94206                94206                processes \n" +
+		"Max open files            %s                 1048576              files     \n"
+	n, ok := parseFileLimit(fmt.Sprintf(limits, "4096"))
+	assert.True(t, ok)
+	assert.Equal(t, uint64(4096), n)
+	n, ok = parseFileLimit(fmt.Sprintf(limits, "unlimited"))
+	assert.True(t, ok)
+	assert.Greater(t, n, uint64(1<<30))
+	_, ok = parseFileLimit("")
+	assert.False(t, ok)
+}
+
+func TestDataDirs(t *testing.T) {
+	dir := t.TempDir()
+	missing := filepath.Join(dir, "a", "b")
+	d := inspectDataDir(missing)
+	assert.True(t, d.Missing)
+	assert.Empty(t, d.Error)
+	assert.NoDirExists(t, filepath.Join(dir, "a"), "it is not made")
+
+	file := filepath.Join(dir, "file")
+	require.NoError(t, os.WriteFile(file, nil, 0o600))
+	assert.Equal(t, file+" is not a folder", inspectDataDir(file).Error)
+	assert.Contains(t, inspectDataDir(filepath.Join(file, "below")).Error, "not a directory")
+
+	assert.False(t, inspectDataDir(dir).InUse, "there is no lock")
+	lock, err := os.Create(filepath.Join(dir, lockFile))
+	require.NoError(t, err)
+	defer func() { _ = lock.Close() }()
+	assert.False(t, inspectDataDir(dir).InUse, "nobody holds the lock")
+	require.NoError(t, syscall.Flock(int(lock.Fd()), syscall.LOCK_EX))
+	assert.True(t, inspectDataDir(dir).InUse)
+}
+
+// TestCertificates reads the files that a founder of a cluster has, and damaged ones.
+func TestCertificates(t *testing.T) {
+	dir := t.TempDir()
+	assert.Nil(t, certificate(dir), "a node that stands alone has none")
+	folder := filepath.Join(dir, certificateIn)
+	plantCertificate(t, folder, time.Now().Add(-29*24*time.Hour))
+	c := certificate(dir)
+	require.NotNil(t, c)
+	assert.Empty(t, c.Error)
+	assert.Equal(t, "gpu-1", c.Node)
+	assert.InDelta(t, 24, time.Until(c.Ends).Hours(), 1)
+	assert.True(t, c.RenewAt.Before(time.Now()))
+	assert.True(t, c.OwnAuthority)
+
+	require.NoError(t, os.WriteFile(filepath.Join(folder, "key.pem"), []byte("nonsense"), 0o600))
+	assert.Contains(t, certificate(dir).Error, "of a cluster")
+}
+
+// plantCertificate writes the files of a node whose certificate was signed at a time.
+func plantCertificate(t *testing.T, folder string, signed time.Time) {
+	t.Helper()
+	authority, err := pki.NewAuthority("c1", signed)
+	require.NoError(t, err)
+	key, err := pki.NewKey()
+	require.NoError(t, err)
+	csr, err := pki.NewCSR(key)
+	require.NoError(t, err)
+	own := pki.Identity{Cluster: "c1", Node: "gpu-1", UID: "u1", Roles: []string{"control"}}
+	cert, err := authority.Sign(csr, own, signed, pki.DefaultLife)
+	require.NoError(t, err)
+	files := pki.Files{Key: key, Cert: cert, GossipKey: make([]byte, 32)}
+	files.Authority, files.AuthorityKey = authority.PEM()
+	require.NoError(t, pki.Save(folder, files))
+}
+
+// TestLeftovers: a process that carries the mark of a launch is found as long as it runs.
+func TestLeftovers(t *testing.T) {
+	needsProc(t)
+	dir := t.TempDir()
+	assert.Empty(t, leftovers(dir))
+	mark := process.Mark("test.1")
+	cmd := exec.CommandContext(t.Context(), "sleep", "60")
+	cmd.Env = []string{"PATH=" + os.Getenv("PATH"), mark + "2", "A=b", mark, shimMark + "launch-1"}
+	require.NoError(t, cmd.Start())
+	text, err := json.Marshal([]group{{Group: 1 << 30, Mark: mark}, {Group: 4, Mark: process.Mark("test.3")}})
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(filepath.Join(dir, groupsFile), text, 0o600))
+	want := []doctor.Leftover{{What: "an engine", PIDs: []int{cmd.Process.Pid}}}
+	waitFor(t, func() bool { return process.EnvironHas(cmd.Process.Pid, mark) })
+	assert.Equal(t, want, leftovers(dir))
+
+	write(t, `{"cluster":"c1","uid":"u1"}`, dir, identityFile)
+	write(t, `{"cluster":"c1","node":"u2"}`, dir, enginesFolder, "launch-1", "spec.json")
+	write(t, `{"cluster":"c1","node":"u1"}`, dir, enginesFolder, "launch-2", "spec.json")
+	assert.Equal(t, append(want, doctor.Leftover{
+		What: "a shim with its engine", PIDs: []int{cmd.Process.Pid}, Path: "engines/launch-1", Foreign: true,
+	}), leftovers(dir))
+
+	require.NoError(t, cmd.Process.Kill())
+	waitFor(t, func() bool {
+		s, ok := process.ReadStat(cmd.Process.Pid)
+		return !ok || s.Zombie
+	})
+	assert.Empty(t, leftovers(dir), "a process that its parent has not waited for holds nothing")
+	_ = cmd.Wait()
+	require.NoError(t, os.WriteFile(filepath.Join(dir, groupsFile), []byte("{"), 0o600))
+	assert.Empty(t, leftovers(dir))
+}
+
+// waitFor waits for what another process does.
+func waitFor(t *testing.T, ok func() bool) {
+	t.Helper()
+	require.Eventually(t, ok, 10*time.Second, 2*time.Millisecond)
+}
+
+// TestAskVersion: programs that answer, fail, say nothing, and never answer.
+func TestAskVersion(t *testing.T) {
+	dir := t.TempDir()
+	program := func(name, text string) string {
+		path := filepath.Join(dir, name)
+		require.NoError(t, os.WriteFile(path, []byte("#!/bin/sh\n"+text+"\n"), 0o755))
+		return path
+	}
+	env := environment(os.Environ())
+	version, why := askVersion(t.Context(), program("good", "echo WARNING; echo \"vllm $V\""), env,
+		map[string]string{"V": "0.32.0+cpu"})
+	assert.Equal(t, "0.32.0+cpu", version)
+	assert.Empty(t, why)
+	_, why = askVersion(t.Context(), program("bad", "echo 'no torch' >&2; exit 3"), env, nil)
+	assert.Equal(t, "--version ended with exit status 3: no torch", why)
+	_, why = askVersion(t.Context(), program("mute", "true"), env, nil)
+	assert.Equal(t, `--version said ""`, why)
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	_, why = askVersion(ctx, program("slow", "exec sleep 60"), env, nil)
+	assert.Contains(t, why, "did not answer")
+}
+
+func TestEnvironment(t *testing.T) {
+	e := environment{"A=1", "AB=2", "A=3", "C"}
+	assert.Equal(t, "3", e.get("A"))
+	assert.Empty(t, e.get("B"))
+	assert.Empty(t, e.get("C"))
+	taken := &net.OpError{Op: "listen", Err: os.NewSyscallError("bind", syscall.EADDRINUSE)}
+	assert.Equal(t, "address already in use", plain(taken))
+}

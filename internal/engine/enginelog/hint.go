@@ -1,0 +1,189 @@
+package enginelog
+
+import (
+	"regexp"
+	"slices"
+	"strings"
+	"unicode"
+	"unicode/utf8"
+
+	"github.com/dpserve/dpserve/internal/nearest"
+)
+
+// Bounds of Hint.
+const (
+	hintLines = 4096    // the last lines that are looked at
+	lineLimit = 4 << 10 // bytes of a line that are looked at
+	hintLimit = 400     // bytes of a hint
+	cutMark   = "…"     // ends what was cut
+	hintWords = 200     // bytes of an engine's own words in a hint
+)
+
+// Hint says why an engine failed to start and what to do about it, by the lines that it has written; "" if
+// they say nothing that is understood. It knows the causes that are common. Of others it repeats the engine's
+// last exception.
+func Hint(lines []string) string {
+	lines = bounded(lines)
+	if text := knownCause(lines); text != "" {
+		return text
+	}
+	return cutAt(lastException(lines), hintLimit, cutMark)
+}
+
+// KnownCause is Hint without the last exception. An engine that serves writes exceptions of single requests,
+// from which nothing else follows.
+func KnownCause(lines []string) string { return knownCause(bounded(lines)) }
+
+// bounded returns the last lines, each cut to what is looked at.
+func bounded(lines []string) []string {
+	lines = slices.Clone(lines[max(0, len(lines)-hintLines):])
+	for i, l := range lines {
+		l = strings.TrimRight(l, "\r")
+		l = l[strings.LastIndexByte(l, '\r')+1:] // in front of it is what a progress bar has drawn
+		lines[i] = plain(cutAt(l, lineLimit, ""))
+	}
+	return lines
+}
+
+// colour is a sequence by which terminals change the look of the text behind it.
+var colour = regexp.MustCompile(`\x1b\[[0-9;]*[A-Za-z]`)
+
+// plain leaves out what is no text: a hint is printed to terminals.
+func plain(line string) string {
+	if strings.IndexByte(line, 0x1b) >= 0 {
+		line = colour.ReplaceAllString(line, "")
+	}
+	return strings.Map(func(r rune) rune {
+		if unicode.IsControl(r) {
+			return ' '
+		}
+		return r
+	}, strings.ToValidUTF8(line, "?"))
+}
+
+func knownCause(lines []string) string {
+	for i := range failures {
+		for _, l := range lines {
+			if text := failures[i].explain(l); text != "" {
+				return cutAt(text, hintLimit, cutMark)
+			}
+		}
+	}
+	return ""
+}
+
+// cutAt cuts a text to at most so many bytes, between two characters, and ends it with mark.
+func cutAt(text string, limit int, mark string) string {
+	if len(text) <= limit {
+		return text
+	}
+	end := limit - len(mark)
+	for end > 0 && !utf8.RuneStart(text[end]) {
+		end--
+	}
+	return text[:end] + mark
+}
+
+// message is a message that tells why an engine failed, or what it does from then on.
+type message struct {
+	word string         // the line contains it
+	expr *regexp.Regexp // nil: word is enough. Its groups stand for $1, $2 … in text
+	text string
+}
+
+// explain is the text for a line; "" if the line is another message. An unknown flag is compared with those
+// that engines have.
+func (m *message) explain(line string) string {
+	if !strings.Contains(line, m.word) {
+		return ""
+	}
+	if m.expr == nil {
+		return m.text
+	}
+	at := m.expr.FindStringSubmatchIndex(line)
+	if at == nil {
+		return ""
+	}
+	for group := 2; group+1 < len(at); group += 2 { // an engine's own words, such as a list of choices
+		if at[group] >= 0 {
+			at[group+1] = at[group] + len(cutAt(line[at[group]:at[group+1]], hintWords, ""))
+		}
+	}
+	text := string(m.expr.ExpandString(nil, m.text, line, at))
+	if m.word == unknownFlag {
+		return text + meantFlag(line[at[2]:at[3]])
+	}
+	return text
+}
+
+// unknownFlag begins the flags that an engine's command line does not know.
+const unknownFlag = "unrecognized arguments:"
+
+// meantFlag is the flag that was probably meant, as a part of a hint.
+func meantFlag(found string) string {
+	name, _, _ := strings.Cut(strings.TrimLeft(found, "-"), " ")
+	name, _, _ = strings.Cut(name, "=")
+	if meant := nearest.Word(name, knownFlags); meant != "" {
+		return ", did you mean --" + meant + "?"
+	}
+	return ", or install the version of the engine that has it"
+}
+
+// knownFlags are flags that people write themselves, of vLLM and then of SGLang. The others of the two
+// engines are rarely mistyped.
+//
+//nolint:gochecknoglobals // a constant table
+var knownFlags = []string{
+	"max-model-len", "max-num-seqs", "max-num-batched-tokens", "gpu-memory-utilization", "kv-cache-dtype",
+	"kv-cache-memory-bytes", "enforce-eager", "trust-remote-code", "enable-prefix-caching", "dtype",
+	"no-enable-prefix-caching", "enable-chunked-prefill", "enable-expert-parallel", "quantization",
+	"all2all-backend", "block-size", "load-format", "download-dir", "revision", "tokenizer", "tokenizer-mode",
+	"chat-template", "enable-auto-tool-choice", "tool-call-parser", "reasoning-parser", "enable-lora",
+	"max-loras", "lora-modules", "speculative-config", "compilation-config", "limit-mm-per-prompt",
+	"swap-space", "cpu-offload-gb", "pipeline-parallel-size", "tensor-parallel-size", "seed", "api-key",
+	"hf-overrides", "hf-token", "served-model-name", "num-gpu-blocks-override", "enable-log-requests",
+
+	"mem-fraction-static", "context-length", "max-running-requests", "chunked-prefill-size", "page-size",
+	"attention-backend", "sampling-backend", "disable-cuda-graph", "cuda-graph-max-bs", "enable-dp-attention",
+	"disable-radix-cache", "enable-metrics", "schedule-policy", "moe-a2a-backend", "ep-size", "tp-size",
+	"enable-torch-compile", "speculative-algorithm", "nnodes", "node-rank", "dist-init-addr",
+}
+
+// exception is the last line of a Python traceback, behind what the engines put in front of their lines:
+// "(EngineCore pid=9) ERROR 11-21 03:05:02 [core.py:390] ", "[rank0]: ", "[2025-06-19 15:12:27 TP0] ".
+var exception = regexp.MustCompile(`^(?:\([^)]{1,60}\) ?)?` +
+	`(?:(?:ERROR|CRITICAL) [\d-]{1,10} [\d:.,]{1,16} (?:\[[^\]]{1,120}\] )?)?(?:\[[^\]]{1,60}\]:? ?)?` +
+	`((?:[A-Za-z_]\w{0,60}\.){0,8}[A-Z]\w{0,60}(?:Error|Exception))(?:: (\S.*))?$`)
+
+// ownWords begins the last line of a simulated engine that fails.
+const ownWords = "engine sim: "
+
+// consequences are exceptions that follow from another process's failure, or from the end of the engine.
+//
+//nolint:gochecknoglobals // a constant table
+var consequences = []string{
+	"Engine core initialization failed", "WorkerProc initialization failed", "EngineDeadError",
+	"EngineCore encountered an issue", "Frontend process failed", "scheduler died during initialization",
+	"CancelledError", "BrokenPipeError", "ConnectionResetError", "Connection closed by peer",
+	"ProcessLookupError", "leaked",
+}
+
+// lastException is the engine's own error, shortened; "" if there is none.
+func lastException(lines []string) string {
+	for _, l := range slices.Backward(lines) {
+		if own, ok := strings.CutPrefix(l, ownWords); ok && !strings.HasPrefix(own, "ready on") {
+			return cutAt(own, hintWords, cutMark)
+		}
+		m := exception.FindStringSubmatch(l)
+		isConsequence := func(c string) bool { return strings.Contains(l, c) }
+		if m == nil || slices.ContainsFunc(consequences, isConsequence) {
+			continue
+		}
+		text := "the engine says " + m[1][strings.LastIndexByte(m[1], '.')+1:]
+		if m[2] != "" {
+			text += ": " + cutAt(m[2], hintWords, cutMark)
+		}
+		return text
+	}
+	return ""
+}

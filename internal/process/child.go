@@ -1,0 +1,337 @@
+// Package process starts an engine's process with its group, ends both, and finds what outlives them.
+package process
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"runtime"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+)
+
+// ErrClosed says that the forker is closed.
+var ErrClosed = errors.New("no process is started any more")
+
+// Forker starts processes. One goroutine, locked to its thread for the Forker's life, forks all of them: the
+// kernel sends the parent-death signal when the thread that forked dies, not when the process dies.
+type Forker struct {
+	starts chan start
+	done   chan struct{}
+	once   sync.Once
+}
+
+type start struct {
+	cmd   *exec.Cmd
+	reply chan error
+}
+
+// NewForker starts the forking thread.
+func NewForker() *Forker {
+	f := &Forker{starts: make(chan start), done: make(chan struct{})}
+	go f.serve()
+	return f
+}
+
+func (f *Forker) serve() {
+	runtime.LockOSThread() // never unlocked: the thread ends with this goroutine
+	for {
+		select {
+		case s := <-f.starts:
+			s.reply <- s.cmd.Start()
+		case <-f.done:
+			return
+		}
+	}
+}
+
+// Done is closed with the forker.
+func (f *Forker) Done() <-chan struct{} { return f.done }
+
+// Close ends the forking thread, and with it, on Linux, every process that it has started. Idempotent.
+func (f *Forker) Close() { f.once.Do(func() { close(f.done) }) }
+
+// Start runs a command in its own process group. ctx bounds the start only. Both streams go to the writers.
+func (f *Forker) Start(ctx context.Context, c Command, stdout, stderr io.Writer) (*Child, error) {
+	cmd := exec.Command(c.Argv[0], c.Argv[1:]...) //nolint:noctx // Terminate and Kill end it
+	if c.Path != "" {
+		cmd.Path, cmd.Err = c.Path, nil
+	}
+	cmd.Env = append(c.Env[:len(c.Env):len(c.Env)], c.Mark)
+	cmd.Dir = c.Dir
+	cmd.SysProcAttr = groupAttr()
+	p := &Child{cmd: cmd, mark: c.Mark, exited: make(chan struct{}), drained: make(chan struct{})}
+	if err := p.start(ctx, f, stdout, stderr); err != nil {
+		return nil, err
+	}
+	go p.wait()
+	return p, nil
+}
+
+func (f *Forker) fork(ctx context.Context, cmd *exec.Cmd) error {
+	s := start{cmd: cmd, reply: make(chan error, 1)}
+	select {
+	case f.starts <- s:
+		return <-s.reply // a fork does not block
+	case <-f.done:
+		return ErrClosed
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
+
+// Command says what to run.
+type Command struct {
+	Path string   // of the program; "" = look Argv[0] up
+	Argv []string // Argv[0] is the program
+	Env  []string // the whole environment, but for Mark
+	Dir  string   // "" = this process's folder
+	Mark string   // environment entry that identifies everything that this command starts
+}
+
+// pipeDelay is how long the output of a dead front process is still read if a process outside of its group
+// holds the pipe.
+const pipeDelay = 2 * time.Second
+
+// Child is one process and its group, whose id is the child's: the front process and all that it starts. All
+// methods are safe for concurrent use and return at once.
+type Child struct {
+	cmd    *exec.Cmd
+	pid    int
+	mark   string
+	began  time.Time
+	out    [2]*os.File // this process's ends of stdout and stderr
+	copies sync.WaitGroup
+	exit   Exit
+
+	exited  chan struct{} // the front is reaped
+	drained chan struct{} // and its output is read
+
+	mu     sync.Mutex
+	reaped bool // another process may have the pid
+}
+
+// PID is the number of the front process and of its group.
+func (c *Child) PID() int { return c.pid }
+
+// Exited is closed when the front process has ended; the rest of its group may live on.
+func (c *Child) Exited() <-chan struct{} { return c.exited }
+
+// Exit is valid once Exited is closed.
+func (c *Child) Exit() Exit { return c.exit }
+
+// start forks with its own pipes: with those of exec, Wait does not return while a grandchild holds one.
+func (c *Child) start(ctx context.Context, f *Forker, sinks ...io.Writer) error {
+	theirs := make([]*os.File, len(sinks))
+	defer func() { closeAll(theirs...) }()
+	for i := range sinks {
+		r, w, err := os.Pipe()
+		if err != nil {
+			closeAll(c.out[:]...)
+			return err
+		}
+		c.out[i], theirs[i] = r, w
+	}
+	c.cmd.Stdout, c.cmd.Stderr = theirs[0], theirs[1]
+	stdin, err := c.cmd.StdinPipe() // never written: its end of file tells the engine that its node is gone
+	if err != nil {
+		closeAll(c.out[:]...)
+		return err
+	}
+	c.began = time.Now()
+	if err := f.fork(ctx, c.cmd); err != nil {
+		closeAll(c.out[:]...)
+		_ = stdin.Close()
+		return err
+	}
+	c.pid = c.cmd.Process.Pid
+	for i, sink := range sinks {
+		c.copies.Go(func() { _, _ = io.Copy(sink, c.out[i]) })
+	}
+	return nil
+}
+
+func closeAll(files ...*os.File) {
+	for _, f := range files {
+		if f != nil {
+			_ = f.Close()
+		}
+	}
+}
+
+// wait waits for the end of the front process.
+func (c *Child) wait() {
+	err := c.reap()
+	c.exit = exitOf(err, c.cmd.ProcessState, time.Since(c.began))
+	close(c.exited)
+	c.drain()
+	close(c.drained)
+}
+
+// reap kills the rest of the front's group, if possible while the unreaped front still keeps the group's
+// number from being used again.
+func (c *Child) reap() (err error) {
+	unreaped := awaitExit(c.pid)
+	if !unreaped {
+		err = c.cmd.Wait()
+	}
+	c.signal(-c.pid, syscall.SIGKILL)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.reaped = true
+	if unreaped {
+		err = c.cmd.Wait()
+	}
+	return err
+}
+
+// drain reads the rest of the output. If a process outside of the group holds the pipes, it waits pipeDelay.
+func (c *Child) drain() {
+	cut := time.AfterFunc(pipeDelay, func() { closeAll(c.out[:]...) })
+	c.copies.Wait()
+	cut.Stop()
+	closeAll(c.out[:]...)
+}
+
+// Terminate sends SIGTERM to the front process.
+func (c *Child) Terminate() { c.signal(c.pid, syscall.SIGTERM) }
+
+// Kill sends SIGKILL to the whole group, after the front's end to everything that is left of it.
+func (c *Child) Kill() {
+	if !c.signal(-c.pid, syscall.SIGKILL) {
+		KillAll(c.survivors())
+	}
+}
+
+// survivors returns the living processes of the launch after its front was reaped. The group's number stays
+// taken while a member lives, so a process that leads it now belongs to the launch only if it has the mark.
+func (c *Child) survivors() []int {
+	if ids := Descendants(c.pid, "", c.mark); len(ids) > 0 || runtime.GOOS == "linux" {
+		return ids
+	}
+	if syscall.Kill(-c.pid, 0) == nil { // processes cannot be listed
+		return []int{-c.pid}
+	}
+	return nil
+}
+
+// signal sends to the front or the group while the front is unreaped.
+func (c *Child) signal(to int, sig syscall.Signal) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.reaped {
+		return false
+	}
+	_ = syscall.Kill(to, sig)
+	return true
+}
+
+// Held describes what lives of the group, or still has to be read; "" when nothing is left.
+func (c *Child) Held() string {
+	if !closed(c.exited) {
+		return fmt.Sprintf("process %d", c.pid)
+	}
+	if left := c.survivors(); len(left) > 0 {
+		return fmt.Sprintf("processes %v of group %d", left, c.pid)
+	}
+	if !closed(c.drained) {
+		return fmt.Sprintf("the output of process %d", c.pid)
+	}
+	return ""
+}
+
+func closed(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
+	}
+}
+
+// Exit describes the end of a front process.
+type Exit struct {
+	Code   int           `json:"code"`             // -1: by a signal
+	Signal string        `json:"signal,omitempty"` // "" if by itself
+	After  time.Duration `json:"after_ns"`
+}
+
+// String describes the exit. Exit code 0 is no success: engines exit with it when their core dies.
+func (e Exit) String() string {
+	if e.Signal != "" {
+		return fmt.Sprintf("engine was ended by signal %s after %s", e.Signal,
+			e.After.Round(time.Millisecond))
+	}
+	return fmt.Sprintf("engine exited with code %d after %s", e.Code, e.After.Round(time.Millisecond))
+}
+
+func exitOf(err error, ps *os.ProcessState, after time.Duration) Exit {
+	e := Exit{Code: -1, After: after}
+	if ps == nil {
+		e.Signal = fmt.Sprintf("unknown (%v)", err)
+		return e
+	}
+	e.Code = ps.ExitCode()
+	if ws, ok := ps.Sys().(syscall.WaitStatus); ok && ws.Signaled() {
+		e.Signal = ws.Signal().String()
+	}
+	return e
+}
+
+// LineLimit is the longest line of an engine's output in bytes. The rest of a longer one is dropped.
+const LineLimit = 64 << 10
+
+// LineWriter splits a stream of output into lines. One goroutine writes to it.
+type LineWriter struct {
+	Take func(line string) // gets each line: valid UTF-8, without its end
+	half []byte            // the line that has not ended
+	cut  bool              // half was passed on already: the rest of its line is dropped
+}
+
+// Write implements io.Writer. It never fails, because a failing log must not stop an engine.
+func (w *LineWriter) Write(p []byte) (int, error) {
+	n := len(p)
+	for {
+		at := bytes.IndexByte(p, '\n')
+		if at < 0 {
+			w.add(p)
+			return n, nil
+		}
+		w.add(p[:at])
+		w.flush()
+		w.cut = false
+		p = p[at+1:]
+	}
+}
+
+// End passes on a last line without its newline.
+func (w *LineWriter) End() {
+	if len(w.half) > 0 {
+		w.flush()
+	}
+}
+
+func (w *LineWriter) add(p []byte) {
+	if w.cut {
+		return
+	}
+	w.half = append(w.half, p[:min(len(p), LineLimit-len(w.half))]...)
+	if len(w.half) == LineLimit {
+		w.flush()
+		w.cut = true
+	}
+}
+
+func (w *LineWriter) flush() {
+	if w.cut {
+		return
+	}
+	w.Take(strings.ToValidUTF8(strings.TrimSuffix(string(w.half), "\r"), "\uFFFD"))
+	w.half = w.half[:0]
+}

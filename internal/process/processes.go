@@ -1,0 +1,300 @@
+package process
+
+import (
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// Pauses between two looks at processes that end.
+const (
+	endPoll  = 10 * time.Millisecond
+	reapPoll = 5 * time.Millisecond
+	// execPolls and execPoll bound the wait for the environment of a process that executes another program.
+	execPolls = 10
+	execPoll  = time.Millisecond
+)
+
+// Stat is what /proc/PID/stat tells of a process.
+type Stat struct {
+	PID, Parent, Group int
+	Zombie, Stopped    bool
+	Exiting            bool   // its memory, and with it its environment, may be gone before its sockets are
+	Start              string // clock ticks since boot
+	kernel             bool   // a thread of the kernel
+}
+
+// Mark is the environment entry of everything that an engine starts; id names the launch. Engines rename
+// their processes, so names do not identify them, and a mark also finds those that left their group.
+func Mark(id string) string { return "DPSERVE_OWNER=" + id }
+
+// Descendants lists the living processes of one launch: those that carry a mark of it, and those of its group
+// if the recorded process still leads the group (start is its start time). A later user of the number is not
+// touched. A zombie is not listed: it holds nothing, and its parent reaps it.
+func Descendants(group int, start string, marks ...string) []int {
+	var out []int
+	leader, ok := ReadStat(group)
+	same := ok && leader.Start == start
+	for _, s := range All() {
+		if !s.Zombie && (same && s.Group == group || EnvironHas(s.PID, marks...)) {
+			out = append(out, s.PID)
+		}
+	}
+	return out
+}
+
+// KillAll sends SIGKILL.
+func KillAll(pids []int) {
+	for _, pid := range pids {
+		_ = syscall.Kill(pid, syscall.SIGKILL)
+	}
+}
+
+// EndAll kills the processes that list finds until there are none, at most for wait. It returns those that no
+// signal has ended.
+func EndAll(list func() []int, wait time.Duration) []int {
+	for over := time.Now().Add(wait); ; time.Sleep(endPoll) {
+		left := list()
+		if len(left) == 0 || time.Now().After(over) {
+			return left
+		}
+		KillAll(left)
+	}
+}
+
+// Reap takes the exit status of a child of this process that has ended or is about to, at most for wait. It
+// has no effect on a process that is no child.
+func Reap(pid int, wait time.Duration) {
+	for over := time.Now().Add(wait); ; time.Sleep(reapPoll) {
+		done, err := syscall.Wait4(pid, nil, syscall.WNOHANG, nil)
+		if done == pid || err != nil && !errors.Is(err, syscall.EINTR) || time.Now().After(over) {
+			return
+		}
+	}
+}
+
+// ReadStat reads one process; false if it does not exist, or the system has no /proc.
+func ReadStat(pid int) (Stat, bool) {
+	return parseStat(pid, string(read(pid, "stat")))
+}
+
+// parseStat splits a stat line after the command, which may contain spaces and parentheses.
+func parseStat(pid int, line string) (Stat, bool) {
+	at := strings.LastIndexByte(line, ')')
+	f := strings.Fields(line[at+1:])
+	if at < 0 || len(f) < 20 { // field 3 of proc(5) is f[0]
+		return Stat{}, false
+	}
+	parent, errParent := strconv.Atoi(f[1])
+	group, err := strconv.Atoi(f[2])
+	flags, errFlags := strconv.ParseUint(f[6], 10, 64)
+	if err != nil || errParent != nil || errFlags != nil {
+		return Stat{}, false
+	}
+	const exiting, kernel = 0x4, 0x200000 // PF_EXITING and PF_KTHREAD of the kernel's sched.h
+	return Stat{
+		PID: pid, Parent: parent, Group: group, Zombie: f[0] == "Z" || f[0] == "X", Stopped: f[0] == "T",
+		Exiting: flags&exiting != 0, Start: f[19], kernel: flags&kernel != 0,
+	}, true
+}
+
+// All lists the processes of this machine, or of this container.
+func All() []Stat {
+	dir, err := os.Open("/proc")
+	if err != nil {
+		return nil
+	}
+	defer func() { _ = dir.Close() }()
+	names, err := dir.Readdirnames(-1)
+	if err != nil {
+		return nil
+	}
+	var out []Stat
+	for _, name := range names {
+		pid, err := strconv.Atoi(name)
+		if err != nil {
+			continue
+		}
+		if s, ok := ReadStat(pid); ok {
+			out = append(out, s)
+		}
+	}
+	return out
+}
+
+// Name is the name of a process; "" if there is no such process.
+func Name(pid int) string { return strings.TrimSpace(string(read(pid, "comm"))) }
+
+// EnvironHas reports whether a process was started with one of some environment entries.
+func EnvironHas(pid int, entries ...string) bool {
+	return hasEntry(pid, func(entry string) bool { return slices.Contains(entries, entry) })
+}
+
+// IsMarked reports whether a process was started for an engine, by whatever node.
+func IsMarked(pid int) bool {
+	return hasEntry(pid, func(entry string) bool { return strings.HasPrefix(entry, Mark("")) })
+}
+
+func hasEntry(pid int, is func(entry string) bool) bool {
+	for entry := range strings.SplitSeq(string(environ(pid)), "\x00") {
+		if entry != "" && is(entry) { // "" follows the last entry
+			return true
+		}
+	}
+	return false
+}
+
+// environ reads what a process was started with; nil if it has ended, or is another user's. While a process
+// executes another program, the kernel shows an empty environment for a moment.
+func environ(pid int) []byte {
+	for range execPolls {
+		b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/environ")
+		if len(b) > 0 || err != nil {
+			return b
+		}
+		if s, there := ReadStat(pid); !there || s.Exiting || s.kernel {
+			return nil
+		}
+		time.Sleep(execPoll)
+	}
+	return nil
+}
+
+// read reads a file of a process; nil if there is none, or it is another user's.
+func read(pid int, name string) []byte {
+	b, _ := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/" + name)
+	return b
+}
+
+// ListeningPorts lists the TCP ports on which the processes of a group listen, ascending.
+func ListeningPorts(group int) []int {
+	var out []int
+	for _, s := range All() {
+		if s.Group != group || s.Zombie {
+			continue
+		}
+		own := OpenSockets(s.PID)
+		for _, socket := range Listening(strconv.Itoa(s.PID), "tcp") {
+			if slices.Contains(own, socket.Inode) {
+				out = append(out, socket.Port)
+			}
+		}
+	}
+	slices.Sort(out)
+	return slices.Compact(out)
+}
+
+// OpenSockets lists the inodes of the sockets that a process has open. Those of other users are not seen.
+func OpenSockets(pid int) []string {
+	dir := "/proc/" + strconv.Itoa(pid) + "/fd/"
+	names, err := os.ReadDir(dir)
+	if err != nil {
+		return nil
+	}
+	var out []string
+	for _, name := range names {
+		to, err := os.Readlink(dir + name.Name())
+		if inode, ok := strings.CutPrefix(to, "socket:["); err == nil && ok {
+			out = append(out, strings.TrimSuffix(inode, "]"))
+		}
+	}
+	return out
+}
+
+// Socket is a socket that takes connections or packets.
+type Socket struct {
+	Host  netip.Addr
+	Port  int
+	Inode string
+}
+
+// States in the tables of /proc/PID/net.
+const (
+	stateListen = "0A" // of TCP
+	stateBound  = "07" // of UDP
+)
+
+// Listening returns the sockets that can be reached of a network, tcp or udp, as a process (its number, or
+// self) sees them.
+func Listening(pid, network string) []Socket {
+	state := stateListen
+	if network == "udp" {
+		state = stateBound
+	}
+	var out []Socket
+	for _, table := range []string{network, network + "6"} {
+		text, _ := os.ReadFile("/proc/" + pid + "/net/" + table)
+		out = append(out, parseSockets(string(text), state)...)
+	}
+	return out
+}
+
+// parseSockets reads a table of sockets: those that are in a state.
+func parseSockets(table, state string) []Socket {
+	var out []Socket
+	for line := range strings.Lines(table) {
+		f := strings.Fields(line) // number, local address, remote address, state, …, inode
+		if len(f) < 10 || f[3] != state {
+			continue
+		}
+		host, port, ok := strings.Cut(f[1], ":")
+		number, err := strconv.ParseUint(port, 16, 16)
+		address, isAddress := parseHost(host)
+		if ok && err == nil && isAddress {
+			out = append(out, Socket{address, int(number), f[9]})
+		}
+	}
+	return out
+}
+
+// parseHost reads an address of these tables: words of four bytes in the order of the machine, which is
+// little-endian wherever dpserve is built for.
+func parseHost(text string) (netip.Addr, bool) {
+	b, err := hex.DecodeString(text)
+	if err != nil || len(b) != 4 && len(b) != 16 {
+		return netip.Addr{}, false
+	}
+	for word := range slices.Chunk(b, 4) {
+		slices.Reverse(word)
+	}
+	return netip.AddrFromSlice(b)
+}
+
+// ErrNotInPath says that no folder of PATH has a program.
+var ErrNotInPath = errors.New("is not in PATH")
+
+// FindProgram returns the path of a program that is named by a path, or found along path, an engine's PATH.
+// Relative folders in PATH do not count.
+func FindProgram(name, path string) (string, error) {
+	if strings.ContainsRune(name, filepath.Separator) {
+		return name, checkProgram(name)
+	}
+	for _, folder := range filepath.SplitList(path) {
+		if at := filepath.Join(folder, name); filepath.IsAbs(at) && checkProgram(at) == nil {
+			return at, nil
+		}
+	}
+	return "", fmt.Errorf("%s %w", name, ErrNotInPath)
+}
+
+// checkProgram says why a file cannot be executed.
+func checkProgram(path string) error {
+	info, err := os.Stat(path)
+	switch {
+	case err != nil:
+		return err
+	case info.IsDir():
+		return fmt.Errorf("%s is a folder", path)
+	case info.Mode()&0o111 == 0:
+		return fmt.Errorf("%s may not be executed", path)
+	}
+	return nil
+}

@@ -1,0 +1,148 @@
+package shim
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/internal/diskfile"
+	"github.com/dpserve/dpserve/internal/process"
+)
+
+func texts(lines []Line) []string {
+	var out []string
+	for i := range lines {
+		out = append(out, lines[i].Text)
+	}
+	return out
+}
+
+func TestRing(t *testing.T) {
+	r := newRing()
+	w := r.writer(Stdout)
+	for _, part := range []string{"one\r\ntw", "o\n", "\xff\n", "half"} {
+		n, err := w.Write([]byte(part))
+		require.NoError(t, err)
+		assert.Len(t, part, n)
+	}
+	b := r.from(0)
+	assert.Equal(t, []string{"one", "two", "�"}, texts(b.lines))
+	assert.Equal(t, uint64(3), b.next)
+	assert.False(t, b.ended)
+	w.End()
+	r.end()
+	<-b.changed
+	b = r.from(b.next)
+	assert.Equal(t, []string{"half"}, texts(b.lines))
+	assert.Equal(t, uint64(3), b.lines[0].Number)
+	assert.True(t, b.ended)
+	b = r.from(99)
+	assert.Empty(t, b.lines)
+	assert.True(t, b.ended)
+}
+
+// A ring is bounded in lines and bytes; a reader that is late is told how many lines it missed.
+func TestTheRingIsBounded(t *testing.T) {
+	r := newRing()
+	for i := range ringLines + 10 {
+		r.add(Stdout, fmt.Sprint(i))
+	}
+	b := r.from(3)
+	assert.Equal(t, uint64(7), b.missed)
+	assert.Equal(t, "10", b.lines[0].Text)
+	assert.Len(t, r.lines, ringLines)
+
+	long := strings.Repeat("x", process.LineLimit+100)
+	w := r.writer(Stderr)
+	for range 20 {
+		_, _ = w.Write([]byte(long))
+		_, _ = w.Write([]byte(long + "\n"))
+	}
+	assert.Len(t, r.lines, ringBytes/process.LineLimit)
+	assert.Equal(t, ringBytes, r.bytes)
+	b = r.from(0)
+	assert.Len(t, b.lines, batchBytes/process.LineLimit)
+	assert.Len(t, b.lines[0].Text, process.LineLimit, "cut, and the rest of the line is dropped")
+}
+
+// Lines that leave the ring while the disk does not take them are counted in the file, and neither the engine
+// nor a reader waits.
+func TestAFullDiskStopsTheFileOnly(t *testing.T) {
+	if _, err := os.Stat("/dev/full"); err != nil {
+		t.Skip("needs /dev/full")
+	}
+	path := filepath.Join(t.TempDir(), outputFile)
+	require.NoError(t, os.Symlink("/dev/full", path))
+	synctest.Test(t, func(t *testing.T) {
+		r, done, written := newRing(), make(chan struct{}), make(chan struct{})
+		go func() {
+			defer close(written)
+			keepOutput(r, &diskfile.Log{Path: path, Limit: outputSize}, time.Minute, done)
+		}()
+		for i := range ringLines + 5 {
+			r.add(Stdout, fmt.Sprint("line ", i))
+		}
+		time.Sleep(time.Second)
+		require.NoError(t, os.Remove(path))
+		time.Sleep(time.Minute)
+		r.add(Stdout, "the last one")
+		r.end()
+		<-written
+		select {
+		case <-done:
+		default:
+			close(done)
+		}
+	})
+	text, err := os.ReadFile(path)
+	require.NoError(t, err)
+	lines := strings.Split(strings.TrimSpace(string(text)), "\n")
+	assert.Len(t, lines, ringLines+2)
+	assert.Contains(t, lines[0], "dpserve 5 lines are missing here")
+	assert.True(t, strings.HasSuffix(lines[1], " stdout line 5"), lines[1])
+	last := LastLines(filepath.Dir(path), 2)
+	assert.Equal(t, []string{fmt.Sprint("line ", ringLines+4), "the last one"}, texts(last))
+}
+
+// Two files of at most 10 MiB and a line hold what an engine prints, however much it is.
+func TestTheFilesAreBounded(t *testing.T) {
+	dir := t.TempDir()
+	file := &diskfile.Log{Path: filepath.Join(dir, outputFile), Limit: 1000}
+	r, done := newRing(), make(chan struct{})
+	for i := range ringLines {
+		r.add(Stderr, fmt.Sprint("line ", i))
+	}
+	r.end()
+	keepOutput(r, file, time.Minute, done)
+	names, err := os.ReadDir(dir)
+	require.NoError(t, err)
+	assert.Len(t, names, 2)
+	for _, n := range names {
+		info, err := n.Info()
+		require.NoError(t, err)
+		assert.Less(t, info.Size(), int64(1100))
+	}
+	assert.Equal(t, fmt.Sprint("line ", ringLines-1), LastLines(dir, 1)[0].Text)
+	assert.Empty(t, LastLines(t.TempDir(), 5))
+}
+
+func TestFileLines(t *testing.T) {
+	when := time.UnixMilli(1_700_000_000_123)
+	l, ok := parseFileLine(fileLine(when, Stderr, "a b  c") + "\n")
+	assert.True(t, ok)
+	assert.Equal(t, Line{At: when.UnixMilli(), Stream: Stderr, Text: "a b  c"}, l)
+	for _, bad := range []string{
+		"", "x", "2026-01-01T00:00:00Z", "2026-01-01T00:00:00Z stdout", "half of it stdout text",
+		"2026-01-01T00:00:00Z dpserve 5 lines are missing here",
+	} {
+		_, ok := parseFileLine(bad)
+		assert.False(t, ok, bad)
+	}
+}

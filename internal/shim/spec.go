@@ -1,0 +1,129 @@
+// Package shim keeps an engine alive while dpserve restarts. A shim is a small process between the node and
+// one engine: the hidden command `dpserve shim DIR`. It starts the engine, holds its output and its exit
+// status, answers the node over a unix socket, and ends the engine when no node has come back in time. See
+// DESIGN.md.
+package shim
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/dpserve/dpserve/internal/diskfile"
+	"github.com/dpserve/dpserve/internal/process"
+)
+
+// Files of one engine, in a folder of its own.
+const (
+	specFile   = "spec.json"
+	stateFile  = "state.json"
+	socketFile = "shim.sock"
+	outputFile = "out.log"  // and out.log.1
+	ownLogFile = "shim.log" // what the shim itself has to say
+)
+
+// Command is the hidden command that is a shim.
+const Command = "shim"
+
+// shimMark is the environment entry of the shim of a launch. It is not process.Mark, its engine's: what ends
+// an engine by its mark does not end the shim.
+func shimMark(id string) string { return "DPSERVE_SHIM=" + id }
+
+// Spec is what a node asks of a shim. It is on disk before anything runs.
+type Spec struct {
+	Version int    `json:"version"` // of the protocol
+	Cluster string `json:"cluster"` // id of the cluster, and UID of the node, that started it
+	Node    string `json:"node"`
+	Boot    string `json:"boot"` // id of the machine's boot
+	ID      string `json:"id"`   // of the launch; the name of its folder
+
+	Path string   `json:"path"` // of the engine's program
+	Argv []string `json:"argv"`
+	Env  []string `json:"env"` // without the mark
+	Dir  string   `json:"dir"` // where the engine runs
+
+	Orphan time.Duration `json:"orphan_timeout_ns"` // how long the engine lives without an owner
+	Lease  time.Duration `json:"lease_ns"`          // on_lease_loss fence: until the first Extend; 0 = serve
+	Grace  time.Duration `json:"grace_ns"`          // from SIGTERM to SIGKILL
+
+	Order json.RawMessage `json:"order,omitempty"` // the node's own description of the launch
+}
+
+// Phase says how far an engine is.
+type Phase string
+
+// The phases of an engine in a shim.
+const (
+	Running Phase = "running"
+	Ending  Phase = "ending" // it was told to end
+	Exited  Phase = "exited"
+)
+
+// State is what a shim knows of its engine.
+type State struct {
+	Shim   int           `json:"shim"`  // process id of the shim
+	PID    int           `json:"pid"`   // of the engine
+	Start  string        `json:"start"` // of the engine, in clock ticks since boot
+	Began  time.Time     `json:"began"`
+	Phase  Phase         `json:"phase"`
+	Reason string        `json:"reason,omitempty"` // why the shim itself has ended the engine
+	Exit   *process.Exit `json:"exit,omitempty"`
+}
+
+// Info is the answer of a shim about itself.
+type Info struct {
+	Spec  Spec   `json:"spec"`
+	State State  `json:"state"`
+	Read  uint64 `json:"read"` // number of the first line that no owner has read
+}
+
+// errDamaged says that a file of a shim is not what a shim writes.
+var errDamaged = errors.New("damaged file")
+
+func (s *Spec) check() error {
+	switch {
+	case s.Version < 1:
+		return fmt.Errorf("%w: no version", errDamaged)
+	case s.ID == "" || s.ID != filepath.Base(s.ID) || s.ID == "." || s.ID == "..":
+		return fmt.Errorf("%w: %q is no launch", errDamaged, s.ID)
+	case s.Path == "" || len(s.Argv) == 0:
+		return fmt.Errorf("%w: no command", errDamaged)
+	case s.Orphan < 0 || s.Lease < 0 || s.Grace < 0:
+		return fmt.Errorf("%w: a time below zero", errDamaged)
+	}
+	return nil
+}
+
+// parseSpec reads the bytes of a spec file.
+func parseSpec(text []byte) (Spec, error) {
+	var s Spec
+	if err := json.Unmarshal(text, &s); err != nil {
+		return Spec{}, fmt.Errorf("%w: %w", errDamaged, err)
+	}
+	return s, s.check()
+}
+
+func readSpec(dir string) (Spec, error) {
+	text, err := os.ReadFile(filepath.Join(dir, specFile))
+	if err != nil {
+		return Spec{}, err
+	}
+	return parseSpec(text)
+}
+
+// readState returns the zero State if the shim has not come so far.
+func readState(dir string) State {
+	var s State
+	text, err := os.ReadFile(filepath.Join(dir, stateFile))
+	if err != nil || json.Unmarshal(text, &s) != nil {
+		return State{}
+	}
+	return s
+}
+
+func writeFile(dir, name string, v any) error {
+	return diskfile.ReplaceJSON(filepath.Join(dir, name), v)
+}

@@ -1,0 +1,260 @@
+package system
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/test/harness"
+)
+
+// smi is a program nvidia-smi that a node finds first in PATH. It prints what the test puts into its files.
+type smi struct {
+	t   *testing.T
+	dir string
+}
+
+// newSMI makes the program for all nodes of the test, which must not be parallel.
+func newSMI(t *testing.T) *smi {
+	t.Helper()
+	s := &smi{t, t.TempDir()}
+	text := fmt.Sprintf(`#!/bin/sh
+cd %q || exit 1
+[ -f hangs ] && exec sleep 60
+case $1 in
+--query-gpu=*) cat gpus ;;
+--query-compute-apps=*) cat apps ;;
+topo) cat topo ;;
+esac
+`, s.dir)
+	require.NoError(t, os.WriteFile(filepath.Join(s.dir, "nvidia-smi"), []byte(text), 0o700))
+	t.Setenv("PATH", s.dir+string(os.PathListSeparator)+os.Getenv("PATH"))
+	if _, isSet := os.LookupEnv("CUDA_VISIBLE_DEVICES"); isSet {
+		t.Setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+	}
+	s.prints("apps", "")
+	s.prints("topo", "")
+	s.devices(4, 4, 4, 4)
+	return s
+}
+
+// prints replaces a file as a whole, because the program may read it now.
+func (s *smi) prints(file, text string) {
+	s.t.Helper()
+	next := filepath.Join(s.dir, file+".next")
+	require.NoError(s.t, os.WriteFile(next, []byte(text), 0o600))
+	require.NoError(s.t, os.Rename(next, filepath.Join(s.dir, file)))
+}
+
+// devices lists devices with so many MiB in use; a negative number leaves the device out.
+func (s *smi) devices(used ...int) {
+	s.t.Helper()
+	var out strings.Builder
+	for i, mib := range used {
+		if mib >= 0 {
+			_, _ = fmt.Fprintf(&out, "%d, GPU-%d, NVIDIA H100 80GB HBM3, 81559, %d, 550.54.15\n", i, i, mib)
+		}
+	}
+	s.prints("gpus", out.String())
+}
+
+// quick are timers for devices that tests can wait for.
+const quick = "device_reread=200ms,device_probe=2s,device_wait=3s"
+
+// onlyNode returns the status of the one node.
+func onlyNode(r *harness.Real) client.NodeStatus {
+	r.T.Helper()
+	var list struct{ Nodes []client.NodeStatus }
+	code, text := r.Do(http.MethodGet, "/api/v1/nodes", "")
+	require.Equal(r.T, http.StatusOK, code, text)
+	require.NoError(r.T, json.Unmarshal([]byte(text), &list))
+	require.Len(r.T, list.Nodes, 1)
+	return list.Nodes[0]
+}
+
+// waitNode waits until the one node is as wanted.
+func waitNode(r *harness.Real, what string, want func(n *client.NodeStatus) bool) client.NodeStatus {
+	r.T.Helper()
+	var n client.NodeStatus
+	r.Eventually(func() error {
+		if n = onlyNode(r); !want(&n) {
+			return fmt.Errorf("%d GPUs, %d used, notes %q", n.GPUs, n.GPUsUsed, n.Notes)
+		}
+		return nil
+	}, what)
+	return n
+}
+
+// onDevices is an application of ranks with devices, on the simulated engine.
+func onDevices(name string, ranks, devices int) string {
+	return strings.Replace(simApp(name, ranks, "independent", ""), "    data_parallel:",
+		fmt.Sprintf("    resources: {gpus: %d}\n    data_parallel:", devices), 1)
+}
+
+// bridges is a topology of four devices: 0 is linked with 2, and 1 with 3.
+const bridges = "\tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity\n" +
+	"GPU0\t X \tSYS\tNV4\tSYS\t0-7\t0\nGPU1\tSYS\t X \tSYS\tNV4\t0-7\t0\n" +
+	"GPU2\tNV4\tSYS\t X \tSYS\t8-15\t1\nGPU3\tSYS\tNV4\tSYS\t X \t8-15\t1\n"
+
+// GPUs are found and shown, and ranks get close ones.
+func TestDevicesAreFound(t *testing.T) {
+	s := newSMI(t)
+	s.prints("topo", bridges)
+	r := harness.Start(t, "--timers", quick)
+	n := onlyNode(r)
+	assert.Equal(t, 4, n.GPUs)
+	assert.Equal(t, []client.DeviceModel{{
+		Kind: "nvidia", Name: "NVIDIA H100 80GB HBM3", MemoryMiB: 81559, Driver: "550.54.15",
+		Devices: []int{0, 1, 2, 3},
+	}}, n.Devices)
+	assert.Empty(t, n.Notes)
+
+	file := written(t, onDevices("pairs", 2, 2))
+	code, text := commandAt(t, r.Admin, "plan", file)
+	require.Zero(t, code, text)
+	assert.Contains(t, text, "4 x NVIDIA H100 80GB HBM3 79.6 GiB")
+	code, text = commandAt(t, r.Admin, "deploy", file)
+	require.Zero(t, code, text)
+	st := r.WaitStatus("pairs", "RUNNING")
+	var granted [][]int
+	for _, u := range st.Units {
+		granted = append(granted, u.Ranks[0].Devices)
+	}
+	assert.ElementsMatch(t, [][]int{{0, 2}, {1, 3}}, granted, "linked devices, not 0,1 and 2,3")
+	waitNode(r, "all devices used", func(n *client.NodeStatus) bool { return n.GPUsUsed == 4 })
+	_, text = commandAt(t, r.Admin, "nodes")
+	assert.Contains(t, text, "4/4")
+	assert.Contains(t, text, "4 x NVIDIA H100 80GB HBM3 79.6 GiB")
+	r.Delete("pairs")
+	waitNode(r, "no device used", func(n *client.NodeStatus) bool { return n.GPUsUsed == 0 })
+}
+
+// Engines see the devices of their rank's grant, and no others.
+func TestEnginesSeeTheirDevices(t *testing.T) {
+	s := newSMI(t)
+	s.prints("topo", bridges)
+	r := harness.Start(t, "--timers", quick)
+	dir := t.TempDir()
+	r.Deploy(stubApp(t, "tp", "vllm", dir, "tensor_parallel_size: 2", "A: b",
+		"data_parallel: {dp_size: 2, coupling: independent}"))
+	r.WaitStatus("tp", "RUNNING")
+	starts, seen := stubStarts(t, dir), []string{}
+	for rank := range 2 {
+		k, _ := r.Rank("tp", 0, rank)
+		require.NotNil(t, starts[k.PID], "rank %d", rank)
+		visible := starts[k.PID].variable("CUDA_VISIBLE_DEVICES")
+		assert.Equal(t, fmt.Sprint(k.Devices), "["+strings.ReplaceAll(visible, ",", " ")+"]")
+		seen = append(seen, visible)
+	}
+	slices.Sort(seen)
+	assert.Equal(t, []string{"0,2", "1,3"}, seen)
+}
+
+// A GPU that is not listed any more gets no ranks, and is shown until it is back. What runs elsewhere goes
+// on.
+func TestADeviceThatVanishes(t *testing.T) {
+	s := newSMI(t)
+	r := harness.Start(t, "--timers", quick)
+	r.Expect(harness.DevicesFail, harness.EngineFails)
+	r.Deploy(onDevices("one", 3, 1))
+	st := r.WaitStatus("one", "RUNNING")
+	s.devices(4, -1, 4, 4)
+	n := waitNode(r, "three devices", func(n *client.NodeStatus) bool {
+		return n.GPUs == 3 && len(n.Notes) > 0
+	})
+	assert.Contains(t, n.Notes[0], "device 1 (NVIDIA H100 80GB HBM3, GPU-1) is not listed any more")
+	require.NoError(t, syscall.Kill(st.Units[1].Ranks[0].PID, syscall.SIGKILL))
+	r.Eventually(func() error {
+		k, ok := r.Rank("one", 0, 1)
+		if !ok || k.Phase != "ready" || slices.Equal(k.Devices, []int{1}) {
+			return fmt.Errorf("rank 1 is %s on %v", k.Phase, k.Devices)
+		}
+		return nil
+	}, "rank 1 on another device")
+	k, _ := r.Rank("one", 0, 1)
+	assert.Equal(t, []int{3}, k.Devices)
+	after := r.App("one")
+	for _, i := range []int{0, 2} {
+		assert.Equal(t, st.Units[i].Ranks[0].PID, after.Units[i].Ranks[0].PID, "it is not touched")
+	}
+	s.devices(4, 4, 4, 4)
+	waitNode(r, "all devices", func(n *client.NodeStatus) bool { return n.GPUs == 4 && len(n.Notes) == 0 })
+}
+
+// The next engine starts when the memory of the one before is free; what another program holds is named.
+func TestDeviceMemoryIsFreeBeforeARestart(t *testing.T) {
+	s := newSMI(t)
+	r := harness.Start(t, "--timers", quick+",device_wait=60s,verify_named=300ms")
+	r.Expect(harness.DevicesFail, harness.EngineFails)
+	r.Deploy(onDevices("big", 1, 2))
+	st := r.WaitStatus("big", "RUNNING")
+	s.devices(60000, 4, 4, 4)
+	s.prints("apps", "GPU-0, 999999999, 59000\n")
+	require.NoError(t, syscall.Kill(st.Units[0].Ranks[0].PID, syscall.SIGKILL))
+	r.Eventually(func() error {
+		if st = r.App("big"); !strings.Contains(st.Units[0].Reason, "still held") {
+			return fmt.Errorf("%s: %s", st.Units[0].Phase, st.Units[0].Reason)
+		}
+		return nil
+	}, "the holder is named")
+	assert.Contains(t, st.Units[0].Reason,
+		"device 0: 58.6 of 79.6 GiB are in use by process 999999999 with 57.6 GiB (0.0 before the start)")
+	assert.Equal(t, uint64(1), st.Units[0].Epoch, "nothing is started meanwhile")
+	assert.Empty(t, onlyNode(r).Notes, "it may still be the engine's")
+	s.devices(300, 4, 4, 4)
+	s.prints("apps", "")
+	r.Eventually(func() error {
+		if k, ok := r.Rank("big", 0, 0); !ok || k.Epoch != 2 || k.Phase != "ready" {
+			return fmt.Errorf("rank 0 is %s at epoch %d", k.Phase, k.Epoch)
+		}
+		return nil
+	}, "rank 0 starts again")
+	r.Delete("big")
+	s.devices(300, 4, 41000, 4)
+	s.prints("apps", "GPU-2, 999999999, 40000\n")
+	n := waitNode(r, "the device is taken", func(n *client.NodeStatus) bool { return len(n.Notes) > 0 })
+	assert.Contains(t, n.Notes[0], "device 2: 40.0 of 79.6 GiB are in use by process 999999999 with 39.1 "+
+		"GiB, and no rank of this node has it")
+}
+
+// The node starts without an answer, says why it has no devices, and finds them when there is one.
+func TestAProgramForDevicesThatMisbehaves(t *testing.T) {
+	s := newSMI(t)
+	for _, c := range []struct{ what, file, text, note string }{
+		{"hangs", "hangs", "", "nvidia-smi: no answer within 300ms"},
+		{"prints garbage", "gpus", "\x00\xff{]\nnot, a, device\n", "nvidia-smi lists no device"},
+		{"floods", "gpus", strings.Repeat("garbage\n", 1<<18), "it prints more than 1048576 bytes"},
+	} {
+		t.Run(c.what, func(t *testing.T) {
+			s.devices(4, 4)
+			s.prints(c.file, c.text)
+			r := harness.Start(t, "--timers", "device_reread=200ms,device_probe=300ms")
+			r.Expect(harness.DevicesFail)
+			r.Deploy(simApp("plain", 1, "independent", "")) // ranks without devices do not care
+			r.WaitStatus("plain", "RUNNING")
+			n := onlyNode(r)
+			assert.Zero(t, n.GPUs)
+			require.Len(t, n.Notes, 1)
+			assert.Contains(t, n.Notes[0], "the devices cannot be read: ")
+			assert.Contains(t, n.Notes[0], c.note)
+			code, text := commandAt(t, r.Admin, "deploy", written(t, onDevices("gpu", 1, 1)))
+			assert.Equal(t, 5, code, text)
+			assert.Contains(t, text, "--engine sim")
+			_ = os.Remove(filepath.Join(s.dir, "hangs"))
+			s.devices(4, 4)
+			waitNode(r, "two devices", func(n *client.NodeStatus) bool {
+				return n.GPUs == 2 && len(n.Notes) == 0
+			})
+		})
+	}
+}

@@ -1,0 +1,312 @@
+package system
+
+import (
+	"encoding/json"
+	"fmt"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/internal/cluster/pki"
+	"github.com/dpserve/dpserve/internal/doctor"
+	"github.com/dpserve/dpserve/test/harness"
+	"github.com/dpserve/dpserve/test/ports"
+)
+
+// patient is a machine on which nothing fails, with a node that runs: the arguments and the environment of
+// its doctor.
+type patient struct {
+	t       *testing.T
+	r       *harness.Real // the node
+	dir     string        // of what is planted
+	dataDir string
+	file    string // an app.yaml of a model that is whole
+	model   string
+	flags   map[string]string
+	env     []string
+	before  string // shell commands before the doctor: limits of its process
+}
+
+// examination is the JSON of doctor.
+type examination struct {
+	OK       bool
+	Findings []doctor.Finding
+	code     int
+	text     string
+}
+
+func newPatient(t *testing.T, r *harness.Real) *patient {
+	t.Helper()
+	dir := t.TempDir()
+	p := &patient{
+		t: t, r: r, dir: dir, dataDir: filepath.Join(dir, "data"), model: filepath.Join(dir, "model"),
+		flags: map[string]string{"--http-bind": r.HTTP, "--admin-bind": r.Admin},
+		env:   []string{"DPSERVE_ADDR=" + r.Admin, "PATH=" + filepath.Join(dir, "bin") + ":/usr/bin:/bin"},
+	}
+	base := ports.Take(t, 50)
+	p.flags["--port-range"] = fmt.Sprintf("%d-%d", base, base+49)
+	require.NoError(t, os.Mkdir(p.dataDir, 0o700))
+	p.plant("exit 0", "bin", "vllm")
+	p.plant("[ \"$1\" = topo ] || echo No devices were found", "bin", "nvidia-smi")
+	p.write("", "lib", "python3.12", "site-packages", "vllm-0.32.0.dist-info", "METADATA")
+	p.write(`{"model_type":"qwen2"}`, "model", "config.json")
+	p.write(`{}`, "model", "tokenizer.json")
+	p.write(`{"weight_map":{"a":"m-1.bin","b":"m-2.bin"}}`, "model", "pytorch_model.bin.index.json")
+	p.write("PK\x03\x04 weights", "model", "m-1.bin")
+	p.write("PK\x03\x04 weights", "model", "m-2.bin")
+	p.file = p.write("applications:\n  - name: chat\n    model: {id: chat, source: "+p.model+"}\n"+
+		"    engine: {kind: vllm}\n    resources: {gpus: 0}\n", "app.yaml")
+	return p
+}
+
+// write writes a file below the patient's folder.
+func (p *patient) write(text string, path ...string) string {
+	p.t.Helper()
+	file := filepath.Join(append([]string{p.dir}, path...)...)
+	require.NoError(p.t, os.MkdirAll(filepath.Dir(file), 0o755))
+	require.NoError(p.t, os.WriteFile(file, []byte(text), 0o600))
+	return file
+}
+
+// plant writes a program below the patient's folder.
+func (p *patient) plant(script string, path ...string) {
+	p.t.Helper()
+	require.NoError(p.t, os.Chmod(p.write("#!/bin/sh\n"+script+"\n", path...), 0o755))
+}
+
+// examine runs doctor in a process with the patient's environment and limits.
+func (p *patient) examine() examination {
+	p.t.Helper()
+	args := []string{"doctor", p.file, "-o", "json", "--data-dir", p.dataDir}
+	for flag, value := range p.flags {
+		args = append(args, flag, value)
+	}
+	script := strings.TrimSpace(p.before + "\nexec \"$0\" \"$@\"")
+	cmd := exec.CommandContext(p.t.Context(), "/bin/sh", append([]string{"-c", script, harness.Binary(p.t)},
+		args...)...)
+	cmd.Env = append(os.Environ(), p.env...)
+	var errs strings.Builder
+	cmd.Stderr = &errs
+	out, err := cmd.Output()
+	if err != nil {
+		var ended *exec.ExitError
+		require.ErrorAs(p.t, err, &ended)
+	}
+	e := examination{code: cmd.ProcessState.ExitCode(), text: string(out) + errs.String()}
+	require.NoError(p.t, json.Unmarshal(out, &e), e.text)
+	return e
+}
+
+// failing returns the findings that fail.
+func (e *examination) failing() []doctor.Finding {
+	var out []doctor.Finding
+	for _, f := range e.Findings {
+		if f.Level == doctor.Fail {
+			out = append(out, f)
+		}
+	}
+	return out
+}
+
+// CC9: each planted fault is one line FAIL with a hint, and nothing else fails; without it the exit code is
+// 0.
+func TestCC9Doctor(t *testing.T) {
+	t.Parallel()
+	r := harness.Start(t)
+	sleeper := exec.CommandContext(t.Context(), "/bin/sleep", "600")
+	sleeper.Env = []string{"DPSERVE_OWNER=dead.1"}
+	require.NoError(t, sleeper.Start())
+	t.Cleanup(func() { _ = sleeper.Process.Kill(); _ = sleeper.Wait() })
+
+	clean := newPatient(t, r).examine()
+	require.Equal(t, 0, clean.code, clean.text)
+	assert.True(t, clean.OK)
+	assert.Empty(t, clean.failing())
+	var checks []string
+	for _, f := range clean.Findings {
+		checks = append(checks, f.Check)
+	}
+	for _, want := range []string{
+		"clock", "ports", "engine-ports", "files", "shm", "data-dir", "disk", "leftovers", "devices",
+		"engine", "model", "node",
+	} {
+		assert.Contains(t, checks, want)
+	}
+
+	for name, c := range map[string]struct {
+		plant       func(p *patient)
+		check       string
+		found, hint string
+	}{
+		"a port that another program has": {
+			func(p *patient) {
+				l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", ports.TakeAddr(t))
+				require.NoError(t, err)
+				t.Cleanup(func() { _ = l.Close() })
+				p.flags["--http-bind"] = l.Addr().String()
+			},
+			"ports", fmt.Sprintf("(process %d)", os.Getpid()), "--http-bind",
+		},
+		"an address of another machine": {
+			func(p *patient) { p.flags["--advertise"], p.flags["--gossip-port"] = "192.0.2.1", "0" },
+			"ports", "node 192.0.2.1:7947 cannot be bound: cannot assign requested address", "--advertise",
+		},
+		"engine ports that the kernel gives to connections": {
+			func(p *patient) {
+				text, err := os.ReadFile("/proc/sys/net/ipv4/ip_local_port_range")
+				require.NoError(t, err)
+				var lo, hi int
+				_, err = fmt.Sscan(string(text), &lo, &hi)
+				require.NoError(t, err)
+				p.flags["--port-range"] = fmt.Sprintf("%d-%d", hi-99, hi)
+			},
+			"engine-ports", "the kernel's ephemeral range", "ip_local_reserved_ports",
+		},
+		"a process that may open few files": {
+			func(p *patient) { // the limit of a dpserve that runs is its own
+				p.before = "ulimit -n 256"
+				p.flags["--http-bind"], p.flags["--admin-bind"] = "127.0.0.1:0", "127.0.0.1:0"
+			},
+			"files", "this shell may open 256 files", "LimitNOFILE=",
+		},
+		"a data dir below a file": {
+			func(p *patient) { p.dataDir = filepath.Join(p.file, "data") },
+			"data-dir", "not a directory", "--data-dir",
+		},
+		"a disk that takes no byte": {
+			func(p *patient) { p.before = "ulimit -f 0" }, "data-dir", "file too large", "--data-dir",
+		},
+		"a certificate that has ended": {
+			func(p *patient) { p.certificate(time.Now().Add(-31 * 24 * time.Hour)) },
+			"certificate", "the certificate of gpu-1 ended 24 hours ago", "start dpserve on this data dir",
+		},
+		"an engine of a dpserve that has died": {
+			func(p *patient) {
+				p.write(fmt.Sprintf(`[{"group":%d,"start":"1","mark":"DPSERVE_OWNER=dead.1"}]`,
+					sleeper.Process.Pid), "data", "pgids")
+			},
+			"leftovers", fmt.Sprintf("(process %d)", sleeper.Process.Pid),
+			fmt.Sprintf("`kill %d`", sleeper.Process.Pid),
+		},
+		"a driver that does not answer": {
+			func(p *patient) {
+				p.plant("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18", "bin",
+					"nvidia-smi")
+			},
+			"devices", "Driver/library version mismatch", "driver",
+		},
+		"a device that another program fills": {
+			func(p *patient) {
+				p.plant(fmt.Sprintf(`case "$1" in
+--query-gpu=*) echo "0, GPU-0, NVIDIA H100, 81559, 70000, 550.54.15" ;;
+--query-compute-apps=*) echo "GPU-0, %d, 69000" ;;
+esac`, os.Getpid()), "bin", "nvidia-smi")
+			},
+			"devices", "device 0 (NVIDIA H100) has 11.3 GiB free of 79.6 GiB", "gpu_memory_utilization",
+		},
+		"an engine that is not installed": {
+			func(p *patient) { require.NoError(t, os.Remove(filepath.Join(p.dir, "bin", "vllm"))) },
+			"engine", "chat: vllm: vllm is not in PATH", "pip install vllm==",
+		},
+		"an engine that is too old": {
+			func(p *patient) {
+				packages := filepath.Join(p.dir, "lib", "python3.12", "site-packages")
+				require.NoError(t, os.Rename(filepath.Join(packages, "vllm-0.32.0.dist-info"),
+					filepath.Join(packages, "vllm-0.9.2.dist-info")))
+			},
+			"engine", "is vllm 0.9.2", "pip install vllm==",
+		},
+		"a model with a missing file": {
+			func(p *patient) { require.NoError(t, os.Remove(filepath.Join(p.model, "m-2.bin"))) },
+			"model", "lacks 1 file of its index: m-2.bin", "copy the missing files",
+		},
+		"a model of Git LFS": {
+			func(p *patient) { p.write("version https://git-lfs.github.com/spec/v1\n", "model", "m-1.bin") },
+			"model", "m-1.bin is a pointer of Git LFS", "copy the missing files",
+		},
+		"a node that does not answer": {
+			func(p *patient) { p.env = append(p.env, "DPSERVE_ADDR=127.0.0.1:1") },
+			"node", "no answer from http://127.0.0.1:1", "dpserve",
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := newPatient(t, r)
+			c.plant(p)
+			got := p.examine()
+			assert.Equal(t, 1, got.code, got.text)
+			fault := got.failing()
+			require.Len(t, fault, 1, "%+v", got.Findings)
+			assert.Equal(t, c.check, fault[0].Check)
+			assert.Contains(t, fault[0].Found, c.found)
+			assert.Contains(t, fault[0].Hint, c.hint)
+		})
+	}
+	left, err := os.ReadDir(r.Dir)
+	require.NoError(t, err)
+	for _, f := range left {
+		assert.NotContains(t, f.Name(), "doctor", "no file stays in the data dir")
+	}
+}
+
+// certificate writes the files of a node whose certificate was signed at a time.
+func (p *patient) certificate(signed time.Time) {
+	p.t.Helper()
+	authority, err := pki.NewAuthority("c1", signed)
+	require.NoError(p.t, err)
+	key, err := pki.NewKey()
+	require.NoError(p.t, err)
+	csr, err := pki.NewCSR(key)
+	require.NoError(p.t, err)
+	own := pki.Identity{Cluster: "c1", Node: "gpu-1", UID: "u1", Roles: []string{"control"}}
+	files := pki.Files{Key: key, GossipKey: make([]byte, 32)}
+	files.Cert, err = authority.Sign(csr, own, signed, pki.DefaultLife)
+	require.NoError(p.t, err)
+	files.Authority, files.AuthorityKey = authority.PEM()
+	require.NoError(p.t, pki.Save(filepath.Join(p.dataDir, "pki"), files))
+}
+
+// KV9, KV10: doctor names both block sizes of an engine that settles on another one than it was asked for,
+// and the rank from which no KV events come.
+func TestKV9AndKV10Doctor(t *testing.T) {
+	t.Parallel()
+	r := harness.Start(t, "--timers", "kv_silence=3s")
+	r.Expect(harness.Fault{{
+		Msg: "no kv event comes though requests complete.*", With: "app=mute", Why: "what the test plants",
+	}})
+	r.Deploy(simApp("settled", 1, "independent",
+		"sim_step_ms: 1, block_size: 16, sim_settle_block_size: 768") + kvRouting +
+		strings.TrimPrefix(simApp("mute", 1, "independent",
+			"sim_step_ms: 1, sim_fail: [kv-drop@0.5, kv-no-replay]"), "applications:\n") + kvRouting)
+	r.WaitStatus("settled", "RUNNING")
+	r.WaitStatus("mute", "RUNNING")
+	p := newPatient(t, r)
+	p.dataDir = r.Dir
+	r.Eventually(func() error {
+		kvOn(r, "settled", "0/0", kvPrompt(1, 2000))
+		kvOn(r, "mute", "0/0", kvPrompt(int(time.Now().UnixNano()%1000), 200))
+		got := p.examine()
+		for _, want := range []string{
+			"settled/0/0: kv events come in blocks of 768 tokens, the engine reported 16",
+			"mute/0/0: no KV event for ",
+		} {
+			if !strings.Contains(got.text, want) {
+				return fmt.Errorf("doctor does not say %q:\n%s", want, got.text)
+			}
+		}
+		if got.code != 1 || len(got.failing()) != 1 {
+			return fmt.Errorf("exit code %d: %+v", got.code, got.failing())
+		}
+		return nil
+	}, "doctor names both sizes and the silent rank")
+	code, text := r.Do(http.MethodGet, "/api/v1/healthz", "")
+	assert.Equal(t, http.StatusOK, code, text)
+	r.Quiet()
+}
