@@ -254,8 +254,9 @@ func TestAnExitThatNobodySaw(t *testing.T) {
 func TestAnOrphanEnds(t *testing.T) {
 	dir := t.TempDir()
 	r := begin(t, dir, func(s *Spec) { s.Orphan, s.Grace = 50*time.Millisecond, 50*time.Millisecond },
-		"worker", "stubborn")
-	eventually(t, "worker", func() bool { return len(Left(r.info.Spec.ID)) == 3 })
+		"worker", "say=started", "stubborn")
+	assert.Equal(t, []string{"stdout started"}, r.lines(0, 1))
+	assert.Len(t, Left(r.info.Spec.ID), 3)
 	r.Close()
 	eventually(t, "end", func() bool { return len(Left(r.info.Spec.ID)) == 1 })
 	e := find(t, dir)
@@ -285,9 +286,10 @@ func TestFence(t *testing.T) {
 // The kernel ends the engine of a killed shim. What left its group is found by its mark.
 func TestAKilledShim(t *testing.T) {
 	dir := t.TempDir()
-	r := begin(t, dir, nil, "worker", "stubborn")
+	r := begin(t, dir, nil, "worker", "say=started", "stubborn")
 	id := r.info.Spec.ID
-	eventually(t, "worker", func() bool { return len(Left(id)) == 3 })
+	assert.Equal(t, []string{"stdout started"}, r.lines(0, 1))
+	assert.Len(t, Left(id), 3)
 	require.NoError(t, syscall.Kill(r.info.State.Shim, syscall.SIGKILL))
 	<-r.Done()
 	_, ok := <-r.exits
@@ -322,7 +324,9 @@ func TestAShimThatIsToldToEnd(t *testing.T) {
 // A shim whose data dir was removed ends with its engine as soon as it has no owner.
 func TestAShimWithoutItsFolder(t *testing.T) {
 	r := begin(t, t.TempDir(), nil)
-	require.NoError(t, os.RemoveAll(filepath.Join(r.dir, r.info.Spec.ID)))
+	eventually(t, "removed, while the shim may still write", func() bool {
+		return os.RemoveAll(filepath.Join(r.dir, r.info.Spec.ID)) == nil
+	})
 	info, err := r.Info(t.Context())
 	require.NoError(t, err)
 	assert.Equal(t, Running, info.State.Phase, "its owner is there")
