@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -19,6 +18,7 @@ import (
 	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 func TestClientAndServerAgree(t *testing.T) {
@@ -242,10 +242,7 @@ func TestStreamsAreBounded(t *testing.T) {
 }
 
 func TestNoServerAnswers(t *testing.T) {
-	ln, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	addr := ln.Addr().String()
-	require.NoError(t, ln.Close())
+	addr := ports.TakeAddr(t)
 	c, err := client.New(addr)
 	require.NoError(t, err)
 	defer c.Close()

@@ -18,6 +18,7 @@ import (
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/test/memnet"
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 func file(t testing.TB, name string) []byte {
@@ -51,7 +52,7 @@ func TestHealthIsTyped(t *testing.T) {
 }
 
 func TestHealthOfNobodyAndOfAFrozenEngine(t *testing.T) {
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	ln, err := net.Listen("tcp", ports.TakeAddr(t))
 	require.NoError(t, err)
 	rt := engine.NewTransport()
 	defer rt.CloseIdleConnections()

@@ -3,7 +3,6 @@ package noderpc
 import (
 	"context"
 	"io"
-	"net"
 	"net/http"
 	"strings"
 	"sync/atomic"
@@ -17,6 +16,7 @@ import (
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 // TestDataStream: an engine's stream arrives whole, with its header and the ticket, and each chunk at once.
@@ -282,10 +282,7 @@ func TestDataMailbox(t *testing.T) {
 // TestDataEngineLost: an engine that refuses the connection differs from one that breaks off; both answers
 // carry the ticket.
 func TestDataEngineLost(t *testing.T) {
-	dead, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	require.NoError(t, dead.Close())
-	a := newDataRig(t, dataOptions{url: "http://" + dead.Addr().String()}).send(newDispatch())
+	a := newDataRig(t, dataOptions{url: "http://" + ports.TakeAddr(t)}).send(newDispatch())
 	require.ErrorIs(t, a.err, rankleg.ErrEngineRefused)
 	assert.EqualValues(t, ticketID, a.reply.Ticket.ID)
 

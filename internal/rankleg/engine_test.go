@@ -17,6 +17,8 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
+
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -87,11 +89,8 @@ func TestForgottenClients(t *testing.T) {
 
 // TestRefused tells a connection that did not come about from one that broke.
 func TestRefused(t *testing.T) {
-	dead, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	require.NoError(t, dead.Close())
-	_, err = openEngines(t).send(t.Context(), false,
-		&engineRequest{URL: parsed(t, "http://"+dead.Addr().String()+"/")})
+	_, err := openEngines(t).send(t.Context(), false,
+		&engineRequest{URL: parsed(t, "http://"+ports.TakeAddr(t)+"/")})
 	require.Error(t, err)
 	assert.True(t, IsRefused(err))
 	assert.False(t, IsRefused(&net.OpError{Op: "read", Err: errors.New("reset")}))

@@ -15,6 +15,7 @@ import (
 
 	"github.com/dpserve/dpserve/internal/engine/attach"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -71,7 +72,7 @@ func TestProbeFindsTheFamily(t *testing.T) {
 }
 
 func TestProbeExplainsWhatIsWrong(t *testing.T) {
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	ln, err := net.Listen("tcp", ports.TakeAddr(t))
 	require.NoError(t, err)
 	silent := "http://" + ln.Addr().String()
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
