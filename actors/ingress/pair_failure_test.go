@@ -322,6 +322,7 @@ func TestDecodeFenced(t *testing.T) {
 			lost = 1
 		}
 		g.decodes[lost].say(false, true, "exit_1")
+		eventually(t, func() bool { return g.decodes[1-lost].inFlight() == 1 }, "the other one is reserved")
 		close(next)
 		a := <-got
 		g.served(a, "remote")

@@ -95,7 +95,8 @@ func (c *Cluster) becomeReady(r *run) {
 			c.end(err)
 			return
 		}
-		if !warned && !errors.Is(err, ErrNotLeader) { // a leader that hands over meanwhile is no fault
+		// A leader that hands over meanwhile is no fault, nor is one that ends.
+		if !warned && !errors.Is(err, ErrNotLeader) && !errors.Is(err, ErrClosed) {
 			c.log.Warn("leader not ready yet", "room", "cluster", "err", err)
 			warned = true
 		}
