@@ -8,6 +8,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // executor carries out effects outside of Receive: commands in a bounded number of goroutines, and the orders
@@ -156,7 +157,8 @@ func (a *executor) sendOrder(e Effect) {
 		if !ok {
 			return
 		}
-		if err := agent.StopRank(ctx, e.Order); err != nil {
+		// A node that has seen a later epoch has ended this one.
+		if err := agent.StopRank(ctx, e.Order); !errors.Is(err, state.ErrStaleEpoch) {
 			a.logFailure("stop_rank", e.Order.Unit, err)
 		}
 	}

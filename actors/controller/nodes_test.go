@@ -1,6 +1,11 @@
 package controller
 
 import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -427,4 +432,27 @@ func TestTheOrdersOfARemovedNodeEnd(t *testing.T) {
 		assert.Empty(t, x.nodes)
 		x.work.Wait()
 	})
+}
+
+// refusingAgent refuses orders.
+type refusingAgent struct {
+	msg.NodeAgent
+	err error
+}
+
+func (a refusingAgent) StopRank(context.Context, *msg.StopRank) error { return a.err }
+
+// TestALateStopIsNoFault: a node that has seen a later epoch has nothing to stop.
+func TestALateStopIsNoFault(t *testing.T) {
+	for _, err := range []error{state.ErrStaleEpoch, errors.New("broken")} {
+		var log bytes.Buffer
+		agent := refusingAgent{err: fmt.Errorf("unit chat/0/0: %w", err)}
+		x := newExecutor(t.Context(), &Config{
+			Agent:  func(string) (msg.NodeAgent, bool) { return agent, true },
+			Log:    slog.New(slog.NewTextHandler(&log, nil)),
+			Timers: Timers{}.withDefaults(),
+		}, nil, nil)
+		x.sendOrder(StopEffect{"a", &msg.StopRank{Unit: "chat/0/0", Epoch: 1}})
+		assert.Equal(t, errors.Is(err, state.ErrStaleEpoch), log.Len() == 0, log.String())
+	}
 }
