@@ -192,8 +192,12 @@ func (l *load) run(ctx context.Context) {
 	select {
 	case need = <-l.need:
 	case <-ctx.Done():
-		l.abandon(ctx)
-		return
+		select {
+		case need = <-l.need:
+		default:
+			l.abandon(ctx)
+			return
+		}
 	}
 	kv, took, err := l.fetch(ctx, need)
 	switch {
@@ -246,6 +250,8 @@ func (l *load) fetch(ctx context.Context, need int) ([]em.BlockKV, float64, erro
 
 // pull is NIXL's reading: the block numbers of the parameters, at the engine that they name.
 func (l *load) pull(ctx context.Context, need int) ([]em.BlockKV, float64, error) {
+	ctx, stop := outlasting(ctx, readGrace)
+	defer stop()
 	p := l.params
 	if !p.isTrue("remote_block_ids") {
 		return nil, 0, because(errKillsEngine, "AssertionError: parameters without remote_block_ids")
@@ -267,6 +273,17 @@ func (l *load) pull(ctx context.Context, need int) ([]em.BlockKV, float64, error
 	return l.ex.peers.read(ctx, addr, &sideMessage{
 		Op: sideRead, Engine: engine, Request: p.text("remote_request_id"), Blocks: blocks[len(blocks)-need:],
 	})
+}
+
+// readGrace bounds how long a read goes on whose client has left.
+const readGrace = time.Second
+
+// outlasting ends later than ctx. NIXL finishes a read that has begun, and the prefill engine hears of it once:
+// a read that is broken off may have been answered, and would be told a second time that nobody wants it.
+func outlasting(ctx context.Context, grace time.Duration) (longer context.Context, stop func()) {
+	longer, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	forget := context.AfterFunc(ctx, func() { time.AfterFunc(grace, cancel) })
+	return longer, func() { forget(); cancel() }
 }
 
 // awaitPush registers at the prefill engine, which writes the blocks when its own leg of the same name has

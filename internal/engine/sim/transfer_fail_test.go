@@ -244,6 +244,29 @@ func TestAClientThatLeavesReleasesTheLease(t *testing.T) {
 	eventually(t, func() bool { s := d.Stats(); return s.Loading+s.UsedBlocks+s.InFlight == 0 })
 }
 
+// A read that has begun is finished although the client leaves: the prefill engine hears once that the blocks
+// are free, and not a second time after the lease.
+func TestAReadThatHasBegunIsFinished(t *testing.T) {
+	p, d := startPair(t, func(c *Config) {
+		c.Transfer.GBps = 1
+		c.Transfer.GBps = c.transferTime(5).Seconds() / 0.3 // 0.3 seconds for the prompt
+	})
+	params := prefill(t, p, words(1, 70))
+	ctx, cancel := context.WithCancel(t.Context())
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, d.URL()+"/v1/completions",
+		strings.NewReader(completionBody(words(1, 70), `,"stream":true,"kv_transfer_params":`+params)))
+	require.NoError(t, err)
+	req.Header.Set("Content-Type", "application/json")
+	resp, err := client.Do(req)
+	require.NoError(t, err)
+	eventually(t, func() bool { return d.Stats().Loading == 1 })
+	cancel()
+	_ = resp.Body.Close()
+	hasCounter(t, d, "nixl_bytes_transferred_count", 1)
+	leasesEnd(t, p)
+	assert.Zero(t, p.ranks[0].stats().LateReads)
+}
+
 // Heartbeats flow from the arrival on if the engines have met.
 func TestHeartbeatsOfAWaitingLeg(t *testing.T) {
 	t.Parallel()
