@@ -278,8 +278,8 @@ func (l *load) pull(ctx context.Context, need int) ([]em.BlockKV, float64, error
 // readGrace bounds how long a read goes on whose client has left.
 const readGrace = time.Second
 
-// outlasting ends later than ctx. NIXL finishes a read that has begun, and the prefill engine hears of it once:
-// a read that is broken off may have been answered, and would be told a second time that nobody wants it.
+// outlasting ends later than ctx. NIXL finishes a read that has begun, and the prefill engine hears of it
+// once: a read that is broken off may have been answered, and would be told a second time that nobody wants it.
 func outlasting(ctx context.Context, grace time.Duration) (longer context.Context, stop func()) {
 	longer, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	forget := context.AfterFunc(ctx, func() { time.AfterFunc(grace, cancel) })
