@@ -279,7 +279,8 @@ func (l *load) pull(ctx context.Context, need int) ([]em.BlockKV, float64, error
 const readGrace = time.Second
 
 // outlasting ends later than ctx. NIXL finishes a read that has begun, and the prefill engine hears of it
-// once: a read that is broken off may have been answered, and would be told a second time that nobody wants it.
+// once. A read that is broken off may have been answered: the prefill engine would be told a second time that
+// nobody wants the blocks.
 func outlasting(ctx context.Context, grace time.Duration) (longer context.Context, stop func()) {
 	longer, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	forget := context.AfterFunc(ctx, func() { time.AfterFunc(grace, cancel) })
