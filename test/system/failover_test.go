@@ -97,7 +97,7 @@ func TestFS4EveryReplicaFails(t *testing.T) {
 			start := time.Now()
 			resp, err := r.Post(t.Context(), "/v1/chat/completions", harness.Chat("sick", "hi", 4, true))
 			require.NoError(t, err)
-			if resp.StatusCode == http.StatusOK { // a rank came back, or a connection of before was still open
+			if resp.StatusCode == http.StatusOK { // a rank is back, or a connection of before is still open
 				require.NoError(t, resp.Body.Close())
 				isBack := func(u client.UnitStatus) bool { return u.Epoch > 1 }
 				assert.True(t, mode == "refuse" || slices.ContainsFunc(r.App("sick").Units, isBack))
