@@ -266,7 +266,7 @@ func (s *split) choosePrefill(cmd *pdproxy.Command) pdproxy.Event {
 	ev := pdproxy.Event{Kind: pdproxy.EvChosen, Number: cmd.Number, Fallback: true}
 	p := s.pair
 	router, _ := p.router.Routers()
-	for unlike := cmd.Unlike; ; unlike = (routing.RankRef{}) {
+	for unlike := cmd.Unlike[pdproxy.Prefill]; ; unlike = (routing.RankRef{}) {
 		s.describePrefill(unlike)
 		p.router.PickPrefill(&s.query, cmd.Decode, &s.alone)
 		if s.alone.Kind != routing.Route {
@@ -293,7 +293,9 @@ func (s *split) chooseDecode(ctx context.Context, cmd *pdproxy.Command, ev *pdpr
 	req, decide := s.req, s.req.decide
 	isRemote := cmd.Prefill != (routing.RankRef{})
 	if isRemote {
-		decide = func(last *result) (*rank, *failure, bool) { return s.decideDecode(last, cmd.Prefill) }
+		decide = func(last *result) (*rank, *failure, bool) {
+			return s.decideDecode(last, cmd.Prefill, cmd.Unlike[pdproxy.Decode])
+		}
 	} else {
 		s.way = pdproxy.WayFallback
 	}
@@ -305,21 +307,30 @@ func (s *split) chooseDecode(ctx context.Context, cmd *pdproxy.Command, ev *pdpr
 	ev.Kind, ev.Decode, ev.Remote = pdproxy.EvChosen, rk.ref(), isRemote
 }
 
-// decideDecode asks for a decode rank that has met the prefill rank.
-func (s *split) decideDecode(last *result, prefill routing.RankRef) (rk *rank, f *failure, wait bool) {
+// decideDecode asks for a decode rank that has met the prefill rank, and takes unlike only if there is no
+// other.
+func (s *split) decideDecode(
+	last *result, prefill, unlike routing.RankRef,
+) (rk *rank, f *failure, wait bool) {
 	req, p := s.req, s.pair
 	_, router := p.router.Routers()
 	for {
 		req.excludeTried()
+		if unlike != (routing.RankRef{}) {
+			req.query.Tried = append(req.query.Tried, unlike.ID)
+		}
 		req.query.ID = req.in.requestID()
 		p.decode.describeRequest(&req.query, &req.prompt)
 		p.router.PickDecode(&req.query, prefill, &req.choice)
-		switch req.choice.Kind {
-		case routing.Queue:
+		switch {
+		case req.choice.Kind == routing.Route:
+		case unlike != (routing.RankRef{}):
+			unlike = routing.RankRef{}
+			continue
+		case req.choice.Kind == routing.Queue:
 			return nil, nil, true
-		case routing.Reject:
+		default:
 			return nil, req.pickFailure(last), false
-		case routing.Route:
 		}
 		id := req.choice.Ranked[0]
 		req.attempt.router = router

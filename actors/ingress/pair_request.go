@@ -177,18 +177,21 @@ func (s *split) isRemote() bool { return s != nil && s.way == pdproxy.WayRemote 
 
 // decide asks the PairRouter once. wait: the decode pool has no room now, or no rank yet.
 func (s *split) decide(last *result) (rk *rank, f *failure, wait bool) {
-	return s.decideUnlike(last, routing.RankRef{})
+	return s.decideUnlike(last, [2]routing.RankRef{})
 }
 
-// decideUnlike is decide with a prefill rank that is taken only if there is no other.
-func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f *failure, wait bool) {
+// decideUnlike is decide with a rank of each pool that is taken only if there is no other.
+func (s *split) decideUnlike(last *result, unlike [2]routing.RankRef) (rk *rank, f *failure, wait bool) {
 	req, p := s.req, s.pair
 	unmet := p.plainOnly     // decode ranks that have met no prefill rank
 	alone := pdproxy.WayNone // how a rank of plainOnly gets the request, if one does
 	for {
 		req.excludeTried()
 		req.query.Tried = append(req.query.Tried, unmet...)
-		s.describePrefill(unlike)
+		if unlike[pdproxy.Decode] != (routing.RankRef{}) {
+			req.query.Tried = append(req.query.Tried, unlike[pdproxy.Decode].ID)
+		}
+		s.describePrefill(unlike[pdproxy.Prefill])
 		req.query.ID = req.in.requestID()
 		p.decode.describeRequest(&req.query, &req.prompt)
 		began, tried := time.Now(), len(req.query.Tried)
@@ -196,6 +199,13 @@ func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f 
 		p.decode.metrics.Load().Decision(time.Since(began))
 		d := &s.choice
 		switch {
+		case d.Kind != routing.Route && unlike[pdproxy.Decode] != (routing.RankRef{}):
+			unlike[pdproxy.Decode] = routing.RankRef{}
+			continue
+		case d.Kind == routing.Route && !d.Remote && unlike[pdproxy.Prefill] != (routing.RankRef{}):
+			s.undoChoice()
+			unlike[pdproxy.Prefill] = routing.RankRef{}
+			continue
 		case d.Kind == routing.Queue && alone != pdproxy.WayNone:
 			// To wait for room here would be a busy loop: each decision takes and returns a place at a rank
 			// of a pair, and whoever waits for room is woken by that.
@@ -209,7 +219,7 @@ func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f 
 			if f := s.leavePair(); f != nil {
 				return nil, f, false
 			}
-			alone, unmet, unlike = s.way, nil, routing.RankRef{}
+			alone, unmet, unlike = s.way, nil, [2]routing.RankRef{}
 			continue
 		case d.Kind == routing.Reject:
 			p.metrics.Decision(d.Reason)
@@ -222,10 +232,6 @@ func (s *split) decideUnlike(last *result, unlike routing.RankRef) (rk *rank, f 
 				return nil, s.noPrefillFailure(), false
 			}
 			return nil, req.pickFailure(last), false
-		case !d.Remote && unlike != (routing.RankRef{}):
-			s.undoChoice()
-			unlike = routing.RankRef{}
-			continue
 		}
 		if rk, ok := s.takeChoice(); ok {
 			if alone != pdproxy.WayNone {

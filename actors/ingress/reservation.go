@@ -288,7 +288,7 @@ func admitPair(ctx, life context.Context, q *pairQuery, s *split) (*reservation,
 		return admitReservation(ctx, life, q.pair.decode, req)
 	}
 	var refused cause
-	var unlike routing.RankRef
+	var unlike [2]routing.RankRef
 	for range maxPairTries {
 		s.way = pdproxy.WayNone
 		rk, f, wait := s.decideUnlike(nil, unlike)
@@ -298,7 +298,7 @@ func admitPair(ctx, life context.Context, q *pairQuery, s *split) (*reservation,
 		var prefill *prefillPlace
 		if s.isRemote() {
 			if prefill, refused = admitPrefill(ctx, life, s); refused != causeOK {
-				unlike = s.rank.ref()
+				unlike[pdproxy.Prefill] = s.rank.ref()
 				b := s.takePending(pdproxy.Decode)
 				s.undo(&b)
 				continue

@@ -45,11 +45,11 @@ type Core struct {
 	whole   bool // the answer comes as a whole
 	remote  bool // a prefill rank computes the prompt
 	way     Way
-	read    bool   // the decode rank has the prompt
-	attempt uint32 // of a pair
-	params  uint64 // of the prefill leg that is done; 0 = none
-	fence   Fence  // of params
-	unlike  routing.RankRef
+	read    bool               // the decode rank has the prompt
+	attempt uint32             // of a pair
+	params  uint64             // of the prefill leg that is done; 0 = none
+	fence   Fence              // of params
+	unlike  [2]routing.RankRef // of a pair that failed, to be chosen again only if there is no other
 
 	failures
 	ended bool
@@ -254,10 +254,10 @@ func (c *Core) choose(prefill, decode bool) {
 	c.choice = c.next()
 	cmd := Command{
 		Kind: CmdChoose, Number: c.choice, WantPrefill: c.want[Prefill], WantDecode: c.want[Decode],
-		Unlike: c.unlike,
 	}
 	if c.remote || c.want[Prefill] { // a decode rank alone needs no partner
 		cmd.Prefill, cmd.Decode = c.halves[Prefill].rank, c.halves[Decode].rank
+		cmd.Unlike = c.unlike
 	}
 	c.out, c.open = append(c.out, cmd), c.open+1
 }

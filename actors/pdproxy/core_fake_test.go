@@ -479,7 +479,10 @@ func (f *flight) choose(cmd Command, more int) {
 		return out, ok
 	}
 	w.proxy(w.between(0, 3*time.Millisecond), func(at Instant) {
-		d, ok := pick(Decode, routing.RankRef{})
+		d, ok := pick(Decode, cmd.Unlike[Decode])
+		if !ok {
+			d, ok = pick(Decode, routing.RankRef{})
+		}
 		if cmd.WantDecode && !ok {
 			if more > 0 {
 				w.proxy(100*time.Millisecond, func(Instant) { f.choose(cmd, more-1) })
@@ -489,7 +492,7 @@ func (f *flight) choose(cmd Command, more int) {
 			return
 		}
 		ev := Event{Kind: EvChosen, Number: cmd.Number, Decode: d}
-		if p, ok := pick(Prefill, cmd.Unlike); !cmd.WantPrefill || w.chance(5) {
+		if p, ok := pick(Prefill, cmd.Unlike[Prefill]); !cmd.WantPrefill || w.chance(5) {
 		} else if ev.Prefill, ev.Remote = p, ok; !ok {
 			ev.Fallback = true
 		}

@@ -266,7 +266,8 @@ func (c *Core) onDialFailed() {
 }
 
 // onDecodeFailed handles a decode leg that ended without a first byte. With a prefill behind it that is a
-// failure of the transfer first, which charges nobody; but a broken connection is the decode rank's.
+// failure of the transfer first, which charges nobody; another decode rank goes on if there is one. A broken
+// connection is the decode rank's.
 func (c *Core) onDecodeFailed(e Ending) {
 	if !c.remote {
 		c.failLocal(e)
@@ -280,6 +281,7 @@ func (c *Core) onDecodeFailed(e Ending) {
 		c.avoid(Decode)
 	default:
 		c.note(NoteKVFailure)
+		c.unlike[Decode] = c.halves[Decode].rank
 		e = EndCancelled
 	}
 	c.release(Decode, e)
@@ -342,7 +344,7 @@ func (c *Core) endIfTwoDied() bool {
 func (c *Core) redo() {
 	c.discard()
 	if p := &c.halves[Prefill]; p.number != 0 {
-		c.unlike = p.rank
+		c.unlike[Prefill] = p.rank
 		c.release(Prefill, EndCancelled)
 	}
 	if c.redone {

@@ -64,7 +64,7 @@ type CommandKind uint8
 const (
 	// CmdChoose: choose ranks: a prefill rank if WantPrefill, a decode rank if WantDecode. Prefill or Decode
 	// is the rank that stays, so that the pair has met. Core.Tried lists the ranks that must not be chosen.
-	// Unlike is a prefill rank to take only if there is no other.
+	// Unlike has for each side a rank to take only if there is no other.
 	CmdChoose CommandKind = iota
 	// CmdUndoChoice: a choice came too late: nothing uses its ranks. With Rank, nothing uses that rank: its
 	// reservation was dropped before it began.
@@ -105,7 +105,7 @@ type Command struct {
 	Rank        routing.RankRef
 	Prefill     routing.RankRef
 	Decode      routing.RankRef
-	Unlike      routing.RankRef
+	Unlike      [2]routing.RankRef
 	WantPrefill bool
 	WantDecode  bool
 	Params      uint64

@@ -138,6 +138,9 @@ func (s *script) words(c *Command) string {
 		if !c.WantPrefill && c.Prefill.ID != 0 {
 			out += " for " + nameOf(Prefill, c.Prefill)
 		}
+		if c.Unlike[Decode].ID != 0 {
+			out += " unlike " + nameOf(Decode, c.Unlike[Decode])
+		}
 		return out
 	case CmdUndoChoice:
 		return "undo"
@@ -312,7 +315,7 @@ func TestCoreTables(t *testing.T) {
 		{
 			name: "D 5xx: once more, nobody is charged", before: sent, events: "error d1; chosen p2 d1",
 			want: "note kv-failure; release d1 cancelled; discard 7; release p1 ok held; note redo; " +
-				"choose p d; " +
+				"choose p d unlike d1; " +
 				"reserve d1; reserve p2",
 		},
 		{
@@ -328,7 +331,7 @@ func TestCoreTables(t *testing.T) {
 		{
 			name: "D without a first byte", before: sent, events: "done d1",
 			want: "note kv-failure; release d1 cancelled; discard 7; release p1 ok held; note redo; " +
-				"choose p d",
+				"choose p d unlike d1",
 		},
 		{
 			name: "D is busy", before: sent, events: "busy d1",
@@ -419,7 +422,7 @@ func TestCoreTables(t *testing.T) {
 			name: "or before an error", before: sent + "at 3s frozen", events: "error d1",
 			want: "alarm d1; note kv-failure; release d1 cancelled; discard 7; release p1 ok held; " +
 				"note redo; " +
-				"choose p d",
+				"choose p d unlike d1",
 		},
 		{name: "the first byte is so late that the lease may be over", change: func(c *Config) {
 			c.DecodeLimit = time.Minute
@@ -521,7 +524,7 @@ func TestCoreTables(t *testing.T) {
 		{
 			name: "push: D fails, P is cancelled", order: decodeFirst, before: sentPush, events: "error d1",
 			want: "note kv-failure; release d1 cancelled; cancel p1; release p1 cancelled; note redo; " +
-				"choose p d",
+				"choose p d unlike d1",
 		},
 		{
 			name: "push: D is fenced", order: decodeFirst, before: sentPush, events: "fenced d1",

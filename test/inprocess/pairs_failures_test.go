@@ -131,15 +131,20 @@ func TestPD2DecodeFails(t *testing.T) {
 			"reset":       (*harness.PairLeg).Reset,
 			"stall":       (*harness.PairLeg).Stall,
 		} {
-			bubble(t, transfer+" "+name, func(t *testing.T) { decodeFailsOnce(t, transfer, fail) })
+			bubble(t, transfer+" "+name, func(t *testing.T) { decodeFailsOnce(t, transfer, 2, fail) })
 		}
 		bubble(t, transfer+" always", func(t *testing.T) { decodeFailsAlways(t, transfer) })
+		bubble(t, transfer+" one decode rank", func(t *testing.T) {
+			decodeFailsOnce(t, transfer, 1, func(l *harness.PairLeg) bool {
+				return l.Fail(http.StatusInternalServerError)
+			})
+		})
 	}
 }
 
-func decodeFailsOnce(t *testing.T, transfer string, fail func(l *harness.PairLeg) bool) {
+func decodeFailsOnce(t *testing.T, transfer string, ranks int, fail func(l *harness.PairLeg) bool) {
 	t.Helper()
-	r := newPairRig(t, transfer, 2, 2, "decide: always", "timeouts: {first_token_s: 5}")
+	r := newPairRig(t, transfer, 2, ranks, "decide: always", "timeouts: {first_token_s: 5}")
 	r.Expect(harness.PairsFail)
 	var decodes, prefills atomic.Int32
 	var failedAt atomic.Pointer[time.Time]
@@ -167,7 +172,7 @@ func decodeFailsOnce(t *testing.T, transfer string, fail func(l *harness.PairLeg
 	require.Len(t, legs, 2, "parameters are used once: the prompt is computed again")
 	asked := engineNames(r.engines.Legs(harness.PairDecode))
 	require.Len(t, asked, 2)
-	assert.Len(t, distinct(asked), 2, "another decode rank")
+	assert.Len(t, distinct(asked), ranks, "another decode rank if there is one")
 	if transfer != "nixl" {
 		cancelled(t, &legs[0], *failedAt.Load())
 	}
