@@ -247,6 +247,8 @@ type drains struct {
 	mu   sync.Mutex
 	low  int
 	seen map[string]*drained // by URL and incarnation
+	// phases of ranks when their nodes were last heard of
+	phases map[string]string
 }
 
 // drained is what an engine had been given since it drained: all of it, and not more some time later.
@@ -261,7 +263,10 @@ type drained struct {
 const drainNoticed = 500 * time.Millisecond
 
 func watchDrains(c *harness.Members, at *harness.Member, app string) *drains {
-	d := &drains{stop: make(chan struct{}), low: 1 << 10, seen: map[string]*drained{}}
+	d := &drains{
+		stop: make(chan struct{}), low: 1 << 10, seen: map[string]*drained{},
+		phases: map[string]string{},
+	}
 	d.wg.Go(func() {
 		for {
 			select {
@@ -279,10 +284,15 @@ func watchDrains(c *harness.Members, at *harness.Member, app string) *drains {
 }
 
 func (d *drains) look(st *client.AppStatus) {
-	d.mu.Lock()
-	d.low = min(d.low, st.Ready)
-	d.mu.Unlock()
+	ready := 0
 	for seat, k := range seats(st) {
+		// A node that got no processor for a second is said to be unreachable: that is not the rollout's doing.
+		if k.Phase != client.Unreachable {
+			d.phases[seat] = k.Phase
+		}
+		if d.phases[seat] == "ready" {
+			ready++
+		}
 		if k.Phase != "draining" || k.URL == "" {
 			continue
 		}
@@ -301,6 +311,9 @@ func (d *drains) look(st *client.AppStatus) {
 		}
 		e.last = n
 	}
+	d.mu.Lock()
+	d.low = min(d.low, ready)
+	d.mu.Unlock()
 }
 
 // given is how many sequences an engine was ever given.
