@@ -286,7 +286,7 @@ func watchDrains(c *harness.Members, at *harness.Member, app string) *drains {
 func (d *drains) look(st *client.AppStatus) {
 	ready := 0
 	for seat, k := range seats(st) {
-		// A node that got no processor for a second is said to be unreachable: that is not the rollout's doing.
+		// A node that got no processor for a second is called unreachable: that is not the rollout's doing.
 		if k.Phase != client.Unreachable {
 			d.phases[seat] = k.Phase
 		}
