@@ -25,6 +25,9 @@ type Member struct {
 	*Real        // the newest process
 	Name  string // node id
 	IP    string // what it advertises
+	// CrashedAt is when its process was last killed. On a busy machine Kill has looked for the node's engines
+	// for seconds before that.
+	CrashedAt time.Time
 
 	rig     *Members
 	program string // the binary from its next start on; "" = Binary
@@ -144,6 +147,7 @@ func (m *Member) signal(sig os.Signal) {
 
 // Crash ends the node's process alone with SIGKILL. Its engines live on in their shims.
 func (m *Member) Crash() {
+	m.CrashedAt = time.Now()
 	m.signal(syscall.SIGKILL)
 	<-m.done
 	m.frozen = false

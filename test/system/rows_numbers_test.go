@@ -127,8 +127,8 @@ func TestNumbersNodeLost(t *testing.T) {
 	killed := c.All[2]
 	gone := on(seats(&st), killed.Name)
 	require.NotEmpty(t, gone)
-	began := time.Now()
 	killed.Kill()
+	began := killed.CrashedAt
 	within(t, "node killed under 64 streams, out of routing", time.Second,
 		outAfter(c, began, "wide", gone, ifForced, a, b))
 	load.Reaches(64)
