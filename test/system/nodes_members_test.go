@@ -88,8 +88,8 @@ func TestMB1JoinAndLoss(t *testing.T) {
 	load := harness.StartLoad(t, "wide", 8, 40, a.HTTP, b.HTTP)
 	load.Reaches(50)
 
-	killed := time.Now()
 	lost.Kill()
+	killed := lost.CrashedAt
 	for _, at := range []*harness.Member{a, b} {
 		outOf(c, at, "wide", gone)
 	}
@@ -172,8 +172,8 @@ func TestRG4LeaderKilled(t *testing.T) {
 	load.Reaches(50)
 
 	leader := c.Leader()
-	killed := time.Now()
 	leader.Kill()
+	killed := leader.CrashedAt
 	w2.Want(simApp("next", 1, "independent", "") + "    route_prefix: /next\n")
 	again := time.Since(killed)
 	assert.Less(t, again, slack*3*time.Second, "assignments are accepted again")

@@ -80,8 +80,8 @@ func TestNumbersLeaderKilled(t *testing.T) {
 	load := harness.StartLoad(t, "wide", 4, 40, w1.HTTP, w2.HTTP)
 	load.Reaches(20)
 	leader := c.Leader()
-	killed := time.Now()
 	leader.Kill()
+	killed := leader.CrashedAt
 	took := map[string]time.Duration{}
 	c.Eventually("a deploy is accepted", func() error {
 		if code, text := deploys(w2, "next"); code != http.StatusAccepted {
