@@ -46,9 +46,10 @@ func TestRG5KilledRankUnder64Streams(t *testing.T) {
 	load.Reaches(64)
 	killed := time.Now()
 	require.NoError(t, syscall.Kill(pid, syscall.SIGKILL))
-	out := outAfter(c, killed, "two", first, ifForced, m)
+	out, slowest := outAfter(c, killed, "two", first, ifForced, m)
 	fenced := killed.Add(out[m.Name])
-	within(t, "1 of 8 ranks killed under 64 streams, its group out of routing", time.Second/slack, out)
+	within(t, "1 of 8 ranks killed under 64 streams, its group out of routing", time.Second/slack, out,
+		slowest)
 	st := c.WaitApp("two", "whole again", func(st *client.AppStatus) error {
 		if st.Ready != 16 || st.Units[0].Epoch != before[0].Epoch+1 {
 			return errStatus(st)

@@ -18,7 +18,7 @@ import (
 )
 
 // The numbers of a cluster that users feel, with every timer as it is for users. They are printed; a test
-// fails only beyond slack times a goal, for machines are shared and noisy.
+// fails only beyond slack times a goal, for machines are shared and noisy, and what within adds.
 
 // What a router says of a rank that gets requests: any time, or when nothing else is left too.
 var (
@@ -27,23 +27,29 @@ var (
 )
 
 // outAfter is how long after a moment each node's router had no rank of a set in one of these words, by its
-// own state. It asks every node for itself.
+// own state. It asks every node for itself. slowest is the longest that one of them took for an answer
+// meanwhile, which is a few milliseconds where the nodes get the processor.
 func outAfter(c *harness.Members, since time.Time, app string, ranks, usable []string,
 	at ...*harness.Member,
-) map[string]time.Duration {
+) (out map[string]time.Duration, slowest time.Duration) {
 	c.T.Helper()
 	var mu sync.Mutex
-	out := map[string]time.Duration{}
+	out = map[string]time.Duration{}
 	var wg sync.WaitGroup
 	for _, m := range at {
 		wg.Go(func() {
 			for time.Since(since) < harness.Patience {
+				asked := time.Now()
 				route, err := m.Route(app)
-				if err == nil && !slices.ContainsFunc(ranks,
-					func(r string) bool { return slices.Contains(usable, route[r]) }) {
-					mu.Lock()
+				isOut := err == nil && !slices.ContainsFunc(ranks,
+					func(r string) bool { return slices.Contains(usable, route[r]) })
+				mu.Lock()
+				slowest = max(slowest, time.Since(asked))
+				if isOut {
 					out[m.Name] = time.Since(since)
-					mu.Unlock()
+				}
+				mu.Unlock()
+				if isOut {
 					return
 				}
 				time.Sleep(2 * time.Millisecond)
@@ -54,17 +60,23 @@ func outAfter(c *harness.Members, since time.Time, app string, ranks, usable []s
 	if len(out) != len(at) {
 		c.T.Fatalf("ranks %v of %s are still in routing somewhere: out at %v", ranks, app, out)
 	}
-	return out
+	return out, slowest
 }
 
-// within checks every duration against a goal.
-func within(t *testing.T, what string, goal time.Duration, all map[string]time.Duration) {
+// within checks every duration against a goal. The news passes two nodes, and each of them is given the time
+// that the slowest answer of a node took meanwhile: milliseconds, unless the nodes get little processor.
+func within(t *testing.T, what string, goal time.Duration, all map[string]time.Duration,
+	slowest time.Duration,
+) {
 	t.Helper()
 	for where, d := range all {
-		assert.LessOrEqual(t, d, slack*goal, "%s at %s", what, where)
+		assert.LessOrEqual(t, d, slack*goal+2*slowest, "%s at %s", what, where)
 		all[where] = d.Round(time.Millisecond)
 	}
 	t.Logf("NUMBER %s: %v (goal %s)", what, all, goal)
+	if slowest > 0 {
+		t.Logf("meanwhile the slowest answer of a node took %s", slowest.Round(time.Millisecond))
+	}
 }
 
 // The leader, which hosts no ranks, is killed under load.
@@ -97,7 +109,7 @@ func TestNumbersLeaderKilled(t *testing.T) {
 		return nil
 	})
 	took["rank granted"] = time.Since(killed)
-	within(t, "leader killed", 3*time.Second, took)
+	within(t, "leader killed", 3*time.Second, took, 0)
 	c.Running("next")
 	t.Logf("NUMBER leader killed: the new rank serves after %s", time.Since(killed).Round(time.Millisecond))
 	load.Reaches(20)
@@ -129,8 +141,8 @@ func TestNumbersNodeLost(t *testing.T) {
 	require.NotEmpty(t, gone)
 	killed.Kill()
 	began := killed.CrashedAt
-	within(t, "node killed under 64 streams, out of routing", time.Second,
-		outAfter(c, began, "wide", gone, ifForced, a, b))
+	out, slowest := outAfter(c, began, "wide", gone, ifForced, a, b)
+	within(t, "node killed under 64 streams, out of routing", time.Second, out, slowest)
 	load.Reaches(64)
 
 	silent := c.All[3]
@@ -138,10 +150,10 @@ func TestNumbersNodeLost(t *testing.T) {
 	require.NotEmpty(t, gone)
 	began = time.Now()
 	silent.Freeze()
-	within(t, "node silent under 64 streams, picked last", time.Second,
-		outAfter(c, began, "wide", gone, anyTime, a, b))
-	within(t, "node silent under 64 streams, out of routing", 3*time.Second,
-		outAfter(c, began, "wide", gone, ifForced, a, b))
+	out, slowest = outAfter(c, began, "wide", gone, anyTime, a, b)
+	within(t, "node silent under 64 streams, picked last", time.Second, out, slowest)
+	out, slowest = outAfter(c, began, "wide", gone, ifForced, a, b)
+	within(t, "node silent under 64 streams, out of routing", 3*time.Second, out, slowest)
 	load.Reaches(64)
 	silent.Thaw()
 	y := load.End()
@@ -176,8 +188,8 @@ func TestNumbersLockstepRankKilled(t *testing.T) {
 	require.NotZero(t, pid)
 	killed := time.Now()
 	require.NoError(t, syscall.Kill(pid, syscall.SIGKILL))
-	within(t, "1 of 16 ranks over 2 nodes killed, group fenced", 250*time.Millisecond,
-		outAfter(c, killed, "big", all, ifForced, c.All...))
+	out, slowest := outAfter(c, killed, "big", all, ifForced, c.All...)
+	within(t, "1 of 16 ranks over 2 nodes killed, group fenced", 250*time.Millisecond, out, slowest)
 	c.WaitApp("big", "ready anew", func(st *client.AppStatus) error {
 		if u := st.Units[0]; u.Phase != "ready" || u.Epoch != was.Epoch+1 || st.Ready != 16 {
 			return errStatus(st)
