@@ -26,11 +26,11 @@ func (l *leaderActors) Close() error { return errors.Join(l.control.Close(), l.a
 
 // startLeaderActors starts the leader's actors, after this node's record is in the state.
 func (n *Node) startLeaderActors(ctx context.Context) (*leaderActors, error) {
-	if err := n.putSelf(ctx); err != nil {
+	here := localProposer{n.consensus}
+	if err := n.putSelf(ctx, here); err != nil {
 		return nil, err
 	}
 	t := n.timers()
-	here := localProposer{n.consensus}
 	l := &leaderActors{assign: rankassigner.New(rankassigner.Config{
 		Store: n.store, Proposer: here, Timers: t.assigner, Log: n.log,
 	})}
@@ -48,7 +48,9 @@ func (n *Node) startLeaderActors(ctx context.Context) (*leaderActors, error) {
 	return l, nil
 }
 
-func (n *Node) putSelf(ctx context.Context) error {
+// putSelf puts this node's record into the state and never forwards it: another leader would refuse the
+// record of a founding node, whose roles may change.
+func (n *Node) putSelf(ctx context.Context, here localProposer) error {
 	ctx, cancel := context.WithTimeout(ctx, readyTimeout)
 	defer cancel()
 	put := &state.PutNode{Node: n.selfRecord(), AnyRoles: n.peering == nil || n.peering.IsFounding()}
@@ -58,7 +60,7 @@ func (n *Node) putSelf(ctx context.Context) error {
 			return err
 		}
 	}
-	_, err := n.store.Propose(ctx, state.Command{PutNode: put})
+	_, err := here.Propose(ctx, state.Command{PutNode: put})
 	return err
 }
 
