@@ -331,8 +331,11 @@ func (t *Transport) newHTTP1(conn *http.ClientConn) *http1Pool {
 	return pool
 }
 
-// awaitSettings waits until the server has said how many streams it accepts. Before that, net/http assumes
-// 100, and a burst of requests would make the transport dial again.
+// assumedStreams is how many streams net/http takes a server to accept until the server's settings are there.
+const assumedStreams = 100
+
+// awaitSettings waits until the server has said how many streams it accepts. Before that, net/http goes by
+// assumedStreams, and a burst of requests would make the transport dial again.
 func awaitSettings(conn *http.ClientConn) {
 	changed := make(chan struct{}, 1)
 	conn.SetStateHook(func(*http.ClientConn) {
@@ -341,11 +344,13 @@ func awaitSettings(conn *http.ClientConn) {
 		default:
 		}
 	})
-	timer := time.NewTimer(settingsWait)
-	defer timer.Stop()
-	select {
-	case <-changed:
-	case <-timer.C:
+	if conn.Available() == assumedStreams { // the hook says nothing of settings that were there before it
+		timer := time.NewTimer(settingsWait)
+		defer timer.Stop()
+		select {
+		case <-changed:
+		case <-timer.C:
+		}
 	}
 	conn.SetStateHook(nil)
 }

@@ -8,12 +8,14 @@ import (
 	"crypto/tls"
 	"crypto/x509"
 	"errors"
+	"io"
 	"log/slog"
 	"net"
 	"os"
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/dpserve/dpserve/internal/cluster/pki"
@@ -121,6 +123,7 @@ const (
 	Revoked        Reason = "revoked"     // removed from the cluster
 	BadRole        Reason = "role"        // the protocol is not for nodes of this role
 	TooSlow        Reason = "timeout"     // the handshake took too long
+	CallerLeft     Reason = "left"        // the caller closed the connection before the greeting
 	Overload       Reason = "overload"    // too many handshakes, or too many connections wait for Accept
 )
 
@@ -148,6 +151,9 @@ func reasonOf(err error) Reason {
 	switch {
 	case errors.Is(err, os.ErrDeadlineExceeded):
 		return TooSlow
+	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, syscall.ECONNRESET),
+		errors.Is(err, syscall.EPIPE):
+		return CallerLeft
 	case errors.As(err, &unknown):
 		return BadCluster
 	case errors.As(err, &invalid) && invalid.Reason == x509.Expired:
@@ -202,6 +208,9 @@ func (c *refusalLog) logRefusal(reason Reason, from net.Addr, err error) {
 		level = slog.LevelDebug
 	case reason == BadALPN:
 		// a member asks for a protocol that this node does not serve yet: it is starting
+		level = slog.LevelInfo
+	case reason == CallerLeft:
+		// a node that is stopping or has waited long enough, or a health check of TCP
 		level = slog.LevelInfo
 	}
 	c.log.Log(context.Background(), level, "node port refused a connection", attrs...)

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"crypto/tls"
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -371,12 +372,39 @@ func TestJunkHurtsNobody(t *testing.T) {
 	require.NoError(t, err, "a member comes in through the flood")
 	defer after.Close()
 	wg.Wait()
-	require.Eventually(t, func() bool { return a.count(nodeport.BadTLS)+a.count(nodeport.Overload) >= junk },
-		10*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool {
+		return a.count(nodeport.BadTLS)+a.count(nodeport.Overload)+a.count(nodeport.CallerLeft) >= junk
+	}, 10*time.Second, time.Millisecond)
 	ping(t, before)
 	ping(t, after)
 	assert.Less(t, strings.Count(log.String(), "\n"), 60, "a flood of connections is no flood of lines")
 	assert.Contains(t, log.String(), "reason=tls")
+}
+
+// TestACallerThatLeavesIsNoFault: a connection that its caller closes in mid-handshake is counted by itself
+// and logged without a warning.
+func TestACallerThatLeavesIsNoFault(t *testing.T) {
+	var log syncBuffer
+	a := newNode(t, newWorld(t, "c1").member(t, "a", "control"),
+		func(c *nodeport.Config) { c.Log = slog.New(slog.NewTextHandler(&log, nil)) }).serve(t)
+	for i, leave := range []func(c *net.TCPConn) error{
+		(*net.TCPConn).Close,
+		func(c *net.TCPConn) error {
+			_, err := c.Write([]byte{0x16, 3, 1, 1, 0}) // the header of a message that does not come
+			return errors.Join(err, c.Close())
+		},
+		func(c *net.TCPConn) error {
+			return errors.Join(c.SetLinger(0), c.Close()) // a reset
+		},
+	} {
+		c, err := net.Dial("tcp", a.addr())
+		require.NoError(t, err)
+		require.NoError(t, leave(c.(*net.TCPConn)))
+		a.eventually(t, nodeport.CallerLeft, i+1)
+	}
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "reason=left") },
+		10*time.Second, time.Millisecond)
+	assert.NotContains(t, log.String(), "level=WARN")
 }
 
 // TestHalfOpenHandshakes: 400 silent peers use all handshakes. A member still connects, and each peer is
