@@ -168,11 +168,15 @@ func (a *executor) sendOrder(e Effect) {
 // it again.
 func (a *executor) startRank(ctx context.Context, node string, o *msg.StartRank) {
 	agent, ok := a.cfg.Agent(node)
-	if rec := a.cfg.Store.State().Units[o.Unit]; !ok || rec == nil || rec.Epoch != o.Epoch {
+	wanted := func() bool {
+		rec := a.cfg.Store.State().Units[o.Unit]
+		return rec != nil && rec.Epoch == o.Epoch
+	}
+	if !ok || !wanted() {
 		return // the order waited in the queue for too long
 	}
 	err := agent.StartRank(ctx, o)
-	if err == nil {
+	if err == nil || errors.Is(err, state.ErrStaleEpoch) && !wanted() { // or it was too long on its way
 		return
 	}
 	if !errors.Is(err, msg.ErrNodeStopping) { // else the node stopped while the order was on its way

@@ -434,13 +434,19 @@ func TestTheOrdersOfARemovedNodeEnd(t *testing.T) {
 	})
 }
 
-// refusingAgent refuses orders.
+// refusingAgent refuses orders, after meanwhile.
 type refusingAgent struct {
 	msg.NodeAgent
-	err error
+	err       error
+	meanwhile func()
 }
 
 func (a refusingAgent) StopRank(context.Context, *msg.StopRank) error { return a.err }
+
+func (a refusingAgent) StartRank(context.Context, *msg.StartRank) error {
+	a.meanwhile()
+	return a.err
+}
 
 // TestALateStopIsNoFault: a node that has seen a later epoch has nothing to stop.
 func TestALateStopIsNoFault(t *testing.T) {
@@ -454,5 +460,37 @@ func TestALateStopIsNoFault(t *testing.T) {
 		}, nil, nil)
 		x.sendOrder(StopEffect{"a", &msg.StopRank{Unit: "chat/0/0", Epoch: 1}})
 		assert.Equal(t, errors.Is(err, state.ErrStaleEpoch), log.Len() == 0, log.String())
+	}
+}
+
+// TestALateStartIsNoFault: a start that was on its way while its unit got another epoch has not failed. The
+// refusal of a start that is still wanted has.
+func TestALateStartIsNoFault(t *testing.T) {
+	const id = "chat/0/0"
+	for name, later := range map[string]func(*state.State){
+		"wanted":      func(*state.State) {},
+		"later epoch": func(s *state.State) { s.Units[id].Epoch++ },
+		"gone":        func(s *state.State) { delete(s.Units, id) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			var log bytes.Buffer
+			var refused []any
+			store := newMemStore()
+			store.state.Units[id] = &state.Unit{ID: id, Epoch: 1}
+			agent := refusingAgent{
+				err:       fmt.Errorf("unit %s: %w", id, state.ErrStaleEpoch),
+				meanwhile: func() { later(store.state) },
+			}
+			x := newExecutor(t.Context(), &Config{
+				Agent:  func(string) (msg.NodeAgent, bool) { return agent, true },
+				Store:  store,
+				Log:    slog.New(slog.NewTextHandler(&log, nil)),
+				Timers: Timers{}.withDefaults(),
+			}, func(e any) { refused = append(refused, e) }, nil)
+			x.sendOrder(StartEffect{Node: "a", Order: &msg.StartRank{Unit: id, Epoch: 1}})
+			isFault := name == "wanted"
+			assert.Equal(t, isFault, log.Len() > 0, log.String())
+			assert.Equal(t, isFault, len(refused) > 0, refused)
+		})
 	}
 }

@@ -38,6 +38,7 @@ func TestFS4AnErrorWithinASecond(t *testing.T) {
 				for rank := range ranks {
 					c.Fail("sick", 0, rank, sim.Fault{Mode: mode})
 				}
+				synctest.Wait() // refuse begins after its answer
 				for i := range requests {
 					if mode == sim.ModeRefuse && i > 0 {
 						break // the first failure fences the ranks; later requests wait for their restart

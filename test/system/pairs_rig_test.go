@@ -196,8 +196,11 @@ func allMet(st *client.AppStatus) error {
 	if st.PD == nil {
 		return fmt.Errorf("%s: status says nothing about pairs", st.Status)
 	}
-	if st.PD.All == 0 || st.PD.Met != st.PD.All {
-		return fmt.Errorf("%s, %d of %d pairs have met: %s", st.Status, st.PD.Met, st.PD.All, st.PD.Pairs)
+	// the ingress may not know every rank yet that the status calls ready
+	pairs := readyRanks(st, "prefill") * readyRanks(st, "decode")
+	if pairs == 0 || st.PD.All != pairs || st.PD.Met != pairs {
+		return fmt.Errorf("%s, %d of %d pairs have met, of %d: %s", st.Status, st.PD.Met, st.PD.All, pairs,
+			st.PD.Pairs)
 	}
 	return nil
 }
@@ -224,6 +227,17 @@ func poolRanks(st *client.AppStatus, pool string) map[string]client.RankStatus {
 		}
 	}
 	return out
+}
+
+// readyRanks counts the ready ranks of a pool.
+func readyRanks(st *client.AppStatus, pool string) int {
+	n := 0
+	for _, k := range poolRanks(st, pool) {
+		if k.Phase == "ready" {
+			n++
+		}
+	}
+	return n
 }
 
 // handPair starts a simulated engine of a side by hand, on an address that it may have had before.

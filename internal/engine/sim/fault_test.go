@@ -193,6 +193,21 @@ func TestRefuseClosesThePortForAWhile(t *testing.T) {
 	assert.Equal(t, 200, status)
 }
 
+// TestRefuseOnAConnectionFromBefore: a connection that was opened in advance gets no answer either.
+func TestRefuseOnAConnectionFromBefore(t *testing.T) {
+	s := start(t, fast())
+	unused, err := net.Dial("tcp", s.gate.Addr().String())
+	require.NoError(t, err)
+	status, _ := ask(t, s, "/v1/completions", wholeBody) // connections are taken in their order
+	require.Equal(t, 200, status)
+	require.NoError(t, s.Fail(Fault{Mode: ModeRefuse}))
+	_, err = io.WriteString(unused, "GET /health HTTP/1.1\r\nHost: sim\r\n\r\n")
+	require.NoError(t, err)
+	answer, _ := io.ReadAll(unused)
+	assert.Empty(t, answer)
+	require.NoError(t, unused.Close())
+}
+
 func TestSlowStretchesSteps(t *testing.T) {
 	s := start(t, paced())
 	failWith(t, s, `{"mode":"slow","factor":1000000}`)

@@ -37,6 +37,9 @@ type api struct{ *Server }
 
 // ServeHTTP implements http.Handler.
 func (s api) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	if s.faults.is(ModeRefuse) {
+		reset(r) // it came on a connection from before, on which nothing had been asked yet
+	}
 	h := w.Header()
 	h["Server"] = s.headers.server
 	if strings.HasPrefix(r.URL.Path, "/_sim/") {
