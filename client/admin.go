@@ -196,7 +196,7 @@ type Token struct {
 
 // KeyRotation is the progress of a change of the gossip key.
 type KeyRotation struct {
-	Done    bool     `json:"done"`
+	Done    bool     `json:"done"`              // every node that is not lost accepts the new key alone
 	Waiting []string `json:"waiting,omitempty"` // nodes that have not completed the present step
 }
 

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"log/slog"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -96,6 +97,7 @@ func TestLeaderPartsFollowTheLeader(t *testing.T) {
 	assert.Len(t, rigs[first].started, 1)
 	require.NoError(t, first.StepDown(t.Context()))
 	next := g.leader(g.others(first)...)
+	require.Eventually(t, func() bool { return !first.Leader() }, limit, time.Millisecond)
 	for m, r := range rigs {
 		require.NoError(t, r.Adapt(t.Context()))
 		_, leads := r.Current()

@@ -304,11 +304,8 @@ func (b *backend) KeyRotation(context.Context) (client.KeyRotation, error) {
 		return client.KeyRotation{}, err
 	}
 	st := b.n.store.State()
-	r := client.KeyRotation{Done: !st.Secrets.IsRotating()}
-	if !r.Done {
-		r.Waiting = st.NodesBehind()
-	}
-	return r, nil
+	behind := st.NodesBehind() // in the last step too: until then they let the old key in
+	return client.KeyRotation{Done: !st.Secrets.IsRotating() && len(behind) == 0, Waiting: behind}, nil
 }
 
 func (b *backend) Restart() error { return b.n.Restart() }
