@@ -25,6 +25,7 @@ type clientConns struct {
 	net.Listener
 
 	maxConns int
+	timers   Timers
 	refuse   func() bool // new connections are closed at once
 	clock    func() time.Duration
 	answered func(code int) // net/http has answered by itself, without a handler
@@ -40,8 +41,8 @@ type clientConns struct {
 
 func newClientConns(in *Ingress, l net.Listener) *clientConns {
 	return &clientConns{
-		Listener: l, maxConns: in.limits.MaxConns, refuse: in.memory.refusesConns, clock: in.clock,
-		answered: func(code int) { in.metrics.RequestRefused(telemetry.RouteOther, code) },
+		Listener: l, maxConns: in.limits.MaxConns, timers: in.timers, refuse: in.memory.refusesConns,
+		clock: in.clock, answered: func(code int) { in.metrics.RequestRefused(telemetry.RouteOther, code) },
 		roomFree: make(chan struct{}, 1), closed: make(chan struct{}), conns: map[*clientConn]struct{}{},
 	}
 }
@@ -175,8 +176,27 @@ type clientConn struct {
 	framedConn
 
 	conns     *clientConns
+	begun     bool         // Read has been called
 	idleSince atomic.Int64 // on the clock of conns; 0: the connection has a request
 	gathered  *[]byte      // collected writes of one piece; nil: the connection does not collect
+}
+
+// Read implements net.Conn. net/http allows a new connection Timers.ReadHeader for its first header, from the
+// moment it was accepted. Clients open connections in advance, and the first request on a connection that was
+// closed meanwhile fails, so Read allows Timers.Idle for the first byte, as net/http does between requests.
+func (c *clientConn) Read(p []byte) (int, error) {
+	if c.begun {
+		return c.framedConn.Read(p)
+	}
+	c.begun = true
+	if err := c.SetReadDeadline(time.Now().Add(c.conns.timers.Idle)); err != nil {
+		return 0, err
+	}
+	n, err := c.framedConn.Read(p)
+	if err != nil {
+		return n, err
+	}
+	return n, c.SetReadDeadline(time.Now().Add(c.conns.timers.ReadHeader))
 }
 
 // Write implements net.Conn. net/http answers input that is not an HTTP request by itself, in one write and

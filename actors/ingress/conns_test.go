@@ -95,6 +95,25 @@ func TestTheLongestIdleConnectionMakesRoom(t *testing.T) {
 	<-got
 }
 
+// TestAConnectionThatWasOpenedInAdvance waits for its first request as long as one that is idle. From the
+// first byte on it has the time for a header.
+func TestAConnectionThatWasOpenedInAdvance(t *testing.T) {
+	const header = 50 * time.Millisecond
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{replies(200, wholeAnswer)}, timers: Timers{ReadHeader: header},
+	})
+	waits, begins := g.connect(t), g.connect(t)
+	_, err := io.WriteString(begins, "GET /health HTTP/1.1\r\n")
+	require.NoError(t, err)
+	eventually(t, begins.isClosed, "the header takes too long")
+	time.Sleep(2 * header)
+	waits.health()
+
+	g = newRig(t, options{timers: Timers{Idle: header}})
+	silent := g.connect(t)
+	eventually(t, silent.isClosed, "idle for too long")
+}
+
 // TestAFullPortServesOnceARequestEnds: if every connection has a request, a new connection waits until one
 // request ends.
 func TestAFullPortServesOnceARequestEnds(t *testing.T) {

@@ -82,7 +82,7 @@ func TestAPieceLeavesInOneWrite(t *testing.T) {
 		}
 		served := make(chan error, 1)
 		in := &Ingress{}
-		in.limits.MaxConns = 4
+		in.limits.MaxConns, in.timers = 4, Timers{}.withDefaults()
 		front := newClientConns(in, countedListener{l, conns})
 		front.refuse = func() bool { return false }
 		go func() { served <- server.Serve(front) }()
