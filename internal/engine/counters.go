@@ -118,7 +118,7 @@ func (p *metricsPage) add(name string, labels labelSet, value float64) {
 	case "cache_config_info":
 		p.config(labels)
 	case "engine_sleep_state": // one series per state, the present one is 1
-		if labels["sleep_state"] == "awake" {
+		if labels.get("sleep_state") == "awake" {
 			p.Asleep = p.Asleep || value == 0
 		}
 	default:
@@ -157,7 +157,7 @@ func (p *metricsPage) config(labels labelSet) {
 		labels.count("page_size", maxBlockSize), p.BlockSize)
 	p.Blocks = cmp.Or(labels.count("num_gpu_blocks", maxBlocks), labels.count("num_pages", maxBlocks),
 		p.Blocks)
-	p.CachingOff = p.CachingOff || labels["enable_prefix_caching"] == "False"
+	p.CachingOff = p.CachingOff || labels.get("enable_prefix_caching") == "False"
 }
 
 // Larger values are taken for faults and ignored.
@@ -174,18 +174,38 @@ func toCount(value, limit float64) int {
 	return int(value)
 }
 
-// labelSet holds the labels of a series.
-type labelSet map[string]string
+// labelSet is the text of a series' labels, key="value",… without the braces. It is searched where a label is
+// asked for: a page has a thousand series, and few of them are looked at.
+type labelSet string
+
+// get returns the value of a label; "" if it is missing or malformed. The escapes of the text format are some
+// of Go's.
+func (l labelSet) get(key string) string {
+	for rest := string(l); ; {
+		name, quoted, behind, ok := cutLabel(rest)
+		if !ok {
+			return ""
+		}
+		if name == key {
+			value, _ := strconv.Unquote(quoted)
+			return value
+		}
+		rest = behind
+	}
+}
+
+// rank is the rank that a series names; "" if it names none.
+func (l labelSet) rank() string { return cmp.Or(l.get("engine"), l.get("dp_rank")) }
 
 // ofRank reports whether a series belongs to the rank: it names the rank or none.
 func (l labelSet) ofRank(rank string) bool {
-	named := cmp.Or(l["engine"], l["dp_rank"])
+	named := l.rank()
 	return named == "" || named == rank
 }
 
 // count is a label that is a number; 0 if it is missing, no number or above limit.
 func (l labelSet) count(key string, limit int) int {
-	n, err := strconv.Atoi(l[key])
+	n, err := strconv.Atoi(l.get(key))
 	if err != nil || n < 0 || n > limit {
 		return 0
 	}
@@ -194,45 +214,61 @@ func (l labelSet) count(key string, limit int) int {
 
 // parseSample splits one line of the text format. A timestamp behind the value is ignored. ok is false for
 // comments, blank lines, values that are no counts and anything malformed. The parser of
-// prometheus/common/expfmt is not used: it takes eight times as long and gives up a page at the first line
+// prometheus/common/expfmt is not used: it takes many times as long and gives up a page at the first line
 // that it cannot read.
 func parseSample(line string) (name string, labels labelSet, value float64, ok bool) {
 	line = strings.TrimSpace(line)
 	end := strings.IndexAny(line, "{ \t")
 	if end <= 0 || line[0] == '#' {
-		return "", nil, 0, false
+		return "", "", 0, false
 	}
 	name, rest := line[:end], line[end:]
 	if rest[0] == '{' {
-		if labels, rest, ok = parseLabels(rest[1:]); !ok {
-			return "", nil, 0, false
+		if labels, rest, ok = cutLabels(rest[1:]); !ok {
+			return "", "", 0, false
 		}
 	}
-	fields := strings.Fields(rest)
-	if len(fields) == 0 || len(fields) > 2 {
-		return "", nil, 0, false
+	number, fields := "", 0
+	for field := range strings.FieldsSeq(rest) {
+		if fields++; fields == 1 {
+			number = field
+		}
 	}
-	value, err := strconv.ParseFloat(fields[0], 64)
+	if fields == 0 || fields > 2 {
+		return "", "", 0, false
+	}
+	value, err := strconv.ParseFloat(number, 64)
 	return name, labels, value, err == nil && !math.IsNaN(value) && !math.IsInf(value, 0)
 }
 
-// parseLabels reads key="value",… up to the closing brace. The escapes of the text format are some of Go's.
-func parseLabels(s string) (labels labelSet, rest string, ok bool) {
-	for labels = (labelSet{}); ; {
-		s = strings.TrimLeft(s, ", ")
-		if rest, ok = strings.CutPrefix(s, "}"); ok {
-			return labels, rest, true
+// cutLabels splits key="value",… from the closing brace and what is behind it.
+func cutLabels(s string) (labels labelSet, rest string, ok bool) {
+	for rest = s; ; {
+		rest = strings.TrimLeft(rest, ", ")
+		if behind, closed := strings.CutPrefix(rest, "}"); closed {
+			return labelSet(s[:len(s)-len(rest)]), behind, true
 		}
-		key, behind, _ := strings.Cut(s, "=")
-		quoted, err := strconv.QuotedPrefix(behind)
-		if err != nil || quoted[0] != '"' {
-			return nil, "", false
+		if _, _, rest, ok = cutLabel(rest); !ok {
+			return "", "", false
 		}
-		if labels[strings.TrimSpace(key)], err = strconv.Unquote(quoted); err != nil {
-			return nil, "", false
-		}
-		s = behind[len(quoted):]
 	}
+}
+
+// cutLabel splits the first label from what is behind it. The value keeps its quotes and escapes.
+func cutLabel(s string) (name, quoted, rest string, ok bool) {
+	name, value, _ := strings.Cut(strings.TrimLeft(s, ", "), "=")
+	if !strings.HasPrefix(value, `"`) {
+		return "", "", "", false
+	}
+	for i := 1; i < len(value); i++ {
+		switch value[i] {
+		case '\\':
+			i++
+		case '"':
+			return strings.TrimSpace(name), value[:i+1], value[i+1:], true
+		}
+	}
+	return "", "", "", false
 }
 
 // maxNumbers bounds the ranks behind one URL.
@@ -246,7 +282,7 @@ func rankNumbers(page []byte) []int {
 		if !ok || len(seen) == maxNumbers {
 			continue
 		}
-		if n, err := strconv.Atoi(cmp.Or(labels["engine"], labels["dp_rank"])); err == nil && n >= 0 {
+		if n, err := strconv.Atoi(labels.rank()); err == nil && n >= 0 {
 			seen[n] = true
 		}
 	}
@@ -256,9 +292,12 @@ func rankNumbers(page []byte) []int {
 // seriesOf is the number under which the page has the series of a rank that requests name by index: the
 // number itself, or the place among the ranks behind the URL.
 func seriesOf(page []byte, index string) string {
-	numbers := rankNumbers(page)
 	n, err := strconv.Atoi(index)
-	if err != nil || n < 0 || n >= len(numbers) || slices.Contains(numbers, n) {
+	if err != nil || n < 0 {
+		return index
+	}
+	numbers := rankNumbers(page)
+	if n >= len(numbers) || slices.Contains(numbers, n) {
 		return index
 	}
 	return strconv.Itoa(numbers[n])

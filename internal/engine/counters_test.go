@@ -104,7 +104,7 @@ func FuzzParseCountersNeverFails(f *testing.F) {
 			c.Running < 0 || c.Waiting < 0 {
 			t.Fatalf("%+v", c)
 		}
-		_, _, _ = parseLabels(string(page))
+		_, _, _ = cutLabels(string(page))
 		_ = parsePage(page, "0")
 		_ = parseServerInfo(page)
 	})
