@@ -100,9 +100,14 @@ func tweak(cfg *config) {
 	}
 }
 
-// hunt is the first seed that notices.
+// noticedBy are seeds that noticed the mutants which few seeds notice, when this was written.
+var noticedBy = map[mutant]uint64{impatient: 19, noBarrier: 20, noSupersede: 30, noFence: 63, noGrace: 77}
+
+// hunt finds a seed that notices. It begins with the one that is known, if there is one: a change of the code
+// may make others notice.
 func hunt(m mutant) (seed uint64, why string) {
-	for seed = range uint64(mutantSeeds) {
+	for i := range uint64(mutantSeeds) {
+		seed = (noticedBy[m] + i) % mutantSeeds
 		cfg := draw(seed, m)
 		tweak(&cfg)
 		if o := play(seed, cfg, false); o.err != "" {

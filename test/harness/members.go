@@ -300,7 +300,7 @@ func (c *Members) Eventually(what string, f func() error) {
 }
 
 // pollEvery is the wait between two questions of a test that waits.
-const pollEvery = 20 * time.Millisecond
+const pollEvery = 50 * time.Millisecond
 
 // end checks that the nodes have nothing in hand, stops all at once, and looks for what they left behind.
 func (c *Members) end() {
