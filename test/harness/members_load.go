@@ -25,9 +25,10 @@ type Load struct {
 // Answer is the result of one request, as its client saw it.
 type Answer struct {
 	*Stream
-	At    string    // the endpoint
-	Began time.Time // when it was sent
-	Hung  bool      // it was given up
+	At     string    // the endpoint
+	Client string    // who asked, one request after the other
+	Began  time.Time // when it was sent
+	Hung   bool      // it was given up
 }
 
 func (a *Answer) String() string {
@@ -83,20 +84,21 @@ func startLoad(t testing.TB, app string, clients, tokens int, patience time.Dura
 	l.ctx, l.stop = context.WithCancel(context.Background())
 	for _, at := range endpoints {
 		for i := range clients {
-			l.wg.Go(func() { l.run(app, at, tokens, streams(i)) })
+			l.wg.Go(func() { l.run(app, at, fmt.Sprintf("%d at %s", i, at), tokens, streams(i)) })
 		}
 	}
 	t.Cleanup(func() { l.End() })
 	return l
 }
 
-func (l *Load) run(app, at string, tokens int, stream bool) {
+func (l *Load) run(app, at, who string, tokens int, stream bool) {
 	if !stream {
 		tokens = 1
 	}
 	body := Chat(app, "hello", tokens, stream)
 	for l.ctx.Err() == nil {
 		a := l.one(at, body, stream)
+		a.Client = who
 		l.mu.Lock()
 		l.all = append(l.all, a)
 		l.mu.Unlock()

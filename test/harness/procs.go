@@ -50,8 +50,8 @@ func Alive(pid int) bool {
 	return ok && !strings.HasPrefix(after, "Z") && !strings.HasPrefix(after, "X")
 }
 
-// living returns the processes that still run.
-func living(pids []int) []int {
+// Living returns the processes that still run.
+func Living(pids []int) []int {
 	return slices.DeleteFunc(slices.Clone(pids), func(pid int) bool { return !Alive(pid) })
 }
 

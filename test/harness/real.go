@@ -119,7 +119,7 @@ func (r *Real) end() {
 		assert.NoError(r.T, soon(func() error { return idle(r.ask) }), "work in hand at the end")
 	}
 	r.Stop()
-	left := func() []int { return append(living(children), enginesOn(r.ports)...) }
+	left := func() []int { return append(Living(children), enginesOn(r.ports)...) }
 	assert.NoError(r.T, soon(func() error { //nolint:testifylint // as above
 		if pids := left(); len(pids) > 0 {
 			return fmt.Errorf("%v", pids)

@@ -35,17 +35,19 @@ func TestRG1GroupsOverNodes(t *testing.T) {
 			a.Want(simApp("pair", 8, "lockstep", "") + "    num_groups: 2\n")
 			st := c.Running("pair")
 			assert.Len(t, st.Units, 2)
-			members := map[string]int{} // node → group
+			members, ids := map[string]int{}, map[string]bool{} // node → group
 			for _, u := range st.Units {
 				once(t, u.Ranks, 8)
 				members[u.Ranks[0].Node] = u.Group
 				for i := range u.Ranks {
+					ids[u.Ranks[i].Incarnation], ids[u.Ranks[i].URL] = true, true
 					assert.Equal(t, u.Group, u.Ranks[i].Group)
 					assert.Equal(t, u.Ranks[0].Node, u.Ranks[i].Node,
 						"a group that fits one node is packed there")
 				}
 			}
 			assert.Len(t, members, 2, "members are disjoint outside")
+			assert.Len(t, ids, 2*16, "incarnations and endpoints are distinct")
 			answers(t, c, "pair")
 
 			b.Delete("pair")
