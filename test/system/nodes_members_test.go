@@ -64,7 +64,8 @@ func outOf(c *harness.Members, at *harness.Member, app string, ranks []string) {
 	})
 }
 
-// MB1: three nodes join, one is killed under load. Timers of leases and streams are a tenth of the real ones.
+// MB1: three nodes join, one is killed under load. Timers of leases are a fifth of the real ones, those of
+// streams a quarter.
 func TestMB1JoinAndLoss(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(1), harness.MemberSlots(4))

@@ -136,6 +136,8 @@ func TestRG9StubbornEngines(t *testing.T) {
 		simFail(t, r, "stubborn", 0, rank, `{"mode":"ignore-sigterm"}`)
 	}
 	ports := portsOf(t, st)
+	const goal = 10 * time.Second
+	began := time.Now()
 	r.Delete("stubborn")
 	requireDead(t, r, pids(st))
 	for _, p := range ports {
@@ -143,9 +145,11 @@ func TestRG9StubbornEngines(t *testing.T) {
 		require.NoError(t, err, "port is free after delete")
 		require.NoError(t, l.Close())
 	}
+	assert.Less(t, time.Since(began), slack*goal, "processes and ports are gone")
 
 	r.Deploy(simApp("orphan", 2, "lockstep", ""))
 	before := r.WaitStatus("orphan", "RUNNING")
+	began = time.Now()
 	simVanish(t, r, "orphan", 0, 1, `{"mode":"orphan"}`)
 	r.Eventually(func() error {
 		if st := r.App("orphan"); st.Status != "RUNNING" || st.Units[0].Epoch <= before.Units[0].Epoch {
@@ -153,7 +157,10 @@ func TestRG9StubbornEngines(t *testing.T) {
 		}
 		return nil
 	}, "group restarted after its orphan was killed")
-	requireDead(t, r, pids(before))
+	assert.Less(t, time.Since(began), slack*goal, "the group runs again")
+	for _, pid := range pids(before) {
+		assert.False(t, harness.Alive(pid), "no start before process %d has ended", pid)
+	}
 	r.Delete("orphan")
 	assert.Empty(t, r.Children(), "no process is left")
 }
@@ -193,8 +200,8 @@ func TestRG11IndependentRanks(t *testing.T) {
 				s := r.StreamChat(context.Background(), "dense", "hello", 4)
 				mu.Lock()
 				served[s.Rank]++
-				if !s.OK() && !s.FirstByte() {
-					t.Errorf("request failed before its first byte: %v", s)
+				if !s.OK() && (s.Rank != "0/2" || !s.FirstByte()) {
+					t.Errorf("request failed beside the killed rank, or before its first byte: %v", s)
 				}
 				mu.Unlock()
 			}

@@ -153,10 +153,14 @@ func TestSP11Strangers(t *testing.T) {
 	ctx, stop := context.WithTimeout(t.Context(), long)
 	defer stop()
 	s := &junkSender{t: t, ctx: ctx, done: map[string]*atomic.Int64{}}
-	for _, address := range []string{
-		a.NodePort(), b.Gossip(), a.Gossip(), a.Admin, a.HTTP,
-		hostOf(before["0/0"].URL), hostOf(before["0/1"].URL),
-	} {
+	var all []string
+	for _, m := range c.All {
+		all = append(all, m.NodePort(), m.Gossip(), m.Admin, m.HTTP)
+	}
+	for seat := range before {
+		all = append(all, hostOf(before[seat].URL))
+	}
+	for _, address := range all {
 		s.every("junk at tcp "+address, func(ctx context.Context) { says(ctx, "tcp", address, junk()) })
 	}
 	for _, m := range c.All {
