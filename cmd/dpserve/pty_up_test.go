@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/internal/server"
+	"github.com/dpserve/dpserve/test/harness"
 	"github.com/dpserve/dpserve/test/ports"
 )
 
@@ -203,6 +204,7 @@ func testUpOnOtherTerminals(t *testing.T) {
 func testUpWithoutATerminal(t *testing.T) {
 	t.Parallel()
 	p := startUp(t, "up")
+	p.Expect(harness.EngineFails)
 	engines := children(p.pid())
 	require.Len(t, engines, 4)
 	require.NoError(t, syscall.Kill(engines[0], syscall.SIGKILL))

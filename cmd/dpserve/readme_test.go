@@ -18,6 +18,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/test/harness"
 	"github.com/dpserve/dpserve/test/ports"
 )
 
@@ -103,6 +104,7 @@ func (r *reader) start(t *testing.T, ready, program string, args ...string) {
 	require.NoError(t, err)
 	defer release()
 	r.first = startProcess(t, ready, program, args...)
+	r.first.Expect(harness.NodeFails, harness.EngineFails) // the page kills a rank and a node
 }
 
 // stop presses Ctrl-C in the first terminal.
@@ -229,6 +231,7 @@ func asDpserve(t *testing.T) string {
 
 // process is a program in the foreground of a terminal: `dpserve up`, or an example's script.
 type process struct {
+	harness.Expected
 	cmd            *exec.Cmd
 	stdout, stderr lockedBuffer
 }
@@ -247,9 +250,13 @@ func startProcess(t *testing.T, ready, program string, args ...string) *process 
 	p := &process{cmd: exec.CommandContext(ctx, program, args...)}
 	p.cmd.Dir = repository
 	p.cmd.Stdout, p.cmd.Stderr = &p.stdout, &p.stderr
-	p.cmd.Env = append(cleanEnviron(), "TMPDIR="+t.TempDir()) // kill -9 leaves the node's folder behind
+	p.cmd.Env = append(cleanEnviron(), "TMPDIR="+harness.DataDir(t)) // kill -9 leaves the node's folder
 	require.NoError(t, p.cmd.Start())
-	t.Cleanup(func() { _ = p.cmd.Process.Kill(); _ = p.cmd.Wait() })
+	t.Cleanup(func() {
+		_ = p.cmd.Process.Kill()
+		_ = p.cmd.Wait()
+		p.Check(t, strings.Join(append([]string{"dpserve"}, args...), " "), p.stdout.String()+p.stderr.String())
+	})
 	require.True(t, poll(func() bool { return strings.Contains(p.stdout.String(), ready) }),
 		"%s does not print %q:\n%s%s", program, ready, p.stdout.String(), p.stderr.String())
 	return p

@@ -13,6 +13,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/test/harness"
 )
 
 // answer is what a client sees of an answer, without what differs from request to request.
@@ -87,6 +89,7 @@ func TestEN1ServeIsAsItsFile(t *testing.T) {
 	}
 	began := time.Now()
 	p := startUp(t, words...)
+	p.Expect(harness.CachingOff)
 	first := p.ask(t, "tiny")
 	t.Logf("serve to an answer of 8 tokens: %.2f s (goal: a first token within 1.5 s on an idle machine)",
 		time.Since(began).Seconds())
@@ -107,6 +110,7 @@ func TestEN1ServeIsAsItsFile(t *testing.T) {
 	p.interrupt(t)
 
 	p = startUp(t, "up", path)
+	p.Expect(harness.CachingOff)
 	assert.Equal(t, first, p.ask(t, "tiny"))
 	assert.Equal(t, models, p.models(t))
 	p.interrupt(t)

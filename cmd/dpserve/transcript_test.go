@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/test/harness"
 	"github.com/dpserve/dpserve/test/ports"
 )
 
@@ -103,6 +104,7 @@ func (m *machines) startNode(t *testing.T, c command) (stdout, stderr string) {
 		args = append(args, "--slots", "4")
 	}
 	p := startProcess(t, "admin http://", asDpserve(t), args...)
+	p.Expect(harness.NodeFails) // the page ends nodes, and the test's end all of them
 	host := &machine{name: c.host, admin: strings.TrimPrefix(p.printed(t, "admin "), "admin http://")}
 	m.hosts = append(m.hosts, host)
 	if m.join == "" {

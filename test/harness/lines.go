@@ -61,6 +61,13 @@ func (e *Expected) unexpected(log string, also Fault) []string {
 	return out
 }
 
+// Check fails t for unexpected lines of the log of a process that the harness did not start, and for a panic
+// or a data race.
+func (e *Expected) Check(t testing.TB, who, log string) {
+	t.Helper()
+	e.check(t, who, log, len(log))
+}
+
 // check fails t for unexpected lines of a log, and for a panic or a data race, which have no level. The first
 // size bytes were written before the harness asked all nodes to end at once.
 func (e *Expected) check(t testing.TB, who, log string, size int) {

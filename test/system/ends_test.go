@@ -10,7 +10,6 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
-	"regexp"
 	"strconv"
 	"strings"
 	"sync"
@@ -100,8 +99,7 @@ func TestCC16SIGTERMDrains(t *testing.T) {
 		file := filepath.Join(t.TempDir(), "app.yaml")
 		require.NoError(t, os.WriteFile(file, []byte(yaml), 0o600))
 		r := harness.Run(t, "up", file)
-		curl := waitOutput(t, r, regexp.MustCompile(`curl [^\n]*`))
-		r.HTTP = strings.TrimPrefix(urlLine.FindString(curl), "http://")
+		upServes(t, r)
 		return r
 	}
 	for name, run := range map[string]func(t *testing.T) *harness.Real{"start": start, "up": up} {

@@ -43,6 +43,17 @@ func waitOutput(t *testing.T, r *harness.Real, re *regexp.Regexp) string {
 	}
 }
 
+// upServes waits until `up` serves, and reads its addresses and the curl line that it prints.
+func upServes(t *testing.T, r *harness.Real) (curl string) {
+	t.Helper()
+	curl = waitOutput(t, r, regexp.MustCompile(`curl [^\n]*`))
+	r.HTTP = strings.TrimPrefix(urlLine.FindString(curl), "http://")
+	_, rest, ok := strings.Cut(r.Output(), "\nadmin http://")
+	require.True(t, ok, r.Output())
+	r.Admin, _, _ = strings.Cut(rest, "\n")
+	return curl
+}
+
 // CC6: `up` and `up FILE` on a host without a GPU, with both default ports taken.
 func TestCC6Up(t *testing.T) {
 	release, err := ports.TakeFixed(t.Context(), "127.0.0.1:8000", "127.0.0.1:8265")
@@ -53,7 +64,7 @@ func TestCC6Up(t *testing.T) {
 	for _, args := range [][]string{{"up"}, {"up", file}} {
 		start := time.Now()
 		r := harness.Run(t, args...)
-		curl := waitOutput(t, r, regexp.MustCompile(`curl [^\n]*`))
+		curl := upServes(t, r)
 		t.Logf("%v: curl line after %s", args, time.Since(start).Round(time.Millisecond))
 		assert.Contains(t, r.Output(), "8000", "a taken port is named")
 		base := urlLine.FindString(curl)
@@ -65,7 +76,6 @@ func TestCC6Up(t *testing.T) {
 		u, err := url.Parse(urlLine.FindString(curl) + "/v1/chat/completions")
 		require.NoError(t, err)
 		require.Contains(t, curl, u.Path)
-		r.HTTP = u.Host
 		resp, err := r.Post(t.Context(), u.Path, body[1])
 		require.NoError(t, err)
 		text, err := io.ReadAll(resp.Body)
@@ -75,6 +85,7 @@ func TestCC6Up(t *testing.T) {
 
 		kids := r.Children()
 		assert.Len(t, kids, 4)
+		r.Quiet()
 		r.Signal(os.Interrupt)
 		assert.Equal(t, 0, r.ExitCode(), r.Output())
 		requireDead(t, r, kids)
@@ -101,8 +112,7 @@ func TestUpSecondInterrupt(t *testing.T) {
 		0o600))
 	r := harness.Run(t, "up", file)
 	r.Expect(harness.StreamBreaks)
-	curl := waitOutput(t, r, regexp.MustCompile(`curl [^\n]*`))
-	r.HTTP = strings.TrimPrefix(urlLine.FindString(curl), "http://")
+	upServes(t, r)
 	done := make(chan *harness.Stream, 1)
 	go func() { done <- r.StreamChat(t.Context(), "slow", "hi", 5000) }()
 	time.Sleep(1500 * time.Millisecond) // let the stream begin; nothing depends on it
@@ -136,12 +146,11 @@ func TestUpAttach(t *testing.T) {
 	}
 	r := harness.Run(t, "up", "--attach", "http://"+addrs[0], "--attach", "http://"+addrs[1])
 	r.Expect(harness.EngineFails)
-	curl := waitOutput(t, r, regexp.MustCompile(`curl [^\n]*`))
+	upServes(t, r)
 	for _, line := range []string{`id: "attached"`, "kind: attach", "family: vllm", addrs[0], addrs[1]} {
 		assert.Contains(t, r.Output(), line, "the app.yaml it stands for is printed")
 	}
 	assert.NotContains(t, r.Output(), "lockstep", "the engines are independent")
-	r.HTTP = strings.TrimPrefix(urlLine.FindString(curl), "http://")
 	answered := func(n int) {
 		for range n {
 			s := r.StreamChat(t.Context(), "attached", "hi", 3)
@@ -161,6 +170,7 @@ func TestUpAttach(t *testing.T) {
 		back = s.Rank == "0/1"
 	}
 	assert.Empty(t, r.Children(), "no engine process is started for attach")
+	r.Quiet()
 	r.Signal(os.Interrupt)
 	assert.Equal(t, 0, r.ExitCode())
 	for _, e := range engines {
@@ -190,17 +200,17 @@ func TestUpAttachLockstepGroup(t *testing.T) {
 	}
 	r := harness.Run(t, "up", "--attach", "http://"+addrs[1]+",http://"+addrs[0])
 	r.Expect(harness.EngineFails, harness.RequestRefused)
-	curl := waitOutput(t, r, regexp.MustCompile(`curl [^\n]*`))
+	upServes(t, r)
 	assert.Contains(t, r.Output(), "ranks 0, 1 of one lockstep group")
 	assert.Contains(t, r.Output(), "dp_size: 2\n      coupling: lockstep")
 	assert.Less(t, strings.Index(r.Output(), `- url: "http://`+addrs[0]),
 		strings.Index(r.Output(), `- url: "http://`+addrs[1]), "rank 0 comes first")
-	r.HTTP = strings.TrimPrefix(urlLine.FindString(curl), "http://")
 	for range 10 {
 		assert.True(t, r.StreamChat(t.Context(), "attached", "hi", 3).OK())
 	}
 	require.NoError(t, syscall.Kill(engines[1].PID, syscall.SIGKILL))
 	waitOutput(t, r, regexp.MustCompile(`attached/0 does not answer`))
+	r.Quiet()
 	r.Signal(os.Interrupt)
 	assert.Equal(t, 0, r.ExitCode())
 }
