@@ -255,7 +255,7 @@ func startProcess(t *testing.T, ready, program string, args ...string) *process 
 	t.Cleanup(func() {
 		_ = p.cmd.Process.Kill()
 		_ = p.cmd.Wait()
-		p.Check(t, strings.Join(append([]string{"dpserve"}, args...), " "), p.stdout.String()+p.stderr.String())
+		p.Check(t, fmt.Sprint("dpserve ", args), p.stdout.String()+p.stderr.String())
 	})
 	require.True(t, poll(func() bool { return strings.Contains(p.stdout.String(), ready) }),
 		"%s does not print %q:\n%s%s", program, ready, p.stdout.String(), p.stderr.String())

@@ -171,7 +171,8 @@ func copyFile(t *testing.T, from, to string) {
 func TestEN2OrphansEnd(t *testing.T) {
 	t.Parallel()
 	const orphans = 3 * time.Second
-	c := harness.StartMembers(t, harness.Each(3, "--orphan-timeout", orphans.String()), harness.MemberSlots(6))
+	c := harness.StartMembers(t, harness.Each(3, "--orphan-timeout", orphans.String()),
+		harness.MemberSlots(6))
 	c.Expect(harness.NodeFails, harness.EngineFails, harness.StreamBreaks)
 	a, w := c.All[0], c.All[2]
 	a.Want(spread("wide", 6))
