@@ -3,7 +3,6 @@ package server
 import (
 	"context"
 	"errors"
-	"log/slog"
 	"net/http"
 	"slices"
 
@@ -213,8 +212,8 @@ func (p localProposer) Propose(ctx context.Context, c state.Command) (state.Resu
 	return p.consensus.ProposeHere(ctx, c)
 }
 
-// renewer wraps lease renewal: new gossip keys in the reply are taken before the next renewal reports them,
-// and the ingress learns which units wait for resources.
+// renewer wraps lease renewal: new gossip keys in the reply are handed on, and the ingress learns which units
+// wait for resources.
 type renewer struct{ n *Node }
 
 func (k renewer) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) {
@@ -226,9 +225,7 @@ func (k renewer) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, error
 		in.TakeWaiting(lease.Waiting, lease.TTL)
 	}
 	if len(lease.Keyring) > 0 && k.n.peering != nil {
-		if err := k.n.peering.ApplyKeyring(lease.Keyring); err != nil {
-			k.n.log.Warn("the gossip's new key cannot be taken, trying again", slog.Any("err", err))
-		}
+		k.n.peering.OfferKeyring(lease.Keyring)
 	}
 	return lease, nil
 }

@@ -346,6 +346,7 @@ func (n *Node) openStore(ctx context.Context) error {
 	// before the state is complete: a node whose certificate has expired gets no state without a new one
 	if n.peering != nil {
 		n.life.loops.Go(func() { n.peering.Certificates.Keep(n.life.ctx) })
+		n.life.loops.Go(func() { n.peering.KeepKeyring(n.life.ctx) })
 		if address := n.peering.RejoinAddress(); address != "" {
 			n.life.loops.Go(func() { n.peering.Neighbours.FindAt(ctx, n.peering.Port, address) })
 		}

@@ -41,16 +41,21 @@ type Certifier interface {
 // Certificates keeps this node's certificate and the gossip keys, in memory and in the data dir. It renews
 // the certificate.
 type Certificates struct {
-	dir    string // "" = in memory
+	dir    string                              // "" = in memory
+	write  func(dir string, f pki.Files) error // pki.Save
 	log    *slog.Logger
 	store  Store
 	leader func() Certifier
 	port   *nodeport.Port
 
 	credentials atomic.Pointer[pki.Credentials]
-	mu          sync.Mutex // guards the rest once the node runs
-	files       pki.Files
-	keyring     [][]byte // gossip keys; the first one encrypts
+	// saving is held over a change of files and its write to the disk, mu only over the change in memory:
+	// each renewal of the lease reads the keyring, and must not wait for a disk that hangs. saving comes
+	// before mu.
+	saving  sync.Mutex
+	mu      sync.Mutex // guards the rest once the node runs
+	files   pki.Files
+	keyring [][]byte // gossip keys; the first one encrypts
 }
 
 func loadFiles(dir string) (pki.Files, error) {
@@ -114,9 +119,9 @@ func (c *Certificates) renew(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	next := c.files
+	c.saving.Lock()
+	defer c.saving.Unlock()
+	next := c.current()
 	next.Cert, next.Authority = cert, authority
 	if len(secrets.AuthorityKey) > 0 {
 		next.AuthorityKey = secrets.AuthorityKey
@@ -125,7 +130,7 @@ func (c *Certificates) renew(ctx context.Context) error {
 }
 
 // use saves files with a renewed certificate and presents it from now on. If the disk refuses the write, the
-// certificate is used from memory until the next start. The caller holds mu or is the only goroutine.
+// certificate is used from memory until the next start. The caller holds saving or is the only goroutine.
 func (c *Certificates) use(own *pki.Credentials, next pki.Files) error {
 	creds, err := next.Credentials()
 	if err != nil {
@@ -140,22 +145,36 @@ func (c *Certificates) use(own *pki.Credentials, next pki.Files) error {
 	}
 	if err := c.save(next); err != nil {
 		c.log.Warn("the renewed certificate could not be kept for the next start", slog.Any("err", err))
-		c.files = next
+		c.hold(next)
 	}
 	c.credentials.Store(creds)
 	c.log.Info("the node's certificate was renewed", slog.Time("expires", creds.NotAfter))
 	return nil
 }
 
-// save keeps files in memory and in the data dir. The caller holds mu or is the only goroutine.
+// save keeps files in the data dir and in memory. The caller holds saving or is the only goroutine.
 func (c *Certificates) save(files pki.Files) error {
 	if c.dir != "" {
-		if err := pki.Save(c.dir, files); err != nil {
+		if err := c.write(c.dir, files); err != nil {
 			return err
 		}
 	}
-	c.files = files
+	c.hold(files)
 	return nil
+}
+
+// current returns the files in memory.
+func (c *Certificates) current() pki.Files {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.files
+}
+
+// hold keeps files in memory.
+func (c *Certificates) hold(files pki.Files) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.files = files
 }
 
 // saveAuthority stores the authority's key beside the node's own files. A founder writes its files only now,
@@ -165,13 +184,13 @@ func (c *Certificates) saveAuthority(founding bool) error {
 	if c.dir == "" {
 		return nil
 	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	secrets := c.store.State().Secrets
-	next := c.files
+	c.saving.Lock()
+	defer c.saving.Unlock()
+	secrets, own := c.store.State().Secrets, c.current()
+	next := own
 	next.AuthorityKey = secrets.AuthorityKey
 	if !founding {
-		if len(secrets.AuthorityKey) == 0 || bytes.Equal(c.files.AuthorityKey, secrets.AuthorityKey) {
+		if len(secrets.AuthorityKey) == 0 || bytes.Equal(own.AuthorityKey, secrets.AuthorityKey) {
 			return nil
 		}
 		if err := c.save(next); err != nil {
@@ -180,7 +199,7 @@ func (c *Certificates) saveAuthority(founding bool) error {
 		}
 		return nil
 	}
-	if !bytes.Equal(secrets.Authority, c.files.Authority) {
+	if !bytes.Equal(secrets.Authority, own.Authority) {
 		return problem.New(problem.Conflict, "the certificates of this node's cluster are gone from %s",
 			c.dir).
 			WithHint("restore that folder from a backup; otherwise this node has to be removed and to " +
@@ -200,10 +219,7 @@ func (c *Certificates) KeySum() (string, error) {
 
 // newCSR makes a certificate request for this node's key.
 func (c *Certificates) newCSR() ([]byte, error) {
-	c.mu.Lock()
-	key := c.files.Key
-	c.mu.Unlock()
-	return pki.NewCSR(key)
+	return pki.NewCSR(c.current().Key)
 }
 
 // keyringSum identifies the gossip keys of this node; "" before it has one.
@@ -213,20 +229,25 @@ func (c *Certificates) keyringSum() string {
 	return state.KeyringSum(c.keyring)
 }
 
-// takeKeyring keeps new gossip keys, after use has taken them.
+// takeKeyring keeps new gossip keys, after use has taken them. Those that it has already change nothing.
 func (c *Certificates) takeKeyring(ring [][]byte, use func() error) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	c.saving.Lock()
+	defer c.saving.Unlock()
+	if c.keyringSum() == state.KeyringSum(ring) {
+		return nil
+	}
 	if err := use(); err != nil {
 		return err
 	}
-	if next := c.files; !bytes.Equal(next.GossipKey, ring[0]) {
+	if next := c.current(); !bytes.Equal(next.GossipKey, ring[0]) {
 		next.GossipKey = ring[0]
 		if err := c.save(next); err != nil {
 			return err
 		}
 	}
+	c.mu.Lock()
 	c.keyring = ring
+	c.mu.Unlock()
 	c.log.Info("the keys of the gossip have changed", slog.Int("keys", len(ring)))
 	return nil
 }

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"log/slog"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -13,6 +14,7 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
 
 	"github.com/dpserve/dpserve/internal/cluster/pki"
 	"github.com/dpserve/dpserve/internal/state"
@@ -149,6 +151,80 @@ func TestTheCertificateIsLookedAtEveryHour(t *testing.T) {
 		cancel()
 		<-done
 	})
+}
+
+// hungDisk is a data dir whose disk does not finish a write until the test says so.
+type hungDisk struct{ writes, finish chan struct{} }
+
+func (h *hungDisk) write(string, pki.Files) error {
+	h.writes <- struct{}{}
+	<-h.finish
+	return nil
+}
+
+// selfSigning certifies with an authority, as a control node does for itself.
+type selfSigning struct{ files pki.Files }
+
+func (s selfSigning) Certify(context.Context, pki.Identity, []byte) (cert, authority []byte, err error) {
+	next, err := s.files.Renewed(time.Now())
+	return next.Cert, next.Authority, err
+}
+
+func (s selfSigning) CertifyExpired(
+	ctx context.Context, csr []byte, _ func(string, string) (*grpc.ClientConn, error),
+) (cert, authority []byte, err error) {
+	return s.Certify(ctx, pki.Identity{}, csr)
+}
+
+// Every renewal of the node's lease carries its record. A disk that hangs while new gossip keys or a new
+// certificate are saved must not keep the node from it: it would lose its lease, and its ranks with it.
+func TestTheRecordDoesNotWaitForTheDisk(t *testing.T) {
+	ring := [][]byte{[]byte("the new key"), []byte("the old key")}
+	for name, save := range map[string]func(p *Peering) error{
+		"new gossip keys": func(p *Peering) error { p.OfferKeyring(ring); return nil },
+		"a renewal":       func(p *Peering) error { return p.Certificates.renew(t.Context()) },
+		"the authority":   func(p *Peering) error { return p.Certificates.saveAuthority(false) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir, st := t.TempDir(), &heldState{state.New()}
+			founder(t, dir)
+			p := opened(t, memberConfig(dir, st))
+			disk := &hungDisk{writes: make(chan struct{}, 4), finish: make(chan struct{})}
+			p.Certificates.write = disk.write
+			p.Certificates.leader = func() Certifier { return selfSigning{p.Certificates.files} }
+			st.held.Secrets.AuthorityKey = []byte("another key")
+			before := p.Record()
+
+			ctx, cancel := context.WithCancel(t.Context())
+			var loops sync.WaitGroup
+			loops.Go(func() { p.KeepKeyring(ctx) })
+			loops.Go(func() { assert.NoError(t, save(p)) })
+			<-disk.writes
+			read := make(chan struct{})
+			go func() {
+				defer close(read)
+				p.OfferKeyring(ring)
+				p.OfferKeyring(ring)
+				assert.Equal(t, before, p.Record(), "keys that are not on the disk are not reported")
+				_, err := p.Certificates.KeySum()
+				assert.NoError(t, err)
+			}()
+			select {
+			case <-read:
+			case <-time.After(10 * time.Second):
+				t.Error("the record waits for the disk")
+			}
+			close(disk.finish)
+			require.Eventually(t, func() bool {
+				return p.Certificates.keyringSum() == state.KeyringSum(ring)
+			}, 10*time.Second, time.Millisecond, "the keys that were offered meanwhile are saved after the rest")
+			assert.Equal(t, ring[0], p.Certificates.current().GossipKey)
+			cancel()
+			loops.Wait()
+			<-read
+			require.NoError(t, p.Close())
+		})
+	}
 }
 
 // A removed node's certificate has expired before the cluster forgets the removal.

@@ -80,6 +80,7 @@ type Peering struct {
 	founding bool          // it founds the cluster in this process
 	secrets  state.Secrets // of a founding node
 	removed  chan struct{} // closed when the cluster has removed this node
+	keyrings chan [][]byte // gossip keys that KeepKeyring takes; one place
 	loops    sync.WaitGroup
 }
 
@@ -88,6 +89,7 @@ type Peering struct {
 func Open(ctx context.Context, cfg Config) (*Peering, error) {
 	p := &Peering{
 		cfg: cfg, log: cfg.Log, roles: cfg.Roles, dir: pkiDir(cfg.DataDir), removed: make(chan struct{}),
+		keyrings: make(chan [][]byte, 1),
 	}
 	var err error
 	if p.ident, err = identify(cfg.DataDir, cfg.NodeID); err != nil {
@@ -96,7 +98,9 @@ func Open(ctx context.Context, cfg Config) (*Peering, error) {
 	if err := refuseRemoved(p.dir); err != nil {
 		return nil, err
 	}
-	p.Certificates = &Certificates{dir: p.dir, log: cfg.Log, store: cfg.Store, leader: cfg.Leader}
+	p.Certificates = &Certificates{
+		dir: p.dir, write: pki.Save, log: cfg.Log, store: cfg.Store, leader: cfg.Leader,
+	}
 	p.Neighbours = &Neighbours{
 		self: p.ident.UID, store: cfg.Store, log: cfg.Log, address: hostPort(cfg.Host, cfg.GossipPort),
 	}
@@ -291,11 +295,32 @@ func (p *Peering) NewToken(ctx context.Context, store cluster.Store, ttl time.Du
 	return t.String(), expires, err
 }
 
-// ApplyKeyring accepts these gossip keys, sends with the first one and saves it in the data dir.
-func (p *Peering) ApplyKeyring(ring [][]byte) error {
-	return p.Certificates.takeKeyring(ring, func() error {
-		return p.Neighbours.setKeys(ring, p.ident.Cluster)
-	})
+// OfferKeyring hands gossip keys to KeepKeyring and does not wait: whoever renews the lease must not wait for
+// the disk. While other keys wait there, these are dropped. The leader sends its keys with each renewal until
+// the node reports them.
+func (p *Peering) OfferKeyring(ring [][]byte) {
+	select {
+	case p.keyrings <- ring:
+	default:
+	}
+}
+
+// KeepKeyring takes the gossip keys of OfferKeyring, until ctx ends: it accepts all of them, sends with the
+// first one and saves that one in the data dir.
+func (p *Peering) KeepKeyring(ctx context.Context) {
+	for {
+		select {
+		case ring := <-p.keyrings:
+			err := p.Certificates.takeKeyring(ring, func() error {
+				return p.Neighbours.setKeys(ring, p.ident.Cluster)
+			})
+			if err != nil {
+				p.log.Warn("the gossip's new key cannot be taken, trying again", slog.Any("err", err))
+			}
+		case <-ctx.Done():
+			return
+		}
+	}
 }
 
 // Close ends the gossip, the connections and the node port, and waits.
