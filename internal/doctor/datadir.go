@@ -83,6 +83,7 @@ func formatDuration(d time.Duration) string {
 type Certificate struct {
 	Error   string // why it cannot be read; "" = it can
 	Node    string
+	Begins  time.Time
 	Ends    time.Time
 	RenewAt time.Time // when a running node renews it
 	// the node can sign for itself: it has the key of the authority, as nodes with role control have
@@ -112,6 +113,9 @@ func checkCertificate(f *Facts) []Finding {
 			"with an empty --data-dir", "%s", c.Error)
 	case left <= 0:
 		out.fail(hint, "the certificate of %s ended %s ago", c.Node, formatDays(-left))
+	case f.Now.Before(c.Begins):
+		out.fail("correct the clock of this machine; "+hint,
+			"the certificate of %s is not valid before %s UTC", c.Node, c.Begins.UTC().Format(time.DateTime))
 	case left < shortLife:
 		out.fail(hint, "the certificate of %s ends in %s", c.Node, formatDays(left))
 	case f.Now.After(c.RenewAt.Add(time.Hour)):

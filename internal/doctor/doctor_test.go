@@ -212,6 +212,10 @@ func TestFaults(t *testing.T) {
 			func(f *Facts) { f.Certificate.Ends = noon.Add(-72 * time.Hour); f.DataDir.InUse = false },
 			Fail, "certificate", "of a ended 3 days ago", "start dpserve on this data dir",
 		},
+		"a certificate of the future": {
+			func(f *Facts) { f.Certificate.Begins = noon.Add(30 * time.Hour) },
+			Fail, "certificate", "of a is not valid before", "correct the clock",
+		},
 		"a certificate that ends": {
 			func(f *Facts) { f.Certificate.Ends = noon.Add(30 * time.Hour) },
 			Fail, "certificate", "ends in 30 hours", "log of dpserve",

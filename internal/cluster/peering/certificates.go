@@ -25,8 +25,8 @@ const (
 	// renewRetry is the pause before a failed renewal of the certificate is repeated. A third of the
 	// certificate's life is left for it.
 	renewRetry = time.Minute
-	// expiredRetry is the pause after the certificate has expired. The node is cut off until it has a new
-	// one.
+	// expiredRetry is the pause after the certificate has expired, or while it is not valid yet. The node is
+	// cut off until it has a new one.
 	expiredRetry = 2 * time.Second
 )
 
@@ -71,7 +71,7 @@ func loadFiles(dir string) (pki.Files, error) {
 func (c *Certificates) begin(own *pki.Credentials) error {
 	c.credentials.Store(own)
 	now := time.Now()
-	if len(c.files.AuthorityKey) == 0 || now.Before(own.RenewAt()) {
+	if len(c.files.AuthorityKey) == 0 || !isDue(own, now) {
 		return nil
 	}
 	next, err := c.files.Renewed(now)
@@ -79,6 +79,12 @@ func (c *Certificates) begin(own *pki.Credentials) error {
 		return err
 	}
 	return c.use(own, next)
+}
+
+// isDue reports whether a certificate has to be renewed. One that is not valid yet was signed by a clock that
+// was ahead and was put right since.
+func isDue(own *pki.Credentials, now time.Time) bool {
+	return !now.Before(own.RenewAt()) || own.NotYetValid(now) // wall-clock times
 }
 
 // Keep renews the certificate after two thirds of its life, until ctx ends. Open connections continue.
@@ -89,11 +95,16 @@ func (c *Certificates) Keep(ctx context.Context) {
 // renewOverdue is how long a renewal may fail before people are told: a certificate has ten days left then.
 const renewOverdue = 24 * time.Hour
 
-// Warning says that the certificate ends and is not renewed; "" = it is renewed in time.
+// Warning says that the certificate is not valid, or ends and is not renewed; "" = it is renewed in time.
 func (c *Certificates) Warning(now time.Time) string {
 	own := c.credentials.Load()
 	switch {
-	case own == nil || now.Before(own.RenewAt().Add(renewOverdue)):
+	case own == nil:
+		return ""
+	case own.NotYetValid(now):
+		return "its certificate is not valid before " + own.NotBefore.UTC().Format(time.DateTime) +
+			" UTC: check the clocks of this node and of the leader"
+	case now.Before(own.RenewAt().Add(renewOverdue)):
 		return ""
 	case own.Expired(now):
 		return "its certificate has ended and is not renewed; its log says why"
@@ -252,7 +263,7 @@ func (c *Certificates) takeKeyring(ring [][]byte, use func() error) error {
 	return nil
 }
 
-// keeper renews a certificate after two thirds of its life.
+// keeper renews a certificate after two thirds of its life, and one that is not valid yet.
 type keeper struct {
 	current func() *pki.Credentials
 	renew   func(ctx context.Context) error
@@ -265,15 +276,18 @@ func (k keeper) run(ctx context.Context) {
 	for {
 		now, wait := time.Now(), time.Duration(0)
 		switch c := k.current(); {
-		case now.Before(c.RenewAt()): // RenewAt is wall-clock time: a certificate has no monotonic time
+		case !isDue(c, now):
 			wait = min(c.RenewAt().Sub(now), maxRenewPause)
 		default:
 			err := k.renew(ctx)
 			if err == nil {
-				continue
+				if isDue(k.current(), time.Now()) { // the signer has another time: its next one is the same
+					wait = maxRenewPause
+				}
+				break
 			}
 			wait = renewRetry
-			if c.Expired(now) {
+			if c.Expired(now) || c.NotYetValid(now) {
 				wait = expiredRetry
 			}
 			if ctx.Err() == nil && time.Since(warned) >= renewRetry {

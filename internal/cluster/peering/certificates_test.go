@@ -153,6 +153,70 @@ func TestTheCertificateIsLookedAtEveryHour(t *testing.T) {
 	})
 }
 
+// signedAt returns the credentials of files with a certificate that a clock signed which showed that time.
+func signedAt(t *testing.T, files pki.Files, at time.Time) (pki.Files, *pki.Credentials) {
+	t.Helper()
+	files, err := files.Renewed(at)
+	require.NoError(t, err)
+	own, err := files.Credentials()
+	require.NoError(t, err)
+	return files, own
+}
+
+// A control node whose clock was ahead has signed a certificate for itself that no node accepts once the
+// clock is right. The next start signs another one, and the status says what is wrong until then.
+func TestACertificateOfTheFutureIsRenewedAtStart(t *testing.T) {
+	t.Parallel()
+	now := time.Now()
+	files, own := signedAt(t, memberFiles(t), now.Add(40*24*time.Hour))
+	c := &Certificates{files: files, log: slog.New(slog.DiscardHandler)}
+	c.credentials.Store(own)
+	assert.Equal(t, "its certificate is not valid before "+own.NotBefore.UTC().Format(time.DateTime)+
+		" UTC: check the clocks of this node and of the leader", c.Warning(now))
+	require.NoError(t, c.begin(own))
+	assert.False(t, c.credentials.Load().NotYetValid(now))
+	assert.Empty(t, c.Warning(now))
+}
+
+// As above, without a start: the keeper looks at the clock each hour. A certificate that is not valid here
+// after its renewal either, because the signer's clock differs, is renewed once an hour and not without end.
+func TestACertificateOfTheFutureIsRenewedWithinTheHour(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		files := memberFiles(t)
+		var held atomic.Pointer[pki.Credentials]
+		var ahead, renewed atomic.Int64 // by how much the signer's clock is ahead; the renewals
+		sign := func() {
+			_, own := signedAt(t, files, time.Now().Add(time.Duration(ahead.Load())))
+			held.Store(own)
+		}
+		sign()
+		k := keeper{
+			current: held.Load, log: slog.New(slog.DiscardHandler),
+			renew: func(context.Context) error { renewed.Add(1); sign(); return nil },
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan struct{})
+		go func() { k.run(ctx); close(done) }()
+		time.Sleep(36*time.Hour + 20*time.Minute)
+		ahead.Store(int64(40 * 24 * time.Hour)) // as if the clock was set back by so much now
+		sign()
+		ahead.Store(0)
+		time.Sleep(time.Hour)
+		synctest.Wait()
+		assert.False(t, held.Load().NotYetValid(time.Now()))
+		assert.EqualValues(t, 1, renewed.Load())
+
+		ahead.Store(int64(3 * time.Hour))
+		sign()
+		time.Sleep(5*time.Hour + time.Minute)
+		synctest.Wait()
+		assert.EqualValues(t, 1+5, renewed.Load())
+		cancel()
+		<-done
+	})
+}
+
 // hungDisk is a data dir whose disk does not finish a write until the test says so.
 type hungDisk struct{ writes, finish chan struct{} }
 
@@ -217,7 +281,7 @@ func TestTheRecordDoesNotWaitForTheDisk(t *testing.T) {
 			close(disk.finish)
 			require.Eventually(t, func() bool {
 				return p.Certificates.keyringSum() == state.KeyringSum(ring)
-			}, 10*time.Second, time.Millisecond, "the keys that were offered meanwhile are saved after the rest")
+			}, 10*time.Second, time.Millisecond, "the keys that were offered are saved after the rest")
 			assert.Equal(t, ring[0], p.Certificates.current().GossipKey)
 			cancel()
 			loops.Wait()

@@ -104,9 +104,8 @@ type Credentials struct {
 	Certificate tls.Certificate // leaf, then the authority, which a newcomer compares with its token
 	Pool        *x509.CertPool  // the authority
 	Identity    Identity
+	NotBefore   time.Time
 	NotAfter    time.Time
-
-	notBefore time.Time
 }
 
 // NewCredentials reads PEM. It refuses parts that do not belong together. It does not check whether the
@@ -133,16 +132,20 @@ func NewCredentials(authorityPEM, certPEM, keyPEM []byte) (*Credentials, error) 
 	pool := x509.NewCertPool()
 	pool.AddCert(ca)
 	return &Credentials{
-		Certificate: pair, Pool: pool, Identity: id, NotAfter: pair.Leaf.NotAfter,
-		notBefore: pair.Leaf.NotBefore,
+		Certificate: pair, Pool: pool, Identity: id,
+		NotBefore: pair.Leaf.NotBefore, NotAfter: pair.Leaf.NotAfter,
 	}, nil
 }
 
 // Expired reports whether the certificate has expired, so that no other node accepts it.
 func (c *Credentials) Expired(now time.Time) bool { return now.After(c.NotAfter) }
 
+// NotYetValid reports whether the certificate is of a time to come, so that no other node accepts it: the
+// clock of its signer was ahead.
+func (c *Credentials) NotYetValid(now time.Time) bool { return now.Before(c.NotBefore) }
+
 // RenewAt returns the time when two thirds of the certificate's life are over.
 func (c *Credentials) RenewAt() time.Time {
-	signed := c.notBefore.Add(backdate)
+	signed := c.NotBefore.Add(backdate)
 	return signed.Add(c.NotAfter.Sub(signed) * 2 / 3)
 }

@@ -113,7 +113,7 @@ func certificate(dataDir string) *doctor.Certificate {
 		return &doctor.Certificate{Error: plain(err)}
 	}
 	return &doctor.Certificate{
-		Node: own.Identity.Node, Ends: own.NotAfter, RenewAt: own.RenewAt(),
+		Node: own.Identity.Node, Begins: own.NotBefore, Ends: own.NotAfter, RenewAt: own.RenewAt(),
 		OwnAuthority: len(files.AuthorityKey) > 0,
 	}
 }

@@ -180,6 +180,7 @@ func TestCertificates(t *testing.T) {
 	assert.Empty(t, c.Error)
 	assert.Equal(t, "gpu-1", c.Node)
 	assert.InDelta(t, 24, time.Until(c.Ends).Hours(), 1)
+	assert.InDelta(t, 29*24+1, time.Since(c.Begins).Hours(), 0.1, "an hour before it was signed")
 	assert.True(t, c.RenewAt.Before(time.Now()))
 	assert.True(t, c.OwnAuthority)
 
