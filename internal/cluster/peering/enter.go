@@ -61,7 +61,7 @@ func (p *Peering) noteRemoval() {
 	if p.dir == "" {
 		return
 	}
-	if err := os.WriteFile(filepath.Join(p.dir, removedFile), nil, 0o600); err != nil {
+	if err := diskfile.Replace(filepath.Join(p.dir, removedFile), nil); err != nil {
 		p.log.Warn("the removal cannot be noted in the data dir", slog.Any("err", err))
 	}
 }

@@ -167,8 +167,14 @@ func TestARemovedNodeDoesNotComeBack(t *testing.T) {
 	founder(t, dir)
 	st := &heldState{state.New()}
 	p := opened(t, memberConfig(dir, st))
+	torn, held := filepath.Join(p.dir, removedFile), filepath.Join(dir, "held")
+	require.NoError(t, os.WriteFile(torn, []byte("torn"), 0o600))
+	require.NoError(t, os.Link(torn, held))
 	st.held.Removed = []string{p.Identity().UID}
 	p.WatchRemoval(t.Context())
+	was, err := os.ReadFile(held)
+	require.NoError(t, err)
+	assert.Equal(t, "torn", string(was), "the note is replaced as a whole and synced: a power cut leaves it")
 	select {
 	case <-p.Removed():
 	default:
