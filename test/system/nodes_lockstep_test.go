@@ -21,7 +21,7 @@ func TestLockstepOverNodesLosesOne(t *testing.T) {
 	}
 	c := harness.StartMembers(t, harness.Each(4), harness.MemberSlots(4))
 	c.Expect(harness.NodeFails, harness.EngineFails, harness.StreamBreaks)
-	c.All[0].Want(simApp("wide", 8, "lockstep", "sim_step_ms: 5"))
+	c.All[0].Want(simApp("wide", 8, "lockstep", "sim_step_ms: 10"))
 	for _, end := range []func(m *harness.Member){(*harness.Member).Kill, (*harness.Member).Freeze} {
 		st := c.Running("wide")
 		before := seats(&st)

@@ -21,7 +21,7 @@ const slack = 5
 
 // spread is an app of independent ranks that are spread over the nodes.
 func spread(name string, dp int) string {
-	return strings.Replace(simApp(name, dp, "independent", "sim_step_ms: 5"), "    data_parallel:",
+	return strings.Replace(simApp(name, dp, "independent", "sim_step_ms: 10"), "    data_parallel:",
 		"    placement_group_strategy: SPREAD\n    data_parallel:", 1)
 }
 
@@ -165,7 +165,7 @@ func TestRG4LeaderKilled(t *testing.T) {
 		harness.MemberSlots(9))
 	c.Expect(harness.NodeFails)
 	w1, w2 := c.By("d"), c.By("e")
-	w1.Want(simApp("big", 8, "lockstep", "sim_step_ms: 5") + "    num_groups: 2\n")
+	w1.Want(simApp("big", 8, "lockstep", "sim_step_ms: 10") + "    num_groups: 2\n")
 	st := c.Running("big")
 	before := seats(&st)
 	require.Len(t, before, 16)

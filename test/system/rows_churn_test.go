@@ -111,7 +111,7 @@ func patiently(c *harness.Members, limit time.Duration, what string, f func() er
 // acceptance run: 20 minutes of each would be hours.
 func TestFS10RollAndDrain(t *testing.T) {
 	t.Parallel()
-	streams, tokens, short, step := 12, 240, 2, 5
+	streams, tokens, short, step := 12, 120, 2, 10
 	if accepting() {
 		streams, tokens, short, step = 250, 600, 8, 20
 	}

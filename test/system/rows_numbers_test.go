@@ -132,7 +132,7 @@ func TestNumbersNodeLost(t *testing.T) {
 	}, harness.RealTimers)
 	c.Expect(harness.NodeFails, harness.StreamBreaks)
 	a, b := c.All[0], c.All[1]
-	a.Want(strings.Replace(spread("wide", 6), "sim_step_ms: 5", "sim_step_ms: 20", 1))
+	a.Want(strings.Replace(spread("wide", 6), "sim_step_ms: 10", "sim_step_ms: 20", 1))
 	st := c.Running("wide")
 	load := harness.StartStreams(t, "wide", 32, 50, harness.HungAfter, a.HTTP, b.HTTP)
 	load.Reaches(32)

@@ -55,7 +55,7 @@ func TestRG7PartialDeploy(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(2), harness.MemberSlots(5), harness.Calm)
 	a, b := c.All[0], c.All[1]
-	file := written(t, simApp("gangs", 4, "lockstep", "sim_step_ms: 5")+"    num_groups: 3\n")
+	file := written(t, simApp("gangs", 4, "lockstep", "sim_step_ms: 10")+"    num_groups: 3\n")
 
 	code, text := command(b, "deploy", file)
 	assert.Equal(t, 5, code, text)
@@ -182,7 +182,7 @@ func TestPL3GroupsComeAndGo(t *testing.T) {
 	c := harness.StartMembers(t, harness.Each(2), harness.MemberSlots(4*dp), harness.Calm)
 	a, b := c.All[0], c.All[1]
 	size := func(groups int) string { // a grace longer than any stream
-		return strings.Replace(simApp("fleet", dp, "lockstep", "sim_step_ms: 5"), "timeout_s: 2",
+		return strings.Replace(simApp("fleet", dp, "lockstep", "sim_step_ms: 10"), "timeout_s: 2",
 			"timeout_s: 20", 1) + fmt.Sprintf("    num_groups: %d\n", groups)
 	}
 	a.Want(size(4))
