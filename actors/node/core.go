@@ -91,10 +91,10 @@ func (c *Core) MayStart(now time.Time, s *state.State, o *msg.StartRank) (map[st
 		c.tell(now, l.last)
 		return nil, nil
 	}
+	if err := c.refuseWhileEnding(o); err != nil {
+		return nil, err
+	}
 	switch {
-	case c.stopping || c.restarts > 0:
-		return nil, problem.New(problem.Unavailable, "unit %s: node %s: %w", o.Unit, c.cfg.Node,
-			msg.ErrNodeStopping)
 	case Superseded(s, o.Unit, o.Epoch):
 		return nil, problem.New(problem.Conflict,
 			"unit %s: %w: epoch %d was asked for, the cluster has released it (it is at %d)", o.Unit,
@@ -109,6 +109,14 @@ func (c *Core) MayStart(now time.Time, s *state.State, o *msg.StartRank) (map[st
 	}
 	return c.epochs.begin(s, o.Unit, o.Epoch,
 		func(unit string) bool { return unit == o.Unit || c.units[unit] != nil })
+}
+
+// refuseWhileEnding refuses to start anything once the node ends or its process is about to be replaced.
+func (c *Core) refuseWhileEnding(o *msg.StartRank) error {
+	if !c.stopping && c.restarts == 0 {
+		return nil
+	}
+	return problem.New(problem.Unavailable, "unit %s: node %s: %w", o.Unit, c.cfg.Node, msg.ErrNodeStopping)
 }
 
 // MayLaunch refuses to start an engine that the lease does not cover.

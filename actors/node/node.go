@@ -18,6 +18,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/diskfile"
 	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
@@ -52,6 +53,7 @@ type Node struct {
 	core  *Core
 	units map[string]*unit // of the Core's units; readers copy
 	left  []string         // units whose engines did not end, with their processes
+	stuck error            // why nothing waits for units any more: a disk that hangs holds them
 }
 
 // ending is how a node ends: with its engines, or without them.
@@ -60,7 +62,8 @@ type ending struct {
 	hardOnce   sync.Once
 	detached   chan struct{} // closed: end and leave the engines running
 	detachOnce sync.Once
-	running    sync.WaitGroup // units
+	running    sync.WaitGroup // units; Add only under mu, while the Core takes starts, or in a unit
+	closeParts func() error   // once: ends what the units have used
 }
 
 var _ msg.NodeAgent = (*Node)(nil)
@@ -72,6 +75,7 @@ func New(cfg Config) (*Node, error) {
 		cfg: cfg, timers: cfg.Timers.withDefaults(), log: cfg.Log, units: map[string]*unit{},
 		ending: ending{hard: make(chan struct{}), detached: make(chan struct{})},
 	}
+	n.closeParts = sync.OnceValue(n.endParts)
 	if err := n.defaults(); err != nil {
 		return nil, err
 	}
@@ -189,6 +193,9 @@ func (n *Node) StartRank(ctx context.Context, m *msg.StartRank) error {
 // StopRank implements msg.NodeAgent. The end is reported as Gone, also for a unit that this node does not
 // have.
 func (n *Node) StopRank(ctx context.Context, m *msg.StopRank) error {
+	if taken, err := n.stopSeen(m); taken {
+		return err
+	}
 	return n.command(ctx, func(reply chan error) any { return stopRank{m, reply} })
 }
 
@@ -211,39 +218,75 @@ func (n *Node) command(ctx context.Context, message func(reply chan error) any) 
 // waits until no process is left. Meanwhile the node accepts StopRank, refuses StartRank
 // (msg.ErrNodeStopping), and reports that it stops. When ctx is done earlier, engines are killed at once.
 // Close always returns: after the grace, KillGrace and VerifyNamed, or 2 × KillGrace after ctx is done, the
-// error names the processes that did not end (problem.Internal). Idempotent.
-// After Detach it only waits.
+// error names the processes that did not end (problem.Internal). For a disk that hangs it waits diskGrace more,
+// and once more after the units; the error wraps diskfile.ErrHangs then. Idempotent. After Detach it only
+// waits.
 func (n *Node) Close(ctx context.Context, grace time.Duration) error {
 	n.mu.Lock()
-	n.core.Leave()
+	n.core.Leave() // no unit is added any more
+	n.core.StopAll(time.Now(), grace)
 	n.mu.Unlock()
 	n.leaseKeeper.ring()
-	asked := closeAllUnits{grace, make(chan struct{})}
-	n.box.Send(asked)
-	done := make(chan struct{})
-	go func() {
-		select { // no unit is added any more
-		case <-asked.done:
-		case <-n.box.Stopped():
-		}
-		n.running.Wait()
-		close(done)
-	}()
+	for _, u := range n.list() {
+		u.interrupt(errStopAsked)
+	}
 	stopHard := context.AfterFunc(ctx, n.killAll)
 	defer stopHard()
-	<-done // bounded by grace, KillGrace and VerifyNamed
-	n.closeParts()
-	return n.leftBehind()
+	err := n.awaitUnits(grace + n.timers.KillGrace + n.timers.VerifyNamed)
+	return errors.Join(err, n.closeParts(), n.leftBehind())
 }
 
-// closeParts ends what the units have used.
-func (n *Node) closeParts() {
+// diskGrace is how long each step of the node's end waits for a disk that hangs.
+const diskGrace = 10 * time.Second
+
+// awaitUnits waits until every unit has ended, which each one bounds by itself: the last bound is limit, or
+// 2 × KillGrace after killAll. It gives up on those that a call of the disk holds, which are not reported
+// gone.
+func (n *Node) awaitUnits(limit time.Duration) error {
+	n.mu.Lock()
+	stuck := n.stuck
+	n.mu.Unlock()
+	if stuck != nil {
+		return stuck
+	}
+	ended := make(chan struct{})
+	go func() {
+		n.running.Wait()
+		close(ended)
+	}()
+	late := time.NewTimer(limit)
+	defer late.Stop()
+	select {
+	case <-ended:
+	case <-late.C:
+	case <-n.hard:
+		late.Reset(min(limit, 2*n.timers.KillGrace))
+		select {
+		case <-ended:
+		case <-late.C:
+		}
+	}
+	err := diskfile.Await(n.cfg.DataDir, diskGrace, func() error { <-ended; return nil })
+	n.mu.Lock()
+	n.stuck = err
+	n.mu.Unlock()
+	return err
+}
+
+// endParts ends what the units have used. It waits at most diskGrace for the supervisor's and its own calls
+// of the disk.
+func (n *Node) endParts() error {
 	n.box.Halt()
-	<-n.box.Stopped()
-	n.markStop()
+	err := diskfile.Await(n.cfg.DataDir, diskGrace, func() error {
+		<-n.box.Stopped()
+		n.markStop()
+		n.halt()
+		n.aside.Wait()
+		return nil
+	})
 	n.halt()
-	n.aside.Wait()
 	n.closeResources()
+	return err
 }
 
 // errDetached ends the start of a unit whose engines the next process of the node adopts.
@@ -263,8 +306,11 @@ func (n *Node) Detach(ctx context.Context, grace, wait time.Duration) {
 	for _, u := range n.list() {
 		u.interrupt(errDetached)
 	}
-	n.running.Wait() // each wait of a unit ends with detached, or is bounded
-	n.closeParts()
+	// each wait of a unit ends with detached, or is bounded
+	err := errors.Join(n.awaitUnits(n.timers.KillGrace+n.timers.VerifyNamed), n.closeParts())
+	if err != nil {
+		n.log.Warn("the node did not let go of everything", slog.String("err", err.Error()))
+	}
 }
 
 // awaitRequests closes the ranks for new requests and waits for the open ones.
@@ -293,19 +339,10 @@ func (n *Node) awaitRequests(ctx context.Context, wait time.Duration) {
 	}
 }
 
-// markStop writes the stop mark. It waits at most KillGrace for a disk that hangs; without the mark the next
-// process does not know of this end.
+// markStop writes the stop mark. Without it the next process does not know of this end.
 func (n *Node) markStop() {
-	written := make(chan error, 1)
-	go func() { written <- leaveStopMark(n.cfg.DataDir) }()
-	over := time.NewTimer(n.timers.KillGrace)
-	defer over.Stop()
-	select {
-	case err := <-written:
-		if err != nil {
-			n.log.Warn("cannot note that this process was told to end", slog.String("err", err.Error()))
-		}
-	case <-over.C:
+	if err := leaveStopMark(n.cfg.DataDir); err != nil {
+		n.log.Warn("cannot note that this process was told to end", slog.String("err", err.Error()))
 	}
 }
 
@@ -446,10 +483,6 @@ type (
 		m     *msg.StopRank
 		reply chan error // one slot
 	}
-	closeAllUnits struct {
-		grace time.Duration
-		done  chan struct{} // closed when every unit was asked
-	}
 )
 
 // supervisor is the node's actor. It carries out the orders that the Core takes; each unit runs by itself.
@@ -464,14 +497,6 @@ func (s supervisor) Receive(m any) {
 		m.reply <- s.start(m.m)
 	case stopRank:
 		m.reply <- s.stop(m.m)
-	case closeAllUnits:
-		defer close(m.done)
-		s.mu.Lock()
-		s.core.StopAll(time.Now(), m.grace)
-		s.mu.Unlock()
-		for _, u := range s.list() {
-			u.interrupt(errStopAsked)
-		}
 	}
 }
 
@@ -489,15 +514,19 @@ func (s supervisor) start(m *msg.StartRank) error {
 		return err
 	}
 	s.mu.Lock()
+	if err := s.core.refuseWhileEnding(m); err != nil { // its end has begun meanwhile
+		s.mu.Unlock()
+		return err
+	}
 	before := s.units[m.Unit]
 	u := newUnit(s.Node, s.core.Start(time.Now(), m, epochs), before)
 	s.units[m.Unit] = u
+	s.running.Go(u.run)
 	s.mu.Unlock()
 	s.leaseKeeper.ring()
 	if before != nil {
 		before.interrupt(errStopAsked)
 	}
-	s.running.Go(u.run)
 	return nil
 }
 
@@ -523,11 +552,37 @@ func (s supervisor) stop(m *msg.StopRank) error {
 	}
 	s.mu.Lock()
 	s.core.Stop(time.Now(), m, epochs)
-	u := s.units[m.Unit]
 	s.mu.Unlock()
-	s.leaseKeeper.ring()
+	s.wakeStopped(m.Unit)
+	return nil
+}
+
+// stopSeen asks a unit to end if nothing has to be written for that, beside the actor, which may wait for a
+// disk that hangs. An order that comes after a start of its epoch finds that epoch unseen until then.
+func (n *Node) stopSeen(m *msg.StopRank) (taken bool, err error) {
+	if closed(n.box.Stopped()) {
+		return false, nil
+	}
+	n.mu.Lock()
+	epochs, err := n.core.MayStop(m)
+	if err == nil && epochs == nil {
+		n.core.Stop(time.Now(), m, nil)
+	}
+	n.mu.Unlock()
+	if err != nil || epochs != nil {
+		return err != nil, err
+	}
+	n.wakeStopped(m.Unit)
+	return true, nil
+}
+
+// wakeStopped has a unit, and the next renewal, see an order to stop.
+func (n *Node) wakeStopped(unit string) {
+	n.mu.Lock()
+	u := n.units[unit]
+	n.mu.Unlock()
+	n.leaseKeeper.ring()
 	if u != nil {
 		u.interrupt(errStopAsked)
 	}
-	return nil
 }

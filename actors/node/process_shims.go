@@ -18,6 +18,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"github.com/dpserve/dpserve/internal/diskfile"
 	"github.com/dpserve/dpserve/internal/pause"
 	"github.com/dpserve/dpserve/internal/shim"
 )
@@ -30,6 +31,7 @@ const (
 	ownerWait   = 2 * time.Second // until a shim has noticed the end of the process before
 	ownerPoll   = 10 * time.Millisecond
 	releaseWait = 10 * time.Second // until a shim whose engine has ended has ended itself
+	closeWait   = 2 * releaseWait  // until all these are gone, with their folders
 	leastLease  = time.Second      // on_lease_loss fence: what a new engine gets at least
 )
 
@@ -172,9 +174,13 @@ func (l *shims) engines() []*shimProcess {
 	return slices.Collect(maps.Keys(l.live))
 }
 
-// close waits until released shims have ended, and lets go of the others. Idempotent.
+// close waits until released shims have ended, and lets go of the others. A folder that a disk that hangs
+// does not remove is left to the next process of the node. Idempotent.
 func (l *shims) close() {
-	l.releasing.Wait()
+	err := diskfile.Await(l.dir, closeWait, func() error { l.releasing.Wait(); return nil })
+	if err != nil {
+		l.log.Warn("what ended shims have left is not removed yet", slog.String("err", err.Error()))
+	}
 	for _, p := range l.engines() {
 		p.Detach()
 	}

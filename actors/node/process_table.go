@@ -46,6 +46,8 @@ type processTable struct {
 	mu       sync.Mutex
 	launches int
 	entries  map[int]entry
+	hangs    bool // a write has not returned
+	stale    bool // the table has changed since that write began
 }
 
 func newProcessTable(dir, id string, log *slog.Logger) *processTable {
@@ -89,15 +91,45 @@ func (l *processTable) remove(group int) {
 	}
 }
 
+// tableWait is how long the table waits for a disk that hangs.
+const tableWait = 2 * time.Second
+
 // save writes the table under mu. If the write fails, the sweep after a crash misses groups, but running
-// engines are not affected.
+// engines are not affected. One write at a time: what changes while one hangs is written after it.
 func (l *processTable) save() {
 	if l.path == "" {
 		return
 	}
+	if l.hangs {
+		l.stale = true
+		return
+	}
 	list := slices.AppendSeq(make([]entry, 0, len(l.entries)), maps.Values(l.entries))
-	if err := diskfile.ReplaceJSON(l.path, list); err != nil {
+	returned := make(chan struct{})
+	err := diskfile.Await(filepath.Dir(l.path), tableWait, func() error {
+		defer close(returned)
+		return diskfile.ReplaceJSON(l.path, list)
+	})
+	if err != nil {
 		l.log.Warn("cannot record the engines' process groups", slog.String("err", err.Error()))
+	}
+	if errors.Is(err, diskfile.ErrHangs) {
+		l.hangs = true
+		go func() { // ends with the write
+			<-returned
+			l.saveAgain()
+		}()
+	}
+}
+
+// saveAgain goes on after a write that hung.
+func (l *processTable) saveAgain() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	stale := l.stale
+	l.hangs, l.stale = false, false
+	if stale {
+		l.save()
 	}
 }
 

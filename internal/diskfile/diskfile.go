@@ -18,6 +18,7 @@ const (
 // syncs and renames it, and syncs the folder, without which a power cut could undo the rename. One caller at
 // a time may replace a file.
 func Replace(path string, data []byte) error {
+	awaitHang(filepath.Dir(path))
 	name, temp := filepath.Base(path), path+temporary
 	f, err := os.OpenFile(temp, os.O_CREATE|os.O_WRONLY|os.O_TRUNC, mode) //nolint:gosec // the data dir
 	if err != nil {

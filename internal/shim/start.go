@@ -54,6 +54,9 @@ func launch(ctx context.Context, executable, folder string, spec *Spec) (*Client
 	if err := writeFile(folder, specFile, spec); err != nil {
 		return nil, Info{}, fmt.Errorf("write what the shim is to do: %w", err)
 	}
+	if ctx.Err() != nil { // the disk took so long that the start was given up
+		return nil, Info{}, context.Cause(ctx)
+	}
 	if err := spawn(ctx, executable, folder, spec.ID); err != nil {
 		return nil, Info{}, err
 	}
