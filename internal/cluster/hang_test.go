@@ -235,8 +235,8 @@ func (r *room) confirmed(c *cluster.Cluster) error {
 // time-out of up to 2 s, an election, and one more election time-out if the vote is split.
 const electedWithin = 7 * time.Second
 
-// TestLeaderWithAHungDiskStepsDown: a write of the leader's log does not return. Within 5 s another node
-// leads and accepts writes. When the disk answers again, the first node follows, and nothing is lost.
+// TestLeaderWithAHungDiskStepsDown: a write of the leader's log does not return. Another node leads within
+// electedWithin and accepts writes. When the disk answers again, the first node follows, and nothing is lost.
 func TestLeaderWithAHungDiskStepsDown(t *testing.T) {
 	for _, hang := range []time.Duration{12 * time.Second, time.Minute} {
 		t.Run(hang.String(), func(t *testing.T) {

@@ -194,13 +194,21 @@ func (w *Watcher) awaitApplied(ctx context.Context, res state.Result) {
 	}
 }
 
-// Close stops following and unlocks the data dir. It is idempotent and waits.
+// Close stops following and unlocks the data dir. It is idempotent and waits, at most diskGrace for a disk
+// that hangs: the data dir stays locked then until the write has returned, or the process has ended.
 func (w *Watcher) Close() error {
 	w.once.Do(func() {
 		w.cancel(ErrClosed)
-		w.loops.Wait()
-		if w.home != nil {
-			w.closed = w.home.Close()
+		ended := func() error {
+			w.loops.Wait()
+			if w.home == nil {
+				return nil
+			}
+			return w.home.Close()
+		}
+		w.closed = diskfile.Await(w.cfg.DataDir, diskGrace, ended)
+		if errors.Is(w.closed, diskfile.ErrHangs) {
+			w.closed = fmt.Errorf("close the copy of the state: %w", w.closed)
 		}
 	})
 	return w.closed

@@ -15,6 +15,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/cluster"
+	"github.com/dpserve/dpserve/internal/diskfile"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -98,6 +99,43 @@ func TestWatcherFollows(t *testing.T) {
 		_, err = w.Propose(t.Context(), putApp("demo", "two"))
 		require.ErrorIs(t, err, cluster.ErrClosed)
 		require.NoError(t, s.of.Close())
+	})
+}
+
+// TestWatcherClosesOverAHungDisk: the data dir stays locked until the hanging write has returned.
+func TestWatcherClosesOverAHungDisk(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		dir := t.TempDir()
+		of := open(t, cluster.Config{ClusterID: "alpha"})
+		s := &source{of: of}
+		cfg := cluster.WatcherConfig{ClusterID: "alpha", DataDir: dir, Watch: s.watch, Forward: s.forward}
+		w, err := cluster.NewWatcher(cfg)
+		require.NoError(t, err)
+		require.NoError(t, w.Ready(t.Context()))
+		time.Sleep(10 * time.Second)
+		end := diskfile.Hang(dir)
+		defer end()
+		propose(t, of, putApp("demo", "one"))
+		time.Sleep(10 * time.Second)
+		began := time.Now()
+		err = w.Close()
+		assert.Equal(t, 10*time.Second, time.Since(began))
+		require.ErrorIs(t, err, diskfile.ErrHangs)
+		require.ErrorContains(t, err, "data dir "+dir+": its disk does not answer")
+		assert.Equal(t, problem.Unavailable, problem.CodeOf(err))
+		require.Equal(t, err, w.Close(), "the second time it does not wait again")
+		assert.Equal(t, 10*time.Second, time.Since(began))
+		_, err = cluster.NewWatcher(cfg)
+		require.ErrorContains(t, err, "in use", "the hung write has the data dir still")
+
+		end()
+		time.Sleep(time.Second)
+		w, err = cluster.NewWatcher(cfg)
+		require.NoError(t, err)
+		assert.Contains(t, w.State().Apps, "demo", "what was written late")
+		require.NoError(t, w.Close())
+		require.NoError(t, of.Close())
 	})
 }
 
