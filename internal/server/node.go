@@ -80,6 +80,8 @@ type lifetime struct {
 	loops sync.WaitGroup
 	close func() error // once
 
+	writers sync.WaitGroup // loops that write to the data dir, whose disk may hang
+
 	restart     chan struct{} // closed: the process is to be replaced
 	restartOnce sync.Once
 }
@@ -345,8 +347,8 @@ func (n *Node) openStore(ctx context.Context) error {
 	})
 	// before the state is complete: a node whose certificate has expired gets no state without a new one
 	if n.peering != nil {
-		n.life.loops.Go(func() { n.peering.Certificates.Keep(n.life.ctx) })
-		n.life.loops.Go(func() { n.peering.KeepKeyring(n.life.ctx) })
+		n.life.writers.Go(func() { n.peering.Certificates.Keep(n.life.ctx) })
+		n.life.writers.Go(func() { n.peering.KeepKeyring(n.life.ctx) })
 		if address := n.peering.RejoinAddress(); address != "" {
 			n.life.loops.Go(func() { n.peering.Neighbours.FindAt(ctx, n.peering.Port, address) })
 		}
@@ -457,7 +459,7 @@ func (n *Node) start(ctx context.Context) error {
 	if n.peering == nil {
 		return nil
 	}
-	n.life.loops.Go(func() { n.peering.WatchRemoval(n.life.ctx) })
+	n.life.writers.Go(func() { n.peering.WatchRemoval(n.life.ctx) })
 	if n.consensus != nil {
 		n.life.loops.Go(func() { n.upkeep.Run(n.life.ctx) })
 		n.life.loops.Go(func() { probeNextVersion(n.life.ctx, n) })

@@ -16,6 +16,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/api"
+	"github.com/dpserve/dpserve/internal/diskfile"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/telemetry"
 )
@@ -31,6 +32,8 @@ const (
 	restartWait = 5 * time.Second
 	// afterDrain is the time that requests get after the engines' grace, to write their error events.
 	afterDrain = 2 * time.Second
+	// diskGrace is how long the end waits for loops that write to a disk that hangs.
+	diskGrace = 10 * time.Second
 )
 
 // Listen binds the ports of clients and operators. A taken port is problem.Unavailable; an Ephemeral node
@@ -223,13 +226,16 @@ func (n *Node) closeMetrics() error {
 // Kill ends a drain: it kills the engines and cuts the streams.
 func (n *Node) Kill() { n.life.kill() }
 
-// Close ends everything that still runs and waits. Idempotent.
+// Close ends everything that still runs and waits, within bounds for a disk that hangs. Idempotent.
 func (n *Node) Close() error { return n.life.close() }
 
 func (n *Node) closeAll() error {
 	n.life.kill()
 	n.life.loops.Wait()
-	errs := []error{n.leading.StandDown()}
+	errs := []error{
+		diskfile.Await(n.cfg.DataDir, diskGrace, func() error { n.life.writers.Wait(); return nil }),
+		n.leading.StandDown(),
+	}
 	if n.node != nil {
 		errs = append(errs, n.node.Close(n.life.ctx, 0))
 	}

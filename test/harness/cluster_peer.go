@@ -181,6 +181,19 @@ func (m *Peer) Close() {
 	m.gone.Store(true)
 }
 
+// End is Close for a node whose end may fail.
+func (m *Peer) End() error {
+	m.stop()
+	err := errors.Join(m.drained(), m.node.Close())
+	m.client.CloseIdleConnections()
+	m.dropped.Store(true) // its result is told
+	m.gone.Store(true)
+	return err
+}
+
+// DataDir is the node's data dir, with OnDisk.
+func (m *Peer) DataDir() string { return m.config.DataDir }
+
 // Drop ends the node as SIGKILL does: its connections are reset, its engines die, and it sends nothing more.
 // Its goroutines in this process end by themselves.
 func (m *Peer) Drop() {

@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/internal/diskfile"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -180,5 +181,49 @@ func TestSickOnlyVoterTakesNobodyForLost(t *testing.T) {
 		c.Peer(0).Disk.Heal()
 		<-c.Peer(0).When(lost("node-2"))
 		c.WaitStatus("a", "RUNNING")
+	})
+}
+
+// TestAWorkersDiskHangs: what runs is served, a known unit is stopped, a start waits for the disk, and the
+// node ends.
+func TestAWorkersDiskHangs(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		c := harness.New(t, harness.Nodes(2), harness.Slots(4), harness.OnDisk(),
+			harness.Roles(0, "control", "ingress"), harness.Roles(1, "worker"))
+		c.Expect(harness.NodeFails, harness.DiskFails)
+		c.Deploy(spread("a", 2))
+		c.WaitStatus("a", "RUNNING")
+		c.Deploy(spread("b", 1, "route_prefix: /b"))
+		c.WaitStatus("b", "RUNNING")
+		time.Sleep(5 * time.Second)
+		load := ask(t, c.Peer(0), "a", 400*time.Millisecond, 10)
+
+		heal := diskfile.Hang(c.Peer(1).DataDir())
+		deployed(t, c.Peer(0), spread("late", 1, "route_prefix: /late"))
+		time.Sleep(time.Minute)
+		for id, n := range c.List() {
+			assert.Equal(t, "alive", n.State, "%s: %s", id, n.Reason)
+		}
+		for id, u := range c.Peer(0).State().Units {
+			assert.Equal(t, uint64(1), u.Epoch, id)
+		}
+		assert.Len(t, c.Engines.Live(), 3, "the start waits")
+		code, text := c.Do(http.MethodDelete, "/api/v1/apps/b", "")
+		require.Less(t, code, 300, text)
+		c.Until("b is gone", func() error {
+			if n := len(c.Engines.Live()); n != 2 {
+				return fmt.Errorf("%d engines", n)
+			}
+			return nil
+		})
+		assert.Zero(t, clean(t, load.end()), "streams broken")
+
+		worker, began := c.Peer(1), time.Now()
+		err := worker.End()
+		assert.LessOrEqual(t, time.Since(began), 20*time.Second)
+		require.ErrorIs(t, err, diskfile.ErrHangs)
+		require.ErrorContains(t, err, "data dir "+worker.DataDir()+": its disk does not answer")
+		heal()
 	})
 }
