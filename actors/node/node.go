@@ -218,9 +218,9 @@ func (n *Node) command(ctx context.Context, message func(reply chan error) any) 
 // waits until no process is left. Meanwhile the node accepts StopRank, refuses StartRank
 // (msg.ErrNodeStopping), and reports that it stops. When ctx is done earlier, engines are killed at once.
 // Close always returns: after the grace, KillGrace and VerifyNamed, or 2 × KillGrace after ctx is done, the
-// error names the processes that did not end (problem.Internal). For a disk that hangs it waits diskGrace more,
-// and once more after the units; the error wraps diskfile.ErrHangs then. Idempotent. After Detach it only
-// waits.
+// error names the processes that did not end (problem.Internal). For a disk that hangs it waits diskGrace
+// more, and once more after the units; the error wraps diskfile.ErrHangs then. Idempotent. After Detach it
+// only waits.
 func (n *Node) Close(ctx context.Context, grace time.Duration) error {
 	n.mu.Lock()
 	n.core.Leave() // no unit is added any more

@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/internal/diskfile"
+	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -209,6 +210,7 @@ func TestAWorkersDiskHangs(t *testing.T) {
 			assert.Equal(t, uint64(1), u.Epoch, id)
 		}
 		assert.Len(t, c.Engines.Live(), 3, "the start waits")
+		assert.Equal(t, state.Starting, c.Peer(0).State().Units["late/0/0"].Phase)
 		code, text := c.Do(http.MethodDelete, "/api/v1/apps/b", "")
 		require.Less(t, code, 300, text)
 		c.Until("b is gone", func() error {
