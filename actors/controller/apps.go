@@ -319,8 +319,8 @@ func joinMessage(lines []string) string {
 	return strings.Join(lines, "\n")
 }
 
-// messageLines says of each unit why it is not ready. Units that find no room for the same reason share a
-// line.
+// messageLines says of each unit why it is not ready. Units that find no room, or wait for their turn, for
+// the same reason share a line.
 func (c *Core) messageLines(a *application) []string {
 	if a.broken != "" {
 		return []string{a.broken}
@@ -344,7 +344,7 @@ func (c *Core) messageLines(a *application) []string {
 			continue
 		}
 		l := &line{unit: u.id, phase: u.m.Phase.Describe(), why: why}
-		if why == u.noRoom {
+		if why == u.noRoom || why == u.waitsFor {
 			_, reason, _ := strings.Cut(why, ": ") // without the name of the group or unit
 			if same := byReason[l.phase+reason]; same != nil {
 				same.more++
@@ -357,7 +357,7 @@ func (c *Core) messageLines(a *application) []string {
 	out := make([]string, len(lines))
 	for i, l := range lines {
 		out[i] = l.unit + " " + l.phase + ": " + l.why
-		if l.more > 0 { // only while there is no room: "is pending", "is in backoff"
+		if l.more > 0 { // only of units that wait: "is pending", "is in backoff"
 			out[i] = fmt.Sprintf("%s and %d more are %s: %s", l.unit, l.more,
 				strings.TrimPrefix(l.phase, "is "), l.why)
 		}

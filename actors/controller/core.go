@@ -160,7 +160,8 @@ func (c *Core) stepUnit(now time.Time, u *unit, e state.Event) {
 	if m.Phase != before {
 		c.changed(now, u, before, m.Phase)
 		if m.Phase == state.Gone {
-			u.pending, u.noRoom, u.record = nil, "", nil // a grant that was not begun is not wanted any more
+			// a grant that was not begun is not wanted any more
+			u.pending, u.noRoom, u.waitsFor, u.record = nil, "", "", nil
 		}
 	}
 	for _, f := range effects {
@@ -219,7 +220,7 @@ func (c *Core) stop(u *unit, done func(*part) bool, grace time.Duration) {
 
 // startGranted starts a granted unit. The grant replaces all pending commands.
 func (c *Core) startGranted(now time.Time, u *unit, s seat, epoch uint64, attempt int) {
-	u.noRoom, u.drain, u.reserved, u.stayReason, u.pending = "", nil, nil, "", nil
+	u.noRoom, u.waitsFor, u.drain, u.reserved, u.stayReason, u.pending = "", "", nil, nil, "", nil
 	u.applyGrant(s)
 	c.stepUnit(now, u, state.Event{Kind: state.EvGranted, Epoch: epoch, Attempt: attempt})
 }
@@ -378,13 +379,15 @@ func (c *Core) delaySuspects(waiting []*unit) []*unit {
 		}
 	}
 	return slices.DeleteFunc(waiting, func(u *unit) bool {
+		u.waitsFor = ""
 		switch {
 		case !u.m.NodeDied || u.pending[0].attempt < state.MaxStartAttempts:
 		case starting == "":
 			starting = u.id
 		default:
-			u.noRoom, u.retryAt = "waits until "+starting+" has started: their nodes ended while they "+
-				"were starting", time.Time{}
+			u.noRoom, u.retryAt = "", time.Time{}
+			u.waitsFor = "waits until " + starting + " has started: their nodes ended while they were " +
+				"starting"
 			return true
 		}
 		return false
@@ -490,7 +493,7 @@ func (c *Core) addWaiting(a *application) {
 	w := msg.Waiting{App: a.name, Revision: a.revision}
 	for i := range a.units {
 		u := c.units[a.units[i].ID]
-		if a.deleting || u == nil || u.m.Phase != state.Pending || u.noRoom == "" || len(w.Units) == left {
+		if a.deleting || u == nil || !u.isWithoutRoom() || len(w.Units) == left {
 			continue
 		}
 		if w.Units == nil {

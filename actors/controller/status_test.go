@@ -195,6 +195,55 @@ func TestUnitInBackoffDoesNotWaitForRoom(t *testing.T) {
 	assert.Empty(t, c.waitingAt(t, "a"))
 }
 
+// The unit's node stays but takes nothing new, so that its next start finds no room: requests do not wait.
+func TestUnitInBackoffWithoutRoomIsListed(t *testing.T) {
+	a := newHost("a", 1)
+	c := newFleet(t, a)
+	c.deploy(sim("chat", 1, app.Independent))
+	c.renew("a")
+	c.drain("a", time.Time{})
+	require.Equal(t, state.Ready, c.phase("chat/0/0"), "there is no room for it elsewhere")
+	a.crash("chat/0/0")
+	c.renew("a")
+	assert.Empty(t, c.waitingAt(t, "a"), "it has not asked yet")
+	c.run(4 * time.Second)
+	require.Equal(t, state.Backoff, c.phase("chat/0/0"))
+	list := c.waitingAt(t, "a")
+	require.Len(t, list, 1)
+	assert.Equal(t, map[string]uint64{"chat/0/0": 1}, list[0].Units)
+	assert.Contains(t, list[0].Reason, "0 of 1 rank can be placed")
+	c.undrain("a")
+	c.run(4 * time.Second)
+	assert.Empty(t, c.waitingAt(t, "a"))
+	assert.Equal(t, "RUNNING", c.status("chat"))
+}
+
+// A unit whose last attempt waits for its turn is on its way: it is not listed, and no client reads what
+// another application does. Its own status says what it waits for.
+func TestUnitThatWaitsForItsTurnIsOnItsWay(t *testing.T) {
+	a := newHost("a", 2)
+	a.slow = true
+	c := newFleet(t, a)
+	c.deploy(sim("chat", 1, app.Independent), sim("other", 1, app.Independent))
+	c.renew("a")
+	for range 2 {
+		a.restart()
+		c.renew("a", "a") // the second report confirms the start
+	}
+	c.pass(2 * time.Second)
+	c.renew("a")
+	require.Equal(t, state.Starting, c.phase("chat/0/0"))
+	require.Equal(t, state.Backoff, c.phase("other/0/0"))
+	assert.Equal(t, "waits until chat/0/0 has started: their nodes ended while they were starting",
+		view{c.core}.Status()[1].Units[0].Reason)
+	assert.Empty(t, c.waitingAt(t, "a"))
+	assert.Equal(t, "other/0/0", c.core.findUnready(c.core.apps["other"], nil, false), "a roll-out waits")
+	a.up("chat/0/0")
+	c.renew("a")
+	assert.Equal(t, state.Starting, c.phase("other/0/0"))
+	assert.NotContains(t, view{c.core}.Status()[1].Units[0].Reason, "waits until")
+}
+
 // A unit that lost its node is listed with its last epoch.
 func TestUnitOfALostNodeWaitsWithItsEpoch(t *testing.T) {
 	a, b := newHost("a", 1), newHost("b", 0)

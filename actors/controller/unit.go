@@ -42,8 +42,10 @@ type unit struct {
 	retryAt time.Time
 	drain   *time.Duration // drain time set for this unit; nil = the application's
 	noRoom  string         // why the RankAssigner found no room; "" = not tried, or found
-	askedAt uint64         // Core.changes at the last request to the RankAssigner
-	record  *state.Unit    // newest record while the unit is wanted; keeps Restarts over a release
+	// waitsFor says for which other unit's start its last attempt waits; "" = for none. It is on its way.
+	waitsFor string
+	askedAt  uint64      // Core.changes at the last request to the RankAssigner
+	record   *state.Unit // newest record while the unit is wanted; keeps Restarts over a release
 
 	parts      map[string]*part // of the current grant, by node
 	nodes      []string         // keys of parts, in order
@@ -161,10 +163,19 @@ func (u *unit) phaseReason() string {
 	if u.stayReason != "" {
 		return u.stayReason
 	}
-	if (u.m.Phase == state.Pending || u.m.Phase == state.Backoff) && u.noRoom != "" {
+	switch {
+	case u.isWithoutRoom():
 		return u.noRoom
+	case u.waitsFor != "" && u.awaitsGrant():
+		return u.waitsFor
 	}
 	return u.m.Reason
+}
+
+// isWithoutRoom reports whether the unit waits for room. A unit that ended stays in backoff while it asks for
+// its next grant.
+func (u *unit) isWithoutRoom() bool {
+	return (u.m.Phase == state.Pending || u.m.Phase == state.Backoff) && u.noRoom != ""
 }
 
 // drainingNode is the draining node that the unit has ranks on and can leave now; nil if there is none.
