@@ -407,11 +407,15 @@ func (ar *appRouter) minModelLen() int {
 	return least
 }
 
-// noRoomReason is the reason why units of the application cannot be placed; "" if all can.
-func (ar *appRouter) noRoomReason() string {
+// noRoomText continues the sentence that no rank is ready with the reason why units of the application cannot
+// be placed; "" if all can.
+func (ar *appRouter) noRoomText() string {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
-	return ar.noRoom
+	if ar.noRoom == "" {
+		return ""
+	}
+	return ", and there is no room to start one: " + ar.noRoom
 }
 
 // refreshUnseenUnits finds the ready units of which no stream has reported a rank yet: the replicated state

@@ -228,12 +228,8 @@ func (req *request) pickFailure(last *result) *failure {
 			"every rank of this application is above routing.busy_threshold; try again").withRetryAfter(
 			req.app.router.retryAfter())
 	}
-	text := "no rank of this application is ready"
-	if why := req.app.router.noRoomReason(); why != "" {
-		text += ", and there is no room to start one: " + why
-	}
-	f := newFailure(openai.CodeNoReadyRank, text+"; see `dpserve status`").withRetryAfter(
-		req.app.router.retryAfter())
+	f := newFailure(openai.CodeNoReadyRank, "no rank of this application is ready"+
+		req.app.router.noRoomText()+"; see `dpserve status`").withRetryAfter(req.app.router.retryAfter())
 	f.cause = req.choice.Reason
 	return f
 }

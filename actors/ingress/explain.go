@@ -202,8 +202,8 @@ func addMissingRanks(ar *appRouter, rows []client.RankExplanation) []client.Rank
 	return rows
 }
 
-// refusal is the error for a decision without a rank.
-func refusal(app string, query *routeQuery, d *routing.Decision) error {
+// refusal is the error for a decision without a rank, of an application's ranks or of those of one pool.
+func refusal(app string, ar *appRouter, query *routeQuery, d *routing.Decision) error {
 	switch d.Reason {
 	case routing.ReasonUnknownRank:
 		return problem.New(problem.NotFound, "there is no rank %s/%s", app, query.query.Direct).WithHint(
@@ -222,8 +222,8 @@ func refusal(app string, query *routeQuery, d *routing.Decision) error {
 		return problem.New(problem.Overloaded, "every rank of app %s is above busy_threshold", app).WithHint(
 			"try again later")
 	}
-	return problem.New(problem.Unavailable, "no rank of app %s is ready: %s", app, d.Reason).WithHint(
-		"`dpserve status %s` shows why", app)
+	return problem.New(problem.Unavailable, "no rank of app %s is ready: %s%s", app, d.Reason,
+		ar.noRoomText()).WithHint("`dpserve status %s` shows why", app)
 }
 
 // rankNotes is what the streams say of ranks that routing leaves out.

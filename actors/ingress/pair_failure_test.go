@@ -3,6 +3,7 @@ package ingress
 import (
 	"context"
 	"net/http"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -11,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/routing"
 )
@@ -280,6 +282,19 @@ func TestNoPrefill(t *testing.T) {
 			assert.Equal(t, 503, a.status, a.body)
 			assert.Equal(t, "no_ready_rank", a.code(t))
 			assert.Contains(t, a.body, "fallback")
+			assert.NotContains(t, a.body, "no room")
+
+			pool := app.PoolName("demo", app.PoolPrefill)
+			g.in.TakeWaiting([]msg.Waiting{{
+				App: pool, Revision: 1, Reason: noRoomReason, Units: map[string]uint64{pool + "/0/0": 1},
+			}}, time.Minute)
+			eventually(t, func() bool {
+				a = g.post("/v1/chat/completions", streamBody)
+				return strings.Contains(a.body, "there is no room to start one: "+noRoomReason)
+			}, "the reason of the placement")
+			_, err := g.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{TokenIDs: []uint32{1}})
+			require.ErrorContains(t, err, "no prefill rank of app demo can compute the prompt")
+			require.ErrorContains(t, err, "and there is no room to start one: "+noRoomReason)
 		})
 	}
 }

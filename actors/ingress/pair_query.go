@@ -125,10 +125,11 @@ func (q *pairQuery) wayOf(d *routing.PairDecision) string {
 func (q *pairQuery) refusal(d *routing.PairDecision) error {
 	switch {
 	case d.Kind != routing.Route:
-		return refusal(q.pair.name, &q.decode, &routing.Decision{Reason: d.Reason})
+		return refusal(q.pair.name, q.pair.decode, &q.decode, &routing.Decision{Reason: d.Reason})
 	case d.IsFallback() && q.pair.isOn() && q.pair.failsWithoutPrefill():
-		return problem.New(problem.Unavailable, "no prefill rank of app %s can compute the prompt: %s",
-			q.pair.name, d.Reason).WithHint("`dpserve status %s` shows why", q.pair.name)
+		return problem.New(problem.Unavailable, "no prefill rank of app %s can compute the prompt: %s%s",
+			q.pair.name, d.Reason, q.pair.prefill.noRoomText()).
+			WithHint("`dpserve status %s` shows why", q.pair.name)
 	}
 	return nil
 }

@@ -437,7 +437,8 @@ func (s *split) stoodStill() bool {
 
 func (s *split) noPrefillFailure() *failure {
 	f := newFailure(openai.CodeNoReadyRank, "no prefill rank can compute the prompt, and the application's "+
-		"disaggregation.fallback is fail; see `dpserve status`").withRetryAfter(1)
+		"disaggregation.fallback is fail"+s.pair.prefill.noRoomText()+"; see `dpserve status`").
+		withRetryAfter(1)
 	f.cause = s.choice.Reason
 	return f
 }

@@ -195,7 +195,7 @@ func admitReservation(ctx, life context.Context, ar *appRouter, req *request) (*
 	for {
 		rk, _, _ := req.decide(nil)
 		if rk == nil {
-			return nil, refusal(req.app.app.Name, &routeQuery{query: req.query}, &req.choice)
+			return nil, refusal(req.app.app.Name, ar, &routeQuery{query: req.query}, &req.choice)
 		}
 		refused := reserveAt(ctx, life, req, rk)
 		if refused == causeOK {

@@ -206,7 +206,7 @@ func (in *Ingress) BestWorker(ctx context.Context, app string, q *client.BestWor
 	describeQuery(ar, query)
 	d := router.Explain(&query.query)
 	if d.Kind != routing.Route {
-		return client.Worker{}, refusal(app, query, &d)
+		return client.Worker{}, refusal(app, ar, query, &d)
 	}
 	rk := ar.findRank(d.Ranked[0])
 	if rk == nil {

@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/routing"
@@ -58,6 +59,20 @@ func TestRequestWaitingForAnAppIsRefusedWhenThereIsNoRoom(t *testing.T) {
 	assert.Equal(t, "no_ready_rank", a.code(t))
 	assert.Contains(t, a.body, "there is no room to start one: "+noRoomReason+"; see `dpserve status`")
 	assert.NotEmpty(t, a.header.Get("Retry-After"))
+}
+
+// TestBestWorkerSaysThatThereIsNoRoom: as the answer to a request does.
+func TestBestWorkerSaysThatThereIsNoRoom(t *testing.T) {
+	g := emptyRig(t)
+	g.in.TakeWaiting(withoutRoom(1, 0), time.Minute)
+	eventually(t, func() bool { return g.onTheWay() == 0 }, "no unit is on its way")
+	for _, id := range []string{"", "r1"} { // a question, a reservation
+		_, err := g.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{
+			TokenIDs: []uint32{1}, RequestID: id,
+		})
+		require.ErrorContains(t, err, "no rank of app demo is ready: ", id)
+		require.ErrorContains(t, err, "and there is no room to start one: "+noRoomReason, id)
+	}
 }
 
 // TestWaitingForRoomIsOfOneRevision: the leader's report on the last revision does not apply to the next one,
