@@ -106,6 +106,28 @@ func TestNextLeaderDecidesOnADeadMajority(t *testing.T) {
 	assert.Equal(t, 3, c.saw("node_lost"))
 }
 
+// Nodes that said that they end are expected to fall silent, however many they are. The leader's own node is
+// not: its silence is the leader's fault in any case.
+func TestStoppedNodesDoNotSpeakAgainstTheLeader(t *testing.T) {
+	c, downs := ledBy(t, "a", "b", "c", "d", "e")
+	for _, id := range []string{"c", "d", "e"} {
+		c.hosts[id].close()
+	}
+	c.renew(c.ids()...)
+	c.cut(true, "c", "d", "e")
+	c.run(15 * time.Second)
+	assert.Zero(t, *downs)
+	assert.Equal(t, 3, c.saw("node_lost"))
+
+	c, downs = ledBy(t, "a", "b", "c", "d", "e")
+	c.hosts["a"].close()
+	c.renew(c.ids()...)
+	c.cut(true, "a")
+	c.run(13 * time.Second)
+	assert.Equal(t, 1, *downs)
+	assert.Zero(t, c.saw("node_lost"))
+}
+
 // After a renewal the waiting command does not stand any more.
 func TestRenewalWithdrawsALoss(t *testing.T) {
 	c, _ := ledBy(t, "a", "b", "c")

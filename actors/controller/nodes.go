@@ -104,13 +104,13 @@ func (c *Core) checkLeases(now time.Time) {
 
 // isLeaderAtFault reports whether this leader is the likelier cause of the silence: its own node, or more
 // than half of all nodes, are silent, or were until a moment ago. Only nodes that have renewed since this
-// leader began, or since it last blamed itself, count, and none whose process is being replaced. So each
-// silence is held against one leader once, and nodes that are really gone are declared lost by the next
-// leader, or by this one if no other can lead.
+// leader began, or since it last blamed itself, count, and none whose process is being replaced. Other nodes
+// that said that they stop are left out. So each silence is held against one leader once, and nodes that are
+// really gone are declared lost by the next leader, or by this one if no other can lead.
 func (c *Core) isLeaderAtFault(now time.Time) bool {
 	all, silent := 0, 0
 	for id, p := range c.peers {
-		if c.state.Nodes[id].Lost {
+		if c.state.Nodes[id].Lost || p.stopping && id != c.Self {
 			continue
 		}
 		all++
