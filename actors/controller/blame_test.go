@@ -13,6 +13,8 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/cluster"
+	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -199,6 +201,39 @@ func TestLossIsConfirmedFirst(t *testing.T) {
 		assert.False(t, r.store.State().Nodes["b"].Lost)
 		beat(10 * time.Second)
 		assert.True(t, r.store.State().Nodes["b"].Lost, "silent again, and a majority says so")
+	})
+}
+
+// full is a Proposer whose disk is full until it is told otherwise, as the only voter's may be.
+type full struct {
+	msg.Proposer
+	refused, emptied atomic.Int32
+}
+
+func (f *full) Propose(ctx context.Context, cmd state.Command) (state.Result, error) {
+	if cmd.NodeLost != nil && f.emptied.Load() == 0 {
+		f.refused.Add(1)
+		return state.Result{}, problem.New(problem.Unavailable, "propose: %w", cluster.ErrDisk)
+	}
+	return f.Proposer.Propose(ctx, cmd)
+}
+
+// The only voter says once, in the log of the cluster, that its disk takes no writes. That a silent node
+// cannot be declared lost meanwhile is not said every second.
+func TestLossWaitsForTheDiskWithoutAWarningEachSecond(t *testing.T) {
+	var disk full
+	rigged(t, func(c *Config) {
+		c.Self, c.Timers.LeaseTTL = "a", 10*time.Second
+		disk.Proposer, c.Proposer = c.Proposer, &disk
+	}, func(t *testing.T, r *rig) {
+		_, beat := silentNode(t, r)
+		beat(time.Minute)
+		assert.Greater(t, disk.refused.Load(), int32(10), "it is tried again")
+		assert.NotContains(t, r.logs.String(), "command failed")
+		assert.False(t, r.store.State().Nodes["b"].Lost)
+		disk.emptied.Store(1)
+		beat(2 * time.Second)
+		assert.True(t, r.store.State().Nodes["b"].Lost)
 	})
 }
 

@@ -7,6 +7,7 @@ import (
 	"sync"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/cluster"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -109,11 +110,18 @@ func (a *executor) stepDown(ctx context.Context, e *StepDownEffect) {
 	}
 }
 
+// logFailure warns of a command that failed. That the disk takes no writes the cluster has said once; every
+// command is tried again each second until it does.
 func (a *executor) logFailure(kind, unit string, err error) {
-	if err != nil && a.ctx.Err() == nil && !errors.Is(err, errWithdrawn) {
-		a.cfg.Log.Warn("command failed", slog.String("room", actorName), slog.String("command", kind),
-			slog.String("unit", unit), slog.Any("err", err))
+	if err == nil || a.ctx.Err() != nil || errors.Is(err, errWithdrawn) {
+		return
 	}
+	level := slog.LevelWarn
+	if errors.Is(err, cluster.ErrDisk) {
+		level = slog.LevelDebug
+	}
+	a.cfg.Log.Log(a.ctx, level, "command failed", slog.String("room", actorName),
+		slog.String("command", kind), slog.String("unit", unit), slog.Any("err", err))
 }
 
 // enqueueOrder queues an order for a node. A full queue drops the order, and the resend timer sends it again.

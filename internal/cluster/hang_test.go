@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/internal/cluster"
+	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/test/memnet"
 )
@@ -343,6 +344,7 @@ func TestOnlyVoterHoldsWhileItsDiskHangs(t *testing.T) {
 			require.NoError(t, r.confirmed(c))
 		}
 		assert.False(t, c.Leader())
+		assert.Equal(t, problem.Conflict, problem.CodeOf(c.StepDown(t.Context())), "there is no other voter")
 		_, err := c.Propose(t.Context(), putApp("demo", "three"))
 		require.ErrorIs(t, err, cluster.ErrDisk)
 		r.disk.end()

@@ -420,10 +420,10 @@ func (c *Cluster) Confirm(ctx context.Context) error {
 }
 
 // StepDown hands leadership to the voter that has most of the log, before a node leaves or drains. It returns
-// nil if this node does not lead, and Conflict if no other node votes.
+// nil if this node does not lead, and Conflict if no other node votes, also while this one Holds.
 func (c *Cluster) StepDown(ctx context.Context) error {
 	r := c.run.Load().raft
-	if r.State() != raft.Leader {
+	if r.State() != raft.Leader && !c.Holds() {
 		return nil
 	}
 	others := func(m Member) bool { return m.Voter && m.UID != c.ident.UID }
