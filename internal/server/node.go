@@ -277,6 +277,21 @@ func (n *Node) checkLeaseTTL() error {
 		WithHint("leave lease_ttl out; for other leases begin a new cluster")
 }
 
+// checkRegrant refuses a lease_regrant by which a leader would grant ranks while engines of a node that fences
+// still end. Leases that are shorter than the default, as tests have them, need less time in proportion.
+func (n *Node) checkRegrant() error {
+	ttl := cmp.Or(clusterLeaseTTL(n.store.State()), n.cfg.Timers["lease_ttl"], state.LeaseTTL)
+	grace := min(state.LeaseGrace, ttl/(state.LeaseTTL/state.LeaseGrace))
+	regrant := n.cfg.Timers["lease_regrant"]
+	if regrant == 0 || regrant >= ttl+grace {
+		return nil
+	}
+	return problem.New(problem.InvalidArgument,
+		"--timers lease_regrant=%s: the leases of this cluster last %s, and a node may need %s more to end "+
+			"its engines", regrant, ttl, grace).
+		WithHint("leave lease_regrant out, or make it %s or longer", ttl+grace)
+}
+
 // openedStore is a store for components that are made before it is open. It is empty until then.
 type openedStore struct{ store atomic.Pointer[cluster.Store] }
 
@@ -361,7 +376,7 @@ func (n *Node) openStore(ctx context.Context) error {
 		}
 		return err
 	}
-	if err := n.checkLeaseTTL(); err != nil {
+	if err := cmp.Or(n.checkLeaseTTL(), n.checkRegrant()); err != nil {
 		return err
 	}
 	if n.peering == nil {

@@ -27,7 +27,13 @@ func TestLeasesLastAsLongAsTheClusterSays(t *testing.T) {
 		require.EqualError(t, err,
 			"--timers lease_ttl=3s: the leases of this cluster last 20s since it began")
 		assert.Equal(t, problem.Conflict, problem.CodeOf(err))
-		require.NoError(t, c.Peer(0).Again(nil))
+		for _, regrant := range []time.Duration{12 * time.Second, 21 * time.Second} {
+			err = c.Peer(0).Again(map[string]time.Duration{"lease_regrant": regrant})
+			require.EqualError(t, err, "--timers lease_regrant="+regrant.String()+": the leases of this "+
+				"cluster last 20s, and a node may need 2s more to end its engines")
+			assert.Equal(t, problem.InvalidArgument, problem.CodeOf(err))
+		}
+		require.NoError(t, c.Peer(0).Again(map[string]time.Duration{"lease_regrant": 22 * time.Second}))
 		c.Led()
 		c.Expect(harness.NodeFails)
 		c.Until("the worker is alive", func() error { return aliveHere(c, "node-2") })
