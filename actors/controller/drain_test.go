@@ -82,6 +82,32 @@ func TestDrainMovesOneUnitAtATime(t *testing.T) {
 	assert.Equal(t, uint64(2), c.state.Epochs["chat/0/0"], "nothing moves back")
 }
 
+// A node that drains, or has nothing left, and is dead is not shown as if it were there.
+func TestDrainingNodeThatIsSilentIsShownSo(t *testing.T) {
+	c := newFleet(t, newHost("a", 1), newHost("b", 0), newHost("c", 0))
+	c.deploy(sim("chat", 1, app.Independent))
+	c.renew("a")
+	c.drain("a", time.Time{})
+	c.drain("b", time.Time{})
+	shown := func() []string {
+		a, _ := c.nodeState("a")
+		b, _ := c.nodeState("b")
+		return []string{a, b}
+	}
+	c.renew("a", "b", "c")
+	assert.Equal(t, []string{"draining", "drained"}, shown())
+	c.cut(true, "a", "b")
+	c.run(6 * time.Second)
+	assert.Equal(t, []string{"silent", "silent"}, shown())
+	_, why := c.nodeState("b")
+	assert.Contains(t, why, "it has not renewed its lease for 6s")
+	c.newLeader()
+	assert.Equal(t, []string{"unknown", "unknown"}, shown())
+	c.cut(false, "a", "b")
+	c.renew("a", "b")
+	assert.Equal(t, []string{"draining", "drained"}, shown())
+}
+
 func TestDrainLeavesWhatFindsNoRoom(t *testing.T) {
 	c := newFleet(t, newHost("a", 4), newHost("b", 4))
 	c.deploy(sim("big", 4, app.Lockstep))

@@ -246,14 +246,14 @@ func (c view) nodeState(now time.Time, n *state.Node, p *peer) (word, reason str
 		return nodeStopping, leftReason(left)
 	case p != nil && p.restarts && c.leases.IsKept(n.ID, now):
 		return nodeRestarts, "its process is being replaced, its engines run"
-	case n.Draining && len(left) == 0:
-		return nodeDrained, ""
-	case n.Draining:
-		return nodeDraining, leftReason(left)
 	case p == nil || p.seen.IsZero():
 		return nodeUnknown, "it has not renewed its lease since this leader leads"
 	case c.isSilent(now, p):
 		return nodeSilent, "it has not renewed its lease for " + now.Sub(p.seen).Round(time.Second).String()
+	case n.Draining && len(left) == 0:
+		return nodeDrained, ""
+	case n.Draining:
+		return nodeDraining, leftReason(left)
 	default:
 		return nodeAlive, ""
 	}

@@ -301,15 +301,18 @@ func drainProgress(ctx context.Context, cluster admin, node string) (left string
 	switch n.State {
 	case "drained", "lost":
 		return "", true, nil
-	case "draining":
-	default:
+	case "alive":
 		return "", false, problem.New(problem.Conflict, "%s is %s: somebody has ended the drain",
 			node, n.State).WithHint("`dpserve drain %s` begins it again", node)
 	}
 	left = fmt.Sprintf("%s: %s, %s in flight", node, formatCount(n.Ranks, "rank"),
 		formatCount(n.InFlight, "request"))
+	between := "; "
+	if n.State != "draining" { // it is silent, say: the drain goes on
+		left, between = left+"; it is "+n.State, ": "
+	}
 	if n.Reason != "" {
-		left += "; " + joinLines(n.Reason)
+		left += between + joinLines(n.Reason)
 	}
 	return left, false, nil
 }

@@ -60,6 +60,8 @@ func TestDrainWatchesUntilTheNodeIsEmpty(t *testing.T) {
 	c := newCLI(t)
 	c.cluster.nodes.script = [][]client.NodeStatus{
 		twoNodes(client.NodeStatus{Node: "b", State: "draining", Ranks: 2, InFlight: 5}),
+		twoNodes(client.NodeStatus{Node: "b", State: "silent", Ranks: 2, Reason: "not heard for 6s"}),
+		twoNodes(client.NodeStatus{Node: "b", State: "unknown", Ranks: 2, Reason: "no node leads"}),
 		twoNodes(client.NodeStatus{Node: "b", State: "draining", Ranks: 1}),
 		twoNodes(client.NodeStatus{Node: "b", State: "drained"}),
 	}
@@ -67,6 +69,8 @@ func TestDrainWatchesUntilTheNodeIsEmpty(t *testing.T) {
 	assert.Equal(t, []string{"b"}, c.cluster.nodes.drained)
 	assert.Equal(t, 30*time.Minute, *c.cluster.nodes.deadline)
 	assert.Contains(t, c.stderr(), "b: 2 ranks, 5 requests in flight\n")
+	assert.Contains(t, c.stderr(), "b: 2 ranks, 0 requests in flight; it is silent: not heard for 6s\n")
+	assert.Contains(t, c.stderr(), "b: 2 ranks, 0 requests in flight; it is unknown: no node leads\n")
 	assert.Contains(t, c.stderr(), "b: 1 rank, 0 requests in flight\n")
 	assert.Contains(t, c.stderr(), "b is drained\n")
 }
