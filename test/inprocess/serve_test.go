@@ -2,8 +2,12 @@ package inprocess
 
 import (
 	"encoding/json"
+	"fmt"
 	"io"
 	"net/http"
+	"runtime"
+	"slices"
+	"strings"
 	"testing"
 	"testing/synctest"
 
@@ -69,6 +73,54 @@ func TestSeriesOfADeletedApplicationAreGone(t *testing.T) {
 			assert.NotContains(t, metricsOf(t, c.Peer(i)), `app="chat"`, "node %d", i)
 		}
 	})
+}
+
+// The leader alone shows how many ranks of an application are ready and wanted, and the next leader shows the
+// same. Every node shows its version.
+func TestRanksInTheMetricsFollowTheLeader(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		c := harness.New(t, harness.Nodes(3), harness.Slots(2), harness.Roles(0, "control", "ingress"))
+		c.Expect(harness.NodeFails)
+		c.WaitVoters(3)
+		c.Deploy(spread("chat", 4))
+		c.WaitStatus("chat", "RUNNING")
+		require.True(t, c.Peer(0).Leads())
+		ranks := []string{`dpserve_app_desired_ranks{app="chat"} 4`, `dpserve_app_ready_ranks{app="chat"} 4`}
+		assert.Equal(t, ranks, seriesOf(t, c.Peer(0), "dpserve_app_"))
+
+		c.Peer(0).Silence() // for less than a lease: its units and ranks are not touched
+		next := c.Leader(c.Peers()[1:]...)
+		c.Reconnect()
+		c.Until("the next leader shows the ranks, and nobody else", func() error {
+			for _, p := range c.Peers() {
+				var want []string
+				if p == next {
+					want = ranks
+				}
+				if got := seriesOf(t, p, "dpserve_app_"); !slices.Equal(got, want) {
+					return fmt.Errorf("%s shows %q", p.ID, got)
+				}
+			}
+			return nil
+		})
+		for _, p := range c.Peers() {
+			info := seriesOf(t, p, "dpserve_build_info")
+			require.Len(t, info, 1, p.ID)
+			assert.Contains(t, info[0], `goversion="`+runtime.Version()+`"`, p.ID)
+		}
+	})
+}
+
+// seriesOf returns the series of a node's /metrics whose names begin so, with their values.
+func seriesOf(t *testing.T, p *harness.Peer, prefix string) (out []string) {
+	t.Helper()
+	for line := range strings.Lines(metricsOf(t, p)) {
+		if strings.HasPrefix(line, prefix) {
+			out = append(out, strings.TrimSpace(line))
+		}
+	}
+	return out
 }
 
 // metricsOf returns a node's /metrics.
