@@ -277,8 +277,9 @@ func (n *Node) checkLeaseTTL() error {
 		WithHint("leave lease_ttl out; for other leases begin a new cluster")
 }
 
-// checkRegrant refuses a lease_regrant by which a leader would grant ranks while engines of a node that fences
-// still end. Leases that are shorter than the default, as tests have them, need less time in proportion.
+// checkRegrant refuses a lease_regrant by which a leader would grant ranks while a node that fences still
+// ends their engines. Leases that are shorter than the default, as tests have them, need less time in
+// proportion.
 func (n *Node) checkRegrant() error {
 	ttl := cmp.Or(clusterLeaseTTL(n.store.State()), n.cfg.Timers["lease_ttl"], state.LeaseTTL)
 	grace := min(state.LeaseGrace, ttl/(state.LeaseTTL/state.LeaseGrace))
