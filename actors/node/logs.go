@@ -371,9 +371,9 @@ func (s *logStore) close() {
 	}
 }
 
-// logName matches the file of a rank: application, group, for independent ranks the rank as unit, and the
-// rank; .1 is the older file.
-var logName = regexp.MustCompile(`^([^.]+)(\.[0-9]+){2,3}\.log(\.1)?$`)
+// logName matches the file of a rank: application (of two pools, the name of its pool), group, for
+// independent ranks the rank as unit, and the rank; .1 is the older file.
+var logName = regexp.MustCompile(`^([^.]+(?:\.[a-z]+)?)(\.[0-9]+){2,3}\.log(\.1)?$`)
 
 // forget drops rings and files of applications that do not exist any more, if their last line is older than
 // before.

@@ -5,6 +5,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -16,6 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/process"
 )
 
@@ -236,6 +238,8 @@ func TestLogsOfApplicationsThatAreGoneAreDeleted(t *testing.T) {
 	for name, old := range map[string]bool{
 		"gone.0.0.0.log": true, "gone.0.0.0.log.1": true, "gone.1.2.log": true, "gone.0.1.1.log": false,
 		"kept.0.0.0.log": true, "mine.txt": true,
+		"gone.prefill.0.0.0.log": true, "gone.decode.0.0.log.1": true,
+		"kept.prefill.0.0.0.log": true, "kept.decode.0.0.log": true,
 	} {
 		path := filepath.Join(dir, name)
 		require.NoError(t, os.WriteFile(path, nil, 0o600))
@@ -245,13 +249,16 @@ func TestLogsOfApplicationsThatAreGoneAreDeleted(t *testing.T) {
 	}
 	w, _ := s.open("gone", "gone/5", 0, 1)
 	w.ring.last = week.Add(-time.Minute)
-	s.forget(func(app string) bool { return app == "kept" }, week)
+	kept := []string{"kept", app.PoolName("kept", app.PoolPrefill), app.PoolName("kept", app.PoolDecode)}
+	s.forget(func(name string) bool { return slices.Contains(kept, name) }, week)
 	left, err := filepath.Glob(filepath.Join(dir, "*"))
 	require.NoError(t, err)
 	for i := range left {
 		left[i] = filepath.Base(left[i])
 	}
-	assert.Equal(t, []string{"gone.0.1.1.log", "kept.0.0.0.log", "mine.txt"}, left)
+	assert.Equal(t, []string{
+		"gone.0.1.1.log", "kept.0.0.0.log", "kept.decode.0.0.log", "kept.prefill.0.0.0.log", "mine.txt",
+	}, left)
 	assert.Empty(t, s.rings)
 }
 
