@@ -4,6 +4,7 @@
 package cluster
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -95,6 +96,7 @@ func Open(cfg Config) (*Cluster, error) {
 		ending:     ending{done: make(chan struct{})},
 	}
 	c.book.resolve, c.book.state = cfg.Resolve, c.fsm.State
+	c.fsm.restored = c.book.readState
 	if err := c.start(); err != nil {
 		return nil, errors.Join(err, c.closeShared())
 	}
@@ -408,6 +410,10 @@ func (c *Cluster) openDisk() (*disk, error) {
 	}
 	return c.memory, nil
 }
+
+// NameOf returns the name of a member of consensus, also of one that the state does not have any more. It is
+// the UID if the name is not known.
+func (c *Cluster) NameOf(uid string) string { return cmp.Or(c.book.nameOf(uid), uid) }
 
 // Member is a node that takes part in consensus.
 type Member struct {

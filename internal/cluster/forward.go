@@ -17,10 +17,11 @@ import (
 	"github.com/dpserve/dpserve/internal/state"
 )
 
-// addressBook has the names and addresses of nodes from the entries of this node's log, committed or not. A
-// node without a leader does not know which entries are committed, so the state may lack the addresses of
-// nodes whose votes are needed. A wrong address does no harm, because a Layer connects only to the node that
-// was asked for.
+// addressBook has the names and addresses of nodes from the snapshots and the entries of this node's log,
+// committed or not. A node without a leader does not know which entries are committed, so the state may lack
+// the addresses of nodes whose votes are needed; and a node that was removed is a member of consensus for a
+// while after the state has forgotten it. A wrong address does no harm, because a Layer connects only to the
+// node that was asked for.
 type addressBook struct {
 	resolve func(uid string) (address string, ok bool) // Config.Resolve; may be nil
 	state   func() *state.State
@@ -53,6 +54,20 @@ func (b *addressBook) readEntry(l *raft.Log) {
 	b.byUID[entry.PutNode.Node.UID] = state.Node{
 		ID:      entry.PutNode.Node.ID,
 		Address: entry.PutNode.Node.Address,
+	}
+}
+
+// readState takes the nodes that are not in the book from a snapshot: the log before it is cut off.
+func (b *addressBook) readState(st *state.State) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.byUID == nil {
+		b.byUID = map[string]state.Node{}
+	}
+	for _, n := range st.Nodes {
+		if _, known := b.byUID[n.UID]; !known {
+			b.byUID[n.UID] = state.Node{ID: n.ID, Address: n.Address}
+		}
 	}
 }
 
@@ -106,7 +121,8 @@ func (b *addressBook) addresses(uid string) []string {
 	return all
 }
 
-// nameOf returns the name of a node; "" if neither the state nor the log has it.
+// nameOf returns the name of a node, also of one that was removed; "" if neither the state nor the book has
+// it.
 func (b *addressBook) nameOf(uid string) string {
 	if n := nodeByUID(b.state(), uid); n.ID != "" {
 		return n.ID

@@ -28,9 +28,10 @@ type applyResult struct {
 // fsm applies committed commands. Raft calls ApplyBatch, Snapshot and Restore from one goroutine. Readers
 // load the published copy.
 type fsm struct {
-	work      *state.State // only raft's goroutine uses it
-	stopped   error        // why this run applies nothing any more; only raft's goroutine uses it
-	endRun    func(error)  // ends the present run of raft
+	work      *state.State       // only raft's goroutine uses it
+	stopped   error              // why this run applies nothing any more; only raft's goroutine uses it
+	endRun    func(error)        // ends the present run of raft
+	restored  func(*state.State) // told of every snapshot that is restored
 	published atomic.Pointer[state.State]
 
 	mu      sync.Mutex
@@ -42,7 +43,7 @@ type fsm struct {
 var _ raft.BatchingFSM = (*fsm)(nil)
 
 func newFSM() *fsm {
-	f := &fsm{work: state.New(), changed: make(chan struct{})}
+	f := &fsm{work: state.New(), changed: make(chan struct{}), restored: func(*state.State) {}}
 	f.published.Store(f.work.Clone())
 	return f
 }
@@ -209,6 +210,7 @@ func (f *fsm) Restore(r io.ReadCloser) error {
 	if err != nil {
 		return fmt.Errorf("decode snapshot: %w", err)
 	}
+	f.restored(s)
 	f.work = s
 	f.publish()
 	f.signalApplied()

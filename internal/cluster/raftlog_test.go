@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net"
 	"strings"
@@ -15,6 +16,8 @@ import (
 	"github.com/hashicorp/raft"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // newTestLog is raft's log of a node that knows the name of one other.
@@ -131,6 +134,23 @@ func TestRaftErrorsOfOtherKinds(t *testing.T) {
 		l.Error("failed to decode incoming command", "error", errors.New("unknown rpc type 77"))
 		assert.Equal(t, 2, strings.Count(out.String(), "level=ERROR"), out)
 	})
+}
+
+// TestNamesOutliveTheState: a node that was removed keeps its name, also where the log has been cut off behind
+// a snapshot, and an error of dialing it has the name.
+func TestNamesOutliveTheState(t *testing.T) {
+	old := state.New()
+	old.Nodes = map[string]*state.Node{"gpu-3": {ID: "gpu-3", UID: "uid3"}}
+	data, err := old.Encode()
+	require.NoError(t, err)
+	f := newFSM()
+	book := addressBook{state: f.State}
+	f.restored = book.readState
+	require.NoError(t, f.Restore(io.NopCloser(bytes.NewReader(data))))
+	f.published.Store(state.New())
+	assert.Equal(t, "gpu-3", book.nameOf("uid3"))
+	_, err = (&layer{resolve: book.addresses, nameOf: book.nameOf}).Dial("uid3", time.Second)
+	require.EqualError(t, err, "no address is known of node gpu-3")
 }
 
 // noPeers is a Layer without other nodes.

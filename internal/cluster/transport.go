@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"maps"
@@ -69,7 +70,7 @@ var errResting = errors.New("this node has left consensus")
 func newNetwork(cfg Config, uid string, resolve func(uid string) []string,
 	nameOf func(uid string) string,
 ) *network {
-	l := &layer{Layer: cfg.Layer, resolve: resolve, conns: map[net.Conn]struct{}{}}
+	l := &layer{Layer: cfg.Layer, resolve: resolve, nameOf: nameOf, conns: map[net.Conn]struct{}{}}
 	return &network{
 		uid: raft.ServerAddress(uid), layer: l, turns: map[raft.ServerID]chan struct{}{},
 		logs: map[raft.ServerID]logEnd{},
@@ -211,6 +212,7 @@ func (n *network) closeAll() {
 type layer struct {
 	Layer
 	resolve func(uid string) []string
+	nameOf  func(uid string) string // "" = not known
 
 	mu     sync.Mutex
 	closed bool
@@ -228,7 +230,8 @@ func (l *layer) Dial(uid raft.ServerAddress, timeout time.Duration) (net.Conn, e
 		errs = append(errs, err)
 	}
 	if errs == nil {
-		return nil, problem.New(problem.Unavailable, "no address is known of the node with UID %s", uid)
+		return nil, problem.New(problem.Unavailable, "no address is known of node %s",
+			cmp.Or(l.nameOf(string(uid)), string(uid)))
 	}
 	return nil, errors.Join(errs...)
 }

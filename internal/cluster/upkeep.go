@@ -99,7 +99,7 @@ func (u *Upkeep) changeVoters(ctx context.Context) bool {
 	}
 	attrs := []any{
 		slog.String("change", change.Kind.String()),
-		slog.String("peer", nameOrUID(u.c.State(), change.UID)),
+		slog.String("peer", u.c.NameOf(change.UID)),
 	}
 	if err != nil {
 		u.cfg.Log.Warn("voters could not be changed, trying again", append(attrs, slog.Any("err", err))...)
@@ -255,14 +255,6 @@ func (u *Upkeep) answeringMembers(ctx context.Context) map[string]bool {
 	return out
 }
 
-// nameOrUID is the name of a member of consensus, or its UID if the state does not have it.
-func nameOrUID(st *state.State, uid string) string {
-	if rec := nodeByUID(st, uid); rec.ID != "" {
-		return rec.ID
-	}
-	return uid
-}
-
 // RotateKey begins a change of the gossip key.
 func (u *Upkeep) RotateKey(ctx context.Context) error {
 	return u.rotateGossipKey(ctx, u.c.State(), NewGossipKey())
@@ -306,13 +298,13 @@ func NewGossipKey() []byte {
 
 // DescribeVoters is a hint for the time without a leader: the voters among members, and those of them that
 // are not heard of.
-func DescribeVoters(st *state.State, members []Member, isHeard func(uid string) bool) string {
+func DescribeVoters(members []Member, nameOf func(uid string) string, isHeard func(uid string) bool) string {
 	var all, silent []string
 	for _, m := range members {
 		if !m.Voter {
 			continue
 		}
-		name := nameOrUID(st, m.UID)
+		name := nameOf(m.UID)
 		all = append(all, name)
 		if !isHeard(m.UID) {
 			silent = append(silent, name)

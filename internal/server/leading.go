@@ -142,7 +142,7 @@ func (n *Node) describeVoters() string {
 	if n.peering != nil {
 		isHeard = n.peering.Neighbours.IsHeard
 	}
-	return cluster.DescribeVoters(n.store.State(), n.members(), isHeard)
+	return cluster.DescribeVoters(n.members(), n.consensus.NameOf, isHeard) // no consensus: no members
 }
 
 func (n *Node) renewingNodes() map[string]bool {
