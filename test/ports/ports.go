@@ -7,9 +7,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"math/rand/v2"
 	"net"
 	"os"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"syscall"
@@ -22,7 +24,6 @@ import (
 const (
 	cellSize = 50
 	signLow  = 19_000 // the sign of cell i is signLow+i on loopback
-	turnPort = 19_999 // of TakeFixed; there are fewer cells
 )
 
 // patience is how long a test waits for others to release their blocks, on a machine with many cores.
@@ -87,11 +88,11 @@ func FreeRun(t testing.TB, size int, host string) (base int) {
 // TakeFixed makes addresses taken until release: by listeners of its own, or because a program of the
 // machine's user is there. Test processes take turns: what one has is not taken for good.
 func TakeFixed(ctx context.Context, addrs ...string) (release func(), err error) {
-	turn, err := listenInTurn(ctx)
+	turn, err := awaitTurn(ctx)
 	if err != nil {
 		return nil, err
 	}
-	open := []net.Listener{turn}
+	open := []io.Closer{turn}
 	for _, addr := range addrs {
 		if l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", addr); err == nil {
 			open = append(open, l)
@@ -104,12 +105,22 @@ func TakeFixed(ctx context.Context, addrs ...string) (release func(), err error)
 	}, nil
 }
 
-// listenInTurn waits for the listener that one test process has at a time.
-func listenInTurn(ctx context.Context) (net.Listener, error) {
+// awaitTurn waits for the lock that one test process of a user has at a time. It ends when the file is closed,
+// and with the process.
+func awaitTurn(ctx context.Context) (io.Closer, error) {
+	path := filepath.Join(os.TempDir(), fmt.Sprintf("dpserve-test-turn-%d", os.Getuid()))
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return nil, err
+	}
 	for end := time.Now().Add(5 * patience); ; time.Sleep(retryEvery) {
-		l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", address(Loopback, turnPort))
-		if err == nil || time.Now().After(end) || ctx.Err() != nil {
-			return l, err
+		//nolint:gosec // file descriptors are small
+		err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+		if err == nil {
+			return f, nil
+		}
+		if time.Now().After(end) || ctx.Err() != nil {
+			return nil, errors.Join(fmt.Errorf("lock %s: %w", path, err), f.Close())
 		}
 	}
 }

@@ -1,12 +1,15 @@
 package ports
 
 import (
+	"context"
 	"net"
 	"os"
 	"os/exec"
 	"slices"
 	"strconv"
+	"syscall"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -78,6 +81,27 @@ func TestNoBlockIsInTheKernelsRange(t *testing.T) {
 			"cell %d is among the default ports of engines", base)
 	}
 	assert.LessOrEqual(t, len(cells()), 1000, "every cell has a sign below 20000")
+}
+
+// A turn depends on no port: a program may listen on any of them.
+func TestATurnWaitsForNoProgram(t *testing.T) {
+	t.Setenv("TMPDIR", t.TempDir()) // the turns of other test processes do not matter here
+	for port := 19_000 + len(cells()); port < 20_000; port++ {
+		listen(t, address(Loopback, port))
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	release, err := TakeFixed(ctx)
+	require.NoError(t, err)
+
+	busy, giveUp := context.WithCancel(t.Context())
+	giveUp()
+	_, err = TakeFixed(busy)
+	require.ErrorIs(t, err, syscall.EWOULDBLOCK, "one at a time")
+	release()
+	release, err = TakeFixed(ctx)
+	require.NoError(t, err)
+	release()
 }
 
 const childVar = "DPSERVE_TEST_PORTS_CELL"
