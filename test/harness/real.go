@@ -106,6 +106,16 @@ func (r *Real) launch(args []string) {
 	go func() { _ = r.cmd.Wait(); close(r.done) }()
 }
 
+// Again starts the same command in place of the process, which ends or was told to. The process keeps its
+// place in the order in which the test ends what it has started: an engine outlives the dpserve in front of
+// it.
+func (r *Real) Again() {
+	r.T.Helper()
+	r.ExitCode()
+	r.check(r.T, "dpserve", r.Output(), len(r.Output()))
+	r.launch(r.cmd.Args[1:])
+}
+
 // end stops the process and checks what it leaves behind: work in hand, complaints in its log, processes.
 func (r *Real) end() {
 	if !r.runs() { // shims keep how their engines ended for a next process, which does not come

@@ -144,8 +144,7 @@ func TestKV2DpserveRestartsBesideAnEngine(t *testing.T) {
 
 	old, _ := r.Rank("a", 0, 0)
 	engine.Signal(syscall.SIGKILL)
-	<-engine.Exited()
-	hand()
+	engine.Again()
 	r.Eventually(func() error {
 		if k, _ := r.Rank("a", 0, 0); k.Incarnation == old.Incarnation || k.Phase != "ready" {
 			return fmt.Errorf("%s, incarnation %s", k.Phase, k.Incarnation)
