@@ -89,7 +89,8 @@ func (r *reader) typeLine(t *testing.T, line string) {
 		assert.Contains(t, r.page, "```text\n"+printed+"endpoint ", "the README shows what `serve` prints")
 	case strings.HasPrefix(line, "examples/cluster/"):
 		r.stop(t)
-		r.start(t, "Ctrl-C stops", "sh", "-c", "DPSERVE="+r.bin+" exec "+typed)
+		r.start(t, "Ctrl-C stops", "sh", "-c", "DPSERVE="+r.bin+" PORTS="+
+			enginePorts(t, "127.0.0.1", "127.0.0.2", "127.0.0.3")+" exec "+typed)
 		r.killANode(t)
 	default:
 		out := r.shell(t, typed)

@@ -32,6 +32,16 @@ type machine struct {
 	name, admin string
 }
 
+// portsOfAMachine is enough for the engines of one node of a transcript.
+const portsOfAMachine = 200
+
+// enginePorts reserves ports for engines beside other tests, as a value of --port-range.
+func enginePorts(t *testing.T, ips ...string) string {
+	t.Helper()
+	lo := ports.Take(t, portsOfAMachine, ips...)
+	return fmt.Sprintf("%d-%d", lo, lo+portsOfAMachine-1)
+}
+
 // runTranscript types what is behind the prompts of a page's transcripts, and compares what is printed with
 // what the page shows. 10.0.0.1 and the token of the page are replaced by real ones. With DPSERVE_UPDATE it
 // writes the tables that it got into the page.
@@ -99,7 +109,7 @@ func (m *machines) startNode(t *testing.T, c command) (stdout, stderr string) {
 	}
 	args = append(args, "--advertise", ip, "--http-bind", http, "--admin-bind", admin,
 		"--node-port", "0", "--gossip-port", "0", "--node-id", name, "--log-level", "error",
-		"--data-dir", filepath.Join(m.dir, name))
+		"--data-dir", filepath.Join(m.dir, name), "--port-range", enginePorts(t, ip))
 	if !slices.Contains(args, "--slots") {
 		args = append(args, "--slots", "4")
 	}

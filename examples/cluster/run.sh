@@ -4,6 +4,7 @@
 # that goes with it. Ports 8000 and 8265 are replaced by free ones where they are taken.
 #
 #   examples/cluster/run.sh    DPSERVE=PATH takes another binary than bin/dpserve; ONCE=1 ends after the answers
+#                              PORTS=LO-HI: the engines of each node get other ports than 20000-29999
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -38,7 +39,7 @@ run() {
   shift
   "$DPSERVE" "$@" --advertise "127.0.0.$n" --node-id "node-$n" --data-dir "$work/node-$n" --slots 6 \
     --http-bind "$(free "127.0.0.$n:8000")" --admin-bind "$(free "127.0.0.$n:8265")" --node-port 0 --gossip-port 0 \
-    --log-level warn >"$work/node-$n.out" 2>"$work/node-$n.log" &
+    --port-range "${PORTS:-20000-29999}" --log-level warn >"$work/node-$n.out" 2>"$work/node-$n.log" &
   pids="$pids $!"
   eval "pid$n=$!"
 }
