@@ -136,8 +136,8 @@ func TestRaftErrorsOfOtherKinds(t *testing.T) {
 	})
 }
 
-// TestNamesOutliveTheState: a node that was removed keeps its name, also where the log has been cut off behind
-// a snapshot, and an error of dialing it has the name.
+// TestNamesOutliveTheState: a node that was removed keeps its name, also where the log has been cut off
+// behind a snapshot, and an error of dialing it has the name.
 func TestNamesOutliveTheState(t *testing.T) {
 	old := state.New()
 	old.Nodes = map[string]*state.Node{"gpu-3": {ID: "gpu-3", UID: "uid3"}}

@@ -105,8 +105,8 @@ func TakeFixed(ctx context.Context, addrs ...string) (release func(), err error)
 	}, nil
 }
 
-// awaitTurn waits for the lock that one test process of a user has at a time. It ends when the file is closed,
-// and with the process.
+// awaitTurn waits for the lock that one test process of a user has at a time. It ends when the file is
+// closed, and with the process.
 func awaitTurn(ctx context.Context) (io.Closer, error) {
 	path := filepath.Join(os.TempDir(), fmt.Sprintf("dpserve-test-turn-%d", os.Getuid()))
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
