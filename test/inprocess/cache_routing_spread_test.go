@@ -271,9 +271,16 @@ func TestRT16BusyThresholdHoldsUnderEveryPolicy(t *testing.T) {
 					"routing: {policy: "+policy+", busy_threshold: 0.5}"))
 				c.WaitStatus("a", "RUNNING")
 				r := rand.New(rand.NewPCG(16, 16))
+				code := "overloaded"
+				if policy == "direct" {
+					code = "no_ready_rank" // the client names the rank, and it is refused there
+				}
 				ask := func(rank int) *idAnswer {
-					return askIDs(t.Context(), c, "a", freshPrompt(r, 40), 1, "x-dpserve-rank",
-						fmt.Sprintf("0/%d", rank), "x-session-id", fmt.Sprint(r.Uint32()))
+					header := []string{"x-session-id", fmt.Sprint(r.Uint32())}
+					if policy == "direct" {
+						header = append(header, "x-dpserve-rank", fmt.Sprintf("0/%d", rank))
+					}
+					return askIDs(t.Context(), c, "a", freshPrompt(r, 40), 1, header...)
 				}
 				var release []func()
 				above := func(ranks ...int) {
@@ -289,9 +296,13 @@ func TestRT16BusyThresholdHoldsUnderEveryPolicy(t *testing.T) {
 					y.note(t, ask(1+i%2))
 				}
 				assert.Zero(t, y.ranks["0/0"]+y.ranks["0/3"], "%v", y.ranks)
+				if policy == "direct" {
+					assert.Equal(t, code, ask(0).code, "a request that names a rank above the threshold")
+				}
 				above(1, 2)
 				refused := ask(1)
 				assert.Equal(t, http.StatusServiceUnavailable, refused.status, refused)
+				assert.Equal(t, code, refused.code)
 				assert.NotEmpty(t, refused.retry)
 				for _, let := range release {
 					let()

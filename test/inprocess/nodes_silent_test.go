@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -44,10 +45,19 @@ func TestSilentNodeLosesItsRanks(t *testing.T) {
 
 		cut := time.Now()
 		wasLost := c.Peer(0).When(lost(silent.ID))
+		wereGranted := c.Peer(0).When(func(s *state.State) bool {
+			for k := range gone {
+				if s.Epochs["a/"+k] < 2 {
+					return false
+				}
+			}
+			return true
+		})
 		silent.Silence()
 		at := (<-wasLost).Sub(cut)
 		assert.LessOrEqual(t, at, lostAt+beat)
 		assert.GreaterOrEqual(t, at, lostAt-2*time.Second-beat)
+		assert.LessOrEqual(t, (<-wereGranted).Sub(cut), lostAt+beat, "all of its ranks are granted again")
 		c.Until("all ranks elsewhere", func() error { return allReady(c, "a", 6) })
 		time.Sleep(time.Second)
 		assert.Positive(t, clean(t, long.end()), "streams that the silent node had begun")
