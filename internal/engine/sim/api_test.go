@@ -373,3 +373,20 @@ func (r *recorder) Write(b []byte) (int, error) {
 	r.body = append(r.body, b...)
 	return len(b), nil
 }
+
+// TestPlainIDsAreThoseOfJSON: what plainIDs reads is what json.Unmarshal reads.
+func TestPlainIDsAreThoseOfJSON(t *testing.T) {
+	for text, plain := range map[string]bool{
+		`[1]`: true, `[0,1,23456]`: true, `[7, 8,  9]`: true, `[ 5]`: true, `[999999999999999]`: true,
+		`[]`: false, `[ ]`: false, `[-1]`: false, `[1.0]`: false, `[1e3]`: false, `[true]`: false,
+		`[1 ]`: false, "[1,\n2]": false, `[9999999999999999]`: false, `["1"]`: false, `[[1]]`: false,
+	} {
+		ids, ok := plainIDs([]byte(text))
+		assert.Equal(t, plain, ok, text)
+		if ok {
+			var want []int64
+			assert.NoError(t, json.Unmarshal([]byte(text), &want), text)
+			assert.Equal(t, want, ids, text)
+		}
+	}
+}

@@ -100,14 +100,11 @@ func (g *page) histograms(snaps []snapshot, table []histogramSpec, of func(*snap
 
 // histogram writes the lines of one rank.
 func (g *page) histogram(name string, s sample, h *histogram) {
+	bucket := name + "_bucket"
 	for k, n := range h.counts {
 		s.value += float64(n)
-		le := "+Inf"
-		if k < len(h.bounds) {
-			le = string(appendMetric(nil, h.bounds[k]))
-		}
-		s.before = `le="` + le + `"`
-		g.line(name+"_bucket", &s)
+		s.before = h.labels[k]
+		g.line(bucket, &s)
 	}
 	s.before = ""
 	g.line(name+"_count", &s)
@@ -349,13 +346,21 @@ type histogramSpec struct {
 type histogram struct {
 	bounds []float64
 	counts []uint64 // one more than bounds: the last is +Inf
+	labels []string // of counts
 	sum    float64
 }
 
 func newHistograms(table []histogramSpec) []histogram {
 	out := make([]histogram, len(table))
 	for k, spec := range table {
-		out[k] = histogram{bounds: spec.bounds, counts: make([]uint64, len(spec.bounds)+1)}
+		out[k] = histogram{
+			bounds: spec.bounds, counts: make([]uint64, len(spec.bounds)+1),
+			labels: make([]string, 0, len(spec.bounds)+1),
+		}
+		for _, bound := range spec.bounds {
+			out[k].labels = append(out[k].labels, `le="`+string(appendMetric(nil, bound))+`"`)
+		}
+		out[k].labels = append(out[k].labels, `le="+Inf"`)
 	}
 	return out
 }
