@@ -63,7 +63,8 @@ func (r *Real) StreamChat(ctx context.Context, model, prompt string, maxTokens i
 // readStream reads an answer to its end.
 func readStream(resp *http.Response, start time.Time) *Stream {
 	s := headOf(resp)
-	defer func() { s.Total = time.Since(start) }()
+	var text strings.Builder
+	defer func() { s.Text, s.Total = text.String(), time.Since(start) }()
 	if resp.StatusCode != http.StatusOK {
 		b, err := io.ReadAll(resp.Body)
 		s.Err, s.Error = err, errorCode(b)
@@ -73,7 +74,7 @@ func readStream(resp *http.Response, start time.Time) *Stream {
 	for {
 		line, err := sc.ReadString('\n')
 		if data, ok := strings.CutPrefix(strings.TrimSpace(line), "data: "); ok {
-			s.event(data, start)
+			s.event(data, start, &text)
 		}
 		if err != nil {
 			if err != io.EOF {
@@ -115,16 +116,14 @@ func headOf(resp *http.Response) *Stream {
 	}
 }
 
-func (s *Stream) event(data string, start time.Time) {
+// event takes one event, whose text goes to the end of text.
+func (s *Stream) event(data string, start time.Time, text *strings.Builder) {
 	if data == "[DONE]" {
 		s.Done = true
 		return
 	}
-	if code := errorCode([]byte(data)); code != "" {
-		s.Error = code
-		return
-	}
 	var ev struct {
+		Error   *struct{ Code any }
 		Choices []struct {
 			Delta        struct{ Content string }
 			Text         string
@@ -135,13 +134,17 @@ func (s *Stream) event(data string, start time.Time) {
 		s.Err = fmt.Errorf("%w: bad event %q", ErrStream, data)
 		return
 	}
+	if ev.Error != nil {
+		s.Error = fmt.Sprint(ev.Error.Code)
+		return
+	}
 	for _, c := range ev.Choices {
-		if text := c.Delta.Content + c.Text; text != "" {
+		if more := c.Delta.Content + c.Text; more != "" {
 			s.Last = time.Since(start)
 			if s.Chunks++; s.Chunks == 1 {
 				s.First = s.Last
 			}
-			s.Text += text
+			text.WriteString(more)
 		}
 		if c.FinishReason != nil {
 			s.Finish = *c.FinishReason

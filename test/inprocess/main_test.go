@@ -4,6 +4,8 @@ package inprocess
 
 import (
 	"fmt"
+	"os"
+	"runtime/debug"
 	"testing"
 
 	"go.uber.org/goleak"
@@ -11,7 +13,16 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+// garbage is how much is allocated before the next collection, in percent of the heap, unless GOGC says it:
+// the heap is small beside what the nodes of a test allocate.
+const garbage = 400
+
+func TestMain(m *testing.M) {
+	if os.Getenv("GOGC") == "" {
+		debug.SetGCPercent(garbage)
+	}
+	goleak.VerifyTestMain(m)
+}
 
 // simApp is an app.yaml with one simulated app; more are further lines of the application.
 func simApp(name string, dp int, coupling, args string, more ...string) string {

@@ -26,7 +26,7 @@ func stopBesideAStream(t *testing.T, leads bool) {
 	c := harness.New(t, harness.Nodes(3), harness.Slots(8))
 	c.Expect(harness.NodeFails)
 	c.WaitVoters(3)
-	c.Deploy(simApp("a", 6, "independent", "sim_step_ms: 10, max_model_len: 65536",
+	c.Deploy(simApp("a", 6, "independent", "sim_step_ms: 100, max_model_len: 65536",
 		"placement_group_strategy: SPREAD",
 		"graceful_shutdown_timeout_s: 600", "routing: {policy: direct}"))
 	c.WaitStatus("a", "RUNNING")
@@ -47,7 +47,7 @@ func stopBesideAStream(t *testing.T, leads bool) {
 		target = k
 	}
 	began, done := time.Now(), make(chan *harness.Stream, 1)
-	go func() { done <- other.StreamChat(t.Context(), "a", 30000, "x-dpserve-rank", target) }() // 300 s
+	go func() { done <- other.StreamChat(t.Context(), "a", 3000, "x-dpserve-rank", target) }() // 300 s
 	time.Sleep(3 * time.Second)
 	closed := make(chan struct{})
 	go func() {
