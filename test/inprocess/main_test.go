@@ -13,13 +13,17 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// garbage is how much is allocated before the next collection, in percent of the heap, unless GOGC says it:
-// the heap is small beside what the nodes of a test allocate.
-const garbage = 400
+// How much is allocated before the next collection, in percent of the heap, and from which size on it is
+// collected more often; unless GOGC says it. The heap is small beside what the nodes of a test allocate.
+const (
+	garbage = 400
+	heap    = 1 << 30
+)
 
 func TestMain(m *testing.M) {
 	if os.Getenv("GOGC") == "" {
 		debug.SetGCPercent(garbage)
+		debug.SetMemoryLimit(heap)
 	}
 	goleak.VerifyTestMain(m)
 }
