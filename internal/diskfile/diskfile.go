@@ -96,8 +96,9 @@ func Hang(dir string) (end func()) {
 
 // awaitHang waits for the end of Hang.
 func awaitHang(dir string) {
-	if over, is := hung.Load(dir); is {
-		<-over.(chan struct{})
+	over, _ := hung.Load(dir)
+	if over, is := over.(chan struct{}); is {
+		<-over
 	}
 }
 

@@ -114,7 +114,6 @@ func awaitTurn(ctx context.Context) (io.Closer, error) {
 		return nil, err
 	}
 	for end := time.Now().Add(5 * patience); ; time.Sleep(retryEvery) {
-		//nolint:gosec // file descriptors are small
 		err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
 		if err == nil {
 			return f, nil

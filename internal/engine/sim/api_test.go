@@ -385,7 +385,7 @@ func TestPlainIDsAreThoseOfJSON(t *testing.T) {
 		assert.Equal(t, plain, ok, text)
 		if ok {
 			var want []int64
-			assert.NoError(t, json.Unmarshal([]byte(text), &want), text)
+			require.NoError(t, json.Unmarshal([]byte(text), &want), text)
 			assert.Equal(t, want, ids, text)
 		}
 	}
