@@ -44,7 +44,10 @@ func Descendants(group int, start string, marks ...string) []int {
 	leader, ok := ReadStat(group)
 	same := ok && leader.Start == start
 	for _, s := range All() {
-		if !s.Zombie && (same && s.Group == group || EnvironHas(s.PID, marks...)) {
+		if s.Zombie || s.kernel { // most of an idle machine's processes are threads of the kernel
+			continue
+		}
+		if same && s.Group == group || EnvironHas(s.PID, marks...) {
 			out = append(out, s.PID)
 		}
 	}

@@ -1,7 +1,5 @@
 package enginelog
 
-import "regexp"
-
 // What to do, where several messages ask for the same.
 const (
 	lessMemory = "; lower --gpu-memory-utilization (SGLang: --mem-fraction-static), --max-model-len or " +
@@ -28,13 +26,13 @@ const (
 var failures = []message{
 	// Memory of the device.
 	{
-		"Free memory on device", regexp.MustCompile(
+		"Free memory on device", expr(
 			`Free memory on device (?:\S+ )?\(([\d.]+)/([\d.]+) GiB\) on startup is less than desired GPU ` +
 				`memory utilization \(([\d.]+), ([\d.]+) GiB\)`),
 		"$1 of $2 GiB GPU memory are free, --gpu-memory-utilization $3 wants $4 GiB" + freeMemory,
 	},
 	{
-		"available KV cache memory", regexp.MustCompile(
+		"available KV cache memory", expr(
 			`max seq len \((\d+)\), \(([\d.]+ G\w+) KV cache is needed, which is larger than the available ` +
 				`KV cache memory \(([\d.]+ G\w+)\)\. Based on the available memory, the estimated maximum ` +
 				`model length is (\d+)`),
@@ -42,7 +40,7 @@ var failures = []message{
 			"engine.args, or raise --gpu-memory-utilization",
 	},
 	{
-		"available KV cache memory", regexp.MustCompile(
+		"available KV cache memory", expr(
 			`max seq len \((\d+)\), \(([\d.]+ G\w+) KV cache is needed, which is larger than the available ` +
 				`KV cache memory \(([\d.]+ G\w+)\)`),
 		"requests of $1 tokens need $2 of KV cache, $3 are there; lower max_model_len in engine.args, or " +
@@ -57,12 +55,12 @@ var failures = []message{
 		"the weights leave no GPU memory for the KV cache; raise --mem-fraction-static, or " + moreGPUs,
 	},
 	{
-		"out of memory occurred when warming up", regexp.MustCompile(`warming up \w+ with (\d+) dummy`),
+		"out of memory occurred when warming up", expr(`warming up \w+ with (\d+) dummy`),
 		"the GPU ran out of memory with $1 requests at once; lower --max-num-seqs or " +
 			"--gpu-memory-utilization",
 	},
 	{
-		"out of memory. Tried to allocate", regexp.MustCompile(
+		"out of memory. Tried to allocate", expr(
 			`Tried to allocate ([\d.]+ \w+)\. GPU (\d+) has a total capacity of ([\d.]+ \w+) of which ` +
 				`([\d.]+ \w+) is free`),
 		"GPU $2 is out of memory: $1 wanted, $4 of $3 free" + lessMemory,
@@ -78,7 +76,7 @@ var failures = []message{
 
 	// The device and its driver.
 	{
-		"NVIDIA driver on your system is too old", regexp.MustCompile(`too old \(found version (\d+)\)`),
+		"NVIDIA driver on your system is too old", expr(`too old \(found version (\d+)\)`),
 		"the NVIDIA driver is too old for the engine (it has CUDA version number $1)" + newDriver,
 	},
 	{
@@ -115,7 +113,7 @@ var failures = []message{
 		"vLLM finds no device that this build of it supports; compare nvidia-smi or rocm-smi",
 	},
 	{
-		"larger than the number of available GPUs", regexp.MustCompile(
+		"larger than the number of available GPUs", expr(
 			`World size \((\d+)\) is larger than the number of available GPUs \((\d+)\)`),
 		"tensor and pipeline parallelism need $1 GPUs and the engine sees $2; raise resources.gpus, or " +
 			"lower tensor_parallel_size",
@@ -123,7 +121,7 @@ var failures = []message{
 
 	// How the model is split and computed.
 	{
-		"must be divisible by tensor parallel size", regexp.MustCompile(
+		"must be divisible by tensor parallel size", expr(
 			`attention heads \((\d+)\) must be divisible by tensor parallel size \((\d+)\)`),
 		"$1 attention heads cannot be split over $2 GPUs; choose a tensor_parallel_size that divides $1",
 	},
@@ -133,35 +131,35 @@ var failures = []message{
 			"divides their number",
 	},
 	{
-		"is greater than the derived max_model_len", regexp.MustCompile(
+		"is greater than the derived max_model_len", expr(
 			`User-specified max_model_len \((\d+)\) is greater than the derived max_model_len ` +
 				`\(\w+=([\d.]+) .*To allow overriding`),
 		"max_model_len $1 is more than the $2 tokens of the model; lower it in engine.args",
 	},
 	{
-		"is greater than the derived context_length", regexp.MustCompile(
+		"is greater than the derived context_length", expr(
 			`context_length \((\d+)\) is greater than the derived context_length \((\d+)\)\.` +
 				`.*To allow overriding`),
 		"context_length $1 is more than the $2 tokens of the model; lower it in engine.args",
 	},
 	{
-		"Bfloat16 is only supported on GPUs", regexp.MustCompile(`Your (.{1,60}) GPU `),
+		"Bfloat16 is only supported on GPUs", expr(`Your (.{1,60}) GPU `),
 		"$1 cannot compute bfloat16; write dtype: half into engine.args",
 	},
 	{
-		"is not supported for quantization method", regexp.MustCompile(
+		"is not supported for quantization method", expr(
 			`(\S+) is not supported for quantization method (\S+)\. Supported dtypes: (\[[^\]]*\])`),
 		"quantization $2 does not compute $1; write one of $3 as dtype into engine.args",
 	},
 	{
-		"is not supported for the current GPU", regexp.MustCompile(
+		"is not supported for the current GPU", expr(
 			`quantization method (\S+) is not supported for the current GPU\. Minimum capability: (\d+)\. ` +
 				`Current capability: (\d+)`),
 		"quantization $1 needs a GPU of compute capability $2 and this one has $3; take another version " +
 			"of the model or another GPU",
 	},
 	{
-		"does not match the quantization method", regexp.MustCompile(
+		"does not match the quantization method", expr(
 			`\((\S+)\) does not match the quantization method specified in the .quantization. argument`),
 		"the model is quantized as $1; leave quantization out of engine.args",
 	},
@@ -170,37 +168,37 @@ var failures = []message{
 		"a dense model cannot be a lockstep group; write coupling: independent into data_parallel",
 	},
 	{
-		"Configuration mismatch detected for engine", regexp.MustCompile(`detected for engine (\d+)`),
+		"Configuration mismatch detected for engine", expr(`detected for engine (\d+)`),
 		"rank $1 has other settings than rank 0; give all ranks the same engine and flags",
 	},
 
 	// The model.
 	{
-		"Cannot access gated repo", regexp.MustCompile(
+		"Cannot access gated repo", expr(
 			`Cannot access gated repo for url https?://[^/]+/(?:api/models/)?([^/\s]+/[^/\s]+)`),
 		"the model $1 is gated" + giveToken,
 	},
 	{"access a gated repo", nil, "the model is gated" + giveToken},
 	{"is a gated repository", nil, "the model is gated" + giveToken},
 	{
-		"is not a valid model identifier", regexp.MustCompile(`(\S+) is not a local folder and is not a`),
+		"is not a valid model identifier", expr(`(\S+) is not a local folder and is not a`),
 		"there is no model $1, neither as a folder nor as a repository" + noModel,
 	},
 	{
-		"Repository Not Found for url", regexp.MustCompile(
+		"Repository Not Found for url", expr(
 			`Repository Not Found for url: https?://[^/]+/(?:api/models/)?([^/\s]+/[^/\s]+)`),
 		"there is no repository $1" + noModel,
 	},
 	{
-		"HFValidationError: Repo id must", regexp.MustCompile(`Repo id must .*: '([^']*)'`),
+		"HFValidationError: Repo id must", expr(`Repo id must .*: '([^']*)'`),
 		"the folder $1 is not on this node, and the name is no repository; correct model.source",
 	},
 	{
-		"Invalid repository ID or local directory specified", regexp.MustCompile(`specified: ?'([^']*)'`),
+		"Invalid repository ID or local directory specified", expr(`specified: ?'([^']*)'`),
 		"the engine finds no model $1, neither as a folder with a config.json nor as a repository" + noModel,
 	},
 	{
-		"is not a valid git identifier", regexp.MustCompile(`(\S+) is not a valid git identifier`),
+		"is not a valid git identifier", expr(`(\S+) is not a valid git identifier`),
 		"the model has no revision $1; correct revision in engine.args",
 	},
 	{
@@ -212,11 +210,11 @@ var failures = []message{
 		"the model is not in this node's cache, and HF_HUB_OFFLINE forbids the download" + getModel,
 	},
 	{
-		"Cannot find any model weights with", regexp.MustCompile("weights with `([^`]*)`"),
+		"Cannot find any model weights with", expr("weights with `([^`]*)`"),
 		"the model $1 has no weights; download it again, or correct model.source",
 	},
 	{
-		"does not appear to have a file named", regexp.MustCompile(
+		"does not appear to have a file named", expr(
 			`(\S+) does not appear to have a file named (\S+?)\.? `),
 		"the model $1 has no file $2; download it again, or correct model.source",
 	},
@@ -225,7 +223,7 @@ var failures = []message{
 		"a file of weights is damaged or incomplete (perhaps a pointer of Git LFS); download it again",
 	},
 	{
-		"Following weights were not initialized", regexp.MustCompile(`from checkpoint: (.{1,120})`),
+		"Following weights were not initialized", expr(`from checkpoint: (.{1,120})`),
 		"the checkpoint lacks weights of the model: $1; download it again, or install the version of the " +
 			"engine that it needs",
 	},
@@ -233,49 +231,49 @@ var failures = []message{
 	{"contains custom code which must be executed", nil, ownCode},
 	{"requires you to execute the configuration file", nil, ownCode},
 	{
-		"are not supported for now", regexp.MustCompile(`Model architectures (.{1,120}) are not supp`),
+		"are not supported for now", expr(`Model architectures (.{1,120}) are not supp`),
 		"the engine does not know the architecture $1" + newEngine,
 	},
 	{
-		"does not recognize this architecture", regexp.MustCompile("has model type `([^`]*)`"),
+		"does not recognize this architecture", expr("has model type `([^`]*)`"),
 		"the engine's transformers package does not know models of type $1" + newEngine,
 	},
 
 	// The command line.
 	{
-		unknownFlag, regexp.MustCompile(`unrecognized arguments: (\S.*?)\s*$`),
+		unknownFlag, expr(`unrecognized arguments: (\S.*?)\s*$`),
 		"the engine does not know $1; correct engine.args",
 	},
 	{
-		"invalid choice:", regexp.MustCompile(
+		"invalid choice:", expr(
 			`error: argument (\S+?):? invalid choice: (.*?) ?\(choose from (.*?)\)?$`),
 		"$1 does not take $2; write one of $3 into engine.args",
 	},
 	{
-		"error: argument", regexp.MustCompile(`error: argument (\S+?): (.+)$`),
+		"error: argument", expr(`error: argument (\S+?): (.+)$`),
 		"the engine refuses $1: $2; correct engine.args",
 	},
 	{
-		"error: ambiguous option", regexp.MustCompile(`ambiguous option: (.+)$`),
+		"error: ambiguous option", expr(`ambiguous option: (.+)$`),
 		"a flag is short for several: $1; write it out in engine.args",
 	},
 
 	// What the machine lacks.
 	{
-		"ddress already in use", regexp.MustCompile(`on address \('[^']*', (\d+)\)|port: (\d+), useIpv6`),
+		"ddress already in use", expr(`on address \('[^']*', (\d+)\)|port: (\d+), useIpv6`),
 		"port $1$2 is taken by another process" + otherPort,
 	},
 	{"EADDRINUSE", nil, "a port is taken by another process" + otherPort},
 	{
-		"ddress already in use", regexp.MustCompile(`ddress already in use(?:[^.]|\.?$)`), // no retry follows
+		"ddress already in use", expr(`ddress already in use(?:[^.]|\.?$)`), // no retry follows
 		"a port is taken by another process" + otherPort,
 	},
 	{
-		"is not available in", regexp.MustCompile(`at (\d+) is not available in \d+ seconds`),
+		"is not available in", expr(`at (\d+) is not available in \d+ seconds`),
 		"port $1 is taken by another process" + otherPort,
 	},
 	{"Error while creating shared memory segment", nil, moreShm},
-	{"/dev/shm", regexp.MustCompile(`/dev/shm.*No space left on device`), moreShm},
+	{"/dev/shm", expr(`/dev/shm.*No space left on device`), moreShm},
 	{"insufficient shared memory", nil, moreShm},
 	{"unable to allocate shared memory", nil, moreShm},
 	{"unable to write to file </torch_", nil, moreShm},
@@ -285,7 +283,7 @@ var failures = []message{
 		"a disk is full; free space where the model is cached (HF_HOME) and in the temporary folder",
 	},
 	{
-		"OSError: [Errno 24]", regexp.MustCompile("(?:^|[^`])OSError: \\[Errno 24\\]"),
+		"OSError: [Errno 24]", expr("(?:^|[^`])OSError: \\[Errno 24\\]"),
 		"the engine may open too few files; raise the limit of dpserve (ulimit -n, LimitNOFILE)",
 	},
 	{
@@ -299,7 +297,7 @@ var failures = []message{
 
 	// What often follows from a failure elsewhere.
 	{
-		"NCCL error", regexp.MustCompile(
+		"NCCL error", expr(
 			`(unhandled \w+ error|internal error|invalid usage|invalid argument|remote process exited)`),
 		"NCCL failed: $1; look at the other ranks first, then put NCCL_DEBUG: INFO into engine.env; " +
 			"common causes are a small /dev/shm, a firewall, and a wrong NCCL_SOCKET_IFNAME",
@@ -318,20 +316,20 @@ var failures = []message{
 		"a collective operation took too long: another rank hangs or has ended; look at its log",
 	},
 	{
-		"ModuleNotFoundError: No module named", regexp.MustCompile(
+		"ModuleNotFoundError: No module named", expr(
 			`(?:^|\] |\) )ModuleNotFoundError: No module named '([^']{1,80})'`),
 		"the engine's Python lacks the module $1; install it there, or correct engine.command",
 	},
 	{
-		"undefined symbol", regexp.MustCompile(`ImportError: \S*?([\w.-]{1,60}): undefined symbol`),
+		"undefined symbol", expr(`ImportError: \S*?([\w.-]{1,60}): undefined symbol`),
 		"the engine's packages do not fit together ($1); install them anew, all at once",
 	},
 	{
-		"Value error, ", regexp.MustCompile(`^.{0,60}?\s\sValue error, (.+?)(?: \[type=.*)?$`),
+		"Value error, ", expr(`^.{0,60}?\s\sValue error, (.+?)(?: \[type=.*)?$`),
 		"the engine refuses its settings: $1",
 	},
 	{
-		"died unexpectedly", regexp.MustCompile(`(Worker\S*(?: proc \S+)?) died unexpectedly`),
+		"died unexpectedly", expr(`(Worker\S*(?: proc \S+)?) died unexpectedly`),
 		"$1 died without a message; the machine may be out of memory (dmesg | grep -i oom)",
 	},
 }

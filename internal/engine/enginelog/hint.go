@@ -4,6 +4,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"unicode"
 	"unicode/utf8"
 
@@ -86,9 +87,15 @@ func cutAt(text string, limit int, mark string) string {
 
 // message is a message that tells why an engine failed, or what it does from then on.
 type message struct {
-	word string         // the line contains it
-	expr *regexp.Regexp // nil: word is enough. Its groups stand for $1, $2 … in text
+	word string                // the line contains it
+	expr func() *regexp.Regexp // nil: word is enough. Its groups stand for $1, $2 … in text
 	text string
+}
+
+// expr compiles a pattern at its first use: most processes never read an engine's log, and the tables take
+// milliseconds.
+func expr(pattern string) func() *regexp.Regexp {
+	return sync.OnceValue(func() *regexp.Regexp { return regexp.MustCompile(pattern) })
 }
 
 // explain is the text for a line; "" if the line is another message. An unknown flag is compared with those
@@ -100,7 +107,7 @@ func (m *message) explain(line string) string {
 	if m.expr == nil {
 		return m.text
 	}
-	at := m.expr.FindStringSubmatchIndex(line)
+	at := m.expr().FindStringSubmatchIndex(line)
 	if at == nil {
 		return ""
 	}
@@ -109,7 +116,7 @@ func (m *message) explain(line string) string {
 			at[group+1] = at[group] + len(cutAt(line[at[group]:at[group+1]], hintWords, ""))
 		}
 	}
-	text := string(m.expr.ExpandString(nil, m.text, line, at))
+	text := string(m.expr().ExpandString(nil, m.text, line, at))
 	if m.word == unknownFlag {
 		return text + meantFlag(line[at[2]:at[3]])
 	}

@@ -100,7 +100,7 @@ var stages = []message{
 	{"Time spent downloading weights", nil, loading},
 	{"Loading weights took", nil, weightsIn},
 	{
-		"Model loading took", regexp.MustCompile(`Model loading took ([\d.]+ ?Gi?B)`),
+		"Model loading took", expr(`Model loading took ([\d.]+ ?Gi?B)`),
 		weightsIn + ", $1 per GPU",
 	},
 	{"Encoder cache will be initialized", nil, "measuring its memory"},
@@ -116,11 +116,11 @@ var stages = []message{
 	{"Warming up done", nil, opening},
 	{"JIT kernel warmup starting", nil, kernels},
 	{
-		"Available KV cache memory", regexp.MustCompile(`Available KV cache memory: ([\d.]+ ?Gi?B)`),
+		"Available KV cache memory", expr(`Available KV cache memory: ([\d.]+ ?Gi?B)`),
 		"making its KV cache of $1",
 	},
 	{
-		"KV cache size", regexp.MustCompile(`KV cache size: ([\d,]+ tokens)`),
+		"KV cache size", expr(`KV cache size: ([\d,]+ tokens)`),
 		"KV cache of $1 is made",
 	},
 	{"Graph capturing finished", nil, graphsDone},
@@ -135,18 +135,18 @@ var stages = []message{
 	{"Load weight begin", nil, loading},
 	{"Load weight end", nil, weightsIn},
 	{
-		"is allocated", regexp.MustCompile(`is allocated\..*#tokens: (\d+)`),
+		"is allocated", expr(`is allocated\..*#tokens: (\d+)`),
 		"KV cache of $1 tokens is made",
 	},
 	{"Memory pool end", nil, "KV cache is made"},
 	{"DeepGEMM JIT Pre-Compile session", nil, kernels + ", which takes 10 to 20 minutes the first time"},
 	{"Try DeepGEMM JIT Compiling", nil, kernels},
 	{
-		"Capture ", regexp.MustCompile(`Capture (?:\S+ ){0,3}(?i:cuda) graph begin`),
+		"Capture ", expr(`Capture (?:\S+ ){0,3}(?i:cuda) graph begin`),
 		capturing,
 	},
 	{
-		"Capture ", regexp.MustCompile(`Capture (?:\S+ ){0,3}(?i:cuda) graph end`),
+		"Capture ", expr(`Capture (?:\S+ ){0,3}(?i:cuda) graph end`),
 		graphsDone,
 	},
 	{"max_total_num_tokens=", nil, opening},
