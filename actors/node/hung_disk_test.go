@@ -51,12 +51,12 @@ func TestCloseEndsOverADiskThatHangsWhileAnEpochIsWritten(t *testing.T) {
 	withHungDisk(t, func(t *testing.T, b *bubble, end func(), started <-chan error) {
 		began := time.Now()
 		err := b.node.Close(t.Context(), 0)
-		assert.Equal(t, diskGrace, time.Since(began))
+		assert.Equal(t, diskfile.Grace, time.Since(began))
 		assert.Contains(t, b.leader.kinds("demo/0/0"), "1:gone")
 
 		require.EqualError(t, b.node.Close(t.Context(), 0), err.Error())
 		b.assertHangs(err)
-		assert.Equal(t, diskGrace, time.Since(began), "the second time it does not wait again")
+		assert.Equal(t, diskfile.Grace, time.Since(began), "the second time it does not wait again")
 		end()
 		require.Error(t, <-started)
 		synctest.Wait()
@@ -70,7 +70,7 @@ func TestDetachEndsOverADiskThatHangs(t *testing.T) {
 	withHungDisk(t, func(t *testing.T, b *bubble, _ func(), _ <-chan error) {
 		began := time.Now()
 		b.node.Detach(t.Context(), time.Minute, time.Second)
-		assert.LessOrEqual(t, time.Since(began), diskGrace+time.Second)
+		assert.LessOrEqual(t, time.Since(began), diskfile.Grace+time.Second)
 		assert.True(t, b.procs[0].detached.Load())
 		b.assertHangs(b.node.Close(t.Context(), 0))
 	})
@@ -129,7 +129,7 @@ func TestCloseEndsOverADiskThatHangsWhileAnEngineIsLaunched(t *testing.T) {
 		time.AfterFunc(time.Second, cancel) // the second signal
 		err := b.node.Close(ctx, time.Hour)
 		require.ErrorIs(t, err, diskfile.ErrHangs)
-		assert.Equal(t, time.Second+2*DefaultKillGrace+diskGrace, time.Since(began))
+		assert.Equal(t, time.Second+2*DefaultKillGrace+diskfile.Grace, time.Since(began))
 		assert.Equal(t, state.Starting, b.phase("demo/0/0"))
 		require.EqualError(t, b.node.Close(ctx, 0), err.Error())
 		end()

@@ -218,9 +218,9 @@ func (n *Node) command(ctx context.Context, message func(reply chan error) any) 
 // waits until no process is left. Meanwhile the node accepts StopRank, refuses StartRank
 // (msg.ErrNodeStopping), and reports that it stops. When ctx is done earlier, engines are killed at once.
 // Close always returns: after the grace, KillGrace and VerifyNamed, or 2 × KillGrace after ctx is done, the
-// error names the processes that did not end (problem.Internal). For a disk that hangs it waits diskGrace
-// more, and once more after the units; the error wraps diskfile.ErrHangs then. Idempotent. After Detach it
-// only waits.
+// error names the processes that did not end (problem.Internal). For a disk that hangs it waits
+// diskfile.Grace more, and once more after the units; the error wraps diskfile.ErrHangs then. Idempotent.
+// After Detach it only waits.
 func (n *Node) Close(ctx context.Context, grace time.Duration) error {
 	n.mu.Lock()
 	n.core.Leave() // no unit is added any more
@@ -235,9 +235,6 @@ func (n *Node) Close(ctx context.Context, grace time.Duration) error {
 	err := n.awaitUnits(grace + n.timers.KillGrace + n.timers.VerifyNamed)
 	return errors.Join(err, n.closeParts(), n.leftBehind())
 }
-
-// diskGrace is how long each step of the node's end waits for a disk that hangs.
-const diskGrace = 10 * time.Second
 
 // awaitUnits waits until every unit has ended, which each one bounds by itself: the last bound is limit, or
 // 2 × KillGrace after killAll. It gives up on those that a call of the disk holds, which are not reported
@@ -266,18 +263,18 @@ func (n *Node) awaitUnits(limit time.Duration) error {
 		case <-late.C:
 		}
 	}
-	err := diskfile.Await(n.cfg.DataDir, diskGrace, func() error { <-ended; return nil })
+	err := diskfile.Await(n.cfg.DataDir, diskfile.Grace, func() error { <-ended; return nil })
 	n.mu.Lock()
 	n.stuck = err
 	n.mu.Unlock()
 	return err
 }
 
-// endParts ends what the units have used. It waits at most diskGrace for the supervisor's and its own calls
-// of the disk.
+// endParts ends what the units have used. It waits at most diskfile.Grace for the supervisor's and its own
+// calls of the disk.
 func (n *Node) endParts() error {
 	n.box.Halt()
-	err := diskfile.Await(n.cfg.DataDir, diskGrace, func() error {
+	err := diskfile.Await(n.cfg.DataDir, diskfile.Grace, func() error {
 		<-n.box.Stopped()
 		n.markStop()
 		n.halt()

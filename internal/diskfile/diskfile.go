@@ -62,6 +62,9 @@ func syncFolder(path string) error {
 // ErrHangs is in every error of Await about a disk that does not answer.
 var ErrHangs = errors.New("its disk does not answer")
 
+// Grace is how long each step of a node's end waits for a disk that hangs.
+const Grace = 10 * time.Second
+
 // Await makes calls of the disk that holds dir, and waits for them at most limit. Nothing can end a call of
 // the kernel: after limit the error, a *problem.Error with ErrHangs, names dir, and calls goes on alone. What
 // it uses must not be used again before it has returned.

@@ -26,7 +26,7 @@ func TestCloseEndsOverADiskThatHangs(t *testing.T) {
 		n.life.writers.Go(func() { <-written })
 		began := time.Now()
 		err := n.closeAll()
-		assert.Equal(t, diskGrace, time.Since(began))
+		assert.Equal(t, diskfile.Grace, time.Since(began))
 		require.ErrorIs(t, err, diskfile.ErrHangs)
 		require.ErrorContains(t, err, "data dir /data: its disk does not answer")
 		assert.Equal(t, problem.Unavailable, problem.CodeOf(err))

@@ -32,8 +32,6 @@ const (
 	restartWait = 5 * time.Second
 	// afterDrain is the time that requests get after the engines' grace, to write their error events.
 	afterDrain = 2 * time.Second
-	// diskGrace is how long the end waits for loops that write to a disk that hangs.
-	diskGrace = 10 * time.Second
 )
 
 // Listen binds the ports of clients and operators. A taken port is problem.Unavailable; an Ephemeral node
@@ -233,7 +231,7 @@ func (n *Node) closeAll() error {
 	n.life.kill()
 	n.life.loops.Wait()
 	errs := []error{
-		diskfile.Await(n.cfg.DataDir, diskGrace, func() error { n.life.writers.Wait(); return nil }),
+		diskfile.Await(n.cfg.DataDir, diskfile.Grace, func() error { n.life.writers.Wait(); return nil }),
 		n.leading.StandDown(),
 	}
 	if n.node != nil {
