@@ -94,7 +94,8 @@ func TestAKnownUnitIsStoppedWhileTheDiskHangs(t *testing.T) {
 		require.NoError(t, <-started)
 		require.NoError(t, <-stopped)
 		time.Sleep(time.Minute)
-		seen := slices.DeleteFunc(b.leader.kinds("demo/0/1"), func(kind string) bool { return kind == "1:ready" })
+		isReady := func(kind string) bool { return kind == "1:ready" }
+		seen := slices.DeleteFunc(b.leader.kinds("demo/0/1"), isReady)
 		assert.Equal(t, []string{"1:started", "1:killing", "1:gone"}, seen, "it may be ready in between")
 	})
 }
