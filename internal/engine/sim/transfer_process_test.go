@@ -10,6 +10,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	processes "github.com/dpserve/dpserve/internal/process"
 )
 
 // launchPair starts two engines as a user does.
@@ -56,6 +58,10 @@ func TestTwoProcesses(t *testing.T) {
 	// frozen: the decode engine waits and goes on
 	params := paramsOf(t, p, prompt)
 	require.NoError(t, p.cmd.Process.Signal(syscall.SIGSTOP))
+	eventually(t, func() bool { // its threads may go on until one of them takes the signal
+		s, there := processes.ReadStat(p.cmd.Process.Pid)
+		return !there || s.Stopped // there is no /proc, or it stands still
+	})
 	done := make(chan string, 1)
 	go func() {
 		done <- tryAsk(d.url()+"/v1/completions",
