@@ -44,7 +44,7 @@ func Descendants(group int, start string, marks ...string) []int {
 	leader, ok := ReadStat(group)
 	same := ok && leader.Start == start
 	for _, s := range All() {
-		if s.Zombie || s.kernel { // most of an idle machine's processes are threads of the kernel
+		if s.Zombie || s.kernel { // a thread of the kernel has no environment, and many run on each machine
 			continue
 		}
 		if same && s.Group == group || EnvironHas(s.PID, marks...) {

@@ -390,3 +390,20 @@ func TestPlainIDsAreThoseOfJSON(t *testing.T) {
 		}
 	}
 }
+
+// A list that is read without encoding/json has the ids that encoding/json finds.
+func FuzzPlainIDs(f *testing.F) {
+	for _, text := range []string{`[1]`, `[0,1,23456]`, `[7,  9]`, `[-1]`, `[1e3]`, `["1"]`, `[[1]]`, `[]`} {
+		f.Add([]byte(text))
+	}
+	f.Fuzz(func(t *testing.T, raw []byte) {
+		if len(raw) == 0 || raw[0] != '[' || !json.Valid(raw) {
+			return
+		}
+		if ids, ok := plainIDs(raw); ok {
+			var want []int64
+			require.NoError(t, json.Unmarshal(raw, &want))
+			assert.Equal(t, want, ids)
+		}
+	})
+}
