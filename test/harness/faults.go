@@ -197,6 +197,12 @@ var RankNotKnownYet = Fault{{
 	Why: "the test asks again",
 }}
 
+// NodeRemoved: a node that was removed calls others for as long as it has not heard of it.
+var NodeRemoved = slices.Concat(NodeFails, Fault{{
+	Msg: "node port refused a connection", With: `reason"?[=:]"?revoked`,
+	Why: "the caller is no member any more",
+}})
+
 // JoinRefused: somebody without a valid token or certificate speaks to a node port.
 var JoinRefused = Fault{
 	{Msg: "join refused", Why: "the token or the name is not good"},

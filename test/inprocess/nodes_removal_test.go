@@ -33,7 +33,7 @@ func TestARemovedNodeHasANameInTheLogs(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t, harness.Nodes(4))
-		c.Expect(harness.NodeFails)
+		c.Expect(harness.NodeRemoved)
 		c.WaitVoters(3)
 		leaves := c.Peer(1)
 		uid := leaves.State().Nodes[leaves.ID].UID

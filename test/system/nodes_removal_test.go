@@ -46,7 +46,7 @@ func stay(t *testing.T, at *harness.Member, want []string) {
 func TestRefusedRemovalsChangeNothing(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(8))
-	c.Expect(harness.NodeFails)
+	c.Expect(harness.NodeRemoved)
 	a, b, lost := c.By("a"), c.By("b"), c.By("c")
 	a.Want(spread("wide", 6))
 	c.Running("wide")
