@@ -43,12 +43,16 @@ func Descendants(group int, start string, marks ...string) []int {
 	var out []int
 	leader, ok := ReadStat(group)
 	same := ok && leader.Start == start
-	for _, s := range All() {
-		if s.Zombie || s.kernel { // a thread of the kernel has no environment, and many run on each machine
+	for _, pid := range IDs() {
+		of, err := syscall.Getpgid(pid)
+		if err != nil || of == 0 { // a thread of the kernel, of which many run on each machine
 			continue
 		}
-		if same && s.Group == group || EnvironHas(s.PID, marks...) {
-			out = append(out, s.PID)
+		if !(same && of == group) && !EnvironHas(pid, marks...) {
+			continue
+		}
+		if s, there := ReadStat(pid); there && !s.Zombie {
+			out = append(out, pid)
 		}
 	}
 	return out
@@ -111,6 +115,17 @@ func parseStat(pid int, line string) (Stat, bool) {
 
 // All lists the processes of this machine, or of this container.
 func All() []Stat {
+	var out []Stat
+	for _, pid := range IDs() {
+		if s, ok := ReadStat(pid); ok {
+			out = append(out, s)
+		}
+	}
+	return out
+}
+
+// IDs lists the numbers of the processes of this machine, or of this container.
+func IDs() []int {
 	dir, err := os.Open("/proc")
 	if err != nil {
 		return nil
@@ -120,14 +135,10 @@ func All() []Stat {
 	if err != nil {
 		return nil
 	}
-	var out []Stat
+	var out []int
 	for _, name := range names {
-		pid, err := strconv.Atoi(name)
-		if err != nil {
-			continue
-		}
-		if s, ok := ReadStat(pid); ok {
-			out = append(out, s)
+		if pid, err := strconv.Atoi(name); err == nil {
+			out = append(out, pid)
 		}
 	}
 	return out
@@ -159,7 +170,7 @@ func hasEntry(pid int, is func(entry string) bool) bool {
 // executes another program, the kernel shows an empty environment for a moment.
 func environ(pid int) []byte {
 	for range execPolls {
-		b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/environ")
+		b, err := readProc(pid, "environ")
 		if len(b) > 0 || err != nil {
 			return b
 		}
@@ -173,8 +184,39 @@ func environ(pid int) []byte {
 
 // read reads a file of a process; nil if there is none, or it is another user's.
 func read(pid int, name string) []byte {
-	b, _ := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/" + name)
+	b, _ := readProc(pid, name)
 	return b
+}
+
+// readProc reads a file of a process with four calls of the system: the end of each engine reads two files of
+// every process of the machine, and os.ReadFile needs twice as many.
+func readProc(pid int, name string) ([]byte, error) {
+	fd, err := retry(func() (int, error) {
+		return syscall.Open("/proc/"+strconv.Itoa(pid)+"/"+name, syscall.O_RDONLY|syscall.O_CLOEXEC, 0)
+	})
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = syscall.Close(fd) }()
+	b := make([]byte, 0, 4096)
+	for {
+		b = slices.Grow(b, 1)
+		n, err := retry(func() (int, error) { return syscall.Read(fd, b[len(b):cap(b)]) })
+		if n <= 0 || err != nil {
+			return b, err
+		}
+		b = b[:len(b)+n]
+	}
+}
+
+// retry calls again while a signal interrupts the call.
+func retry(call func() (int, error)) (int, error) {
+	for {
+		n, err := call()
+		if !errors.Is(err, syscall.EINTR) {
+			return n, err
+		}
+	}
 }
 
 // ListeningPorts lists the TCP ports on which the processes of a group listen, ascending.

@@ -7,6 +7,8 @@ import (
 	"strconv"
 	"strings"
 	"syscall"
+
+	"github.com/dpserve/dpserve/internal/process"
 )
 
 func childrenOf(pid int) []int {
@@ -74,16 +76,14 @@ func enginesOn(ports [2]int) (pids []int) {
 	return pids
 }
 
-// commands are the command lines of all processes.
+// commands are the command lines of all other processes.
 func commands() map[int][]string {
 	out := map[int][]string{}
-	files, _ := filepath.Glob("/proc/[0-9]*/cmdline")
-	for _, f := range files {
-		pid, err := strconv.Atoi(filepath.Base(filepath.Dir(f)))
-		if err != nil || pid == os.Getpid() {
+	for _, pid := range process.IDs() {
+		if pid == os.Getpid() {
 			continue
 		}
-		if b, err := os.ReadFile(f); err == nil {
+		if b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/cmdline"); err == nil {
 			out[pid] = strings.Split(string(b), "\x00")
 		}
 	}

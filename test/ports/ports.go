@@ -10,6 +10,7 @@ import (
 	"io"
 	"math/rand/v2"
 	"net"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"slices"
@@ -75,7 +76,7 @@ func FreeRun(t testing.TB, size int, host string) (base int) {
 	const lo, hi = 20_000, 29_999
 	base = lo
 	for port := lo; port <= hi; port++ {
-		if !areFree(t.Context(), port, 1, []string{host}) {
+		if !areFree(port, 1, []string{host}) {
 			base = port + 1
 		} else if port-base+1 == size {
 			return base
@@ -180,7 +181,7 @@ func search(ctx context.Context, bases []int, size int, hosts []string) (base in
 		if err != nil {
 			continue
 		}
-		if areFree(ctx, bases[at], size, hosts) {
+		if areFree(bases[at], size, hosts) {
 			return bases[at], release, nil
 		}
 		release()
@@ -208,26 +209,43 @@ func own(ctx context.Context, at, width int) (release func(), err error) {
 	return release, nil
 }
 
-// areFree says whether all ports can be bound on all hosts. A listener on the wildcard address makes a port
-// taken on every host.
-func areFree(ctx context.Context, base, size int, hosts []string) bool {
+// areFree says whether all ports can be bound on all hosts, which are IP addresses. A listener on the
+// wildcard address makes a port taken on every host.
+func areFree(base, size int, hosts []string) bool {
 	defer awaitForks()
-	var bind net.ListenConfig
 	for port := base; port < base+size; port++ {
 		for _, host := range hosts {
-			stream, err := bind.Listen(ctx, "tcp", address(host, port))
-			if err != nil {
+			ip := netip.MustParseAddr(host)
+			if !isFree(ip, port, syscall.SOCK_STREAM) || !isFree(ip, port, syscall.SOCK_DGRAM) {
 				return false
 			}
-			packets, err := bind.ListenPacket(ctx, "udp", address(host, port))
-			_ = stream.Close()
-			if err != nil {
-				return false
-			}
-			_ = packets.Close()
 		}
 	}
 	return true
+}
+
+// isFree binds a port as package net does, for a moment. Clusters look at hundreds of ports when they start,
+// so it leaves out what package net prepares for the use of a socket.
+func isFree(ip netip.Addr, port, kind int) bool {
+	family, at := syscall.AF_INET6, syscall.Sockaddr(&syscall.SockaddrInet6{Port: port, Addr: ip.As16()})
+	if ip.Is4() {
+		family, at = syscall.AF_INET, &syscall.SockaddrInet4{Port: port, Addr: ip.As4()}
+	}
+	syscall.ForkLock.RLock()
+	fd, err := syscall.Socket(family, kind, 0)
+	if err == nil {
+		syscall.CloseOnExec(fd)
+	}
+	syscall.ForkLock.RUnlock()
+	if err != nil {
+		return false
+	}
+	defer func() { _ = syscall.Close(fd) }()
+	if kind == syscall.SOCK_DGRAM {
+		return syscall.Bind(fd, at) == nil
+	}
+	return syscall.SetsockoptInt(fd, syscall.SOL_SOCKET, syscall.SO_REUSEADDR, 1) == nil &&
+		syscall.Bind(fd, at) == nil && syscall.Listen(fd, 1) == nil
 }
 
 // awaitForks waits until no child process of this one is about to be executed. A child that was forked while

@@ -36,11 +36,11 @@ func TestBlocksAvoidPortsThatProgramsListenOn(t *testing.T) {
 	listen(t, address("127.0.0.1", run+cellSize+7))
 	listen(t, address("0.0.0.0", run+2*cellSize+cellSize-1))
 
-	assert.True(t, areFree(t.Context(), run, cellSize, []string{Loopback}))
-	assert.False(t, areFree(t.Context(), run+cellSize, cellSize, []string{Loopback}))
-	assert.False(t, areFree(t.Context(), run+2*cellSize, cellSize, []string{Loopback}),
+	assert.True(t, areFree(run, cellSize, []string{Loopback}))
+	assert.False(t, areFree(run+cellSize, cellSize, []string{Loopback}))
+	assert.False(t, areFree(run+2*cellSize, cellSize, []string{Loopback}),
 		"the program listens on every address")
-	assert.False(t, areFree(t.Context(), 18_000, 1, []string{Loopback}))
+	assert.False(t, areFree(18_000, 1, []string{Loopback}))
 
 	for range 20 {
 		base, release, err := Hold(t.Context(), 10*cellSize)
@@ -69,7 +69,7 @@ func TestBlocksAreDisjointAndComeBack(t *testing.T) {
 		release()
 	}
 	for base := range seen {
-		assert.True(t, areFree(t.Context(), base, cellSize+1, []string{Loopback}))
+		assert.True(t, areFree(base, cellSize+1, []string{Loopback}))
 	}
 }
 
