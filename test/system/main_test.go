@@ -14,7 +14,7 @@ import (
 )
 
 // sideBySide is how many clusters run at a time on however few cores: most tests wait most of the time.
-const sideBySide = 6
+const sideBySide = 8
 
 func TestMain(m *testing.M) {
 	if len(os.Args) == 2 && os.Args[1] == oddShim {

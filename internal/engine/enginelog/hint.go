@@ -47,12 +47,12 @@ func bounded(lines []string) []string {
 }
 
 // colour is a sequence by which terminals change the look of the text behind it.
-var colour = regexp.MustCompile(`\x1b\[[0-9;]*[A-Za-z]`)
+var colour = expr(`\x1b\[[0-9;]*[A-Za-z]`)
 
 // plain leaves out what is no text: a hint is printed to terminals.
 func plain(line string) string {
 	if strings.IndexByte(line, 0x1b) >= 0 {
-		line = colour.ReplaceAllString(line, "")
+		line = colour().ReplaceAllString(line, "")
 	}
 	return strings.Map(func(r rune) rune {
 		if unicode.IsControl(r) {
@@ -158,7 +158,7 @@ var knownFlags = []string{
 
 // exception is the last line of a Python traceback, behind what the engines put in front of their lines:
 // "(EngineCore pid=9) ERROR 11-21 03:05:02 [core.py:390] ", "[rank0]: ", "[2025-06-19 15:12:27 TP0] ".
-var exception = regexp.MustCompile(`^(?:\([^)]{1,60}\) ?)?` +
+var exception = expr(`^(?:\([^)]{1,60}\) ?)?` +
 	`(?:(?:ERROR|CRITICAL) [\d-]{1,10} [\d:.,]{1,16} (?:\[[^\]]{1,120}\] )?)?(?:\[[^\]]{1,60}\]:? ?)?` +
 	`((?:[A-Za-z_]\w{0,60}\.){0,8}[A-Z]\w{0,60}(?:Error|Exception))(?:: (\S.*))?$`)
 
@@ -181,7 +181,7 @@ func lastException(lines []string) string {
 		if own, ok := strings.CutPrefix(l, ownWords); ok && !strings.HasPrefix(own, "ready on") {
 			return cutAt(own, hintWords, cutMark)
 		}
-		m := exception.FindStringSubmatch(l)
+		m := exception().FindStringSubmatch(l)
 		isConsequence := func(c string) bool { return strings.Contains(l, c) }
 		if m == nil || slices.ContainsFunc(consequences, isConsequence) {
 			continue

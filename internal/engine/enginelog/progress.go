@@ -5,7 +5,6 @@ package enginelog
 
 import (
 	"bytes"
-	"regexp"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -155,7 +154,7 @@ var stages = []message{
 
 // A progress bar, in the form of the weight loaders ("17% Completed | 11/64 [") or of the library behind both
 // engines ("46%|████▌     | 16/35 [", "40%|███ | 2.00G/5.00G [").
-var bar = regexp.MustCompile(`\d{1,3}%[^|\d]{0,16}\|(?:[^|]*\|)? {0,3}([\d.]+[kMGT]?)/([\d.]+[kMGT]?) \[`)
+var bar = expr(`\d{1,3}%[^|\d]{0,16}\|(?:[^|]*\|)? {0,3}([\d.]+[kMGT]?)/([\d.]+[kMGT]?) \[`)
 
 // bars are the bars that are understood, by a word of their description. The first one counts.
 //
@@ -174,8 +173,8 @@ var bars = []struct{ word, text string }{
 }
 
 var (
-	fileName = regexp.MustCompile(`[\w.-]{1,80}\.safetensors`)
-	modeName = regexp.MustCompile(`graphs (\([A-Za-z][A-Za-z_, -]{0,40}\))`) // vLLM has several passes
+	fileName = expr(`[\w.-]{1,80}\.safetensors`)
+	modeName = expr(`graphs (\([A-Za-z][A-Za-z_, -]{0,40}\))`) // vLLM has several passes
 )
 
 // progressOf says what a line tells of the start; "" if nothing.
@@ -195,7 +194,7 @@ func progressOf(line string) string {
 
 // progressOfBar reads the last bar of a line: some collectors of logs join what a bar has drawn.
 func progressOfBar(line string) string {
-	all := bar.FindAllStringSubmatchIndex(line, -1)
+	all := bar().FindAllStringSubmatchIndex(line, -1)
 	if len(all) == 0 {
 		return ""
 	}
@@ -217,11 +216,11 @@ func progressOfBar(line string) string {
 func detail(text, title string) string {
 	switch text {
 	case downloading:
-		if file := fileName.FindString(title); file != "" {
+		if file := fileName().FindString(title); file != "" {
 			return " (" + file + ")"
 		}
 	case capturing:
-		if mode := modeName.FindStringSubmatch(title); mode != nil {
+		if mode := modeName().FindStringSubmatch(title); mode != nil {
 			return " " + mode[1]
 		}
 	}
