@@ -4,17 +4,16 @@ package harness
 
 import (
 	"cmp"
-	"flag"
 	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
-	"runtime"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"testing"
+
+	"github.com/dpserve/dpserve/test/parallel"
 )
 
 // built is one build of a program of this repository, made once per test process.
@@ -84,19 +83,8 @@ func withTag(tag string) string {
 }
 
 // RunSideBySide lets at least n parallel tests of this process run at a time, unless -parallel says
-// otherwise.
-// Go's default is one per core; tests of processes wait most of their time. Call it in TestMain.
-func RunSideBySide(n int) {
-	flag.Parse()
-	cores := runtime.GOMAXPROCS(0)
-	p := flag.Lookup("test.parallel")
-	if p.Value.String() != strconv.Itoa(cores) || cores >= n {
-		return
-	}
-	if err := p.Value.Set(strconv.Itoa(n)); err != nil {
-		panic(err)
-	}
-}
+// otherwise. Call it in TestMain.
+func RunSideBySide(n int) { parallel.AtLeast(n) }
 
 // RemoveBinary deletes what Binary, NextBinary and StubEngine built; call it at the end of TestMain.
 func RemoveBinary() {

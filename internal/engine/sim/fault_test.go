@@ -258,6 +258,7 @@ func TestBadFaultsAreRefusedWithAReason(t *testing.T) {
 // A dead core ends streams with the error event, plain requests with 500, and then the process with exit code
 // 0.
 func TestCoreDead(t *testing.T) {
+	t.Parallel()
 	c := paced()
 	s, err := New(c)
 	require.NoError(t, err)

@@ -13,6 +13,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
+
+	"github.com/dpserve/dpserve/test/parallel"
 )
 
 // asEngine makes the test binary be an engine process: TestMain runs Main instead of the tests.
@@ -22,6 +24,7 @@ func TestMain(m *testing.M) {
 	if os.Getenv(asEngine) != "" {
 		os.Exit(Main(context.Background(), os.Args[1:], os.Stdout, os.Stderr))
 	}
+	parallel.AtLeast(8) // most of them wait for timeouts of engines
 	goleak.VerifyTestMain(m)
 }
 

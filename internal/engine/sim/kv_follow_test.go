@@ -185,6 +185,7 @@ func TestSubscriberHoldsWhatTheEngineHolds(t *testing.T) {
 }
 
 func TestLossesAreReplayed(t *testing.T) {
+	t.Parallel()
 	for _, tc := range []struct {
 		name   string
 		faults []Fault
@@ -339,6 +340,7 @@ func TestStreamsOfRanksAreTheirOwn(t *testing.T) {
 }
 
 func TestSlowAndSilentReplays(t *testing.T) {
+	t.Parallel()
 	for _, mode := range []Mode{ModeKVNoReplay, ModeKVSlowReplay} {
 		t.Run(string(mode), func(t *testing.T) {
 			t.Parallel()
@@ -365,6 +367,7 @@ func TestSlowAndSilentReplays(t *testing.T) {
 // The launched form: the engine dials its publisher to a socket that is bound before it starts, and comes
 // back after a restart.
 func TestEngineProcessDialsAndRestarts(t *testing.T) {
+	t.Parallel()
 	if testing.Short() {
 		t.Skip("starts processes")
 	}
@@ -407,6 +410,7 @@ func TestEngineProcessDialsAndRestarts(t *testing.T) {
 
 // All hash types and shapes tell of the same blocks.
 func TestHashTypesAndFormats(t *testing.T) {
+	t.Parallel()
 	for _, format := range []KVFormat{KVMap, KVArray, KVOldSGLang} {
 		for _, hash := range []KVHash{KVUint, KVInt, KVBytes} {
 			for _, window := range []bool{false, true} {

@@ -164,6 +164,7 @@ func TestProcessIgnoresSigtermAsTold(t *testing.T) {
 
 // The front process dies, a child in its process group keeps a port: only killing the group frees it.
 func TestProcessLeavesAnOrphan(t *testing.T) {
+	t.Parallel()
 	p := launch(t)
 	p.waitReady(t)
 	held := ports.TakeAddr(t)

@@ -34,6 +34,7 @@ func TestADeadPrefillEngine(t *testing.T) {
 	for name, isKnown := range map[string]bool{"known": true, "unknown": false} {
 		for policy, recompute := range map[string]bool{"fail": false, "recompute": true} {
 			t.Run(name+" "+policy, func(t *testing.T) {
+				t.Parallel()
 				p, d := startPair(t, func(c *Config) {
 					c.Transfer.Recompute, c.Transfer.HandshakeMax = recompute, time.Second
 				})
@@ -227,6 +228,7 @@ func TestRejectedLegsReleaseTheLease(t *testing.T) {
 }
 
 func TestAClientThatLeavesReleasesTheLease(t *testing.T) {
+	t.Parallel()
 	p, d := startPair(t, func(c *Config) { c.Transfer.GBps = 1e-6 }) // transfers take minutes
 	params := prefill(t, p, words(1, 70))
 	ctx, cancel := context.WithCancel(t.Context())

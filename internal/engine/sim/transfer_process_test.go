@@ -48,6 +48,7 @@ func paramsOf(t testing.TB, p *process, prompt string) string {
 }
 
 func TestTwoProcesses(t *testing.T) {
+	t.Parallel()
 	p, d := launchPair(t)
 	prompt := words(1, 70)
 	want := unbroken(t, prompt)
