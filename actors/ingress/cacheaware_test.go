@@ -136,6 +136,7 @@ func TestAdmitCarriesBlocksAndHit(t *testing.T) {
 
 // TestRT14ShortPromptsSplit: prompts shorter than a block have no hits, and spread by load.
 func TestRT14ShortPromptsSplit(t *testing.T) {
+	t.Parallel()
 	for _, policy := range []string{
 		"scoring", "kv", "lpwl", "lmetric", "lmetric-1", "min-ttft", "sticky",
 		"cache-aware", "prefix-aware", "least-kv", "mex",
@@ -345,6 +346,7 @@ func TestCachingOffMeansNoHits(t *testing.T) {
 
 // TestBlocksOfAnUnansweredAdmitStay: blocks that an Admit without a reply may still hold are not reused.
 func TestBlocksOfAnUnansweredAdmitStay(t *testing.T) {
+	t.Parallel()
 	g := newRig(t, options{
 		engines: engines(1, replies(200, wholeAnswer)), app: withRouting("scoring"),
 		timers: Timers{Admit: 20 * time.Millisecond, LateTicket: 50 * time.Millisecond},

@@ -98,6 +98,7 @@ func TestTheLongestIdleConnectionMakesRoom(t *testing.T) {
 // TestAConnectionThatWasOpenedInAdvance waits for its first request as long as one that is idle. From the
 // first byte on it has the time for a header.
 func TestAConnectionThatWasOpenedInAdvance(t *testing.T) {
+	t.Parallel()
 	const header = 50 * time.Millisecond
 	g := newRig(t, options{
 		engines: []http.HandlerFunc{replies(200, wholeAnswer)}, timers: Timers{ReadHeader: header},

@@ -160,6 +160,7 @@ func (b *decisionRig) live(body []byte, h http.Header) *request {
 // TestRT13LivePickEqualsExplain: in ten thousand random states over every policy, the live path decides what
 // explain has said, bit for bit.
 func TestRT13LivePickEqualsExplain(t *testing.T) {
+	t.Parallel()
 	const states = 10_000
 	policies := routing.Names()
 	each := states/len(policies) + 1

@@ -161,6 +161,7 @@ func TestAClientThatLeavesDuringItsAdmissionIsNoTimeout(t *testing.T) {
 }
 
 func TestFirstTokenDeadline(t *testing.T) {
+	t.Parallel()
 	var h hangingEngine
 	g := newRig(t, options{
 		engines: []http.HandlerFunc{h.sends(), h.sends(roleChunk)},
@@ -190,6 +191,7 @@ func TestStalledStream(t *testing.T) {
 }
 
 func TestRequestDeadline(t *testing.T) {
+	t.Parallel()
 	var h hangingEngine
 	for name, list := range map[string][]string{"before": nil, "after": {textChunk}} {
 		t.Run(name, func(t *testing.T) {
@@ -209,6 +211,7 @@ func TestRequestDeadline(t *testing.T) {
 // TestSlowReader: a client that does not read is cut, its engine is freed, and the collected bytes are
 // bounded.
 func TestSlowReader(t *testing.T) {
+	t.Parallel()
 	big := `{"choices":[{"index":0,"text":"` + strings.Repeat("z", 8<<10) + `","finish_reason":null}]}`
 	var sent atomic.Int64
 	freed := make(chan struct{})
@@ -241,6 +244,7 @@ func TestSlowReader(t *testing.T) {
 // TestSlowReaderOverHTTP2: a client that opens the flow-control windows wide and does not read its socket is
 // cut like one of HTTP/1.
 func TestSlowReaderOverHTTP2(t *testing.T) {
+	t.Parallel()
 	const streams = 3
 	big := `{"choices":[{"index":0,"text":"` + strings.Repeat("z", 8<<10) + `","finish_reason":null}]}`
 	freed := make(chan struct{}, streams)
@@ -403,6 +407,7 @@ func TestLateTicketGoesBack(t *testing.T) {
 }
 
 func TestStoppedReplicaAndSlowAdmission(t *testing.T) {
+	t.Parallel()
 	g := newRig(t, options{engines: []http.HandlerFunc{
 		replies(200, wholeAnswer), replies(200, wholeAnswer), replies(200, wholeAnswer),
 	}, timers: Timers{

@@ -16,6 +16,7 @@ import (
 // request waits until the unit is back. If the engine has reported that its core is dead, the wait is longer,
 // because its process has yet to exit.
 func TestOneLostUnitIsOneAttempt(t *testing.T) {
+	t.Parallel()
 	for name, c := range map[string]struct {
 		fails http.HandlerFunc
 		told  time.Duration // after the last failure
@@ -66,6 +67,7 @@ func TestOneLostUnitIsOneAttempt(t *testing.T) {
 // unit's stream reports the loss. The request waits for the report and then for the unit, and does not use
 // up all its ranks. The third one may be of a node that ended its part of the unit already.
 func TestRefusalsOfALostUnitWaitForIt(t *testing.T) {
+	t.Parallel()
 	for name, c := range map[string]struct {
 		admits int32 // the Admit that is granted; 0: none
 		ends   bool  // the rank that took it ends like one that was told to
@@ -160,6 +162,7 @@ func TestDeadCore(t *testing.T) {
 
 // TestRanksThatFailWithoutALoss: without a report of the stream the attempts count one by one.
 func TestRanksThatFailWithoutALoss(t *testing.T) {
+	t.Parallel()
 	g := lockstepRig(t, resets, resets, resets, resets)
 	a := g.post("/v1/chat/completions", chatBody)
 	assert.Equal(t, http.StatusBadGateway, a.status)

@@ -78,6 +78,7 @@ func TestShortPrompts(t *testing.T) {
 
 // TestPrewarm: a pair takes requests only after it has met, and again after a restart of either rank.
 func TestPrewarm(t *testing.T) {
+	t.Parallel()
 	g := newPairRig(t, pairOptions{prefills: 1, decodes: 1, cold: true})
 	g.awaitPairs(1)
 	g.served(g.post("/v1/chat/completions", streamBody), "remote")
@@ -120,6 +121,7 @@ func TestBadPairs(t *testing.T) {
 // TestRolesAtRunTime: pairs are used from the next request on when a prefill rank comes, and not any more
 // when it is removed, without an error.
 func TestRolesAtRunTime(t *testing.T) {
+	t.Parallel()
 	g := newPairRig(t, pairOptions{prefills: 1, decodes: 1})
 	none := func(a *app.Application) {
 		a.Engine.Kind, a.NumReplicas, a.NumGroups = app.KindAttach, 0, 0
@@ -171,6 +173,7 @@ func TestAlarm(t *testing.T) {
 
 // TestUnknownPrefillRank: x-dpserve-prefill-rank is checked.
 func TestUnknownPrefillRank(t *testing.T) {
+	t.Parallel()
 	g := newPairRig(t, pairOptions{prefills: 2, decodes: 1})
 	a := g.post("/v1/chat/completions", streamBody, "X-Dpserve-Prefill-Rank", "0/1")
 	g.served(a, "remote")
@@ -186,6 +189,7 @@ func TestUnknownPrefillRank(t *testing.T) {
 
 // TestDeletedPair: requests of an application that is deleted go on, and its proxy ends after them.
 func TestDeletedPair(t *testing.T) {
+	t.Parallel()
 	g := newPairRig(t, pairOptions{prefills: 1, decodes: 1})
 	next := make(chan struct{})
 	g.d[0].set(answers(func(w http.ResponseWriter, _ *http.Request) {

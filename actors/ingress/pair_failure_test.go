@@ -53,6 +53,7 @@ func breaksOff(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler)
 // TestPrefillFails: a 400 of the prefill rank goes to the client as it is. After a 500 or a reset another
 // prefill rank is asked once. Its fault is not charged to the decode rank, whose engine is not asked before.
 func TestPrefillFails(t *testing.T) {
+	t.Parallel()
 	for name, c := range map[string]struct {
 		engine  http.HandlerFunc
 		status  int
@@ -68,6 +69,7 @@ func TestPrefillFails(t *testing.T) {
 		"junk":  {replies(200, `{"choices":[]}`), 200, 2, msg.FailedOutcome, true, false},
 	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			g := newPairRig(t, pairOptions{prefills: 2, decodes: 1})
 			g.p[0].set(answers(c.engine))
 			var a answer
@@ -264,6 +266,7 @@ func (r *replica) firstTokens() int {
 // TestNoPrefill: without a prefill rank the decode rank computes the prompt, or the request is refused at
 // once. Pools of unequal sizes work.
 func TestNoPrefill(t *testing.T) {
+	t.Parallel()
 	for _, fallback := range []string{app.FallbackLocal, app.FallbackFail} {
 		t.Run(fallback, func(t *testing.T) {
 			g := newPairRig(t, pairOptions{prefills: 2, decodes: 3, change: func(p, d *app.Application) {
@@ -301,6 +304,7 @@ func TestNoPrefill(t *testing.T) {
 
 // TestPrefillFenced: a prefill rank that is lost in its leg is not waited for, and nobody is charged.
 func TestPrefillFenced(t *testing.T) {
+	t.Parallel()
 	var h hangingEngine
 	g := newPairRig(t, pairOptions{prefills: 2, decodes: 1})
 	g.p[0].set(answers(h.sends()))
@@ -393,6 +397,7 @@ func TestStreamBreaks(t *testing.T) {
 
 // TestSplitDeadline: a request whose own deadline is over leaves nothing behind, whatever leg runs.
 func TestSplitDeadline(t *testing.T) {
+	t.Parallel()
 	var h hangingEngine
 	g := newPairRig(t, pairOptions{prefills: 1, decodes: 1})
 	g.p[0].set(answers(h.sends()))

@@ -111,6 +111,7 @@ func TestMooncake(t *testing.T) {
 
 // TestRooms: SGLang's legs meet in a room of the prefill rank, whatever rank was named.
 func TestRooms(t *testing.T) {
+	t.Parallel()
 	bootstrap := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		assert.Equal(t, "/route", r.URL.Path)
 		replies(200, `{"dp_size":4,"page_size":1}`)(w, r)

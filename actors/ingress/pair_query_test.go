@@ -123,12 +123,14 @@ func randomPairBody(r *rand.Rand) []byte {
 // has said, for the same reason and with the same terms, bit for bit. The policies are those whose view does
 // not change with time alone.
 func TestLivePairEqualsExplain(t *testing.T) {
+	t.Parallel()
 	policies := []string{
 		"round-robin", "random", "power-of-two", "least-loaded", "scoring", "session-affinity", "chwbl",
 		"prefix-aware", "cache-aware",
 	}
 	for i, rule := range []string{"isl", "prefill-load", "uncached>=512", "always", "mex"} {
 		t.Run(rule, func(t *testing.T) {
+			t.Parallel()
 			r := rand.New(rand.NewPCG(uint64(i), 5))
 			ways := map[string]int{}
 			for k := range 3 {
@@ -210,6 +212,7 @@ func (g *pairRig) samePair(x *client.Explanation, req *request) {
 
 // TestExplainPairChangesNothing: both pools and what is counted stay as they were.
 func TestExplainPairChangesNothing(t *testing.T) {
+	t.Parallel()
 	g := newPairRig(t, pairOptions{prefills: 2, decodes: 2, change: decide("isl")})
 	p := g.in.findPair("demo")
 	prefill, decode := p.router.Routers()
@@ -253,6 +256,7 @@ func TestExplainWithoutPrefillRanks(t *testing.T) {
 
 // TestReplayPair: a replay shows the pair that a live request got, and what it would get now.
 func TestReplayPair(t *testing.T) {
+	t.Parallel()
 	g := newPairRig(t, pairOptions{prefills: 2, decodes: 2, change: func(p, d *app.Application) {
 		decide("always")(p, d)
 		p.Routing.Policy, d.Routing.Policy = "scoring", "scoring"
@@ -285,6 +289,7 @@ func TestReplayPair(t *testing.T) {
 
 // TestPairInfo: router show has the rule, and both pools.
 func TestPairInfo(t *testing.T) {
+	t.Parallel()
 	g := newPairRig(t, pairOptions{prefills: 2, decodes: 3, change: decide("uncached>=5")})
 	g.served(g.post("/v1/completions", `{"model":"demo","prompt":[1,2,3,4,5,6,7,8]}`), "remote")
 	g.served(g.post("/v1/completions", `{"model":"demo","prompt":[1,2,3]}`), "local")
@@ -361,6 +366,7 @@ func TestPairReservation(t *testing.T) {
 
 // TestPairReservationIsRefused: if a rank does not admit, nothing stays counted on the other.
 func TestPairReservationIsRefused(t *testing.T) {
+	t.Parallel()
 	g := newPairRig(t, pairOptions{prefills: 2, decodes: 1})
 	refuse := func(*msg.Admit) msg.Refusal { return msg.Draining }
 	q := &client.BestWorkerRequest{TokenIDs: make([]uint32, 100), RequestID: "r1"}
@@ -407,6 +413,7 @@ func TestPairReservationExpires(t *testing.T) {
 // TestLateReads: when an engine says that a prompt was read after its lease, the decode ranks that its rank
 // serves are told to forget their caches. What it says first may be old.
 func TestLateReads(t *testing.T) {
+	t.Parallel()
 	g := newPairRig(t, pairOptions{prefills: 2, decodes: 2})
 	alarms := func() string { return g.metric(`dpserve_pd_notes_total{app="demo",note="alarm"}`) }
 	say := func(r *replica, late int64) {

@@ -53,6 +53,7 @@ func TestSplit(t *testing.T) {
 
 // TestFallback: if prefill ranks fail, the prompt is computed by the decode rank, or the request is refused.
 func TestFallback(t *testing.T) {
+	t.Parallel()
 	g := newPairRig(t, pairOptions{prefills: 2, decodes: 1})
 	broken := func(w http.ResponseWriter, r *http.Request, _ pdCall) bool {
 		replies(http.StatusInternalServerError, `{}`)(w, r)

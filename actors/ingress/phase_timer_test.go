@@ -134,6 +134,7 @@ func pauses(silence time.Duration) http.HandlerFunc {
 }
 
 func TestASilentStreamWaitsForARankThatMakesProgress(t *testing.T) {
+	t.Parallel()
 	g := newRig(t, options{
 		engines: []http.HandlerFunc{pauses(time.Second)},
 		app:     func(a *app.Application) { a.Timeouts.BetweenTokensS = 0.2 },
@@ -162,6 +163,7 @@ func TestASilentStreamWaitsForARankThatMakesProgress(t *testing.T) {
 }
 
 func TestAStreamThatStaysSilentIsCutInTheEndAndTripsNothing(t *testing.T) {
+	t.Parallel()
 	var h hangingEngine
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)}, app: func(a *app.Application) {
 		a.Timeouts.FirstTokenS, a.Timeouts.BetweenTokensS = 1, 0.2
@@ -178,6 +180,7 @@ func TestAStreamThatStaysSilentIsCutInTheEndAndTripsNothing(t *testing.T) {
 // TestALongWholeAnswerWaitsForItsRankToo: an answer that is too long to be held is relayed as it arrives, and
 // may pause in the same way.
 func TestALongWholeAnswerWaitsForItsRankToo(t *testing.T) {
+	t.Parallel()
 	g := newRig(t, options{
 		app: func(a *app.Application) { a.Timeouts.BetweenTokensS = 0.2 },
 		engines: []http.HandlerFunc{

@@ -282,6 +282,7 @@ func queueUp(g *rig, from, n int) chan answer {
 // TestRT3WaitingForRoom: there is one place and 100 requests wait; they are served in order, each Done wakes
 // one, and none is left.
 func TestRT3WaitingForRoom(t *testing.T) {
+	t.Parallel()
 	n := 100
 	if testing.Short() {
 		n = 20
@@ -498,6 +499,7 @@ func ids(n int) string {
 }
 
 func TestQueueTimeoutAndLeaving(t *testing.T) {
+	t.Parallel()
 	e := newGatedEngine()
 	g := newRig(t, options{
 		engines: []http.HandlerFunc{e.ServeHTTP}, max: 1,

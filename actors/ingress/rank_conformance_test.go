@@ -26,7 +26,10 @@ import (
 func forEachTransport(t *testing.T, test func(t *testing.T, far bool)) {
 	t.Helper()
 	for name, far := range map[string]bool{"near": false, "far": true, "farHTTP2": true} {
-		t.Run(name, func(t *testing.T) { test(t, far) })
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			test(t, far)
+		})
 	}
 }
 
@@ -61,6 +64,7 @@ func writesRaw(raw string) http.HandlerFunc {
 
 // TestRankOutcome: whatever an engine answers, the rank hears it in exactly one Done.
 func TestRankOutcome(t *testing.T) {
+	t.Parallel()
 	var h hangingEngine
 	redirect := func(w http.ResponseWriter, r *http.Request) {
 		drain(r)
@@ -128,6 +132,7 @@ func TestRankOutcome(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			forEachTransport(t, func(t *testing.T, far bool) {
 				o := options{far: far, app: func(a *app.Application) {
 					oneAttempt(a)
@@ -261,6 +266,7 @@ func TestRankClientLeaves(t *testing.T) {
 // TestRankSlowAdmission: a rank that does not answer in time counts as overloaded, and its late ticket comes
 // back.
 func TestRankSlowAdmission(t *testing.T) {
+	t.Parallel()
 	forEachTransport(t, func(t *testing.T, far bool) {
 		o := options{far: far, app: oneAttempt, urls: []string{"http://127.0.0.1:1"}}
 		o.app = func(a *app.Application) { oneAttempt(a); a.Timeouts.FirstTokenS = 5 }
@@ -388,6 +394,7 @@ func TestRankWithoutTicket(t *testing.T) {
 
 // TestRankReservation: a ticket without a request lives until it is freed; one that comes too late goes back.
 func TestRankReservation(t *testing.T) {
+	t.Parallel()
 	forEachTransport(t, func(t *testing.T, far bool) {
 		o := options{far: far, urls: []string{"http://127.0.0.1:1"}}
 		o.timers.Admit = time.Second // the first one opens a connection

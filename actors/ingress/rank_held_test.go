@@ -48,6 +48,7 @@ func (g *rig) leg(rk *rank, body string, guard *rankleg.Guard) (*http.Response, 
 // TestRankHeldTicket: a request whose ticket its caller holds asks for no second one, and its engine is told
 // which rank is meant. The ticket lives on after the request.
 func TestRankHeldTicket(t *testing.T) {
+	t.Parallel()
 	for mode, want := range map[string][2]string{
 		"url": {"", chatBody}, "header": {"6", chatBody},
 		"body": {"", chatBody[:len(chatBody)-1] + `,"routed_dp_rank":6}`},
@@ -98,6 +99,7 @@ func TestRankHeldElsewhere(t *testing.T) {
 // TestRankGuard: a request that must not be written any more is not written, and OnWritten comes before the
 // answer.
 func TestRankGuard(t *testing.T) {
+	t.Parallel()
 	big := `{"model":"demo","x":"` + bigText(2<<20) + `"}`
 	for name, body := range map[string]string{"small": chatBody, "big": big} {
 		t.Run(name, func(t *testing.T) {

@@ -153,6 +153,7 @@ func testFar(t *testing.T) {
 
 // TestFarDeadline: a request whose deadline is over leaves nothing on the other node, however far it got.
 func TestFarDeadline(t *testing.T) {
+	t.Parallel()
 	var h hangingEngine
 	for _, list := range [][]string{nil, {textChunk}} {
 		g := newRig(t, options{far: true, engines: []http.HandlerFunc{h.sends(list...)}})

@@ -24,9 +24,13 @@ import (
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/internal/telemetry"
 	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/test/parallel"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) {
+	parallel.AtLeast(8) // most of them wait for engines that hang
+	goleak.VerifyTestMain(m)
+}
 
 // store is a msg.Store that a test changes by hand.
 type store struct {

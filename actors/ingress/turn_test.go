@@ -60,6 +60,7 @@ func TestRoomOfAnotherIngressIsLeftAlone(t *testing.T) {
 }
 
 func TestRanksAreToldThatRequestsWait(t *testing.T) {
+	t.Parallel()
 	e := newGatedEngine()
 	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1})
 	r := g.replicas[0]

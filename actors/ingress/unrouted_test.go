@@ -14,6 +14,7 @@ import (
 // TestRefusedRequestsAreCountedAndLogged: a request that reaches no application has its metric and one log
 // line, and the client's input is no metric label.
 func TestRefusedRequestsAreCountedAndLogged(t *testing.T) {
+	t.Parallel()
 	g := newRig(t, options{engines: []http.HandlerFunc{sends(textChunk)}})
 	long := strings.Repeat("x", 300)
 	for _, c := range []struct {
