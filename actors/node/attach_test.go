@@ -61,6 +61,7 @@ func (e *remote) stop() {
 }
 
 func TestAnAttachedUnitWaitsFallsAndComesBack(t *testing.T) {
+	t.Parallel()
 	for _, coupling := range []app.Coupling{app.Independent, app.Lockstep} {
 		t.Run(string(coupling), func(t *testing.T) {
 			r := newRig(t)

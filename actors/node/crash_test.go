@@ -71,6 +71,7 @@ func TestAKilledNodeLeavesNoEngine(t *testing.T) {
 }
 
 func TestLeftoversOfAKilledNodeAreSweptByTheNext(t *testing.T) {
+	t.Parallel()
 	if runtime.GOOS != "linux" {
 		t.Skip("needs /proc")
 	}

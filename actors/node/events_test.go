@@ -202,6 +202,7 @@ func TestNobodyIsAskedForEventsThatNobodyReads(t *testing.T) {
 }
 
 func TestALaunchedEngineThatPublishesElsewhereDoesNotStart(t *testing.T) {
+	t.Parallel()
 	for name, c := range map[string]struct {
 		coupling app.Coupling
 		mode     string
@@ -366,6 +367,7 @@ func TestAnAttachedEngineThatComesBackIsAskedAgain(t *testing.T) {
 
 // An engine without an answer about its settings starts all the same.
 func TestSettingsThatDoNotComeAreZero(t *testing.T) {
+	t.Parallel()
 	r, of := followers(t)
 	e := newRemote(t)
 	e.slow = map[string]bool{"/metrics": true, "/kv_event_sources": true}

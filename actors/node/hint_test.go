@@ -31,6 +31,7 @@ const (
 
 // The cause stands far above the last lines, or in the log of the rank that ended with another one's failure.
 func TestAFailedStartEndsWithItsCause(t *testing.T) {
+	t.Parallel()
 	cases := map[string]struct {
 		coupling app.Coupling
 		script   string
@@ -63,6 +64,7 @@ func TestAFailedStartEndsWithItsCause(t *testing.T) {
 
 // A bar that moves shows while the rank starts, and in the reason when the start takes too long.
 func TestAStartShowsWhatTheEngineSaysOfIt(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, func(c *node.Config) { c.Timers.StartupTimeout = 3 * time.Second })
 	m := r.start(scripted(app.Independent, 1,
 		`printf 'Loading safetensors checkpoint shards:  12%% Completed | 1/8 [00:02<00:14]\r' >&2; `+

@@ -30,6 +30,7 @@ func attention(ranks int, mode string) *app.Application {
 // One process hosts all ranks of the unit: each rank is asked for a token by its number, the log of the first
 // one has the output, and the end of the process fails all of them.
 func TestOneProcessForSeveralRanks(t *testing.T) {
+	t.Parallel()
 	const ranks = 3
 	r := newRig(t)
 	m := r.start(attention(ranks, ""))
@@ -114,6 +115,7 @@ func TestOneProcessPerNode(t *testing.T) {
 
 // An engine that will never answer as one is named long before its startup timeout.
 func TestEnginesThatWillNeverAnswer(t *testing.T) {
+	t.Parallel()
 	hasty := func(c *node.Config) { c.Timers.Canary = 300 * time.Millisecond }
 	other := ports.Take(t, 1)
 	for mode, want := range map[string]string{

@@ -155,6 +155,7 @@ func (s *logStore) settle(t *testing.T, r *ring) {
 // Only the file is delayed, not lines, tails, other ranks and their files, starts, or the end of the node.
 // The file is a pipe without a reader: opening it hangs.
 func TestALogDiskThatHangsHoldsUpNothing(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	path := filepath.Join(dir, "a.0.0.0.log")
 	require.NoError(t, syscall.Mkfifo(path, 0o600))

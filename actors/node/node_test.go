@@ -30,6 +30,7 @@ import (
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/shim"
 	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/test/parallel"
 	"github.com/dpserve/dpserve/test/ports"
 )
 
@@ -48,6 +49,7 @@ func TestMain(m *testing.M) {
 			os.Exit(shim.Main(os.Args[2]))
 		}
 	}
+	parallel.AtLeast(8) // most of them wait for processes
 	goleak.VerifyTestMain(m)
 }
 
@@ -307,6 +309,7 @@ func (r *rig) noShim() {
 }
 
 func TestAUnitsWholeLife(t *testing.T) {
+	t.Parallel()
 	t.Run("direct children", func(t *testing.T) { testAUnitsWholeLife(t, direct) })
 	t.Run("shims", func(t *testing.T) { testAUnitsWholeLife(t, inShims) })
 }
@@ -394,6 +397,7 @@ func TestAFailedStartNamesItsRankAndItsLastLines(t *testing.T) {
 }
 
 func TestAStartThatHangsEndsAtItsDeadline(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, func(c *node.Config) { c.Timers.StartupTimeout = 3 * time.Second })
 	m := r.start(demo(app.Independent, 1, "hang"))
 	e := r.expect(msg.UnitGone, msg.UnitStarted, msg.UnitKilling)
@@ -468,6 +472,7 @@ func TestAnExitTakesTheWholeLockstepUnitOutAtOnce(t *testing.T) {
 }
 
 func TestRG9AnEngineThatIgnoresSIGTERMIsKilledWithItsGroup(t *testing.T) {
+	t.Parallel()
 	r := newRig(t)
 	m := r.start(demo(app.Lockstep, 2, "stubborn,orphan"))
 	r.ready(m)
@@ -623,6 +628,7 @@ func TestAStopWhileStarting(t *testing.T) {
 }
 
 func TestADrainWaitsForRequestsAndIsCutAtItsDeadline(t *testing.T) {
+	t.Parallel()
 	r := newRig(t)
 	m := r.start(demo(app.Independent, 1, ""))
 	var box msg.Mailbox

@@ -264,6 +264,7 @@ func suspend(t *testing.T, pid int) {
 
 // A shim that hangs keeps neither Kill nor the next process of the node from ending its engine.
 func TestAShimThatHangs(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	l := openTest(t, dir, nil)
 	p, err := l.Start(t.Context(), script("exec sleep 60"), io.Discard, io.Discard)

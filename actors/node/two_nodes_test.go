@@ -62,6 +62,7 @@ func (m *meeting) Await(ctx context.Context, _ string, epoch uint64, _ int) (msg
 // RG1: a lockstep group of 16 over two nodes of one machine, each with its own address: eight ranks on each,
 // one rendezvous, KV events of every rank at its own node, and each node sees the end of its ranks.
 func TestRG1AGroupOverTwoNodes(t *testing.T) {
+	t.Parallel()
 	const ranks = 16
 	l, err := net.Listen("tcp", "127.0.0.2:0")
 	if err != nil {

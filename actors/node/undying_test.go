@@ -86,6 +86,7 @@ func TestASecondSignalShortensTheWaitForAnEngineThatNoSignalEnds(t *testing.T) {
 
 // This holds while the node runs; a newer epoch waits for the old one.
 func TestAnEngineThatNoSignalEndsIsNamedAndItsUnitIsNotGone(t *testing.T) {
+	t.Parallel()
 	withUndying(t, func(t *testing.T, b *bubble, exit func()) {
 		require.NoError(t, b.node.StopRank(t.Context(),
 			&msg.StopRank{Unit: "demo/0/0", Epoch: 1, Reason: "deleted"}))
