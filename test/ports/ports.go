@@ -13,7 +13,6 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
-	"slices"
 	"strconv"
 	"syscall"
 	"testing"
@@ -84,26 +83,6 @@ func FreeRun(t testing.TB, size int, host string) (base int) {
 	}
 	t.Fatalf("%d ports in %d to %d on %s: %v", size, lo, hi, host, errNoBlock)
 	return 0
-}
-
-// TakeFixed makes addresses taken until release: by listeners of its own, or because a program of the
-// machine's user is there. Test processes take turns: what one has is not taken for good.
-func TakeFixed(ctx context.Context, addrs ...string) (release func(), err error) {
-	turn, err := awaitTurn(ctx)
-	if err != nil {
-		return nil, err
-	}
-	open := []io.Closer{turn}
-	for _, addr := range addrs {
-		if l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", addr); err == nil {
-			open = append(open, l)
-		}
-	}
-	return func() {
-		for _, l := range slices.Backward(open) {
-			_ = l.Close()
-		}
-	}, nil
 }
 
 // awaitTurn waits for the lock that one test process of a user has at a time. It ends when the file is
