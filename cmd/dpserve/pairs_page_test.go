@@ -26,10 +26,7 @@ func runPairsPage(t *testing.T, blocks []block) {
 				p = startUp(t, append([]string{"up"}, strings.Fields(rest)...)...)
 				admin = strings.TrimPrefix(p.printed(t, "admin "), "admin http://")
 				ports = strings.NewReplacer("127.0.0.1:8000", p.endpoint(t), "127.0.0.1:8265", admin)
-				assert.True(t, poll(func() bool { // a moment after the ranks are ready
-					out, _ := runLine(t, t.TempDir(), "dpserve status pd", "DPSERVE_ADDR="+admin)
-					return strings.Contains(out, "pairs 8/8 met")
-				}), "the pairs do not meet")
+				awaitPairs(t, admin)
 				continue
 			}
 			require.NotNil(t, p, "the page begins with `dpserve up`")
@@ -61,4 +58,17 @@ func runPairsPage(t *testing.T, blocks []block) {
 	}
 	assert.Empty(t, ways, "the page sends a short and a long prompt")
 	p.interrupt(t)
+}
+
+// awaitPairs waits until the pairs of examples/prefill-decode have met, a moment after the ranks are ready.
+// Engines that end before would be a failure for a pair that is meeting.
+func awaitPairs(t *testing.T, admin string) {
+	t.Helper()
+	bin := asDpserve(t)
+	assert.True(t, poll(func() bool {
+		cmd := exec.CommandContext(t.Context(), bin, "status", "pd")
+		cmd.Env = append(cleanEnviron(), "DPSERVE_ADDR="+admin)
+		out, err := cmd.Output()
+		return err == nil && strings.Contains(string(out), "pairs 8/8 met")
+	}), "the pairs do not meet")
 }

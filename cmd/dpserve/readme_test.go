@@ -24,7 +24,8 @@ import (
 
 // TestREADME types the README: its commands in the order in which they stand, with ports 8000 and 8265 taken,
 // as two terminals do it. What serves until Ctrl-C runs in the first one, all other commands in the second.
-// Only the conversations of the example are fewer.
+// After the build, each command for the first terminal begins a part that depends on no other one: the parts
+// have two terminals each and run side by side. Only the conversations of the example are fewer.
 func TestREADME(t *testing.T) {
 	t.Parallel()
 	if testing.Short() {
@@ -43,7 +44,8 @@ func TestREADME(t *testing.T) {
 
 func runREADME(t *testing.T, blocks []block) {
 	t.Helper()
-	r := &reader{bin: filepath.Join(t.TempDir(), "dpserve"), page: readPage(t, "README.md")}
+	build := &reader{bin: filepath.Join(t.TempDir(), "dpserve"), page: readPage(t, "README.md")}
+	var parts [][]string
 	var machines []block
 	for _, b := range blocks {
 		if b.language == "text" {
@@ -51,22 +53,56 @@ func runREADME(t *testing.T, blocks []block) {
 			continue
 		}
 		for _, c := range b.commands() {
-			r.typeLine(t, c.text)
+			switch {
+			case serves(c.text):
+				parts = append(parts, []string{c.text})
+			case len(parts) == 0:
+				build.typeLine(t, c.text)
+			default:
+				parts[len(parts)-1] = append(parts[len(parts)-1], c.text)
+			}
 		}
 	}
-	r.stop(t)
-	require.NotEmpty(t, r.upRuns, "the README starts no `up`")
+	upRuns := 0
+	for _, lines := range parts {
+		isUp := strings.HasPrefix(lines[0], "bin/dpserve up")
+		if isUp {
+			upRuns++
+		}
+		r := &reader{bin: build.bin, page: build.page, isFirstUp: upRuns == 1 && isUp}
+		t.Run(lines[0], func(t *testing.T) {
+			t.Parallel()
+			for _, line := range lines {
+				r.typeLine(t, line)
+			}
+			r.stop(t)
+		})
+	}
+	require.NotZero(t, upRuns, "the README starts no `up`")
 	require.NotEmpty(t, machines, "the README shows no machines that join")
-	runTranscript(t, machines, nil)
+	t.Run("machines", func(t *testing.T) {
+		t.Parallel()
+		runTranscript(t, machines, nil)
+	})
 }
 
-// reader is somebody who follows the README in two terminals.
+// serves reports whether a line serves until Ctrl-C.
+func serves(line string) bool {
+	for _, begin := range []string{"bin/dpserve up", "bin/dpserve serve", "examples/cluster/"} {
+		if strings.HasPrefix(line, begin) {
+			return true
+		}
+	}
+	return false
+}
+
+// reader is somebody who follows a part of the README in two terminals.
 type reader struct {
-	bin    string // path that bin/dpserve stands for
-	page   string
-	first  *process // what the first terminal runs
-	addr   string   // DPSERVE_ADDR of the second terminal
-	upRuns int
+	bin       string // path that bin/dpserve stands for
+	page      string
+	isFirstUp bool     // the part begins with the first `up` of the page
+	first     *process // what the first terminal runs
+	addr      string   // DPSERVE_ADDR of the second terminal
 }
 
 // typeLine does what a line of the README says.
@@ -78,17 +114,16 @@ func (r *reader) typeLine(t *testing.T, line string) {
 		ci := readPage(t, ".ci/run")
 		assert.Contains(t, ci, "stage_test() { "+line+"; }", ".ci/run and the README differ")
 	case strings.HasPrefix(line, "bin/dpserve up"):
-		r.stop(t)
 		r.start(t, "RANK ", r.bin, strings.Fields(typed)[1:]...)
-		r.upRuns++
 		r.followUp(t)
+		if strings.HasSuffix(line, "prefill-decode/app.yaml") {
+			awaitPairs(t, r.addr)
+		}
 	case strings.HasPrefix(line, "bin/dpserve serve"):
-		r.stop(t)
 		r.start(t, "RANK ", r.bin, strings.Fields(typed)[1:]...)
 		printed, _, _ := strings.Cut(r.first.stdout.String(), "endpoint ")
 		assert.Contains(t, r.page, "```text\n"+printed+"endpoint ", "the README shows what `serve` prints")
 	case strings.HasPrefix(line, "examples/cluster/"):
-		r.stop(t)
 		r.start(t, "Ctrl-C stops", "sh", "-c", "DPSERVE="+r.bin+" PORTS="+
 			enginePorts(t, "127.0.0.1", "127.0.0.2", "127.0.0.3")+" exec "+typed)
 		r.killANode(t)
@@ -111,9 +146,7 @@ func (r *reader) start(t *testing.T, ready, program string, args ...string) {
 // stop presses Ctrl-C in the first terminal.
 func (r *reader) stop(t *testing.T) {
 	t.Helper()
-	if r.first != nil {
-		r.first.interrupt(t)
-	}
+	r.first.interrupt(t)
 	r.first, r.addr = nil, ""
 }
 
@@ -125,7 +158,7 @@ func (r *reader) followUp(t *testing.T) {
 	_, rest, ok := strings.Cut(r.first.stderr.String(), export)
 	require.True(t, ok, "up does not print %q where port 8265 is taken:\n%s", export, r.first.stderr.String())
 	r.addr, _, _ = strings.Cut(rest, "\n")
-	if r.upRuns > 1 {
+	if !r.isFirstUp {
 		return
 	}
 	// the README shows a terminal of 110 columns: the curl line in pieces, and fewer columns
