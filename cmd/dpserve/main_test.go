@@ -31,7 +31,7 @@ func TestMain(m *testing.M) {
 type leakChecked struct{ m *testing.M }
 
 func (l leakChecked) Run() int {
-	harness.RunSideBySide(4) // the scripts and the README's examples wait
+	harness.RunSideBySide(8) // the scripts and the parts of the README wait
 	code := l.m.Run()
 	if code != 0 {
 		return code

@@ -348,6 +348,7 @@ func shell(t *testing.T, command string) string {
 
 // Engines end when their node is killed and cannot stop them.
 func TestCC6KilledUpLeavesNoEngine(t *testing.T) {
+	t.Parallel()
 	p := startUp(t, "up")
 	engines := children(p.pid())
 	require.Len(t, engines, 4)

@@ -23,6 +23,7 @@ const shimMemory = 12 << 20
 // TestShimIsSmall: the whole binary is the shim, with all that its packages set up; still it has little
 // memory of its own, and uses no CPU while its engine runs.
 func TestShimIsSmall(t *testing.T) {
+	t.Parallel()
 	sleep, err := exec.LookPath("sleep")
 	require.NoError(t, err)
 	id := fmt.Sprintf("small-%d.%d", os.Getpid(), time.Now().UnixNano())
