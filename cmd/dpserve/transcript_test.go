@@ -47,7 +47,7 @@ func enginePorts(t *testing.T, ips ...string) string {
 // writes the tables that it got into the page.
 func runTranscript(t *testing.T, blocks []block, files map[string]string) {
 	t.Helper()
-	(&machines{dir: t.TempDir()}).typeBlocks(t, blocks, files)
+	(&machines{dir: harness.DataDir(t)}).typeBlocks(t, blocks, files)
 }
 
 func (m *machines) typeBlocks(t *testing.T, blocks []block, files map[string]string) {
