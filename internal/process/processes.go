@@ -48,7 +48,7 @@ func Descendants(group int, start string, marks ...string) []int {
 		if err != nil || of == 0 { // a thread of the kernel, of which many run on each machine
 			continue
 		}
-		if !(same && of == group) && !EnvironHas(pid, marks...) {
+		if (!same || of != group) && !EnvironHas(pid, marks...) {
 			continue
 		}
 		if s, there := ReadStat(pid); there && !s.Zombie {
