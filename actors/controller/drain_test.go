@@ -82,6 +82,33 @@ func TestDrainMovesOneUnitAtATime(t *testing.T) {
 	assert.Equal(t, uint64(2), c.state.Epochs["chat/0/0"], "nothing moves back")
 }
 
+// A node is drained once it can be removed: the release of its last unit is in the state.
+func TestDrainedMeansReleased(t *testing.T) {
+	c := newFleet(t, newHost("a", 1), newHost("b", 1))
+	c.deploy(sim("chat", 1, app.Independent))
+	c.renew("a")
+	c.drain("a", time.Time{})
+	var release Effect
+	c.auto = func(_ *world, e Effect) bool {
+		if _, isRelease := e.(ReleaseEffect); isRelease {
+			release = e
+		}
+		return release != nil
+	}
+	c.drained("chat/0/0")
+	require.NotNil(t, release)
+	word, why := c.nodeState("a")
+	assert.Equal(t, "draining", word)
+	assert.Equal(t, "chat/0/0 has ended and is being released", why)
+	require.ErrorIs(t, c.state.CheckRemoval("a"), state.ErrUnitsLeft)
+	c.auto = nil
+	c.do(release)
+	c.renew("a", "b")
+	word, _ = c.nodeState("a")
+	assert.Equal(t, "drained", word)
+	require.NoError(t, c.state.CheckRemoval("a"))
+}
+
 // A node that drains, or has nothing left, and is dead is not shown as if it were there.
 func TestDrainingNodeThatIsSilentIsShownSo(t *testing.T) {
 	c := newFleet(t, newHost("a", 1), newHost("b", 0), newHost("c", 0))

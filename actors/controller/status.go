@@ -250,10 +250,12 @@ func (c view) nodeState(now time.Time, n *state.Node, p *peer) (word, reason str
 		return nodeUnknown, "it has not renewed its lease since this leader leads"
 	case c.isSilent(now, p):
 		return nodeSilent, "it has not renewed its lease for " + now.Sub(p.seen).Round(time.Second).String()
-	case n.Draining && len(left) == 0:
-		return nodeDrained, ""
-	case n.Draining:
+	case n.Draining && len(left) > 0:
 		return nodeDraining, leftReason(left)
+	case n.Draining && len(c.state.UnitsOn(n.ID)) > 0: // until then the node cannot be removed
+		return nodeDraining, c.state.UnitsOn(n.ID)[0] + " has ended and is being released"
+	case n.Draining:
+		return nodeDrained, ""
 	default:
 		return nodeAlive, ""
 	}

@@ -244,7 +244,7 @@ func (s *State) checkRemoveNode(id string) error {
 	if err := s.CheckLeave(id); err != nil {
 		return err
 	}
-	if left := s.unitsOn(id); len(left) > 0 && !s.Nodes[id].Lost {
+	if left := s.UnitsOn(id); len(left) > 0 && !s.Nodes[id].Lost {
 		return problem.New(problem.Conflict, "remove node: %w: %s has a rank on %q", ErrUnitsLeft, left[0],
 			id).
 			WithHint("drain it first: dpserve drain %s", id).WithDetails(left...)
@@ -290,8 +290,8 @@ func (s *State) isLastControl(n *Node) bool {
 	return true
 }
 
-// unitsOn returns the sorted names of the units that hold something on a node.
-func (s *State) unitsOn(node string) []string {
+// UnitsOn returns the sorted names of the units that hold something on a node.
+func (s *State) UnitsOn(node string) []string {
 	var out []string
 	for id, u := range s.Units {
 		if u.Holds() && u.IsOn(node) {

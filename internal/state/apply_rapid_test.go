@@ -219,7 +219,7 @@ func checkHosts(t *rapid.T, before, after *State, c *Command) {
 			require.Positive(t, control)
 		}
 		if after.Nodes[id] == nil && !n.Lost {
-			require.Empty(t, after.unitsOn(id))
+			require.Empty(t, after.UnitsOn(id))
 		}
 	}
 }
