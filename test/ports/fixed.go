@@ -85,9 +85,12 @@ func listenAt(ctx context.Context, addr string) *taken {
 	return out
 }
 
+// close ends the hold of an address by this process, and by children of it that are about to be executed: the
+// next test would take what they hold for a program of the machine's user.
 func (a *taken) close() {
 	if a.listener != nil {
 		_ = a.listener.Close()
+		awaitForks()
 	}
 	<-a.done
 }
