@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"os"
 	"os/signal"
 	"syscall"
@@ -9,8 +10,10 @@ import (
 	"github.com/rogpeppe/go-internal/testscript"
 	"go.uber.org/goleak"
 
+	"github.com/dpserve/dpserve/internal/server"
 	"github.com/dpserve/dpserve/internal/shim"
 	"github.com/dpserve/dpserve/test/harness"
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 // TestMain lets test scripts run this test binary as dpserve, so that exit codes, signals and child engines
@@ -19,20 +22,29 @@ func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && (os.Args[1] == "engine" || os.Args[1] == shim.Command) {
 		os.Exit(runProcess()) // an engine or a shim that a node under test started from this binary
 	}
-	// Under nohup, children would inherit the ignored signal, and a script that closes a terminal would wait
-	// for ever.
-	if signal.Ignored(syscall.SIGHUP) {
-		signal.Notify(make(chan os.Signal, 1), syscall.SIGHUP)
+	// Children would inherit a signal that is ignored, as nohup and the & of scripts do. A shell that a test
+	// ends with it would wait for ever.
+	for _, s := range []os.Signal{syscall.SIGHUP, os.Interrupt} {
+		if signal.Ignored(s) {
+			signal.Notify(make(chan os.Signal, 1), s)
+		}
 	}
 	testscript.Main(leakChecked{m}, map[string]func(){"dpserve": func() { os.Exit(runProcess()) }})
 }
 
-// leakChecked fails a passing run that leaves goroutines behind.
+// leakChecked fails a passing run that leaves goroutines behind. The default ports are taken while it runs:
+// one test would otherwise find them free or taken as another one starts `up` without naming ports.
 type leakChecked struct{ m *testing.M }
 
 func (l leakChecked) Run() int {
 	harness.RunSideBySide(8) // the scripts and the parts of the README wait
+	release, err := ports.TakeFixed(context.Background(), server.DefaultHTTPBind, server.DefaultAdminBind)
+	if err != nil {
+		os.Stderr.WriteString(err.Error() + "\n")
+		return 1
+	}
 	code := l.m.Run()
+	release()
 	if code != 0 {
 		return code
 	}

@@ -15,18 +15,12 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/internal/server"
 	"github.com/dpserve/dpserve/test/harness"
-	"github.com/dpserve/dpserve/test/ports"
 )
 
-// TestUpAndTerminals runs `up` on terminals of all kinds. It takes the default ports of `up` meanwhile: tests
-// that need them taken would otherwise see them taken for a moment only.
+// TestUpAndTerminals runs `up` on terminals of all kinds.
 func TestUpAndTerminals(t *testing.T) {
 	t.Parallel()
-	release, err := ports.TakeFixed(t.Context(), server.DefaultHTTPBind, server.DefaultAdminBind)
-	require.NoError(t, err)
-	t.Cleanup(release)
 	t.Run("killed rank", testUpShowsAKilledRank)
 	t.Run("load", testUpShowsLoad)
 	t.Run("stop and continue", testUpStopsAndContinues)

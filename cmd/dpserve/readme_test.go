@@ -19,7 +19,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/test/harness"
-	"github.com/dpserve/dpserve/test/ports"
 )
 
 // TestREADME types the README: its commands in the order in which they stand, with ports 8000 and 8265 taken,
@@ -133,12 +132,9 @@ func (r *reader) typeLine(t *testing.T, line string) {
 	}
 }
 
-// start starts a program in the first terminal, with the default ports taken, and waits until it serves.
+// start starts a program in the first terminal and waits until it serves. TestMain has the default ports.
 func (r *reader) start(t *testing.T, ready, program string, args ...string) {
 	t.Helper()
-	release, err := ports.TakeFixed(t.Context(), "127.0.0.1:8000", "127.0.0.1:8265")
-	require.NoError(t, err)
-	defer release()
 	r.first = startProcess(t, ready, program, args...)
 	r.first.Expect(harness.NodeFails, harness.EngineFails) // the page kills a rank and a node
 }

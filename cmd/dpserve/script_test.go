@@ -47,7 +47,6 @@ func TestScripts(t *testing.T) {
 			"ports":   cmdPorts,
 			"node":    cmdNode,
 			"waitfor": cmdWaitFor,
-			"take":    cmdTake,
 			"engines": cmdEngines,
 		},
 	})
@@ -115,13 +114,6 @@ func cmdWaitFor(ts *testscript.TestScript, _ bool, args []string) {
 		text, _ := os.ReadFile(path)
 		ts.Fatalf("%s never held %q; it holds:\n%s", args[0], args[1], text)
 	}
-}
-
-// cmdTake is `take ADDR...`: the addresses are taken until the script ends.
-func cmdTake(ts *testscript.TestScript, _ bool, args []string) {
-	release, err := ports.TakeFixed(context.Background(), args...)
-	ts.Check(err)
-	ts.Defer(release)
 }
 
 // cmdEngines is `engines N PID`: it waits until exactly N engine processes are children of PID.

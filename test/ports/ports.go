@@ -13,6 +13,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"syscall"
 	"testing"
@@ -83,6 +84,57 @@ func FreeRun(t testing.TB, size int, host string) (base int) {
 	}
 	t.Fatalf("%d ports in %d to %d on %s: %v", size, lo, hi, host, errNoBlock)
 	return 0
+}
+
+// TakeFixed makes addresses taken until release: by listeners of its own, which close every connection, or
+// because a program of the machine's user is there. Test processes take turns: what one has is not taken for
+// good. A second call in the same process waits for the release of the first one.
+func TakeFixed(ctx context.Context, addrs ...string) (release func(), err error) {
+	turn, err := awaitTurn(ctx)
+	if err != nil {
+		return nil, err
+	}
+	open := []io.Closer{turn}
+	for _, addr := range addrs {
+		if l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", addr); err == nil {
+			open = append(open, refuseConnections(l))
+		}
+	}
+	return func() {
+		for _, l := range slices.Backward(open) {
+			_ = l.Close()
+		}
+	}, nil
+}
+
+// refuser is a listener that closes each connection, so that a client learns at once that no node is there.
+type refuser struct {
+	net.Listener
+	done chan struct{} // closed when no more connections are accepted
+}
+
+func refuseConnections(l net.Listener) *refuser {
+	r := &refuser{l, make(chan struct{})}
+	go func() {
+		defer close(r.done)
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return // the listener is closed
+			}
+			_ = c.Close()
+		}
+	}()
+	return r
+}
+
+// Close ends the hold of the address by this process, and by children of it that are about to be executed:
+// the next test would take what they hold for a program of the machine's user.
+func (r *refuser) Close() error {
+	err := r.Listener.Close()
+	awaitForks()
+	<-r.done
+	return err
 }
 
 // awaitTurn waits for the lock that one test process of a user has at a time. It ends when the file is

@@ -96,49 +96,29 @@ func TestATurnWaitsForNoProgram(t *testing.T) {
 
 	busy, giveUp := context.WithCancel(t.Context())
 	giveUp()
-	_, err = awaitTurn(busy)
-	require.ErrorIs(t, err, syscall.EWOULDBLOCK, "one process at a time")
-	release()
-	turn, err := awaitTurn(ctx)
-	require.NoError(t, err)
 	_, err = TakeFixed(busy)
-	require.ErrorIs(t, err, syscall.EWOULDBLOCK, "another process has the turn")
-	require.NoError(t, turn.Close())
+	require.ErrorIs(t, err, syscall.EWOULDBLOCK, "one at a time")
+	release()
 	release, err = TakeFixed(ctx)
 	require.NoError(t, err)
 	release()
 }
 
-// Two tests of this process have an address at the same time. It is taken, and closes connections, until both
-// have released it, and the turn ends then.
-func TestTestsOfAProcessShareWhatIsTaken(t *testing.T) {
+// An address that is taken closes connections, until its release.
+func TestWhatIsTakenClosesConnections(t *testing.T) {
 	t.Setenv("TMPDIR", t.TempDir()) // the turns of other test processes do not matter here
 	addr := address(Loopback, Take(t, 1))
-	var holds []func()
-	for range 2 {
-		release, err := TakeFixed(t.Context(), addr)
-		require.NoError(t, err)
-		holds = append(holds, release)
-	}
-	ended, giveUp := context.WithCancel(t.Context())
-	giveUp()
-	for _, release := range holds {
-		_, err := net.Listen("tcp", addr)
-		require.ErrorIs(t, err, syscall.EADDRINUSE)
-		c, err := net.Dial("tcp", addr)
-		require.NoError(t, err)
-		_, err = c.Read(make([]byte, 1))
-		require.Error(t, err, "nobody answers")
-		require.NoError(t, c.Close())
-		_, err = awaitTurn(ended)
-		require.ErrorIs(t, err, syscall.EWOULDBLOCK)
-		release()
-		release() // once more changes nothing
-	}
+	release, err := TakeFixed(t.Context(), addr)
+	require.NoError(t, err)
+	_, err = net.Listen("tcp", addr)
+	require.ErrorIs(t, err, syscall.EADDRINUSE)
+	c, err := net.Dial("tcp", addr)
+	require.NoError(t, err)
+	_, err = c.Read(make([]byte, 1))
+	require.Error(t, err, "nobody answers")
+	require.NoError(t, c.Close())
+	release()
 	listen(t, addr)
-	turn, err := awaitTurn(ended)
-	require.NoError(t, err, "the turn has ended")
-	require.NoError(t, turn.Close())
 }
 
 const childVar = "DPSERVE_TEST_PORTS_CELL"
