@@ -12,7 +12,7 @@ import (
 
 	"github.com/dpserve/dpserve/internal/server"
 	"github.com/dpserve/dpserve/internal/shim"
-	"github.com/dpserve/dpserve/test/harness"
+	"github.com/dpserve/dpserve/test/parallel"
 	"github.com/dpserve/dpserve/test/ports"
 )
 
@@ -37,7 +37,7 @@ func TestMain(m *testing.M) {
 type leakChecked struct{ m *testing.M }
 
 func (l leakChecked) Run() int {
-	harness.RunSideBySide(8) // the scripts and the parts of the README wait
+	parallel.AtLeast(8) // the scripts and the parts of the README wait
 	release, err := ports.TakeFixed(context.Background(), server.DefaultHTTPBind, server.DefaultAdminBind)
 	if err != nil {
 		os.Stderr.WriteString(err.Error() + "\n")

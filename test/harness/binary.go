@@ -12,8 +12,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-
-	"github.com/dpserve/dpserve/test/parallel"
 )
 
 // built is one build of a program of this repository, made once per test process.
@@ -81,10 +79,6 @@ func withTag(tag string) string {
 	}
 	return tag
 }
-
-// RunSideBySide lets at least n parallel tests of this process run at a time, unless -parallel says
-// otherwise. Call it in TestMain.
-func RunSideBySide(n int) { parallel.AtLeast(n) }
 
 // RemoveBinary deletes what Binary, NextBinary and StubEngine built; call it at the end of TestMain.
 func RemoveBinary() {

@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/test/harness"
+	"github.com/dpserve/dpserve/test/parallel"
 )
 
 // sideBySide is how many clusters run at a time on however few cores: most tests wait most of the time.
@@ -21,7 +22,7 @@ func TestMain(m *testing.M) {
 		runOddShim()
 		return
 	}
-	harness.RunSideBySide(sideBySide)
+	parallel.AtLeast(sideBySide)
 	code := m.Run()
 	harness.RemoveBinary()
 	os.Exit(code)
