@@ -250,15 +250,23 @@ func (c view) nodeState(now time.Time, n *state.Node, p *peer) (word, reason str
 		return nodeUnknown, "it has not renewed its lease since this leader leads"
 	case c.isSilent(now, p):
 		return nodeSilent, "it has not renewed its lease for " + now.Sub(p.seen).Round(time.Second).String()
-	case n.Draining && len(left) > 0:
-		return nodeDraining, leftReason(left)
-	case n.Draining && len(c.state.UnitsOn(n.ID)) > 0: // until then the node cannot be removed
-		return nodeDraining, c.state.UnitsOn(n.ID)[0] + " has ended and is being released"
 	case n.Draining:
-		return nodeDrained, ""
+		return c.drainState(n.ID, left)
 	default:
 		return nodeAlive, ""
 	}
+}
+
+// drainState is the state of a node that drains. The node is drained once it can be removed: no unit holds
+// anything on it in the state either.
+func (c view) drainState(node string, left []*unit) (word, reason string) {
+	if len(left) > 0 {
+		return nodeDraining, leftReason(left)
+	}
+	if held := c.state.UnitsOn(node); len(held) > 0 {
+		return nodeDraining, held[0] + " has ended and is being released"
+	}
+	return nodeDrained, ""
 }
 
 // isSilent reports whether the node has not renewed for more than half of its lease.

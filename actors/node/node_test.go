@@ -679,26 +679,3 @@ func TestNothingIsLeftAfterClose(t *testing.T) {
 	}
 	require.Error(t, r.node.StartRank(t.Context(), r.order(a.App)))
 }
-
-// fakeNode is a node in its own process: it starts a unit, prints the process ids once it is ready, and
-// waits.
-func fakeNode(args []string) int {
-	t := &standalone{}
-	r := newRig(t, func(c *node.Config) {
-		c.DataDir = args[0]
-		if args[1] == "shims" {
-			inShims(c)
-		}
-	})
-	m := r.start(demo(app.Lockstep, 2, args[1]))
-	r.ready(m)
-	var pids []string
-	for _, s := range r.statuses(m) {
-		for _, pid := range group(s.PID) {
-			pids = append(pids, strconv.Itoa(pid))
-		}
-	}
-	fmt.Println("pids", strings.Join(pids, " "))
-	time.Sleep(time.Hour)
-	return 0
-}

@@ -33,7 +33,7 @@ func TestMain(m *testing.M) {
 }
 
 // leakChecked fails a passing run that leaves goroutines behind. The default ports are taken while it runs:
-// one test would otherwise find them free or taken as another one starts `up` without naming ports.
+// otherwise a test would find them free or taken, depending on whether another one runs `up` at that moment.
 type leakChecked struct{ m *testing.M }
 
 func (l leakChecked) Run() int {

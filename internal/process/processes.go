@@ -44,11 +44,11 @@ func Descendants(group int, start string, marks ...string) []int {
 	leader, ok := ReadStat(group)
 	same := ok && leader.Start == start
 	for _, pid := range IDs() {
-		of, err := syscall.Getpgid(pid)
-		if err != nil || of == 0 { // a thread of the kernel, of which many run on each machine
+		itsGroup, err := syscall.Getpgid(pid) // cheaper than ReadStat, and most processes are not listed
+		if err != nil || itsGroup == 0 {      // it has ended, or is a thread of the kernel
 			continue
 		}
-		if (!same || of != group) && !EnvironHas(pid, marks...) {
+		if (!same || itsGroup != group) && !EnvironHas(pid, marks...) {
 			continue
 		}
 		if s, there := ReadStat(pid); there && !s.Zombie {
@@ -170,7 +170,7 @@ func hasEntry(pid int, is func(entry string) bool) bool {
 // executes another program, the kernel shows an empty environment for a moment.
 func environ(pid int) []byte {
 	for range execPolls {
-		b, err := readProc(pid, "environ")
+		b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/environ")
 		if len(b) > 0 || err != nil {
 			return b
 		}
@@ -184,39 +184,8 @@ func environ(pid int) []byte {
 
 // read reads a file of a process; nil if there is none, or it is another user's.
 func read(pid int, name string) []byte {
-	b, _ := readProc(pid, name)
+	b, _ := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/" + name)
 	return b
-}
-
-// readProc reads a file of a process with four calls of the system: the end of each engine reads two files of
-// every process of the machine, and os.ReadFile needs twice as many.
-func readProc(pid int, name string) ([]byte, error) {
-	fd, err := retry(func() (int, error) {
-		return syscall.Open("/proc/"+strconv.Itoa(pid)+"/"+name, syscall.O_RDONLY|syscall.O_CLOEXEC, 0)
-	})
-	if err != nil {
-		return nil, err
-	}
-	defer func() { _ = syscall.Close(fd) }()
-	b := make([]byte, 0, 4096)
-	for {
-		b = slices.Grow(b, 1)
-		n, err := retry(func() (int, error) { return syscall.Read(fd, b[len(b):cap(b)]) })
-		if n <= 0 || err != nil {
-			return b, err
-		}
-		b = b[:len(b)+n]
-	}
-}
-
-// retry calls again while a signal interrupts the call.
-func retry(call func() (int, error)) (int, error) {
-	for {
-		n, err := call()
-		if !errors.Is(err, syscall.EINTR) {
-			return n, err
-		}
-	}
 }
 
 // ListeningPorts lists the TCP ports on which the processes of a group listen, ascending.

@@ -88,7 +88,7 @@ func FreeRun(t testing.TB, size int, host string) (base int) {
 
 // TakeFixed makes addresses taken until release: by listeners of its own, which close every connection, or
 // because a program of the machine's user is there. Test processes take turns: what one has is not taken for
-// good. A second call in the same process waits for the release of the first one.
+// good. A call waits for its turn for at most five minutes, also within one process.
 func TakeFixed(ctx context.Context, addrs ...string) (release func(), err error) {
 	turn, err := awaitTurn(ctx)
 	if err != nil {
@@ -97,7 +97,8 @@ func TakeFixed(ctx context.Context, addrs ...string) (release func(), err error)
 	open := []io.Closer{turn}
 	for _, addr := range addrs {
 		if l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", addr); err == nil {
-			open = append(open, refuseConnections(l))
+			open = append(open, l)
+			go closeConnections(l)
 		}
 	}
 	return func() {
@@ -107,34 +108,16 @@ func TakeFixed(ctx context.Context, addrs ...string) (release func(), err error)
 	}, nil
 }
 
-// refuser is a listener that closes each connection, so that a client learns at once that no node is there.
-type refuser struct {
-	net.Listener
-	done chan struct{} // closed when no more connections are accepted
-}
-
-func refuseConnections(l net.Listener) *refuser {
-	r := &refuser{l, make(chan struct{})}
-	go func() {
-		defer close(r.done)
-		for {
-			c, err := l.Accept()
-			if err != nil {
-				return // the listener is closed
-			}
-			_ = c.Close()
+// closeConnections closes each connection, so that a client learns at once that no node is there. It ends
+// with the listener.
+func closeConnections(l net.Listener) {
+	for {
+		c, err := l.Accept()
+		if err != nil {
+			return
 		}
-	}()
-	return r
-}
-
-// Close ends the hold of the address by this process, and by children of it that are about to be executed:
-// the next test would take what they hold for a program of the machine's user.
-func (r *refuser) Close() error {
-	err := r.Listener.Close()
-	awaitForks()
-	<-r.done
-	return err
+		_ = c.Close()
+	}
 }
 
 // awaitTurn waits for the lock that one test process of a user has at a time. It ends when the file is
