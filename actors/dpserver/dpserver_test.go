@@ -35,6 +35,27 @@ type fakeEngine struct {
 	dumb     error         // what it says instead of its counters
 	held     chan struct{} // it says its counters when this is closed; nil: at once
 	asked    map[string]int
+	frozen   chan struct{} // nothing answers until this is closed; nil: it is not frozen
+	full     bool          // a canary finds no place
+}
+
+// standStill holds an answer back while the engine is frozen, or as long as the caller waits.
+func (f *fakeEngine) standStill(ctx context.Context, waits bool) error {
+	f.mu.Lock()
+	frozen := f.frozen
+	f.mu.Unlock()
+	if frozen == nil && !waits {
+		return nil
+	}
+	if waits {
+		frozen = nil
+	}
+	select {
+	case <-frozen:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
 }
 
 func (f *fakeEngine) set(change func(f *fakeEngine)) {
@@ -49,27 +70,39 @@ func (f *fakeEngine) count(what string) int {
 	return f.asked[what]
 }
 
-func (f *fakeEngine) Health(context.Context) (engine.Health, error) {
+func (f *fakeEngine) Health(ctx context.Context) (engine.Health, error) {
+	f.set(func(f *fakeEngine) { f.asked["health"]++ })
+	if err := f.standStill(ctx, false); err != nil {
+		return engine.Unanswered, err
+	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.asked["health"]++
 	if f.health == engine.Alive {
 		return engine.Alive, nil
 	}
 	return f.health, errors.New("it is " + f.health.String())
 }
 
-func (f *fakeEngine) Canary(context.Context, string) error {
+func (f *fakeEngine) Canary(ctx context.Context, _ string) error {
+	f.set(func(f *fakeEngine) { f.asked["canary"]++ })
+	f.mu.Lock()
+	full := f.full
+	f.mu.Unlock()
+	if err := f.standStill(ctx, full); err != nil {
+		return err
+	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.asked["canary"]++
 	return f.canary
 }
 
-func (f *fakeEngine) Counters(context.Context) (engine.Counters, error) {
+func (f *fakeEngine) Counters(ctx context.Context) (engine.Counters, error) {
+	f.set(func(f *fakeEngine) { f.asked["counters"]++ })
+	if err := f.standStill(ctx, false); err != nil {
+		return engine.Counters{}, err
+	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.asked["counters"]++
 	if held := f.held; held != nil {
 		f.mu.Unlock()
 		<-held

@@ -98,6 +98,36 @@ func TestThreeFailedCanariesGiveAnOwnedEngineUp(t *testing.T) {
 	}
 }
 
+// TestATrippedEngineThatStreamsIsNotGivenUp: failed canaries fence an engine only if no token came out since
+// the last sign. The tokens that canaries ask for themselves are no sign.
+func TestATrippedEngineThatStreamsIsNotGivenUp(t *testing.T) {
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
+		r.engine.set(func(f *fakeEngine) { f.canary, f.counters.Seen = errors.New("500"), true })
+		long := r.ask().Ticket.ID
+		for range 5 {
+			r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
+		}
+		for out := range 40 {
+			time.Sleep(time.Second)
+			r.send(&msg.Progress{TicketID: long, Out: out})
+		}
+		assert.Equal(t, 5, r.engine.count("canary"), "at 1, 3, 7, 15, 31 s")
+		for range 20 { // an answer that is not streamed shows in the counters only
+			time.Sleep(2 * time.Second)
+			r.engine.set(func(f *fakeEngine) { f.counters.GenerationTokens += 100 })
+			r.send(&msg.Probe{TicketID: long})
+		}
+		assert.Empty(t, r.tape.nodeEvents())
+		r.send(&msg.Done{TicketID: long, Outcome: msg.Cancelled})
+		for range 200 {
+			time.Sleep(time.Second)
+			canaries := r.engine.count("canary")
+			r.engine.set(func(f *fakeEngine) { f.counters.GenerationTokens = 2000 + float64(canaries) })
+		}
+		require.Len(t, r.tape.nodeEvents(), 1)
+	})
+}
+
 func TestAnEngineBusyAnswerFillsTheRankForASecondAtMost(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		first, other := r.ask().Ticket.ID, r.ask().Ticket.ID
@@ -145,6 +175,11 @@ func TestHealthFencesAtOnceOrAsksTheCanary(t *testing.T) {
 				r.engine.set(func(f *fakeEngine) { f.health, f.canary = c.health, c.canary })
 				time.Sleep(1001 * time.Millisecond)
 				synctest.Wait()
+				if c.canary != nil {
+					require.Empty(t, r.tape.nodeEvents(), "once is no suspicion")
+					time.Sleep(time.Second)
+					synctest.Wait()
+				}
 				events := r.tape.nodeEvents()
 				if c.cause == "" {
 					assert.Empty(t, events)
@@ -217,6 +252,81 @@ func TestStalls(t *testing.T) {
 				assert.Equal(t,
 					"no progress for 20s with 1 requests in hand; then the canary failed: time-out",
 					events[0].Cause)
+			})
+		})
+	}
+}
+
+// TestASilentEngineIsFencedWhenNothingMoves: an engine that hangs is out after as long as ever, and one that
+// stood still for a while goes on. The engine's canary finds no place before or after.
+func TestASilentEngineIsFencedWhenNothingMoves(t *testing.T) {
+	const never, soon, late = time.Duration(0), 16 * time.Second, 31 * time.Second
+	for name, c := range map[string]struct {
+		requests int           // of a rank with room for two
+		health   bool          // /health and /metrics answer: the core alone hangs
+		pause    time.Duration // never: for ever
+		out      time.Duration // latest time when it takes no further request
+		lost     time.Duration // latest time when it is fenced
+	}{
+		"an idle process hangs":         {out: soon, lost: soon},
+		"an idle process pauses":        {pause: 7 * time.Second},
+		"a loaded process hangs":        {requests: 1, out: soon, lost: late},
+		"a full process hangs":          {requests: 2, out: soon, lost: late},
+		"a loaded process pauses":       {requests: 1, pause: 7 * time.Second},
+		"a full process pauses":         {requests: 2, pause: 7 * time.Second},
+		"a full process pauses long":    {requests: 2, pause: 25 * time.Second, out: soon},
+		"a full core hangs":             {requests: 2, health: true, out: late, lost: late},
+		"a full core pauses long":       {requests: 2, health: true, pause: 25 * time.Second},
+		"a full rank in perfect health": {requests: 2, pause: time.Millisecond},
+	} {
+		t.Run(name, func(t *testing.T) {
+			withRank(t, 2, true, func(t *testing.T, r *testRig) {
+				for range c.requests {
+					r.ask()
+				}
+				time.Sleep(10500 * time.Millisecond)
+				for id := range c.requests {
+					r.send(&msg.Progress{TicketID: uint64(id + 1), Out: 1})
+				}
+				frozen := make(chan struct{})
+				r.engine.set(func(f *fakeEngine) {
+					f.full, f.counters.Seen = true, true
+					if !c.health {
+						f.frozen = frozen
+					}
+				})
+				r.tape.take()
+				begin, out, lost := time.Now(), never, never
+				for since := never; since < time.Minute; {
+					time.Sleep(500 * time.Millisecond)
+					synctest.Wait()
+					since = time.Since(begin)
+					if c.pause != never && since >= c.pause && frozen != nil {
+						close(frozen)
+						frozen = nil
+						r.engine.set(func(f *fakeEngine) { f.frozen = nil })
+					}
+					for id := range c.requests {
+						if frozen == nil {
+							r.send(&msg.Progress{TicketID: uint64(id + 1), Out: int(since.Milliseconds())})
+						}
+					}
+					for _, rec := range r.tape.take() {
+						if rec.Kind == msg.RecState && !rec.Accepting && out == never {
+							out = since
+						}
+					}
+					if len(r.tape.nodeEvents()) > 0 {
+						lost = since
+					}
+				}
+				assert.LessOrEqual(t, out, c.out)
+				assert.Equal(t, c.out == never, out == never, "out of routing after %s", out)
+				assert.LessOrEqual(t, lost, c.lost)
+				assert.Equal(t, c.lost == never, lost == never, "fenced after %s", lost)
+				if c.pause != never && c.requests < 2 {
+					assert.Equal(t, msg.Granted, r.ask().Refusal)
+				}
 			})
 		})
 	}

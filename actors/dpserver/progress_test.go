@@ -38,7 +38,7 @@ func TestAProbeIsAnsweredByAnEngineThatMakesProgress(t *testing.T) {
 			r.engine.set(func(f *fakeEngine) { f.dumb = errors.New("404") })
 		}},
 		"a canary moves them": {between: func(r *testRig) {
-			r.send(canaryResult{round: r.state.lastRound})
+			r.send(canaryResult{read: counterRead{round: r.state.lastRound}})
 			r.engine.set(func(f *fakeEngine) { f.counters.GenerationTokens++ })
 		}},
 		"another request ends": {between: func(r *testRig) {

@@ -79,7 +79,7 @@ type busy struct {
 
 func newReplica(s *Server) *replica {
 	r := &replica{Server: s, account: newAccount(), app: s.currentApplication()}
-	r.kv.r, r.prefills.r = r, r
+	r.kv.r, r.prefills.r, r.trip.r = r, r, r
 	if s.state.isRegistered { // after a panic: the account is lost, and a snapshot tells every sink
 		s.log.Error("the account of a rank was lost, it begins anew",
 			slog.Uint64("incarnation", s.state.incarnation))
@@ -202,7 +202,7 @@ func (r *replica) startIncarnation(f msg.Facts, anew bool) {
 	r.account.reset()
 	r.prefills.stop()
 	stopTimer(r.trip.timer)
-	r.trip, r.busy, r.turns = trip{}, busy{round: r.busy.round + 1}, turns{}
+	r.trip, r.busy, r.turns = trip{r: r}, busy{round: r.busy.round + 1}, turns{}
 	r.state.phase, r.state.incarnation, r.state.facts = phaseOpen, f.Incarnation, f
 	r.state.lastTicket = max(r.state.lastTicket, f.Base)
 	if anew {
@@ -238,7 +238,7 @@ func (r *replica) fence(cause string) {
 		return
 	}
 	r.state.phase, r.turns = phaseFenced, turns{}
-	r.monitor.reportedBack, r.monitor.canaryPending = false, false // of the incarnation before the fence
+	r.monitor.reportedBack, r.monitor.canarySent = false, time.Time{} // of the engine before the fence
 	r.publishState(cause)
 	r.log.Debug("rank is fenced", slog.String("cause", cause), slog.Int("in_flight", r.account.openCount()))
 	r.closeDrainedIfIdle()
@@ -292,8 +292,11 @@ func (r *replica) endStream() {
 }
 
 func (r *replica) isAccepting() bool {
-	return r.state.phase == phaseOpen && !r.trip.isTripped && !r.busy.on
+	return r.state.phase == phaseOpen && !r.trip.isTripped && !r.refusesAll()
 }
+
+// refusesAll says whether the rank takes no request although it may have room.
+func (r *replica) refusesAll() bool { return r.busy.on || r.monitor.holdsBack }
 
 // isTripped says whether the rank is open and its last answers failed in a row.
 func (r *replica) isTripped() bool { return r.state.phase == phaseOpen && r.trip.isTripped }
@@ -367,7 +370,7 @@ func (r *replica) admit(m *msg.Admit) {
 		r.turns.useRoom(now, req.Ingress, weight)
 	}
 	if idle {
-		r.monitor.noteProgress() // the stall clock starts with the first open request
+		r.monitor.gate.noteIdle(now) // the stall clock starts with the first open request
 	}
 	r.rec = msg.Record{
 		Kind: msg.RecAdmitted, ReqID: req.ReqID, Ingress: req.Ingress, Tokens: req.Tokens, Hit: req.Hit,
@@ -401,7 +404,7 @@ func (r *replica) checkAdmission(m *msg.Admit) msg.Refusal {
 		return msg.StaleEpoch
 	case r.state.phase != phaseOpen:
 		return phaseRefusals[r.state.phase]
-	case r.busy.on, r.holdsTooMuch(m),
+	case r.refusesAll(), r.holdsTooMuch(m),
 		!r.turns.canUse(m.Ingress, r.requestWeight(m), r.freeSequences()):
 		return msg.Full
 	}
@@ -436,7 +439,7 @@ func (r *replica) watchContext(ctx context.Context, id uint64) func() bool {
 }
 
 func (r *replica) recordFirstToken(m *msg.FirstToken) {
-	r.monitor.noteProgress()
+	r.noteSign(signTokens)
 	if t, first := r.account.markDecoding(m.TicketID, false); first {
 		at := t.clampFirstToken(m.At, time.Now())
 		r.prefills.pace.addSample(at.Sub(t.admittedAt), t.prefillPredicted)
@@ -445,7 +448,7 @@ func (r *replica) recordFirstToken(m *msg.FirstToken) {
 }
 
 func (r *replica) recordProgress(m *msg.Progress) {
-	r.monitor.noteProgress()
+	r.noteSign(signTokens)
 	t := r.account.tickets[m.TicketID]
 	if t == nil || m.Out <= t.req.Out {
 		return
@@ -465,7 +468,6 @@ func (r *replica) endTicket(m *msg.Done) {
 	if !t.req.Decoding {
 		r.prefills.remove(m.TicketID)
 	}
-	r.monitor.noteProgress()
 	now := time.Now()
 	if m.Outcome != msg.Refused {
 		r.stats.addEnded(now, max(0, m.CompletionTokens-t.req.Out), m.FirstToken)
@@ -476,6 +478,9 @@ func (r *replica) endTicket(m *msg.Done) {
 	}
 	r.emitRequestRecord(msg.RecDone, &t.req, m.Cause, now)
 	r.offerRemaining()
+	if m.Outcome == msg.OK {
+		r.noteSign(signTokens)
+	}
 	r.kv.countExpectedEvents(m)
 	r.kv.endPrompt(t, m)
 	r.account.recycle(t)
@@ -491,7 +496,7 @@ func (r *replica) applyOutcome(m *msg.Done) {
 		r.clearBusy()
 	}
 	if m.Trip {
-		r.countFailure()
+		r.trip.countFailure()
 	} else if m.Outcome == msg.OK {
 		r.trip.failures = 0
 	}
@@ -549,7 +554,7 @@ func (r *replica) applyDemand(m *msg.Demand) {
 // offerTurn holds free room for the ingress whose turn it is, and returns which ingress may use the free
 // room.
 func (r *replica) offerTurn() string {
-	if len(r.turns.places) == 0 || r.state.phase != phaseOpen || r.busy.on {
+	if len(r.turns.places) == 0 || r.state.phase != phaseOpen || r.refusesAll() {
 		return ""
 	}
 	now := time.Now()
@@ -568,7 +573,7 @@ func (r *replica) publishFreeRoom() {
 
 // offerRemaining offers room to further ingresses if more than one place is free.
 func (r *replica) offerRemaining() {
-	if len(r.turns.places) == 0 || r.state.phase != phaseOpen || r.busy.on {
+	if len(r.turns.places) == 0 || r.state.phase != phaseOpen || r.refusesAll() {
 		return
 	}
 	for range r.freeSequences() - r.turns.held { // each offer holds some of it

@@ -18,13 +18,12 @@ import (
 type healthMonitor struct {
 	round         uint64 // number of this monitor: results and ticks of an earlier one are dropped
 	timer         *time.Timer
-	healthPending bool // a health probe runs
-	canaryPending bool // a canary of health or stall runs
-	reportedBack  bool // attach: ReplicaBack was reported, and the node's Ready has not come yet
-
-	lastProgress    time.Time
-	sample          *engine.Counters // at one moment without progress; nil: they were not read since
-	countersPending bool
+	healthPending bool      // a health probe runs
+	canarySent    time.Time // of the canary that runs; zero: none runs
+	reportedBack  bool      // attach: ReplicaBack was reported, and the node's Ready has not come yet
+	readPending   bool      // a read of the counters for the gate runs
+	gate          healthGate
+	holdsBack     bool // the gate keeps new requests away
 }
 
 // Messages of the health monitor. The round identifies late results of an earlier monitor.
@@ -36,9 +35,9 @@ type (
 		err    error
 	}
 	canaryResult struct {
-		round uint64
-		cause string // why it was sent
-		err   error
+		sent time.Time
+		err  error
+		read counterRead // after a canary that failed
 	}
 	countersResult struct{ counterRead }
 )
@@ -54,21 +53,17 @@ type counterRead struct {
 func (r *replica) readEngine(resultOf func(counterRead) any) {
 	s, round := r.Server, r.monitor.round
 	r.runProbe(r.timers.CounterLimit, func(ctx context.Context) {
-		c, err := s.engine.Counters(ctx)
-		s.box.Send(resultOf(counterRead{round, c, err}))
+		s.box.Send(resultOf(s.readCounters(ctx, round)))
 	})
 }
-
-func (k *healthMonitor) noteProgress() { k.lastProgress, k.sample = time.Now(), nil }
 
 func (r *replica) startMonitor() {
 	stopTimer(r.monitor.timer)
 	r.state.lastRound++
-	r.monitor = healthMonitor{round: r.state.lastRound}
+	r.monitor = healthMonitor{round: r.state.lastRound, gate: newHealthGate(time.Now())}
 	stopTimer(r.scrape.timer)
 	r.scrape = scrape{isPending: r.scrape.isPending}
 	r.progress = progressCheck{}
-	r.monitor.noteProgress()
 	r.armHealthTick()
 }
 
@@ -90,15 +85,15 @@ func (r *replica) receiveMonitor(m any) {
 			}
 		}
 	case canaryResult:
-		if m.round == r.monitor.round {
-			r.monitor.canaryPending = false
+		if m.read.round == r.monitor.round && m.sent.Equal(r.monitor.canarySent) {
+			r.monitor.canarySent = time.Time{}
 			if r.isMonitored() {
 				r.onCanary(m)
 			}
 		}
 	case countersResult:
 		if m.round == r.monitor.round {
-			r.monitor.countersPending = false
+			r.monitor.readPending = false
 			r.onCounters(m)
 		}
 	case progressResult:
@@ -106,9 +101,7 @@ func (r *replica) receiveMonitor(m any) {
 			r.onProgressResult(m)
 		}
 	case tripTimer:
-		r.onTripTimer(m)
-	case tripResult:
-		r.onTripResult(m)
+		r.trip.onTimer(m)
 	}
 }
 
@@ -152,8 +145,9 @@ func (r *replica) probeHealth() {
 	})
 }
 
-// onHealth fences at once on a 503 or a refused connection. After a timeout or an odd status it sends a
-// canary. A healthy answer only proves that a process exists.
+// onHealth fences at once on a 503 or a refused connection. A timeout or an odd status is reported to the
+// gate. The canary is sent with the first report already, so that waiting for the second one costs no time. A
+// healthy answer only proves that a process exists.
 func (r *replica) onHealth(m healthResult) {
 	if r.state.phase == phaseFenced {
 		r.onHealthWhileFenced(m.health)
@@ -161,10 +155,15 @@ func (r *replica) onHealth(m healthResult) {
 	}
 	switch m.health {
 	case engine.Alive:
+		r.noteSign(signHealth)
 	case engine.Dead, engine.RefusedConn:
 		r.fenceAndReport("health check: " + m.err.Error())
 	case engine.Unanswered, engine.Odd:
-		r.sendCanary("health check: " + m.err.Error())
+		r.monitor.gate.report(lateHealth, "health check: "+m.err.Error(), time.Now())
+		r.readCounters()
+		if r.monitor.gate.suspicions[lateHealth].failed == 0 {
+			r.sendCanary()
+		}
 	}
 }
 
@@ -173,48 +172,64 @@ func (r *replica) onHealth(m healthResult) {
 func (r *replica) onHealthWhileFenced(h engine.Health) {
 	switch {
 	case h == engine.Alive && !r.monitor.reportedBack:
-		r.sendCanary("")
+		r.sendCanary()
 	case h != engine.Alive && r.monitor.reportedBack:
 		r.monitor.reportedBack = false
 		r.reportToNode(msg.ReplicaLost, "the engine is "+h.String()+" again")
 	}
 }
 
-func (r *replica) sendCanary(cause string) {
-	if r.monitor.canaryPending {
+// sendCanary sends a canary beside the actor, one at a time. If it fails, the engine's counters are read at
+// once, within the time of the canary.
+func (r *replica) sendCanary() {
+	if !r.monitor.canarySent.IsZero() {
 		return
 	}
-	r.monitor.canaryPending = true
-	s, round, model := r.Server, r.monitor.round, r.spec.App.Model.ID
+	r.monitor.canarySent = time.Now()
+	r.monitor.gate.canaries++
+	s, round, sent, model := r.Server, r.monitor.round, r.monitor.canarySent, r.spec.App.Model.ID
 	r.runProbe(r.timers.Canary, func(ctx context.Context) {
-		s.box.Send(canaryResult{round, cause, s.engine.Canary(ctx, model)})
+		limited, cancel := context.WithTimeout(ctx, s.timers.Canary-s.timers.CounterLimit)
+		defer cancel()
+		m := canaryResult{sent: sent, err: s.engine.Canary(limited, model), read: counterRead{round: round}}
+		if m.err != nil {
+			m.read = s.readCounters(ctx, round)
+		}
+		s.box.Send(m)
 	})
 }
 
 func (r *replica) onCanary(m canaryResult) {
+	isFenced := r.state.phase == phaseFenced
 	switch {
-	case r.state.phase == phaseFenced && m.err == nil && m.cause == "":
+	case isFenced && m.err == nil:
 		r.monitor.reportedBack = true
 		r.reportToNode(msg.ReplicaBack, "the engine answers again")
-	case r.state.phase == phaseFenced:
+	case isFenced:
 	case m.err == nil:
-		r.monitor.noteProgress()
 		r.progress.discard()
+		r.trip.end()
+		r.noteSign(signCanary)
 	default:
-		r.fenceAndReport(fmt.Sprintf("%s; then the canary failed: %v", m.cause, m.err))
+		r.noteRead(m.read)
+		r.monitor.gate.noteFailedCanary(m.sent, m.err)
+		r.judgeEngine()
+		r.trip.awaitNext()
 	}
 }
 
 // checkStall checks that an engine with open requests makes progress within the stall timeout. Half way
-// through a time without progress, and at its end, it reads the engine's counters: if they moved, the engine
-// works on something that no stream shows yet.
+// through a time without progress, and from its end on, it reads the engine's counters: if they moved, the
+// engine works on something that no stream shows yet. It also reads them while a failed canary has not led to
+// a decision.
 func (r *replica) checkStall() {
-	if r.account.openCount() == 0 || r.state.phase == phaseFenced {
-		r.monitor.noteProgress()
-		return
+	now, g := time.Now(), &r.monitor.gate
+	if r.account.openCount() == 0 {
+		g.noteIdle(now)
 	}
-	quiet, limit := time.Since(r.monitor.lastProgress), r.stallLimit()
-	if quiet >= limit || quiet >= limit/2 && r.monitor.sample == nil {
+	since, limit := g.lastSign(stalled), r.stallLimit()
+	if quiet := now.Sub(since); quiet >= limit || quiet >= limit/2 && !g.countersAt.After(since) ||
+		r.monitor.holdsBack {
 		r.readCounters()
 	}
 }
@@ -229,97 +244,78 @@ func (r *replica) stallLimit() time.Duration {
 }
 
 func (r *replica) readCounters() {
-	if r.monitor.countersPending || r.monitor.canaryPending {
+	if r.monitor.readPending || r.state.phase == phaseFenced {
 		return
 	}
-	r.monitor.countersPending = true
+	r.monitor.readPending = true
 	r.readEngine(func(c counterRead) any { return countersResult{c} })
 }
 
 func (r *replica) onCounters(m countersResult) {
-	before := r.monitor.sample
-	quiet, limit := time.Since(r.monitor.lastProgress), r.stallLimit()
-	switch {
-	case r.account.openCount() == 0, r.state.phase == phaseFenced:
-	case m.err == nil && before != nil && m.counters.Moved(*before):
-		r.monitor.noteProgress()
-	case quiet < limit && m.err != nil: // the next tick reads them again
-	case quiet < limit:
-		r.monitor.sample = &m.counters
-	default:
-		r.sendCanary(fmt.Sprintf("no progress for %s with %d requests in hand", quiet.Round(time.Millisecond),
-			r.account.openCount()))
-	}
-}
-
-// trip counts failed requests. Tripped is a flag and not a phase: the rank runs and admits. The stream says
-// that it is tripped until a canary succeeds, and the Routers leave it out unless too many ranks of the
-// application are tripped (routing/DESIGN.md, Tripped ranks).
-type trip struct {
-	failures       int // in a row
-	isTripped      bool
-	failedCanaries int // in a row
-	backoff        time.Duration
-	timer          *time.Timer
-}
-
-// Messages of the trip.
-type (
-	tripTimer  struct{ incarnation uint64 } // the next canary is due
-	tripResult struct {
-		incarnation uint64
-		err         error
-	}
-)
-
-// countFailure counts an answer that its ingress counts towards the trip.
-func (r *replica) countFailure() {
-	r.trip.failures++
-	if r.trip.failures < tripAfter || r.trip.isTripped || r.state.phase != phaseOpen {
+	if r.state.phase == phaseFenced {
 		return
 	}
-	r.trip.isTripped, r.trip.failedCanaries, r.trip.backoff = true, 0, r.timers.TripBackoff
-	r.publishState("tripped")
-	r.log.Warn("rank is tripped: its answers failed in a row", slog.Int("failures", r.trip.failures))
-	r.armTripTimer()
-}
-
-// armTripTimer waits one backoff step: 1, 2, 4 … 64 s.
-func (r *replica) armTripTimer() {
-	r.trip.timer = r.sendAfter(r.trip.backoff, tripTimer{r.state.incarnation})
-	r.trip.backoff = min(2*r.trip.backoff, r.timers.TripCeiling)
-}
-
-func (r *replica) onTripTimer(m tripTimer) {
-	if !r.trip.isTripped || m.incarnation != r.state.incarnation || r.state.phase != phaseOpen {
-		return
+	r.noteRead(m.counterRead)
+	now, g := time.Now(), &r.monitor.gate
+	quiet, open := now.Sub(g.lastSign(stalled)), r.account.openCount()
+	if open > 0 && quiet >= r.stallLimit() && g.suspicions[stalled].failed == 0 {
+		g.report(stalled, fmt.Sprintf("no progress for %s with %d requests in hand",
+			quiet.Round(time.Millisecond), open), now)
+		r.sendCanary()
 	}
-	s, model := r.Server, r.spec.App.Model.ID
-	r.runProbe(r.timers.Canary, func(ctx context.Context) {
-		s.box.Send(tripResult{m.incarnation, s.engine.Canary(ctx, model)})
-	})
+	r.judgeEngine()
 }
 
-// onTripResult clears the trip, waits longer, or gives up an engine that dpserve started.
-func (r *replica) onTripResult(m tripResult) {
-	if !r.trip.isTripped || m.incarnation != r.state.incarnation || r.state.phase != phaseOpen {
-		return
+// noteSign notes that the engine works.
+func (r *replica) noteSign(s sign) {
+	r.monitor.gate.noteSign(s, time.Now())
+	if r.monitor.holdsBack {
+		r.judgeEngine()
 	}
+}
+
+// noteRead notes what a read of the engine's counters shows, and how many KV events came meanwhile.
+func (r *replica) noteRead(m counterRead) {
+	now := time.Now()
+	r.monitor.gate.noteBatches(r.kv.eventStats().Batches, now)
 	if m.err == nil {
-		r.trip = trip{}
-		r.monitor.noteProgress()
-		r.progress.discard()
-		r.log.Info("rank answers again")
-		r.publishState("")
+		r.monitor.gate.noteCounters(&m.counters, !r.monitor.canarySent.IsZero(), now)
+	}
+}
+
+// judgeEngine fences the rank of an engine that does not work. It is called when the engine's counters were
+// read just now, and when a sign was seen.
+func (r *replica) judgeEngine() {
+	patience := r.stallLimit() + r.timers.Canary
+	v, by := r.monitor.gate.judge(time.Now(), r.account.openCount() > 0, patience)
+	if v == fenceRank {
+		state := &r.monitor.gate.suspicions[by]
+		cause := fmt.Sprintf("%s; then the canary failed: %v", state.cause, state.failure)
+		if by == tripped {
+			cause = fmt.Sprintf("%d requests and %d canaries failed in a row: %v", r.trip.failures,
+				state.failed, state.failure)
+		}
+		r.fenceAndReport(cause)
 		return
 	}
-	r.trip.failedCanaries++
-	if r.trip.failedCanaries >= fenceAfter && r.spec.Target.Owned {
-		r.fenceAndReport(fmt.Sprintf("%d requests and %d canaries failed in a row: %v", r.trip.failures,
-			r.trip.failedCanaries, m.err))
+	if holds := v == holdRank; holds != r.monitor.holdsBack && r.state.phase == phaseOpen {
+		r.holdBack(holds, by)
+	}
+}
+
+// holdBack keeps new requests away from an engine that seems to hang and has open requests. They go to other
+// ranks while it is not certain whether the engine goes on.
+func (r *replica) holdBack(holds bool, by suspicion) {
+	r.monitor.holdsBack = holds
+	if !holds {
+		r.log.Info("engine goes on: the rank takes requests again")
+		r.publishFreeRoom()
 		return
 	}
-	r.armTripTimer()
+	r.turns.releaseAll()
+	r.log.Info("engine seems to hang: the rank takes no further request", slog.String("cause",
+		r.monitor.gate.suspicions[by].cause))
+	r.publishState("suspected")
 }
 
 // progressCheck answers the Probes of ingresses whose streams are silent: has the engine made progress since
@@ -365,10 +361,10 @@ func (r *replica) onProgressResult(m progressResult) {
 	if m.err == nil {
 		q.counters = &m.counters
 	}
+	r.noteRead(m.counterRead)
 	if !moved {
 		return
 	}
-	r.monitor.noteProgress()
 	for _, id := range askers {
 		if t := r.account.tickets[id]; t != nil {
 			t.lastAt = time.Now()
@@ -460,6 +456,7 @@ func (r *replica) onScraped(m scrapeResult) {
 		return
 	}
 	r.scrape.missed = 0
+	r.noteRead(m.counterRead)
 	if r.scrape.hasLast && m.counters.Restarted(r.scrape.last) && !r.spec.Target.Owned {
 		r.suspectRestart(m.counters)
 		return

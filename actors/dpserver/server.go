@@ -299,6 +299,14 @@ func (s *Server) runProbe(limit time.Duration, work func(ctx context.Context)) {
 	})
 }
 
+// readCounters reads the engine's counters.
+func (s *Server) readCounters(ctx context.Context, round uint64) counterRead {
+	ctx, cancel := context.WithTimeout(ctx, s.timers.CounterLimit)
+	defer cancel()
+	c, err := s.engine.Counters(ctx)
+	return counterRead{round, c, err}
+}
+
 // stopTimer stops a timer that may not have been set yet.
 func stopTimer(t *time.Timer) {
 	if t != nil {

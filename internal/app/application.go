@@ -79,7 +79,7 @@ type Application struct {
 	Retries Retries `json:"retries"`
 	// seconds between two calls of each rank's `/health`
 	HealthCheckPeriodS float64 `json:"health_check_period_s" is:"seconds" default:"1"`
-	// longest answer of `/health`
+	// longest answer of `/health`; the second late one in a row counts
 	HealthCheckTimeoutS float64 `json:"health_check_timeout_s" is:"seconds" default:"5"`
 	// drain of running streams; 0 cuts them. 10 under `up`
 	GracefulShutdownTimeout float64 `json:"graceful_shutdown_timeout_s" is:"seconds or 0" default:"1800"`
@@ -132,7 +132,8 @@ type Engine struct {
 	KVEvents string `json:"kv_events" words:"auto | off" default:"auto"`
 	// from start to ready
 	StartupTimeoutS float64 `json:"startup_timeout_s" is:"seconds" default:"600"`
-	// no progress with work in flight: then a one-token probe of 10 s decides
+	// no progress with work in flight: then a one-token probe of 10 s decides. A process that stands still
+	// for less than this time and those 10 s keeps its streams
 	StallTimeoutS float64 `json:"stall_timeout_s" is:"seconds" default:"20"`
 	// attach: the running engines
 	Ranks []AttachRank `json:"ranks,omitempty" unset:"required for attach"`

@@ -177,8 +177,8 @@ const (
 // modes are the failures that can be injected, with what they take.
 var modes = map[string]int{
 	"crash": numberArgument, "kill": noArgument, "orphan": numberArgument, "core-dead": noArgument,
-	"hang": noArgument, "slow": numberArgument, "refuse": noArgument, "health-503": noArgument,
-	"stopping": noArgument, "ignore-sigterm": noArgument,
+	"hang": noArgument, "freeze": noArgument, "slow": numberArgument, "refuse": noArgument,
+	"health-503": noArgument, "stopping": noArgument, "ignore-sigterm": noArgument,
 
 	"http-500": noArgument, "http-503": noArgument, "busy": noArgument, "bare-done": noArgument,
 	"cut": numberArgument, "no-done": numberArgument, "error-event": numberArgument, "abort": numberArgument,

@@ -5,6 +5,7 @@ import (
 	"io"
 	"net/http"
 	"slices"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -74,6 +75,37 @@ func TestFS8FrozenEngine(t *testing.T) {
 		assert.Less(t, p99(others), 2*quiet, "the other ranks")
 		c.Quiet()
 	})
+}
+
+// The process of an engine stands still under load and goes on: as long as the swap of a machine or the move
+// of its VM may take, no engine is killed and no stream is cut. The rank is full, so no canary finds a place.
+func TestAPausedEngineKeepsItsStreams(t *testing.T) {
+	for _, pause := range []float64{7, 25} {
+		for coupling, ranks := range map[string]int{"independent": 1, "lockstep": 4} {
+			synctest.Test(t, func(t *testing.T) {
+				c := harness.New(t)
+				c.Deploy(simApp("a", ranks, coupling, "max_num_seqs: 2, sim_step_ms: 50"))
+				c.WaitStatus("a", "RUNNING")
+				var streams sync.WaitGroup
+				for range 2 * ranks {
+					streams.Go(func() {
+						s := c.StreamChat(t.Context(), "a", 900)
+						assert.True(t, s.OK(), "%s, %v s: %v", coupling, pause, s)
+						assert.Greater(t, s.Total.Seconds(), 44+pause, "it stood still")
+					})
+				}
+				time.Sleep(5 * time.Second)
+				c.Fail("a", 0, ranks-1, sim.Fault{Mode: sim.ModeFreeze, ForS: pause})
+				streams.Wait()
+				for _, e := range c.Events("a") {
+					assert.NotEqual(t, "fenced", e.Phase, "%s, %v s: %s", coupling, pause, e.Reason)
+				}
+				s := c.StreamChat(t.Context(), "a", 3)
+				assert.True(t, s.OK(), "%s, %v s: it takes requests again: %v", coupling, pause, s)
+				c.Quiet()
+			})
+		}
+	}
 }
 
 // FS8: answers of engines that are dying, stopping, full or broken while their /health says 200. What failed

@@ -83,7 +83,7 @@ func (s *Server) Fail(f Fault) error {
 		return s.orphaned(f.Port)
 	case ModeCoreDead:
 		s.tellAll(em.Input{Kind: em.InputKill})
-	case ModeHang, ModeSlow, ModeRefuse, ModeTransferLease:
+	case ModeHang, ModeFreeze, ModeSlow, ModeRefuse, ModeTransferLease:
 		return s.failFor(f)
 	case ModeKVRestart:
 		s.dropCaches(true)
@@ -98,8 +98,8 @@ func (s *Server) Fail(f Fault) error {
 
 // failFor switches on a mode that needs an action at its end too.
 func (s *Server) failFor(f Fault) error {
-	switch f.Mode { //nolint:exhaustive // called for four modes
-	case ModeHang:
+	switch f.Mode { //nolint:exhaustive // called for five modes
+	case ModeHang, ModeFreeze:
 		s.tellAll(em.Input{Kind: em.InputHang})
 	case ModeSlow:
 		s.tellAll(em.Input{Kind: em.InputSlow, Factor: f.slowFactor()})

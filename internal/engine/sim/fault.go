@@ -3,6 +3,7 @@ package sim
 import (
 	"bytes"
 	"cmp"
+	"context"
 	"fmt"
 	"strings"
 	"sync"
@@ -22,6 +23,7 @@ const (
 	ModeOrphan        Mode = "orphan"         // SIGKILL itself, but a child keeps a port of the block
 	ModeCoreDead      Mode = "core-dead"      // requests fail, exit 0 after 0.6 s
 	ModeHang          Mode = "hang"           // no step ends, sockets stay open, /health stays 200
+	ModeFreeze        Mode = "freeze"         // as after SIGSTOP: no step ends, and nothing is answered
 	ModeSlow          Mode = "slow"           // steps take Factor times as long
 	ModeRefuse        Mode = "refuse"         // connections are refused
 	ModeHealth503     Mode = "health-503"     // GET /health answers 503
@@ -143,6 +145,7 @@ type activeFault struct {
 	Fault
 	left  int // requests it still hits, if counted
 	timer *time.Timer
+	over  chan struct{} // closed when it is over
 }
 
 // on switches f on; ended is called (once, from a timer) when its time is over.
@@ -153,7 +156,7 @@ func (s *faults) on(f Fault, ended func()) {
 		s.active = make(map[Mode]*activeFault)
 	}
 	s.drop(f.Mode)
-	a := &activeFault{Fault: f, left: f.Count}
+	a := &activeFault{Fault: f, left: f.Count, over: make(chan struct{})}
 	if f.ForS > 0 {
 		a.timer = time.AfterFunc(time.Duration(f.ForS*float64(time.Second)), func() {
 			if s.expire(a) {
@@ -180,6 +183,7 @@ func (s *faults) drop(m Mode) {
 		if a.timer != nil {
 			a.timer.Stop()
 		}
+		close(a.over)
 		delete(s.active, m)
 	}
 }
@@ -198,6 +202,20 @@ func (s *faults) is(m Mode) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.active[m] != nil
+}
+
+// wait waits until a process mode is over, or ctx ends.
+func (s *faults) wait(ctx context.Context, m Mode) {
+	s.mu.Lock()
+	a := s.active[m]
+	s.mu.Unlock()
+	if a == nil {
+		return
+	}
+	select {
+	case <-a.over:
+	case <-ctx.Done():
+	}
 }
 
 // chance reports whether a batch mode strikes the next batch, counting it. roll gives a number in [0, 1).

@@ -46,6 +46,7 @@ func (s api) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		s.admin(w, r)
 		return
 	}
+	s.faults.wait(r.Context(), ModeFreeze)
 	if !s.authorized(r) {
 		s.writeJSON(w, http.StatusUnauthorized, []byte(`{"error":"Unauthorized"}`))
 		return

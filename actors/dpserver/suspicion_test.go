@@ -1,0 +1,127 @@
+package dpserver
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+
+	"github.com/dpserve/dpserve/internal/engine"
+)
+
+// TestWhatRefutesASuspicion: each sign after a suspicion that canaries have confirmed.
+func TestWhatRefutesASuspicion(t *testing.T) {
+	signs := map[string]func(g *healthGate, at time.Time){
+		"nothing":             func(*healthGate, time.Time) {},
+		"/health answers":     func(g *healthGate, at time.Time) { g.noteSign(signHealth, at) },
+		"a canary":            func(g *healthGate, at time.Time) { g.noteSign(signCanary, at) },
+		"tokens of a request": func(g *healthGate, at time.Time) { g.noteSign(signTokens, at) },
+		"prompt counter": func(g *healthGate, at time.Time) {
+			g.noteCounters(&engine.Counters{Seen: true, PromptTokens: 1}, false, at)
+		},
+		"generation counter": func(g *healthGate, at time.Time) {
+			g.noteCounters(&engine.Counters{Seen: true, GenerationTokens: 9}, false, at)
+		},
+		"the canaries' tokens": func(g *healthGate, at time.Time) {
+			g.noteCounters(&engine.Counters{Seen: true, GenerationTokens: 3}, false, at)
+		},
+		"counters that stand still": func(g *healthGate, at time.Time) {
+			g.noteCounters(&engine.Counters{Seen: true}, false, at)
+		},
+		"a page without counters": func(g *healthGate, at time.Time) {
+			g.noteCounters(&engine.Counters{StartTime: 5}, false, at)
+		},
+		"kv events":    func(g *healthGate, at time.Time) { g.noteBatches(7, at) },
+		"no kv events": func(g *healthGate, at time.Time) { g.noteBatches(6, at) },
+	}
+	refuted := map[string][suspicionCount]bool{ // late health, stalled, tripped
+		"/health answers":      {true, false, false},
+		"a canary":             {true, true, true},
+		"tokens of a request":  {true, true, true},
+		"prompt counter":       {true, true, false},
+		"generation counter":   {true, true, true},
+		"the canaries' tokens": {true, true, false},
+		"kv events":            {true, true, false},
+	}
+	for name, note := range signs {
+		for k := range suspicionCount {
+			begin := time.Unix(1000, 0)
+			g := newHealthGate(begin)
+			at := begin.Add(time.Minute)
+			g.noteCounters(&engine.Counters{Seen: true}, false, at)
+			g.noteBatches(6, at)
+			g.canaries = 3
+			for range suspicionRules[k].reports {
+				g.report(k, "cause", at)
+			}
+			for range suspicionRules[k].canaries {
+				g.noteFailedCanary(at.Add(time.Second), errors.New("500"))
+			}
+			note(&g, at.Add(2*time.Second))
+			v, by := g.judge(at.Add(3*time.Second), true, time.Minute)
+			want := refuted[name][k]
+			assert.Equal(t, want, v == keepRank, "%s, suspicion %d: %d", name, k, v)
+			if !want {
+				assert.Equal(t, k, by)
+			}
+		}
+	}
+}
+
+func TestWhenARankIsFenced(t *testing.T) {
+	const patience = 30 * time.Second
+	silent, failed := context.DeadlineExceeded, errors.New("500")
+	for name, c := range map[string]struct {
+		by       suspicion
+		reports  int
+		canaries []error
+		quiet    time.Duration
+		load     bool
+		want     verdict
+	}{
+		"one late /health":                 {lateHealth, 1, []error{silent}, time.Hour, false, keepRank},
+		"two, and no canary yet":           {lateHealth, 2, nil, time.Hour, false, keepRank},
+		"two, idle":                        {lateHealth, 2, []error{silent}, 0, false, fenceRank},
+		"two, with work, not long enough":  {lateHealth, 2, []error{silent}, patience - 1, true, holdRank},
+		"two, with work, long enough":      {lateHealth, 2, []error{silent}, patience, true, fenceRank},
+		"two, with work, and an error":     {lateHealth, 2, []error{failed}, 0, true, fenceRank},
+		"stalled, the canary waits":        {stalled, 1, nil, time.Hour, true, keepRank},
+		"stalled, silent, not long enough": {stalled, 1, []error{silent}, patience - 1, true, holdRank},
+		"stalled, silent":                  {stalled, 1, []error{silent}, patience, true, fenceRank},
+		"stalled, and an error":            {stalled, 1, []error{failed}, 0, true, fenceRank},
+		"tripped twice":                    {tripped, 1, []error{failed, silent}, time.Hour, false, keepRank},
+		"tripped":                          {tripped, 1, []error{failed, silent, failed}, 0, true, fenceRank},
+		"tripped, with work, no answer": {
+			tripped, 1, []error{failed, failed, silent}, 0, true, holdRank,
+		},
+		"tripped, idle, and no answer": {
+			tripped, 1, []error{silent, silent, silent}, 0, false, fenceRank,
+		},
+	} {
+		begin := time.Unix(1000, 0)
+		g := newHealthGate(begin)
+		for range c.reports {
+			g.report(c.by, "cause", begin.Add(time.Nanosecond))
+		}
+		for _, err := range c.canaries {
+			g.noteFailedCanary(begin.Add(time.Nanosecond), err)
+		}
+		v, _ := g.judge(begin.Add(c.quiet), c.load, patience)
+		assert.Equal(t, c.want, v, name)
+	}
+}
+
+// TestACanaryBeforeASignDoesNotCount: an engine that worked while a canary waited had no time for it.
+func TestACanaryBeforeASignDoesNotCount(t *testing.T) {
+	begin := time.Unix(1000, 0)
+	g := newHealthGate(begin)
+	sent := begin.Add(time.Second)
+	g.noteSign(signTokens, sent.Add(time.Second))
+	g.report(lateHealth, "late", sent.Add(2*time.Second))
+	g.report(lateHealth, "late", sent.Add(3*time.Second))
+	g.noteFailedCanary(sent, errors.New("500"))
+	v, _ := g.judge(sent.Add(time.Hour), false, 0)
+	assert.Equal(t, keepRank, v)
+}
