@@ -332,6 +332,20 @@ func TestASilentEngineIsFencedWhenNothingMoves(t *testing.T) {
 	}
 }
 
+// TestAStallIsDecidedAlsoWhenItsRequestsEnd: an ingress gives its streams up at the same time.
+func TestAStallIsDecidedAlsoWhenItsRequestsEnd(t *testing.T) {
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
+		r.engine.set(func(f *fakeEngine) { f.full = true })
+		id := r.ask().Ticket.ID
+		time.Sleep(25 * time.Second)
+		require.Equal(t, 1, r.engine.count("canary"))
+		r.send(&msg.Done{TicketID: id, Outcome: msg.FailedOutcome})
+		r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Cause: msg.CauseClientError})
+		time.Sleep(6 * time.Second)
+		require.Len(t, r.tape.nodeEvents(), 1)
+	})
+}
+
 // TestAFailedReadIsNoSample: counters that cannot be read half way are not taken for zero, so that the next
 // read is no progress.
 func TestAFailedReadIsNoSample(t *testing.T) {

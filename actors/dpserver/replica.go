@@ -478,7 +478,7 @@ func (r *replica) endTicket(m *msg.Done) {
 	}
 	r.emitRequestRecord(msg.RecDone, &t.req, m.Cause, now)
 	r.offerRemaining()
-	if m.Outcome == msg.OK {
+	if m.Outcome == msg.OK && m.Cause != msg.CauseClientError { // a front end refuses requests alone
 		r.noteSign(signTokens)
 	}
 	r.kv.countExpectedEvents(m)

@@ -13,7 +13,7 @@ type sign uint8
 const (
 	signHealth    sign = iota // /health answered 200: the process lives
 	signCanary                // a canary was answered: the engine computes
-	signTokens                // a request got a first token, output, or a whole answer
+	signTokens                // a request got a first token, output, or a whole answer of the model
 	signCounters              // the engine counted more prompt tokens or generated tokens
 	signGenerated             // the engine generated more tokens than canaries asked for
 	signEvents                // the engine published KV events
@@ -143,9 +143,12 @@ func (g *healthGate) noteCounters(c *engine.Counters, canaryRuns bool, now time.
 	}
 }
 
-// noteIdle notes that the rank has no open request.
+// noteIdle notes that the rank has no open request. A stall that was reported is still decided: its requests
+// may have ended because their ingresses waited no longer.
 func (g *healthGate) noteIdle(now time.Time) {
-	g.workSince, g.suspicions[stalled] = now, suspicionState{}
+	if g.suspicions[stalled].since.IsZero() {
+		g.workSince = now
+	}
 }
 
 // report raises a suspicion, or adds another report to it.
@@ -195,8 +198,8 @@ const (
 )
 
 // judge is the verdict on the engine, and the suspicion that led to it. A canary that got no answer does not
-// convict an engine with open requests before the engine was silent for patience: the canary may wait for a
-// place in the engine's queue, or the whole process may stand still for a while.
+// fence a rank with open requests before the engine was silent for patience: the canary may wait for a place
+// in the engine's queue, or the whole process may stand still for a while.
 func (g *healthGate) judge(now time.Time, isLoaded bool, patience time.Duration) (verdict, suspicion) {
 	result, by := keepRank, suspicion(0)
 	for k := range suspicionCount {
