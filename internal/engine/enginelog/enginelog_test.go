@@ -115,6 +115,49 @@ func TestTheCauseStandsBeforeItsConsequences(t *testing.T) {
 	assert.Equal(t, "the engine says ZMQError: Too bad", enginelog.Hint(lines))
 }
 
+// What the processes of an engine write of one failure: the first exception of the process in which it began is
+// the cause. Before it stand exceptions that were handled, behind it those of the processes that waited for it.
+func TestTheRootCauseOfAStart(t *testing.T) {
+	for name, c := range map[string]struct {
+		hint string
+		last string // line of an excerpt of 12 lines
+	}{
+		"vllm_kv_cache_fails.log": {
+			"requests of 8192 tokens need 1.13 GiB of KV cache, 0.56 GiB are there; write max_model_len: 4064 or " +
+				"less into engine.args, or raise --gpu-memory-utilization",
+			"ValueError: To serve at least one request",
+		},
+		"vllm_worker_fails.log": {
+			"the engine says KeyError: 'model.layers.0.mlp.gate_up_proj.weight_scale'; then RuntimeError: the " +
+				"weights do not fit the model",
+			"RuntimeError: the weights do not fit the model",
+		},
+		"vllm_old_core_fails.log": {
+			"the engine says AssertionError: the scheduler got no blocks", "AssertionError: the scheduler",
+		},
+		"sglang_scheduler_fails.log": {
+			"the engine says KeyError: 'rope_type_x'; then ValueError: unknown positions",
+			"ValueError: unknown positions",
+		},
+		"vllm_front_fails.log": {
+			"the engine says TypeError: tokenizer_config.json holds no map", "TypeError: tokenizer_config",
+		},
+		"vllm_first_request_fails.log": {"the engine says NotImplementedError", "NotImplementedError"},
+	} {
+		lines := linesOf(t, name)
+		assert.Equal(t, c.hint, enginelog.Hint(lines), name)
+		excerpt := enginelog.Excerpt(lines, 12)
+		assert.LessOrEqual(t, len(excerpt), 12)
+		assert.Contains(t, strings.Join(excerpt, "\n"), c.last, name)
+		for cut := range lines { // whatever is lost of the beginning
+			assert.NotContains(t, enginelog.Hint(lines[cut:]), "initialization failed", name)
+		}
+	}
+	start := linesOf(t, "vllm_dense_start.log")
+	assert.Equal(t, start[len(start)-5:], enginelog.Excerpt(start, 5), "without a failure the last ones")
+	assert.Equal(t, start, enginelog.Excerpt(start, 1000))
+}
+
 // Colours and bars in front of a message do not hide it.
 func TestWhatTerminalsInterpretIsLeftOut(t *testing.T) {
 	assert.Equal(t, "the engine says ValueError: no good", enginelog.Hint([]string{
@@ -183,7 +226,11 @@ func FuzzHint(f *testing.F) {
 	for line := range pairs(f, "hints.txt") {
 		f.Add(line)
 	}
+	for _, name := range []string{"vllm_worker_fails.log", "sglang_scheduler_fails.log"} {
+		f.Add(read(f, name))
+	}
 	f.Fuzz(func(t *testing.T, text string) {
+		assert.LessOrEqual(t, len(enginelog.Excerpt(strings.Split(text, "\n"), 3)), 3)
 		for _, hint := range []string{
 			enginelog.Hint(strings.Split(text, "\n")), enginelog.KnownCause([]string{text, text}),
 		} {

@@ -19,8 +19,7 @@ const (
 	otherPort = "; end that process, or give this node a --port-range of its own"
 )
 
-// failures are the messages of failed starts. Those that name a cause stand before those that may follow from
-// another one; the first that any line matches counts.
+// failures are the messages of failed starts; the first that any line matches counts.
 //
 //nolint:gochecknoglobals // a constant table
 var failures = []message{
@@ -295,7 +294,26 @@ var failures = []message{
 		"the machine is out of memory; lower --swap-space and --cpu-offload-gb, or the ranks of this node",
 	},
 
-	// What often follows from a failure elsewhere.
+	// The engine's installation and settings.
+	{
+		"ModuleNotFoundError: No module named", expr(
+			`(?:^|\] |\) )ModuleNotFoundError: No module named '([^']{1,80})'`),
+		"the engine's Python lacks the module $1; install it there, or correct engine.command",
+	},
+	{
+		"undefined symbol", expr(`ImportError: \S*?([\w.-]{1,60}): undefined symbol`),
+		"the engine's packages do not fit together ($1); install them anew, all at once",
+	},
+	{
+		"Value error, ", expr(`^.{0,60}?\s\sValue error, (.+?)(?: \[type=.*)?$`),
+		"the engine refuses its settings: $1",
+	},
+}
+
+// followUps are messages that often follow from a failure elsewhere.
+//
+//nolint:gochecknoglobals // a constant table
+var followUps = []message{
 	{
 		"NCCL error", expr(
 			`(unhandled \w+ error|internal error|invalid usage|invalid argument|remote process exited)`),
@@ -314,19 +332,6 @@ var failures = []message{
 	{
 		"collective operation timeout", nil,
 		"a collective operation took too long: another rank hangs or has ended; look at its log",
-	},
-	{
-		"ModuleNotFoundError: No module named", expr(
-			`(?:^|\] |\) )ModuleNotFoundError: No module named '([^']{1,80})'`),
-		"the engine's Python lacks the module $1; install it there, or correct engine.command",
-	},
-	{
-		"undefined symbol", expr(`ImportError: \S*?([\w.-]{1,60}): undefined symbol`),
-		"the engine's packages do not fit together ($1); install them anew, all at once",
-	},
-	{
-		"Value error, ", expr(`^.{0,60}?\s\sValue error, (.+?)(?: \[type=.*)?$`),
-		"the engine refuses its settings: $1",
 	},
 	{
 		"died unexpectedly", expr(`(Worker\S*(?: proc \S+)?) died unexpectedly`),

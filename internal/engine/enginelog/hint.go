@@ -1,6 +1,7 @@
 package enginelog
 
 import (
+	"cmp"
 	"regexp"
 	"slices"
 	"strings"
@@ -22,18 +23,37 @@ const (
 
 // Hint says why an engine failed to start and what to do about it, by the lines that it has written; "" if
 // they say nothing that is understood. It knows the causes that are common. Of others it repeats the engine's
-// last exception.
+// own words: the exception that made the others follow.
 func Hint(lines []string) string {
 	lines = bounded(lines)
-	if text := knownCause(lines); text != "" {
-		return text
+	root := rootCause(lines)
+	var text string
+	if root != nil {
+		text = cmp.Or(explain(failures, root.lines), explain(followUps, root.lines))
 	}
-	return cutAt(lastException(lines), hintLimit, cutMark)
+	text = cmp.Or(text, explain(failures, lines))
+	if text == "" && root != nil {
+		text = root.words()
+	}
+	return cutAt(cmp.Or(text, simWords(lines), explain(followUps, lines)), hintLimit, cutMark)
 }
 
-// KnownCause is Hint without the last exception. An engine that serves writes exceptions of single requests,
-// from which nothing else follows.
-func KnownCause(lines []string) string { return knownCause(bounded(lines)) }
+// KnownCause is Hint without the engine's own words. An engine that serves writes exceptions of single
+// requests, from which nothing else follows.
+func KnownCause(lines []string) string {
+	lines = bounded(lines)
+	return cutAt(cmp.Or(explain(failures, lines), explain(followUps, lines)), hintLimit, cutMark)
+}
+
+// Excerpt returns at most so many of an engine's lines that show why it failed: those up to the exception that
+// made the others follow, or the last ones.
+func Excerpt(lines []string, most int) []string {
+	lines = lines[max(0, len(lines)-hintLines):]
+	if root := rootCause(bounded(lines)); root != nil {
+		lines = lines[:max(root.end+1, min(len(lines), most))]
+	}
+	return lines[max(0, len(lines)-most):]
+}
 
 // bounded returns the last lines, each cut to what is looked at.
 func bounded(lines []string) []string {
@@ -62,11 +82,12 @@ func plain(line string) string {
 	}, strings.ToValidUTF8(line, "?"))
 }
 
-func knownCause(lines []string) string {
-	for i := range failures {
+// explain is the text of the first message of a table that any line matches; "" if none does.
+func explain(table []message, lines []string) string {
+	for i := range table {
 		for _, l := range lines {
-			if text := failures[i].explain(l); text != "" {
-				return cutAt(text, hintLimit, cutMark)
+			if text := table[i].explain(l); text != "" {
+				return text
 			}
 		}
 	}
@@ -156,41 +177,15 @@ var knownFlags = []string{
 	"enable-torch-compile", "speculative-algorithm", "nnodes", "node-rank", "dist-init-addr",
 }
 
-// exception is the last line of a Python traceback, behind what the engines put in front of their lines:
-// "(EngineCore pid=9) ERROR 11-21 03:05:02 [core.py:390] ", "[rank0]: ", "[2025-06-19 15:12:27 TP0] ".
-var exception = expr(`^(?:\([^)]{1,60}\) ?)?` +
-	`(?:(?:ERROR|CRITICAL) [\d-]{1,10} [\d:.,]{1,16} (?:\[[^\]]{1,120}\] )?)?(?:\[[^\]]{1,60}\]:? ?)?` +
-	`((?:[A-Za-z_]\w{0,60}\.){0,8}[A-Z]\w{0,60}(?:Error|Exception))(?:: (\S.*))?$`)
-
 // ownWords begins the last line of a simulated engine that fails.
 const ownWords = "engine sim: "
 
-// consequences are exceptions that follow from another process's failure, or from the end of the engine.
-//
-//nolint:gochecknoglobals // a constant table
-var consequences = []string{
-	"Engine core initialization failed", "WorkerProc initialization failed", "EngineDeadError",
-	"EngineCore encountered an issue", "Frontend process failed", "scheduler died during initialization",
-	"CancelledError", "BrokenPipeError", "ConnectionResetError", "Connection closed by peer",
-	"ProcessLookupError", "leaked",
-}
-
-// lastException is the engine's own error, shortened; "" if there is none.
-func lastException(lines []string) string {
+// simWords is why a simulated engine failed, in its own words; "" if it has said nothing.
+func simWords(lines []string) string {
 	for _, l := range slices.Backward(lines) {
 		if own, ok := strings.CutPrefix(l, ownWords); ok && !strings.HasPrefix(own, "ready on") {
 			return cutAt(own, hintWords, cutMark)
 		}
-		m := exception().FindStringSubmatch(l)
-		isConsequence := func(c string) bool { return strings.Contains(l, c) }
-		if m == nil || slices.ContainsFunc(consequences, isConsequence) {
-			continue
-		}
-		text := "the engine says " + m[1][strings.LastIndexByte(m[1], '.')+1:]
-		if m[2] != "" {
-			text += ": " + cutAt(m[2], hintWords, cutMark)
-		}
-		return text
 	}
 	return ""
 }
