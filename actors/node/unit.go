@@ -178,12 +178,15 @@ func (u *unit) isAsked() bool {
 	return u.life.stop != nil
 }
 
-// tail returns the last lines of a rank's engine at this epoch.
+// tail returns the last lines of a rank's engine at this epoch, or those that show why it did not start.
 func (u *unit) tail(rank int) []string {
-	if rank < 0 {
+	switch {
+	case rank < 0:
 		return nil
+	case u.hasServed():
+		return u.n.logs.last(u.m.Unit, logOf(u, rank), u.m.Epoch, tailLines)
 	}
-	return u.n.logs.last(u.m.Unit, logOf(u, rank), u.m.Epoch, tailLines)
+	return enginelog.Excerpt(u.n.logs.last(u.m.Unit, logOf(u, rank), u.m.Epoch, hintLines), tailLines)
 }
 
 func (u *unit) statuses() []client.RankStatus {

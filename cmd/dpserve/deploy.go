@@ -38,7 +38,7 @@ func newDeploy(e *env) *cobra.Command {
 		Short: "bring the applications of a file to RUNNING",
 		Long: `deploy checks FILE, shows what changes, applies it and waits until every rank serves.
 Applications that FILE does not list stay as they are, unless --prune is given. A rollout that fails ends it
-with exit code 5 and the last log lines of the rank that failed. One that another deploy replaces, or whose
+with exit code 5 and the log lines of the rank that failed. One that another deploy replaces, or whose
 application is deleted, ends it with exit code 1. Ctrl-C leaves the monitor (exit code 130) and the rollout
 goes on.
 

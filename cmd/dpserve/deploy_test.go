@@ -67,7 +67,7 @@ func TestDeployFailed(t *testing.T) {
 	assert.Contains(t, cli.stderr(),
 		"dpserve: demo cannot be rolled out: demo/0/1 failed after 3 attempts: exit status 1\n  line k\n")
 	assert.Equal(t, 20, strings.Count(cli.stderr(), "\n  line "))
-	assert.Contains(t, cli.stderr(), "hint: these are the last log lines of demo/0/1")
+	assert.Contains(t, cli.stderr(), "hint: these log lines of demo/0/1 are about its failure")
 	assert.Empty(t, cli.stdout())
 }
 

@@ -176,7 +176,7 @@ func (m *monitor) liveLines(apps []client.AppStatus) renderer {
 }
 
 // awaitRunning waits until every app runs at the given revision or later. Errors: problem.Unplaceable with
-// the failing rank's last log lines, problem.Timeout, errInterrupted.
+// the failing rank's log lines, problem.Timeout, errInterrupted.
 func (m *monitor) awaitRunning(ctx context.Context, want map[string]uint64) error {
 	names := slices.Sorted(maps.Keys(want))
 	begun := map[string]bool{}
@@ -239,8 +239,8 @@ func (m *monitor) awaitGone(ctx context.Context, name string) error {
 	return lateError(err, "not gone in time: %s; the deletion goes on", name)
 }
 
-// deployFailure is the error of a failed rollout: it names the first failed unit and holds the last lines of
-// its log.
+// deployFailure is the error of a failed rollout: it names the first failed unit and holds lines of its
+// log.
 func deployFailure(a *client.AppStatus) error {
 	for i := range a.Units {
 		if a.Units[i].Phase == string(state.Failed) {
@@ -261,7 +261,7 @@ func unitFailure(app string, u *client.UnitStatus) error {
 				"of its own")
 	}
 	return err.WithDetails(tail...).WithHint(
-		"these are the last log lines of %s; `dpserve logs %s` shows more", u.Unit, app)
+		"these log lines of %s are about its failure; `dpserve logs %s` shows more", u.Unit, app)
 }
 
 // followUntilDone polls an operation that the cluster runs by itself and shows one line about what is left,

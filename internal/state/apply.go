@@ -433,7 +433,7 @@ func (s *State) unknownAppError(name string) error {
 
 // Bounds of lists in the replicated state.
 const (
-	// LogTailLines is how many of an engine's last log lines a failed unit keeps.
+	// LogTailLines is how many of an engine's log lines a failed unit keeps.
 	LogTailLines = 20
 	logLineBytes = 1000 // longer lines are cut: every node replicates the state and holds it in memory
 	maxFreed     = 1024 // freed port blocks that are remembered; more than a default port range has

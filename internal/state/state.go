@@ -103,7 +103,7 @@ type Unit struct {
 	Ranks   []RankGrant `json:"ranks"`
 	Blocks  []Block     `json:"blocks,omitempty"`
 	Reason  string      `json:"reason,omitempty"`
-	LogTail []string    `json:"log_tail,omitempty"` // failed: the engine's last 20 lines
+	LogTail []string    `json:"log_tail,omitempty"` // failed: 20 lines of the engine's log
 	Since   int64       `json:"since,omitempty"`    // unix ms, leader's clock: begin of Phase; 0 = unknown
 }
 

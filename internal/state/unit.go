@@ -28,7 +28,7 @@ type Machine struct {
 	Due      time.Time // next tick wanted; zero = none
 	StopBy   time.Time // stopping: end of the grace for running streams
 	Reason   string    // why the unit is not ready
-	LogTail  []string  // the engine's last log lines with it
+	LogTail  []string  // lines of the engine's log with it
 }
 
 // UnitEventKind is a kind of event of a unit.

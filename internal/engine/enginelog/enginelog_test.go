@@ -115,21 +115,21 @@ func TestTheCauseStandsBeforeItsConsequences(t *testing.T) {
 	assert.Equal(t, "the engine says ZMQError: Too bad", enginelog.Hint(lines))
 }
 
-// What the processes of an engine write of one failure: the first exception of the process in which it began is
-// the cause. Before it stand exceptions that were handled, behind it those of the processes that waited for it.
+// What the processes of an engine write of one failure: the first exception of the process in which it began
+// is the cause. Before it stand exceptions that were handled, behind it those of processes that waited.
 func TestTheRootCauseOfAStart(t *testing.T) {
 	for name, c := range map[string]struct {
 		hint string
 		last string // line of an excerpt of 12 lines
 	}{
 		"vllm_kv_cache_fails.log": {
-			"requests of 8192 tokens need 1.13 GiB of KV cache, 0.56 GiB are there; write max_model_len: 4064 or " +
-				"less into engine.args, or raise --gpu-memory-utilization",
+			"requests of 8192 tokens need 1.13 GiB of KV cache, 0.56 GiB are there; write " +
+				"max_model_len: 4064 or less into engine.args, or raise --gpu-memory-utilization",
 			"ValueError: To serve at least one request",
 		},
 		"vllm_worker_fails.log": {
-			"the engine says KeyError: 'model.layers.0.mlp.gate_up_proj.weight_scale'; then RuntimeError: the " +
-				"weights do not fit the model",
+			"the engine says KeyError: 'model.layers.0.mlp.gate_up_proj.weight_scale'; then RuntimeError: " +
+				"the weights do not fit the model",
 			"RuntimeError: the weights do not fit the model",
 		},
 		"vllm_old_core_fails.log": {

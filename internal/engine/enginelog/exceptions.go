@@ -31,8 +31,9 @@ type exceptionChain struct {
 	end        int      // index of the last of its lines
 }
 
-// prefix is what engines put in front of their lines: "(EngineCore pid=9) ERROR 11-21 03:05:02 [core.py:390] ",
-// "[rank0]: ", "[2025-06-19 15:12:27 TP0] ". Its groups are the process, the source file and the bracket.
+// prefix is what engines put in front of their lines:
+// "(EngineCore pid=9) ERROR 11-21 03:05:02 [core.py:390] ", "[rank0]: ", "[2025-06-19 15:12:27 TP0] ". Its
+// groups are the process, the source file and the bracket.
 var prefix = expr(`^((?:\([^)]{1,60}\) ?){0,2})` +
 	`(?:(?:ERROR|CRITICAL) [\d-]{1,10} [\d:.,]{1,16} (?:\[([^\]]{1,120})\] ?)?)?(?:\[([^\]]{1,60})\]:? ?)?`)
 
@@ -71,8 +72,8 @@ type chainReader struct {
 	bare    process                    // whose traceback the lines without a prefix belong to
 }
 
-// rootCause is the chain that the others follow from; nil if the lines show none: the first one that ended its
-// process, else the first one of the deepest process. A front end writes the exception that ends it last.
+// rootCause is the chain that the others follow from; nil if the lines show none: the first one that ended
+// its process, else the first one of the deepest process. A front end writes the exception that ends it last.
 func rootCause(lines []string) *exceptionChain {
 	r := chainReader{newest: map[string]*exceptionChain{}, isDying: map[string]bool{}}
 	for i, l := range lines {

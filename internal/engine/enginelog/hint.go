@@ -45,8 +45,8 @@ func KnownCause(lines []string) string {
 	return cutAt(cmp.Or(explain(failures, lines), explain(followUps, lines)), hintLimit, cutMark)
 }
 
-// Excerpt returns at most so many of an engine's lines that show why it failed: those up to the exception that
-// made the others follow, or the last ones.
+// Excerpt returns at most so many of an engine's lines that show why it failed: those up to the exception
+// that made the others follow, or the last ones.
 func Excerpt(lines []string, most int) []string {
 	lines = lines[max(0, len(lines)-hintLines):]
 	if root := rootCause(bounded(lines)); root != nil {
