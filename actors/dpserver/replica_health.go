@@ -266,11 +266,13 @@ func (r *replica) onCounters(m countersResult) {
 	r.judgeEngine()
 }
 
-// noteSign notes that the engine works.
+// noteSign notes that the engine works. It never fences, because the counters were not read just now.
 func (r *replica) noteSign(s sign) {
 	r.monitor.gate.noteSign(s, time.Now())
 	if r.monitor.holdsBack {
-		r.judgeEngine()
+		if v, by := r.judge(); v == keepRank {
+			r.holdBack(false, by)
+		}
 	}
 }
 
@@ -283,11 +285,14 @@ func (r *replica) noteRead(m counterRead) {
 	}
 }
 
-// judgeEngine fences the rank of an engine that does not work. It is called when the engine's counters were
-// read just now, and when a sign was seen.
-func (r *replica) judgeEngine() {
+func (r *replica) judge() (verdict, suspicion) {
 	patience := r.stallLimit() + r.timers.Canary
-	v, by := r.monitor.gate.judge(time.Now(), r.account.openCount() > 0, patience)
+	return r.monitor.gate.judge(time.Now(), r.account.openCount() > 0, patience)
+}
+
+// judgeEngine fences the rank of an engine that does not work. The caller has just read the engine's counters.
+func (r *replica) judgeEngine() {
+	v, by := r.judge()
 	if v == fenceRank {
 		state := &r.monitor.gate.suspicions[by]
 		cause := fmt.Sprintf("%s; then the canary failed: %v", state.cause, state.failure)
