@@ -290,7 +290,7 @@ func (r *replica) judge() (verdict, suspicion) {
 	return r.monitor.gate.judge(time.Now(), r.account.openCount() > 0, patience)
 }
 
-// judgeEngine fences the rank of an engine that does not work. The caller has just read the engine's counters.
+// judgeEngine fences the rank of an engine that does not work. The counters were read just now.
 func (r *replica) judgeEngine() {
 	v, by := r.judge()
 	if v == fenceRank {
