@@ -84,12 +84,12 @@ func TestAPausedEngineKeepsItsStreams(t *testing.T) {
 		for coupling, ranks := range map[string]int{"independent": 1, "lockstep": 4} {
 			synctest.Test(t, func(t *testing.T) {
 				c := harness.New(t)
-				c.Deploy(simApp("a", ranks, coupling, "max_num_seqs: 2, sim_step_ms: 50"))
+				c.Deploy(simApp("a", ranks, coupling, "max_num_seqs: 2, sim_step_ms: 200"))
 				c.WaitStatus("a", "RUNNING")
 				var streams sync.WaitGroup
 				for range 2 * ranks {
 					streams.Go(func() {
-						s := c.StreamChat(t.Context(), "a", 900)
+						s := c.StreamChat(t.Context(), "a", 230)
 						assert.True(t, s.OK(), "%s, %v s: %v", coupling, pause, s)
 						assert.Greater(t, s.Total.Seconds(), 44+pause, "it stood still")
 					})
