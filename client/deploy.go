@@ -127,23 +127,26 @@ type UnitPlan struct {
 
 // SeatPlan is one rank's place.
 type SeatPlan struct {
-	Rank    int    `json:"rank"`
-	Node    string `json:"node"`
-	Devices []int  `json:"devices,omitempty"`
+	Rank    int     `json:"rank"`
+	Node    string  `json:"node"`
+	Devices []int   `json:"devices,omitempty"`
+	Share   float64 `json:"share,omitempty"` // of its one device; 0: its devices are its own
 }
 
 // NodePlan is what a node has and what the plan takes of it.
 type NodePlan struct {
-	Node      string `json:"node"`
-	Slots     int    `json:"slots"`
-	SlotsFree int    `json:"slots_free"` // before
-	SlotsNeed int    `json:"slots_need"` // that the plan adds
-	GPUs      int    `json:"gpus"`
-	GPUsFree  int    `json:"gpus_free"`
-	GPUsNeed  int    `json:"gpus_need"`
-	Note      string `json:"note,omitempty"` // why placement leaves it out: lost, draining, no role worker
+	Node      string  `json:"node"`
+	Slots     int     `json:"slots"`
+	SlotsFree int     `json:"slots_free"` // before
+	SlotsNeed int     `json:"slots_need"` // that the plan adds
+	GPUs      int     `json:"gpus"`
+	GPUsFree  float64 `json:"gpus_free"` // with shares of devices, as gpus_need
+	GPUsNeed  float64 `json:"gpus_need"`
+	Note      string  `json:"note,omitempty"` // why placement leaves it out: lost, draining, no role worker
 	// Devices are the devices that the node found.
 	Devices []DeviceModel `json:"devices,omitempty"`
+	// Shared are the devices of which ranks will have a share.
+	Shared []SharedDevice `json:"shared,omitempty"`
 }
 
 // RankRemoval selects an attached rank to remove: by its URL, with Selector if several ranks are behind it,

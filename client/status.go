@@ -111,6 +111,7 @@ type RankStatus struct {
 	Rank        int     `json:"rank"`
 	Node        string  `json:"node"`
 	Devices     []int   `json:"devices,omitempty"`
+	Share       float64 `json:"share,omitempty"` // of its one device; 0: its devices are its own
 	Phase       string  `json:"phase"`
 	Epoch       uint64  `json:"epoch"`
 	Incarnation string  `json:"incarnation,omitempty"` // 16 hex digits
@@ -195,7 +196,7 @@ type NodeStatus struct {
 	Voter      bool      `json:"voter,omitempty"`
 	SlotsUsed  int       `json:"slots_used"`
 	Slots      int       `json:"slots"`
-	GPUsUsed   int       `json:"gpus_used"`
+	GPUsUsed   float64   `json:"gpus_used"` // with shares of devices
 	GPUs       int       `json:"gpus"`
 	Ranks      int       `json:"ranks"`
 	Groups     []string  `json:"groups,omitempty"` // app/group that have a rank there
@@ -208,6 +209,15 @@ type NodeStatus struct {
 	Notes  []string `json:"notes,omitempty"` // for people: clock skew, version skew, devices that fail
 	// Devices are the devices that the node found; those that --gpus only declares are not among them.
 	Devices []DeviceModel `json:"devices,omitempty"`
+	// Shared are the devices of which ranks have a share.
+	Shared []SharedDevice `json:"shared,omitempty"`
+}
+
+// SharedDevice is a device of which ranks have a share.
+type SharedDevice struct {
+	Device int      `json:"device"`
+	Used   float64  `json:"used"`  // the sum of the shares
+	Ranks  []string `json:"ranks"` // APP/GROUP/RANK
 }
 
 // DeviceModel is one model of device, and which devices of the node are of it.

@@ -4,6 +4,8 @@ import (
 	"cmp"
 	"slices"
 	"strings"
+
+	"github.com/dpserve/dpserve/internal/share"
 )
 
 // Bounds of the search for a hint. A hint is advice, so the search may give up early.
@@ -71,11 +73,11 @@ func Hint(nodes []Node, g Group, occupants []Occupant) Moves { //nolint:gocritic
 // hasEnoughInSum reports whether the nodes have enough free for the group in sum. Nodes whose labels do not
 // match count too, because other units may move there.
 func hasEnoughInSum(nodes []Node, g *Group) bool {
-	slots, devices := 0, 0
+	slots, parts := 0, 0
 	for _, p := range newPools(nodes) {
-		slots, devices = slots+len(p.slots), devices+len(p.devices)
+		slots, parts = slots+len(p.slots), parts+share.Whole*len(p.devices)+p.freeShares()
 	}
-	return slots >= g.Slots*len(g.Ranks) && devices >= g.Devices*len(g.Ranks)
+	return slots >= g.Slots*len(g.Ranks) && parts >= share.On(g.Share)*g.Devices*len(g.Ranks)
 }
 
 // findMovable returns the occupants of nodes that the group may use, the smallest first.
@@ -160,8 +162,12 @@ func withoutUnits(nodes []Node, units []*Occupant) []Node {
 func (n *Node) releaseUnit(o *Occupant) {
 	for i := range o.Seats {
 		if s := &o.Seats[i]; s.Node == n.ID {
-			n.UsedSlots, n.UsedDevices = without(n.UsedSlots, []int{s.Slot}),
-				without(n.UsedDevices, s.Devices)
+			n.UsedSlots = without(n.UsedSlots, []int{s.Slot})
+			if s.Share > 0 {
+				n.releaseShare(s.Devices[0], s.Share)
+			} else {
+				n.UsedDevices = without(n.UsedDevices, s.Devices)
+			}
 			n.Ranks--
 		}
 	}

@@ -11,6 +11,7 @@ import (
 	"strings"
 
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/share"
 )
 
 // Strategy says how the ranks of a group are spread over nodes.
@@ -40,6 +41,7 @@ type Node struct {
 	Ranks       int   // ranks that run there, with attached ones
 	UsedSlots   []int
 	UsedDevices []int
+	UsedShares  map[int]int // parts of devices (share.Whole) that ranks with a share have
 	UsedBlocks  []Ports
 	FreedBlocks []Ports // freed blocks, the latest last; placement uses the latest last
 }
@@ -58,6 +60,7 @@ type Group struct {
 	Labels          map[string]string // a node must have all of them
 	Slots           int               // slots per rank: 0 or 1
 	Devices         int               // devices per rank
+	Share           int               // parts of its one device that a rank needs; 0 = whole devices
 	// attached engines: they need no slot, device or port, only a node that watches them
 	Attach bool
 	Pinned map[int]string // attach: rank → node
@@ -80,6 +83,7 @@ type Seat struct {
 	Node    string
 	Slot    int // -1 = no slot
 	Devices []int
+	Share   int // parts of its one device; 0 = its devices are its own
 }
 
 // Block is the port block of a unit on a node.
@@ -128,6 +132,10 @@ func (g *Group) check() error {
 		return problem.New(problem.InvalidArgument,
 			"place %s: slots per rank must be 0 or 1, other numbers not negative", g.ID)
 	}
+	if g.Share < 0 || g.Share >= share.Whole || g.Share > 0 && g.Devices != 1 {
+		return problem.New(problem.InvalidArgument, "place %s: %d of %d parts of %s", g.ID, g.Share,
+			share.Whole, count(g.Devices, "device"))
+	}
 	return nil
 }
 
@@ -161,7 +169,10 @@ func (g *Group) describeRank() string {
 	if g.Slots > 0 {
 		parts = append(parts, count(g.Slots, "slot"))
 	}
-	if g.Devices > 0 {
+	switch {
+	case g.Share > 0:
+		parts = append(parts, share.Format(g.Share)+" of a device")
+	case g.Devices > 0:
 		parts = append(parts, count(g.Devices, "device"))
 	}
 	if len(parts) == 0 {
@@ -193,6 +204,9 @@ func (p *pool) describeFree(g *Group) string {
 	}
 	line := fmt.Sprintf("node %s: %d of %s free, %d of %s free", p.ID,
 		len(p.slots), count(p.Slots, "slot"), len(p.devices), count(len(p.Devices), "device"))
+	if parts := p.freeShares(); parts > 0 {
+		line += " and " + share.Format(parts) + " of shared ones"
+	}
 	if n := p.capacityFor(g); n < math.MaxInt32 {
 		line += ", room for " + count(n, "rank")
 	}

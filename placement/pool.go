@@ -9,8 +9,9 @@ import (
 // pool is what is left of a node while groups are placed.
 type pool struct {
 	*Node
-	slots   []int // free, ascending
-	devices []int // free, ascending
+	slots   []int       // free, ascending
+	devices []int       // free, ascending; a shared one is not among them
+	shared  map[int]int // devices that ranks share: the parts that are free
 	cells   cells
 	ranks   int
 }
@@ -24,7 +25,10 @@ func newPools(nodes []Node) pools {
 		n := &nodes[i]
 		ps[i] = &pool{
 			Node: n, slots: n.freeSlots(), devices: without(n.Devices, n.UsedDevices),
-			cells: newCells(n), ranks: n.Ranks,
+			shared: map[int]int{}, cells: newCells(n), ranks: n.Ranks,
+		}
+		for device, parts := range n.UsedShares {
+			ps[i].takeShare(device, parts)
 		}
 	}
 	slices.SortFunc(ps, func(a, b *pool) int { return cmp.Compare(a.ID, b.ID) })
@@ -82,7 +86,10 @@ func (p *pool) capacityFor(g *Group) int {
 	if g.Slots > 0 {
 		n = min(n, len(p.slots))
 	}
-	if g.Devices > 0 {
+	switch {
+	case g.Share > 0:
+		n = min(n, p.roomForShares(g.Share))
+	case g.Devices > 0:
 		n = min(n, len(p.deviceSets(g.Devices, g.loose)))
 	}
 	return min(n, p.portCapacityFor(g))
@@ -167,7 +174,11 @@ func (p *pool) takeSeat(g *Group, rank int) Seat {
 	if g.Slots > 0 {
 		s.Slot, p.slots = p.slots[0], p.slots[1:]
 	}
-	if g.Devices > 0 {
+	switch {
+	case g.Share > 0:
+		s.Devices, s.Share = []int{p.chooseShared(g)}, g.Share
+		p.takeShare(s.Devices[0], g.Share)
+	case g.Devices > 0:
 		s.Devices = slices.Clone(p.deviceSets(g.Devices, g.loose)[0])
 		p.devices = without(p.devices, s.Devices)
 	}
@@ -179,7 +190,12 @@ func (ps pools) takeKept(g *Group) {
 	for i := range g.Keep {
 		s := &g.Keep[i]
 		if p := ps.findNode(s.Node); p != nil {
-			p.slots, p.devices = without(p.slots, []int{s.Slot}), without(p.devices, s.Devices)
+			p.slots = without(p.slots, []int{s.Slot})
+			if s.Share > 0 {
+				p.takeShare(s.Devices[0], s.Share)
+			} else {
+				p.devices = without(p.devices, s.Devices)
+			}
 			p.ranks++
 		}
 	}

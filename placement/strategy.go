@@ -72,9 +72,11 @@ func (g *Group) dealRanks(choices []*choice) int {
 }
 
 // findTightest returns the node that can take n ranks and has the least room beyond, so that room for larger
-// groups stays together. Nodes that have ranks of the group come first; among equals the first in node order.
+// groups stays together. Nodes that have ranks of the group come first, then those where the n ranks fill
+// shared devices instead of whole ones; among equals the first in node order.
 func (g *Group) findTightest(choices []*choice, n int) *choice {
-	return findFirst(choices, func(c *choice) bool { return c.n == 0 && c.fits >= n }, g.compareTightness)
+	return findFirst(choices, func(c *choice) bool { return c.n == 0 && c.fits >= n },
+		func(a, b *choice) int { return g.compareTightness(a, b, n) })
 }
 
 // findFirst returns the first in an order of the choices that may be chosen; nil if there is none.
@@ -88,9 +90,9 @@ func findFirst(choices []*choice, mayChoose func(*choice) bool, order func(a, b 
 	return first
 }
 
-func (g *Group) compareTightness(a, b *choice) int {
+func (g *Group) compareTightness(a, b *choice, n int) int {
 	return cmp.Or(cmp.Compare(min(1, g.ranksOn(b.pool.ID)), min(1, g.ranksOn(a.pool.ID))),
-		cmp.Compare(a.fits, b.fits))
+		cmp.Compare(a.pool.opened(g, n), b.pool.opened(g, n)), cmp.Compare(a.fits, b.fits))
 }
 
 // pack chooses the tightest single node. If there is none, it chooses as few nodes as possible, and of those
@@ -164,7 +166,8 @@ func (g *Group) tightestForRest(choices []*choice, left, most, share int) *choic
 // tightest.
 func (g *Group) findRoomiest(choices []*choice, most int) *choice {
 	return findFirst(choices, func(c *choice) bool { return c.n == 0 && c.fits > 0 }, func(a, b *choice) int {
-		return cmp.Or(cmp.Compare(min(b.fits, most), min(a.fits, most)), g.compareTightness(a, b))
+		return cmp.Or(cmp.Compare(min(b.fits, most), min(a.fits, most)),
+			g.compareTightness(a, b, min(a.fits, most)))
 	})
 }
 

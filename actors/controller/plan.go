@@ -10,6 +10,7 @@ import (
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/share"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/placement"
 )
@@ -18,7 +19,13 @@ import (
 type planner struct {
 	*dryRunner
 	plan  client.Plan
-	nodes map[string]*client.NodePlan
+	nodes map[string]*nodePlan
+}
+
+// nodePlan is a node's part of a plan, with its devices in parts (share.Whole), whose sums are exact.
+type nodePlan struct {
+	client.NodePlan
+	free, need int
 }
 
 func planOf(s *state.State, apps []*app.Application, prune bool) (client.Plan, error) {
@@ -39,7 +46,7 @@ func planOf(s *state.State, apps []*app.Application, prune bool) (client.Plan, e
 	}
 	p := &planner{
 		dryRunner: d, plan: client.Plan{Revision: s.Revision, Fits: true},
-		nodes: map[string]*client.NodePlan{},
+		nodes: map[string]*nodePlan{},
 	}
 	p.addNodes()
 	for _, a := range slices.SortedFunc(slices.Values(apps), compareNames) { // in the core's order
@@ -56,17 +63,16 @@ func compareNames(a, b *app.Application) int { return cmp.Compare(a.Name, b.Name
 // addNodes lists the nodes with their free resources before the deploy.
 func (p *planner) addNodes() {
 	for _, n := range p.state.Nodes {
-		p.nodes[n.ID] = &client.NodePlan{
+		p.nodes[n.ID] = &nodePlan{free: share.Whole * len(n.Resources.Devices), NodePlan: client.NodePlan{
 			Node: n.ID, Slots: n.Resources.Slots, SlotsFree: n.Resources.Slots,
-			GPUs: len(n.Resources.Devices), GPUsFree: len(n.Resources.Devices), Note: excludedReason(n),
-			Devices: deviceModels(n),
-		}
+			GPUs: len(n.Resources.Devices), Note: excludedReason(n), Devices: deviceModels(n),
+		}}
 	}
 	for _, rec := range p.state.Units {
 		for i := range rec.Ranks {
 			if n := p.nodes[rec.Ranks[i].Node]; n != nil && rec.Holds() {
 				n.SlotsFree -= slotsOf(&rec.Ranks[i])
-				n.GPUsFree -= len(rec.Ranks[i].Devices)
+				n.free -= rec.Ranks[i].DeviceParts()
 			}
 		}
 	}
@@ -98,7 +104,7 @@ func (p *planner) addNeed(ranks []state.RankGrant, times int) {
 	for i := range ranks {
 		if n := p.nodes[ranks[i].Node]; n != nil {
 			n.SlotsNeed += times * slotsOf(&ranks[i])
-			n.GPUsNeed += times * len(ranks[i].Devices)
+			n.need += times * ranks[i].DeviceParts()
 		}
 	}
 }
@@ -171,7 +177,9 @@ func (p *planner) planEnd(rec *state.Unit) client.UnitPlan {
 func seatsOf(ranks []state.RankGrant) []client.SeatPlan {
 	out := make([]client.SeatPlan, len(ranks))
 	for i, r := range ranks {
-		out[i] = client.SeatPlan{Rank: r.Rank, Node: r.Node, Devices: r.Devices}
+		out[i] = client.SeatPlan{
+			Rank: r.Rank, Node: r.Node, Devices: r.Devices, Share: share.Devices(r.Share),
+		}
 	}
 	return out
 }
@@ -200,9 +208,10 @@ func (p *planner) sumNodes() {
 	}
 	for _, id := range slices.Sorted(maps.Keys(p.nodes)) {
 		n := p.nodes[id]
-		n.SlotsNeed, n.GPUsNeed = max(0, n.SlotsNeed), max(0, n.GPUsNeed)
-		n.SlotsFree, n.GPUsFree = max(0, n.SlotsFree), max(0, n.GPUsFree)
-		p.plan.Nodes = append(p.plan.Nodes, *n)
+		n.SlotsNeed, n.SlotsFree = max(0, n.SlotsNeed), max(0, n.SlotsFree)
+		n.GPUsNeed, n.GPUsFree = share.Devices(max(0, n.need)), share.Devices(max(0, n.free))
+		n.Shared = p.shared.on(id)
+		p.plan.Nodes = append(p.plan.Nodes, n.NodePlan)
 	}
 }
 
@@ -229,6 +238,7 @@ type dryRunner struct {
 	deployed  map[string]*application // apps of the deploy
 	remaining map[string]*application // apps that stay as they are
 	placed    map[string]nodeCounts   // by app: where its ranks are, or will be
+	shared    sharedDevices           // devices that ranks share, or will
 }
 
 // nodeCounts counts ranks by node.
@@ -247,7 +257,7 @@ func newDryRunner(s *state.State, apps []*app.Application, prune bool) (*dryRunn
 	d := &dryRunner{
 		state: s, free: rankassigner.NewInventory(s, rankassigner.UsableNodes(s)),
 		deployed: map[string]*application{}, remaining: map[string]*application{},
-		placed: map[string]nodeCounts{},
+		placed: map[string]nodeCounts{}, shared: sharedDevices{},
 	}
 	ended := formerNames(s, apps)
 	for _, a := range apps {
@@ -279,7 +289,7 @@ func (d *dryRunner) reserveRunning(apps map[string]*application) {
 		a := apps[name]
 		for i := range a.units {
 			if id := a.units[i].ID; d.keepsRunning(a, id) {
-				d.use(name, d.state.Units[id].Ranks, d.state.Units[id].Blocks)
+				d.use(name, a.units[i].Group, d.state.Units[id].Ranks, d.state.Units[id].Blocks)
 			}
 		}
 	}
@@ -294,24 +304,25 @@ func (d *dryRunner) placeApp(a *application) map[int]*groupOutcome {
 	}
 	for group := range a.spec.NumGroups {
 		if g := d.group(a, group); len(g.Ranks) > 0 {
-			out[group] = d.placeGroup(a.name, &g)
+			out[group] = d.placeGroup(a.name, group, &g)
 		}
 	}
 	return out
 }
 
 // use marks the seats and ports of an application's ranks as used.
-func (d *dryRunner) use(name string, ranks []state.RankGrant, blocks []state.Block) {
+func (d *dryRunner) use(name string, group int, ranks []state.RankGrant, blocks []state.Block) {
 	d.free.Use(ranks, blocks)
 	if d.placed[name] == nil {
 		d.placed[name] = nodeCounts{}
 	}
 	for i := range ranks {
 		d.placed[name][ranks[i].Node]++
+		d.shared.add(name, group, &ranks[i])
 	}
 }
 
-func (d *dryRunner) placeGroup(name string, g *placement.Group) *groupOutcome {
+func (d *dryRunner) placeGroup(name string, group int, g *placement.Group) *groupOutcome {
 	out := &groupOutcome{seats: map[int]state.RankGrant{}}
 	placed, err := d.free.Place(g)
 	if err != nil {
@@ -320,7 +331,7 @@ func (d *dryRunner) placeGroup(name string, g *placement.Group) *groupOutcome {
 		return out
 	}
 	ranks, blocks := rankassigner.SeatsOf(g.Ranks, &placed)
-	d.use(name, ranks, blocks)
+	d.use(name, group, ranks, blocks)
 	for _, r := range ranks {
 		out.seats[r.Rank] = r
 	}

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/share"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -216,6 +217,7 @@ func deviceModels(n *state.Node) []client.DeviceModel {
 }
 
 func (c view) addLoad(s *client.NodeStatus) {
+	parts, shared := 0, sharedDevices{}
 	for _, id := range slices.Sorted(maps.Keys(c.state.Units)) {
 		rec := c.state.Units[id]
 		if !rec.Holds() || !rec.IsOn(s.Node) {
@@ -228,10 +230,12 @@ func (c view) addLoad(s *client.NodeStatus) {
 			if r := &rec.Ranks[i]; r.Node == s.Node {
 				s.Ranks++
 				s.SlotsUsed += slotsOf(r)
-				s.GPUsUsed += len(r.Devices)
+				parts += r.DeviceParts()
+				shared.add(rec.App, rec.Group, r)
 			}
 		}
 	}
+	s.GPUsUsed, s.Shared = share.Devices(parts), shared.on(s.Node)
 }
 
 // nodeState is the state of a node, and its reason.

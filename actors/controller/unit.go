@@ -8,6 +8,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/share"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -207,8 +208,8 @@ func (u *unit) rankStatus(phase state.Phase) []client.RankStatus {
 	if len(u.seat.ranks) > 0 {
 		for _, r := range u.seat.ranks {
 			out = append(out, client.RankStatus{
-				Group: u.group, Rank: r.Rank, Node: r.Node, Devices: r.Devices, Phase: string(phase),
-				Epoch: u.m.Epoch,
+				Group: u.group, Rank: r.Rank, Node: r.Node, Devices: r.Devices,
+				Share: share.Devices(r.Share), Phase: string(phase), Epoch: u.m.Epoch,
 			})
 		}
 		return out

@@ -7,18 +7,48 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/internal/pause"
+	"github.com/dpserve/dpserve/internal/process"
 )
 
 // Devices are the accelerators of this machine. Both methods may take seconds; their context bounds them.
 // They are safe for concurrent use.
 type Devices interface {
-	// Check reports why no engine can start on devices; nil if one can, or if that cannot be found out. The
-	// memory in use now is not the engine's.
-	Check(ctx context.Context, devices []int) error
+	// Check reports why no engine of a unit can start on devices; nil if one can, or if that cannot be found
+	// out. The memory in use now is not the unit's.
+	Check(ctx context.Context, unit string, devices []int) error
 	// Held describes the devices that have more memory in use than before their last Check, and who has it;
-	// "" if there are none, or if that cannot be found out.
-	Held(ctx context.Context, devices []int) string
+	// "" if there are none, or if that cannot be found out. Memory of other units of this node does not count.
+	Held(ctx context.Context, unit string, devices []int) string
 }
+
+// UnitOf returns the unit of this node whose engine a process belongs to; "" if there is none. It looks along
+// the parents and the group of the process.
+func (n *Node) UnitOf(pid int) string {
+	engines := map[int]string{} // by process
+	n.mu.Lock()
+	for name, u := range n.units {
+		for _, p := range enginesOf(u) {
+			engines[p.PID()] = name
+		}
+	}
+	n.mu.Unlock()
+	for range maxAncestors {
+		s, isThere := process.ReadStat(pid)
+		if !isThere || pid <= 1 {
+			return ""
+		}
+		for _, at := range []int{pid, s.Group} {
+			if unit := engines[at]; unit != "" {
+				return unit
+			}
+		}
+		pid = s.Parent
+	}
+	return ""
+}
+
+// maxAncestors bounds the way from a process to its engine's first one.
+const maxAncestors = 16
 
 // devicePoll is the pause between two looks at devices: each look starts a program.
 const devicePoll = 500 * time.Millisecond
@@ -45,7 +75,7 @@ func (d grantedDevices) check(ctx context.Context) error {
 	if len(d.numbers) == 0 {
 		return nil
 	}
-	if err := d.unit.n.cfg.Devices.Check(ctx, d.numbers); err != nil {
+	if err := d.unit.n.cfg.Devices.Check(ctx, d.unit.m.Unit, d.numbers); err != nil {
 		return &startError{-1, err}
 	}
 	return nil
@@ -64,7 +94,7 @@ func (d grantedDevices) awaitFree(why Failure) Failure {
 	defer cancel()
 	began, named := time.Now(), false
 	for !u.n.isStopping() && !closed(u.n.detached) {
-		held := u.n.cfg.Devices.Held(ctx, d.numbers)
+		held := u.n.cfg.Devices.Held(ctx, u.m.Unit, d.numbers)
 		if held == "" {
 			return why
 		}

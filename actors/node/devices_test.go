@@ -24,7 +24,7 @@ type fakeDevices struct {
 }
 
 // Check implements Devices.
-func (d *fakeDevices) Check(_ context.Context, devices []int) error {
+func (d *fakeDevices) Check(_ context.Context, _ string, devices []int) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.checked = append(d.checked, devices)
@@ -32,7 +32,7 @@ func (d *fakeDevices) Check(_ context.Context, devices []int) error {
 }
 
 // Held implements Devices.
-func (d *fakeDevices) Held(context.Context, []int) string {
+func (d *fakeDevices) Held(context.Context, string, []int) string {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.looks++

@@ -216,7 +216,7 @@ func GroupRequest(a *app.Application, group int) placement.Group {
 			Name: a.OtherPool(), Ranks: map[string]int{}, Apart: d.Colocate == app.ColocateNo,
 		}
 	}
-	g.Devices = a.Resources.GPUs
+	g.Devices, g.Share = a.Resources.Devices(), a.Resources.Share()
 	if a.Engine.Kind == app.KindSim || g.Devices == 0 {
 		g.Slots = 1
 	}
@@ -292,7 +292,11 @@ func (v *Inventory) Use(ranks []state.RankGrant, blocks []state.Block) {
 			continue
 		}
 		n.Ranks++
-		n.UsedDevices = append(n.UsedDevices, r.Devices...)
+		if r.Share == 0 {
+			n.UsedDevices = append(n.UsedDevices, r.Devices...)
+		} else {
+			useShare(n, r)
+		}
 		if r.Slot >= 0 {
 			n.UsedSlots = append(n.UsedSlots, r.Slot)
 		}
@@ -301,6 +305,15 @@ func (v *Inventory) Use(ranks []state.RankGrant, blocks []state.Block) {
 		if n := v.at[b.Node]; n != nil {
 			n.UsedBlocks = append(n.UsedBlocks, portsOf(b))
 		}
+	}
+}
+
+func useShare(n *placement.Node, r *state.RankGrant) {
+	if n.UsedShares == nil {
+		n.UsedShares = map[int]int{}
+	}
+	for _, d := range r.Devices {
+		n.UsedShares[d] += r.Share
 	}
 }
 

@@ -161,7 +161,7 @@ func simulateOne(a *app.Application) []string {
 	s.add(len(a.Engine.Env) > 0, "engine.env dropped")
 	s.add(len(a.Engine.Ranks) > 0, "engine.ranks dropped: %s are started instead",
 		formatCount(len(a.Engine.Ranks), "simulated rank"))
-	s.add(a.Resources.GPUs > 0, "resources.gpus: %d → 0", a.Resources.GPUs)
+	s.add(a.Resources.GPUs > 0, "resources.gpus: %g → 0", a.Resources.GPUs)
 	s.add(len(a.Resources.Labels) > 0, "resources.labels dropped")
 	args, dropped := simulatedArgs(a)
 	s.add(len(dropped) > 0, "engine.args dropped: %s", strings.Join(dropped, ", "))

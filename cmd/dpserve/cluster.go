@@ -14,6 +14,7 @@ import (
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/pause"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/share"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -24,7 +25,8 @@ func newNodes(e *env) *cobra.Command {
 		Short: "the machines of the cluster",
 		Long: `nodes shows every node: alive, silent (its lease is not renewed), lost (its ranks were given
 to others), draining, drained, stopping (its process was told to end) or restarting (its process is being
-replaced, its engines run); its roles (* = leads, + = votes), slots and devices in use, the groups that have
+replaced, its engines run); its roles (* = leads, + = votes), slots and devices in use (1.5/4: ranks share
+devices, and -o json lists which), the groups that have
 ranks there, and when it was last heard of and by whom. ROLES are c (control), w (worker) and i (ingress).
 VERSION and SKEW (its clock minus the leader's) are shown with -o wide, or where they differ. DEVICES are the
 GPUs that a node found, with their memory; a note below the table names GPUs that failed or that other
@@ -89,7 +91,7 @@ func (v statusView) nodes(list []client.NodeStatus) *table {
 	for i := range list {
 		n := &list[i]
 		row := cells(n.Node, n.State, formatRoles(n, wide), formatUsed(n.SlotsUsed, n.Slots),
-			formatUsed(n.GPUsUsed, n.GPUs), strconv.Itoa(n.Ranks), strconv.Itoa(n.InFlight),
+			share.FormatDevices(n.GPUsUsed)+"/"+strconv.Itoa(n.GPUs), strconv.Itoa(n.Ranks), strconv.Itoa(n.InFlight),
 			formatGroups(n.Groups, wide))
 		row[1].color = nodeColor(n.State)
 		if showsVersion {

@@ -13,6 +13,7 @@ import (
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/share"
 )
 
 type planFlags struct {
@@ -65,7 +66,9 @@ func runPlan(ctx context.Context, e *env, f *planFlags, path string) error {
 	if err != nil {
 		return err
 	}
-	if err := planListing(&p, file.name).write(e.io, *f.output); err != nil {
+	l := planListing(&p, file.name)
+	l.notes = append(l.notes, memoryNotes(file.apps)...)
+	if err := l.write(e.io, *f.output); err != nil {
 		return err
 	}
 	switch {
@@ -114,7 +117,7 @@ func planListing(p *client.Plan, file string) *listing {
 	case !p.Changes:
 		l.notes = []string{"no changes"}
 	case p.Fits:
-		l.notes = append(planSummary(p),
+		l.notes = append(append(planSummary(p), sharedNotes(p)...),
 			fmt.Sprintf("to do this: dpserve deploy %s --revision %d", file, p.Revision))
 	}
 	return l
@@ -278,14 +281,60 @@ func unitRows(u *client.UnitPlan) [][]cell {
 		for n < len(rest) && rest[n].Node == rest[0].Node {
 			n++
 		}
-		var devices []int
-		for _, s := range rest[:n] {
-			devices = append(devices, s.Devices...)
-		}
 		out = append(out,
 			cells(u.Unit, what, formatSpan(rest[0].Rank, rest[n-1].Rank), rest[0].Node,
-				formatIntList(devices)))
+				formatSeatDevices(rest[:n])))
 		rest = rest[n:]
+	}
+	return out
+}
+
+// formatSeatDevices returns the devices of ranks on one node: "0-3", or "0.25 of 1" if a rank shares it.
+func formatSeatDevices(seats []client.SeatPlan) string {
+	var whole []int
+	var shares []string
+	for _, s := range seats {
+		if s.Share == 0 {
+			whole = append(whole, s.Devices...)
+			continue
+		}
+		shares = append(shares, share.FormatDevices(s.Share)+" of "+formatIntList(s.Devices))
+	}
+	if len(shares) == 0 {
+		return formatIntList(whole)
+	}
+	return strings.Join(shares, ", ")
+}
+
+// How many shared devices the notes below a plan list, and how many ranks of each.
+const (
+	maxShared  = 16
+	maxSharers = 8
+)
+
+// memoryNotes tells the flag that dpserve adds for engines with a share of a device.
+func memoryNotes(apps []*app.Application) []string {
+	var out []string
+	for _, a := range apps {
+		if flag, value := a.MemoryOfShare(); flag != "" {
+			out = append(out, fmt.Sprintf("%s: its engines get --%s %s, nine tenths of their share; engine.args "+
+				"may name another value", a.Name, flag, value))
+		}
+	}
+	return out
+}
+
+// sharedNotes says which ranks share which devices after the deploy.
+func sharedNotes(p *client.Plan) []string {
+	var out []string
+	for i := range p.Nodes {
+		for _, d := range p.Nodes[i].Shared {
+			if len(out) == maxShared {
+				return append(out, "-o json lists all shared devices")
+			}
+			out = append(out, fmt.Sprintf("device %d of %s: %s of it for %s", d.Device, p.Nodes[i].Node,
+				share.FormatDevices(d.Used), listSome(d.Ranks, maxSharers)))
+		}
 	}
 	return out
 }
@@ -299,7 +348,7 @@ func planNodes(p *client.Plan) *table {
 	t.head = append(t.head, "NOTE")
 	for _, n := range p.Nodes {
 		row := cells(n.Node, strconv.Itoa(n.Slots), strconv.Itoa(n.SlotsFree), strconv.Itoa(n.SlotsNeed),
-			strconv.Itoa(n.GPUs), strconv.Itoa(n.GPUsFree), strconv.Itoa(n.GPUsNeed))
+			strconv.Itoa(n.GPUs), share.FormatDevices(n.GPUsFree), share.FormatDevices(n.GPUsNeed))
 		if showsDevices {
 			row = append(row, cell{text: formatDevices(n.Devices)})
 		}

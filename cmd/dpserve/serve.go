@@ -33,7 +33,8 @@ type serveFlags struct {
 	startup  time.Duration
 	grace    float64 // --shutdown-timeout
 
-	dpSize, prefill, gpus  int
+	dpSize, prefill        int
+	gpus                   float64
 	lockstep               bool
 	name, policy, transfer string
 
@@ -101,8 +102,9 @@ func (f *serveFlags) add(cmd *cobra.Command) {
 	f.set.IntVar(&f.prefill, "prefill", 0, "`ranks` that only compute prompts, beside those of --dp-size")
 	f.set.StringVar(&f.transfer, "transfer", "",
 		"how KV blocks go from a prefill rank to a decode rank: nixl, nixl-push, mooncake, sglang or sim")
-	f.set.IntVar(&f.gpus, "gpus-per-rank", 0,
-		"`devices` of a rank; default: what its parallel sizes use; 0 for an engine without devices")
+	f.set.Float64Var(&f.gpus, "gpus-per-rank", 0,
+		"`devices` of a rank, or the share of one, such as 0.25; default: what its parallel sizes use; 0 for an "+
+			"engine without devices")
 	f.set.StringVar(&f.policy, "policy", "", "routing policy; default: mex, or lmetric-1 with --lockstep")
 	f.set.StringVar(&f.name, "name", "", "name of the application; default: made of MODEL")
 	f.set.StringArrayVar(&f.names, "served-model-name", nil,
@@ -194,7 +196,7 @@ func (f *serveFlags) checkDevices(apps []*app.Application) error {
 			continue
 		}
 		return problem.New(problem.Unplaceable, "no device is known here, and %s needs %s per rank",
-			a.Engine.Kind, formatCount(a.Resources.GPUs, "device")).
+			a.Engine.Kind, formatCount(a.Resources.Devices(), "device")).
 			WithHint("--gpus N names the devices of this machine\n" +
 				"--engine sim runs the same command line on the simulated engine\n" +
 				"--gpus-per-rank 0 starts an engine that needs none, such as vLLM's build for CPUs")

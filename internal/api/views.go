@@ -119,6 +119,7 @@ func (s *ClusterStatus) AddTo(apps []client.AppStatus) {
 				for _, a := range s.ranks[u.Unit] {
 					if a.Rank == r.Rank && a.Epoch == r.Epoch {
 						a.Group, a.Node, a.Devices, a.Phase = r.Group, r.Node, r.Devices, r.Phase
+						a.Share = r.Share
 						u.Ranks[k] = a
 					}
 				}

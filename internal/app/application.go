@@ -196,9 +196,11 @@ type DataParallel struct {
 // Resources are what one rank needs. GPUsSet distinguishes a written `gpus: 0` (a CPU engine) from an omitted
 // one.
 type Resources struct {
-	// devices. A sim rank takes devices only if this is written; an attached rank takes nothing
-	GPUs    int  `json:"gpus" is:"an integer from 0 to 1024" unset:"what the engine's arguments use"`
-	GPUsSet bool `json:"gpus_set,omitempty" is:"-"`
+	// devices: a whole number, or the share of one device, such as 0.25, with at most four digits behind the
+	// point: any ranks whose shares add up to 1 or less fit on one device. A sim rank takes devices only if
+	// this is written; an attached rank takes nothing
+	GPUs    float64 `json:"gpus" is:"devices from 0 to 1024" unset:"what the engine's arguments use"`
+	GPUsSet bool    `json:"gpus_set,omitempty" is:"-"`
 	// processors. Placement does not count them yet
 	CPUs float64 `json:"cpus,omitempty" is:"cpus from 0 to 65536"`
 	// memory in GiB. Placement does not count it yet

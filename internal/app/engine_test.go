@@ -1,6 +1,7 @@
 package app
 
 import (
+	"math"
 	"strings"
 	"testing"
 
@@ -73,7 +74,7 @@ func TestDevicesOfARank(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {
 		text string
-		gpus int
+		gpus float64
 		set  bool
 		warn string
 	}{
@@ -97,6 +98,24 @@ func TestDevicesOfARank(t *testing.T) {
 			gpus: 1,
 		},
 		{text: with("kind: sglang, args: {tp_size: 8, pp_size: 2}"), gpus: 16},
+		{text: with("kind: sim", "resources: {gpus: 2.0}"), gpus: 2, set: true},
+		{text: with("kind: vllm", "resources: {gpus: 0.25}"), gpus: 0.25, set: true},
+		{
+			text: with("kind: vllm, args: {tensor_parallel_size: 2}", "resources: {gpus: 0.5}"),
+			gpus: 0.5, set: true, warn: "use 2 devices per rank, the file gives 0.5",
+		},
+		{text: with("kind: vllm, args: {gpu_memory_utilization: 0.25}", "resources: {gpus: 0.25}"),
+			gpus: 0.25, set: true},
+		{
+			text: with("kind: vllm, args: {gpu-memory-utilization: 0.9}", "resources: {gpus: 0.25}"),
+			gpus: 0.25, set: true,
+			warn: "4 ranks fit on one device, and each takes 0.9 of its memory (leave it out to take nine " +
+				"tenths of the share, or write at most 0.25)",
+		},
+		{
+			text: with("kind: sglang, args: {mem_fraction_static: '0.4'}", "resources: {gpus: 0.3333}"),
+			gpus: 0.3333, set: true, warn: "3 ranks fit on one device, and each takes 0.4 of its memory",
+		},
 	} {
 		f, warnings, err := Parse(Default(), "app.yaml", []byte(c.text))
 		require.NoError(t, err, c.text)
@@ -110,6 +129,53 @@ func TestDevicesOfARank(t *testing.T) {
 	lines := faultsOf(t, with("kind: vllm, args: {tensor_parallel_size: 0}"))
 	require.Len(t, lines, 1)
 	assert.Contains(t, lines[0], "tensor and pipeline parallel sizes count devices")
+}
+
+// TestSharesOfDevices: which numbers of devices are a share, and which are refused with the rule.
+func TestSharesOfDevices(t *testing.T) {
+	t.Parallel()
+	for gpus, parts := range map[string]int{
+		"0.25": 2500, "0.3333": 3333, "0.1": 1000, ".5": 5000, "1e-4": 1, "0.9999": 9999, "0": 0, "1": 0, "7": 0,
+	} {
+		r := parsed(t, with("kind: vllm", "resources: {gpus: "+gpus+"}")).Applications[0].Resources
+		assert.Equal(t, parts, r.Share(), gpus)
+		assert.Equal(t, int(math.Ceil(r.GPUs)), r.Devices(), gpus)
+	}
+	lockstep := "data_parallel: {dp_size: 2, coupling: lockstep}"
+	for text, want := range map[string]string{
+		with("kind: vllm", "resources: {gpus: 1.5}"): "resources.gpus: a rank has whole devices, or a share of one: " +
+			"found 1.5, wanted a whole number, or a number below 1 (write 1 or 2)",
+		with("kind: sim", "resources: {gpus: 0.33334}"): "resources.gpus: a share has at most 4 digits behind the " +
+			"point: found 0.33334, wanted 0.3333 (write 0.3333)",
+		with("kind: sim", "resources: {gpus: 0.00001}"): "(write 0.0001)",
+		with("kind: sim", "resources: {gpus: -0.5}"):    "found -0.5, wanted devices from 0 to 1024",
+		with("kind: sim", "resources: {gpus: half}"):    "wanted devices from 0 to 1024",
+		with("kind: vllm", "resources: {gpus: 0.5}", lockstep): "the ranks of a lockstep group cannot share " +
+			"devices: NCCL refuses two ranks on one",
+	} {
+		lines := faultsOf(t, text)
+		require.Len(t, lines, 1, text)
+		assert.Contains(t, lines[0], want)
+	}
+	assert.Equal(t, 5000, parsed(t, with("kind: sim", "resources: {gpus: 0.5}", lockstep)).
+		Applications[0].Resources.Share(), "the simulated engine has no NCCL")
+}
+
+// TestMemoryOfAShare: engines that share a device are limited to nine tenths of their share, unless the file
+// says something else.
+func TestMemoryOfAShare(t *testing.T) {
+	t.Parallel()
+	for text, want := range map[string]string{
+		with("kind: vllm", "resources: {gpus: 0.25}"):     "gpu-memory-utilization 0.225",
+		with("kind: sglang", "resources: {gpus: 0.3333}"): "mem-fraction-static 0.29997",
+		with("kind: vllm", "resources: {gpus: 1}"):        " ",
+		with("kind: vllm"):                           " ",
+		with("kind: sim", "resources: {gpus: 0.25}"): " ",
+		with("kind: vllm, args: {gpu_memory_utilization: 0.2}", "resources: {gpus: 0.25}"): " ",
+	} {
+		flag, value := parsed(t, text).Applications[0].MemoryOfShare()
+		assert.Equal(t, want, flag+" "+value, text)
+	}
 }
 
 func TestOwnedFlags(t *testing.T) {

@@ -12,6 +12,8 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
+
+	"github.com/dpserve/dpserve/internal/share"
 )
 
 // A generator of files that Parse could have made. It draws only what a user may write, and derives the rest
@@ -156,9 +158,18 @@ func drawEngine(t *rapid.T, a *Application) {
 		a.Resources.GPUs = 1
 	}
 	if rapid.Bool().Draw(t, "gpus") {
-		a.Resources.GPUs, a.Resources.GPUsSet = rapid.IntRange(0, 4).Draw(t, "gpu count"), true
+		a.Resources.GPUs, a.Resources.GPUsSet = drawGPUs(t, a), true
 	}
 	a.Resources.CPUs = amount(t, "cpus", 0) / 1e3
+}
+
+// drawGPUs draws a whole number of devices, or a share of one. Lockstep ranks of real engines have no share.
+func drawGPUs(t *rapid.T, a *Application) float64 {
+	mayShare := a.Engine.Kind == KindSim || a.DataParallel.Coupling != Lockstep
+	if mayShare && rapid.Bool().Draw(t, "share") {
+		return float64(rapid.IntRange(1, share.Whole-1).Draw(t, "parts")) / share.Whole
+	}
+	return float64(rapid.IntRange(0, 4).Draw(t, "gpu count"))
 }
 
 func drawTuning(t *rapid.T, a *Application) {

@@ -303,46 +303,6 @@ func (a *draft) parallel(flags ...string) int {
 // maxParallel bounds tensor and pipeline parallel sizes.
 const maxParallel = 1_024
 
-// settleResources derives the devices of one rank from its engine's arguments.
-func (a *draft) settleResources() {
-	a.Resources.GPUsSet = a.has("resources.gpus")
-	switch a.Engine.Kind {
-	case KindAttach:
-		for _, key := range []string{"gpus", "cpus", "memory_gib"} {
-			if a.isSound("resources." + key) {
-				a.wrong("resources."+key, "an attached rank takes nothing of a node", "leave "+key+" out")
-			}
-		}
-	case KindVLLM, KindSGLang:
-		a.settleGPUs()
-	case KindSim:
-	}
-}
-
-func (a *draft) settleGPUs() {
-	tp, pp := a.tensor(), a.parallel("pipeline-parallel-size", "pp-size", "pp")
-	if tp == 0 || pp == 0 {
-		if a.isGood("engine.args") {
-			a.refuse("engine.args", "tensor and pipeline parallel sizes count devices", "",
-				fmt.Sprintf("integers from 1 to %d", maxParallel), "")
-		}
-		return
-	}
-	need, given := tp*pp, a.Resources.GPUs
-	if a.Engine.Kind == KindSGLang && a.DataParallel.Coupling == Lockstep && a.DataParallel.DPSize > 0 {
-		need = max(1, need/a.DataParallel.DPSize)
-	}
-	switch {
-	case !a.Resources.GPUsSet:
-		a.Resources.GPUs = need
-	case given != 0 && given != need && a.isGood("resources.gpus"):
-		a.d.warn(a.at("resources.gpus"),
-			fmt.Sprintf("the engine's parallel sizes use %d devices per rank, the file gives %d",
-				need, given),
-			"leave gpus out to give what the engine uses")
-	}
-}
-
 // ruleSize is in every fault about sizes, because in Ray's history num_replicas has meant both ranks and
 // groups.
 const ruleSize = "num_replicas = dp_size × num_groups"

@@ -43,8 +43,9 @@ type Device struct {
 // Holder is a process that holds memory of a device. In a container the program may list numbers of the host,
 // or none.
 type Holder struct {
-	PID int
-	MiB int64 // Unknown
+	PID  int
+	MiB  int64  // Unknown
+	Unit string // of this node, whose engine the process belongs to; "" = none, or it cannot be told
 }
 
 // Inventory is what a machine has.

@@ -41,8 +41,9 @@ type KeeperConfig struct {
 	// Visible is CUDA_VISIBLE_DEVICES of this process: without Offer, only these are offered. nil = it is not
 	// set.
 	Visible *string
-	InUse   func() map[int]bool // devices that ranks of this node have; nil = none
-	Run     Runner              // nil = commands of this machine
+	Granted func() []Grant       // devices that units of this node have; nil = none
+	UnitOf  func(pid int) string // unit of this node that a process belongs to, "" = none; nil = none is known
+	Run     Runner               // nil = commands of this machine
 	Timers  Timers
 	Log     *slog.Logger
 }
@@ -70,8 +71,11 @@ func Open(ctx context.Context, cfg KeeperConfig) *Keeper {
 	if cfg.Run == nil {
 		cfg.Run = NewRunner()
 	}
-	if cfg.InUse == nil {
-		cfg.InUse = func() map[int]bool { return nil }
+	if cfg.Granted == nil {
+		cfg.Granted = func() []Grant { return nil }
+	}
+	if cfg.UnitOf == nil {
+		cfg.UnitOf = func(int) string { return "" }
 	}
 	cfg.Timers.Probe = cmp.Or(cfg.Timers.Probe, DefaultProbe)
 	cfg.Timers.Reread = cmp.Or(cfg.Timers.Reread, DefaultReread)
@@ -180,7 +184,7 @@ func (k *Keeper) readNow(ctx context.Context) {
 	k.begun++
 	number, old := k.begun, k.now
 	k.mu.Unlock()
-	used := maps.Clone(k.cfg.InUse())
+	used := k.granted()
 	inv, err := list(limit, k.cfg.Run)
 	if err == nil && old.Kind == inv.Kind && slices.Equal(old.indices(), inv.indices()) {
 		inv.Near = old.Near
@@ -190,7 +194,8 @@ func (k *Keeper) readNow(ctx context.Context) {
 	if ctx.Err() != nil {
 		return // whoever asked has given up
 	}
-	usedNow := k.cfg.InUse() // a rank may have come or gone meanwhile
+	k.findUnits(&inv)
+	usedNow := k.granted() // a rank may have come or gone meanwhile
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.ended = number
@@ -214,7 +219,7 @@ func (k *Keeper) take(inv Inventory, isUsed func(device int) bool) {
 			k.before[d.key()] = max(0, d.UsedMiB-d.heldMiB())
 		}
 		if !isUsed(d.Index) && d.UsedMiB > takenFrom {
-			k.taken[d.Index] = d.describeUse()
+			k.taken[d.Index] = d.describeTaken()
 		}
 	}
 }
@@ -254,6 +259,9 @@ func (h Holder) describe() string {
 	if name := cleanText(process.Name(h.PID)); name != "" {
 		text += " (" + name + ")"
 	}
+	if h.Unit != "" {
+		text += " of " + h.Unit
+	}
 	if h.MiB > 0 {
 		text += fmt.Sprintf(" with %s GiB", formatGiB(h.MiB))
 	}
@@ -274,7 +282,7 @@ func (k *Keeper) Trouble() string {
 }
 
 func (k *Keeper) notes() []note {
-	used := k.cfg.InUse()
+	used := k.granted()
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	var out []note
@@ -290,8 +298,7 @@ func (k *Keeper) notes() []note {
 	}
 	for _, index := range k.offered() {
 		if text := k.taken[index]; text != "" && !used[index] {
-			out = append(out, note{fmt.Sprint("taken ", index), text +
-				", and no rank of this node has it (end what uses it, or leave the device out of --gpus)"})
+			out = append(out, note{fmt.Sprint("taken ", index), text})
 		}
 	}
 	for _, text := range k.now.Warnings {
@@ -395,8 +402,9 @@ func (k *Keeper) since(number int) (inv Inventory, done bool, err error) {
 }
 
 // Check reports why an engine cannot start on devices. It returns nil if they are there, were only declared,
-// or cannot be read. It remembers the memory in use: the caller is about to start an engine on them.
-func (k *Keeper) Check(ctx context.Context, devices []int) error {
+// or cannot be read. It remembers the memory in use, without that of other units of this node: the caller is
+// about to start the engines of a unit on them.
+func (k *Keeper) Check(ctx context.Context, unit string, devices []int) error {
 	if !k.areFound(devices) {
 		return nil
 	}
@@ -404,6 +412,7 @@ func (k *Keeper) Check(ctx context.Context, devices []int) error {
 	if err != nil {
 		return nil // the failure is logged and in Trouble; the engine's start will tell
 	}
+	others := k.othersThan(unit)
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	for _, index := range devices {
@@ -416,15 +425,15 @@ func (k *Keeper) Check(ctx context.Context, devices []int) error {
 		case d.Fault != "":
 			return fmt.Errorf("device %d (%s) does not work: %s", index, d.UUID, d.Fault)
 		case d.UsedMiB != Unknown:
-			k.before[d.key()] = d.UsedMiB
+			k.before[d.key()] = max(0, d.UsedMiB-others.memoryOn(d))
 		}
 	}
 	return nil
 }
 
-// Held describes the devices whose memory an engine that has ended still holds, with who holds it; "" if
-// there are none, or if that cannot be read.
-func (k *Keeper) Held(ctx context.Context, devices []int) string {
+// Held describes the devices whose memory the engines of a unit that have ended still hold, with who holds it;
+// "" if there are none, or if that cannot be read. What other units of this node may hold does not count.
+func (k *Keeper) Held(ctx context.Context, unit string, devices []int) string {
 	if !k.areFound(devices) {
 		return ""
 	}
@@ -432,6 +441,7 @@ func (k *Keeper) Held(ctx context.Context, devices []int) string {
 	if err != nil {
 		return ""
 	}
+	others := k.othersThan(unit)
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	var out []string
@@ -440,7 +450,8 @@ func (k *Keeper) Held(ctx context.Context, devices []int) string {
 		if d == nil || d.UsedMiB == Unknown {
 			continue
 		}
-		if before, isKnown := k.before[d.key()]; isKnown && d.UsedMiB > before+freeWithin {
+		before, isKnown := k.before[d.key()]
+		if isKnown && d.UsedMiB > before+others.memoryOn(d)+freeWithin {
 			out = append(out, fmt.Sprintf("%s (%s before the start)", d.describeUse(), formatGiB(before)))
 		}
 	}

@@ -111,9 +111,9 @@ func TestADeviceThatVanishes(t *testing.T) {
 			assert.Equal(t, []int{0}, k.Offered())
 			assert.Equal(t, "device 1 (H, GPU-1) is not listed any more and gets no ranks (look for Xid "+
 				"errors in `dmesg`; a reset or a reboot may bring it back)", k.Trouble())
-			require.EqualError(t, k.Check(ctx, []int{0, 1}),
+			require.EqualError(t, k.Check(ctx, "a", []int{0, 1}),
 				"device 1 (GPU-1) is not there any more: look at `dmesg` for Xid errors")
-			require.NoError(t, k.Check(ctx, []int{0}))
+			require.NoError(t, k.Check(ctx, "a", []int{0}))
 			m.set(func() { m.gone[1] = false })
 			time.Sleep(DefaultReread + time.Second)
 			assert.Equal(t, []int{0, 1}, k.Offered())
@@ -128,14 +128,14 @@ func TestAFailureKeepsTheLastReading(t *testing.T) {
 		m := &machine{}
 		k := open(t, m, KeeperConfig{})
 		m.set(func() { m.err = errors.New("exit status 9") })
-		require.NoError(t, k.Check(t.Context(), []int{0}))
+		require.NoError(t, k.Check(t.Context(), "a", []int{0}))
 		assert.Equal(t, []int{0, 1}, k.Offered())
 		assert.Contains(t, k.Trouble(), "the devices cannot be read: nvidia-smi: exit status 9")
-		assert.Empty(t, k.Held(t.Context(), []int{0}))
+		assert.Empty(t, k.Held(t.Context(), "a", []int{0}))
 		m.set(func() { m.err = nil; m.used[0] = 60000 })
-		assert.Empty(t, k.Held(t.Context(), []int{0}), "it is not tried again at once")
+		assert.Empty(t, k.Held(t.Context(), "a", []int{0}), "it is not tried again at once")
 		time.Sleep(DefaultReread)
-		assert.NotEmpty(t, k.Held(t.Context(), []int{0}))
+		assert.NotEmpty(t, k.Held(t.Context(), "a", []int{0}))
 	})
 }
 
@@ -159,7 +159,7 @@ func TestAProgramThatHangs(t *testing.T) {
 		began = time.Now()
 		var all sync.WaitGroup
 		for range 100 {
-			all.Go(func() { assert.NoError(t, k.Check(ctx, []int{0})) })
+			all.Go(func() { assert.NoError(t, k.Check(ctx, "a", []int{0})) })
 		}
 		all.Wait()
 		assert.LessOrEqual(t, time.Since(began), DefaultProbe)
@@ -178,7 +178,7 @@ func TestManyStartsShareAReading(t *testing.T) {
 		m.calls = 0
 		var all sync.WaitGroup
 		for range 100 {
-			all.Go(func() { assert.NoError(t, k.Check(t.Context(), []int{0})) })
+			all.Go(func() { assert.NoError(t, k.Check(t.Context(), "a", []int{0})) })
 		}
 		all.Wait()
 		assert.LessOrEqual(t, m.calls, 2*2, "two readings of two commands")
@@ -190,7 +190,7 @@ func TestMemoryThatIsStillHeld(t *testing.T) {
 	k := open(t, m, KeeperConfig{})
 	ask := func(used int, apps string) string {
 		m.set(func() { m.used[0], m.apps = used, apps })
-		return k.Held(t.Context(), []int{0, 1})
+		return k.Held(t.Context(), "a", []int{0, 1})
 	}
 	assert.Empty(t, ask(400, ""))
 	assert.Empty(t, ask(912, ""), "the driver keeps some")
@@ -200,27 +200,32 @@ func TestMemoryThatIsStillHeld(t *testing.T) {
 		ask(60000, "GPU-0, 999999999, 58000\n"))
 	assert.Contains(t, ask(60000, fmt.Sprintf("GPU-0, %d, 58000\n", os.Getpid())),
 		fmt.Sprintf("process %d (", os.Getpid()))
-	require.NoError(t, k.Check(t.Context(), []int{0}), "somebody else uses it: the engine will see")
+	require.NoError(t, k.Check(t.Context(), "a", []int{0}), "somebody else uses it: the engine will see")
 	assert.Empty(t, ask(60100, ""), "an engine that comes and goes then leaves what was there before")
-	assert.Empty(t, k.Held(t.Context(), []int{7}), "a device that was only declared")
+	assert.Empty(t, k.Held(t.Context(), "a", []int{7}), "a device that was only declared")
 }
 
 // TestAnAdoptedEngineCountsAsNothingBefore: what listed processes hold at the first reading may be an engine
 // of this node's earlier process.
 func TestAnAdoptedEngineCountsAsNothingBefore(t *testing.T) {
 	m := &machine{used: [2]int{60400, 0}, apps: "GPU-0, 12, 60000\n"}
-	k := open(t, m, KeeperConfig{InUse: func() map[int]bool { return map[int]bool{0: true} }})
+	k := open(t, m, KeeperConfig{Granted: func() []Grant { return []Grant{{Unit: "a", Devices: []int{0}}} }})
 	assert.Empty(t, k.Trouble())
-	assert.NotEmpty(t, k.Held(t.Context(), []int{0}))
+	assert.NotEmpty(t, k.Held(t.Context(), "a", []int{0}))
 	m.set(func() { m.used[0], m.apps = 500, "" })
-	assert.Empty(t, k.Held(t.Context(), []int{0}))
+	assert.Empty(t, k.Held(t.Context(), "a", []int{0}))
 }
 
 func TestMemoryTakenByOthers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m := &machine{used: [2]int{41000, 300}, apps: "GPU-0, 999999999, 40000\n"}
 		var busy atomic.Bool
-		k := open(t, m, KeeperConfig{InUse: func() map[int]bool { return map[int]bool{0: busy.Load()} }})
+		k := open(t, m, KeeperConfig{Granted: func() []Grant {
+			if !busy.Load() {
+				return nil
+			}
+			return []Grant{{Unit: "a", Devices: []int{0}}}
+		}})
 		ctx, cancel := context.WithCancel(t.Context())
 		defer cancel()
 		go k.Run(ctx)

@@ -75,6 +75,16 @@ func flag(name string, value any) ([]string, error) {
 	return []string{"--" + name, string(b)}, nil
 }
 
+// shareFlags limits an engine that shares its device to its part of the memory. Without a limit the first engine
+// takes nearly all of it, and the second one cannot start.
+func shareFlags(a *app.Application) []string {
+	flag, value := a.MemoryOfShare()
+	if flag == "" {
+		return nil
+	}
+	return []string{"--" + flag, value}
+}
+
 // lookupArg looks up a value of engine.args by its flag name in kebab case.
 func lookupArg(args app.Args, name string) (any, bool) {
 	for _, a := range args {

@@ -22,6 +22,7 @@ func sglangProfile(s *Spec, environ []string) (Launch, error) {
 			argv = append(argv, "--"+flag)
 		}
 	}
+	argv = append(argv, shareFlags(a)...)
 	events, err := eventFlags(s)
 	if err != nil {
 		return Launch{}, err

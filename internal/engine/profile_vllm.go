@@ -21,6 +21,7 @@ func vllmProfile(s *Spec, environ []string) (Launch, error) {
 	argv = append(argv, "--host", s.host(), "--port", strconv.Itoa(port))
 	argv = append(argv, lockstepFlags(s)...)
 	argv = append(argv, "--enable-prompt-tokens-details", "--shutdown-timeout", shutdownTimeout(a))
+	argv = append(argv, shareFlags(a)...)
 	rest, transfer, err := vllmRest(s)
 	if err != nil {
 		return Launch{}, err

@@ -96,7 +96,9 @@ func isPortBlock(b state.Block) bool {
 func encodeGrants(in []state.RankGrant) []*dpservev1.RankGrant {
 	out := make([]*dpservev1.RankGrant, 0, len(in))
 	for i := range in {
-		g := &dpservev1.RankGrant{Rank: toInt32(in[i].Rank), Node: in[i].Node, Slot: toInt32(in[i].Slot)}
+		g := &dpservev1.RankGrant{
+			Rank: toInt32(in[i].Rank), Node: in[i].Node, Slot: toInt32(in[i].Slot), Share: toInt32(in[i].Share),
+		}
 		for _, d := range in[i].Devices {
 			g.Devices = append(g.Devices, toInt32(d))
 		}
@@ -111,12 +113,14 @@ func decodeGrants(in []*dpservev1.RankGrant, name string) ([]state.RankGrant, er
 	}
 	out := make([]state.RankGrant, 0, len(in))
 	for _, g := range in {
-		r := state.RankGrant{Rank: int(g.GetRank()), Node: g.GetNode(), Slot: int(g.GetSlot())}
+		r := state.RankGrant{
+			Rank: int(g.GetRank()), Node: g.GetNode(), Slot: int(g.GetSlot()), Share: int(g.GetShare()),
+		}
 		for _, d := range g.GetDevices() {
 			r.Devices = append(r.Devices, int(d))
 		}
 		if err := cmp.Or(checkName(r.Node, name+".node"), checkBounds(r.Rank >= 0, name+".rank"),
-			checkBounds(r.Slot >= -1, name+".slot")); err != nil {
+			checkBounds(r.Slot >= -1, name+".slot"), checkBounds(r.Share >= 0, name+".share")); err != nil {
 			return nil, err
 		}
 		out = append(out, r)

@@ -40,6 +40,7 @@ func anyGrants() *rapid.Generator[[]state.RankGrant] {
 			Rank: rapid.IntRange(0, 1<<20).Draw(t, "rank"), Node: anyName().Draw(t, "node"),
 			Slot:    rapid.IntRange(-1, 4096).Draw(t, "slot"),
 			Devices: some(rapid.IntRange(0, 64), 8).Draw(t, "devices"),
+			Share:   rapid.IntRange(0, 9999).Draw(t, "share"),
 		}
 	})
 	return some(one, 6)

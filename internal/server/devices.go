@@ -72,7 +72,13 @@ func openDevices(ctx context.Context, n *Node) (*devices.Keeper, error) {
 	}
 	cfg := devices.KeeperConfig{
 		Offer: declared, Timers: n.cfg.timers().devices, Log: n.log,
-		InUse: func() map[int]bool { return devicesInUse(n.opened.State(), n.cfg.NodeID) },
+		Granted: func() []devices.Grant { return grantsOf(n.opened.State(), n.cfg.NodeID) },
+		UnitOf: func(pid int) string {
+			if worker := n.readyNode.Load(); worker != nil {
+				return worker.UnitOf(pid)
+			}
+			return ""
+		},
 	}
 	if visible, isSet := os.LookupEnv("CUDA_VISIBLE_DEVICES"); isSet {
 		cfg.Visible = &visible
@@ -122,19 +128,16 @@ func modelsOf(inv *devices.Inventory, offered []int) []state.DeviceModel {
 	return out
 }
 
-// devicesInUse returns the devices that ranks of a node hold.
-func devicesInUse(s *state.State, node string) map[int]bool {
-	out := map[int]bool{}
+// grantsOf returns what ranks of a node hold.
+func grantsOf(s *state.State, node string) []devices.Grant {
+	var out []devices.Grant
 	for _, u := range s.Units {
 		if !u.Holds() {
 			continue
 		}
 		for i := range u.Ranks {
-			if u.Ranks[i].Node != node {
-				continue
-			}
-			for _, d := range u.Ranks[i].Devices {
-				out[d] = true
+			if r := &u.Ranks[i]; r.Node == node {
+				out = append(out, devices.Grant{Unit: u.ID, Devices: r.Devices, Share: r.Share})
 			}
 		}
 	}

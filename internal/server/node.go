@@ -62,7 +62,8 @@ type Node struct {
 	resources   state.Resources // of the flags; withDevices adds the devices
 	devices     *devices.Keeper // nil: this node offers no devices
 	node        *node.Node
-	ingress     *ingress.Ingress // nil without role ingress
+	ingress     *ingress.Ingress          // nil without role ingress
+	readyNode   atomic.Pointer[node.Node] // node, for readings of the devices, which begin before it exists
 	// ingress, for lease renewals, which begin before it exists
 	readyIngress  atomic.Pointer[ingress.Ingress]
 	admin         *api.Server
@@ -401,6 +402,7 @@ func (n *Node) buildWorker(t *timers) error {
 		OnLeaseLoss: n.onLeaseLoss(), EngineHost: n.cfg.engineHost(), Advertise: n.cfg.Advertise,
 		Shims: n.shims(),
 	})
+	n.readyNode.Store(n.node)
 	return err
 }
 

@@ -288,13 +288,16 @@ func incompleteError(format string, args ...any) error {
 // Level is the version of the log's and snapshots' format that this build can read. A version that adds a
 // kind of command, a field of a command or a field of the state has the next level. Each node reports its
 // level in its record.
-const Level = deviceLevel + nextLevels
+const Level = shareLevel + nextLevels
 
 // poolLevel is the Level that knows pools: two applications of the state that users know by one name.
 const poolLevel = 2
 
 // deviceLevel is the Level that knows which devices of a node are close to each other, and what they are.
 const deviceLevel = poolLevel + 1
+
+// shareLevel is the Level that knows ranks that share a device.
+const shareLevel = deviceLevel + 1
 
 // kind is one kind of command in a Command.
 type kind struct {
@@ -322,7 +325,10 @@ func (c *Command) kinds() map[string]kind {
 // Level returns the least level of a node that can read the command. A version that adds a field to a known
 // kind checks it here: while the field is set, the command has the level of that version.
 func (c *Command) Level() int {
-	if c.PutApps != nil && c.PutApps.isPools() {
+	switch {
+	case c.PutApps != nil && c.PutApps.hasShares(), c.GrantGroup != nil && c.GrantGroup.hasShares():
+		return shareLevel
+	case c.PutApps != nil && c.PutApps.isPools():
 		return poolLevel
 	}
 	return c.kinds()[c.Kind()].level
@@ -332,6 +338,22 @@ func (c *PutApps) isPools() bool {
 	return len(c.End) > 0 || slices.ContainsFunc(c.Apps, func(a AppSpec) bool {
 		_, pool := app.SplitPool(a.Name)
 		return pool != ""
+	})
+}
+
+// hasShares reports whether an application's ranks share devices. A version that does not know shares cannot
+// read its spec.
+func (c *PutApps) hasShares() bool {
+	return slices.ContainsFunc(c.Apps, func(spec AppSpec) bool {
+		a := App{Spec: spec.Spec}
+		decoded, err := a.Application()
+		return err == nil && decoded.Resources.Share() > 0
+	})
+}
+
+func (c *GrantGroup) hasShares() bool {
+	return slices.ContainsFunc(c.Units, func(u UnitGrant) bool {
+		return slices.ContainsFunc(u.Ranks, func(r RankGrant) bool { return r.Share > 0 })
 	})
 }
 

@@ -6,6 +6,7 @@ import (
 	"strconv"
 
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/share"
 )
 
 const maxPort = 65535
@@ -33,6 +34,12 @@ type rankKey struct {
 	group, rank int
 }
 
+// heldDevice is how much of a device is held, and the unit that took the last part.
+type heldDevice struct {
+	parts int
+	holder
+}
+
 type heldBlock struct {
 	Block
 	holder
@@ -43,7 +50,7 @@ type heldBlock struct {
 type heldResources struct {
 	ranks   map[rankKey]holder
 	slots   map[nodeResource]holder
-	devices map[nodeResource]holder
+	devices map[nodeResource]heldDevice
 	blocks  []heldBlock
 }
 
@@ -54,7 +61,8 @@ func resourcesHeld(s *State, c *GrantGroup) *heldResources {
 		again[c.Units[i].Unit] = true
 	}
 	t := &heldResources{
-		ranks: map[rankKey]holder{}, slots: map[nodeResource]holder{}, devices: map[nodeResource]holder{},
+		ranks: map[rankKey]holder{}, slots: map[nodeResource]holder{},
+		devices: map[nodeResource]heldDevice{},
 	}
 	for id, u := range s.Units {
 		if u.Holds() && !again[id] {
@@ -72,7 +80,8 @@ func (t *heldResources) addHeld(app string, group int, h holder, ranks []RankGra
 			t.slots[nodeResource{r.Node, r.Slot}] = h
 		}
 		for _, d := range r.Devices {
-			t.devices[nodeResource{r.Node, d}] = h
+			device := nodeResource{r.Node, d}
+			t.devices[device] = heldDevice{t.devices[device].parts + share.On(r.Share), h}
 		}
 	}
 	for _, b := range blocks {
@@ -139,6 +148,10 @@ func checkUnit(s *State, c *GrantGroup, g *UnitGrant) error {
 			slices.ContainsFunc(r.Devices, func(d int) bool { return d < 0 }) {
 			return badGrantError("rank %d of %s has no node or a negative number", r.Rank, g.Unit)
 		}
+		if r.Share != 0 && (r.Share < 0 || r.Share >= share.Whole || len(r.Devices) != 1) {
+			return badGrantError("rank %d of %s has %d of %d parts of %d devices", r.Rank, g.Unit, r.Share,
+				share.Whole, len(r.Devices))
+		}
 	}
 	for _, b := range g.Blocks {
 		if b.Node == "" || b.Base < 1 || b.Size < 1 || b.Base > maxPort || b.Size > maxPort-b.Base+1 {
@@ -189,10 +202,12 @@ func (t *heldResources) claimRank(c *GrantGroup, g *UnitGrant, r *RankGrant) err
 	}
 	for _, d := range r.Devices {
 		device := nodeResource{r.Node, d}
-		if h, ok := t.devices[device]; ok {
-			return takenError(ErrDeviceTaken, h, "device %d of node %s", d, r.Node)
+		held := t.devices[device]
+		if held.parts += share.On(r.Share); held.parts > share.Whole {
+			return takenError(ErrDeviceTaken, held.holder, "device %d of node %s", d, r.Node)
 		}
-		t.devices[device] = me
+		held.holder = me
+		t.devices[device] = held
 	}
 	return nil
 }

@@ -8,6 +8,7 @@ import (
 	"slices"
 
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/share"
 )
 
 // Phase is a step of a unit's life. Code, status, logs and metrics use the same words.
@@ -77,7 +78,11 @@ type RankGrant struct {
 	Node    string `json:"node"`
 	Slot    int    `json:"slot"` // -1: takes no slot (attach)
 	Devices []int  `json:"devices,omitempty"`
+	Share   int    `json:"share,omitempty"` // parts of its one device (share.Whole); 0: its devices are its own
 }
+
+// DeviceParts returns how much of its node's devices the rank has, in parts of a device.
+func (r *RankGrant) DeviceParts() int { return share.On(r.Share) * len(r.Devices) }
 
 // Block is a port block of a unit on a node.
 type Block struct {

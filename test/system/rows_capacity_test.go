@@ -78,7 +78,7 @@ func TestPL4RoundsOfDeployAndDelete(t *testing.T) {
 		st := r.WaitStatus(app, "RUNNING")
 		assert.Equal(t, ranks, st.Ready)
 		full := onlyNode(r)
-		assert.Equal(t, [2]int{ranks, 2 * ranks}, [2]int{full.SlotsUsed, full.GPUsUsed})
+		assert.Equal(t, [2]int{ranks, 2 * ranks}, [2]int{full.SlotsUsed, int(full.GPUsUsed)})
 		r.Quiet() // also without the reservation of the round before that had this name
 		code, text := r.Do(http.MethodPost, "/api/v1/routers/"+app+"/best_worker",
 			`{"token_ids": [1, 2, 3], "request_id": "kept"}`) // its caller never frees it

@@ -70,7 +70,7 @@ func largestRank(apps []*app.Application) int {
 	most := 0
 	for _, a := range apps {
 		if a.Engine.Kind == app.KindVLLM || a.Engine.Kind == app.KindSGLang {
-			most = max(most, a.Resources.GPUs)
+			most = max(most, a.Resources.Devices())
 		}
 	}
 	return most

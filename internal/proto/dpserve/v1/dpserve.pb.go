@@ -1499,6 +1499,7 @@ type RankGrant struct {
 	Node          string                 `protobuf:"bytes,2,opt,name=node,proto3" json:"node,omitempty"`
 	Slot          int32                  `protobuf:"varint,3,opt,name=slot,proto3" json:"slot,omitempty"`
 	Devices       []int32                `protobuf:"varint,4,rep,packed,name=devices,proto3" json:"devices,omitempty"`
+	Share         int32                  `protobuf:"varint,5,opt,name=share,proto3" json:"share,omitempty"` // parts of its one device, of 10,000; 0 = its devices are its own
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1559,6 +1560,13 @@ func (x *RankGrant) GetDevices() []int32 {
 		return x.Devices
 	}
 	return nil
+}
+
+func (x *RankGrant) GetShare() int32 {
+	if x != nil {
+		return x.Share
+	}
+	return 0
 }
 
 type Block struct {
@@ -2886,12 +2894,13 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\x05ranks\x18\x06 \x03(\v2\x15.dpserve.v1.RankGrantR\x05ranks\x122\n" +
 	"\tall_ranks\x18\a \x03(\v2\x15.dpserve.v1.RankGrantR\ballRanks\x12'\n" +
 	"\x05block\x18\b \x01(\v2\x11.dpserve.v1.BlockR\x05block\"\x10\n" +
-	"\x0eStartRankReply\"a\n" +
+	"\x0eStartRankReply\"w\n" +
 	"\tRankGrant\x12\x12\n" +
 	"\x04rank\x18\x01 \x01(\x05R\x04rank\x12\x12\n" +
 	"\x04node\x18\x02 \x01(\tR\x04node\x12\x12\n" +
 	"\x04slot\x18\x03 \x01(\x05R\x04slot\x12\x18\n" +
-	"\adevices\x18\x04 \x03(\x05R\adevices\"C\n" +
+	"\adevices\x18\x04 \x03(\x05R\adevices\x12\x14\n" +
+	"\x05share\x18\x05 \x01(\x05R\x05share\"C\n" +
 	"\x05Block\x12\x12\n" +
 	"\x04node\x18\x01 \x01(\tR\x04node\x12\x12\n" +
 	"\x04base\x18\x02 \x01(\x05R\x04base\x12\x12\n" +
