@@ -8,6 +8,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
+
+	"github.com/dpserve/dpserve/internal/share"
 )
 
 func drawNodes(t *rapid.T) []Node {
@@ -19,6 +21,13 @@ func drawNodes(t *rapid.T) []Node {
 		n.Devices = rapid.SliceOfDistinct(rapid.IntRange(0, 7), rapid.ID[int]).Draw(t, "devices")
 		n.UsedSlots = rapid.SliceOfN(rapid.IntRange(0, 5), 0, 3).Draw(t, "used")
 		n.UsedDevices = rapid.SliceOfN(rapid.IntRange(0, 7), 0, 3).Draw(t, "used devices")
+		n.UsedShares = map[int]int{}
+		for range rapid.IntRange(0, 2).Draw(t, "shared") {
+			device := rapid.IntRange(0, 7).Draw(t, "shared device")
+			if !slices.Contains(n.UsedDevices, device) {
+				n.UsedShares[device] = 1000 * rapid.IntRange(1, 10).Draw(t, "used parts")
+			}
+		}
 		n.Ports = Ports{7930, 7930 + rapid.IntRange(0, 400).Draw(t, "ports")}
 		n.UsedBlocks = []Ports{{7960, 7960 + rapid.IntRange(0, 40).Draw(t, "block")}}
 		n.FreedBlocks = []Ports{{8050, 8065}}
@@ -34,6 +43,9 @@ func drawGroup(t *rapid.T, id string) Group {
 		rapid.SampledFrom([]Strategy{Pack, StrictPack, Spread, StrictSpread}).Draw(t, "strategy"))
 	g.Lockstep = rapid.Bool().Draw(t, "lockstep")
 	g.Devices = rapid.IntRange(0, 3).Draw(t, "devices")
+	if g.Devices == 1 && rapid.Bool().Draw(t, "shares") {
+		g.Share = 1000 * rapid.IntRange(1, 9).Draw(t, "parts")
+	}
 	g.Slots = rapid.IntRange(0, 1).Draw(t, "slots")
 	g.MaxRanksPerNode = rapid.IntRange(0, 3).Draw(t, "max")
 	if rapid.IntRange(0, 3).Draw(t, "labels") == 0 {
@@ -60,7 +72,12 @@ func drawOther(t *rapid.T) OtherPool {
 // checkPlacement is the dumb oracle: it walks over everything that was handed out.
 func checkPlacement(t *rapid.T, nodes []Node, groups []Group, p []Placed) {
 	require.Len(t, p, len(groups))
-	taken := map[string]bool{}
+	taken, parts := map[string]bool{}, map[string]int{}
+	takeParts := func(node string, device, n int) {
+		what := fmt.Sprint("device ", node, " ", device)
+		parts[what] += n
+		require.LessOrEqual(t, parts[what], share.Whole, "%s is overbooked", what)
+	}
 	take := func(format string, args ...any) {
 		what := fmt.Sprintf(format, args...)
 		require.False(t, taken[what], "%s twice", what)
@@ -74,7 +91,10 @@ func checkPlacement(t *rapid.T, nodes []Node, groups []Group, p []Placed) {
 			take("slot %s %d", n.ID, s)
 		}
 		for _, d := range slices.Compact(slices.Sorted(slices.Values(n.UsedDevices))) {
-			take("device %s %d", n.ID, d)
+			takeParts(n.ID, d, share.Whole)
+		}
+		for d, used := range n.UsedShares {
+			takeParts(n.ID, d, used)
 		}
 		for port := n.UsedBlocks[0].Lo; port <= n.UsedBlocks[0].Hi; port++ {
 			take("port %s %d", n.ID, port)
@@ -104,10 +124,11 @@ func checkPlacement(t *rapid.T, nodes []Node, groups []Group, p []Placed) {
 				take("slot %s %d", s.Node, s.Slot)
 			}
 			require.Len(t, s.Devices, g.Devices)
+			require.Equal(t, g.Share, s.Share)
 			require.True(t, slices.IsSorted(s.Devices))
 			for _, d := range s.Devices {
 				require.Contains(t, n.Devices, d)
-				take("device %s %d", s.Node, d)
+				takeParts(s.Node, d, share.On(g.Share))
 			}
 		}
 		require.True(t, slices.IsSorted(order), "in node order")
@@ -286,7 +307,7 @@ func TestDevicesAreAlignedWherePossible(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		nodes := drawNodes(t)
 		g := drawGroup(t, "g/0")
-		g.Strategy, g.Devices = Pack, rapid.IntRange(2, 3).Draw(t, "devices")
+		g.Strategy, g.Devices, g.Share = Pack, rapid.IntRange(2, 3).Draw(t, "devices"), 0
 		p, err := Place(nodes, []Group{g})
 		if err != nil {
 			return

@@ -109,8 +109,8 @@ func TestDevicesOfARank(t *testing.T) {
 		{
 			text: with("kind: vllm, args: {gpu-memory-utilization: 0.9}", "resources: {gpus: 0.25}"),
 			gpus: 0.25, set: true,
-			warn: "4 ranks fit on one device, and each takes 0.9 of its memory (leave it out to take nine " +
-				"tenths of the share, or write at most 0.25)",
+			warn: "4 ranks fit on one device, and each takes 0.9 of its memory; hint: leave it out to take nine " +
+				"tenths of the share, or write at most 0.25",
 		},
 		{
 			text: with("kind: sglang, args: {mem_fraction_static: '0.4'}", "resources: {gpus: 0.3333}"),
@@ -144,10 +144,10 @@ func TestSharesOfDevices(t *testing.T) {
 	lockstep := "data_parallel: {dp_size: 2, coupling: lockstep}"
 	for text, want := range map[string]string{
 		with("kind: vllm", "resources: {gpus: 1.5}"): "resources.gpus: a rank has whole devices, or a share of one: " +
-			"found 1.5, wanted a whole number, or a number below 1 (write 1 or 2)",
+			"found 1.5, wanted a whole number, or a number below 1; hint: write 1 or 2",
 		with("kind: sim", "resources: {gpus: 0.33334}"): "resources.gpus: a share has at most 4 digits behind the " +
-			"point: found 0.33334, wanted 0.3333 (write 0.3333)",
-		with("kind: sim", "resources: {gpus: 0.00001}"): "(write 0.0001)",
+			"point: found 0.33334, wanted 0.3333; hint: write 0.3333",
+		with("kind: sim", "resources: {gpus: 0.00001}"): "hint: write 0.0001",
 		with("kind: sim", "resources: {gpus: -0.5}"):    "found -0.5, wanted devices from 0 to 1024",
 		with("kind: sim", "resources: {gpus: half}"):    "wanted devices from 0 to 1024",
 		with("kind: vllm", "resources: {gpus: 0.5}", lockstep): "the ranks of a lockstep group cannot share " +

@@ -50,6 +50,11 @@ func loaded(a *app.Application) *app.Application {
 	return a
 }
 
+func withShare(a *app.Application, gpus float64) *app.Application {
+	a.Resources.GPUs = gpus
+	return a
+}
+
 func arg(name string, value any) app.Arg { return app.Arg{Name: name, Value: value} }
 
 // goldenLaunches are the specs whose launches testdata/launch pins, by file name.
@@ -66,6 +71,10 @@ func goldenLaunches() map[string]engine.Spec {
 				arg("gpu-memory-utilization", 0.9), arg("enable_prefix_caching", true),
 				arg("hf_overrides", map[string]any{"a": int64(1)})),
 			Rank: 1, Base: base, Devices: []int{2, 3},
+		},
+		"vllm-share": {
+			App: withShare(launched(app.KindVLLM, app.Independent, 4), 0.25), Rank: 1, Base: base,
+			Devices: []int{2},
 		},
 		"vllm-dense-cpu-adapters": {
 			App: loaded(launched(app.KindVLLM, app.Independent, 1)), Base: base, Host: "127.0.0.2",
@@ -108,6 +117,10 @@ func goldenLaunches() map[string]engine.Spec {
 				arg("cuda_graph_bs", []any{int64(1), int64(8)}), arg("enable_metrics", true),
 				arg("disable_radix_cache", false)),
 			Rank: 1, Base: base, Devices: []int{2, 3},
+		},
+		"sglang-share": {
+			App: withShare(launched(app.KindSGLang, app.Independent, 2), 0.5), Rank: 1, Base: base,
+			Devices: []int{3},
 		},
 		"sglang-prefill": {
 			App: inPool(launched(app.KindSGLang, app.Lockstep, 4, attention...), app.PoolPrefill,

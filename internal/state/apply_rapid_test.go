@@ -7,6 +7,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
+
+	"github.com/dpserve/dpserve/internal/share"
 )
 
 // drawCommand makes commands that are often right and often wrong.
@@ -118,6 +120,7 @@ func drawRank(t *rapid.T, rank int) RankGrant {
 	}
 	if rapid.Bool().Draw(t, "gpu") {
 		r.Devices = []int{rapid.IntRange(0, 3).Draw(t, "device")}
+		r.Share = rapid.SampledFrom([]int{0, 0, 3333, 5000}).Draw(t, "share")
 	}
 	return r
 }
@@ -131,7 +134,7 @@ func drawBlock(t *rapid.T) []Block {
 
 // checkState is the dumb oracle: it counts everything that units hold.
 func checkState(t require.TestingT, s *State) {
-	held := map[string]string{}
+	held, parts := map[string]string{}, map[string]int{}
 	hold := func(unit, what string) {
 		require.Empty(t, held[what], "%s is held by %s and %s", what, held[what], unit)
 		held[what] = unit
@@ -147,7 +150,9 @@ func checkState(t require.TestingT, s *State) {
 				hold(id, fmt.Sprint("slot ", r.Node, r.Slot))
 			}
 			for _, d := range r.Devices {
-				hold(id, fmt.Sprint("device ", r.Node, d))
+				device := fmt.Sprint("device ", r.Node, d)
+				parts[device] += share.On(r.Share)
+				require.LessOrEqual(t, parts[device], share.Whole, "%s is overbooked", device)
 			}
 		}
 		for _, b := range u.Blocks {

@@ -267,6 +267,61 @@ func TestDevicesAreTakenOnce(t *testing.T) {
 	m.must(c(1, 4))
 }
 
+// TestSharesOfADevice: shares of any units add up to one device at most, and whole devices are not shared.
+func TestSharesOfADevice(t *testing.T) {
+	m := newMachine(t)
+	m.must(put(spec("x", "1"), spec("y", "1", "m2")))
+	c := func(app string, rank, share int, devices ...int) Command {
+		g := grant(app, 1, rank, rank, 0)
+		r := &g.GrantGroup.Units[0].Ranks[0]
+		r.Slot, r.Devices, r.Share = -1, devices, share
+		g.GrantGroup.Units[0].Blocks = nil
+		g.GrantGroup.Units[0].ExpectEpoch = m.Epochs[g.GrantGroup.Units[0].Unit]
+		return g
+	}
+	for rank := range 3 {
+		m.must(c("x", rank, 3333, 3))
+	}
+	err := m.refused(c("y", 0, 2, 3), ErrDeviceTaken, problem.Conflict)
+	assert.Contains(t, err.Error(), "device 3 of node a is held by x/0/")
+	m.refused(c("y", 0, 0, 3), ErrDeviceTaken, problem.Conflict)
+	m.must(c("y", 0, 1, 3))
+	m.must(c("y", 1, 0, 4))
+	m.refused(c("x", 4, 1, 4), ErrDeviceTaken, problem.Conflict)
+	m.must(Command{Release: ref("x/0/1", 1)})
+	m.refused(c("x", 1, 3334, 3), ErrDeviceTaken, problem.Conflict)
+	m.must(Command{Release: ref("x/0/0", 1)})
+	m.must(Command{Release: ref("x/0/2", 1)})
+	m.must(Command{Release: ref("y/0/0", 1)})
+	m.must(c("y", 0, 0, 3))
+
+	both := c("x", 5, 6000, 5)
+	both.GrantGroup.Units = append(both.GrantGroup.Units, c("x", 6, 5000, 5).GrantGroup.Units...)
+	err = m.refused(both, ErrDeviceTaken, problem.Conflict)
+	assert.Contains(t, err.Error(), "device 5 of node a is held by x/0/5 of the same command")
+	for _, bad := range []Command{
+		c("x", 5, -1, 5), c("x", 5, 10_000, 5), c("x", 5, 5000, 5, 6), c("x", 5, 5000),
+	} {
+		m.refused(bad, ErrBadCommand, problem.InvalidArgument)
+	}
+}
+
+// TestCommandsAboutSharesHaveTheirLevel: a version that knows whole devices alone can neither read such an
+// application nor count such grants.
+func TestCommandsAboutSharesHaveTheirLevel(t *testing.T) {
+	of := func(gpus string) *Command {
+		return &Command{PutApps: &PutApps{Apps: []AppSpec{
+			{Name: "x", Spec: json.RawMessage(`{"name":"x","resources":{"gpus":` + gpus + `}}`)},
+		}}}
+	}
+	assert.Equal(t, shareLevel, of("0.25").Level())
+	assert.Equal(t, 1, of("2").Level())
+	g := grant("x", 1, 0, 0, 0)
+	assert.Equal(t, 1, g.Level())
+	g.GrantGroup.Units[0].Ranks[0].Share = 1
+	assert.Equal(t, shareLevel, g.Level())
+}
+
 func TestRegrantReplacesAndCounts(t *testing.T) {
 	m := newMachine(t)
 	m.must(put(spec("x", "1")))

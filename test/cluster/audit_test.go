@@ -8,6 +8,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/node"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/share"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -196,8 +197,16 @@ func (c *cluster) launched(h *host, u *hosted) {
 	for _, mine := range u.engines {
 		for _, e := range h.engines {
 			if e != mine && e.clashes(mine) {
-				c.violate("%s starts %s beside %s at epoch %d, which holds slot %d and devices %v still",
-					h.m.name, at, e.unit, e.epoch, e.grant.Slot, e.grant.Devices)
+				c.violate("%s starts %s beside %s at epoch %d, which holds slot %d and ports from %d still",
+					h.m.name, at, e.unit, e.epoch, e.grant.Slot, e.block.Base)
+			}
+		}
+	}
+	parts := map[int]int{}
+	for _, e := range h.engines {
+		for _, d := range e.grant.Devices {
+			if parts[d] += share.On(e.grant.Share); parts[d] > share.Whole {
+				c.violate("%s starts %s, and device %d has more than one device's ranks", h.m.name, at, d)
 			}
 		}
 	}
@@ -238,11 +247,6 @@ func (h *host) mustEnd(before *hosted) {
 func (e *engine) clashes(o *engine) bool {
 	if e.grant.Slot >= 0 && e.grant.Slot == o.grant.Slot {
 		return true
-	}
-	for _, d := range e.grant.Devices {
-		if slices.Contains(o.grant.Devices, d) {
-			return true
-		}
 	}
 	other := e.unit != o.unit || e.epoch != o.epoch
 	return other && e.block.Size > 0 && e.block.Base < o.block.Base+o.block.Size &&

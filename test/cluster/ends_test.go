@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/share"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -160,7 +161,7 @@ func (c *cluster) room(unit string) bool {
 	for _, u := range now.Units {
 		for i := range u.Ranks {
 			if r := &u.Ranks[i]; u.Holds() {
-				devices[r.Node] += len(r.Devices)
+				devices[r.Node] += r.DeviceParts()
 				if r.Slot >= 0 {
 					slots[r.Node]++
 				}
@@ -170,7 +171,7 @@ func (c *cluster) room(unit string) bool {
 	for _, id := range sorted(now.Nodes) {
 		n, m := now.Nodes[id], c.named(id)
 		if n.Takes() && m.alive && !m.host.core.Stopping() && slots[id] < n.Resources.Slots &&
-			devices[id] < len(n.Resources.Devices) {
+			devices[id] < share.Whole*len(n.Resources.Devices) {
 			return true
 		}
 	}

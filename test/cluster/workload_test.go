@@ -36,7 +36,7 @@ type shape struct {
 	dp        int
 	groups    int
 	source    int
-	gpus      int
+	gpus      float64
 	strategy  string
 	revisions []uint64 // that each client saw last
 }
@@ -49,7 +49,7 @@ func newWorkload(c *cluster) *workload {
 	strategies := []string{app.StrategyPack, app.StrategySpread}
 	for i, coupling := range []app.Coupling{app.Lockstep, app.Independent} {
 		w.apps = append(w.apps, &shape{
-			name: string(coupling), coupling: coupling, dp: 2 + c.IntN(2), groups: 1, gpus: i,
+			name: string(coupling), coupling: coupling, dp: 2 + c.IntN(2), groups: 1, gpus: float64(i) / 2,
 			strategy:  strategies[c.IntN(2)],
 			revisions: make([]uint64, clients),
 		})
@@ -125,7 +125,7 @@ func (a *shape) spec(value int) *app.Application {
 		DataParallel: app.DataParallel{DPSize: a.dp, Coupling: a.coupling}, NumReplicas: a.dp * a.groups,
 		NumGroups:              a.groups,
 		PlacementGroupStrategy: a.strategy, GracefulShutdownTimeout: a.grace(),
-		Resources: app.Resources{GPUs: float64(a.gpus)}, MaxQueuedRequests: value,
+		Resources: app.Resources{GPUs: a.gpus}, MaxQueuedRequests: value,
 	}
 }
 
