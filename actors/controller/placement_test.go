@@ -107,6 +107,44 @@ func (c *fleet) plan(prune bool, apps ...*app.Application) client.Plan {
 	return p
 }
 
+// TestHF77PlanAndNodesShowShares: free and needed shares of each node, and which ranks share which device, with
+// those of applications that the plan is not about. Sums are exact.
+func TestHF77PlanAndNodesShowShares(t *testing.T) {
+	a := newHost("a", 8)
+	a.node.Resources.Devices = []int{0, 1}
+	c := newFleet(t, a)
+	tenths := sim("tenths", 3, app.Independent)
+	tenths.Resources.GPUs = 0.1
+	c.deploy(tenths)
+	c.renew("a")
+	whole := sim("whole", 1, app.Independent)
+	whole.RoutePrefix, whole.Resources.GPUs = "/w", 1
+	half := sim("half", 1, app.Independent)
+	half.RoutePrefix, half.Resources.GPUs = "/h", 0.5
+	p := c.plan(false, half, whole)
+	require.True(t, p.Fits)
+	require.Len(t, p.Nodes, 1)
+	n := p.Nodes[0]
+	assert.Equal(t, []any{2, 1.7, 1.5}, []any{n.GPUs, n.GPUsFree, n.GPUsNeed})
+	assert.Equal(t, []client.SharedDevice{
+		{Device: 0, Used: 0.8, Ranks: []string{"half/0/0", "tenths/0/0", "tenths/0/1", "tenths/0/2"}},
+	}, n.Shared)
+	assert.Equal(t, []client.SeatPlan{{Rank: 0, Node: "a", Devices: []int{0}, Share: 0.5}}, p.Apps[0].Units[0].Seats)
+	assert.Equal(t, []client.SeatPlan{{Rank: 0, Node: "a", Devices: []int{1}}}, p.Apps[1].Units[0].Seats)
+
+	status := view{c.core}.nodeStatus(c.now, c.state.Nodes["a"], "a")
+	assert.Equal(t, 0.3, status.GPUsUsed) //nolint:testifylint // it is exact
+	assert.Equal(t, []client.SharedDevice{
+		{Device: 0, Used: 0.3, Ranks: []string{"tenths/0/0", "tenths/0/1", "tenths/0/2"}},
+	}, status.Shared)
+	assert.Equal(t, 0.1, view{c.core}.Status()[0].Units[1].Ranks[0].Share) //nolint:testifylint // it is exact
+
+	half.Resources.GPUs = 0.8
+	p = c.plan(false, half, whole)
+	assert.False(t, p.Fits)
+	assert.Contains(t, p.Apps[1].Units[0].Why, "need: 1 rank of 1 slot and 1 device each")
+}
+
 func TestPlanOfAFirstDeploy(t *testing.T) {
 	c := newFleet(t, newHost("a", 8), newHost("b", 8))
 	p := c.plan(false, sim("moe", 12, app.Lockstep))

@@ -21,8 +21,7 @@ type Devices interface {
 	Held(ctx context.Context, unit string, devices []int) string
 }
 
-// UnitOf returns the unit of this node whose engine a process belongs to; "" if there is none. It looks along
-// the parents and the group of the process.
+// UnitOf returns the unit of this node whose engine a process belongs to; "" if there is none.
 func (n *Node) UnitOf(pid int) string {
 	engines := map[int]string{} // by process
 	n.mu.Lock()
@@ -32,9 +31,17 @@ func (n *Node) UnitOf(pid int) string {
 		}
 	}
 	n.mu.Unlock()
+	return unitOf(pid, engines, process.ReadStat)
+}
+
+// maxAncestors bounds the way from a process to the first one of its engine.
+const maxAncestors = 16
+
+// unitOf looks for the first process of an engine along the parents and groups of a process.
+func unitOf(pid int, engines map[int]string, read func(pid int) (process.Stat, bool)) string {
 	for range maxAncestors {
-		s, isThere := process.ReadStat(pid)
-		if !isThere || pid <= 1 {
+		s, isThere := read(pid)
+		if !isThere {
 			return ""
 		}
 		for _, at := range []int{pid, s.Group} {
@@ -46,9 +53,6 @@ func (n *Node) UnitOf(pid int) string {
 	}
 	return ""
 }
-
-// maxAncestors bounds the way from a process to its engine's first one.
-const maxAncestors = 16
 
 // devicePoll is the pause between two looks at devices: each look starts a program.
 const devicePoll = 500 * time.Millisecond

@@ -3,6 +3,7 @@ package node
 import (
 	"context"
 	"errors"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -11,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/process"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -20,22 +22,24 @@ type fakeDevices struct {
 	broken  error
 	held    time.Time // until then
 	checked [][]int
+	asked   []string // units of Check and Held
 	looks   int
 }
 
 // Check implements Devices.
-func (d *fakeDevices) Check(_ context.Context, _ string, devices []int) error {
+func (d *fakeDevices) Check(_ context.Context, unit string, devices []int) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.checked = append(d.checked, devices)
+	d.checked, d.asked = append(d.checked, devices), append(d.asked, unit)
 	return d.broken
 }
 
 // Held implements Devices.
-func (d *fakeDevices) Held(context.Context, string, []int) string {
+func (d *fakeDevices) Held(_ context.Context, unit string, _ []int) string {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.looks++
+	d.asked = append(d.asked, unit)
 	if time.Now().Before(d.held) {
 		return "device 3: 60.0 of 80.0 GiB are in use by process 77"
 	}
@@ -83,6 +87,7 @@ func TestAUnitIsGoneWhenItsDevicesAreFree(t *testing.T) {
 		assert.Contains(t, b.leader.kinds("demo/0/0"), "1:gone")
 		assert.Contains(t, b.leader.kinds("demo/0/0"), "2:ready")
 		assert.NotContains(t, b.leader.reason("demo/0/0"), "held")
+		assert.Equal(t, []string{"demo/0/0"}, slices.Compact(d.asked))
 	})
 }
 
@@ -101,6 +106,24 @@ func TestDeviceMemoryThatStaysHeldIsNamed(t *testing.T) {
 		assert.Equal(t, "deleted; still held after 30s: device 3: 60.0 of 80.0 GiB are in use by process 77",
 			b.leader.reason("demo/0/0"))
 	})
+}
+
+// A process belongs to the unit of its engine's first process: as its child, or by its group after its parent
+// has died. Others belong to none.
+func TestWhichUnitAProcessBelongsTo(t *testing.T) {
+	engines := map[int]string{100: "demo/0/0", 200: "demo/0/1"}
+	stats := map[int]process.Stat{
+		1: {PID: 1}, 50: {PID: 50, Parent: 1, Group: 50}, 100: {PID: 100, Parent: 50, Group: 100},
+		101: {PID: 101, Parent: 100, Group: 100}, 102: {PID: 102, Parent: 101, Group: 102},
+		200: {PID: 200, Parent: 50, Group: 200}, 201: {PID: 201, Parent: 1, Group: 200},
+		300: {PID: 300, Parent: 1, Group: 300}, 400: {PID: 400, Parent: 400, Group: 400},
+	}
+	read := func(pid int) (process.Stat, bool) { s, ok := stats[pid]; return s, ok }
+	for pid, want := range map[int]string{
+		100: "demo/0/0", 101: "demo/0/0", 102: "demo/0/0", 201: "demo/0/1", 50: "", 300: "", 400: "", 999: "",
+	} {
+		assert.Equal(t, want, unitOf(pid, engines, read), pid)
+	}
 }
 
 // The node's own end does not wait for memory: nothing is started on it any more.

@@ -25,12 +25,11 @@ func newNodes(e *env) *cobra.Command {
 		Short: "the machines of the cluster",
 		Long: `nodes shows every node: alive, silent (its lease is not renewed), lost (its ranks were given
 to others), draining, drained, stopping (its process was told to end) or restarting (its process is being
-replaced, its engines run); its roles (* = leads, + = votes), slots and devices in use (1.5/4: ranks share
-devices, and -o json lists which), the groups that have
-ranks there, and when it was last heard of and by whom. ROLES are c (control), w (worker) and i (ingress).
-VERSION and SKEW (its clock minus the leader's) are shown with -o wide, or where they differ. DEVICES are the
-GPUs that a node found, with their memory; a note below the table names GPUs that failed or that other
-programs use. -o json tells driver and numbers.`,
+replaced, its engines run); its roles (* = leads, + = votes), slots and devices in use (1.5/4 if ranks share
+devices: -o json lists them), the groups that have ranks there, and when it was last heard of and by whom.
+ROLES are c (control), w (worker) and i (ingress). VERSION and SKEW (its clock minus the leader's) are shown
+with -o wide, or where they differ. DEVICES are the GPUs that a node found, with their memory; a note below
+the table names GPUs that failed or that other programs use. -o json tells driver and numbers.`,
 		Example: "  dpserve nodes -o wide",
 		Args:    requireArgs(0),
 		RunE: e.asking(func(ctx context.Context, cluster admin, _ []string) error {

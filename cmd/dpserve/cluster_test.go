@@ -138,6 +138,16 @@ func TestRotateKeyWaitsForEveryNode(t *testing.T) {
 	assert.Equal(t, 2, newCLI(t).run([]string{"nodes", "rotate-key", "--timeout", "0s"}))
 }
 
+// TestNodesShowSharesOfDevices: used and all, without the digits that the sum of floats would have.
+func TestNodesShowSharesOfDevices(t *testing.T) {
+	c := newCLI(t)
+	c.cluster.nodes.script = [][]client.NodeStatus{
+		twoNodes(client.NodeStatus{Node: "b", State: "alive", GPUs: 4, GPUsUsed: 1.5}),
+	}
+	require.Zero(t, c.run([]string{"nodes"}), c.stderr())
+	assert.Contains(t, c.stdout(), "  1.5/4  ")
+}
+
 func TestPlanShowsPlacesAndExitCodes(t *testing.T) {
 	c := newCLI(t)
 	c.cluster.nodes.plan = client.Plan{

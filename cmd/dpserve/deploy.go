@@ -90,7 +90,7 @@ func (f *deployFlags) deploy(ctx context.Context, e *env, cluster admin, file *a
 		if err != nil {
 			return err
 		}
-		return planListing(&p, file.name).write(e.io, *f.output)
+		return planListing(&p, file).write(e.io, *f.output)
 	}
 	if err := confirmPrune(ctx, e, f, cluster, file); err != nil {
 		return err

@@ -66,9 +66,7 @@ func runPlan(ctx context.Context, e *env, f *planFlags, path string) error {
 	if err != nil {
 		return err
 	}
-	l := planListing(&p, file.name)
-	l.notes = append(l.notes, memoryNotes(file.apps)...)
-	if err := l.write(e.io, *f.output); err != nil {
+	if err := planListing(&p, file).write(e.io, *f.output); err != nil {
 		return err
 	}
 	switch {
@@ -99,7 +97,7 @@ func unplacedError(p *client.Plan) error {
 		WithHint("%s", hint)
 }
 
-func planListing(p *client.Plan, file string) *listing {
+func planListing(p *client.Plan, file *appFile) *listing {
 	var names []string
 	for i := range p.Apps {
 		if effectOf(p.Apps[i].Effect, p.Apps[i].Action) != client.EffectUnchanged {
@@ -117,8 +115,9 @@ func planListing(p *client.Plan, file string) *listing {
 	case !p.Changes:
 		l.notes = []string{"no changes"}
 	case p.Fits:
-		l.notes = append(append(planSummary(p), sharedNotes(p)...),
-			fmt.Sprintf("to do this: dpserve deploy %s --revision %d", file, p.Revision))
+		l.notes = slices.Concat(planSummary(p), sharedNotes(p), memoryNotes(file.apps), []string{
+			fmt.Sprintf("to do this: dpserve deploy %s --revision %d", file.name, p.Revision),
+		})
 	}
 	return l
 }

@@ -79,6 +79,45 @@ func TestPlanShowsDevicesThatWereFound(t *testing.T) {
 	assert.Contains(t, c.stdout(), "b     64     64    0     2     1     1     2 x NVIDIA H100 80.0 GiB")
 }
 
+// TestPlanShowsSharedDevices: with the share of each rank, what is left, and the flag that the engines get.
+func TestPlanShowsSharedDevices(t *testing.T) {
+	c := newCLI(t)
+	seat := func(rank int) []client.SeatPlan {
+		return []client.SeatPlan{{Rank: rank, Node: "a", Devices: []int{1}, Share: 0.25}}
+	}
+	c.cluster.nodes.plan = client.Plan{
+		Changes: true, Fits: true, Apps: []client.AppPlan{{
+			App: "chat", Action: "create", Impact: client.Impact{Effect: client.EffectCreate},
+			Units: []client.UnitPlan{
+				{Unit: "chat/0/0", Effect: client.EffectCreate, Seats: seat(0)},
+				{Unit: "chat/0/1", Effect: client.EffectCreate, Seats: seat(1)},
+			},
+		}}, Nodes: []client.NodePlan{{
+			Node: "a", GPUs: 2, GPUsFree: 1.5, GPUsNeed: 0.5,
+			Shared: []client.SharedDevice{
+				{Device: 1, Used: 0.75, Ranks: []string{"chat/0/0", "chat/0/1", "old/0/0"}},
+			},
+		}},
+	}
+	path := file(t, `applications:
+  - name: chat
+    model: {id: m}
+    engine: {kind: vllm}
+    num_replicas: 2
+    resources: {gpus: 0.25}
+`)
+	require.Zero(t, c.run([]string{"plan", path}), c.stderr())
+	for _, line := range []string{
+		"chat/0/1  + create  1      a     0.25 of 1\n",
+		"a     0      0     0     2     1.5   0.5\n",
+		"device 1 of a: 0.75 of it for chat/0/0, chat/0/1, old/0/0\n",
+		"chat: its engines get --gpu-memory-utilization 0.225, nine tenths of their share; engine.args may name " +
+			"another value\n",
+	} {
+		assert.Contains(t, c.stdout(), line)
+	}
+}
+
 func TestPlanSaysWhatHappens(t *testing.T) {
 	c := newCLI(t)
 	c.cluster.nodes.plan = somePlan()

@@ -42,6 +42,15 @@ type otherUnits struct {
 
 func (k *Keeper) othersThan(unit string) otherUnits { return otherUnits{unit, k.cfg.Granted()} }
 
+// share reports whether one of them has a share of a device.
+func (o otherUnits) share(device int) bool {
+	return slices.ContainsFunc(o.grants, func(g Grant) bool { return o.isSharer(&g, device) })
+}
+
+func (o otherUnits) isSharer(g *Grant, device int) bool {
+	return g.Share > 0 && g.Unit != o.unit && slices.Contains(g.Devices, device)
+}
+
 // memoryOn returns how many MiB of a device the other units may hold: each one its share of the device, or
 // what its processes hold if that is more. On a device of unknown size only the processes count.
 func (o otherUnits) memoryOn(d *Device) int64 {
@@ -53,7 +62,7 @@ func (o otherUnits) memoryOn(d *Device) int64 {
 	}
 	parts := map[string]int64{}
 	for _, g := range o.grants {
-		if g.Share > 0 && g.Unit != o.unit && slices.Contains(g.Devices, d.Index) {
+		if o.isSharer(&g, d.Index) {
 			parts[g.Unit] += int64(g.Share)
 		}
 	}
