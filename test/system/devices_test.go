@@ -88,7 +88,7 @@ func waitNode(r *harness.Real, what string, want func(n *client.NodeStatus) bool
 	var n client.NodeStatus
 	r.Eventually(func() error {
 		if n = onlyNode(r); !want(&n) {
-			return fmt.Errorf("%d GPUs, %d used, notes %q", n.GPUs, n.GPUsUsed, n.Notes)
+			return fmt.Errorf("%d GPUs, %g used, notes %q", n.GPUs, n.GPUsUsed, n.Notes)
 		}
 		return nil
 	}, what)
@@ -158,6 +158,54 @@ func TestEnginesSeeTheirDevices(t *testing.T) {
 	}
 	slices.Sort(seen)
 	assert.Equal(t, []string{"0,2", "1,3"}, seen)
+}
+
+// TestHF77RanksShareADevice: each engine sees the device of its share and gets its part of the memory; one that
+// is started again does not wait for what the others hold; nodes and status show the shares; an engine that uses
+// a device without a grant is named.
+func TestHF77RanksShareADevice(t *testing.T) {
+	s := newSMI(t)
+	r := harness.Start(t, "--timers", quick+",device_wait=60s")
+	r.Expect(harness.DevicesFail, harness.EngineFails)
+	dir := t.TempDir()
+	r.Deploy(stubApp(t, "quarters", "vllm", dir, "", "A: b",
+		"data_parallel: {dp_size: 4, coupling: independent}\n    resources: {gpus: 0.25}"))
+	r.Deploy(strings.Replace(onDevices("half", 1, 5), "gpus: 5", "gpus: 0.5", 1))
+	r.WaitStatus("half", "RUNNING")
+	st := r.WaitStatus("quarters", "RUNNING")
+	starts := stubStarts(t, dir)
+	for _, u := range st.Units {
+		k := u.Ranks[0]
+		assert.Equal(t, []int{0}, k.Devices)
+		assert.InDelta(t, 0.25, k.Share, 0)
+		require.NotNil(t, starts[k.PID], "rank %d", k.Rank)
+		assert.Equal(t, "0", starts[k.PID].variable("CUDA_VISIBLE_DEVICES"))
+		assert.Equal(t, "0.225", starts[k.PID].flag("--gpu-memory-utilization"))
+	}
+	n := waitNode(r, "the shares of two applications", func(n *client.NodeStatus) bool { return n.GPUsUsed == 1.5 })
+	assert.Equal(t, []client.SharedDevice{
+		{Device: 0, Used: 1, Ranks: []string{"quarters/0/0", "quarters/0/1", "quarters/0/2", "quarters/0/3"}},
+		{Device: 1, Used: 0.5, Ranks: []string{"half/0/0"}},
+	}, n.Shared)
+	_, text := commandAt(t, r.Admin, "nodes")
+	assert.Contains(t, text, "  1.5/4  ")
+
+	s.devices(61000, 20000, 4, 4) // three quarters of device 0, for the three ranks that go on
+	require.NoError(t, syscall.Kill(st.Units[1].Ranks[0].PID, syscall.SIGKILL))
+	r.Eventually(func() error {
+		if k, ok := r.Rank("quarters", 0, 1); !ok || k.Epoch != 2 || k.Phase != "ready" {
+			return fmt.Errorf("rank 1 is %s at epoch %d: %s", k.Phase, k.Epoch, k.Progress)
+		}
+		return nil
+	}, "rank 1 starts again beside the others")
+
+	r.Deploy(simApp("plain", 1, "independent", ""))
+	pid := r.WaitStatus("plain", "RUNNING").Units[0].Ranks[0].PID
+	s.prints("apps", fmt.Sprintf("GPU-2, %d, 40000\n", pid))
+	s.devices(61000, 20000, 41000, 4)
+	n = waitNode(r, "the device is used", func(n *client.NodeStatus) bool { return len(n.Notes) > 0 })
+	assert.Regexp(t, fmt.Sprintf(`device 2: 40.0 of 79.6 GiB are in use by process %d \([^)]*\) of plain/0/0 with 39.1 `+
+		`GiB, and was granted to no rank \(write resources.gpus `, pid), n.Notes[0])
 }
 
 // A GPU that is not listed any more gets no ranks, and is shown until it is back. What runs elsewhere goes
