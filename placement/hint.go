@@ -2,6 +2,7 @@ package placement
 
 import (
 	"cmp"
+	"maps"
 	"slices"
 	"strings"
 
@@ -75,7 +76,7 @@ func Hint(nodes []Node, g Group, occupants []Occupant) Moves { //nolint:gocritic
 func hasEnoughInSum(nodes []Node, g *Group) bool {
 	slots, parts := 0, 0
 	for _, p := range newPools(nodes) {
-		slots, parts = slots+len(p.slots), parts+share.Whole*len(p.devices)+p.freeShares()
+		slots, parts = slots+len(p.slots), parts+share.Whole*len(p.devices)+p.shared.freeParts()
 	}
 	return slots >= g.Slots*len(g.Ranks) && parts >= share.On(g.Share)*g.Devices*len(g.Ranks)
 }
@@ -176,5 +177,13 @@ func (n *Node) releaseUnit(o *Occupant) {
 			n.UsedBlocks = slices.DeleteFunc(slices.Clone(n.UsedBlocks),
 				func(p Ports) bool { return p.Lo == b.Base })
 		}
+	}
+}
+
+// releaseShare gives parts of a device back. It replaces the map instead of changing it.
+func (n *Node) releaseShare(device, parts int) {
+	n.UsedShares = maps.Clone(n.UsedShares)
+	if n.UsedShares[device] -= parts; n.UsedShares[device] <= 0 {
+		delete(n.UsedShares, device)
 	}
 }

@@ -204,7 +204,7 @@ func (p *pool) describeFree(g *Group) string {
 	}
 	line := fmt.Sprintf("node %s: %d of %s free, %d of %s free", p.ID,
 		len(p.slots), count(p.Slots, "slot"), len(p.devices), count(len(p.Devices), "device"))
-	if parts := p.freeShares(); parts > 0 {
+	if parts := p.shared.freeParts(); parts > 0 {
 		line += " and " + share.Format(parts) + " of shared ones"
 	}
 	if n := p.capacityFor(g); n < math.MaxInt32 {

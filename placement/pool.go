@@ -4,14 +4,16 @@ import (
 	"cmp"
 	"math"
 	"slices"
+
+	"github.com/dpserve/dpserve/internal/share"
 )
 
 // pool is what is left of a node while groups are placed.
 type pool struct {
 	*Node
-	slots   []int       // free, ascending
-	devices []int       // free, ascending; a shared one is not among them
-	shared  map[int]int // devices that ranks share: the parts that are free
+	slots   []int // free, ascending
+	devices []int // free, ascending; a shared one is not among them
+	shared  sharedDevices
 	cells   cells
 	ranks   int
 }
@@ -25,10 +27,10 @@ func newPools(nodes []Node) pools {
 		n := &nodes[i]
 		ps[i] = &pool{
 			Node: n, slots: n.freeSlots(), devices: without(n.Devices, n.UsedDevices),
-			shared: map[int]int{}, cells: newCells(n), ranks: n.Ranks,
+			shared: sharedDevices{}, cells: newCells(n), ranks: n.Ranks,
 		}
 		for device, parts := range n.UsedShares {
-			ps[i].takeShare(device, parts)
+			takeShare(ps[i], device, parts)
 		}
 	}
 	slices.SortFunc(ps, func(a, b *pool) int { return cmp.Compare(a.ID, b.ID) })
@@ -88,7 +90,7 @@ func (p *pool) capacityFor(g *Group) int {
 	}
 	switch {
 	case g.Share > 0:
-		n = min(n, p.roomForShares(g.Share))
+		n = min(n, p.shared.roomFor(g.Share)+len(p.devices)*(share.Whole/g.Share))
 	case g.Devices > 0:
 		n = min(n, len(p.deviceSets(g.Devices, g.loose)))
 	}
@@ -176,8 +178,8 @@ func (p *pool) takeSeat(g *Group, rank int) Seat {
 	}
 	switch {
 	case g.Share > 0:
-		s.Devices, s.Share = []int{p.chooseShared(g)}, g.Share
-		p.takeShare(s.Devices[0], g.Share)
+		s.Devices, s.Share = []int{chooseShared(p, g)}, g.Share
+		takeShare(p, s.Devices[0], g.Share)
 	case g.Devices > 0:
 		s.Devices = slices.Clone(p.deviceSets(g.Devices, g.loose)[0])
 		p.devices = without(p.devices, s.Devices)
@@ -192,7 +194,7 @@ func (ps pools) takeKept(g *Group) {
 		if p := ps.findNode(s.Node); p != nil {
 			p.slots = without(p.slots, []int{s.Slot})
 			if s.Share > 0 {
-				p.takeShare(s.Devices[0], s.Share)
+				takeShare(p, s.Devices[0], s.Share)
 			} else {
 				p.devices = without(p.devices, s.Devices)
 			}

@@ -7,77 +7,70 @@ import (
 	"github.com/dpserve/dpserve/internal/share"
 )
 
-// Ranks with a share of a device. A device is either whole, and one rank may have it, or shared, and ranks of
-// any groups may have parts of it.
+// sharedDevices are the devices of a node that ranks share, by number, with the parts that are free. Any
+// ranks may share a device, also of different groups; a rank that has whole devices shares none.
+type sharedDevices map[int]int
 
-// takeShare takes parts of a device, which is shared from then on. A device that the node does not offer, or
-// that another rank has as a whole, has nothing to take.
-func (p *pool) takeShare(device, parts int) {
-	free, isShared := p.shared[device]
-	if !isShared && slices.Contains(p.devices, device) {
-		free, p.devices = share.Whole, without(p.devices, []int{device})
-		isShared = true
-	}
-	if isShared {
-		p.shared[device] = max(0, free-parts)
-	}
-}
-
-// freeShares returns the free parts of all shared devices.
-func (p *pool) freeShares() int {
+// freeParts returns the free parts of all of them.
+func (s sharedDevices) freeParts() int {
 	sum := 0
-	for _, free := range p.shared {
+	for _, free := range s {
 		sum += free
 	}
 	return sum
 }
 
-// roomForShares returns how many ranks with this share find room. The order in which equal shares are taken
-// does not change it.
-func (p *pool) roomForShares(parts int) int {
-	return p.roomOnShared(parts) + len(p.devices)*(share.Whole/parts)
-}
-
-// roomOnShared is roomForShares of the devices that are shared already.
-func (p *pool) roomOnShared(parts int) int {
+// roomFor returns how many ranks with this share find room. The order in which equal shares are taken does
+// not change it.
+func (s sharedDevices) roomFor(parts int) int {
 	n := 0
-	for _, free := range p.shared {
+	for _, free := range s {
 		n += free / parts
 	}
 	return n
 }
 
-// opened returns how many whole devices n more ranks of the group take or begin to share.
-func (p *pool) opened(g *Group, n int) int {
+// choose returns the device with room for a share that has the most left, else the least; false if none has
+// room. Among equals the lowest number wins.
+func (s sharedDevices) choose(parts int, most bool) (device int, ok bool) {
+	best := -1
+	for _, d := range slices.Sorted(maps.Keys(s)) {
+		if s[d] >= parts && (best < 0 || most && s[d] > s[best] || !most && s[d] < s[best]) {
+			best = d
+		}
+	}
+	return best, best >= 0
+}
+
+// takeShare takes parts of a device, which is shared from then on. A device that the node does not offer, or
+// that another rank has as a whole, has nothing to take.
+func takeShare(p *pool, device, parts int) {
+	if slices.Contains(p.devices, device) {
+		p.devices = without(p.devices, []int{device})
+		p.shared[device] = share.Whole
+	}
+	if free, isShared := p.shared[device]; isShared {
+		p.shared[device] = max(0, free-parts)
+	}
+}
+
+// chooseShared returns the device of the next rank that shares one. PACK fills the fullest shared device that
+// has room, and begins a whole one only if none has. SPREAD takes the device with the most room. The caller
+// has checked that there is room.
+func chooseShared(p *pool, g *Group) int {
+	spreads := g.Strategy == Spread || g.Strategy == StrictSpread
+	device, ok := p.shared.choose(g.Share, spreads)
+	if len(p.devices) > 0 && (spreads || !ok) {
+		return p.devices[0]
+	}
+	return device
+}
+
+// countOpened returns how many whole devices n more ranks of the group take or begin to share.
+func countOpened(p *pool, g *Group, n int) int {
 	if g.Share == 0 {
 		return n * g.Devices
 	}
 	perDevice := share.Whole / g.Share
-	return max(0, n-p.roomOnShared(g.Share)+perDevice-1) / perDevice
-}
-
-// chooseShared returns the device of the next rank. Under PACK that is the shared device that has the least
-// room beyond the share, and a whole one only if no shared one has room. Under SPREAD it is the device with
-// the most room. Among equals the lowest number wins. The caller has checked that there is room.
-func (p *pool) chooseShared(g *Group) int {
-	spreads := g.Strategy == Spread || g.Strategy == StrictSpread
-	best, bestFree := -1, 0
-	for _, device := range slices.Sorted(maps.Keys(p.shared)) {
-		free := p.shared[device]
-		if free >= g.Share && (best < 0 || spreads && free > bestFree || !spreads && free < bestFree) {
-			best, bestFree = device, free
-		}
-	}
-	if len(p.devices) > 0 && (best < 0 || spreads) {
-		return p.devices[0]
-	}
-	return best
-}
-
-// releaseShare gives parts of a device back. It replaces the map instead of changing it.
-func (n *Node) releaseShare(device, parts int) {
-	n.UsedShares = maps.Clone(n.UsedShares)
-	if n.UsedShares[device] -= parts; n.UsedShares[device] <= 0 {
-		delete(n.UsedShares, device)
-	}
+	return max(0, n-p.shared.roomFor(g.Share)+perDevice-1) / perDevice
 }

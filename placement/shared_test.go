@@ -72,16 +72,21 @@ func TestSharesOfDevices(t *testing.T) {
 			[]Group{sharing("g", 2, 2500, Pack)}, "b: 0@-1[1] 1@-1[1]",
 		},
 		{
-			"spread takes the device with the most room", []Node{used(gpus("a", 0, 1, 2), map[int]int{0: 2500})},
+			"spread takes the device with the most room",
+			[]Node{used(gpus("a", 0, 1, 2), map[int]int{0: 2500})},
 			[]Group{sharing("g", 3, 2500, Spread)}, "a: 0@-1[1] 1@-1[2] 2@-1[0]",
 		},
 		{
 			"strict spread, one a node",
-			[]Node{used(gpus("a", 0), map[int]int{0: 9000}), gpus("b", 0), used(gpus("c", 3), map[int]int{3: 5000})},
+			[]Node{
+				used(gpus("a", 0), map[int]int{0: 9000}), gpus("b", 0),
+				used(gpus("c", 3), map[int]int{3: 5000}),
+			},
 			[]Group{sharing("g", 2, 5000, StrictSpread)}, "b: 0@-1[0] c: 1@-1[3]",
 		},
 		{
-			"a kept seat takes its share", []Node{gpus("a", 0, 1)}, []Group{kept, sharing("g", 1, 5000, Pack)},
+			"a kept seat takes its share", []Node{gpus("a", 0, 1)},
+			[]Group{kept, sharing("g", 1, 5000, Pack)},
 			"a: 0@-1[1] a: 0@-1[1]",
 		},
 		{"a share is of one device", nil, []Group{{ID: "g", Strategy: Pack, Devices: 2, Share: 1}},
@@ -99,8 +104,8 @@ func TestSharesOfDevices(t *testing.T) {
 	}
 }
 
-// TestSharesAreNeverOverbooked: whatever groups come one after the other, the shares of a device never add up to
-// more than one device, whole devices are not shared, and a rank is refused only if no device has room.
+// TestSharesAreNeverOverbooked: whatever groups come one after the other, the shares of a device never add up
+// to more than one device, whole devices are not shared, and a rank is refused only if no device has room.
 func TestSharesAreNeverOverbooked(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		nodes := []Node{gpus("a", 0, 1), gpus("b", 3)}

@@ -92,7 +92,7 @@ func findFirst(choices []*choice, mayChoose func(*choice) bool, order func(a, b 
 
 func (g *Group) compareTightness(a, b *choice, n int) int {
 	return cmp.Or(cmp.Compare(min(1, g.ranksOn(b.pool.ID)), min(1, g.ranksOn(a.pool.ID))),
-		cmp.Compare(a.pool.opened(g, n), b.pool.opened(g, n)), cmp.Compare(a.fits, b.fits))
+		cmp.Compare(countOpened(a.pool, g, n), countOpened(b.pool, g, n)), cmp.Compare(a.fits, b.fits))
 }
 
 // pack chooses the tightest single node. If there is none, it chooses as few nodes as possible, and of those

@@ -107,9 +107,9 @@ func (c *fleet) plan(prune bool, apps ...*app.Application) client.Plan {
 	return p
 }
 
-// TestHF77PlanAndNodesShowShares: free and needed shares of each node, and which ranks share which device, with
+// TestPlanAndNodesShowShares: free and needed shares of each node, and which ranks share which device, with
 // those of applications that the plan is not about. Sums are exact.
-func TestHF77PlanAndNodesShowShares(t *testing.T) {
+func TestPlanAndNodesShowShares(t *testing.T) {
 	a := newHost("a", 8)
 	a.node.Resources.Devices = []int{0, 1}
 	c := newFleet(t, a)
@@ -129,7 +129,8 @@ func TestHF77PlanAndNodesShowShares(t *testing.T) {
 	assert.Equal(t, []client.SharedDevice{
 		{Device: 0, Used: 0.8, Ranks: []string{"half/0/0", "tenths/0/0", "tenths/0/1", "tenths/0/2"}},
 	}, n.Shared)
-	assert.Equal(t, []client.SeatPlan{{Rank: 0, Node: "a", Devices: []int{0}, Share: 0.5}}, p.Apps[0].Units[0].Seats)
+	assert.Equal(t, []client.SeatPlan{{Rank: 0, Node: "a", Devices: []int{0}, Share: 0.5}},
+		p.Apps[0].Units[0].Seats)
 	assert.Equal(t, []client.SeatPlan{{Rank: 0, Node: "a", Devices: []int{1}}}, p.Apps[1].Units[0].Seats)
 
 	status := view{c.core}.nodeStatus(c.now, c.state.Nodes["a"], "a")

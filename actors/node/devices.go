@@ -17,21 +17,9 @@ type Devices interface {
 	// out. The memory in use now is not the unit's.
 	Check(ctx context.Context, unit string, devices []int) error
 	// Held describes the devices that have more memory in use than before their last Check, and who has it;
-	// "" if there are none, or if that cannot be found out. Memory of other units of this node does not count.
+	// "" if there are none, or if that cannot be found out. Memory of other units of this node does not
+	// count.
 	Held(ctx context.Context, unit string, devices []int) string
-}
-
-// UnitOf returns the unit of this node whose engine a process belongs to; "" if there is none.
-func (n *Node) UnitOf(pid int) string {
-	engines := map[int]string{} // by process
-	n.mu.Lock()
-	for name, u := range n.units {
-		for _, p := range enginesOf(u) {
-			engines[p.PID()] = name
-		}
-	}
-	n.mu.Unlock()
-	return unitOf(pid, engines, process.ReadStat)
 }
 
 // maxAncestors bounds the way from a process to the first one of its engine.

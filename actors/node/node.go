@@ -22,6 +22,7 @@ import (
 	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/process"
 	"github.com/dpserve/dpserve/internal/shim"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -380,6 +381,19 @@ func (n *Node) list() []*unit {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	return slices.Collect(maps.Values(n.units))
+}
+
+// UnitOf returns the unit of this node whose engine a process belongs to; "" if there is none.
+func (n *Node) UnitOf(pid int) string {
+	engines := map[int]string{} // by process
+	n.mu.Lock()
+	for name, u := range n.units {
+		for _, p := range enginesOf(u) {
+			engines[p.PID()] = name
+		}
+	}
+	n.mu.Unlock()
+	return unitOf(pid, engines, process.ReadStat)
 }
 
 // enforceLease ends what this node may no longer run: units that the cluster has released or granted anew,

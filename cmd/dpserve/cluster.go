@@ -90,7 +90,8 @@ func (v statusView) nodes(list []client.NodeStatus) *table {
 	for i := range list {
 		n := &list[i]
 		row := cells(n.Node, n.State, formatRoles(n, wide), formatUsed(n.SlotsUsed, n.Slots),
-			share.FormatDevices(n.GPUsUsed)+"/"+strconv.Itoa(n.GPUs), strconv.Itoa(n.Ranks), strconv.Itoa(n.InFlight),
+			fmt.Sprintf("%s/%d", share.FormatDevices(n.GPUsUsed), n.GPUs),
+			strconv.Itoa(n.Ranks), strconv.Itoa(n.InFlight),
 			formatGroups(n.Groups, wide))
 		row[1].color = nodeColor(n.State)
 		if showsVersion {

@@ -315,9 +315,9 @@ const (
 func memoryNotes(apps []*app.Application) []string {
 	var out []string
 	for _, a := range apps {
-		if flag, value := a.MemoryOfShare(); flag != "" {
-			out = append(out, fmt.Sprintf("%s: its engines get --%s %s, nine tenths of their share; engine.args "+
-				"may name another value", a.Name, flag, value))
+		if flag, value := app.MemoryOfShare(a); flag != "" {
+			out = append(out, fmt.Sprintf("%s: its engines get --%s %s, nine tenths of their share; "+
+				"engine.args may name another value", a.Name, flag, value))
 		}
 	}
 	return out

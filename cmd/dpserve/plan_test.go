@@ -111,8 +111,8 @@ func TestPlanShowsSharedDevices(t *testing.T) {
 		"chat/0/1  + create  1      a     0.25 of 1\n",
 		"a     0      0     0     2     1.5   0.5\n",
 		"device 1 of a: 0.75 of it for chat/0/0, chat/0/1, old/0/0\n",
-		"chat: its engines get --gpu-memory-utilization 0.225, nine tenths of their share; engine.args may name " +
-			"another value\n",
+		"chat: its engines get --gpu-memory-utilization 0.225, nine tenths of their share; engine.args may " +
+			"name another value\n",
 	} {
 		assert.Contains(t, c.stdout(), line)
 	}

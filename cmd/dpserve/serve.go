@@ -103,8 +103,8 @@ func (f *serveFlags) add(cmd *cobra.Command) {
 	f.set.StringVar(&f.transfer, "transfer", "",
 		"how KV blocks go from a prefill rank to a decode rank: nixl, nixl-push, mooncake, sglang or sim")
 	f.set.Float64Var(&f.gpus, "gpus-per-rank", 0,
-		"`devices` of a rank, or the share of one, such as 0.25; default: what its parallel sizes use; 0 for an "+
-			"engine without devices")
+		"`devices` of a rank, or the share of one, such as 0.25; default: what its parallel sizes use; "+
+			"0 for an engine without devices")
 	f.set.StringVar(&f.policy, "policy", "", "routing policy; default: mex, or lmetric-1 with --lockstep")
 	f.set.StringVar(&f.name, "name", "", "name of the application; default: made of MODEL")
 	f.set.StringArrayVar(&f.names, "served-model-name", nil,

@@ -109,8 +109,8 @@ func TestDevicesOfARank(t *testing.T) {
 		{
 			text: with("kind: vllm, args: {gpu-memory-utilization: 0.9}", "resources: {gpus: 0.25}"),
 			gpus: 0.25, set: true,
-			warn: "4 ranks fit on one device, and each takes 0.9 of its memory; hint: leave it out to take nine " +
-				"tenths of the share, or write at most 0.25",
+			warn: "4 ranks fit on one device, and each takes 0.9 of its memory; hint: leave it out to take " +
+				"nine tenths of the share, or write at most 0.25",
 		},
 		{
 			text: with("kind: sglang, args: {mem_fraction_static: '0.4'}", "resources: {gpus: 0.3333}"),
@@ -135,7 +135,8 @@ func TestDevicesOfARank(t *testing.T) {
 func TestSharesOfDevices(t *testing.T) {
 	t.Parallel()
 	for gpus, parts := range map[string]int{
-		"0.25": 2500, "0.3333": 3333, "0.1": 1000, ".5": 5000, "1e-4": 1, "0.9999": 9999, "0": 0, "1": 0, "7": 0,
+		"0.25": 2500, "0.3333": 3333, "0.1": 1000, ".5": 5000, "1e-4": 1, "0.9999": 9999,
+		"0": 0, "1": 0, "7": 0,
 	} {
 		r := parsed(t, with("kind: vllm", "resources: {gpus: "+gpus+"}")).Applications[0].Resources
 		assert.Equal(t, parts, r.Share(), gpus)
@@ -143,15 +144,15 @@ func TestSharesOfDevices(t *testing.T) {
 	}
 	lockstep := "data_parallel: {dp_size: 2, coupling: lockstep}"
 	for text, want := range map[string]string{
-		with("kind: vllm", "resources: {gpus: 1.5}"): "resources.gpus: a rank has whole devices, or a share of one: " +
-			"found 1.5, wanted a whole number, or a number below 1; hint: write 1 or 2",
-		with("kind: sim", "resources: {gpus: 0.33334}"): "resources.gpus: a share has at most 4 digits behind the " +
-			"point: found 0.33334, wanted 0.3333; hint: write 0.3333",
+		with("kind: vllm", "resources: {gpus: 1.5}"): "resources.gpus: a rank has whole devices, or a " +
+			"share of one: found 1.5, wanted a whole number, or a number below 1; hint: write 1 or 2",
+		with("kind: sim", "resources: {gpus: 0.33334}"): "resources.gpus: a share has at most 4 digits " +
+			"behind the point: found 0.33334, wanted 0.3333; hint: write 0.3333",
 		with("kind: sim", "resources: {gpus: 0.00001}"): "hint: write 0.0001",
 		with("kind: sim", "resources: {gpus: -0.5}"):    "found -0.5, wanted devices from 0 to 1024",
 		with("kind: sim", "resources: {gpus: half}"):    "wanted devices from 0 to 1024",
-		with("kind: vllm", "resources: {gpus: 0.5}", lockstep): "the ranks of a lockstep group cannot share " +
-			"devices: NCCL refuses two ranks on one",
+		with("kind: vllm", "resources: {gpus: 0.5}", lockstep): "the ranks of a lockstep group cannot " +
+			"share devices: NCCL refuses two ranks on one",
 	} {
 		lines := faultsOf(t, text)
 		require.Len(t, lines, 1, text)
@@ -173,7 +174,7 @@ func TestMemoryOfAShare(t *testing.T) {
 		with("kind: sim", "resources: {gpus: 0.25}"): " ",
 		with("kind: vllm, args: {gpu_memory_utilization: 0.2}", "resources: {gpus: 0.25}"): " ",
 	} {
-		flag, value := parsed(t, text).Applications[0].MemoryOfShare()
+		flag, value := MemoryOfShare(parsed(t, text).Applications[0])
 		assert.Equal(t, want, flag+" "+value, text)
 	}
 }

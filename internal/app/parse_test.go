@@ -215,7 +215,7 @@ func TestFaultTexts(t *testing.T) {
 		},
 		"policy map": {one("routing: {policy: {a: 1}}"), "found a map, wanted power-of-two"},
 		"label":      {one("resources: {labels: {'a b': c}}"), "wanted a label"},
-		"gpus":       {one("resources: {gpus: 1.5}"), "found 1.5, wanted a whole number, or a number below 1"},
+		"gpus":       {one("resources: {gpus: 1.5}"), "found 1.5, wanted a whole number, or a"},
 		"cpus":       {one("resources: {cpus: -1}"), "wanted cpus from 0"},
 		"ranks of sim": {
 			"applications: [{name: a, model: {id: a}, engine: {kind: sim, ranks: []}}]",

@@ -81,7 +81,7 @@ func (a *draft) check(rules []Rule) {
 		a.Routing.Policy = DefaultPolicy(a.DataParallel.Coupling)
 	}
 	a.settleNumbers()
-	a.settleResources()
+	settleResources(a)
 	for _, rule := range rules {
 		a.apply(rule)
 	}

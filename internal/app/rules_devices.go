@@ -21,10 +21,10 @@ func (r *Resources) Share() int {
 }
 
 // settleResources derives the devices of one rank from its engine's arguments.
-func (a *draft) settleResources() {
+func settleResources(a *draft) {
 	a.Resources.GPUsSet = a.has("resources.gpus")
 	if a.Engine.Kind != KindAttach {
-		a.checkShare()
+		checkShare(a)
 	}
 	switch a.Engine.Kind {
 	case KindAttach:
@@ -34,12 +34,12 @@ func (a *draft) settleResources() {
 			}
 		}
 	case KindVLLM, KindSGLang:
-		a.settleGPUs()
+		settleGPUs(a)
 	case KindSim:
 	}
 }
 
-func (a *draft) settleGPUs() {
+func settleGPUs(a *draft) {
 	tp, pp := a.tensor(), a.parallel("pipeline-parallel-size", "pp-size", "pp")
 	if tp == 0 || pp == 0 {
 		if a.isGood("engine.args") {
@@ -62,12 +62,12 @@ func (a *draft) settleGPUs() {
 			"leave gpus out to give what the engine uses")
 	}
 	if a.Resources.Share() > 0 {
-		a.checkMemoryOfShare()
+		checkMemoryOfShare(a)
 	}
 }
 
 // checkShare refuses numbers of devices that are neither whole nor a share of one.
-func (a *draft) checkShare() {
+func checkShare(a *draft) {
 	const key = "resources.gpus"
 	gpus := a.Resources.GPUs
 	if gpus == math.Trunc(gpus) || !a.isSound(key) {
@@ -102,7 +102,7 @@ func (k Kind) memoryFlag() string {
 // MemoryOfShare returns the flag that limits an engine to the memory of its share of a device, and its value;
 // "" if the rank's devices are its own, or the file has the flag. The engine gets nine tenths of the share:
 // the rest is for what engines hold beside what they count.
-func (a *Application) MemoryOfShare() (flag, value string) {
+func MemoryOfShare(a *Application) (flag, value string) {
 	parts := a.Resources.Share()
 	if a.Engine.Kind != KindVLLM && a.Engine.Kind != KindSGLang || parts == 0 {
 		return "", ""
@@ -116,7 +116,7 @@ func (a *Application) MemoryOfShare() (flag, value string) {
 
 // checkMemoryOfShare warns about engines that would take more memory than their device has, if it is full of
 // such ranks.
-func (a *draft) checkMemoryOfShare() {
+func checkMemoryOfShare(a *draft) {
 	flag := a.Engine.Kind.memoryFlag()
 	arg, isWritten := a.Engine.Args.find(flag)
 	fraction, err := strconv.ParseFloat(fmt.Sprint(arg.Value), 64)
@@ -125,6 +125,7 @@ func (a *draft) checkMemoryOfShare() {
 	if !isWritten || err != nil || fraction*float64(ranks) <= 1 || !a.isGood(at, "resources.gpus") {
 		return
 	}
-	a.d.warn(a.at(at), fmt.Sprintf("%d ranks fit on one device, and each takes %g of its memory", ranks, fraction),
+	a.d.warn(a.at(at),
+		fmt.Sprintf("%d ranks fit on one device, and each takes %g of its memory", ranks, fraction),
 		fmt.Sprintf("leave it out to take nine tenths of the share, or write at most %.3g", 1/float64(ranks)))
 }

@@ -80,8 +80,8 @@ func (o otherUnits) memoryOn(d *Device) int64 {
 func (d *Device) describeTaken() string {
 	isOurs := slices.ContainsFunc(d.Holders, func(h Holder) bool { return h.Unit != "" })
 	if isOurs {
-		return d.describeUse() + ", and was granted to no rank (write resources.gpus for ranks that use devices, " +
-			"a share such as 0.25 if they share one)"
+		return d.describeUse() + ", and was granted to no rank (write resources.gpus for ranks that use " +
+			"devices, a share such as 0.25 if they share one)"
 	}
 	return d.describeUse() +
 		", and no rank of this node has it (end what uses it, or leave the device out of --gpus)"

@@ -18,9 +18,9 @@ func quarters() []Grant {
 	return out
 }
 
-// TestHF77UnitsThatShareADeviceDoNotWaitForEachOther: a unit waits for the memory of its own engine, and not for
-// what the others may hold: their shares, or what their processes hold if that is more. The device has 80 GiB.
-func TestHF77UnitsThatShareADeviceDoNotWaitForEachOther(t *testing.T) {
+// TestUnitsThatShareADeviceDoNotWaitForEachOther: a unit waits for the memory of its own engine, and not for
+// what the others may hold: their shares, or what their processes hold if that is more.
+func TestUnitsThatShareADeviceDoNotWaitForEachOther(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m := &machine{used: [2]int{400, 400}}
 		owners := map[int]string{}
@@ -31,7 +31,7 @@ func TestHF77UnitsThatShareADeviceDoNotWaitForEachOther(t *testing.T) {
 			m.set(func() { m.used[0], m.apps = used, apps })
 			return k.Held(t.Context(), "a", []int{0})
 		}
-		for _, unit := range []string{"a", "b", "c", "d"} { // the first ones hold memory when the last one starts
+		for _, unit := range []string{"a", "b", "c", "d"} { // the first ones hold memory already
 			require.NoError(t, k.Check(t.Context(), unit, []int{0}))
 			m.set(func() { m.used[0] += 18000 })
 		}
@@ -53,8 +53,8 @@ func TestHF77UnitsThatShareADeviceDoNotWaitForEachOther(t *testing.T) {
 	})
 }
 
-// TestARestartOnASharedDevice: what the others hold at the start of an engine counts as theirs, not as what was
-// there before it.
+// TestARestartOnASharedDevice: what the others hold at the start of an engine counts as theirs, not as what
+// was there before it.
 func TestARestartOnASharedDevice(t *testing.T) {
 	m := &machine{used: [2]int{400, 0}}
 	k := open(t, m, KeeperConfig{Granted: func() []Grant { return quarters()[:2] }})
@@ -67,17 +67,17 @@ func TestARestartOnASharedDevice(t *testing.T) {
 	assert.Empty(t, k.Held(t.Context(), "a", []int{0}))
 }
 
-// TestHF77EnginesWithoutADeviceAreNamed: engines that use a device which they were not granted are known as this
+// TestEnginesWithoutADeviceAreNamed: engines that use a device which they were not granted are known as this
 // node's, and another program is still another program.
-func TestHF77EnginesWithoutADeviceAreNamed(t *testing.T) {
+func TestEnginesWithoutADeviceAreNamed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m := &machine{used: [2]int{55700, 300}, apps: "GPU-0, 999999997, 13900\nGPU-0, 999999998, 13900\n"}
 		k := open(t, m, KeeperConfig{UnitOf: func(pid int) string {
 			return map[int]string{999999997: "chat/0/0", 999999998: "chat/0/1"}[pid]
 		}})
-		assert.Equal(t, "device 0: 54.4 of 80.0 GiB are in use by process 999999997 of chat/0/0 with 13.6 GiB, "+
-			"process 999999998 of chat/0/1 with 13.6 GiB, and was granted to no rank (write resources.gpus for "+
-			"ranks that use devices, a share such as 0.25 if they share one)", k.Trouble())
+		assert.Equal(t, "device 0: 54.4 of 80.0 GiB are in use by process 999999997 of chat/0/0 with 13.6 "+
+			"GiB, process 999999998 of chat/0/1 with 13.6 GiB, and was granted to no rank (write "+
+			"resources.gpus for ranks that use devices, a share such as 0.25 if they share one)", k.Trouble())
 		m.set(func() { m.apps = "GPU-0, 999999999, 13900\n" })
 		time.Sleep(DefaultReread)
 		k.read(t.Context())

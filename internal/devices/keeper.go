@@ -42,7 +42,7 @@ type KeeperConfig struct {
 	// set.
 	Visible *string
 	Granted func() []Grant       // devices that units of this node have; nil = none
-	UnitOf  func(pid int) string // unit of this node that a process belongs to, "" = none; nil = none is known
+	UnitOf  func(pid int) string // unit of this node that a process belongs to, "" = none; nil = none
 	Run     Runner               // nil = commands of this machine
 	Timers  Timers
 	Log     *slog.Logger
@@ -431,8 +431,8 @@ func (k *Keeper) Check(ctx context.Context, unit string, devices []int) error {
 	return nil
 }
 
-// Held describes the devices whose memory the engines of a unit that have ended still hold, with who holds it;
-// "" if there are none, or if that cannot be read. What other units of this node may hold does not count.
+// Held describes the devices whose memory the engines of a unit that have ended still hold, with who holds
+// it; "" if there are none, or if that cannot be read. What other units of this node may hold does not count.
 func (k *Keeper) Held(ctx context.Context, unit string, devices []int) string {
 	if !k.areFound(devices) {
 		return ""

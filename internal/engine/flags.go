@@ -75,10 +75,10 @@ func flag(name string, value any) ([]string, error) {
 	return []string{"--" + name, string(b)}, nil
 }
 
-// shareFlags limits an engine that shares its device to its part of the memory. Without a limit the first engine
+// shareFlags limits an engine that shares its device to its part of the memory. Without a limit the first one
 // takes nearly all of it, and the second one cannot start.
 func shareFlags(a *app.Application) []string {
-	flag, value := a.MemoryOfShare()
+	flag, value := app.MemoryOfShare(a)
 	if flag == "" {
 		return nil
 	}

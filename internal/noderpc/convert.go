@@ -97,7 +97,8 @@ func encodeGrants(in []state.RankGrant) []*dpservev1.RankGrant {
 	out := make([]*dpservev1.RankGrant, 0, len(in))
 	for i := range in {
 		g := &dpservev1.RankGrant{
-			Rank: toInt32(in[i].Rank), Node: in[i].Node, Slot: toInt32(in[i].Slot), Share: toInt32(in[i].Share),
+			Rank: toInt32(in[i].Rank), Node: in[i].Node, Slot: toInt32(in[i].Slot),
+			Share: toInt32(in[i].Share),
 		}
 		for _, d := range in[i].Devices {
 			g.Devices = append(g.Devices, toInt32(d))

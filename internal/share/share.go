@@ -1,6 +1,6 @@
-// Package share counts parts of a device. A rank of `gpus: 0.25` has a share of one device, and other ranks may
-// have the rest of it. Shares are integers, so that sums are exact: ten shares of 0.1 are one device, which they
-// are not in floating point.
+// Package share counts parts of a device. A rank of `gpus: 0.25` has a share of one device, and other ranks
+// may have the rest of it. Shares are integers, so that sums are exact: ten shares of 0.1 are one device,
+// which they are not in floating point.
 package share
 
 import "strconv"

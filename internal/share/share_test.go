@@ -20,7 +20,8 @@ func TestSharesAreExact(t *testing.T) {
 		times int
 		fits  bool
 	}{
-		"0.1": {10, true}, "0.3333": {3, true}, "0.25": {4, true}, "0.3334": {3, false}, "0.0001": {10_000, true},
+		"0.1": {10, true}, "0.3333": {3, true}, "0.25": {4, true}, "0.3334": {3, false},
+		"0.0001": {10_000, true},
 	} {
 		written, _ := strconv.ParseFloat(text, 64)
 		parts, ok := Of(written)

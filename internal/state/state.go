@@ -78,7 +78,8 @@ type RankGrant struct {
 	Node    string `json:"node"`
 	Slot    int    `json:"slot"` // -1: takes no slot (attach)
 	Devices []int  `json:"devices,omitempty"`
-	Share   int    `json:"share,omitempty"` // parts of its one device (share.Whole); 0: its devices are its own
+	// parts of its one device (share.Whole); 0: its devices are its own
+	Share int `json:"share,omitempty"`
 }
 
 // DeviceParts returns how much of its node's devices the rank has, in parts of a device.

@@ -160,10 +160,10 @@ func TestEnginesSeeTheirDevices(t *testing.T) {
 	assert.Equal(t, []string{"0,2", "1,3"}, seen)
 }
 
-// TestHF77RanksShareADevice: each engine sees the device of its share and gets its part of the memory; one that
-// is started again does not wait for what the others hold; nodes and status show the shares; an engine that uses
-// a device without a grant is named.
-func TestHF77RanksShareADevice(t *testing.T) {
+// Each engine sees the device of its share and gets its part of the memory. One that is started again does
+// not wait for what the others hold. Nodes and status show the shares. An engine that uses a device without a
+// grant is named.
+func TestRanksShareADevice(t *testing.T) {
 	s := newSMI(t)
 	r := harness.Start(t, "--timers", quick+",device_wait=60s")
 	r.Expect(harness.DevicesFail, harness.EngineFails)
@@ -182,7 +182,7 @@ func TestHF77RanksShareADevice(t *testing.T) {
 		assert.Equal(t, "0", starts[k.PID].variable("CUDA_VISIBLE_DEVICES"))
 		assert.Equal(t, "0.225", starts[k.PID].flag("--gpu-memory-utilization"))
 	}
-	n := waitNode(r, "the shares of two applications", func(n *client.NodeStatus) bool { return n.GPUsUsed == 1.5 })
+	n := waitNode(r, "the shares", func(n *client.NodeStatus) bool { return n.GPUsUsed == 1.5 })
 	assert.Equal(t, []client.SharedDevice{
 		{Device: 0, Used: 1, Ranks: []string{"quarters/0/0", "quarters/0/1", "quarters/0/2", "quarters/0/3"}},
 		{Device: 1, Used: 0.5, Ranks: []string{"half/0/0"}},
@@ -204,8 +204,8 @@ func TestHF77RanksShareADevice(t *testing.T) {
 	s.prints("apps", fmt.Sprintf("GPU-2, %d, 40000\n", pid))
 	s.devices(61000, 20000, 41000, 4)
 	n = waitNode(r, "the device is used", func(n *client.NodeStatus) bool { return len(n.Notes) > 0 })
-	assert.Regexp(t, fmt.Sprintf(`device 2: 40.0 of 79.6 GiB are in use by process %d \([^)]*\) of plain/0/0 with 39.1 `+
-		`GiB, and was granted to no rank \(write resources.gpus `, pid), n.Notes[0])
+	assert.Regexp(t, fmt.Sprintf(`device 2: 40.0 of 79.6 GiB are in use by process %d \([^)]*\) of `+
+		`plain/0/0 with 39.1 GiB, and was granted to no rank \(write resources.gpus `, pid), n.Notes[0])
 }
 
 // A GPU that is not listed any more gets no ranks, and is shown until it is back. What runs elsewhere goes
