@@ -41,17 +41,22 @@ func TestSharesOfDevices(t *testing.T) {
 		want   string // the places of all groups, or the error with its details
 	}{
 		{
-			"four quarters are a device", []Node{gpus("a", 0, 1)}, []Group{sharing("g", 5, 2500, Pack)},
+			"four quarters are a device",
+			[]Node{gpus("a", 0, 1)},
+			[]Group{sharing("g", 5, 2500, Pack)},
 			"a: 0@-1[0] 1@-1[0] 2@-1[0] 3@-1[0] 4@-1[1]",
 		},
 		{"ten tenths are a device", []Node{gpus("a", 0)}, []Group{sharing("g", 10, 1000, StrictPack)}, "a: " +
 			"0@-1[0] 1@-1[0] 2@-1[0] 3@-1[0] 4@-1[0] 5@-1[0] 6@-1[0] 7@-1[0] 8@-1[0] 9@-1[0]"},
 		{
-			"three thirds are a device", []Node{gpus("a", 0)}, []Group{sharing("g", 3, 3333, Pack)},
+			"three thirds are a device",
+			[]Node{gpus("a", 0)},
+			[]Group{sharing("g", 3, 3333, Pack)},
 			"a: 0@-1[0] 1@-1[0] 2@-1[0]",
 		},
 		{
-			"too much for a device", []Node{gpus("a", 0)},
+			"too much for a device",
+			[]Node{gpus("a", 0)},
 			[]Group{sharing("g", 1, 5000, Pack), sharing("h", 1, 6000, Pack)},
 			"place h: 0 of 1 rank can be placed (PACK): need: 1 rank of 0.6 of a device each, PACK; " +
 				"node a: 64 of 64 slots free, 0 of 1 device free and 0.5 of shared ones, room for 0 ranks",
@@ -63,18 +68,22 @@ func TestSharesOfDevices(t *testing.T) {
 			"a: 0@-1[1] a: 0@-1[0] a: 0@-1[2]",
 		},
 		{
-			"a rank with whole devices never shares", []Node{used(gpus("a", 0, 1), map[int]int{0: 1})},
-			[]Group{whole, sharing("g", 1, 9999, Pack)}, "a: 0@-1[1] a: 0@-1[0]",
+			"a rank with whole devices never shares",
+			[]Node{used(gpus("a", 0, 1), map[int]int{0: 1})},
+			[]Group{whole, sharing("g", 1, 9999, Pack)},
+			"a: 0@-1[1] a: 0@-1[0]",
 		},
 		{
 			"pack fills a shared device before it opens another one, on whatever node",
 			[]Node{gpus("a", 0), used(gpus("b", 0, 1), map[int]int{1: 5000})},
-			[]Group{sharing("g", 2, 2500, Pack)}, "b: 0@-1[1] 1@-1[1]",
+			[]Group{sharing("g", 2, 2500, Pack)},
+			"b: 0@-1[1] 1@-1[1]",
 		},
 		{
 			"spread takes the device with the most room",
 			[]Node{used(gpus("a", 0, 1, 2), map[int]int{0: 2500})},
-			[]Group{sharing("g", 3, 2500, Spread)}, "a: 0@-1[1] 1@-1[2] 2@-1[0]",
+			[]Group{sharing("g", 3, 2500, Spread)},
+			"a: 0@-1[1] 1@-1[2] 2@-1[0]",
 		},
 		{
 			"strict spread, one a node",
@@ -82,15 +91,20 @@ func TestSharesOfDevices(t *testing.T) {
 				used(gpus("a", 0), map[int]int{0: 9000}), gpus("b", 0),
 				used(gpus("c", 3), map[int]int{3: 5000}),
 			},
-			[]Group{sharing("g", 2, 5000, StrictSpread)}, "b: 0@-1[0] c: 1@-1[3]",
+			[]Group{sharing("g", 2, 5000, StrictSpread)},
+			"b: 0@-1[0] c: 1@-1[3]",
 		},
 		{
-			"a kept seat takes its share", []Node{gpus("a", 0, 1)},
+			"a kept seat takes its share",
+			[]Node{gpus("a", 0, 1)},
 			[]Group{kept, sharing("g", 1, 5000, Pack)},
 			"a: 0@-1[1] a: 0@-1[1]",
 		},
-		{"a share is of one device", nil, []Group{{ID: "g", Strategy: Pack, Devices: 2, Share: 1}},
-			"place g: 1 of 10000 parts of 2 devices"},
+		{
+			"a share is of one device", nil,
+			[]Group{{ID: "g", Strategy: Pack, Devices: 2, Share: 1}},
+			"place g: 1 of 10000 parts of 2 devices",
+		},
 	} {
 		placed, err := Place(c.nodes, c.groups)
 		got := ""

@@ -134,11 +134,11 @@ func TestPlanAndNodesShowShares(t *testing.T) {
 	assert.Equal(t, []client.SeatPlan{{Rank: 0, Node: "a", Devices: []int{1}}}, p.Apps[1].Units[0].Seats)
 
 	status := view{c.core}.nodeStatus(c.now, c.state.Nodes["a"], "a")
-	assert.Equal(t, 0.3, status.GPUsUsed) //nolint:testifylint // it is exact
+	assert.InDelta(t, 0.3, status.GPUsUsed, 0)
 	assert.Equal(t, []client.SharedDevice{
 		{Device: 0, Used: 0.3, Ranks: []string{"tenths/0/0", "tenths/0/1", "tenths/0/2"}},
 	}, status.Shared)
-	assert.Equal(t, 0.1, view{c.core}.Status()[0].Units[1].Ranks[0].Share) //nolint:testifylint // it is exact
+	assert.InDelta(t, 0.1, view{c.core}.Status()[0].Units[1].Ranks[0].Share, 0)
 
 	half.Resources.GPUs = 0.8
 	p = c.plan(false, half, whole)

@@ -389,7 +389,9 @@ func (n *Node) UnitOf(pid int) string {
 	n.mu.Lock()
 	for name, u := range n.units {
 		for _, p := range enginesOf(u) {
-			engines[p.PID()] = name
+			if pid := p.PID(); pid > 0 {
+				engines[pid] = name
+			}
 		}
 	}
 	n.mu.Unlock()

@@ -42,8 +42,8 @@ type otherUnits struct {
 
 func (k *Keeper) othersThan(unit string) otherUnits { return otherUnits{unit, k.cfg.Granted()} }
 
-// share reports whether one of them has a share of a device.
-func (o otherUnits) share(device int) bool {
+// areOn reports whether one of them has a share of a device.
+func (o otherUnits) areOn(device int) bool {
 	return slices.ContainsFunc(o.grants, func(g Grant) bool { return o.isSharer(&g, device) })
 }
 

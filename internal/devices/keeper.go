@@ -424,7 +424,7 @@ func (k *Keeper) Check(ctx context.Context, unit string, devices []int) error {
 		case d == nil:
 		case d.Fault != "":
 			return fmt.Errorf("device %d (%s) does not work: %s", index, d.UUID, d.Fault)
-		case d.UsedMiB != Unknown && !others.share(index): // else what was there before them still counts
+		case d.UsedMiB != Unknown && !others.areOn(index): // else what was there before them still counts
 			k.before[d.key()] = max(0, d.UsedMiB-others.memoryOn(d))
 		}
 	}

@@ -5,13 +5,14 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 )
 
 // TestSharesAreExact: every share that a file can write is its own number of parts, and sums do not drift.
 func TestSharesAreExact(t *testing.T) {
 	for parts := range 2*Whole + 1 {
 		written, err := strconv.ParseFloat(Format(parts), 64)
-		assert.NoError(t, err)
+		require.NoError(t, err)
 		got, ok := Of(written)
 		assert.True(t, ok, parts)
 		assert.Equal(t, parts, got)

@@ -283,7 +283,7 @@ func TestSharesOfADevice(t *testing.T) {
 		m.must(c("x", rank, 3333, 3))
 	}
 	err := m.refused(c("y", 0, 2, 3), ErrDeviceTaken, problem.Conflict)
-	assert.Contains(t, err.Error(), "device 3 of node a is held by x/0/")
+	assert.Contains(t, err.Error(), "device 3 of node a is held by x/0/0 at epoch 1")
 	m.refused(c("y", 0, 0, 3), ErrDeviceTaken, problem.Conflict)
 	m.must(c("y", 0, 1, 3))
 	m.must(c("y", 1, 0, 4))

@@ -34,7 +34,7 @@ type rankKey struct {
 	group, rank int
 }
 
-// heldDevice is how much of a device is held, and the unit that took the last part.
+// heldDevice is how much of a device is held, and by whom: of units that share it, the first by name.
 type heldDevice struct {
 	parts int
 	holder
@@ -81,7 +81,12 @@ func (t *heldResources) addHeld(app string, group int, h holder, ranks []RankGra
 		}
 		for _, d := range r.Devices {
 			device := nodeResource{r.Node, d}
-			t.devices[device] = heldDevice{t.devices[device].parts + share.On(r.Share), h}
+			held := t.devices[device]
+			if held.parts == 0 || h.unit < held.unit {
+				held.holder = h
+			}
+			held.parts += share.On(r.Share)
+			t.devices[device] = held
 		}
 	}
 	for _, b := range blocks {
