@@ -139,27 +139,6 @@ func TestDevicesAreFound(t *testing.T) {
 	waitNode(r, "no device used", func(n *client.NodeStatus) bool { return n.GPUsUsed == 0 })
 }
 
-// Engines see the devices of their rank's grant, and no others.
-func TestEnginesSeeTheirDevices(t *testing.T) {
-	s := newSMI(t)
-	s.prints("topo", bridges)
-	r := harness.Start(t, "--timers", quick)
-	dir := t.TempDir()
-	r.Deploy(stubApp(t, "tp", "vllm", dir, "tensor_parallel_size: 2", "A: b",
-		"data_parallel: {dp_size: 2, coupling: independent}"))
-	r.WaitStatus("tp", "RUNNING")
-	starts, seen := stubStarts(t, dir), []string{}
-	for rank := range 2 {
-		k, _ := r.Rank("tp", 0, rank)
-		require.NotNil(t, starts[k.PID], "rank %d", rank)
-		visible := starts[k.PID].variable("CUDA_VISIBLE_DEVICES")
-		assert.Equal(t, fmt.Sprint(k.Devices), "["+strings.ReplaceAll(visible, ",", " ")+"]")
-		seen = append(seen, visible)
-	}
-	slices.Sort(seen)
-	assert.Equal(t, []string{"0,2", "1,3"}, seen)
-}
-
 // Each engine sees the device of its share and gets its part of the memory. One that is started again does
 // not wait for what the others hold. Nodes and status show the shares. An engine that uses a device without a
 // grant is named.
