@@ -22,6 +22,21 @@ type Devices interface {
 	Held(ctx context.Context, unit string, devices []int) string
 }
 
+// engineUnits returns the units of the engines that run, by the number of each engine's first process.
+func engineUnits(n *Node) map[int]string {
+	out := map[int]string{}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for name, u := range n.units {
+		for _, p := range enginesOf(u) {
+			if pid := p.PID(); pid > 0 {
+				out[pid] = name
+			}
+		}
+	}
+	return out
+}
+
 // maxAncestors bounds the way from a process to the first one of its engine.
 const maxAncestors = 16
 

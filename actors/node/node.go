@@ -384,19 +384,7 @@ func (n *Node) list() []*unit {
 }
 
 // UnitOf returns the unit of this node whose engine a process belongs to; "" if there is none.
-func (n *Node) UnitOf(pid int) string {
-	engines := map[int]string{} // by process
-	n.mu.Lock()
-	for name, u := range n.units {
-		for _, p := range enginesOf(u) {
-			if pid := p.PID(); pid > 0 {
-				engines[pid] = name
-			}
-		}
-	}
-	n.mu.Unlock()
-	return unitOf(pid, engines, process.ReadStat)
-}
+func (n *Node) UnitOf(pid int) string { return unitOf(pid, engineUnits(n), process.ReadStat) }
 
 // enforceLease ends what this node may no longer run: units that the cluster has released or granted anew,
 // and with on_lease_loss fence all units when the lease is over. It ends with ctx, which outlives the units.
