@@ -52,6 +52,9 @@ write is removed again.`,
 	output := addOutput(cmd)
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
 		f.adaptBinds(cmd)
+		if err := f.chooseDataDir(cmd, e); err != nil {
+			return err
+		}
 		return runDoctor(cmd.Context(), e, f, args, *output)
 	}
 	return cmd

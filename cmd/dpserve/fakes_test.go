@@ -39,7 +39,8 @@ func newCLI(t *testing.T) *cli {
 		Size: func() (width, height int) { return defaultWidth, defaultHeight },
 	}
 	c.env = newEnv(streams, newInterrupts())
-	c.getenv = func(string) string { return "" }
+	home := t.TempDir()
+	c.getenv = func(name string) string { return map[string]string{"HOME": home}[name] }
 	c.newAdmin = func(addr string) (admin, error) {
 		c.asked = append(c.asked, addr)
 		return c.cluster, nil

@@ -8,6 +8,7 @@ import (
 	"net"
 	"os"
 	"path"
+	"path/filepath"
 	"runtime/debug"
 	"slices"
 	"strconv"
@@ -54,7 +55,8 @@ func (f *nodeFlags) addCommon(cmd *cobra.Command) {
 func (f *nodeFlags) addNode(cmd *cobra.Command) {
 	flags := cmd.Flags()
 	flags.StringVar(&f.config.NodeID, "node-id", f.config.NodeID, "name of this node; default: the host's")
-	flags.StringVar(&f.config.DataDir, "data-dir", f.config.DataDir, "`folder` for state and engine logs")
+	flags.StringVar(&f.config.DataDir, "data-dir", "", "`folder` for state and engine logs; default: "+
+		"$XDG_STATE_HOME/dpserve, else ~/.local/state/dpserve")
 	flags.StringVar(&f.config.HTTPBind, "http-bind", f.config.HTTPBind, "`HOST:PORT` of the OpenAI endpoint")
 	flags.StringVar(&f.config.AdminBind, "admin-bind", f.config.AdminBind,
 		"`HOST:PORT` of the admin API and /metrics")
@@ -63,7 +65,7 @@ func (f *nodeFlags) addNode(cmd *cobra.Command) {
 	flags.BoolVar(&f.config.InsecurePublic, "insecure-public", false,
 		"allow a bind that is not loopback, without keys and TLS")
 	flags.StringVar(&f.config.Advertise, "advertise", "",
-		"`IP` of this machine for other nodes; without it the node stays alone")
+		"`HOST`, an IP address or a name, of this machine for other nodes; without it the node stays alone")
 	flags.IntVar(&f.config.NodePort, "node-port", f.config.NodePort, "tcp port between nodes (mutual TLS)")
 	flags.IntVar(&f.config.GossipPort, "gossip-port", f.config.GossipPort,
 		"tcp and udp port of the gossip between nodes (encrypted)")
@@ -96,6 +98,39 @@ func (f *nodeFlags) adaptBinds(cmd *cobra.Command) {
 			*bind = net.JoinHostPort(f.config.Advertise, port)
 		}
 	}
+}
+
+// oldDataDir is the default data dir of earlier versions, in the working folder.
+const oldDataDir = "dpserve-data"
+
+// chooseDataDir sets the data dir of a command line without --data-dir.
+func (f *nodeFlags) chooseDataDir(cmd *cobra.Command, e *env) error {
+	if cmd.Flags().Changed("data-dir") {
+		return nil
+	}
+	var err error
+	if f.config.DataDir, err = defaultDataDir(e.getenv); err != nil {
+		return err
+	}
+	if info, err := os.Stat(oldDataDir); err == nil && info.IsDir() {
+		printMessage(e.io.Err, "warning: the folder %s lies here and is not used, the data dir is %s; to go on "+
+			"with it give --data-dir %s", oldDataDir, f.config.DataDir, oldDataDir)
+	}
+	return nil
+}
+
+// defaultDataDir returns the folder dpserve below the user's folder for state. The specification of the XDG
+// base directories ignores a path that is not absolute.
+func defaultDataDir(getenv func(string) string) (string, error) {
+	if at := getenv("XDG_STATE_HOME"); filepath.IsAbs(at) {
+		return filepath.Join(at, "dpserve"), nil
+	}
+	if home := getenv("HOME"); filepath.IsAbs(home) {
+		return filepath.Join(home, ".local", "state", "dpserve"), nil
+	}
+	return "", problem.New(problem.InvalidArgument,
+		"there is no default for --data-dir: neither XDG_STATE_HOME nor HOME is set").
+		WithHint("name a folder with --data-dir, for example --data-dir /var/lib/dpserve")
 }
 
 // buildConfig returns the config that the flags describe. It checks only flags that are not config values;

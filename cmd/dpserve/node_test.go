@@ -1,11 +1,65 @@
 package main
 
 import (
+	"errors"
+	"os"
+	"path/filepath"
 	"testing"
 	"testing/fstest"
 
 	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/internal/server"
 )
+
+func TestDefaultDataDir(t *testing.T) {
+	for _, c := range []struct{ state, home, want string }{
+		{"/var/state", "/home/me", "/var/state/dpserve"},
+		{"/var/state", "", "/var/state/dpserve"},
+		{"", "/home/me", "/home/me/.local/state/dpserve"},
+		{"relative", "/home/me", "/home/me/.local/state/dpserve"},
+		{"", "/root", "/root/.local/state/dpserve"},
+		{"", "", ""},
+		{"relative", "here", ""},
+	} {
+		got, err := defaultDataDir(func(name string) string {
+			return map[string]string{"XDG_STATE_HOME": c.state, "HOME": c.home}[name]
+		})
+		assert.Equal(t, c.want, got, c)
+		assert.Equal(t, c.want == "", err != nil, c)
+	}
+}
+
+// TestDataDirOfStart: without --data-dir the working folder gets nothing, and an old folder in it is named.
+func TestDataDirOfStart(t *testing.T) {
+	t.Chdir(t.TempDir())
+	start := func(args ...string) *cli {
+		c := newCLI(t)
+		c.newNode = func(config server.Config) (node, error) {
+			c.node.config = config
+			return nil, errors.New("the test needs no more")
+		}
+		require.Equal(t, 1, c.run(append([]string{"start"}, args...)))
+		return c
+	}
+	c := start()
+	assert.Equal(t, filepath.Join(c.getenv("HOME"), ".local/state/dpserve"), c.node.config.DataDir)
+	assert.NotContains(t, c.stderr(), "warning")
+
+	require.NoError(t, os.Mkdir("dpserve-data", 0o700))
+	c = start()
+	assert.Contains(t, c.stderr(), "dpserve: warning: the folder dpserve-data lies here and is not used, the "+
+		"data dir is "+c.node.config.DataDir+"; to go on with it give --data-dir dpserve-data\n")
+	assert.NotContains(t, start("--data-dir", "dpserve-data").stderr(), "warning")
+
+	c = newCLI(t)
+	c.getenv = func(string) string { return "" }
+	for _, args := range [][]string{{"start"}, {"join", "127.0.0.1", "--token", "dpj1.x"}, {"doctor"}} {
+		assert.Equal(t, 2, c.run(args), args)
+	}
+	assert.Contains(t, c.stderr(), "neither XDG_STATE_HOME nor HOME is set\nhint: name a folder with --data-dir")
+}
 
 // The smallest limit between the process's group and the root counts.
 func TestContainerMemory(t *testing.T) {

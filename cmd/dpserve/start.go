@@ -53,6 +53,9 @@ service may use: above 85 % of it requests are refused with 503, above 95 % conn
 	output := addOutput(cmd)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		f.adaptBinds(cmd)
+		if err := f.chooseDataDir(cmd, e); err != nil {
+			return err
+		}
 		return runStart(cmd.Context(), e, f, *output)
 	}
 	return cmd
@@ -152,7 +155,7 @@ func newJoin(e *env) *cobra.Command {
 		Long: `join brings this machine into the cluster that a node at ADDR belongs to: HOST or HOST:PORT of
 its node port, which is 7947 if it is not given. The token proves that it may, then it gets its certificate,
 then it is a member. It names the step that failed, and may be repeated as it is. Then it runs as start does;
-later starts need no token: "dpserve start --advertise IP" with the same folder. Without --advertise it shows
+later starts need no token: "dpserve start --advertise HOST" with the same folder. Without --advertise it shows
 itself to the others at the address from which it reaches ADDR. "dpserve token" makes tokens.`,
 		Example: `  dpserve join 10.0.0.1:7947 --token dpj1....`,
 		Args:    requireArgs(1, "ADDR"),
@@ -173,6 +176,9 @@ itself to the others at the address from which it reaches ADDR. "dpserve token" 
 			f.config.Advertise = ip
 		}
 		f.adaptBinds(cmd)
+		if err := f.chooseDataDir(cmd, e); err != nil {
+			return err
+		}
 		f.config.Join = to
 		return runStart(cmd.Context(), e, f, *output)
 	}

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -35,6 +36,7 @@ var (
 const crashDir = "DPSERVE_TEST_CRASH_DIR"
 
 func TestMain(m *testing.M) {
+	syscall.Umask(0o022) // t.TempDir makes data dirs that only this user may write
 	if dir := os.Getenv(crashDir); dir != "" {
 		writeForEver(dir)
 		return
@@ -259,7 +261,13 @@ func TestRefusedDataDirs(t *testing.T) {
 			assertConflict(t, err, tc.message, tc.tip)
 		})
 	}
-	open(t, cluster.Config{DataDir: mine}) // each refusal left the dir as it was, and unlocked
+	require.NoError(t, os.Chmod(mine, 0o777)) //nolint:gosec // the folder that is refused
+	_, err = cluster.Open(cluster.Config{DataDir: mine})
+	require.ErrorContains(t, err, "data dir: "+mine+" has mode 0777, so that other users may write there")
+	_, err = cluster.Identify(mine, "node-1")
+	require.ErrorContains(t, err, "has mode 0777")
+	require.NoError(t, os.Chmod(mine, 0o700)) //nolint:gosec // a folder
+	open(t, cluster.Config{DataDir: mine})    // each refusal left the dir as it was, and unlocked
 }
 
 func assertConflict(t *testing.T, err error, message, hint string) {

@@ -174,11 +174,14 @@ func (id identity) write(dataDir string) error {
 const lockFile = "lock"
 
 // takeDataDir makes the data dir if there is none and locks it for this process. Closing the result unlocks
-// it.
+// it. A data dir that other users could change is refused.
 func takeDataDir(dir string) (io.Closer, error) {
 	if err := os.MkdirAll(dir, dirMode); err != nil {
 		return nil, problem.New(problem.InvalidArgument, "make data dir: %w", err).
 			WithHint("choose a --data-dir that you may write to")
+	}
+	if err := diskfile.CheckPrivate(dir); err != nil {
+		return nil, err
 	}
 	path := filepath.Join(dir, lockFile)
 	f, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR, fileMode) //nolint:gosec // the data dir

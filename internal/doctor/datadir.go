@@ -1,6 +1,7 @@
 package doctor
 
 import (
+	"cmp"
 	"fmt"
 	"path/filepath"
 	"strconv"
@@ -13,7 +14,8 @@ type DataDir struct {
 	Path    string
 	Missing bool   // it does not exist yet
 	InUse   bool   // a dpserve runs on it
-	Error   string // why no file can be made and synced there; "" = it can
+	Error   string // why dpserve cannot use it; "" = it can
+	Hint    string // what to do about Error; "" = what helps in most cases
 	Synced  time.Duration
 	Free    uint64 // bytes on its disk
 	Size    uint64
@@ -45,8 +47,8 @@ func checkDataDir(f *Facts) []Finding {
 	}
 	switch {
 	case d.Error != "":
-		files.fail("choose another --data-dir, or make it writable for the user that runs dpserve",
-			"%s: %s", d.Path, d.Error)
+		files.fail(cmp.Or(d.Hint, "choose another --data-dir, or make it writable for the user that runs "+
+			"dpserve"), "%s: %s", d.Path, d.Error)
 	case d.Synced >= deadSync:
 		files.fail("put --data-dir on a local disk; network file systems and overloaded disks are too slow "+
 			"for consensus", "%s: a synced write took %s", d.Path, formatDuration(d.Synced))

@@ -193,6 +193,10 @@ func TestFaults(t *testing.T) {
 			func(f *Facts) { f.DataDir.Error = "permission denied" },
 			Fail, "data-dir", "/var/lib/dpserve: permission denied", "--data-dir",
 		},
+		"a data dir that others may write": {
+			func(f *Facts) { f.DataDir.Error, f.DataDir.Hint = "it has mode 0777", "`chmod go-w it`" },
+			Fail, "data-dir", "/var/lib/dpserve: it has mode 0777", "`chmod go-w it`",
+		},
 		"a slow disk": {
 			func(f *Facts) { f.DataDir.Synced = 80 * time.Millisecond },
 			Warn, "data-dir", "a synced write took 80ms", "faster, local disk",

@@ -32,7 +32,6 @@ import (
 const (
 	DefaultHTTPBind  = "127.0.0.1:8000"
 	DefaultAdminBind = "127.0.0.1:8265"
-	DefaultDataDir   = "dpserve-data"
 	DefaultPortRange = "20000-29999"
 	DefaultSlots     = 64
 	DefaultNodePort  = 7947
@@ -96,14 +95,14 @@ type Config struct {
 	Stores   func(cluster.LogStore) cluster.LogStore // wraps the log store of consensus; nil = no wrapper
 }
 
-// DefaultConfig returns the configuration of `dpserve start` without flags.
+// DefaultConfig returns the configuration of `dpserve start` without flags. Only the data dir is missing.
 func DefaultConfig() Config {
 	host, err := os.Hostname()
 	if err != nil {
 		host = "node"
 	}
 	return Config{
-		NodeID: host, DataDir: DefaultDataDir, HTTPBind: DefaultHTTPBind, AdminBind: DefaultAdminBind,
+		NodeID: host, HTTPBind: DefaultHTTPBind, AdminBind: DefaultAdminBind,
 		NodePort: DefaultNodePort, GossipPort: DefaultGossip, OnLeaseLoss: "serve",
 		OrphanTimeout: DefaultOrphanTimeout, RestartGrace: DefaultRestartGrace,
 		MaxBody: DefaultMaxBody, PortRange: DefaultPortRange, Slots: DefaultSlots, GPUs: autoGPUs,

@@ -3,6 +3,7 @@ package server
 import (
 	"io"
 	"os"
+	"path/filepath"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -83,7 +84,8 @@ func TestFoundDevicesAreInTheNodesRecord(t *testing.T) {
 		"none": {},
 	} {
 		c := DefaultConfig()
-		c.NodeID, c.DataDir, c.LogWriter, c.Ephemeral, c.GPUs = "n1", t.TempDir(), io.Discard, true, flag
+		c.NodeID, c.DataDir = "n1", filepath.Join(t.TempDir(), "data")
+		c.LogWriter, c.Ephemeral, c.GPUs = io.Discard, true, flag
 		n, err := New(c)
 		require.NoError(t, err)
 		got := n.store.State().Nodes["n1"].Resources

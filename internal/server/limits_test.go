@@ -3,6 +3,7 @@ package server
 import (
 	"io"
 	"net/http"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -17,7 +18,8 @@ func TestMaxBodyReachesTheEndpoint(t *testing.T) {
 		LargestMaxBody: {17: 404},
 	} {
 		c := DefaultConfig()
-		c.NodeID, c.DataDir, c.LogWriter, c.Ephemeral, c.MaxBody = "n1", t.TempDir(), io.Discard, true, mib
+		c.NodeID, c.DataDir = "n1", filepath.Join(t.TempDir(), "data")
+		c.LogWriter, c.Ephemeral, c.MaxBody = io.Discard, true, mib
 		c.HTTPBind, c.AdminBind = "127.0.0.1:0", "127.0.0.1:0"
 		n, err := New(c)
 		require.NoError(t, err)

@@ -3,6 +3,7 @@ package server
 import (
 	"fmt"
 	"io"
+	"path/filepath"
 	"sync"
 	"testing"
 	"time"
@@ -24,7 +25,8 @@ func unreachableURL(n int) string { return fmt.Sprintf("http://127.0.0.1:%d", n)
 func newBackend(t *testing.T, files ...string) *backend {
 	t.Helper()
 	c := DefaultConfig()
-	c.NodeID, c.DataDir, c.LogWriter, c.Ephemeral = "n1", t.TempDir(), io.Discard, true
+	c.NodeID, c.DataDir = "n1", filepath.Join(t.TempDir(), "data")
+	c.LogWriter, c.Ephemeral = io.Discard, true
 	n, err := New(c)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, n.Close()) })

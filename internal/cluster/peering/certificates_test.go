@@ -250,7 +250,7 @@ func TestTheRecordDoesNotWaitForTheDisk(t *testing.T) {
 		"the authority":   func(p *Peering) error { return p.Certificates.saveAuthority(false) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			dir, st := t.TempDir(), &heldState{state.New()}
+			dir, st := newDataDir(t), &heldState{state.New()}
 			founder(t, dir)
 			p := opened(t, memberConfig(dir, st))
 			disk := &hungDisk{writes: make(chan struct{}, 4), finish: make(chan struct{})}

@@ -32,6 +32,12 @@ func memberConfig(dir string, st *heldState) Config {
 	}
 }
 
+// newDataDir returns the path of a data dir that dpserve makes.
+func newDataDir(t *testing.T) string {
+	t.Helper()
+	return filepath.Join(t.TempDir(), "data")
+}
+
 // opened opens a node that must succeed. The test closes it.
 func opened(t *testing.T, cfg Config) *Peering {
 	t.Helper()
@@ -66,7 +72,7 @@ func founder(t *testing.T, dir string) (state.Secrets, pki.Files) {
 }
 
 func TestAFounderComesBackWithItsRoles(t *testing.T) {
-	dir := t.TempDir()
+	dir := newDataDir(t)
 	secrets, _ := founder(t, dir)
 	st := &heldState{state.New()}
 	cfg := memberConfig(dir, st)
@@ -88,7 +94,7 @@ func TestAFounderComesBackWithItsRoles(t *testing.T) {
 // The state of another authority means that the certificate files were lost.
 func TestAFounderWithoutItsFilesIsRefused(t *testing.T) {
 	st := &heldState{state.New()}
-	p := opened(t, memberConfig(t.TempDir(), st))
+	p := opened(t, memberConfig(newDataDir(t), st))
 	st.held.Secrets.Authority = []byte("of before")
 	err := p.SaveAuthority()
 	assert.Equal(t, problem.Conflict, problem.CodeOf(err))
@@ -130,9 +136,9 @@ func joining(t *testing.T, dir string, files pki.Files, lost *error) Config {
 }
 
 func TestAMemberJoinsOnceAndComesBack(t *testing.T) {
-	secrets, files := founder(t, t.TempDir())
+	secrets, files := founder(t, newDataDir(t))
 	files.AuthorityKey = secrets.AuthorityKey
-	dir, lost := t.TempDir(), errors.New("the answer was lost")
+	dir, lost := newDataDir(t), errors.New("the answer was lost")
 	cfg := joining(t, dir, files, &lost)
 	require.ErrorIs(t, refusal(t, cfg), lost)
 	lost = nil
@@ -156,14 +162,14 @@ func TestAMemberJoinsOnceAndComesBack(t *testing.T) {
 	assert.Equal(t, "127.0.0.1:1", p.RejoinAddress())
 	require.NoError(t, p.Close())
 
-	other, otherFiles := founder(t, t.TempDir())
+	other, otherFiles := founder(t, newDataDir(t))
 	otherFiles.AuthorityKey = other.AuthorityKey
 	require.ErrorContains(t, refusal(t, joining(t, dir, otherFiles, &lost)), "belongs to another cluster")
 }
 
 // A removed node learns it from the state, and its data dir says so to a later process.
 func TestARemovedNodeDoesNotComeBack(t *testing.T) {
-	dir := t.TempDir()
+	dir := newDataDir(t)
 	founder(t, dir)
 	st := &heldState{state.New()}
 	p := opened(t, memberConfig(dir, st))

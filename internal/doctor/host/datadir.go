@@ -7,11 +7,14 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"syscall"
 	"time"
 
 	"github.com/dpserve/dpserve/internal/cluster/pki"
+	"github.com/dpserve/dpserve/internal/diskfile"
 	"github.com/dpserve/dpserve/internal/doctor"
+	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/process"
 )
 
@@ -54,6 +57,12 @@ func inspectDataDir(path string) *doctor.DataDir {
 		folder, out.Missing = filepath.Dir(folder), true
 	}
 	out.InUse = !out.Missing && isLocked(filepath.Join(folder, lockFile))
+	if !out.Missing {
+		if p, ok := errors.AsType[*problem.Error](diskfile.CheckPrivate(folder)); ok {
+			out.Error, out.Hint = strings.TrimPrefix(p.Message, "data dir: "), p.Hint
+			return out
+		}
+	}
 	if free, size, err := diskSpace(folder); err == nil {
 		out.Free, out.Size = free, size
 	}

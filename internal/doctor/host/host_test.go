@@ -41,6 +41,7 @@ func TestCollect(t *testing.T) {
 	defer func() { _ = l.Close() }()
 	port := l.Addr().(*net.TCPAddr).Port
 	dir := t.TempDir()
+	require.NoError(t, os.Chmod(dir, 0o700)) //nolint:gosec // the umask may let a group write
 	f := Collect(t.Context(), &Config{
 		DataDir: dir, Slots: 4, Streams: 100, Environ: os.Environ(),
 		Ports: []doctor.Port{
@@ -167,6 +168,12 @@ func TestDataDirs(t *testing.T) {
 	assert.False(t, inspectDataDir(dir).InUse, "nobody holds the lock")
 	require.NoError(t, syscall.Flock(int(lock.Fd()), syscall.LOCK_EX))
 	assert.True(t, inspectDataDir(dir).InUse)
+
+	require.NoError(t, os.Chmod(dir, 0o777)) //nolint:gosec // the folder that is refused
+	d = inspectDataDir(dir)
+	assert.True(t, d.InUse)
+	assert.Contains(t, d.Error, dir+" has mode 0777")
+	assert.Equal(t, "`chmod go-w "+dir+"`", d.Hint[:len("`chmod go-w "+dir+"`")])
 }
 
 // TestCertificates reads the files that a founder of a cluster has, and damaged ones.
