@@ -15,7 +15,12 @@ import (
 // nor others may write there. Folders above it need no check: a user who can rename the data dir away cannot
 // put one in its place that belongs to this user.
 func CheckPrivate(dir string) error {
-	info, err := os.Stat(dir) // of what a symbolic link leads to
+	if _, err := os.Readlink(dir); err == nil { // the hints are about the folder that the link leads to
+		if to, err := filepath.EvalSymlinks(dir); err == nil {
+			dir = to
+		}
+	}
+	info, err := os.Stat(dir)
 	if err != nil {
 		return problem.New(problem.InvalidArgument, "look at the data dir: %w", err).
 			WithHint("choose a --data-dir that you may read")
