@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"net/url"
 	"strconv"
+	"strings"
 	"time"
 )
 
@@ -162,7 +163,31 @@ func (c *Client) RemoveNode(ctx context.Context, node string) error {
 // NewToken makes a token that lets nodes join.
 func (c *Client) NewToken(ctx context.Context, t TokenRequest) (Token, error) {
 	q := url.Values{"ttl": {t.TTL.String()}, "uses": {strconv.Itoa(t.Uses)}}
-	return ask[Token](ctx, c, request{method: http.MethodPost, path: "/api/v1/join-tokens", query: q})
+	if len(t.Roles) > 0 {
+		q.Set("roles", strings.Join(t.Roles, ","))
+	}
+	return ask[Token](ctx, c, request{method: http.MethodPost, path: pathJoinTokens, query: q})
+}
+
+const pathJoinTokens = "/api/v1/join-tokens" //nolint:gosec // a path
+
+// Tokens lists the join tokens, without their secrets: those that are valid, and those that are not any more
+// until the cluster drops them.
+func (c *Client) Tokens(ctx context.Context) ([]JoinToken, error) {
+	r, err := get[struct{ Tokens []JoinToken }](ctx, c, pathJoinTokens)
+	return r.Tokens, err
+}
+
+// RevokeToken ends a join token. Nodes that have joined with it stay.
+func (c *Client) RevokeToken(ctx context.Context, id string) error {
+	return c.call(ctx, request{method: http.MethodDelete, path: pathJoinTokens + "/" + url.PathEscape(id)}, nil)
+}
+
+// RevokeAllTokens ends every join token.
+func (c *Client) RevokeAllTokens(ctx context.Context) error {
+	return c.call(ctx, request{
+		method: http.MethodDelete, path: pathJoinTokens, query: url.Values{"all": {"true"}},
+	}, nil)
 }
 
 const pathGossipKey = "/api/v1/gossip-key"
@@ -182,16 +207,31 @@ const DefaultTokenTTL = time.Hour
 
 // TokenRequest describes a join token.
 type TokenRequest struct {
-	TTL  time.Duration
-	Uses int // nodes
+	TTL   time.Duration
+	Uses  int      // nodes
+	Roles []string // that these nodes may have; empty = all
 }
 
 // Token lets nodes join.
 type Token struct {
 	Token   string    `json:"token"`
+	ID      string    `json:"id"`      // names it in the list, and for its revocation
 	Address string    `json:"address"` // HOST:PORT of a node port to join at
 	Uses    int       `json:"uses"`
+	Roles   []string  `json:"roles,omitempty"` // that its nodes may have; none = all
 	Expires time.Time `json:"expires"`
+}
+
+// JoinToken describes a join token without its secret.
+type JoinToken struct {
+	ID       string    `json:"id"`
+	Status   string    `json:"status"`          // valid, used up, expired or revoked
+	Roles    []string  `json:"roles,omitempty"` // that its nodes may have; none = all
+	Used     int       `json:"used"`            // nodes that have used it
+	UsesLeft int       `json:"uses_left"`
+	Expires  time.Time `json:"expires"`
+	Made     time.Time `json:"made"`
+	By       string    `json:"by"` // the node that made it
 }
 
 // KeyRotation is the progress of a change of the gossip key.

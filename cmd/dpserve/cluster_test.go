@@ -118,6 +118,39 @@ func TestTokenPrintsTheJoinCommand(t *testing.T) {
 	assert.Equal(t, []client.TokenRequest{{TTL: time.Hour, Uses: 3}}, c.cluster.nodes.tokens)
 }
 
+func TestTokensOfRolesListAndRevocation(t *testing.T) {
+	c := newCLI(t)
+	require.Zero(t, c.run([]string{"token", "--roles", "worker,ingress"}), c.stderr())
+	assert.Equal(t, "dpserve join 10.0.0.1:7947 --token dpj1.x --roles worker,ingress\n", c.stdout())
+	assert.Contains(t, c.stderr(), "; `dpserve token revoke 5f2c9d0e11aa` ends it\n")
+
+	c = newCLI(t)
+	made := time.Date(2026, 11, 23, 7, 24, 30, 0, time.UTC)
+	c.cluster.nodes.listed = []client.JoinToken{
+		{
+			ID: "5f2c9d0e11aa", Status: "valid", Roles: []string{"worker", "ingress"}, Used: 1, UsesLeft: 2,
+			Expires: made.Add(time.Hour), Made: made, By: "gpu-2",
+		},
+		{
+			ID: "0b1e22c07d31", Status: "revoked", UsesLeft: 8, Expires: made, Made: made.Add(-time.Hour),
+			By: "gpu-1 at its first start",
+		},
+	}
+	require.Zero(t, c.run([]string{"token", "list"}), c.stderr())
+	assert.Equal(t, `ID            STATUS   ROLES           USED  LEFT  EXPIRES               MADE                  BY
+5f2c9d0e11aa  valid    worker,ingress  1     2     2026-11-23T08:24:30Z  2026-11-23T07:24:30Z  gpu-2
+0b1e22c07d31  revoked  all             0     8     2026-11-23T07:24:30Z  2026-11-23T06:24:30Z  `+
+		"gpu-1 at its first start\n", c.stdout())
+
+	for _, wrong := range [][]string{{"token", "revoke"}, {"token", "revoke", "x", "--all"}} {
+		assert.Equal(t, 2, c.run(wrong), wrong)
+	}
+	assert.Empty(t, c.cluster.nodes.revoked)
+	require.Zero(t, c.run([]string{"token", "revoke", "5f2c9d0e11aa"}))
+	require.Zero(t, c.run([]string{"token", "revoke", "--all"}))
+	assert.Equal(t, []string{"5f2c9d0e11aa", "--all"}, c.cluster.nodes.revoked)
+}
+
 func TestRotateKeyWaitsForEveryNode(t *testing.T) {
 	c := newCLI(t)
 	c.cluster.nodes.turning = [][]string{{"a", "b"}, {"b"}, {}}

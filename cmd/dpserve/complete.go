@@ -33,6 +33,7 @@ func addCompletions(e *env, root *cobra.Command) {
 		"router reset": complete(e, appNames), "ranks add": complete(e, attachedApps),
 		"ranks remove": complete(e, attachedApps, attachedRanks), "drain": complete(e, nodeNames),
 		"undrain": complete(e, nodeNames), "nodes remove": complete(e, nodeNames),
+		"token revoke": complete(e, tokenIDs),
 	}
 	byFlag := map[string][]cobra.Completion{
 		"engine": {engineSim}, "roles": server.AllRoles(), "on-lease-loss": {"serve", "fence"},
@@ -140,6 +141,15 @@ func attachedRanks(ctx context.Context, cluster admin, args []string) ([]cobra.C
 			number = r.rank.URL
 		}
 		out = append(out, cobra.CompletionWithDesc(number, r.rank.URL))
+	}
+	return out, err
+}
+
+func tokenIDs(ctx context.Context, cluster admin, _ []string) ([]cobra.Completion, error) {
+	tokens, err := cluster.Tokens(ctx)
+	var out []cobra.Completion
+	for i := range tokens {
+		out = append(out, cobra.CompletionWithDesc(tokens[i].ID, tokens[i].Status))
 	}
 	return out, err
 }

@@ -27,6 +27,7 @@ func completingCLI(t *testing.T) *cli {
 	edge := demo(client.StatusUnhealthy, 1, state.Ready)
 	edge.Name, edge.Kind, edge.Units[0].Unit = "edge", "attach", "edge/0/0"
 	c.cluster.script = [][]client.AppStatus{{demo(client.StatusRunning, 1, state.Ready, state.Backoff), edge}}
+	c.cluster.nodes.listed = []client.JoinToken{{ID: "5f2c9d0e11aa", Status: "valid"}}
 	c.cluster.nodes.script = [][]client.NodeStatus{
 		{{Node: "gpu-1", State: "alive"}, {Node: "gpu-2", State: "lost"}},
 	}
@@ -57,7 +58,8 @@ func TestCompletionOfNames(t *testing.T) {
 		"serve --engine ":                        {"vllm", "sglang", "sim"},
 		"serve a --engine sglang -- --mem-fra":   {"--mem-fraction-static"},
 		"serve a -- --gpu-memory-utilization-no": {},
-		"token ":                                 {},
+		"token list ":                            {},
+		"token revoke ":                          {"5f2c9d0e11aa\tvalid"},
 	} {
 		c := completingCLI(t)
 		got := completed(t, c, strings.Split(line, " ")...)

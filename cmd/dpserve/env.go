@@ -125,6 +125,9 @@ type admin interface {
 	Restart(ctx context.Context) (client.Process, error)
 	Process(ctx context.Context) (client.Process, error)
 	NewToken(ctx context.Context, req client.TokenRequest) (client.Token, error)
+	Tokens(ctx context.Context) ([]client.JoinToken, error)
+	RevokeToken(ctx context.Context, id string) error
+	RevokeAllTokens(ctx context.Context) error
 	RotateKey(ctx context.Context) error
 	KeyRotation(ctx context.Context) (client.KeyRotation, error)
 	Close() // ends idle connections

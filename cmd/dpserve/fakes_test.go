@@ -270,6 +270,8 @@ type fakeNodes struct {
 	gone     []string
 	mayLeave []error // successive answers to CheckLeave; then nil
 	tokens   []client.TokenRequest
+	listed   []client.JoinToken
+	revoked  []string   // ids, and --all
 	turning  [][]string // nodes that have not taken the key, one element per call; the last one repeats
 
 	onRotation func() // called by the first KeyRotation
@@ -334,8 +336,23 @@ func (f *fakeCluster) RemoveNode(_ context.Context, node string) error {
 func (f *fakeCluster) NewToken(_ context.Context, req client.TokenRequest) (client.Token, error) {
 	f.nodes.tokens = append(f.nodes.tokens, req)
 	return client.Token{
-		Token: "dpj1.x", Address: "10.0.0.1:7947", Uses: req.Uses, Expires: time.Unix(0, 0),
+		Token: "dpj1.x", ID: "5f2c9d0e11aa", Address: "10.0.0.1:7947", Uses: req.Uses, Roles: req.Roles,
+		Expires: time.Unix(0, 0),
 	}, f.down
+}
+
+func (f *fakeCluster) Tokens(context.Context) ([]client.JoinToken, error) {
+	return f.nodes.listed, f.down
+}
+
+func (f *fakeCluster) RevokeToken(_ context.Context, id string) error {
+	f.nodes.revoked = append(f.nodes.revoked, id)
+	return f.down
+}
+
+func (f *fakeCluster) RevokeAllTokens(context.Context) error {
+	f.nodes.revoked = append(f.nodes.revoked, "--all")
+	return f.down
 }
 
 func (f *fakeCluster) RotateKey(context.Context) error { return f.down }

@@ -81,7 +81,7 @@ func runStart(ctx context.Context, e *env, f *nodeFlags, output format) error {
 	}
 	if at, token := s.FirstToken(); token != "" {
 		printMessage(e.io.Err, "other machines join with (good for %s, for up to %d nodes):",
-			server.FirstTokenTTL, server.FirstTokenUses)
+			formatAge(server.FirstTokenTTL), server.FirstTokenUses)
 		printMessage(e.io.Err, "  %s", formatJoinCommand(at, token))
 	}
 	for {
@@ -294,51 +294,4 @@ func executeAgain() error {
 	}
 	return problem.New(problem.Internal, "cannot execute the program again: %w", err).
 		WithHint("start dpserve again; its engines wait for it, as long as --orphan-timeout says")
-}
-
-// tokenDocument is the JSON of token.
-type tokenDocument struct {
-	client.Token
-	Command string `json:"command"`
-}
-
-func newToken(e *env) *cobra.Command {
-	req := client.TokenRequest{}
-	var output *format
-	cmd := &cobra.Command{
-		Use:   "token [flags]",
-		Short: "make a token that lets a node join",
-		Long: `token prints the command that a new machine joins with. A token is good for one node unless
---uses says otherwise; the same machine may use it again. The cluster keeps only its hash.`,
-		Example: `  dpserve token
-  dpserve token --uses 8 --ttl 24h`,
-		Args: requireArgs(0),
-		RunE: e.asking(func(ctx context.Context, cluster admin, _ []string) error {
-			return runToken(ctx, e, cluster, req, *output)
-		}),
-	}
-	cmd.Flags().DurationVar(&req.TTL, "ttl", client.DefaultTokenTTL, "how long it is good")
-	cmd.Flags().IntVar(&req.Uses, "uses", 1, "how many nodes may join with it")
-	output = addOutput(cmd)
-	return cmd
-}
-
-func runToken(ctx context.Context, e *env, cluster admin, req client.TokenRequest, output format) error {
-	t, err := cluster.NewToken(ctx, req)
-	if err != nil {
-		return err
-	}
-	command := formatJoinCommand(t.Address, t.Token)
-	if !output.isTable() {
-		return writeDocument(e.io.Out, output, versioned{tokenDocument{t, command}}, []string{t.Token})
-	}
-	_, err = fmt.Fprintf(e.io.Out, "%s\n", command)
-	printMessage(e.io.Err, "good for %s until %s", formatCount(t.Uses, "node"),
-		t.Expires.Local().Format("2006-01-02 15:04:05 MST"))
-	return err
-}
-
-// formatJoinCommand returns the command that a user types on another machine.
-func formatJoinCommand(address, token string) string {
-	return fmt.Sprintf("dpserve join %s --token %s", address, token)
 }

@@ -1,14 +1,18 @@
 package api
 
 import (
+	"cmp"
 	"context"
 	"net/http"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/gin-gonic/gin"
 
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // The paths of the cluster's nodes.
@@ -43,6 +47,10 @@ type Nodes interface {
 	Remove(ctx context.Context, node string) error
 	// NewToken makes a token that lets nodes join.
 	NewToken(ctx context.Context, req client.TokenRequest) (client.Token, error)
+	// Tokens lists the tokens, without their secrets.
+	Tokens(ctx context.Context) ([]client.JoinToken, error)
+	// RevokeToken ends a token; "" = all of them.
+	RevokeToken(ctx context.Context, id string) error
 	// RotateKey starts a change of the gossip key, which takes several lease renewals of every node.
 	RotateKey(ctx context.Context) error
 	// KeyRotation returns the progress of the change.
@@ -87,6 +95,12 @@ type nodeReply struct {
 	Status string `json:"status"` // DRAINING | ALIVE | REMOVABLE | REMOVED
 }
 
+// tokenReply answers the revocation of a token.
+type tokenReply struct {
+	ID     string `json:"id"` // all: every token
+	Status string `json:"status"`
+}
+
 // nodeHandlers answers the paths of the cluster's nodes.
 type nodeHandlers struct{ nodes Nodes }
 
@@ -98,7 +112,10 @@ func (h nodeHandlers) addRoutes(g *gin.Engine, reply replier) {
 	g.GET(one+"/removal", reply(changeNode(h.nodes.CheckLeave, http.StatusOK, "REMOVABLE")))
 	g.POST(one+"/drain", reply(h.drainNode, "deadline"))
 	g.DELETE(one+"/drain", reply(changeNode(h.nodes.Undrain, http.StatusAccepted, "ALIVE")))
-	g.POST(pathJoinTokens, reply(h.newToken, "ttl", "uses"))
+	g.POST(pathJoinTokens, reply(h.newToken, "ttl", "uses", "roles"))
+	g.GET(pathJoinTokens, reply(h.listTokens))
+	g.DELETE(pathJoinTokens, reply(h.revokeAllTokens, "all"))
+	g.DELETE(pathJoinTokens+"/:token", reply(h.revokeToken))
 	g.POST(pathGossipKey, reply(h.rotateKey))
 	g.GET(pathGossipKey, reply(h.keyRotation))
 }
@@ -154,6 +171,43 @@ func (h nodeHandlers) newToken(c *gin.Context, q query) (int, any, error) {
 		return 0, nil, problem.New(problem.InvalidArgument, "a token for no node is of no use").
 			WithHint("uses is from 1 to %d", maxTokenUses)
 	}
+	if req.Roles, err = q.roles(); err != nil {
+		return 0, nil, err
+	}
 	t, err := h.nodes.NewToken(c.Request.Context(), req)
 	return http.StatusCreated, t, err
+}
+
+// roles reads a list of roles of nodes; absent and empty are none.
+func (q query) roles() ([]string, error) {
+	text := q.values.Get("roles")
+	if text == "" {
+		return nil, nil
+	}
+	known := []string{string(state.RoleControl), string(state.RoleWorker), string(state.RoleIngress)}
+	roles := strings.Split(text, ",")
+	for i, r := range roles {
+		if !slices.Contains(known, r) || slices.Contains(roles[:i], r) {
+			return nil, badValueError("roles", text, "write some of "+strings.Join(known, ",")+", each once")
+		}
+	}
+	return roles, nil
+}
+
+func (h nodeHandlers) listTokens(c *gin.Context, _ query) (int, any, error) {
+	tokens, err := h.nodes.Tokens(c.Request.Context())
+	return http.StatusOK, gin.H{"tokens": notNull(tokens)}, err
+}
+
+func (h nodeHandlers) revokeToken(c *gin.Context, _ query) (int, any, error) {
+	id := c.Param("token")
+	return http.StatusOK, tokenReply{id, "REVOKED"}, h.nodes.RevokeToken(c.Request.Context(), id)
+}
+
+func (h nodeHandlers) revokeAllTokens(c *gin.Context, q query) (int, any, error) {
+	if all, err := q.flag("all"); err != nil || !all {
+		return 0, nil, cmp.Or(err, error(problem.New(problem.InvalidArgument, "no token is named").
+			WithHint("add its id to the path, or all=true for every token")))
+	}
+	return http.StatusOK, tokenReply{"all", "REVOKED"}, h.nodes.RevokeToken(c.Request.Context(), "")
 }

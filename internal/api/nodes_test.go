@@ -17,8 +17,9 @@ import (
 
 // fakeNodes records requests; the cluster has nodes a and b.
 type fakeNodes struct {
-	asked []string
-	token client.TokenRequest
+	asked   []string
+	token   client.TokenRequest
+	revoked []string
 }
 
 func (k *fakeNodes) Nodes(context.Context) ([]client.NodeStatus, error) {
@@ -52,6 +53,15 @@ func (k *fakeNodes) Remove(_ context.Context, node string) error { return k.ask(
 func (k *fakeNodes) NewToken(_ context.Context, req client.TokenRequest) (client.Token, error) {
 	k.token = req
 	return client.Token{Token: "dpj1.x", Address: "10.0.0.1:7947", Uses: req.Uses}, nil
+}
+
+func (k *fakeNodes) Tokens(context.Context) ([]client.JoinToken, error) {
+	return []client.JoinToken{{ID: "5f2c9d0e11aa", Status: "valid", Roles: []string{"worker"}, UsesLeft: 1}}, nil
+}
+
+func (k *fakeNodes) RevokeToken(_ context.Context, id string) error {
+	k.revoked = append(k.revoked, id)
+	return nil
 }
 
 func (k *fakeNodes) RotateKey(context.Context) error { return k.ask("rotate", "a") }
@@ -91,9 +101,30 @@ func TestNodesByClient(t *testing.T) {
 	assert.Equal(t, client.KeyRotation{Waiting: []string{"b"}}, rotation)
 }
 
+func TestTokensByClient(t *testing.T) {
+	k := &fakeNodes{}
+	_, c := serve(t, api.Config{Backend: newBackend(), Nodes: k})
+	req := client.TokenRequest{TTL: time.Minute, Uses: 4, Roles: []string{"worker", "ingress"}}
+	_, err := c.NewToken(t.Context(), req)
+	require.NoError(t, err)
+	assert.Equal(t, req, k.token)
+	list, err := c.Tokens(t.Context())
+	require.NoError(t, err)
+	assert.Equal(t, []client.JoinToken{
+		{ID: "5f2c9d0e11aa", Status: "valid", Roles: []string{"worker"}, UsesLeft: 1},
+	}, list)
+	require.NoError(t, c.RevokeToken(t.Context(), "5f2c9d0e11aa"))
+	require.NoError(t, c.RevokeAllTokens(t.Context()))
+	assert.Equal(t, []string{"5f2c9d0e11aa", ""}, k.revoked)
+	assert.Error(t, c.RevokeToken(t.Context(), ""), "no id is not all of them")
+	assert.Len(t, k.revoked, 2)
+}
+
 func TestTokensAreBounded(t *testing.T) {
 	_, c := serve(t, api.Config{Backend: newBackend(), Nodes: &fakeNodes{}})
 	for _, req := range []client.TokenRequest{
+		{TTL: time.Minute, Uses: 1, Roles: []string{"work"}},
+		{TTL: time.Minute, Uses: 1, Roles: []string{"worker", "worker"}},
 		{TTL: time.Minute}, {TTL: 0, Uses: 1}, {TTL: 365 * 24 * time.Hour, Uses: 1}, {
 			TTL: time.Minute, Uses: 1 << 20,
 		},

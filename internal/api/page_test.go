@@ -35,7 +35,7 @@ func TestThePageHasEveryRoute(t *testing.T) {
 		Restarts: struct{ Restarts }{}, Metrics: http.NotFoundHandler(),
 	})
 	var served []string
-	names := strings.NewReplacer(":app", "APP", ":node", "NODE")
+	names := strings.NewReplacer(":app", "APP", ":node", "NODE", ":token", "ID")
 	for _, r := range s.newEngine().Routes() {
 		served = append(served, r.Method+" "+names.Replace(r.Path))
 	}

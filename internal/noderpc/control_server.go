@@ -257,7 +257,7 @@ func (s *ControlServer) checkForward(ctx context.Context, c *state.Command) erro
 			"only the leader itself names its cluster and changes its gossip key")
 	case c.PutNode != nil && c.PutNode.AnyRoles:
 		return problem.New(problem.PermissionDenied, "%w", state.ErrRolesFixed)
-	case (c.PutNode != nil || c.PutToken != nil || c.UseToken != nil) &&
+	case (c.PutNode != nil || c.PutToken != nil || c.UseToken != nil || c.RevokeToken != nil) &&
 		!peer.HasRole(string(state.RoleControl)):
 		return problem.New(problem.PermissionDenied,
 			"node %s has not role control: it makes no members and no tokens", peer.Node)

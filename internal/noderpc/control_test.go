@@ -500,6 +500,7 @@ func TestNodesWithoutRoleControlMakeNoMembers(t *testing.T) {
 			{PutNode: &state.PutNode{Node: claim, AnyRoles: true}},
 			{PutToken: &state.Token{Hash: "h", Expires: 1, Uses: 1}},
 			{UseToken: &state.UseToken{Hash: "h", UID: "u", Now: 1}},
+			{RevokeToken: &state.RevokeToken{All: true}},
 		} {
 			_, err := w.nodes["ingress"].client.Propose(t.Context(), c)
 			assert.Equal(t, problem.PermissionDenied, problem.CodeOf(err), "%s: %v", c.Kind(), err)

@@ -71,6 +71,8 @@ func sentinels() []sentinel {
 		{"token_unknown", state.ErrTokenUnknown},
 		{"token_used", state.ErrTokenUsed},
 		{"token_expired", state.ErrTokenExpired},
+		{"token_revoked", state.ErrTokenRevoked},
+		{"token_roles", state.ErrTokenRoles},
 		{"newer", state.ErrNewer},
 		{"control_too_old", state.ErrControlTooOld},
 		{notLeaderName, cluster.ErrNotLeader},

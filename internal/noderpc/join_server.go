@@ -104,7 +104,7 @@ func (s *EnrollServer) useToken(ctx context.Context, secret string, n *state.Nod
 			"too many wrong tokens").WithHint("make a new one with `dpserve token` and try again in a minute")
 	}
 	_, err = s.cfg.Proposer.Propose(ctx, state.Command{UseToken: &state.UseToken{
-		Hash: hash, UID: n.UID, Key: n.Key, Now: time.Now().UnixMilli(),
+		Hash: hash, UID: n.UID, Key: n.Key, Roles: n.Roles, Now: time.Now().UnixMilli(),
 	}})
 	return err
 }

@@ -201,6 +201,19 @@ func TestJoinNamesTheStepThatFailed(t *testing.T) {
 	require.NoError(t, err)
 	unknown := g.token
 	unknown.Secret[0]++
+	revoked := g.newToken(time.Now().Add(time.Hour), 1)
+	for _, c := range []state.Command{
+		{RevokeToken: &state.RevokeToken{ID: revoked.Hash()[:12]}},
+		{PutToken: &state.Token{
+			Hash: foreign.Hash(), Expires: time.Now().Add(time.Hour).UnixMilli(), Uses: 9,
+			Roles: []state.Role{state.RoleWorker},
+		}},
+	} {
+		_, err := g.store.Propose(t.Context(), c)
+		require.NoError(t, err)
+	}
+	workers := foreign
+	workers.Fingerprint = g.token.Fingerprint
 	for name, c := range map[string]struct {
 		change func(c *JoinConfig)
 		step   string
@@ -219,6 +232,14 @@ func TestJoinNamesTheStepThatFailed(t *testing.T) {
 		"expired token": {
 			func(c *JoinConfig) { c.Token = expired.String() }, "token", "has expired",
 			state.ErrTokenExpired, problem.Unauthenticated,
+		},
+		"revoked token": {
+			func(c *JoinConfig) { c.Token = revoked.String() }, "token",
+			"join token was revoked: " + revoked.Hash()[:12], state.ErrTokenRevoked, problem.Unauthenticated,
+		},
+		"more roles than the token's": {
+			func(c *JoinConfig) { c.Token = workers.String() }, "token",
+			"is for worker, and the node asks for control", state.ErrTokenRoles, problem.PermissionDenied,
 		},
 		"other cluster": {
 			func(c *JoinConfig) { c.Token = foreign.String() }, "token", "another cluster",

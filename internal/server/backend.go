@@ -271,23 +271,6 @@ func (b *backend) CheckLeave(ctx context.Context, node string) error {
 	return b.n.upkeep.CheckLeave(ctx, node)
 }
 
-func (b *backend) NewToken(ctx context.Context, req client.TokenRequest) (client.Token, error) {
-	if b.n.peering == nil {
-		return client.Token{}, problem.New(problem.Conflict, "this node stands alone: no other can join it").
-			WithHint("start it with --advertise IP")
-	}
-	return b.newToken(ctx, req)
-}
-
-func (b *backend) newToken(ctx context.Context, req client.TokenRequest) (client.Token, error) {
-	n := b.n
-	if len(n.store.State().Secrets.Authority) == 0 {
-		return client.Token{}, n.errNotLeading()
-	}
-	token, expires, err := n.peering.NewToken(ctx, n.store, req.TTL, req.Uses)
-	return client.Token{Token: token, Address: n.peering.Address(), Uses: req.Uses, Expires: expires}, err
-}
-
 func (b *backend) RotateKey(ctx context.Context) error {
 	if b.n.peering == nil {
 		return problem.New(problem.Conflict, "this node stands alone: it does not gossip").

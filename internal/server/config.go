@@ -47,8 +47,8 @@ const (
 
 // Limits of the token that the first start of a cluster prints.
 const (
-	FirstTokenTTL  = 24 * time.Hour
-	FirstTokenUses = 64
+	FirstTokenTTL  = time.Hour
+	FirstTokenUses = 8
 )
 
 // Join says which cluster a node joins.

@@ -486,7 +486,8 @@ func (n *Node) start(ctx context.Context) error {
 	if !n.peering.IsFounding() {
 		return nil
 	}
-	t, err := (&backend{n}).newToken(ctx, client.TokenRequest{TTL: FirstTokenTTL, Uses: FirstTokenUses})
+	t, err := (&backend{n}).newToken(ctx, client.TokenRequest{TTL: FirstTokenTTL, Uses: FirstTokenUses},
+		n.cfg.NodeID+" at its first start")
 	n.firstToken = t.Token
 	return err
 }

@@ -70,6 +70,8 @@ func (s *State) applyNodes(c *Command) (Result, error) {
 		return s.putToken(c.PutToken)
 	case c.UseToken != nil:
 		return s.useToken(c.UseToken)
+	case c.RevokeToken != nil:
+		return s.revokeToken(c.RevokeToken)
 	case c.RotateGossipKey != nil:
 		return s.rotateGossipKey(c.RotateGossipKey)
 	default:

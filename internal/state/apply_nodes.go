@@ -334,46 +334,19 @@ func (n *Node) refusalReason() string {
 	}
 }
 
-// Bounds of join tokens.
-const (
-	maxTokens    = 256  // stored at once; a new one replaces the one that expires first
-	maxTokenUses = 1024 // nodes per token
-)
-
 // putToken stores a token. Storing the same token again changes nothing: its spent uses stay spent.
 func (s *State) putToken(c *Token) (Result, error) {
-	if c.Hash == "" || c.Expires <= 0 || c.Uses < 1 || c.Uses > maxTokenUses {
-		return Result{}, problem.New(problem.InvalidArgument,
-			"put token: %w: it needs a hash, an expiry and 1-%d uses", ErrBadCommand, maxTokenUses)
+	if err := c.check(); err != nil {
+		return Result{}, err
 	}
 	if s.Tokens[c.Hash] != nil {
 		return Result{Unchanged: true}, nil
 	}
-	if len(s.Tokens) >= maxTokens {
-		delete(s.Tokens, s.firstToExpire())
+	dropTokens(s.Tokens, c.Made)
+	s.Tokens[c.Hash] = &Token{
+		Hash: c.Hash, Expires: c.Expires, Uses: c.Uses, Roles: slices.Clone(c.Roles), Made: c.Made, By: c.By,
 	}
-	s.Tokens[c.Hash] = &Token{Hash: c.Hash, Expires: c.Expires, Uses: c.Uses}
 	return Result{}, nil
-}
-
-// firstToExpire returns the hash of the token with the earliest expiry, the lowest hash among equals.
-func (s *State) firstToExpire() string {
-	first := ""
-	for _, h := range slices.Sorted(maps.Keys(s.Tokens)) {
-		if first == "" || s.Tokens[h].Expires < s.Tokens[first].Expires {
-			first = h
-		}
-	}
-	return first
-}
-
-// tokenUser names the node that spends a use of a token: its UID and the key that it showed. The UID alone is
-// not secret, because every certificate contains it.
-func (c *UseToken) tokenUser() string {
-	if c.Key == "" {
-		return c.UID
-	}
-	return c.UID + " " + c.Key
 }
 
 // useToken spends one use for a node, once per node and key.
@@ -385,8 +358,8 @@ func (s *State) useToken(c *UseToken) (Result, error) {
 		return Result{}, badNodeError("use token", "the node's UID is empty")
 	case t == nil:
 		return Result{}, tokenError(ErrTokenUnknown)
-	case c.Now >= t.Expires:
-		return Result{}, tokenError(ErrTokenExpired)
+	case t.checkUse(c) != nil:
+		return Result{}, t.checkUse(c)
 	case slices.Contains(s.Removed, c.UID):
 		return Result{}, removedNodeError("use token", c.UID)
 	// A member without a recorded key cannot prove that the UID is its own.
@@ -397,23 +370,30 @@ func (s *State) useToken(c *UseToken) (Result, error) {
 	case t.Uses < 1:
 		return Result{}, tokenError(ErrTokenUsed)
 	}
-	used := *t
-	used.Uses, used.UsedBy = t.Uses-1, append(slices.Clone(t.UsedBy), c.tokenUser())
-	s.Tokens[c.Hash] = &used
+	s.Tokens[c.Hash] = t.spend(c)
 	return Result{}, nil
 }
 
-// hasOtherKey reports whether the node's UID has spent a use with a key other than the one it shows now.
-func (t *Token) hasOtherKey(c *UseToken) bool {
-	return slices.ContainsFunc(t.UsedBy, func(by string) bool {
-		uid, key, _ := strings.Cut(by, " ")
-		return uid == c.UID && key != c.Key
-	})
-}
-
-func tokenError(why error) error {
-	return problem.New(problem.Unauthenticated, "use token: %w", why).
-		WithHint("make a new one on a node of the cluster: dpserve token")
+// revokeToken ends one token or all of them. The records stay until they are dropped, so that a node that
+// tries one is told why it is refused.
+func (s *State) revokeToken(c *RevokeToken) (Result, error) {
+	out, found := Result{Unchanged: true}, c.All
+	for hash, t := range s.Tokens {
+		if !c.All && t.ID() != c.ID {
+			continue
+		}
+		found = true
+		if !t.Revoked {
+			revoked := *t
+			revoked.Revoked = true
+			s.Tokens[hash], out.Unchanged = &revoked, false
+		}
+	}
+	if !found {
+		return Result{}, problem.New(problem.NotFound, "revoke token: %w %q", ErrTokenUnknown, c.ID).
+			WithHint("`dpserve token list` shows the tokens with their ids")
+	}
+	return out, nil
 }
 
 // GossipKeySize is the length of a gossip key in bytes.

@@ -84,8 +84,11 @@ func drawNodeCommand(t *rapid.T) Command {
 
 func drawTokenCommand(t *rapid.T) Command {
 	hash, at := rapid.SampledFrom([]string{"g", "h"}).Draw(t, "hash"), rapid.Int64Range(1, 3).Draw(t, "at")
-	if rapid.IntRange(0, 3).Draw(t, "put") == 0 {
+	switch rapid.IntRange(0, 8).Draw(t, "token command") {
+	case 0, 1:
 		return token(hash, at+1, rapid.IntRange(0, 2).Draw(t, "uses"))
+	case 2:
+		return revoke(hash)
 	}
 	return use(hash, fmt.Sprint("u", rapid.IntRange(0, 3).Draw(t, "uid")), at)
 }

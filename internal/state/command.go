@@ -30,6 +30,7 @@ type Command struct {
 	RemoveNode      *RemoveNode      `json:"remove_node,omitempty"`
 	PutToken        *Token           `json:"put_token,omitempty"`
 	UseToken        *UseToken        `json:"use_token,omitempty"`
+	RevokeToken     *RevokeToken     `json:"revoke_token,omitempty"`
 	RotateGossipKey *RotateGossipKey `json:"turn_key,omitempty"`
 	nextCommand
 }
@@ -288,7 +289,7 @@ func incompleteError(format string, args ...any) error {
 // Level is the version of the log's and snapshots' format that this build can read. A version that adds a
 // kind of command, a field of a command or a field of the state has the next level. Each node reports its
 // level in its record.
-const Level = shareLevel + nextLevels
+const Level = tokenLevel + nextLevels
 
 // poolLevel is the Level that knows pools: two applications of the state that users know by one name.
 const poolLevel = 2
@@ -298,6 +299,9 @@ const deviceLevel = poolLevel + 1
 
 // shareLevel is the Level that knows ranks that share a device.
 const shareLevel = deviceLevel + 1
+
+// tokenLevel is the Level that knows roles, makers and the revocation of join tokens.
+const tokenLevel = shareLevel + 1
 
 // kind is one kind of command in a Command.
 type kind struct {
@@ -316,7 +320,8 @@ func (c *Command) kinds() map[string]kind {
 		"put_node": {1, c.PutNode != nil}, "node_lost": {1, c.NodeLost != nil},
 		"node_back": {1, c.NodeBack != nil}, "drain_node": {1, c.DrainNode != nil},
 		"remove_node": {1, c.RemoveNode != nil}, "put_token": {1, c.PutToken != nil},
-		"use_token": {1, c.UseToken != nil}, "turn_key": {1, c.RotateGossipKey != nil},
+		"use_token": {1, c.UseToken != nil}, "revoke_token": {tokenLevel, c.RevokeToken != nil},
+		"turn_key": {1, c.RotateGossipKey != nil},
 	}
 	c.addNext(all)
 	return all
@@ -330,6 +335,8 @@ func (c *Command) Level() int {
 		return shareLevel
 	case c.PutApps != nil && c.PutApps.isPools():
 		return poolLevel
+	case c.PutToken != nil && c.PutToken.isOfRoles(), c.UseToken != nil && len(c.UseToken.Roles) > 0:
+		return tokenLevel
 	}
 	return c.kinds()[c.Kind()].level
 }

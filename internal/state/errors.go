@@ -41,6 +41,8 @@ var (
 	ErrTokenUnknown   = errors.New("unknown join token")
 	ErrTokenUsed      = errors.New("join token is used up")
 	ErrTokenExpired   = errors.New("join token has expired")
+	ErrTokenRevoked   = errors.New("join token was revoked")
+	ErrTokenRoles     = errors.New("join token is not for these roles")
 
 	// ErrNewer is in the error of a command or snapshot with a kind or field of a later version. If this node
 	// ignored it, its copy of the state would differ from the copies of nodes that can read it.

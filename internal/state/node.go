@@ -65,15 +65,6 @@ type DeviceModel struct {
 	Devices   []int  `json:"devices"`
 }
 
-// Token lets nodes join. The state keeps only its hash.
-type Token struct {
-	Hash    string `json:"hash"`
-	Expires int64  `json:"expires"` // unix ms
-	Uses    int    `json:"uses"`    // nodes that may still use it
-	// UID and hash of the public key of each, with a space between them
-	UsedBy []string `json:"used_by,omitempty"`
-}
-
 // PutNode records a node or updates its record: after a join, a new address, or a change of its resources.
 // Lost, Draining and DrainBy stay, and Key if the command has none. Refusals: ErrNodeTaken (another UID holds
 // the name, or the record has another key), ErrNodeRemoved (the UID was removed), ErrRolesFixed.
@@ -110,16 +101,6 @@ type RemoveNode struct {
 // RemovedFor is how long the state remembers a removed node at least. It is longer than any certificate
 // lives.
 const RemovedFor = 31 * 24 * time.Hour
-
-// UseToken spends one use of a token for a node. The same UID with the same key may repeat it. Refusals:
-// ErrTokenUnknown, ErrTokenUsed, ErrTokenExpired, ErrNodeTaken (the UID belongs to another key).
-type UseToken struct {
-	Hash string `json:"hash"`
-	UID  string `json:"uid"`
-	// hash of the public key that the node asks a certificate for; "" = an older version's
-	Key string `json:"key,omitempty"`
-	Now int64  `json:"now"` // unix ms, of the proposer
-}
 
 // LeaseTTL is how long a renewed lease lasts. The leader waits LeaseGrace longer before it takes the node for
 // lost.

@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -25,6 +26,7 @@ func TestSP10JoinRefused(t *testing.T) {
 	foreign.Expect(harness.NodeFails, harness.JoinRefused)
 	a := c.All[0]
 	used, expired := newToken(t, a, "ttl=1h&uses=1"), newToken(t, a, "ttl=1s&uses=9")
+	forWorkers, revoked := newToken(t, a, "ttl=1h&uses=9&roles=worker,ingress"), newToken(t, a, "ttl=1h&uses=9")
 	wait := time.Now().Add(1100 * time.Millisecond)
 	join := func(args ...string) *harness.Real {
 		return harness.Run(t, append([]string{
@@ -36,7 +38,10 @@ func TestSP10JoinRefused(t *testing.T) {
 	// takes the cluster's own token; the next takes the one that is good for one node
 	m := c.Add("b", "--roles", "worker")
 	m.Kill()
-	first := join("--token", used, "--node-id", "x")
+	code, text, err := a.Ask(http.MethodDelete, "/api/v1/join-tokens/"+revoked.ID, "")
+	require.NoError(t, err)
+	require.Equal(t, http.StatusOK, code, text)
+	first := join("--token", used.Token, "--node-id", "x")
 	c.Eventually("the token's one use", func() error {
 		list, err := a.Nodes()
 		if err == nil && len(list) < 3 {
@@ -51,10 +56,15 @@ func TestSP10JoinRefused(t *testing.T) {
 		says string
 		code int
 	}{
-		"no token":          {nil, "--token", 2},
-		"junk":              {[]string{"--token", "sesame"}, "token", 2},
-		"used":              {[]string{"--token", used, "--node-id", "y"}, "used", 0},
-		"expired":           {[]string{"--token", expired, "--node-id", "y"}, "expired", 0},
+		"no token": {nil, "--token", 2},
+		"junk":     {[]string{"--token", "sesame"}, "token", 2},
+		"used":     {[]string{"--token", used.Token, "--node-id", "y"}, "used", 0},
+		"expired":  {[]string{"--token", expired.Token, "--node-id", "y"}, "expired", 0},
+		"revoked":  {[]string{"--token", revoked.Token, "--node-id", "y"}, "was revoked: " + revoked.ID, 0},
+		"more roles": {
+			[]string{"--token", forWorkers.Token, "--node-id", "y", "--roles", "control"},
+			forWorkers.ID + " is for worker, ingress, and the node asks for control", 0,
+		},
 		"another cluster's": {[]string{"--token", foreign.Token(), "--node-id", "y"}, "cluster", 0},
 		"changed":           {[]string{"--token", changed(c.Token()), "--node-id", "y"}, "token", 0},
 		"a taken name": {
@@ -76,6 +86,16 @@ func TestSP10JoinRefused(t *testing.T) {
 	list, err := a.Nodes()
 	require.NoError(t, err)
 	assert.Len(t, list, 3, "nobody else is in")
+	var shown struct{ Tokens []client.JoinToken }
+	require.NoError(t, a.Get("/api/v1/join-tokens", &shown))
+	status := map[string]string{}
+	for _, k := range shown.Tokens {
+		status[k.ID] = k.Status + " by " + k.By
+	}
+	assert.Equal(t, map[string]string{
+		used.ID: "used up by a", expired.ID: "expired by a", revoked.ID: "revoked by a",
+		forWorkers.ID: "valid by a", shown.Tokens[len(shown.Tokens)-1].ID: "valid by a at its first start",
+	}, status)
 	strangers(t, a.NodePort())
 	c.WaitNode("a", "leads on", alive)
 }
@@ -89,15 +109,14 @@ func changed(token string) string {
 	return token[:len(token)-1] + string(last)
 }
 
-func newToken(t *testing.T, m *harness.Member, query string) string {
+func newToken(t *testing.T, m *harness.Member, query string) (made client.Token) {
 	t.Helper()
 	code, text, err := m.Ask(http.MethodPost, "/api/v1/join-tokens?"+query, "")
 	require.NoError(t, err)
 	require.Less(t, code, http.StatusMultipleChoices, text)
-	var reply struct{ Token string }
-	require.NoError(t, json.Unmarshal([]byte(text), &reply))
-	require.NotEmpty(t, reply.Token, text)
-	return reply.Token
+	require.NoError(t, json.Unmarshal([]byte(text), &made))
+	require.NotEmpty(t, made.Token, text)
+	return made
 }
 
 // strangers speaks to the node port as a program that is not a member: each is refused before it is heard.

@@ -281,18 +281,18 @@ func (p *Peering) Consensus(cfg *cluster.Config, giveUp context.CancelCauseFunc)
 	}
 }
 
-// NewToken makes a join token. The cluster stores only its hash.
-func (p *Peering) NewToken(ctx context.Context, store cluster.Store, ttl time.Duration, uses int,
-) (token string, expires time.Time, err error) {
+// NewToken makes a join token with the limits of a record, which it fills in. The cluster stores only its
+// hash.
+func (p *Peering) NewToken(ctx context.Context, store cluster.Store, ttl time.Duration, rec *state.Token,
+) (token string, err error) {
 	t, err := pki.NewToken(p.cfg.Store.State().Secrets.Authority)
 	if err != nil {
-		return "", time.Time{}, err
+		return "", err
 	}
-	expires = time.Now().Add(ttl)
-	_, err = store.Propose(ctx, state.Command{
-		PutToken: &state.Token{Hash: t.Hash(), Expires: expires.UnixMilli(), Uses: uses},
-	})
-	return t.String(), expires, err
+	now := time.Now()
+	rec.Hash, rec.Made, rec.Expires = t.Hash(), now.UnixMilli(), now.Add(ttl).UnixMilli()
+	_, err = store.Propose(ctx, state.Command{PutToken: rec})
+	return t.String(), err
 }
 
 // OfferKeyring hands gossip keys to KeepKeyring and does not wait: whoever renews the lease must not wait for
