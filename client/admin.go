@@ -180,7 +180,8 @@ func (c *Client) Tokens(ctx context.Context) ([]JoinToken, error) {
 
 // RevokeToken ends a join token. Nodes that have joined with it stay.
 func (c *Client) RevokeToken(ctx context.Context, id string) error {
-	return c.call(ctx, request{method: http.MethodDelete, path: pathJoinTokens + "/" + url.PathEscape(id)}, nil)
+	path := pathJoinTokens + "/" + url.PathEscape(id)
+	return c.call(ctx, request{method: http.MethodDelete, path: path}, nil)
 }
 
 // RevokeAllTokens ends every join token.

@@ -3,6 +3,7 @@ package examples_test
 
 import (
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -42,6 +43,45 @@ func TestExamplesAreValid(t *testing.T) {
 		assert.True(t, strings.HasPrefix(text, "# "), name)
 		assert.Contains(t, text, "#   dpserve up examples/"+name+"\n")
 	}
+}
+
+// TestTheUnitFile: the systemd unit has what docs/operations.md shows and explains, folders that engines may
+// write, and, where the machine has it, the approval of systemd-analyze.
+func TestTheUnitFile(t *testing.T) {
+	const name = "cluster/dpserve.service"
+	text, err := os.ReadFile(name)
+	require.NoError(t, err)
+	unit := string(text)
+	page, err := os.ReadFile("../docs/operations.md")
+	require.NoError(t, err)
+	_, block, found := strings.Cut(string(page), "```text\n[Service]\n")
+	require.True(t, found)
+	block, _, _ = strings.Cut(block, "```")
+	for line := range strings.Lines(block) {
+		assert.Contains(t, unit, "\n"+strings.TrimSpace(line), "a line of docs/operations.md")
+	}
+	for _, line := range []string{
+		"KillMode=process", "Delegate=yes", "StateDirectoryMode=0700", "CacheDirectory=dpserve",
+		"Environment=HOME=/var/cache/dpserve", "ProtectSystem=strict",
+	} {
+		assert.Contains(t, unit, "\n"+line+"\n")
+	}
+	writable := regexp.MustCompile(`^(/var/lib/dpserve|/var/cache/dpserve)(/.*)?$`)
+	for _, set := range regexp.MustCompile(`(?m)^Environment=(\w+)=(/.*)$`).FindAllStringSubmatch(unit, -1) {
+		assert.Regexp(t, writable, set[2], "%s: the service may write nowhere else", set[1])
+	}
+	analyze, err := exec.LookPath("systemd-analyze")
+	if err != nil {
+		t.Skip("systemd-analyze is not installed")
+	}
+	self, err := os.Executable()
+	require.NoError(t, err)
+	copied := filepath.Join(t.TempDir(), "dpserve.service")
+	unit = strings.ReplaceAll(unit, "/usr/local/bin/dpserve", self)
+	require.NoError(t, os.WriteFile(copied, []byte(unit), 0o600))
+	out, err := exec.CommandContext(t.Context(), analyze, "verify", copied).CombinedOutput()
+	require.NoError(t, err, string(out))
+	assert.Empty(t, string(out))
 }
 
 // TestExamplesWithTheirOtherLinesAreValid: a routing line that is commented out takes the place of the lines

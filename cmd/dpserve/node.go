@@ -113,8 +113,8 @@ func (f *nodeFlags) chooseDataDir(cmd *cobra.Command, e *env) error {
 		return err
 	}
 	if info, err := os.Stat(oldDataDir); err == nil && info.IsDir() {
-		printMessage(e.io.Err, "warning: the folder %s lies here and is not used, the data dir is %s; to go on "+
-			"with it give --data-dir %s", oldDataDir, f.config.DataDir, oldDataDir)
+		printMessage(e.io.Err, "warning: the folder %s lies here and is not used, the data dir is %s; to "+
+			"go on with it give --data-dir %s", oldDataDir, f.config.DataDir, oldDataDir)
 	}
 	return nil
 }

@@ -49,8 +49,8 @@ func TestDataDirOfStart(t *testing.T) {
 
 	require.NoError(t, os.Mkdir("dpserve-data", 0o700))
 	c = start()
-	assert.Contains(t, c.stderr(), "dpserve: warning: the folder dpserve-data lies here and is not used, the "+
-		"data dir is "+c.node.config.DataDir+"; to go on with it give --data-dir dpserve-data\n")
+	assert.Contains(t, c.stderr(), "dpserve: warning: the folder dpserve-data lies here and is not used, "+
+		"the data dir is "+c.node.config.DataDir+"; to go on with it give --data-dir dpserve-data\n")
 	assert.NotContains(t, start("--data-dir", "dpserve-data").stderr(), "warning")
 
 	c = newCLI(t)
@@ -58,7 +58,8 @@ func TestDataDirOfStart(t *testing.T) {
 	for _, args := range [][]string{{"start"}, {"join", "127.0.0.1", "--token", "dpj1.x"}, {"doctor"}} {
 		assert.Equal(t, 2, c.run(args), args)
 	}
-	assert.Contains(t, c.stderr(), "neither XDG_STATE_HOME nor HOME is set\nhint: name a folder with --data-dir")
+	assert.Contains(t, c.stderr(),
+		"neither XDG_STATE_HOME nor HOME is set\nhint: name a folder with --data-dir")
 }
 
 // The smallest limit between the process's group and the root counts.

@@ -155,8 +155,8 @@ func newJoin(e *env) *cobra.Command {
 		Long: `join brings this machine into the cluster that a node at ADDR belongs to: HOST or HOST:PORT of
 its node port, which is 7947 if it is not given. The token proves that it may, then it gets its certificate,
 then it is a member. It names the step that failed, and may be repeated as it is. Then it runs as start does;
-later starts need no token: "dpserve start --advertise HOST" with the same folder. Without --advertise it shows
-itself to the others at the address from which it reaches ADDR. "dpserve token" makes tokens.`,
+later starts need no token: "dpserve start --advertise HOST" with the same folder. Without --advertise it
+shows itself to the others at the address from which it reaches ADDR. "dpserve token" makes tokens.`,
 		Example: `  dpserve join 10.0.0.1:7947 --token dpj1....`,
 		Args:    requireArgs(1, "ADDR"),
 	}

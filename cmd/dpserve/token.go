@@ -72,9 +72,9 @@ func newTokenList(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "list [flags]",
 		Short: "the tokens with which nodes join",
-		Long: `list shows each token of the cluster by its id, never its secret: if it is valid, used up, expired
-or revoked, the roles that its nodes may have, how many nodes have used it and may still use it, and which
-node made it when. A token is shown for a day after it has expired.`,
+		Long: `list shows each token of the cluster by its id, never its secret: if it is valid, used up,
+expired or revoked, the roles that its nodes may have, how many nodes have used it and may still use it, and
+which node made it when. A token is shown for a day after it has expired.`,
 		Example: "  dpserve token list",
 		Args:    requireArgs(0),
 		RunE: e.asking(func(ctx context.Context, cluster admin, _ []string) error {
@@ -96,11 +96,11 @@ func newTokenListing(e *env, list []client.JoinToken) *listing {
 	}
 	return &listing{
 		document: map[string]any{"tokens": list}, names: names,
-		table: func(wide bool) []*table { return []*table{newStatusView(e, wide).tokens(list)} },
+		table: func(wide bool) []*table { return []*table{newTokenTable(newStatusView(e, wide), list)} },
 	}
 }
 
-func (v statusView) tokens(list []client.JoinToken) *table {
+func newTokenTable(v statusView, list []client.JoinToken) *table {
 	t := &table{head: []string{"ID", "STATUS", "ROLES", "USED", "LEFT", "EXPIRES", "MADE", "BY"}}
 	for i := range list {
 		k := &list[i]
@@ -119,8 +119,8 @@ func newTokenRevoke(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "revoke ID|--all",
 		Short: "end a token, or all of them",
-		Long: `revoke ends the token with this id, or all of them: no node joins with it from then on, also not
-a node that repeats its join. Nodes that have joined stay; "dpserve nodes remove" removes one.`,
+		Long: `revoke ends the token with this id, or all of them: no node joins with it from then on, also
+not a node that repeats its join. Nodes that have joined stay; "dpserve nodes remove" removes one.`,
 		Example: `  dpserve token revoke 5f2c9d0e11aa
   dpserve token revoke --all`,
 		Args: requireArgs(0, "ID"),

@@ -171,16 +171,15 @@ func (h nodeHandlers) newToken(c *gin.Context, q query) (int, any, error) {
 		return 0, nil, problem.New(problem.InvalidArgument, "a token for no node is of no use").
 			WithHint("uses is from 1 to %d", maxTokenUses)
 	}
-	if req.Roles, err = q.roles(); err != nil {
+	if req.Roles, err = parseRoles(q.values.Get("roles")); err != nil {
 		return 0, nil, err
 	}
 	t, err := h.nodes.NewToken(c.Request.Context(), req)
 	return http.StatusCreated, t, err
 }
 
-// roles reads a list of roles of nodes; absent and empty are none.
-func (q query) roles() ([]string, error) {
-	text := q.values.Get("roles")
+// parseRoles reads a list of roles of nodes; "" is none.
+func parseRoles(text string) ([]string, error) {
 	if text == "" {
 		return nil, nil
 	}

@@ -56,7 +56,9 @@ func (k *fakeNodes) NewToken(_ context.Context, req client.TokenRequest) (client
 }
 
 func (k *fakeNodes) Tokens(context.Context) ([]client.JoinToken, error) {
-	return []client.JoinToken{{ID: "5f2c9d0e11aa", Status: "valid", Roles: []string{"worker"}, UsesLeft: 1}}, nil
+	return []client.JoinToken{
+		{ID: "5f2c9d0e11aa", Status: "valid", Roles: []string{"worker"}, UsesLeft: 1},
+	}, nil
 }
 
 func (k *fakeNodes) RevokeToken(_ context.Context, id string) error {

@@ -72,8 +72,8 @@ func (o owner) check(path string, user int) error {
 			"network file systems, choose a --data-dir on a local disk", user, path)
 	case o.mode.Type() != fs.ModeSymlink && o.mode.Perm()&writableByOthers != 0:
 		what = fmt.Sprintf("has mode %04o, so that other users may write there", o.mode.Perm())
-		hint = fmt.Sprintf("`chmod go-w %s` if you trust what is in it; on a volume whose mode is fixed, let "+
-			"--data-dir name a new folder on it, which dpserve makes", path)
+		hint = fmt.Sprintf("`chmod go-w %s` if you trust what is in it; on a volume whose mode is fixed, "+
+			"let --data-dir name a new folder on it, which dpserve makes", path)
 	default:
 		return nil
 	}

@@ -14,26 +14,30 @@ import (
 )
 
 func TestOwners(t *testing.T) {
-	const me, other = 1000, 65534
+	const me, other, dir = 1000, 65534, fs.ModeDir
 	for name, tc := range map[string]struct {
 		owner       owner
 		found, hint string // "" = accepted
 	}{
-		"mine":                {owner{me, fs.ModeDir | 0o700}, "", ""},
-		"readable by others":  {owner{me, fs.ModeDir | 0o755}, "", ""},
-		"root's":              {owner{0, fs.ModeDir | 0o755}, "", ""},
-		"a symbolic link":     {owner{me, fs.ModeSymlink | 0o777}, "", ""},
-		"of another user":     {owner{other, fs.ModeDir | 0o700}, "belongs to user 65534", "`chown -R 1000 /d`"},
-		"a link of another":   {owner{other, fs.ModeSymlink | 0o777}, "belongs to user 65534", "chown"},
-		"for everybody":       {owner{me, fs.ModeDir | 0o777}, "has mode 0777", "`chmod go-w /d`"},
-		"of /tmp's kind":      {owner{0, fs.ModeDir | fs.ModeSticky | 0o777}, "has mode 0777", "a new folder on it"},
-		"root's, for a group": {owner{0, fs.ModeDir | fs.ModeSetgid | 0o775}, "has mode 0775", "a new folder on it"},
+		"mine":               {owner{me, dir | 0o700}, "", ""},
+		"readable by others": {owner{me, dir | 0o755}, "", ""},
+		"root's":             {owner{0, dir | 0o755}, "", ""},
+		"a symbolic link":    {owner{me, fs.ModeSymlink | 0o777}, "", ""},
+		"of another user":    {owner{other, dir | 0o700}, "belongs to user 65534", "`chown -R 1000 /d`"},
+		"a link of another":  {owner{other, fs.ModeSymlink | 0o777}, "belongs to user 65534", "chown"},
+		"for everybody":      {owner{me, dir | 0o777}, "has mode 0777", "`chmod go-w /d`"},
+		"of the kind of /tmp": {
+			owner{0, dir | fs.ModeSticky | 0o777}, "has mode 0777", "a new folder on it",
+		},
+		"root's, for a group": {
+			owner{0, dir | fs.ModeSetgid | 0o775}, "has mode 0775", "a new folder on it",
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			assertRefused(t, tc.owner.check("/d", me), tc.found, tc.hint)
 		})
 	}
-	assert.Error(t, owner{other, fs.ModeDir | 0o700}.check("/d", 0), "root does not trust a folder of others")
+	assert.Error(t, owner{other, dir | 0o700}.check("/d", 0), "root does not trust a folder of others")
 }
 
 func assertRefused(t *testing.T, err error, found, hint string) {
@@ -67,7 +71,7 @@ func TestPrivateFolders(t *testing.T) {
 	check(" has mode 0777", "`chmod go-w "+dir+"`")
 	require.NoError(t, os.Chmod(dir, 0o700))  //nolint:gosec // a folder
 	require.NoError(t, os.Chmod(raft, 0o770)) //nolint:gosec // the folder that is refused
-	check(filepath.Join("", "raft")+" has mode 0770", "`chmod go-w "+raft+"`")
+	check("raft has mode 0770", "`chmod go-w "+raft+"`")
 	if os.Geteuid() == 0 {
 		const nobody = 65534
 		require.NoError(t, os.Chmod(raft, 0o700)) //nolint:gosec // a folder

@@ -74,7 +74,8 @@ func (t *Token) check() error {
 	})
 	if t.Hash == "" || t.Expires <= 0 || t.Uses < 1 || t.Uses > maxTokenUses || badRole {
 		return problem.New(problem.InvalidArgument,
-			"put token: %w: it needs a hash, an expiry, 1-%d uses and known roles", ErrBadCommand, maxTokenUses)
+			"put token: %w: it needs a hash, an expiry, 1-%d uses and known roles", ErrBadCommand,
+			maxTokenUses)
 	}
 	return nil
 }

@@ -85,11 +85,14 @@ func TestTokensAreBounded(t *testing.T) {
 // that has used it before.
 func TestTokensOfRoles(t *testing.T) {
 	ask := func(uid string, roles ...Role) Command {
-		return Command{UseToken: &UseToken{Hash: "0123456789abcdef", UID: uid, Key: "k", Roles: roles, Now: 1}}
+		return Command{UseToken: &UseToken{
+			Hash: "0123456789abcdef", UID: uid, Key: "k", Roles: roles, Now: 1,
+		}}
 	}
 	m := newMachine(t)
 	made := Token{
-		Hash: "0123456789abcdef", Expires: 100, Uses: 3, Roles: []Role{RoleWorker, RoleIngress}, Made: 1, By: "a",
+		Hash: "0123456789abcdef", Expires: 100, Uses: 3, Roles: []Role{RoleWorker, RoleIngress}, Made: 1,
+		By: "a",
 	}
 	m.refused(Command{PutToken: &Token{Hash: "h", Expires: 1, Uses: 1, Roles: []Role{"x"}}}, ErrBadCommand,
 		problem.InvalidArgument)

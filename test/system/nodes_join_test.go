@@ -26,7 +26,8 @@ func TestSP10JoinRefused(t *testing.T) {
 	foreign.Expect(harness.NodeFails, harness.JoinRefused)
 	a := c.All[0]
 	used, expired := newToken(t, a, "ttl=1h&uses=1"), newToken(t, a, "ttl=1s&uses=9")
-	forWorkers, revoked := newToken(t, a, "ttl=1h&uses=9&roles=worker,ingress"), newToken(t, a, "ttl=1h&uses=9")
+	forWorkers := newToken(t, a, "ttl=1h&uses=9&roles=worker,ingress")
+	revoked := newToken(t, a, "ttl=1h&uses=9")
 	wait := time.Now().Add(1100 * time.Millisecond)
 	join := func(args ...string) *harness.Real {
 		return harness.Run(t, append([]string{
