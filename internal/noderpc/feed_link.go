@@ -42,16 +42,17 @@ type link struct {
 	timer        *time.Timer
 	closed       bool
 
-	// the node may be joining until then: before its first message, its silence is no warning
-	joinDeadline time.Time
-	hasWarned    bool // the log says that it is silent
+	// Until then the node's silence is expected, because it joins or restarts. A message ends that.
+	quietUntil time.Time
+	hasWarned  bool // the log says that it is silent
+	restarts   bool // it said so, and has begun no stream since
 }
 
 // errSilent ends a stream on which a node has been silent for too long.
 var errSilent = errors.New("nothing is heard")
 
-// joinTime is how long a new node may take until it serves its ranks' stream.
-const joinTime = 10 * time.Second
+// quietTime is how long a node that joins or restarts may take until it serves its ranks' stream.
+const quietTime = 10 * time.Second
 
 func newLink(ctx context.Context, f *Feed, n state.Node) *link {
 	ctx, cancel := context.WithCancel(ctx)
@@ -60,7 +61,7 @@ func newLink(ctx context.Context, f *Feed, n state.Node) *link {
 		feed: f, node: n, log: f.log.With(slog.String("peer", n.ID)), cancel: cancel,
 		done:  make(chan struct{}),
 		ranks: map[appRank]*remoteRank{}, lastHeard: now, lastTry: now, cancelStream: func() {},
-		joinDeadline: now.Add(joinTime),
+		quietUntil: now.Add(quietTime),
 	}
 	l.posts.init(&f.lostPosts)
 	l.mu.Lock()
@@ -93,7 +94,7 @@ func (l *link) run(ctx context.Context) {
 		if ctx.Err() != nil {
 			return
 		}
-		l.onStreamEnd(err)
+		l.onStreamEnd(heard, err)
 		if heard && time.Since(began) >= backoffMax {
 			wait = 0
 			continue
@@ -135,20 +136,25 @@ func (l *link) runStream(ctx context.Context) (heard bool, err error) {
 		if err != nil {
 			return heard, err
 		}
+		err = l.onMessage(in, m.GetPacked(), !heard)
 		heard = true
-		if err := l.onMessage(in, m.GetPacked()); err != nil {
+		if err != nil {
 			return heard, err
 		}
 	}
 }
 
-// onMessage delivers a message's records to the sinks.
-func (l *link) onMessage(in *unpacker, packed []byte) error {
+// onMessage delivers a message's records to the sinks. first: it is the first one of its stream.
+func (l *link) onMessage(in *unpacker, packed []byte, first bool) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.lastHeard = time.Now()
-	l.lastTry, l.joinDeadline = l.lastHeard, l.lastHeard
+	l.lastTry, l.quietUntil = l.lastHeard, l.lastHeard
 	l.setSilent(false, "")
+	if first && l.restarts {
+		l.restarts = false
+		l.log.Info(l.node.ID + " has restarted")
+	}
 	l.isOut = false
 	return in.unpack(packed, l)
 }
@@ -167,6 +173,10 @@ func (l *link) record(src *remoteRank, rec *msg.Record) {
 		if old != nil && old.identity == src.identity {
 			delete(l.ranks, key)
 			old.mailbox.stop()
+		}
+	case msg.RecState:
+		if rec.Draining && rec.Cause == msg.CauseRestarting {
+			l.expectRestart()
 		}
 	default:
 	}
@@ -225,9 +235,12 @@ func (l *link) setSilent(silent bool, why string) {
 	}
 }
 
-// warnSilent logs once that the node is silent; not while it may be joining.
+// isQuiet reports whether the node's silence is expected.
+func (l *link) isQuiet() bool { return time.Now().Before(l.quietUntil) }
+
+// warnSilent logs once that the node is silent; not while that is expected.
 func (l *link) warnSilent(why string) {
-	if l.hasWarned || time.Now().Before(l.joinDeadline) {
+	if l.hasWarned || l.isQuiet() {
 		return
 	}
 	l.hasWarned = true
@@ -238,7 +251,12 @@ func (l *link) warnSilent(why string) {
 // takeOut takes the node's ranks out. It logs nothing if why is "".
 func (l *link) takeOut(why string) {
 	if why != "" && !l.isOut && len(l.ranks) > 0 {
-		l.log.Warn("a node's ranks are out", slog.String("cause", why), slog.Int("ranks", len(l.ranks)))
+		level := slog.LevelWarn
+		if l.isQuiet() {
+			level = slog.LevelInfo
+		}
+		l.log.Log(context.Background(), level, "a node's ranks are out", slog.String("cause", why),
+			slog.Int("ranks", len(l.ranks)))
 	}
 	l.isOut = true
 	for _, src := range l.ranks {
@@ -248,13 +266,33 @@ func (l *link) takeOut(why string) {
 
 // onStreamEnd handles the end of a stream: the node's ranks are suspect at once, and out if the connection
 // was refused.
-func (l *link) onStreamEnd(err error) {
+func (l *link) onStreamEnd(heard bool, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	if isRestart(err) {
+		l.expectRestart()
+	}
+	if heard && l.restarts {
+		l.quietUntil = time.Now().Add(quietTime)
+	}
 	l.setSilent(true, err.Error())
 	if isConnRefused(err) {
 		l.takeOut(err.Error())
 	}
+}
+
+// expectRestart notes that the node has said that its process is replaced: by the state of a rank or, as it may
+// have none that serves, at the end of the stream.
+func (l *link) expectRestart() {
+	if !l.restarts {
+		l.restarts = true
+		l.log.Info(l.node.ID + " restarts")
+	}
+}
+
+// isRestart reports whether the node has ended the stream because its process is replaced.
+func isRestart(err error) bool {
+	return status.Convert(err).Message() == status.Convert(errRestarts).Message()
 }
 
 // isConnRefused says whether the node's kernel refused the connection. gRPC gives the reason as text only.

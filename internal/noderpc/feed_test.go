@@ -86,7 +86,7 @@ func TestFeedClosesWithoutAWarning(t *testing.T) {
 		defer w.stop()
 		w.rank(0, 10)
 		n := c.ingress("i1", nil)
-		time.Sleep(2 * joinTime)
+		time.Sleep(2 * quietTime)
 		require.Len(t, n.ids(), 1)
 		n.feed.Close()
 		synctest.Wait()

@@ -1,6 +1,7 @@
 package noderpc
 
 import (
+	"cmp"
 	"context"
 	"log/slog"
 	"slices"
@@ -52,7 +53,7 @@ type StreamServer struct {
 	counts                           streamCounts
 
 	mu       sync.Mutex
-	closed   bool
+	ended    error // why streams end and none begins; nil while they are served
 	ranks    map[unitRank]*liveRank
 	lastSlot uint64
 	records  recordLog
@@ -105,21 +106,33 @@ func NewStreamServer(c StreamServerConfig) *StreamServer {
 	return s
 }
 
+// Reasons of the end of all streams, for the nodes that read them.
+var (
+	errShutDown = status.Error(codes.Unavailable, "the node is shutting down")
+	// errRestarts makes the silence that follows an expected one (link.onStreamEnd).
+	errRestarts = status.Error(codes.Unavailable, "dpserve restarts on this node")
+)
+
+// Restart ends every stream before the node's process is replaced, and tells its reader. Close follows.
+func (s *StreamServer) Restart() { s.endStreams(errRestarts) }
+
 // Close ends every stream and both subscriptions. It is idempotent. It waits for all goroutines that New and
 // the streams started.
 func (s *StreamServer) Close() {
-	s.mu.Lock()
-	first := !s.closed
-	s.closed = true
-	for _, sub := range s.streams {
-		sub.finish(status.Error(codes.Unavailable, "the node is shutting down"))
-	}
-	s.mu.Unlock()
-	if first {
-		s.cancelBroadcast()
-		s.cancelSnapshots()
-	}
+	s.endStreams(errShutDown)
+	s.cancelBroadcast()
+	s.cancelSnapshots()
 	s.running.Wait()
+}
+
+// endStreams ends every stream and refuses others. The first reason stays.
+func (s *StreamServer) endStreams(why error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.ended = cmp.Or(s.ended, why)
+	for _, sub := range s.streams {
+		sub.finish(s.ended)
+	}
 }
 
 // Stats returns the counters.
@@ -182,8 +195,8 @@ func (s *StreamServer) addStream(name string) (*subscriber, error) {
 	sub := &subscriber{name: name, wake: make(chan struct{}, 1), done: make(chan struct{})}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.closed {
-		return nil, status.Error(codes.Unavailable, "the node is shutting down")
+	if s.ended != nil {
+		return nil, s.ended
 	}
 	if old := s.streams[name]; old != nil {
 		s.removeStream(old)

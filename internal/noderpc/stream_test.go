@@ -117,6 +117,54 @@ func TestSilenceOfANodeThatJoins(t *testing.T) {
 	})
 }
 
+// TestARestartThatWasAnnounced: a node says that its process is replaced. Its silence is no warning then,
+// unless it lasts.
+func TestARestartThatWasAnnounced(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newStreamNet(t)
+		var out growingLog
+		c.log = slog.New(slog.NewTextHandler(&out, nil))
+		w := c.worker("n1")
+		a := w.rank(0, 10)
+		n := c.ingress("i1", nil)
+		defer n.stop()
+		time.Sleep(time.Minute)
+		for times := 1; times <= 2; times++ {
+			w.streams.Restart()
+			time.Sleep(time.Second / 2)
+			w.kill()
+			time.Sleep(4 * time.Second)
+			assert.Empty(t, n.ids(), "its ranks are out")
+			w.listen()
+			time.Sleep(2 * time.Second)
+			n.assertEqual(t, a)
+			assert.Equal(t, times, strings.Count(out.String(), `level=INFO msg="n1 restarts"`))
+			assert.Equal(t, times, strings.Count(out.String(), `level=INFO msg="n1 has restarted"`))
+			assert.NotContains(t, out.String(), "WARN")
+		}
+		a.do(func() { // a rank says so too, in case the process ends before the end of the stream is sent
+			a.emit(msg.Record{
+				Kind: msg.RecState, Cause: msg.CauseRestarting, RankState: msg.RankState{Draining: true},
+			})
+		})
+		settle()
+		w.kill()
+		time.Sleep(quietTime - time.Second)
+		assert.NotContains(t, out.String(), "WARN")
+		time.Sleep(time.Minute)
+		assert.Equal(t, 1, strings.Count(out.String(), "level=WARN msg=\"a node's stream is silent"), &out)
+		w.listen()
+		time.Sleep(5 * time.Second)
+		n.assertEqual(t, a)
+		w.kill() // not announced
+		settle()
+		assert.Equal(t, 2, strings.Count(out.String(), "level=WARN msg=\"a node's stream is silent"), &out)
+		assert.Equal(t, 1, strings.Count(out.String(), "level=WARN msg=\"a node's ranks are out"), &out)
+		w.listen()
+		w.stop()
+	})
+}
+
 // TestSilence: after 1 s without a message the node is silent, after 3 s its ranks are out; a message brings
 // the ranks back.
 func TestSilence(t *testing.T) {

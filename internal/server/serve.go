@@ -190,6 +190,7 @@ func (n *Node) detach() error {
 	}
 	n.handOverLeadership()
 	n.node.Detach(n.life.ctx, n.cfg.RestartGrace, restartWait)
+	n.services.restart()
 	ctx, cancel := context.WithTimeout(n.life.ctx, afterDrain)
 	defer cancel()
 	if err := n.closeIngress(ctx); err != nil {

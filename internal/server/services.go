@@ -129,6 +129,13 @@ func (s *services) streamCounts() telemetry.StreamCounts {
 	return c
 }
 
+// restart tells the readers of this node's ranks that its process is replaced. It may be called on nil.
+func (s *services) restart() {
+	if s != nil && s.stream != nil {
+		s.stream.Restart()
+	}
+}
+
 // close ends the services and waits. It may be called on nil.
 func (s *services) close() error {
 	if s == nil {
