@@ -118,7 +118,7 @@ func TestTokensByClient(t *testing.T) {
 	require.NoError(t, c.RevokeToken(t.Context(), "5f2c9d0e11aa"))
 	require.NoError(t, c.RevokeAllTokens(t.Context()))
 	assert.Equal(t, []string{"5f2c9d0e11aa", ""}, k.revoked)
-	assert.Error(t, c.RevokeToken(t.Context(), ""), "no id is not all of them")
+	require.Error(t, c.RevokeToken(t.Context(), ""), "no id is not all of them")
 	assert.Len(t, k.revoked, 2)
 }
 
@@ -127,9 +127,10 @@ func TestTokensAreBounded(t *testing.T) {
 	for _, req := range []client.TokenRequest{
 		{TTL: time.Minute, Uses: 1, Roles: []string{"work"}},
 		{TTL: time.Minute, Uses: 1, Roles: []string{"worker", "worker"}},
-		{TTL: time.Minute}, {TTL: 0, Uses: 1}, {TTL: 365 * 24 * time.Hour, Uses: 1}, {
-			TTL: time.Minute, Uses: 1 << 20,
-		},
+		{TTL: time.Minute},
+		{TTL: 0, Uses: 1},
+		{TTL: 365 * 24 * time.Hour, Uses: 1},
+		{TTL: time.Minute, Uses: 1 << 20},
 	} {
 		_, err := c.NewToken(t.Context(), req)
 		assert.Equal(t, client.CodeInvalidArgument, client.CodeOf(err), req)

@@ -261,13 +261,13 @@ func TestRefusedDataDirs(t *testing.T) {
 			assertConflict(t, err, tc.message, tc.tip)
 		})
 	}
-	require.NoError(t, os.Chmod(mine, 0o777)) //nolint:gosec // the folder that is refused
+	require.NoError(t, os.Chmod(mine, 0o777))
 	_, err = cluster.Open(cluster.Config{DataDir: mine})
 	require.ErrorContains(t, err, "data dir: "+mine+" has mode 0777, so that other users may write there")
 	_, err = cluster.Identify(mine, "node-1")
 	require.ErrorContains(t, err, "has mode 0777")
-	require.NoError(t, os.Chmod(mine, 0o700)) //nolint:gosec // a folder
-	open(t, cluster.Config{DataDir: mine})    // each refusal left the dir as it was, and unlocked
+	require.NoError(t, os.Chmod(mine, 0o700))
+	open(t, cluster.Config{DataDir: mine}) // each refusal left the dir as it was, and unlocked
 }
 
 func assertConflict(t *testing.T, err error, message, hint string) {

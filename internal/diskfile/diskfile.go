@@ -86,8 +86,8 @@ func Await(dir string, limit time.Duration, calls func() error) error {
 // hung holds a channel for each folder whose writes hang in a test; it is closed when they end.
 var hung sync.Map
 
-// Hang makes every Replace of a file in dir hang until end is called. It is for tests: no write of a real
-// disk can be made to hang.
+// Hang makes every Replace of a file in dir hang until end is called. It is for tests on fake time, whose
+// clock stands still while a call of the kernel hangs.
 func Hang(dir string) (end func()) {
 	over := make(chan struct{})
 	hung.Store(dir, over)

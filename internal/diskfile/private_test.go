@@ -67,14 +67,14 @@ func TestPrivateFolders(t *testing.T) {
 		assertRefused(t, CheckPrivate(link), found, "")
 	}
 	check("", "")
-	require.NoError(t, os.Chmod(dir, 0o777)) //nolint:gosec // the folder that is refused
+	require.NoError(t, os.Chmod(dir, 0o777))
 	check(" has mode 0777", "`chmod go-w "+dir+"`")
-	require.NoError(t, os.Chmod(dir, 0o700))  //nolint:gosec // a folder
-	require.NoError(t, os.Chmod(raft, 0o770)) //nolint:gosec // the folder that is refused
+	require.NoError(t, os.Chmod(dir, 0o700))
+	require.NoError(t, os.Chmod(raft, 0o770))
 	check("raft has mode 0770", "`chmod go-w "+raft+"`")
 	if os.Geteuid() == 0 {
 		const nobody = 65534
-		require.NoError(t, os.Chmod(raft, 0o700)) //nolint:gosec // a folder
+		require.NoError(t, os.Chmod(raft, 0o700))
 		require.NoError(t, os.Lchown(raft, nobody, -1))
 		check("raft belongs to user 65534", "`chown -R 0 "+raft+"`")
 		require.NoError(t, os.Lchown(dir, nobody, -1))

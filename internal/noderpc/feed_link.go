@@ -153,7 +153,7 @@ func (l *link) onMessage(in *unpacker, packed []byte, first bool) error {
 	l.setSilent(false, "")
 	if first && l.restarts {
 		l.restarts = false
-		l.log.Info(l.node.ID + " has restarted")
+		l.log.Info("a node has restarted")
 	}
 	l.isOut = false
 	return in.unpack(packed, l)
@@ -251,12 +251,11 @@ func (l *link) warnSilent(why string) {
 // takeOut takes the node's ranks out. It logs nothing if why is "".
 func (l *link) takeOut(why string) {
 	if why != "" && !l.isOut && len(l.ranks) > 0 {
-		level := slog.LevelWarn
+		logOut := l.log.Warn
 		if l.isQuiet() {
-			level = slog.LevelInfo
+			logOut = l.log.Info
 		}
-		l.log.Log(context.Background(), level, "a node's ranks are out", slog.String("cause", why),
-			slog.Int("ranks", len(l.ranks)))
+		logOut("a node's ranks are out", slog.String("cause", why), slog.Int("ranks", len(l.ranks)))
 	}
 	l.isOut = true
 	for _, src := range l.ranks {
@@ -281,12 +280,12 @@ func (l *link) onStreamEnd(heard bool, err error) {
 	}
 }
 
-// expectRestart notes that the node has said that its process is replaced: by the state of a rank or, as it may
-// have none that serves, at the end of the stream.
+// expectRestart notes that the node has said that its process is replaced: by the state of a rank or, as it
+// may have none that serves, at the end of the stream.
 func (l *link) expectRestart() {
 	if !l.restarts {
 		l.restarts = true
-		l.log.Info(l.node.ID + " restarts")
+		l.log.Info("a node restarts, its engines go on")
 	}
 }
 

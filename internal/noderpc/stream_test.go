@@ -129,6 +129,7 @@ func TestARestartThatWasAnnounced(t *testing.T) {
 		n := c.ingress("i1", nil)
 		defer n.stop()
 		time.Sleep(time.Minute)
+		said := func(line string) int { return strings.Count(out.String(), line+" room=remote peer=n1") }
 		for times := 1; times <= 2; times++ {
 			w.streams.Restart()
 			time.Sleep(time.Second / 2)
@@ -138,8 +139,8 @@ func TestARestartThatWasAnnounced(t *testing.T) {
 			w.listen()
 			time.Sleep(2 * time.Second)
 			n.assertEqual(t, a)
-			assert.Equal(t, times, strings.Count(out.String(), `level=INFO msg="n1 restarts"`))
-			assert.Equal(t, times, strings.Count(out.String(), `level=INFO msg="n1 has restarted"`))
+			assert.Equal(t, times, said(`level=INFO msg="a node restarts, its engines go on"`))
+			assert.Equal(t, times, said(`level=INFO msg="a node has restarted"`))
 			assert.NotContains(t, out.String(), "WARN")
 		}
 		a.do(func() { // a rank says so too, in case the process ends before the end of the stream is sent

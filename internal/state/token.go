@@ -85,7 +85,7 @@ func (t *Token) checkUse(c *UseToken) error {
 	switch {
 	case t.Revoked:
 		return problem.New(problem.Unauthenticated, "use token: %w: %s", ErrTokenRevoked, t.ID()).
-			WithHint(newTokenHint)
+			WithHint(hintNewOne)
 	case c.Now >= t.Expires:
 		return tokenError(ErrTokenExpired)
 	}
@@ -155,8 +155,8 @@ func (t *Token) goesBefore(o *Token) bool {
 	return t.Expires < o.Expires
 }
 
-const newTokenHint = "make a new one on a node of the cluster: dpserve token"
+const hintNewOne = "make a new one on a node of the cluster: dpserve token"
 
 func tokenError(why error) error {
-	return problem.New(problem.Unauthenticated, "use token: %w", why).WithHint(newTokenHint)
+	return problem.New(problem.Unauthenticated, "use token: %w", why).WithHint(hintNewOne)
 }

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/internal/problem"
 )
@@ -109,7 +110,7 @@ func TestTokensOfRoles(t *testing.T) {
 	assert.True(t, m.must(ask("u1", RoleWorker)).Unchanged)
 
 	err := m.refused(ask("u3", RoleControl, RoleWorker), ErrTokenRoles, problem.PermissionDenied)
-	assert.EqualError(t, err, "use token: join token is not for these roles: 0123456789ab is for worker, "+
+	require.EqualError(t, err, "use token: join token is not for these roles: 0123456789ab is for worker, "+
 		"ingress, and the node asks for control")
 	why, _ := errors.AsType[*problem.Error](err)
 	assert.Equal(t, "join with --roles worker,ingress, or make another token: dpserve token --roles "+
@@ -133,7 +134,7 @@ func TestRevokedTokens(t *testing.T) {
 	assert.True(t, m.must(revoke("aaaaaaaaaaaa")).Unchanged)
 	m.refused(use("aaaaaaaaaaaa1", "u1", 2), ErrTokenRevoked, problem.Unauthenticated)
 	err := m.refused(use("aaaaaaaaaaaa1", "u2", 2), ErrTokenRevoked, problem.Unauthenticated)
-	assert.EqualError(t, err, "use token: join token was revoked: aaaaaaaaaaaa")
+	require.EqualError(t, err, "use token: join token was revoked: aaaaaaaaaaaa")
 	m.must(use("bbbbbbbbbbbb1", "u2", 2))
 	m.must(revoke(""))
 	m.refused(use("bbbbbbbbbbbb1", "u2", 2), ErrTokenRevoked, problem.Unauthenticated)

@@ -3,6 +3,7 @@ package membership
 import (
 	"bytes"
 	"log/slog"
+	"maps"
 	"strings"
 	"sync"
 	"time"
@@ -54,6 +55,9 @@ const noUDP = "UDP probes failed"
 const (
 	warnEvery  = time.Second
 	noUDPEvery = time.Minute
+	// noUDPAgain is the time within which the same is said of the same node again if UDP is blocked. Once is
+	// no reason for a warning: a node that restarts may begin between the probe by UDP and the one by TCP.
+	noUDPAgain = 5 * time.Minute
 )
 
 // logReader reads memberlist's log. It counts refusals and logs them at most once per second and reason. All
@@ -65,10 +69,15 @@ type logReader struct {
 	mu   sync.Mutex
 	last map[string]time.Time
 	left map[string]int // refusals since the last line
+	// the last line about each node that only TCP reached, by its text, of the last noUDPAgain
+	overTCP map[string]time.Time
 }
 
 func newLogReader(log *slog.Logger, refused func(Reason)) *logReader {
-	return &logReader{log: log, refused: refused, last: map[string]time.Time{}, left: map[string]int{}}
+	return &logReader{
+		log: log, refused: refused, last: map[string]time.Time{}, left: map[string]int{},
+		overTCP: map[string]time.Time{},
+	}
 }
 
 // Write reads one line.
@@ -84,13 +93,24 @@ func (l *logReader) Write(line []byte) (int, error) {
 			return len(line), nil
 		}
 		l.warn(string(reason), warnEvery, "gossip was refused", text)
-	} else if strings.Contains(text, noUDP) {
+	} else if strings.Contains(text, noUDP) && l.isRepeated(text) {
 		l.warn(noUDP, noUDPEvery, "gossip reaches a node over TCP only: is UDP blocked between the nodes?",
 			text)
 	} else {
 		l.log.Debug("gossip", "text", text)
 	}
 	return len(line), nil
+}
+
+// isRepeated reports whether the same was said within noUDPAgain.
+func (l *logReader) isRepeated(text string) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	now := time.Now()
+	maps.DeleteFunc(l.overTCP, func(_ string, at time.Time) bool { return now.Sub(at) >= noUDPAgain })
+	_, repeated := l.overTCP[text]
+	l.overTCP[text] = now
+	return repeated
 }
 
 func reasonOf(text string) Reason {

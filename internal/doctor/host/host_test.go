@@ -41,7 +41,7 @@ func TestCollect(t *testing.T) {
 	defer func() { _ = l.Close() }()
 	port := l.Addr().(*net.TCPAddr).Port
 	dir := t.TempDir()
-	require.NoError(t, os.Chmod(dir, 0o700)) //nolint:gosec // the umask may let a group write
+	require.NoError(t, os.Chmod(dir, 0o700)) // the umask may let a group write
 	f := Collect(t.Context(), &Config{
 		DataDir: dir, Slots: 4, Streams: 100, Environ: os.Environ(),
 		Ports: []doctor.Port{
@@ -169,7 +169,7 @@ func TestDataDirs(t *testing.T) {
 	require.NoError(t, syscall.Flock(int(lock.Fd()), syscall.LOCK_EX))
 	assert.True(t, inspectDataDir(dir).InUse)
 
-	require.NoError(t, os.Chmod(dir, 0o777)) //nolint:gosec // the folder that is refused
+	require.NoError(t, os.Chmod(dir, 0o777))
 	d = inspectDataDir(dir)
 	assert.True(t, d.InUse)
 	assert.Contains(t, d.Error, dir+" has mode 0777")
