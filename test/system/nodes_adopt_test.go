@@ -157,8 +157,16 @@ func TestEN2RestartWithAnotherBinary(t *testing.T) {
 	load.Reaches(128)
 	y := load.End()
 	assert.Zero(t, y.Refused+y.Broken+y.Cut+y.Hung, "streams end within the wait of a restart: %v", y)
+	busy := &harness.Expected{} // a busy machine may elect another leader at any time
+	busy.Expect(harness.Fault{
+		{Msg: "the node's lease cannot be renewed", Why: "the leader is late, or new"},
+		{
+			Msg: "a node's (stream is silent, its ranks are used last|ranks are out)", With: "nothing is heard",
+			Why: "the readers get no processor",
+		},
+	})
 	for m, before := range said {
-		(&harness.Expected{}).Check(t, m.Name, m.Output()[before:])
+		busy.Check(t, m.Name, m.Output()[before:])
 	}
 	for _, m := range []*harness.Member{a, b} {
 		since := m.Output()[said[m]:]
