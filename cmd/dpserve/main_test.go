@@ -22,6 +22,7 @@ func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && (os.Args[1] == "engine" || os.Args[1] == shim.Command) {
 		os.Exit(runProcess()) // an engine or a shim that a node under test started from this binary
 	}
+	syscall.Umask(0o022) // t.TempDir makes data dirs that only this user may write
 	// Children would inherit a signal that is ignored, as nohup and the & of scripts do. A shell that a test
 	// ends with it would wait for ever.
 	for _, s := range []os.Signal{syscall.SIGHUP, os.Interrupt} {

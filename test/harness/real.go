@@ -379,13 +379,12 @@ const (
 func DataDir(t testing.TB) string {
 	t.Helper()
 	var fs syscall.Statfs_t
+	in := memoryFiles
 	if syscall.Statfs(memoryFiles, &fs) != nil || fs.Bavail*uint64(fs.Bsize) < memoryFilesMin {
-		return t.TempDir()
+		in = t.TempDir()
 	}
-	dir, err := os.MkdirTemp(memoryFiles, "dpserve-test-")
-	if err != nil {
-		return t.TempDir()
-	}
+	dir, err := os.MkdirTemp(in, "dpserve-test-") // no other user may write there, whatever the umask
+	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, os.RemoveAll(dir)) })
 	return dir
 }
