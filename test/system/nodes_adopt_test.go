@@ -161,8 +161,8 @@ func TestEN2RestartWithAnotherBinary(t *testing.T) {
 	busy.Expect(harness.Fault{
 		{Msg: "the node's lease cannot be renewed", Why: "the leader is late, or new"},
 		{
-			Msg: "a node's (stream is silent, its ranks are used last|ranks are out)", With: "nothing is heard",
-			Why: "the readers get no processor",
+			Msg:  "a node's (stream is silent, its ranks are used last|ranks are out)",
+			With: "nothing is heard", Why: "the readers get no processor",
 		},
 	})
 	for m, before := range said {
