@@ -335,7 +335,7 @@ func (c *Command) Level() int {
 		return shareLevel
 	case c.PutApps != nil && c.PutApps.isPools():
 		return poolLevel
-	case c.PutToken != nil && c.PutToken.isOfRoles(), c.UseToken != nil && len(c.UseToken.Roles) > 0:
+	case c.PutToken != nil && c.PutToken.needsTokenLevel(), c.UseToken != nil && len(c.UseToken.Roles) > 0:
 		return tokenLevel
 	}
 	return c.kinds()[c.Kind()].level

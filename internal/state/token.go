@@ -64,8 +64,8 @@ func (t *Token) Status(now time.Time) string {
 	return "valid"
 }
 
-// isOfRoles reports whether the record has fields that only tokenLevel knows.
-func (t *Token) isOfRoles() bool { return len(t.Roles) > 0 || t.Made != 0 || t.By != "" }
+// needsTokenLevel reports whether the record has fields that only tokenLevel knows.
+func (t *Token) needsTokenLevel() bool { return len(t.Roles) > 0 || t.Made != 0 || t.By != "" }
 
 // check refuses a token that cannot be stored.
 func (t *Token) check() error {

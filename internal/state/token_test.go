@@ -90,6 +90,9 @@ func TestTokensOfRoles(t *testing.T) {
 			Hash: "0123456789abcdef", UID: uid, Key: "k", Roles: roles, Now: 1,
 		}}
 	}
+	asked, old := ask("u", RoleWorker), token("h", 1, 1)
+	assert.Equal(t, tokenLevel, asked.Level())
+	assert.Equal(t, 1, old.Level())
 	m := newMachine(t)
 	made := Token{
 		Hash: "0123456789abcdef", Expires: 100, Uses: 3, Roles: []Role{RoleWorker, RoleIngress}, Made: 1,
@@ -98,6 +101,7 @@ func TestTokensOfRoles(t *testing.T) {
 	m.refused(Command{PutToken: &Token{Hash: "h", Expires: 1, Uses: 1, Roles: []Role{"x"}}}, ErrBadCommand,
 		problem.InvalidArgument)
 	m.must(Command{PutToken: &made})
+	assert.Equal(t, tokenLevel, (&Command{PutToken: &made}).Level())
 	for name, roles := range map[string][]Role{
 		"one more": {RoleWorker, RoleControl}, "all": {RoleControl, RoleWorker, RoleIngress},
 		"another": {RoleControl}, "none told": nil,
