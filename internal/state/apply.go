@@ -17,6 +17,7 @@ func New() *State {
 	return &State{
 		Apps: map[string]*App{}, Units: map[string]*Unit{}, Epochs: map[string]uint64{},
 		Revisions: map[string]uint64{}, Nodes: map[string]*Node{}, Tokens: map[string]*Token{},
+		Served: map[string]string{},
 	}
 }
 
@@ -85,7 +86,7 @@ func (s *State) Clone() *State {
 	c := *s
 	c.Apps, c.Units, c.Epochs, c.Revisions = maps.Clone(s.Apps), maps.Clone(s.Units), maps.Clone(s.Epochs),
 		maps.Clone(s.Revisions)
-	c.Nodes, c.Tokens = maps.Clone(s.Nodes), maps.Clone(s.Tokens)
+	c.Nodes, c.Tokens, c.Served = maps.Clone(s.Nodes), maps.Clone(s.Tokens), maps.Clone(s.Served)
 	return &c
 }
 
@@ -362,6 +363,7 @@ func (s *State) forgetApp(c *ForgetApp) error {
 		}
 	}
 	delete(s.Apps, c.Name)
+	maps.DeleteFunc(s.Served, func(unit, _ string) bool { return strings.HasPrefix(unit, c.Name+"/") })
 	s.Revisions[c.Name] = a.Revision
 	s.dropOldNames()
 	return nil
@@ -480,20 +482,6 @@ func (u *Unit) sameLaunch(v *Unit) bool {
 	return u.AppRevision == v.AppRevision || (u.Launch != "" && u.Launch == v.Launch)
 }
 
-// Holds reports whether the unit holds its ranks, slots, devices and ports. A failed unit holds nothing,
-// because it fails only after its processes are gone.
-func (u *Unit) Holds() bool { return u.Phase != Failed }
-
-// HasRank reports whether a rank of the group is the unit's.
-func (u *Unit) HasRank(rank int) bool {
-	return slices.ContainsFunc(u.Ranks, func(r RankGrant) bool { return r.Rank == rank })
-}
-
-// IsOn reports whether the unit has a rank on a node.
-func (u *Unit) IsOn(node string) bool {
-	return slices.ContainsFunc(u.Ranks, func(r RankGrant) bool { return r.Node == node })
-}
-
 func (s *State) unitReady(c *UnitRef) error {
 	return s.changePhase("unit ready", c,
 		func(n *Unit) { n.Phase, n.Reason, n.LogTail, n.Since = Ready, "", nil, c.At })
@@ -504,7 +492,8 @@ func (s *State) unitFenced(c *UnitRef) error {
 		func(n *Unit) { n.Phase, n.Reason, n.Since = Fenced, c.Reason, c.At })
 }
 
-// changePhase changes the record of a unit that has not failed.
+// changePhase changes the record of a unit that is ready, or was ready until now, and notes what it was ready
+// with. It refuses one that has failed.
 func (s *State) changePhase(verb string, c *UnitRef, change func(*Unit)) error {
 	u, err := s.unitAtEpoch(verb, c)
 	if err != nil {
@@ -515,10 +504,11 @@ func (s *State) changePhase(verb string, c *UnitRef, change func(*Unit)) error {
 			WithHint("deploy the application again")
 	}
 	s.updateUnit(u, change)
+	s.Served[u.ID] = u.Launch
 	return nil
 }
 
-// unitFailed gives up on a unit until the next deploy. The record keeps the reason and holds nothing.
+// unitFailed ends the first attempts of a unit. The record keeps the reason and holds nothing.
 func (s *State) unitFailed(c *UnitRef) error {
 	u, err := s.unitAtEpoch("unit failed", c)
 	if err != nil {

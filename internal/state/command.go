@@ -258,13 +258,16 @@ func checkComplete(s *State) error {
 	return checkNodesComplete(s)
 }
 
-// checkNodesComplete checks nodes and tokens. An older snapshot may have no table of them.
+// checkNodesComplete checks nodes and tokens. A snapshot has no table of what there is none of.
 func checkNodesComplete(s *State) error {
 	if s.Nodes == nil {
 		s.Nodes = map[string]*Node{}
 	}
 	if s.Tokens == nil {
 		s.Tokens = map[string]*Token{}
+	}
+	if s.Served == nil {
+		s.Served = map[string]string{}
 	}
 	holders := make(map[string]string, len(s.Nodes))
 	for id, n := range s.Nodes {

@@ -113,6 +113,20 @@ type Unit struct {
 	Since   int64       `json:"since,omitempty"`    // unix ms, leader's clock: begin of Phase; 0 = unknown
 }
 
+// Holds reports whether the unit holds its ranks, slots, devices and ports. A failed unit holds nothing,
+// because it fails only after its processes are gone.
+func (u *Unit) Holds() bool { return u.Phase != Failed }
+
+// HasRank reports whether a rank of the group is the unit's.
+func (u *Unit) HasRank(rank int) bool {
+	return slices.ContainsFunc(u.Ranks, func(r RankGrant) bool { return r.Rank == rank })
+}
+
+// IsOn reports whether the unit has a rank on a node.
+func (u *Unit) IsOn(node string) bool {
+	return slices.ContainsFunc(u.Ranks, func(r RankGrant) bool { return r.Node == node })
+}
+
 // State is the replicated state. Only Apply writes it. Readers hold a snapshot (Clone) and never change it.
 type State struct {
 	Index    uint64           `json:"index"`            // raft index of the last command
@@ -127,6 +141,9 @@ type State struct {
 	// repeats one.
 	Epochs map[string]uint64 `json:"epochs"`
 	Nodes  map[string]*Node  `json:"nodes,omitempty"`
+	// Served has what each unit was ready with last: its Unit.Launch. It outlives grants and releases, and
+	// ends with the application. What has served is started again for ever.
+	Served map[string]string `json:"served,omitempty"`
 
 	// Revisions and Epochs keep only the last maxGoneNames names of what is gone. The dropped numbers are at
 	// most these.

@@ -1,7 +1,6 @@
 package state
 
 import (
-	"cmp"
 	"strings"
 	"time"
 )
@@ -11,13 +10,15 @@ import (
 type Machine struct {
 	Phase     Phase // "" = not wanted and never seen
 	Epoch     uint64
-	Attempt   int  // starts since the last ready, of the grant in hand, from 1
-	Failures  int  // failures after ready in a row
-	Starts    int  // grants since the unit was wanted anew
-	Attach    bool // dpserve did not start the engine: it recovers in place, fenced → ready
-	Stopping  bool // the grant in hand is not wanted: its end is followed by a release
-	WasReady  bool // the grant in hand was ready once
-	Confirmed bool // every node confirmed the last order
+	Launch    string // Unit.Launch of the grant in hand
+	Served    string // what the unit was ready with last, also before this leader and this grant
+	Attempt   int    // starts since the last ready, of the grant in hand, from 1
+	Failures  int    // ends in a row of a unit that has served, failed starts included
+	Starts    int    // grants since the unit was wanted anew
+	Attach    bool   // dpserve did not start the engine: it recovers in place, fenced → ready
+	Stopping  bool   // the grant in hand is not wanted: its end is followed by a release
+	WasReady  bool   // the grant in hand was ready once
+	Confirmed bool   // every node confirmed the last order
 	// NodeLost: a node of the grant is lost and the others stop their ranks. A release and another grant
 	// follow.
 	NodeLost bool
@@ -37,7 +38,7 @@ type UnitEventKind uint8
 // The events. Those of the first block come from the controller, the others from nodes and carry an epoch.
 const (
 	EvWant UnitEventKind = iota // the committed app wants the unit
-	// a deploy of its app, or a node joined: a failed unit gets three more attempts
+	// a deploy of its app, or a node joined: a failed unit gets three more attempts at once
 	EvRedeploy
 	EvUnwant  // delete, newer revision or node drain: Grace for running streams
 	EvGranted // GrantGroup committed: Epoch, Attempt
@@ -59,8 +60,10 @@ const (
 // Event is one thing that happened to a unit.
 type Event struct {
 	Kind    UnitEventKind
-	Epoch   uint64 // EvGranted: the new one; node events: theirs. Next ignores events of other epochs
-	Attempt int    // EvGranted
+	Epoch   uint64  // EvGranted: the new one; node events: theirs. Next ignores events of other epochs
+	Launch  string  // EvGranted: Unit.Launch
+	Attempt int     // EvGranted
+	Spread  float64 // random, from 0 to 1, another one for each unit: how much shorter a wait is
 	Grace   time.Duration
 	// EvFenced, EvGone: every node saw its ranks ready (their EvReady may have been lost)
 	WasReady bool
@@ -158,17 +161,38 @@ func (m *Machine) handleWant() []Effect {
 	if m.Phase != "" && m.Phase != Gone {
 		return nil
 	}
-	*m = Machine{Phase: Pending, Epoch: m.Epoch, Attach: m.Attach}
+	m.forget(Pending)
 	return []Effect{{Kind: DoGrant, Attempt: 1}}
 }
 
-// handleRedeploy gives a failed unit three more attempts and lets one in backoff try at once.
+// forget keeps of a unit without a grant what its next grant needs, and enters a phase.
+func (m *Machine) forget(p Phase) {
+	*m = Machine{Phase: p, Epoch: m.Epoch, Served: m.Served, Attach: m.Attach}
+}
+
+// handleRedeploy gives a failed unit three more attempts and lets one in backoff try at once. The start under
+// way of a unit that has failed is the first of the three.
 func (m *Machine) handleRedeploy() []Effect {
+	if m.HasFailed() && m.mayRun() {
+		m.Attempt = 1
+	}
 	if m.Phase != Failed && m.Phase != Backoff {
 		return nil
 	}
-	*m = Machine{Phase: Pending, Epoch: m.Epoch, Attach: m.Attach, Starts: m.Starts}
+	starts := m.Starts
+	m.forget(Pending)
+	m.Starts = starts
 	return []Effect{{Kind: DoGrant, Attempt: 1}}
+}
+
+// hasServed reports whether the unit was ever ready with what the grant in hand starts: then it is started
+// for ever.
+func (m *Machine) hasServed() bool { return m.Launch != "" && m.Launch == m.Served }
+
+// HasFailed reports whether the first attempts of a unit that has never served have failed, and no later one
+// has made it ready.
+func (m *Machine) HasFailed() bool {
+	return m.Phase == Failed || m.Attempt > MaxStartAttempts && !m.WasReady && !m.hasServed()
 }
 
 // handleUnwant ends the grant in hand: at once if it has no processes, after its streams if it is ready.
@@ -193,7 +217,9 @@ func (m *Machine) handleUnwant(e Event, now time.Time, t Timers) []Effect {
 
 // endGrant clears everything but the epoch.
 func (m *Machine) endGrant() []Effect {
-	*m = Machine{Phase: Gone, Epoch: m.Epoch, Attach: m.Attach, Reason: m.Reason}
+	reason := m.Reason
+	m.forget(Gone)
+	m.Reason = reason
 	if m.Epoch == 0 {
 		return nil
 	}
@@ -207,14 +233,14 @@ func (m *Machine) handleGranted(e Event, now time.Time, t Timers) []Effect {
 		return nil
 	}
 	switch m.Phase {
-	case Pending, Backoff:
+	case Pending, Backoff, Failed:
 	case Gone, "":
 		m.Phase, m.Epoch = Gone, e.Epoch
 		return []Effect{{Kind: ProposeRelease}}
 	default:
 		return nil
 	}
-	m.Phase, m.Epoch, m.Attempt = Starting, e.Epoch, max(1, e.Attempt)
+	m.Phase, m.Epoch, m.Launch, m.Attempt = Starting, e.Epoch, e.Launch, max(1, e.Attempt)
 	m.Starts++
 	m.Confirmed, m.WasReady, m.Died, m.ReadyAt, m.Due = false, false, false, time.Time{}, now.Add(t.Resend)
 	if m.Starts == 1 {
@@ -237,27 +263,26 @@ func (m *Machine) handleLost(e Event, now time.Time, t Timers) []Effect {
 	case m.Phase == Backoff: // the failed starts before the loss stay counted
 		return m.requestGrant(e, m.Attempt+1)
 	case !m.WasReady && !m.Attach && !e.Asked:
-		return m.countFailedStart(e, now, t)
+		return m.countLostStart(e, now, t)
 	}
 	return m.requestGrant(e, 1)
 }
 
 // requestGrant asks for a grant in place of a lost one. It releases a grant on a lost node first.
 func (m *Machine) requestGrant(e Event, attempt int) []Effect {
-	*m = Machine{
-		Phase: Pending, Epoch: m.Epoch, Attach: m.Attach, Starts: max(1, m.Starts), Failures: m.Failures,
-		NodeDied: m.NodeDied, Reason: e.Reason,
-	}
+	was := *m
+	m.forget(Pending)
+	m.Starts, m.Failures, m.NodeDied, m.Reason = max(1, was.Starts), was.Failures, was.NodeDied, e.Reason
 	if e.Kind == EvNodeLost {
 		return []Effect{{Kind: ProposeRelease}, {Kind: DoGrant, Attempt: attempt}}
 	}
 	return []Effect{{Kind: DoGrant, Attempt: attempt}}
 }
 
-// countFailedStart counts a start as failed if the node, or the dpserve process there, ended during it: the
+// countLostStart counts a start as failed if the node, or the dpserve process there, ended during it: the
 // start may be the cause. The first one is tried again at once, because a node that ends once most often has
 // another reason.
-func (m *Machine) countFailedStart(e Event, now time.Time, t Timers) []Effect {
+func (m *Machine) countLostStart(e Event, now time.Time, t Timers) []Effect {
 	if m.Phase == Starting {
 		m.Died = true
 		e.Reason += ", while the unit was starting"
@@ -268,13 +293,28 @@ func (m *Machine) countFailedStart(e Event, now time.Time, t Timers) []Effect {
 	}
 	m.enterPhase(Backoff, e, now, t)
 	m.NodeLost = false
-	if m.Attempt >= MaxStartAttempts {
-		m.Phase = Failed
-		return []Effect{{Kind: ProposeFailed}}
+	if effects := m.countFailedStart(e, now, t); effects != nil || e.Kind != EvNodeLost {
+		return effects
 	}
-	m.Due = now.Add(t.startDelay(m.Attempt))
-	if e.Kind == EvNodeLost {
-		return []Effect{{Kind: ProposeRelease}}
+	return []Effect{{Kind: ProposeRelease}}
+}
+
+// countFailedStart decides what follows a failed start. A unit that has never served has failed after three;
+// then it is tried again now and then. One that has served is tried for ever. If the node ended with three
+// starts of it, it waits for long at once, because each start may end a node with all of its ranks.
+func (m *Machine) countFailedStart(e Event, now time.Time, t Timers) []Effect {
+	last := m.Attempt >= MaxStartAttempts
+	switch {
+	case last && !m.hasServed():
+		m.Phase, m.Due = Failed, now.Add(shorten(t.FailedRetry, e.Spread))
+		return []Effect{{Kind: ProposeFailed}}
+	case !m.hasServed():
+		m.Due = now.Add(t.startDelay(m.Attempt))
+	case last && m.NodeDied:
+		m.Due = now.Add(shorten(t.RestartMax, e.Spread))
+	default:
+		m.Failures++
+		m.Due = now.Add(shorten(t.restartDelay(m.Failures), e.Spread))
 	}
 	return nil
 }
@@ -298,12 +338,15 @@ func (m *Machine) stopOthers(e Event, now time.Time, t Timers) []Effect {
 }
 
 func (m *Machine) handleTick(now time.Time, t Timers) []Effect {
+	if limit := now.Add(t.longestWait(m.Phase)); m.Due.After(limit) {
+		m.Due = limit // the clock was set back
+	}
 	if m.Due.IsZero() || now.Before(m.Due) {
 		return nil
 	}
 	m.Due = time.Time{}
 	switch {
-	case m.Phase == Backoff:
+	case m.Phase == Backoff || m.Phase == Failed:
 		return []Effect{{Kind: DoGrant, Attempt: m.Attempt + 1}}
 	case m.Phase == Starting && !m.Confirmed:
 		m.Due = now.Add(t.Resend)
@@ -351,7 +394,7 @@ func (m *Machine) handleReady(now time.Time) []Effect {
 	if m.Phase != Starting && (m.Phase != Fenced || !m.Attach) {
 		return nil
 	}
-	m.Phase, m.WasReady, m.Confirmed, m.NodeDied = Ready, true, true, false
+	m.Phase, m.WasReady, m.Served, m.Confirmed, m.NodeDied = Ready, true, m.Launch, true, false
 	m.ReadyAt, m.Due, m.Reason, m.LogTail = now, time.Time{}, "", nil
 	return []Effect{{Kind: ProposeReady}}
 }
@@ -363,7 +406,7 @@ func (m *Machine) handleFenced(e Event, now time.Time, t Timers) []Effect {
 		return nil
 	}
 	m.enterPhase(Fenced, e, now, t)
-	m.WasReady = m.WasReady || e.WasReady
+	m.noteReady(e)
 	switch {
 	case m.Attach:
 		return []Effect{{Kind: ProposeFenced}}
@@ -371,6 +414,13 @@ func (m *Machine) handleFenced(e Event, now time.Time, t Timers) []Effect {
 		return []Effect{{Kind: DoStopOthers}}
 	}
 	return []Effect{{Kind: ProposeFenced}, {Kind: DoStopOthers}}
+}
+
+// noteReady notes that the grant in hand was ready if the event says so: its EvReady may have been lost.
+func (m *Machine) noteReady(e Event) {
+	if e.WasReady && !m.WasReady {
+		m.WasReady, m.Served = true, m.Launch
+	}
 }
 
 func (m *Machine) handleKilling(e Event, now time.Time, t Timers) []Effect {
@@ -432,86 +482,31 @@ func (m *Machine) handleGone(e Event, now time.Time, t Timers) []Effect {
 	if !m.mayRun() {
 		return nil
 	}
-	wasReady := m.WasReady || e.WasReady
+	m.noteReady(e)
 	switch {
 	case m.Stopping:
 		return m.endGrant()
 	case m.NodeLost:
-		m.WasReady = wasReady
-		return m.handleLost(Event{Kind: EvNodeLost, Reason: m.Reason}, now, t)
+		return m.handleLost(Event{Kind: EvNodeLost, Reason: m.Reason, Spread: e.Spread}, now, t)
 	}
 	m.NodeDied = m.Died
-	fence := m.Phase == Ready || (m.Phase == Starting && wasReady)
+	fence := m.WasReady && (m.Phase == Ready || m.Phase == Starting)
 	m.enterPhase(Backoff, e, now, t)
-	switch {
-	case wasReady:
-		m.scheduleRestart(now, t)
-	case m.Attempt >= MaxStartAttempts:
-		m.Phase = Failed
-		return []Effect{{Kind: ProposeFailed}}
-	default:
-		m.Due = now.Add(t.startDelay(m.Attempt))
+	if !m.WasReady {
+		return m.countFailedStart(e, now, t)
 	}
+	m.scheduleRestart(e, now, t)
 	if fence {
 		return []Effect{{Kind: ProposeFenced}}
 	}
 	return nil
 }
 
-// scheduleRestart waits 1, 2, 4 … 64 s. The next start counts as the first attempt again.
-func (m *Machine) scheduleRestart(now time.Time, t Timers) {
+// scheduleRestart waits 1, 2, 4 … 300 s. The next start counts as the first attempt again.
+func (m *Machine) scheduleRestart(e Event, now time.Time, t Timers) {
 	if !m.ReadyAt.IsZero() && now.Sub(m.ReadyAt) >= t.RestartReset {
 		m.Failures = 0
 	}
 	m.Failures++
-	m.Attempt, m.Due = 0, now.Add(t.restartDelay(m.Failures))
-}
-
-// Bounds and waits of the unit state machine.
-const (
-	MaxStartAttempts    = 3                // starts in a row that may fail before the unit is failed
-	DefaultStartRetry   = time.Second      // after the first failed start
-	DefaultRestartMin   = time.Second      // before the first restart after ready
-	DefaultRestartMax   = 64 * time.Second // before any restart
-	DefaultRestartReset = 10 * time.Minute // of being ready, after which restarts count from one again
-	DefaultResend       = 2 * time.Second  // of a node's silence, after which an order is sent again
-)
-
-// Timers are the waits of the unit state machine. Zero fields mean the defaults.
-type Timers struct {
-	StartRetry   time.Duration // after a failed start, doubled per attempt
-	RestartMin   time.Duration // after a failure of a ready unit, doubled per failure
-	RestartMax   time.Duration // upper bound of both
-	RestartReset time.Duration // a unit that was ready for this long counts its failures from one again
-	Resend       time.Duration // after this silence of a node an order is sent again
-}
-
-// WithDefaults replaces zero fields by the defaults.
-func (t Timers) WithDefaults() Timers {
-	return Timers{
-		StartRetry:   orDefault(t.StartRetry, DefaultStartRetry),
-		RestartMin:   orDefault(t.RestartMin, DefaultRestartMin),
-		RestartMax:   orDefault(t.RestartMax, DefaultRestartMax),
-		RestartReset: orDefault(t.RestartReset, DefaultRestartReset),
-		Resend:       orDefault(t.Resend, DefaultResend),
-	}
-}
-
-func orDefault(d, def time.Duration) time.Duration { return cmp.Or(max(0, d), def) }
-
-// startDelay is min(StartRetry * 2^(attempt-1), RestartMax).
-func (t Timers) startDelay(attempt int) time.Duration {
-	return doubleDelay(t.StartRetry, attempt, t.RestartMax)
-}
-
-// restartDelay is min(RestartMin * 2^(failures-1), RestartMax).
-func (t Timers) restartDelay(failures int) time.Duration {
-	return doubleDelay(t.RestartMin, failures, t.RestartMax)
-}
-
-func doubleDelay(d time.Duration, n int, limit time.Duration) time.Duration {
-	for ; n > 1 && d < limit; n-- {
-		d *= 2
-	}
-	return min(d, limit)
+	m.Attempt, m.Due = 0, now.Add(shorten(t.restartDelay(m.Failures), e.Spread))
 }

@@ -38,7 +38,7 @@ func in(p Phase) Machine {
 		m.WasReady, m.Confirmed, m.ReadyAt = true, true, noon
 	case Draining:
 		m.WasReady, m.Stopping, m.Due, m.StopBy = true, true, noon, noon.Add(time.Minute)
-	case Backoff:
+	case Backoff, Failed:
 		m.Due = noon
 	default:
 	}
@@ -99,6 +99,8 @@ var edges = map[string]string{
 
 	"failed unwant":   "gone: Release",
 	"failed redeploy": "pending: grant",
+	"failed tick":     "failed: grant",
+	"failed granted":  "starting: start, count",
 }
 
 // edgesOthers are those that differ while other nodes of the unit live and have not said the same.
@@ -224,6 +226,114 @@ func TestThirdFailedStartIsFailed(t *testing.T) {
 	assert.Empty(t, m.Reason)
 }
 
+// failedOnce is a machine whose first attempts have failed, of what was launched as "l".
+func failedOnce() Machine {
+	return Machine{Phase: Failed, Epoch: 3, Launch: "l", Attempt: 3, Due: noon, Starts: 3}
+}
+
+// TestFailedUnitIsTriedAgain now and then. It counts as failed until it is ready; from then on it is started
+// for ever.
+func TestFailedUnitIsTriedAgain(t *testing.T) {
+	m := failedOnce()
+	for try := range 3 {
+		var effects []Effect
+		m, effects = Next(m, Event{Kind: EvTick}, noon, Timers{})
+		require.Equal(t, []Effect{{Kind: DoGrant, Attempt: 4 + try}}, effects)
+		require.Equal(t, Failed, m.Phase)
+		m, _ = Next(m, Event{
+			Kind: EvGranted, Epoch: m.Epoch + 1, Attempt: 4 + try, Launch: "l",
+		}, noon, Timers{})
+		require.Equal(t, Starting, m.Phase)
+		require.True(t, m.HasFailed(), "while it is tried")
+		if try == 2 {
+			break
+		}
+		m, effects = Next(m, Event{Kind: EvGone, Epoch: m.Epoch, Spread: 1}, noon, Timers{})
+		require.Equal(t, "failed: UnitFailed", describe(m, effects))
+		require.Equal(t, noon.Add(DefaultFailedRetry*3/4), m.Due)
+		m.Due = noon
+	}
+	again, none := Next(m, Event{Kind: EvRedeploy}, noon, Timers{})
+	assert.Empty(t, none)
+	assert.False(t, again.HasFailed(), "after a deploy the start under way is the first of three")
+	m, _ = Next(m, Event{Kind: EvReady, Epoch: m.Epoch}, noon, Timers{})
+	assert.False(t, m.HasFailed())
+	m, effects := Next(m, Event{Kind: EvGone, Epoch: m.Epoch}, noon, Timers{})
+	assert.Equal(t, "backoff: UnitFenced", describe(m, effects))
+}
+
+// TestHF50WhatHasServedIsStartedForEver, 1, 2, 4 … 300 s apart, under every grant of what it was ready with.
+// Another launch has its three attempts.
+func TestHF50WhatHasServedIsStartedForEver(t *testing.T) {
+	served := Machine{Phase: Pending, Epoch: 3, Served: "l"} // of an earlier leader, and after a release
+	start := func(m Machine, launch string, attempt int) Machine {
+		m, _ = Next(m, Event{Kind: EvGranted, Epoch: m.Epoch + 1, Attempt: attempt, Launch: launch}, noon,
+			Timers{})
+		require.Equal(t, Starting, m.Phase)
+		return m
+	}
+	m, attempt := served, 1
+	for _, want := range []time.Duration{1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300} {
+		m = start(m, "l", attempt)
+		var effects []Effect
+		m, effects = Next(m, Event{Kind: EvGone, Epoch: m.Epoch}, noon, Timers{})
+		require.Equal(t, "backoff:", describe(m, effects))
+		require.Equal(t, want*time.Second, m.Due.Sub(noon))
+		require.False(t, m.HasFailed())
+		_, effects = Next(m, Event{Kind: EvTick}, m.Due, Timers{})
+		attempt++
+		require.Equal(t, []Effect{{Kind: DoGrant, Attempt: attempt}}, effects)
+	}
+
+	other := start(served, "l2", MaxStartAttempts)
+	other, effects := Next(other, Event{Kind: EvGone, Epoch: other.Epoch}, noon, Timers{})
+	assert.Equal(t, "failed: UnitFailed", describe(other, effects))
+	back, _ := Next(other, Event{Kind: EvUnwant}, noon, Timers{})
+	back, _ = Next(back, Event{Kind: EvWant}, noon, Timers{})
+	back = start(back, "l", MaxStartAttempts)
+	back, effects = Next(back, Event{Kind: EvGone, Epoch: back.Epoch}, noon, Timers{})
+	assert.Equal(t, "backoff:", describe(back, effects), "the launch before is wanted again")
+}
+
+// TestNodesThatEndWithAStartAreSpared: each start may end a node with all of its ranks, so the third one in a
+// row of a unit that has served is followed by the longest wait.
+func TestNodesThatEndWithAStartAreSpared(t *testing.T) {
+	m := in(Starting)
+	m.Launch, m.Served, m.Attempt, m.NodeDied = "l", "l", MaxStartAttempts, true
+	m, effects := Next(m, Event{Kind: EvLost}, noon, Timers{})
+	assert.Equal(t, "backoff:", describe(m, effects))
+	assert.Equal(t, noon.Add(DefaultRestartMax), m.Due)
+}
+
+// TestWaitsAreSpread: chance takes up to a quarter of a restart's wait, and nothing of the first attempts'.
+func TestWaitsAreSpread(t *testing.T) {
+	first, restart := in(Starting), in(Ready)
+	for spread, want := range map[float64]time.Duration{0: 4000, 0.5: 3500, 1: 3000} {
+		restart.Failures = 2
+		m, _ := Next(restart, Event{Kind: EvGone, Epoch: 3, Spread: spread}, noon, Timers{})
+		assert.Equal(t, want*time.Millisecond, m.Due.Sub(noon))
+		m, _ = Next(first, Event{Kind: EvGone, Epoch: 3, Spread: spread}, noon, Timers{})
+		assert.Equal(t, 2*time.Second, m.Due.Sub(noon))
+	}
+}
+
+// TestAClockThatJumpsADay makes a unit wait no longer than its longest wait. A jump ahead tries it at once.
+func TestAClockThatJumpsADay(t *testing.T) {
+	for phase, longest := range map[Phase]time.Duration{
+		Backoff: DefaultRestartMax, Failed: DefaultFailedRetry, Starting: DefaultResend,
+		Draining: DefaultResend,
+	} {
+		m := in(phase)
+		m.Due = noon.Add(longest)
+		_, effects := Next(m, Event{Kind: EvTick}, noon.Add(24*time.Hour), Timers{})
+		assert.Len(t, effects, 1, "%s, a day ahead", phase)
+		back := noon.Add(-24 * time.Hour)
+		m, effects = Next(m, Event{Kind: EvTick}, back, Timers{})
+		assert.Empty(t, effects)
+		assert.Equal(t, back.Add(longest), m.Due, "%s, a day back", phase)
+	}
+}
+
 // TestNodeThatDiesOfAStart: the process of the node, or the whole node, ends during each start of the unit.
 func TestNodeThatDiesOfAStart(t *testing.T) {
 	for kind, effects := range map[UnitEventKind][]string{
@@ -330,7 +440,7 @@ func TestRestartsDoubleAndReset(t *testing.T) {
 		m, _ = Next(m, Event{Kind: EvGone, Epoch: 3}, now, Timers{})
 		return m.Due.Sub(now) / time.Second
 	}
-	for _, want := range []time.Duration{1, 2, 4, 8, 16, 32, 64, 64} {
+	for _, want := range []time.Duration{1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300} {
 		require.Equal(t, want, fail())
 	}
 	m.Phase, m.WasReady, m.ReadyAt = Ready, true, now
@@ -384,22 +494,23 @@ func TestTheCauseInTheLogIsAdded(t *testing.T) {
 
 func TestTimersArePinned(t *testing.T) {
 	assert.Equal(t, Timers{
-		StartRetry: time.Second, RestartMin: time.Second, RestartMax: 64 * time.Second,
-		RestartReset: 10 * time.Minute, Resend: 2 * time.Second,
+		StartRetry: time.Second, FailedRetry: 5 * time.Minute, RestartMin: time.Second,
+		RestartMax: 5 * time.Minute, RestartReset: 10 * time.Minute, Resend: 2 * time.Second,
 	}, Timers{}.WithDefaults())
 	assert.Equal(t, 3, MaxStartAttempts)
-	quick := Timers{StartRetry: 1, RestartMin: 2, RestartMax: 3, RestartReset: 4, Resend: 5}
+	quick := Timers{StartRetry: 1, FailedRetry: 6, RestartMin: 2, RestartMax: 3, RestartReset: 4, Resend: 5}
 	assert.Equal(t, quick, quick.WithDefaults())
-	assert.Equal(t, 64*time.Second, Timers{}.WithDefaults().restartDelay(1<<40))
+	assert.Equal(t, 5*time.Minute, Timers{}.WithDefaults().restartDelay(1<<40))
 }
 
 // TestAnyEventsKeepTheMachineRight plays random events against raft as it is (epochs by grant) and a dumb
-// count of starts.
+// count of starts. What was ready before under the launch of the grant in hand is never failed.
 func TestAnyEventsKeepTheMachineRight(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		m := Machine{Attach: rapid.Bool().Draw(t, "attach")}
 		now, raft, asked := noon, uint64(0), 0
-		row := 0 // failed starts in a row
+		row := 0                 // failed starts in a row
+		launch, served := "", "" // of the grant in hand; of the last one that was ready
 		for range rapid.IntRange(1, 80).Draw(t, "events") {
 			now = now.Add(time.Duration(rapid.IntRange(0, 90).Draw(t, "s")) * time.Second)
 			k := UnitEventKind(rapid.IntRange(0, int(EvGone)).Draw(t, "event"))
@@ -417,20 +528,26 @@ func TestAnyEventsKeepTheMachineRight(t *testing.T) {
 				}
 				raft++
 				e.Epoch, e.Attempt, asked = raft, asked, 0
+				e.Launch = rapid.SampledFrom([]string{"a", "b"}).Draw(t, "launch")
 			}
 			before := m
 			next, effects := Next(m, e, now, Timers{})
 			m = next
+			if m.Phase == Starting && before.Phase != Starting {
+				launch = e.Launch
+			}
+			if m.WasReady {
+				served = launch
+			}
 			require.GreaterOrEqual(t, m.Epoch, before.Epoch, "epochs never fall")
 			if m.Phase == Starting && before.Phase != Starting {
 				require.Greater(t, m.Epoch, before.Epoch, "every start has a new epoch")
 				require.False(t, before.mayRun(), "two live grants")
 			}
-			row = countFailures(t, row, e, before, m)
+			row = countFailures(t, row, e, before, m, launch == served)
 			for _, f := range effects {
 				if f.Kind == DoGrant {
 					require.False(t, m.mayRun(), "a grant is asked for while one may be alive")
-					require.LessOrEqual(t, f.Attempt, MaxStartAttempts)
 					asked = f.Attempt
 				}
 				if f.Kind == ProposeRelease {
@@ -442,7 +559,7 @@ func TestAnyEventsKeepTheMachineRight(t *testing.T) {
 }
 
 // countFailures is how many starts in a row have failed by now.
-func countFailures(t *rapid.T, row int, e Event, before, after Machine) int {
+func countFailures(t *rapid.T, row int, e Event, before, after Machine, served bool) int {
 	k, wasReady, asked := e.Kind, before.WasReady || e.Kind == EvGone && e.WasReady, e.Kind != EvGone &&
 		e.Asked
 	switch {
@@ -458,8 +575,9 @@ func countFailures(t *rapid.T, row int, e Event, before, after Machine) int {
 	case before.mayRun() && (after.Phase == Backoff || after.Phase == Failed):
 		row++
 	}
-	require.LessOrEqual(t, row, MaxStartAttempts)
-	require.Equal(t, row == MaxStartAttempts, after.Phase == Failed)
+	if before.mayRun() && !after.mayRun() {
+		require.Equal(t, row >= MaxStartAttempts && !served, after.Phase == Failed)
+	}
 	return row
 }
 
