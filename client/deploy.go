@@ -142,7 +142,8 @@ type NodePlan struct {
 	GPUs      int     `json:"gpus"`
 	GPUsFree  float64 `json:"gpus_free"` // with shares of devices, as gpus_need
 	GPUsNeed  float64 `json:"gpus_need"`
-	Note      string  `json:"note,omitempty"` // why placement leaves it out: lost, draining, no role worker
+	// why placement leaves it out (lost, draining, no role worker), or which applications avoid it
+	Note string `json:"note,omitempty"`
 	// Devices are the devices that the node found.
 	Devices []DeviceModel `json:"devices,omitempty"`
 	// Shared are the devices of which ranks will have a share.

@@ -95,7 +95,8 @@ type UnitStatus struct {
 	Epoch    uint64       `json:"epoch"`
 	Attempt  int          `json:"attempt"`
 	Restarts int          `json:"restarts"`
-	Since    time.Time    `json:"since"` // of the phase
+	Since    time.Time    `json:"since"`             // of the phase
+	NextTry  time.Time    `json:"next_try,omitzero"` // when a unit in backoff, or a failed one, starts again
 	Reason   string       `json:"reason,omitempty"`
 	LogTail  []string     `json:"log_tail,omitempty"`
 	Ranks    []RankStatus `json:"ranks"`

@@ -12,13 +12,11 @@ type choice struct {
 	n    int // ranks given to it
 }
 
-// seatRanks chooses nodes by the strategy and seats the ranks along them. Only a group that finds no other
-// room gets devices that are not consecutive and aligned.
+// seatRanks chooses nodes by the strategy and seats the ranks along them.
 func (ps pools) seatRanks(g *Group) ([]Seat, *shortage) {
-	choices, got := ps.chooseNodes(g)
-	if got < len(g.Ranks) && g.Devices > 1 {
-		g.loose = true
-		choices, got = ps.chooseNodes(g)
+	choices, got := ps.without(g.Avoid).chooseDevices(g)
+	if got < len(g.Ranks) && len(g.Avoid) > 0 {
+		choices, got = ps.chooseDevices(g)
 	}
 	if got < len(g.Ranks) {
 		return nil, &shortage{fits: got}
@@ -30,6 +28,22 @@ func (ps pools) seatRanks(g *Group) ([]Seat, *shortage) {
 		}
 	}
 	return seats, nil
+}
+
+func (ps pools) without(nodes []string) pools {
+	return slices.DeleteFunc(slices.Clone(ps), func(p *pool) bool { return slices.Contains(nodes, p.ID) })
+}
+
+// chooseDevices is chooseNodes. Only a group that finds no other room gets devices that are not consecutive
+// and aligned.
+func (ps pools) chooseDevices(g *Group) (choices []*choice, got int) {
+	g.loose = false
+	choices, got = ps.chooseNodes(g)
+	if got < len(g.Ranks) && g.Devices > 1 {
+		g.loose = true
+		choices, got = ps.chooseNodes(g)
+	}
+	return choices, got
 }
 
 // chooseNodes deals the ranks to nodes by their capacity, and returns how many found a node. Ranks that

@@ -32,6 +32,7 @@ func (c *Core) updateApps() {
 	for name := range c.apps {
 		if c.state.Apps[name] == nil {
 			delete(c.apps, name)
+			delete(c.avoided, name)
 			c.emit(ForgetAppEffect{name})
 		}
 	}
@@ -75,7 +76,9 @@ func (c *Core) adoptGrants(now time.Time) {
 		}
 		if u == nil {
 			u = c.addFromRecord(rec)
-			u.m = state.Machine{Phase: state.Gone, Attach: c.isAttach(rec.App), Since: now}
+			u.m = state.Machine{
+				Phase: state.Gone, Attach: c.isAttach(rec.App), Served: c.state.Served[id], Since: now,
+			}
 		}
 		c.startGranted(now, u, c.seatOf(rec), rec.Epoch, rec.Attempt)
 	}
@@ -126,7 +129,7 @@ func (c *Core) reconcileApp(now time.Time, a *application) {
 		u := c.units[w.ID]
 		if u == nil {
 			u = newUnit(w.ID, w.App, w.Group, w.Ranks)
-			u.m = state.Machine{Epoch: c.state.LastEpoch(w.ID)}
+			u.m = state.Machine{Epoch: c.state.LastEpoch(w.ID), Served: c.state.Served[w.ID]}
 			c.addUnit(u)
 		}
 		u.m.Attach = a.spec.Engine.Kind == app.KindAttach
@@ -188,7 +191,7 @@ func (c *Core) findUnready(a *application, but *unit, countFailed bool) string {
 		case u == but:
 		case u == nil, u.hasUnreportedPart():
 			return id
-		case u.m.Phase == state.Ready, u.noRoom != "", u.m.Phase == state.Failed && !countFailed:
+		case u.m.Phase == state.Ready, u.noRoom != "", u.m.HasFailed() && !countFailed:
 		default:
 			return id
 		}
@@ -305,8 +308,11 @@ func (c *Core) deriveStatus(a *application) state.AppStatus {
 // wantedPhase is a wanted unit's phase; a unit that still runs an older revision counts as Pending.
 func (c *Core) wantedPhase(a *application, id string) state.Phase {
 	u := c.units[id]
-	if u == nil || u.m.Phase == "" || c.isStale(a, u) {
+	switch {
+	case u == nil || u.m.Phase == "" || c.isStale(a, u):
 		return state.Pending
+	case u.m.HasFailed(): // also while it is tried again
+		return state.Failed
 	}
 	return u.m.Phase
 }
@@ -319,7 +325,7 @@ func joinMessage(lines []string) string {
 	return strings.Join(lines, "\n")
 }
 
-// messageLines says of each unit why it is not ready. Units that find no room, or wait for their turn, for
+// messageLines says of each unit why it is not ready, and which nodes the application avoids. Units that find no room, or wait for their turn, for
 // the same reason share a line.
 func (c *Core) messageLines(a *application) []string {
 	if a.broken != "" {
@@ -361,6 +367,9 @@ func (c *Core) messageLines(a *application) []string {
 			out[i] = fmt.Sprintf("%s and %d more are %s: %s", l.unit, l.more,
 				strings.TrimPrefix(l.phase, "is "), l.why)
 		}
+	}
+	for _, node := range c.avoided.nodesOf(a) {
+		out = append(out, "node "+node+" is "+c.avoided[a.name][node].describe(a.name))
 	}
 	return out
 }

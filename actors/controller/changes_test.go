@@ -40,7 +40,7 @@ func TestDeployAndPlanNameTheSameChanges(t *testing.T) {
 	apps := []*app.Application{&next, same, fresh}
 	changes, err := appChanges(st, apps, true)
 	require.NoError(t, err)
-	plan, err := planOf(st, apps, true)
+	plan, err := planOf(st, nil, apps, true)
 	require.NoError(t, err)
 	planned := map[string]client.Change{}
 	for _, a := range plan.Apps {

@@ -28,6 +28,7 @@ type Core struct {
 	order     []string         // ids of units; nil = must be sorted
 	peers     map[string]*peer // by node
 	leases    *state.Leases
+	avoided   avoidances
 	waiting   []msg.Waiting // units without room after the last reconcile; replaced, never changed
 	ledSince  time.Time     // when the first state after the barrier arrived
 	lastStep  time.Time     // time of the last step
@@ -43,7 +44,7 @@ func NewCore(t Timers) *Core {
 	t = t.withDefaults()
 	return &Core{
 		timers: t, apps: map[string]*application{}, units: map[string]*unit{}, peers: map[string]*peer{},
-		leases: state.NewLeases(t.LeaseTTL, t.Regrant-t.LeaseTTL),
+		leases: state.NewLeases(t.LeaseTTL, t.Regrant-t.LeaseTTL), avoided: avoidances{},
 	}
 }
 
@@ -58,6 +59,7 @@ func (c *Core) Step(now time.Time, in any) []Effect {
 	c.applyInput(now, in)
 	if c.state != nil && !c.noChange {
 		c.usable = rankassigner.UsableNodes(c.withStoppingAsDraining(c.state))
+		c.avoided.drop(now)
 		c.reconcile(now)
 	}
 	return c.out
@@ -155,13 +157,20 @@ func (c *Core) retryAfterChange(u *unit) time.Time {
 func (c *Core) stepUnit(now time.Time, u *unit, e state.Event) {
 	c.noChange = false
 	before := u.m.Phase
+	e.Spread = spreadOf(u.id, u.m.Epoch)
 	m, effects := state.Next(u.m, e, now, c.timers.Unit)
 	u.m = m
 	if m.Phase != before {
 		c.changed(now, u, before, m.Phase)
-		if m.Phase == state.Gone {
+		switch m.Phase {
+		case state.Gone:
 			// a grant that was not begun is not wanted any more
 			u.pending, u.noRoom, u.waitsFor, u.record = nil, "", "", nil
+		case state.Backoff, state.Failed:
+			c.noteFailedStart(now, u)
+		case state.Ready:
+			c.forgive(u)
+		default:
 		}
 	}
 	for _, f := range effects {
@@ -222,7 +231,9 @@ func (c *Core) stop(u *unit, done func(*part) bool, grace time.Duration) {
 func (c *Core) startGranted(now time.Time, u *unit, s seat, epoch uint64, attempt int) {
 	u.noRoom, u.waitsFor, u.drain, u.reserved, u.stayReason, u.pending = "", "", nil, nil, "", nil
 	u.applyGrant(s)
-	c.stepUnit(now, u, state.Event{Kind: state.EvGranted, Epoch: epoch, Attempt: attempt})
+	c.stepUnit(now, u, state.Event{
+		Kind: state.EvGranted, Epoch: epoch, Attempt: attempt, Launch: s.launch,
+	})
 }
 
 // commandDone takes the result of any other command. A typed refusal means that the state has changed without
@@ -301,7 +312,8 @@ func (c *Core) resumeAll(now time.Time) {
 func (c *Core) resumeUnit(now time.Time, rec *state.Unit) {
 	u := c.addFromRecord(rec)
 	u.m = state.Machine{
-		Phase: rec.Phase, Epoch: rec.Epoch, Attempt: rec.Attempt, Starts: 1, Since: phaseSince(rec, now),
+		Phase: rec.Phase, Epoch: rec.Epoch, Launch: rec.Launch, Served: c.state.Served[rec.ID],
+		Attempt: rec.Attempt, Failures: max(0, rec.Attempt-1), Starts: 1, Since: phaseSince(rec, now),
 		Attach: c.isAttach(rec.App), Reason: rec.Reason, LogTail: rec.LogTail,
 	}
 	switch rec.Phase {
@@ -309,6 +321,8 @@ func (c *Core) resumeUnit(now time.Time, rec *state.Unit) {
 		u.m.WasReady, u.m.ReadyAt, u.m.Confirmed = true, now, true
 	case state.Fenced:
 		u.m.WasReady, u.m.Confirmed = true, u.m.Attach
+	case state.Failed:
+		u.m.Due = now.Add(c.timers.Unit.FailedWait(spreadOf(u.id, rec.Epoch)))
 	default:
 	}
 	if rec.Holds() && !u.m.Confirmed {
@@ -421,9 +435,12 @@ func (c *Core) assignGroup(now time.Time, us []*unit) {
 // groupRequest is what the RankAssigner must know to place the units.
 func (c *Core) groupRequest(now time.Time, us []*unit) *msg.AssignGroup {
 	a := c.apps[us[0].app]
-	m := &msg.AssignGroup{App: a.spec, Nodes: c.usable, Grant: state.GrantGroup{
-		App: a.name, AppRevision: a.revision, Group: us[0].group, At: now.UnixMilli(),
-	}}
+	m := &msg.AssignGroup{
+		App: a.spec, Nodes: c.usable, Avoid: c.avoided.nodesOf(a),
+		Grant: state.GrantGroup{
+			App: a.name, AppRevision: a.revision, Group: us[0].group, At: now.UnixMilli(),
+		},
+	}
 	for _, u := range us {
 		m.Grant.Units = append(m.Grant.Units, state.UnitGrant{
 			Unit: u.id, ExpectEpoch: max(u.m.Epoch, c.state.LastEpoch(u.id)), Launch: a.launch[u.id],

@@ -20,7 +20,8 @@ import (
 func (c *Controller) Reshape(ctx context.Context, a *app.Application, revision uint64,
 	grace map[string]time.Duration,
 ) (state.Result, error) {
-	if err := checkPlaceable(c.planningState(), []*app.Application{a}, false); err != nil {
+	s, avoided := c.planningState()
+	if err := checkPlaceable(s, avoided, []*app.Application{a}, false); err != nil {
 		return state.Result{}, err
 	}
 	spec, err := encodeSpec(a)
@@ -79,7 +80,8 @@ func (c *Controller) Deploy(ctx context.Context, apps []*app.Application, expect
 	partial bool,
 ) (state.Result, error) {
 	if !partial {
-		if err := checkPlaceable(c.planningState(), apps, prune); err != nil {
+		s, avoided := c.planningState()
+		if err := checkPlaceable(s, avoided, apps, prune); err != nil {
 			return state.Result{}, err
 		}
 	}
@@ -101,12 +103,12 @@ func (c *Controller) Deploy(ctx context.Context, apps []*app.Application, expect
 	return r, c.awaitCore(ctx, names, before)
 }
 
-// planningState is the current state for a trial placement.
-func (c *Controller) planningState() *state.State {
+// planningState is the current state for a trial placement, and the nodes that applications avoid.
+func (c *Controller) planningState() (*state.State, avoidances) {
 	s := c.cfg.Store.State()
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.core.withStoppingAsDraining(s)
+	return c.core.withStoppingAsDraining(s), c.core.avoided.clone()
 }
 
 // encodeSpec is an application as the state stores it. No request is for a prefill pool: it serves no model
@@ -206,5 +208,6 @@ func (c *Controller) Remove(ctx context.Context, node string) error {
 // and why something would not fit, which is no error here. An error means that the deploy would be refused
 // for another reason.
 func (c *Controller) Plan(apps []*app.Application, prune bool) (client.Plan, error) {
-	return planOf(c.planningState(), apps, prune)
+	s, avoided := c.planningState()
+	return planOf(s, avoided, apps, prune)
 }

@@ -314,10 +314,12 @@ func (c *Core) applyNewEvent(now time.Time, u *unit, e *msg.UnitEvent) {
 	case msg.UnitStarted, msg.UnitReady:
 		c.markUp(now, u, p, e, ev)
 	case msg.UnitFenced:
+		u.noteFailure(e.Node)
 		p.started, p.ready, p.ended = true, false, !u.m.Attach
 		ev.Kind, ev.Others = state.EvFenced, u.othersLack(e.Node, isEnded)
 		c.stepUnit(now, u, ev)
 	case msg.UnitKilling:
+		u.noteFailure(e.Node)
 		p.started, p.ended = true, true
 		ev.Kind, ev.Others = state.EvKilling, u.othersLack(e.Node, isEnded)
 		c.stepUnit(now, u, ev)
@@ -348,6 +350,7 @@ func (c *Core) markUp(now time.Time, u *unit, p *part, e *msg.UnitEvent, ev stat
 // markPartGone notes that nothing of the unit is left on a node. The unit becomes Gone when every node has
 // reported Gone; until then it stays Killing.
 func (c *Core) markPartGone(now time.Time, u *unit, node string, ev state.Event) {
+	u.noteFailure(node)
 	u.parts[node].markGone()
 	ev.Kind = state.EvGone
 	if !u.allParts(isGone) {

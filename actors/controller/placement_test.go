@@ -100,7 +100,7 @@ func TestRG1RanksInConsecutiveBlocks(t *testing.T) {
 // plan computes a plan and checks that it changed nothing.
 func (c *fleet) plan(prune bool, apps ...*app.Application) client.Plan {
 	before, _ := c.state.Encode()
-	p, err := planOf(c.state, apps, prune)
+	p, err := planOf(c.state, nil, apps, prune)
 	require.NoError(c.t, err)
 	after, _ := c.state.Encode()
 	require.Equal(c.t, string(before), string(after))
@@ -216,7 +216,7 @@ func TestPlanSaysWhyItDoesNotFit(t *testing.T) {
 	assert.Regexp(t, `^moving one/0/(0 from a to b|1 from b to a) would make room$`, u.Hint)
 	assert.Empty(t, u.Seats)
 
-	err := checkPlaceable(c.state, []*app.Application{groups("gang", 1, 4)}, false)
+	err := checkPlaceable(c.state, nil, []*app.Application{groups("gang", 1, 4)}, false)
 	require.Error(t, err)
 	assert.Contains(t, rankassigner.Explain(err), "3 of 4")
 }
@@ -238,8 +238,8 @@ func TestPlanIsRefusedAsTheDeployWouldBe(t *testing.T) {
 	c.deploy(sim("chat", 1, app.Independent))
 	twin := sim("twin", 1, app.Independent)
 	twin.Model.ID = "chat"
-	_, err := planOf(c.state, []*app.Application{twin}, false)
+	_, err := planOf(c.state, nil, []*app.Application{twin}, false)
 	require.ErrorIs(t, err, state.ErrNameTaken)
-	_, err = planOf(c.state, []*app.Application{twin}, true)
+	_, err = planOf(c.state, nil, []*app.Application{twin}, true)
 	require.NoError(t, err)
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"maps"
 	"slices"
+	"strings"
 
 	"github.com/dpserve/dpserve/actors/rankassigner"
 	"github.com/dpserve/dpserve/client"
@@ -28,7 +29,7 @@ type nodePlan struct {
 	free, need int
 }
 
-func planOf(s *state.State, apps []*app.Application, prune bool) (client.Plan, error) {
+func planOf(s *state.State, avoided avoidances, apps []*app.Application, prune bool) (client.Plan, error) {
 	put := &state.PutApps{Prune: prune, End: formerNames(s, apps)}
 	for _, a := range apps {
 		spec, err := encodeSpec(a)
@@ -40,7 +41,7 @@ func planOf(s *state.State, apps []*app.Application, prune bool) (client.Plan, e
 	if _, err := s.Clone().Apply(s.Index+1, &state.Command{PutApps: put}); err != nil {
 		return client.Plan{}, err
 	}
-	d, err := newDryRunner(s, apps, prune)
+	d, err := newDryRunner(s, avoided, apps, prune)
 	if err != nil {
 		return client.Plan{}, err
 	}
@@ -65,7 +66,9 @@ func (p *planner) addNodes() {
 	for _, n := range p.state.Nodes {
 		p.nodes[n.ID] = &nodePlan{free: share.Whole * len(n.Resources.Devices), NodePlan: client.NodePlan{
 			Node: n.ID, Slots: n.Resources.Slots, SlotsFree: n.Resources.Slots,
-			GPUs: len(n.Resources.Devices), Note: excludedReason(n), Devices: deviceModels(n),
+			GPUs: len(n.Resources.Devices), Devices: deviceModels(n),
+			Note: cmp.Or(excludedReason(n),
+				strings.Join(p.avoided.notesOn(n.ID, p.deployed), "; ")),
 		}}
 	}
 	for _, rec := range p.state.Units {
@@ -216,8 +219,8 @@ func (p *planner) sumNodes() {
 }
 
 // checkPlaceable refuses a whole deploy if its new units cannot be placed.
-func checkPlaceable(s *state.State, apps []*app.Application, prune bool) error {
-	d, err := newDryRunner(s, apps, prune)
+func checkPlaceable(s *state.State, avoided avoidances, apps []*app.Application, prune bool) error {
+	d, err := newDryRunner(s, avoided, apps, prune)
 	if err != nil {
 		return err
 	}
@@ -234,6 +237,7 @@ func checkPlaceable(s *state.State, apps []*app.Application, prune bool) error {
 // dryRunner computes a deploy's placement without changing anything.
 type dryRunner struct {
 	state     *state.State
+	avoided   avoidances
 	free      *rankassigner.Inventory
 	deployed  map[string]*application // apps of the deploy
 	remaining map[string]*application // apps that stay as they are
@@ -253,9 +257,11 @@ type groupOutcome struct {
 
 // newDryRunner reserves what keeps running. Then it places the other apps' waiting units without judging the
 // result, because this deploy did not ask for them.
-func newDryRunner(s *state.State, apps []*app.Application, prune bool) (*dryRunner, error) {
+func newDryRunner(s *state.State, avoided avoidances, apps []*app.Application, prune bool) (*dryRunner,
+	error,
+) {
 	d := &dryRunner{
-		state: s, free: rankassigner.NewInventory(s, rankassigner.UsableNodes(s)),
+		state: s, avoided: avoided, free: rankassigner.NewInventory(s, rankassigner.UsableNodes(s)),
 		deployed: map[string]*application{}, remaining: map[string]*application{},
 		placed: map[string]nodeCounts{}, shared: sharedDevices{},
 	}
@@ -384,6 +390,7 @@ func (d *dryRunner) occupant(a *application, u *app.Unit) placement.Occupant {
 
 func (d *dryRunner) group(a *application, group int) placement.Group {
 	g := rankassigner.GroupRequest(a.spec, group)
+	g.Avoid = d.avoided.nodesOf(a)
 	if g.Other.Name != "" {
 		g.Other.Ranks = d.placed[g.Other.Name]
 	}

@@ -206,7 +206,7 @@ func TestPoolsBesideAndApart(t *testing.T) {
 	assert.Contains(t, s.Message, "pd.prefill/0/0 is pending: place pd.prefill/0: 0 of 1 rank can be placed")
 	assert.Contains(t, s.Message, "node a: has ranks of pd.decode, which are kept apart")
 	fresh := newFleet(t, newHost("a", 8))
-	err := checkPlaceable(fresh.state, apps, false)
+	err := checkPlaceable(fresh.state, nil, apps, false)
 	assert.Equal(t, problem.Unplaceable, problem.CodeOf(err))
 	require.ErrorContains(t, err, "place pd.prefill/0")
 }

@@ -103,6 +103,9 @@ func (c view) unitStatus(a *application, id string) client.UnitStatus {
 		Unit: id, Group: u.group, Phase: string(phase), Epoch: u.m.Epoch, Attempt: u.m.Attempt,
 		Since: u.m.Since, Reason: u.phaseReason(), LogTail: u.m.LogTail,
 	}
+	if phase == state.Backoff || phase == state.Failed {
+		s.NextTry = u.m.Due.Round(0)
+	}
 	if rec := cmp.Or(c.state.Units[id], u.record); rec != nil {
 		s.Restarts = rec.Restarts
 	}
@@ -337,6 +340,7 @@ func (c view) nodeNotes(s *client.NodeStatus, p *peer, leader string) []string {
 	if skew := time.Duration(s.SkewMs) * time.Millisecond; skew.Abs() > skewNoted {
 		out = append(out, "its clock differs by "+skew.Round(time.Millisecond).String()+" from the leader's")
 	}
+	out = append(out, c.avoided.notesOn(s.Node, c.apps)...)
 	if l := c.state.Nodes[leader]; l != nil && l.Version != s.Version {
 		out = append(out, "it runs version "+s.Version+", the leader "+l.Version)
 	}

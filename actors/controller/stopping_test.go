@@ -79,7 +79,7 @@ func TestNoRoomBesideANodeThatStops(t *testing.T) {
 		assert.Equal(t, "pending", u.Phase)
 		assert.Contains(t, u.Reason, "0 of 3 ranks can be placed")
 	}
-	_, err := planOf(c.core.withStoppingAsDraining(c.state),
+	_, err := planOf(c.core.withStoppingAsDraining(c.state), nil,
 		[]*app.Application{sim("more", 1, app.Independent)}, false)
 	require.NoError(t, err)
 	c.hosts["a"].restart()

@@ -50,6 +50,7 @@ type unit struct {
 
 	parts      map[string]*part // of the current grant, by node
 	nodes      []string         // keys of parts, in order
+	failedOn   string           // the node that reported first that the start has failed
 	reserved   *state.UnitGrant // reserved room for a move off a draining node
 	stayReason string           // why it is still on a draining node
 }
@@ -60,13 +61,21 @@ func newUnit(id, app string, group int, ranks []int) *unit {
 
 // applyGrant takes the seat of a grant. The state of its parts is unknown at first.
 func (u *unit) applyGrant(s seat) {
-	u.seat, u.parts = s, map[string]*part{}
+	u.seat, u.parts, u.failedOn = s, map[string]*part{}, ""
 	for i := range s.ranks {
 		if n := s.ranks[i].Node; u.parts[n] == nil {
 			u.parts[n] = &part{}
 		}
 	}
 	u.nodes = slices.Sorted(maps.Keys(u.parts))
+}
+
+// noteFailure notes the node that reports first that the start under way fails. The other nodes of the unit
+// end their ranks because of it.
+func (u *unit) noteFailure(node string) {
+	if u.m.Phase == state.Starting && u.failedOn == "" {
+		u.failedOn = node
+	}
 }
 
 // queueCommand sets the next command. The newest command replaces older ones; only a release is kept before a
@@ -140,7 +149,7 @@ func (u *unit) isIdle(s *state.State) bool {
 // awaitsGrant reports whether the unit's state machine can take a grant.
 func (u *unit) awaitsGrant() bool {
 	switch u.m.Phase {
-	case "", state.Gone, state.Pending, state.Backoff:
+	case "", state.Gone, state.Pending, state.Backoff, state.Failed:
 		return true
 	default:
 		return false

@@ -14,24 +14,34 @@ import (
 	"github.com/dpserve/dpserve/placement"
 )
 
-// Place numbers and seats the units of one group. Units that start again keep their seats, the others get
-// new ones; each of the two sets is placed completely or not at all, independently of the other. underWay
-// holds the grants that were proposed and may not be in the state yet. The grant holds the units that found
+// Place numbers and seats the units of one group. Units that start again keep their seats, unless a node of
+// theirs is avoided and there is room without it; the others get new ones. Each of the two sets is placed
+// completely or not at all, independently of the other. underWay holds the grants that were proposed and may not be in the state yet. The grant holds the units that found
 // room, and noRoom says of the others why they found none.
 func Place(s *state.State, m *msg.AssignGroup, underWay []*state.GrantGroup) (
 	grant state.GrantGroup, noRoom map[string]string,
 ) {
 	grant, noRoom = m.Grant, map[string]string{}
 	grant.Units = nil
-	p := placer{state: s, m: m, numbers: numberRanks(m.App, m.Grant.Group)}
+	p := placer{state: s, m: m, numbers: numberRanks(m.App, m.Grant.Group), keep: map[string]bool{}}
 	p.others = append(slices.Clone(underWay), &grant)
-	again, anew := p.splitBySeats()
+	var again, anew []state.UnitGrant
+	for _, u := range m.Grant.Units {
+		switch {
+		case !p.canKeepSeats(&u):
+			anew = append(anew, u)
+		case p.leaves(&u):
+			grant.Units = append(grant.Units, u)
+		default:
+			p.keep[u.Unit] = true
+			again = append(again, u)
+		}
+	}
 	for _, part := range [][]state.UnitGrant{again, anew} {
 		if len(part) == 0 {
 			continue
 		}
-		request := p.request(part)
-		placed, err := p.inventory(part).Place(&request)
+		placed, err := p.place(part)
 		for _, u := range part {
 			if err != nil {
 				noRoom[u.Unit] = Explain(err) + hintOf(err)
@@ -62,18 +72,27 @@ type placer struct {
 	m       *msg.AssignGroup
 	numbers map[string][]int    // ranks by unit
 	others  []*state.GrantGroup // under way, and the units of this request that have found room
+	keep    map[string]bool     // units that keep their seats
 }
 
-// splitBySeats separates units that can keep their seats from those that need new ones.
-func (p *placer) splitBySeats() (again, anew []state.UnitGrant) {
-	for _, u := range p.m.Grant.Units {
-		if p.canKeepSeats(&u) {
-			again = append(again, u)
-		} else {
-			anew = append(anew, u)
-		}
+func (p *placer) place(part []state.UnitGrant) (placement.Placed, error) {
+	request := p.request(part)
+	return p.inventory(part).Place(&request)
+}
+
+// leaves seats a unit elsewhere that could keep its seats, if one of them is on a node that is avoided and
+// there is room without such nodes.
+func (p *placer) leaves(u *state.UnitGrant) bool {
+	if !slices.ContainsFunc(p.m.Avoid, p.state.Units[u.Unit].IsOn) {
+		return false
 	}
-	return again, anew
+	placed, err := p.place([]state.UnitGrant{*u})
+	isAvoided := func(s placement.Seat) bool { return slices.Contains(p.m.Avoid, s.Node) }
+	if err != nil || slices.ContainsFunc(placed.Seats, isAvoided) {
+		return false
+	}
+	u.Ranks, u.Blocks = SeatsOf(p.numbers[u.Unit], &placed)
+	return true
 }
 
 // canKeepSeats reports whether the unit's last grant still holds its seats, on usable nodes, for what is
@@ -127,6 +146,7 @@ func (p *placer) inventory(part []state.UnitGrant) *Inventory {
 // request is what placement is asked for part, which keeps its seats or gets new ones.
 func (p *placer) request(part []state.UnitGrant) placement.Group {
 	g := GroupRequest(p.m.App, p.m.Grant.Group)
+	g.Avoid = p.m.Avoid
 	stay := map[string][]state.RankGrant{} // of the same group
 	for id, rec := range p.state.Units {
 		if rec.App == p.m.Grant.App && rec.Group == p.m.Grant.Group && rec.Holds() &&
@@ -148,7 +168,7 @@ func (p *placer) request(part []state.UnitGrant) placement.Group {
 	}
 	p.addOtherPool(&g)
 	for i := range part {
-		if !p.canKeepSeats(&part[i]) {
+		if !p.keep[part[i].Unit] {
 			g.Ranks = append(g.Ranks, p.numbers[part[i].Unit]...)
 			continue
 		}

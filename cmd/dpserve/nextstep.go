@@ -53,7 +53,7 @@ func rankStep(apps []client.AppStatus, step func(r rankRow) (what, about string)
 	return first
 }
 
-// failedStep is about a unit whose starts have ended for good.
+// failedStep is about a unit whose first starts have failed.
 func failedStep(r rankRow) (what, about string) {
 	if r.rank.Phase != string(state.Failed) {
 		return "", ""

@@ -364,7 +364,15 @@ func (r rankRow) reason() string {
 	case r.rank.Phase == string(state.Ready):
 		return ""
 	}
-	return joinLines(cmp.Or(r.rank.Progress, r.unit.Reason))
+	return joinLines(cmp.Or(r.rank.Progress, r.unit.Reason)) + r.nextTry()
+}
+
+// nextTry says when a unit that waits for its next start starts; "" if it does not wait.
+func (r rankRow) nextTry() string {
+	if r.unit.NextTry.IsZero() {
+		return ""
+	}
+	return "; it is tried again at " + r.unit.NextTry.UTC().Format(time.RFC3339)
 }
 
 // isPlacementReason reports whether a reason says that a group or unit of an application or of a pool finds

@@ -331,6 +331,7 @@ var timersByName = map[string]func(t *timers) durations{
 	"kv_silence":    func(t *timers) durations { return durations{&t.replica.Silence} },
 	"trip_backoff":  func(t *timers) durations { return durations{&t.replica.TripBackoff} },
 	"start_retry":   func(t *timers) durations { return durations{&t.controller.Unit.StartRetry} },
+	"failed_retry":  func(t *timers) durations { return durations{&t.controller.Unit.FailedRetry} },
 	"restart_min":   func(t *timers) durations { return durations{&t.controller.Unit.RestartMin} },
 	"restart_max":   func(t *timers) durations { return durations{&t.controller.Unit.RestartMax} },
 	"restart_reset": func(t *timers) durations { return durations{&t.controller.Unit.RestartReset} },

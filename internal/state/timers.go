@@ -60,6 +60,9 @@ func doubleDelay(d time.Duration, n int, limit time.Duration) time.Duration {
 	return min(d, limit)
 }
 
+// FailedWait is how long a failed unit waits for its next start.
+func (t Timers) FailedWait(spread float64) time.Duration { return shorten(t.FailedRetry, spread) }
+
 // shorten returns a wait without the part that chance takes from it.
 func shorten(d time.Duration, spread float64) time.Duration {
 	return d - time.Duration(float64(d)*SpreadPart*min(max(spread, 0), 1))

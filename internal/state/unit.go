@@ -306,7 +306,7 @@ func (m *Machine) countFailedStart(e Event, now time.Time, t Timers) []Effect {
 	last := m.Attempt >= MaxStartAttempts
 	switch {
 	case last && !m.hasServed():
-		m.Phase, m.Due = Failed, now.Add(shorten(t.FailedRetry, e.Spread))
+		m.Phase, m.Due = Failed, now.Add(t.FailedWait(e.Spread))
 		return []Effect{{Kind: ProposeFailed}}
 	case !m.hasServed():
 		m.Due = now.Add(t.startDelay(m.Attempt))
