@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -45,10 +46,10 @@ func TestAUnitFailsAfterThreeFailedStarts(t *testing.T) {
 	assert.Equal(t, "moe/0 has failed: rank 5 exited with code 1", view{w.core}.Status()[0].Message)
 
 	w.takeTrace()
-	w.pass(time.Hour)
-	assert.Empty(t, w.takeTrace(), "failed until the next deploy")
+	w.pass(3 * time.Minute)
+	assert.Empty(t, w.takeTrace(), "failed for some minutes, or until the next deploy")
 	w.reboot()
-	w.pass(time.Hour)
+	w.pass(3 * time.Minute)
 	assert.Equal(t, state.Failed, w.phase("moe/0"), "also over a restart")
 	assert.Equal(t, tail[10:], view{w.core}.Status()[0].Units[0].LogTail)
 
@@ -77,27 +78,71 @@ func TestAUnitRunsAfterOneFailedStart(t *testing.T) {
 	assert.Equal(t, 1, w.saw("restart moe/0"))
 }
 
-// The restarts are 1, 2, 4 … 64 s apart, and begin at 1 s again after 10 min ready.
+// TestHF52FailedUnitIsTriedAgain every few minutes. The application is DEPLOY_FAILED until it is ready, also
+// for the next leader, and a deploy meanwhile waits for the start under way.
+func TestHF52FailedUnitIsTriedAgain(t *testing.T) {
+	w := newWorld(t)
+	w.deploy(sim("chat", 1, app.Independent))
+	fails := func() {
+		w.says("a", "chat/0/0", msg.UnitKilling, because("no such folder", "line"))
+		w.says("a", "chat/0/0", msg.UnitGone)
+	}
+	status := func() client.AppStatus { return view{w.core}.Status()[0] }
+	for range 3 {
+		require.Equal(t, "DEPLOYING", w.status("chat"))
+		fails()
+		if w.phase("chat/0/0") == state.Backoff {
+			w.pass(w.core.Due().Sub(w.now))
+		}
+	}
+	for try := 4; try < 8; try++ {
+		s := status()
+		require.Equal(t, "DEPLOY_FAILED", s.Status)
+		wait := s.Units[0].NextTry.Sub(w.now)
+		require.LessOrEqual(t, wait, state.DefaultFailedRetry)
+		require.GreaterOrEqual(t, wait, state.DefaultFailedRetry*3/4)
+		w.pass(wait)
+		s = status()
+		require.Equal(t, "DEPLOY_FAILED", s.Status, "while it starts")
+		require.Equal(t, "chat/0/0 is starting: no such folder", s.Message)
+		require.Equal(t, try, s.Units[0].Attempt)
+		if try == 5 {
+			w.core = NewCore(w.timers)
+			w.step(StateSeen{w.state.Clone()})
+			require.Equal(t, "DEPLOY_FAILED", w.status("chat"), "for the next leader")
+		}
+		if try < 7 {
+			fails()
+		}
+	}
+	w.step(AppsRedeployed{Apps: []string{"chat"}})
+	assert.Equal(t, "DEPLOYING", w.status("chat"))
+	w.up("chat/0/0")
+	assert.Equal(t, "RUNNING", w.status("chat"))
+}
+
+// The restarts are 1, 2, 4 … 300 s apart or up to a quarter less, and begin at 1 s again after 10 min ready.
 func TestRG6RestartsForEverAfterReady(t *testing.T) {
 	w := newWorld(t)
 	w.deploy(sim("chat", 1, app.Independent))
-	crash := func() time.Duration {
+	crash := func(want time.Duration) {
 		w.up("chat/0/0")
 		w.says("a", "chat/0/0", msg.UnitFenced, because("exit 0"))
 		w.says("a", "chat/0/0", msg.UnitKilling)
 		w.says("a", "chat/0/0", msg.UnitGone, wasReady)
 		wait := w.core.Due().Sub(w.now)
 		w.pass(wait)
-		return wait / time.Second
+		require.LessOrEqual(t, wait, want*time.Second)
+		require.GreaterOrEqual(t, wait, want*time.Second*3/4)
 	}
-	for _, want := range []time.Duration{1, 2, 4, 8, 16, 32, 64, 64, 64} {
-		require.Equal(t, want, crash())
+	for _, want := range []time.Duration{1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300} {
+		crash(want)
 	}
 	w.up("chat/0/0")
 	w.pass(10 * time.Minute)
-	assert.Equal(t, time.Duration(1), crash())
+	crash(1)
 	assert.Equal(t, "UNHEALTHY", w.status("chat"))
-	assert.Equal(t, 10, w.state.Units["chat/0/0"].Restarts)
+	assert.Equal(t, 12, w.state.Units["chat/0/0"].Restarts)
 }
 
 // The others keep their epoch. The rank keeps its number and slot, and gets new ports.

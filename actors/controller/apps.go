@@ -368,8 +368,10 @@ func (c *Core) messageLines(a *application) []string {
 				strings.TrimPrefix(l.phase, "is "), l.why)
 		}
 	}
-	for _, node := range c.avoided.nodesOf(a) {
-		out = append(out, "node "+node+" is "+c.avoided[a.name][node].describe(a.name))
+	for _, node := range slices.Sorted(maps.Keys(c.avoided[a.name])) {
+		for _, note := range c.avoided.notesOn(node, map[string]*application{a.name: a}, len(c.usable)) {
+			out = append(out, "node "+node+" is "+note)
+		}
 	}
 	return out
 }

@@ -66,8 +66,12 @@ func (as avoidances) nodesOf(a *application) []string {
 	return out
 }
 
-// notesOn says which applications avoid a node and why, in the order of their names.
-func (as avoidances) notesOn(node string, apps map[string]*application) []string {
+// notesOn says which applications avoid a node and why, in the order of their names. Of the only usable node
+// it says nothing.
+func (as avoidances) notesOn(node string, apps map[string]*application, usable int) []string {
+	if usable < 2 {
+		return nil
+	}
 	var out []string
 	for _, name := range slices.Sorted(maps.Keys(as)) {
 		if a := apps[name]; a != nil && slices.Contains(as.nodesOf(a), node) {

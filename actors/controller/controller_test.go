@@ -353,8 +353,8 @@ func TestCallsAfterClose(t *testing.T) {
 func TestTimersDefaults(t *testing.T) {
 	assert.Equal(t, Timers{
 		Unit: state.Timers{
-			StartRetry: time.Second, RestartMin: time.Second, RestartMax: 64 * time.Second,
-			RestartReset: 10 * time.Minute, Resend: 2 * time.Second,
+			StartRetry: time.Second, FailedRetry: 5 * time.Minute, RestartMin: time.Second,
+			RestartMax: 5 * time.Minute, RestartReset: 10 * time.Minute, Resend: 2 * time.Second,
 		},
 		Retry: time.Second, Call: 5 * time.Second, LeaseTTL: 10 * time.Second, Regrant: 12 * time.Second,
 	}, Timers{}.withDefaults())

@@ -27,6 +27,7 @@ type host struct {
 	events  []msg.UnitEvent // not acknowledged
 	n       uint64
 	slow    bool // started units become ready only when the test says so
+	broken  bool // engines end while they start
 	cut     bool
 
 	stopping  bool // it was told to end
@@ -111,7 +112,11 @@ func (h *host) start(o *msg.StartRank) error {
 	}
 	h.high[o.Unit], h.runs[o.Unit] = o.Epoch, o.Epoch
 	h.tell(o.Unit, o.Epoch, msg.UnitStarted)
-	if !h.slow {
+	switch {
+	case h.broken:
+		h.tell(o.Unit, o.Epoch, msg.UnitKilling, because("no such folder"))
+		h.gone(o.Unit)
+	case !h.slow:
 		h.up(o.Unit)
 	}
 	return nil

@@ -54,7 +54,7 @@ func TestNodeThatJoinsGivesFailedUnitsAnotherChance(t *testing.T) {
 	c.run(5 * time.Second)
 	require.Equal(t, state.Failed, c.phase("chat/0/0"), "a node that comes back is no new one")
 	c.join(newHost("b", 1))
-	assert.Equal(t, state.Starting, c.phase("chat/0/0"))
+	assert.Equal(t, "b:0", c.where("chat/0/0"), "at once")
 	assert.Equal(t, 1, c.state.Units["chat/0/0"].Attempt)
 }
 

@@ -68,7 +68,7 @@ func (p *planner) addNodes() {
 			Node: n.ID, Slots: n.Resources.Slots, SlotsFree: n.Resources.Slots,
 			GPUs: len(n.Resources.Devices), Devices: deviceModels(n),
 			Note: cmp.Or(excludedReason(n),
-				strings.Join(p.avoided.notesOn(n.ID, p.deployed), "; ")),
+				strings.Join(p.avoided.notesOn(n.ID, p.deployed, len(p.free.Nodes)), "; ")),
 		}}
 	}
 	for _, rec := range p.state.Units {

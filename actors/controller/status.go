@@ -340,7 +340,7 @@ func (c view) nodeNotes(s *client.NodeStatus, p *peer, leader string) []string {
 	if skew := time.Duration(s.SkewMs) * time.Millisecond; skew.Abs() > skewNoted {
 		out = append(out, "its clock differs by "+skew.Round(time.Millisecond).String()+" from the leader's")
 	}
-	out = append(out, c.avoided.notesOn(s.Node, c.apps)...)
+	out = append(out, c.avoided.notesOn(s.Node, c.apps, len(c.usable))...)
 	if l := c.state.Nodes[leader]; l != nil && l.Version != s.Version {
 		out = append(out, "it runs version "+s.Version+", the leader "+l.Version)
 	}
