@@ -2,7 +2,9 @@ package cluster_test
 
 import (
 	"fmt"
+	"maps"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
@@ -23,6 +25,7 @@ type audit struct {
 	leases   []leaseOp
 	left     map[string]leaving  // ranks that ended on a machine that stops
 	deaths   map[string][]uint64 // epochs of a unit whose starts ended machines, in a row
+	served   map[string]string   // by unit: Launch of the last grant that was ready
 	lost     int                 // nodes that were taken for lost
 	restarts int                 // epochs above the first, of units that nobody asked to change
 	tickets  int
@@ -40,7 +43,8 @@ func newAudit() *audit {
 	return &audit{
 		high: map[string]uint64{}, grants: map[string]*granted{}, launches: map[string]int{},
 		proposed: map[*state.GrantGroup]time.Duration{}, silent: map[*state.NodeRef]time.Duration{},
-		left: map[string]leaving{}, deaths: map[string][]uint64{}, puts: map[*state.PutApps]time.Duration{},
+		left: map[string]leaving{}, deaths: map[string][]uint64{}, served: map[string]string{},
+		puts: map[*state.PutApps]time.Duration{},
 	}
 }
 
@@ -73,8 +77,12 @@ func (c *cluster) committed(term uint64, cmd *state.Command, res state.Result, e
 		})
 	case cmd.UnitReady != nil:
 		delete(c.audit.deaths, cmd.UnitReady.Unit)
+		c.audit.served[cmd.UnitReady.Unit] = c.canon.master.Units[cmd.UnitReady.Unit].Launch
 	case cmd.UnitFailed != nil:
 		c.failedBeside(cmd.UnitFailed.Unit)
+		if unit := cmd.UnitFailed.Unit; c.audit.served[unit] == c.canon.master.Units[unit].Launch {
+			c.violate("%s has failed, and it was ready with the same launch", unit)
+		}
 		c.ended(cmd.UnitFailed.Unit, cmd.UnitFailed.Epoch)
 		c.lease(leaseOp{
 			kind: releases, unit: cmd.UnitFailed.Unit, epoch: cmd.UnitFailed.Epoch, call: c.now,
@@ -86,6 +94,10 @@ func (c *cluster) committed(term uint64, cmd *state.Command, res state.Result, e
 		c.together()
 	case cmd.DeleteApp != nil:
 		c.together()
+	case cmd.ForgetApp != nil:
+		maps.DeleteFunc(c.audit.served, func(unit, _ string) bool {
+			return strings.HasPrefix(unit, cmd.ForgetApp.Name+"/")
+		})
 	case cmd.NodeLost != nil && !res.Unchanged:
 		c.nodeLost(c.canon.leaders[term], cmd.NodeLost)
 	}

@@ -30,6 +30,7 @@ const (
 	innocent      mutant = "a leader that hears too little takes the others for lost"
 	ignoresStop   mutant = "placement ignores that a node says it stops"
 	forgivesDeath mutant = "a start that its node's process dies of does not count"
+	forgetsReady  mutant = "a new leader does not know what units were ready with"
 	hidesFound    mutant = "a node does not tell which engines its process has found"
 	adoptsUnasked mutant = "a node adopts what it has found before the leader has answered"
 	skips         mutant = "a control node passes over a command that it does not know"

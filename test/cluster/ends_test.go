@@ -17,7 +17,7 @@ const (
 	bootAfter  = 2 * time.Second  // as the service file: between the end of a process and the next one
 	// between the end of a rank on a stopping machine and its next grant, if there is room
 	movedWithin  = 12 * time.Second
-	deadlyStarts = 3 // failed starts in a row, then a unit has failed
+	deadlyStarts = 3 // failed starts in a row, then a unit has failed, or waits for minutes
 )
 
 // terminate is SIGTERM. Every unit drains, one of them with a stream as long as its grace. The machine renews

@@ -12,7 +12,7 @@ const mutantSeeds = 600
 
 var mutants = []mutant{
 	noSupersede, noFence, noGrace, noConfirm, noBarrier, noFsync, sendsOn, impatient, forgets, early,
-	skips, losesEpochs, noWriteLimit, hasty, innocent, ignoresStop, forgivesDeath,
+	skips, losesEpochs, noWriteLimit, hasty, innocent, ignoresStop, forgivesDeath, forgetsReady,
 	hidesFound, adoptsUnasked,
 }
 

@@ -92,7 +92,7 @@ func (c *cluster) settle() {
 			continue
 		}
 		steady = 0
-		if !redeployed && c.failed() {
+		if !redeployed && (c.failed() || c.spared()) {
 			if l := c.leading(); l != nil {
 				redeployed, limit = true, c.now+settleExtra
 				c.work.redeploy(l)
@@ -150,11 +150,19 @@ func (c *cluster) divided() string {
 func (c *cluster) backoff() time.Duration {
 	d := time.Second
 	for _, u := range c.canon.now().Units {
-		for range min(u.Restarts, 6) {
-			d = max(d, time.Second<<min(u.Restarts, 6))
-		}
+		d = max(d, min(time.Second<<min(u.Restarts, 9), state.DefaultRestartMax))
 	}
 	return d
+}
+
+// spared says whether a unit waits for long because its starts have ended machines.
+func (c *cluster) spared() bool {
+	for _, epochs := range c.audit.deaths {
+		if len(epochs) >= deadlyStarts {
+			return true
+		}
+	}
+	return false
 }
 
 func (c *cluster) failed() bool {

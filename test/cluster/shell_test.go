@@ -59,7 +59,7 @@ func newShell(m *machine) *shell {
 	l.core.Self = m.name
 	m.c.log("shell", m.name)
 	l.seen = m.view
-	l.step(controller.StateSeen{State: m.view})
+	l.step(controller.StateSeen{State: l.shown(m.view)})
 	l.keepVoters()
 	return l
 }
@@ -116,10 +116,19 @@ func (l *shell) look() {
 	l.m.c.after(l.m.process, l.m.c.span(0, outcomeWithin), l.freshen)
 }
 
+// shown is a state as the controller sees it.
+func (l *shell) shown(s *state.State) *state.State {
+	if l.m.c.cfg.mutant == forgetsReady {
+		s = s.Clone()
+		s.Served = nil
+	}
+	return s
+}
+
 func (l *shell) freshen() {
 	if !l.closed && l.m.view != l.seen {
 		l.seen = l.m.view
-		l.step(controller.StateSeen{State: l.seen})
+		l.step(controller.StateSeen{State: l.shown(l.seen)})
 		l.changeVoters()
 	}
 }
