@@ -192,7 +192,8 @@ var modes = map[string]int{
 	"transfer-fail": noArgument, "transfer-slow": numberArgument, "transfer-hang": noArgument,
 	"transfer-null": noArgument, "transfer-lease": numberArgument,
 
-	"start-exit": noArgument, "start-exit-once": fileArgument, "start-hang": noArgument,
+	"start-exit": noArgument, "start-exit-once": fileArgument, "start-exit-while": fileArgument,
+	"start-hang": noArgument,
 }
 
 // IsMode says whether there is a failure of that name.

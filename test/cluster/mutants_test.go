@@ -101,7 +101,9 @@ func tweak(cfg *config) {
 }
 
 // noticedBy are seeds that noticed the mutants which few seeds notice, when this was written.
-var noticedBy = map[mutant]uint64{impatient: 19, noBarrier: 20, noSupersede: 30, noFence: 63, noGrace: 77}
+var noticedBy = map[mutant]uint64{
+	impatient: 19, noBarrier: 20, forgivesDeath: 31, forgetsReady: 63, noFence: 63, noSupersede: 71, noGrace: 379,
+}
 
 // hunt finds a seed that notices. It begins with the one that is known, if there is one: a change of the code
 // may make others notice.

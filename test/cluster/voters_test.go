@@ -34,6 +34,9 @@ func (l *shell) changeVoters() {
 	case change.Kind == state.AddStandby && at < 0:
 		next = append(next, voter{i, false})
 	case change.Kind == state.Promote && at >= 0:
+		if !l.answers(l.m.c.machines[i]) {
+			return
+		}
 		next[at].votes = true
 	case change.Kind == state.Demote && at >= 0:
 		next[at].votes = false
@@ -43,6 +46,12 @@ func (l *shell) changeVoters() {
 		return
 	}
 	l.m.raft.change(next)
+}
+
+// answers is cluster's question to a standby before it gets a vote. It takes no time here.
+func (l *shell) answers(m *machine) bool {
+	cuts := l.m.c.net.cuts
+	return m.alive && !m.frozen && !cuts[l.m.i][m.i] && !cuts[m.i][l.m.i]
 }
 
 // electors are the control nodes, and what consensus still has of others.

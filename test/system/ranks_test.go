@@ -125,6 +125,36 @@ func TestRG6StartFailures(t *testing.T) {
 	r.Quiet()
 }
 
+// TestHF50ModelStoreAwayForAWhile: what the engines need is gone while they restart, and then while the
+// machine boots, for as long as five failed starts take (20 s with the timers that users have). They serve
+// again by themselves.
+func TestHF50ModelStoreAwayForAWhile(t *testing.T) {
+	t.Parallel()
+	r := harness.Start(t, "--timers", "restart_min=50ms,restart_max=1s")
+	r.Expect(harness.EngineFails)
+	away := filepath.Join(t.TempDir(), "away")
+	r.Deploy(simApp("a", 2, "independent", `sim_fail: "start-exit-while=`+away+`"`))
+	epoch := r.WaitStatus("a", "RUNNING").Units[0].Epoch
+	for _, begin := range []func(){
+		func() {
+			for rank := range 2 {
+				simVanish(t, r, "a", 0, rank, `{"mode": "kill"}`)
+			}
+		},
+		func() {
+			r.Signal(syscall.SIGTERM)
+			r.Again()
+		},
+	} {
+		require.NoError(t, os.WriteFile(away, nil, 0o600))
+		begin()
+		r.Eventually(func() error {
+			var apps []client.AppStatus
+			if err := r.get...
+		}, "")
+	}
+}
+
 // RG9: engines that ignore SIGTERM, and a front process whose child lives on with its ports.
 func TestRG9StubbornEngines(t *testing.T) {
 	t.Parallel()

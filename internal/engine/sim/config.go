@@ -110,6 +110,8 @@ type Start struct {
 	StartExitOnce string        // the same, but only while this file does not exist; it is created
 	StartHang     bool          // never become ready
 	Schedule      []Scheduled   // faults at fixed times after the start
+
+	StartExitWhile string // as StartExit, but only while this file exists
 }
 
 // Scheduled is a fault at a fixed time.

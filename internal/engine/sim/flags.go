@@ -206,6 +206,9 @@ func (p *flagParser) schedule(f simflags.Fault) error {
 	case "start-exit-once":
 		p.cfg.StartExitOnce = f.Argument
 		return nil
+	case "start-exit-while":
+		p.cfg.StartExitWhile = f.Argument
+		return nil
 	case "start-hang":
 		p.cfg.StartHang = true
 		return nil

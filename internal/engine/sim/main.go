@@ -243,6 +243,11 @@ func startup(ctx context.Context, cfg *Config) error {
 	if cfg.StartExit {
 		return errors.New("start fails as told: drop --sim-fail start-exit")
 	}
+	if file := cfg.StartExitWhile; file != "" {
+		if _, err := os.Stat(file); err == nil {
+			return errors.New("start fails as told, while there is " + file)
+		}
+	}
 	if file := cfg.StartExitOnce; file != "" {
 		f, err := os.OpenFile(file, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
 		if err == nil {

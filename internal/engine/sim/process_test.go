@@ -201,6 +201,7 @@ func TestProcessStartFailures(t *testing.T) {
 	}{
 		{"told", 0, []string{"--sim-fail", "start-exit"}, "start fails as told"},
 		{"once", 0, []string{"--sim-fail", "start-exit-once=" + marker}, "the next one succeeds"},
+		{"while", 0, []string{"--sim-fail", "start-exit-while=" + os.Args[0]}, "while there is"},
 		{"port taken", taken.Addr().(*net.TCPAddr).Port, nil, "address already in use"},
 		{"memory", 0, []string{"--max-model-len", "99999999"}, "raise num_gpu_blocks_override"},
 		{"number", 0, []string{"--max-num-seqs", "many"}, "--max-num-seqs: cannot use"},
