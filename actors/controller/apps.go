@@ -325,8 +325,8 @@ func joinMessage(lines []string) string {
 	return strings.Join(lines, "\n")
 }
 
-// messageLines says of each unit why it is not ready, and which nodes the application avoids. Units that find no room, or wait for their turn, for
-// the same reason share a line.
+// messageLines says of each unit why it is not ready, and which nodes the application avoids. Units that find
+// no room, or wait for their turn, for the same reason share a line.
 func (c *Core) messageLines(a *application) []string {
 	if a.broken != "" {
 		return []string{a.broken}

@@ -84,23 +84,24 @@ func (as avoidances) notesOn(node string, apps map[string]*application, usable i
 // noteFailedStart has the application avoid the node that reported a failed start, from the second in a row
 // on. A start with which the node's process ended says nothing about the node: the unit may end the next one
 // as well.
-func (c *Core) noteFailedStart(now time.Time, u *unit) {
-	if u.failedOn == "" || u.m.NodeDied || u.m.Attach || u.m.Attempt < leaveAfter {
+func (as avoidances) noteFailedStart(now time.Time, u *unit) {
+	node := u.failedOn()
+	if node == "" || u.m.NodeDied || u.m.Attach || u.m.Attempt < leaveAfter {
 		return
 	}
-	if c.avoided[u.app] == nil {
-		c.avoided[u.app] = map[string]avoidance{}
+	if as[u.app] == nil {
+		as[u.app] = map[string]avoidance{}
 	}
-	c.avoided[u.app][u.failedOn] = avoidance{
+	as[u.app][node] = avoidance{
 		until: now.Add(AvoidFor), launch: u.seat.launch,
 		why: fmt.Sprintf("start %d of %s failed there: %s", u.m.Attempt, u.id, u.m.Reason),
 	}
 }
 
 // forgive ends what the application has against the nodes of a unit that is ready.
-func (c *Core) forgive(u *unit) {
+func (as avoidances) forgive(u *unit) {
 	for _, n := range u.nodes {
-		delete(c.avoided[u.app], n)
+		delete(as[u.app], n)
 	}
 }
 

@@ -16,9 +16,13 @@ import (
 // and go. No unit fails, and when it is back they are ready within the longest wait. Nobody deploys.
 func TestHF50WhatHasServedComesBack(t *testing.T) {
 	for name, begins := range map[string]func(c *fleet){
-		"the engines end":          func(*fleet) {},
-		"the node boots":           func(c *fleet) { c.hosts["a"].restart() },
-		"the node was told to end": func(c *fleet) { c.hosts["a"].close(); c.renew("a"); c.hosts["a"].restart() },
+		"the engines end": func(*fleet) {},
+		"the node boots":  func(c *fleet) { c.hosts["a"].restart() },
+		"the node was told to end": func(c *fleet) {
+			c.hosts["a"].close()
+			c.renew("a")
+			c.hosts["a"].restart()
+		},
 		"the node is lost": func(c *fleet) {
 			c.hosts["a"].cut = true
 			c.run(20 * time.Second)

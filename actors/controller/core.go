@@ -167,9 +167,9 @@ func (c *Core) stepUnit(now time.Time, u *unit, e state.Event) {
 			// a grant that was not begun is not wanted any more
 			u.pending, u.noRoom, u.waitsFor, u.record = nil, "", "", nil
 		case state.Backoff, state.Failed:
-			c.noteFailedStart(now, u)
+			c.avoided.noteFailedStart(now, u)
 		case state.Ready:
-			c.forgive(u)
+			c.avoided.forgive(u)
 		default:
 		}
 	}

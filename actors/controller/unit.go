@@ -50,7 +50,6 @@ type unit struct {
 
 	parts      map[string]*part // of the current grant, by node
 	nodes      []string         // keys of parts, in order
-	failedOn   string           // the node that reported first that the start has failed
 	reserved   *state.UnitGrant // reserved room for a move off a draining node
 	stayReason string           // why it is still on a draining node
 }
@@ -61,7 +60,7 @@ func newUnit(id, app string, group int, ranks []int) *unit {
 
 // applyGrant takes the seat of a grant. The state of its parts is unknown at first.
 func (u *unit) applyGrant(s seat) {
-	u.seat, u.parts, u.failedOn = s, map[string]*part{}, ""
+	u.seat, u.parts = s, map[string]*part{}
 	for i := range s.ranks {
 		if n := s.ranks[i].Node; u.parts[n] == nil {
 			u.parts[n] = &part{}
@@ -73,9 +72,19 @@ func (u *unit) applyGrant(s seat) {
 // noteFailure notes the node that reports first that the start under way fails. The other nodes of the unit
 // end their ranks because of it.
 func (u *unit) noteFailure(node string) {
-	if u.m.Phase == state.Starting && u.failedOn == "" {
-		u.failedOn = node
+	if u.m.Phase == state.Starting && u.failedOn() == "" {
+		u.parts[node].failed = true
 	}
+}
+
+// failedOn returns the node that reported first that the last start failed; "" if none did.
+func (u *unit) failedOn() string {
+	for _, n := range u.nodes {
+		if u.parts[n].failed {
+			return n
+		}
+	}
+	return ""
 }
 
 // queueCommand sets the next command. The newest command replaces older ones; only a release is kept before a
@@ -235,6 +244,7 @@ type part struct {
 	wasReady                 bool // its ranks were ready under this grant
 	ended                    bool // its node ends it, or has ended it, by itself
 	gone                     bool // nothing is left of it
+	failed                   bool // its node reported first that the start fails
 	adopted                  bool // granted before this leader led, and its node has not reported it
 	absent                   bool // adopted, and its node reports that it does not have it
 

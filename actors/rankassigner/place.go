@@ -16,8 +16,9 @@ import (
 
 // Place numbers and seats the units of one group. Units that start again keep their seats, unless a node of
 // theirs is avoided and there is room without it; the others get new ones. Each of the two sets is placed
-// completely or not at all, independently of the other. underWay holds the grants that were proposed and may not be in the state yet. The grant holds the units that found
-// room, and noRoom says of the others why they found none.
+// completely or not at all, independently of the other. underWay holds the grants that were proposed and may
+// not be in the state yet. The grant holds the units that found room, and noRoom says of the others why they
+// found none.
 func Place(s *state.State, m *msg.AssignGroup, underWay []*state.GrantGroup) (
 	grant state.GrantGroup, noRoom map[string]string,
 ) {

@@ -102,7 +102,8 @@ func tweak(cfg *config) {
 
 // noticedBy are seeds that noticed the mutants which few seeds notice, when this was written.
 var noticedBy = map[mutant]uint64{
-	impatient: 19, noBarrier: 20, forgivesDeath: 31, forgetsReady: 63, noFence: 63, noSupersede: 71, noGrace: 379,
+	impatient: 19, noBarrier: 20, forgivesDeath: 31, forgetsReady: 63, noFence: 63, noSupersede: 71,
+	noGrace: 379,
 }
 
 // hunt finds a seed that notices. It begins with the one that is known, if there is one: a change of the code

@@ -86,6 +86,7 @@ func TestRestartBackoffAndItsReset(t *testing.T) {
 // than the first attempts last at a first deploy: the ranks serve again by themselves.
 func TestHF50ModelStoreAwayForTenMinutes(t *testing.T) {
 	away := filepath.Join(t.TempDir(), "away")
+	args := `sim_step_ms: 10, sim_fail: "start-exit-while=` + away + `"`
 	takeAway := func(t *testing.T) { require.NoError(t, os.WriteFile(away, nil, 0o600)) }
 	for name, begin := range map[string]func(t *testing.T, c *harness.Cluster){
 		"restart": func(t *testing.T, c *harness.Cluster) {
@@ -103,7 +104,7 @@ func TestHF50ModelStoreAwayForTenMinutes(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				c := harness.New(t, harness.OnDisk())
 				c.Expect(harness.EngineFails, harness.NodeFails)
-				c.Deploy(simApp("a", 2, "independent", `sim_step_ms: 10, sim_fail: "start-exit-while=`+away+`"`))
+				c.Deploy(simApp("a", 2, "independent", args))
 				c.WaitStatus("a", "RUNNING")
 				begin(t, c)
 				for range 20 {
@@ -124,7 +125,7 @@ func TestHF50ModelStoreAwayForTenMinutes(t *testing.T) {
 		takeAway(t)
 		synctest.Test(t, func(t *testing.T) {
 			c := harness.New(t)
-			c.Deploy(simApp("a", 2, "independent", `sim_step_ms: 10, sim_fail: "start-exit-while=`+away+`"`))
+			c.Deploy(simApp("a", 2, "independent", args))
 			next := c.WaitStatus("a", "DEPLOY_FAILED").Units[0].NextTry
 			require.Greater(t, time.Until(next), 3*time.Minute)
 			time.Sleep(10 * time.Minute)
