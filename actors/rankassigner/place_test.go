@@ -115,6 +115,56 @@ func TestPlaceKeepsSeats(t *testing.T) {
 	assert.Len(t, noRoom, 3)
 }
 
+// TestPlaceLeavesAvoidedNodes where others have room: one unit after the other, a group as a whole.
+func TestPlaceLeavesAvoidedNodes(t *testing.T) {
+	for name, c := range map[string]struct {
+		nodes []state.Node
+		app   *app.Application
+		avoid []string
+		want  [][]string // nodes by unit: at the first grant, then with avoid
+	}{
+		"room elsewhere": {
+			[]state.Node{node("a", 2), node("b", 3)}, application("chat", 2, app.Independent), []string{"a"},
+			[][]string{{"a"}, {"a"}, {"b"}, {"b"}},
+		},
+		"room for one": {
+			[]state.Node{node("a", 3), node("b", 1)}, application("chat", 3, app.Independent), []string{"a"},
+			[][]string{{"a"}, {"a"}, {"a"}, {"b"}, {"a"}, {"a"}},
+		},
+		"no room": {
+			[]state.Node{node("a", 2), node("b", 0)}, application("chat", 2, app.Independent), []string{"a"},
+			[][]string{{"a"}, {"a"}, {"a"}, {"a"}},
+		},
+		"one of two nodes of a group": {
+			[]state.Node{node("a", 2), node("b", 2), node("c", 2)}, application("chat", 4, app.Lockstep),
+			[]string{"a"},
+			[][]string{{"a", "a", "b", "b"}, {"b", "b", "c", "c"}},
+		},
+		"another node": {
+			[]state.Node{node("a", 2), node("b", 3)}, application("chat", 2, app.Independent), []string{"b"},
+			[][]string{{"a"}, {"a"}, {"a"}, {"a"}},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := newState(t, c.nodes, "chat")
+			var got [][]string
+			for expect := range uint64(2) {
+				m := wanted(c.app, expect, "a", "b", "c")
+				if expect > 0 {
+					m.Avoid = c.avoid
+				}
+				grant, noRoom := Place(s, m, nil)
+				require.Empty(t, noRoom)
+				for _, u := range grant.Units {
+					got = append(got, nodesOf(u.Ranks))
+				}
+				apply(t, s, state.Command{GrantGroup: &grant})
+			}
+			assert.Equal(t, c.want, got)
+		})
+	}
+}
+
 // Groups are placed in the order of their requests. A grant is in use before the state shows it.
 func TestGroupsDoNotShareSeats(t *testing.T) {
 	rigged(t, func(t *testing.T, r *rig) {

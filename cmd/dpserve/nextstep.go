@@ -58,9 +58,9 @@ func failedStep(r rankRow) (what, about string) {
 	if r.rank.Phase != string(state.Failed) {
 		return "", ""
 	}
-	reason, _, _ := strings.Cut(r.reason(), "; hint: ")
-	return fmt.Sprintf("`dpserve logs %s`, correct what it says, and deploy again: %s failed %s%s", r.name(),
-		r.unit.Unit, formatCount(max(r.unit.Attempt, 1), "time"), inBrackets(reason)), r.unit.Unit
+	reason, _, _ := strings.Cut(joinLines(r.unit.Reason), "; hint: ")
+	return fmt.Sprintf("`dpserve logs %s`, correct what it says, and deploy again: %s failed %s%s%s", r.name(),
+		r.unit.Unit, formatCount(max(r.unit.Attempt, 1), "time"), inBrackets(reason), r.nextTry()), r.unit.Unit
 }
 
 // noRoomStep is about a unit that finds no room.

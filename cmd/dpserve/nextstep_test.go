@@ -2,6 +2,7 @@ package main
 
 import (
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -37,9 +38,10 @@ func TestNextStep(t *testing.T) {
 			app: func(a *client.AppStatus) {
 				setPhase(a, 1, state.Failed, "exit code 1\nhint: deploy again")
 				a.Units[1].Attempt = 3
+				a.Units[1].NextTry = time.Date(2026, 1, 1, 12, 5, 0, 0, time.UTC)
 			},
 			want: "`dpserve logs demo/0/1`, correct what it says, and deploy again: demo/0/1 failed 3 " +
-				"times (exit code 1)",
+				"times (exit code 1); it is tried again at 2026-01-01T12:05:00Z",
 		},
 		"several that have failed": {
 			app: func(a *client.AppStatus) {

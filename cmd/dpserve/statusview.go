@@ -364,10 +364,10 @@ func (r rankRow) reason() string {
 	case r.rank.Phase == string(state.Ready):
 		return ""
 	}
-	return joinLines(cmp.Or(r.rank.Progress, r.unit.Reason)) + r.nextTry()
+	return strings.TrimPrefix(joinLines(cmp.Or(r.rank.Progress, r.unit.Reason))+r.nextTry(), "; ")
 }
 
-// nextTry says when a unit that waits for its next start starts; "" if it does not wait.
+// nextTry says, as one more clause, when a unit that waits for its next start starts; "" if it does not wait.
 func (r rankRow) nextTry() string {
 	if r.unit.NextTry.IsZero() {
 		return ""

@@ -388,6 +388,38 @@ func TestFailedUnitHoldsNothingAndKeepsItsReason(t *testing.T) {
 	assert.Empty(t, m.Units["x/0/0"].Reason)
 }
 
+// TestServedOutlivesGrants: what a unit was ready with is known after a release and after a snapshot, until
+// its application is forgotten.
+func TestServedOutlivesGrants(t *testing.T) {
+	m := newMachine(t)
+	m.must(put(spec("x", "1", "x")))
+	with := func(launch string, expect uint64) Command {
+		c := grant("x", 1, 0, 0, expect)
+		c.GrantGroup.Units[0].Launch = launch
+		return c
+	}
+	m.must(with("l1", 0))
+	assert.Empty(t, m.Served)
+	m.must(Command{UnitReady: ref("x/0/0", 1)})
+	m.must(with("l2", 1))
+	m.must(Command{UnitFailed: ref("x/0/0", 2)})
+	m.must(Command{Release: ref("x/0/0", 2)})
+	assert.Equal(t, map[string]string{"x/0/0": "l1"}, m.Served)
+	m.must(with("l2", 2))
+	before := m.Clone()
+	m.must(Command{UnitFenced: ref("x/0/0", 3)}) // it was ready until then
+	assert.Equal(t, "l1", before.Served["x/0/0"], "a clone does not change")
+	b, err := m.Encode()
+	require.NoError(t, err)
+	read, err := Decode(b)
+	require.NoError(t, err)
+	assert.Equal(t, map[string]string{"x/0/0": "l2"}, read.Served)
+	m.must(Command{Release: ref("x/0/0", 3)})
+	m.must(Command{DeleteApp: &DeleteApp{Name: "x"}})
+	m.must(Command{ForgetApp: &ForgetApp{Name: "x"}})
+	assert.Empty(t, m.Served)
+}
+
 func TestInitNamesTheClusterOnce(t *testing.T) {
 	m := newMachine(t)
 	m.refused(Command{Init: &Init{}}, ErrBadCommand, problem.InvalidArgument)
