@@ -478,3 +478,22 @@ func TestAttachedRanksTakeNothing(t *testing.T) {
 	_, err = Place(nil, []Group{g})
 	require.Equal(t, problem.Unplaceable, problem.CodeOf(err))
 }
+
+// TestAvoidedNodesComeLast: also before devices that are close to each other, but a group that must be on one
+// node stays with its ranks.
+func TestAvoidedNodesComeLast(t *testing.T) {
+	pair := group("g", 1, Pack)
+	pair.Devices, pair.Avoid = 2, []string{"a"}
+	placed, err := Place([]Node{gpus("a", 0, 1), gpus("b", 1, 2)}, []Group{pair})
+	require.NoError(t, err)
+	assert.Equal(t, "b: 0@0[1,2]", draw(placed[0]))
+	placed, err = Place([]Node{gpus("a", 0, 1), gpus("b", 1)}, []Group{pair})
+	require.NoError(t, err)
+	assert.Equal(t, "a: 0@0[0,1]", draw(placed[0]))
+
+	packed := group("g", 1, StrictPack)
+	packed.Held, packed.Avoid = map[string]int{"a": 1}, []string{"a"}
+	placed, err = Place([]Node{slots("a", 2), slots("b", 2)}, []Group{packed})
+	require.NoError(t, err)
+	assert.Equal(t, "a: 0@0", draw(placed[0]))
+}
