@@ -65,7 +65,7 @@ type Group struct {
 	Attach bool
 	Pinned map[int]string // attach: rank → node
 	Other  OtherPool      // the other pool of the group's application
-	Avoid  []string       // nodes that get ranks only if the others have no room for all
+	Avoid  []string       // nodes that get ranks only if the others have no room for all; the last one first
 
 	loose bool // the devices of a rank need not be near, or consecutive: there is no other room
 }

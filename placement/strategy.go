@@ -14,9 +14,10 @@ type choice struct {
 
 // seatRanks chooses nodes by the strategy and seats the ranks along them.
 func (ps pools) seatRanks(g *Group) ([]Seat, *shortage) {
-	choices, got := ps.without(g.Avoid).chooseDevices(g)
-	if got < len(g.Ranks) && len(g.Avoid) > 0 {
-		choices, got = ps.chooseDevices(g)
+	var choices []*choice
+	got := -1
+	for avoid := len(g.Avoid); avoid >= 0 && got < len(g.Ranks); avoid-- {
+		choices, got = ps.without(g.Avoid[:avoid]).chooseDevices(g)
 	}
 	if got < len(g.Ranks) {
 		return nil, &shortage{fits: got}

@@ -1,6 +1,7 @@
 package controller
 
 import (
+	"cmp"
 	"fmt"
 	"hash/fnv"
 	"maps"
@@ -53,29 +54,31 @@ func (as avoidances) clone() avoidances {
 	return out
 }
 
-// nodesOf returns the nodes that an application avoids, in order.
+// nodesOf returns the nodes that an application avoids, the latest failure first: where all of them fail,
+// starts go round.
 func (as avoidances) nodesOf(a *application) []string {
+	marks := as[a.name]
 	var out []string
-	for _, node := range slices.Sorted(maps.Keys(as[a.name])) {
-		if slices.ContainsFunc(a.units, func(u app.Unit) bool {
-			return a.startsAs(u.ID, as[a.name][node].launch)
-		}) {
+	for node, mark := range marks {
+		if slices.ContainsFunc(a.units, func(u app.Unit) bool { return a.startsAs(u.ID, mark.launch) }) {
 			out = append(out, node)
 		}
 	}
+	slices.SortFunc(out, func(n, o string) int {
+		return cmp.Or(marks[o].until.Compare(marks[n].until), cmp.Compare(n, o))
+	})
 	return out
 }
 
-// notesOn says which applications avoid a node and why, in the order of their names. Of the only usable node
-// it says nothing.
+// notesOn says which applications avoid a node and why, in the order of their names. It leaves out those that
+// avoid all usable nodes: they have no other.
 func (as avoidances) notesOn(node string, apps map[string]*application, usable int) []string {
-	if usable < 2 {
-		return nil
-	}
 	var out []string
 	for _, name := range slices.Sorted(maps.Keys(as)) {
-		if a := apps[name]; a != nil && slices.Contains(as.nodesOf(a), node) {
-			out = append(out, as[name][node].describe(name))
+		if a := apps[name]; a != nil {
+			if nodes := as.nodesOf(a); slices.Contains(nodes, node) && len(nodes) < usable {
+				out = append(out, as[name][node].describe(name))
+			}
 		}
 	}
 	return out

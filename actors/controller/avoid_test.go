@@ -160,6 +160,17 @@ func TestAvoidedNodesAreTakenWithoutOtherRoom(t *testing.T) {
 	assert.Equal(t, "RUNNING", c.status("chat"))
 	assert.Empty(t, c.core.avoided["chat"], "a start there is ready")
 
+	c = failsOnA(t, newHost("a", 2), newHost("b", 2))
+	c.hosts["b"].broken = true
+	c.deploy(sim("chat", 1, app.Independent))
+	at := map[string]int{}
+	for range 40 {
+		c.run(time.Minute)
+		at[c.where("chat/0/0")]++
+	}
+	assert.Len(t, at, 2, "both nodes are tried")
+	assert.NotContains(t, view{c.core}.Status()[0].Message, "avoided", "there is no other node")
+
 	c = failsOnA(t, newHost("a", 2), newHost("b", 2), newHost("c", 2))
 	c.deploy(sim("moe", 4, app.Lockstep))
 	require.Equal(t, "a:0,1 b:2,3", c.where("moe/0"))

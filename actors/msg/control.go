@@ -80,7 +80,7 @@ type AssignGroup struct {
 	App      *app.Application
 	Grant    state.GrantGroup  // what is wanted; its units have no ranks and port blocks yet
 	Nodes    []string          // the nodes that may get ranks
-	Avoid    []string          // of Nodes: those that get ranks only if the others have no room
+	Avoid    []string          // nodes that get ranks only if the others have no room; the last one first
 	Reserved []state.UnitGrant // units that move, with the seats that are kept free for them
 }
 

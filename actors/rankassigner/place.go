@@ -82,18 +82,33 @@ func (p *placer) place(part []state.UnitGrant) (placement.Placed, error) {
 }
 
 // leaves seats a unit elsewhere that could keep its seats, if one of them is on a node that is avoided and
-// there is room without such nodes.
+// there is room on nodes that are not, or less.
 func (p *placer) leaves(u *state.UnitGrant) bool {
-	if !slices.ContainsFunc(p.m.Avoid, p.state.Units[u.Unit].IsOn) {
+	now := p.firstAvoided(p.state.Units[u.Unit].Ranks)
+	if now == len(p.m.Avoid) {
 		return false
 	}
 	placed, err := p.place([]state.UnitGrant{*u})
-	isAvoided := func(s placement.Seat) bool { return slices.Contains(p.m.Avoid, s.Node) }
-	if err != nil || slices.ContainsFunc(placed.Seats, isAvoided) {
+	if err != nil {
 		return false
 	}
-	u.Ranks, u.Blocks = SeatsOf(p.numbers[u.Unit], &placed)
+	ranks, blocks := SeatsOf(p.numbers[u.Unit], &placed)
+	if p.firstAvoided(ranks) <= now {
+		return false
+	}
+	u.Ranks, u.Blocks = ranks, blocks
 	return true
+}
+
+// firstAvoided returns the place in Avoid of the most avoided node with one of the ranks; behind the last
+// place if there is none.
+func (p *placer) firstAvoided(ranks []state.RankGrant) int {
+	for i, node := range p.m.Avoid {
+		if slices.ContainsFunc(ranks, func(r state.RankGrant) bool { return r.Node == node }) {
+			return i
+		}
+	}
+	return len(p.m.Avoid)
 }
 
 // canKeepSeats reports whether the unit's last grant still holds its seats, on usable nodes, for what is

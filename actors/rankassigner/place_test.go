@@ -140,6 +140,16 @@ func TestPlaceLeavesAvoidedNodes(t *testing.T) {
 			[]string{"a"},
 			[][]string{{"a", "a", "b", "b"}, {"b", "b", "c", "c"}},
 		},
+		"both are avoided, the other one less": {
+			[]state.Node{node("a", 2), node("b", 3)}, application("chat", 2, app.Independent),
+			[]string{"a", "b"},
+			[][]string{{"a"}, {"a"}, {"b"}, {"b"}},
+		},
+		"both are avoided, the other one more": {
+			[]state.Node{node("a", 2), node("b", 3)}, application("chat", 2, app.Independent),
+			[]string{"b", "a"},
+			[][]string{{"a"}, {"a"}, {"a"}, {"a"}},
+		},
 		"another node": {
 			[]state.Node{node("a", 2), node("b", 3)}, application("chat", 2, app.Independent), []string{"b"},
 			[][]string{{"a"}, {"a"}, {"a"}, {"a"}},

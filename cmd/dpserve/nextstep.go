@@ -59,8 +59,9 @@ func failedStep(r rankRow) (what, about string) {
 		return "", ""
 	}
 	reason, _, _ := strings.Cut(joinLines(r.unit.Reason), "; hint: ")
+	times := formatCount(max(r.unit.Attempt, 1), "time")
 	return fmt.Sprintf("`dpserve logs %s`, correct what it says, and deploy again: %s failed %s%s%s", r.name(),
-		r.unit.Unit, formatCount(max(r.unit.Attempt, 1), "time"), inBrackets(reason), r.nextTry()), r.unit.Unit
+		r.unit.Unit, times, inBrackets(reason), r.nextTry()), r.unit.Unit
 }
 
 // noRoomStep is about a unit that finds no room.
