@@ -56,6 +56,7 @@ func (c *Core) reconcile(now time.Time) {
 		}
 	}
 	c.moveOffDraining(now)
+	c.leaveUnusable(now)
 	c.proposePeerCommands(now)
 	c.proposePending(now)
 	c.assignWaiting(now)
@@ -325,8 +326,8 @@ func joinMessage(lines []string) string {
 	return strings.Join(lines, "\n")
 }
 
-// messageLines says of each unit why it is not ready, and which nodes the application avoids. Units that find
-// no room, or wait for their turn, for the same reason share a line.
+// messageLines says of each unit why it is not ready. Units that find no room, or wait for their turn, for
+// the same reason share a line.
 func (c *Core) messageLines(a *application) []string {
 	if a.broken != "" {
 		return []string{a.broken}
@@ -366,11 +367,6 @@ func (c *Core) messageLines(a *application) []string {
 		if l.more > 0 { // only of units that wait: "is pending", "is in backoff"
 			out[i] = fmt.Sprintf("%s and %d more are %s: %s", l.unit, l.more,
 				strings.TrimPrefix(l.phase, "is "), l.why)
-		}
-	}
-	for _, node := range slices.Sorted(maps.Keys(c.avoided[a.name])) {
-		for _, note := range c.avoided.notesOn(node, map[string]*application{a.name: a}, len(c.usable)) {
-			out = append(out, "node "+node+" is "+note)
 		}
 	}
 	return out
@@ -424,6 +420,18 @@ func (c *Core) moveOffDraining(now time.Time) {
 		a := c.apps[u.app]
 		if n := u.drainingNode(draining); n != nil && a != nil && a.spec != nil && a.isWanted(id) {
 			c.moveUnit(now, a, u, n)
+		}
+	}
+}
+
+// leaveUnusable starts units at once that wait for a restart on nodes which take no ranks any more.
+func (c *Core) leaveUnusable(now time.Time) {
+	for _, id := range c.unitIDs() {
+		u := c.units[id]
+		if u.m.Phase == state.Backoff && slices.ContainsFunc(u.nodes, func(node string) bool {
+			return !slices.Contains(c.usable, node)
+		}) {
+			c.stepUnit(now, u, state.Event{Kind: state.EvLeave})
 		}
 	}
 }

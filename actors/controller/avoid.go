@@ -13,8 +13,8 @@ import (
 )
 
 const (
-	// AvoidFor is how long an application avoids a node after failed starts there.
-	AvoidFor = 10 * time.Minute
+	// avoidFor is how long an application avoids a node after failed starts there.
+	avoidFor = 10 * time.Minute
 	// leaveAfter is the failed start in a row with which a unit leaves its seats: the first may be chance.
 	leaveAfter = 2
 )
@@ -40,7 +40,7 @@ func (as avoidances) drop(now time.Time) {
 	for _, nodes := range as {
 		maps.DeleteFunc(nodes, func(_ string, a avoidance) bool {
 			left := a.until.Sub(now)
-			return left <= 0 || left > AvoidFor
+			return left <= 0 || left > avoidFor
 		})
 	}
 }
@@ -96,7 +96,7 @@ func (as avoidances) noteFailedStart(now time.Time, u *unit) {
 		as[u.app] = map[string]avoidance{}
 	}
 	as[u.app][node] = avoidance{
-		until: now.Add(AvoidFor), launch: u.seat.launch,
+		until: now.Add(avoidFor), launch: u.seat.launch,
 		why: fmt.Sprintf("start %d of %s failed there: %s", u.m.Attempt, u.id, u.m.Reason),
 	}
 }
@@ -111,6 +111,6 @@ func (as avoidances) forgive(u *unit) {
 // spreadOf is a number from 0 to 1 that differs between units and epochs, and is the same in every replay.
 func spreadOf(unit string, epoch uint64) float64 {
 	h := fnv.New64a()
-	_, _ = h.Write([]byte(unit))                             // a hash never fails
-	return rand.New(rand.NewPCG(h.Sum64(), epoch)).Float64() //nolint:gosec // it spreads waits, nothing else
+	_, _ = h.Write([]byte(unit)) // a hash never fails
+	return rand.New(rand.NewPCG(h.Sum64(), epoch)).Float64()
 }

@@ -139,7 +139,7 @@ func TestHF51UnitsLeaveANodeOnWhichTheyDoNotStart(t *testing.T) {
 			require.NoError(t, err)
 			assert.Empty(t, plan.Nodes[0].Note, "something else may start there")
 
-			c.run(AvoidFor)
+			c.run(avoidFor)
 			assert.Empty(t, view{c.core}.Status()[0].Message)
 			assert.Empty(t, c.core.avoided.nodesOf(c.core.apps["chat"]))
 			assert.Equal(t, "b:0", c.where("chat/0/0"), "nothing moves back")
@@ -193,7 +193,7 @@ func TestAvoidancesEnd(t *testing.T) {
 		c.run(10 * time.Second)
 		require.Empty(t, c.core.avoided)
 	}
-	marks := avoidances{"chat": {"a": {until: start.Add(AvoidFor)}, "b": {until: start.Add(time.Second)}}}
+	marks := avoidances{"chat": {"a": {until: start.Add(avoidFor)}, "b": {until: start.Add(time.Second)}}}
 	marks.drop(start.Add(time.Second))
 	assert.Len(t, marks["chat"], 1)
 	marks.drop(start.Add(-24 * time.Hour))

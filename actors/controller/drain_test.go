@@ -42,6 +42,25 @@ func (c *fleet) ready(app string) int {
 	return 0
 }
 
+// TestUnitInBackoffLeavesADrainingNode: it does not wait for minutes, because the node is left anyway.
+func TestUnitInBackoffLeavesADrainingNode(t *testing.T) {
+	c := newFleet(t, newHost("a", 1))
+	c.deploy(sim("chat", 1, app.Independent))
+	c.renew("a")
+	c.hosts["a"].broken = true
+	c.hosts["a"].crash("chat/0/0")
+	c.run(5 * time.Minute)
+	require.Equal(t, state.Backoff, c.phase("chat/0/0"))
+	c.join(newHost("b", 1))
+	require.Greater(t, c.core.units["chat/0/0"].m.Due.Sub(c.now), time.Minute)
+	c.drain("a", time.Time{})
+	c.renew("b")
+	assert.Equal(t, "b:0", c.where("chat/0/0"))
+	assert.Equal(t, "RUNNING", c.status("chat"))
+	word, _ := c.nodeState("a")
+	assert.Equal(t, "drained", word)
+}
+
 // One unit of each application moves at a time, and both applications at once.
 func TestDrainMovesOneUnitAtATime(t *testing.T) {
 	c := newFleet(t, newHost("a", 5), newHost("b", 9))

@@ -54,8 +54,19 @@ func (c view) appStatus(a *application, unreachable map[string]string) client.Ap
 	if len(missing) > 0 && s.Status == string(state.Running) {
 		s.Status = string(state.Unhealthy)
 	}
-	s.Message = joinMessage(append(missing, c.messageLines(a)...))
+	s.Message = joinMessage(slices.Concat(missing, c.messageLines(a), c.avoidedLines(a)))
 	return s
+}
+
+// avoidedLines says which nodes an application avoids.
+func (c view) avoidedLines(a *application) []string {
+	var out []string
+	for _, node := range slices.Sorted(maps.Keys(c.avoided[a.name])) {
+		for _, note := range c.avoided.notesOn(node, map[string]*application{a.name: a}, len(c.usable)) {
+			out = append(out, "node "+node+" is "+note)
+		}
+	}
+	return out
 }
 
 // markUnreachable shows the ranks on nodes that do not answer as unreachable, and their unit too: a lockstep

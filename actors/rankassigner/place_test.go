@@ -124,34 +124,45 @@ func TestPlaceLeavesAvoidedNodes(t *testing.T) {
 		want  [][]string // nodes by unit: at the first grant, then with avoid
 	}{
 		"room elsewhere": {
-			[]state.Node{node("a", 2), node("b", 3)}, application("chat", 2, app.Independent), []string{"a"},
+			[]state.Node{node("a", 2), node("b", 3)},
+			application("chat", 2, app.Independent),
+			[]string{"a"},
 			[][]string{{"a"}, {"a"}, {"b"}, {"b"}},
 		},
 		"room for one": {
-			[]state.Node{node("a", 3), node("b", 1)}, application("chat", 3, app.Independent), []string{"a"},
+			[]state.Node{node("a", 3), node("b", 1)},
+			application("chat", 3, app.Independent),
+			[]string{"a"},
 			[][]string{{"a"}, {"a"}, {"a"}, {"b"}, {"a"}, {"a"}},
 		},
 		"no room": {
-			[]state.Node{node("a", 2), node("b", 0)}, application("chat", 2, app.Independent), []string{"a"},
+			[]state.Node{node("a", 2), node("b", 0)},
+			application("chat", 2, app.Independent),
+			[]string{"a"},
 			[][]string{{"a"}, {"a"}, {"a"}, {"a"}},
 		},
 		"one of two nodes of a group": {
-			[]state.Node{node("a", 2), node("b", 2), node("c", 2)}, application("chat", 4, app.Lockstep),
+			[]state.Node{node("a", 2), node("b", 2), node("c", 2)},
+			application("chat", 4, app.Lockstep),
 			[]string{"a"},
 			[][]string{{"a", "a", "b", "b"}, {"b", "b", "c", "c"}},
 		},
 		"both are avoided, the other one less": {
-			[]state.Node{node("a", 2), node("b", 3)}, application("chat", 2, app.Independent),
+			[]state.Node{node("a", 2), node("b", 3)},
+			application("chat", 2, app.Independent),
 			[]string{"a", "b"},
 			[][]string{{"a"}, {"a"}, {"b"}, {"b"}},
 		},
 		"both are avoided, the other one more": {
-			[]state.Node{node("a", 2), node("b", 3)}, application("chat", 2, app.Independent),
+			[]state.Node{node("a", 2), node("b", 3)},
+			application("chat", 2, app.Independent),
 			[]string{"b", "a"},
 			[][]string{{"a"}, {"a"}, {"a"}, {"a"}},
 		},
 		"another node": {
-			[]state.Node{node("a", 2), node("b", 3)}, application("chat", 2, app.Independent), []string{"b"},
+			[]state.Node{node("a", 2), node("b", 3)},
+			application("chat", 2, app.Independent),
+			[]string{"b"},
 			[][]string{{"a"}, {"a"}, {"a"}, {"a"}},
 		},
 	} {

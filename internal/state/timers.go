@@ -15,8 +15,8 @@ const (
 	DefaultRestartReset = 10 * time.Minute // of being ready, after which restarts count from one again
 	DefaultResend       = 2 * time.Second  // of a node's silence, after which an order is sent again
 
-	// SpreadPart of a wait is left to chance, so that units that end at one moment do not start at one.
-	SpreadPart = 0.25
+	// spreadPart of a wait is left to chance, so that units that end at one moment do not start at one.
+	spreadPart = 0.25
 )
 
 // Timers are the waits of the unit state machine. Zero fields mean the defaults.
@@ -65,7 +65,7 @@ func (t Timers) FailedWait(spread float64) time.Duration { return shorten(t.Fail
 
 // shorten returns a wait without the part that chance takes from it.
 func shorten(d time.Duration, spread float64) time.Duration {
-	return d - time.Duration(float64(d)*SpreadPart*min(max(spread, 0), 1))
+	return d - time.Duration(float64(d)*spreadPart*min(max(spread, 0), 1))
 }
 
 // longestWait is the longest time from now to Machine.Due in a phase.

@@ -45,6 +45,8 @@ const (
 	EvLost    // the node's dpserve process that had this grant ended
 	// a node of the unit is lost for its TTL + 2 s: its processes count as gone
 	EvNodeLost
+	// a node of the unit takes no ranks any more: the next start is on another one, and need not wait
+	EvLeave
 	EvTick // the time Due has come
 
 	EvStarted  // the nodes accepted StartRank
@@ -125,6 +127,8 @@ func (m *Machine) handle(e Event, now time.Time, t Timers) []Effect {
 		return m.handleGranted(e, now, t)
 	case EvLost, EvNodeLost:
 		return m.handleLost(e, now, t)
+	case EvLeave:
+		return m.handleLeave()
 	case EvTick:
 		return m.handleTick(now, t)
 	case EvStarted, EvDraining:
@@ -335,6 +339,15 @@ func (m *Machine) stopOthers(e Event, now time.Time, t Timers) []Effect {
 		return []Effect{{Kind: ProposeFenced}, {Kind: DoStopOthers}}
 	}
 	return []Effect{{Kind: DoStopOthers}}
+}
+
+// handleLeave ends a wait, unless the unit's starts ended its node: it might end the next one as well.
+func (m *Machine) handleLeave() []Effect {
+	if m.Phase != Backoff || m.Due.IsZero() || m.NodeDied {
+		return nil
+	}
+	m.Due = time.Time{}
+	return []Effect{{Kind: DoGrant, Attempt: m.Attempt + 1}}
 }
 
 func (m *Machine) handleTick(now time.Time, t Timers) []Effect {

@@ -17,7 +17,7 @@ var allPhases = []Phase{"", Pending, Starting, Ready, Fenced, Killing, Backoff, 
 
 var eventNames = map[UnitEventKind]string{
 	EvWant: "want", EvRedeploy: "redeploy", EvUnwant: "unwant", EvGranted: "granted", EvLost: "lost",
-	EvNodeLost: "node lost", EvTick: "tick",
+	EvNodeLost: "node lost", EvLeave: "leave", EvTick: "tick",
 	EvStarted: "started", EvReady: "ready", EvFenced: "fenced", EvKilling: "killing", EvDraining: "draining",
 	EvGone: "gone",
 }
@@ -87,6 +87,7 @@ var edges = map[string]string{
 	"backoff unwant":    "gone: Release",
 	"backoff redeploy":  "pending: grant",
 	"backoff node lost": "pending: Release, grant",
+	"backoff leave":     "backoff: grant",
 	"backoff tick":      "backoff: grant",
 	"backoff granted":   "starting: start, count",
 
@@ -273,12 +274,12 @@ func TestHF50WhatHasServedIsStartedForEver(t *testing.T) {
 		return m
 	}
 	m, attempt := served, 1
-	for _, want := range []time.Duration{1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300} {
+	for _, want := range []int{1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300} {
 		m = start(m, "l", attempt)
 		var effects []Effect
 		m, effects = Next(m, Event{Kind: EvGone, Epoch: m.Epoch}, noon, Timers{})
 		require.Equal(t, "backoff:", describe(m, effects))
-		require.Equal(t, want*time.Second, m.Due.Sub(noon))
+		require.Equal(t, want, int(m.Due.Sub(noon).Seconds()))
 		require.False(t, m.HasFailed())
 		_, effects = Next(m, Event{Kind: EvTick}, m.Due, Timers{})
 		attempt++
@@ -308,10 +309,10 @@ func TestNodesThatEndWithAStartAreSpared(t *testing.T) {
 // TestWaitsAreSpread: chance takes up to a quarter of a restart's wait, and nothing of the first attempts'.
 func TestWaitsAreSpread(t *testing.T) {
 	first, restart := in(Starting), in(Ready)
-	for spread, want := range map[float64]time.Duration{0: 4000, 0.5: 3500, 1: 3000} {
+	for spread, want := range map[float64]int64{0: 4000, 0.5: 3500, 1: 3000} {
 		restart.Failures = 2
 		m, _ := Next(restart, Event{Kind: EvGone, Epoch: 3, Spread: spread}, noon, Timers{})
-		assert.Equal(t, want*time.Millisecond, m.Due.Sub(noon))
+		assert.Equal(t, want, m.Due.Sub(noon).Milliseconds())
 		m, _ = Next(first, Event{Kind: EvGone, Epoch: 3, Spread: spread}, noon, Timers{})
 		assert.Equal(t, 2*time.Second, m.Due.Sub(noon))
 	}
