@@ -60,8 +60,8 @@ func failedStep(r rankRow) (what, about string) {
 	}
 	reason, _, _ := strings.Cut(joinLines(r.unit.Reason), "; hint: ")
 	times := formatCount(max(r.unit.Attempt, 1), "time")
-	return fmt.Sprintf("`dpserve logs %s`, correct what it says, and deploy again: %s failed %s%s%s", r.name(),
-		r.unit.Unit, times, inBrackets(reason), r.nextTry()), r.unit.Unit
+	return fmt.Sprintf("`dpserve logs %s`, correct what it says, and deploy again: %s failed %s%s%s",
+		r.name(), r.unit.Unit, times, inBrackets(reason), r.nextTry()), r.unit.Unit
 }
 
 // noRoomStep is about a unit that finds no room.
