@@ -219,6 +219,17 @@ func (c *Core) Check(now time.Time, s *state.State) (cut []string, next time.Dur
 	return cut, next
 }
 
+// CutAll ends every unit as Check ends superseded ones, because the node is no member of its cluster any more.
+// It returns their names.
+func (c *Core) CutAll(now time.Time) (cut []string) {
+	for _, unit := range slices.Sorted(maps.Keys(c.units)) {
+		if c.units[unit].cut(now, causeRemoved) {
+			cut = append(cut, unit)
+		}
+	}
+	return cut
+}
+
 // Has reports whether the node has the unit, at whatever epoch.
 func (c *Core) Has(unit string) bool { return c.units[unit] != nil }
 

@@ -82,8 +82,9 @@ func (l *lease) admitsUntil() time.Time {
 // left is the remaining time of the lease, 0 if it is over.
 func (l *lease) left(now time.Time) time.Duration { return max(0, l.until.Sub(now)) }
 
-// Causes of the cuts that Check finds.
+// Causes of cuts.
 const (
 	causeLeaseLost  = "lease_lost"
 	causeSuperseded = "superseded"
+	causeRemoved    = "node_removed"
 )

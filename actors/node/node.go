@@ -410,13 +410,7 @@ func (n *Node) check(s *state.State) time.Duration {
 	n.leaseKeeper.countSuspension()
 	cut, next := n.core.Check(time.Now(), s)
 	n.leaseKeeper.publish()
-	var ended []*unit
-	for _, name := range cut {
-		u := n.units[name]
-		close(u.hasten)
-		u.fence()
-		ended = append(ended, u)
-	}
+	ended := n.cutUnits(cut)
 	maps.DeleteFunc(n.units, func(name string, _ *unit) bool { return !n.core.Has(name) })
 	for _, u := range n.found {
 		if u.life.IsFound() {
@@ -428,6 +422,29 @@ func (n *Node) check(s *state.State) time.Duration {
 		u.interrupt(errStopAsked)
 	}
 	return next
+}
+
+// cutUnits fences units that the Core has cut. The caller holds mu, and interrupts them without it.
+func (n *Node) cutUnits(names []string) (cut []*unit) {
+	for _, name := range names {
+		u := n.units[name]
+		close(u.hasten)
+		u.fence()
+		cut = append(cut, u)
+	}
+	return cut
+}
+
+// CutAll fences every rank and ends its engine at once, because the cluster has removed this node and may have
+// granted its ranks elsewhere. Close follows.
+func (n *Node) CutAll() {
+	n.mu.Lock()
+	n.core.Leave() // no unit is added any more
+	cut := n.cutUnits(n.core.CutAll(time.Now()))
+	n.mu.Unlock()
+	for _, u := range cut {
+		u.interrupt(errStopAsked)
+	}
 }
 
 func (n *Node) isStopping() bool {

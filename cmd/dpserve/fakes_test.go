@@ -219,6 +219,7 @@ type fakeNode struct {
 	joinAt    string
 	joinWith  string
 	left      bool
+	refusal   error
 	config    server.Config
 	listenErr error
 	serveErr  error
@@ -235,7 +236,7 @@ func newFakeNode() *fakeNode {
 func (n *fakeNode) Listen() error { return n.listenErr }
 
 func (n *fakeNode) Serve(ctx context.Context) error {
-	if n.serveErr != nil {
+	if n.serveErr != nil || n.left {
 		return n.serveErr
 	}
 	<-ctx.Done()
@@ -371,3 +372,4 @@ func (f *fakeCluster) KeyRotation(context.Context) (client.KeyRotation, error) {
 
 func (n *fakeNode) FirstToken() (address, token string) { return n.joinAt, n.joinWith }
 func (n *fakeNode) Left() bool                          { return n.left }
+func (n *fakeNode) Refusal() error                      { return n.refusal }

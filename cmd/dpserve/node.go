@@ -184,6 +184,7 @@ type node interface {
 	MetricsAddr() string
 	FirstToken() (address, token string)
 	Left() bool
+	Refusal() error
 	Totals() (requests, tokens uint64, inflight int)
 }
 

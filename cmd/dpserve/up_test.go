@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/server"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -193,6 +194,22 @@ func TestStartNodeStops(t *testing.T) {
 	c.node.serveErr = errors.New("disk gone")
 	assert.Equal(t, 1, exit(t, c.start("start", "--data-dir", t.TempDir())))
 	assert.Contains(t, c.stderr(), "dpserve: disk gone\n")
+}
+
+// A node that left, or that the others refuse as removed, is no failure. In the second case it says what a start
+// on its folder says.
+func TestANodeThatIsNoMemberAnyMoreEnds(t *testing.T) {
+	for said, refusal := range map[string]error{
+		"dpserve: n1 has left its cluster\n": nil,
+		"dpserve: 10.0.0.1:7947 says no\nhint: join anew\n": problem.New(problem.PermissionDenied,
+			"10.0.0.1:7947 says no").WithHint("join anew"),
+	} {
+		c := newCLI(t)
+		c.node.left, c.node.refusal = true, refusal
+		assert.Equal(t, 0, exit(t, c.start("start", "--data-dir", t.TempDir(), "--node-id", "n1")))
+		assert.Contains(t, c.stderr(), said)
+		assert.True(t, c.node.closed)
+	}
 }
 
 func TestCurlLineQuotes(t *testing.T) {

@@ -330,7 +330,7 @@ func (n *Node) openStore(ctx context.Context) error {
 			ApplySeconds: n.metrics.RaftApply(n.cfg.NodeID), Forward: n.leader.Forward, Stores: n.cfg.Stores,
 		}
 		if n.peering != nil {
-			n.peering.Consensus(&cfg, giveUp)
+			n.peering.Consensus(&cfg)
 			cfg.LeaseTTL = cmp.Or(n.cfg.Timers["lease_ttl"], state.LeaseTTL) // of a cluster that begins
 		}
 		c, err := cluster.Open(cfg) //nolint:contextcheck // it lives until it is closed
@@ -366,6 +366,7 @@ func (n *Node) openStore(ctx context.Context) error {
 	if n.peering != nil {
 		n.life.writers.Go(func() { n.peering.Certificates.Keep(n.life.ctx) })
 		n.life.writers.Go(func() { n.peering.KeepKeyring(n.life.ctx) })
+		n.life.loops.Go(func() { n.peering.AwaitRefusal(ctx, giveUp) })
 		if address := n.peering.RejoinAddress(); address != "" {
 			n.life.loops.Go(func() { n.peering.Neighbours.FindAt(ctx, n.peering.Port, address) })
 		}

@@ -115,6 +115,9 @@ func (n *Node) Serve(ctx context.Context) error {
 	select {
 	case <-ctx.Done():
 	case <-removed:
+		if n.Refusal() != nil {
+			n.node.CutAll()
+		}
 	case <-n.life.restart:
 		return n.detach() //nolint:contextcheck // as a drain
 	case err = <-failed:
@@ -326,6 +329,15 @@ func (n *Node) Left() bool {
 	default:
 		return false
 	}
+}
+
+// Refusal is what a control node said that refused this node as removed; nil: none has. Such a node was cut
+// off while it was removed, so its ranks may run elsewhere by now.
+func (n *Node) Refusal() error {
+	if n.peering == nil {
+		return nil
+	}
+	return n.peering.Refusal()
 }
 
 // Store is the cluster's state, for an ingress beside the node's own.

@@ -165,6 +165,9 @@ func (c *Cluster) Running() []*Peer {
 	return slices.DeleteFunc(slices.Clone(c.peers), func(m *Peer) bool { return m.Gone() })
 }
 
+// HasEnded says whether the node has ended by itself.
+func (m *Peer) HasEnded() bool { return len(m.served) > 0 }
+
 // Gone says whether the node was closed or dropped.
 func (m *Peer) Gone() bool { return m.gone.Load() }
 

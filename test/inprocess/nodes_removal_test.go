@@ -55,3 +55,49 @@ func TestARemovedNodeHasANameInTheLogs(t *testing.T) {
 		assert.Empty(t, c.Journal.Find(uid), "lines with the node's UID")
 	})
 }
+
+// A control node and a worker are cut off and removed meanwhile. When the network is back, the others refuse
+// them; they end their ranks, which run elsewhere by now, and themselves.
+func TestHF64ACutOffNodeHearsThatItWasRemoved(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		c := harness.New(t, harness.Nodes(4), harness.Slots(8), harness.Roles(3, "worker"))
+		c.Expect(harness.NodeRemoved, harness.RanksMove)
+		c.WaitVoters(3)
+		c.Deploy(spread("a", 8))
+		c.WaitStatus("a", "RUNNING")
+		removed := []*harness.Peer{c.Peer(1), c.Peer(3)}
+		for _, p := range removed {
+			require.NotEmpty(t, c.Engines.On(p.Host))
+			p.Silence()
+		}
+		for _, p := range removed {
+			c.Until(p.ID+" is removed", func() error {
+				if code, text := c.Do(http.MethodDelete, "/api/v1/nodes/"+p.ID, ""); code != http.StatusAccepted {
+					return errors.New(text)
+				}
+				return nil
+			})
+		}
+		c.Until("the ranks are elsewhere", func() error { return allReady(c, "a", 8) })
+		for _, p := range removed {
+			require.False(t, p.HasEnded())
+			require.NotEmpty(t, c.Engines.On(p.Host), "it serves on")
+		}
+		healed := time.Now()
+		c.Reconnect()
+		for _, p := range removed {
+			c.Until(p.ID+" ends", func() error {
+				if !p.HasEnded() {
+					return errors.New("not yet")
+				}
+				return nil
+			})
+			assert.LessOrEqual(t, time.Since(healed), 10*time.Second)
+			assert.Empty(t, c.Engines.On(p.Host))
+			assert.Len(t, c.Journal.Find(`"node":"`+p.ID+`"`, "this node was removed from its cluster"), 1)
+			p.Close()
+		}
+		assert.Len(t, c.Engines.Live(), 8)
+	})
+}

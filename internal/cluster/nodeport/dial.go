@@ -5,6 +5,7 @@ import (
 	"crypto/sha256"
 	"crypto/tls"
 	"crypto/x509"
+	"errors"
 	"fmt"
 	"net"
 	"slices"
@@ -54,6 +55,9 @@ func (p *Port) dial(ctx context.Context, addr, uid string, offered []string) (*C
 			return &creds.Certificate, nil
 		},
 	})
+	if p.isRemovedHere(c, creds, err) {
+		p.cfg.RemovedHere(err)
+	}
 	if err == nil {
 		err = p.checkPeer(c, creds, addr, uid)
 	}
@@ -65,6 +69,14 @@ func (p *Port) dial(ctx context.Context, addr, uid string, offered []string) (*C
 		return nil, err
 	}
 	return c, nil
+}
+
+// isRemovedHere reports whether a refusal ends this node: a member says that its state holds this node as
+// removed. Only a control node's word counts, or one stolen certificate of a worker could end every node that
+// connects to it; and not the word of a node that is removed itself.
+func (p *Port) isRemovedHere(c *Conn, creds *pki.Credentials, err error) bool {
+	return errors.Is(err, ErrRemoved) && c.Peer.Cluster == creds.Identity.Cluster &&
+		c.Peer.HasRole(string(state.RoleControl)) && !p.cfg.Revoked(c.Peer.UID)
 }
 
 // checkPeer compares the peer with the one that Dial was asked for.

@@ -57,6 +57,9 @@ type Config struct {
 	Credentials func() *pki.Credentials
 	// Revoked reports whether the node with this UID was removed from the cluster. Nil: none was.
 	Revoked func(uid string) bool
+	// RemovedHere is told that a control node of this cluster, whose certificate was verified and which is not
+	// removed itself, has refused this node as removed. It must not block. Nil: nobody is told.
+	RemovedHere func(err error)
 	// Refused counts a refused connection. Nil: not counted.
 	Refused func(reason Reason)
 	// Bind and Connect are the network; nil is TCP.
@@ -71,6 +74,9 @@ type Config struct {
 func (c Config) withDefaults() Config {
 	if c.Revoked == nil {
 		c.Revoked = func(string) bool { return false }
+	}
+	if c.RemovedHere == nil {
+		c.RemovedHere = func(error) {}
 	}
 	if c.Refused == nil {
 		c.Refused = func(Reason) {}

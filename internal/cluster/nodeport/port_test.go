@@ -235,6 +235,41 @@ func TestDialSaysWhy(t *testing.T) {
 	}
 }
 
+// TestWhoseWordEndsANode: only a control node of this cluster, which is not removed itself and whose state holds
+// the caller as removed, tells a node that it is no member any more.
+func TestWhoseWordEndsANode(t *testing.T) {
+	w, other := newWorld(t, "c1"), newWorld(t, "c2")
+	for name, test := range map[string]struct {
+		server  *pki.Credentials
+		revoked bool   // the server's state holds the caller as removed
+		knows   string // whom the caller's state holds as removed
+		told    bool
+	}{
+		"a control node":                       {w.member(t, "a", "control"), true, "", true},
+		"a control node without the caller":    {w.member(t, "a", "control"), false, "", false},
+		"a worker":                             {w.member(t, "a", "worker", "ingress"), true, "", false},
+		"a control node that is removed":       {w.member(t, "a", "control"), true, "uid-a", false},
+		"a control node that the caller ended": {w.member(t, "a", "control"), false, "uid-a", false},
+		"a stranger":                           {other.member(t, "a", "control"), true, "", false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			a, b := newNode(t, test.server, nil).serve(t), newNode(t, w.member(t, "b", "control"), nil)
+			a.echo(t, nodeport.GRPC)
+			a.revoked["uid-b"], b.revoked[test.knows] = test.revoked, true
+			c, err := b.Dial(t.Context(), nodeport.GRPC, a.addr(), "")
+			if err == nil {
+				c.Close()
+			}
+			if !test.told {
+				assert.Empty(t, b.removed)
+				return
+			}
+			require.ErrorIs(t, err, nodeport.ErrRemoved)
+			assert.Equal(t, []error{err}, b.removed)
+		})
+	}
+}
+
 func TestDialOfWhatIsNoPort(t *testing.T) {
 	w := newWorld(t, "c1")
 	b := newNode(t, w.member(t, "b", "control"), nil)

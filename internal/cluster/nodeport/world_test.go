@@ -63,6 +63,7 @@ type node struct {
 	mu      sync.Mutex
 	refused map[nodeport.Reason]int
 	revoked map[string]bool
+	removed []error // what RemovedHere was told
 }
 
 // newNode makes a port that dials; change may be nil.
@@ -73,6 +74,7 @@ func newNode(t testing.TB, creds *pki.Credentials, change func(*nodeport.Config)
 	cfg := nodeport.Config{
 		Credentials: n.creds.Load,
 		Revoked:     func(uid string) bool { n.mu.Lock(); defer n.mu.Unlock(); return n.revoked[uid] },
+		RemovedHere: func(err error) { n.mu.Lock(); defer n.mu.Unlock(); n.removed = append(n.removed, err) },
 		Refused:     func(r nodeport.Reason) { n.mu.Lock(); defer n.mu.Unlock(); n.refused[r]++ },
 	}
 	if change != nil {

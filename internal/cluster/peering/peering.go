@@ -80,6 +80,7 @@ type Peering struct {
 	founding bool          // it founds the cluster in this process
 	secrets  state.Secrets // of a founding node
 	removed  chan struct{} // closed when the cluster has removed this node
+	refusal  refusal
 	keyrings chan [][]byte // gossip keys that KeepKeyring takes; one place
 	loops    sync.WaitGroup
 }
@@ -89,7 +90,7 @@ type Peering struct {
 func Open(ctx context.Context, cfg Config) (*Peering, error) {
 	p := &Peering{
 		cfg: cfg, log: cfg.Log, roles: cfg.Roles, dir: pkiDir(cfg.DataDir), removed: make(chan struct{}),
-		keyrings: make(chan [][]byte, 1),
+		refusal: refusal{told: make(chan struct{})}, keyrings: make(chan [][]byte, 1),
 	}
 	var err error
 	if p.ident, err = identify(cfg.DataDir, cfg.NodeID); err != nil {
@@ -117,7 +118,7 @@ func Open(ctx context.Context, cfg Config) (*Peering, error) {
 func (p *Peering) listen(ctx context.Context) error {
 	p.Port = nodeport.New(nodeport.Config{
 		Credentials: p.Certificates.credentials.Load, Revoked: p.isRevoked, Bind: p.cfg.Listen,
-		Connect: p.cfg.Dial, Log: p.log.With(slog.String("room", "nodeport")),
+		Connect: p.cfg.Dial, Log: p.log.With(slog.String("room", "nodeport")), RemovedHere: p.refusal.tell,
 		Refused: func(r nodeport.Reason) { p.cfg.Refused(string(r)) },
 	})
 	if err := p.Port.Listen(ctx, hostPort(p.cfg.Host, p.cfg.NodePort)); err != nil {
@@ -205,8 +206,9 @@ func (p *Peering) meta() membership.Meta {
 	}
 }
 
-// WatchRemoval ends the connections of nodes that the cluster has removed, until ctx ends or the cluster
-// removes this node.
+// WatchRemoval ends the connections of nodes that the cluster has removed, until ctx ends or this node is
+// removed: its own copy of the state says so, or another control node does. A node that was cut off while it
+// was removed gets no state any more, only that refusal.
 func (p *Peering) WatchRemoval(ctx context.Context) {
 	var delayed sync.WaitGroup
 	defer delayed.Wait()
@@ -217,14 +219,15 @@ func (p *Peering) WatchRemoval(ctx context.Context) {
 			seen = gone[len(gone)-1]
 			delayed.Go(func() { p.disconnect(ctx, gone) })
 		}
-		if p.isRevoked(p.ident.UID) {
+		if p.isRevoked(p.ident.UID) || p.Refusal() != nil {
 			p.log.Info("this node was removed from its cluster")
-			p.noteRemoval()
 			close(p.removed)
+			p.noteRemoval() // after it: the disk may hang
 			return
 		}
 		select {
 		case <-changed:
+		case <-p.refusal.told:
 		case <-ctx.Done():
 			return
 		}
@@ -244,6 +247,39 @@ func (p *Peering) disconnect(ctx context.Context, uids []string) {
 
 // Removed is closed when the cluster has removed this node.
 func (p *Peering) Removed() <-chan struct{} { return p.removed }
+
+// refusal is what the first control node said that refused this node as removed.
+type refusal struct {
+	once sync.Once
+	told chan struct{}
+	err  error // written before told is closed
+}
+
+func (r *refusal) tell(err error) {
+	r.once.Do(func() {
+		r.err = err
+		close(r.told)
+	})
+}
+
+// Refusal is the error of a control node that refused this node as removed; nil before that.
+func (p *Peering) Refusal() error {
+	select {
+	case <-p.refusal.told:
+		return p.refusal.err
+	default:
+		return nil
+	}
+}
+
+// AwaitRefusal calls giveUp with Refusal once there is one, until ctx ends.
+func (p *Peering) AwaitRefusal(ctx context.Context, giveUp context.CancelCauseFunc) {
+	select {
+	case <-p.refusal.told:
+		giveUp(p.refusal.err)
+	case <-ctx.Done():
+	}
+}
 
 // isRevoked reports whether the cluster has removed a node.
 func (p *Peering) isRevoked(uid string) bool {
@@ -271,10 +307,9 @@ func (p *Peering) Record() state.Node {
 	}
 }
 
-// Consensus sets what consensus needs to reach the other control nodes. giveUp ends the node's wait for a
-// leader when another node says that this one was removed.
-func (p *Peering) Consensus(cfg *cluster.Config, giveUp context.CancelCauseFunc) {
-	cfg.Layer = raftLayer{p.Port, p.Port.Listener(nodeport.Raft), giveUp}
+// Consensus sets what consensus needs to reach the other control nodes.
+func (p *Peering) Consensus(cfg *cluster.Config) {
+	cfg.Layer = raftLayer{p.Port, p.Port.Listener(nodeport.Raft)}
 	cfg.Member, cfg.Resolve = p.joined, p.Neighbours.Resolve
 	if p.founding {
 		cfg.Secrets = func() state.Secrets { return p.secrets }
@@ -341,7 +376,6 @@ func (p *Peering) Close() error {
 type raftLayer struct {
 	port *nodeport.Port
 	net.Listener
-	giveUp context.CancelCauseFunc
 }
 
 var _ cluster.Layer = raftLayer{}
@@ -351,9 +385,6 @@ func (l raftLayer) Dial(uid, address string, timeout time.Duration) (net.Conn, e
 	ctx, cancel := context.WithTimeout(context.Background(), timeout)
 	defer cancel()
 	c, err := l.port.Dial(ctx, nodeport.Raft, address, uid)
-	if errors.Is(err, nodeport.ErrRemoved) {
-		l.giveUp(err)
-	}
 	if err != nil {
 		return nil, err // not a nil *Conn in an interface
 	}
