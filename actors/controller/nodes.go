@@ -487,7 +487,7 @@ func (c *Core) refuseOvertaken(now time.Time, p *peer, r *msg.NodeReport) error 
 }
 
 // applyReport applies the report's events, then its digest. A unit missing from the digest is not running on
-// that node.
+// that node, nor is one that the node has at a later epoch: a grant by voters that were lost (State.Recover).
 func (c *Core) applyReport(now time.Time, p *peer, r *msg.NodeReport) {
 	has := make(map[string]uint64, len(r.Units))
 	for _, e := range r.Events {
@@ -505,7 +505,7 @@ func (c *Core) applyReport(now time.Time, p *peer, r *msg.NodeReport) {
 	}
 	for _, u := range c.unitsOn(r.Node.ID) {
 		part := u.parts[r.Node.ID]
-		if has[u.id] < u.m.Epoch {
+		if has[u.id] != u.m.Epoch {
 			c.handleMissingPart(now, u, r.Node.ID, part, p.process)
 		} else {
 			part.missingSince = time.Time{}

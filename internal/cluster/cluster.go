@@ -424,9 +424,12 @@ type Member struct {
 // Members returns the nodes that take part in consensus by this node's log. The last change may not be
 // committed yet.
 func (c *Cluster) Members() []Member {
-	servers := c.run.Load().raft.GetConfiguration().Configuration().Servers
-	all := make([]Member, len(servers))
-	for i, s := range servers {
+	return toMembers(c.run.Load().raft.GetConfiguration().Configuration())
+}
+
+func toMembers(servers raft.Configuration) []Member {
+	all := make([]Member, len(servers.Servers))
+	for i, s := range servers.Servers {
 		all[i] = Member{UID: string(s.ID), Voter: s.Suffrage == raft.Voter}
 	}
 	return all

@@ -407,7 +407,7 @@ func dropLowest(of map[string]uint64, mayGo func(name string) bool) (highest uin
 	return highest
 }
 
-// LastEpoch returns a number at least as high as every epoch that the unit had. The next grant adds 1 to it.
+// LastEpoch returns a number at least as high as every epoch that the unit had. The next grant has a higher one.
 func (s *State) LastEpoch(unit string) uint64 {
 	if e, ok := s.Epochs[unit]; ok {
 		return e
@@ -463,9 +463,10 @@ func (s *State) grantGroup(c *GrantGroup) (Result, error) {
 
 func (s *State) newUnit(c *GrantGroup, g *UnitGrant) *Unit {
 	u := &Unit{
-		ID: g.Unit, App: c.App, Group: c.Group, Epoch: s.LastEpoch(g.Unit) + 1, Phase: Starting,
-		Attempt: g.Attempt, AppRevision: c.AppRevision, Launch: g.Launch, Ranks: slices.Clone(g.Ranks),
-		Blocks: slices.Clone(g.Blocks), Since: c.At, Restarts: max(0, g.Restarts),
+		ID: g.Unit, App: c.App, Group: c.Group, Phase: Starting,
+		Epoch: max(s.LastEpoch(g.Unit), s.EpochLeast) + 1, Attempt: g.Attempt, AppRevision: c.AppRevision,
+		Launch: g.Launch, Ranks: slices.Clone(g.Ranks), Blocks: slices.Clone(g.Blocks), Since: c.At,
+		Restarts: max(0, g.Restarts),
 	}
 	slices.SortFunc(u.Ranks, func(a, b RankGrant) int { return cmp.Compare(a.Rank, b.Rank) })
 	if old := s.Units[g.Unit]; old != nil {

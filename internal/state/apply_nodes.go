@@ -202,13 +202,16 @@ func (s *State) removeNode(c *RemoveNode) (Result, error) {
 	if err := s.checkRemoveNode(c.Node); err != nil {
 		return Result{}, err
 	}
-	n := s.Nodes[c.Node]
-	if err := s.recordRemoved(n.UID, c.Now); err != nil {
-		return Result{}, err
+	return Result{}, s.forgetNode(s.Nodes[c.Node], c.Now)
+}
+
+func (s *State) forgetNode(n *Node, now int64) error {
+	if err := s.recordRemoved(n.UID, now); err != nil {
+		return err
 	}
 	s.Freed = slices.DeleteFunc(slices.Clone(s.Freed), func(b Block) bool { return b.Node == n.ID })
 	delete(s.Nodes, n.ID)
-	return Result{}, nil
+	return nil
 }
 
 // recordRemoved adds a removed node to the list. If the list is full, it replaces the oldest entry.

@@ -149,6 +149,8 @@ type State struct {
 	// most these.
 	RevisionFloor uint64 `json:"revision_floor,omitempty"`
 	EpochFloor    uint64 `json:"epoch_floor,omitempty"`
+	// EpochLeast is set by Recover: every later grant has a higher epoch. 0 = the voters were never lost.
+	EpochLeast uint64 `json:"epoch_least,omitempty"`
 
 	Tokens    map[string]*Token `json:"tokens,omitempty"`     // by hash
 	Removed   []string          `json:"removed,omitempty"`    // UIDs of removed nodes, the latest last
