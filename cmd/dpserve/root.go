@@ -40,7 +40,7 @@ per rank, hands out the ranks, routes each request to the rank where it does the
 what dies.
 
 --addr, else DPSERVE_ADDR, names a node of the cluster that a command asks (default ` + defaultAddr + `):
-HOST, HOST:PORT, :PORT or a URL; the port of HOST is 8265. up, start, join and validate ask
+HOST, HOST:PORT, :PORT or a URL; the port of HOST is 8265. up, start, join, recover and validate ask
 none.
 
 With -o json an error is one line of JSON, the last one on stderr: {"apiVersion", "error": {"code",
@@ -79,8 +79,8 @@ func newRoot(e *env) *cobra.Command {
 	root.SetHelpCommand(newHelp(root))
 	root.AddCommand(newUp(e), newServe(e), newStart(e), newJoin(e), newValidate(e), newPlan(e),
 		newDeploy(e), newStatus(e), newRoute(e), newRouter(e), newLogs(e), newDelete(e), newRanks(e),
-		newNodes(e), newDrain(e), newRestart(e), newUndrain(e), newLeave(e), newToken(e), newDoctor(e),
-		newBench(e), newVersion(e), newCompletion(e))
+		newNodes(e), newDrain(e), newRestart(e), newUndrain(e), newLeave(e), newRecover(e), newToken(e),
+		newDoctor(e), newBench(e), newVersion(e), newCompletion(e))
 	root.DisableFlagsInUseLine = true
 	for cmd := range allCommands(root) {
 		cmd.DisableFlagsInUseLine = true

@@ -47,9 +47,9 @@ func RefuseStandalone(dataDir string) error {
 		WithHint("add --advertise with this machine's IP")
 }
 
-// refuseRemoved refuses the data dir of a node that was removed.
-func refuseRemoved(dir string) error {
-	if _, err := os.Stat(filepath.Join(dir, removedFile)); dir == "" || err != nil {
+// RefuseRemoved refuses the data dir of a node that was removed.
+func RefuseRemoved(dataDir string) error {
+	if _, err := os.Stat(filepath.Join(pkiDir(dataDir), removedFile)); dataDir == "" || err != nil {
 		return nil //nolint:nilerr // the file does not exist
 	}
 	return problem.New(problem.PermissionDenied, "this node was removed from its cluster").

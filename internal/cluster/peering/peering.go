@@ -96,7 +96,7 @@ func Open(ctx context.Context, cfg Config) (*Peering, error) {
 	if p.ident, err = identify(cfg.DataDir, cfg.NodeID); err != nil {
 		return nil, err
 	}
-	if err := refuseRemoved(p.dir); err != nil {
+	if err := RefuseRemoved(cfg.DataDir); err != nil {
 		return nil, err
 	}
 	p.Certificates = &Certificates{
