@@ -174,7 +174,7 @@ func (f *foundUnit) awaitDecision(u *unit) bool {
 // one token, facts. Engines that were ready answer soon or not at all.
 func (f *foundUnit) adopt(ctx context.Context, u *unit) error {
 	u.n.mu.Lock()
-	was, wasReady := u.ranks, u.life.WasReady
+	was, wasReady, byCopy := u.ranks, u.life.WasReady, u.life.byCopy
 	u.n.mu.Unlock()
 	if err := u.makeRanks(ctx, engine.Bind{}); err != nil {
 		return err
@@ -186,8 +186,10 @@ func (f *foundUnit) adopt(ctx context.Context, u *unit) error {
 		r.setProc(p)
 		u.n.running.Go(func() { u.watchExit(r, p, u.done) }) // ends with the engine or the unit
 	}
-	if err := u.assign(ctx); err != nil {
-		return err
+	if !byCopy { // else the copy of the state has confirmed the grant, and no RankAssigner answers
+		if err := u.assign(ctx); err != nil {
+			return err
+		}
 	}
 	if !wasReady { // other nodes may still wait for the address of rank 0
 		if u.hasRankZero() {

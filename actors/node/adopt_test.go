@@ -97,6 +97,62 @@ func TestAFoundUnitIsAdoptedAfterAnAnswer(t *testing.T) {
 	})
 }
 
+// TestWithoutALeaderTheCopyDecides: with on_lease_loss serve, what the copy of the state grants as ready is
+// adopted once no leader has answered for a lease. Everything else waits for a leader, and nothing is ended.
+func TestWithoutALeaderTheCopyDecides(t *testing.T) {
+	for name, test := range map[string]struct {
+		phase   state.Phase
+		loss    LeaseLoss
+		change  func(s *state.State)
+		adopted bool
+	}{
+		"ready":    {state.Ready, Serve, func(*state.State) {}, true},
+		"starting": {state.Starting, Serve, func(*state.State) {}, false},
+		"fence":    {state.Ready, Fence, func(*state.State) {}, false},
+		"lost":     {state.Ready, Serve, func(s *state.State) { s.Nodes["n"].Lost = true }, false},
+		"removed":  {state.Ready, Serve, func(s *state.State) { delete(s.Nodes, "n") }, false},
+		"moved":    {state.Ready, Serve, func(s *state.State) { s.Units["demo/0/0"].Ranks[0].Node = "m" }, false},
+		"older copy": {state.Ready, Serve, func(s *state.State) {
+			s.Epochs["demo/0/0"], s.Units["demo/0/0"].Epoch = 2, 2
+		}, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var p *fakeProcess
+			inRestart(t, func(b *bubble, c *Config) {
+				c.OnLeaseLoss = test.loss
+				p = b.leaves("demo/0/0", 3, test.phase)
+				b.store.change(func(s *state.State) {
+					s.Nodes["n"] = &state.Node{ID: "n", UID: "u"}
+					test.change(s)
+				})
+				b.leader.becomes(leaderless)
+			}, func(t *testing.T, b *bubble) {
+				time.Sleep(DefaultLeaseTTL - time.Millisecond)
+				synctest.Wait()
+				assert.Empty(t, b.replicas)
+				time.Sleep(time.Minute)
+				synctest.Wait()
+				assert.False(t, closed(p.exited))
+				assert.Zero(t, b.launched())
+				require.Error(t, b.node.StartRank(t.Context(), b.order("demo/0/1", 1)), "nothing starts")
+				if !test.adopted {
+					assert.Empty(t, b.replicas)
+					return
+				}
+				assert.Equal(t, state.Ready, b.phase("demo/0/0"))
+				assert.True(t, b.node.Admits())
+
+				b.store.change(func(s *state.State) { s.Epochs["demo/0/0"] = 4; delete(s.Units, "demo/0/0") })
+				b.leader.becomes(nil)
+				time.Sleep(time.Second)
+				synctest.Wait()
+				assert.True(t, closed(p.exited), "granted elsewhere")
+				assert.Equal(t, causeSuperseded, b.leader.reason("demo/0/0"))
+			})
+		})
+	}
+}
+
 // TestAFoundUnitIsNotAdoptedByAnOldCopy: the answer of the leader may be newer than the node's copy of the
 // state, and a newer copy may show the unit granted elsewhere.
 func TestAFoundUnitIsNotAdoptedByAnOldCopy(t *testing.T) {

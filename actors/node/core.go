@@ -22,6 +22,7 @@ type CoreConfig struct {
 	OnLeaseLoss LeaseLoss
 	LeaseTTL    time.Duration // until the leader says another
 	LeaseRenew  time.Duration
+	Sought      time.Time // since when this process asks for a leader; zero = since NewCore
 }
 
 // Core decides for one node: which orders it takes, what it may run, what it tells the leader, and when it
@@ -64,6 +65,9 @@ var errNoLease = errors.New("no lease")
 
 // NewCore returns the Core of a new process.
 func NewCore(now time.Time, cfg CoreConfig) *Core {
+	if cfg.Sought.IsZero() {
+		cfg.Sought = now
+	}
 	c := &Core{
 		cfg: cfg, epochs: newEpochs(cfg.Epochs), outbox: newEventOutbox(), units: map[string]*Life{},
 		retry: cfg.LeaseRenew / retryFirst,
@@ -364,18 +368,32 @@ func (c *Core) addFound(now time.Time, o *msg.StartRank) {
 
 // decideFound decides whether a found unit may be adopted. That needs a renewal that was answered, and a copy
 // of the state that is not older than the answer: a leader that was silent may have granted the unit
-// elsewhere. What is not granted to this node at this epoch is ended.
+// elsewhere. What is not granted to this node at this epoch is ended. Without any answer the copy alone may
+// decide (isAlone), and only that a unit goes on: it may lack the newest grants.
 func (c *Core) decideFound(now time.Time, s *state.State, l *Life) {
-	if l.found != foundOpen || c.IsBehind(s) || c.MayLaunch(now) != nil {
+	alone := c.isAlone(now, s)
+	if l.found != foundOpen || c.IsBehind(s) || c.MayLaunch(now) != nil && !alone {
 		return
 	}
 	rec := s.Units[l.Order.Unit]
-	if rec == nil || rec.Epoch != l.Order.Epoch || rec.Phase != state.Starting && rec.Phase != state.Ready ||
-		!c.holds(rec, l.Order.Ranks) {
+	granted := rec != nil && rec.Epoch == l.Order.Epoch && c.holds(rec, l.Order.Ranks) &&
+		(rec.Phase == state.Ready || rec.Phase == state.Starting && !alone)
+	switch {
+	case granted:
+		l.found, l.WasReady, l.byCopy = foundGranted, rec.Phase == state.Ready, alone
+	case !alone:
 		l.Fail(-1, causeNotGranted)
-		return
 	}
-	l.found, l.WasReady = foundGranted, rec.Phase == state.Ready
+}
+
+// isAlone reports whether this process serves what its copy of the state grants: with on_lease_loss serve, once
+// no leader has answered it for a whole lease. A node that loses its leader while it runs does the same; a leader
+// that can be reached answers long before. It gives no lease to a node that it took for lost, which the copy
+// shows.
+func (c *Core) isAlone(now time.Time, s *state.State) bool {
+	self := s.Nodes[c.cfg.Node]
+	return !c.lease.fence && c.ended > 0 && c.lease.until.IsZero() && now.Sub(c.cfg.Sought) >= c.lease.ttl &&
+		self != nil && !self.Lost
 }
 
 // holds reports whether a record grants ranks to this node.

@@ -21,6 +21,8 @@ type Life struct {
 	isCut bool
 	last  msg.UnitEvent // for a controller that missed it
 	found foundPhase
+	// adopted without a leader: see Core.isAlone
+	byCopy bool
 }
 
 // Failure is the reason why a unit ended or was fenced.

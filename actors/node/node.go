@@ -94,6 +94,7 @@ func New(cfg Config) (*Node, error) {
 		Node: cfg.ID, Incarnation: draw(cfg.Rand), AfterStop: takeStopMark(cfg.DataDir), Epochs: seen,
 		Found:       newestOrders(units),
 		OnLeaseLoss: cfg.OnLeaseLoss, LeaseTTL: n.timers.LeaseTTL, LeaseRenew: n.timers.LeaseRenew,
+		Sought: cfg.Sought,
 	})
 	n.leaseKeeper = newLeaseKeeper(n)
 	n.logs = newLogStore(logDir(cfg.DataDir), n.log)
