@@ -115,7 +115,26 @@ func (c *Cluster) start() error {
 	c.run.Store(r)
 	c.loops.Go(func() { c.watchLeadership(r) })
 	c.loops.Go(c.superviseRuns)
+	if c.cfg.Layer != nil && c.cfg.DataDir != "" {
+		keep := keeper{
+			dataDir: c.cfg.DataDir, log: c.log, changed: c.Changed, done: c.done,
+			newest: func() *stateCopy { return &stateCopy{state: c.State()} },
+		}
+		c.loops.Go(func() { keep.run(0) })
+	}
 	return nil
+}
+
+// Recall shows readers the state that an earlier process of this node had applied last, unless this one has
+// applied as much already; false: there is none. It is for a node that finds no leader: raft applies nothing
+// behind its snapshot then. What raft applies later replaces that state once it is as new.
+func (c *Cluster) Recall() bool {
+	last, err := loadState(c.cfg.DataDir, c.ident.Cluster)
+	if err != nil {
+		c.log.Warn("the state of the last time cannot be read", "room", "cluster", "err", err)
+		return false
+	}
+	return c.fsm.recall(last.state)
 }
 
 // UID returns the id of this node in consensus. It is made together with the data dir.

@@ -93,6 +93,9 @@ type Store interface {
 	LeaderNode() (uid string, known bool)
 	Leadership() <-chan struct{}
 
+	// Recall makes State the one of the last process, if this one has none yet: for a node without a leader.
+	Recall() bool
+
 	ClusterID() string
 	UID() string
 	Close() error

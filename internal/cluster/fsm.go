@@ -72,14 +72,26 @@ func (f *fsm) Changed() <-chan struct{} {
 // a proposer always reads its own write. While a later run replays old entries, readers keep their newer
 // copy.
 func (f *fsm) publish() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
 	if f.work.Index < f.State().Index {
 		return
 	}
 	f.published.Store(f.work.Clone())
-	f.mu.Lock()
-	defer f.mu.Unlock()
 	close(f.changed)
 	f.changed = make(chan struct{})
+}
+
+// recall publishes a state that an earlier process has applied, and reports whether readers have one now.
+func (f *fsm) recall(s *state.State) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if s.Index > f.State().Index {
+		f.published.Store(s)
+		close(f.changed)
+		f.changed = make(chan struct{})
+	}
+	return f.State().Cluster != ""
 }
 
 func (f *fsm) Apply(l *raft.Log) any { return f.ApplyBatch([]*raft.Log{l})[0] }
@@ -110,10 +122,10 @@ func (f *fsm) ApplyBatch(logs []*raft.Log) []any {
 // reader. Readers that compare the indexes of two copies must not take one for older that lacks only refused
 // commands.
 func (f *fsm) updateIndex() {
-	if now := f.State(); f.work.Index > now.Index {
-		dated := *now
-		dated.Index = f.work.Index
-		f.published.Store(&dated)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.work.Index > f.State().Index {
+		f.published.Store(f.work.Clone())
 	}
 }
 

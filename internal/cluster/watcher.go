@@ -5,10 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"log/slog"
-	"os"
-	"path/filepath"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -23,7 +20,6 @@ const (
 	watchSilence    = 3 * time.Second       // without a message of the control node: another one is asked
 	watchBackoffMin = 50 * time.Millisecond // before the first attempt after one that received messages
 	watchBackoffMax = time.Second
-	watchSave       = time.Second // least pause between two writes of the state to disk
 )
 
 // WatcherConfig configures a Watcher: how a node without role control reaches the nodes that have it.
@@ -95,7 +91,10 @@ func NewWatcher(cfg WatcherConfig) (*Watcher, error) {
 	w.published.Store(st)
 	w.loops.Go(w.followControlNodes)
 	if cfg.DataDir != "" {
-		w.loops.Go(func() { w.save(st.state.Index) })
+		keep := keeper{
+			dataDir: cfg.DataDir, log: w.log, changed: w.Changed, newest: w.published.Load, done: w.ctx.Done(),
+		}
+		w.loops.Go(func() { keep.run(st.state.Index) })
 	}
 	return w, nil
 }
@@ -193,6 +192,9 @@ func (w *Watcher) awaitApplied(ctx context.Context, res state.Result) {
 		}
 	}
 }
+
+// Recall reports whether the node has a copy of the state: New has read the one of an earlier process.
+func (w *Watcher) Recall() bool { return w.State().Cluster != "" }
 
 // Close stops following and unlocks the data dir. It is idempotent and waits, at most diskGrace for a disk
 // that hangs: the data dir stays locked then until the write has returned, or the process has ended.
@@ -367,75 +369,4 @@ func (w *Watcher) setFresh() {
 func (w *Watcher) wakeTurn() {
 	close(w.turn)
 	w.turn = make(chan struct{})
-}
-
-// save writes the newest state to disk, at most once per watchSave, and the last one at Close. It repeats a
-// failed write; the log has one line when failures begin and one when they end.
-func (w *Watcher) save(saved uint64) {
-	failing := false
-	for w.ctx.Err() == nil {
-		changed := w.Changed()
-		now, err := w.saveNewer(saved)
-		switch {
-		case err != nil && !failing:
-			w.log.Warn("the state cannot be kept for the next start", "room", "cluster", "err",
-				fmt.Errorf("%w: %w", ErrDisk, err))
-		case err == nil && failing:
-			w.log.Info("the state is kept for the next start again", "room", "cluster")
-		}
-		saved, failing = now, err != nil
-		pause := time.After(watchSave)
-		if !failing {
-			select {
-			case <-changed:
-			case <-w.ctx.Done():
-			}
-		}
-		select {
-		case <-pause:
-		case <-w.ctx.Done():
-		}
-	}
-	_, _ = w.saveNewer(saved)
-}
-
-// saveNewer writes the state if it is newer than the saved one, and returns the index of the saved state.
-func (w *Watcher) saveNewer(saved uint64) (uint64, error) {
-	newest := w.published.Load()
-	st := newest.state
-	if st.Index <= saved {
-		return saved, nil
-	}
-	if err := diskfile.Replace(filepath.Join(w.cfg.DataDir, stateFile), newest.data); err != nil {
-		return saved, fmt.Errorf("write %s: %w", stateFile, err)
-	}
-	return st.Index, nil
-}
-
-// stateFile is the last state of a Watcher.
-const stateFile = "state.json"
-
-// loadState reads the saved state. If it cannot be used, the result is an empty state: the control nodes have
-// a newer one.
-func loadState(dataDir, cluster string) (*stateCopy, error) {
-	none := &stateCopy{state: state.New()}
-	if dataDir == "" {
-		return none, nil
-	}
-	data, err := os.ReadFile(filepath.Join(dataDir, stateFile)) //nolint:gosec // the data dir
-	if errors.Is(err, fs.ErrNotExist) {
-		return none, nil
-	}
-	if err != nil {
-		return none, fmt.Errorf("read %s: %w", stateFile, err)
-	}
-	c, err := decodeCopy(data)
-	if err != nil {
-		return none, fmt.Errorf("%s: %w", stateFile, err)
-	}
-	if c.state.Cluster != cluster {
-		return none, problem.New(problem.Conflict, "%s is of cluster %s, not %s", stateFile, c.state.Cluster,
-			cluster)
-	}
-	return c, nil
 }
