@@ -135,9 +135,14 @@ func (c *Client) Drain(ctx context.Context, node string, deadline *time.Duration
 const pathRestart = "/api/v1/restart"
 
 // Restart replaces the process of the node that answers, by its program as it is on disk, while its engines
-// run. It returns before that, with the name of the old process.
-func (c *Client) Restart(ctx context.Context) (Process, error) {
-	return ask[Process](ctx, c, request{method: http.MethodPost, path: pathRestart})
+// run. It returns before that, with the name of the old process. It is refused while no leader answers; force
+// restarts all the same.
+func (c *Client) Restart(ctx context.Context, force bool) (Process, error) {
+	q := url.Values{}
+	if force {
+		q.Set("force", "true")
+	}
+	return ask[Process](ctx, c, request{method: http.MethodPost, path: pathRestart, query: q})
 }
 
 // Process names the process of the node that answers.

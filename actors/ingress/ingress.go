@@ -46,6 +46,7 @@ type Config struct {
 	Seed    uint64        // of the Routers' random generators and the request ids; random per process
 	Dial    Dialer        // to the engines; nil = TCP
 	Remote  rankleg.Asker // to the ranks of other nodes; nil = every rank's mailbox is in this process
+	Note    func() string // for those who ask /health, "" = nothing; nil = never
 	Serves  func() bool   // false: this node's lease is over, so its ranks may not serve; nil = always
 	// of the node, for the proxies of applications with a prefill pool; nil = one of its own
 	Actors *actor.ActorSystem
@@ -55,6 +56,7 @@ type Config struct {
 type Ingress struct {
 	node      string
 	version   string
+	note      func() string // as in Config
 	store     msg.Store
 	feed      msg.Feed
 	metrics   *telemetry.Metrics
@@ -121,7 +123,7 @@ func New(c Config) (*Ingress, error) {
 		return nil, errors.New("ingress: Store, Feed, Metrics and Log must be set")
 	}
 	in := &Ingress{
-		node: c.Node, version: c.Version, store: c.Store, feed: c.Feed, metrics: c.Metrics,
+		node: c.Node, version: c.Version, note: c.Note, store: c.Store, feed: c.Feed, metrics: c.Metrics,
 		log: c.Log.With(slog.String("room", "ingress")), limits: c.Limits.withDefaults(),
 		timers: c.Timers.withDefaults(),
 		seed:   c.Seed, clockBase: time.Now(),

@@ -337,7 +337,13 @@ func (h surface) showModel(w http.ResponseWriter, r *http.Request, s *routeScope
 // health is the readiness of this ingress, for load balancers.
 func (h surface) health(w http.ResponseWriter, r *http.Request) {
 	if h.in.Ready() {
-		h.answerJSON(w, r, map[string]string{"status": "ready"})
+		out := map[string]string{"status": "ready"}
+		if h.in.note != nil {
+			if note := h.in.note(); note != "" {
+				out["note"] = note
+			}
+		}
+		h.answerJSON(w, r, out)
 		return
 	}
 	f := newFailure(openai.CodeNoReadyRank, "no application has a ready rank")

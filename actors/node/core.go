@@ -41,6 +41,7 @@ type Core struct {
 	// Renewals.
 	begun    uint64        // number of the last one
 	ended    uint64        // number of the last one that has ended
+	granted  uint64        // number of the last one that was answered with a lease
 	sent     time.Time     // when the last one began
 	opens    time.Time     // from then on news does not wait
 	due      time.Time     // the next one, if there is no news
@@ -310,6 +311,7 @@ func (c *Core) Renewed(now time.Time, granted *msg.Lease) {
 		ttl = c.cfg.LeaseTTL
 	}
 	c.lease.ended(c.sent, now, ttl)
+	c.granted = c.begun
 	c.index = max(c.index, granted.Index)
 	c.retry = c.cfg.LeaseRenew / retryFirst
 	c.opens, c.due = now, c.sent.Add(c.cfg.LeaseRenew)
@@ -339,6 +341,9 @@ func (c *Core) Demand() (number uint64) {
 
 // Ended is the number of the last renewal that has ended.
 func (c *Core) Ended() uint64 { return c.ended }
+
+// Granted is the number of the last renewal that was answered with a lease.
+func (c *Core) Granted() uint64 { return c.granted }
 
 // IsBehind reports whether a copy of the state is older than the leader's at the last lease. Such a copy may
 // still show an epoch that was released, and an order of a replaced leader may be on its way.

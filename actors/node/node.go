@@ -458,6 +458,17 @@ func (n *Node) isStopping() bool {
 // learns the units of its own node before it answers status requests.
 func (n *Node) Renew(ctx context.Context) { n.leaseKeeper.ask(ctx, func() bool { return false }) }
 
+// AskLeader asks the leader now and reports whether it has prolonged the lease.
+func (n *Node) AskLeader(ctx context.Context) bool {
+	n.mu.Lock()
+	before := n.core.Granted()
+	n.mu.Unlock()
+	n.Renew(ctx)
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.core.Granted() > before
+}
+
 // Process names this process of the node.
 func (n *Node) Process() string { return fmt.Sprintf("%016x", n.core.cfg.Incarnation) }
 

@@ -122,7 +122,7 @@ type admin interface {
 	Undrain(ctx context.Context, node string) error
 	CheckLeave(ctx context.Context, node string) error
 	RemoveNode(ctx context.Context, node string) error
-	Restart(ctx context.Context) (client.Process, error)
+	Restart(ctx context.Context, force bool) (client.Process, error)
 	Process(ctx context.Context) (client.Process, error)
 	NewToken(ctx context.Context, req client.TokenRequest) (client.Token, error)
 	Tokens(ctx context.Context) ([]client.JoinToken, error)

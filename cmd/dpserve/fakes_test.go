@@ -246,13 +246,13 @@ func (n *fakeNode) Serve(ctx context.Context) error {
 	return nil
 }
 
-func (n *fakeNode) Kill()                         { close(n.killed) }
-func (n *fakeNode) Restart() error                { return nil }
-func (n *fakeNode) Close() error                  { n.closed = true; return nil }
-func (n *fakeNode) HTTPAddr() string              { return n.http }
-func (n *fakeNode) AdminAddr() string             { return server.DefaultAdminBind }
-func (n *fakeNode) MetricsAddr() string           { return "" }
-func (n *fakeNode) Totals() (uint64, uint64, int) { return 3, 40, 1 }
+func (n *fakeNode) Kill()                               { close(n.killed) }
+func (n *fakeNode) Restart(context.Context, bool) error { return nil }
+func (n *fakeNode) Close() error                        { n.closed = true; return nil }
+func (n *fakeNode) HTTPAddr() string                    { return n.http }
+func (n *fakeNode) AdminAddr() string                   { return server.DefaultAdminBind }
+func (n *fakeNode) MetricsAddr() string                 { return "" }
+func (n *fakeNode) Totals() (uint64, uint64, int)       { return 3, 40, 1 }
 
 // eventually waits for a condition that another goroutine makes true.
 func eventually(t *testing.T, what string, ok func() bool) {
@@ -302,7 +302,7 @@ func (f *fakeCluster) Nodes(context.Context) ([]client.NodeStatus, error) {
 	return now, nil
 }
 
-func (f *fakeCluster) Restart(context.Context) (client.Process, error) {
+func (f *fakeCluster) Restart(context.Context, bool) (client.Process, error) {
 	return client.Process{Node: "n", Process: "1"}, nil
 }
 

@@ -177,7 +177,7 @@ type node interface {
 	Listen() error
 	Serve(ctx context.Context) error
 	Kill()
-	Restart() error
+	Restart(ctx context.Context, force bool) error
 	Close() error
 	HTTPAddr() string
 	AdminAddr() string

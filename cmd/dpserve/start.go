@@ -91,8 +91,8 @@ func runStart(ctx context.Context, e *env, f *nodeFlags, output format) error {
 		case <-e.sig.first:
 			return s.stop(e.sig, scr)
 		case <-restarts:
-			if err := s.Restart(); err != nil {
-				report(e.io.Err, err)
+			if err := s.Restart(ctx, false); err != nil {
+				report(e.io.Err, err) // it goes on as it is
 			}
 		}
 	}
@@ -222,7 +222,7 @@ const (
 )
 
 func newRestart(e *env) *cobra.Command {
-	timeout := restartTimeout
+	timeout, force := restartTimeout, false
 	cmd := &cobra.Command{
 		Use:   "restart [flags]",
 		Short: "replace a node's process, without its engines",
@@ -230,7 +230,8 @@ func newRestart(e *env) *cobra.Command {
 the same command line, the same process id. Engines that dpserve started go on, and the next process adopts
 them: no model is loaded again. The node tells the cluster first; its ranks leave routing, and their open
 requests get some seconds. Those that last longer are cut. SIGUSR2, and "systemctl reload dpserve" with the
-unit file of examples/cluster, do the same.`,
+unit file of examples/cluster, do the same. While no leader answers it is refused: the next process could not
+start an engine.`,
 		Example: `  dpserve restart
   dpserve restart --addr 10.0.0.2:8265`,
 		Args: requireArgs(0),
@@ -239,19 +240,20 @@ unit file of examples/cluster, do the same.`,
 				return usageError("restart", "--timeout must be positive")
 			}
 			return e.withAdmin(func(cluster admin) error {
-				return runRestart(cmd.Context(), e, cluster, timeout)
+				return runRestart(cmd.Context(), e, cluster, timeout, force)
 			})
 		},
 	}
 	cmd.Flags().DurationVar(&timeout, "timeout", timeout,
 		"how long to wait for the next process; then exit code 8")
+	cmd.Flags().BoolVar(&force, "force", false, "restart also while no leader of the cluster answers")
 	return cmd
 }
 
 // runRestart asks for a restart and waits for the next process.
-func runRestart(ctx context.Context, e *env, cluster admin, timeout time.Duration) error {
+func runRestart(ctx context.Context, e *env, cluster admin, timeout time.Duration, force bool) error {
 	began := e.now()
-	old, err := cluster.Restart(ctx)
+	old, err := cluster.Restart(ctx, force)
 	if err != nil {
 		return err
 	}

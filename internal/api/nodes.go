@@ -59,8 +59,9 @@ type Nodes interface {
 
 // Restarts replaces the process of the node that answers, while its engines run.
 type Restarts interface {
-	// Restart returns before the process is replaced. Conflict: that cannot be done.
-	Restart() error
+	// Restart returns before the process is replaced. Conflict: that cannot be done. Unavailable: no leader
+	// answers, and force is not set.
+	Restart(ctx context.Context, force bool) error
 	// Process names the present process.
 	Process() string
 }
@@ -73,12 +74,16 @@ type restartHandlers struct {
 
 // addRoutes registers the path.
 func (h restartHandlers) addRoutes(g *gin.Engine, reply replier) {
-	g.POST(pathRestart, reply(h.restart))
+	g.POST(pathRestart, reply(h.restart, "force"))
 	g.GET(pathRestart, reply(h.process))
 }
 
 func (h restartHandlers) restart(c *gin.Context, q query) (int, any, error) {
-	if err := h.restarts.Restart(); err != nil {
+	force, err := q.flag("force")
+	if err != nil {
+		return 0, nil, err
+	}
+	if err := h.restarts.Restart(c.Request.Context(), force); err != nil {
 		return 0, nil, err
 	}
 	_, body, err := h.process(c, q)

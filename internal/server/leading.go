@@ -112,7 +112,11 @@ func (n *Node) requireLeader() (*leaderActors, error) {
 
 // errNoLeader answers a request that needs a leader while no node leads.
 func (n *Node) errNoLeader() error {
-	return problem.New(problem.Unavailable, "no node leads the cluster at this moment").
+	text := "no node leads the cluster at this moment"
+	if n.leaderless.Load() {
+		text += "; " + noteLeaderless
+	}
+	return problem.New(problem.Unavailable, "%s", text).
 		WithHint("an election takes a second or two; if it stays so, a majority of the voters is not "+
 			"there (%s): start those that are down", n.describeVoters())
 }

@@ -71,6 +71,8 @@ type Node struct {
 
 	httpAddr   string
 	firstToken string
+	leaderless atomic.Bool // it has begun without a leader, and none has answered yet
+	sought     time.Time   // since when it asks for a leader
 	life       lifetime
 }
 
@@ -231,6 +233,9 @@ func (n *Node) warning() string {
 	if err := n.diskFault(); err != nil {
 		out = append(out, err.Error())
 	}
+	if n.leaderless.Load() {
+		out = append(out, noteLeaderless)
+	}
 	if n.devices != nil {
 		if text := n.devices.Trouble(); text != "" {
 			out = append(out, text)
@@ -367,16 +372,11 @@ func (n *Node) openStore(ctx context.Context) error {
 		n.life.writers.Go(func() { n.peering.Certificates.Keep(n.life.ctx) })
 		n.life.writers.Go(func() { n.peering.KeepKeyring(n.life.ctx) })
 		n.life.loops.Go(func() { n.peering.AwaitRefusal(ctx, giveUp) })
-		if address := n.peering.RejoinAddress(); address != "" {
-			n.life.loops.Go(func() { n.peering.Neighbours.FindAt(ctx, n.peering.Port, address) })
-		}
 	} else { // a member's identity is known before
 		n.ident = cluster.Identity{Cluster: n.store.ClusterID(), Node: n.cfg.NodeID, UID: n.store.UID()}
 	}
-	if err := n.store.Ready(ctx); err != nil {
-		if cause := context.Cause(ctx); errors.Is(cause, nodeport.ErrRemoved) {
-			return cause
-		}
+	n.sought = time.Now()
+	if err := n.awaitState(ctx); err != nil {
 		return err
 	}
 	if err := cmp.Or(n.checkLeaseTTL(), n.checkRegrant()); err != nil {
@@ -400,7 +400,7 @@ func (n *Node) buildWorker(t *timers) error {
 		Checks:     node.Checks{BindTest: n.cfg.bindTest(), Devices: deviceChecks(n.devices)},
 		NewReplica: func(spec msg.ReplicaSpec) (node.Replica, error) { return factory.New(spec) },
 		Leader:     renewer{n}, Self: n.selfRecord, Trouble: n.warning, Store: n.store,
-		OnLeaseLoss: n.onLeaseLoss(), EngineHost: n.cfg.engineHost(), Advertise: n.cfg.Advertise,
+		OnLeaseLoss: n.onLeaseLoss(), Sought: n.sought, EngineHost: n.cfg.engineHost(), Advertise: n.cfg.Advertise,
 		Shims: n.shims(),
 	})
 	n.readyNode.Store(n.node)
@@ -423,7 +423,7 @@ func (n *Node) buildServers(t *timers) error {
 		cfg := ingress.Config{
 			Node: n.cfg.NodeID, Version: n.cfg.Version, Store: n.store, Feed: n.hub, Metrics: n.metrics,
 			Log: n.log, Timers: t.ingress, Seed: randomUint64(), Actors: n.system,
-			Dial: n.cfg.dialer(), Serves: n.node.Serves(),
+			Dial: n.cfg.dialer(), Serves: n.node.Serves(), Note: n.healthNote,
 			Limits: ingress.Limits{MaxBody: int64(n.cfg.MaxBody) << 20},
 		}
 		var err error

@@ -157,14 +157,20 @@ func (n *Node) closeIngress(ctx context.Context) error {
 // ErrRestart is returned by Serve after Restart: the caller closes the node and executes its program again.
 var ErrRestart = errors.New("the process is to be replaced")
 
-// Restart has Serve end without the engines, for the next process of this node. It returns before that.
-func (n *Node) Restart() error {
+// Restart has Serve end without the engines, for the next process of this node. It returns before that. Without
+// force it is refused while no leader answers.
+func (n *Node) Restart(ctx context.Context, force bool) error {
 	if err := checkProgram(n.cfg.Executable); err != nil {
 		return err
 	}
 	if !n.cfg.Shims {
 		return problem.New(problem.Conflict, "the engines of this node end with its process").
 			WithHint("`dpserve start` and `dpserve join` can be restarted, `dpserve up` cannot")
+	}
+	if !force {
+		if err := n.refuseWithoutLeader(ctx); err != nil {
+			return err
+		}
 	}
 	n.life.restartOnce.Do(func() { close(n.life.restart) })
 	return nil

@@ -197,6 +197,12 @@ var RankNotKnownYet = Fault{{
 	Why: "the test asks again",
 }}
 
+// NoLeaderAtStart: a node starts while no node leads.
+var NoLeaderAtStart = Fault{{
+	Msg: "no leader has answered since this node was started: .*",
+	Why: "it serves by its own copy of the state",
+}}
+
 // NodeRemoved: a node that was removed calls others for as long as it has not heard of it.
 var NodeRemoved = slices.Concat(NodeFails, Fault{{
 	Msg: "node port refused a connection", With: `reason"?[=:]"?revoked`,

@@ -80,7 +80,7 @@ type Peering struct {
 	founding bool          // it founds the cluster in this process
 	secrets  state.Secrets // of a founding node
 	removed  chan struct{} // closed when the cluster has removed this node
-	refusal  refusal
+	removal  removal
 	keyrings chan [][]byte // gossip keys that KeepKeyring takes; one place
 	loops    sync.WaitGroup
 }
@@ -90,7 +90,7 @@ type Peering struct {
 func Open(ctx context.Context, cfg Config) (*Peering, error) {
 	p := &Peering{
 		cfg: cfg, log: cfg.Log, roles: cfg.Roles, dir: pkiDir(cfg.DataDir), removed: make(chan struct{}),
-		refusal: refusal{told: make(chan struct{})}, keyrings: make(chan [][]byte, 1),
+		removal: removal{told: make(chan struct{})}, keyrings: make(chan [][]byte, 1),
 	}
 	var err error
 	if p.ident, err = identify(cfg.DataDir, cfg.NodeID); err != nil {
@@ -118,7 +118,7 @@ func Open(ctx context.Context, cfg Config) (*Peering, error) {
 func (p *Peering) listen(ctx context.Context) error {
 	p.Port = nodeport.New(nodeport.Config{
 		Credentials: p.Certificates.credentials.Load, Revoked: p.isRevoked, Bind: p.cfg.Listen,
-		Connect: p.cfg.Dial, Log: p.log.With(slog.String("room", "nodeport")), RemovedHere: p.refusal.tell,
+		Connect: p.cfg.Dial, Log: p.log.With(slog.String("room", "nodeport")), RemovedHere: p.removal.tell,
 		Refused: func(r nodeport.Reason) { p.cfg.Refused(string(r)) },
 	})
 	if err := p.Port.Listen(ctx, hostPort(p.cfg.Host, p.cfg.NodePort)); err != nil {
@@ -227,7 +227,7 @@ func (p *Peering) WatchRemoval(ctx context.Context) {
 		}
 		select {
 		case <-changed:
-		case <-p.refusal.told:
+		case <-p.removal.told:
 		case <-ctx.Done():
 			return
 		}
@@ -248,14 +248,14 @@ func (p *Peering) disconnect(ctx context.Context, uids []string) {
 // Removed is closed when the cluster has removed this node.
 func (p *Peering) Removed() <-chan struct{} { return p.removed }
 
-// refusal is what the first control node said that refused this node as removed.
-type refusal struct {
+// removal is what the first control node said that refused this node as removed.
+type removal struct {
 	once sync.Once
 	told chan struct{}
 	err  error // written before told is closed
 }
 
-func (r *refusal) tell(err error) {
+func (r *removal) tell(err error) {
 	r.once.Do(func() {
 		r.err = err
 		close(r.told)
@@ -265,8 +265,8 @@ func (r *refusal) tell(err error) {
 // Refusal is the error of a control node that refused this node as removed; nil before that.
 func (p *Peering) Refusal() error {
 	select {
-	case <-p.refusal.told:
-		return p.refusal.err
+	case <-p.removal.told:
+		return p.removal.err
 	default:
 		return nil
 	}
@@ -275,8 +275,8 @@ func (p *Peering) Refusal() error {
 // AwaitRefusal calls giveUp with Refusal once there is one, until ctx ends.
 func (p *Peering) AwaitRefusal(ctx context.Context, giveUp context.CancelCauseFunc) {
 	select {
-	case <-p.refusal.told:
-		giveUp(p.refusal.err)
+	case <-p.removal.told:
+		giveUp(p.removal.err)
 	case <-ctx.Done():
 	}
 }
