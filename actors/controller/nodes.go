@@ -487,7 +487,7 @@ func (c *Core) refuseOvertaken(now time.Time, p *peer, r *msg.NodeReport) error 
 }
 
 // applyReport applies the report's events, then its digest. A unit missing from the digest is not running on
-// that node, nor is one that the node has at a later epoch: a grant by voters that were lost (State.Recover).
+// that node, nor is one that the node has at a later epoch: a grant by voters that were lost (state.Recover).
 func (c *Core) applyReport(now time.Time, p *peer, r *msg.NodeReport) {
 	has := make(map[string]uint64, len(r.Units))
 	for _, e := range r.Events {

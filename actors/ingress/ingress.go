@@ -56,7 +56,6 @@ type Config struct {
 type Ingress struct {
 	node      string
 	version   string
-	note      func() string // as in Config
 	store     msg.Store
 	feed      msg.Feed
 	metrics   *telemetry.Metrics
@@ -110,6 +109,7 @@ type lifeCycle struct {
 	unsubscribe func()
 	closeOnce   sync.Once
 	closeErr    error
+	note        func() string           // as in Config
 	stop        context.CancelFunc      // ends follow
 	followDone  chan struct{}           // closed: follow has ended
 	cutRequests context.CancelCauseFunc // ends every request
@@ -123,14 +123,14 @@ func New(c Config) (*Ingress, error) {
 		return nil, errors.New("ingress: Store, Feed, Metrics and Log must be set")
 	}
 	in := &Ingress{
-		node: c.Node, version: c.Version, note: c.Note, store: c.Store, feed: c.Feed, metrics: c.Metrics,
+		node: c.Node, version: c.Version, store: c.Store, feed: c.Feed, metrics: c.Metrics,
 		log: c.Log.With(slog.String("room", "ingress")), limits: c.Limits.withDefaults(),
 		timers: c.Timers.withDefaults(),
 		seed:   c.Seed, clockBase: time.Now(),
 		appTable: appTable{
 			appRouters: map[string]*appRouter{}, unplaced: unplacedApps{changed: make(chan struct{}, 1)},
 		},
-		lifeCycle: lifeCycle{followDone: make(chan struct{})},
+		lifeCycle: lifeCycle{followDone: make(chan struct{}), note: c.Note},
 	}
 	in.pairs.actors, in.pairs.bootstrap = c.Actors, newBootstrapClient(c.Dial)
 	in.nextID.Store(mix(c.Seed))

@@ -111,7 +111,9 @@ func TestWithoutALeaderTheCopyDecides(t *testing.T) {
 		"fence":    {state.Ready, Fence, func(*state.State) {}, false},
 		"lost":     {state.Ready, Serve, func(s *state.State) { s.Nodes["n"].Lost = true }, false},
 		"removed":  {state.Ready, Serve, func(s *state.State) { delete(s.Nodes, "n") }, false},
-		"moved":    {state.Ready, Serve, func(s *state.State) { s.Units["demo/0/0"].Ranks[0].Node = "m" }, false},
+		"moved": {state.Ready, Serve, func(s *state.State) {
+			s.Units["demo/0/0"].Ranks[0].Node = "m"
+		}, false},
 		"older copy": {state.Ready, Serve, func(s *state.State) {
 			s.Epochs["demo/0/0"], s.Units["demo/0/0"].Epoch = 2, 2
 		}, false},
@@ -142,7 +144,10 @@ func TestWithoutALeaderTheCopyDecides(t *testing.T) {
 				assert.Equal(t, state.Ready, b.phase("demo/0/0"))
 				assert.True(t, b.node.Admits())
 
-				b.store.change(func(s *state.State) { s.Epochs["demo/0/0"] = 4; delete(s.Units, "demo/0/0") })
+				b.store.change(func(s *state.State) {
+					s.Epochs["demo/0/0"] = 4
+					delete(s.Units, "demo/0/0")
+				})
 				b.leader.becomes(nil)
 				time.Sleep(time.Second)
 				synctest.Wait()

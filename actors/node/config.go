@@ -46,7 +46,6 @@ type Config struct {
 	Trouble     func() string     // warning for this node's status, "" = none; may be nil
 	Store       msg.Store         // shows which units are superseded
 	OnLeaseLoss LeaseLoss         // "" = Serve
-	Sought      time.Time         // since when this process asks for a leader; zero = since New
 	EngineHost  string            // address of this machine where engines listen; "" = engine.Loopback
 	Advertise   string            // address of rank 0 of a lockstep unit for other nodes; "" = none
 }

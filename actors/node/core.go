@@ -224,8 +224,8 @@ func (c *Core) Check(now time.Time, s *state.State) (cut []string, next time.Dur
 	return cut, next
 }
 
-// CutAll ends every unit as Check ends superseded ones, because the node is no member of its cluster any more.
-// It returns their names.
+// CutAll ends every unit as Check ends superseded ones, because the node is no member of its cluster any
+// more. It returns their names.
 func (c *Core) CutAll(now time.Time) (cut []string) {
 	for _, unit := range slices.Sorted(maps.Keys(c.units)) {
 		if c.units[unit].cut(now, causeRemoved) {
@@ -391,10 +391,10 @@ func (c *Core) decideFound(now time.Time, s *state.State, l *Life) {
 	}
 }
 
-// isAlone reports whether this process serves what its copy of the state grants: with on_lease_loss serve, once
-// no leader has answered it for a whole lease. A node that loses its leader while it runs does the same; a leader
-// that can be reached answers long before. It gives no lease to a node that it took for lost, which the copy
-// shows.
+// isAlone reports whether this process serves what its copy of the state grants: with on_lease_loss serve,
+// once no leader has answered it for a whole lease. A node that loses its leader while it runs does the same;
+// a leader that can be reached answers long before. It gives no lease to a node that it took for lost, which
+// the copy shows.
 func (c *Core) isAlone(now time.Time, s *state.State) bool {
 	self := s.Nodes[c.cfg.Node]
 	return !c.lease.fence && c.ended > 0 && c.lease.until.IsZero() && now.Sub(c.cfg.Sought) >= c.lease.ttl &&

@@ -82,6 +82,15 @@ type ShimConfig struct {
 	Cluster       string        // id of the cluster
 	Node          string        // UID of this node
 	OrphanTimeout time.Duration // how long an engine lives without a node; 0 = not at all
+	Sought        time.Time     // since when this process asks for a leader; zero = since New
+}
+
+// sought is Sought, also of no ShimConfig.
+func (c *ShimConfig) sought() time.Time {
+	if c == nil {
+		return time.Time{}
+	}
+	return c.Sought
 }
 
 // reapEach is the pause between two checks for orphans that process 1 has to reap.

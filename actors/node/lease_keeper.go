@@ -223,10 +223,10 @@ func (k *leaseKeeper) catchUp(ctx context.Context) {
 }
 
 // ask asks the leader. It returns when a renewal that began after the call has ended, or earlier when enough
-// returns true.
-func (k *leaseKeeper) ask(ctx context.Context, enough func() bool) {
+// returns true, and reports whether such a renewal was answered with a lease.
+func (k *leaseKeeper) ask(ctx context.Context, enough func() bool) bool {
 	if enough() {
-		return
+		return false
 	}
 	k.n.mu.Lock()
 	number := k.n.core.Demand()
@@ -234,17 +234,28 @@ func (k *leaseKeeper) ask(ctx context.Context, enough func() bool) {
 	k.ring()
 	for {
 		k.n.mu.Lock()
-		tried, ended := k.tried, k.n.core.Ended()
+		tried, ended, granted := k.tried, k.n.core.Ended(), k.n.core.Granted()
 		k.n.mu.Unlock()
 		if ended >= number || enough() {
-			return
+			return granted >= number
 		}
 		select {
 		case <-tried:
 		case <-k.done:
-			return
+			return false
 		case <-ctx.Done():
-			return
+			return false
 		}
 	}
+}
+
+// cutUnits fences units that the Core has cut. The caller holds mu, and interrupts them without it.
+func cutUnits(n *Node, names []string) (cut []*unit) {
+	for _, name := range names {
+		u := n.units[name]
+		close(u.hasten)
+		u.fence()
+		cut = append(cut, u)
+	}
+	return cut
 }

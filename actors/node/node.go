@@ -94,7 +94,7 @@ func New(cfg Config) (*Node, error) {
 		Node: cfg.ID, Incarnation: draw(cfg.Rand), AfterStop: takeStopMark(cfg.DataDir), Epochs: seen,
 		Found:       newestOrders(units),
 		OnLeaseLoss: cfg.OnLeaseLoss, LeaseTTL: n.timers.LeaseTTL, LeaseRenew: n.timers.LeaseRenew,
-		Sought: cfg.Sought,
+		Sought: cfg.Shims.sought(),
 	})
 	n.leaseKeeper = newLeaseKeeper(n)
 	n.logs = newLogStore(logDir(cfg.DataDir), n.log)
@@ -411,7 +411,7 @@ func (n *Node) check(s *state.State) time.Duration {
 	n.leaseKeeper.countSuspension()
 	cut, next := n.core.Check(time.Now(), s)
 	n.leaseKeeper.publish()
-	ended := n.cutUnits(cut)
+	ended := cutUnits(n, cut)
 	maps.DeleteFunc(n.units, func(name string, _ *unit) bool { return !n.core.Has(name) })
 	for _, u := range n.found {
 		if u.life.IsFound() {
@@ -425,23 +425,12 @@ func (n *Node) check(s *state.State) time.Duration {
 	return next
 }
 
-// cutUnits fences units that the Core has cut. The caller holds mu, and interrupts them without it.
-func (n *Node) cutUnits(names []string) (cut []*unit) {
-	for _, name := range names {
-		u := n.units[name]
-		close(u.hasten)
-		u.fence()
-		cut = append(cut, u)
-	}
-	return cut
-}
-
-// CutAll fences every rank and ends its engine at once, because the cluster has removed this node and may have
-// granted its ranks elsewhere. Close follows.
+// CutAll fences every rank and ends its engine at once, because the cluster has removed this node and may
+// have granted its ranks elsewhere. Close follows.
 func (n *Node) CutAll() {
 	n.mu.Lock()
 	n.core.Leave() // no unit is added any more
-	cut := n.cutUnits(n.core.CutAll(time.Now()))
+	cut := cutUnits(n, n.core.CutAll(time.Now()))
 	n.mu.Unlock()
 	for _, u := range cut {
 		u.interrupt(errStopAsked)
@@ -454,19 +443,10 @@ func (n *Node) isStopping() bool {
 	return n.core.Stopping()
 }
 
-// Renew asks the leader now and returns when the renewal has ended, with or without success. A new leader
-// learns the units of its own node before it answers status requests.
-func (n *Node) Renew(ctx context.Context) { n.leaseKeeper.ask(ctx, func() bool { return false }) }
-
-// AskLeader asks the leader now and reports whether it has prolonged the lease.
-func (n *Node) AskLeader(ctx context.Context) bool {
-	n.mu.Lock()
-	before := n.core.Granted()
-	n.mu.Unlock()
-	n.Renew(ctx)
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	return n.core.Granted() > before
+// Renew asks the leader now and returns when the renewal has ended. It reports whether the leader has
+// prolonged the lease. A new leader learns the units of its own node before it answers status requests.
+func (n *Node) Renew(ctx context.Context) bool {
+	return n.leaseKeeper.ask(ctx, func() bool { return false })
 }
 
 // Process names this process of the node.

@@ -2,7 +2,6 @@ package main
 
 import (
 	"cmp"
-	"fmt"
 	"slices"
 	"strings"
 
@@ -21,11 +20,12 @@ func newRecover(e *env) *cobra.Command {
 		Short: "make a stopped control node the only voter, because the others are lost for good",
 		Long: `recover is for a cluster that has lost most of its voters for good: disks or machines that will
 never come back. It works on the folder of a control node whose dpserve is stopped, and makes that node the
-only voter, with the state that its own log has. It first prints what it drops: the other control nodes, which
-are removed with their ranks, and what they decided after the last entry of this log. Applications, the
-authority of the certificates and all other nodes stay, and so do the engines there. Stop dpserve on the other
-control nodes before, if any still runs: a removed node ends as soon as it reaches the cluster, and joins again
-with an empty folder. Where a majority of the voters can be started, start them instead: nothing is lost then.`,
+only voter, with the state that its own log has. It first prints what it drops: the other control nodes,
+which are removed with their ranks, and what they decided after the last entry of this log. Applications, the
+authority of the certificates and all other nodes stay, and so do the engines there. Stop dpserve on the
+other control nodes before, if any still runs: a removed node ends as soon as it reaches the cluster, and
+joins again with an empty folder. Where a majority of the voters can be started, start them instead: nothing
+is lost then.`,
 		Example: `  dpserve recover --data-dir /var/lib/dpserve`,
 		Args:    requireArgs(0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -62,39 +62,29 @@ func runRecover(e *env, dataDir string, yes bool) error {
 
 // printLosses prints what a recovery drops, and what it keeps.
 func printLosses(e *env, r *cluster.Recovery) {
-	printMessage(e.io.Err, "%s becomes the only voter of its cluster, with the %d entries of its log; what the "+
-		"others decided after them is lost", r.Node, r.Index)
+	tell := func(format string, args ...any) { printMessage(e.io.Err, format, args...) }
+	tell("%s becomes the only voter of its cluster, with the %d entries of its log; what "+
+		"the others decided after them is lost", r.Node, r.Index)
 	voters := r.Voters()
-	for _, n := range r.State.OtherControl(r.UID) {
+	for _, n := range state.OtherControl(r.State, r.UID) {
 		vote := "did not vote"
 		if voters[n.UID] {
 			vote = "voted"
 		}
-		about := []string{vote, n.Address, formatCount(ranksOf(r.State, n.ID), "rank")}
+		about := []string{vote, n.Address, formatCount(state.CountRanks(r.State, n.ID), "rank")}
 		if n.Lost {
 			about = append(about, "lost: "+n.Reason)
 		}
-		printMessage(e.io.Err, "removed: %s (%s)", n.ID, strings.Join(about, ", "))
+		tell("removed: %s (%s)", n.ID, strings.Join(about, ", "))
 	}
 	var kept []string
 	for id, n := range r.State.Nodes {
 		if n.UID == r.UID || !n.Has(state.RoleControl) {
-			kept = append(kept, fmt.Sprintf("%s (%s)", id, formatCount(ranksOf(r.State, id), "rank")))
+			ranks := formatCount(state.CountRanks(r.State, id), "rank")
+			kept = append(kept, id+" ("+ranks+")")
 		}
 	}
 	slices.Sort(kept)
-	printMessage(e.io.Err, "kept: %s; %s", formatCount(len(r.State.Apps), "application"),
+	tell("kept: %s; %s", formatCount(len(r.State.Apps), "application"),
 		cmp.Or(strings.Join(kept, ", "), "no node"))
-}
-
-// ranksOf counts the ranks that are granted to a node.
-func ranksOf(s *state.State, node string) (ranks int) {
-	for _, id := range s.UnitsOn(node) {
-		for i := range s.Units[id].Ranks {
-			if s.Units[id].Ranks[i].Node == node {
-				ranks++
-			}
-		}
-	}
-	return ranks
 }

@@ -196,8 +196,8 @@ func TestStartNodeStops(t *testing.T) {
 	assert.Contains(t, c.stderr(), "dpserve: disk gone\n")
 }
 
-// A node that left, or that the others refuse as removed, is no failure. In the second case it says what a start
-// on its folder says.
+// A node that left, or that the others refuse as removed, is no failure. In the second case it says what a
+// start on its folder says.
 func TestANodeThatIsNoMemberAnyMoreEnds(t *testing.T) {
 	for said, refusal := range map[string]error{
 		"dpserve: n1 has left its cluster\n": nil,

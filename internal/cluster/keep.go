@@ -17,9 +17,9 @@ import (
 // keepPause is the least time between two writes of the state.
 const keepPause = time.Second
 
-// keeper writes the newest state of a node to its data dir, so that its next process knows the state also while
-// no leader answers. The log of a control node does not tell that: without a leader nobody knows which of its
-// entries are committed.
+// keeper writes the newest state of a node to its data dir, so that its next process knows the state also
+// while no leader answers. The log of a control node does not tell that: without a leader nobody knows which
+// of its entries are committed.
 type keeper struct {
 	dataDir string
 	log     *slog.Logger

@@ -35,8 +35,8 @@ type Recovery struct {
 	log     *slog.Logger
 }
 
-// OpenRecovery reads the folder and changes nothing. The errors are Conflict for a folder that is in use, that
-// is no control node's, or whose node has all votes already, and say what else is wrong with it.
+// OpenRecovery reads the folder and changes nothing. The errors are Conflict for a folder that is in use,
+// that is no control node's, or whose node has all votes already, and say what else is wrong with it.
 func OpenRecovery(dataDir string, log *slog.Logger) (*Recovery, error) {
 	for _, name := range []string{identityFile, raftDir} {
 		if err := requireInFolder(dataDir, name); err != nil {
@@ -135,8 +135,8 @@ func (r *Recovery) check(dataDir string) error {
 			r.State.Cluster, identityFile, r.Cluster).
 			WithHint("two data dirs were mixed: use a backup, or another control node's")
 	case slices.Equal(r.members, []Member{{UID: r.UID, Voter: true}}):
-		return problem.New(problem.Conflict, "%s is the only voter of its cluster already: there is nothing to "+
-			"recover", r.Node).
+		return problem.New(problem.Conflict, "%s is the only voter of its cluster already: there is nothing "+
+			"to recover", r.Node).
 			WithHint("start it: it needs no other node to lead")
 	case slices.Contains(r.State.Removed, r.UID):
 		return problem.New(problem.Conflict, "%s was removed from its cluster", r.Node).
@@ -165,8 +165,8 @@ func (r *Recovery) Apply(now time.Time) error {
 	rc.LocalID, rc.Logger = id, newRaftLog(r.log, func(string) string { return "" }, never)
 	f := &recoveredFSM{fsm: newFSM(), uid: r.UID, index: r.Index + indexJump, now: now.UnixMilli()}
 	f.startRun(func(error) {}) // Snapshot returns what Apply could not read
-	err := raft.RecoverCluster(rc, f, wholeLog{r.disk.log}, r.disk.log, jumpedSnapshots{r.disk.snaps}, transport,
-		raft.Configuration{Servers: []raft.Server{{ID: id, Address: transport.LocalAddr()}}})
+	err := raft.RecoverCluster(rc, f, wholeLog{r.disk.log}, r.disk.log, jumpedSnapshots{r.disk.snaps},
+		transport, raft.Configuration{Servers: []raft.Server{{ID: id, Address: transport.LocalAddr()}}})
 	if err != nil {
 		return diskError("recover", err)
 	}
@@ -193,7 +193,7 @@ type recoveredFSM struct {
 // Snapshot implements raft.FSM.
 func (f *recoveredFSM) Snapshot() (raft.FSMSnapshot, error) {
 	if f.stopped == nil {
-		if err := f.work.Recover(f.uid, f.now); err != nil {
+		if err := state.Recover(f.work, f.uid, f.now); err != nil {
 			return nil, err
 		}
 		f.work.Index = f.index

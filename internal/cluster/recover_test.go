@@ -21,9 +21,9 @@ func recovery(t *testing.T, dir string) *cluster.Recovery {
 	return r
 }
 
-// TestRecoverMakesOneOfThreeVotersTheCluster: two of three voters are gone for good. The third one leads alone,
-// with everything of its log and higher epochs; it keeps its votes and its log over later starts, and takes new
-// control nodes.
+// TestRecoverMakesOneOfThreeVotersTheCluster: two of three voters are gone for good. The third one leads
+// alone, with everything of its log and higher epochs; it keeps its votes and its log over later starts, and
+// takes new control nodes.
 func TestRecoverMakesOneOfThreeVotersTheCluster(t *testing.T) {
 	g := threeVoters(t, true)
 	g.propose(putApp("demo", "one"))
@@ -37,7 +37,7 @@ func TestRecoverMakesOneOfThreeVotersTheCluster(t *testing.T) {
 
 	r := recovery(t, dir)
 	assert.Equal(t, last.UID(), r.UID)
-	assert.Len(t, r.State.OtherControl(r.UID), 2)
+	assert.Len(t, state.OtherControl(r.State, r.UID), 2)
 	for _, m := range g.members {
 		assert.True(t, r.Voters()[m.UID()])
 	}

@@ -92,7 +92,8 @@ func NewWatcher(cfg WatcherConfig) (*Watcher, error) {
 	w.loops.Go(w.followControlNodes)
 	if cfg.DataDir != "" {
 		keep := keeper{
-			dataDir: cfg.DataDir, log: w.log, changed: w.Changed, newest: w.published.Load, done: w.ctx.Done(),
+			dataDir: cfg.DataDir, log: w.log, done: w.ctx.Done(), changed: w.Changed,
+			newest: w.published.Load,
 		}
 		w.loops.Go(func() { keep.run(st.state.Index) })
 	}

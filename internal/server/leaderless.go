@@ -3,6 +3,8 @@ package server
 import (
 	"context"
 	"errors"
+	"log/slog"
+	"sync/atomic"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/node"
@@ -15,31 +17,39 @@ import (
 const noteLeaderless = "no leader has answered since this node was started: it serves what its own copy of " +
 	"the state grants, and starts nothing"
 
-// awaitState waits until this node's copy of the state is complete, which needs a leader. A node with
+// search is a starting node's search for a leader.
+type search struct {
+	n          *Node
+	began      time.Time
+	leaderless atomic.Bool // it was given up, and no leader has answered since
+}
+
+// await waits until this node's copy of the state is complete, which needs a leader. A node with
 // on_lease_loss serve that finds none for a whole lease goes on with the copy of its last process, as it does
 // when it loses its leader while it runs: what is granted to it is served, and nothing starts.
-func (n *Node) awaitState(ctx context.Context) error {
-	// until the state is there: a rejoin names the address of a control node
-	found, stop := context.WithCancel(n.life.ctx)
+func (s *search) await(ctx context.Context) error {
+	n := s.n
+	s.began = time.Now()
+	searching, stop := context.WithCancel(n.life.ctx)
 	if n.peering != nil && n.peering.RejoinAddress() != "" {
 		n.life.loops.Go(func() {
-			n.peering.Neighbours.FindAt(found, n.peering.Port, n.peering.RejoinAddress())
+			n.peering.Neighbours.FindAt(searching, n.peering.Port, n.peering.RejoinAddress())
 		})
 	}
-	err := n.awaitLeader(ctx)
+	err := s.findLeader(ctx)
 	if !errors.Is(err, errLeaderless) {
 		stop()
 		return err
 	}
 	n.log.Warn(noteLeaderless)
-	n.leaderless.Store(true)
+	s.leaderless.Store(true)
 	n.life.loops.Go(func() { //nolint:contextcheck // the node serves without a leader until it ends
 		defer stop()
 		if err := n.store.Ready(n.life.ctx); err == nil {
-			n.leaderless.Store(false)
+			s.leaderless.Store(false)
 			n.log.Info("a leader answers: this node has the present state")
 		} else if n.life.ctx.Err() == nil {
-			n.log.Error("this node does not get the present state", "err", err)
+			n.log.Error("this node does not get the present state", slog.Any("err", err))
 		}
 	})
 	return nil
@@ -48,12 +58,18 @@ func (n *Node) awaitState(ctx context.Context) error {
 // errLeaderless says that no leader answers, and that this node serves without one.
 var errLeaderless = errors.New("no leader answers")
 
-func (n *Node) awaitLeader(ctx context.Context) error {
-	short, cancel := context.WithTimeout(ctx, n.leaderlessAfter())
+func (s *search) findLeader(ctx context.Context) error {
+	n := s.n
+	patience := min(n.timers().node.LeaseTTL, readyTimeout/2)
+	if patience <= 0 {
+		patience = node.DefaultLeaseTTL
+	}
+	short, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	err := n.store.Ready(short)
 	if err != nil && ctx.Err() == nil && errors.Is(context.Cause(short), context.DeadlineExceeded) {
-		if n.mayServeCopy() && n.store.Recall() {
+		// a node that stands alone, or begins a cluster, needs no other node to lead
+		if n.peering != nil && !n.peering.IsFounding() && n.onLeaseLoss() != node.Fence && n.store.Recall() {
 			return errLeaderless
 		}
 		err = n.store.Ready(ctx)
@@ -64,44 +80,30 @@ func (n *Node) awaitLeader(ctx context.Context) error {
 	return err
 }
 
-// leaderlessAfter is how long a node that starts looks for a leader before it serves without one.
-func (n *Node) leaderlessAfter() time.Duration {
-	ttl := n.timers().node.LeaseTTL
-	if ttl <= 0 {
-		ttl = node.DefaultLeaseTTL
+// note is what people are told of a node without a leader; "" = it has one, or had one.
+func (s *search) note() string {
+	if s.leaderless.Load() {
+		return noteLeaderless
 	}
-	return min(ttl, readyTimeout/2)
+	return ""
 }
 
-// mayServeCopy reports whether this node may serve by the state of its last process. One that stands alone, or
-// begins a cluster, needs no other node to lead.
-func (n *Node) mayServeCopy() bool {
-	return n.peering != nil && !n.peering.IsFounding() && n.onLeaseLoss() != node.Fence
-}
-
-// healthNote is added to the answer of /health.
-func (n *Node) healthNote() string {
-	if !n.leaderless.Load() {
-		return ""
-	}
-	return noteLeaderless
-}
-
-// restartPatience is how long a restart waits for a leader: an election takes a second or two.
 const (
+	// restartPatience is how long a restart waits for a leader: an election takes a second or two.
 	restartPatience = 5 * time.Second
 	restartAskPause = 200 * time.Millisecond
 )
 
-// refuseWithoutLeader refuses a restart after which this node could do less than before.
-func (n *Node) refuseWithoutLeader(ctx context.Context) error {
+// awaitRestartable refuses a restart after which a node could do less than before.
+func awaitRestartable(ctx context.Context, n *node.Node) error {
 	ctx, cancel := context.WithTimeout(ctx, restartPatience)
 	defer cancel()
-	for !n.node.AskLeader(ctx) {
+	for !n.Renew(ctx) {
 		if pause.For(ctx, restartAskPause) != nil {
-			return problem.New(problem.Unavailable, "no leader answers: the next process of this node could start "+
-				"no engine, and would serve the ranks that it has only after it has looked for a leader").
-				WithHint("wait until `dpserve nodes` shows a leader; `dpserve restart --force` restarts all the same")
+			return problem.New(problem.Unavailable, "no leader answers: the next process of this node could "+
+				"start no engine, and would serve the ranks that it has only after a search for a leader").
+				WithHint("wait until `dpserve nodes` shows a leader; " +
+					"`dpserve restart --force` restarts all the same")
 		}
 	}
 	return nil

@@ -113,8 +113,8 @@ func (n *Node) requireLeader() (*leaderActors, error) {
 // errNoLeader answers a request that needs a leader while no node leads.
 func (n *Node) errNoLeader() error {
 	text := "no node leads the cluster at this moment"
-	if n.leaderless.Load() {
-		text += "; " + noteLeaderless
+	if note := n.search.note(); note != "" {
+		text += "; " + note
 	}
 	return problem.New(problem.Unavailable, "%s", text).
 		WithHint("an election takes a second or two; if it stays so, a majority of the voters is not "+

@@ -71,8 +71,7 @@ type Node struct {
 
 	httpAddr   string
 	firstToken string
-	leaderless atomic.Bool // it has begun without a leader, and none has answered yet
-	sought     time.Time   // since when it asks for a leader
+	search     search
 	life       lifetime
 }
 
@@ -105,6 +104,7 @@ func New(c Config) (*Node, error) {
 		cfg: c, metrics: telemetry.New(), hub: dpserver.NewHub(), probes: c.probes(),
 		life: lifetime{ctx: ctx, kill: kill, restart: make(chan struct{})},
 	}
+	n.search.n = n
 	n.life.close = sync.OnceValue(n.closeAll)
 	n.nodeMetrics = n.metrics.Node(c.NodeID)
 	n.metrics.BuildInfo(c.Version)
@@ -233,8 +233,8 @@ func (n *Node) warning() string {
 	if err := n.diskFault(); err != nil {
 		out = append(out, err.Error())
 	}
-	if n.leaderless.Load() {
-		out = append(out, noteLeaderless)
+	if text := n.search.note(); text != "" {
+		out = append(out, text)
 	}
 	if n.devices != nil {
 		if text := n.devices.Trouble(); text != "" {
@@ -375,8 +375,7 @@ func (n *Node) openStore(ctx context.Context) error {
 	} else { // a member's identity is known before
 		n.ident = cluster.Identity{Cluster: n.store.ClusterID(), Node: n.cfg.NodeID, UID: n.store.UID()}
 	}
-	n.sought = time.Now()
-	if err := n.awaitState(ctx); err != nil {
+	if err := n.search.await(ctx); err != nil {
 		return err
 	}
 	if err := cmp.Or(n.checkLeaseTTL(), n.checkRegrant()); err != nil {
@@ -400,7 +399,7 @@ func (n *Node) buildWorker(t *timers) error {
 		Checks:     node.Checks{BindTest: n.cfg.bindTest(), Devices: deviceChecks(n.devices)},
 		NewReplica: func(spec msg.ReplicaSpec) (node.Replica, error) { return factory.New(spec) },
 		Leader:     renewer{n}, Self: n.selfRecord, Trouble: n.warning, Store: n.store,
-		OnLeaseLoss: n.onLeaseLoss(), Sought: n.sought, EngineHost: n.cfg.engineHost(), Advertise: n.cfg.Advertise,
+		OnLeaseLoss: n.onLeaseLoss(), EngineHost: n.cfg.engineHost(), Advertise: n.cfg.Advertise,
 		Shims: n.shims(),
 	})
 	n.readyNode.Store(n.node)
@@ -414,6 +413,7 @@ func (n *Node) shims() *node.ShimConfig {
 	}
 	return &node.ShimConfig{
 		Cluster: n.store.ClusterID(), Node: n.store.UID(), OrphanTimeout: n.cfg.OrphanTimeout,
+		Sought: n.search.began,
 	}
 }
 
@@ -423,7 +423,7 @@ func (n *Node) buildServers(t *timers) error {
 		cfg := ingress.Config{
 			Node: n.cfg.NodeID, Version: n.cfg.Version, Store: n.store, Feed: n.hub, Metrics: n.metrics,
 			Log: n.log, Timers: t.ingress, Seed: randomUint64(), Actors: n.system,
-			Dial: n.cfg.dialer(), Serves: n.node.Serves(), Note: n.healthNote,
+			Dial: n.cfg.dialer(), Serves: n.node.Serves(), Note: n.search.note,
 			Limits: ingress.Limits{MaxBody: int64(n.cfg.MaxBody) << 20},
 		}
 		var err error

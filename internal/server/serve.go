@@ -157,8 +157,8 @@ func (n *Node) closeIngress(ctx context.Context) error {
 // ErrRestart is returned by Serve after Restart: the caller closes the node and executes its program again.
 var ErrRestart = errors.New("the process is to be replaced")
 
-// Restart has Serve end without the engines, for the next process of this node. It returns before that. Without
-// force it is refused while no leader answers.
+// Restart has Serve end without the engines, for the next process of this node. It returns before that.
+// Without force it is refused while no leader answers.
 func (n *Node) Restart(ctx context.Context, force bool) error {
 	if err := checkProgram(n.cfg.Executable); err != nil {
 		return err
@@ -168,7 +168,7 @@ func (n *Node) Restart(ctx context.Context, force bool) error {
 			WithHint("`dpserve start` and `dpserve join` can be restarted, `dpserve up` cannot")
 	}
 	if !force {
-		if err := n.refuseWithoutLeader(ctx); err != nil {
+		if err := awaitRestartable(ctx, n.node); err != nil {
 			return err
 		}
 	}

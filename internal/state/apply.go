@@ -407,7 +407,8 @@ func dropLowest(of map[string]uint64, mayGo func(name string) bool) (highest uin
 	return highest
 }
 
-// LastEpoch returns a number at least as high as every epoch that the unit had. The next grant has a higher one.
+// LastEpoch returns a number at least as high as every epoch that the unit had. The next grant has a higher
+// one.
 func (s *State) LastEpoch(unit string) uint64 {
 	if e, ok := s.Epochs[unit]; ok {
 		return e

@@ -15,7 +15,7 @@ const epochJump = 1000
 // other control nodes are removed with their ranks: they have an old log, and must not come back with it. All
 // other nodes, their grants and their engines stay. The lost voters may have granted more than this copy has,
 // so the next grant of every unit gets an epoch that they cannot have given; grants in force keep theirs.
-func (s *State) Recover(uid string, now int64) error {
+func Recover(s *State, uid string, now int64) error {
 	if self := s.nodeByUID(uid); self == nil || !self.Has(RoleControl) {
 		return problem.New(problem.Conflict, "this node is no control node of its cluster").
 			WithHint("recover another control node")
@@ -24,7 +24,7 @@ func (s *State) Recover(uid string, now int64) error {
 		s.EpochLeast = max(s.EpochLeast, epoch)
 	}
 	s.EpochLeast = max(s.EpochLeast, s.EpochFloor) + epochJump
-	for _, n := range s.OtherControl(uid) {
+	for _, n := range OtherControl(s, uid) {
 		for _, unit := range s.UnitsOn(n.ID) {
 			if err := s.release(&UnitRef{Unit: unit, Epoch: s.Units[unit].Epoch}); err != nil {
 				return err
@@ -38,7 +38,7 @@ func (s *State) Recover(uid string, now int64) error {
 }
 
 // OtherControl returns the control nodes without the one with a UID, by name.
-func (s *State) OtherControl(uid string) []*Node {
+func OtherControl(s *State, uid string) []*Node {
 	var out []*Node
 	for _, id := range slices.Sorted(maps.Keys(s.Nodes)) {
 		if n := s.Nodes[id]; n.UID != uid && n.Has(RoleControl) {
@@ -46,4 +46,16 @@ func (s *State) OtherControl(uid string) []*Node {
 		}
 	}
 	return out
+}
+
+// CountRanks counts the ranks that are granted to a node.
+func CountRanks(s *State, node string) (ranks int) {
+	for _, unit := range s.UnitsOn(node) {
+		for _, r := range s.Units[unit].Ranks {
+			if r.Node == node {
+				ranks++
+			}
+		}
+	}
+	return ranks
 }

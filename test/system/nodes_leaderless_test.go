@@ -14,9 +14,9 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// Two of three control nodes are down. A restart of what is left is refused; a crash of it, or a forced restart,
-// costs no engine: the third control node and a worker serve what their own copies of the state grant, say so,
-// and start nothing. When a leader is back, all goes on as before.
+// Two of three control nodes are down. A restart of what is left is refused; a crash of it, or a forced
+// restart, costs no engine: the third control node and a worker serve what their own copies of the state
+// grant, say so, and start nothing. When a leader is back, all goes on as before.
 func TestHF65NodesStartWithoutALeader(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, [][]string{{}, {}, {}, {"--roles", "worker"}}, harness.MemberSlots(4),

@@ -10,8 +10,8 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// Two of three control nodes are gone for good. `dpserve recover` makes the third one the only voter: the worker
-// finds it and keeps its engines, deploys work, and a lost node that comes back with its old log ends.
+// Two of three control nodes are gone for good. `dpserve recover` makes the third one the only voter: the
+// worker finds it and keeps its engines, deploys work, and a lost node that comes back with its old log ends.
 func TestHF66TheLastControlNodeIsRecovered(t *testing.T) {
 	t.Parallel()
 	control := []string{"--roles", "control,ingress"}
@@ -43,7 +43,8 @@ func TestHF66TheLastControlNodeIsRecovered(t *testing.T) {
 	code, said = recovers(last, "--yes")
 	require.Zero(t, code, said)
 	for _, part := range []string{
-		"c becomes the only voter of its cluster", "removed: a (voted, " + a.NodePort(), "removed: b (voted, ",
+		"c becomes the only voter of its cluster",
+		"removed: a (voted, " + a.NodePort(), "removed: b (voted, ",
 		"kept: 1 application; c (0 ranks), d (4 ranks)", "c is the only voter now",
 	} {
 		assert.Contains(t, said, part)

@@ -57,8 +57,8 @@ type Config struct {
 	Credentials func() *pki.Credentials
 	// Revoked reports whether the node with this UID was removed from the cluster. Nil: none was.
 	Revoked func(uid string) bool
-	// RemovedHere is told that a control node of this cluster, whose certificate was verified and which is not
-	// removed itself, has refused this node as removed. It must not block. Nil: nobody is told.
+	// RemovedHere is told that a control node of this cluster, whose certificate was verified and which is
+	// not removed itself, has refused this node as removed. It must not block. Nil: nobody is told.
 	RemovedHere func(err error)
 	// Refused counts a refused connection. Nil: not counted.
 	Refused func(reason Reason)

@@ -235,8 +235,8 @@ func TestDialSaysWhy(t *testing.T) {
 	}
 }
 
-// TestWhoseWordEndsANode: only a control node of this cluster, which is not removed itself and whose state holds
-// the caller as removed, tells a node that it is no member any more.
+// TestWhoseWordEndsANode: only a control node of this cluster, which is not removed itself and whose state
+// holds the caller as removed, tells a node that it is no member any more.
 func TestWhoseWordEndsANode(t *testing.T) {
 	w, other := newWorld(t, "c1"), newWorld(t, "c2")
 	for name, test := range map[string]struct {
