@@ -231,6 +231,26 @@ func TestDigestBringsBackWhatWasMissed(t *testing.T) {
 	assert.Contains(t, view{c.core}.Status()[0].Message, "node a has it no more")
 }
 
+// The voters were lost and the state is an older copy: a node has a unit at an epoch that it does not know. That
+// one is stopped, and the unit starts anew.
+func TestAUnitOfALaterEpochThanTheStateIsStartedAnew(t *testing.T) {
+	a := newHost("a", 1)
+	c := newFleet(t, a)
+	c.deploy(sim("chat", 1, app.Independent))
+	c.renew("a")
+	require.Equal(t, "RUNNING", c.status("chat"))
+	c.state.EpochLeast = 1000
+	a.runs["chat/0/0"], a.events = 3, nil
+	e := a.newest["chat/0/0"]
+	e.Epoch = 3
+	a.newest["chat/0/0"] = e
+	c.takeTrace()
+	c.run(20 * time.Second)
+	assert.Contains(t, c.takeTrace(), "stop chat/0/0 epoch 3 on a, grace 0s")
+	assert.Equal(t, uint64(1001), c.state.Epochs["chat/0/0"])
+	assert.Equal(t, "RUNNING", c.status("chat"))
+}
+
 func TestUnknownNodesGetNoLease(t *testing.T) {
 	c := newFleet(t, newHost("a", 2), newHost("b", 2))
 	ask := func(id, uid string) error {

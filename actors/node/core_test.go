@@ -88,6 +88,18 @@ func TestOrdersAreTakenInTwoSteps(t *testing.T) {
 }
 
 // TestTheNextStepOfAUnit has every phase, with what may be asked of a unit.
+// TestCutAll: a node that is no member any more ends every unit, each once.
+func TestCutAll(t *testing.T) {
+	c, now := newTestCore(), coreStart
+	for _, unit := range []string{"a/0/0", "a/0/1"} {
+		c.Start(now, &msg.StartRank{App: testApp(app.KindSim, app.Independent, 1), Unit: unit, Epoch: 1}, nil)
+	}
+	assert.Equal(t, []string{"a/0/0", "a/0/1"}, c.CutAll(now))
+	assert.Empty(t, c.CutAll(now))
+	assert.Equal(t, Failure{Rank: -1, Cause: causeRemoved}, c.Life("a/0/0").Why())
+	assert.Equal(t, StepEnd, c.Life("a/0/0").Next(now))
+}
+
 func TestTheNextStepOfAUnit(t *testing.T) {
 	for _, c := range []struct {
 		phase                  state.Phase

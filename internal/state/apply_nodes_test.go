@@ -3,6 +3,8 @@ package state
 import (
 	"bytes"
 	"fmt"
+	"maps"
+	"slices"
 	"testing"
 	"time"
 
@@ -174,6 +176,39 @@ func TestLostNodeIsRemovedWithItsUnits(t *testing.T) {
 	m.must(Command{NodeLost: nodeRef("a")})
 	m.must(Command{RemoveNode: &RemoveNode{Node: "a"}})
 	m.must(Command{Release: ref("x/0/0", 1)})
+}
+
+// TestRecoverKeepsWhatLives: the other control nodes go with their ranks and never come back. What runs
+// elsewhere keeps its epoch; whatever is granted later gets one that the lost voters cannot have given.
+func TestRecoverKeepsWhatLives(t *testing.T) {
+	m := withNodes(t, "a", "b")
+	m.must(putNode(node("w", RoleWorker)))
+	m.must(put(spec("x", "1")))
+	on := func(rank int, node string) Command {
+		c := grant("x", 1, rank, rank, 0)
+		u := &c.GrantGroup.Units[0]
+		u.Ranks[0].Node, u.Blocks[0].Node = node, node
+		return c
+	}
+	m.must(on(0, "a"))
+	m.must(on(1, "w"))
+	require.ErrorContains(t, Recover(m.State, "uid-w", 1), "no control node")
+	require.NoError(t, Recover(m.State, "uid-b", 1))
+	assert.Equal(t, []string{"uid-a"}, m.Removed)
+	assert.Equal(t, []string{"b", "w"}, slices.Sorted(maps.Keys(m.Nodes)))
+	assert.Nil(t, m.Units["x/0/0"])
+	assert.Equal(t, uint64(1), m.Units["x/0/1"].Epoch, "it runs on")
+	assert.Equal(t, 1, CountRanks(m.State, "w"))
+	m.refused(putNode(node("a")), ErrNodeRemoved, problem.Conflict)
+
+	again := on(0, "w")
+	again.GrantGroup.Units[0].ExpectEpoch = 1
+	assert.Equal(t, uint64(1002), m.must(again).Epochs["x/0/0"])
+	assert.Equal(t, uint64(1002), m.must(on(2, "w")).Epochs["x/0/2"], "also of what this copy does not know")
+	encoded, err := m.Encode()
+	require.NoError(t, err)
+	_, err = Decode(encoded)
+	require.NoError(t, err, "the state is whole")
 }
 
 // TestRemovedNodeIsRememberedAsLongAsItsCertificateLives: the state forgets a removed node after 4096 later
