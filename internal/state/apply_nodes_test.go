@@ -199,7 +199,7 @@ func TestRecoverKeepsWhatLives(t *testing.T) {
 	assert.Nil(t, m.Units["x/0/0"])
 	assert.Equal(t, uint64(1), m.Units["x/0/1"].Epoch, "it runs on")
 	assert.Equal(t, 1, CountRanks(m.State, "w"))
-	m.refused(putNode(node("a")), ErrNodeRemoved, problem.Conflict)
+	m.refused(putNode(node("a")), ErrNodeRemoved, problem.PermissionDenied)
 
 	again := on(0, "w")
 	again.GrantGroup.Units[0].ExpectEpoch = 1
