@@ -231,8 +231,8 @@ func TestDigestBringsBackWhatWasMissed(t *testing.T) {
 	assert.Contains(t, view{c.core}.Status()[0].Message, "node a has it no more")
 }
 
-// The voters were lost and the state is an older copy: a node has a unit at an epoch that it does not know. That
-// one is stopped, and the unit starts anew.
+// The voters were lost and the state is an older copy: a node has a unit at an epoch that it does not know.
+// That one is stopped, and the unit starts anew.
 func TestAUnitOfALaterEpochThanTheStateIsStartedAnew(t *testing.T) {
 	a := newHost("a", 1)
 	c := newFleet(t, a)
