@@ -283,7 +283,7 @@ func (c *cluster) accepted(m *machine, unit string, epoch uint64) {
 	if g.over && (c.cfg.fence || !g.lost[m.name]) {
 		c.violate("%s admits for %s at epoch %d, which is over", m.name, unit, epoch)
 	}
-	if !m.answered {
+	if mayCopy := !c.cfg.fence && c.now-m.sought >= c.cfg.ttl; !m.answered && !mayCopy {
 		c.violate("%s admits for %s, and no renewal of its process was answered", m.name, unit)
 	}
 	if m.mustAsk {

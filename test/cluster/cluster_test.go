@@ -50,6 +50,7 @@ type config struct {
 	rush     bool   // thirty times the requests
 	pairs    bool   // the two applications are the pools of one, of pairs of ranks
 	swapped  bool   // with pairs: the prefill pool is the one whose ranks do not move together
+	lone     bool   // each process has looked for a leader for a whole lease when it begins
 	only     string // the one kind of fault; "": all
 	mutant   mutant
 }

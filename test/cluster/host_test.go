@@ -47,6 +47,7 @@ func newHost(m *machine) *host {
 		core: node.NewCore(c.clock(), node.CoreConfig{
 			Node: m.name, Incarnation: c.Uint64() | 1, AfterStop: m.afterStop, Epochs: m.disk.epochs,
 			OnLeaseLoss: c.lossOf(), LeaseTTL: c.cfg.ttl, LeaseRenew: c.cfg.renew, Found: newestFound(found),
+			Sought: c.clock().Add(m.sought - c.now),
 		}),
 	}
 	h.takeOver(found)

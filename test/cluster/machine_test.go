@@ -30,7 +30,9 @@ type machine struct {
 	afterStop  bool      // the process before this one was told to end
 	shims      []*engine // that a process has left, while none runs
 	answered   bool      // this process: a renewal of it was
-	mustAsk    bool      // it was frozen for longer than its lease, and has not asked the leader since
+
+	sought  time.Duration // since when this process has looked for a leader
+	mustAsk bool          // it was frozen for longer than its lease, and has not asked the leader since
 
 	// of its process
 	raft    *raft    // nil without role control
@@ -61,7 +63,10 @@ func (m *machine) boot() {
 	m.view, m.viewed, m.mustAsk = state.New(), map[string]time.Duration{}, false
 	m.gone, m.leaving = map[string]time.Duration{}, false
 	m.afterStop, m.disk.afterStop = m.disk.afterStop, false
-	m.answered = false
+	m.answered, m.sought = false, m.c.now
+	if m.c.cfg.lone {
+		m.sought -= m.c.cfg.ttl
+	}
 	m.c.log("boot", m.name)
 	if m.control {
 		m.raft = newRaft(m)

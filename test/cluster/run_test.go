@@ -25,6 +25,7 @@ func draw(seed uint64, m mutant) config {
 	}
 	cfg.steady = !cfg.gentle && s.IntN(6) == 0
 	cfg.pairs, cfg.swapped = s.IntN(3) == 0, s.IntN(2) == 0
+	cfg.lone = s.IntN(4) == 0
 	return cfg
 }
 
