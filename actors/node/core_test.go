@@ -87,7 +87,6 @@ func TestOrdersAreTakenInTwoSteps(t *testing.T) {
 	require.ErrorIs(t, err, msg.ErrNodeStopping)
 }
 
-// TestTheNextStepOfAUnit has every phase, with what may be asked of a unit.
 // TestCutAll: a node that is no member any more ends every unit, each once.
 func TestCutAll(t *testing.T) {
 	c, now := newTestCore(), coreStart
@@ -100,6 +99,7 @@ func TestCutAll(t *testing.T) {
 	assert.Equal(t, StepEnd, c.Life("a/0/0").Next(now))
 }
 
+// TestTheNextStepOfAUnit has every phase, with what may be asked of a unit.
 func TestTheNextStepOfAUnit(t *testing.T) {
 	for _, c := range []struct {
 		phase                  state.Phase

@@ -102,11 +102,11 @@ func runStart(ctx context.Context, e *env, f *nodeFlags, output format) error {
 // process is to be replaced.
 func endStart(e *env, s *serving, id string) error {
 	switch {
-	case s.err == nil && s.Left() && s.Refusal() != nil:
-		report(e.io.Err, s.Refusal())
-		return nil
 	case s.err == nil && s.Left():
-		printMessage(e.io.Err, "%s has left its cluster", id)
+		if s.Refusal() == nil {
+			printMessage(e.io.Err, "%s has left its cluster", id)
+		}
+		report(e.io.Err, s.Refusal())
 		return nil
 	case errors.Is(s.err, server.ErrRestart):
 		if err := s.Close(); err != nil {

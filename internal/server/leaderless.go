@@ -27,6 +27,8 @@ type search struct {
 // await waits until this node's copy of the state is complete, which needs a leader. A node with
 // on_lease_loss serve that finds none for a whole lease goes on with the copy of its last process, as it does
 // when it loses its leader while it runs: what is granted to it is served, and nothing starts.
+//
+//nolint:contextcheck // the search goes on until the node ends
 func (s *search) await(ctx context.Context) error {
 	n := s.n
 	s.began = time.Now()
@@ -43,7 +45,7 @@ func (s *search) await(ctx context.Context) error {
 	}
 	n.log.Warn(noteLeaderless)
 	s.leaderless.Store(true)
-	n.life.loops.Go(func() { //nolint:contextcheck // the node serves without a leader until it ends
+	n.life.loops.Go(func() {
 		defer stop()
 		if err := n.store.Ready(n.life.ctx); err == nil {
 			s.leaderless.Store(false)
