@@ -134,9 +134,9 @@ func (c *Client) Drain(ctx context.Context, node string, deadline *time.Duration
 
 const pathRestart = "/api/v1/restart"
 
-// Restart replaces the process of the node that answers, by its program as it is on disk, while its engines
-// run. It returns before that, with the name of the old process. It is refused while no leader answers; force
-// restarts all the same.
+// Restart replaces the process of the node that answers, by the file at the path that started it, while its
+// engines run. It returns before that, with the name of the old process and the version of the file. It is
+// refused while no leader answers; force restarts all the same.
 func (c *Client) Restart(ctx context.Context, force bool) (Process, error) {
 	q := url.Values{}
 	if force {
@@ -250,6 +250,8 @@ type KeyRotation struct {
 type Process struct {
 	Node    string `json:"node"`
 	Process string `json:"process"`
+	Version string `json:"version"`        // of dpserve
+	Next    string `json:"next,omitempty"` // of the program that replaces it, in the answer to Restart
 }
 
 // BuildInfo describes the node that answers: its build, its name, and where it serves.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -140,7 +141,11 @@ func TestExplainSendsTheBytesOfTheRequest(t *testing.T) {
 // start serves r on a free loopback port like a node, and returns a client of application demo.
 func start(r api.Routers) (c *client.RouterClient, stop func(), err error) {
 	s := api.NewServer(api.Config{Routers: r})
-	if err := s.Listen(context.Background(), "127.0.0.1:0"); err != nil {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err == nil {
+		err = s.Attach(l)
+	}
+	if err != nil {
 		return nil, nil, err
 	}
 	served := make(chan error, 1)

@@ -210,15 +210,19 @@ func (p *pool) describeFree(g *Group) string {
 	}
 	if n := p.capacityFor(g); n < math.MaxInt32 {
 		line += ", room for " + count(n, "rank")
+		if p.lacksPorts(g) {
+			line += fmt.Sprintf(" by its ports %d-%d", p.Ports.Lo, p.Ports.Hi)
+		}
 	}
 	return line
 }
 
 func (g *Group) chooseHint(ps pools) string {
-	devices, matched, keptOff := false, false, false
+	devices, matched, keptOff, noPorts := false, false, false, false
 	for _, p := range ps {
 		devices, matched = devices || len(p.Devices) > 0, matched || p.matches(g)
 		keptOff = keptOff || p.matches(g) && g.isKeptOff(p.ID)
+		noPorts = noPorts || p.lacksPorts(g)
 	}
 	if len(ps) > 0 && !matched {
 		return "no node has these labels: correct resources.labels, or start a node with them in --labels"
@@ -230,6 +234,10 @@ func (g *Group) chooseHint(ps pools) string {
 	}
 	if keptOff {
 		return "add nodes, or leave disaggregation.colocate: no out, so that both pools may share a node"
+	}
+	if noPorts {
+		return "give nodes more ports with --port-range, add nodes, ask for fewer ranks, or delete an " +
+			"application"
 	}
 	return "add nodes or slots, ask for fewer ranks, or delete an application"
 }

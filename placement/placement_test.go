@@ -368,6 +368,14 @@ func TestSecondGroupThatDoesNotFitRefusesBoth(t *testing.T) {
 	}, e.Details)
 	assert.NotEmpty(t, e.Hint)
 
+	few := slots("a", 700)
+	few.Ports = Ports{20000, 20063} // four blocks
+	_, err = Place([]Node{few}, []Group{group("x/0", 5, Pack)})
+	require.ErrorAs(t, err, &e)
+	assert.Contains(t, e.Details,
+		"node a: 700 of 700 slots free, 0 of 0 devices free, room for 4 ranks by its ports 20000-20063")
+	assert.Contains(t, e.Hint, "--port-range")
+
 	g := group("y/0", 1, Pack)
 	g.Devices, g.Slots = 2, 0
 	_, err = Place([]Node{slots("a", 5)}, []Group{g})

@@ -77,7 +77,15 @@ func (p *pool) matches(g *Group) bool {
 
 // capacityFor returns how many more ranks of g the node can take, by slots, devices, ports and
 // max_ranks_per_node.
-func (p *pool) capacityFor(g *Group) int {
+func (p *pool) capacityFor(g *Group) int { return min(p.seatCapacityFor(g), p.portCapacityFor(g)) }
+
+// lacksPorts reports whether the node could take more ranks of g if it had more free ports.
+func (p *pool) lacksPorts(g *Group) bool {
+	return !g.Attach && p.portCapacityFor(g) < p.seatCapacityFor(g)
+}
+
+// seatCapacityFor is capacityFor without regard to ports.
+func (p *pool) seatCapacityFor(g *Group) int {
 	if !p.matches(g) || g.isKeptOff(p.ID) {
 		return 0
 	}
@@ -94,7 +102,7 @@ func (p *pool) capacityFor(g *Group) int {
 	case g.Devices > 0:
 		n = min(n, len(p.deviceSets(g.Devices, g.loose)))
 	}
-	return min(n, p.portCapacityFor(g))
+	return n
 }
 
 // portCapacityFor counts free blocks: a lockstep unit needs one per node, independent ranks one each. The

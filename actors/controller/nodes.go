@@ -352,11 +352,21 @@ func (c *Core) markUp(now time.Time, u *unit, p *part, e *msg.UnitEvent, ev stat
 func (c *Core) markPartGone(now time.Time, u *unit, node string, ev state.Event) {
 	u.noteFailure(node)
 	u.parts[node].markGone()
-	ev.Kind = state.EvGone
+	ev.Kind, ev.Taken = state.EvGone, c.findsPortsTaken(u)
 	if !u.allParts(isGone) {
 		ev.Kind, ev.Others = state.EvKilling, u.othersLack(node, isEnded)
 	}
 	c.stepUnit(now, u, ev)
+}
+
+// findsPortsTaken reports whether a node of the unit says that another program holds ports of its block. A
+// node says so only after a start that has found them taken.
+func (c *Core) findsPortsTaken(u *unit) bool {
+	rec := c.state.Units[u.id]
+	return rec != nil && slices.ContainsFunc(rec.Blocks, func(b state.Block) bool {
+		p := c.peers[b.Node]
+		return p != nil && p.node.Resources.HasTaken(b)
+	})
 }
 
 // applyRefusal takes a node's refusal to start: nothing runs there, and the start has failed. If the node

@@ -160,7 +160,7 @@ func routedIngress(b *testing.B, engine, policy string) string {
 	})
 	require.NoError(b, err)
 	remembers(b, r)
-	addr, err := in.Listen(context.Background(), "127.0.0.1:0")
+	addr, err := listen(context.Background(), in)
 	require.NoError(b, err)
 	go func() { _ = in.Serve() }()
 	b.Cleanup(func() {

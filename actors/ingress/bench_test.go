@@ -243,7 +243,7 @@ func benchIngressAt(b *testing.B, engine, node string) string {
 	}
 	in, err := New(c)
 	require.NoError(b, err)
-	addr, err := in.Listen(context.Background(), "127.0.0.1:0")
+	addr, err := listen(context.Background(), in)
 	require.NoError(b, err)
 	go func() { _ = in.Serve() }()
 	b.Cleanup(func() {

@@ -2,6 +2,7 @@ package ingress
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"io"
 	"net"
@@ -103,4 +104,13 @@ func TestAPieceLeavesInOneWrite(t *testing.T) {
 		require.NoError(t, server.Close())
 		require.ErrorIs(t, <-served, http.ErrServerClosed)
 	}
+}
+
+// listen binds a free port of an ingress.
+func listen(ctx context.Context, in *Ingress) (net.Addr, error) {
+	l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", "127.0.0.1:0")
+	if err != nil {
+		return nil, err
+	}
+	return l.Addr(), in.Attach(l)
 }

@@ -199,15 +199,6 @@ func protocols() *http.Protocols {
 	return p
 }
 
-// Listen binds addr (HOST:PORT; port 0 takes a free one) and gives the address bound.
-func (in *Ingress) Listen(ctx context.Context, addr string) (net.Addr, error) {
-	inner, err := (&net.ListenConfig{}).Listen(ctx, "tcp", addr)
-	if err != nil {
-		return nil, fmt.Errorf("listen for inference requests on %s: %w", addr, err)
-	}
-	return inner.Addr(), in.Attach(inner)
-}
-
 // Attach takes a listener that is already bound. The ingress closes it.
 func (in *Ingress) Attach(inner net.Listener) error {
 	in.mu.Lock()
@@ -219,13 +210,13 @@ func (in *Ingress) Attach(inner net.Listener) error {
 	return nil
 }
 
-// Serve answers requests until Close; call Listen before. It returns nil after Close.
+// Serve answers requests until Close; call Attach before. It returns nil after Close.
 func (in *Ingress) Serve() error {
 	in.mu.Lock()
 	l := in.listener
 	in.mu.Unlock()
 	if l == nil {
-		return errors.New("the ingress does not listen: call Listen first")
+		return errors.New("the ingress does not listen: call Attach first")
 	}
 	err := in.server.Serve(l)
 	if errors.Is(err, http.ErrServerClosed) || errors.Is(err, net.ErrClosed) && in.draining.Load() {

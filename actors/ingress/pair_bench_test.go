@@ -61,7 +61,7 @@ func benchPair(b *testing.B, engine string) string {
 		Node: "n1", Store: s, Feed: f, Metrics: telemetry.New(), Log: slog.New(slog.DiscardHandler), Seed: 1,
 	})
 	require.NoError(b, err)
-	addr, err := in.Listen(context.Background(), "127.0.0.1:0")
+	addr, err := listen(context.Background(), in)
 	require.NoError(b, err)
 	go func() { _ = in.Serve() }()
 	b.Cleanup(func() {

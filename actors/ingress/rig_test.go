@@ -617,7 +617,7 @@ const (
 // serveRig serves in until the test ends, and then looks at what is left. It returns its URL and a client.
 func serveRig(t *testing.T, in *Ingress, atRest func()) (string, *http.Client) {
 	t.Helper()
-	addr, err := in.Listen(t.Context(), "127.0.0.1:0")
+	addr, err := listen(t.Context(), in)
 	require.NoError(t, err)
 	served := make(chan error, 1)
 	go func() { served <- in.Serve() }()

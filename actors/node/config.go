@@ -29,7 +29,7 @@ type Replica interface {
 type Config struct {
 	ID         string
 	DataDir    string // epochs, process groups, engine logs; "" = nothing survives
-	Executable string // starts simulated engines and shims; "" = this program
+	Executable string // starts simulated engines and shims; "" = this program, as it runs
 	System     *actor.ActorSystem
 	NewReplica func(spec msg.ReplicaSpec) (Replica, error)
 	Assigner   msg.Assigner

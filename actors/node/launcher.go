@@ -127,12 +127,23 @@ func (*processes) Extend(time.Duration) {}
 // Start implements Launcher.
 func (p *processes) Start(ctx context.Context, o LaunchOrder, stdout, stderr io.Writer) (Process, error) {
 	mark := process.Mark(p.table.newLaunch())
-	c, err := p.forker.Start(ctx, process.Command{Argv: o.Argv, Env: o.Env, Mark: mark}, stdout, stderr)
+	c, err := p.forker.Start(ctx, process.Command{
+		Path: imageOf(o.Argv[0]), Argv: o.Argv, Env: o.Env, Mark: mark,
+	}, stdout, stderr)
 	if err != nil {
 		return nil, fmt.Errorf("start engine %s: %w", o.Argv[0], err)
 	}
 	p.table.add(c.PID(), mark)
 	return &child{c, p.table}, nil
+}
+
+// imageOf is what to execute for the first word of a command if that is this program: the program as it runs,
+// because the file at its path may be a newer version, which is not in use yet. "": it is another program.
+func imageOf(word string) string {
+	if path, err := process.Path(); err == nil && word == path {
+		return process.Self()
+	}
+	return ""
 }
 
 // child is an engine that is a child of this process.

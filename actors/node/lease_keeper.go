@@ -99,6 +99,7 @@ func (k *leaseKeeper) renew(ctx context.Context) {
 	n.mu.Unlock()
 	sent := report.Wall
 	report.Node, report.Index = n.cfg.Self(), n.cfg.Store.State().Index
+	report.Node.Resources.Taken = n.taken.list(ctx, &n.cfg)
 	report.Trouble = n.trouble()
 	limit, cancel := context.WithTimeout(ctx, n.timers.LeaseRenew/renewPatience)
 	defer cancel()

@@ -2,11 +2,8 @@ package node
 
 import (
 	"context"
-	"fmt"
 	"log/slog"
-	"os"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -18,15 +15,18 @@ import (
 	"github.com/dpserve/dpserve/internal/diskfile"
 	"github.com/dpserve/dpserve/internal/engine/enginelog"
 	"github.com/dpserve/dpserve/internal/process"
-	"github.com/dpserve/dpserve/internal/state"
 )
 
-// Bounds of the logs of one rank.
+// Bounds of the logs in memory.
 const (
-	ringLines   = 4096
-	ringBytes   = 1 << 20 // of all lines together: 4096 long lines would be 256 MiB
-	tailLines   = 20      // in events and errors
-	logsKept    = 1024    // ranks with logs; the one silent for longest is dropped first
+	ringLines   = 4096      // of a rank
+	ringBytes   = 1 << 20   // of the text of a rank: 4096 long lines would be 256 MiB
+	ringsBytes  = 64 << 20  // of all ranks of a node, with what a line and a ring need beside the text
+	goneLines   = 100       // of a rank that was told to end
+	goneKept    = time.Hour // of a rank whose application has gone; its file has all lines for logKept
+	lineBytes   = 128       // what a line needs beside its text
+	ownBytes    = 1 << 10   // what a ring needs without lines
+	tailLines   = 20        // in events and errors
 	streamOut   = "stdout"
 	streamError = "stderr"
 )
@@ -49,6 +49,7 @@ type logStore struct {
 
 	mu      sync.Mutex // never held during disk access
 	rings   map[logKey]*ring
+	bytes   int           // of rings
 	changed chan struct{} // closed and replaced at every line
 	closed  bool
 }
@@ -73,6 +74,8 @@ type ring struct {
 	first uint64    // number of lines[0] since the ring began
 	bytes int
 	last  time.Time
+	gone  time.Time // when the last engine had ended; zero: one runs, or starts
+	short bool      // the engine was told to end: once all lines are in the file, goneLines are enough
 
 	file    *diskfile.Log // used by the writer only; nil = none
 	written uint64        // number of the first line that is not in the file
@@ -88,27 +91,56 @@ func (s *logStore) open(appName, unit string, rank int, epoch uint64) (stdout, s
 	key := logKey{unit, rank}
 	r := s.rings[key]
 	if r == nil {
-		s.makeRoom()
 		r = &ring{key: key, app: appName, last: time.Now()}
 		if s.dir != "" {
 			name := strings.ReplaceAll(unit, "/", ".") + "." + strconv.Itoa(rank) + ".log"
 			r.file = &diskfile.Log{Path: filepath.Join(s.dir, name), Limit: logFileSize}
 		}
 		s.rings[key] = r
+		s.bytes += ownBytes
+		s.makeRoom()
 	}
+	r.gone, r.short = time.Time{}, false
 	return newLineWriter(s, r, epoch, streamOut), newLineWriter(s, r, epoch, streamError)
 }
 
+// makeRoom keeps all rings together within ringsBytes: of the ranks whose engines have ended, the one that
+// was silent for longest is dropped first. Without such ranks the largest ring loses the older half of its
+// lines. The caller holds mu.
 func (s *logStore) makeRoom() {
-	for len(s.rings) >= logsKept {
-		var oldest *ring
+	for s.bytes > ringsBytes {
+		var quietest, largest *ring
 		for _, r := range s.rings {
-			if oldest == nil || r.last.Before(oldest.last) {
-				oldest = r
+			if !r.gone.IsZero() && (quietest == nil || r.last.Before(quietest.last)) {
+				quietest = r
+			}
+			if largest == nil || r.size() > largest.size() {
+				largest = r
 			}
 		}
-		s.drop(oldest.key)
+		switch {
+		case quietest != nil:
+			s.drop(quietest.key)
+		case len(largest.lines) > 1:
+			s.cut(largest, len(largest.lines)/2)
+		default:
+			return
+		}
 	}
+}
+
+// size is what a ring needs in memory.
+func (r *ring) size() int { return ownBytes + r.bytes + lineBytes*len(r.lines) }
+
+// cut drops the oldest lines of a ring. The caller holds mu.
+func (s *logStore) cut(r *ring, lines int) {
+	before := r.size()
+	for i := range lines {
+		r.bytes -= len(r.lines[i].Text)
+	}
+	// a copy: a part of the old slice would keep all of it
+	r.lines, r.first = slices.Clone(r.lines[lines:]), r.first+uint64(max(0, lines))
+	s.bytes -= before - r.size()
 }
 
 // drop forgets a rank's lines. The caller holds mu.
@@ -116,8 +148,39 @@ func (s *logStore) drop(key logKey) {
 	r := s.rings[key]
 	r.dropped = true
 	delete(s.rings, key)
+	s.bytes -= r.size()
 	if !s.closed {
 		s.keep(r)
+	}
+}
+
+// retire notes that the engines of a unit have ended: their files are closed. If they were told to end, only
+// their last lines stay in memory. After a crash all stay.
+func (s *logStore) retire(unit string, asked bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for key, r := range s.rings {
+		if key.unit == unit && r.gone.IsZero() {
+			r.gone, r.short = time.Now(), asked
+			s.finish(r)
+		}
+	}
+}
+
+// finish has a ring's writer close the file, and shortens the ring if it has no file. The caller holds mu.
+func (s *logStore) finish(r *ring) {
+	switch {
+	case r.file == nil:
+		s.shorten(r)
+	case !s.closed:
+		s.keep(r)
+	}
+}
+
+// shorten drops what the ring of an ended engine does not need any more. The caller holds mu.
+func (s *logStore) shorten(r *ring) {
+	if r.short && !r.dropped && len(r.lines) > goneLines {
+		s.cut(r, len(r.lines)-goneLines)
 	}
 }
 
@@ -130,13 +193,19 @@ func (s *logStore) add(w *lineWriter, text string) {
 		At: time.Now(), Unit: r.key.unit, Rank: r.key.rank, Epoch: w.epoch, Stream: w.stream,
 		Text: text,
 	}
+	before := r.size()
 	r.lines, r.bytes, r.last = append(r.lines, line), r.bytes+len(text), line.At
 	drop := 0
 	for len(r.lines)-drop > ringLines || r.bytes > ringBytes && len(r.lines)-drop > 1 {
 		r.bytes -= len(r.lines[drop].Text)
 		drop++
 	}
+	clear(r.lines[:drop]) // their texts go now, the slice when it grows
 	r.lines, r.first = r.lines[drop:], r.first+uint64(drop)
+	if !r.dropped {
+		s.bytes += r.size() - before
+		s.makeRoom()
+	}
 	if !s.closed {
 		s.keep(r)
 	}
@@ -233,187 +302,4 @@ func (w *lineWriter) Write(p []byte) (int, error) {
 		_, _ = w.start.Write(p) // never fails
 	}
 	return w.LineWriter.Write(p)
-}
-
-// Bounds of the log files.
-const (
-	logFileSize  = 10 << 20           // size at which a rank's file is rotated; one older file is kept
-	logBatch     = 256                // lines of one write
-	logRetry     = 30 * time.Second   // pause after an error, such as a full disk
-	logCloseWait = time.Second        // for the last lines, at the end of the node
-	logKept      = 7 * 24 * time.Hour // a removed application's file is deleted this long after its last line
-	logSweep     = time.Hour          // between two checks for such files
-	streamSelf   = "dpserve"          // stream of lines that dpserve wrote
-)
-
-// appendLines writes lines to a rank's file and returns how many are written.
-func appendLines(file *diskfile.Log, lines []LogLine) (written uint64, err error) {
-	for i := range lines {
-		line := &lines[i]
-		err := file.Append(line.At.UTC().Format(time.RFC3339Nano) + " " + line.Stream + " " + line.Text)
-		if err != nil {
-			return written, err
-		}
-		written++
-	}
-	return written, nil
-}
-
-// keep starts a writer for a ring's new lines, if it has none. The caller holds mu. A ring has at most one
-// writer, which holds no lock while it writes: a disk that hangs only delays files. Lines that leave the ring
-// meanwhile are not in the file.
-func (s *logStore) keep(r *ring) {
-	if r.file == nil || r.writing {
-		return
-	}
-	r.writing = true
-	s.writers.Go(func() { s.writeOut(r) })
-}
-
-// writeOut is a ring's writer. It ends when all lines are written, or when the store is closed and the disk
-// refuses them.
-func (s *logStore) writeOut(r *ring) {
-	for {
-		from, lines, ends := s.unwritten(r)
-		if len(lines) == 0 {
-			if ends {
-				r.file.Close()
-			}
-			if s.rest(r) {
-				return
-			}
-			continue
-		}
-		n, err := appendLines(r.file, lines)
-		s.wrote(r, from+n, err)
-		if err != nil && !s.pause(logRetry) {
-			return
-		}
-	}
-}
-
-// unwritten returns the next lines of a ring for its file and the number of the first one. ends says that no
-// line will follow. A note replaces lines that have left the ring.
-func (s *logStore) unwritten(r *ring) (from uint64, lines []LogLine, ends bool) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	from = max(r.first, r.written)
-	rest := r.lines[from-r.first:]
-	if missed := from - r.written; missed > 0 {
-		lines = append(lines, LogLine{
-			At: time.Now(), Stream: streamSelf,
-			Text: fmt.Sprintf("%d lines are missing here: the disk did not take them in time", missed),
-		})
-		from--
-	}
-	return from, append(lines, rest[:min(len(rest), logBatch)]...), r.dropped || s.closed
-}
-
-// rest ends the writer, unless lines arrived meanwhile.
-func (s *logStore) rest(r *ring) bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	r.writing = r.written < r.first+uint64(len(r.lines))
-	return !r.writing
-}
-
-// wrote takes the result of a write up to the line with number next. It logs the first error and its end.
-func (s *logStore) wrote(r *ring, next uint64, err error) {
-	s.mu.Lock()
-	r.written = max(r.written, next)
-	was := r.failing
-	r.failing = err != nil
-	s.mu.Unlock()
-	attrs := []any{slog.String("unit", r.key.unit), slog.Int("rank", r.key.rank)}
-	switch {
-	case err != nil && !was:
-		s.log.Warn("cannot write an engine's log file, it goes on in memory",
-			append(attrs, slog.String("err", err.Error()), slog.Duration("retry", logRetry))...)
-	case err == nil && was:
-		s.log.Info("an engine's log file is written again", attrs...)
-	}
-}
-
-// pause waits; false: the store was closed, and the writer gives up.
-func (s *logStore) pause(d time.Duration) bool {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-t.C:
-		return true
-	case <-s.done:
-		return false
-	}
-}
-
-// close waits for the last lines to be written, but not for a disk that hangs. Idempotent.
-func (s *logStore) close() {
-	s.mu.Lock()
-	if !s.closed {
-		close(s.done)
-		for _, r := range s.rings {
-			s.keep(r)
-		}
-	}
-	s.closed = true
-	s.mu.Unlock()
-	written := make(chan struct{})
-	go func() {
-		s.writers.Wait()
-		close(written)
-	}()
-	over := time.NewTimer(logCloseWait)
-	defer over.Stop()
-	select {
-	case <-written:
-	case <-over.C:
-		s.log.Warn("the disk does not take the engines' last log lines")
-	}
-}
-
-// logName matches the file of a rank: application (of two pools, the name of its pool), group, for
-// independent ranks the rank as unit, and the rank; .1 is the older file.
-var logName = regexp.MustCompile(`^([^.]+(?:\.[a-z]+)?)(\.[0-9]+){2,3}\.log(\.1)?$`)
-
-// forget drops rings and files of applications that do not exist any more, if their last line is older than
-// before.
-func (s *logStore) forget(isThere func(app string) bool, before time.Time) {
-	s.mu.Lock()
-	for key, r := range s.rings {
-		if !isThere(r.app) && r.last.Before(before) {
-			s.drop(key)
-		}
-	}
-	s.mu.Unlock()
-	files, err := os.ReadDir(s.dir)
-	if err != nil {
-		return // the directory does not exist yet
-	}
-	for _, f := range files {
-		m := logName.FindStringSubmatch(f.Name())
-		info, err := f.Info()
-		if m == nil || err != nil || isThere(m[1]) || !info.ModTime().Before(before) {
-			continue
-		}
-		if err := os.Remove(filepath.Join(s.dir, f.Name())); err != nil {
-			s.log.Warn("cannot delete an old log file", slog.String("err", err.Error()))
-		}
-	}
-}
-
-// sweep forgets, each hour, the logs of applications that have been gone for a week. Close does not wait
-// for it, because a disk may hang.
-func (s *logStore) sweep(ctx context.Context, current func() *state.State) {
-	each := time.NewTicker(logSweep)
-	defer each.Stop()
-	for {
-		select {
-		case <-each.C:
-		case <-ctx.Done():
-			return
-		}
-		if now := current(); now.Index > 0 {
-			s.forget(func(app string) bool { return now.Apps[app] != nil }, time.Now().Add(-logKept))
-		}
-	}
 }

@@ -1,8 +1,10 @@
 package node
 
 import (
+	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -105,15 +107,103 @@ func TestQueriesSelect(t *testing.T) {
 	assert.Empty(t, texts(s, LogQuery{Rank: -1, Since: time.Now().Add(time.Hour)}))
 }
 
-func TestOldLogsMakeRoom(t *testing.T) {
-	s := newLogStore("", slog.New(slog.DiscardHandler))
-	for i := range logsKept + 5 {
-		w, _ := s.open("a", "u", i, 1)
-		_, _ = w.Write([]byte("x\n"))
+// fill writes lines of an engine.
+func fill(s *logStore, unit string, lines, length int) *lineWriter {
+	w, _ := s.open(unit[:1], unit, 0, 1)
+	line := []byte(strings.Repeat("x", length) + "\n")
+	for range lines {
+		_, _ = w.Write(line)
 	}
-	assert.Len(t, s.rings, logsKept)
-	assert.Empty(t, s.last("u", 0, 1, tailLines))
-	assert.NotEmpty(t, s.last("u", logsKept+4, 1, tailLines))
+	return w
+}
+
+// descriptors counts the files below a folder that this process has open; -1: this system does not tell.
+func descriptors(dir string) (n int) {
+	names, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		return -1
+	}
+	for _, name := range names {
+		if to, err := os.Readlink("/proc/self/fd/" + name.Name()); err == nil && strings.HasPrefix(to, dir) {
+			n++
+		}
+	}
+	return n
+}
+
+// sum is what the rings of a store need, counted anew.
+func sum(s *logStore) (bytes int) {
+	for _, r := range s.rings {
+		bytes += r.size()
+	}
+	return bytes
+}
+
+// Of 40 deployed and deleted applications the last lines stay for an hour, and no descriptor.
+func TestHF69DeletedApplicationsKeepTheirLastLines(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir := t.TempDir()
+		s := newLogStore(dir, slog.New(slog.DiscardHandler))
+		defer s.close()
+		none := func(string) bool { return false }
+		empty := s.bytes
+		crashed := fill(s, "crashed/0", 2*ringLines, 200)
+		synctest.Wait()
+		s.retire("crashed/0", false)
+		synctest.Wait()
+		assert.Len(t, crashed.ring.lines, ringLines, "the lines before a crash are needed")
+		for i := range 40 {
+			unit := fmt.Sprintf("app-%d/0", i)
+			fill(s, unit, 9000/40, 200) // the rest is the same
+			s.retire(unit, true)
+			synctest.Wait()
+		}
+		assert.LessOrEqual(t, descriptors(dir), 0)
+		assert.Len(t, texts(s, LogQuery{Unit: "app-7/0", Rank: -1}), goneLines)
+		assert.Equal(t, sum(s), s.bytes)
+		text, err := os.ReadFile(filepath.Join(dir, "app-7.0.0.log"))
+		require.NoError(t, err)
+		assert.Equal(t, 9000/40, strings.Count(string(text), "\n"), "the file has all lines")
+
+		s.forget(none)
+		synctest.Wait()
+		assert.Len(t, crashed.ring.lines, goneLines, "its application is deleted too")
+		again := fill(s, "app-3/0", 1, 1)
+		assert.Len(t, again.ring.lines, goneLines+1, "a rank that starts again has its lines")
+		time.Sleep(goneKept)
+		s.forget(none)
+		assert.Equal(t, []*ring{again.ring}, slices.Collect(maps.Values(s.rings)))
+		s.retire("app-3/0", true)
+		time.Sleep(goneKept)
+		s.forget(none)
+		assert.Equal(t, empty, s.bytes)
+		assert.LessOrEqual(t, descriptors(dir), 0)
+	})
+}
+
+// All rings together are bounded. Those of ended engines go first, the quietest first; living ones share.
+func TestHF69LogsInMemoryAreBounded(t *testing.T) {
+	s := newLogStore("", slog.New(slog.DiscardHandler))
+	const lines = 1000
+	full := func(unit string) { fill(s, unit, lines, ringBytes/lines) }
+	full("a/0")
+	for i := range 100 {
+		full(fmt.Sprintf("b/%d", i))
+		s.retire(fmt.Sprintf("b/%d", i), false)
+	}
+	assert.LessOrEqual(t, s.bytes, ringsBytes)
+	assert.Equal(t, sum(s), s.bytes)
+	assert.Len(t, texts(s, LogQuery{Unit: "a/0", Rank: -1}), lines, "it lives")
+	assert.Empty(t, texts(s, LogQuery{Unit: "b/0", Rank: -1}))
+	assert.Len(t, texts(s, LogQuery{Unit: "b/99", Rank: -1}), lines)
+	for i := range 100 {
+		full(fmt.Sprintf("c/%d", i))
+	}
+	assert.LessOrEqual(t, s.bytes, ringsBytes)
+	assert.Equal(t, sum(s), s.bytes)
+	for i := range 100 {
+		assert.GreaterOrEqual(t, len(texts(s, LogQuery{Unit: fmt.Sprintf("c/%d", i), Rank: -1})), lines/4)
+	}
 }
 
 func TestLogFilesAreTurnedOver(t *testing.T) {
@@ -249,9 +339,10 @@ func TestLogsOfApplicationsThatAreGoneAreDeleted(t *testing.T) {
 		}
 	}
 	w, _ := s.open("gone", "gone/5", 0, 1)
-	w.ring.last = week.Add(-time.Minute)
+	s.retire("gone/5", true)
+	w.ring.gone = time.Now().Add(-goneKept)
 	kept := []string{"kept", app.PoolName("kept", app.PoolPrefill), app.PoolName("kept", app.PoolDecode)}
-	s.forget(func(name string) bool { return slices.Contains(kept, name) }, week)
+	s.forget(func(name string) bool { return slices.Contains(kept, name) })
 	left, err := filepath.Glob(filepath.Join(dir, "*"))
 	require.NoError(t, err)
 	for i := range left {

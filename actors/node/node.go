@@ -10,7 +10,6 @@ import (
 	"log/slog"
 	"maps"
 	"net/http"
-	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -48,6 +47,7 @@ type Node struct {
 	aside       sync.WaitGroup     // both
 
 	ending
+	taken takenPorts
 	found []*unit // of an earlier process; not changed after New
 
 	mu    sync.Mutex // of what follows, and of the units' fields that say so; never held while anything waits
@@ -122,7 +122,7 @@ func (n *Node) watch() {
 
 func (n *Node) defaults() error {
 	if n.cfg.Executable == "" {
-		path, err := os.Executable()
+		path, err := process.Path()
 		if err != nil {
 			return problem.New(problem.Internal,
 				"cannot find this program, which is also the simulated engine: %w", err)

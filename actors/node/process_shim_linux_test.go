@@ -336,7 +336,7 @@ func TestAForgedSocketIsLeftAlone(t *testing.T) {
 	dir, err := os.MkdirTemp("", "s") // the path of a socket is short
 	require.NoError(t, err)
 	t.Cleanup(func() { _ = os.RemoveAll(dir) })
-	folder := filepath.Join(dir, enginesDir, "0123456789abcdef.1")
+	folder := filepath.Join(dir, EnginesDir, "0123456789abcdef.1")
 	require.NoError(t, os.MkdirAll(folder, 0o700))
 	spec := shim.Spec{
 		Version: shim.Version, Cluster: "cluster", Node: "node", Boot: shim.BootID(),

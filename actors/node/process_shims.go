@@ -1,6 +1,7 @@
 package node
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -23,8 +24,8 @@ import (
 	"github.com/dpserve/dpserve/internal/shim"
 )
 
-// enginesDir is the folder of the shims in the data dir.
-const enginesDir = "engines"
+// EnginesDir is the folder of the shims in the data dir.
+const EnginesDir = "engines"
 
 const (
 	findAtOnce  = 32              // shims that are asked, or ended, at a time when the node starts
@@ -39,7 +40,7 @@ const (
 type shims struct {
 	cfg        ShimConfig
 	dir        string
-	executable string
+	executable string // of shims
 	boot       string
 	fence      bool          // engines end with the lease
 	grace      time.Duration // from SIGTERM to SIGKILL, when a shim ends its engine
@@ -64,8 +65,9 @@ var _ Launcher = (*shims)(nil)
 // this node's is ended.
 func openShims(cfg *Config, timers *Timers, t *processTable) (*shims, error) {
 	l := &shims{
-		cfg: *cfg.Shims, dir: filepath.Join(cfg.DataDir, enginesDir), executable: cfg.Executable,
-		boot: shim.BootID(), fence: cfg.OnLeaseLoss == Fence, grace: timers.KillGrace,
+		cfg: *cfg.Shims, dir: filepath.Join(cfg.DataDir, EnginesDir),
+		executable: cmp.Or(imageOf(cfg.Executable), cfg.Executable),
+		boot:       shim.BootID(), fence: cfg.OnLeaseLoss == Fence, grace: timers.KillGrace,
 		lease: timers.LeaseTTL, table: t, log: cfg.Log, done: make(chan struct{}),
 		live: map[*shimProcess]struct{}{},
 	}
@@ -105,7 +107,7 @@ func (l *shims) Start(ctx context.Context, o LaunchOrder, stdout, stderr io.Writ
 
 // spec is what the shim of a launch is told.
 func (l *shims) spec(o LaunchOrder) (shim.Spec, error) {
-	path := o.Argv[0]
+	path := cmp.Or(imageOf(o.Argv[0]), o.Argv[0])
 	if !strings.Contains(path, "/") { // the shim has no PATH
 		found, err := exec.LookPath(path)
 		if err != nil {

@@ -316,6 +316,7 @@ func (u *unit) end(startErr error) {
 	}
 	why.Cause += u.hint(why.Rank)
 	u.enter(msg.UnitGone, why, u.tail(why.Rank))
+	u.n.logs.retire(u.m.Unit, u.isAsked())
 	for _, p := range enginesOf(u) {
 		p.Release()
 	}
@@ -515,7 +516,7 @@ func (u *unit) left() string {
 		return strings.Join(held, ", ")
 	}
 	for _, b := range partOf(u, engine.Bind{}).Binds() {
-		if err := u.bindTest(context.Background(), b); err != nil {
+		if err := u.n.cfg.bindTest(context.Background(), b); err != nil {
 			return fmt.Sprintf("port %d (%v)", b.Port, err)
 		}
 	}

@@ -8,9 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net"
 	"slices"
-	"strconv"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -114,10 +112,8 @@ func (u *unit) bringUp(ctx context.Context) error {
 		return &startError{0, err}
 	}
 	part := partOf(u, engine.Bind{})
-	for _, b := range part.Binds() {
-		if err := u.bindTest(ctx, b); err != nil {
-			return &startError{-1, fmt.Errorf("port %d of the unit's block is taken: %w", b.Port, err)}
-		}
+	if err := checkPorts(ctx, u); err != nil {
+		return err
 	}
 	if err := devicesOf(u).check(ctx); err != nil {
 		return err
@@ -226,7 +222,7 @@ func (u *unit) launchRank(ctx context.Context, r *rank, l *engine.Launch) error 
 		return nil
 	}
 	r.setProgress("starting its engine")
-	if u.n.cfg.Launcher == nil {
+	if u.n.cfg.Launcher == nil && imageOf(l.Argv[0]) == "" {
 		if err := findProgram(l); err != nil {
 			return err
 		}
@@ -406,19 +402,6 @@ func (u *unit) agreeWithRankZero(ctx context.Context, settings string) error {
 
 // errMismatch means that coupled ranks run with different settings.
 var errMismatch = errors.New("ranks of one group disagree on their settings")
-
-// bindTest reports whether a port of the unit's block can be bound where its engines will bind it.
-func (u *unit) bindTest(ctx context.Context, b engine.Bind) error {
-	if u.n.cfg.BindTest != nil {
-		return u.n.cfg.BindTest(b.Port)
-	}
-	var lc net.ListenConfig
-	l, err := lc.Listen(ctx, "tcp", net.JoinHostPort(b.Host, strconv.Itoa(b.Port)))
-	if err != nil {
-		return err
-	}
-	return l.Close()
-}
 
 // spansNodes reports whether the unit has ranks on other nodes.
 func (u *unit) spansNodes() bool { return len(u.m.AllRanks) > len(u.m.Ranks) }

@@ -285,11 +285,15 @@ func NewInventory(s *state.State, usable []string) *Inventory {
 	v := &Inventory{at: map[string]*placement.Node{}}
 	for _, id := range usable {
 		if n := s.Nodes[id]; n != nil && n.Takes() {
-			v.Nodes = append(v.Nodes, placement.Node{
+			at := placement.Node{
 				ID: id, Slots: n.Resources.Slots, Devices: n.Resources.Devices, Near: n.Resources.Near,
 				Labels: n.Resources.Labels,
 				Ports:  placement.Ports{Lo: n.Resources.PortLo, Hi: n.Resources.PortHi},
-			})
+			}
+			for _, t := range n.Resources.Taken { // by other programs
+				at.UsedBlocks = append(at.UsedBlocks, placement.Ports(t))
+			}
+			v.Nodes = append(v.Nodes, at)
 		}
 	}
 	for i := range v.Nodes {

@@ -59,6 +59,17 @@ func TestPlaceNumbersAndSeatsAGroup(t *testing.T) {
 	apply(t, s, state.Command{GrantGroup: &grant})
 }
 
+func TestPlaceLeavesTakenPortsOut(t *testing.T) {
+	n := node("a", 2)
+	lo := n.Resources.PortLo
+	n.Resources.Taken = []state.PortRange{{Lo: lo + 3, Hi: lo + 40}}
+	s := newState(t, []state.Node{n}, "chat")
+	grant, noRoom := Place(s, wanted(application("chat", 2, app.Independent), 0, "a"), nil)
+	require.Empty(t, noRoom)
+	assert.Equal(t, lo+48, grant.Units[0].Blocks[0].Base)
+	assert.Equal(t, lo+64, grant.Units[1].Blocks[0].Base)
+}
+
 func TestPlaceSaysWhyAGroupFindsNoRoom(t *testing.T) {
 	s := newState(t, []state.Node{node("a", 2), node("b", 2)}, "chat")
 	m := wanted(application("chat", 8, app.Lockstep), 0, "a", "b")

@@ -27,7 +27,8 @@ type env struct {
 
 	newNode  func(server.Config) (node, error)
 	newAdmin func(addr string) (admin, error)
-	execute  func() error // replaces this process by its program
+	execute  func() error // replaces this process by program
+	program  string       // path that this process was started by
 
 	addr    string  // --addr
 	noColor bool    // --no-color
@@ -35,9 +36,10 @@ type env struct {
 }
 
 func newEnv(streams *ioStreams, sig *interrupts) *env {
+	program := findProgram(os.Args[0])
 	return &env{
 		io: streams, sig: sig, getenv: os.Getenv, now: time.Now, newNode: newNode, newAdmin: newAdmin,
-		execute: executeAgain,
+		program: program, execute: func() error { return executeAgain(program) },
 	}
 }
 

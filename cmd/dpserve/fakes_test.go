@@ -216,24 +216,21 @@ func refused() error {
 
 // fakeNode serves until its context ends; with slow, it drains until Kill.
 type fakeNode struct {
-	joinAt    string
-	joinWith  string
-	left      bool
-	refusal   error
-	config    server.Config
-	listenErr error
-	serveErr  error
-	slow      bool
-	http      string
-	killed    chan struct{}
-	closed    bool
+	joinAt   string
+	joinWith string
+	left     bool
+	refusal  error
+	config   server.Config
+	serveErr error
+	slow     bool
+	http     string
+	killed   chan struct{}
+	closed   bool
 }
 
 func newFakeNode() *fakeNode {
 	return &fakeNode{http: server.DefaultHTTPBind, killed: make(chan struct{})}
 }
-
-func (n *fakeNode) Listen() error { return n.listenErr }
 
 func (n *fakeNode) Serve(ctx context.Context) error {
 	if n.serveErr != nil || n.left {
@@ -246,13 +243,13 @@ func (n *fakeNode) Serve(ctx context.Context) error {
 	return nil
 }
 
-func (n *fakeNode) Kill()                               { close(n.killed) }
-func (n *fakeNode) Restart(context.Context, bool) error { return nil }
-func (n *fakeNode) Close() error                        { n.closed = true; return nil }
-func (n *fakeNode) HTTPAddr() string                    { return n.http }
-func (n *fakeNode) AdminAddr() string                   { return server.DefaultAdminBind }
-func (n *fakeNode) MetricsAddr() string                 { return "" }
-func (n *fakeNode) Totals() (uint64, uint64, int)       { return 3, 40, 1 }
+func (n *fakeNode) Kill()                                         { close(n.killed) }
+func (n *fakeNode) Restart(context.Context, bool) (string, error) { return "v2", nil }
+func (n *fakeNode) Close() error                                  { n.closed = true; return nil }
+func (n *fakeNode) HTTPAddr() string                              { return n.http }
+func (n *fakeNode) AdminAddr() string                             { return server.DefaultAdminBind }
+func (n *fakeNode) MetricsAddr() string                           { return "" }
+func (n *fakeNode) Totals() (uint64, uint64, int)                 { return 3, 40, 1 }
 
 // eventually waits for a condition that another goroutine makes true.
 func eventually(t *testing.T, what string, ok func() bool) {

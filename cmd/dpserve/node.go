@@ -174,10 +174,9 @@ const stopAtOnce = 10 * time.Second
 // node is the part of server.Node that up and start use. Serve blocks until its context ends, then drains;
 // Kill cuts the drain.
 type node interface {
-	Listen() error
 	Serve(ctx context.Context) error
 	Kill()
-	Restart(ctx context.Context, force bool) error
+	Restart(ctx context.Context, force bool) (next string, err error)
 	Close() error
 	HTTPAddr() string
 	AdminAddr() string
@@ -196,7 +195,7 @@ type serving struct {
 	err    error         // of Serve; read after done
 }
 
-// startNode makes a node, binds it and runs it. The caller owns the node: it calls stop and Close. The node
+// startNode makes a node and runs it. The caller owns the node: it calls stop and Close. The node
 // outlives ctx, because a drain outlives the command that was interrupted.
 func startNode(ctx context.Context, e *env, c server.Config) (*serving, error) {
 	if err := c.Validate(); err != nil {
@@ -206,9 +205,6 @@ func startNode(ctx context.Context, e *env, c server.Config) (*serving, error) {
 	n, err := e.newNode(c)
 	if err != nil {
 		return nil, err
-	}
-	if err := n.Listen(); err != nil {
-		return nil, errors.Join(err, n.Close())
 	}
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	s := &serving{node: n, cancel: cancel, done: make(chan struct{})}

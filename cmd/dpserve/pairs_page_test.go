@@ -16,7 +16,7 @@ func runPairsPage(t *testing.T, blocks []block) {
 	if _, err := exec.LookPath("curl"); err != nil {
 		t.Skip("curl is not installed")
 	}
-	var p *process
+	var p *foreground
 	var admin string
 	var ports *strings.Replacer
 	ways := []string{"local", "remote"} // of the prompts

@@ -99,9 +99,9 @@ func serves(line string) bool {
 type reader struct {
 	bin       string // path that bin/dpserve stands for
 	page      string
-	isFirstUp bool     // the part begins with the first `up` of the page
-	first     *process // what the first terminal runs
-	addr      string   // DPSERVE_ADDR of the second terminal
+	isFirstUp bool        // the part begins with the first `up` of the page
+	first     *foreground // what the first terminal runs
+	addr      string      // DPSERVE_ADDR of the second terminal
 }
 
 // typeLine does what a line of the README says.
@@ -259,25 +259,25 @@ func asDpserve(t *testing.T) string {
 	return bin
 }
 
-// process is a program in the foreground of a terminal: `dpserve up`, or an example's script.
-type process struct {
+// foreground is a program in the foreground of a terminal: `dpserve up`, or an example's script.
+type foreground struct {
 	harness.Expected
 	cmd            *exec.Cmd
 	stdout, stderr lockedBuffer
 }
 
 // startUp starts this binary as dpserve and waits until it serves.
-func startUp(t *testing.T, args ...string) *process {
+func startUp(t *testing.T, args ...string) *foreground {
 	t.Helper()
 	return startProcess(t, "RANK ", asDpserve(t), args...)
 }
 
 // startProcess starts a program in the repository's root and waits until its stdout has the text ready.
-func startProcess(t *testing.T, ready, program string, args ...string) *process {
+func startProcess(t *testing.T, ready, program string, args ...string) *foreground {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), 6*scriptWait)
 	t.Cleanup(cancel)
-	p := &process{cmd: exec.CommandContext(ctx, program, args...)}
+	p := &foreground{cmd: exec.CommandContext(ctx, program, args...)}
 	p.cmd.Dir = repository
 	p.cmd.Stdout, p.cmd.Stderr = &p.stdout, &p.stderr
 	p.cmd.Env = append(cleanEnviron(), "TMPDIR="+harness.DataDir(t)) // kill -9 leaves the node's folder
@@ -298,7 +298,7 @@ func cleanEnviron() []string {
 }
 
 // printed returns the first line of stdout that begins with prefix.
-func (p *process) printed(t *testing.T, prefix string) string {
+func (p *foreground) printed(t *testing.T, prefix string) string {
 	t.Helper()
 	for l := range strings.Lines(p.stdout.String()) {
 		if strings.HasPrefix(l, prefix) {
@@ -309,13 +309,13 @@ func (p *process) printed(t *testing.T, prefix string) string {
 	return ""
 }
 
-func (p *process) endpoint(t *testing.T) string {
+func (p *foreground) endpoint(t *testing.T) string {
 	t.Helper()
 	return strings.TrimSuffix(strings.TrimPrefix(p.printed(t, "endpoint "), "endpoint http://"), "/v1")
 }
 
 // interrupt sends Ctrl-C and checks that no engine process is left.
-func (p *process) interrupt(t *testing.T) {
+func (p *foreground) interrupt(t *testing.T) {
 	t.Helper()
 	engines := children(p.pid())
 	assert.NotEmpty(t, engines)
@@ -326,7 +326,7 @@ func (p *process) interrupt(t *testing.T) {
 	}
 }
 
-func (p *process) pid() string { return strconv.Itoa(p.cmd.Process.Pid) }
+func (p *foreground) pid() string { return strconv.Itoa(p.cmd.Process.Pid) }
 
 // shell runs a command with sh.
 func shell(t *testing.T, command string) string {

@@ -32,7 +32,7 @@ type answer struct {
 }
 
 // call calls a route of the endpoint of a process.
-func (p *process) call(t *testing.T, method, route string, body []byte) []byte {
+func (p *foreground) call(t *testing.T, method, route string, body []byte) []byte {
 	t.Helper()
 	url := "http://" + p.endpoint(t) + route
 	req, err := http.NewRequestWithContext(t.Context(), method, url, bytes.NewReader(body))
@@ -49,7 +49,7 @@ func (p *process) call(t *testing.T, method, route string, body []byte) []byte {
 }
 
 // ask sends one request to the endpoint of a process.
-func (p *process) ask(t *testing.T, model string) answer {
+func (p *foreground) ask(t *testing.T, model string) answer {
 	t.Helper()
 	body, err := json.Marshal(map[string]any{
 		"model": model, "max_tokens": 8, "seed": 1, "temperature": 0,
@@ -64,7 +64,7 @@ func (p *process) ask(t *testing.T, model string) answer {
 }
 
 // models lists the names that an endpoint serves.
-func (p *process) models(t *testing.T) []string {
+func (p *foreground) models(t *testing.T) []string {
 	t.Helper()
 	var list struct{ Data []struct{ ID string } }
 	require.NoError(t, json.Unmarshal(p.call(t, http.MethodGet, "/v1/models", nil), &list))

@@ -10,12 +10,9 @@ import (
 	"strconv"
 	"strings"
 	"syscall"
-	"time"
 
 	"github.com/spf13/cobra"
 
-	"github.com/dpserve/dpserve/client"
-	"github.com/dpserve/dpserve/internal/pause"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/server"
 )
@@ -67,7 +64,7 @@ func runStart(ctx context.Context, e *env, f *nodeFlags, output format) error {
 		return err
 	}
 	scr := e.screen()
-	c.LogWriter, c.Shims = scr, true
+	c.LogWriter, c.Shims, c.Program = scr, true, e.program
 	restarts := make(chan os.Signal, 1)
 	signal.Notify(restarts, syscall.SIGUSR2)
 	defer signal.Stop(restarts)
@@ -91,8 +88,8 @@ func runStart(ctx context.Context, e *env, f *nodeFlags, output format) error {
 		case <-e.sig.first:
 			return s.stop(e.sig, scr)
 		case <-restarts:
-			if err := s.Restart(ctx, false); err != nil {
-				report(e.io.Err, err) // it goes on as it is
+			if _, err := s.Restart(ctx, false); err != nil {
+				report(e.io.Err, err)
 			}
 		}
 	}
@@ -213,90 +210,4 @@ func localAddressTowards(ctx context.Context, addr string) (string, error) {
 		err = cerr
 	}
 	return host, err
-}
-
-const (
-	restartTimeout = 2 * time.Minute
-	restartPoll    = 100 * time.Millisecond
-	restartAsk     = 5 * time.Second // one question to a process that may be ending
-)
-
-func newRestart(e *env) *cobra.Command {
-	timeout, force := restartTimeout, false
-	cmd := &cobra.Command{
-		Use:   "restart [flags]",
-		Short: "replace a node's process, without its engines",
-		Long: `restart replaces the dpserve process of the node at --addr by the program as it is on disk now:
-the same command line, the same process id. Engines that dpserve started go on, and the next process adopts
-them: no model is loaded again. The node tells the cluster first; its ranks leave routing, and their open
-requests get some seconds. Those that last longer are cut. SIGUSR2, and "systemctl reload dpserve" with the
-unit file of examples/cluster, do the same. While no leader answers it is refused: the next process could not
-start an engine.`,
-		Example: `  dpserve restart
-  dpserve restart --addr 10.0.0.2:8265`,
-		Args: requireArgs(0),
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			if timeout <= 0 {
-				return usageError("restart", "--timeout must be positive")
-			}
-			return e.withAdmin(func(cluster admin) error {
-				return runRestart(cmd.Context(), e, cluster, timeout, force)
-			})
-		},
-	}
-	cmd.Flags().DurationVar(&timeout, "timeout", timeout,
-		"how long to wait for the next process; then exit code 8")
-	cmd.Flags().BoolVar(&force, "force", false, "restart also while no leader of the cluster answers")
-	return cmd
-}
-
-// runRestart asks for a restart and waits for the next process.
-func runRestart(ctx context.Context, e *env, cluster admin, timeout time.Duration, force bool) error {
-	began := e.now()
-	old, err := cluster.Restart(ctx, force)
-	if err != nil {
-		return err
-	}
-	printMessage(e.io.Err, "%s is restarting", old.Node)
-	ctx, cancel := context.WithTimeoutCause(ctx, timeout, errStillRestarting)
-	defer cancel()
-	for {
-		if next, err := askProcess(ctx, cluster); err == nil && next.Process != old.Process {
-			break
-		}
-		if err := pause.For(ctx, restartPoll); errors.Is(err, errStillRestarting) {
-			return problem.New(problem.Timeout, "%s has no new process after %s", old.Node, timeout).
-				WithHint("look at its log; its engines wait for it, as long as its --orphan-timeout says")
-		} else if err != nil {
-			return err
-		}
-	}
-	b, err := cluster.Version(ctx)
-	if err != nil {
-		return err
-	}
-	printMessage(e.io.Err, "%s runs dpserve %s, after %s", old.Node, b.Version,
-		e.now().Sub(began).Round(restartPoll))
-	return nil
-}
-
-func askProcess(ctx context.Context, cluster admin) (client.Process, error) {
-	ctx, cancel := context.WithTimeout(ctx, restartAsk)
-	defer cancel()
-	return cluster.Process(ctx)
-}
-
-// errStillRestarting ends the wait for the next process.
-var errStillRestarting = errors.New("the node is still restarting")
-
-// executeAgain replaces this process by its program as it is on disk now. It returns only with an error.
-// Until the next process listens for SIGUSR2, the signal is ignored; otherwise it would end the process.
-func executeAgain() error {
-	path, err := os.Executable()
-	if err == nil {
-		signal.Ignore(syscall.SIGUSR2)
-		err = syscall.Exec(path, os.Args, os.Environ())
-	}
-	return problem.New(problem.Internal, "cannot execute the program again: %w", err).
-		WithHint("start dpserve again; its engines wait for it, as long as --orphan-timeout says")
 }

@@ -162,11 +162,6 @@ func TestUpTellsOtherPorts(t *testing.T) {
 
 func TestUpNodeBreaks(t *testing.T) {
 	c := newCLI(t)
-	c.node.listenErr = errors.New("bind: no")
-	assert.Equal(t, 1, exit(t, c.start("up")))
-	assert.True(t, c.node.closed)
-
-	c = newCLI(t)
 	c.node.serveErr = errors.New("disk gone")
 	c.cluster.script = [][]client.AppStatus{{demo(client.StatusDeploying, 2, state.Starting)}}
 	assert.Equal(t, 1, exit(t, c.start("up")))

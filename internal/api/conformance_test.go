@@ -5,9 +5,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"net/http/httptest"
-	"strings"
 	"testing"
 	"time"
 
@@ -324,22 +324,19 @@ func TestClientAddresses(t *testing.T) {
 	}
 }
 
-func TestListenOnATakenPort(t *testing.T) {
-	s, _ := serve(t, api.Config{Backend: newBackend()})
-	other := api.NewServer(api.Config{Backend: newBackend()})
-	err := other.Listen(t.Context(), s.Addr().String())
-	var p *problem.Error
-	require.ErrorAs(t, err, &p)
-	assert.Equal(t, problem.Unavailable, p.Code)
-	assert.Equal(t, "another dpserve may be running: stop it, or choose a port with --admin-bind", p.Hint)
-	assert.True(t, strings.HasSuffix(p.Message, "bind: address already in use"), p.Message)
-	require.Equal(t, problem.InvalidArgument, problem.CodeOf(other.Listen(t.Context(), "nonsense")))
-	require.Error(t, other.Serve())
-	require.NoError(t, other.Close())
-
+func TestAServerWithoutServe(t *testing.T) {
 	unserved := api.NewServer(api.Config{Backend: newBackend()})
-	require.NoError(t, unserved.Listen(t.Context(), "127.0.0.1:0"))
+	require.Error(t, unserved.Serve())
+	require.NoError(t, unserved.Attach(listen(t)))
 	require.NoError(t, unserved.Close())
 	require.NoError(t, unserved.Close())
-	require.Error(t, unserved.Listen(t.Context(), "127.0.0.1:0"))
+	require.Error(t, unserved.Attach(listen(t)))
+}
+
+// listen binds a free port.
+func listen(t *testing.T) net.Listener {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	return l
 }

@@ -192,7 +192,7 @@ func serve(t *testing.T, cfg api.Config) (*api.Server, *client.Client) {
 	t.Helper()
 	cfg.Version = client.BuildInfo{Version: "0.1.0", Commit: "abc", Go: "go1.26"}
 	s := api.NewServer(cfg)
-	require.NoError(t, s.Listen(t.Context(), "127.0.0.1:0"))
+	require.NoError(t, s.Attach(listen(t)))
 	served := make(chan error, 1)
 	go func() { served <- s.Serve() }()
 	c, err := client.New(s.Addr().String())

@@ -59,9 +59,9 @@ type Nodes interface {
 
 // Restarts replaces the process of the node that answers, while its engines run.
 type Restarts interface {
-	// Restart returns before the process is replaced. Conflict: that cannot be done. Unavailable: no leader
-	// answers, and force is not set.
-	Restart(ctx context.Context, force bool) error
+	// Restart returns before the process is replaced, with the version of the next one. Conflict: that cannot
+	// be done. Unavailable: no leader answers, and force is not set.
+	Restart(ctx context.Context, force bool) (next string, err error)
 	// Process names the present process.
 	Process() string
 }
@@ -69,7 +69,7 @@ type Restarts interface {
 // restartHandlers answers the path of restarts.
 type restartHandlers struct {
 	restarts Restarts
-	node     string
+	build    client.BuildInfo
 }
 
 // addRoutes registers the path.
@@ -83,15 +83,21 @@ func (h restartHandlers) restart(c *gin.Context, q query) (int, any, error) {
 	if err != nil {
 		return 0, nil, err
 	}
-	if err := h.restarts.Restart(c.Request.Context(), force); err != nil {
+	next, err := h.restarts.Restart(c.Request.Context(), force)
+	if err != nil {
 		return 0, nil, err
 	}
-	_, body, err := h.process(c, q)
-	return http.StatusAccepted, body, err
+	p := h.describeProcess()
+	p.Next = next
+	return http.StatusAccepted, p, nil
 }
 
 func (h restartHandlers) process(*gin.Context, query) (int, any, error) {
-	return http.StatusOK, client.Process{Node: h.node, Process: h.restarts.Process()}, nil
+	return http.StatusOK, h.describeProcess(), nil
+}
+
+func (h restartHandlers) describeProcess() client.Process {
+	return client.Process{Node: h.build.Node, Process: h.restarts.Process(), Version: h.build.Version}
 }
 
 // nodeReply answers requests that change or check one node.

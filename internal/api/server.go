@@ -15,7 +15,6 @@ import (
 	"runtime/debug"
 	"strings"
 	"sync"
-	"syscall"
 	"time"
 
 	"github.com/gin-gonic/gin"
@@ -68,11 +67,10 @@ type Config struct {
 	Log      *slog.Logger  // nil = silent
 }
 
-// Server serves the admin API, or only the metrics page. Use: New, Listen (or Attach), Serve, Close.
+// Server serves the admin API, or only the metrics page. Use: New, Attach, Serve, Close.
 type Server struct {
 	cfg       Config
 	name      string // in errors and logs
-	flag      string // the flag that sets its address
 	routes    http.Handler
 	protect   func(bound net.Addr) http.Handler // wraps routes with the checks that a bind needs
 	streams   chan struct{}                     // one slot per open stream
@@ -87,12 +85,12 @@ type Server struct {
 	err    error
 }
 
-// NewServer makes a server for the admin API. It does not listen yet.
+// NewServer makes a server for the admin API. It needs Attach.
 func NewServer(cfg Config) *Server {
 	cfg.Log = cmp.Or(cfg.Log, slog.New(slog.DiscardHandler))
 	gin.SetMode(gin.ReleaseMode) // gin's debug mode prints to stdout, which belongs to the commands
 	s := &Server{
-		cfg: cfg, name: "admin api", flag: "--admin-bind",
+		cfg: cfg, name: "admin api",
 		streams: make(chan struct{}, maxStreams), generates: make(chan struct{}, maxGenerates),
 		stop: make(chan struct{}),
 	}
@@ -102,11 +100,11 @@ func NewServer(cfg Config) *Server {
 }
 
 // NewMetricsServer makes a server that answers GET and HEAD of /metrics and nothing else, for clients that
-// may read metrics but not deploy. It does not listen yet.
+// may read metrics but not deploy. It needs Attach.
 func NewMetricsServer(metrics http.Handler, log *slog.Logger) *Server {
 	s := &Server{
 		cfg:  Config{Log: cmp.Or(log, slog.New(slog.DiscardHandler))},
-		name: "metrics", flag: "--metrics-bind", routes: metricsAlone(metrics), stop: make(chan struct{}),
+		name: "metrics", routes: metricsAlone(metrics), stop: make(chan struct{}),
 	}
 	// metrics are not secret for clients that reach the port
 	s.protect = func(net.Addr) http.Handler { return s.routes }
@@ -115,21 +113,6 @@ func NewMetricsServer(metrics http.Handler, log *slog.Logger) *Server {
 
 // Handler returns the API's handler without a listener, as if bound to loopback.
 func (s *Server) Handler() http.Handler { return newGuard(s.routes, true, s.cfg.Hosts) }
-
-// Listen binds a TCP address; port 0 picks a free one (see Addr). A taken port is problem.Unavailable.
-func (s *Server) Listen(ctx context.Context, addr string) error {
-	var lc net.ListenConfig
-	ln, err := lc.Listen(ctx, "tcp", addr)
-	if errors.Is(err, syscall.EADDRINUSE) {
-		return problem.New(problem.Unavailable, "listen for the %s: %w", s.name, err).
-			WithHint("another dpserve may be running: stop it, or choose a port with %s", s.flag)
-	}
-	if err != nil {
-		return problem.New(problem.InvalidArgument, "listen for the %s: %w", s.name, err).
-			WithHint("%s takes HOST:PORT of this machine", s.flag)
-	}
-	return s.Attach(ln)
-}
 
 // Attach uses a listener that is already bound. The server closes it.
 func (s *Server) Attach(ln net.Listener) error {
@@ -149,7 +132,7 @@ func (s *Server) Attach(ln net.Listener) error {
 	return nil
 }
 
-// Addr returns the address that the server listens on; nil before Listen.
+// Addr returns the address that the server listens on; nil before Attach.
 func (s *Server) Addr() net.Addr {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -165,7 +148,7 @@ func (s *Server) Serve() error {
 	srv, ln := s.http, s.ln
 	s.mu.Unlock()
 	if srv == nil {
-		return fmt.Errorf("serve the %s: call Listen first", s.name)
+		return fmt.Errorf("serve the %s: call Attach first", s.name)
 	}
 	if err := srv.Serve(netutil.LimitListener(ln, maxConnections)); !errors.Is(err, http.ErrServerClosed) {
 		return err
@@ -294,7 +277,7 @@ func (s *Server) newEngine() *gin.Engine {
 		nodeHandlers{s.cfg.Nodes}.addRoutes(g, s.reply)
 	}
 	if s.cfg.Restarts != nil {
-		restartHandlers{s.cfg.Restarts, s.cfg.Version.Node}.addRoutes(g, s.reply)
+		restartHandlers{s.cfg.Restarts, s.cfg.Version}.addRoutes(g, s.reply)
 	}
 	if s.cfg.Metrics != nil {
 		g.GET(pathMetrics, gin.WrapH(s.cfg.Metrics))

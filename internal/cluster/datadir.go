@@ -17,6 +17,7 @@ import (
 
 	"github.com/dpserve/dpserve/internal/diskfile"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // identityFile names the owner of the data dir. It is written first. Later only an empty cluster may be
@@ -230,4 +231,36 @@ func openDataDir(cfg Config) (io.Closer, identity, error) {
 		return nil, ident, cmp.Or(err, lock.Close())
 	}
 	return lock, ident, nil
+}
+
+// CheckDataDir reports whether this version can read a data dir, as far as its files tell: its format and its
+// snapshots. It changes and locks nothing, so a dpserve may run there. The entries of the log belong to that
+// process, which knows their level (state.State.Level). Errors are *problem.Error.
+func CheckDataDir(dir string) error {
+	if _, err := readIdentity(Config{DataDir: dir}); errors.Is(err, fs.ErrNotExist) {
+		return problem.New(problem.NotFound, "%s is no data dir: it has no %s", dir, identityFile).
+			WithHint("name the folder of --data-dir")
+	} else if err != nil {
+		return err
+	}
+	snapshots, err := filepath.Glob(filepath.Join(dir, raftDir, "snapshots", "*", "state.bin"))
+	if err != nil {
+		return err
+	}
+	for _, path := range snapshots {
+		if strings.HasSuffix(filepath.Dir(path), ".tmp") {
+			continue // it is being written
+		}
+		data, err := os.ReadFile(path)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue // a newer snapshot has replaced it
+		}
+		if err == nil {
+			_, err = state.Decode(data)
+		}
+		if err != nil {
+			return fmt.Errorf("snapshot %s: %w", filepath.Base(filepath.Dir(path)), err)
+		}
+	}
+	return nil
 }

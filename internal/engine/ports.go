@@ -119,6 +119,18 @@ func (s *Spec) Binds() []Bind {
 	return out
 }
 
+// EventBinds lists where DPServers listen for KV events of the engines of the unit on this node.
+func (s *Spec) EventBinds() []Bind {
+	if s.App.Engine.Kind == app.KindAttach || !WantsEvents(s.App) {
+		return nil
+	}
+	var out []Bind
+	for _, i := range s.indices() {
+		out = append(out, Bind{s.host(), s.Ports().KV(i)})
+	}
+	return out
+}
+
 // indices are the numbers in the unit of its ranks on this node.
 func (s *Spec) indices() []int {
 	if !s.isLockstep() {

@@ -110,6 +110,8 @@ func checkNode(n *state.Node) error {
 			maxLabels)
 	case len(o.Near) > maxDevices || len(o.Models) > maxDevices:
 		return badNode("it describes more than %d devices", maxDevices)
+	case len(o.Taken) > state.MaxTakenRanges:
+		return badNode("it names more than %d ranges of taken ports", state.MaxTakenRanges)
 	case o.PortLo < 0 || o.PortHi < o.PortLo || o.PortHi > 65535:
 		return badNode("its port range %d-%d is none", o.PortLo, o.PortHi)
 	}

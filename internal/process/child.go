@@ -16,6 +16,9 @@ import (
 	"time"
 )
 
+// Path is where the file of this program was when Path was first called. A later upgrade may rename it.
+var Path = sync.OnceValues(os.Executable)
+
 // ErrClosed says that the forker is closed.
 var ErrClosed = errors.New("no process is started any more")
 

@@ -4,6 +4,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -311,4 +312,33 @@ func checkProgram(path string) error {
 		return fmt.Errorf("%s may not be executed", path)
 	}
 	return nil
+}
+
+// Blocks reports whether the socket keeps an address from being bound: same port, and same host or one of
+// them is all hosts.
+func (s *Socket) Blocks(address string) bool {
+	host, port, err := net.SplitHostPort(address)
+	if err != nil || port != strconv.Itoa(s.Port) {
+		return false
+	}
+	wanted, err := netip.ParseAddr(host)
+	return err != nil || wanted.IsUnspecified() || s.Host.IsUnspecified() || wanted.Unmap() == s.Host.Unmap()
+}
+
+// Holder names the process that keeps a TCP port of a host from being bound: "nginx (process 4711)". "": no
+// process does, or this system does not tell.
+func Holder(host string, port int) string {
+	address := net.JoinHostPort(host, strconv.Itoa(port))
+	for _, s := range Listening("self", "tcp") {
+		if !s.Blocks(address) {
+			continue
+		}
+		for _, pid := range IDs() {
+			if slices.Contains(OpenSockets(pid), s.Inode) {
+				return fmt.Sprintf("%s (process %d)", Name(pid), pid)
+			}
+		}
+		return "a process of another user"
+	}
+	return ""
 }

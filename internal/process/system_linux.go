@@ -7,6 +7,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
+// Self is what executes this program as it runs. The file at its path may be another one by now: an upgrade
+// replaces it before the running program ends. A child that executes this link executes its parent's image.
+func Self() string { return "/proc/self/exe" }
+
 // groupAttr gives an engine its own process group, separate from the terminal's Ctrl-C, and ends it with the
 // forking thread.
 func groupAttr() *syscall.SysProcAttr {

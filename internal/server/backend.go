@@ -291,7 +291,9 @@ func (b *backend) KeyRotation(context.Context) (client.KeyRotation, error) {
 	return client.KeyRotation{Done: !st.Secrets.IsRotating() && len(behind) == 0, Waiting: behind}, nil
 }
 
-func (b *backend) Restart(ctx context.Context, force bool) error { return b.n.Restart(ctx, force) }
+func (b *backend) Restart(ctx context.Context, force bool) (next string, err error) {
+	return b.n.Restart(ctx, force)
+}
 
 // Process names this process of the node.
 func (b *backend) Process() string { return b.n.node.Process() }

@@ -85,6 +85,7 @@ type Config struct {
 	InsecurePublic bool                     // allow a public bind without keys and TLS
 	Ephemeral      bool                     // use port 0 if a port is taken; small raft segments
 	Executable     string                   // program that starts simulated engines; default: this program
+	Program        string                   // what a Restart executes: the path by which this was started
 	Version        string
 	LogWriter      io.Writer
 	LogFormat      string // text | json

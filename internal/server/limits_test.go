@@ -1,6 +1,7 @@
 package server
 
 import (
+	"fmt"
 	"io"
 	"net/http"
 	"path/filepath"
@@ -9,6 +10,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/internal/problem"
 )
 
 // --max-body is the limit of the endpoint, and the 413 answer names the flag.
@@ -23,7 +26,6 @@ func TestMaxBodyReachesTheEndpoint(t *testing.T) {
 		c.HTTPBind, c.AdminBind = "127.0.0.1:0", "127.0.0.1:0"
 		n, err := New(c)
 		require.NoError(t, err)
-		require.NoError(t, n.Listen())
 		served := make(chan error, 1)
 		go func() { served <- n.ingress.Serve() }()
 		for size, status := range want {
@@ -44,4 +46,22 @@ func TestMaxBodyReachesTheEndpoint(t *testing.T) {
 		require.NoError(t, n.Close())
 		require.NoError(t, <-served)
 	}
+}
+
+func TestBind(t *testing.T) {
+	n := &Node{}
+	l, err := n.bind(t.Context(), "127.0.0.1:0", "--http-bind")
+	require.NoError(t, err)
+	defer l.Close()
+	_, err = n.bind(t.Context(), l.Addr().String(), "--http-bind")
+	require.EqualError(t, err, fmt.Sprintf(
+		"--http-bind %[1]s is taken: listen tcp %[1]s: bind: address already in use", l.Addr()))
+	assert.Equal(t, problem.Unavailable, problem.CodeOf(err))
+	_, err = n.bind(t.Context(), "nonsense", "--admin-bind")
+	require.ErrorContains(t, err, "--admin-bind nonsense: ")
+	assert.Equal(t, problem.InvalidArgument, problem.CodeOf(err))
+	n.cfg.Ephemeral = true
+	other, err := n.bind(t.Context(), l.Addr().String(), "--http-bind")
+	require.NoError(t, err)
+	require.NoError(t, other.Close())
 }

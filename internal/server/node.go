@@ -69,7 +69,7 @@ type Node struct {
 	admin         *api.Server
 	metricsServer *api.Server // nil without --metrics-bind
 
-	httpAddr   string
+	ports      ports
 	firstToken string
 	search     search
 	life       lifetime
@@ -81,6 +81,8 @@ type lifetime struct {
 	kill  context.CancelFunc
 	loops sync.WaitGroup
 	close func() error // once
+	// stopping: a signal, a drain or the removal of the node ends its engines
+	stopping atomic.Bool
 
 	writers sync.WaitGroup // loops that write to the data dir, whose disk may hang
 
@@ -88,8 +90,9 @@ type lifetime struct {
 	restartOnce sync.Once
 }
 
-// New builds a node. It opens the data dir, joins its cluster or waits until it leads its own, and restores
-// the stored apps. Clients are served after Listen and Serve. Errors are *problem.Error.
+// New builds a node. It opens the data dir, joins its cluster or waits until it leads its own, binds its
+// ports, and restores the stored apps. Clients are served after Serve. Errors are *problem.Error; engines of
+// an earlier process go on after an error.
 func New(c Config) (*Node, error) {
 	if err := c.Validate(); err != nil {
 		return nil, err
@@ -113,7 +116,7 @@ func New(c Config) (*Node, error) {
 	go func() {
 		select {
 		case <-c.Stop:
-			kill()
+			n.Kill()
 		case <-built:
 		}
 	}()
@@ -152,6 +155,10 @@ func (n *Node) build() error {
 		Hint: n.opened.LeaderNode, Leading: n.currentLeader, Store: &n.opened, Log: n.log,
 	})
 	if err := n.openStore(ctx); err != nil {
+		return err
+	}
+	// every port of the node is bound before an engine is touched
+	if err := n.bindPorts(ctx); err != nil {
 		return err
 	}
 	t := n.timers()
@@ -446,6 +453,9 @@ func (n *Node) buildServers(t *timers) error {
 		if n.ingress, err = ingress.New(cfg); err != nil {
 			return err
 		}
+		if err := n.ingress.Attach(n.ports.http); err != nil {
+			return err
+		}
 		n.readyIngress.Store(n.ingress)
 		n.metrics.Ingress(n.cfg.NodeID, n.ingress.Usage)
 	}
@@ -457,8 +467,14 @@ func (n *Node) buildServers(t *timers) error {
 		Version:  client.BuildInfo{Version: n.cfg.Version, Node: n.cfg.NodeID},
 		Endpoint: n.endpoint, Log: n.log, Hosts: n.adminHosts(), Restarts: b,
 	})
-	if n.cfg.MetricsBind != "" {
+	if err := n.admin.Attach(n.ports.admin); err != nil {
+		return err
+	}
+	if n.ports.metrics != nil {
 		n.metricsServer = api.NewMetricsServer(metrics, n.log)
+		if err := n.metricsServer.Attach(n.ports.metrics); err != nil {
+			return err
+		}
 	}
 	if n.peering != nil {
 		n.serveNodes()

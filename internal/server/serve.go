@@ -7,17 +7,16 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"os"
-	"os/exec"
 	"strings"
 	"syscall"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/client"
-	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/diskfile"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/shim"
+	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
@@ -34,70 +33,61 @@ const (
 	afterDrain = 2 * time.Second
 )
 
-// Listen binds the ports of clients and operators. A taken port is problem.Unavailable; an Ephemeral node
-// takes another one.
-func (n *Node) Listen() error {
-	if n.ingress != nil {
-		if err := n.bind(n.cfg.HTTPBind, "--http-bind", n.listenHTTP); err != nil {
+// ports are the listeners of clients and operators.
+type ports struct{ http, metrics, admin net.Listener }
+
+// bindPorts binds the ports of clients and operators. A taken port is problem.Unavailable; an Ephemeral node
+// takes another one. Until Serve, connections wait in the backlog.
+func (n *Node) bindPorts(ctx context.Context) (err error) {
+	if n.hasRole(state.RoleIngress) {
+		if n.ports.http, err = n.bind(ctx, n.cfg.HTTPBind, "--http-bind"); err != nil {
 			return err
 		}
 	}
-	if n.metricsServer != nil {
-		if err := n.bind(n.cfg.MetricsBind, "--metrics-bind", n.listenServer(n.metricsServer)); err != nil {
+	if n.cfg.MetricsBind != "" {
+		if n.ports.metrics, err = n.bind(ctx, n.cfg.MetricsBind, "--metrics-bind"); err != nil {
 			return err
 		}
 	}
-	return n.bind(n.cfg.AdminBind, "--admin-bind", n.listenServer(n.admin))
+	n.ports.admin, err = n.bind(ctx, n.cfg.AdminBind, "--admin-bind")
+	return err
 }
 
-func (n *Node) bind(addr, flag string, listen func(ctx context.Context, addr string) error) error {
-	err := listen(n.life.ctx, addr)
+// close closes the listeners, for a start that failed before the servers took them.
+func (p *ports) close() {
+	for _, l := range []net.Listener{p.http, p.metrics, p.admin} {
+		if l != nil {
+			_ = l.Close() // its server may have closed it
+		}
+	}
+}
+
+func (n *Node) bind(ctx context.Context, addr, flag string) (net.Listener, error) {
+	l, err := n.listen(ctx, addr)
 	if n.cfg.Ephemeral && errors.Is(err, syscall.EADDRINUSE) {
-		err = listen(n.life.ctx, "127.0.0.1:0")
+		l, err = n.listen(ctx, "127.0.0.1:0")
 	}
-	if errors.Is(err, syscall.EADDRINUSE) {
-		return problem.New(problem.Unavailable, "%s %s is taken: %w", flag, addr, err).
+	switch {
+	case errors.Is(err, syscall.EADDRINUSE):
+		return nil, problem.New(problem.Unavailable, "%s %s is taken: %w", flag, addr, err).
 			WithHint("stop what listens there, or choose another port with %s", flag)
-	}
-	if err != nil {
-		return problem.New(problem.InvalidArgument, "%s %s: %w", flag, addr, err).
+	case err != nil:
+		return nil, problem.New(problem.InvalidArgument, "%s %s: %w", flag, addr, err).
 			WithHint("give %s an address of this machine and a port that this user may listen at", flag)
 	}
-	return nil
+	return l, nil
 }
 
-func (n *Node) listenHTTP(ctx context.Context, addr string) error {
-	if n.cfg.Network == nil {
-		a, err := n.ingress.Listen(ctx, addr)
-		if err == nil {
-			n.httpAddr = a.String()
-		}
-		return err
+func (n *Node) listen(ctx context.Context, addr string) (net.Listener, error) {
+	if n.cfg.Network != nil {
+		return n.cfg.Network.Listen(addr)
 	}
-	l, err := n.cfg.Network.Listen(addr)
-	if err != nil {
-		return err
-	}
-	n.httpAddr = l.Addr().String()
-	return n.ingress.Attach(l)
-}
-
-// listenServer returns what binds a port of operators.
-func (n *Node) listenServer(s *api.Server) func(ctx context.Context, addr string) error {
-	return func(ctx context.Context, addr string) error {
-		if n.cfg.Network == nil {
-			return s.Listen(ctx, addr)
-		}
-		l, err := n.cfg.Network.Listen(addr)
-		if err != nil {
-			return err
-		}
-		return s.Attach(l)
-	}
+	return (&net.ListenConfig{}).Listen(ctx, "tcp", addr)
 }
 
 // Serve answers until ctx ends or the cluster removes the node. Then it drains and returns when every engine
-// is gone. Kill ends the drain. After Restart it leaves the engines running and returns ErrRestart.
+// is gone. Kill ends the drain. After Restart it leaves the engines running and returns ErrRestart. So does a
+// server that fails, with that error: it is no reason to end engines that the next process can adopt.
 func (n *Node) Serve(ctx context.Context) error {
 	failed := make(chan error, 3) // one slot for each server
 	if n.ingress != nil {
@@ -119,8 +109,14 @@ func (n *Node) Serve(ctx context.Context) error {
 			n.node.CutAll()
 		}
 	case <-n.life.restart:
-		return n.detach() //nolint:contextcheck // as a drain
+		n.log.Info("restarting: the engines go on, and the next process adopts them")
+		n.detach() //nolint:contextcheck // as a drain
+		return ErrRestart
 	case err = <-failed:
+		if n.keepsEngines() {
+			n.detach() //nolint:contextcheck // as a drain
+			return err
+		}
 	}
 	return errors.Join(err, n.drain()) //nolint:contextcheck // a drain outlives the context that asks for it
 }
@@ -128,6 +124,7 @@ func (n *Node) Serve(ctx context.Context) error {
 // drain turns readiness off, lets each app's streams end within its grace, then ends the engines and the
 // servers.
 func (n *Node) drain() error {
+	n.life.stopping.Store(true)
 	if n.ingress != nil {
 		n.ingress.Drain()
 	}
@@ -157,43 +154,32 @@ func (n *Node) closeIngress(ctx context.Context) error {
 // ErrRestart is returned by Serve after Restart: the caller closes the node and executes its program again.
 var ErrRestart = errors.New("the process is to be replaced")
 
-// Restart has Serve end without the engines, for the next process of this node. It returns before that.
-// Without force it is refused while no leader answers.
-func (n *Node) Restart(ctx context.Context, force bool) error {
-	if err := checkProgram(n.cfg.Executable); err != nil {
-		return err
-	}
-	if !n.cfg.Shims {
-		return problem.New(problem.Conflict, "the engines of this node end with its process").
+// Restart has Serve end without the engines, for the next process of this node. It returns before that, with
+// the version of the program that the caller executes then. Without force it is refused while no leader
+// answers.
+func (n *Node) Restart(ctx context.Context, force bool) (next string, err error) {
+	if !n.keepsEngines() {
+		return "", problem.New(problem.Conflict, "the engines of this node end with its process").
 			WithHint("`dpserve start` and `dpserve join` can be restarted, `dpserve up` cannot")
+	}
+	if next, err = checkProgram(n); err != nil {
+		return "", err
 	}
 	if !force {
 		if err := awaitRestartable(ctx, n.node); err != nil {
-			return err
+			return "", err
 		}
 	}
 	n.life.restartOnce.Do(func() { close(n.life.restart) })
-	return nil
+	return next, nil
 }
 
-// checkProgram refuses a restart that could not execute the program; "" is this one.
-func checkProgram(path string) (err error) {
-	if path == "" {
-		path, err = os.Executable()
-	}
-	if err == nil {
-		_, err = exec.LookPath(path)
-	}
-	if err != nil {
-		return problem.New(problem.Conflict, "this node cannot be restarted: %w", err).
-			WithHint("put an executable dpserve there; the node goes on with the one that it has")
-	}
-	return nil
-}
+// keepsEngines reports whether the engines of this node outlive its process: only a stop, a removal from the
+// cluster, a delete and a drain end them then. A start that fails and an error of a server do not.
+func (n *Node) keepsEngines() bool { return n.cfg.Shims && shim.Supported }
 
 // detach closes the node for requests, waits for the open ones for a moment, and lets go of the engines.
-func (n *Node) detach() error {
-	n.log.Info("restarting: the engines go on, and the next process adopts them")
+func (n *Node) detach() {
 	if n.ingress != nil {
 		n.ingress.Drain()
 	}
@@ -208,7 +194,6 @@ func (n *Node) detach() error {
 	if err := errors.Join(n.closeMetrics(), n.admin.Close()); err != nil {
 		n.log.Warn("the admin API did not close", slog.Any("err", err))
 	}
-	return ErrRestart
 }
 
 // handOverLeadership lets another node lead before this one ends.
@@ -232,12 +217,19 @@ func (n *Node) closeMetrics() error {
 }
 
 // Kill ends a drain: it kills the engines and cuts the streams.
-func (n *Node) Kill() { n.life.kill() }
+func (n *Node) Kill() {
+	n.life.stopping.Store(true)
+	n.life.kill()
+}
 
-// Close ends everything that still runs and waits, within bounds for a disk that hangs. Idempotent.
+// Close ends everything that still runs and waits, within bounds for a disk that hangs. Engines that outlive
+// this process go on, unless it was asked to stop. Idempotent.
 func (n *Node) Close() error { return n.life.close() }
 
 func (n *Node) closeAll() error {
+	if n.node != nil && n.keepsEngines() && !n.life.stopping.Load() {
+		n.node.Detach(n.life.ctx, n.cfg.RestartGrace, 0)
+	}
 	n.life.kill()
 	n.life.loops.Wait()
 	errs := []error{
@@ -251,6 +243,7 @@ func (n *Node) closeAll() error {
 	if n.admin != nil {
 		errs = append(errs, n.admin.Close())
 	}
+	n.ports.close()
 	if n.leader != nil {
 		errs = append(errs, n.leader.Close())
 	}
@@ -274,13 +267,21 @@ func (n *Node) closeAll() error {
 	return errors.Join(errs...)
 }
 
-// HTTPAddr is the address for clients, after Listen.
-func (n *Node) HTTPAddr() string { return n.httpAddr }
+// HTTPAddr is the address for clients; empty without role ingress.
+func (n *Node) HTTPAddr() string { return addressOf(n.ports.http) }
 
-// endpoint is the URL for clients, after Listen; empty without role ingress. A bind of all addresses is
+// addressOf is where a listener listens; "" without one.
+func addressOf(l net.Listener) string {
+	if l == nil {
+		return ""
+	}
+	return l.Addr().String()
+}
+
+// endpoint is the URL for clients; empty without role ingress. A bind of all addresses is
 // reached at the node's own.
 func (n *Node) endpoint() string {
-	host, port, err := net.SplitHostPort(n.httpAddr)
+	host, port, err := net.SplitHostPort(n.HTTPAddr())
 	if err != nil {
 		return ""
 	}
@@ -290,21 +291,11 @@ func (n *Node) endpoint() string {
 	return "http://" + net.JoinHostPort(host, port)
 }
 
-// AdminAddr is the address of the admin API, after Listen.
-func (n *Node) AdminAddr() string {
-	if a := n.admin.Addr(); a != nil {
-		return a.String()
-	}
-	return ""
-}
+// AdminAddr is the address of the admin API.
+func (n *Node) AdminAddr() string { return addressOf(n.ports.admin) }
 
-// MetricsAddr is the address of --metrics-bind, after Listen; empty without that flag.
-func (n *Node) MetricsAddr() string {
-	if n.metricsServer == nil || n.metricsServer.Addr() == nil {
-		return ""
-	}
-	return n.metricsServer.Addr().String()
-}
+// MetricsAddr is the address of --metrics-bind; empty without that flag.
+func (n *Node) MetricsAddr() string { return addressOf(n.ports.metrics) }
 
 // Feed returns the streams of all ranks that this node's ingress follows, for a second ingress beside it.
 // Without role ingress it returns those of the node's own ranks.

@@ -336,7 +336,7 @@ func (l *link) greet(ctx context.Context, id string) error {
 	if err != nil {
 		return err
 	}
-	if h.Version < oldest || h.Version > Version {
+	if h.Version < Oldest || h.Version > Version {
 		return &VersionError{h.Version}
 	}
 	if err := writeLine(l.c, hello{h.Version}); err != nil {

@@ -54,7 +54,7 @@ func (c *conn) run() {
 	}
 }
 
-// greet checks who the other side is, and that it speaks this shim's version.
+// greet checks who the other side is, and that it speaks the version of the node that started this shim.
 func (c *conn) greet() error {
 	_ = c.c.SetDeadline(time.Now().Add(helloWait))
 	uid, _, err := peer(c.c)
@@ -64,7 +64,7 @@ func (c *conn) greet() error {
 	if err != nil {
 		return err
 	}
-	if err := c.send(hello{Version}); err != nil {
+	if err := c.send(hello{c.s.spec.Version}); err != nil {
 		return err
 	}
 	line, err := readLine(c.in, requestLimit)
@@ -72,7 +72,7 @@ func (c *conn) greet() error {
 		return err
 	}
 	h, err := parseHello(line)
-	if err == nil && h.Version != Version {
+	if err == nil && h.Version != c.s.spec.Version {
 		err = &VersionError{Version}
 	}
 	if err != nil {

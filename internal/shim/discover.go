@@ -94,3 +94,19 @@ func End(id string) error {
 func Left(id string) []int {
 	return process.Descendants(0, "", shimMark(id), process.Mark(id))
 }
+
+// CheckSpecs reports whether this binary understands the engines below a folder. Only a version above its own
+// is an error: shims of older versions than Oldest are ended and their engines started again.
+func CheckSpecs(dir string) error {
+	names, err := os.ReadDir(dir)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	for _, n := range names {
+		spec, err := readSpec(filepath.Join(dir, n.Name()))
+		if err == nil && spec.Version > Version { // what cannot be read is judged at the start
+			return fmt.Errorf("engine %s: %w", n.Name(), &VersionError{spec.Version})
+		}
+	}
+	return nil
+}

@@ -11,11 +11,12 @@ import (
 	"github.com/dpserve/dpserve/internal/process"
 )
 
-// Version is the version of the protocol that this binary speaks. A node also speaks the one before, a shim
-// only its own: it never changes its binary, and the node may be newer.
+// Version is the version of the protocol that this binary speaks. A node and a shim also speak the one
+// before. A shim speaks the version of its spec, and that one only: the node that made the spec knows no
+// newer one, and later nodes know it.
 const (
 	Version = 1
-	oldest  = max(1, Version-1)
+	Oldest  = max(1, Version-1)
 )
 
 // Bounds of a line.
@@ -154,7 +155,7 @@ type VersionError struct {
 // Error implements error.
 func (e *VersionError) Error() string {
 	return fmt.Sprintf("the shim speaks version %d of the protocol, this dpserve speaks %d to %d", e.Shim,
-		oldest, Version)
+		Oldest, Version)
 }
 
 // codes are the words of the errors that a shim answers with.

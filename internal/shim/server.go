@@ -59,7 +59,7 @@ func open(dir string) (*server, error) {
 	if err != nil {
 		return nil, err
 	}
-	if spec.Version != Version {
+	if spec.Version < Oldest || spec.Version > Version {
 		return nil, &VersionError{spec.Version}
 	}
 	if err := os.Chdir(dir); err != nil {

@@ -12,6 +12,8 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"github.com/dpserve/dpserve/internal/process"
 )
 
 // startWait bounds a start: the shim is a program that has nothing to load.
@@ -86,6 +88,9 @@ func spawn(ctx context.Context, executable, folder, id string) error {
 	}
 	defer func() { _ = out.Close() }()
 	cmd := exec.Command(executable, Command, folder) //nolint:noctx // it outlives ctx
+	if executable == process.Self() {
+		cmd.Args[0] = os.Args[0] // ps shows it
+	}
 	cmd.Env = environment(id)
 	cmd.Stdout, cmd.Stderr = theirs, ownLog
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}

@@ -30,6 +30,14 @@ func (s *State) Apply(index uint64, c *Command) (Result, error) {
 	if err := c.check(); err != nil {
 		return Result{}, err
 	}
+	r, err := s.carryOut(c)
+	if level := c.Level(); err == nil && !r.Unchanged && level >= shareLevel {
+		s.Level = max(s.Level, level)
+	}
+	return r, err
+}
+
+func (s *State) carryOut(c *Command) (Result, error) {
 	switch {
 	case c.Init != nil:
 		return Result{}, s.init(c.Init)

@@ -98,6 +98,9 @@ func (n Node) normalize() *Node {
 	if len(r.Models) == 0 {
 		r.Models = nil
 	}
+	if len(r.Taken) == 0 {
+		r.Taken = nil
+	}
 	if r.Labels = maps.Clone(r.Labels); len(r.Labels) == 0 {
 		r.Labels = nil
 	}

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"reflect"
 	"slices"
 
 	"github.com/dpserve/dpserve/internal/app"
@@ -300,7 +301,8 @@ const poolLevel = 2
 // deviceLevel is the Level that knows which devices of a node are close to each other, and what they are.
 const deviceLevel = poolLevel + 1
 
-// shareLevel is the Level that knows ranks that share a device.
+// shareLevel is the Level that knows ranks that share a device, which ports of a node other programs hold,
+// and State.Level.
 const shareLevel = deviceLevel + 1
 
 // tokenLevel is the Level that knows roles, makers and the revocation of join tokens.
@@ -340,6 +342,8 @@ func (c *Command) Level() int {
 		return poolLevel
 	case c.PutToken != nil && c.PutToken.needsTokenLevel(), c.UseToken != nil && len(c.UseToken.Roles) > 0:
 		return tokenLevel
+	case c.PutNode != nil:
+		return c.PutNode.Node.level()
 	}
 	return c.kinds()[c.Kind()].level
 }
@@ -367,10 +371,23 @@ func (c *GrantGroup) hasShares() bool {
 	})
 }
 
+// level returns the least level that knows every field of the record.
+func (n *Node) level() int {
+	for level := 1; level < Level; level++ {
+		if reflect.DeepEqual(n.ReadableAt(level), *n) {
+			return level
+		}
+	}
+	return Level
+}
+
 // ReadableAt returns the record without the fields that nodes of a lower level do not know.
 func (n Node) ReadableAt(level int) Node {
 	if level < deviceLevel {
 		n.Resources.Near, n.Resources.Models = nil, nil
+	}
+	if level < shareLevel {
+		n.Resources.Taken = nil
 	}
 	n.cutNext(level)
 	return n

@@ -50,10 +50,49 @@ type Resources struct {
 	Labels  map[string]string `json:"labels,omitempty"`
 	PortLo  int               `json:"port_lo"`
 	PortHi  int               `json:"port_hi"`
+	// Taken are ports of the range that other programs hold: no unit gets them.
+	Taken []PortRange `json:"taken,omitempty"`
 	// Near are sets of devices that are close to each other, the closest first; placement.Node says more.
 	Near [][]int `json:"near,omitempty"`
 	// Models say what the devices are, for people. Devices that were only declared are in none.
 	Models []DeviceModel `json:"models,omitempty"`
+}
+
+// PortRange is a range of ports, both ends included.
+type PortRange struct {
+	Lo int `json:"lo"`
+	Hi int `json:"hi"`
+}
+
+// MaxTakenRanges bounds the ranges of taken ports in a node's record.
+const MaxTakenRanges = 64
+
+// JoinPorts puts ports, in ascending order, into at most MaxTakenRanges ranges. Free ports between two taken
+// ones count as taken where the list would be longer otherwise.
+func JoinPorts(ports []int) []PortRange {
+	for gap := 1; ; gap *= 2 {
+		var out []PortRange
+		for _, p := range ports {
+			if last := len(out) - 1; last >= 0 && p-out[last].Hi <= gap {
+				out[last].Hi = p
+			} else {
+				out = append(out, PortRange{p, p})
+			}
+		}
+		if len(out) <= MaxTakenRanges {
+			return out
+		}
+	}
+}
+
+// HasTaken reports whether other programs hold ports of the block.
+func (r *Resources) HasTaken(b Block) bool {
+	for _, t := range r.Taken {
+		if t.Lo < b.Base+b.Size && b.Base <= t.Hi {
+			return true
+		}
+	}
+	return false
 }
 
 // DeviceModel is one model of device, and which devices of the node are of it.

@@ -160,8 +160,11 @@ type State struct {
 	LeaseTTL int64 `json:"lease_ttl,omitempty"`
 	// Freed are port blocks that were freed and not used again, the latest last. Placement re-uses the latest
 	// last.
-	Freed     []Block `json:"freed,omitempty"`
-	nextState         //nolint:unused // fields only in the build of next_version.go
+	Freed []Block `json:"freed,omitempty"`
+	// Level is the highest level of a command that has changed the state: a version below it cannot read the
+	// log. 0 = below shareLevel.
+	Level     int `json:"level,omitempty"`
+	nextState     //nolint:unused // fields only in the build of next_version.go
 }
 
 // AppStatus is an application's state as users see it, in the words of Ray.

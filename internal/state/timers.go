@@ -8,6 +8,7 @@ import (
 // Bounds and waits of the unit state machine.
 const (
 	MaxStartAttempts    = 3                // first starts that may fail before the unit is failed
+	MaxRefusals         = 3                // starts in a row that may find ports taken, before they count
 	DefaultStartRetry   = time.Second      // after the first failed start
 	DefaultFailedRetry  = 5 * time.Minute  // before a failed unit is tried again
 	DefaultRestartMin   = time.Second      // before the first restart after ready

@@ -14,6 +14,7 @@ type Machine struct {
 	Served    string // what the unit was ready with last, also before this leader and this grant
 	Attempt   int    // starts since the last ready, of the grant in hand, from 1
 	Failures  int    // ends in a row of a unit that has served, failed starts included
+	Refusals  int    // starts in a row that found ports of the block taken; they are no attempts
 	Starts    int    // grants since the unit was wanted anew
 	Attach    bool   // dpserve did not start the engine: it recovers in place, fenced → ready
 	Stopping  bool   // the grant in hand is not wanted: its end is followed by a release
@@ -22,14 +23,19 @@ type Machine struct {
 	// NodeLost: a node of the grant is lost and the others stop their ranks. A release and another grant
 	// follow.
 	NodeLost bool
-	NodeDied bool      // the last start ended because a node of it, or the dpserve process there, ended
-	Died     bool      // that is so of the grant in hand
-	ReadyAt  time.Time // when the grant in hand became ready
-	Since    time.Time // when Phase began
-	Due      time.Time // next tick wanted; zero = none
-	StopBy   time.Time // stopping: end of the grace for running streams
-	Reason   string    // why the unit is not ready
-	LogTail  []string  // lines of the engine's log with it
+	deaths
+	ReadyAt time.Time // when the grant in hand became ready
+	Since   time.Time // when Phase began
+	Due     time.Time // next tick wanted; zero = none
+	StopBy  time.Time // stopping: end of the grace for running streams
+	Reason  string    // why the unit is not ready
+	LogTail []string  // lines of the engine's log with it
+}
+
+// deaths are starts that ended because a node, or the dpserve process there, ended.
+type deaths struct {
+	NodeDied bool // the last start
+	Died     bool // the grant in hand
 }
 
 // UnitEventKind is a kind of event of a unit.
@@ -70,6 +76,7 @@ type Event struct {
 	// EvFenced, EvGone: every node saw its ranks ready (their EvReady may have been lost)
 	WasReady bool
 	Asked    bool // EvLost: the node's process was told to end, so this is no failed start
+	Taken    bool // EvGone: another program holds ports of the unit's block, so this is no failed start
 	Died     bool // EvKilling, EvGone: the node's process has ended, and was not told to
 	// Others: other living nodes of the unit have not reported the same. EvNodeLost, EvGone: their ranks
 	// still run.
@@ -408,6 +415,7 @@ func (m *Machine) handleReady(now time.Time) []Effect {
 		return nil
 	}
 	m.Phase, m.WasReady, m.Served, m.Confirmed, m.NodeDied = Ready, true, m.Launch, true, false
+	m.Refusals = 0
 	m.ReadyAt, m.Due, m.Reason, m.LogTail = now, time.Time{}, "", nil
 	return []Effect{{Kind: ProposeReady}}
 }
@@ -506,6 +514,14 @@ func (m *Machine) handleGone(e Event, now time.Time, t Timers) []Effect {
 	fence := m.WasReady && (m.Phase == Ready || m.Phase == Starting)
 	m.enterPhase(Backoff, e, now, t)
 	if !m.WasReady {
+		if e.Taken && m.Refusals < MaxRefusals { // the next grant has other ports
+			m.Refusals++
+			m.Attempt, m.Due = m.Attempt-1, now.Add(t.StartRetry)
+			return nil
+		}
+		if e.Taken && !m.hasServed() {
+			m.Attempt = MaxStartAttempts
+		}
 		return m.countFailedStart(e, now, t)
 	}
 	m.scheduleRestart(e, now, t)

@@ -335,6 +335,52 @@ func TestAClockThatJumpsADay(t *testing.T) {
 	}
 }
 
+// A start that finds its ports taken is no attempt, three times in a row. Then the unit is failed.
+func TestPortsThatAreTakenAreNoFailedStart(t *testing.T) {
+	m, _ := Next(Machine{}, Event{Kind: EvWant}, noon, Timers{})
+	var effects []Effect
+	start := func(epoch uint64, gone Event) {
+		m, _ = Next(m, Event{Kind: EvGranted, Epoch: epoch, Attempt: m.Attempt + 1}, noon, Timers{})
+		gone.Kind, gone.Epoch = EvGone, epoch
+		m, effects = Next(m, gone, noon, Timers{})
+	}
+	start(1, Event{Reason: "exit 1"})
+	for i := range uint64(MaxRefusals) {
+		start(2+i, Event{Reason: "port 20000 is taken", Taken: true})
+		assert.Equal(t, "backoff:", describe(m, effects))
+		assert.Equal(t, noon.Add(DefaultStartRetry), m.Due)
+		_, effects = Next(m, Event{Kind: EvTick}, m.Due, Timers{})
+		assert.Equal(t, []Effect{{Kind: DoGrant, Attempt: 2}}, effects, "still the second attempt")
+	}
+	once, refused := m, uint64(2+MaxRefusals)
+	start(refused, Event{Reason: "port 20000 is taken by nginx (process 7)", Taken: true})
+	assert.Equal(t, "failed: UnitFailed", describe(m, effects))
+	assert.Equal(t, "port 20000 is taken by nginx (process 7)", m.Reason)
+
+	m, _ = Next(once, Event{Kind: EvGranted, Epoch: refused, Attempt: 2}, noon, Timers{})
+	m, _ = Next(m, Event{Kind: EvReady, Epoch: refused}, noon, Timers{})
+	assert.Zero(t, m.Refusals, "a start that succeeds begins the count again")
+}
+
+func TestJoinPorts(t *testing.T) {
+	assert.Empty(t, JoinPorts(nil))
+	assert.Equal(t, []PortRange{{20, 22}, {24, 24}}, JoinPorts([]int{20, 21, 22, 24}))
+	var many []int
+	for p := 20000; p < 30000; p += 16 {
+		many = append(many, p)
+	}
+	joined := JoinPorts(many)
+	assert.LessOrEqual(t, len(joined), MaxTakenRanges)
+	r := Resources{Taken: joined}
+	for _, p := range many {
+		assert.True(t, r.HasTaken(Block{Base: p, Size: 1}))
+	}
+	r.Taken = []PortRange{{20, 22}}
+	assert.True(t, r.HasTaken(Block{Base: 16, Size: 16}))
+	assert.False(t, r.HasTaken(Block{Base: 32, Size: 16}))
+	assert.False(t, r.HasTaken(Block{}))
+}
+
 // TestNodeThatDiesOfAStart: the process of the node, or the whole node, ends during each start of the unit.
 func TestNodeThatDiesOfAStart(t *testing.T) {
 	for kind, effects := range map[UnitEventKind][]string{

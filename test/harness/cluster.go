@@ -61,6 +61,12 @@ func Grows() Option { return func(s *settings) { s.grows = true } }
 // Slots sets how many ranks fit on a node.
 func Slots(n int) Option { return func(s *settings) { s.config.Slots = n } }
 
+// EnginesLiveOn has engines outlive their node, unless it is asked to stop, as under `dpserve start`.
+func EnginesLiveOn() Option { return func(s *settings) { s.config.Shims = true } }
+
+// Metrics sets --metrics-bind.
+func Metrics(addr string) Option { return func(s *settings) { s.config.MetricsBind = addr } }
+
 // New starts a cluster inside a synctest bubble and ends it with the test. At the end no request may be open,
 // no goroutine may run, and the journal may hold no WARN or ERROR line that the test does not expect. Without
 // options the cluster is one node with every default.
@@ -74,7 +80,7 @@ func New(t testing.TB, options ...Option) *Cluster {
 	c := &Cluster{Expected: &Expected{}, T: t, Net: &memnet.Network{}, Journal: &Journal{}}
 	c.Engines = newEngines(c.Net)
 	c.Journal.started = c.Engines.name
-	s.config.DataDir, s.config.Executable, s.config.Launcher = "", "dpserve", c.Engines
+	s.config.DataDir, s.config.Executable = "", "dpserve"
 	s.config.LogFormat, s.config.LogLevel = "json", "info"
 	if s.disk != "" {
 		s.disk = t.TempDir() // before the cleanup: it goes after the nodes
@@ -111,6 +117,9 @@ func (c *Cluster) end() {
 		time.Sleep(afterwards)
 	}
 	assert.Empty(c.T, c.Engines.Live(), "engines left behind")
+	for _, e := range c.Engines.Live() {
+		e.Kill() // the bubble ends with its goroutines
+	}
 	assert.Empty(c.T, c.Engines.Faults(), "two owners of a rank")
 	c.check(c.T, "the nodes", c.Journal.String(), before)
 	if c.T.Failed() {

@@ -78,6 +78,7 @@ func (c *Cluster) Grow() *Peer {
 	}
 	m.place, m.journalWriter = c.Net.Host(m.Host), &journalWriter{journal: c.Journal}
 	cfg.NodeID, cfg.LogWriter, cfg.Network, cfg.Stores = m.ID, m.journalWriter, m.place, m.Disk.under
+	cfg.Launcher = launcher{c.Engines, m.Host}
 	if roles := s.roles[i]; len(roles) > 0 {
 		cfg.Roles = roles
 	}
@@ -111,9 +112,6 @@ func (m *Peer) start(cfg server.Config) error {
 	if err != nil {
 		return err
 	}
-	if err := n.Listen(); err != nil {
-		return errors.Join(err, n.Close())
-	}
 	m.config, m.node, m.served, m.once = cfg, n, make(chan error, 1), sync.Once{}
 	ctx, stop := context.WithCancel(context.Background())
 	m.stop = stop
@@ -124,6 +122,25 @@ func (m *Peer) start(cfg server.Config) error {
 
 // OnDisk gives each node a data dir, on which it can start again after Close.
 func OnDisk() Option { return func(s *settings) { s.disk = "yes" } }
+
+// LetGo ends the node's process as an error does: nothing asks the node to stop.
+func (m *Peer) LetGo() {
+	m.T.Helper()
+	require.NoError(m.T, m.node.Close())
+	require.NoError(m.T, m.drained())
+	m.client.CloseIdleConnections()
+	m.gone.Store(true)
+}
+
+// BreakEndpoint ends the node's process as a failure of its OpenAI endpoint does.
+func (m *Peer) BreakEndpoint() error {
+	m.place.Shut(m.Host + ":8000")
+	err := m.drained()
+	require.NoError(m.T, m.node.Close())
+	m.client.CloseIdleConnections()
+	m.gone.Store(true)
+	return err
+}
 
 // Again starts a node that was closed on its data dir, as `dpserve start` does, with other timers if there
 // are any.

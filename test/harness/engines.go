@@ -24,10 +24,12 @@ import (
 	"github.com/dpserve/dpserve/test/memnet"
 )
 
-// Engines is a node.Launcher that starts simulated engines in this process. It records two faults: two live
-// engines of one rank, and an epoch of a unit that does not grow. Engines is safe for concurrent use.
+// Engines starts simulated engines in this process, for the nodes of all hosts. It records two faults: two
+// live engines of one rank, and an epoch of a unit that does not grow. Engines is safe for concurrent use.
 type Engines struct {
 	net *memnet.Network
+
+	WhenFound func() // called when a starting node looks for engines; nil = nothing
 
 	mu     sync.Mutex
 	all    []*Engine
@@ -48,13 +50,37 @@ func (o owner) seat() string {
 	return strings.Join(parts[:min(2, len(parts))], "/") + "/" + strconv.Itoa(o.rank)
 }
 
-var _ node.Launcher = (*Engines)(nil)
+// launcher starts the engines of one host's node.
+type launcher struct {
+	*Engines
+
+	host string
+}
+
+var _ node.Launcher = launcher{}
+
+// Found implements node.Launcher: the engines that the node before has let go of.
+func (l launcher) Found() []node.Found {
+	if l.WhenFound != nil {
+		l.WhenFound()
+	}
+	var out []node.Found
+	for _, e := range l.On(l.host) {
+		e.mu.Lock()
+		if e.left {
+			out = append(out, node.Found{LaunchOrder: e.order, Process: e, Began: e.began})
+		}
+		e.left = false
+		e.mu.Unlock()
+	}
+	return out
+}
 
 func newEngines(n *memnet.Network) *Engines {
 	return &Engines{net: n, epochs: map[owner]uint64{}}
 }
 
-// Start implements node.Launcher: the engine's own command line, without its process.
+// Start is that of a node.Launcher: the engine's own command line, without its process.
 func (s *Engines) Start(_ context.Context, o node.LaunchOrder, stdout, stderr io.Writer) (
 	node.Process, error,
 ) {
@@ -79,8 +105,8 @@ func (s *Engines) Start(_ context.Context, o node.LaunchOrder, stdout, stderr io
 	}
 	cfg.DevMode = slices.Contains(l.Env, "VLLM_SERVER_DEV_MODE=1")
 	e := &Engine{
-		URL: l.URL, Argv: l.Argv, host: host, began: time.Now(), signals: make(chan os.Signal, 1),
-		exited: make(chan struct{}),
+		URL: l.URL, Argv: l.Argv, host: host, order: o, began: time.Now(),
+		signals: make(chan os.Signal, 1), exited: make(chan struct{}),
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	e.cancel = cancel
@@ -91,10 +117,7 @@ func (s *Engines) Start(_ context.Context, o node.LaunchOrder, stdout, stderr io
 	return e, nil
 }
 
-// Found implements node.Launcher.
-func (*Engines) Found() []node.Found { return nil }
-
-// Extend implements node.Launcher.
+// Extend is that of a node.Launcher.
 func (*Engines) Extend(time.Duration) {}
 
 // StartSim serves a simulated engine in this process, without dpserve, until the test ends.
@@ -195,6 +218,7 @@ type Engine struct {
 	Argv []string
 
 	host    string
+	order   node.LaunchOrder
 	owner   owner
 	epoch   uint64
 	began   time.Time
@@ -206,6 +230,7 @@ type Engine struct {
 	mu     sync.Mutex
 	killed bool
 	asked  bool // to end
+	left   bool // its node has let go of it
 }
 
 var _ node.Process = (*Engine)(nil)
@@ -295,4 +320,8 @@ func (*Engine) Adopt(_, _ io.Writer) {}
 func (*Engine) Release() {}
 
 // Detach implements node.Process.
-func (*Engine) Detach() {}
+func (e *Engine) Detach() {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.left = true
+}

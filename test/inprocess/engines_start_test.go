@@ -3,6 +3,7 @@ package inprocess
 import (
 	"errors"
 	"fmt"
+	"net"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -154,5 +155,34 @@ func TestRG8ARankThatNeverReports(t *testing.T) {
 		}
 		assert.Equal(t, missing, reasons["backoff"])
 		c.Quiet()
+	})
+}
+
+// Another program holds a port in each of the first twelve blocks. The first start of each rank finds that
+// out, and the next one has a free block: no attempt is lost.
+func TestHF68BlocksOfAnotherProgramAreLeftOut(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := harness.New(t)
+		var held []net.Listener
+		for block := range 12 {
+			l, err := c.Net.Host("127.0.0.1").Listen(fmt.Sprintf("127.0.0.1:%d", 20000+16*block+block%3))
+			require.NoError(t, err)
+			held = append(held, l)
+		}
+		began := time.Now()
+		c.Deploy(simApp("a", 3, "independent", "sim_step_ms: 10"))
+		st := c.WaitStatus("a", "RUNNING")
+		assert.Less(t, time.Since(began), 3*time.Second)
+		for _, u := range st.Units {
+			assert.Equal(t, [...]any{uint64(2), 1}, [...]any{u.Epoch, u.Attempt}, u.Unit)
+		}
+		taken := c.Peer(0).State().Nodes["node-1"].Resources.Taken
+		assert.Len(t, taken, 12)
+		for _, l := range held {
+			require.NoError(t, l.Close())
+		}
+		c.Delete("a")
+		time.Sleep(11 * time.Minute)
+		assert.Empty(t, c.Peer(0).State().Nodes["node-1"].Resources.Taken, "they are free again")
 	})
 }

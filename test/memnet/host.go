@@ -64,6 +64,14 @@ func (h *Host) DialContext(ctx context.Context, network, addr string) (net.Conn,
 	return here, nil
 }
 
+// Shut closes the listener of an address, as the kernel does when it fails.
+func (h *Host) Shut(addr string) {
+	h.net.mu.Lock()
+	l := h.net.listeners[addr]
+	h.net.mu.Unlock()
+	_ = l.Close() // never fails
+}
+
 // again is the time at which TCP next resends data that it first sent at the given time.
 func again(sent, now time.Time, pause time.Duration) time.Time {
 	at := sent

@@ -9,6 +9,7 @@ import (
 	"net"
 	"strconv"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/dpserve/dpserve/internal/pause"
@@ -59,7 +60,7 @@ func (n *Network) Listen(addr string) (net.Listener, error) {
 	}
 	key := net.JoinHostPort(host, port)
 	if n.listeners[key] != nil {
-		return nil, fmt.Errorf("listen on %s: address already in use", key)
+		return nil, fmt.Errorf("listen on %s: %w", key, syscall.EADDRINUSE)
 	}
 	l := &listener{net: n, addr: address(key), conns: make(chan net.Conn, backlog), done: make(chan struct{})}
 	n.listeners[key] = l

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"net"
+	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -104,14 +105,19 @@ func only(c *harness.Members, engines string, dirs ...string) {
 	})
 }
 
-// EN3: the shim of a rank is killed under load, then dpserve and the shim of another rank. In the folder of
-// the engines the next process of the node finds engines of another cluster and of another version of shims,
-// damaged files, and a socket that somebody else listens on.
+// EN3, HF58, HF70, HF71: the shim of a rank is killed under load, then dpserve and the shim of another rank.
+// In the folder of the engines the next process of the node finds engines of another cluster and of another
+// version of shims, damaged files, and a socket that somebody else listens on.
 func TestEN3ShimsThatFailOrAreOthers(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(1), harness.Calm)
 	c.Expect(harness.NodeFails, harness.EngineFails, harness.StreamBreaks, shimsFail)
 	w := c.All[0]
+	program := filepath.Join(t.TempDir(), "dpserve")
+	copyFile(t, harness.Binary(t), program)
+	w.Term()
+	w.Use(program)
+	w.Start()
 	engines := filepath.Join(w.Dir, "engines")
 	w.Want(simApp("three", 3, "independent", "sim_step_ms: 5"))
 	st := c.Running("three")
@@ -120,11 +126,24 @@ func TestEN3ShimsThatFailOrAreOthers(t *testing.T) {
 		return launchOf(t, engines, of[seat].PID)
 	}
 
+	script := filepath.Join(t.TempDir(), "dpserve") // what an upgrade has put at the path by mistake
+	require.NoError(t, os.WriteFile(script, []byte("#!/bin/sh\nexit 3\n"), 0o755))
+	copyFile(t, script, program)
+	code, text, err := w.Ask(http.MethodPost, "/api/v1/restart", "")
+	require.NoError(t, err)
+	assert.Equal(t, http.StatusConflict, code)
+	assert.Contains(t, text, "this node cannot be restarted: "+program+": it is a script; the node goes on "+
+		"with the binary that it has")
+
 	load := harness.StartStreams(t, "three", 12, 20, harness.HungAfter, w.HTTP)
 	load.Reaches(12)
 	killed := folder("0/1", before)
 	killed.kill(c)
 	after := restartedOnce(c, "three", "0/1", before)
+	started := folder("0/1", after)
+	for _, pid := range []int{started.state.Shim, started.state.PID} {
+		assert.True(t, sameImage(t, w.PID, pid), "process %d runs what the node runs", pid)
+	}
 	load.Reaches(24)
 	y := load.End()
 	assert.Zero(t, y.Refused+y.Cut+y.Hung, "no error before the first byte: %v", y)
@@ -132,6 +151,8 @@ func TestEN3ShimsThatFailOrAreOthers(t *testing.T) {
 	only(c, engines, folder("0/0", after).dir, folder("0/1", after).dir, folder("0/2", after).dir)
 
 	w.Crash()
+	copyFile(t, harness.Binary(t), program)
+	startsBesideTakenPorts(c, w)
 	stale := folder("0/2", after)
 	stale.kill(c)
 	assert.FileExists(t, filepath.Join(stale.dir, "shim.sock"))
@@ -148,6 +169,41 @@ func TestEN3ShimsThatFailOrAreOthers(t *testing.T) {
 	answersAt(t, "three", w.HTTP)
 	restartedOnce(c, "three", "0/2", after)
 }
+
+// sameImage reports whether two processes run the same file, which may be deleted.
+func sameImage(t *testing.T, a, b int) bool {
+	t.Helper()
+	var files [2]os.FileInfo
+	for i, pid := range []int{a, b} {
+		var err error
+		files[i], err = os.Stat(fmt.Sprintf("/proc/%d/exe", pid))
+		require.NoError(t, err)
+	}
+	return os.SameFile(files[0], files[1])
+}
+
+// startsBesideTakenPorts starts a crashed node once for each of its ports, while another program holds it.
+// The engines live on each time.
+func startsBesideTakenPorts(c *harness.Members, w *harness.Member) {
+	c.T.Helper()
+	engines := w.Children()
+	require.NotEmpty(c.T, engines)
+	metrics := net.JoinHostPort(w.IP, "0")
+	for _, port := range []*string{ref(w.HTTP), ref(w.Admin), &metrics, ref(w.NodePort()), ref(w.Gossip())} {
+		l, err := net.Listen("tcp", *port)
+		require.NoError(c.T, err)
+		*port = l.Addr().String()
+		w.Launch("start", "--metrics-bind", metrics)
+		<-w.Exited()
+		assert.Equal(c.T, 1, w.ExitCode())
+		assert.Contains(c.T, w.Output(), *port)
+		assert.Contains(c.T, w.Output(), "address already in use")
+		assert.ElementsMatch(c.T, engines, w.Children(), "engines while %s is taken", *port)
+		require.NoError(c.T, l.Close())
+	}
+}
+
+func ref(s string) *string { return &s }
 
 // planted is a folder that the node has not made.
 type planted struct {

@@ -110,8 +110,8 @@ func TestMB11EnginesAreAdoptedAfterACrash(t *testing.T) {
 	assert.ElementsMatch(t, engines, w.Children(), "the same engines, and no other")
 }
 
-// EN2: SIGUSR2 replaces the process by another binary at its own path, under the same process id. Streams of
-// other nodes are not cut, and no node warns.
+// EN2, HF70: SIGUSR2 replaces the process by another binary at its own path, under the same process id.
+// Streams of other nodes are not cut, and no node warns.
 func TestEN2RestartWithAnotherBinary(t *testing.T) {
 	t.Parallel()
 	old, next := harness.Binary(t), harness.NextBinary(t)
@@ -132,6 +132,7 @@ func TestEN2RestartWithAnotherBinary(t *testing.T) {
 	load := harness.StartStreams(t, "wide", 64, 40, harness.HungAfter, a.HTTP, b.HTTP)
 	load.Reaches(128)
 
+	require.NoError(t, os.Rename(program, program+".old")) // kept aside, as many people do
 	copyFile(t, next, program)
 	var was, is client.Process
 	require.NoError(t, w.Get("/api/v1/restart", &was))

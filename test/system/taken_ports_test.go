@@ -1,6 +1,7 @@
 package system
 
 import (
+	"fmt"
 	"net"
 	"strconv"
 	"testing"
@@ -13,7 +14,8 @@ import (
 )
 
 // Programs of the machine's user listen on 18000 and inside several blocks of test ports: a node of a test
-// and its engines start beside them at the first attempt.
+// and its engines start beside them at the first attempt. So do those of a second
+// node with the same ports for engines.
 func TestDeployBesideProgramsOnTestPorts(t *testing.T) {
 	t.Parallel()
 	listen := func(port int) {
@@ -42,6 +44,17 @@ func TestDeployBesideProgramsOnTestPorts(t *testing.T) {
 	for _, u := range st.Units {
 		assert.Equal(t, uint64(1), u.Epoch, "%s starts at the first attempt: %s", u.Unit, u.Reason)
 	}
-	r.Delete("beside")
-	r.Quiet()
+
+	// HF68: a second node on the machine has the same range, whose first blocks are in use
+	lo, hi := r.EnginePorts()
+	other := harness.Start(t, "--port-range", fmt.Sprintf("%d-%d", lo, hi))
+	other.Deploy(simApp("beside", 3, "independent", "sim_step_ms: 1"))
+	for _, u := range other.WaitStatus("beside", "RUNNING").Units {
+		assert.Equal(t, 1, u.Attempt, "%s: a port that is taken is no attempt", u.Unit)
+	}
+	r.WaitStatus("beside", "RUNNING")
+	for _, n := range []*harness.Real{other, r} {
+		n.Delete("beside")
+		n.Quiet()
+	}
 }

@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"net"
-	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -110,16 +109,6 @@ func TestForeignListener(t *testing.T) {
 	require.Len(t, out.Listeners, 1)
 	assert.Equal(t, doctor.Owner{PID: cmd.Process.Pid, Program: "sleep"}, out.Listeners[0].Owner)
 	assert.Equal(t, port, out.Listeners[0].Port)
-}
-
-func TestBlocks(t *testing.T) {
-	one := process.Socket{Host: netip.MustParseAddr("127.0.0.1"), Port: 8000}
-	assert.True(t, blocks(one, "127.0.0.1:8000"))
-	assert.True(t, blocks(one, "0.0.0.0:8000"))
-	assert.False(t, blocks(one, "127.0.0.2:8000"))
-	assert.False(t, blocks(one, "127.0.0.1:8001"))
-	assert.False(t, blocks(one, "nonsense"))
-	assert.True(t, blocks(process.Socket{Host: netip.IPv4Unspecified(), Port: 8265}, "127.0.0.9:8265"))
 }
 
 func TestParseSpan(t *testing.T) {

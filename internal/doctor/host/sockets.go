@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"net"
-	"net/netip"
 	"os"
 	"path/filepath"
 	"slices"
@@ -91,17 +90,6 @@ func parseSpan(text string) (doctor.Span, bool) {
 	return doctor.Span{Lo: lo, Hi: hi}, err == nil && 0 < lo && lo <= hi && hi <= 1<<16-1
 }
 
-// blocks reports whether a socket keeps an address from being bound: same port, and same host or one of them
-// is all hosts.
-func blocks(s process.Socket, address string) bool {
-	host, port, err := net.SplitHostPort(address)
-	if err != nil || port != strconv.Itoa(s.Port) {
-		return false
-	}
-	wanted, err := netip.ParseAddr(host)
-	return err != nil || wanted.IsUnspecified() || s.Host.IsUnspecified() || wanted.Unmap() == s.Host.Unmap()
-}
-
 // programName begins the name of every file of this program, such as dpserve-v0.2.
 const programName = "dpserve"
 
@@ -123,7 +111,7 @@ func newHolders() *holders {
 // find returns the process that keeps an address from being bound.
 func (h *holders) find(network, address string) doctor.Owner {
 	for _, s := range process.Listening("self", network) {
-		if blocks(s, address) {
+		if s.Blocks(address) {
 			return h.of(s.Inode)
 		}
 	}

@@ -65,7 +65,7 @@ func benchLoad(b *testing.B, body string, args ...string) {
 }
 
 // cpu is the processor time of the process in seconds.
-func (p *process) cpu(t testing.TB) float64 {
+func (p *simProcess) cpu(t testing.TB) float64 {
 	t.Helper()
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.cmd.Process.Pid))
 	require.NoError(t, err)

@@ -19,6 +19,7 @@ import (
 
 	em "github.com/dpserve/dpserve/internal/enginemodel"
 	"github.com/dpserve/dpserve/internal/pause"
+	"github.com/dpserve/dpserve/internal/process"
 )
 
 // Exit codes of Main.
@@ -186,13 +187,10 @@ func portFree(ctx context.Context, cfg *Config) error {
 
 // orphan starts this program again, as a child in the same process group that only holds port.
 func orphan(ctx context.Context, args []string, port int) error {
-	program, err := os.Executable()
-	if err != nil {
-		return err
-	}
 	own := os.Args[1:max(1, len(os.Args)-len(args))] // the words in front of the engine's flags: "engine sim"
-	cmd := exec.CommandContext(context.WithoutCancel(ctx), program,
+	cmd := exec.CommandContext(context.WithoutCancel(ctx), process.Self(),
 		append(slices.Clone(own), holdFlag, strconv.Itoa(port))...)
+	cmd.Args[0] = os.Args[0]
 	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr // as a real engine's children do
 	ready, err := cmd.StdinPipe()
 	if err != nil {

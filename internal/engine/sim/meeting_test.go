@@ -87,7 +87,7 @@ func TestAGroupOverTwoAddressesStepsTogether(t *testing.T) {
 	require.NoError(t, l.Close())
 	t.Setenv(groupKeyVar, "secret of this start")
 	base := ports.Take(t, ranks+1, host(0), host(ranks-1))
-	var all []*process
+	var all []*simProcess
 	for rank := range ranks {
 		p := launchOn(t, base+rank, "--host", host(rank), "--data-parallel-size", strconv.Itoa(ranks),
 			"--data-parallel-rank", strconv.Itoa(rank),

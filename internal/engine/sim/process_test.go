@@ -24,8 +24,8 @@ import (
 	"github.com/dpserve/dpserve/test/ports"
 )
 
-// process is an engine in a process of its own: this test binary as the engine (TestMain).
-type process struct {
+// simProcess is an engine in a process of its own: this test binary as the engine (TestMain).
+type simProcess struct {
 	cmd    *exec.Cmd
 	port   int
 	stdin  io.WriteCloser
@@ -35,14 +35,14 @@ type process struct {
 	stderr strings.Builder
 }
 
-func launch(t testing.TB, args ...string) *process {
+func launch(t testing.TB, args ...string) *simProcess {
 	t.Helper()
 	return launchOn(t, ports.Take(t, 1), args...)
 }
 
-func launchOn(t testing.TB, port int, args ...string) *process {
+func launchOn(t testing.TB, port int, args ...string) *simProcess {
 	t.Helper()
-	p := &process{port: port, ready: make(chan struct{}), ended: make(chan struct{})}
+	p := &simProcess{port: port, ready: make(chan struct{}), ended: make(chan struct{})}
 	p.cmd = exec.CommandContext(context.Background(), os.Args[0],
 		append([]string{"--port", strconv.Itoa(p.port)}, args...)...)
 	p.cmd.Env = append(os.Environ(), asEngine+"=1", "GOMAXPROCS=", "GORACE=atexit_sleep_ms=0")
@@ -71,21 +71,21 @@ func launchOn(t testing.TB, port int, args ...string) *process {
 }
 
 // Write collects what the process logs.
-func (p *process) Write(b []byte) (int, error) {
+func (p *simProcess) Write(b []byte) (int, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.stderr.Write(b)
 }
 
-func (p *process) log() string {
+func (p *simProcess) log() string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.stderr.String()
 }
 
-func (p *process) url() string { return fmt.Sprintf("http://127.0.0.1:%d", p.port) }
+func (p *simProcess) url() string { return fmt.Sprintf("http://127.0.0.1:%d", p.port) }
 
-func (p *process) waitReady(t testing.TB) {
+func (p *simProcess) waitReady(t testing.TB) {
 	t.Helper()
 	select {
 	case <-p.ready:
@@ -96,7 +96,7 @@ func (p *process) waitReady(t testing.TB) {
 	}
 }
 
-func (p *process) exitCode(t testing.TB) int {
+func (p *simProcess) exitCode(t testing.TB) int {
 	t.Helper()
 	select {
 	case <-p.ended:

@@ -15,7 +15,7 @@ import (
 )
 
 // launchPair starts two engines as a user does.
-func launchPair(t *testing.T, more ...string) (p, d *process) {
+func launchPair(t *testing.T, more ...string) (p, d *simProcess) {
 	args := func(role string) []string {
 		return append([]string{
 			"--block-size", "32", "--max-model-len", "2048", "--num-gpu-blocks-override", "128",
@@ -29,7 +29,7 @@ func launchPair(t *testing.T, more ...string) (p, d *process) {
 	return p, d
 }
 
-func askProcess(t testing.TB, p *process, body string) (int, string) {
+func askProcess(t testing.TB, p *simProcess, body string) (int, string) {
 	t.Helper()
 	resp := postURL(t, p.url()+"/v1/completions", body)
 	defer func() { _ = resp.Body.Close() }()
@@ -38,7 +38,7 @@ func askProcess(t testing.TB, p *process, body string) (int, string) {
 	return resp.StatusCode, string(b)
 }
 
-func paramsOf(t testing.TB, p *process, prompt string) string {
+func paramsOf(t testing.TB, p *simProcess, prompt string) string {
 	t.Helper()
 	_, body := askProcess(t, p, `{"prompt":"`+prompt+`","max_tokens":1,"kv_transfer_params":`+
 		prefillParams+`}`)
@@ -90,7 +90,7 @@ func TestTwoProcesses(t *testing.T) {
 	assert.Zero(t, d.exitCode(t))
 }
 
-func statsOf(t testing.TB, p *process) (s Stats) {
+func statsOf(t testing.TB, p *simProcess) (s Stats) {
 	t.Helper()
 	_, body := fetch(t, http.MethodGet, p.url()+"/_sim/stats", "")
 	require.NoError(t, json.Unmarshal([]byte(body), &s))
