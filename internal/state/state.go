@@ -127,6 +127,16 @@ func (u *Unit) IsOn(node string) bool {
 	return slices.ContainsFunc(u.Ranks, func(r RankGrant) bool { return r.Node == node })
 }
 
+// floors are the least numbers that a name may get anew.
+type floors struct {
+	// Revisions and Epochs keep only the last maxGoneNames names of what is gone. The dropped numbers are at
+	// most these.
+	RevisionFloor uint64 `json:"revision_floor,omitempty"`
+	EpochFloor    uint64 `json:"epoch_floor,omitempty"`
+	// EpochLeast is set by Recover: every later grant has a higher epoch. 0 = the voters were never lost.
+	EpochLeast uint64 `json:"epoch_least,omitempty"`
+}
+
 // State is the replicated state. Only Apply writes it. Readers hold a snapshot (Clone) and never change it.
 type State struct {
 	Index    uint64           `json:"index"`            // raft index of the last command
@@ -145,12 +155,7 @@ type State struct {
 	// ends with the application. What has served is started again for ever.
 	Served map[string]string `json:"served,omitempty"`
 
-	// Revisions and Epochs keep only the last maxGoneNames names of what is gone. The dropped numbers are at
-	// most these.
-	RevisionFloor uint64 `json:"revision_floor,omitempty"`
-	EpochFloor    uint64 `json:"epoch_floor,omitempty"`
-	// EpochLeast is set by Recover: every later grant has a higher epoch. 0 = the voters were never lost.
-	EpochLeast uint64 `json:"epoch_least,omitempty"`
+	floors
 
 	Tokens    map[string]*Token `json:"tokens,omitempty"`     // by hash
 	Removed   []string          `json:"removed,omitempty"`    // UIDs of removed nodes, the latest last
