@@ -117,6 +117,7 @@ type RankStatus struct {
 	Epoch       uint64  `json:"epoch"`
 	Incarnation string  `json:"incarnation,omitempty"` // 16 hex digits
 	PID         int     `json:"pid,omitempty"`
+	Memory      uint64  `json:"memory_bytes,omitempty"` // of its engine's processes; 0 = not known
 	URL         string  `json:"url,omitempty"`
 	MaxOngoing  int     `json:"max_ongoing,omitempty"`
 	InFlight    int     `json:"in_flight"`

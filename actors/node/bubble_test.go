@@ -253,6 +253,7 @@ func (p *fakeProcess) Exited() <-chan struct{} { return p.exited }
 func (*fakeProcess) Exit() Exit                { return Exit{} }
 func (p *fakeProcess) Kill()                   { p.once.Do(func() { close(p.exited) }) }
 func (*fakeProcess) Held() string              { return "" }
+func (*fakeProcess) Memory() uint64            { return 0 }
 func (*fakeProcess) Adopt(_, _ io.Writer)      {}
 func (p *fakeProcess) Release()                { p.released.Store(true) }
 func (p *fakeProcess) Detach()                 { p.detached.Store(true) }

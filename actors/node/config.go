@@ -28,12 +28,12 @@ type Replica interface {
 // Config is the configuration of a node.
 type Config struct {
 	ID         string
-	DataDir    string // epochs, process groups, engine logs; "" = nothing survives
+	DataDir    string // epochs, engines, their logs; "" = nothing survives
 	Executable string // starts simulated engines and shims; "" = this program, as it runs
 	System     *actor.ActorSystem
 	NewReplica func(spec msg.ReplicaSpec) (Replica, error)
 	Assigner   msg.Assigner
-	Launcher   Launcher          // nil = shims if Shims is set, else direct children
+	Launcher   Launcher          // nil = shims, or direct children where there are none
 	Shims      *ShimConfig       // nil = engines end with this process
 	Transport  http.RoundTripper // for probes of starting engines; nil = a new one
 	Checks

@@ -2,9 +2,7 @@ package node
 
 import (
 	"maps"
-	"path/filepath"
 
-	"github.com/dpserve/dpserve/internal/diskfile"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -78,25 +76,4 @@ func (e *epochs) with(unit string, epoch uint64) map[string]uint64 {
 	next := maps.Clone(e.seen)
 	next[unit] = epoch
 	return next
-}
-
-// loadEpochs reads the file of dir. An unreadable file is an error: a node that forgets epochs may serve an
-// old one.
-func loadEpochs(dir string) (seen map[string]uint64, err error) {
-	if dir == "" {
-		return nil, nil
-	}
-	if err := readJSON(filepath.Join(dir, epochsFile), &seen); err != nil {
-		return nil, problem.New(problem.Internal, "%w", err).
-			WithHint("restore the file, or remove it if no other node serves this cluster's units")
-	}
-	return seen, nil
-}
-
-// saveEpochs writes the file of dir. It returns after the file is on disk.
-func saveEpochs(dir string, seen map[string]uint64) error {
-	if dir == "" {
-		return nil
-	}
-	return diskfile.ReplaceJSON(filepath.Join(dir, epochsFile), seen)
 }

@@ -154,27 +154,3 @@ func TestShimsCloseOverADiskThatHangs(t *testing.T) {
 		l.close()
 	})
 }
-
-// The engine has ended: only its entry stays until the disk answers, and the newest table is written then.
-func TestTheTableOfProcessesWaitsOnceForADiskThatHangs(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		dir := t.TempDir()
-		l := newProcessTable(dir, "x", slog.New(slog.DiscardHandler))
-		l.add(11, "a")
-		l.add(12, "b")
-		end := diskfile.Hang(dir)
-		defer end()
-		began := time.Now()
-		l.remove(11)
-		assert.Equal(t, tableWait, time.Since(began))
-		l.remove(12)
-		l.add(13, "c")
-		assert.Equal(t, tableWait, time.Since(began))
-		end()
-		synctest.Wait()
-		var left []entry
-		require.NoError(t, readJSON(l.path, &left))
-		require.Len(t, left, 1)
-		assert.Equal(t, 13, left[0].Group)
-	})
-}

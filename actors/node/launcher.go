@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
@@ -39,8 +38,8 @@ type Found struct {
 	Began   time.Time
 }
 
-// Launcher starts engines. The node's own launchers start processes, as direct children or in shims; tests
-// start engines inside their own process. All methods are safe for concurrent use.
+// Launcher starts engines. The node's own launchers start processes, in shims or, where there are none, as
+// direct children; tests start engines inside their own process. All methods are safe for concurrent use.
 type Launcher interface {
 	// Start runs o and returns once it runs. ctx bounds the start, not the engine. Lines of both streams go
 	// to the writers.
@@ -57,11 +56,12 @@ type Launcher interface {
 // return at once.
 type Process interface {
 	PID() int                // 0 if it has no process of its own
-	Exited() <-chan struct{} // closed when the front process has ended; the rest of its group may live on
+	Exited() <-chan struct{} // closed when the front process has ended; what it has started may live on
 	Exit() Exit              // valid once Exited is closed
 	Terminate()              // SIGTERM to the front process
-	Kill()                   // SIGKILL to the whole group
-	Held() string            // describes the living processes of the group; "" when it is empty
+	Kill()                   // SIGKILL to everything that was started
+	Held() string            // describes what lives of it; "" when nothing does
+	Memory() uint64          // what it uses, in bytes; 0 = not known
 
 	// Adopt passes the output of a found engine on, beginning some lines before the first one that no node
 	// has read. No effect on a started engine, and the second time.
@@ -76,8 +76,7 @@ type Process interface {
 // Exit describes the end of a front process.
 type Exit = process.Exit
 
-// ShimConfig lets engines outlive this process. It needs Linux and a data dir; elsewhere engines are direct
-// children.
+// ShimConfig lets engines outlive this process. It needs Linux and a data dir.
 type ShimConfig struct {
 	Cluster       string        // id of the cluster
 	Node          string        // UID of this node
@@ -99,42 +98,29 @@ const reapEach = 5 * time.Second
 // errClosed says that the node is closed.
 var errClosed = errors.New("the node is closed")
 
-// processes is the Launcher of engines that end with the node: they are its children.
-type processes struct {
+// children is the Launcher of a node without a data dir, or on a system without shims: engines are children
+// of this process and end with it.
+type children struct {
 	forker *process.Forker
-	table  *processTable
 }
 
-var _ Launcher = (*processes)(nil)
+var _ Launcher = children{}
 
-func newProcesses(t *processTable) *processes {
-	p := &processes{forker: process.NewForker(), table: t}
-	if os.Getpid() == 1 {
-		go reapOrphans(p.forker.Done(), reapEach, t.owns)
-	}
-	return p
-}
-
-// close ends the forking thread, and with it, on Linux, every remaining engine. Idempotent.
-func (p *processes) close() { p.forker.Close() }
-
-// Found implements Launcher: a direct child does not outlive its node.
-func (*processes) Found() []Found { return nil }
+// Found implements Launcher: a child does not outlive its node.
+func (children) Found() []Found { return nil }
 
 // Extend implements Launcher.
-func (*processes) Extend(time.Duration) {}
+func (children) Extend(time.Duration) {}
 
 // Start implements Launcher.
-func (p *processes) Start(ctx context.Context, o LaunchOrder, stdout, stderr io.Writer) (Process, error) {
-	mark := process.Mark(p.table.newLaunch())
-	c, err := p.forker.Start(ctx, process.Command{
-		Path: imageOf(o.Argv[0]), Argv: o.Argv, Env: o.Env, Mark: mark,
+func (l children) Start(ctx context.Context, o LaunchOrder, stdout, stderr io.Writer) (Process, error) {
+	c, err := l.forker.Start(ctx, process.Command{
+		Path: imageOf(o.Argv[0]), Argv: o.Argv, Env: o.Env,
 	}, stdout, stderr)
 	if err != nil {
 		return nil, fmt.Errorf("start engine %s: %w", o.Argv[0], err)
 	}
-	p.table.add(c.PID(), mark)
-	return &child{c, p.table}, nil
+	return child{c}, nil
 }
 
 // imageOf is what to execute for the first word of a command if that is this program: the program as it runs,
@@ -149,29 +135,21 @@ func imageOf(word string) string {
 // child is an engine that is a child of this process.
 type child struct {
 	*process.Child
-
-	table *processTable
 }
 
-var _ Process = (*child)(nil)
+var _ Process = child{}
 
-// Held implements Process. An empty group is removed from the table.
-func (c *child) Held() string {
-	left := c.Child.Held()
-	if left == "" {
-		c.table.remove(c.PID())
-	}
-	return left
-}
+// Memory implements Process.
+func (child) Memory() uint64 { return 0 }
 
 // Adopt implements Process.
-func (*child) Adopt(io.Writer, io.Writer) {}
+func (child) Adopt(io.Writer, io.Writer) {}
 
 // Release implements Process.
-func (*child) Release() {}
+func (child) Release() {}
 
 // Detach implements Process: the engine ends with this process all the same.
-func (*child) Detach() {}
+func (child) Detach() {}
 
 func closed(c <-chan struct{}) bool {
 	select {

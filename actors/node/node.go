@@ -140,19 +140,14 @@ func (n *Node) defaults() error {
 	return nil
 }
 
-// openLauncher ends what direct children of an earlier process have left, and opens the node's own launcher.
+// openLauncher opens the node's own launcher.
 func (n *Node) openLauncher() error {
-	t := newProcessTable(n.cfg.DataDir, fmt.Sprintf("%016x", n.cfg.Rand()), n.log)
-	if err := t.sweep(); err != nil {
-		return problem.New(problem.Internal, "%w", err).
-			WithHint("end left-over engines by hand and remove the file")
-	}
-	if n.cfg.Shims == nil || n.cfg.DataDir == "" || !shim.Supported {
-		p := newProcesses(t)
-		n.launcher, n.closer = p, p.close
+	if n.cfg.DataDir == "" || !shim.Supported {
+		f := process.NewForker()
+		n.launcher, n.closer = children{f}, f.Close
 		return nil
 	}
-	s, err := openShims(&n.cfg, &n.timers, t)
+	s, err := openShims(&n.cfg, &n.timers)
 	if err != nil {
 		return problem.New(problem.Internal, "%w", err).WithHint("the folder must be readable for this user")
 	}

@@ -8,6 +8,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -51,13 +52,13 @@ func openTest(t *testing.T, dir string, change func(c *Config)) *shims {
 	t.Helper()
 	cfg := Config{
 		DataDir: dir, Executable: os.Args[0], Log: slog.New(slog.NewTextHandler(t.Output(), nil)),
-		Shims: &ShimConfig{Cluster: "cluster", Node: "node", OrphanTimeout: time.Minute},
+		Shims: &ShimConfig{Cluster: "cluster", Node: "node", OrphanTimeout: time.Minute}, Rand: rand.Uint64,
 	}
 	if change != nil {
 		change(&cfg)
 	}
 	timers := Timers{}.withDefaults()
-	l, err := openShims(&cfg, &timers, newProcessTable(dir, launchPrefix(), cfg.Log))
+	l, err := openShims(&cfg, &timers)
 	require.NoError(t, err)
 	t.Cleanup(func() {
 		l.close()
@@ -68,20 +69,11 @@ func openTest(t *testing.T, dir string, change func(c *Config)) *shims {
 				e.Client.Close()
 				<-e.Client.Done()
 			}
-			assert.NoError(t, shim.Remove(entries[i].Dir, filepath.Base(entries[i].Dir)))
+			assert.NoError(t, shim.Remove(entries[i].Dir))
 			process.Reap(entries[i].State.Shim, shimPatience)
 		}
 	})
 	return l
-}
-
-func launchPrefix() string {
-	const digits = "0123456789abcdef"
-	var b strings.Builder
-	for range 16 {
-		b.WriteByte(digits[rand.IntN(len(digits))])
-	}
-	return b.String()
 }
 
 // script is the order of an engine that is a shell script.
@@ -135,8 +127,6 @@ func TestAnEngineIsHandedOver(t *testing.T) {
 	p.Release()
 	p.Detach()
 	first.close()
-	_, err = os.Stat(filepath.Join(dir, ledgerFile))
-	require.ErrorIs(t, err, os.ErrNotExist, "not of the process table, whose groups are swept")
 
 	next := openTest(t, dir, nil)
 	require.Len(t, next.Found(), 1)
@@ -189,8 +179,23 @@ func TestAnEngineThatEndedMeanwhile(t *testing.T) {
 	assert.True(t, isEmpty(next))
 }
 
-// worker is a script whose engine starts a worker that leaves its group and ignores SIGTERM.
-const worker = `setsid sh -c 'trap "" TERM; while :; do sleep 1; done' & echo up; wait`
+// worker is a script whose engine starts one worker in its session that ignores SIGTERM and has another
+// environment, and one that has left the session.
+const worker = `env -i sh -c 'trap "" TERM; while :; do sleep 1; done' & env -i setsid sleep 60 &
+echo up; wait`
+
+// allEnded checks that none of some processes is left. Without a cgroup those that have left the session
+// outlive a shim that was killed.
+func allEnded(t *testing.T, s *shim.State, pids []int) {
+	t.Helper()
+	assert.Empty(t, s.Left())
+	for _, pid := range pids {
+		if at, there := process.ReadStat(pid); s.Cgroup != "" {
+			assert.True(t, !there || at.Zombie, "process %d lives", pid)
+		}
+		_ = syscall.Kill(pid, syscall.SIGKILL)
+	}
+}
 
 // The shim is killed under its node: the engine's end is seen at once, and its worker is held until it is
 // killed.
@@ -204,7 +209,9 @@ func TestTheShimIsKilled(t *testing.T) {
 	entries, err := os.ReadDir(l.dir)
 	require.NoError(t, err)
 	require.Len(t, entries, 1)
-	require.NoError(t, syscall.Kill(readShim(t, sp.dir), syscall.SIGKILL))
+	all := sp.state.PIDs()
+	assert.GreaterOrEqual(t, len(all), 3)
+	require.NoError(t, syscall.Kill(sp.state.Shim, syscall.SIGKILL))
 	exit := exitOf(t, p)
 	assert.Equal(t, -1, exit.Code)
 	assert.Contains(t, exit.String(), "its shim was killed")
@@ -212,16 +219,7 @@ func TestTheShimIsKilled(t *testing.T) {
 	p.Release()
 	l.close()
 	assert.True(t, isEmpty(l))
-	assert.Empty(t, shim.Left(sp.id))
-}
-
-// readShim is the process id of the shim of a folder.
-func readShim(t *testing.T, dir string) int {
-	text, err := os.ReadFile(filepath.Join(dir, "state.json"))
-	require.NoError(t, err)
-	var s shim.State
-	require.NoError(t, json.Unmarshal(text, &s))
-	return s.Shim
+	allEnded(t, &sp.state, all)
 }
 
 // Node and shim are killed, in either order: the next process of the node ends what is left and reports it.
@@ -234,11 +232,12 @@ func TestNodeAndShimAreKilled(t *testing.T) {
 	soon(t, "up", func() bool { return out.text() == "up\n" })
 	first.close()
 	sp := p.(*shimProcess)
-	pid := readShim(t, sp.dir)
-	require.NoError(t, syscall.Kill(pid, syscall.SIGKILL))
-	process.Reap(pid, shimPatience)
+	all := sp.state.PIDs()
+	assert.GreaterOrEqual(t, len(all), 3)
+	require.NoError(t, syscall.Kill(sp.state.Shim, syscall.SIGKILL))
+	process.Reap(sp.state.Shim, shimPatience)
 	next := openTest(t, dir, nil)
-	assert.Empty(t, shim.Left(sp.id))
+	allEnded(t, &sp.state, all)
 	require.Len(t, next.Found(), 1)
 	f := next.Found()[0].Process
 	assert.Contains(t, exitOf(t, f).String(), "its shim was killed")
@@ -262,55 +261,155 @@ func suspend(t *testing.T, pid int) {
 	})
 }
 
-// A shim that hangs keeps neither Kill nor the next process of the node from ending its engine.
+// A shim that hangs keeps Kill from nothing.
 func TestAShimThatHangs(t *testing.T) {
 	t.Parallel()
-	dir := t.TempDir()
-	l := openTest(t, dir, nil)
+	l := openTest(t, t.TempDir(), nil)
 	p, err := l.Start(t.Context(), script("exec sleep 60"), io.Discard, io.Discard)
 	require.NoError(t, err)
-	sp := p.(*shimProcess)
-	suspend(t, readShim(t, sp.dir))
+	suspend(t, p.(*shimProcess).state.Shim)
 	soon(t, "killed", func() bool { p.Kill(); return closed(p.Exited()) })
 	soon(t, "nothing is held", func() bool { return p.Held() == "" })
 	p.Release()
 	l.close()
 	assert.True(t, isEmpty(l))
+}
 
-	l = openTest(t, dir, nil)
-	p, err = l.Start(t.Context(), script("exec sleep 60"), io.Discard, io.Discard)
-	require.NoError(t, err)
-	sp = p.(*shimProcess)
-	pid := readShim(t, sp.dir)
-	l.close()
-	suspend(t, pid)
-	next := openTest(t, dir, nil)
-	process.Reap(pid, shimPatience)
-	assert.Empty(t, next.Found())
+// A shim that does not answer the next process of the node is asked again: its engine is found at once,
+// lives, and is that process's when the shim answers. One that does not answer for the orphan timeout is
+// ended with its engine. The engines of other shims do not wait for it.
+func TestASilentShim(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	first := openTest(t, dir, nil)
+	var engines []*shimProcess
+	for range 3 {
+		p, err := first.Start(t.Context(), script("echo up; exec sleep 60"), io.Discard, io.Discard)
+		require.NoError(t, err)
+		engines = append(engines, p.(*shimProcess))
+	}
+	first.close()
+	late, never := engines[1].state, engines[2].state
+	suspend(t, late.Shim)
+	suspend(t, never.Shim)
+	next := openTest(t, dir, func(c *Config) { c.Shims.OrphanTimeout = 5 * time.Second })
+	require.Len(t, next.Found(), 3)
 	assert.Empty(t, next.foreign)
-	assert.True(t, isEmpty(next))
-	assert.Empty(t, shim.Left(sp.id))
+	found := map[int]Process{}
+	outs := map[int]*sink{}
+	for _, f := range next.Found() {
+		out := &sink{}
+		f.Process.Adopt(out, io.Discard)
+		found[f.Process.PID()], outs[f.Process.PID()] = f.Process, out
+		assert.False(t, closed(f.Process.Exited()))
+	}
+	assert.NotNil(t, found[engines[0].PID()].(*shimProcess).connected())
+	assert.Nil(t, found[late.PID].(*shimProcess).connected())
+	require.NoError(t, syscall.Kill(late.Shim, syscall.SIGCONT))
+	soon(t, "its output", func() bool { return outs[late.PID].text() == "up\n" })
+	found[late.PID].Terminate()
+	assert.Equal(t, "terminated", exitOf(t, found[late.PID]).Signal)
+
+	assert.Contains(t, exitOf(t, found[never.PID]).String(), "its shim was killed")
+	assert.Empty(t, never.Left())
+	assert.Equal(t, "up\n", outs[never.PID].text())
+	process.Reap(never.Shim, shimPatience)
+	assert.False(t, closed(found[engines[0].PID()].Exited()))
+}
+
+// A copied data dir ends nothing of the original: its engines are named, and told in one line. When they have
+// ended, the copies are forgotten.
+func TestACopiedDataDir(t *testing.T) {
+	dir, from := t.TempDir(), t.TempDir()
+	first := openTest(t, from, nil)
+	var engines []*shimProcess
+	for range 2 {
+		p, err := first.Start(t.Context(), script("exec sleep 60"), io.Discard, io.Discard)
+		require.NoError(t, err)
+		engines = append(engines, p.(*shimProcess))
+	}
+	require.NoError(t, exec.CommandContext(t.Context(), "cp", "-a", from, dir).Run())
+	said := &sink{}
+	open := func() *shims {
+		return openTest(t, filepath.Join(dir, filepath.Base(from)), func(c *Config) {
+			c.Log = slog.New(slog.NewTextHandler(said, &slog.HandlerOptions{Level: slog.LevelWarn}))
+		})
+	}
+	copied := open()
+	assert.Empty(t, copied.Found())
+	require.Len(t, copied.foreign, 2)
+	for i, p := range engines {
+		assert.Contains(t, strings.Join(copied.foreign, "\n"),
+			"its shim is process "+strconv.Itoa(p.state.Shim))
+		assert.Len(t, engines[i].state.Left(), 2)
+		assert.False(t, closed(p.Exited()))
+	}
+	assert.Equal(t, 1, strings.Count(said.text(), "level=WARN"), said.text())
+	copied.close()
+	for _, p := range engines {
+		p.Kill()
+		exitOf(t, p)
+		p.Release()
+	}
+	first.close()
+	copied = open()
+	assert.Empty(t, copied.Found())
+	assert.Empty(t, copied.foreign)
+	assert.True(t, isEmpty(copied))
+	assert.Equal(t, 1, strings.Count(said.text(), "level=WARN"), said.text())
+}
+
+// Where cgroups cannot be written, engines start without them, and that is told once.
+func TestEnginesWithoutCgroups(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("needs root")
+	}
+	at, err := process.CgroupOf("x")
+	require.NoError(t, err)
+	self, err := filepath.Abs(os.Args[0])
+	require.NoError(t, err)
+	program := filepath.Join(t.TempDir(), "shim")
+	text := "#!/bin/sh\nexec unshare -m sh -c 'mount -o remount,bind,ro \"$0\" && exec \"$@\"' '" +
+		filepath.Dir(at) + "' '" + self + "' \"$@\"\n"
+	require.NoError(t, os.WriteFile(program, []byte(text), 0o700))
+	said := &sink{}
+	l := openTest(t, t.TempDir(), func(c *Config) {
+		c.Executable, c.Log = program, slog.New(slog.NewTextHandler(said, nil))
+	})
+	for range 2 {
+		p, err := l.Start(t.Context(), script("exec sleep 60"), io.Discard, io.Discard)
+		require.NoError(t, err)
+		assert.Empty(t, p.(*shimProcess).state.Cgroup)
+		p.Kill()
+		exitOf(t, p)
+		p.Release()
+	}
+	l.close()
+	assert.Equal(t, 1, strings.Count(said.text(), "\n"), said.text())
+	assert.Contains(t, said.text(), "level=INFO msg=\"engines have no cgroup of their own")
+	assert.Contains(t, said.text(), "read-only file system")
 }
 
 // Engines of another cluster, node or boot, and folders that cannot be read, are ended and forgotten.
 func TestLeftoversOfOthers(t *testing.T) {
 	dir := t.TempDir()
-	first := openTest(t, dir, nil)
-	var ids []string
+	first := openTest(t, dir, func(c *Config) { c.Rand = func() uint64 { return 0x0123456789abcdef } })
+	var left []shim.State
 	for range 2 {
 		p, err := first.Start(t.Context(), script("exec sleep 60"), io.Discard, io.Discard)
 		require.NoError(t, err)
-		ids = append(ids, p.(*shimProcess).id)
+		left = append(left, p.(*shimProcess).state)
 	}
 	first.close()
-	require.NoError(t, os.WriteFile(filepath.Join(first.dir, ids[1], "spec.json"), []byte("{"), 0o600))
+	damaged := filepath.Join(first.dir, "0123456789abcdef.2", "spec.json")
+	require.NoError(t, os.WriteFile(damaged, []byte("{"), 0o600))
 	require.NoError(t, os.Mkdir(filepath.Join(first.dir, "0123456789abcdef.9"), 0o700))
 	next := openTest(t, dir, func(c *Config) { c.Shims.Cluster = "another" })
 	assert.Empty(t, next.Found())
 	assert.Empty(t, next.foreign)
 	assert.True(t, isEmpty(next))
-	for _, id := range ids {
-		assert.Empty(t, shim.Left(id))
+	for i := range left {
+		assert.Empty(t, left[i].Left())
 	}
 	for name, change := range map[string]func(c *Config, boot *string){
 		"node": func(c *Config, _ *string) { c.Shims.Node = "another" },
@@ -339,7 +438,7 @@ func TestAForgedSocketIsLeftAlone(t *testing.T) {
 	folder := filepath.Join(dir, EnginesDir, "0123456789abcdef.1")
 	require.NoError(t, os.MkdirAll(folder, 0o700))
 	spec := shim.Spec{
-		Version: shim.Version, Cluster: "cluster", Node: "node", Boot: shim.BootID(),
+		Version: shim.Version, Cluster: "cluster", Node: "node", Boot: process.BootID(),
 		ID: filepath.Base(folder), Path: "/bin/sh", Argv: []string{"sh"},
 	}
 	text, err := json.Marshal(&spec)

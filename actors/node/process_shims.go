@@ -20,12 +20,9 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/dpserve/dpserve/internal/diskfile"
-	"github.com/dpserve/dpserve/internal/pause"
+	"github.com/dpserve/dpserve/internal/process"
 	"github.com/dpserve/dpserve/internal/shim"
 )
-
-// EnginesDir is the folder of the shims in the data dir.
-const EnginesDir = "engines"
 
 const (
 	findAtOnce  = 32              // shims that are asked, or ended, at a time when the node starts
@@ -34,6 +31,7 @@ const (
 	releaseWait = 10 * time.Second // until a shim whose engine has ended has ended itself
 	closeWait   = 2 * releaseWait  // until all these are gone, with their folders
 	leastLease  = time.Second      // on_lease_loss fence: what a new engine gets at least
+	silentMost  = time.Minute      // longest time that a silent shim is asked again
 )
 
 // shims is the Launcher of engines that outlive the node. Each one runs in a shim.
@@ -45,7 +43,6 @@ type shims struct {
 	fence      bool          // engines end with the lease
 	grace      time.Duration // from SIGTERM to SIGKILL, when a shim ends its engine
 	lease      time.Duration // fence: before the first Extend
-	table      *processTable
 	log        *slog.Logger
 
 	found     []Found
@@ -53,23 +50,28 @@ type shims struct {
 	releasing sync.WaitGroup // shims that are about to end
 	done      chan struct{}
 	once      sync.Once
+	noCgroup  sync.Once // it was said that engines have none of their own
 
-	mu    sync.Mutex
-	until time.Time // fence: when the last Extend runs out
-	live  map[*shimProcess]struct{}
+	mu       sync.Mutex
+	id       uint64 // of this process; begins those of its launches
+	launches int
+	until    time.Time // fence: when the last Extend runs out
+	live     map[*shimProcess]struct{}
 }
 
 var _ Launcher = (*shims)(nil)
 
 // openShims finds what an earlier process of the node left: engines to adopt are connected, all else that is
 // this node's is ended.
-func openShims(cfg *Config, timers *Timers, t *processTable) (*shims, error) {
+func openShims(cfg *Config, timers *Timers) (*shims, error) {
 	l := &shims{
-		cfg: *cfg.Shims, dir: filepath.Join(cfg.DataDir, EnginesDir),
+		dir:        filepath.Join(cfg.DataDir, EnginesDir),
 		executable: cmp.Or(imageOf(cfg.Executable), cfg.Executable),
-		boot:       shim.BootID(), fence: cfg.OnLeaseLoss == Fence, grace: timers.KillGrace,
-		lease: timers.LeaseTTL, table: t, log: cfg.Log, done: make(chan struct{}),
-		live: map[*shimProcess]struct{}{},
+		boot:       process.BootID(), fence: cfg.OnLeaseLoss == Fence, lease: timers.LeaseTTL, log: cfg.Log,
+		id: cfg.Rand(), done: make(chan struct{}), live: map[*shimProcess]struct{}{},
+	}
+	if cfg.Shims != nil { // otherwise a shim ends its engine at once when this process has ended
+		l.cfg, l.grace = *cfg.Shims, timers.KillGrace
 	}
 	if l.fence {
 		l.grace /= cutPart
@@ -77,8 +79,9 @@ func openShims(cfg *Config, timers *Timers, t *processTable) (*shims, error) {
 	if err := l.discover(); err != nil {
 		return nil, err
 	}
+	process.RemoveEmptyCgroups()
 	if os.Getpid() == 1 {
-		go reapOrphans(l.done, reapEach, t.owns)
+		go reapOrphans(l.done, reapEach)
 	}
 	return l, nil
 }
@@ -96,10 +99,16 @@ func (l *shims) Start(ctx context.Context, o LaunchOrder, stdout, stderr io.Writ
 	if err != nil {
 		return nil, fmt.Errorf("start engine %s: %w", o.Argv[0], err)
 	}
-	p := newShimProcess(l, filepath.Join(l.dir, spec.ID), spec.ID, info.State, client)
-	if err := p.watch(ctx); err != nil {
+	if why := info.State.NoCgroup; why != "" {
+		l.noCgroup.Do(func() {
+			l.log.Info("engines have no cgroup of their own: what belongs to one is known by its shim "+
+				"and its session", slog.String("err", why))
+		})
+	}
+	p := newShimProcess(l, filepath.Join(l.dir, spec.ID), &info.State)
+	if err := p.watch(ctx, client); err != nil {
 		client.Close()
-		return nil, errors.Join(err, shim.Remove(p.dir, p.id))
+		return nil, errors.Join(err, shim.Remove(p.dir))
 	}
 	p.follow(0, stdout, stderr) //nolint:contextcheck // ctx bounds the start only
 	return p, nil
@@ -120,13 +129,21 @@ func (l *shims) spec(o LaunchOrder) (shim.Spec, error) {
 		return shim.Spec{}, err
 	}
 	spec := shim.Spec{
-		Cluster: l.cfg.Cluster, Node: l.cfg.Node, Boot: l.boot, ID: l.table.newLaunch(),
+		Cluster: l.cfg.Cluster, Node: l.cfg.Node, Boot: l.boot, ID: l.newLaunch(),
 		Path: path, Argv: o.Argv, Env: o.Env, Dir: here,
 		Orphan: l.cfg.OrphanTimeout, Lease: l.leaseLeft(), Grace: l.grace,
 	}
 	o.Argv, o.Env = nil, nil // the spec has them
 	spec.Order, err = json.Marshal(&o)
 	return spec, err
+}
+
+// newLaunch draws the id of a launch.
+func (l *shims) newLaunch() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.launches++
+	return fmt.Sprintf("%016x.%d", l.id, l.launches)
 }
 
 // leaseLeft is how long a new engine lives before an Extend; 0 = on_lease_loss serve.
@@ -151,8 +168,8 @@ func (l *shims) Extend(ttl time.Duration) {
 	l.until = time.Now().Add(ttl)
 	l.mu.Unlock()
 	for _, p := range l.engines() {
-		if !closed(p.exited) {
-			_ = p.client.Extend(ttl) // a shim that is gone is noticed by its watch
+		if c := p.connected(); c != nil && !closed(p.exited) {
+			_ = c.Extend(ttl) // a shim that is gone is noticed by its watch
 		}
 	}
 }
@@ -206,13 +223,22 @@ func (l *shims) discover() error {
 		})
 	}
 	_ = g.Wait()
+	var copies []string
 	for i := range entries {
 		if found[i] != nil {
 			l.found = append(l.found, *found[i])
 		}
 		if foreign[i] != "" {
 			l.foreign = append(l.foreign, foreign[i])
+			if errors.Is(entries[i].Err, shim.ErrCopy) {
+				copies = append(copies, foreign[i])
+			}
 		}
+	}
+	if len(copies) > 0 {
+		l.log.Warn("the data dir is a copy: the engines of the original are left alone. End this dpserve if "+
+			"the original is in use; if it is not, end the shims that are named here, and start again",
+			slog.Any("engines", copies))
 	}
 	slices.SortFunc(l.found, func(a, b Found) int { return a.Began.Compare(b.Began) })
 	return nil
@@ -223,6 +249,7 @@ var (
 	errOtherCluster = errors.New("another cluster started it")
 	errOtherNode    = errors.New("another node started it")
 	errOtherBoot    = errors.New("the machine has been booted since")
+	errNotKept      = errors.New("engines end with dpserve here")
 )
 
 // take sorts a folder: an engine of this node to adopt or to report, one that is left alone, because it may
@@ -238,14 +265,19 @@ func (l *shims) take(e *shim.Entry) (*Found, string) {
 	if e.Client != nil {
 		defer e.Client.Close()
 	}
-	if errors.Is(err, shim.ErrForeign) || errors.Is(err, shim.ErrOwned) {
+	switch {
+	case errors.Is(err, shim.ErrCopy) && len(e.State.Left()) > 0:
+		return nil, fmt.Sprintf("%s: %v; its shim is process %d", e.Dir, err, e.State.Shim)
+	case errors.Is(err, shim.ErrForeign), errors.Is(err, shim.ErrOwned):
 		l.log.Warn("an engine's shim is left alone", slog.String("dir", e.Dir),
 			slog.String("err", err.Error()))
 		return nil, fmt.Sprintf("%s: %v", e.Dir, err)
 	}
-	l.log.Warn("ending an engine that an earlier process left behind", slog.String("dir", e.Dir),
-		slog.String("reason", err.Error()))
-	if err := shim.Remove(e.Dir, filepath.Base(e.Dir)); err != nil {
+	if !errors.Is(err, shim.ErrCopy) { // of which nothing lives
+		l.log.Warn("ending an engine that an earlier process left behind", slog.String("dir", e.Dir),
+			slog.String("reason", err.Error()))
+	}
+	if err := shim.Remove(e.Dir); err != nil {
 		l.log.Error("what an earlier process left behind does not end", slog.String("err", err.Error()))
 		return nil, fmt.Sprintf("%s: %v", e.Dir, err)
 	}
@@ -254,8 +286,9 @@ func (l *shims) take(e *shim.Entry) (*Found, string) {
 
 // mine says why an engine is not one of this node's that can be adopted or reported.
 func (l *shims) mine(e *shim.Entry) error {
-	switch gone := errors.Is(e.Err, shim.ErrGone); {
-	case e.Err != nil && !gone:
+	gone, silent := errors.Is(e.Err, shim.ErrGone), errors.Is(e.Err, shim.ErrSilent)
+	switch {
+	case e.Err != nil && !gone && !silent:
 		return e.Err
 	case e.Spec.Cluster != l.cfg.Cluster:
 		return errOtherCluster
@@ -263,23 +296,26 @@ func (l *shims) mine(e *shim.Entry) error {
 		return errOtherNode
 	case e.Spec.Boot != l.boot:
 		return errOtherBoot
+	case l.cfg.OrphanTimeout == 0:
+		return errNotKept
 	case gone && e.State.PID == 0:
 		return e.Err // the engine has never run
 	}
 	return nil
 }
 
-// adopt makes this process the owner of an engine. An engine whose shim is gone has ended, or ends now.
+// adopt makes this process the owner of an engine. An engine whose shim is gone has ended, or ends now. A
+// shim that is silent is asked again beside the start of the node.
 func (l *shims) adopt(e *shim.Entry) (*Found, error) {
 	var o LaunchOrder
 	if err := json.Unmarshal(e.Spec.Order, &o); err != nil {
 		return nil, err
 	}
 	o.Argv, o.Env = e.Spec.Argv, e.Spec.Env
-	p := newShimProcess(l, e.Dir, e.Spec.ID, e.State, e.Client)
-	p.unread = e.Read
-	if e.Client == nil {
-		if err := shim.End(e.Spec.ID); err != nil {
+	p := newShimProcess(l, e.Dir, &e.State)
+	found := &Found{o, p, e.State.Began}
+	if errors.Is(e.Err, shim.ErrGone) {
+		if err := e.State.End(); err != nil {
 			return nil, err
 		}
 		exit := exitWithShim(e.State.Began)
@@ -287,22 +323,18 @@ func (l *shims) adopt(e *shim.Entry) (*Found, error) {
 			exit = *e.State.Exit
 		}
 		p.end(exit)
-		return &Found{o, p, e.State.Began}, nil
+		return found, nil
+	}
+	if errors.Is(e.Err, shim.ErrSilent) {
+		p.reach()
+		return found, nil
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), ownerWait)
 	defer cancel()
-	err := p.watch(ctx)
-	for errors.Is(err, shim.ErrOwned) && pause.For(ctx, ownerPoll) == nil {
-		err = p.watch(ctx)
-	}
-	if err != nil {
-		l.remove(p)
+	if err := p.own(ctx, e.Client, e.Unread, e.State.Phase); err != nil {
 		return nil, err
 	}
-	if e.State.Phase == shim.Ending { // it was told to end: it does not serve again
-		p.Kill()
-	}
-	return &Found{o, p, e.State.Began}, nil
+	return found, nil
 }
 
 // exitWithShim is the end of an engine that has ended with its shim.

@@ -9,11 +9,11 @@ import (
 	"github.com/dpserve/dpserve/internal/process"
 )
 
-// reapOrphans reaps, until done is closed, orphans that this process inherited. Process 1 of a container gets
-// the orphans of dead engines, and an unreaped one keeps its number for ever. dpserve waits for everything
-// that it starts, so its own children are zombies for a moment only. A child that owns does not name and that
-// is a zombie in two checks is therefore an orphan.
-func reapOrphans(done <-chan struct{}, each time.Duration, owns func(pid int) bool) {
+// reapOrphans reaps, until done is closed, orphans that this process inherited. Process 1 of a container
+// gets the orphans of dead engines, and an unreaped one keeps its number for ever. dpserve waits for
+// everything that it starts, so its own children are zombies for a moment only. A child that is a zombie in
+// two checks is therefore an orphan.
+func reapOrphans(done <-chan struct{}, each time.Duration) {
 	tick := time.NewTicker(each)
 	defer tick.Stop()
 	seen := map[int]string{} // zombies of the last check, by start time
@@ -24,9 +24,9 @@ func reapOrphans(done <-chan struct{}, each time.Duration, owns func(pid int) bo
 			return
 		}
 		now := map[int]string{}
-		for _, s := range process.All() {
+		for _, s := range process.Children(os.Getpid()) {
 			switch {
-			case !s.Zombie || s.Parent != os.Getpid() || owns(s.PID):
+			case !s.Zombie:
 			case seen[s.PID] == s.Start:
 				_, _ = unix.Wait4(s.PID, nil, unix.WNOHANG, nil)
 			default:

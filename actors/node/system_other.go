@@ -5,7 +5,7 @@ package node
 import "time"
 
 // reapOrphans needs /proc.
-func reapOrphans(<-chan struct{}, time.Duration, func(int) bool) {}
+func reapOrphans(<-chan struct{}, time.Duration) {}
 
 // suspended is not known on this system.
 func suspended() time.Duration { return 0 }

@@ -202,7 +202,9 @@ func (u *unit) statuses() []client.RankStatus {
 		for _, r := range ranks {
 			if r.grant.Rank == g.Rank {
 				st = r.replica.Status()
-				st.PID, st.Progress = r.view()
+				if st.PID, st.Progress = r.view(); st.PID > 0 {
+					st.Memory = r.process().Memory()
+				}
 			}
 		}
 		st.Node, st.Phase = u.n.cfg.ID, string(phase)

@@ -18,6 +18,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	proc "github.com/dpserve/dpserve/internal/process"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -317,7 +318,7 @@ func (p *foreground) endpoint(t *testing.T) string {
 // interrupt sends Ctrl-C and checks that no engine process is left.
 func (p *foreground) interrupt(t *testing.T) {
 	t.Helper()
-	engines := children(p.pid())
+	engines := enginesOf(p.pid())
 	assert.NotEmpty(t, engines)
 	require.NoError(t, p.cmd.Process.Signal(os.Interrupt))
 	require.NoError(t, p.cmd.Wait(), "up ends with 0 after Ctrl-C:\n%s", p.stderr.String())
@@ -342,17 +343,17 @@ func shell(t *testing.T, command string) string {
 	return string(out)
 }
 
-// Engines end when their node is killed and cannot stop them.
+// Engines and their shims end when their node is killed and cannot stop them.
 func TestCC6KilledUpLeavesNoEngine(t *testing.T) {
 	t.Parallel()
 	p := startUp(t, "up")
-	engines := children(p.pid())
-	require.Len(t, engines, 4)
+	left := proc.Descendants(p.cmd.Process.Pid)
+	require.Len(t, left, 8)
 	require.NoError(t, p.cmd.Process.Kill())
 	_ = p.cmd.Wait() // killed
-	for _, pid := range engines {
-		assert.True(t, poll(func() bool { return syscall.Kill(pid, 0) != nil }),
-			"engine %d outlives dpserve", pid)
+	for _, pid := range left {
+		assert.True(t, poll(func() bool { s, there := proc.ReadStat(pid); return !there || s.Zombie }),
+			"process %d outlives dpserve", pid)
 	}
 }
 

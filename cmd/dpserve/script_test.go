@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -14,6 +15,7 @@ import (
 	"github.com/rogpeppe/go-internal/testscript"
 	"github.com/stretchr/testify/require"
 
+	proc "github.com/dpserve/dpserve/internal/process"
 	"github.com/dpserve/dpserve/test/ports"
 )
 
@@ -116,29 +118,22 @@ func cmdWaitFor(ts *testscript.TestScript, _ bool, args []string) {
 	}
 }
 
-// cmdEngines is `engines N PID`: it waits until exactly N engine processes are children of PID.
+// cmdEngines is `engines N PID`: it waits until the shims of a node's process PID have exactly N engines.
 func cmdEngines(ts *testscript.TestScript, _ bool, args []string) {
 	last := ""
-	if !poll(func() bool { last = fmt.Sprint(len(children(args[1]))); return last == args[0] }) {
+	if !poll(func() bool { last = fmt.Sprint(len(enginesOf(args[1]))); return last == args[0] }) {
 		ts.Fatalf("%s engines of process %s, wanted %s", last, args[1], args[0])
 	}
 }
 
-// children returns the processes whose parent is pid, from /proc.
-func children(pid string) []int {
-	var out []int
-	stats, _ := filepath.Glob("/proc/[0-9]*/stat")
-	for _, path := range stats {
-		text, err := os.ReadFile(path)
-		if err != nil {
-			continue // the process has ended
-		}
-		rest := string(text[strings.LastIndexByte(string(text), ')')+1:])
-		fields := strings.Fields(rest)
-		var child int
-		if len(fields) > 1 && fields[1] == pid && fields[0] != "Z" {
-			_, _ = fmt.Sscanf(filepath.Base(filepath.Dir(path)), "%d", &child)
-			out = append(out, child)
+// enginesOf lists the engines of a node's process: its shims' children.
+func enginesOf(node string) (out []int) {
+	pid, _ := strconv.Atoi(node)
+	for _, shim := range proc.Children(pid) {
+		for _, engine := range proc.Children(shim.PID) {
+			if !engine.Zombie {
+				out = append(out, engine.PID)
+			}
 		}
 	}
 	return out

@@ -32,7 +32,7 @@ func TestShimIsSmall(t *testing.T) {
 	})
 	require.NoError(t, err)
 	defer func() {
-		require.NoError(t, shim.End(id))
+		require.NoError(t, info.State.End())
 		<-c.Done()
 	}()
 	_, err = c.Watch(t.Context())

@@ -163,7 +163,7 @@ func (v statusView) ranks(rows []rankRow) *table {
 		t.head[3] = "SINCE"
 	}
 	if v.wide {
-		t.head = append(t.head, "REQUESTS", "PID", "INCARNATION", "URL")
+		t.head = append(t.head, "REQUESTS", "PID", "MEMORY", "INCARNATION", "URL")
 	} else {
 		t.optional = []string{
 			"TTFT-P95", "TTFT-P50", "RESTARTS", "NODE", t.head[3], "HIT%", "TOK/S", "IN-FLIGHT", "EPOCH",
@@ -179,8 +179,8 @@ func (v statusView) ranks(rows []rankRow) *table {
 		row[1].color = phaseColor(r.rank.Phase)
 		if v.wide {
 			row = append(row,
-				cells(strconv.FormatUint(r.rank.Requests, 10), formatNumber(r.rank.PID), r.rank.Incarnation,
-					r.rank.URL)...)
+				cells(strconv.FormatUint(r.rank.Requests, 10), formatNumber(r.rank.PID),
+					formatMemory(r.rank.Memory), r.rank.Incarnation, r.rank.URL)...)
 		}
 		t.add(append(row, cell{text: reasons[i]})...)
 	}
@@ -249,6 +249,14 @@ func formatNumber(n int) string {
 		return "-"
 	}
 	return strconv.Itoa(n)
+}
+
+// formatMemory returns a number of bytes in GiB; "-" = not known.
+func formatMemory(bytes uint64) string {
+	if bytes == 0 {
+		return "-"
+	}
+	return fmt.Sprintf("%.1f GiB", float64(bytes)/(1<<30))
 }
 
 // joinLines joins the lines of a message, so that it fits one cell of a table.

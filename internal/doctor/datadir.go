@@ -136,19 +136,20 @@ func formatDays(d time.Duration) string {
 	return formatCount(int(d.Hours()/24), "day")
 }
 
-// Leftover is something that an earlier dpserve on this data dir started and that still runs without it.
+// Leftover is an engine that runs without its dpserve.
 type Leftover struct {
 	What string // engine or shim
 	PIDs []int
-	// path of its files below the data dir; "" = it has none
-	Path string
+	Path string // of its files below the data dir; "" = it is not of this data dir
 	// it belongs to another node or cluster, so that no start on this data dir touches it
 	Foreign bool
+	Copy    bool   // it was started from another folder, of which the data dir is a copy
+	Cgroup  string // of an engine that is not of this data dir
 }
 
 func checkLeftovers(f *Facts) []Finding {
 	out := &findings{check: "leftovers"}
-	if f.DataDir == nil || f.DataDir.Missing {
+	if f.DataDir == nil || f.DataDir.Missing && len(f.Leftovers) == 0 {
 		return nil
 	}
 	for i := range f.Leftovers {
@@ -157,18 +158,24 @@ func checkLeftovers(f *Facts) []Finding {
 		for k, pid := range l.PIDs {
 			pids[k] = strconv.Itoa(pid)
 		}
-		kill := "`kill " + strings.Join(pids, " ") + "`"
+		kill, who := "`kill "+strings.Join(pids, " ")+"`", "(process "+strings.Join(pids, ", ")+")"
 		at := ""
 		if l.Path != "" {
 			at = " in " + filepath.Join(f.DataDir.Path, l.Path)
 		}
 		switch {
+		case l.Cgroup != "":
+			out.warn("`echo 1 > "+filepath.Join(l.Cgroup, "cgroup.kill")+"` ends it, and so does the next "+
+				"start of its dpserve", "%s %s in %s", l.What, who, l.Cgroup)
+		case l.Copy:
+			out.warn("start no dpserve on "+f.DataDir.Path+" while the original is in use; "+kill+" ends "+
+				"the engine if it is not needed", "%s %s was started from another folder: %s is a copy",
+				l.What, who, f.DataDir.Path)
 		case l.Foreign:
-			out.fail(kill+" if it is not needed", "%s of another node or cluster (process %s)%s", l.What,
-				strings.Join(pids, ", "), at)
+			out.fail(kill+" if it is not needed", "%s of another node or cluster %s%s", l.What, who, at)
 		case !f.DataDir.InUse:
 			out.fail("`dpserve start --data-dir "+f.DataDir.Path+"` takes it over or ends it; or "+kill,
-				"%s of a dpserve that has died (process %s)%s", l.What, strings.Join(pids, ", "), at)
+				"%s of a dpserve that has died %s%s", l.What, who, at)
 		}
 	}
 	return out.orOK("no engine runs without its dpserve")

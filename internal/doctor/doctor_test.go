@@ -246,6 +246,23 @@ func TestFaults(t *testing.T) {
 			Fail, "leftovers", "a shim of another node or cluster (process 4) in /var/lib/dpserve/engines/x",
 			"`kill 4` if it is not needed",
 		},
+		"an engine of the original of a copied data dir": {
+			func(f *Facts) {
+				f.Leftovers = []Leftover{{What: "a shim", PIDs: []int{4}, Path: "engines/x", Copy: true}}
+			},
+			Warn, "leftovers",
+			"a shim (process 4) was started from another folder: /var/lib/dpserve is a copy",
+			"start no dpserve on /var/lib/dpserve while the original is in use; `kill 4`",
+		},
+		"an engine that nothing knows": {
+			func(f *Facts) {
+				f.Leftovers = []Leftover{
+					{What: "an engine", PIDs: []int{4, 5}, Cgroup: "/cg/dpserve-launch-x"},
+				}
+			},
+			Warn, "leftovers", "an engine (process 4, 5) in /cg/dpserve-launch-x",
+			"`echo 1 > /cg/dpserve-launch-x/cgroup.kill` ends it",
+		},
 		"a driver that does not answer": {
 			func(f *Facts) { f.Devices.Error = "nvidia-smi: Driver/library version mismatch" },
 			Fail, "devices", "nvidia-smi: Driver/library version mismatch", "restart the machine",

@@ -1,4 +1,4 @@
-// Package process starts an engine's process with its group, ends both, and finds what outlives them.
+// Package process starts an engine's process, knows what belongs to it, and ends all of it.
 package process
 
 import (
@@ -60,20 +60,40 @@ func (f *Forker) Done() <-chan struct{} { return f.done }
 // Close ends the forking thread, and with it, on Linux, every process that it has started. Idempotent.
 func (f *Forker) Close() { f.once.Do(func() { close(f.done) }) }
 
-// Start runs a command in its own process group. ctx bounds the start only. Both streams go to the writers.
+// Start runs a command in its own session, whose id is the child's. ctx bounds the start only. Both streams
+// go to the writers. If the kernel does not start it in the cgroup, it is started outside: see Child.Launch.
 func (f *Forker) Start(ctx context.Context, c Command, stdout, stderr io.Writer) (*Child, error) {
+	p, err := f.startIn(ctx, &c, stdout, stderr)
+	if err != nil && c.In.Cgroup != "" && ctx.Err() == nil {
+		c.In.Cgroup = ""
+		p, err = f.startIn(ctx, &c, stdout, stderr)
+	}
+	if err != nil {
+		return nil, err
+	}
+	go p.wait()
+	return p, nil
+}
+
+func (f *Forker) startIn(ctx context.Context, c *Command, stdout, stderr io.Writer) (*Child, error) {
 	cmd := exec.Command(c.Argv[0], c.Argv[1:]...) //nolint:noctx // Terminate and Kill end it
 	if c.Path != "" {
 		cmd.Path, cmd.Err = c.Path, nil
 	}
-	cmd.Env = append(c.Env[:len(c.Env):len(c.Env)], c.Mark)
-	cmd.Dir = c.Dir
-	cmd.SysProcAttr = groupAttr()
-	p := &Child{cmd: cmd, mark: c.Mark, exited: make(chan struct{}), drained: make(chan struct{})}
+	cmd.Env, cmd.Dir = c.Env, c.Dir
+	attr, closeAttr, err := sessionAttr(c.In.Cgroup)
+	if err != nil {
+		return nil, err
+	}
+	defer closeAttr()
+	cmd.SysProcAttr = attr
+	p := &Child{cmd: cmd, exited: make(chan struct{}), drained: make(chan struct{})}
 	if err := p.start(ctx, f, stdout, stderr); err != nil {
 		return nil, err
 	}
-	go p.wait()
+	at, _ := ReadStat(p.pid)
+	p.launch = c.In
+	p.launch.Boot, p.launch.PID, p.launch.Start = BootID(), p.pid, at.Start
 	return p, nil
 }
 
@@ -93,21 +113,22 @@ func (f *Forker) fork(ctx context.Context, cmd *exec.Cmd) error {
 type Command struct {
 	Path string   // of the program; "" = look Argv[0] up
 	Argv []string // Argv[0] is the program
-	Env  []string // the whole environment, but for Mark
+	Env  []string // the whole environment
 	Dir  string   // "" = this process's folder
-	Mark string   // environment entry that identifies everything that this command starts
+
+	In Launch // Cgroup and Shim of what is started; zero = it has neither
 }
 
 // pipeDelay is how long the output of a dead front process is still read if a process outside of its group
 // holds the pipe.
 const pipeDelay = 2 * time.Second
 
-// Child is one process and its group, whose id is the child's: the front process and all that it starts. All
-// methods are safe for concurrent use and return at once.
+// Child is a front process and all that it starts. All methods are safe for concurrent use and return at
+// once.
 type Child struct {
 	cmd    *exec.Cmd
 	pid    int
-	mark   string
+	launch Launch
 	began  time.Time
 	out    [2]*os.File // this process's ends of stdout and stderr
 	copies sync.WaitGroup
@@ -120,8 +141,11 @@ type Child struct {
 	reaped bool // another process may have the pid
 }
 
-// PID is the number of the front process and of its group.
+// PID is the number of the front process, of its session and of its group.
 func (c *Child) PID() int { return c.pid }
+
+// Launch tells by what everything that the front process has started is known.
+func (c *Child) Launch() Launch { return c.launch }
 
 // Exited is closed when the front process has ended; the rest of its group may live on.
 func (c *Child) Exited() <-chan struct{} { return c.exited }
@@ -172,6 +196,7 @@ func closeAll(files ...*os.File) {
 func (c *Child) wait() {
 	err := c.reap()
 	c.exit = exitOf(err, c.cmd.ProcessState, time.Since(c.began))
+	c.exit.note(c.launch.Cgroup, c.pid)
 	close(c.exited)
 	c.drain()
 	close(c.drained)
@@ -205,43 +230,28 @@ func (c *Child) drain() {
 // Terminate sends SIGTERM to the front process.
 func (c *Child) Terminate() { c.signal(c.pid, syscall.SIGTERM) }
 
-// Kill sends SIGKILL to the whole group, after the front's end to everything that is left of it.
+// Kill sends SIGKILL to everything of the launch.
 func (c *Child) Kill() {
-	if !c.signal(-c.pid, syscall.SIGKILL) {
-		KillAll(c.survivors())
-	}
-}
-
-// survivors returns the living processes of the launch after its front was reaped. The group's number stays
-// taken while a member lives, so a process that leads it now belongs to the launch only if it has the mark.
-func (c *Child) survivors() []int {
-	if ids := Descendants(c.pid, "", c.mark); len(ids) > 0 || runtime.GOOS == "linux" {
-		return ids
-	}
-	if syscall.Kill(-c.pid, 0) == nil { // processes cannot be listed
-		return []int{-c.pid}
-	}
-	return nil
+	c.signal(-c.pid, syscall.SIGKILL)
+	c.launch.Kill()
 }
 
 // signal sends to the front or the group while the front is unreaped.
-func (c *Child) signal(to int, sig syscall.Signal) bool {
+func (c *Child) signal(to int, sig syscall.Signal) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.reaped {
-		return false
+	if !c.reaped {
+		_ = syscall.Kill(to, sig)
 	}
-	_ = syscall.Kill(to, sig)
-	return true
 }
 
-// Held describes what lives of the group, or still has to be read; "" when nothing is left.
+// Held describes what lives of the launch, or still has to be read; "" when nothing is left.
 func (c *Child) Held() string {
 	if !closed(c.exited) {
 		return fmt.Sprintf("process %d", c.pid)
 	}
-	if left := c.survivors(); len(left) > 0 {
-		return fmt.Sprintf("processes %v of group %d", left, c.pid)
+	if left := c.launch.PIDs(); len(left) > 0 {
+		return fmt.Sprintf("processes %v of the engine that process %d was", left, c.pid)
 	}
 	if !closed(c.drained) {
 		return fmt.Sprintf("the output of process %d", c.pid)
@@ -263,15 +273,31 @@ type Exit struct {
 	Code   int           `json:"code"`             // -1: by a signal
 	Signal string        `json:"signal,omitempty"` // "" if by itself
 	After  time.Duration `json:"after_ns"`
+	Memory string        `json:"out_of_memory,omitempty"` // what the kernel has ended for want of memory
 }
 
 // String describes the exit. Exit code 0 is no success: engines exit with it when their core dies.
 func (e Exit) String() string {
+	text := fmt.Sprintf("engine exited with code %d after %s", e.Code, e.After.Round(time.Millisecond))
 	if e.Signal != "" {
-		return fmt.Sprintf("engine was ended by signal %s after %s", e.Signal,
+		text = fmt.Sprintf("engine was ended by signal %s after %s", e.Signal,
 			e.After.Round(time.Millisecond))
 	}
-	return fmt.Sprintf("engine exited with code %d after %s", e.Code, e.After.Round(time.Millisecond))
+	if e.Memory != "" {
+		text += fmt.Sprintf(": the kernel ended %s of the engine: out of memory", e.Memory)
+	}
+	return text
+}
+
+// note notes what the kernel has ended for want of memory: the front process or another one.
+func (e *Exit) note(cgroup string, front int) {
+	switch {
+	case outOfMemory(cgroup) == 0:
+	case e.Signal == syscall.SIGKILL.String():
+		e.Memory = fmt.Sprintf("process %d", front)
+	default:
+		e.Memory = "a process"
+	}
 }
 
 func exitOf(err error, ps *os.ProcessState, after time.Duration) Exit {
@@ -293,8 +319,11 @@ const LineLimit = 64 << 10
 // LineWriter splits a stream of output into lines. One goroutine writes to it.
 type LineWriter struct {
 	Take func(line string) // gets each line: valid UTF-8, without its end
-	half []byte            // the line that has not ended
-	cut  bool              // half was passed on already: the rest of its line is dropped
+	// Bar gets what is shown of a line that is written over, like a progress bar. Take gets the last text of
+	// such a line. nil = Take gets all texts in one line.
+	Bar  func(text string)
+	half []byte // the line that has not ended
+	cut  bool   // half was passed on already: the rest of its line is dropped
 }
 
 // Write implements io.Writer. It never fails, because a failing log must not stop an engine.
@@ -304,6 +333,7 @@ func (w *LineWriter) Write(p []byte) (int, error) {
 		at := bytes.IndexByte(p, '\n')
 		if at < 0 {
 			w.add(p)
+			w.overwrite()
 			return n, nil
 		}
 		w.add(p[:at])
@@ -331,10 +361,31 @@ func (w *LineWriter) add(p []byte) {
 	}
 }
 
+// overwrite passes on the last text of half that a carriage return has ended, and forgets the texts before
+// it. A carriage return at the end may belong to the end of the line, so its text stays.
+func (w *LineWriter) overwrite() {
+	at := bytes.LastIndexByte(w.half, '\r')
+	if at < 0 || w.Bar == nil {
+		return
+	}
+	from := bytes.LastIndexByte(w.half[:at], '\r') + 1
+	if text := w.half[from:at]; len(text) > 0 {
+		w.Bar(strings.ToValidUTF8(string(text), "\uFFFD"))
+	}
+	if at+1 < len(w.half) {
+		from = at + 1
+	}
+	w.half = append(w.half[:0], w.half[from:]...)
+}
+
 func (w *LineWriter) flush() {
 	if w.cut {
 		return
 	}
-	w.Take(strings.ToValidUTF8(strings.TrimSuffix(string(w.half), "\r"), "\uFFFD"))
+	text := bytes.TrimSuffix(w.half, []byte("\r"))
+	if w.Bar != nil {
+		text = text[bytes.LastIndexByte(text, '\r')+1:]
+	}
+	w.Take(strings.ToValidUTF8(string(text), "\uFFFD"))
 	w.half = w.half[:0]
 }

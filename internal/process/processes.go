@@ -8,21 +8,25 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // Pauses between two looks at processes that end.
 const (
 	endPoll  = 10 * time.Millisecond
 	reapPoll = 5 * time.Millisecond
-	// execPolls and execPoll bound the wait for the environment of a process that executes another program.
-	execPolls = 10
-	execPoll  = time.Millisecond
 )
+
+// mostAncestors bounds Ancestors: parents change while they are read.
+const mostAncestors = 64
 
 // Stat is what /proc/PID/stat tells of a process.
 type Stat struct {
@@ -30,26 +34,65 @@ type Stat struct {
 	Zombie, Stopped    bool
 	Exiting            bool   // its memory, and with it its environment, may be gone before its sockets are
 	Start              string // clock ticks since boot
-	kernel             bool   // a thread of the kernel
 }
 
-// Mark is the environment entry of everything that an engine starts; id names the launch. Engines rename
-// their processes, so names do not identify them, and a mark also finds those that left their group.
-func Mark(id string) string { return "DPSERVE_OWNER=" + id }
-
-// Descendants lists the living processes of one launch: those that carry a mark of it, and those of its group
-// if the recorded process still leads the group (start is its start time). A later user of the number is not
-// touched. A zombie is not listed: it holds nothing, and its parent reaps it.
-func Descendants(group int, start string, marks ...string) []int {
-	var out []int
-	leader, ok := ReadStat(group)
-	same := ok && leader.Start == start
-	for _, pid := range IDs() {
-		itsGroup, err := syscall.Getpgid(pid) // cheaper than ReadStat, and most processes are not listed
-		if err != nil || itsGroup == 0 {      // it has ended, or is a thread of the kernel
-			continue
+// Descendants lists the living processes below a process: its children, theirs, and so on.
+func Descendants(pid int) (out []int) {
+	for _, child := range Children(pid) {
+		if !child.Zombie {
+			out = append(out, child.PID)
 		}
-		if (!same || itsGroup != group) && !EnvironHas(pid, marks...) {
+		out = append(out, Descendants(child.PID)...)
+	}
+	return out
+}
+
+// Children lists the children of a process, zombies too. On a kernel that does not list them there are none.
+func Children(pid int) (out []Stat) {
+	folder := procFile(pid, "task")
+	threads, err := os.ReadDir(folder)
+	if err != nil {
+		return nil
+	}
+	for _, thread := range threads {
+		text, _ := os.ReadFile(filepath.Join(folder, thread.Name(), "children"))
+		for word := range strings.FieldsSeq(string(text)) {
+			number, err := strconv.Atoi(word)
+			if s, there := ReadStat(number); err == nil && there && s.Parent == pid {
+				out = append(out, s)
+			}
+		}
+	}
+	return out
+}
+
+// Ancestors lists the parent of a process, its parent, and so on.
+func Ancestors(pid int) (out []int) {
+	for range mostAncestors {
+		s, there := ReadStat(pid)
+		if !there || s.Parent == 0 {
+			break
+		}
+		out, pid = append(out, s.Parent), s.Parent
+	}
+	return out
+}
+
+// sessionPIDs lists the living processes of a session that a process with a start time leads, or has led: its
+// number is nobody else's while the session has a member.
+func sessionPIDs(leader int, start string) (out []int) {
+	if s, there := ReadStat(leader); leader <= 1 || there && s.Start != start {
+		return nil
+	}
+	if runtime.GOOS != "linux" { // processes cannot be listed: the group stands for the session
+		if syscall.Kill(-leader, 0) == nil {
+			out = append(out, -leader)
+		}
+		return out
+	}
+	for _, pid := range IDs() {
+		session, err := unix.Getsid(pid)
+		if err != nil || session != leader {
 			continue
 		}
 		if s, there := ReadStat(pid); there && !s.Zombie {
@@ -57,25 +100,6 @@ func Descendants(group int, start string, marks ...string) []int {
 		}
 	}
 	return out
-}
-
-// KillAll sends SIGKILL.
-func KillAll(pids []int) {
-	for _, pid := range pids {
-		_ = syscall.Kill(pid, syscall.SIGKILL)
-	}
-}
-
-// EndAll kills the processes that list finds until there are none, at most for wait. It returns those that no
-// signal has ended.
-func EndAll(list func() []int, wait time.Duration) []int {
-	for over := time.Now().Add(wait); ; time.Sleep(endPoll) {
-		left := list()
-		if len(left) == 0 || time.Now().After(over) {
-			return left
-		}
-		KillAll(left)
-	}
 }
 
 // Reap takes the exit status of a child of this process that has ended or is about to, at most for wait. It
@@ -107,10 +131,10 @@ func parseStat(pid int, line string) (Stat, bool) {
 	if err != nil || errParent != nil || errFlags != nil {
 		return Stat{}, false
 	}
-	const exiting, kernel = 0x4, 0x200000 // PF_EXITING and PF_KTHREAD of the kernel's sched.h
+	const exiting = 0x4 // PF_EXITING of the kernel's sched.h
 	return Stat{
 		PID: pid, Parent: parent, Group: group, Zombie: f[0] == "Z" || f[0] == "X", Stopped: f[0] == "T",
-		Exiting: flags&exiting != 0, Start: f[19], kernel: flags&kernel != 0,
+		Exiting: flags&exiting != 0, Start: f[19],
 	}, true
 }
 
@@ -148,56 +172,32 @@ func IDs() []int {
 // Name is the name of a process; "" if there is no such process.
 func Name(pid int) string { return strings.TrimSpace(string(read(pid, "comm"))) }
 
-// EnvironHas reports whether a process was started with one of some environment entries.
-func EnvironHas(pid int, entries ...string) bool {
-	return hasEntry(pid, func(entry string) bool { return slices.Contains(entries, entry) })
-}
-
-// IsMarked reports whether a process was started for an engine, by whatever node.
-func IsMarked(pid int) bool {
-	return hasEntry(pid, func(entry string) bool { return strings.HasPrefix(entry, Mark("")) })
-}
-
-func hasEntry(pid int, is func(entry string) bool) bool {
-	for entry := range strings.SplitSeq(string(environ(pid)), "\x00") {
-		if entry != "" && is(entry) { // "" follows the last entry
-			return true
-		}
-	}
-	return false
-}
-
-// environ reads what a process was started with; nil if it has ended, or is another user's. While a process
-// executes another program, the kernel shows an empty environment for a moment.
-func environ(pid int) []byte {
-	for range execPolls {
-		b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/environ")
-		if len(b) > 0 || err != nil {
-			return b
-		}
-		if s, there := ReadStat(pid); !there || s.Exiting || s.kernel {
-			return nil
-		}
-		time.Sleep(execPoll)
-	}
-	return nil
-}
-
 // read reads a file of a process; nil if there is none, or it is another user's.
 func read(pid int, name string) []byte {
-	b, _ := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/" + name)
+	b, _ := os.ReadFile(procFile(pid, name))
 	return b
 }
 
-// ListeningPorts lists the TCP ports on which the processes of a group listen, ascending.
-func ListeningPorts(group int) []int {
+func procFile(pid int, name string) string { return "/proc/" + strconv.Itoa(pid) + "/" + name }
+
+// Arguments are the command line of a process; nil if it has ended, or is another user's.
+func Arguments(pid int) []string {
+	return strings.Split(strings.TrimSuffix(string(read(pid, "cmdline")), "\x00"), "\x00")
+}
+
+// BootID identifies a boot of the machine, or of a container on it: the numbers of processes begin anew.
+var BootID = sync.OnceValue(func() string {
+	boot, _ := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	first, _ := ReadStat(1)
+	return strings.TrimSpace(string(boot)) + "." + first.Start
+})
+
+// ListeningPorts lists the TCP ports on which a process and those below it listen, ascending.
+func ListeningPorts(pid int) []int {
 	var out []int
-	for _, s := range All() {
-		if s.Group != group || s.Zombie {
-			continue
-		}
-		own := OpenSockets(s.PID)
-		for _, socket := range Listening(strconv.Itoa(s.PID), "tcp") {
+	for _, pid := range append(Descendants(pid), pid) {
+		own := OpenSockets(pid)
+		for _, socket := range Listening(strconv.Itoa(pid), "tcp") {
 			if slices.Contains(own, socket.Inode) {
 				out = append(out, socket.Port)
 			}

@@ -39,16 +39,14 @@ func FuzzParseStat(f *testing.F) {
 	})
 }
 
-func TestListeningPortsOfThisGroup(t *testing.T) {
+func TestListeningPortsOfThisProcess(t *testing.T) {
 	var lc net.ListenConfig
 	l, err := lc.Listen(t.Context(), "tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	port := l.Addr().(*net.TCPAddr).Port
-	group, err := syscall.Getpgid(0)
-	require.NoError(t, err)
-	assert.Contains(t, ListeningPorts(group), port)
+	assert.Contains(t, ListeningPorts(os.Getpid()), port)
 	require.NoError(t, l.Close())
-	assert.NotContains(t, ListeningPorts(group), port)
+	assert.NotContains(t, ListeningPorts(os.Getpid()), port)
 }
 
 func TestParseSockets(t *testing.T) {
@@ -81,12 +79,4 @@ func FuzzParseSockets(f *testing.F) {
 			}
 		}
 	})
-}
-
-// TestEnvironOfNobody: an entry that is not set is no process's.
-func TestEnvironOfNobody(t *testing.T) {
-	assert.True(t, EnvironHas(os.Getpid(), "PATH="+os.Getenv("PATH")))
-	assert.False(t, EnvironHas(os.Getpid(), ""), "a launch without a mark has no processes")
-	assert.NotContains(t, Descendants(0, "", ""), os.Getpid())
-	assert.False(t, IsMarked(os.Getpid()))
 }

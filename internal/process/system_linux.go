@@ -2,6 +2,7 @@ package process
 
 import (
 	"errors"
+	"os"
 	"syscall"
 
 	"golang.org/x/sys/unix"
@@ -11,10 +12,19 @@ import (
 // replaces it before the running program ends. A child that executes this link executes its parent's image.
 func Self() string { return "/proc/self/exe" }
 
-// groupAttr gives an engine its own process group, separate from the terminal's Ctrl-C, and ends it with the
-// forking thread.
-func groupAttr() *syscall.SysProcAttr {
-	return &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
+// sessionAttr gives an engine its own session, separate from the terminal's Ctrl-C, ends it with the forking
+// thread, and starts it in a cgroup, if there is one. The function is to be called after the start.
+func sessionAttr(cgroup string) (*syscall.SysProcAttr, func(), error) {
+	attr := &syscall.SysProcAttr{Setsid: true, Pdeathsig: syscall.SIGKILL}
+	if cgroup == "" {
+		return attr, func() {}, nil
+	}
+	folder, err := os.Open(cgroup)
+	if err != nil {
+		return nil, nil, err
+	}
+	attr.UseCgroupFD, attr.CgroupFD = true, int(folder.Fd())
+	return attr, func() { _ = folder.Close() }, nil
 }
 
 // awaitExit blocks until the process has ended, and leaves it unreaped; false if the kernel cannot do that.

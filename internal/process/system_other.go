@@ -16,9 +16,11 @@ func Self() string {
 	return path
 }
 
-// groupAttr gives an engine its own process group. Without a parent-death signal the engine ends when its
+// sessionAttr gives an engine its own session. Without a parent-death signal the engine ends when its
 // standard input ends.
-func groupAttr() *syscall.SysProcAttr { return &syscall.SysProcAttr{Setpgid: true} }
+func sessionAttr(string) (*syscall.SysProcAttr, func(), error) {
+	return &syscall.SysProcAttr{Setsid: true}, func() {}, nil
+}
 
 // awaitExit cannot wait without reaping on this system.
 func awaitExit(int) bool { return false }

@@ -17,10 +17,10 @@ import (
 
 // Client is a node's connection to one shim. All methods are safe for concurrent use.
 type Client struct {
-	dir  string
-	id   string
-	link *link
-	done chan struct{} // closed when the connection has ended
+	dir    string
+	launch process.Launch // whose shim it is
+	link   *link
+	done   chan struct{} // closed when the connection has ended
 
 	writing sync.Mutex
 
@@ -30,13 +30,15 @@ type Client struct {
 	closed  bool
 }
 
-// connect returns a client of the shim in a folder. Errors are those of dial.
-func connect(ctx context.Context, dir, id string) (*Client, error) {
-	l, err := dial(ctx, dir, id)
+// connect returns a client of the shim of a launch, in its folder. Errors are those of dial.
+func connect(ctx context.Context, dir string, launch process.Launch) (*Client, error) {
+	l, err := dial(ctx, dir, &launch)
 	if err != nil {
 		return nil, err
 	}
-	c := &Client{dir: dir, id: id, link: l, done: make(chan struct{}), waiting: map[uint64]chan reply{}}
+	c := &Client{
+		dir: dir, launch: launch, link: l, done: make(chan struct{}), waiting: map[uint64]chan reply{},
+	}
 	go c.read()
 	return c, nil
 }
@@ -65,7 +67,7 @@ func (c *Client) read() {
 	c.Close()
 	close(c.done)
 	if lost { // the shim has ended, and may be a child of this process
-		process.Reap(c.link.pid, answerWait)
+		process.Reap(c.launch.Shim, answerWait)
 	}
 }
 
@@ -214,7 +216,7 @@ func (c *Client) Extend(ttl time.Duration) error {
 // shim does not hold any more. It returns when the output has ended. Errors: those of dial, ErrGone if the
 // shim ends before that, the cause of ctx.
 func (c *Client) Logs(ctx context.Context, since uint64, emit func(lines []Line, missed uint64)) error {
-	l, err := dial(ctx, c.dir, c.id)
+	l, err := dial(ctx, c.dir, &c.launch)
 	if err != nil {
 		return err
 	}
@@ -258,17 +260,13 @@ func (c *Client) Release(ctx context.Context) error {
 	case <-over.C:
 		c.Close()
 	}
-	err := Remove(c.dir, c.id)
-	process.Reap(c.link.pid, answerWait)
-	return err
-}
-
-// Remove ends whatever is left of a launch, verifies that it is gone, and removes its folder.
-func Remove(dir, id string) error {
-	if err := End(id); err != nil {
+	state := State{Launch: c.launch}
+	err := state.End()
+	process.Reap(c.launch.Shim, answerWait)
+	if err != nil {
 		return err
 	}
-	return os.RemoveAll(dir)
+	return os.RemoveAll(c.dir)
 }
 
 // answerWait bounds the wait for an answer of a shim, which answers at once.
@@ -276,13 +274,12 @@ const answerWait = 2 * time.Second
 
 // link is a connection to a shim, as the node sees it. One goroutine reads it.
 type link struct {
-	c   *net.UnixConn
-	in  *bufio.Reader
-	pid int // of the shim
+	c  *net.UnixConn
+	in *bufio.Reader
 }
 
 // dial connects to the shim of a launch. Errors: ErrGone, ErrForeign, ErrSilent, ErrProtocol, *VersionError.
-func dial(ctx context.Context, dir, id string) (*link, error) {
+func dial(ctx context.Context, dir string, launch *process.Launch) (*link, error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, answerWait, ErrSilent)
 	defer cancel()
 	folder, err := os.Open(dir)
@@ -295,6 +292,8 @@ func dial(ctx context.Context, dir, id string) (*link, error) {
 	switch {
 	case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ECONNREFUSED):
 		return nil, ErrGone
+	case errors.Is(err, syscall.EAGAIN): // nobody has accepted for long
+		return nil, ErrSilent
 	case err != nil:
 		return nil, fmt.Errorf("connect to a shim: %w", err)
 	}
@@ -304,7 +303,7 @@ func dial(ctx context.Context, dir, id string) (*link, error) {
 		return nil, fmt.Errorf("%w: no unix socket", ErrProtocol)
 	}
 	l := &link{c: unix, in: bufio.NewReader(unix)}
-	if err := l.greet(ctx, id); err != nil {
+	if err := l.greet(ctx, launch); err != nil {
 		_ = c.Close()
 		return nil, err
 	}
@@ -312,20 +311,19 @@ func dial(ctx context.Context, dir, id string) (*link, error) {
 }
 
 // greet checks who the other side is and agrees on the version.
-func (l *link) greet(ctx context.Context, id string) error {
+func (l *link) greet(ctx context.Context, launch *process.Launch) error {
 	uid, pid, err := peer(l.c)
 	switch {
 	case err != nil:
 		return err
 	case uid != os.Geteuid():
 		return fmt.Errorf("%w: user %d", ErrForeign, uid)
-	case !process.EnvironHas(pid, shimMark(id)):
-		if s, there := process.ReadStat(pid); !there || s.Exiting { // its socket still takes connections
+	case pid != launch.Shim || !launch.HasShim():
+		if s, there := process.ReadStat(pid); pid > 0 && (!there || s.Exiting) { // its socket still connects
 			return ErrGone
 		}
 		return fmt.Errorf("%w: process %d is not the shim of this launch", ErrForeign, pid)
 	}
-	l.pid = pid
 	until, _ := ctx.Deadline()
 	_ = l.c.SetDeadline(until)
 	line, err := readLine(l.in, requestLimit)

@@ -49,6 +49,9 @@ func newDeadlines(now time.Time, s *Spec) deadlines {
 
 // next returns the step at now, and after it the time until another one may be due; negative = none.
 func (d *deadlines) next(now time.Time) (step, time.Duration) {
+	if d.orphan == 0 && d.met && !d.alone.IsZero() && !d.exited.IsZero() {
+		d.released = true // no later owner is to learn of the end
+	}
 	switch {
 	case d.released, d.lost && !d.alone.IsZero() && !d.exited.IsZero():
 		return stepLeave, 0

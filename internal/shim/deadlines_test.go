@@ -51,6 +51,12 @@ func TestDeadlines(t *testing.T) {
 			{at: 0, step: stepWait, wait: firstOwner},
 			{at: s, do: owned, step: stepWait, wait: -1},
 			{at: 2 * s, do: alone(2 * s), step: stepTerminate, wait: s},
+			{at: 3 * s, do: func(d *deadlines) { d.exited = at(3 * s) }, step: stepLeave},
+		}},
+		"orphan timeout 0: the exit waits for the owner, and for the first one": {&Spec{Grace: s}, []check{
+			{at: 0, do: func(d *deadlines) { d.exited = at(0) }, step: stepWait, wait: time.Hour},
+			{at: s, do: owned, step: stepWait, wait: time.Hour - s},
+			{at: 2 * s, do: alone(2 * s), step: stepLeave},
 		}},
 		"fence: the last extend counts, owner or not": {fence, []check{
 			{at: 0, do: owned, step: stepWait, wait: 10 * s},

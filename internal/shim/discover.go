@@ -7,11 +7,8 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"time"
 
 	"golang.org/x/sync/errgroup"
-
-	"github.com/dpserve/dpserve/internal/process"
 )
 
 // Entry is the folder of a launch.
@@ -20,9 +17,10 @@ type Entry struct {
 	Spec   Spec    // zero if it cannot be read
 	State  State   // of the shim, or as far as it came
 	Client *Client // connected, but not the owner; nil with Err
-	Read   uint64  // see Info
-	// Err is ErrGone for a shim that has ended, with a stale socket or without one. ErrForeign, ErrSilent, a
-	// *VersionError: it may live, and this process cannot use it. Others: damaged files.
+	Unread uint64  // see Info.Read
+	// Err is ErrGone for a shim that has ended, with a stale socket or without one. ErrCopy: the launch is
+	// that of another folder. ErrForeign, ErrSilent, a *VersionError: it may live, and this process cannot
+	// use it. Others: damaged files.
 	Err error
 }
 
@@ -55,44 +53,57 @@ func Discover(ctx context.Context, dir string) ([]Entry, error) {
 	return out, all.Wait()
 }
 
-// look reads a folder and connects to its shim.
-func (e *Entry) look(ctx context.Context) {
-	e.Spec, e.Err = readSpec(e.Dir)
-	e.State = readState(e.Dir)
-	if e.Err == nil && e.Spec.ID != filepath.Base(e.Dir) {
+// Read reads the folder of a launch, and connects to nothing.
+func Read(dir string) Entry {
+	e := Entry{Dir: dir, State: readState(dir)}
+	e.Spec, e.Err = readSpec(dir)
+	switch {
+	case e.State.isCopy(dir):
+		e.Err = ErrCopy
+	case e.Err == nil && e.Spec.ID != filepath.Base(dir):
 		e.Err = errDamaged
 	}
+	return e
+}
+
+// look reads a folder and connects to its shim.
+func (e *Entry) look(ctx context.Context) {
+	*e = Read(e.Dir)
 	if e.Err != nil {
 		return
 	}
-	e.Client, e.Err = connect(ctx, e.Dir, e.Spec.ID)
-	if e.Err != nil {
-		return
-	}
-	info, err := e.Client.Info(ctx)
+	c, info, err := Connect(ctx, e.Dir, &e.State)
 	if err != nil {
-		e.Client.Close()
-		e.Client, e.Err = nil, err
+		e.Err = err
 		return
 	}
-	e.State, e.Read = info.State, info.Read
+	e.Client, e.State, e.Unread = c, info.State, info.Read
 }
 
-// endWait bounds how long End kills.
-const endWait = 5 * time.Second
-
-// End kills the shim of a launch and everything that carries the mark of its engine until nothing is left.
-// The error names what no signal ended.
-func End(id string) error {
-	if left := process.EndAll(func() []int { return Left(id) }, endWait); len(left) > 0 {
-		return fmt.Errorf("processes %v of launch %s do not end", left, id)
+// Connect connects to the shim that has written a state in a folder. Errors: ErrGone, ErrForeign, ErrSilent,
+// ErrProtocol, *VersionError.
+func Connect(ctx context.Context, dir string, s *State) (*Client, Info, error) {
+	c, err := connect(ctx, dir, s.Launch)
+	if err != nil {
+		return nil, Info{}, err
 	}
-	return nil
+	info, err := c.Info(ctx)
+	if err != nil {
+		c.Close()
+		return nil, Info{}, err
+	}
+	return c, info, nil
 }
 
-// Left lists the living processes of a launch: its shim, and what carries the mark of its engine.
-func Left(id string) []int {
-	return process.Descendants(0, "", shimMark(id), process.Mark(id))
+// Remove ends whatever is left of the launch that was made in a folder, verifies that it is gone, and removes
+// the folder. What a copy names is not touched: it belongs to the other folder.
+func Remove(dir string) error {
+	if s := readState(dir); !s.isCopy(dir) {
+		if err := s.End(); err != nil {
+			return err
+		}
+	}
+	return os.RemoveAll(dir)
 }
 
 // CheckSpecs reports whether this binary understands the engines below a folder. Only a version above its own

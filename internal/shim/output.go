@@ -27,6 +27,7 @@ type Line struct {
 	At     int64  `json:"at"` // unix ms
 	Stream string `json:"s"`  // Stdout or Stderr
 	Text   string `json:"t"`
+	Bar    bool   `json:"bar,omitempty"` // the engine writes over it; it is not in the file
 }
 
 // The streams.
@@ -48,11 +49,11 @@ type ring struct {
 
 func newRing() *ring { return &ring{changed: make(chan struct{})} }
 
-func (r *ring) add(stream, text string) {
+func (r *ring) add(stream, text string, isBar bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.lines = append(r.lines, Line{
-		Number: r.next, At: time.Now().UnixMilli(), Stream: stream, Text: text,
+		Number: r.next, At: time.Now().UnixMilli(), Stream: stream, Text: text, Bar: isBar,
 	})
 	r.next++
 	r.bytes += len(text)
@@ -122,9 +123,21 @@ func (r *ring) unread() uint64 {
 	return r.read
 }
 
+// barEach is the least time between two states of a progress bar in the ring.
+const barEach = time.Second
+
 // writer returns a writer of a stream, for one goroutine.
 func (r *ring) writer(stream string) *process.LineWriter {
-	return &process.LineWriter{Take: func(line string) { r.add(stream, line) }}
+	var last time.Time
+	return &process.LineWriter{
+		Take: func(line string) { r.add(stream, line, false) },
+		Bar: func(text string) {
+			if now := time.Now(); now.Sub(last) >= barEach {
+				last = now
+				r.add(stream, text, true)
+			}
+		},
+	}
 }
 
 // Bounds of out.log.
@@ -153,6 +166,10 @@ func keepOutput(r *ring, file *diskfile.Log, retry time.Duration, done <-chan st
 		}
 		for i := 0; i < len(b.lines) && err == nil; i++ {
 			l := &b.lines[i]
+			if l.Bar {
+				next = l.Number + 1
+				continue
+			}
 			if err = file.Append(fileLine(time.UnixMilli(l.At), l.Stream, l.Text)); err == nil {
 				next = l.Number + 1
 			}

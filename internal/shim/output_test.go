@@ -52,7 +52,7 @@ func TestRing(t *testing.T) {
 func TestTheRingIsBounded(t *testing.T) {
 	r := newRing()
 	for i := range ringLines + 10 {
-		r.add(Stdout, fmt.Sprint(i))
+		r.add(Stdout, fmt.Sprint(i), false)
 	}
 	b := r.from(3)
 	assert.Equal(t, uint64(7), b.missed)
@@ -87,12 +87,12 @@ func TestAFullDiskStopsTheFileOnly(t *testing.T) {
 			keepOutput(r, &diskfile.Log{Path: path, Limit: outputSize}, time.Minute, done)
 		}()
 		for i := range ringLines + 5 {
-			r.add(Stdout, fmt.Sprint("line ", i))
+			r.add(Stdout, fmt.Sprint("line ", i), false)
 		}
 		time.Sleep(time.Second)
 		require.NoError(t, os.Remove(path))
 		time.Sleep(time.Minute)
-		r.add(Stdout, "the last one")
+		r.add(Stdout, "the last one", false)
 		r.end()
 		<-written
 		select {
@@ -117,7 +117,7 @@ func TestTheFilesAreBounded(t *testing.T) {
 	file := &diskfile.Log{Path: filepath.Join(dir, outputFile), Limit: 1000}
 	r, done := newRing(), make(chan struct{})
 	for i := range ringLines {
-		r.add(Stderr, fmt.Sprint("line ", i))
+		r.add(Stderr, fmt.Sprint("line ", i), false)
 	}
 	r.end()
 	keepOutput(r, file, time.Minute, done)
@@ -131,6 +131,33 @@ func TestTheFilesAreBounded(t *testing.T) {
 	}
 	assert.Equal(t, fmt.Sprint("line ", ringLines-1), LastLines(dir, 1)[0].Text)
 	assert.Empty(t, LastLines(t.TempDir(), 5))
+}
+
+// A progress bar is passed on at most once a second, and its last state is a line.
+func TestProgressBars(t *testing.T) {
+	for written, want := range map[string][]string{
+		"plain\n":                           {"plain"},
+		"a\r\nb\r\n":                        {"a", "b"},
+		"\rload 1\r|load 2":                 {"load 1~"},
+		"load 1\r|":                         {"load 1~"},
+		"load 1\r|\n":                       {"load 1~", "load 1"},
+		"load 1\r|load 2\r|load 3\r|done\n": {"load 1~", "done"},
+		"\r\r\r":                            nil,
+	} {
+		r := newRing()
+		w := r.writer(Stderr)
+		for part := range strings.SplitSeq(written, "|") {
+			_, _ = w.Write([]byte(part))
+		}
+		var got []string
+		for _, l := range r.from(0).lines {
+			if l.Bar {
+				l.Text += "~"
+			}
+			got = append(got, l.Text)
+		}
+		assert.Equal(t, want, got, "%q", written)
+	}
 }
 
 func TestFileLines(t *testing.T) {

@@ -141,6 +141,7 @@ func readLine(r *bufio.Reader, limit int) ([]byte, error) {
 var (
 	ErrGone     = errors.New("the shim has ended")
 	ErrForeign  = errors.New("the socket belongs to another user or process")
+	ErrCopy     = errors.New("the folder is a copy of the one in which the engine was started")
 	ErrSilent   = errors.New("the shim does not answer")
 	ErrOwned    = errors.New("another process owns the engine")
 	ErrRunning  = errors.New("the engine has not ended")

@@ -96,11 +96,13 @@ func TestNamesStay(t *testing.T) {
 	assert.Equal(t, spec, again)
 
 	text, err = json.Marshal(&reply{ID: 1, Info: &Info{State: State{
-		Shim: 2, PID: 3, Start: "4", Began: time.Unix(5, 0).UTC(), Phase: Exited, Reason: "r",
+		Launch: process.Launch{Boot: "b", Cgroup: "/c", Shim: 2, ShimStart: "4", PID: 3, Start: "5"},
+		Folder: Folder{6, 7}, Began: time.Unix(5, 0).UTC(), Phase: Exited, Reason: "r",
 		Exit: &process.Exit{Code: -1, Signal: "killed", After: 6},
 	}}, Lines: []Line{{Number: 7, At: 8, Stream: Stdout, Text: "t"}}, Missed: 9, More: true})
 	require.NoError(t, err)
-	assert.Contains(t, string(text), `"state":{"shim":2,"pid":3,"start":"4","began":"1970-01-01T00:00:05Z",`+
+	assert.Contains(t, string(text), `"state":{"boot":"b","cgroup":"/c","shim":2,"shim_start":"4","pid":3,`+
+		`"start":"5","folder":{"device":6,"inode":7},"began":"1970-01-01T00:00:05Z",`+
 		`"phase":"exited","reason":"r","exit":{"code":-1,"signal":"killed","after_ns":6}},"read":0},`+
 		`"lines":[{"n":7,"at":8,"s":"stdout","t":"t"}],"missed":9,"more":true}`)
 }

@@ -23,7 +23,7 @@ const (
 	maxConns     = 16              // connections at a time
 	helloWait    = 5 * time.Second // for the first line of a connection
 	acceptPause  = 100 * time.Millisecond
-	outputWait   = time.Second // for the last lines to be written, at the end of a shim
+	outputWait   = time.Second // for the last writes to the disk, at the end of a shim
 	survivorPoll = 10 * time.Millisecond
 	survivorMost = time.Second // longest pause between two kills of what outlives an engine
 )
@@ -40,6 +40,7 @@ type server struct {
 	wake    chan struct{} // one slot
 	done    chan struct{} // closed at the end
 	written chan struct{} // closed when out.log is complete
+	noted   chan struct{} // closed when the end of the engine is on disk
 
 	mu        sync.Mutex
 	state     State
@@ -68,32 +69,61 @@ func open(dir string) (*server, error) {
 	if err := adoptOrphans(); err != nil {
 		return nil, fmt.Errorf("become the parent of orphans: %w", err)
 	}
-	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: socketFile, Net: "unix"})
-	if err != nil {
+	s := &server{
+		dir: dir, spec: spec, ring: newRing(), forker: process.NewForker(),
+		wake: make(chan struct{}, 1), done: make(chan struct{}), written: make(chan struct{}),
+		noted: make(chan struct{}),
+	}
+	if err := s.introduce(); err != nil {
 		return nil, err
 	}
-	s := &server{
-		dir: dir, spec: spec, ring: newRing(), forker: process.NewForker(), listen: l,
-		wake: make(chan struct{}, 1), done: make(chan struct{}), written: make(chan struct{}),
+	s.listen, err = net.ListenUnix("unix", &net.UnixAddr{Name: socketFile, Net: "unix"})
+	if err != nil {
+		return nil, err
 	}
 	s.out = [2]*process.LineWriter{s.ring.writer(Stdout), s.ring.writer(Stderr)}
 	return s, nil
 }
 
+// introduce writes who this process is and which cgroup its engine gets, before there is anything else to
+// find, and makes the cgroup.
+func (s *server) introduce() error {
+	self, _ := process.ReadStat(os.Getpid())
+	cgroup, failed := process.CgroupOf(s.spec.ID)
+	s.state = State{
+		Launch: process.Launch{
+			Boot: process.BootID(), Cgroup: cgroup, Shim: self.PID, ShimStart: self.Start,
+		},
+		Folder: folderOf("."), Phase: Running,
+	}
+	if err := writeFile(s.dir, stateFile, &s.state); err != nil {
+		return err
+	}
+	if failed == nil {
+		failed = process.MakeCgroup(cgroup)
+	}
+	if failed != nil {
+		s.state.Cgroup, s.state.NoCgroup = "", failed.Error()
+	}
+	return nil
+}
+
 // start starts the engine, and what goes on beside it.
 func (s *server) start() error {
 	child, err := s.forker.Start(context.Background(), process.Command{
-		Path: s.spec.Path, Argv: s.spec.Argv, Env: s.spec.Env, Dir: s.spec.Dir, Mark: process.Mark(s.spec.ID),
+		Path: s.spec.Path, Argv: s.spec.Argv, Env: s.spec.Env, Dir: s.spec.Dir, In: s.state.Launch,
 	}, s.out[0], s.out[1])
 	if err != nil {
 		return err
 	}
 	s.child = child
 	began := time.Now()
-	at, _ := process.ReadStat(child.PID())
-	s.state = State{
-		Shim: os.Getpid(), PID: child.PID(), Start: at.Start, Began: began, Phase: Running,
+	if s.state.Cgroup != "" && child.Launch().Cgroup == "" {
+		s.state.NoCgroup = "the kernel does not start a process in " + s.state.Cgroup
+		unused := process.Launch{Boot: process.BootID(), Cgroup: s.state.Cgroup}
+		unused.End(0) // removes it
 	}
+	s.state.Launch, s.state.Began = child.Launch(), began
 	s.deadlines = newDeadlines(began, &s.spec)
 	if err := writeFile(s.dir, stateFile, &s.state); err != nil {
 		s.say("%v", err) // a disk may fill up; the socket tells the same
@@ -140,6 +170,7 @@ func (s *server) ended() {
 	s.say("%s", exit)
 	go s.clean()
 	go func() { // a disk may hang
+		defer close(s.noted)
 		if err := writeFile(s.dir, stateFile, &state); err != nil {
 			s.say("%v", err)
 		}
@@ -159,14 +190,20 @@ func (s *server) clean() {
 	s.ring.end()
 }
 
-// close ends what goes on beside run, and with the forking thread the engine, if there still is one. The
-// process exits after it.
+// close ends what goes on beside run, and everything that descends from this process, which exits after it.
 func (s *server) close() {
+	if left := s.state.Launch.End(endWait); len(left) > 0 {
+		s.say("processes %v do not end", left)
+	}
 	_ = s.listen.Close() // removes the socket
 	if s.child != nil {
-		select {
-		case <-s.written:
-		case <-time.After(outputWait):
+		late, cancel := context.WithTimeout(context.Background(), outputWait)
+		defer cancel()
+		for _, end := range []chan struct{}{s.written, s.noted} {
+			select {
+			case <-end:
+			case <-late.Done():
+			}
 		}
 	}
 	close(s.done)

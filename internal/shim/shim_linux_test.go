@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -18,6 +19,7 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"github.com/dpserve/dpserve/internal/process"
 )
@@ -47,11 +49,17 @@ type running struct {
 // begin starts an engine whose spec change may alter, and owns it. Its end leaves nothing.
 func begin(t *testing.T, dir string, change func(*Spec), words ...string) *running {
 	t.Helper()
+	return beginWith(t, os.Args[0], dir, change, words...)
+}
+
+// beginWith starts an engine by a program that is the shim.
+func beginWith(t *testing.T, program, dir string, change func(*Spec), words ...string) *running {
+	t.Helper()
 	spec := testSpec(newID(t), words...)
 	if change != nil {
 		change(&spec)
 	}
-	c, info, err := Start(t.Context(), os.Args[0], dir, spec)
+	c, info, err := Start(t.Context(), program, dir, spec)
 	require.NoError(t, err)
 	t.Cleanup(func() {
 		said, _ := os.ReadFile(filepath.Join(dir, spec.ID, ownLogFile))
@@ -59,7 +67,7 @@ func begin(t *testing.T, dir string, change func(*Spec), words ...string) *runni
 		assert.NotContains(t, string(said), "panic")
 		c.Close()
 		<-c.Done()
-		assert.NoError(t, End(spec.ID))
+		assert.NoError(t, info.State.End())
 		process.Reap(info.State.Shim, patience)
 	})
 	r := &running{Client: c, t: t, dir: dir, info: info}
@@ -163,8 +171,6 @@ func TestOneEngine(t *testing.T) {
 	session, err := syscall.Getpgid(shim)
 	require.NoError(t, err)
 	assert.Equal(t, shim, session)
-	assert.True(t, process.EnvironHas(engine, process.Mark(r.info.Spec.ID)))
-	assert.False(t, process.EnvironHas(shim, process.Mark(r.info.Spec.ID)))
 	require.ErrorIs(t, r.Release(t.Context()), ErrRunning)
 
 	require.NoError(t, r.Signal(syscall.SIGTERM))
@@ -176,7 +182,7 @@ func TestOneEngine(t *testing.T) {
 	assert.True(t, dead(shim))
 	_, there = process.ReadStat(shim)
 	assert.False(t, there, "it is reaped")
-	assert.Empty(t, Left(r.info.Spec.ID))
+	assert.Empty(t, r.info.State.Left())
 }
 
 // A second owner is refused while the first one is connected; others may ask.
@@ -203,7 +209,10 @@ func TestAnEngineOutlivesItsOwner(t *testing.T) {
 	out, err := owner.StdoutPipe()
 	require.NoError(t, err)
 	require.NoError(t, owner.Start())
-	t.Cleanup(func() { assert.NoError(t, End(id)) })
+	t.Cleanup(func() {
+		state := readState(filepath.Join(dir, id))
+		assert.NoError(t, state.End())
+	})
 	line, err := bufio.NewReader(out).ReadString('\n')
 	require.NoError(t, err)
 	pid, err := strconv.Atoi(strings.TrimPrefix(strings.TrimSpace(line), "pid "))
@@ -216,7 +225,7 @@ func TestAnEngineOutlivesItsOwner(t *testing.T) {
 	assert.Equal(t, pid, e.State.PID)
 	assert.Equal(t, Running, e.State.Phase)
 	assert.False(t, dead(pid))
-	assert.Equal(t, []string{"stdout up"}, r.lines(e.Read, 1))
+	assert.Equal(t, []string{"stdout up"}, r.lines(e.Unread, 1))
 	require.NoError(t, r.Signal(syscall.SIGTERM))
 	assert.Equal(t, 3, r.exit().Code)
 	eventually(t, "release", func() bool { return r.Release(t.Context()) == nil })
@@ -256,9 +265,9 @@ func TestAnOrphanEnds(t *testing.T) {
 	r := begin(t, dir, func(s *Spec) { s.Orphan, s.Grace = 50*time.Millisecond, 50*time.Millisecond },
 		"worker", "say=started", "stubborn")
 	assert.Equal(t, []string{"stdout started"}, r.lines(0, 1))
-	assert.Len(t, Left(r.info.Spec.ID), 3)
+	assert.Len(t, r.info.State.Left(), 3)
 	r.Close()
-	eventually(t, "end", func() bool { return len(Left(r.info.Spec.ID)) == 1 })
+	eventually(t, "end", func() bool { return len(r.info.State.Left()) == 1 })
 	e := find(t, dir)
 	next := own(t, e)
 	assert.Equal(t, "killed", next.exit().Signal)
@@ -283,30 +292,142 @@ func TestFence(t *testing.T) {
 	assert.Equal(t, "the node's lease was not renewed", info.State.Reason)
 }
 
-// The kernel ends the engine of a killed shim. What left its group is found by its mark.
-func TestAKilledShim(t *testing.T) {
-	dir := t.TempDir()
-	r := begin(t, dir, nil, "worker", "say=started", "stubborn")
-	id := r.info.Spec.ID
-	assert.Equal(t, []string{"stdout started"}, r.lines(0, 1))
-	assert.Len(t, Left(id), 3)
-	require.NoError(t, syscall.Kill(r.info.State.Shim, syscall.SIGKILL))
-	<-r.Done()
-	_, ok := <-r.exits
-	assert.False(t, ok, "nobody knows the exit status")
-	eventually(t, "engine", func() bool { return dead(r.info.State.PID) })
-	eventually(t, "worker alone", func() bool { return len(Left(id)) == 1 })
-	e := find(t, dir)
-	require.ErrorIs(t, e.Err, ErrGone)
-	assert.Nil(t, e.State.Exit)
-	assert.Equal(t, r.info.State.PID, e.State.PID)
-	assert.FileExists(t, filepath.Join(e.Dir, socketFile), "stale")
-	require.NoError(t, Remove(e.Dir, id))
-	assert.Empty(t, Left(id))
-	assert.NoDirExists(t, e.Dir)
-	require.ErrorIs(t, r.Signal(syscall.SIGTERM), ErrGone)
-	_, err := r.Info(t.Context())
-	require.ErrorIs(t, err, ErrGone)
+// withoutCgroups is a program that runs this one where cgroups cannot be written.
+func withoutCgroups(t *testing.T) string {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		t.Skip("needs root")
+	}
+	at, err := process.CgroupOf("x")
+	require.NoError(t, err)
+	self, err := filepath.Abs(os.Args[0])
+	require.NoError(t, err)
+	path := filepath.Join(t.TempDir(), "shim")
+	text := "#!/bin/sh\nexec unshare -m sh -c 'mount -o remount,bind,ro \"$0\" && exec \"$@\"' '" +
+		filepath.Dir(at) + "' '" + self + "' \"$@\"\n"
+	require.NoError(t, os.WriteFile(path, []byte(text), 0o700))
+	return path
+}
+
+// inheritOrphans makes this process inherit what loses its parent, and reaps it at once, as process 1 does.
+func inheritOrphans(t *testing.T) (reap func()) {
+	t.Helper()
+	require.NoError(t, unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
+	t.Cleanup(func() { _ = unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) })
+	return func() {
+		for _, child := range process.Children(os.Getpid()) {
+			if child.Zombie {
+				_, _ = unix.Wait4(child.PID, nil, unix.WNOHANG, nil)
+			}
+		}
+	}
+}
+
+// An engine has a core that has overwritten its environment and a helper that has left environment, session
+// and parent. Nothing of them outlives the end of the front process, nor, where there are cgroups, the
+// SIGKILL of the shim, although nobody waits for the front.
+func TestWhatBelongsToAnEngine(t *testing.T) {
+	for name, program := range map[string]func(*testing.T) string{
+		"cgroup":  func(*testing.T) string { return os.Args[0] },
+		"session": withoutCgroups,
+	} {
+		t.Run(name, func(t *testing.T) {
+			reap := inheritOrphans(t)
+			dir := t.TempDir()
+			start := func() *running {
+				r := beginWith(t, program(t), dir, nil, "helper", "core", "stubborn")
+				assert.Equal(t, []string{"stdout renamed"}, r.lines(0, 1))
+				assert.Equal(t, name == "cgroup" && canMakeCgroups(t), r.info.State.Cgroup != "")
+				assert.Equal(t, r.info.State.Cgroup == "", r.info.State.NoCgroup != "")
+				eventually(t, "core and helper have no environment", func() bool {
+					pids := r.info.State.PIDs()
+					return len(pids) == 3 && !slices.ContainsFunc(pids, func(pid int) bool {
+						text, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/environ")
+						isEmpty := err == nil && strings.Trim(string(text), "\x00") == ""
+						return pid != r.info.State.PID && !isEmpty
+					})
+				})
+				return r
+			}
+			r := start()
+			require.NoError(t, syscall.Kill(r.info.State.PID, syscall.SIGKILL))
+			assert.Equal(t, "killed", r.exit().Signal)
+			eventually(t, "nothing is left", func() bool { return len(r.info.State.PIDs()) == 0 })
+			eventually(t, "release", func() bool { return r.Release(t.Context()) == nil })
+			assert.NoDirExists(t, r.info.State.Cgroup)
+
+			r = start()
+			all := r.info.State.PIDs()
+			require.NoError(t, syscall.Kill(r.info.State.Shim, syscall.SIGKILL))
+			<-r.Done()
+			_, ok := <-r.exits
+			assert.False(t, ok, "nobody knows the exit status")
+			eventually(t, "the kernel ends the front process", func() bool {
+				reap()
+				_, there := process.ReadStat(r.info.State.PID)
+				return !there
+			})
+			left := r.info.State.PIDs()
+			e := find(t, dir)
+			require.ErrorIs(t, e.Err, ErrGone)
+			assert.Nil(t, e.State.Exit)
+			assert.FileExists(t, filepath.Join(e.Dir, socketFile), "stale")
+			require.NoError(t, Remove(e.Dir))
+			assert.NoDirExists(t, e.Dir)
+			require.ErrorIs(t, r.Signal(syscall.SIGTERM), ErrGone)
+			_, err := r.Info(t.Context())
+			require.ErrorIs(t, err, ErrGone)
+			if r.info.State.Cgroup != "" {
+				assert.Len(t, left, 2)
+				assert.NoDirExists(t, r.info.State.Cgroup)
+			} else {
+				assert.Len(t, left, 1, "without a cgroup the helper is not known any more")
+			}
+			for _, pid := range left {
+				assert.True(t, dead(pid))
+			}
+			for _, pid := range all {
+				_ = syscall.Kill(pid, syscall.SIGKILL)
+			}
+			eventually(t, "reaped", func() bool {
+				reap()
+				return !slices.ContainsFunc(all, func(pid int) bool { return !dead(pid) })
+			})
+		})
+	}
+}
+
+// canMakeCgroups reports whether this process may make cgroups.
+func canMakeCgroups(t *testing.T) bool {
+	t.Helper()
+	at, err := process.CgroupOf("test-" + newID(t))
+	if err == nil {
+		err = process.MakeCgroup(at)
+	}
+	if err == nil {
+		err = os.Remove(at)
+	}
+	return err == nil
+}
+
+// A copy of a launch's folder, by bytes or by links, is told from the original: nothing of it is touched.
+func TestACopiedFolder(t *testing.T) {
+	r := begin(t, t.TempDir(), nil, "core", "stubborn")
+	assert.Equal(t, []string{"stdout renamed"}, r.lines(0, 1))
+	r.Close()
+	from := filepath.Join(r.dir, r.info.Spec.ID)
+	for _, how := range []string{"-a", "-al"} {
+		dir := t.TempDir()
+		out, err := exec.CommandContext(t.Context(), "cp", how, from, dir).CombinedOutput()
+		require.NoError(t, err, string(out))
+		e := find(t, dir)
+		require.ErrorIs(t, e.Err, ErrCopy)
+		assert.Len(t, e.State.Left(), 3)
+		require.NoError(t, Remove(e.Dir))
+		assert.NoDirExists(t, e.Dir)
+		assert.Len(t, r.info.State.Left(), 3)
+	}
+	own(t, find(t, r.dir))
 }
 
 // SIGTERM to a shim ends its engine with the grace; the shim stays for the status.
@@ -331,7 +452,7 @@ func TestAShimWithoutItsFolder(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, Running, info.State.Phase, "its owner is there")
 	r.Close()
-	eventually(t, "end", func() bool { return len(Left(r.info.Spec.ID)) == 0 })
+	eventually(t, "end", func() bool { return len(r.info.State.Left()) == 0 })
 }
 
 // After a failed start nothing is left, and the error says why.
@@ -361,7 +482,9 @@ func TestStartsThatFail(t *testing.T) {
 			entries, err := os.ReadDir(dir)
 			require.NoError(t, err)
 			assert.Empty(t, entries)
-			assert.Empty(t, Left(spec.ID))
+			if at, err := process.CgroupOf(filepath.Base(spec.ID)); err == nil {
+				assert.NoDirExists(t, at)
+			}
 		})
 	}
 	ctx, cancel := context.WithCancelCause(t.Context())
@@ -371,8 +494,9 @@ func TestStartsThatFail(t *testing.T) {
 	require.ErrorIs(t, err, why)
 }
 
-// forge makes the folder of a launch whose socket a process with an environment entry listens on.
-func forge(t *testing.T, word string, attr *syscall.SysProcAttr, mark func(id string) string) *Entry {
+// forge makes the folder of a launch on whose socket a process listens, which is recorded there as the shim,
+// or another one is.
+func forge(t *testing.T, word string, attr *syscall.SysProcAttr, isRecorded bool) *Entry {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "shim")
 	require.NoError(t, err)
@@ -392,7 +516,6 @@ func forge(t *testing.T, word string, attr *syscall.SysProcAttr, mark func(id st
 		require.NoError(t, os.WriteFile(program, binary, 0o755))
 	}
 	cmd := exec.CommandContext(t.Context(), program, forgerWord, folder, word)
-	cmd.Env = append(os.Environ(), mark(spec.ID))
 	cmd.SysProcAttr = attr
 	out, err := cmd.StdoutPipe()
 	require.NoError(t, err)
@@ -402,38 +525,42 @@ func forge(t *testing.T, word string, attr *syscall.SysProcAttr, mark func(id st
 	if line != "listening\n" {
 		t.Skip("cannot forge a socket here: " + line)
 	}
+	recorded := os.Getpid()
+	if isRecorded {
+		recorded = cmd.Process.Pid
+	}
+	at, _ := process.ReadStat(recorded)
+	state := State{Folder: folderOf(folder)}
+	state.Boot, state.Shim, state.ShimStart = process.BootID(), at.PID, at.Start
+	require.NoError(t, writeFile(folder, stateFile, &state))
 	return find(t, dir)
 }
 
 func TestForgedSockets(t *testing.T) {
-	none := func(string) string { return "NOTHING=1" }
-	t.Run("no mark", func(t *testing.T) {
-		e := forge(t, `{"dpserve_shim":1}`, nil, none)
+	t.Run("another process", func(t *testing.T) {
+		e := forge(t, `{"dpserve_shim":1}`, nil, false)
 		require.ErrorIs(t, e.Err, ErrForeign)
 		assert.ErrorContains(t, e.Err, "is not the shim of this launch")
-	})
-	t.Run("the engine's mark", func(t *testing.T) {
-		require.ErrorIs(t, forge(t, `{"dpserve_shim":1}`, nil, process.Mark).Err, ErrForeign)
 	})
 	t.Run("another user", func(t *testing.T) {
 		if os.Geteuid() != 0 {
 			t.Skip("needs root")
 		}
 		e := forge(t, `{"dpserve_shim":1}`,
-			&syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}, shimMark)
+			&syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}, true)
 		require.ErrorIs(t, e.Err, ErrForeign)
 		assert.ErrorContains(t, e.Err, "user 65534")
 	})
 	t.Run("another version", func(t *testing.T) {
 		var version *VersionError
-		require.ErrorAs(t, forge(t, `{"dpserve_shim":7}`, nil, shimMark).Err, &version)
+		require.ErrorAs(t, forge(t, `{"dpserve_shim":7}`, nil, true).Err, &version)
 		assert.Equal(t, 7, version.Shim)
 	})
 	t.Run("another protocol", func(t *testing.T) {
-		require.ErrorIs(t, forge(t, "SSH-2.0-OpenSSH", nil, shimMark).Err, ErrProtocol)
+		require.ErrorIs(t, forge(t, "SSH-2.0-OpenSSH", nil, true).Err, ErrProtocol)
 	})
 	t.Run("silence", func(t *testing.T) {
-		require.ErrorIs(t, forge(t, "", nil, shimMark).Err, ErrSilent)
+		require.ErrorIs(t, forge(t, "", nil, true).Err, ErrSilent)
 	})
 }
 

@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"syscall"
 	"time"
 
 	"github.com/dpserve/dpserve/internal/diskfile"
@@ -28,21 +29,17 @@ const (
 // Command is the hidden command that is a shim.
 const Command = "shim"
 
-// shimMark is the environment entry of the shim of a launch. It is not process.Mark, its engine's: what ends
-// an engine by its mark does not end the shim.
-func shimMark(id string) string { return "DPSERVE_SHIM=" + id }
-
 // Spec is what a node asks of a shim. It is on disk before anything runs.
 type Spec struct {
 	Version int    `json:"version"` // of the protocol
 	Cluster string `json:"cluster"` // id of the cluster, and UID of the node, that started it
 	Node    string `json:"node"`
-	Boot    string `json:"boot"` // id of the machine's boot
+	Boot    string `json:"boot"` // process.BootID
 	ID      string `json:"id"`   // of the launch; the name of its folder
 
 	Path string   `json:"path"` // of the engine's program
 	Argv []string `json:"argv"`
-	Env  []string `json:"env"` // without the mark
+	Env  []string `json:"env"`
 	Dir  string   `json:"dir"` // where the engine runs
 
 	Orphan time.Duration `json:"orphan_timeout_ns"` // how long the engine lives without an owner
@@ -62,15 +59,32 @@ const (
 	Exited  Phase = "exited"
 )
 
-// State is what a shim knows of its engine.
+// State is what a shim knows of its engine. The shim writes it before it listens, again when the engine runs,
+// and at the engine's end.
 type State struct {
-	Shim   int           `json:"shim"`  // process id of the shim
-	PID    int           `json:"pid"`   // of the engine
-	Start  string        `json:"start"` // of the engine, in clock ticks since boot
-	Began  time.Time     `json:"began"`
-	Phase  Phase         `json:"phase"`
-	Reason string        `json:"reason,omitempty"` // why the shim itself has ended the engine
-	Exit   *process.Exit `json:"exit,omitempty"`
+	process.Launch
+
+	Folder   Folder        `json:"folder"`              // of the launch
+	NoCgroup string        `json:"no_cgroup,omitempty"` // why the engine has no cgroup of its own
+	Began    time.Time     `json:"began"`
+	Phase    Phase         `json:"phase"`
+	Reason   string        `json:"reason,omitempty"` // why the shim itself has ended the engine
+	Exit     *process.Exit `json:"exit,omitempty"`
+}
+
+// Folder identifies a folder: a copy of it has other numbers.
+type Folder struct {
+	Device uint64 `json:"device"`
+	Inode  uint64 `json:"inode"`
+}
+
+// folderOf returns the zero Folder for what is none.
+func folderOf(dir string) Folder {
+	var s syscall.Stat_t
+	if syscall.Stat(dir, &s) != nil {
+		return Folder{}
+	}
+	return Folder{uint64(s.Dev), s.Ino} //nolint:unconvert // the type of Dev differs between systems
 }
 
 // Info is the answer of a shim about itself.
@@ -114,15 +128,40 @@ func readSpec(dir string) (Spec, error) {
 	return parseSpec(text)
 }
 
-// readState returns the zero State if the shim has not come so far.
+// readState returns the zero State if the shim has not come so far, or the file is damaged.
 func readState(dir string) State {
 	var s State
 	text, err := os.ReadFile(filepath.Join(dir, stateFile))
-	if err != nil || json.Unmarshal(text, &s) != nil {
+	if err != nil || json.Unmarshal(text, &s) != nil ||
+		s.Cgroup != "" && filepath.Base(s.Cgroup) != process.CgroupPrefix+filepath.Base(dir) {
 		return State{}
 	}
 	return s
 }
+
+// isCopy reports whether a state was written in another folder than the one in which it lies.
+func (s *State) isCopy(dir string) bool { return s.Folder != Folder{} && s.Folder != folderOf(dir) }
+
+// Left lists the living processes of a launch: of its engine, and its shim.
+func (s *State) Left() []int {
+	left := s.PIDs()
+	if s.HasShim() {
+		left = append(left, s.Shim)
+	}
+	return left
+}
+
+// End kills everything of a launch, its shim last, until nothing is left. The error names what no signal
+// ended.
+func (s *State) End() error {
+	if left := s.Launch.End(endWait); len(left) > 0 {
+		return fmt.Errorf("processes %v of the engine with process %d do not end", left, s.PID)
+	}
+	return nil
+}
+
+// endWait bounds how long End kills.
+const endWait = 5 * time.Second
 
 func writeFile(dir, name string, v any) error {
 	return diskfile.ReplaceJSON(filepath.Join(dir, name), v)

@@ -47,7 +47,7 @@ func Start(ctx context.Context, executable, dir string, spec Spec) (*Client, Inf
 	}
 	client, info, err := launch(ctx, executable, folder, &spec)
 	if err != nil {
-		return nil, Info{}, errors.Join(err, Remove(folder, spec.ID))
+		return nil, Info{}, errors.Join(err, Remove(folder))
 	}
 	return client, info, nil
 }
@@ -59,23 +59,15 @@ func launch(ctx context.Context, executable, folder string, spec *Spec) (*Client
 	if ctx.Err() != nil { // the disk took so long that the start was given up
 		return nil, Info{}, context.Cause(ctx)
 	}
-	if err := spawn(ctx, executable, folder, spec.ID); err != nil {
+	if err := spawn(ctx, executable, folder); err != nil {
 		return nil, Info{}, err
 	}
-	c, err := connect(ctx, folder, spec.ID)
-	if err != nil {
-		return nil, Info{}, err
-	}
-	info, err := c.Info(ctx)
-	if err != nil {
-		c.Close()
-		return nil, Info{}, err
-	}
-	return c, info, nil
+	state := readState(folder)
+	return Connect(ctx, folder, &state)
 }
 
 // spawn starts a shim and waits until its engine runs.
-func spawn(ctx context.Context, executable, folder, id string) error {
+func spawn(ctx context.Context, executable, folder string) error {
 	ownLog, err := os.OpenFile(filepath.Join(folder, ownLogFile),
 		os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o600)
 	if err != nil {
@@ -91,7 +83,7 @@ func spawn(ctx context.Context, executable, folder, id string) error {
 	if executable == process.Self() {
 		cmd.Args[0] = os.Args[0] // ps shows it
 	}
-	cmd.Env = environment(id)
+	cmd.Env = environment()
 	cmd.Stdout, cmd.Stderr = theirs, ownLog
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	err = cmd.Start()
@@ -116,8 +108,8 @@ func spawn(ctx context.Context, executable, folder, id string) error {
 }
 
 // environment is a shim's own: it has no use for the node's secrets.
-func environment(id string) []string {
-	env := []string{shimMark(id), "GOMAXPROCS=" + processors}
+func environment() []string {
+	env := []string{"GOMAXPROCS=" + processors}
 	if dir, ok := os.LookupEnv("GOCOVERDIR"); ok {
 		env = append(env, "GOCOVERDIR="+dir)
 	}

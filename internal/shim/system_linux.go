@@ -7,7 +7,6 @@ import (
 	"os"
 	"os/signal"
 	"strconv"
-	"strings"
 	"syscall"
 
 	"golang.org/x/sys/unix"
@@ -17,15 +16,6 @@ import (
 
 // Supported says whether this system has what shims need.
 const Supported = true
-
-// BootID identifies the machine's boot; "" if it is not known.
-func BootID() string {
-	text, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
-	if err != nil {
-		return ""
-	}
-	return strings.TrimSpace(string(text))
-}
 
 // peer is the process at the other end of a unix socket. Of a listener it is the one that listens.
 func peer(c *net.UnixConn) (uid, pid int, err error) {
@@ -64,8 +54,8 @@ func reapOrphans(front int, done <-chan struct{}) {
 		case <-done:
 			return
 		}
-		for _, s := range process.All() {
-			if s.Zombie && s.Parent == os.Getpid() && s.PID != front {
+		for _, s := range process.Children(os.Getpid()) {
+			if s.Zombie && s.PID != front {
 				_, _ = unix.Wait4(s.PID, nil, unix.WNOHANG, nil)
 			}
 		}

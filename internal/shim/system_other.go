@@ -13,9 +13,6 @@ const Supported = false
 
 var errUnsupported = errors.New("engines outlive dpserve on Linux only")
 
-// BootID needs Linux.
-func BootID() string { return "" }
-
 func peer(*net.UnixConn) (uid, pid int, err error) { return 0, 0, errUnsupported }
 
 func socketPath(dir *os.File) string { return dir.Name() + "/" + socketFile }

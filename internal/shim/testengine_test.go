@@ -2,6 +2,7 @@ package shim
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"os"
@@ -15,6 +16,8 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
+
+	"github.com/dpserve/dpserve/internal/process"
 )
 
 // The test binary is also the shim, the engines, and what forges a shim: TestMain hands over when its first
@@ -68,6 +71,21 @@ func testEngine(words []string) int {
 			if cmd.Start() != nil {
 				return 1
 			}
+		case "core": // that stays in the session, and renames itself as vLLM's do
+			cmd := exec.Command("/proc/self/exe", engineWord, "rename", "stubborn")
+			cmd.Stdout = os.Stdout
+			if cmd.Start() != nil {
+				return 1
+			}
+		case "rename":
+			if rename() != nil {
+				return 1
+			}
+			fmt.Println("renamed")
+		case "helper": // that forgets its environment, its session and its parent
+			if exec.Command("sh", "-c", "env -i setsid sleep 600 >/dev/null 2>&1 &").Run() != nil {
+				return 1
+			}
 		case "orphan": // a child whose parent ends at once
 			if exec.Command("sh", "-c", "sleep 0.01 &").Run() != nil {
 				return 1
@@ -85,6 +103,23 @@ func testEngine(words []string) int {
 	}
 	<-terms
 	return 0
+}
+
+// rename overwrites what this process was started with, as setproctitle does.
+func rename() error {
+	stat, err := os.ReadFile("/proc/self/stat")
+	if err != nil {
+		return err
+	}
+	f := strings.Fields(string(stat[strings.LastIndexByte(string(stat), ')')+1:]))
+	from, _ := strconv.ParseInt(f[47], 10, 64) // env_start of proc(5), and env_end
+	to, _ := strconv.ParseInt(f[48], 10, 64)
+	memory, err := os.OpenFile("/proc/self/mem", os.O_RDWR, 0)
+	if err != nil {
+		return err
+	}
+	_, err = memory.WriteAt(make([]byte, to-from), from)
+	return errors.Join(err, memory.Close())
 }
 
 // testOwner starts an engine and stays its owner until it is killed.
@@ -129,7 +164,7 @@ func testForger(dir, word string) int {
 func testSpec(id string, words ...string) Spec {
 	path, _ := filepath.Abs(os.Args[0])
 	return Spec{
-		Cluster: "cluster", Node: "node", Boot: BootID(), ID: id,
+		Cluster: "cluster", Node: "node", Boot: process.BootID(), ID: id,
 		Path: path, Argv: append([]string{"engine", engineWord}, words...), Env: os.Environ(), Dir: "/",
 		Orphan: time.Minute, Grace: 10 * time.Second,
 	}

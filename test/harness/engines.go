@@ -319,6 +319,9 @@ func (*Engine) Adopt(_, _ io.Writer) {}
 // Release implements node.Process.
 func (*Engine) Release() {}
 
+// Memory implements node.Process.
+func (*Engine) Memory() uint64 { return 0 }
+
 // Detach implements node.Process.
 func (e *Engine) Detach() {
 	e.mu.Lock()

@@ -9,6 +9,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -17,6 +18,7 @@ import (
 
 	"github.com/dpserve/dpserve/internal/cluster/pki"
 	"github.com/dpserve/dpserve/internal/doctor"
+	"github.com/dpserve/dpserve/internal/process"
 	"github.com/dpserve/dpserve/test/harness"
 	"github.com/dpserve/dpserve/test/ports"
 )
@@ -122,9 +124,10 @@ func TestCC9Doctor(t *testing.T) {
 	t.Parallel()
 	r := harness.Start(t)
 	sleeper := exec.CommandContext(t.Context(), "/bin/sleep", "600")
-	sleeper.Env = []string{"DPSERVE_OWNER=dead.1"}
+	sleeper.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	require.NoError(t, sleeper.Start())
 	t.Cleanup(func() { _ = sleeper.Process.Kill(); _ = sleeper.Wait() })
+	slept, _ := process.ReadStat(sleeper.Process.Pid)
 
 	clean := newPatient(t, r).examine()
 	require.Equal(t, 0, clean.code, clean.text)
@@ -190,8 +193,8 @@ func TestCC9Doctor(t *testing.T) {
 		},
 		"an engine of a dpserve that has died": {
 			func(p *patient) {
-				p.write(fmt.Sprintf(`[{"group":%d,"start":"1","mark":"DPSERVE_OWNER=dead.1"}]`,
-					sleeper.Process.Pid), "data", "pgids")
+				p.write(fmt.Sprintf(`{"boot":%q,"pid":%d,"start":%q}`, process.BootID(), slept.PID,
+					slept.Start), "data", "engines", "dead.1", "state.json")
 			},
 			"leftovers", fmt.Sprintf("(process %d)", sleeper.Process.Pid),
 			fmt.Sprintf("`kill %d`", sleeper.Process.Pid),

@@ -147,7 +147,7 @@ func TestEN3ShimsThatFailOrAreOthers(t *testing.T) {
 	load.Reaches(24)
 	y := load.End()
 	assert.Zero(t, y.Refused+y.Cut+y.Hung, "no error before the first byte: %v", y)
-	assert.Empty(t, shim.Left(killed.spec.ID))
+	assert.Empty(t, killed.state.Left())
 	only(c, engines, folder("0/0", after).dir, folder("0/1", after).dir, folder("0/2", after).dir)
 
 	w.Crash()
@@ -165,7 +165,7 @@ func TestEN3ShimsThatFailOrAreOthers(t *testing.T) {
 	}
 	only(c, engines, folder("0/0", last).dir, folder("0/1", last).dir, folder("0/2", last).dir,
 		filepath.Join(engines, "somebody.1"))
-	assert.Empty(t, shim.Left(stale.spec.ID))
+	assert.Empty(t, stale.state.Left())
 	answersAt(t, "three", w.HTTP)
 	restartedOnce(c, "three", "0/2", after)
 }
@@ -261,7 +261,7 @@ func plantShims(t *testing.T, engines string, like launched) []planted {
 		},
 		{
 			name: version, reason: "the shim speaks version 7 of the protocol",
-			pids: shimOfAnotherVersion(t, plant(version, specOf(version)), version),
+			pids: shimOfAnotherVersion(t, plant(version, specOf(version))),
 		},
 	}
 }
@@ -275,7 +275,7 @@ func shimOfAnotherCluster(t *testing.T, engines, id string, spec shim.Spec) []in
 	owner, info, err := shim.Start(t.Context(), harness.Binary(t), engines, spec)
 	require.NoError(t, err)
 	t.Cleanup(func() {
-		assert.NoError(t, shim.End(id))
+		assert.NoError(t, info.State.End())
 		process.Reap(info.State.Shim, harness.Patience)
 	})
 	owner.Close()
@@ -297,28 +297,34 @@ func runOddShim() {
 	}
 }
 
-// shimOfAnotherVersion starts one, and a process with the mark of its engine.
-func shimOfAnotherVersion(t *testing.T, dir, id string) []int {
+// shimOfAnotherVersion starts one, and the engine that is recorded beside it.
+func shimOfAnotherVersion(t *testing.T, dir string) []int {
 	t.Helper()
 	program, err := os.Executable()
 	require.NoError(t, err)
 	odd := exec.CommandContext(t.Context(), program, oddShim)
 	odd.Dir = dir // the path of a socket is short
-	odd.Env = append(os.Environ(), "DPSERVE_SHIM="+id)
 	out, err := odd.StdoutPipe()
 	require.NoError(t, err)
 	engine := exec.CommandContext(t.Context(), "sleep", "600")
-	engine.Env = append(os.Environ(), process.Mark(id))
-	var pids []int
+	var state shim.State
 	for _, cmd := range []*exec.Cmd{odd, engine} {
+		cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 		require.NoError(t, cmd.Start())
 		t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
-		pids = append(pids, cmd.Process.Pid)
 	}
 	line, err := bufio.NewReader(out).ReadString('\n')
 	require.NoError(t, err)
 	require.Equal(t, "listening <nil>\n", line)
-	return pids
+	itself, _ := process.ReadStat(odd.Process.Pid)
+	front, _ := process.ReadStat(engine.Process.Pid)
+	state.Launch = process.Launch{
+		Boot: process.BootID(), Shim: itself.PID, ShimStart: itself.Start, PID: front.PID, Start: front.Start,
+	}
+	text, err := json.Marshal(&state)
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "state.json"), text, 0o600))
+	return []int{itself.PID, front.PID}
 }
 
 // How long the next process of a node needs for 64 engines that were left behind. It is measured under

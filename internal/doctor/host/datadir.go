@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"errors"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -16,20 +17,17 @@ import (
 	"github.com/dpserve/dpserve/internal/doctor"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/process"
+	"github.com/dpserve/dpserve/internal/shim"
 )
 
-// Files of a data dir. Their owners are internal/cluster (the lock and the identity), actors/node (the
-// process groups), internal/cluster/peering (the certificate) and the shims (their engines).
+// Files of a data dir. Their owners are internal/cluster (the lock and the identity),
+// internal/cluster/peering (the certificate) and the shims (their engines).
 const (
 	lockFile      = "lock"
 	identityFile  = "cluster.json"
-	groupsFile    = "pgids"
 	certificateIn = "pki"
 	enginesFolder = "engines"
 )
-
-// shimMark begins the environment entry of a shim; the name of its folder follows.
-const shimMark = "DPSERVE_SHIM="
 
 // syncTrials are the synced writes whose median is told.
 const syncTrials = 5
@@ -127,38 +125,71 @@ func certificate(dataDir string) *doctor.Certificate {
 	}
 }
 
-// group is an entry of groupsFile: a process group that a node started.
-type group struct {
-	Group int    `json:"group"`
-	Mark  string `json:"mark"` // environment entry of every process of the launch
-}
-
-// leftovers lists the engines that the data dir knows and that run: those of process groups, and those that
-// a shim keeps.
+// leftovers lists what runs of the engines whose folders are in the data dir, and the engines that run
+// without a shim anywhere on this machine.
 func leftovers(dataDir string) []doctor.Leftover {
-	var groups []group
-	readJSONFile(filepath.Join(dataDir, groupsFile), &groups)
-	folders, _ := filepath.Glob(filepath.Join(dataDir, enginesFolder, "*")) // the pattern is well-formed
-	var out []doctor.Leftover
-	for _, g := range groups {
-		if pids := process.Descendants(0, "", g.Mark); len(pids) > 0 {
-			out = append(out, doctor.Leftover{What: "an engine", PIDs: pids})
-		}
-	}
 	var own struct{ Cluster, UID string }
 	readJSONFile(filepath.Join(dataDir, identityFile), &own)
+	folders, _ := filepath.Glob(filepath.Join(dataDir, enginesFolder, "*")) // the pattern is well-formed
+	known := map[string]bool{}                                              // cgroups
+	var out []doctor.Leftover
 	for _, folder := range folders {
-		var spec struct{ Cluster, Node string } // UID of the node
-		readJSONFile(filepath.Join(folder, "spec.json"), &spec)
-		name := filepath.Base(folder)
-		if pids := process.Descendants(0, "", shimMark+name); len(pids) > 0 {
-			out = append(out, doctor.Leftover{
-				What: "a shim with its engine", PIDs: pids, Path: filepath.Join(enginesFolder, name),
-				Foreign: own.UID != "" && (spec.Cluster != own.Cluster || spec.Node != own.UID),
-			})
+		e := shim.Read(folder)
+		known[e.State.Cgroup] = true
+		pids := e.State.Left()
+		if len(pids) == 0 {
+			continue
 		}
+		l := doctor.Leftover{
+			What: "a shim with its engine", PIDs: pids,
+			Path: filepath.Join(enginesFolder, filepath.Base(folder)), Copy: errors.Is(e.Err, shim.ErrCopy),
+			Foreign: own.UID != "" && (e.Spec.Cluster != own.Cluster || e.Spec.Node != own.UID),
+		}
+		if !e.State.HasShim() {
+			l.What = "an engine without its shim"
+		}
+		out = append(out, l)
+	}
+	for folder, pids := range lostCgroups(known) {
+		out = append(out, doctor.Leftover{
+			What: "an engine without shim and dpserve", PIDs: pids, Cgroup: folder,
+		})
 	}
 	return out
+}
+
+// endingWait is how long an engine without a shim is not told yet: its dpserve may be about to end it.
+const endingWait = time.Second
+
+// lostCgroups finds the cgroups of launches whose processes have no shim above them.
+func lostCgroups(known map[string]bool) map[string][]int {
+	look := func() map[string][]int {
+		out := map[string][]int{}
+		for _, l := range process.LaunchCgroups() {
+			if pids := l.PIDs(); !known[l.Cgroup] && !slices.ContainsFunc(pids, hasShim) {
+				out[l.Cgroup] = pids
+			}
+		}
+		return out
+	}
+	before := look()
+	if len(before) == 0 {
+		return nil
+	}
+	time.Sleep(endingWait)
+	after := look()
+	maps.DeleteFunc(after, func(folder string, pids []int) bool {
+		return len(pids) == 0 || before[folder] == nil
+	})
+	return after
+}
+
+// hasShim reports whether a shim is above a process.
+func hasShim(pid int) bool {
+	return slices.ContainsFunc(process.Ancestors(pid), func(pid int) bool {
+		words := process.Arguments(pid)
+		return len(words) == 3 && words[1] == shim.Command && filepath.IsAbs(words[2])
+	})
 }
 
 // readJSONFile reads a file of the data dir. One that is missing or damaged leaves the value as it is: the

@@ -44,8 +44,9 @@ func Collect(ctx context.Context, c *Config) *doctor.Facts {
 	f.Shared = sharedMemory("/dev/shm", largestRank(c.Apps))
 	f.DataDir = inspectDataDir(c.DataDir)
 	if !f.DataDir.Missing && f.DataDir.Error == "" {
-		f.Certificate, f.Leftovers = certificate(c.DataDir), leftovers(c.DataDir)
+		f.Certificate = certificate(c.DataDir)
 	}
+	f.Leftovers = leftovers(c.DataDir)
 	f.Devices = findDevices(ctx, c, holders)
 	f.Engines = engines(ctx, c.Apps, env)
 	f.Models = models(c.Apps, env)

@@ -4,10 +4,12 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"syscall"
 	"testing"
@@ -20,6 +22,7 @@ import (
 	"github.com/dpserve/dpserve/internal/cluster/pki"
 	"github.com/dpserve/dpserve/internal/doctor"
 	"github.com/dpserve/dpserve/internal/process"
+	"github.com/dpserve/dpserve/internal/shim"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -75,7 +78,8 @@ func TestCollect(t *testing.T) {
 	assert.Positive(t, f.DataDir.Synced)
 	assert.Positive(t, f.DataDir.Size)
 	assert.Nil(t, f.Certificate)
-	assert.Empty(t, f.Leftovers)
+	assert.Empty(t, slices.DeleteFunc(f.Leftovers, func(l doctor.Leftover) bool { return l.Cgroup != "" }),
+		"but what other tests leave for a moment")
 	left, err := os.ReadDir(dir)
 	require.NoError(t, err)
 	assert.Empty(t, left, "nothing stays in the data dir")
@@ -201,38 +205,85 @@ func plantCertificate(t *testing.T, folder string, signed time.Time) {
 	require.NoError(t, pki.Save(folder, files))
 }
 
-// TestLeftovers: a process that carries the mark of a launch is found as long as it runs.
+// TestLeftovers: shims and engines of the data dir are found as long as they run, and told from those of a
+// data dir of which this one is a copy.
 func TestLeftovers(t *testing.T) {
 	needsProc(t)
 	dir := t.TempDir()
 	assert.Empty(t, leftovers(dir))
-	mark := process.Mark("test.1")
-	cmd := exec.CommandContext(t.Context(), "sleep", "60")
-	cmd.Env = []string{"PATH=" + os.Getenv("PATH"), mark + "2", "A=b", mark, shimMark + "launch-1"}
-	require.NoError(t, cmd.Start())
-	text, err := json.Marshal([]group{{Group: 1 << 30, Mark: mark}, {Group: 4, Mark: process.Mark("test.3")}})
-	require.NoError(t, err)
-	require.NoError(t, os.WriteFile(filepath.Join(dir, groupsFile), text, 0o600))
-	want := []doctor.Leftover{{What: "an engine", PIDs: []int{cmd.Process.Pid}}}
-	waitFor(t, func() bool { return process.EnvironHas(cmd.Process.Pid, mark) })
-	assert.Equal(t, want, leftovers(dir))
-
+	sleeper := func() (*exec.Cmd, process.Stat) {
+		cmd := exec.CommandContext(t.Context(), "sleep", "60")
+		cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+		require.NoError(t, cmd.Start())
+		t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
+		s, _ := process.ReadStat(cmd.Process.Pid)
+		return cmd, s
+	}
+	front, engine := sleeper()
+	_, keeper := sleeper()
 	write(t, `{"cluster":"c1","uid":"u1"}`, dir, identityFile)
-	write(t, `{"cluster":"c1","node":"u2"}`, dir, enginesFolder, "launch-1", "spec.json")
-	write(t, `{"cluster":"c1","node":"u1"}`, dir, enginesFolder, "launch-2", "spec.json")
-	assert.Equal(t, append(want, doctor.Leftover{
-		What: "a shim with its engine", PIDs: []int{cmd.Process.Pid}, Path: "engines/launch-1", Foreign: true,
-	}), leftovers(dir))
-
-	require.NoError(t, cmd.Process.Kill())
+	launch := func(name, node string, inode uint64, l process.Launch) {
+		folder := filepath.Join(dir, enginesFolder, name)
+		require.NoError(t, os.MkdirAll(folder, 0o700))
+		var s syscall.Stat_t
+		require.NoError(t, syscall.Stat(folder, &s))
+		state := shim.State{Launch: l}
+		state.Folder.Device = uint64(s.Dev) //nolint:unconvert // the type of Dev differs between systems
+		state.Folder.Inode = s.Ino + inode
+		text, err := json.Marshal(&state)
+		require.NoError(t, err)
+		write(t, string(text), dir, enginesFolder, name, "state.json")
+		spec := fmt.Sprintf(`{"version":1,"id":%q,"path":"e","argv":["e"],"cluster":"c1","node":%q}`, name,
+			node)
+		write(t, spec, dir, enginesFolder, name, "spec.json")
+	}
+	lost := process.Launch{Boot: process.BootID(), PID: engine.PID, Start: engine.Start}
+	kept := lost
+	kept.PID, kept.Shim, kept.ShimStart = 0, keeper.PID, keeper.Start
+	reused := lost
+	reused.Start += "0"
+	launch("a.1", "u1", 0, lost)
+	launch("a.2", "u2", 0, kept)
+	launch("a.3", "u1", 1, kept)
+	launch("a.4", "u1", 0, reused)
+	launch("a.5", "u1", 0, process.Launch{Boot: "another", PID: engine.PID, Start: engine.Start})
+	assert.Equal(t, []doctor.Leftover{
+		{What: "an engine without its shim", PIDs: []int{engine.PID}, Path: "engines/a.1"},
+		{What: "a shim with its engine", PIDs: []int{keeper.PID}, Path: "engines/a.2", Foreign: true},
+		{What: "a shim with its engine", PIDs: []int{keeper.PID}, Path: "engines/a.3", Copy: true},
+	}, leftovers(dir))
+	require.NoError(t, front.Process.Kill())
 	waitFor(t, func() bool {
-		s, ok := process.ReadStat(cmd.Process.Pid)
+		s, ok := process.ReadStat(engine.PID)
 		return !ok || s.Zombie
 	})
-	assert.Empty(t, leftovers(dir), "a process that its parent has not waited for holds nothing")
-	_ = cmd.Wait()
-	require.NoError(t, os.WriteFile(filepath.Join(dir, groupsFile), []byte("{"), 0o600))
-	assert.Empty(t, leftovers(dir))
+	assert.Len(t, leftovers(dir), 2, "a process that its parent has not waited for holds nothing")
+}
+
+// TestALostCgroup: an engine that has a cgroup and neither a shim nor a folder is found wherever it is.
+func TestALostCgroup(t *testing.T) {
+	needsProc(t)
+	at, err := process.CgroupOf("doctor." + strconv.Itoa(os.Getpid()))
+	if err == nil {
+		err = process.MakeCgroup(at)
+	}
+	if err != nil {
+		t.Skip("cgroups cannot be made here: ", err)
+	}
+	f := process.NewForker()
+	t.Cleanup(f.Close)
+	c, err := f.Start(t.Context(), process.Command{
+		Argv: []string{"sleep", "60"}, In: process.Launch{Cgroup: at},
+	}, io.Discard, io.Discard)
+	require.NoError(t, err)
+	l := c.Launch()
+	t.Cleanup(func() { assert.Empty(t, l.End(10*time.Second)) })
+	require.Equal(t, at, l.Cgroup)
+	assert.True(t, process.InLaunchCgroup(c.PID()))
+	assert.True(t, newHolders().describe(c.PID()).Ours)
+	assert.Contains(t, leftovers(t.TempDir()), doctor.Leftover{
+		What: "an engine without shim and dpserve", PIDs: []int{c.PID()}, Cgroup: at,
+	})
 }
 
 // waitFor waits for what another process does.

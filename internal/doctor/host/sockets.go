@@ -143,6 +143,7 @@ func (h *holders) describe(pid int) doctor.Owner {
 	path = strings.TrimSuffix(path, " (deleted)") // an upgrade replaced the file
 	isProgram := path != "" && (path == h.self || strings.HasPrefix(filepath.Base(path), programName))
 	return doctor.Owner{
-		PID: pid, Program: cmp.Or(process.Name(pid), "a process"), Ours: isProgram || process.IsMarked(pid),
+		PID: pid, Program: cmp.Or(process.Name(pid), "a process"),
+		Ours: isProgram || process.InLaunchCgroup(pid) || hasShim(pid),
 	}
 }
