@@ -182,6 +182,10 @@ var DiskFails = Fault{
 		Msg: "command failed", With: "cannot record epoch|the disk of the data dir refuses writes",
 		Why: "neither an order nor a command is taken without the disk",
 	},
+	{
+		Msg: "the state cannot be kept for the next start", With: "the disk of the data dir refuses writes",
+		Why: "a start without a leader has an older copy then",
+	},
 }
 
 // VersionTooOld: a control node is started in a version that cannot read what a newer one wrote.

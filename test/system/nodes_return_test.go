@@ -132,7 +132,7 @@ func runs(st *client.AppStatus) error {
 func TestMB7AllAtOnce(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(4))
-	c.Expect(harness.NodeFails)
+	c.Expect(harness.NodeFails, harness.NoLeaderAtStart)
 	c.All[0].Want(spread("wide", 6))
 	st := c.Running("wide")
 	before := seats(&st)
