@@ -183,6 +183,8 @@ type EventStatus struct {
 	Restarts  uint64  `json:"restarts"`
 	Dropped   uint64  `json:"dropped"` // malformed, unknown or contradictory events
 	SilentFor float64 `json:"silent_for_s,omitempty"`
+	// members of events that this version does not know: they may set blocks apart that it takes for equal
+	UnknownMembers uint64 `json:"unknown_members,omitempty"`
 }
 
 // NodeStatus is a node as `dpserve nodes` shows it.

@@ -201,9 +201,10 @@ func (in *eventQueue) lossCounts() (dropped, foreign uint64) {
 
 // Spellings of media and localities beside those of kvevents.
 const (
-	mediumCPUTier  = "CPU_TIER1"
-	mediumDisk     = "DISK"
-	localityRemote = "REMOTE"
+	mediumCPUTier   = "CPU_TIER1"
+	mediumCPUPinned = "CPU_PINNED"
+	mediumDisk      = "DISK"
+	localityRemote  = "REMOTE"
 )
 
 // tierOf is the tier of a medium; false for a medium on another machine, or of a kind that no policy reads.
@@ -214,7 +215,7 @@ func tierOf(medium, locality string) (kvindex.Tier, bool) {
 	switch medium {
 	case "", kvevents.MediumGPU:
 		return kvindex.GPU, true
-	case kvevents.MediumCPU, mediumCPUTier:
+	case kvevents.MediumCPU, mediumCPUTier, mediumCPUPinned:
 		return kvindex.CPU, true
 	case kvevents.MediumStorage, mediumDisk:
 		return kvindex.Disk, true
@@ -312,7 +313,8 @@ func (b *eventBatch) addExtras(h kvindex.Hasher, ev *kvevents.Stored) (salt stri
 	if ok {
 		return salt, 0
 	}
-	one := kvevents.Stored{LoraName: ev.LoraName, Parent: ev.Parent}
+	one := kvevents.Stored{LoraName: ev.LoraName, Parent: ev.Parent, CacheSalt: ev.CacheSalt}
+	salt = ev.CacheSalt
 	for i := range min(len(ev.Extra), len(ev.Hashes)) {
 		one.Extra = ev.Extra[i : i+1]
 		text, plain := one.Salt()

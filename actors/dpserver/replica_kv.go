@@ -300,6 +300,7 @@ func (k *replicaKV) eventTotals() client.EventStatus {
 	e.Batches += st.Batches
 	e.Gaps += st.Gaps + st.Overflows + dropped
 	e.Restarts += st.Restarts
+	e.UnknownMembers += st.UnknownMembers
 	e.Dropped += st.Malformed + st.Unknown + st.BadBatches + st.BadFrames + foreign
 	return e
 }

@@ -5,6 +5,7 @@ import (
 	"crypto/sha256"
 	"encoding/binary"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -84,4 +85,48 @@ func TestKV1EveryShapeMakesOneIndex(t *testing.T) {
 			})
 		})
 	}
+}
+
+// TestSaltedBlocksOfSGLang: blocks of a request with a cache_salt are cached for that salt alone. Should an
+// engine name the blocks of two salts alike, the second ones are not believed, and no removal leaves a block
+// that the engine has dropped.
+func TestSaltedBlocksOfSGLang(t *testing.T) {
+	tokens := []uint32{1, 2, 3, 4, 5, 6, 7, 8}
+	event := func(first int, parent any, ids []uint32, salt string) map[string]any {
+		hashes := list{}
+		for i := range len(ids) / 4 {
+			hashes = append(hashes, first+i)
+		}
+		return map[string]any{
+			"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": parent, "token_ids": ids,
+			"block_size": 4, "lora_id": nil, "medium": "CPU_PINNED", "cache_salt": salt,
+		}
+	}
+	hits := func(old *reader) (out [3]int) {
+		for i, salt := range []string{"", "tenant-a", "tenant-b"} {
+			out[i] = old.hit(kvindex.CPU, salted(kvindex.Salt{CacheSalt: salt}, tokens...))
+		}
+		return out
+	}
+	withPublisher(t, true, true, func(t *testing.T, r *testRig, p *publisher) {
+		old := newReader(t)
+		p.publish(event(1, nil, tokens[:4], "tenant-a"), event(2, 1, tokens[4:], "tenant-a"))
+		old.follow(r)
+		assert.Equal(t, [3]int{0, 2, 0}, hits(old))
+		p.publish(event(11, nil, tokens, "tenant-b"))
+		old.follow(r)
+		assert.Equal(t, [3]int{0, 2, 2}, hits(old))
+		p.publish(list{"BlockRemoved", list{12, 11}, "CPU_PINNED"}, event(1, nil, tokens[:4], "tenant-b"))
+		old.follow(r)
+		assert.Equal(t, [3]int{0, 2, 0}, hits(old), "a name that is known under another salt")
+		p.publish(list{"BlockRemoved", list{2, 1}, "CPU_PINNED"})
+		old.follow(r)
+		assert.Equal(t, [3]int{}, hits(old))
+		last := event(3, nil, tokens[:4], "tenant-a")
+		last["image_hash"] = "may set blocks apart"
+		p.publish(last)
+		time.Sleep(2 * healthPeriod(&standard)) // counters are a copy of some moments ago
+		assert.Equal(t, uint64(1), events(r).UnknownMembers)
+		assert.Equal(t, uint64(1), events(r).Dropped, "the second store of one name")
+	})
 }

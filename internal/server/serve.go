@@ -361,6 +361,7 @@ func sampleOf(app string, r *client.RankStatus) telemetry.RankSample {
 			out.KV.Events, out.KV.Silent = true, e.State == client.EventsSilent
 			out.KV.Batches, out.KV.Gaps, out.KV.Restarts, out.KV.Dropped = e.Batches, e.Gaps, e.Restarts,
 				e.Dropped
+			out.KV.Unknown = e.UnknownMembers
 		}
 	}
 	if t := r.Transfer; t != nil {

@@ -272,7 +272,7 @@ func TestSeriesGoWithTheirRank(t *testing.T) {
 		{
 			App: "demo", Group: 1, Rank: 0, Tripped: true,
 			KV: &telemetry.KVSample{
-				Events: true, Batches: 7, Gaps: 1, Restarts: 1, Dropped: 3, Silent: true,
+				Events: true, Batches: 7, Gaps: 1, Restarts: 1, Dropped: 3, Unknown: 2, Silent: true,
 			},
 		},
 		{App: "demo", Group: 1, Rank: 1},
@@ -282,6 +282,7 @@ func TestSeriesGoWithTheirRank(t *testing.T) {
 		`dpserve_kv_events_total{app="demo",group="1",kind="dropped",rank="0"} 3`,
 		`dpserve_kv_events_total{app="demo",group="1",kind="gap",rank="0"} 1`,
 		`dpserve_kv_events_total{app="demo",group="1",kind="restart",rank="0"} 1`,
+		`dpserve_kv_events_total{app="demo",group="1",kind="unknown_member",rank="0"} 2`,
 		`dpserve_kv_index_blocks{app="demo",group="0",rank="1"} 5`,
 		`dpserve_kv_index_blocks{app="demo",group="1",rank="0"} 0`,
 		`dpserve_kv_index_bytes{app="demo",group="0",rank="1"} 320`,

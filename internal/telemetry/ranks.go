@@ -36,6 +36,7 @@ type KVSample struct {
 	Gaps     uint64 // sequence jumps
 	Restarts uint64 // engine restarts, detected by the sequence numbers
 	Dropped  uint64 // malformed, unknown or contradictory events
+	Unknown  uint64 // members of events that are not known
 	Silent   bool   // the engine has traffic and sends no event
 }
 
@@ -108,7 +109,8 @@ func newRankCollector() *rankCollector {
 		evictions: newRankDesc("kv_index_evictions_total",
 			"Blocks dropped from the rank's KV index at its memory cap."),
 		events: newRankDesc("kv_events_total",
-			"What came of the engine's KV events: batches applied, gaps, engine restarts, events dropped.",
+			"What came of the engine's KV events: batches applied, gaps, engine restarts, events dropped, "+
+				"members of events that are not known.",
 			labelKind),
 		silent: newRankDesc("kv_silent",
 			"1 while the rank's engine should send KV events under traffic and does not."),
@@ -203,6 +205,7 @@ func (c *rankCollector) rank(ch chan<- prometheus.Metric, r *RankSample) {
 	ch <- newCounterSample(c.events, kv.Gaps, r.App, group, rank, "gap")
 	ch <- newCounterSample(c.events, kv.Restarts, r.App, group, rank, "restart")
 	ch <- newCounterSample(c.events, kv.Dropped, r.App, group, rank, "dropped")
+	ch <- newCounterSample(c.events, kv.Unknown, r.App, group, rank, "unknown_member")
 }
 
 func newGaugeSample(d *prometheus.Desc, v float64, labels ...string) prometheus.Metric {

@@ -49,9 +49,11 @@ type decoded struct {
 	kind     kind
 	fields   Stored // without what the spans say
 	hasExtra bool
-	hashes   span
-	tokens   span
-	extra    span
+	// members of a Stored that this decoder does not know: they may set blocks apart
+	unknownMembers int
+	hashes         span
+	tokens         span
+	extra          span
 }
 
 type span struct{ from, to int }
@@ -66,6 +68,8 @@ type batchInfo struct {
 	Events    int // that were decoded
 	Unknown   int // events of unknown types, skipped
 	Malformed int // BlockStored events that contradict themselves, skipped: nothing else changes
+	// members of BlockStored events that are not known; the events are used without them
+	UnknownMembers int
 }
 
 // Decode reads a whole payload; Deliver passes its events to a sink afterwards. On an error (wrapping
@@ -158,6 +162,7 @@ func (d *batchDecoder) event(r *reader, b *batchInfo) error {
 	switch verdict {
 	case fine:
 		d.events = append(d.events, e)
+		b.UnknownMembers += e.unknownMembers
 		return nil
 	case unknown:
 		b.Unknown++

@@ -19,8 +19,10 @@ const (
 	fieldExtra
 	fieldGroup
 	fieldSpec
-	fieldWindow
 	fieldLocality
+	fieldSalt
+	fieldMetadata // a map of members
+	fieldUnused   // known, and without meaning for the identity of a block
 	fieldOther
 )
 
@@ -30,7 +32,7 @@ var (
 	storedFields = [...]field{ //nolint:gochecknoglobals // a constant table
 		fieldHashes, fieldParent, fieldTokens, fieldBlockSize, fieldLoraID, fieldMedium, fieldLoraName,
 		fieldExtra, fieldGroup, fieldSpec,
-		fieldWindow, fieldLocality,
+		fieldUnused, fieldLocality,
 	}
 	//nolint:gochecknoglobals // a constant table
 	removedFields = [...]field{fieldHashes, fieldMedium, fieldGroup, fieldLocality}
@@ -60,6 +62,12 @@ func fieldOf(name []byte) field {
 		return fieldSpec
 	case "locality":
 		return fieldLocality
+	case "cache_salt":
+		return fieldSalt
+	case "metadata":
+		return fieldMetadata
+	case "type", "kv_cache_spec_sliding_window", "session_id":
+		return fieldUnused
 	}
 	return fieldOther
 }
@@ -111,6 +119,7 @@ func (d *batchDecoder) arrayEvent(r *reader, n int, e *decoded) verdict {
 			return v
 		}
 	}
+	e.unknownMembers += max(0, n-1-len(order))
 	return d.complete(n > 1, e)
 }
 
@@ -187,13 +196,20 @@ func (e *decoded) skipOrFail() verdict {
 
 // field reads one member; nil means the default of any field.
 func (d *batchDecoder) field(r *reader, f field, e *decoded) verdict {
-	if f == fieldOther || f == fieldWindow || e.kind == kindRemoved && !slices.Contains(removedFields[:], f) {
+	if f == fieldUnused || e.kind == kindRemoved && !slices.Contains(removedFields[:], f) {
 		if !r.skip(maxDepth) {
 			return fatal
 		}
 		return fine
 	}
 	if f != fieldHashes && r.null() {
+		return fine
+	}
+	if f == fieldOther {
+		e.unknownMembers++
+		if !r.skip(maxDepth) {
+			return fatal
+		}
 		return fine
 	}
 	if v := d.value(r, f, e); v != fine {
@@ -211,7 +227,9 @@ func (d *batchDecoder) value(r *reader, f field, e *decoded) verdict {
 		return d.hashList(r)
 	case fieldParent:
 		h, ok := r.hash()
-		e.fields.Parent = h
+		if h != UintHash(0) { // llm-d-inference-sim writes 0 at the root in its arrays
+			e.fields.Parent = h
+		}
 		return readable(ok)
 	case fieldTokens:
 		return d.tokenList(r)
@@ -233,12 +251,45 @@ func (d *batchDecoder) value(r *reader, f field, e *decoded) verdict {
 	case fieldMedium:
 		return d.text(r, &e.fields.Medium)
 	case fieldLoraName:
+		// SGLang 0.5.18 and 0.5.19 append a map of metadata where vLLM's arrays have the name of the adapter
+		if n, ok := r.mapping(); ok {
+			return d.metadata(r, n, e)
+		}
 		return d.text(r, &e.fields.LoraName)
+	case fieldSalt:
+		return d.text(r, &e.fields.CacheSalt)
+	case fieldMetadata:
+		n, ok := r.mapping()
+		if !ok {
+			return bad
+		}
+		return d.metadata(r, n, e)
 	case fieldSpec:
 		return d.text(r, &e.fields.Kind)
 	case fieldLocality:
 		return d.text(r, &e.fields.Locality)
-	case fieldWindow, fieldOther:
+	case fieldUnused, fieldOther:
+	}
+	return fine
+}
+
+// metadata reads the n members of a map that says which request stored the blocks.
+func (d *batchDecoder) metadata(r *reader, n int, e *decoded) verdict {
+	if n > maxFields {
+		return bad
+	}
+	for range n {
+		key, ok := r.text(maxText)
+		if !ok {
+			r.skip(maxDepth)
+		}
+		f := fieldOf(key)
+		if f != fieldSalt && f != fieldUnused {
+			f = fieldOther
+		}
+		if v := d.field(r, f, e); v != fine {
+			return v
+		}
 	}
 	return fine
 }

@@ -8,6 +8,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"log/slog"
+	"maps"
 	"math"
 	"os"
 	"path/filepath"
@@ -117,7 +118,7 @@ func fixture(t testing.TB, file string) []captured {
 		d.UseNumber()
 		require.NoError(t, d.Decode(&c))
 		if c.Dir == "reply" && !c.End {
-			c.Payload = c.Frames[3]
+			c.Payload = c.Frames[len(c.Frames)-1] // SGLang before 0.5.20 has no topic here
 		}
 		out = append(out, c)
 	}
@@ -231,7 +232,7 @@ func TestBothShapesAndAllHashTypesMakeOneSequence(t *testing.T) {
 		}, 3, "more", dict{},
 	}
 	got, events := decodeAll(t, pack(t, batch))
-	assert.Equal(t, batchInfo{TS: 1.5, Rank: 3, Events: 7, Unknown: 3}, got)
+	assert.Equal(t, batchInfo{TS: 1.5, Rank: 3, Events: 7, Unknown: 3, UnknownMembers: 3}, got)
 	assert.Equal(t, record{
 		"S [9223372036854775813] parent=none tokens=[0 1] bs=2 medium= lora=/-1 group=0 kind= extra=[]",
 		"S [-7] parent=9223372036854775813 tokens=[1 2] bs=2 medium= lora=/-1 group=0 kind= extra=[]",
@@ -385,6 +386,53 @@ func TestGroupsThatCannotBeIndexed(t *testing.T) {
 	assert.Len(t, got, 2)
 	assert.Contains(t, got[1], "group=0")
 	assert.Equal(t, uint64(2), groups.Skipped)
+}
+
+// The salt of an event stands in a member of a map, in a map of metadata, or in a map behind the seventh
+// element of an array. Members that may set blocks apart and are not known are counted.
+func TestSaltAsSGLangWritesIt(t *testing.T) {
+	event := func(more dict) dict {
+		ev := dict{
+			"type": "BlockStored", "block_hashes": list{5}, "parent_block_hash": nil,
+			"token_ids": list{1, 2}, "block_size": 2, "lora_id": nil, "medium": "GPU",
+		}
+		maps.Copy(ev, more)
+		return ev
+	}
+	salted := dict{"cache_salt": "tenant"}
+	for name, tc := range map[string]struct {
+		event   any
+		salt    string
+		unknown int
+	}{
+		"array":         {stored(list{5}, nil, 2, nil, "GPU", salted), "tenant", 0},
+		"map":           {event(salted), "tenant", 0},
+		"nested map":    {event(dict{"metadata": salted}), "tenant", 0},
+		"session":       {event(dict{"session_id": "s", "metadata": dict{"session_id": "s"}}), "", 0},
+		"without":       {event(dict{"cache_salt": nil, "metadata": nil, "colour": nil}), "", 0},
+		"unknown":       {event(dict{"cache_salt": "tenant", "image_hash": "i"}), "tenant", 1},
+		"in metadata":   {event(dict{"metadata": dict{"image_hash": 7}}), "", 1},
+		"behind arrays": {append(stored(list{5}, nil, 2), make(list, 9)...), "", 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var d batchDecoder
+			batch, err := d.Decode(pack(t, list{1.5, list{tc.event}}))
+			require.NoError(t, err)
+			assert.Equal(t, batchInfo{TS: 1.5, Rank: -1, Events: 1, UnknownMembers: tc.unknown}, batch)
+			d.fill(&d.events[0])
+			salt, ok := d.stored.Salt()
+			assert.Equal(t, [...]any{tc.salt, true}, [...]any{salt, ok})
+		})
+	}
+}
+
+// llm-d-inference-sim writes 0 where a chain begins, vLLM and SGLang nil.
+func TestParentOfARoot(t *testing.T) {
+	for _, root := range []any{nil, 0, uint64(0)} {
+		_, got := decodeAll(t, pack(t, list{1.5, list{stored(list{5}, root, 2)}}))
+		require.Len(t, got, 1)
+		assert.Contains(t, got[0], "parent=none")
+	}
 }
 
 // The SGLang page hash, as its engines publish it: signed integers.

@@ -26,6 +26,9 @@ type Stored struct {
 	Group     int      // KV group of a hybrid model, 0 otherwise
 	Kind      string   // kv_cache_spec_kind; "" = not told
 	Locality  string   // "" = not told
+	// CacheSalt is the salt of the request that stored the blocks, on every event of a chain, as SGLang
+	// writes it; "" = none, or it stands in Extra. SGLang's hashes differ under two salts.
+	CacheSalt string
 	// Extra holds, per block, the raw msgpack of its extra_keys entry, nil where the entry is nil; nil as a
 	// whole where the event has none. Blocks with different extras never share (cache_salt, LoRA, images):
 	// see Salt.
@@ -54,6 +57,7 @@ type Sink interface {
 // Salt is the cache_salt of a Stored event, "" without one. ok is false if its blocks are set apart by
 // something else too (images, embeddings): such blocks match no text prompt.
 func (ev *Stored) Salt() (salt string, ok bool) {
+	salt = ev.CacheSalt
 	for i, raw := range ev.Extra {
 		if raw == nil {
 			continue

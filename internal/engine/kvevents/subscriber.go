@@ -27,7 +27,6 @@ type Config struct {
 	Endpoints Endpoints
 	Hosts     Hosts
 	Topic     string // prefix of the topics; "" = all
-	FirstSeq  uint64 // the engine's first sequence number: 0, 1 for llm-d-inference-sim
 	Sink      Sink   // required
 	// optional: called when the state in Stats changed, after the calls of the Sink; it must not block
 	Changed func()
@@ -157,7 +156,7 @@ func (s *Subscriber) Close() error {
 // follow runs the tracker and calls the Sink, on the subscription's one goroutine.
 func (s *Subscriber) follow(ctx context.Context) {
 	f := &follower{
-		s: s, t: newTracker(s.cfg.FirstSeq, s.addr.replay != "", s.cfg.Sink),
+		s: s, t: newTracker(s.addr.replay != "", s.cfg.Sink),
 		answers: make(chan answer, replayBacklog),
 	}
 	defer f.end()
@@ -434,6 +433,8 @@ type Content struct {
 	BadBatches uint64 // payloads that are no batch
 	BadFrames  uint64 // messages that are not three frames with a sequence number
 	Skipped    uint64 // events of groups that cannot be indexed
+	// members of Stored events that are not known; they may set blocks apart that are taken for equal
+	UnknownMembers uint64
 }
 
 // Faults counts what happened to the order of the batches and to the connection.

@@ -50,8 +50,7 @@ type ask struct {
 // time is an argument, nothing blocks, and its owner runs the replays that it asks for (want). DESIGN.md has
 // its states.
 type tracker struct {
-	first   uint64 // the engine's first sequence number
-	replays bool   // there is a replay endpoint
+	replays bool // there is a replay endpoint
 	sink    Sink
 	decoder batchDecoder
 	groups  groupFilter
@@ -60,6 +59,7 @@ type tracker struct {
 	have      bool   // next is known
 	suspect   bool   // the connection is new: the known blocks may be those of an earlier engine
 	next      uint64 // the number of the next batch
+	atStart   bool   // a replay of everything was empty, and no batch came since
 	high      uint64 // what next was when it was lost; 0 = nothing to compare with
 	lastTS    float64
 	recent    [recentSize]print // by seq modulo its size
@@ -92,8 +92,8 @@ type print struct {
 	set bool
 }
 
-func newTracker(first uint64, replays bool, sink Sink) *tracker {
-	return &tracker{first: first, replays: replays, sink: sink, healed: seqReset, stats: Stats{Partial: true}}
+func newTracker(replays bool, sink Sink) *tracker {
+	return &tracker{replays: replays, sink: sink, healed: seqReset, stats: Stats{Partial: true}}
 }
 
 // connect: the event socket has its engine, a new connection.
@@ -104,7 +104,7 @@ func (t *tracker) connect(now time.Time) {
 	case !t.replays:
 	case !t.have || t.wantsFull():
 		t.start(now, replayFull, 0)
-	case t.next == t.first:
+	case t.next == 0:
 		t.start(now, replayFull, 0) // nothing was seen that could be compared
 	default:
 		t.start(now, replayVerify, t.next-1)
@@ -127,7 +127,7 @@ func (t *tracker) reset(partial bool) {
 	if t.have {
 		t.high = t.next
 	}
-	t.have, t.suspect = false, false
+	t.have, t.suspect, t.atStart = false, false, false
 	t.recent = [recentSize]print{}
 	t.groups.forget()
 	t.stats.Partial = partial
@@ -145,9 +145,11 @@ func (t *tracker) restart(now time.Time) {
 	}
 }
 
-// setBaseline makes seq the next number; the batches before it are unknown.
+// setBaseline makes seq the next number; the batches before it are unknown. The first batch of an engine has
+// number 0, or 1 (llm-d-inference-sim): where nothing was published before, either is the whole beginning.
 func (t *tracker) setBaseline(seq uint64) {
-	t.reset(seq > t.first)
+	isBeginning := seq == 0 || seq == 1 && t.atStart
+	t.reset(!isBeginning)
 	if seq < t.high {
 		t.stats.Restarts++
 	}
@@ -197,7 +199,9 @@ func (t *tracker) order(now time.Time, m message) bool {
 	case m.seq < t.next:
 		return t.handlePassed(now, m)
 	case m.seq > t.next:
-		t.stats.Gaps++
+		if m.seq != 1 || !t.atStart { // else the replay shows whether there was a batch 0
+			t.stats.Gaps++
+		}
 		if t.replays {
 			if t.start(now, replayGap, t.next); t.replay.mode != replayNone {
 				return false
@@ -262,8 +266,9 @@ func (t *tracker) apply(m message) bool {
 	t.step(m)
 	t.lastTS = b.TS
 	t.stats.Batches++
-	t.stats.Unknown += uint64(b.Unknown)     //nolint:gosec // counts are not negative
-	t.stats.Malformed += uint64(b.Malformed) //nolint:gosec // counts are not negative
+	t.stats.Unknown += uint64(b.Unknown)               //nolint:gosec // counts are not negative
+	t.stats.Malformed += uint64(b.Malformed)           //nolint:gosec // counts are not negative
+	t.stats.UnknownMembers += uint64(b.UnknownMembers) //nolint:gosec // counts are not negative
 	t.decoder.Deliver(t.sink, &t.groups)
 	c := &t.decoder.delivered
 	t.stats.Stored, t.stats.Removed, t.stats.Cleared = c.Stored, c.Removed, c.Cleared
@@ -278,7 +283,7 @@ func (t *tracker) apply(m message) bool {
 // step records that m was handled and advances next.
 func (t *tracker) step(m message) {
 	t.recent[m.seq%recentSize] = print{seq: m.seq, sum: xxh3.Hash(m.payload), set: true}
-	t.next = m.seq + 1
+	t.next, t.atStart = m.seq+1, false
 }
 
 // skipUnreadable skips a batch that cannot be decoded: the known blocks stay, and the state becomes partial.
@@ -461,7 +466,8 @@ func (t *tracker) ended(now time.Time, mode replayMode) {
 	switch mode {
 	case replayFull:
 		if t.suspect || !t.have { // nothing was published yet
-			t.setBaseline(t.first)
+			t.setBaseline(0)
+			t.atStart = true
 		}
 	case replayVerify: // the last batch we saw is unknown there
 		t.restart(now)

@@ -1,6 +1,7 @@
 package kvevents
 
 import (
+	"fmt"
 	"testing"
 	"time"
 
@@ -16,9 +17,9 @@ type bench struct {
 	now  time.Time
 }
 
-func newBench(t *testing.T, first uint64, replays bool) *bench {
+func newBench(t *testing.T, replays bool) *bench {
 	view := newBlocks()
-	return &bench{tracker: newTracker(first, replays, view), t: t, view: view, now: time.Unix(1000, 0)}
+	return &bench{tracker: newTracker(replays, view), t: t, view: view, now: time.Unix(1000, 0)}
 }
 
 // batch n of incarnation run stores block 1000·run + n.
@@ -62,7 +63,7 @@ func (b *bench) holds(run int, seqs ...int) {
 }
 
 func TestGapIsOneReplayFromTheFirstMissing(t *testing.T) {
-	b := newBench(t, 0, true)
+	b := newBench(t, true)
 	b.connect(b.now)
 	b.lives(1, 3) // waits for the baseline
 	assert.Equal(t, uint64(0), b.answer(1, nil, 0, 1, 2))
@@ -79,7 +80,7 @@ func TestGapIsOneReplayFromTheFirstMissing(t *testing.T) {
 }
 
 func TestRangeThatIsGoneDropsTheBlocks(t *testing.T) {
-	b := newBench(t, 0, true)
+	b := newBench(t, true)
 	b.connect(b.now)
 	b.answer(1, nil, 0)
 	b.lives(1, 9)
@@ -92,27 +93,120 @@ func TestRangeThatIsGoneDropsTheBlocks(t *testing.T) {
 	assert.True(t, b.snapshot().Partial)
 }
 
+// The first batch of an engine is numbered 0 or 1: an empty replay and then either of them is a whole
+// beginning, if a replay from 0 brings no earlier batch.
 func TestFirstNumberOfTheEngine(t *testing.T) {
+	type numbers = []int
 	for _, tc := range []struct {
-		first   uint64
-		seen    int
-		partial bool
-	}{{0, 0, false}, {0, 1, true}, {1, 1, false}, {1, 2, true}} {
-		b := newBench(t, tc.first, true)
-		b.connect(b.now)
-		b.answer(1, nil, tc.seen)
-		assert.Equal(t, []bool{tc.partial}, b.view.resets)
+		name   string
+		full   numbers // what the first replay brings
+		live   numbers
+		again  numbers // what the replay from 0 brings that follows; nil: none is asked
+		status Stats   // Partial, Gaps
+		holds  numbers
+	}{
+		{name: "0 in the ring", full: numbers{0}, holds: numbers{0}},
+		{name: "1 in the ring", full: numbers{1}, holds: numbers{1}, status: Stats{Partial: true}},
+		{name: "0 live", live: numbers{0}, holds: numbers{0}},
+		{name: "1 live", live: numbers{1, 2}, again: numbers{1}, holds: numbers{1, 2}},
+		{name: "1 live, 0 was lost", live: numbers{1}, again: numbers{0, 1}, holds: numbers{0, 1}},
+		{
+			name: "2 live", live: numbers{2}, again: numbers{2}, holds: numbers{2},
+			status: Stats{Partial: true, Faults: Faults{Gaps: 1}},
+		},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			b := newBench(t, true)
+			b.connect(b.now)
+			b.answer(1, nil, tc.full...)
+			b.lives(1, tc.live...)
+			if tc.again != nil {
+				assert.Zero(t, b.answer(1, nil, tc.again...), "asked from the start")
+			}
+			b.holds(1, tc.holds...)
+			st := b.snapshot()
+			assert.Equal(t, [...]any{tc.status.Partial, tc.status.Gaps}, [...]any{st.Partial, st.Gaps})
+			assert.Nil(t, b.take())
+		})
 	}
-	b := newBench(t, 1, true)
-	b.connect(b.now)
-	b.answer(1, nil)
-	b.lives(1, 1)
-	assert.False(t, b.snapshot().Partial)
-	assert.Zero(t, b.snapshot().Gaps)
+}
+
+// saltedBlocks is what a rank holds, each block with the salt of its chain.
+type saltedBlocks struct {
+	*blocks
+	salts map[Hash]string
+}
+
+func (b saltedBlocks) Stored(ev *Stored) {
+	b.blocks.Stored(ev)
+	salt, _ := ev.Salt()
+	for _, h := range ev.Hashes {
+		b.salts[h] = salt
+	}
+}
+
+// The recorded first batches of each publisher, live behind the empty replay of an engine that has just
+// started, and from the ring of one that runs: both are whole, and both are the same blocks.
+func TestFirstBatchesOfPublishers(t *testing.T) {
+	sglang := map[Hash]string{
+		IntHash(-3488128144981237669): "", UintHash(0x4ebfa8a1f3c34151): "",
+		UintHash(0x339927f491605c4b): "tenant-a",
+	}
+	for file, want := range map[string]struct {
+		salts   map[Hash]string // of the blocks that are left; nil: not looked at
+		batches int
+	}{
+		"testdata/sglang/sglang-0.5.19.jsonl":                {sglang, 4},
+		"testdata/sglang/sglang-0.5.23.jsonl":                {sglang, 4},
+		"testdata/v0.32.0/dense_default_replay_from_0.jsonl": {nil, 18},
+	} {
+		for _, fromRing := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, ring %v", file, fromRing), func(t *testing.T) {
+				view := saltedBlocks{newBlocks(), map[Hash]string{}}
+				tr := newTracker(true, view)
+				now := time.Unix(1000, 0)
+				tr.connect(now)
+				require.NotNil(t, tr.take())
+				if !fromRing {
+					tr.replayEnd(now, nil)
+				}
+				for _, line := range fixture(t, file) {
+					if line.Dir != "reply" || line.End {
+						continue
+					}
+					m := message{seq: line.Seq, payload: unhex(t, line.Frames[len(line.Frames)-1])}
+					if fromRing {
+						tr.replayed(now, m)
+					} else {
+						tr.live(now, m)
+					}
+				}
+				if fromRing {
+					tr.replayEnd(now, nil)
+				}
+				st := tr.snapshot()
+				assert.Equal(t, Stats{
+					Connected: true, Synced: true, LastSeq: uint64(want.batches - 1), LastEvent: st.LastEvent,
+					Content: st.Content, Faults: Faults{Replays: 1, Resets: 1, Connects: 1},
+				}, st)
+				c := st.Content
+				assert.Zero(t, c.Unknown+c.UnknownMembers+c.Malformed+c.BadBatches)
+				assert.Equal(t, uint64(want.batches), c.Batches)
+				if want.salts == nil {
+					return
+				}
+				left := map[Hash]string{}
+				for h := range view.copies {
+					left[h] = view.salts[h]
+				}
+				assert.Equal(t, want.salts, left)
+			})
+		}
+	}
 }
 
 func TestFailedReplayCoolsDown(t *testing.T) {
-	b := newBench(t, 0, true)
+	b := newBench(t, true)
 	b.connect(b.now)
 	b.answer(1, errTest)
 	b.lives(1, 4, 5)
@@ -136,7 +230,7 @@ func TestFailedReplayCoolsDown(t *testing.T) {
 
 func TestReconnectAsksWhetherItIsTheSameEngine(t *testing.T) {
 	connected := func(t *testing.T) *bench {
-		b := newBench(t, 0, true)
+		b := newBench(t, true)
 		b.connect(b.now)
 		b.answer(1, nil, 0, 1, 2, 3)
 		b.disconnect()
@@ -179,7 +273,7 @@ func TestReconnectAsksWhetherItIsTheSameEngine(t *testing.T) {
 }
 
 func TestOldNumbers(t *testing.T) {
-	b := newBench(t, 0, false)
+	b := newBench(t, false)
 	b.connect(b.now)
 	b.lives(1, 0, 1, 2, 2, 0)
 	b.holds(1, 0, 1, 2)
@@ -200,7 +294,7 @@ func TestOldNumbers(t *testing.T) {
 }
 
 func TestPublisherSaysGoodbye(t *testing.T) {
-	b := newBench(t, 0, true)
+	b := newBench(t, true)
 	b.connect(b.now)
 	b.answer(1, nil, 0, 1)
 	b.live(b.now, message{seq: seqReset})
@@ -217,7 +311,7 @@ func TestDamagedBatches(t *testing.T) {
 		return m
 	}
 	t.Run("the ring has it whole", func(t *testing.T) {
-		b := newBench(t, 0, true)
+		b := newBench(t, true)
 		b.connect(b.now)
 		b.answer(1, nil, 0)
 		b.live(b.now, damaged(b, 1))
@@ -227,7 +321,7 @@ func TestDamagedBatches(t *testing.T) {
 		assert.Zero(t, b.snapshot().Restarts)
 	})
 	t.Run("nobody has it whole", func(t *testing.T) {
-		b := newBench(t, 0, true)
+		b := newBench(t, true)
 		b.connect(b.now)
 		b.answer(1, nil, 0)
 		b.live(b.now, damaged(b, 1))
@@ -241,7 +335,7 @@ func TestDamagedBatches(t *testing.T) {
 		assert.True(t, b.snapshot().Partial, "visible, and nothing is wiped")
 	})
 	t.Run("without replay", func(t *testing.T) {
-		b := newBench(t, 0, false)
+		b := newBench(t, false)
 		b.connect(b.now)
 		b.lives(1, 0)
 		b.live(b.now, damaged(b, 1))
@@ -252,7 +346,7 @@ func TestDamagedBatches(t *testing.T) {
 }
 
 func TestLostTailIsFound(t *testing.T) {
-	b := newBench(t, 0, true)
+	b := newBench(t, true)
 	b.connect(b.now)
 	b.answer(1, nil)
 	b.lives(1, 0)
@@ -273,7 +367,7 @@ func TestLostTailIsFound(t *testing.T) {
 }
 
 func TestAnEngineThatNeverCatchesUp(t *testing.T) {
-	b := newBench(t, 0, true)
+	b := newBench(t, true)
 	b.connect(b.now)
 	b.answer(1, nil, 0)
 	n := 2
@@ -298,7 +392,7 @@ func TestAnEngineThatNeverCatchesUp(t *testing.T) {
 }
 
 func TestPendingIsBounded(t *testing.T) {
-	b := newBench(t, 0, true)
+	b := newBench(t, true)
 	b.connect(b.now)
 	for n := range maxPending + 5 {
 		b.lives(1, n)

@@ -104,7 +104,7 @@ func TestTrackerAgainstOracle(t *testing.T) {
 		draw := func(limit int) int { return rapid.IntRange(0, limit-1).Draw(rt, "n") }
 		replays := rapid.Bool().Draw(rt, "replays")
 		view := newBlocks()
-		tr := newTracker(0, replays, view)
+		tr := newTracker(replays, view)
 		engine := newEngine(t, 1+draw(30), 0)
 		now := time.Unix(1000, 0)
 		var held []message // reordered
