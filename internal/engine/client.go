@@ -62,13 +62,17 @@ const (
 	idleTimeout = 4 * time.Second // below the keep-alive of an attached engine: 5 s in vLLM
 )
 
+// idleConns are the idle connections that are kept to an engine: /health and /metrics are asked for in the
+// same moment.
+const idleConns = 2
+
 // NewTransport makes the transport of probes: no proxy, no compression, short-lived idle connections.
 func NewTransport() *http.Transport {
 	return &http.Transport{
 		DialContext:         (&net.Dialer{Timeout: dialTimeout}).DialContext,
 		DisableCompression:  true,
 		IdleConnTimeout:     idleTimeout,
-		MaxIdleConnsPerHost: 1,
+		MaxIdleConnsPerHost: idleConns,
 	}
 }
 

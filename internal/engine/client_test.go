@@ -9,6 +9,8 @@ import (
 	"net/http/httptest"
 	"os"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -49,6 +51,35 @@ func TestHealthIsTyped(t *testing.T) {
 		assert.Equal(t, want.String(), got.String(), "%d", status)
 		assert.Equal(t, want == engine.Alive, err == nil, "%d", status)
 	}
+}
+
+// TestProbesKeepTheirConnections: health and counters are asked for in the same moment, time and again; the
+// engine accepts two connections in all.
+func TestProbesKeepTheirConnections(t *testing.T) {
+	meeting, accepted := make(chan struct{}), atomic.Int32{}
+	srv := httptest.NewUnstartedServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
+		select { // each is answered when the other is there, so both need a connection
+		case meeting <- struct{}{}:
+		case <-meeting:
+		}
+	}))
+	srv.Config.ConnState = func(_ net.Conn, state http.ConnState) {
+		if state == http.StateNew {
+			accepted.Add(1)
+		}
+	}
+	srv.Start()
+	t.Cleanup(srv.Close)
+	rt := engine.NewTransport()
+	t.Cleanup(rt.CloseIdleConnections)
+	c := engine.NewClient(srv.URL, engine.Addressing{}, "", rt)
+	for range 10 {
+		var probes sync.WaitGroup
+		probes.Go(func() { _, err := c.Health(t.Context()); assert.NoError(t, err) })
+		probes.Go(func() { _, err := c.Counters(t.Context()); assert.NoError(t, err) })
+		probes.Wait()
+	}
+	assert.Equal(t, int32(2), accepted.Load())
 }
 
 func TestHealthOfNobodyAndOfAFrozenEngine(t *testing.T) {

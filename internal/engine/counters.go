@@ -1,6 +1,7 @@
 package engine
 
 import (
+	"bytes"
 	"cmp"
 	"maps"
 	"math"
@@ -60,18 +61,24 @@ type metricsPage struct {
 	sglang bool // it is SGLang's
 }
 
+// startTime is the series of the unix time at which an engine's process began.
+const startTime = "process_start_time_seconds"
+
 // parsePage reads one rank's values from a Prometheus page, or those of all ranks if rank is "". It sums
 // counters, running and waiting over label sets and takes the highest usage. Names are matched whole: every
 // counter has a twin with the suffix _created that holds a unix time. It skips lines that it cannot parse and
 // impossible values.
 func parsePage(b []byte, rank string) metricsPage {
 	var p metricsPage
-	for line := range strings.Lines(string(b)) {
-		name, labels, value, ok := parseSample(line)
+	for line := range bytes.Lines(b) {
+		if !isRead(line) {
+			continue
+		}
+		name, labels, value, ok := parseSample(string(line))
 		if !ok || rank != "" && !labels.ofRank(rank) {
 			continue
 		}
-		if name == "process_start_time_seconds" {
+		if name == startTime {
 			p.StartTime = value
 		}
 		if rest, ok := strings.CutPrefix(name, "vllm:"); ok {
@@ -82,6 +89,22 @@ func parsePage(b []byte, rank string) metricsPage {
 		}
 	}
 	return p
+}
+
+// isRead reports whether parsePage may want a line of a page. Most lines of a page are buckets of histograms,
+// or series of the engine's web server and its Python, and no value of theirs is read: each rank's page is
+// asked for every second, so these lines are not parsed.
+func isRead(line []byte) bool {
+	line = bytes.TrimLeft(line, " \t")
+	if !bytes.HasPrefix(line, []byte("vllm:")) && !bytes.HasPrefix(line, []byte("sglang")) &&
+		!bytes.HasPrefix(line, []byte(startTime)) {
+		return false
+	}
+	name := line
+	if end := bytes.IndexAny(line, "{ \t"); end >= 0 {
+		name = line[:end]
+	}
+	return !bytes.HasSuffix(name, []byte("_bucket"))
 }
 
 // cutSGLang takes SGLang's prefix off: sglang: up to 0.5.3, sglang_ from then on.

@@ -224,3 +224,21 @@ func TestRanksBehindOneOfSeveralFrontEnds(t *testing.T) {
 	assert.Equal(t, parsePage(b, "1").Counters, parsePage(page, seriesOf(page, "1")).Counters)
 	assert.Empty(t, rankNumbers([]byte("# nothing\nup{engine=\"all\"} 1\nup 1\n")))
 }
+
+// BenchmarkParsePage reads the recorded page of an engine with 24 histograms of 20 buckets more, as an engine
+// under traffic has them: each rank's probe reads such a page every second.
+func BenchmarkParsePage(b *testing.B) {
+	page, err := os.ReadFile("testdata/metrics_dense.txt")
+	require.NoError(b, err)
+	for h := range 24 {
+		for le := range 20 {
+			page = fmt.Appendf(page, "vllm:histogram_%d_seconds_bucket{engine=\"0\",le=\"%d.0\","+
+				"model_name=\"tiny\"} %d.0\n", h, le, le)
+		}
+	}
+	b.ReportAllocs()
+	b.SetBytes(int64(len(page)))
+	for b.Loop() {
+		parsePage(page, "0")
+	}
+}
