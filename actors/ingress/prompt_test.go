@@ -2,9 +2,12 @@ package ingress
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"net/http"
+	"strconv"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 
@@ -12,6 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/routing"
@@ -313,4 +317,39 @@ func TestBlockSizeFollowsTheRanks(t *testing.T) {
 		p.fromTokens(g.router, make([]uint32, 100), "")
 		assert.Len(t, p.blocks, 3)
 	})
+}
+
+// TestCachedTokensFollowWhatEnginesCount: the tokenizer has one token per byte, four times as many as dpserve
+// assumes at first. After two dozen requests the prediction is near what the engine holds, and the command
+// `route explain` estimates as the live request does.
+func TestCachedTokensFollowWhatEnginesCount(t *testing.T) {
+	words := strings.Repeat("some words of a document ", 140)
+	var counted atomic.Int64
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
+			var body struct{ Prompt string }
+			assert.NoError(t, json.NewDecoder(r.Body).Decode(&body))
+			counted.Store(int64(len(body.Prompt)))
+			w.Header().Set("Content-Type", "application/json")
+			_, _ = fmt.Fprintf(w, `{"id":"c","choices":[{"index":0,"text":"a","finish_reason":"stop"}],`+
+				`"usage":{"prompt_tokens":%d,"total_tokens":1,"completion_tokens":1}}`, len(body.Prompt))
+		}},
+		app: withRouting("scoring"),
+	})
+	remembers(t, g.replicas[0])
+	share := func(question int) float64 {
+		body := fmt.Sprintf(`{"model":"demo","prompt":"%s %d"}`, words, question)
+		x, err := g.in.ExplainRoute(t.Context(), "demo", &client.Query{Request: json.RawMessage(body)})
+		require.NoError(t, err)
+		a := g.post("/v1/completions", body)
+		require.Equal(t, 200, a.status)
+		g.settled()
+		assert.Equal(t, strconv.Itoa(x.Ranks[0].HitTokens), a.header.Get(headerCached))
+		return float64(x.Ranks[0].HitTokens) / float64(counted.Load())
+	}
+	assert.Zero(t, share(0))
+	for i := range 22 {
+		share(i + 1)
+	}
+	assert.InDelta(t, 0.95, share(23), 0.05, "all but the end of the text, which fills no block")
 }

@@ -9,31 +9,45 @@ import (
 const (
 	// startBytesPerToken is the assumed length of a token in bytes before the first usage is seen.
 	startBytesPerToken = 4
-	// estimatorHalfLife is the number of requests after which an observation counts half.
+	// startWeight is how many requests the assumption counts as.
+	startWeight = 0.25
+	// estimatorHalfLife is the number of requests after which an observation counts half, once there were
+	// more than that.
 	estimatorHalfLife = 100
-	// Observations are clamped to these bounds: a value that no text has would spoil the estimate for a
-	// hundred requests.
+	// An observation counts as at most this many times the estimate, or as that part of it: one odd request
+	// does not spoil the estimate of all others.
+	maxStep = 4
+	// Observations are clamped to these bounds, beyond which no text is.
 	minBytesPerToken = 0.25
 	maxBytesPerToken = 64
 )
 
-// estimatorWeight is the weight of one observation: 1 - 2^(-1/estimatorHalfLife).
+// estimatorWeight is the smallest weight of one observation: 1 - 2^(-1/estimatorHalfLife).
 var estimatorWeight = 1 - math.Exp2(-1.0/estimatorHalfLife)
 
-// Estimator estimates prompt tokens from bytes without a tokenizer: tokens = bytes / k, k the moving average
-// of bytes per prompt token that engines reported. One per (app, route). The zero value is ready; safe for
-// concurrent use.
-type Estimator struct{ bits atomic.Uint64 } // k as float64 bits; 0 = not yet observed
+// Estimator estimates prompt tokens from bytes without a tokenizer: tokens = bytes / k, k the average of
+// bytes per prompt token that engines reported. The first requests count alike, so that a tokenizer that is
+// far from the assumption is known after a few of them; later it is a moving average. One per (app, route).
+// The zero value is ready; safe for concurrent use.
+type Estimator struct {
+	// k as float32 bits, above them the number of observations, as far as it counts; 0 = not yet observed
+	state atomic.Uint64
+}
 
 // Estimators are an app's estimators, by Route.
 type Estimators [NumRoutes]Estimator
 
 // K is bytes per token.
 func (e *Estimator) K() float64 {
-	if bits := e.bits.Load(); bits != 0 {
-		return math.Float64frombits(bits)
+	k, _ := unpackEstimate(e.state.Load())
+	return k
+}
+
+func unpackEstimate(state uint64) (k float64, seen uint32) {
+	if state == 0 {
+		return startBytesPerToken, 0
 	}
-	return startBytesPerToken
+	return float64(math.Float32frombits(uint32(state))), uint32(state >> 32) //nolint:gosec // the low half
 }
 
 // PromptTokens is the estimate for the prompt of b: its text by its bytes, and its media parts by their
@@ -58,14 +72,17 @@ func (e *Estimator) Observe(n, tokens int) {
 	if n <= 0 || tokens <= 0 {
 		return
 	}
-	ratio := min(max(float64(n)/float64(tokens), minBytesPerToken), maxBytesPerToken)
 	for {
-		old := e.bits.Load()
-		k := float64(startBytesPerToken)
-		if old != 0 {
-			k = math.Float64frombits(old)
+		old := e.state.Load()
+		k, seen := unpackEstimate(old)
+		ratio := max(float64(n)/float64(tokens), k/maxStep, minBytesPerToken)
+		ratio = min(ratio, k*maxStep, maxBytesPerToken)
+		weight := max(estimatorWeight, 1/(float64(seen)+1+startWeight))
+		bits := math.Float32bits(float32(k + weight*(ratio-k)))
+		if seen < 2*estimatorHalfLife { // the weight has long stopped to fall
+			seen++
 		}
-		if e.bits.CompareAndSwap(old, math.Float64bits(k+estimatorWeight*(ratio-k))) {
+		if e.state.CompareAndSwap(old, uint64(seen)<<32|uint64(bits)) {
 			return
 		}
 	}
