@@ -284,8 +284,10 @@ func TestASilentShim(t *testing.T) {
 	first := openTest(t, dir, nil)
 	var engines []*shimProcess
 	for range 3 {
-		p, err := first.Start(t.Context(), script("echo up; exec sleep 60"), io.Discard, io.Discard)
+		out := &sink{}
+		p, err := first.Start(t.Context(), script("echo up; exec sleep 60"), out, io.Discard)
 		require.NoError(t, err)
+		soon(t, "its shim has its output", func() bool { return out.text() == "up\n" })
 		engines = append(engines, p.(*shimProcess))
 	}
 	first.close()
