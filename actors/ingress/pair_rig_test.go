@@ -121,6 +121,7 @@ type pairOptions struct {
 	max               int
 	cold              bool // do not wait until all pairs have met
 	level             slog.Level
+	wrap              func(engine http.Handler) string // serves the engine, and returns its URL
 }
 
 func newPairRig(t *testing.T, o pairOptions) *pairRig {
@@ -131,6 +132,13 @@ func newPairRig(t *testing.T, o pairOptions) *pairRig {
 	}
 	if o.max == 0 {
 		o.max = 8
+	}
+	if o.wrap == nil {
+		o.wrap = func(engine http.Handler) string {
+			srv := httptest.NewServer(engine)
+			t.Cleanup(func() { srv.CloseClientConnections(); srv.Close() })
+			return srv.URL
+		}
 	}
 	specs := [2]*app.Application{demoApp(), demoApp()}
 	for side, pool := range [...]string{app.PoolPrefill, app.PoolDecode} {
@@ -147,11 +155,9 @@ func newPairRig(t *testing.T, o pairOptions) *pairRig {
 	for side, a := range specs {
 		for i := range [...]int{o.prefills, o.decodes}[side] {
 			e := &pdEngine{name: fmt.Sprintf("%s-%d", a.Pool, i)}
-			srv := httptest.NewServer(e)
-			t.Cleanup(func() { srv.CloseClientConnections(); srv.Close() })
 			r := &replica{
 				feed: g.feed, app: a.Name, unit: fmt.Sprintf("%s/0/%d", a.Name, i), id: routing.ID(0, i),
-				url: srv.URL, max: o.max, owned: true, address: o.address, stopped: make(chan struct{}),
+				url: o.wrap(e), max: o.max, owned: true, address: o.address, stopped: make(chan struct{}),
 				epoch: 1, incarnation: uint64(1000 + 100*side + i), accepting: true,
 				open: map[uint64]msg.Admit{},
 			}

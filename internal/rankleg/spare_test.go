@@ -15,6 +15,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/actors/msg"
 )
 
 // fakeEngine is an engine behind pipes: it counts the dials, and answers until it is told otherwise. A
@@ -29,6 +31,10 @@ type fakeEngine struct {
 	hangs   bool // dials last until their context ends
 	slow    bool // dials take a second
 	dead    bool // it closes connections without an answer
+	ends    bool // it ends the connection of the next request without an answer …
+	after   time.Duration
+	dies    bool // … and takes no others
+	asked   int  // requests that it got
 	open    []net.Conn
 }
 
@@ -70,7 +76,7 @@ func (e *fakeEngine) serve(c net.Conn) {
 	defer func() { _ = c.Close() }()
 	for r := bufio.NewReader(c); ; {
 		req, err := http.ReadRequest(r)
-		if err != nil || e.is(&e.dead) {
+		if err != nil || e.is(&e.dead) || e.endsThis() {
 			return
 		}
 		_, _ = io.Copy(io.Discard, req.Body)
@@ -82,6 +88,27 @@ func (e *fakeEngine) serve(c net.Conn) {
 			return
 		}
 	}
+}
+
+// endsThis counts a request, and reports whether its connection ends now.
+func (e *fakeEngine) endsThis() bool {
+	e.mu.Lock()
+	ends, after := e.ends, e.after
+	e.asked++
+	e.ends, e.refuses = false, e.refuses || ends && e.dies
+	e.mu.Unlock()
+	if ends {
+		time.Sleep(after)
+	}
+	return ends
+}
+
+// rank is a rank whose engine it is.
+func (e *fakeEngine) rank() *Rank {
+	e.t.Helper()
+	r, err := NewRank(&msg.Record{Snapshot: &msg.Snapshot{Target: msg.Target{URL: "http://engine:1"}}})
+	require.NoError(e.t, err)
+	return r
 }
 
 func (e *fakeEngine) is(flag *bool) bool {
