@@ -32,6 +32,7 @@ const (
 
 	// Failures before the first byte.
 	causeRefused     // no connection
+	causeNoFiles     // this node, or that of the rank, has no file left for a connection
 	causeReset       // reset or end before any byte of an answer
 	causeUnreachable // the data port of the rank's node is lost, before the first byte or after it
 	causeUnitLost    // the stream shows the unit as fenced or gone
@@ -90,6 +91,7 @@ var causePolicies = [...]causePolicy{
 		name: "connection_refused", retry: true, free: true, probe: true,
 		done: msg.FailedOutcome,
 	},
+	causeNoFiles: {name: "no_files", done: msg.Cancelled},
 	causeReset: {
 		name: "reset", retry: true, free: true, death: true, probe: true,
 		done: msg.FailedOutcome,
@@ -107,11 +109,8 @@ var causePolicies = [...]causePolicy{
 	causeFirstToken: {name: "first_token_timeout", retry: true, trip: true, done: msg.FailedOutcome},
 	causeMalformed:  {name: "malformed_answer", retry: true, trip: true, done: msg.FailedOutcome},
 
-	causeTooLate: {name: "params_late", retry: true, free: true, done: msg.Cancelled},
-	causeNotResent: {
-		name: "not_resent", retry: true, free: true, death: true, probe: true,
-		done: msg.FailedOutcome,
-	},
+	causeTooLate:    {name: "params_late", retry: true, free: true, done: msg.Cancelled},
+	causeNotResent:  {name: "not_resent", retry: true, free: true, done: msg.Cancelled},
 	causeStoodStill: {name: "stood_still", retry: true, free: true, done: msg.Cancelled},
 
 	causeUpstreamLost: {name: "upstream_lost", trip: true, probe: true, done: msg.FailedOutcome},
@@ -286,6 +285,9 @@ func failureFor(r *result) *failure {
 	case causeEngineBusy:
 		return newFailure(openai.CodeOverloaded,
 			"every rank that was asked is busy; try again").withRetryAfter(1)
+	case causeNoFiles:
+		return newFailure(openai.CodeNoFiles, "this node has no file descriptor left for a connection to "+
+			"the engine; try again, and raise the limit of open files (ulimit -n)").withRetryAfter(1)
 	case causeFirstToken:
 		return newFailure(openai.CodeFirstTokenTimeout,
 			"no rank gave a first token in time; try again, or raise timeouts.first_token_s")

@@ -76,7 +76,6 @@ func deaths(engines []*mortal) (n int) {
 
 // TestARequestKillsAtMostTwoRanks: whether its connections are new or were used, and wherever the ranks are.
 func TestARequestKillsAtMostTwoRanks(t *testing.T) {
-	t.Skip("a request over used connections kills every rank")
 	for _, warm := range []bool{false, true} {
 		t.Run(fmt.Sprintf("warm %v", warm), func(t *testing.T) {
 			forEachTransport(t, func(t *testing.T, far bool) {

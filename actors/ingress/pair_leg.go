@@ -325,23 +325,24 @@ func (s legRunner) prefillEvent(l *pairLeg, res *result) (kind pdproxy.EventKind
 		return pdproxy.EvDone, true
 	case causePassed:
 		return pdproxy.EvRejected, true
+	case causeNotResent: // the engine has not seen the leg, and nobody is at fault
+		return pdproxy.EvFenced, true
 	default:
 		return failedEvent(res), true
 	}
 }
 
 // failedEvent is what the flight is told of a leg that failed before its first byte. A node that cannot be
-// reached may have passed the request on, so that is no failed dial. Nor is an idle connection that the
-// engine has closed: it may have ended with the request.
+// reached may have passed the request on, so that is no failed dial.
 func failedEvent(res *result) pdproxy.EventKind {
 	switch res.cause {
 	case causeRefused:
 		return pdproxy.EvDialFailed
-	case causeTooLate:
+	case causeTooLate, causeNotResent:
 		return pdproxy.EvTooLate
 	case causeUnitLost:
 		return pdproxy.EvFenced
-	case causeReset, causeNotResent, causeEngineDead:
+	case causeReset, causeEngineDead:
 		return pdproxy.EvCut
 	case causeEngineBusy:
 		return pdproxy.EvBusy

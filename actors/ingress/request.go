@@ -465,6 +465,8 @@ func (req *request) askFailure(ctx context.Context, err error) result {
 		return result{cause: causeUnreachable, err: err}
 	case errors.Is(err, rankleg.ErrFirstToken):
 		return result{cause: causeFirstToken, err: err}
+	case rankleg.IsOutOfFiles(err):
+		return result{cause: causeNoFiles, err: err}
 	case rankleg.IsRefused(err):
 		return result{cause: causeRefused, err: err}
 	case errors.Is(err, rankleg.ErrTooLate):

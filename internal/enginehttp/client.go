@@ -231,6 +231,10 @@ func (c *conn) roundTrip(req, rest []byte, written func()) (h *head, whole bool,
 func (c *Client) failed(ctx context.Context, x *exchange, err error) error {
 	cn := x.conn
 	e := &SendError{Reused: cn.waited, Begun: cn.w > 0, Err: err}
+	if e.Reused && !e.Begun {
+		e.Unseen = cn.isUnseen()
+		e.Stale = e.Unseen || time.Since(cn.wrote) <= staleWithin
+	}
 	if !x.stop() {
 		e.Err = cause(ctx, err)
 	}
@@ -301,6 +305,11 @@ var errClosed = errors.New("read of a closed body")
 type SendError struct {
 	Reused bool // the connection had waited for a request: behind another one, or since Warm
 	Begun  bool // a byte of an answer has come
+	// of a Reused connection without an answer: its end was on its way when the request was written, or the
+	// request is Unseen. It may be sent once more
+	Stale bool
+	// the peer's system has acknowledged no byte of the request, so that the engine has none
+	Unseen bool
 	Err    error
 }
 

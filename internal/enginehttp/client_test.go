@@ -8,6 +8,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"runtime"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -515,5 +516,52 @@ func TestAlikeHeads(t *testing.T) {
 		got := outcome(t, c)
 		require.NoError(t, got.err)
 		assert.Equal(t, id, got.header.Get("X-Id"))
+	}
+}
+
+// TestUnseen: a request whose connection the peer had closed before it was written is known to be unseen,
+// and one that the peer has read is not.
+func TestUnseen(t *testing.T) {
+	for name, reads := range map[string]bool{"closed before": false, "read, then closed": true} {
+		t.Run(name, func(t *testing.T) {
+			l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+			require.NoError(t, err)
+			defer func() { _ = l.Close() }()
+			conns := make(chan net.Conn, 1)
+			go func() {
+				if c, err := l.Accept(); err == nil {
+					conns <- c
+				}
+			}()
+			c := New(Config{
+				Host: l.Addr().String(), Dial: (&net.Dialer{}).DialContext, Idle: time.Minute, MaxIdle: 8,
+			})
+			defer c.Close()
+			require.NoError(t, c.Warm(t.Context()))
+			peer := <-conns
+			closed := make(chan struct{})
+			if reads {
+				go func() {
+					defer close(closed)
+					_, _ = peer.Read(make([]byte, 1000))
+					_ = peer.Close()
+				}()
+			}
+			_, err = c.SendGuarded(t.Context(), http.MethodPost, "/", nil, []byte("{}"), Guard{
+				Before: func() error {
+					if !reads {
+						return peer.Close() // after the look into the connection
+					}
+					return nil
+				},
+			})
+			e, ok := errors.AsType[*SendError](err)
+			require.True(t, ok)
+			assert.True(t, e.Stale, "it ended at once")
+			assert.Equal(t, !reads && runtime.GOOS == "linux", e.Unseen)
+			if reads {
+				<-closed
+			}
+		})
 	}
 }

@@ -32,8 +32,11 @@ const (
 // called from elsewhere.
 type conn struct {
 	net     net.Conn
-	probe   *probe // nil: the system shows nothing of this connection without reading
-	abort   func() // bound once: registering it allocates no closure
+	probe   *probe    // nil: the system shows nothing of this connection without reading
+	wrote   time.Time // when the write of the last request began
+	before  uint64    // bytes of all requests before it …
+	sent    uint64    // … and with it
+	abort   func()    // bound once: registering it allocates no closure
 	aborted atomic.Bool
 	waited  bool      // has been in the pool: the peer may have closed it there
 	since   time.Time // in the pool since
@@ -66,6 +69,8 @@ func (c *conn) close() { _ = c.net.Close() }
 // whole is false if an answer came before the request was out: it is in the buffer or can be read, and the
 // connection ends with it.
 func (c *conn) write(req, rest []byte) (whole bool, err error) {
+	c.wrote, c.before = time.Now(), c.sent
+	c.sent += uint64(len(req) + len(rest))
 	if len(rest) == 0 && c.probe != nil { // it fits into the kernel's buffers, so the write does not wait
 		_, err = c.net.Write(req)
 		return err == nil, err
@@ -76,6 +81,16 @@ func (c *conn) write(req, rest []byte) (whole bool, err error) {
 		}
 	}
 	return true, nil
+}
+
+// staleWithin is the time after the beginning of a write in which the end of a waiting connection counts as
+// one that was on its way already.
+const staleWithin = 50 * time.Millisecond
+
+// isUnseen reports whether the peer's system is known to have acknowledged no byte of the request.
+func (c *conn) isUnseen() bool {
+	acked, ok := ackedBytes(c.net)
+	return ok && acked <= c.before
 }
 
 // writePatiently writes to a peer that may answer before it has read everything. It returns when the peer has

@@ -173,6 +173,8 @@ func causeError(node string, status int, cause []string) error {
 	switch cause[0] {
 	case causeRefused:
 		return fmt.Errorf("node %s: %w", node, rankleg.ErrEngineRefused)
+	case causeNoFiles:
+		return fmt.Errorf("node %s: %w", node, rankleg.ErrNoFiles)
 	case causeReset:
 		return fmt.Errorf("node %s: the engine broke off before it answered", node)
 	case causeFirstToken:

@@ -191,6 +191,8 @@ func (p *dataRequest) answerFailure(ctx context.Context, err error, resent bool)
 	case ctx.Err() != nil:
 		p.returnTicket("client_gone")
 		return false
+	case rankleg.IsOutOfFiles(err):
+		return p.answerEngineError(causeNoFiles, resent)
 	case rankleg.IsRefused(err):
 		return p.answerEngineError(causeRefused, resent)
 	case errors.Is(err, rankleg.ErrTooLate):

@@ -75,6 +75,7 @@ const (
 // The causes of a data port's own answers.
 const (
 	causeRefused    = "refused"     // the engine took no connection
+	causeNoFiles    = "no_files"    // this node has no file left for a connection
 	causeReset      = "reset"       // the engine broke off before it answered
 	causeFirstToken = "first_token" // its head did not come in time
 	causeTooLate    = "too_late"    // the time to write the request was over: nothing was written

@@ -30,18 +30,19 @@ type engineRequest struct {
 	Body   []byte      // the transport drops it once it is written: an answer may take minutes
 	guard  *Guard      // nil for most requests
 
+	// of a request that has failed: its connection had waited, and was being closed when the request was
+	// written. So it may be sent once more
+	isStale  bool
+	isUnseen bool // the engine is known to have nothing of it
+
 	reader  *bytes.Reader // of Body, on the transport
-	reused  atomic.Bool   // the connection had waited for a request, behind another one or as a spare
-	begun   atomic.Bool   // a byte of the answer has arrived
+	reused  atomic.Bool   // on the transport: the connection had served a request before
+	begun   atomic.Bool   // on the transport: a byte of the answer has arrived
 	writing atomic.Int32  // connections that may still read Body
 }
 
 // isSettled says that no goroutine reads the request's memory any more.
 func (r *engineRequest) isSettled() bool { return r.writing.Load() == 0 }
-
-// isStale says that a failed request used a connection that had waited for a request and that the engine had
-// closed. The engine got nothing, so the request may be sent once more.
-func (r *engineRequest) isStale() bool { return r.reused.Load() && !r.begun.Load() }
 
 // watch is the request's guard for the own client.
 func (r *engineRequest) watch() enginehttp.Guard {
@@ -132,7 +133,7 @@ func cappedDial(dial Dialer) Dialer {
 	}
 }
 
-// transport sends through net/http: for TLS, and for large bodies.
+// transport sends through net/http, for TLS.
 type transport struct{ inner *http.Transport }
 
 // newTransport sets what the defaults of net/http get wrong for a relay: no compression (the transport would
@@ -162,8 +163,21 @@ func (t *transport) send(ctx context.Context, o *engineRequest) (*http.Response,
 	if o.guard != nil {
 		r.Body = &guardedBody{inner: o.reader, guard: o.guard}
 	}
-	return t.inner.RoundTrip(r.WithContext(httptrace.WithClientTrace(ctx, o.trace())))
+	began := time.Now()
+	resp, err := t.inner.RoundTrip(r.WithContext(httptrace.WithClientTrace(ctx, o.trace())))
+	switch {
+	case err != nil:
+		o.isStale = o.reused.Load() && !o.begun.Load() && time.Since(began) <= staleWithin
+	case resp.StatusCode < http.StatusOK: // net/http hands the connection out, and no context ends it
+		_ = resp.Body.Close()
+		return nil, &enginehttp.ProtocolError{What: "a switch of protocols that nobody asked for"}
+	}
+	return resp, err
 }
+
+// staleWithin is the time in which the end of a waiting connection counts as one that was on its way when
+// the request was written.
+const staleWithin = 50 * time.Millisecond
 
 // guardedBody is the body of a request that must not be written late. The transport reads it when it writes
 // the request. If the first read fails, the engine gets no whole request, so it does nothing.
@@ -185,12 +199,7 @@ func (b *guardedBody) Read(p []byte) (int, error) {
 
 func (b *guardedBody) Close() error { return nil }
 
-// maxDirect is the largest body for the own client, in bytes. It writes before it reads, so a large body
-// stays with http.Transport, whose second goroutine reads meanwhile: an engine that answers before it has
-// read the whole body would otherwise block both sides.
-const maxDirect = 1 << 20
-
-// direct sends plain HTTP requests through enginehttp and the others through the transport.
+// direct sends plain HTTP requests through enginehttp, and those over TLS through the transport.
 type direct struct {
 	transport *transport
 	dial      Dialer
@@ -216,19 +225,16 @@ func newDirect(dial Dialer, patience, idle time.Duration) *direct {
 // send sends through the own client. When it returns, the client no longer reads the request, so the request
 // is settled.
 func (l *direct) send(ctx context.Context, o *engineRequest) (*http.Response, error) {
-	if len(o.Body) > maxDirect || !plain(o.URL) {
+	if !plain(o.URL) {
 		return l.transport.send(ctx, o)
 	}
 	c := l.client(o.URL.Host)
 	resp, err := c.SendGuarded(ctx, http.MethodPost, o.URL.RequestURI(), o.Header, o.Body, o.watch())
 	if err != nil {
-		if e, ok := errors.AsType[*enginehttp.SendError](err); ok {
-			o.reused.Store(e.Reused)
-			o.begun.Store(e.Begun)
-		}
+		e, ok := errors.AsType[*enginehttp.SendError](err)
+		o.isStale, o.isUnseen = ok && e.Stale, ok && e.Unseen
 		return nil, err
 	}
-	o.begun.Store(true)
 	if !c.HasIdle() {
 		l.dialSpare(ctx, c)
 	}

@@ -149,25 +149,31 @@ func (n *Near) returnLateTicket(q *Request, w *wait) {
 	})
 }
 
-// askEngine sends the request, and sends it once more if a reused connection turns out to be closed. Engines
-// close idle connections, so this is no failure and not a new attempt.
+// askEngine sends the request, and sends it once more if a connection that had waited turns out to be closed.
+// Engines close idle connections, so this is no failure and not a new attempt. If the second time brings no
+// answer either, the first error counts: the engine may have died of the request, and the refused dial that
+// follows would hide it.
 func (n *Near) askEngine(ctx context.Context, q *Request) (*http.Response, error) {
 	header, body := q.addressed()
 	to := q.Rank.urls[q.Route]
 	if q.Reset {
 		to = q.Rank.reset
 	}
-	for {
+	for first := error(nil); ; {
 		o := &engineRequest{URL: to, Header: header, Body: body, guard: q.Guard}
 		resp, err := n.engines.send(ctx, q.Rank.Target.Owned, o)
 		q.IsBodyShared = q.IsBodyShared || !o.isSettled()
 		switch {
-		case err == nil || q.Resent || !o.isStale() || ctx.Err() != nil:
+		case err == nil || ctx.Err() != nil || IsMalformed(err) || IsOutOfFiles(err):
 			return resp, err
-		case q.Guard != nil:
+		case first != nil:
+			return nil, first
+		case q.Guard != nil && o.isUnseen:
 			return nil, fmt.Errorf("%w: %w", ErrNotResent, err)
+		case q.Guard != nil || !o.isStale:
+			return nil, err
 		}
-		q.Resent = true
+		first, q.Resent = err, true
 	}
 }
 

@@ -13,6 +13,7 @@ import (
 	"net/textproto"
 	"net/url"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
@@ -45,6 +46,7 @@ var (
 	ErrMalformed     = errors.New("the engine's answer is no well-formed HTTP answer, " +
 		"or its head is too large")
 	ErrNoLease = errors.New("the rank's node has lost its lease")
+	ErrNoFiles = errors.New("the node has no file descriptor left for a connection to the engine")
 	// ErrTooLate: Guard refused the write. Nothing of the request was written.
 	ErrTooLate = errors.New("the request must not be sent any more")
 	// ErrNotResent: the engine had closed the idle connection, and a guarded request is not sent twice.
@@ -54,7 +56,12 @@ var (
 // IsRefused says that the engine took no connection: nothing was sent.
 func IsRefused(err error) bool {
 	var op *net.OpError
-	return errors.Is(err, ErrEngineRefused) || errors.As(err, &op) && op.Op == "dial"
+	return errors.Is(err, ErrEngineRefused) || errors.As(err, &op) && op.Op == "dial" && !IsOutOfFiles(err)
+}
+
+// IsOutOfFiles says that there was no connection because this process, or its machine, has no file left.
+func IsOutOfFiles(err error) bool {
+	return errors.Is(err, ErrNoFiles) || errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE)
 }
 
 // IsMalformed says that the engine sent bytes that are no HTTP answer, or a head that is too large.

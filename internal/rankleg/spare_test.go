@@ -27,11 +27,12 @@ type fakeEngine struct {
 
 	mu      sync.Mutex
 	dials   int
-	refuses bool // dials fail
-	hangs   bool // dials last until their context ends
-	slow    bool // dials take a second
-	dead    bool // it closes connections without an answer
-	ends    bool // it ends the connection of the next request without an answer …
+	refuses bool  // dials fail
+	refusal error // of all dials; nil: none
+	hangs   bool  // dials last until their context ends
+	slow    bool  // dials take a second
+	dead    bool  // it closes connections without an answer
+	ends    bool  // it ends the connection of the next request without an answer …
 	after   time.Duration
 	dies    bool // … and takes no others
 	asked   int  // requests that it got
@@ -54,6 +55,8 @@ func (e *fakeEngine) dial(ctx context.Context, _, _ string) (net.Conn, error) {
 	refuses, hangs, slow := e.refuses, e.hangs, e.slow
 	e.mu.Unlock()
 	switch {
+	case e.refusal != nil:
+		return nil, &net.OpError{Op: "dial", Err: e.refusal}
 	case refuses:
 		return nil, &net.OpError{Op: "dial", Err: syscall.ECONNREFUSED}
 	case hangs:
@@ -212,7 +215,7 @@ func TestADeadEngineIsDialledByItsRequestsAlone(t *testing.T) {
 			e.closeAll()
 			_, r, err := e.send("/")
 			require.Error(t, err)
-			assert.True(t, r.isStale(), "the spare connection was closed: nobody's fault")
+			assert.True(t, r.isStale, "the spare connection was closed: nobody's fault")
 			before := e.dialled()
 			for range 100 {
 				_, _, err := e.send("/")
@@ -232,7 +235,7 @@ func TestASpareThatTheEngineClosedIsAFreeResend(t *testing.T) {
 		e.closeAll()
 		_, r, err := e.send("/")
 		require.Error(t, err)
-		assert.True(t, r.isStale())
+		assert.True(t, r.isStale)
 		e.whole()
 	})
 }

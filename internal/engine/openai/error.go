@@ -149,6 +149,7 @@ const (
 	CodeUpstreamFailed    = "upstream_failed"
 	CodeOverloaded        = "overloaded"
 	CodeQueueTimeout      = "queue_timeout"
+	CodeNoFiles           = "no_files"
 	CodeNoReadyRank       = "no_ready_rank"
 	CodeFirstTokenTimeout = "first_token_timeout"
 	CodeDeadlineExceeded  = "deadline_exceeded"
@@ -175,7 +176,7 @@ func Status(code string) int {
 		return http.StatusTooManyRequests
 	case CodeUpstreamFailed, CodeUpstreamLost, CodeStalled:
 		return http.StatusBadGateway
-	case CodeOverloaded, CodeQueueTimeout, CodeNoReadyRank, CodeDrained:
+	case CodeOverloaded, CodeQueueTimeout, CodeNoReadyRank, CodeNoFiles, CodeDrained:
 		return http.StatusServiceUnavailable
 	case CodeFirstTokenTimeout, CodeDeadlineExceeded:
 		return http.StatusGatewayTimeout
