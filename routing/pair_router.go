@@ -216,6 +216,7 @@ type PairTable struct {
 	prefills map[RankRef]int // met decode ranks
 	decodes  map[RankRef]int // met prefill ranks
 	leased   map[RankRef]int64
+	failed   map[pairKey]int // prompts in a row that failed on their way, of pairs that have met
 }
 
 type pairKey struct{ prefill, decode RankRef }
@@ -236,7 +237,7 @@ func IsFullOfLeases(held, tokens, capacity int64) bool {
 func NewPairTable(prewarm bool) *PairTable {
 	return &PairTable{
 		prewarm: prewarm, met: map[pairKey]struct{}{}, prefills: map[RankRef]int{},
-		decodes: map[RankRef]int{}, leased: map[RankRef]int64{},
+		decodes: map[RankRef]int{}, leased: map[RankRef]int64{}, failed: map[pairKey]int{},
 	}
 }
 
@@ -260,6 +261,30 @@ func (t *PairTable) HasMet(p, d RankRef) bool {
 	return ok
 }
 
+// pairFailures is how many prompts in a row may fail on their way between two ranks.
+const pairFailures = 3
+
+// Failed records that a prompt failed on its way from p to d, by whatever fault. The last of pairFailures in a
+// row ends the pair, until SetMet: a first transfer has to end well again.
+func (t *PairTable) Failed(p, d RankRef) (isOver bool) {
+	key := pairKey{p, d}
+	if _, ok := t.met[key]; !ok {
+		return false
+	}
+	if t.failed[key]++; t.failed[key] < pairFailures {
+		return false
+	}
+	t.forget(func(k pairKey) bool { return k == key })
+	return true
+}
+
+// Worked records that d has read a prompt of p.
+func (t *PairTable) Worked(p, d RankRef) {
+	if len(t.failed) > 0 {
+		delete(t.failed, pairKey{p, d})
+	}
+}
+
 // hasPartner reports whether any prefill rank has met the decode rank.
 func (t *PairTable) hasPartner(d *Rank) bool { return !t.prewarm || t.decodes[RefOf(d)] > 0 }
 
@@ -278,6 +303,7 @@ func (t *PairTable) forget(isGone func(pairKey) bool) {
 	for key := range t.met {
 		if isGone(key) {
 			delete(t.met, key)
+			delete(t.failed, key)
 			subtract(t.prefills, key.prefill, 1)
 			subtract(t.decodes, key.decode, 1)
 		}

@@ -9,6 +9,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/telemetry"
 	"github.com/dpserve/dpserve/routing"
@@ -33,6 +34,7 @@ type appRouter struct {
 	decisions    decisionLog                  // for replays
 
 	reservations reservations
+	answers      goodAnswers
 	demand       queueDemand
 	estimates    estimates
 
@@ -234,35 +236,59 @@ func (ar *appRouter) clearFull(r *rank) {
 	}
 }
 
-// isLost reports whether the rank's stream shows it as fenced or gone. A failure on it is then the unit's,
-// not the request's.
-func (ar *appRouter) isLost(r *rank) bool {
+// lossOf reports whether the rank's stream shows it as fenced or gone, and whether that is because its engine
+// failed, and not because its node is unreachable or the rank was drained.
+func (ar *appRouter) lossOf(r *rank) (isLost, engineFailed bool) {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
-	return r.lost
+	return r.lost, r.engineFailed
 }
 
-// survivorOf returns the rank, or another one of its unit if it is lost; nil if all of them are.
-func (ar *appRouter) survivorOf(r *rank) *rank {
+// isTripped reports whether the rank's last answers failed.
+func (ar *appRouter) isTripped(r *rank) bool {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
-	if !r.lost {
-		return r
+	return r.tripOrder > 0
+}
+
+// appendExcluded appends the ranks among excluded that still serve. units: of a lockstep application, all
+// ranks of a unit that is excluded.
+func (ar *appRouter) appendExcluded(dst []routing.RankID, excluded []dispatch.Excluded, units bool,
+) []routing.RankID {
+	if len(excluded) == 0 {
+		return dst
 	}
-	for _, s := range ar.ranks {
-		if !s.lost && s.Unit == r.Unit && s.Epoch == r.Epoch {
-			return s
+	units = units && ar.isLockstep()
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	for _, x := range excluded {
+		if r := ar.ranks[x.Rank.ID]; r != nil && r.Incarnation == x.Rank.Incarnation {
+			dst = append(dst, r.ID)
+		}
+		for _, r := range ar.ranks {
+			if units && x.Unit != 0 && r.unitKey == x.Unit && r.ref() != x.Rank {
+				dst = append(dst, r.ID)
+			}
 		}
 	}
-	return nil
+	return dst
 }
 
-// hasFailed reports whether the rank is lost because its engine failed, not because its node is unreachable
-// or the rank was drained.
-func (ar *appRouter) hasFailed(r *rank) bool {
+// hasDoubtfulUnit reports whether a rank of an excluded lockstep unit is ready, as far as its stream says.
+func (ar *appRouter) hasDoubtfulUnit(excluded []dispatch.Excluded) bool {
+	if len(excluded) == 0 || !ar.isLockstep() {
+		return false
+	}
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
-	return r.engineFailed
+	for _, r := range ar.ranks {
+		if r.publishedReady && slices.ContainsFunc(excluded, func(x dispatch.Excluded) bool {
+			return x.Unit != 0 && x.Unit == r.unitKey
+		}) {
+			return true
+		}
+	}
+	return false
 }
 
 // isDraining reports whether the rank takes no new requests and lets its streams end.
@@ -292,11 +318,12 @@ func (ar *appRouter) trackAttempt(r *rank, a *attempt) bool {
 }
 
 // markFirstByte records that the attempt has a first byte: from now on the loss of its unit does not cancel
-// it.
-func (ar *appRouter) markFirstByte(a *attempt) {
+// it. It returns false if the loss was faster.
+func (ar *appRouter) markFirstByte(a *attempt) bool {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
-	a.hasFirstByte = true
+	a.hasFirstByte = a.hasFirstByte || !a.rank.lost
+	return a.hasFirstByte
 }
 
 // untrackAttempt removes an attempt that has ended.
@@ -542,9 +569,9 @@ func (ar *appRouter) inputs() *policyInputs {
 
 // anyReadyRank returns a ready rank that is in none of but, of this node if there is one; nil if there is
 // none.
-func (ar *appRouter) anyReadyRank(but ...[]*rank) *rank {
+func (ar *appRouter) anyReadyRank(but []dispatch.Excluded) *rank {
 	excluded := func(r *rank) bool {
-		return slices.ContainsFunc(but, func(l []*rank) bool { return slices.Contains(l, r) })
+		return slices.ContainsFunc(but, func(x dispatch.Excluded) bool { return x.Rank == r.ref() })
 	}
 	ar.mu.Lock()
 	defer ar.mu.Unlock()

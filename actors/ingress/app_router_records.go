@@ -6,6 +6,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
@@ -397,7 +398,7 @@ func (ar *appRouter) applyState(r *rank, rec *msg.Record) {
 	if r.turn != "" && r.offered == 0 {
 		ar.setFull(r)
 	}
-	failed := rec.Fenced && rec.Cause != causeDrained.String()
+	failed := rec.Fenced && rec.Cause != dispatch.Drained.String()
 	restarts := rec.Draining && rec.Cause == msg.CauseRestarting
 	if (failed || restarts) && ar.isReady(r) {
 		// requests wait until the unit is back or the replicated state says that it is not ready

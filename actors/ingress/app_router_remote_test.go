@@ -12,6 +12,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/routing"
 )
@@ -130,7 +131,7 @@ func TestAFenceStaysWithItsUnit(t *testing.T) {
 	g.replicas[0].mu.Lock()
 	g.replicas[0].emit(&msg.Record{
 		Kind: msg.RecState, RankState: msg.RankState{Fenced: true, Draining: true},
-		Cause: causeDrained.String(),
+		Cause: dispatch.Drained.String(),
 	})
 	g.replicas[0].mu.Unlock()
 	assert.Equal(t, []string{"not-ready", "ok"}, shortened(g.states()))

@@ -19,6 +19,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/internal/telemetry"
@@ -80,12 +81,17 @@ func relayRig(tb testing.TB) (send func(n int)) {
 	ctx, cancel := context.WithCancelCause(context.Background())
 	tb.Cleanup(func() { cancel(nil) })
 	return func(n int) {
+		req.plan.Begin(&dispatch.Config{IsAlone: true, Attempts: 3, Refusals: 16}, false)
+		for _, ev := range []dispatch.Event{{Kind: dispatch.EvStart}, {Kind: dispatch.EvPicked, Number: 1}} {
+			req.plan.Step(dispatch.Instant{}, &ev)
+		}
+		req.number = 2
 		req.attempt = attempt{rank: rk, start: time.Now(), cancel: cancel}
 		req.timer.attach(cancel)
 		req.status, req.cutConn, body.left = 0, false, n
 		res := relay{req}.relayStream(ctx, resp)
 		req.timer.detach()
-		if res.cause != causeUpstreamLost { // the chunks never finish
+		if res.cause != dispatch.UpstreamLost { // the chunks never finish
 			tb.Fatal(res.cause, res.err)
 		}
 	}

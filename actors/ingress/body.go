@@ -11,6 +11,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 )
 
@@ -64,7 +65,7 @@ func bodyFailure(in *Ingress, r *http.Request, err error) *failure {
 			"the body came too slowly: send at least %d bytes per second, and up to %d MiB within %s",
 			bodyRate, wholeBody>>20, in.timers.wholeBody()))
 	case r.Context().Err() != nil && !errors.Is(err, io.ErrUnexpectedEOF):
-		return &failure{status: statusClientGone, clientGone: true, cause: causeClientGone.String()}
+		return &failure{status: statusClientGone, clientGone: true, cause: dispatch.ClientGone.String()}
 	default:
 		return newFailure(openai.CodeInvalidRequest,
 			"the body ended before its announced length, or its chunks are malformed")

@@ -5,143 +5,28 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net/http"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/engine/openai"
+	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// cause is the closed list of how an attempt ends. Its String goes to logs, metrics and Done.
-type cause uint8
-
-const (
-	causeOK     cause = iota
-	causePassed       // an answer for the client to judge: 4xx, an error event below 500
-
-	// Refusals of the DPServer.
-	causeFull
-	causeStaleEpoch
-	causeNotReady
-	causeFenced
-	causeDraining
-	causeNoLease
-	causeGone
-	causeOverloaded
-	causeExpired
-
-	// Failures before the first byte.
-	causeRefused     // no connection
-	causeNoFiles     // this node, or that of the rank, has no file left for a connection
-	causeReset       // reset or end before any byte of an answer
-	causeUnreachable // the data port of the rank's node is lost, before the first byte or after it
-	causeUnitLost    // the stream shows the unit as fenced or gone
-	causeEngineBusy  // the engine's own admission limit
-	causeEngineDead  // the engine reported that its core is dead
-	causeStatus      // 5xx, 408 or 429
-	causeEmpty       // 200 without a first byte
-	causeAborted     // finish_reason abort that the ingress did not cause
-	causeFirstToken  // no first token in time
-	causeMalformed   // the answer is not HTTP, or its head is larger than 64 KiB
-	causeTooLate     // the parameters of a decode leg were too old directly before the write
-	causeNotResent   // the idle connection was closed, and the leg must not be sent twice
-	causeStoodStill  // the process stood still before the first byte
-
-	// Failures after the first byte.
-	causeUpstreamLost
-	causeStalled
-	causeSilent     // nothing for first_token_s, though the rank made progress
-	causeErrorEvent // an error event below 500 was passed on
-
-	// Caused by the ingress or the client, before or after the first byte.
-	causeClientGone
-	causeSlowReader
-	causeDeadline
-	causeDrained
-	causeGivenUp // the request goes another way
-)
-
-// causePolicy is what follows from a cause.
-type causePolicy struct {
-	name  string
-	retry bool // before the first byte: another rank may be tried
-	free  bool // the retry costs no budget
-	trip  bool // counts towards the rank's trip
-	death bool // the engine died, or its connection did, while it had the request
-	probe bool // the DPServer checks its engine at once
-	busy  bool // the DPServer counts the rank as full
-	done  msg.Outcome
-}
-
-var causePolicies = [...]causePolicy{
-	causeOK:     {name: "ok", done: msg.OK},
-	causePassed: {name: msg.CauseClientError, done: msg.OK}, // the engine did its work
-
-	causeFull:       {name: "full", retry: true, free: true, done: msg.Refused},
-	causeStaleEpoch: {name: "stale_epoch", retry: true, free: true, done: msg.Refused},
-	causeNotReady:   {name: "not_ready", retry: true, free: true, done: msg.Refused},
-	causeFenced:     {name: "fenced", retry: true, free: true, done: msg.Refused},
-	causeDraining:   {name: "draining", retry: true, free: true, done: msg.Refused},
-	causeNoLease:    {name: "no_lease", retry: true, free: true, done: msg.Refused},
-	causeGone:       {name: "gone", retry: true, free: true, done: msg.Refused},
-	causeOverloaded: {name: "overloaded", retry: true, free: true, done: msg.Refused},
-	causeExpired:    {name: "expired", done: msg.Refused},
-
-	causeRefused: {
-		name: "connection_refused", retry: true, free: true, probe: true,
-		done: msg.FailedOutcome,
-	},
-	causeNoFiles: {name: "no_files", done: msg.Cancelled},
-	causeReset: {
-		name: "reset", retry: true, free: true, death: true, probe: true,
-		done: msg.FailedOutcome,
-	},
-	causeUnreachable: {name: "node_unreachable", retry: true, free: true, done: msg.FailedOutcome},
-	causeUnitLost:    {name: "unit_lost", retry: true, free: true, death: true, done: msg.FailedOutcome},
-	causeEngineBusy:  {name: "engine_busy", retry: true, free: true, busy: true, done: msg.FailedOutcome},
-	causeEngineDead: {
-		name: "engine_dead", retry: true, free: true, death: true, probe: true,
-		done: msg.FailedOutcome,
-	},
-	causeStatus:     {name: "engine_error", retry: true, trip: true, done: msg.FailedOutcome},
-	causeEmpty:      {name: "empty", retry: true, trip: true, done: msg.FailedOutcome},
-	causeAborted:    {name: "aborted", retry: true, trip: true, done: msg.FailedOutcome},
-	causeFirstToken: {name: "first_token_timeout", retry: true, trip: true, done: msg.FailedOutcome},
-	causeMalformed:  {name: "malformed_answer", retry: true, trip: true, done: msg.FailedOutcome},
-
-	causeTooLate:    {name: "params_late", retry: true, free: true, done: msg.Cancelled},
-	causeNotResent:  {name: "not_resent", retry: true, free: true, done: msg.Cancelled},
-	causeStoodStill: {name: "stood_still", retry: true, free: true, done: msg.Cancelled},
-
-	causeUpstreamLost: {name: "upstream_lost", trip: true, probe: true, done: msg.FailedOutcome},
-	causeStalled:      {name: "stalled", trip: true, probe: true, done: msg.FailedOutcome},
-	// the rank made progress, so this says nothing about its health
-	causeSilent:     {name: "silent_stream", done: msg.FailedOutcome},
-	causeErrorEvent: {name: "error_event", done: msg.FailedOutcome},
-
-	causeClientGone: {name: "client_gone", done: msg.Cancelled},
-	causeSlowReader: {name: "slow_reader", done: msg.Cancelled},
-	causeDeadline:   {name: "deadline_exceeded", done: msg.Cancelled},
-	causeDrained:    {name: "drained", done: msg.Cancelled},
-	causeGivenUp:    {name: "given_up", done: msg.Cancelled},
-}
-
-func (c cause) String() string { return causePolicies[c].name }
-
 // refusals maps a DPServer's refusals to causes.
-var refusals = [...]cause{
-	msg.Granted: causeOK, msg.Full: causeFull, msg.StaleEpoch: causeStaleEpoch, msg.NotReady: causeNotReady,
-	msg.Fenced:   causeFenced,
-	msg.Draining: causeDraining, msg.NoLease: causeNoLease, msg.Expired: causeExpired, msg.Gone: causeGone,
-	msg.Overloaded: causeOverloaded,
+var refusals = [...]dispatch.Cause{
+	msg.Granted: dispatch.OK, msg.Full: dispatch.Full, msg.StaleEpoch: dispatch.StaleEpoch, msg.NotReady: dispatch.NotReady,
+	msg.Fenced:   dispatch.Fenced,
+	msg.Draining: dispatch.Draining, msg.NoLease: dispatch.NoLease, msg.Expired: dispatch.Expired, msg.Gone: dispatch.Gone,
+	msg.Overloaded: dispatch.Overloaded,
 }
 
 // refusedAs is the cause of a refusal; a refusal that this build does not know counts as not ready.
-func refusedAs(r msg.Refusal) cause {
+func refusedAs(r msg.Refusal) dispatch.Cause {
 	if int(r) < len(refusals) {
 		return refusals[r]
 	}
-	return causeNotReady
+	return dispatch.NotReady
 }
 
 // The named causes with which an attempt's context is cancelled.
@@ -158,35 +43,36 @@ var (
 
 // contextCause is the cause for which ctx is over. A context cancelled without one of our errors means that
 // the client's connection is gone.
-func contextCause(ctx context.Context) cause {
+func contextCause(ctx context.Context) dispatch.Cause {
 	switch err := context.Cause(ctx); {
 	case errors.Is(err, errAdmitSlow):
-		return causeOverloaded
+		return dispatch.Overloaded
 	case errors.Is(err, errFirstToken):
-		return causeFirstToken
+		return dispatch.FirstToken
 	case errors.Is(err, errStalled):
-		return causeStalled
+		return dispatch.Stalled
 	case errors.Is(err, errSilent):
-		return causeSilent
+		return dispatch.Silent
 	case errors.Is(err, errUnitLost):
-		return causeUnitLost
+		return dispatch.UnitLost
 	case errors.Is(err, errDeadline):
-		return causeDeadline
+		return dispatch.Deadline
 	case errors.Is(err, errDrained):
-		return causeDrained
+		return dispatch.Drained
 	case errors.Is(err, errGivenUp):
-		return causeGivenUp
+		return dispatch.GivenUp
 	default:
-		return causeClientGone
+		return dispatch.ClientGone
 	}
 }
 
 // result is how an attempt ended.
 type result struct {
-	cause        cause
+	cause        dispatch.Cause
 	err          error              // for the log: no part of a prompt or an answer
 	engine       openai.EngineError // the engine's error
 	status       int                // of the engine, for causes that have one
+	text         uint64             // hash of the engine's message; 0: nothing that tells one from another
 	nameOverride string             // replaces the cause's name in the log
 }
 
@@ -194,7 +80,7 @@ func (r *result) name() string {
 	if r.nameOverride != "" {
 		return r.nameOverride
 	}
-	return causePolicies[r.cause].name
+	return r.cause.String()
 }
 
 // attrs are log attributes of what the engine and the network reported. An engine's message may repeat any
@@ -227,19 +113,47 @@ func (r *result) attrs(hash kvindex.Hasher, debug bool) []slog.Attr {
 	return out
 }
 
-// statusCause is the cause of an engine's status 4xx or 5xx.
-func statusCause(status int, e *openai.EngineError) cause {
+// failedAsk is how a request ended that an Asker has not got answered.
+func failedAsk(ctx context.Context, err error) result {
+	res := result{cause: dispatch.Reset, err: err}
 	switch {
-	case status == http.StatusServiceUnavailable && e.Busy():
-		return causeEngineBusy
-	case status >= http.StatusInternalServerError && e.Dead():
-		return causeEngineDead
-	case status >= http.StatusInternalServerError, status == http.StatusRequestTimeout,
-		status == http.StatusTooManyRequests:
-		return causeStatus
-	default:
-		return causePassed
+	case ctx.Err() != nil:
+		res.cause = contextCause(ctx)
+	case errors.Is(err, rankleg.ErrUnreachable):
+		res.cause = dispatch.Unreachable
+	case errors.Is(err, rankleg.ErrFirstToken):
+		res.cause = dispatch.FirstToken
+	case rankleg.IsOutOfFiles(err):
+		res.cause = dispatch.NoFiles
+	case rankleg.IsRefused(err):
+		res.cause = dispatch.ConnRefused
+	case errors.Is(err, rankleg.ErrTooLate):
+		res.cause = dispatch.TooLate
+	case errors.Is(err, rankleg.ErrNotResent):
+		res.cause = dispatch.NotResent
+	case rankleg.IsMalformed(err):
+		res.cause = dispatch.Malformed
 	}
+	return res
+}
+
+// failedRead is how an answer ended that could not be read to its end. begun: the client has the begin of it.
+func failedRead(ctx context.Context, err error, begun bool) result {
+	res := result{cause: dispatch.Empty, err: err}
+	switch {
+	case ctx.Err() != nil:
+		res.cause = contextCause(ctx)
+		if (res.cause == dispatch.Stalled || res.cause == dispatch.Silent) && !begun {
+			res.cause = dispatch.FirstToken // the engine sent an empty delta and then nothing
+		}
+	case errors.Is(err, rankleg.ErrUnreachable):
+		res.cause = dispatch.Unreachable
+	case errors.Is(err, rankleg.ErrNoLease):
+		res.cause, res.err = dispatch.UnitLost, nil
+	case begun:
+		res.cause = dispatch.UpstreamLost
+	}
+	return res
 }
 
 // failure is an answer of dpserve's own.
@@ -273,48 +187,48 @@ func (f *failure) withRetryAfter(seconds int) *failure {
 	return f
 }
 
-// finalFailure is what the client sees when an attempt was the last one and none is left to try.
+// finalFailure is what dpserve says of the last end of a leg, when nobody is left to ask.
 func finalFailure(r *result) *failure {
-	f := failureFor(r)
+	f := failureFor(r.cause)
 	f.cause, f.lastAttempt = r.cause.String(), r
 	return f
 }
 
-func failureFor(r *result) *failure {
-	switch r.cause {
-	case causeEngineBusy:
-		return newFailure(openai.CodeOverloaded,
-			"every rank that was asked is busy; try again").withRetryAfter(1)
-	case causeNoFiles:
-		return newFailure(openai.CodeNoFiles, "this node has no file descriptor left for a connection to "+
-			"the engine; try again, and raise the limit of open files (ulimit -n)").withRetryAfter(1)
-	case causeFirstToken:
-		return newFailure(openai.CodeFirstTokenTimeout,
-			"no rank gave a first token in time; try again, or raise timeouts.first_token_s")
-	case causeExpired, causeDeadline:
-		return newFailure(openai.CodeDeadlineExceeded, "the deadline of x-dpserve-timeout-ms is over")
-	case causeStaleEpoch, causeNotReady, causeFenced, causeDraining, causeNoLease, causeGone, causeOverloaded,
-		causeFull:
-		return newFailure(openai.CodeNoReadyRank, "no rank took the request; try again").withRetryAfter(1)
-	case causeDrained:
+func failureFor(c dispatch.Cause) *failure {
+	switch c {
+	case dispatch.ClientGone, dispatch.SlowReader:
+		return &failure{status: statusClientGone, clientGone: true}
+	case dispatch.NoMemory:
+		return noBodyMemory()
+	case dispatch.Drained:
 		return newFailure(openai.CodeNoReadyRank, "this ingress is shutting down; try again").withRetryAfter(
 			1)
-	case causeClientGone, causeSlowReader:
-		return &failure{status: statusClientGone, clientGone: true}
-	case causeStatus, causeEngineDead:
-		return engineFailed(r.status)
 	default:
-		return engineFailed(http.StatusBadGateway)
+	}
+	switch code := c.Row().Own; code {
+	case openai.CodeOverloaded:
+		return newFailure(code, "every rank that was asked is busy; try again").withRetryAfter(1)
+	case openai.CodeNoFiles:
+		return newFailure(code, "this node has no file descriptor left for a connection to the engine; "+
+			"try again, and raise the limit of open files (ulimit -n)").withRetryAfter(1)
+	case openai.CodeFirstTokenTimeout:
+		return newFailure(code,
+			"no rank gave a first token in time; try again, or raise timeouts.first_token_s")
+	case openai.CodeDeadlineExceeded:
+		return newFailure(code, "the deadline of x-dpserve-timeout-ms is over")
+	case openai.CodeNoReadyRank:
+		return newFailure(code, "no rank took the request; try again").withRetryAfter(1)
+	default:
+		return newFailure(openai.CodeUpstreamFailed,
+			"every rank that was asked failed; try again").withRetryAfter(1)
 	}
 }
 
-// engineFailed is 502 upstream_failed; the engine's 503 stays 503.
-func engineFailed(status int) *failure {
-	f := newFailure(openai.CodeUpstreamFailed, "every rank that was asked failed; try again").withRetryAfter(
-		1)
-	if status == http.StatusServiceUnavailable {
-		f.status = status
-	}
+// twoDied is the answer to a request under which two engines have died.
+func twoDied(last *result) *failure {
+	f := finalFailure(last)
+	f.message, f.cause = "two ranks died while they had this request; it is not sent to a third one",
+		"killed_two_ranks"
 	return f
 }
 
@@ -322,15 +236,14 @@ func engineFailed(status int) *failure {
 const statusClientGone = 499
 
 // streamError is the code and text of the error event that ends a stream after its first byte.
-func streamError(c cause) (code, message string) {
-	switch c {
-	case causeStalled, causeSilent:
-		return openai.CodeStalled, "the engine stopped sending tokens; send the request again"
-	case causeDrained:
-		return openai.CodeDrained,
-			"the rank was shut down before the answer was complete; send the request again"
-	case causeDeadline:
-		return openai.CodeDeadlineExceeded, "the deadline of x-dpserve-timeout-ms is over"
+func streamError(c dispatch.Cause) (code, message string) {
+	switch code := c.Row().Begun; code {
+	case openai.CodeStalled:
+		return code, "the engine stopped sending tokens; send the request again"
+	case openai.CodeDrained:
+		return code, "the rank was shut down before the answer was complete; send the request again"
+	case openai.CodeDeadlineExceeded:
+		return code, "the deadline of x-dpserve-timeout-ms is over"
 	default:
 		return openai.CodeUpstreamLost,
 			"the engine was lost before the answer was complete; send the request again"

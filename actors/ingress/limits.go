@@ -72,13 +72,14 @@ const (
 	bodyRate = 1024
 	// bytes of a body that must arrive within wholeWindows windows of BodyStall (2 min)
 	wholeBody    = 16 << 20
-	wholeWindows = 4       // see wholeBody
-	bodyShare    = 32      // the memory of all bodies holds this many of the largest …
-	memoryShare  = 4       // … but at most this part (1/4) of a memory limit …
-	leastBodies  = 4       // … and at least this many of the largest
-	budgetShare  = 10      // one retry per this many requests …
-	budgetFloor  = 20      // … or this many retries per window
-	maxWhole     = 1 << 20 // bytes of an answer that is held before its header is sent
+	wholeWindows = 4        // see wholeBody
+	bodyShare    = 32       // the memory of all bodies holds this many of the largest …
+	memoryShare  = 4        // … but at most this part (1/4) of a memory limit …
+	leastBodies  = 4        // … and at least this many of the largest
+	budgetShare  = 10       // one retry per this many requests …
+	budgetFloor  = 20       // … or this many retries per window
+	maxWhole     = 1 << 20  // bytes of an answer that is held before its header is sent
+	maxWords     = 64 << 10 // bytes of an engine's error that is kept until no rank is left to ask
 	// bytes of role-only chunks and empty deltas held back before the first byte
 	maxHeld = 16 << 10
 	// initial bytes of a relay's buffer: one read of the engine is one write to the client

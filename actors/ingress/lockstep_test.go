@@ -9,41 +9,38 @@ import (
 	"github.com/stretchr/testify/assert"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
-// TestOneLostUnitIsOneAttempt: all ranks of a lockstep unit fail before its stream reports the loss. The
-// request waits until the unit is back. If the engine has reported that its core is dead, the wait is longer,
-// because its process has yet to exit.
+// TestOneLostUnitIsOneAttempt: a rank of a lockstep unit fails before its stream reports the loss. The request
+// asks no other rank of the unit, and waits until the unit is back. If the engine has reported that its core is
+// dead, the wait for the report is longer, because its process has yet to exit.
 func TestOneLostUnitIsOneAttempt(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
 		fails http.HandlerFunc
-		told  time.Duration // after the last failure
+		told  time.Duration // after the failure
 	}{
 		"reset":     {resets, 0},
 		"dead core": {replies(http.StatusInternalServerError, deadCore), lossWait + 100*time.Millisecond},
 	} {
 		t.Run(name, func(t *testing.T) {
-			const attempts = 3
 			var calls atomic.Int32
-			third := make(chan struct{})
+			failed := make(chan struct{})
 			engine := func(w http.ResponseWriter, r *http.Request) {
-				switch n := calls.Add(1); {
-				case n < attempts:
+				if calls.Add(1) == 1 {
+					close(failed)
 					c.fails(w, r)
-				case n == attempts:
-					close(third)
-					c.fails(w, r)
-				default:
-					replies(http.StatusOK,
-						`{"choices":[{"message":{"content":"x"},"finish_reason":"stop"}]}`)(w, r)
+					return
 				}
+				replies(http.StatusOK,
+					`{"choices":[{"message":{"content":"x"},"finish_reason":"stop"}]}`)(w, r)
 			}
 			g := lockstepRig(t, engine, engine, engine, engine)
 			done := make(chan answer, 1)
 			go func() { done <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
-			<-third
+			<-failed
 			time.Sleep(c.told)
 			g.replicas[0].say(false, true, "process_exit")
 			unit := g.replicas[0].unit
@@ -58,28 +55,27 @@ func TestOneLostUnitIsOneAttempt(t *testing.T) {
 			case <-time.After(soon):
 				t.Fatal("no answer")
 			}
-			assert.Equal(t, int32(attempts+1), calls.Load())
+			assert.Equal(t, int32(2), calls.Load())
 		})
 	}
 }
 
-// TestRefusalsOfALostUnitWaitForIt: the ranks of a lost lockstep unit refuse or fail a request before the
-// unit's stream reports the loss. The request waits for the report and then for the unit, and does not use
-// up all its ranks. The third one may be of a node that ended its part of the unit already.
+// TestRefusalsOfALostUnitWaitForIt: a rank of a lost lockstep unit refuses or fails a request before the
+// unit's stream reports the loss. The request waits for the report and then for the unit, and asks no other
+// rank of it. The rank may be of a node that ended its part of the unit already.
 func TestRefusalsOfALostUnitWaitForIt(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
-		admits int32 // the Admit that is granted; 0: none
-		ends   bool  // the rank that took it ends like one that was told to
+		admits bool // the rank grants a ticket
+		ends   bool // and ends like one that was told to
 	}{
-		"none fails": {}, "second fails": {admits: 2}, "third fails": {admits: 3},
-		"third was told to end": {admits: 3, ends: true},
+		"refuses": {}, "fails": {admits: true}, "was told to end": {admits: true, ends: true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var g *rig
 			var calls atomic.Int32
 			var back atomic.Bool
-			third := make(chan struct{})
+			asked := make(chan struct{})
 			engines := make([]http.HandlerFunc, 5)
 			for i := range engines {
 				engines[i] = func(w http.ResponseWriter, r *http.Request) {
@@ -98,11 +94,10 @@ func TestRefusalsOfALostUnitWaitForIt(t *testing.T) {
 			g = lockstepRig(t, engines...)
 			for _, r := range g.replicas {
 				r.setRefuse(func(*msg.Admit) msg.Refusal {
-					n := calls.Add(1)
-					if n == 3 {
-						close(third)
+					if calls.Add(1) == 1 {
+						close(asked)
 					}
-					if n == c.admits {
+					if c.admits {
 						return msg.Granted
 					}
 					return msg.Fenced
@@ -110,7 +105,7 @@ func TestRefusalsOfALostUnitWaitForIt(t *testing.T) {
 			}
 			done := make(chan answer, 1)
 			go func() { done <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
-			<-third
+			<-asked
 			time.Sleep(lossWait / 5) // the rest of the unit could be asked meanwhile
 			for _, r := range g.replicas {
 				r.say(false, true, "process_exit")
@@ -129,7 +124,7 @@ func TestRefusalsOfALostUnitWaitForIt(t *testing.T) {
 			case <-time.After(soon):
 				t.Fatal("no answer")
 			}
-			assert.Equal(t, int32(3), calls.Load())
+			assert.Equal(t, int32(1), calls.Load())
 		})
 	}
 }
@@ -140,7 +135,7 @@ func (r *replica) endAsTold() {
 	defer r.mu.Unlock()
 	r.accepting = false
 	r.emit(&msg.Record{
-		Kind: msg.RecState, Cause: causeDrained.String(),
+		Kind: msg.RecState, Cause: dispatch.Drained.String(),
 		RankState: msg.RankState{Fenced: true, Draining: true},
 	})
 }
@@ -152,8 +147,8 @@ const deadCore = `{"error":{"message":"EngineCore encountered an issue. ` +
 func TestDeadCore(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(http.StatusInternalServerError, deadCore)}})
 	a := g.post("/v1/chat/completions", chatBody)
-	assert.Equal(t, http.StatusBadGateway, a.status)
-	assert.Equal(t, "upstream_failed", a.code(t))
+	assert.Equal(t, http.StatusInternalServerError, a.status)
+	assert.Equal(t, deadCore, a.body)
 	done := g.replicas[0].lastDone(t)
 	assert.True(t, done.Probe)
 	assert.False(t, done.Trip, "the probe judges")

@@ -15,6 +15,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/pdproxy"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/engine/transfer"
 	"github.com/dpserve/dpserve/internal/inbox"
@@ -33,7 +34,7 @@ type pairApp struct {
 	rule                    string // by which prefill ranks are used, as the file writes it
 	transfer                transfer.Transfer
 	traits                  *transfer.Traits
-	config                  pdproxy.Config   // without the limits that depend on the request
+	config                  dispatch.Config  // without the limits that depend on the request
 	splitOnly               []routing.RankID // decode ranks that answer only requests with a prefill rank
 	plainOnly               []routing.RankID // where there are such: the others, which are no part of a pair
 	*pairLife
@@ -111,12 +112,12 @@ func (f *appFollower) newPairApp(old *pairApp, name string, prefill, decode *app
 			rule.Decider, p.rule = routing.DecideAlways, app.DecideAlways // no rank computes a prompt alone
 		}
 	}
-	p.config = pdproxy.Config{
+	p.config = dispatch.Config{
 		Order:         p.traits.Order,
 		FallbackFails: dis.Fallback == app.FallbackFail || !p.traits.TakesPlain && len(p.plainOnly) == 0,
 		Lease:         cmp.Or(engine.TransferLease(ps.app), p.traits.Lease),
 		PrefillLimit:  ps.firstToken, DecodeLimit: ds.firstToken,
-		LocalLimit: ds.firstToken, MaxDecodes: ds.attempts,
+		LocalLimit: ds.firstToken, Attempts: ds.attempts, Refusals: maxRefusals,
 	}
 	rule.NeedsMet = p.config.FallbackFails
 	seed := mix(f.in.seed ^ f.in.nextID.Load())
@@ -265,8 +266,8 @@ type pairBackend struct {
 var _ pdproxy.Backend = (*pairBackend)(nil)
 
 // pool is the appRouter of a side.
-func (p *pairApp) pool(s pdproxy.Side) *appRouter {
-	if s == pdproxy.Prefill {
+func (p *pairApp) pool(s dispatch.Side) *appRouter {
+	if s == dispatch.Prefill {
 		return p.prefill
 	}
 	return p.decode
@@ -274,11 +275,11 @@ func (p *pairApp) pool(s pdproxy.Side) *appRouter {
 
 // Ranks implements pdproxy.Backend. Where engines of pairs take no plain requests, ranks of role both are no
 // part of a pair: their engines know nothing of transfers.
-func (b *pairBackend) Ranks(dst []routing.RankRef, s pdproxy.Side) []routing.RankRef {
+func (b *pairBackend) Ranks(dst []routing.RankRef, s dispatch.Side) []routing.RankRef {
 	p, n := b.current.Load(), len(dst)
 	dst = p.pool(s).liveRefs(dst)
 	switch {
-	case s == pdproxy.Prefill:
+	case s == dispatch.Prefill:
 		b.peers.keep(dst[n:])
 	case !p.traits.TakesPlain:
 		paired := slices.DeleteFunc(dst[n:], func(r routing.RankRef) bool {

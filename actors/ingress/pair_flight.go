@@ -3,11 +3,11 @@ package ingress
 import (
 	"context"
 	"errors"
-	"net/http"
 	"slices"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/pdproxy"
+	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/routing"
 )
@@ -21,142 +21,119 @@ func (s *split) run(ctx context.Context) *failure {
 	req, cfg := s.req, s.pair.config
 	s.ctx, s.first = ctx, true
 	cfg.DecodeLimit, cfg.LocalLimit = req.firstTokenLimit(), req.firstTokenLimit()
-	s.flight = s.pair.proxy.Begin(cfg, s)
+	s.flight = s.pair.proxy.Begin(&cfg, !req.scan.Stream, s)
 	defer s.flight.End() // also after a panic
-	s.tell(pdproxy.Event{Kind: pdproxy.EvStart, Whole: !req.scan.Stream})
+	s.tell(dispatch.Event{Kind: dispatch.EvStart})
 	for {
 		cmd, ok := s.flight.Next(ctx, s.isLate)
 		if !ok {
 			break
 		}
-		switch cmd.Kind {
-		case pdproxy.CmdChoose:
+		run := legRunner{s}.runDecode
+		switch {
+		case cmd.Kind == dispatch.CmdPick:
 			s.tell(s.choose(&cmd)) //nolint:contextcheck // it is s.ctx
-		case pdproxy.CmdReserve:
+			continue
+		case cmd.Kind == dispatch.CmdReserve:
 			s.tell(s.reserve(&cmd))
-		case pdproxy.CmdStartPrefill:
-			if ev, ok := s.RunPrefill(cmd); ok {
-				s.tell(ev)
-			}
-		default:
-			if ev, ok := (legRunner{s}).runDecode(&cmd); ok {
-				s.tell(ev)
-			}
+			continue
+		case cmd.Side == dispatch.Prefill:
+			run = legRunner{s}.runPrefill
+		}
+		if ev, ok := run(&cmd); ok {
+			s.tell(ev)
 		}
 	}
 	s.flight.End()
-	return s.finish() //nolint:contextcheck // it is s.ctx
+	return req.finish(ctx, s.answer, s.why)
 }
 
 // isLate reports whether the request's own deadline has ended it, and not its client.
-func (s *split) isLate() bool { return contextCause(s.ctx) == causeDeadline }
+func (s *split) isLate() bool { return contextCause(s.ctx) == dispatch.Deadline }
 
 // tell tells the flight an event; first that the request is over, if that is so.
-func (s *split) tell(ev pdproxy.Event) {
+func (s *split) tell(ev dispatch.Event) {
 	switch {
 	case s.ctx.Err() == nil:
 	case s.isLate():
-		s.flight.Tell(pdproxy.Event{Kind: pdproxy.EvDeadline})
+		s.flight.Tell(dispatch.Event{Kind: dispatch.EvDeadline})
 	default:
-		s.flight.Tell(pdproxy.Event{Kind: pdproxy.EvClientGone})
+		s.flight.Tell(dispatch.Event{Kind: dispatch.EvClientGone})
 	}
 	s.flight.Tell(ev)
-}
-
-// finish answers the client as the flight has ended.
-func (s *split) finish() *failure {
-	req := s.req
-	if req.status != 0 || req.cutConn {
-		req.finishAnswered(s.served)
-		return nil
-	}
-	switch s.answer {
-	case pdproxy.AnswerPassOn:
-		leg := s.findLeg(s.answered)
-		if leg == nil || leg.held == nil {
-			break
-		}
-		res := relay{req}.sendWhole(s.ctx, leg.held.status, leg.held.header, leg.held.body, *s.lastResult())
-		req.finishAnswered(&res)
-		return nil
-	case pdproxy.AnswerNoPrefill:
-		return s.noPrefillFailure()
-	case pdproxy.AnswerTwoDied:
-		f := s.lastFailure()
-		f.message, f.cause = "two ranks died while they had this request; it is not sent to a third one",
-			"killed_two_ranks"
-		return f
-	case pdproxy.AnswerDeadline:
-		return finalFailure(&result{cause: causeDeadline})
-	case pdproxy.AnswerNone:
-		return finalFailure(&result{cause: contextCause(s.ctx)})
-	default:
-	}
-	if s.failure != nil {
-		return s.failure
-	}
-	return s.lastFailure()
-}
-
-// lastResult is how the last leg failed, nil if none has.
-func (s *split) lastResult() *result {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.last
-}
-
-// lastFailure is the answer that says how the last leg failed.
-func (s *split) lastFailure() *failure {
-	if last := s.lastResult(); last != nil {
-		return finalFailure(last)
-	}
-	return finalFailure(&result{cause: causeGone})
 }
 
 var _ pdproxy.Shell = (*split)(nil)
 
 // Do implements pdproxy.Shell. It takes no lock that is held while a flight is told something.
-func (s *split) Do(cmd *pdproxy.Command) {
+func (s *split) Do(cmd *dispatch.Command) {
 	switch cmd.Kind {
-	case pdproxy.CmdUndoChoice:
+	case dispatch.CmdUndo:
 		s.undoPending(cmd)
-	case pdproxy.CmdPassOn:
+	case dispatch.CmdRelay:
 		s.mu.Lock()
 		if l := s.legOf(cmd.Number); l != nil {
 			l.isPassed = true
 		}
 		s.mu.Unlock()
-	case pdproxy.CmdCancel:
+	case dispatch.CmdCancel:
 		s.cancelWork(cmd.Number)
-	case pdproxy.CmdRelease:
+	case dispatch.CmdRelease:
 		legRunner{s}.releaseLeg(cmd)
-	case pdproxy.CmdDiscard:
+	case dispatch.CmdSuspect:
+		if ar := s.pair.pool(cmd.Side); ar.findRef(cmd.Rank) != nil {
+			ar.suspectNode(ar.findRef(cmd.Rank).Node)
+		}
+	case dispatch.CmdPairFailed:
+		s.endPair(cmd.Prefill, cmd.Rank)
+	case dispatch.CmdDiscard:
 		if l := s.findLeg(uint32(cmd.Params)); l != nil && l.params != nil { //nolint:gosec // a leg's number
 			l.params.Discard()
 		}
-	case pdproxy.CmdAlarm:
+	case dispatch.CmdAlarm:
 		s.pair.proxy.Alarm(cmd.Rank)
-	case pdproxy.CmdAnswer:
+	case dispatch.CmdAnswer:
 		s.mu.Lock()
-		s.answer, s.answered = cmd.Answer, cmd.Number
+		s.answer, s.why = cmd.Answer, cmd.Cause
 		s.mu.Unlock()
-	case pdproxy.CmdCount:
-		s.pair.metrics.Request(wayNames[cmd.Way], outcomeNames[cmd.Outcome])
-	case pdproxy.CmdNote:
-		s.pair.metrics.Note(noteNames[cmd.Note])
+	case dispatch.CmdCount:
+		s.pair.metrics.Request(wayNames[cmd.Way], resultNames[cmd.Result])
+	case dispatch.CmdNote:
+		s.note(cmd.Note)
 	default:
 	}
 }
 
+// endPair counts a failure of a pair. The table ends the pair after a few in a row.
+func (s *split) endPair(prefill, decode routing.RankRef) {
+	isOver := false
+	s.pair.router.Update(func(t *routing.PairTable) { isOver = t.Failed(prefill, decode) })
+	if isOver {
+		s.pair.proxy.PairFailed(prefill, decode)
+	}
+}
+
+// passed is the decode rank whose answer the client gets; zero for none.
+func (s *split) passed() (decode routing.RankRef) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, l := range s.legs {
+		if l.isPassed {
+			decode = l.rank.ref()
+		}
+	}
+	return decode
+}
+
 // RunPrefill implements pdproxy.Shell.
-func (s *split) RunPrefill(cmd pdproxy.Command) (pdproxy.Event, bool) {
-	return legRunner{s}.runPrefill(cmd)
+func (s *split) RunPrefill(cmd dispatch.Command) (dispatch.Event, bool) {
+	return legRunner{s}.runPrefill(&cmd)
 }
 
 // undoPending takes back what a choice has counted, or the part of it for one reservation.
-func (s *split) undoPending(cmd *pdproxy.Command) {
+func (s *split) undoPending(cmd *dispatch.Command) {
 	isOne := cmd.Rank != (routing.RankRef{})
-	for side := pdproxy.Prefill; side <= pdproxy.Decode; side++ {
+	for side := dispatch.Prefill; side <= dispatch.Decode; side++ {
 		if !isOne || side == cmd.Side {
 			b := s.takePending(side)
 			s.undo(&b)
@@ -191,11 +168,11 @@ func (s *split) findLeg(number uint32) *pairLeg {
 }
 
 // choose chooses ranks of the sides that the command wants.
-func (s *split) choose(cmd *pdproxy.Command) pdproxy.Event {
+func (s *split) choose(cmd *dispatch.Command) dispatch.Event {
 	if s.first { // decide has chosen already
 		s.first = false
-		return pdproxy.Event{
-			Kind: pdproxy.EvChosen, Number: cmd.Number, Remote: true, Prefill: s.rank.ref(),
+		return dispatch.Event{
+			Kind: dispatch.EvPicked, Number: cmd.Number, IsRemote: true, Prefill: s.rank.ref(),
 			Decode: s.req.attempt.rank.ref(),
 		}
 	}
@@ -203,11 +180,7 @@ func (s *split) choose(cmd *pdproxy.Command) pdproxy.Event {
 	defer cancel(errOver)
 	s.setChoice(cmd.Number, cancel)
 	defer s.setChoice(0, nil)
-	ev := pdproxy.Event{Kind: pdproxy.EvNoRank, Number: cmd.Number}
-	if s.failure = s.payForRetry(); s.failure != nil {
-		return ev
-	}
-	s.req.hadTurn = true // no later request may overtake it
+	ev := dispatch.Event{Kind: dispatch.EvNoRank, Number: cmd.Number}
 	switch {
 	case !cmd.WantDecode:
 		return s.choosePrefill(cmd)
@@ -225,48 +198,28 @@ func (s *split) setChoice(number uint32, cancel context.CancelCauseFunc) {
 	s.choosing, s.cancel = number, cancel
 }
 
-// payForRetry draws the retry after the last failure from the budget, if it costs any.
-func (s *split) payForRetry() *failure {
-	s.mu.Lock()
-	last, isUnpaid := s.last, s.unpaid
-	s.unpaid = false
-	s.mu.Unlock()
-	if !isUnpaid {
-		return nil
-	}
-	s.req.attempts++
-	budget := "free"
-	if !causePolicies[last.cause].free {
-		budget = "drawn"
-		if !s.pair.decode.retryBudget.draw(s.req.in.clock()) {
-			return s.req.giveUp(last, "empty")
-		}
-	}
-	s.req.countRetry(last, budget)
-	return nil
-}
-
 // chooseBoth chooses a pair, or a decode rank alone.
-func (s *split) chooseBoth(ctx context.Context, cmd *pdproxy.Command, ev *pdproxy.Event) {
-	rk, f := s.req.pickBy(ctx, s.lastResult(), func(last *result) (*rank, *failure, bool) {
-		return s.decideUnlike(last, cmd.Unlike)
+func (s *split) chooseBoth(ctx context.Context, cmd *dispatch.Command, ev *dispatch.Event) {
+	rk, hasWaited := s.req.pickBy(ctx, cmd.Pays, func() (*rank, *failure, bool) {
+		return s.decideUnlike(cmd.Unlike)
 	})
-	if s.failure = f; f != nil {
+	if ev.HasWaited = hasWaited; rk == nil {
 		return
 	}
-	ev.Kind, ev.Decode, ev.Remote = pdproxy.EvChosen, rk.ref(), s.choice.Remote
+	ev.Kind, ev.Decode, ev.IsRemote = dispatch.EvPicked, rk.ref(), s.choice.Remote
 	ev.Fallback = s.choice.IsFallback()
-	if ev.Remote {
+	if ev.IsRemote {
 		ev.Prefill = s.rank.ref()
 	}
 }
 
 // choosePrefill chooses another prefill rank for a decode rank that stays.
-func (s *split) choosePrefill(cmd *pdproxy.Command) pdproxy.Event {
-	ev := pdproxy.Event{Kind: pdproxy.EvChosen, Number: cmd.Number, Fallback: true}
+func (s *split) choosePrefill(cmd *dispatch.Command) dispatch.Event {
+	ev := dispatch.Event{Kind: dispatch.EvPicked, Number: cmd.Number, Fallback: true}
+	s.req.countRetry(s.req.ends.takeUnpaid(), "free")
 	p := s.pair
 	router, _ := p.router.Routers()
-	for unlike := cmd.Unlike[pdproxy.Prefill]; ; unlike = (routing.RankRef{}) {
+	for unlike := cmd.Unlike[dispatch.Prefill]; ; unlike = (routing.RankRef{}) {
 		s.describePrefill(unlike)
 		p.router.PickPrefill(&s.query, cmd.Decode, &s.alone)
 		if s.alone.Kind != routing.Route {
@@ -281,37 +234,36 @@ func (s *split) choosePrefill(cmd *pdproxy.Command) pdproxy.Event {
 			s.undo(&b)
 			return ev
 		}
-		s.setPending(pdproxy.Prefill, b)
-		s.rank, ev.Remote, ev.Fallback, ev.Prefill = rk, true, false, rk.ref()
+		s.setPending(dispatch.Prefill, b)
+		s.rank, ev.IsRemote, ev.Fallback, ev.Prefill = rk, true, false, rk.ref()
 		return ev
 	}
 }
 
 // chooseDecode chooses another decode rank: for the prompt of a prefill rank that stays, or one that computes
 // the prompt itself.
-func (s *split) chooseDecode(ctx context.Context, cmd *pdproxy.Command, ev *pdproxy.Event) {
+func (s *split) chooseDecode(ctx context.Context, cmd *dispatch.Command, ev *dispatch.Event) {
 	req, decide := s.req, s.req.decide
 	isRemote := cmd.Prefill != (routing.RankRef{})
 	if isRemote {
-		decide = func(last *result) (*rank, *failure, bool) {
-			return s.decideDecode(last, cmd.Prefill, cmd.Unlike[pdproxy.Decode])
+		decide = func() (*rank, *failure, bool) {
+			return s.decideDecode(cmd.Prefill, cmd.Unlike[dispatch.Decode])
 		}
 	} else {
-		s.way = pdproxy.WayFallback
+		s.way = dispatch.WayFallback
 	}
-	rk, f := req.pickBy(ctx, s.lastResult(), decide)
-	if s.failure = f; f != nil {
+	rk, hasWaited := req.pickBy(ctx, cmd.Pays, decide)
+	if ev.HasWaited = hasWaited; rk == nil {
 		return
 	}
-	s.setPending(pdproxy.Decode, bump{req.attempt.router, rk.ID, req.query.ID, isRemote})
-	ev.Kind, ev.Decode, ev.Remote = pdproxy.EvChosen, rk.ref(), isRemote
+	req.attempt.isCounted = false // it is pending
+	s.setPending(dispatch.Decode, bump{req.attempt.router, rk.ID, req.query.ID, isRemote})
+	ev.Kind, ev.Decode, ev.IsRemote = dispatch.EvPicked, rk.ref(), isRemote
 }
 
 // decideDecode asks for a decode rank that has met the prefill rank, and takes unlike only if there is no
 // other.
-func (s *split) decideDecode(
-	last *result, prefill, unlike routing.RankRef,
-) (rk *rank, f *failure, wait bool) {
+func (s *split) decideDecode(prefill, unlike routing.RankRef) (rk *rank, f *failure, wait bool) {
 	req, p := s.req, s.pair
 	_, router := p.router.Routers()
 	for {
@@ -330,7 +282,7 @@ func (s *split) decideDecode(
 		case req.choice.Kind == routing.Queue:
 			return nil, nil, true
 		default:
-			return nil, req.pickFailure(last), false
+			return nil, req.pickFailure(), false
 		}
 		id := req.choice.Ranked[0]
 		req.attempt.router = router
@@ -342,38 +294,39 @@ func (s *split) decideDecode(
 }
 
 // reserve asks for a ticket of the rank that was chosen.
-func (s *split) reserve(cmd *pdproxy.Command) pdproxy.Event {
-	refused := pdproxy.Event{Kind: pdproxy.EvRefused, Number: cmd.Number}
+func (s *split) reserve(cmd *dispatch.Command) dispatch.Event {
 	ar, b := s.pair.pool(cmd.Side), s.takePending(cmd.Side)
+	ev := dispatch.Event{
+		Kind: dispatch.EvRefused, Side: cmd.Side, Number: cmd.Number, Rank: cmd.Rank, Cause: dispatch.Gone,
+	}
 	rk := ar.findRef(cmd.Rank)
 	if rk == nil {
 		s.undo(&b)
-		return refused
+		return ev
 	}
+	ev.Unit = rk.unitKey
 	leg := legRunner{s}.newLeg(cmd, ar, rk, b)
 	if !ar.trackAttempt(rk, leg.tracked) {
 		s.undo(&b)
-		return refused
+		return ev
 	}
 	s.mu.Lock()
 	s.legs = append(s.legs, leg)
 	s.mu.Unlock()
-	switch s.askTicket(leg.ctx, leg, &b) {
-	case causeOK:
-		return pdproxy.Event{Kind: pdproxy.EvReserved, Number: cmd.Number}
-	case causeUnreachable:
-		ar.suspectNode(rk.Node)
-	default:
+	if ev.Cause = s.askTicket(leg.ctx, leg, &b); ev.Cause == dispatch.OK {
+		ev.Kind = dispatch.EvReserved
+		return ev
 	}
+	s.req.ends.note(&result{cause: ev.Cause})
 	ar.untrackAttempt(rk, leg.tracked)
 	leg.end()
 	s.undo(&b)
-	return refused
+	return ev
 }
 
 // askTicket asks the leg's rank for its ticket, which lives as long as leg.life. If it is refused, b still
 // counts.
-func (s *split) askTicket(ctx context.Context, leg *pairLeg, b *bump) (refused cause) {
+func (s *split) askTicket(ctx context.Context, leg *pairLeg, b *bump) (refused dispatch.Cause) {
 	ctx, cancel := context.WithTimeoutCause(ctx, s.req.in.timers.Admit, errAdmitSlow)
 	defer cancel()
 	q := &rankleg.Request{Rank: leg.rank.Rank, Admit: s.newAdmit(leg, b), OnTicket: leg.take}
@@ -383,14 +336,14 @@ func (s *split) askTicket(ctx context.Context, leg *pairLeg, b *bump) (refused c
 	}
 	if err == nil && reply.Refusal == msg.Granted {
 		s.req.in.observeTicket(b.router, leg.rank.ID, b.reqID, &leg.tracked.ticket)
-		return causeOK
+		return dispatch.OK
 	}
 	refused = refusedAs(reply.Refusal)
 	if err != nil {
-		refused = s.req.askFailure(ctx, err).cause
+		refused = failedAsk(ctx, err).cause
 	}
-	leg.pool.metrics.Load().Refusal(causePolicies[refused].name)
-	if refused == causeFull { // before the undo, so that it wakes no request without reason
+	leg.pool.metrics.Load().Refusal(refused.String())
+	if refused == dispatch.Full { // before the undo, so that it wakes no request without reason
 		leg.pool.markFull(leg.rank, reply.Seq)
 	}
 	return refused
@@ -400,7 +353,7 @@ func (s *split) askTicket(ctx context.Context, leg *pairLeg, b *bump) (refused c
 // rank computes has nothing of it to compute itself.
 func (s *split) newAdmit(leg *pairLeg, b *bump) *msg.Admit {
 	req := s.req
-	if leg.side == pdproxy.Decode {
+	if leg.side == dispatch.Decode {
 		m := req.newAdmit(leg.life, leg.rank)
 		if m.ReqID = b.reqID; b.isRemote {
 			m.Hit = m.Tokens
@@ -417,11 +370,4 @@ func (s *split) newAdmit(leg *pairLeg, b *bump) *msg.Admit {
 			s.prompt.cachedPrefix(leg.rank.ID)
 	}
 	return m
-}
-
-// heldAnswer is an answer of a prefill engine that may go to the client as it is.
-type heldAnswer struct {
-	status int
-	header http.Header
-	body   []byte
 }

@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/actors/pdproxy"
+	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/engine/transfer"
 	"github.com/dpserve/dpserve/internal/rankleg"
@@ -18,7 +18,7 @@ import (
 
 // pairLeg is a reservation on a rank, and the leg that uses it.
 type pairLeg struct {
-	side    pdproxy.Side
+	side    dispatch.Side
 	number  uint32
 	pool    *appRouter
 	rank    *rank
@@ -33,9 +33,7 @@ type pairLeg struct {
 	started  time.Time       // of the leg
 	answer   transfer.Answer // of a prefill rank
 	params   *transfer.Params
-	held     *heldAnswer
 	isLeased bool
-	isTold   bool // it was told already that the engine refused the request
 
 	legState
 }
@@ -43,29 +41,32 @@ type pairLeg struct {
 // legState is the part of a leg that events change. trip.mu guards it.
 type legState struct {
 	isRunning bool
-	isPassed  bool             // the client gets its answer
-	done      *msg.Done        // of a leg that has ended, without what follows from its Ending
-	release   *pdproxy.Command // came while the leg was running
+	isPassed  bool              // the client gets its answer
+	done      *msg.Done         // of a leg that has ended: what it has shown
+	release   *dispatch.Command // came while the leg was running
 }
 
 // legRunner is a split request that runs its legs.
 type legRunner struct{ *split }
 
 // newLeg is a reservation that is asked for.
-func (s legRunner) newLeg(cmd *pdproxy.Command, ar *appRouter, rk *rank, b bump) *pairLeg {
+func (s legRunner) newLeg(cmd *dispatch.Command, ar *appRouter, rk *rank, b bump) *pairLeg {
 	l := &pairLeg{side: cmd.Side, number: cmd.Number, pool: ar, rank: rk, life: s.ctx, end: func() {}}
 	l.ctx, l.cancel = context.WithCancelCause(s.ctx)
 	if !rk.local { // a far ticket has a stream of its own, which ends with it
 		l.life, l.end = context.WithCancel(s.ctx)
 	}
-	if l.tracked, l.tokens = &l.own, s.query.Tokens; cmd.Side == pdproxy.Decode {
+	if l.tracked, l.tokens = &l.own, s.query.Tokens; cmd.Side == dispatch.Decode {
 		l.tracked, l.tokens = &s.req.attempt, s.req.query.Tokens
 	}
-	flight, lost := s.flight, pdproxy.Event{Kind: pdproxy.EvFenced, Side: cmd.Side, Rank: cmd.Rank}
+	flight := s.flight
+	lost := dispatch.Event{Kind: dispatch.EvFenced, Side: cmd.Side, Rank: cmd.Rank, Unit: rk.unitKey}
 	*l.tracked = attempt{router: b.router, rank: rk, start: time.Now(), cancel: func(cause error) {
 		l.cancel(cause)
 		if errors.Is(cause, errUnitLost) { // the caller holds the lock of the pool
-			flight.Later(lost)
+			told := lost
+			told.EngineFailed = rk.engineFailed
+			flight.Later(told)
 		}
 	}}
 	return l
@@ -98,7 +99,7 @@ func (s legRunner) endLeg(l *pairLeg, done *msg.Done) {
 }
 
 // releaseLeg returns a ticket, at once or when its leg has ended.
-func (s legRunner) releaseLeg(cmd *pdproxy.Command) {
+func (s legRunner) releaseLeg(cmd *dispatch.Command) {
 	s.mu.Lock()
 	l := s.legOf(cmd.Number)
 	isRunning := l != nil && l.isRunning
@@ -113,60 +114,51 @@ func (s legRunner) releaseLeg(cmd *pdproxy.Command) {
 }
 
 // returnLeg returns the ticket as the flight says, and what the prefill rank holds.
-func (s legRunner) returnLeg(l *pairLeg, cmd *pdproxy.Command) {
+func (s legRunner) returnLeg(l *pairLeg, cmd *dispatch.Command) {
 	l.pool.untrackAttempt(l.rank, l.tracked)
-	s.pair.metrics.Leg(sideNames[l.side], endingNames[cmd.Ending])
+	s.pair.metrics.Leg(sideNames[l.side], endingOf(cmd.Cause))
 	if id := l.tracked.ticket.ID; id != 0 {
 		d := l.done
 		if d == nil {
 			d = &msg.Done{}
 		}
-		d.TicketID = id
-		applyEnding(d, cmd.Ending)
+		d.TicketID, l.tracked.ticket.ID = id, 0
+		judge(d, cmd)
 		l.rank.Mailbox.Send(d)
 	}
 	if l.isLeased {
 		if cmd.HeldUntil > 0 {
 			s.pair.proxy.Hold(l.rank.ref(), l.tokens, cmd.HeldUntil)
 		} else {
-			s.pair.router.Update(func(t *routing.PairTable) { t.Release(l.rank.ref(), l.tokens) })
+			decode := s.passed()
+			s.pair.router.Update(func(t *routing.PairTable) {
+				t.Release(l.rank.ref(), l.tokens)
+				t.Worked(l.rank.ref(), decode)
+			})
 		}
 	}
 	l.end()
 }
 
-// applyEnding makes the message about a ticket say what the flight says. Only a charged ending may count
-// against the rank.
-func applyEnding(d *msg.Done, e pdproxy.Ending) {
-	charged := *d
-	d.Trip, d.Probe, d.Busy = false, false, false
-	switch e {
-	case pdproxy.EndUnused:
-		d.Outcome, d.Cause = msg.Refused, "unused"
-	case pdproxy.EndOK:
-		d.Outcome = msg.OK
-	case pdproxy.EndCancelled:
-		if d.Outcome = msg.Cancelled; d.Cause == "" || charged.Outcome == msg.OK {
-			d.Cause = causePolicies[causeGivenUp].name
-		}
-	case pdproxy.EndBusy:
-		d.Outcome, d.Busy = msg.FailedOutcome, true
+// endingOf groups causes for the metric of legs.
+func endingOf(c dispatch.Cause) string {
+	switch what := c.Row(); {
+	case c == dispatch.Unused:
+		return "unused"
+	case c == dispatch.ConnRefused:
+		return "dial"
+	case c == dispatch.FirstToken:
+		return "late"
+	case what.Busy:
+		return "busy"
+	case what.Done == dispatch.DoneOK:
+		return "ok"
+	case what.Done != dispatch.DoneFailed:
+		return "cancelled"
+	case what.Death, c == dispatch.UpstreamLost:
+		return "cut"
 	default:
-		d.Trip, d.Probe = charged.Trip, charged.Probe
-		if d.Outcome != msg.Cancelled {
-			d.Outcome = msg.FailedOutcome
-		}
-		if e == pdproxy.EndLate {
-			d.Cause, d.Trip = causePolicies[causeFirstToken].name, true
-		}
-	}
-}
-
-// doneOf is what a leg has shown of its engine.
-func doneOf(res *result) *msg.Done {
-	what := causePolicies[res.cause]
-	return &msg.Done{
-		Outcome: what.done, Cause: what.name, Trip: what.trip, Probe: what.probe, Busy: what.busy,
+		return "error"
 	}
 }
 
@@ -198,46 +190,55 @@ func (s legRunner) engineHeader(id []string) http.Header {
 	return s.req.header
 }
 
-// runPrefill runs a prefill leg to its end.
-func (s legRunner) runPrefill(cmd pdproxy.Command) (ev pdproxy.Event, ok bool) {
+// runPrefill runs a prefill leg to its end. ok is false if nobody waits for what it has to say.
+func (s legRunner) runPrefill(cmd *dispatch.Command) (ev dispatch.Event, ok bool) {
 	l := s.beginLeg(cmd.Number)
 	if l == nil {
 		return ev, false
 	}
-	done := &msg.Done{Outcome: msg.Cancelled} // if the leg panics
+	done := &msg.Done{} // if the leg panics
 	defer func() { s.endLeg(l, done) }()
-	ev = pdproxy.Event{Number: cmd.Number, Side: pdproxy.Prefill, Rank: l.rank.ref()}
-	var res result
-	res, ev.Params = s.prefillLeg(l, &cmd)
-	done = doneOf(&res)
+	res, params := s.prefillLeg(l, cmd)
 	if n := l.answer.PromptTokens; n > 0 {
 		done.PromptTokens, done.CompletionTokens, done.FirstToken = n, 1, l.own.firstToken.Sub(l.started)
 		done.CachedTokens, done.HasCached = max(l.answer.CachedTokens, 0), l.answer.CachedTokens >= 0
 		l.pool.metrics.Load().Tokens(n, done.CachedTokens, 1)
 	}
-	ev.Kind, ok = s.prefillEvent(l, &res)
-	if ok && ev.Kind != pdproxy.EvDone {
-		s.noteFailure(&res)
+	if ev, ok = s.endOf(l, &res); ok && res.cause != dispatch.OK {
+		s.req.ends.note(&res)
 	}
+	ev.Params = params
 	return ev, ok
 }
 
+// endOf is what the flight is told of a leg that has ended; ok is false if the flight has given it up.
+func (s legRunner) endOf(l *pairLeg, res *result) (ev dispatch.Event, ok bool) {
+	ev = dispatch.Event{
+		Kind: dispatch.EvEnded, Side: l.side, Number: l.number, Rank: l.rank.ref(), Unit: l.rank.unitKey,
+		Cause: res.cause, Text: res.text,
+	}
+	if res.cause != dispatch.OK {
+		ev.IsLost, ev.EngineFailed = l.pool.lossOf(l.rank)
+	}
+	return ev, !errors.Is(context.Cause(l.ctx), errGivenUp)
+}
+
 // prefillLeg sends the leg and reads its whole answer. params is the handle of its parameters, 0 for none.
-func (s legRunner) prefillLeg(l *pairLeg, cmd *pdproxy.Command) (res result, params uint64) {
+func (s legRunner) prefillLeg(l *pairLeg, cmd *dispatch.Command) (res result, params uint64) {
 	fields, id, err := s.fieldsFor(cmd.Attempt, l.rank.ref())
 	if err != nil {
-		return result{cause: causeMalformed, err: err}, 0
+		return result{cause: dispatch.NoPeer, err: err}, 0
 	}
 	mem := s.req.in.bodies.take(len(s.body.Body) + legBytes)
 	if mem == nil {
-		return result{cause: causeEngineBusy, err: errNoBodyMemory}, 0
+		return result{cause: dispatch.NoMemory, err: errNoBodyMemory}, 0
 	}
 	body := fields.AppendPrefill(mem.b, &s.body)
 	q := &rankleg.Request{
 		Rank: l.rank.Rank, Route: s.req.route, Header: s.engineHeader(id), Body: body, IsHeld: true,
 		FirstToken: s.pair.config.PrefillLimit,
 	}
-	if s.pair.config.Order != transfer.PrefillFirst {
+	if s.pair.config.Order != dispatch.PrefillFirst {
 		q.Guard = &rankleg.Guard{} // an engine must not meet its fields twice
 	}
 	defer func() { s.req.in.bodies.give(mem, !q.IsBodyShared) }()
@@ -247,28 +248,29 @@ func (s legRunner) prefillLeg(l *pairLeg, cmd *pdproxy.Command) (res result, par
 	resp, reply, err := l.rank.asker.Ask(l.ctx, q)
 	switch {
 	case err != nil:
-		return s.req.askFailure(l.ctx, err), 0
+		return failedAsk(l.ctx, err), 0
 	case reply.Refusal != msg.Granted:
-		return result{cause: causeUnitLost}, 0
+		return result{cause: dispatch.UnitLost}, 0
 	}
 	defer closeBody(resp)
 	answer, err := io.ReadAll(io.LimitReader(resp.Body, transfer.MaxAnswer+1))
 	if err != nil {
-		return relay{s.req}.readFailure(l.ctx, err, false), 0
+		return failedRead(l.ctx, err, false), 0
 	}
 	if resp.StatusCode >= http.StatusMultipleChoices {
 		return s.readPrefillError(l, resp, answer), 0
 	}
 	a, failed := transfer.ReadPrefill(s.pair.transfer, &s.body, answer)
 	l.own.firstToken = time.Now()
+	l.pool.answers.note(s.req.scan.Model, l.rank.ref(), s.req.in.clock())
 	l.answer, l.answer.Params = a, nil
 	s.pair.metrics.Part("prefill", l.own.firstToken.Sub(l.started))
 	switch failed {
 	case transfer.NoFailure:
 	case transfer.PrefillNoParams, transfer.PrefillUnfit:
-		return result{cause: causeOK, nameOverride: failed.String()}, 0
+		return result{cause: dispatch.OK, nameOverride: failed.String()}, 0
 	default:
-		return result{cause: causeMalformed, err: errors.New(failed.String())}, 0
+		return result{cause: dispatch.Malformed, err: errors.New(failed.String())}, 0
 	}
 	l.rank.Mailbox.Send(&msg.FirstToken{TicketID: l.own.ticket.ID, At: l.own.firstToken})
 	if peer, ok := transfer.PeerOfAnswer(a.Params); ok {
@@ -278,7 +280,7 @@ func (s legRunner) prefillLeg(l *pairLeg, cmd *pdproxy.Command) (res result, par
 		l.params = transfer.NewParams(a.Params, paramsSource(l.rank), l.own.firstToken, s.pair.config.Lease)
 		params = uint64(l.number)
 	}
-	return result{cause: causeOK}, params
+	return result{cause: dispatch.OK}, params
 }
 
 // legBytes is the memory of a leg's body beyond that of the client's body.
@@ -289,81 +291,26 @@ func paramsSource(rk *rank) transfer.Source {
 	return transfer.Source{Rank: rk.App + "/" + rk.ID.String(), Incarnation: rk.Incarnation}
 }
 
-// readPrefillError reads an answer that is not 2xx. A 4xx is kept for the client: the decode rank would say
+// readPrefillError reads an answer that is not 2xx. Its words are kept for the client: the decode rank may say
 // the same.
 func (s legRunner) readPrefillError(l *pairLeg, resp *http.Response, body []byte) result {
-	if resp.StatusCode < http.StatusBadRequest {
-		return result{cause: causeStatus, status: resp.StatusCode}
-	}
 	e := openai.ParseError(body)
-	res := result{cause: statusCause(resp.StatusCode, &e), engine: e, status: resp.StatusCode}
-	if res.cause == causePassed && len(body) <= transfer.MaxAnswer {
-		l.held = &heldAnswer{resp.StatusCode, resp.Header, body}
+	res := judgeAnswer(resp.StatusCode, &e, s.req.rankFault(l.pool, l.rank))
+	if res.cause.Row().Words {
+		s.req.ends.keepWords(heldWords{res, resp.Header, body})
 	}
 	return res
 }
 
-// noteFailure keeps how a leg failed, for the retry and for the answer. As without pools, a node that cannot
-// be reached is no attempt, and no answer: what the client hears is that no rank is ready.
-func (s legRunner) noteFailure(res *result) {
-	if res.cause == causeUnreachable {
-		return
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	kept := *res
-	s.last, s.unpaid = &kept, true
-}
-
-// prefillEvent is what the flight is told of a prefill leg; ok is false if there is nothing to tell.
-func (s legRunner) prefillEvent(l *pairLeg, res *result) (kind pdproxy.EventKind, ok bool) {
-	if s.ctx.Err() != nil || errors.Is(context.Cause(l.ctx), errGivenUp) {
-		return 0, false
-	}
-	switch res.cause {
-	case causeOK:
-		return pdproxy.EvDone, true
-	case causePassed:
-		return pdproxy.EvRejected, true
-	case causeNotResent: // the engine has not seen the leg, and nobody is at fault
-		return pdproxy.EvFenced, true
-	default:
-		return failedEvent(res), true
-	}
-}
-
-// failedEvent is what the flight is told of a leg that failed before its first byte. A node that cannot be
-// reached may have passed the request on, so that is no failed dial.
-func failedEvent(res *result) pdproxy.EventKind {
-	switch res.cause {
-	case causeRefused:
-		return pdproxy.EvDialFailed
-	case causeTooLate, causeNotResent:
-		return pdproxy.EvTooLate
-	case causeUnitLost:
-		return pdproxy.EvFenced
-	case causeReset, causeEngineDead:
-		return pdproxy.EvCut
-	case causeEngineBusy:
-		return pdproxy.EvBusy
-	case causeStatus:
-		if res.status == http.StatusTooManyRequests {
-			return pdproxy.EvBusy
-		}
-	default:
-	}
-	return pdproxy.EvError
-}
-
 // runDecode runs a decode leg: its answer goes to the client.
-func (s legRunner) runDecode(cmd *pdproxy.Command) (ev pdproxy.Event, ok bool) {
+func (s legRunner) runDecode(cmd *dispatch.Command) (ev dispatch.Event, ok bool) {
 	l, req := s.beginLeg(cmd.Number), s.req
 	if l == nil {
 		return ev, false
 	}
-	done := &msg.Done{Outcome: msg.Cancelled} // if the leg panics
+	done := &msg.Done{} // if the leg panics
 	defer func() { s.endLeg(l, done) }()
-	req.attempt.start = l.started
+	req.attempt.start, req.number = l.started, l.number
 	req.usage, req.countedTokens, req.stream.tokens = openai.Usage{}, 0, 0
 	req.timer.attach(l.cancel)
 	defer req.timer.detach()
@@ -371,13 +318,11 @@ func (s legRunner) runDecode(cmd *pdproxy.Command) (ev pdproxy.Event, ok bool) {
 	res := s.decodeLeg(l, cmd)
 	s.leg = nil
 	done = s.decodeDone(l, &res)
-	if l.isPassed || l.isTold {
-		s.served = &res
-	}
-	ev = pdproxy.Event{Number: cmd.Number, Side: pdproxy.Decode, Rank: l.rank.ref()}
-	ev.Kind, ok = s.decodeEvent(l, &res)
-	if ok && !l.isPassed {
-		s.noteFailure(&res)
+	ev, ok = s.endOf(l, &res)
+	if l.isPassed {
+		req.result = res
+	} else if ok {
+		req.ends.note(&res)
 	}
 	return ev, ok
 }
@@ -385,42 +330,44 @@ func (s legRunner) runDecode(cmd *pdproxy.Command) (ev pdproxy.Event, ok bool) {
 // decodeDone is what a decode leg has shown. The engine reports how much of the prompt the prefill rank had
 // cached: of this rank's cache that says nothing.
 func (s legRunner) decodeDone(l *pairLeg, res *result) *msg.Done {
-	req, d := s.req, doneOf(res)
-	d.PromptTokens, d.CompletionTokens = req.usage.PromptTokens, req.outputTokens()
+	req := s.req
+	d := &msg.Done{PromptTokens: req.usage.PromptTokens, CompletionTokens: req.outputTokens()}
 	if !req.attempt.firstToken.IsZero() {
 		d.FirstToken = req.attempt.firstToken.Sub(l.started)
 	}
-	if s.way == pdproxy.WayRemote {
+	if s.way == dispatch.WayRemote {
 		req.usage.CachedTokens = 0
 	} else {
 		d.CachedTokens, d.HasCached = req.usage.CachedTokens, req.usage.HasCached
 	}
-	s.pair.decode.estimates.recordServiceTime(time.Since(l.started))
+	if res.cause == dispatch.OK {
+		s.pair.decode.estimates.recordServiceTime(time.Since(l.started))
+	}
 	req.recordTokens()
 	return d
 }
 
 // decodeLeg asks the decode rank and relays its answer.
-func (s legRunner) decodeLeg(l *pairLeg, cmd *pdproxy.Command) result {
+func (s legRunner) decodeLeg(l *pairLeg, cmd *dispatch.Command) result {
 	req := s.req
 	q := &rankleg.Request{
 		Rank: l.rank.Rank, Route: req.route, Header: req.header, Body: req.engineBody, IsHeld: true,
 	}
-	if cmd.Kind == pdproxy.CmdStartLocal {
-		s.way = pdproxy.WayFallback
+	if !cmd.IsRemote {
+		s.way = dispatch.WayFallback
 		defer func() { req.bodySettled = req.bodySettled && !q.IsBodyShared }()
 	} else {
 		fields, id, err := s.fieldsFor(cmd.Attempt, cmd.Prefill)
 		if err != nil {
-			return result{cause: causeMalformed, err: err}
+			return result{cause: dispatch.NoPeer, err: err}
 		}
 		params, err := s.takeParams(cmd)
 		if err != nil {
-			return result{cause: causeTooLate, err: err}
+			return result{cause: dispatch.TooLate, err: err}
 		}
 		mem := req.in.bodies.take(len(s.body.Body) + len(params) + legBytes)
 		if mem == nil {
-			return result{cause: causeEngineBusy, err: errNoBodyMemory}
+			return result{cause: dispatch.NoMemory, err: errNoBodyMemory}
 		}
 		defer func() { req.in.bodies.give(mem, !q.IsBodyShared) }()
 		q.Header, q.Body = s.engineHeader(id), fields.AppendDecode(mem.b, &s.body, params)
@@ -429,20 +376,25 @@ func (s legRunner) decodeLeg(l *pairLeg, cmd *pdproxy.Command) result {
 	req.armFirstToken(l.rank, q)
 	resp, reply, err := l.rank.asker.Ask(l.ctx, q)
 	req.timer.pause()
+	req.countResend(q)
 	switch {
 	case err != nil:
-		res := req.askFailure(l.ctx, err)
-		s.noteAsk(l, cmd, &res)
+		res := failedAsk(l.ctx, err)
+		if res.cause == dispatch.ConnRefused { // no engine has seen the parameters
+			if p := s.findLeg(uint32(cmd.Params)); p != nil && p.params != nil { //nolint:gosec // a leg's number
+				p.params.PutBack()
+			}
+		}
 		return res
 	case reply.Refusal != msg.Granted:
-		return result{cause: causeUnitLost}
+		return result{cause: dispatch.UnitLost}
 	}
 	defer closeBody(resp)
 	return relay{req}.answer(l.ctx, resp)
 }
 
 // takeParams takes the parameters of the prefill leg, once.
-func (s legRunner) takeParams(cmd *pdproxy.Command) ([]byte, error) {
+func (s legRunner) takeParams(cmd *dispatch.Command) ([]byte, error) {
 	if cmd.Params == 0 {
 		return nil, nil
 	}
@@ -457,59 +409,15 @@ func (s legRunner) takeParams(cmd *pdproxy.Command) ([]byte, error) {
 	return p.params.Take(time.Now(), current)
 }
 
-// noteAsk handles that the engine was not asked: parameters that it has not seen may be sent to another one.
-func (s legRunner) noteAsk(l *pairLeg, cmd *pdproxy.Command, res *result) {
-	switch res.cause {
-	case causeRefused:
-		if p := s.findLeg(uint32(cmd.Params)); p != nil && p.params != nil { //nolint:gosec // a leg's number
-			p.params.PutBack()
-		}
-	case causeUnreachable:
-		l.pool.suspectNode(l.rank.Node)
-	default:
-	}
-}
-
 // guard watches the sending of a decode leg with a prefill.
-func (s legRunner) guard(cmd *pdproxy.Command) *rankleg.Guard {
+func (s legRunner) guard(cmd *dispatch.Command) *rankleg.Guard {
 	fence, number, flight := cmd.Fence, cmd.Number, s.flight
 	g := &rankleg.Guard{
-		OnWritten: func() { flight.Tell(pdproxy.Event{Kind: pdproxy.EvSent, Number: number}) },
+		OnWritten: func() { flight.Tell(dispatch.Event{Kind: dispatch.EvSent, Number: number}) },
 	}
 	if cmd.Params != 0 {
 		g.IsUsable = func() bool { return flight.IsUsable(&fence) }
 		g.TimeLeft = func() time.Duration { return flight.TimeLeft(&fence) }
 	}
 	return g
-}
-
-// decodeEvent is what the flight is told of a decode leg that has ended; ok is false if there is nothing to
-// tell.
-func (s legRunner) decodeEvent(l *pairLeg, res *result) (kind pdproxy.EventKind, ok bool) {
-	if l.isTold || errors.Is(context.Cause(l.ctx), errGivenUp) {
-		return 0, false
-	}
-	switch res.cause {
-	case causeClientGone, causeSlowReader:
-		return pdproxy.EvClientGone, true
-	case causeDeadline:
-		return pdproxy.EvDeadline, true
-	case causeDrained:
-		if s.ctx.Err() != nil {
-			return pdproxy.EvClientGone, true
-		}
-		return pdproxy.EvCut, true
-	default:
-	}
-	if !l.isPassed {
-		return failedEvent(res), true
-	}
-	switch res.cause {
-	case causeOK, causePassed, causeErrorEvent:
-		return pdproxy.EvDone, true
-	case causeUpstreamLost, causeUnitLost, causeUnreachable:
-		return pdproxy.EvCut, true
-	default:
-		return pdproxy.EvError, true
-	}
 }

@@ -17,6 +17,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/pdproxy"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/engine/transfer"
@@ -66,7 +67,7 @@ func (b *pairBackend) Prewarm(ctx context.Context, prefill, decode routing.RankR
 		"Content-Type": {"application/json"}, "X-Request-Id": {p.traits.RequestID(&w.fields, id)},
 		"User-Agent": nil,
 	}
-	if p.config.Order == transfer.PrefillFirst {
+	if p.config.Order == dispatch.PrefillFirst {
 		return w.oneByOne(ctx)
 	}
 	return w.together(ctx)
@@ -189,7 +190,7 @@ func (w *prewarm) findPeer(ctx context.Context) (transfer.Peer, error) {
 	case transfer.Bootstrapper:
 		peer, err = w.askBootstrap(ctx, b)
 	default:
-		if w.pair.traits.Order == transfer.PrefillFirst {
+		if w.pair.traits.Order == dispatch.PrefillFirst {
 			return peer, nil // its answers say all
 		}
 		peer, err = w.learnPeer(ctx)

@@ -7,9 +7,9 @@ import (
 	"net/http"
 	"slices"
 
-	"github.com/dpserve/dpserve/actors/pdproxy"
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/engine/transfer"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/telemetry"
@@ -115,10 +115,10 @@ func (q *pairQuery) why() (why routing.PairWhy) {
 
 // wayOf is the way on which a decision sends the query. An application without a prefill rank misses none.
 func (q *pairQuery) wayOf(d *routing.PairDecision) string {
-	if way := wayOf(d); way != wayNames[pdproxy.WayFallback] || q.pair.isOn() {
+	if way := wayOf(d); way != wayNames[dispatch.WayFallback] || q.pair.isOn() {
 		return way
 	}
-	return wayNames[pdproxy.WayLocal]
+	return wayNames[dispatch.WayLocal]
 }
 
 // refusal is the error for a decision without ranks, nil if there are some.

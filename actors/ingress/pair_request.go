@@ -3,13 +3,13 @@ package ingress
 import (
 	"context"
 	"fmt"
-	"hash/maphash"
 	"log/slog"
 	"strconv"
 	"sync"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/pdproxy"
+	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/engine/transfer"
 	"github.com/dpserve/dpserve/internal/rankleg"
@@ -28,9 +28,8 @@ type split struct {
 	query  routing.Request      // likewise
 	choice routing.PairDecision // of both pools
 	alone  routing.Decision     // of one pool
-	way    pdproxy.Way          // WayNone: nothing is decided yet
+	way    dispatch.Way         // WayNone: nothing is decided yet
 	rank   *rank                // the prefill rank that computed the prompt, or is to; nil: none
-	begun  time.Duration        // the proxy's clock at the start of a plain attempt
 	flight *pdproxy.Flight      // nil: a plain request
 	trip
 }
@@ -38,22 +37,18 @@ type split struct {
 // trip is the state of a request on its way over two ranks. Events come from any goroutine; mu guards what
 // they and the request's own goroutine share.
 type trip struct {
-	ctx     context.Context //nolint:containedctx // of the request
-	first   bool            // the first choice was made before the flight began
-	failure *failure        // why no rank was chosen; nil: see last
-	leg     *pairLeg        // the decode leg that runs
-	served  *result         // of the decode leg whose answer the client got
-	made    pairAttempt
+	ctx   context.Context //nolint:containedctx // of the request
+	first bool            // the first choice was made before the flight began
+	leg   *pairLeg        // the decode leg that runs
+	made  pairAttempt
 
 	mu       sync.Mutex
-	last     *result // of the last leg that failed
-	unpaid   bool    // the retry after last was not drawn from the budget yet
 	pending  [2]bump // counted in the Routers, and not reserved yet
 	choosing uint32  // number of the choice under way
 	cancel   context.CancelCauseFunc
 	legs     []*pairLeg
-	answer   pdproxy.Answer
-	answered uint32 // the leg whose answer is passed on
+	answer   dispatch.AnswerKind
+	why      dispatch.Cause // of an answer of dpserve's own
 }
 
 // bump is a request that counts on a rank in its pool's Router.
@@ -83,18 +78,18 @@ func prepareSplit(req *request) *failure {
 		s = &split{}
 	}
 	req.split = s
-	s.req, s.pair, s.way = req, p, pdproxy.WayNone
+	s.req, s.pair, s.way = req, p, dispatch.WayNone
 	if err := s.body.Scan(p.transfer, transfer.RouteOf(req.route.Path()), req.body.b); err != nil {
 		return badBody(err)
 	}
 	if why := s.body.Reason; why != transfer.CanSplit {
 		p.metrics.NotSplit(why.String())
 		p.metrics.Decision(routing.PairCannotSplit)
-		s.way = pdproxy.WayLocal
+		s.way = dispatch.WayLocal
 		return s.checkPlain(why)
 	}
 	if !p.isOn() {
-		s.way = pdproxy.WayLocal
+		s.way = dispatch.WayLocal
 		return s.checkPlain(transfer.CanSplit)
 	}
 	return s.readPrompt()
@@ -170,28 +165,28 @@ func (s *split) release() {
 }
 
 // decides reports whether the next decision is between a prefill rank and the decode rank alone.
-func (s *split) decides() bool { return s != nil && s.way == pdproxy.WayNone }
+func (s *split) decides() bool { return s != nil && s.way == dispatch.WayNone }
 
 // isRemote reports whether a prefill rank is to compute the prompt.
-func (s *split) isRemote() bool { return s != nil && s.way == pdproxy.WayRemote }
+func (s *split) isRemote() bool { return s != nil && s.way == dispatch.WayRemote }
 
 // decide asks the PairRouter once. wait: the decode pool has no room now, or no rank yet.
-func (s *split) decide(last *result) (rk *rank, f *failure, wait bool) {
-	return s.decideUnlike(last, [2]routing.RankRef{})
+func (s *split) decide() (rk *rank, f *failure, wait bool) {
+	return s.decideUnlike([2]routing.RankRef{})
 }
 
 // decideUnlike is decide with a rank of each pool that is taken only if there is no other.
-func (s *split) decideUnlike(last *result, unlike [2]routing.RankRef) (rk *rank, f *failure, wait bool) {
+func (s *split) decideUnlike(unlike [2]routing.RankRef) (rk *rank, f *failure, wait bool) {
 	req, p := s.req, s.pair
-	unmet := p.plainOnly     // decode ranks that have met no prefill rank
-	alone := pdproxy.WayNone // how a rank of plainOnly gets the request, if one does
+	unmet := p.plainOnly      // decode ranks that have met no prefill rank
+	alone := dispatch.WayNone // how a rank of plainOnly gets the request, if one does
 	for {
 		req.excludeTried()
 		req.query.Tried = append(req.query.Tried, unmet...)
-		if unlike[pdproxy.Decode] != (routing.RankRef{}) {
-			req.query.Tried = append(req.query.Tried, unlike[pdproxy.Decode].ID)
+		if unlike[dispatch.Decode] != (routing.RankRef{}) {
+			req.query.Tried = append(req.query.Tried, unlike[dispatch.Decode].ID)
 		}
-		s.describePrefill(unlike[pdproxy.Prefill])
+		s.describePrefill(unlike[dispatch.Prefill])
 		req.query.ID = req.in.requestID()
 		p.decode.describeRequest(&req.query, &req.prompt)
 		began, tried := time.Now(), len(req.query.Tried)
@@ -199,14 +194,14 @@ func (s *split) decideUnlike(last *result, unlike [2]routing.RankRef) (rk *rank,
 		p.decode.metrics.Load().Decision(time.Since(began))
 		d := &s.choice
 		switch {
-		case d.Kind != routing.Route && unlike[pdproxy.Decode] != (routing.RankRef{}):
-			unlike[pdproxy.Decode] = routing.RankRef{}
+		case d.Kind != routing.Route && unlike[dispatch.Decode] != (routing.RankRef{}):
+			unlike[dispatch.Decode] = routing.RankRef{}
 			continue
-		case d.Kind == routing.Route && !d.Remote && unlike[pdproxy.Prefill] != (routing.RankRef{}):
+		case d.Kind == routing.Route && !d.Remote && unlike[dispatch.Prefill] != (routing.RankRef{}):
 			s.undoChoice()
-			unlike[pdproxy.Prefill] = routing.RankRef{}
+			unlike[dispatch.Prefill] = routing.RankRef{}
 			continue
-		case d.Kind == routing.Queue && alone != pdproxy.WayNone:
+		case d.Kind == routing.Queue && alone != dispatch.WayNone:
 			// To wait for room here would be a busy loop: each decision takes and returns a place at a rank
 			// of a pair, and whoever waits for room is woken by that.
 			d.Reason = routing.PairNotPrewarmed
@@ -215,7 +210,7 @@ func (s *split) decideUnlike(last *result, unlike [2]routing.RankRef) (rk *rank,
 			return nil, s.noPrefillFailure(), false
 		case d.Kind == routing.Queue:
 			return nil, nil, true
-		case len(p.plainOnly) > 0 && alone == pdproxy.WayNone && !d.Remote:
+		case len(p.plainOnly) > 0 && alone == dispatch.WayNone && !d.Remote:
 			if f := s.leavePair(); f != nil {
 				return nil, f, false
 			}
@@ -231,15 +226,15 @@ func (s *split) decideUnlike(last *result, unlike [2]routing.RankRef) (rk *rank,
 				d.Reason = routing.PairNotPrewarmed
 				return nil, s.noPrefillFailure(), false
 			}
-			return nil, req.pickFailure(last), false
+			return nil, req.pickFailure(), false
 		}
 		if rk, ok := s.takeChoice(); ok {
-			if alone != pdproxy.WayNone {
+			if alone != dispatch.WayNone {
 				s.way = alone
 			}
 			p.metrics.Decision(d.Reason)
-			p.decode.decisions.recordPair(req.id, req.attempts+1, p.rule, &req.prompt, &req.query, d)
-			if s.way == pdproxy.WayFallback && p.failsWithoutPrefill() {
+			p.decode.decisions.recordPair(req.id, req.ends.count()+1, p.rule, &req.prompt, &req.query, d)
+			if s.way == dispatch.WayFallback && p.failsWithoutPrefill() {
 				req.attempt.rank = rk
 				req.undoPick()
 				return nil, s.noPrefillFailure(), false
@@ -254,12 +249,12 @@ func (s *split) decideUnlike(last *result, unlike [2]routing.RankRef) (rk *rank,
 // of role both computes the prompt, unless the application wants an error then.
 func (s *split) leavePair() *failure {
 	d := &s.choice
-	s.way = pdproxy.WayLocal
+	s.way = dispatch.WayLocal
 	if d.Kind == routing.Route {
 		s.undoChoice()
 	}
 	if d.Kind == routing.Reject || d.IsFallback() {
-		s.way = pdproxy.WayFallback
+		s.way = dispatch.WayFallback
 		if s.pair.failsWithoutPrefill() {
 			return s.noPrefillFailure()
 		}
@@ -269,7 +264,7 @@ func (s *split) leavePair() *failure {
 
 // describePrefill writes the prefill pool's query of a new decision.
 func (s *split) describePrefill(unlike routing.RankRef) {
-	s.query.Tried = s.appendTried(s.query.Tried[:0], pdproxy.Prefill)
+	s.query.Tried = s.pair.prefill.appendExcluded(s.query.Tried[:0], s.req.excluded(dispatch.Prefill), true)
 	if unlike != (routing.RankRef{}) {
 		s.query.Tried = append(s.query.Tried, unlike.ID)
 	}
@@ -284,23 +279,23 @@ func (s *split) takeChoice() (decode *rank, ok bool) {
 	if decode = p.decode.findRank(d.Decode); decode == nil {
 		return nil, false
 	}
-	req.attempt.router = decodeRouter
+	req.attempt.router, req.attempt.isCounted = decodeRouter, !d.Remote && s.flight == nil
 	if !d.Remote {
-		s.way, s.rank = pdproxy.WayLocal, nil
+		s.way, s.rank = dispatch.WayLocal, nil
 		if d.IsFallback() {
-			s.way = pdproxy.WayFallback
+			s.way = dispatch.WayFallback
 		}
 	} else {
 		prefill := p.prefill.findRank(d.Prefill)
 		if prefill == nil {
 			return nil, false
 		}
-		s.way, s.rank = pdproxy.WayRemote, prefill
-		s.setPending(pdproxy.Prefill, bump{prefillRouter, d.Prefill, s.query.ID, true})
+		s.way, s.rank = dispatch.WayRemote, prefill
+		s.setPending(dispatch.Prefill, bump{prefillRouter, d.Prefill, s.query.ID, true})
 		p.prefill.metrics.Load().Pick(d.Prefill.Group(), d.Prefill.Rank(), d.Reason)
 	}
 	if d.Remote || s.flight != nil {
-		s.setPending(pdproxy.Decode, bump{decodeRouter, d.Decode, req.query.ID, d.Remote})
+		s.setPending(dispatch.Decode, bump{decodeRouter, d.Decode, req.query.ID, d.Remote})
 	}
 	p.decode.metrics.Load().Pick(d.Decode.Group(), d.Decode.Rank(), d.Reason)
 	return decode, true
@@ -322,13 +317,13 @@ func (s *split) undo(b *bump) {
 	}
 }
 
-func (s *split) setPending(side pdproxy.Side, b bump) {
+func (s *split) setPending(side dispatch.Side, b bump) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.pending[side] = b
 }
 
-func (s *split) takePending(side pdproxy.Side) bump {
+func (s *split) takePending(side dispatch.Side) bump {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	b := s.pending[side]
@@ -336,103 +331,78 @@ func (s *split) takePending(side pdproxy.Side) bump {
 	return b
 }
 
-// appendTried appends the ranks of a side that the flight must not use again. A rank that returned as a new
-// incarnation may be used.
-func (s *split) appendTried(dst []routing.RankID, side pdproxy.Side) []routing.RankID {
-	if s == nil {
+// appendPaired appends the decode ranks that take no request without a prefill rank, if it has none.
+func (s *split) appendPaired(dst []routing.RankID) []routing.RankID {
+	if s == nil || s.way == dispatch.WayRemote || s.way == dispatch.WayNone {
 		return dst
 	}
-	if side == pdproxy.Decode && s.way != pdproxy.WayRemote && s.way != pdproxy.WayNone {
-		dst = append(dst, s.pair.splitOnly...)
-	}
-	if s.flight == nil {
-		return dst
-	}
-	for _, ref := range s.flight.AppendTried(nil, side) {
-		if s.pair.pool(side).findRef(ref) != nil {
-			dst = append(dst, ref.ID)
-		}
-	}
-	return dst
-}
-
-// restriction is equal for requests in the queue that may use the same decode ranks.
-func (s *split) restriction() uint64 {
-	var sum uint64 // the order does not matter
-	for _, ref := range s.flight.AppendTried(nil, pdproxy.Decode) {
-		sum += maphash.Comparable(restrictionSeed, ref)
-	}
-	return max(sum, unrestricted+1)
+	return append(dst, s.pair.splitOnly...)
 }
 
 // setHeaders names the way of the prompt, and the prefill rank if there was one.
 func (s *split) setHeaders(h map[string][]string) {
-	if s == nil || s.way == pdproxy.WayNone {
+	if s == nil || s.way == dispatch.WayNone {
 		return
 	}
 	h[headerPrefill] = wayValues[s.way]
-	if s.way == pdproxy.WayRemote && s.rank != nil {
+	if s.way == dispatch.WayRemote && s.rank != nil {
 		h[headerPrefillRank] = []string{s.rank.ID.String()}
 	}
 }
 
 var (
 	wayNames = [...]string{
-		pdproxy.WayNone: "none", pdproxy.WayRemote: "remote", pdproxy.WayLocal: "local",
-		pdproxy.WayFallback: "fallback",
+		dispatch.WayNone: "none", dispatch.WayRemote: "remote", dispatch.WayLocal: "local",
+		dispatch.WayFallback: "fallback",
 	}
 	wayValues = [...][]string{ // shared by all answers
-		pdproxy.WayNone: nil, pdproxy.WayRemote: {"remote"}, pdproxy.WayLocal: {"local"},
-		pdproxy.WayFallback: {"fallback"},
+		dispatch.WayNone: nil, dispatch.WayRemote: {"remote"}, dispatch.WayLocal: {"local"},
+		dispatch.WayFallback: {"fallback"},
 	}
-	outcomeNames = [...]string{
-		pdproxy.OutcomeOK: "ok", pdproxy.OutcomeRejected: "rejected", pdproxy.OutcomeFailed: "failed",
-		pdproxy.OutcomeStreamLost: "stream_lost", pdproxy.OutcomeDeadline: "deadline",
-		pdproxy.OutcomeClientGone: "client_gone",
+	resultNames = [...]string{
+		dispatch.ResultOK: "ok", dispatch.ResultRejected: "rejected", dispatch.ResultFailed: "failed",
+		dispatch.ResultStreamLost: "stream_lost", dispatch.ResultDeadline: "deadline",
+		dispatch.ResultClientGone: "client_gone",
 	}
 	noteNames = [...]string{
-		pdproxy.NoteRedo: "redo", pdproxy.NotePrefillFailed: "prefill_failed",
-		pdproxy.NoteNullParams: "null_params", pdproxy.NoteParamsLate: "params_late",
-		pdproxy.NoteKVFailure: "kv_failure", pdproxy.NoteDecodeLate: "decode_late",
-		pdproxy.NoteFallback: "fallback", pdproxy.NoteStoodStill: "stood_still",
+		dispatch.NoteRedo: "redo", dispatch.NotePrefillFailed: "prefill_failed",
+		dispatch.NoteNullParams: "null_params", dispatch.NoteParamsLate: "params_late",
+		dispatch.NoteKVFailure: "kv_failure", dispatch.NoteDecodeLate: "decode_late",
+		dispatch.NoteFallback: "fallback", dispatch.NoteStoodStill: "stood_still",
 	}
-	endingNames = [...]string{
-		pdproxy.EndUnused: "unused", pdproxy.EndOK: "ok", pdproxy.EndCancelled: "cancelled",
-		pdproxy.EndBusy: "busy", pdproxy.EndDial: "dial", pdproxy.EndCut: "cut", pdproxy.EndError: "error",
-		pdproxy.EndLate: "late",
-	}
-	sideNames = [...]string{pdproxy.Prefill: "prefill", pdproxy.Decode: "decode"}
+	sideNames = [...]string{dispatch.Prefill: "prefill", dispatch.Decode: "decode"}
 )
+
+// note counts something that happened to the request.
+func (s *split) note(n dispatch.Note) {
+	if s != nil {
+		s.pair.metrics.Note(noteNames[n])
+	}
+}
 
 // countPlain counts a request that was not led over two ranks, by the status of its answer.
 func (s *split) countPlain(code int) {
 	if s == nil || s.flight != nil {
 		return
 	}
-	outcome := pdproxy.OutcomeOK
+	outcome := dispatch.ResultOK
 	switch {
 	case code == statusClientGone:
-		outcome = pdproxy.OutcomeClientGone
+		outcome = dispatch.ResultClientGone
 	case s.req.cutConn:
-		outcome = pdproxy.OutcomeStreamLost
+		outcome = dispatch.ResultStreamLost
 	case code == openai.Status(openai.CodeDeadlineExceeded):
-		outcome = pdproxy.OutcomeDeadline
+		outcome = dispatch.ResultDeadline
 	case code >= 500:
-		outcome = pdproxy.OutcomeFailed
+		outcome = dispatch.ResultFailed
 	case code >= 400:
-		outcome = pdproxy.OutcomeRejected
+		outcome = dispatch.ResultRejected
 	}
 	way := s.way
 	if s.req.attempt.rank == nil {
-		way = pdproxy.WayNone
+		way = dispatch.WayNone
 	}
-	s.pair.metrics.Request(wayNames[way], outcomeNames[outcome])
-}
-
-// stoodStill reports whether the process stood still since a plain attempt began. Another request's leg,
-// which nothing has cancelled meanwhile, may have put wrong blocks into the cache that the answer is made of.
-func (s *split) stoodStill() bool {
-	return s != nil && s.flight == nil && s.pair.traits.HasParams && s.pair.proxy.Now().Gap > s.begun
+	s.pair.metrics.Request(wayNames[way], resultNames[outcome])
 }
 
 func (s *split) noPrefillFailure() *failure {
@@ -470,14 +440,7 @@ const flightGrace = time.Second
 
 // needsBody reports whether a leg beside the decode leg may still read the client's body.
 func (s *split) needsBody() bool {
-	return s.isUnderWay() && s.pair.config.Order != transfer.PrefillFirst
-}
-
-// beginPlain notes when an attempt on one rank begins.
-func (s *split) beginPlain() {
-	if s != nil && s.pair.traits.HasParams {
-		s.begun = s.pair.proxy.Now().Now
-	}
+	return s.isUnderWay() && s.pair.config.Order != dispatch.PrefillFirst
 }
 
 // appendAttrs adds the way of the prompt and the prefill rank to a log line.
@@ -486,51 +449,28 @@ func (s *split) appendAttrs(attrs []slog.Attr) []slog.Attr {
 		return attrs
 	}
 	attrs = append(attrs, slog.String("prefill", wayNames[s.way]))
-	if rk := s.rank; rk != nil && s.way == pdproxy.WayRemote {
+	if rk := s.rank; rk != nil && s.way == dispatch.WayRemote {
 		attrs = append(attrs, slog.String("prefill_unit", rk.Unit), slog.Int("prefill_group", rk.ID.Group()),
 			slog.Int("prefill_rank", rk.ID.Rank()), slog.Uint64("prefill_epoch", rk.Epoch))
 	}
 	return attrs
 }
 
-// begins reports whether the client may get the answer that begins now. causeOK: it may.
-func (s *split) begins() cause {
-	switch {
-	case s == nil:
-		return causeOK
-	case s.flight == nil:
-		if s.stoodStill() {
-			s.pair.metrics.Note(noteNames[pdproxy.NoteStoodStill])
-			return causeStoodStill
-		}
-		return causeOK
-	}
+// mayRelay asks the flight whether the client may get what the decode rank has answered.
+func (s *split) mayRelay(ev dispatch.Event) bool {
 	l := s.leg
-	s.flight.Tell(pdproxy.Event{Kind: pdproxy.EvFirstByte, Number: l.number})
+	s.flight.Tell(ev)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if !l.isPassed {
-		return causeGivenUp
+		return false
 	}
 	part := "transfer"
-	if s.way != pdproxy.WayRemote {
+	if s.way != dispatch.WayRemote {
 		part = "decode"
 	}
 	s.pair.metrics.Part(part, time.Since(l.started))
-	return causeOK
-}
-
-// passesRejection reports whether the client may get the engine's own refusal of its request.
-func (s *split) passesRejection() bool {
-	if s == nil || s.flight == nil {
-		return true
-	}
-	l := s.leg
-	l.isTold = true
-	s.flight.Tell(pdproxy.Event{Kind: pdproxy.EvRejected, Number: l.number})
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.answer == pdproxy.AnswerPassOn && s.answered == l.number
+	return true
 }
 
 // isUnderWay reports whether a flight leads the request.

@@ -1,6 +1,7 @@
 package ingress
 
 import (
+	"hash/maphash"
 	"strconv"
 	"time"
 
@@ -18,7 +19,8 @@ const causeBusy = "engine_busy"
 // anyone; the rest belongs to appRouter.mu.
 type rank struct {
 	*rankleg.Rank
-	local      bool // the rank is on this node
+	local      bool   // the rank is on this node
+	unitKey    uint64 // equal for the ranks of one incarnation of a unit
 	asker      rankleg.Asker
 	groupValue []string // header value of answers; shared by all answers
 	rankValue  []string
@@ -83,11 +85,18 @@ func newRank(rec *msg.Record, in *Ingress) (*rank, error) {
 		Rank: leg, local: leg.Node == in.node || in.remote == nil, asker: in.remote,
 		groupValue: []string{strconv.Itoa(leg.ID.Group())},
 		rankValue:  []string{strconv.Itoa(leg.ID.Rank())},
+		unitKey:    maphash.Comparable(restrictionSeed, unitEpoch{leg.Unit, leg.Epoch}),
 	}
 	if r.local {
 		r.asker = in.near
 	}
 	return r, nil
+}
+
+// unitEpoch is one incarnation of a unit.
+type unitEpoch struct {
+	unit  string
+	epoch uint64
 }
 
 // ref names the incarnation.

@@ -92,7 +92,7 @@ func TestRankOutcome(t *testing.T) {
 			cause: msg.CauseClientError,
 		},
 		"500": {
-			engine: replies(500, `{}`), body: chatBody, status: 502, outcome: msg.FailedOutcome,
+			engine: replies(500, `{}`), body: chatBody, status: 500, outcome: msg.FailedOutcome,
 			cause: "engine_error", trip: true,
 		},
 		"busy": {
@@ -100,7 +100,7 @@ func TestRankOutcome(t *testing.T) {
 			cause: "engine_busy",
 		},
 		"redirect": {
-			engine: redirect, body: chatBody, status: 502, outcome: msg.FailedOutcome, cause: "engine_error",
+			engine: redirect, body: chatBody, status: 502, outcome: msg.FailedOutcome, cause: "redirect",
 			trip: true,
 		},
 		"reset": {

@@ -1,8 +1,10 @@
 package ingress
 
 import (
+	"bytes"
 	"context"
 	"errors"
+	"hash/maphash"
 	"io"
 	"net/http"
 	"os"
@@ -12,8 +14,8 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/engine/openai"
-	"github.com/dpserve/dpserve/internal/rankleg"
 )
 
 // relay is a request that an engine answers: it sends the answer to the client.
@@ -26,7 +28,7 @@ func (r relay) answer(ctx context.Context, resp *http.Response) result {
 		return r.relayError(ctx, resp)
 	case resp.StatusCode >= http.StatusMultipleChoices:
 		// Its Location is an internal address, to which clients would send the prompt.
-		return result{cause: causeStatus, status: resp.StatusCode}
+		return result{cause: dispatch.Redirected, status: resp.StatusCode}
 	case isStream(resp.Header):
 		return r.relayStream(ctx, resp)
 	default:
@@ -50,8 +52,11 @@ func (r relay) relayStream(ctx context.Context, resp *http.Response) result {
 		now := time.Now()
 		s.filled += n
 		v := r.inspectRead(now, err)
+		if v == actionAborted && !r.isEnding(nil) {
+			v = actionCommit
+		}
 		if v == actionCommit {
-			if why := r.split.begins(); why != causeOK {
+			if why := r.begins(); why != dispatch.OK {
 				return result{cause: why}
 			}
 			r.openStream(resp)
@@ -162,17 +167,17 @@ func (r relay) endStream(ctx context.Context, resp *http.Response, v streamActio
 	case actionFinish:
 		r.drainBody(resp.Body)
 		if s.passedError {
-			return result{cause: causeErrorEvent, engine: s.engineError, status: s.engineError.Status}
+			return result{cause: dispatch.ErrorEvent, engine: s.engineError, status: s.engineError.Status}
 		}
-		return result{cause: causeOK}
+		return result{cause: dispatch.OK}
 	case actionFail:
 		return r.breakStream(result{cause: r.lostStreamCause(), engine: s.engineError})
 	case actionReject:
 		return r.rejectStream(ctx)
 	case actionAborted:
-		return result{cause: causeAborted}
+		return result{cause: dispatch.Aborted}
 	default:
-		return result{cause: causeEmpty}
+		return result{cause: dispatch.Empty}
 	}
 }
 
@@ -184,25 +189,29 @@ func (r relay) rejectStream(ctx context.Context) result {
 	if status == 0 {
 		status = http.StatusInternalServerError
 	}
-	res := result{cause: statusCause(status, &s.engineError), engine: s.engineError, status: status}
-	if !r.passes(&res) {
-		return res
-	}
+	header := http.Header{"Content-Type": {"application/json"}}
 	n := openai.EventEnd(s.buf[s.inspected:s.filled], 0)
 	if n < 0 {
 		n = s.filled - s.inspected
 	}
 	body := openai.EventData(s.buf[s.inspected : s.inspected+n])
-	return r.sendWhole(ctx, status, http.Header{"Content-Type": {"application/json"}}, body, res)
+	res := r.judge(status, &s.engineError)
+	if !r.passes(&res, header, body) {
+		return res
+	}
+	return r.sendWhole(ctx, status, header, body, res)
 }
 
 // endInterrupted ends a stream whose body broke off.
 func (r relay) endInterrupted(ctx context.Context, err error) result {
 	res := r.readFailure(ctx, err, r.status != 0)
-	if r.status == 0 {
+	switch {
+	case r.status == 0:
 		return res
-	}
-	if res.cause == causeClientGone {
+	case r.stream.passedError: // the client knows already that the answer has failed
+		r.cutConn = true
+		return result{cause: dispatch.ErrorEvent, engine: r.stream.engineError, err: err}
+	case res.cause == dispatch.ClientGone:
 		r.cutConn = true
 		return res
 	}
@@ -236,7 +245,6 @@ func (r relay) drainBody(body io.Reader) {
 
 // sendHeader sends status and header to the client. No other attempt follows after it.
 func (r relay) sendHeader(status int, engine http.Header, length int) {
-	r.app.router.markFirstByte(&r.attempt)
 	now := time.Now()
 	r.firstByte, r.status = now, status
 	h := r.w.Header()
@@ -265,11 +273,11 @@ func (r relay) writeFailure(ctx context.Context, err error) result {
 	r.cutConn = true
 	switch {
 	case errors.Is(err, os.ErrDeadlineExceeded):
-		return result{cause: causeSlowReader, err: err}
-	case ctx.Err() != nil && contextCause(ctx) == causeDrained:
-		return result{cause: causeDrained, err: err}
+		return result{cause: dispatch.SlowReader, err: err}
+	case ctx.Err() != nil && contextCause(ctx) == dispatch.Drained:
+		return result{cause: dispatch.Drained, err: err}
 	default:
-		return result{cause: causeClientGone, err: err}
+		return result{cause: dispatch.ClientGone, err: err}
 	}
 }
 
@@ -314,31 +322,77 @@ func (r relay) relayError(ctx context.Context, resp *http.Response) result {
 		return r.readFailure(ctx, err, false)
 	}
 	e := openai.ParseError(body)
-	res := result{cause: statusCause(resp.StatusCode, &e), engine: e, status: resp.StatusCode}
-	if !r.passes(&res) {
+	res := r.judge(resp.StatusCode, &e)
+	if !r.passes(&res, resp.Header, body) {
 		return res
 	}
 	if !whole {
-		return r.relayRest(ctx, resp, body)
+		return r.relayRest(ctx, resp, body, res)
 	}
 	return r.sendWhole(ctx, resp.StatusCode, resp.Header, body, res)
 }
 
-// passes reports whether the client gets the engine's error as it is.
-func (r relay) passes(res *result) bool {
-	if r.split.isUnderWay() {
-		return res.cause == causePassed && r.split.passesRejection()
-	}
-	return res.cause == causePassed || r.isBestAnswer(res)
+// judge is what an engine's error means.
+func (req *request) judge(status int, e *openai.EngineError) result {
+	return judgeAnswer(status, e, req.rankFault(req.app.router, req.attempt.rank))
 }
 
-// isBestAnswer reports whether the engine's own 408 or 429 is the best answer left, because it tells the
-// client what to do.
-func (r relay) isBestAnswer(res *result) bool {
-	if res.status >= http.StatusInternalServerError || res.cause != causeStatus {
-		return false
+// rankFault reports whether a refusal of the model, the key or the route is the rank's own fault: another one
+// of its pool has answered the model well of late, and the request names no rank.
+func (req *request) rankFault(ar *appRouter, rk *rank) bool {
+	return !req.prompt.hasDirect && ar.answers.hasSibling(req.scan.Model, rk.ref(), req.in.clock())
+}
+
+// judgeAnswer is what an engine's error means. A message that says no more than its status tells no failure
+// from another.
+func judgeAnswer(status int, e *openai.EngineError, isRanks bool) result {
+	res := result{engine: *e, status: status, cause: dispatch.Classify(dispatch.Answer{
+		Status: status, Type: e.Type, Text: e.Message, IsBare: e.IsBare, IsDead: e.IsDead(), IsRanks: isRanks,
+	})}
+	if e.Message != "" && !strings.EqualFold(e.Message, http.StatusText(status)) {
+		res.text = maphash.String(restrictionSeed, e.Message) | 1
 	}
-	return r.attempts+1 >= r.maxAttempts()
+	return res
+}
+
+// passes reports whether the client gets the engine's error now. If not, its words are kept: it may get them
+// when no rank is left to ask.
+func (r relay) passes(res *result, header http.Header, body []byte) bool {
+	if r.mayRelay(r.eventOf(dispatch.EvAnswered, res)) {
+		r.app.router.markFirstByte(&r.attempt)
+		return true
+	}
+	if res.cause == dispatch.Busy {
+		r.ends.noteBusy(r.attempt.rank.ID, header.Get("Retry-After"))
+	}
+	if res.cause.Row().Words {
+		r.ends.keepWords(heldWords{*res, header, bytes.Clone(body)})
+	}
+	return false
+}
+
+// begins reports whether the client may get the content that begins now; OK: it may.
+func (r relay) begins() dispatch.Cause {
+	if !r.app.router.markFirstByte(&r.attempt) {
+		return dispatch.UnitLost
+	}
+	ok := result{cause: dispatch.OK}
+	if !r.mayRelay(r.eventOf(dispatch.EvContent, &ok)) {
+		return dispatch.GivenUp
+	}
+	r.app.router.answers.note(r.scan.Model, r.attempt.rank.ref(), r.in.clock())
+	return dispatch.OK
+}
+
+// sendWords sends what an engine has said before.
+func (r relay) sendWords(ctx context.Context, w *heldWords) result {
+	h := w.header
+	if w.cause == dispatch.Busy && len(h["Retry-After"]) == 0 {
+		h = h.Clone()
+		h["Retry-After"] = []string{strconv.Itoa(r.app.router.retryAfter())}
+	}
+	r.sendsWords = true
+	return r.sendWhole(ctx, w.status, h, w.body, w.result)
 }
 
 // sendWhole sends an answer that is completely in memory.
@@ -360,20 +414,20 @@ func (r relay) relayWhole(ctx context.Context, resp *http.Response) result {
 	case err != nil:
 		return r.readFailure(ctx, err, false)
 	case whole && len(body) == 0:
-		return result{cause: causeEmpty, status: resp.StatusCode}
-	case whole && r.route.Generates() && openai.Aborted(body):
-		return result{cause: causeAborted, status: resp.StatusCode}
+		return result{cause: dispatch.Empty, status: resp.StatusCode}
+	case whole && r.route.Generates() && openai.Aborted(body) && r.isEnding(body):
+		return result{cause: dispatch.Aborted, status: resp.StatusCode}
 	}
-	if why := r.split.begins(); why != causeOK {
+	if why := r.begins(); why != dispatch.OK {
 		return result{cause: why}
 	}
 	if !whole {
-		return r.relayRest(ctx, resp, body)
+		return r.relayRest(ctx, resp, body, result{cause: dispatch.OK})
 	}
 	if u, ok := openai.ParseUsage(body); ok {
 		r.usage = u
 	}
-	return r.sendWhole(ctx, resp.StatusCode, resp.Header, body, result{cause: causeOK})
+	return r.sendWhole(ctx, resp.StatusCode, resp.Header, body, result{cause: dispatch.OK})
 }
 
 // readWhole reads an answer into the stream's buffer. whole is false if the answer is longer than maxWhole.
@@ -398,7 +452,7 @@ func (r relay) readWhole(resp *http.Response) (body []byte, whole bool, err erro
 }
 
 // relayRest streams an answer that is too long to be held. After its first write no retry is possible.
-func (r relay) relayRest(ctx context.Context, resp *http.Response, head []byte) result {
+func (r relay) relayRest(ctx context.Context, resp *http.Response, head []byte, res result) result {
 	r.sendHeader(resp.StatusCode, resp.Header, int(resp.ContentLength))
 	r.watchGaps()
 	for b := head; ; {
@@ -417,36 +471,34 @@ func (r relay) relayRest(ctx context.Context, resp *http.Response, head []byte) 
 		if err := r.writeClient(b, time.Now()); err != nil {
 			return r.writeFailure(ctx, err)
 		}
-		return result{cause: causeOK}
+		return res
 	}
 }
 
 // readFailure returns the result of an attempt whose answer could not be read to its end.
 func (r relay) readFailure(ctx context.Context, err error, begun bool) result {
-	switch {
-	case ctx.Err() != nil:
-		why := contextCause(ctx)
-		if (why == causeStalled || why == causeSilent) && !begun {
-			why = causeFirstToken // the engine sent an empty delta and then nothing
-		}
-		return result{cause: why, err: err}
-	case errors.Is(err, rankleg.ErrUnreachable):
-		return result{cause: causeUnreachable, err: err}
-	case errors.Is(err, rankleg.ErrNoLease):
-		return result{cause: causeUnitLost}
-	case begun:
-		return result{cause: r.lostStreamCause(), err: err}
-	default:
-		return result{cause: causeEmpty, err: err}
+	res := failedRead(ctx, err, begun)
+	if res.cause == dispatch.UpstreamLost {
+		res.cause = r.lostStreamCause()
 	}
+	return res
+}
+
+// isEnding reports whether an answer that the engine gave up without a token is that of a rank which ends: its
+// engine gives up all of its requests then. Any other one was given up because somebody wanted that, and goes
+// to the client.
+func (r relay) isEnding(body []byte) bool {
+	isLost, _ := r.app.router.lossOf(r.attempt.rank)
+	u, ok := openai.ParseUsage(body)
+	return (isLost || r.app.router.isDraining(r.attempt.rank)) && (!ok || u.CompletionTokens == 0)
 }
 
 // lostStreamCause distinguishes a drained rank from a failed one.
-func (r relay) lostStreamCause() cause {
+func (r relay) lostStreamCause() dispatch.Cause {
 	if r.app.router.isDraining(r.attempt.rank) {
-		return causeDrained
+		return dispatch.Drained
 	}
-	return causeUpstreamLost
+	return dispatch.UpstreamLost
 }
 
 // closeBody ignores an error: the outcome is decided, and the connection is not used again.

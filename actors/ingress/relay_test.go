@@ -201,10 +201,10 @@ func TestBeforeTheFirstByte(t *testing.T) {
 		},
 		{
 			name: "other 503", engine: replies(503, `{"error":"scaling"}`), outcome: msg.FailedOutcome,
-			attempts: "2", trip: true,
+			attempts: "2", busy: true,
 		},
 		{name: "408", engine: replies(408, `{}`), outcome: msg.FailedOutcome, attempts: "2"},
-		{name: "429", engine: replies(429, `{}`), outcome: msg.FailedOutcome, attempts: "2"},
+		{name: "429", engine: replies(429, `{}`), outcome: msg.FailedOutcome, attempts: "2", busy: true},
 		{name: "empty 200", engine: replies(200, ``), outcome: msg.FailedOutcome, attempts: "2", trip: true},
 		{
 			name: "bare [DONE]", engine: sends(doneEvent), outcome: msg.FailedOutcome, attempts: "2",
@@ -216,10 +216,6 @@ func TestBeforeTheFirstByte(t *testing.T) {
 		},
 		{
 			name: "role chunk, then a cut", engine: cutAfter(roleChunk), outcome: msg.FailedOutcome,
-			attempts: "2", trip: true,
-		},
-		{
-			name: "abort", engine: sends(roleChunk, abortChunk, doneEvent), outcome: msg.FailedOutcome,
 			attempts: "2", trip: true,
 		},
 	}
@@ -277,6 +273,7 @@ func TestOutOfTries(t *testing.T) {
 		refuse     msg.Refusal
 		status     int
 		code       string
+		words      string // of the engine, in place of a code
 		retryAfter bool
 		admits     int // 0: three
 	}{
@@ -285,13 +282,29 @@ func TestOutOfTries(t *testing.T) {
 			admits: 4,
 		},
 		{
-			name: "engine busy", engine: replies(503, busyError), status: 503, code: "overloaded",
-			retryAfter: true,
+			name: "engine busy", engine: replies(503, busyError), status: 503, words: busyError,
+			retryAfter: true, admits: 4,
 		},
-		{name: "500", engine: replies(500, `{}`), status: 502, code: "upstream_failed", retryAfter: true},
 		{
-			name: "the engine's 503", engine: replies(503, `{"error":"scaling"}`), status: 503,
-			code: "upstream_failed", retryAfter: true,
+			name: "429", engine: replies(429, `{"error":{"message":"slow down"}}`), status: 429,
+			words: `{"error":{"message":"slow down"}}`, retryAfter: true, admits: 4,
+		},
+		{name: "500 without words", engine: replies(500, `{}`), status: 500, words: `{}`},
+		{
+			name: "500 of two ranks", engine: replies(500, `{"error":{"message":"why"}}`), status: 500,
+			words: `{"error":{"message":"why"}}`, admits: 2,
+		},
+		{
+			name: "501", engine: replies(501, `{"error":{"message":"why"}}`), status: 501,
+			words: `{"error":{"message":"why"}}`, admits: 1,
+		},
+		{
+			name: "500 as event", engine: sends(`{"error":{"message":"why","code":502}}`), status: 502,
+			words: `{"error":{"message":"why","code":502}}`, admits: 2,
+		},
+		{
+			name: "the engine's 503", engine: replies(503, `{"error":{"message":"why"}}`), status: 503,
+			words: `{"error":{"message":"why"}}`, admits: 2,
 		},
 		{
 			name: "two ranks die of it", engine: resets, status: 502, code: "upstream_failed",
@@ -299,10 +312,6 @@ func TestOutOfTries(t *testing.T) {
 			admits:     2,
 		},
 		{name: "empty", engine: replies(200, ``), status: 502, code: "upstream_failed", retryAfter: true},
-		{
-			name: "abort", engine: sends(abortChunk, doneEvent), status: 502, code: "upstream_failed",
-			retryAfter: true,
-		},
 		{
 			name: "no rank is asked for free", engine: largeHead, status: 502, code: "upstream_failed",
 			retryAfter: true,
@@ -315,7 +324,10 @@ func TestOutOfTries(t *testing.T) {
 			if engine == nil {
 				engine = sends(textChunk, stopChunk, doneEvent)
 			}
-			g := newRig(t, options{engines: []http.HandlerFunc{engine, engine, engine, engine}})
+			g := newRig(t, options{
+				engines: []http.HandlerFunc{engine, engine, engine, engine},
+				app:     func(a *app.Application) { a.Timeouts.QueueS = 0.2 },
+			})
 			for _, r := range g.replicas {
 				if c.refuse != 0 {
 					r.setRefuse(func(*msg.Admit) msg.Refusal { return c.refuse })
@@ -324,7 +336,11 @@ func TestOutOfTries(t *testing.T) {
 			a := g.post("/v1/chat/completions", streamBody)
 			require.NoError(t, a.err)
 			assert.Equal(t, c.status, a.status, a.body)
-			assert.Equal(t, c.code, a.code(t))
+			if c.words != "" {
+				assert.JSONEq(t, c.words, a.body)
+			} else {
+				assert.Equal(t, c.code, a.code(t))
+			}
 			assert.Equal(t, c.retryAfter, a.header.Get("Retry-After") != "")
 			admits := 0
 			for _, r := range g.replicas {
@@ -406,7 +422,7 @@ func TestFirstErrorEventBelow500BecomesThatStatus(t *testing.T) {
 func TestThe429OfTheLastRankPasses(t *testing.T) {
 	g := newRig(t, options{
 		engines: []http.HandlerFunc{replies(429, `{"error":{"message":"slow down"}}`)},
-		app:     func(a *app.Application) { a.Retries.Attempts = 1 },
+		app:     func(a *app.Application) { a.Retries.Attempts, a.Timeouts.QueueS = 1, 0.1 },
 	})
 	a := g.post("/v1/chat/completions", chatBody)
 	assert.Equal(t, 429, a.status)
@@ -425,8 +441,6 @@ func TestAfterTheFirstByte(t *testing.T) {
 		{"[DONE] without finish_reason", sends(roleChunk, textChunk, doneEvent)},
 		{"error event 500", sends(roleChunk, textChunk,
 			`{"error": {"message": "EngineCore encountered an issue", "code": 500}}`, doneEvent)},
-		{"error event without code", sends(roleChunk, textChunk, `{"error": "boom"}`, doneEvent)},
-		{"abort", sends(roleChunk, textChunk, abortChunk, doneEvent)},
 	}
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
@@ -452,6 +466,68 @@ func TestAfterTheFirstByte(t *testing.T) {
 	}
 }
 
+// TestTheEnginesOwnWordsPass: an error event, and an answer that somebody has aborted, reach the client as the
+// engine wrote them, streamed or not, and count against no rank.
+func TestTheEnginesOwnWordsPass(t *testing.T) {
+	const boom = `{"error": {"message": "boom", "code": 500}}`
+	aborted := strings.Replace(wholeAnswer, `"stop"`, `"abort"`, 1)
+	for name, c := range map[string]struct {
+		engine  http.HandlerFunc
+		body    string
+		want    string
+		outcome msg.Outcome
+		probe   bool
+	}{
+		"error event": {
+			sends(roleChunk, textChunk, boom, doneEvent), streamBody,
+			events(roleChunk, textChunk, boom, doneEvent), msg.FailedOutcome, true,
+		},
+		"error event without code": {
+			sends(textChunk, `{"error": "boom"}`), streamBody, events(textChunk, `{"error": "boom"}`),
+			msg.FailedOutcome, true,
+		},
+		"abort after content": {
+			sends(roleChunk, textChunk, abortChunk, doneEvent), streamBody,
+			events(roleChunk, textChunk, abortChunk, doneEvent), msg.OK, false,
+		},
+		"abort": {
+			sends(roleChunk, abortChunk, doneEvent), streamBody, events(roleChunk, abortChunk, doneEvent),
+			msg.OK, false,
+		},
+		"abort of a whole answer": {replies(200, aborted), chatBody, aborted, msg.OK, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := newRig(t, options{engines: []http.HandlerFunc{c.engine, c.engine}})
+			a := g.post("/v1/chat/completions", c.body)
+			require.NoError(t, a.err)
+			assert.Equal(t, 200, a.status)
+			assert.Equal(t, c.want, a.body)
+			assert.Equal(t, 1, g.replicas[0].admits+g.replicas[1].admits)
+			for _, r := range g.replicas {
+				if r.admits > 0 {
+					d := r.lastDone(t)
+					assert.Equal(t, []any{c.outcome, false, c.probe}, []any{d.Outcome, d.Trip, d.Probe})
+				}
+			}
+		})
+	}
+}
+
+// TestAnAbortOfADrainingRankIsAskedAgain: its engine gives up all of its requests.
+func TestAnAbortOfADrainingRankIsAskedAgain(t *testing.T) {
+	var g *rig
+	drains := func(w http.ResponseWriter, r *http.Request) {
+		drain(r)
+		g.replicas[0].say(false, false, "draining")
+		sse(w, roleChunk, abortChunk, doneEvent)
+	}
+	g = newRig(t, options{engines: []http.HandlerFunc{drains, sends(textChunk, stopChunk, doneEvent)}})
+	for g.replicas[0].granted() == 0 {
+		a := g.post("/v1/chat/completions", streamBody)
+		assert.Equal(t, events(textChunk, stopChunk, doneEvent), a.body)
+	}
+}
+
 // TestFamilyOpenAIEndsAsItLikes: of an engine of family openai only the API is known, so a clean end is a
 // complete answer; a broken one is not.
 func TestFamilyOpenAIEndsAsItLikes(t *testing.T) {
@@ -464,7 +540,6 @@ func TestFamilyOpenAIEndsAsItLikes(t *testing.T) {
 		{"end without [DONE] and finish_reason", sends(textChunk, textChunk), true},
 		{"one choice of two", sends(textChunk, stopChunk, doneEvent), true},
 		{"reset", cutAfter(textChunk, textChunk), false},
-		{"error event", sends(textChunk, `{"error": {"message": "m", "code": 500}}`, doneEvent), false},
 		{"nothing but [DONE]", sends(doneEvent), false},
 	}
 	for _, c := range cases {

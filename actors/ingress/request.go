@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/routing"
@@ -50,16 +51,21 @@ type question struct {
 
 // rankSearch is the search for a rank that answers.
 type rankSearch struct {
+	plan          dispatch.Plan // of one leg; a request over two ranks has another one
 	choice        routing.Decision
-	tried         []*rank // one entry per failed attempt
-	refusedBy     []*rank // at admission; not for being full
-	diedOn        *rank   // the last rank that died while it had this request; nil: none
 	waiter        *waiter
-	queueDeadline time.Time // end of queue_s, counted from the first wait
-	hadTurn       bool      // was the head of the queue already
-	countedTrip   bool      // a failure of it has counted towards a rank's trip
-	attempt       attempt   // the running one, or the last
-	attempts      int
+	queueDeadline time.Time          // end of queue_s, counted from the first wait
+	picks         int                // so far
+	hadTurn       bool               // was the head of the queue already
+	unitDue       time.Time          // see doubtsUnit; zero: no unit was doubted
+	unitLives     bool               // likewise
+	busyUntil     time.Time          // when the first of the ranks may be asked again whose engine is full
+	failure       *failure           // why no rank was picked
+	attempt       attempt            // the running one, or the last
+	number        uint32             // of its leg
+	ahead         []dispatch.Command // of the plan, that has left the attempt before its end
+	result        result             // of the attempt
+	ends          ends
 }
 
 // clientAnswer is what the client has received of its answer.
@@ -72,6 +78,7 @@ type clientAnswer struct {
 	deadlineSet   time.Time // when the write deadline was last set
 	status        int       // sent to the client; 0: nothing is sent
 	firstByte     time.Time // of the answer
+	sendsWords    bool      // the answer is one that was kept: its attempt counts already
 	cutConn       bool      // the connection must not end cleanly
 	usage         openai.Usage
 	countedTokens int // generated tokens already in Totals
@@ -87,6 +94,7 @@ func newRequest(in *Ingress) *request {
 func (req *request) release() {
 	in := req.in
 	req.timer.detach()
+	req.dropTicket()
 	req.split.release()
 	req.split = nil
 	req.releaseBody()
@@ -94,14 +102,19 @@ func (req *request) release() {
 	req.r, req.header, req.app, req.id, req.deadline = nil, nil, nil, "", time.Time{}
 	req.query = routing.Request{Tried: req.query.Tried[:0]}
 	req.prompt = prompt{}
-	clear(req.tried)
-	clear(req.refusedBy)
-	req.rankSearch = rankSearch{
-		choice: req.choice, tried: req.tried[:0], refusedBy: req.refusedBy[:0], waiter: req.waiter,
-	}
+	req.resetSearch()
 	req.stream.release()
 	req.clientAnswer = clientAnswer{stream: req.stream}
 	in.requestPool.Put(req)
+}
+
+// resetSearch keeps the memory.
+func (req *request) resetSearch() {
+	s := &req.rankSearch
+	s.queueDeadline, s.unitDue, s.busyUntil = time.Time{}, time.Time{}, time.Time{}
+	s.picks, s.number, s.hadTurn, s.unitLives = 0, 0, false, false
+	s.failure, s.ahead, s.attempt, s.result = nil, nil, attempt{}, result{}
+	s.ends.reset()
 }
 
 // releaseBody returns the body to the pool, with the memory of the prompt. The ingress calls it when the
@@ -243,28 +256,103 @@ func (req *request) dispatch() *failure {
 		ctx, cancel = context.WithDeadlineCause(ctx, req.deadline, errDeadline)
 		defer cancel()
 	}
-	var last *result
-	for {
-		rk, f := req.pick(ctx, last)
-		if f != nil {
-			return f
+	req.beginPlan()
+	ev := dispatch.Event{Kind: dispatch.EvStart}
+	for cmds := req.plan.Step(req.instant(), &ev); ; {
+		next := req.carryOut(cmds)
+		switch {
+		case next == nil:
+			return req.finish(ctx, dispatch.AnswerNone, dispatch.OK)
+		case next.Kind == dispatch.CmdPick:
+			ev, cmds = req.pick(ctx, next), nil
+			if req.split.isRemote() {
+				return req.split.run(ctx)
+			}
+		case next.Kind == dispatch.CmdAsk:
+			ev, cmds = req.ask(ctx, next.Number)
+		default:
+			return req.finish(ctx, next.Answer, next.Cause)
 		}
-		if req.split.isRemote() {
-			req.attempt.rank = rk
-			return req.split.run(ctx)
-		}
-		res := req.tryRank(ctx, rk)
-		if req.status != 0 || req.cutConn {
-			req.finishAnswered(&res)
-			return nil
-		}
-		if f := req.decideRetry(ctx, rk, &res); f != nil {
-			return f
-		}
-		if res.cause != causeFull && res.cause != causeUnreachable {
-			last = &res
+		if cmds == nil {
+			cmds = req.plan.Step(req.instant(), &ev)
 		}
 	}
+}
+
+// beginPlan begins the plan of a request that asks one rank at a time.
+func (req *request) beginPlan() {
+	needs := &req.app.router.inputs().needs
+	cfg := dispatch.Config{
+		IsAlone: true, Attempts: req.app.attempts, PerRank: needs.AttemptsPerRank, Refusals: maxRefusals,
+	}
+	if n := needs.AttemptsPerRequest; n > 0 { // the policy's number (cache-aware)
+		cfg.Attempts = n
+	}
+	req.plan.Begin(&cfg, !req.scan.Stream)
+}
+
+// instant is the time for the plan: it needs one only where another request may put wrong blocks into a cache
+// while the process stands still.
+func (req *request) instant() dispatch.Instant {
+	if s := req.split; s != nil && s.pair.traits.HasParams {
+		return s.pair.proxy.Now()
+	}
+	return dispatch.Instant{}
+}
+
+// carryOut carries out commands that need no wait, and returns the one that does; nil: the request is over.
+func (req *request) carryOut(cmds []dispatch.Command) (next *dispatch.Command) {
+	for i := range cmds {
+		switch cmd := &cmds[i]; cmd.Kind {
+		case dispatch.CmdRelease:
+			req.returnTicket(cmd)
+		case dispatch.CmdSuspect:
+			req.app.router.suspectNode(req.attempt.rank.Node)
+		case dispatch.CmdNote:
+			req.split.note(cmd.Note)
+		case dispatch.CmdPick, dispatch.CmdAsk, dispatch.CmdAnswer:
+			next = cmd
+		default:
+		}
+	}
+	return next
+}
+
+// finish answers the client as its plan has ended. why is for an answer of dpserve's own.
+func (req *request) finish(ctx context.Context, kind dispatch.AnswerKind, why dispatch.Cause) *failure {
+	if req.status != 0 || req.cutConn {
+		req.finishAnswered(&req.result)
+		return nil
+	}
+	last, words := req.ends.get()
+	if req.ends.takeUnpaid() != nil {
+		req.app.router.metrics.Load().Attempt(last.cause.String(), "free")
+	}
+	if last == nil || last.cause != why {
+		last = &result{cause: why}
+	}
+	switch kind {
+	case dispatch.AnswerWords:
+		if words != nil {
+			req.result = relay{req}.sendWords(ctx, words)
+			req.logAnswered(&req.result)
+			return nil
+		}
+	case dispatch.AnswerNoRank:
+		if req.failure != nil {
+			return req.failure
+		}
+	case dispatch.AnswerNoPrefill:
+		return req.split.noPrefillFailure()
+	case dispatch.AnswerTwoDied:
+		return twoDied(last)
+	case dispatch.AnswerDeadline:
+		return finalFailure(&result{cause: dispatch.Deadline})
+	case dispatch.AnswerNone, dispatch.AnswerStreamLost:
+		return finalFailure(&result{cause: contextCause(ctx)})
+	case dispatch.AnswerOwn:
+	}
+	return finalFailure(last)
 }
 
 // extendWriteDeadline gives a slow reader more time, at most once a second, because setting a deadline takes
@@ -335,16 +423,21 @@ func (req *request) answerFailure(f *failure) {
 
 // finishAnswered counts and logs a request whose answer has begun.
 func (req *request) finishAnswered(res *result) {
-	req.app.router.metrics.Load().Attempt(causePolicies[res.cause].name, "free")
+	req.app.router.metrics.Load().Attempt(res.cause.String(), "free")
+	req.logAnswered(res)
+}
+
+// logAnswered logs a request that has got an answer.
+func (req *request) logAnswered(res *result) {
 	code := req.status
-	if req.cutConn || res.cause == causeErrorEvent {
+	if req.cutConn || res.cause == dispatch.ErrorEvent {
 		code = codeOf(res)
 	}
 	switch {
-	case req.cutConn || res.cause == causeErrorEvent:
+	case req.cutConn || res.cause == dispatch.ErrorEvent:
 		req.logLine(failureLevel(code), "request failed after its first byte", res, slog.Int("code", code))
 	case code >= http.StatusBadRequest:
-		req.logLine(slog.LevelInfo, "engine refused the request", res, slog.Int("code", code))
+		req.logLine(failureLevel(code), "engine refused the request", res, slog.Int("code", code))
 	default:
 		req.logLine(slog.LevelDebug, "request served", res, slog.Int("code", code))
 	}
@@ -354,9 +447,9 @@ func (req *request) finishAnswered(res *result) {
 // codeOf is the status in metrics of an answer that broke after its first byte; the client received 200.
 func codeOf(res *result) int {
 	switch res.cause {
-	case causeClientGone, causeSlowReader:
+	case dispatch.ClientGone, dispatch.SlowReader:
 		return statusClientGone
-	case causeErrorEvent:
+	case dispatch.ErrorEvent:
 		return res.status
 	default:
 		code, _ := streamError(res.cause)
@@ -393,8 +486,8 @@ func (req *request) setOwnHeaders(h http.Header, rk *rank) {
 			h[headerCached] = []string{strconv.Itoa(req.query.HitOn(rk.ID))}
 		}
 	}
-	n := req.attempts
-	if rk != nil {
+	n := req.ends.count()
+	if rk != nil && !req.sendsWords {
 		n++
 	}
 	if h[headerAttempts] = firstAttempt; n != 1 {
@@ -422,7 +515,7 @@ func (req *request) logLine(level slog.Level, text string, res *result, attrs ..
 	attrs = append(attrs,
 		slog.String("request_id", req.id), slog.String("route", req.route.String()),
 		slog.String("cause", res.name()),
-		slog.Int("attempt", req.attempts), slog.Float64(
+		slog.Int("attempt", req.ends.count()), slog.Float64(
 			"dur_ms", float64(time.Since(req.start).Microseconds())/1000))
 	if req.app != nil {
 		attrs = append(attrs, slog.String("app", req.app.app.AppName()))
@@ -454,62 +547,4 @@ func (req *request) firstTokenLimit() time.Duration {
 		d += flightGrace
 	}
 	return d
-}
-
-// askFailure returns the result of an attempt that brought no byte of an answer.
-func (req *request) askFailure(ctx context.Context, err error) result {
-	switch {
-	case ctx.Err() != nil:
-		return result{cause: contextCause(ctx), err: err}
-	case errors.Is(err, rankleg.ErrUnreachable):
-		return result{cause: causeUnreachable, err: err}
-	case errors.Is(err, rankleg.ErrFirstToken):
-		return result{cause: causeFirstToken, err: err}
-	case rankleg.IsOutOfFiles(err):
-		return result{cause: causeNoFiles, err: err}
-	case rankleg.IsRefused(err):
-		return result{cause: causeRefused, err: err}
-	case errors.Is(err, rankleg.ErrTooLate):
-		return result{cause: causeTooLate, err: err}
-	case errors.Is(err, rankleg.ErrNotResent):
-		return result{cause: causeNotResent, err: err}
-	case rankleg.IsMalformed(err):
-		return result{cause: causeMalformed, err: err}
-	default:
-		return result{cause: causeReset, err: err}
-	}
-}
-
-// returnTicket returns the ticket to the rank, exactly once, with what the attempt shows about the engine.
-func (req *request) returnTicket(res *result) {
-	a, what := &req.attempt, causePolicies[res.cause]
-	var first time.Duration
-	if !a.firstToken.IsZero() {
-		first = a.firstToken.Sub(a.start)
-	}
-	a.rank.Mailbox.Send(&msg.Done{
-		TicketID: a.ticket.ID, Outcome: what.done, Cause: what.name,
-		PromptTokens: req.usage.PromptTokens, CachedTokens: req.usage.CachedTokens,
-		HasCached: req.usage.HasCached, CompletionTokens: req.outputTokens(),
-		FirstToken: first, Trip: req.countsToTrip(res), Busy: what.busy, Probe: what.probe,
-	})
-	req.app.router.estimates.recordServiceTime(time.Since(a.start))
-	req.recordTokens()
-}
-
-// outputTokens is the engine's count of output tokens, or the number of chunks if that is larger.
-func (req *request) outputTokens() int { return max(req.usage.CompletionTokens, req.stream.tokens) }
-
-// recordTokens adds the tokens to the metrics and updates the estimate of bytes per token.
-func (req *request) recordTokens() {
-	n := req.outputTokens()
-	req.in.tokens.Add(uint64(max(n-req.countedTokens, 0)))
-	req.countedTokens = max(n, req.countedTokens)
-	if req.usage.PromptTokens == 0 && n == 0 {
-		return
-	}
-	req.app.router.metrics.Load().Tokens(req.usage.PromptTokens, req.usage.CachedTokens, n)
-	if req.query.Estimated {
-		req.app.router.estimates.tokens[req.route].ObservePrompt(&req.scan, req.usage.PromptTokens)
-	}
 }

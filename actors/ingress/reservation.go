@@ -6,8 +6,8 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/actors/pdproxy"
 	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/routing"
 )
@@ -192,24 +192,34 @@ func reserve(ctx context.Context, ar *appRouter, query *routeQuery, id string) (
 
 // admitReservation tries ranks until one admits, as many as a request may try.
 func admitReservation(ctx, life context.Context, ar *appRouter, req *request) (*reservation, error) {
+	req.beginPlan()
+	ev, refused := dispatch.Event{Kind: dispatch.EvStart}, dispatch.Gone
 	for {
-		rk, _, _ := req.decide(nil)
-		if rk == nil {
-			return nil, refusal(req.app.app.Name, ar, &routeQuery{query: req.query}, &req.choice)
-		}
-		refused := reserveAt(ctx, life, req, rk)
-		if refused == causeOK {
-			return &reservation{rank: rk, ticket: req.attempt.ticket, start: req.attempt.start}, nil
-		}
-		if more := req.recordFailure(rk, refused); !more || !causePolicies[refused].retry {
-			return nil, problem.New(problem.Unavailable, "rank %s of app %s did not admit it: %s", rk.ID,
-				ar.name, refused).WithHint("try again later")
+		next := req.carryOut(req.plan.Step(req.instant(), &ev))
+		switch {
+		case next != nil && next.Kind == dispatch.CmdPick:
+			rk, _, _ := req.decide()
+			if rk == nil {
+				return nil, refusal(req.app.app.Name, ar, &routeQuery{query: req.query}, &req.choice)
+			}
+			req.attempt.rank = rk
+			ev = dispatch.Event{Kind: dispatch.EvPicked, Number: next.Number, Decode: rk.ref()}
+		case next != nil && next.Kind == dispatch.CmdAsk:
+			if refused = reserveAt(ctx, life, req, req.attempt.rank); refused == dispatch.OK {
+				r := &reservation{rank: req.attempt.rank, ticket: req.attempt.ticket, start: req.attempt.start}
+				return r, nil
+			}
+			req.number = next.Number
+			ev = req.eventOf(dispatch.EvRefused, &result{cause: refused})
+		default:
+			return nil, problem.New(problem.Unavailable, "rank %s of app %s did not admit it: %s",
+				req.attempt.rank.ID, ar.name, refused).WithHint("try again later")
 		}
 	}
 }
 
 // reserveAt asks rk for a ticket without a request, which lives as long as life. ctx bounds the wait for it.
-func reserveAt(ctx, life context.Context, req *request, rk *rank) cause {
+func reserveAt(ctx, life context.Context, req *request, rk *rank) dispatch.Cause {
 	ctx, cancel := context.WithTimeoutCause(ctx, req.in.timers.Admit, errAdmitSlow)
 	defer cancel()
 	a := &req.attempt
@@ -220,12 +230,12 @@ func reserveAt(ctx, life context.Context, req *request, rk *rank) cause {
 	req.prompt.shared = req.prompt.shared || q.IsAdmitPending
 	switch {
 	case err == nil && reply.Refusal == msg.Granted:
-		return causeOK
+		return dispatch.OK
 	case err == nil:
-		return req.endRefused(ctx, ctx, reply).cause
+		return req.endRefused(ctx, ctx, reply)
 	default:
-		why := req.askFailure(ctx, err).cause
-		req.app.router.metrics.Load().Refusal(causePolicies[why].name)
+		why := failedAsk(ctx, err).cause
+		req.app.router.metrics.Load().Refusal(why.String())
 		req.undoPick()
 		return why
 	}
@@ -284,34 +294,34 @@ const maxPairTries = 3
 func admitPair(ctx, life context.Context, q *pairQuery, s *split) (*reservation, error) {
 	req := s.req
 	if q.goesToOne() {
-		s.way = pdproxy.WayLocal
+		s.way = dispatch.WayLocal
 		return admitReservation(ctx, life, q.pair.decode, req)
 	}
-	var refused cause
+	var refused dispatch.Cause
 	var unlike [2]routing.RankRef
 	for range maxPairTries {
-		s.way = pdproxy.WayNone
-		rk, f, wait := s.decideUnlike(nil, unlike)
+		s.way = dispatch.WayNone
+		rk, f, wait := s.decideUnlike(unlike)
 		if rk == nil || f != nil || wait {
 			return nil, q.noPlace(s)
 		}
 		var prefill *prefillPlace
 		if s.isRemote() {
-			if prefill, refused = admitPrefill(ctx, life, s); refused != causeOK {
-				unlike[pdproxy.Prefill] = s.rank.ref()
-				b := s.takePending(pdproxy.Decode)
+			if prefill, refused = admitPrefill(ctx, life, s); refused != dispatch.OK {
+				unlike[dispatch.Prefill] = s.rank.ref()
+				b := s.takePending(dispatch.Decode)
 				s.undo(&b)
 				continue
 			}
 		}
 		r := &reservation{rank: rk, start: time.Now(), prefill: prefill}
-		if r.ticket, refused = admitDecode(ctx, life, s, rk); refused == causeOK {
+		if r.ticket, refused = admitDecode(ctx, life, s, rk); refused == dispatch.OK {
 			return r, nil
 		}
 		if prefill != nil {
 			prefill.release(msg.Refused, "unused")
 		}
-		if more := req.recordFailure(rk, refused); !more || !causePolicies[refused].retry {
+		if unlike[dispatch.Decode] = rk.ref(); refused.Row().Again == dispatch.Nobody {
 			break
 		}
 	}
@@ -320,11 +330,11 @@ func admitPair(ctx, life context.Context, q *pairQuery, s *split) (*reservation,
 }
 
 // admitPrefill asks the chosen prefill rank for a place.
-func admitPrefill(ctx, life context.Context, s *split) (*prefillPlace, cause) {
+func admitPrefill(ctx, life context.Context, s *split) (*prefillPlace, dispatch.Cause) {
 	life, cancel := context.WithCancel(life)
-	b := s.takePending(pdproxy.Prefill)
-	ticket, refused := admitSide(ctx, life, s, pdproxy.Prefill, s.rank, &b)
-	if refused != causeOK {
+	b := s.takePending(dispatch.Prefill)
+	ticket, refused := admitSide(ctx, life, s, dispatch.Prefill, s.rank, &b)
+	if refused != dispatch.OK {
 		cancel()
 		return nil, refused
 	}
@@ -332,26 +342,26 @@ func admitPrefill(ctx, life context.Context, s *split) (*prefillPlace, cause) {
 		rank: s.rank, ticket: ticket, router: s.pair.router, tokens: s.query.Tokens, cancel: cancel,
 	}
 	p.router.Update(func(t *routing.PairTable) { t.Lease(p.rank.ref(), p.tokens) })
-	return p, causeOK
+	return p, dispatch.OK
 }
 
 // admitDecode asks the chosen decode rank for a place.
-func admitDecode(ctx, life context.Context, s *split, rk *rank) (msg.Ticket, cause) {
-	b := s.takePending(pdproxy.Decode)
+func admitDecode(ctx, life context.Context, s *split, rk *rank) (msg.Ticket, dispatch.Cause) {
+	b := s.takePending(dispatch.Decode)
 	if b.router == nil { // the decode rank alone: the request counts there, and nothing else is pending
 		b = bump{s.req.attempt.router, rk.ID, s.req.query.ID, false}
 	}
-	return admitSide(ctx, life, s, pdproxy.Decode, rk, &b)
+	return admitSide(ctx, life, s, dispatch.Decode, rk, &b)
 }
 
 // admitSide asks a rank for the ticket of one side, which lives as long as life.
-func admitSide(ctx, life context.Context, s *split, side pdproxy.Side, rk *rank, b *bump) (msg.Ticket,
-	cause,
+func admitSide(ctx, life context.Context, s *split, side dispatch.Side, rk *rank, b *bump) (msg.Ticket,
+	dispatch.Cause,
 ) {
 	leg := &pairLeg{side: side, pool: s.pair.pool(side), rank: rk, life: life}
 	leg.tracked = &leg.own
 	refused := s.askTicket(ctx, leg, b)
-	if refused != causeOK {
+	if refused != dispatch.OK {
 		s.undo(b)
 	}
 	return leg.own.ticket, refused

@@ -235,12 +235,11 @@ func problemOf(f *failure) error {
 		code = problem.TooLarge
 	case http.StatusTooManyRequests:
 		code = problem.QuotaExceeded
-	case http.StatusBadGateway:
+	case http.StatusBadGateway, http.StatusInternalServerError, http.StatusNotImplemented:
 		code = problem.Upstream
 	case http.StatusServiceUnavailable:
-		code = problem.Unavailable
-		if f.code == openai.CodeOverloaded || f.code == openai.CodeQueueTimeout {
-			code = problem.Overloaded
+		if code = problem.Overloaded; f.code == openai.CodeNoReadyRank || f.code == openai.CodeNoFiles {
+			code = problem.Unavailable
 		}
 	case http.StatusGatewayTimeout:
 		code = problem.Timeout

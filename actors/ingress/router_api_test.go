@@ -259,6 +259,7 @@ func TestGenerateFails(t *testing.T) {
 		t.Helper()
 		return collect(newRig(t, options{
 			engines: []http.HandlerFunc{engine},
+			app:     func(a *app.Application) { a.Timeouts.QueueS = 0.2 },
 		}), q)
 	}
 	one := &msg.Generate{TokenIDs: []uint32{1}}

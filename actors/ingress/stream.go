@@ -19,7 +19,7 @@ type stream struct {
 	newTokens   int       // of them in this read
 	lastToken   time.Time // time of the last token
 	inLongEvent bool      // inside an event that is too long to hold
-	passedError bool      // an error event below 500 has passed
+	passedError bool      // an error event has passed
 	engineError openai.EngineError
 }
 
@@ -66,7 +66,7 @@ const (
 	actionCommit                       // the first byte: send the header and everything held
 	actionFail                         // the stream is broken
 	actionReject                       // before the first byte: an error event, treated as an HTTP answer
-	actionAborted                      // before the first byte: the engine gave up
+	actionAborted                      // before the first byte: the engine gave the request up
 	actionEmpty                        // before the first byte: the stream is over
 	actionFinish                       // [DONE] of a complete stream
 )
@@ -105,10 +105,11 @@ func (s *stream) applyEvent(kind openai.EventKind, event []byte, begun bool) str
 	case openai.EventError:
 		return s.applyErrorEvent(event, begun)
 	case openai.EventAbort:
-		if begun {
-			return actionFail
+		if !begun {
+			return actionAborted
 		}
-		return actionAborted
+		s.countToken()
+		return actionContinue
 	case openai.EventDone:
 		return s.applyDoneEvent(len(event), begun)
 	case openai.EventOther:
@@ -131,15 +132,18 @@ func (s *stream) countToken() {
 	s.newTokens++
 }
 
-// applyErrorEvent lets an error below 500 pass after the first byte; the client must not see any other error
-// event.
+// applyErrorEvent lets an error pass after the first byte: the client gets the engine's own words, unless they
+// say that the engine is lost.
 func (s *stream) applyErrorEvent(event []byte, begun bool) streamAction {
 	s.engineError = openai.ParseError(openai.EventData(event))
 	switch {
 	case !begun:
 		return actionReject
-	case s.engineError.Status == 0 || s.engineError.Status >= http.StatusInternalServerError:
+	case s.engineError.IsDead():
 		return actionFail
+	}
+	if s.engineError.Status == 0 {
+		s.engineError.Status = http.StatusInternalServerError
 	}
 	s.passedError = true
 	return actionContinue

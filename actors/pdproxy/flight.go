@@ -6,22 +6,21 @@ import (
 	"sync"
 	"time"
 
-	"github.com/dpserve/dpserve/internal/engine/transfer"
-	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/internal/dispatch"
 )
 
-// Shell carries out what the Core of one Flight asks for.
+// Shell carries out what the Plan of one Flight asks for.
 type Shell interface {
-	// Do carries out a command that needs no wait: all but those that Flight.Next returns and CmdStartPrefill
-	// of a transfer that is not PrefillFirst. It is called with the Flight locked, by whoever tells an event:
-	// it must not block, and must not call the Flight.
-	Do(cmd *Command)
+	// Do carries out a command that needs no wait: all but those that Flight.Next returns and the prefill leg of
+	// a transfer that is not PrefillFirst. It is called with the Flight locked, by whoever tells an event: it
+	// must not block, and must not call the Flight.
+	Do(cmd *dispatch.Command)
 	// RunPrefill runs a prefill leg beside the decode leg, on a goroutine of the Flight, and returns its end.
 	// ok is false if the leg was cancelled and has nothing to say.
-	RunPrefill(cmd Command) (ev Event, ok bool)
+	RunPrefill(cmd dispatch.Command) (ev dispatch.Event, ok bool)
 }
 
-// Flight is one request on its way: a Core behind a mutex. Events may be told by any goroutine. What takes no
+// Flight is one request on its way: a Plan behind a mutex. Events may be told by any goroutine. What takes no
 // time is carried out by the goroutine that tells the event, so that a failure of one leg cancels the other
 // at once. What takes time (choices, reservations, legs) is carried out by the goroutine of the request, in
 // order: it calls Next until nothing is left. Only a prefill leg that runs beside its decode leg has another
@@ -29,29 +28,28 @@ type Shell interface {
 type Flight struct {
 	proxy *Proxy
 	shell Shell
-	order transfer.Order
-	wake  chan struct{} // one slot: todo or the core has changed
+	order dispatch.Order
+	wake  chan struct{} // one slot: todo or the plan has changed
 
 	mu     sync.Mutex
-	core   Core
-	todo   []Command // for the goroutine of the request
-	told   []Event   // by the Flight itself, in answer to commands that were cancelled before they began
-	isOver bool      // End was called
+	plan   dispatch.Plan
+	todo   []dispatch.Command // for the goroutine of the request
+	told   []dispatch.Event   // by the Flight itself, in answer to commands that were cancelled before they began
+	isOver bool               // End was called
 
 	legs sync.WaitGroup // prefill legs beside the decode leg, and events told by Later
 }
 
-// Begin starts a flight. The caller calls End.
-func (p *Proxy) Begin(cfg Config, s Shell) *Flight {
-	f := &Flight{
-		proxy: p, shell: s, order: cfg.Order, wake: make(chan struct{}, 1), core: Core{cfg: cfg},
-	}
+// Begin starts a flight. whole: its answer comes as a whole. The caller calls End.
+func (p *Proxy) Begin(cfg *dispatch.Config, whole bool, s Shell) *Flight {
+	f := &Flight{proxy: p, shell: s, order: cfg.Order, wake: make(chan struct{}, 1)}
+	f.plan.Begin(cfg, whole)
 	p.flights.add(f)
 	return f
 }
 
-// Tell tells the core an event, and carries out the commands that need no wait.
-func (f *Flight) Tell(ev Event) {
+// Tell tells the plan an event, and carries out the commands that need no wait.
+func (f *Flight) Tell(ev dispatch.Event) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if !f.isOver {
@@ -60,21 +58,21 @@ func (f *Flight) Tell(ev Event) {
 }
 
 // Later is Tell from a goroutine that may hold a lock which a command takes.
-func (f *Flight) Later(ev Event) { f.legs.Go(func() { f.Tell(ev) }) }
+func (f *Flight) Later(ev dispatch.Event) { f.legs.Go(func() { f.Tell(ev) }) }
 
-// tick tells the core the time if it waits for it.
-func (f *Flight) tick(at Instant) {
+// tick tells the plan the time if it waits for it.
+func (f *Flight) tick(at dispatch.Instant) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if due, ok := f.core.Deadline(); ok && at.Now >= due && !f.isOver {
-		f.step(at, Event{Kind: EvTick})
+	if due, ok := f.plan.Deadline(); ok && at.Now >= due && !f.isOver {
+		f.step(at, dispatch.Event{Kind: dispatch.EvTick})
 	}
 }
 
 // step is Tell under the lock.
-func (f *Flight) step(at Instant, ev Event) {
+func (f *Flight) step(at dispatch.Instant, ev dispatch.Event) {
 	for {
-		for i, cmds := 0, f.core.Step(at, ev); i < len(cmds); i++ {
+		for i, cmds := 0, f.plan.Step(at, &ev); i < len(cmds); i++ {
 			f.carryOut(&cmds[i])
 		}
 		if len(f.told) == 0 {
@@ -89,12 +87,12 @@ func (f *Flight) step(at Instant, ev Event) {
 }
 
 // carryOut carries out one command, or puts it on the list of the request's goroutine.
-func (f *Flight) carryOut(cmd *Command) {
+func (f *Flight) carryOut(cmd *dispatch.Command) {
 	switch cmd.Kind {
-	case CmdChoose, CmdReserve, CmdStartDecode, CmdStartLocal:
+	case dispatch.CmdPick, dispatch.CmdReserve:
 		f.todo = append(f.todo, *cmd)
-	case CmdStartPrefill:
-		if f.order == transfer.PrefillFirst {
+	case dispatch.CmdSend:
+		if cmd.Side == dispatch.Decode || f.order == dispatch.PrefillFirst {
 			f.todo = append(f.todo, *cmd)
 			return
 		}
@@ -104,7 +102,7 @@ func (f *Flight) carryOut(cmd *Command) {
 				f.Tell(ev)
 			}
 		})
-	case CmdCancel:
+	case dispatch.CmdCancel:
 		if !f.drop(cmd.Number) {
 			f.shell.Do(cmd)
 		}
@@ -115,27 +113,28 @@ func (f *Flight) carryOut(cmd *Command) {
 
 // drop takes a command that has not begun off the list, and answers it; false if there is none.
 func (f *Flight) drop(number uint32) bool {
-	i := slices.IndexFunc(f.todo, func(c Command) bool { return c.Number == number })
+	i := slices.IndexFunc(f.todo, func(c dispatch.Command) bool { return c.Number == number })
 	if i < 0 {
 		return false
 	}
 	switch c := &f.todo[i]; c.Kind {
-	case CmdChoose:
-		f.told = append(f.told, Event{Kind: EvNoRank, Number: number})
-	case CmdReserve:
-		f.shell.Do(&Command{Kind: CmdUndoChoice, Number: number, Side: c.Side, Rank: c.Rank})
-		f.told = append(f.told, Event{Kind: EvRefused, Number: number})
+	case dispatch.CmdPick:
+		f.told = append(f.told, dispatch.Event{Kind: dispatch.EvNoRank, Number: number})
+	case dispatch.CmdReserve:
+		f.shell.Do(&dispatch.Command{Kind: dispatch.CmdUndo, Number: number, Side: c.Side, Rank: c.Rank})
+		f.told = append(f.told, dispatch.Event{
+			Kind: dispatch.EvRefused, Number: number, Cause: dispatch.GivenUp,
+		})
 	default: // a leg that has not begun: nobody waits for it
 	}
 	f.todo = slices.Delete(f.todo, i, i+1)
 	return true
 }
 
-// Next returns the next command for the goroutine of the request: CmdChoose, CmdReserve, CmdStartPrefill,
-// CmdStartDecode or CmdStartLocal. It waits if the core waits for a leg on another goroutine. ok is false if
-// the request is over. If ctx ends, the core is told why: by EvDeadline if isLate says so, else by
-// EvClientGone.
-func (f *Flight) Next(ctx context.Context, isLate func() bool) (cmd Command, ok bool) {
+// Next returns the next command for the goroutine of the request: CmdPick, CmdReserve or CmdSend. It waits if
+// the plan waits for a leg on another goroutine. ok is false if the request is over. If ctx ends, the plan is
+// told why: by EvDeadline if isLate says so, else by EvClientGone.
+func (f *Flight) Next(ctx context.Context, isLate func() bool) (cmd dispatch.Command, ok bool) {
 	for done := ctx.Done(); ; {
 		if cmd, ok, over := f.take(); ok || over {
 			return cmd, ok
@@ -145,37 +144,37 @@ func (f *Flight) Next(ctx context.Context, isLate func() bool) (cmd Command, ok 
 		case <-done:
 			done = nil // once is enough
 			if isLate() {
-				f.Tell(Event{Kind: EvDeadline})
+				f.Tell(dispatch.Event{Kind: dispatch.EvDeadline})
 			} else {
-				f.Tell(Event{Kind: EvClientGone})
+				f.Tell(dispatch.Event{Kind: dispatch.EvClientGone})
 			}
 		}
 	}
 }
 
-func (f *Flight) take() (cmd Command, ok, over bool) {
+func (f *Flight) take() (cmd dispatch.Command, ok, over bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if len(f.todo) == 0 {
-		return Command{}, false, f.core.IsSettled()
+		return dispatch.Command{}, false, f.plan.IsSettled()
 	}
 	cmd = f.todo[0]
 	f.todo = slices.Delete(f.todo, 0, 1)
 	return cmd, true, false
 }
 
-// AppendTried appends the ranks of a side that must not be chosen again.
-func (f *Flight) AppendTried(dst []routing.RankRef, s Side) []routing.RankRef {
+// AppendTried appends the ranks of a side that must not be picked again.
+func (f *Flight) AppendTried(dst []dispatch.Excluded, s dispatch.Side) []dispatch.Excluded {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return append(dst, f.core.Tried(s)...)
+	return append(dst, f.plan.Tried(s)...)
 }
 
 // IsUsable reports whether parameters under fence may be sent now, directly before they are written.
-func (f *Flight) IsUsable(fence *Fence) bool { return fence.IsUsable(f.proxy.clock.Now()) }
+func (f *Flight) IsUsable(fence *dispatch.Fence) bool { return fence.IsUsable(f.proxy.clock.Now()) }
 
 // TimeLeft is how long parameters under fence may still be written.
-func (f *Flight) TimeLeft(fence *Fence) time.Duration {
+func (f *Flight) TimeLeft(fence *dispatch.Fence) time.Duration {
 	return max(fence.Deadline-f.proxy.clock.Now().Now, 0)
 }
 
@@ -183,8 +182,8 @@ func (f *Flight) TimeLeft(fence *Fence) time.Duration {
 // have ended when it returns. It is idempotent.
 func (f *Flight) End() {
 	f.mu.Lock()
-	if !f.isOver && !f.core.IsEnded() {
-		f.step(f.proxy.clock.Now(), Event{Kind: EvClientGone})
+	if !f.isOver && !f.plan.IsEnded() {
+		f.step(f.proxy.clock.Now(), dispatch.Event{Kind: dispatch.EvClientGone})
 	}
 	f.isOver = true
 	f.mu.Unlock()

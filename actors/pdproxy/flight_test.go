@@ -10,7 +10,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/internal/engine/transfer"
+	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -35,20 +35,20 @@ func (c *fakeClock) advance(d time.Duration) {
 // tape is a shell that keeps its commands.
 type tape struct {
 	mu      sync.Mutex
-	kinds   []CommandKind
-	cmds    []Command
-	prefill func(cmd Command) (Event, bool)
+	kinds   []dispatch.CommandKind
+	cmds    []dispatch.Command
+	prefill func(cmd dispatch.Command) (dispatch.Event, bool)
 }
 
-func (s *tape) Do(cmd *Command) {
+func (s *tape) Do(cmd *dispatch.Command) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.kinds, s.cmds = append(s.kinds, cmd.Kind), append(s.cmds, *cmd)
 }
 
-func (s *tape) RunPrefill(cmd Command) (Event, bool) { return s.prefill(cmd) }
+func (s *tape) RunPrefill(cmd dispatch.Command) (dispatch.Event, bool) { return s.prefill(cmd) }
 
-func (s *tape) take() (kinds []CommandKind, cmds []Command) {
+func (s *tape) take() (kinds []dispatch.CommandKind, cmds []dispatch.Command) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	kinds, cmds, s.kinds, s.cmds = s.kinds, s.cmds, nil, nil
@@ -66,15 +66,15 @@ var (
 	rankD = routing.RankRef{ID: 2, Incarnation: 22}
 )
 
-func fakeConfig(o transfer.Order) Config {
-	return Config{
+func fakeConfig(o dispatch.Order) *dispatch.Config {
+	return &dispatch.Config{
 		Order: o, Lease: 30 * time.Second, PrefillLimit: time.Minute, DecodeLimit: time.Minute,
-		LocalLimit: time.Minute, MaxDecodes: 3,
+		LocalLimit: time.Minute, Attempts: 3, Refusals: 16,
 	}
 }
 
 // next requires the kind of the next command.
-func next(t *testing.T, f *Flight, kind CommandKind) Command {
+func next(t *testing.T, f *Flight, kind dispatch.CommandKind) dispatch.Command {
 	t.Helper()
 	cmd, ok := f.Next(t.Context(), func() bool { return false })
 	require.True(t, ok)
@@ -83,15 +83,15 @@ func next(t *testing.T, f *Flight, kind CommandKind) Command {
 }
 
 // begin brings a flight to where both tickets are held.
-func begin(t *testing.T, p *Proxy, s Shell, o transfer.Order, whole bool) *Flight {
+func begin(t *testing.T, p *Proxy, s Shell, o dispatch.Order, whole bool) *Flight {
 	t.Helper()
-	f := p.Begin(fakeConfig(o), s)
-	f.Tell(Event{Kind: EvStart, Whole: whole})
-	cmd := next(t, f, CmdChoose)
-	f.Tell(Event{Kind: EvChosen, Number: cmd.Number, Remote: true, Prefill: rankP, Decode: rankD})
+	f := p.Begin(fakeConfig(o), whole, s)
+	f.Tell(dispatch.Event{Kind: dispatch.EvStart})
+	cmd := next(t, f, dispatch.CmdPick)
+	f.Tell(dispatch.Event{Kind: dispatch.EvPicked, Number: cmd.Number, IsRemote: true, Prefill: rankP, Decode: rankD})
 	for range 2 {
-		cmd = next(t, f, CmdReserve)
-		f.Tell(Event{Kind: EvReserved, Number: cmd.Number})
+		cmd = next(t, f, dispatch.CmdReserve)
+		f.Tell(dispatch.Event{Kind: dispatch.EvReserved, Number: cmd.Number})
 	}
 	return f
 }
@@ -100,56 +100,56 @@ func begin(t *testing.T, p *Proxy, s Shell, o transfer.Order, whole bool) *Fligh
 func TestFlight(t *testing.T) {
 	p, _ := bareProxy()
 	s := &tape{}
-	f := begin(t, p, s, prefillFirst, false)
+	f := begin(t, p, s, dispatch.PrefillFirst, false)
 	assert.Len(t, p.flights.all(), 1)
-	cmd := next(t, f, CmdStartPrefill)
-	f.Tell(Event{Kind: EvDone, Number: cmd.Number, Params: 5})
-	cmd = next(t, f, CmdStartDecode)
+	cmd := next(t, f, dispatch.CmdSend)
+	f.Tell(dispatch.Event{Kind: dispatch.EvEnded, Number: cmd.Number, Params: 5})
+	cmd = next(t, f, dispatch.CmdSend)
 	assert.EqualValues(t, 5, cmd.Params)
 	assert.True(t, f.IsUsable(&cmd.Fence))
 	assert.Equal(t, 25*time.Second, f.TimeLeft(&cmd.Fence))
-	f.Tell(Event{Kind: EvSent, Number: cmd.Number})
-	f.Tell(Event{Kind: EvFirstByte, Number: cmd.Number})
+	f.Tell(dispatch.Event{Kind: dispatch.EvSent, Number: cmd.Number})
+	f.Tell(dispatch.Event{Kind: dispatch.EvContent, Number: cmd.Number})
 	kinds, _ := s.take()
-	assert.Equal(t, []CommandKind{CmdPassOn, CmdDiscard, CmdRelease}, kinds)
-	f.Tell(Event{Kind: EvDone, Number: cmd.Number})
+	assert.Equal(t, []dispatch.CommandKind{dispatch.CmdRelay, dispatch.CmdDiscard, dispatch.CmdRelease}, kinds)
+	f.Tell(dispatch.Event{Kind: dispatch.EvEnded, Number: cmd.Number})
 	_, ok := f.Next(t.Context(), nil)
 	assert.False(t, ok)
 	kinds, _ = s.take()
-	assert.Equal(t, []CommandKind{CmdRelease, CmdCount}, kinds)
+	assert.Equal(t, []dispatch.CommandKind{dispatch.CmdRelease, dispatch.CmdCount}, kinds)
 	f.End()
 	assert.Empty(t, p.flights.all())
 	f.End()
-	f.Tell(Event{Kind: EvTick}) // late events do nothing
+	f.Tell(dispatch.Event{Kind: dispatch.EvTick}) // late events do nothing
 }
 
 // TestFlightBesides: of transfers that need both legs at once, the prefill leg has its own goroutine, and its
 // failure cancels the decode leg at once.
 func TestFlightBesides(t *testing.T) {
-	for _, o := range []transfer.Order{together, decodeFirst} {
+	for _, o := range []dispatch.Order{dispatch.Together, dispatch.DecodeFirst} {
 		p, _ := bareProxy()
 		fails := make(chan struct{})
 		s := &tape{}
-		s.prefill = func(cmd Command) (Event, bool) {
+		s.prefill = func(cmd dispatch.Command) (dispatch.Event, bool) {
 			<-fails
-			return Event{Kind: EvError, Number: cmd.Number}, true
+			return dispatch.Event{Kind: dispatch.EvEnded, Cause: dispatch.EngineError, Number: cmd.Number}, true
 		}
 		f := begin(t, p, s, o, false)
-		cmd := next(t, f, CmdStartDecode)
-		if o == decodeFirst {
-			f.Tell(Event{Kind: EvSent, Number: cmd.Number})
+		cmd := next(t, f, dispatch.CmdSend)
+		if o == dispatch.DecodeFirst {
+			f.Tell(dispatch.Event{Kind: dispatch.EvSent, Number: cmd.Number})
 		}
 		close(fails)
-		cmd = next(t, f, CmdChoose) // it waits for the failure
+		cmd = next(t, f, dispatch.CmdPick) // it waits for the failure
 		kinds, cmds := s.take()
-		assert.Equal(t, CmdNote, kinds[0])
-		assert.Contains(t, kinds, CmdCancel)
+		assert.Equal(t, dispatch.CmdNote, kinds[0])
+		assert.Contains(t, kinds, dispatch.CmdCancel)
 		for _, c := range cmds {
-			if c.Kind == CmdRelease && c.Side == Decode {
-				assert.Equal(t, EndCancelled, c.Ending)
+			if c.Kind == dispatch.CmdRelease && c.Side == dispatch.Decode {
+				assert.Equal(t, dispatch.GivenUp, c.Cause)
 			}
 		}
-		f.Tell(Event{Kind: EvNoRank, Number: cmd.Number})
+		f.Tell(dispatch.Event{Kind: dispatch.EvNoRank, Number: cmd.Number})
 		_, ok := f.Next(t.Context(), nil)
 		assert.False(t, ok)
 		f.End()
@@ -161,33 +161,33 @@ func TestFlightBesides(t *testing.T) {
 func TestFlightLeaves(t *testing.T) {
 	p, _ := bareProxy()
 	s := &tape{}
-	f := p.Begin(fakeConfig(prefillFirst), s)
+	f := p.Begin(fakeConfig(dispatch.PrefillFirst), false, s)
 	defer f.End()
-	f.Tell(Event{Kind: EvStart})
-	cmd := next(t, f, CmdChoose)
-	f.Tell(Event{Kind: EvChosen, Number: cmd.Number, Remote: true, Prefill: rankP, Decode: rankD})
-	f.Tell(Event{Kind: EvClientGone})
+	f.Tell(dispatch.Event{Kind: dispatch.EvStart})
+	cmd := next(t, f, dispatch.CmdPick)
+	f.Tell(dispatch.Event{Kind: dispatch.EvPicked, Number: cmd.Number, IsRemote: true, Prefill: rankP, Decode: rankD})
+	f.Tell(dispatch.Event{Kind: dispatch.EvClientGone})
 	_, ok := f.Next(t.Context(), nil)
 	assert.False(t, ok, "both reservations were dropped")
 	kinds, cmds := s.take()
-	assert.Equal(t, []CommandKind{CmdUndoChoice, CmdUndoChoice, CmdCount}, kinds)
-	assert.Equal(t, OutcomeClientGone, cmds[2].Outcome)
+	assert.Equal(t, []dispatch.CommandKind{dispatch.CmdUndo, dispatch.CmdUndo, dispatch.CmdCount}, kinds)
+	assert.Equal(t, dispatch.ResultClientGone, cmds[2].Result)
 	assert.ElementsMatch(t, []routing.RankRef{rankP, rankD}, []routing.RankRef{cmds[0].Rank, cmds[1].Rank})
 }
 
 // TestFlightWaits: Next tells the flight that the request is over when its context ends.
 func TestFlightWaits(t *testing.T) {
-	for late, outcome := range map[bool]Outcome{false: OutcomeClientGone, true: OutcomeDeadline} {
+	for late, outcome := range map[bool]dispatch.Result{false: dispatch.ResultClientGone, true: dispatch.ResultDeadline} {
 		p, _ := bareProxy()
 		s := &tape{}
-		f := begin(t, p, s, prefillFirst, false)
-		next(t, f, CmdStartPrefill)
+		f := begin(t, p, s, dispatch.PrefillFirst, false)
+		next(t, f, dispatch.CmdSend)
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel()
 		_, ok := f.Next(ctx, func() bool { return late })
 		assert.False(t, ok)
 		_, cmds := s.take()
-		assert.Equal(t, outcome, cmds[len(cmds)-1].Outcome)
+		assert.Equal(t, outcome, cmds[len(cmds)-1].Result)
 		f.End()
 	}
 }
@@ -196,22 +196,22 @@ func TestFlightWaits(t *testing.T) {
 func TestFlightTicks(t *testing.T) {
 	p, c := bareProxy()
 	s := &tape{}
-	f := begin(t, p, s, prefillFirst, false)
+	f := begin(t, p, s, dispatch.PrefillFirst, false)
 	defer f.End()
-	next(t, f, CmdStartPrefill)
+	next(t, f, dispatch.CmdSend)
 	for range 4 * 59 {
-		c.advance(WatchPeriod)
+		c.advance(dispatch.WatchPeriod)
 		f.tick(p.clock.Now())
 	}
 	kinds, _ := s.take()
 	assert.Empty(t, kinds)
 	for range 5 {
-		c.advance(WatchPeriod)
+		c.advance(dispatch.WatchPeriod)
 		f.tick(p.clock.Now())
 	}
 	kinds, _ = s.take()
-	assert.Contains(t, kinds, CmdCancel)
-	next(t, f, CmdChoose)
+	assert.Contains(t, kinds, dispatch.CmdCancel)
+	next(t, f, dispatch.CmdPick)
 }
 
 // TestFlightWhole: an answer that comes as a whole may take as long as it takes; its prefill rank is released
@@ -219,27 +219,27 @@ func TestFlightTicks(t *testing.T) {
 func TestFlightWhole(t *testing.T) {
 	p, c := bareProxy()
 	s := &tape{}
-	f := begin(t, p, s, prefillFirst, true)
+	f := begin(t, p, s, dispatch.PrefillFirst, true)
 	defer f.End()
-	cmd := next(t, f, CmdStartPrefill)
-	f.Tell(Event{Kind: EvDone, Number: cmd.Number, Params: 5})
-	cmd = next(t, f, CmdStartDecode)
-	f.Tell(Event{Kind: EvSent, Number: cmd.Number})
+	cmd := next(t, f, dispatch.CmdSend)
+	f.Tell(dispatch.Event{Kind: dispatch.EvEnded, Number: cmd.Number, Params: 5})
+	cmd = next(t, f, dispatch.CmdSend)
+	f.Tell(dispatch.Event{Kind: dispatch.EvSent, Number: cmd.Number})
 	for range 4 * 50 {
-		c.advance(WatchPeriod)
+		c.advance(dispatch.WatchPeriod)
 		f.tick(p.clock.Now())
 	}
 	kinds, cmds := s.take()
-	require.Equal(t, []CommandKind{CmdRelease}, kinds)
-	assert.Equal(t, Prefill, cmds[0].Side)
-	assert.Equal(t, EndOK, cmds[0].Ending)
+	require.Equal(t, []dispatch.CommandKind{dispatch.CmdRelease}, kinds)
+	assert.Equal(t, dispatch.Prefill, cmds[0].Side)
+	assert.Equal(t, dispatch.OK, cmds[0].Cause)
 	assert.Zero(t, cmds[0].HeldUntil)
-	f.Tell(Event{Kind: EvFirstByte, Number: cmd.Number})
+	f.Tell(dispatch.Event{Kind: dispatch.EvContent, Number: cmd.Number})
 	kinds, _ = s.take()
-	assert.Equal(t, []CommandKind{CmdPassOn, CmdDiscard}, kinds)
-	f.Tell(Event{Kind: EvDone, Number: cmd.Number})
+	assert.Equal(t, []dispatch.CommandKind{dispatch.CmdRelay, dispatch.CmdDiscard}, kinds)
+	f.Tell(dispatch.Event{Kind: dispatch.EvEnded, Number: cmd.Number})
 	kinds, _ = s.take()
-	assert.Equal(t, []CommandKind{CmdRelease, CmdCount}, kinds)
+	assert.Equal(t, []dispatch.CommandKind{dispatch.CmdRelease, dispatch.CmdCount}, kinds)
 }
 
 // TestFlightManyTell: events may come from any goroutine at any time; each flight ends once.
@@ -247,20 +247,20 @@ func TestFlightManyTell(t *testing.T) {
 	p, _ := bareProxy()
 	for range 200 {
 		s := &tape{}
-		f := begin(t, p, s, prefillFirst, false)
-		cmd := next(t, f, CmdStartPrefill)
+		f := begin(t, p, s, dispatch.PrefillFirst, false)
+		cmd := next(t, f, dispatch.CmdSend)
 		var all sync.WaitGroup
-		for _, ev := range []Event{
-			{Kind: EvDone, Number: cmd.Number, Params: 5},
-			{Kind: EvFenced, Side: Prefill, Rank: rankP},
-			{Kind: EvFenced, Side: Decode, Rank: rankD},
-			{Kind: EvDeadline},
-			{Kind: EvClientGone},
-			{Kind: EvTick},
+		for _, ev := range []dispatch.Event{
+			{Kind: dispatch.EvEnded, Number: cmd.Number, Params: 5},
+			{Kind: dispatch.EvFenced, Side: dispatch.Prefill, Rank: rankP},
+			{Kind: dispatch.EvFenced, Side: dispatch.Decode, Rank: rankD},
+			{Kind: dispatch.EvDeadline},
+			{Kind: dispatch.EvClientGone},
+			{Kind: dispatch.EvTick},
 		} {
 			all.Go(func() { f.Tell(ev) })
 		}
-		f.Later(Event{Kind: EvTick})
+		f.Later(dispatch.Event{Kind: dispatch.EvTick})
 		all.Wait()
 		for {
 			cmd, ok := f.Next(t.Context(), nil)
@@ -268,10 +268,10 @@ func TestFlightManyTell(t *testing.T) {
 				break
 			}
 			switch cmd.Kind {
-			case CmdChoose:
-				f.Tell(Event{Kind: EvNoRank, Number: cmd.Number})
-			case CmdReserve:
-				f.Tell(Event{Kind: EvRefused, Number: cmd.Number})
+			case dispatch.CmdPick:
+				f.Tell(dispatch.Event{Kind: dispatch.EvNoRank, Number: cmd.Number})
+			case dispatch.CmdReserve:
+				f.Tell(dispatch.Event{Kind: dispatch.EvRefused, Number: cmd.Number})
 			default:
 			}
 		}
@@ -280,9 +280,9 @@ func TestFlightManyTell(t *testing.T) {
 		_, cmds := s.take()
 		for _, c := range cmds {
 			switch c.Kind {
-			case CmdCount:
+			case dispatch.CmdCount:
 				counted++
-			case CmdRelease:
+			case dispatch.CmdRelease:
 				released[c.Number]++
 			default:
 			}

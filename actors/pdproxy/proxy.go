@@ -1,3 +1,6 @@
+// Package pdproxy has the actor of an application with two pools: a prefill rank computes a prompt, and a
+// decode rank takes the KV blocks over and answers. A Flight is one such request on its way; package dispatch
+// decides what happens to it.
 package pdproxy
 
 import (
@@ -11,6 +14,7 @@ import (
 
 	"github.com/asynkron/protoactor-go/actor"
 
+	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/routing"
 )
@@ -19,7 +23,7 @@ import (
 // ResetCache may block.
 type Backend interface {
 	// Ranks appends the incarnations of a side that serve now.
-	Ranks(dst []routing.RankRef, s Side) []routing.RankRef
+	Ranks(dst []routing.RankRef, s dispatch.Side) []routing.RankRef
 	// UpdateTable changes the table of pairs and leases that the pair decisions read.
 	UpdateTable(change func(t *routing.PairTable))
 	// CannotPair is why two ranks can never be a pair: their engines differ; nil if they can.
@@ -78,6 +82,8 @@ type (
 		decode routing.RankRef
 		err    error
 	}
+	// pairFailed: see PairFailed
+	pairFailed warmKey
 	// alarmMessage: the cache of decode may hold wrong blocks; or, without decode, those of all decode ranks
 	// that prefill has served
 	alarmMessage struct{ prefill, decode routing.RankRef }
@@ -120,8 +126,11 @@ func (p *Proxy) Hold(prefill routing.RankRef, tokens int, until time.Duration) {
 	p.box.Send(leaseMessage{prefill, tokens, until})
 }
 
+// PairFailed reports that the pair table has ended a pair, because its prompts failed in a row.
+func (p *Proxy) PairFailed(prefill, decode routing.RankRef) { p.box.Send(pairFailed{prefill, decode}) }
+
 // Now is the Proxy's clock.
-func (p *Proxy) Now() Instant { return p.clock.Now() }
+func (p *Proxy) Now() dispatch.Instant { return p.clock.Now() }
 
 // Close ends the actor when no flight is left, and waits for it. No flight may begin any more.
 func (p *Proxy) Close() {
@@ -201,7 +210,7 @@ type Clock struct {
 	now func() time.Duration
 
 	mu    sync.Mutex
-	watch Watch
+	watch dispatch.Watch
 }
 
 // NewClock makes a clock that starts now. It is Go's clock, which tests may fake, and the time that the
@@ -212,7 +221,7 @@ func NewClock() *Clock {
 }
 
 // Now is the present instant.
-func (c *Clock) Now() Instant {
+func (c *Clock) Now() dispatch.Instant {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.watch.At(c.now())

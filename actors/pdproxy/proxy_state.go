@@ -7,6 +7,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -63,6 +64,8 @@ func (s *proxyState) Receive(m any) {
 		s.tick()
 	case prewarmed:
 		s.onPrewarmed(m)
+	case pairFailed:
+		s.onPairFailed(warmKey(m))
 	case alarmMessage:
 		s.onAlarm(m)
 	case wasReset:
@@ -92,9 +95,9 @@ func (s *proxyState) rearm() {
 	switch {
 	case s.haltIfIdle():
 	case s.timer == nil:
-		s.timer = time.AfterFunc(WatchPeriod, func() { s.p.box.Send(tickMessage{}) })
+		s.timer = time.AfterFunc(dispatch.WatchPeriod, func() { s.p.box.Send(tickMessage{}) })
 	default:
-		s.timer.Reset(WatchPeriod)
+		s.timer.Reset(dispatch.WatchPeriod)
 	}
 }
 
@@ -133,7 +136,7 @@ func (s *proxyState) endLeases(now time.Duration) {
 // moment keeps its pairs; another incarnation has none.
 func (s *proxyState) refreshRanks(now time.Duration) {
 	isChanged := false
-	for side := Prefill; side <= Decode; side++ {
+	for side := dispatch.Prefill; side <= dispatch.Decode; side++ {
 		s.scratch = s.p.backend.Ranks(s.scratch[:0], side)
 		slices.SortFunc(s.scratch, compareRefs)
 		if slices.Equal(s.scratch, s.ranks[side]) {
@@ -150,8 +153,8 @@ func (s *proxyState) refreshRanks(now time.Duration) {
 	if !isChanged {
 		return
 	}
-	for _, prefill := range s.ranks[Prefill] {
-		for _, decode := range s.ranks[Decode] {
+	for _, prefill := range s.ranks[dispatch.Prefill] {
+		for _, decode := range s.ranks[dispatch.Decode] {
 			if key := (warmKey{prefill, decode}); s.pairs[key] == nil {
 				s.addPair(key, now)
 			}
@@ -175,9 +178,9 @@ func (s *proxyState) addPair(key warmKey, now time.Duration) {
 }
 
 // forget drops the pairs of an incarnation that serves no longer.
-func (s *proxyState) forget(side Side, ref routing.RankRef) {
+func (s *proxyState) forget(side dispatch.Side, ref routing.RankRef) {
 	for key, w := range s.pairs {
-		if side == Prefill && key.prefill == ref || side == Decode && key.decode == ref {
+		if side == dispatch.Prefill && key.prefill == ref || side == dispatch.Decode && key.decode == ref {
 			if w.hasMet {
 				s.met--
 			}
@@ -186,7 +189,7 @@ func (s *proxyState) forget(side Side, ref routing.RankRef) {
 	}
 	delete(s.resets, ref)
 	s.p.backend.UpdateTable(func(t *routing.PairTable) {
-		if side == Prefill {
+		if side == dispatch.Prefill {
 			t.ForgetPrefill(ref)
 		} else {
 			t.ForgetDecode(ref)
@@ -200,8 +203,8 @@ func (s *proxyState) startPrewarms(now time.Duration) {
 	if s.met == len(s.pairs) {
 		return
 	}
-	for _, decode := range s.ranks[Decode] {
-		for _, prefill := range s.ranks[Prefill] {
+	for _, decode := range s.ranks[dispatch.Decode] {
+		for _, prefill := range s.ranks[dispatch.Prefill] {
 			key := warmKey{prefill, decode}
 			w := s.pairs[key]
 			if s.running >= prewarmsAtOnce {
@@ -241,6 +244,21 @@ func (s *proxyState) onPrewarmed(m prewarmed) {
 	w.why = m.err.Error()
 	w.dueAt = s.p.clock.Now().Now + w.backoff
 	w.backoff = min(2*w.backoff, maxBackoff)
+}
+
+// onPairFailed lets a pair meet again, later each time.
+func (s *proxyState) onPairFailed(key warmKey) {
+	w := s.pairs[key]
+	if w == nil || !w.hasMet {
+		return
+	}
+	w.hasMet, w.why = false, "prompts failed on their way between them"
+	s.met--
+	w.dueAt = s.p.clock.Now().Now + w.backoff
+	w.backoff = min(2*w.backoff, maxBackoff)
+	s.p.log.Warn("prompts failed on their way between a prefill rank and a decode rank; they have to meet again",
+		slog.String("prefill", key.prefill.ID.String()), slog.String("decode", key.decode.ID.String()))
+	s.report()
 }
 
 // onAlarm resets the cache of the decode ranks concerned.
@@ -296,8 +314,8 @@ func (s *proxyState) onReset(m wasReset) {
 func (s *proxyState) report() {
 	now := pairsReport{met: s.met, all: len(s.pairs)}
 	if now.met < now.all {
-		for _, decode := range s.ranks[Decode] { // in a fixed order, so that the text does not alternate
-			for _, prefill := range s.ranks[Prefill] {
+		for _, decode := range s.ranks[dispatch.Decode] { // in a fixed order, so that the text does not alternate
+			for _, prefill := range s.ranks[dispatch.Prefill] {
 				if w := s.pairs[warmKey{prefill, decode}]; w != nil && w.why != "" && now.why == "" {
 					now.why = "prefill " + prefill.ID.String() + " and decode " + decode.ID.String() + ": " +
 						w.why

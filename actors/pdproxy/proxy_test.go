@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
 
+	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/routing"
 )
@@ -45,15 +46,15 @@ func newFakeBackend(prefills, decodes int) *fakeBackend {
 		running: map[routing.RankRef]int{}, bad: map[warmKey]error{},
 	}
 	for i := range prefills {
-		b.ranks[Prefill] = append(b.ranks[Prefill], routing.RankRef{ID: routing.ID(0, i), Incarnation: 1})
+		b.ranks[dispatch.Prefill] = append(b.ranks[dispatch.Prefill], routing.RankRef{ID: routing.ID(0, i), Incarnation: 1})
 	}
 	for i := range decodes {
-		b.ranks[Decode] = append(b.ranks[Decode], routing.RankRef{ID: routing.ID(0, i), Incarnation: 1})
+		b.ranks[dispatch.Decode] = append(b.ranks[dispatch.Decode], routing.RankRef{ID: routing.ID(0, i), Incarnation: 1})
 	}
 	return b
 }
 
-func (b *fakeBackend) Ranks(dst []routing.RankRef, s Side) []routing.RankRef {
+func (b *fakeBackend) Ranks(dst []routing.RankRef, s dispatch.Side) []routing.RankRef {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return append(dst, b.ranks[s]...)
@@ -150,7 +151,7 @@ func eventually(t *testing.T, what func() bool, text string) {
 // report says why it has not met. Another incarnation begins anew.
 func TestPrewarms(t *testing.T) {
 	b := newFakeBackend(2, 3)
-	hard := warmKey{b.ranks[Prefill][1], b.ranks[Decode][2]}
+	hard := warmKey{b.ranks[dispatch.Prefill][1], b.ranks[dispatch.Decode][2]}
 	b.fails[hard] = 1
 	startProxy(t, b)
 	eventually(t, b.is(func() bool { return b.met == 5 && b.all == 6 && b.why != "" }), "five have met")
@@ -160,15 +161,15 @@ func TestPrewarms(t *testing.T) {
 		assert.Equal(t, 2, b.tried[hard])
 		assert.Equal(t, 1, b.most)
 		assert.True(t, b.table.HasMet(hard.prefill, hard.decode))
-		b.ranks[Decode][0].Incarnation = 2
+		b.ranks[dispatch.Decode][0].Incarnation = 2
 	})
 	eventually(t, b.is(func() bool {
-		return b.table.HasMet(b.ranks[Prefill][0], b.ranks[Decode][0]) && b.met == 6
+		return b.table.HasMet(b.ranks[dispatch.Prefill][0], b.ranks[dispatch.Decode][0]) && b.met == 6
 	}), "the new incarnation has met")
 	b.do(func() {
 		old := routing.RankRef{ID: routing.ID(0, 0), Incarnation: 1}
-		assert.False(t, b.table.HasMet(b.ranks[Prefill][0], old))
-		b.ranks[Prefill] = nil
+		assert.False(t, b.table.HasMet(b.ranks[dispatch.Prefill][0], old))
+		b.ranks[dispatch.Prefill] = nil
 	})
 	eventually(t, b.is(func() bool { return b.met == 0 && b.all == 0 }), "no pair is left")
 }
@@ -176,7 +177,7 @@ func TestPrewarms(t *testing.T) {
 // TestBadPair: engines that do not fit are not asked.
 func TestBadPair(t *testing.T) {
 	b := newFakeBackend(1, 2)
-	bad := warmKey{b.ranks[Prefill][0], b.ranks[Decode][1]}
+	bad := warmKey{b.ranks[dispatch.Prefill][0], b.ranks[dispatch.Decode][1]}
 	b.bad[bad] = errors.New("their KV blocks differ")
 	startProxy(t, b)
 	eventually(t, b.is(func() bool { return b.met == 1 && b.all == 2 }), "the other pair has met")
@@ -192,13 +193,13 @@ func TestAlarms(t *testing.T) {
 	b.noReset = true
 	p := startProxy(t, b)
 	eventually(t, b.is(func() bool { return b.met == 4 }), "all have met")
-	p.Alarm(b.ranks[Decode][1])
-	p.Alarm(b.ranks[Decode][1]) // at once: it is being reset
+	p.Alarm(b.ranks[dispatch.Decode][1])
+	p.Alarm(b.ranks[dispatch.Decode][1]) // at once: it is being reset
 	eventually(t, b.is(func() bool { return len(b.resets) == 1 }), "it is reset")
-	p.PrefillAlarm(b.ranks[Prefill][0])
+	p.PrefillAlarm(b.ranks[dispatch.Prefill][0])
 	eventually(t, b.is(func() bool { return len(b.resets) >= 2 }), "the other one too")
 	b.do(func() {
-		assert.True(t, slices.Contains(b.resets, b.ranks[Decode][0]))
+		assert.True(t, slices.Contains(b.resets, b.ranks[dispatch.Decode][0]))
 		assert.Equal(t, len(b.resets), b.alarms)
 	})
 }
@@ -210,8 +211,8 @@ func TestResetsAreRepeated(t *testing.T) {
 		b := newFakeBackend(1, 1)
 		b.stuck = 25 // more attempts than one reset has time for
 		p := startProxy(t, b)
-		p.Alarm(b.ranks[Decode][0])
-		p.Alarm(b.ranks[Decode][0])
+		p.Alarm(b.ranks[dispatch.Decode][0])
+		p.Alarm(b.ranks[dispatch.Decode][0])
 		time.Sleep(time.Minute)
 		synctest.Wait()
 		b.do(func() {
@@ -219,7 +220,7 @@ func TestResetsAreRepeated(t *testing.T) {
 			assert.GreaterOrEqual(t, len(b.resets), 26)
 		})
 		n := len(b.resets)
-		p.Alarm(b.ranks[Decode][0])
+		p.Alarm(b.ranks[dispatch.Decode][0])
 		time.Sleep(time.Second)
 		b.do(func() { assert.Greater(t, len(b.resets), n) })
 	})
@@ -229,9 +230,9 @@ func TestResetsAreRepeated(t *testing.T) {
 func TestHold(t *testing.T) {
 	b := newFakeBackend(1, 1)
 	p := startProxy(t, b)
-	rk := &routing.Rank{ID: b.ranks[Prefill][0].ID, Incarnation: 1}
-	b.UpdateTable(func(t *routing.PairTable) { t.Lease(b.ranks[Prefill][0], 100) })
-	p.Hold(b.ranks[Prefill][0], 100, p.Now().Now+600*time.Millisecond)
+	rk := &routing.Rank{ID: b.ranks[dispatch.Prefill][0].ID, Incarnation: 1}
+	b.UpdateTable(func(t *routing.PairTable) { t.Lease(b.ranks[dispatch.Prefill][0], 100) })
+	p.Hold(b.ranks[dispatch.Prefill][0], 100, p.Now().Now+600*time.Millisecond)
 	b.do(func() { assert.EqualValues(t, 100, b.table.Leased(rk)) })
 	eventually(t, b.is(func() bool { return b.table.Leased(rk) == 0 }), "released")
 }
@@ -243,13 +244,13 @@ func TestProxyCloses(t *testing.T) {
 	defer sys.Shutdown()
 	p, err := NewProxy(sys, t.Name(), b, slog.New(slog.DiscardHandler))
 	require.NoError(t, err)
-	f := p.Begin(fakeConfig(prefillFirst), &tape{})
+	f := p.Begin(fakeConfig(dispatch.PrefillFirst), false, &tape{})
 	closed := make(chan struct{})
 	go func() { p.Close(); close(closed) }()
 	select {
 	case <-closed:
 		t.Fatal("a flight is under way")
-	case <-time.After(2 * WatchPeriod):
+	case <-time.After(2 * dispatch.WatchPeriod):
 	}
 	f.End()
 	<-closed

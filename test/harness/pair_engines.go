@@ -17,6 +17,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/engine/transfer"
 )
 
@@ -69,7 +70,7 @@ func NewPairEngines(t testing.TB, name, model string) *PairEngines {
 		},
 	}
 	if f.Lease == 0 {
-		f.Lease = transfer.DefaultLease
+		f.Lease = dispatch.DefaultLease
 	}
 	t.Cleanup(func() {
 		for _, e := range f.engines {

@@ -1,6 +1,7 @@
 package openai
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"net/http"
@@ -211,19 +212,14 @@ type EngineError struct {
 	Message string
 	Param   string // the field that it is about
 	Length  int    // bytes of the whole message
+	IsBare  bool   // the message is all there is: the body is a text, and no JSON object
 }
 
-// busyType is the error type of an engine whose own admission limit is reached; the engine is healthy.
-const busyType = "Service Unavailable"
+// IsDead reports that vLLM's engine core is gone: the process exits within a second.
+func (e *EngineError) IsDead() bool { return strings.HasPrefix(e.Message, coreDead) }
 
-// Busy reports that the engine refused because it is full; it is healthy.
-func (e EngineError) Busy() bool { return e.Type == busyType }
-
-// coreDead begins vLLM's message when its engine core is gone (the process exits within a second).
+// coreDead begins vLLM's message then.
 const coreDead = "EngineCore encountered an issue"
-
-// Dead reports that the engine will not answer any request again.
-func (e EngineError) Dead() bool { return strings.HasPrefix(e.Message, coreDead) }
 
 // maxErrorText is the length in bytes to which an engine's message is cut for the log.
 const maxErrorText = 300
@@ -237,7 +233,8 @@ type errorFields struct {
 }
 
 // ParseError reads an engine's error in any of its shapes: {"error":{…}}, {"error":"text"},
-// {"object":"error",…} and {"detail":"text"}. The result for any other data is an empty EngineError.
+// {"object":"error",…} and {"detail":"text"}; or a bare text. The result for any other data is an empty
+// EngineError.
 func ParseError(data []byte) EngineError {
 	var top struct {
 		errorFields
@@ -245,7 +242,11 @@ func ParseError(data []byte) EngineError {
 		Detail json.RawMessage `json:"detail"`
 	}
 	if json.Unmarshal(data, &top) != nil {
-		return EngineError{}
+		text := strings.Trim(string(bytes.TrimSpace(data)), `"`)
+		if text == "" || text[0] == '{' || text[0] == '[' || text[0] == '<' {
+			return EngineError{}
+		}
+		return EngineError{Message: clip(text), Length: len(text), IsBare: true}
 	}
 	fields := top.errorFields
 	for _, raw := range []json.RawMessage{top.Error, top.Detail} {
@@ -286,7 +287,7 @@ func clip(s string) string {
 // knownTypes are the error types of vLLM, SGLang and OpenAI. Another one could be anything.
 var knownTypes = []string{
 	"BadRequestError", "Bad Request", "PermissionDeniedError", "NotFoundError", "NotImplementedError",
-	"InternalServerError", busyType,
+	"InternalServerError", "Service Unavailable",
 	"UnauthorizedError", "Unauthorized", "invalid_request_error", "server_error", "rate_limit_exceeded",
 }
 

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
+
+	"github.com/dpserve/dpserve/internal/dispatch"
 )
 
 // mooncake is vLLM's MooncakeConnector: both legs start at once and meet by a transfer id; the prefill engine
@@ -15,7 +17,7 @@ type mooncake struct{}
 // mooncakeTraits leave out the routes that do not know ignore_eos: a first token that ends the text would
 // free the blocks.
 var mooncakeTraits = Traits{
-	Name: MooncakeName, Order: Together, TakesPlain: true,
+	Name: MooncakeName, Order: dispatch.Together, TakesPlain: true,
 	routes: []Route{Completions, Chat, Generate}, limits: true, toLength: true,
 }
 

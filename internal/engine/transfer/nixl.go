@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"strconv"
 
+	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 )
 
@@ -14,7 +15,7 @@ type nixl struct{}
 
 // nixlTraits hold for 0.32.0 of vLLM, whose five generating routes all answer with parameters.
 var nixlTraits = Traits{
-	Name: NixlName, Order: PrefillFirst, HasParams: true, Lease: DefaultLease, TakesPlain: true,
+	Name: NixlName, Order: dispatch.PrefillFirst, HasParams: true, Lease: dispatch.DefaultLease, TakesPlain: true,
 	routes: []Route{Completions, Chat, Responses, Messages, Generate}, limits: true,
 }
 
@@ -125,7 +126,7 @@ type sim struct{}
 
 // simTraits have the two routes that the simulated engine serves, and the lease of nixl.
 var simTraits = Traits{
-	Name: SimName, Order: PrefillFirst, HasParams: true, Lease: DefaultLease, TakesPlain: true,
+	Name: SimName, Order: dispatch.PrefillFirst, HasParams: true, Lease: dispatch.DefaultLease, TakesPlain: true,
 	routes: []Route{Completions, Chat}, limits: true,
 }
 
@@ -160,7 +161,7 @@ type nixlPush struct{}
 
 // pushTraits leave out /v1/responses: it makes up its request ids, so the two legs would never meet.
 var pushTraits = Traits{
-	Name: NixlPushName, Order: DecodeFirst, FreshRequestID: true, TakesPlain: true,
+	Name: NixlPushName, Order: dispatch.DecodeFirst, FreshRequestID: true, TakesPlain: true,
 	routes: []Route{Completions, Chat, Messages, Generate}, limits: true,
 }
 

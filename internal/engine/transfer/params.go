@@ -4,6 +4,8 @@ import (
 	"errors"
 	"sync"
 	"time"
+
+	"github.com/dpserve/dpserve/internal/dispatch"
 )
 
 // Source is the engine process that parameters point into.
@@ -19,21 +21,6 @@ var (
 	ErrFenced = errors.New("the prefill engine of the parameters has ended")
 	ErrDead   = errors.New("the parameters were discarded")
 )
-
-const (
-	// DefaultLease is how long vLLM keeps the blocks of an answered prefill leg (kv_lease_duration).
-	DefaultLease = 30 * time.Second
-	// leaseMargin is what the decode leg's way to its engine may take at the end of a lease.
-	leaseMargin = 5 * time.Second
-)
-
-// Usable is how long after its begin a lease may be relied on: 25 s of 30 s, half of a shorter lease.
-func Usable(lease time.Duration) time.Duration {
-	if lease < DefaultLease {
-		return lease / 2
-	}
-	return lease - leaseMargin
-}
 
 // Params are the transfer parameters of one prefill leg: a pointer to blocks of the prefill engine's cache,
 // which the engine does not check. If they are used late, twice, or after a rejection, the answer is 200 with
@@ -60,19 +47,19 @@ const (
 const kvParams = `"kv_transfer_params":`
 
 // NewParams keeps a copy of raw, the parameters that source answered; the answer was read at the time read. A
-// process that stood still reads an answer long after it came: the caller sees to that (pdproxy.Fence). A
-// lease of 0 is DefaultLease.
+// process that stood still reads an answer long after it came: the caller sees to that (dispatch.Fence). A
+// lease of 0 is dispatch.DefaultLease.
 func NewParams(raw []byte, source Source, read time.Time, lease time.Duration) *Params {
 	if lease <= 0 {
-		lease = DefaultLease
+		lease = dispatch.DefaultLease
 	}
 	member := make([]byte, 0, len(kvParams)+len(raw))
 	member = append(append(member, kvParams...), raw...)
-	return &Params{member: member, source: source, deadline: read.Add(Usable(lease))}
+	return &Params{member: member, source: source, deadline: read.Add(dispatch.Usable(lease))}
 }
 
 // Take returns the parameters for Attempt.AppendDecode, and never again. current is the present life of the
-// prefill rank. The caller must write the decode leg before the lease ends (pdproxy.Fence); if it finds that
+// prefill rank. The caller must write the decode leg before the lease ends (dispatch.Fence); if it finds that
 // it has not, it cancels the leg and shows nothing of its answer.
 func (p *Params) Take(now time.Time, current Source) ([]byte, error) {
 	p.mu.Lock()

@@ -6,6 +6,7 @@ import (
 	"slices"
 	"strconv"
 
+	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 )
 
@@ -16,7 +17,7 @@ type sglang struct{}
 // sglangTraits do not split n > 1: released engines give all choices of a prompt the same room, and a room
 // that is there twice ends the schedulers of both sides.
 var sglangTraits = Traits{
-	Name: SGLangName, Order: Together,
+	Name: SGLangName, Order: dispatch.Together,
 	routes: []Route{Completions, Chat}, moveLists: true,
 }
 

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 )
 
@@ -20,19 +21,10 @@ const (
 	SimName      = "sim"
 )
 
-// Order is when the two legs of a request start.
-type Order uint8
-
-const (
-	PrefillFirst Order = iota // the decode leg needs what the prefill leg answered
-	DecodeFirst               // the prefill leg starts once the decode leg has been written
-	Together                  // both legs start at once
-)
-
 // Traits is what holds for all requests of a transfer.
 type Traits struct {
 	Name  string
-	Order Order
+	Order dispatch.Order
 	// HasParams: the prefill's answer holds parameters that the decode leg must carry (Params).
 	HasParams bool
 	// Lease is how long a prefill engine keeps the blocks of an answered leg if its own setting is unknown.

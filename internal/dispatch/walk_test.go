@@ -1,4 +1,4 @@
-package pdproxy
+package dispatch
 
 import (
 	"container/heap"
@@ -10,7 +10,6 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/internal/engine/transfer"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -19,14 +18,14 @@ import (
 func walk(t *testing.T, cfg Config, seed uint64, requests int, what walkFaults) *world {
 	w := &world{
 		walkFaults: what, rnd: rand.New(rand.NewPCG(seed, 1)), cfg: cfg, known: map[*fakeRank]uint64{},
-		flights: map[*flight]bool{}, outcomes: map[Outcome]int{}, ways: map[Way]int{}, notes: map[Note]int{},
+		flights: map[*flight]bool{}, results: map[Result]int{}, ways: map[Way]int{}, notes: map[Note]int{},
 	}
 	w.rate = 0.92 + 0.16*w.rnd.Float64()
 	for s, n := range [...]int{3, 4} {
 		for i := range n {
 			r := &fakeRank{
 				w: w, side: Side(s), id: routing.ID(0, i), incarnation: 1, isAlive: true,
-				legs: map[*leg]bool{}, cache: map[int]int{},
+				legs: map[*fakeLeg]bool{}, cache: map[int]int{},
 			}
 			w.ranks[s] = append(w.ranks[s], r)
 			w.known[r] = 1
@@ -64,9 +63,9 @@ func walk(t *testing.T, cfg Config, seed uint64, requests int, what walkFaults) 
 		if isOpen() {
 			w.proxy(0, func(at Instant) {
 				for _, f := range w.open() {
-					if due, ok := f.core.Deadline(); ok && due <= at.Now {
+					if due, ok := f.plan.Deadline(); ok && due <= at.Now {
 						f.step(at, Event{Kind: EvTick})
-						if due, ok = f.core.Deadline(); ok && due <= at.Now {
+						if due, ok = f.plan.Deadline(); ok && due <= at.Now {
 							w.overdue++
 						}
 					}
@@ -110,10 +109,12 @@ func walk(t *testing.T, cfg Config, seed uint64, requests int, what walkFaults) 
 // send begins a request.
 func (w *world) send() {
 	f := &flight{
-		w: w, core: &Core{cfg: w.cfg}, prompt: 1 + w.rnd.IntN(300), isBad: w.chance(1), began: w.now,
-		legs: map[uint32]*leg{}, tickets: map[uint32]int{}, params: map[uint64]*fakeParams{},
-		written: map[uint32][2]int{}, pushed: map[uint32]*leg{}, ranks: map[uint32]*fakeRank{},
+		w: w, plan: &Plan{}, prompt: 1 + w.rnd.IntN(300), isBad: w.chance(1), began: w.now,
+		legs: map[uint32]*fakeLeg{}, tickets: map[uint32]int{}, params: map[uint64]*fakeParams{},
+		written: map[uint32][2]int{}, pushed: map[uint32]*fakeLeg{}, ranks: map[uint32]*fakeRank{},
 	}
+	f.plan.Begin(&w.cfg, false)
+	f.isPoison = w.poison > 0 && w.chance(w.poison)
 	w.flights[f] = true
 	w.all = append(w.all, f)
 	f.step(w.instant(), Event{Kind: EvStart})
@@ -135,11 +136,16 @@ func check(t *testing.T, w *world, requests int) {
 	assert.Zero(t, w.overdue, "legs beyond their limit")
 	assert.Zero(t, w.waitsForDead, "legs that wait for a rank which is known to be gone")
 	ended := 0
-	for _, n := range w.outcomes {
+	for _, n := range w.results {
 		ended += n
 	}
 	assert.Equal(t, requests, ended, "every request ends once")
 	assert.Empty(t, w.flights)
+	most := 2
+	if w.cfg.Order != PrefillFirst { // both legs may be at an engine
+		most = 3
+	}
+	assert.LessOrEqual(t, w.mostDeaths, most, "engines that died of one request")
 	assert.Zero(t, w.leaked, "tickets that were not returned")
 	assert.Greater(t, w.passed, requests/2, "most requests get their answer")
 }
@@ -147,7 +153,7 @@ func check(t *testing.T, w *world, requests int) {
 // TestWalk: 10,000 requests under random kills, stops, restarts and late clocks of both sides and the proxy,
 // and as many in the other orders.
 func TestWalk(t *testing.T) {
-	for _, o := range []transfer.Order{prefillFirst, decodeFirst, together} {
+	for _, o := range []Order{PrefillFirst, DecodeFirst, Together} {
 		for seed := range uint64(5) {
 			t.Run(fmt.Sprintf("order %d seed %d", o, seed), func(t *testing.T) {
 				t.Parallel()
@@ -156,7 +162,7 @@ func TestWalk(t *testing.T) {
 				w := walk(t, cfg, seed, 2000, walkFaults{engines: true, stalls: true})
 				check(t, w, 2000)
 				t.Logf("passed on %d, outcomes %v, ways %v, notes %v, alarms %d, longest %v", w.passed,
-					w.outcomes,
+					w.results,
 					w.ways, w.notes, w.alarms, w.longest)
 			})
 		}
@@ -167,10 +173,10 @@ func TestWalk(t *testing.T) {
 // engines only die, it waits for no limit at all: the longest streams have 3 s, and so has the wait for a
 // decode rank.
 func TestWalkBounds(t *testing.T) {
-	for _, o := range []transfer.Order{prefillFirst, decodeFirst, together} {
+	for _, o := range []Order{PrefillFirst, DecodeFirst, Together} {
 		for seed := range uint64(3) {
 			cfg := testConfig(o)
-			limits := 2*cfg.PrefillLimit + 2*cfg.DecodeLimit + time.Duration(cfg.MaxDecodes)*cfg.LocalLimit
+			limits := 2*cfg.PrefillLimit + 2*cfg.DecodeLimit + time.Duration(cfg.Attempts+1)*cfg.LocalLimit
 			w := walk(t, cfg, seed, 2000, walkFaults{engines: true})
 			check(t, w, 2000)
 			assert.Less(t, w.longest, limits)
@@ -181,10 +187,21 @@ func TestWalkBounds(t *testing.T) {
 	}
 }
 
+// TestWalkOfDeaths: every engine dies that gets one of a few requests.
+func TestWalkOfDeaths(t *testing.T) {
+	for _, o := range []Order{PrefillFirst, DecodeFirst, Together} {
+		for seed := range uint64(2) {
+			w := walk(t, testConfig(o), seed, 2000, walkFaults{poison: 0.5})
+			check(t, w, 2000)
+			assert.Positive(t, w.mostDeaths)
+		}
+	}
+}
+
 // TestWalkSeesWrongTexts: a proxy that believes in longer leases than the engines keep, and does not notice
 // that it stood still, passes wrong texts on. So the walk is able to see them.
 func TestWalkSeesWrongTexts(t *testing.T) {
-	cfg := testConfig(prefillFirst)
+	cfg := testConfig(PrefillFirst)
 	cfg.Lease, cfg.DecodeLimit = time.Hour, time.Minute
 	wrong := 0
 	for seed := range uint64(5) {

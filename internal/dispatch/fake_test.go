@@ -1,4 +1,4 @@
-package pdproxy
+package dispatch
 
 import (
 	"container/heap"
@@ -32,7 +32,8 @@ type world struct {
 
 	wrong, passed, twice, unfair, badRelease int
 	leaked, overdue                          int
-	outcomes                                 map[Outcome]int
+	mostDeaths                               int // of one request
+	results                                  map[Result]int
 	ways                                     map[Way]int
 	notes                                    map[Note]int
 	alarms                                   int
@@ -43,9 +44,10 @@ type world struct {
 
 // walkFaults says what goes wrong in a walk beside the engines' own errors and deaths.
 type walkFaults struct {
-	engines bool // engines stand still
-	stalls  bool // the proxy stands still
-	isBlind bool // it does not notice that
+	engines bool    // engines stand still
+	stalls  bool    // the proxy stands still
+	isBlind bool    // it does not notice that
+	poison  float64 // percent of requests of which every engine dies
 }
 
 type worldEvent struct {
@@ -130,14 +132,19 @@ type fakeRank struct {
 	incarnation uint64
 	isAlive     bool
 	frozenUntil time.Duration
-	legs        map[*leg]bool
-	order       []*leg      // in which they came
+	legs        map[*fakeLeg]bool
+	order       []*fakeLeg  // in which they came
 	slots       []*fakeSlot // prefill: memory
 	cache       map[int]int // decode: content by prompt
 }
 
 func (r *fakeRank) ref() routing.RankRef {
 	return routing.RankRef{ID: r.id, Incarnation: r.incarnation}
+}
+
+// unit is a number of the incarnation.
+func (r *fakeRank) unit(incarnation uint64) uint64 {
+	return incarnation<<8 + uint64(r.side)<<4 + uint64(r.id.Rank()) + 1
 }
 
 // fakeSlot is memory for one prompt. It keeps its content until another prompt gets it.
@@ -154,14 +161,16 @@ type fakeParams struct {
 	used        int
 }
 
-// leg is a request at an engine.
-type leg struct {
+// fakeLeg is a request at an engine.
+type fakeLeg struct {
 	f        *flight
 	rank     *fakeRank
+	ref      routing.RankRef // of its incarnation
 	number   uint32
 	params   *fakeParams
 	isOver   bool // the engine knows that nobody waits
 	isFaulty bool // what happens to it is its rank's fault
+	isError  bool // what it answers is an error
 	text     int
 	inbox    []Event // that the proxy has not read
 }
@@ -189,18 +198,20 @@ func (r *fakeRank) kill() {
 			continue
 		}
 		l.isFaulty = true
-		l.tell(w.between(0, 20*time.Millisecond), Event{Kind: EvCut})
+		l.tell(w.between(0, 20*time.Millisecond), Event{Kind: EvEnded, Cause: Reset})
 		l.isOver = true
 	}
-	r.legs, r.order = map[*leg]bool{}, nil
+	r.legs, r.order = map[*fakeLeg]bool{}, nil
 	w.proxy(w.between(20*time.Millisecond, 300*time.Millisecond), func(at Instant) {
 		if w.known[r] == old.Incarnation {
 			delete(w.known, r)
 		}
 		for _, f := range w.open() {
-			f.step(at, Event{Kind: EvFenced, Side: r.side, Rank: old})
-			for s := range f.core.halves {
-				if h := &f.core.halves[s]; Side(s) == r.side && h.rank == old && h.number != 0 {
+			f.step(at, Event{
+				Kind: EvFenced, Side: r.side, Rank: old, Unit: r.unit(old.Incarnation), EngineFailed: true,
+			})
+			for s := range f.plan.legs {
+				if h := &f.plan.legs[s]; Side(s) == r.side && h.rank == old && h.number != 0 {
 					w.waitsForDead++
 				}
 			}
@@ -222,8 +233,9 @@ func (r *fakeRank) kill() {
 }
 
 // tell sends the proxy an event of the leg.
-func (l *leg) tell(d time.Duration, ev Event) {
-	ev.Number = l.number
+func (l *fakeLeg) tell(d time.Duration, ev Event) {
+	ev.Number, ev.Side, ev.Rank = l.number, l.rank.side, l.ref
+	ev.Unit = l.rank.unit(l.ref.Incarnation)
 	l.f.w.after(d, func() { // what comes on one connection keeps its order
 		l.inbox = append(l.inbox, ev)
 		l.f.w.proxy(0, func(at Instant) {
@@ -235,10 +247,10 @@ func (l *leg) tell(d time.Duration, ev Event) {
 }
 
 // accept begins a leg at the engine, unless it is not there any more.
-func (r *fakeRank) accept(l *leg, ref routing.RankRef) bool {
+func (r *fakeRank) accept(l *fakeLeg, ref routing.RankRef) bool {
 	if !r.isAlive || r.ref() != ref || r.w.chance(0.5) {
 		l.isFaulty = true
-		l.tell(time.Millisecond, Event{Kind: EvDialFailed})
+		l.tell(time.Millisecond, Event{Kind: EvEnded, Cause: ConnRefused})
 		return false
 	}
 	r.legs[l] = true
@@ -247,14 +259,21 @@ func (r *fakeRank) accept(l *leg, ref routing.RankRef) bool {
 }
 
 // finish ends a leg at the engine, and reports whether anybody waits for it.
-func (r *fakeRank) finish(l *leg) bool {
+func (r *fakeRank) finish(l *fakeLeg) bool {
 	was := r.legs[l] && !l.isOver
 	delete(r.legs, l)
 	return was
 }
 
+// refuse answers a decode leg with a status of 400.
+func (l *fakeLeg) refuse() {
+	l.isError = true
+	l.tell(0, Event{Kind: EvAnswered, Cause: Passed})
+	l.tell(0, Event{Kind: EvEnded, Cause: Passed})
+}
+
 // prefill computes a prompt and keeps it for a lease.
-func (r *fakeRank) prefill(l *leg, asksParams bool) {
+func (r *fakeRank) prefill(l *fakeLeg, asksParams bool) {
 	w := r.w
 	r.awake(w.between(30*time.Millisecond, 500*time.Millisecond), func() {
 		if !r.finish(l) {
@@ -262,14 +281,14 @@ func (r *fakeRank) prefill(l *leg, asksParams bool) {
 		}
 		switch {
 		case l.f.isBad:
-			l.tell(0, Event{Kind: EvRejected})
+			l.tell(0, Event{Kind: EvEnded, Cause: Passed})
 		case w.chance(1):
 			l.isFaulty = true
-			l.tell(0, Event{Kind: EvError})
+			l.tell(0, Event{Kind: EvEnded, Cause: EngineError})
 		case w.chance(1):
-			l.tell(0, Event{Kind: EvBusy})
+			l.tell(0, Event{Kind: EvEnded, Cause: Busy})
 		case w.chance(0.5) || !asksParams:
-			l.tell(w.between(0, 10*time.Millisecond), Event{Kind: EvDone})
+			l.tell(w.between(0, 10*time.Millisecond), Event{Kind: EvEnded})
 		default:
 			p := &fakeParams{rank: r, incarnation: r.incarnation, slot: r.slot()}
 			p.slot.content, p.slot.owner = l.f.prompt, p
@@ -277,7 +296,7 @@ func (r *fakeRank) prefill(l *leg, asksParams bool) {
 			w.n++
 			handle := uint64(w.n)
 			l.f.params[handle] = p
-			l.tell(w.between(0, 10*time.Millisecond), Event{Kind: EvDone, Params: handle})
+			l.tell(w.between(0, 10*time.Millisecond), Event{Kind: EvEnded, Params: handle})
 		}
 	})
 }
@@ -301,7 +320,7 @@ func (p *fakeParams) free() {
 }
 
 // decode answers a leg with parameters: it reads what they point to.
-func (r *fakeRank) decode(l *leg) {
+func (r *fakeRank) decode(l *fakeLeg) {
 	w, p := r.w, l.params
 	if p.used++; p.used > 1 {
 		w.twice++
@@ -316,12 +335,12 @@ func (r *fakeRank) decode(l *leg) {
 			r.finish(l)
 			p.free()
 			l.isFaulty = true // a fault of its own, that looks like one of the transfer
-			l.tell(0, Event{Kind: EvError})
+			l.tell(0, Event{Kind: EvEnded, Cause: EngineError})
 			return
 		case !p.rank.isAlive, p.rank.incarnation != p.incarnation && w.chance(50), w.chance(1):
 			r.awake(w.between(50*time.Millisecond, 6*time.Second), func() {
 				if r.finish(l) {
-					l.tell(0, Event{Kind: EvError})
+					l.tell(0, Event{Kind: EvEnded, Cause: EngineError})
 				}
 			})
 			return
@@ -343,7 +362,7 @@ func (r *fakeRank) decode(l *leg) {
 }
 
 // local answers a leg without parameters from the cache, or computes the prompt.
-func (r *fakeRank) local(l *leg) {
+func (r *fakeRank) local(l *fakeLeg) {
 	w := r.w
 	r.awake(w.between(30*time.Millisecond, 500*time.Millisecond), func() {
 		switch {
@@ -351,11 +370,11 @@ func (r *fakeRank) local(l *leg) {
 			r.finish(l)
 		case l.f.isBad:
 			r.finish(l)
-			l.tell(0, Event{Kind: EvRejected})
+			l.refuse()
 		case w.chance(1):
 			l.isFaulty = true
 			r.finish(l)
-			l.tell(0, Event{Kind: EvError})
+			l.tell(0, Event{Kind: EvEnded, Cause: EngineError})
 		default:
 			if _, ok := r.cache[l.f.prompt]; !ok {
 				r.cache[l.f.prompt] = l.f.prompt
@@ -367,37 +386,40 @@ func (r *fakeRank) local(l *leg) {
 }
 
 // answer streams.
-func (r *fakeRank) answer(l *leg) {
+func (r *fakeRank) answer(l *fakeLeg) {
 	w := r.w
-	l.tell(w.between(0, 20*time.Millisecond), Event{Kind: EvFirstByte})
+	l.tell(w.between(0, 20*time.Millisecond), Event{Kind: EvContent})
 	r.awake(w.between(20*time.Millisecond, 3*time.Second), func() {
 		if r.finish(l) {
-			l.tell(20*time.Millisecond, Event{Kind: EvDone})
+			l.tell(20*time.Millisecond, Event{Kind: EvEnded})
 		}
 	})
 }
 
 // flight is one request with its shell.
 type flight struct {
-	w       *world
-	core    *Core
-	prompt  int
-	isBad   bool
-	began   time.Duration
-	legs    map[uint32]*leg
-	tickets map[uint32]int // 1 = held, 2 = returned
-	params  map[uint64]*fakeParams
-	written map[uint32][2]int // by attempt: legs that were written
-	pushed  map[uint32]*leg   // by attempt: a decode leg that waits for a push
-	ranks   map[uint32]*fakeRank
+	w      *world
+	plan   *Plan
+	prompt int
+	isBad  bool
+	// every engine dies that gets it
+	isPoison bool
+	deaths   int
+	began    time.Duration
+	legs     map[uint32]*fakeLeg
+	tickets  map[uint32]int // 1 = held, 2 = returned
+	params   map[uint64]*fakeParams
+	written  map[uint32][2]int   // by attempt: legs that were written
+	pushed   map[uint32]*fakeLeg // by attempt: a decode leg that waits for a push
+	ranks    map[uint32]*fakeRank
 }
 
 // step tells the core an event and does what it says.
 func (f *flight) step(at Instant, ev Event) {
-	for _, cmd := range append([]Command(nil), f.core.Step(at, ev)...) {
+	for _, cmd := range append([]Command(nil), f.plan.Step(at, &ev)...) {
 		f.do(&cmd)
 	}
-	if f.core.IsSettled() && f.w.flights[f] {
+	if f.plan.IsSettled() && f.w.flights[f] {
 		delete(f.w.flights, f)
 		for _, n := range f.tickets {
 			if n != 2 {
@@ -410,24 +432,39 @@ func (f *flight) step(at Instant, ev Event) {
 func (f *flight) do(cmd *Command) {
 	w := f.w
 	switch cmd.Kind {
-	case CmdChoose:
+	case CmdPick:
 		f.choose(*cmd, 30)
 	case CmdReserve:
 		r, number, ref := w.ranks[cmd.Side][cmd.Rank.ID.Rank()], cmd.Number, cmd.Rank
 		f.ranks[number] = r
 		w.proxy(w.between(time.Millisecond, 30*time.Millisecond), func(at Instant) {
-			if !r.isAlive || r.ref() != ref || w.chance(2) {
-				f.step(at, Event{Kind: EvRefused, Number: number})
+			refused := Event{
+				Kind: EvRefused, Side: r.side, Number: number, Rank: ref, Unit: r.unit(ref.Incarnation),
+			}
+			switch {
+			case !r.isAlive || r.ref() != ref:
+				refused.Cause = Gone
+			case w.chance(1):
+				refused.Cause = NoLease
+			case w.chance(1):
+				refused.Cause = Full
+			}
+			if refused.Cause != OK {
+				f.step(at, refused)
 				return
 			}
 			f.tickets[number]++
 			f.step(at, Event{Kind: EvReserved, Number: number})
 		})
-	case CmdStartPrefill, CmdStartLocal, CmdStartDecode:
+	case CmdSend:
 		f.start(cmd)
-	case CmdPassOn:
+	case CmdRelay:
+		l := f.legs[cmd.Number]
+		if l.isError {
+			break
+		}
 		w.passed++
-		if f.legs[cmd.Number].text != f.prompt {
+		if l.text != f.prompt {
 			w.wrong++
 		}
 	case CmdCancel:
@@ -438,7 +475,8 @@ func (f *flight) do(cmd *Command) {
 		if f.tickets[cmd.Number]++; f.tickets[cmd.Number] != 2 {
 			w.badRelease++
 		}
-		if cmd.Ending >= EndDial && !f.isAtFault(cmd.Number) {
+		row := cmd.Cause.Row()
+		if (cmd.Charge || row.Probe || row.Done == DoneFailed && !row.Busy) && !f.isAtFault(cmd.Number) {
 			w.unfair++
 		}
 	case CmdAlarm:
@@ -446,12 +484,13 @@ func (f *flight) do(cmd *Command) {
 		w.alarms++
 		w.after(2*time.Millisecond, func() { r.cache = map[int]int{} })
 	case CmdCount:
-		w.outcomes[cmd.Outcome]++
+		w.results[cmd.Result]++
+		w.mostDeaths = max(w.mostDeaths, f.deaths)
 		w.ways[cmd.Way]++
 		w.longest = max(w.longest, w.now-f.began)
 	case CmdNote:
 		w.notes[cmd.Note]++
-	case CmdUndoChoice, CmdDiscard, CmdAnswer:
+	case CmdUndo, CmdDiscard, CmdAnswer, CmdSuspect, CmdPairFailed, CmdAsk:
 	}
 }
 
@@ -469,8 +508,8 @@ func (f *flight) choose(cmd Command, more int) {
 		for _, r := range w.ranks[s] {
 			ref := routing.RankRef{ID: r.id, Incarnation: w.known[r]}
 			isTried := ref == not
-			for _, tried := range f.core.Tried(s) {
-				isTried = isTried || tried == ref
+			for _, tried := range f.plan.Tried(s) {
+				isTried = isTried || tried.Rank == ref
 			}
 			if n++; w.known[r] != 0 && !isTried && (!ok || w.rnd.IntN(n) == 0) {
 				out, ok = ref, true
@@ -488,12 +527,12 @@ func (f *flight) choose(cmd Command, more int) {
 				w.proxy(100*time.Millisecond, func(Instant) { f.choose(cmd, more-1) })
 				return
 			}
-			f.step(at, Event{Kind: EvNoRank, Number: cmd.Number})
+			f.step(at, Event{Kind: EvNoRank, Number: cmd.Number, HasWaited: true})
 			return
 		}
-		ev := Event{Kind: EvChosen, Number: cmd.Number, Decode: d}
+		ev := Event{Kind: EvPicked, Number: cmd.Number, Decode: d}
 		if p, ok := pick(Prefill, cmd.Unlike[Prefill]); !cmd.WantPrefill || w.chance(5) {
-		} else if ev.Prefill, ev.Remote = p, ok; !ok {
+		} else if ev.Prefill, ev.IsRemote = p, ok; !ok {
 			ev.Fallback = true
 		}
 		f.step(at, ev)
@@ -502,9 +541,9 @@ func (f *flight) choose(cmd Command, more int) {
 
 // start sends a leg. Between the check of parameters and the write, the proxy may stand still.
 func (f *flight) start(cmd *Command) {
-	w, kind, fence, ref, attempt := f.w, cmd.Kind, cmd.Fence, cmd.Rank, cmd.Attempt
-	r := w.ranks[cmd.Side][ref.ID.Rank()]
-	l := &leg{f: f, rank: r, number: cmd.Number, params: f.params[cmd.Params]}
+	w, side, isRemote, fence, ref, attempt := f.w, cmd.Side, cmd.IsRemote, cmd.Fence, cmd.Rank, cmd.Attempt
+	r := w.ranks[side][ref.ID.Rank()]
+	l := &fakeLeg{f: f, rank: r, ref: ref, number: cmd.Number, params: f.params[cmd.Params]}
 	f.legs[cmd.Number] = l
 	w.proxy(w.between(0, 20*time.Millisecond), func(at Instant) {
 		if l.isOver || !r.accept(l, ref) {
@@ -512,7 +551,7 @@ func (f *flight) start(cmd *Command) {
 		}
 		if l.params != nil && !fence.IsUsable(at) {
 			r.finish(l)
-			l.tell(0, Event{Kind: EvTooLate})
+			l.tell(0, Event{Kind: EvEnded, Cause: TooLate})
 			return
 		}
 		w.proxy(w.between(0, 2*time.Millisecond), func(at Instant) {
@@ -521,11 +560,15 @@ func (f *flight) start(cmd *Command) {
 				return
 			}
 			switch {
-			case kind == CmdStartLocal:
+			case f.isPoison && r.isAlive: // the engine dies of it
+				f.deaths++
+				r.kill()
+				return
+			case side == Decode && !isRemote:
 				r.local(l)
-			case kind == CmdStartPrefill:
+			case side == Prefill:
 				f.write(attempt, Prefill)
-				r.prefill(l, f.core.cfg.Order == prefillFirst)
+				r.prefill(l, f.plan.cfg.Order == PrefillFirst)
 				f.push(l, attempt)
 			case l.params != nil:
 				r.decode(l)
@@ -533,7 +576,7 @@ func (f *flight) start(cmd *Command) {
 				f.write(attempt, Decode)
 				f.pushed[attempt] = l
 			}
-			if kind != CmdStartPrefill {
+			if side == Decode {
 				f.step(at, Event{Kind: EvSent, Number: l.number})
 			}
 		})
@@ -551,9 +594,9 @@ func (f *flight) write(attempt uint32, s Side) {
 
 // push moves the prompt to the decode leg of the same attempt when it is computed, if the transfer has that
 // direction.
-func (f *flight) push(p *leg, attempt uint32) {
+func (f *flight) push(p *fakeLeg, attempt uint32) {
 	w := f.w
-	if f.core.cfg.Order == prefillFirst {
+	if f.plan.cfg.Order == PrefillFirst {
 		return
 	}
 	p.rank.awake(w.between(30*time.Millisecond, 600*time.Millisecond), func() {

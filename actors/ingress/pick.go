@@ -1,0 +1,292 @@
+package ingress
+
+import (
+	"context"
+	"fmt"
+	"hash/maphash"
+	"time"
+
+	"github.com/dpserve/dpserve/internal/dispatch"
+	"github.com/dpserve/dpserve/internal/engine/openai"
+	"github.com/dpserve/dpserve/routing"
+)
+
+// chooser asks the Router once: for a rank, or why there is none. wait: there is no room now, or no rank yet.
+type chooser func() (rk *rank, f *failure, wait bool)
+
+// pick picks a rank with room, and waits in the application's queue if there is none. On success the Router
+// counts the request on that rank, unless the request computes no tokens.
+func (req *request) pick(ctx context.Context, cmd *dispatch.Command) dispatch.Event {
+	ev := dispatch.Event{Kind: dispatch.EvNoRank, Number: cmd.Number}
+	var rk *rank
+	switch {
+	case req.route.Generates():
+		rk, ev.HasWaited = req.pickBy(ctx, cmd.Pays, req.decide)
+	case req.prompt.hasDirect:
+		rk = req.pickNamed()
+	default:
+		rk, ev.HasWaited = req.pickUncounted(ctx, cmd.Pays)
+	}
+	if rk != nil {
+		ev.Kind, ev.Decode, req.attempt.rank = dispatch.EvPicked, rk.ref(), rk
+	}
+	return ev
+}
+
+// pickBy picks with a decision of the caller's. Without a rank, req.failure says why; hasWaited: the request
+// has waited for room as long as it may, or it may not wait. pays: a retry that must wait for room draws from
+// the retry budget, so that requests which fail everywhere do not take the room of others.
+func (req *request) pickBy(ctx context.Context, pays bool, decide chooser) (rk *rank, hasWaited bool) {
+	req.picks++
+	req.hadTurn = req.picks > 1 // no later request may overtake it
+	ar, last := req.app.router, req.ends.takeUnpaid()
+	if ar.queue.empty() {
+		rk, f, wait := decide()
+		if !wait {
+			if req.failure = f; rk != nil {
+				req.countRetry(last, "free")
+			}
+			return rk, false
+		}
+	}
+	budget := "free"
+	if pays {
+		budget = "drawn"
+		if !ar.retryBudget.draw(req.in.clock()) {
+			ar.metrics.Load().Attempt(last.cause.String(), "empty")
+			return nil, false
+		}
+	}
+	req.countRetry(last, budget)
+	return req.waitForRank(ctx, decide)
+}
+
+// pickUncounted returns a rank for a request that computes no tokens: any ready rank that has not failed it,
+// full or not, of this node if there is one. If there is none, the request waits like any other.
+func (req *request) pickUncounted(ctx context.Context, pays bool) (rk *rank, hasWaited bool) {
+	if rk := req.app.router.anyReadyRank(req.plan.Tried(dispatch.Decode)); rk != nil {
+		req.countRetry(req.ends.takeUnpaid(), "free")
+		return rk, false
+	}
+	rk, hasWaited = req.pickBy(ctx, pays, req.decide)
+	if rk != nil {
+		req.attempt.rank = rk
+		req.undoPick() // decide has counted it
+	}
+	return rk, hasWaited
+}
+
+// pickNamed returns the rank that a request without work for the Router names, unless it has failed already.
+func (req *request) pickNamed() *rank {
+	rk := req.app.router.readyRank(req.prompt.direct)
+	if rk == nil || len(req.plan.Tried(dispatch.Decode)) > 0 {
+		req.failure = req.namedRankFailure()
+		return nil
+	}
+	return rk
+}
+
+// decide asks the Router once.
+func (req *request) decide() (rk *rank, f *failure, wait bool) {
+	if req.split.decides() {
+		return req.split.decide()
+	}
+	ar := req.app.router
+	for {
+		router := ar.router.Load()
+		req.excludeTried()
+		req.query.ID = req.in.requestID()
+		// before the Router's lock, and for each decision, because the caches change
+		ar.describeRequest(&req.query, &req.prompt)
+		began := time.Now()
+		router.Pick(&req.query, &req.choice)
+		ar.metrics.Load().Decision(time.Since(began))
+		switch req.choice.Kind {
+		case routing.Route:
+			id := req.choice.Ranked[0]
+			if rk := ar.findRank(id); rk != nil {
+				ar.metrics.Load().Pick(id.Group(), id.Rank(), req.choice.Reason)
+				ar.decisions.record(req.id, req.ends.count()+1, router.Policy(), &req.prompt, &req.query,
+					&req.choice)
+				req.attempt.router, req.attempt.isCounted = router, true
+				return rk, nil, false
+			}
+			req.in.observeUndo(router, id, req.query.ID) // the rank is gone since the decision
+		case routing.Queue:
+			return nil, nil, true
+		default:
+			switch isDoubtful, isOver := req.doubtsUnit(); {
+			case isOver:
+			case isDoubtful, !req.busyUntil.IsZero():
+				return nil, nil, true
+			default:
+				return nil, req.pickFailure(), false
+			}
+		}
+	}
+}
+
+// excluded are the ranks of a side that the request must not ask again.
+func (req *request) excluded(side dispatch.Side) []dispatch.Excluded {
+	if req.split.isUnderWay() {
+		return req.split.flight.AppendTried(nil, side)
+	}
+	return req.plan.Tried(side)
+}
+
+// excludeTried lists the ranks that the Router must not pick. A rank that returned as a new incarnation has
+// neither failed nor refused the request.
+func (req *request) excludeTried() {
+	req.query.Tried = req.app.router.appendExcluded(req.query.Tried[:0], req.excluded(dispatch.Decode),
+		!req.unitLives)
+	req.query.Tried, req.busyUntil = req.ends.appendBusy(req.query.Tried)
+	req.query.Tried = req.split.appendPaired(req.query.Tried)
+}
+
+// How long the ranks of a lockstep unit count as lost after one of them died or refused, though the unit's
+// stream does not say so yet: its ranks fail one by one before.
+const (
+	lossWait       = 250 * time.Millisecond
+	deadEngineWait = 2 * time.Second // the engine reported its dead core: it exits within a second
+)
+
+// doubtsUnit reports whether the request is kept from ready ranks only because another rank of their lockstep
+// unit died under it or refused it: then it waits until the stream says that the unit is lost, and goes on
+// waiting for its return. isOver: the wait has just ended, and the unit lives.
+func (req *request) doubtsUnit() (isDoubtful, isOver bool) {
+	if req.unitLives || !req.app.router.hasDoubtfulUnit(req.excluded(dispatch.Decode)) {
+		return false, false
+	}
+	now := time.Now()
+	if req.unitDue.IsZero() {
+		wait := lossWait
+		if last, _ := req.ends.get(); last != nil && last.cause == dispatch.EngineDead {
+			wait = deadEngineWait
+		}
+		req.unitDue = now.Add(wait)
+	}
+	req.unitLives = !now.Before(req.unitDue)
+	return !req.unitLives, req.unitLives
+}
+
+// restriction is equal for requests that may use the same ranks. It depends on the incarnations that failed
+// or refused the request and on the rank that it names.
+func (req *request) restriction() uint64 {
+	excluded := req.excluded(dispatch.Decode)
+	if len(excluded) == 0 && !req.prompt.hasDirect {
+		return unrestricted
+	}
+	var sum uint64 // the order of the attempts does not matter
+	for _, x := range excluded {
+		sum += maphash.Comparable(restrictionSeed, x)
+	}
+	if req.prompt.hasDirect {
+		sum += maphash.Comparable(restrictionSeed, req.prompt.direct)
+	}
+	return max(sum, unrestricted+1)
+}
+
+var restrictionSeed = maphash.MakeSeed()
+
+// waitForRank queues the request until it has the turn and a rank has room, at most queue_s over all its
+// waits.
+func (req *request) waitForRank(ctx context.Context, decide chooser) (rk *rank, hasWaited bool) {
+	ar, began := req.app.router, time.Now()
+	if req.queueDeadline.IsZero() {
+		req.queueDeadline = began.Add(req.app.queue)
+	}
+	req.waiter.restriction = req.restriction()
+	if req.hadTurn {
+		ar.queue.rejoin(req.waiter)
+	} else if !ar.queue.join(req.waiter, req.app.app.MaxQueuedRequests, req.in.limits.MaxQueueTokens) {
+		req.failure = newFailure(openai.CodeOverloaded,
+			"the queue of this application is full; try again later").withRetryAfter(ar.retryAfter())
+		return nil, true
+	}
+	ar.demand.update()
+	defer func() {
+		ar.queue.leave(req.waiter)
+		ar.demand.update()
+		ar.metrics.Load().QueueWait(time.Since(began))
+	}()
+	timeout := time.NewTimer(time.Until(req.nextDue()))
+	defer timeout.Stop()
+	for asks := ar.queue.hasTurn(req.waiter); ; {
+		if asks {
+			rk, f, wait := decide()
+			if !wait {
+				req.failure = f
+				return rk, false
+			}
+			ar.queue.yield(req.waiter)
+			timeout.Reset(time.Until(req.nextDue()))
+		}
+		select {
+		case <-req.waiter.wake:
+			asks = ar.queue.hasTurn(req.waiter)
+		case <-timeout.C:
+			if asks = true; time.Now().Before(req.queueDeadline) {
+				continue // the wait for a unit or a full engine is over
+			}
+			req.failure = newFailure(openai.CodeQueueTimeout,
+				"no rank had room in time; try again later").withRetryAfter(ar.retryAfter())
+			return nil, true
+		case <-ctx.Done():
+			req.failure = finalFailure(&result{cause: contextCause(ctx)})
+			return nil, true
+		}
+	}
+}
+
+// nextDue is when a request in the queue looks again by itself.
+func (req *request) nextDue() time.Time {
+	due := req.queueDeadline
+	if !req.unitLives && !req.unitDue.IsZero() && req.unitDue.Before(due) {
+		due = req.unitDue
+	}
+	if !req.busyUntil.IsZero() && req.busyUntil.Before(due) {
+		due = req.busyUntil
+	}
+	return due
+}
+
+// pickFailure is the answer to a request that no rank can take.
+func (req *request) pickFailure() *failure {
+	if req.choice.Reason == routing.ReasonNoRankGiven {
+		return newFailure(openai.CodeInvalidRequest,
+			"this application uses routing policy direct: name the rank in x-dpserve-rank: GROUP/RANK")
+	}
+	if req.prompt.hasDirect {
+		return req.namedRankFailure()
+	}
+	if req.choice.Reason == routing.ReasonAllBusy {
+		return newFailure(openai.CodeOverloaded,
+			"every rank of this application is above routing.busy_threshold; try again").withRetryAfter(
+			req.app.router.retryAfter())
+	}
+	f := newFailure(openai.CodeNoReadyRank, "no rank of this application is ready"+
+		req.app.router.noRoomText()+"; see `dpserve status`").withRetryAfter(req.app.router.retryAfter())
+	f.cause = req.choice.Reason
+	return f
+}
+
+// namedRankFailure is the answer to a request whose rank, named in x-dpserve-rank, cannot take it: the
+// application has no such rank, or the rank is not ready, tripped or full. No other rank is asked.
+func (req *request) namedRankFailure() *failure {
+	ar, id := req.app.router, req.prompt.direct
+	if !ar.hasRank(id) {
+		return newFailure(openai.CodeInvalidRequest, fmt.Sprintf("x-dpserve-rank: this application has no "+
+			"rank %s (it has %s); correct the header or leave it out", id, req.app.rankRange()))
+	}
+	why := "has all the requests that it may hold"
+	switch rk := ar.readyRank(id); {
+	case rk == nil:
+		why = "is not ready"
+	case ar.isTripped(rk):
+		why = "is tripped: its last answers failed"
+	}
+	f := newFailure(openai.CodeNoReadyRank, fmt.Sprintf("rank %s, which x-dpserve-rank names, %s; try again "+
+		"later, or leave the header out and any rank may answer", id, why)).withRetryAfter(ar.retryAfter())
+	f.cause = routing.ReasonRankUnavailable
+	return f
+}
