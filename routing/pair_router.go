@@ -264,8 +264,8 @@ func (t *PairTable) HasMet(p, d RankRef) bool {
 // pairFailures is how many prompts in a row may fail on their way between two ranks.
 const pairFailures = 3
 
-// Failed records that a prompt failed on its way from p to d, by whatever fault. The last of pairFailures in a
-// row ends the pair, until SetMet: a first transfer has to end well again.
+// Failed records that a prompt failed on its way from p to d, by whatever fault. The last of pairFailures
+// in a row ends the pair, until SetMet: a first transfer has to end well again.
 func (t *PairTable) Failed(p, d RankRef) (isOver bool) {
 	key := pairKey{p, d}
 	if _, ok := t.met[key]; !ok {

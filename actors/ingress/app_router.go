@@ -34,7 +34,6 @@ type appRouter struct {
 	decisions    decisionLog                  // for replays
 
 	reservations reservations
-	answers      goodAnswers
 	demand       queueDemand
 	estimates    estimates
 
@@ -89,6 +88,7 @@ type outage struct {
 type estimates struct {
 	tokens      openai.Estimators
 	meanService atomic.Int64 // EWMA of the time that a request holds its place, in ns
+	answers     goodAnswers
 }
 
 func newAppRouter(in *Ingress, name string) *appRouter {
@@ -242,13 +242,6 @@ func (ar *appRouter) lossOf(r *rank) (isLost, engineFailed bool) {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
 	return r.lost, r.engineFailed
-}
-
-// isTripped reports whether the rank's last answers failed.
-func (ar *appRouter) isTripped(r *rank) bool {
-	ar.mu.Lock()
-	defer ar.mu.Unlock()
-	return r.tripOrder > 0
 }
 
 // appendExcluded appends the ranks among excluded that still serve. units: of a lockstep application, all

@@ -82,8 +82,8 @@ func (e *ends) noteBusy(id routing.RankID, retryAfter string) {
 	e.busy = append(e.busy, busyRank{id, time.Now().Add(wait)})
 }
 
-// appendBusy appends the ranks that are full for a while, and gives when the first of them may be asked again;
-// zero: there are none.
+// appendBusy appends the ranks that are full for a while, and gives when the first of them may be asked
+// again; zero: there are none.
 func (e *ends) appendBusy(dst []routing.RankID) (out []routing.RankID, until time.Time) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -112,7 +112,8 @@ func (e *ends) count() int {
 func (e *ends) keepWords(w heldWords) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if len(w.body) <= maxWords && (e.words == nil || e.words.cause != dispatch.Busy || w.cause == dispatch.Busy) {
+	isBetter := e.words == nil || e.words.cause != dispatch.Busy || w.cause == dispatch.Busy
+	if isBetter && len(w.body) <= maxWords {
 		e.words = &w
 	}
 }
@@ -140,8 +141,8 @@ func (e *ends) reset() {
 	e.last, e.isUnpaid, e.words, e.attempts, e.busy = nil, false, nil, 0, e.busy[:0]
 }
 
-// ask dispatches to the picked rank and relays its answer. When it returns, the engine works no longer for the
-// request. ahead is what the plan has decided already about the end of the leg; nil: it has to be told.
+// ask dispatches to the picked rank and relays its answer. When it returns, the engine works no longer for
+// the request. ahead is what the plan has decided already about the end of the leg; nil: it has to be told.
 func (req *request) ask(parent context.Context, number uint32) (ev dispatch.Event, ahead []dispatch.Command) {
 	ctx, cancel := context.WithCancelCause(parent)
 	defer cancel(errOver)
@@ -282,9 +283,9 @@ func (req *request) recordTicket(t *msg.Ticket) {
 }
 
 // endRefused removes a refused request from the rank's load, and gives the cause. It first corrects the
-// picture of a full rank, so that the undo wakes no request without reason. A rank answers "expired" both to a
-// client that left and to a deadline; only the ingress can tell them apart. life is the context of the ticket:
-// it ends a moment before that of the attempt, its child.
+// picture of a full rank, so that the undo wakes no request without reason. A rank answers "expired" both
+// to a client that left and to a deadline; only the ingress can tell them apart. life is the context of the
+// ticket: it ends a moment before that of the attempt, its child.
 func (req *request) endRefused(life, ctx context.Context, reply msg.AdmitReply) dispatch.Cause {
 	why := refusedAs(reply.Refusal)
 	switch {

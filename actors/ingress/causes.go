@@ -15,9 +15,9 @@ import (
 
 // refusals maps a DPServer's refusals to causes.
 var refusals = [...]dispatch.Cause{
-	msg.Granted: dispatch.OK, msg.Full: dispatch.Full, msg.StaleEpoch: dispatch.StaleEpoch, msg.NotReady: dispatch.NotReady,
-	msg.Fenced:   dispatch.Fenced,
-	msg.Draining: dispatch.Draining, msg.NoLease: dispatch.NoLease, msg.Expired: dispatch.Expired, msg.Gone: dispatch.Gone,
+	msg.Granted: dispatch.OK, msg.Full: dispatch.Full, msg.StaleEpoch: dispatch.StaleEpoch,
+	msg.NotReady: dispatch.NotReady, msg.Fenced: dispatch.Fenced, msg.Draining: dispatch.Draining,
+	msg.NoLease: dispatch.NoLease, msg.Expired: dispatch.Expired, msg.Gone: dispatch.Gone,
 	msg.Overloaded: dispatch.Overloaded,
 }
 

@@ -153,7 +153,7 @@ func (b *decisionRig) live(body []byte, h http.Header) *request {
 	req.body = &bodyBuffer{b: body}
 	require.NoError(b.t, req.scan.Scan(req.route, body))
 	require.Nil(b.t, req.prepare())
-	_, _, _ = req.decide()
+	_, _, _ = search{req}.decide()
 	return req
 }
 

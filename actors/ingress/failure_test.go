@@ -24,9 +24,9 @@ import (
 	"github.com/dpserve/dpserve/internal/app"
 )
 
-// TestFS4EveryReplicaAnswers500: each request asks as many ranks as it may while they have room, no rank twice,
-// and gets the words of the last one. When it must wait for room, retries stay within a tenth of the requests
-// plus 20.
+// TestFS4EveryReplicaAnswers500: each request asks as many ranks as it may while they have room, no rank
+// twice, and gets the words of the last one. When it must wait for room, retries stay within a tenth of the
+// requests plus 20.
 func TestFS4EveryReplicaAnswers500(t *testing.T) {
 	const n = 200
 	var calls atomic.Int32

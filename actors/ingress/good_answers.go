@@ -10,10 +10,10 @@ import (
 // answeredWithin is how long an answer of a rank shows that the application's engines answer a model.
 const answeredWithin = time.Minute
 
-// goodAnswers says which ranks have answered a model well of late. A client's mistake is the same at every rank;
-// so if one of them refuses a model, an API key or a route, and another one has just answered, the rank is at
-// fault. It is bounded by the names of the application's models. Safe for concurrent use; the zero value is
-// ready.
+// goodAnswers says which ranks have answered a model well of late. A client's mistake is the same at every
+// rank; so if one of them refuses a model, an API key or a route, and another one has just answered, the
+// rank is at fault. It is bounded by the names of the application's models. Safe for concurrent use; the
+// zero value is ready.
 type goodAnswers struct {
 	mu     sync.Mutex
 	models map[string]*lastAnswers

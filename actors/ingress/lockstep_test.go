@@ -13,9 +13,9 @@ import (
 	"github.com/dpserve/dpserve/internal/state"
 )
 
-// TestOneLostUnitIsOneAttempt: a rank of a lockstep unit fails before its stream reports the loss. The request
-// asks no other rank of the unit, and waits until the unit is back. If the engine has reported that its core is
-// dead, the wait for the report is longer, because its process has yet to exit.
+// TestOneLostUnitIsOneAttempt: a rank of a lockstep unit fails before its stream reports the loss. The
+// request asks no other rank of the unit, and waits until the unit is back. If the engine has reported that
+// its core is dead, the wait for the report is longer, because its process has yet to exit.
 func TestOneLostUnitIsOneAttempt(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {

@@ -182,9 +182,9 @@ func (s *split) choose(cmd *dispatch.Command) dispatch.Event {
 	defer s.setChoice(0, nil)
 	ev := dispatch.Event{Kind: dispatch.EvNoRank, Number: cmd.Number}
 	switch {
-	case !cmd.WantDecode:
+	case !cmd.Want[dispatch.Decode]:
 		return s.choosePrefill(cmd)
-	case cmd.WantPrefill:
+	case cmd.Want[dispatch.Prefill]:
 		s.chooseBoth(ctx, cmd, &ev)
 	default:
 		s.chooseDecode(ctx, cmd, &ev)
@@ -200,7 +200,7 @@ func (s *split) setChoice(number uint32, cancel context.CancelCauseFunc) {
 
 // chooseBoth chooses a pair, or a decode rank alone.
 func (s *split) chooseBoth(ctx context.Context, cmd *dispatch.Command, ev *dispatch.Event) {
-	rk, hasWaited := s.req.pickBy(ctx, cmd.Pays, func() (*rank, *failure, bool) {
+	rk, hasWaited := search{s.req}.pickBy(ctx, cmd.Pays, func() (*rank, *failure, bool) {
 		return s.decideUnlike(cmd.Unlike)
 	})
 	if ev.HasWaited = hasWaited; rk == nil {
@@ -243,7 +243,7 @@ func (s *split) choosePrefill(cmd *dispatch.Command) dispatch.Event {
 // chooseDecode chooses another decode rank: for the prompt of a prefill rank that stays, or one that computes
 // the prompt itself.
 func (s *split) chooseDecode(ctx context.Context, cmd *dispatch.Command, ev *dispatch.Event) {
-	req, decide := s.req, s.req.decide
+	req, decide := s.req, search{s.req}.decide
 	isRemote := cmd.Prefill != (routing.RankRef{})
 	if isRemote {
 		decide = func() (*rank, *failure, bool) {
@@ -252,7 +252,7 @@ func (s *split) chooseDecode(ctx context.Context, cmd *dispatch.Command, ev *dis
 	} else {
 		s.way = dispatch.WayFallback
 	}
-	rk, hasWaited := req.pickBy(ctx, cmd.Pays, decide)
+	rk, hasWaited := search{req}.pickBy(ctx, cmd.Pays, decide)
 	if ev.HasWaited = hasWaited; rk == nil {
 		return
 	}
@@ -267,7 +267,7 @@ func (s *split) decideDecode(prefill, unlike routing.RankRef) (rk *rank, f *fail
 	req, p := s.req, s.pair
 	_, router := p.router.Routers()
 	for {
-		req.excludeTried()
+		search{req}.excludeTried()
 		if unlike != (routing.RankRef{}) {
 			req.query.Tried = append(req.query.Tried, unlike.ID)
 		}
@@ -282,7 +282,7 @@ func (s *split) decideDecode(prefill, unlike routing.RankRef) (rk *rank, f *fail
 		case req.choice.Kind == routing.Queue:
 			return nil, nil, true
 		default:
-			return nil, req.pickFailure(), false
+			return nil, search{req}.pickFailure(), false
 		}
 		id := req.choice.Ranked[0]
 		req.attempt.router = router

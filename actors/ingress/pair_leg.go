@@ -262,7 +262,7 @@ func (s legRunner) prefillLeg(l *pairLeg, cmd *dispatch.Command) (res result, pa
 	}
 	a, failed := transfer.ReadPrefill(s.pair.transfer, &s.body, answer)
 	l.own.firstToken = time.Now()
-	l.pool.answers.note(s.req.scan.Model, l.rank.ref(), s.req.in.clock())
+	l.pool.estimates.answers.note(s.req.scan.Model, l.rank.ref(), s.req.in.clock())
 	l.answer, l.answer.Params = a, nil
 	s.pair.metrics.Part("prefill", l.own.firstToken.Sub(l.started))
 	switch failed {
@@ -291,11 +291,11 @@ func paramsSource(rk *rank) transfer.Source {
 	return transfer.Source{Rank: rk.App + "/" + rk.ID.String(), Incarnation: rk.Incarnation}
 }
 
-// readPrefillError reads an answer that is not 2xx. Its words are kept for the client: the decode rank may say
-// the same.
+// readPrefillError reads an answer that is not 2xx. Its words are kept for the client: the decode rank may
+// say the same.
 func (s legRunner) readPrefillError(l *pairLeg, resp *http.Response, body []byte) result {
 	e := openai.ParseError(body)
-	res := judgeAnswer(resp.StatusCode, &e, s.req.rankFault(l.pool, l.rank))
+	res := judgeAnswer(resp.StatusCode, &e, relay{s.req}.rankFault(l.pool, l.rank))
 	if res.cause.Row().Words {
 		s.req.ends.keepWords(heldWords{res, resp.Header, body})
 	}
@@ -381,7 +381,8 @@ func (s legRunner) decodeLeg(l *pairLeg, cmd *dispatch.Command) result {
 	case err != nil:
 		res := failedAsk(l.ctx, err)
 		if res.cause == dispatch.ConnRefused { // no engine has seen the parameters
-			if p := s.findLeg(uint32(cmd.Params)); p != nil && p.params != nil { //nolint:gosec // a leg's number
+			//nolint:gosec // it is a leg's number
+			if p := s.findLeg(uint32(cmd.Params)); p != nil && p.params != nil {
 				p.params.PutBack()
 			}
 		}

@@ -84,7 +84,7 @@ func (g *pairRig) live(body []byte, h http.Header) *request {
 	require.NoError(g.t, req.scan.Scan(req.route, body))
 	require.Nil(g.t, req.prepare())
 	req.split.choice.Explain = true
-	_, _, _ = req.decide()
+	_, _, _ = search{req}.decide()
 	return req
 }
 

@@ -181,7 +181,7 @@ func (s *split) decideUnlike(unlike [2]routing.RankRef) (rk *rank, f *failure, w
 	unmet := p.plainOnly      // decode ranks that have met no prefill rank
 	alone := dispatch.WayNone // how a rank of plainOnly gets the request, if one does
 	for {
-		req.excludeTried()
+		search{req}.excludeTried()
 		req.query.Tried = append(req.query.Tried, unmet...)
 		if unlike[dispatch.Decode] != (routing.RankRef{}) {
 			req.query.Tried = append(req.query.Tried, unlike[dispatch.Decode].ID)
@@ -226,7 +226,7 @@ func (s *split) decideUnlike(unlike [2]routing.RankRef) (rk *rank, f *failure, w
 				d.Reason = routing.PairNotPrewarmed
 				return nil, s.noPrefillFailure(), false
 			}
-			return nil, req.pickFailure(), false
+			return nil, search{req}.pickFailure(), false
 		}
 		if rk, ok := s.takeChoice(); ok {
 			if alone != dispatch.WayNone {
@@ -264,7 +264,8 @@ func (s *split) leavePair() *failure {
 
 // describePrefill writes the prefill pool's query of a new decision.
 func (s *split) describePrefill(unlike routing.RankRef) {
-	s.query.Tried = s.pair.prefill.appendExcluded(s.query.Tried[:0], s.req.excluded(dispatch.Prefill), true)
+	excluded := search{s.req}.excluded(dispatch.Prefill)
+	s.query.Tried = s.pair.prefill.appendExcluded(s.query.Tried[:0], excluded, true)
 	if unlike != (routing.RankRef{}) {
 		s.query.Tried = append(s.query.Tried, unlike.ID)
 	}

@@ -11,12 +11,15 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
+// search is a request that looks for a rank.
+type search struct{ *request }
+
 // chooser asks the Router once: for a rank, or why there is none. wait: there is no room now, or no rank yet.
 type chooser func() (rk *rank, f *failure, wait bool)
 
 // pick picks a rank with room, and waits in the application's queue if there is none. On success the Router
 // counts the request on that rank, unless the request computes no tokens.
-func (req *request) pick(ctx context.Context, cmd *dispatch.Command) dispatch.Event {
+func (req search) pick(ctx context.Context, cmd *dispatch.Command) dispatch.Event {
 	ev := dispatch.Event{Kind: dispatch.EvNoRank, Number: cmd.Number}
 	var rk *rank
 	switch {
@@ -36,7 +39,7 @@ func (req *request) pick(ctx context.Context, cmd *dispatch.Command) dispatch.Ev
 // pickBy picks with a decision of the caller's. Without a rank, req.failure says why; hasWaited: the request
 // has waited for room as long as it may, or it may not wait. pays: a retry that must wait for room draws from
 // the retry budget, so that requests which fail everywhere do not take the room of others.
-func (req *request) pickBy(ctx context.Context, pays bool, decide chooser) (rk *rank, hasWaited bool) {
+func (req search) pickBy(ctx context.Context, pays bool, decide chooser) (rk *rank, hasWaited bool) {
 	req.picks++
 	req.hadTurn = req.picks > 1 // no later request may overtake it
 	ar, last := req.app.router, req.ends.takeUnpaid()
@@ -63,7 +66,7 @@ func (req *request) pickBy(ctx context.Context, pays bool, decide chooser) (rk *
 
 // pickUncounted returns a rank for a request that computes no tokens: any ready rank that has not failed it,
 // full or not, of this node if there is one. If there is none, the request waits like any other.
-func (req *request) pickUncounted(ctx context.Context, pays bool) (rk *rank, hasWaited bool) {
+func (req search) pickUncounted(ctx context.Context, pays bool) (rk *rank, hasWaited bool) {
 	if rk := req.app.router.anyReadyRank(req.plan.Tried(dispatch.Decode)); rk != nil {
 		req.countRetry(req.ends.takeUnpaid(), "free")
 		return rk, false
@@ -77,7 +80,7 @@ func (req *request) pickUncounted(ctx context.Context, pays bool) (rk *rank, has
 }
 
 // pickNamed returns the rank that a request without work for the Router names, unless it has failed already.
-func (req *request) pickNamed() *rank {
+func (req search) pickNamed() *rank {
 	rk := req.app.router.readyRank(req.prompt.direct)
 	if rk == nil || len(req.plan.Tried(dispatch.Decode)) > 0 {
 		req.failure = req.namedRankFailure()
@@ -87,7 +90,7 @@ func (req *request) pickNamed() *rank {
 }
 
 // decide asks the Router once.
-func (req *request) decide() (rk *rank, f *failure, wait bool) {
+func (req search) decide() (rk *rank, f *failure, wait bool) {
 	if req.split.decides() {
 		return req.split.decide()
 	}
@@ -127,7 +130,7 @@ func (req *request) decide() (rk *rank, f *failure, wait bool) {
 }
 
 // excluded are the ranks of a side that the request must not ask again.
-func (req *request) excluded(side dispatch.Side) []dispatch.Excluded {
+func (req search) excluded(side dispatch.Side) []dispatch.Excluded {
 	if req.split.isUnderWay() {
 		return req.split.flight.AppendTried(nil, side)
 	}
@@ -136,7 +139,7 @@ func (req *request) excluded(side dispatch.Side) []dispatch.Excluded {
 
 // excludeTried lists the ranks that the Router must not pick. A rank that returned as a new incarnation has
 // neither failed nor refused the request.
-func (req *request) excludeTried() {
+func (req search) excludeTried() {
 	req.query.Tried = req.app.router.appendExcluded(req.query.Tried[:0], req.excluded(dispatch.Decode),
 		!req.unitLives)
 	req.query.Tried, req.busyUntil = req.ends.appendBusy(req.query.Tried)
@@ -153,7 +156,7 @@ const (
 // doubtsUnit reports whether the request is kept from ready ranks only because another rank of their lockstep
 // unit died under it or refused it: then it waits until the stream says that the unit is lost, and goes on
 // waiting for its return. isOver: the wait has just ended, and the unit lives.
-func (req *request) doubtsUnit() (isDoubtful, isOver bool) {
+func (req search) doubtsUnit() (isDoubtful, isOver bool) {
 	if req.unitLives || !req.app.router.hasDoubtfulUnit(req.excluded(dispatch.Decode)) {
 		return false, false
 	}
@@ -171,7 +174,7 @@ func (req *request) doubtsUnit() (isDoubtful, isOver bool) {
 
 // restriction is equal for requests that may use the same ranks. It depends on the incarnations that failed
 // or refused the request and on the rank that it names.
-func (req *request) restriction() uint64 {
+func (req search) restriction() uint64 {
 	excluded := req.excluded(dispatch.Decode)
 	if len(excluded) == 0 && !req.prompt.hasDirect {
 		return unrestricted
@@ -190,7 +193,7 @@ var restrictionSeed = maphash.MakeSeed()
 
 // waitForRank queues the request until it has the turn and a rank has room, at most queue_s over all its
 // waits.
-func (req *request) waitForRank(ctx context.Context, decide chooser) (rk *rank, hasWaited bool) {
+func (req search) waitForRank(ctx context.Context, decide chooser) (rk *rank, hasWaited bool) {
 	ar, began := req.app.router, time.Now()
 	if req.queueDeadline.IsZero() {
 		req.queueDeadline = began.Add(req.app.queue)
@@ -239,7 +242,7 @@ func (req *request) waitForRank(ctx context.Context, decide chooser) (rk *rank, 
 }
 
 // nextDue is when a request in the queue looks again by itself.
-func (req *request) nextDue() time.Time {
+func (req search) nextDue() time.Time {
 	due := req.queueDeadline
 	if !req.unitLives && !req.unitDue.IsZero() && req.unitDue.Before(due) {
 		due = req.unitDue
@@ -251,7 +254,7 @@ func (req *request) nextDue() time.Time {
 }
 
 // pickFailure is the answer to a request that no rank can take.
-func (req *request) pickFailure() *failure {
+func (req search) pickFailure() *failure {
 	if req.choice.Reason == routing.ReasonNoRankGiven {
 		return newFailure(openai.CodeInvalidRequest,
 			"this application uses routing policy direct: name the rank in x-dpserve-rank: GROUP/RANK")
@@ -272,7 +275,7 @@ func (req *request) pickFailure() *failure {
 
 // namedRankFailure is the answer to a request whose rank, named in x-dpserve-rank, cannot take it: the
 // application has no such rank, or the rank is not ready, tripped or full. No other rank is asked.
-func (req *request) namedRankFailure() *failure {
+func (req search) namedRankFailure() *failure {
 	ar, id := req.app.router, req.prompt.direct
 	if !ar.hasRank(id) {
 		return newFailure(openai.CodeInvalidRequest, fmt.Sprintf("x-dpserve-rank: this application has no "+

@@ -19,11 +19,10 @@ const causeBusy = "engine_busy"
 // anyone; the rest belongs to appRouter.mu.
 type rank struct {
 	*rankleg.Rank
-	local      bool   // the rank is on this node
-	unitKey    uint64 // equal for the ranks of one incarnation of a unit
-	asker      rankleg.Asker
-	groupValue []string // header value of answers; shared by all answers
-	rankValue  []string
+	local   bool   // the rank is on this node
+	unitKey uint64 // equal for the ranks of one incarnation of a unit
+	asker   rankleg.Asker
+	values  rankValues
 
 	accepting    bool
 	busy         bool   // not accepting because of causeBusy
@@ -41,6 +40,9 @@ type rank struct {
 	publishedState
 	attempts *attempt // attempts on this rank: head of a list
 }
+
+// rankValues are the values of header fields that name the rank. All answers share them.
+type rankValues struct{ group, rank []string }
 
 // rankRoom says for which ingress a rank has room.
 type rankRoom struct {
@@ -83,9 +85,10 @@ func newRank(rec *msg.Record, in *Ingress) (*rank, error) {
 	}
 	r := &rank{
 		Rank: leg, local: leg.Node == in.node || in.remote == nil, asker: in.remote,
-		groupValue: []string{strconv.Itoa(leg.ID.Group())},
-		rankValue:  []string{strconv.Itoa(leg.ID.Rank())},
-		unitKey:    maphash.Comparable(restrictionSeed, unitEpoch{leg.Unit, leg.Epoch}),
+		values: rankValues{
+			group: []string{strconv.Itoa(leg.ID.Group())}, rank: []string{strconv.Itoa(leg.ID.Rank())},
+		},
+		unitKey: maphash.Comparable(restrictionSeed, unitEpoch{leg.Unit, leg.Epoch}),
 	}
 	if r.local {
 		r.asker = in.near

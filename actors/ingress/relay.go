@@ -333,14 +333,14 @@ func (r relay) relayError(ctx context.Context, resp *http.Response) result {
 }
 
 // judge is what an engine's error means.
-func (req *request) judge(status int, e *openai.EngineError) result {
-	return judgeAnswer(status, e, req.rankFault(req.app.router, req.attempt.rank))
+func (r relay) judge(status int, e *openai.EngineError) result {
+	return judgeAnswer(status, e, r.rankFault(r.app.router, r.attempt.rank))
 }
 
 // rankFault reports whether a refusal of the model, the key or the route is the rank's own fault: another one
 // of its pool has answered the model well of late, and the request names no rank.
-func (req *request) rankFault(ar *appRouter, rk *rank) bool {
-	return !req.prompt.hasDirect && ar.answers.hasSibling(req.scan.Model, rk.ref(), req.in.clock())
+func (r relay) rankFault(ar *appRouter, rk *rank) bool {
+	return !r.prompt.hasDirect && ar.estimates.answers.hasSibling(r.scan.Model, rk.ref(), r.in.clock())
 }
 
 // judgeAnswer is what an engine's error means. A message that says no more than its status tells no failure
@@ -380,7 +380,7 @@ func (r relay) begins() dispatch.Cause {
 	if !r.mayRelay(r.eventOf(dispatch.EvContent, &ok)) {
 		return dispatch.GivenUp
 	}
-	r.app.router.answers.note(r.scan.Model, r.attempt.rank.ref(), r.in.clock())
+	r.app.router.estimates.answers.note(r.scan.Model, r.attempt.rank.ref(), r.in.clock())
 	return dispatch.OK
 }
 
@@ -484,9 +484,9 @@ func (r relay) readFailure(ctx context.Context, err error, begun bool) result {
 	return res
 }
 
-// isEnding reports whether an answer that the engine gave up without a token is that of a rank which ends: its
-// engine gives up all of its requests then. Any other one was given up because somebody wanted that, and goes
-// to the client.
+// isEnding reports whether an answer that the engine gave up without a token is that of a rank which ends:
+// its engine gives up all of its requests then. Any other one was given up because somebody wanted that,
+// and goes to the client.
 func (r relay) isEnding(body []byte) bool {
 	isLost, _ := r.app.router.lossOf(r.attempt.rank)
 	u, ok := openai.ParseUsage(body)

@@ -466,8 +466,8 @@ func TestAfterTheFirstByte(t *testing.T) {
 	}
 }
 
-// TestTheEnginesOwnWordsPass: an error event, and an answer that somebody has aborted, reach the client as the
-// engine wrote them, streamed or not, and count against no rank.
+// TestTheEnginesOwnWordsPass: an error event, and an answer that somebody has aborted, reach the client as
+// the engine wrote them, streamed or not, and count against no rank.
 func TestTheEnginesOwnWordsPass(t *testing.T) {
 	const boom = `{"error": {"message": "boom", "code": 500}}`
 	aborted := strings.Replace(wholeAnswer, `"stop"`, `"abort"`, 1)

@@ -264,7 +264,7 @@ func (req *request) dispatch() *failure {
 		case next == nil:
 			return req.finish(ctx, dispatch.AnswerNone, dispatch.OK)
 		case next.Kind == dispatch.CmdPick:
-			ev, cmds = req.pick(ctx, next), nil
+			ev, cmds = search{req}.pick(ctx, next), nil
 			if req.split.isRemote() {
 				return req.split.run(ctx)
 			}
@@ -481,7 +481,7 @@ func (req *request) setOwnHeaders(h http.Header, rk *rank) {
 	h[headerApp] = req.app.nameValue
 	req.split.setHeaders(h)
 	if rk != nil {
-		h[headerGroup], h[headerRank] = rk.groupValue, rk.rankValue
+		h[headerGroup], h[headerRank] = rk.values.group, rk.values.rank
 		if req.prompt.lookedUp { // predicted at dispatch; the engine's own number is in its usage
 			h[headerCached] = []string{strconv.Itoa(req.query.HitOn(rk.ID))}
 		}

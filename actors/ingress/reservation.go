@@ -198,7 +198,7 @@ func admitReservation(ctx, life context.Context, ar *appRouter, req *request) (*
 		next := req.carryOut(req.plan.Step(req.instant(), &ev))
 		switch {
 		case next != nil && next.Kind == dispatch.CmdPick:
-			rk, _, _ := req.decide()
+			rk, _, _ := search{req}.decide()
 			if rk == nil {
 				return nil, refusal(req.app.app.Name, ar, &routeQuery{query: req.query}, &req.choice)
 			}
@@ -206,8 +206,8 @@ func admitReservation(ctx, life context.Context, ar *appRouter, req *request) (*
 			ev = dispatch.Event{Kind: dispatch.EvPicked, Number: next.Number, Decode: rk.ref()}
 		case next != nil && next.Kind == dispatch.CmdAsk:
 			if refused = reserveAt(ctx, life, req, req.attempt.rank); refused == dispatch.OK {
-				r := &reservation{rank: req.attempt.rank, ticket: req.attempt.ticket, start: req.attempt.start}
-				return r, nil
+				a := &req.attempt
+				return &reservation{rank: a.rank, ticket: a.ticket, start: a.start}, nil
 			}
 			req.number = next.Number
 			ev = req.eventOf(dispatch.EvRefused, &result{cause: refused})

@@ -132,8 +132,8 @@ func (s *stream) countToken() {
 	s.newTokens++
 }
 
-// applyErrorEvent lets an error pass after the first byte: the client gets the engine's own words, unless they
-// say that the engine is lost.
+// applyErrorEvent lets an error pass after the first byte: the client gets the engine's own words, unless
+// they say that the engine is lost.
 func (s *stream) applyErrorEvent(event []byte, begun bool) streamAction {
 	s.engineError = openai.ParseError(openai.EventData(event))
 	switch {

@@ -11,9 +11,9 @@ import (
 
 // Shell carries out what the Plan of one Flight asks for.
 type Shell interface {
-	// Do carries out a command that needs no wait: all but those that Flight.Next returns and the prefill leg of
-	// a transfer that is not PrefillFirst. It is called with the Flight locked, by whoever tells an event: it
-	// must not block, and must not call the Flight.
+	// Do carries out a command that needs no wait: all but those that Flight.Next returns and the prefill
+	// leg of a transfer that is not PrefillFirst. It is called with the Flight locked, by whoever tells an
+	// event: it must not block, and must not call the Flight.
 	Do(cmd *dispatch.Command)
 	// RunPrefill runs a prefill leg beside the decode leg, on a goroutine of the Flight, and returns its end.
 	// ok is false if the leg was cancelled and has nothing to say.
@@ -34,7 +34,7 @@ type Flight struct {
 	mu     sync.Mutex
 	plan   dispatch.Plan
 	todo   []dispatch.Command // for the goroutine of the request
-	told   []dispatch.Event   // by the Flight itself, in answer to commands that were cancelled before they began
+	told   []dispatch.Event   // by the Flight itself, in answer to commands cancelled before they began
 	isOver bool               // End was called
 
 	legs sync.WaitGroup // prefill legs beside the decode leg, and events told by Later

@@ -82,13 +82,20 @@ func next(t *testing.T, f *Flight, kind dispatch.CommandKind) dispatch.Command {
 	return cmd
 }
 
+// picked is a pair.
+func picked(number uint32) dispatch.Event {
+	return dispatch.Event{
+		Kind: dispatch.EvPicked, Number: number, IsRemote: true, Prefill: rankP, Decode: rankD,
+	}
+}
+
 // begin brings a flight to where both tickets are held.
 func begin(t *testing.T, p *Proxy, s Shell, o dispatch.Order, whole bool) *Flight {
 	t.Helper()
 	f := p.Begin(fakeConfig(o), whole, s)
 	f.Tell(dispatch.Event{Kind: dispatch.EvStart})
 	cmd := next(t, f, dispatch.CmdPick)
-	f.Tell(dispatch.Event{Kind: dispatch.EvPicked, Number: cmd.Number, IsRemote: true, Prefill: rankP, Decode: rankD})
+	f.Tell(picked(cmd.Number))
 	for range 2 {
 		cmd = next(t, f, dispatch.CmdReserve)
 		f.Tell(dispatch.Event{Kind: dispatch.EvReserved, Number: cmd.Number})
@@ -111,7 +118,8 @@ func TestFlight(t *testing.T) {
 	f.Tell(dispatch.Event{Kind: dispatch.EvSent, Number: cmd.Number})
 	f.Tell(dispatch.Event{Kind: dispatch.EvContent, Number: cmd.Number})
 	kinds, _ := s.take()
-	assert.Equal(t, []dispatch.CommandKind{dispatch.CmdRelay, dispatch.CmdDiscard, dispatch.CmdRelease}, kinds)
+	assert.Equal(t,
+		[]dispatch.CommandKind{dispatch.CmdRelay, dispatch.CmdDiscard, dispatch.CmdRelease}, kinds)
 	f.Tell(dispatch.Event{Kind: dispatch.EvEnded, Number: cmd.Number})
 	_, ok := f.Next(t.Context(), nil)
 	assert.False(t, ok)
@@ -132,7 +140,9 @@ func TestFlightBesides(t *testing.T) {
 		s := &tape{}
 		s.prefill = func(cmd dispatch.Command) (dispatch.Event, bool) {
 			<-fails
-			return dispatch.Event{Kind: dispatch.EvEnded, Cause: dispatch.EngineError, Number: cmd.Number}, true
+			return dispatch.Event{
+				Kind: dispatch.EvEnded, Cause: dispatch.EngineError, Number: cmd.Number,
+			}, true
 		}
 		f := begin(t, p, s, o, false)
 		cmd := next(t, f, dispatch.CmdSend)
@@ -165,7 +175,7 @@ func TestFlightLeaves(t *testing.T) {
 	defer f.End()
 	f.Tell(dispatch.Event{Kind: dispatch.EvStart})
 	cmd := next(t, f, dispatch.CmdPick)
-	f.Tell(dispatch.Event{Kind: dispatch.EvPicked, Number: cmd.Number, IsRemote: true, Prefill: rankP, Decode: rankD})
+	f.Tell(picked(cmd.Number))
 	f.Tell(dispatch.Event{Kind: dispatch.EvClientGone})
 	_, ok := f.Next(t.Context(), nil)
 	assert.False(t, ok, "both reservations were dropped")
@@ -177,7 +187,9 @@ func TestFlightLeaves(t *testing.T) {
 
 // TestFlightWaits: Next tells the flight that the request is over when its context ends.
 func TestFlightWaits(t *testing.T) {
-	for late, outcome := range map[bool]dispatch.Result{false: dispatch.ResultClientGone, true: dispatch.ResultDeadline} {
+	for late, outcome := range map[bool]dispatch.Result{
+		false: dispatch.ResultClientGone, true: dispatch.ResultDeadline,
+	} {
 		p, _ := bareProxy()
 		s := &tape{}
 		f := begin(t, p, s, dispatch.PrefillFirst, false)

@@ -256,7 +256,7 @@ func (s *proxyState) onPairFailed(key warmKey) {
 	s.met--
 	w.dueAt = s.p.clock.Now().Now + w.backoff
 	w.backoff = min(2*w.backoff, maxBackoff)
-	s.p.log.Warn("prompts failed on their way between a prefill rank and a decode rank; they have to meet again",
+	s.p.log.Warn("prompts failed between a prefill rank and a decode rank; they have to meet again",
 		slog.String("prefill", key.prefill.ID.String()), slog.String("decode", key.decode.ID.String()))
 	s.report()
 }
@@ -314,7 +314,8 @@ func (s *proxyState) onReset(m wasReset) {
 func (s *proxyState) report() {
 	now := pairsReport{met: s.met, all: len(s.pairs)}
 	if now.met < now.all {
-		for _, decode := range s.ranks[dispatch.Decode] { // in a fixed order, so that the text does not alternate
+		// in a fixed order, so that the text does not alternate
+		for _, decode := range s.ranks[dispatch.Decode] {
 			for _, prefill := range s.ranks[dispatch.Prefill] {
 				if w := s.pairs[warmKey{prefill, decode}]; w != nil && w.why != "" && now.why == "" {
 					now.why = "prefill " + prefill.ID.String() + " and decode " + decode.ID.String() + ": " +

@@ -46,10 +46,12 @@ func newFakeBackend(prefills, decodes int) *fakeBackend {
 		running: map[routing.RankRef]int{}, bad: map[warmKey]error{},
 	}
 	for i := range prefills {
-		b.ranks[dispatch.Prefill] = append(b.ranks[dispatch.Prefill], routing.RankRef{ID: routing.ID(0, i), Incarnation: 1})
+		b.ranks[dispatch.Prefill] = append(b.ranks[dispatch.Prefill],
+			routing.RankRef{ID: routing.ID(0, i), Incarnation: 1})
 	}
 	for i := range decodes {
-		b.ranks[dispatch.Decode] = append(b.ranks[dispatch.Decode], routing.RankRef{ID: routing.ID(0, i), Incarnation: 1})
+		b.ranks[dispatch.Decode] = append(b.ranks[dispatch.Decode],
+			routing.RankRef{ID: routing.ID(0, i), Incarnation: 1})
 	}
 	return b
 }

@@ -23,7 +23,8 @@ func TestPlanOfOneLeg(t *testing.T) {
 		{name: "full is no failure", before: started, events: "refused d1 full", want: "pick d"},
 		{name: "four ranks refuse", before: "start; local d1; refused d1; local d2; refused d2; local d3; " +
 			"refused d3; local d4", events: "refused d4", want: "answer own no_lease; count none failed"},
-		{name: "refusals are no attempts", before: "start; local d1; refused d1; local d2; refused d2; local d3; " +
+		{name: "refusals are no attempts", before: "start; local d1; refused d1; local d2; refused d2; " +
+			"local d3; " +
 			"refused d3; local d4", events: "error d4",
 			want: "release d4 engine_error charged; pick d pays"},
 		{name: "the rank is slow to admit", before: started, events: "refused d1 overloaded",
@@ -41,7 +42,8 @@ func TestPlanOfOneLeg(t *testing.T) {
 			want: "release d1 engine_error; pick d"},
 		{name: "500 of two ranks, in other words", before: started + "error d1 5; local d2;",
 			events: "says d2 error 6; error d2 6", want: "release d2 engine_error; pick d pays"},
-		{name: "500 of two ranks in the same words is about the request", before: started + "error d1 5; local d2;",
+		{name: "500 of two ranks in the same words is about the request",
+			before: started + "error d1 5; local d2;",
 			events: "says d2 error 5; error d2 5",
 			want:   "relay; release d2 engine_error; count none failed"},
 		{name: "500 of two ranks without words", before: started + "error d1; local d2;",
@@ -53,8 +55,9 @@ func TestPlanOfOneLeg(t *testing.T) {
 			want: "answer words engine_error; count none failed"},
 		{name: "500, and no room in time", before: started + "error d1 5;", events: "waited",
 			want: "answer no-rank; count none failed"},
-		{name: "500 after a reset: no words", before: started + "cut d1; local d2; error d2 5;", events: "none",
-			want: "answer own engine_error; count none failed"},
+		{name: "500 after a reset: no words", before: started + "cut d1; local d2; error d2 5;",
+			events: "none",
+			want:   "answer own engine_error; count none failed"},
 		{name: "400", before: started, events: "says d1 rejected 5; rejected d1 5",
 			want: "relay; release d1 client_error; count none rejected"},
 		{name: "401, and a sibling answers", before: started,

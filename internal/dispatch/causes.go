@@ -180,8 +180,8 @@ var Causes = [numCauses]Row{
 		Done: DoneFailed,
 	},
 	RankError: {
-		Name: "rank_error", Again: Other, Cost: Run, Charge: true, Words: true, Same: true, Own: upstreamFailed,
-		Done: DoneFailed,
+		Name: "rank_error", Again: Other, Cost: Run, Charge: true, Words: true, Same: true,
+		Own: upstreamFailed, Done: DoneFailed,
 	},
 	Timeout: {
 		Name: "engine_timeout", Again: Other, Cost: Run, Pays: true, Words: true, Own: upstreamFailed,

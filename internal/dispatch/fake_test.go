@@ -522,7 +522,7 @@ func (f *flight) choose(cmd Command, more int) {
 		if !ok {
 			d, ok = pick(Decode, routing.RankRef{})
 		}
-		if cmd.WantDecode && !ok {
+		if cmd.Want[Decode] && !ok {
 			if more > 0 {
 				w.proxy(100*time.Millisecond, func(Instant) { f.choose(cmd, more-1) })
 				return
@@ -531,7 +531,7 @@ func (f *flight) choose(cmd Command, more int) {
 			return
 		}
 		ev := Event{Kind: EvPicked, Number: cmd.Number, Decode: d}
-		if p, ok := pick(Prefill, cmd.Unlike[Prefill]); !cmd.WantPrefill || w.chance(5) {
+		if p, ok := pick(Prefill, cmd.Unlike[Prefill]); !cmd.Want[Prefill] || w.chance(5) {
 		} else if ev.Prefill, ev.IsRemote = p, ok; !ok {
 			ev.Fallback = true
 		}

@@ -105,8 +105,8 @@ func (p *Plan) sideOf(number uint32) (Side, bool) {
 	return 0, false
 }
 
-// onFenced handles that a rank serves no longer. Nothing that it was asked is waited for. A leg that has ended
-// says no more, so that its end and the fence count as one death.
+// onFenced handles that a rank serves no longer. Nothing that it was asked is waited for. A leg that has
+// ended says no more, so that its end and the fence count as one death.
 func (p *Plan) onFenced(ev *Event) {
 	l, dec := &p.legs[ev.Side], &p.legs[Decode]
 	if p.ended || l.number == 0 || l.rank != ev.Rank {
@@ -120,7 +120,8 @@ func (p *Plan) onFenced(ev *Event) {
 		p.end(AnswerStreamLost, UnitLost, ResultStreamLost)
 	case isPassed:
 		p.release(Prefill, GivenUp, false)
-	case l.state == legIdle && (ev.Side == Decode && p.decodeIsFree() || ev.Side == Prefill && dec.state == legIdle):
+	case l.state == legIdle && (ev.Side == Decode && p.decodeIsFree() ||
+		ev.Side == Prefill && dec.state == legIdle):
 		lost.Cause = Fenced
 		p.refused(ev.Side, &lost)
 	case ev.Side == Prefill:
@@ -451,9 +452,9 @@ func (p *Plan) failPrefill(ev *Event) {
 	}
 }
 
-// sparePairs gives a request of which an engine has died to one rank alone from now on, if the other leg is at
-// an engine as well: that one may die too, unseen, because its leg is cancelled. So a request of which every
-// engine dies takes down three at most where both legs run at once, and two elsewhere.
+// sparePairs gives a request of which an engine has died to one rank alone from now on, if the other leg is
+// at an engine as well: that one may die too, unseen, because its leg is cancelled. So a request of which
+// every engine dies takes down three at most where both legs run at once, and two elsewhere.
 func (p *Plan) sparePairs(other *leg) {
 	if p.deaths > 0 && other.isRunning() {
 		p.redone = true

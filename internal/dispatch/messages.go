@@ -19,8 +19,8 @@ const (
 type EventKind uint8
 
 // The events. Number is that of the command which they answer. Every Pick is answered with EvPicked or
-// EvNoRank, every Reserve with EvReserved or EvRefused, also after a Cancel. An Ask is answered with EvRefused
-// or EvEnded.
+// EvNoRank, every Reserve with EvReserved or EvRefused, also after a Cancel. An Ask is answered with
+// EvRefused or EvEnded.
 const (
 	EvTick   EventKind = iota // time has passed
 	EvStart                   // the request begins
@@ -64,7 +64,7 @@ type CommandKind uint8
 
 // The commands. The shell carries out in order; those from CmdPick to CmdSend may wait.
 const (
-	// CmdPick: pick ranks: a prefill rank if WantPrefill, a decode rank if WantDecode. Prefill or Decode is
+	// CmdPick: pick ranks of the sides in Want. Prefill or Decode is
 	// the rank that stays, so that the pair has met. Plan.Tried lists the ranks that must not be picked.
 	// Unlike has for each side a rank to take only if there is no other. Pays: if the request must wait for
 	// room, that costs the retry budget.
@@ -73,9 +73,9 @@ const (
 	CmdAsk
 	// CmdReserve: take a ticket at Rank, a prefill rank's with the tokens that it will hold.
 	CmdReserve
-	// CmdSend: send the leg to Rank. Of a prefill leg that is all. A decode leg is remote or not; a remote one
-	// has the Params of Prefill, if Fence.IsUsable directly before the write, else the answer is TooLate. With
-	// Params 0 the transfer needs none: there is no Fence, the leg names Prefill.
+	// CmdSend: send the leg to Rank. Of a prefill leg that is all. A decode leg is remote or not; a remote
+	// one has the Params of Prefill, if Fence.IsUsable directly before the write, else the answer is
+	// TooLate. With Params 0 the transfer needs none: there is no Fence, the leg names Prefill.
 	CmdSend
 	// CmdUndo: a pick came too late, or a rank refused: nothing uses its ranks. With Rank, nothing uses that
 	// rank.
@@ -107,27 +107,26 @@ const (
 
 // Command is one output of a Plan.
 type Command struct {
-	Kind        CommandKind
-	Side        Side
-	Cause       Cause
-	Answer      AnswerKind
-	Way         Way
-	Result      Result
-	Note        Note
-	WantPrefill bool
-	WantDecode  bool
-	Pays        bool
-	IsRemote    bool
-	Charge      bool
-	Number      uint32
-	Attempt     uint32 // legs of one pair have the same number: every attempt needs fresh ids
-	Rank        routing.RankRef
-	Prefill     routing.RankRef
-	Decode      routing.RankRef
-	Unlike      [2]routing.RankRef
-	Params      uint64
-	Fence       Fence
-	HeldUntil   time.Duration // 0 = it holds nothing
+	Kind      CommandKind
+	Side      Side
+	Cause     Cause
+	Answer    AnswerKind
+	Way       Way
+	Result    Result
+	Note      Note
+	Want      [2]bool // CmdPick: of each side
+	Pays      bool
+	IsRemote  bool
+	Charge    bool
+	Number    uint32
+	Attempt   uint32 // legs of one pair have the same number: every attempt needs fresh ids
+	Rank      routing.RankRef
+	Prefill   routing.RankRef
+	Decode    routing.RankRef
+	Unlike    [2]routing.RankRef
+	Params    uint64
+	Fence     Fence
+	HeldUntil time.Duration // 0 = it holds nothing
 }
 
 // AnswerKind is what the client gets if no leg's answer was passed on.

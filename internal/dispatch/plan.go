@@ -271,9 +271,7 @@ func (p *Plan) choose(prefill, decode, pays bool) {
 	p.cancelPick()
 	p.want[Prefill], p.want[Decode] = p.want[Prefill] || prefill, p.want[Decode] || decode
 	p.pick = p.next()
-	cmd := Command{
-		Kind: CmdPick, Number: p.pick, WantPrefill: p.want[Prefill], WantDecode: p.want[Decode], Pays: pays,
-	}
+	cmd := Command{Kind: CmdPick, Number: p.pick, Want: p.want, Pays: pays}
 	if p.remote || p.want[Prefill] { // a decode rank alone needs no partner
 		cmd.Prefill, cmd.Decode = p.legs[Prefill].rank, p.legs[Decode].rank
 		cmd.Unlike = p.unlike

@@ -167,13 +167,13 @@ func (s *script) words(c *Command) string {
 	case CmdPick:
 		s.pick = c.Number
 		out := "pick"
-		if c.WantPrefill {
+		if c.Want[Prefill] {
 			out += " p"
 		}
-		if c.WantDecode {
+		if c.Want[Decode] {
 			out += " d"
 		}
-		if !c.WantPrefill && c.Prefill.ID != 0 {
+		if !c.Want[Prefill] && c.Prefill.ID != 0 {
 			out += " for " + nameOf(Prefill, c.Prefill)
 		}
 		if c.Unlike[Decode].ID != 0 {
@@ -282,7 +282,8 @@ func TestPlanOfTwoLegs(t *testing.T) {
 		{
 			name: "P 5xx: another P, the same D", before: reserved, events: "error p1; chosen p2; " +
 				"reserved p2",
-			want: "note prefill-failed; release p1 engine_error charged; note redo; pick p; reserve p2; prefill p2",
+			want: "note prefill-failed; release p1 engine_error charged; note redo; pick p; reserve p2; " +
+				"prefill p2",
 		},
 		{
 			name: "P cut", before: reserved, events: "cut p1",
@@ -336,7 +337,8 @@ func TestPlanOfTwoLegs(t *testing.T) {
 			want: "pick p; reserve p2",
 		},
 		{name: "four P refuse", before: "start; chosen p1 d1; reserved d1; refused p1; chosen p2; " +
-			"refused p2; chosen p3; refused p3; chosen p4", events: "refused p4", want: "note fallback; local d1"},
+			"refused p2; chosen p3; refused p3; chosen p4", events: "refused p4",
+			want: "note fallback; local d1"},
 		{
 			name: "D refuses", before: "start; chosen p1 d1; reserved p1", events: "refused d1; chosen p9 d2",
 			want: "pick d for p1; reserve d2",
@@ -382,7 +384,8 @@ func TestPlanOfTwoLegs(t *testing.T) {
 		},
 		{name: "and then plainly: D is charged", before: redone + "; done p2 8; sent d1; error d1; " +
 			"local d1; " +
-			"reserved d1", events: "error d1", want: "release d1 engine_error charged; answer words engine_error; " +
+			"reserved d1", events: "error d1", want: "release d1 engine_error charged; " +
+			"answer words engine_error; " +
 			"count fallback failed"},
 		{
 			name: "D without a first byte", before: sent, events: "done d1",
@@ -421,9 +424,12 @@ func TestPlanOfTwoLegs(t *testing.T) {
 			name: "alone: 5xx", before: locally, events: "error d1; local d2; reserved d2",
 			want: "release d1 engine_error charged; pick d pays; reserve d2; local d2",
 		},
-		{name: "alone: too late", before: locally, events: "at 10s", want: "cancel d1; release d1 first_token_timeout charged; pick d pays"},
-		{name: "alone: three fail", before: locally + "error d1; local d2; reserved d2; nodial d2; local d3; " +
-			"reserved d3", events: "nodial d3", want: "release d3 connection_refused; answer own connection_refused; " +
+		{name: "alone: too late", before: locally, events: "at 10s",
+			want: "cancel d1; release d1 first_token_timeout charged; pick d pays"},
+		{name: "alone: three fail", before: locally + "error d1; local d2; reserved d2; nodial d2; " +
+			"local d3; " +
+			"reserved d3", events: "nodial d3", want: "release d3 connection_refused; " +
+			"answer own connection_refused; " +
 			"count local failed"},
 		{
 			name: "alone: two die", before: locally + "cut d1; local d2; reserved d2", events: "cut d2",
@@ -478,7 +484,8 @@ func TestPlanOfTwoLegs(t *testing.T) {
 		},
 		{name: "the first byte is so late that the lease may be over", change: func(c *Config) {
 			c.DecodeLimit = time.Minute
-		}, before: sent, events: "at 27500ms", want: "note decode-late; cancel d1; alarm d1; release d1 kv_failure; " +
+		}, before: sent, events: "at 27500ms", want: "note decode-late; cancel d1; alarm d1; " +
+			"release d1 kv_failure; " +
 			"pair-failed p1 d1; discard 7; release p1 ok held; note redo; pick p d unlike d1"},
 		{
 			name: "alone: the process stood still before the first byte", before: locally + "at 3s frozen",
@@ -612,7 +619,8 @@ func TestPlanOfTwoLegs(t *testing.T) {
 		{
 			name: "both: P fails behind the first byte", order: Together, before: reserved + "sent d1; " +
 				"first d1",
-			events: "error p1; done d1", want: "release p1 engine_error charged; release d1 ok; count remote ok",
+			events: "error p1; done d1", want: "release p1 engine_error charged; release d1 ok; " +
+				"count remote ok",
 		},
 		{
 			name: "both: P 4xx", order: Together, before: reserved, events: "rejected p1",

@@ -54,6 +54,8 @@ func areas() []area {
 		{name: "placement", layer: 0, deny: io()},
 		{name: "internal/steptime", layer: 0, deny: io()},
 		{name: "routing", layer: 0, deny: io(), also: []string{"internal/steptime"}},
+		// the life of one request
+		{name: "internal/dispatch", layer: 0, deny: io(), also: []string{"routing"}},
 		{name: "internal/enginemodel", layer: 0, deny: io(), also: []string{"internal/steptime"}},
 		// the checks; what they look at is collected by its folder host
 		{name: "internal/doctor", layer: 0, deny: io()},
