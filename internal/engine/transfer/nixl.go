@@ -15,7 +15,8 @@ type nixl struct{}
 
 // nixlTraits hold for 0.32.0 of vLLM, whose five generating routes all answer with parameters.
 var nixlTraits = Traits{
-	Name: NixlName, Order: dispatch.PrefillFirst, HasParams: true, Lease: dispatch.DefaultLease, TakesPlain: true,
+	Name: NixlName, Order: dispatch.PrefillFirst, HasParams: true, Lease: dispatch.DefaultLease,
+	TakesPlain: true,
 	routes: []Route{Completions, Chat, Responses, Messages, Generate}, limits: true,
 }
 
@@ -126,7 +127,8 @@ type sim struct{}
 
 // simTraits have the two routes that the simulated engine serves, and the lease of nixl.
 var simTraits = Traits{
-	Name: SimName, Order: dispatch.PrefillFirst, HasParams: true, Lease: dispatch.DefaultLease, TakesPlain: true,
+	Name: SimName, Order: dispatch.PrefillFirst, HasParams: true, Lease: dispatch.DefaultLease,
+	TakesPlain: true,
 	routes: []Route{Completions, Chat}, limits: true,
 }
 
