@@ -208,7 +208,11 @@ func decideDirect(q *Request, v *View, known bool, d *Decision) {
 	}
 }
 
+// decideNamed takes the rank that a request names, also one that is left out: a name is how one tries it.
 func decideNamed(q *Request, rk *Rank, d *Decision) {
+	named := *rk
+	named.LeftOut = false
+	rk = &named
 	switch {
 	case slices.Contains(q.Tried, rk.ID):
 		d.Reason = ReasonAllTried

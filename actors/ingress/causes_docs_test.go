@@ -21,7 +21,8 @@ var writeDocs = flag.Bool("docs", false, "write the table of causes into docs/ap
 
 // TestThePageHasEveryCause: docs/api.md has the table by which requests are retried.
 func TestThePageHasEveryCause(t *testing.T) {
-	const page, begin, end = "../../docs/api.md", "<!-- causes: written by a test -->\n", "<!-- end of causes -->"
+	const page = "../../docs/api.md"
+	const begin, end = "<!-- causes: written by a test -->\n", "<!-- end of causes -->"
 	text, err := os.ReadFile(page)
 	require.NoError(t, err)
 	head, rest, ok := strings.Cut(string(text), begin)
@@ -38,8 +39,8 @@ func TestThePageHasEveryCause(t *testing.T) {
 
 func causesTable() string {
 	var b strings.Builder
-	b.WriteString("| Cause | Asked next | Counts as | Against the rank | At the end the client gets | In a stream |\n" +
-		"|---|---|---|---|---|---|\n")
+	b.WriteString("| Cause | Asked next | Counts as | Against the rank | At the end the client gets | " +
+		"In a stream |\n|---|---|---|---|---|---|\n")
 	for c := range dispatch.Causes {
 		if row := dispatch.Cause(c).Row(); dispatch.Cause(c) != dispatch.Unused {
 			b.WriteString("| " + strings.Join(causeRow(row), " | ") + " |\n")
@@ -59,7 +60,8 @@ func causeRow(row *dispatch.Row) []string {
 	}
 	var against []string
 	for word, is := range map[string]bool{
-		"its trip": row.Charge, "its health is checked": row.Probe && !row.Charge, "full for a while": row.Busy,
+		"its trip": row.Charge, "its health is checked": row.Probe && !row.Charge,
+		"full for a while": row.Busy,
 	} {
 		if is {
 			against = append(against, word)
@@ -80,8 +82,8 @@ func causeRow(row *dispatch.Row) []string {
 	}
 }
 
-// TestCausesAreThoseOfTheirNeighbours: the table's words for codes and outcomes are those of the packages that
-// it may not import.
+// TestCausesAreThoseOfTheirNeighbours: the table's words for codes and outcomes are those of the packages
+// that it may not import.
 func TestCausesAreThoseOfTheirNeighbours(t *testing.T) {
 	assert.Equal(t, msg.OK, msg.Outcome(dispatch.DoneOK))
 	assert.Equal(t, msg.FailedOutcome, msg.Outcome(dispatch.DoneFailed))

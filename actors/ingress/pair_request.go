@@ -463,15 +463,14 @@ func (s *split) mayRelay(ev dispatch.Event) bool {
 	s.flight.Tell(ev)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if !l.isPassed {
-		return false
+	if l.isPassed && ev.Kind == dispatch.EvContent {
+		part := "transfer"
+		if s.way != dispatch.WayRemote {
+			part = "decode"
+		}
+		s.pair.metrics.Part(part, time.Since(l.started))
 	}
-	part := "transfer"
-	if s.way != dispatch.WayRemote {
-		part = "decode"
-	}
-	s.pair.metrics.Part(part, time.Since(l.started))
-	return true
+	return l.isPassed
 }
 
 // isUnderWay reports whether a flight leads the request.

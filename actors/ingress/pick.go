@@ -56,7 +56,9 @@ func (req search) pickBy(ctx context.Context, pays bool, decide chooser) (rk *ra
 	if pays {
 		budget = "drawn"
 		if !ar.retryBudget.draw(req.in.clock()) {
-			ar.metrics.Load().Attempt(last.cause.String(), "empty")
+			if last != nil {
+				ar.metrics.Load().Attempt(last.cause.String(), "empty")
+			}
 			return nil, false
 		}
 	}
@@ -241,14 +243,13 @@ func (req search) waitForRank(ctx context.Context, decide chooser) (rk *rank, ha
 	}
 }
 
-// nextDue is when a request in the queue looks again by itself.
+// nextDue is when a request in the queue looks again by itself. What is over already was looked at.
 func (req search) nextDue() time.Time {
-	due := req.queueDeadline
-	if !req.unitLives && !req.unitDue.IsZero() && req.unitDue.Before(due) {
-		due = req.unitDue
-	}
-	if !req.busyUntil.IsZero() && req.busyUntil.Before(due) {
-		due = req.busyUntil
+	due, now := req.queueDeadline, time.Now()
+	for _, at := range [...]time.Time{req.unitDue, req.busyUntil} {
+		if at.After(now) && at.Before(due) {
+			due = at
+		}
 	}
 	return due
 }

@@ -377,8 +377,12 @@ func (r relay) begins() dispatch.Cause {
 		return dispatch.UnitLost
 	}
 	ok := result{cause: dispatch.OK}
-	if !r.mayRelay(r.eventOf(dispatch.EvContent, &ok)) {
+	switch {
+	case r.mayRelay(r.eventOf(dispatch.EvContent, &ok)):
+	case r.split.isUnderWay():
 		return dispatch.GivenUp
+	default:
+		return dispatch.StoodStill
 	}
 	r.app.router.estimates.answers.note(r.scan.Model, r.attempt.rank.ref(), r.in.clock())
 	return dispatch.OK

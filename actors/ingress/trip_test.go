@@ -115,6 +115,8 @@ func TestASubscriberOfATrippedRankKnowsIt(t *testing.T) {
 	r.mu.Unlock()
 	tripped, out := g.leftOut()
 	assert.Equal(t, [2]int{1, 1}, [2]int{tripped, out})
+	a := g.post("/v1/chat/completions", chatBody, "X-Dpserve-Rank", "0/1")
+	assert.Equal(t, 200, a.status, "a request that names it tries it: %s", a.body)
 	r.mu.Lock()
 	r.accepting, r.tripped = true, false
 	r.emit(&msg.Record{Kind: msg.RecState, RankState: msg.RankState{Accepting: true}})

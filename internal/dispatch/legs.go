@@ -160,23 +160,17 @@ func (p *Plan) onPrefill(ev *Event) {
 	if ev.Kind != EvEnded {
 		return
 	}
-	l, row := &p.legs[Prefill], ev.Cause.Row()
 	if ev.Cause == OK {
 		p.onPrefilled(ev)
 		return
 	}
-	l.state = legOver
-	switch isPassed := p.legs[Decode].state == legPassed; {
-	case isPassed || p.again(ev) != Nobody:
+	p.legs[Prefill].state = legOver
+	if p.legs[Decode].state == legPassed || p.again(ev) != Nobody {
 		p.failPrefill(ev)
-	case row.Words: // the decode rank would say the same
-		p.record(&p.cfg, Prefill, ev)
-		p.release(Prefill, Passed, false)
-		p.end(AnswerWords, ev.Cause, ResultRejected)
-	default:
-		p.release(Prefill, ev.Cause, false)
-		p.end(AnswerOwn, ev.Cause, ResultFailed)
+		return
 	}
+	p.record(&p.cfg, Prefill, ev)
+	p.endAt(Prefill, ev) // the decode rank would say the same
 }
 
 // onPrefilled keeps the parameters for one use.
@@ -366,13 +360,12 @@ func (p *Plan) onConnRefused(ev *Event) {
 func (p *Plan) failPair(ev *Event) {
 	switch {
 	case ev.Cause.Row().Again == Nobody:
-		p.endAt(ev)
+		p.endAt(Decode, ev)
 		return
 	case ev.Cause == UnitLost, ev.Cause == Reset, ev.Cause == EngineDead, ev.Cause == RankError,
 		ev.Cause == Busy, ev.Cause == Unreachable, ev.Cause == StoodStill:
 		charge := p.record(&p.cfg, Decode, ev)
 		p.suspect(ev)
-		p.sparePairs(&p.legs[Prefill])
 		p.release(Decode, ev.Cause, charge)
 		if ev.Cause == Busy {
 			p.unlike[Decode] = ev.Rank
@@ -393,8 +386,8 @@ func (p *Plan) failPair(ev *Event) {
 }
 
 // endAt ends a request whose leg ended so that nobody else is asked.
-func (p *Plan) endAt(ev *Event) {
-	p.release(Decode, ev.Cause, false)
+func (p *Plan) endAt(s Side, ev *Event) {
+	p.release(s, ev.Cause, false)
 	switch {
 	case ev.Cause == ClientGone, ev.Cause == SlowReader:
 		p.end(AnswerNone, ev.Cause, ResultClientGone)
@@ -412,7 +405,7 @@ func (p *Plan) failAlone(ev *Event) {
 	row, again := ev.Cause.Row(), p.again(ev)
 	charge := p.record(&p.cfg, Decode, ev)
 	if again == Nobody {
-		p.endAt(ev)
+		p.endAt(Decode, ev)
 		return
 	}
 	p.suspect(ev)
@@ -430,7 +423,6 @@ func (p *Plan) failAlone(ev *Event) {
 func (p *Plan) failPrefill(ev *Event) {
 	charge := p.record(&p.cfg, Prefill, ev)
 	p.suspect(ev)
-	p.sparePairs(&p.legs[Decode])
 	if p.legs[Decode].state == legPassed { // the decode rank has what it needs
 		p.release(Prefill, ev.Cause, charge)
 		return
@@ -449,15 +441,6 @@ func (p *Plan) failPrefill(ev *Event) {
 		p.goLocal(true)
 	default:
 		p.redo()
-	}
-}
-
-// sparePairs gives a request of which an engine has died to one rank alone from now on, if the other leg is
-// at an engine as well: that one may die too, unseen, because its leg is cancelled. So a request of which
-// every engine dies takes down three at most where both legs run at once, and two elsewhere.
-func (p *Plan) sparePairs(other *leg) {
-	if p.deaths > 0 && other.isRunning() {
-		p.redone = true
 	}
 }
 

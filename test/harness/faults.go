@@ -122,6 +122,10 @@ var PairsFail = slices.Concat(EngineFails, Fault{
 		Msg: "a prefill rank and a decode rank did not meet; they are tried again",
 		Why: "one of them has just ended",
 	},
+	{
+		Msg: "prompts failed between a prefill rank and a decode rank; they have to meet again",
+		Why: "an engine fails each of them",
+	},
 	{Msg: "kv transfer failed", Why: "the decode engine's partner has just ended"},
 })
 

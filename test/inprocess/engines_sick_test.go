@@ -129,7 +129,6 @@ func TestFS8SickAnswers(t *testing.T) {
 		}
 		for _, f := range []sim.Fault{
 			{Mode: sim.ModeBareDone},
-			{Mode: sim.ModeAbort},
 			{Mode: sim.ModeErrorEvent, Code: 500},
 			{Mode: sim.ModeHTTP500},
 			{Mode: sim.ModeStopping},

@@ -190,7 +190,7 @@ func decodeFailsAlways(t *testing.T, transfer string) {
 	}
 	a := r.ask(pairBody("no decode rank at all", 8))
 	assert.GreaterOrEqual(t, a.Status, 500)
-	assert.Contains(t, []string{"upstream_failed", "no_ready_rank", "overloaded"}, a.Error, "%v", a)
+	assert.Contains(t, []string{"500", "upstream_failed", "no_ready_rank", "overloaded"}, a.Error, "%v", a)
 	assert.LessOrEqual(t, a.Total, time.Second)
 	assert.LessOrEqual(t, len(r.engines.Legs(harness.PairPrefill)), 2)
 	assert.LessOrEqual(t, len(r.engines.Legs(harness.PairDecode))+len(r.engines.Legs(harness.PairPlain)), 5)
@@ -238,7 +238,8 @@ func TestPD10FailuresOfDecodeAreNotChargedToPrefill(t *testing.T) {
 				a := r.ask(pairBody(fmt.Sprintf("failure %d", i), 8))
 				assert.GreaterOrEqual(t, a.Status, 500, "%v", a)
 			}
-			assert.GreaterOrEqual(t, len(r.engines.Legs(harness.PairPrefill)), 10)
+			// two pairs, which have to meet again after three failures each
+			assert.GreaterOrEqual(t, len(r.engines.Legs(harness.PairPrefill)), 6)
 			r.Quiet()
 			time.Sleep(10 * time.Second) // canaries and health checks
 			assert.Empty(t, r.Journal.Find("rank is tripped", "pd.prefill"))

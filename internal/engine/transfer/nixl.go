@@ -17,7 +17,7 @@ type nixl struct{}
 var nixlTraits = Traits{
 	Name: NixlName, Order: dispatch.PrefillFirst, HasParams: true, Lease: dispatch.DefaultLease,
 	TakesPlain: true,
-	routes: []Route{Completions, Chat, Responses, Messages, Generate}, limits: true,
+	routes:     []Route{Completions, Chat, Responses, Messages, Generate}, limits: true,
 }
 
 // producerParams asks a prefill engine to keep the blocks. The first key is what counts; the nulls are what
@@ -129,7 +129,7 @@ type sim struct{}
 var simTraits = Traits{
 	Name: SimName, Order: dispatch.PrefillFirst, HasParams: true, Lease: dispatch.DefaultLease,
 	TakesPlain: true,
-	routes: []Route{Completions, Chat}, limits: true,
+	routes:     []Route{Completions, Chat}, limits: true,
 }
 
 func (sim) Traits() *Traits { return &simTraits }
