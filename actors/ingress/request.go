@@ -436,8 +436,10 @@ func (req *request) logAnswered(res *result) {
 	switch {
 	case req.cutConn || res.cause == dispatch.ErrorEvent:
 		req.logLine(failureLevel(code), "request failed after its first byte", res, slog.Int("code", code))
+	case code >= http.StatusInternalServerError:
+		req.logLine(slog.LevelWarn, "request not served", res, slog.Int("code", code))
 	case code >= http.StatusBadRequest:
-		req.logLine(failureLevel(code), "engine refused the request", res, slog.Int("code", code))
+		req.logLine(slog.LevelInfo, "engine refused the request", res, slog.Int("code", code))
 	default:
 		req.logLine(slog.LevelDebug, "request served", res, slog.Int("code", code))
 	}

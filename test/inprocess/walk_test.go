@@ -236,6 +236,8 @@ func (w *randomWalk) end(s *harness.Stream, left bool) {
 		how = "left"
 	case s.OK(), s.Status == http.StatusOK && s.Finish != "" && s.Error == "" && s.Err == nil:
 		// complete, also without [DONE]
+	case s.Status == http.StatusOK && s.Error == "500":
+		how = "the engine's own error" // and its own end
 	case s.Status == http.StatusOK:
 		how = "broken " + s.Error
 		assert.Contains(w.t, []string{"upstream_lost", "stalled", "drained"}, s.Error, s)
@@ -246,9 +248,9 @@ func (w *randomWalk) end(s *harness.Stream, left bool) {
 		how = fmt.Sprintf("%d %s", s.Status, s.Error)
 		assert.True(w.t, s.Whole(), s)
 		assert.Contains(w.t, []string{
-			"404 model_not_found", "502 upstream_failed", "503 upstream_failed", "503 overloaded",
-			"503 queue_timeout", "503 no_ready_rank",
-			"504 first_token_timeout",
+			"404 model_not_found", "502 upstream_failed", "503 overloaded", "503 queue_timeout",
+			"503 no_ready_rank", "504 first_token_timeout",
+			"500 500", "503 503", // the engine's own words
 		}, how)
 	}
 	w.outcomes[how]++
