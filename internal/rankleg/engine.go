@@ -235,6 +235,7 @@ func (l *direct) send(ctx context.Context, o *engineRequest) (*http.Response, er
 		o.isStale, o.isUnseen = ok && e.Stale, ok && e.Unseen
 		return nil, err
 	}
+	o.Body = nil // it is written: the answer may take minutes
 	if !c.HasIdle() {
 		l.dialSpare(ctx, c)
 	}

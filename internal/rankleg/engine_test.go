@@ -8,9 +8,11 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"net/url"
+	"runtime"
 	"sync/atomic"
 	"testing"
 	"time"
+	"weak"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -130,4 +132,29 @@ func TestStale(t *testing.T) {
 	assert.True(t, o.isStale)
 	_, err = send()
 	require.NoError(t, err)
+}
+
+// TestAWrittenBodyIsFree: no body is kept for as long as its answer lasts.
+func TestAWrittenBodyIsFree(t *testing.T) {
+	over := make(chan struct{})
+	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		_, _ = io.Copy(io.Discard, r.Body)
+		w.WriteHeader(http.StatusOK)
+		_ = http.NewResponseController(w).Flush()
+		<-over
+	}))
+	defer srv.Close()
+	defer close(over)
+	body := make([]byte, 2<<20)
+	alive := weak.Make(&body[0])
+	o := &engineRequest{URL: parsed(t, srv.URL+"/"), Header: http.Header{}, Body: body}
+	body = nil // the garbage collector must not find it here
+	resp, err := openEngines(t).send(t.Context(), true, o)
+	require.NoError(t, err)
+	assert.Eventually(t, func() bool {
+		runtime.GC()
+		return alive.Value() == nil
+	}, 5*time.Second, 10*time.Millisecond)
+	runtime.KeepAlive(o)
+	require.NoError(t, resp.Body.Close())
 }
