@@ -287,6 +287,7 @@ func (s *faultRun) end(p *faultPrompt, st faultStream, left bool) {
 	default:
 		how = fmt.Sprintf("%d %s", st.Status, st.Error)
 		assert.Contains(s.t, []int{
+			http.StatusInternalServerError, // the engine's own words
 			http.StatusBadGateway, http.StatusServiceUnavailable, http.StatusGatewayTimeout,
 		}, st.Status, st)
 	}
