@@ -31,7 +31,6 @@ func TestThePageHasEveryCause(t *testing.T) {
 	require.True(t, ok)
 	if *writeDocs {
 		table = causesTable()
-		//nolint:gosec // a page of the repository
 		require.NoError(t, os.WriteFile(page, []byte(head+begin+table+end+tail), 0o644))
 	}
 	assert.Equal(t, causesTable(), table)

@@ -47,7 +47,7 @@ func (req search) pickBy(ctx context.Context, pays bool, decide chooser) (rk *ra
 		rk, f, wait := decide()
 		if !wait {
 			if req.failure = f; rk != nil {
-				req.countRetry(last, "free")
+				req.countRetry(last, "free") //nolint:contextcheck // the line is the request's
 			}
 			return rk, false
 		}
@@ -62,7 +62,7 @@ func (req search) pickBy(ctx context.Context, pays bool, decide chooser) (rk *ra
 			return nil, false
 		}
 	}
-	req.countRetry(last, budget)
+	req.countRetry(last, budget) //nolint:contextcheck // the line is the request's
 	return req.waitForRank(ctx, decide)
 }
 
@@ -70,7 +70,7 @@ func (req search) pickBy(ctx context.Context, pays bool, decide chooser) (rk *ra
 // full or not, of this node if there is one. If there is none, the request waits like any other.
 func (req search) pickUncounted(ctx context.Context, pays bool) (rk *rank, hasWaited bool) {
 	if rk := req.app.router.anyReadyRank(req.plan.Tried(dispatch.Decode)); rk != nil {
-		req.countRetry(req.ends.takeUnpaid(), "free")
+		req.countRetry(req.ends.takeUnpaid(), "free") //nolint:contextcheck // the line is the request's
 		return rk, false
 	}
 	rk, hasWaited = req.pickBy(ctx, pays, req.decide)

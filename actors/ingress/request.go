@@ -321,7 +321,7 @@ func (req *request) carryOut(cmds []dispatch.Command) (next *dispatch.Command) {
 // finish answers the client as its plan has ended. why is for an answer of dpserve's own.
 func (req *request) finish(ctx context.Context, kind dispatch.AnswerKind, why dispatch.Cause) *failure {
 	if req.status != 0 || req.cutConn {
-		req.finishAnswered(&req.result)
+		req.finishAnswered(&req.result) //nolint:contextcheck // the line is the request's
 		return nil
 	}
 	last, words := req.ends.get()
@@ -335,7 +335,7 @@ func (req *request) finish(ctx context.Context, kind dispatch.AnswerKind, why di
 	case dispatch.AnswerWords:
 		if words != nil {
 			req.result = relay{req}.sendWords(ctx, words)
-			req.logAnswered(&req.result)
+			req.logAnswered(&req.result) //nolint:contextcheck // the line is the request's
 			return nil
 		}
 	case dispatch.AnswerNoRank:

@@ -30,8 +30,8 @@ func (p *Plan) onPick(ev *Event) {
 // onNoRank ends a request that no rank can take. What the ranks that were asked have said counts more than
 // that there is no other one; but a request that has waited in vain hears that.
 func (p *Plan) onNoRank(ev *Event) {
-	isAsked := p.history.last.Cause != OK
-	if !isAsked || ev.HasWaited && p.history.last.Cause != Busy {
+	isAsked := p.last.Cause != OK
+	if !isAsked || ev.HasWaited && p.last.Cause != Busy {
 		p.end(AnswerNoRank, OK, ResultFailed)
 		return
 	}
@@ -41,10 +41,10 @@ func (p *Plan) onNoRank(ev *Event) {
 // endFailed ends a request for which every rank that was asked has failed.
 func (p *Plan) endFailed() {
 	if p.hasWords() {
-		p.end(AnswerWords, p.history.last.Cause, ResultFailed)
+		p.end(AnswerWords, p.last.Cause, ResultFailed)
 		return
 	}
-	p.end(AnswerOwn, p.history.last.Cause, ResultFailed)
+	p.end(AnswerOwn, p.last.Cause, ResultFailed)
 }
 
 // onTicket takes the answer to a reservation. A ticket for which there is no use any more goes back at once.
@@ -446,7 +446,7 @@ func (p *Plan) failPrefill(ev *Event) {
 
 func (p *Plan) endIfTwoDied() bool {
 	if p.deaths >= 2 {
-		p.end(AnswerTwoDied, p.history.last.Cause, ResultFailed)
+		p.end(AnswerTwoDied, p.last.Cause, ResultFailed)
 	}
 	return p.deaths >= 2
 }

@@ -101,7 +101,7 @@ const (
 // Begin makes the plan of a new request. whole: its answer comes as a whole, so its first byte comes with its
 // last.
 func (p *Plan) Begin(cfg *Config, whole bool) {
-	p.history.reset()
+	p.reset()
 	*p = Plan{cfg: *cfg, whole: whole, out: p.out[:0], history: p.history}
 }
 

@@ -336,9 +336,11 @@ func TestPlanOfTwoLegs(t *testing.T) {
 			name: "P refuses", before: "start; chosen p1 d1; reserved d1", events: "refused p1; chosen p2",
 			want: "pick p; reserve p2",
 		},
-		{name: "four P refuse", before: "start; chosen p1 d1; reserved d1; refused p1; chosen p2; " +
-			"refused p2; chosen p3; refused p3; chosen p4", events: "refused p4",
-			want: "note fallback; local d1"},
+		{
+			name: "four P refuse", before: "start; chosen p1 d1; reserved d1; refused p1; chosen p2; " +
+				"refused p2; chosen p3; refused p3; chosen p4", events: "refused p4",
+			want: "note fallback; local d1",
+		},
 		{
 			name: "D refuses", before: "start; chosen p1 d1; reserved p1", events: "refused d1; chosen p9 d2",
 			want: "pick d for p1; reserve d2",
@@ -424,8 +426,10 @@ func TestPlanOfTwoLegs(t *testing.T) {
 			name: "alone: 5xx", before: locally, events: "error d1; local d2; reserved d2",
 			want: "release d1 engine_error charged; pick d pays; reserve d2; local d2",
 		},
-		{name: "alone: too late", before: locally, events: "at 10s",
-			want: "cancel d1; release d1 first_token_timeout charged; pick d pays"},
+		{
+			name: "alone: too late", before: locally, events: "at 10s",
+			want: "cancel d1; release d1 first_token_timeout charged; pick d pays",
+		},
 		{name: "alone: three fail", before: locally + "error d1; local d2; reserved d2; nodial d2; " +
 			"local d3; " +
 			"reserved d3", events: "nodial d3", want: "release d3 connection_refused; " +
