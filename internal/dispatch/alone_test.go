@@ -168,7 +168,7 @@ func TestPlanOfOneLeg(t *testing.T) {
 		{
 			name: "two ranks that are gone", before: started + "unit_lost d1; local d2;",
 			events: "unit_lost d2",
-			want: "release d2 unit_lost; pick d",
+			want:   "release d2 unit_lost; pick d",
 		},
 		{
 			name: "two ranks of one unit are one death", lockstep: true,
@@ -181,7 +181,7 @@ func TestPlanOfOneLeg(t *testing.T) {
 			want: "release d1 upstream_lost charged; answer lost; count none lost",
 		},
 		{
-			name: "lost after another failure: one charge",
+			name:   "lost after another failure: one charge",
 			before: started + "error d1 5; local d2; first d2;",
 			events: "upstream_lost d2", want: "release d2 upstream_lost; answer lost; count none lost",
 		},

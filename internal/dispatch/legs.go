@@ -204,13 +204,14 @@ func wasSeen(c Cause) bool {
 	}
 }
 
+// onDecode handles what a decode leg, or the only leg of a request, has to say before its content.
 func (p *Plan) onDecode(ev *Event) {
 	l := &p.legs[Decode]
 	if l.state == legPassed {
 		p.onStream(ev)
 		return
 	}
-	if ev.Kind == EvAnswered || ev.Kind == EvEnded && wasSeen(ev.Cause) {
+	if ev.Kind == EvEnded && wasSeen(ev.Cause) {
 		p.alarm()
 	}
 	switch ev.Kind {
@@ -225,6 +226,7 @@ func (p *Plan) onDecode(ev *Event) {
 		}
 	case EvAnswered:
 		if p.passesError(ev) {
+			p.alarm()
 			l.isError = true
 			p.pass()
 		}
