@@ -380,6 +380,13 @@ func (req *request) countRetry(res *result, budget string) {
 	req.logLine(slog.LevelDebug, "attempt failed, trying another rank", res)
 }
 
+// countLast counts a leg that has failed and is followed by none; nil: none has.
+func (req *request) countLast(res *result, budget string) {
+	if res != nil {
+		req.app.router.metrics.Load().Attempt(res.cause.String(), budget)
+	}
+}
+
 // mayRelay asks whether the client may get what the engine has answered: the content that has begun, or an
 // error. From then on no other rank is asked.
 func (req *request) mayRelay(ev dispatch.Event) bool {

@@ -46,9 +46,11 @@ func (req search) pickBy(ctx context.Context, pays bool, decide chooser) (rk *ra
 	if ar.queue.empty() {
 		rk, f, wait := decide()
 		if !wait {
-			if req.failure = f; rk != nil {
-				req.countRetry(last, "free") //nolint:contextcheck // the line is the request's
+			if req.failure = f; rk == nil {
+				req.countLast(last, "free")
+				return nil, false
 			}
+			req.countRetry(last, "free") //nolint:contextcheck // the line is the request's
 			return rk, false
 		}
 	}
@@ -56,9 +58,7 @@ func (req search) pickBy(ctx context.Context, pays bool, decide chooser) (rk *ra
 	if pays {
 		budget = "drawn"
 		if !ar.retryBudget.draw(req.in.clock()) {
-			if last != nil {
-				ar.metrics.Load().Attempt(last.cause.String(), "empty")
-			}
+			req.countLast(last, "empty")
 			return nil, false
 		}
 	}

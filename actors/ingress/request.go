@@ -324,10 +324,8 @@ func (req *request) finish(ctx context.Context, kind dispatch.AnswerKind, why di
 		req.finishAnswered(&req.result) //nolint:contextcheck // the line is the request's
 		return nil
 	}
+	req.countLast(req.ends.takeUnpaid(), "free")
 	last, words := req.ends.get()
-	if req.ends.takeUnpaid() != nil {
-		req.app.router.metrics.Load().Attempt(last.cause.String(), "free")
-	}
 	if last == nil || last.cause != why {
 		last = &result{cause: why}
 	}

@@ -191,8 +191,8 @@ func TestWalkBounds(t *testing.T) {
 func TestWalkOfDeaths(t *testing.T) {
 	for _, o := range []Order{PrefillFirst, DecodeFirst, Together} {
 		for seed := range uint64(2) {
-			w := walk(t, testConfig(o), seed, 2000, walkFaults{poison: 0.5})
-			check(t, w, 2000)
+			w := walk(t, testConfig(o), seed, 1500, walkFaults{poison: 0.4})
+			check(t, w, 1500)
 			assert.Positive(t, w.mostDeaths)
 		}
 	}
