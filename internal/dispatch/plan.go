@@ -146,9 +146,6 @@ func (p *Plan) IsSettled() bool { return p.ended && p.open == 0 }
 // Tried are the ranks of a side that must not be picked again.
 func (p *Plan) Tried(s Side) []Excluded { return p.tried[s] }
 
-// Runs is how many legs have failed.
-func (p *Plan) Runs() int { return p.runs }
-
 // Deadline is when the plan wants a tick at the latest; ok is false if it waits for no time.
 func (p *Plan) Deadline() (at time.Duration, ok bool) {
 	add := func(t time.Duration) {
