@@ -114,9 +114,10 @@ func checkScore(t *rapid.T, p Policy, v *View, q *Request, id RankID, got float6
 // candidates is the dumb oracle: who may be chosen, tier by tier.
 func candidates(p Policy, q *Request, v *View) []RankID {
 	var local, open, silent []RankID
+	_, isDirect := p.(Direct) // a rank that is left out gets the requests that name it
 	for _, rk := range v.Ranks {
 		switch {
-		case !rk.Ready || rk.LeftOut || rk.Busy || slices.Contains(q.Tried, rk.ID):
+		case !rk.Ready || rk.LeftOut && !isDirect || rk.Busy || slices.Contains(q.Tried, rk.ID):
 		case rk.Silent:
 			silent = append(silent, rk.ID)
 		case rk.Load.W+rk.Load.F+rk.Load.R < rk.MaxOngoing:
@@ -126,7 +127,7 @@ func candidates(p Policy, q *Request, v *View) []RankID {
 			}
 		}
 	}
-	if _, ok := p.(Direct); ok {
+	if isDirect {
 		all := append(open, silent...)
 		return slices.DeleteFunc(all, func(id RankID) bool { return !q.HasDirect || id != q.Direct })
 	}
