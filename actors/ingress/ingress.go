@@ -124,7 +124,8 @@ func New(c Config) (*Ingress, error) {
 	}
 	in := &Ingress{
 		node: c.Node, version: c.Version, store: c.Store, feed: c.Feed, metrics: c.Metrics,
-		log: c.Log.With(slog.String("room", "ingress")), limits: c.Limits.withDefaults(),
+		log:    slog.New(telemetry.LimitLines(c.Log.Handler())).With(slog.String("room", "ingress")),
+		limits: c.Limits.withDefaults(),
 		timers: c.Timers.withDefaults(),
 		seed:   c.Seed, clockBase: time.Now(),
 		appTable: appTable{

@@ -1,0 +1,56 @@
+package telemetry_test
+
+import (
+	"bytes"
+	"fmt"
+	"log/slog"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+
+	"github.com/dpserve/dpserve/internal/telemetry"
+)
+
+func TestRP35LimitLines(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var buf bytes.Buffer
+		plain := slog.NewTextHandler(&buf, &slog.HandlerOptions{Level: slog.LevelDebug})
+		log := slog.New(telemetry.LimitLines(plain)).With(slog.String("room", "ingress"))
+		count := func(part string) int { return strings.Count(buf.String(), part) }
+		flood := func(n int, cause string) {
+			for range n {
+				log.Warn("request not served", slog.Int("code", 499), slog.String("cause", cause))
+			}
+		}
+
+		flood(5000, "client_gone")
+		flood(50, "not_found") // another cause has lines of its own
+		for range 60 {
+			log.Debug("request served")
+		}
+		assert.Equal(t, 50, count("cause=client_gone"))
+		assert.Equal(t, 50, count("cause=not_found"))
+		assert.Equal(t, 60, count("request served"), "debug lines are not limited")
+
+		time.Sleep(time.Second)
+		synctest.Wait()
+		assert.Contains(t, buf.String(),
+			`level=WARN msg="request not served … 4950 more" room=ingress cause=client_gone`)
+		assert.Equal(t, 1, count("more"))
+
+		buf.Reset()
+		flood(51, "client_gone") // a new window
+		assert.Equal(t, 50, count("cause=client_gone"))
+		for i := range 10_000 { // the memory is bounded: causes beyond the bound share one count
+			flood(1, fmt.Sprint("cause", i))
+		}
+		time.Sleep(time.Second)
+		synctest.Wait()
+		assert.Contains(t, buf.String(), `msg="request not served … 1 more" room=ingress cause=client_gone`)
+		assert.Contains(t, buf.String(), `msg="other log lines … 9695 more" room=ingress`)
+		assert.Equal(t, 2, count("more"))
+	})
+}
