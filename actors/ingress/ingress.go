@@ -6,6 +6,7 @@
 package ingress
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -35,19 +36,21 @@ type Dialer = rankleg.Dialer
 
 // Config is what an ingress needs. Store, Feed, Metrics and Log are required.
 type Config struct {
-	Node    string    // id of this ingress in tickets and records; unique per cluster
-	Version string    // for GET /version
-	Store   msg.Store // applications and units
-	Feed    msg.Feed  // the ranks' streams
-	Metrics *telemetry.Metrics
-	Log     *slog.Logger
-	Limits  Limits
-	Timers  Timers
-	Seed    uint64        // of the Routers' random generators and the request ids; random per process
-	Dial    Dialer        // to the engines; nil = TCP
-	Remote  rankleg.Asker // to the ranks of other nodes; nil = every rank's mailbox is in this process
-	Note    func() string // for those who ask /health, "" = nothing; nil = never
-	Serves  func() bool   // false: this node's lease is over, so its ranks may not serve; nil = always
+	Node string // id of this ingress in tickets and records; unique per cluster
+	// of the cluster, in the header Via: a request that has it already goes in a circle; "" = dpserve-NODE
+	Pseudonym string
+	Version   string    // for GET /version
+	Store     msg.Store // applications and units
+	Feed      msg.Feed  // the ranks' streams
+	Metrics   *telemetry.Metrics
+	Log       *slog.Logger
+	Limits    Limits
+	Timers    Timers
+	Seed      uint64        // of the Routers' random generators and the request ids; random per process
+	Dial      Dialer        // to the engines; nil = TCP
+	Remote    rankleg.Asker // to the ranks of other nodes; nil = every rank's mailbox is in this process
+	Note      func() string // for those who ask /health, "" = nothing; nil = never
+	Serves    func() bool   // false: this node's lease is over, so its ranks may not serve; nil = always
 	// of the node, for the proxies of applications with a prefill pool; nil = one of its own
 	Actors *actor.ActorSystem
 }
@@ -67,14 +70,21 @@ type Ingress struct {
 
 	handler http.Handler
 	server  *http.Server
-	near    *rankleg.Near
-	remote  rankleg.Asker                  // nil: every rank is near
 	hasher  atomic.Pointer[kvindex.Hasher] // keyed by the cluster's secret
+	outbound
 	appTable
 	pairs pairSystem
 	requestMemory
 	traffic
 	lifeCycle
+}
+
+// outbound is how requests go to ranks and their engines.
+type outbound struct {
+	near      *rankleg.Near
+	remote    rankleg.Asker // nil: every rank is near
+	pseudonym string        // of the cluster, in the header Via
+	via       []string      // what is added to that header
 }
 
 // appTable has the applications of an ingress.
@@ -133,6 +143,8 @@ func New(c Config) (*Ingress, error) {
 		},
 		lifeCycle: lifeCycle{followDone: make(chan struct{}), note: c.Note},
 	}
+	in.pseudonym = cmp.Or(c.Pseudonym, "dpserve-"+c.Node)
+	in.via = []string{"1.1 " + in.pseudonym}
 	in.pairs.actors, in.pairs.bootstrap = c.Actors, newBootstrapClient(c.Dial)
 	in.nextID.Store(mix(c.Seed))
 	in.requestPool.New = func() any { return newRequest(in) }

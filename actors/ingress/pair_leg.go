@@ -185,7 +185,7 @@ func (s legRunner) fieldsFor(number uint32, prefill routing.RankRef) (*transfer.
 // engineHeader is the header of a leg with the attempt's request id.
 func (s legRunner) engineHeader(id []string) http.Header {
 	if len(id) > 0 && id[0] != s.req.id {
-		return rankleg.EngineHeader(s.req.r.Header, id)
+		return rankleg.EngineHeader(s.req.r.Header, id, s.req.in.via)
 	}
 	return s.req.header
 }

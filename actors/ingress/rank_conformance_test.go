@@ -343,6 +343,7 @@ func TestRankHeaders(t *testing.T) {
 		assert.Equal(t, http.Header{
 			"Authorization": {"Bearer x"}, "X-Custom": {"1"}, "X-Request-Id": {"r1"},
 			"User-Agent": {"client"}, "Content-Type": {"application/json"}, "Content-Length": {"60"},
+			"Via": {"1.1 dpserve-n1"},
 		}, <-seen)
 		assert.Equal(t, []string{"a", "b"}, a.header["X-Engine"])
 		assert.Empty(t, a.header["X-Hop"])

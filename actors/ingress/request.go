@@ -221,7 +221,7 @@ func (req *request) prepare() *failure {
 		return f
 	}
 	req.waiter.tokens = int64(req.prompt.tokens)
-	req.header = rankleg.EngineHeader(req.r.Header, req.idHeader)
+	req.header = rankleg.EngineHeader(req.r.Header, req.idHeader, req.in.via)
 	if f := prepareSplit(req); f != nil {
 		return f
 	}

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net/http"
 	"runtime/debug"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -61,13 +62,19 @@ func (h surface) newEngine() *gin.Engine {
 	return g
 }
 
-// limitAndRecover limits header fields, answers browsers, and catches panics. The panic that cuts a stream
+// limitAndRecover limits header fields, ends circles, answers browsers, and catches panics. The panic that cuts a stream
 // goes on to net/http.
 func (h surface) limitAndRecover(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		defer h.recover(r)
 		if f := h.headerTooLarge(r); f != nil {
 			h.refuseUnrouted(w, r, openai.NoRoute, f)
+			return
+		}
+		if h.isLoop(r) {
+			h.refuseUnrouted(w, r, openai.NoRoute, newFailure(openai.CodeLoopDetected,
+				"this cluster has sent the request itself: an attached engine's URL leads back to it; "+
+					"remove that rank (dpserve ranks remove APP URL)"))
 			return
 		}
 		if len(r.Header["Origin"]) > 0 && h.allowOrigin(w, r) {
@@ -98,6 +105,18 @@ func (h surface) allowOrigin(w http.ResponseWriter, r *http.Request) (answered b
 	}
 	h.answerPlain(w, r, func() { writeText(w, "OK") })
 	return true
+}
+
+// isLoop reports whether this cluster has sent the request to an engine already. Without the check, a rank
+// whose URL is that of an ingress would send each request to itself until every place is taken.
+func (h surface) isLoop(r *http.Request) bool {
+	for _, line := range r.Header["Via"] {
+		words := strings.FieldsFunc(line, func(c rune) bool { return c == ',' || c == ' ' || c == '\t' })
+		if slices.Contains(words, h.in.pseudonym) {
+			return true
+		}
+	}
+	return false
 }
 
 // headerTooLarge checks a request's line and header against the limits.

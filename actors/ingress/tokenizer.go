@@ -176,7 +176,7 @@ func (t *tokenizer) tokenize(ctx context.Context, p *prompt, h http.Header) erro
 	}
 	ctx, cancel := context.WithTimeout(ctx, tokenizeTime)
 	defer cancel()
-	resp, err := t.ask(ctx, rk, p, tokenizeHeader(h))
+	resp, err := t.ask(ctx, rk, p, t.header(h))
 	if err != nil {
 		return err
 	}
@@ -213,9 +213,9 @@ func (t *tokenizer) ask(ctx context.Context, rk *rank, p *prompt, h http.Header)
 	return resp, err
 }
 
-// tokenizeHeader passes the client's authorization on.
-func tokenizeHeader(client http.Header) http.Header {
-	out := http.Header{"Content-Type": {"application/json"}, "User-Agent": nil}
+// header passes the client's authorization on.
+func (t *tokenizer) header(client http.Header) http.Header {
+	out := http.Header{"Content-Type": {"application/json"}, "User-Agent": nil, "Via": t.router.in.via}
 	if v := client["Authorization"]; len(v) > 0 {
 		out["Authorization"] = v
 	}

@@ -105,9 +105,14 @@ func (c *Client) Health(ctx context.Context) (Health, error) {
 		return Alive, nil
 	case status == http.StatusServiceUnavailable:
 		return Dead, errors.New("/health answered 503")
+	case status == http.StatusLoopDetected:
+		return Odd, ErrLoop
 	}
 	return Odd, fmt.Errorf("/health answered %d", status)
 }
+
+// ErrLoop is the answer of this cluster's own inference port to its own probes.
+var ErrLoop = errors.New("this address leads back to this dpserve cluster")
 
 // IsRefused reports that no process listens at the address. A network in memory has no errno, so a dial error
 // with the kernel's text counts too. Other dial errors (no file descriptor left, no route) do not count:

@@ -12,6 +12,7 @@ import (
 	"net/http"
 	"net/textproto"
 	"net/url"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -189,10 +190,14 @@ func CopyHeader(dst, src http.Header, isDropped func(name string) bool) {
 	}
 }
 
-// EngineHeader is the header for an engine, made of that of a client.
-func EngineHeader(src http.Header, requestID []string) http.Header {
-	out := make(http.Header, len(src)+1)
+// EngineHeader is the header for an engine, made of that of a client. via is what the sender adds to Via.
+func EngineHeader(src http.Header, requestID, via []string) http.Header {
+	out := make(http.Header, len(src)+2)
 	CopyHeader(out, src, isOwn)
+	if before := out["Via"]; len(before) > 0 {
+		via = append(slices.Clip(before), via...)
+	}
+	out["Via"] = via
 	return finishHeader(out, requestID)
 }
 

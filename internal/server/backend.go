@@ -121,6 +121,9 @@ func (b *backend) AddRank(ctx context.Context, name string, rank []byte) (client
 	if err != nil {
 		return client.RankChange{}, err
 	}
+	if err := checkLoop(ctx, b.n, rank); err != nil {
+		return client.RankChange{}, err
+	}
 	return controller.AttachedRanks{Controller: l.control}.Add(ctx, name, rank)
 }
 

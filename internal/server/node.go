@@ -402,7 +402,7 @@ func (n *Node) buildWorker(t *timers) error {
 	n.node, err = node.New(node.Config{
 		ID: n.cfg.NodeID, DataDir: n.cfg.DataDir, Executable: n.cfg.Executable, System: n.system,
 		Assigner: n.leader, Rand: randomUint64, Timers: t.node, Log: n.log,
-		Launcher: n.cfg.Launcher, Transport: n.probes,
+		Launcher: n.cfg.Launcher, Transport: viaProbes(n),
 		Checks:     node.Checks{BindTest: n.cfg.bindTest(), Devices: deviceChecks(n.devices)},
 		NewReplica: func(spec msg.ReplicaSpec) (node.Replica, error) { return factory.New(spec) },
 		Leader:     renewer{n}, Self: n.selfRecord, Trouble: n.warning, Store: n.store,
@@ -428,9 +428,9 @@ func (n *Node) shims() *node.ShimConfig {
 func (n *Node) buildServers(t *timers) error {
 	if n.hasRole(state.RoleIngress) {
 		cfg := ingress.Config{
-			Node: n.cfg.NodeID, Version: n.cfg.Version, Store: n.store, Feed: n.hub, Metrics: n.metrics,
-			Log: n.log, Timers: t.ingress, Seed: randomUint64(), Actors: n.system,
-			Dial: n.cfg.dialer(), Serves: n.node.Serves(), Note: n.search.note,
+			Node: n.cfg.NodeID, Pseudonym: pseudonym(n), Version: n.cfg.Version, Store: n.store,
+			Feed: n.hub, Metrics: n.metrics, Log: n.log, Timers: t.ingress, Seed: randomUint64(),
+			Actors: n.system, Dial: n.cfg.dialer(), Serves: n.node.Serves(), Note: n.search.note,
 			Limits: ingress.Limits{MaxBody: int64(n.cfg.MaxBody) << 20},
 		}
 		var err error

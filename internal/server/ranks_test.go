@@ -3,6 +3,8 @@ package server
 import (
 	"fmt"
 	"io"
+	"net/http"
+	"net/http/httptest"
 	"path/filepath"
 	"sync"
 	"testing"
@@ -160,4 +162,27 @@ func TestDeployReplacesRankChanges(t *testing.T) {
 		"data_parallel.dp_size", "engine.ranks[http://127.0.0.1:3 selector 4]", "num_replicas",
 	}, change.Fields)
 	assert.Equal(t, []string{"0/2 http://127.0.0.1:3 selector 4"}, change.Gone)
+}
+
+// A URL that answers the node's probe as an ingress of its own cluster does is no engine. Others are added.
+func TestAddRankRefusesTheClustersOwnAddress(t *testing.T) {
+	b := newBackend(t, edgeFile)
+	var via string
+	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Header.Get("Via") == via {
+			w.WriteHeader(http.StatusLoopDetected)
+		}
+	}))
+	t.Cleanup(srv.Close)
+	body := fmt.Appendf(nil, `{"url": %q}`, srv.URL)
+
+	via = "1.1 " + pseudonym(b.n)
+	_, err := b.AddRank(t.Context(), "edge", body)
+	require.ErrorContains(t, err, "this address leads back to this dpserve cluster")
+	assert.Len(t, via, len("1.1 dpserve-01234567"))
+	assert.NotContains(t, string(b.n.store.State().Apps["edge"].Spec), srv.URL)
+
+	via = "1.1 another"
+	_, err = b.AddRank(t.Context(), "edge", body)
+	require.NoError(t, err)
 }

@@ -66,7 +66,7 @@ func longestGrace(st *state.State) time.Duration {
 // replicaFactory returns what makes the replicas of this node's ranks, each by its application's spec.
 func replicaFactory(n *Node, t dpserver.Timers) *dpserver.Factory {
 	return &dpserver.Factory{
-		System: n.system, Hub: n.hub, Assigner: n.leader, NewEngine: dpserver.NewClient(n.probes),
+		System: n.system, Hub: n.hub, Assigner: n.leader, NewEngine: dpserver.NewClient(viaProbes(n)),
 		PrefillTime: prefillTime, Timers: t, Log: n.log,
 		Secret:  func() []byte { return n.store.State().Secret },
 		App:     func(name string) *app.Application { return appOf(n.store.State(), name) },

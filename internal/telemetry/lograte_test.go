@@ -14,7 +14,7 @@ import (
 	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
-func TestRP35LimitLines(t *testing.T) {
+func TestLimitLines(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var buf bytes.Buffer
 		plain := slog.NewTextHandler(&buf, &slog.HandlerOptions{Level: slog.LevelDebug})

@@ -152,6 +152,7 @@ const (
 	CodeQueueTimeout      = "queue_timeout"
 	CodeNoFiles           = "no_files"
 	CodeNoReadyRank       = "no_ready_rank"
+	CodeLoopDetected      = "loop_detected"
 	CodeFirstTokenTimeout = "first_token_timeout"
 	CodeDeadlineExceeded  = "deadline_exceeded"
 
@@ -179,6 +180,8 @@ func Status(code string) int {
 		return http.StatusBadGateway
 	case CodeOverloaded, CodeQueueTimeout, CodeNoReadyRank, CodeNoFiles, CodeDrained:
 		return http.StatusServiceUnavailable
+	case CodeLoopDetected:
+		return http.StatusLoopDetected
 	case CodeFirstTokenTimeout, CodeDeadlineExceeded:
 		return http.StatusGatewayTimeout
 	}

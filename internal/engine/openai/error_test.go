@@ -49,7 +49,7 @@ func TestStatusOfEveryCode(t *testing.T) {
 		CodeInvalidRequest: 400, CodeModelNotFound: 404, CodeUnsupportedRoute: 404, CodeSlowRequest: 408,
 		CodeBodyTooLarge: 413, CodeQuotaExceeded: 429,
 		CodeUpstreamFailed: 502, CodeOverloaded: 503, CodeQueueTimeout: 503, CodeNoReadyRank: 503,
-		CodeFirstTokenTimeout: 504, CodeDeadlineExceeded: 504,
+		CodeNoFiles: 503, CodeFirstTokenTimeout: 504, CodeDeadlineExceeded: 504, CodeLoopDetected: 508,
 		CodeUpstreamLost: 502, CodeStalled: 502, CodeDrained: 503, "never heard of": 500,
 	}
 	for code, status := range want {
