@@ -107,7 +107,7 @@ func describeSkew(c *Cluster) string {
 type Files struct {
 	Limit   uint64 // the hard limit: dpserve raises its soft limit to it at its start
 	Of      string // whose limit it is: "this shell", or the running dpserve
-	Streams int    // client connections that a node with role ingress accepts
+	Streams int    // client connections that a node with role ingress accepts if the limit allows them
 	Ranks   int    // that the node may run
 }
 
@@ -117,18 +117,21 @@ const (
 	filesPerRank   = 16  // log files, pipes, event sockets, idle connections
 	filesOfNode    = 256 // listeners, raft, gossip, other nodes
 
-	// fewestStreams is less than any installation serves at once with one node.
-	fewestStreams = 1000
+	// FewestStreams is less than any installation serves at once with one node.
+	FewestStreams = 1000
 )
 
-// streams is how many streams the limit leaves room for.
-func (l *Files) streams() int {
-	rest := int(min(l.Limit, 1<<31)) - filesOfNode - filesPerRank*l.Ranks
-	return max(rest/filesPerStream, 0)
+// Reserve is how many files the node needs beside its streams.
+func (l *Files) Reserve() int { return filesOfNode + filesPerRank*l.Ranks }
+
+// Accepted is how many of its streams the node accepts under the limit.
+func (l *Files) Accepted() int {
+	rest := int(min(l.Limit, 1<<31)) - l.Reserve()
+	return min(max(rest/filesPerStream, 0), l.Streams)
 }
 
-// needed is the limit with which the node accepts all the streams that it may.
-func (l *Files) needed() int { return filesOfNode + filesPerRank*l.Ranks + filesPerStream*l.Streams }
+// Needed is the limit with which the node accepts all the streams that it may.
+func (l *Files) Needed() int { return l.Reserve() + filesPerStream*l.Streams }
 
 func checkFiles(f *Facts) []Finding {
 	l, out := f.Files, &findings{check: "files"}
@@ -136,11 +139,11 @@ func checkFiles(f *Facts) []Finding {
 		return nil
 	}
 	hint := fmt.Sprintf("allow %d: LimitNOFILE= in the unit of systemd, `ulimit -n` in the shell that "+
-		"starts dpserve, --ulimit nofile= of docker", l.needed())
+		"starts dpserve, --ulimit nofile= of docker", l.Needed())
 	found := fmt.Sprintf("%s may open %d files: enough for %d streams beside %d ranks", l.Of, l.Limit,
-		min(l.streams(), l.Streams), l.Ranks)
-	switch streams := l.streams(); {
-	case streams < min(fewestStreams, l.Streams):
+		l.Accepted(), l.Ranks)
+	switch streams := l.Accepted(); {
+	case streams < min(FewestStreams, l.Streams):
 		out.fail(hint, "%s", found)
 	case streams < l.Streams:
 		out.warn(hint, "%s; a node accepts %d", found, l.Streams)

@@ -5,13 +5,16 @@ package server
 import (
 	"context"
 	"io"
+	"log/slog"
 	"maps"
+	"math"
 	"net"
 	"net/http"
 	"os"
 	"slices"
 	"strconv"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/controller"
@@ -22,6 +25,7 @@ import (
 	"github.com/dpserve/dpserve/internal/cluster"
 	"github.com/dpserve/dpserve/internal/cluster/membership"
 	"github.com/dpserve/dpserve/internal/devices"
+	"github.com/dpserve/dpserve/internal/doctor"
 	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/noderpc"
 	"github.com/dpserve/dpserve/internal/problem"
@@ -430,4 +434,38 @@ func (c *Config) engineHost() string {
 		return c.Advertise
 	}
 	return engine.Loopback
+}
+
+// leastConnsShare is the share (1/leastConnsShare) of the limit of open files that a node accepts as client
+// connections, however many slots it has: few nodes use all their slots.
+const leastConnsShare = 8
+
+// fileLimit is how many files this process may have open. The Go runtime has raised the soft limit to the
+// hard one.
+func fileLimit() uint64 {
+	var limit syscall.Rlimit
+	if syscall.Getrlimit(syscall.RLIMIT_NOFILE, &limit) != nil {
+		return math.MaxUint64
+	}
+	return uint64(limit.Cur) //nolint:unconvert,nolintlint // it is signed on some systems
+}
+
+// maxConns is how many client connections a node accepts whose process may have limit files open. Without
+// it, a node with a low limit would accept connections until it has no file left for the admin port, for an
+// engine, or for a log. The reserve for those is the one that `dpserve doctor` names. maxConns logs a limit
+// that allows fewer connections than MaxConns.
+func maxConns(log *slog.Logger, limit uint64, slots int) int {
+	files := doctor.Files{Limit: limit, Streams: MaxConns, Ranks: slots}
+	conns := max(files.Accepted(), min(MaxConns, int(min(limit, math.MaxInt)/leastConnsShare)))
+	if conns == MaxConns {
+		return conns
+	}
+	report := log.Info
+	if conns < doctor.FewestStreams {
+		report = log.Warn
+	}
+	report("the limit of open files allows fewer client connections; raise it (ulimit -n, LimitNOFILE)",
+		slog.Uint64("limit", limit), slog.Int("reserved", files.Reserve()),
+		slog.Int("connections", conns), slog.Int("wanted_limit", files.Needed()))
+	return conns
 }

@@ -431,7 +431,9 @@ func (n *Node) buildServers(t *timers) error {
 			Node: n.cfg.NodeID, Pseudonym: pseudonym(n), Version: n.cfg.Version, Store: n.store,
 			Feed: n.hub, Metrics: n.metrics, Log: n.log, Timers: t.ingress, Seed: randomUint64(),
 			Actors: n.system, Dial: n.cfg.dialer(), Serves: n.node.Serves(), Note: n.search.note,
-			Limits: ingress.Limits{MaxBody: int64(n.cfg.MaxBody) << 20},
+			Limits: ingress.Limits{
+				MaxBody: int64(n.cfg.MaxBody) << 20, MaxConns: maxConns(n.log, fileLimit(), n.cfg.Slots),
+			},
 		}
 		var err error
 		if n.peering != nil {
