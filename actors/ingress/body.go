@@ -141,6 +141,31 @@ func setReadDeadline(w *http.ResponseController, at time.Time) error {
 	return nil
 }
 
+// Bounds of a body that is read only to keep its connection.
+const (
+	skippedBody = 16 << 10 // bytes; the connection of a larger one is closed
+	skipTime    = time.Second
+)
+
+// skipBody prepares an answer that is given without the body. It reads a small body to its end, so that the
+// client keeps its connection: thousands of clients that each open a new one after a refusal would leave no
+// room for health checks. The connection of any other body is closed.
+func skipBody(w http.ResponseWriter, r *http.Request) {
+	isSmall := r.ContentLength > 0 && r.ContentLength <= skippedBody && r.Header["Expect"] == nil
+	if !isSmall || r.ProtoMajor > 1 {
+		abandonBody(w, r)
+		return
+	}
+	conn := http.NewResponseController(w)
+	err := setReadDeadline(conn, time.Now().Add(skipTime))
+	if err == nil {
+		_, err = io.Copy(io.Discard, r.Body)
+	}
+	if err != nil || setReadDeadline(conn, time.Time{}) != nil {
+		abandonBody(w, r)
+	}
+}
+
 // abandonBody prepares an answer to a request whose body was not read to its end. On HTTP/1, net/http would
 // read the rest to keep the connection, without a deadline, and a stalled client would hold it for ever. So
 // abandonBody closes the connection after the answer and ends reading at once. On HTTP/2 only the stream is

@@ -20,13 +20,15 @@ import (
 // a new connection gets the place of the connections that have been idle for longest, so that idle clients
 // never block health checks. If every connection has a request, the new one waits, and others wait in the
 // kernel's backlog. A limit per address would not work: behind a load balancer all clients have one address.
+// At the memory limit it takes probeConns new connections at a time, each for one answer, so that health
+// checks are answered then.
 // Safe for concurrent use.
 type clientConns struct {
 	net.Listener
 
 	maxConns int
 	timers   Timers
-	refuse   func() bool // new connections are closed at once
+	refuse   func() bool // of new connections, only probeConns are taken
 	clock    func() time.Duration
 	answered func(code int) // net/http has answered by itself, without a handler
 
@@ -35,9 +37,17 @@ type clientConns struct {
 	closed   chan struct{} // closed by Close
 	once     sync.Once
 
-	mu    sync.Mutex
-	conns map[*clientConn]struct{}
+	mu     sync.Mutex
+	conns  map[*clientConn]struct{}
+	probes int // of conns that are for one answer; they need no place of maxConns
 }
+
+// probeConns is how many connections are taken at the memory limit. Each is for one answer, which a GET gets
+// and another request only if there is memory again.
+const probeConns = 64
+
+// probeTime is the time of such a connection for its first byte, so that silent clients keep no probe out.
+const probeTime = time.Second
 
 func newClientConns(in *Ingress, l net.Listener) *clientConns {
 	return &clientConns{
@@ -54,11 +64,14 @@ func (l *clientConns) Accept() (net.Conn, error) {
 		if err != nil {
 			return nil, err
 		}
+		c := &clientConn{framedConn: framedConn{Conn: limitWriteBuffer(inner)}, conns: l}
 		if l.refuse() {
+			if l.addProbe(c) {
+				return c, nil
+			}
 			_ = inner.Close() // its client sees the end of the connection
 			continue
 		}
-		c := &clientConn{framedConn: framedConn{Conn: limitWriteBuffer(inner)}, conns: l}
 		if !l.addConn(c) {
 			_ = inner.Close()
 			return nil, net.ErrClosed
@@ -82,12 +95,25 @@ func (l *clientConns) Close() error {
 	return l.Listener.Close()
 }
 
+// addProbe takes c for one answer; it returns false if there are probeConns of this kind already.
+func (l *clientConns) addProbe(c *clientConn) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.probes >= probeConns {
+		return false
+	}
+	l.probes++
+	c.isProbe = true
+	l.conns[c] = struct{}{}
+	return true
+}
+
 // addConn gives c a place; it returns false after Close.
 func (l *clientConns) addConn(c *clientConn) bool {
 	for {
 		l.waiting.Store(true) // set before the check, so that a connection that becomes idle later signals it
 		l.mu.Lock()
-		if len(l.conns) < l.maxConns {
+		if len(l.conns)-l.probes < l.maxConns {
 			l.conns[c] = struct{}{}
 			l.waiting.Store(false)
 			l.mu.Unlock()
@@ -136,6 +162,9 @@ func (l *clientConns) longestIdle() []*clientConn {
 // removeConn frees the place of a closed connection. Safe to call twice.
 func (l *clientConns) removeConn(c *clientConn) {
 	l.mu.Lock()
+	if _, has := l.conns[c]; has && c.isProbe {
+		l.probes--
+	}
 	delete(l.conns, c)
 	l.mu.Unlock()
 	l.signalRoom()
@@ -176,6 +205,7 @@ type clientConn struct {
 	framedConn
 
 	conns     *clientConns
+	isProbe   bool         // it ends with its first answer
 	begun     bool         // Read has been called
 	idleSince atomic.Int64 // on the clock of conns; 0: the connection has a request
 	gathered  *[]byte      // collected writes of one piece; nil: the connection does not collect
@@ -189,7 +219,11 @@ func (c *clientConn) Read(p []byte) (int, error) {
 		return c.framedConn.Read(p)
 	}
 	c.begun = true
-	if err := c.SetReadDeadline(time.Now().Add(c.conns.timers.Idle)); err != nil {
+	patience := c.conns.timers.Idle
+	if c.isProbe {
+		patience = min(patience, probeTime)
+	}
+	if err := c.SetReadDeadline(time.Now().Add(patience)); err != nil {
 		return 0, err
 	}
 	n, err := c.framedConn.Read(p)
@@ -262,6 +296,12 @@ func withConn(ctx context.Context, c net.Conn) context.Context {
 	return context.WithValue(ctx, connKey{}, c)
 }
 
+// connOf is the connection of a request; nil for an in-process one.
+func connOf(r *http.Request) *clientConn {
+	c, _ := r.Context().Value(connKey{}).(*clientConn)
+	return c
+}
+
 // startGather begins to collect the writes to the client of r, if a piece of n bytes would take several
 // writes; otherwise it returns nil. It does nothing on HTTP/2, where a connection has many writers and its
 // own frames.
@@ -269,9 +309,9 @@ func startGather(r *http.Request, n int) *clientConn {
 	if n < gatheredFrom || r.ProtoMajor != 1 {
 		return nil
 	}
-	c, _ := r.Context().Value(connKey{}).(*clientConn)
+	c := connOf(r)
 	if c == nil {
-		return nil // an in-process request
+		return nil
 	}
 	c.gathered, _ = gatherBuffers.Get().(*[]byte)
 	return c

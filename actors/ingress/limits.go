@@ -150,7 +150,7 @@ func orDefault[T int | int64 | time.Duration](v *T, value T) {
 // Shares of the memory limit, in percent.
 const (
 	fullShare     = 85 // above it new requests are refused
-	overfullShare = 95 // above it new connections are refused too
+	overfullShare = 95 // above it new connections are refused too, but for probeConns
 )
 
 const (
@@ -279,7 +279,7 @@ func (g *memoryGuard) report(level pressure, used int64) {
 	}
 }
 
-// refusesConns reports whether new connections are closed at once.
+// refusesConns reports whether only probeConns new connections are taken.
 func (g *memoryGuard) refusesConns() bool { return g.pressure(time.Now()) == pressureOverfull }
 
 // refuse is the answer to a request that arrives near the memory limit; nil: the request may go on.

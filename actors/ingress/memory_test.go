@@ -1,6 +1,7 @@
 package ingress
 
 import (
+	"fmt"
 	"io"
 	"log/slog"
 	"net"
@@ -118,16 +119,75 @@ func TestNearTheMemoryLimit(t *testing.T) {
 
 	used.Store(990)
 	eventually(t, func() bool { return g.in.memory.pressure(time.Now()) == pressureOverfull }, "seen")
-	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(g.url, "http://"))
+	dial := func() net.Conn {
+		conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(g.url, "http://"))
+		require.NoError(t, err)
+		require.NoError(t, conn.SetDeadline(time.Now().Add(soon)))
+		return conn
+	}
+	probe := dial()
+	_, err := io.WriteString(probe, "GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
 	require.NoError(t, err)
-	require.NoError(t, conn.SetDeadline(time.Now().Add(soon)))
-	_, err = io.ReadAll(conn)
+	text, err := io.ReadAll(probe)
+	require.NoError(t, err)
+	assert.Contains(t, string(text), "HTTP/1.1 200", "a probe has its answer")
+	assert.Contains(t, string(text), "Connection: close", "and makes room for the next one")
+	require.NoError(t, probe.Close())
+	eventually(t, func() bool { return g.in.Usage().Connections <= 2 }, "it has left its place")
+	var silent []net.Conn
+	for range probeConns {
+		silent = append(silent, dial())
+	}
+	last := dial()
+	text, err = io.ReadAll(last)
 	require.NoError(t, err, "closed without an answer")
-	require.NoError(t, conn.Close())
+	assert.Empty(t, text)
+	for _, c := range append(silent, last) {
+		require.NoError(t, c.Close())
+	}
 
 	used.Store(10)
 	eventually(t, func() bool { return g.in.memory.pressure(time.Now()) == pressureNone }, "seen")
 	close(goOn)
 	assert.Contains(t, (<-got).body, doneEvent)
 	assert.Equal(t, 200, g.post("/v1/chat/completions", streamBody).status)
+}
+
+// TestARefusedSmallBodyKeepsItsConnection: clients that send again at once need no new connection.
+func TestARefusedSmallBodyKeepsItsConnection(t *testing.T) {
+	g := newRig(t, options{
+		memory:  func() memoryUse { return memoryUse{bytes: 900} },
+		engines: []http.HandlerFunc{replies(200, wholeAnswer)},
+	})
+	for _, c := range []struct {
+		name, head string
+		size       int
+		status     int
+		closes     bool
+	}{
+		{"small", "Host: x\r\n", skippedBody, 503, false},
+		{"to no route", "Host: x\r\n", 100, 404, false},
+		{"large", "Host: x\r\n", skippedBody + 1, 503, true},
+		{"not sent yet", "Host: x\r\nExpect: 100-continue\r\n", 100, 503, true},
+	} {
+		conn := g.connect(t)
+		path := "/v1/completions"
+		if c.status == 404 {
+			path = "/nothing"
+		}
+		for range 2 {
+			_, err := fmt.Fprintf(conn, "POST %s HTTP/1.1\r\n%sContent-Length: %d\r\n\r\n%s", path, c.head,
+				c.size, strings.Repeat("x", c.size))
+			require.NoError(t, err, c.name)
+			resp, err := http.ReadResponse(conn.r, nil)
+			require.NoError(t, err, c.name)
+			_, err = io.Copy(io.Discard, resp.Body)
+			require.NoError(t, err, c.name)
+			require.NoError(t, resp.Body.Close())
+			assert.Equal(t, c.status, resp.StatusCode, c.name)
+			if assert.Equal(t, c.closes, resp.Close, c.name); resp.Close {
+				break
+			}
+		}
+	}
 }

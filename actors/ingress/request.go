@@ -145,11 +145,16 @@ func (req *request) handle(s *routeScope) *failure {
 	if f == nil {
 		f = refuseEncoded(req.w, req.r)
 	}
-	if f == nil {
-		f = req.readBody(req.in, req.rc)
-	}
 	if f != nil {
-		abandonBody(req.w, req.r)
+		skipBody(req.w, req.r)
+		return f
+	}
+	if f := req.readBody(req.in, req.rc); f != nil {
+		if f.code == openai.CodeOverloaded {
+			skipBody(req.w, req.r)
+		} else {
+			abandonBody(req.w, req.r)
+		}
 		return f
 	}
 	if err := req.scan.Scan(req.route, req.body.b); err != nil {

@@ -62,14 +62,17 @@ func (h surface) newEngine() *gin.Engine {
 	return g
 }
 
-// limitAndRecover limits header fields, ends circles, answers browsers, and catches panics. The panic that cuts a stream
-// goes on to net/http.
+// limitAndRecover limits header fields, ends circles, answers browsers, and catches panics. The panic that
+// cuts a stream goes on to net/http.
 func (h surface) limitAndRecover(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		defer h.recover(r)
 		if f := h.headerTooLarge(r); f != nil {
 			h.refuseUnrouted(w, r, openai.NoRoute, f)
 			return
+		}
+		if c := connOf(r); c != nil && c.isProbe {
+			w.Header()["Connection"] = []string{"close"}
 		}
 		if h.isLoop(r) {
 			h.refuseUnrouted(w, r, openai.NoRoute, newFailure(openai.CodeLoopDetected,
@@ -270,7 +273,7 @@ func writeText(w http.ResponseWriter, text string) {
 // answerPlain sends an answer that needs no request body: the write has a deadline, and an unread body closes
 // the connection.
 func (h surface) answerPlain(w http.ResponseWriter, r *http.Request, write func()) {
-	abandonBody(w, r)
+	skipBody(w, r)
 	w.Header()[headerRequestID] = []string{h.in.requestIDOf(r)}
 	// only network connections have deadlines
 	_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(h.in.timers.SlowReader))
