@@ -59,6 +59,7 @@ type part uint8
 
 const (
 	partPreface     part = iota // the first line of the connection
+	partPrefaceEnd              // the empty line after the first line of HTTP/2's preface
 	partRequestLine             // or an empty line before it
 	partHeaderLine
 	partBody
@@ -120,8 +121,13 @@ func (f *framing) scan(p []byte) {
 	}
 }
 
-// take adds to the current line, and corrupts a header line that makes the length ambiguous.
+// take adds to the current line, and corrupts a header line that makes the length ambiguous. A header line
+// after the first line of HTTP/2's preface is corrupted, too: net/http would take the request for HTTP/1.
 func (f *framing) take(piece []byte) {
+	if f.part == partPrefaceEnd && f.n == 0 && piece[0] != '\r' && piece[0] != '\n' {
+		f.spoil(&piece[0])
+		return
+	}
 	if f.part == partHeaderLine {
 		if f.n == 0 && (piece[0] == ' ' || piece[0] == '\t') {
 			f.spoil(&piece[0])
@@ -177,13 +183,15 @@ func (f *framing) endLine() {
 	case partPreface, partRequestLine:
 		switch {
 		case f.part == partPreface && string(line) == "PRI * HTTP/2.0":
-			f.part = partUnframed
+			f.part = partPrefaceEnd
 		case empty:
 			f.part = partRequestLine
 		default:
 			f.part, f.length, f.chunks = partHeaderLine, -1, false
 			f.http10 = !bytes.HasSuffix(bytes.TrimRight(f.tail[:], "\r\n"), []byte("HTTP/1.1"))
 		}
+	case partPrefaceEnd: // take has let only an empty line pass, and net/http reads the rest of the preface
+		f.part = partUnframed
 	case partHeaderLine:
 		if empty {
 			f.endHead()

@@ -51,6 +51,11 @@ func TestAmbiguousLengthsAreRefused(t *testing.T) {
 		got := raw(t, g, "POST /v1/chat/completions HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n")
 		assert.Contains(t, got, " 400 ")
 	})
+	t.Run("behind a preface that is none", func(t *testing.T) {
+		got := raw(t, g, "PRI * HTTP/2.0\r\nHost: x\r\n\r\n"+inner+inner)
+		assert.Equal(t, 1, strings.Count(got, "HTTP/1.1 "), got)
+		assert.True(t, strings.HasPrefix(got, "HTTP/1.1 400 "), got)
+	})
 	admits := 0
 	for _, r := range g.replicas {
 		admits += r.admits
@@ -81,6 +86,8 @@ func FuzzFraming(f *testing.F) {
 			"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
 		"POST / HTTP/1.0\nTransfer-Encoding: chunked\n\n0\n\n", "\r\n\nGET / HTTP/1.1\nHost: x\nA: b\n c\n\n",
 		"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+		"PRI * HTTP/2.0\r\nHost: x\r\n\r\nPOST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n" +
+			"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
 	} {
 		f.Add([]byte(s), byte(1))
 		f.Add([]byte(s), byte(200))
@@ -100,8 +107,8 @@ func FuzzFraming(f *testing.F) {
 			}
 			from := c.at - br.Buffered()
 			req, err := http.ReadRequest(br)
-			if err != nil || c.framing.part == partUnframed &&
-				bytes.HasPrefix(data, []byte("PRI * HTTP/2.0")) {
+			if err != nil || c.framing.part == partUnframed && req.Method == "PRI" && len(req.Header) == 0 &&
+				req.Host == "" {
 				return
 			}
 			head := data[from : c.at-br.Buffered()]
