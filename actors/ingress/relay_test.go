@@ -23,7 +23,8 @@ func TestWholeAnswerPassesByteForByte(t *testing.T) {
 	}}})
 	a := g.post("/v1/chat/completions", chatBody, "X-Request-Id", "mine-1", "Authorization", "Bearer k",
 		"X-Forwarded-For", "1.2.3.4",
-		"X-Data-Parallel-Rank", "3", "Connection", "X-Secret", "X-Secret", "s", "Dpserve-Epoch", "9")
+		"X-Data-Parallel-Rank", "3", "Connection", "X-Secret", "X-Secret", "s", "Dpserve-Epoch", "9",
+		"X_dpserve_rank", "0/0", "Transfer_encoding", "chunked", "X_secret", "s", "X_mine", "m")
 	require.NoError(t, a.err)
 	assert.Equal(t, 200, a.status)
 	requireBytes(t, wholeAnswer, a.body)
@@ -39,10 +40,11 @@ func TestWholeAnswerPassesByteForByte(t *testing.T) {
 	assert.Equal(t, "Bearer k", got.Header.Get("Authorization"))
 	for _, name := range []string{
 		"X-Forwarded-For", "X-Data-Parallel-Rank", "X-Secret", "Dpserve-Epoch",
-		"Accept-Encoding",
+		"Accept-Encoding", "X_dpserve_rank", "Transfer_encoding", "X_secret",
 	} {
 		assert.Empty(t, got.Header.Get(name), name)
 	}
+	assert.Equal(t, "m", got.Header.Get("X_mine"), "it has no meaning for dpserve")
 	done := g.replicas[0].lastDone(t)
 	assert.Equal(t, msg.OK, done.Outcome)
 	assert.Equal(t, 5, done.PromptTokens)

@@ -180,14 +180,23 @@ const (
 )
 
 // CopyHeader adds src to dst without the fields of one connection (RFC 9110, 7.6.1) and those that isDropped
-// names. Values are shared and not copied; no code changes them.
+// names. Values are shared and not copied; no code changes them. A name with "_" is dropped like the one with
+// "-" in its place: servers with a CGI interface take both for one name.
 func CopyHeader(dst, src http.Header, isDropped func(name string) bool) {
 	named := namedByConnection(src)
 	for name, values := range src {
-		if !isOfConnection(name) && !named[name] && !isDropped(name) {
+		if read := withDashes(name); !isOfConnection(read) && !named[read] && !isDropped(read) {
 			dst[name] = values
 		}
 	}
+}
+
+// withDashes is a name in canonical form as a server reads it that takes "_" for "-".
+func withDashes(name string) string {
+	if !strings.Contains(name, "_") {
+		return name
+	}
+	return textproto.CanonicalMIMEHeaderKey(strings.ReplaceAll(name, "_", "-"))
 }
 
 // EngineHeader is the header for an engine, made of that of a client. via is what the sender adds to Via.
@@ -206,7 +215,7 @@ func StripHeader(h http.Header) http.Header {
 	requestID := h[headerRequestID]
 	named := namedByConnection(h)
 	for name := range h {
-		if isOwn(name) || isOfConnection(name) || named[name] {
+		if read := withDashes(name); isOwn(read) || isOfConnection(read) || named[read] {
 			delete(h, name)
 		}
 	}
