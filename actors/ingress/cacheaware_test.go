@@ -461,15 +461,22 @@ func TestTokenIdentity(t *testing.T) {
 	assert.Equal(t, app.IdentityTokens, g.in.Identity("demo"))
 }
 
-// TestTokenizeFliesOnce: equal prompts that arrive together share one call.
+// TestTokenizeFliesOnce: equal prompts that arrive together share one call, which goes on when the client
+// leaves that came first.
 func TestTokenizeFliesOnce(t *testing.T) {
 	e := &tokenizing{wait: make(chan struct{})}
 	g, admits := tokenRig(t, e)
-	var all sync.WaitGroup
-	for range 8 {
-		all.Go(func() { g.post("/v1/chat/completions", chat(strings.Repeat("words ", 100))) })
-	}
+	body := chat(strings.Repeat("words ", 100))
+	var first, all sync.WaitGroup
+	ctx, leave := context.WithCancel(t.Context())
+	first.Go(func() { g.postCtx(ctx, "/v1/chat/completions", body) })
 	eventually(t, func() bool { return e.count() == 1 }, "asked")
+	for range 8 {
+		all.Go(func() { g.post("/v1/chat/completions", body) })
+	}
+	eventually(t, func() bool { _, _, inflight := g.in.Totals(); return inflight == 9 }, "all have come")
+	leave()
+	first.Wait()
 	close(e.wait)
 	all.Wait()
 	assert.Equal(t, 1, e.count())

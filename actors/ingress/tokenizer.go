@@ -141,8 +141,16 @@ func (t *tokenizer) joinCall(key tokenizeKey) (known *tokenChain, f *tokenizeCal
 	return nil, f, true
 }
 
-// runCall asks an engine and keeps the answer.
+// runCall asks an engine and keeps the answer. The call goes on when its client leaves, because other requests
+// may wait for it; it ends after tokenizeTime, or when the ingress ends.
 func (t *tokenizer) runCall(ctx context.Context, key tokenizeKey, f *tokenizeCall, p *prompt, h http.Header) {
+	call, cancel := context.WithTimeout(context.WithoutCancel(ctx), tokenizeTime)
+	defer cancel()
+	defer context.AfterFunc(ctx, func() {
+		if errors.Is(context.Cause(ctx), errDrained) {
+			cancel()
+		}
+	})()
 	defer func() {
 		t.mu.Lock()
 		defer t.mu.Unlock()
@@ -152,8 +160,8 @@ func (t *tokenizer) runCall(ctx context.Context, key tokenizeKey, f *tokenizeCal
 		}
 		close(f.done)
 	}()
-	if err := t.tokenize(ctx, p, h); err != nil {
-		if ctx.Err() == nil && !errors.Is(err, errNotTokenized) {
+	if err := t.tokenize(call, p, h); err != nil {
+		if !errors.Is(err, errNotTokenized) {
 			t.pausedUntil.Store(int64(t.router.in.clock() + tokenizePause))
 		}
 		return
@@ -174,8 +182,6 @@ func (t *tokenizer) tokenize(ctx context.Context, p *prompt, h http.Header) erro
 	if rk == nil {
 		return errNotTokenized
 	}
-	ctx, cancel := context.WithTimeout(ctx, tokenizeTime)
-	defer cancel()
 	resp, err := t.ask(ctx, rk, p, t.header(h))
 	if err != nil {
 		return err
