@@ -54,8 +54,9 @@ type rankTable struct {
 	suspectedNodes map[string]*time.Timer // nodes whose data port a request could not reach
 	tripCount      int                    // trips of ranks since the start: the order of the trips
 	closed         bool                   // no timer may start any more
-	eventScratch   routing.Event          // reused: the Router does not keep it
-	openScratch    []routing.Open         // reused
+	uncounted      uncountedWaiters
+	eventScratch   routing.Event  // reused: the Router does not keep it
+	openScratch    []routing.Open // reused
 }
 
 // unitTable is what the replicated state says of the units, corrected by the streams where these are ahead.
@@ -560,18 +561,14 @@ func (ar *appRouter) inputs() *policyInputs {
 	return noPolicyInputs
 }
 
-// anyReadyRank returns a ready rank that is in none of but, of this node if there is one; nil if there is
-// none.
-func (ar *appRouter) anyReadyRank(but []dispatch.Excluded) *rank {
-	excluded := func(r *rank) bool {
-		return slices.ContainsFunc(but, func(x dispatch.Excluded) bool { return x.Rank == r.ref() })
-	}
+// anyReadyRank returns a ready rank, of this node if there is one; nil if there is none.
+func (ar *appRouter) anyReadyRank() *rank {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
 	var far *rank
 	for _, r := range ar.ranks { // map order is random, so the requests are spread
 		switch {
-		case !r.publishedReady || excluded(r):
+		case !r.publishedReady:
 		case r.local:
 			return r
 		default:

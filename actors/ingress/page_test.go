@@ -116,6 +116,7 @@ func TestThePageHasEveryLimit(t *testing.T) {
 		fmt.Sprintf("| HTTP/2 streams of a connection | %d |", maxStreams),
 		fmt.Sprintf("`max_queued_requests`, and %d estimated prompt tokens", l.MaxQueueTokens),
 		fmt.Sprintf("| ranks that may refuse one request for other reasons than room | %d |", maxRefusals),
+		fmt.Sprintf("at one engine | %d; %d wait for one application", uncountedPerRank, maxUncounted),
 		fmt.Sprintf("| client that does not read | %.0f s per write |", timers.SlowReader.Seconds()),
 		fmt.Sprintf("1 to %d visible characters", maxRequestID),
 		fmt.Sprintf("%d bytes count", maxSession),

@@ -25,8 +25,6 @@ func (req search) pick(ctx context.Context, cmd *dispatch.Command) dispatch.Even
 	switch {
 	case req.route.Generates():
 		rk, ev.HasWaited = req.pickBy(ctx, cmd.Pays, req.decide)
-	case req.prompt.hasDirect:
-		rk = req.pickNamed()
 	default:
 		rk, ev.HasWaited = req.pickUncounted(ctx, cmd.Pays)
 	}
@@ -64,31 +62,6 @@ func (req search) pickBy(ctx context.Context, pays bool, decide chooser) (rk *ra
 	}
 	req.countRetry(last, budget) //nolint:contextcheck // the line is the request's
 	return req.waitForRank(ctx, decide)
-}
-
-// pickUncounted returns a rank for a request that computes no tokens: any ready rank that has not failed it,
-// full or not, of this node if there is one. If there is none, the request waits like any other.
-func (req search) pickUncounted(ctx context.Context, pays bool) (rk *rank, hasWaited bool) {
-	if rk := req.app.router.anyReadyRank(req.plan.Tried(dispatch.Decode)); rk != nil {
-		req.countRetry(req.ends.takeUnpaid(), "free") //nolint:contextcheck // the line is the request's
-		return rk, false
-	}
-	rk, hasWaited = req.pickBy(ctx, pays, req.decide)
-	if rk != nil {
-		req.attempt.rank = rk
-		req.undoPick() // decide has counted it
-	}
-	return rk, hasWaited
-}
-
-// pickNamed returns the rank that a request without work for the Router names, unless it has failed already.
-func (req search) pickNamed() *rank {
-	rk := req.app.router.readyRank(req.prompt.direct)
-	if rk == nil || len(req.plan.Tried(dispatch.Decode)) > 0 {
-		req.failure = req.namedRankFailure()
-		return nil
-	}
-	return rk
 }
 
 // decide asks the Router once.

@@ -50,6 +50,8 @@ type rankRoom struct {
 	full    bool
 	turn    string // ingress for which the free room is, by the last record with a turn; "": all
 	offered int    // requests for which room was offered to this ingress, and not used yet
+	// requests of this ingress that need no room, see uncountedPlace
+	uncounted int
 }
 
 // engineFacts are what a rank's stream says of its engine.

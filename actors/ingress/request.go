@@ -65,6 +65,7 @@ type rankSearch struct {
 	number        uint32             // of its leg
 	ahead         []dispatch.Command // of the plan, that has left the attempt before its end
 	result        result             // of the attempt
+	place         uncountedPlace     // of a request without a ticket
 	ends          ends
 }
 
@@ -95,6 +96,7 @@ func (req *request) release() {
 	in := req.in
 	req.timer.detach()
 	req.dropTicket()
+	req.place.leave()
 	req.split.release()
 	req.split = nil
 	req.releaseBody()

@@ -141,9 +141,11 @@ func (t *tokenizer) joinCall(key tokenizeKey) (known *tokenChain, f *tokenizeCal
 	return nil, f, true
 }
 
-// runCall asks an engine and keeps the answer. The call goes on when its client leaves, because other requests
-// may wait for it; it ends after tokenizeTime, or when the ingress ends.
-func (t *tokenizer) runCall(ctx context.Context, key tokenizeKey, f *tokenizeCall, p *prompt, h http.Header) {
+// runCall asks an engine and keeps the answer. The call goes on when its client leaves, because others may
+// wait for it; it ends after tokenizeTime, or when the ingress ends.
+func (t *tokenizer) runCall(ctx context.Context, key tokenizeKey, f *tokenizeCall, p *prompt,
+	h http.Header,
+) {
 	call, cancel := context.WithTimeout(context.WithoutCancel(ctx), tokenizeTime)
 	defer cancel()
 	defer context.AfterFunc(ctx, func() {
@@ -178,7 +180,7 @@ var errNotTokenized = errors.New("the engine did not tokenize the prompt")
 
 // tokenize asks a ready rank's engine and stores the ids in p.ids.
 func (t *tokenizer) tokenize(ctx context.Context, p *prompt, h http.Header) error {
-	rk := t.router.anyReadyRank(nil)
+	rk := t.router.anyReadyRank()
 	if rk == nil {
 		return errNotTokenized
 	}
