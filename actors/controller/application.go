@@ -77,7 +77,7 @@ const kvEventsOn = "on"
 func launchSpec(a *app.Application, u *app.Unit) *app.Application {
 	l := *a
 	l.RoutePrefix, l.Routing, l.Timeouts, l.Retries = "", app.Routing{}, app.Timeouts{}, app.Retries{}
-	l.MaxQueuedRequests, l.GracefulShutdownTimeout = 0, 0
+	l.MaxQueuedRequests, l.MaxQueuedTokens, l.GracefulShutdownTimeout = 0, 0, 0
 	l.NumReplicas, l.NumGroups = 0, 0
 	if a.Disaggregation != nil { // the ingresses decide about each request
 		l.Disaggregation = &app.Disaggregation{Transfer: a.Disaggregation.Transfer}

@@ -19,6 +19,7 @@ var quietChanges = map[string]func(*app.Application){
 	"timeouts":                    func(a *app.Application) { a.Timeouts.QueueS = 7 },
 	"retries":                     func(a *app.Application) { a.Retries.Attempts = 7 },
 	"max_queued_requests":         func(a *app.Application) { a.MaxQueuedRequests = 7 },
+	"max_queued_tokens":           func(a *app.Application) { a.MaxQueuedTokens = 7 },
 	"graceful_shutdown_timeout_s": func(a *app.Application) { a.GracefulShutdownTimeout = 7 },
 	"model.aliases":               func(a *app.Application) { a.Model.Aliases = []string{"other"} },
 	"num_replicas":                func(a *app.Application) { a.NumReplicas = 8 },

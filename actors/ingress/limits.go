@@ -21,11 +21,8 @@ type Limits struct {
 	MaxHeaderBytes  int // request line and header fields; more is 431
 	MaxHeaderFields int // header fields; more is 431
 	MaxConns        int // client connections; more wait in the kernel's backlog
-	// estimated prompt tokens in one application's queue; more is 503, except for the only request in the
-	// queue
-	MaxQueueTokens int64
-	IndexBytes     int // memory of one application's index of its ranks' caches
-	TokenizeBytes  int // memory of one application's tokenized prompts
+	IndexBytes      int // memory of one application's index of its ranks' caches
+	TokenizeBytes   int // memory of one application's tokenized prompts
 }
 
 // Defaults of Limits.
@@ -100,7 +97,6 @@ func (l Limits) withDefaults() Limits {
 	orDefault(&l.MaxHeaderBytes, 64<<10)
 	orDefault(&l.MaxHeaderFields, 100)
 	orDefault(&l.MaxConns, DefaultMaxConns)
-	orDefault(&l.MaxQueueTokens, 4<<20)
 	orDefault(&l.IndexBytes, kvindex.DefaultBytes)
 	orDefault(&l.TokenizeBytes, 64<<20)
 	return l
@@ -118,6 +114,13 @@ func (l Limits) bodyBudget(memory int64) int64 {
 	}
 	return max(budget, leastBodies*l.MaxBody)
 }
+
+// queueBytesPerToken is how many bytes of the memory of bodies stand for one token of a queue, where the file
+// does not set max_queued_tokens: 4 bytes of text, and as many for a body that is cut or held twice.
+const queueBytesPerToken = 8
+
+// queueTokens is the default of max_queued_tokens for a budget of bodies.
+func queueTokens(budget int64) int64 { return budget / queueBytesPerToken }
 
 // wholeBody is the time for a body of up to wholeBody bytes.
 func (t Timers) wholeBody() time.Duration { return wholeWindows * t.BodyStall }

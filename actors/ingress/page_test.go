@@ -114,7 +114,7 @@ func TestThePageHasEveryLimit(t *testing.T) {
 		fmt.Sprintf("| connections | %d |", l.MaxConns),
 		fmt.Sprintf("| idle connection | %.0f s |", timers.Idle.Seconds()),
 		fmt.Sprintf("| HTTP/2 streams of a connection | %d |", maxStreams),
-		fmt.Sprintf("`max_queued_requests`, and %d estimated prompt tokens", l.MaxQueueTokens),
+		fmt.Sprintf("and `max_queued_tokens`: without it %d, less under", queueTokens(l.bodyBudget(0))),
 		fmt.Sprintf("| ranks that may refuse one request for other reasons than room | %d |", maxRefusals),
 		fmt.Sprintf("at one engine | %d; %d wait for one application", uncountedPerRank, maxUncounted),
 		fmt.Sprintf("| client that does not read | %.0f s per write |", timers.SlowReader.Seconds()),

@@ -176,9 +176,9 @@ func (req search) waitForRank(ctx context.Context, decide chooser) (rk *rank, ha
 	req.waiter.restriction = req.restriction()
 	if req.hadTurn {
 		ar.queue.rejoin(req.waiter)
-	} else if !ar.queue.join(req.waiter, req.app.app.MaxQueuedRequests, req.in.limits.MaxQueueTokens) {
+	} else if full := ar.queue.join(req.waiter, req.queueBounds()); full != "" {
 		req.failure = newFailure(openai.CodeOverloaded,
-			"the queue of this application is full; try again later").withRetryAfter(ar.retryAfter())
+			"the queue of this application is full ("+full+"); try again later").withRetryAfter(ar.retryAfter())
 		return nil, true
 	}
 	ar.demand.update()
@@ -214,6 +214,16 @@ func (req search) waitForRank(ctx context.Context, decide chooser) (rk *rank, ha
 			return nil, true
 		}
 	}
+}
+
+// queueBounds are the bounds of the application's queue at this ingress.
+func (req search) queueBounds() queueBounds {
+	a := req.app.app
+	tokens := int64(a.MaxQueuedTokens)
+	if tokens == 0 {
+		tokens = queueTokens(req.in.bodies.budget)
+	}
+	return queueBounds{requests: a.MaxQueuedRequests, tokens: tokens}
 }
 
 // nextDue is when a request in the queue looks again by itself. What is over already was looked at.

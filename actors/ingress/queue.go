@@ -1,6 +1,7 @@
 package ingress
 
 import (
+	"fmt"
 	"sync"
 	"time"
 
@@ -61,13 +62,22 @@ func (f *requestQueue) size() (n int, tokens int64) {
 	return f.n, f.tokens
 }
 
-// join appends w; it returns false if the queue would hold more than maxN requests or maxTokens tokens. An
-// empty queue accepts one request of any size, which would otherwise be refused for ever.
-func (f *requestQueue) join(w *waiter, maxN int, maxTokens int64) bool {
+// queueBounds are the bounds of a queue.
+type queueBounds struct {
+	requests int
+	tokens   int64
+}
+
+// join appends w. If the queue would hold more than its bounds allow, it returns the bound by its key in the
+// file. An empty queue accepts one request of any size, which would otherwise be refused for ever.
+func (f *requestQueue) join(w *waiter, most queueBounds) (full string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if f.n >= maxN || f.n > 0 && f.tokens+w.tokens > maxTokens {
-		return false
+	switch {
+	case f.n >= most.requests:
+		return fmt.Sprintf("max_queued_requests: %d", most.requests)
+	case f.n > 0 && f.tokens+w.tokens > most.tokens:
+		return fmt.Sprintf("max_queued_tokens: %d", most.tokens)
 	}
 	w.prev, w.next, w.queued = f.tail, nil, true
 	if f.tail != nil {
@@ -78,7 +88,7 @@ func (f *requestQueue) join(w *waiter, maxN int, maxTokens int64) bool {
 	f.tail = w
 	f.changed(1, w.tokens)
 	f.pass()
-	return true
+	return ""
 }
 
 // rejoin puts w at the front: it had its turn already, and its rank turned out to be full. The bounds do not

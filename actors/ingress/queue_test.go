@@ -113,7 +113,7 @@ func TestNoWaiterBlocksAnotherThatCouldBeRouted(t *testing.T) {
 				if fits {
 					m.order = append(m.order, w)
 				}
-				require.Equal(t, fits, m.f.join(w, maxN, maxTokens))
+				require.Equal(t, fits, m.f.join(w, queueBounds{maxN, maxTokens}) == "")
 				m.settle()
 			},
 			"rejoin": func(*rapid.T) {
@@ -402,8 +402,8 @@ func TestQueueBounds(t *testing.T) {
 	e := newGatedEngine()
 	g := newRig(t, options{
 		engines: []http.HandlerFunc{e.ServeHTTP}, max: 1,
-		limits: Limits{MaxQueueTokens: 50}, app: func(a *app.Application) {
-			a.MaxQueuedRequests = 2
+		app: func(a *app.Application) {
+			a.MaxQueuedRequests, a.MaxQueuedTokens = 2, 50
 			a.Timeouts.QueueS = 5
 		},
 	})
@@ -414,10 +414,12 @@ func TestQueueBounds(t *testing.T) {
 	a := g.post("/v1/completions", `{"model":"demo","prompt":[`+ids(60)+`]}`)
 	assert.Equal(t, 503, a.status, "too many tokens")
 	assert.Equal(t, "overloaded", a.code(t))
+	assert.Contains(t, a.body, "the queue of this application is full (max_queued_tokens: 50)")
 	assert.NotEmpty(t, a.header.Get("Retry-After"))
 	more := queueUp(g, 1, 1)
 	a = g.post("/v1/chat/completions", chatBody)
 	assert.Equal(t, "overloaded", a.code(t))
+	assert.Contains(t, a.body, "(max_queued_requests: 2)")
 	for range 3 {
 		e.open <- struct{}{}
 	}
@@ -431,7 +433,7 @@ func TestAnEmptyQueueTakesARequestOfAnySize(t *testing.T) {
 	e := newGatedEngine()
 	g := newRig(t, options{
 		engines: []http.HandlerFunc{e.ServeHTTP}, max: 1,
-		limits: Limits{MaxQueueTokens: 50},
+		app: func(a *app.Application) { a.MaxQueuedTokens = 50 },
 	})
 	first, large := make(chan answer, 1), make(chan answer, 1)
 	go func() { first <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
@@ -460,7 +462,7 @@ func TestPicturesAreNotText(t *testing.T) {
 	e := newGatedEngine()
 	g := newRig(t, options{
 		engines: []http.HandlerFunc{e.ServeHTTP}, max: 1,
-		limits: Limits{MaxQueueTokens: 4 * openai.MediaTokens},
+		app: func(a *app.Application) { a.MaxQueuedTokens = 4 * openai.MediaTokens },
 	})
 	body := func(parts string) string {
 		return `{"model":"demo","messages":[{"role":"user","content":[{"type":"text","text":"what is it?"},` +

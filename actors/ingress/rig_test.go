@@ -438,9 +438,10 @@ func demoApp() *app.Application {
 		Name: "demo", RoutePrefix: "/", Model: app.Model{ID: model1, Source: "org/demo"},
 		Engine:       app.Engine{Kind: app.KindSim},
 		DataParallel: app.DataParallel{DPSize: 1, Coupling: app.Independent}, NumReplicas: 1, NumGroups: 1,
-		Routing: app.Routing{Policy: "round-robin", Preset: "documented"}, MaxQueuedRequests: 1000,
-		Timeouts: app.Timeouts{QueueS: 10, FirstTokenS: 10, BetweenTokensS: 10},
-		Retries:  app.Retries{Attempts: 3},
+		Routing:     app.Routing{Policy: "round-robin", Preset: "documented"},
+		QueueBounds: app.QueueBounds{MaxQueuedRequests: 1000},
+		Timeouts:    app.Timeouts{QueueS: 10, FirstTokenS: 10, BetweenTokensS: 10},
+		Retries:     app.Retries{Attempts: 3},
 	}
 }
 

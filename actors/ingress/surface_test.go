@@ -498,7 +498,7 @@ func TestDefaults(t *testing.T) {
 	assert.Equal(t, 64<<10, l.MaxHeaderBytes)
 	assert.Equal(t, 100, l.MaxHeaderFields)
 	assert.Equal(t, 16000, l.MaxConns)
-	assert.EqualValues(t, 4<<20, l.MaxQueueTokens)
+	assert.EqualValues(t, 64<<20, queueTokens(l.bodyBudget(0)))
 	assert.Equal(t, 10*time.Second, tm.ReadHeader)
 	assert.Equal(t, 120*time.Second, tm.Idle)
 	assert.Equal(t, 30*time.Second, tm.BodyStall)

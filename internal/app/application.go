@@ -71,8 +71,7 @@ type Application struct {
 	// with `n` or a list of prompts counts as n × prompts, at most as the whole rank; more than 1,024 are
 	// refused with 400
 	MaxOngoingRequests int `json:"max_ongoing_requests,omitempty" is:"an integer from 1 to 1000000"`
-	// requests that wait when all ranks are full; then 503. `-1` (no bound) is refused
-	MaxQueuedRequests int `json:"max_queued_requests" is:"an integer from 0 to 1000000" default:"1000"`
+	QueueBounds
 	// longest times of the phases of a request
 	Timeouts Timeouts `json:"timeouts"`
 	// attempts of a request before its first byte
@@ -87,6 +86,15 @@ type Application struct {
 	Disaggregation *Disaggregation `json:"disaggregation,omitempty" unset:"no prefill ranks"`
 	// which pool of the application this is: PoolPrefill or PoolDecode; "" if the application has one pool
 	Pool string `json:"pool,omitempty" is:"-"`
+}
+
+// QueueBounds are the bounds of an application's queue.
+type QueueBounds struct {
+	// requests that wait at one ingress when all ranks are full; then 503. `-1` (no bound) is refused
+	MaxQueuedRequests int `json:"max_queued_requests" is:"an integer from 0 to 1000000" default:"10000"`
+	// estimated prompt tokens of the requests that wait at one ingress; then 503. Left out: one token per 8
+	// bytes of the ingress's memory for bodies, 67,108,864 without a memory limit
+	MaxQueuedTokens int `json:"max_queued_tokens,omitempty" is:"an integer from 1 to 1000000000"`
 }
 
 // Model is the name that clients send and the model that engines load.

@@ -426,7 +426,7 @@ func TestDefaults(t *testing.T) {
 		DataParallel: DataParallel{DPSize: 4, Coupling: Independent}, NumReplicas: 4, NumGroups: 1,
 		PlacementGroupStrategy: "PACK",
 		Routing:                Routing{Policy: "mex", Preset: "documented", Identity: "text"},
-		MaxQueuedRequests:      1000,
+		QueueBounds:            QueueBounds{MaxQueuedRequests: 10_000},
 		Timeouts:               Timeouts{QueueS: 60, FirstTokenS: 300, BetweenTokensS: 30},
 		Retries:                Retries{Attempts: 3},
 		HealthCheckPeriodS:     1, HealthCheckTimeoutS: 5, GracefulShutdownTimeout: 1800,

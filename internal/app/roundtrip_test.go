@@ -190,6 +190,7 @@ func drawTuning(t *rapid.T, a *Application) {
 	}
 	a.MaxOngoingRequests = rapid.IntRange(0, 300).Draw(t, "ongoing")
 	a.MaxQueuedRequests = rapid.IntRange(0, 2000).Draw(t, "queued")
+	a.MaxQueuedTokens = rapid.IntRange(0, 2000).Draw(t, "queued tokens")
 	a.Timeouts = Timeouts{
 		QueueS: amount(t, "queue", 1e-3), FirstTokenS: amount(t, "first", 1e-3),
 		BetweenTokensS: 30,

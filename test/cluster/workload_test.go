@@ -125,7 +125,7 @@ func (a *shape) spec(value int) *app.Application {
 		DataParallel: app.DataParallel{DPSize: a.dp, Coupling: a.coupling}, NumReplicas: a.dp * a.groups,
 		NumGroups:              a.groups,
 		PlacementGroupStrategy: a.strategy, GracefulShutdownTimeout: a.grace(),
-		Resources: app.Resources{GPUs: a.gpus}, MaxQueuedRequests: value,
+		Resources: app.Resources{GPUs: a.gpus}, QueueBounds: app.QueueBounds{MaxQueuedRequests: value},
 	}
 }
 
