@@ -4,6 +4,8 @@ import (
 	"context"
 	"fmt"
 	"hash/maphash"
+	"net/http"
+	"strings"
 	"time"
 
 	"github.com/dpserve/dpserve/internal/dispatch"
@@ -173,12 +175,12 @@ func (req search) waitForRank(ctx context.Context, decide chooser) (rk *rank, ha
 	if req.queueDeadline.IsZero() {
 		req.queueDeadline = began.Add(req.app.queue)
 	}
-	req.waiter.restriction = req.restriction()
+	req.waiter.restriction, req.waiter.client = req.restriction(), clientOf(req.r)
 	if req.hadTurn {
 		ar.queue.rejoin(req.waiter)
 	} else if full := ar.queue.join(req.waiter, req.queueBounds()); full != "" {
-		req.failure = newFailure(openai.CodeOverloaded,
-			"the queue of this application is full ("+full+"); try again later").withRetryAfter(ar.retryAfter())
+		req.failure = newFailure(openai.CodeOverloaded, "the queue of this application is full ("+full+
+			"); try again later").withRetryAfter(ar.retryAfter())
 		return nil, true
 	}
 	ar.demand.update()
@@ -214,6 +216,22 @@ func (req search) waitForRank(ctx context.Context, decide chooser) (rk *rank, ha
 			return nil, true
 		}
 	}
+}
+
+// clientOf is equal for the requests of one client: of one key, and without a key of one address. Behind a
+// load balancer, all clients without a key have one address. 0: a request of the router's own API.
+func clientOf(r *http.Request) uint64 {
+	if r == nil {
+		return 0
+	}
+	if keys := r.Header["Authorization"]; len(keys) > 0 {
+		return maphash.String(restrictionSeed, keys[0])
+	}
+	address := r.RemoteAddr
+	if port := strings.LastIndexByte(address, ':'); port >= 0 {
+		address = address[:port]
+	}
+	return maphash.String(restrictionSeed, address)
 }
 
 // queueBounds are the bounds of the application's queue at this ingress.

@@ -8,9 +8,10 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 )
 
-// requestQueue is the queue of one application: requests that found no rank with room, in order of arrival.
-// One waiter at a time has the turn and asks the Router. Free room gives the turn to the first waiter. A
-// waiter that still finds no rank passes the turn on:
+// requestQueue is the queue of one application: requests that found no rank with room. Its order is round
+// robin between clients, and the order of arrival for the requests of each: a client with a thousand requests
+// delays the one request of another client by one place. One waiter at a time has the turn and asks the
+// Router. Free room gives the turn to the first waiter. A waiter that still finds no rank passes the turn on:
 //
 //   - An unrestricted waiter may use every rank. If it finds none, no waiter behind it finds one: the turn
 //     ends until there is room again.
@@ -27,6 +28,8 @@ type requestQueue struct {
 	head, tail *waiter
 	n          int
 	tokens     int64
+	round      int                   // the highest one of which a waiter was served
+	clients    map[uint64]clientTurn // of the clients that have waiters
 
 	turn    *waiter             // woken, and has not answered yet; nil: no waiter has the turn
 	freed   bool                // room came while turn was asking: its result may be outdated
@@ -42,8 +45,16 @@ type waiter struct {
 	wake        chan struct{} // one slot; only the waiter that has the turn is woken
 	tokens      int64
 	restriction uint64 // waiters with equal restrictions may use the same ranks
+	client      uint64 // equal for the requests of one client
+	round       int    // the queue is in the order of rounds; each has one request of a client
 	prev, next  *waiter
 	queued      bool
+}
+
+// clientTurn is what the queue knows of a client.
+type clientTurn struct {
+	n    int // waiters
+	last int // the highest round of them
 }
 
 func newWaiter() *waiter { return &waiter{wake: make(chan struct{}, 1)} }
@@ -68,8 +79,9 @@ type queueBounds struct {
 	tokens   int64
 }
 
-// join appends w. If the queue would hold more than its bounds allow, it returns the bound by its key in the
-// file. An empty queue accepts one request of any size, which would otherwise be refused for ever.
+// join puts w behind the waiters of its round. If the queue would hold more than its bounds allow, it returns
+// the bound by its key in the file. An empty queue accepts one request of any size, which would otherwise be
+// refused for ever.
 func (f *requestQueue) join(w *waiter, most queueBounds) (full string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -79,16 +91,53 @@ func (f *requestQueue) join(w *waiter, most queueBounds) (full string) {
 	case f.n > 0 && f.tokens+w.tokens > most.tokens:
 		return fmt.Sprintf("max_queued_tokens: %d", most.tokens)
 	}
-	w.prev, w.next, w.queued = f.tail, nil, true
-	if f.tail != nil {
-		f.tail.next = w
+	w.round = f.round + 1
+	if c := f.clients[w.client]; c.n > 0 {
+		w.round = max(w.round, c.last+1)
+	}
+	f.link(f.lastOfRound(w.round), w)
+	f.pass()
+	return ""
+}
+
+// lastOfRound is the last waiter up to a round; nil: there is none. It searches from the nearer end.
+func (f *requestQueue) lastOfRound(round int) *waiter {
+	if f.tail == nil || f.tail.round <= round {
+		return f.tail
+	}
+	if f.tail.round-round < round-f.head.round {
+		w := f.tail
+		for ; w != nil && w.round > round; w = w.prev {
+		}
+		return w
+	}
+	next := f.head
+	for ; next.round <= round; next = next.next {
+	}
+	return next.prev
+}
+
+// link puts w behind another waiter; nil: at the front.
+func (f *requestQueue) link(before, w *waiter) {
+	next := f.head
+	if before != nil {
+		next = before.next
+		before.next = w
 	} else {
 		f.head = w
 	}
-	f.tail = w
+	if next != nil {
+		next.prev = w
+	} else {
+		f.tail = w
+	}
+	w.prev, w.next, w.queued = before, next, true
+	if f.clients == nil {
+		f.clients = map[uint64]clientTurn{}
+	}
+	c := f.clients[w.client]
+	f.clients[w.client] = clientTurn{n: c.n + 1, last: max(c.last, w.round)}
 	f.changed(1, w.tokens)
-	f.pass()
-	return ""
 }
 
 // rejoin puts w at the front: it had its turn already, and its rank turned out to be full. The bounds do not
@@ -97,14 +146,10 @@ func (f *requestQueue) join(w *waiter, most queueBounds) (full string) {
 func (f *requestQueue) rejoin(w *waiter) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	w.prev, w.next, w.queued = nil, f.head, true
 	if f.head != nil {
-		f.head.prev = w
-	} else {
-		f.tail = w
+		w.round = min(w.round, f.head.round)
 	}
-	f.head = w
-	f.changed(1, w.tokens)
+	f.link(nil, w)
 	f.pass()
 }
 
@@ -144,9 +189,8 @@ func (f *requestQueue) leave(w *waiter) {
 		return
 	}
 	f.unlink(w)
-	f.changed(-1, -w.tokens)
 	if f.turn == w {
-		f.turn = nil
+		f.turn, f.round = nil, max(f.round, w.round)
 		if f.freed {
 			f.reopen()
 		}
@@ -166,6 +210,12 @@ func (f *requestQueue) unlink(w *waiter) {
 		f.tail = w.prev
 	}
 	w.prev, w.next, w.queued = nil, nil, false
+	if c := f.clients[w.client]; c.n > 1 {
+		f.clients[w.client] = clientTurn{n: c.n - 1, last: c.last}
+	} else {
+		delete(f.clients, w.client)
+	}
+	f.changed(-1, -w.tokens)
 	select { // drop a wake-up for the place it has left
 	case <-w.wake:
 	default:

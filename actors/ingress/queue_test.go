@@ -45,6 +45,7 @@ func (m *queueModel) usable(w *waiter) int {
 // enter makes a waiter that has failed on the banned ranks.
 func (m *queueModel) enter(banned []int) *waiter {
 	w := newWaiter()
+	w.client = rapid.Uint64Range(1, 3).Draw(m.t, "client")
 	w.tokens = rapid.OneOf(rapid.Int64Range(0, 9), rapid.Just(int64(40))).Draw(m.t, "tokens")
 	m.banned[w] = map[int]bool{}
 	for _, rank := range banned {
@@ -52,6 +53,22 @@ func (m *queueModel) enter(banned []int) *waiter {
 		w.restriction |= 1 << rank
 	}
 	return w
+}
+
+// addInRound takes the place of a waiter that has joined over from the queue. Nobody else has moved, and no
+// earlier request of its client is behind it.
+func (m *queueModel) addInRound(w *waiter) {
+	var now []*waiter
+	for at := m.f.head; at != nil; at = at.next {
+		now = append(now, at)
+	}
+	place := slices.Index(now, w)
+	require.GreaterOrEqual(m.t, place, 0)
+	require.True(m.t, slices.Equal(m.order, slices.Delete(slices.Clone(now), place, place+1)))
+	for _, behind := range now[place+1:] {
+		require.NotEqual(m.t, w.client, behind.client, "it overtook a request of its own client")
+	}
+	m.order = now
 }
 
 // settle lets the waiter with the turn ask, until no waiter has it.
@@ -110,10 +127,10 @@ func TestNoWaiterBlocksAnotherThatCouldBeRouted(t *testing.T) {
 			"join": func(t *rapid.T) {
 				w := m.enter(nil)
 				fits := len(m.order) < maxN && (len(m.order) == 0 || tokens()+w.tokens <= maxTokens)
-				if fits {
-					m.order = append(m.order, w)
-				}
 				require.Equal(t, fits, m.f.join(w, queueBounds{maxN, maxTokens}) == "")
+				if fits {
+					m.addInRound(w)
+				}
 				m.settle()
 			},
 			"rejoin": func(*rapid.T) {
@@ -153,6 +170,63 @@ func TestNoWaiterBlocksAnotherThatCouldBeRouted(t *testing.T) {
 			},
 		})
 	})
+}
+
+// TestClientsTakeTurnsInTheQueue: the one request of a client does not wait for all requests of another one,
+// and a client that comes back has its place in the next round.
+func TestClientsTakeTurnsInTheQueue(t *testing.T) {
+	f, most := &requestQueue{}, queueBounds{requests: 10_000, tokens: 1}
+	names := map[*waiter]string{}
+	join := func(client uint64, list ...string) {
+		for _, name := range list {
+			w := newWaiter()
+			w.client, names[w] = client, name
+			require.Empty(t, f.join(w, most))
+		}
+	}
+	order := func() string {
+		var out []string
+		for w := f.head; w != nil; w = w.next {
+			out = append(out, names[w])
+		}
+		return strings.Join(out, " ")
+	}
+	serve := func(n int) {
+		for range n {
+			f.leave(f.head)
+		}
+	}
+	join(1, "a1", "a2", "a3", "a4", "a5")
+	assert.Equal(t, "a1 a2 a3 a4 a5", order())
+	join(2, "b1", "b2")
+	join(3, "c1")
+	assert.Equal(t, "a1 b1 c1 a2 b2 a3 a4 a5", order())
+	serve(3)
+	join(3, "c2")
+	assert.Equal(t, "a2 b2 c2 a3 a4 a5", order())
+	back := f.head
+	serve(1)
+	f.rejoin(back)
+	join(4, "d1")
+	join(2, "b3")
+	assert.Equal(t, "a2 b2 c2 a3 d1 b3 a4 a5", order())
+	serve(8)
+	assert.Empty(t, f.clients)
+	join(1, "a6")
+	join(2, "b4")
+	assert.Equal(t, "a6 b4", order())
+}
+
+func TestClientOf(t *testing.T) {
+	of := func(address string, header http.Header) uint64 {
+		return clientOf(&http.Request{RemoteAddr: address, Header: header})
+	}
+	key := http.Header{"Authorization": {"Bearer a"}}
+	assert.Equal(t, of("10.0.0.1:1", nil), of("10.0.0.1:2", nil))
+	assert.NotEqual(t, of("10.0.0.1:1", nil), of("10.0.0.2:1", nil))
+	assert.Equal(t, of("10.0.0.1:1", key), of("10.0.0.2:1", key))
+	assert.NotEqual(t, of("10.0.0.1:1", key), of("10.0.0.1:1", nil))
+	assert.Zero(t, clientOf(nil))
 }
 
 func TestBudgetAgainstOracle(t *testing.T) {
