@@ -222,6 +222,13 @@ func TestPairAgainstNaive(t *testing.T) {
 	})
 }
 
+// mayTake reports whether a request may go to a rank: a named one may be left out.
+func mayTake(side *PairPool, q *Request, rk *Rank) bool {
+	taken := *rk
+	taken.LeftOut = rk.LeftOut && !side.isPinned()
+	return isEligible(q, &taken)
+}
+
 // explainedCost is the explained cost of the decision.
 func explainedCost(t require.TestingT, d *PairDecision) float64 {
 	for i := range d.Candidates {
@@ -257,7 +264,8 @@ func TestPairLaws(t *testing.T) {
 		i, ok := c.d.Find(plain.Decode)
 		require.True(t, ok)
 		d := &c.d.Ranks[i]
-		assert.True(t, isEligible(&c.dq, d), "decode rank")
+		in := c.input()
+		assert.True(t, mayTake(&in.Decode, &c.dq, d), "decode rank")
 		if !plain.Remote {
 			assert.Equal(t, c.dc.Ranked[0], plain.Decode)
 			assert.Zero(t, plain.Prefill)
@@ -265,7 +273,7 @@ func TestPairLaws(t *testing.T) {
 			k, ok := c.p.Find(plain.Prefill)
 			require.True(t, ok)
 			p := &c.p.Ranks[k]
-			assert.True(t, isEligible(&c.pq, p), "prefill rank")
+			assert.True(t, mayTake(&in.Prefill, &c.pq, p), "prefill rank")
 			assert.Empty(t, c.table.skipPrefill(p, c.pq.Tokens))
 			assert.Empty(t, c.table.skipPair(p, d))
 			assert.False(t, c.cannotSplit)

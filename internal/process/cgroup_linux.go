@@ -163,9 +163,12 @@ func killCgroup(folder string) {
 	}
 }
 
-// removeCgroup removes an empty cgroup, and those below it that its processes have made.
-func removeCgroup(folder string) {
+// removeCgroup removes an empty cgroup, and those below it that its processes have made. It reports whether
+// there is none any more: a process that has just ended is counted by the kernel for a moment longer.
+func removeCgroup(folder string) bool {
 	walkCgroup(folder, func(folder string) { _ = syscall.Rmdir(folder) })
+	_, err := os.Stat(folder)
+	return err != nil
 }
 
 // emptyFor is how long a cgroup without processes is left alone: its shim may be about to use it.

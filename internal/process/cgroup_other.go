@@ -31,6 +31,6 @@ func cgroupPIDs(string) []int { return nil }
 
 func killCgroup(string) {}
 
-func removeCgroup(string) {}
+func removeCgroup(string) bool { return true }
 
 func outOfMemory(string) uint64 { return 0 }

@@ -72,11 +72,8 @@ func (l *Launch) End(wait time.Duration) []int {
 			left = []int{l.Shim}
 			l.KillShim()
 		}
-		if len(left) == 0 {
-			removeCgroup(l.Cgroup)
-			return nil
-		}
-		if time.Now().After(over) {
+		isRemoved := len(left) == 0 && removeCgroup(l.Cgroup)
+		if isRemoved || time.Now().After(over) {
 			return left
 		}
 	}
