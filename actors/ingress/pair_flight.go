@@ -338,9 +338,14 @@ func (s *split) askTicket(ctx context.Context, leg *pairLeg, b *bump) (refused d
 		s.req.in.observeTicket(b.router, leg.rank.ID, b.reqID, &leg.tracked.ticket)
 		return dispatch.OK
 	}
-	refused = refusedAs(reply.Refusal)
-	if err != nil {
+	switch refused = refusedAs(reply.Refusal); {
+	case err != nil:
 		refused = failedAsk(ctx, err).cause
+	case refused == dispatch.Expired && ctx.Err() != nil:
+		refused = contextCause(ctx)
+	}
+	if refused == dispatch.UnitLost { // while it was asked: its engine has nothing of the request
+		refused = dispatch.Fenced
 	}
 	leg.pool.metrics.Load().Refusal(refused.String())
 	if refused == dispatch.Full { // before the undo, so that it wakes no request without reason

@@ -95,7 +95,11 @@ var (
 	jsonLine = regexp.MustCompile(`"level":"(?:WARN|ERROR)[^"]*","msg":("(?:[^"\\]|\\.)*")`)
 )
 
-// complaint is the message of a line at level WARN or above, in the text or the JSON form of log lines.
+// moreLines ends the message of the line that stands for lines which were left out.
+var moreLines = regexp.MustCompile(` … \d+ more$`)
+
+// complaint is the message of a line at level WARN or above, in the text or the JSON form of log lines. A line
+// that stands for others has their message.
 func complaint(line string) (message string, ok bool) {
 	found := textLine.FindStringSubmatch(line)
 	if found == nil {
@@ -104,8 +108,9 @@ func complaint(line string) (message string, ok bool) {
 	if found == nil {
 		return "", false
 	}
-	if text, err := strconv.Unquote(found[1]); err == nil {
-		return text, true
+	message = found[1]
+	if text, err := strconv.Unquote(message); err == nil {
+		message = text
 	}
-	return found[1], true
+	return moreLines.ReplaceAllString(message, ""), true
 }
