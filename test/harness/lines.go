@@ -98,7 +98,7 @@ var (
 // moreLines ends the message of the line that stands for lines which were left out.
 var moreLines = regexp.MustCompile(` … \d+ more$`)
 
-// complaint is the message of a line at level WARN or above, in the text or the JSON form of log lines. A line
+// complaint is the message of a line at level WARN or above, in the text or the JSON form of log lines. One
 // that stands for others has their message.
 func complaint(line string) (message string, ok bool) {
 	found := textLine.FindStringSubmatch(line)
