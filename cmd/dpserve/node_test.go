@@ -19,7 +19,6 @@ func TestDefaultDataDir(t *testing.T) {
 		{"/var/state", "", "/var/state/dpserve"},
 		{"", "/home/me", "/home/me/.local/state/dpserve"},
 		{"relative", "/home/me", "/home/me/.local/state/dpserve"},
-		{"", "/root", "/root/.local/state/dpserve"},
 		{"", "", ""},
 		{"relative", "here", ""},
 	} {

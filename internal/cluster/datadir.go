@@ -251,7 +251,7 @@ func CheckDataDir(dir string) error {
 		if strings.HasSuffix(filepath.Dir(path), ".tmp") {
 			continue // it is being written
 		}
-		data, err := os.ReadFile(path)
+		data, err := os.ReadFile(path) //nolint:gosec // a file of the data dir
 		if errors.Is(err, fs.ErrNotExist) {
 			continue // a newer snapshot has replaced it
 		}
