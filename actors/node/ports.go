@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"runtime"
 	"slices"
 	"strconv"
 	"sync"
@@ -99,6 +100,12 @@ func (c *Config) isTaken(ctx context.Context, port int) bool {
 func (c *Config) bindTest(ctx context.Context, b engine.Bind) error {
 	if c.BindTest != nil {
 		return c.BindTest(b.Port)
+	}
+	if runtime.GOOS == "linux" {
+		// An engine that is forked meanwhile would keep the port until it executes its program, and the one
+		// that the port is for could not listen there.
+		syscall.ForkLock.RLock()
+		defer syscall.ForkLock.RUnlock()
 	}
 	var lc net.ListenConfig
 	l, err := lc.Listen(ctx, "tcp", net.JoinHostPort(b.Host, strconv.Itoa(b.Port)))
