@@ -72,7 +72,7 @@ func TestAFoundUnitIsAdoptedAfterAnAnswer(t *testing.T) {
 		synctest.Wait()
 		assert.Equal(t, []string{"demo/0/0 3"}, present(b.leader.last()))
 		assert.Empty(t, b.leader.last().Events)
-		assert.Empty(t, b.replicas, "no DPServer yet")
+		assert.Zero(t, b.servers(), "no DPServer yet")
 		assert.Equal(t, state.Starting, b.phase("demo/0/0"))
 		assert.Equal(t, 1, b.node.RankStatuses()["demo/0/0"][0].PID)
 
@@ -131,14 +131,14 @@ func TestWithoutALeaderTheCopyDecides(t *testing.T) {
 			}, func(t *testing.T, b *bubble) {
 				time.Sleep(DefaultLeaseTTL - time.Millisecond)
 				synctest.Wait()
-				assert.Empty(t, b.replicas)
+				assert.Zero(t, b.servers())
 				time.Sleep(time.Minute)
 				synctest.Wait()
 				assert.False(t, closed(p.exited))
 				assert.Zero(t, b.launched())
 				require.Error(t, b.node.StartRank(t.Context(), b.order("demo/0/1", 1)), "nothing starts")
 				if !test.adopted {
-					assert.Empty(t, b.replicas)
+					assert.Zero(t, b.servers())
 					return
 				}
 				assert.Equal(t, state.Ready, b.phase("demo/0/0"))
@@ -171,11 +171,11 @@ func TestAFoundUnitIsNotAdoptedByAnOldCopy(t *testing.T) {
 		})
 	}, func(t *testing.T, b *bubble) {
 		time.Sleep(time.Minute)
-		assert.Empty(t, b.replicas)
+		assert.Zero(t, b.servers())
 		b.store.change(func(s *state.State) { s.Epochs["demo/0/0"] = 4; delete(s.Units, "demo/0/0") })
 		time.Sleep(time.Second)
 		synctest.Wait()
-		assert.Empty(t, b.replicas)
+		assert.Zero(t, b.servers())
 		assert.Equal(t, []string{"3:killing", "3:gone"}, b.leader.kinds("demo/0/0"))
 		assert.Equal(t, causeSuperseded, b.leader.reason("demo/0/0"))
 	})
@@ -202,7 +202,7 @@ func TestWhatIsNotGrantedIsEnded(t *testing.T) {
 				assert.True(t, closed(p.exited))
 				assert.Equal(t, []string{"3:killing", "3:gone"}, b.leader.kinds("demo/0/0"))
 				assert.Equal(t, causeNotGranted, b.leader.reason("demo/0/0"))
-				assert.Empty(t, b.replicas)
+				assert.Zero(t, b.servers())
 			})
 		})
 	}

@@ -375,6 +375,13 @@ func inBubble(t *testing.T, change func(c *Config), f func(t *testing.T, b *bubb
 	})
 }
 
+// servers counts the DPServers that the node has made.
+func (b *bubble) servers() int {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return len(b.replicas)
+}
+
 func (b *bubble) replica(unit string, epoch uint64, rank int) *fakeReplica {
 	b.mu.Lock()
 	defer b.mu.Unlock()
