@@ -37,6 +37,10 @@ var slowMachine = Fault{
 		Why: "the renewal is repeated long before the lease ends",
 	},
 	{
+		Msg: "no leader has answered since this node was started: .*",
+		Why: "it waits a fifth of the real time, and a leader asks a node that was away only now and then",
+	},
+	{
 		Msg: "gossip reaches a node over TCP only.*", With: "UDP probes failed",
 		Why: "a probe by UDP waits half a second",
 	},
