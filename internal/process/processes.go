@@ -32,7 +32,7 @@ const mostAncestors = 64
 type Stat struct {
 	PID, Parent, Group int
 	Zombie, Stopped    bool
-	Exiting            bool   // its memory, and with it its environment, may be gone before its sockets are
+	Exiting            bool   // its memory and its command line may be gone before its sockets are
 	Start              string // clock ticks since boot
 }
 
