@@ -102,7 +102,7 @@ func TestDoctorPrintsLines(t *testing.T) {
 	assert.Contains(t, c.stdout(), "FAIL  engine        chat: /nowhere/vllm: /nowhere/vllm: no such file or "+
 		"directory\n      hint: write its whole path as engine.command, or install it: `pip install ")
 	assert.Contains(t, c.stdout(), "FAIL  model         chat: /nowhere/model: ")
-	assert.Contains(t, c.stdout(), "\nok    data-dir      ")
+	assert.Regexp(t, "\n(ok  |warn)  data-dir      ", c.stdout()) // a busy disk makes it a warning
 	assert.Regexp(t, `^dpserve: \d of \d+ findings fail; \d warnings?\n$`, c.stderr())
 
 	c = newCLI(t)

@@ -99,6 +99,7 @@ func newTracker(replays bool, sink Sink) *tracker {
 // connect: the event socket has its engine, a new connection.
 func (t *tracker) connect(now time.Time) {
 	t.connected, t.replay.rounds, t.suspect = true, 0, t.have
+	t.atStart = false // that was said by the connection before, perhaps by another engine
 	t.stats.Connects++
 	switch {
 	case !t.replays:
@@ -160,6 +161,7 @@ func (t *tracker) setBaseline(seq uint64) {
 func (t *tracker) live(now time.Time, m message) {
 	t.stats.LastEvent = now
 	t.replay.tailAt = now.Add(tailDelay)
+	t.atStart = t.atStart && m.seq != 0 // this engine counts from 0, so 1 is not its first
 	if t.replay.mode != replayNone {
 		t.wait(m)
 		return

@@ -131,6 +131,28 @@ func TestFirstNumberOfTheEngine(t *testing.T) {
 	}
 }
 
+// Batch 1 is the beginning only of an engine that never numbered one 0: what an earlier connection was told
+// does not count, nor does a ring that has forgotten a batch 0 which arrived unreadable.
+func TestBatchOneIsNoBeginningAfterBatchZero(t *testing.T) {
+	for name, lose := range map[string]func(b *bench){
+		"unreadable": func(b *bench) { b.live(b.now, message{seq: 0}) },
+		"another engine": func(b *bench) {
+			b.disconnect()
+			b.connect(b.now)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			b := newBench(t, true)
+			b.connect(b.now)
+			b.answer(1, nil)
+			lose(b)
+			assert.Zero(t, b.answer(1, nil, 1, 2))
+			b.holds(1, 1, 2)
+			assert.True(t, b.snapshot().Partial)
+		})
+	}
+}
+
 // saltedBlocks is what a rank holds, each block with the salt of its chain.
 type saltedBlocks struct {
 	*blocks
