@@ -302,7 +302,7 @@ type Info struct {
 	CachingOff    bool     `json:"prefix_caching_off,omitempty"`
 	Ranks         int      `json:"ranks"`
 	Ready         int      `json:"ready"`             // get requests
-	Tripped       int      `json:"tripped,omitempty"` // their answers failed in a row
+	Tripped       int      `json:"tripped,omitempty"` // their last answers failed
 	// of Tripped: get nothing until a canary comes back
 	LeftOut      int `json:"left_out,omitempty"`
 	Queued       int `json:"queued"`

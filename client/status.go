@@ -127,7 +127,7 @@ type RankStatus struct {
 	TTFTp50Ms   float64 `json:"ttft_p50_ms"`        // over the last 512 requests
 	TTFTp95Ms   float64 `json:"ttft_p95_ms"`        //
 	Progress    string  `json:"progress,omitempty"` // while starting: what it waits for
-	// its answers failed in a row, and no canary has come back yet
+	// its last answers failed, and no canary has come back yet
 	Tripped bool `json:"tripped,omitempty"`
 
 	// of ended requests whose engine reported cached tokens

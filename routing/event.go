@@ -28,7 +28,7 @@ const (
 	EvRankDown   // rank leaves the view; bumps on it go
 	EvAccepting  // Ready changes to Accepting
 	EvSilent     // Silent changes to Silent
-	EvTripped    // Tripped = N: the rank's answers failed in a row; 0 = a canary came back
+	EvTripped    // Tripped = N: the rank's last answers failed; 0 = a canary came back
 	EvOnTheWay   // View.OnTheWay = N
 	EvMaxOngoing // MaxOngoing = N
 	EvStatus     // the engine's report: KVUsage; Capacity and BlockSize unless 0

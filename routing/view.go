@@ -68,7 +68,7 @@ type Rank struct {
 	Capacity  int64   // tokens: the rank's KV cache (C); 0 = unknown
 	BlockSize int     // tokens per KV block; 0 = unknown, DefaultBlockSize is assumed
 	KVUsage   float64 // referenced blocks / all blocks, as reported by the engine
-	// its answers failed in a row: its place in the order in which ranks tripped, from 1; 0 = they did not
+	// its last answers failed: its place in the order in which ranks tripped, from 1; 0 = they did not
 	Tripped int
 
 	Since time.Duration // View.Now when this incarnation came into the view

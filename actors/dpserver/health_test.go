@@ -15,6 +15,55 @@ import (
 	"github.com/dpserve/dpserve/internal/engine"
 )
 
+// TestWhichAnswersTripARank: x failed, o was good, p takes a failure back.
+func TestWhichAnswersTripARank(t *testing.T) {
+	for _, x := range []struct {
+		answers string
+		trips   bool
+	}{
+		{"", false},
+		{"xxxx", false},
+		{"xxxxx", true},
+		{"xxxxoxxxx", false},
+		{"xo xo xo xo xo xo xo xo xo xo", false}, // half of 20
+		{"xo xo xo xo xo xo xo xo xo xx", true},
+		{"xxo xxo xxo xxo xxo", false}, // 10 of 15
+		{"xxo xxo xxo xxo xxo x", true},
+		{"xxo xxo xxo xxo xxo xp", false},
+		{"xxo xxo xxo xxo xxo oooo oooo xx", false}, // the first are forgotten
+		{"xxxxxp", false},
+		{"xxxxxpx", true},
+		{"ppp xxxx", false}, // there was nothing to take back
+		{"ppp xxxxx", true},
+	} {
+		var a answers
+		for _, c := range x.answers {
+			switch c {
+			case 'x', 'o':
+				a.add(c == 'x')
+			case 'p':
+				a.pardon()
+			}
+		}
+		assert.Equal(t, x.trips, a.areBad(), x.answers)
+	}
+}
+
+// TestAPardonEndsATrip: the failure that tripped the rank is taken back.
+func TestAPardonEndsATrip(t *testing.T) {
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
+		for range 5 {
+			r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
+		}
+		require.True(t, r.Status().Tripped)
+		r.send(&msg.Pardon{})
+		assert.False(t, r.Status().Tripped)
+		r.engine.set(func(f *fakeEngine) { f.canary = errors.New("no") })
+		time.Sleep(time.Minute)
+		assert.Empty(t, r.tape.nodeEvents(), "nothing is held against the engine")
+	})
+}
+
 func TestFiveFailuresTripAndACanaryClears(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		fail := func(n int) {
@@ -25,7 +74,9 @@ func TestFiveFailuresTripAndACanaryClears(t *testing.T) {
 		fail(4)
 		r.send(&msg.Done{TicketID: r.ask().Ticket.ID})
 		fail(4)
+		r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Cause: msg.CauseClientError}) // shows nothing
 		require.Equal(t, msg.Granted, r.ask().Refusal)
+		require.False(t, r.Status().Tripped)
 		fail(1)
 		got := r.tape.take()
 		last := got[len(got)-1]
@@ -91,7 +142,7 @@ func TestThreeFailedCanariesGiveAnOwnedEngineUp(t *testing.T) {
 			require.Len(t, events, 1)
 			assert.Equal(t, msg.ReplicaEvent{
 				Unit: "demo/0/2", Epoch: 3, Rank: 2, Incarnation: 7, Kind: msg.ReplicaLost,
-				Cause: "5 requests and 3 canaries failed in a row: 500",
+				Cause: "5 requests and 3 canaries failed: 500",
 			}, events[0])
 			assert.Equal(t, msg.Fenced, r.ask().Refusal)
 		})

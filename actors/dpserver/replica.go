@@ -105,6 +105,8 @@ func (r *replica) Receive(m any) {
 		r.recordProgress(m)
 	case *msg.Done:
 		r.endTicket(m)
+	case *msg.Pardon:
+		r.trip.pardon()
 	case *msg.Demand:
 		r.applyDemand(m)
 	case msg.Demand:
@@ -298,7 +300,7 @@ func (r *replica) isAccepting() bool {
 // refusesAll says whether the rank takes no request although it may have room.
 func (r *replica) refusesAll() bool { return r.busy.on || r.monitor.holdsBack }
 
-// isTripped says whether the rank is open and its last answers failed in a row.
+// isTripped says whether the rank is open and its last answers failed.
 func (r *replica) isTripped() bool { return r.state.phase == phaseOpen && r.trip.isTripped }
 
 // publishState tells the sinks whether the rank accepts requests, and why not.
@@ -478,7 +480,7 @@ func (r *replica) endTicket(m *msg.Done) {
 	}
 	r.emitRequestRecord(msg.RecDone, &t.req, m.Cause, now)
 	r.offerRemaining()
-	if m.Outcome == msg.OK && m.Cause != msg.CauseClientError { // a front end refuses requests alone
+	if isGood(m) {
 		r.noteSign(signTokens)
 	}
 	r.kv.countExpectedEvents(m)
@@ -495,10 +497,8 @@ func (r *replica) applyOutcome(m *msg.Done) {
 	case r.busy.on:
 		r.clearBusy()
 	}
-	if m.Trip {
-		r.trip.countFailure()
-	} else if m.Outcome == msg.OK {
-		r.trip.failures = 0
+	if m.Trip || isGood(m) {
+		r.trip.note(m.Trip)
 	}
 	if m.Probe {
 		r.probeHealth()

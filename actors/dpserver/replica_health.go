@@ -297,7 +297,7 @@ func (r *replica) judgeEngine() {
 		state := &r.monitor.gate.suspicions[by]
 		cause := fmt.Sprintf("%s; then the canary failed: %v", state.cause, state.failure)
 		if by == tripped {
-			cause = fmt.Sprintf("%d requests and %d canaries failed in a row: %v", r.trip.failures,
+			cause = fmt.Sprintf("%d requests and %d canaries failed: %v", r.trip.answers.failed(),
 				state.failed, state.failure)
 		}
 		r.fenceAndReport(cause)

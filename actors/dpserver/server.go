@@ -158,9 +158,10 @@ type Timers struct {
 
 // Counts of the trip and of the stall check.
 const (
-	tripAfter   = 5 // failures in a row that stop admission
-	fenceAfter  = 3 // failed canaries in a row that fence an owned engine
-	stallFactor = 3 // the stall timeout is at least this times the predicted time of the open prefill
+	tripAfter   = 5  // failures in a row that trip a rank
+	tripWindow  = 20 // last answers, of which more than half trip a rank if they failed
+	fenceAfter  = 3  // failed canaries in a row that fence an owned engine
+	stallFactor = 3  // the stall timeout is at least this times the predicted time of the open prefill
 )
 
 func (t Timers) withDefaults() Timers {

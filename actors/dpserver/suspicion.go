@@ -26,7 +26,7 @@ type suspicion uint8
 const (
 	lateHealth suspicion = iota // /health was not answered in time, or with an unexpected status
 	stalled                     // requests are open, and the engine shows no progress
-	tripped                     // the answers of an engine that dpserve started failed in a row
+	tripped                     // the last answers of an engine that dpserve started failed
 	suspicionCount
 )
 

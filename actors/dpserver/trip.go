@@ -2,15 +2,53 @@ package dpserver
 
 import (
 	"log/slog"
+	"math/bits"
 	"time"
+
+	"github.com/dpserve/dpserve/actors/msg"
 )
 
-// trip counts failed requests. Tripped is a flag and not a phase: the rank runs and admits. The stream says
-// that it is tripped until a canary succeeds, and the Routers leave it out unless too many ranks of the
+// answers are the last answers of a rank that say something about it: those that its ingresses count towards
+// the trip, and the good ones. The zero value is a rank that has not answered yet.
+type answers struct {
+	inRow int    // the newest ones that failed
+	last  uint32 // the last tripWindow, the newest in the lowest bit; 1: it failed
+}
+
+// add notes an answer.
+func (a *answers) add(failed bool) {
+	a.last = a.last << 1 & (1<<tripWindow - 1)
+	if !failed {
+		a.inRow = 0
+		return
+	}
+	a.inRow++
+	a.last |= 1
+}
+
+// pardon takes the newest failure back.
+func (a *answers) pardon() {
+	a.inRow = max(0, a.inRow-1)
+	a.last &= a.last - 1
+}
+
+// failed is how many of the last answers have failed.
+func (a *answers) failed() int { return bits.OnesCount32(a.last) }
+
+// areBad reports whether the rank trips: some failures in a row, or more than half of the last answers,
+// whatever good ones lie between them.
+func (a *answers) areBad() bool { return a.inRow >= tripAfter || a.failed() > tripWindow/2 }
+
+// isGood reports whether the engine has answered a request. A refusal of a request shows nothing: front ends
+// refuse requests alone.
+func isGood(m *msg.Done) bool { return m.Outcome == msg.OK && m.Cause != msg.CauseClientError }
+
+// trip judges a rank by its answers. Tripped is a flag and not a phase: the rank runs and admits. The stream
+// says that it is tripped until a canary succeeds, and the Routers leave it out unless too many ranks of the
 // application are tripped (routing/DESIGN.md, Tripped ranks).
 type trip struct {
 	r            *replica
-	failures     int // in a row
+	answers      answers
 	isTripped    bool
 	awaitsCanary bool // a canary was due, and has not ended
 	backoff      time.Duration
@@ -20,11 +58,10 @@ type trip struct {
 // tripTimer says that the next canary of a trip is due.
 type tripTimer struct{ incarnation uint64 }
 
-// countFailure counts an answer that its ingress counts towards the trip. An attached engine cannot be
-// restarted, so failed canaries never fence it.
-func (p *trip) countFailure() {
-	p.failures++
-	if p.failures < tripAfter || p.isTripped || p.r.state.phase != phaseOpen {
+// note notes an answer. An attached engine cannot be restarted, so failed canaries never fence it.
+func (p *trip) note(failed bool) {
+	p.answers.add(failed)
+	if !failed || !p.answers.areBad() || p.isTripped || p.r.state.phase != phaseOpen {
 		return
 	}
 	p.isTripped, p.backoff = true, p.r.timers.TripBackoff
@@ -32,8 +69,17 @@ func (p *trip) countFailure() {
 		p.r.monitor.gate.report(tripped, "", time.Now())
 	}
 	p.r.publishState("tripped")
-	p.r.log.Warn("rank is tripped: its answers failed in a row", slog.Int("failures", p.failures))
+	p.r.log.Warn("rank is tripped: its last answers failed", slog.Int("in_a_row", p.answers.inRow),
+		slog.Int("failed", p.answers.failed()), slog.Int("of_last", tripWindow))
 	p.armTimer()
+}
+
+// pardon takes a failure back, and ends a trip that came of it.
+func (p *trip) pardon() {
+	if p.answers.pardon(); p.isTripped && !p.answers.areBad() {
+		p.r.monitor.gate.suspicions[tripped] = suspicionState{}
+		p.end()
+	}
 }
 
 // armTimer waits one backoff step: 1, 2, 4 … 64 s.
@@ -49,7 +95,7 @@ func (p *trip) onTimer(m tripTimer) {
 	}
 }
 
-// end ends the trip after an answered canary.
+// end ends the trip, and forgets the answers before.
 func (p *trip) end() {
 	if !p.isTripped || p.r.state.phase != phaseOpen {
 		return

@@ -374,6 +374,13 @@ func (ar *appRouter) publish(r *rank) {
 	}
 }
 
+// pardon takes a failure back that counts towards the trip of an incarnation.
+func (ar *appRouter) pardon(ref routing.RankRef) {
+	if r := ar.findRef(ref); r != nil {
+		r.Mailbox.Send(&msg.Pardon{})
+	}
+}
+
 // recordTrip stores whether a rank is tripped, and its place in the order of trips.
 func (ar *appRouter) recordTrip(r *rank, tripped bool) {
 	switch {

@@ -84,6 +84,8 @@ func (s *split) Do(cmd *dispatch.Command) {
 		if ar := s.pair.pool(cmd.Side); ar.findRef(cmd.Rank) != nil {
 			ar.suspectNode(ar.findRef(cmd.Rank).Node)
 		}
+	case dispatch.CmdPardon:
+		s.pair.pool(cmd.Side).pardon(cmd.Rank)
 	case dispatch.CmdPairFailed:
 		s.endPair(cmd.Prefill, cmd.Rank)
 	case dispatch.CmdDiscard:

@@ -315,6 +315,8 @@ func (req *request) carryOut(cmds []dispatch.Command) (next *dispatch.Command) {
 			req.returnTicket(cmd)
 		case dispatch.CmdSuspect:
 			req.app.router.suspectNode(req.attempt.rank.Node)
+		case dispatch.CmdPardon:
+			req.app.router.pardon(cmd.Rank)
 		case dispatch.CmdNote:
 			req.split.note(cmd.Note)
 		case dispatch.CmdPick, dispatch.CmdAsk, dispatch.CmdAnswer:

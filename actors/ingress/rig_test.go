@@ -196,6 +196,8 @@ func (r *replica) Send(m any) {
 			return
 		}
 		r.admit(m)
+	case *msg.Pardon:
+		r.failures = max(0, r.failures-1)
 	case msg.Demand:
 		r.demands = append(r.demands, m.Waits)
 	case *msg.FirstToken:
@@ -229,7 +231,7 @@ func (r *replica) judge(m *msg.Done) {
 	switch {
 	case m.Trip:
 		r.failures++
-	case m.Outcome == msg.OK:
+	case m.Outcome == msg.OK && m.Cause != msg.CauseClientError:
 		r.failures = 0
 	}
 	if r.trips && r.failures == 5 && !r.tripped {

@@ -1,9 +1,11 @@
 package ingress
 
 import (
+	"fmt"
 	"io"
 	"net/http"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -15,14 +17,16 @@ import (
 
 const poisonBody = `{"model":"demo","messages":[{"role":"user","content":"poison"}]}`
 
-// poisoned is an engine that answers requests with poison in them with the status, others as it should.
-func poisoned(status int) http.HandlerFunc {
+// poisoned is an engine that answers requests with poison in them with the status, others as it should. It
+// says a number of texts in turn.
+func poisoned(status, says int) http.HandlerFunc {
+	var n atomic.Int64
 	return func(w http.ResponseWriter, r *http.Request) {
 		body, _ := io.ReadAll(r.Body)
 		w.Header().Set("Content-Type", "application/json")
 		if strings.Contains(string(body), "poison") {
 			w.WriteHeader(status)
-			_, _ = io.WriteString(w, `{"error":{"message":"it cannot be served"}}`)
+			_, _ = fmt.Fprintf(w, `{"error":{"message":"it cannot be served, %d"}}`, n.Add(1)%int64(says))
 			return
 		}
 		_, _ = io.WriteString(w, wholeAnswer)
@@ -43,7 +47,7 @@ func (g *rig) leftOut() (tripped, out int) {
 }
 
 func TestRequestsThatEveryEngineFailsTakeOneRankOut(t *testing.T) {
-	e := poisoned(500)
+	e := poisoned(500, 1000)
 	g := newRig(t, options{engines: []http.HandlerFunc{e, e, e}})
 	for _, r := range g.replicas {
 		r.trips = true
@@ -75,8 +79,35 @@ func TestRequestsThatEveryEngineFailsTakeOneRankOut(t *testing.T) {
 	assert.Equal(t, [3]int{2, tripped, 1}, [3]int{info.Ready, info.Tripped, info.LeftOut})
 }
 
+// TestWhatTwoRanksSayAlikeTripsNone: it is about the request.
+func TestWhatTwoRanksSayAlikeTripsNone(t *testing.T) {
+	forEachTransport(t, func(t *testing.T, far bool) {
+		e := poisoned(500, 1)
+		g := newRig(t, options{far: far, engines: []http.HandlerFunc{e, e, e}})
+		for _, r := range g.replicas {
+			r.trips = true
+		}
+		for range 30 {
+			a := g.post("/v1/chat/completions", poisonBody)
+			require.Equal(t, 500, a.status)
+			require.Contains(t, a.body, "it cannot be served, 0", "the engine's own words")
+		}
+		eventually(t, func() bool {
+			failures := 0
+			for _, r := range g.replicas {
+				r.mu.Lock()
+				failures += r.failures
+				r.mu.Unlock()
+			}
+			return failures == 0
+		}, "every failure is taken back")
+		tripped, _ := g.leftOut()
+		assert.Zero(t, tripped)
+	})
+}
+
 func TestTheOnlyRankIsNeverLeftOut(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{poisoned(500)}})
+	g := newRig(t, options{engines: []http.HandlerFunc{poisoned(500, 1)}})
 	g.replicas[0].trips = true
 	for range 8 {
 		assert.Equal(t, 500, g.post("/v1/chat/completions", poisonBody).status)
@@ -88,7 +119,7 @@ func TestTheOnlyRankIsNeverLeftOut(t *testing.T) {
 
 func TestAnEnginesOwnLimitsTripNoRank(t *testing.T) {
 	for _, status := range []int{408, 429} {
-		e := poisoned(status)
+		e := poisoned(status, 1)
 		g := newRig(t, options{
 			engines: []http.HandlerFunc{e, e},
 			app:     func(a *app.Application) { a.Retries.Attempts, a.Timeouts.QueueS = 1, 0.02 },
@@ -106,7 +137,7 @@ func TestAnEnginesOwnLimitsTripNoRank(t *testing.T) {
 
 // TestASubscriberOfATrippedRankKnowsIt: a snapshot reports a trip, like a change of state does.
 func TestASubscriberOfATrippedRankKnowsIt(t *testing.T) {
-	e := poisoned(500)
+	e := poisoned(500, 1)
 	g := newRig(t, options{engines: []http.HandlerFunc{e, e, e}})
 	r := g.replicas[1]
 	r.mu.Lock()

@@ -152,6 +152,10 @@ type Done struct {
 	Probe            bool
 }
 
+// Pardon takes back that an answer counts towards the trip: another rank has answered the same, so it is
+// about the request.
+type Pardon struct{}
+
 // Demand says that requests of an application wait for room at an ingress, or wait no longer. The ingress
 // sends it to every rank of the application, and repeats it while requests wait. A rank that frees room holds
 // it for the waiting ingresses, in turn.

@@ -68,7 +68,7 @@ type Record struct {
 // RankState is what a RecState says about the rank. A RecSnapshot has Accepting, and RecSilent only Silent.
 type RankState struct {
 	Accepting bool // open, not tripped, not busy and not held back
-	Tripped   bool // its answers failed in a row. It still admits: readers decide whether they leave it out
+	Tripped   bool // its last answers failed. It still admits: readers decide whether they leave it out
 	Fenced    bool // the rank is fenced, and its open requests are lost
 	// admits no request and lets its streams end; with Fenced: the drain is over, and open requests are cut
 	Draining bool

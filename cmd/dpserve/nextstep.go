@@ -107,7 +107,7 @@ func trippedStep(r rankRow) (what, about string) {
 	if !r.rank.Tripped {
 		return "", ""
 	}
-	return fmt.Sprintf("`dpserve logs %s`: its answers failed in a row", r.name()), r.name()
+	return fmt.Sprintf("`dpserve logs %s`: its last answers failed", r.name()), r.name()
 }
 
 // fullQueueStep is about an application that has less room than its clients want.

@@ -81,7 +81,7 @@ func TestNextStep(t *testing.T) {
 		},
 		"a tripped rank": {
 			app:  func(a *client.AppStatus) { a.Units[1].Ranks[0].Tripped = true },
-			want: "`dpserve logs demo/0/1`: its answers failed in a row",
+			want: "`dpserve logs demo/0/1`: its last answers failed",
 		},
 		"a full queue": {
 			app: func(a *client.AppStatus) { a.Queued, a.MaxQueued = 1000, 1000 },

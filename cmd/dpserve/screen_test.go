@@ -249,7 +249,7 @@ func TestStatusUnhealthy(t *testing.T) {
 	assert.NotContains(t, c.stdout(), "demo/0/0")
 	assert.Contains(t, c.stdout(), "demo: 2 of 3 ready; failed 0/1; ready 0/2\n")
 	assert.Contains(t, c.stdout(), "demo/0/2  ready ")
-	assert.Contains(t, c.stdout(), "tripped: its answers failed in a row")
+	assert.Contains(t, c.stdout(), "tripped: its last answers failed")
 
 	c = newCLI(t)
 	c.cluster.script = [][]client.AppStatus{{other}}

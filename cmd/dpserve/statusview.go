@@ -368,7 +368,7 @@ func (r rankRow) pool() string {
 func (r rankRow) reason() string {
 	switch {
 	case r.rank.Phase == string(state.Ready) && r.rank.Tripped:
-		return "tripped: its answers failed in a row"
+		return "tripped: its last answers failed"
 	case r.rank.Phase == string(state.Ready):
 		return ""
 	}

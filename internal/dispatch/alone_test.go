@@ -64,7 +64,7 @@ func TestPlanOfOneLeg(t *testing.T) {
 			name:   "500 of two ranks in the same words is about the request",
 			before: started + "error d1 5; local d2;",
 			events: "says d2 error 5; error d2 5",
-			want:   "relay; release d2 engine_error; count none failed",
+			want:   "relay; release d2 engine_error; pardon d1; count none failed",
 		},
 		{
 			name: "500 of two ranks without words", before: started + "error d1; local d2;",
@@ -99,7 +99,13 @@ func TestPlanOfOneLeg(t *testing.T) {
 		{
 			name: "401 of a second rank", before: started + "rank_error d1; local d2;",
 			events: "says d2 rank_error; rank_error d2",
-			want:   "relay; release d2 rank_error; count none rejected",
+			want:   "relay; release d2 rank_error; pardon d1; count none rejected",
+		},
+		{
+			name:   "only what two ranks have said is taken back",
+			before: started + "empty d1; local d2; error d2 5; local d3;",
+			events: "says d3 error 5; error d3 5",
+			want:   "relay; release d3 engine_error; count none failed",
 		},
 		{
 			name: "408", before: started, events: "says d1 engine_timeout; engine_timeout d1",

@@ -490,7 +490,7 @@ func (f *flight) do(cmd *Command) {
 		w.longest = max(w.longest, w.now-f.began)
 	case CmdNote:
 		w.notes[cmd.Note]++
-	case CmdUndo, CmdDiscard, CmdAnswer, CmdSuspect, CmdPairFailed, CmdAsk:
+	case CmdUndo, CmdDiscard, CmdAnswer, CmdSuspect, CmdPardon, CmdPairFailed, CmdAsk:
 	}
 }
 

@@ -21,8 +21,11 @@ type history struct {
 	refusals int
 	deaths   int
 	diedUnit uint64 // of the first death
-	charged  bool   // a failure counts towards a rank's trip already
 	redone   bool   // the prefill was done again, which happens once
+
+	charged     Ended // the one failure that counts towards a rank's trip; zero: none does
+	chargedSide Side
+	pardons     bool // … and it is about the request after all
 
 	last     Ended // the last end that counts
 	answered bool  // every run so far ended with an answer of an engine
@@ -64,6 +67,7 @@ func (h *history) again(ev *Event) Again {
 func (h *history) record(cfg *Config, s Side, ev *Event) (charge bool) {
 	row := ev.Cause.Row()
 	if h.again(ev) == Nobody && row.Again != Nobody { // it is about the request
+		h.pardons = h.charged == h.same
 		h.last = Ended{ev.Cause, ev.Rank, ev.Text}
 		return false
 	}
@@ -88,9 +92,16 @@ func (h *history) record(cfg *Config, s Side, ev *Event) (charge bool) {
 		h.deaths++
 		h.diedUnit = ev.Unit
 	}
-	charge = row.Charge && !h.charged && !ev.IsLost
-	h.charged = h.charged || charge
-	return charge
+	return h.charge(s, ev)
+}
+
+// charge reports whether an end counts towards its rank's trip: one end of a request does.
+func (h *history) charge(s Side, ev *Event) bool {
+	if !ev.Cause.Row().Charge || h.charged != (Ended{}) || ev.IsLost {
+		return false
+	}
+	h.charged, h.chargedSide = Ended{ev.Cause, ev.Rank, ev.Text}, s
+	return true
 }
 
 // recordPair notes the end of a decode leg that counts against the pair.

@@ -301,11 +301,10 @@ func (p *Plan) onStream(ev *Event) {
 	isError := l.isError
 	l.state, p.asked = legOver, 0
 	var charge bool
-	switch {
-	case isError:
+	if isError {
 		charge = p.record(&p.cfg, Decode, ev)
-	case row.Charge && !ev.IsLost:
-		charge, p.charged = !p.charged, true
+	} else {
+		charge = p.charge(Decode, ev)
 	}
 	p.suspect(ev)
 	p.release(Decode, ev.Cause, charge)

@@ -87,6 +87,8 @@ const (
 	// CmdRelease: give the ticket back: Cause, and whether it is a Charge of the rank. A prefill rank holds
 	// the prompt until HeldUntil.
 	CmdRelease
+	// CmdPardon: take the Charge of Rank back. Another rank has said the same.
+	CmdPardon
 	// CmdSuspect: the node of Rank cannot be reached.
 	CmdSuspect
 	// CmdDiscard: Params are over.

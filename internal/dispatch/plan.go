@@ -371,6 +371,9 @@ func (p *Plan) end(a AnswerKind, why Cause, r Result) {
 	p.release(Decode, GivenUp, false)
 	p.release(Prefill, GivenUp, false)
 	p.discard()
+	if p.pardons {
+		p.out = append(p.out, Command{Kind: CmdPardon, Side: p.chargedSide, Rank: p.charged.Rank})
+	}
 	if a != AnswerNone {
 		p.out = append(p.out, Command{Kind: CmdAnswer, Answer: a, Cause: why})
 	}

@@ -209,6 +209,8 @@ func (s *script) words(c *Command) string {
 			out += " held"
 		}
 		return out
+	case CmdPardon:
+		return "pardon " + rank
 	case CmdSuspect:
 		return "suspect " + rank
 	case CmdDiscard:
@@ -305,6 +307,12 @@ func TestPlanOfTwoLegs(t *testing.T) {
 		{
 			name: "a second P fails: D alone", before: reserved + "error p1; chosen p2; reserved p2",
 			events: "error p2", want: "note prefill-failed; release p2 engine_error; note fallback; local d1",
+		},
+		{
+			name:   "a second P fails in the same words: it is about the request",
+			before: reserved + "error p1 5; chosen p2; reserved p2", events: "error p2 5",
+			want: "release p2 engine_error; release d1 unused; pardon p1; answer words engine_error; " +
+				"count remote rejected",
 		},
 		{
 			name: "a second P fails, fallback fail", change: failing,

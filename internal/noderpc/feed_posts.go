@@ -178,6 +178,8 @@ func toPost(m any) *dpservev1.Post {
 		}}
 	case *msg.Probe:
 		return &dpservev1.Post{Message: &dpservev1.Post_Probe{Probe: &dpservev1.Probe{Ticket: m.TicketID}}}
+	case *msg.Pardon:
+		return &dpservev1.Post{Message: &dpservev1.Post_Pardon{Pardon: &dpservev1.Pardon{}}}
 	case *msg.Demand:
 		return &dpservev1.Post{Message: &dpservev1.Post_Demand{Demand: &dpservev1.Demand{Waits: m.Waits}}}
 	case msg.Demand:

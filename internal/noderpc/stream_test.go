@@ -330,12 +330,13 @@ func TestPosts(t *testing.T) {
 		box.Send(&msg.Progress{TicketID: 7, Out: 3})
 		box.Send(&msg.Probe{TicketID: 7})
 		box.Send(&done)
+		box.Send(&msg.Pardon{})
 		box.Send(msg.Demand{Ingress: "another", Waits: true})
 		settle()
 		a.do(func() {
 			assert.Equal(t, []any{
 				&msg.FirstToken{TicketID: 7, At: at}, &msg.Progress{TicketID: 7, Out: 3},
-				&msg.Probe{TicketID: 7}, &done,
+				&msg.Probe{TicketID: 7}, &done, &msg.Pardon{},
 				&msg.Demand{Ingress: "i1", Waits: true},
 			}, a.got, "whose stream it is says who waits")
 			a.got = nil
@@ -347,7 +348,7 @@ func TestPosts(t *testing.T) {
 		settle()
 		a.do(func() { assert.Empty(t, a.got, "of an incarnation that is over") })
 		assert.EqualValues(t, 1, w.streams.Stats().StrangePosts)
-		assert.EqualValues(t, 5, w.streams.Stats().Posts)
+		assert.EqualValues(t, 6, w.streams.Stats().Posts)
 		n.assertEqual(t, a)
 	})
 }

@@ -99,7 +99,7 @@ func newRankCollector() *rankCollector {
 	return &rankCollector{
 		inFlight: newRankDesc("rank_inflight", "Requests the rank has in hand."),
 		tripped: newRankDesc("rank_tripped",
-			"1 while the rank's answers have failed in a row and no canary has come back."),
+			"1 while the rank's last answers have failed and no canary has come back."),
 		blocks: newRankDesc("kv_index_blocks",
 			"Blocks that the rank's KV index holds, by its engine's events or by the record of what it "+
 				"was sent."),

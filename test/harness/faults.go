@@ -115,7 +115,7 @@ var NodeFails = peerGone
 var EngineFails = Fault{
 	{Msg: "(rank|unit) is fenced", Why: "the rank must not answer under its old incarnation"},
 	{
-		Msg: "rank is tripped: its answers failed in a row",
+		Msg: "rank is tripped: its last answers failed",
 		Why: "it gets no request until a canary passes, unless too many ranks are tripped",
 	},
 }
