@@ -23,11 +23,14 @@ type account struct {
 	remote  rankClock  // the rank's clock
 	pace    decodePace // a request whose tokens are timed
 	law     *law       // of the application; nil in tests of an account alone
-	lastSeq uint64     // stream number of the last record applied
-	tickets int        // entries that are ticketed
-	minSeq  uint64     // no ticketed entry has a smaller seq; meaningful while tickets > 0
-	spare   []open     // memory of expire and forget
-	log     *opensLog
+	service *service   // likewise
+	// the newest answers that failed
+	failures []failure
+	lastSeq  uint64 // stream number of the last record applied
+	tickets  int    // entries that are ticketed
+	minSeq   uint64 // no ticketed entry has a smaller seq; meaningful while tickets > 0
+	spare    []open // memory of expire and forget
+	log      *opensLog
 }
 
 // bump counts an own dispatch, unless the request is on this rank already.
@@ -78,7 +81,9 @@ func (a *account) admit(rk *Rank, key uint64, tokens, hit int) {
 	o := a.opens.get(key)
 	switch {
 	case o == nil:
-		a.insert(rk, open{key: key, tokens: clampTokens(tokens), hit: clampHit(hit, tokens), phase: admitted})
+		a.insert(rk, open{
+			key: key, tokens: clampTokens(tokens), hit: clampHit(hit, tokens), phase: admitted, sent: a.at(),
+		})
 	case o.own():
 		a.add(rk, o, -1)
 		a.clearTicket(o)
@@ -95,6 +100,9 @@ func (a *account) firstToken(rk *Rank, key uint64, seen bool) {
 	if o := a.opens.get(key); o != nil && o.phase != decoding {
 		if seen {
 			a.queue.measure(o.slot, rk, a.at(), a.law)
+		}
+		if a.service != nil && o.sent != 0 {
+			learn(&a.service.prefill, a.at()-o.sent)
 		}
 		a.endPrefill(rk, o, decoding)
 	}
@@ -152,11 +160,12 @@ func (a *account) place(rk *Rank, e *Event) {
 }
 
 // finish ends a request, whatever its phase.
-func (a *account) finish(rk *Rank, key uint64) (freed bool) {
+func (a *account) finish(rk *Rank, key uint64, how End) (freed bool) {
 	o := a.opens.get(key)
 	if o == nil {
 		return false
 	}
+	a.end(o, how)
 	a.drop(rk, o)
 	return true
 }
@@ -201,9 +210,10 @@ func (a *account) reset(rk *Rank, snapshot []Open, seq uint64, same bool) {
 	a.opens, a.log = opens{}, nil
 	a.tickets, a.lastSeq, rk.Load, rk.Own, rk.Pairs, rk.Bumps, rk.Computed = 0, seq, Load{}, 0, 0, Bumps{},
 		Prompts{}
+	rk.Failed = Load{}
 	a.queue.clear(same)
 	if a.pace = (decodePace{decode: a.pace.decode}); !same {
-		a.pace, a.remote = decodePace{}, rankClock{}
+		a.pace, a.remote, a.failures = decodePace{}, rankClock{}, nil
 	}
 	for i := range snapshot {
 		s := &snapshot[i]
@@ -242,6 +252,7 @@ func (a *account) keep(rk *Rank, o *open) {
 
 // forget drops the own dispatches that the replica has not confirmed.
 func (a *account) forget(rk *Rank) {
+	a.failures = nil
 	a.spare = a.spare[:0]
 	for i := range a.opens.cells {
 		if o := &a.opens.cells[i]; o.own() {
@@ -393,7 +404,8 @@ func (a *account) timeTokens(rk *Rank, o *open, n int32) {
 		return
 	}
 	b := &a.law.base
-	p.decode.learn(observed, float64(n-p.out)*b.Step(0, rk.Load.R, int(rk.Load.K), 0), a.when)
+	decodes, context := rk.decodes()
+	p.decode.learn(observed, float64(n-p.out)*b.Step(0, decodes, int(context), 0), a.when)
 	p.out, p.since = n, a.when
 	a.law.addDecodeSample(*a.clock)
 }

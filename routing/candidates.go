@@ -61,7 +61,7 @@ func (v *View) trippedBefore(rk *Rank) int {
 }
 
 // hasRoom reports whether rk has fewer open requests than max_ongoing_requests, as far as the view knows.
-func hasRoom(rk *Rank) bool { return rk.ongoing() < rk.MaxOngoing }
+func hasRoom(rk *Rank) bool { return rk.Open() < rk.MaxOngoing }
 
 // ongoing is rk.Load.O() without the copy of the Load, which would be a tenth of a pick.
 func (rk *Rank) ongoing() int { return rk.Load.W + rk.Load.F + rk.Load.R }
@@ -191,7 +191,7 @@ func gather(q *Request, v *View, c *scratch) (t tier, ok bool) {
 	n := 0
 	for i := range v.Ranks {
 		rk := &v.Ranks[i]
-		if !rk.Silent && rk.ongoing() < rk.MaxOngoing && isEligible(q, rk) {
+		if !rk.Silent && hasRoom(rk) && isEligible(q, rk) {
 			rows[n] = int32(i)
 			n++
 		}

@@ -72,6 +72,7 @@ type Event struct {
 	N           int
 	Accepting   bool
 	Silent      bool
+	End         End  // EvFinished
 	Assumed     bool // EvFirstToken: the rank has predicted it; it is not measured
 	Local       bool
 	Snapshot    []Open
@@ -141,7 +142,9 @@ func (r *Router) rankUp(i int, found bool, e *Event) (wake, ok bool) {
 	if !found {
 		r.view.Ranks = slices.Insert(r.view.Ranks, i, Rank{})
 		r.accounts = slices.Insert(r.accounts, i,
-			account{log: r.log, clock: &r.view.Now, reckons: r.reckons, law: &r.law})
+			account{
+				log: r.log, clock: &r.view.Now, reckons: r.reckons, law: &r.law, service: &r.service,
+			})
 	}
 	rk := &r.view.Ranks[i]
 	same := found && rk.Epoch == e.Epoch && rk.Incarnation == e.Incarnation
@@ -186,7 +189,7 @@ func (r *Router) record(i int, e *Event) (wake, ok bool) {
 	case EvProgress:
 		a.progress(rk, e.ReqID, e.Out)
 	default: // EvFinished
-		wake = a.finish(rk, e.ReqID)
+		wake = a.finish(rk, e.ReqID, e.End)
 	}
 	a.when = 0
 	return a.advanceStream(rk, e.Seq) || wake, true

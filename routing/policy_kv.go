@@ -162,7 +162,7 @@ func (p KV) decodeBlocks(q *Request, v *View, s State, c *scratch) {
 			size, own = b, ceilDiv(int64(q.Tokens), int64(b))
 		}
 		slot := int(active.rows[i])
-		c.extra[i] = active.of(slot) + max(0, own-int64(depths[slot]))
+		c.extra[i] = active.of(slot) + max(0, own-int64(depths[slot])) + v.Ranks[i].Failed.K/int64(size)
 	}
 }
 

@@ -123,7 +123,8 @@ func (p *prefills) begun() time.Duration { return max(p.turn, p.at(p.first).sinc
 // predict is how long the preset of the law gives the first prompt, in ms, beside what the rank decodes.
 func (p *prefills) predict(rk *Rank, law *steptime.Coefficients) float64 {
 	f := p.at(p.first)
-	return law.Prefill(int(f.tokens-f.hit), int(f.hit)) * law.Stretch(rk.Load.R, rk.Load.K, stepTokens)
+	n, context := rk.decodes()
+	return law.Prefill(int(f.tokens-f.hit), int(f.hit)) * law.Stretch(n, context, stepTokens)
 }
 
 // setFront computes front from the first prompt.
@@ -175,7 +176,8 @@ const mostUntold = 16
 func (p *prefills) computedUnreported(rk *Rank, law *law, left time.Duration,
 	tokens, pairs int64,
 ) (int64, int64) {
-	slowness := p.speed.slowness(law.prefill) * law.base.Stretch(rk.Load.R, rk.Load.K,
+	n, context := rk.decodes()
+	slowness := p.speed.slowness(law.prefill) * law.base.Stretch(n, context,
 		stepTokens) * float64(time.Millisecond)
 	slot := p.at(p.first).next
 	for n := 0; n < mostUntold && slot != 0 && left > 0; n++ {

@@ -39,6 +39,7 @@ type Router struct {
 	derived  Event // EvOpened, EvClosed: likewise
 	log      *opensLog
 	law      law
+	service  service
 	dropped  uint64 // events: of an older incarnation or epoch, or of a rank that is not there
 	spoiled  uint64 // candidates that were left out because a term of their score was not a finite number
 }
@@ -94,9 +95,10 @@ func (r *Router) dispatch(q *Request, id RankID, hit int) {
 	}
 }
 
-// reckon sets the prefill work of every row to what is left at now. It may be repeated for any other time:
-// only the rows change.
+// reckon sets the prefill work of every row to what is left at now, and what failed answers count as. It may
+// be repeated for any other time: only the rows change.
 func (r *Router) reckon(now time.Duration) {
+	r.countFailures(now)
 	if !r.reckons {
 		return
 	}
@@ -108,6 +110,22 @@ func (r *Router) reckon(now time.Duration) {
 		if r.compare && p.speed.predicted > 0 {
 			r.view.Ranks[i].Slow = r.law.slow(&p.speed, now)
 		}
+	}
+}
+
+// countFailures sets what failed answers add to the load of every row to its value at now. Like reckon it may
+// be repeated for any other time.
+func (r *Router) countFailures(now time.Duration) {
+	s := &r.service
+	if !s.hasFailures {
+		return
+	}
+	s.hasFailures = false
+	for i := range r.accounts {
+		a := &r.accounts[i]
+		a.failures = slices.DeleteFunc(a.failures, func(f failure) bool { return s.isOver(f, r.view.Now) })
+		s.hasFailures = s.hasFailures || len(a.failures) > 0
+		r.view.Ranks[i].setFailed(s.loadOfAll(a.failures, now))
 	}
 }
 
@@ -218,8 +236,8 @@ func (r *Router) MaxMean() float64 {
 	for i := range r.view.Ranks {
 		if rk := &r.view.Ranks[i]; rk.Serves() {
 			n++
-			sum += rk.ongoing()
-			most = max(most, rk.ongoing())
+			sum += rk.Open()
+			most = max(most, rk.Open())
 		}
 	}
 	if sum == 0 {

@@ -59,7 +59,9 @@ type Rank struct {
 	HasKVUsage  bool // the engine reported KVUsage
 	MaxOngoing  int  // max_ongoing_requests of this rank
 	Load        Load
-	Bumps       Bumps // of Load: what this router sent and the rank's records have not named yet
+	// of Load: what answers of the rank that failed count as. It takes no room and no memory
+	Failed Load
+	Bumps  Bumps // of Load: what this router sent and the rank's records have not named yet
 	// of Load: prompts that are computed by View.Now as reckoned, and whose first token is not reported yet
 	Computed Prompts
 	// token pairs × 2: attention still to prefill, Σ u² + 2·u·hit over waiting and prefilling requests; as of
@@ -100,6 +102,24 @@ func (rk *Rank) slowness() float64 {
 	return 1
 }
 
+// setFailed replaces the part of the load that stands for failed answers.
+func (rk *Rank) setFailed(part Load) {
+	l, was := &rk.Load, &rk.Failed
+	n := l.W + l.F + part.W - was.W
+	l.F = min(n, 1) // the first of them is being computed
+	l.W, l.R = n-l.F, l.R+part.R-was.R
+	l.Q, l.K, l.Kq = l.Q+part.Q-was.Q, l.K+part.K-was.K, l.Kq+part.Kq-was.Kq
+	rk.Failed = part
+}
+
+// Open is the number of open requests: those of Load that do not stand for failed answers.
+func (rk *Rank) Open() int { return rk.ongoing() - rk.Failed.W - rk.Failed.R }
+
+// decodes are the requests that the rank decodes, and their context in tokens.
+func (rk *Rank) decodes() (n int, context int64) {
+	return rk.Load.R - rk.Failed.R, rk.Load.K - rk.Failed.K
+}
+
 // DefaultBlockSize is the tokens per KV block of a rank that has not said its own: vLLM's default.
 const DefaultBlockSize = 16
 
@@ -121,7 +141,8 @@ func (rk *Rank) Usage() float64 {
 	case rk.HasKVUsage:
 		return rk.KVUsage
 	case rk.Capacity > 0:
-		return min(1, float64(rk.Load.K+rk.Load.Kq)/float64(rk.Capacity))
+		used := rk.Load.K + rk.Load.Kq - rk.Failed.K - rk.Failed.Kq
+		return min(1, float64(used)/float64(rk.Capacity))
 	}
 	return 0
 }

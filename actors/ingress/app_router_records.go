@@ -455,7 +455,7 @@ func (ar *appRouter) isLockstep() bool {
 
 // applyLoad passes a record of a request (admitted, first token, progress, done) to the Router.
 func (ar *appRouter) applyLoad(r *rank, rec *msg.Record) {
-	kind, assumed := routing.EvAdmitted, false
+	kind, assumed, end := routing.EvAdmitted, false, routing.EndUnknown
 	switch rec.Kind {
 	case msg.RecFirstToken:
 		if kind, assumed = routing.EvFirstToken, rec.Cause == msg.CausePredicted; !assumed {
@@ -464,13 +464,13 @@ func (ar *appRouter) applyLoad(r *rank, rec *msg.Record) {
 	case msg.RecProgress:
 		kind, r.progress = routing.EvProgress, r.progress+1
 	case msg.RecDone:
-		kind = routing.EvFinished
+		kind, end = routing.EvFinished, endOf(rec.Cause)
 	default:
 	}
 	e := routing.Event{
 		Kind: kind, Rank: r.ID, ReqID: ar.in.routerKey(rec.Ingress, rec.ReqID), Seq: rec.Seq,
 		Incarnation: rec.Incarnation, Tokens: rec.Tokens, Hit: rec.Hit, Out: rec.Out,
-		Session: rec.Session, Assumed: assumed, At: rec.At,
+		Session: rec.Session, Assumed: assumed, End: end, At: rec.At,
 	}
 	if rec.Kind == msg.RecDone {
 		ar.applyDone(r, e, rec.Turn)

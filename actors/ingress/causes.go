@@ -10,6 +10,7 @@ import (
 	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/rankleg"
+	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
@@ -64,6 +65,20 @@ func contextCause(ctx context.Context) dispatch.Cause {
 	default:
 		return dispatch.ClientGone
 	}
+}
+
+// endOf is what the cause of a RecDone shows of the load that its request was.
+func endOf(cause string) routing.End {
+	c, ok := dispatch.CauseOf(cause)
+	switch {
+	case !ok:
+		return routing.EndUnknown
+	case c == dispatch.OK:
+		return routing.EndGood
+	case c.Row().Done == dispatch.DoneFailed, c == dispatch.KVFailure:
+		return routing.EndFailed
+	}
+	return routing.EndUnknown
 }
 
 // result is how an attempt ended.

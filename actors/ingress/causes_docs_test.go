@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"flag"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 
@@ -13,6 +14,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/engine/openai"
+	"github.com/dpserve/dpserve/routing"
 )
 
 // writeDocs writes the table of causes into docs/api.md:
@@ -96,4 +98,25 @@ func TestCausesAreThoseOfTheirNeighbours(t *testing.T) {
 			assert.True(t, code == "" || openai.Status(code) != 500, code)
 		}
 	}
+}
+
+// TestWhatCausesShowOfTheLoad: which ends of requests the Router counts on, and which it learns from.
+func TestWhatCausesShowOfTheLoad(t *testing.T) {
+	failed := []dispatch.Cause{
+		dispatch.Unreachable, dispatch.ConnRefused, dispatch.Reset, dispatch.Malformed, dispatch.Redirected,
+		dispatch.RankError, dispatch.Timeout, dispatch.Busy, dispatch.EngineDead, dispatch.EngineError,
+		dispatch.Empty, dispatch.Aborted, dispatch.FirstToken, dispatch.KVFailure, dispatch.UpstreamLost,
+		dispatch.Stalled, dispatch.Silent, dispatch.ErrorEvent,
+	}
+	for c := range dispatch.Causes {
+		want := routing.EndUnknown
+		switch {
+		case dispatch.Cause(c) == dispatch.OK:
+			want = routing.EndGood
+		case slices.Contains(failed, dispatch.Cause(c)):
+			want = routing.EndFailed
+		}
+		assert.Equal(t, want, endOf(dispatch.Cause(c).String()), dispatch.Cause(c))
+	}
+	assert.Equal(t, routing.EndUnknown, endOf("ticket_lapsed"))
 }

@@ -71,7 +71,7 @@ func explainRanks(ar *appRouter, query *routeQuery, d *routing.Decision,
 	for i := range v.Ranks {
 		rk := &v.Ranks[i]
 		row := client.RankExplanation{
-			Worker: rk.ID.String(), Group: rk.ID.Group(), Rank: rk.ID.Rank(), InFlight: rk.Load.O(),
+			Worker: rk.ID.String(), Group: rk.ID.Group(), Rank: rk.ID.Rank(), InFlight: rk.Open(),
 			MaxOngoing: rk.MaxOngoing,
 			Picked:     d.Kind == routing.Route && d.Ranked[0] == rk.ID,
 		}
@@ -274,7 +274,7 @@ func explainRank(rk *routing.Rank, why routing.Exclusion, notes rankNotes, v *ro
 		if notes.full != "" {
 			return "full", notes.full
 		}
-		return "full", fmt.Sprintf("%d of %d requests in flight", rk.Load.O(), rk.MaxOngoing)
+		return "full", fmt.Sprintf("%d of %d requests in flight", rk.Open(), rk.MaxOngoing)
 	case routing.NotExcluded:
 	}
 	if rk.Silent {

@@ -236,3 +236,13 @@ func (c Cause) String() string { return Causes[c].Name }
 
 // Row is what follows from the cause.
 func (c Cause) Row() *Row { return &Causes[c] }
+
+// CauseOf is the cause with a name.
+func CauseOf(name string) (c Cause, ok bool) {
+	for c = range numCauses {
+		if Causes[c].Name == name {
+			return c, true
+		}
+	}
+	return OK, false
+}
