@@ -43,24 +43,30 @@ func (req search) pickBy(ctx context.Context, pays bool, decide chooser) (rk *ra
 	req.picks++
 	req.hadTurn = req.picks > 1 // no later request may overtake it
 	ar, last := req.app.router, req.ends.takeUnpaid()
-	if ar.queue.empty() {
-		rk, f, wait := decide()
-		if !wait {
-			if req.failure = f; rk == nil {
-				req.countLast(last, "free")
-				return nil, false
+	for asks := ar.queue.empty(); ; asks = true {
+		if asks {
+			rk, f, wait := decide()
+			if !wait {
+				if req.failure = f; rk == nil {
+					req.countLast(last, "free")
+					return nil, false
+				}
+				req.countRetry(last, "free") //nolint:contextcheck // the line is the request's
+				return rk, false
 			}
-			req.countRetry(last, "free") //nolint:contextcheck // the line is the request's
-			return rk, false
 		}
+		if !pays || ar.retryBudget.draw(req.in.clock()) {
+			break
+		}
+		if asks {
+			req.countLast(last, "empty")
+			return nil, false
+		}
+		// others wait, and it may not: but an idle rank that they cannot use is free
 	}
 	budget := "free"
 	if pays {
 		budget = "drawn"
-		if !ar.retryBudget.draw(req.in.clock()) {
-			req.countLast(last, "empty")
-			return nil, false
-		}
 	}
 	req.countRetry(last, budget) //nolint:contextcheck // the line is the request's
 	return req.waitForRank(ctx, decide)

@@ -1,10 +1,12 @@
 package ingress
 
 import (
+	"context"
 	"fmt"
 	"io"
 	"net/http"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 
@@ -135,15 +137,20 @@ func TestAnEnginesOwnLimitsTripNoRank(t *testing.T) {
 	}
 }
 
+// trip trips the rank, and tells it by a snapshot.
+func (r *replica) trip() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.accepting, r.tripped = false, true
+	r.snapshot()
+}
+
 // TestASubscriberOfATrippedRankKnowsIt: a snapshot reports a trip, like a change of state does.
 func TestASubscriberOfATrippedRankKnowsIt(t *testing.T) {
 	e := poisoned(500, 1)
 	g := newRig(t, options{engines: []http.HandlerFunc{e, e, e}})
 	r := g.replicas[1]
-	r.mu.Lock()
-	r.accepting, r.tripped = false, true
-	r.snapshot()
-	r.mu.Unlock()
+	r.trip()
 	tripped, out := g.leftOut()
 	assert.Equal(t, [2]int{1, 1}, [2]int{tripped, out})
 	a := g.post("/v1/chat/completions", chatBody, "X-Dpserve-Rank", "0/1")
@@ -154,4 +161,47 @@ func TestASubscriberOfATrippedRankKnowsIt(t *testing.T) {
 	r.mu.Unlock()
 	tripped, out = g.leftOut()
 	assert.Equal(t, [2]int{0, 0}, [2]int{tripped, out})
+}
+
+// TestANamedRankThatIsTrippedIsAsked: of one pool under policy direct, and of a decode pool.
+func TestANamedRankThatIsTrippedIsAsked(t *testing.T) {
+	ok := replies(200, wholeAnswer)
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{ok, ok, ok},
+		app:     func(a *app.Application) { a.Routing.Policy = "direct" },
+	})
+	g.replicas[1].trip()
+	pair := newPairRig(t, pairOptions{prefills: 1, decodes: 3})
+	pair.decodes[1].trip()
+	for _, g := range []*rig{g, pair.rig} {
+		a := g.post("/v1/chat/completions", chatBody, "X-Dpserve-Rank", "0/1")
+		assert.Equal(t, [...]any{200, "1"}, [...]any{a.status, a.header.Get("X-Dpserve-Rank")}, a.body)
+	}
+}
+
+// TestAnEmptyBudgetEndsNoRequestWhileARankIsIdle: also if others wait in the queue, for a rank that is full.
+func TestAnEmptyBudgetEndsNoRequestWhileARankIsIdle(t *testing.T) {
+	var h hangingEngine
+	bad := replies(500, `{"error":{"message":"never"}}`)
+	g := newRig(t, options{max: 1, engines: []http.HandlerFunc{bad, h.sends(textChunk), poisoned(500, 1000)}})
+	budget := g.in.ensureAppRouter("demo").retryBudget
+	ctx, cancel := context.WithCancel(t.Context())
+	var wg sync.WaitGroup
+	post := func(body string, headers ...string) {
+		wg.Go(func() { g.postCtx(ctx, "/v1/chat/completions", body, headers...) })
+	}
+	post(chatBody, "X-Dpserve-Rank", "0/1")
+	eventually(t, func() bool { return h.came.Load() == 1 }, "rank 1 is full")
+	post(poisonBody) // both other ranks fail it
+	eventually(t, func() bool { return g.in.QueueLen("demo") == 1 }, "it waits for rank 1")
+	for budget.draw(g.in.clock()) {
+	}
+	for range 6 {
+		a := g.post("/v1/chat/completions", chatBody)
+		assert.Equal(t, 200, a.status, a.body)
+	}
+	a := g.post("/v1/chat/completions", poisonBody)
+	assert.Equal(t, 500, a.status, "it may not wait for the third rank: %s", a.body)
+	cancel()
+	wg.Wait()
 }
