@@ -1,11 +1,13 @@
 package ingress
 
 import (
+	"encoding/json"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -16,6 +18,8 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/routing"
 )
 
 // The tests of this file hold for every request, whatever its policy, its ranks and its connections.
@@ -79,22 +83,26 @@ func TestARequestKillsAtMostTwoRanks(t *testing.T) {
 	for _, warm := range []bool{false, true} {
 		t.Run(fmt.Sprintf("warm %v", warm), func(t *testing.T) {
 			forEachTransport(t, func(t *testing.T, far bool) {
-				var engines []*mortal
-				o := options{far: far, app: func(a *app.Application) { a.Retries.Attempts = 8 }}
-				for range 4 {
-					e := newMortal(t, replies(200, wholeAnswer))
-					engines, o.urls = append(engines, e), append(o.urls, e.url)
-				}
-				g := newRig(t, o)
-				for range 8 {
-					if warm {
-						require.Equal(t, 200, g.post("/v1/chat/completions", chatBody).status)
+				for _, policy := range lawPolicies() {
+					var engines []*mortal
+					o := options{far: far, app: func(a *app.Application) {
+						a.Retries.Attempts, a.Routing.Policy = 8, policy
+					}}
+					for range 4 {
+						e := newMortal(t, replies(200, wholeAnswer))
+						engines, o.urls = append(engines, e), append(o.urls, e.url)
 					}
+					g := newRig(t, o)
+					for range 8 {
+						if warm {
+							require.Equal(t, 200, g.post("/v1/chat/completions", chatBody).status)
+						}
+					}
+					a := g.post("/v1/chat/completions", poisonBody)
+					assert.Equal(t, 502, a.status, policy)
+					assert.Contains(t, a.body, "two ranks died while they had this request", policy)
+					assert.Equal(t, 2, deaths(engines), policy)
 				}
-				a := g.post("/v1/chat/completions", poisonBody)
-				assert.Equal(t, 502, a.status)
-				assert.Contains(t, a.body, "two ranks died while they had this request")
-				assert.Equal(t, 2, deaths(engines))
 			})
 		})
 	}
@@ -123,7 +131,58 @@ func TestASplitRequestKillsAtMostTwoRanks(t *testing.T) {
 	}
 }
 
-// loop sends n requests from 12 clients, and counts the answers by status.
+// fault is how an engine fails every request.
+type fault struct {
+	name    string
+	engine  http.HandlerFunc
+	streams bool // the requests ask for streams
+	passed  int  // status of an answer that is about the request, as another rank would say; 0: it is not
+	begun   bool // the client has a part of the answer, so that only the rank's trip helps
+}
+
+// faults are all failures of one rank beside good ones: every status from 300 to 599 and every way in which
+// a connection may end.
+func faults() []fault {
+	var all []fault
+	for n := 300; n < 600; n++ {
+		f := fault{
+			name:    fmt.Sprint(n),
+			engine:  replies(n, fmt.Sprintf(`{"error":{"message":"no, %d","code":%d}}`, n, n)),
+			streams: n%2 == 0,
+		}
+		switch n {
+		case 401, 403, 404, 405, 408, 429: // of the rank
+		case 501, 505:
+			f.passed = n
+		default:
+			if n >= 400 && n < 500 {
+				f.passed = n
+			}
+		}
+		all = append(all, f)
+	}
+	const head = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 900\r\n"
+	return append(
+		all,
+		fault{name: "resets", engine: resets},
+		fault{name: "breaks off", engine: breaksOff, streams: true},
+		fault{name: "no HTTP", engine: writesRaw("what?\r\n\r\n")},
+		fault{name: "101", engine: writesRaw("HTTP/1.1 101 Switching Protocols\r\n\r\n")},
+		fault{name: "ends in its header", engine: writesRaw(head)},
+		fault{name: "ends behind its header", engine: writesRaw(head + "\r\n")},
+		fault{name: "nothing", engine: sends(), streams: true},
+		fault{name: "ends before the first token", engine: cutAfter(roleChunk), streams: true},
+		fault{name: "busy", engine: replies(503, busyError), streams: true},
+		fault{name: "an error as the first event", streams: true, engine: sends(
+			`{"error":{"message":"no","type":"InternalServerError","code":500}}`)},
+		fault{name: "ends after a token", engine: cutAfter(roleChunk, textChunk), streams: true, begun: true},
+		fault{
+			name: "ends in its body", engine: writesRaw(head + "\r\n" + `{"id":"c","choices":[`), begun: true,
+		},
+	)
+}
+
+// loop sends n requests from 12 clients, and counts the answers by status; 0 is an answer that is not whole.
 func (g *rig) loop(n int, body string) map[int]int {
 	var mu sync.Mutex
 	var wg sync.WaitGroup
@@ -133,6 +192,9 @@ func (g *rig) loop(n int, body string) map[int]int {
 		wg.Go(func() {
 			for left.Add(-1) >= 0 {
 				a := g.postCtx(g.t.Context(), "/v1/chat/completions", body)
+				if a.err != nil || a.status == 200 && strings.Contains(a.body, `"error"`) {
+					a.status = 0
+				}
 				mu.Lock()
 				out[a.status]++
 				mu.Unlock()
@@ -143,70 +205,116 @@ func (g *rig) loop(n int, body string) map[int]int {
 	return out
 }
 
-// isPassed says that an engine's status is an answer to the client's request, which another rank would give
-// as well.
-func isPassed(status int) bool {
-	switch status {
-	case 401, 403, 404, 405, 408, 429:
-		return false
-	case 501, 505:
-		return true
-	}
-	return status >= 400 && status < 500
-}
-
-// TestARankThatFailsQuicklyIsNoBlackHole: one rank of three answers every request with a failure at once. The
-// clients get the answers of the others, unless the failure is the request's own.
-func TestARankThatFailsQuicklyIsNoBlackHole(t *testing.T) {
-	for _, policy := range []string{"round-robin", "least-loaded", "mex"} {
-		t.Run(policy, func(t *testing.T) {
-			var status atomic.Int32
-			good := replies(200, wholeAnswer)
-			bad := func(w http.ResponseWriter, r *http.Request) {
-				if n := int(status.Load()); n != 200 {
-					replies(n, fmt.Sprintf(`{"error":{"message":"no, %d","code":%d}}`, n, n))(w, r)
-					return
-				}
-				good(w, r)
-			}
-			g := newRig(t, options{
-				engines: []http.HandlerFunc{good, bad, good},
-				app:     func(a *app.Application) { a.Routing.Policy = policy },
-			})
-			status.Store(200)
-			require.Equal(t, map[int]int{200: 24}, g.loop(24, chatBody))
-			for n := 300; n < 600; n++ {
-				status.Store(int32(n))
-				got := g.loop(12, chatBody)
-				if isPassed(n) {
-					assert.Equal(t, 12, got[200]+got[n], "status %d: %v", n, got)
-				} else {
-					assert.Equal(t, map[int]int{200: 12}, got, "status %d", n)
-				}
-			}
-		})
+// setTrips makes five failures in a row trip the rank, or ends its trip.
+func (r *replica) setTrips(on bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.trips, r.failures = on, 0
+	if r.tripped && !on {
+		r.accepting, r.tripped = true, false
+		r.emit(&msg.Record{Kind: msg.RecState, RankState: msg.RankState{Accepting: true}})
 	}
 }
 
-// TestARankOfAPoolThatFailsIsNoBlackHole: the same for each pool of an application with two.
-func TestARankOfAPoolThatFailsIsNoBlackHole(t *testing.T) {
-	for _, side := range []string{"prefill", "decode"} {
-		t.Run(side, func(t *testing.T) {
+// usesPolicy deploys every application with another policy.
+func (g *rig) usesPolicy(policy string) {
+	before := g.in.table.Load()
+	g.store.set(func(st *state.State) {
+		for name, old := range st.Apps {
+			var a app.Application
+			require.NoError(g.t, json.Unmarshal(old.Spec, &a))
+			a.Routing.Policy = policy
+			next := *old
+			next.Revision++
+			next.Spec, _ = json.Marshal(&a)
+			st.Apps[name] = &next
+		}
+	})
+	eventually(g.t, func() bool { return g.in.table.Load() != before }, policy)
+}
+
+// lawEngine is the engine of a rank that may fail.
+type lawEngine struct {
+	*pdEngine
+	*httptest.Server
+}
+
+func newLawEngine(t *testing.T, e *pdEngine) lawEngine {
+	srv := httptest.NewServer(e)
+	t.Cleanup(func() { srv.CloseClientConnections(); srv.Close() })
+	return lawEngine{e, srv}
+}
+
+// suffers gives a rank a fault, and requires that clients get the answers of the others. It says what it saw
+// otherwise.
+func (g *rig) suffers(f *fault, rank *replica, engine lawEngine, isCold bool) string {
+	n, body := 12, chatBody
+	if f.streams {
+		body = streamBody
+	}
+	if isCold {
+		engine.CloseClientConnections()
+	}
+	engine.set(answers(f.engine))
+	defer engine.set(nil)
+	if f.begun {
+		n = 40
+		rank.setTrips(true)
+		defer rank.setTrips(false)
+		g.loop(n, body)
+	}
+	got := g.loop(n, body)
+	good := got[200]
+	if f.passed != 0 {
+		good += got[f.passed]
+	}
+	if 100*good >= 95*n {
+		return ""
+	}
+	return fmt.Sprintf("%s, cold %v: %v", f.name, isCold, got)
+}
+
+// lawPolicies are the policies that choose a rank.
+func lawPolicies() []string {
+	return slices.DeleteFunc(routing.Names(), func(name string) bool { return name == "direct" })
+}
+
+// TestLawABadRankOfThree: one of three ranks fails every request at once, in any way, under every policy, and
+// the clients are well. Every way happens in each world, but of the statuses one half near and the other far;
+// the policies share them, in each world others.
+func TestLawABadRankOfThree(t *testing.T) {
+	all, policies := faults(), lawPolicies()
+	for world, name := range []string{"near", "far", "two pools, near", "two pools, far"} {
+		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			g := newPairRig(t, pairOptions{prefills: 2, decodes: 3, max: 32})
-			require.Equal(t, map[int]int{200: 24}, g.loop(24, chatBody))
-			bad := g.p[0]
-			if side == "decode" {
-				bad = g.d[0]
+			var g *rig
+			var engines []lawEngine
+			serve := func(e http.Handler) string {
+				engines = append(engines, newLawEngine(t, e.(*pdEngine)))
+				return engines[len(engines)-1].URL
 			}
-			for _, status := range []int{401, 404, 408, 429, 500, 502, 503} {
-				bad.set(answers(replies(status, `{"error":{"message":"no"}}`)))
-				got := g.loop(100, chatBody)
-				assert.GreaterOrEqual(t, got[200], 95, "status %d: %v", status, got)
+			far, bad := world%2 == 1, []int{2}
+			if world < 2 {
+				g = newRig(t, options{far: far, urls: []string{
+					serve(&pdEngine{}), serve(&pdEngine{}), serve(&pdEngine{}),
+				}})
+			} else {
+				g = newPairRig(t, pairOptions{prefills: 3, decodes: 3, max: 32, far: far, wrap: serve}).rig
+				bad = []int{0, 3} // the first of each pool
 			}
-			bad.set(answers(breaksOff))
-			got := g.loop(100, chatBody)
-			assert.GreaterOrEqual(t, got[200], 95, "reset: %v", got)
+			for i, policy := range policies {
+				g.usesPolicy(policy)
+				require.Equal(t, map[int]int{200: 12}, g.loop(12, chatBody), policy)
+				for n := (i + 5*world) % len(policies); n < len(all); n += len(policies) {
+					if n < 300 && n/2%2 != world%2 { // the other world of its kind has it
+						continue
+					}
+					turn := n / len(policies)
+					k := bad[turn%len(bad)]
+					assert.Empty(t, g.suffers(&all[n], g.replicas[k], engines[k], turn/2%2 == 0),
+						"%s, rank %d", policy, k)
+				}
+			}
 		})
 	}
 }
