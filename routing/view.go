@@ -59,7 +59,7 @@ type Rank struct {
 	HasKVUsage  bool // the engine reported KVUsage
 	MaxOngoing  int  // max_ongoing_requests of this rank
 	Load        Load
-	// of Load: what answers of the rank that failed count as. It takes no room and no memory
+	// of Load: what answers of the rank that failed count as. It takes no room
 	Failed Load
 	Bumps  Bumps // of Load: what this router sent and the rank's records have not named yet
 	// of Load: prompts that are computed by View.Now as reckoned, and whose first token is not reported yet

@@ -102,7 +102,7 @@ func (p *trip) end() {
 	}
 	stopTimer(p.timer)
 	*p = trip{r: p.r}
-	p.r.log.Info("rank answers again")
+	p.r.log.Info("rank is no longer tripped")
 	p.r.publishState("")
 }
 
