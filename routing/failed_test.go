@@ -133,5 +133,6 @@ func shareOfFailing(t *testing.T, policy string, tokens int) float64 {
 			open = append(open[:least], open[least+1:]...)
 		}
 	}
+	assert.Equal(t, 100*time.Millisecond, r.AnswerTime(), policy)
 	return float64(toBad) / (requests - 100)
 }

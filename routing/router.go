@@ -263,6 +263,13 @@ func (r *Router) why(q *Request) (Decision, View) {
 	return d, v
 }
 
+// AnswerTime is how long good answers take on the mean, from the dispatch on; 0 while there was none.
+func (r *Router) AnswerTime() time.Duration {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.service.whole
+}
+
 // PotentialLoad is what a rank would have in hand with one more request (get_potential_loads).
 type PotentialLoad struct {
 	Rank          RankID `json:"rank"`

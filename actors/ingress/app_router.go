@@ -87,9 +87,8 @@ type outage struct {
 
 // estimates are learnt from requests that have ended. Safe for concurrent use.
 type estimates struct {
-	tokens      openai.Estimators
-	meanService atomic.Int64 // EWMA of the time that a request holds its place, in ns
-	answers     goodAnswers
+	tokens  openai.Estimators
+	answers goodAnswers
 }
 
 func newAppRouter(in *Ingress, name string) *appRouter {
@@ -514,23 +513,10 @@ func (ar *appRouter) close() {
 	ar.queue.room()
 }
 
-// meanShare is the weight of the newest request in the mean service time: 1/16.
-const meanShare = 16
-
-// recordServiceTime updates the mean time that a request holds its place on a rank.
-func (e *estimates) recordServiceTime(d time.Duration) {
-	old := e.meanService.Load()
-	if old == 0 {
-		e.meanService.Store(int64(d))
-		return
-	}
-	e.meanService.Store(old + (int64(d)-old)/meanShare) // a lost update of a mean does no harm
-}
-
-// retryAfter is queue length × mean service time / slots, in whole seconds from 1 to maxRetryAfter.
+// retryAfter is queue length × mean time of an answer / slots, in whole seconds from 1 to maxRetryAfter.
 func (ar *appRouter) retryAfter() int {
 	n, _ := ar.queue.size()
-	s := time.Duration(int64(n) * ar.estimates.meanService.Load() / int64(max(ar.totalSlots(), 1)))
+	s := time.Duration(n) * ar.router.Load().AnswerTime() / time.Duration(max(ar.totalSlots(), 1))
 	return int(min(max(s/time.Second, 1), maxRetryAfter))
 }
 

@@ -313,7 +313,7 @@ func (req *request) undoPick() {
 
 // returnTicket returns the ticket to the rank, exactly once, with what the attempt shows about the engine.
 func (req *request) returnTicket(cmd *dispatch.Command) {
-	a, ar := &req.attempt, req.app.router
+	a := &req.attempt
 	if a.ticket.ID == 0 { // not admitted, or another node has given the ticket back already
 		req.undoPick()
 		return
@@ -329,9 +329,6 @@ func (req *request) returnTicket(cmd *dispatch.Command) {
 	judge(d, cmd)
 	a.ticket.ID = 0
 	a.rank.Mailbox.Send(d)
-	if cmd.Cause == dispatch.OK {
-		ar.estimates.recordServiceTime(time.Since(a.start))
-	}
 	req.recordTokens()
 }
 

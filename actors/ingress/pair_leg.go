@@ -317,7 +317,7 @@ func (s legRunner) runDecode(cmd *dispatch.Command) (ev dispatch.Event, ok bool)
 	s.leg = l
 	res := s.decodeLeg(l, cmd)
 	s.leg = nil
-	done = s.decodeDone(l, &res)
+	done = s.decodeDone(l)
 	ev, ok = s.endOf(l, &res)
 	if l.isPassed {
 		req.result = res
@@ -329,7 +329,7 @@ func (s legRunner) runDecode(cmd *dispatch.Command) (ev dispatch.Event, ok bool)
 
 // decodeDone is what a decode leg has shown. The engine reports how much of the prompt the prefill rank had
 // cached: of this rank's cache that says nothing.
-func (s legRunner) decodeDone(l *pairLeg, res *result) *msg.Done {
+func (s legRunner) decodeDone(l *pairLeg) *msg.Done {
 	req := s.req
 	d := &msg.Done{PromptTokens: req.usage.PromptTokens, CompletionTokens: req.outputTokens()}
 	if !req.attempt.firstToken.IsZero() {
@@ -339,9 +339,6 @@ func (s legRunner) decodeDone(l *pairLeg, res *result) *msg.Done {
 		req.usage.CachedTokens = 0
 	} else {
 		d.CachedTokens, d.HasCached = req.usage.CachedTokens, req.usage.HasCached
-	}
-	if res.cause == dispatch.OK {
-		s.pair.decode.estimates.recordServiceTime(time.Since(l.started))
 	}
 	req.recordTokens()
 	return d

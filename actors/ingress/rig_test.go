@@ -220,7 +220,7 @@ func (r *replica) Send(m any) {
 			delete(r.open, m.TicketID)
 			r.emit(&msg.Record{
 				Kind: msg.RecDone, ReqID: a.ReqID, Ingress: a.Ingress, Tokens: a.Tokens,
-				Out: m.CompletionTokens,
+				Out: m.CompletionTokens, Cause: m.Cause,
 			})
 			r.judge(m)
 		}

@@ -57,6 +57,11 @@ func TestRequestsThatEveryEngineFailsTakeOneRankOut(t *testing.T) {
 	for range 5 {
 		assert.Equal(t, 500, g.post("/v1/chat/completions", poisonBody).status)
 	}
+	failed := 0
+	for _, rk := range g.in.ensureAppRouter("demo").router.Load().Snapshot().Ranks {
+		failed += rk.Failed.O()
+	}
+	assert.Positive(t, failed, "their ranks do not look idle")
 	tripped, out := g.leftOut()
 	assert.LessOrEqual(t, tripped, 1, "each request counts on one rank")
 	assert.LessOrEqual(t, out, 1)
