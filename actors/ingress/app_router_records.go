@@ -392,13 +392,6 @@ func (ar *appRouter) recordTrip(r *rank, tripped bool) {
 	}
 }
 
-// isTripped reports whether the rank's last answers failed.
-func (ar *appRouter) isTripped(r *rank) bool {
-	ar.mu.Lock()
-	defer ar.mu.Unlock()
-	return r.tripOrder > 0
-}
-
 // applyState applies a RecState: whether the rank accepts requests, is fenced, drains or is tripped, and
 // whose turn its free room is.
 func (ar *appRouter) applyState(r *rank, rec *msg.Record) {

@@ -282,7 +282,7 @@ func (req search) pickFailure() *failure {
 }
 
 // namedRankFailure is the answer to a request whose rank, named in x-dpserve-rank, cannot take it: the
-// application has no such rank, or the rank is not ready, tripped or full. No other rank is asked.
+// application has no such rank, or the rank is not ready or full. No other rank is asked.
 func (req search) namedRankFailure() *failure {
 	ar, id := req.app.router, req.prompt.direct
 	if !ar.hasRank(id) {
@@ -290,11 +290,8 @@ func (req search) namedRankFailure() *failure {
 			"rank %s (it has %s); correct the header or leave it out", id, req.app.rankRange()))
 	}
 	why := "has all the requests that it may hold"
-	switch rk := ar.readyRank(id); {
-	case rk == nil:
+	if ar.readyRank(id) == nil {
 		why = "is not ready"
-	case ar.isTripped(rk):
-		why = "is tripped: its last answers failed"
 	}
 	f := newFailure(openai.CodeNoReadyRank, fmt.Sprintf("rank %s, which x-dpserve-rank names, %s; try again "+
 		"later, or leave the header out and any rank may answer", id, why)).withRetryAfter(ar.retryAfter())
