@@ -108,26 +108,38 @@ func TestARequestKillsAtMostTwoRanks(t *testing.T) {
 	}
 }
 
-// TestASplitRequestKillsAtMostTwoRanks: of both pools together.
+// TestASplitRequestKillsAtMostTwoRanks: of both pools together, whether the legs run one after the other, one
+// inside the other, or at once.
 func TestASplitRequestKillsAtMostTwoRanks(t *testing.T) {
-	for _, warm := range []bool{false, true} {
-		t.Run(fmt.Sprintf("warm %v", warm), func(t *testing.T) {
-			var engines []*mortal
-			g := newPairRig(t, pairOptions{prefills: 2, decodes: 3, wrap: func(h http.Handler) string {
-				e := newMortal(t, h)
-				engines = append(engines, e)
-				return e.url
-			}})
-			for range 12 {
-				if warm {
-					require.Equal(t, 200, g.post("/v1/chat/completions", chatBody).status)
+	const worker = `{"engine_id":"e7","worker_addr":{"0":{"0":"tcp://10.0.0.1:1"}}}`
+	bootstrap := httptest.NewServer(replies(200, `{"0":`+worker+`,"1":`+worker+`}`))
+	defer bootstrap.Close()
+	for transfer, pd := range map[string]app.AttachPD{
+		app.TransferNIXL:     {},
+		app.TransferNIXLPush: {EngineID: "e1", SideChannel: "10.0.0.1:5600", TPSize: 2},
+		app.TransferMooncake: {Bootstrap: bootstrap.URL},
+	} {
+		for _, warm := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, warm %v", transfer, warm), func(t *testing.T) {
+				var engines []*mortal
+				o := pairOptions{prefills: 2, decodes: 3, wrap: func(h http.Handler) string {
+					e := newMortal(t, h)
+					engines = append(engines, e)
+					return e.url
+				}}
+				o.change = attachPools(transfer, pd)
+				g := newPairRig(t, o)
+				for range 12 {
+					if warm {
+						require.Equal(t, 200, g.post("/v1/chat/completions", chatBody).status)
+					}
 				}
-			}
-			a := g.post("/v1/chat/completions", poisonBody)
-			assert.Equal(t, 502, a.status)
-			assert.Contains(t, a.body, "two ranks died while they had this request")
-			assert.Equal(t, 2, deaths(engines))
-		})
+				a := g.post("/v1/chat/completions", poisonBody)
+				assert.Equal(t, 502, a.status)
+				assert.Contains(t, a.body, "two ranks died while they had this request")
+				assert.Equal(t, 2, deaths(engines))
+			})
+		}
 	}
 }
 

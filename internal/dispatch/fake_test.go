@@ -48,6 +48,7 @@ type walkFaults struct {
 	stalls  bool    // the proxy stands still
 	isBlind bool    // it does not notice that
 	poison  float64 // percent of requests of which every engine dies
+	hides   bool    // a leg whose engine died looks like one that was refused the connection
 }
 
 type worldEvent struct {
@@ -175,6 +176,16 @@ type fakeLeg struct {
 	inbox    []Event // that the proxy has not read
 }
 
+// after does something after d, unless this incarnation is dead by then.
+func (r *fakeRank) after(d time.Duration, do func()) {
+	ref := r.ref()
+	r.w.after(d, func() {
+		if r.isAlive && r.ref() == ref {
+			do()
+		}
+	})
+}
+
 // awake does something when the engine runs, after d.
 func (r *fakeRank) awake(d time.Duration, do func()) {
 	r.w.after(d, func() {
@@ -198,7 +209,11 @@ func (r *fakeRank) kill() {
 			continue
 		}
 		l.isFaulty = true
-		l.tell(w.between(0, 20*time.Millisecond), Event{Kind: EvEnded, Cause: Reset})
+		cause := Reset
+		if w.hides {
+			cause = ConnRefused
+		}
+		l.tell(w.between(0, 20*time.Millisecond), Event{Kind: EvEnded, Cause: cause})
 		l.isOver = true
 	}
 	r.legs, r.order = map[*fakeLeg]bool{}, nil
@@ -560,10 +575,14 @@ func (f *flight) start(cmd *Command) {
 				return
 			}
 			switch {
-			case f.isPoison && r.isAlive: // the engine dies of it
-				f.deaths++
-				r.kill()
-				return
+			case f.isPoison: // the engine dies of it, at once or later, unless it hears of a cancel before
+				late := [...]time.Duration{5 * time.Millisecond, 3 * time.Second}[w.rnd.IntN(2)]
+				r.after(w.between(0, late), func() {
+					if !l.isOver && r.legs[l] {
+						f.deaths++
+						r.kill()
+					}
+				})
 			case side == Decode && !isRemote:
 				r.local(l)
 			case side == Prefill:

@@ -88,7 +88,7 @@ func (h *history) record(cfg *Config, s Side, ev *Event) (charge bool) {
 		h.same = Ended{ev.Cause, ev.Rank, ev.Text}
 	}
 	h.remember(ev)
-	if row.Death && (ev.Cause != UnitLost || ev.EngineFailed) && (h.deaths == 0 || h.diedUnit != ev.Unit) {
+	if ev.isDeath() && (h.deaths == 0 || h.diedUnit != ev.Unit) {
 		h.deaths++
 		h.diedUnit = ev.Unit
 	}
@@ -102,6 +102,11 @@ func (h *history) charge(s Side, ev *Event) bool {
 	}
 	h.charged, h.chargedSide = Ended{ev.Cause, ev.Rank, ev.Text}, s
 	return true
+}
+
+// isDeath reports whether an engine died, or its connection did, while it had the request.
+func (ev *Event) isDeath() bool {
+	return ev.Cause.Row().Death && (ev.Cause != UnitLost || ev.EngineFailed)
 }
 
 // recordPair notes the end of a decode leg that counts against the pair.

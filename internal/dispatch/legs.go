@@ -177,12 +177,16 @@ func (p *Plan) onPrefill(ev *Event) {
 func (p *Plan) onPrefilled(ev *Event) {
 	l, since := &p.legs[Prefill], p.legs[Prefill].started
 	l.state, l.started = legAnswered, p.at.Now
+	if p.cfg.Order != PrefillFirst {
+		p.params = ev.Params
+		p.discard()
+	}
 	switch {
+	case p.bereft:
+		p.endBereft(Prefill, ev)
 	case p.legs[Decode].state == legPassed: // the decode rank was faster than the end of the answer
 		p.release(Prefill, OK, false)
 	case p.cfg.Order != PrefillFirst:
-		p.params = ev.Params
-		p.discard()
 	case ev.Params == 0:
 		p.note(NoteNullParams)
 		l.state = legOver // it holds nothing
@@ -327,6 +331,10 @@ func (p *Plan) onStream(ev *Event) {
 // onRemoteEnded handles a decode leg that ended without a first byte, though a prefill rank had computed its
 // prompt.
 func (p *Plan) onRemoteEnded(ev *Event) {
+	if p.bereft {
+		p.endBereft(Decode, ev)
+		return
+	}
 	switch ev.Cause {
 	case ConnRefused:
 		p.onConnRefused(ev)
@@ -352,7 +360,7 @@ func (p *Plan) onConnRefused(ev *Event) {
 	case p.decodeIsFree():
 		p.choose(false, true, false)
 	default:
-		p.redo()
+		p.goOn(Decode, ev)
 	}
 }
 
@@ -360,6 +368,9 @@ func (p *Plan) onConnRefused(ev *Event) {
 // that of the transfer: the pair is charged, and the next attempt takes another decode rank if there is one.
 func (p *Plan) failPair(ev *Event) {
 	switch {
+	case p.bereft:
+		p.endBereft(Decode, ev)
+		return
 	case ev.Cause.Row().Again == Nobody:
 		p.endAt(Decode, ev)
 		return
@@ -373,7 +384,9 @@ func (p *Plan) failPair(ev *Event) {
 		}
 	default:
 		p.recordPair(ev)
-		if ev.Cause != FirstToken {
+		if ev.Cause == FirstToken {
+			p.note(NoteDecodeLate)
+		} else {
 			p.note(NoteKVFailure)
 		}
 		p.unlike[Decode] = ev.Rank
@@ -381,6 +394,45 @@ func (p *Plan) failPair(ev *Event) {
 		p.release(Decode, KVFailure, false)
 		p.out = append(p.out, Command{Kind: CmdPairFailed, Rank: ev.Rank, Prefill: prefill})
 	}
+	p.goOn(Decode, ev)
+}
+
+// goOn asks again after a leg of a pair has failed. If its engine is gone and the other leg may be at an engine
+// too, that engine may die next. So the other leg is heard for a moment before the request goes elsewhere.
+func (p *Plan) goOn(s Side, ev *Event) {
+	if p.endIfTwoDied() {
+		return
+	}
+	isGone := ev.isDeath() || ev.Cause == ConnRefused
+	if other := &p.legs[Decode-s]; isGone && other.isRunning() && p.cfg.Order != PrefillFirst {
+		p.bereft = true
+		other.limit = min(other.limit, p.at.Now+lastWords)
+		return
+	}
+	if p.legs[Decode].state != legIdle {
+		p.release(Decode, GivenUp, false)
+	}
+	if ev.Cause == NoPeer {
+		p.goLocal(true)
+		return
+	}
+	p.redo()
+}
+
+// endBereft ends the leg that went on after the engine of the other one had died. How it ends says nothing of
+// its rank, unless its engine has died as well.
+func (p *Plan) endBereft(s Side, ev *Event) {
+	p.bereft = false
+	if ev.Cause != OK && ev.Cause.Row().Again == Nobody {
+		p.endAt(s, ev)
+		return
+	}
+	cause := GivenUp
+	if ev.isDeath() {
+		p.record(&p.cfg, s, ev)
+		cause = ev.Cause
+	}
+	p.release(s, cause, false)
 	if !p.endIfTwoDied() {
 		p.redo()
 	}
@@ -422,6 +474,10 @@ func (p *Plan) failAlone(ev *Event) {
 
 // failPrefill ends a prefill leg that failed, and the decode leg that waits for it.
 func (p *Plan) failPrefill(ev *Event) {
+	if p.bereft {
+		p.endBereft(Prefill, ev)
+		return
+	}
 	charge := p.record(&p.cfg, Prefill, ev)
 	p.suspect(ev)
 	if p.legs[Decode].state == legPassed { // the decode rank has what it needs
@@ -433,16 +489,7 @@ func (p *Plan) failPrefill(ev *Event) {
 		p.unlike[Prefill] = ev.Rank
 	}
 	p.release(Prefill, ev.Cause, charge)
-	if p.legs[Decode].state != legIdle {
-		p.release(Decode, GivenUp, false)
-	}
-	switch {
-	case p.endIfTwoDied():
-	case ev.Cause == NoPeer:
-		p.goLocal(true)
-	default:
-		p.redo()
-	}
+	p.goOn(Prefill, ev)
 }
 
 func (p *Plan) endIfTwoDied() bool {
@@ -453,11 +500,12 @@ func (p *Plan) endIfTwoDied() bool {
 }
 
 // redo computes the prompt again, once. After that, or when the request has had its attempts, the decode rank
-// computes it. What is left of the prefill before is dropped.
+// computes it; and also after a death if the legs of a pair are at two engines at once, because both of the
+// next pair could die. What is left of the prefill before is dropped.
 func (p *Plan) redo() {
 	p.discard()
 	p.release(Prefill, GivenUp, false)
-	if p.redone || p.isOver(&p.cfg) {
+	if p.redone || p.isOver(&p.cfg) || p.deaths > 0 && p.cfg.Order != PrefillFirst {
 		p.goLocal(true)
 		return
 	}

@@ -41,6 +41,10 @@ type Config struct {
 // an engine renews the lease itself.
 const assumedRead = 2 * time.Second
 
+// lastWords is how long a leg goes on when the engine of the other one has died. If the request kills
+// engines, this one dies within that time, and the plan hears of it.
+const lastWords = time.Second
+
 // Plan decides everything about one request. It is pure: the same events at the same instants give the same
 // commands. DESIGN.md has its states. Begin makes it ready, and may be called again.
 type Plan struct {
@@ -57,6 +61,7 @@ type Plan struct {
 
 	whole   bool // the answer comes as a whole
 	remote  bool // a prefill rank computes the prompt
+	bereft  bool // the engine of one leg has died, and the other leg is heard for a moment: lastWords
 	way     Way
 	read    bool               // the decode rank has the prompt
 	attempt uint32             // of a pair
@@ -241,7 +246,6 @@ func (p *Plan) expire() {
 	}
 	if dec.waits() && p.at.Now >= dec.limit {
 		if p.remote { // any of the two may have stood still
-			p.note(NoteDecodeLate)
 			p.failPair(p.late(dec))
 		} else {
 			p.failAlone(p.late(dec))

@@ -640,9 +640,56 @@ func TestPlanOfTwoLegs(t *testing.T) {
 				"answer words client_error; count remote rejected",
 		},
 		{
-			name: "both: D takes no connection", order: Together, before: reserved, events: "nodial d1",
+			name: "both: D takes no connection", order: Together, before: reserved,
+			events: "nodial d1; at 1s; chosen p2 d2",
 			want: "release d1 connection_refused; cancel p1; release p1 given_up; note redo; " +
-				"pick p d",
+				"pick p d; reserve d2; reserve p2",
+		},
+		{
+			name: "both: D dies, P says no more: another D alone", order: Together, before: reserved,
+			events: "cut d1; at 1s; local d2; reserved d2",
+			want: "release d1 reset; cancel p1; release p1 given_up; note fallback; pick d; reserve d2; " +
+				"local d2",
+		},
+		{
+			name: "both: D dies, P goes on", order: Together, before: reserved, events: "cut d1; done p1 7",
+			want: "release d1 reset; discard 7; release p1 ok held; note fallback; pick d",
+		},
+		{
+			name: "both: D dies, P fails without it", order: Together, before: reserved,
+			events: "cut d1; error p1", want: "release d1 reset; release p1 given_up; note fallback; pick d",
+		},
+		{
+			name: "both: D dies, and P", order: Together, before: reserved, events: "cut d1; cut p1",
+			want: "release d1 reset; release p1 reset; answer two-died; count remote failed",
+		},
+		{
+			name: "both: D dies, and P is fenced", order: Together, before: reserved,
+			events: "engine_dead d1; fenced p1 failed",
+			want: "release d1 engine_dead; cancel p1; release p1 unit_lost; answer two-died; " +
+				"count remote failed",
+		},
+		{
+			name: "both: P dies, and D takes no connection", order: Together, before: reserved,
+			events: "cut p1; nodial d1; local d2; reserved d2; cut d2",
+			want: "note prefill-failed; release p1 reset; release d1 given_up; note fallback; pick d; " +
+				"reserve d2; local d2; release d2 reset; answer two-died; count fallback failed",
+		},
+		{
+			name: "both: P dies, D has all that it needs", order: Together, before: reserved + "sent d1",
+			events: "cut p1; first d1; at 9s; done d1",
+			want:   "note prefill-failed; release p1 reset; relay; release d1 ok; count remote ok",
+		},
+		{
+			name: "both: P dies, fallback fail", order: Together, change: failing, before: reserved,
+			events: "cut p1; at 1s",
+			want: "note prefill-failed; release p1 reset; cancel d1; release d1 given_up; note fallback; " +
+				"answer no-prefill; count fallback failed",
+		},
+		{
+			name: "both: D dies, the client leaves", order: Together, before: reserved,
+			events: "cut d1; gone; done p1",
+			want:   "release d1 reset; cancel p1; release p1 given_up; count remote gone",
 		},
 		{
 			name: "both: D 4xx", order: Together, before: reserved + "sent d1", events: "rejected d1",
