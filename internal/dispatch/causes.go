@@ -32,7 +32,7 @@ const (
 
 	Unreachable // the data port of the rank's node is lost, before the first byte or after it
 	ConnRefused // no connection
-	NotResent   // the engine had closed the idle connection, and the leg must not be sent twice
+	NotResent   // the engine lives and was closing the idle connection; the leg must not be sent twice
 	Reset       // the connection ended without an answer, after the request was written
 	UnitLost    // the rank was fenced or is gone
 	Malformed   // no HTTP answer, or a status below 200

@@ -201,7 +201,7 @@ func (p *Plan) onPrefilled(ev *Event) {
 // wasSeen reports whether the engine may have got a leg that ended so.
 func wasSeen(c Cause) bool {
 	switch c {
-	case ConnRefused, TooLate, NotResent, NoMemory, NoFiles, NoPeer:
+	case ConnRefused, TooLate, NoMemory, NoFiles, NoPeer:
 		return false
 	default:
 		return true
@@ -339,7 +339,9 @@ func (p *Plan) onRemoteEnded(ev *Event) {
 	case ConnRefused:
 		p.onConnRefused(ev)
 	case TooLate, NotResent:
-		p.note(NoteParamsLate)
+		if ev.Cause == TooLate {
+			p.note(NoteParamsLate)
+		}
 		p.release(Decode, ev.Cause, false)
 		p.redo()
 	case NoPeer:

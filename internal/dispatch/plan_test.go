@@ -472,6 +472,15 @@ func TestPlanOfTwoLegs(t *testing.T) {
 				"note redo; pick p d",
 		},
 		{
+			name: "the connection was being closed: redone for free", events: "not_resent d1", before: sent,
+			want: "release d1 not_resent; discard 7; release p1 ok held; note redo; pick p d",
+		},
+		{
+			name: "P's connection was being closed: redone for free", order: Together, before: reserved,
+			events: "not_resent p1", want: "note prefill-failed; release p1 not_resent; cancel d1; " +
+				"release d1 given_up; note redo; pick p d",
+		},
+		{
 			name: "the process stood still in the write", before: answered + "at 3s frozen",
 			events: "sent d1",
 			want: "note params-late; cancel d1; alarm d1; release d1 given_up; discard 7; " +

@@ -32,8 +32,7 @@ type engineRequest struct {
 
 	// of a request that has failed: its connection had waited, and was being closed when the request was
 	// written. So it may be sent once more
-	isStale  bool
-	isUnseen bool // the engine is known to have nothing of it
+	isStale bool
 
 	reader  *bytes.Reader // of Body, on the transport
 	reused  atomic.Bool   // on the transport: the connection had served a request before
@@ -109,6 +108,15 @@ func (e engines) send(ctx context.Context, owned bool, r *engineRequest) (*http.
 		return e.owned.send(ctx, r)
 	}
 	return e.attached.send(ctx, r)
+}
+
+// reach dials the engine of a request, for a later one; an error: the engine takes no connection.
+func (e engines) reach(ctx context.Context, owned bool, r *engineRequest) error {
+	d := e.attached
+	if owned {
+		d = e.owned
+	}
+	return d.client(r.URL.Host).Warm(ctx)
 }
 
 // close closes idle connections, and those in use when their requests end. It ends the dials of spare
@@ -232,7 +240,7 @@ func (l *direct) send(ctx context.Context, o *engineRequest) (*http.Response, er
 	resp, err := c.SendGuarded(ctx, http.MethodPost, o.URL.RequestURI(), o.Header, o.Body, o.watch())
 	if err != nil {
 		e, ok := errors.AsType[*enginehttp.SendError](err)
-		o.isStale, o.isUnseen = ok && e.Stale, ok && e.Unseen
+		o.isStale = ok && e.Stale
 		return nil, err
 	}
 	o.Body = nil // it is written: the answer may take minutes

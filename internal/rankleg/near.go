@@ -152,7 +152,7 @@ func (n *Near) returnLateTicket(q *Request, w *wait) {
 // askEngine sends the request, and sends it once more if a connection that had waited turns out to be closed.
 // Engines close idle connections, so this is no failure and not a new attempt. If the second time brings no
 // answer either, the first error counts: the engine may have died of the request, and the refused dial that
-// follows would hide it.
+// follows would hide it. A guarded request is not sent twice: there a dial shows that the engine lives.
 func (n *Near) askEngine(ctx context.Context, q *Request) (*http.Response, error) {
 	header, body := q.addressed()
 	to := q.Rank.urls[q.Route]
@@ -168,10 +168,10 @@ func (n *Near) askEngine(ctx context.Context, q *Request) (*http.Response, error
 			return resp, err
 		case first != nil:
 			return nil, first
-		case q.Guard != nil && o.isUnseen:
-			return nil, fmt.Errorf("%w: %w", ErrNotResent, err)
-		case q.Guard != nil || !o.isStale:
+		case !o.isStale || q.Guard != nil && n.engines.reach(ctx, q.Rank.Target.Owned, o) != nil:
 			return nil, err
+		case q.Guard != nil:
+			return nil, fmt.Errorf("%w: %w", ErrNotResent, err)
 		}
 		first, q.Resent = err, true
 	}

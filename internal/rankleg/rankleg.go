@@ -50,7 +50,7 @@ var (
 	ErrNoFiles = errors.New("the node has no file descriptor left for a connection to the engine")
 	// ErrTooLate: Guard refused the write. Nothing of the request was written.
 	ErrTooLate = errors.New("the request must not be sent any more")
-	// ErrNotResent: the engine had closed the idle connection before it could get a byte of the request,
+	// ErrNotResent: the engine, which lives, was closing the idle connection when the request was written,
 	// and a guarded request is not sent twice.
 	ErrNotResent = errors.New("the engine had closed its idle connection, and the request is sent only once")
 )

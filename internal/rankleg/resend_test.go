@@ -2,6 +2,7 @@ package rankleg
 
 import (
 	"bytes"
+	"errors"
 	"io"
 	"net/http"
 	"net/http/httptest"
@@ -28,6 +29,7 @@ func TestResend(t *testing.T) {
 		once  bool          // the request must not be sent twice
 		asked int           // how often an engine got the request
 		fails bool
+		lives bool // it was not sent again, and the engine had only closed its connection
 	}{
 		"cold, ends at once": {after: 0, asked: 1, fails: true},
 		"cold, dies":         {dies: true, asked: 1, fails: true},
@@ -37,7 +39,11 @@ func TestResend(t *testing.T) {
 		"warm, dies late": {
 			warm: true, after: 200 * time.Millisecond, dies: true, asked: 1, fails: true,
 		},
-		"warm, once, ends at once": {warm: true, once: true, asked: 1, fails: true},
+		"warm, once, ends at once": {warm: true, once: true, asked: 1, fails: true, lives: true},
+		"warm, once, dies at once": {warm: true, once: true, dies: true, asked: 1, fails: true},
+		"warm, once, ends late": {
+			warm: true, once: true, after: 200 * time.Millisecond, asked: 1, fails: true,
+		},
 		"warm, once, dies late": {
 			warm: true, once: true, after: 200 * time.Millisecond, dies: true, asked: 1, fails: true,
 		},
@@ -69,7 +75,8 @@ func TestResend(t *testing.T) {
 				}
 				require.Error(t, err)
 				assert.False(t, IsRefused(err), "an engine had the request")
-				assert.ErrorIs(t, err, io.EOF)
+				require.ErrorIs(t, err, io.EOF)
+				assert.Equal(t, c.lives, errors.Is(err, ErrNotResent))
 			})
 		})
 	}
