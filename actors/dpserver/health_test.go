@@ -180,15 +180,15 @@ func TestATrippedEngineThatStreamsIsNotGivenUp(t *testing.T) {
 	})
 }
 
-func TestAnEngineBusyAnswerFillsTheRankForASecondAtMost(t *testing.T) {
+func TestAnEngineBusyAnswerFillsTheRank(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		first, other := r.ask().Ticket.ID, r.ask().Ticket.ID
-		r.send(&msg.Done{TicketID: first, Busy: true, Outcome: msg.FailedOutcome})
+		r.send(&msg.Done{TicketID: first, BusyFor: time.Second, Outcome: msg.FailedOutcome})
 		assert.Equal(t, msg.Full, r.ask().Refusal)
 		r.send(&msg.Done{TicketID: other})
 		third := r.ask()
 		require.Equal(t, msg.Granted, third.Refusal, "the next Done clears it")
-		r.send(&msg.Done{TicketID: third.Ticket.ID, Busy: true})
+		r.send(&msg.Done{TicketID: third.Ticket.ID, BusyFor: time.Second})
 		time.Sleep(999 * time.Millisecond)
 		assert.Equal(t, msg.Full, r.ask().Refusal)
 		r.tape.take()
@@ -198,6 +198,21 @@ func TestAnEngineBusyAnswerFillsTheRankForASecondAtMost(t *testing.T) {
 		require.Equal(t, []msg.RecordKind{msg.RecState}, kinds(got),
 			"a queue is woken even if no request is in hand")
 		assert.True(t, got[0].Accepting)
+		assert.Equal(t, msg.Granted, r.ask().Refusal)
+	})
+}
+
+// TestAnEngineSaysHowLongItIsBusy: no request that ends meanwhile, and no shorter time, ends that.
+func TestAnEngineSaysHowLongItIsBusy(t *testing.T) {
+	withRank(t, 9, true, func(t *testing.T, r *testRig) {
+		first, second, other := r.ask().Ticket.ID, r.ask().Ticket.ID, r.ask().Ticket.ID
+		r.send(&msg.Done{TicketID: first, BusyFor: 20 * time.Second, Outcome: msg.FailedOutcome})
+		r.send(&msg.Done{TicketID: second, BusyFor: time.Second, Outcome: msg.FailedOutcome})
+		r.send(&msg.Done{TicketID: other})
+		time.Sleep(19 * time.Second)
+		assert.Equal(t, msg.Full, r.ask().Refusal)
+		time.Sleep(time.Second)
+		synctest.Wait()
 		assert.Equal(t, msg.Granted, r.ask().Refusal)
 	})
 }
@@ -496,7 +511,7 @@ func TestAssignChecksTheGrant(t *testing.T) {
 
 func TestDefaultsArePinned(t *testing.T) {
 	assert.Equal(t, Timers{
-		Canary: 10 * time.Second, TicketLapse: 5 * time.Second, BusyHold: time.Second,
+		Canary: 10 * time.Second, TicketLapse: 5 * time.Second,
 		TripBackoff: time.Second,
 		TripCeiling: 64 * time.Second, CounterLimit: 500 * time.Millisecond, Scrape: time.Second,
 		Silence: 30 * time.Second,

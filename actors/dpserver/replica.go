@@ -71,12 +71,6 @@ type replica struct {
 	scrape scrape
 }
 
-// busy keeps the rank full for a while after the engine answered engine_busy.
-type busy struct {
-	on    bool
-	round uint64
-}
-
 func newReplica(s *Server) *replica {
 	r := &replica{Server: s, account: newAccount(), app: s.currentApplication()}
 	r.kv.r, r.prefills.r, r.trip.r = r, r, r
@@ -492,9 +486,9 @@ func (r *replica) endTicket(m *msg.Done) {
 
 func (r *replica) applyOutcome(m *msg.Done) {
 	switch {
-	case m.Busy:
-		r.setBusy()
-	case r.busy.on:
+	case m.BusyFor > 0:
+		r.setBusy(m.BusyFor)
+	case !r.busy.holds:
 		r.clearBusy()
 	}
 	if m.Trip || isGood(m) {
@@ -516,25 +510,6 @@ func (r *replica) emitRequestRecord(kind msg.RecordKind, req *msg.OpenRequest, c
 	}
 	r.stream.emit(&r.rec)
 	r.stats.setOpen(&r.account)
-}
-
-// setBusy treats the rank as full after an engine_busy answer: until the next Done, at most BusyHold. The
-// sinks get a record when it ends, because a rank without open requests has no Done that would wake a queue.
-func (r *replica) setBusy() {
-	r.busy.round++
-	r.sendAfter(r.timers.BusyHold, busyTimer{r.busy.round})
-	if !r.busy.on {
-		r.busy.on = true
-		r.turns.releaseAll()
-		r.publishState("engine_busy")
-	}
-}
-
-func (r *replica) clearBusy() {
-	if r.busy.on {
-		r.busy.on = false
-		r.publishState("")
-	}
 }
 
 func (r *replica) lapseTickets() {

@@ -536,3 +536,37 @@ func (r *replica) publishStatus(c *engine.Counters) {
 	r.rec = msg.Record{Kind: msg.RecStatus, Status: st}
 	r.stream.emit(&r.rec)
 }
+
+// busy keeps the rank full for a while after the engine answered engine_busy.
+type busy struct {
+	on    bool
+	until time.Time
+	holds bool // no Done ends it: the engine has said how long
+	round uint64
+}
+
+// shortBusy is the time of an engine that says nothing of how long it is busy: the next Done may end it.
+const shortBusy = time.Second
+
+// setBusy treats the rank as full for d after an engine_busy answer. The sinks get a record when it ends,
+// because a rank without open requests has no Done that would wake a queue.
+func (r *replica) setBusy(d time.Duration) {
+	r.busy.holds = r.busy.holds || d > shortBusy
+	if until := time.Now().Add(d); until.After(r.busy.until) {
+		r.busy.until = until
+		r.busy.round++
+		r.sendAfter(d, busyTimer{r.busy.round})
+	}
+	if !r.busy.on {
+		r.busy.on = true
+		r.turns.releaseAll()
+		r.publishState("engine_busy")
+	}
+}
+
+func (r *replica) clearBusy() {
+	if r.busy.on {
+		r.busy = busy{round: r.busy.round + 1}
+		r.publishState("")
+	}
+}

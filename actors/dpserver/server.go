@@ -147,7 +147,6 @@ type Timers struct {
 	Canary time.Duration // deadline of a canary
 	// from the end of an admission's context to the end of its ticket, if no Done came
 	TicketLapse  time.Duration
-	BusyHold     time.Duration // how long an engine_busy answer keeps a rank full at most
 	TripBackoff  time.Duration // before the first canary of a tripped rank; each later wait doubles
 	TripCeiling  time.Duration // the longest such wait
 	CounterLimit time.Duration // deadline of one read of /metrics
@@ -171,7 +170,6 @@ func (t Timers) withDefaults() Timers {
 	}{
 		{&t.Canary, 10 * time.Second},
 		{&t.TicketLapse, 5 * time.Second},
-		{&t.BusyHold, time.Second},
 		{&t.TripBackoff, time.Second},
 		{&t.TripCeiling, 64 * time.Second},
 		{&t.CounterLimit, 500 * time.Millisecond},

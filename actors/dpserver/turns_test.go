@@ -258,9 +258,9 @@ func TestABusyEngineHoldsNoRoom(t *testing.T) {
 	withRank(t, 1, true, func(t *testing.T, r *testRig) {
 		a := r.askFor("near")
 		r.send(msg.Demand{Ingress: "far", Waits: true})
-		r.send(&msg.Done{TicketID: a.Ticket.ID, Busy: true, Outcome: msg.FailedOutcome})
+		r.send(&msg.Done{TicketID: a.Ticket.ID, BusyFor: time.Second, Outcome: msg.FailedOutcome})
 		require.Equal(t, msg.Full, r.askFor("far").Refusal)
-		time.Sleep(Timers{}.withDefaults().BusyHold + time.Millisecond)
+		time.Sleep(time.Second + time.Millisecond)
 		synctest.Wait()
 		assert.Equal(t, "far", r.lastRecord().Turn, "its turn comes again when the engine takes requests")
 		require.Equal(t, msg.Granted, r.askFor("far").Refusal)

@@ -4,7 +4,6 @@ import (
 	"context"
 	"log/slog"
 	"net/http"
-	"slices"
 	"strconv"
 	"sync"
 	"time"
@@ -25,7 +24,8 @@ type attempt struct {
 	cancel     context.CancelCauseFunc
 	start      time.Time
 	firstToken time.Time
-	reportedAt time.Time // last FirstToken or Progress
+	reportedAt time.Time     // last FirstToken or Progress
+	busyFor    time.Duration // what its engine said when it was full; 0: it was not
 
 	prev, next   *attempt // in rank.attempts
 	isTracked    bool
@@ -40,13 +40,6 @@ type ends struct {
 	isUnpaid bool       // no retry was counted for last yet
 	words    *heldWords // what the last engine said that answered; nil: none
 	attempts int        // engines that were asked in vain
-	busy     []busyRank
-}
-
-// busyRank is a rank whose engine is full, and when the request may ask it again.
-type busyRank struct {
-	id    routing.RankID
-	until time.Time
 }
 
 // heldWords is an engine's answer that goes to the client if no rank is left to ask.
@@ -68,36 +61,6 @@ func (e *ends) note(res *result) {
 		kept := *res
 		e.last, e.isUnpaid = &kept, true
 	}
-}
-
-// noteBusy keeps the request from a decode rank whose engine is full, for as long as the engine says.
-func (e *ends) noteBusy(id routing.RankID, retryAfter string) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	seconds, err := strconv.Atoi(retryAfter)
-	if err != nil {
-		seconds = 1
-	}
-	wait := time.Duration(min(max(seconds, 1), maxRetryAfter)) * time.Second
-	e.busy = append(e.busy, busyRank{id, time.Now().Add(wait)})
-}
-
-// appendBusy appends the ranks that are full for a while, and gives when the first of them may be asked
-// again; zero: there are none.
-func (e *ends) appendBusy(dst []routing.RankID) (out []routing.RankID, until time.Time) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	if len(e.busy) == 0 {
-		return dst, until
-	}
-	now := time.Now()
-	e.busy = slices.DeleteFunc(e.busy, func(b busyRank) bool { return !now.Before(b.until) })
-	for _, b := range e.busy {
-		if dst = append(dst, b.id); until.IsZero() || b.until.Before(until) {
-			until = b.until
-		}
-	}
-	return dst, until
 }
 
 // count is how many engines were asked in vain.
@@ -138,7 +101,7 @@ func (e *ends) get() (last *result, words *heldWords) {
 
 // reset forgets all of it.
 func (e *ends) reset() {
-	e.last, e.isUnpaid, e.words, e.attempts, e.busy = nil, false, nil, 0, e.busy[:0]
+	e.last, e.isUnpaid, e.words, e.attempts = nil, false, nil, 0
 }
 
 // ask dispatches to the picked rank and relays its answer. When it returns, the engine works no longer for
@@ -326,24 +289,32 @@ func (req *request) returnTicket(cmd *dispatch.Command) {
 	if !a.firstToken.IsZero() {
 		d.FirstToken = a.firstToken.Sub(a.start)
 	}
-	judge(d, cmd)
+	a.judge(d, cmd)
 	a.ticket.ID = 0
 	a.rank.Mailbox.Send(d)
 	req.recordTokens()
 }
 
-// judge writes into a message about a ticket what the plan says of its end.
-func judge(d *msg.Done, cmd *dispatch.Command) {
+// judge writes into the message about the attempt's ticket what the plan says of its end.
+func (a *attempt) judge(d *msg.Done, cmd *dispatch.Command) {
 	what := cmd.Cause.Row()
-	d.Outcome, d.Cause = msg.Outcome(what.Done), what.Name
-	d.Trip, d.Probe, d.Busy = cmd.Charge, what.Probe, what.Busy
+	d.Outcome, d.Cause, d.Trip, d.Probe = msg.Outcome(what.Done), what.Name, cmd.Charge, what.Probe
+	if what.Busy {
+		d.BusyFor = a.busyFor
+	}
+}
+
+// readRetryAfter is how long an engine that is full wants to be left alone, by its answer's Retry-After.
+func readRetryAfter(header http.Header) time.Duration {
+	seconds, _ := strconv.Atoi(header.Get("Retry-After"))
+	return min(max(time.Duration(seconds), 1), msg.MaxBusy/time.Second) * time.Second
 }
 
 // dropTicket gives a ticket back that a panic has left.
 func (req *request) dropTicket() {
 	if a := &req.attempt; a.ticket.ID != 0 {
 		d := &msg.Done{TicketID: a.ticket.ID}
-		judge(d, &dispatch.Command{Cause: dispatch.Drained})
+		a.judge(d, &dispatch.Command{Cause: dispatch.Drained})
 		a.rank.Mailbox.Send(d)
 		a.ticket.ID = 0
 	}

@@ -123,7 +123,7 @@ func (s legRunner) returnLeg(l *pairLeg, cmd *dispatch.Command) {
 			d = &msg.Done{}
 		}
 		d.TicketID, l.tracked.ticket.ID = id, 0
-		judge(d, cmd)
+		l.tracked.judge(d, cmd)
 		l.rank.Mailbox.Send(d)
 	}
 	if l.isLeased {
@@ -296,6 +296,7 @@ func paramsSource(rk *rank) transfer.Source {
 func (s legRunner) readPrefillError(l *pairLeg, resp *http.Response, body []byte) result {
 	e := openai.ParseError(body)
 	res := judgeAnswer(resp.StatusCode, &e, relay{s.req}.rankFault(l.pool, l.rank))
+	l.own.busyFor = readRetryAfter(resp.Header)
 	if res.cause.Row().Words {
 		s.req.ends.keepWords(heldWords{res, resp.Header, body})
 	}

@@ -103,7 +103,7 @@ func (req search) decide() (rk *rank, f *failure, wait bool) {
 		default:
 			switch isDoubtful, isOver := req.doubtsUnit(); {
 			case isOver:
-			case isDoubtful, !req.busyUntil.IsZero():
+			case isDoubtful:
 				return nil, nil, true
 			default:
 				return nil, req.pickFailure(), false
@@ -125,7 +125,6 @@ func (req search) excluded(side dispatch.Side) []dispatch.Excluded {
 func (req search) excludeTried() {
 	req.query.Tried = req.app.router.appendExcluded(req.query.Tried[:0], req.excluded(dispatch.Decode),
 		!req.unitLives)
-	req.query.Tried, req.busyUntil = req.ends.appendBusy(req.query.Tried)
 	req.query.Tried = req.split.appendPaired(req.query.Tried)
 }
 
@@ -253,10 +252,8 @@ func (req search) queueBounds() queueBounds {
 // nextDue is when a request in the queue looks again by itself. What is over already was looked at.
 func (req search) nextDue() time.Time {
 	due, now := req.queueDeadline, time.Now()
-	for _, at := range [...]time.Time{req.unitDue, req.busyUntil} {
-		if at.After(now) && at.Before(due) {
-			due = at
-		}
+	if req.unitDue.After(now) && req.unitDue.Before(due) {
+		due = req.unitDue
 	}
 	return due
 }

@@ -362,9 +362,7 @@ func (r relay) passes(res *result, header http.Header, body []byte) bool {
 		r.app.router.markFirstByte(&r.attempt)
 		return true
 	}
-	if res.cause == dispatch.Busy {
-		r.ends.noteBusy(r.attempt.rank.ID, header.Get("Retry-After"))
-	}
+	r.attempt.busyFor = readRetryAfter(header)
 	if res.cause.Row().Words {
 		r.ends.keepWords(heldWords{*res, header, bytes.Clone(body)})
 	}

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -258,7 +259,7 @@ func TestBeforeTheFirstByte(t *testing.T) {
 					done := r.lastDone(t)
 					assert.Equal(t, c.outcome, done.Outcome)
 					assert.Equal(t, [3]bool{c.trip, c.probe, c.busy},
-						[3]bool{done.Trip, done.Probe, done.Busy})
+						[3]bool{done.Trip, done.Probe, done.BusyFor > 0})
 				}
 				return
 			}
@@ -419,6 +420,32 @@ func TestFirstErrorEventBelow500BecomesThatStatus(t *testing.T) {
 	assert.Equal(t, 400, a.status)
 	assert.Equal(t, "application/json", a.header.Get("Content-Type"))
 	requireBytes(t, body, a.body)
+}
+
+// TestABusyEngineIsFullForEverybody: for as long as it says, up to a minute; its words go to the client that
+// it refused, and others wait for room without asking it.
+func TestABusyEngineIsFullForEverybody(t *testing.T) {
+	for said, want := range map[string]time.Duration{
+		"": time.Second, "0": time.Second, "-5": time.Second, "7": 7 * time.Second,
+		"99999999999999999999": time.Minute, "86400": time.Minute,
+		"Fri, 31 Dec 1999 23:59:59 GMT": time.Second,
+	} {
+		var asked atomic.Int32
+		g := newRig(t, options{
+			engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
+				asked.Add(1)
+				w.Header().Set("Retry-After", said)
+				replies(429, `{"error":{"message":"slow down"}}`)(w, r)
+			}},
+			app: func(a *app.Application) { a.Timeouts.QueueS = 0.02 },
+		})
+		a := g.post("/v1/chat/completions", chatBody)
+		assert.Equal(t, 429, a.status)
+		assert.Equal(t, said, a.header.Get("Retry-After"))
+		assert.Equal(t, want, g.replicas[0].lastDone(t).BusyFor, said)
+		assert.Equal(t, 503, g.post("/v1/chat/completions", chatBody).status)
+		assert.EqualValues(t, 1, asked.Load(), "nobody else asked it")
+	}
 }
 
 func TestThe429OfTheLastRankPasses(t *testing.T) {

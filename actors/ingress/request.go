@@ -59,7 +59,6 @@ type rankSearch struct {
 	hadTurn       bool               // was the head of the queue already
 	unitDue       time.Time          // see doubtsUnit; zero: no unit was doubted
 	unitLives     bool               // likewise
-	busyUntil     time.Time          // when the first of the ranks may be asked again whose engine is full
 	failure       *failure           // why no rank was picked
 	attempt       attempt            // the running one, or the last
 	number        uint32             // of its leg
@@ -113,7 +112,7 @@ func (req *request) release() {
 // resetSearch keeps the memory.
 func (req *request) resetSearch() {
 	s := &req.rankSearch
-	s.queueDeadline, s.unitDue, s.busyUntil = time.Time{}, time.Time{}, time.Time{}
+	s.queueDeadline, s.unitDue = time.Time{}, time.Time{}
 	s.picks, s.number, s.hadTurn, s.unitLives = 0, 0, false, false
 	s.failure, s.ahead, s.attempt, s.result = nil, nil, attempt{}, result{}
 	s.ends.reset()

@@ -170,6 +170,7 @@ type replica struct {
 	trips       bool // five failures in a row trip it, for good
 	failures    int  // in a row
 	tripped     bool
+	busy        bool   // its engine said so, and for how long
 	demands     []bool // what it was told of waiting requests
 	held        []*msg.Admit
 }
@@ -228,6 +229,11 @@ func (r *replica) Send(m any) {
 }
 
 func (r *replica) judge(m *msg.Done) {
+	if m.BusyFor > 0 && r.accepting {
+		r.accepting, r.busy = false, true
+		r.emit(&msg.Record{Kind: msg.RecState, Cause: "engine_busy"})
+		time.AfterFunc(m.BusyFor, r.endBusy)
+	}
 	switch {
 	case m.Trip:
 		r.failures++
@@ -237,6 +243,15 @@ func (r *replica) judge(m *msg.Done) {
 	if r.trips && r.failures == 5 && !r.tripped {
 		r.accepting, r.tripped = false, true
 		r.emit(&msg.Record{Kind: msg.RecState, RankState: msg.RankState{Tripped: true}, Cause: "tripped"})
+	}
+}
+
+func (r *replica) endBusy() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.busy = false; !r.tripped {
+		r.accepting = true
+		r.emit(&msg.Record{Kind: msg.RecState, RankState: msg.RankState{Accepting: true}})
 	}
 }
 
@@ -256,7 +271,7 @@ func (r *replica) admit(m *msg.Admit) {
 	case refusal != msg.Granted:
 	case m.Epoch != r.epoch:
 		refusal = msg.StaleEpoch
-	case len(r.open) >= r.max:
+	case len(r.open) >= r.max, r.busy:
 		refusal = msg.Full
 	}
 	if refusal != msg.Granted {

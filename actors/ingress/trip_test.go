@@ -136,6 +136,9 @@ func TestAnEnginesOwnLimitsTripNoRank(t *testing.T) {
 		}
 		for range 12 {
 			assert.Equal(t, status, g.post("/v1/chat/completions", poisonBody).status)
+			for _, r := range g.replicas {
+				r.endBusy()
+			}
 		}
 		tripped, _ := g.leftOut()
 		assert.Zero(t, tripped, status)

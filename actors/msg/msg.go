@@ -148,13 +148,18 @@ type Done struct {
 	CompletionTokens int
 	FirstToken       time.Duration // admission → first token; 0: none was seen
 	Trip             bool
-	Busy             bool // engine_busy: the rank counts as full until the next Done, at most 1 s
-	Probe            bool
+	// engine_busy: so long the rank counts as full. 0: it is not, and a rank that is full for a second or
+	// less is no longer
+	BusyFor time.Duration
+	Probe   bool
 }
 
 // Pardon takes back that an answer counts towards the trip: another rank has answered the same, so it is
 // about the request.
 type Pardon struct{}
+
+// MaxBusy bounds Done.BusyFor.
+const MaxBusy = time.Minute
 
 // Demand says that requests of an application wait for room at an ingress, or wait no longer. The ingress
 // sends it to every rank of the application, and repeats it while requests wait. A rank that frees room holds

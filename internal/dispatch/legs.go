@@ -399,8 +399,8 @@ func (p *Plan) failPair(ev *Event) {
 	p.goOn(Decode, ev)
 }
 
-// goOn asks again after a leg of a pair has failed. If its engine is gone and the other leg may be at an engine
-// too, that engine may die next. So the other leg is heard for a moment before the request goes elsewhere.
+// goOn asks again after a leg of a pair has failed. If its engine is gone and the other leg may be at an
+// engine too, that engine may die next: the other leg is heard for a moment before the request goes elsewhere.
 func (p *Plan) goOn(s Side, ev *Event) {
 	if p.endIfTwoDied() {
 		return

@@ -166,7 +166,8 @@ func toPost(m any) *dpservev1.Post {
 			Ticket: m.TicketID, Outcome: uint32(m.Outcome), Cause: m.Cause,
 			PromptTokens: int64(m.PromptTokens), CachedTokens: int64(m.CachedTokens),
 			HasCached: m.HasCached, CompletionTokens: int64(m.CompletionTokens),
-			FirstTokenNano: int64(m.FirstToken), Trip: m.Trip, Busy: m.Busy, Probe: m.Probe,
+			FirstTokenNano: int64(m.FirstToken), Trip: m.Trip, BusyNano: int64(m.BusyFor),
+			Probe: m.Probe,
 		}}}
 	case *msg.FirstToken:
 		return &dpservev1.Post{Message: &dpservev1.Post_FirstToken{

@@ -440,7 +440,8 @@ func doneOf(d *dpservev1.Done) any {
 		HasCached:        d.GetHasCached(),
 		CompletionTokens: boundedCount(d.GetCompletionTokens()),
 		FirstToken:       max(time.Duration(d.GetFirstTokenNano()), 0),
-		Trip:             d.GetTrip(), Busy: d.GetBusy(), Probe: d.GetProbe(),
+		Trip:             d.GetTrip(), Probe: d.GetProbe(),
+		BusyFor: min(max(time.Duration(d.GetBusyNano()), 0), msg.MaxBusy),
 	}
 }
 

@@ -2396,7 +2396,7 @@ type Done struct {
 	CompletionTokens int64                  `protobuf:"varint,7,opt,name=completion_tokens,json=completionTokens,proto3" json:"completion_tokens,omitempty"`
 	FirstTokenNano   int64                  `protobuf:"varint,8,opt,name=first_token_nano,json=firstTokenNano,proto3" json:"first_token_nano,omitempty"`
 	Trip             bool                   `protobuf:"varint,9,opt,name=trip,proto3" json:"trip,omitempty"`
-	Busy             bool                   `protobuf:"varint,10,opt,name=busy,proto3" json:"busy,omitempty"`
+	BusyNano         int64                  `protobuf:"varint,10,opt,name=busy_nano,json=busyNano,proto3" json:"busy_nano,omitempty"`
 	Probe            bool                   `protobuf:"varint,11,opt,name=probe,proto3" json:"probe,omitempty"`
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
@@ -2495,11 +2495,11 @@ func (x *Done) GetTrip() bool {
 	return false
 }
 
-func (x *Done) GetBusy() bool {
+func (x *Done) GetBusyNano() int64 {
 	if x != nil {
-		return x.Busy
+		return x.BusyNano
 	}
-	return false
+	return 0
 }
 
 func (x *Done) GetProbe() bool {
@@ -3009,7 +3009,7 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	" \x01(\v2\x12.dpserve.v1.DemandH\x00R\x06demand\x12,\n" +
 	"\x06pardon\x18\v \x01(\v2\x12.dpserve.v1.PardonH\x00R\x06pardon\x12 \n" +
 	"\vincarnation\x18\b \x01(\x04R\vincarnationB\t\n" +
-	"\amessage\"\xcc\x02\n" +
+	"\amessage\"\xd5\x02\n" +
 	"\x04Done\x12\x16\n" +
 	"\x06ticket\x18\x01 \x01(\x04R\x06ticket\x12\x18\n" +
 	"\aoutcome\x18\x02 \x01(\rR\aoutcome\x12\x14\n" +
@@ -3020,9 +3020,9 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"has_cached\x18\x06 \x01(\bR\thasCached\x12+\n" +
 	"\x11completion_tokens\x18\a \x01(\x03R\x10completionTokens\x12(\n" +
 	"\x10first_token_nano\x18\b \x01(\x03R\x0efirstTokenNano\x12\x12\n" +
-	"\x04trip\x18\t \x01(\bR\x04trip\x12\x12\n" +
-	"\x04busy\x18\n" +
-	" \x01(\bR\x04busy\x12\x14\n" +
+	"\x04trip\x18\t \x01(\bR\x04trip\x12\x1b\n" +
+	"\tbusy_nano\x18\n" +
+	" \x01(\x03R\bbusyNano\x12\x14\n" +
 	"\x05probe\x18\v \x01(\bR\x05probe\"?\n" +
 	"\n" +
 	"FirstToken\x12\x16\n" +
