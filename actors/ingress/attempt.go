@@ -215,9 +215,6 @@ func (req *request) askRank(ctx context.Context, rk *rank, q *rankleg.Request) (
 	resp, reply, err := rk.asker.Ask(ctx, q)
 	req.timer.pause()
 	req.countResend(q)
-	if q.IsBodyShared {
-		req.bodySettled = false
-	}
 	req.prompt.shared = req.prompt.shared || q.IsAdmitPending
 	return resp, reply, err
 }

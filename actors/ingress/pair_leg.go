@@ -241,7 +241,7 @@ func (s legRunner) prefillLeg(l *pairLeg, cmd *dispatch.Command) (res result, pa
 	if s.pair.config.Order != dispatch.PrefillFirst {
 		q.Guard = &rankleg.Guard{} // an engine must not meet its fields twice
 	}
-	defer func() { s.req.in.bodies.give(mem, !q.IsBodyShared) }()
+	defer s.req.in.bodies.give(mem, true)
 	l.isLeased = true
 	s.pair.router.Update(func(t *routing.PairTable) { t.Lease(l.rank.ref(), l.tokens) })
 	s.pair.metrics.Part("queue", l.started.Sub(s.req.start))
@@ -353,7 +353,6 @@ func (s legRunner) decodeLeg(l *pairLeg, cmd *dispatch.Command) result {
 	}
 	if !cmd.IsRemote {
 		s.way = dispatch.WayFallback
-		defer func() { req.bodySettled = req.bodySettled && !q.IsBodyShared }()
 	} else {
 		fields, id, err := s.fieldsFor(cmd.Attempt, cmd.Prefill)
 		if err != nil {
@@ -367,7 +366,7 @@ func (s legRunner) decodeLeg(l *pairLeg, cmd *dispatch.Command) result {
 		if mem == nil {
 			return result{cause: dispatch.NoMemory, err: errNoBodyMemory}
 		}
-		defer func() { req.in.bodies.give(mem, !q.IsBodyShared) }()
+		defer req.in.bodies.give(mem, true)
 		q.Header, q.Body = s.engineHeader(id), fields.AppendDecode(mem.b, &s.body, params)
 		q.Guard = s.guard(cmd)
 	}

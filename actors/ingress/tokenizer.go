@@ -212,9 +212,6 @@ func (t *tokenizer) ask(ctx context.Context, rk *rank, p *prompt, h http.Header)
 		Rank: rk.Rank, Route: openai.Tokenize, Header: h, Body: p.tokenizeBody, FirstToken: tokenizeTime,
 	}
 	resp, reply, err := rk.asker.Ask(ctx, q)
-	if q.IsBodyShared {
-		p.tokenizeBody = nil // a connection may still read it
-	}
 	if err == nil && reply.Refusal != msg.Granted {
 		err = errNotTokenized
 	}

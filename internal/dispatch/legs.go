@@ -400,7 +400,7 @@ func (p *Plan) failPair(ev *Event) {
 }
 
 // goOn asks again after a leg of a pair has failed. If its engine is gone and the other leg may be at an
-// engine too, that engine may die next: the other leg is heard for a moment before the request goes elsewhere.
+// engine too, that engine may die next: the other leg is heard for a moment before anybody else is asked.
 func (p *Plan) goOn(s Side, ev *Event) {
 	if p.endIfTwoDied() {
 		return

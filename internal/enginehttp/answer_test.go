@@ -92,6 +92,13 @@ func TestAnswers(t *testing.T) {
 				}
 			})
 		}
+		t.Run(name+" over TLS", func(t *testing.T) {
+			got := outcome(t, secured(t, tc.raw))
+			require.NoError(t, got.err)
+			assert.Equal(t, tc.status, got.status)
+			assert.Equal(t, tc.body, got.body)
+			assert.Equal(t, tc.length, got.length)
+		})
 	}
 }
 
@@ -166,6 +173,13 @@ func TestMalformed(t *testing.T) {
 				}
 			})
 		}
+		t.Run(name+" over TLS", func(t *testing.T) {
+			c := secured(t, raw)
+			got := outcome(t, c)
+			require.Error(t, got.err)
+			require.NotErrorIs(t, got.err, io.EOF, "no clean end")
+			assert.True(t, c.Unused())
+		})
 	}
 }
 
@@ -273,6 +287,6 @@ func TestAddress(t *testing.T) {
 		"h": "h:80", "h:8000": "h:8000", "[::1]": "[::1]:80",
 		"[::1]:9": "[::1]:9", "127.0.0.1": "127.0.0.1:80",
 	} {
-		assert.Equal(t, want, address(host))
+		assert.Equal(t, want, address(host, "80"))
 	}
 }

@@ -9,17 +9,20 @@
 // bytes follow that end, the request was written whole and not aborted, and the peer has sent nothing since
 // (checked by a look into the socket before each reuse, where the system allows it).
 //
-// What it does not do: TLS, proxies, redirects, compression, Expect, upgrades, requests whose body is not in
-// memory, and sending a request twice: the caller decides that, from the fields of SendError.
+// Over TLS (Secure) it is as strict. What it does not do: HTTP/2, proxies, redirects, compression, Expect,
+// upgrades, requests whose body is not in memory, and sending a request twice: the caller decides that, from
+// the fields of SendError.
 package enginehttp
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
+	"os"
 	"strconv"
 	"strings"
 	"sync"
@@ -29,11 +32,12 @@ import (
 	"golang.org/x/net/http/httpguts"
 )
 
-// Config of a Client. Every field but MaxHead must be set.
+// Config of a Client. Every field but Port and MaxHead must be set.
 type Config struct {
 	// host and port, or host alone: the Host field, and where to dial
 	Host string
-	Dial func(ctx context.Context, network, addr string) (net.Conn, error) // bounds its own time
+	Port string // of a Host without one; "": 80
+	Dial Dialer // bounds its own time
 	// how long a connection may wait for its next request
 	Idle time.Duration
 	// connections kept; more are closed
@@ -42,12 +46,12 @@ type Config struct {
 	MaxHead int
 }
 
-// Client sends requests to one engine. Safe for concurrent use. It has no goroutine; the pool's timer ends
-// with Close.
+// Client sends requests to one engine. Safe for concurrent use. A goroutine writes a large request, and ends
+// before Send does; the pool's timer ends with Close.
 type Client struct {
 	host string
 	addr string
-	dial func(ctx context.Context, network, addr string) (net.Conn, error)
+	dial Dialer
 	pool pool
 	head int          // bytes of an answer's head
 	busy atomic.Int64 // requests whose connection is not given back, and dials of Warm
@@ -59,7 +63,7 @@ type Client struct {
 // New makes a client; it dials when a request needs it, and in Warm.
 func New(c Config) *Client {
 	out := &Client{
-		host: c.Host, addr: address(c.Host), dial: c.Dial,
+		host: withoutZone(c.Host), addr: address(c.Host, cmp.Or(c.Port, "80")), dial: c.Dial,
 		pool: pool{idle: c.Idle, most: c.MaxIdle}, head: c.MaxHead,
 	}
 	if out.head == 0 {
@@ -70,15 +74,24 @@ func New(c Config) *Client {
 	return out
 }
 
-// address adds HTTP's port where there is none.
-func address(host string) string {
+// withoutZone is the host without the zone of an IPv6 address, which says nothing to the peer.
+func withoutZone(host string) string {
+	zone, end := strings.IndexByte(host, '%'), strings.LastIndexByte(host, ']')
+	if zone < 0 || end < zone {
+		return host
+	}
+	return host[:zone] + host[end:]
+}
+
+// address adds the port where there is none.
+func address(host, port string) string {
 	if _, _, err := net.SplitHostPort(host); err == nil {
 		return host
 	}
 	if n := len(host); n > 1 && host[0] == '[' && host[n-1] == ']' {
 		host = host[1 : n-1]
 	}
-	return net.JoinHostPort(host, "80")
+	return net.JoinHostPort(host, port)
 }
 
 // Unused reports that the client holds no connection.
@@ -98,6 +111,15 @@ func (c *Client) Warm(ctx context.Context) error {
 	}
 	c.Add(n)
 	return nil
+}
+
+// Reach dials, and closes the connection: an error says that the engine takes none.
+func (c *Client) Reach(ctx context.Context) error {
+	n, err := c.dial(ctx, "tcp", c.addr)
+	if err == nil {
+		_ = n.Close()
+	}
+	return err
 }
 
 // Add gives the client a connection to the engine. It waits in the pool like one that has served a request.
@@ -208,20 +230,38 @@ func (c *Client) giveBack(cn *conn) {
 // roundTrip writes the request and reads the head of the answer, also if writing failed: a peer that refuses
 // a request may answer and close before it has read it all.
 func (c *conn) roundTrip(req, rest []byte, written func()) (h *head, whole bool, err error) {
-	whole, unwritten := c.write(req, rest)
-	if whole && written != nil {
-		written()
+	c.wrote, c.before = time.Now(), c.sent
+	c.sent += uint64(len(req) + len(rest))
+	write := func() error {
+		_, err := c.net.Write(req)
+		if err == nil && len(rest) > 0 {
+			_, err = c.net.Write(rest)
+		}
+		switch {
+		case err != nil:
+			c.readBy(time.Now().Add(answerWait))
+		case written != nil:
+			written()
+		}
+		return err
+	}
+	var unwritten error
+	if len(rest) == 0 && c.probe != nil { // it fits into the kernel's buffers, so the write does not wait
+		unwritten = write()
+		h, err = c.readHead()
+	} else {
+		over := make(chan error, 1)
+		go func() { over <- write() }()
+		h, err = c.readHead()
+		c.writeBy(time.Unix(1, 0)) // a write that still waits ends
+		unwritten = <-over
+		c.writeBy(time.Time{})
 	}
 	if unwritten == nil {
-		h, err = c.readHead()
-		return h, whole, err
+		return h, true, err
 	}
-	if c.aborted.Load() {
-		return nil, false, unwritten
-	}
-	c.readBy(time.Now().Add(answerWait))
-	defer c.readBy(time.Time{})
-	if h, err = c.readHead(); err != nil && c.w == 0 {
+	c.readBy(time.Time{})
+	if err != nil && c.w == 0 && !errors.Is(unwritten, os.ErrDeadlineExceeded) {
 		err = unwritten
 	}
 	return h, false, err

@@ -5,6 +5,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"net/http"
@@ -60,6 +61,50 @@ func TestReuse(t *testing.T) {
 	assert.False(t, c.Unused())
 	c.pool.drop()
 	assert.True(t, c.Unused())
+}
+
+// TestReuseOverTLS: one connection serves requests with bodies of every size class; not one whose peer speaks
+// unasked, be it in the same segment as its answer, or closes while it waits.
+func TestReuseOverTLS(t *testing.T) {
+	unasked, closes := make(chan bool, 1), make(chan bool, 1)
+	c, conns := overTLS(t, func(_ int, c net.Conn, r *bufio.Reader) {
+		for {
+			body, err := take(r)
+			if err != nil {
+				return
+			}
+			answer := fmt.Sprintf("HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s", len(body), body)
+			if say(c, answer); len(unasked) > 0 {
+				<-unasked
+				say(c, "HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil")
+			}
+			if len(closes) > 0 {
+				_ = c.Close()
+				<-closes
+			}
+		}
+	})
+	send := func(size int) {
+		t.Helper()
+		body := strings.Repeat("x", size)
+		resp, err := post(t, c, body)
+		require.NoError(t, err)
+		got, err := io.ReadAll(resp.Body)
+		require.NoError(t, err)
+		require.Equal(t, len(body), len(got))
+	}
+	for _, size := range []int{1, 100, packed - 200, packed + 1, 1 << 20, 1} {
+		send(size)
+	}
+	assert.EqualValues(t, 1, conns.Load())
+	isOver := func() bool { return c.pool.empty() || !c.pool.free[0].isQuiet() }
+	for i, what := range []chan bool{unasked, closes} {
+		what <- true
+		send(1)
+		require.Eventually(t, isOver, 5*time.Second, time.Millisecond)
+		send(1)
+		assert.EqualValues(t, 2+i, conns.Load())
+	}
 }
 
 // TestWarm: a connection that was dialled ahead serves the next request. A closed client keeps none.
@@ -326,22 +371,28 @@ func TestCancelBeforeTheEndIsRead(t *testing.T) {
 // then waits, closes or resets. The connection is not used again.
 func TestEarlyAnswer(t *testing.T) {
 	const refusal = "HTTP/1.1 413 Too Large\r\nContent-Length: 3\r\n\r\nbig"
+	type conn interface{ CloseWrite() error }
 	for _, size := range []int{100 << 10, 1 << 20, 16 << 20} {
-		for name, then := range map[string]func(c *net.TCPConn, done chan struct{}){
-			"waits":  func(_ *net.TCPConn, done chan struct{}) { <-done },
-			"closes": func(c *net.TCPConn, _ chan struct{}) { _ = c.CloseWrite() },
+		for name, then := range map[string]func(c conn, done chan struct{}){
+			"waits":            func(_ conn, done chan struct{}) { <-done },
+			"waits, over TLS":  func(_ conn, done chan struct{}) { <-done },
+			"closes":           func(c conn, _ chan struct{}) { _ = c.CloseWrite() },
+			"closes, over TLS": func(c conn, _ chan struct{}) { _ = c.CloseWrite() },
 		} {
 			t.Run(name, func(t *testing.T) {
 				done := make(chan struct{})
-				c := server(t, func(_ int, c *net.TCPConn, r *bufio.Reader) {
-					_ = c.SetReadBuffer(4 << 10)
+				serve := func(_ int, c net.Conn, r *bufio.Reader) {
 					if _, err := r.Peek(1); err != nil {
 						return
 					}
 					say(c, "HTTP/1.1 100 Continue\r\n\r\n"+refusal)
-					then(c, done)
+					then(c.(conn), done) //nolint:forcetypeassert // both kinds have it
 					<-done
-				})
+				}
+				c := server(t, func(n int, c *net.TCPConn, r *bufio.Reader) { serve(n, c, r) })
+				if strings.HasSuffix(name, "TLS") {
+					c, _ = overTLS(t, serve)
+				}
 				resp, err := post(t, c, string(make([]byte, size)))
 				require.NoError(t, err)
 				b, err := io.ReadAll(resp.Body)

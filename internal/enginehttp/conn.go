@@ -5,7 +5,6 @@ import (
 	"errors"
 	"io"
 	"net"
-	"os"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -18,11 +17,6 @@ const (
 	keptRequest = 80 << 10 // larger buffers of requests are left to the garbage collector
 	keptHead    = 4 << 10  // heads up to this size are remembered for the next answer
 
-	// A write without progress for firstLook checks whether an answer has come; it checks again after twice
-	// the time, up to lastLook.
-	firstLook = 50 * time.Millisecond
-	lastLook  = time.Second
-	lookFor   = time.Millisecond // how long such a look may wait
 	// answerWait bounds the wait for an answer after a failed write: an answer that the peer sent before has
 	// arrived already.
 	answerWait = time.Second
@@ -65,88 +59,20 @@ func (c *conn) giveUp() {
 // close ignores an error: the connection is not used again.
 func (c *conn) close() { _ = c.net.Close() }
 
-// write sends a request: req holds the head and as much of the body as is packed with it, rest what is left.
-// whole is false if an answer came before the request was out: it is in the buffer or can be read, and the
-// connection ends with it.
-func (c *conn) write(req, rest []byte) (whole bool, err error) {
-	c.wrote, c.before = time.Now(), c.sent
-	c.sent += uint64(len(req) + len(rest))
-	if len(rest) == 0 && c.probe != nil { // it fits into the kernel's buffers, so the write does not wait
-		_, err = c.net.Write(req)
-		return err == nil, err
-	}
-	for _, p := range [][]byte{req, rest} {
-		if whole, err = c.writePatiently(p); !whole {
-			return false, err
-		}
-	}
-	return true, nil
-}
-
 // staleWithin is the time after the beginning of a write in which the end of a waiting connection counts as
 // one that was on its way already.
 const staleWithin = 50 * time.Millisecond
+
+// isQuiet reports that the peer has neither closed nor sent anything, as far as the system shows it.
+func (c *conn) isQuiet() bool {
+	s, isSecure := c.net.(*secureConn)
+	return c.probe.quiet() && (!isSecure || s.isQuiet())
+}
 
 // isUnseen reports whether the peer's system is known to have acknowledged no byte of the request.
 func (c *conn) isUnseen() bool {
 	acked, ok := ackedBytes(c.net)
 	return ok && acked <= c.before
-}
-
-// writePatiently writes to a peer that may answer before it has read everything. It returns when the peer has
-// read everything, answered or left, or on abort.
-func (c *conn) writePatiently(p []byte) (whole bool, err error) {
-	defer c.writeBy(time.Time{})
-	for wait := firstLook; len(p) > 0; wait = min(2*wait, lastLook) {
-		c.writeBy(time.Now().Add(wait))
-		n, err := c.net.Write(p)
-		p = p[n:]
-		switch {
-		case err == nil:
-		case !errors.Is(err, os.ErrDeadlineExceeded):
-			return false, err
-		default:
-			if answered, err := c.answered(); answered || err != nil {
-				return false, err
-			}
-		}
-	}
-	return true, nil
-}
-
-// answered reports whether a final answer has begun.
-func (c *conn) answered() (bool, error) {
-	c.readBy(time.Now().Add(lookFor))
-	defer c.readBy(time.Time{})
-	if c.w < len(c.buf) {
-		n, err := c.net.Read(c.buf[c.w:])
-		c.w += n
-		if err != nil && !errors.Is(err, os.ErrDeadlineExceeded) {
-			return false, err
-		}
-	}
-	return c.w == len(c.buf) || c.final(), nil
-}
-
-// final skips interim answers in the buffer and reports that other bytes follow: the final answer, or no
-// answer. readHead decides which.
-func (c *conn) final() bool {
-	const class = len("HTTP/1.1 ")
-	for {
-		b := c.buf[c.r:c.w]
-		end, _, err := headEnd(b, 0)
-		switch {
-		case err != nil:
-			return true
-		case len(b) <= class:
-			return false
-		case b[class] != '1' || string(b[class:min(class+3, len(b))]) == "101":
-			return true
-		case end == 0:
-			return false
-		}
-		c.r += end
-	}
 }
 
 // readBy sets the deadline of reads; none if t is zero. Of a closed connection the next read tells.
@@ -276,7 +202,7 @@ type pool struct {
 func (p *pool) get() *conn {
 	for {
 		c := p.pop()
-		if c == nil || time.Since(c.since) < p.idle && c.probe.quiet() {
+		if c == nil || time.Since(c.since) < p.idle && c.isQuiet() {
 			return c
 		}
 		c.close()

@@ -3,10 +3,13 @@ package enginehttp
 import (
 	"bufio"
 	"context"
+	"crypto/tls"
+	"crypto/x509"
 	"errors"
 	"io"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -76,6 +79,42 @@ func scripted(tb testing.TB, s *script) *Client {
 	})
 	tb.Cleanup(c.Close)
 	return c
+}
+
+// secured is a client over TLS of one connection whose peer answers a request with raw, and ends it.
+func secured(tb testing.TB, raw string) *Client {
+	tb.Helper()
+	c, _ := overTLS(tb, func(_ int, c net.Conn, r *bufio.Reader) {
+		if _, err := take(r); err == nil {
+			say(c, raw)
+		}
+	})
+	return c
+}
+
+// certificate is that of all peers behind TLS.
+var certificate = sync.OnceValue(func() tls.Certificate {
+	srv := httptest.NewUnstartedServer(nil)
+	srv.StartTLS()
+	defer srv.Close()
+	return srv.TLS.Certificates[0]
+})
+
+// overTLS is server behind TLS. The second result counts the connections.
+func overTLS(tb testing.TB, serve func(n int, c net.Conn, r *bufio.Reader)) (*Client, *atomic.Int32) {
+	tb.Helper()
+	var conns atomic.Int32
+	c := server(tb, func(n int, raw *net.TCPConn, _ *bufio.Reader) {
+		conns.Add(1)
+		c := tls.Server(raw, &tls.Config{Certificates: []tls.Certificate{certificate()}})
+		serve(n, c, bufio.NewReader(c))
+	})
+	conf := &tls.Config{RootCAs: x509.NewCertPool()}
+	leaf, err := x509.ParseCertificate(certificate().Certificate[0])
+	require.NoError(tb, err)
+	conf.RootCAs.AddCert(leaf)
+	c.dial = Secure(c.dial, conf, 10*time.Second)
+	return c, &conns
 }
 
 // result is an answer read to its end.

@@ -81,7 +81,7 @@ func (p *dataRequest) serve(ctx context.Context) (clean bool) {
 		return p.reserve(ctx, q)
 	}
 	resp, reply, err := p.ask(ctx, q)
-	p.isBodyFree = !q.IsBodyShared && !q.IsAdmitPending
+	p.isBodyFree = !q.IsAdmitPending
 	switch refused := reply.Refusal != msg.Granted; {
 	case refused && ctx.Err() == nil:
 		return p.refuse(&reply)

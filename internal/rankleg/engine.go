@@ -1,47 +1,33 @@
 package rankleg
 
 import (
-	"bytes"
 	"context"
+	"crypto/tls"
 	"errors"
-	"io"
 	"net"
 	"net/http"
-	"net/http/httptrace"
 	"net/url"
-	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
-
-	"golang.org/x/net/http/httpguts"
 
 	"github.com/dpserve/dpserve/internal/enginehttp"
 	"github.com/dpserve/dpserve/internal/rawconn"
 )
 
 // Dialer opens a connection to an engine.
-type Dialer func(ctx context.Context, network, addr string) (net.Conn, error)
+type Dialer = enginehttp.Dialer
 
 // engineRequest is one POST to an engine. It is used for one send only.
 type engineRequest struct {
 	URL    *url.URL
 	Header http.Header // read only
-	Body   []byte      // the transport drops it once it is written: an answer may take minutes
+	Body   []byte      // dropped once it is written: an answer may take minutes
 	guard  *Guard      // nil for most requests
 
 	// of a request that has failed: its connection had waited, and was being closed when the request was
 	// written. So it may be sent once more
 	isStale bool
-
-	reader  *bytes.Reader // of Body, on the transport
-	reused  atomic.Bool   // on the transport: the connection had served a request before
-	begun   atomic.Bool   // on the transport: a byte of the answer has arrived
-	writing atomic.Int32  // connections that may still read Body
 }
-
-// isSettled says that no goroutine reads the request's memory any more.
-func (r *engineRequest) isSettled() bool { return r.writing.Load() == 0 }
 
 // watch is the request's guard for the own client.
 func (r *engineRequest) watch() enginehttp.Guard {
@@ -51,32 +37,11 @@ func (r *engineRequest) watch() enginehttp.Guard {
 	return enginehttp.Guard{Before: r.guard.allow, Written: r.guard.OnWritten}
 }
 
-func (r *engineRequest) trace() *httptrace.ClientTrace {
-	return &httptrace.ClientTrace{
-		GotConn: func(info httptrace.GotConnInfo) {
-			r.reused.Store(info.Reused)
-			r.writing.Add(1)
-		},
-		WroteRequest: func(info httptrace.WroteRequestInfo) {
-			if info.Err == nil {
-				r.Body = nil
-				r.reader.Reset(nil)
-				if r.guard != nil && r.guard.OnWritten != nil {
-					r.guard.OnWritten()
-				}
-			}
-			r.writing.Add(-1)
-		},
-		GotFirstResponseByte: func() { r.begun.Store(true) },
-	}
-}
-
 // Limits that cannot be configured.
 const (
 	// maxIdle connections per engine must not be below max_ongoing_requests, or a burst dials once per
 	// request.
 	maxIdle = 4096
-	maxHead = 64 << 10 // bytes of an answer's header
 	// kernelBuffer is the size in bytes of a connection's receive buffer. It bounds what a stuck reader can
 	// pile up. A larger one is slower: at 256 KiB the window never moves, so the kernel acknowledges each
 	// segment at once, the engine's writes never join in its send queue, and each token costs the engine a
@@ -100,23 +65,12 @@ func newEngines(t Timers, dial Dialer) engines {
 	}
 }
 
-// send returns when the answer's header is there. It never follows redirects and never sends twice. The
-// caller closes the answer's body, and does not change its header. The request's memory may still be read
-// after send has returned, until isSettled is true. owned: dpserve started the engine.
-func (e engines) send(ctx context.Context, owned bool, r *engineRequest) (*http.Response, error) {
+// of are the connections to an engine. owned: dpserve started it.
+func (e engines) of(owned bool) *direct {
 	if owned {
-		return e.owned.send(ctx, r)
+		return e.owned
 	}
-	return e.attached.send(ctx, r)
-}
-
-// reach dials the engine of a request, for a later one; an error: the engine takes no connection.
-func (e engines) reach(ctx context.Context, owned bool, r *engineRequest) error {
-	d := e.attached
-	if owned {
-		d = e.owned
-	}
-	return d.client(r.URL.Host).Warm(ctx)
+	return e.attached
 }
 
 // close closes idle connections, and those in use when their requests end. It ends the dials of spare
@@ -141,102 +95,36 @@ func cappedDial(dial Dialer) Dialer {
 	}
 }
 
-// transport sends through net/http, for TLS.
-type transport struct{ inner *http.Transport }
-
-// newTransport sets what the defaults of net/http get wrong for a relay: no compression (the transport would
-// decode answers on its own), and no proxy from the environment (it would see the prompts).
-func newTransport(dial Dialer, patience, idle time.Duration) *transport {
-	return &transport{&http.Transport{
-		DialContext:            dial,
-		DisableCompression:     true,
-		Proxy:                  nil,
-		IdleConnTimeout:        idle,
-		MaxIdleConns:           0,
-		MaxIdleConnsPerHost:    maxIdle,
-		MaxResponseHeaderBytes: maxHead,
-		TLSHandshakeTimeout:    patience,
-	}}
-}
-
-// send gives the body as a bytes.Reader, which the transport knows: it writes header and body in one piece.
-// GetBody stays unset, or the transport would resend by itself, uncounted.
-func (t *transport) send(ctx context.Context, o *engineRequest) (*http.Response, error) {
-	o.reader = bytes.NewReader(o.Body)
-	r := http.Request{
-		Method: http.MethodPost, URL: o.URL, Host: o.URL.Host, Header: o.Header,
-		Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1,
-		Body: io.NopCloser(o.reader), ContentLength: int64(len(o.Body)),
-	}
-	if o.guard != nil {
-		r.Body = &guardedBody{inner: o.reader, guard: o.guard}
-	}
-	began := time.Now()
-	resp, err := t.inner.RoundTrip(r.WithContext(httptrace.WithClientTrace(ctx, o.trace())))
-	switch {
-	case err != nil:
-		o.isStale = o.reused.Load() && !o.begun.Load() && time.Since(began) <= staleWithin
-	case resp.StatusCode < http.StatusOK: // net/http hands the connection out, and no context ends it
-		_ = resp.Body.Close()
-		return nil, &enginehttp.ProtocolError{What: "a switch of protocols that nobody asked for"}
-	}
-	return resp, err
-}
-
-// staleWithin is the time in which the end of a waiting connection counts as one that was on its way when
-// the request was written.
-const staleWithin = 50 * time.Millisecond
-
-// guardedBody is the body of a request that must not be written late. The transport reads it when it writes
-// the request. If the first read fails, the engine gets no whole request, so it does nothing.
-type guardedBody struct {
-	inner *bytes.Reader
-	guard *Guard
-	begun bool
-}
-
-func (b *guardedBody) Read(p []byte) (int, error) {
-	if !b.begun {
-		b.begun = true
-		if err := b.guard.allow(); err != nil {
-			return 0, err
-		}
-	}
-	return b.inner.Read(p)
-}
-
-func (b *guardedBody) Close() error { return nil }
-
-// direct sends plain HTTP requests through enginehttp, and those over TLS through the transport.
+// direct is the connections of one idle time.
 type direct struct {
-	transport *transport
-	dial      Dialer
-	patience  time.Duration // for the dial of a spare connection
-	idle      time.Duration
+	dial     Dialer
+	trust    *tls.Config   // of engines over TLS
+	patience time.Duration // for the dial of a spare connection, and for a handshake of TLS
+	idle     time.Duration
 
 	mu sync.RWMutex
-	// by host and port; one without connections goes when another comes
-	clients map[string]*enginehttp.Client
+	// by scheme, host and port; one without connections goes when another comes
+	clients map[engineKey]*enginehttp.Client
 	// the clients for which a spare connection is being dialled
 	spares map[*enginehttp.Client]context.CancelFunc
 	closed bool
 	dials  sync.WaitGroup // of spare connections
 }
 
+// engineKey is how an engine is reached.
+type engineKey struct{ scheme, host string }
+
 func newDirect(dial Dialer, patience, idle time.Duration) *direct {
 	return &direct{
-		transport: newTransport(dial, patience, idle), dial: dial, patience: patience, idle: idle,
-		clients: map[string]*enginehttp.Client{}, spares: map[*enginehttp.Client]context.CancelFunc{},
+		dial: dial, trust: &tls.Config{MinVersion: tls.VersionTLS12}, patience: patience, idle: idle,
+		clients: map[engineKey]*enginehttp.Client{}, spares: map[*enginehttp.Client]context.CancelFunc{},
 	}
 }
 
-// send sends through the own client. When it returns, the client no longer reads the request, so the request
-// is settled.
+// send returns when the answer's header is there. It never follows redirects and never sends twice. The
+// caller closes the answer's body, and does not change its header. The request is not read any more then.
 func (l *direct) send(ctx context.Context, o *engineRequest) (*http.Response, error) {
-	if !plain(o.URL) {
-		return l.transport.send(ctx, o)
-	}
-	c := l.client(o.URL.Host)
+	c := l.client(o.URL)
 	resp, err := c.SendGuarded(ctx, http.MethodPost, o.URL.RequestURI(), o.Header, o.Body, o.watch())
 	if err != nil {
 		e, ok := errors.AsType[*enginehttp.SendError](err)
@@ -271,49 +159,44 @@ func (l *direct) dialSpare(ctx context.Context, c *enginehttp.Client) {
 	})
 }
 
-// plain reports that a URL is plain HTTP to a host in ASCII without a zone. Others go through net/http.
-func plain(u *url.URL) bool {
-	if u.Scheme != "http" || u.Opaque != "" || strings.Contains(u.Host, "%") {
-		return false
-	}
-	for i := range len(u.Host) {
-		if u.Host[i] >= 0x80 {
-			return false
-		}
-	}
-	return httpguts.ValidHostHeader(u.Host)
-}
+// reach reports why an engine takes no connection.
+func (l *direct) reach(ctx context.Context, u *url.URL) error { return l.client(u).Reach(ctx) }
 
 // client gives the client of one engine.
-func (l *direct) client(host string) *enginehttp.Client {
+func (l *direct) client(u *url.URL) *enginehttp.Client {
+	key := engineKey{u.Scheme, u.Host}
 	l.mu.RLock()
-	c := l.clients[host]
+	c := l.clients[key]
 	l.mu.RUnlock()
 	if c != nil {
 		return c
 	}
-	return l.add(host)
+	return l.add(key)
 }
 
 // add makes a client. Engines come and go with their ports, so it also drops the clients that hold no
 // connection. A request that has just found one of them goes on; its connection is closed afterwards.
-func (l *direct) add(host string) *enginehttp.Client {
+func (l *direct) add(key engineKey) *enginehttp.Client {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if c := l.clients[host]; c != nil {
+	if c := l.clients[key]; c != nil {
 		return c
 	}
-	for h, c := range l.clients {
+	for k, c := range l.clients {
 		if c.Unused() {
 			c.Close()
-			delete(l.clients, h)
+			delete(l.clients, k)
 		}
 	}
-	c := enginehttp.New(enginehttp.Config{Host: host, Dial: l.dial, Idle: l.idle, MaxIdle: maxIdle})
+	conf := enginehttp.Config{Host: key.host, Dial: l.dial, Idle: l.idle, MaxIdle: maxIdle}
+	if key.scheme == "https" {
+		conf.Port, conf.Dial = "443", enginehttp.Secure(l.dial, l.trust, l.patience)
+	}
+	c := enginehttp.New(conf)
 	if l.closed {
 		c.Close()
 	}
-	l.clients[host] = c
+	l.clients[key] = c
 	return c
 }
 
@@ -329,6 +212,5 @@ func (l *direct) close() {
 		cancel()
 	}
 	l.mu.Unlock()
-	l.transport.inner.CloseIdleConnections()
 	l.dials.Wait()
 }

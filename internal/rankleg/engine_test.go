@@ -37,16 +37,6 @@ func parsed(t *testing.T, s string) *url.URL {
 	return u
 }
 
-// TestPlain: only plain URLs go over the own client.
-func TestPlain(t *testing.T) {
-	for s, want := range map[string]bool{
-		"http://127.0.0.1:8000/v1/x": true, "http://[::1]:8000/": true, "http://engine/": true,
-		"https://engine/": false, "http://[fe80::1%25eth0]:1/": false, "http://b\u00fccher/": false,
-	} {
-		assert.Equal(t, want, plain(parsed(t, s)), s)
-	}
-}
-
 // TestBodiesOfAnySize: they share connections, and nobody reads a body once its answer has begun.
 func TestBodiesOfAnySize(t *testing.T) {
 	seen := make(chan string, 8)
@@ -58,9 +48,8 @@ func TestBodiesOfAnySize(t *testing.T) {
 	l, conns := openEngines(t), map[string]bool{}
 	for _, size := range []int{10, 3 << 20, 10, 3 << 20, 10, 3 << 20} {
 		o := &engineRequest{URL: parsed(t, srv.URL+"/x"), Header: http.Header{}, Body: make([]byte, size)}
-		resp, err := l.send(t.Context(), true, o)
+		resp, err := l.owned.send(t.Context(), o)
 		require.NoError(t, err)
-		assert.True(t, o.isSettled())
 		_, err = io.ReadAll(resp.Body)
 		require.NoError(t, err)
 		require.NoError(t, resp.Body.Close())
@@ -80,7 +69,7 @@ func TestALargeBodyMayBeRefusedEarly(t *testing.T) {
 	o := &engineRequest{
 		URL: parsed(t, srv.URL+"/x"), Header: http.Header{}, Body: make([]byte, 64<<20),
 	}
-	resp, err := openEngines(t).send(t.Context(), true, o)
+	resp, err := openEngines(t).owned.send(t.Context(), o)
 	require.NoError(t, err)
 	assert.Equal(t, http.StatusRequestEntityTooLarge, resp.StatusCode)
 	require.NoError(t, resp.Body.Close())
@@ -90,15 +79,15 @@ func TestALargeBodyMayBeRefusedEarly(t *testing.T) {
 func TestForgottenClients(t *testing.T) {
 	l := openEngines(t)
 	for _, host := range []string{"a:1", "b:1", "c:1"} {
-		first := l.owned.client(host)
-		assert.Same(t, first, l.owned.client(host))
+		u := parsed(t, "http://"+host+"/")
+		assert.Same(t, l.owned.client(u), l.owned.client(u))
 		assert.Len(t, l.owned.clients, 1)
 	}
 }
 
 // TestRefused tells a connection that did not come about from one that broke.
 func TestRefused(t *testing.T) {
-	_, err := openEngines(t).send(t.Context(), false,
+	_, err := openEngines(t).attached.send(t.Context(),
 		&engineRequest{URL: parsed(t, "http://"+ports.TakeAddr(t)+"/")})
 	require.Error(t, err)
 	assert.True(t, IsRefused(err))
@@ -118,7 +107,7 @@ func TestStale(t *testing.T) {
 	l := openEngines(t)
 	send := func() (*engineRequest, error) {
 		o := &engineRequest{URL: parsed(t, srv.URL+"/"), Body: []byte("{}")}
-		resp, err := l.send(context.Background(), true, o)
+		resp, err := l.owned.send(context.Background(), o)
 		if err == nil {
 			_, _ = io.ReadAll(resp.Body)
 			_ = resp.Body.Close()
@@ -149,7 +138,7 @@ func TestAWrittenBodyIsFree(t *testing.T) {
 	alive := weak.Make(&body[0])
 	o := &engineRequest{URL: parsed(t, srv.URL+"/"), Header: http.Header{}, Body: body}
 	body = nil // the garbage collector must not find it here
-	resp, err := openEngines(t).send(t.Context(), true, o)
+	resp, err := openEngines(t).owned.send(t.Context(), o)
 	require.NoError(t, err)
 	assert.Eventually(t, func() bool {
 		runtime.GC()

@@ -159,16 +159,16 @@ func (n *Near) askEngine(ctx context.Context, q *Request) (*http.Response, error
 	if q.Reset {
 		to = q.Rank.reset
 	}
+	engine := n.engines.of(q.Rank.Target.Owned)
 	for first := error(nil); ; {
 		o := &engineRequest{URL: to, Header: header, Body: body, guard: q.Guard}
-		resp, err := n.engines.send(ctx, q.Rank.Target.Owned, o)
-		q.IsBodyShared = q.IsBodyShared || !o.isSettled()
+		resp, err := engine.send(ctx, o)
 		switch {
 		case err == nil || ctx.Err() != nil || IsMalformed(err) || IsOutOfFiles(err):
 			return resp, err
 		case first != nil:
 			return nil, first
-		case !o.isStale || q.Guard != nil && n.engines.reach(ctx, q.Rank.Target.Owned, o) != nil:
+		case !o.isStale || q.Guard != nil && engine.reach(ctx, to) != nil:
 			return nil, err
 		case q.Guard != nil:
 			return nil, fmt.Errorf("%w: %w", ErrNotResent, err)

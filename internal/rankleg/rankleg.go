@@ -17,6 +17,8 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/net/http/httpguts"
+
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/engine/openai"
@@ -78,7 +80,7 @@ type Request struct {
 	Route  openai.Route // at the engine
 	Reset  bool         // in place of a Route: the engine is asked to drop its prefix cache
 	Header http.Header  // for the engine, read only
-	Body   []byte       // for the engine, read only
+	Body   []byte       // for the engine, read only, and not after Ask has returned
 	// Ctx is the life of the ticket, Reply belongs to Ask; nil: the request needs no ticket, or IsHeld
 	Admit *msg.Admit
 	// the caller holds a ticket of this incarnation already, from Reserve: Ask asks for none and returns none
@@ -93,7 +95,6 @@ type Request struct {
 	// set by Ask
 
 	Resent         bool // the engine was asked a second time, because it had closed the idle connection
-	IsBodyShared   bool // a connection may still read Body after Ask has returned
 	IsAdmitPending bool // the rank's actor may still read Admit after Ask has returned
 }
 
@@ -156,8 +157,8 @@ func NewRank(rec *msg.Record) (*Rank, error) {
 		Incarnation: rec.Incarnation, Mailbox: s.Mailbox, Target: s.Target,
 	}
 	base, err := url.Parse(s.Target.URL)
-	if err != nil || base.Host == "" {
-		return nil, fmt.Errorf("rank %s: engine URL %q has no host; want http://host:port", rec.Rank,
+	if err != nil || base.Host == "" || !httpguts.ValidHostHeader(base.Host) {
+		return nil, fmt.Errorf("rank %s: engine URL %q has no host in ASCII; want http://host:port", rec.Rank,
 			s.Target.URL)
 	}
 	for route := range r.urls {

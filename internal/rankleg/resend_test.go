@@ -2,7 +2,10 @@ package rankleg
 
 import (
 	"bytes"
+	"crypto/tls"
+	"crypto/x509"
 	"errors"
+	"fmt"
 	"io"
 	"net/http"
 	"net/http/httptest"
@@ -15,6 +18,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/internal/engine/openai"
+	"github.com/dpserve/dpserve/internal/enginehttp"
 )
 
 // TestResend: a request is sent a second time only if its connection had waited and ended so soon after the
@@ -96,30 +100,49 @@ func TestNoFiles(t *testing.T) {
 	}
 }
 
-// TestNoAnswerBelow200: a switch of protocols is no answer, whatever the size of the request, and over TLS as
-// well.
-func TestNoAnswerBelow200(t *testing.T) {
-	answer := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		_, _ = io.Copy(io.Discard, r.Body)
-		if conn, _, err := w.(http.Hijacker).Hijack(); err == nil {
-			_, _ = io.WriteString(conn, "HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\n"+
-				"Connection: Upgrade\r\n\r\n")
-			t.Cleanup(func() { _ = conn.Close() })
+// TestEnginesOverTLS: whatever the size of the request, with the host that the URL names, and as strictly as
+// without; an engine that shows no certificate that is trusted takes no connection.
+func TestEnginesOverTLS(t *testing.T) {
+	srv := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		body, _ := io.ReadAll(r.Body)
+		conn, _, err := w.(http.Hijacker).Hijack()
+		if err != nil {
+			return
 		}
-	})
-	plain, secure := httptest.NewServer(answer), httptest.NewTLSServer(answer)
-	defer plain.Close()
-	defer secure.Close()
-	l := openEngines(t)
-	l.attached.transport.inner.TLSClientConfig = secure.Client().Transport.(*http.Transport).TLSClientConfig
-	for _, base := range []string{plain.URL, secure.URL} {
-		for _, size := range []int{10, 2 << 20} {
-			o := &engineRequest{
-				URL: parsed(t, base+"/x"), Header: http.Header{}, Body: bytes.Repeat([]byte(" "), size),
-			}
-			_, err := l.send(t.Context(), false, o)
-			require.Error(t, err)
-			assert.True(t, IsMalformed(err), "%s, %d bytes: %v", base, size, err)
+		defer func() { _ = conn.Close() }()
+		switch r.URL.Path {
+		case "/switch":
+			_, _ = io.WriteString(conn, "HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\n\r\n")
+		case "/both":
+			_, _ = io.WriteString(conn, "HTTP/1.1 200 OK\r\nContent-Length: 5\r\n"+
+				"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n")
+		default:
+			_, _ = fmt.Fprintf(conn, "HTTP/1.1 200 OK\r\nContent-Type: text/odd\r\n\r\n%s %d", r.Host,
+				len(body))
+		}
+	}))
+	defer srv.Close()
+	l := openEngines(t).attached
+	send := func(path string, size int) (*http.Response, error) {
+		return l.send(t.Context(), &engineRequest{
+			URL: parsed(t, srv.URL+path), Header: http.Header{}, Body: bytes.Repeat([]byte(" "), size),
+		})
+	}
+	_, err := send("/", 10)
+	assert.True(t, IsRefused(err), "nobody trusts it: %v", err)
+
+	l.clients, l.trust = map[engineKey]*enginehttp.Client{}, &tls.Config{RootCAs: x509.NewCertPool()}
+	l.trust.RootCAs.AddCert(srv.Certificate())
+	for _, size := range []int{10, 2 << 20} {
+		resp, err := send("/", size)
+		require.NoError(t, err)
+		body, err := io.ReadAll(resp.Body)
+		require.NoError(t, err)
+		assert.Equal(t, fmt.Sprintf("%s %d", srv.Listener.Addr(), size), string(body))
+		assert.Equal(t, "text/odd", resp.Header.Get("Content-Type"))
+		for _, path := range []string{"/switch", "/both"} {
+			_, err = send(path, size)
+			assert.True(t, IsMalformed(err), "%s, %d bytes: %v", path, size, err)
 		}
 	}
 }

@@ -148,7 +148,7 @@ func (e *fakeEngine) send(path string) (*http.Response, *engineRequest, error) {
 		URL: &url.URL{Scheme: "http", Host: "engine:1", Path: path}, Header: http.Header{},
 		Body: []byte("{}"),
 	}
-	resp, err := e.legs.send(e.t.Context(), false, r)
+	resp, err := e.legs.attached.send(e.t.Context(), r)
 	synctest.Wait()
 	return resp, r, err
 }
@@ -192,7 +192,7 @@ func TestNothingIsDialledWithoutRequests(t *testing.T) {
 		e.whole()
 		assert.Equal(t, 2, e.dialled())
 		time.Sleep(5 * time.Second)
-		assert.True(t, e.legs.attached.clients["engine:1"].Unused())
+		assert.True(t, e.legs.attached.clients[engineKey{"http", "engine:1"}].Unused())
 		time.Sleep(time.Hour)
 		assert.Equal(t, 2, e.dialled())
 		e.whole()
@@ -255,7 +255,7 @@ func TestDialsOfSparesAreBounded(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
 		r := &engineRequest{URL: &url.URL{Scheme: "http", Host: "engine:1", Path: "/"}}
-		_, err := e.legs.send(ctx, false, r)
+		_, err := e.legs.attached.send(ctx, r)
 		require.ErrorIs(t, err, context.DeadlineExceeded)
 		assert.Equal(t, 6, e.dialled(), "the request's own dial")
 		time.Sleep(5 * time.Second)
@@ -286,7 +286,7 @@ func TestTheDialOfASpareOutlivesItsRequest(t *testing.T) {
 		r := &engineRequest{
 			URL: &url.URL{Scheme: "http", Host: "engine:1", Path: "/stream"}, Body: []byte("{}"),
 		}
-		resp, err := e.legs.send(ctx, false, r)
+		resp, err := e.legs.attached.send(ctx, r)
 		require.NoError(t, err)
 		cancel()
 		require.NoError(t, resp.Body.Close())

@@ -191,10 +191,6 @@ func (c *http1Conn) Close() error {
 	return nil
 }
 
-// SetWriteDeadline does nothing: TLS does not survive a write that ran into its deadline. The write waits for
-// the node, and Close ends it.
-func (c *http1Conn) SetWriteDeadline(time.Time) error { return nil }
-
 // SyscallConn gives the socket to a look whether the node has closed the connection, which reads nothing.
 func (c *http1Conn) SyscallConn() (syscall.RawConn, error) {
 	raw := c.Conn
