@@ -2,6 +2,7 @@ package ingress
 
 import (
 	"cmp"
+	"io"
 	"net/http"
 	"strings"
 	"sync/atomic"
@@ -89,55 +90,109 @@ func TestStreamPassesByteForByte(t *testing.T) {
 	assert.LessOrEqual(t, g.replicas[0].firsts, 1, "none if the last read brought the first token too")
 }
 
-// TestStreamHoweverItIsCut: one byte per write of the engine gives the client the same bytes.
-func TestStreamHoweverItIsCut(t *testing.T) {
-	whole := events(roleChunk, textChunk, stopChunk, doneEvent)
-	g := newRig(t, options{engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
+// pieces is an engine that writes a stream piece by piece.
+func pieces(list ...string) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
 		drain(r)
 		w.Header().Set("Content-Type", "text/event-stream")
-		for i := range len(whole) {
-			_, _ = w.Write([]byte(whole[i : i+1]))
+		for _, p := range list {
+			_, _ = io.WriteString(w, p)
 			w.(http.Flusher).Flush()
 		}
+	}
+}
+
+// TestStreamsPass: streams of many servers, however they are cut, are complete and reach the client byte for
+// byte.
+func TestStreamsPass(t *testing.T) {
+	chunk := func(delta string) string {
+		return `{"id":"c","choices":[{"index":0,"delta":` + delta + `,"finish_reason":null}]}`
+	}
+	long := func(n int) string { return chunk(`{"content":"` + strings.Repeat("x", n) + `"}`) }
+	const usageNull = `{"id":"c","choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}],` +
+		`"usage":{"prompt_tokens":5,"completion_tokens":1,"total_tokens":6}}`
+	whole := events(roleChunk, textChunk, stopChunk, doneEvent)
+	for name, list := range map[string][]string{
+		"a byte per chunk":         strings.Split(whole, ""),
+		"CRLF":                     {strings.ReplaceAll(whole, "\n", "\r\n")},
+		"a byte per chunk of CRLF": strings.Split(strings.ReplaceAll(whole, "\n", "\r\n"), ""),
+		"data: without a blank":    {strings.ReplaceAll(whole, "data: ", "data:")},
+		"event, id and retry": {
+			"retry: 3000\n\n", strings.ReplaceAll(whole, "data: ", "event: message\nid: 7\ndata: "),
+		},
+		"comments":             {": ping\n\n", events(textChunk), ":\n\n: b\n\n", events(stopChunk, doneEvent)},
+		"a byte order mark":    {"\ufeff" + whole},
+		"usage in every chunk": {events(usageNull, usageNull, stopChunk, usageChunk, doneEvent)},
+		"Azure's first chunk": {
+			events(`{"id":"","choices":[],"prompt_filter_results":[{}]}`, textChunk, stopChunk, doneEvent),
+		},
+		"no [DONE]":              {events(textChunk, stopChunk)},
+		"no blank behind [DONE]": {events(textChunk, stopChunk) + "data: [DONE]"},
+		"nulls": {events(
+			chunk(`{"role":"assistant","content":null,"reasoning_content":null,"tool_calls":null}`),
+			chunk(`{"content":null,"reasoning_content":"hm","refusal":null}`),
+			chunk(`{"tool_calls":[{"index":0,"id":null,"function":{"name":null,"arguments":""}}]}`),
+			stopChunk, doneEvent,
+		)},
+		"several data lines of one event": {
+			"data: {\"id\":\"c\",\ndata: \"choices\":[{\"index\":0,\"delta\":{\"content\":\"a\"},\"finish_reason\":" +
+				"\"stop\"}]}\n\n", events(doneEvent),
+		},
+		"a long event first":  {events(long(300<<10), textChunk, stopChunk, doneEvent)},
+		"a long event behind": {events(textChunk, long(3<<20), textChunk, stopChunk, doneEvent)},
+		"300 empty chunks":    {strings.Repeat(events(emptyChunk), 300), events(stopChunk, doneEvent)},
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := newRig(t, options{engines: []http.HandlerFunc{pieces(list...)}})
+			a := g.post("/v1/chat/completions", streamBody)
+			require.NoError(t, a.err)
+			requireBytes(t, strings.Join(list, ""), a.body)
+			assert.Equal(t, msg.OK, g.replicas[0].lastDone(t).Outcome)
+		})
+	}
+}
+
+// TestBodiesPass: what clients send beyond what dpserve reads reaches the engine as it is.
+func TestBodiesPass(t *testing.T) {
+	var got string
+	g := newRig(t, options{engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
+		b, _ := io.ReadAll(r.Body)
+		got = string(b)
+		replies(200, wholeAnswer)(w, r)
 	}}})
-	a := g.post("/v1/chat/completions", streamBody)
-	require.NoError(t, a.err)
-	assert.Equal(t, whole, a.body)
-}
-
-func TestOverlongEventPasses(t *testing.T) {
-	long := `{"id":"c","choices":[{"index":0,"delta":{"content":"` + strings.Repeat("x", 300<<10) +
-		`"},"finish_reason":null}]}`
-	for _, first := range []bool{true, false} {
-		list := []string{textChunk, long, textChunk, stopChunk, doneEvent}
-		if first {
-			list = list[1:]
-		}
-		g := newRig(t, options{engines: []http.HandlerFunc{sends(list...)}})
-		a := g.post("/v1/chat/completions", streamBody)
-		require.NoError(t, a.err)
-		assert.Equal(t, events(list...), a.body)
+	message := func(m string) string { return `{"model":"demo","messages":[` + m + `]}` }
+	field := func(f string) string { return `{"model":"demo","messages":[],` + f + `}` }
+	function := func(f string) string { return `{"type":"function","function":` + f + `}` }
+	part := func(p string) string { return message(`{"role":"user","content":[` + p + `]}`) }
+	for name, body := range map[string]string{
+		"content null":         message(`{"role":"assistant","content":null,"tool_calls":[]}`),
+		"no content":           message(`{"role":"assistant"}`),
+		"arguments null":       message(`{"role":"assistant","tool_calls":[{"function":{"arguments":null}}]}`),
+		"arguments, an object": message(`{"role":"assistant","tool_calls":[{"function":{"arguments":{"a":1}}}]}`),
+		"reasoning, developer": message(`{"role":"developer","content":"a","reasoning_content":"b"}`),
+		"tools, no parameters": field(`"tools":[` + strings.Repeat(function(`{"name":"f"}`)+",", 46) + `{}]`),
+		"a custom tool":        field(`"tools":[{"type":"custom","custom":{"name":"f","format":{"type":"text"}}}]`),
+		"tool_choice, object":  field(`"tool_choice":{"type":"function","function":{"name":"f"}}`),
+		"json_schema":          field(`"response_format":{"json_schema":{"schema":{"a":[null]}}}`),
+		"options":              field(`"logit_bias":{"1":-1},"service_tier":"auto","metadata":{},"store":true`),
+		"template arguments":   field(`"chat_template_kwargs":{"enable_thinking":false}`),
+		"stream null":          field(`"stream":null`),
+		"media": part(`{"type":"image_url","image_url":{"url":"data:image/png;base64,AA=="},"uuid":"u"},` +
+			`{"type":"input_audio","input_audio":{"data":"AA==","format":"wav"}},` +
+			`{"type":"video_url","video_url":{"url":"http://h/v"}}`),
+		"image_url null":         part(`{"type":"image_url","image_url":null,"uuid":"u"}`),
+		"400 KB of CJK":          message(`{"role":"user","content":"` + strings.Repeat("漢字", 60_000) + `"}`),
+		"NUL and a surrogate":    message(`{"role":"user","content":"\u0000 \ud800 \udc00\ud83d"}`),
+		"blanks and odd escapes": " {\n\t\"model\" : \"d\\u0065mo\" , \"messages\":[ ]\r\n}\n",
+	} {
+		a := g.post("/v1/chat/completions", body)
+		assert.Equal(t, 200, a.status, "%s: %s", name, a.body)
+		requireBytes(t, body, got)
 	}
-}
-
-func TestManyHeldChunksBegin(t *testing.T) {
-	list := []string{}
-	for range 300 {
-		list = append(list, emptyChunk)
-	}
-	list = append(list, stopChunk, doneEvent)
-	g := newRig(t, options{engines: []http.HandlerFunc{sends(list...)}})
-	a := g.post("/v1/chat/completions", streamBody)
-	require.NoError(t, a.err)
-	assert.Equal(t, events(list...), a.body)
-}
-
-func TestCleanEndWithoutDoneIsCompleteIfEveryChoiceFinished(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{sends(textChunk, stopChunk)}})
-	a := g.post("/v1/chat/completions", streamBody)
-	require.NoError(t, a.err)
-	assert.Equal(t, events(textChunk, stopChunk), a.body)
-	assert.Equal(t, msg.OK, g.replicas[0].lastDone(t).Outcome)
+	body := `{"model":"demo","prompt":null,"prompt_embeds":"AAAA"}`
+	assert.Equal(t, 200, g.post("/v1/completions?api-version=2024-10-21", body, "Authorization",
+		"Bearer "+strings.Repeat("k", 8<<10)).status)
+	requireBytes(t, body, got)
 }
 
 func TestLongWholeAnswerStreams(t *testing.T) {

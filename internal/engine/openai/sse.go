@@ -31,9 +31,9 @@ func EventEnd(b []byte, from int) int {
 
 var dataField = []byte("data:")
 
-// EventData is the value of the event's first data line, without its line end; nil if the event has none (a
-// comment). Engines write one data line per event.
-func EventData(event []byte) []byte {
+// EventData is the value of the event's data line, without its line end; nil if the event has none (a
+// comment). Several data lines are joined, in new memory; engines mostly write one.
+func EventData(event []byte) (data []byte) {
 	for len(event) > 0 {
 		line := event
 		if i := bytes.IndexByte(event, '\n'); i >= 0 {
@@ -48,9 +48,14 @@ func EventData(event []byte) []byte {
 		if len(line) > 0 && line[0] == ' ' {
 			line = line[1:]
 		}
-		return bytes.TrimSuffix(line, []byte{'\r'})
+		line = bytes.TrimSuffix(line, []byte{'\r'})
+		if data == nil {
+			data = line[:len(line):len(line)]
+			continue
+		}
+		data = append(append(data, '\n'), line...)
 	}
-	return nil
+	return data
 }
 
 // EventKind is the meaning of an event of an answer's stream for a relay.

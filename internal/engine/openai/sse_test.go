@@ -40,12 +40,13 @@ func TestEventEndAgreesWithOracle(t *testing.T) {
 
 func TestEventData(t *testing.T) {
 	for in, want := range map[string]string{
-		"data: {\"a\":1}\n\n":           `{"a":1}`,
-		"data:{}\r\n\r\n":               `{}`,
-		"event: x\ndata: 1\nid: 3\n\n":  "1",
-		"\n\ndata: [DONE]\n\n":          "[DONE]",
-		": comment\n\n":                 "",
-		"data: cut off, no end of line": "cut off, no end of line",
+		"data: {\"a\":1}\n\n":            `{"a":1}`,
+		"data:{}\r\n\r\n":                `{}`,
+		"event: x\ndata: 1\nid: 3\n\n":   "1",
+		"\n\ndata: [DONE]\n\n":           "[DONE]",
+		": comment\n\n":                  "",
+		"data: {\r\nid: 3\r\ndata:}\r\n": "{\n}",
+		"data: cut off, no end of line":  "cut off, no end of line",
 	} {
 		assert.Equal(t, want, string(EventData([]byte(in))), in)
 	}
