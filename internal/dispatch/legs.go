@@ -291,7 +291,7 @@ func (p *Plan) pass() {
 	}
 	p.read = true
 	p.discard()
-	if p.legs[Prefill].state == legAnswered {
+	if s := p.legs[Prefill].state; s == legAnswered || s == legIdle {
 		p.release(Prefill, OK, false)
 	}
 }
@@ -502,12 +502,11 @@ func (p *Plan) endIfTwoDied() bool {
 }
 
 // redo computes the prompt again, once. After that, or when the request has had its attempts, the decode rank
-// computes it; and also after a death if the legs of a pair are at two engines at once, because both of the
-// next pair could die. What is left of the prefill before is dropped.
+// computes it. What is left of the prefill before is dropped.
 func (p *Plan) redo() {
 	p.discard()
 	p.release(Prefill, GivenUp, false)
-	if p.redone || p.isOver(&p.cfg) || p.deaths > 0 && p.cfg.Order != PrefillFirst {
+	if p.redone || p.isOver(&p.cfg) {
 		p.goLocal(true)
 		return
 	}

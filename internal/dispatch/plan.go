@@ -41,8 +41,8 @@ type Config struct {
 // an engine renews the lease itself.
 const assumedRead = 2 * time.Second
 
-// lastWords is how long a leg goes on when the engine of the other one has died. If the request kills
-// engines, this one dies within that time, and the plan hears of it.
+// lastWords is how long an engine that has a request may take to die of it: so long a leg goes on when the
+// engine of the other one has died, and so long the next decode leg is alone at its engine.
 const lastWords = time.Second
 
 // Plan decides everything about one request. It is pure: the same events at the same instants give the same
@@ -169,6 +169,9 @@ func (p *Plan) Deadline() (at time.Duration, ok bool) {
 	if t, isAwaited := p.readTime(); isAwaited {
 		add(t)
 	}
+	if t, isAwaited := p.joinTime(); isAwaited {
+		add(t)
+	}
 	return at, ok
 }
 
@@ -210,11 +213,21 @@ func (p *Plan) advance() {
 		if isReady && pre.ticket == ticketHeld && pre.state == legIdle {
 			p.start(Decode, p.cfg.PrefillLimit+p.cfg.DecodeLimit)
 		}
-		if pre.ticket == ticketHeld && pre.state == legIdle &&
-			(dec.state == legSent || p.cfg.Order == Together && dec.state == legStarted) {
+		if at, ok := p.joinTime(); ok && p.at.Now >= at {
 			p.start(Prefill, p.cfg.PrefillLimit)
 		}
 	}
+}
+
+// joinTime is when the prefill leg starts beside the decode leg; ok is false if it does not yet. After a death
+// the decode engine has some time to show that the request does not kill it: both of a pair must not die.
+func (p *Plan) joinTime() (at time.Duration, ok bool) {
+	pre, dec := &p.legs[Prefill], &p.legs[Decode]
+	if at = dec.started; p.deaths > 0 {
+		at += lastWords
+	}
+	return at, p.remote && p.cfg.Order != PrefillFirst && pre.ticket == ticketHeld && pre.state == legIdle &&
+		(dec.state == legSent || p.cfg.Order == Together && dec.state == legStarted)
 }
 
 // start starts the leg of a side.

@@ -187,9 +187,12 @@ func TestWalkBounds(t *testing.T) {
 func TestWalkOfDeaths(t *testing.T) {
 	for _, o := range []Order{PrefillFirst, DecodeFirst, Together} {
 		for seed := range uint64(2) {
-			w := walk(t, testConfig(o), seed, 1500, walkFaults{poison: 0.4})
+			cfg := testConfig(o)
+			w := walk(t, cfg, seed, 1500, walkFaults{poison: 0.4})
 			check(t, w, 1500)
 			assert.Equal(t, 2, w.mostDeaths)
+			cfg.FallbackFails = true
+			check(t, walk(t, cfg, seed, 1500, walkFaults{poison: 0.4}), 1500)
 		}
 	}
 }
