@@ -91,7 +91,7 @@ func TestReuseOverTLS(t *testing.T) {
 		require.NoError(t, err)
 		got, err := io.ReadAll(resp.Body)
 		require.NoError(t, err)
-		require.Equal(t, len(body), len(got))
+		require.Len(t, got, len(body))
 	}
 	for _, size := range []int{1, 100, packed - 200, packed + 1, 1 << 20, 1} {
 		send(size)
