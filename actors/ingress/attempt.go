@@ -304,7 +304,7 @@ func (a *attempt) judge(d *msg.Done, cmd *dispatch.Command) {
 // readRetryAfter is how long an engine that is full wants to be left alone, by its answer's Retry-After.
 func readRetryAfter(header http.Header) time.Duration {
 	seconds, _ := strconv.Atoi(header.Get("Retry-After"))
-	return min(max(time.Duration(seconds), 1), msg.MaxBusy/time.Second) * time.Second
+	return time.Duration(min(max(seconds, 1), maxRetryAfter)) * time.Second
 }
 
 // dropTicket gives a ticket back that a panic has left.

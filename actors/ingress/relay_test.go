@@ -477,6 +477,41 @@ func TestFirstErrorEventBelow500BecomesThatStatus(t *testing.T) {
 	requireBytes(t, body, a.body)
 }
 
+// TestRequestsWaitForBusyEngines: in whatever words all of them say so, and none is tripped.
+func TestRequestsWaitForBusyEngines(t *testing.T) {
+	for name, busy := range map[string]http.HandlerFunc{
+		"SGLang": replies(503, `{"object":"error","message":"The request queue is full.","code":503}`),
+		"vLLM":   replies(503, busyError),
+		"TGI":    replies(429, `{"error":"Model is overloaded","error_type":"overloaded"}`),
+		"text":   func(w http.ResponseWriter, _ *http.Request) { http.Error(w, "no room", 503) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			var isWell atomic.Bool
+			engine := func(w http.ResponseWriter, r *http.Request) {
+				if isWell.Load() {
+					replies(200, wholeAnswer)(w, r)
+					return
+				}
+				busy(w, r)
+			}
+			g := newRig(t, options{engines: []http.HandlerFunc{engine, engine}})
+			status := make(chan int)
+			for range 12 {
+				go func() { status <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody).status }()
+			}
+			eventually(t, func() bool { return g.in.QueueLen("demo") == 12 }, "all wait")
+			isWell.Store(true)
+			for _, r := range g.replicas {
+				assert.False(t, r.lastDone(t).Trip)
+				r.endBusy()
+			}
+			for range 12 {
+				assert.Equal(t, 200, <-status)
+			}
+		})
+	}
+}
+
 // TestABusyEngineIsFullForEverybody: for as long as it says, up to a minute; its words go to the client that
 // it refused, and others wait for room without asking it.
 func TestABusyEngineIsFullForEverybody(t *testing.T) {

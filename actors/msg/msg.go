@@ -158,9 +158,6 @@ type Done struct {
 // about the request.
 type Pardon struct{}
 
-// MaxBusy bounds Done.BusyFor.
-const MaxBusy = time.Minute
-
 // Demand says that requests of an application wait for room at an ingress, or wait no longer. The ingress
 // sends it to every rank of the application, and repeats it while requests wait. A rank that frees room holds
 // it for the waiting ingresses, in turn.

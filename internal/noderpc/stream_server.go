@@ -441,9 +441,12 @@ func doneOf(d *dpservev1.Done) any {
 		CompletionTokens: boundedCount(d.GetCompletionTokens()),
 		FirstToken:       max(time.Duration(d.GetFirstTokenNano()), 0),
 		Trip:             d.GetTrip(), Probe: d.GetProbe(),
-		BusyFor: min(max(time.Duration(d.GetBusyNano()), 0), msg.MaxBusy),
+		BusyFor: min(max(time.Duration(d.GetBusyNano()), 0), maxBusy),
 	}
 }
+
+// maxBusy is the longest time for which an ingress can make a rank full.
+const maxBusy = time.Minute
 
 // boundedCount is a count from the wire.
 func boundedCount(n int64) int { return int(min(max(n, 0), maxCount)) }
