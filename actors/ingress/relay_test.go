@@ -120,7 +120,7 @@ func TestStreamsPass(t *testing.T) {
 		"event, id and retry": {
 			"retry: 3000\n\n", strings.ReplaceAll(whole, "data: ", "event: message\nid: 7\ndata: "),
 		},
-		"comments":             {": ping\n\n", events(textChunk), ":\n\n: b\n\n", events(stopChunk, doneEvent)},
+		"comments":             {": a\n\n", events(textChunk), ":\n\n: b\n\n" + events(stopChunk, doneEvent)},
 		"a byte order mark":    {"\ufeff" + whole},
 		"usage in every chunk": {events(usageNull, usageNull, stopChunk, usageChunk, doneEvent)},
 		"Azure's first chunk": {
@@ -135,7 +135,7 @@ func TestStreamsPass(t *testing.T) {
 			stopChunk, doneEvent,
 		)},
 		"several data lines of one event": {
-			"data: {\"id\":\"c\",\ndata: \"choices\":[{\"index\":0,\"delta\":{\"content\":\"a\"},\"finish_reason\":" +
+			"data: {\"id\":\"c\",\ndata: \"choices\":[{\"index\":0,\"text\":\"a\",\"finish_reason\":" +
 				"\"stop\"}]}\n\n", events(doneEvent),
 		},
 		"a long event first":  {events(long(300<<10), textChunk, stopChunk, doneEvent)},
@@ -167,14 +167,14 @@ func TestBodiesPass(t *testing.T) {
 	for name, body := range map[string]string{
 		"content null":         message(`{"role":"assistant","content":null,"tool_calls":[]}`),
 		"no content":           message(`{"role":"assistant"}`),
-		"arguments null":       message(`{"role":"assistant","tool_calls":[{"function":{"arguments":null}}]}`),
-		"arguments, an object": message(`{"role":"assistant","tool_calls":[{"function":{"arguments":{"a":1}}}]}`),
+		"arguments null":       message(`{"tool_calls":[{"function":{"arguments":null}}]}`),
+		"arguments, an object": message(`{"tool_calls":[{"function":{"arguments":{"a":1}}}]}`),
 		"reasoning, developer": message(`{"role":"developer","content":"a","reasoning_content":"b"}`),
 		"tools, no parameters": field(`"tools":[` + strings.Repeat(function(`{"name":"f"}`)+",", 46) + `{}]`),
-		"a custom tool":        field(`"tools":[{"type":"custom","custom":{"name":"f","format":{"type":"text"}}}]`),
+		"a custom tool":        field(`"tools":[{"type":"custom","custom":{"format":{"type":"text"}}}]`),
 		"tool_choice, object":  field(`"tool_choice":{"type":"function","function":{"name":"f"}}`),
 		"json_schema":          field(`"response_format":{"json_schema":{"schema":{"a":[null]}}}`),
-		"options":              field(`"logit_bias":{"1":-1},"service_tier":"auto","metadata":{},"store":true`),
+		"options":              field(`"logit_bias":{"1":-1},"service_tier":"auto","store":true`),
 		"template arguments":   field(`"chat_template_kwargs":{"enable_thinking":false}`),
 		"stream null":          field(`"stream":null`),
 		"media": part(`{"type":"image_url","image_url":{"url":"data:image/png;base64,AA=="},"uuid":"u"},` +

@@ -115,7 +115,8 @@ func TestSoak(t *testing.T) {
 			var g *rig
 			if kind == "pairs" {
 				g = newPairRig(t, pairOptions{
-					prefills: 2, decodes: 3, max: 6, wrap: func(h http.Handler) string { return s.serve(t, h) },
+					prefills: 2, decodes: 3, max: 6,
+					wrap: func(h http.Handler) string { return s.serve(t, h) },
 				}).rig
 			} else {
 				well := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -126,7 +127,8 @@ func TestSoak(t *testing.T) {
 					}
 					replies(200, wholeAnswer)(w, r)
 				})
-				o := options{max: 5, far: kind == "far", app: func(a *app.Application) { a.Retries.Attempts = 3 }}
+				o := options{max: 5, far: kind == "far"}
+				o.app = func(a *app.Application) { a.Retries.Attempts = 3 }
 				for range 4 {
 					o.urls = append(o.urls, s.serve(t, well))
 				}
