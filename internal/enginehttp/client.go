@@ -232,26 +232,13 @@ func (c *Client) giveBack(cn *conn) {
 func (c *conn) roundTrip(req, rest []byte, written func()) (h *head, whole bool, err error) {
 	c.wrote, c.before = time.Now(), c.sent
 	c.sent += uint64(len(req) + len(rest))
-	write := func() error {
-		_, err := c.net.Write(req)
-		if err == nil && len(rest) > 0 {
-			_, err = c.net.Write(rest)
-		}
-		switch {
-		case err != nil:
-			c.readBy(time.Now().Add(answerWait))
-		case written != nil:
-			written()
-		}
-		return err
-	}
 	var unwritten error
 	if len(rest) == 0 && c.probe != nil { // it fits into the kernel's buffers, so the write does not wait
-		unwritten = write()
+		unwritten = c.write(req, nil, written)
 		h, err = c.readHead()
 	} else {
 		over := make(chan error, 1)
-		go func() { over <- write() }()
+		go func() { over <- c.write(req, rest, written) }()
 		h, err = c.readHead()
 		c.writeBy(time.Unix(1, 0)) // a write that still waits ends
 		unwritten = <-over

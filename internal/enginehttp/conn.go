@@ -59,6 +59,21 @@ func (c *conn) giveUp() {
 // close ignores an error: the connection is not used again.
 func (c *conn) close() { _ = c.net.Close() }
 
+// write writes a request. If that fails, an answer is not waited for much longer.
+func (c *conn) write(req, rest []byte, written func()) error {
+	_, err := c.net.Write(req)
+	if err == nil && len(rest) > 0 {
+		_, err = c.net.Write(rest)
+	}
+	switch {
+	case err != nil:
+		c.readBy(time.Now().Add(answerWait))
+	case written != nil:
+		written()
+	}
+	return err
+}
+
 // staleWithin is the time after the beginning of a write in which the end of a waiting connection counts as
 // one that was on its way already.
 const staleWithin = 50 * time.Millisecond
