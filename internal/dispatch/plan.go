@@ -219,8 +219,9 @@ func (p *Plan) advance() {
 	}
 }
 
-// joinTime is when the prefill leg starts beside the decode leg; ok is false if it does not yet. After a death
-// the decode engine has some time to show that the request does not kill it: both of a pair must not die.
+// joinTime is when the prefill leg starts beside the decode leg; ok is false if it does not yet. After a
+// death the decode engine has some time to show that the request does not kill it: both of a pair must not
+// die.
 func (p *Plan) joinTime() (at time.Duration, ok bool) {
 	pre, dec := &p.legs[Prefill], &p.legs[Decode]
 	if at = dec.started; p.deaths > 0 {
