@@ -166,7 +166,6 @@ func TestATrippedEngineThatStreamsIsNotGivenUp(t *testing.T) {
 		for range 20 { // an answer that is not streamed shows in the counters only
 			time.Sleep(2 * time.Second)
 			r.engine.set(func(f *fakeEngine) { f.counters.GenerationTokens += 100 })
-			r.send(&msg.Probe{TicketID: long})
 		}
 		assert.Empty(t, r.tape.nodeEvents())
 		r.send(&msg.Done{TicketID: long, Outcome: msg.Cancelled})
@@ -279,11 +278,17 @@ func TestStalls(t *testing.T) {
 		work   bool
 		during func(r *testRig)
 		canary error
-		lost   bool
+		dumb   error   // of /metrics
+		quick  float64 // between_tokens_s
+		lost   string  // after how long without progress; "": the rank lives
 	}{
-		"no work":            {canary: stuck},
-		"nothing moves":      {work: true, canary: stuck, lost: true},
-		"the canary answers": {work: true},
+		"no work":                         {canary: stuck},
+		"nothing moves":                   {work: true, canary: stuck, lost: "20s"},
+		"nothing moves, no metrics":       {work: true, canary: stuck, dumb: stuck, lost: "20s"},
+		"a short between_tokens_s":        {work: true, canary: stuck, quick: 5, lost: "5s"},
+		"the canary answers":              {work: true},
+		"the canary answers, no metrics":  {work: true, dumb: stuck},
+		"the canary answers, asked early": {work: true, quick: 5},
 		"the engine's counters move": {
 			work: true, canary: stuck,
 			during: func(r *testRig) { r.engine.set(func(f *fakeEngine) { f.counters.PromptTokens++ }) },
@@ -300,8 +305,11 @@ func TestStalls(t *testing.T) {
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
 			withRank(t, 9, true, func(t *testing.T, r *testRig) {
-				r.engine.set(func(f *fakeEngine) { f.canary, f.counters.Seen = c.canary, true })
+				r.engine.set(func(f *fakeEngine) {
+					f.canary, f.counters.Seen, f.dumb = c.canary, true, c.dumb
+				})
 				if c.work {
+					r.spec.App.Timeouts.BetweenTokensS = c.quick
 					r.ask()
 				}
 				for range 5 {
@@ -311,14 +319,16 @@ func TestStalls(t *testing.T) {
 					}
 				}
 				events := r.tape.nodeEvents()
-				if !c.lost {
+				if c.lost == "" {
 					assert.Empty(t, events)
 					return
 				}
 				require.Len(t, events, 1)
-				assert.Equal(t,
-					"no progress for 20s with 1 requests in hand; then the canary failed: time-out",
-					events[0].Cause)
+				assert.Equal(t, "no progress for "+c.lost+
+					" with 1 requests in hand; then the canary failed: time-out", events[0].Cause)
+				records := r.tape.take()
+				last := records[len(records)-1]
+				assert.True(t, last.Fenced && last.Cause == msg.CauseStalled, "its streams are cut")
 			})
 		})
 	}

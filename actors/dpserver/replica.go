@@ -58,7 +58,6 @@ type replica struct {
 	account     account
 	rec         msg.Record // reused: a record is valid only during Deliver
 	monitor     healthMonitor
-	progress    progressCheck
 	trip        trip
 	busy        busy
 	turns       turns
@@ -153,8 +152,6 @@ func (r *replica) receiveControl(m any) {
 		}
 	case turnTimer:
 		r.onTurnTimer()
-	case *msg.Probe:
-		r.onProbe(m)
 	case subscriptionResult:
 		r.kv.onSubscriptionResult(m)
 	case eventsApplied:

@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
-	"slices"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
@@ -63,7 +62,6 @@ func (r *replica) startMonitor() {
 	r.monitor = healthMonitor{round: r.state.lastRound, gate: newHealthGate(time.Now())}
 	stopTimer(r.scrape.timer)
 	r.scrape = scrape{isPending: r.scrape.isPending}
-	r.progress = progressCheck{}
 	r.armHealthTick()
 }
 
@@ -95,10 +93,6 @@ func (r *replica) receiveMonitor(m any) {
 		if m.round == r.monitor.round {
 			r.monitor.readPending = false
 			r.onCounters(m)
-		}
-	case progressResult:
-		if m.round == r.monitor.round {
-			r.onProgressResult(m)
 		}
 	case tripTimer:
 		r.trip.onTimer(m)
@@ -207,7 +201,6 @@ func (r *replica) onCanary(m canaryResult) {
 		r.reportToNode(msg.ReplicaBack, "the engine answers again")
 	case isFenced:
 	case m.err == nil:
-		r.progress.discard()
 		r.trip.end()
 		r.noteSign(signCanary)
 	default:
@@ -218,25 +211,31 @@ func (r *replica) onCanary(m canaryResult) {
 	}
 }
 
-// checkStall checks that an engine with open requests makes progress within the stall timeout. Half way
-// through a time without progress, and from its end on, it reads the engine's counters: if they moved, the
-// engine works on something that no stream shows yet. It also reads them while a failed canary has not led to
-// a decision.
+// checkStall checks that an engine with open requests makes progress. Half way through a time without
+// progress, and from its end on, it reads the engine's counters: if they moved, the engine works on something
+// that no stream shows yet. It also reads them while a failed canary has not led to a decision.
 func (r *replica) checkStall() {
 	now, g := time.Now(), &r.monitor.gate
 	if r.account.openCount() == 0 {
 		g.noteIdle(now)
 	}
-	since, limit := g.lastSign(stalled), r.stallLimit()
+	since, limit := g.lastSign(stalled), r.suspectAfter()
 	if quiet := now.Sub(since); quiet >= limit || quiet >= limit/2 && !g.countersAt.After(since) ||
 		r.monitor.holdsBack {
 		r.readCounters()
 	}
 }
 
+// suspectAfter is how long an engine with open requests may show no progress until a canary asks whether it
+// works: the stall limit, or between_tokens_s if that is shorter.
+func (r *replica) suspectAfter() time.Duration {
+	return r.atLeastPrefill(min(stallTimeout(r.spec.App), betweenTokens(r.spec.App)))
+}
+
 // stallLimit is max(stall_timeout_s, 3 × the predicted time of the open prefill).
-func (r *replica) stallLimit() time.Duration {
-	limit := stallTimeout(r.spec.App)
+func (r *replica) stallLimit() time.Duration { return r.atLeastPrefill(stallTimeout(r.spec.App)) }
+
+func (r *replica) atLeastPrefill(limit time.Duration) time.Duration {
 	if r.node.PrefillTime != nil && r.account.prefillTokens > 0 {
 		limit = max(limit, stallFactor*r.node.PrefillTime(r.account.prefillTokens))
 	}
@@ -258,7 +257,7 @@ func (r *replica) onCounters(m countersResult) {
 	r.noteRead(m.counterRead)
 	now, g := time.Now(), &r.monitor.gate
 	quiet, open := now.Sub(g.lastSign(stalled)), r.account.openCount()
-	if open > 0 && quiet >= r.stallLimit() && g.suspicions[stalled].failed == 0 {
+	if open > 0 && quiet >= r.suspectAfter() && g.suspicions[stalled].failed == 0 {
 		g.report(stalled, fmt.Sprintf("no progress for %s with %d requests in hand",
 			quiet.Round(time.Millisecond), open), now)
 		r.sendCanary()
@@ -290,7 +289,8 @@ func (r *replica) judge() (verdict, suspicion) {
 	return r.monitor.gate.judge(time.Now(), r.account.openCount() > 0, patience)
 }
 
-// judgeEngine fences the rank of an engine that does not work. The counters were read just now.
+// judgeEngine fences the rank of an engine that does not work, and lets the ingresses cut its streams. The
+// counters were read just now.
 func (r *replica) judgeEngine() {
 	v, by := r.judge()
 	if v == fenceRank {
@@ -300,7 +300,8 @@ func (r *replica) judgeEngine() {
 			cause = fmt.Sprintf("%d requests and %d canaries failed: %v", r.trip.answers.failed(),
 				state.failed, state.failure)
 		}
-		r.fenceAndReport(cause)
+		r.fence(msg.CauseStalled)
+		r.reportToNode(msg.ReplicaLost, cause)
 		return
 	}
 	if holds := v == holdRank; holds != r.monitor.holdsBack && r.state.phase == phaseOpen {
@@ -321,62 +322,6 @@ func (r *replica) holdBack(holds bool, by suspicion) {
 	r.log.Info("engine seems to hang: the rank takes no further request", slog.String("cause",
 		r.monitor.gate.suspicions[by].cause))
 	r.publishState("suspected")
-}
-
-// progressCheck answers the Probes of ingresses whose streams are silent: has the engine made progress since
-// the Probe before? First tokens and output of other streams are in the rank's stream already. The engine's
-// counters and its KV events are not, so they are read here, one read at a time.
-type progressCheck struct {
-	tickets   []uint64 // whose ingresses wait for the current read
-	isPending bool
-
-	hasBatches bool             // there was a read, and no canary since: a canary moves the counters itself
-	batches    uint64           // of KV events at that read
-	counters   *engine.Counters // of the last read that had them; nil: none since
-}
-
-// progressResult is the result of a read.
-type progressResult struct{ counterRead }
-
-// discard drops the last read, so that the next one is compared with nothing.
-func (s *progressCheck) discard() { s.hasBatches, s.counters = false, nil }
-
-// onProbe reads the engine's counters beside the actor.
-func (r *replica) onProbe(m *msg.Probe) {
-	q := &r.progress
-	if r.account.tickets[m.TicketID] == nil || slices.Contains(q.tickets, m.TicketID) {
-		return
-	}
-	q.tickets = append(q.tickets, m.TicketID)
-	if q.isPending {
-		return
-	}
-	q.isPending = true
-	r.readEngine(func(c counterRead) any { return progressResult{c} })
-}
-
-// onProgressResult reports progress by one record, which holds for every silent stream of the rank. An engine
-// whose counters cannot be read shows its progress only by its KV events and its other streams.
-func (r *replica) onProgressResult(m progressResult) {
-	q, batches := &r.progress, r.kv.eventStats().Batches
-	askers := q.tickets
-	moved := q.hasBatches && batches != q.batches || m.err == nil && q.counters != nil &&
-		m.counters.Moved(*q.counters)
-	q.tickets, q.isPending, q.hasBatches, q.batches = q.tickets[:0], false, true, batches
-	if m.err == nil {
-		q.counters = &m.counters
-	}
-	r.noteRead(m.counterRead)
-	if !moved {
-		return
-	}
-	for _, id := range askers {
-		if t := r.account.tickets[id]; t != nil {
-			t.lastAt = time.Now()
-			r.emitRequestRecord(msg.RecProgress, &t.req, "", t.lastAt)
-			return
-		}
-	}
 }
 
 // scrape polls the engine's /metrics every Timers.Scrape while something needs them: routing reads the KV

@@ -134,6 +134,10 @@ func stallTimeout(a *app.Application) time.Duration {
 	return secondsOf(a.Engine.StallTimeoutS, standard.Engine.StallTimeoutS)
 }
 
+func betweenTokens(a *app.Application) time.Duration {
+	return secondsOf(a.Timeouts.BetweenTokensS, standard.Timeouts.BetweenTokensS)
+}
+
 func secondsOf(value, otherwise float64) time.Duration {
 	if value <= 0 {
 		value = otherwise

@@ -291,13 +291,6 @@ func (ar *appRouter) isDraining(r *rank) bool {
 	return r.draining
 }
 
-// progressOf counts the progress records of a rank's stream.
-func (ar *appRouter) progressOf(r *rank) uint64 {
-	ar.mu.Lock()
-	defer ar.mu.Unlock()
-	return r.progress
-}
-
 // trackAttempt registers an attempt, which can be cancelled while it has no first byte. It returns false if
 // the rank is already lost.
 func (ar *appRouter) trackAttempt(r *rank, a *attempt) bool {

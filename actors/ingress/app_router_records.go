@@ -414,18 +414,23 @@ func (ar *appRouter) applyState(r *rank, rec *msg.Record) {
 	}
 	ar.publish(r) // first, so that no further request is routed there
 	if rec.Fenced {
-		ar.failFenced(r, !r.draining)
+		for _, s := range ar.failFenced(r, !r.draining) {
+			if rec.Cause == msg.CauseStalled {
+				s.cutStreams(errStalled)
+			}
+		}
 	}
 	if rec.Fenced && r.draining && !r.Target.Owned {
-		r.cutStreams()
+		r.cutStreams(errDrained)
 	}
 }
 
-// failFenced cancels the attempts without a first byte on a fenced rank; failed says that the engine was the
-// reason. The ranks of a lockstep unit fail together: unless a drain has ended, the first fenced rank takes
-// the other ranks of its unit out of routing on all nodes, until they return as another incarnation.
-func (ar *appRouter) failFenced(r *rank, failed bool) {
-	lost := []*rank{r}
+// failFenced cancels the attempts without a first byte on a fenced rank, and returns the ranks that are lost;
+// failed says that the engine was the reason. The ranks of a lockstep unit fail together: unless a drain has
+// ended, the first fenced rank takes the other ranks of its unit out of routing on all nodes, until they
+// return as another incarnation.
+func (ar *appRouter) failFenced(r *rank, failed bool) (lost []*rank) {
+	lost = append(lost, r)
 	for _, s := range ar.ranks {
 		if !r.draining && s != r && !s.lost && s.Unit == r.Unit && s.Epoch == r.Epoch && ar.isLockstep() {
 			s.accepting, s.busy, s.tripOrder = false, false, 0
@@ -438,6 +443,7 @@ func (ar *appRouter) failFenced(r *rank, failed bool) {
 		s.engineFailed = s.engineFailed || failed
 		s.failPendingAttempts()
 	}
+	return lost
 }
 
 // isLockstep reports whether the ranks of a unit fail together.
@@ -451,11 +457,9 @@ func (ar *appRouter) applyLoad(r *rank, rec *msg.Record) {
 	kind, assumed, end := routing.EvAdmitted, false, routing.EndUnknown
 	switch rec.Kind {
 	case msg.RecFirstToken:
-		if kind, assumed = routing.EvFirstToken, rec.Cause == msg.CausePredicted; !assumed {
-			r.progress++
-		}
+		kind, assumed = routing.EvFirstToken, rec.Cause == msg.CausePredicted
 	case msg.RecProgress:
-		kind, r.progress = routing.EvProgress, r.progress+1
+		kind = routing.EvProgress
 	case msg.RecDone:
 		kind, end = routing.EvFinished, endOf(rec.Cause)
 	default:

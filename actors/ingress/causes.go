@@ -34,8 +34,8 @@ func refusedAs(r msg.Refusal) dispatch.Cause {
 var (
 	errAdmitSlow  = errors.New("the rank's admission did not answer in time")
 	errFirstToken = errors.New("no first token in time")
-	errStalled    = errors.New("no further token in time, and no progress of the rank")
-	errSilent     = errors.New("no further token in time, though the rank makes progress")
+	errStalled    = errors.New("no further token, and the engine failed its probe")
+	errSilent     = errors.New("no further token in time, though the engine answers probes")
 	errUnitLost   = errors.New("the rank's unit was fenced")
 	errDeadline   = errors.New("the request's deadline is over")
 	errTail       = errors.New("the answer's end did not come")

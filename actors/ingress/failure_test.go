@@ -176,18 +176,46 @@ func TestFirstTokenDeadline(t *testing.T) {
 	eventually(t, func() bool { return h.left.Load() == 2 }, "engines see it")
 }
 
+// TestStalledStream: a rank is fenced whose engine failed its probe. Each stream of it is cut at once, also
+// those of the other ranks of its lockstep unit; any other fence leaves them.
 func TestStalledStream(t *testing.T) {
-	var h hangingEngine
-	g := newRig(t, options{
-		engines: []http.HandlerFunc{h.sends(textChunk)},
-		app:     func(a *app.Application) { a.Timeouts.BetweenTokensS = 0.1 },
-	})
-	a := g.post("/v1/chat/completions", streamBody)
-	require.Error(t, a.err)
-	assert.Contains(t, a.body, `"code":"stalled"`)
-	done := g.replicas[0].lastDone(t)
-	assert.True(t, done.Trip)
-	assert.True(t, done.Probe)
+	for name, isLockstep := range map[string]bool{"independent": false, "lockstep": true} {
+		t.Run(name, func(t *testing.T) {
+			var h hangingEngine
+			engine := h.sends(textChunk)
+			var g *rig
+			if isLockstep {
+				g = lockstepRig(t, engine, engine, engine)
+			} else {
+				g = newRig(t, options{engines: []http.HandlerFunc{engine, engine, engine}})
+			}
+			answers := make(chan answer, 3)
+			for range 3 {
+				go func() { answers <- g.post("/v1/chat/completions", streamBody) }()
+			}
+			for _, r := range g.replicas {
+				eventually(t, func() bool { return r.hasFirstTokens(1) }, "a stream on each rank")
+			}
+			lost := 1
+			if isLockstep {
+				lost = 3
+			} else {
+				g.replicas[1].say(false, true, "its node has no lease")
+			}
+			g.replicas[0].say(false, true, msg.CauseStalled)
+			for range lost {
+				a := <-answers
+				require.Error(t, a.err)
+				assert.Contains(t, a.body, `"code":"stalled"`)
+			}
+			for _, r := range g.replicas[:lost] {
+				assert.Equal(t, "stalled", r.lastDone(t).Cause)
+			}
+			for _, r := range g.replicas[lost:] {
+				assert.Equal(t, 1, r.inFlight())
+			}
+		})
+	}
 }
 
 func TestRequestDeadline(t *testing.T) {

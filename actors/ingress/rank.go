@@ -32,7 +32,6 @@ type rank struct {
 	draining     bool   // takes no new requests and lets its streams end
 	silent       bool   // its node is not heard
 	seq          uint64 // of the last record
-	progress     uint64 // records of a first token or of output: each shows that the engine made progress
 	maxOngoing   int
 	rankRoom
 	engineFacts
@@ -159,12 +158,12 @@ func (r *rank) failPendingAttempts() {
 	}
 }
 
-// cutStreams cancels the streams of an attached rank whose drain is over. dpserve does not stop an attached
-// engine, so its streams would go on.
-func (r *rank) cutStreams() {
+// cutStreams cancels the streams of a rank: of an attached one whose drain is over, because dpserve does not
+// stop its engine, and of one whose engine failed its probe.
+func (r *rank) cutStreams(cause error) {
 	for a := r.attempts; a != nil; a = a.next {
 		if a.hasFirstByte {
-			a.cancel(errDrained)
+			a.cancel(cause)
 		}
 	}
 }

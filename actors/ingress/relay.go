@@ -297,10 +297,8 @@ func (r relay) readEngine(body io.Reader, buf []byte, now, due time.Time, cause 
 
 // watchGaps configures the phase timer for readEngineGap.
 func (r relay) watchGaps() {
-	a := &r.attempt
 	r.timer.watchGaps(gapWatch{
-		router: r.app.router, rank: a.rank, ticket: a.ticket.ID,
-		limit: r.app.between, maxGap: r.app.firstToken,
+		router: r.app.router, rank: r.attempt.rank, every: r.app.between, most: r.app.firstToken,
 	})
 }
 

@@ -166,7 +166,6 @@ type replica struct {
 	admits      int
 	refuse      func(m *msg.Admit) msg.Refusal
 	mute        bool // answers nobody
-	moving      bool // its engine makes progress whenever somebody asks
 	trips       bool // five failures in a row trip it, for good
 	failures    int  // in a row
 	tripped     bool
@@ -205,10 +204,6 @@ func (r *replica) Send(m any) {
 		r.firsts++
 		if a, ok := r.open[m.TicketID]; ok {
 			r.record(msg.RecFirstToken, &a)
-		}
-	case *msg.Probe:
-		if a, ok := r.open[m.TicketID]; ok && r.moving {
-			r.record(msg.RecProgress, &a)
 		}
 	case *msg.Done:
 		if len(r.dones) == 1000 {
@@ -364,11 +359,10 @@ func (r *replica) reborn() {
 	r.snapshot()
 }
 
-// moves lets its engine make progress that no stream shows.
-func (r *replica) moves() {
+func (r *replica) hasFirstTokens(n int) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.moving = true
+	return r.firsts == n
 }
 
 func (r *replica) setRefuse(f func(m *msg.Admit) msg.Refusal) {

@@ -108,11 +108,6 @@ type Progress struct {
 	Out      int
 }
 
-// Probe asks whether the rank's engine makes progress, because the answer of TicketID has been silent for a
-// while. If the engine's counters or KV events have moved since the Probe before, a RecProgress of the ticket
-// in the rank's stream says so. Without progress there is no answer.
-type Probe struct{ TicketID uint64 }
-
 // Outcome is how a ticket ended.
 type Outcome uint8
 
@@ -131,6 +126,10 @@ const CauseClientError = "client_error"
 // CausePredicted is the cause of a RecFirstToken that the DPServer has predicted: the engine has not reported
 // it.
 const CausePredicted = "predicted"
+
+// CauseStalled is the cause of the fence of a rank whose engine does not work by the verdict of its DPServer:
+// it failed to answer a probe. Nothing comes any more on its streams.
+const CauseStalled = "stalled"
 
 // CauseRestarting is the cause of a rank's drain before its node's process is replaced: the engine lives on,
 // and the rank comes back at the same epoch.

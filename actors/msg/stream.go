@@ -18,7 +18,7 @@ const (
 	RecSnapshot RecordKind = iota
 	RecAdmitted
 	RecFirstToken
-	RecProgress // output so far; without new output it answers a Probe
+	RecProgress // output so far
 	RecDone
 	RecState
 	RecGone

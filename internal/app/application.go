@@ -242,10 +242,10 @@ type Timeouts struct {
 	QueueS float64 `json:"queue_s" is:"seconds" default:"60"`
 	// from dispatch to the first token; then another rank, or 504 `first_token_timeout`
 	FirstTokenS float64 `json:"first_token_s" is:"seconds" default:"300"`
-	// silence of an engine inside an answer before it is cut, unless the rank makes progress: its token
-	// counters or KV events move, or other streams of it do. Then the answer waits on, at most
-	// `first_token_s`. An engine without `/metrics`, events and other streams shows no progress: give it a
-	// larger value
+	// silence of a rank with open answers before its engine is probed, if shorter than
+	// `engine.stall_timeout_s`. An answer is cut when the engine fails its probe; one that alone is silent,
+	// while the engine works, after `first_token_s`. Answers that are not streamed get this time for each
+	// token
 	BetweenTokensS float64 `json:"between_tokens_s" is:"seconds" default:"30"`
 }
 

@@ -51,8 +51,8 @@ const (
 	// After the first byte.
 
 	UpstreamLost
-	Stalled    // no further token in time, and no progress of the rank
-	Silent     // no further token in time, though the rank makes progress
+	Stalled    // no further token, and the engine failed its probe, or nobody probes it any more
+	Silent     // no further token in time, though the engine answers probes
 	ErrorEvent // an error event was passed on
 
 	// Of the client or of this process, before or after the first byte.
@@ -216,10 +216,7 @@ var Causes = [numCauses]Row{
 		Name: "upstream_lost", Charge: true, Probe: true, Own: upstreamFailed, Begun: upstreamLost,
 		Done: DoneFailed,
 	},
-	Stalled: {
-		Name: "stalled", Charge: true, Probe: true, Own: upstreamFailed, Begun: stalled, Done: DoneFailed,
-	},
-	// the rank made progress, so this says nothing about its health
+	Stalled:    {Name: "stalled", Own: upstreamFailed, Begun: stalled, Done: DoneFailed}, // it is fenced
 	Silent:     {Name: "silent_stream", Own: upstreamFailed, Begun: stalled, Done: DoneFailed},
 	ErrorEvent: {Name: "error_event", Probe: true, Own: upstreamFailed, Done: DoneFailed},
 

@@ -21,7 +21,7 @@ const (
 var errNotPosted = errors.New("a message of this kind is not posted to ranks of other nodes")
 
 // remoteMailbox is the mailbox of a rank on another node. It implements msg.Mailbox: Done, FirstToken,
-// Progress, Probe, Demand and Resync are sent over the node's stream, and all other messages are refused.
+// Progress, Demand and Resync are sent over the node's stream, and all other messages are refused.
 // Posts after the rank is out are still sent if the node comes back, because its requests may have gone on.
 type remoteMailbox struct {
 	id      identity
@@ -51,7 +51,7 @@ func (b *remoteMailbox) TrySend(m any) error {
 	switch m := m.(type) {
 	case *msg.FirstToken:
 		p.at = m.At
-	case *msg.Progress, *msg.Probe:
+	case *msg.Progress:
 		p.progress = true
 	}
 	return b.posts.push(p)
@@ -61,7 +61,7 @@ func (b *remoteMailbox) TrySend(m any) error {
 type post struct {
 	wire     *dpservev1.Post
 	at       time.Time // of a first token
-	progress bool      // or a Probe
+	progress bool
 }
 
 // wirePosts makes the posts of one message. The age of a first token is set here, because it is known only
@@ -78,7 +78,7 @@ func wirePosts(batch []post, now time.Time) []*dpservev1.Post {
 }
 
 // postQueue is the posts that wait for one node, in order. It never blocks. Over its bound it drops Progress
-// and Probe first, because the next one repeats them.
+// first, because the next one repeats it.
 type postQueue struct {
 	wake chan struct{} // one slot
 	lost *atomic.Uint64
@@ -177,8 +177,6 @@ func toPost(m any) *dpservev1.Post {
 		return &dpservev1.Post{Message: &dpservev1.Post_Progress{
 			Progress: &dpservev1.Progress{Ticket: m.TicketID, Out: int64(m.Out)},
 		}}
-	case *msg.Probe:
-		return &dpservev1.Post{Message: &dpservev1.Post_Probe{Probe: &dpservev1.Probe{Ticket: m.TicketID}}}
 	case *msg.Pardon:
 		return &dpservev1.Post{Message: &dpservev1.Post_Pardon{Pardon: &dpservev1.Pardon{}}}
 	case *msg.Demand:

@@ -417,8 +417,6 @@ func fromPost(p *dpservev1.Post, now time.Time) any {
 		return &msg.FirstToken{TicketID: m.FirstToken.GetTicket(), At: now.Add(-ago)}
 	case *dpservev1.Post_Progress:
 		return &msg.Progress{TicketID: m.Progress.GetTicket(), Out: boundedCount(m.Progress.GetOut())}
-	case *dpservev1.Post_Probe:
-		return &msg.Probe{TicketID: m.Probe.GetTicket()}
 	case *dpservev1.Post_Pardon:
 		return &msg.Pardon{}
 	case *dpservev1.Post_Demand:

@@ -328,7 +328,6 @@ func TestPosts(t *testing.T) {
 		box.Send(first)
 		first.TicketID = 99 // the sender may re-use it
 		box.Send(&msg.Progress{TicketID: 7, Out: 3})
-		box.Send(&msg.Probe{TicketID: 7})
 		box.Send(&done)
 		box.Send(&msg.Pardon{})
 		box.Send(msg.Demand{Ingress: "another", Waits: true})
@@ -336,7 +335,7 @@ func TestPosts(t *testing.T) {
 		a.do(func() {
 			assert.Equal(t, []any{
 				&msg.FirstToken{TicketID: 7, At: at}, &msg.Progress{TicketID: 7, Out: 3},
-				&msg.Probe{TicketID: 7}, &done, &msg.Pardon{},
+				&done, &msg.Pardon{},
 				&msg.Demand{Ingress: "i1", Waits: true},
 			}, a.got, "whose stream it is says who waits")
 			a.got = nil
@@ -348,12 +347,12 @@ func TestPosts(t *testing.T) {
 		settle()
 		a.do(func() { assert.Empty(t, a.got, "of an incarnation that is over") })
 		assert.EqualValues(t, 1, w.streams.Stats().StrangePosts)
-		assert.EqualValues(t, 6, w.streams.Stats().Posts)
+		assert.EqualValues(t, 5, w.streams.Stats().Posts)
 		n.assertEqual(t, a)
 	})
 }
 
-// TestPostsWaitForTheNode, within their bound: Progress and Probe are dropped first.
+// TestPostsWaitForTheNode, within their bound: Progress is dropped first.
 func TestPostsWaitForTheNode(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newStreamNet(t)

@@ -2202,7 +2202,6 @@ type Post struct {
 	//	*Post_FirstToken
 	//	*Post_Progress
 	//	*Post_Resync
-	//	*Post_Probe
 	//	*Post_Demand
 	//	*Post_Pardon
 	Message       isPost_Message `protobuf_oneof:"message"`
@@ -2305,15 +2304,6 @@ func (x *Post) GetResync() *Resync {
 	return nil
 }
 
-func (x *Post) GetProbe() *Probe {
-	if x != nil {
-		if x, ok := x.Message.(*Post_Probe); ok {
-			return x.Probe
-		}
-	}
-	return nil
-}
-
 func (x *Post) GetDemand() *Demand {
 	if x != nil {
 		if x, ok := x.Message.(*Post_Demand); ok {
@@ -2359,10 +2349,6 @@ type Post_Resync struct {
 	Resync *Resync `protobuf:"bytes,7,opt,name=resync,proto3,oneof"`
 }
 
-type Post_Probe struct {
-	Probe *Probe `protobuf:"bytes,9,opt,name=probe,proto3,oneof"`
-}
-
 type Post_Demand struct {
 	Demand *Demand `protobuf:"bytes,10,opt,name=demand,proto3,oneof"`
 }
@@ -2378,8 +2364,6 @@ func (*Post_FirstToken) isPost_Message() {}
 func (*Post_Progress) isPost_Message() {}
 
 func (*Post_Resync) isPost_Message() {}
-
-func (*Post_Probe) isPost_Message() {}
 
 func (*Post_Demand) isPost_Message() {}
 
@@ -2649,52 +2633,6 @@ func (*Resync) Descriptor() ([]byte, []int) {
 	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{38}
 }
 
-// Probe asks whether the engine makes progress; a progress record of the ticket is the answer. Without one the ingress takes the
-// engine for one that stands still, as it did before there was a Probe.
-type Probe struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Ticket        uint64                 `protobuf:"varint,1,opt,name=ticket,proto3" json:"ticket,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *Probe) Reset() {
-	*x = Probe{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[39]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *Probe) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*Probe) ProtoMessage() {}
-
-func (x *Probe) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[39]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use Probe.ProtoReflect.Descriptor instead.
-func (*Probe) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{39}
-}
-
-func (x *Probe) GetTicket() uint64 {
-	if x != nil {
-		return x.Ticket
-	}
-	return 0
-}
-
 // Pardon takes back that an answer counts towards the trip: another rank has answered the same.
 type Pardon struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -2704,7 +2642,7 @@ type Pardon struct {
 
 func (x *Pardon) Reset() {
 	*x = Pardon{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[40]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2716,7 +2654,7 @@ func (x *Pardon) String() string {
 func (*Pardon) ProtoMessage() {}
 
 func (x *Pardon) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[40]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2729,7 +2667,7 @@ func (x *Pardon) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pardon.ProtoReflect.Descriptor instead.
 func (*Pardon) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{40}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{39}
 }
 
 // Demand says whether requests wait at the ingress for room on the rank's application.
@@ -2742,7 +2680,7 @@ type Demand struct {
 
 func (x *Demand) Reset() {
 	*x = Demand{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[41]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2754,7 +2692,7 @@ func (x *Demand) String() string {
 func (*Demand) ProtoMessage() {}
 
 func (x *Demand) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[41]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2767,7 +2705,7 @@ func (x *Demand) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Demand.ProtoReflect.Descriptor instead.
 func (*Demand) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{41}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *Demand) GetWaits() bool {
@@ -2788,7 +2726,7 @@ type Records struct {
 
 func (x *Records) Reset() {
 	*x = Records{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[42]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2800,7 +2738,7 @@ func (x *Records) String() string {
 func (*Records) ProtoMessage() {}
 
 func (x *Records) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[42]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2813,7 +2751,7 @@ func (x *Records) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Records.ProtoReflect.Descriptor instead.
 func (*Records) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{42}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *Records) GetPacked() []byte {
@@ -2994,7 +2932,7 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\x10SubscribeRequest\x12\x18\n" +
 	"\aingress\x18\x01 \x01(\tR\aingress\x12&\n" +
 	"\x05posts\x18\x02 \x03(\v2\x10.dpserve.v1.PostR\x05posts\x12\x16\n" +
-	"\x06resync\x18\x03 \x01(\bR\x06resync\"\xbd\x03\n" +
+	"\x06resync\x18\x03 \x01(\bR\x06resync\"\x98\x03\n" +
 	"\x04Post\x12\x12\n" +
 	"\x04unit\x18\x01 \x01(\tR\x04unit\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x04R\x05epoch\x12\x12\n" +
@@ -3003,13 +2941,13 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\vfirst_token\x18\x05 \x01(\v2\x16.dpserve.v1.FirstTokenH\x00R\n" +
 	"firstToken\x122\n" +
 	"\bprogress\x18\x06 \x01(\v2\x14.dpserve.v1.ProgressH\x00R\bprogress\x12,\n" +
-	"\x06resync\x18\a \x01(\v2\x12.dpserve.v1.ResyncH\x00R\x06resync\x12)\n" +
-	"\x05probe\x18\t \x01(\v2\x11.dpserve.v1.ProbeH\x00R\x05probe\x12,\n" +
+	"\x06resync\x18\a \x01(\v2\x12.dpserve.v1.ResyncH\x00R\x06resync\x12,\n" +
 	"\x06demand\x18\n" +
 	" \x01(\v2\x12.dpserve.v1.DemandH\x00R\x06demand\x12,\n" +
 	"\x06pardon\x18\v \x01(\v2\x12.dpserve.v1.PardonH\x00R\x06pardon\x12 \n" +
 	"\vincarnation\x18\b \x01(\x04R\vincarnationB\t\n" +
-	"\amessage\"\xd5\x02\n" +
+	"\amessageJ\x04\b\t\x10\n" +
+	"\"\xd5\x02\n" +
 	"\x04Done\x12\x16\n" +
 	"\x06ticket\x18\x01 \x01(\x04R\x06ticket\x12\x18\n" +
 	"\aoutcome\x18\x02 \x01(\rR\aoutcome\x12\x14\n" +
@@ -3031,9 +2969,7 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\bProgress\x12\x16\n" +
 	"\x06ticket\x18\x01 \x01(\x04R\x06ticket\x12\x10\n" +
 	"\x03out\x18\x02 \x01(\x03R\x03out\"\b\n" +
-	"\x06Resync\"\x1f\n" +
-	"\x05Probe\x12\x16\n" +
-	"\x06ticket\x18\x01 \x01(\x04R\x06ticket\"\b\n" +
+	"\x06Resync\"\b\n" +
 	"\x06Pardon\"\x1e\n" +
 	"\x06Demand\x12\x14\n" +
 	"\x05waits\x18\x01 \x01(\bR\x05waits\"!\n" +
@@ -3070,7 +3006,7 @@ func file_dpserve_v1_dpserve_proto_rawDescGZIP() []byte {
 	return file_dpserve_v1_dpserve_proto_rawDescData
 }
 
-var file_dpserve_v1_dpserve_proto_msgTypes = make([]protoimpl.MessageInfo, 44)
+var file_dpserve_v1_dpserve_proto_msgTypes = make([]protoimpl.MessageInfo, 43)
 var file_dpserve_v1_dpserve_proto_goTypes = []any{
 	(*JoinRequest)(nil),        // 0: dpserve.v1.JoinRequest
 	(*JoinReply)(nil),          // 1: dpserve.v1.JoinReply
@@ -3111,18 +3047,17 @@ var file_dpserve_v1_dpserve_proto_goTypes = []any{
 	(*FirstToken)(nil),         // 36: dpserve.v1.FirstToken
 	(*Progress)(nil),           // 37: dpserve.v1.Progress
 	(*Resync)(nil),             // 38: dpserve.v1.Resync
-	(*Probe)(nil),              // 39: dpserve.v1.Probe
-	(*Pardon)(nil),             // 40: dpserve.v1.Pardon
-	(*Demand)(nil),             // 41: dpserve.v1.Demand
-	(*Records)(nil),            // 42: dpserve.v1.Records
-	nil,                        // 43: dpserve.v1.Waiting.UnitsEntry
+	(*Pardon)(nil),             // 39: dpserve.v1.Pardon
+	(*Demand)(nil),             // 40: dpserve.v1.Demand
+	(*Records)(nil),            // 41: dpserve.v1.Records
+	nil,                        // 42: dpserve.v1.Waiting.UnitsEntry
 }
 var file_dpserve_v1_dpserve_proto_depIdxs = []int32{
 	2,  // 0: dpserve.v1.JoinReply.seeds:type_name -> dpserve.v1.Peer
 	6,  // 1: dpserve.v1.RenewRequest.events:type_name -> dpserve.v1.UnitEvent
 	6,  // 2: dpserve.v1.RenewRequest.units:type_name -> dpserve.v1.UnitEvent
 	5,  // 3: dpserve.v1.RenewReply.waiting:type_name -> dpserve.v1.Waiting
-	43, // 4: dpserve.v1.Waiting.units:type_name -> dpserve.v1.Waiting.UnitsEntry
+	42, // 4: dpserve.v1.Waiting.units:type_name -> dpserve.v1.Waiting.UnitsEntry
 	22, // 5: dpserve.v1.StartRankRequest.ranks:type_name -> dpserve.v1.RankGrant
 	22, // 6: dpserve.v1.StartRankRequest.all_ranks:type_name -> dpserve.v1.RankGrant
 	23, // 7: dpserve.v1.StartRankRequest.block:type_name -> dpserve.v1.Block
@@ -3132,42 +3067,41 @@ var file_dpserve_v1_dpserve_proto_depIdxs = []int32{
 	36, // 11: dpserve.v1.Post.first_token:type_name -> dpserve.v1.FirstToken
 	37, // 12: dpserve.v1.Post.progress:type_name -> dpserve.v1.Progress
 	38, // 13: dpserve.v1.Post.resync:type_name -> dpserve.v1.Resync
-	39, // 14: dpserve.v1.Post.probe:type_name -> dpserve.v1.Probe
-	41, // 15: dpserve.v1.Post.demand:type_name -> dpserve.v1.Demand
-	40, // 16: dpserve.v1.Post.pardon:type_name -> dpserve.v1.Pardon
-	0,  // 17: dpserve.v1.Enroll.Join:input_type -> dpserve.v1.JoinRequest
-	3,  // 18: dpserve.v1.Control.Renew:input_type -> dpserve.v1.RenewRequest
-	8,  // 19: dpserve.v1.Control.Certify:input_type -> dpserve.v1.CertifyRequest
-	10, // 20: dpserve.v1.Control.ForwardApply:input_type -> dpserve.v1.ApplyRequest
-	12, // 21: dpserve.v1.Control.Watch:input_type -> dpserve.v1.WatchRequest
-	14, // 22: dpserve.v1.Control.Assign:input_type -> dpserve.v1.AssignRequest
-	16, // 23: dpserve.v1.Control.Publish:input_type -> dpserve.v1.PublishRequest
-	18, // 24: dpserve.v1.Control.Await:input_type -> dpserve.v1.AwaitRequest
-	20, // 25: dpserve.v1.Node.StartRank:input_type -> dpserve.v1.StartRankRequest
-	24, // 26: dpserve.v1.Node.StopRank:input_type -> dpserve.v1.StopRankRequest
-	26, // 27: dpserve.v1.Node.Status:input_type -> dpserve.v1.StatusRequest
-	28, // 28: dpserve.v1.Node.Logs:input_type -> dpserve.v1.LogsRequest
-	31, // 29: dpserve.v1.Node.ResetRouter:input_type -> dpserve.v1.ResetRouterRequest
-	33, // 30: dpserve.v1.Replica.Subscribe:input_type -> dpserve.v1.SubscribeRequest
-	1,  // 31: dpserve.v1.Enroll.Join:output_type -> dpserve.v1.JoinReply
-	4,  // 32: dpserve.v1.Control.Renew:output_type -> dpserve.v1.RenewReply
-	9,  // 33: dpserve.v1.Control.Certify:output_type -> dpserve.v1.CertifyReply
-	11, // 34: dpserve.v1.Control.ForwardApply:output_type -> dpserve.v1.ApplyReply
-	13, // 35: dpserve.v1.Control.Watch:output_type -> dpserve.v1.WatchUpdate
-	15, // 36: dpserve.v1.Control.Assign:output_type -> dpserve.v1.AssignReply
-	17, // 37: dpserve.v1.Control.Publish:output_type -> dpserve.v1.PublishReply
-	19, // 38: dpserve.v1.Control.Await:output_type -> dpserve.v1.AwaitReply
-	21, // 39: dpserve.v1.Node.StartRank:output_type -> dpserve.v1.StartRankReply
-	25, // 40: dpserve.v1.Node.StopRank:output_type -> dpserve.v1.StopRankReply
-	27, // 41: dpserve.v1.Node.Status:output_type -> dpserve.v1.StatusReply
-	29, // 42: dpserve.v1.Node.Logs:output_type -> dpserve.v1.LogLines
-	32, // 43: dpserve.v1.Node.ResetRouter:output_type -> dpserve.v1.ResetRouterReply
-	42, // 44: dpserve.v1.Replica.Subscribe:output_type -> dpserve.v1.Records
-	31, // [31:45] is the sub-list for method output_type
-	17, // [17:31] is the sub-list for method input_type
-	17, // [17:17] is the sub-list for extension type_name
-	17, // [17:17] is the sub-list for extension extendee
-	0,  // [0:17] is the sub-list for field type_name
+	40, // 14: dpserve.v1.Post.demand:type_name -> dpserve.v1.Demand
+	39, // 15: dpserve.v1.Post.pardon:type_name -> dpserve.v1.Pardon
+	0,  // 16: dpserve.v1.Enroll.Join:input_type -> dpserve.v1.JoinRequest
+	3,  // 17: dpserve.v1.Control.Renew:input_type -> dpserve.v1.RenewRequest
+	8,  // 18: dpserve.v1.Control.Certify:input_type -> dpserve.v1.CertifyRequest
+	10, // 19: dpserve.v1.Control.ForwardApply:input_type -> dpserve.v1.ApplyRequest
+	12, // 20: dpserve.v1.Control.Watch:input_type -> dpserve.v1.WatchRequest
+	14, // 21: dpserve.v1.Control.Assign:input_type -> dpserve.v1.AssignRequest
+	16, // 22: dpserve.v1.Control.Publish:input_type -> dpserve.v1.PublishRequest
+	18, // 23: dpserve.v1.Control.Await:input_type -> dpserve.v1.AwaitRequest
+	20, // 24: dpserve.v1.Node.StartRank:input_type -> dpserve.v1.StartRankRequest
+	24, // 25: dpserve.v1.Node.StopRank:input_type -> dpserve.v1.StopRankRequest
+	26, // 26: dpserve.v1.Node.Status:input_type -> dpserve.v1.StatusRequest
+	28, // 27: dpserve.v1.Node.Logs:input_type -> dpserve.v1.LogsRequest
+	31, // 28: dpserve.v1.Node.ResetRouter:input_type -> dpserve.v1.ResetRouterRequest
+	33, // 29: dpserve.v1.Replica.Subscribe:input_type -> dpserve.v1.SubscribeRequest
+	1,  // 30: dpserve.v1.Enroll.Join:output_type -> dpserve.v1.JoinReply
+	4,  // 31: dpserve.v1.Control.Renew:output_type -> dpserve.v1.RenewReply
+	9,  // 32: dpserve.v1.Control.Certify:output_type -> dpserve.v1.CertifyReply
+	11, // 33: dpserve.v1.Control.ForwardApply:output_type -> dpserve.v1.ApplyReply
+	13, // 34: dpserve.v1.Control.Watch:output_type -> dpserve.v1.WatchUpdate
+	15, // 35: dpserve.v1.Control.Assign:output_type -> dpserve.v1.AssignReply
+	17, // 36: dpserve.v1.Control.Publish:output_type -> dpserve.v1.PublishReply
+	19, // 37: dpserve.v1.Control.Await:output_type -> dpserve.v1.AwaitReply
+	21, // 38: dpserve.v1.Node.StartRank:output_type -> dpserve.v1.StartRankReply
+	25, // 39: dpserve.v1.Node.StopRank:output_type -> dpserve.v1.StopRankReply
+	27, // 40: dpserve.v1.Node.Status:output_type -> dpserve.v1.StatusReply
+	29, // 41: dpserve.v1.Node.Logs:output_type -> dpserve.v1.LogLines
+	32, // 42: dpserve.v1.Node.ResetRouter:output_type -> dpserve.v1.ResetRouterReply
+	41, // 43: dpserve.v1.Replica.Subscribe:output_type -> dpserve.v1.Records
+	30, // [30:44] is the sub-list for method output_type
+	16, // [16:30] is the sub-list for method input_type
+	16, // [16:16] is the sub-list for extension type_name
+	16, // [16:16] is the sub-list for extension extendee
+	0,  // [0:16] is the sub-list for field type_name
 }
 
 func init() { file_dpserve_v1_dpserve_proto_init() }
@@ -3180,7 +3114,6 @@ func file_dpserve_v1_dpserve_proto_init() {
 		(*Post_FirstToken)(nil),
 		(*Post_Progress)(nil),
 		(*Post_Resync)(nil),
-		(*Post_Probe)(nil),
 		(*Post_Demand)(nil),
 		(*Post_Pardon)(nil),
 	}
@@ -3190,7 +3123,7 @@ func file_dpserve_v1_dpserve_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dpserve_v1_dpserve_proto_rawDesc), len(file_dpserve_v1_dpserve_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   44,
+			NumMessages:   43,
 			NumExtensions: 0,
 			NumServices:   4,
 		},
