@@ -304,9 +304,10 @@ type Info struct {
 	Ready         int      `json:"ready"`             // get requests
 	Tripped       int      `json:"tripped,omitempty"` // their last answers failed
 	// of Tripped: get nothing until a canary comes back
-	LeftOut      int `json:"left_out,omitempty"`
-	Queued       int `json:"queued"`
-	Reservations int `json:"reservations"`
+	LeftOut      int            `json:"left_out,omitempty"`
+	Away         map[string]int `json:"away,omitempty"` // ranks by why they compute nothing: asleep, scaling
+	Queued       int            `json:"queued"`
+	Reservations int            `json:"reservations"`
 	// open requests on the fullest ready rank over the mean; 1 = even
 	Imbalance float64 `json:"imbalance"`
 	Index     *Index  `json:"index,omitempty"` // nil: the policy reads none

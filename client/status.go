@@ -129,6 +129,8 @@ type RankStatus struct {
 	Progress    string  `json:"progress,omitempty"` // while starting: what it waits for
 	// its last answers failed, and no canary has come back yet
 	Tripped bool `json:"tripped,omitempty"`
+	// asleep or scaling: its engine says that it does not compute now, and gets no request until it does
+	Away string `json:"away,omitempty"`
 
 	// of ended requests whose engine reported cached tokens
 	PromptTokens uint64 `json:"prompt_tokens,omitempty"`

@@ -3,6 +3,8 @@ package dpserver
 import (
 	"context"
 	"errors"
+	"slices"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -530,4 +532,74 @@ func TestDefaultsArePinned(t *testing.T) {
 	var none app.Application
 	assert.Equal(t, [...]time.Duration{time.Second, 5 * time.Second, 20 * time.Second},
 		[...]time.Duration{healthPeriod(&none), healthTimeout(&none), stallTimeout(&none)})
+}
+
+// TestAnEngineThatSaysThatItDoesNotCompute leaves routing at its first word and comes back at its next. It is
+// not fenced, though its open requests stand still and no canary is answered.
+func TestAnEngineThatSaysThatItDoesNotCompute(t *testing.T) {
+	for title, say := range map[string]func(f *fakeEngine, isAway bool){
+		msg.CauseAsleep: func(f *fakeEngine, isAway bool) { f.counters.Asleep = isAway },
+		"asleep, by /is_sleeping": func(f *fakeEngine, isAway bool) {
+			f.health = engine.Alive
+			if isAway {
+				f.health = engine.Asleep
+			}
+		},
+		msg.CauseScaling: func(f *fakeEngine, isAway bool) { // it says so to every request
+			f.health, f.dumb = engine.Alive, nil
+			if isAway {
+				f.health, f.dumb = engine.Scaling, errors.New("503")
+			}
+		},
+	} {
+		for _, isScraped := range []bool{true, false} { // else only the stall check reads the counters
+			withRank(t, 9, true, func(t *testing.T, r *testRig) {
+				name, _, _ := strings.Cut(title, ",")
+				threshold, first := 0.9, 30*time.Second
+				if isScraped || title != msg.CauseAsleep {
+					r.spec.App.Routing.BusyThreshold, first = &threshold, 2*time.Second
+				}
+				id := r.ask().Ticket.ID
+				time.Sleep(2 * time.Second)
+				r.tape.take()
+				r.engine.set(func(f *fakeEngine) {
+					f.full = true
+					say(f, true)
+				})
+				time.Sleep(first)
+				states := r.states()
+				require.Len(t, states, 1, name)
+				assert.False(t, states[0].Accepting || states[0].Fenced, name)
+				assert.Equal(t, name, states[0].Cause)
+				assert.Equal(t, name, r.Status().Away)
+				assert.Equal(t, msg.Full, r.ask().Refusal)
+
+				time.Sleep(5 * time.Minute)
+				assert.Empty(t, r.tape.nodeEvents(), "%s: it is not sick", name)
+				assert.Empty(t, r.states())
+				r.send(msg.Resync{Sink: r.tape})
+				states = r.states()
+				require.Len(t, states, 1, "a snapshot does not say why, the next record does")
+				assert.Equal(t, name, states[0].Cause)
+
+				r.engine.set(func(f *fakeEngine) {
+					f.full = false
+					say(f, false)
+				})
+				time.Sleep(2 * time.Second)
+				states = r.states()
+				require.Len(t, states, 1, name)
+				assert.True(t, states[0].Accepting)
+				assert.Empty(t, r.Status().Away)
+				assert.Equal(t, msg.Granted, r.ask().Refusal)
+				r.send(&msg.Done{TicketID: id})
+			})
+		}
+	}
+}
+
+// states are the states that the stream told since the last call.
+func (r *testRig) states() []msg.Record {
+	synctest.Wait()
+	return slices.DeleteFunc(r.tape.take(), func(rec msg.Record) bool { return rec.Kind != msg.RecState })
 }

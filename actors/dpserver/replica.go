@@ -60,6 +60,7 @@ type replica struct {
 	monitor     healthMonitor
 	trip        trip
 	busy        busy
+	away        away
 	turns       turns
 	turnTimerAt time.Time // of the next turnTimer; zero: no timer runs
 
@@ -195,7 +196,7 @@ func (r *replica) startIncarnation(f msg.Facts, anew bool) {
 	r.account.reset()
 	r.prefills.stop()
 	stopTimer(r.trip.timer)
-	r.trip, r.busy, r.turns = trip{r: r}, busy{round: r.busy.round + 1}, turns{}
+	r.trip, r.busy, r.turns, r.away = trip{r: r}, busy{round: r.busy.round + 1}, turns{}, away{}
 	r.state.phase, r.state.incarnation, r.state.facts = phaseOpen, f.Incarnation, f
 	r.state.lastTicket = max(r.state.lastTicket, f.Base)
 	if anew {
@@ -289,7 +290,7 @@ func (r *replica) isAccepting() bool {
 }
 
 // refusesAll says whether the rank takes no request although it may have room.
-func (r *replica) refusesAll() bool { return r.busy.on || r.monitor.holdsBack }
+func (r *replica) refusesAll() bool { return r.busy.on || r.monitor.holdsBack || r.away.reason() != "" }
 
 // isTripped says whether the rank is open and its last answers failed.
 func (r *replica) isTripped() bool { return r.state.phase == phaseOpen && r.trip.isTripped }
@@ -314,6 +315,9 @@ func (r *replica) sendSnapshot(sub *hubSubscription) {
 	if !r.stream.sendSnapshot(sub, r.snapshot(), false) {
 		r.recorder.box.Send(columnsRequest{sub})
 	}
+	if why := r.away.reason(); why != "" && r.state.phase == phaseOpen {
+		r.publishState(why) // the snapshot does not say it
+	}
 }
 
 // snapshot is the whole account, as of the last record.
@@ -330,7 +334,7 @@ func (r *replica) snapshot() *msg.Record {
 
 func (r *replica) updateStats() {
 	r.stats.setOpen(&r.account)
-	r.stats.setState(r.state.facts.MaxOngoing, r.state.incarnation, r.isTripped())
+	r.stats.setState(r.state.facts.MaxOngoing, r.state.incarnation, r.isTripped(), r.away.reason())
 	r.kv.updateKVStats()
 }
 

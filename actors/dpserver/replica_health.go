@@ -150,6 +150,10 @@ func (r *replica) onHealth(m healthResult) {
 	switch m.health {
 	case engine.Alive:
 		r.noteSign(signHealth)
+		r.setAway(away{byCounters: r.away.byCounters})
+	case engine.Asleep, engine.Scaling:
+		r.noteSign(signHealth)
+		r.setAway(away{byHealth: m.health.String(), byCounters: r.away.byCounters})
 	case engine.Dead, engine.RefusedConn:
 		r.fenceAndReport("health check: " + m.err.Error())
 	case engine.Unanswered, engine.Odd:
@@ -159,6 +163,41 @@ func (r *replica) onHealth(m healthResult) {
 			r.sendCanary()
 		}
 	}
+}
+
+// away is what the engine says of itself: that it does not compute now.
+type away struct {
+	byHealth   string // msg.CauseAsleep or CauseScaling
+	byCounters bool   // asleep, by the last read of them
+}
+
+// reason is why the engine does not compute; "": it does.
+func (a away) reason() string {
+	if a.byCounters {
+		return msg.CauseAsleep
+	}
+	return a.byHealth
+}
+
+// setAway keeps new requests away from an engine that says that it does not compute, and lets them come again
+// when it does. Its open requests stay. The health gate asks nothing of it meanwhile.
+func (r *replica) setAway(now away) {
+	was, why := r.away.reason(), now.reason()
+	if r.state.phase != phaseOpen {
+		return
+	}
+	if r.away = now; why == was {
+		return
+	}
+	r.noteSign(signTokens) // it does as it was told, and the stall clock begins anew
+	if why != "" {
+		r.turns.releaseAll()
+		r.log.Info("engine does not compute now: the rank takes no request", slog.String("cause", why))
+		r.publishState(why)
+		return
+	}
+	r.log.Info("engine computes again: the rank takes requests", slog.String("was", was))
+	r.publishFreeRoom()
 }
 
 // onHealthWhileFenced checks whether an attached engine is back, and whether it stays healthy while the node
@@ -205,8 +244,10 @@ func (r *replica) onCanary(m canaryResult) {
 		r.noteSign(signCanary)
 	default:
 		r.noteRead(m.read)
-		r.monitor.gate.noteFailedCanary(m.sent, m.err)
-		r.judgeEngine()
+		if r.away.reason() == "" {
+			r.monitor.gate.noteFailedCanary(m.sent, m.err)
+			r.judgeEngine()
+		}
 		r.trip.awaitNext()
 	}
 }
@@ -257,7 +298,7 @@ func (r *replica) onCounters(m countersResult) {
 	r.noteRead(m.counterRead)
 	now, g := time.Now(), &r.monitor.gate
 	quiet, open := now.Sub(g.lastSign(stalled)), r.account.openCount()
-	if open > 0 && quiet >= r.suspectAfter() && g.suspicions[stalled].failed == 0 {
+	if r.away.reason() == "" && open > 0 && quiet >= r.suspectAfter() && g.suspicions[stalled].failed == 0 {
 		g.report(stalled, fmt.Sprintf("no progress for %s with %d requests in hand",
 			quiet.Round(time.Millisecond), open), now)
 		r.sendCanary()
@@ -275,12 +316,14 @@ func (r *replica) noteSign(s sign) {
 	}
 }
 
-// noteRead notes what a read of the engine's counters shows, and how many KV events came meanwhile.
+// noteRead notes what a read of the engine's counters shows, and how many KV events came meanwhile. A
+// sleeping engine says so in every read.
 func (r *replica) noteRead(m counterRead) {
 	now := time.Now()
 	r.monitor.gate.noteBatches(r.kv.eventStats().Batches, now)
 	if m.err == nil {
 		r.monitor.gate.noteCounters(&m.counters, !r.monitor.canarySent.IsZero(), now)
+		r.setAway(away{byHealth: r.away.byHealth, byCounters: m.counters.Asleep})
 	}
 }
 
@@ -325,8 +368,8 @@ func (r *replica) holdBack(holds bool, by suspicion) {
 }
 
 // scrape polls the engine's /metrics every Timers.Scrape while something needs them: routing reads the KV
-// usage, this rank detects that an engine with events was restarted or put to sleep, and engines of a prefill
-// or decode pool count their transfers.
+// usage, this rank detects that an engine with events was restarted or put to sleep, or waits until one that
+// sleeps is awake, and engines of a prefill or decode pool count their transfers.
 type scrape struct {
 	isActive  bool
 	isPending bool
@@ -354,7 +397,7 @@ func (r *replica) needsScrape() bool {
 		return false
 	}
 	return r.state.eventSource != nil || r.app.Routing.BusyThreshold != nil || policyNeeds(r.app).Usage ||
-		r.app.Pool != ""
+		r.app.Pool != "" || r.away.byCounters
 }
 
 // policyNeeds is what the application's policy reads. An unknown policy reads nothing; deploy refuses it.
@@ -417,7 +460,6 @@ func (r *replica) onScraped(m scrapeResult) {
 	r.updateFacts(&m.counters)
 	r.publishStatus(&m.counters)
 	if slept { // a sleeping engine has freed its KV cache, and publishes no event about it
-		r.log.Info("engine was put to sleep: its kv cache is gone")
 		r.recorder.box.Send(engineSlept{})
 	}
 	r.kv.updateKVStats()

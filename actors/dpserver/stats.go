@@ -24,6 +24,7 @@ type stats struct {
 	maxOngoing  int
 	incarnation uint64
 	tripped     bool
+	away        string
 	requests    uint64
 	tokens      uint64
 	buckets     [rateWindow]secondTokens
@@ -98,10 +99,10 @@ type secondTokens struct {
 	tokens int
 }
 
-func (s *stats) setState(maxOngoing int, incarnation uint64, tripped bool) {
+func (s *stats) setState(maxOngoing int, incarnation uint64, tripped bool, away string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.maxOngoing, s.incarnation, s.tripped = maxOngoing, incarnation, tripped
+	s.maxOngoing, s.incarnation, s.tripped, s.away = maxOngoing, incarnation, tripped, away
 }
 
 func (s *stats) setOpen(a *account) {
@@ -154,6 +155,7 @@ func (s *stats) status(now time.Time) client.RankStatus {
 		MaxOngoing: s.maxOngoing, InFlight: s.open, Requests: s.requests, Tokens: s.tokens,
 		TokensPerS:   s.rate(now),
 		PromptTokens: s.hits.prompt, CachedTokens: s.hits.cached, HitRate: s.hits.rate(), Tripped: s.tripped,
+		Away: s.away,
 	}
 	if s.hasKV {
 		kv := s.kv // setKV gets a new Events each time

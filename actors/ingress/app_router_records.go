@@ -288,7 +288,7 @@ func (ar *appRouter) applySnapshot(rec *msg.Record) {
 		r = fresh
 		ar.ranks[rec.Rank] = r
 	}
-	r.accepting, r.busy, r.maxOngoing, r.seq, r.silent = rec.Snapshot.Accepting, false,
+	r.accepting, r.busy, r.away, r.maxOngoing, r.seq, r.silent = rec.Snapshot.Accepting, false, "",
 		rec.Snapshot.MaxOngoing, rec.Seq, false
 	r.draining = r.draining && !r.accepting
 	if isBack {
@@ -395,7 +395,12 @@ func (ar *appRouter) recordTrip(r *rank, tripped bool) {
 // applyState applies a RecState: whether the rank accepts requests, is fenced, drains or is tripped, and
 // whose turn its free room is.
 func (ar *appRouter) applyState(r *rank, rec *msg.Record) {
-	r.accepting, r.busy = rec.Accepting, !rec.Accepting && rec.Cause == causeBusy
+	r.accepting, r.away = rec.Accepting, ""
+	if !rec.Accepting && (rec.Cause == msg.CauseAsleep || rec.Cause == msg.CauseScaling) {
+		r.away = rec.Cause
+	}
+	// an engine that scales is back soon: requests wait for it as for a full one
+	r.busy = !rec.Accepting && (rec.Cause == causeBusy || rec.Cause == msg.CauseScaling)
 	r.draining = rec.Draining
 	ar.recordTrip(r, rec.Tripped)
 	if r.turn = rec.Turn; r.turn == ar.in.node {

@@ -25,7 +25,8 @@ type rank struct {
 	values  rankValues
 
 	accepting    bool
-	busy         bool   // not accepting because of causeBusy
+	busy         bool   // not accepting because of causeBusy or msg.CauseScaling
+	away         string // msg.CauseAsleep or CauseScaling: its engine says that it does not compute now
 	tripOrder    int    // place in the order of the application's trips, from 1; 0: the rank is not tripped
 	lost         bool   // fenced, gone, or replaced by a new incarnation: its attempts fail
 	engineFailed bool   // fenced because its engine, or that of another rank of its lockstep unit, failed
@@ -175,4 +176,18 @@ const resyncInterval = time.Second
 // columnOwner is the key of a rank's column of a tier in the index.
 func (r *rank) columnOwner(tier kvindex.Tier) kvindex.Owner {
 	return kvindex.Owner{Rank: uint32(r.ID), Tier: tier, Epoch: r.Epoch, Incarnation: r.Incarnation}
+}
+
+// awayRanks counts the ranks whose engines say that they do not compute now, by the reason; nil: none.
+func (t *rankTable) awayRanks() map[string]int {
+	var out map[string]int
+	for _, r := range t.ranks {
+		if r.away != "" && !r.lost {
+			if out == nil {
+				out = map[string]int{}
+			}
+			out[r.away]++
+		}
+	}
+	return out
 }

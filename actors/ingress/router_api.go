@@ -53,6 +53,9 @@ func routerInfo(ar *appRouter, router *routing.Router) client.Info {
 		}
 	}
 	out.Law = lawOf(router, &view, in.clock())
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	out.Away = ar.awayRanks()
 	return out
 }
 

@@ -128,8 +128,15 @@ const CauseClientError = "client_error"
 const CausePredicted = "predicted"
 
 // CauseStalled is the cause of the fence of a rank whose engine does not work by the verdict of its DPServer:
-// it failed to answer a probe. Nothing comes any more on its streams.
+// it failed a probe. Nothing comes any more on its streams.
 const CauseStalled = "stalled"
+
+// Why an open rank takes no request: its engine says that it does not compute now. It comes back when the
+// engine says so.
+const (
+	CauseAsleep  = "asleep"  // somebody has put it to sleep
+	CauseScaling = "scaling" // it changes its number of ranks
+)
 
 // CauseRestarting is the cause of a rank's drain before its node's process is replaced: the engine lives on,
 // and the rank comes back at the same epoch.

@@ -80,6 +80,9 @@ func routerTable(r *client.Info) *table {
 	if r.Tripped > 0 {
 		row("ranks tripped", fmt.Sprintf("%d, %d of them left out", r.Tripped, r.LeftOut))
 	}
+	for _, why := range slices.Sorted(maps.Keys(r.Away)) {
+		row("ranks "+why, strconv.Itoa(r.Away[why]))
+	}
 	row("queued", strconv.Itoa(r.Queued))
 	row("imbalance", formatDecimal(r.Imbalance))
 	row("reservations", strconv.Itoa(r.Reservations))

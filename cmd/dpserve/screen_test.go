@@ -241,15 +241,18 @@ func TestStatusUnhealthy(t *testing.T) {
 	c := newCLI(t)
 	tripped := fleet(3, map[int]state.Phase{1: state.Failed})
 	tripped.Units[2].Ranks[0].Tripped = true
+	asleep := demo(client.StatusRunning, 1, state.Ready)
+	asleep.Name, asleep.Units[0].Ranks[0].Away = "idle", "asleep"
 	other := demo(client.StatusRunning, 1, state.Ready)
 	other.Name = "other"
-	c.cluster.script = [][]client.AppStatus{{other, tripped}}
+	c.cluster.script = [][]client.AppStatus{{other, tripped, asleep}}
 	require.Equal(t, 0, c.run([]string{"status", "--unhealthy"}))
 	assert.NotContains(t, c.stdout(), "other")
 	assert.NotContains(t, c.stdout(), "demo/0/0")
 	assert.Contains(t, c.stdout(), "demo: 2 of 3 ready; failed 0/1; ready 0/2\n")
 	assert.Contains(t, c.stdout(), "demo/0/2  ready ")
 	assert.Contains(t, c.stdout(), "tripped: its last answers failed")
+	assert.Contains(t, c.stdout(), "asleep: its engine says so")
 
 	c = newCLI(t)
 	c.cluster.script = [][]client.AppStatus{{other}}

@@ -348,7 +348,9 @@ func onlyUnhealthy(apps []client.AppStatus) []client.AppStatus {
 }
 
 // isReady reports whether a rank serves and its answers do not fail.
-func (r rankRow) isReady() bool { return r.rank.Phase == string(state.Ready) && !r.rank.Tripped }
+func (r rankRow) isReady() bool {
+	return r.rank.Phase == string(state.Ready) && !r.rank.Tripped && r.rank.Away == ""
+}
 
 // name returns APP/GROUP/RANK, the form that logs takes. Of a rank of a pool, APP is the pool's name.
 func (r rankRow) name() string {
@@ -369,6 +371,8 @@ func (r rankRow) reason() string {
 	switch {
 	case r.rank.Phase == string(state.Ready) && r.rank.Tripped:
 		return "tripped: its last answers failed"
+	case r.rank.Phase == string(state.Ready) && r.rank.Away != "":
+		return r.rank.Away + ": its engine says so; it gets requests again when the engine is back"
 	case r.rank.Phase == string(state.Ready):
 		return ""
 	}

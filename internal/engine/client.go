@@ -14,6 +14,7 @@ import (
 	"net/url"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -35,13 +36,14 @@ type Addressing struct {
 	Selector int
 }
 
-// Client queries one rank's engine: health, models, metrics, canary. Its only state is the transport; it is
-// safe for concurrent use. The context of each call sets the deadline.
+// Client queries one rank's engine: health, models, metrics, canary. Its only state is the transport and what
+// Health learnt of the routes; it is safe for concurrent use. The context of each call sets the deadline.
 type Client struct {
-	base string
-	addr Addressing
-	key  string
-	http *http.Client
+	base      string
+	addr      Addressing
+	key       string
+	http      *http.Client
+	neverTold atomic.Bool // the engine that answers /health has no /is_sleeping
 }
 
 // NewClient makes a client of the engine at base (http://host:port). rt is shared by all clients of a node;
@@ -86,16 +88,55 @@ const (
 	Alive
 	Dead // 503: the front end has given its engine up
 	RefusedConn
-	Odd // any other status
+	Odd     // any other status
+	Scaling // 503 of an engine that changes its number of ranks, and comes back by itself
+	Asleep  // somebody has put it to sleep
 )
 
-var healthNames = [...]string{"unanswered", "alive", "dead", "refused", "odd"} // by Health
+var healthNames = [...]string{ // by Health
+	"unanswered", "alive", "dead", "refused", "odd", "scaling", "asleep",
+}
+
+// scalingText is in vLLM's answer to every request while it scales (elastic EP), also to GET /health.
+const scalingText = "currently scaling"
 
 func (h Health) String() string { return healthNames[h] }
 
-// Health asks GET /health (HEAD is 405). err says why for everything but Alive.
+// Health asks GET /health (HEAD is 405), and an engine that is alive whether it sleeps. err says why for
+// everything but Alive.
 func (c *Client) Health(ctx context.Context) (Health, error) {
-	status, _, err := c.ask(ctx, http.MethodGet, "/health", nil, maxAnswer)
+	health, err := c.health(ctx)
+	switch {
+	case health != Alive:
+		c.neverTold.Store(false) // another engine may come
+	case c.isAsleep(ctx):
+		return Asleep, errors.New("/is_sleeping answered that the engine sleeps")
+	}
+	return health, err
+}
+
+// sleepLimit is the time of /is_sleeping. Its answer comes from the engine's core, which may be busy.
+const sleepLimit = time.Second
+
+// isAsleep asks GET /is_sleeping. vLLM has it in development mode, as it has the route that puts an engine to
+// sleep. Without an answer nothing is known, so the engine counts as awake.
+func (c *Client) isAsleep(ctx context.Context) bool {
+	if c.neverTold.Load() {
+		return false
+	}
+	ctx, cancel := context.WithTimeout(ctx, sleepLimit)
+	defer cancel()
+	b, err := c.get(ctx, "/is_sleeping", maxAnswer)
+	var status *StatusError
+	c.neverTold.Store(errors.As(err, &status))
+	var told struct {
+		IsSleeping bool `json:"is_sleeping"`
+	}
+	return err == nil && json.Unmarshal(b, &told) == nil && told.IsSleeping
+}
+
+func (c *Client) health(ctx context.Context) (Health, error) {
+	status, answer, err := c.ask(ctx, http.MethodGet, "/health", nil, maxAnswer)
 	switch {
 	case err != nil && IsRefused(err):
 		return RefusedConn, err
@@ -103,6 +144,8 @@ func (c *Client) Health(ctx context.Context) (Health, error) {
 		return Unanswered, err
 	case status/100 == 2, status == http.StatusNotFound:
 		return Alive, nil
+	case status == http.StatusServiceUnavailable && bytes.Contains(answer, []byte(scalingText)):
+		return Scaling, errors.New("/health answered that the engine scales")
 	case status == http.StatusServiceUnavailable:
 		return Dead, errors.New("/health answered 503")
 	case status == http.StatusLoopDetected:

@@ -44,6 +44,10 @@ func TestHealthIsTyped(t *testing.T) {
 		500: engine.Odd, 404: engine.Alive, 302: engine.Odd,
 	} {
 		c := serve(t, engine.Addressing{}, "", func(w http.ResponseWriter, r *http.Request) {
+			if r.URL.Path == "/is_sleeping" {
+				w.WriteHeader(http.StatusNotFound)
+				return
+			}
 			assert.Equal(t, "GET /health", r.Method+" "+r.URL.Path)
 			w.WriteHeader(status)
 		})
@@ -51,13 +55,67 @@ func TestHealthIsTyped(t *testing.T) {
 		assert.Equal(t, want.String(), got.String(), "%d", status)
 		assert.Equal(t, want == engine.Alive, err == nil, "%d", status)
 	}
+	for body, want := range map[string]engine.Health{
+		`{"error":"The model is currently scaling. Please try again later."}`: engine.Scaling, // vLLM
+		`{"error":"Service Unavailable"}`:                                     engine.Dead,
+	} {
+		c := serve(t, engine.Addressing{}, "", func(w http.ResponseWriter, _ *http.Request) {
+			w.WriteHeader(http.StatusServiceUnavailable)
+			_, _ = io.WriteString(w, body)
+		})
+		got, err := c.Health(t.Context())
+		assert.Equal(t, want.String(), got.String())
+		require.Error(t, err)
+	}
+}
+
+// TestHealthAsksWhetherAnEngineSleeps: with each probe where the engine has the route, and once where it has
+// none, until another engine may answer.
+func TestHealthAsksWhetherAnEngineSleeps(t *testing.T) {
+	asked, answer, health := 0, "", http.StatusOK
+	c := serve(t, engine.Addressing{}, "", func(w http.ResponseWriter, r *http.Request) {
+		switch {
+		case r.URL.Path != "/is_sleeping":
+			w.WriteHeader(health)
+		case answer == "":
+			asked++
+			w.WriteHeader(http.StatusNotFound)
+		default:
+			asked++
+			_, _ = io.WriteString(w, answer)
+		}
+	})
+	for _, step := range []struct {
+		answer string
+		health int
+		want   engine.Health
+		asked  int // in all
+	}{
+		{`{"is_sleeping": false}`, 200, engine.Alive, 1},
+		{`{"is_sleeping": true}`, 200, engine.Asleep, 2},
+		{`{"is_sleeping": false}`, 200, engine.Alive, 3},
+		{`<html>`, 200, engine.Alive, 4},
+		{``, 200, engine.Alive, 5},
+		{``, 200, engine.Alive, 5},
+		{``, 500, engine.Odd, 5},
+		{`{"is_sleeping": true}`, 200, engine.Asleep, 6},
+	} {
+		answer, health = step.answer, step.health
+		got, _ := c.Health(t.Context())
+		assert.Equal(t, step.want.String(), got.String(), step)
+		assert.Equal(t, step.asked, asked, step)
+	}
 }
 
 // TestProbesKeepTheirConnections: health and counters are asked for in the same moment, time and again; the
 // engine accepts two connections in all.
 func TestProbesKeepTheirConnections(t *testing.T) {
 	meeting, accepted := make(chan struct{}), atomic.Int32{}
-	srv := httptest.NewUnstartedServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
+	srv := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/is_sleeping" {
+			w.WriteHeader(http.StatusNotFound)
+			return
+		}
 		select { // each is answered when the other is there, so both need a connection
 		case meeting <- struct{}{}:
 		case <-meeting:

@@ -1,6 +1,7 @@
 package inprocess
 
 import (
+	"errors"
 	"fmt"
 	"net/http"
 	"strings"
@@ -90,7 +91,20 @@ func TestKV5ClearedAndAsleep(t *testing.T) {
 			return nil
 		})
 		assert.Less(t, time.Since(began), 10*time.Second)
-		assert.Equal(t, asleep.Epoch, r.Rank("a", 0, 1).Epoch)
+		now := r.Rank("a", 0, 1)
+		assert.Equal(t, asleep.Epoch, now.Epoch)
+		assert.Equal(t, "asleep", now.Away)
+		for range 8 {
+			assert.NotEqual(t, "0/1", r.must(kvAsk{app: "a", ids: kvDoc(3, blockTokens)}).rank)
+		}
+		r.engine(http.MethodPost, asleep.URL+"/_sim/recover", `{"mode":"kv-sleep"}`)
+		soon(t, 10*time.Second, "it is awake", func() error {
+			if why := r.Rank("a", 0, 1).Away; why != "" {
+				return errors.New(why)
+			}
+			return nil
+		})
+		r.must(kvAsk{app: "a", rank: "0/1", ids: kvDoc(3, blockTokens)})
 		r.idle()
 		t.Logf("KV5: hits after AllBlocksCleared on rank 2 %v; sleep of rank 1 noticed after %s", kvHits(&x),
 			took)

@@ -56,7 +56,9 @@ func isPaused(s api, w http.ResponseWriter, _ *http.Request) {
 	tell(s, w, "is_paused", s.ranks[0].isPaused())
 }
 
-func isSleeping(s api, w http.ResponseWriter, _ *http.Request) { tell(s, w, "is_sleeping", false) }
+func isSleeping(s api, w http.ResponseWriter, _ *http.Request) {
+	tell(s, w, "is_sleeping", s.faults.is(ModeKVSleep))
+}
 
 func worldSize(s api, w http.ResponseWriter, _ *http.Request) {
 	tell(s, w, "world_size", max(len(s.ranks), s.cfg.DPSize))
