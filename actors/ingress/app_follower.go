@@ -260,20 +260,20 @@ func hasNoRoom(st *state.State, w *msg.Waiting, unit string) bool {
 	return waits && st.Epochs[unit] == epoch
 }
 
-// unitProgress returns the application's ready units with their epochs, and the number of wanted units that
-// may still become ready. Units for which the leader finds no room, as w says, are neither; noRoom is the
-// reason, "" if there are none.
+// unitProgress returns the application's ready units with their epochs, and the wanted units that may still
+// become ready, nil of one that was never granted. Units for which the leader finds no room, as w says, are
+// neither; noRoom is the reason, "" if there are none.
 func unitProgress(st *state.State, spec *app.Application, deleting bool, w *msg.Waiting) (
-	ready map[string]uint64, onTheWay int, noRoom string,
+	ready map[string]uint64, coming map[string]*state.Unit, noRoom string,
 ) {
-	ready = map[string]uint64{}
+	ready, coming = map[string]uint64{}, map[string]*state.Unit{}
 	for id, u := range st.Units {
 		if u.App == spec.Name && u.Phase == state.Ready && st.Epochs[id] <= u.Epoch && !hasNoRoom(st, w, id) {
 			ready[id] = u.Epoch
 		}
 	}
 	if deleting {
-		return ready, 0, ""
+		return ready, nil, ""
 	}
 	for _, u := range spec.Units() {
 		have := st.Units[u.ID]
@@ -281,8 +281,8 @@ func unitProgress(st *state.State, spec *app.Application, deleting bool, w *msg.
 		case hasNoRoom(st, w, u.ID):
 			noRoom = w.Reason
 		case have == nil || have.Phase != state.Ready && have.Phase != state.Failed:
-			onTheWay++
+			coming[u.ID] = have
 		}
 	}
-	return ready, onTheWay, noRoom
+	return ready, coming, noRoom
 }

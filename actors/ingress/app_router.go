@@ -1,6 +1,7 @@
 package ingress
 
 import (
+	"fmt"
 	"maps"
 	"slices"
 	"sync"
@@ -11,6 +12,7 @@ import (
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/engine/openai"
+	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/internal/telemetry"
 	"github.com/dpserve/dpserve/routing"
 )
@@ -66,6 +68,7 @@ type unitTable struct {
 	unseenUnits  map[string]struct{} // of these, units of which no stream has reported a rank yet
 	pendingUnits int                 // units that may still become ready, by the state
 	noRoom       string              // why other units cannot be placed; "" if there are none
+	coming       comings
 }
 
 // isReady reports whether the replicated state has the rank's unit as ready, at the rank's epoch.
@@ -100,7 +103,7 @@ func newAppRouter(in *Ingress, name string) *appRouter {
 		},
 		unitTable: unitTable{
 			readyUnits: map[string]uint64{}, fencedUnits: map[string]uint64{},
-			unseenUnits: map[string]struct{}{},
+			unseenUnits: map[string]struct{}{}, coming: comings{units: map[string]comingUnit{}},
 		},
 	}
 	ar.retryBudget, ar.demand.ar = newBudget(in.timers.BudgetWindow), ar
@@ -335,14 +338,15 @@ func (ar *appRouter) totalSlots() int {
 // canServe reports whether a rank is ready.
 func (ar *appRouter) canServe() bool { return ar.totalSlots() > 0 }
 
-// setUnits stores what the replicated state says of the units: the ready ones with their epochs, the number
-// of those that may still become ready, and why others have no room.
-func (ar *appRouter) setUnits(ready map[string]uint64, onTheWay int, noRoom string) {
+// setUnits stores what the replicated state says of the units: the ready ones with their epochs, those that
+// may still become ready, and why others have no room.
+func (ar *appRouter) setUnits(ready map[string]uint64, coming map[string]*state.Unit, noRoom string) {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
 	before := ar.comingUnits()
-	ar.readyUnits, ar.pendingUnits, ar.noRoom = ready, onTheWay, noRoom
+	ar.readyUnits, ar.pendingUnits, ar.noRoom = ready, len(coming), noRoom
 	maps.DeleteFunc(ar.fencedUnits, func(unit string, epoch uint64) bool { return ready[unit] != epoch })
+	ar.followUnits(coming, time.Now())
 	ar.refreshUnseenUnits()
 	if ar.comingUnits() > before {
 		ar.publishPendingUnits() // before the ranks leave routing, so that requests in between wait
@@ -351,6 +355,9 @@ func (ar *appRouter) setUnits(ready map[string]uint64, onTheWay int, noRoom stri
 		ar.publish(r)
 	}
 	ar.publishPendingUnits() // after the ranks of units that are ready now have come
+	if !ar.hasReadyRank() {
+		ar.queue.room() // who waits looks again: the next start may take too long
+	}
 }
 
 // publishPendingUnits tells the Router how many units may still become ready. Somebody outside dpserve
@@ -420,15 +427,19 @@ func (ar *appRouter) minModelLen() int {
 	return least
 }
 
-// noRoomText continues the sentence that no rank is ready with the reason why units of the application cannot
-// be placed; "" if all can.
-func (ar *appRouter) noRoomText() string {
+// whyNotReady continues the sentence that no rank is ready with what is known of the reasons.
+func (ar *appRouter) whyNotReady() string {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
-	if ar.noRoom == "" {
-		return ""
+	text, away := "", ar.awayRanks()
+	for _, why := range slices.Sorted(maps.Keys(away)) {
+		text += fmt.Sprintf(", %d say that their engine is %s", away[why], why)
 	}
-	return ", and there is no room to start one: " + ar.noRoom
+	text += ar.coming.text(time.Now())
+	if ar.noRoom != "" {
+		text += ", and there is no room to start one: " + ar.noRoom
+	}
+	return text
 }
 
 // refreshUnseenUnits finds the ready units of which no stream has reported a rank yet: the replicated state
@@ -502,7 +513,7 @@ func (ar *appRouter) close() {
 	if c := ar.inputs().cache; c != nil {
 		c.close()
 	}
-	ar.setUnits(nil, 0, "")
+	ar.setUnits(nil, nil, "")
 	ar.queue.room()
 }
 

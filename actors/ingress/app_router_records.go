@@ -312,6 +312,7 @@ func (ar *appRouter) unitReturns(r *rank) {
 		return
 	}
 	delete(ar.fencedUnits, r.Unit)
+	ar.coming.noteReady(r.Unit, time.Now())
 	for _, s := range ar.ranks {
 		if s != r && !s.lost && s.Unit == r.Unit && s.Epoch == r.Epoch && !s.accepting && ar.isLockstep() {
 			ar.handleGap(s)
@@ -414,8 +415,7 @@ func (ar *appRouter) applyState(r *rank, rec *msg.Record) {
 	restarts := rec.Draining && rec.Cause == msg.CauseRestarting
 	if (failed || restarts) && ar.isReady(r) {
 		// requests wait until the unit is back or the replicated state says that it is not ready
-		ar.fencedUnits[r.Unit] = r.Epoch
-		ar.publishPendingUnits()
+		ar.noteFenced(r, rec.Cause)
 	}
 	ar.publish(r) // first, so that no further request is routed there
 	if rec.Fenced {
@@ -428,6 +428,14 @@ func (ar *appRouter) applyState(r *rank, rec *msg.Record) {
 	if rec.Fenced && r.draining && !r.Target.Owned {
 		r.cutStreams(errDrained)
 	}
+}
+
+// noteFenced stores that a unit which the replicated state has as ready has left: requests wait for its
+// return.
+func (ar *appRouter) noteFenced(r *rank, cause string) {
+	ar.fencedUnits[r.Unit] = r.Epoch
+	ar.coming.note(r.Unit, unknownPhase, cause, true, time.Now())
+	ar.publishPendingUnits()
 }
 
 // failFenced cancels the attempts without a first byte on a fenced rank, and returns the ranks that are lost;
@@ -489,8 +497,7 @@ func (ar *appRouter) applyLoad(r *rank, rec *msg.Record) {
 func (ar *appRouter) removeRank(r *rank) {
 	delete(ar.ranks, r.ID)
 	if !r.draining && ar.isReady(r) {
-		ar.fencedUnits[r.Unit] = r.Epoch
-		ar.publishPendingUnits()
+		ar.noteFenced(r, "")
 		ar.failFenced(r, false) // the node may be gone: this says nothing about the engine
 	}
 	ar.clearFull(r)

@@ -170,6 +170,9 @@ func explainNotes(ar *appRouter, query *routeQuery, d *routing.Decision, v *rout
 	if n, _ := ar.queue.size(); n > 0 {
 		out = append(out, fmt.Sprintf("%d requests wait: a new one stands behind them", n))
 	}
+	if d.Reason == routing.ReasonOnTheWay {
+		out = append(out, "no rank is ready"+ar.whyNotReady())
+	}
 	if d.Disqualified > 0 {
 		out = append(out, fmt.Sprintf("%d ranks have no score that is a number", d.Disqualified))
 	}
@@ -223,7 +226,7 @@ func refusal(app string, ar *appRouter, query *routeQuery, d *routing.Decision) 
 			"try again later")
 	}
 	return problem.New(problem.Unavailable, "no rank of app %s is ready: %s%s", app, d.Reason,
-		ar.noRoomText()).WithHint("`dpserve status %s` shows why", app)
+		ar.whyNotReady()).WithHint("`dpserve status %s` shows why", app)
 }
 
 // rankNotes is what the streams say of ranks that routing leaves out.

@@ -116,14 +116,51 @@ func TestTheNextOutageBeginsAnew(t *testing.T) {
 	})
 }
 
-// TestRequestsWaitForEnginesThatDpserveStarts: dpserve restarts these engines, so requests wait however long
-// that takes.
+// TestRequestsWaitForEnginesThatDpserveStarts: dpserve restarts these engines, so requests wait as long as
+// they may if nobody knows how long that takes. The answer says what they waited for.
 func TestRequestsWaitForEnginesThatDpserveStarts(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newOutageRig(t, app.KindSim)
 		time.Sleep(time.Minute)
 		rec, took := g.ask()
-		assert.Contains(t, rec.Body.String(), "queue_timeout")
+		assert.Contains(t, rec.Body.String(), "no_ready_rank")
+		assert.Contains(t, rec.Body.String(), "is ready, demo/0/0 restarts since 2m0s; see")
 		assert.Equal(t, time.Minute, took)
+	})
+}
+
+// TestNoRequestWaitsForAStartThatTakesLonger than its time in the queue: the last start took 70 s, and
+// requests wait for 60 s.
+func TestNoRequestWaitsForAStartThatTakesLonger(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := newOutageRig(t, app.KindSim)
+		synctest.Wait()
+		g.phase(state.Starting)
+		time.Sleep(70 * time.Second)
+		g.comeBack()
+		time.Sleep(time.Minute)
+
+		g.rank.say(false, true, "rank 0 died")
+		time.AfterFunc(time.Second, func() { g.phase(state.Fenced) })
+		time.AfterFunc(2*time.Second, func() { g.phase(state.Starting) })
+		for _, c := range []struct {
+			took, sleep time.Duration // sleep: after it
+			since       string
+			retryAfter  string
+		}{
+			{time.Second, 0, "1s", "60"},     // the state says only then that the unit starts anew
+			{0, 6 * time.Second, "1s", "60"}, // 70 s are left
+			{0, 5 * time.Second, "7s", "60"}, // 65 s
+			{time.Minute, 0, "1m12s", "1"},   // it might have been there in time
+		} {
+			rec, took := g.ask()
+			assert.Equal(t, http.StatusServiceUnavailable, rec.Code)
+			assert.Contains(t, rec.Body.String(), "no_ready_rank")
+			assert.Contains(t, rec.Body.String(), "demo/0/0 restarts since "+c.since+
+				" (rank 0 died); the last start took 1m10s")
+			assert.Equal(t, c.retryAfter, rec.Header().Get("Retry-After"))
+			assert.Equal(t, c.took, took)
+			time.Sleep(c.sleep)
+		}
 	})
 }

@@ -128,7 +128,7 @@ func (q *pairQuery) refusal(d *routing.PairDecision) error {
 		return refusal(q.pair.name, q.pair.decode, &q.decode, &routing.Decision{Reason: d.Reason})
 	case d.IsFallback() && q.pair.isOn() && q.pair.failsWithoutPrefill():
 		return problem.New(problem.Unavailable, "no prefill rank of app %s can compute the prompt: %s%s",
-			q.pair.name, d.Reason, q.pair.prefill.noRoomText()).
+			q.pair.name, d.Reason, q.pair.prefill.whyNotReady()).
 			WithHint("`dpserve status %s` shows why", q.pair.name)
 	}
 	return nil

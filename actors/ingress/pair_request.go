@@ -408,7 +408,7 @@ func (s *split) countPlain(code int) {
 
 func (s *split) noPrefillFailure() *failure {
 	f := newFailure(openai.CodeNoReadyRank, "no prefill rank can compute the prompt, and the application's "+
-		"disaggregation.fallback is fail"+s.pair.prefill.noRoomText()+"; see `dpserve status`").
+		"disaggregation.fallback is fail"+s.pair.prefill.whyNotReady()+"; see `dpserve status`").
 		withRetryAfter(1)
 	f.cause = s.choice.Reason
 	return f

@@ -4,10 +4,12 @@ import (
 	"context"
 	"fmt"
 	"hash/maphash"
+	"log/slog"
 	"net/http"
 	"strings"
 	"time"
 
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/routing"
@@ -174,11 +176,14 @@ func (req search) restriction() uint64 {
 var restrictionSeed = maphash.MakeSeed()
 
 // waitForRank queues the request until it has the turn and a rank has room, at most queue_s over all its
-// waits.
+// waits. It does not wait for a start that will take longer.
 func (req search) waitForRank(ctx context.Context, decide chooser) (rk *rank, hasWaited bool) {
 	ar, began := req.app.router, time.Now()
 	if req.queueDeadline.IsZero() {
 		req.queueDeadline = began.Add(req.app.queue)
+	}
+	if req.failure = req.noRankInTime(time.Until(req.queueDeadline)); req.failure != nil {
+		return nil, true
 	}
 	req.waiter.restriction, req.waiter.client = req.restriction(), clientOf(req.r)
 	if req.hadTurn {
@@ -189,6 +194,12 @@ func (req search) waitForRank(ctx context.Context, decide chooser) (rk *rank, ha
 		return nil, true
 	}
 	ar.demand.update()
+	if n, _ := ar.queue.size(); n == 1 {
+		if f := req.noRankInTime(0); f != nil {
+			req.in.log.Info("requests wait for a rank to start", slog.String("app", ar.name),
+				slog.String("cause", f.message))
+		}
+	}
 	defer func() {
 		ar.queue.leave(req.waiter)
 		ar.demand.update()
@@ -203,6 +214,10 @@ func (req search) waitForRank(ctx context.Context, decide chooser) (rk *rank, ha
 				req.failure = f
 				return rk, false
 			}
+			if f := req.noRankInTime(time.Until(req.queueDeadline)); f != nil {
+				req.failure = f
+				return nil, true
+			}
 			ar.queue.yield(req.waiter)
 			timeout.Reset(time.Until(req.nextDue()))
 		}
@@ -213,14 +228,42 @@ func (req search) waitForRank(ctx context.Context, decide chooser) (rk *rank, ha
 			if asks = true; time.Now().Before(req.queueDeadline) {
 				continue // the wait for a unit or a full engine is over
 			}
-			req.failure = newFailure(openai.CodeQueueTimeout,
-				"no rank had room in time; try again later").withRetryAfter(ar.retryAfter())
+			if req.failure = req.noRankInTime(0); req.failure == nil {
+				req.failure = newFailure(openai.CodeQueueTimeout,
+					"no rank had room in time; try again later").withRetryAfter(ar.retryAfter())
+			}
 			return nil, true
 		case <-ctx.Done():
 			req.failure = finalFailure(&result{cause: contextCause(ctx)})
 			return nil, true
 		}
 	}
+}
+
+// noRankInTime is the answer to a request that has waited, or would wait, for nothing: no rank is ready, and
+// none can be within left. nil: a rank is ready, or may become so.
+func (req search) noRankInTime(left time.Duration) *failure {
+	ar := req.app.router
+	ar.mu.Lock()
+	isReady := ar.hasReadyRank()
+	least := ar.coming.readyIn(time.Now())
+	// what the streams are about to tell, or somebody else starts, may be there at any moment
+	if spec := ar.revision.Load(); len(ar.suspectedNodes)+len(ar.unseenUnits) > 0 ||
+		spec == nil || spec.app.Engine.Kind == app.KindAttach {
+		least = 0
+	}
+	ar.mu.Unlock()
+	if isReady || left > 0 && least <= left {
+		return nil
+	}
+	return req.noReadyRank(int(least / time.Second))
+}
+
+// noReadyRank says that no rank is ready, and why.
+func (req search) noReadyRank(retryAfter int) *failure {
+	ar := req.app.router
+	return newFailure(openai.CodeNoReadyRank, "no rank of this application is ready"+ar.whyNotReady()+
+		"; see `dpserve status`").withRetryAfter(min(max(retryAfter, ar.retryAfter()), maxRetryAfter))
 }
 
 // clientOf is equal for the requests of one client: of one key, and without a key of one address. Behind a
@@ -272,8 +315,7 @@ func (req search) pickFailure() *failure {
 			"every rank of this application is above routing.busy_threshold; try again").withRetryAfter(
 			req.app.router.retryAfter())
 	}
-	f := newFailure(openai.CodeNoReadyRank, "no rank of this application is ready"+
-		req.app.router.noRoomText()+"; see `dpserve status`").withRetryAfter(req.app.router.retryAfter())
+	f := req.noReadyRank(0)
 	f.cause = req.choice.Reason
 	return f
 }

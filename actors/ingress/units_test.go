@@ -193,9 +193,46 @@ func TestNoDecisionIsBetweenReadyAndOnTheWay(t *testing.T) {
 		}
 	}()
 	for range 2000 {
-		ar.setUnits(nil, 1, "")
-		ar.setUnits(map[string]uint64{"demo/0/0": 1}, 0, "")
+		ar.setUnits(nil, map[string]*state.Unit{"demo/0/0": nil}, "")
+		ar.setUnits(map[string]uint64{"demo/0/0": 1}, nil, "")
 	}
 	close(stop)
 	assert.NotEqual(t, routing.Reject, <-done)
+}
+
+// TestAnEngineThatDoesNotCompute: no request goes to a rank whose engine says that it sleeps or scales. Where
+// no other is left, requests wait for one that scales, and are refused if all sleep.
+func TestAnEngineThatDoesNotCompute(t *testing.T) {
+	t.Parallel()
+	engine := replies(http.StatusOK, wholeAnswer)
+	g := newRig(t, options{engines: []http.HandlerFunc{engine, engine}})
+	first, second := g.replicas[0], g.replicas[1]
+	for _, why := range []string{msg.CauseAsleep, msg.CauseScaling} {
+		first.say(false, false, why)
+		before := second.granted()
+		for range 4 {
+			assert.Equal(t, "1", g.post("/v1/chat/completions", chatBody).header.Get("X-Dpserve-Rank"), why)
+		}
+		assert.Equal(t, before+4, second.granted())
+		info, err := g.in.RouterInfo("demo")
+		require.NoError(t, err)
+		assert.Equal(t, map[string]int{why: 1}, info.Away)
+	}
+	first.say(false, false, msg.CauseAsleep)
+	second.say(false, false, msg.CauseAsleep)
+	a := g.post("/v1/chat/completions", chatBody)
+	assert.Equal(t, "no_ready_rank", a.code(t))
+	assert.Contains(t, a.body, "no rank of this application is ready, 2 say that their engine is asleep")
+
+	second.say(false, false, msg.CauseScaling)
+	got := make(chan answer, 1)
+	go func() { got <- g.post("/v1/chat/completions", chatBody) }()
+	eventually(t, func() bool { return g.in.QueueLen("demo") == 1 }, "it waits")
+	second.say(true, false, "")
+	assert.Equal(t, http.StatusOK, (<-got).status)
+	first.say(true, false, "")
+	eventually(t, func() bool {
+		info, err := g.in.RouterInfo("demo")
+		return err == nil && info.Away == nil
+	}, "both are back")
 }

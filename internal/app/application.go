@@ -238,7 +238,7 @@ type Routing struct {
 
 // Timeouts bound each phase of a request, in seconds.
 type Timeouts struct {
-	// longest wait in the queue; then 503 `queue_timeout`
+	// longest wait in the queue; then 503 `queue_timeout`, or `no_ready_rank` if no rank is ready
 	QueueS float64 `json:"queue_s" is:"seconds" default:"60"`
 	// from dispatch to the first token; then another rank, or 504 `first_token_timeout`
 	FirstTokenS float64 `json:"first_token_s" is:"seconds" default:"300"`

@@ -16,12 +16,14 @@ import (
 )
 
 // CC12: engines that load for 42 s. The status says what they do, nothing fails before the deadline of the
-// start, and the application runs only after each rank of each group has computed a token.
+// start, and the application runs only after each rank of each group has computed a token. When both groups
+// start again, a request does not wait for what cannot be there in time, and is told why.
 func TestCC12ColdStart(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)
 		began := time.Now()
-		c.Deploy(simApp("cold", 2, "lockstep", "sim_step_ms: 10, sim_startup_s: 42", "num_groups: 2"))
+		c.Deploy(simApp("cold", 2, "lockstep", "sim_step_ms: 10, sim_startup_s: 42", "num_groups: 2",
+			"timeouts: {queue_s: 30}"))
 		time.Sleep(30 * time.Second)
 		st, _ := c.App("cold")
 		assert.Equal(t, "DEPLOYING", st.Status)
@@ -54,6 +56,18 @@ func TestCC12ColdStart(t *testing.T) {
 		for _, e := range c.Events("cold") {
 			assert.NotContains(t, []string{"fenced", "killing", "backoff", "failed"}, e.Phase, e)
 		}
+
+		c.Expect(harness.EngineFails, harness.RequestRefused)
+		for group := range 2 {
+			c.Kill("cold", group, 1)
+		}
+		s = c.StreamChat(t.Context(), "cold", 5)
+		assert.Equal(t, "no_ready_rank", s.Error)
+		assert.Less(t, s.Total, 5*time.Second)
+		time.Sleep(20 * time.Second)
+		s = c.StreamChat(t.Context(), "cold", 5)
+		assert.True(t, s.OK(), "it waits for a start that may end in time: %v", s)
+		assert.Greater(t, s.Total, 15*time.Second)
 		c.Quiet()
 	})
 }
