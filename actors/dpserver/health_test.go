@@ -577,6 +577,11 @@ func TestAnEngineThatSaysThatItDoesNotCompute(t *testing.T) {
 				time.Sleep(5 * time.Minute)
 				assert.Empty(t, r.tape.nodeEvents(), "%s: it is not sick", name)
 				assert.Empty(t, r.states())
+				r.send(&msg.Done{TicketID: id, Outcome: msg.FailedOutcome, BusyFor: time.Second})
+				time.Sleep(2 * time.Second)
+				for _, rec := range r.states() {
+					assert.Equal(t, name, rec.Cause, "the engine is full beside it")
+				}
 				r.send(msg.Resync{Sink: r.tape})
 				states = r.states()
 				require.Len(t, states, 1, "a snapshot does not say why, the next record does")
@@ -592,7 +597,6 @@ func TestAnEngineThatSaysThatItDoesNotCompute(t *testing.T) {
 				assert.True(t, states[0].Accepting)
 				assert.Empty(t, r.Status().Away)
 				assert.Equal(t, msg.Granted, r.ask().Refusal)
-				r.send(&msg.Done{TicketID: id})
 			})
 		}
 	}

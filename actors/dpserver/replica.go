@@ -298,6 +298,9 @@ func (r *replica) isTripped() bool { return r.state.phase == phaseOpen && r.trip
 // publishState tells the sinks whether the rank accepts requests, and why not.
 func (r *replica) publishState(cause string) {
 	isFenced := r.state.phase == phaseFenced
+	if why := r.away.reason(); why != "" && r.state.phase == phaseOpen {
+		cause = why // the main reason, whatever else happens meanwhile
+	}
 	r.stream.emit(&msg.Record{
 		Kind: msg.RecState, Cause: cause, Turn: r.offerTurn(),
 		RankState: msg.RankState{
@@ -315,8 +318,8 @@ func (r *replica) sendSnapshot(sub *hubSubscription) {
 	if !r.stream.sendSnapshot(sub, r.snapshot(), false) {
 		r.recorder.box.Send(columnsRequest{sub})
 	}
-	if why := r.away.reason(); why != "" && r.state.phase == phaseOpen {
-		r.publishState(why) // the snapshot does not say it
+	if r.away.reason() != "" && r.state.phase == phaseOpen {
+		r.publishState("") // the snapshot does not say why
 	}
 }
 
