@@ -483,7 +483,9 @@ func TestRequestsWaitForBusyEngines(t *testing.T) {
 		"SGLang": replies(503, `{"object":"error","message":"The request queue is full.","code":503}`),
 		"vLLM":   replies(503, busyError),
 		"TGI":    replies(429, `{"error":"Model is overloaded","error_type":"overloaded"}`),
-		"text":   func(w http.ResponseWriter, _ *http.Request) { http.Error(w, "no room", 503) },
+		"text": func(w http.ResponseWriter, _ *http.Request) {
+			http.Error(w, "no room", http.StatusServiceUnavailable)
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var isWell atomic.Bool
