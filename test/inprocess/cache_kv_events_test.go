@@ -163,7 +163,8 @@ func TestKV4RestartOfAnAttachedEngine(t *testing.T) {
 		}
 		r.Deploy(attached("a", kvLocality, ranks...))
 		r.WaitStatus("a", "RUNNING")
-		r.spread("a", 3, 0, 30, 10*blockTokens)
+		// many batches: a restart is not seen if as many are published until the events are followed again
+		r.spread("a", 3, 0, 90, 10*blockTokens)
 		before := r.settled("a")
 		old := []client.RankStatus{r.Rank("a", 0, 0), r.Rank("a", 0, 1), r.Rank("a", 0, 2)}
 		require.NotEmpty(t, before["0/1 gpu"])
