@@ -159,7 +159,7 @@ func (r *PairRouter) Explain(p, d *Request, cannotSplit bool) PairWhy {
 	for {
 		why.Decode, why.DecodeView = r.decode.why(d)
 		why.DecodeView.Now = max(why.DecodeView.Now, d.Now)
-		source := r.source
+		source := d.source(&r.source)
 		r.rule.Decide(&PairInput{
 			Prefill:     newPairPool(r.prefill, p, &why.PrefillView, &why.Prefill),
 			Decode:      newPairPool(r.decode, d, &why.DecodeView, &why.Decode),

@@ -255,7 +255,7 @@ func (r *Router) Why(q *Request) (Decision, View) {
 }
 
 func (r *Router) why(q *Request) (Decision, View) {
-	source, v, d := r.source, r.view, Decision{Explain: true}
+	source, v, d := q.source(&r.source), r.view, Decision{Explain: true}
 	v.Now = max(v.Now, q.Now)
 	r.reckon(v.Now)
 	r.decide(q, &v, rand.New(&source), &d)

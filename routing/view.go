@@ -6,6 +6,7 @@ package routing
 import (
 	"cmp"
 	"fmt"
+	"math/rand/v2"
 	"slices"
 	"time"
 
@@ -198,10 +199,20 @@ type Request struct {
 	// with HasDirect: the caller's rank is taken under every policy (generate with a worker id)
 	Force    bool
 	Override *Override // parameters for this request alone; nil = none
+	// Explain and Why draw between equal ranks by ID; else as the next Pick will
+	DrawsByID bool
 
 	Priority int     // reserved: higher goes first
 	TTFTms   float64 // reserved: SLO of the first token, ms; 0 = the application's
 	TPOTms   float64 // reserved: SLO per output token, ms; 0 = the application's
+}
+
+// source is the generator of a decision that changes nothing. next is that of the next Pick.
+func (q *Request) source(next *rand.PCG) rand.PCG {
+	if q.DrawsByID {
+		return *rand.NewPCG(q.ID, fibonacci)
+	}
+	return *next
 }
 
 // HitOn is the number of prompt tokens that rank id holds, 0 to Tokens-1.

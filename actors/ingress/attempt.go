@@ -127,7 +127,9 @@ func (req *request) ask(parent context.Context, number uint32) (ev dispatch.Even
 	resp, reply, err := req.askRank(ctx, rk, q)
 	switch {
 	case reply.Refusal != msg.Granted:
-		req.result = result{cause: req.endRefused(parent, ctx, reply)}
+		why := noteRefusal(req.app.router, rk, refusedAs(reply.Refusal), reply.Seq, parent, ctx)
+		req.result = result{cause: why}
+		req.undoPick()
 		return req.ended(dispatch.EvRefused), nil
 	case err != nil:
 		req.result = failedAsk(ctx, err)
@@ -180,8 +182,8 @@ func (req *request) newAdmit(life context.Context, rk *rank) *msg.Admit {
 		Ctx: life, ReqID: req.query.ID, Epoch: rk.Epoch, Tokens: req.query.Tokens,
 		Estimated: req.query.Estimated, Deadline: req.deadline, Ingress: req.in.node,
 		Session: routing.SessionKey(req.query.Session), Weight: req.scan.Choices,
-		// a reservation has no HTTP request: its caller reports the end of prefill
-		Whole: req.r != nil && !req.scan.Stream,
+		// the caller of a reservation reports the end of prefill
+		Whole: req.hold == nil && !req.scan.Stream,
 	}
 	if req.prompt.lookedUp {
 		m.Hit, m.Blocks, m.HitBlocks = req.query.HitOn(rk.ID), req.prompt.blocks,
@@ -242,25 +244,45 @@ func (req *request) recordTicket(t *msg.Ticket) {
 	req.in.observeTicket(a.router, a.rank.ID, req.query.ID, t)
 }
 
-// endRefused removes a refused request from the rank's load, and gives the cause. It first corrects the
-// picture of a full rank, so that the undo wakes no request without reason. A rank answers "expired" both
-// to a client that left and to a deadline; only the ingress can tell them apart. life is the context of the
-// ticket: it ends a moment before that of the attempt, its child.
-func (req *request) endRefused(life, ctx context.Context, reply msg.AdmitReply) dispatch.Cause {
-	why := refusedAs(reply.Refusal)
-	switch {
-	case why != dispatch.Expired:
-	case life.Err() != nil:
-		why = contextCause(life)
-	case ctx.Err() != nil:
-		why = contextCause(ctx)
+// noteRefusal counts that a rank gives no ticket, and returns why. It corrects the picture of a full rank
+// before the caller undoes the pick, so that the undo wakes no request without reason. A rank answers
+// "expired" both to a client that left and to a deadline; only the ingress can tell them apart, by the first
+// of the contexts that has ended. A rank that is lost while it is asked has nothing of the request.
+func noteRefusal(ar *appRouter, rk *rank, why dispatch.Cause, seq uint64, contexts ...context.Context,
+) dispatch.Cause {
+	for _, ctx := range contexts {
+		if why == dispatch.Expired && ctx.Err() != nil {
+			why = contextCause(ctx)
+		}
 	}
-	req.app.router.metrics.Load().Refusal(why.String())
+	if why == dispatch.UnitLost {
+		why = dispatch.Fenced
+	}
+	ar.metrics.Load().Refusal(why.String())
 	if why == dispatch.Full {
-		req.app.router.markFull(req.attempt.rank, reply.Seq)
+		ar.markFull(rk, seq)
 	}
-	req.undoPick()
 	return why
+}
+
+// askTicket asks a rank for a ticket alone. If it is refused, the pick still counts.
+func (req *request) askTicket(ctx context.Context, ar *appRouter, rk *rank, q *rankleg.Request,
+) dispatch.Cause {
+	ctx, cancel := context.WithTimeoutCause(ctx, req.in.timers.Admit, errAdmitSlow)
+	defer cancel()
+	reply, err := rk.asker.Reserve(ctx, q)
+	if q.IsAdmitPending { // an actor may still read the blocks
+		if req.prompt.shared = true; req.split != nil {
+			req.split.prompt.shared = true
+		}
+	}
+	switch {
+	case err != nil:
+		return noteRefusal(ar, rk, failedAsk(ctx, err).cause, 0)
+	case reply.Refusal != msg.Granted:
+		return noteRefusal(ar, rk, refusedAs(reply.Refusal), reply.Seq, ctx)
+	}
+	return dispatch.OK
 }
 
 // undoPick removes the request from the picked rank's load in the Router, if it counts there.

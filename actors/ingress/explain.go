@@ -15,28 +15,29 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// explainQuery is the decision for k as it would be now.
-func explainQuery(ar *appRouter, router *routing.Router, query *routeQuery) *client.Explanation {
-	describeQuery(ar, query)
-	d, view := router.Why(&query.query)
-	return explainDecision(ar, query, &d, &view)
+// explain decides the question and explains the decision.
+func explain(q *inquiry) *client.Explanation {
+	_, _, _ = search{q.request}.decide()
+	x := explainDecision(q.app.router, asked{&q.prompt, &q.query}, &q.Decode, &q.DecodeView)
+	if q.split != nil {
+		explainPair(q, x)
+	}
+	return x
 }
 
 // explainDecision describes a policy's decision on a view.
-func explainDecision(ar *appRouter, query *routeQuery, d *routing.Decision,
-	view *routing.View,
-) *client.Explanation {
+func explainDecision(ar *appRouter, q asked, d *routing.Decision, view *routing.View) *client.Explanation {
 	policy := ar.router.Load().Policy()
 	x := &client.Explanation{
-		App: ar.name, Policy: policy, Tokens: query.query.Tokens, Estimated: query.query.Estimated,
+		App: ar.name, Policy: policy, Tokens: q.query.Tokens, Estimated: q.query.Estimated,
 		Decision: kindName(d.Kind), Reason: d.Reason, Formula: formula(policy, d.Terms),
 	}
-	x.Blocks, x.BlockSize, x.BlockUnit, x.Identity = query.prompt.blockInfo()
+	x.Blocks, x.BlockSize, x.BlockUnit, x.Identity = q.prompt.blockInfo()
 	if d.Kind == routing.Route {
 		x.Pick = d.Ranked[0].String()
 	}
-	x.Ranks = explainRanks(ar, query, d, view)
-	x.Notes = explainNotes(ar, query, d, view)
+	x.Ranks = explainRanks(ar, q, d, view)
+	x.Notes = explainNotes(ar, q.prompt, d, view)
 	return x
 }
 
@@ -63,10 +64,8 @@ func kindName(k routing.Kind) string {
 }
 
 // explainRanks describes every rank that the Router knows, and the application's other ranks.
-func explainRanks(ar *appRouter, query *routeQuery, d *routing.Decision,
-	v *routing.View,
-) []client.RankExplanation {
-	excluded, notes := v.Exclusions(&query.query), rankNotesOf(ar)
+func explainRanks(ar *appRouter, q asked, d *routing.Decision, v *routing.View) []client.RankExplanation {
+	excluded, notes := v.Exclusions(q.query), rankNotesOf(ar)
 	out := make([]client.RankExplanation, 0, len(v.Ranks))
 	for i := range v.Ranks {
 		rk := &v.Ranks[i]
@@ -82,7 +81,7 @@ func explainRanks(ar *appRouter, query *routeQuery, d *routing.Decision,
 			row.KVUsage = &usage
 		}
 		if !v.PrefixCachingOff {
-			query.hit(&row, rk.ID)
+			q.hit(&row, rk.ID)
 		}
 		score(&row, rk.ID, d.Terms)
 		out = append(out, row)
@@ -91,14 +90,14 @@ func explainRanks(ar *appRouter, query *routeQuery, d *routing.Decision,
 }
 
 // hit adds what the rank holds of the prompt.
-func (query *routeQuery) hit(row *client.RankExplanation, id routing.RankID) {
-	row.HitTokens = query.query.HitOn(id)
-	i := slices.IndexFunc(query.query.Hits, func(h routing.Hit) bool { return h.Rank == id })
+func (q asked) hit(row *client.RankExplanation, id routing.RankID) {
+	row.HitTokens = q.query.HitOn(id)
+	i := slices.IndexFunc(q.query.Hits, func(h routing.Hit) bool { return h.Rank == id })
 	if i < 0 {
 		return
 	}
-	row.HostTokens, row.DiskTokens = int(query.query.Hits[i].Host), int(query.query.Hits[i].Disk)
-	row.HitBlocks = query.prompt.cachedPrefix(id)
+	row.HostTokens, row.DiskTokens = int(q.query.Hits[i].Host), int(q.query.Hits[i].Disk)
+	row.HitBlocks = q.prompt.cachedPrefix(id)
 }
 
 // score adds the rank's terms and their sum, in the order in which the policy adds them.
@@ -155,13 +154,13 @@ const lastResort = 1 << 40
 const scoring = "scoring"
 
 // explainNotes are remarks for a person beside the numbers.
-func explainNotes(ar *appRouter, query *routeQuery, d *routing.Decision, v *routing.View) []string {
+func explainNotes(ar *appRouter, p *prompt, d *routing.Decision, v *routing.View) []string {
 	var out []string
 	r := ar.inputs()
 	if v.PrefixCachingOff {
 		out = append(out, "the engines run without prefix caching: every hit counts as 0")
 	}
-	if r.identity == app.IdentityTokens && query.prompt.unit == kvindex.Text {
+	if r.identity == app.IdentityTokens && p.unit == kvindex.Text {
 		out = append(out, "identity is tokens, but no tokenizer answered: the prompt is known by its text")
 	}
 	if d.Reason == routing.ReasonSampled {
@@ -177,7 +176,7 @@ func explainNotes(ar *appRouter, query *routeQuery, d *routing.Decision, v *rout
 		out = append(out, fmt.Sprintf("%d ranks have no score that is a number", d.Disqualified))
 	}
 	switch {
-	case query.prompt.hasDirect:
+	case p.hasDirect:
 		out = append(out, "the caller names the rank: the policy has no say")
 	case v.HasBusyThreshold && slices.ContainsFunc(v.Ranks, func(rk routing.Rank) bool { return rk.Busy }):
 		out = append(out, fmt.Sprintf("ranks above busy_threshold %g get nothing", v.BusyThreshold))
@@ -206,13 +205,13 @@ func addMissingRanks(ar *appRouter, rows []client.RankExplanation) []client.Rank
 }
 
 // refusal is the error for a decision without a rank, of an application's ranks or of those of one pool.
-func refusal(app string, ar *appRouter, query *routeQuery, d *routing.Decision) error {
+func refusal(app string, ar *appRouter, direct routing.RankID, d *routing.Decision) error {
 	switch d.Reason {
 	case routing.ReasonUnknownRank:
-		return problem.New(problem.NotFound, "there is no rank %s/%s", app, query.query.Direct).WithHint(
+		return problem.New(problem.NotFound, "there is no rank %s/%s", app, direct).WithHint(
 			"`dpserve status %s` lists them", app)
 	case routing.ReasonRankUnavailable:
-		return problem.New(problem.Unavailable, "rank %s of app %s cannot take it now", query.query.Direct,
+		return problem.New(problem.Unavailable, "rank %s of app %s cannot take it now", direct,
 			app).WithHint("try again later, or leave worker out")
 	case routing.ReasonNoRankGiven:
 		return problem.New(problem.InvalidArgument,
@@ -261,7 +260,7 @@ func explainRank(rk *routing.Rank, why routing.Exclusion, notes rankNotes, v *ro
 ) {
 	switch why {
 	case routing.Tried:
-		return "tried", "it failed this request already"
+		return "tried", "it takes no such request: of a role or without a pair for it"
 	case routing.NotReady:
 		if notes.draining {
 			return "draining", "it takes nothing new and lets its requests end"
@@ -392,22 +391,6 @@ func (e *decisionRecord) notes(ar *appRouter) (out []string) {
 				maxRecentBlocks))
 	}
 	return out
-}
-
-// replayDecision shows the inputs of a recent decision, and the decision that a new request would get now.
-func replayDecision(ar *appRouter, router *routing.Router, rq *client.Query) (*client.Explanation, error) {
-	e, err := findDecision(ar, ar.name, rq.Replay)
-	if err != nil {
-		return nil, err
-	}
-	query := &routeQuery{prompt: e.prompt}
-	if err := applyOverrides(ar, query, rq.Worker, rq.Override); err != nil {
-		return nil, err
-	}
-	x := explainQuery(ar, router, query)
-	x.Replay = e.toReplay(ar.in.clockBase)
-	x.Notes = append(x.Notes, e.notes(ar)...)
-	return x, nil
 }
 
 // toReplay describes the recorded decision. base is the origin of its clock.

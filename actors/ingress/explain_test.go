@@ -208,13 +208,13 @@ func (b *decisionRig) seed(r *rand.Rand) {
 		return
 	}
 	for i := range 2 {
-		var k routeQuery
+		var k prompt
 		ids := make([]uint32, 64)
 		for j := range ids {
 			ids[j] = uint32(j / 16)
 		}
-		k.prompt.fromTokens(b.router, ids, "")
-		b.holds(i, k.prompt.blocks[:1+r.IntN(len(k.prompt.blocks))])
+		k.fromTokens(b.router, ids, "")
+		b.holds(i, k.blocks[:1+r.IntN(len(k.blocks))])
 	}
 }
 
@@ -309,9 +309,9 @@ func TestExplainSeesWhatRanksHold(t *testing.T) {
 		a.Routing.Params = map[string]any{"profile": "locality"}
 	})
 	ids := make([]uint32, 100)
-	var k routeQuery
-	k.prompt.fromTokens(b.router, ids, "")
-	b.holds(3, k.prompt.blocks[:4])
+	var k prompt
+	k.fromTokens(b.router, ids, "")
+	b.holds(3, k.blocks[:4])
 	b.settle()
 	x, err := b.in.ExplainRoute(t.Context(), "demo", &client.Query{TokenIDs: ids})
 	require.NoError(t, err)
@@ -335,7 +335,7 @@ func TestExplainSeesWhatRanksHold(t *testing.T) {
 	assert.Equal(t, []any{"0/3", "gpu", "", 4}, []any{
 		runs[0].Worker, runs[0].Tier, runs[0].Parent, len(runs[0].Blocks),
 	})
-	assert.Equal(t, hex16(k.prompt.blocks[0]), runs[0].Blocks[0])
+	assert.Equal(t, hex16(k.blocks[0]), runs[0].Blocks[0])
 }
 
 func (b *decisionRig) dump() []client.Run {

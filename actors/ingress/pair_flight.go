@@ -21,6 +21,7 @@ func (s *split) run(ctx context.Context) *failure {
 	req, cfg := s.req, s.pair.config
 	s.ctx, s.first = ctx, true
 	cfg.DecodeLimit, cfg.LocalLimit = req.firstTokenLimit(), req.firstTokenLimit()
+	cfg.IsHeld = req.hold != nil
 	s.flight = s.pair.proxy.Begin(&cfg, !req.scan.Stream, s)
 	defer s.flight.End() // also after a panic
 	s.tell(dispatch.Event{Kind: dispatch.EvStart})
@@ -99,7 +100,9 @@ func (s *split) Do(cmd *dispatch.Command) {
 		s.answer, s.why = cmd.Answer, cmd.Cause
 		s.mu.Unlock()
 	case dispatch.CmdCount:
-		s.pair.metrics.Request(wayNames[cmd.Way], resultNames[cmd.Result])
+		if s.req.hold == nil {
+			s.pair.metrics.Request(wayNames[cmd.Way], resultNames[cmd.Result])
+		}
 	case dispatch.CmdNote:
 		s.note(cmd.Note)
 	default:
@@ -315,7 +318,9 @@ func (s *split) reserve(cmd *dispatch.Command) dispatch.Event {
 	s.mu.Lock()
 	s.legs = append(s.legs, leg)
 	s.mu.Unlock()
-	if ev.Cause = s.askTicket(leg.ctx, leg, &b); ev.Cause == dispatch.OK {
+	q := &rankleg.Request{Rank: rk.Rank, Admit: s.newAdmit(leg, &b), OnTicket: leg.take}
+	if ev.Cause = s.req.askTicket(leg.ctx, ar, rk, q); ev.Cause == dispatch.OK {
+		s.req.in.observeTicket(b.router, rk.ID, b.reqID, &leg.tracked.ticket)
 		ev.Kind = dispatch.EvReserved
 		return ev
 	}
@@ -324,36 +329,6 @@ func (s *split) reserve(cmd *dispatch.Command) dispatch.Event {
 	leg.end()
 	s.undo(&b)
 	return ev
-}
-
-// askTicket asks the leg's rank for its ticket, which lives as long as leg.life. If it is refused, b still
-// counts.
-func (s *split) askTicket(ctx context.Context, leg *pairLeg, b *bump) (refused dispatch.Cause) {
-	ctx, cancel := context.WithTimeoutCause(ctx, s.req.in.timers.Admit, errAdmitSlow)
-	defer cancel()
-	q := &rankleg.Request{Rank: leg.rank.Rank, Admit: s.newAdmit(leg, b), OnTicket: leg.take}
-	reply, err := leg.rank.asker.Reserve(ctx, q)
-	if q.IsAdmitPending { // an actor may still read the blocks
-		s.req.prompt.shared, s.prompt.shared = true, true
-	}
-	if err == nil && reply.Refusal == msg.Granted {
-		s.req.in.observeTicket(b.router, leg.rank.ID, b.reqID, &leg.tracked.ticket)
-		return dispatch.OK
-	}
-	switch refused = refusedAs(reply.Refusal); {
-	case err != nil:
-		refused = failedAsk(ctx, err).cause
-	case refused == dispatch.Expired && ctx.Err() != nil:
-		refused = contextCause(ctx)
-	}
-	if refused == dispatch.UnitLost { // while it was asked: its engine has nothing of the request
-		refused = dispatch.Fenced
-	}
-	leg.pool.metrics.Load().Refusal(refused.String())
-	if refused == dispatch.Full { // before the undo, so that it wakes no request without reason
-		leg.pool.markFull(leg.rank, reply.Seq)
-	}
-	return refused
 }
 
 // newAdmit is the message that asks for the leg's ticket. A decode rank that gets a prompt which a prefill

@@ -2,181 +2,52 @@ package ingress
 
 import (
 	"cmp"
-	"context"
 	"fmt"
-	"net/http"
 	"slices"
 
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/dispatch"
-	"github.com/dpserve/dpserve/internal/engine/transfer"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/telemetry"
 	"github.com/dpserve/dpserve/routing"
 )
 
-// pairQuery is a request to an application with two pools outside of the live path, as either pool reads it,
-// made by the functions that make live requests.
-type pairQuery struct {
-	pair            *pairApp
-	prefill, decode routeQuery
-	notSplit        string // why it goes to one rank; "": it can be split
-}
-
-// newPairQuery makes the query of a client.Query without Replay.
-func newPairQuery(ctx context.Context, p *pairApp, rq *client.Query) (*pairQuery, error) {
-	q := &pairQuery{pair: p}
-	r, err := q.decode.readBody(ctx, p.decode, rq)
-	if err != nil {
-		return nil, err
+// explainPair completes the explanation of a question that both pools have decided.
+func explainPair(q *inquiry, x *client.Explanation) {
+	s, p, d := q.split, q.split.pair, &q.split.choice
+	prefill := explainDecision(p.prefill, asked{&s.prompt, &s.query}, &q.Prefill, &q.PrefillView)
+	x.App, x.Decision = p.name, kindName(d.Kind)
+	way := telemetry.WayNone
+	if d.Kind == routing.Route {
+		way = wayNames[s.way]
 	}
-	if err := applyOverrides(p.decode, &q.decode, rq.Worker, rq.Override); err != nil {
-		return nil, err
+	repick(x, d.Decode, d.Kind == routing.Route, d.Reason)
+	repick(prefill, d.Prefill, d.Remote, d.Reason)
+	x.Pair = &client.PairExplanation{
+		Decide: p.rule, Way: way, Prefill: prefill.Pick, Reason: d.Reason, Candidates: pairCandidates(d),
+		PrefillPool: prefill,
 	}
-	return q, q.readPrefill(ctx, r)
-}
-
-// readPrefill makes the prefill pool's query of the decode pool's.
-func (q *pairQuery) readPrefill(ctx context.Context, r *scannedRequest) error {
-	if !r.route.Generates() {
-		q.notSplit = "it computes no tokens"
-		return nil
+	if q.Decode.Kind == routing.Route {
+		x.Pair.UncachedTokens = x.Tokens - heldBy(&q.DecodeView, &q.query, q.Decode.Ranked[0])
 	}
-	s := q.newSplit()
-	s.req.r = (&http.Request{Header: r.header}).WithContext(ctx)
-	s.req.route, s.req.scan, s.req.body = r.route, r.scan, &bodyBuffer{b: r.body}
-	if err := s.body.Scan(q.pair.transfer, transfer.RouteOf(r.route.Path()), r.body); err != nil {
-		return problemOf(badBody(err))
+	x.Pair.Why = pairWords(d, x, q.notSplit)
+	if s.way == dispatch.WayFallback && p.failsWithoutPrefill() {
+		x.Notes = append(x.Notes, "disaggregation.fallback is fail: such a request is refused with 503")
 	}
-	if s.body.Reason != transfer.CanSplit {
-		q.notSplit = s.body.Reason.String()
-		return nil
-	}
-	if f := s.readPrompt(); f != nil { //nolint:contextcheck // it is in s.req.r
-		return problemOf(f)
-	}
-	q.prefill.prompt = s.prompt
-	return nil
-}
-
-// keepPrefill makes the prefill pool's query of what a decision has kept of the decode pool's prompt.
-func (q *pairQuery) keepPrefill() {
-	q.prefill.prompt = q.decode.prompt
-	m := promptMemory{}
-	if s := q.newSplit(); s.sharesPrompt() {
-		m.blocks = q.decode.prompt.blocks
-	} else {
-		q.prefill.prompt.unit = 0
-	}
-	q.prefill.prompt.promptMemory, q.prefill.prompt.hasDirect = m, false
-}
-
-// newSplit is a split request for the query, with the decode pool's prompt. It is of no pool: actors may read
-// its blocks after a late reply.
-func (q *pairQuery) newSplit() *split {
-	req := newRequest(q.pair.in)
-	req.app = &appRoute{appRevision: q.pair.decodeSpec, router: q.pair.decode, pair: q.pair}
-	req.prompt, req.query = q.decode.prompt, q.decode.query
-	req.split = &split{req: req, pair: q.pair}
-	return req.split
-}
-
-// describe prepares both queries for the PairRouter as live requests do, with the next numbers of requests:
-// policies without a session depend on them.
-func (q *pairQuery) describe() {
-	describeQuery(q.pair.prefill, &q.prefill)
-	describeQuery(q.pair.decode, &q.decode)
-	if q.goesToOne() {
-		q.decode.query.Tried = append(q.decode.query.Tried[:0], q.pair.splitOnly...)
-		return
-	}
-	q.decode.query.ID++ // the prefill pool's query is numbered first
-}
-
-// goesToOne reports whether the request goes to one rank whatever the prefill pool has to do.
-func (q *pairQuery) goesToOne() bool { return q.notSplit != "" || !q.pair.isOn() }
-
-// why is the decision for the query as it would be now. Like split.decide, it takes another decode rank for
-// one that has met no prefill rank, where requests without a prefill rank are refused.
-func (q *pairQuery) why() (why routing.PairWhy) {
-	q.describe()
-	d := &q.decode.query
-	tried := len(d.Tried)
-	why = q.pair.router.Explain(&q.prefill.query, d, q.goesToOne())
-	switch pair := &why.Pair; {
-	case pair.Kind == routing.Reject && len(d.Tried) > tried:
-		pair.Reason = routing.PairNotPrewarmed
-	case pair.Kind == routing.Route && q.goesToOne() && q.notSplit == "":
-		pair.Reason = routing.PairNoPrefill
-	}
-	return why
-}
-
-// wayOf is the way on which a decision sends the query. An application without a prefill rank misses none.
-func (q *pairQuery) wayOf(d *routing.PairDecision) string {
-	if way := wayOf(d); way != wayNames[dispatch.WayFallback] || q.pair.isOn() {
-		return way
-	}
-	return wayNames[dispatch.WayLocal]
 }
 
 // refusal is the error for a decision without ranks, nil if there are some.
-func (q *pairQuery) refusal(d *routing.PairDecision) error {
+func (p *pairApp) refusal(d *routing.PairDecision, direct routing.RankID) error {
 	switch {
 	case d.Kind != routing.Route:
-		return refusal(q.pair.name, q.pair.decode, &q.decode, &routing.Decision{Reason: d.Reason})
-	case d.IsFallback() && q.pair.isOn() && q.pair.failsWithoutPrefill():
+		return refusal(p.name, p.decode, direct, &routing.Decision{Reason: d.Reason})
+	case d.IsFallback() && p.isOn() && p.failsWithoutPrefill():
 		return problem.New(problem.Unavailable, "no prefill rank of app %s can compute the prompt: %s%s",
-			q.pair.name, d.Reason, q.pair.prefill.whyNotReady()).
-			WithHint("`dpserve status %s` shows why", q.pair.name)
+			p.name, d.Reason, p.prefill.whyNotReady()).
+			WithHint("`dpserve status %s` shows why", p.name)
 	}
 	return nil
-}
-
-// noPlace is the error for a reservation without ranks.
-func (q *pairQuery) noPlace(s *split) error {
-	if err := q.refusal(&s.choice); err != nil {
-		return err
-	}
-	return problem.New(problem.Internal, "no decision was made")
-}
-
-// bestPair is BestWorker for an application with two pools.
-func bestPair(ctx context.Context, p *pairApp, q *client.BestWorkerRequest) (client.Worker, error) {
-	query, err := newPairQuery(ctx, p, &client.Query{
-		TokenIDs: q.TokenIDs, Model: q.Model, Worker: q.Worker, Override: q.Override,
-	})
-	if err != nil {
-		return client.Worker{}, err
-	}
-	if q.RequestID != "" {
-		return reservePair(ctx, query, q.RequestID)
-	}
-	why := query.why()
-	d := &why.Pair
-	if err := query.refusal(d); err != nil {
-		return client.Worker{}, err
-	}
-	decode, prefill := p.decode.findRank(d.Decode), (*rank)(nil)
-	if d.Remote {
-		prefill = p.prefill.findRank(d.Prefill)
-	}
-	if decode == nil || d.Remote && prefill == nil {
-		return client.Worker{}, problem.New(problem.Unavailable, "a rank of app %s is gone", p.name).
-			WithHint("ask again")
-	}
-	return query.worker(decode, prefill, d.Reason), nil
-}
-
-// worker describes a pair of ranks; prefill nil: the decode rank alone.
-func (q *pairQuery) worker(decode, prefill *rank, reason string) client.Worker {
-	w := q.decode.worker(decode, reason)
-	if prefill != nil {
-		other := q.prefill.worker(prefill, reason)
-		w.PrefillWorker = &other
-	}
-	return w
 }
 
 // pairFallback is what a request gets that no prefill rank can compute.
@@ -195,62 +66,6 @@ func pairInfo(p *pairApp) *client.PairInfo {
 		Decide: p.rule, Transfer: p.traits.Name, Fallback: pairFallback(p), Pairs: state, Met: count.met,
 		All: count.all, Decisions: p.router.Counts(), Prefill: &prefill,
 	}
-}
-
-// explainPair is the decision for a request as it would be now.
-func explainPair(q *pairQuery) *client.Explanation {
-	p, why := q.pair, q.why()
-	d := &why.Pair
-	x := explainDecision(p.decode, &q.decode, &why.Decode, &why.DecodeView)
-	prefill := explainDecision(p.prefill, &q.prefill, &why.Prefill, &why.PrefillView)
-	x.App, x.Decision = p.name, kindName(d.Kind)
-	repick(x, d.Decode, d.Kind == routing.Route, d.Reason)
-	repick(prefill, d.Prefill, d.Remote, d.Reason)
-	x.Pair = &client.PairExplanation{
-		Decide: p.rule, Way: q.wayOf(d), Prefill: prefill.Pick, Reason: d.Reason,
-		Candidates: pairCandidates(d), PrefillPool: prefill,
-	}
-	if why.Decode.Kind == routing.Route {
-		x.Pair.UncachedTokens = x.Tokens - heldBy(&why.DecodeView, &q.decode.query, why.Decode.Ranked[0])
-	}
-	x.Pair.Why = pairWords(d, x, q.notSplit)
-	if d.IsFallback() && p.isOn() && p.failsWithoutPrefill() {
-		x.Notes = append(x.Notes, "disaggregation.fallback is fail: such a request is refused with 503")
-	}
-	return x
-}
-
-// explainPairQuery is ExplainRoute for an application with two pools.
-func explainPairQuery(ctx context.Context, p *pairApp, rq *client.Query) (*client.Explanation, error) {
-	if rq.Replay != "" {
-		return replayPair(p, rq)
-	}
-	q, err := newPairQuery(ctx, p, rq)
-	if err != nil {
-		return nil, err
-	}
-	return explainPair(q), nil
-}
-
-// replayPair shows the inputs of a recent decision, and the decision that a new request would get now.
-func replayPair(p *pairApp, rq *client.Query) (*client.Explanation, error) {
-	e, err := findDecision(p.decode, p.name, rq.Replay)
-	if err != nil {
-		return nil, err
-	}
-	q := &pairQuery{pair: p, decode: routeQuery{prompt: e.prompt}}
-	if err := applyOverrides(p.decode, &q.decode, rq.Worker, rq.Override); err != nil {
-		return nil, err
-	}
-	if e.pair.way == "" {
-		q.notSplit = "it went to one rank"
-	} else {
-		q.keepPrefill()
-	}
-	x := explainPair(q)
-	x.Replay = e.toReplay(p.in.clockBase)
-	x.Notes = append(x.Notes, e.notes(p.decode)...)
-	return x, nil
 }
 
 // heldBy is how many tokens of the prompt a rank holds, as policies see it.
@@ -275,19 +90,6 @@ func repick(x *client.Explanation, id routing.RankID, taken bool, reason string)
 	for i := range x.Ranks {
 		x.Ranks[i].Picked = taken && x.Ranks[i].Worker == pick
 	}
-}
-
-// wayOf is the way on which a pair decision sends the request.
-func wayOf(d *routing.PairDecision) string {
-	switch {
-	case d.Kind != routing.Route:
-		return telemetry.WayNone
-	case d.Remote:
-		return telemetry.WayRemote
-	case d.IsFallback():
-		return telemetry.WayFallback
-	}
-	return telemetry.WayLocal
 }
 
 // pairCandidates lists the pairs that were compared by their ranks, then the decode rank alone.
@@ -368,14 +170,14 @@ type pairPick struct {
 }
 
 // recordPair keeps the decision of a live request that got a pair, or a decode rank alone. decide is the
-// rule; p and q are the request as the decode pool reads it.
+// rule; p and q are the request as the decode pool reads it; way is how it goes on.
 func (r *decisionLog) recordPair(id string, attempt int, decide string, p *prompt, q *routing.Request,
-	d *routing.PairDecision,
+	d *routing.PairDecision, way string,
 ) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	e := r.add(id, attempt, decide, p, q, d.Decode)
-	e.reason, e.pair = d.Reason, pairPick{wayOf(d), d.Prefill}
+	e.reason, e.pair = d.Reason, pairPick{way, d.Prefill}
 }
 
 func (p *pairPick) toReplay() *client.PairReplay {

@@ -182,7 +182,11 @@ func (g *pairRig) samePair(x *client.Explanation, req *request) {
 	}
 	require.Equal(t, kindName(d.Kind), x.Decision)
 	require.Equal(t, d.Reason, x.Pair.Reason)
-	require.Equal(t, wayOf(d), x.Pair.Way)
+	way := "none"
+	if d.Kind == routing.Route {
+		way = wayNames[req.split.way]
+	}
+	require.Equal(t, way, x.Pair.Way)
 	require.Equal(t, pairCandidates(d), x.Pair.Candidates)
 	prefill, decode := "", ""
 	if d.Kind == routing.Route {
@@ -394,6 +398,53 @@ func TestPairReservationIsRefused(t *testing.T) {
 	_, err = g.in.BestWorker(t.Context(), "demo", q)
 	require.NoError(t, err, "the id is free again")
 	require.NoError(t, g.in.Free("demo", "r1"))
+}
+
+// TestPairReservationAsksOn: a reservation has as many refusals as a request.
+func TestPairReservationAsksOn(t *testing.T) {
+	g := newPairRig(t, pairOptions{prefills: 2, decodes: 8})
+	for _, r := range g.decodes[:6] {
+		r.setRefuse(func(*msg.Admit) msg.Refusal { return msg.NoLease })
+	}
+	for i := range 10 {
+		q := &client.BestWorkerRequest{TokenIDs: []uint32{1, 2, 3}, RequestID: fmt.Sprint(i)}
+		w, err := g.in.BestWorker(t.Context(), "demo", q)
+		require.NoError(t, err)
+		require.NotNil(t, w.PrefillWorker)
+		require.NoError(t, g.in.Free("demo", q.RequestID))
+	}
+	eventually(t, func() bool {
+		n := 0
+		for _, r := range g.replicas {
+			n += r.inFlight()
+		}
+		return n == 0
+	}, "every place is back")
+	g.requireMetric(`dpserve_pd_requests_total{app="demo",outcome="ok",way="remote"}`, "")
+}
+
+// TestExplainWhereEnginesTakeNoPlainRequest: a rank of role both gets what is not split, and explain says so.
+func TestExplainWhereEnginesTakeNoPlainRequest(t *testing.T) {
+	g := newPairRig(t, pairOptions{prefills: 1, decodes: 3, cold: true, change: func(p, d *app.Application) {
+		attachPools(app.TransferSGLang, app.AttachPD{Bootstrap: "http://127.0.0.1:1"})(p, d)
+		d.Engine.Ranks[1].Role = app.RoleBoth
+		d.Routing.Policy = "least-loaded"
+	}})
+	for body, way := range map[string]string{
+		`{"model":"demo","prompt":[1,2,3]}`: "fallback", `{"model":"demo","prompt":[1,2,3],"n":2}`: "local",
+	} {
+		for range 4 {
+			x, err := g.in.ExplainRoute(t.Context(), "demo", &client.Query{Request: []byte(body)})
+			require.NoError(t, err)
+			assert.Equal(t, []string{way, "0/1"}, []string{x.Pair.Way, x.Pick})
+			req := g.live([]byte(body), http.Header{})
+			g.samePair(x, req)
+			g.undo(req)
+		}
+	}
+	w, err := g.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{TokenIDs: []uint32{1}})
+	require.NoError(t, err)
+	assert.Equal(t, "0/1", w.Worker)
 }
 
 // TestPairReservationExpires: both places come back by themselves.

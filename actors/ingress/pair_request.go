@@ -74,7 +74,7 @@ func prepareSplit(req *request) *failure {
 		return nil
 	}
 	s, _ := req.in.pairs.requests.Get().(*split)
-	if s == nil {
+	if s == nil || req.why != nil {
 		s = &split{}
 	}
 	req.split = s
@@ -83,8 +83,10 @@ func prepareSplit(req *request) *failure {
 		return badBody(err)
 	}
 	if why := s.body.Reason; why != transfer.CanSplit {
-		p.metrics.NotSplit(why.String())
-		p.metrics.Decision(routing.PairCannotSplit)
+		if req.why == nil {
+			p.metrics.NotSplit(why.String())
+			p.metrics.Decision(routing.PairCannotSplit)
+		}
 		s.way = dispatch.WayLocal
 		return s.checkPlain(why)
 	}
@@ -187,11 +189,10 @@ func (s *split) decideUnlike(unlike [2]routing.RankRef) (rk *rank, f *failure, w
 			req.query.Tried = append(req.query.Tried, unlike[dispatch.Decode].ID)
 		}
 		s.describePrefill(unlike[dispatch.Prefill])
-		req.query.ID = req.in.requestID()
+		req.query.ID = search{req}.nextID()
 		p.decode.describeRequest(&req.query, &req.prompt)
-		began, tried := time.Now(), len(req.query.Tried)
-		p.router.Pick(&s.query, &req.query, false, &s.choice)
-		p.decode.metrics.Load().Decision(time.Since(began))
+		tried := len(req.query.Tried)
+		s.askRouter()
 		d := &s.choice
 		switch {
 		case d.Kind != routing.Route && unlike[dispatch.Decode] != (routing.RankRef{}):
@@ -205,8 +206,7 @@ func (s *split) decideUnlike(unlike [2]routing.RankRef) (rk *rank, f *failure, w
 			// To wait for room here would be a busy loop: each decision takes and returns a place at a rank
 			// of a pair, and whoever waits for room is woken by that.
 			d.Reason = routing.PairNotPrewarmed
-			p.metrics.Decision(d.Reason)
-			req.choice.Reason = d.Reason
+			s.countDecision()
 			return nil, s.noPrefillFailure(), false
 		case d.Kind == routing.Queue:
 			return nil, nil, true
@@ -217,8 +217,7 @@ func (s *split) decideUnlike(unlike [2]routing.RankRef) (rk *rank, f *failure, w
 			alone, unmet, unlike = s.way, nil, [2]routing.RankRef{}
 			continue
 		case d.Kind == routing.Reject:
-			p.metrics.Decision(d.Reason)
-			req.choice.Reason = d.Reason
+			s.countDecision()
 			switch {
 			case s.prompt.hasDirect && p.prefill.readyRank(s.prompt.direct) == nil:
 				return nil, s.namedRankFailure(), false
@@ -232,8 +231,11 @@ func (s *split) decideUnlike(unlike [2]routing.RankRef) (rk *rank, f *failure, w
 			if alone != dispatch.WayNone {
 				s.way = alone
 			}
-			p.metrics.Decision(d.Reason)
-			p.decode.decisions.recordPair(req.id, req.ends.count()+1, p.rule, &req.prompt, &req.query, d)
+			s.countDecision()
+			if req.why == nil {
+				p.decode.decisions.recordPair(req.id, req.ends.count()+1, p.rule, &req.prompt, &req.query, d,
+					wayNames[s.way])
+			}
 			if s.way == dispatch.WayFallback && p.failsWithoutPrefill() {
 				req.attempt.rank = rk
 				req.undoPick()
@@ -243,6 +245,27 @@ func (s *split) decideUnlike(unlike [2]routing.RankRef) (rk *rank, f *failure, w
 		}
 		s.undoChoice() // a rank is gone since the decision: the Router knows it when it is asked again
 	}
+}
+
+// askRouter decides once: for a question as for a request.
+func (s *split) askRouter() {
+	req, p := s.req, s.pair
+	if req.why != nil {
+		req.why.PairWhy = p.router.Explain(&s.query, &req.query, false)
+		s.choice = req.why.Pair
+		return
+	}
+	began := time.Now()
+	p.router.Pick(&s.query, &req.query, false, &s.choice)
+	p.decode.metrics.Load().Decision(time.Since(began))
+}
+
+// countDecision counts the decision with which a search for ranks ends.
+func (s *split) countDecision() {
+	if s.req.why == nil {
+		s.pair.metrics.Decision(s.choice.Reason)
+	}
+	s.req.choice.Reason = s.choice.Reason
 }
 
 // leavePair takes back a decision without a pair, for engines that take no request without a partner: a rank
@@ -269,7 +292,7 @@ func (s *split) describePrefill(unlike routing.RankRef) {
 	if unlike != (routing.RankRef{}) {
 		s.query.Tried = append(s.query.Tried, unlike.ID)
 	}
-	s.query.ID = s.req.in.requestID()
+	s.query.ID, s.query.DrawsByID = search{s.req}.nextID(), s.req.query.DrawsByID
 	s.pair.prefill.describeRequest(&s.query, &s.prompt)
 }
 
@@ -280,7 +303,7 @@ func (s *split) takeChoice() (decode *rank, ok bool) {
 	if decode = p.decode.findRank(d.Decode); decode == nil {
 		return nil, false
 	}
-	req.attempt.router, req.attempt.isCounted = decodeRouter, !d.Remote && s.flight == nil
+	req.attempt.router, req.attempt.isCounted = decodeRouter, !d.Remote && s.flight == nil && req.why == nil
 	if !d.Remote {
 		s.way, s.rank = dispatch.WayLocal, nil
 		if d.IsFallback() {
@@ -293,10 +316,15 @@ func (s *split) takeChoice() (decode *rank, ok bool) {
 		}
 		s.way, s.rank = dispatch.WayRemote, prefill
 		s.setPending(dispatch.Prefill, bump{prefillRouter, d.Prefill, s.query.ID, true})
-		p.prefill.metrics.Load().Pick(d.Prefill.Group(), d.Prefill.Rank(), d.Reason)
 	}
 	if d.Remote || s.flight != nil {
 		s.setPending(dispatch.Decode, bump{decodeRouter, d.Decode, req.query.ID, d.Remote})
+	}
+	if req.why != nil {
+		return decode, true
+	}
+	if d.Remote {
+		p.prefill.metrics.Load().Pick(d.Prefill.Group(), d.Prefill.Rank(), d.Reason)
 	}
 	p.decode.metrics.Load().Pick(d.Decode.Group(), d.Decode.Rank(), d.Reason)
 	return decode, true
@@ -313,7 +341,7 @@ func (s *split) undoChoice() {
 }
 
 func (s *split) undo(b *bump) {
-	if b.router != nil {
+	if b.router != nil && s.req.why == nil {
 		s.req.in.observeUndo(b.router, b.id, b.reqID)
 	}
 }

@@ -39,19 +39,20 @@ func (req search) pick(ctx context.Context, cmd *dispatch.Command) dispatch.Even
 }
 
 // pickBy picks with a decision of the caller's. Without a rank, req.failure says why; hasWaited: the request
-// has waited for room as long as it may, or it may not wait. pays: a retry that must wait for room draws from
-// the retry budget, so that requests which fail everywhere do not take the room of others.
+// has waited for room as long as it may, or it may not wait: a reservation does not. pays: a retry that must
+// wait for room draws from the retry budget, so that requests which fail everywhere do not take the room of
+// others.
 func (req search) pickBy(ctx context.Context, pays bool, decide chooser) (rk *rank, hasWaited bool) {
 	req.picks++
 	req.hadTurn = req.picks > 1 // no later request may overtake it
 	ar, last := req.app.router, req.ends.takeUnpaid()
-	for asks := ar.queue.empty(); ; asks = true {
+	for asks := req.hold != nil || ar.queue.empty(); ; asks = true {
 		if asks {
 			rk, f, wait := decide()
-			if !wait {
+			if !wait || req.hold != nil {
 				if req.failure = f; rk == nil {
 					req.countLast(last, "free")
-					return nil, false
+					return nil, wait
 				}
 				req.countRetry(last, "free") //nolint:contextcheck // the line is the request's
 				return rk, false
@@ -83,9 +84,12 @@ func (req search) decide() (rk *rank, f *failure, wait bool) {
 	for {
 		router := ar.router.Load()
 		req.excludeTried()
-		req.query.ID = req.in.requestID()
+		req.query.ID = req.nextID()
 		// before the Router's lock, and for each decision, because the caches change
 		ar.describeRequest(&req.query, &req.prompt)
+		if req.why != nil {
+			return req.why.ask(router), nil, false
+		}
 		began := time.Now()
 		router.Pick(&req.query, &req.choice)
 		ar.metrics.Load().Decision(time.Since(began))
@@ -112,6 +116,15 @@ func (req search) decide() (rk *rank, f *failure, wait bool) {
 			}
 		}
 	}
+}
+
+// nextID is the number of the next decision.
+func (req search) nextID() uint64 {
+	if q := req.why; q != nil && q.isExact {
+		q.lastID++
+		return q.lastID
+	}
+	return req.in.requestID()
 }
 
 // excluded are the ranks of a side that the request must not ask again.

@@ -26,6 +26,8 @@ type request struct {
 	timer    phaseTimer
 	onTicket func(t *msg.Ticket) // takeTicket, bound once: an attempt allocates no closure
 	split    *split              // nil: the application has one pool, or the request computes no tokens
+	hold     *reservation        // it ends with its tickets; nil: a request of a client, or a question
+	why      *inquiry            // nil: a request of a client, or a reservation
 }
 
 // question is what the client asks.
@@ -276,6 +278,8 @@ func (req *request) dispatch() *failure {
 			}
 		case next.Kind == dispatch.CmdAsk:
 			ev, cmds = req.ask(ctx, next.Number)
+		case next.Kind == dispatch.CmdReserve:
+			ev, cmds = holder{req}.reserve(ctx, next.Number), nil
 		default:
 			return req.finish(ctx, next.Answer, next.Cause)
 		}
@@ -289,7 +293,8 @@ func (req *request) dispatch() *failure {
 func (req *request) beginPlan() {
 	needs := &req.app.router.inputs().needs
 	cfg := dispatch.Config{
-		IsAlone: true, Attempts: req.app.attempts, PerRank: needs.AttemptsPerRank, Refusals: maxRefusals,
+		IsAlone: true, IsHeld: req.hold != nil, Attempts: req.app.attempts, PerRank: needs.AttemptsPerRank,
+		Refusals: maxRefusals,
 	}
 	if n := needs.AttemptsPerRequest; n > 0 { // the policy's number (cache-aware)
 		cfg.Attempts = n
@@ -318,7 +323,7 @@ func (req *request) carryOut(cmds []dispatch.Command) (next *dispatch.Command) {
 			req.app.router.pardon(cmd.Rank)
 		case dispatch.CmdNote:
 			req.split.note(cmd.Note)
-		case dispatch.CmdPick, dispatch.CmdAsk, dispatch.CmdAnswer:
+		case dispatch.CmdPick, dispatch.CmdAsk, dispatch.CmdReserve, dispatch.CmdAnswer:
 			next = cmd
 		default:
 		}
@@ -328,6 +333,10 @@ func (req *request) carryOut(cmds []dispatch.Command) (next *dispatch.Command) {
 
 // finish answers the client as its plan has ended. why is for an answer of dpserve's own.
 func (req *request) finish(ctx context.Context, kind dispatch.AnswerKind, why dispatch.Cause) *failure {
+	if req.hold != nil {
+		req.hold.answer, req.hold.why = kind, why
+		return nil
+	}
 	if req.status != 0 || req.cutConn {
 		req.finishAnswered(&req.result) //nolint:contextcheck // the line is the request's
 		return nil
@@ -356,7 +365,7 @@ func (req *request) finish(ctx context.Context, kind dispatch.AnswerKind, why di
 		return finalFailure(&result{cause: dispatch.Deadline})
 	case dispatch.AnswerNone, dispatch.AnswerStreamLost:
 		return finalFailure(&result{cause: contextCause(ctx)})
-	case dispatch.AnswerOwn:
+	case dispatch.AnswerOwn, dispatch.AnswerTickets:
 	}
 	return finalFailure(last)
 }

@@ -16,48 +16,143 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/engine/openai"
+	"github.com/dpserve/dpserve/internal/engine/transfer"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// routeQuery is a request outside of the live path, made by the functions that make live requests.
-type routeQuery struct {
-	prompt prompt
-	query  routing.Request
+// inquiry is a request of the router's own API. Its decisions change nothing, and are kept, until it becomes
+// a reservation.
+type inquiry struct {
+	*request
+	routing.PairWhy        // of an application with one pool: Decode and DecodeView
+	notSplit        string // why one rank gets it whatever the other pool does; "": because that has no rank
+	isExact         bool   // it decides as the next live request will; else it draws like one
+	lastID          uint64 // of isExact: policies without a session depend on the numbers of requests
 }
 
-// describeQuery prepares the query for Router.Pick, as describeRequest does. Its id is the next request's id,
-// because policies without a session depend on it.
-func describeQuery(ar *appRouter, query *routeQuery) {
-	query.query.ID = ar.in.nextID.Load() + 1
-	ar.describeRequest(&query.query, &query.prompt)
+// asked is a request as one pool reads it.
+type asked struct {
+	prompt *prompt
+	query  *routing.Request
 }
 
-// newRouteQuery makes the query of a client.Query without Replay.
-func newRouteQuery(ctx context.Context, ar *appRouter, rq *client.Query) (*routeQuery, error) {
-	query := &routeQuery{}
-	var err error
-	if rq.Prompt == nil && len(rq.Request) == 0 {
-		err = readTokens(ar, query, rq.TokenIDs, rq.Model)
+// newInquiry makes a question to an application, with nothing to route yet. It is not of the pool of
+// requests: actors may read its blocks after a late reply.
+func newInquiry(ctx context.Context, e *appRoute) *inquiry {
+	q := &inquiry{request: newRequest(e.router.in)}
+	q.app, q.route, q.why = e, openai.Completions, q
+	q.query.DrawsByID = true
+	q.r = (&http.Request{Header: http.Header{}}).WithContext(ctx)
+	return q
+}
+
+// makeExact lets the question decide as the next live request will.
+func (q *inquiry) makeExact() {
+	q.isExact, q.lastID, q.query.DrawsByID = true, q.in.nextID.Load(), false
+}
+
+// ask asks the Routers for a rank alone; nil: there is none.
+func (q *inquiry) ask(router *routing.Router) *rank {
+	if s := q.split; s == nil {
+		q.Decode, q.DecodeView = router.Why(&q.query)
 	} else {
-		_, err = query.readBody(ctx, ar, rq)
+		s.describePrefill(routing.RankRef{})
+		q.PairWhy = s.pair.router.Explain(&s.query, &q.query, true)
+		if s.choice = q.Pair; s.choice.Kind == routing.Route && q.notSplit == "" {
+			s.choice.Reason = routing.PairNoPrefill
+		}
 	}
-	if err != nil {
-		return nil, err
+	if q.choice = q.Decode; q.choice.Kind != routing.Route {
+		return nil
 	}
-	return query, applyOverrides(ar, query, rq.Worker, rq.Override)
+	return q.app.router.findRank(q.choice.Ranked[0])
 }
 
-// readTokens fills the query from token ids for a model of the application.
-func readTokens(ar *appRouter, query *routeQuery, ids []uint32, model string) error {
-	if err := checkModel(ar, model); err != nil {
+// readQuery reads a client.Query without Replay, as request.handle does with a client's request.
+func (q *inquiry) readQuery(c *client.Query) error {
+	ar := q.app.router
+	if c.Prompt != nil || len(c.Request) > 0 || q.app.pair != nil {
+		if err := q.readQueryBody(c); err != nil {
+			return err
+		}
+	} else {
+		if err := checkModel(ar, c.Model); err != nil {
+			return err
+		}
+		q.prompt.fromTokens(ar, c.TokenIDs, ar.adapterOf([]byte(c.Model)))
+	}
+	return q.override(c.Worker, c.Override)
+}
+
+// readQueryBody reads a query with a body, or to two pools: what can be split depends on the body.
+func (q *inquiry) readQueryBody(c *client.Query) error {
+	ar := q.app.router
+	body, path, err := queryBody(ar, c)
+	if err != nil {
 		return err
 	}
-	query.prompt.fromTokens(ar, ids, ar.adapterOf([]byte(model)))
+	if q.route, err = routeOf(path, body); err != nil {
+		return err
+	}
+	if err := q.scan.Scan(q.route, body); err != nil {
+		return problemOf(badBody(err))
+	}
+	if err := checkModel(ar, string(q.scan.Model)); q.scan.HasModel && err != nil {
+		return err
+	}
+	for name, value := range c.Headers {
+		q.r.Header[textproto.CanonicalMIMEHeaderKey(name)] = []string{value}
+	}
+	f := q.prompt.fromBody(q.r.Context(), ar, q.route, &q.scan, body, q.r.Header)
+	if f == nil {
+		q.body = &bodyBuffer{b: body}
+		f = prepareSplit(q.request)
+	}
+	if f != nil {
+		return problemOf(f)
+	}
+	switch s := q.split; {
+	case q.app.pair == nil:
+	case s == nil:
+		q.goToOne("it computes no tokens")
+	case s.body.Reason != transfer.CanSplit:
+		q.notSplit = s.body.Reason.String()
+	}
 	return nil
+}
+
+// goToOne sends a question to one rank of two pools.
+func (q *inquiry) goToOne(why string) {
+	q.notSplit = why
+	q.split = &split{req: q.request, pair: q.app.pair, way: dispatch.WayLocal}
+}
+
+// recall makes the question that a recent request was.
+func (q *inquiry) recall(e *decisionRecord) {
+	q.prompt = e.prompt
+	if q.app.pair == nil {
+		return
+	}
+	q.goToOne("it went to one rank")
+	s := q.split
+	if e.pair.way == "" {
+		return
+	}
+	q.notSplit, s.prompt = "", e.prompt
+	if s.pair.isOn() {
+		s.way = dispatch.WayNone
+	}
+	s.prompt.promptMemory, s.prompt.hasDirect = promptMemory{}, false
+	if s.sharesPrompt() {
+		s.prompt.blocks = e.prompt.blocks
+	} else {
+		s.prompt.unit = 0
+	}
 }
 
 // checkModel checks a model's name; "" is the application's own.
@@ -69,17 +164,15 @@ func checkModel(ar *appRouter, model string) error {
 	return nil
 }
 
-// applyOverrides adds what only the router's own API may ask for: a forced rank, other parameters.
-func applyOverrides(ar *appRouter, query *routeQuery, worker string, o *client.Override) error {
+// override adds what only the router's own API may ask for: a forced rank, other parameters.
+func (q *inquiry) override(worker string, o *client.Override) (err error) {
 	if worker != "" {
-		id, err := workerID(worker)
-		if err != nil {
+		if q.prompt.direct, err = workerID(worker); err != nil {
 			return err
 		}
-		query.prompt.direct, query.prompt.hasDirect = id, true
+		q.prompt.hasDirect = true
 	}
-	var err error
-	query.query.Override, err = checkOverride(ar, o)
+	q.query.Override, err = checkOverride(q.app.router, o)
 	return err
 }
 
@@ -149,51 +242,55 @@ func queryBody(ar *appRouter, rq *client.Query) (body []byte, path string, err e
 	return body, path, nil
 }
 
-// scannedRequest is a request for an application, as its body and its header say.
-type scannedRequest struct {
-	route  openai.Route
-	scan   openai.Body
-	body   []byte
-	header http.Header
+// worker describes a picked rank, or two; prefill nil: one alone.
+func (q *inquiry) worker(rk, prefill *rank) client.Worker {
+	reason, s := q.choice.Reason, q.split
+	if s != nil && s.choice.Reason != "" {
+		reason = s.choice.Reason
+	}
+	w := asked{&q.prompt, &q.query}.worker(rk, reason)
+	if prefill != nil {
+		other := asked{&s.prompt, &s.query}.worker(prefill, reason)
+		w.PrefillWorker = &other
+	}
+	return w
 }
 
-// readBody scans the body of a client.Query and fills the query as request.handle does.
-func (query *routeQuery) readBody(ctx context.Context, ar *appRouter, rq *client.Query) (*scannedRequest,
-	error,
-) {
-	body, path, err := queryBody(ar, rq)
-	if err != nil {
-		return nil, err
+// notReserved is why a reservation has got no tickets.
+func (q *inquiry) notReserved(name string) error {
+	switch r := q.hold; r.answer {
+	case dispatch.AnswerNoRank:
+		return q.notPicked(name)
+	case dispatch.AnswerNoPrefill:
+		return problemOf(q.split.noPrefillFailure())
+	case dispatch.AnswerOwn:
+		return problem.New(problem.Unavailable, "no rank of app %s admitted it: %s", name,
+			r.why).WithHint("try again later")
+	default:
+		return problem.New(problem.Timeout, "the caller has left")
 	}
-	q := &scannedRequest{body: body, header: http.Header{}}
-	if q.route, err = routeOf(path, body); err != nil {
-		return nil, err
+}
+
+// notPicked is the error for a request of the router's own API for which no rank was picked.
+func (q *inquiry) notPicked(name string) error {
+	if s := q.split; s != nil && s.choice.Reason != "" {
+		if err := s.pair.refusal(&s.choice, q.prompt.direct); err != nil {
+			return err
+		}
 	}
-	if err := q.scan.Scan(q.route, body); err != nil {
-		return nil, problemOf(badBody(err))
-	}
-	if err := checkModel(ar, string(q.scan.Model)); q.scan.HasModel && err != nil {
-		return nil, err
-	}
-	for name, value := range rq.Headers {
-		q.header[textproto.CanonicalMIMEHeaderKey(name)] = []string{value}
-	}
-	if f := query.prompt.fromBody(ctx, ar, q.route, &q.scan, body, q.header); f != nil {
-		return nil, problemOf(f)
-	}
-	return q, nil
+	return refusal(name, q.app.router, q.prompt.direct, &q.choice)
 }
 
 // worker describes a picked rank.
-func (query *routeQuery) worker(rk *rank, reason string) client.Worker {
+func (q asked) worker(rk *rank, reason string) client.Worker {
 	out := client.Worker{
 		Worker: rk.ID.String(), Group: rk.ID.Group(), DPRank: rk.ID.Rank(),
-		HitTokens: query.query.HitOn(rk.ID), Reason: reason,
+		HitTokens: q.query.HitOn(rk.ID), Reason: reason,
 		Node: rk.Node, URL: rk.Target.URL, Addressing: rk.Target.Addressing, Selector: rk.Target.Selector,
 	}
-	if query.prompt.unit == kvindex.Tokens {
-		out.BlockSize = query.prompt.size
-		out.OverlapBlocks = out.HitTokens / query.prompt.size
+	if q.prompt.unit == kvindex.Tokens {
+		out.BlockSize = q.prompt.size
+		out.OverlapBlocks = out.HitTokens / q.prompt.size
 	}
 	return out
 }
@@ -251,10 +348,12 @@ func problemOf(f *failure) error {
 	return e.WithHint("change the request and try again")
 }
 
-// newGeneration makes the request. k has what a header cannot express.
-func newGeneration(ctx context.Context, ar *appRouter, q *msg.Generate) (*http.Request, *routeQuery, error) {
-	query := &routeQuery{}
-	if err := applyOverrides(ar, query, q.Worker, q.Override); err != nil {
+// newGeneration makes the request of a generation, and the parameters that a header cannot express.
+func newGeneration(ctx context.Context, ar *appRouter, q *msg.Generate) (*http.Request, *routing.Override,
+	error,
+) {
+	override, err := checkOverride(ar, q.Override)
+	if err != nil {
 		return nil, nil, err
 	}
 	if q.RequestID != "" {
@@ -277,9 +376,13 @@ func newGeneration(ctx context.Context, ar *appRouter, q *msg.Generate) (*http.R
 	req.Header.Set("Content-Type", "application/json")
 	req.Header.Set(headerRequestID, cmp.Or(q.RequestID, hex16(mix(ar.in.requestID()))))
 	if q.Worker != "" {
-		req.Header.Set(headerRank, query.prompt.direct.String())
+		id, err := workerID(q.Worker)
+		if err != nil {
+			return nil, nil, err
+		}
+		req.Header.Set(headerRank, id.String())
 	}
-	return req, query, nil
+	return req, override, nil
 }
 
 // completionBody is the body: the caller's sampling fields, and the fields that Generate sets itself.

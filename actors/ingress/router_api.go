@@ -10,6 +10,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
@@ -183,40 +184,37 @@ func copyColumns(held []*column) (out []blockRun, truncated bool) {
 	return out, truncated
 }
 
-// BestWorker picks a rank for a prompt of token ids. With a request id, the rank admits it like a request and
-// it counts until Free, at most Timers.Reservation; without one nothing changes. It never waits in the queue.
-// Errors are *problem.Error.
+// BestWorker picks a rank for a prompt of token ids; of two pools, a rank of each where both have a part.
+// With a request id, the ranks admit it like a request and it counts until Free, at most Timers.Reservation;
+// without one nothing changes, and ties are drawn as for requests. It never waits in the queue. Errors are
+// *problem.Error.
 func (in *Ingress) BestWorker(ctx context.Context, app string, q *client.BestWorkerRequest) (client.Worker,
 	error,
 ) {
-	if p := in.findPair(app); p != nil {
-		return bestPair(ctx, p, q)
-	}
-	ar, router, err := in.routerOf(app)
+	e, err := in.routeTo(app)
 	if err != nil {
 		return client.Worker{}, err
 	}
-	query := &routeQuery{}
-	if err := readTokens(ar, query, q.TokenIDs, q.Model); err != nil {
-		return client.Worker{}, err
-	}
-	if err := applyOverrides(ar, query, q.Worker, q.Override); err != nil {
+	ask := newInquiry(ctx, e)
+	if err := ask.readQuery(&client.Query{ //nolint:contextcheck // it is in ask.r
+		TokenIDs: q.TokenIDs, Model: q.Model, Worker: q.Worker, Override: q.Override,
+	}); err != nil {
 		return client.Worker{}, err
 	}
 	if q.RequestID != "" {
-		return reserve(ctx, ar, query, q.RequestID)
+		return reserve(ctx, ask, app, q.RequestID)
 	}
-	describeQuery(ar, query)
-	d := router.Explain(&query.query)
-	if d.Kind != routing.Route {
-		return client.Worker{}, refusal(app, ar, query, &d)
+	rk, f, _ := search{ask.request}.decide() //nolint:contextcheck // it is in ask.r
+	switch s := ask.split; {
+	case rk != nil && s.isRemote():
+		return ask.worker(rk, s.rank), nil
+	case rk != nil:
+		return ask.worker(rk, nil), nil
+	case f == nil && ask.choice.Kind == routing.Route:
+		return client.Worker{}, problem.New(problem.Unavailable, "a rank of app %s is gone", app).
+			WithHint("ask again")
 	}
-	rk := ar.findRank(d.Ranked[0])
-	if rk == nil {
-		return client.Worker{}, problem.New(problem.Unavailable, "rank %s of app %s is gone", d.Ranked[0],
-			app).WithHint("ask again")
-	}
-	return query.worker(rk, d.Reason), nil
+	return client.Worker{}, ask.notPicked(app)
 }
 
 // PotentialLoads is the load that each rank would have with a prompt; without ids, its load now. Errors are
@@ -226,12 +224,11 @@ func (in *Ingress) PotentialLoads(app string, ids []uint32) ([]client.PotentialL
 	if err != nil {
 		return nil, err
 	}
-	query := &routeQuery{}
-	if err := readTokens(ar, query, ids, ""); err != nil {
-		return nil, err
-	}
-	describeQuery(ar, query)
-	loads := router.PotentialLoads(&query.query)
+	var p prompt
+	p.fromTokens(ar, ids, ar.adapterOf(nil))
+	q := routing.Request{ID: in.nextID.Load() + 1}
+	ar.describeRequest(&q, &p)
+	loads := router.PotentialLoads(&q)
 	out := make([]client.PotentialLoad, len(loads))
 	for i, p := range loads {
 		out[i] = client.PotentialLoad{
@@ -272,21 +269,30 @@ func (in *Ingress) Identity(app string) string {
 func (in *Ingress) ExplainRoute(ctx context.Context, app string, rq *client.Query) (
 	*client.Explanation, error,
 ) {
-	if p := in.findPair(app); p != nil {
-		return explainPairQuery(ctx, p, rq)
-	}
-	ar, router, err := in.routerOf(app)
+	e, err := in.routeTo(app)
 	if err != nil {
 		return nil, err
 	}
-	if rq.Replay != "" {
-		return replayDecision(ar, router, rq)
+	q := newInquiry(ctx, e)
+	q.makeExact()
+	if rq.Replay == "" {
+		if err := q.readQuery(rq); err != nil { //nolint:contextcheck // it is in q.r
+			return nil, err
+		}
+		return explain(q), nil //nolint:contextcheck // it is in q.r
 	}
-	query, err := newRouteQuery(ctx, ar, rq)
+	old, err := findDecision(e.router, app, rq.Replay)
 	if err != nil {
 		return nil, err
 	}
-	return explainQuery(ar, router, query), nil
+	q.recall(&old)
+	if err := q.override(rq.Worker, rq.Override); err != nil {
+		return nil, err
+	}
+	x := explain(q) //nolint:contextcheck // it is in q.r
+	x.Replay = old.toReplay(in.clockBase)
+	x.Notes = append(x.Notes, old.notes(e.router)...)
+	return x, nil
 }
 
 // MarkPrefillComplete records that a reservation's request has its first token. Safe to call twice. Errors
@@ -306,7 +312,8 @@ func (in *Ingress) MarkPrefillComplete(app, id string) error {
 	now := time.Now()
 	if r.first == 0 {
 		r.first = max(now.Sub(r.start), 1)
-		r.rank.Mailbox.Send(&msg.FirstToken{TicketID: r.ticket.ID, At: now})
+		p := r.places[dispatch.Decode]
+		p.rank.Mailbox.Send(&msg.FirstToken{TicketID: p.ticket.ID, At: now})
 		r.releasePrefill("prefill_complete")
 	}
 	return nil
@@ -332,11 +339,11 @@ func (in *Ingress) Free(app, id string) error {
 func (in *Ingress) Generate(ctx context.Context, app string, q *msg.Generate,
 	emit func(*client.Part) error,
 ) error {
-	ar, _, err := in.routerOf(app)
+	e, err := in.routeTo(app)
 	if err != nil {
 		return err
 	}
-	req, query, err := newGeneration(ctx, ar, q)
+	req, override, err := newGeneration(ctx, e.router, q)
 	if err != nil {
 		return err
 	}
@@ -344,8 +351,7 @@ func (in *Ingress) Generate(ctx context.Context, app string, q *msg.Generate,
 	defer cancel(nil)
 	defer in.endWith(cancel)() //nolint:contextcheck // the ingress's end is no child of ctx
 	w := &tokenWriter{header: http.Header{}, emit: emit}
-	route := &appRoute{appRevision: ar.revision.Load(), router: ar, pair: in.findPair(app)}
-	in.serveFor(w, req.WithContext(run), route, query) //nolint:contextcheck // it is in the request
+	in.serveFor(w, req.WithContext(run), e, override) //nolint:contextcheck // it is in the request
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
@@ -360,7 +366,7 @@ func (in *Ingress) endWith(cancel context.CancelCauseFunc) (stop func() bool) {
 
 // serveFor is serve for one application, with what the router's own API may ask for beyond a header. A cut,
 // which an HTTP client sees as a broken connection, sets w.cut.
-func (in *Ingress) serveFor(w *tokenWriter, r *http.Request, e *appRoute, query *routeQuery) {
+func (in *Ingress) serveFor(w *tokenWriter, r *http.Request, e *appRoute, o *routing.Override) {
 	defer func() {
 		switch p := recover(); p {
 		case nil:
@@ -373,7 +379,7 @@ func (in *Ingress) serveFor(w *tokenWriter, r *http.Request, e *appRoute, query 
 	s := newRouteScope()
 	s.add(e)
 	in.serveWith(w, r, s, openai.Completions, func(req *request) {
-		req.query.Override = query.query.Override
+		req.query.Override = o
 	})
 }
 
@@ -406,6 +412,15 @@ func (in *Ingress) routerOf(app string) (*appRouter, *routing.Router, error) {
 	}
 	return nil, nil, problem.New(problem.NotFound, "%w %q", state.ErrUnknownApp, app).WithHint(
 		"`dpserve status` lists the applications")
+}
+
+// routeTo is routerOf as a route for requests.
+func (in *Ingress) routeTo(app string) (*appRoute, error) {
+	ar, _, err := in.routerOf(app)
+	if err != nil {
+		return nil, err
+	}
+	return &appRoute{appRevision: ar.revision.Load(), router: ar, pair: in.findPair(app)}, nil
 }
 
 // QueueLen is the number of an application's requests that wait for a rank.

@@ -30,10 +30,10 @@ func policy(name string) func(*app.Application) {
 // asked.
 func TestBestWorkerWithoutIDChangesNothing(t *testing.T) {
 	b := newDecisionRig(t, "kv", nil)
-	var k routeQuery
+	var k prompt
 	ids := make([]uint32, 80)
-	k.prompt.fromTokens(b.router, ids, "")
-	b.holds(2, k.prompt.blocks[:3])
+	k.fromTokens(b.router, ids, "")
+	b.holds(2, k.blocks[:3])
 	b.settle()
 	before := b.router.router.Load().Snapshot()
 	for range 3 {
@@ -55,6 +55,29 @@ func TestBestWorkerWithoutIDChangesNothing(t *testing.T) {
 	loads, err = b.in.PotentialLoads("demo", nil)
 	require.NoError(t, err)
 	assert.Zero(t, loads[2].PrefillTokens)
+}
+
+// TestBestWorkerDraws: between equal ranks a question draws, as requests and reservations do.
+func TestBestWorkerDraws(t *testing.T) {
+	for _, policy := range []string{"kv", "mex", "power-of-two", "random", "scoring", "chwbl"} {
+		b := newDecisionRig(t, policy, nil)
+		asked, reserved := map[string]int{}, map[string]int{}
+		for i := range 60 {
+			q := &client.BestWorkerRequest{TokenIDs: []uint32{1, 2, 3}}
+			w, err := b.in.BestWorker(t.Context(), "demo", q)
+			require.NoError(t, err)
+			asked[w.Worker]++
+			q.RequestID = fmt.Sprint(i)
+			w, err = b.in.BestWorker(t.Context(), "demo", q)
+			require.NoError(t, err)
+			reserved[w.Worker]++
+			require.NoError(t, b.in.Free("demo", q.RequestID))
+		}
+		assert.Len(t, asked, len(reserved), "%s: asked %v, reserved %v", policy, asked, reserved)
+		for worker, n := range asked {
+			assert.InDelta(t, reserved[worker], n, 20, "%s: asked %v, reserved %v", policy, asked, reserved)
+		}
+	}
 }
 
 // TestReservation: a reservation is admitted like a request, the next decision counts it, its first token is
@@ -373,10 +396,10 @@ func TestResetUnderStreams(t *testing.T) {
 // TestResetDropsColumns: columns are hidden at once, and shown again with the ranks' answers.
 func TestResetDropsColumns(t *testing.T) {
 	b := newDecisionRig(t, "kv", nil)
-	var k routeQuery
+	var k prompt
 	ids := make([]uint32, 80)
-	k.prompt.fromTokens(b.router, ids, "")
-	b.holds(2, k.prompt.blocks)
+	k.fromTokens(b.router, ids, "")
+	b.holds(2, k.blocks)
 	b.settle()
 	require.Len(t, b.dump(), 1)
 	_, err := b.in.ResetRouter("demo")

@@ -1,5 +1,7 @@
 package dispatch
 
+import "cmp"
+
 // onPick takes the ranks that were picked. An answer to a pick that is not under way any more is undone.
 func (p *Plan) onPick(ev *Event) {
 	if ev.Number != p.pick || p.ended {
@@ -75,7 +77,7 @@ func (p *Plan) refused(s Side, ev *Event) {
 	}
 	p.record(&p.cfg, s, ev)
 	p.suspect(ev)
-	if ev.Cause == Full && s == Prefill { // nobody waits for room at a prefill rank
+	if ev.Cause == Full && (s == Prefill || p.cfg.IsHeld) { // nobody waits for room
 		p.refusals++
 	}
 	switch {
@@ -84,6 +86,7 @@ func (p *Plan) refused(s Side, ev *Event) {
 	case s == Prefill:
 		p.goLocal(true)
 	default:
+		p.last.Cause = cmp.Or(p.last.Cause, ev.Cause)
 		p.endFailed()
 	}
 }

@@ -144,6 +144,7 @@ const (
 	AnswerTwoDied                      // 502: two ranks died with the request, it is not sent to a third
 	AnswerDeadline                     // 504, or the end of the stream
 	AnswerStreamLost                   // the stream ends with an error event
+	AnswerTickets                      // of a reservation: its tickets, which are the shell's from now on
 )
 
 // Way is how the prompt was computed.

@@ -22,6 +22,7 @@ const (
 // Config is what an application sets for all its requests.
 type Config struct {
 	IsAlone  bool // one pool: a request has one leg, which takes its ticket and sends at once
+	IsHeld   bool // a reservation: it ends with its tickets, and nothing is sent
 	Attempts int  // legs that may fail; a first fallback is always allowed
 	PerRank  int  // of them on one rank; below 1 counts as 1
 	Refusals int  // ranks that may refuse
@@ -198,6 +199,11 @@ func (p *Plan) advance() {
 	pre, dec := &p.legs[Prefill], &p.legs[Decode]
 	switch isReady := dec.ticket == ticketHeld && dec.state == legIdle; {
 	case p.ended:
+	case p.cfg.IsHeld:
+		if dec.ticket == ticketHeld && (!p.remote || pre.ticket == ticketHeld) {
+			p.ended = true
+			p.out = append(p.out, Command{Kind: CmdAnswer, Answer: AnswerTickets})
+		}
 	case !p.remote:
 		if isReady {
 			p.start(Decode, p.cfg.LocalLimit)
@@ -313,7 +319,7 @@ func (p *Plan) reserve(s Side, rank routing.RankRef) {
 	p.open++
 	l := leg{rank: rank, number: p.next(), ticket: ticketAsked}
 	cmd := Command{Kind: CmdReserve, Number: l.number, Side: s, Rank: rank}
-	if p.cfg.IsAlone {
+	if p.cfg.IsAlone && !p.cfg.IsHeld {
 		l.ticket, l.state, l.started = ticketHeld, legStarted, p.at.Now
 		cmd.Kind, p.asked = CmdAsk, l.number
 	}

@@ -147,7 +147,7 @@ func (s *script) step(ev Event, after time.Duration) {
 
 var (
 	answerNames = [...]string{
-		"none", "words", "own", "no-rank", "no-prefill", "two-died", "deadline", "lost",
+		"none", "words", "own", "no-rank", "no-prefill", "two-died", "deadline", "lost", "tickets",
 	}
 	wayNames    = [...]string{"none", "remote", "local", "fallback"}
 	resultNames = [...]string{"ok", "rejected", "failed", "lost", "deadline", "gone"}
@@ -251,6 +251,7 @@ var options = map[string]func(s *script, c *Config){
 	"short lease":    func(_ *script, c *Config) { c.Lease = 8 * time.Second },
 	"long decode":    func(_ *script, c *Config) { c.DecodeLimit = time.Minute },
 	"twice a rank":   func(_ *script, c *Config) { c.PerRank = 2 },
+	"reservation":    func(_ *script, c *Config) { c.IsHeld = true },
 	"one attempt":    func(_ *script, c *Config) { c.Attempts = 1 },
 	"lockstep":       func(s *script, _ *Config) { s.isLockstep = true },
 }
