@@ -22,6 +22,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/engine/openai"
+	"github.com/dpserve/dpserve/internal/engine/transfer"
 	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/internal/telemetry"
 	"github.com/dpserve/dpserve/routing"
@@ -145,7 +146,7 @@ func New(c Config) (*Ingress, error) {
 	}
 	in.pseudonym = cmp.Or(c.Pseudonym, "dpserve-"+c.Node)
 	in.via = []string{"1.1 " + in.pseudonym}
-	in.pairs.actors, in.pairs.bootstrap = c.Actors, newBootstrapClient(c.Dial)
+	in.pairs.actors, in.pairs.bootstrap = c.Actors, transfer.NewBootstrapClient(c.Dial)
 	in.nextID.Store(mix(c.Seed))
 	in.requestPool.New = func() any { return newRequest(in) }
 	in.memory.limit, in.memory.read, in.memory.log, in.memory.base = memoryLimit(), readMemory, in.log,

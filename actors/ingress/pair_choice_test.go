@@ -104,6 +104,40 @@ func TestPrewarm(t *testing.T) {
 	assert.Contains(t, g.logs.String(), "did not meet")
 }
 
+// TestPrewarmOfALostRank: a rank that is lost ends the warm-up at once. A warm-up takes no ticket and is not
+// counted.
+func TestPrewarmOfALostRank(t *testing.T) {
+	t.Parallel()
+	push := attachPools(app.TransferNIXLPush, app.AttachPD{EngineID: "e1", SideChannel: "10.0.0.9:5600"})
+	for name, change := range map[string]func(p, d *app.Application){"pull": nil, "push": push} {
+		for _, isDecode := range []bool{false, true} {
+			g := newPairRig(t, pairOptions{prefills: 1, decodes: 1, change: change})
+			e, r, side := g.p[0], g.prefills[0], "prefill"
+			if isDecode {
+				e, r, side = g.d[0], g.decodes[0], "decode"
+			}
+			e.mu.Lock()
+			e.hangs = make(chan struct{}, 1)
+			e.mu.Unlock()
+			b, done := g.in.findPair("demo").backend, make(chan error, 1)
+			go func() { done <- b.Prewarm(t.Context(), g.prefills[0].ref(), g.decodes[0].ref()) }()
+			<-e.hangs
+			r.say(false, true, "exit_1")
+			assert.EqualError(t, <-done, side+" rank: engine: the rank's unit was fenced", name)
+			for _, r := range g.replicas {
+				r.mu.Lock()
+				assert.Empty(t, r.dones)
+				assert.Zero(t, r.admits)
+				r.mu.Unlock()
+			}
+			page := g.page()
+			assert.NotContains(t, page, "dpserve_pd_legs_total{")
+			assert.NotContains(t, page, "dpserve_pd_requests_total{")
+			assert.NotContains(t, page, "dpserve_pd_notes_total{")
+		}
+	}
+}
+
 // TestBadPairs: ranks whose engines differ are not paired, and the log says which and why.
 func TestBadPairs(t *testing.T) {
 	g := newPairRig(t, pairOptions{prefills: 1, decodes: 1, cold: true})

@@ -46,6 +46,9 @@ func (s *split) run(ctx context.Context) *failure {
 		}
 	}
 	s.flight.End()
+	if s.warm != nil {
+		return nil // nobody waits for an answer
+	}
 	return req.finish(ctx, s.answer, s.why)
 }
 
@@ -102,6 +105,9 @@ func (s *split) Do(cmd *dispatch.Command) {
 	case dispatch.CmdCount:
 		if s.req.hold == nil {
 			s.pair.metrics.Request(wayNames[cmd.Way], resultNames[cmd.Result])
+		}
+		if s.warm != nil {
+			s.warm.result = cmd.Result
 		}
 	case dispatch.CmdNote:
 		s.note(cmd.Note)
@@ -187,6 +193,7 @@ func (s *split) choose(cmd *dispatch.Command) dispatch.Event {
 	defer s.setChoice(0, nil)
 	ev := dispatch.Event{Kind: dispatch.EvNoRank, Number: cmd.Number}
 	switch {
+	case s.warm != nil: // these two ranks have not met
 	case !cmd.Want[dispatch.Decode]:
 		return s.choosePrefill(cmd)
 	case cmd.Want[dispatch.Prefill]:
@@ -318,6 +325,10 @@ func (s *split) reserve(cmd *dispatch.Command) dispatch.Event {
 	s.mu.Lock()
 	s.legs = append(s.legs, leg)
 	s.mu.Unlock()
+	if s.warm != nil { // it must not wait for room
+		ev.Kind, ev.Cause = dispatch.EvReserved, dispatch.OK
+		return ev
+	}
 	q := &rankleg.Request{Rank: rk.Rank, Admit: s.newAdmit(leg, &b), OnTicket: leg.take}
 	if ev.Cause = s.req.askTicket(leg.ctx, ar, rk, q); ev.Cause == dispatch.OK {
 		s.req.in.observeTicket(b.router, rk.ID, b.reqID, &leg.tracked.ticket)

@@ -3,6 +3,7 @@ package ingress
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"math/rand/v2"
 	"net/http"
@@ -186,8 +187,11 @@ func (s legRunner) fieldsFor(number uint32, prefill routing.RankRef) (*transfer.
 }
 
 // engineHeader is the header of a leg with the attempt's request id.
-func (s legRunner) engineHeader(id []string) http.Header {
-	if len(id) > 0 && id[0] != s.req.id {
+func (s legRunner) engineHeader(side dispatch.Side, id []string) http.Header {
+	switch {
+	case s.warm != nil:
+		return s.ownHeader(side, id)
+	case len(id) > 0 && id[0] != s.req.id:
 		return rankleg.EngineHeader(s.req.r.Header, id, s.req.in.via)
 	}
 	return s.req.header
@@ -202,16 +206,31 @@ func (s legRunner) runPrefill(cmd *dispatch.Command) (ev dispatch.Event, ok bool
 	done := &msg.Done{} // if the leg panics
 	defer func() { s.endLeg(l, done) }()
 	res, params := s.prefillLeg(l, cmd)
-	if n := l.answer.PromptTokens; n > 0 {
+	if n := l.answer.PromptTokens; n > 0 && l.hasTicket() {
 		done.PromptTokens, done.CompletionTokens, done.FirstToken = n, 1, l.own.firstToken.Sub(l.started)
 		done.CachedTokens, done.HasCached = max(l.answer.CachedTokens, 0), l.answer.CachedTokens >= 0
 		l.pool.metrics.Load().Tokens(n, done.CachedTokens, 1)
 	}
-	if ev, ok = s.endOf(l, &res); ok && res.cause != dispatch.OK {
-		s.req.ends.note(&res)
+	if ev, ok = s.endOf(l, &res); ok {
+		s.noteEnd(l, &res)
 	}
 	ev.Params = params
 	return ev, ok
+}
+
+// hasTicket reports whether the leg counts on its rank: those of a warm-up do not.
+func (l *pairLeg) hasTicket() bool { return l.tracked.ticket.ID != 0 }
+
+// noteEnd keeps the end of a leg that has brought no answer.
+func (s legRunner) noteEnd(l *pairLeg, res *result) {
+	switch {
+	case s.warm != nil:
+		s.mu.Lock()
+		s.warm.failed(l.side, res)
+		s.mu.Unlock()
+	case res.cause != dispatch.OK || l.side == dispatch.Decode:
+		s.req.ends.note(res)
+	}
 }
 
 // endOf is what the flight is told of a leg that has ended; ok is false if the flight has given it up.
@@ -238,15 +257,16 @@ func (s legRunner) prefillLeg(l *pairLeg, cmd *dispatch.Command) (res result, pa
 	}
 	body := fields.AppendPrefill(mem.b, &s.body)
 	q := &rankleg.Request{
-		Rank: l.rank.Rank, Route: s.req.route, Header: s.engineHeader(id), Body: body, IsHeld: true,
+		Rank: l.rank.Rank, Route: s.req.route, Header: s.engineHeader(l.side, id), Body: body, IsHeld: true,
 		FirstToken: s.pair.config.PrefillLimit,
 	}
 	if s.pair.config.Order != dispatch.PrefillFirst {
 		q.Guard = &rankleg.Guard{} // an engine must not meet its fields twice
 	}
 	defer s.req.in.bodies.give(mem, true)
-	l.isLeased = true
-	s.pair.router.Update(func(t *routing.PairTable) { t.Lease(l.rank.ref(), l.tokens) })
+	if l.isLeased = l.hasTicket(); l.isLeased {
+		s.pair.router.Update(func(t *routing.PairTable) { t.Lease(l.rank.ref(), l.tokens) })
+	}
 	s.pair.metrics.Part("queue", l.started.Sub(s.req.start))
 	resp, reply, err := l.rank.asker.Ask(l.ctx, q)
 	switch {
@@ -268,14 +288,17 @@ func (s legRunner) prefillLeg(l *pairLeg, cmd *dispatch.Command) (res result, pa
 	l.pool.estimates.answers.note(s.req.scan.Model, l.rank.ref(), s.req.in.clock())
 	l.answer, l.answer.Params = a, nil
 	s.pair.metrics.Part("prefill", l.own.firstToken.Sub(l.started))
-	switch failed {
-	case transfer.NoFailure:
-	case transfer.PrefillNoParams, transfer.PrefillUnfit:
-		return result{cause: dispatch.OK, nameOverride: failed.String()}, 0
-	default:
-		return result{cause: dispatch.Malformed, err: errors.New(failed.String())}, 0
+	if failed != transfer.NoFailure {
+		res := result{cause: dispatch.Malformed, nameOverride: failed.String(), err: fmt.Errorf("its answer "+
+			"cannot be used (%s): is its engine started for transfer %s?", failed, s.pair.traits.Name)}
+		if failed == transfer.PrefillNoParams || failed == transfer.PrefillUnfit {
+			res.cause = dispatch.OK
+		}
+		return res, 0
 	}
-	l.rank.Mailbox.Send(&msg.FirstToken{TicketID: l.own.ticket.ID, At: l.own.firstToken})
+	if l.hasTicket() {
+		l.rank.Mailbox.Send(&msg.FirstToken{TicketID: l.own.ticket.ID, At: l.own.firstToken})
+	}
 	if peer, ok := transfer.PeerOfAnswer(a.Params); ok {
 		s.pair.backend.peers.set(l.rank.ref(), peer)
 	}
@@ -321,12 +344,14 @@ func (s legRunner) runDecode(cmd *dispatch.Command) (ev dispatch.Event, ok bool)
 	s.leg = l
 	res := s.decodeLeg(l, cmd)
 	s.leg = nil
-	done = s.decodeDone(l)
+	if l.hasTicket() {
+		done = s.decodeDone(l)
+	}
 	ev, ok = s.endOf(l, &res)
 	if l.isPassed {
 		req.result = res
 	} else if ok {
-		req.ends.note(&res)
+		s.noteEnd(l, &res)
 	}
 	return ev, ok
 }
@@ -370,7 +395,7 @@ func (s legRunner) decodeLeg(l *pairLeg, cmd *dispatch.Command) result {
 			return result{cause: dispatch.NoMemory, err: errNoBodyMemory}
 		}
 		defer req.in.bodies.give(mem, true)
-		q.Header, q.Body = s.engineHeader(id), fields.AppendDecode(mem.b, &s.body, params)
+		q.Header, q.Body = s.engineHeader(l.side, id), fields.AppendDecode(mem.b, &s.body, params)
 		q.Guard = s.guard(cmd)
 	}
 	req.armFirstToken(l.rank, q)
@@ -391,6 +416,9 @@ func (s legRunner) decodeLeg(l *pairLeg, cmd *dispatch.Command) result {
 		return result{cause: dispatch.UnitLost}
 	}
 	defer closeBody(resp)
+	if s.warm != nil {
+		return s.takeAnswer(l, resp)
+	}
 	return relay{req}.answer(l.ctx, resp)
 }
 

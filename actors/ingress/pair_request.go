@@ -31,6 +31,7 @@ type split struct {
 	way    dispatch.Way         // WayNone: nothing is decided yet
 	rank   *rank                // the prefill rank that computed the prompt, or is to; nil: none
 	flight *pdproxy.Flight      // nil: a plain request
+	warm   *warmUp              // nil: a client's request
 	trip
 }
 

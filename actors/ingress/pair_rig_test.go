@@ -27,12 +27,14 @@ import (
 type pdEngine struct {
 	name string
 
-	mu      sync.Mutex
-	n       int
-	calls   []pdCall                                                    // without those of prewarming
-	answer  func(w http.ResponseWriter, r *http.Request, c pdCall) bool // true: it has answered
-	isMute  bool                                                        // it does not prewarm
-	dropped int                                                         // resets of its prefix cache
+	mu     sync.Mutex
+	n      int
+	calls  []pdCall                                                    // without those of prewarming
+	answer func(w http.ResponseWriter, r *http.Request, c pdCall) bool // true: it has answered
+	isMute bool                                                        // it does not prewarm
+
+	hangs   chan struct{} // gets a prewarm leg, and none is answered; nil: they are
+	dropped int           // resets of its prefix cache
 }
 
 // pdCall is a request that an engine got.
@@ -65,12 +67,15 @@ func (e *pdEngine) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	e.mu.Lock()
 	e.n++
 	n, answer := e.n, e.answer
-	mute := e.isMute
+	mute, hangs := e.isMute, e.hangs
 	if !isPrewarm {
 		e.calls = append(e.calls, c)
 	}
 	e.mu.Unlock()
 	switch {
+	case isPrewarm && hangs != nil:
+		hangs <- struct{}{}
+		<-r.Context().Done()
 	case isPrewarm && mute:
 		replies(http.StatusInternalServerError, `{"error":{"message":"no peer","code":500}}`)(w, r)
 	case !isPrewarm && answer != nil && answer(w, r, c):
@@ -224,12 +229,17 @@ func (g *pairRig) leased(r *replica) (n int64) {
 	return n
 }
 
-// metric is the value of a series, "" if there is none.
-func (g *pairRig) metric(series string) string {
+// page is all series.
+func (g *pairRig) page() string {
 	rec := httptest.NewRecorder()
 	g.metrics.Handler().ServeHTTP(rec,
 		httptest.NewRequestWithContext(context.Background(), http.MethodGet, "/metrics", nil))
-	for _, line := range strings.Split(rec.Body.String(), "\n") {
+	return rec.Body.String()
+}
+
+// metric is the value of a series, "" if there is none.
+func (g *pairRig) metric(series string) string {
+	for _, line := range strings.Split(g.page(), "\n") {
 		if value, ok := strings.CutPrefix(line, series+" "); ok {
 			return value
 		}

@@ -11,6 +11,7 @@ import (
 
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // after is the word that follows a flag, "" if the flag is missing.
@@ -225,7 +226,13 @@ func TestBootstrapPortOfALaunchedRank(t *testing.T) {
 				want = port
 			}
 		}
-		assert.Equal(t, want, strconv.Itoa(engine.BootstrapPort(c.a, 20000, c.rank)))
+		st := &state.State{Units: map[string]*state.Unit{"u": {
+			App: c.a.Name, Ranks: []state.RankGrant{{Rank: c.rank, Node: "n"}},
+			Blocks: []state.Block{{Node: "n", Base: 20000}},
+		}}}
+		address, _, err := engine.BootstrapServer(st, c.a, 0, c.rank)
+		require.NoError(t, err)
+		assert.Equal(t, "http://127.0.0.1:"+want, address)
 	}
 }
 

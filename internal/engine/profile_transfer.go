@@ -152,13 +152,6 @@ func transferFault(err error) error {
 	return problem.New(problem.InvalidArgument, "engine.args.kv_transfer_config: %w", err)
 }
 
-// BootstrapPort is the port of the bootstrap server of a launched prefill rank, whose unit has the port block
-// at base on its node.
-func BootstrapPort(a *app.Application, base, rank int) int {
-	s := Spec{App: a, Rank: rank, Base: base}
-	return s.Ports().Bootstrap(s.Index())
-}
-
 // TransferLease is how long an engine of the pool keeps a computed prompt for its decode rank, as the file or
 // dpserve's own flags say; 0 = the default of the transfer.
 func TransferLease(a *app.Application) time.Duration {

@@ -267,6 +267,13 @@ func (p *Pair) Counts() PairCounts {
 	return PairCounts{Remote: p.remote.Load(), Local: p.local.Load(), Fallback: p.fallback.Load()}
 }
 
+// NoPair counts nothing.
+func NoPair() *Pair {
+	p := &Pair{vecs: &pairVectors{}}
+	p.forget()
+	return p
+}
+
 // forget closes all caches, so that a late caller cannot recreate deleted series.
 func (p *Pair) forget() {
 	p.requests.close()
