@@ -204,30 +204,6 @@ func addMissingRanks(ar *appRouter, rows []client.RankExplanation) []client.Rank
 	return rows
 }
 
-// refusal is the error for a decision without a rank, of an application's ranks or of those of one pool.
-func refusal(app string, ar *appRouter, direct routing.RankID, d *routing.Decision) error {
-	switch d.Reason {
-	case routing.ReasonUnknownRank:
-		return problem.New(problem.NotFound, "there is no rank %s/%s", app, direct).WithHint(
-			"`dpserve status %s` lists them", app)
-	case routing.ReasonRankUnavailable:
-		return problem.New(problem.Unavailable, "rank %s of app %s cannot take it now", direct,
-			app).WithHint("try again later, or leave worker out")
-	case routing.ReasonNoRankGiven:
-		return problem.New(problem.InvalidArgument,
-			"app %s uses routing policy direct, and no worker is named", app).WithHint(
-			"give worker as GROUP/RANK")
-	case routing.ReasonNoRoom:
-		return problem.New(problem.Overloaded, "every rank of app %s has all the requests it may hold",
-			app).WithHint("try again later")
-	case routing.ReasonAllBusy:
-		return problem.New(problem.Overloaded, "every rank of app %s is above busy_threshold", app).WithHint(
-			"try again later")
-	}
-	return problem.New(problem.Unavailable, "no rank of app %s is ready: %s%s", app, d.Reason,
-		ar.whyNotReady()).WithHint("`dpserve status %s` shows why", app)
-}
-
 // rankNotes is what the streams say of ranks that routing leaves out.
 type rankNotes struct {
 	draining bool

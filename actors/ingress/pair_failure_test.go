@@ -299,7 +299,7 @@ func TestNoPrefill(t *testing.T) {
 				return strings.Contains(a.body, "there is no room to start one: "+noRoomReason)
 			}, "the reason of the placement")
 			_, err := g.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{TokenIDs: []uint32{1}})
-			require.ErrorContains(t, err, "no prefill rank of app demo can compute the prompt")
+			require.ErrorContains(t, err, "no prefill rank can compute the prompt")
 			require.ErrorContains(t, err, "and there is no room to start one: "+noRoomReason)
 		})
 	}

@@ -8,7 +8,6 @@ import (
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/dispatch"
-	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/telemetry"
 	"github.com/dpserve/dpserve/routing"
 )
@@ -35,19 +34,6 @@ func explainPair(q *inquiry, x *client.Explanation) {
 	if s.way == dispatch.WayFallback && p.failsWithoutPrefill() {
 		x.Notes = append(x.Notes, "disaggregation.fallback is fail: such a request is refused with 503")
 	}
-}
-
-// refusal is the error for a decision without ranks, nil if there are some.
-func (p *pairApp) refusal(d *routing.PairDecision, direct routing.RankID) error {
-	switch {
-	case d.Kind != routing.Route:
-		return refusal(p.name, p.decode, direct, &routing.Decision{Reason: d.Reason})
-	case d.IsFallback() && p.isOn() && p.failsWithoutPrefill():
-		return problem.New(problem.Unavailable, "no prefill rank of app %s can compute the prompt: %s%s",
-			p.name, d.Reason, p.prefill.whyNotReady()).
-			WithHint("`dpserve status %s` shows why", p.name)
-	}
-	return nil
 }
 
 // pairFallback is what a request gets that no prefill rank can compute.

@@ -515,5 +515,5 @@ func TestExplainWhereFallbackFails(t *testing.T) {
 	_, err = g.in.BestWorker(t.Context(), "demo",
 		&client.BestWorkerRequest{TokenIDs: []uint32{1}, RequestID: "r1"})
 	require.Equal(t, problem.Unavailable, problem.CodeOf(err))
-	assert.ErrorContains(t, err, "not_prewarmed")
+	assert.ErrorContains(t, err, "no prefill rank can compute the prompt")
 }

@@ -87,23 +87,23 @@ func (req search) decide() (rk *rank, f *failure, wait bool) {
 		req.query.ID = req.nextID()
 		// before the Router's lock, and for each decision, because the caches change
 		ar.describeRequest(&req.query, &req.prompt)
-		if req.why != nil {
-			return req.why.ask(router), nil, false
-		}
-		began := time.Now()
-		router.Pick(&req.query, &req.choice)
-		ar.metrics.Load().Decision(time.Since(began))
+		req.askRouter(router)
 		switch req.choice.Kind {
 		case routing.Route:
 			id := req.choice.Ranked[0]
-			if rk := ar.findRank(id); rk != nil {
+			rk := ar.findRank(id)
+			switch {
+			case rk != nil && req.why != nil:
+				return rk, nil, false
+			case rk != nil:
 				ar.metrics.Load().Pick(id.Group(), id.Rank(), req.choice.Reason)
 				ar.decisions.record(req.id, req.ends.count()+1, router.Policy(), &req.prompt, &req.query,
 					&req.choice)
 				req.attempt.router, req.attempt.isCounted = router, true
 				return rk, nil, false
+			case req.why == nil:
+				req.in.observeUndo(router, id, req.query.ID) // the rank is gone since the decision
 			}
-			req.in.observeUndo(router, id, req.query.ID) // the rank is gone since the decision
 		case routing.Queue:
 			return nil, nil, true
 		default:
@@ -116,6 +116,17 @@ func (req search) decide() (rk *rank, f *failure, wait bool) {
 			}
 		}
 	}
+}
+
+// askRouter decides once, for a rank alone.
+func (req search) askRouter(router *routing.Router) {
+	if req.why != nil {
+		req.why.ask(router)
+		return
+	}
+	began := time.Now()
+	router.Pick(&req.query, &req.choice)
+	req.app.router.metrics.Load().Decision(time.Since(began))
 }
 
 // nextID is the number of the next decision.

@@ -56,8 +56,8 @@ func (q *inquiry) makeExact() {
 	q.isExact, q.lastID, q.query.DrawsByID = true, q.in.nextID.Load(), false
 }
 
-// ask asks the Routers for a rank alone; nil: there is none.
-func (q *inquiry) ask(router *routing.Router) *rank {
+// ask keeps what the Routers would decide about a rank alone.
+func (q *inquiry) ask(router *routing.Router) {
 	if s := q.split; s == nil {
 		q.Decode, q.DecodeView = router.Why(&q.query)
 	} else {
@@ -67,10 +67,7 @@ func (q *inquiry) ask(router *routing.Router) *rank {
 			s.choice.Reason = routing.PairNoPrefill
 		}
 	}
-	if q.choice = q.Decode; q.choice.Kind != routing.Route {
-		return nil
-	}
-	return q.app.router.findRank(q.choice.Ranked[0])
+	q.choice = q.Decode
 }
 
 // readQuery reads a client.Query without Replay, as request.handle does with a client's request.
@@ -260,7 +257,7 @@ func (q *inquiry) worker(rk, prefill *rank) client.Worker {
 func (q *inquiry) notReserved(name string) error {
 	switch r := q.hold; r.answer {
 	case dispatch.AnswerNoRank:
-		return q.notPicked(name)
+		return notPicked(name, q.failure)
 	case dispatch.AnswerNoPrefill:
 		return problemOf(q.split.noPrefillFailure())
 	case dispatch.AnswerOwn:
@@ -271,14 +268,13 @@ func (q *inquiry) notReserved(name string) error {
 	}
 }
 
-// notPicked is the error for a request of the router's own API for which no rank was picked.
-func (q *inquiry) notPicked(name string) error {
-	if s := q.split; s != nil && s.choice.Reason != "" {
-		if err := s.pair.refusal(&s.choice, q.prompt.direct); err != nil {
-			return err
-		}
+// notPicked is the error of the router's own API where no rank was picked; f nil: there is no room now.
+func notPicked(name string, f *failure) error {
+	if f != nil {
+		return problemOf(f)
 	}
-	return refusal(name, q.app.router, q.prompt.direct, &q.choice)
+	return problem.New(problem.Overloaded, "every rank of app %s has all the requests it may hold", name).
+		WithHint("try again later")
 }
 
 // worker describes a picked rank.

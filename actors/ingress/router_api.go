@@ -210,11 +210,8 @@ func (in *Ingress) BestWorker(ctx context.Context, app string, q *client.BestWor
 		return ask.worker(rk, s.rank), nil
 	case rk != nil:
 		return ask.worker(rk, nil), nil
-	case f == nil && ask.choice.Kind == routing.Route:
-		return client.Worker{}, problem.New(problem.Unavailable, "a rank of app %s is gone", app).
-			WithHint("ask again")
 	}
-	return client.Worker{}, ask.notPicked(app)
+	return client.Worker{}, notPicked(app, f)
 }
 
 // PotentialLoads is the load that each rank would have with a prompt; without ids, its load now. Errors are

@@ -161,7 +161,8 @@ func TestReservationRefused(t *testing.T) {
 		require.Equal(t, code, problem.CodeOf(err))
 	}
 	_, err := ask("r", "9/9")
-	require.Equal(t, problem.NotFound, problem.CodeOf(err))
+	require.Equal(t, problem.InvalidArgument, problem.CodeOf(err))
+	require.ErrorContains(t, err, "has no rank 9/9 (it has 0/0 to 0/1)")
 	_, err = ask("r", "x")
 	require.Equal(t, problem.InvalidArgument, problem.CodeOf(err))
 

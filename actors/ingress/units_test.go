@@ -70,7 +70,7 @@ func TestBestWorkerSaysThatThereIsNoRoom(t *testing.T) {
 		_, err := g.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{
 			TokenIDs: []uint32{1}, RequestID: id,
 		})
-		require.ErrorContains(t, err, "no rank of app demo is ready: ", id)
+		require.ErrorContains(t, err, "no rank of this application is ready", id)
 		require.ErrorContains(t, err, "and there is no room to start one: "+noRoomReason, id)
 	}
 }
