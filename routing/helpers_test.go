@@ -179,3 +179,9 @@ func forEachPolicy(t *testing.T, f func(t *testing.T, p Policy)) {
 		t.Run(name, func(t *testing.T) { f(t, newPolicy(t, name)) })
 	}
 }
+
+// Explain is Why without the view.
+func (r *Router) Explain(q *Request) Decision {
+	d, _ := r.Why(q)
+	return d
+}

@@ -189,12 +189,6 @@ func (r *Router) updateBusyAt(id RankID) (freed bool) {
 	return ok && r.view.updateBusy(&r.view.Ranks[i])
 }
 
-// Explain is what Pick would decide now, with Terms; nothing changes, not even the generator.
-func (r *Router) Explain(q *Request) Decision {
-	d, _ := r.Why(q)
-	return d
-}
-
 // Reset forgets what the policy remembers and what the replicas have not confirmed (`router reset`); the view
 // of the ranks stays until their next snapshots. In-flight requests go on; their tickets and ends are
 // harmless.
@@ -246,8 +240,8 @@ func (r *Router) MaxMean() float64 {
 	return float64(most) * float64(n) / float64(sum)
 }
 
-// Why is Explain together with the view that the decision read, so that a caller can show why some ranks were
-// not candidates.
+// Why is what Pick would decide now, with Terms, and the view that the decision read, so that a caller can
+// show why some ranks were not candidates. Nothing changes, not even the generator.
 func (r *Router) Why(q *Request) (Decision, View) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

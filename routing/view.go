@@ -199,7 +199,7 @@ type Request struct {
 	// with HasDirect: the caller's rank is taken under every policy (generate with a worker id)
 	Force    bool
 	Override *Override // parameters for this request alone; nil = none
-	// Explain and Why draw between equal ranks by ID; else as the next Pick will
+	// Router.Why and PairRouter.Explain draw between equal ranks by ID; else as the next Pick will
 	DrawsByID bool
 
 	Priority int     // reserved: higher goes first
