@@ -12,6 +12,7 @@ import (
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/engine/openai"
+	"github.com/dpserve/dpserve/internal/routerapi"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/internal/telemetry"
 	"github.com/dpserve/dpserve/routing"
@@ -35,7 +36,7 @@ type appRouter struct {
 	resyncs      atomic.Uint64                // snapshots asked for
 	decisions    decisionLog                  // for replays
 
-	reservations reservations
+	reservations routerapi.Reservations
 	demand       queueDemand
 	estimates    estimates
 
@@ -509,7 +510,7 @@ func (ar *appRouter) close() {
 	}
 	ar.mu.Unlock()
 	ar.demand.end()
-	ar.reservations.end()
+	ar.reservations.End()
 	if c := ar.inputs().cache; c != nil {
 		c.close()
 	}

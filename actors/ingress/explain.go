@@ -3,14 +3,13 @@ package ingress
 import (
 	"fmt"
 	"slices"
-	"strconv"
-	"strings"
 	"sync"
 	"time"
 
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/routerapi"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
@@ -27,17 +26,14 @@ func explain(q *inquiry) *client.Explanation {
 
 // explainDecision describes a policy's decision on a view.
 func explainDecision(ar *appRouter, q asked, d *routing.Decision, view *routing.View) *client.Explanation {
-	policy := ar.router.Load().Policy()
-	x := &client.Explanation{
-		App: ar.name, Policy: policy, Tokens: q.query.Tokens, Estimated: q.query.Estimated,
-		Decision: kindName(d.Kind), Reason: d.Reason, Formula: formula(policy, d.Terms),
+	p := routerapi.Pool{
+		App: ar.name, Policy: ar.router.Load().Policy(), Ranks: ar.revision.Load().ranks,
+		Notes: rankNotesOf(ar), NotReady: ar.whyNotReady(), HeldBlocks: q.prompt.cachedPrefix,
+		HasNoTokens: ar.inputs().identity == app.IdentityTokens && q.prompt.unit == kvindex.Text,
 	}
+	p.Waiting, _ = ar.queue.size()
+	x := routerapi.Explain(&p, q.query, d, view)
 	x.Blocks, x.BlockSize, x.BlockUnit, x.Identity = q.prompt.blockInfo()
-	if d.Kind == routing.Route {
-		x.Pick = d.Ranked[0].String()
-	}
-	x.Ranks = explainRanks(ar, q, d, view)
-	x.Notes = explainNotes(ar, q.prompt, d, view)
 	return x
 }
 
@@ -52,213 +48,24 @@ func (p *prompt) blockInfo() (blocks, size int, unit, identity string) {
 	return 0, 0, "", ""
 }
 
-func kindName(k routing.Kind) string {
-	switch k {
-	case routing.Route:
-		return "route"
-	case routing.Queue:
-		return "queue"
-	case routing.Reject:
-	}
-	return "reject"
-}
-
-// explainRanks describes every rank that the Router knows, and the application's other ranks.
-func explainRanks(ar *appRouter, q asked, d *routing.Decision, v *routing.View) []client.RankExplanation {
-	excluded, notes := v.Exclusions(q.query), rankNotesOf(ar)
-	out := make([]client.RankExplanation, 0, len(v.Ranks))
-	for i := range v.Ranks {
-		rk := &v.Ranks[i]
-		row := client.RankExplanation{
-			Worker: rk.ID.String(), Group: rk.ID.Group(), Rank: rk.ID.Rank(), InFlight: rk.Open(),
-			MaxOngoing: rk.MaxOngoing,
-			Picked:     d.Kind == routing.Route && d.Ranked[0] == rk.ID,
-		}
-		row.Eligible = excluded[i] == routing.NotExcluded
-		row.State, row.Why = explainRank(rk, excluded[i], notes[rk.ID], v)
-		if rk.HasKVUsage || rk.Capacity > 0 {
-			usage := rk.Usage()
-			row.KVUsage = &usage
-		}
-		if !v.PrefixCachingOff {
-			q.hit(&row, rk.ID)
-		}
-		score(&row, rk.ID, d.Terms)
-		out = append(out, row)
-	}
-	return addMissingRanks(ar, out)
-}
-
-// hit adds what the rank holds of the prompt.
-func (q asked) hit(row *client.RankExplanation, id routing.RankID) {
-	row.HitTokens = q.query.HitOn(id)
-	i := slices.IndexFunc(q.query.Hits, func(h routing.Hit) bool { return h.Rank == id })
-	if i < 0 {
-		return
-	}
-	row.HostTokens, row.DiskTokens = int(q.query.Hits[i].Host), int(q.query.Hits[i].Disk)
-	row.HitBlocks = q.prompt.cachedPrefix(id)
-}
-
-// score adds the rank's terms and their sum, in the order in which the policy adds them.
-func score(row *client.RankExplanation, id routing.RankID, terms []routing.Term) {
-	sum := 0.0
-	for _, t := range terms {
-		if t.Rank == id {
-			row.Terms, sum = append(row.Terms, termOf(t)), sum+t.Value
-		}
-	}
-	if row.Terms != nil {
-		row.Score = &sum
-	}
-}
-
-func termOf(t routing.Term) client.Term {
-	return client.Term{Name: t.Name, Unit: t.Unit, Raw: t.Raw, Weight: t.Weight, Value: t.Value}
-}
-
-// formula describes how the terms add up and which sum wins; "" if there are no terms.
-func formula(policy string, terms []routing.Term) string {
-	var parts []string
-	for _, t := range terms {
-		if t.Rank != terms[0].Rank || t.Weight == 0 {
-			continue // all ranks have the same terms; a term without weight is only information
-		}
-		part := t.Name
-		if t.Unit != "none" {
-			part += " (" + t.Unit + ")"
-		}
-		switch {
-		case t.Weight >= lastResort:
-			part += " (never unless nothing else is left)"
-		case t.Weight != 1:
-			part = strconv.FormatFloat(t.Weight, 'g', -1, 64) + " × " + part
-		}
-		parts = append(parts, part)
-	}
-	if len(parts) == 0 {
-		return ""
-	}
-	wins := "lowest wins"
-	if policy == scoring {
-		wins = "highest wins"
-	}
-	return strings.Join(parts, " + ") + "; " + wins
-}
-
-// lastResort is a weight beyond every other cost: a policy gives it to ranks that it takes only if no other
-// is left.
-const lastResort = 1 << 40
-
-// scoring is the one policy whose highest score wins.
-const scoring = "scoring"
-
-// explainNotes are remarks for a person beside the numbers.
-func explainNotes(ar *appRouter, p *prompt, d *routing.Decision, v *routing.View) []string {
-	var out []string
-	r := ar.inputs()
-	if v.PrefixCachingOff {
-		out = append(out, "the engines run without prefix caching: every hit counts as 0")
-	}
-	if r.identity == app.IdentityTokens && p.unit == kvindex.Text {
-		out = append(out, "identity is tokens, but no tokenizer answered: the prompt is known by its text")
-	}
-	if d.Reason == routing.ReasonSampled {
-		out = append(out, "router_temperature is above 0: the pick is drawn, the next one may differ")
-	}
-	if n, _ := ar.queue.size(); n > 0 {
-		out = append(out, fmt.Sprintf("%d requests wait: a new one stands behind them", n))
-	}
-	if d.Reason == routing.ReasonOnTheWay {
-		out = append(out, "no rank is ready"+ar.whyNotReady())
-	}
-	if d.Disqualified > 0 {
-		out = append(out, fmt.Sprintf("%d ranks have no score that is a number", d.Disqualified))
-	}
-	switch {
-	case p.hasDirect:
-		out = append(out, "the caller names the rank: the policy has no say")
-	case v.HasBusyThreshold && slices.ContainsFunc(v.Ranks, func(rk routing.Rank) bool { return rk.Busy }):
-		out = append(out, fmt.Sprintf("ranks above busy_threshold %g get nothing", v.BusyThreshold))
-	}
-	return out
-}
-
-// addMissingRanks adds ranks of the application that have no stream here, and keeps the order.
-func addMissingRanks(ar *appRouter, rows []client.RankExplanation) []client.RankExplanation {
-	known := map[string]bool{}
-	for i := range rows {
-		known[rows[i].Worker] = true
-	}
-	for _, id := range ar.revision.Load().ranks {
-		if !known[id.String()] {
-			rows = append(rows, client.RankExplanation{
-				Worker: id.String(), Group: id.Group(), Rank: id.Rank(), State: "unknown",
-				Why: "it has not started yet, or is gone; see `dpserve status`",
-			})
-		}
-	}
-	slices.SortStableFunc(rows, func(a, b client.RankExplanation) int {
-		return int(routing.ID(a.Group, a.Rank)) - int(routing.ID(b.Group, b.Rank))
-	})
-	return rows
-}
-
-// rankNotes is what the streams say of ranks that routing leaves out.
-type rankNotes struct {
-	draining bool
-	full     string // why it counts as full whatever its numbers say; "": by its numbers
-}
-
 // rankNotesOf returns the notes of every rank.
-func rankNotesOf(ar *appRouter) map[routing.RankID]rankNotes {
+func rankNotesOf(ar *appRouter) map[routing.RankID]routerapi.RankNotes {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
-	out := make(map[routing.RankID]rankNotes, len(ar.ranks))
+	out := make(map[routing.RankID]routerapi.RankNotes, len(ar.ranks))
 	for id, r := range ar.ranks {
-		n := rankNotes{draining: r.draining}
+		n := routerapi.RankNotes{IsDraining: r.draining}
 		switch {
 		case r.busy:
-			n.full = "its engine said that it is busy"
+			n.Full = "its engine said that it is busy"
 		case r.full && r.turn != "" && r.offered == 0:
-			n.full = "its free room is for another ingress, which waits as well"
+			n.Full = "its free room is for another ingress, which waits as well"
 		case r.full:
-			n.full = "it said that it is full"
+			n.Full = "it said that it is full"
 		}
 		out[id] = n
 	}
 	return out
-}
-
-// explainRank returns the rank's state and the reason in words; "" if the rank may be picked.
-func explainRank(rk *routing.Rank, why routing.Exclusion, notes rankNotes, v *routing.View) (
-	state, text string,
-) {
-	switch why {
-	case routing.Tried:
-		return "tried", "it takes no such request: of a role or without a pair for it"
-	case routing.NotReady:
-		if notes.draining {
-			return "draining", "it takes nothing new and lets its requests end"
-		}
-		return "not-ready", "its unit is not ready, or its engine does not accept"
-	case routing.LeftOut:
-		return "tripped", "its last answers failed, and no canary has come back yet"
-	case routing.AboveBusy:
-		return "busy", fmt.Sprintf("KV usage %.2f, busy_threshold %.2f", rk.Usage(), v.BusyThreshold)
-	case routing.SilentStream:
-		return "silent", "its stream is silent, and others are not"
-	case routing.NoRoom:
-		if notes.full != "" {
-			return "full", notes.full
-		}
-		return "full", fmt.Sprintf("%d of %d requests in flight", rk.Open(), rk.MaxOngoing)
-	case routing.NotExcluded:
-	}
-	if rk.Silent {
-		return "silent", "" // admission decides
-	}
-	return "ok", ""
 }
 
 // Bounds of a decisionLog.

@@ -17,9 +17,9 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
-	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/rankleg"
+	"github.com/dpserve/dpserve/internal/routerapi"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
@@ -148,7 +148,7 @@ func (b *decisionRig) live(body []byte, h http.Header) *request {
 	req := newRequest(b.in)
 	req.app, req.r, req.choice.Explain = &appRoute{appRevision: b.router.revision.Load(), router: b.router},
 		&http.Request{Header: h}, true
-	req.route, _ = routeOf("", body)
+	req.route, _ = routerapi.RouteOf("", body)
 	req.r = req.r.WithContext(b.t.Context())
 	req.body = &bodyBuffer{b: body}
 	require.NoError(b.t, req.scan.Scan(req.route, body))
@@ -221,7 +221,7 @@ func (b *decisionRig) seed(r *rand.Rand) {
 // same compares an explanation with the decision made right after it.
 func (b *decisionRig) same(x *client.Explanation, req *request) {
 	t, d := b.t, &req.choice
-	require.Equal(t, kindName(d.Kind), x.Decision)
+	require.Equal(t, routerapi.KindName(d.Kind), x.Decision)
 	require.Equal(t, d.Reason, x.Reason)
 	require.Equal(t, req.query.Tokens, x.Tokens)
 	pick := ""
@@ -254,19 +254,6 @@ func (b *decisionRig) same(x *client.Explanation, req *request) {
 			}
 			require.Equal(t, sum, *row.Score) //nolint:testifylint // bit for bit
 		}
-	}
-}
-
-// TestABodyTellsItsRouteByExactNames: engines do not read a field with almost the same name.
-func TestABodyTellsItsRouteByExactNames(t *testing.T) {
-	for body, want := range map[string]openai.Route{
-		`{"messages":[]}`: openai.Chat, `{"prompt":"x"}`: openai.Completions,
-		`{"prompt":"x","Messages":[]}`:       openai.Completions,
-		`{"prompt":"x", "\u006dessages":[]}`: openai.Chat,
-	} {
-		route, err := routeOf("", []byte(body))
-		require.NoError(t, err)
-		assert.Equal(t, want, route, body)
 	}
 }
 
@@ -497,16 +484,4 @@ func BenchmarkRecentNote(b *testing.B) {
 	for b.Loop() {
 		r.record("0123456789abcdef", 1, "kv", &p, &q, &d)
 	}
-}
-
-func TestFormulaWithALastResort(t *testing.T) {
-	of := func(policy string, weight float64) string {
-		return formula(policy, []routing.Term{
-			{Name: "not_session_rank", Unit: "none", Weight: weight},
-			{Name: "open", Unit: "requests", Weight: 1},
-		})
-	}
-	assert.Equal(t, "not_session_rank (never unless nothing else is left) + open (requests); lowest wins",
-		of("session-affinity", 1<<45))
-	assert.Equal(t, "2 × not_session_rank + open (requests); lowest wins", of("session-affinity", 2))
 }

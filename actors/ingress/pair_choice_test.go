@@ -120,8 +120,14 @@ func TestPrewarmOfALostRank(t *testing.T) {
 			e.hangs = make(chan struct{}, 1)
 			e.mu.Unlock()
 			b, done := g.in.findPair("demo").backend, make(chan error, 1)
-			go func() { done <- b.Prewarm(t.Context(), g.prefills[0].ref(), g.decodes[0].ref()) }()
-			<-e.hangs
+			for runs := false; !runs; {
+				go func() { done <- b.Prewarm(t.Context(), g.prefills[0].ref(), g.decodes[0].ref()) }()
+				select {
+				case <-e.hangs:
+					runs = true
+				case <-done: // the process stood still
+				}
+			}
 			r.say(false, true, "exit_1")
 			assert.EqualError(t, <-done, side+" rank: engine: the rank's unit was fenced", name)
 			for _, r := range g.replicas {

@@ -54,9 +54,9 @@ type legRunner struct{ *split }
 func (s legRunner) newLeg(cmd *dispatch.Command, ar *appRouter, rk *rank, b bump) *pairLeg {
 	l := &pairLeg{side: cmd.Side, number: cmd.Number, pool: ar, rank: rk, life: s.ctx, end: func() {}}
 	l.ctx, l.cancel = context.WithCancelCause(s.ctx)
-	switch held := s.req.hold; {
-	case held != nil:
-		l.life, l.end = context.WithCancel(held.life)
+	switch h := s.req.hold; {
+	case h != nil:
+		l.life, l.end = context.WithCancel(h.life)
 	case !rk.local: // a far ticket has a stream of its own, which ends with it
 		l.life, l.end = context.WithCancel(s.ctx)
 	}

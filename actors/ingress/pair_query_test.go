@@ -15,6 +15,7 @@ import (
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/routerapi"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -78,7 +79,7 @@ func (g *pairRig) changeTable(r *rand.Rand) {
 func (g *pairRig) live(body []byte, h http.Header) *request {
 	req := newRequest(g.in)
 	req.app = g.in.table.Load().root.models["demo"]
-	req.route, _ = routeOf("", body)
+	req.route, _ = routerapi.RouteOf("", body)
 	req.r = (&http.Request{Header: h}).WithContext(g.t.Context())
 	req.body = &bodyBuffer{b: body}
 	require.NoError(g.t, req.scan.Scan(req.route, body))
@@ -172,7 +173,7 @@ func TestLivePairEqualsExplain(t *testing.T) {
 func (g *pairRig) samePair(x *client.Explanation, req *request) {
 	t, d := g.t, &req.split.choice
 	if req.split.body.Reason != 0 { // it went to the decode pool's Router alone
-		require.Equal(t, kindName(req.choice.Kind), x.Decision)
+		require.Equal(t, routerapi.KindName(req.choice.Kind), x.Decision)
 		want := []string{"", req.choice.Reason}
 		if req.choice.Kind == routing.Route {
 			want = []string{req.choice.Ranked[0].String(), routing.PairCannotSplit}
@@ -180,14 +181,18 @@ func (g *pairRig) samePair(x *client.Explanation, req *request) {
 		require.Equal(t, want, []string{x.Pick, x.Pair.Reason})
 		return
 	}
-	require.Equal(t, kindName(d.Kind), x.Decision)
+	require.Equal(t, routerapi.KindName(d.Kind), x.Decision)
 	require.Equal(t, d.Reason, x.Pair.Reason)
 	way := "none"
 	if d.Kind == routing.Route {
 		way = wayNames[req.split.way]
 	}
 	require.Equal(t, way, x.Pair.Way)
-	require.Equal(t, pairCandidates(d), x.Pair.Candidates)
+	var again client.Explanation
+	routerapi.ExplainPair(&again, &client.Explanation{}, &routerapi.PairFacts{
+		Decision: d, Why: &routing.PairWhy{Decode: routing.Decision{Kind: routing.Reject}},
+	})
+	require.Equal(t, again.Pair.Candidates, x.Pair.Candidates)
 	prefill, decode := "", ""
 	if d.Kind == routing.Route {
 		decode = d.Decode.String()

@@ -74,7 +74,10 @@ func (e *pdEngine) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	e.mu.Unlock()
 	switch {
 	case isPrewarm && hangs != nil:
-		hangs <- struct{}{}
+		select {
+		case hangs <- struct{}{}:
+		default:
+		}
 		<-r.Context().Done()
 	case isPrewarm && mute:
 		replies(http.StatusInternalServerError, `{"error":{"message":"no peer","code":500}}`)(w, r)

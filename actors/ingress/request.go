@@ -26,7 +26,7 @@ type request struct {
 	timer    phaseTimer
 	onTicket func(t *msg.Ticket) // takeTicket, bound once: an attempt allocates no closure
 	split    *split              // nil: the application has one pool, or the request computes no tokens
-	hold     *reservation        // it ends with its tickets; nil: a request of a client, or a question
+	hold     *held               // it ends with its tickets; nil: a request of a client, or a question
 	why      *inquiry            // nil: a request of a client, or a reservation
 }
 

@@ -4,14 +4,9 @@ import (
 	"bytes"
 	"cmp"
 	"context"
-	"encoding/json"
-	"errors"
-	"fmt"
-	"math"
 	"net/http"
 	"net/textproto"
 	"slices"
-	"strconv"
 	"strings"
 
 	"github.com/dpserve/dpserve/actors/msg"
@@ -20,7 +15,7 @@ import (
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/engine/transfer"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/internal/rankleg"
+	"github.com/dpserve/dpserve/internal/routerapi"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
@@ -89,11 +84,11 @@ func (q *inquiry) readQuery(c *client.Query) error {
 // readQueryBody reads a query with a body, or to two pools: what can be split depends on the body.
 func (q *inquiry) readQueryBody(c *client.Query) error {
 	ar := q.app.router
-	body, path, err := queryBody(ar, c)
+	body, path, err := routerapi.QueryBody(c, ar.modelID())
 	if err != nil {
 		return err
 	}
-	if q.route, err = routeOf(path, body); err != nil {
+	if q.route, err = routerapi.RouteOf(path, body); err != nil {
 		return err
 	}
 	if err := q.scan.Scan(q.route, body); err != nil {
@@ -164,79 +159,13 @@ func checkModel(ar *appRouter, model string) error {
 // override adds what only the router's own API may ask for: a forced rank, other parameters.
 func (q *inquiry) override(worker string, o *client.Override) (err error) {
 	if worker != "" {
-		if q.prompt.direct, err = workerID(worker); err != nil {
+		if q.prompt.direct, err = routerapi.WorkerID(worker); err != nil {
 			return err
 		}
 		q.prompt.hasDirect = true
 	}
-	q.query.Override, err = checkOverride(q.app.router, o)
+	q.query.Override, err = routerapi.CheckOverride(q.app.router.router.Load().Policy(), o)
 	return err
-}
-
-func workerID(s string) (routing.RankID, error) {
-	id, ok := rankleg.ParseRankID(s)
-	if !ok {
-		return 0, problem.New(problem.InvalidArgument, "worker %q is not GROUP/RANK",
-			s[:min(len(s), maxNameShown)]).WithHint("for example 0/3")
-	}
-	return id, nil
-}
-
-// maxParameter bounds an override, as the policy bounds its own parameters.
-const maxParameter = 1e9
-
-// checkOverride validates router_config_override. Policies without these parameters refuse it, because it
-// would have no effect.
-func checkOverride(ar *appRouter, o *client.Override) (*routing.Override, error) {
-	if o == nil || o.OverlapScoreWeight == nil && o.RouterTemperature == nil {
-		return nil, nil //nolint:nilnil // nothing is overridden
-	}
-	if policy := ar.router.Load().Policy(); policy != "kv" {
-		return nil, problem.New(problem.InvalidArgument,
-			"router_config_override has no effect under policy %s", policy).WithHint(
-			"only policy kv has these parameters")
-	}
-	out := &routing.Override{}
-	for _, p := range []struct {
-		name string
-		from *float64
-		to   *float64
-		has  *bool
-	}{
-		{"overlap_score_weight", o.OverlapScoreWeight, &out.OverlapScoreWeight, &out.HasOverlapScoreWeight},
-		{"router_temperature", o.RouterTemperature, &out.RouterTemperature, &out.HasRouterTemperature},
-	} {
-		if p.from == nil {
-			continue
-		}
-		if v := *p.from; math.IsNaN(v) || v < 0 || v > maxParameter {
-			return nil, problem.New(problem.InvalidArgument, "router_config_override.%s is %g", p.name,
-				v).WithHint("it is a number from 0 to 1e9")
-		}
-		*p.to, *p.has = *p.from, true
-	}
-	return out, nil
-}
-
-// queryBody is the body of a query and its path, as a client would send them; path "": see routeOf.
-func queryBody(ar *appRouter, rq *client.Query) (body []byte, path string, err error) {
-	if len(rq.Request) > 0 && rq.Prompt == nil {
-		return rq.Request, rq.Route, nil
-	}
-	model, path := cmp.Or(rq.Model, ar.modelID()), openai.Completions.Path()
-	fields := map[string]any{"model": model, "prompt": rq.TokenIDs}
-	if rq.Prompt != nil {
-		fields["prompt"], path = *rq.Prompt, cmp.Or(rq.Route, path)
-		if path == openai.Chat.Path() {
-			fields = map[string]any{"model": model, "messages": []map[string]string{
-				{"role": "user", "content": *rq.Prompt},
-			}}
-		}
-	}
-	if body, err = json.Marshal(fields); err != nil {
-		return nil, "", fmt.Errorf("make a request of the prompt: %w", err)
-	}
-	return body, path, nil
 }
 
 // worker describes a picked rank, or two; prefill nil: one alone.
@@ -296,59 +225,11 @@ func clipped(b []byte) string {
 	return strings.ToValidUTF8(string(b[:min(len(b), maxNameShown)]), "?")
 }
 
-// routeOf is the route of a path; without a path the body distinguishes a chat from a completion.
-func routeOf(path string, body []byte) (openai.Route, error) {
-	if path == "" {
-		var fields map[string]json.RawMessage // a struct would also accept "Messages", which engines do not
-		if json.Unmarshal(body, &fields) == nil && fields["messages"] != nil {
-			return openai.Chat, nil
-		}
-		return openai.Completions, nil
-	}
-	route := openai.RouteOf(path)
-	if route == openai.NoRoute || route.Method() != http.MethodPost {
-		return route, problem.New(problem.InvalidArgument, "route %q takes no requests that are routed",
-			path[:min(len(path), maxNameShown)]).
-			WithHint("routes are %s and %s", openai.Chat.Path(), openai.Completions.Path())
-	}
-	return route, nil
-}
-
-// problemOf converts an answer of the inference endpoint into an error of the admin API.
-func problemOf(f *failure) error {
-	code := problem.Internal
-	switch f.status {
-	case http.StatusBadRequest:
-		code = problem.InvalidArgument
-	case http.StatusNotFound:
-		code = problem.NotFound
-	case http.StatusRequestTimeout:
-		code = problem.SlowRequest
-	case http.StatusRequestEntityTooLarge:
-		code = problem.TooLarge
-	case http.StatusTooManyRequests:
-		code = problem.QuotaExceeded
-	case http.StatusBadGateway, http.StatusInternalServerError, http.StatusNotImplemented:
-		code = problem.Upstream
-	case http.StatusServiceUnavailable:
-		if code = problem.Overloaded; f.code == openai.CodeNoReadyRank || f.code == openai.CodeNoFiles {
-			code = problem.Unavailable
-		}
-	case http.StatusGatewayTimeout:
-		code = problem.Timeout
-	}
-	e := problem.New(code, "%s", f.message)
-	if f.retryAfter > 0 {
-		return e.WithHint("try again in %d s", f.retryAfter)
-	}
-	return e.WithHint("change the request and try again")
-}
-
 // newGeneration makes the request of a generation, and the parameters that a header cannot express.
 func newGeneration(ctx context.Context, ar *appRouter, q *msg.Generate) (*http.Request, *routing.Override,
 	error,
 ) {
-	override, err := checkOverride(ar, q.Override)
+	override, err := routerapi.CheckOverride(ar.router.Load().Policy(), q.Override)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -360,7 +241,10 @@ func newGeneration(ctx context.Context, ar *appRouter, q *msg.Generate) (*http.R
 	if err := checkModel(ar, q.Model); err != nil {
 		return nil, nil, err
 	}
-	body, err := completionBody(ar, q)
+	body, err := routerapi.CompletionBody(q, ar.modelID())
+	if err == nil && int64(len(body)) > ar.in.limits.MaxBody {
+		err = problemOf(ar.in.limits.tooLarge())
+	}
 	if err != nil {
 		return nil, nil, err
 	}
@@ -372,7 +256,7 @@ func newGeneration(ctx context.Context, ar *appRouter, q *msg.Generate) (*http.R
 	req.Header.Set("Content-Type", "application/json")
 	req.Header.Set(headerRequestID, cmp.Or(q.RequestID, hex16(mix(ar.in.requestID()))))
 	if q.Worker != "" {
-		id, err := workerID(q.Worker)
+		id, err := routerapi.WorkerID(q.Worker)
 		if err != nil {
 			return nil, nil, err
 		}
@@ -381,169 +265,5 @@ func newGeneration(ctx context.Context, ar *appRouter, q *msg.Generate) (*http.R
 	return req, override, nil
 }
 
-// completionBody is the body: the caller's sampling fields, and the fields that Generate sets itself.
-func completionBody(ar *appRouter, q *msg.Generate) ([]byte, error) {
-	own := map[string]any{
-		"model": cmp.Or(q.Model, ar.modelID()), "prompt": q.TokenIDs, "stream": true,
-		"stream_options": map[string]bool{"include_usage": true}, "return_token_ids": true,
-	}
-	for name, value := range q.Sampling {
-		if _, taken := own[name]; taken || name == "n" || name == "best_of" {
-			return nil, problem.New(problem.InvalidArgument, "sampling.%s is not the caller's to set",
-				name[:min(len(name), maxNameShown)]).
-				WithHint("generate sends one prompt of token ids and streams one answer")
-		}
-		own[name] = value
-	}
-	body, err := json.Marshal(own)
-	if err != nil {
-		return nil, problem.New(problem.InvalidArgument, "sampling is not JSON: %w", err).WithHint(
-			"its members are those of a /v1/completions body")
-	}
-	if int64(len(body)) > ar.in.limits.MaxBody {
-		return nil, problemOf(ar.in.limits.tooLarge())
-	}
-	return body, nil
-}
-
-// maxLine bounds a line of an engine's answer that is held here, in bytes.
-const maxLine = 1 << 20
-
-// tokenWriter is the client's end of a generation: it parses the relayed events and emits their tokens.
-type tokenWriter struct {
-	header http.Header
-	emit   func(*client.Part) error
-	status int
-	told   bool // the first part, which names worker and request, is emitted
-	rest   []byte
-	failed error // of emit, or an error event
-	done   bool
-	cut    bool
-}
-
-var _ http.ResponseWriter = (*tokenWriter)(nil)
-
-// Header implements http.ResponseWriter.
-func (w *tokenWriter) Header() http.Header { return w.header }
-
-// WriteHeader implements http.ResponseWriter.
-func (w *tokenWriter) WriteHeader(status int) { w.status = cmp.Or(w.status, status) }
-
-// FlushError is called after every relayed event. It does nothing, because emit has already been called.
-func (w *tokenWriter) FlushError() error { return nil }
-
-// Write takes a piece of the answer.
-func (w *tokenWriter) Write(b []byte) (int, error) {
-	w.WriteHeader(http.StatusOK)
-	if len(w.rest)+len(b) > maxLine {
-		return 0, errors.New("the engine's answer has a line that is too long to be taken apart")
-	}
-	w.rest = append(w.rest, b...)
-	if w.status != http.StatusOK {
-		return len(b), nil // outcome reads the body of an error
-	}
-	for {
-		end := bytes.IndexByte(w.rest, '\n')
-		if end < 0 {
-			return len(b), nil
-		}
-		line := bytes.TrimSuffix(w.rest[:end], []byte("\r"))
-		if data, ok := bytes.CutPrefix(line, []byte("data:")); ok {
-			if err := w.event(bytes.TrimSpace(data)); err != nil {
-				return 0, err
-			}
-		}
-		w.rest = w.rest[end+1:]
-	}
-}
-
-// completionEvent is the part of a completion's event that tokenWriter reads.
-type completionEvent struct {
-	Choices []struct {
-		Text         string   `json:"text"`
-		TokenIDs     []uint32 `json:"token_ids"`
-		FinishReason string   `json:"finish_reason"`
-	} `json:"choices"`
-	Usage *struct {
-		Prompt     int `json:"prompt_tokens"`
-		Completion int `json:"completion_tokens"`
-		Details    *struct {
-			Cached int `json:"cached_tokens"`
-		} `json:"prompt_tokens_details"`
-	} `json:"usage"`
-	Error json.RawMessage `json:"error"`
-}
-
-// event emits one event.
-func (w *tokenWriter) event(data []byte) error {
-	if string(data) == "[DONE]" {
-		w.done = true
-		return nil
-	}
-	var e completionEvent
-	if err := json.Unmarshal(data, &e); err != nil {
-		w.failed = problem.New(problem.Upstream, "an event of the engine cannot be read: %w", err).WithHint(
-			"is it an engine that answers return_token_ids?")
-		return w.failed
-	}
-	if len(e.Error) > 0 {
-		w.failed = upstreamError(http.StatusBadGateway, data)
-		return nil
-	}
-	return w.part(&e)
-}
-
-func (w *tokenWriter) part(e *completionEvent) error {
-	out := client.Part{TokenIDs: []uint32{}}
-	if !w.told {
-		w.told = true
-		out.Worker = w.header.Get(headerGroup) + "/" + w.header.Get(headerRank)
-		out.RequestID = w.header.Get(headerRequestID)
-	}
-	if len(e.Choices) > 0 {
-		c := &e.Choices[0]
-		out.Text, out.FinishReason = c.Text, c.FinishReason
-		out.TokenIDs = append(out.TokenIDs, c.TokenIDs...)
-	}
-	if u := e.Usage; u != nil && len(e.Choices) == 0 {
-		out.Usage = &client.Usage{Prompt: u.Prompt, Completion: u.Completion}
-		if u.Details != nil {
-			out.Usage.Cached = u.Details.Cached
-		}
-	}
-	if err := w.emit(&out); err != nil {
-		w.failed = err
-		return err
-	}
-	return nil
-}
-
-// outcome is how the generation ended, once the handler has returned.
-func (w *tokenWriter) outcome() error {
-	switch {
-	case w.failed != nil:
-		return w.failed
-	case w.status != http.StatusOK && w.status != 0:
-		return upstreamError(w.status, w.rest)
-	case w.cut || !w.done:
-		return problem.New(problem.Upstream, "the answer broke off").WithHint(
-			"dpserve's log says why; try again")
-	}
-	return nil
-}
-
-// upstreamError parses an error in the OpenAI shape: the engine's, or dpserve's own with a word as its code.
-func upstreamError(status int, body []byte) error {
-	var own struct {
-		Error struct {
-			Code any `json:"code"`
-		} `json:"error"`
-	}
-	_ = json.Unmarshal(body, &own) // an unreadable body has no code
-	code, _ := own.Error.Code.(string)
-	e := openai.ParseError(body)
-	return problemOf(&failure{
-		status: status, code: code,
-		message: cmp.Or(e.Message, "the engine answered with status "+strconv.Itoa(status)),
-	})
-}
+// problemOf converts an answer of the inference endpoint into an error of the admin API.
+func problemOf(f *failure) error { return routerapi.Problem(f.status, f.code, f.message, f.retryAfter) }

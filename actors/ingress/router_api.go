@@ -6,13 +6,12 @@ import (
 	"log/slog"
 	"net/http"
 	"slices"
-	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/client"
-	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/routerapi"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
@@ -39,7 +38,7 @@ func routerInfo(ar *appRouter, router *routing.Router) client.Info {
 		Identity: a.Routing.Identity, Reads: ar.inputs().words(),
 		BusyThreshold: a.Routing.BusyThreshold, CachingOff: view.PrefixCachingOff, Ranks: len(view.Ranks),
 		Queued:       in.QueueLen(ar.name),
-		Reservations: ar.reservations.len(), Imbalance: router.MaxMean(), Index: in.Index(ar.name),
+		Reservations: ar.reservations.Len(), Imbalance: router.MaxMean(), Index: in.Index(ar.name),
 	}
 	for i := range view.Ranks {
 		rk := &view.Ranks[i]
@@ -53,35 +52,10 @@ func routerInfo(ar *appRouter, router *routing.Router) client.Info {
 			out.LeftOut++
 		}
 	}
-	out.Law = lawOf(router, &view, in.clock())
+	out.Law = routerapi.Law(router, &view, in.clock())
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
 	out.Away = ar.awayRanks()
-	return out
-}
-
-// lawOf is the time model of a Router's engines, nil if its policy predicts nothing. view is a snapshot of
-// the Router, and now the ingress's clock: a Router learns the time from events, and an idle application has
-// none.
-func lawOf(router *routing.Router, view *routing.View, now time.Duration) *client.Law {
-	info, ok := router.Law()
-	if !ok {
-		return nil
-	}
-	out := &client.Law{
-		Preset: info.Preset, Prefill: info.Prefill, Decode: info.Decode, PrefillSamples: info.PrefillSamples,
-		DecodeSamples: info.DecodeSamples,
-	}
-	if info.PrefillSamples+info.DecodeSamples > 0 {
-		out.AgeS, out.Error = max(0, info.Age+now-view.Now).Seconds(), info.Error
-	}
-	for i := range view.Ranks {
-		if rk := &view.Ranks[i]; rk.Slow > 0 {
-			out.Ranks = append(out.Ranks, client.WorkerSpeed{
-				Worker: rk.ID.String(), Slow: rk.Slow, LagMs: float64(rk.Lag) / float64(time.Millisecond),
-			})
-		}
-	}
 	return out
 }
 
@@ -299,21 +273,7 @@ func (in *Ingress) MarkPrefillComplete(app, id string) error {
 	if err != nil {
 		return err
 	}
-	s := &ar.reservations
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	r := s.byID[id]
-	if r == nil {
-		return noReservation(app, id)
-	}
-	now := time.Now()
-	if r.first == 0 {
-		r.first = max(now.Sub(r.start), 1)
-		p := r.places[dispatch.Decode]
-		p.rank.Mailbox.Send(&msg.FirstToken{TicketID: p.ticket.ID, At: now})
-		r.releasePrefill("prefill_complete")
-	}
-	return nil
+	return ar.reservations.MarkPrefillComplete(app, id)
 }
 
 // Free ends a reservation. Errors are *problem.Error: NotFound if it has ended.
@@ -322,12 +282,7 @@ func (in *Ingress) Free(app, id string) error {
 	if err != nil {
 		return err
 	}
-	r := ar.reservations.take(id, nil)
-	if r == nil {
-		return noReservation(app, id)
-	}
-	r.release("freed")
-	return nil
+	return ar.reservations.Free(app, id)
 }
 
 // Generate sends a prompt of token ids through the inference handler as a streamed completion: queue,
@@ -347,12 +302,12 @@ func (in *Ingress) Generate(ctx context.Context, app string, q *msg.Generate,
 	run, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	defer in.endWith(cancel)() //nolint:contextcheck // the ingress's end is no child of ctx
-	w := &tokenWriter{header: http.Header{}, emit: emit}
+	w := routerapi.NewTokenWriter(emit)
 	in.serveFor(w, req.WithContext(run), e, override) //nolint:contextcheck // it is in the request
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
-	return w.outcome()
+	return w.Outcome()
 }
 
 // endWith cancels a request that has no client connection when the ingress closes; stop undoes that.
@@ -362,13 +317,13 @@ func (in *Ingress) endWith(cancel context.CancelCauseFunc) (stop func() bool) {
 }
 
 // serveFor is serve for one application, with what the router's own API may ask for beyond a header. A cut,
-// which an HTTP client sees as a broken connection, sets w.cut.
-func (in *Ingress) serveFor(w *tokenWriter, r *http.Request, e *appRoute, o *routing.Override) {
+// which an HTTP client sees as a broken connection, sets w.Cut.
+func (in *Ingress) serveFor(w *routerapi.TokenWriter, r *http.Request, e *appRoute, o *routing.Override) {
 	defer func() {
 		switch p := recover(); p {
 		case nil:
 		case http.ErrAbortHandler:
-			w.cut = true
+			w.Cut = true
 		default:
 			panic(p)
 		}

@@ -19,6 +19,7 @@ import (
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/routerapi"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -174,14 +175,14 @@ func TestReservationRefused(t *testing.T) {
 	require.Equal(t, problem.Overloaded, problem.CodeOf(err), "%v", err)
 	_, err = ask("r2", "0/1")
 	require.Equal(t, problem.Unavailable, problem.CodeOf(err))
-	assert.Equal(t, 1, g.in.findAppRouter("demo").reservations.len())
+	assert.Equal(t, 1, g.in.findAppRouter("demo").reservations.Len())
 	require.NoError(t, g.in.Free("demo", "r1"))
 	g.replicas[0].setRefuse(func(*msg.Admit) msg.Refusal { return msg.Fenced })
 	g.replicas[1].setRefuse(func(*msg.Admit) msg.Refusal { return msg.Expired })
 	_, err = ask("r3", "0/1")
 	require.Equal(t, problem.Unavailable, problem.CodeOf(err))
 	assert.Contains(t, err.Error(), "expired")
-	assert.Zero(t, g.in.findAppRouter("demo").reservations.len())
+	assert.Zero(t, g.in.findAppRouter("demo").reservations.Len())
 	for _, rk := range g.in.findAppRouter("demo").router.Load().Snapshot().Ranks {
 		assert.Zero(t, rk.Load)
 	}
@@ -189,12 +190,12 @@ func TestReservationRefused(t *testing.T) {
 
 // TestReservationsAreBounded: the 4,097th is refused; the end of the application releases all.
 func TestReservationsAreBounded(t *testing.T) {
-	g := newRig(t, options{urls: []string{"http://127.0.0.1:1"}, max: 2 * maxReservations})
+	g := newRig(t, options{urls: []string{"http://127.0.0.1:1"}, max: 2 * routerapi.MaxReservations})
 	var refused atomic.Int32
 	var wg sync.WaitGroup
 	for n := range 4 {
 		wg.Go(func() {
-			for i := range maxReservations/4 + 1 {
+			for i := range routerapi.MaxReservations/4 + 1 {
 				_, err := g.in.BestWorker(t.Context(), "demo",
 					&client.BestWorkerRequest{TokenIDs: []uint32{1}, RequestID: fmt.Sprint(n, "-", i)})
 				if problem.CodeOf(err) == problem.Overloaded && err != nil {
@@ -205,7 +206,7 @@ func TestReservationsAreBounded(t *testing.T) {
 	}
 	wg.Wait()
 	assert.Equal(t, int32(4), refused.Load())
-	assert.Equal(t, maxReservations, g.replicas[0].inFlight())
+	assert.Equal(t, routerapi.MaxReservations, g.replicas[0].inFlight())
 	g.in.findAppRouter("demo").close()
 	assert.Zero(t, g.replicas[0].inFlight())
 	_, err := g.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{

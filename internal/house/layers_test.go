@@ -71,6 +71,11 @@ func areas() []area {
 			name: "internal/rankleg", layer: 1, also: []string{"actors/msg", "internal/engine"},
 			deny: []string{actorLib, gin, raft, gossip, cobra},
 		},
+		{
+			name: "internal/routerapi", layer: 1,
+			also: []string{"actors/msg", "internal/engine", "internal/rankleg"},
+			deny: []string{actorLib, gin, raft, gossip, cobra},
+		},
 		{name: "internal/telemetry", layer: 1, deny: []string{actorLib, gin, raft, gossip, cobra}},
 		{name: "internal/loadgen", layer: 1, deny: []string{actorLib, gin, raft, gossip, cobra}},
 

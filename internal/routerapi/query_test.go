@@ -1,0 +1,36 @@
+package routerapi
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/internal/engine/openai"
+	"github.com/dpserve/dpserve/routing"
+)
+
+// TestABodyTellsItsRouteByExactNames: engines do not read a field with almost the same name.
+func TestABodyTellsItsRouteByExactNames(t *testing.T) {
+	for body, want := range map[string]openai.Route{
+		`{"messages":[]}`: openai.Chat, `{"prompt":"x"}`: openai.Completions,
+		`{"prompt":"x","Messages":[]}`:       openai.Completions,
+		`{"prompt":"x", "\u006dessages":[]}`: openai.Chat,
+	} {
+		route, err := RouteOf("", []byte(body))
+		require.NoError(t, err)
+		assert.Equal(t, want, route, body)
+	}
+}
+
+func TestFormulaWithALastResort(t *testing.T) {
+	of := func(policy string, weight float64) string {
+		return formula(policy, []routing.Term{
+			{Name: "not_session_rank", Unit: "none", Weight: weight},
+			{Name: "open", Unit: "requests", Weight: 1},
+		})
+	}
+	assert.Equal(t, "not_session_rank (never unless nothing else is left) + open (requests); lowest wins",
+		of("session-affinity", 1<<45))
+	assert.Equal(t, "2 × not_session_rank + open (requests); lowest wins", of("session-affinity", 2))
+}
