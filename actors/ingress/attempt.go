@@ -127,8 +127,10 @@ func (req *request) ask(parent context.Context, number uint32) (ev dispatch.Even
 	resp, reply, err := req.askRank(ctx, rk, q)
 	switch {
 	case reply.Refusal != msg.Granted:
-		why := noteRefusal(req.app.router, rk, refusedAs(reply.Refusal), reply.Seq, parent, ctx)
-		req.result = result{cause: why}
+		if parent.Err() != nil { // it ends a moment before its child
+			ctx = parent
+		}
+		req.result = result{cause: noteRefusal(ctx, req.app.router, rk, refusedAs(reply.Refusal), reply.Seq)}
 		req.undoPick()
 		return req.ended(dispatch.EvRefused), nil
 	case err != nil:
@@ -246,14 +248,12 @@ func (req *request) recordTicket(t *msg.Ticket) {
 
 // noteRefusal counts that a rank gives no ticket, and returns why. It corrects the picture of a full rank
 // before the caller undoes the pick, so that the undo wakes no request without reason. A rank answers
-// "expired" both to a client that left and to a deadline; only the ingress can tell them apart, by the first
-// of the contexts that has ended. A rank that is lost while it is asked has nothing of the request.
-func noteRefusal(ar *appRouter, rk *rank, why dispatch.Cause, seq uint64, contexts ...context.Context,
+// "expired" both to a client that left and to a deadline; only the ingress can tell them apart, by the
+// context. A rank that is lost while it is asked has nothing of the request.
+func noteRefusal(ctx context.Context, ar *appRouter, rk *rank, why dispatch.Cause, seq uint64,
 ) dispatch.Cause {
-	for _, ctx := range contexts {
-		if why == dispatch.Expired && ctx.Err() != nil {
-			why = contextCause(ctx)
-		}
+	if why == dispatch.Expired && ctx.Err() != nil {
+		why = contextCause(ctx)
 	}
 	if why == dispatch.UnitLost {
 		why = dispatch.Fenced
@@ -278,9 +278,9 @@ func (req *request) askTicket(ctx context.Context, ar *appRouter, rk *rank, q *r
 	}
 	switch {
 	case err != nil:
-		return noteRefusal(ar, rk, failedAsk(ctx, err).cause, 0)
+		return noteRefusal(ctx, ar, rk, failedAsk(ctx, err).cause, 0)
 	case reply.Refusal != msg.Granted:
-		return noteRefusal(ar, rk, refusedAs(reply.Refusal), reply.Seq, ctx)
+		return noteRefusal(ctx, ar, rk, refusedAs(reply.Refusal), reply.Seq)
 	}
 	return dispatch.OK
 }

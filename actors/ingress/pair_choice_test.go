@@ -129,7 +129,7 @@ func TestPrewarmOfALostRank(t *testing.T) {
 				}
 			}
 			r.say(false, true, "exit_1")
-			assert.EqualError(t, <-done, side+" rank: engine: the rank's unit was fenced", name)
+			require.EqualError(t, <-done, side+" rank: engine: the rank's unit was fenced", name)
 			for _, r := range g.replicas {
 				r.mu.Lock()
 				assert.Empty(t, r.dones)

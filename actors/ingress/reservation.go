@@ -60,7 +60,7 @@ type holder struct{ *request }
 func (req holder) reserve(ctx context.Context, number uint32) dispatch.Event {
 	a := &req.attempt
 	req.number, a.ticket = number, msg.Ticket{}
-	q := req.newAsk(req.hold.life, a.rank)
+	q := req.newAsk(req.hold.life, a.rank) //nolint:contextcheck // the ticket outlives the call
 	q.OnTicket = req.recordTicket
 	res := result{cause: req.askTicket(ctx, req.app.router, a.rank, q)}
 	if res.cause == dispatch.OK {

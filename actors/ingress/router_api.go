@@ -178,7 +178,7 @@ func (in *Ingress) BestWorker(ctx context.Context, app string, q *client.BestWor
 	if q.RequestID != "" {
 		return reserve(ctx, ask, app, q.RequestID)
 	}
-	rk, f, _ := search{ask.request}.decide() //nolint:contextcheck // it is in ask.r
+	rk, f, _ := search{ask.request}.decide()
 	switch s := ask.split; {
 	case rk != nil && s.isRemote():
 		return ask.worker(rk, s.rank), nil
@@ -250,7 +250,7 @@ func (in *Ingress) ExplainRoute(ctx context.Context, app string, rq *client.Quer
 		if err := q.readQuery(rq); err != nil { //nolint:contextcheck // it is in q.r
 			return nil, err
 		}
-		return explain(q), nil //nolint:contextcheck // it is in q.r
+		return explain(q), nil
 	}
 	old, err := findDecision(e.router, app, rq.Replay)
 	if err != nil {
@@ -260,7 +260,7 @@ func (in *Ingress) ExplainRoute(ctx context.Context, app string, rq *client.Quer
 	if err := q.override(rq.Worker, rq.Override); err != nil {
 		return nil, err
 	}
-	x := explain(q) //nolint:contextcheck // it is in q.r
+	x := explain(q)
 	x.Replay = old.toReplay(in.clockBase)
 	x.Notes = append(x.Notes, old.notes(e.router)...)
 	return x, nil
