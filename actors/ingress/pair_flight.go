@@ -255,54 +255,19 @@ func (s *split) choosePrefill(cmd *dispatch.Command) dispatch.Event {
 // chooseDecode chooses another decode rank: for the prompt of a prefill rank that stays, or one that computes
 // the prompt itself.
 func (s *split) chooseDecode(ctx context.Context, cmd *dispatch.Command, ev *dispatch.Event) {
-	req, decide := s.req, search{s.req}.decide
-	isRemote := cmd.Prefill != (routing.RankRef{})
-	if isRemote {
-		decide = func() (*rank, *failure, bool) {
-			return s.decideDecode(cmd.Prefill, cmd.Unlike[dispatch.Decode])
-		}
-	} else {
+	req, isRemote := s.req, cmd.Prefill != (routing.RankRef{})
+	if !isRemote {
 		s.way = dispatch.WayFallback
 	}
-	rk, hasWaited := search{req}.pickBy(ctx, cmd.Pays, decide)
+	req.mate, req.avoid = cmd.Prefill, cmd.Unlike[dispatch.Decode]
+	rk, hasWaited := search{req}.pickBy(ctx, cmd.Pays, search{req}.decide)
+	req.mate, req.avoid = routing.RankRef{}, routing.RankRef{}
 	if ev.HasWaited = hasWaited; rk == nil {
 		return
 	}
 	req.attempt.isCounted = false // it is pending
 	s.setPending(dispatch.Decode, bump{req.attempt.router, rk.ID, req.query.ID, isRemote})
 	ev.Kind, ev.Decode, ev.IsRemote = dispatch.EvPicked, rk.ref(), isRemote
-}
-
-// decideDecode asks for a decode rank that has met the prefill rank, and takes unlike only if there is no
-// other.
-func (s *split) decideDecode(prefill, unlike routing.RankRef) (rk *rank, f *failure, wait bool) {
-	req, p := s.req, s.pair
-	_, router := p.router.Routers()
-	for {
-		search{req}.excludeTried()
-		if unlike != (routing.RankRef{}) {
-			req.query.Tried = append(req.query.Tried, unlike.ID)
-		}
-		req.query.ID = req.in.requestID()
-		p.decode.describeRequest(&req.query, &req.prompt)
-		p.router.PickDecode(&req.query, prefill, &req.choice)
-		switch {
-		case req.choice.Kind == routing.Route:
-		case unlike != (routing.RankRef{}):
-			unlike = routing.RankRef{}
-			continue
-		case req.choice.Kind == routing.Queue:
-			return nil, nil, true
-		default:
-			return nil, search{req}.pickFailure(), false
-		}
-		id := req.choice.Ranked[0]
-		req.attempt.router = router
-		if rk := p.decode.findRank(id); rk != nil {
-			return rk, nil, false
-		}
-		s.undo(&bump{router, id, req.query.ID, true})
-	}
 }
 
 // reserve asks for a ticket of the rank that was chosen.

@@ -75,21 +75,27 @@ func (req search) pickBy(ctx context.Context, pays bool, decide chooser) (rk *ra
 	return req.waitForRank(ctx, decide)
 }
 
-// decide asks the Router once.
+// decide asks the Router until its answer holds.
 func (req search) decide() (rk *rank, f *failure, wait bool) {
 	if req.split.decides() {
 		return req.split.decide()
 	}
-	ar := req.app.router
-	for {
+	ar, none := req.app.router, routing.RankRef{}
+	for avoid := req.avoid; ; {
 		router := ar.router.Load()
+		if req.mate != none {
+			_, router = req.split.pair.router.Routers()
+		}
 		req.excludeTried()
+		if avoid != none {
+			req.query.Tried = append(req.query.Tried, avoid.ID)
+		}
 		req.query.ID = req.nextID()
 		// before the Router's lock, and for each decision, because the caches change
 		ar.describeRequest(&req.query, &req.prompt)
 		req.askRouter(router)
-		switch req.choice.Kind {
-		case routing.Route:
+		switch {
+		case req.choice.Kind == routing.Route:
 			id := req.choice.Ranked[0]
 			rk := ar.findRank(id)
 			switch {
@@ -97,14 +103,18 @@ func (req search) decide() (rk *rank, f *failure, wait bool) {
 				return rk, nil, false
 			case rk != nil:
 				ar.metrics.Load().Pick(id.Group(), id.Rank(), req.choice.Reason)
-				ar.decisions.record(req.id, req.ends.count()+1, router.Policy(), &req.prompt, &req.query,
-					&req.choice)
+				if req.mate == none { // else the decision for its pair is kept
+					ar.decisions.record(req.id, req.ends.count()+1, router.Policy(), &req.prompt, &req.query,
+						&req.choice)
+				}
 				req.attempt.router, req.attempt.isCounted = router, true
 				return rk, nil, false
 			case req.why == nil:
 				req.in.observeUndo(router, id, req.query.ID) // the rank is gone since the decision
 			}
-		case routing.Queue:
+		case avoid != none:
+			avoid = none // there is no other
+		case req.choice.Kind == routing.Queue:
 			return nil, nil, true
 		default:
 			switch isDoubtful, isOver := req.doubtsUnit(); {
@@ -118,14 +128,18 @@ func (req search) decide() (rk *rank, f *failure, wait bool) {
 	}
 }
 
-// askRouter decides once, for a rank alone.
+// askRouter decides once, for one rank.
 func (req search) askRouter(router *routing.Router) {
-	if req.why != nil {
+	began := time.Now()
+	switch {
+	case req.why != nil:
 		req.why.ask(router)
 		return
+	case req.mate != (routing.RankRef{}):
+		req.split.pair.router.PickDecode(&req.query, req.mate, &req.choice)
+	default:
+		router.Pick(&req.query, &req.choice)
 	}
-	began := time.Now()
-	router.Pick(&req.query, &req.choice)
 	req.app.router.metrics.Load().Decision(time.Since(began))
 }
 

@@ -55,6 +55,8 @@ type question struct {
 type rankSearch struct {
 	plan          dispatch.Plan // of one leg; a request over two ranks has another one
 	choice        routing.Decision
+	mate          routing.RankRef // the prefill rank that the rank must have met; zero: none
+	avoid         routing.RankRef // to be picked only if there is no other
 	waiter        *waiter
 	queueDeadline time.Time          // end of queue_s, counted from the first wait
 	picks         int                // so far
