@@ -186,7 +186,7 @@ func (q *inquiry) worker(rk, prefill *rank) client.Worker {
 func (q *inquiry) notReserved(name string) error {
 	switch r := q.hold; r.answer {
 	case dispatch.AnswerNoRank:
-		return notPicked(name, q.failure)
+		return q.notPicked(name, q.failure)
 	case dispatch.AnswerNoPrefill:
 		return problemOf(q.split.noPrefillFailure())
 	case dispatch.AnswerOwn:
@@ -197,8 +197,11 @@ func (q *inquiry) notReserved(name string) error {
 	}
 }
 
-// notPicked is the error of the router's own API where no rank was picked; f nil: there is no room now.
-func notPicked(name string, f *failure) error {
+// notPicked is the error of the router's own API where no rank was picked; f nil: a request would wait now.
+func (q *inquiry) notPicked(name string, f *failure) error {
+	if f == nil {
+		f = search{q.request}.noRankInTime(0)
+	}
 	if f != nil {
 		return problemOf(f)
 	}

@@ -185,7 +185,7 @@ func (in *Ingress) BestWorker(ctx context.Context, app string, q *client.BestWor
 	case rk != nil:
 		return ask.worker(rk, nil), nil
 	}
-	return client.Worker{}, notPicked(app, f)
+	return client.Worker{}, ask.notPicked(app, f)
 }
 
 // PotentialLoads is the load that each rank would have with a prompt; without ids, its load now. Errors are

@@ -64,6 +64,8 @@ func TestRequestWaitingForAnAppIsRefusedWhenThereIsNoRoom(t *testing.T) {
 // TestBestWorkerSaysThatThereIsNoRoom: as the answer to a request does.
 func TestBestWorkerSaysThatThereIsNoRoom(t *testing.T) {
 	g := emptyRig(t)
+	_, err := g.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{TokenIDs: []uint32{1}})
+	require.ErrorContains(t, err, "no rank of this application is ready", "one is on its way")
 	g.in.TakeWaiting(withoutRoom(1, 0), time.Minute)
 	eventually(t, func() bool { return g.onTheWay() == 0 }, "no unit is on its way")
 	for _, id := range []string{"", "r1"} { // a question, a reservation
