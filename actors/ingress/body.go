@@ -24,10 +24,13 @@ func (q *question) readBody(in *Ingress, conn *http.ResponseController) *failure
 	// body.
 	most := in.limits.MaxBody + 1
 	if r.ContentLength >= most {
-		return in.limits.tooLarge()
+		return in.tooLarge(in.limits.MaxBody)
 	}
 	if r.ContentLength >= 0 {
 		most = r.ContentLength + 1
+	}
+	if r.ContentLength > in.bodies.most {
+		return in.tooLarge(in.bodies.most)
 	}
 	if err := q.fillBody(in, conn, int(most)); err != nil {
 		return bodyFailure(in, r, err)
@@ -57,7 +60,7 @@ func refuseEncoded(w http.ResponseWriter, r *http.Request) *failure {
 func bodyFailure(in *Ingress, r *http.Request, err error) *failure {
 	switch {
 	case errors.Is(err, errTooLarge):
-		return in.limits.tooLarge()
+		return in.tooLarge(in.bodies.most)
 	case errors.Is(err, errNoBodyMemory):
 		return noBodyMemory()
 	case errors.Is(err, errTooSlow), errors.Is(err, os.ErrDeadlineExceeded):
@@ -72,17 +75,22 @@ func bodyFailure(in *Ingress, r *http.Request, err error) *failure {
 	}
 }
 
-func (l Limits) tooLarge() *failure {
-	text := fmt.Sprintf("the body is larger than %d bytes", l.MaxBody)
-	if l.MaxBody < LargestMaxBody {
+// tooLarge is the answer to a body of more than most bytes.
+func (in *Ingress) tooLarge(most int64) *failure {
+	text := fmt.Sprintf("the body is larger than %d bytes", most)
+	switch {
+	case most < in.limits.MaxBody:
+		text += ", half of the memory that this node has for bodies; a larger --max-body gives it more, up to " +
+			"a quarter of the process's memory limit"
+	case most < LargestMaxBody:
 		text += fmt.Sprintf("; the node's --max-body allows up to %d MiB", LargestMaxBody>>20)
 	}
 	return newFailure(openai.CodeBodyTooLarge, text)
 }
 
 func noBodyMemory() *failure {
-	f := newFailure(openai.CodeOverloaded,
-		"this node holds as many bytes of request bodies as it may; try again later").withRetryAfter(1)
+	f := newFailure(openai.CodeOverloaded, "this node holds as many bytes of request bodies as it may "+
+		"(a larger --max-body allows more); try again later").withRetryAfter(1)
 	f.cause = "body_memory"
 	return f
 }
@@ -121,7 +129,7 @@ func (q *question) fillBody(in *Ingress, conn *http.ResponseController, most int
 		q.body.b = b[:len(b)+n]
 		now = time.Now()
 		switch {
-		case int64(len(q.body.b)) > in.limits.MaxBody:
+		case int64(len(q.body.b)) > m.most:
 			return errTooLarge
 		case errors.Is(err, io.EOF):
 			// net/http's own reader takes over at the end of the body, and must not run into our deadline.
@@ -189,6 +197,7 @@ var bodySizes = [...]int{16 << 10, 64 << 10, 256 << 10, 1 << 20}
 // which the budget has nothing left, so clients cannot exhaust the node's memory. Safe for concurrent use.
 type bodyMemory struct {
 	budget int64
+	most   int64                     // bytes of one body
 	taken  atomic.Int64              // bytes of all buffers in use
 	pools  [len(bodySizes)]sync.Pool // *bodyBuffer of each size
 }

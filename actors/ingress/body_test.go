@@ -142,18 +142,23 @@ func TestBodyMemoryFollowsWhatHasCome(t *testing.T) {
 	}
 }
 
-// TestBodyBudget: the budget follows the largest body and the memory limit, and always has room for some of
-// the largest bodies.
+// TestBodyBudget: the budget follows the largest body, up to 2 GiB, and the memory limit, and always has room
+// for some bodies. A body that may be held fits into half of it.
 func TestBodyBudget(t *testing.T) {
-	for _, c := range []struct{ maxBody, memory, want int64 }{
-		{DefaultMaxBody, 0, 512 << 20},
-		{LargestMaxBody, 0, 2 << 30},
-		{1000, 0, 512 << 20},
-		{DefaultMaxBody, 1 << 30, 256 << 20},
-		{DefaultMaxBody, 100 << 20, 64 << 20},
-		{DefaultMaxBody, 64 << 30, 512 << 20},
+	for _, c := range []struct{ maxBody, memory, want, held int64 }{
+		{DefaultMaxBody, 0, 512 << 20, DefaultMaxBody},
+		{64 << 20, 0, 2 << 30, 64 << 20},
+		{LargestMaxBody, 0, 2 << 30, LargestMaxBody},
+		{LargestMaxBody, 4 << 30, 1 << 30, 512 << 20},
+		{LargestMaxBody, 100 << 20, 256 << 20, 128 << 20},
+		{1000, 0, 512 << 20, 1000},
+		{DefaultMaxBody, 1 << 30, 256 << 20, DefaultMaxBody},
+		{DefaultMaxBody, 100 << 20, 64 << 20, DefaultMaxBody},
+		{DefaultMaxBody, 64 << 30, 512 << 20, DefaultMaxBody},
 	} {
-		assert.Equal(t, c.want, Limits{MaxBody: c.maxBody}.bodyBudget(c.memory), "%+v", c)
+		l := Limits{MaxBody: c.maxBody}
+		assert.Equal(t, c.want, l.bodyBudget(c.memory), "%+v", c)
+		assert.Equal(t, c.held, l.heldBody(c.want), "%+v", c)
 	}
 	assert.EqualValues(t, 5, Limits{BodyBytes: 5, MaxBody: DefaultMaxBody}.bodyBudget(1))
 }
@@ -268,7 +273,7 @@ func TestPromptMemoryShrinks(t *testing.T) {
 func TestLargeBodiesPass(t *testing.T) {
 	var got atomic.Int64
 	g := newRig(t, options{
-		limits: Limits{MaxBody: LargestMaxBody},
+		limits: Limits{MaxBody: 64 << 20},
 		engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
 			n, _ := io.Copy(io.Discard, r.Body)
 			got.Store(n)

@@ -153,6 +153,7 @@ func New(c Config) (*Ingress, error) {
 		in.clockBase
 	in.memory.collect = func() { in.background.Go(runtime.GC) }
 	in.bodies.budget = in.limits.bodyBudget(in.memory.limit)
+	in.bodies.most = in.limits.heldBody(in.bodies.budget)
 	in.remote = c.Remote
 	in.near = rankleg.NewNear(rankleg.Timers{
 		Admit: in.timers.Admit, LateTicket: in.timers.LateTicket, Dial: in.timers.Dial,

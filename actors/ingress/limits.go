@@ -28,7 +28,7 @@ type Limits struct {
 // Defaults of Limits.
 const (
 	DefaultMaxBody  = 16 << 20
-	LargestMaxBody  = 64 << 20 // for requests with images; other nodes accept no larger ones
+	LargestMaxBody  = 1 << 30 // for requests with films; other nodes accept no larger ones
 	DefaultMaxConns = 16_000
 )
 
@@ -71,7 +71,8 @@ const (
 	wholeBody    = 16 << 20
 	wholeWindows = 4        // see wholeBody
 	bodyShare    = 32       // the memory of all bodies holds this many of the largest …
-	memoryShare  = 4        // … but at most this part (1/4) of a memory limit …
+	sharedBody   = 64 << 20 // … but a MaxBody above this counts as this …
+	memoryShare  = 4        // … and at most this part (1/4) of a memory limit …
 	leastBodies  = 4        // … and at least this many of the largest
 	budgetShare  = 10       // one retry per this many requests …
 	budgetFloor  = 20       // … or this many retries per window
@@ -103,17 +104,22 @@ func (l Limits) withDefaults() Limits {
 }
 
 // bodyBudget is the memory of all bodies together, for a process with a memory limit (0: none). It is 512 MiB
-// with the default MaxBody.
+// with the default MaxBody, and at most 2 GiB.
 func (l Limits) bodyBudget(memory int64) int64 {
 	if l.BodyBytes > 0 {
 		return l.BodyBytes
 	}
-	budget := bodyShare * max(l.MaxBody, DefaultMaxBody)
+	most := min(l.MaxBody, sharedBody)
+	budget := bodyShare * max(most, DefaultMaxBody)
 	if memory > 0 {
 		budget = min(budget, memory/memoryShare)
 	}
-	return max(budget, leastBodies*l.MaxBody)
+	return max(budget, leastBodies*most)
 }
+
+// heldBody is the largest body that is held: half of the budget of all bodies, because a buffer that grows is
+// there twice.
+func (l Limits) heldBody(budget int64) int64 { return min(l.MaxBody, max(sharedBody, budget/2)) }
 
 // queueBytesPerToken is how many bytes of the memory of bodies stand for one token of a queue, where the file
 // does not set max_queued_tokens: 4 bytes of text, and as many for a body that is cut or held twice.

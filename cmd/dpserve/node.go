@@ -37,7 +37,7 @@ func (f *nodeFlags) addCommon(cmd *cobra.Command) {
 		"devices to offer: auto finds them, none, a `list` like 0-3,6, or a count")
 	flags.IntVar(&f.config.Slots, "slots", f.config.Slots, "ranks without devices that this node takes")
 	flags.IntVar(&f.config.MaxBody, "max-body", f.config.MaxBody,
-		"largest body of an inference request in `MIB`, up to 64")
+		"largest body of an inference request in `MIB`, up to 1024")
 	flags.StringVar(&f.config.PortRange, "port-range", f.config.PortRange,
 		"ports for engines, `LO-HI`, on loopback")
 	flags.StringToStringVar(&f.labels, "labels", nil,

@@ -244,10 +244,10 @@ func TestBenchOverheadWithErrorsFails(t *testing.T) {
 // A node accepts no body limit that other nodes refuse.
 func TestMaxBodyIsBounded(t *testing.T) {
 	for _, command := range []string{"start", "up"} {
-		for _, mib := range []string{"0", "65", "-1"} {
+		for _, mib := range []string{"0", "1025", "-1"} {
 			cli := newCLI(t)
 			assert.Equal(t, 2, cli.run([]string{command, "--max-body", mib}))
-			assert.Contains(t, cli.stderr(), "--max-body "+mib+": want 1 to 64 MiB")
+			assert.Contains(t, cli.stderr(), "--max-body "+mib+": want 1 to 1024 MiB")
 		}
 	}
 }

@@ -33,11 +33,12 @@ func TestDataStrangers(t *testing.T) {
 	var denied atomic.Bool
 	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1", config: func(c *DataConfig) {
 		c.Caller = func(context.Context) (string, bool) { return "n1", !denied.Load() }
+		c.MaxBody = 1000
 	}})
 	for text, change := range map[string]func(d *rankleg.Request){
 		"malformed":  func(d *rankleg.Request) { d.Route = openai.Models },
 		"\"denied\"": func(d *rankleg.Request) { d.Admit.Ingress = "n7" },
-		"too_large":  func(d *rankleg.Request) { d.Body = make([]byte, maxDataBody) },
+		"too_large":  func(d *rankleg.Request) { d.Body = make([]byte, 1000) },
 	} {
 		d := g.dispatch()
 		d.Admit.Blocks = []uint64{1}

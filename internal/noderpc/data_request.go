@@ -275,6 +275,7 @@ func (p *dataRequest) setWriteDeadline(now time.Time) {
 
 // requestBody is the memory of a request's body: chain hashes, then the engine's body. It is re-used.
 type requestBody struct {
+	most   int64 // see DataConfig.MaxBody
 	b      []byte
 	blocks []uint64
 }
@@ -293,7 +294,7 @@ func (a *requestBody) read(r *http.Request, patience time.Duration, cut func()) 
 	switch {
 	case n == 0:
 		return nil
-	case n > maxDataBody:
+	case n > a.most:
 		return errBodyTooLarge
 	case n < 0:
 		n = firstBodyBuffer
@@ -314,7 +315,7 @@ func (a *requestBody) fill(body io.Reader) error {
 		n, err := body.Read(a.b[len(a.b):cap(a.b)])
 		a.b = a.b[:len(a.b)+n]
 		switch {
-		case len(a.b) > maxDataBody:
+		case int64(len(a.b)) > a.most:
 			return errBodyTooLarge
 		case errors.Is(err, io.EOF):
 			return nil

@@ -24,6 +24,8 @@ type DataConfig struct {
 	Log    *slog.Logger
 	Admit  time.Duration // for a DPServer's answer, after which it counts as overloaded; 0: 5 s
 	Body   time.Duration // for a request's body to arrive, and one second more for each MiB; 0: 30 s
+	// bytes of a request's body with its hashes; more is 413. 0: maxDataBody
+	MaxBody int64
 }
 
 // DataServer serves the ranks of its node to the ingresses of other nodes: admission and data in one HTTP
@@ -55,7 +57,7 @@ func NewDataServer(c DataConfig) *DataServer {
 		}, c.Dial, c.Serves),
 	}
 	s.table, s.open = newDataTable(s.log), map[*dataRequest]struct{}{}
-	s.uploads.New = func() any { return &requestBody{} }
+	s.uploads.New = func() any { return &requestBody{most: cmp.Or(c.MaxBody, maxDataBody)} }
 	s.buffers.New = func() any { b := make([]byte, relayBuffer); return &b }
 	s.cancel = c.Feed.Subscribe(s.table)
 	return s
@@ -146,8 +148,7 @@ const (
 
 // Limits of a data port that cannot be configured.
 const (
-	// bytes of a request's body, of which an ingress takes 64 MiB, with its hashes; more is 413
-	maxDataBody     = 80 << 20
+	maxDataBody     = 1<<30 + 256<<20 // bytes of a body, of which an ingress takes 1 GiB, with its hashes
 	maxKeptBody     = 1 << 20  // bytes of a buffer; larger ones are left to the garbage collector
 	smallBody       = 16 << 10 // bytes; smaller buffers are always kept
 	maxKeptBlocks   = 1 << 14  // entries
