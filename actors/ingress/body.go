@@ -24,13 +24,13 @@ func (q *question) readBody(in *Ingress, conn *http.ResponseController) *failure
 	// body.
 	most := in.limits.MaxBody + 1
 	if r.ContentLength >= most {
-		return in.tooLarge(in.limits.MaxBody)
+		return in.limits.tooLarge(in.limits.MaxBody)
 	}
 	if r.ContentLength >= 0 {
 		most = r.ContentLength + 1
 	}
 	if r.ContentLength > in.bodies.most {
-		return in.tooLarge(in.bodies.most)
+		return in.limits.tooLarge(in.bodies.most)
 	}
 	if err := q.fillBody(in, conn, int(most)); err != nil {
 		return bodyFailure(in, r, err)
@@ -60,7 +60,7 @@ func refuseEncoded(w http.ResponseWriter, r *http.Request) *failure {
 func bodyFailure(in *Ingress, r *http.Request, err error) *failure {
 	switch {
 	case errors.Is(err, errTooLarge):
-		return in.tooLarge(in.bodies.most)
+		return in.limits.tooLarge(in.bodies.most)
 	case errors.Is(err, errNoBodyMemory):
 		return noBodyMemory()
 	case errors.Is(err, errTooSlow), errors.Is(err, os.ErrDeadlineExceeded):
@@ -76,12 +76,12 @@ func bodyFailure(in *Ingress, r *http.Request, err error) *failure {
 }
 
 // tooLarge is the answer to a body of more than most bytes.
-func (in *Ingress) tooLarge(most int64) *failure {
+func (l Limits) tooLarge(most int64) *failure {
 	text := fmt.Sprintf("the body is larger than %d bytes", most)
 	switch {
-	case most < in.limits.MaxBody:
-		text += ", half of the memory that this node has for bodies; a larger --max-body gives it more, up to " +
-			"a quarter of the process's memory limit"
+	case most < l.MaxBody:
+		text += ", half of the memory that this node has for bodies: a quarter of its memory limit, and at " +
+			"most 32 times --max-body and 2 GiB"
 	case most < LargestMaxBody:
 		text += fmt.Sprintf("; the node's --max-body allows up to %d MiB", LargestMaxBody>>20)
 	}

@@ -227,8 +227,7 @@ func (req search) waitForRank(ctx context.Context, decide chooser) (rk *rank, ha
 	if req.hadTurn {
 		ar.queue.rejoin(req.waiter)
 	} else if full := ar.queue.join(req.waiter, req.queueBounds()); full != "" {
-		req.failure = newFailure(openai.CodeOverloaded, "the queue of this application is full ("+full+
-			"); try again later").withRetryAfter(ar.retryAfter())
+		req.failure = req.queueFull(full)
 		return nil, true
 	}
 	ar.demand.update()
@@ -246,6 +245,10 @@ func (req search) waitForRank(ctx context.Context, decide chooser) (rk *rank, ha
 	timeout := time.NewTimer(time.Until(req.nextDue()))
 	defer timeout.Stop()
 	for asks := ar.queue.hasTurn(req.waiter); ; {
+		if full := ar.queue.lostPlace(req.waiter); full != "" {
+			req.failure = req.queueFull(full + "; this client holds more places than others")
+			return nil, true
+		}
 		if asks {
 			rk, f, wait := decide()
 			if !wait {
@@ -302,6 +305,12 @@ func (req search) noReadyRank(retryAfter int) *failure {
 	ar := req.app.router
 	return newFailure(openai.CodeNoReadyRank, "no rank of this application is ready"+ar.whyNotReady()+
 		"; see `dpserve status`").withRetryAfter(min(max(retryAfter, ar.retryAfter()), maxRetryAfter))
+}
+
+// queueFull is the answer to a request for which the queue has no place. full is the bound.
+func (req search) queueFull(full string) *failure {
+	return newFailure(openai.CodeOverloaded, "the queue of this application is full ("+full+
+		"); try again later").withRetryAfter(req.app.router.retryAfter())
 }
 
 // clientOf is equal for the requests of one client: of one key, and without a key of one address. Behind a

@@ -10,8 +10,9 @@ import (
 
 // requestQueue is the queue of one application: requests that found no rank with room. Its order is round
 // robin between clients, and the order of arrival for the requests of each: a client with a thousand requests
-// delays the one request of another client by one place. One waiter at a time has the turn and asks the
-// Router. Free room gives the turn to the first waiter. A waiter that still finds no rank passes the turn on:
+// delays the one request of another client by one place. When all places are taken, a client that holds fewer
+// than another one gets a place of that one. One waiter at a time has the turn and asks the Router. Free room
+// gives the turn to the first waiter. A waiter that still finds no rank passes the turn on:
 //
 //   - An unrestricted waiter may use every rank. If it finds none, no waiter behind it finds one: the turn
 //     ends until there is room again.
@@ -49,6 +50,7 @@ type waiter struct {
 	round       int    // the queue is in the order of rounds; each has one request of a client
 	prev, next  *waiter
 	queued      bool
+	ousted      string // the bound for which its place went to another client; "": it did not
 }
 
 // clientTurn is what the queue knows of a client.
@@ -81,15 +83,26 @@ type queueBounds struct {
 
 // join puts w behind the waiters of its round. If the queue would hold more than its bounds allow, it returns
 // the bound by its key in the file. An empty queue accepts one request of any size, which would otherwise be
-// refused for ever.
+// refused for ever. If all places are taken, w may get that of another client's waiter, which is woken.
 func (f *requestQueue) join(w *waiter, most queueBounds) (full string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	switch {
-	case f.n >= most.requests:
-		return fmt.Sprintf("max_queued_requests: %d", most.requests)
-	case f.n > 0 && f.tokens+w.tokens > most.tokens:
+	w.ousted = ""
+	n, tokens, loser := f.n, f.tokens, (*waiter)(nil)
+	if n >= most.requests {
+		full = fmt.Sprintf("max_queued_requests: %d", most.requests)
+		if loser = f.newestOfLargest(f.clients[w.client].n + 2); loser == nil {
+			return full
+		}
+		n, tokens = n-1, tokens-loser.tokens
+	}
+	if n > 0 && tokens+w.tokens > most.tokens {
 		return fmt.Sprintf("max_queued_tokens: %d", most.tokens)
+	}
+	if loser != nil {
+		f.unlink(loser)
+		loser.ousted = full
+		signal(loser.wake)
 	}
 	w.round = f.round + 1
 	if c := f.clients[w.client]; c.n > 0 {
@@ -98,6 +111,30 @@ func (f *requestQueue) join(w *waiter, most queueBounds) (full string) {
 	f.link(f.lastOfRound(w.round), w)
 	f.pass()
 	return ""
+}
+
+// newestOfLargest is the newest waiter of the client that has most, if that has least or more; nil: none has.
+// A waiter that asks the Router keeps its place.
+func (f *requestQueue) newestOfLargest(least int) *waiter {
+	most := 0
+	for _, c := range f.clients {
+		most = max(most, c.n)
+	}
+	if most < least {
+		return nil
+	}
+	w := f.tail // in the last round, or near it
+	for w != nil && (f.clients[w.client].n < most || w == f.turn) {
+		w = w.prev
+	}
+	return w
+}
+
+// lostPlace is the bound for which w has lost its place to another client; "": it has not.
+func (f *requestQueue) lostPlace(w *waiter) string {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return w.ousted
 }
 
 // lastOfRound is the last waiter up to a round; nil: there is none. It searches from the nearer end.
@@ -186,6 +223,7 @@ func (f *requestQueue) leave(w *waiter) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if !w.queued {
+		w.dropWake()
 		return
 	}
 	f.unlink(w)
@@ -216,7 +254,12 @@ func (f *requestQueue) unlink(w *waiter) {
 		delete(f.clients, w.client)
 	}
 	f.changed(-1, -w.tokens)
-	select { // drop a wake-up for the place it has left
+	w.dropWake()
+}
+
+// dropWake drops a wake-up for the place that w has left.
+func (w *waiter) dropWake() {
+	select {
 	case <-w.wake:
 	default:
 	}

@@ -71,6 +71,21 @@ func (m *queueModel) addInRound(w *waiter) {
 	m.order = now
 }
 
+// loserTo is the waiter whose place w gets in a full queue: the newest of the client with most, if that has
+// at least two more than w's.
+func (m *queueModel) loserTo(w *waiter) (loser *waiter) {
+	n := map[uint64]int{}
+	for _, other := range m.order {
+		n[other.client]++
+	}
+	for _, other := range m.order {
+		if n[other.client] > n[w.client]+1 && (loser == nil || n[other.client] >= n[loser.client]) {
+			loser = other
+		}
+	}
+	return loser
+}
+
 // settle lets the waiter with the turn ask, until no waiter has it.
 func (m *queueModel) settle() {
 	for m.f.turn != nil {
@@ -126,8 +141,19 @@ func TestNoWaiterBlocksAnotherThatCouldBeRouted(t *testing.T) {
 		t.Repeat(map[string]func(*rapid.T){
 			"join": func(t *rapid.T) {
 				w := m.enter(nil)
-				fits := len(m.order) < maxN && (len(m.order) == 0 || tokens()+w.tokens <= maxTokens)
+				n, sum, loser := len(m.order), tokens(), (*waiter)(nil)
+				if n >= maxN {
+					if loser = m.loserTo(w); loser != nil {
+						n, sum = n-1, sum-loser.tokens
+					}
+				}
+				fits := n < max(maxN, len(m.order)) && (n == 0 || sum+w.tokens <= maxTokens)
 				require.Equal(t, fits, m.f.join(w, queueBounds{maxN, maxTokens}) == "")
+				if fits && loser != nil {
+					require.Len(t, loser.wake, 1, "it hears that it has lost its place")
+					require.Equal(t, "max_queued_requests: 6", m.f.lostPlace(loser))
+					m.remove(loser)
+				}
 				if fits {
 					m.addInRound(w)
 				}
@@ -215,6 +241,44 @@ func TestClientsTakeTurnsInTheQueue(t *testing.T) {
 	join(1, "a6")
 	join(2, "b4")
 	assert.Equal(t, "a6 b4", order())
+}
+
+// TestPlacesAreSharedByClients: whatever one client has taken, when all want more than there is, the places
+// are even to one, never more than the bound, and whoever gets none or loses one hears it.
+func TestPlacesAreSharedByClients(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		f, most := &requestQueue{}, queueBounds{rapid.IntRange(1, 12).Draw(t, "bound"), 1}
+		var waiters []*waiter
+		join := func(client uint64) {
+			w := newWaiter()
+			if w.client = client; f.join(w, most) == "" {
+				waiters = append(waiters, w)
+			}
+		}
+		for range most.requests + 3 {
+			join(0)
+		}
+		clients := rapid.Uint64Range(1, 4).Draw(t, "clients")
+		for _, client := range rapid.SliceOf(rapid.Uint64Range(0, clients)).Draw(t, "order") {
+			join(client)
+		}
+		for range most.requests {
+			for client := range clients + 1 {
+				join(client)
+			}
+		}
+		left := map[uint64]int{}
+		for _, w := range waiters {
+			require.NotEqual(t, w.queued, f.lostPlace(w) != "")
+			if w.queued {
+				left[w.client]++
+			}
+		}
+		require.Equal(t, most.requests, f.n)
+		for client := range clients + 1 {
+			require.InDelta(t, float64(most.requests)/float64(clients+1), left[client], 1)
+		}
+	})
 }
 
 func TestClientOf(t *testing.T) {
@@ -494,12 +558,20 @@ func TestQueueBounds(t *testing.T) {
 	a = g.post("/v1/chat/completions", chatBody)
 	assert.Equal(t, "overloaded", a.code(t))
 	assert.Contains(t, a.body, "(max_queued_requests: 2)")
+	other := make(chan answer, 1)
+	go func() {
+		other <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody, "Authorization", "Bearer other")
+	}()
+	a = <-more
+	assert.Equal(t, "overloaded", a.code(t), "another client has its place")
+	assert.Contains(t, a.body, "(max_queued_requests: 2; this client holds more places than others)")
+	assert.NotEmpty(t, a.header.Get("Retry-After"))
 	for range 3 {
 		e.open <- struct{}{}
 	}
-	assert.Equal(t, 200, (<-got).status)
-	assert.Equal(t, 200, (<-more).status)
-	assert.Equal(t, 200, (<-first).status)
+	for _, answers := range []chan answer{got, other, first} {
+		assert.Equal(t, 200, (<-answers).status)
+	}
 }
 
 // TestAnEmptyQueueTakesARequestOfAnySize: such a request would otherwise be refused for ever.

@@ -246,7 +246,7 @@ func newGeneration(ctx context.Context, ar *appRouter, q *msg.Generate) (*http.R
 	}
 	body, err := routerapi.CompletionBody(q, ar.modelID())
 	if err == nil && int64(len(body)) > ar.in.limits.MaxBody {
-		err = problemOf(ar.in.tooLarge(ar.in.limits.MaxBody))
+		err = problemOf(ar.in.limits.tooLarge(ar.in.limits.MaxBody))
 	}
 	if err != nil {
 		return nil, nil, err

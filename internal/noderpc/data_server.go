@@ -149,11 +149,11 @@ const (
 // Limits of a data port that cannot be configured.
 const (
 	maxDataBody     = 1<<30 + 256<<20 // bytes of a body, of which an ingress takes 1 GiB, with its hashes
-	maxKeptBody     = 1 << 20  // bytes of a buffer; larger ones are left to the garbage collector
-	smallBody       = 16 << 10 // bytes; smaller buffers are always kept
-	maxKeptBlocks   = 1 << 14  // entries
-	relayBuffer     = 32 << 10 // bytes of a relay's buffer: one read of the engine is one write
-	firstBodyBuffer = 4 << 10  // bytes of the buffer for a body whose length is not announced
+	maxKeptBody     = 1 << 20         // bytes of a buffer; larger ones are left to the garbage collector
+	smallBody       = 16 << 10        // bytes; smaller buffers are always kept
+	maxKeptBlocks   = 1 << 14         // entries
+	relayBuffer     = 32 << 10        // bytes of a relay's buffer: one read of the engine is one write
+	firstBodyBuffer = 4 << 10         // bytes of the buffer for a body whose length is not announced
 )
 
 // dataTable is a msg.Sink that keeps the ranks of its node. Safe for concurrent use.
