@@ -135,6 +135,9 @@ func (req *request) ask(parent context.Context, number uint32) (ev dispatch.Even
 		return req.ended(dispatch.EvRefused), nil
 	case err != nil:
 		req.result = failedAsk(ctx, err)
+		if req.rest.fault() != nil {
+			req.result.cause = dispatch.ClientGone // or it has sent what is not passed on: see finish
+		}
 	default:
 		defer closeBody(resp)
 		req.result = relay{req}.answer(ctx, resp)
@@ -162,7 +165,7 @@ func (req *request) eventOf(kind dispatch.EventKind, res *result) dispatch.Event
 	rk := req.attempt.rank
 	return dispatch.Event{
 		Kind: kind, Side: dispatch.Decode, Cause: res.cause, Number: req.number, Rank: rk.ref(),
-		Unit: rk.unitKey, Text: res.text,
+		Unit: rk.unitKey, Text: res.text, IsSpent: req.rest.IsBegun(),
 	}
 }
 
@@ -216,7 +219,11 @@ func (req *request) askRank(ctx context.Context, rk *rank, q *rankleg.Request) (
 	if !rk.local || q.Admit == nil {
 		req.armFirstToken(rk, q)
 	}
+	take := req.rest.give(ctx, q, &req.timer, req.firstTokenLimit())
 	resp, reply, err := rk.asker.Ask(ctx, q)
+	if take(); req.rest.IsBegun() {
+		req.attempt.start = time.Now() // before, the engine had no whole prompt
+	}
 	req.timer.pause()
 	req.countResend(q)
 	req.prompt.shared = req.prompt.shared || q.IsAdmitPending

@@ -367,7 +367,7 @@ func TestReadingABodyAllocatesNothing(t *testing.T) {
 		req.bodySettled = true
 		read := func() {
 			_, _ = text.Seek(0, io.SeekStart)
-			if req.readBody(req.in, req.rc) != nil || len(req.body.b) != size {
+			if req.readBody(in, nil, req.rc, nil) != nil || len(req.body.b) != size {
 				panic("not read")
 			}
 			req.releaseBody()

@@ -17,28 +17,53 @@ import (
 
 // readBody reads the whole body before anything else: otherwise net/http does not notice that the client
 // leaves, and no second attempt is possible. It refuses a body that announces a length above the limit
-// without reading it.
-func (q *question) readBody(in *Ingress, conn *http.ResponseController) *failure {
+// without reading it. Of a large body it reads the beginning, if the rest can be passed on as it comes.
+func (q *question) readBody(in *Ingress, w http.ResponseWriter, conn *http.ResponseController,
+	s *routeScope,
+) *failure {
 	r := q.r
 	// One byte more, because net/http watches the connection only after a read has reached the end of the
 	// body.
-	most := in.limits.MaxBody + 1
-	if r.ContentLength >= most {
+	most := in.bodies.most + 1
+	if r.ContentLength > in.limits.MaxBody {
 		return in.limits.tooLarge(in.limits.MaxBody)
+	}
+	pace := bodyPace{window: in.timers.BodyStall, whole: in.timers.wholeBody()}
+	if r.ContentLength > passedHead {
+		if err := q.fillBody(in, conn, &pace, passedHead); err != nil {
+			return bodyFailure(in, r, err)
+		}
+		if q.canPassOn(s) {
+			q.rest = newRestBody(in, w, r, q.body.b)
+			return nil
+		}
+		if r.ContentLength >= most {
+			return in.limits.tooLarge(in.bodies.most)
+		}
 	}
 	if r.ContentLength >= 0 {
 		most = r.ContentLength + 1
 	}
-	if r.ContentLength > in.bodies.most {
-		return in.limits.tooLarge(in.bodies.most)
-	}
-	if err := q.fillBody(in, conn, int(most)); err != nil {
+	if err := q.fillBody(in, conn, &pace, int(most)); err != nil {
 		return bodyFailure(in, r, err)
 	}
 	if r.GetBody != nil { // an in-process request would hold its body as long as it lives
 		r.Body, r.GetBody = http.NoBody, nil
 	}
 	return nil
+}
+
+// canPassOn reports whether the body, of which the beginning is here, may go to an engine as it comes. An
+// application with two pools sends each body twice.
+func (q *question) canPassOn(s *routeScope) bool {
+	if q.route != openai.Chat || !q.scan.ScanHead(q.body.b, s.only != nil) {
+		return false
+	}
+	to := s.only
+	if q.scan.HasModel {
+		to = s.models[string(q.scan.Model)]
+	}
+	return to != nil && to.pair == nil
 }
 
 // refuseEncoded refuses a compressed body. dpserve sends bodies on as they come, and no engine unpacks them.
@@ -101,16 +126,21 @@ var (
 	errTooSlow      = errors.New("body too slow")
 )
 
-// fillBody reads the body to its end. The buffer grows as bytes arrive, so a client that only announces a
-// length costs no memory. most is the largest number of bytes that may arrive, plus one.
-func (q *question) fillBody(in *Ingress, conn *http.ResponseController, most int) error {
+// fillBody reads the body to its end, or until it has most bytes. The buffer grows as bytes arrive, so a
+// client that only announces a length costs no memory.
+func (q *question) fillBody(in *Ingress, conn *http.ResponseController, pace *bodyPace, most int) error {
 	m, window := &in.bodies, in.timers.BodyStall
-	if q.body = m.take(bodySizes[0]); q.body == nil {
+	if q.body == nil {
+		q.body = m.take(bodySizes[0])
+	}
+	if q.body == nil {
 		return errNoBodyMemory
 	}
 	now := time.Now()
-	pace := bodyPace{window: window, whole: in.timers.wholeBody(), began: now, since: now}
-	for armed := (time.Time{}); ; {
+	if pace.began.IsZero() {
+		pace.began, pace.since = now, now
+	}
+	for armed := (time.Time{}); len(q.body.b) < most; {
 		if now.Sub(armed) >= window/deadlineSteps {
 			if err := setReadDeadline(conn, pace.deadline(now, len(q.body.b))); err != nil {
 				return err
@@ -140,6 +170,7 @@ func (q *question) fillBody(in *Ingress, conn *http.ResponseController, most int
 			return errTooSlow
 		}
 	}
+	return nil
 }
 
 func setReadDeadline(w *http.ResponseController, at time.Time) error {

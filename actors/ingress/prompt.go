@@ -122,6 +122,9 @@ func (p *prompt) fromBody(ctx context.Context, ar *appRouter, route openai.Route
 	if r.needs.Session {
 		p.session = sessionOf(h, scan.User)
 	}
+	if scan.IsHead {
+		return nil
+	}
 	p.identify(ctx, ar, r, scan, body, h)
 	if r.needs.Text {
 		p.setText(scan.Text(body))

@@ -140,6 +140,7 @@ func testFar(t *testing.T) {
 		"Wishes": TestWishesInHeaders, "Attempts": TestAttemptsOfThePolicy,
 		"TokenIdentity": TestTokenIdentity, "TokenizeOnce": TestTokenizeFliesOnce,
 		"BodiesGivenBack": TestBodiesAreGivenBackAtTheFirstByte, "LargeBodies": TestLargeBodiesPass,
+		"PassedOn": TestALargeBodyIsPassedOn, "PassedOnce": TestALargeBodyIsSentOnce,
 		"Reservation": TestReservation, "ReservationExpires": TestReservationExpires,
 		"ReservationRefused": TestReservationRefused,
 		"Generate":           TestGenerate, "GenerateFails": TestGenerateFails,

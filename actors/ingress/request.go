@@ -42,6 +42,7 @@ type question struct {
 	stripped    *bodyBuffer // body without the fields that only dpserve may set; nil if it has none
 	engineBody  []byte      // for the engine
 	bodySettled bool        // no engine connection may still read the body
+	rest        *restBody   // of a large body that is passed on as it comes; nil: body is whole
 	header      http.Header
 	deadline    time.Time // of x-dpserve-timeout-ms; zero: none
 
@@ -104,7 +105,7 @@ func (req *request) release() {
 	req.split = nil
 	req.releaseBody()
 	req.idHeader = make([]string, 1) // the old one is shared with the engine's and the client's header
-	req.r, req.header, req.app, req.id, req.deadline = nil, nil, nil, "", time.Time{}
+	req.r, req.header, req.app, req.id, req.deadline, req.rest = nil, nil, nil, "", time.Time{}, nil
 	req.query = routing.Request{Tried: req.query.Tried[:0]}
 	req.prompt = prompt{}
 	req.resetSearch()
@@ -154,7 +155,7 @@ func (req *request) handle(s *routeScope) *failure {
 		skipBody(req.w, req.r)
 		return f
 	}
-	if f := req.readBody(req.in, req.rc); f != nil {
+	if f := req.readBody(req.in, req.w, req.rc, s); f != nil {
 		if f.code == openai.CodeOverloaded {
 			skipBody(req.w, req.r)
 		} else {
@@ -162,9 +163,12 @@ func (req *request) handle(s *routeScope) *failure {
 		}
 		return f
 	}
-	if err := req.scan.Scan(req.route, req.body.b); err != nil {
-		return badBody(err)
+	if req.rest == nil {
+		if err := req.scan.Scan(req.route, req.body.b); err != nil {
+			return badBody(err)
+		}
 	}
+	defer req.rest.end()
 	if f := req.findApp(s); f != nil {
 		return f
 	}
@@ -366,6 +370,9 @@ func (req *request) finish(ctx context.Context, kind dispatch.AnswerKind, why di
 	case dispatch.AnswerDeadline:
 		return finalFailure(&result{cause: dispatch.Deadline})
 	case dispatch.AnswerNone, dispatch.AnswerStreamLost:
+		if f := req.rest.fault(); f != nil {
+			return f
+		}
 		return finalFailure(&result{cause: contextCause(ctx)})
 	case dispatch.AnswerOwn, dispatch.AnswerTickets:
 	}

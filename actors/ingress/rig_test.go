@@ -456,14 +456,18 @@ func demoApp() *app.Application {
 	}
 }
 
+// isFar reports whether the ranks of a test's rig are those of another node.
+func isFar(t *testing.T) bool {
+	return strings.HasPrefix(t.Name(), "TestFar/") || strings.HasPrefix(t.Name(), "TestFarHTTP2/")
+}
+
 func newRig(t *testing.T, o options) *rig {
 	t.Helper()
 	g := &rig{t: t, store: newStore(), feed: &feed{}, logs: &syncBuffer{}}
 	if o.max == 0 {
 		o.max = 8
 	}
-	o.far = o.far || strings.HasPrefix(t.Name(), "TestFar/") ||
-		strings.HasPrefix(t.Name(), "TestFarHTTP2/")
+	o.far = o.far || isFar(t)
 	urls := []string{}
 	for _, e := range o.engines {
 		srv := httptest.NewServer(e)

@@ -281,7 +281,7 @@ func (p *Plan) passesError(ev *Event) bool {
 	if p.remote {
 		return row.Again == Nobody
 	}
-	return p.again(ev) == Nobody || row.Words && row.Cost == Run && p.runs+1 >= p.cfg.Attempts
+	return ev.IsSpent || p.again(ev) == Nobody || row.Words && row.Cost == Run && p.runs+1 >= p.cfg.Attempts
 }
 
 // pass passes the answer on: from here on the request has one rank, and no retry.
@@ -470,7 +470,7 @@ func (p *Plan) failAlone(ev *Event) {
 	p.release(Decode, ev.Cause, charge)
 	switch {
 	case p.endIfTwoDied():
-	case row.Cost != Nothing && p.isOver(&p.cfg):
+	case ev.IsSpent, row.Cost != Nothing && p.isOver(&p.cfg):
 		p.endFailed()
 	default:
 		p.choose(false, true, row.Pays && !ev.IsLost)

@@ -57,6 +57,7 @@ type Event struct {
 	HasWaited    bool // EvNoRank: the request has waited for room as long as it may, or may not wait
 	EngineFailed bool // EvFenced, UnitLost: because its engine failed
 	IsLost       bool // the rank serves no longer: what it did counts against nobody
+	IsSpent      bool // EvAnswered, EvEnded: the body was passed on as it came, and cannot be sent again
 }
 
 // CommandKind is the closed list of what a Plan asks of its shell.

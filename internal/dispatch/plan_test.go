@@ -120,6 +120,8 @@ func (s *script) event(words []string) Event {
 			ev.Decode, ev.Rank, ev.Side = rankOf(s.t, w), rankOf(s.t, w), Decode
 		case w == "failed":
 			ev.EngineFailed = true
+		case w == "spent":
+			ev.IsSpent = true
 		case w == "lost":
 			ev.IsLost = true
 		default:

@@ -10,7 +10,7 @@
 // (checked by a look into the socket before each reuse, where the system allows it).
 //
 // Over TLS (Secure) it is as strict. What it does not do: HTTP/2, proxies, redirects, compression, Expect,
-// upgrades, requests whose body is not in memory, and sending a request twice: the caller decides that, from
+// upgrades, requests of unknown length, and sending a request twice: the caller decides that, from
 // the fields of SendError.
 package enginehttp
 
@@ -147,8 +147,15 @@ func (c *Client) Send(ctx context.Context, method, target string, header http.He
 	return c.SendGuarded(ctx, method, target, header, body, Guard{})
 }
 
-// Guard watches the writing of one request. Its functions must not block; nil is allowed.
+// Guard watches the writing of one request, and may bring a part of its body. Its functions must not block;
+// nil is allowed.
 type Guard struct {
+	// Rest follows body, in RestSize bytes; nil: nothing does. It is read while the request is written, and
+	// no more once Send has returned. EndRest ends a read that waits: an answer has come.
+	Rest     io.Reader
+	RestSize int64
+	EndRest  func()
+
 	// Before is called directly before the first byte is written, when the connection is there. If it fails,
 	// nothing is written, and Send fails with its error.
 	Before func() error
@@ -165,7 +172,7 @@ func (c *Client) SendGuarded(ctx context.Context, method, target string, header 
 	}
 	mem, _ := c.requests.Get().(*[]byte)
 	defer c.keepRequest(mem)
-	req, err := appendRequest((*mem)[:0], method, target, c.host, header, len(body))
+	req, err := appendRequest((*mem)[:0], method, target, c.host, header, int64(len(body))+g.RestSize)
 	*mem = req
 	if err != nil {
 		return nil, &SendError{Err: err}
@@ -200,7 +207,7 @@ func (c *Client) exchange(ctx context.Context, method string, req, rest []byte, 
 	cn.mem, _ = c.buffers.Get().(*[]byte)
 	cn.buf, cn.r, cn.w = *cn.mem, 0, 0
 	x := &exchange{client: c, conn: cn, stop: context.AfterFunc(ctx, cn.abort)}
-	h, whole, err := cn.roundTrip(req, rest, g.Written)
+	h, whole, err := cn.roundTrip(req, rest, &g)
 	if err != nil {
 		return nil, c.failed(ctx, x, err)
 	}
@@ -229,18 +236,22 @@ func (c *Client) giveBack(cn *conn) {
 
 // roundTrip writes the request and reads the head of the answer, also if writing failed: a peer that refuses
 // a request may answer and close before it has read it all.
-func (c *conn) roundTrip(req, rest []byte, written func()) (h *head, whole bool, err error) {
+func (c *conn) roundTrip(req, rest []byte, g *Guard) (h *head, whole bool, err error) {
 	c.wrote, c.before = time.Now(), c.sent
-	c.sent += uint64(len(req) + len(rest))
+	c.sent += uint64(len(req)+len(rest)) + uint64(g.RestSize) //nolint:gosec // a size is not negative
 	var unwritten error
-	if len(rest) == 0 && c.probe != nil { // it fits into the kernel's buffers, so the write does not wait
-		unwritten = c.write(req, nil, written)
+	if len(rest) == 0 && g.Rest == nil && c.probe != nil {
+		// it fits into the kernel's buffers, so the write does not wait
+		unwritten = c.write(req, nil, g)
 		h, err = c.readHead()
 	} else {
 		over := make(chan error, 1)
-		go func() { over <- c.write(req, rest, written) }()
+		go func() { over <- c.write(req, rest, g) }()
 		h, err = c.readHead()
 		c.writeBy(time.Unix(1, 0)) // a write that still waits ends
+		if g.Rest != nil {
+			g.EndRest()
+		}
 		unwritten = <-over
 		c.writeBy(time.Time{})
 	}
@@ -248,7 +259,8 @@ func (c *conn) roundTrip(req, rest []byte, written func()) (h *head, whole bool,
 		return h, true, err
 	}
 	c.readBy(time.Time{})
-	if err != nil && c.w == 0 && !errors.Is(unwritten, os.ErrDeadlineExceeded) {
+	isOurs := errors.Is(unwritten, os.ErrDeadlineExceeded) && !errors.Is(unwritten, ErrRest)
+	if err != nil && c.w == 0 && !isOurs {
 		err = unwritten
 	}
 	return h, false, err
@@ -258,7 +270,7 @@ func (c *conn) roundTrip(req, rest []byte, written func()) (h *head, whole bool,
 func (c *Client) failed(ctx context.Context, x *exchange, err error) error {
 	cn := x.conn
 	e := &SendError{Reused: cn.waited, Begun: cn.w > 0, Err: err}
-	if e.Reused && !e.Begun {
+	if e.Reused && !e.Begun && !errors.Is(err, ErrRest) {
 		e.Unseen = cn.isUnseen()
 		e.Stale = e.Unseen || time.Since(cn.wrote) <= staleWithin
 	}
@@ -323,6 +335,9 @@ func (c *Client) done(cn *conn, reusable bool) {
 // ErrAborted is returned by a body's Read when the request's context has ended. The context has the cause.
 var ErrAborted = errors.New("the request was given up")
 
+// ErrRest is in the error of a request whose Rest could not be read to its end.
+var ErrRest = errors.New("the rest of the body did not come")
+
 // errClosed is returned by a body's Read after Close.
 var errClosed = errors.New("read of a closed body")
 
@@ -356,7 +371,7 @@ func malformed(what string) error { return &ProtocolError{What: what} }
 
 // appendRequest writes the head of a request. The fields that frame a message or belong to the connection are
 // this package's alone: they are left out of header, however they are spelt.
-func appendRequest(b []byte, method, target, host string, header http.Header, length int) ([]byte, error) {
+func appendRequest(b []byte, method, target, host string, header http.Header, length int64) ([]byte, error) {
 	if !validTarget(target) {
 		return b, fmt.Errorf("request target %q must begin with / and hold no blanks or control characters",
 			target)
@@ -378,7 +393,7 @@ func appendRequest(b []byte, method, target, host string, header http.Header, le
 		}
 	}
 	if length > 0 || method == http.MethodPost || method == http.MethodPut || method == http.MethodPatch {
-		b = strconv.AppendInt(append(b, "Content-Length: "...), int64(length), 10)
+		b = strconv.AppendInt(append(b, "Content-Length: "...), length, 10)
 		b = append(b, '\r', '\n')
 	}
 	return append(b, '\r', '\n'), nil

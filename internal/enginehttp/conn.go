@@ -3,6 +3,7 @@ package enginehttp
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"slices"
@@ -60,18 +61,39 @@ func (c *conn) giveUp() {
 func (c *conn) close() { _ = c.net.Close() }
 
 // write writes a request. If that fails, an answer is not waited for much longer.
-func (c *conn) write(req, rest []byte, written func()) error {
+func (c *conn) write(req, rest []byte, g *Guard) error {
 	_, err := c.net.Write(req)
 	if err == nil && len(rest) > 0 {
 		_, err = c.net.Write(rest)
 	}
+	if err == nil && g.Rest != nil {
+		err = c.copyFrom(g.Rest, g.RestSize)
+	}
 	switch {
+	case errors.Is(err, ErrRest):
+		c.readBy(time.Unix(1, 0))
 	case err != nil:
 		c.readBy(time.Now().Add(answerWait))
-	case written != nil:
-		written()
+	case g.Written != nil:
+		g.Written()
 	}
 	return err
+}
+
+// copyFrom writes what comes from r.
+func (c *conn) copyFrom(r io.Reader, left int64) error {
+	buf := make([]byte, packed)
+	for left > 0 {
+		n, unread := r.Read(buf[:min(left, packed)])
+		left -= int64(n)
+		if _, err := c.net.Write(buf[:n]); err != nil {
+			return err
+		}
+		if unread != nil && left > 0 {
+			return fmt.Errorf("%w: %w", ErrRest, unread)
+		}
+	}
+	return nil
 }
 
 // staleWithin is the time after the beginning of a write in which the end of a waiting connection counts as

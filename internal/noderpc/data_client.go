@@ -121,6 +121,10 @@ func (u *upload) newRequest(
 		r.Body, _ = u.open()
 		r.GetBody = u.open // for a connection that was closing: the node has read nothing of the request
 	}
+	if q.Rest != nil {
+		r.Body, r.GetBody = io.NopCloser(io.MultiReader(r.Body, q.Rest)), nil
+		r.ContentLength += q.Rest.Size()
+	}
 	return r.WithContext(ctx)
 }
 

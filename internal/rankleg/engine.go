@@ -22,6 +22,7 @@ type engineRequest struct {
 	URL    *url.URL
 	Header http.Header // read only
 	Body   []byte      // dropped once it is written: an answer may take minutes
+	rest   Rest        // follows Body; nil for most requests
 	guard  *Guard      // nil for most requests
 
 	// of a request that has failed: its connection had waited, and was being closed when the request was
@@ -30,11 +31,14 @@ type engineRequest struct {
 }
 
 // watch is the request's guard for the own client.
-func (r *engineRequest) watch() enginehttp.Guard {
-	if r.guard == nil {
-		return enginehttp.Guard{}
+func (r *engineRequest) watch() (g enginehttp.Guard) {
+	if r.guard != nil {
+		g.Before, g.Written = r.guard.allow, r.guard.OnWritten
 	}
-	return enginehttp.Guard{Before: r.guard.allow, Written: r.guard.OnWritten}
+	if r.rest != nil {
+		g.Rest, g.RestSize, g.EndRest = r.rest, r.rest.Size(), r.rest.End
+	}
+	return g
 }
 
 // Limits that cannot be configured.

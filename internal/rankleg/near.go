@@ -1,11 +1,13 @@
 package rankleg
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 	"io"
 	"maps"
 	"net/http"
+	"slices"
 	"strconv"
 	"sync"
 	"time"
@@ -161,11 +163,13 @@ func (n *Near) askEngine(ctx context.Context, q *Request) (*http.Response, error
 	}
 	engine := n.engines.of(q.Rank.Target.Owned)
 	for first := error(nil); ; {
-		o := &engineRequest{URL: to, Header: header, Body: body, guard: q.Guard}
+		o := &engineRequest{URL: to, Header: header, Body: body, rest: q.Rest, guard: q.Guard}
 		resp, err := engine.send(ctx, o)
 		switch {
 		case err == nil || ctx.Err() != nil || IsMalformed(err) || IsOutOfFiles(err):
 			return resp, err
+		case q.Rest != nil && q.Rest.IsBegun():
+			return nil, err
 		case first != nil:
 			return nil, first
 		case !o.isStale || q.Guard != nil && engine.reach(ctx, to) != nil:
@@ -191,6 +195,10 @@ func (q *Request) addressed() (http.Header, []byte) {
 		h[headerRank] = []string{number}
 		return h, q.Body
 	case "body":
+		if q.Rest != nil { // the end is not here; the beginning has other members
+			i := bytes.IndexByte(q.Body, '{') + 1
+			return q.Header, slices.Concat(q.Body[:i], []byte(`"routed_dp_rank":`+number+","), q.Body[i:])
+		}
 		return q.Header, openai.AppendField(nil, q.Body, "routed_dp_rank", []byte(number))
 	default:
 		return q.Header, q.Body

@@ -8,6 +8,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"net/textproto"
@@ -81,6 +82,7 @@ type Request struct {
 	Reset  bool         // in place of a Route: the engine is asked to drop its prefix cache
 	Header http.Header  // for the engine, read only
 	Body   []byte       // for the engine, read only, and not after Ask has returned
+	Rest   Rest         // follows Body; nil for most: the whole body is in memory
 	// Ctx is the life of the ticket, Reply belongs to Ask; nil: the request needs no ticket, or IsHeld
 	Admit *msg.Admit
 	// the caller holds a ticket of this incarnation already, from Reserve: Ask asks for none and returns none
@@ -96,6 +98,16 @@ type Request struct {
 
 	Resent         bool // the engine was asked a second time, because it had closed the idle connection
 	IsAdmitPending bool // the rank's actor may still read Admit after Ask has returned
+}
+
+// Rest is the part of a body that comes from the client while the request is sent. It is read once: after its
+// first Read the request cannot be sent again. It may be read after Ask has returned, until its owner ends
+// it.
+type Rest interface {
+	io.Reader
+	Size() int64 // in bytes
+	IsBegun() bool
+	End() // if it has begun: a Read that waits ends, and none follows
 }
 
 // Guard watches the sending of a request. Its functions must not block.

@@ -7,6 +7,7 @@ import (
 	"bytes"
 	"errors"
 	"math"
+	"slices"
 	"strconv"
 
 	"github.com/zeebo/xxh3"
@@ -29,6 +30,7 @@ type Body struct {
 	TextBytes    int
 	MediaParts   int  // pictures, sounds and the like in the messages, at most maxMediaParts
 	PromptTokens int  // exact if the prompt is token ids, else -1
+	IsHead       bool // ScanHead has read the beginning alone
 	Strip        Cuts // members that only dpserve may set; for Spliced
 	Tools        Span // value of tools as written (chat), zero if absent or null
 	// members that change the prompt's tokens and that an engine's /tokenize does not accept
@@ -110,6 +112,29 @@ func (b *Body) Scan(route Route, body []byte) error {
 		return newBodyError([]byte("prompt"), "n × prompts must be at most %d", maxSequences)
 	}
 	return nil
+}
+
+// ScanHead reads the beginning of a chat's body whose rest is passed on unread. ok is true if the body ends
+// within its messages, has model (unless mayLackModel) and stream before them, and no member that Spliced
+// would cut. Then b is as after Scan of the members before the messages. The messages are not known: they
+// count as one media part, because a body of that size holds pictures or films.
+func (b *Body) ScanHead(head []byte, mayLackModel bool) (ok bool) {
+	b.reset(Chat)
+	s := scanner{b: head}
+	i, err := s.openObject()
+	if err != nil {
+		return false
+	}
+	if b.object(&s, i) == nil || s.fault != faultCut || b.PromptBytes > 0 {
+		return false
+	}
+	has := func(name string) bool {
+		return slices.ContainsFunc(b.fields, func(f field) bool { return string(f.key) == name })
+	}
+	isInMessages := len(b.fields) > 0 && string(b.fields[len(b.fields)-1].key) == "messages"
+	b.Strip.Close()
+	b.IsHead, b.Choices, b.MediaParts = true, b.N, 1
+	return isInMessages && has("stream") && (b.HasModel || mayLackModel) && len(b.Strip.Spans) == 0
 }
 
 // notObject returns the fault of a body that is no object: it is other JSON, or no JSON.
