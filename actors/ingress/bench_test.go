@@ -358,7 +358,7 @@ func TestReadingABodyAllocatesNothing(t *testing.T) {
 		t.Skip("under the race detector pools forget")
 	}
 	in := bareIngress()
-	in.bodies.budget = 1 << 30
+	in.bodies.budget, in.bodies.most = 1<<30, 1<<30
 	req := newRequest(in)
 	req.rc = http.NewResponseController(&deadlineWriter{})
 	for _, size := range []int{100, 400 << 10} {

@@ -53,8 +53,9 @@ func (q *question) readBody(in *Ingress, w http.ResponseWriter, conn *http.Respo
 	return nil
 }
 
-// canPassOn reports whether the body, of which the beginning is here, may go to an engine as it comes. An
-// application with two pools sends each body twice.
+// canPassOn reports whether the body, of which the beginning is here, may go to an engine as it comes. A
+// policy that reads prompts reads those of up to sharedBody bytes. An application with two pools sends each
+// body twice.
 func (q *question) canPassOn(s *routeScope) bool {
 	if q.route != openai.Chat || !q.scan.ScanHead(q.body.b, s.only != nil) {
 		return false
@@ -63,7 +64,11 @@ func (q *question) canPassOn(s *routeScope) bool {
 	if q.scan.HasModel {
 		to = s.models[string(q.scan.Model)]
 	}
-	return to != nil && to.pair == nil
+	if to == nil || to.pair != nil {
+		return false
+	}
+	policy := to.router.inputs()
+	return !policy.chains() && !policy.needs.Text || q.r.ContentLength > sharedBody
 }
 
 // refuseEncoded refuses a compressed body. dpserve sends bodies on as they come, and no engine unpacks them.

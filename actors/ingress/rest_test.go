@@ -17,7 +17,8 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/engine/openai"
+	"github.com/dpserve/dpserve/routing"
 )
 
 const (
@@ -211,17 +212,22 @@ func TestWhichLargeBodiesAreHeld(t *testing.T) {
 		`{"model":"demo","stream":false,"kv_transfer_params":{},` + messages + `}`: false,
 		`{"model":"demo","stream":false,"x":"` + text + `",` + messages + `}`:      false,
 	} {
-		var req request
-		req.route, req.body = 2, &bodyBuffer{[]byte(body[:passedHead])}
-		s := newRouteScope()
-		s.add(&appRoute{appRevision: &appRevision{app: demoApp(), names: []string{model1}}})
+		req := request{question: question{
+			route: openai.Chat, body: &bodyBuffer{[]byte(body[:passedHead])},
+			r: &http.Request{ContentLength: 5 << 20},
+		}}
+		s, ar := newRouteScope(), newAppRouter(bareIngress(), "demo")
+		s.add(&appRoute{appRevision: &appRevision{app: demoApp(), names: []string{model1}}, router: ar})
+		assert.Equal(t, isPassed, req.canPassOn(s), body[:60])
+		ar.policyInputs.Store(&policyInputs{needs: routing.Needs{Hits: true}})
+		assert.False(t, req.canPassOn(s), "the policy reads the prompt")
+		req.r.ContentLength = 64<<20 + 1
 		assert.Equal(t, isPassed, req.canPassOn(s), body[:60])
 		s.only.pair = &pairApp{}
 		assert.False(t, req.canPassOn(s), "it would be sent twice")
 	}
 	g := newRig(t, options{
 		engines: []http.HandlerFunc{sumEngine}, limits: Limits{MaxBody: LargestMaxBody, BodyBytes: 8 << 20},
-		app: func(a *app.Application) { a.Routing.Policy = "cache-aware" },
 	})
 	held := `{"model":"demo",` + messages + `}`
 	a := g.post("/v1/chat/completions", held)
