@@ -125,17 +125,19 @@ func (h surface) isLoop(r *http.Request) bool {
 // headerTooLarge checks a request's line and header against the limits.
 func (h surface) headerTooLarge(r *http.Request) *failure {
 	fields, bytes := measureHeader(r)
-	f := &failure{status: http.StatusRequestHeaderFieldsTooLarge, code: openai.CodeInvalidRequest}
+	var text string
 	switch {
 	case fields > h.in.limits.MaxHeaderFields:
-		f.message = fmt.Sprintf("the request has more than %d header fields", h.in.limits.MaxHeaderFields)
+		text = fmt.Sprintf("the request has more than %d header fields", h.in.limits.MaxHeaderFields)
 	case bytes > h.in.limits.MaxHeaderBytes:
-		f.message = fmt.Sprintf("the request's line and header are larger than %d bytes",
+		text = fmt.Sprintf("the request's line and header are larger than %d bytes",
 			h.in.limits.MaxHeaderBytes)
 	default:
 		return nil
 	}
-	return f
+	return &failure{
+		status: http.StatusRequestHeaderFieldsTooLarge, code: openai.CodeInvalidRequest, message: text,
+	}
 }
 
 // measureHeader counts fields and bytes in their usual encoding; net/http removes Host and Transfer-Encoding
