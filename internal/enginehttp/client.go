@@ -207,7 +207,7 @@ func (c *Client) exchange(ctx context.Context, method string, req, rest []byte, 
 	cn.mem, _ = c.buffers.Get().(*[]byte)
 	cn.buf, cn.r, cn.w = *cn.mem, 0, 0
 	x := &exchange{client: c, conn: cn, stop: context.AfterFunc(ctx, cn.abort)}
-	h, whole, err := cn.roundTrip(req, rest, &g)
+	h, whole, err := cn.roundTrip(req, rest, g)
 	if err != nil {
 		return nil, c.failed(ctx, x, err)
 	}
@@ -236,7 +236,7 @@ func (c *Client) giveBack(cn *conn) {
 
 // roundTrip writes the request and reads the head of the answer, also if writing failed: a peer that refuses
 // a request may answer and close before it has read it all.
-func (c *conn) roundTrip(req, rest []byte, g *Guard) (h *head, whole bool, err error) {
+func (c *conn) roundTrip(req, rest []byte, g Guard) (h *head, whole bool, err error) {
 	c.wrote, c.before = time.Now(), c.sent
 	c.sent += uint64(len(req)+len(rest)) + uint64(g.RestSize) //nolint:gosec // a size is not negative
 	var unwritten error

@@ -61,7 +61,7 @@ func (c *conn) giveUp() {
 func (c *conn) close() { _ = c.net.Close() }
 
 // write writes a request. If that fails, an answer is not waited for much longer.
-func (c *conn) write(req, rest []byte, g *Guard) error {
+func (c *conn) write(req, rest []byte, g Guard) error {
 	_, err := c.net.Write(req)
 	if err == nil && len(rest) > 0 {
 		_, err = c.net.Write(rest)
