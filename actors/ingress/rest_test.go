@@ -180,7 +180,7 @@ func TestALargeBodyBreaksOff(t *testing.T) {
 			require.Error(t, <-ended)
 			switch name {
 			case "leaves":
-				assert.Error(t, a.err)
+				require.Error(t, a.err)
 			case "slow":
 				assert.Equal(t, 408, a.status, a.body)
 			default:
