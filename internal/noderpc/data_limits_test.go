@@ -27,6 +27,30 @@ import (
 	"github.com/dpserve/dpserve/internal/rankleg"
 )
 
+// TestLargeBodiesAreBounded: large bodies that together need more than the data port has for them are refused
+// before they are read, and the memory is free again when a request has ended.
+func TestLargeBodiesAreBounded(t *testing.T) {
+	s := &DataServer{largeLimit: 12 << 20}
+	for range 2 {
+		assert.True(t, s.takeLarge(6<<20))
+		assert.True(t, s.takeLarge(6<<20))
+		assert.False(t, s.takeLarge(largeBody+1))
+		assert.True(t, s.takeLarge(largeBody), "small bodies do not count")
+		s.giveLarge(largeBody)
+		s.giveLarge(6 << 20)
+		s.giveLarge(6 << 20)
+		assert.Zero(t, s.large.Load())
+	}
+	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1", config: func(c *DataConfig) {
+		c.LargeBodies = 1 << 20
+	}})
+	d := g.dispatch()
+	d.Body = make([]byte, 5<<20)
+	_, reply, err := g.client.Ask(t.Context(), d)
+	require.NoError(t, err)
+	assert.Equal(t, msg.Overloaded, reply.Refusal)
+}
+
 // TestDataStrangers: requests of nodes without role ingress, and malformed ones, are refused before they
 // reach a rank.
 func TestDataStrangers(t *testing.T) {

@@ -46,6 +46,10 @@ func (p *dataRequest) run(ctx context.Context) (clean bool) {
 	case (head.class == classBoth || head.class == classHold) && head.admit.Ingress != node:
 		return p.answerError(http.StatusForbidden, causeDenied)
 	}
+	if !s.takeLarge(p.r.ContentLength) {
+		return p.refuse(&msg.AdmitReply{Refusal: msg.Overloaded})
+	}
+	defer s.giveLarge(p.r.ContentLength)
 	switch err := p.upload.read(p.r, s.body, p.cutBody); {
 	case errors.Is(err, errBodyTooLarge):
 		return p.answerError(http.StatusRequestEntityTooLarge, causeTooLarge)

@@ -6,7 +6,9 @@ import (
 	"errors"
 	"log/slog"
 	"net/http"
+	"runtime/debug"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
@@ -26,6 +28,9 @@ type DataConfig struct {
 	Body   time.Duration // for a request's body to arrive, and one second more for each MiB; 0: 30 s
 	// bytes of a request's body with its hashes; more is 413. 0: maxDataBody
 	MaxBody int64
+	// bytes of all bodies of more than 4 MiB together; a request beyond it is refused as overloaded. 0:
+	// 2 GiB, or a quarter of the process's memory limit if that is less
+	LargeBodies int64
 }
 
 // DataServer serves the ranks of its node to the ingresses of other nodes: admission and data in one HTTP
@@ -36,6 +41,9 @@ type DataServer struct {
 	body   time.Duration // see DataConfig
 	table  *dataTable
 	near   *rankleg.Near
+
+	large      atomic.Int64 // bytes of large bodies
+	largeLimit int64        // see DataConfig.LargeBodies
 
 	uploads sync.Pool // of *requestBody
 	buffers sync.Pool // *[]byte
@@ -56,6 +64,7 @@ func NewDataServer(c DataConfig) *DataServer {
 			IdleOwned: idleOwned, IdleAttached: idleAttached,
 		}, c.Dial, c.Serves),
 	}
+	s.largeLimit = cmp.Or(c.LargeBodies, min(largeBodies, debug.SetMemoryLimit(-1)/4))
 	s.table, s.open = newDataTable(s.log), map[*dataRequest]struct{}{}
 	s.uploads.New = func() any { return &requestBody{most: cmp.Or(c.MaxBody, maxDataBody)} }
 	s.buffers.New = func() any { b := make([]byte, relayBuffer); return &b }
@@ -125,6 +134,21 @@ func (s *DataServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
+// takeLarge counts the memory of a body of n bytes, if it is large. false: there is none left.
+func (s *DataServer) takeLarge(n int64) bool {
+	if n <= largeBody || s.large.Add(n) <= s.largeLimit {
+		return true
+	}
+	s.large.Add(-n)
+	return false
+}
+
+func (s *DataServer) giveLarge(n int64) {
+	if n > largeBody {
+		s.large.Add(-n)
+	}
+}
+
 // recycle keeps a body's memory, unless it is large, or much larger than its last body.
 func (s *DataServer) recycle(in *requestBody) {
 	if cap(in.b) <= maxKeptBody && cap(in.b) <= max(smallBody, 4*len(in.b)) &&
@@ -149,6 +173,8 @@ const (
 // Limits of a data port that cannot be configured.
 const (
 	maxDataBody     = 1<<30 + 256<<20 // bytes of a body, of which an ingress takes 1 GiB, with its hashes
+	largeBody       = 4 << 20         // bytes; larger bodies count
+	largeBodies     = 2 << 30         // bytes of them together
 	maxKeptBody     = 1 << 20         // bytes of a buffer; larger ones are left to the garbage collector
 	smallBody       = 16 << 10        // bytes; smaller buffers are always kept
 	maxKeptBlocks   = 1 << 14         // entries
