@@ -29,6 +29,7 @@ type Config struct {
 	MaxBatchedTokens int  // tokens per step
 	MaxQueuedReqs    int  // waiting requests before arrivals are rejected; 0 = no limit
 	MaxQueuedTokens  int  // their prompt tokens; 0 = no limit
+	PromptSteps      bool // a rank that has a prompt to compute does not decode in that step, as SGLang does
 	PrefixCaching    bool // reuse blocks of equal prefixes
 	BlockEvents      bool // EffectBlocks tells what enters and leaves the prefix cache
 

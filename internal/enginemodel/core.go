@@ -35,10 +35,12 @@ type Core struct {
 	startedAt   time.Duration // of that step
 	endsAt      time.Duration // of that step; lockstep: unused
 	batchTokens int
-	slow        float64
-	hung        bool
-	dead        bool
-	failAt      time.Duration
+	// of batchTokens: of prompts
+	promptTokens int
+	slow         float64
+	hung         bool
+	dead         bool
+	failAt       time.Duration
 
 	wave
 	transfer
@@ -321,7 +323,10 @@ func (c *Core) group(now time.Duration, in *Input) {
 func (c *Core) report(now time.Duration) {
 	took := c.schedule(now)
 	c.stepping, c.startedAt = true, now
-	c.emit(Effect{Kind: EffectReport, Took: took, Unfinished: c.unfinishedAfter()})
+	c.emit(Effect{
+		Kind: EffectReport, Took: took, Tokens: c.batchTokens, Prompt: c.promptTokens,
+		Unfinished: c.unfinishedAfter(),
+	})
 }
 
 // unfinishedAfter reports whether work is left when the scheduled step has ended, barring arrivals.

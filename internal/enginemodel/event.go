@@ -51,7 +51,7 @@ const (
 	EffectRejected // Req was never queued: Reject says which limit
 	EffectDied     // the core is dead
 	EffectWave     // lockstep: this rank has work, ask the group for a wave
-	// lockstep: this rank's step takes Took; Unfinished = it will still have work then
+	// lockstep: this rank's step takes Took (Tokens, Prompt); Unfinished = it will still have work then
 	EffectReport
 	EffectBlocks // a step ended that changed the prefix cache: Blocks, in their order
 	// Req has blocks for its prompt: InputLoaded must bring the KV of the last LoadBlocks of them
@@ -75,6 +75,8 @@ type Effect struct {
 	Req        *Request
 	Reject     Reject
 	Took       time.Duration
+	Tokens     int
+	Prompt     int          // of Tokens: of prompts
 	Blocks     []BlockEvent // valid until the next Step
 	Name       string
 	Unfinished bool

@@ -3,6 +3,8 @@ package enginemodel
 import (
 	"fmt"
 	"time"
+
+	"github.com/dpserve/dpserve/internal/steptime"
 )
 
 // MinWallStep is the shortest step of a group whose ranks are processes: one message per rank and step must
@@ -14,6 +16,9 @@ type GroupConfig struct {
 	Ranks        int
 	SyncInterval int           // steps between the checks that may end a wave
 	MinStep      time.Duration // floor of a step
+	// what the ranks do together, on top of the slowest rank's time; the zero value adds nothing
+	Shared steptime.Shared
+	Speed  float64 // Shared's time is divided by it; 0 = 1
 }
 
 // GroupInputKind is the closed list of a coordinator's inputs.
@@ -31,6 +36,7 @@ type GroupInput struct {
 	Kind       GroupInputKind
 	Rank       int
 	Took       time.Duration
+	Tokens     int // of its step
 	Unfinished bool
 }
 
@@ -51,8 +57,8 @@ type GroupEffect struct {
 }
 
 // Group coordinates the steps of a lockstep group: while any rank has work every rank steps, a step lasts as
-// long as the slowest rank's, and only every SyncInterval steps a wave without work left may end. Pure, like
-// Core; not safe for concurrent use.
+// long as the slowest rank's and what the ranks do together (Shared), and only every SyncInterval steps a
+// wave without work left may end. Pure, like Core; not safe for concurrent use.
 type Group struct {
 	cfg      GroupConfig
 	effects  []GroupEffect
@@ -65,6 +71,8 @@ type Group struct {
 
 	step       int
 	slowest    time.Duration
+	fullest    int // tokens of the rank that has the most
+	tokens     int // of all ranks
 	unfinished bool
 	startedAt  time.Duration
 	endsAt     time.Duration
@@ -129,6 +137,7 @@ func (g *Group) report(now time.Duration, in *GroupInput) {
 	g.reported[in.Rank] = true
 	g.missing--
 	g.slowest = max(g.slowest, in.Took)
+	g.fullest, g.tokens = max(g.fullest, in.Tokens), g.tokens+in.Tokens
 	g.unfinished = g.unfinished || in.Unfinished
 	if g.missing > 0 {
 		return
@@ -137,7 +146,16 @@ func (g *Group) report(now time.Duration, in *GroupInput) {
 	if g.step > 0 && now-g.endsAt <= g.endsAt-g.startedAt {
 		start = g.endsAt // the messages' way is part of the step, not on top of it
 	}
-	g.running, g.startedAt, g.endsAt = true, start, start+max(g.slowest, g.cfg.MinStep)
+	g.running, g.startedAt, g.endsAt = true, start, start+max(g.slowest+g.shared(), g.cfg.MinStep)
+}
+
+// shared is how long the ranks take together for what they have reported.
+func (g *Group) shared() time.Duration {
+	ms := g.cfg.Shared.Step(g.fullest, g.tokens)
+	if g.cfg.Speed > 0 {
+		ms /= g.cfg.Speed
+	}
+	return time.Duration(ms * float64(time.Millisecond))
 }
 
 func (g *Group) end() {
@@ -153,5 +171,5 @@ func (g *Group) end() {
 
 func (g *Group) clearReports() {
 	clear(g.reported)
-	g.missing, g.slowest, g.unfinished = g.cfg.Ranks, 0, false
+	g.missing, g.slowest, g.fullest, g.tokens, g.unfinished = g.cfg.Ranks, 0, 0, 0, false
 }

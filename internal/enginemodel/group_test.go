@@ -9,6 +9,7 @@ import (
 	"pgregory.net/rapid"
 
 	em "github.com/dpserve/dpserve/internal/enginemodel"
+	"github.com/dpserve/dpserve/internal/steptime"
 )
 
 // lab is a lockstep group on virtual time: messages take no time, in the order of ranks.
@@ -220,4 +221,87 @@ func TestGroupInvariants(t *testing.T) {
 			assert.Zero(t, core.Stats().UsedBlocks)
 		}
 	})
+}
+
+// What the ranks do together comes on top of the slowest rank's time, as the tokens of the step say, and is
+// as much faster as the ranks are.
+func TestGroupStepHasWhatTheRanksShare(t *testing.T) {
+	shared := steptime.Shared{FixedMS: 1, FewTokenMS: 1, ManyMS: 100, ExpertsTokenMS: 2}
+	for _, c := range []struct {
+		speed float64
+		want  time.Duration
+	}{{0, 32 * time.Millisecond}, {1, 32 * time.Millisecond}, {2, 21 * time.Millisecond}} {
+		g, err := em.NewGroup(em.GroupConfig{Ranks: 2, SyncInterval: 16, Shared: shared, Speed: c.speed})
+		require.NoError(t, err)
+		_, wake := g.Step(0, []em.GroupInput{
+			{Kind: em.GroupWave},
+			{Kind: em.GroupReport, Rank: 0, Took: 10 * time.Millisecond, Tokens: 5, Unfinished: true},
+			{Kind: em.GroupReport, Rank: 1, Took: 4 * time.Millisecond, Tokens: 3},
+		})
+		assert.Equal(t, c.want, wake, "10 for the slowest, 1, 5 for the fullest, 16 for all")
+		_, _ = g.Step(wake, nil)
+		_, next := g.Step(wake, []em.GroupInput{
+			{Kind: em.GroupReport, Rank: 0, Took: time.Millisecond}, {Kind: em.GroupReport, Rank: 1},
+		})
+		assert.Less(t, next-wake, c.want/2, "the tokens of a step count once")
+	}
+}
+
+// With prompt steps a rank that has a prompt does not decode in that step; without, it does.
+func TestPromptSteps(t *testing.T) {
+	for _, promptSteps := range []bool{false, true} {
+		cfg := small()
+		cfg.PromptSteps = promptSteps
+		core := newCore(t, cfg)
+		first := &em.Request{Prompt: 4, Output: 9, Ending: em.FinishLength}
+		second := &em.Request{Prompt: 24, Output: 2, Ending: em.FinishLength} // two steps of 16 tokens
+		now := time.Duration(0)
+		_, wake := core.Step(now, add(first))
+		_, wake = core.Step(wake, add(second))
+		var got []int
+		for second.Produced() < 1 {
+			_, wake = core.Step(wake, nil)
+			got = append(got, first.Produced())
+		}
+		want := []int{2, 3}
+		if promptSteps {
+			want = []int{1, 1}
+		}
+		assert.Equal(t, want, got)
+		run(core, wake, wake, nil)
+		assert.Equal(t, em.FinishLength, first.Finish())
+		assert.Equal(t, em.FinishLength, second.Finish())
+	}
+}
+
+// A report says how many tokens the step has, and how many of them are of prompts. A prompt that came
+// computed has none.
+func TestReportsTellTokens(t *testing.T) {
+	cfg := small()
+	cfg.Lockstep, cfg.Transfer = true, true
+	core := newCore(t, cfg)
+	report := func(in ...em.Input) (tokens, prompt int) {
+		effects, _ := core.Step(0, in)
+		for _, e := range effects {
+			switch e.Kind {
+			case em.EffectReport:
+				return e.Tokens, e.Prompt
+			case em.EffectLoad:
+				in := em.Input{Kind: em.InputLoaded, Req: e.Req, KV: make([]em.BlockKV, e.Req.LoadBlocks())}
+				core.Step(0, []em.Input{in})
+			default:
+			}
+		}
+		return -1, -1
+	}
+	report(add(&em.Request{Prompt: 7, Output: 9, Ending: em.FinishLength},
+		&em.Request{Prompt: 6, Output: 9, Ending: em.FinishLength, Remote: true})...)
+	for _, want := range [][2]int{{7, 7}, {2, 0}, {2, 0}} {
+		kind := em.InputGroupEnd
+		if want[1] > 0 {
+			kind = em.InputGroupBegin
+		}
+		tokens, prompt := report(em.Input{Kind: kind, Continue: true})
+		assert.Equal(t, want, [2]int{tokens, prompt})
+	}
 }

@@ -12,7 +12,10 @@ import (
 // then waiting ones first come first served while sequences, blocks and the token budget allow.
 func (c *Core) schedule(now time.Duration) time.Duration {
 	c.batch = c.batch[:0]
-	budget, preempted := c.scheduleRunning(c.cfg.MaxBatchedTokens)
+	if c.cfg.PromptSteps && c.schedulePrompts(now) {
+		return c.duration()
+	}
+	budget, preempted := c.scheduleRunning(c.cfg.MaxBatchedTokens, false)
 	if !preempted || len(c.batch) == 0 { // what is loaded may hold the memory that is missing
 		budget = c.scheduleLoaded(now, budget)
 	}
@@ -22,9 +25,23 @@ func (c *Core) schedule(now time.Duration) time.Duration {
 	return c.duration()
 }
 
-func (c *Core) scheduleRunning(budget int) (left int, preempted bool) {
+// schedulePrompts fills the batch with prompts alone and reports whether there are any.
+func (c *Core) schedulePrompts(now time.Duration) bool {
+	budget, preempted := c.scheduleRunning(c.cfg.MaxBatchedTokens, true)
+	if !preempted {
+		c.scheduleWaiting(now, budget)
+	}
+	return len(c.batch) > 0
+}
+
+// scheduleRunning takes running requests into the batch, or with promptsOnly those whose prompt is not
+// computed.
+func (c *Core) scheduleRunning(budget int, promptsOnly bool) (left int, preempted bool) {
 	for i := 0; i < len(c.running) && budget > 0; i++ {
 		r := c.running[i]
+		if promptsOnly && r.decoding() {
+			continue
+		}
 		n := min(r.total()-r.computed, budget)
 		for !c.grow(r, r.computed+n) {
 			victim := c.running[len(c.running)-1]
@@ -242,15 +259,16 @@ func (c *Core) freeBlocks(r *Request) {
 
 // duration is what the step of the current batch takes.
 func (c *Core) duration() time.Duration {
-	c.batchTokens = 0
+	c.batchTokens, c.promptTokens = 0, 0
 	var decodes, kv int
 	var pairs float64
 	for _, s := range c.batch {
 		c.batchTokens += s.tokens
-		if s.req.decoding() {
+		if s.req.decoding() || s.tokens == 1 && s.req.kv.load == loadReady { // the prompt came computed
 			decodes++
 			kv += s.req.computed
 		} else {
+			c.promptTokens += s.tokens
 			pairs += steptime.Pairs(s.tokens, s.req.computed)
 		}
 	}

@@ -85,3 +85,40 @@ func TestPrefillIsTheSumOfItsSteps(t *testing.T) {
 	assert.InEpsilon(t, ref.Prefill(1000, 5000), ref.Prefill(1000, 0)+ref.PairMS*1000*5000, 1e-9)
 	assert.Greater(t, ref.Stretch(decodes, kv, chunk), ref.Stretch(0, 0, chunk))
 }
+
+// The lockstep law gives what was published of groups of DeepSeek-V3, and each rank's prompt costs the group
+// more than what it adds to its own rank.
+func TestDeepSeekReproducesThePublishedSteps(t *testing.T) {
+	for _, c := range []struct {
+		name              string
+		ranks             int
+		decodes, kv       int // of each rank
+		prompts, tokens   int // ranks that compute prompts too, and of how many tokens
+		leastMS, mostMS   float64
+		leastOwn, mostOwn float64 // of them the slowest rank's own
+	}{
+		{"a decode step of 8 ranks", 8, 25, 25 * 1100, 0, 0, 32, 37, 6, 8},
+		{"one prompt of 1,024 tokens beside it", 8, 25, 25 * 1100, 1, 1024, 85, 100, 45, 52},
+		{"one for each rank", 8, 25, 25 * 1100, 8, 1024, 115, 135, 45, 52},
+		{"a decode step of 16 ranks, 64 conversations each", 16, 64, 64 * 13_000, 0, 0, 53, 60, 28, 32},
+	} {
+		rank, shared := steptime.DeepSeek(c.ranks)
+		slowest, fullest := 0.0, 0
+		all := 0
+		for i := range c.ranks {
+			prompt := 0
+			if i < c.prompts {
+				prompt = c.tokens
+			}
+			n := c.decodes + prompt
+			slowest = max(slowest, rank.Step(n, c.decodes, c.kv, steptime.Pairs(prompt, 0)))
+			fullest, all = max(fullest, n), all+n
+		}
+		step := slowest + shared.Step(fullest, all)
+		assert.True(t, c.leastMS <= step && step <= c.mostMS, "%s: %.1f ms", c.name, step)
+		assert.True(t, c.leastOwn <= slowest && slowest <= c.mostOwn, "%s: %.1f ms", c.name, slowest)
+	}
+	rank, _ := steptime.DeepSeek(8)
+	assert.InDelta(t, rank.PromptTokenMS*1000+rank.PairMS*(500_000+1000*4000), rank.Prefill(1000, 4000), 1e-9)
+	assert.Zero(t, steptime.Shared{}.Step(100, 800))
+}
