@@ -221,6 +221,33 @@ func (r *Router) Snapshot() View {
 	return v
 }
 
+// GroupRanks appends the ranks of a lockstep group that serve, as a GroupLine looks at them. Ranks whose
+// stream is silent take none while others' are not.
+func (r *Router) GroupRanks(group int, into []GroupRank) []GroupRank {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	first, _ := r.view.Find(ID(group, 0))
+	heard := false
+	for i := first; i < len(r.view.Ranks) && r.view.Ranks[i].ID.Group() == group; i++ {
+		heard = heard || r.view.Ranks[i].Serves() && !r.view.Ranks[i].Silent
+	}
+	for i := first; i < len(r.view.Ranks) && r.view.Ranks[i].ID.Group() == group; i++ {
+		rk := &r.view.Ranks[i]
+		if !rk.Serves() {
+			continue
+		}
+		row := GroupRank{
+			ID: rk.ID, Slots: -1, Decodes: rk.Load.R, Open: rk.ongoing(), Context: rk.Load.K + rk.Load.Kq,
+			Capacity: rk.Capacity,
+		}
+		if !rk.Busy && (!rk.Silent || !heard) {
+			row.Slots = max(0, rk.MaxOngoing-row.Open)
+		}
+		into = append(into, row)
+	}
+	return into
+}
+
 // MaxMean is the imbalance of the ready ranks: open requests on the fullest over the mean; 1 is even, and so
 // is idle.
 func (r *Router) MaxMean() float64 {
