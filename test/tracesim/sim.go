@@ -61,6 +61,7 @@ type sim struct {
 	calls   []call
 	q       routing.Request
 	d       routing.Decision
+	group   *group // nil: the ranks step by themselves
 }
 
 // rank is one engine and the records of its replica.
@@ -81,6 +82,8 @@ type call struct {
 	sent     enginemodel.Request
 	hit      int  // tokens that its rank held at the pick
 	finished bool // with all its tokens
+	named    routing.RankID
+	isNamed  bool // named is the rank that it must go to
 }
 
 type record struct {
@@ -94,12 +97,26 @@ const incarnation = 1
 // Run plays the workload, which is in the order of time, under the policy that newPolicy makes for each
 // ingress.
 func Run(cfg Config, work []Request, newPolicy func() (routing.Policy, error)) (*Result, error) {
+	s, err := newSim(cfg, cfg.engine(), work, 1<<20, newPolicy)
+	if err != nil {
+		return nil, err
+	}
+	if err := s.play(); err != nil {
+		return nil, err
+	}
+	return s.result(), nil
+}
+
+// newSim makes the engines and the Routers of a run. slots is how many requests a rank takes.
+func newSim(cfg Config, engine enginemodel.Config, work []Request, slots int,
+	newPolicy func() (routing.Policy, error),
+) (*sim, error) {
 	s := &sim{cfg: cfg, calls: make([]call, len(work))}
 	for i := range work {
 		s.calls[i] = call{Request: &work[i], key: uint64(i) + 1, rank: -1}
 	}
 	for i := range cfg.Ranks {
-		core, err := enginemodel.New(cfg.engine())
+		core, err := enginemodel.New(engine)
 		if err != nil {
 			return nil, fmt.Errorf("engine: %w", err)
 		}
@@ -114,7 +131,7 @@ func Run(cfg Config, work []Request, newPolicy func() (routing.Policy, error)) (
 		r := routing.NewRouter(policy, cfg.Seed+uint64(i))
 		for _, rk := range s.ranks {
 			up := routing.Event{
-				Kind: routing.EvRankUp, Rank: rk.id, Epoch: 1, Incarnation: incarnation, MaxOngoing: 1 << 20,
+				Kind: routing.EvRankUp, Rank: rk.id, Epoch: 1, Incarnation: incarnation, MaxOngoing: slots,
 				Capacity: int64(cfg.Blocks) * BlockSize, BlockSize: BlockSize,
 			}
 			cfg.report(&up)
@@ -122,10 +139,7 @@ func Run(cfg Config, work []Request, newPolicy func() (routing.Policy, error)) (
 		}
 		s.routers = append(s.routers, r)
 	}
-	if err := s.play(); err != nil {
-		return nil, err
-	}
-	return s.result(), nil
+	return s, nil
 }
 
 // fits says whether a rank can compute a request. Engines refuse the others.
@@ -234,6 +248,9 @@ func (s *sim) hear(e *routing.Event) {
 	for _, r := range s.routers {
 		r.Observe(e)
 	}
+	if s.group != nil {
+		s.group.hear(e)
+	}
 }
 
 // dispatch routes a request, with what every rank's cache holds of it at this moment.
@@ -257,6 +274,16 @@ func (s *sim) dispatch(r *routing.Router, c *call) {
 	c.rank = s.d.Ranked[0].Rank()
 	c.hit = s.q.HitOn(s.d.Ranked[0])
 	rk := s.ranks[c.rank]
+	s.admit(r, rk, c)
+	c.sent = enginemodel.Request{
+		Prompt: c.Prompt, Output: c.Output, Ending: enginemodel.FinishLength,
+		Content: c, User: c,
+	}
+	s.step(rk, enginemodel.Input{Kind: enginemodel.InputAdd, Req: &c.sent})
+}
+
+// admit is the ticket of a request, and the record of it.
+func (s *sim) admit(r *routing.Router, rk *rank, c *call) {
 	rk.seq++
 	r.Observe(&routing.Event{
 		Kind: routing.EvTicket, Rank: rk.id, ReqID: c.key, Seq: rk.seq,
@@ -266,11 +293,6 @@ func (s *sim) dispatch(r *routing.Router, c *call) {
 		Kind: routing.EvAdmitted, ReqID: c.key, Tokens: c.Prompt, Hit: c.hit,
 		Session: routing.SessionKey(c.Session),
 	})
-	c.sent = enginemodel.Request{
-		Prompt: c.Prompt, Output: c.Output, Ending: enginemodel.FinishLength,
-		Content: c, User: c,
-	}
-	s.step(rk, enginemodel.Input{Kind: enginemodel.InputAdd, Req: &c.sent})
 }
 
 // charsPerToken is how long the text of a token is.
@@ -308,6 +330,9 @@ func (s *sim) step(rk *rank, in ...enginemodel.Input) {
 				rk.seq++
 				s.tell(rk, routing.Event{Kind: routing.EvFirstToken, ReqID: c.key})
 			}
+			if s.group != nil {
+				s.group.token(e.Req)
+			}
 		case enginemodel.EffectFinished:
 			c := e.Req.User.(*call)
 			c.finished = e.Req.Finish() == enginemodel.FinishLength
@@ -317,6 +342,8 @@ func (s *sim) step(rk *rank, in ...enginemodel.Input) {
 			rk.decoding = rk.decoding[:last]
 			rk.seq++
 			s.tell(rk, routing.Event{Kind: routing.EvFinished, ReqID: c.key, Out: c.sent.Produced()})
+		case enginemodel.EffectWave, enginemodel.EffectReport, enginemodel.EffectLoad:
+			s.group.take(rk, e)
 		default:
 		}
 	}

@@ -93,7 +93,7 @@ func Chats(n int, rate float64, seed uint64) []Request {
 	out := Uniform(n, BlockSize, 1, rate, seed)
 	for i := range out {
 		r := &out[i]
-		r.Prompt = int(min(7000*math.Exp(rnd.NormFloat64()), 126_000)) + BlockSize
+		r.Prompt = chatPrompt(rnd)
 		r.Output = 20 + int(320*rnd.ExpFloat64())
 		var shared []uint64
 		if before := i - 1 - rnd.IntN(200); rnd.IntN(4) == 0 && before >= 0 {
@@ -105,6 +105,10 @@ func Chats(n int, rate float64, seed uint64) []Request {
 		}
 	}
 	return out
+}
+
+func chatPrompt(rnd *rand.Rand) int {
+	return int(min(7000*math.Exp(rnd.NormFloat64()), 126_000)) + BlockSize
 }
 
 // burstGap is the time between two bursts. Long answers of one are not done when the next comes, so the ranks
@@ -138,4 +142,48 @@ func hashOf(chain, i uint64) uint64 {
 	x = (x ^ x>>30) * 0xBF58476D1CE4E5B9
 	x = (x ^ x>>27) * 0x94D049BB133111EB
 	return x ^ x>>31
+}
+
+// Lengths generates n requests that share nothing, rate per second on the whole, at random instants, or all
+// at 0 with a rate of 0. next draws a prompt and an answer, in tokens.
+func Lengths(n int, rate float64, seed uint64, next func(*rand.Rand) (prompt, output int)) []Request {
+	rnd := rand.New(rand.NewPCG(seed, 6))
+	out := make([]Request, n)
+	at := make([]float64, n)
+	for i, sum := 0, 0.0; i < n; i++ {
+		sum += rnd.ExpFloat64()
+		at[i] = sum
+		out[i].Prompt, out[i].Output = next(rnd)
+	}
+	for i := range out {
+		if rate > 0 {
+			out[i].At = seconds(at[i] / at[n-1] * float64(n) / rate)
+		}
+	}
+	return out
+}
+
+// Mixed draws prompts of 200 to 2,000 tokens, every tenth of 16,384, and answers of 20 + Exp(230).
+func Mixed(rnd *rand.Rand) (prompt, output int) {
+	prompt = int(200 * math.Pow(10, rnd.Float64()))
+	if rnd.IntN(10) == 0 {
+		prompt = 16_384
+	}
+	return prompt, 20 + int(230*rnd.ExpFloat64())
+}
+
+// Chat draws the lengths of Chats.
+func Chat(rnd *rand.Rand) (prompt, output int) {
+	return chatPrompt(rnd), 20 + int(320*rnd.ExpFloat64())
+}
+
+// Equal draws 1,024 tokens, and answers of exactly mean tokens or, if they vary, lognormal ones.
+func Equal(mean int, vary bool) func(*rand.Rand) (prompt, output int) {
+	return func(rnd *rand.Rand) (prompt, output int) {
+		if !vary {
+			return 1024, mean
+		}
+		const sigma = .8
+		return 1024, 1 + int(float64(mean)*math.Exp(sigma*rnd.NormFloat64()-sigma*sigma/2))
+	}
 }
