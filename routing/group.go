@@ -112,6 +112,8 @@ type GroupWaiting struct {
 	Tokens int           // of its prompt
 	Hits   []Hit         // as in Request
 	Since  time.Duration // when it arrived
+	Client uint64        // equal for the requests of one client
+	Round  int           // set by the GroupLine, which has one request of a client in each round
 	Skips  int           // younger requests that were released before it
 }
 

@@ -1,6 +1,7 @@
 package routing
 
 import (
+	"cmp"
 	"math"
 	"slices"
 	"time"
@@ -20,7 +21,9 @@ const (
 // full queue waits for the first tokens of the last cohort.
 type GroupLine struct {
 	rule    GroupRule
-	waiting []GroupWaiting // oldest first
+	waiting []GroupWaiting // by rounds, in a round oldest first
+	round   int            // the highest one that the first waiting request was in
+	clients map[uint64]groupTurn
 	open    map[uint64]groupOpen
 	ranks   []groupPrompts // by rank number
 
@@ -40,6 +43,12 @@ type groupOpen struct {
 	work float64 // ms; 0 = none that other prompts wait for
 	out  int     // its tokens at
 	at   time.Duration
+}
+
+// groupTurn is a client that has waiting requests.
+type groupTurn struct {
+	n    int
+	last int // the highest round of them
 }
 
 // groupPrompts are the released prompts of a rank without first tokens.
@@ -64,29 +73,56 @@ func (f *fading) add(v float64, now, memory time.Duration) {
 
 // NewGroupLine is an empty queue.
 func NewGroupLine(rule GroupRule) *GroupLine {
-	return &GroupLine{rule: rule, open: make(map[uint64]groupOpen)}
+	return &GroupLine{rule: rule, open: make(map[uint64]groupOpen), clients: make(map[uint64]groupTurn)}
 }
 
-// Add puts a request into the queue, behind those that arrived before it. One that waited elsewhere so keeps
-// its place in time.
+// SetRule replaces the rule.
+func (l *GroupLine) SetRule(rule GroupRule) { l.rule = rule }
+
+// Add puts a request into the queue: into the round after that of the first request, or the round after the
+// last one of its own client, and there behind those that arrived before it. One that waited elsewhere so
+// keeps its place in time. A request without a client goes before all rounds.
 func (l *GroupLine) Add(w GroupWaiting, now time.Duration) {
+	w.Round = 0
+	if w.Client != 0 {
+		if len(l.waiting) > 0 {
+			l.round = max(l.round, l.waiting[0].Round)
+		}
+		c := l.clients[w.Client]
+		w.Round = max(l.round, c.last) + 1
+		l.clients[w.Client] = groupTurn{n: c.n + 1, last: w.Round}
+	}
 	i := len(l.waiting)
-	for i > 0 && l.waiting[i-1].Since > w.Since {
+	for i > 0 && cmp.Or(cmp.Compare(l.waiting[i-1].Round, w.Round),
+		cmp.Compare(l.waiting[i-1].Since, w.Since)) > 0 {
 		i--
 	}
 	l.waiting = slices.Insert(l.waiting, i, w)
 	l.arrived.add(1, now, rateMemory)
 }
 
-// Waiting are the requests of the queue, oldest first. The owner may update their Hits. The list is valid
+// Waiting are the requests of the queue, in its order. The owner may update their Hits. The list is valid
 // until the next call.
 func (l *GroupLine) Waiting() []GroupWaiting { return l.waiting }
 
 // Remove takes a request out that waits no longer, and reports whether it was there.
 func (l *GroupLine) Remove(id uint64) bool {
-	n := len(l.waiting)
-	l.waiting = slices.DeleteFunc(l.waiting, func(w GroupWaiting) bool { return w.ID == id })
-	return len(l.waiting) < n
+	i := slices.IndexFunc(l.waiting, func(w GroupWaiting) bool { return w.ID == id })
+	if i < 0 {
+		return false
+	}
+	l.leave(l.waiting[i].Client)
+	l.waiting = slices.Delete(l.waiting, i, i+1)
+	return true
+}
+
+// leave says that a request of a client waits no longer.
+func (l *GroupLine) leave(client uint64) {
+	if c := l.clients[client]; c.n > 1 {
+		l.clients[client] = groupTurn{n: c.n - 1, last: c.last}
+	} else {
+		delete(l.clients, client)
+	}
 }
 
 // FirstToken says that the first token of a released request is out.
@@ -132,6 +168,25 @@ func (l *GroupLine) computed(o *groupOpen, now time.Duration) {
 		l.quiet = now
 	}
 }
+
+// Reconcile corrects what is known of the requests that were released before a time, and not heard of since.
+// state says whether a request is open on a rank, and whether its prompt is computed.
+func (l *GroupLine) Reconcile(before time.Duration, state func(RankID, uint64) (isOpen, isComputed bool)) {
+	for id, o := range l.open {
+		if o.at > before {
+			continue
+		}
+		switch isOpen, isComputed := state(o.rank, id); {
+		case !isOpen:
+			l.End(id, 0, before)
+		case isComputed && o.out == 0:
+			l.FirstToken(id, before)
+		}
+	}
+}
+
+// Released is the number of requests that were released and have not ended.
+func (l *GroupLine) Released() int { return len(l.open) }
 
 // Restart forgets what was released: the group's ranks are new ones. What waits, waits.
 func (l *GroupLine) Restart() {
@@ -210,6 +265,7 @@ func (l *GroupLine) apply(now time.Duration) {
 			}
 		}
 		l.open[rel.ID] = groupOpen{rank: rel.Rank, work: rel.Work, at: now}
+		l.leave(w.Client)
 		w.Tokens, last = -1, max(last, rel.Index) // released
 	}
 	keep, released := last+1, len(l.step.Releases)

@@ -389,3 +389,60 @@ func BenchmarkGroupRule(b *testing.B) {
 		})
 	}
 }
+
+// TestClientsTakeTurns: each round of a queue has one request of each client, in the order of arrival, and a
+// request that had its turn goes before all of them.
+func TestClientsTakeTurns(t *testing.T) {
+	t.Parallel()
+	line := NewGroupLine(NewGroupRule(0, 0))
+	add := func(id, client uint64) {
+		line.Add(GroupWaiting{ID: id, Tokens: 9000, Client: client, Since: time.Duration(id)}, time.Second)
+	}
+	ids := func() (out []uint64) {
+		for _, w := range line.Waiting() {
+			out = append(out, w.ID)
+		}
+		return out
+	}
+	for id := range uint64(4) {
+		add(id, 1)
+	}
+	add(4, 2)
+	add(5, 3)
+	add(6, 2)
+	assert.Equal(t, []uint64{0, 1, 4, 5, 2, 6, 3}, ids())
+	add(7, 0)
+	assert.Equal(t, []uint64{7, 0, 1, 4, 5, 2, 6, 3}, ids())
+	for _, id := range []uint64{7, 0, 1, 4, 5} {
+		assert.True(t, line.Remove(id))
+	}
+	add(8, 3)
+	assert.Equal(t, []uint64{2, 6, 3, 8}, ids(), "client 3 has no other request")
+	for _, id := range []uint64{2, 6, 3, 8} {
+		assert.True(t, line.Remove(id))
+	}
+	assert.False(t, line.Remove(8))
+	assert.Empty(t, line.clients)
+}
+
+// TestALineFollowsTheRouter: a released request whose end was missed ends when the Router does not count it any
+// more, and one whose first token was missed is computed.
+func TestALineFollowsTheRouter(t *testing.T) {
+	t.Parallel()
+	line, look := NewGroupLine(NewGroupRule(0, 0)), GroupLook{}
+	ranks := []GroupRank{{ID: ID(0, 0), Slots: 9}, {ID: ID(0, 1), Slots: 9}}
+	for id := range uint64(2) {
+		line.Add(GroupWaiting{ID: id, Tokens: 9000}, time.Second)
+	}
+	line.Look(ranks, time.Second, &look)
+	assert.Equal(t, 2, line.Released())
+	state := func(_ RankID, id uint64) (isOpen, isComputed bool) { return id == 1, true }
+	line.Reconcile(time.Second-1, state)
+	assert.Equal(t, 2, line.Released(), "they were released later")
+	line.Reconcile(time.Second, state)
+	assert.Equal(t, 1, line.Released())
+	line.Add(GroupWaiting{ID: 3, Tokens: 9000}, time.Second)
+	line.Add(GroupWaiting{ID: 4, Tokens: 9000}, time.Second)
+	line.Look(ranks, time.Second, &look)
+	assert.Len(t, look.Releases, 2, "the queue is full, and no prompt is computed any more")
+}

@@ -135,6 +135,9 @@ func (r *Router) decide(q *Request, v *View, rand *rand.Rand, d *Decision) {
 		resetDecision(d)
 		_, known := r.epochs[q.Direct]
 		decideDirect(q, v, known, d)
+		if q.Released && d.Kind == Route {
+			d.Reason = ReasonReleased
+		}
 		return
 	}
 	r.policy.Decide(q, v, r.state, rand, d)
@@ -178,6 +181,18 @@ func (r *Router) observe(e *Event) (wake bool) {
 func (r *Router) isOpen(id RankID, reqID uint64) bool {
 	i, ok := r.view.findNear(id, r.width)
 	return ok && r.accounts[i].opens.get(reqID) != nil
+}
+
+// StateOf reports whether a request counts on a rank, and whether its prompt is computed.
+func (r *Router) StateOf(id RankID, reqID uint64) (isOpen, isComputed bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	i, ok := r.view.findNear(id, r.width)
+	if !ok {
+		return false, false
+	}
+	o := r.accounts[i].opens.get(reqID)
+	return o != nil, o != nil && !o.hasPrefill()
 }
 
 // updateBusyAt updates the rank's Busy after an event; freed reports that the rank may be picked again.
